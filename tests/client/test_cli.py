@@ -118,6 +118,38 @@ def test_version_works_without_a_daemon(capsys: pytest.CaptureFixture[str]) -> N
     assert document["server_version"] is None
 
 
+@pytest.mark.parametrize(
+    ("address", "state"),
+    [(None, "WARN"), ("embedded", "OK"), ("none", "OK"), ("node", "OK"), ("unix:///", "FAIL")],
+)
+def test_doctor_fails_without_a_daemon_where_jobs_would(
+    address: str | None,
+    state: str,
+    directory: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("RUNTIME_DIRECTORY", str(directory))
+    if address is not None:
+        monkeypatch.setenv("EP_RUNTIME_ADDRESS", address.replace("unix:///", f"unix://{directory}"))
+    code = cli.main(["doctor", "-o", "json"])
+    document = json.loads(capsys.readouterr().out)
+    (daemon,) = (item for item in document["items"] if item["check"] == "daemon")
+    assert daemon["state"] == state, daemon
+    assert (code, document["healthy"]) == ((3, False) if state == "FAIL" else (0, True))
+
+
+@pytest.mark.parametrize("address", ["embedded", "none"])
+def test_an_environment_without_a_daemon_to_ask_is_no_wrong_usage(
+    address: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EP_RUNTIME_ADDRESS", address)
+    assert cli.main(["version"]) == 0
+    assert ep.__version__ in capsys.readouterr().out
+    assert cli.main(["status"]) == 2
+    assert f"EP_RUNTIME_ADDRESS='{address}' names no daemon" in capsys.readouterr().err
+
+
 def test_no_command_imports_jax_and_help_needs_no_grpc() -> None:
     program = (
         "import sys\n"

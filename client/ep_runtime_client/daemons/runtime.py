@@ -116,18 +116,20 @@ def daemon_place(text: str | None) -> Place:
     """The daemon that the command line asks: `text`, $EP_RUNTIME_ADDRESS, the default.
 
     Raises:
-        InvalidArgumentError: the address names no daemon that another process could reach.
+        InvalidArgumentError: `text` names no daemon that another process could reach.
+        RuntimeUnavailableError: $EP_RUNTIME_ADDRESS names none, as some jobs want it.
     """
     argument = "--address" if text is not None else "EP_RUNTIME_ADDRESS"
-    text = text if text is not None else env.address()
-    if text is None:
+    named = text if text is not None else env.address()
+    if named is None:
         return Place(env.runtime_directory())
-    address = parse_address(text, argument)
-    if address.directory is None:
-        raise InvalidArgumentError(
-            f"{argument}={text!r} names no daemon to ask; give unix:///dir", argument=argument
-        )
-    return Place(address.directory, address.uid)
+    address = parse_address(named, argument)
+    if address.directory is not None:
+        return Place(address.directory, address.uid)
+    none = f"{argument}={named!r} names no daemon to ask"
+    if text is not None:
+        raise InvalidArgumentError(f"{none}; give unix:///dir", argument=argument)
+    raise RuntimeUnavailableError(f"{none}; give --address unix:///dir", answered=False)
 
 
 def open_runtime(address: Address, timeout_s: float) -> ReachedRuntime:

@@ -180,19 +180,36 @@ def _daemon(args: argparse.Namespace) -> Finding:
     from ep_runtime_client.cli.daemon import source
     from ep_runtime_client.daemons import runtime
 
-    address = runtime.daemon_place(args.address).address
     try:
         with source.open_source(args.address, timeout_s=args.timeout) as daemon:
             status = daemon.status()
     except RuntimeUnavailableError:
-        advice = "`ep-runtime serve` starts one; without, each process gets its own"
-        return Finding("daemon", "WARN", f"none at {address}", advice)
+        return _no_daemon(args.address)
     except PermissionDeniedError as error:
         return Finding("daemon", "WARN", str(error), "ask as the daemon's user")
-    found = f"{status['state']} at {address}, version {status['server_version']}"
+    found = (
+        f"{status['state']} at {runtime.daemon_place(args.address).address}, "
+        f"version {status['server_version']}"
+    )
     if status["server_version"] != ep_runtime.__version__:
         advice = f"this client has version {ep_runtime.__version__}; restart the daemon with it"
         return Finding("daemon", "WARN", found, advice)
     if status["state"] != "SERVING":
         return Finding("daemon", "FAIL", found, "it ends soon; start another one")
     return Finding("daemon", "OK", found)
+
+
+def _no_daemon(address: str | None) -> Finding:
+    """What jobs do without one: those of a named directory fail, and take no other daemon."""
+    from ep_runtime_client.daemons import runtime
+
+    named = address if address is not None else env.address()
+    if named is not None and runtime.parse_address(named).kind != runtime.DIRECTORY:
+        return Finding("daemon", "OK", f"none, and none has to run for {named!r}")
+    place = runtime.daemon_place(address)
+    found = f"none at {place.address}"
+    if named is None:
+        advice = "`ep-runtime serve` starts one; without, each process gets its own"
+        return Finding("daemon", "WARN", found, advice)
+    advice = f"`ep-runtime serve --dir {place.directory}`; jobs with that address take no other"
+    return Finding("daemon", "FAIL", found, advice)

@@ -186,8 +186,8 @@ def open_source(address: str | None, *, timeout_s: float) -> Iterator[Source]:
         RuntimeUnavailableError: no daemon answers there.
         PermissionDeniedError: it is another user's.
     """
-    place = runtime.daemon_place(address)
     try:
+        place = runtime.daemon_place(address)
         rpc = transport.RpcChannel(place, wire.ADMIN_SOCKET, timeout_s)
     except PermissionDeniedError as error:
         if "directory" in error.fields:  # it is not to be trusted with anything
