@@ -28,7 +28,8 @@ class LayerSpec:
         top_k: K, experts per token, at most the group's max_top_k.
         alignment: rows; None takes the group's.
         in_flight: dispatches of this layer that may be open at once, at most the group's lanes.
-        num_experts: E; only needed where a spec stands for a layer (initialisers, export).
+        num_experts: E; only needed where a spec stands for a layer (initialisers, modules and
+            `moe` under `jax.eval_shape`).
         hidden_size: H; likewise.
     """
 

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import export
 from jax.sharding import Mesh, PartitionSpec
 
 import ep_runtime as ep
@@ -161,6 +162,41 @@ def test_a_program_with_a_layer_spec_is_not_compiled() -> None:
     for run in (loss, jax.jit(loss), jax.jit(jax.grad(loss))):
         with pytest.raises(ep.InvalidArgumentError, match="LayerSpec 'x', which moves no tokens"):
             run(tokens())
+
+
+def test_a_program_with_a_layer_spec_is_not_exported_and_says_what_is() -> None:
+    spec: Any = ep.LayerSpec("x", top_k=2, num_experts=4, hidden_size=16)
+    params = init_moe_params(jax.random.key(0), spec, 8)
+    rows, sizes = jnp.ones((1, 16, 16)), jnp.full((1, 4), 4, jnp.int32)
+    programs: tuple[Callable[[Any], Any], ...] = (
+        lambda x: moe(spec, x, params),
+        lambda x: ep.dispatch(spec, x, slots()),
+        lambda x: ep.combine(spec, None, x),
+        lambda x: ep.grouped_gemm(rows, jnp.ones((4, 16, 8)), sizes, layer=spec) + x[0, 0],
+    )
+    remedy = r"LayerSpec 'x', which .*export.* regist.*ep\.connect\(.none.\)"
+    for program in programs:
+        with pytest.raises(ep.InvalidArgumentError, match=remedy):
+            export.export(jax.jit(program), disabled_checks=ep.export_checks())(tokens())
+
+
+def test_without_a_daemon_a_registered_layer_is_exported() -> None:
+    with ep.connect("none") as session:
+        group = session.create_group(
+            "g",
+            jax.make_mesh((1,), ("ep",), devices=jax.devices()[:1]),
+            ep_axis="ep",
+            num_experts=4,
+            hidden_size=16,
+            max_tokens_per_rank=32,
+        )
+        layer = group.register_layer("x", top_k=2)
+        params = init_moe_params(jax.random.key(0), layer, 8)
+        program = jax.jit(lambda x: moe(layer, x, params)[0])
+        x = jax.random.normal(jax.random.key(1), (32, 16), jnp.bfloat16)
+        made = export.export(program, disabled_checks=ep.export_checks())(x)
+        assert np.any(made.call(x))
+        np.testing.assert_array_equal(made.call(x), program(x))
 
 
 def test_weights_in_a_region_say_how_to_pass_them(make_group: MakeGroup) -> None:

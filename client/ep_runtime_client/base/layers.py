@@ -292,6 +292,10 @@ def resolve(layer: EpLayer | TracedLayer) -> tuple[EpLayer, Any]:
         return layer.static, layer.index
     if isinstance(layer, EpLayer):
         return dataclasses.replace(layer, index=0), layer.index
-    raise InvalidArgumentError(
-        f"layer must be an EpLayer or stack[i], got {type(layer).__name__}", argument="layer"
-    )
+    got = type(layer).__name__
+    if isinstance(layer, layer_specs.LayerSpec):
+        got = (
+            f"LayerSpec {layer.name!r}, which names no group, to trace and to export as well: "
+            'register it, where no daemon is in a group of ep.connect("none")'
+        )
+    raise InvalidArgumentError(f"layer must be an EpLayer or stack[i], got {got}", argument="layer")

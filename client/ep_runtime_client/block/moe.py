@@ -154,7 +154,8 @@ def moe(
     """Routes every token to its experts on all ranks, runs them, and sums their answers.
 
     Args:
-        layer: a registered layer, or `stack[i]`. Under `jax.eval_shape` a LayerSpec will do.
+        layer: a registered layer, or `stack[i]`. Under `jax.eval_shape` a LayerSpec will do;
+            it names no group, so a program with one is neither compiled nor exported.
         x: [T, H] or [B, S, H], laid out as `dispatch` wants tokens.
         params: the block's weights; experts on dim 0 over the ep axes. Those of `quantize_params`
             have their recipe with them.
@@ -218,7 +219,8 @@ def moe(
 
     Raises:
         InvalidArgumentError: shapes, dtypes, names or layouts of weights do not fit the layer; a
-            state without a delayed recipe, the other way round, or of other shapes.
+            state without a delayed recipe, the other way round, or of other shapes; values asked
+            of a LayerSpec.
         StaleHandleError: the layer's group is closed.
         NotImplementedError: under a vmap, as in `dispatch`, or a second derivative.
 

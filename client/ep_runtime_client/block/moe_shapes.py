@@ -60,7 +60,8 @@ def shapes_of(
 def _refuse(*_: Any, name: str, **__: Any) -> Any:
     raise InvalidArgumentError(
         f"ep.moe got LayerSpec {name!r}, which moves no tokens: it stands for a layer in "
-        "jax.eval_shape, and a program with it cannot be compiled; pass a registered layer",
+        "jax.eval_shape, and names no group, so a program with it is neither compiled nor "
+        'exported; pass a registered layer, without a daemon one of ep.connect("none")',
         argument="layer",
     )
 
