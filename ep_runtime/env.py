@@ -7,7 +7,7 @@ environments, and a program's fingerprint knows none. What does is a group's set
 |---|---|---|
 | EP_RUNTIME_ADDRESS | unset | what `connect()` without an address uses; set but dead is an error |
 | EP_RUNTIME_JOB | unset | name of the job; group names live inside (uid, job) |
-| EP_RUNTIME_DEBUG | 0 | 1: check expert indices, fill undefined rows with 0xFF bytes (NaN) |
+| EP_RUNTIME_DEBUG | 0 | 1: native libraries check indices and fill undefined rows with 0xFF (NaN) |
 | EP_RUNTIME_KEEP_MEMORY | 1 | 0: freed memory goes back to the system, not into new buffers |
 | EP_RUNTIME_BOARD | 1 | 0: GPUs write nothing to the board; `status` and `top` show none of them |
 | EP_RUNTIME_NCCL | 1 | 0: GPU groups of transport "nvlink" get no NCCL communicators |

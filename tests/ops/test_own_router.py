@@ -110,6 +110,34 @@ def test_values_and_gradients(layer: Any, lead: tuple[int, ...], options: dict[s
     np.testing.assert_array_equal(np.asarray(got[1][2])[unused], 0)
 
 
+@pytest.mark.parametrize("value", [EXPERTS, -2])
+def test_an_index_out_of_range_is_told_by_native_libraries_and_counts_nowhere(
+    make_group: MakeGroup, transport: str, value: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EP_RUNTIME_DEBUG", "1")
+    group = make_group(
+        transport=transport, debug=True, axes={"ep": 4}, num_experts=EXPERTS, max_top_k=TOP_K
+    )
+    layer = group.register_layer("moe", top_k=TOP_K)
+    params, (x, routing) = make_params(layer, use_router=False), draw(32)
+
+    @jax.jit
+    def block(idx: Any) -> Any:
+        return ep.moe(layer, x, params, routing=routing._replace(topk_idx=idx), return_stats=True)
+
+    unused = routing.topk_idx.at[5, 1].set(-1)
+    y, _, stats = jax.block_until_ready(block(unused))
+    assert stats.tokens_per_expert.sum() == (unused >= 0).sum()
+    wrong = unused.at[5, 1].set(value)
+    if transport == "memfd":
+        text = rf"topk_idx must be in \[-1, {EXPERTS}\), got {value} at token 5 slot 1"
+        with pytest.raises(ep.InvalidArgumentError, match=text), ep.translate_errors():
+            jax.block_until_ready(block(wrong))
+    else:
+        got, _, counts = block(wrong)
+        jax.tree.map(np.testing.assert_array_equal, (got, counts[:3]), (y, stats[:3]))
+
+
 @pytest.mark.parametrize(
     "options",
     [{}, {"recipe": ep.recipes.BlockScaling(), "capacity": 24}],
