@@ -32,8 +32,6 @@ NEVER_RAISE = {
     "sharding.Rules.on",
     "sharding.axes_of_entry",
     "update_expert_bias",
-    "nnx.MoEBlock.update_expert_bias",
-    "linen.MoEBlock.update_expert_bias",
     "nnx.MoEBlock.set_view",
     "recipes.Recipe.data_dtype",
     "recipes.BF16.data_dtype",

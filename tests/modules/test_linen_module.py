@@ -179,6 +179,9 @@ def test_the_expert_bias_moves_in_its_own_collection(group: fakes.LocalGroup) ->
     found = moved["expert_bias"]["expert_bias"]
     np.testing.assert_array_equal(found, 0.5 * np.sign(load.mean() - load))
     assert set(moved) == {"expert_bias"}
+    plain = ep.linen.MoEBlock(layer, MLP)
+    with pytest.raises(InvalidArgumentError, match="made without use_expert_bias=True"):
+        plain.apply(plain.init(KEY, tokens(group)), load, 0.5, method="update_expert_bias")
 
 
 DELAYED = ep.recipes.TensorScaling(delayed=True, history=3)

@@ -173,9 +173,13 @@ class MoEBlock(linen.Module):  # type: ignore[misc]
             tokens_per_expert: int32 [E], of the stats that `__call__` returns with return_stats.
             rate: size of the step.
 
+        Raises:
+            InvalidArgumentError: the block was made without use_expert_bias.
+
         Cost: E additions.
         """
-        assert self.use_expert_bias, "the block was made without use_expert_bias"
+        if not self.use_expert_bias:
+            raise module_options.no_bias()
         self.bias.value = update_expert_bias(self.bias.value, tokens_per_expert, rate)
 
 

@@ -64,6 +64,15 @@ def check_router(use_router: bool, use_expert_bias: bool) -> None:
         )
 
 
+def no_bias() -> InvalidArgumentError:
+    """The error of a call that moves the bias of a module without one."""
+    return InvalidArgumentError(
+        "update_expert_bias moves the module's expert_bias, and it was made without "
+        "use_expert_bias=True",
+        argument="use_expert_bias",
+    )
+
+
 def histories(
     layer_or_spec: EpLayer | LayerStack | LayerSpec, recipe: Recipes
 ) -> dict[str, jax.ShapeDtypeStruct]:

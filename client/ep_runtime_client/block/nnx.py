@@ -192,15 +192,19 @@ class MoEBlock(nnx.Module):  # type: ignore[misc]
             self.use_running_average = use_running_average
 
     def update_expert_bias(self, tokens_per_expert: jax.Array, rate: float) -> None:
-        """Moves `expert_bias` as `ep.update_expert_bias` does; the module needs to have one.
+        """Moves `expert_bias` as `ep.update_expert_bias` does.
 
         Args:
             tokens_per_expert: int32 [E], of the stats that `__call__` returns with return_stats.
             rate: size of the step.
 
+        Raises:
+            InvalidArgumentError: the block was made without use_expert_bias.
+
         Cost: E additions.
         """
-        assert self.expert_bias is not None, "the block was made without use_expert_bias"
+        if self.expert_bias is None:
+            raise module_options.no_bias()
         self.expert_bias[...] = update_expert_bias(self.expert_bias[...], tokens_per_expert, rate)
 
 
