@@ -249,7 +249,20 @@ class LayerStack:
         return EpLayer(self.group_spec, named, self.base_id, index)
 
     def __getitem__(self, index: int | jax.Array) -> EpLayer | TracedLayer:
-        """Layer `index`: an EpLayer for an integer, a TracedLayer for a traced int32 scalar."""
+        """One layer of the stack, wherever a layer goes.
+
+        Args:
+            index: a Python int, from the end where it is negative, or a traced int32 [].
+
+        Returns:
+            An EpLayer for an integer; a TracedLayer, of the trace alone, for a traced one.
+
+        Raises:
+            IndexError: the stack has fewer layers.
+            InvalidArgumentError: neither an integer nor a traced one.
+
+        Cost: none; no RPC. A scan over the stack compiles its body once.
+        """
         try:
             position = operator.index(index)
         except TypeError:

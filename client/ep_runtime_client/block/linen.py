@@ -134,7 +134,7 @@ class MoEBlock(linen.Module):  # type: ignore[misc]
 
         Args:
             x: [T, H] or [B, S, H].
-            layer_index: of a layer stack, a Python int or a traced int32 scalar; else None.
+            layer_index: of a layer stack, a Python int or a traced int32 []; else None.
             routing: as in `ep.moe`, of a block without a router.
             params8: of `ep.quantize_params`: 8-bit weights of this block's parameters, which are
                 the masters and get the gradients.
@@ -142,6 +142,13 @@ class MoEBlock(linen.Module):  # type: ignore[misc]
         Returns:
             (y, aux), with return_stats (y, aux, stats). While it initialises, from a LayerSpec
             too: x and 0, no token is moved.
+
+        Raises:
+            InvalidArgumentError: a stack without layer_index, or an index without a stack.
+            EpRuntimeError: as by `ep.moe`.
+            NotImplementedError: as by `ep.moe`.
+
+        Cost: that of `ep.moe`.
         """
         if self.is_initializing():
             return (x, jnp.zeros((), jnp.float32), None)[: 3 if self.return_stats else 2]

@@ -156,13 +156,20 @@ class MoEBlock(nnx.Module):  # type: ignore[misc]
 
         Args:
             x: [T, H] or [B, S, H].
-            layer_index: of a layer stack, a Python int or a traced int32 scalar; else None.
+            layer_index: of a layer stack, a Python int or a traced int32 []; else None.
             routing: as in `ep.moe`, of a block without a router.
             params8: of `ep.quantize_params`: 8-bit weights of this block's parameters, which are
                 the masters and get the gradients.
 
         Returns:
             (y, aux), with the option return_stats (y, aux, stats).
+
+        Raises:
+            InvalidArgumentError: a stack without layer_index, or an index without a stack.
+            EpRuntimeError: as by `ep.moe`.
+            NotImplementedError: as by `ep.moe`.
+
+        Cost: that of `ep.moe`.
         """
         layer = module_options.layer_for_call(self.layer, layer_index, x)
         bias = None if self.expert_bias is None else self.expert_bias[...]

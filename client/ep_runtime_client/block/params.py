@@ -113,6 +113,8 @@ class MoEParams:
 
         Raises:
             InvalidArgumentError: a weight that is quantized: its masters come apart.
+
+        Cost: one copy of wi, where it is not a pair.
         """
         for name in ("wi", "wo"):
             if isinstance(getattr(self, name), QuantizedTensor):

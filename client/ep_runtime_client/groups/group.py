@@ -218,8 +218,9 @@ class Group:
 
         Raises:
             StaleHandleError: nothing of that name is registered; says what is.
+            EpRuntimeError: the daemon, asked for a name that this process does not know, is away.
 
-        Cost: none; no RPC.
+        Cost: none for a layer that this process knows; else one RPC.
         """
         with self._lock:
             self.require_open()
@@ -304,7 +305,10 @@ class Group:
         return arrays
 
     def describe(self) -> dict[str, Any]:
-        """Everything about the group as plain values."""
+        """Everything about the group as plain values.
+
+        Cost: none; no RPC.
+        """
         with self._lock:
             layers = self._registrations.describe()
         return {
@@ -401,6 +405,8 @@ class Group:
 
         Raises:
             InvalidArgumentError: under tracing.
+
+        Cost: the wait, and one RPC.
         """
         self._settle()
         if self._shut():

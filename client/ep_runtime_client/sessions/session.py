@@ -339,6 +339,8 @@ class Session:
         """Ends this `connect()`; the last one frees groups and windows at once. Idempotent.
 
         Under tracing it does nothing: `connect()` counts nothing there.
+
+        Cost: as `Group.close` for each group that is open, and one RPC.
         """
         if self.is_ours and registry.sessions.release(self):
             self.end()
@@ -381,7 +383,10 @@ class Session:
             self._shut()
 
     def describe(self) -> dict[str, Any]:
-        """The session as plain values."""
+        """The session as plain values.
+
+        Cost: none; no RPC.
+        """
         about = {"address": self.address, "job": self.job, "session_id": self.session_id}
         return {**about, "pid": self._pid, "groups": sorted(g.name for g in self._groups.all())}
 
