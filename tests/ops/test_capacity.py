@@ -85,7 +85,7 @@ def test_capacity_of_a_call_follows_its_own_tokens(group: fakes.LocalGroup) -> N
         ep.prepare(layer, idx, capacity=group.spec.recv_capacity_per_rank + 1)
 
 
-def overflow_group(make_group: MakeGroup, transport: str) -> Any:
+def overflow_group(make_group: MakeGroup, transport: str, partitioning: str = "auto") -> Any:
     group = make_group(
         transport=transport,
         axes={"dp": 2, "ep": 4},
@@ -94,14 +94,16 @@ def overflow_group(make_group: MakeGroup, transport: str) -> Any:
         max_top_k=2,
         alignment=4,
         on_overflow="error",
+        partitioning=partitioning,
     )
     return group, group.register_layer("moe", top_k=2)
 
 
+@pytest.mark.parametrize("partitioning", ["auto", "rule"])
 def test_overflow_in_error_mode_fails_the_step_and_nothing_else(
-    make_group: MakeGroup, transport: str
+    make_group: MakeGroup, transport: str, partitioning: str
 ) -> None:
-    _, layer = overflow_group(make_group, transport)
+    _, layer = overflow_group(make_group, transport, partitioning)
     x = np.ones((64, 16), np.float32)
     spread = np.stack([np.arange(64) % 8, (np.arange(64) + 1) % 8], 1).astype(np.int32)
     crowded = spread.copy()

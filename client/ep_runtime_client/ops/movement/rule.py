@@ -20,15 +20,17 @@ from ep_runtime import specs
 from ep_runtime_client.ops.calls.call import Call
 from ep_runtime_client.ops.partitioning import partitioned
 from ep_runtime_client.ops.tracing import scopes
+from ep_runtime_client.ops.transports.xla_overflow import calls_host
 
 
 def serves(call: Call, mesh: Any) -> bool:
     """Whether a call whose group asks for the rule gets it.
 
-    Inside a shard_map of the user the rule ends the process, and types of Explicit axes are the
-    shard_map's; there, and on one device, the shard_map runs.
+    Inside a shard_map of the user the rule ends the process, so does a host callback in it, which
+    nobody keeps, and types of Explicit axes are the shard_map's; there, and on one device, the
+    shard_map runs.
     """
-    wanted = call.group.partitioning == "rule" and not call.manual
+    wanted = call.group.partitioning == "rule" and not (call.manual or calls_host(call.group))
     return wanted and isinstance(call.mesh, Mesh) and call.mesh.size > 1 and not _typed(mesh)
 
 

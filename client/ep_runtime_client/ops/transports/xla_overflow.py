@@ -16,9 +16,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from ep_runtime.specs import GroupSpec
 from ep_runtime_client.base.layers import live_groups
 from ep_runtime_client.ops.calls.call import Call
 from ep_runtime_client.ops.tracing.varying import like
+
+
+def calls_host(group: GroupSpec) -> bool:
+    """Whether a prepare of the group has the host callback of `passed`."""
+    plain = group.transport == "xla" or group.node_size > 0
+    return plain and group.on_overflow == "error"
 
 
 def passed(call: Call, rank: jax.Array, index: jax.Array, demand: jax.Array) -> jax.Array:
