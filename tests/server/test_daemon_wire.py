@@ -60,6 +60,16 @@ def test_a_unary_call_without_deadline_is_refused(daemon):
         client.call(client.sessions.Heartbeat, session_service_pb2.HeartbeatRequest(), timeout=None)
 
 
+def test_a_connection_carries_thousands_of_calls_that_work_and_that_fail(daemon):
+    """Far more than it may have open at once: what ended must not count."""
+    client = daemon.client()
+    unknown = group_service_pb2.GetGroupRequest(name="none")
+    for _ in range(1000):
+        client.call(client.sessions.Heartbeat, session_service_pb2.HeartbeatRequest())
+        with pytest.raises(errors.StaleHandleError):
+            client.call(client.groups.GetGroup, unknown)
+
+
 def test_an_unknown_method_is_version_skew(daemon):
     with pytest.raises(errors.VersionSkewError):
         raw_call(daemon.client(), "GroupService/FromTheFuture", b"")

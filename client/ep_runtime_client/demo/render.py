@@ -96,7 +96,8 @@ class Reporter:
             f"{c.tokens_per_step:,} bytes on {c.devices} {c.platform.upper()} devices as {mesh}"
         )
         self.say(
-            f"layout {c.rules}, optimizer {c.optimizer}, recipe {', '.join(c.recipes)}, {c.combine_precision} sums"
+            f"layout {c.rules}, optimizer {c.optimizer}, recipe {', '.join(c.recipes)}, "
+            f"{c.combine_precision} sums"
         )
         self.say(
             f"text: {corpus.source}, {len(corpus.train):,} bytes to train on, "
