@@ -23,8 +23,11 @@ from jax._src import compiler
 # time. Newer ones have no such choice, and end a process that asks for it.
 _FUSION = "xla_cpu_use_fusion_emitters"
 _CHOOSES_FUSION = jax.__version_info__ < (0, 11)
+# Programs are made in one part: in as many as cores they take a tenth more, and tests fill those.
+_FLAGS = ["--xla_cpu_parallel_codegen_split_count=1"]
 if _CHOOSES_FUSION and os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] == "1":
-    os.environ["XLA_FLAGS"] = f"--{_FUSION}=false {os.environ.get('XLA_FLAGS', '')}"
+    _FLAGS += [f"--{_FUSION}=false"]
+os.environ["XLA_FLAGS"] = " ".join([*_FLAGS, os.environ.get("XLA_FLAGS", "")])
 
 if TYPE_CHECKING:
     from block_ways import Ways
