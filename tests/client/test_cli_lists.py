@@ -234,3 +234,15 @@ def test_changes_go_on_below_one_heading(
     assert (code, [line[0] for line in lines]) == (0, ["CHANGE", "ADDED", "CHANGED", "GONE"])
     state = lines[0].index("STATE")
     assert [line[state] for line in lines[1:]] == ["FORMING", "READY", "READY"]
+
+
+@pytest.mark.parametrize("words", ["", "-o json", "--after 7 -o json"])
+def test_followed_events_say_once_that_there_are_none(
+    ask: Any, monkeypatch: pytest.MonkeyPatch, words: str
+) -> None:
+    monkeypatch.setitem(fixed.ANSWERS, "ListEvents", pb.ListEventsResponse)
+    monkeypatch.setattr(
+        watching, "repeat", lambda args, once, *, clear: max(once() for _ in range(3))
+    )
+    code, out, _ = ask(f"events -f {words}")
+    assert (code, len(out.splitlines())) == (0, 1)

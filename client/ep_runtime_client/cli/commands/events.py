@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from ep_runtime_client.cli.daemon import source
 
-    after = args.after
+    after, again = args.after, False
     if args.follow:
         args.watch = args.watch or watching.EVERY_S
     wanted = choosing.conditions(args.label)
@@ -67,9 +67,10 @@ def run(args: argparse.Namespace) -> int:
             _check_name(daemon, args.name)
 
         def once() -> int:
-            nonlocal after
+            nonlocal after, again
             rows = daemon.events(after)
-            first, after = after == args.after, max([after, *(row["sequence"] for row in rows)])
+            first, again = not again, True
+            after = max([after, *(row["sequence"] for row in rows)])
             rows = [row for row in rows if _asked_for(row, args, start)]
             rows = choosing.ordered(choosing.filtered(rows, wanted, COLUMNS), args.sort_by, COLUMNS)
             if args.output == "json":
