@@ -99,6 +99,17 @@ def overflow_group(make_group: MakeGroup, transport: str, partitioning: str = "a
     return group, group.register_layer("moe", top_k=2)
 
 
+def test_an_eager_call_raises_the_class_itself(make_group: MakeGroup, transport: str) -> None:
+    _, layer = overflow_group(make_group, transport)
+    x, idx = np.ones((64, 16), np.float32), all_on_rank_zero(64)
+    with pytest.raises(ep.CapacityOverflowError) as caught:
+        ep.dispatch(layer, x, idx, capacity=32)
+    assert caught.value.fields["demand"] == 64
+    sent = ep.dispatch(layer, x, idx)
+    np.testing.assert_allclose(ep.combine(layer, sent, sent.tokens), 2 * x)
+    dispatch.runtime_tokens.clear()  # JAX would print the failed host callback again at exit
+
+
 @pytest.mark.parametrize("partitioning", ["auto", "rule"])
 def test_overflow_in_error_mode_fails_the_step_and_nothing_else(
     make_group: MakeGroup, transport: str, partitioning: str

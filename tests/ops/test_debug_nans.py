@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import ep_runtime as ep
+from ep_runtime.errors import InvalidArgumentError
 
 TOKENS, HIDDEN, EXPERTS, TOP_K = 8, 16, 4, 2
 
@@ -44,6 +45,19 @@ def test_ops_return_no_nan_where_jax_looks_for_them(layer: Any) -> None:
         assert not np.asarray(sent.tokens[slab, rows:]).any()
         assert not np.asarray(sent.weights[slab, rows:]).any()
     np.testing.assert_allclose(out, TOP_K * jnp.sin(x), rtol=1e-6)
+
+
+@pytest.mark.parametrize("wrong", [-5, EXPERTS, -(2**40), 2**32 + 1])
+def test_an_index_that_names_no_expert_is_told(layer: Any, wrong: int) -> None:
+    x = jax.random.normal(jax.random.key(0), (2 * TOKENS, HIDDEN))
+    idx = np.arange(2 * TOKENS * TOP_K, dtype=np.int64).reshape(-1, TOP_K) % EXPERTS
+    idx[3, 1] = wrong
+    seen = np.clip(wrong, -(2**31), 2**31 - 1)
+    with (
+        jax.enable_x64(True),
+        pytest.raises(InvalidArgumentError, match=f"got {seen} at token 3 slot 1"),
+    ):
+        ep.dispatch(layer, x, idx)
 
 
 def test_the_gradient_of_a_block_raises_for_nans_of_its_own_alone(layer: Any) -> None:

@@ -111,7 +111,7 @@ class BlockCall:
 
 def run(call: BlockCall, operands: Operands) -> jax.Array:
     """y, laid out as tokens; differentiable in tokens, weights, wi, wo and the biases."""
-    y: jax.Array = eager.run(_primal, call, *operands, traced=_block)
+    y: jax.Array = eager.settled(_primal, call, *operands, traced=_block)
     return y
 
 

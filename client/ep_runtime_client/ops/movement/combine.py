@@ -49,8 +49,8 @@ def combine(
         StaleHandleError: the layer's group is closed.
         NotImplementedError: under a vmap, as in `dispatch`, or a second derivative.
 
-    Cost: one row per (token, distinct rank) back. No host sync, but between nodes over NCCL, where
-        it counts rows.
+    Cost: one row per (token, distinct rank) back. No host sync, but eagerly, and between nodes
+        over NCCL, where it counts rows.
 
     Source: the second of GShard's two exchanges (arXiv:2006.16668); sums on the experts' rank
     before rows travel are as in DeepEP (github.com/deepseek-ai/DeepEP).
@@ -92,7 +92,7 @@ def merge(
             weights = per_device.vary(call, per_device.place(call, "weights", weights, slab))
             weights = weights.astype(jnp.float32)
         operands = (index, expert_out, weights, dispatched.plan.arrays)
-        tokens_out: jax.Array = eager.run(_combine_primal, call, *operands, traced=_combine)
+        tokens_out: jax.Array = eager.settled(_combine_primal, call, *operands, traced=_combine)
     return tokens_out
 
 
@@ -151,7 +151,7 @@ def _combine_fwd(
     weights: jax.Array | None,
     arrays: AnyArrays,
 ) -> Any:
-    tokens_out = eager.run(_combine_primal, call, index, expert_out, weights, arrays)
+    tokens_out = eager.settled(_combine_primal, call, index, expert_out, weights, arrays)
     # Without weights the gradient is a plain copy of rows and needs no expert_out.
     return tokens_out, (index, None if weights is None else expert_out, weights, arrays)
 
@@ -159,7 +159,7 @@ def _combine_fwd(
 def _combine_bwd(call: Call, saved: Any, grad: jax.Array) -> Any:
     index, expert_out, weights, arrays = saved
     with scope("combine_bwd", call.layer):
-        d_expert_out, d_weights = eager.run(
+        d_expert_out, d_weights = eager.settled(
             _combine_pullback, call, index, grad, expert_out, weights, arrays
         )
     return None, d_expert_out, d_weights, None

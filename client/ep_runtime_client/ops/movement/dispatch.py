@@ -62,7 +62,8 @@ def dispatch(
     Raises:
         InvalidArgumentError: shapes, dtypes, capacity, handle or plan do not fit the layer, or
             the recipe does not quantize every row by itself.
-        CapacityOverflowError: out of the compiled program, in a group with on_overflow="error".
+        CapacityOverflowError: in a group with on_overflow="error". A call in a program of yours
+            fails that, in XLA's error; an eager one waits, and raises this and others itself.
         StaleHandleError: the layer's group is closed.
         NotImplementedError: the gradient of 1-byte tokens (of a QuantizedTensor, if it has no
             origin), a second derivative, or under any vmap but one with spmd_axis_name over a mesh
@@ -72,7 +73,7 @@ def dispatch(
     dims of every array.
 
     Cost: each token once per distinct rank that keeps a row of it; without `plan` what `prepare`
-        costs. No host sync, but between nodes over NCCL, where it counts rows.
+        costs. No host sync, but eagerly, and between nodes over NCCL, where it counts rows.
 
     Source: the first of GShard's two exchanges (arXiv:2006.16668), without its padding; a token
     travels once per rank, not once per expert, as in DeepEP (github.com/deepseek-ai/DeepEP).

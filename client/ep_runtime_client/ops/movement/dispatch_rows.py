@@ -27,7 +27,7 @@ def move(
     with scope("dispatch", call.layer):
         call, tokens, weights = ready(call, index, tokens, weights, arrays)
         operands = (index, tokens, weights, arrays)
-        result: tuple[jax.Array, jax.Array] = eager.run(_primal, call, *operands, traced=_moved)
+        result: tuple[jax.Array, jax.Array] = eager.settled(_primal, call, *operands, traced=_moved)
         return result
 
 
@@ -95,14 +95,14 @@ def _fwd(
             f"dispatch of 1-byte tokens ({tokens.dtype}) has no gradient: sums of such rows have "
             "no useful precision; dispatch a wider dtype, or stop_gradient the tokens and weights"
         )
-    rows, recv_weights = eager.run(_primal, call, index, tokens, weights, arrays)
+    rows, recv_weights = eager.settled(_primal, call, index, tokens, weights, arrays)
     return (rows, recv_weights), (index, arrays, weights is not None)
 
 
 def _bwd(call: Call, saved: Any, grads: tuple[jax.Array, jax.Array]) -> Any:
     index, arrays, weighted = saved
     with scope("dispatch_bwd", call.layer):
-        d_tokens, d_weights = eager.run(pullback, call, index, *grads, arrays)
+        d_tokens, d_weights = eager.settled(pullback, call, index, *grads, arrays)
     return None, d_tokens, d_weights if weighted else None, None
 
 

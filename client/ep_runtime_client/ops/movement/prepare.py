@@ -63,7 +63,7 @@ def prepare(
         NotImplementedError: under a vmap, as in `dispatch`.
 
     Cost: one exchange of E counts per rank and one of row numbers. No host sync, but on GPUs of a
-        group with on_overflow="error".
+        group with on_overflow="error", and eagerly, as in `dispatch`.
 
     Source: experts' rows in zones padded to blocks are from MegaBlocks (arXiv:2211.15841), a bound
     on them from the capacity of GShard (arXiv:2006.16668).
@@ -130,7 +130,7 @@ def _tagged(function: Any, call: Call, index: jax.Array, topk_idx: jax.Array) ->
     with scope("prepare", call.layer):
         call = per_device.varied(call, topk_idx, index)
         idx = per_device.place(call, "topk_idx", topk_idx, call.layout.spec())
-        made = eager.run(function, call, index, per_device.vary(call, idx))
+        made = eager.settled(function, call, index, per_device.vary(call, idx))
     return jax.tree.map(lambda x: checkpoint_name(x, "ep_plan"), made)
 
 
@@ -182,10 +182,9 @@ def _per_device(
     call: Call, prepare: Any, index: jax.Array, topk_idx: jax.Array, others: int
 ) -> Any:
     """What `prepare` makes on every device, with the slab dim: plan arrays and `others` more."""
-    experts = call.group.num_experts
     if topk_idx.dtype != jnp.int32:
-        # A 64-bit number must not wrap into range.
-        topk_idx = jnp.clip(topk_idx, -1, experts).astype(jnp.int32)
+        info = jnp.iinfo(jnp.int32)  # a 64-bit number must not wrap into range
+        topk_idx = jnp.clip(topk_idx, info.min, info.max).astype(jnp.int32)
 
     def body(index: jax.Array, idx: jax.Array) -> Any:
         local = idx.reshape(-1, idx.shape[-1])

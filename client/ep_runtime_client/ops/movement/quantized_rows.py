@@ -134,7 +134,7 @@ def send(
         call, (origin, given), weights = ready(call, index, (origin, given), weights, plan.arrays)
         sending = dataclasses.replace(sending, call=call)
         operands = (index, origin, given, weights, plan.arrays)
-        (data, scale, rows), recv_weights = eager.run(_moved, sending, *operands, traced=_send)
+        (data, scale, rows), recv_weights = eager.settled(_moved, sending, *operands, traced=_send)
     # Quantized rows too: who keeps those of a matmul keeps these, and moves nothing again.
     leaves = (checkpoint_name(x, "ep_recv") for x in lax.stop_gradient((data, scale)))
     data, scale = (checkpoint_name(x, "ep_q_x") for x in leaves)
@@ -254,7 +254,7 @@ def _fwd(
             "dispatch of quantized tokens without what was quantized (their origin) has no "
             "gradient; send those that grouped_quantize made, or stop_gradient the weights"
         )
-    made = eager.run(_primal, sending, index, tokens, given, weights, arrays)
+    made = eager.settled(_primal, sending, index, tokens, given, weights, arrays)
     return made, (index, arrays, weights is not None)
 
 
@@ -262,7 +262,7 @@ def _bwd(sending: Sending, saved: Any, grads: Any) -> Any:
     index, arrays, weighted = saved
     (_, _, d_rows), d_recv_weights = grads
     with scope("dispatch_bwd", sending.call.layer):
-        d_tokens, d_weights = eager.run(
+        d_tokens, d_weights = eager.settled(
             pullback, sending.call, index, d_rows, d_recv_weights, arrays
         )
     return None, d_tokens, None, d_weights if weighted else None, None

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 
+from ep_runtime import errors
 from ep_runtime_client.ops.tracing import slack
 
 
@@ -26,6 +27,26 @@ def run(
     if inside or any(isinstance(x, jax.core.Tracer) for x in leaves):
         return (traced or function)(call, *operands)
     return _compiled(function, call, slack.checked(), *operands)
+
+
+def settled(
+    function: Callable[..., Any],
+    call: Hashable,
+    *operands: Any,
+    traced: Callable[..., Any] | None = None,
+) -> Any:
+    """As `run`, of what other ranks take part in: waits for results that are concrete.
+
+    Raises:
+        EpRuntimeError: what the program failed with, as its class.
+    """
+    try:
+        return jax.block_until_ready(run(function, call, *operands, traced=traced))
+    except jax.errors.JaxRuntimeError as error:
+        ours = errors.parse(str(error))
+        if ours is None:
+            raise
+        raise ours from error
 
 
 def shared(function: Callable[..., Any], call: Hashable, *operands: Any) -> Any:
