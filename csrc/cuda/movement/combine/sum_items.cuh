@@ -3,6 +3,7 @@
 #define EP_RUNTIME_CUDA_MOVEMENT_COMBINE_SUM_ITEMS_CUH_
 
 #include "cuda/movement/combine/part_sums.cuh"
+#include "cuda/movement/combine/piece_sums.cuh"
 
 namespace ep_runtime {
 namespace cuda {
