@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,10 @@ os.environ.setdefault("PJRT_NPROC", "32")
 # Programs mean the same without LLVM's expensive passes and compile in two thirds of the time, in
 # the processes that tests start as well. CI's pass on the newest JAX sets 0: what users run.
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+
+# Where a shell started the tests in the background it left Ctrl-C ignored, for children too.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import doses
 import fakes
