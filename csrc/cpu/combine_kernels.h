@@ -24,8 +24,8 @@ struct CombineParams {
 
 // Sums each staged row's rows in slot order, sends the sum to its source, and there sums over
 // ranks in order. Partial sums travel as CombinePrecision says, in two passes of half the tokens
-// each where a lane does not hold all of them. Wide tokens are sums that
-// are not rounded: they are added to others before the result is.
+// each where a lane does not hold all of them. Wide tokens are sums that are not rounded: they are
+// added to others before the result is.
 Status RunCombine(Call& call, const CombineParams& params);
 
 }  // namespace ep_runtime

@@ -4,21 +4,9 @@
 // A sum is its data, e4m3, then from a multiple of 4 on an f32 scale for each kFp8Block values.
 // Loops have no branches, so that compilers make vectors of them.
 
-constexpr float kSmallestNormal = 1.17549435e-38f;  // 2^-126: what is below counts as 0
 constexpr float kLargestFp8 = 448.0f;
-constexpr uint32_t kSmallestBits = 0x00800000u;
+constexpr uint32_t kSmallestBits = 0x00800000u;  // of 2^-126: what is below counts as 0
 constexpr uint32_t kInfinityBits = 0x7F800000u;
-
-inline uint32_t BitsOf(float x) {
-  uint32_t bits;
-  memcpy(&bits, &x, sizeof(bits));
-  return bits;
-}
-inline float FloatOf(uint32_t bits) {
-  float x;
-  memcpy(&x, &bits, sizeof(x));
-  return x;
-}
 
 // To nearest even, saturating; infinities are NaNs, as e4m3 has none.
 inline uint8_t ToFp8(float x, float inverse_scale) {
@@ -51,10 +39,9 @@ inline float ScaleOf(const float* x, int64_t count) {
     size = size < kInfinityBits ? size : 0;
     largest = size > largest ? size : largest;
   }
-  const float amax = FloatOf(largest);
-  if (amax < kSmallestNormal) return 1.0f;
-  const float scale = amax / kLargestFp8;
-  return scale < kSmallestNormal ? kSmallestNormal : scale;
+  if (largest < kSmallestBits) return 1.0f;
+  const float scale = FloatOf(largest) / kLargestFp8, smallest = FloatOf(kSmallestBits);
+  return scale < smallest ? smallest : scale;
 }
 
 // ReduceFn of rows of type In: the sum as 8-bit floats.
@@ -66,12 +53,7 @@ void ReduceToFp8(void* dst, const void* const* rows, const float* weights, int64
   alignas(64) float sum[kFp8Block];
   for (int64_t start = 0; start < width; start += kFp8Block) {
     const int64_t columns = width - start < kFp8Block ? width - start : kFp8Block;
-    for (int64_t i = 0; i < columns; ++i) sum[i] = 0;
-    for (int64_t r = 0; r < count; ++r) {
-      const auto* row = static_cast<const typename In::Storage*>(rows[r]) + start;
-      const float* weight = weights == nullptr ? nullptr : weights + r;
-      for (int64_t i = 0; i < columns; ++i) sum[i] = Add<In>(sum[i], row[i], weight);
-    }
+    SumColumns<In>(sum, rows, weights, count, start, columns);
     const float scale = ScaleOf(sum, columns);
     const float inverse = 1.0f / scale;
     for (int64_t i = 0; i < columns; ++i) data[start + i] = ToFp8(sum[i], inverse);

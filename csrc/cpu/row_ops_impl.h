@@ -13,6 +13,17 @@
 namespace ep_runtime {
 namespace {
 
+inline uint32_t BitsOf(float x) {
+  uint32_t bits;
+  memcpy(&bits, &x, sizeof(bits));
+  return bits;
+}
+inline float FloatOf(uint32_t bits) {
+  float x;
+  memcpy(&x, &bits, sizeof(x));
+  return x;
+}
+
 struct F32 {
   using Storage = float;
   using Wide = float;
@@ -37,15 +48,9 @@ struct F16 {
 struct BF16 {
   using Storage = uint16_t;
   using Wide = float;
-  static Wide Load(Storage x) {
-    const uint32_t bits = static_cast<uint32_t>(x) << 16;
-    float value;
-    memcpy(&value, &bits, sizeof(value));
-    return value;
-  }
+  static Wide Load(Storage x) { return FloatOf(static_cast<uint32_t>(x) << 16); }
   static Storage Store(Wide x) {
-    uint32_t bits;
-    memcpy(&bits, &x, sizeof(bits));
+    const uint32_t bits = BitsOf(x);
     const uint32_t nearest_even = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16;
     const uint32_t quiet_nan = (bits >> 16) | 0x40;
     return static_cast<uint16_t>((bits & 0x7FFFFFFF) > 0x7F800000 ? quiet_nan : nearest_even);
@@ -89,6 +94,22 @@ void ReduceSome(typename Out::Storage* __restrict out, const void* const* rows,
   }
 }
 
+// Sums some neighbouring columns of any number of rows.
+template <typename In>
+inline void SumColumns(typename In::Wide* __restrict sum, const void* const* rows,
+                       const float* weights, int64_t count, int64_t start, int64_t columns) {
+  for (int64_t i = 0; i < columns; ++i) sum[i] = 0;
+  for (int64_t r = 0; r < count; ++r) {
+    const auto* row = static_cast<const typename In::Storage*>(rows[r]) + start;
+    const float* weight = weights == nullptr ? nullptr : weights + r;
+    if (weight == nullptr) {
+      for (int64_t i = 0; i < columns; ++i) sum[i] = Add<In>(sum[i], row[i], nullptr);
+    } else {
+      for (int64_t i = 0; i < columns; ++i) sum[i] = Add<In>(sum[i], row[i], weight);
+    }
+  }
+}
+
 // Columns that are summed at a time: the accumulators stay in the first-level cache.
 constexpr int64_t kBlock = 512;
 
@@ -99,16 +120,7 @@ void ReduceMany(typename Out::Storage* __restrict out, const void* const* rows,
   alignas(64) Wide sum[kBlock];
   for (int64_t start = 0; start < width; start += kBlock) {
     const int64_t columns = width - start < kBlock ? width - start : kBlock;
-    for (int64_t i = 0; i < columns; ++i) sum[i] = 0;
-    for (int64_t r = 0; r < count; ++r) {
-      const auto* row = static_cast<const typename In::Storage*>(rows[r]) + start;
-      const float* weight = weights == nullptr ? nullptr : weights + r;
-      if (weight == nullptr) {
-        for (int64_t i = 0; i < columns; ++i) sum[i] = Add<In>(sum[i], row[i], nullptr);
-      } else {
-        for (int64_t i = 0; i < columns; ++i) sum[i] = Add<In>(sum[i], row[i], weight);
-      }
-    }
+    SumColumns<In>(sum, rows, weights, count, start, columns);
     for (int64_t i = 0; i < columns; ++i) out[start + i] = Out::Store(sum[i]);
   }
 }
