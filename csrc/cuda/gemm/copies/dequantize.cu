@@ -1,6 +1,6 @@
 #include <cuda_bf16.h>
-#include <cuda_fp8.h>
 
+#include "cuda/fp8_values.cuh"
 #include "cuda/gemm/copies/dequantize.h"
 #include "cuda/gemm/product/groups.cuh"
 
@@ -19,15 +19,14 @@ __device__ __forceinline__ float PowerOf(uint32_t byte) {
   return __uint_as_float(byte == 255 ? 0x7FC00000u : byte << 23);
 }
 
-template <__nv_fp8_interpretation_t kType>
+template <Fp8Format kFormat>
 __device__ __forceinline__ uint32_t WidenPair(uint32_t pair, float first, float second) {
-  const __half2 exact(__nv_cvt_fp8x2_to_halfraw2(static_cast<__nv_fp8x2_storage_t>(pair), kType));
-  const float2 values = __half22float2(exact);
+  const float2 values = Fp8<kFormat>::Widen(pair);
   const __nv_bfloat162 result = __floats2bfloat162_rn(values.x * first, values.y * second);
   return *reinterpret_cast<const uint32_t*>(&result);
 }
 
-template <__nv_fp8_interpretation_t kType>
+template <Fp8Format kFormat>
 __device__ __forceinline__ void Widen(const uint4& data, const float (&scales)[kVector],
                                       uint4* out) {
   const uint32_t words[4] = {data.x, data.y, data.z, data.w};
@@ -35,7 +34,7 @@ __device__ __forceinline__ void Widen(const uint4& data, const float (&scales)[k
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
     const uint32_t pair = words[i / 2] >> (i % 2 * 16) & 0xFFFF;
-    pairs[i] = WidenPair<kType>(pair, scales[2 * i], scales[2 * i + 1]);
+    pairs[i] = WidenPair<kFormat>(pair, scales[2 * i], scales[2 * i + 1]);
   }
   out[0] = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
   out[1] = make_uint4(pairs[4], pairs[5], pairs[6], pairs[7]);
@@ -82,9 +81,9 @@ __global__ void __launch_bounds__(kThreads) DequantizeKernel(const DequantizePar
     LoadScales(p, scale_line + i / across / p.line_values, i % across * kVector, scales);
     uint4* out = static_cast<uint4*>(p.out) + 2 * (first + i);
     if (p.type == FloatType::kE4M3) {
-      Widen<__NV_E4M3>(data, scales, out);
+      Widen<Fp8Format::kE4M3>(data, scales, out);
     } else {
-      Widen<__NV_E5M2>(data, scales, out);
+      Widen<Fp8Format::kE5M2>(data, scales, out);
     }
   }
 }
