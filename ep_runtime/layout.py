@@ -18,9 +18,9 @@ from ep_runtime.errors import InvalidArgumentError
 FP8_BLOCK = 128  # values of a sum that share an f32 scale, where combine_precision is "fp8"
 
 
-def fp8_sum_bytes(hidden_size: int) -> int:
-    """Bytes of a token's partial sum as 8-bit floats and their scales."""
-    return align_up(hidden_size, 4) + -(-hidden_size // FP8_BLOCK) * 4
+def scaled_bytes(width: int, tile: int = FP8_BLOCK) -> int:
+    """Bytes of `width` 8-bit values and, from a multiple of 4 on, an f32 scale per `tile`."""
+    return align_up(width, 4) + ceil(width / tile) * 4
 
 
 def align_up(value: int, alignment: int) -> int:

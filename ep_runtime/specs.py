@@ -247,7 +247,7 @@ def _check_axes(
 
 
 def _check_fp8_sums(hidden_size: int, max_token_dtype: str) -> None:
-    need = layout.fp8_sum_bytes(hidden_size)
+    need = layout.scaled_bytes(hidden_size)
     have = hidden_size * DTYPE_BYTES[max_token_dtype]
     if max_token_dtype == "float64":
         why = "sums of float64 rows are float64"

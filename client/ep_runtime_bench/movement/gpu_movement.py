@@ -17,7 +17,7 @@ import importlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from ep_runtime.layout import fp8_sum_bytes
+from ep_runtime.layout import scaled_bytes
 from ep_runtime_bench.base import routing
 from ep_runtime_bench.base.options import (
     CEILING,
@@ -219,7 +219,7 @@ def _sum_bytes(options: BenchOptions, sample: DeviceSample) -> int:
     """Bytes of a partial sum."""
     if sample.subject == CEILING or sample.precision == "fast":
         return options.row_bytes_on_gpus
-    return options.hidden * 4 if sample.precision == "exact" else fp8_sum_bytes(options.hidden)
+    return options.hidden * 4 if sample.precision == "exact" else scaled_bytes(options.hidden)
 
 
 @functools.cache

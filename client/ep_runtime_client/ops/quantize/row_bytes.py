@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ep_runtime.layout import align_up
+from ep_runtime.layout import align_up, scaled_bytes
 from ep_runtime_client.ops.quantize.formats.tiles import bits, num_tiles
 
 _SCALE_BYTES = 4
@@ -23,8 +23,7 @@ _ONE = 0x3F800000  # 1.0
 
 def row_bytes(hidden: int, tile: int) -> int:
     """Bytes of one row of `hidden` values with a scale for each `tile` of them."""
-    scales = num_tiles(hidden, tile) * _SCALE_BYTES
-    return align_up(align_up(hidden, _SCALE_BYTES) + scales, _MULTIPLE)
+    return align_up(scaled_bytes(hidden, tile), _MULTIPLE)
 
 
 def to_bytes(data: jax.Array, scale: jax.Array, tile: int) -> jax.Array:
