@@ -124,7 +124,7 @@ def _add_gpu_arguments(parser: argparse.ArgumentParser) -> None:
         (
             "--precision",
             gpu.precision,
-            f"how sums travel, of {', '.join(COMBINE_PRECISIONS)}",
+            f"how sums travel, of {', '.join(COMBINE_PRECISIONS)}; on CPU of `moe` and `train`",
         ),
         ("--board", gpu.board, "progress told to the board, on, off or both"),
         ("--also", gpu.also, f"more to time, of {', '.join(ALSO)}"),
@@ -150,7 +150,7 @@ def _add_gpu_arguments(parser: argparse.ArgumentParser) -> None:
         ("--routed", gpu.routings, f"of {', '.join(TRAIN_ROUTINGS)}: where tokens of `train` go"),
     ):
         said = ",".join(chosen) or "none"
-        anywhere = flag not in ("--routing", "--precision", "--board", "--also", "--overlap")
+        anywhere = flag not in ("--routing", "--board", "--also", "--overlap")
         what = f"{text}; {said}" if anywhere else f"on GPUs: {text}; {said}"
         parser.add_argument(flag, type=_names, default=chosen, metavar="NAME,...", help=what)
     parser.add_argument(

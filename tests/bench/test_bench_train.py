@@ -90,20 +90,16 @@ def test_ours_is_measured_before_stock_with_and_without_remat() -> None:
     assert TrainOrder.from_dict(dataclasses.asdict(found[0])) == found[0]
 
 
-def test_the_command_measures_with_overlap_and_without() -> None:
+@pytest.mark.parametrize(
+    ("flag", "values", "second"),
+    [("--overlap", "on,off", "overlap off"), ("--precision", "fast,fp8", "fp8 sums")],
+)
+def test_the_command_measures_each_that_is_asked_for(flag: str, values: str, second: str) -> None:
     parser = argparse.ArgumentParser()
     cli.add_arguments(parser)
-    said = parser.parse_args(["train", "--transports", "memfd", "--overlap", "on,off"])
+    said = parser.parse_args(["train", "--transports", "memfd", flag, values])
     found = train.orders(cli.make_options(said), "address")
-    assert [order.label for order in found] == ["memfd", "memfd overlap off"]
-
-
-def test_the_command_measures_sums_of_any_precision() -> None:
-    parser = argparse.ArgumentParser()
-    cli.add_arguments(parser)
-    said = parser.parse_args(["train", "--transports", "memfd", "--precision", "fast,fp8"])
-    found = train.orders(cli.make_options(said), "address")
-    assert [order.label for order in found] == ["memfd", "memfd fp8 sums"]
+    assert [order.label for order in found] == ["memfd", f"memfd {second}"]
 
 
 @pytest.mark.parametrize(

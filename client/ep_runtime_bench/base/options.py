@@ -71,7 +71,7 @@ class BenchOptions:
         dtype: of the tokens, on GPUs.
         routing: of ROUTINGS, on GPUs.
         sms: that a kernel takes, on GPUs; 0 is what the library has measured best.
-        precision: combine_precision, on GPUs.
+        precision: combine_precision; on CPU of `moe` and `train` alone.
         board: of "on" and "off": whether kernels tell the board of their progress, on GPUs; the
             second is timed with the first of `sms`.
         also: of ALSO, timed with the first of `sms` and `board` beside dispatch and combine.

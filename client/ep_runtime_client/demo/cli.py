@@ -8,6 +8,7 @@ import importlib.util
 import math
 
 from ep_runtime.errors import InvalidArgumentError
+from ep_runtime.specs import COMBINE_PRECISIONS
 from ep_runtime_client.cli.machine import gpus
 from ep_runtime_client.demo import config as defaults
 from ep_runtime_client.jobs.members import INTERRUPTED
@@ -118,7 +119,7 @@ def _add_layout_arguments(parser: argparse.ArgumentParser, default: defaults.Dem
     )
     parser.add_argument(
         "--combine-precision",
-        choices=defaults.COMBINE_PRECISIONS,
+        choices=COMBINE_PRECISIONS,
         default=default.combine_precision,
         help=f"how sums of experts' rows travel back; default {default.combine_precision}",
     )

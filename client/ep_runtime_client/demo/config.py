@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Literal, NoReturn, get_args
 
 from ep_runtime.errors import InvalidArgumentError
+from ep_runtime.specs import COMBINE_PRECISIONS
 
 Transport = Literal["auto", "memfd", "nvlink", "nccl", "xla"]
 TRANSPORTS: tuple[Transport, ...] = get_args(Transport)
 Platform = Literal["cpu", "gpu"]
 CombinePrecision = Literal["fast", "exact", "fp8"]
-COMBINE_PRECISIONS: tuple[CombinePrecision, ...] = get_args(CombinePrecision)
 PLATFORMS: tuple[Platform, ...] = get_args(Platform)
 # Between which devices alone a transport moves rows.
 _SERVES = {"memfd": "cpu", "nvlink": "gpu", "nccl": "gpu"}

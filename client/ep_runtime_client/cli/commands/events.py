@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from ep_runtime_client.cli.daemon import source
 
-    after, again = args.after, False
+    after, first = args.after, True
     if args.follow:
         args.watch = args.watch or watching.EVERY_S
     wanted = choosing.conditions(args.label)
@@ -67,9 +67,8 @@ def run(args: argparse.Namespace) -> int:
             _check_name(daemon, args.name)
 
         def once() -> int:
-            nonlocal after, again
+            nonlocal after, first
             rows = daemon.events(after)
-            first, again = not again, True
             after = max([after, *(row["sequence"] for row in rows)])
             rows = [row for row in rows if _asked_for(row, args, start)]
             rows = choosing.ordered(choosing.filtered(rows, wanted, COLUMNS), args.sort_by, COLUMNS)
@@ -82,6 +81,7 @@ def run(args: argparse.Namespace) -> int:
                 headers = not args.no_headers
                 empty = "no events" if headers else ""
                 render.write_table(COLUMNS, rows, wide=wide, empty=empty, headers=headers)
+            first = False
             return 0
 
         return watching.repeat(args, once, clear=False)
