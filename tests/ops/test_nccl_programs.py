@@ -108,8 +108,8 @@ def test_where_all_rows_cross_prepare_is_one_call(make_group: Callable[..., Any]
     text = lowered(make_group, 4, top_k=12, gradient=True)
     found = calls(text)
     assert found["ep_nccl_prepare_v1"] == 1
-    # Rows, weights and gradients of sums out; of rows and weights back. Nobody reads the sums.
-    assert (found["ep_nccl_all_gather_v1"], found["ep_nccl_exchange_v1"]) == (3, 2)
+    # Rows with weights, and gradients of sums, out; those of both back. Nobody reads the sums.
+    assert (found["ep_nccl_all_gather_v1"], found["ep_nccl_exchange_v1"]) == (2, 1)
     assert {"ep_dispatch_v1", "ep_combine_bwd_v1"} <= set(found)
     assert own_calls_alone(text)
 

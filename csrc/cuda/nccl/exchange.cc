@@ -54,6 +54,15 @@ int SendBlocks(const Api& api, const Peers& peers, const Blocks& blocks, Comm* c
   });
 }
 
+int SendArrays(const Api& api, const Peers& peers, const std::vector<Blocks>& arrays, Comm* comm,
+               Stream stream) {
+  for (const Blocks& blocks : arrays) {
+    const int result = SendBlocks(api, peers, blocks, comm, stream);
+    if (!IsFine(result)) return result;
+  }
+  return kSuccess;
+}
+
 int SendRows(const Api& api, const Peers& peers, const CountedBlocks& counted, Comm* comm,
              Stream stream) {
   const Blocks& blocks = counted.blocks;

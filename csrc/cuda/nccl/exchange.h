@@ -2,6 +2,7 @@
 #define EP_RUNTIME_CUDA_NCCL_EXCHANGE_H_
 
 #include <cstdint>
+#include <vector>
 
 #include "cuda/nccl/api.h"
 
@@ -45,6 +46,9 @@ int SendRows(const Api& api, const Peers& peers, const CountedBlocks& counted, C
 // Sends and receives of all peers but this rank, inside an NCCL group of the caller's. The first
 // result that is an error, else success.
 int SendBlocks(const Api& api, const Peers& peers, const Blocks& blocks, Comm* comm, Stream stream);
+// The same of several arrays, of those that have bytes.
+int SendArrays(const Api& api, const Peers& peers, const std::vector<Blocks>& arrays, Comm* comm,
+               Stream stream);
 
 }  // namespace nccl
 }  // namespace ep_runtime

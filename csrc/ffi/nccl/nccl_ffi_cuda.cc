@@ -34,28 +34,40 @@ struct NcclCall {
   CallFrame frame;
   cudaStream_t stream;
   nccl::Peers peers;
-  nccl::Blocks blocks;
-  size_t result = 0;  // where the blocks arrive
+  bool gathers = false;
+  std::vector<nccl::Blocks> arrays;
+  size_t first_result = 0;  // where the arrays arrive
 };
 
-// blocks [P, ...] -> [P, ...]; of an all-gather block [...] -> [P, ...]. A second operand is not
-// read: benches chain calls by it.
-Status CheckBlocks(NcclCall* call) {
-  const CallFrame& frame = call->frame;
-  EP_RETURN_IF_ERROR(frame.CheckCount(frame.args.size() == 2 ? 2 : 1, 1));
-  const auto [given] = frame.Args("blocks");
-  const auto [result] = frame.Rets("result");
+// blocks [P, ...] -> [P, ...]; of an all-gather block [...] -> [P, ...].
+Status ReadBlocks(const Operand& given, const Operand& result, NcclCall* call) {
   Dims want = given.dims();
-  if (call->blocks.gathers) {
+  if (call->gathers) {
     want.insert(want.begin(), call->peers.count);
   } else if (want.empty() || want[0] != call->peers.count) {
     want.resize(std::max<size_t>(want.size(), 1));
     want[0] = call->peers.count;
     return given.CheckShape(want);
   }
-  EP_RETURN_IF_ERROR(result.Read(given.type(), want, &call->blocks.received));
-  call->blocks.sent = static_cast<const uint8_t*>(given.data());
-  call->blocks.bytes = frame.rets[0].bytes() / call->peers.count;
+  nccl::Blocks blocks{};
+  EP_RETURN_IF_ERROR(result.Read(given.type(), want, &blocks.received));
+  blocks.sent = static_cast<const uint8_t*>(given.data());
+  blocks.bytes = call->frame.rets[call->arrays.size()].bytes() / call->peers.count;
+  blocks.gathers = call->gathers;
+  call->arrays.push_back(blocks);
+  return Status();
+}
+
+// Any number of arrays. An operand behind them is not read: benches chain calls by it.
+Status CheckArrays(NcclCall* call) {
+  const CallFrame& frame = call->frame;
+  const size_t count = std::max<size_t>(frame.rets.size(), 1);
+  EP_RETURN_IF_ERROR(frame.CheckCount(count + (frame.args.size() > count ? 1 : 0), count));
+  for (size_t i = 0; i < count; ++i) {
+    const Operand given(frame.call, "blocks", frame.args[i]);
+    const Operand result(frame.call, "result", frame.rets[i]);
+    EP_RETURN_IF_ERROR(ReadBlocks(given, result, call));
+  }
   return Status();
 }
 
@@ -72,19 +84,27 @@ Status Finish(nccl::Communicator& communicator, const NcclCall& call, const Buff
                      "cudaMemsetAsync");
 }
 
+// All arrays in one NCCL group.
 Status Exchange(nccl::NcclGroup& group, nccl::Communicator& communicator, const NcclCall& call) {
   const nccl::Peers& peers = call.peers;
-  const nccl::Blocks& blocks = call.blocks;
-  if (blocks.bytes == 0) return Status();
-  EP_RETURN_IF_CUDA(cudaMemcpyAsync(blocks.From(peers.self), blocks.For(peers.self), blocks.bytes,
-                                    cudaMemcpyDeviceToDevice, call.stream));
-  if (peers.count == 1) return Status();
+  int64_t bytes = 0;
+  for (const nccl::Blocks& blocks : call.arrays) {
+    bytes += blocks.bytes;
+    if (blocks.bytes == 0) continue;
+    EP_RETURN_IF_CUDA(cudaMemcpyAsync(blocks.From(peers.self), blocks.For(peers.self), blocks.bytes,
+                                      cudaMemcpyDeviceToDevice, call.stream));
+  }
+  if (bytes == 0 || peers.count == 1) return Status();
   const nccl::Api* api = nullptr;
   EP_RETURN_IF_ERROR(nccl::Load("", &api));
   const Status status = group.Run(communicator, peers, [&](nccl::Comm* comm) {
-    return nccl::SendBlocks(*api, peers, blocks, comm, call.stream);
+    return nccl::SendArrays(*api, peers, call.arrays, comm, call.stream);
   });
-  return Finish(communicator, call, call.frame.rets[call.result], status);
+  for (size_t i = 0; i < call.arrays.size(); ++i) {
+    const Buffer& result = call.frame.rets[call.first_result + i];
+    EP_RETURN_IF_ERROR(Finish(communicator, call, result, status));
+  }
+  return Status();
 }
 
 // Reads the call and moves its blocks.
@@ -93,7 +113,7 @@ using Make = Status (*)(nccl::NcclGroup& group, nccl::Communicator& communicator
 
 Status MoveBlocks(nccl::NcclGroup& group, nccl::Communicator& communicator, const ffi::Dictionary&,
                   NcclCall* call) {
-  EP_RETURN_IF_ERROR(CheckBlocks(call));
+  EP_RETURN_IF_ERROR(CheckArrays(call));
   return Exchange(group, communicator, *call);
 }
 
@@ -250,9 +270,9 @@ Status Prepare(nccl::NcclGroup& group, nccl::Communicator& communicator,
       nccl::NodePlanScratch(params.ranks, params.tokens, params.top_k, params.experts);
   EP_RETURN_IF_ERROR(scratch.Read({words}, &params.scratch));
   params.idx = gathered;
-  call->blocks = {reinterpret_cast<const uint8_t*>(idx), reinterpret_cast<uint8_t*>(gathered),
-                  int64_t{params.tokens} * params.top_k * 4, /*gathers=*/true};
-  call->result = kNodePlanArrays;
+  call->arrays = {{reinterpret_cast<const uint8_t*>(idx), reinterpret_cast<uint8_t*>(gathered),
+                   int64_t{params.tokens} * params.top_k * 4, /*gathers=*/true}};
+  call->first_result = kNodePlanArrays;
   EP_RETURN_IF_ERROR(Exchange(group, communicator, *call));
   return cuda::Check(nccl::LaunchNodePlan(call->stream, params), "ep_nccl_prepare_v1");
 }
@@ -302,7 +322,7 @@ ffi::Error Execute(cudaStream_t stream, ffi::RunId run, ffi::Dictionary attrs,
                    ffi::RemainingArgs args, ffi::RemainingRets rets) {
   NcclCall call{};
   call.stream = stream;
-  call.blocks.gathers = target.gathers;
+  call.gathers = target.gathers;
   call.frame.call = target.name;
   return Answer(args, rets, &call.frame, [&] {
     return CallNccl(static_cast<uint64_t>(run.run_id), attrs, target.make, &call);

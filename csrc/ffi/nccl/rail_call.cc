@@ -31,11 +31,7 @@ Status RailCall::Open(const CudaCall& call) {
 Status RailCall::Begin(const std::vector<nccl::Blocks>& arrays) {
   EP_RETURN_IF_ERROR(side_->Follow(main_));
   const Status status = group_->Issue(*communicator_, peers_, [&](nccl::Comm* comm) {
-    for (const nccl::Blocks& blocks : arrays) {
-      const int result = nccl::SendBlocks(*api_, peers_, blocks, comm, side_->stream());
-      if (result != nccl::kSuccess && result != nccl::kInProgress) return result;
-    }
-    return static_cast<int>(nccl::kSuccess);
+    return nccl::SendArrays(*api_, peers_, arrays, comm, side_->stream());
   });
   lost_ = !status.ok();
   begun_ = status.ok();

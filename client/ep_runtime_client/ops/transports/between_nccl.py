@@ -21,6 +21,7 @@ JAX 0.11.2 and newer can lend a custom call XLA's own communicator (the FFI coll
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -35,28 +36,31 @@ EXCHANGE, ALL_GATHER, COUNTED = TARGETS
 
 
 def all_gather(call: Call, x: jax.Array) -> jax.Array:
-    return _call(call, ALL_GATHER, (call.group.ep_size, *x.shape), x)
+    (gathered,) = _call(call, ALL_GATHER, [_to_all(call.group.ep_size, x)], x)
+    return gathered
 
 
 def exchange(call: Call, blocks: jax.Array, *after: jax.Array) -> jax.Array:
     """As in `between_xla.py`; a call begins when the array `after` is there, if one is given."""
-    return _call(call, EXCHANGE, blocks.shape, blocks, *after)
+    (moved,) = _call(call, EXCHANGE, [blocks], blocks, *after)
+    return moved
 
 
-def rail(call: Call, blocks: jax.Array) -> jax.Array:
+def rail(call: Call, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+    """In one exchange."""
     if call.group.num_nodes == 1:
-        return blocks
+        return arrays
     size = call.group.ranks_per_node
-    return _call(call, EXCHANGE, blocks.shape, blocks, node_size=size, rail=True)
+    return _call(call, EXCHANGE, arrays, *arrays, node_size=size, rail=True)
 
 
-def rail_gather(call: Call, x: jax.Array) -> jax.Array:
+def rail_gather(call: Call, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+    """In one exchange."""
     group = call.group
     if group.num_nodes == 1:
-        return x[None]
-    return _call(
-        call, ALL_GATHER, (group.num_nodes, *x.shape), x, node_size=group.ranks_per_node, rail=True
-    )
+        return tuple(x[None] for x in arrays)
+    results = [_to_all(group.num_nodes, x) for x in arrays]
+    return _call(call, ALL_GATHER, results, *arrays, node_size=group.ranks_per_node, rail=True)
 
 
 def rail_counted(
@@ -77,23 +81,29 @@ def rail_counted(
 
 def node(call: Call, blocks: jax.Array) -> jax.Array:
     size = call.group.ranks_per_node
-    return blocks if size == 1 else _call(call, EXCHANGE, blocks.shape, blocks, node_size=size)
+    if size == 1:
+        return blocks
+    (moved,) = _call(call, EXCHANGE, [blocks], blocks, node_size=size)
+    return moved
+
+
+def _to_all(ranks: int, x: jax.Array) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((ranks, *x.shape), x.dtype)
 
 
 def _call(
     call: Call,
     target: str,
-    shape: tuple[int, ...],
-    operand: jax.Array,
-    *after: jax.Array,
+    results: Sequence[Any],
+    *operands: jax.Array,
     node_size: int = 0,
     rail: bool = False,
-) -> jax.Array:
+) -> tuple[jax.Array, ...]:
+    """Arrays of the shapes and dtypes of `results`."""
     ensure_registered("cuda")
     attributes = _attributes(call, node_size, rail=rail)
-    result: Any = jax.ShapeDtypeStruct(shape, operand.dtype)
-    moved: jax.Array = jax.ffi.ffi_call(target, result)(operand, *after, **attributes)
-    return once(moved)
+    shapes = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in results)
+    return once(tuple(jax.ffi.ffi_call(target, shapes)(*operands, **attributes)))
 
 
 def _attributes(call: Call, node_size: int, *, rail: bool) -> dict[str, np.int64]:

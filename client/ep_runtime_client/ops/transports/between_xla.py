@@ -48,14 +48,15 @@ def exchange(call: Call, blocks: jax.Array) -> jax.Array:
     return _all_to_all(call, blocks, None)
 
 
-def rail(call: Call, blocks: jax.Array) -> jax.Array:
+def rail(call: Call, *arrays: jax.Array) -> tuple[jax.Array, ...]:
     size, nodes = call.group.ranks_per_node, call.group.num_nodes
     peers = [[node * size + local for node in range(nodes)] for local in range(size)]
-    return blocks if nodes == 1 else _all_to_all(call, blocks, peers)
+    return arrays if nodes == 1 else tuple(_all_to_all(call, x, peers) for x in arrays)
 
 
-def rail_gather(call: Call, x: jax.Array) -> jax.Array:
-    return rail(call, jnp.broadcast_to(x, (call.group.num_nodes, *x.shape)))
+def rail_gather(call: Call, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+    nodes = call.group.num_nodes
+    return rail(call, *(jnp.broadcast_to(x, (nodes, *x.shape)) for x in arrays))
 
 
 def node(call: Call, blocks: jax.Array) -> jax.Array:

@@ -66,6 +66,17 @@ def prepare(call: Call, rank: jax.Array, index: jax.Array, topk_idx: jax.Array) 
     return nodes_plan.prepare(call, rank, index, topk_idx)
 
 
+def prepare_with_most(
+    call: Call, rank: jax.Array, index: jax.Array, topk_idx: jax.Array
+) -> tuple[NodePlanArrays, jax.Array]:
+    """`prepare`, and int32 [1]: the most aligned rows that any rank of this node keeps."""
+    plan = prepare(call, rank, index, topk_idx)
+    rows = like(plan.group_sizes.sum(keepdims=True, dtype=jnp.int32), topk_idx)
+    size = call.group.ranks_per_node
+    of_ranks = collectives(call).node(call, jnp.broadcast_to(rows, (size, 1)))
+    return plan, of_ranks.max(0)
+
+
 def _in_chunks(
     call: Call,
     plan: NodePlanArrays,
@@ -84,13 +95,14 @@ def _in_chunks(
         return here
     ops, tokens = collectives(call), here[0].shape[1]
     if not counts_chunks(call):
-        return tuple(ops.rail(call, block) for block in take(jnp.int32(0), tokens))
+        moved: tuple[jax.Array, ...] = ops.rail(call, *take(jnp.int32(0), tokens))
+        return moved
     rows = chunk_rows(tokens)
 
     def send(number: jax.Array, arrays: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         # The last chunk begins earlier and sends some rows again, so that all have one size.
         first = jnp.minimum(number * rows, tokens - rows)
-        got = [ops.rail(call, block) for block in take(first, rows)]
+        got = ops.rail(call, *take(first, rows))
         pairs = zip(arrays, got, strict=True)
         return tuple(lax.dynamic_update_slice_in_dim(x, y, first, 1) for x, y in pairs)
 
@@ -105,11 +117,11 @@ def _in_chunks(
     return arrays
 
 
-def _to_nodes(call: Call, plan: NodePlanArrays, *sent: jax.Array) -> tuple[jax.Array, ...]:
+def to_nodes(call: Call, plan: NodePlanArrays, *sent: jax.Array) -> tuple[jax.Array, ...]:
     """Arrays [T, X] of tokens -> those of this rank's virtual tokens, [D*T, X]."""
     ops = collectives(call)
     if not counts_chunks(call):
-        return tuple(ops.rail_gather(call, x).reshape(-1, x.shape[-1]) for x in sent)
+        return tuple(x.reshape(-1, x.shape[-1]) for x in ops.rail_gather(call, *sent))
     tokens = packing(call, plan.dst_rank)
     if counts_rows(call):
         to, from_ = row_counts(call, plan, tokens.has)
@@ -146,12 +158,12 @@ def _from_nodes(call: Call, plan: NodePlanArrays, *sent: jax.Array) -> tuple[jax
     return _in_chunks(call, plan, blocks, take)
 
 
-def _partial_dtype(call: Call, dtype: Any) -> Any:
+def partial_dtype(call: Call, dtype: Any) -> Any:
     """Dtype of a node's sums on their way."""
     return sum_dtype(dtype) if call.group.combine_precision == "exact" else dtype
 
 
-def _sums_of_nodes(
+def sums_of_nodes(
     call: Call, plan: NodePlanArrays, sums: jax.Array, *beside: jax.Array
 ) -> tuple[jax.Array, ...]:
     """Like `_from_nodes`: a node's sums [D*T, H] as combine_precision says, others as they are."""
@@ -174,7 +186,7 @@ def dispatch(
     if rails.takes(call, tokens, tokens.shape[0]):
         return rails.dispatch(call, rank, index, tokens, weights, plan)
     sent = (tokens,) if weights is None else (tokens, weights)
-    arrived = _to_nodes(call, plan, *sent)
+    arrived = to_nodes(call, plan, *sent)
     given = None if weights is None else arrived[1]
     return windows.dispatch(call, rank, index, arrived[0], given, plan.inside)
 
@@ -191,9 +203,14 @@ def combine(
     if rails.takes(call, expert_out, plan.dst_rank.shape[0], sums=True):
         return rails.combine(call, rank, index, expert_out, weights, plan)
     dtype = expert_out.dtype
-    wide = _partial_dtype(call, dtype)
+    wide = partial_dtype(call, dtype)
     sums = windows.combine(call, rank, index, expert_out, weights, plan.inside, wide)
-    (partials,) = _sums_of_nodes(call, plan, sums)
+    return added_up(call, plan, sums, dtype)
+
+
+def added_up(call: Call, plan: NodePlanArrays, sums: jax.Array, dtype: Any) -> jax.Array:
+    """A node's sums [D*T, H] of virtual tokens -> those of all nodes, [T, H] of `dtype`."""
+    (partials,) = sums_of_nodes(call, plan, sums)
     return sum_nodes(call, packing(call, plan.dst_rank), partials, dtype)
 
 
@@ -209,9 +226,17 @@ def dispatch_bwd(
     if rails.takes(call, d_recv, plan.dst_rank.shape[0], sums=True):
         return rails.dispatch_bwd(call, rank, index, d_recv, d_weights, plan)
     dtype = d_recv.dtype
-    wide = _partial_dtype(call, dtype)
+    wide = partial_dtype(call, dtype)
     sums = windows.dispatch_bwd(call, rank, index, d_recv, d_weights, plan.inside, wide)
-    partials, by_node = _sums_of_nodes(call, plan, *sums)
+    return gradients(call, plan, *sums, dtype)
+
+
+def gradients(
+    call: Call, plan: NodePlanArrays, d_tokens: jax.Array, d_slots: jax.Array, dtype: Any
+) -> tuple[jax.Array, jax.Array]:
+    """Gradients of virtual tokens [D*T, H] and of their slots' weights f32 [D*T, K] -> d_tokens
+    [T, H] of `dtype`, d_topk_weights f32 [T, K]."""
+    partials, by_node = sums_of_nodes(call, plan, d_tokens, d_slots)
     tokens = packing(call, plan.dst_rank)
     count, top_k = plan.dst_rank.shape
     node = slot_nodes(call, plan.dst_rank)
@@ -236,5 +261,5 @@ def combine_bwd(
     plain = expert_out is None and weights is None
     if rails.takes(call, grad, grad.shape[0]) and (plain or grad.dtype in FLOATS):
         return rails.combine_bwd(call, rank, index, grad, expert_out, weights, plan)
-    (arrived,) = _to_nodes(call, plan, grad)
+    (arrived,) = to_nodes(call, plan, grad)
     return windows.combine_bwd(call, rank, index, arrived, expert_out, weights, plan.inside)

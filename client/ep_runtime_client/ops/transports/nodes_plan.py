@@ -133,7 +133,7 @@ def _virtual_tokens(
         filled = order < tokens.has.sum(1, dtype=jnp.int32)[:, None]
         slots = jnp.take_along_axis(slots, tokens.token[:, None, :, None], 2)
         slots = jnp.where(filled[:, None, :, None], slots, -1)
-    arrived = collectives(call).rail(call, slots)
+    (arrived,) = collectives(call).rail(call, slots)
     top_k = dst_rank.shape[1]
     return arrived[:, 0].reshape(-1, top_k), arrived[:, 1].reshape(-1, top_k)
 
