@@ -70,6 +70,7 @@ __device__ inline uint32_t BoardIndex(const CallName& name) {
 
 // What the thread that tells reads before it needs it: host memory is far.
 struct BoardNote {
+  uint64_t timer_ns = 0;  // before it read: other blocks do not wait for that
   uint64_t now_ns = 0;
   uint64_t calls = 0;
   bool tells = false;
@@ -80,6 +81,7 @@ __device__ __forceinline__ BoardNote ReadBoard(const DeviceGroup* group, uint32_
   BoardNote note;
   note.tells = progress.rank != nullptr && index < kMaxHandles;
   if (!note.tells) return note;
+  note.timer_ns = GlobalTimerNs();
   note.now_ns = *static_cast<const volatile uint64_t*>(progress.now_ns);
   note.calls = progress.totals[index].calls;
   return note;
@@ -90,7 +92,7 @@ __device__ inline void TellBegin(DeviceGroup* group, const BoardNote& note, uint
                                  uint64_t layer_id, uint32_t handle, uint32_t op, uint32_t index) {
   if (!note.tells) return;
   Progress& progress = group->progress;
-  progress.start = {epoch, note.now_ns, GlobalTimerNs(), index};
+  progress.start = {epoch, note.now_ns, note.timer_ns, index};
   const auto lane = static_cast<int32_t>(epoch % group->lanes);
   TellState(progress, RankState::kRunning, op, -1);
   StoreBoard(progress.rank, offsetof(RankRecord, layer_id), static_cast<uint32_t>(layer_id),

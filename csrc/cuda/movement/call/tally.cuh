@@ -106,8 +106,10 @@ __device__ inline TallyNote ReadTally(DeviceGroup* group, uint64_t epoch) {
   note.tells = true;
   note.of_prepare = static_cast<OpCode>(last.op) == OpCode::kPrepare;
   note.index = last.index;
-  const uint32_t longest = __reduce_max_sync(~0u, waited);
-  const int ended_by = __ffs(__ballot_sync(~0u, waited == longest)) - 1;
+  const uint32_t most = __reduce_max_sync(~0u, waited);
+  const int ended_by = __ffs(__ballot_sync(~0u, waited == most)) - 1;
+  // A block may begin to wait before the first one, whose time the call's is.
+  const auto longest = static_cast<uint32_t>(min(uint64_t{most}, last.took_ns));
   NoteSum(tally, last, longest, &note);
   if (waited == 0) return note;
   note.peer = tally.peers_offset +
