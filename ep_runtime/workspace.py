@@ -43,13 +43,15 @@ class BlockSizes:
     """What the sizes of a layer's block calls follow from, all of one rank.
 
     Attributes:
-        tokens, top_k: T, K.
-        ep_size, experts: N, L.
+        tokens, top_k: T, K. Between nodes the tokens are those of D ranks that one sends on inside
+            its node, D*T.
+        ep_size, experts: N, L. Between nodes the ranks are those of one node.
         capacity, alignment: C of the call; rows to which an expert's zone is aligned.
         hidden_size, mlp_dim: H, M.
         gated: the first product has a gate beside each of its M columns.
         element_bytes: of a row's elements; products of 4 bytes are in tf32.
         scaling: of 8-bit products.
+        nodes: D, 1 where no rows cross between nodes.
     """
 
     tokens: int
@@ -63,6 +65,7 @@ class BlockSizes:
     gated: bool = True
     element_bytes: int = 2
     scaling: Scaling = "none"
+    nodes: int = 1
 
     @property
     def columns(self) -> int:
@@ -71,8 +74,9 @@ class BlockSizes:
 
     @property
     def even_share(self) -> int:
-        """Rows that every rank receives where the routing is even, zones not yet aligned: T * K."""
-        return self.tokens * self.top_k
+        """Rows that every rank receives where the routing is even, zones not yet aligned: T * K of
+        its own T, whatever the nodes."""
+        return self.tokens // self.nodes * self.top_k
 
     @property
     def least_rows(self) -> int:

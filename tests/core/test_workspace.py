@@ -80,6 +80,17 @@ def test_memory_does_not_grow_with_the_worst_case() -> None:
     assert worst[0] == worst[1]
 
 
+def test_between_nodes_a_rank_has_the_rows_that_it_has_on_one() -> None:
+    """By even routing; it sends on the tokens of a rank of every node, of which parts are made."""
+    nodes = 4
+    one = dataclasses.replace(_SIZES, ep_size=_SIZES.ep_size * nodes)
+    several = dataclasses.replace(_SIZES, tokens=_SIZES.tokens * nodes, nodes=nodes)
+    whole, each = workspace.of_block(one), workspace.of_block(several)
+    assert (each.rows, each.kept_rows) == (whole.rows, whole.kept_rows)
+    assert each.part_tokens == whole.part_tokens * nodes
+    assert each.parts == whole.parts
+
+
 def test_nothing_kept_takes_no_memory_between_the_calls() -> None:
     found = workspace.of_block(_SIZES, keep="nothing")
     assert (found.kept_rows, found.kept_bytes) == (0, 0)

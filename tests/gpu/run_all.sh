@@ -12,6 +12,7 @@
 #   cases       every case of token movement in every layout of processes
 #   shared      jobs whose processes share the GPUs, two to each or four on one: TEST_GPU_RANKS says how many
 #   nccl        communicators without JAX, and transport nccl in one process, on one daemon
+#   nccl_block  block calls over nccl, in one process
 #   nccl_jobs   the same with several processes, and processes that are killed, ten times
 #   nccl_domains  two daemons as two NVLink domains of one host, each with half of the GPUs: every
 #               case, 2,000 steps, kills
@@ -129,6 +130,9 @@ part_nccl() {
   NCCL_NVLS_ENABLE=0 "$python" tests/gpu/tools/nccl_check.py
   "$python" tests/gpu/tools/nccl_sweep.py
   nccl_tests "not processes and not domains and not killed and not starts"
+}
+part_nccl_block() {
+  TEST_GPU_TRANSPORT=nccl NCCL_NVLS_ENABLE=0 gpu_tests -n 4 tests/gpu/test_gpu_block.py
 }
 part_nccl_jobs() { nccl_tests "processes or starts or (killed and not domains)"; }
 part_nccl_domains() { nccl_tests "domains and not four"; }

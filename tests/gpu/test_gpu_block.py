@@ -17,13 +17,14 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import ep_runtime as ep
 from ep_runtime_client.ops.block import takes
+from ep_runtime_client.ops.transports import nodes, nodes_plan
 
 TOKENS, HIDDEN, INNER, TOP_K, LOCAL = 192, 256, 128, 3, 4  # tokens and experts of a rank
 _AGAIN = 3  # the third run of a program is a command buffer's
 DTYPES = ("bfloat16", "float32")
 # Of an array's largest value: what another order of sums may make of it.
 _ROUNDING = {"bfloat16": 0.02, "float32": 1e-4}
-pytestmark = pytest.mark.skipif(TRANSPORT not in ("nvlink", "memfd"), reason="for windows alone")
+pytestmark = pytest.mark.skipif(TRANSPORT == "xla", reason="has no block calls")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -369,6 +370,18 @@ def test_how_much_is_kept_and_held_changes_no_output(blocks: Blocks, dtype: str)
                 np.asarray(theirs, np.float64) / scale,
                 atol=_ROUNDING[dtype],
             )
+
+
+@pytest.mark.skipif(TRANSPORT != "nccl", reason="windows count nothing")
+@pytest.mark.parametrize("workspace", [1e-6, "auto"], ids=str)
+def test_rows_that_are_counted_before_they_cross(
+    blocks: Blocks, monkeypatch: pytest.MonkeyPatch, workspace: Any
+) -> None:
+    for module in (nodes_plan, nodes):
+        monkeypatch.setattr(module, "counts_chunks", lambda call: True)
+    layer = blocks.layer("counted", workspace=workspace)
+    given = blocks.drawn(ROUTINGS["unused slots"])
+    compare(blocks, layer, blocks.params(layer), given, "bfloat16")
 
 
 def scanned(

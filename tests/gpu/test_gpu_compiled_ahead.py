@@ -17,7 +17,7 @@ from daemon_fixtures import package_path
 from ep_runtime import native
 
 SCRIPT = Path(__file__).with_name("tools") / "compile_ahead.py"
-PROGRAMS = {"nvlink": 36, "nccl": 12, "xla": 13}
+PROGRAMS = {"nvlink": 36, "nccl": 22, "xla": 13}
 
 
 def plugin_of(version: int) -> bool:

@@ -15,6 +15,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 import ep_runtime as ep
 from ep_runtime_bench.base.options import PLAIN
 from ep_runtime_bench.movement import device_ops
+from ep_runtime_client.ops.block import call as block_call
+from ep_runtime_client.ops.block import takes
 from ep_runtime_client.ops.calls.call import world_rank
 from ep_runtime_client.ops.movement.prepare import make_call
 from ep_runtime_client.ops.transports import between_nccl, rails
@@ -25,7 +27,7 @@ RANKS, TOKENS, HIDDEN = 8, 16, 32
 
 @pytest.fixture(autouse=True)
 def _without_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (transports_windows, between_nccl, rails):
+    for module in (transports_windows, between_nccl, rails, block_call):
         monkeypatch.setattr(module, "ensure_registered", lambda platform: None)
 
 
@@ -74,6 +76,36 @@ def lowered(
         jax.jit(step), platforms=["cuda"], disabled_checks=ep.export_checks()
     )(*operands)
     return str(exported.mlir_module())
+
+
+def lowered_block(make_group: Callable[..., Any], node_size: int, top_k: int) -> str:
+    """StableHLO for GPUs of a block of experts with its gradients, which are block calls there."""
+    group = make_group(
+        transport="nccl",
+        node_size=node_size,
+        num_experts=16,
+        hidden_size=HIDDEN,
+        max_tokens_per_rank=TOKENS,
+        max_top_k=12,
+    )
+    layer = group.register_layer("moe", top_k=top_k)
+
+    def loss(x: Any, params: Any) -> Any:
+        return ep.moe(layer, x, params)[0].sum()
+
+    def array(spec: Any, *dims: int) -> Any:
+        sharding = NamedSharding(group.mesh, spec)
+        return jax.ShapeDtypeStruct(dims, jnp.float32, sharding=sharding)
+
+    experts = PartitionSpec("ep")
+    params = ep.MoEParams(
+        array(PartitionSpec(), HIDDEN, 16),
+        array(experts, 16, HIDDEN, 2, 64),
+        array(experts, 16, 64, HIDDEN),
+    )
+    step = jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))
+    exported = jax.export.export(step, platforms=["cuda"], disabled_checks=ep.export_checks())
+    return str(exported(array(experts, RANKS * TOKENS, HIDDEN), params).mlir_module())
 
 
 def calls(text: str) -> Counter[str]:
@@ -131,6 +163,32 @@ def test_gradients_cross_over_them_too(make_group: Callable[..., Any]) -> None:
     found = calls(lowered(make_group, 1, gradient=True))
     assert {"ep_dispatch_bwd_v1", "ep_combine_bwd_v1"} <= set(found)
     assert found["ep_nccl_counted_v1"] == 3  # rows out, gradients out and back
+
+
+@pytest.mark.parametrize("node_size", [1, 4])
+def test_a_block_is_one_call_between_two_exchanges(
+    make_group: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, node_size: int
+) -> None:
+    """And so are its gradients; which of its ranks has the most rows a node's ask each other."""
+    monkeypatch.setattr(takes, "refused", lambda asked: "")
+    text = lowered_block(make_group, node_size, top_k=12)
+    names = ["ep_nccl_prepare_v1", "ep_nccl_all_gather_v1", "ep_nccl_exchange_v1", "ep_block_v1"]
+    backward = ["ep_nccl_all_gather_v1", "ep_nccl_exchange_v1", "ep_block_bwd_v1"]
+    inside = ["ep_nccl_exchange_v1"] if node_size > 1 else []
+    assert calls(text) == Counter([*names, *backward, *inside])
+    assert own_calls_alone(text)
+
+
+def test_a_block_whose_rows_are_counted_reads_counts_once_an_exchange(
+    make_group: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(takes, "refused", lambda asked: "")
+    found = calls(lowered_block(make_group, 2, top_k=2))
+    assert (found["ep_nccl_counted_v1"], found["ep_block_v1"], found["ep_block_bwd_v1"]) == (
+        4,
+        1,
+        1,
+    )
 
 
 def test_programs_name_neither_ranks_nor_communicators(make_group: Callable[..., Any]) -> None:

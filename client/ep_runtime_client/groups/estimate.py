@@ -20,8 +20,8 @@ _log = logging.getLogger("ep_runtime")
 # Above this share of a device's memory the log says what makes it less.
 WARN_SHARE = 0.10
 
-# Whose layers `ep.moe` runs as block calls; "auto" on GPUs that reach each other.
-_BLOCK_TRANSPORTS = ("auto", "nvlink")
+# Whose layers `ep.moe` runs as block calls; "auto" on GPUs.
+_BLOCK_TRANSPORTS = ("auto", "nvlink", "nccl")
 
 
 class MemoryEstimate(NamedTuple):
@@ -77,9 +77,10 @@ def block_sizes(
     # Recipes quantize bfloat16 rows.
     wide = scaling == "none" and specs.DTYPE_BYTES[spec.max_token_dtype] >= 4
     return workspace.BlockSizes(
-        tokens=spec.max_tokens_per_rank,
+        tokens=spec.staged_tokens,
         top_k=spec.max_top_k,
-        ep_size=spec.ep_size,
+        ep_size=spec.ranks_per_node,
+        nodes=spec.num_nodes,
         experts=spec.experts_per_rank,
         capacity=spec.recv_capacity_per_rank,
         alignment=spec.alignment,
@@ -134,7 +135,8 @@ def estimate_memory(
         name: as in `Session.create_group`.
         mesh: as in `Session.create_group`, or an AbstractMesh.
         transport: as in `Session.create_group`; "auto" counts block calls, and windows of shared
-            memory, which have room for more than those of GPUs ("nvlink").
+            memory, which have room for more than those of GPUs ("nvlink"). "nccl" counts a group
+            on one node.
         mlp_dim: M of the layers; of one device where tp splits it, unless `workspace` is bytes,
             which count M whole. None leaves the workspace out.
         gated, keep, keep_factor: as in `ep.moe`.

@@ -65,6 +65,7 @@ BLOCKS = {
     ("nothing", "plan"): KEPT["plan"],
 }
 TRANSPORTS = ("nvlink", "nccl", "xla")
+BLOCK_TRANSPORTS = TRANSPORTS[:2]
 BLOCK, TF32 = "block", "in tf32"  # begins and ends names of programs
 ONCE = "quantized once"  # ends the name of a program whose weights come so, and what it never runs
 OF_WEIGHTS = {
@@ -203,6 +204,7 @@ def programs(devices: np.ndarray, transport: str) -> Iterator[tuple[str, Any, tu
         for recipe in RECIPES[1:]:
             run, given = scanned(devices, transport, recipe, KEPT["plan"], once=True)
             yield f"scanned {type(recipe).__name__}, {ONCE}", lambda run=run: run, given
+    if transport in BLOCK_TRANSPORTS:
         for (keep, name), policy in BLOCKS.items():
             run, given = scanned(devices, transport, None, policy, keep=keep)
             yield f"{BLOCK}, keep={keep}, keeps {name}", lambda run=run: run, given

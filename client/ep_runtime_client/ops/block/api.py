@@ -139,9 +139,10 @@ def _rows(
     """Sizes of a call with whole weights; rows of its workspace, and those it keeps."""
     group, layer = call.group, call.layer
     sizes = BlockSizes(
-        tokens=call.layout.tokens_per_rank,
+        tokens=group.num_nodes * call.layout.tokens_per_rank,
         top_k=layer.top_k,
-        ep_size=group.ep_size,
+        ep_size=group.ranks_per_node,
+        nodes=group.num_nodes,
         experts=group.experts_per_rank,
         capacity=call.capacity,
         alignment=layer.alignment,

@@ -23,7 +23,7 @@ from ep_runtime.workspace import BlockSizes, Scaling
 from ep_runtime_client.ops.activation import kernels as activation_kernels
 from ep_runtime_client.ops.activation.function import Activation
 from ep_runtime_client.ops.calls.call import Call
-from ep_runtime_client.ops.calls.plan import PlanArrays
+from ep_runtime_client.ops.calls.plan import AnyArrays
 from ep_runtime_client.ops.gemm import kernels_8
 from ep_runtime_client.ops.gemm.kernels_16 import flat_bias
 from ep_runtime_client.ops.kernels.ffi import bound, ensure_registered, once, targets
@@ -118,8 +118,8 @@ class Given(NamedTuple):
         topk_idx: int32 [T, K].
         tokens: [T, H].
         weights: f32 [T, K].
-        most: int32 [1], the most aligned rows that any rank of the EP group keeps.
-        plan: of `prepare`.
+        most: int32 [1], the most aligned rows that any rank keeps whose windows this one maps.
+        plan: of `prepare`; of PlanArrays where it is between ranks that map each other's windows.
     """
 
     rank: jax.Array
@@ -128,7 +128,7 @@ class Given(NamedTuple):
     tokens: jax.Array
     weights: jax.Array
     most: jax.Array
-    plan: PlanArrays
+    plan: AnyArrays
 
 
 class Gradients(NamedTuple):
@@ -142,12 +142,17 @@ class Gradients(NamedTuple):
     wo_bias: jax.Array | None
 
 
-def forward(static: Static, given: Given, experts: Experts) -> tuple[jax.Array, jax.Array]:
-    """(y [T, H], rows of the first product that are kept [Wk, *N'])."""
+def forward(
+    static: Static, given: Given, experts: Experts, sums: Any = None
+) -> tuple[jax.Array, jax.Array]:
+    """(y [T, H], rows of the first product that are kept [Wk, *N']).
+
+    y is of the tokens' dtype, or `sums`: f32 where the group's sums are exact.
+    """
     dtype, sizes = given.tokens.dtype, _sizes(experts)
     columns = experts.wi.shape[2:]
     results = (
-        jax.ShapeDtypeStruct(given.tokens.shape, dtype),
+        jax.ShapeDtypeStruct(given.tokens.shape, sums or dtype),
         jax.ShapeDtypeStruct(_kept_shape(static, sizes), dtype),
         _bytes(workspace.forward_bytes(static.here(sizes[1]), static.rows, static.kept)),
     )
@@ -163,9 +168,10 @@ def backward(
     made: jax.Array,
     dy: jax.Array,
     grads: WeightGrads,
+    sums: Any = None,
 ) -> Gradients:
     """Gradients of what `forward` was given; dy [T, H]. `kept` is as it returned it, or anything
-    of that shape where `made`, int32 [1], is 0."""
+    of that shape where `made`, int32 [1], is 0. That of tokens is of their dtype, or `sums`."""
     dtype, sizes = given.tokens.dtype, _sizes(experts)
     hidden, inner, columns = sizes
     count, bias, pair = experts.wo.shape[0], experts.wi_bias, grads.paired
@@ -173,7 +179,7 @@ def backward(
     weight_dtype = dtype if grads.dtype is None else _made(grads.dtype)
     first = (count, hidden, columns // 2 if pair else columns)
     results = (
-        jax.ShapeDtypeStruct(given.tokens.shape, dtype),
+        jax.ShapeDtypeStruct(given.tokens.shape, sums or dtype),
         jax.ShapeDtypeStruct(given.weights.shape, jnp.float32),
         jax.ShapeDtypeStruct(first, weight_dtype),
         jax.ShapeDtypeStruct(first if pair else (0, 0, 0), weight_dtype),

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from ep_runtime_client.ops.block import call as kernels
-from ep_runtime_client.ops.block import plain, takes
+from ep_runtime_client.ops.block import nodes, plain, takes
 from ep_runtime_client.ops.block.call import Experts, Given, Static, WeightGrads
 from ep_runtime_client.ops.calls.call import world_rank
 from ep_runtime_client.ops.calls.plan import arrays_type
@@ -80,6 +80,13 @@ class BlockOp:
     @property
     def _plan(self) -> Any:
         return arrays_type(self.static.call.group)
+
+    @property
+    def _per_device(self) -> Any:
+        """The module with forward and backward of one device."""
+        if not self.on_gpu:
+            return plain
+        return nodes if self.static.call.group.node_size else kernels
 
     @property
     def _wi(self) -> int:
@@ -239,7 +246,7 @@ class BlockForward(BlockOp):
     ) -> Resolved:
         place = self.place(roles, arrived, shapes)
         sums = Sums(roles, self.where.manual)
-        forward = kernels.forward if self.on_gpu else plain.forward
+        forward = self._per_device.forward
 
         def local(*blocks: jax.Array) -> tuple[jax.Array, ...]:
             if self.runs_nowhere(roles):
@@ -298,7 +305,7 @@ class BlockBackward(BlockOp):
         place = self.place(roles, arrived, shapes)
         sums, shared = Sums(roles, self.where.manual), roles.real(roles.outer)
         outside = tuple(axis for axis in place.parts if axis in self.where.manual)
-        backward = kernels.backward if self.on_gpu else plain.backward
+        backward = self._per_device.backward
 
         def back(x: jax.Array, taken_off: Entries, like: Any) -> jax.Array:
             # What is added up over devices stays wide.

@@ -15,22 +15,27 @@ from ep_runtime_client.ops.activation import plain as activation
 from ep_runtime_client.ops.activation import quantized_plain
 from ep_runtime_client.ops.activation.quantized_plain import QuantizedActivation
 from ep_runtime_client.ops.block.call import Experts, Given, Gradients, Static, WeightGrads
+from ep_runtime_client.ops.calls.plan import PlanArrays
 from ep_runtime_client.ops.gemm import plain as gemm
 from ep_runtime_client.ops.gemm.plain import Gemm
 from ep_runtime_client.ops.quantize import plain as quantize
+from ep_runtime_client.ops.transports import windows
 from ep_runtime_client.ops.transports.choice import per_device_ops
 
 
-def forward(static: Static, given: Given, experts: Experts) -> tuple[jax.Array, jax.Array]:
+def forward(
+    static: Static, given: Given, experts: Experts, sums: Any = None
+) -> tuple[jax.Array, jax.Array]:
     """As `call.forward`."""
-    ops, sizes, product = per_device_ops(static.call), given.plan.group_sizes[None], _gemm(static)
+    ops, sizes, product = _ops(static, given), given.plan.group_sizes[None], _gemm(static)
     rows, weights = _dispatched(static, given)
     rows = _quantized(static, rows, sizes)
     hidden = gemm.forward(product, rows, experts.wi, experts.wi_bias, sizes)
     act = _activated(static, hidden, weights if static.early else None, sizes)
     out = gemm.forward(product, act, experts.wo, experts.wo_bias, sizes)
     late = None if static.early else weights[0]
-    y = ops.combine(static.call, given.rank, given.layer_index, out[0], late, given.plan)
+    named = (static.call, given.rank, given.layer_index)
+    y = ops.combine(*named, out[0], late, given.plan, **_summed(sums))
     return y, hidden[0, : static.kept]
 
 
@@ -42,9 +47,10 @@ def backward(
     made: jax.Array,
     dy: jax.Array,
     grads: WeightGrads,
+    sums: Any = None,
 ) -> Gradients:
     """As `call.backward`."""
-    ops, sizes, product = per_device_ops(static.call), given.plan.group_sizes[None], _gemm(static)
+    ops, sizes, product = _ops(static, given), given.plan.group_sizes[None], _gemm(static)
     named = (static.call, given.rank, given.layer_index)
     rows, weights = _dispatched(static, given)
     rows = _quantized(static, rows, sizes)
@@ -69,7 +75,8 @@ def backward(
         weighted = (d_out * weights[0][:, None]).astype(d_out.dtype)
         d_wo_bias = gemm.bias_grad(product, weighted[None], sizes, experts.wo.shape[0])
         d_weights = d_weights + _times_bias(d_out, experts.wo_bias, sizes[0])
-    d_tokens, d_topk = ops.dispatch_bwd(*named, d_rows[0], d_weights[0], given.plan)
+    d_rows, d_weights = d_rows[0], d_weights[0]
+    d_tokens, d_topk = ops.dispatch_bwd(*named, d_rows, d_weights, given.plan, **_summed(sums))
     return Gradients(d_tokens, d_topk, d_wi, d_wo, d_wi_bias, d_wo_bias)
 
 
@@ -100,9 +107,20 @@ def _times_bias(grads: jax.Array, bias: jax.Array, sizes: jax.Array) -> jax.Arra
     return (rows * of_rows).sum(1)
 
 
+def _ops(static: Static, given: Given) -> Any:
+    """A plan of one node is between ranks that map each other's windows."""
+    if static.call.group.node_size and isinstance(given.plan, PlanArrays):
+        return windows
+    return per_device_ops(static.call)
+
+
+def _summed(dtype: Any) -> dict[str, Any]:
+    return {} if dtype is None else {"dtype": dtype}
+
+
 def _dispatched(static: Static, given: Given) -> tuple[jax.Array, jax.Array]:
     """Rows [1, C, H] and their weights [1, C]."""
-    ops = per_device_ops(static.call)
+    ops = _ops(static, given)
     rows, weights = ops.dispatch(
         static.call, given.rank, given.layer_index, given.tokens, given.weights, given.plan
     )

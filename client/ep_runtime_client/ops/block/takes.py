@@ -7,6 +7,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from ep_runtime import native
 from ep_runtime.specs import GroupSpec
 from ep_runtime_client.ops.activation import kernels as activation_kernels
 from ep_runtime_client.ops.activation.function import Activation
@@ -24,7 +25,7 @@ from ep_runtime_client.ops.tracing import slack
 _TYPES = tuple(jnp.dtype(name) for name in ("float32", "bfloat16", "float16"))
 # Short names, which a compiled program carries, of the reasons.
 REASONS = {
-    "transport": "it is for GPUs whose ranks map each other's windows",
+    "transport": "it is for GPUs, over windows and NCCL",
     "gpu": "products have kernels for Hopper GPUs alone",
     "tokens": "the call has no tokens",
     "dtype": "rows are neither float32, bfloat16 nor float16",
@@ -68,7 +69,7 @@ class Asked:
 
 def refused(asked: Asked) -> str:
     """Why the call is not taken: a name in REASONS, or nothing."""
-    if asked.group.transport != "nvlink" or asked.group.node_size:
+    if not on_gpu(asked.group):
         return "transport"
     recipe, dtype = asked.recipes[0], jnp.dtype(asked.activation.dtype)
     whole = multiple(dtype, recipe, paired=asked.paired)
@@ -116,4 +117,4 @@ def multiple(dtype: Any, recipe: Recipe | None, *, paired: bool) -> int:
 
 def on_gpu(group: GroupSpec) -> bool:
     """Whether a call that is taken is the custom call."""
-    return group.transport == "nvlink"
+    return native.PLATFORMS.get(group.transport) == "cuda"

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
+from ep_runtime import native
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime_client.base.layers import EpLayer, TracedLayer
 from ep_runtime_client.ops.calls import token_layout
@@ -120,8 +121,8 @@ def make_plan(call: Call, index: jax.Array, topk_idx: jax.Array) -> Plan:
 def make_plan_with_most(
     call: Call, index: jax.Array, topk_idx: jax.Array
 ) -> tuple[Plan, jax.Array]:
-    """The plan of a checked call that has tokens, in a group of one node; and int32 [R, 1]: the
-    most aligned rows that any rank of the EP group keeps."""
+    """The plan of a checked call that has tokens; and int32 [R, 1]: the most aligned rows that any
+    rank of the EP group keeps, of groups over nodes any rank of the node."""
     arrays, most = _tagged(prepare_with_most, call, index, topk_idx)
     return Plan(arrays, call.meta), most
 
@@ -164,9 +165,10 @@ def prepare_with_most(
 
 
 def _ops_with_most(call: Call) -> Any:
-    """The per-device function: a call on GPUs has the number, everywhere else ranks ask around."""
+    """The per-device function: a call on GPUs has the number, and nodes ask inside each; everywhere
+    else ranks ask around."""
     ops = per_device_ops(call)
-    if call.group.transport == "nvlink":
+    if call.group.node_size or native.PLATFORMS.get(call.group.transport) == "cuda":
         return ops.prepare_with_most
 
     def prepare(call: Call, rank: jax.Array, index: jax.Array, idx: jax.Array) -> Any:

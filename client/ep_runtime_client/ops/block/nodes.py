@@ -1,0 +1,64 @@
+"""The block call of groups over nodes: inside a node over windows, between nodes over its rails.
+
+Tokens come from the rail peers on all nodes, as in `transports/nodes.py`; the call is then that of
+a group of the node's ranks, with D*T virtual tokens each, and its sums go back the same way. Where
+rows of a node do not fit the workspace it goes over its tokens in parts, whatever other nodes do.
+
+Letters: `call.py`, `transports/nodes_plan.py`.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ep_runtime_client.ops.block import call as kernels
+from ep_runtime_client.ops.block.call import Experts, Given, Gradients, Static, WeightGrads
+from ep_runtime_client.ops.calls.plan import NodePlanArrays
+from ep_runtime_client.ops.transports import nodes
+from ep_runtime_client.ops.transports.nodes_plan import my_node
+
+
+def forward(static: Static, given: Given, experts: Experts) -> tuple[jax.Array, jax.Array]:
+    """As `call.forward`."""
+    call, dtype = static.call, given.tokens.dtype
+    plan, here, _ = _on_node(static, given)
+    sums, kept = kernels.forward(static, here, experts, nodes.partial_dtype(call, dtype))
+    return nodes.added_up(call, plan, sums, dtype), kept
+
+
+def backward(
+    static: Static,
+    given: Given,
+    experts: Experts,
+    kept: jax.Array,
+    made: jax.Array,
+    dy: jax.Array,
+    grads: WeightGrads,
+) -> Gradients:
+    """As `call.backward`. Tokens cross once more, together with dy."""
+    call, dtype = static.call, given.tokens.dtype
+    plan, here, (dy,) = _on_node(static, given, dy)
+    wide = nodes.partial_dtype(call, dtype)
+    found = kernels.backward(static, here, experts, kept, made, dy, grads, wide)
+    d_tokens, d_weights = nodes.gradients(call, plan, found.tokens, found.weights, dtype)
+    return found._replace(tokens=d_tokens, weights=d_weights)
+
+
+def _on_node(
+    static: Static, given: Given, *rows: jax.Array
+) -> tuple[NodePlanArrays, Given, tuple[jax.Array, ...]]:
+    """The plan between nodes; what a group of this node's ranks is given, of virtual tokens; and
+    rows [T, X] of tokens as rows of those, [D*T, X]."""
+    call, plan, top_k = static.call, given.plan, given.topk_idx.shape[1]
+    assert isinstance(plan, NodePlanArrays)
+    slots = [lax.bitcast_convert_type(given.weights, jnp.int32), given.topk_idx]
+    sent = (given.tokens, jnp.concatenate(slots, 1), *rows)
+    tokens, virtual_slots, *rows_here = nodes.to_nodes(call, plan, *sent)
+    weights = lax.bitcast_convert_type(virtual_slots[:, :top_k], jnp.float32)
+    first = my_node(call) * (call.group.ranks_per_node * call.group.experts_per_rank)
+    # Slots of experts elsewhere stay out, and behind the last token stands anything.
+    idx = jnp.where(plan.virtual_rank >= 0, virtual_slots[:, top_k:] - first, -1)
+    here = given._replace(tokens=tokens, weights=weights, topk_idx=idx, plan=plan.inside)
+    return plan, here, tuple(rows_here)

@@ -1,0 +1,127 @@
+"""Block calls of groups over nodes: each node's call between exchanges with the others.
+
+The call of a node is composed of ops here, as everywhere on CPU.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import fakes
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from block_ways import Ways, assert_close
+from test_block_call import CASES, EXPERTS, HIDDEN, ROUTINGS, TOP_K, draw, graded, make_params
+
+import ep_runtime as ep
+from ep_runtime_client.ops.block import nodes as block_nodes
+from ep_runtime_client.ops.block import plain, takes
+from ep_runtime_client.ops.movement.prepare import make_call, make_plan_with_most
+from ep_runtime_client.ops.transports import nodes, nodes_plan
+
+SIZES = (1, 2)  # of nodes, four ranks in all
+
+
+def make_group(node_size: int, **settings: Any) -> fakes.LocalGroup:
+    fakes.require_native()
+    return fakes.local_group(
+        {"dp": 2, "ep": 4},
+        transport="memfd",
+        node_size=node_size,
+        debug=True,
+        outer_axes="dp",
+        num_experts=EXPERTS,
+        hidden_size=HIDDEN,
+        max_top_k=TOP_K,
+        max_tokens_per_rank=64,
+        **settings,
+    )
+
+
+@pytest.fixture(scope="module", params=SIZES)
+def layers(request: pytest.FixtureRequest) -> Iterator[dict[bool, Any]]:
+    """Whose rows cross as they must, and whose all do; programs that JAX keeps are of one layer."""
+    group = make_group(request.param)
+    yield {
+        counted: group.register_layer(f"moe-{counted}", top_k=TOP_K) for counted in (True, False)
+    }
+    group.close()
+
+
+@pytest.fixture(params=[True, False], ids=["counted", "all rows"])
+def layer(
+    layers: dict[bool, Any], request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Any:
+    for module in (nodes_plan, nodes):
+        monkeypatch.setattr(module, "counts_chunks", lambda call: request.param)
+    return layers[request.param]
+
+
+@pytest.fixture
+def by_node(ways: Ways, monkeypatch: pytest.MonkeyPatch) -> Ways:
+    """Calls are those of nodes, as on GPUs."""
+    monkeypatch.setattr(takes, "on_gpu", lambda group: True)
+    monkeypatch.setattr(block_nodes, "kernels", plain)
+    return ways
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_values_and_gradients_are_those_of_slabs(layer: Any, by_node: Ways, name: str) -> None:
+    of_params, options, lead = CASES[name]
+    options = {"gated": of_params.get("gated", True), **options}
+    params = make_params(layer, **of_params)
+    want, got = by_node.both(graded(layer, **options), draw(*lead), params)
+    assert_close(got, want)
+
+
+def test_any_routing(layer: Any, by_node: Ways) -> None:
+    params = dataclasses.replace(make_params(layer), router=None)
+    keys = jax.random.split(jax.random.key(3))
+    drawn = np.asarray(jax.random.randint(keys[0], (64, TOP_K), 0, EXPERTS))
+    weights, x = jax.random.normal(keys[1], drawn.shape), draw(64)
+    run = routed(layer)
+    for change in ROUTINGS.values():
+        want, got = by_node.both(run, x, params, weights, change(drawn))
+        assert_close(got, want)
+
+
+def routed(layer: Any) -> Callable[..., Any]:
+    """(y, gradients of x, params and weights) of a block with indices from outside."""
+
+    def run(x: Any, params: Any, weights: Any, idx: Any) -> Any:
+        def block(x: Any, params: Any, weights: Any) -> Any:
+            return ep.moe(layer, x, params, routing=ep.Routing(idx, weights, None))[0]
+
+        y, pull = jax.vjp(block, x, params, weights)
+        return y, pull(jnp.cos(y))
+
+    return run
+
+
+@pytest.mark.parametrize("precision", ["exact", "fast", "fp8"])
+def test_sums_of_a_node_are_as_precise_as_the_group_says(by_node: Ways, precision: str) -> None:
+    """They cross in f32, in bfloat16 or in 8 bits: the same bits as slabs'."""
+    group = make_group(2, combine_precision=precision, max_token_dtype="bfloat16")
+    layer = group.register_layer("moe", top_k=TOP_K)
+    x, params = draw(64).astype(jnp.bfloat16), make_params(layer)
+    run = graded(layer, apply_topk_weights_early=True, compute_dtype=jnp.bfloat16)
+    want, got = by_node.both(run, x, params)
+    group.close()
+    jax.tree.map(np.testing.assert_array_equal, got[0], want[0])
+    np.testing.assert_array_equal(got[1][0], want[1][0])
+
+
+def test_the_number_that_decides_on_parts_is_a_nodes(layer: Any) -> None:
+    """The most rows of any rank there: whatever other nodes have, they need not agree with it."""
+    spec = layer.group_spec
+    idx = jnp.zeros((64, TOP_K), jnp.int32).at[:, 1:].set(-1)  # all to one expert
+    call = make_call(layer, fakes.mesh_of({"dp": 2, "ep": 4}), (64,), (), handle=0, capacity=None)
+    _, most = jax.jit(lambda idx: make_plan_with_most(call, jnp.zeros(1, jnp.int32), idx))(idx)
+    first = np.arange(spec.ep_size) < spec.ranks_per_node
+    rows = 64 // 2  # of one EP group
+    want = np.tile(np.where(first, -(-rows // spec.alignment) * spec.alignment, 0), 2)
+    np.testing.assert_array_equal(np.asarray(most)[:, 0], want)
