@@ -37,7 +37,7 @@ struct ExchangeBlocks {
 struct LaunchBlocks {
   int32_t prepare;
   ExchangeBlocks beside;  // other kernels
-  ExchangeBlocks alone;   // of a block call, where nothing of it runs beside
+  ExchangeBlocks alone;   // of a block call, where nothing of it runs beside; of 8-bit sums
 };
 
 // The NVIDIA side of an open group: windows mapped for every device of the process, a descriptor

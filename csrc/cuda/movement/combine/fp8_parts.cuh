@@ -24,30 +24,11 @@ __device__ __forceinline__ int32_t Fp8Bytes(int32_t values, int32_t piece_values
          (rest + scales + 15) / 16 * 16;
 }
 
-// The scale of the block that a lane's kCount values belong to. All lanes call it, the lanes of a
-// block have neighbouring values.
-template <int kCount>
-__device__ __forceinline__ float BlockScale(const float* x) {
-  uint32_t largest = 0;
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) {
-    const uint32_t size = __float_as_uint(x[i]) & 0x7FFFFFFFu;
-    if (size < 0x7F800000u) largest = max(largest, size);
-  }
-#pragma unroll
-  for (int step = kFp8Block / kCount / 2; step > 0; step /= 2) {
-    largest = max(largest, __shfl_xor_sync(~0u, largest, step));
-  }
-  return E4M3::ScaleOf(__uint_as_float(largest), /*power_of_two=*/false);
-}
-
-// Four values in a word, the first one lowest. What is not finite becomes NaN.
+// Four values in a word, the first one lowest. None is infinite.
 __device__ __forceinline__ uint32_t ToFp8(const float* x, float inverse_scale) {
   float y[4];
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    y[i] = isfinite(x[i]) ? MultiplyFlushed(x[i], inverse_scale) : __uint_as_float(0x7FC00000u);
-  }
+  for (int i = 0; i < 4; ++i) y[i] = MultiplyFlushed(x[i], inverse_scale);
   return E4M3::Pair(y[0], y[1]) | E4M3::Pair(y[2], y[3]) << 16;
 }
 

@@ -3,7 +3,7 @@
 #define EP_RUNTIME_CUDA_MOVEMENT_COMBINE_PIECE_SUMS_CUH_
 
 #include "cuda/movement/call/row_math.cuh"
-#include "cuda/movement/combine/fp8_parts.cuh"
+#include "cuda/movement/combine/fp8_sums.cuh"
 #include "cuda/movement/combine/part_sums.cuh"
 
 namespace ep_runtime {
@@ -111,12 +111,15 @@ __device__ __forceinline__ void AddSent(const uint8_t* part, int vectors, const 
 template <RowType kType, CombinePrecision kPrecision>
 __device__ __forceinline__ void RoundAsSent(Sums<kType>& own) {
   using E = Element<kType>;
+  if constexpr (kPrecision == CombinePrecision::kFast) {
 #pragma unroll
-  for (int u = 0; u < kVectors; ++u) {
-    if constexpr (kPrecision == CombinePrecision::kFast) E::Unpack(E::Pack(own[u]), own[u]);
-    if constexpr (kPrecision == CombinePrecision::kFp8) {
-      const float scale = BlockScale<E::kPerVector>(own[u]);
-      const float inverse = __frcp_rn(scale);
+    for (int u = 0; u < kVectors; ++u) E::Unpack(E::Pack(own[u]), own[u]);
+  }
+  if constexpr (kPrecision == CombinePrecision::kFp8) {
+    const PieceScales<E::kPerVector> scales = ScalesOf<E::kPerVector>(own);
+#pragma unroll
+    for (int u = 0; u < kVectors; ++u) {
+      const float scale = scales.Of(scales.scale, u), inverse = scales.Of(scales.inverse, u);
 #pragma unroll
       for (int i = 0; i < E::kPerVector; i += 4) {
         FromFp8(ToFp8(&own[u][i], inverse), scale, &own[u][i]);
@@ -156,21 +159,18 @@ __device__ __forceinline__ void StoreSums(const Sums<kType>& sums, uint8_t* out,
   }
 }
 
-// Stores the sums of a piece as 8-bit floats.
+// Stores the sums of a piece as 8-bit floats; what is infinite becomes NaN.
 template <RowType kType>
-__device__ __forceinline__ void StoreFp8Sums(const Sums<kType>& sums, uint8_t* out, int vectors) {
+__device__ __forceinline__ void StoreFp8Sums(Sums<kType>& sums, uint8_t* out, int vectors) {
   constexpr int kPer = Element<kType>::kPerVector;
-  constexpr int kBlocks = 32 * kPer / kFp8Block;  // of a vector of all lanes
   const int lane = threadIdx.x % 32;
-  float scale = 1.0f;  // lane i: of block i
+  const PieceScales<kPer> scales = ScalesOf<kPer>(sums);
+  const float stored = scales.Stored();
 #pragma unroll
   for (int u = 0; u < kVectors; ++u) {
-    const float of_block = BlockScale<kPer>(sums[u]);
-    const float wanted = __shfl_sync(~0u, of_block, lane % kBlocks * (32 / kBlocks));
-    if (lane / kBlocks == u) scale = wanted;
+    const float inverse = scales.Of(scales.inverse, u);
     const int index = u * 32 + lane;
     if (index >= vectors) continue;
-    const float inverse = __frcp_rn(of_block);
     uint32_t words[kPer / 4];
 #pragma unroll
     for (int i = 0; i < kPer / 4; ++i) words[i] = ToFp8(&sums[u][4 * i], inverse);
@@ -181,12 +181,12 @@ __device__ __forceinline__ void StoreFp8Sums(const Sums<kType>& sums, uint8_t* o
     }
   }
   const int values = vectors * kPer;
-  if (lane * kFp8Block < values) reinterpret_cast<float*>(out + values)[lane] = scale;
+  if (lane * kFp8Block < values) reinterpret_cast<float*>(out + values)[lane] = stored;
 }
 
 // Stores the sums of a piece as they travel.
 template <RowType kType, CombinePrecision kPrecision>
-__device__ __forceinline__ void StoreSent(const Sums<kType>& sums, uint8_t* out, int vectors) {
+__device__ __forceinline__ void StoreSent(Sums<kType>& sums, uint8_t* out, int vectors) {
   if constexpr (kPrecision == CombinePrecision::kFp8) {
     StoreFp8Sums<kType>(sums, out, vectors);
   } else {
