@@ -11,11 +11,11 @@ import fakes
 import jax
 import jax.numpy as jnp
 import pytest
+from block_ways import Ways
 from jax.sharding import NamedSharding, PartitionSpec
 
 import ep_runtime as ep
 from ep_runtime_client.ops.block import call as block
-from ep_runtime_client.ops.block import takes
 from ep_runtime_client.ops.gemm import kernels_8, kernels_16, kernels_32
 from ep_runtime_client.ops.kernels import ffi, platform, serve
 from ep_runtime_client.ops.tracing import scopes
@@ -98,15 +98,15 @@ def _as_with_gpus(monkeypatch: pytest.MonkeyPatch, forgotten: None) -> None:
 
 
 @pytest.mark.usefixtures("_as_with_gpus")
+@pytest.mark.parametrize("transport", ["nvlink", "nccl/2"])
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: type(recipe).__name__)
 def test_calls_on_gpus_are_held_for_all_who_use_their_results(
-    make_group: Callable[..., fakes.LocalGroup], recipe: Any
+    make_group: Callable[..., fakes.LocalGroup], ways: Ways, recipe: Any, transport: str
 ) -> None:
     """XLA of JAX 0.11 runs others twice; `gpu/tools/compile_ahead.py` counts what it compiles."""
-    # Over windows a block call has the products of the recipes that it takes.
-    slabs = not takes.takes_recipes((recipe, recipe))
-    nodes = {"transport": "nvlink"} if slabs else {"transport": "nccl", "node_size": 2}
-    run, operands = scanned(make(make_group, axes={"ep": 4}, **nodes), recipe, jnp.bfloat16)
+    ways.slabs()  # a block call is not held for all of its results
+    group = make(make_group, axes={"ep": 4}, transport=transport)
+    run, operands = scanned(group, recipe, jnp.bfloat16)
     jaxpr = run.trace(*operands).jaxpr
     calls = custom_calls.traced(jaxpr, "cuda")
     assert len(calls) > len(transports_windows.TARGETS)
