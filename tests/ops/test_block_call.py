@@ -118,11 +118,8 @@ ROUTINGS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def test_any_routing(layer: Any, ways: Ways) -> None:
-    params = dataclasses.replace(make_params(layer), router=None)
-    keys = jax.random.split(jax.random.key(3))
-    drawn = np.asarray(jax.random.randint(keys[0], (64, TOP_K), 0, EXPERTS))
-    weights, x = jax.random.normal(keys[1], drawn.shape), draw(64)
+def routed(layer: Any) -> Callable[..., Any]:
+    """(y, gradients of x, params and weights) of a block with indices from outside."""
 
     def run(x: Any, params: Any, weights: Any, idx: Any) -> Any:
         def block(x: Any, params: Any, weights: Any) -> Any:
@@ -131,6 +128,16 @@ def test_any_routing(layer: Any, ways: Ways) -> None:
         y, pull = jax.vjp(block, x, params, weights)
         return y, pull(jnp.cos(y))
 
+    return run
+
+
+def test_any_routing(layer: Any, ways: Ways) -> None:
+    params = dataclasses.replace(make_params(layer), router=None)
+    keys = jax.random.split(jax.random.key(3))
+    drawn = np.asarray(jax.random.randint(keys[0], (64, TOP_K), 0, EXPERTS))
+    weights, x = jax.random.normal(keys[1], drawn.shape), draw(64)
+
+    run = routed(layer)
     operands = (x, params, weights)
     ways.slabs()
     by_slabs = jax.jit(run)

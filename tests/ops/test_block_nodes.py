@@ -6,7 +6,7 @@ The call of a node is composed of ops here, as everywhere on CPU.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import fakes
@@ -15,9 +15,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from block_ways import Ways, assert_close
-from test_block_call import CASES, EXPERTS, HIDDEN, ROUTINGS, TOP_K, draw, graded, make_params
+from test_block_call import (
+    CASES,
+    EXPERTS,
+    HIDDEN,
+    ROUTINGS,
+    TOP_K,
+    draw,
+    graded,
+    make_params,
+    routed,
+)
 
-import ep_runtime as ep
 from ep_runtime_client.ops.block import nodes as block_nodes
 from ep_runtime_client.ops.block import plain, takes
 from ep_runtime_client.ops.movement.prepare import make_call, make_plan_with_most
@@ -87,19 +96,6 @@ def test_any_routing(layer: Any, by_node: Ways) -> None:
     for change in ROUTINGS.values():
         want, got = by_node.both(run, x, params, weights, change(drawn))
         assert_close(got, want)
-
-
-def routed(layer: Any) -> Callable[..., Any]:
-    """(y, gradients of x, params and weights) of a block with indices from outside."""
-
-    def run(x: Any, params: Any, weights: Any, idx: Any) -> Any:
-        def block(x: Any, params: Any, weights: Any) -> Any:
-            return ep.moe(layer, x, params, routing=ep.Routing(idx, weights, None))[0]
-
-        y, pull = jax.vjp(block, x, params, weights)
-        return y, pull(jnp.cos(y))
-
-    return run
 
 
 @pytest.mark.parametrize("precision", ["exact", "fast", "fp8"])

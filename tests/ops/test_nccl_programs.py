@@ -31,6 +31,27 @@ def _without_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "ensure_registered", lambda platform: None)
 
 
+def over_nodes(make_group: Callable[..., Any], node_size: int, **settings: Any) -> Any:
+    """A group of transport "nccl" whose nodes have so many ranks."""
+    return make_group(
+        transport="nccl",
+        node_size=node_size,
+        num_experts=16,
+        hidden_size=HIDDEN,
+        max_tokens_per_rank=TOKENS,
+        max_top_k=12,
+        **settings,
+    )
+
+
+def for_gpus(step: Callable[..., Any], *operands: Any) -> str:
+    """StableHLO."""
+    exported = jax.export.export(
+        jax.jit(step), platforms=["cuda"], disabled_checks=ep.export_checks()
+    )
+    return str(exported(*operands).mlir_module())
+
+
 def lowered(
     make_group: Callable[..., Any],
     node_size: int,
@@ -41,16 +62,7 @@ def lowered(
     **settings: Any,
 ) -> str:
     """StableHLO for GPUs of dispatch and combine over nodes of `node_size` ranks."""
-    group = make_group(
-        transport="nccl",
-        node_size=node_size,
-        num_experts=16,
-        hidden_size=HIDDEN,
-        max_tokens_per_rank=TOKENS,
-        max_top_k=12,
-        alignment=4,
-        **settings,
-    )
+    group = over_nodes(make_group, node_size, alignment=4, **settings)
     layer = group.register_layer("moe", top_k=top_k)
 
     def forward(tokens: Any, idx: Any, weights: Any) -> Any:
@@ -72,22 +84,12 @@ def lowered(
             ((count, top_k), jnp.float32),
         )
     ]
-    exported = jax.export.export(
-        jax.jit(step), platforms=["cuda"], disabled_checks=ep.export_checks()
-    )(*operands)
-    return str(exported.mlir_module())
+    return for_gpus(step, *operands)
 
 
 def lowered_block(make_group: Callable[..., Any], node_size: int, top_k: int) -> str:
     """StableHLO for GPUs of a block of experts with its gradients, which are block calls there."""
-    group = make_group(
-        transport="nccl",
-        node_size=node_size,
-        num_experts=16,
-        hidden_size=HIDDEN,
-        max_tokens_per_rank=TOKENS,
-        max_top_k=12,
-    )
+    group = over_nodes(make_group, node_size)
     layer = group.register_layer("moe", top_k=top_k)
 
     def loss(x: Any, params: Any) -> Any:
@@ -103,9 +105,8 @@ def lowered_block(make_group: Callable[..., Any], node_size: int, top_k: int) ->
         array(experts, 16, HIDDEN, 2, 64),
         array(experts, 16, 64, HIDDEN),
     )
-    step = jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))
-    exported = jax.export.export(step, platforms=["cuda"], disabled_checks=ep.export_checks())
-    return str(exported(array(experts, RANKS * TOKENS, HIDDEN), params).mlir_module())
+    step = jax.value_and_grad(loss, argnums=(0, 1))
+    return for_gpus(step, array(experts, RANKS * TOKENS, HIDDEN), params)
 
 
 def calls(text: str) -> Counter[str]:
@@ -201,14 +202,7 @@ def test_programs_name_neither_ranks_nor_communicators(make_group: Callable[...,
 
 
 def test_what_a_bench_times_of_it_traces(make_group: Callable[..., Any]) -> None:
-    group = make_group(
-        transport="nccl",
-        node_size=1,
-        num_experts=16,
-        hidden_size=HIDDEN,
-        max_tokens_per_rank=TOKENS,
-        max_top_k=2,
-    )
+    group = over_nodes(make_group, 1)
     layer = group.register_layer("moe", top_k=2)
     lead = (RANKS * TOKENS,)
     call = make_call(layer, group.mesh, lead, (PartitionSpec("ep"),), handle=0, capacity=None)

@@ -7,7 +7,6 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from ep_runtime import native
 from ep_runtime.specs import GroupSpec
 from ep_runtime_client.ops.activation import kernels as activation_kernels
 from ep_runtime_client.ops.activation.function import Activation
@@ -21,6 +20,7 @@ from ep_runtime_client.ops.quantize.formats.recipes import (
 )
 from ep_runtime_client.ops.quantize.formats.table import format_of
 from ep_runtime_client.ops.tracing import slack
+from ep_runtime_client.ops.transports.choice import on_gpus
 
 _TYPES = tuple(jnp.dtype(name) for name in ("float32", "bfloat16", "float16"))
 # Short names, which a compiled program carries, of the reasons.
@@ -117,4 +117,4 @@ def multiple(dtype: Any, recipe: Recipe | None, *, paired: bool) -> int:
 
 def on_gpu(group: GroupSpec) -> bool:
     """Whether a call that is taken is the custom call."""
-    return native.PLATFORMS.get(group.transport) == "cuda"
+    return on_gpus(group)

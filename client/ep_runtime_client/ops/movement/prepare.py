@@ -9,7 +9,6 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from ep_runtime import native
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime_client.base.layers import EpLayer, TracedLayer
 from ep_runtime_client.ops.calls import token_layout
@@ -32,7 +31,7 @@ from ep_runtime_client.ops.partitioning.specs import known_spec
 from ep_runtime_client.ops.tracing import eager
 from ep_runtime_client.ops.tracing.ambient import manual_axes, open_layer
 from ep_runtime_client.ops.tracing.scopes import scope
-from ep_runtime_client.ops.transports.choice import per_device_ops
+from ep_runtime_client.ops.transports.choice import on_gpus, per_device_ops
 
 
 def prepare(
@@ -168,7 +167,7 @@ def _ops_with_most(call: Call) -> Any:
     """The per-device function: a call on GPUs has the number, and nodes ask inside each; everywhere
     else ranks ask around."""
     ops = per_device_ops(call)
-    if call.group.node_size or native.PLATFORMS.get(call.group.transport) == "cuda":
+    if call.group.node_size or on_gpus(call.group):
         return ops.prepare_with_most
 
     def prepare(call: Call, rank: jax.Array, index: jax.Array, idx: jax.Array) -> Any:

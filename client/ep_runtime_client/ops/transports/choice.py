@@ -9,6 +9,8 @@ from __future__ import annotations
 import importlib
 from types import ModuleType
 
+from ep_runtime import native
+from ep_runtime.specs import GroupSpec
 from ep_runtime_client.ops.calls.call import Call
 
 # Between nodes, and of transport "xla" everywhere; `between_xla.py` says what such a module has.
@@ -29,6 +31,11 @@ _ON_NODES = {
     "memfd": "ep_runtime_client.ops.transports.nodes",
     "nccl": "ep_runtime_client.ops.transports.nodes",
 }
+
+
+def on_gpus(group: GroupSpec) -> bool:
+    """Whether its custom calls are those of the CUDA library."""
+    return native.PLATFORMS.get(group.transport) == "cuda"
 
 
 def per_device_ops(call: Call) -> ModuleType:
