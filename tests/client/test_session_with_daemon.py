@@ -242,6 +242,27 @@ def test_reclaim_makes_the_old_layer_stale(
     )
 
 
+def test_news_waits_for_no_calls_that_take_long_to_end(
+    session: ep.Session, mesh: Any, admin: source.Source, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NCCL's abort waits for what runs on a GPU, which may wait for the process that is gone."""
+    told: list[str] = []
+    over = threading.Event()
+
+    def end(_: native.OpenGroup, why: ep.EpRuntimeError) -> None:
+        told.append(str(why))
+        over.wait(3 * WAIT_S)
+
+    monkeypatch.setattr(native.OpenGroup, "end", end)
+    for name in ("g", "h"):
+        session.create_group(name, mesh, **_ARGUMENTS)
+        admin.call("Reclaim", messages.ReclaimRequest(name=name))
+    try:
+        wait_until(lambda: len(told) == 2, "the client hears of both")
+    finally:
+        over.set()
+
+
 def test_a_fenced_session_says_so_and_a_new_one_works(
     address: str, mesh: Any, admin: source.Source
 ) -> None:

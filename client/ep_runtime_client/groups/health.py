@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -94,7 +95,20 @@ class GroupHealth:
             elif poison is not None and poison.reason is board.PoisonReason.PEER_LOST:
                 self._loss = Loss(poison.rank, poison.pid, reason)
             self._gone = self._gone or reason or "was taken away by the daemon"
-            communicators.end_calls(self._formed.native_group, self._name, self._gone, lost)
+            self._end_calls(lost)
+
+    def _end_calls(self, lost: Sequence[Any]) -> None:
+        """On a thread of its own: NCCL's abort waits for what runs on the GPU, and a collective of
+        XLA's there may wait for the dead process without end. Whoever brings the news goes on."""
+        group = self._formed.native_group
+        if group is None:
+            return
+        threading.Thread(
+            target=communicators.end_calls,
+            args=(group, self._name, self._gone, lost),
+            name="ep-runtime-end",
+            daemon=True,
+        ).start()
 
     def _reported(self) -> errors.EpRuntimeError | None:
         """The first error of the group's calls that nobody has been told of; keeps it."""
