@@ -33,7 +33,8 @@ class Promise:
 
 
 def _fuzzers(*items: tuple[str, int]) -> tuple[Held, ...]:
-    return tuple(Held(f"faults/test_fuzzed_{test}", ci, 1_000_000, "inputs") for test, ci in items)
+    """A million inputs in all."""
+    return tuple(Held(f"faults/test_fuzzed_{test}", ci, 120_000, "inputs") for test, ci in items)
 
 
 _MEMORY = "server/test_daemon_memory.py::"
@@ -354,6 +355,16 @@ TABLE = (
                 "faults/test_kills_in_steps.py"
                 "::test_a_kill_in_a_step_ends_the_others_with_its_name_and_saves_no_nan",
                 *(2, 200, "kills"),
+            ),
+            Held(
+                "gpu/test_gpu_kills.py"
+                "::test_a_kill_in_a_step_over_windows_ends_the_others_with_its_name_and_saves_no_nan",
+                *(0, 50, "kills in each of 4 jobs, on GPUs"),
+            ),
+            Held(
+                "gpu/test_gpu_kills.py"
+                "::test_a_kill_in_a_step_of_two_domains_ends_the_others_with_its_name_and_saves_no_nan",
+                *(0, 50, "kills in each of 4 jobs, on GPUs"),
             ),
             Held(
                 "faults/test_peer_loss.py"

@@ -16,11 +16,16 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import ep_runtime as ep
 
-HIDDEN, EXPERTS, TOKENS = 16, 8, 8
+EXPERTS, TOKENS = 8, 8
 
 
-def train(folder: Path, say: Callable[..., None]) -> None:
-    """Steps without end; says so after the third. Gradients are summed over all processes."""
+def train(
+    folder: Path, say: Callable[..., None], *, hidden: int = 16, inner: int = 32, **settings: Any
+) -> None:
+    """Steps without end; says so after the third. Gradients are summed over all processes.
+
+    `settings` are more arguments of create_group.
+    """
     with ep.connect() as session, ep.translate_errors():
         connected = time.monotonic()
         mesh = Mesh(np.array(jax.devices()), ("ep",))
@@ -29,11 +34,12 @@ def train(folder: Path, say: Callable[..., None]) -> None:
             mesh,
             ep_axis="ep",
             num_experts=EXPERTS,
-            hidden_size=HIDDEN,
+            hidden_size=hidden,
             max_tokens_per_rank=TOKENS,
             max_top_k=2,
             alignment=8,
             max_token_dtype="float32",
+            **settings,
         )
         formed = time.monotonic()
         layers = [group.register_layer(f"moe/{i}", top_k=2) for i in range(2)]
@@ -43,13 +49,13 @@ def train(folder: Path, say: Callable[..., None]) -> None:
             return jax.make_array_from_callback(array.shape, sharding, lambda part: array[part])
 
         draw = np.random.default_rng(0).standard_normal
-        x = put(draw((TOKENS * mesh.size, HIDDEN)).astype(np.float32), PartitionSpec("ep"))
+        x = put(draw((TOKENS * mesh.size, hidden)).astype(np.float32), PartitionSpec("ep"))
         whole, split = PartitionSpec(), PartitionSpec("ep")
         params = [
             {
-                "router": put(draw((HIDDEN, EXPERTS)).astype(np.float32), whole),
-                "wi": put(draw((EXPERTS, HIDDEN, 2, 32)).astype(np.float32) / 8, split),
-                "wo": put(draw((EXPERTS, 32, HIDDEN)).astype(np.float32) / 8, split),
+                "router": put(draw((hidden, EXPERTS)).astype(np.float32), whole),
+                "wi": put(draw((EXPERTS, hidden, 2, inner)).astype(np.float32) / 8, split),
+                "wo": put(draw((EXPERTS, inner, hidden)).astype(np.float32) / 8, split),
             }
             for _ in layers
         ]

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Builds, checks and times everything that needs GPUs, in one call, with a table at the end.
 #   tests/gpu/run_all.sh LOGS [part ...]
-# Every part has a time limit and a log in the folder LOGS. Without parts, all but `cases`, `shared`, `nccl*`, `block_*`:
+# Every part has a time limit and a log in the folder LOGS. Without parts, all but `cases`, `shared`, `kills`, `nccl*`,
+# `block_*`:
 #   build       both native libraries and the kernels' harness
 #   kernels     every kernel against the reference, without JAX
 #   gemm        grouped products against sums in f64, without JAX
@@ -11,6 +12,7 @@
 #   plain       the same without XLA's command buffers
 #   cases       every case of token movement in every layout of processes
 #   shared      jobs whose processes share the GPUs, two to each or four on one: TEST_GPU_RANKS says how many
+#   kills       processes killed anywhere in a training step, 25 times in each of four jobs at once
 #   nccl        communicators without JAX, and transport nccl in one process, on one daemon
 #   nccl_block  block calls over nccl, in one process
 #   nccl_jobs   the same with several processes, and processes that are killed, ten times
@@ -27,7 +29,7 @@
 # Variables: PYTHON; PREBUILT, a folder with libep_runtime_cpu.so, libep_runtime_cuda.so and
 # kernels_main (or some of them; rows_main, block_main, plans_main too) to use as they are; BUILD_DIR; TESTS, more
 # arguments of pytest;
-# BENCH, arguments of `ep-runtime bench`. Exits with 1 where a part failed.
+# BENCH, arguments of `ep-runtime bench`; DOSE, kills of each job. Exits with 1 where a part failed.
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 logs=${1:?folder for the logs}
@@ -145,6 +147,10 @@ part_shared() {
   export TEST_GPU_RANKS=${TEST_GPU_RANKS:-$((gpus == 1 ? 4 : 2 * gpus))}
   gpu_tests tests/gpu/test_gpu_{processes,faults,named_ranks}.py -m "" -k "alone or killed or named"
 }
+part_kills() {
+  NCCL_NVLS_ENABLE=0 gpu_tests -n 4 tests/gpu/test_gpu_kills.py -m slow --dose "${DOSE:-25}" \
+    --timeout=550 -rA
+}
 part_soak() { "$python" tests/gpu/tools/soak.py --limit-s 150; }
 part_processes() { "$python" tests/gpu/tools/soak.py --steps 5000 --limit-s 100 --gpus "$soak_gpus"; }
 sanitized() {
@@ -179,7 +185,7 @@ part_bench() {
 
 limit_of() {
   case $1 in
-    build | nccl*) echo 560 ;;
+    build | kills | nccl*) echo 590 ;;
     cases | shared) echo 420 ;;
     tests | plain | bench | racecheck) echo 300 ;;
     soak | processes) echo 260 ;;

@@ -1,0 +1,84 @@
+"""Processes with GPUs killed anywhere in a training step, over windows and in two domains.
+
+A dose is shared out among jobs, so that several may run at once (`pytest -n 4`): each has daemons
+of its own, and they share the GPUs.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from faults import step_kills
+from gpu.jobs import layouts
+from gpu.test_gpu_nccl import nodes, two_domains  # noqa: F401 - a fixture is found by name
+from harness import DaemonProcess, daemon_process  # noqa: F401 - the same
+
+from ep_runtime_client.cli.daemon import source
+
+JOBS = 4  # more of them delay each other: a GPU runs its processes in turns
+_LAYOUT = "one GPU each, visible alone"
+_SIZES = {"hidden": 64, "inner": 64}
+at_once = pytest.mark.parametrize("job", range(JOBS))
+
+
+@at_once
+@pytest.mark.slow
+def test_a_kill_in_a_step_over_windows_ends_the_others_with_its_name_and_saves_no_nan(
+    several_gpus: int,
+    address: str,
+    admin: source.Source,
+    tmp_path: Path,
+    record_property: Callable[[str, object], None],
+    dose: int,
+    job: int,
+) -> None:
+    settings = json.dumps({**_SIZES, "transport": layouts.TRANSPORT})
+    place = step_kills.Place(
+        job=functools.partial(
+            layouts.job,
+            layout=_LAYOUT,
+            gpus=several_gpus,
+            EP_RUNTIME_ADDRESS=address,
+            EP_RUNTIME_JOB="training",
+            TEST_SETTINGS=settings,
+        ),
+        memory=lambda: [row["buffer_id"] for row in admin.buffers()],
+        states=lambda: [row["state"] for row in admin.groups()],
+        folder=tmp_path,
+        name=f"{several_gpus} GPUs",
+    )
+    worst = step_kills.kill_in_steps(place, dose, random.Random(job))
+    step_kills.check(worst, place.name, record_property)
+
+
+@at_once
+@pytest.mark.slow
+def test_a_kill_in_a_step_of_two_domains_ends_the_others_with_its_name_and_saves_no_nan(
+    several_gpus: int,
+    nodes: list[DaemonProcess],  # noqa: F811
+    tmp_path: Path,
+    record_property: Callable[[str, object], None],
+    dose: int,
+    job: int,
+) -> None:
+    settings = json.dumps({**_SIZES, "transport": "memfd" if layouts.TRIAL else "nccl"})
+    place = step_kills.Place(
+        job=functools.partial(
+            two_domains,
+            nodes=nodes,
+            gpus=several_gpus,
+            layout=_LAYOUT,
+            TEST_SETTINGS=settings,
+        ),
+        memory=lambda: [[b.buffer_id for b in node.ask("ListBuffers").buffers] for node in nodes],
+        states=lambda: [state for node in nodes for state in node.group_states().values()],
+        folder=tmp_path,
+        name=f"two domains of {several_gpus // 2}",
+    )
+    worst = step_kills.kill_in_steps(place, dose, random.Random(job))
+    step_kills.check(worst, place.name, record_property)
