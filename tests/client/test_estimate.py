@@ -56,6 +56,51 @@ def test_a_plan_takes_what_prepare_returns(mesh: Any) -> None:
     assert 8 * found == sum(array.size * array.dtype.itemsize for array in arrays)
 
 
+@pytest.mark.parametrize("transport", ["memfd", "memfd/2", "memfd/1"])
+def test_a_plan_takes_what_prepare_returns_between_nodes_too(
+    make_group: Any, transport: str
+) -> None:
+    group = make_group(**{**_ARGUMENTS, "outer_axes": ()}, axes={"ep": 4}, transport=transport)
+    layer = group.register_layer("a", top_k=2)
+    topk_idx = jax.ShapeDtypeStruct((4 * 32, 2), jnp.int32)
+    plan = jax.eval_shape(lambda idx: ep.prepare(layer, idx), topk_idx)
+    arrays = jax.tree.leaves(plan.arrays)
+    taken = sum(array.size * array.dtype.itemsize for array in arrays)
+    assert taken == 4 * estimate.of_spec(group.spec).plan_bytes_per_layer
+
+
+def test_between_nodes_rows_that_cross_are_counted() -> None:
+    arguments = {**_ARGUMENTS, "max_tokens_per_rank": 8192, "num_experts": 64, "max_top_k": 8}
+
+    def of(node_size: int, **more: Any) -> ep.MemoryEstimate:
+        said = {"transport": "nccl", "node_size": node_size, "mlp_dim": 128}
+        return ep.estimate_memory("g", _MESH, **said, **arguments, **more)
+
+    def workspace_of(node_size: int, **more: Any) -> int:
+        found = of(node_size, **more).workspace_bytes_per_device
+        assert found is not None
+        mesh_axes = (("dp", 2), ("ep", 4))
+        spec = specs.make_group_spec(
+            name="g",
+            mesh_axes=mesh_axes,
+            transport="nccl",
+            node_size=node_size,
+            **arguments,
+            **more,
+        )
+        block = workspace.of_block(estimate.block_sizes(spec, 128, gated=True))
+        return found - block.backward_bytes
+
+    row = 64 * 2
+    assert workspace_of(4) == 0
+    assert workspace_of(2) == 2 * 8192 * 3 * row  # tokens, their gradients, sums
+    assert workspace_of(1) == 4 * 8192 * 3 * row
+    assert workspace_of(1, combine_precision="exact") == 4 * 8192 * 4 * row
+    assert of(1).staging_bytes_per_rank < of(2).staging_bytes_per_rank
+    with pytest.raises(ep.InvalidArgumentError, match="node_size must be 0 or divide the ep size"):
+        of(3)
+
+
 @pytest.mark.parametrize(
     ("tokens", "hidden", "mlp_dim", "experts"),
     [(8192, 7168, 2048, 256), (4096, 7168, 2048, 64), (8192, 2048, 1024, 64)],

@@ -36,8 +36,9 @@ class MemoryEstimate(NamedTuple):
             them up to 4 MiB, or an eighth of its tokens' bytes, and makes larger ones again.
         workspace_bytes_per_device: of the larger block call of a layer, with rows of
             max_token_dtype, float32 at most, or of 16 bits where that is narrower or a recipe
-            quantizes; XLA gives it to one layer after another, and to other ops between. None
-            where mlp_dim was not said, or the transport has no block calls.
+            quantizes; between nodes with the rows that come and the sums that go back. XLA gives
+            it to one layer after another, and to other ops between. None where mlp_dim was not
+            said, or the transport has no block calls.
         kept_bytes_per_layer: rows of the first product that a block call's forward keeps for its
             backward; None as above.
     """
@@ -63,11 +64,22 @@ def of_spec(spec: specs.GroupSpec) -> MemoryEstimate:
 
 
 def _plan_bytes(spec: specs.GroupSpec) -> int:
-    """The arrays of `ops/calls/plan.py`'s PlanArrays, all int32, of a layer with the largest K."""
+    """The arrays of `ops/calls/plan.py`'s plans, all int32, of a layer with the largest K."""
     tokens, slots = spec.max_tokens_per_rank, spec.max_tokens_per_rank * spec.max_top_k
-    counts = spec.ep_size * device_layout.count_columns(spec, tokens)
+    counts = spec.ranks_per_node * device_layout.count_columns(spec, spec.staged_tokens)
     received = counts + spec.ep_size * tokens + 1 + 2 * spec.recv_capacity_per_rank
-    return 4 * (2 * slots + received + 2 * spec.experts_per_rank + 1)
+    virtual = 2 * spec.num_nodes * slots + 1 if spec.node_size else 0
+    return 4 * (2 * slots + received + 2 * spec.experts_per_rank + 1 + virtual)
+
+
+def _crossing_bytes(spec: specs.GroupSpec, element_bytes: int, *, forward: bool) -> int:
+    """Rows between nodes that lie beside a block call's workspace: tokens that came, with their
+    gradients in backward, and sums that will go back."""
+    if spec.num_nodes == 1:
+        return 0
+    sums = 4 if spec.combine_precision == "exact" else element_bytes
+    came = element_bytes if forward else 2 * element_bytes
+    return spec.staged_tokens * spec.hidden_size * (came + sums)
 
 
 def block_sizes(
@@ -120,6 +132,7 @@ def estimate_memory(
     mesh: Any,
     *,
     transport: str = "auto",
+    node_size: int = 0,
     mlp_dim: int | None = None,
     gated: bool = True,
     keep: Literal["first", "nothing"] = "first",
@@ -135,8 +148,9 @@ def estimate_memory(
         name: as in `Session.create_group`.
         mesh: as in `Session.create_group`, or an AbstractMesh.
         transport: as in `Session.create_group`; "auto" counts block calls, and windows of shared
-            memory, which have room for more than those of GPUs ("nvlink"). "nccl" counts a group
-            on one node.
+            memory, which have room for more than those of GPUs ("nvlink").
+        node_size: ranks of an EP group that lie on one node, with "nccl" on GPUs, which carries
+            rows between nodes, or "auto"; `create_group` hears it from the daemons. 0: all of them.
         mlp_dim: M of the layers; of one device where tp splits it, unless `workspace` is bytes,
             which count M whole. None leaves the workspace out.
         gated, keep, keep_factor: as in `ep.moe`.
@@ -159,6 +173,7 @@ def estimate_memory(
         name=name,
         mesh_axes=meshes.axes_of(mesh),
         transport="memfd" if transport == "auto" else transport,
+        node_size=node_size,
         **arguments,
     )
     found = of_spec(spec)
@@ -169,8 +184,10 @@ def estimate_memory(
     check_whole("mlp_dim", mlp_dim)
     sizes = block_sizes(spec, mlp_dim, gated=gated, scaling=scaling)
     block = workspace.of_block(sizes, spec.workspace, keep=keep, keep_factor=keep_factor)
+    calls = (True, block.forward_bytes), (False, block.backward_bytes)
+    held = [size + _crossing_bytes(spec, sizes.element_bytes, forward=way) for way, size in calls]
     return found._replace(
-        workspace_bytes_per_device=max(block.forward_bytes, block.backward_bytes),
+        workspace_bytes_per_device=max(held),
         kept_bytes_per_layer=block.kept_bytes,
     )
 
