@@ -14,7 +14,7 @@ from typing import Any
 
 from ep_runtime.errors import InvalidArgumentError, RuntimeUnavailableError
 from ep_runtime.specs import COMBINE_PRECISIONS
-from ep_runtime_bench.base.moe_cases import RECIPES, WEIGHTS
+from ep_runtime_bench.base.moe_cases import CASES, RECIPES, WEIGHTS
 from ep_runtime_bench.base.options import (
     ALSO,
     BENCHES,
@@ -128,7 +128,7 @@ def _add_gpu_arguments(parser: argparse.ArgumentParser) -> None:
         ),
         ("--board", gpu.board, "progress told to the board, on, off or both"),
         ("--also", gpu.also, f"more to time, of {', '.join(ALSO)}"),
-        ("--cases", gpu.cases, "layers of `moe`"),
+        ("--cases", gpu.cases, f"of {', '.join(CASES)}: layers of `moe`"),
         (
             "--recipe",
             gpu.recipes,

@@ -36,16 +36,17 @@ def missing() -> str:
 
 @pytest.fixture(scope="session")
 def gpus() -> list[Any]:
-    """One, two or four GPUs; more than four add nothing to what is checked here."""
+    """One, two, four or eight GPUs, `layouts.COUNT` at most."""
     if not layouts.TRIAL and missing():
         pytest.skip(missing())
     found = jax.devices("cpu" if layouts.TRIAL else "gpu")
-    return found[: 4 if len(found) >= 4 else 2]
+    there = min(len(found), layouts.COUNT)
+    return found[: 1 << there.bit_length() - 1]
 
 
 @pytest.fixture
 def several_gpus(gpus: list[Any]) -> int:
-    """How many there are: two or four."""
+    """How many there are: two, four or eight."""
     if len(gpus) < 2:
         pytest.skip(f"needs 2 GPUs or more, JAX sees {len(gpus)}")
     return len(gpus)

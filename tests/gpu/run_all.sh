@@ -2,7 +2,7 @@
 # Builds, checks and times everything that needs GPUs, in one call, with a table at the end.
 #   tests/gpu/run_all.sh LOGS [part ...]
 # Every part has a time limit and a log in the folder LOGS. Without parts, all but `cases`, `shared`, `kills`, `nccl*`,
-# `block_*`:
+# `block_*`, `figures`:
 #   build       both native libraries and the kernels' harness
 #   kernels     every kernel against the reference, without JAX
 #   gemm        grouped products against sums in f64, without JAX
@@ -26,10 +26,12 @@
 #   demo        `doctor`, the demo against its twin on stock collectives, with a process for each GPU, on two
 #               daemons
 #   bench       dispatch and combine beside the link's ceiling and XLA's collectives
+#   figures     what results.md tells of a host: movement by tokens, routing and SMs, layers, a step, staging
 # Variables: PYTHON; PREBUILT, a folder with libep_runtime_cpu.so, libep_runtime_cuda.so and
 # kernels_main (or some of them; rows_main, block_main, plans_main too) to use as they are; BUILD_DIR; TESTS, more
 # arguments of pytest;
-# BENCH, arguments of `ep-runtime bench`; DOSE, kills of each job. Exits with 1 where a part failed.
+# BENCH, arguments of `ep-runtime bench`; DOSE, kills of each job; TEST_GPU_COUNT=8, all of eight GPUs, of which
+# the parts with Python take four otherwise. Exits with 1 where a part failed.
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 logs=${1:?folder for the logs}
@@ -44,7 +46,8 @@ python=${PYTHON:-python3}
 build=${BUILD_DIR:-build/gpu-all}
 prebuilt=${PREBUILT:-}
 gpus=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU' || true)
-soak_gpus=$((gpus >= 4 ? 4 : gpus))
+most=${TEST_GPU_COUNT:-4}
+soak_gpus=$((gpus >= most ? most : gpus))
 export python build prebuilt logs gpus soak_gpus
 # The tests' own process and those that it starts share the GPUs. Tuning matmuls takes most of a
 # small program's compile time and tells nothing here.
@@ -182,10 +185,20 @@ part_bench() {
   "$python" -m ep_runtime_client.cli bench \
     ${BENCH:-dispatch combine --transports nvlink,xla} --save "$logs/bench.json"
 }
+part_figures() {
+  export XLA_FLAGS="${XLA_FLAGS/--xla_gpu_autotune_level=0/}"
+  local bench=("$python" -m ep_runtime_client.cli bench) cases=deepseek-like
+  if [ "$gpus" -ge 8 ]; then cases=deepseek-like,deepseek-v3-like; fi
+  "${bench[@]}" dispatch combine --transports nvlink --tokens 128,4096,8192 --routing uniform,zipf,one \
+    --sms 24,32,40 --save "$logs/movement.json"
+  "${bench[@]}" moe --transports nvlink,stock-padded --cases "$cases" --save "$logs/moe.json"
+  "${bench[@]}" train --transports nvlink,stock --save "$logs/train.json"
+  "${bench[@]}" staging --transports nvlink --save "$logs/staging.json"
+}
 
 limit_of() {
   case $1 in
-    build | kills | nccl*) echo 590 ;;
+    build | figures | kills | nccl*) echo 590 ;;
     cases | shared) echo 420 ;;
     tests | plain | bench | racecheck) echo 300 ;;
     soak | processes) echo 260 ;;

@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime.specs import COMBINE_PRECISIONS, DTYPE_BYTES
-from ep_runtime_bench.base.moe_cases import CASES, CPU_CASES, RECIPES, WEIGHTS
+from ep_runtime_bench.base.moe_cases import CASES, CPU_CASES, DEFAULT_CASES, RECIPES, WEIGHTS
 from ep_runtime_bench.base.routing import ROUTINGS
 from ep_runtime_bench.base.train_cases import CPU_MODELS, MODELS, QUANTIZED, REMATS
 from ep_runtime_bench.base.train_cases import ROUTINGS as TRAIN_ROUTINGS
@@ -108,7 +108,7 @@ class BenchOptions:
     precision: tuple[str, ...] = ("fast",)
     board: tuple[str, ...] = ("on",)
     also: tuple[str, ...] = ()
-    cases: tuple[str, ...] = tuple(CASES)
+    cases: tuple[str, ...] = DEFAULT_CASES
     capacity: tuple[float, ...] = (0.0,)
     recipes: tuple[str, ...] = RECIPES[:1]
     weights: tuple[str, ...] = WEIGHTS[:1]

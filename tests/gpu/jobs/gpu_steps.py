@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from gpu.jobs.layouts import TRANSPORT, TRIAL
+from gpu.jobs.layouts import COUNT, TRANSPORT, TRIAL
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import ep_runtime as ep
@@ -21,7 +21,7 @@ from ep_runtime_client.ops.block import takes
 
 TOKENS, HIDDEN, TOP_K = 8, 64, 2
 SETTINGS: dict[str, Any] = {
-    "num_experts": 12,  # on one to four ranks
+    "num_experts": 168 if COUNT == 8 else 12,  # on one to four ranks; on six to eight too
     "hidden_size": HIDDEN,
     "max_tokens_per_rank": TOKENS,
     "max_top_k": TOP_K,

@@ -1,7 +1,8 @@
 """Jobs of several processes on GPUs: which process drives which, and what runs before a script.
 
-With TEST_GPU_TRIAL=1 CPU devices stand in for four GPUs and memfd for every transport: that tries
-the tests. TEST_GPU_TRANSPORT names another transport than nvlink. With TEST_GPU_RANKS=N jobs whose
+With TEST_GPU_TRIAL=1 CPU devices stand in for GPUs and memfd for every transport: that tries the
+tests. TEST_GPU_TRANSPORT names another transport than nvlink. TEST_GPU_COUNT=8 takes eight GPUs,
+where four are enough for what is checked otherwise. With TEST_GPU_RANKS=N jobs whose
 processes drive one GPU each have N of them, which share the GPUs there are: that tries ranks on a
 machine with fewer GPUs. The GPU runs its processes in turns then, so no time of theirs counts.
 """
@@ -20,6 +21,7 @@ from multiprocess import launch
 TRIAL = os.environ.get("TEST_GPU_TRIAL", "") == "1"
 TRANSPORT = "memfd" if TRIAL else os.environ.get("TEST_GPU_TRANSPORT", "nvlink")
 
+COUNT = int(os.environ.get("TEST_GPU_COUNT", "4"))  # GPUs at most
 RANKS = int(os.environ.get("TEST_GPU_RANKS", "0"))  # 0: one for each GPU
 
 # CPU devices too: the reference runs there.
@@ -36,6 +38,8 @@ LAYOUTS: dict[str, tuple[int | None, str]] = {
     "two processes, own GPUs visible": (2, "CUDA_VISIBLE_DEVICES"),
     "two processes, all GPUs visible": (2, "local_device_ids"),
 }
+if COUNT == 8:
+    LAYOUTS["four processes, own GPUs visible"] = (4, "CUDA_VISIBLE_DEVICES")
 
 
 def job(
