@@ -22,6 +22,7 @@ from harness import eventually
 BOOT_TIMEOUT_S = 30.0
 COMMAND_TIMEOUT_S = 240.0
 SYSTEMD = Path("/lib/systemd/systemd")
+_UMASK = 0o022  # of a system's own programs, whatever this process has
 _PATH = {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"}
 
 # What a container's manager does before it starts a system: $1 is an empty folder, $2... are
@@ -110,6 +111,7 @@ class System:
         assert cgroups is not None
         self._group = cgroups / f"ep-test-{os.getpid()}"
         self._group.mkdir()
+        self._group.chmod(0o777 & ~_UMASK)  # users' managers look into it
         self._base = Path(tempfile.mkdtemp(prefix="ept-"))
         here = os.stat("/").st_dev
         elsewhere = [str(folder) for folder in folders if os.stat(folder).st_dev != here]
@@ -122,6 +124,7 @@ class System:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
+            umask=_UMASK,
         )  # fmt: skip
         guardian.protect(self._unshare.pid)
         try:
@@ -163,6 +166,7 @@ class System:
             text=True,
             timeout=COMMAND_TIMEOUT_S,
             check=False,
+            umask=_UMASK,
         )
         assert not check or done.returncode == 0, f"{words}: {done.stdout}{done.stderr}"
         return done
@@ -170,7 +174,7 @@ class System:
     def start(self, *words: str, **variables: str) -> subprocess.Popen[bytes]:
         """A command in the system, as root, that goes on; who starts it ends it."""
         started = subprocess.Popen(
-            self._entering(*words), env=_PATH | variables, stdin=subprocess.DEVNULL
+            self._entering(*words), env=_PATH | variables, stdin=subprocess.DEVNULL, umask=_UMASK
         )
         guardian.protect(started.pid)
         return started
@@ -185,7 +189,10 @@ class System:
     def write(self, path: str, text: str, mode: int = 0o644) -> None:
         """A file of the system."""
         inside = self.root / path.lstrip("/")
-        inside.parent.mkdir(parents=True, exist_ok=True)
+        for folder in reversed(inside.parents):
+            if not folder.exists():
+                folder.mkdir()
+                folder.chmod(0o777 & ~_UMASK)
         inside.write_text(text, encoding="utf-8")
         inside.chmod(mode)
 
@@ -216,6 +223,10 @@ def boot() -> System:
     """A system that has `ep-runtime` where the units look for it, and our Python's packages."""
     paths = [*package_path().split(":"), sys.prefix, sys.base_prefix, *sys.path]
     system = System([*{Path(path).resolve(): None for path in paths if Path(path).is_dir()}])
+    # A checkout may be root's alone, down to its files; only those are touched, as each is copied.
+    private = ("-not", "-perm", "-o=r", "-not", "-type", "l")
+    for path in package_path().split(":"):
+        system.run("find", path, *private, "-exec", "chmod", "go+rX", "{}", "+")
     system.write("/opt/ep-runtime/bin/ep-runtime", program_text(), 0o755)
     return system
 
