@@ -90,15 +90,7 @@ def kill_in_steps(place: Place, kills: int, chance: random.Random) -> dict[str, 
             assert place.memory() == memory  # not a byte is allocated anew
             if number:
                 worst["formed again"] = max(worst["formed again"], _formed_s(said))
-            # Process 0 has JAX's coordinator; without it JAX ends the others by SIGABRT,
-            # within half a second; news of another node may come later.
-            first = 0 if number % 10 == 1 else chance.randrange(1, job.processes)
-            victim = job.workers.pop(first)
-            _pause.wait(chance.uniform(0, 0.5))
-            killed = time.monotonic()
-            victim.kill()
-            endings = _watch(job.workers, victim, killed)
-            assert all(ending.code not in (0, None) for ending in endings), (endings, job.tails())
+            first, endings = _kill_one(job, number, chance)
             known_s = [ending.known_s for ending in endings if not ending.by_jax(first)]
             worst["known"] = max([worst["known"], *known_s])
             worst["ended"] = max(worst["ended"], *(ending.ended_s for ending in endings))
@@ -117,6 +109,22 @@ def check(worst: dict[str, float], name: str, record: Callable[[str, object], No
     assert worst["known"] < KNOWN_S
     assert worst["ended"] < ENDED_S
     assert worst["formed again"] < FORMED_S
+
+
+def _kill_one(job: Job, number: int, chance: random.Random) -> tuple[int, list[Ending]]:
+    """Which process was killed, and what became of the others.
+
+    Process 0 has JAX's coordinator: without it JAX ends the others by SIGABRT, within half a
+    second, and news of another node may come later.
+    """
+    first = 0 if number % 10 == 1 else chance.randrange(1, job.processes)
+    victim = job.workers.pop(first)
+    _pause.wait(chance.uniform(0, 0.5))
+    killed = time.monotonic()
+    victim.kill()
+    endings = _watch(job.workers, victim, killed)
+    assert all(ending.code not in (0, None) for ending in endings), (endings, job.tails())
+    return first, endings
 
 
 def _watch(survivors: list[Worker], victim: Worker, killed: float) -> list[Ending]:
