@@ -7,7 +7,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
+import numpy as np
 import pytest
+from block_ways import Ways
 from daemon_fixtures import (  # noqa: F401 - fixtures are found by name
     _children_import_what_we_import,
     address,
@@ -15,8 +17,10 @@ from daemon_fixtures import (  # noqa: F401 - fixtures are found by name
     daemon,
     directory,
 )
+from gpu.block_programs import Blocks
 from gpu.jobs import layouts
 from harness import daemon_process, restarted  # noqa: F401 - the same
+from jax.sharding import Mesh
 
 import ep_runtime as ep
 from ep_runtime import native
@@ -66,3 +70,9 @@ def session(gpus: list[Any]) -> Iterator[ep.Session]:
     """A session with a daemon of its own."""
     with ep.connect("embedded", timeout_s=60.0) as made:
         yield made
+
+
+@pytest.fixture
+def blocks(session: ep.Session, gpus: list[Any], ways: Ways) -> Blocks:
+    """On all GPUs, as one EP group."""
+    return Blocks(session, Mesh(np.array(gpus), ("ep",)), ways)

@@ -116,7 +116,7 @@ gpu_tests() {
 part_tests() {
   local at=tests/gpu/test_gpu
   # Most of these tests' time XLA compiles, and none waits for another process: eight at once.
-  local compiling=("$at"_{fp8,gemm,rows,fewer_passes,sharding,debug_nans,pairs,loops,block,training,movement,settings,limits}.py)
+  local compiling=("$at"_{fp8,gemm,rows,fewer_passes,sharding,debug_nans,pairs,loops,block,block_recipes,training,movement,settings,limits}.py)
   # Jobs whose processes start, and wait for each other, for most of their time: four at once.
   local jobs=("$at"_{processes,faults,warm_starts}.py)
   gpu_tests -n 8 "${compiling[@]}" "$@"
@@ -137,7 +137,7 @@ part_nccl() {
   nccl_tests "not processes and not domains and not killed and not starts"
 }
 part_nccl_block() {
-  TEST_GPU_TRANSPORT=nccl NCCL_NVLS_ENABLE=0 gpu_tests -n 4 tests/gpu/test_gpu_block.py
+  TEST_GPU_TRANSPORT=nccl NCCL_NVLS_ENABLE=0 gpu_tests -n 4 tests/gpu/test_gpu_block{,_recipes}.py
 }
 part_nccl_jobs() { nccl_tests "processes or starts or (killed and not domains)"; }
 part_nccl_domains() { nccl_tests "domains and not four"; }
