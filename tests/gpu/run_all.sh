@@ -152,7 +152,7 @@ part_shared() {
 }
 part_kills() {
   NCCL_NVLS_ENABLE=0 gpu_tests -n 4 tests/gpu/test_gpu_kills.py -m slow --dose "${DOSE:-25}" \
-    --timeout=550 -rA
+    --timeout=$((60 + 20 * ${DOSE:-25})) -rA
 }
 part_soak() { "$python" tests/gpu/tools/soak.py --limit-s 150; }
 part_processes() { "$python" tests/gpu/tools/soak.py --steps 5000 --limit-s 100 --gpus "$soak_gpus"; }
@@ -198,7 +198,9 @@ part_figures() {
 
 limit_of() {
   case $1 in
-    build | figures | kills | nccl*) echo 590 ;;
+    build | nccl*) echo 560 ;;
+    figures) echo 590 ;;
+    kills) echo $((60 + 40 * ${DOSE:-25})) ;;
     cases | shared) echo 420 ;;
     tests | plain | bench | racecheck) echo 300 ;;
     soak | processes) echo 260 ;;

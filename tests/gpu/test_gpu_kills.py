@@ -75,10 +75,11 @@ def test_a_kill_in_a_step_of_two_domains_ends_the_others_with_its_name_and_saves
             layout=_LAYOUT,
             TEST_SETTINGS=settings,
         ),
-        memory=lambda: [[b.buffer_id for b in node.ask("ListBuffers").buffers] for node in nodes],
+        memory=lambda: [b.buffer_id for node in nodes for b in node.ask("ListBuffers").buffers],
         states=lambda: [state for node in nodes for state in node.group_states().values()],
         folder=tmp_path,
         name=f"two domains of {several_gpus // 2}",
+        apart=True,
     )
     worst = step_kills.kill_in_steps(place, dose, random.Random(job))
     step_kills.check(worst, place.name, record_property)
