@@ -45,15 +45,19 @@ def test_a_capacity_factor_makes_it_smaller() -> None:
     assert part.dispatched_bytes_per_layer < whole.dispatched_bytes_per_layer
 
 
+def _prepared_bytes(layer: Any, ranks: int) -> int:
+    """Of the plan's arrays of all ranks, with _ARGUMENTS's tokens and top_k."""
+    topk_idx = jax.ShapeDtypeStruct((ranks * 32, 2), jnp.int32)
+    plan = jax.eval_shape(lambda idx: ep.prepare(layer, idx), topk_idx)
+    arrays = jax.tree.leaves(plan.arrays)
+    return sum(array.size * array.dtype.itemsize for array in arrays)
+
+
 def test_a_plan_takes_what_prepare_returns(mesh: Any) -> None:
     with ep.connect("none", job="tests") as session:
         group = session.create_group("g", mesh, **_ARGUMENTS)
-        layer = group.register_layer("a", top_k=2)
-        topk_idx = jax.ShapeDtypeStruct((8 * 32, 2), jnp.int32)
-        plan = jax.eval_shape(lambda idx: ep.prepare(layer, idx), topk_idx)
-    found = ep.estimate_memory("g", mesh, **_ARGUMENTS).plan_bytes_per_layer
-    arrays = jax.tree.leaves(plan.arrays)
-    assert 8 * found == sum(array.size * array.dtype.itemsize for array in arrays)
+        prepared = _prepared_bytes(group.register_layer("a", top_k=2), 8)
+    assert prepared == 8 * ep.estimate_memory("g", mesh, **_ARGUMENTS).plan_bytes_per_layer
 
 
 @pytest.mark.parametrize("transport", ["memfd", "memfd/2", "memfd/1"])
@@ -61,12 +65,8 @@ def test_a_plan_takes_what_prepare_returns_between_nodes_too(
     make_group: Any, transport: str
 ) -> None:
     group = make_group(**{**_ARGUMENTS, "outer_axes": ()}, axes={"ep": 4}, transport=transport)
-    layer = group.register_layer("a", top_k=2)
-    topk_idx = jax.ShapeDtypeStruct((4 * 32, 2), jnp.int32)
-    plan = jax.eval_shape(lambda idx: ep.prepare(layer, idx), topk_idx)
-    arrays = jax.tree.leaves(plan.arrays)
-    taken = sum(array.size * array.dtype.itemsize for array in arrays)
-    assert taken == 4 * estimate.of_spec(group.spec).plan_bytes_per_layer
+    prepared = _prepared_bytes(group.register_layer("a", top_k=2), 4)
+    assert prepared == 4 * estimate.of_spec(group.spec).plan_bytes_per_layer
 
 
 def test_between_nodes_rows_that_cross_are_counted() -> None:

@@ -72,14 +72,13 @@ def _plan_bytes(spec: specs.GroupSpec) -> int:
     return 4 * (2 * slots + received + 2 * spec.experts_per_rank + 1 + virtual)
 
 
-def _crossing_bytes(spec: specs.GroupSpec, element_bytes: int, *, forward: bool) -> int:
-    """Rows between nodes that lie beside a block call's workspace: tokens that came, with their
-    gradients in backward, and sums that will go back."""
+def _crossing_bytes(spec: specs.GroupSpec, element_bytes: int, *, brought: int) -> int:
+    """Rows between nodes that lie beside a block call's workspace: so many that came of each
+    token, and the sum that will go back."""
     if spec.num_nodes == 1:
         return 0
     sums = 4 if spec.combine_precision == "exact" else element_bytes
-    came = element_bytes if forward else 2 * element_bytes
-    return spec.staged_tokens * spec.hidden_size * (came + sums)
+    return spec.staged_tokens * spec.hidden_size * (brought * element_bytes + sums)
 
 
 def block_sizes(
@@ -184,10 +183,11 @@ def estimate_memory(
     check_whole("mlp_dim", mlp_dim)
     sizes = block_sizes(spec, mlp_dim, gated=gated, scaling=scaling)
     block = workspace.of_block(sizes, spec.workspace, keep=keep, keep_factor=keep_factor)
-    calls = (True, block.forward_bytes), (False, block.backward_bytes)
-    held = [size + _crossing_bytes(spec, sizes.element_bytes, forward=way) for way, size in calls]
     return found._replace(
-        workspace_bytes_per_device=max(held),
+        workspace_bytes_per_device=max(
+            block.forward_bytes + _crossing_bytes(spec, sizes.element_bytes, brought=1),
+            block.backward_bytes + _crossing_bytes(spec, sizes.element_bytes, brought=2),
+        ),
         kept_bytes_per_layer=block.kept_bytes,
     )
 

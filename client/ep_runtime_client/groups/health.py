@@ -100,12 +100,9 @@ class GroupHealth:
     def _end_calls(self, lost: Sequence[Any]) -> None:
         """On a thread of its own: NCCL's abort waits for what runs on the GPU, and a collective of
         XLA's there may wait for the dead process without end. Whoever brings the news goes on."""
-        group = self._formed.native_group
-        if group is None:
-            return
         threading.Thread(
             target=communicators.end_calls,
-            args=(group, self._name, self._gone, lost),
+            args=(self._formed.native_group, self._name, self._gone, lost),
             name="ep-runtime-end",
             daemon=True,
         ).start()
