@@ -153,6 +153,7 @@ const Target kTargets[] = {
     {"ep_gather_rows_v1", nullptr, kGatherRowsV1},
     {"ep_spread_rows_v1", nullptr, kSpreadRowsV1},
     {"ep_sum_rows_v1", nullptr, kSumRowsV1},
+    {"ep_sum_scaled_rows_v1", nullptr, kSumScaledRowsV1},
     {"ep_group_sums_v1", nullptr, kGroupSumsV1},
     {"ep_nccl_exchange_v1", nullptr, NcclExchangeV1},
     {"ep_nccl_all_gather_v1", nullptr, NcclAllGatherV1},

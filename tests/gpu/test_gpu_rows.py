@@ -23,6 +23,7 @@ from ep_runtime_client.ops.quantize import kernels as quantize_kernels
 from ep_runtime_client.ops.quantize import plain as quantize_plain
 from ep_runtime_client.ops.quantize.formats import recipes
 from ep_runtime_client.ops.quantize.formats.tiles import bits
+from ep_runtime_client.ops.transports import fp8_sums, nodes_rows
 
 _AGAIN = 10
 # Of what a value is made of: its own rounding, and f32 arithmetic.
@@ -158,6 +159,25 @@ def test_quantized_rows_are_those_of_cpu_bit_by_bit(gpus: list[Any], recipe: Any
         return jax.tree.map(bits, made)
 
     jax.tree.map(_same_bits, *_both(gpus, run, drawn, _SIZES))
+
+
+@pytest.mark.parametrize("hidden", [1312, 8])
+@pytest.mark.parametrize("dtype", _TYPES)
+def test_sums_of_8_bits_are_those_of_cpu_bit_by_bit(
+    gpus: list[Any], dtype: str, hidden: int
+) -> None:
+    sums = _odd_values(7, 300, hidden, dtype=dtype)
+    slot_row = np.random.default_rng(7).integers(-1, 300, (90, 5), dtype=np.int32)
+
+    def run(sums: Any, slot_row: Any) -> Any:
+        scaled = fp8_sums.scaled(sums)
+        return scaled, nodes_rows.sum_scaled(scaled, slot_row, jnp.dtype(dtype))
+
+    assert _calls(run, sums, slot_row) == {"ep_quantize_tiles_v1", "ep_sum_scaled_rows_v1"}
+    (scaled, got), (scaled_on_cpu, want) = _both(gpus, run, sums, slot_row)
+    jax.tree.map(_same_bits, scaled, scaled_on_cpu)
+    # A NaN has a sign of its own on each.
+    np.testing.assert_array_equal(*(np.asarray(x, np.float32) for x in (got, want)))
 
 
 @pytest.mark.parametrize("recipe", _RECIPES.values(), ids=_RECIPES)

@@ -18,6 +18,7 @@ from ep_runtime_bench.movement import device_ops
 from ep_runtime_client.ops.block import call as block_call
 from ep_runtime_client.ops.block import takes
 from ep_runtime_client.ops.calls.call import world_rank
+from ep_runtime_client.ops.kernels import serve
 from ep_runtime_client.ops.movement.prepare import make_call
 from ep_runtime_client.ops.transports import between_nccl, rails
 from ep_runtime_client.ops.transports import windows as transports_windows
@@ -151,6 +152,26 @@ def test_where_nodes_are_one_rank_each_every_op_is_one_call(make_group: Callable
     text = lowered(make_group, 1, top_k=12, gradient=True, combine_precision="fast")
     ours = ("prepare", "dispatch", "dispatch_bwd", "combine_bwd")  # nobody reads the sums
     assert calls(text) == Counter(f"ep_nccl_{op}_v1" for op in ours)
+    assert own_calls_alone(text)
+
+
+@pytest.mark.parametrize("top_k", [2, 12], ids=["counted", "all"])
+@pytest.mark.parametrize("node_size", [1, 2])
+def test_sums_of_8_bits_cross_as_data_and_scales(
+    make_group: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, node_size: int, top_k: int
+) -> None:
+    """In the exchange that others cross in. No program packs them into bytes of its own."""
+    monkeypatch.setattr(serve, "available", lambda: True)
+    text = lowered(make_group, node_size, top_k=top_k, dtype=jnp.bfloat16, combine_precision="fp8")
+    found, others = (
+        calls(lowered(make_group, node_size, top_k=top_k, dtype=jnp.bfloat16, **settings))
+        for settings in ({"combine_precision": "fp8"}, {})
+    )
+    if (node_size, top_k) == (1, 12):
+        assert found == others  # the kernels are inside that call
+        assert f"tensor<{RANKS}x{TOKENS}x{HIDDEN}xui8>" in text
+    else:
+        assert found - others == Counter(["ep_quantize_tiles_v1", "ep_sum_scaled_rows_v1"])
     assert own_calls_alone(text)
 
 

@@ -12,6 +12,8 @@
 #include "cuda/movement/call/note_call.h"
 #include "cuda/nccl/slots.h"
 #include "cuda/rows/move_rows.h"
+#include "cuda/rows/quantize.h"
+#include "cuda/rows/scaled_sums.h"
 #include "ffi/cuda_call.h"
 #include "ffi/nccl/rail_call.h"
 
@@ -33,9 +35,9 @@ struct RailSizes {
   nccl::Slots AllSlots(const int32_t* row) const {
     return {row, ranks * slots(), static_cast<int32_t>(capacity)};
   }
-  // Of the tokens of a rank.
-  Blocks Rows(const void* sent, void* received, bool gathers) const {
-    return {static_cast<const uint8_t*>(sent), static_cast<uint8_t*>(received), tokens * row_bytes,
+  // `bytes` of every token of a rank.
+  Blocks OfTokens(const void* sent, void* received, int64_t bytes, bool gathers = false) const {
+    return {static_cast<const uint8_t*>(sent), static_cast<uint8_t*>(received), tokens * bytes,
             gathers};
   }
   Blocks SlotValues(const float* sent, float* received, bool gathers) const {
@@ -63,7 +65,7 @@ struct RowsOut {
   template <typename Meanwhile>
   Status Run(const CudaCall& call, RailCall* rail, std::vector<Blocks> crossing,
              const Meanwhile& meanwhile) const {
-    crossing.push_back(sizes.Rows(tokens, arrived, /*gathers=*/true));
+    crossing.push_back(sizes.OfTokens(tokens, arrived, sizes.row_bytes, /*gathers=*/true));
     EP_RETURN_IF_ERROR(rail->Begin(crossing));
     EP_RETURN_IF_ERROR(Place(call, rail->me(), tokens));
     EP_RETURN_IF_ERROR(meanwhile());
@@ -76,15 +78,24 @@ struct RowsOut {
   }
 };
 
+// Sums of 8 bits.
+struct ScaledRows {
+  uint8_t* data;  // [D, T, H] e4m3
+  float* scale;   // [D, T, tiles]
+};
+
 // Sums back: the rows of every rank's tokens here are summed, and what all ranks say of this one's.
 struct SumsBack {
   RailSizes sizes;
   cuda::SumRowsParams sum;  // of no tokens yet: rows and weights of the slab
-  const int32_t* slot_row;  // [T, D]: row of `arrived` that each rank's sum of a token is; or -1
+  const int32_t* slot_row;  // [T, D]: row of what arrives that each rank's sum of a token is; or -1
   uint8_t* partials;        // [D, T, row_bytes]
-  uint8_t* arrived;         // [D, T, row_bytes]
-  uint8_t* out;             // [T, row_bytes]
+  uint8_t* arrived;         // [D, T, row_bytes]; null where 8 bits cross
+  int32_t width;            // H
+  ScaledRows scaled, scaled_arrived;
+  uint8_t* out;  // [T, row_bytes]
 
+  int64_t tiles() const { return (width + cuda::kTile - 1) / cuda::kTile; }
   Status SumHere(const CudaCall& call, int64_t rank, uint8_t* to) const {
     cuda::SumRowsParams params = sum;
     params.tokens = static_cast<int32_t>(sizes.tokens);
@@ -92,7 +103,35 @@ struct SumsBack {
     params.out = to + rank * sizes.tokens * sizes.row_bytes;
     return call.Launched(cuda::LaunchSumRows(call.stream, params));
   }
+  // Sums for `count` ranks as 8 bits.
+  Status Scale(const CudaCall& call, int64_t rank, int64_t count, const ScaledRows& to) const {
+    if (count == 0) return Status();
+    const int64_t first = rank * sizes.tokens;
+    cuda::QuantizeRowsParams params{};
+    params.type = sum.type;
+    params.format = cuda::Fp8Format::kE4M3;
+    params.groups = {nullptr, 1, 1, static_cast<int32_t>(count * sizes.tokens)};
+    params.width = width;
+    params.values = partials + first * sizes.row_bytes;
+    params.data = to.data + first * width;
+    params.tile_scale = to.scale + first * tiles();
+    return call.Launched(cuda::LaunchQuantizeRows(call.stream, params));
+  }
+  Status SumScaledRanks(const CudaCall& call) const {
+    cuda::SumScaledRowsParams params{};
+    params.type = sum.type;
+    params.tokens = static_cast<int32_t>(sizes.tokens);
+    params.slots = static_cast<int32_t>(sizes.ranks);
+    params.num_rows = static_cast<int32_t>(sizes.ranks * sizes.tokens);
+    params.width = width;
+    params.slot_row = slot_row;
+    params.data = scaled_arrived.data;
+    params.scale = scaled_arrived.scale;
+    params.out = out;
+    return call.Launched(cuda::LaunchSumScaledRows(call.stream, params));
+  }
   Status SumRanks(const CudaCall& call) const {
+    if (arrived == nullptr) return SumScaledRanks(call);
     cuda::SumRowsParams params{};
     params.type = sum.type;
     params.tokens = static_cast<int32_t>(sizes.tokens);
@@ -109,12 +148,22 @@ struct SumsBack {
   template <typename Meanwhile>
   Status Run(const CudaCall& call, RailCall* rail, std::vector<Blocks> crossing,
              const Meanwhile& meanwhile) const {
+    const int64_t me = rail->me(), after = me + 1;
+    const bool scales = arrived == nullptr;
     for (int64_t rank = 0; rank < rail->ranks(); ++rank) {
-      if (rank != rail->me()) EP_RETURN_IF_ERROR(SumHere(call, rank, partials));
+      if (rank != me) EP_RETURN_IF_ERROR(SumHere(call, rank, partials));
     }
-    crossing.push_back(sizes.Rows(partials, arrived, /*gathers=*/false));
+    if (scales) {
+      EP_RETURN_IF_ERROR(Scale(call, 0, me, scaled));
+      EP_RETURN_IF_ERROR(Scale(call, after, rail->ranks() - after, scaled));
+      crossing.push_back(sizes.OfTokens(scaled.data, scaled_arrived.data, width));
+      crossing.push_back(sizes.OfTokens(scaled.scale, scaled_arrived.scale, 4 * tiles()));
+    } else {
+      crossing.push_back(sizes.OfTokens(partials, arrived, sizes.row_bytes));
+    }
     EP_RETURN_IF_ERROR(rail->Begin(crossing));
-    EP_RETURN_IF_ERROR(SumHere(call, rail->me(), arrived));
+    EP_RETURN_IF_ERROR(SumHere(call, me, scales ? partials : arrived));
+    if (scales) EP_RETURN_IF_ERROR(Scale(call, me, 1, scaled_arrived));
     EP_RETURN_IF_ERROR(meanwhile());
     EP_RETURN_IF_ERROR(rail->Await());
     return SumRanks(call);
@@ -257,29 +306,44 @@ struct Places {
     back->sum.slots = static_cast<int32_t>(sizes.top_k);
     back->sum.num_rows = static_cast<int32_t>(sizes.capacity);
     back->sum.row_bytes = row_bytes;
+    back->width = static_cast<int32_t>(width);
     return Status();
   }
-  // For this call alone.
-  Status ReadScratch(const Operand& rows, const Operand& partials, const Operand& arrived,
-                     SumsBack* back) const {
-    const Dims blocks = {back->sizes.ranks, back->sizes.tokens, rows.dim(1)};
+};
+
+// What sums cross in, for this call alone: as rows [D, T, H] twice, or as rows once and as 8 bits
+// twice, u8 [D, T, H] and f32 [D, T, tiles]. What is not used is [0, 0, 0].
+struct Crossing {
+  Operand partials, arrived, data, scale, data_arrived, scale_arrived;
+
+  Status Read(const Operand& rows, SumsBack* back) const {
+    const int64_t ranks = back->sizes.ranks, tokens = back->sizes.tokens;
+    const Dims blocks = {ranks, tokens, rows.dim(1)}, scales = {ranks, tokens, back->tiles()};
+    const bool scaled = !data.absent(3);
     EP_RETURN_IF_ERROR(partials.Read(rows.type(), blocks, &back->partials));
-    return arrived.Read(rows.type(), blocks, &back->arrived);
+    EP_RETURN_IF_ERROR(scaled ? arrived.Check(rows.type(), {0, 0, 0})
+                              : arrived.Read(rows.type(), blocks, &back->arrived));
+    EP_RETURN_IF_ERROR(data.ReadIf(scaled, blocks, &back->scaled.data));
+    EP_RETURN_IF_ERROR(scale.ReadIf(scaled, scales, &back->scaled.scale));
+    EP_RETURN_IF_ERROR(data_arrived.ReadIf(scaled, blocks, &back->scaled_arrived.data));
+    return scale_arrived.ReadIf(scaled, scales, &back->scaled_arrived.scale);
   }
 };
 
 // ep_nccl_combine_v1(rank, layer_index, expert_out [C, H], weights f32 [C] or [0], virtual_row,
-//                    slot_row s32 [T, D]) -> tokens [T, H], and [D, T, H] twice
+//                    slot_row s32 [T, D]) -> tokens [T, H], and what a Crossing has
 Status Combine(const CudaCall& call, RailCall* rail) {
   const CallFrame& frame = call.frame;
-  EP_RETURN_IF_ERROR(frame.CheckCount(6, 3));
+  EP_RETURN_IF_ERROR(frame.CheckCount(6, 7));
   const auto [rank, layer_index, rows, weights, virtual_row, slot_row] =
       frame.Args("rank", "layer_index", "expert_out", "weights", "virtual_row", "slot_row");
-  const auto [tokens, partials, arrived] = frame.Rets("tokens", "partials", "arrived");
+  const auto [tokens, partials, arrived, data, scale, data_arrived, scale_arrived] =
+      frame.Rets("tokens", "partials", "arrived", "data", "scale", "data_arrived", "scale_arrived");
   SumsBack back{};
   const Places places{virtual_row, slot_row};
   EP_RETURN_IF_ERROR(places.Read(call, *rail, rows, tokens, &back));
-  EP_RETURN_IF_ERROR(places.ReadScratch(rows, partials, arrived, &back));
+  const Crossing crossing{partials, arrived, data, scale, data_arrived, scale_arrived};
+  EP_RETURN_IF_ERROR(crossing.Read(rows, &back));
   EP_RETURN_IF_ERROR(weights.ReadIfGiven({back.sizes.capacity}, &back.sum.weights));
   back.sum.row_weights = true;
   return back.Run(call, rail, {}, [&] { return Note(call, nullptr); });
@@ -287,18 +351,21 @@ Status Combine(const CudaCall& call, RailCall* rail) {
 
 // ep_nccl_dispatch_bwd_v1(rank, layer_index, d_recv [C, H], d_weights f32 [C], virtual_row,
 //                         slot_row, dst_rank s32 [T, K])
-//   -> d_tokens [T, H], d_topk_weights f32 [T, K], and [D, T, H] twice, f32 [D, T, K] twice
+//   -> d_tokens [T, H], d_topk_weights f32 [T, K], what a Crossing has, and f32 [D, T, K] twice
 Status DispatchBwd(const CudaCall& call, RailCall* rail) {
   const CallFrame& frame = call.frame;
-  EP_RETURN_IF_ERROR(frame.CheckCount(7, 6));
+  EP_RETURN_IF_ERROR(frame.CheckCount(7, 10));
   const auto [rank, layer_index, rows, d_weights, virtual_row, slot_row, dst_rank] = frame.Args(
       "rank", "layer_index", "d_recv", "d_weights", "virtual_row", "slot_row", "dst_rank");
-  const auto [tokens, d_topk, partials, arrived, sent_values, from_ranks] = frame.Rets(
-      "d_tokens", "d_topk_weights", "partials", "arrived", "sent_values", "arrived_values");
+  const auto [tokens, d_topk, partials, arrived, data, scale, data_arrived, scale_arrived,
+              sent_values, from_ranks] =
+      frame.Rets("d_tokens", "d_topk_weights", "partials", "arrived", "data", "scale",
+                 "data_arrived", "scale_arrived", "sent_values", "arrived_values");
   SumsBack back{};
   const Places places{virtual_row, slot_row};
   EP_RETURN_IF_ERROR(places.Read(call, *rail, rows, tokens, &back));
-  EP_RETURN_IF_ERROR(places.ReadScratch(rows, partials, arrived, &back));
+  const Crossing crossing{partials, arrived, data, scale, data_arrived, scale_arrived};
+  EP_RETURN_IF_ERROR(crossing.Read(rows, &back));
   const RailSizes& sizes = back.sizes;
   const float* of_row = nullptr;
   const int32_t* holder = nullptr;

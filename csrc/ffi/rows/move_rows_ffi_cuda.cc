@@ -1,6 +1,8 @@
 #include <cstdint>
 
 #include "cuda/rows/move_rows.h"
+#include "cuda/rows/quantize.h"
+#include "cuda/rows/scaled_sums.h"
 #include "ffi/rows/rows_ffi_cuda.h"
 #include "ffi/stream_call.h"
 
@@ -83,10 +85,32 @@ Status LaunchSum(const CallFrame& frame, cudaStream_t stream) {
   return cuda::Check(cuda::LaunchSumRows(stream, params), frame.call);
 }
 
+// ep_sum_scaled_rows_v1(slot_row s32 [T, S], data u8 [R, H] e4m3, scale f32 [R, ceil(H / 128)])
+//   -> [T, H]
+Status LaunchSumScaled(const CallFrame& frame, cudaStream_t stream) {
+  EP_RETURN_IF_ERROR(frame.CheckCount(3, 1));
+  const auto [slot_row, data, scale] = frame.Args("slot_row", "data", "scale");
+  const auto [sums] = frame.Rets("sums");
+  const int64_t tokens = slot_row.dim(0), rows = data.dim(0), width = data.dim(1);
+  const int64_t tiles = (width + cuda::kTile - 1) / cuda::kTile;
+  cuda::SumScaledRowsParams params{};
+  EP_RETURN_IF_ERROR(slot_row.Read({tokens, slot_row.dim(1)}, &params.slot_row));
+  EP_RETURN_IF_ERROR(data.Read({rows, width}, &params.data));
+  EP_RETURN_IF_ERROR(scale.Read({rows, tiles}, &params.scale));
+  EP_RETURN_IF_ERROR(sums.ReadFloatType(&params.type));
+  EP_RETURN_IF_ERROR(sums.Read(sums.type(), {tokens, width}, &params.out));
+  params.tokens = static_cast<int32_t>(tokens);
+  params.slots = static_cast<int32_t>(slot_row.dim(1));
+  params.num_rows = static_cast<int32_t>(rows);
+  params.width = static_cast<int32_t>(width);
+  return cuda::Check(cuda::LaunchSumScaledRows(stream, params), frame.call);
+}
+
 }  // namespace
 
 EP_RUNTIME_STREAM_CALL(kGatherRowsV1, "ep_gather_rows_v1", LaunchGather, .Attr<int64_t>("slots"));
 EP_RUNTIME_STREAM_CALL(kSpreadRowsV1, "ep_spread_rows_v1", LaunchSpread);
 EP_RUNTIME_STREAM_CALL(kSumRowsV1, "ep_sum_rows_v1", LaunchSum);
+EP_RUNTIME_STREAM_CALL(kSumScaledRowsV1, "ep_sum_scaled_rows_v1", LaunchSumScaled);
 
 }  // namespace ep_runtime

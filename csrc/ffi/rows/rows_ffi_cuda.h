@@ -26,6 +26,7 @@ extern XLA_FFI_Handler* const kQuantizeMxV1;
 extern XLA_FFI_Handler* const kGatherRowsV1;
 extern XLA_FFI_Handler* const kSpreadRowsV1;
 extern XLA_FFI_Handler* const kSumRowsV1;
+extern XLA_FFI_Handler* const kSumScaledRowsV1;
 extern XLA_FFI_Handler* const kGroupSumsV1;
 
 }  // namespace ep_runtime

@@ -1,5 +1,6 @@
 #include "cuda/rows/group_sums.h"
 #include "cuda/rows/move_rows.h"
+#include "cuda/rows/scaled_sums.h"
 #include "rows_case.h"
 
 namespace rows_test {
@@ -188,6 +189,49 @@ bool CheckSum(const MoveCase& c) {
   return true;
 }
 
+// Rows of any bytes; those that no slot has are NaN, as are some others.
+bool CheckSumScaled(std::mt19937& random, const MoveCase& c) {
+  const int tiles = (c.width + ec::kTile - 1) / ec::kTile;
+  std::vector<uint8_t> data(int64_t{c.rows} * c.width);
+  std::vector<float> scales(int64_t{c.rows} * tiles);
+  for (size_t i = 0; i < data.size(); ++i) {
+    data[i] = c.source[i / c.width] < 0 ? 0x7F : static_cast<uint8_t>(random());
+  }
+  for (float& scale : scales) scale = std::ldexp(1.0f + random() % 8 / 8.0f, random() % 40 - 30);
+  const Memory slot_row(c.slot_row), rows(data), scale(scales), out(c.tokens * c.row_bytes());
+  ec::SumScaledRowsParams params{};
+  params.type = c.type;
+  params.tokens = c.tokens;
+  params.slots = c.slots;
+  params.num_rows = c.rows;
+  params.width = c.width;
+  params.slot_row = slot_row.as<const int32_t>();
+  params.data = rows.as<const uint8_t>();
+  params.scale = scale.as<const float>();
+  params.out = out.as();
+  const auto launch = [&] { return ec::LaunchSumScaledRows(nullptr, params); };
+  if (!RunTwice(launch, {&out}, c.name("sum of 8 bits"))) return false;
+  const Floats found(c.type, out.read());
+  for (int64_t at = 0; at < int64_t{c.tokens} * c.width; ++at) {
+    const int64_t token = at / c.width, column = at % c.width;
+    float total = 0.0f;
+    for (int64_t slot = token * c.slots; slot < (token + 1) * c.slots; ++slot) {
+      const int64_t row = c.slot_row[slot];
+      if (row < 0) continue;
+      const int code = data[row * c.width + column];
+      const float size = (code & 0x7F) == 0x7F
+                             ? std::nanf("")
+                             : static_cast<float>(Decoded(code & 0x7F, Fp8Format::kE4M3));
+      const volatile float value =
+          (code & 0x80 ? -size : size) * scales[row * tiles + column / ec::kTile];
+      total += value;
+    }
+    if (std::isnan(total) && std::isnan(found.at(at))) continue;
+    if (!SameRounded("sum of 8 bits", found, at, total)) return false;
+  }
+  return true;
+}
+
 // Sums of every expert's rows, in f64; slack is NaN.
 bool CheckGroupSums(std::mt19937& random, const Slabs& slabs, RowType type, int width,
                     const std::string& name) {
@@ -232,6 +276,7 @@ void CheckMoves(std::mt19937& random, int count, Tally* tally) {
     tally->Add(CheckGather(c, compared), c.name(compared ? "gather and compare" : "gather"));
     tally->Add(CheckSpread(c, compared), c.name(compared ? "spread and compare" : "spread"));
     tally->Add(CheckSum(c), c.name("sum"));
+    tally->Add(CheckSumScaled(random, c), c.name("sum of 8 bits"));
     const Slabs slabs = RandomSlabs(random);
     const std::string name = "sums of " + std::to_string(slabs.groups) + " groups, " +
                              std::to_string(slabs.used) + " rows of " + std::to_string(c.width);

@@ -7,6 +7,7 @@ are multiples of 16 bytes. Letters and meaning as in `permutation/rows.py`.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,8 +15,11 @@ import jax.numpy as jnp
 from ep_runtime_client.ops.kernels import serve as kernels_serve
 from ep_runtime_client.ops.kernels.ffi import targets
 
-TARGETS = targets("ep_gather_rows_v1", "ep_sum_rows_v1", "ep_spread_rows_v1")
+TARGETS = targets(
+    "ep_gather_rows_v1", "ep_sum_rows_v1", "ep_spread_rows_v1", "ep_sum_scaled_rows_v1"
+)
 MAX_COMPARED_SLOTS = 32  # of a token: blocks of slots without a row are only looked at
+SCALED_MULTIPLE = 8  # of H, where rows have scales: what one lane widens
 _BYTES = ("bool", "int8", "uint8", "float8")  # int4 and the like share theirs
 
 
@@ -33,6 +37,13 @@ def takes(values: jax.Array, places: jax.Array, *, moves: bool = False) -> bool:
     width = math.prod(values.shape[1:])
     limits = max(places.size, values.shape[0]) < 2**31
     return right and limits and places.size > 0 and kernels_serve.takes((1,), values, width=width)
+
+
+def takes_scaled(dtype: Any, data: jax.Array, places: jax.Array) -> bool:
+    """Whether `summed_scaled` takes data [rows, H] and their places, lowered for a GPU."""
+    limits = max(places.size, data.shape[0]) < 2**31 and data.size > 0 and places.size > 0
+    right = jnp.dtype(dtype) in kernels_serve.FLOATS and data.shape[1] % SCALED_MULTIPLE == 0
+    return limits and right and kernels_serve.available()
 
 
 def copied(slots: int, values: jax.Array, source: jax.Array) -> jax.Array:
@@ -77,6 +88,14 @@ def summed(rows: jax.Array, slot_row: jax.Array, weights: jax.Array | None) -> j
     result = jax.ShapeDtypeStruct((slot_row.shape[0], rows.shape[1]), rows.dtype)
     given = jnp.zeros((0, 0), jnp.float32) if weights is None else weights.astype(jnp.float32)
     (total,) = kernels_serve.call(TARGETS[1], (result,), (slot_row, rows, given))
+    return total
+
+
+def summed_scaled(dtype: Any, data: jax.Array, scale: jax.Array, slot_row: jax.Array) -> jax.Array:
+    """Rows [R, H] of e4m3 as uint8, with f32 scales [R, ceil(H / 128)], by slot_row [T, S], -1 for
+    none: sums [T, H] in f32, rounded to `dtype` once."""
+    result = jax.ShapeDtypeStruct((slot_row.shape[0], data.shape[1]), dtype)
+    (total,) = kernels_serve.call(TARGETS[3], (result,), (slot_row, data, scale))
     return total
 
 

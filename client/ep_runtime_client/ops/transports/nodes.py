@@ -46,6 +46,7 @@ from ep_runtime_client.ops.kernels.slots import rows_at
 from ep_runtime_client.ops.tracing.varying import like
 from ep_runtime_client.ops.transports import fp8_sums, nodes_plan, rails, windows
 from ep_runtime_client.ops.transports.choice import collectives
+from ep_runtime_client.ops.transports.fp8_sums import ScaledRows
 from ep_runtime_client.ops.transports.nodes_plan import (
     chunk_rows,
     counts_chunks,
@@ -165,13 +166,13 @@ def partial_dtype(call: Call, dtype: Any) -> Any:
 
 def sums_of_nodes(
     call: Call, plan: NodePlanArrays, sums: jax.Array, *beside: jax.Array
-) -> tuple[jax.Array, ...]:
+) -> tuple[jax.Array | ScaledRows, list[jax.Array]]:
     """Like `_from_nodes`: a node's sums [D*T, H] as combine_precision says, others as they are."""
     if call.group.combine_precision != "fp8":
-        return _from_nodes(call, plan, sums, *beside)
-    raw, *others = _from_nodes(call, plan, fp8_sums.packed(sums), *beside)
-    partials = fp8_sums.unpacked(raw.reshape(-1, raw.shape[-1]), sums.shape[-1])
-    return partials.reshape(*raw.shape[:2], -1), *others
+        partials, *others = _from_nodes(call, plan, sums, *beside)
+        return partials, others
+    data, scale, *others = _from_nodes(call, plan, *fp8_sums.scaled(sums), *beside)
+    return ScaledRows(data, scale), others
 
 
 def dispatch(
@@ -210,7 +211,7 @@ def combine(
 
 def added_up(call: Call, plan: NodePlanArrays, sums: jax.Array, dtype: Any) -> jax.Array:
     """A node's sums [D*T, H] of virtual tokens -> those of all nodes, [T, H] of `dtype`."""
-    (partials,) = sums_of_nodes(call, plan, sums)
+    partials, _ = sums_of_nodes(call, plan, sums)
     return sum_nodes(call, packing(call, plan.dst_rank), partials, dtype)
 
 
@@ -236,7 +237,7 @@ def gradients(
 ) -> tuple[jax.Array, jax.Array]:
     """Gradients of virtual tokens [D*T, H] and of their slots' weights f32 [D*T, K] -> d_tokens
     [T, H] of `dtype`, d_topk_weights f32 [T, K]."""
-    partials, by_node = sums_of_nodes(call, plan, d_tokens, d_slots)
+    partials, (by_node,) = sums_of_nodes(call, plan, d_tokens, d_slots)
     tokens = packing(call, plan.dst_rank)
     count, top_k = plan.dst_rank.shape
     node = slot_nodes(call, plan.dst_rank)

@@ -3,7 +3,8 @@
 A custom call here places or sums what no peer is needed for while rows cross, all in one exchange.
 Rows are placed straight out of what arrives, and no window has any. That is for groups whose rows
 all cross (`nodes_plan.counts_chunks`), so that every rank knows how many without asking. Sums and
-slabs are those of `nodes.py`: a node's sum is rounded to the rows' dtype before it crosses.
+slabs are those of `nodes.py`: a node's sum is rounded to the rows' dtype before it crosses, and
+with combine_precision "fp8" to 8 bits.
 
 Letters: `nodes_plan.py`; N = D ranks.
 """
@@ -16,11 +17,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ep_runtime.layout import FP8_BLOCK
 from ep_runtime_client.ops.calls.call import Call
 from ep_runtime_client.ops.calls.plan import NodePlanArrays
 from ep_runtime_client.ops.kernels.ffi import bound, ensure_registered, once, targets
 from ep_runtime_client.ops.kernels.serve import FLOATS
-from ep_runtime_client.ops.transports import windows
+from ep_runtime_client.ops.quantize.formats.tiles import num_tiles
+from ep_runtime_client.ops.transports import fp8_sums, windows
 from ep_runtime_client.ops.transports.nodes_plan import counts_chunks
 
 TARGETS = targets(
@@ -56,8 +59,10 @@ def takes(call: Call, rows: jax.Array, tokens: int, *, sums: bool = False) -> bo
     kind = rows.dtype
     whole = kind.itemsize > 1 or kind.name.startswith(("bool", "int8", "uint8", "float8"))
     right = kind in FLOATS if sums else whole
-    if sums and group.combine_precision != "fast":
-        right = kind == jnp.float32 and group.combine_precision == "exact"
+    if sums and group.combine_precision == "exact":
+        right = kind == jnp.float32
+    if sums and group.combine_precision == "fp8":
+        right = right and fp8_sums.takes(rows)
     return bool(
         right
         and group.transport == "nccl"
@@ -122,6 +127,17 @@ def _blocks(call: Call, tokens: int, width: int, dtype: Any) -> jax.ShapeDtypeSt
     return _shape(dtype, call.group.num_nodes, tokens, width)
 
 
+def _crossing(call: Call, tokens: int, width: int, dtype: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """What sums cross in: as rows twice, or as rows once and as data and scales twice."""
+    rows, none = _blocks(call, tokens, width, dtype), (0, 0, 0)
+    if call.group.combine_precision != "fp8":
+        scaled = (_shape(jnp.uint8, *none), _shape(jnp.float32, *none))
+        return (rows, rows, *scaled, *scaled)
+    tiles = num_tiles(width, FP8_BLOCK)
+    scaled = (_blocks(call, tokens, width, jnp.uint8), _blocks(call, tokens, tiles, jnp.float32))
+    return (rows, _shape(dtype, *none), *scaled, *scaled)
+
+
 def _sum_rows(call: Call, plan: NodePlanArrays) -> jax.Array:
     """[T, D]: which of the sums that arrive, [D * T], each rank's is; -1 where it has no row."""
     nodes = jnp.arange(call.group.num_nodes, dtype=jnp.int32)
@@ -164,8 +180,8 @@ def combine(
 ) -> jax.Array:
     """expert_out [C, H], weights f32 [C] or None -> tokens_out [T, H]."""
     count, width = plan.dst_rank.shape[0], expert_out.shape[1]
-    blocks = _blocks(call, count, width, expert_out.dtype)
-    results = (_shape(expert_out.dtype, count, width), blocks, blocks)
+    crossing = _crossing(call, count, width, expert_out.dtype)
+    results = (_shape(expert_out.dtype, count, width), *crossing)
     given = windows.or_empty(weights, 0)
     operands = (rank, index, expert_out, given, plan.virtual_row, _sum_rows(call, plan))
     tokens_out: jax.Array = _call(call, COMBINE, results, operands)[0]
@@ -182,12 +198,12 @@ def dispatch_bwd(
 ) -> tuple[jax.Array, jax.Array]:
     """d_recv [C, H], d_weights f32 [C] -> d_tokens [T, H], d_topk_weights f32 [T, K]."""
     (count, top_k), width = plan.dst_rank.shape, d_recv.shape[1]
-    blocks = _blocks(call, count, width, d_recv.dtype)
     values = _blocks(call, count, top_k, jnp.float32)
     results = (
         _shape(d_recv.dtype, count, width),
         _shape(jnp.float32, count, top_k),
-        *(blocks, blocks, values, values),
+        *_crossing(call, count, width, d_recv.dtype),
+        *(values, values),
     )
     sums = (plan.virtual_row, _sum_rows(call, plan), plan.dst_rank)
     d_tokens, d_topk, *_ = _call(
