@@ -6,6 +6,7 @@
 #include "cuda/rows/activation_quantize.h"
 #include "cuda/rows/group_sums.h"
 #include "cuda/rows/move_rows.h"
+#include "cuda/rows/scaled_sums.h"
 #include "rows_case.h"
 
 namespace rows_test {
@@ -177,8 +178,13 @@ void TimeQuantize(Timer* timer, const Load& load, const Slabs& slabs, const Memo
   const double used = static_cast<double>(slabs.used) * kHidden;
   const auto name = [&](const char* what) { return std::string(what) + ", " + load.name; };
   const Memory sums(int64_t{kGroups} * kHidden * 4);
-  const ec::GroupSumsParams bias{RowType::kBF16, slabs.On(sizes), kHidden,
-                                 kGroups,        x->as(),         sums.as<float>()};
+  ec::GroupSumsParams bias{};
+  bias.type = RowType::kBF16;
+  bias.groups = slabs.On(sizes);
+  bias.width = kHidden;
+  bias.num_experts = kGroups;
+  bias.values = x->as();
+  bias.sums = sums.as<float>();
   timer->Print(name("gradient of a bias"), 2 * used,
                [&] { return ec::LaunchGroupSums(nullptr, bias); });
   const ec::AmaxParams largest{RowType::kBF16, slabs.On(sizes), kHidden,
@@ -297,6 +303,14 @@ void TimeMoves(Timer* timer) {
   sum.weights = weights.as<float>();
   timer->Print("unpermute with weights", bytes + bytes / kTopK,
                [&] { return ec::LaunchSumRows(nullptr, sum); });
+  // The same rows as bytes, whose scales are any floats.
+  const int64_t scales = int64_t{kRows} * (kHidden / ec::kTile) * 4;
+  const Memory scale(scales);
+  const ec::SumScaledRowsParams scaled{
+      RowType::kBF16,      kTokens,           kTopK,   kRows, kHidden, slot_rows.as<int>(),
+      rows->as<uint8_t>(), scale.as<float>(), out.as()};
+  timer->Print("sums of 8 bits, top 8", bytes / 2 + scales + bytes / kTopK,
+               [&] { return ec::LaunchSumScaledRows(nullptr, scaled); });
 }
 
 }  // namespace
