@@ -16,30 +16,44 @@ from daemon_fixtures import package_path
 
 from ep_runtime import native
 
-SCRIPT = Path(__file__).with_name("tools") / "compile_ahead.py"
+TOOLS = Path(__file__).with_name("tools")
 PROGRAMS = {"nvlink": 36, "nccl": 22, "xla": 13}
+ROWS = 24  # of tests/modes/rule_rows.py
 
 
 def plugin_of(version: int) -> bool:
     return importlib.util.find_spec(f"jax_plugins.xla_cuda{version}") is not None
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(750)
-@pytest.mark.parametrize("transport", PROGRAMS)
-def test_programs_compile_for_gpus_that_are_not_here(transport: str) -> None:
+def run_tool(name: str, *arguments: str) -> str:
+    """What a program of tools/ says that compiles ahead, once it has ended with 0."""
     plugins = importlib.util.find_spec("jax_plugins")
     if not plugins or not any(map(plugin_of, (12, 13))):
         pytest.skip("JAX's CUDA plugin is not installed")
     if not native.library_path("cuda").exists():
         pytest.skip("built without EP_RUNTIME_CUDA=ON")
     done = subprocess.run(
-        [sys.executable, "-P", str(SCRIPT), transport],
+        [sys.executable, "-P", str(TOOLS / name), *arguments],
         capture_output=True,
         text=True,
         timeout=700,
         check=False,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([package_path(), str(SCRIPT.parents[2])])},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([package_path(), str(TOOLS.parents[1])])},
     )
     assert done.returncode == 0, done.stdout + done.stderr[-4000:]
-    assert done.stdout.count(" calls, ") == PROGRAMS[transport], done.stdout
+    return done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(750)
+@pytest.mark.parametrize("transport", PROGRAMS)
+def test_programs_compile_for_gpus_that_are_not_here(transport: str) -> None:
+    told = run_tool("compile_ahead.py", transport)
+    assert told.count(" calls, ") == PROGRAMS[transport], told
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(750)
+def test_weights_move_on_eight_gpus_as_the_rule_table_says() -> None:
+    told = run_tool("rows_ahead.py")
+    assert told.count(" bytes; ") == ROWS, told
