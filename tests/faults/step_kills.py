@@ -106,13 +106,19 @@ def kill_in_steps(place: Place, kills: int, chance: random.Random) -> dict[str, 
     return worst
 
 
-def check(worst: dict[str, float], name: str, record: Callable[[str, object], None]) -> None:
+def check(
+    worst: dict[str, float],
+    name: str,
+    record: Callable[[str, object], None],
+    *,
+    formed_s: float = FORMED_S,
+) -> None:
     """Tells the figures of a place, and holds them against the limits."""
     for what, seconds in worst.items():
         record(f"{name} {what} after, at worst", f"{seconds:.2f} s")
     assert worst["known"] < KNOWN_S
     assert worst["ended"] < ENDED_S
-    assert worst["formed again"] < FORMED_S
+    assert worst["formed again"] < formed_s
 
 
 def _kill_one(job: Job, number: int, chance: random.Random) -> tuple[int, list[Ending]]:
