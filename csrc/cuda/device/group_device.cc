@@ -10,7 +10,7 @@ namespace cuda {
 namespace {
 
 // As measured on H200: more blocks win little and take SMs from the GEMMs beside them.
-constexpr LaunchBlocks kDefaultBlocks = {32, {12, 28, 24, 16}, {20, 44, 38, 26}};
+constexpr LaunchBlocks kDefaultBlocks = {32, {12, 28, 24, 16}, {20, 44, 38, 26}, {}};
 
 Status CheckAtMost(const char* name, int64_t got, int64_t most) {
   if (got <= most) return Status();
@@ -84,6 +84,9 @@ Status CudaGroup::ChooseBlocks(const std::vector<int>& devices) {
     asked.reduce = total - asked.sum;
     blocks_.alone = asked;
   }
+  // What is sent in 8 bits takes arithmetic, so that more SMs win more than with other sums.
+  const bool fp8 = group_->options().combine_precision == CombinePrecision::kFp8;
+  blocks_.combine = fp8 ? blocks_.alone : blocks_.beside;
   // A block of prepare counts its slots in 16 bits.
   const GroupSizes& sizes = group_->sizes();
   const int64_t slots = sizes.max_tokens_per_rank * sizes.max_top_k;

@@ -36,8 +36,9 @@ struct ExchangeBlocks {
 
 struct LaunchBlocks {
   int32_t prepare;
-  ExchangeBlocks beside;  // other kernels
-  ExchangeBlocks alone;   // of a block call, where nothing of it runs beside; of 8-bit sums
+  ExchangeBlocks beside;   // other kernels
+  ExchangeBlocks alone;    // of a block call, where nothing of it runs beside
+  ExchangeBlocks combine;  // of combine and dispatch's backward as calls of their own
 };
 
 // The NVIDIA side of an open group: windows mapped for every device of the process, a descriptor

@@ -1,82 +1,18 @@
-// Movement of rows in groups whose nodes are one rank each: nothing goes through windows, so rows
-// are placed and summed by kernels that take the whole GPU. What needs no peer is done while rows
-// cross, all in one exchange: in parts, with the kernels of one part beside the exchange of the
-// next, a call took as long on the device, and longer on the host, which asks NCCL for each.
-//
-// Letters: T tokens of K slots, H hidden, C rows of the slab, L experts, D ranks; `virtual_row`
-// [D * T, K] is the row here of every slot of every rank's tokens, -1 for none.
+// Sums back: combine, and dispatch's backward. Letters: `rail_movement.h`.
 
 #include <cstdint>
 #include <vector>
 
-#include "cuda/movement/call/note_call.h"
 #include "cuda/nccl/slots.h"
 #include "cuda/rows/move_rows.h"
 #include "cuda/rows/quantize.h"
 #include "cuda/rows/scaled_sums.h"
-#include "ffi/cuda_call.h"
-#include "ffi/nccl/rail_call.h"
+#include "ffi/nccl/rail_movement.h"
 
 namespace ep_runtime {
 namespace {
 
 using nccl::Blocks;
-
-Status Note(const CudaCall& call, const int32_t* recv_count) {
-  return call.Launched(
-      cuda::LaunchNoteCall(call.stream, call.rank.group, call.name, call.frame.op, recv_count));
-}
-
-// Sizes that every call has.
-struct RailSizes {
-  int64_t ranks, tokens, top_k, capacity, row_bytes;
-
-  int64_t slots() const { return tokens * top_k; }
-  nccl::Slots AllSlots(const int32_t* row) const {
-    return {row, ranks * slots(), static_cast<int32_t>(capacity)};
-  }
-  // `bytes` of every token of a rank.
-  Blocks OfTokens(const void* sent, void* received, int64_t bytes, bool gathers = false) const {
-    return {static_cast<const uint8_t*>(sent), static_cast<uint8_t*>(received), tokens * bytes,
-            gathers};
-  }
-  Blocks SlotValues(const float* sent, float* received, bool gathers) const {
-    return {reinterpret_cast<const uint8_t*>(sent), reinterpret_cast<uint8_t*>(received),
-            slots() * 4, gathers};
-  }
-};
-
-// Rows out: every rank's tokens to the rows of the slab.
-struct RowsOut {
-  RailSizes sizes;
-  cuda::SpreadRowsParams spread;  // of no tokens yet
-  const void* tokens;             // [T, row_bytes]
-  uint8_t* arrived;               // [D, T, row_bytes]
-
-  Status Place(const CudaCall& call, int64_t rank, const void* from) const {
-    cuda::SpreadRowsParams params = spread;
-    params.tokens = static_cast<int32_t>(sizes.tokens);
-    params.slot_row += rank * sizes.slots();
-    params.values = from;
-    return call.Launched(cuda::LaunchSpreadRows(call.stream, params));
-  }
-
-  // `crossing` goes beside the rows; `meanwhile` launches what no peer is needed for.
-  template <typename Meanwhile>
-  Status Run(const CudaCall& call, RailCall* rail, std::vector<Blocks> crossing,
-             const Meanwhile& meanwhile) const {
-    crossing.push_back(sizes.OfTokens(tokens, arrived, sizes.row_bytes, /*gathers=*/true));
-    EP_RETURN_IF_ERROR(rail->Begin(crossing));
-    EP_RETURN_IF_ERROR(Place(call, rail->me(), tokens));
-    EP_RETURN_IF_ERROR(meanwhile());
-    EP_RETURN_IF_ERROR(rail->Await());
-    for (int64_t rank = 0; rank < rail->ranks(); ++rank) {
-      const uint8_t* from = arrived + rank * sizes.tokens * sizes.row_bytes;
-      if (rank != rail->me()) EP_RETURN_IF_ERROR(Place(call, rank, from));
-    }
-    return Status();
-  }
-};
 
 // Sums of 8 bits.
 struct ScaledRows {
@@ -170,123 +106,6 @@ struct SumsBack {
   }
 };
 
-// A rank's own values among those that arrive.
-Status KeepOwn(const CudaCall& call, const RailCall& rail, const RailSizes& sizes, const float* own,
-               float* arrived) {
-  return call.Launched(cudaMemcpyAsync(arrived + rail.me() * sizes.slots(), own, sizes.slots() * 4,
-                                       cudaMemcpyDeviceToDevice, call.stream));
-}
-
-// `make` takes the call and what it runs on.
-template <typename Make>
-Status InRail(const CudaCall& call, size_t results, const Make& make) {
-  RailCall rail;
-  Status status = rail.Open(call);
-  if (status.ok()) status = make(&rail);
-  return rail.End(call, results, status);
-}
-
-// What places rows: the row of every slot, and how full the zones are.
-struct Zones {
-  Operand virtual_row, kept, group_sizes;
-
-  Status Read(const CudaCall& call, const RailCall& rail, const Operand& tokens,
-              const Operand& rows, RowsOut* out, nccl::EmptyRowsParams* empty) const {
-    const int64_t count = tokens.dim(0), width = tokens.dim(1);
-    int32_t row_bytes = 0;
-    EP_RETURN_IF_ERROR(call.ReadRowBytes(tokens, width, &row_bytes));
-    out->sizes = {rail.ranks(), count, virtual_row.dim(1), rows.dim(0), row_bytes};
-    const RailSizes& sizes = out->sizes;
-    EP_RETURN_IF_ERROR(tokens.Read(tokens.type(), {count, width}, &out->tokens));
-    EP_RETURN_IF_ERROR(virtual_row.Read({sizes.ranks * count, sizes.top_k}, &out->spread.slot_row));
-    EP_RETURN_IF_ERROR(rows.Read(tokens.type(), {sizes.capacity, width}, &out->spread.out));
-    EP_RETURN_IF_ERROR(kept.Read({kept.dim(0)}, &empty->kept));
-    EP_RETURN_IF_ERROR(group_sizes.Read({kept.dim(0)}, &empty->group_sizes));
-    out->spread.type = cuda::RowType::kBytes;
-    out->spread.rows = static_cast<int32_t>(sizes.capacity);
-    out->spread.slots = static_cast<int32_t>(sizes.top_k);
-    out->spread.row_bytes = row_bytes;
-    empty->experts = static_cast<int32_t>(kept.dim(0));
-    empty->capacity = static_cast<int32_t>(sizes.capacity);
-    empty->row_bytes = row_bytes;
-    empty->rows = out->spread.out;
-    return Status();
-  }
-};
-
-// ep_nccl_dispatch_v1(rank, layer_index, tokens [T, H], weights f32 [T, K] or [0, 0],
-//                     virtual_row s32 [D * T, K], recv_count s32 [1, 4], kept s32 [L],
-//                     group_sizes s32 [L])
-//   -> recv [C, H], recv_weights f32 [C], and for this call alone [D, T, H], f32 [D, T, K]
-Status Dispatch(const CudaCall& call, RailCall* rail) {
-  const CallFrame& frame = call.frame;
-  EP_RETURN_IF_ERROR(frame.CheckCount(8, 4));
-  const auto [rank, layer_index, tokens, weights, virtual_row, recv_count, kept, group_sizes] =
-      frame.Args("rank", "layer_index", "tokens", "weights", "virtual_row", "recv_count", "kept",
-                 "group_sizes");
-  const auto [recv, recv_weights, arrived, arrived_weights] =
-      frame.Rets("recv", "recv_weights", "arrived", "arrived_weights");
-  RowsOut rows{};
-  nccl::EmptyRowsParams empty{};
-  const Zones zones{virtual_row, kept, group_sizes};
-  EP_RETURN_IF_ERROR(zones.Read(call, *rail, tokens, recv, &rows, &empty));
-  const RailSizes& sizes = rows.sizes;
-  EP_RETURN_IF_ERROR(
-      arrived.Read(tokens.type(), {sizes.ranks, sizes.tokens, tokens.dim(1)}, &rows.arrived));
-  const float* given = nullptr;
-  float* from_ranks = nullptr;
-  const int32_t* counts = nullptr;
-  EP_RETURN_IF_ERROR(weights.ReadIfGiven({sizes.tokens, sizes.top_k}, &given));
-  EP_RETURN_IF_ERROR(arrived_weights.Read({sizes.ranks, sizes.tokens, sizes.top_k}, &from_ranks));
-  EP_RETURN_IF_ERROR(recv_weights.Read({sizes.capacity}, &empty.of_row));
-  EP_RETURN_IF_ERROR(recv_count.Read({1, 4}, &counts));
-  empty.past_of_row = true;
-  std::vector<Blocks> also;
-  if (given != nullptr) also.push_back(sizes.SlotValues(given, from_ranks, /*gathers=*/true));
-  EP_RETURN_IF_ERROR(rows.Run(call, rail, also, [&]() -> Status {
-    if (given != nullptr) EP_RETURN_IF_ERROR(KeepOwn(call, *rail, sizes, given, from_ranks));
-    EP_RETURN_IF_ERROR(call.Launched(nccl::LaunchEmptyRows(call.stream, empty)));
-    return Note(call, counts);
-  }));
-  return call.Launched(nccl::LaunchToRows(call.stream, sizes.AllSlots(rows.spread.slot_row),
-                                          given == nullptr ? nullptr : from_ranks, empty.of_row));
-}
-
-// ep_nccl_combine_bwd_v1(rank, layer_index, g [T, H], expert_out [C, H] or [0, 0],
-//                        weights f32 [C] or [0], virtual_row, kept, group_sizes)
-//   -> d_expert_out [C, H], d_weights f32 [C], or [0] without expert_out, and [D, T, H]
-Status CombineBwd(const CudaCall& call, RailCall* rail) {
-  const CallFrame& frame = call.frame;
-  EP_RETURN_IF_ERROR(frame.CheckCount(8, 3));
-  const auto [rank, layer_index, grad, expert_out, weights, virtual_row, kept, group_sizes] =
-      frame.Args("rank", "layer_index", "g", "expert_out", "weights", "virtual_row", "kept",
-                 "group_sizes");
-  const auto [d_rows, d_weights, arrived] = frame.Rets("d_expert_out", "d_weights", "arrived");
-  RowsOut rows{};
-  nccl::EmptyRowsParams empty{};
-  const Zones zones{virtual_row, kept, group_sizes};
-  EP_RETURN_IF_ERROR(zones.Read(call, *rail, grad, d_rows, &rows, &empty));
-  const RailSizes& sizes = rows.sizes;
-  EP_RETURN_IF_ERROR(
-      arrived.Read(grad.type(), {sizes.ranks, sizes.tokens, grad.dim(1)}, &rows.arrived));
-  const bool compared = !expert_out.absent(2);
-  const bool weighted = !weights.absent(1);
-  if (weighted || compared) EP_RETURN_IF_ERROR(call.ReadSummed(grad, &rows.spread.type));
-  EP_RETURN_IF_ERROR(weights.ReadIfGiven({sizes.capacity}, &rows.spread.weights));
-  rows.spread.row_weights = true;
-  if (compared) {
-    const Dims slab = {sizes.capacity, grad.dim(1)};
-    EP_RETURN_IF_ERROR(expert_out.Read(grad.type(), slab, &rows.spread.others));
-  }
-  EP_RETURN_IF_ERROR(d_weights.ReadIf(compared, {sizes.capacity}, &rows.spread.products));
-  empty.of_row = rows.spread.products;
-  empty.past_rows = empty.past_of_row = call.attributes.clear_slack;
-  return rows.Run(call, rail, {}, [&]() -> Status {
-    EP_RETURN_IF_ERROR(call.Launched(nccl::LaunchEmptyRows(call.stream, empty)));
-    return Note(call, nullptr);
-  });
-}
-
 // What sums go by.
 struct Places {
   Operand virtual_row, slot_row;
@@ -346,7 +165,7 @@ Status Combine(const CudaCall& call, RailCall* rail) {
   EP_RETURN_IF_ERROR(crossing.Read(rows, &back));
   EP_RETURN_IF_ERROR(weights.ReadIfGiven({back.sizes.capacity}, &back.sum.weights));
   back.sum.row_weights = true;
-  return back.Run(call, rail, {}, [&] { return Note(call, nullptr); });
+  return back.Run(call, rail, {}, [&] { return NoteCall(call, nullptr); });
 }
 
 // ep_nccl_dispatch_bwd_v1(rank, layer_index, d_recv [C, H], d_weights f32 [C], virtual_row,
@@ -382,7 +201,7 @@ Status DispatchBwd(const CudaCall& call, RailCall* rail) {
   const std::vector<Blocks> values_too = {sizes.SlotValues(sent, received, /*gathers=*/false)};
   EP_RETURN_IF_ERROR(back.Run(call, rail, values_too, [&]() -> Status {
     EP_RETURN_IF_ERROR(KeepOwn(call, *rail, sizes, sent + own, received));
-    return Note(call, nullptr);
+    return NoteCall(call, nullptr);
   }));
   return call.Launched(nccl::LaunchPickSlots(call.stream, holder, sizes.slots(),
                                              static_cast<int32_t>(sizes.ranks), received, of_slot));
@@ -390,20 +209,12 @@ Status DispatchBwd(const CudaCall& call, RailCall* rail) {
 
 }  // namespace
 
-Status LaunchRailDispatchCall(const CudaCall& call) {
-  return InRail(call, 2, [&](RailCall* rail) { return Dispatch(call, rail); });
-}
-
 Status LaunchRailCombineCall(const CudaCall& call) {
   return InRail(call, 1, [&](RailCall* rail) { return Combine(call, rail); });
 }
 
 Status LaunchRailDispatchBwdCall(const CudaCall& call) {
   return InRail(call, 2, [&](RailCall* rail) { return DispatchBwd(call, rail); });
-}
-
-Status LaunchRailCombineBwdCall(const CudaCall& call) {
-  return InRail(call, 2, [&](RailCall* rail) { return CombineBwd(call, rail); });
 }
 
 }  // namespace ep_runtime

@@ -1,0 +1,64 @@
+// What movement of rows has in groups whose nodes are one rank each: nothing goes through windows,
+// so rows are placed and summed by kernels that take the whole GPU. What needs no peer is done
+// while rows cross, all in one exchange: in parts, with the kernels of one part beside the exchange
+// of the next, a call took as long on the device, and longer on the host, which asks NCCL for each.
+//
+// Letters: T tokens of K slots, H hidden, C rows of the slab, L experts, D ranks; `virtual_row`
+// [D * T, K] is the row here of every slot of every rank's tokens, -1 for none.
+#ifndef EP_RUNTIME_FFI_NCCL_RAIL_MOVEMENT_H_
+#define EP_RUNTIME_FFI_NCCL_RAIL_MOVEMENT_H_
+
+#include <cstdint>
+
+#include "cuda/movement/call/note_call.h"
+#include "cuda/nccl/slots.h"
+#include "ffi/cuda_call.h"
+#include "ffi/nccl/rail_call.h"
+
+namespace ep_runtime {
+
+// Sizes that every call has.
+struct RailSizes {
+  int64_t ranks, tokens, top_k, capacity, row_bytes;
+
+  int64_t slots() const { return tokens * top_k; }
+  nccl::Slots AllSlots(const int32_t* row) const {
+    return {row, ranks * slots(), static_cast<int32_t>(capacity)};
+  }
+  // `bytes` of every token of a rank.
+  nccl::Blocks OfTokens(const void* sent, void* received, int64_t bytes,
+                        bool gathers = false) const {
+    return {static_cast<const uint8_t*>(sent), static_cast<uint8_t*>(received), tokens * bytes,
+            gathers};
+  }
+  nccl::Blocks SlotValues(const float* sent, float* received, bool gathers) const {
+    return {reinterpret_cast<const uint8_t*>(sent), reinterpret_cast<uint8_t*>(received),
+            slots() * 4, gathers};
+  }
+};
+
+// The group's board is told of the call.
+inline Status NoteCall(const CudaCall& call, const int32_t* recv_count) {
+  return call.Launched(
+      cuda::LaunchNoteCall(call.stream, call.rank.group, call.name, call.frame.op, recv_count));
+}
+
+// A rank's own values among those that arrive.
+inline Status KeepOwn(const CudaCall& call, const RailCall& rail, const RailSizes& sizes,
+                      const float* own, float* arrived) {
+  return call.Launched(cudaMemcpyAsync(arrived + rail.me() * sizes.slots(), own, sizes.slots() * 4,
+                                       cudaMemcpyDeviceToDevice, call.stream));
+}
+
+// `make` takes the call and what it runs on.
+template <typename Make>
+Status InRail(const CudaCall& call, size_t results, const Make& make) {
+  RailCall rail;
+  Status status = rail.Open(call);
+  if (status.ok()) status = make(&rail);
+  return rail.End(call, results, status);
+}
+
+}  // namespace ep_runtime
+
+#endif  // EP_RUNTIME_FFI_NCCL_RAIL_MOVEMENT_H_
