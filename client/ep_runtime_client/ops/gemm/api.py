@@ -13,7 +13,12 @@ from jax.sharding import PartitionSpec
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime_client.base.layers import EpLayer, TracedLayer, resolve
 from ep_runtime_client.ops.gemm import kernels_32, vjp, weight_entries
-from ep_runtime_client.ops.gemm.checks import check_delayed, check_experts, check_gemm
+from ep_runtime_client.ops.gemm.checks import (
+    check_delayed,
+    check_experts,
+    check_gemm,
+    check_slabs_share,
+)
 from ep_runtime_client.ops.gemm.plain import Gemm
 from ep_runtime_client.ops.gemm.quantized_operands import origin_of, settled
 from ep_runtime_client.ops.gemm.vjp import GemmCall
@@ -210,6 +215,8 @@ def _call(
     if layer is not None:
         regions.check_slabs(where, "lhs", lhs.shape[0])
         check_experts(where, num_experts, group_sizes, regions.num_experts_of(layer))
+    else:
+        check_slabs_share(tuple(rhs.shape), tuple(group_sizes.shape))
     if out_dtype is None:
         out_dtype = jnp.bfloat16 if isinstance(lhs, QuantizedTensor) else lhs.dtype
     alignment = 1 if layer is None else regions.alignment_of(layer)

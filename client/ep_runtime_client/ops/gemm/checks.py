@@ -71,6 +71,23 @@ def _check_shapes(lhs: tuple[int, ...], rhs: tuple[int, ...], sizes: tuple[int, 
         )
 
 
+def check_slabs_share(rhs: tuple[int, ...], sizes: tuple[int, ...]) -> None:
+    """Without a layer group l of slab r is of expert (r * L + l) % E.
+
+    Raises InvalidArgumentError unless slabs [R, L] have every expert of rhs [E, ...] equally often,
+    each slab L that follow each other."""
+    if len(sizes) != 2 or 0 in sizes or 0 in rhs[:1]:
+        return
+    (slabs, groups), experts = sizes, rhs[0]
+    if experts % groups or slabs * groups % experts:
+        raise InvalidArgumentError(
+            f"group_sizes [{slabs}, {groups}] has {slabs * groups} groups in slabs of {groups}, "
+            f"which do not share out the {experts} experts of rhs {list(rhs)}: "
+            "L must divide E, and E must divide R * L",
+            argument="group_sizes",
+        )
+
+
 def _check_bias(rhs: tuple[int, ...], bias: Any) -> None:
     wanted = (rhs[0], *rhs[2:])
     if bias is not None and jnp.shape(bias) != wanted:
