@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping
 
 from ep_runtime import env, specs
-from ep_runtime.errors import SpecMismatchError
+from ep_runtime.errors import InvalidArgumentError, SpecMismatchError
 from ep_runtime_client.base import jax_state
 from ep_runtime_client.daemons import children, transport
 from ep_runtime_client.daemons import runtime as runtimes
@@ -43,7 +43,7 @@ def connect(
             the node's default daemon where it runs, else "embedded".
         job: namespace of group names beside the uid. None takes $EP_RUNTIME_JOB, $SLURM_JOB_ID,
             the jax.distributed coordinator, else the pid.
-        labels: shown by `ep-runtime sessions`.
+        labels: text by text, shown by `ep-runtime sessions`.
         timeout_s: how long to wait for the daemon, and in create_group for other processes.
         loss_grace_s: a process of the job that dies leaves the others waiting in collectives of
             XLA and at exit. Each of them ends with exit code 1 that long after it has heard, unless
@@ -73,6 +73,7 @@ def connect(
     transport.check_timeout(timeout_s)
     if job is not None:
         specs.check_name("job", job)
+    named = _checked_labels(labels)
     if jax_state.under_tracing():
         return _connected(choose(address, ask=False), job)
     jax_state.prepare_cpu_pool()
@@ -82,12 +83,27 @@ def connect(
         lambda chosen: Session(
             runtimes.open_runtime(chosen, timeout_s),
             job,
-            dict(labels or {}),
+            named,
             timeout_s,
             Watchdog(loss_grace_s),
         ),
     )
     return opened
+
+
+def _checked_labels(labels: Mapping[str, str] | None) -> dict[str, str]:
+    if labels is None:
+        return {}
+    if not isinstance(labels, Mapping):
+        raise InvalidArgumentError(
+            f"labels must map text to text, got {labels!r}", argument="labels"
+        )
+    for key, value in labels.items():
+        if not (isinstance(key, str) and isinstance(value, str)):
+            raise InvalidArgumentError(
+                f"labels must map text to text, got {key!r}: {value!r}", argument="labels"
+            )
+    return dict(labels)
 
 
 def _connected(chosen: runtimes.Address, job: str | None) -> Session:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from ep_runtime import env
+from ep_runtime import env, specs
 from ep_runtime.errors import (
     EpRuntimeError,
     InvalidArgumentError,
@@ -73,12 +73,12 @@ class Session:
         self._closed = False
         self._link: Link | None = None
         if runtime.has_daemon:
-            request = session_service_pb2.OpenSessionRequest(
-                job=self.job, labels=labels, process_index=jax_state.process_index()
-            )
-            restored, changed = self._groups.restore, self._groups.changed
-            self._link = Link(runtime, Callbacks(request, restored, self._end, changed))
             try:
+                request = session_service_pb2.OpenSessionRequest(
+                    job=self.job, labels=labels, process_index=jax_state.process_index()
+                )
+                restored, changed = self._groups.restore, self._groups.changed
+                self._link = Link(runtime, Callbacks(request, restored, self._end, changed))
                 self._link.connect(timeout_s)
             except BaseException:
                 self._shut()
@@ -305,6 +305,7 @@ class Session:
 
         Cost: none for a group of this process; else as create_group, without a new allocation.
         """
+        specs.check_name("group", name)
         return self._groups.find(name, mesh)
 
     def forget_group(self, group: Group) -> None:
