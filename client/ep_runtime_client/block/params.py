@@ -37,6 +37,10 @@ LOGICAL_AXES: dict[str, tuple[str | None, ...]] = {
 _FIELDS = {"wi_0": "wi", "wi_1": "wi", "wi_0_bias": "wi_bias", "wi_1_bias": "wi_bias"}
 
 
+# In the place of a weight that nobody gave; None is a leaf that is not there.
+_NOT_GIVEN: Any = object()
+
+
 @stored.pytree()
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -55,12 +59,20 @@ class MoEParams:
         router_bias: [E], or None.
     """
 
-    router: jax.Array | None
-    wi: Halves
-    wo: jax.Array
+    router: jax.Array | None = None
+    wi: Halves = _NOT_GIVEN
+    wo: jax.Array = _NOT_GIVEN
     wi_bias: Halves | None = None
     wo_bias: jax.Array | None = None
     router_bias: jax.Array | None = None
+
+    def __post_init__(self) -> None:
+        missing = [name for name in ("wi", "wo") if getattr(self, name) is _NOT_GIVEN]
+        if missing:
+            raise InvalidArgumentError(
+                f"MoEParams needs wi and wo, got no {' and no '.join(missing)}",
+                argument=missing[0],
+            )
 
     @classmethod
     def from_separate(
