@@ -16,14 +16,19 @@ def check_whole(argument: str, value: Any, least: int = 1) -> int:
     Raises:
         InvalidArgumentError: no integer, or less than `least`.
     """
+    whole = as_int(argument, value)
+    check_at_least(argument, whole, least)
+    return whole
+
+
+def as_int(argument: str, value: Any) -> int:
+    """`value` as an int. Raises InvalidArgumentError where it is no integer."""
     try:
-        whole = operator.index(value)
+        return operator.index(value)
     except TypeError:
         raise InvalidArgumentError(
             f"{argument} must be an integer, got {value!r}", argument=argument
         ) from None
-    check_at_least(argument, whole, least)
-    return whole
 
 
 def check_at_least(argument: str, value: Any, least: float) -> None:

@@ -81,6 +81,10 @@ class LocalGroup:
         if self.closed:
             raise StaleHandleError(f"layer {layer.name!r}: group {self.name!r} was closed")
 
+    @property
+    def layer_names(self) -> list[str]:
+        return sorted(self._layers)
+
     def register_layer(self, name: str, **settings: Any) -> EpLayer:
         filled = layer_specs.check_layer(self.spec, layer_specs.LayerSpec(name, **settings))
         layer = EpLayer(self.spec, filled, layer_specs.layer_id(self.name, name))

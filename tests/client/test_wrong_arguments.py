@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import fakes
@@ -78,6 +79,28 @@ def test_names_are_text(session: ep.Session, group: ep.Group) -> None:
     refused(lambda: session.create_group(number, mesh, **SIZES), "group name must be text, got 7")
     refused(lambda: group.register_layer(number, top_k=2), "layer name must be text, got 7")
     refused(lambda: ep.connect("none", job=number), "job name must be text, got 7")
+    refused(lambda: session.group(number), "group name must be text, got 7")
+    refused(lambda: group.layer(number), "layer name must be text, got 7")
+    refused(lambda: ep.layer(number), "name must be text, got 7")
+
+
+@pytest.mark.parametrize(
+    ("labels", "text"),
+    [
+        ({"team": 7}, "labels must map text to text, got 'team': 7"),
+        ({7: "nlp"}, "labels must map text to text, got 7: 'nlp'"),
+        ("team=nlp", "labels must map text to text, got 'team=nlp'"),
+    ],
+)
+def test_of_labels_starts_no_daemon(labels: Any, text: str) -> None:
+    before = _children()
+    refused(lambda: ep.connect("embedded", labels=labels), text)
+    assert _children() == before
+
+
+def _children() -> set[str]:
+    told = Path("/proc/self/task").glob("*/children")
+    return {pid for thread in told for pid in thread.read_text().split()}
 
 
 def test_of_layers(group: ep.Group) -> None:
@@ -85,6 +108,11 @@ def test_of_layers(group: ep.Group) -> None:
     refused(lambda: group.register_layer("l", top_k=wrong), "top_k must be an integer, got 2.0")
     refused(lambda: group.register_layers(["l"]), "layers must be ep.LayerSpec, got 'l'")
     assert group.register_layer("l", top_k=np.int64(2)).top_k == 2
+    for many, text in (("3", "an integer, got '3'"), (2.5, "an integer, got 2.5"), (0, "1 to")):
+        refused(
+            lambda many=many: group.register_layer_stack("stack", many, top_k=2),
+            f"num_layers must be {text}",
+        )
     stack = group.register_layer_stack("stack", 3, top_k=2)
     refused(lambda: stack[1.5], "takes an integer or a traced int32 scalar, got 1.5")
     assert stack[np.int32(1)] == stack[jnp.int32(1)] == stack[1]
@@ -98,6 +126,33 @@ def test_of_calls(group: ep.Group) -> None:
         "handle must be an integer, got 'a'",
     )
     refused(lambda: ep.connect("none", timeout_s=wrong), "timeout_s must be a positive number")
+
+
+def test_of_params() -> None:
+    wi, wo = jnp.ones((8, 16, 2, 4)), jnp.ones((8, 4, 16))
+    assert ep.MoEParams(wi=wi, wo=wo).router is None
+    refused(lambda: ep.MoEParams(wi=wi), "needs wi and wo, got no wo")
+    refused(ep.MoEParams, "got no wi and no wo")
+    assert jax.tree.map(lambda _: None, ep.MoEParams(wi=wi, wo=wo)).wi is None
+
+
+@pytest.mark.parametrize(
+    ("slabs", "groups", "experts"), [(1, 3, 2), (1, 2, 3), (2, 2, 8), (3, 2, 4)]
+)
+def test_of_slabs_that_do_not_share_out_the_experts(slabs: int, groups: int, experts: int) -> None:
+    """Each would multiply by other experts than the caller's, or leave some out."""
+    lhs, rhs = jnp.ones((slabs, 8, 4)), jnp.ones((experts, 4, 2))
+    sizes = jnp.ones((slabs, groups), jnp.int32)
+    text = rf"\[{slabs}, {groups}\] has {slabs * groups} groups .* the {experts} experts"
+    refused(lambda: ep.grouped_gemm(lhs, rhs, sizes), text)
+
+
+def test_slabs_may_have_the_same_experts_or_each_its_own() -> None:
+    lhs, sizes = jnp.ones((2, 8, 4)), jnp.full((2, 2), 4, jnp.int32)
+    for experts in (2, 4):
+        rhs = jnp.arange(experts, dtype=jnp.float32)[:, None, None] * jnp.ones((1, 4, 1))
+        out = ep.grouped_gemm(lhs, rhs, sizes)
+        np.testing.assert_array_equal(out[1, ::4, 0], 4 * np.arange(experts)[-2:])
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,6 @@ NEVER_RAISE = {
     "error_of",
     "sharding.Rules.on",
     "sharding.axes_of_entry",
-    "update_expert_bias",
     "nnx.MoEBlock.set_view",
     "recipes.Recipe.data_dtype",
     "recipes.BF16.data_dtype",

@@ -118,9 +118,22 @@ def test_aux_loss_is_its_formula_and_the_coefficient_when_balanced(logits: Any) 
     np.testing.assert_allclose(ep.aux_loss(even, coeff=0.1), 0.1, rtol=1e-6)
 
 
+def test_what_makes_no_sense_together_is_refused(logits: Any) -> None:
+    routing = ep.route(logits, 2)
+    assert routing.probs is not None
+    few = routing._replace(probs=routing.probs[:3])
+    with pytest.raises(ValueError, match=r"routing.probs must be \[.*, 'E'\] beside topk_idx"):
+        ep.aux_loss(few, coeff=1.0)
+    with pytest.raises(ValueError, match=r"logits must be \[\.\.\., E\], got a scalar"):
+        ep.route(jnp.zeros(()), 1)
+
+
 def test_bias_update_pushes_towards_the_mean_load() -> None:
     bias = ep.update_expert_bias(jnp.zeros(4), jnp.array([0, 4, 8, 4]), 0.5)
     np.testing.assert_allclose(bias, [0.5, 0, -0.5, 0])
+    for wrong in ((3, 4), (1, 4)):
+        with pytest.raises(ValueError, match=rf"\[E\] both, got \[{wrong[0]}\] and \[4\]"):
+            ep.update_expert_bias(jnp.zeros(wrong[0]), jnp.zeros(wrong[1]), 0.5)
 
 
 def test_padding_adds_tokens_without_slots() -> None:
@@ -130,12 +143,19 @@ def test_padding_adds_tokens_without_slots() -> None:
     np.testing.assert_array_equal(padded[1][5:], -1)
     np.testing.assert_array_equal(padded[0][5:], 0)
     assert ep.pad_tokens(5, tokens, idx)[2] is None
+    with pytest.raises(
+        ValueError, match=r"topk_idx must have the T of tokens \[5, 3\], got \[4, 2"
+    ):
+        ep.pad_tokens(4, tokens, idx[:4])
+    with pytest.raises(ValueError, match="multiple must be an integer, got 8.0"):
+        ep.pad_tokens(8.0, tokens, idx)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
         ({"top_k": 13}, "top_k must be 1 to 12"),
+        ({"top_k": 2.0}, "top_k must be an integer, got 2.0"),
         ({"top_k": 2, "score_function": "tanh"}, "score_function must be one of"),
         ({"top_k": 2, "expert_bias": np.zeros(3)}, r"expert_bias must be \[12\]"),
         ({"top_k": 2, "num_groups": 4}, "give both"),
@@ -173,6 +193,9 @@ def test_top_k_is_a_stable_descending_sort(dtype: Any) -> None:
 def test_top_k_refuses_what_it_cannot_sort() -> None:
     with pytest.raises(ValueError, match=r"k must be 1 to the last dim of x \[2, 3\], got 4"):
         ep.top_k(jnp.zeros((2, 3)), 4)
+    wrong: Any = 2.0
+    with pytest.raises(ValueError, match="k must be an integer, got 2.0"):
+        ep.top_k(jnp.zeros((2, 3)), wrong)
     with pytest.raises(ValueError, match="x must have a float dtype, got int32"):
         ep.top_k(jnp.zeros((2, 3), jnp.int32), 1)
 

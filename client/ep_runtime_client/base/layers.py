@@ -111,7 +111,8 @@ def layer(name: str) -> EpLayer | LayerStack:
     Raises:
         StaleHandleError: nothing of that name is registered in this process; says what is. Or its
             group is gone.
-        InvalidArgumentError: two groups whose names have a "/" give the name different meanings.
+        InvalidArgumentError: no text, or two groups whose names have a "/" give the name different
+            meanings.
 
     Cost: none; no RPC.
 
@@ -119,6 +120,8 @@ def layer(name: str) -> EpLayer | LayerStack:
         >>> ep.layer("moe/block0/moe") == layer
         True
     """
+    if not isinstance(name, str):
+        raise InvalidArgumentError(f"name must be text, got {name!r}", argument="name")
     groups = [group for group in live_groups.all() if name.startswith(f"{group.name}/")]
     inside = [group.registered(name[len(group.name) + 1 :]) for group in groups]
     found = [layer for layer in inside if layer is not None]

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ep_runtime import errors, layer_specs, specs, wire
+from ep_runtime.arguments import as_int
 from ep_runtime.errors import InvalidArgumentError, StaleHandleError
 from ep_runtime.v1 import types_pb2
 from ep_runtime_client.base import jax_state, meshes
@@ -185,11 +186,12 @@ class Group:
             The LayerStack.
 
         Raises:
-            InvalidArgumentError: num_layers is out of range.
+            InvalidArgumentError: num_layers is no integer, or out of range.
             EpRuntimeError: as `register_layer` does.
 
         Cost: one RPC. A scan over the stack compiles its body once.
         """
+        num_layers = as_int("num_layers", num_layers)
         if not 1 <= num_layers <= specs.MAX_STACK_LAYERS:
             raise InvalidArgumentError(
                 f"num_layers must be 1 to {specs.MAX_STACK_LAYERS}, got {num_layers}",
@@ -218,10 +220,12 @@ class Group:
 
         Raises:
             StaleHandleError: nothing of that name is registered; says what is.
+            InvalidArgumentError: name is no printable text, or too long.
             EpRuntimeError: the daemon, asked for a name that this process does not know, is away.
 
         Cost: none for a layer that this process knows; else one RPC.
         """
+        specs.check_name("layer", name)
         with self._lock:
             self.require_open()
             found = self._registrations.lookup(name)

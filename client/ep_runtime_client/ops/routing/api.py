@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
+from ep_runtime.arguments import as_int
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime_client.base import stored
 from ep_runtime_client.ops.routing.options import RouteOptions, check
@@ -101,7 +102,7 @@ def route(
         [[1, 3]]
     """
     options = RouteOptions(
-        top_k,
+        as_int("top_k", top_k),
         score_function,
         use_pre_softmax,
         num_groups,
@@ -110,6 +111,8 @@ def route(
         normalize_weights,
         scaling_factor,
     )
+    if not logits.shape:
+        raise InvalidArgumentError("logits must be [..., E], got a scalar", argument="logits")
     check(logits.shape[-1], options, expert_bias)
     routing: Routing = eager.run(_route, options, logits, expert_bias)
     return routing
@@ -206,7 +209,7 @@ def aux_loss(
         Scalar f32, differentiable in the logits through probs; 1 * coeff when balanced.
 
     Raises:
-        InvalidArgumentError: a routing without probs.
+        InvalidArgumentError: a routing without probs, or with those of other tokens.
 
     Cost: one pass over probs; over a sharded batch one all-reduce of [E] twice.
 
@@ -215,6 +218,13 @@ def aux_loss(
     if routing.probs is None:
         raise InvalidArgumentError(
             "aux_loss needs routing.probs [..., E], every expert's share of every token, got None",
+            argument="routing.probs",
+        )
+    lead = routing.topk_idx.shape[:-1]
+    if routing.probs.shape[:-1] != lead:
+        raise InvalidArgumentError(
+            f"routing.probs must be {[*lead, 'E']} beside topk_idx {list(routing.topk_idx.shape)}, "
+            f"got {list(routing.probs.shape)}",
             argument="routing.probs",
         )
     probs = routing.probs.astype(jnp.float32)
@@ -240,11 +250,20 @@ def update_expert_bias(bias: jax.Array, tokens_per_expert: jax.Array, rate: floa
     Returns:
         The new bias, [E].
 
+    Raises:
+        InvalidArgumentError: the two are not of one E; names both shapes.
+
     Cost: E additions.
 
     Source: Wang et al. 2024, "Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-Experts"
     (arXiv:2408.15664).
     """
+    if jnp.ndim(bias) != 1 or jnp.shape(bias) != jnp.shape(tokens_per_expert):
+        raise InvalidArgumentError(
+            "bias and tokens_per_expert must be [E] both, got "
+            f"{list(jnp.shape(bias))} and {list(jnp.shape(tokens_per_expert))}",
+            argument="tokens_per_expert",
+        )
     load = tokens_per_expert.astype(jnp.float32)
     return bias + rate * jnp.sign(load.mean() - load).astype(bias.dtype)
 
@@ -267,14 +286,21 @@ def pad_tokens(
         The three, padded; cut dim 0 of combine's result back to T.
 
     Raises:
-        InvalidArgumentError: multiple is below 1.
+        InvalidArgumentError: multiple is no integer, or below 1; arrays of other tokens.
 
     Cost: one copy of the arrays; nothing where T is a multiple already.
     """
+    multiple = as_int("multiple", multiple)
     if multiple < 1:
         raise InvalidArgumentError(
             f"multiple must be at least 1, got {multiple}", argument="multiple"
         )
+    for name, array in (("topk_idx", topk_idx), ("topk_weights", topk_weights)):
+        if array is not None and array.shape[:1] != tokens.shape[:1]:
+            raise InvalidArgumentError(
+                f"{name} must have the T of tokens {list(tokens.shape)}, got {list(array.shape)}",
+                argument=name,
+            )
     missing = -tokens.shape[0] % multiple
 
     def pad(array: jax.Array, value: float) -> jax.Array:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from ep_runtime.arguments import as_int
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime_client.ops.tracing import eager
 
@@ -36,6 +37,7 @@ def top_k(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
     shape, dtype = jnp.shape(x), jnp.result_type(x)
     if not jnp.issubdtype(dtype, jnp.floating):
         raise InvalidArgumentError(f"x must have a float dtype, got {dtype}", argument="x")
+    k = as_int("k", k)
     if not shape or not 1 <= k <= shape[-1]:
         raise InvalidArgumentError(
             f"k must be 1 to the last dim of x {list(shape)}, got {k}", argument="k"
