@@ -116,6 +116,7 @@ def test_weights_are_quantized_once_a_step_with_8_bit_recipes_alone(
     assert [order.label for order in found] == ["memfd", *of_fp8]
 
 
+@pytest.mark.slow  # as tests/modules/test_quantized_once.py says of the library
 @pytest.mark.filterwarnings("ignore:builtin type .* has no __module__:DeprecationWarning")
 def test_weights_that_are_quantized_once_train_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client, "start_jax", lambda *args: None)

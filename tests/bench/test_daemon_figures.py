@@ -8,7 +8,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 
+
+@pytest.mark.slow
 def test_a_small_run_prints_every_figure_within_its_aim():
     script = Path(__file__).with_name("daemon_figures.py")
     done = subprocess.run(

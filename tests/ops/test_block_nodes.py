@@ -51,22 +51,36 @@ def make_group(node_size: int, **settings: Any) -> fakes.LocalGroup:
     )
 
 
-@pytest.fixture(scope="module", params=SIZES)
-def layers(request: pytest.FixtureRequest) -> Iterator[dict[bool, Any]]:
-    """Whose rows cross as they must, and whose all do; programs that JAX keeps are of one layer."""
-    group = make_group(request.param)
+@pytest.fixture(scope="module")
+def layers() -> Iterator[dict[tuple[int, bool], Any]]:
+    """Of nodes of each size those whose rows cross as they must, and those whose all do; programs
+    that JAX keeps are of one layer."""
+    groups = {size: make_group(size) for size in SIZES}
     yield {
-        counted: group.register_layer(f"moe-{counted}", top_k=TOP_K) for counted in (True, False)
+        (size, counted): group.register_layer(f"moe-{counted}", top_k=TOP_K)
+        for size, group in groups.items()
+        for counted in (True, False)
     }
-    group.close()
+    for group in groups.values():
+        group.close()
 
 
-@pytest.fixture(params=[True, False], ids=["counted", "all rows"])
+@pytest.fixture(
+    params=[
+        pytest.param((1, False), id="1-all rows"),
+        pytest.param((2, True), id="2-counted"),
+        pytest.param((1, True), id="1-counted", marks=pytest.mark.slow),
+        pytest.param((2, False), id="2-all rows", marks=pytest.mark.slow),
+    ]
+)
 def layer(
-    layers: dict[bool, Any], request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+    layers: dict[tuple[int, bool], Any],
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> Any:
+    _, counted = request.param
     for module in (nodes_plan, nodes):
-        monkeypatch.setattr(module, "counts_chunks", lambda call: request.param)
+        monkeypatch.setattr(module, "counts_chunks", lambda call: counted)
     return layers[request.param]
 
 

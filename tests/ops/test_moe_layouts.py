@@ -218,7 +218,7 @@ PAIRS = dataclasses.replace(
     ("partitioning", "recipe"),
     [
         pytest.param("rule", None, marks=pytest.mark.slow),  # as with a recipe, and the next
-        ("shard_map", None),
+        pytest.param("shard_map", None, marks=pytest.mark.slow),
         ("rule", ep.recipes.TensorScaling()),
     ],
     ids=["rule", "shard_map", "rule, 8-bit"],

@@ -114,7 +114,7 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, Any], Any, str]] = {
 
 @pytest.mark.usefixtures("optimized")  # bits of two programs, as users compile them
 @pytest.mark.parametrize(
-    "kind", [*[*KINDS][:2], *(pytest.param(k, marks=slow) for k in [*KINDS][2:])]
+    "kind", [pytest.param(k, marks=[] if k == "pair with biases" else slow) for k in KINDS]
 )
 def test_the_block_is_its_ops_with_a_state_each_bit_for_bit(layer: Any, kind: str) -> None:
     made, options, recipes, weighted = KINDS[kind]
