@@ -25,7 +25,7 @@ def _run(call: str, processes: int, devices: int, address: str, within_s: float 
     return said[0]
 
 
-@_LAYOUTS
+@pytest.mark.parametrize(("processes", "devices"), [(2, 4)], ids=["2x4"])
 def test_thirty_twin_layers_share_two_lanes_and_every_process_lowers_the_same(
     address: str, processes: int, devices: int
 ) -> None:

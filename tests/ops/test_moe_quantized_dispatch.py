@@ -150,7 +150,7 @@ def behind(monkeypatch: pytest.MonkeyPatch) -> Callable[[], Any]:
 
 
 @pytest.mark.usefixtures("optimized")
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [pytest.param("bf16", marks=pytest.mark.slow), *[*CASES][1:]])
 def test_results_and_gradients_are_those_of_tokens_sent_as_they_are(
     make_group: MakeGroup, behind: Callable[[], Any], name: str
 ) -> None:
