@@ -104,20 +104,9 @@ cudaError_t LaunchGroupSums(cudaStream_t stream, const GroupSumsParams& p) {
   }
   const int columns = rows::kRowLanes * rows::kVectorBytes / element;
   const dim3 grid((p.width + columns - 1) / columns, p.num_experts);
-  switch (p.type) {
-    case RowType::kF32:
-      rows::GroupSumsKernel<RowType::kF32><<<grid, rows::kThreads, 0, stream>>>(p);
-      break;
-    case RowType::kBF16:
-      rows::GroupSumsKernel<RowType::kBF16><<<grid, rows::kThreads, 0, stream>>>(p);
-      break;
-    case RowType::kF16:
-      rows::GroupSumsKernel<RowType::kF16><<<grid, rows::kThreads, 0, stream>>>(p);
-      break;
-    default:
-      return cudaErrorInvalidValue;
-  }
-  return cudaGetLastError();
+  return rows::LaunchForFloat(p.type, [&](auto type) {
+    rows::GroupSumsKernel<decltype(type)::value><<<grid, rows::kThreads, 0, stream>>>(p);
+  });
 }
 
 }  // namespace cuda

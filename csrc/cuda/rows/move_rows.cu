@@ -10,12 +10,6 @@ namespace {
 constexpr int kMaxThreads = 128;  // that share a row
 constexpr int kUnroll = 4;        // vectors of a thread on their way at once
 
-// Whole warps, no more than have work.
-int ThreadsFor(int64_t vectors) {
-  const int64_t threads = (vectors + 31) / 32 * 32;
-  return static_cast<int>(threads < kMaxThreads ? threads : kMaxThreads);
-}
-
 // blockIdx.x: the row. Rows of any type, as they are.
 __global__ void __launch_bounds__(kMaxThreads)
     CopyKernel(const __grid_constant__ GatherRowsParams p) {
@@ -266,25 +260,14 @@ cudaError_t LaunchGatherRows(cudaStream_t stream, const GatherRowsParams& p) {
       p.slots <= 0 || (p.others == nullptr) != (p.products == nullptr)) {
     return cudaErrorInvalidValue;
   }
-  const int threads = rows::ThreadsFor(p.row_bytes / rows::kVectorBytes);
+  const int threads = rows::ThreadsFor(p.row_bytes / rows::kVectorBytes, rows::kMaxThreads);
   if (p.weights == nullptr && p.others == nullptr) {
     rows::CopyKernel<<<p.rows, threads, 0, stream>>>(p);
     return cudaGetLastError();
   }
-  switch (p.type) {
-    case RowType::kF32:
-      rows::WeighKernel<RowType::kF32><<<p.rows, threads, 0, stream>>>(p);
-      break;
-    case RowType::kBF16:
-      rows::WeighKernel<RowType::kBF16><<<p.rows, threads, 0, stream>>>(p);
-      break;
-    case RowType::kF16:
-      rows::WeighKernel<RowType::kF16><<<p.rows, threads, 0, stream>>>(p);
-      break;
-    default:
-      return cudaErrorInvalidValue;
-  }
-  return cudaGetLastError();
+  return rows::LaunchForFloat(p.type, [&](auto type) {
+    rows::WeighKernel<decltype(type)::value><<<p.rows, threads, 0, stream>>>(p);
+  });
 }
 
 namespace rows {
@@ -313,7 +296,7 @@ cudaError_t LaunchSpreadRows(cudaStream_t stream, const SpreadRowsParams& p) {
       p.slots <= 0 || blocks >= rows::kMaxRows || compared != (p.products != nullptr)) {
     return cudaErrorInvalidValue;
   }
-  const int threads = rows::ThreadsFor(p.row_bytes / rows::kVectorBytes);
+  const int threads = rows::ThreadsFor(p.row_bytes / rows::kVectorBytes, rows::kMaxThreads);
   const auto grid = static_cast<unsigned>(blocks);
   // Without weights rows pass bit by bit, NaNs too.
   switch (p.weights == nullptr && !compared ? RowType::kBytes : p.type) {
@@ -341,21 +324,10 @@ cudaError_t LaunchSumRows(cudaStream_t stream, const SumRowsParams& p) {
       p.num_rows <= 0) {
     return cudaErrorInvalidValue;
   }
-  const int threads = rows::ThreadsFor(p.row_bytes / rows::kVectorBytes);
-  switch (p.type) {
-    case RowType::kF32:
-      rows::SumKernel<RowType::kF32><<<p.tokens, threads, 0, stream>>>(p);
-      break;
-    case RowType::kBF16:
-      rows::SumKernel<RowType::kBF16><<<p.tokens, threads, 0, stream>>>(p);
-      break;
-    case RowType::kF16:
-      rows::SumKernel<RowType::kF16><<<p.tokens, threads, 0, stream>>>(p);
-      break;
-    default:
-      return cudaErrorInvalidValue;
-  }
-  return cudaGetLastError();
+  const int threads = rows::ThreadsFor(p.row_bytes / rows::kVectorBytes, rows::kMaxThreads);
+  return rows::LaunchForFloat(p.type, [&](auto type) {
+    rows::SumKernel<decltype(type)::value><<<p.tokens, threads, 0, stream>>>(p);
+  });
 }
 
 }  // namespace cuda

@@ -261,20 +261,9 @@ cudaError_t LaunchGroupAmax(cudaStream_t stream, const AmaxParams& p) {
       rows::GridOf(p.groups, rows::kWarps, rows::kAmaxBlocksPerProcessor, &grid);
   if (error != cudaSuccess) return error;
   rows::ClearKernel<<<1, rows::kThreads, 0, stream>>>(p.amax, p.num_experts, p.wanted);
-  switch (p.type) {
-    case RowType::kF32:
-      rows::AmaxKernel<RowType::kF32><<<grid, rows::kThreads, 0, stream>>>(p);
-      break;
-    case RowType::kBF16:
-      rows::AmaxKernel<RowType::kBF16><<<grid, rows::kThreads, 0, stream>>>(p);
-      break;
-    case RowType::kF16:
-      rows::AmaxKernel<RowType::kF16><<<grid, rows::kThreads, 0, stream>>>(p);
-      break;
-    default:
-      return cudaErrorInvalidValue;
-  }
-  return cudaGetLastError();
+  return rows::LaunchForFloat(p.type, [&](auto type) {
+    rows::AmaxKernel<decltype(type)::value><<<grid, rows::kThreads, 0, stream>>>(p);
+  });
 }
 
 cudaError_t LaunchGroupScales(cudaStream_t stream, const GroupScalesParams& p) {

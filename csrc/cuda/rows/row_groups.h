@@ -5,6 +5,9 @@
 #include <cuda_runtime.h>
 
 #include <cstdint>
+#include <type_traits>
+
+#include "cuda/device/device_group.h"
 
 namespace ep_runtime {
 namespace cuda {
@@ -31,6 +34,31 @@ inline bool Fits(const RowGroups& groups) {
 
 inline bool Aligned(const void* pointer) {
   return reinterpret_cast<uintptr_t>(pointer) % kVectorBytes == 0;
+}
+
+// Threads of a block that share so many vectors: whole warps, no more than have work.
+inline int ThreadsFor(int64_t vectors, int most) {
+  const int64_t threads = (vectors + 31) / 32 * 32;
+  return static_cast<int>(threads < most ? threads : most);
+}
+
+// `launch(type)` with a float type as a type of C++, whose value is the kernels' argument.
+template <typename Launch>
+cudaError_t LaunchForFloat(RowType type, const Launch& launch) {
+  switch (type) {
+    case RowType::kF32:
+      launch(std::integral_constant<RowType, RowType::kF32>{});
+      break;
+    case RowType::kBF16:
+      launch(std::integral_constant<RowType, RowType::kBF16>{});
+      break;
+    case RowType::kF16:
+      launch(std::integral_constant<RowType, RowType::kF16>{});
+      break;
+    default:
+      return cudaErrorInvalidValue;
+  }
+  return cudaGetLastError();
 }
 
 inline cudaError_t Processors(int* count) {

@@ -74,22 +74,10 @@ cudaError_t LaunchSumScaledRows(cudaStream_t stream, const SumScaledRowsParams& 
       p.num_rows <= 0 || !rows::Aligned(p.data) || !rows::Aligned(p.out)) {
     return cudaErrorInvalidValue;
   }
-  const int warps = (p.width / rows::kValues + 31) / 32;
-  const int threads = warps * 32 < rows::kMaxThreads ? warps * 32 : rows::kMaxThreads;
-  switch (p.type) {
-    case RowType::kF32:
-      rows::SumScaledKernel<RowType::kF32><<<p.tokens, threads, 0, stream>>>(p);
-      break;
-    case RowType::kBF16:
-      rows::SumScaledKernel<RowType::kBF16><<<p.tokens, threads, 0, stream>>>(p);
-      break;
-    case RowType::kF16:
-      rows::SumScaledKernel<RowType::kF16><<<p.tokens, threads, 0, stream>>>(p);
-      break;
-    default:
-      return cudaErrorInvalidValue;
-  }
-  return cudaGetLastError();
+  const int threads = rows::ThreadsFor(p.width / rows::kValues, rows::kMaxThreads);
+  return rows::LaunchForFloat(p.type, [&](auto type) {
+    rows::SumScaledKernel<decltype(type)::value><<<p.tokens, threads, 0, stream>>>(p);
+  });
 }
 
 }  // namespace cuda

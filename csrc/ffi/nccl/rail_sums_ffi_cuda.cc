@@ -53,30 +53,30 @@ struct SumsBack {
     params.tile_scale = to.scale + first * tiles();
     return call.Launched(cuda::LaunchQuantizeRows(call.stream, params));
   }
-  Status SumScaledRanks(const CudaCall& call) const {
-    cuda::SumScaledRowsParams params{};
+  // What the sums of what arrives have alike, as rows and as 8 bits.
+  template <typename Params>
+  Params OfRanks() const {
+    Params params{};
     params.type = sum.type;
     params.tokens = static_cast<int32_t>(sizes.tokens);
     params.slots = static_cast<int32_t>(sizes.ranks);
     params.num_rows = static_cast<int32_t>(sizes.ranks * sizes.tokens);
-    params.width = width;
     params.slot_row = slot_row;
+    params.out = out;
+    return params;
+  }
+  Status SumScaledRanks(const CudaCall& call) const {
+    auto params = OfRanks<cuda::SumScaledRowsParams>();
+    params.width = width;
     params.data = scaled_arrived.data;
     params.scale = scaled_arrived.scale;
-    params.out = out;
     return call.Launched(cuda::LaunchSumScaledRows(call.stream, params));
   }
   Status SumRanks(const CudaCall& call) const {
     if (arrived == nullptr) return SumScaledRanks(call);
-    cuda::SumRowsParams params{};
-    params.type = sum.type;
-    params.tokens = static_cast<int32_t>(sizes.tokens);
-    params.slots = static_cast<int32_t>(sizes.ranks);
-    params.num_rows = static_cast<int32_t>(sizes.ranks * sizes.tokens);
+    auto params = OfRanks<cuda::SumRowsParams>();
     params.row_bytes = sizes.row_bytes;
-    params.slot_row = slot_row;
     params.rows = arrived;
-    params.out = out;
     return call.Launched(cuda::LaunchSumRows(call.stream, params));
   }
 
