@@ -19,7 +19,6 @@ TARGETS = targets(
     "ep_gather_rows_v1", "ep_sum_rows_v1", "ep_spread_rows_v1", "ep_sum_scaled_rows_v1"
 )
 MAX_COMPARED_SLOTS = 32  # of a token: blocks of slots without a row are only looked at
-SCALED_MULTIPLE = 8  # of H, where rows have scales: what one lane widens
 _BYTES = ("bool", "int8", "uint8", "float8")  # int4 and the like share theirs
 
 
@@ -42,7 +41,8 @@ def takes(values: jax.Array, places: jax.Array, *, moves: bool = False) -> bool:
 def takes_scaled(dtype: Any, data: jax.Array, places: jax.Array) -> bool:
     """Whether `summed_scaled` takes data [rows, H] and their places, lowered for a GPU."""
     limits = max(places.size, data.shape[0]) < 2**31 and data.size > 0 and places.size > 0
-    right = jnp.dtype(dtype) in kernels_serve.FLOATS and data.shape[1] % SCALED_MULTIPLE == 0
+    multiple = kernels_serve.CONVERTED_MULTIPLE
+    right = jnp.dtype(dtype) in kernels_serve.FLOATS and data.shape[1] % multiple == 0
     return limits and right and kernels_serve.available()
 
 

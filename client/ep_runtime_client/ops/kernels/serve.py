@@ -14,6 +14,7 @@ from ep_runtime_client.ops.kernels import platform
 from ep_runtime_client.ops.kernels.ffi import bound, once
 
 VECTOR_BYTES = 16  # of a load: widths are multiples of it
+CONVERTED_MULTIPLE = 8  # of the last dim: what one lane converts to 8 bits or back
 MAX_GROUPS = 1024  # of one slab
 MAX_SLABS = 65535
 Result = TypeVar("Result")

@@ -32,7 +32,6 @@ _AMAX, _SCALE_ROWS, _TILES, _BLOCKS, _WEIGHTS, _MX = TARGETS
 # Of features, in products of 8-bit operands: tensor copies move 16 bytes at a time.
 PRODUCT_MULTIPLE = 16
 _TURNED_MULTIPLE = 16  # of K': what is stored at once along it
-_MULTIPLE = 8  # of the last dim: what one lane converts
 _F32 = jnp.dtype(jnp.float32)
 
 Quantized = tuple[jax.Array, ...]
@@ -54,7 +53,11 @@ def takes(x: jax.Array, group_sizes: jax.Array | None, *, transposed: bool = Fal
         groups, middle = (x.shape[0], 1), math.prod(x.shape[2:-1])
     few = middle * math.prod(x.shape[: len(groups)]) < 2**31
     few = few and middle * math.prod(groups[:-1]) <= kernels_serve.MAX_SLABS
-    return few and x.shape[-1] % _MULTIPLE == 0 and kernels_serve.takes(groups, x)
+    return (
+        few
+        and x.shape[-1] % kernels_serve.CONVERTED_MULTIPLE == 0
+        and kernels_serve.takes(groups, x)
+    )
 
 
 def group_amax(experts: int, x: jax.Array, group_sizes: jax.Array) -> jax.Array:
