@@ -5,6 +5,10 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import jax
+from jax.sharding import PartitionSpec
+
+import ep_runtime as ep
 from ep_runtime_client.ops.quantize.formats import recipes
 
 GATHER, SUM, SCATTER = "all-gather", "all-reduce", "reduce-scatter"
@@ -37,6 +41,24 @@ class Row:
     n: tuple[int, ...] = (8,)
     bias: bool = False
     pair: bool = False
+
+    def step(self, layer: Any, *operands: Any, rhs_spec: Any = None) -> Any:
+        """Forward and backward of operands (lhs, rhs, bias or None, sizes, gradient)."""
+        lhs, rhs, bias, sizes, grad = operands
+
+        def forward(lhs: Any, rhs: Any, bias: Any) -> Any:
+            return ep.grouped_gemm(
+                lhs, rhs, sizes, layer=layer, bias=bias, recipe=self.recipe, rhs_spec=rhs_spec
+            )
+
+        out, pull = jax.vjp(forward, lhs, rhs, bias)
+        return out, *pull(grad)
+
+    def specs(self, slab: PartitionSpec) -> list[PartitionSpec]:
+        """Of those operands, where `slab` is that of rows."""
+        between = (None,) if self.pair else ()
+        bias = PartitionSpec(self.weight[0], *between, *self.weight[2:])
+        return [slab, PartitionSpec(*self.weight), bias, slab, slab]
 
 
 PLAIN = {(GATHER, "f32"): 2, (SCATTER, "f32"): 1}

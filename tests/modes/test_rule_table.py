@@ -6,6 +6,7 @@ compares with one device, bit for bit with the shard_map form, and with what "ru
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections import Counter
 from collections.abc import Callable
@@ -62,34 +63,21 @@ class Program:
         weight: Any = (rhs[:, :, 0], rhs[:, :, 1]) if row.pair else rhs
         return [lhs, weight, bias, sizes, grad]
 
-    def _step(self, layer: Any, lhs: Any, rhs: Any, bias: Any, sizes: Any, grad: Any) -> Any:
-        def forward(lhs: Any, rhs: Any, bias: Any) -> Any:
-            spec = None if layer is None else self.spec
-            return ep.grouped_gemm(
-                lhs, rhs, sizes, layer=layer, bias=bias, recipe=self.row.recipe, rhs_spec=spec
-            )
-
-        out, pull = jax.vjp(forward, lhs, rhs, bias)
-        return out, *pull(grad)
-
     def placed(self) -> list[Any]:
-        weight = self.row.weight
-        between = (None,) if self.row.pair else ()
-        bias = PartitionSpec(weight[0], *between, *weight[2:])
-        specs = [self.slab, PartitionSpec(*weight), bias, self.slab, self.slab]
         return [
             jax.device_put(array, NamedSharding(self.group.mesh, spec))
-            for array, spec in zip(self.arrays, specs, strict=True)
+            for array, spec in zip(self.arrays, self.row.specs(self.slab), strict=True)
         ]
 
     def lowered(self) -> Any:
-        return jax.jit(lambda *args: self._step(self.layer, *args)).lower(*self.placed())
+        run = functools.partial(self.row.step, self.layer, rhs_spec=self.spec)
+        return jax.jit(run).lower(*self.placed())
 
     def compiled(self) -> Any:
         return self.lowered().compile()
 
     def on_one_device(self) -> Any:
-        return jax.jit(lambda *args: self._step(None, *args))(*self.arrays)
+        return jax.jit(functools.partial(self.row.step, None))(*self.arrays)
 
     def defined(self, results: Any) -> list[Any]:
         """Results without the rows past the last group."""

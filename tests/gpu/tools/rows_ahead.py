@@ -12,6 +12,7 @@ multiplies.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import sys
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,6 @@ from gpu.tools.compile_ahead import devices, say
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from rule_rows import ROWS, SLOW_ROWS, Row
 
-import ep_runtime as ep
 from ep_runtime import native
 
 EXPERTS, CAPACITY, WIDTH = 8, 512, 512
@@ -51,24 +51,14 @@ def lowered(row: Row, partitioning: str) -> Any:
     def array(spec: PartitionSpec, *dims: int, dtype: Any = jnp.bfloat16) -> Any:
         return jax.ShapeDtypeStruct(dims, dtype, sharding=NamedSharding(mesh, spec))
 
-    def step(lhs: Any, rhs: Any, bias: Any, sizes: Any, grad: Any) -> Any:
-        def forward(lhs: Any, rhs: Any, bias: Any) -> Any:
-            return ep.grouped_gemm(lhs, rhs, sizes, layer=layer, bias=bias, recipe=row.recipe)
-
-        out, pull = jax.vjp(forward, lhs, rhs, bias)
-        return out, *pull(grad)
-
-    one = row.n[-1:] if row.pair else row.n
-    between = (None,) if row.pair else ()
-    weight = array(PartitionSpec(*row.weight), EXPERTS, row.k, *one)
-    return jax.jit(step).lower(
-        array(slab, slabs, CAPACITY, row.k),
+    of_lhs, of_rhs, of_bias, of_sizes, of_grad = row.specs(slab)
+    weight = array(of_rhs, EXPERTS, row.k, *(row.n[-1:] if row.pair else row.n))
+    return jax.jit(functools.partial(row.step, layer)).lower(
+        array(of_lhs, slabs, CAPACITY, row.k),
         (weight, weight) if row.pair else weight,
-        array(PartitionSpec(row.weight[0], *between, *row.weight[2:]), EXPERTS, *row.n)
-        if row.bias
-        else None,
-        array(slab, slabs, EXPERTS // group.spec.ep_size, dtype=jnp.int32),
-        array(slab, slabs, CAPACITY, *row.n),
+        array(of_bias, EXPERTS, *row.n) if row.bias else None,
+        array(of_sizes, slabs, EXPERTS // group.spec.ep_size, dtype=jnp.int32),
+        array(of_grad, slabs, CAPACITY, *row.n),
     )
 
 
