@@ -14,7 +14,7 @@ from typing import Any
 
 from ep_runtime.errors import InvalidArgumentError, RuntimeUnavailableError
 from ep_runtime.specs import COMBINE_PRECISIONS
-from ep_runtime_bench.base.moe_cases import CASES, RECIPES, WEIGHTS
+from ep_runtime_bench.base.moe_cases import CASES, QUANTIZED, RECIPES, WEIGHTS
 from ep_runtime_bench.base.options import (
     ALSO,
     BENCHES,
@@ -28,7 +28,7 @@ from ep_runtime_bench.base.options import (
     BenchReport,
 )
 from ep_runtime_bench.base.routing import ROUTINGS
-from ep_runtime_bench.base.train_cases import MODELS, QUANTIZED, REMATS
+from ep_runtime_bench.base.train_cases import MODELS, REMATS
 from ep_runtime_bench.base.train_cases import ROUTINGS as TRAIN_ROUTINGS
 from ep_runtime_client.cli import render
 from ep_runtime_client.cli.machine import gpus
@@ -145,7 +145,7 @@ def _add_gpu_arguments(parser: argparse.ArgumentParser) -> None:
         (
             "--quantized",
             gpu.quantized,
-            f"of {', '.join(QUANTIZED)}: when 8-bit recipes of `train` quantize weights",
+            f"of {', '.join(QUANTIZED)}: when 8-bit recipes of `moe` and `train` quantize weights",
         ),
         ("--routed", gpu.routings, f"of {', '.join(TRAIN_ROUTINGS)}: where tokens of `train` go"),
     ):

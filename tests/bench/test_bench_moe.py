@@ -274,6 +274,38 @@ def test_recipes_compare_with_the_layer_without_one() -> None:
     assert [row["time_to_plain"] for row in rows] == [None, None, 0.5, 0.75]
 
 
+def test_weights_quantized_before_the_step_give_the_step_that_quantizes_them() -> None:
+    mesh = Mesh(np.array(jax.devices("cpu")[:RANKS]), (AXIS,))
+    order = dataclasses.replace(order_of("xla"), recipe="fp8")
+    with ep.connect("none") as session:
+        group = measuring.create_group(order, order.case, mesh, session)
+        layer = group.register_layer("layer", top_k=CASE.top_k)
+        operands = client.make_operands(order, mesh)
+        once = dataclasses.replace(order, quantized="step")
+        given = (*operands, client._quantized(once, layer, operands))
+        steps = [
+            client._compiled(client._losses(each, mesh, layer)[""], arrays)(*arrays)
+            for each, arrays in ((order, operands), (once, given))
+        ]
+    assert jax.tree.structure(steps[0]) == jax.tree.structure(steps[1])
+    for mine, theirs in zip(*map(jax.tree.leaves, steps), strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+
+
+def test_only_recipes_of_8_bits_are_measured_with_weights_quantized_once() -> None:
+    options = dataclasses.replace(
+        ON_GPUS, recipes=("none", "fp8"), cases=("mixtral-like",), quantized=("call", "step")
+    )
+    labels = [order.label for order in moe.orders(options, "")]
+    assert labels == ["nvlink", "nvlink fp8", "nvlink fp8 weights once", PADDED, DROPLESS]
+    found = {
+        ("mixtral-like", label): Measured([Step("", [1.0], s, 0, 0)])
+        for label, s in zip(labels[:3], (2.0, 1.0, 0.5), strict=True)
+    }
+    ratios = [row["time_to_plain"] for row in moe.make_rows(options, found)]
+    assert ratios == [None, 0.5, 0.25]
+
+
 def test_kernels_below_one_percent_are_summed_and_the_rest_is_no_kernel() -> None:
     kernels = [
         KernelTime("forward experts", "GroupedGemmKernel", 2.0, 0.5),

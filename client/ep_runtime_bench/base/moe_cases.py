@@ -17,6 +17,9 @@ REMAT = "remat"
 # How the experts' matmuls quantize; the first not at all: they run in the layer's dtype.
 RECIPES = ("none", "bf16", "fp8", "fp8-block", "mxfp8")
 EIGHT_BIT = RECIPES[2:]
+# When weights of an 8-bit recipe are quantized: in every call, or once a step. That is before what
+# `moe` times, which measures one layer of many that share a step.
+QUANTIZED = ("call", "step")
 # Where the router's weights are multiplied: into the activations before wo, or in combine.
 WEIGHTS = ("early", "late")
 
@@ -79,6 +82,7 @@ class Order:
         weights: of WEIGHTS.
         overlap: whether exchanges run beside products, "on" or "off".
         precision: combine_precision of the group.
+        quantized: of QUANTIZED.
     """
 
     subject: str
@@ -94,6 +98,7 @@ class Order:
     weights: str = WEIGHTS[0]
     overlap: str = "on"
     precision: str = COMBINE_PRECISIONS[0]
+    quantized: str = QUANTIZED[0]
 
     @property
     def label(self) -> str:
@@ -104,6 +109,7 @@ class Order:
         said += [f"{self.capacity_factor:g}x"] * (self.capacity_factor != 0)
         said += [f"overlap {self.overlap}"] * (self.overlap != "on")
         said += [f"{self.precision} sums"] * (self.precision != COMBINE_PRECISIONS[0])
+        said += ["weights once"] * (self.quantized != QUANTIZED[0])
         return " ".join(said)
 
     @property

@@ -9,9 +9,16 @@ from typing import Any, Literal, get_args
 
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime.specs import COMBINE_PRECISIONS, DTYPE_BYTES
-from ep_runtime_bench.base.moe_cases import CASES, CPU_CASES, DEFAULT_CASES, RECIPES, WEIGHTS
+from ep_runtime_bench.base.moe_cases import (
+    CASES,
+    CPU_CASES,
+    DEFAULT_CASES,
+    QUANTIZED,
+    RECIPES,
+    WEIGHTS,
+)
 from ep_runtime_bench.base.routing import ROUTINGS
-from ep_runtime_bench.base.train_cases import CPU_MODELS, MODELS, QUANTIZED, REMATS
+from ep_runtime_bench.base.train_cases import CPU_MODELS, MODELS, REMATS
 from ep_runtime_bench.base.train_cases import ROUTINGS as TRAIN_ROUTINGS
 from ep_runtime_client.cli.tables import Column
 
@@ -80,9 +87,9 @@ class BenchOptions:
         recipes: that `moe` measures, names of its RECIPES.
         weights: likewise, of its WEIGHTS.
         overlap: of "on" and "off": whether calls of `moe` and `train` overlap, on GPUs.
+        quantized: when their 8-bit recipes quantize weights, of QUANTIZED.
         models: that `train` trains, names of its MODELS.
         remat: what its backward finds again, of REMATS.
-        quantized: when its weights are quantized, of QUANTIZED.
         routings: where its tokens go, of TRAIN_ROUTINGS.
         top_k: K.
         num_experts: E.

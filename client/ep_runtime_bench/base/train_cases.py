@@ -10,13 +10,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ep_runtime.specs import COMBINE_PRECISIONS
-from ep_runtime_bench.base.moe_cases import RECIPES, Case, Profile
+from ep_runtime_bench.base.moe_cases import QUANTIZED, RECIPES, Case, Profile
 
 STOCK = "stock padded"
 # What backward finds again: everything, what `ep.remat_policy()` saves, or of our names alone.
 REMATS = ("none", "default", "plan", "rows")
-# When weights of an 8-bit recipe are quantized: in every call, or all of them once a step.
-QUANTIZED = ("call", "step")
 # Where tokens go: as the router says as it was initialised, or to experts drawn beforehand.
 ROUTINGS = ("router", "uniform", "zipf", "double")
 

@@ -45,6 +45,7 @@ from ep_runtime_client.ops.quantize.formats import recipes
 WARMUP = 2
 ENQUEUED = 10
 ROUNDS = 5
+NUM_MASTERS = 4  # operands that have gradients: x, router, wi, wo
 ENOUGH_S = 0.5  # of each way to time: slow subjects need no more samples
 MOST_WARM = 50  # steps before those whose profile counts
 
@@ -65,6 +66,8 @@ def measure(order: Order, told: Callable[[str], object], clock: Clock) -> Measur
         group = None if session is None else create_group(order, order.case, mesh, session)
         operands = make_operands(order, mesh)
         layer = None if group is None else group.register_layer("layer", top_k=order.case.top_k)
+        if order.quantized == "step":
+            operands = (*operands, _quantized(order, layer, operands))
         losses = _losses(order, mesh, layer)
         with ThreadPoolExecutor(len(losses)) as pool:
             made = pool.map(lambda loss: _compiled(loss, operands), losses.values())
@@ -125,11 +128,25 @@ def _values(seed: int, shape: tuple[int, ...], fan_in: int, dtype: str) -> jax.A
     return values
 
 
-def _run(order: Order, layer: Any, *operands: jax.Array) -> Any:
-    """Our layer's (y, aux, stats) of (x, router, wi, wo)."""
-    x, router, wi, wo = operands
+def _quantized(order: Order, layer: Any, operands: Operands) -> Any:
+    """The experts' weights as the recipe's products take them."""
+    recipe = recipe_of(order.recipe)
+    assert recipe is not None  # others quantize nothing
+
+    def quantize(*arrays: jax.Array) -> Any:
+        return ep.quantize_params(ep.MoEParams(*arrays), recipe, layer=layer, weights_only=True)
+
+    return jax.jit(quantize)(*operands[1:])
+
+
+def _run(order: Order, layer: Any, *operands: Any) -> Any:
+    """Our layer's (y, aux, stats) of (x, router, wi, wo), and weights quantized before if any."""
+    x, router, wi, wo, *given = operands
     params = ep.MoEParams(router, wi, wo)
-    options: dict[str, Any] = {"recipe": recipe_of(order.recipe), "return_stats": True}
+    if given:
+        params = ep.straight_through(params, *given)
+    recipe = None if given else recipe_of(order.recipe)
+    options: dict[str, Any] = {"recipe": recipe, "return_stats": True}
     options["apply_topk_weights_early"] = order.weights == "early"
     return ep.moe(layer, x, params, **options)
 
@@ -146,17 +163,16 @@ def recipe_of(name: str) -> recipes.Recipe | None:
 
 
 def _losses(order: Order, mesh: Mesh, layer: Any) -> dict[str, Loss]:
-    """Losses of the four operands by variant; of stock JAX where there is no layer of ours."""
+    """Losses of the operands by variant; of stock JAX where there is no layer of ours."""
     if layer is None:
         rows, whole = PartitionSpec(AXIS), PartitionSpec()
         settings: dict[str, Any] = {"in_specs": (rows, whole, rows, rows), "out_specs": rows}
         body = stock_layer.make_layer(order.subject, order.case)
         return {"": _loss(jax.shard_map(body, mesh=mesh, check_vma=False, **settings))}
 
-    def block(*operands: jax.Array) -> jax.Array:
-        y: jax.Array = _run(order, layer, *operands)[
-            0
-        ]  # the stats are nobody's result: not computed
+    def block(*operands: Any) -> jax.Array:
+        # The stats are nobody's result: not computed.
+        y: jax.Array = _run(order, layer, *operands)[0]
         return y
 
     return {REMAT: _loss(jax.checkpoint(block, policy=ep.remat_policy())), "": _loss(block)}
@@ -167,8 +183,8 @@ def _loss(block: Callable[..., jax.Array]) -> Loss:
 
 
 def _compiled(loss: Loss, operands: Operands) -> Any:
-    """The loss and its gradient in every operand, compiled."""
-    step = jax.value_and_grad(loss, argnums=tuple(range(len(operands))))
+    """The loss and its gradient in x, router, wi and wo, compiled."""
+    step = jax.value_and_grad(loss, argnums=tuple(range(NUM_MASTERS)))
     return jax.jit(step).lower(*operands).compile()
 
 

@@ -5,9 +5,10 @@ in one process with all devices. "step" is one jitted step that the host waits f
 of many launched one after another, divided by their number. "stock padded" drops tokens past 1.25
 times an expert's even share, "stock dropless" drops none. Ours has room for any routing, or with a
 capacity factor that much of a rank's even share, and DROPPED tells what found no row. OF PLAIN is
-the time of a recipe over that of the same layer without one. Memory is the peak of the fullest
-device with our windows; every subject and case is measured in a fresh process. WAITED MS is what a
-rank waited in an op for words of its peers, from 4 us on, in steps that follow each other.
+the time of a recipe over that of the same layer without one; with "weights once" they are quantized
+before the step that is timed, as for all layers of a model at once. Memory is the peak of the
+fullest device with our windows; every subject and case is measured in a fresh process. WAITED MS is
+what a rank waited in an op for words of its peers, from 4 us on, in steps that follow each other.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ from ep_runtime_bench.base.moe_cases import (
     CASES,
     CPU_CASES,
     DROPLESS,
+    EIGHT_BIT,
     PADDED,
+    QUANTIZED,
     RECIPES,
     WEIGHTS,
     Measured,
@@ -123,13 +126,17 @@ def orders(options: BenchOptions, address: str) -> list[Order]:
             options.capacity,
             options.overlap,
             options.precision,
+            options.quantized,
         )
     ]
+    # Others quantize no weights: they run once, whatever is asked of those that do.
+    subjects = [x if x[1] in EIGHT_BIT else (*x[:-1], QUANTIZED[0]) for x in subjects]
+    subjects = list(dict.fromkeys(subjects))
     if options.stock:
         able = (PADDED, DROPLESS) if options.on_gpus else (PADDED,)
         said = dict(zip(STOCK_LAYERS, (PADDED, DROPLESS), strict=True))
         chosen = [said[name] for name in options.stock_layers]
-        plain = (RECIPES[0], WEIGHTS[0], 0.0, "on", COMBINE_PRECISIONS[0])
+        plain = (RECIPES[0], WEIGHTS[0], 0.0, "on", COMBINE_PRECISIONS[0], QUANTIZED[0])
         subjects += [(name, *plain) for name in able if name in chosen]
     found = []
     for subject, recipe, weights, factor, *others in subjects:
@@ -155,7 +162,8 @@ def _case_rows(options: BenchOptions, found: Found, case: str) -> Iterator[dict[
     known = {order.label: order for order in orders(options, "") if order.name == case}
     for subject, measured in subjects.items():
         order = known[subject]
-        plain = subjects.get(dataclasses.replace(order, recipe=RECIPES[0]).label)
+        alike = dataclasses.replace(order, recipe=RECIPES[0], quantized=QUANTIZED[0])
+        plain = subjects.get(alike.label)
         for step in reversed(measured.steps):  # without remat first
             p50 = median(step.step_s)
             memory = None

@@ -19,13 +19,12 @@ from typing import Any
 from ep_runtime.specs import COMBINE_PRECISIONS
 from ep_runtime_bench.base import clients
 from ep_runtime_bench.base.daemon import warm_daemon
-from ep_runtime_bench.base.moe_cases import EIGHT_BIT, Profile
+from ep_runtime_bench.base.moe_cases import EIGHT_BIT, QUANTIZED, Profile
 from ep_runtime_bench.base.options import BenchOptions, BenchReport
 from ep_runtime_bench.base.timing import median
 from ep_runtime_bench.base.train_cases import (
     CPU_MODELS,
     MODELS,
-    QUANTIZED,
     ROUTINGS,
     STOCK,
     Trained,
