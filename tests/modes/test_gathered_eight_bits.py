@@ -22,7 +22,7 @@ AXES = {"fsdp": 2, "ep": 2, "tp": 2}
 SPECS = ep.MoEParams(P(), P("ep", "fsdp", None, "tp"), P("ep", "tp", "fsdp"))
 TENSOR, BLOCK, MX = ep.recipes.TensorScaling(), ep.recipes.BlockScaling(), ep.recipes.MXFP8()
 CASES: list[Any] = [
-    ("auto", TENSOR),
+    pytest.param("auto", TENSOR, marks=pytest.mark.slow),
     ("auto", BLOCK),
     pytest.param("auto", MX, marks=pytest.mark.slow),
     pytest.param("rule", BLOCK, marks=pytest.mark.slow),  # what auto is, asked for

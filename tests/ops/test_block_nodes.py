@@ -101,6 +101,14 @@ def test_values_and_gradients_are_those_of_slabs(layer: Any, by_node: Ways, name
     assert_close(got, want)
 
 
+@pytest.mark.parametrize(
+    "layer",
+    [
+        pytest.param((2, True), id="2-counted"),
+        pytest.param((1, False), id="1-all rows", marks=pytest.mark.slow),
+    ],
+    indirect=True,
+)
 def test_any_routing(layer: Any, by_node: Ways) -> None:
     params = dataclasses.replace(make_params(layer), router=None)
     keys = jax.random.split(jax.random.key(3))

@@ -79,7 +79,13 @@ CASES: dict[str, tuple[Any, Any, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+_SLOW = {"a pair", "not gated"}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.slow if name in _SLOW else []) for name in CASES],
+)
 def test_values_and_gradients_are_those_of_slabs(layer: Any, ways: Ways, name: str) -> None:
     recipe, dtype, of_params, options = CASES[name]
     x, params = drawn(layer, dtype, **of_params)
@@ -90,7 +96,11 @@ def test_values_and_gradients_are_those_of_slabs(layer: Any, ways: Ways, name: s
     assert not np.array_equal(got[0], exact(x, params))  # something was rounded
 
 
-@pytest.mark.parametrize("policy", [None, ("ep_plan",), ("ep_plan", "ep_q_w")], ids=str)
+@pytest.mark.parametrize(
+    "policy",
+    [None, pytest.param(("ep_plan",), marks=pytest.mark.slow), ("ep_plan", "ep_q_w")],
+    ids=str,
+)
 def test_scans_and_checkpoints_quantize_weights_as_often_as_slabs(
     group: fakes.LocalGroup, ways: Ways, policy: tuple[str, ...] | None
 ) -> None:

@@ -98,7 +98,7 @@ CASES: dict[str, tuple[Any, Any, dict[str, Any], bool]] = {
 }
 
 
-_SLOW = {"two recipes", "blocks, a pair"}
+_SLOW = {"two recipes", "blocks, a pair", "tensor scales, a pair", "wo alone"}
 
 
 @pytest.mark.parametrize(
@@ -236,7 +236,10 @@ def _scans(jaxpr: Any) -> Iterator[Any]:
 
 @pytest.mark.parametrize(
     "schedule",
-    [microbatches.accumulated_in_the_loss, microbatches.accumulated_outside],
+    [
+        pytest.param(microbatches.accumulated_in_the_loss, marks=pytest.mark.slow),
+        microbatches.accumulated_outside,
+    ],
     ids=lambda each: each.__name__,
 )
 def test_microbatches_share_one_quantization(
