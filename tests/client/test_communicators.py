@@ -186,3 +186,35 @@ def test_a_board_names_the_ranks_that_left() -> None:
         assert memory.left() == [1]
     memory.close()
     assert memory.left() == []
+
+
+def test_no_descriptor_is_closed_while_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread that hears of events reads the board while the group is closed."""
+    fd = os.memfd_create("board")
+    memory = formed.Memory([(types_pb2.WindowDescriptor(world_rank=-1), fd)])
+    closer = threading.Thread(target=memory.close)
+
+    def read(board_fd: int, generation: int) -> None:
+        closer.start()
+        closer.join(0.05)
+        assert closer.is_alive()
+        os.fstat(board_fd)
+
+    monkeypatch.setattr(formed.board_file, "read_poison", read)
+    assert memory.poison(7) is None
+    closer.join(10)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(fd)
+    assert memory.poison(7) is None
+
+
+def test_lent_descriptors_outlive_the_group() -> None:
+    fd = os.memfd_create("window")
+    memory = formed.Memory([(types_pb2.WindowDescriptor(world_rank=3), fd)])
+    with memory.lent([-1, 3]) as held:
+        memory.close()
+        ((item, lent),) = held
+        assert item.world_rank == 3
+        assert os.fstat(lent).st_size == 0
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(lent)

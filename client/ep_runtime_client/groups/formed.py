@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Sequence
+import os
+import threading
+from collections.abc import Iterator, Sequence
 
 from ep_runtime import board_file, native, specs, wire
 from ep_runtime.errors import RuntimeUnavailableError
@@ -12,38 +15,58 @@ from ep_runtime_client.daemons import transport
 from ep_runtime_client.daemons.place import Place
 from ep_runtime_client.groups.owner import GroupOwner
 
+Held = list[tuple[types_pb2.WindowDescriptor, int]]
+
 
 class Memory:
-    """Descriptors of a group's board and windows, kept to give them to a restarted daemon."""
+    """Descriptors of a group's board and windows, kept to give them to a restarted daemon.
 
-    def __init__(self, held: list[tuple[types_pb2.WindowDescriptor, int]]) -> None:
+    The thread that hears the daemon's events reads the board while another one closes the group: a
+    number that is closed may be another file's before it is read.
+    """
+
+    def __init__(self, held: Held) -> None:
         self._held = held
+        self._lock = threading.Lock()  # nothing is closed while it is read
 
     @property
     def window_ranks(self) -> list[int]:
         """World ranks whose windows are among them."""
         return sorted(item.world_rank for item, _ in self._held if item.world_rank >= 0)
 
-    def of(self, ranks: Sequence[int]) -> list[tuple[types_pb2.WindowDescriptor, int]]:
-        """Those of these world ranks; -1 is the board."""
+    def of(self, ranks: Sequence[int]) -> Held:
+        """Those of these world ranks; -1 is the board. Nobody may close the group meanwhile."""
         wanted = set(ranks)
         return [(item, fd) for item, fd in self._held if item.world_rank in wanted]
 
+    @contextlib.contextmanager
+    def lent(self, ranks: Sequence[int]) -> Iterator[Held]:
+        """The same, which stay open until the end of the block whoever closes the group."""
+        with self._lock:
+            lent = [(item, os.dup(fd)) for item, fd in self.of(ranks)]
+        try:
+            yield lent
+        finally:
+            transport.close_all([fd for _, fd in lent])
+
     def poison(self, generation: int) -> board_file.Poison | None:
         """Why that generation must be left, as the board itself says; None where it goes on."""
-        for _, fd in self.of([-1]):
-            return board_file.read_poison(fd, generation)
+        with self._lock:
+            for _, fd in self.of([-1]):
+                return board_file.read_poison(fd, generation)
         return None
 
     def left(self) -> list[int]:
         """World ranks of this node whose processes have closed the group, as the board says."""
-        for _, fd in self.of([-1]):
-            return board_file.left_ranks(fd)
+        with self._lock:
+            for _, fd in self.of([-1]):
+                return board_file.left_ranks(fd)
         return []
 
     def close(self) -> None:
-        held, self._held = self._held, []
-        transport.close_all([fd for _, fd in held])
+        with self._lock:
+            held, self._held = self._held, []
+            transport.close_all([fd for _, fd in held])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,7 +138,7 @@ def restore(
         )
         answer = control.call(control.groups.RestoreGroup, request, timeout_s=timeout_s)
         if answer.wanted_ranks:
-            held = formed.memory.of(answer.wanted_ranks)
-            transport.return_windows(place, token, formed.spec.name, held, timeout_s)
+            with formed.memory.lent(answer.wanted_ranks) as held:
+                transport.return_windows(place, token, formed.spec.name, held, timeout_s)
         found = answer.group
     return found
