@@ -6,7 +6,7 @@ Imports no JAX.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ep_runtime.specs import COMBINE_PRECISIONS
@@ -62,6 +62,15 @@ CPU_CASES: dict[str, Case] = {
     "small-experts": Case(64, 64, 32, 32, 4),
     "deepseek-v3-like": Case(64, 128, 64, 64, 4),
 }
+
+
+def each_once(subjects: Iterable[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+    """Subjects whose second setting is a recipe and the last one of QUANTIZED, without repeats.
+
+    Recipes of other than 8 bits quantize no weights: they run once, whatever is asked of those.
+    """
+    alike = (x if x[1] in EIGHT_BIT else (*x[:-1], QUANTIZED[0]) for x in subjects)
+    return list(dict.fromkeys(alike))
 
 
 @dataclasses.dataclass(frozen=True)

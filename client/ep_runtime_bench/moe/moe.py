@@ -25,7 +25,6 @@ from ep_runtime_bench.base.moe_cases import (
     CASES,
     CPU_CASES,
     DROPLESS,
-    EIGHT_BIT,
     PADDED,
     QUANTIZED,
     RECIPES,
@@ -34,6 +33,7 @@ from ep_runtime_bench.base.moe_cases import (
     Order,
     Profile,
     Step,
+    each_once,
 )
 from ep_runtime_bench.base.options import STOCK_LAYERS, BenchOptions, BenchReport
 from ep_runtime_bench.base.timing import median, quantile
@@ -118,8 +118,8 @@ def _reports(options: BenchOptions, found: Found) -> list[BenchReport]:
 def orders(options: BenchOptions, address: str) -> list[Order]:
     """What is measured, in that order."""
     known = CASES if options.on_gpus else CPU_CASES
-    subjects: list[tuple[Any, ...]] = [
-        *itertools.product(
+    subjects = each_once(
+        itertools.product(
             options.transports,
             options.recipes,
             options.weights,
@@ -128,10 +128,7 @@ def orders(options: BenchOptions, address: str) -> list[Order]:
             options.precision,
             options.quantized,
         )
-    ]
-    # Others quantize no weights: they run once, whatever is asked of those that do.
-    subjects = [x if x[1] in EIGHT_BIT else (*x[:-1], QUANTIZED[0]) for x in subjects]
-    subjects = list(dict.fromkeys(subjects))
+    )
     if options.stock:
         able = (PADDED, DROPLESS) if options.on_gpus else (PADDED,)
         said = dict(zip(STOCK_LAYERS, (PADDED, DROPLESS), strict=True))

@@ -19,7 +19,7 @@ from typing import Any
 from ep_runtime.specs import COMBINE_PRECISIONS
 from ep_runtime_bench.base import clients
 from ep_runtime_bench.base.daemon import warm_daemon
-from ep_runtime_bench.base.moe_cases import EIGHT_BIT, QUANTIZED, Profile
+from ep_runtime_bench.base.moe_cases import QUANTIZED, Profile, each_once
 from ep_runtime_bench.base.options import BenchOptions, BenchReport
 from ep_runtime_bench.base.timing import median
 from ep_runtime_bench.base.train_cases import (
@@ -92,8 +92,8 @@ def _reports(options: BenchOptions, found: Found) -> list[BenchReport]:
 def orders(options: BenchOptions, address: str) -> list[TrainOrder]:
     """What is measured, in that order: of a model ours, then stock JAX."""
     known = MODELS if options.on_gpus else CPU_MODELS
-    subjects: list[tuple[Any, ...]] = [
-        *itertools.product(
+    subjects = each_once(
+        itertools.product(
             options.transports,
             options.recipes,
             options.capacity,
@@ -102,10 +102,7 @@ def orders(options: BenchOptions, address: str) -> list[TrainOrder]:
             options.precision,
             options.quantized,
         )
-    ]
-    # Others quantize no weights: they run once, whatever is asked of those that do.
-    subjects = [x if x[1] in EIGHT_BIT else (*x[:-1], QUANTIZED[0]) for x in subjects]
-    subjects = list(dict.fromkeys(subjects))
+    )
     if options.stock:
         plain = ("on", COMBINE_PRECISIONS[0], QUANTIZED[0])
         again = dict.fromkeys("default" if remat != "none" else remat for remat in options.remat)
