@@ -60,15 +60,19 @@ class _Sender:
         self._directory, self._numbers, self._with_fds = directory, numbers, with_fds
         self._client = Client(directory)
         self._group = self._client.create(make_spec(f"g{os.getpid()}")).group
-        self._odd = OddMessages(numbers, *_models(self._client, self._group, self._ticket()))
+        models = _models(self._client, self._group, self._ticket())
+        self._well = models[-1].SerializeToString()  # with descriptors of its own: they come back
+        self._windows: list[int] = []
+        self._odd = OddMessages(numbers, *models)
         self.answers: Answers = collections.Counter()
 
     def _ticket(self) -> str:
         return self._client.ticket(self._group).ticket
 
     def send_all(self, inputs: int) -> None:
-        windows = [fd for _, fd in redeem(self._directory, self._client.token, self._ticket())]
-        with _descriptors(windows) as fds:
+        held = redeem(self._directory, self._client.token, self._ticket())
+        self._windows = [fd for _, fd in held]
+        with _descriptors(self._windows) as fds:
             while inputs > 0:
                 if self._numbers.random() < 0.05:
                     self._odd.told["ticket"].append(self._ticket())
@@ -93,6 +97,8 @@ class _Sender:
 
     def _packet(self) -> bytes:
         chance = self._numbers.random()
+        if self._with_fds and self._numbers.random() < 0.05:  # what is odd would seldom be well
+            return self._well
         if chance < 0.01:
             return self._numbers.randbytes(wire.MAX_PACKET_BYTES + self._numbers.randint(-1, 100))
         return b"" if chance < 0.02 else self._odd.encoded(pb.FdRequest)
@@ -103,6 +109,8 @@ class _Sender:
             return
         count = self._numbers.choice(_NUM_FDS)
         chosen = self._numbers.choices([*fds, connection.fileno()], k=count)
+        if data is self._well:
+            chosen = self._windows[:2]
         socket.send_fds(connection, [data], chosen)
 
     def _answered(self, connection: socket.socket, data: bytes) -> bool:
