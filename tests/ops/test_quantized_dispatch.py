@@ -33,14 +33,8 @@ CASES = (
     cases.Case("drops", capacity=24, top_k=4, routing="skewed", hidden=136, **cases.DP_EP),
 )
 _OF_TRANSPORT = {"memfd": CASES, "xla": (CASES[0], CASES[-1]), "memfd/2": CASES[-1:]}
-_SLOW = {("xla", CASES[0])}  # the other one there sends 16-bit rows as well, and drops some
 RUNS = [
-    pytest.param(
-        transport,
-        case,
-        id=f"{transport}-{case.name}",
-        marks=pytest.mark.slow if (transport, case) in _SLOW else [],
-    )
+    pytest.param(transport, case, id=f"{transport}-{case.name}")
     for transport, some in _OF_TRANSPORT.items()
     for case in some
 ]
