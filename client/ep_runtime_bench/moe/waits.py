@@ -27,14 +27,11 @@ def waited(session: Session, group: Group, run: Callable[[], int]) -> list[RankW
         RuntimeUnavailableError: no daemon answers at the session's address.
     """
     with source.open_source(session.address, timeout_s=TIMEOUT_S) as daemon:
-        before = tallies.look(daemon, None, None)
+        before = tallies.look(daemon, group.name, None)
         steps = run()
-        after = tallies.look(daemon, None, None)
-    ours = [
-        one
-        for one in tallies.between(before, after)
-        if (one.group.job, one.group.group) == (session.job, group.name)
-    ]
+        after = tallies.look(daemon, group.name, None)
+    # Other jobs may have a group of that name.
+    ours = [one for one in tallies.between(before, after) if one.group.job == session.job]
     return [wait for one in ours for wait in _by_op(one, steps)]
 
 

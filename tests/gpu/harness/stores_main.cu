@@ -3,11 +3,11 @@
 //   stores_main
 #include <algorithm>
 #include <cstdio>
-#include <cstdlib>
 #include <random>
 #include <vector>
 
 #include "cuda/bulk_copy.cuh"
+#include "device_world.h"
 
 namespace gpu_test {
 namespace {
@@ -17,12 +17,6 @@ namespace ec = ep_runtime::cuda;
 constexpr int kRows = 4096, kPlaces = 4;  // rows, and copies of each
 constexpr int kRowBytes = 14336, kPieceBytes = kRowBytes / 2;
 constexpr int kWarps = 8, kBuffers = 2, kRepeats = 4;
-
-void Check(cudaError_t error) {
-  if (error == cudaSuccess) return;
-  std::fprintf(stderr, "%s\n", cudaGetErrorString(error));
-  std::exit(2);
-}
 
 struct Arrays {
   const uint8_t* from;  // [kRows, kRowBytes]
@@ -92,23 +86,23 @@ __global__ void StoreVectors(Arrays arrays) {
 template <typename T>
 T* Allocated(int64_t count) {
   T* made = nullptr;
-  Check(cudaMalloc(&made, count * sizeof(T)));
+  CHECK_CUDA(cudaMalloc(&made, count * sizeof(T)));
   return made;
 }
 
 // The least of some runs.
 double MsOf(void (*kernel)(Arrays), int blocks, int shared_bytes, const Arrays& arrays) {
   cudaEvent_t begin, end;
-  Check(cudaEventCreate(&begin));
-  Check(cudaEventCreate(&end));
+  CHECK_CUDA(cudaEventCreate(&begin));
+  CHECK_CUDA(cudaEventCreate(&end));
   float least = 1e9;
   for (int i = 0; i < kRepeats; ++i) {
-    Check(cudaEventRecord(begin));
+    CHECK_CUDA(cudaEventRecord(begin));
     kernel<<<blocks, kWarps * 32, shared_bytes>>>(arrays);
-    Check(cudaEventRecord(end));
-    Check(cudaEventSynchronize(end));
+    CHECK_CUDA(cudaEventRecord(end));
+    CHECK_CUDA(cudaEventSynchronize(end));
     float ms = 0;
-    Check(cudaEventElapsedTime(&ms, begin, end));
+    CHECK_CUDA(cudaEventElapsedTime(&ms, begin, end));
     least = std::min(least, ms);
   }
   return least;
@@ -123,10 +117,11 @@ int Main() {
   auto* from = Allocated<uint8_t>(int64_t{kRows} * kRowBytes);
   auto* to = Allocated<uint8_t>(int64_t{kRows} * kPlaces * kRowBytes);
   auto* where = Allocated<int>(places.size());
-  Check(cudaMemcpy(where, places.data(), places.size() * sizeof(int), cudaMemcpyDefault));
+  CHECK_CUDA(cudaMemcpy(where, places.data(), places.size() * sizeof(int), cudaMemcpyDefault));
   const Arrays arrays{from, to, where};
   const int shared_bytes = kWarps * kBuffers * kPieceBytes;
-  Check(cudaFuncSetAttribute(StoreBulk, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes));
+  CHECK_CUDA(
+      cudaFuncSetAttribute(StoreBulk, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes));
   std::printf("blocks  GB/s by bulk copies, of one  GB/s by vectors, of one\n");
   for (int blocks : {1, 8, 16, 20, 24, 32, 40, 64, 132}) {
     const double gigabytes = 1e-9 * kRows * kPlaces * kRowBytes;
