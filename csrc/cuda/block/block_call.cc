@@ -403,7 +403,8 @@ class BlockLaunches : private ExpertLaunches {
 cudaError_t Launch(cudaStream_t stream, const BlockParams& params, bool backward) {
   Workspace at;
   LayOut(params.sizes, backward, params.workspace, &at);
-  return BlockLaunches(stream, params, at, backward).Run();
+  EP_RETURN_IF_CUDA_ERROR(BlockLaunches(stream, params, at, backward).Run());
+  return LaunchEnd(stream, params, backward);
 }
 
 }  // namespace

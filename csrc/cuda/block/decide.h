@@ -1,10 +1,10 @@
-// What a block call decides on the device, before anything else.
+// What a block call decides on the device, before anything else, and what it does after all else.
 #ifndef EP_RUNTIME_CUDA_BLOCK_DECIDE_H_
 #define EP_RUNTIME_CUDA_BLOCK_DECIDE_H_
 
 #include <cuda_runtime.h>
 
-#include "cuda/block/workspace.h"
+#include "cuda/block/block_call.h"
 
 namespace ep_runtime {
 namespace cuda {
@@ -32,6 +32,10 @@ struct SlotsParams {
   int32_t* out;  // [slots], device
 };
 cudaError_t LaunchSlots(cudaStream_t stream, const SlotsParams& params);
+
+// Fills all float results with NaN where an exchange of the call failed: products of rows that did
+// not come are finite.
+cudaError_t LaunchEnd(cudaStream_t stream, const BlockParams& params, bool backward);
 
 }  // namespace block
 }  // namespace cuda

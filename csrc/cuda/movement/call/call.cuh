@@ -14,6 +14,7 @@
 #include <cuda_runtime.h>
 
 #include "cuda/device/device_group.h"
+#include "cuda/fill.cuh"
 #include "cuda/movement/call/progress.cuh"
 #include "cuda/movement/call/tally.cuh"
 #include "cuda/wanted.cuh"
@@ -290,18 +291,6 @@ __device__ inline uint32_t TakeTicket(const DeviceCall& call, int which) {
   return __shfl_sync(~0u, ticket, 0);
 }
 
-struct Output {
-  void* data;
-  int64_t bytes;     // a multiple of 4, or of 1-byte rows
-  uint32_t pattern;  // what a failed call leaves in it
-};
-
-__device__ inline void FillOutput(const Output& output) {
-  const int64_t words = output.bytes / 4;
-  auto* out = static_cast<uint32_t*>(output.data);
-  for (int64_t i = threadIdx.x; i < words; i += blockDim.x) out[i] = output.pattern;
-}
-
 // Waits until `source` has begun this call, and so has ended the one before. A rank that neither
 // sends to this one nor gets anything waits for nothing else: without this one of the two could run
 // ahead by a round of lanes, and write what the other still reads.
@@ -319,21 +308,33 @@ __device__ inline void AwaitBegun(const DeviceCall& call, int source) {
   }
 }
 
+constexpr uint32_t kDeadBlock = 1u << 16;  // in DeviceGroup::ended, beside the blocks that ended
+
 // Last thing of every kernel, called by every thread. The last block to end advances the epoch;
-// after a failure it also overwrites all outputs, so that no half-made result survives.
+// after a failure it also overwrites all outputs, so that no half-made result survives. Blocks of a
+// call that was dead from the start share that work, because nothing else writes the outputs.
 template <int kOutputs>
 __device__ inline void EndCall(const DeviceCall& call, const Output (&outputs)[kOutputs]) {
-  __shared__ bool last;
+  __shared__ bool last, filled;
   DeviceGroup* group = call.group;
   if (!call.dead && blockIdx.x == 0 && threadIdx.x < call.ranks) {
     AwaitBegun(call, static_cast<int>(threadIdx.x));
+  }
+  if (call.dead) {
+    const int64_t thread = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
+    for (int i = 0; i < kOutputs; ++i) {
+      FillOutput(outputs[i], thread, int64_t{gridDim.x} * blockDim.x);
+    }
   }
   __syncthreads();
   CallStart start{};
   if (threadIdx.x == 0) {
     start = ReadStart(group);
     __threadfence();
-    last = atomicAdd(&group->ended, 1u) == gridDim.x - 1;
+    const uint32_t mine = call.dead ? 1 + kDeadBlock : 1;
+    const uint32_t ended = atomicAdd(&group->ended, mine) + mine;
+    last = ended % kDeadBlock == gridDim.x;
+    filled = ended / kDeadBlock == gridDim.x;
     __threadfence();
   }
   __syncthreads();
@@ -341,8 +342,8 @@ __device__ inline void EndCall(const DeviceCall& call, const Output (&outputs)[k
   // A spoiled rank's plans stay whole: its calls go on, or its peers would wait for them.
   const bool failed = Failed(call);
   const bool spoiled = LoadRelaxed(&group->spoiled) != 0;
-  if (failed || (spoiled && call.op != static_cast<uint32_t>(OpCode::kPrepare))) {
-    for (int i = 0; i < kOutputs; ++i) FillOutput(outputs[i]);
+  if (!filled && (failed || (spoiled && call.op != static_cast<uint32_t>(OpCode::kPrepare)))) {
+    for (int i = 0; i < kOutputs; ++i) FillOutput(outputs[i], threadIdx.x, blockDim.x);
   }
   if (threadIdx.x == 0) {
     group->ended = 0;
