@@ -3,6 +3,7 @@
 #ifndef EP_RUNTIME_TESTS_GPU_CASE_RUNNER_H_
 #define EP_RUNTIME_TESTS_GPU_CASE_RUNNER_H_
 
+#include <algorithm>
 #include <memory>
 #include <random>
 #include <string>
@@ -27,8 +28,8 @@ struct Grids {
 class Memory {
  public:
   explicit Memory(size_t bytes) : bytes_(bytes) {
-    CHECK_CUDA(cudaMalloc(&data_, bytes + 256));
-    CHECK_CUDA(cudaMemset(data_, 0xFF, bytes + 256));
+    CHECK_CUDA(cudaMalloc(&data_, bytes + kTail));
+    CHECK_CUDA(cudaMemset(data_, 0xFF, bytes + kTail));
   }
   template <typename T>
   explicit Memory(const std::vector<T>& host) : Memory(host.size() * sizeof(T)) {
@@ -42,6 +43,14 @@ class Memory {
   T* as() const {
     return static_cast<T*>(data_);
   }
+  size_t bytes() const { return bytes_; }
+  // Whether nothing was written past the end.
+  bool intact() const {
+    std::vector<uint8_t> tail(kTail);
+    const auto* end = static_cast<uint8_t*>(data_) + bytes_;
+    CHECK_CUDA(cudaMemcpy(tail.data(), end, kTail, cudaMemcpyDeviceToHost));
+    return std::all_of(tail.begin(), tail.end(), [](uint8_t byte) { return byte == 0xFF; });
+  }
   template <typename T>
   std::vector<T> read() const {
     std::vector<T> host(bytes_ / sizeof(T));
@@ -50,6 +59,8 @@ class Memory {
   }
 
  private:
+  static constexpr size_t kTail = 256;
+
   size_t bytes_;
   void* data_ = nullptr;
 };
@@ -157,6 +168,20 @@ class CaseRunner {
   }
 
   const RankData& data(int rank) const { return data_[rank]; }
+  // Arrays of a rank past whose end something was written.
+  int CountOverruns(int rank) const {
+    world_.Use(rank);
+    const RankData& d = data_[rank];
+    const Plan& p = *d.plan;
+    int overrun = 0;
+    for (const Buffer* each :
+         {&d.recv, &d.recv_weights, &d.out, &d.d_tokens, &d.d_topk, &d.d_expert_out, &d.d_weights,
+          &d.verdict, &p.dst_rank, &p.dst_row, &p.recv_count, &p.staged_start, &p.staged_row,
+          &p.staged_slot, &p.kept, &p.group_sizes, &p.num_recv}) {
+      overrun += !(*each)->intact();
+    }
+    return overrun;
+  }
   const Case& spec() const { return c_; }
 
  private:

@@ -117,6 +117,15 @@ class World {
     Synchronize();
   }
 
+  // The next call's epoch is `epoch` + 1; flags stay as they are.
+  void SetEpoch(uint64_t epoch) {
+    Synchronize();
+    for (int rank = 0; rank < ranks_; ++rank) {
+      Use(rank);
+      CHECK_CUDA(cudaMemcpy(&groups_[rank]->epoch, &epoch, 8, cudaMemcpyHostToDevice));
+    }
+  }
+
   void Close() {
     const uint32_t closed = 0;
     for (int rank = 0; rank < ranks_; ++rank) {

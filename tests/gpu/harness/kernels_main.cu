@@ -58,13 +58,14 @@ std::vector<Case> Cases(int n) {
 }
 
 // Several epochs of two inputs in turn, ranks delayed at random, no sync in between.
-int RunCase(const Case& c, int gpus, const Grids& grids, int rounds) {
+int RunCase(const Case& c, int gpus, const Grids& grids, int rounds, uint64_t epoch = 0) {
   World world(SizesOf(c), gpus);
   CaseRunner first(world, c, 7, grids);
   CaseRunner second(world, c, 8, grids);
   std::mt19937 random(c.tokens);
   world.Synchronize();
   for (int i = 0; i < rounds; ++i) {
+    if (i == 1 && epoch > 0) world.SetEpoch(epoch);  // with flags of the first ones
     for (int r = 0; r < c.ranks; ++r) {
       world.Use(r);
       Delay<<<1, 1, 0, world.stream(r)>>>(random() % 100000);
@@ -244,6 +245,79 @@ int RunCombineFailure(int n, int gpus, const Grids& grids) {
   return wrong;
 }
 
+// A peer may write anything into a window. Rank 0 runs all ops again, alone, on what a whole round
+// left in its window but for one word, of every `step` in turn: each call ends, within its budget
+// where a flag is gone, and writes nowhere but into its own arrays.
+int RunFuzz(int n, int gpus, const Grids& grids, int step) {
+  const Case c{"one word of a window", n, 8, 16, 2, 4 * n, 4, 64, RowType::kBF16, 1, true};
+  GroupSizes sizes = SizesOf(c);
+  sizes.lanes = 8;  // more than ops, so that every op's words are there
+  World world(sizes, gpus, 200'000ull);
+  CaseRunner runner(world, c, 11, grids);
+  world.Use(0);
+  const size_t bytes = FlagLayout(sizes).window_bytes;
+  const cudaStream_t stream = world.stream(0);
+  Memory window(bytes), group(sizeof(DeviceGroup));
+  const auto copy = [&](void* to, const void* from, size_t size) {
+    CHECK_CUDA(cudaMemcpyAsync(to, from, size, cudaMemcpyDeviceToDevice, stream));
+  };
+  copy(group.as<void>(), world.group(0), group.bytes());
+  world.Form(1, 20'000'000'000ull);  // ranks of a GPU may start one after another
+  for (int r = 0; r < n; ++r) runner.Enqueue(r);
+  world.Synchronize();
+  int wrong = runner.Compare();
+  world.Use(0);
+  copy(window.as<void>(), world.window(0), bytes);
+  const auto started = std::chrono::steady_clock::now();
+  int64_t words = 0;
+  for (size_t at = 0; at + 4 <= bytes; at += 4 * size_t{static_cast<unsigned>(step)}) {
+    for (int byte : {0xFF, 0x7F, 0x01}) {
+      copy(world.window(0), window.as<void>(), bytes);
+      CHECK_CUDA(cudaMemsetAsync(world.window(0) + at, byte, 4, stream));
+      copy(world.group(0), group.as<void>(), group.bytes());
+      runner.Enqueue(0);
+      const cudaError_t error = cudaStreamSynchronize(stream);
+      ++words;
+      if (error == cudaSuccess) continue;
+      std::printf("  word at byte %zu set to %02x: %s\n", at, byte, cudaGetErrorString(error));
+      std::exit(1);  // nothing on this device works any more
+    }
+  }
+  const double s =
+      std::chrono::duration<double>(std::chrono::steady_clock::now() - started).count();
+  wrong += runner.CountOverruns(0);
+  // With the window as it was, all is as it was.
+  world.Form(2, 20'000'000'000ull);
+  CaseRunner again(world, c, 12, grids);
+  for (int r = 0; r < n; ++r) again.Enqueue(r);
+  world.Synchronize();
+  wrong += again.Compare();
+  std::printf("%s %lld rounds with one word of %zu bytes of a window wrong, %.1f s\n",
+              wrong == 0 ? "ok  " : "FAIL", static_cast<long long>(words), bytes, s);
+  std::fflush(stdout);
+  return wrong;
+}
+
+// How long a failed call takes to fill a slab of some GB with NaN: the first one, whose last block
+// does it alone, and one after it.
+int TimeFill(int n, int gpus, const Grids& grids) {
+  const int tokens = 16384;
+  World world(GroupOf(n, kExperts, kWidth, tokens, 1, kTopK, 2), gpus, 1'000'000ull);
+  TimedCase timed(world, tokens, Routing::kOneRank);
+  world.Use(0);
+  const auto took = [&] {
+    const auto started = std::chrono::steady_clock::now();
+    timed.Dispatch(0, grids.dispatch);
+    world.Synchronize();
+    return std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - started)
+        .count();
+  };
+  const double first = took(), second = took();
+  std::printf("a failed dispatch fills its slab in %.1f ms, the next one in %.1f ms\n", first,
+              second);
+  return 0;
+}
+
 }  // namespace
 
 int Main(const std::string& what, int ranks, int gpus) {
@@ -252,7 +326,10 @@ int Main(const std::string& what, int ranks, int gpus) {
   int wrong = 0;
   if (what == "check" || what == "small") {
     for (const Case& c : Cases(ranks)) wrong += RunCase(c, gpus, grids, what == "small" ? 1 : 3);
+    // Tags of calls have 24 bits of the epoch.
+    for (int i : {0, 1}) wrong += RunCase(Cases(ranks)[i], gpus, grids, 3, (1 << 24) - 3);
     wrong += RunGraphs(Cases(ranks)[0], gpus, grids);
+    if (ranks > 1) wrong += RunFuzz(ranks, gpus, grids, what == "small" ? 97 : 1);
     wrong += RunOneSided(ranks, gpus, grids, what == "small" ? 16 : 8192);
   }
   if (what == "check" && ranks > 1) {
@@ -262,6 +339,7 @@ int Main(const std::string& what, int ranks, int gpus) {
     }
     wrong += RunCombineFailure(ranks, gpus, grids);
   }
+  if ((what == "time" || what == "quick") && ranks > 1) wrong += TimeFill(ranks, gpus, grids);
   if (what == "time" || what == "quick" || what == "warps") wrong += TimeAll(ranks, gpus, what);
   std::printf("%s: %d arrays wrong, %d ranks on %d GPUs\n", wrong == 0 ? "passed" : "FAILED", wrong,
               ranks, gpus);

@@ -63,7 +63,8 @@ __device__ inline void SendEntries(const DeviceCall& call, const PrepareParams& 
   }
 }
 
-// Waits for all entries of all sources, then reads what each sent.
+// Waits for all entries of all sources, then reads what each sent. A peer's words are as small as
+// they may be, whatever it wrote: they become offsets into arrays.
 __device__ inline bool AwaitEntries(const DeviceCall& call, const PrepareParams& params,
                                     PrepareShared* shared) {
   bool alive = true;
@@ -78,7 +79,10 @@ __device__ inline bool AwaitEntries(const DeviceCall& call, const PrepareParams&
     int32_t row[3] = {0, 0, 0};
     if (lane < call.ranks) {
       const auto* sent = reinterpret_cast<const int32_t*>(call.CountsFlag(call.me, lane)) + 4;
-      for (int i = 0; i < 3; ++i) row[i] = __ldcg(&sent[i]);
+      for (int i = 0; i < 3; ++i) {
+        const int32_t most = params.sizes.tokens * (i == 1 ? params.sizes.top_k : 1);
+        row[i] = min(max(__ldcg(&sent[i]), 0), most);
+      }
     }
     for (int i = 0; i < 3; ++i) shared->received[lane][i] = row[i];
     shared->staged_before[lane + 1] = WarpScan(row[0]);
@@ -107,9 +111,8 @@ __device__ inline void WriteReceived(const DeviceCall& call, const PrepareParams
       const uint2 entry = __ldcg(&sent[i - shared.entries_before[source]]);
       row = static_cast<int32_t>(entry.x);
       slot = static_cast<int32_t>(entry.y & 31);
-      if ((entry.y & 32) != 0) {
-        plan.staged_start[shared.staged_before[source] + static_cast<int32_t>(entry.y >> 6)] = i;
-      }
+      const int64_t number = int64_t{shared.staged_before[source]} + (entry.y >> 6);
+      if ((entry.y & 32) != 0 && number < staged) plan.staged_start[number] = i;
     }
     plan.staged_row[i] = row;
     plan.staged_slot[i] = slot;

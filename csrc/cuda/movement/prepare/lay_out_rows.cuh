@@ -62,11 +62,12 @@ __device__ inline void LayOutRows(const DeviceCall& call, const PrepareParams& p
                                   const Experts& experts, int num_experts) {
   const int64_t stride = call.group->source_counts_bytes / 4;
   const int32_t* matrix = call.Counts(call.me, 0);
+  const int32_t most = params.sizes.tokens * params.sizes.top_k;  // whatever a peer wrote
   for (int e = threadIdx.x; e < num_experts; e += kThreads) {
     int32_t demand = 0;
     int32_t before = 0;
     for (int source = 0; source < call.ranks; ++source) {
-      const int32_t count = __ldcg(&matrix[source * stride + e]);
+      const int32_t count = min(max(__ldcg(&matrix[source * stride + e]), 0), most);
       before += source < call.me ? count : 0;
       demand += count;
     }
