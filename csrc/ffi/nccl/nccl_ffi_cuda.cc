@@ -12,6 +12,7 @@
 #include <algorithm>
 #include <chrono>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <thread>
 #include <vector>
@@ -119,26 +120,51 @@ Status MoveBlocks(nccl::NcclGroup& group, nccl::Communicator& communicator, cons
 
 constexpr std::chrono::microseconds kPause(5);
 
-// Host memory that the device copies to beside the thread that waits for it; stays.
-Status PinnedWords(size_t count, int32_t** out) {
-  thread_local int32_t* words = nullptr;
-  thread_local size_t held = 0;
-  if (count > held) {
+// Host memory that the device copies to while a call waits for it. There is as much as calls have
+// waited for at one time, whatever threads XLA runs them on: freeing it would wait for the device.
+class PinnedWords {
+ public:
+  // Some that are free and hold so many words, or new ones.
+  Status Take(size_t count) {
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      const auto fits = [&](const Words& each) { return each.count >= count; };
+      const auto found = std::find_if(free_.begin(), free_.end(), fits);
+      if (found != free_.end()) {
+        taken_ = *found;
+        free_.erase(found);
+        return Status();
+      }
+    }
     void* made = nullptr;
     EP_RETURN_IF_CUDA(cudaHostAlloc(&made, count * sizeof(int32_t), cudaHostAllocPortable));
-    words = static_cast<int32_t*>(made);
-    held = count;
+    taken_ = {static_cast<int32_t*>(made), count};
+    return Status();
   }
-  *out = words;
-  return Status();
-}
+  // Not after a wait that was given up: the device may still write.
+  void GiveBack() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    free_.push_back(taken_);
+  }
+  int32_t* data() const { return taken_.data; }
+
+ private:
+  struct Words {
+    int32_t* data;
+    size_t count;
+  };
+  inline static std::mutex mutex_;
+  inline static std::vector<Words> free_;
+
+  Words taken_{};
+};
 
 // What the device has found by now, on the host. The wait is bounded as a call's is.
 Status ReadCounts(const nccl::NcclGroup& group, cudaStream_t stream, const int32_t* device,
                   std::vector<int32_t>* counts) {
-  int32_t* words = nullptr;
-  EP_RETURN_IF_ERROR(PinnedWords(counts->size(), &words));
-  EP_RETURN_IF_CUDA(cudaMemcpyAsync(words, device, counts->size() * sizeof(int32_t),
+  PinnedWords words;
+  EP_RETURN_IF_ERROR(words.Take(counts->size()));
+  EP_RETURN_IF_CUDA(cudaMemcpyAsync(words.data(), device, counts->size() * sizeof(int32_t),
                                     cudaMemcpyDeviceToHost, stream));
   const auto deadline =
       std::chrono::steady_clock::now() + std::chrono::nanoseconds(group.options().op_timeout_ns);
@@ -154,7 +180,8 @@ Status ReadCounts(const nccl::NcclGroup& group, cudaStream_t stream, const int32
     }
     std::this_thread::sleep_for(kPause);
   }
-  std::copy_n(words, counts->size(), counts->begin());
+  std::copy_n(words.data(), counts->size(), counts->begin());
+  words.GiveBack();
   return Status();
 }
 
