@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -13,6 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import ep_runtime as ep
 
 TOKENS, HIDDEN, EXPERTS = 32, 128, 16
+_LIMIT_S = 120.0
 
 
 def make_group(session: ep.Session, gpus: list[Any], **settings: Any) -> ep.Group:
@@ -67,6 +75,54 @@ def test_more_sms_than_the_gpu_has_are_refused_with_both_numbers(
     with pytest.raises(ep.InvalidArgumentError, match=r"num_sms .* at most \d+, .* got 256"):
         make_group(session, gpus, num_sms=256)
     np.testing.assert_array_equal(round_trip(make_group(session, gpus), indices(gpus)), 2.0)
+
+
+@pytest.fixture
+def mps(tmp_path: Path, gpus: list[Any]) -> Iterator[dict[str, str]]:
+    """The environment of processes that share GPUs through MPS."""
+    control = shutil.which("nvidia-cuda-mps-control")
+    if layouts.TRIAL or control is None:
+        pytest.skip("no nvidia-cuda-mps-control here")
+    folders = {"CUDA_MPS_PIPE_DIRECTORY": str(tmp_path), "CUDA_MPS_LOG_DIRECTORY": str(tmp_path)}
+    environment = {**os.environ, **folders}
+    if subprocess.run([control, "-d"], env=environment, timeout=_LIMIT_S).returncode:
+        pytest.skip("MPS does not start here")
+    yield environment
+    subprocess.run([control], input="quit", text=True, env=environment, timeout=_LIMIT_S)
+
+
+@pytest.mark.parametrize(
+    ("share", "message"), [(40, ""), (20, r"prepare runs 32 blocks .* may use \d+ SMs")]
+)
+def test_a_share_of_the_sms_is_enough_or_refused_with_both_numbers(
+    mps: dict[str, str], share: int, message: str
+) -> None:
+    environment = {**mps, "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": str(share)}
+    done = subprocess.run(
+        [sys.executable, "-c", "import gpu.test_gpu_settings as test; test.move_rows()"],
+        env=environment,
+        timeout=_LIMIT_S,
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parents[1],
+    )
+    assert (done.returncode == 0) == (not message), done.stderr
+    assert re.search(message, done.stderr)
+
+
+def move_rows() -> None:
+    """In a process of its own, on all SMs that it may use: both kinds of calls' grids."""
+    gpus = jax.devices("gpu")
+    with ep.connect("embedded", timeout_s=_LIMIT_S) as session:
+        group = make_group(session, gpus, retain_s=0)
+        np.testing.assert_array_equal(round_trip(group, indices(gpus)), 2.0)
+        layer = group.register_layer("block", top_k=2)
+        params = ep.init_moe_params(jax.random.key(0), layer, HIDDEN)
+        x = np.ones((TOKENS * len(gpus), HIDDEN), np.float32)
+        x = jax.device_put(x, NamedSharding(group.mesh, PartitionSpec("ep")))
+        gradient = jax.jit(jax.grad(lambda x: ep.moe(layer, x, params)[0].sum()))(x)
+        assert np.isfinite(np.asarray(gradient)).all()
+        group.check()
 
 
 @pytest.fixture

@@ -12,6 +12,20 @@ namespace {
 // As measured on H200: more blocks win little and take SMs from the GEMMs beside them.
 constexpr LaunchBlocks kDefaultBlocks = {32, {12, 28, 24, 16}, {20, 44, 38, 26}, {}};
 
+// So many blocks of an exchange in all, at least 2, shared out as measured.
+ExchangeBlocks Share(int32_t total) {
+  ExchangeBlocks blocks{};
+  blocks.push = std::max(total * 3 / 10, 1);
+  blocks.place = total - blocks.push;
+  blocks.sum = std::max(total * 2 / 5, 1);
+  blocks.reduce = total - blocks.sum;
+  return blocks;
+}
+
+ExchangeBlocks AtMost(const ExchangeBlocks& blocks, int32_t sms) {
+  return blocks.push + blocks.place > sms ? Share(sms) : blocks;
+}
+
 Status CheckAtMost(const char* name, int64_t got, int64_t most) {
   if (got <= most) return Status();
   return InvalidArgument(std::string("transport nvlink takes ") + name + " up to " +
@@ -56,33 +70,34 @@ Status CudaGroup::CheckLimits(const std::vector<int>& devices) const {
   return Status();
 }
 
-// The blocks of a kernel wait for each other, so each has an SM of its own.
-Status CudaGroup::CheckBlocks(const std::vector<int>& devices) const {
+// The blocks of a kernel wait for each other, so each has an SM of its own. Under MPS and in a
+// slice of MIG the attribute counts those that this process may use.
+Status CudaGroup::CountSms(const std::vector<int>& devices, int32_t* sms) const {
+  *sms = kMaxBlocks;
   for (int device : devices) {
-    int sms = 0;
-    EP_RETURN_IF_CUDA(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device));
-    const int64_t most = std::min(sms, kMaxBlocks);
-    if (num_sms_ <= most) continue;
-    return InvalidArgument("num_sms must be at most " + std::to_string(most) +
-                           ", the SMs of CUDA device " + std::to_string(device) + ", got " +
-                           std::to_string(num_sms_))
-        .With("argument", std::string("num_sms"));
+    int found = 0;
+    EP_RETURN_IF_CUDA(cudaDeviceGetAttribute(&found, cudaDevAttrMultiProcessorCount, device));
+    *sms = std::min(*sms, found);
   }
   return Status();
 }
 
 Status CudaGroup::ChooseBlocks(const std::vector<int>& devices) {
   EP_RETURN_IF_ERROR(group_->options().settings.Read("num_sms", &num_sms_));
-  EP_RETURN_IF_ERROR(CheckBlocks(devices));
+  int32_t sms = 0;
+  EP_RETURN_IF_ERROR(CountSms(devices, &sms));
+  if (num_sms_ > sms) {
+    return InvalidArgument("num_sms must be at most " + std::to_string(sms) +
+                           ", the SMs that this process may use, got " + std::to_string(num_sms_))
+        .With("argument", std::string("num_sms"));
+  }
   blocks_ = kDefaultBlocks;
+  // No rank waits for a number of another's blocks of an exchange: each chooses for itself.
   if (num_sms_ > 0) {
-    const auto total = static_cast<int32_t>(std::max<int64_t>(num_sms_, 2));
-    ExchangeBlocks& asked = blocks_.beside;
-    asked.push = std::max(total * 3 / 10, 1);
-    asked.place = total - asked.push;
-    asked.sum = std::max(total * 2 / 5, 1);
-    asked.reduce = total - asked.sum;
-    blocks_.alone = asked;
+    blocks_.alone = blocks_.beside = Share(static_cast<int32_t>(num_sms_));
+  } else {
+    blocks_.alone = AtMost(blocks_.alone, sms);
+    blocks_.beside = AtMost(blocks_.beside, sms);
   }
   // What is sent in 8 bits takes arithmetic, so that more SMs win more than with other sums.
   const bool fp8 = group_->options().combine_precision == CombinePrecision::kFp8;
@@ -93,6 +108,13 @@ Status CudaGroup::ChooseBlocks(const std::vector<int>& devices) {
   while (blocks_.prepare < kMaxPrepareBlocks &&
          (slots + blocks_.prepare - 1) / blocks_.prepare > kMaxBlockSlots / 2) {
     blocks_.prepare *= 2;
+  }
+  // Ranks wait for as many blocks of each other's prepare as they have themselves.
+  if (blocks_.prepare > sms) {
+    return InvalidArgument("prepare runs " + std::to_string(blocks_.prepare) +
+                           " blocks at once on every rank of a group, and this process may use " +
+                           std::to_string(sms) + " SMs of a GPU: give it more of them " +
+                           "(CUDA_MPS_ACTIVE_THREAD_PERCENTAGE, the MIG profile)");
   }
   return CheckAtMost("max_tokens_per_rank * max_top_k", slots,
                      (kMaxBlockSlots - sizes.max_top_k) * kMaxPrepareBlocks);

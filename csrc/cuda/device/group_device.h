@@ -66,7 +66,7 @@ class CudaGroup : public GroupDevice {
   explicit CudaGroup(const Group* group) : group_(group) {}
 
   Status CheckLimits(const std::vector<int>& devices) const;
-  Status CheckBlocks(const std::vector<int>& devices) const;
+  Status CountSms(const std::vector<int>& devices, int32_t* sms) const;
   Status ChooseBlocks(const std::vector<int>& devices);
   Status OpenRank(int64_t world_rank, int device);
   Status OpenSide(LocalRank* rank);
