@@ -11,6 +11,7 @@ on_overflow="error": [2][W] lines. Letters: `board.py`.
 from __future__ import annotations
 
 from ep_runtime.board_abi import PAGE_BYTES
+from ep_runtime.errors import InvalidArgumentError
 from ep_runtime.layout import align_up, packed_columns
 from ep_runtime.specs import GroupSpec
 
@@ -19,11 +20,40 @@ MAX_PREPARE_BLOCKS = 64
 VERDICT_SLOTS = 2
 # Ranks all of whose rows a lane has room for, if there are so many.
 LEAST_SOURCES = 4
+# What the kernels take, as in device_group.h.
+MAX_RANKS = 32
+MAX_TOP_K = 32
+MAX_EXPERTS = 2048
+MIN_LANES = 2
 
 
 def on_device(spec: GroupSpec) -> bool:
     """Whether the group's windows are memory of GPUs."""
     return spec.transport in ("nvlink", "nccl")
+
+
+def check_limits(spec: GroupSpec) -> None:
+    """Raises InvalidArgumentError for a group on GPUs whose sizes no kernel takes."""
+    if not on_device(spec):
+        return
+    # Between nodes the daemons say later which ranks share windows.
+    together = spec.ranks_per_node if spec.transport == "nvlink" or spec.node_size else 1
+    most = f'transport="{spec.transport}" on GPUs takes at most'
+    for argument, got, limit, of in (
+        ("ep_axis", together, MAX_RANKS, "ranks that share windows"),
+        ("max_top_k", spec.max_top_k, MAX_TOP_K, "experts of a token"),
+        ("num_experts", together * spec.experts_per_rank, MAX_EXPERTS, "experts of those ranks"),
+    ):
+        if got > limit:
+            raise InvalidArgumentError(
+                f"{argument}: {most} {limit} {of}, got {got}", argument=argument
+            )
+    if spec.lanes < MIN_LANES:
+        raise InvalidArgumentError(
+            f'lanes must be at least {MIN_LANES} with transport="{spec.transport}" on GPUs, got '
+            f"{spec.lanes}",
+            argument="lanes",
+        )
 
 
 def lane_rows(spec: GroupSpec) -> int:

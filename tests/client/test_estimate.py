@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -13,7 +14,9 @@ from jax.sharding import AbstractMesh
 import ep_runtime as ep
 from ep_runtime import board, device_layout, specs, workspace
 from ep_runtime_client.groups import estimate
+from ep_runtime_server.groups import claims
 
+_ROOT = Path(__file__).parents[2]
 _MESH = AbstractMesh((2, 4), ("dp", "ep"))
 _ARGUMENTS: dict[str, Any] = {
     "ep_axis": "ep",
@@ -37,6 +40,34 @@ def test_estimate_needs_no_session_and_counts_window_and_rows() -> None:
 def test_estimate_of_xla_stages_nothing() -> None:
     found = ep.estimate_memory("g", _MESH, transport="xla", **_ARGUMENTS)
     assert found.staging_bytes_per_rank == 0
+
+
+@pytest.mark.parametrize(
+    ("ranks", "changes", "message"),
+    [
+        (64, {"num_experts": 64}, r"ep_axis: .*nvlink.* at most 32 ranks .*, got 64"),
+        (72, {"num_experts": 72, "transport": "nccl", "node_size": 36}, r"ep_axis: .* got 36"),
+        (32, {"num_experts": 2080}, r"num_experts: .* at most 2048 experts .*, got 2080"),
+        (4, {"max_top_k": 33, "num_experts": 64}, r"max_top_k: .* at most 32 .*, got 33"),
+        (4, {"lanes": 1}, r"lanes must be at least 2 .*, got 1"),
+    ],
+)
+def test_what_no_kernel_takes_is_refused_before_anything_is_made(
+    ranks: int, changes: dict[str, Any], message: str
+) -> None:
+    arguments = {**_ARGUMENTS, "outer_axes": (), "transport": "nvlink", **changes}
+    with pytest.raises(ep.InvalidArgumentError, match=message):
+        ep.estimate_memory("g", AbstractMesh((ranks,), ("ep",)), **arguments)
+    spec = specs.make_group_spec(name="g", mesh_axes=(("ep", ranks),), **arguments)
+    with pytest.raises(ep.InvalidArgumentError, match=message):
+        claims.check_new_spec(spec)
+
+
+def test_limits_are_those_of_the_kernels() -> None:
+    header = (_ROOT / "csrc/cuda/device/device_group.h").read_text()
+    for name in ("MAX_RANKS", "MAX_TOP_K", "MAX_EXPERTS", "MAX_PREPARE_BLOCKS"):
+        constant = "k" + name.title().replace("_", "")
+        assert f"constexpr int {constant} = {getattr(device_layout, name)};" in header
 
 
 def test_a_capacity_factor_makes_it_smaller() -> None:

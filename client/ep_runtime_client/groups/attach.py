@@ -37,7 +37,7 @@ def resolve(
     """
     mesh_axes = meshes.axes_of(mesh)
     meshes.devices_of(mesh)
-    return specs.make_group_spec(
+    spec = specs.make_group_spec(
         mesh_axes=mesh_axes,
         max_token_dtype=dtype_name(max_token_dtype, "max_token_dtype"),
         transport=meshes.resolve_transport(
@@ -48,6 +48,8 @@ def resolve(
         ),
         **arguments,
     )
+    device_layout.check_limits(spec)
+    return spec
 
 
 def _in_cluster(session: GroupOwner) -> bool:

@@ -175,6 +175,7 @@ def estimate_memory(
         node_size=node_size,
         **arguments,
     )
+    device_layout.check_limits(spec)
     found = of_spec(spec)
     workspace.check_keep(keep, keep_factor)
     scaling = _scaling_of(recipe)

@@ -46,6 +46,7 @@ def check_spec(spec: GroupSpec) -> None:
 def check_new_spec(spec: GroupSpec) -> None:
     """As `check_spec`, of a group that is to be made here."""
     check_spec(spec)
+    device_layout.check_limits(spec)
     if spec.node_size:
         raise InvalidArgumentError(
             f"node_size follows from where the ranks are; leave it 0, got {spec.node_size}",
