@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import gzip
 import itertools
 import json
 import subprocess
@@ -43,6 +44,7 @@ from ep_runtime_bench.base.moe_cases import (
 from ep_runtime_bench.base.options import BenchOptions
 from ep_runtime_bench.moe import client, measuring, moe, stock_layer, trace
 
+_HERE = Path(__file__).parent
 RANKS = 2
 CASE = Case(tokens=8, hidden=16, inner=8, num_experts=4, top_k=2)
 ON_GPUS = BenchOptions(benches=("moe",), transports=("nvlink",), stock=True, devices=4)
@@ -415,11 +417,31 @@ def test_steps_without_instructions_serve_the_parts_of_one_that_has_them() -> No
         KernelTime("forward experts", "GemmKernel", 1.0, 1.0),
         KernelTime("", "MemcpyD2D", 0.5, 0.5),
     ]
-    # The copy comes before the last step does.
-    assert [each.kernel for each in trace._totals(events, parts, 1, 1).kernels] == [
-        "GemmKernel",
-        "GemmKernel",
-    ]
+    # A step lasts from where a kernel of it began to where that one began again.
+    found = trace._totals(events, parts, 1, 1)
+    assert (found.step_s, found.idle_s) == (4.0, 0.0)
+
+
+def test_no_part_of_a_recorded_step_takes_longer_than_the_step() -> None:
+    """Of 9 steps of 92 ms on an H100: fills that ran in the first ones alone, four times nine."""
+    said = json.loads(gzip.decompress((_HERE / "recorded_step.json.gz").read_bytes()))
+    events = [trace._Event(*each) for each in said["events"]]
+    found = trace._totals(events, said["parts"], said["warm"], said["steps"])
+    assert 0.090 < found.step_s < 0.096
+    assert max(each.step_s for each in found.kernels) + found.idle_s < found.step_s
+    calls = {each.kernel: each.calls for each in found.kernels}
+    assert (calls["DispatchKernel"], calls["loop_add_fusion_6"]) == (72, 1)
+
+
+def test_times_beside_each_other_count_once() -> None:
+    stream = (("Stream #1", ("a", "", 0, 4), ("a", "", 4, 2)), ("Stream #2", ("a", "", 1, 4)))
+    (kernel,) = trace._totals(trace._events(profile_of(*stream)), {}, 0, 1).kernels
+    assert (kernel.calls, kernel.step_s) == (3, 6.0)
+
+
+def test_a_profile_without_a_kernel_of_every_step_says_nothing() -> None:
+    stream = ("Stream #1", ("a", "", 0, 1), ("b", "", 1, 1))
+    assert not trace._totals(trace._events(profile_of(stream)), {}, 1, 2).kernels
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import re
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
@@ -33,14 +33,6 @@ class _Event:
     instruction: str
     start_ns: int
     duration_ns: int
-
-
-class _Served(NamedTuple):
-    """An event, the part of the program that it serves, and which step; None: nobody knows."""
-
-    event: _Event
-    part: str
-    step: int | None
 
 
 def profile(
@@ -77,64 +69,92 @@ def part_of(op_name: str) -> str:
 
 
 def _totals(events: Iterable[_Event], parts: dict[str, str], warm: int, steps: int) -> Profile:
-    served = _last(_with_parts(events, parts, warm + steps), steps)
-    if not served:
+    """The times of the last `steps` steps of `warm` + `steps`; see `_window`."""
+    ordered = sorted(events, key=lambda event: event.start_ns)
+    window = _window(ordered, warm, steps)
+    if window is None:
         return Profile()
+    begin, end = window
+    served = _parts_of(ordered, parts, warm + steps)
     count: collections.Counter[tuple[str, str]] = collections.Counter()
-    nanoseconds: collections.Counter[tuple[str, str]] = collections.Counter()
-    first = end = served[0].event.start_ns
-    busy = 0
-    for event, part, _ in served:
-        count[part, short(event.kernel)] += 1
-        nanoseconds[part, short(event.kernel)] += event.duration_ns
-        stop = event.start_ns + event.duration_ns
-        busy += max(0, stop - max(end, event.start_ns))
-        end = max(end, stop)
-    span = end - first
+    times: dict[tuple[str, str], _Busy] = collections.defaultdict(_Busy)
+    busy = _Busy()
+    for event, part in zip(ordered, served, strict=True):
+        start, stop = max(event.start_ns, begin), min(event.start_ns + event.duration_ns, end)
+        if start >= stop:
+            continue
+        key = (part, short(event.kernel))
+        count[key] += 1
+        times[key].add(start, stop)
+        busy.add(start, stop)
     kernels = [
-        KernelTime(*key, count[key] / steps, total / 1e9 / steps)
-        for key, total in nanoseconds.most_common()
+        KernelTime(*key, count[key] / steps, time.total_ns / 1e9 / steps)
+        for key, time in sorted(times.items(), key=lambda item: -item[1].total_ns)
     ]
-    return Profile(kernels, span / 1e9 / steps, (span - busy) / 1e9 / steps)
+    span = end - begin
+    return Profile(kernels, span / 1e9 / steps, (span - busy.total_ns) / 1e9 / steps)
 
 
-def _with_parts(events: Iterable[_Event], parts: dict[str, str], steps: int) -> list[_Served]:
-    """The events in order, and what each of them serves.
+class _Busy:
+    """Time in which at least one of some events ran; they come in the order of their starts.
+
+    Events that run beside each other count once, so that no sum exceeds the time there was.
+    """
+
+    def __init__(self) -> None:
+        self.total_ns = 0
+        self._end_ns = 0
+
+    def add(self, start_ns: int, stop_ns: int) -> None:
+        self.total_ns += max(0, stop_ns - max(start_ns, self._end_ns))
+        self._end_ns = max(self._end_ns, stop_ns)
+
+
+def _window(ordered: list[_Event], warm: int, steps: int) -> tuple[int, int] | None:
+    """When the last `steps` steps began and ended, in nanoseconds; None where that is not known.
+
+    Of the kernels that ran equally often in every step the one that took longest marks them. Others
+    may run far ahead of their step: a copy to the device waits for nothing. Without steps before
+    them all there is counts.
+    """
+    if warm == 0 and ordered:
+        ends = (event.start_ns + event.duration_ns for event in ordered)
+        return ordered[0].start_ns, max(ends)
+    taken: collections.Counter[str] = collections.Counter()
+    starts: dict[str, list[int]] = collections.defaultdict(list)
+    for event in ordered:
+        taken[event.kernel] += event.duration_ns
+        starts[event.kernel].append(event.start_ns)
+    for name, _ in taken.most_common():
+        each, rest = divmod(len(starts[name]), warm + steps)
+        if not rest:
+            first = starts[name][::each]  # of every step
+            return first[warm - 1], first[-1]
+    return None
+
+
+def _parts_of(ordered: list[_Event], parts: dict[str, str], steps: int) -> list[str]:
+    """What each event serves; "" where nobody knows.
 
     Kernels that CUDA replays from a graph come without their instruction. Kernels of one name
     follow each other in every step in the same order, so those of a step that has the names tell
     which the others are.
     """
-    ordered = sorted(events, key=lambda event: event.start_ns)
+    served = [parts.get(event.instruction, "") for event in ordered]
     places: dict[str, list[int]] = collections.defaultdict(list)
     for place, event in enumerate(ordered):
         places[event.kernel].append(place)
-    served = [_Served(event, parts.get(event.instruction, ""), None) for event in ordered]
     for of_name in places.values():
         each, rest = divmod(len(of_name), steps)
         if rest:
             continue
         for nth in range(each):
             alike = of_name[nth::each]
-            known = {served[place].part for place in alike} - {""}
-            part = next(iter(known)) if len(known) == 1 else None
-            for step, place in enumerate(alike):
-                one = served[place]
-                served[place] = _Served(one.event, one.part if part is None else part, step)
+            known = {served[place] for place in alike} - {""}
+            if len(known) == 1:
+                for place in alike:
+                    served[place] = next(iter(known))
     return served
-
-
-def _last(served: list[_Served], steps: int) -> list[_Served]:
-    """Those of the last `steps` steps; where nobody knows the step, all since they began."""
-    known = [one.step for one in served if one.step is not None]
-    least = max(known, default=0) - steps + 1
-    starts = [one.event.start_ns for one in served if one.step is not None and one.step >= least]
-    since = min(starts, default=0)
-    return [
-        one
-        for one in served
-        if (one.event.start_ns >= since if one.step is None else one.step >= least)
-    ]
 
 
 def _events(profile: Any) -> Iterator[_Event]:
