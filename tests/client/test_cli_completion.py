@@ -6,10 +6,11 @@ import os
 import pty
 import re
 import select
+import shlex
 import shutil
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,26 @@ CASES = {
     "describe group mo": "moe",
     "describe sessions s-": "s-1",
 }
+# Names of a daemon that refused none. Each but the last makes the file `run` in a shell that takes
+# it as more than a word.
+HOSTILE = (
+    "$(echo>run)",
+    "`echo>run`",
+    "'$(echo>run)'",
+    '"$(echo>run)"',
+    "<(echo>run)",
+    ";echo>run;",
+    "'x';echo>run;'",
+    "{x,$(echo>run)}",
+    "${x[$(echo>run)]}",
+    "(echo>run)",
+    "\\$(echo>run)",
+    "\\'$(echo>run)'",
+    "*(e:echo>run:)",
+    "~ * !1",
+)
+STARTS = {f"h{number}x": f"h{number}x{text}" for number, text in enumerate(HOSTILE)}
+NAMES = ("moe", "dense", *HOSTILE, *STARTS.values())
 # How each starts without a user's settings, and a key by which it tells the line and forgets it.
 SHELLS = {
     "bash": (
@@ -50,10 +71,11 @@ SHELLS = {
 def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with an `ep-runtime` that knows some names."""
     folder = tmp_path_factory.mktemp("completion")
+    (folder / "names").write_text("".join(f"{name}\n" for name in NAMES))
     fake = folder / "ep-runtime"
     fake.write_text(
         '#!/bin/sh\ncase "$*" in\n'
-        '  "groups -o name") echo moe; echo dense ;;\n'
+        f'  "groups -o name") cat {shlex.quote(str(folder / "names"))} ;;\n'
         '  "sessions -o name") echo s-1 ;;\n'
         "  'serve --help') echo ' [--max-host-bytes SIZE] [--max-host-bytes-per-uid SIZE]' ;;\n"
         "  *) exit 1 ;;\nesac\n"
@@ -88,6 +110,7 @@ class Shell:
             stdout=theirs,
             stderr=theirs,
             env=environment(folder),
+            cwd=folder,
             start_new_session=True,
         )
         os.close(theirs)
@@ -142,20 +165,50 @@ def test_a_shell_completes_commands_options_values_and_names(shell: Shell) -> No
         assert shell.complete(f"ep-runtime {typed}").rstrip() == wanted
 
 
-@pytest.mark.skipif(shutil.which("fish") is None, reason="fish is not installed")
-def test_fish_completes_them_too(program: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    lines = [f"source {printed('fish', program, capsys)}"]
-    lines += [f"complete -C 'ep-runtime {typed}' | head -n 1; echo" for typed in CASES]
+@pytest.mark.parametrize("typed", ["describe group", "reclaim", "top", "events"])
+def test_names_of_others_are_completed_and_run_nothing(
+    shell: Shell, program: Path, typed: str
+) -> None:
+    shell.complete(f"ep-runtime {typed} ")  # every name may follow
+    for start, name in STARTS.items():
+        line = shell.complete(f"ep-runtime {typed} {start}")
+        assert shlex.split(line) == ["ep-runtime", *typed.split(), name]
+        assert not (program / "run").exists(), name
+
+
+def offered_by_fish(
+    folder: Path, capsys: pytest.CaptureFixture[str], typed: Iterable[str]
+) -> list[list[str]]:
+    """What fish offers for each of the lines."""
+    if shutil.which("fish") is None:
+        pytest.skip("fish is not installed")
+    lines = [f"source {printed('fish', folder, capsys)}"]
+    lines += [f"complete -C 'ep-runtime {one}'; echo" for one in typed]
     done = subprocess.run(
         ["fish", "--no-config", "-c", "\n".join(lines)],
         capture_output=True,
         text=True,
         timeout=TIMEOUT_S,
-        env=environment(program),
+        env=environment(folder),
+        cwd=folder,
     )
     assert (done.returncode, done.stderr) == (0, "")
-    found = [text.partition("\t")[0].strip() for text in done.stdout.split("\n\n")]
-    assert dict(zip(CASES, found, strict=False)) == CASES
+    *answers, _ = done.stdout.split("\n\n")
+    return [[line.partition("\t")[0] for line in answer.splitlines()] for answer in answers]
+
+
+def test_fish_completes_them_too(program: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = [words[0].strip() for words in offered_by_fish(program, capsys, CASES)]
+    assert dict(zip(CASES, found, strict=True)) == CASES
+
+
+def test_fish_offers_names_of_others_as_they_are(
+    program: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    typed = ("describe group ", "reclaim ", "top ", "events ")
+    for found in offered_by_fish(program, capsys, typed):
+        assert sorted(found) == sorted(NAMES)
+    assert not (program / "run").exists()
 
 
 def test_the_bash_script_bears_strict_shells(

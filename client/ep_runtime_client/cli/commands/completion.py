@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterable
 
 from ep_runtime_client import cli
 from ep_runtime_client.cli import render
@@ -29,31 +29,53 @@ _NAMES = {
     "fence": "sessions",
 }
 
+# Names are other users' text, so they are read line by line and quoted: `compgen -W` would expand
+# them, and run what they say.
 _SCRIPT = """\
+_ep_runtime_words() {{
+  local word
+  for word; do
+    printf -v word %q "$word"
+    [[ $word != "$cur"* ]] || COMPREPLY+=("$word")
+  done
+}}
+_ep_runtime_lines() {{
+  local line
+  while IFS= read -r line; do _ep_runtime_words "$line"; done
+}}
 _ep_runtime() {{
-  local cur=${{COMP_WORDS[COMP_CWORD]}} command=${{COMP_WORDS[1]-}} words= list=
+  local cur=${{COMP_WORDS[COMP_CWORD]}} command=${{COMP_WORDS[1]-}} list=
   local before=${{COMP_WORDS[COMP_CWORD-1]}} kind=${{COMP_WORDS[2]-}}
+  COMPREPLY=()
   if [ "$COMP_CWORD" -eq 1 ]; then
-    COMPREPLY=($(compgen -W "{commands}" -- "$cur"))
+    _ep_runtime_words {commands}
     return
   fi
   case "$command $before" in
 {values}
   esac
-  case "$command" in
-{options}
-  esac
   case "$cur" in
     -*) ;;
     *)
-      if [ "$command" = describe ]; then
-        words="{kinds}"
-        [ "$COMP_CWORD" -eq 2 ] || list="${{kind%s}}s"
-      fi
-      [ -z "$list" ] || words=$(ep-runtime "$list" -o name 2> /dev/null)
+      case "$command" in
+        describe)
+          if [ "$COMP_CWORD" -eq 2 ]; then
+            _ep_runtime_words {kinds}
+            return
+          fi
+          case "${{kind%s}}" in {listed}) list=${{kind%s}}s ;; esac
+          ;;
+{names}
+      esac
       ;;
   esac
-  COMPREPLY=($(compgen -W "$words" -- "$cur"))
+  if [ -n "$list" ]; then
+    _ep_runtime_lines < <(ep-runtime "$list" -o name 2> /dev/null)
+    return
+  fi
+  case "$command" in
+{options}
+  esac
 }}
 complete -o default -F _ep_runtime ep-runtime"""
 
@@ -64,15 +86,18 @@ _ZSH = """\
 autoload -U +X bashcompinit && bashcompinit
 {bash}"""
 
+# What a command in parentheses prints fish takes as it is, line by line; what stands beside it is
+# expanded.
 _FISH = """\
 function __ep_runtime_in
   set -l words (commandline -opc)
-  test (count $words) -gt 1; and test $words[2] = $argv[1]
+  test (count $words) -gt 1; and test "$words[2]" = $argv[1]
 end
 function __ep_runtime_described
   set -l words (commandline -opc)
   if test (count $words) -gt 2
-    ep-runtime (string replace -r 's?$' s $words[3]) -o name 2> /dev/null
+    set -l kind (string replace -r -- 's?$' s $words[3])
+    contains -- $kind {lists}; and ep-runtime $kind -o name 2> /dev/null
   else
     string split ' ' '{kinds}'
   end
@@ -102,19 +127,19 @@ def script() -> str:
     values, options = [], []
     for name in cli.COMMANDS:
         if name in cli.APART:
-            options.append(f"    {name}) words=$({_ASKED.format(name=name)}) ;;")
+            options.append(f"    {name}) _ep_runtime_lines < <({_ASKED.format(name=name)}) ;;")
             continue
         flags, chosen = _options(name)
-        names = f" list={_NAMES[name]} ;;" if name in _NAMES else " ;;"
-        options.append(f'    {name}) words="{" ".join(flags)}"{names}')
+        options.append(f"    {name}) _ep_runtime_words {_quoted(flags)} ;;")
         for flag, words in chosen:
-            reply = f'COMPREPLY=($(compgen -W "{words}" -- "$cur")); return ;;'
-            values.append(f'    "{name} {flag}") {reply}')
+            values.append(f'    "{name} {flag}") _ep_runtime_words {_quoted(words)}; return ;;')
     return _SCRIPT.format(
-        commands=" ".join(cli.COMMANDS),
-        kinds=" ".join(describe.KINDS),
+        commands=_quoted(cli.COMMANDS),
+        kinds=_quoted(describe.KINDS),
         values="\n".join(values),
         options="\n".join(options),
+        listed="|".join(describe.VIEWS),
+        names="\n".join(f"        {name}) list={named} ;;" for name, named in _NAMES.items()),
     )
 
 
@@ -130,19 +155,27 @@ def fish() -> str:
             lines.append(f'{command} -a "({_ASKED.format(name=name)})"')
             continue
         flags, chosen = _options(name)
-        words = dict(chosen)
+        words = {flag: shlex.quote(_quoted(words)) for flag, words in chosen}
         for flag in flags:
             kind = "-l" if flag.startswith("--") else "-s"
-            more = f" -x -a '{words[flag]}'" if flag in words else ""
+            more = f" -x -a {words[flag]}" if flag in words else ""
             lines.append(f"{command} {kind} {flag.lstrip('-')}{more}")
         if name == "describe":
             lines.append(f"{command} -f -a '(__ep_runtime_described)'")
         elif name in _NAMES:
             lines.append(f"{command} -f -a '(ep-runtime {_NAMES[name]} -o name 2> /dev/null)'")
-    return _FISH.format(kinds=" ".join(describe.KINDS), lines="\n".join(lines))
+    return _FISH.format(
+        kinds=" ".join(describe.KINDS),
+        lists=_quoted(view.kind for view in describe.VIEWS.values()),
+        lines="\n".join(lines),
+    )
 
 
-def _options(name: str) -> tuple[list[str], list[tuple[str, str]]]:
+def _quoted(words: Iterable[str]) -> str:
+    return " ".join(map(shlex.quote, words))
+
+
+def _options(name: str) -> tuple[list[str], list[tuple[str, list[str]]]]:
     """A command's options, and the words that may follow some."""
     actions = cli.make_parser(name)._actions
     flags = [flag for action in actions for flag in action.option_strings]
@@ -150,14 +183,14 @@ def _options(name: str) -> tuple[list[str], list[tuple[str, str]]]:
         (flag, words)
         for action in actions
         for flag in action.option_strings
-        for words in _words(name, action)
+        if (words := _words(name, action))
     ]
 
 
-def _words(name: str, action: argparse.Action) -> Iterator[str]:
+def _words(name: str, action: argparse.Action) -> list[str]:
     if action.choices:
-        yield " ".join(map(str, action.choices))
-    elif action.dest == "sort_by":
+        return [*map(str, action.choices)]
+    if action.dest == "sort_by":
         lists = {view.kind: view.columns for view in describe.VIEWS.values()}
-        columns = lists.get(name, events.COLUMNS)
-        yield " ".join(column.title for column in columns)
+        return [column.title for column in lists.get(name, events.COLUMNS)]
+    return []
