@@ -15,6 +15,7 @@ from typing import Any
 
 from ep_runtime import layout
 from ep_runtime import workspace as workspaces
+from ep_runtime.allowed_names import check_name
 from ep_runtime.arguments import check_at_least, check_whole
 from ep_runtime.errors import InvalidArgumentError
 
@@ -25,7 +26,6 @@ ON_OVERFLOW = ("drop", "error")
 COMBINE_PRECISIONS = ("fast", "exact", "fp8")
 PARTITIONINGS = ("auto", "rule", "shard_map")
 MAX_STACK_LAYERS = 1 << 20
-MAX_NAME_BYTES = 120
 MAX_MESH_AXES = 32
 MAX_SMS = 256
 
@@ -48,18 +48,6 @@ def stable_id(*parts: str) -> int:
     """A 63-bit id of a name, equal in every process and run (sha256, not Python's hash)."""
     digest = hashlib.sha256("\0".join(parts).encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 1
-
-
-def check_name(kind: str, name: str) -> None:
-    """Raises InvalidArgumentError unless `name` is printable text, non-empty and short enough."""
-    if not isinstance(name, str):
-        raise InvalidArgumentError(f"{kind} name must be text, got {name!r}", argument="name")
-    if not 1 <= len(name.encode(errors="replace")) <= MAX_NAME_BYTES or not name.isprintable():
-        raise InvalidArgumentError(
-            f"{kind} name must be 1 to {MAX_NAME_BYTES} bytes of printable text, "
-            f"got {name[:MAX_NAME_BYTES]!r}",
-            argument="name",
-        )
 
 
 def check_axis_count(count: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from typing import Any
 
 import numpy as np
@@ -48,6 +49,11 @@ class Case:
     def tolerance(self, of_dtype: dict[str, float]) -> float:
         """Of sums of its dtype; of 8-bit ones half a unit of e4m3's last place, 2^-4."""
         return 2.0**-4 if self.precision == "fp8" else of_dtype[self.dtype]
+
+    @property
+    def group_name(self) -> str:
+        """What it is about, as a group may be called."""
+        return re.sub(r"\W+", "-", self.name)
 
     @property
     def group_settings(self) -> dict[str, Any]:

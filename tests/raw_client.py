@@ -82,7 +82,7 @@ class Client(Stubs):
         if job is not None:
             self.open(job)
 
-    def resume(self) -> bool:
+    def resume(self, job: str = "job") -> bool:
         """Says hello again after the daemon started again; whether it knew the session."""
         if self.process is None:
             welcome = hello(self.directory, resume_token=self.token)
@@ -93,7 +93,7 @@ class Client(Stubs):
         self.token, self.session_id, resumed = answer
         metadata = ((wire.TOKEN_KEY, self.token), (wire.PID_KEY, str(self.pid)))
         super().__init__(self.directory, wire.API_SOCKET, metadata)
-        self.open("job")
+        self.open(job)
         return resumed
 
     def restore(self, group, ranks=None, layers=(), windows=(), uuids=()):

@@ -7,6 +7,7 @@ import os
 import secrets
 from collections.abc import Callable, Mapping
 
+from ep_runtime.allowed_names import check_new_labels, check_new_name
 from ep_runtime.board import PoisonReason
 from ep_runtime.errors import (
     EpRuntimeError,
@@ -14,7 +15,6 @@ from ep_runtime.errors import (
     RuntimeUnavailableError,
     SpecMismatchError,
 )
-from ep_runtime.specs import check_name
 from ep_runtime.text import check_printable, printable
 from ep_runtime.v1 import session_service_pb2
 from ep_runtime.wire import duration
@@ -26,7 +26,7 @@ from ep_runtime_server.base.loop_lag import LoopLag
 from ep_runtime_server.base.supervision import Supervisor
 from ep_runtime_server.callers.operations import Operations
 from ep_runtime_server.callers.quotas import Quotas, Usage
-from ep_runtime_server.callers.sessions import SessionRecord, Sessions, SessionState, check_labels
+from ep_runtime_server.callers.sessions import SessionRecord, Sessions, SessionState
 from ep_runtime_server.cluster.cluster import Cluster
 from ep_runtime_server.config import ServerConfig
 from ep_runtime_server.groups.formation import Groups
@@ -239,8 +239,6 @@ class Runtime:
             RuntimeUnavailableError: draining.
             PoolExhaustedError: the journal cannot be written.
         """
-        check_name("job", job)
-        check_labels(labels)
         if session.state is not SessionState.CONNECTED:
             self.sessions.heard(session)
             if session.job != job:
@@ -253,6 +251,8 @@ class Runtime:
                     ours=job,
                 )
             return
+        check_new_name("job", job)
+        check_new_labels(labels)
         self.check_serving()
         self.recorder.admit()
         session.job = job

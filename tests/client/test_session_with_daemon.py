@@ -177,7 +177,7 @@ def test_layers_and_stacks_are_listed_with_their_handles(
 
 def test_ten_thousand_layers_are_one_call(session: ep.Session, mesh: Any) -> None:
     group = session.create_group("g", mesh, **_ARGUMENTS)
-    specs = [ep.LayerSpec(f"layer {i}", top_k=1) for i in range(10_000)]
+    specs = [ep.LayerSpec(f"layer{i}", top_k=1) for i in range(10_000)]
     layers = group.register_layers(specs)
     assert [layer.name for layer in layers] == [spec.name for spec in specs]
     assert len({layer.id for layer in layers}) == 10_000
@@ -311,7 +311,7 @@ def test_threads_share_one_session_and_one_group(address: str, mesh: Any) -> Non
         start.wait(WAIT_S)
         session = ep.connect(address)
         group = session.create_group("shared", mesh, **_ARGUMENTS)
-        own = session.create_group(f"own {index}", mesh, **_ARGUMENTS, transport="xla")
+        own = session.create_group(f"own{index}", mesh, **_ARGUMENTS, transport="xla")
         return session, group, (group.register_layer("a", top_k=1), own.name)
 
     with ThreadPoolExecutor(count) as pool:
@@ -335,10 +335,10 @@ def test_connecting_again_after_the_last_close_is_a_new_session(address: str) ->
 
 
 def test_labels_and_job_reach_the_listing(address: str, admin: source.Source) -> None:
-    with ep.connect(address, job="night run", labels={"team": "moe"}) as session:
+    with ep.connect(address, job="night-run", labels={"team": "moe"}) as session:
         rows = {row["session_id"]: row for row in admin.sessions()}
         row = rows[session.session_id]
-    assert (row["job"], row["labels"], row["state"]) == ("night run", {"team": "moe"}, "ACTIVE")
+    assert (row["job"], row["labels"], row["state"]) == ("night-run", {"team": "moe"}, "ACTIVE")
 
 
 def test_groups_that_come_and_go_leave_no_descriptor_open(session: ep.Session, mesh: Any) -> None:

@@ -139,7 +139,7 @@ def test_replace_with_the_same_spec_keeps_the_group(session: ep.Session, mesh: A
 
 def test_several_groups_live_side_by_side(session: ep.Session, mesh: Any) -> None:
     groups = [session.create_group(f"g{i}", mesh, **_ARGUMENTS) for i in range(3)]
-    layers = [group.register_layer("same name", top_k=2) for group in groups]
+    layers = [group.register_layer("same", top_k=2) for group in groups]
     assert len({layer.id for layer in layers}) == 3
     assert [layer.group for layer in layers] == groups
 

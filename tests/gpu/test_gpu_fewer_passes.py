@@ -143,7 +143,7 @@ def test_the_moe_block_holds_them_and_gives_the_same_bits(
 ) -> None:
     mesh, tokens = Mesh(np.array(gpus), ("ep",)), 256
     group = session.create_group(
-        f"fewer passes {name} {weighted}",
+        f"fewer-passes-{name}-{weighted}",
         mesh,
         ep_axis="ep",
         transport="xla",
@@ -184,7 +184,7 @@ def test_weights_of_tokens_multiply_rows_once_they_are_dispatched(
     mesh, tokens, hidden = Mesh(np.array(gpus), ("ep",)), 256, 256
     sizes = {"num_experts": 8, "hidden_size": hidden, "max_tokens_per_rank": tokens}
     group = session.create_group(
-        "weighted tokens", mesh, ep_axis="ep", transport=TRANSPORT, **sizes
+        "weighted-tokens", mesh, ep_axis="ep", transport=TRANSPORT, **sizes
     )
     layer = group.register_layer("moe", top_k=1)
     put = functools.partial(jax.device_put, device=NamedSharding(mesh, PartitionSpec("ep")))

@@ -78,7 +78,7 @@ def places(gpus: list[Any]) -> Iterator[dict[str, Place]]:
         made = {}
         for axes, sizes in ((FSDP_EP, (2, ranks)), (EP_TP, (ranks, 2))):
             group = session.create_group(
-                " ".join(axes),
+                "-".join(axes),
                 Mesh(np.array(gpus[: 2 * ranks]).reshape(sizes), axes),
                 ep_axis="ep",
                 outer_axes=tuple(axis for axis in axes if axis == "fsdp"),

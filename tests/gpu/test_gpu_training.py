@@ -35,7 +35,7 @@ _SETTINGS: dict[str, Any] = {
 def _layers(session: ep.Session, gpus: list[Any], transport: str) -> Layers:
     def group(name: str, mesh: Mesh, **more: Any) -> ep.Group:
         given = {"ep_axis": "ep", "transport": transport, **_SETTINGS, **more}
-        return session.create_group(f"{name} {transport}", mesh, **given)
+        return session.create_group(f"{name}-{transport}", mesh, **given)
 
     return layers_on(gpus, group)
 

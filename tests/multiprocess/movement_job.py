@@ -27,7 +27,7 @@ def run_case(session: Any, case: cases.Case, nodes: int) -> None:
     axes = settings.pop("axes")
     count = int(np.prod([*axes.values()]))
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:count]).reshape([*axes.values()]), [*axes])
-    group = session.create_group(case.name, mesh, **settings, op_timeout_s=60)
+    group = session.create_group(case.group_name, mesh, **settings, op_timeout_s=60)
     assert (group.spec.transport, group.spec.node_size) == ("memfd", shares_of(group, nodes))
     layer = group.register_layer("moe", top_k=case.top_k)
     capacity = movement.capacity_of(case, layer)

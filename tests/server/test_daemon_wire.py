@@ -215,14 +215,6 @@ def test_no_secret_reaches_the_events(daemon):
 ORDERS_TO_A_TERMINAL = "\x1b[2J\rroot"
 
 
-@pytest.mark.parametrize(
-    "labels", [{ORDERS_TO_A_TERMINAL: ""}, {"k": ORDERS_TO_A_TERMINAL}, {"k": "v\u202e"}]
-)
-def test_labels_are_text_that_prints(daemon, labels):
-    with pytest.raises(errors.InvalidArgumentError, match="labels must be printable"):
-        daemon.client(job=None).open("job", labels=labels)
-
-
 @pytest.mark.parametrize("version", [ORDERS_TO_A_TERMINAL, "1" * 257])
 def test_a_clients_version_is_text_that_prints(daemon, version):
     with pytest.raises(errors.InvalidArgumentError, match="client_version must be printable"):

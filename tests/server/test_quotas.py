@@ -121,7 +121,7 @@ def test_what_is_counted_of_records_is_what_a_new_file_holds(start):
     client = daemon.client()
     group = client.create(SPEC).group
     client.register(group, [LayerSpec(f"layers/{number}", top_k=1) for number in range(300)])
-    client.register(group, [LayerSpec("one more", top_k=1)])
+    client.register(group, [LayerSpec("one-more", top_k=1)])
     journal = daemon._daemon.runtime.journal
     (user,) = daemon.status().users
 
@@ -144,7 +144,7 @@ def test_a_group_is_kept_for_a_day_at_most(daemon):
 def test_an_exhausted_pool_tells_nothing_of_other_users_but_a_sum(start):
     daemon = start({"max_host_bytes": 2 * SIZE})
     client = daemon.client(job="secret job")
-    close_fds(client.fetch(client.create(make_spec("secret name")).group))
+    close_fds(client.fetch(client.create(make_spec("secret-name")).group))
     start.peer_uid = OTHER_UID
     other = daemon.client(job="theirs")
     other.create(make_spec("own"))

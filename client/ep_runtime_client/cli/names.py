@@ -5,6 +5,8 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+from ep_runtime.allowed_names import quoted, shown
+
 _MOST_LISTED = 20
 
 
@@ -12,10 +14,10 @@ def hint(typed: str, known: Iterable[str]) -> str:
     """`; did you mean 'x'?` where a known name is close, else nothing."""
     by_lower = {name.lower(): name for name in known}
     close = difflib.get_close_matches(typed.lower(), by_lower, n=1)
-    return f"; did you mean {by_lower[close[0]]!r}?" if close else ""
+    return f"; did you mean {quoted(by_lower[close[0]])}?" if close else ""
 
 
 def listed(known: Iterable[str]) -> str:
     """The names for an error's text, not all of very many."""
-    names = sorted(set(known))
+    names = [shown(name) for name in sorted(set(known))]
     return ", ".join(names[:_MOST_LISTED]) + (", ..." if len(names) > _MOST_LISTED else "")

@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from ep_runtime.allowed_names import shown
 from ep_runtime.text import printable
 from ep_runtime.units import duration, iec, si
 
@@ -23,7 +24,11 @@ _LEAST_FOLDED = 24  # a column of text narrower than that is no pleasure to read
 _LEAST = 12  # of others, where nothing else is left
 _MOST_ITEMS = 3  # of a list, in a table that is not wide
 _RIGHT = ("bytes", "count", "seconds", "share", "rate", "ratio")
-_FOLDING = ("prose", "list")
+_LISTS = ("list", "names")
+_FOLDING = ("prose", *_LISTS)
+# Keys of values without a column that are names, and lists of them.
+_NAMED = ("name", "group", "job", "layer", "owner")
+_NAMED_LISTS = ("groups", "labels")
 _DEVICE = re.compile(r"(GPU-[0-9a-f]{8})-[0-9a-f-]+")
 
 
@@ -34,7 +39,8 @@ class Column:
     Attributes:
         key: key of the row's dict.
         title: heading.
-        kind: "text", "prose" (folds), "list" (folds; the first few where it is not wide),
+        kind: "text", "name" (a user's, quoted where a shell could run it), "prose" (folds), "list"
+            (folds; the first few where it is not wide), "names" (a list of them, or labels),
             "bytes" (IEC units), "seconds" (an age), "count", "lane" (-1: none), "time" (local),
             "share" (0 to 1, as percent), "rate" (thousands as k), "ratio",
             "device" (the start of a GPU's UUID where it is not wide), "late" (late ranks: the one
@@ -71,6 +77,10 @@ Block = tuple[PlacedColumn, ...]
 
 def kind_of(key: str) -> str:
     """How a value without a column is shown, by the name of its key."""
+    if key in _NAMED:
+        return "name"
+    if key in _NAMED_LISTS:
+        return "names"
     if key == "bytes" or key.endswith("_bytes"):
         return "bytes"
     if key.endswith("_s"):
@@ -111,11 +121,16 @@ def _cell(value: Any, kind: str, wide: bool) -> str:
         return _DEVICE.sub(r"\1", str(value))
     if isinstance(value, bool):
         return "yes" if value else "no"
+    one = _name if kind in ("name", "names") else str
     if isinstance(value, dict):
-        return _listed([f"{key}={item}" for key, item in value.items()], kind, wide)
+        return _listed([f"{one(key)}={one(item)}" for key, item in value.items()], kind, wide)
     if isinstance(value, list | tuple):
-        return _listed([str(item) for item in value], kind, wide)
-    return str(value)
+        return _listed([one(item) for item in value], kind, wide)
+    return one(value)
+
+
+def _name(value: Any) -> str:
+    return shown(str(value))
 
 
 def _late(ranks: list[dict[str, Any]]) -> str:
@@ -127,7 +142,7 @@ def _late(ranks: list[dict[str, Any]]) -> str:
 
 def _listed(items: list[str], kind: str, wide: bool) -> str:
     more = len(items) - _MOST_ITEMS
-    if kind == "list" and not wide and more > 1:
+    if kind in _LISTS and not wide and more > 1:
         items = [*items[:_MOST_ITEMS], f"+{more}"]
     return ",".join(items) or "-"
 

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ep_runtime import errors, layer_specs, specs, wire
+from ep_runtime.allowed_names import check_name, check_new_name
 from ep_runtime.arguments import as_int
 from ep_runtime.errors import InvalidArgumentError, StaleHandleError
 from ep_runtime.v1 import types_pb2
@@ -225,7 +226,7 @@ class Group:
 
         Cost: none for a layer that this process knows; else one RPC.
         """
-        specs.check_name("layer", name)
+        check_name("layer", name)
         with self._lock:
             self.require_open()
             found = self._registrations.lookup(name)
@@ -256,6 +257,8 @@ class Group:
     def _register(
         self, layers: list[layer_specs.LayerSpec], stacks: list[wire.LayerStackSpec], replace: bool
     ) -> None:
+        for name in (*(x.name for x in layers), *(x.spec.name for x in stacks)):
+            check_new_name("layer", name)
         made = registering.register(
             self.session, self.spec, self.generation, layers, stacks, replace=replace
         )

@@ -5,14 +5,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 
-from ep_runtime import env, specs
+from ep_runtime import env
+from ep_runtime.allowed_names import check_new_labels
 from ep_runtime.errors import InvalidArgumentError, SpecMismatchError
 from ep_runtime_client.base import jax_state
 from ep_runtime_client.daemons import children, transport
 from ep_runtime_client.daemons import runtime as runtimes
 from ep_runtime_client.daemons.place import Place
 from ep_runtime_client.sessions import registry
-from ep_runtime_client.sessions.session import Session
+from ep_runtime_client.sessions.session import Session, job_name
 from ep_runtime_client.sessions.watchdog import Watchdog
 
 _log = logging.getLogger("ep_runtime")
@@ -71,8 +72,7 @@ def connect(
         (True, True)
     """
     transport.check_timeout(timeout_s)
-    if job is not None:
-        specs.check_name("job", job)
+    job_name(job)
     named = _checked_labels(labels)
     if jax_state.under_tracing():
         return _connected(choose(address, ask=False), job)
@@ -103,6 +103,7 @@ def _checked_labels(labels: Mapping[str, str] | None) -> dict[str, str]:
             raise InvalidArgumentError(
                 f"labels must map text to text, got {key!r}: {value!r}", argument="labels"
             )
+    check_new_labels(labels)
     return dict(labels)
 
 

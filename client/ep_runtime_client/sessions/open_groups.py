@@ -6,6 +6,7 @@ import threading
 from typing import TYPE_CHECKING
 
 from ep_runtime import specs
+from ep_runtime.allowed_names import check_new_name
 from ep_runtime.errors import PeerLostError
 from ep_runtime.v1 import session_service_pb2
 from ep_runtime_client.base import jax_state
@@ -54,7 +55,9 @@ class OpenGroups:
             if found is not None and attach.is_same(found, spec, mesh, replace=replace):
                 return found
             jax_state.needs_eager("create_group", f"such group {spec.name!r}")
-            if found is not None:
+            if found is None:
+                check_new_name("group", spec.name)
+            else:
                 found.step_aside()
             group = attach.make_group(self._session, spec, mesh, replace=replace)
             self._watchdog.stop()

@@ -9,7 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from ep_runtime import env, specs
+from ep_runtime import env
+from ep_runtime.allowed_names import check_name, check_new_name
 from ep_runtime.errors import (
     EpRuntimeError,
     InvalidArgumentError,
@@ -38,6 +39,18 @@ _log = logging.getLogger("ep_runtime")
 _Result = TypeVar("_Result")
 
 
+def job_name(given: str | None) -> str:
+    """The job that `connect(job=given)` means.
+
+    Raises:
+        InvalidArgumentError: no job may be called so.
+    """
+    name = given if given is not None else env.job() or jax_state.coordinator()
+    name = str(os.getpid()) if name is None else name
+    check_new_name("job", name)
+    return name
+
+
 def _no_daemon() -> InvalidArgumentError:
     return InvalidArgumentError(
         'this session was made with address="none" and has no daemon', argument="address"
@@ -60,9 +73,8 @@ class Session:
         timeout_s: float,
         watchdog: Watchdog,
     ) -> None:
-        own = str(os.getpid())
-        self.job = job if job is not None else env.job() or jax_state.coordinator() or own
-        self._job_is_ours_alone = job is None and self.job == own
+        self.job = job_name(job)
+        self._job_is_ours_alone = job is None and self.job == str(os.getpid())
         self.timeout_s = timeout_s
         self._runtime = runtime
         self._watchdog = watchdog
@@ -305,7 +317,7 @@ class Session:
 
         Cost: none for a group of this process; else as create_group, without a new allocation.
         """
-        specs.check_name("group", name)
+        check_name("group", name)
         return self._groups.find(name, mesh)
 
     def forget_group(self, group: Group) -> None:

@@ -49,8 +49,6 @@ NODE_TELL_S = 600.0
 MAX_ASSEMBLIES = 4096
 NODE_FORGOTTEN_S = 24 * 3600.0
 MAX_NODES = 1024
-MAX_LABELS = 32
-MAX_LABEL_BYTES = 256
 MAX_VERSION_BYTES = 256
 # Test switches; the daemon says loudly that they are on.
 TESTING_SWITCHES = ("no-peer-pidfd",)

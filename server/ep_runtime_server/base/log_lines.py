@@ -9,6 +9,7 @@ import time
 from typing import Any
 
 from ep_runtime import env
+from ep_runtime.allowed_names import shown
 from ep_runtime.text import printable
 from ep_runtime_server.base.events import Event
 from ep_runtime_server.base.log_writer import LogWriter
@@ -51,7 +52,7 @@ class TextLines(logging.Formatter):
         parts = [record.name, record.getMessage()]
         if isinstance(event, Event):
             named = {"session": event.session_id, "group": event.group}
-            about = [f"{key}={name}" for key, name in named.items() if name]
+            about = [f"{key}={shown(name)}" for key, name in named.items() if name]
             parts = [event.kind, event.message, f"({' '.join(about)})" if about else ""]
         clock = time.strftime("%H:%M:%S", time.localtime(record.created))
         level = f"{record.levelname:<7}"

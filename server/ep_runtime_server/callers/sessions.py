@@ -13,15 +13,13 @@ import hashlib
 import logging
 import os
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from ep_runtime.errors import (
-    InvalidArgumentError,
     PermissionDeniedError,
     SessionFencedError,
 )
-from ep_runtime.text import check_printable
 from ep_runtime_server.base import limits
 from ep_runtime_server.base.clock import Clock
 from ep_runtime_server.base.events import EventLog
@@ -366,21 +364,3 @@ class Sessions:
             uid=session.uid,
             client_pid=session.pid,
         )
-
-
-def check_labels(labels: Mapping[str, str]) -> None:
-    """Raises InvalidArgumentError for labels that no session may have."""
-    few = len(labels) <= limits.MAX_LABELS
-    long = [
-        k
-        for k, v in (labels.items() if few else ())
-        if len((k + v).encode()) > limits.MAX_LABEL_BYTES
-    ]
-    if not few or long:
-        raise InvalidArgumentError(
-            f"labels must be at most {limits.MAX_LABELS} of {limits.MAX_LABEL_BYTES} bytes, "
-            f"got {len(labels)}, too long: {[name[:80] for name in long[:3]]}",
-            argument="labels",
-        )
-    for name, value in labels.items():
-        check_printable("labels", name + value, limits.MAX_LABEL_BYTES)

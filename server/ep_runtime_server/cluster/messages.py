@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from ep_runtime.allowed_names import check_name
 from ep_runtime.board_abi import MAX_MEETING_RANKS
 from ep_runtime.errors import InvalidArgumentError
-from ep_runtime.specs import GroupSpec, check_name
+from ep_runtime.specs import GroupSpec
 from ep_runtime.v1 import node_service_pb2 as pb
 from ep_runtime_server.cluster.views import GroupView, NodeClaim, ViewMember
 from ep_runtime_server.memory.windows import Owner

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterable
 
+from ep_runtime.allowed_names import check_new_name
 from ep_runtime.board import PoisonReason
 from ep_runtime.errors import (
     EpRuntimeError,
@@ -99,6 +100,8 @@ class Groups(GroupBook):
     ) -> GroupRecord:
         owner = Owner(session.uid, session.job, spec.name)
         group = self.find(owner)
+        if group is None:
+            check_new_name("group", spec.name)
         difference = group.spec.difference(spec) if group is not None else None
         if group is not None and difference is not None:
             if not replace:

@@ -12,6 +12,7 @@ import logging
 from collections.abc import Iterable, Mapping
 
 from ep_runtime import board, board_records, device_layout
+from ep_runtime.allowed_names import quoted
 from ep_runtime.board import OpCode, RankState
 from ep_runtime.board_records import RankRecord
 from ep_runtime_server.base.clock import Clock
@@ -44,10 +45,11 @@ class LateRank:
         named = ", ".join(map(str, self.waiting_ranks[:MAX_NAMED_WAITERS]))
         more = len(self.waiting_ranks) - MAX_NAMED_WAITERS
         ranks = f"{named} and {more} more" if more > 0 else named
-        where = f"{self.op.lower()} of layer {self.layer!r}" if self.layer else self.op.lower()
+        where = f"{self.op.lower()} of layer {quoted(self.layer)}"
         return (
-            f"ranks {ranks} of group {self.group.owner.name!r} wait for rank {self.world_rank} "
-            f"(process {self.pid}, index {self.process_index}) in {where} for {self.since_s:.0f} s"
+            f"ranks {ranks} of group {quoted(self.group.owner.name)} wait for rank "
+            f"{self.world_rank} (process {self.pid}, index {self.process_index}) in "
+            f"{where if self.layer else self.op.lower()} for {self.since_s:.0f} s"
         )
 
 
@@ -174,9 +176,8 @@ class LateRanks:
                 self._say("rank.late", late, late.message, logging.WARNING)
         for key, late in self._known.items():
             if key not in found:
-                text = (
-                    f"rank {late.world_rank} of group {late.group.owner.name!r} is not waited for"
-                )
+                name = quoted(late.group.owner.name)
+                text = f"rank {late.world_rank} of group {name} is not waited for"
                 self._say("rank.arrived", late, text, logging.INFO)
         self._known = found
 

@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from ep_runtime import board, layer_specs, specs
+from ep_runtime.allowed_names import check_new_name
 from ep_runtime.errors import (
     InvalidArgumentError,
     PoolExhaustedError,
@@ -175,6 +176,7 @@ class LayerTable:
         overlap = any(base < end for (base, _), end in zip(taken[1:], ends, strict=False))
         outside = bool(taken) and (taken[0][0] < 0 or ends[-1] > board.MAX_HANDLES)
         async for layer in paced(new):
+            check_new_name("layer", layer.spec.name)
             filled = layer_specs.check_layer(self._group, layer.spec)
             make_id = layer_specs.stack_base_id if layer.num_layers else layer_specs.layer_id
             right_id = layer.base_id == make_id(self._group.name, layer.spec.name)
@@ -191,6 +193,8 @@ class LayerTable:
         if known is not None and not self._gives_way(known, filled, num_layers, added):
             self._compare(known, filled, num_layers)
             return dataclasses.replace(known, already_registered=True)
+        if known is None:
+            check_new_name("layer", spec.name)
         self._check_names(spec.name, num_layers, added)
         make_id = layer_specs.stack_base_id if num_layers else layer_specs.layer_id
         base_id = make_id(self._group.name, spec.name)

@@ -7,6 +7,7 @@ import dataclasses
 import logging
 
 from ep_runtime import board_records
+from ep_runtime.allowed_names import quoted
 from ep_runtime_server.base.events import EventLog
 from ep_runtime_server.base.pacing import paced
 from ep_runtime_server.groups.book import GroupBook
@@ -60,12 +61,12 @@ class Rounds:
         return _Seen(before.handles | counts.keys(), before.layers.union(new))
 
     def _say(self, group: GroupRecord, layers: list[str]) -> None:
-        named = ", ".join(map(repr, layers[:MAX_NAMED_LAYERS]))
+        named = ", ".join(map(quoted, layers[:MAX_NAMED_LAYERS]))
         more = len(layers) - MAX_NAMED_LAYERS
         self._events.add(
             "layer.rounds",
-            f"calls of group {group.owner.name!r} ran in parts, which costs time: a rank received "
-            f"more rows than workspace={group.spec.workspace!r} holds; layers {named}"
+            f"calls of group {quoted(group.owner.name)} ran in parts, which costs time: a rank "
+            f"received more rows than workspace={group.spec.workspace!r} holds; layers {named}"
             + (f" and {more} more" if more > 0 else ""),
             group=group.owner.name,
             level=logging.WARNING,

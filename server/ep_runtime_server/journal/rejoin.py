@@ -9,6 +9,7 @@ import os
 from collections.abc import Mapping, Sequence
 
 from ep_runtime import board
+from ep_runtime.allowed_names import check_new_name
 from ep_runtime.board import PoisonReason
 from ep_runtime.errors import InvalidArgumentError, SpecMismatchError, StaleHandleError
 from ep_runtime.specs import GroupSpec
@@ -99,7 +100,9 @@ class Rejoin:
         ended = group is not None and not group.formed and not group.members
         least = known if ended else known + 1
         if self._recovery.takes_word and least <= claim.generation <= shapes.MAX_GENERATION:
-            if group is not None:
+            if group is None:
+                check_new_name("group", claim.spec.name)
+            else:
                 self._groups.take_away(group, PoisonReason.CLOSED, "a newer state of it came back")
             group = self._make(session, claim)
         if group is None:

@@ -9,6 +9,7 @@ import secrets
 from collections.abc import Callable, Mapping, Sequence
 
 from ep_runtime import board
+from ep_runtime.allowed_names import shown
 from ep_runtime.specs import GroupSpec
 from ep_runtime_server.memory.buffers import Buffer
 from ep_runtime_server.memory.devices import Allocation, Device
@@ -30,7 +31,7 @@ class Owner:
     name: str
 
     def __str__(self) -> str:
-        return f"{self.name} (uid {self.uid}, job {self.job})"
+        return f"{shown(self.name)} (uid {self.uid}, job {shown(self.job)})"
 
     @property
     def path(self) -> str:

@@ -39,7 +39,7 @@ def run_blocks(names: list[str]) -> list[str]:
 def _run(session: ep.Session, name: str) -> None:
     mesh, (workspace, dtype) = Mesh(np.array(jax.devices()), ("ep",)), BLOCKS[name]
     group = session.create_group(
-        f"block {name}",
+        f"block-{name.replace(' ', '-')}",
         mesh,
         ep_axis="ep",
         transport=TRANSPORT,

@@ -38,7 +38,7 @@ def run_case(session: ep.Session, case: cases.Case) -> None:
     axes = settings.pop("axes")
     used = np.array(jax.devices()[: math.prod(axes.values())]).reshape([*axes.values()])
     group = session.create_group(
-        case.name, Mesh(used, [*axes]), transport=TRANSPORT, op_timeout_s=60, **settings
+        case.group_name, Mesh(used, [*axes]), transport=TRANSPORT, op_timeout_s=60, **settings
     )
     layer = group.register_layer("moe", top_k=case.top_k)
     capacity = movement.capacity_of(case, layer)

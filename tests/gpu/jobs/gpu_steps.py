@@ -57,7 +57,7 @@ class Steps:
         self._step = self._program(layer)
         # Forming a group meets the others: budgets of some tests are shorter than compiling takes.
         session.create_group(
-            f"{name} compiled", self.mesh, ep_axis="ep", transport="xla", **given
+            f"{name}-compiled", self.mesh, ep_axis="ep", transport="xla", **given
         ).close()
 
     def _program(self, layer: ep.EpLayer) -> Any:

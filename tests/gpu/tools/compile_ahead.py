@@ -172,7 +172,7 @@ def programs(devices: np.ndarray, transport: str) -> Iterator[tuple[str, Any, tu
     def group(name: str, mesh: Mesh, **more: Any) -> fakes.LocalGroup:
         given = {"num_experts": EXPERTS, "hidden_size": HIDDEN, "max_tokens_per_rank": TOKENS}
         return fakes.local_group(
-            name=f"{name} {transport}",
+            name=f"{name}-{transport}",
             mesh=mesh,
             transport=transport,
             max_top_k=TOP_K,

@@ -20,7 +20,7 @@ VIEW = reading.View(
             priority=STATE,
             about="LEASED, RETAINED (waits for its job), QUARANTINED (somebody may map it)",
         ),
-        Column("owner", "OWNER", about="job/group"),
+        Column("owner", "OWNER", "name", about="job/group"),
         Column("mapped_by", "MAPPED", "list", priority=3, about="pids that map it"),
         Column("world_rank", "RANK", "count", wide=True, about="world rank; -1: the board"),
         Column("generation", "GEN", "count", wide=True, about="generation of the group"),

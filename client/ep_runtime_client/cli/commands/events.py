@@ -19,7 +19,7 @@ COLUMNS = (
     Column("time", "TIME", "time", priority=STATE, about="when, by this machine's clock"),
     Column("kind", "KIND", priority=STATE, about="what: THING.CHANGE, as for --type"),
     Column("session_id", "SESSION", priority=4, about="session it concerns"),
-    Column("group", "GROUP", priority=3, about="group it concerns"),
+    Column("group", "GROUP", "name", priority=3, about="group it concerns"),
     Column("message", "MESSAGE", "prose", priority=STATE, about="one line for people"),
     Column("fields_json", "FIELDS", "prose", wide=True, about="names and numbers"),
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 
+from ep_runtime.allowed_names import shown
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime_client.cli import names
 from ep_runtime_client.cli.daemon import ordering
@@ -27,15 +28,16 @@ def run(args: argparse.Namespace) -> int:
                 + names.hint(args.session, rows),
                 argument="SESSION",
             )
-        groups = ", ".join(found["groups"]) or "none"
+        groups = ", ".join(map(shown, found["groups"])) or "none"
+        job = shown(found["job"])
         ordering.confirm(
             args,
             [
-                f"session {args.session} (pid {found['pid']}, job {found['job']}) will be cut off",
+                f"session {args.session} (pid {found['pid']}, job {job}) will be cut off",
                 f"steps under way in its groups fail: {groups}",
                 "its memory stays charged until its process ends",
             ],
         )
         answer = daemon.fence(args.session, args.reason)
-        poisoned = ", ".join(answer["groups"]) or "none"
+        poisoned = ", ".join(map(shown, answer["groups"])) or "none"
         return ordering.report(args, "fence", answer, f"fenced; groups poisoned: {poisoned}")

@@ -10,8 +10,8 @@ from ep_runtime_client.cli.tables import IDENTITY, STATE, Column
 VIEW = reading.View(
     kind="groups",
     columns=(
-        Column("name", "GROUP", priority=IDENTITY, about="its name, unique in the job of a user"),
-        Column("job", "JOB", about="the job"),
+        Column("name", "GROUP", "name", priority=IDENTITY, about="its name, unique in the job"),
+        Column("job", "JOB", "name", about="the job"),
         Column(
             "state",
             "STATE",

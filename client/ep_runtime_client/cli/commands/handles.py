@@ -10,19 +10,19 @@ from ep_runtime_client.cli.tables import IDENTITY, STATE, Column
 VIEW = reading.View(
     kind="handles",
     columns=(
-        Column("layer", "LAYER", priority=IDENTITY, about="layer; NAME[i] of a stack"),
+        Column("layer", "LAYER", "name", priority=IDENTITY, about="layer; NAME[i] of a stack"),
         Column(
             "handle", "HANDLE", "count", priority=IDENTITY, about="which of the layer's handles"
         ),
         Column("lane", "LANE", "lane", priority=3, about="lane of its last call"),
         Column("generation", "GEN", "count", priority=5, about="generation of the group"),
         Column("state", "STATE", priority=STATE, about="as the board tells: IDLE, BUSY, ..."),
-        Column("job", "JOB", about="the group's job"),
+        Column("job", "JOB", "name", about="the group's job"),
         Column("pids", "PIDS", "list", priority=4, about="processes that may use it"),
         Column("age_s", "AGE", "seconds", about="since its record changed"),
         Column("last_op", "LAST-OP", about="its last op"),
         Column("epoch", "EPOCH", "count", priority=4, about="epoch of that op"),
-        Column("group", "GROUP", wide=True, about="the layer's group"),
+        Column("group", "GROUP", "name", wide=True, about="the layer's group"),
         Column("index", "INDEX", "count", wide=True, about="its record on the board"),
         Column("calls", "CALLS", "count", wide=True, about="ops since the group formed"),
         Column("rows", "ROWS", "count", wide=True, about="rows received"),

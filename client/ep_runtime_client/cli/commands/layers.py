@@ -10,9 +10,9 @@ from ep_runtime_client.cli.tables import IDENTITY, Column
 VIEW = reading.View(
     kind="layers",
     columns=(
-        Column("name", "LAYER", priority=IDENTITY, about="its name, or the stack's"),
-        Column("group", "GROUP", priority=IDENTITY, about="group it is registered with"),
-        Column("job", "JOB", about="the group's job"),
+        Column("name", "LAYER", "name", priority=IDENTITY, about="its name, or the stack's"),
+        Column("group", "GROUP", "name", priority=IDENTITY, about="group it is registered with"),
+        Column("job", "JOB", "name", about="the group's job"),
         Column("top_k", "TOP-K", "count", about="experts per token"),
         Column("alignment", "ALIGN", "count", priority=3, about="rows an expert's zone is cut to"),
         Column("in_flight", "HANDLES", "count", priority=3, about="dispatches open at once"),

@@ -7,6 +7,7 @@ import importlib.util
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ep_runtime.allowed_names import shown
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime_client.cli import render, tables
 from ep_runtime_client.cli.daemon import reading
@@ -14,7 +15,7 @@ from ep_runtime_client.cli.ranks import heat, looks, tallies
 from ep_runtime_client.cli.tables import IDENTITY, Column
 
 COLUMNS = (
-    Column("layer", "LAYER", priority=IDENTITY, about="layer; NAME[i] of a stack"),
+    Column("layer", "LAYER", "name", priority=IDENTITY, about="layer; NAME[i] of a stack"),
     Column("rows", "ROWS", "rate", about="rows that its experts got"),
     Column("max_mean", "MAX/MEAN", "ratio", about="rows of the fullest expert over the mean"),
     Column("jain", "JAIN", "ratio", about="Jain's index: 1 even, 1/experts all in one"),
@@ -101,7 +102,7 @@ def _groups(args: argparse.Namespace, seen: looks.Looks) -> Groups:
         ]
         if args.layer is not None and not layers:
             raise InvalidArgumentError(
-                f"group {key.group} has called no layer {args.layer!r}", argument="--layer"
+                f"{key.title} has called no layer {args.layer!r}", argument="--layer"
             )
         found[key] = layers
     return found
@@ -135,7 +136,7 @@ def _write(args: argparse.Namespace, seen: looks.Looks, groups: Groups) -> None:
     if not groups:
         render.out("no groups")
     for key, layers in seen.apart(groups):
-        render.write_text(f"group {key.group} of job {key.job}: rows {seen.when(key)}")
+        render.write_text(f"{key.title}: rows {seen.when(key)}")
         render.write_table(COLUMNS, layers, wide=args.output == "wide", empty="no calls yet")
         _write_heat(layers)
 
@@ -147,7 +148,8 @@ def _write_heat(layers: Sequence[dict[str, Any]]) -> None:
     layers = [layer for layer in layers if layer["experts"]]
     if not layers:
         return
-    label = min(max(len(layer["layer"]) for layer in layers), _LABEL)
+    names = [shown(layer["layer"][-_LABEL:]) for layer in layers]  # ends tell layers apart
+    label = max(map(len, names))
     cells = max((render.width() or _MOST_CELLS + label + 2) - label - 2, 8)
     most = max(layer["num_experts"] for layer in layers)
     each = f", up to {-(-most // cells)} in a cell" if most > cells else ""
@@ -155,8 +157,7 @@ def _write_heat(layers: Sequence[dict[str, Any]]) -> None:
     render.write_text(
         f"by expert{each}: {heat.CELLS[4]} is a layer's mean, {heat.CELLS[8]} twice it"
     )
-    for layer in layers:
-        name = layer["layer"][-label:]  # the end of a name tells layers apart
+    for name, layer in zip(names, layers, strict=True):
         render.out(f"{name:<{label}}  {heat.line(layer['experts'], cells)}")
 
 
@@ -175,7 +176,7 @@ def _write_history(history: History) -> None:
             render.out(f"{column.title} by interval")
         for (group, layer), values in told.items():
             text = " ".join(tables.cell(value, column.kind) for value in values)
-            render.write_text(text, start=f"{group.group} {layer}  ", then="  ")
+            render.write_text(text, start=f"{shown(group.group)} {shown(layer)}  ", then="  ")
 
 
 def _write_pictures(args: argparse.Namespace, groups: Groups) -> None:
@@ -190,6 +191,6 @@ def _write_pictures(args: argparse.Namespace, groups: Groups) -> None:
             argument="--png",
         )
     for key, layers in called.items():
-        heat.write_picture(args.png, f"{key.group} of job {key.job}", layers)
+        heat.write_picture(args.png, key.title, layers)
         if args.output != "json":
             render.write_text(f"wrote {args.png}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from ep_runtime.allowed_names import shown
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime.units import iec
 from ep_runtime_client.cli.daemon import ordering
@@ -51,6 +52,6 @@ def _consequence(row: dict[str, Any]) -> str:
     pids = ", ".join(str(pid) for pid in row["pids"])
     users = f"steps of pid {pids} fail" if pids else "no process uses it"
     return (
-        f"group {row['name']} of job {row['job']} ({row['state']}, {iec(row['total_bytes'])}, "
-        f"{row['num_layers']} layers) will be freed; {users}"
+        f"group {shown(row['name'])} of job {shown(row['job'])} ({row['state']}, "
+        f"{iec(row['total_bytes'])}, {row['num_layers']} layers) will be freed; {users}"
     )

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from ep_runtime.allowed_names import shown
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime_client.cli import names, tables
 
@@ -110,7 +111,7 @@ def _fields(rows: Sequence[Row], columns: Sequence[tables.Column]) -> set[str]:
 def _unknown(argument: str, name: str, known: set[str]) -> InvalidArgumentError:
     return InvalidArgumentError(
         f"{argument}: no field {name!r}{names.hint(name, known)}; there are: "
-        f"{', '.join(sorted(known))}",
+        f"{', '.join(map(shown, sorted(known)))}",
         argument=argument,
     )
 

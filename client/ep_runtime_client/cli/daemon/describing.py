@@ -16,7 +16,7 @@ RANKS = (
     Column("node", "NODE", about="its node"),
     Column("pid", "PID", about="its process"),
     Column("op", "OP", about="op it is in, or was in last"),
-    Column("layer", "LAYER", about="layer of that op"),
+    Column("layer", "LAYER", "name", about="layer of that op"),
     Column("waiting_for", "WAITS", "lane", about="rank it waits for"),
     Column("since_s", "SINCE", "seconds", about="in that state"),
     Column("session_id", "SESSION", priority=4, about="its session"),

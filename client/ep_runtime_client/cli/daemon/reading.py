@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from ep_runtime import allowed_names
 from ep_runtime_client.cli import render, tables
 from ep_runtime_client.cli.daemon import choosing, describing, watching
 
@@ -189,7 +191,8 @@ def _write_list(args: argparse.Namespace, view: View) -> Callable[[nodes.Found],
             render.write_json(view.kind, body, compact=bool(args.watch))
         elif args.output == "name":
             for name in dict.fromkeys(str(row[view.keys[0]]) for row in found.rows):
-                render.out(name)
+                # Programs get the name, people at a terminal what they may paste.
+                render.out(allowed_names.shown(name) if sys.stdout.isatty() else name)
         elif args.name is not None and len(found.rows) == 1:
             describing.write(found.rows[0], view.columns)
         else:

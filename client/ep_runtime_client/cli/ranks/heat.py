@@ -48,8 +48,9 @@ def write_picture(path: str, title: str, layers: Sequence[dict[str, Any]]) -> No
     figure = Figure(figsize=(10, min(2 + 0.3 * len(layers), 20)), layout="constrained")
     axes = figure.subplots()
     shown = axes.imshow(over_mean, aspect="auto", cmap="coolwarm", vmin=0, vmax=_MOST_OVER_MEAN)
-    axes.set_title(title, fontsize="medium")
+    axes.set_title(title, fontsize="medium", parse_math=False)
     axes.set_xlabel("expert")
-    axes.set_yticks(range(len(layers)), [layer["layer"] for layer in layers], fontsize="small")
+    names = [layer["layer"] for layer in layers]
+    axes.set_yticks(range(len(layers)), names, fontsize="small", parse_math=False)
     figure.colorbar(shown, label="rows over the layer's mean", extend="max")
     figure.savefig(path, dpi=_DPI)

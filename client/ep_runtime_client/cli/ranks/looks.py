@@ -124,7 +124,7 @@ class Looks:
 
     def heading(self, group: tallies.GroupName) -> Iterator[str]:
         """Whose ranks they are, and which of them is slow."""
-        yield f"group {group.group} of job {group.job}: {len(self.groups[group])} ranks"
+        yield f"{group.title}: {len(self.groups[group])} ranks"
         slow = tallies.slow_rank(self.groups[group])
         if slow is not None:
             yield f"SLOW: {slow.message}"

@@ -33,7 +33,7 @@ RANKS = (
     Column("holds_share", "HOLDS", "share", about="share of the time that others waited for it"),
     Column("rounds", "ROUNDS", "count", priority=4, about="parts beyond one of its group's calls"),
     Column("op", "OP", priority=3, about="op that it is in, or was last"),
-    Column("layer", "LAYER", priority=3, about="layer of that op"),
+    Column("layer", "LAYER", "name", priority=3, about="layer of that op"),
     Column("waits", "BY OP", "prose", priority=4, about="WAIT by op"),
     Column("calls_s", "CALLS/S", "rate", wide=True, about="finished calls per second"),
     Column("time_share", "TIME", "share", wide=True, about=_TIME.about),
@@ -43,7 +43,7 @@ RANKS = (
     Column("pid", "PID", "count", wide=True, about="its process"),
 )
 LAYERS = (
-    Column("layer", "LAYER", priority=IDENTITY, about="layer; NAME[i] of a stack"),
+    Column("layer", "LAYER", "name", priority=IDENTITY, about="layer; NAME[i] of a stack"),
     _TOKENS,
     _ROWS,
     Column("calls_s", "CALLS/S", "rate", about="calls of all ranks, per second"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from ep_runtime.allowed_names import shown
 from ep_runtime.text import printable
 from ep_runtime_client.cli import tables
 from ep_runtime_client.cli.ranks import looks, rows, tallies
@@ -99,7 +100,7 @@ class Screen:
             for part in tables.fold(printable(line), width)
         ]
         if self._opened:
-            head.append((f"layer {self._opened}", "bold"))
+            head.append((f"layer {shown(self._opened)}", "bold"))
         columns, found = self._rows()
         column = columns[self._sort % len(columns)]
         tail: list[Line] = [(f"{_KEYS}  |  by {column.title}", "dim")]

@@ -11,6 +11,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ep_runtime.allowed_names import shown
 from ep_runtime_client.cli.daemon import choosing, nodes
 
 if TYPE_CHECKING:
@@ -25,6 +26,11 @@ class GroupName(NamedTuple):
     uid: int
     job: str
     group: str
+
+    @property
+    def title(self) -> str:
+        """For people."""
+        return f"group {shown(self.group)} of job {shown(self.job)}"
 
 
 # A rank is slow where others waited for it for that share of the time, and for nobody else for
@@ -218,7 +224,7 @@ class Slow:
 
     @property
     def message(self) -> str:
-        layer = f" of layer {self.layer}" if self.layer else ""
+        layer = f" of layer {shown(self.layer)}" if self.layer else ""
         return (
             f"rank {self.world_rank} holds the others up for {100 * self.share:.1f}% of the time, "
             f"most in {self.op.lower()}{layer}"
