@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from jax._src import dispatch
 
 import ep_runtime as ep
 from ep_runtime import translate_errors
+from ep_runtime_client.base import jax_state
+from ep_runtime_client.sessions.session import job_name
 
 NAN, INF = float("nan"), float("inf")
 SIZES: dict[str, Any] = {
@@ -82,6 +85,34 @@ def test_names_are_text(session: ep.Session, group: ep.Group) -> None:
     refused(lambda: session.group(number), "group name must be text, got 7")
     refused(lambda: group.layer(number), "layer name must be text, got 7")
     refused(lambda: ep.layer(number), "name must be text, got 7")
+
+
+@pytest.mark.parametrize("name", ["$(id)", "two words", "-x", "a\u202eb"], ids=ascii)
+def test_names_are_nothing_that_a_shell_reads(
+    session: ep.Session, group: ep.Group, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mesh: Any = fakes.mesh_of({"ep": 2})
+    refused(lambda: session.create_group(name, mesh, **SIZES), "group name must be")
+    refused(lambda: group.register_layer(name, top_k=2), "layer name must be")
+    refused(lambda: group.register_layer_stack(name, 2, top_k=2), "layer name must be")
+    refused(lambda: group.register_layers([ep.LayerSpec(name, top_k=2)]), "layer name must be")
+    before = _children()
+    refused(lambda: ep.connect("embedded", job=name), "job name must be")
+    refused(lambda: ep.connect("embedded", labels={name: ""}), "labels must be")
+    monkeypatch.setenv("EP_RUNTIME_JOB", name)
+    refused(lambda: ep.connect("embedded"), "job name must be")
+    assert _children() == before
+
+
+def test_jobs_that_nobody_named_have_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("EP_RUNTIME_JOB", raising=False)
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    assert job_name(None) == str(os.getpid())
+    for address in ("10.0.0.1:1234", "[::1]:1234", "node-7.cluster.local:8476"):
+        monkeypatch.setattr(jax_state, "coordinator", lambda address=address: address)
+        assert job_name(None) == address
+    monkeypatch.setenv("SLURM_JOB_ID", "4242")
+    assert job_name(None) == "4242"
 
 
 @pytest.mark.parametrize(

@@ -97,7 +97,7 @@ class Group:
         under tracing too.
 
         Args:
-            name: unique in the group.
+            name: unique in the group; letters, digits and . _ / : @ + -, [n], ['key'].
             top_k: K, at most the group's max_top_k.
             alignment: rows; None takes the group's.
             in_flight: dispatches of the layer that may be open at once, at most `lanes`.

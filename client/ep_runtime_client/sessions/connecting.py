@@ -43,8 +43,8 @@ def connect(
             last; "none", no daemon and transport="xla" only. None takes $EP_RUNTIME_ADDRESS, else
             the node's default daemon where it runs, else "embedded".
         job: namespace of group names beside the uid. None takes $EP_RUNTIME_JOB, $SLURM_JOB_ID,
-            the jax.distributed coordinator, else the pid.
-        labels: text by text, shown by `ep-runtime sessions`.
+            the jax.distributed coordinator, else the pid. Letters, digits and . _ / : @ + -.
+        labels: text by text of the same characters, shown by `ep-runtime sessions`.
         timeout_s: how long to wait for the daemon, and in create_group for other processes.
         loss_grace_s: a process of the job that dies leaves the others waiting in collectives of
             XLA and at exit. Each of them ends with exit code 1 that long after it has heard, unless

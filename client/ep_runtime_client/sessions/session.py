@@ -202,7 +202,7 @@ class Session:
         transport="auto" is what it has.
 
         Args:
-            name: inside (uid, job).
+            name: inside (uid, job); letters, digits and . _ / : @ + -.
             mesh: the devices. The ranks of one EP group share every coordinate but `ep_axis`.
             ep_axis: the axis, or axes, that experts are spread over.
             outer_axes: axes that shard tokens beside it; every other axis replicates them.
