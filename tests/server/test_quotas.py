@@ -143,7 +143,7 @@ def test_a_group_is_kept_for_a_day_at_most(daemon):
 
 def test_an_exhausted_pool_tells_nothing_of_other_users_but_a_sum(start):
     daemon = start({"max_host_bytes": 2 * SIZE})
-    client = daemon.client(job="secret job")
+    client = daemon.client(job="secret-job")
     close_fds(client.fetch(client.create(make_spec("secret-name")).group))
     start.peer_uid = OTHER_UID
     other = daemon.client(job="theirs")

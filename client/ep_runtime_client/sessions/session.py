@@ -45,8 +45,8 @@ def job_name(given: str | None) -> str:
     Raises:
         InvalidArgumentError: no job may be called so.
     """
-    name = given if given is not None else env.job() or jax_state.coordinator()
-    name = str(os.getpid()) if name is None else name
+    own = str(os.getpid())
+    name = given if given is not None else env.job() or jax_state.coordinator() or own
     check_new_name("job", name)
     return name
 

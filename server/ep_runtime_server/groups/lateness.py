@@ -45,11 +45,11 @@ class LateRank:
         named = ", ".join(map(str, self.waiting_ranks[:MAX_NAMED_WAITERS]))
         more = len(self.waiting_ranks) - MAX_NAMED_WAITERS
         ranks = f"{named} and {more} more" if more > 0 else named
-        where = f"{self.op.lower()} of layer {quoted(self.layer)}"
+        group = quoted(self.group.owner.name)
+        where = self.op.lower() + (f" of layer {quoted(self.layer)}" if self.layer else "")
         return (
-            f"ranks {ranks} of group {quoted(self.group.owner.name)} wait for rank "
-            f"{self.world_rank} (process {self.pid}, index {self.process_index}) in "
-            f"{where if self.layer else self.op.lower()} for {self.since_s:.0f} s"
+            f"ranks {ranks} of group {group} wait for rank {self.world_rank} "
+            f"(process {self.pid}, index {self.process_index}) in {where} for {self.since_s:.0f} s"
         )
 
 

@@ -102,7 +102,8 @@ def _groups(args: argparse.Namespace, seen: looks.Looks) -> Groups:
         ]
         if args.layer is not None and not layers:
             raise InvalidArgumentError(
-                f"{key.title} has called no layer {args.layer!r}", argument="--layer"
+                f"group {shown(key.group)} has called no layer {args.layer!r}",
+                argument="--layer",
             )
         found[key] = layers
     return found
