@@ -13,6 +13,7 @@ environments, and a program's fingerprint knows none. What does is a group's set
 | EP_RUNTIME_NCCL | 1 | 0: GPU groups of transport "nvlink" get no NCCL communicators |
 | EP_RUNTIME_NCCL_LIBRARY | unset | libnccl.so.2 for a process in which JAX has loaded none |
 | JAX_PLATFORMS | unset | JAX's own; without cuda in it `demo` looks for no GPU |
+| CUDA_VISIBLE_DEVICES | unset | CUDA's own; a daemon that runs with it serves no other GPUs |
 | SLURM_JOB_ID | unset | the job's name where EP_RUNTIME_JOB is not set |
 | RUNTIME_DIRECTORY | unset | directory of the daemon's sockets, set by systemd |
 | XDG_RUNTIME_DIR | unset | parent of that directory for a user who is not root |
@@ -230,11 +231,45 @@ def _private_parent() -> Path:
     return Path("/tmp") if too_long else Path(parent)
 
 
-def child_environment() -> dict[str, str]:
-    """Environment of a daemon that this process starts: ours, without a parent's systemd wiring."""
-    watchdog = ("WATCHDOG_USEC", "WATCHDOG_PID")
-    dropped = ("NOTIFY_SOCKET", *watchdog, "LISTEN_FDS", "LISTEN_FDNAMES", "LISTEN_PID")
-    return {name: value for name, value in os.environ.items() if name not in dropped}
+def inherited() -> dict[str, str]:
+    """Environment of a process that does work of this one: a copy of ours."""
+    return dict(os.environ)
+
+
+_DAEMON_KEEPS = (
+    # The packages must be found, and libcuda and libnccl, which has settings in HOME too.
+    *("PATH", "HOME", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "LC_CTYPE", "GRPC_VERBOSITY"),
+    # Facts of the node, and not of who came first: the MPS that its processes share memory through,
+    # and the interface at whose address other nodes reach who makes NCCL's unique ids.
+    *("CUDA_MPS_PIPE_DIRECTORY", "NCCL_SOCKET_IFNAME", "NCCL_SOCKET_FAMILY", "NCCL_CONF_FILE"),
+)
+_DAEMON_KEEPS_STARTING = ("EP_RUNTIME_", "PYTHON")
+
+
+def daemon_environment() -> dict[str, str]:
+    """Environment of a daemon that this process starts, and of a daemon's own processes.
+
+    A daemon serves processes that come later too: what tells this one its rank, its GPU, a profiler
+    or a secret is not for it.
+    """
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if name in _DAEMON_KEEPS or name.startswith(_DAEMON_KEEPS_STARTING)
+    }
+    if "PYTHONPATH" in kept:  # it runs in another directory
+        entries = kept["PYTHONPATH"].split(os.pathsep)
+        kept["PYTHONPATH"] = os.pathsep.join(map(os.path.abspath, entries))
+    # Of GPUs in MIG mode CUDA shows a process one instance alone: none but this one would do.
+    if (visible_devices() or "").startswith("MIG-"):
+        kept["CUDA_VISIBLE_DEVICES"] = os.environ["CUDA_VISIBLE_DEVICES"]
+    # The process's title leaves /proc/PID/environ as it is, for who looks what a daemon was given.
+    return {**kept, "SPT_NOENV": "1"}
+
+
+def visible_devices() -> str | None:
+    """CUDA_VISIBLE_DEVICES, or None; empty hides all GPUs."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES")
 
 
 def quiet_grpc() -> None:
@@ -243,11 +278,6 @@ def quiet_grpc() -> None:
     Its core writes a line for every odd frame of a caller, whatever limits the log has.
     """
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
-
-
-def unique_id_environment() -> dict[str, str]:
-    """Environment of a process that makes NCCL's unique ids: ours, without an id for everybody."""
-    return {name: value for name, value in child_environment().items() if name != "NCCL_COMM_ID"}
 
 
 def raise_pjrt_nproc(least: int) -> int:

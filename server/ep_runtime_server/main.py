@@ -7,6 +7,7 @@ import asyncio
 import gc
 import json
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NoReturn
@@ -191,6 +192,18 @@ def _tell_ready(settings: ServerConfig, daemon: Daemon) -> None:
         os.close(settings.ready_fd)
 
 
+def _take_signals_back() -> None:
+    """Signals that whoever started the daemon blocks or ignores; SIGHUP stays ignored, for nohup.
+
+    SIGTERM ends the daemon, and the kernel tells it of its processes' ends.
+    """
+    kept = (signal.SIGHUP, signal.SIGPIPE, signal.SIGXFSZ)  # Python itself ignores two of them
+    for number in signal.valid_signals() - set(kept):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+
+
 async def serve(settings: ServerConfig, log: LogWriter) -> None:
     """Runs a daemon until it is told to end. Raises what Daemon.start raises."""
     from ep_runtime_server.daemon import Daemon  # late: --help and wrong options need none of it
@@ -211,6 +224,7 @@ async def serve(settings: ServerConfig, log: LogWriter) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code."""
     arguments = build_parser().parse_args(argv)
+    _take_signals_back()  # before any thread runs, which would have the mask too
     log = log_lines.start_logging(arguments.log_level)
     host_memory.raise_max_fds()
     try:

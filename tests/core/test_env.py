@@ -121,12 +121,13 @@ def test_pjrt_nproc_only_grows(monkeypatch: pytest.MonkeyPatch) -> None:
         assert os.environ["PJRT_NPROC"] == after
 
 
-def test_children_do_not_inherit_systemd_wiring(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NOTIFY_SOCKET", "/run/systemd/notify")
-    monkeypatch.setenv("SOMETHING_ELSE", "kept")
-    child = env.child_environment()
-    assert "NOTIFY_SOCKET" not in child
-    assert child["SOMETHING_ELSE"] == "kept"
+def test_a_daemon_is_shown_the_mig_instance_of_its_starter_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-2b5c")
+    assert env.daemon_environment()["CUDA_VISIBLE_DEVICES"] == "MIG-2b5c"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    assert "CUDA_VISIBLE_DEVICES" not in env.daemon_environment()
 
 
 def test_memory_is_kept_unless_told_or_set_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,13 +155,3 @@ def test_groups_that_map_windows_get_communicators_unless_told_not_to(
     assert env.nccl_library() is None
     monkeypatch.setenv("EP_RUNTIME_NCCL_LIBRARY", "/opt/libnccl.so.2")
     assert env.nccl_library() == "/opt/libnccl.so.2"
-
-
-def test_who_makes_unique_ids_takes_none_from_the_environment(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("NCCL_COMM_ID", "127.0.0.1:4000")
-    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "lo")
-    made = env.unique_id_environment()
-    assert "NCCL_COMM_ID" not in made
-    assert made["NCCL_SOCKET_IFNAME"] == "lo"

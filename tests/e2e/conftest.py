@@ -8,3 +8,4 @@ from daemon_fixtures import (  # noqa: F401 - fixtures are found by name
     directory,
     run_program,
 )
+from harness import daemon_process  # noqa: F401 - the same

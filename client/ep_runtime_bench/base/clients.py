@@ -95,7 +95,7 @@ class _Client:
         self._heard: set[str] = set()
         said: Any = order
         command = python_command(module, [json.dumps(dataclasses.asdict(said))])
-        environment = env.child_environment() | _ENVIRONMENT
+        environment = env.inherited() | _ENVIRONMENT
         environment.pop(_OLD_NAME, None)
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
         self._process = subprocess.Popen(command, text=True, env=environment, **pipes)

@@ -95,7 +95,7 @@ def _client(address: str, options: BenchOptions, environment: dict[str, str]) ->
         text=True,
         timeout=CLIENT_TIMEOUT_S,
         check=False,
-        env=env.child_environment() | environment,
+        env=env.inherited() | environment,
     )
     if done.returncode:
         raise RuntimeError(f"the client ended with exit code {done.returncode}:\n{done.stderr}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import shutil
@@ -9,7 +10,7 @@ import signal
 import subprocess
 import tempfile
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO
 
@@ -20,6 +21,7 @@ from ep_runtime_client.daemons.place import Place, path_of
 
 _STOP_TIMEOUT_S = 10.0
 _LOG_TAIL_BYTES = 64 << 10
+_MAX_CORES = 8192  # as many as Linux knows
 
 
 class Child:
@@ -54,7 +56,9 @@ class Child:
     ) -> Child:
         """Starts a daemon on `directory` and returns at once; `wait_ready` waits for it.
 
-        It is in a session of its own, so that Ctrl-C in our terminal does not reach it.
+        It outlives what it is started for, and serves others: its session, environment, directory
+        and cores are its own, so that Ctrl-C in our terminal does not reach it, nor a binding of
+        this process to a GPU or a core. Of limits (`ulimit`, nice) it has ours.
 
         Args:
             directory: its socket directory; must exist.
@@ -68,15 +72,17 @@ class Child:
         )
         log = open(log_path, "a+b") if log_path is not None else tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the child
         try:
-            process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env=env.child_environment(),
-                pass_fds=(told, *pass_fds),
-                start_new_session=True,
-            )
+            with _on_all_cores():
+                process = subprocess.Popen(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    env=env.daemon_environment(),
+                    cwd="/",
+                    pass_fds=(told, *pass_fds),
+                    start_new_session=True,
+                )
         except BaseException:
             os.close(ready)
             log.close()
@@ -130,6 +136,19 @@ class Child:
             self.log_tail()
             self._log.close()
             return int(self._process.returncode)
+
+
+@contextlib.contextmanager
+def _on_all_cores() -> Iterator[None]:
+    """What this thread starts in the block may run on every core that our cgroup has."""
+    ours = os.sched_getaffinity(0)
+    with contextlib.suppress(OSError):  # a sandbox forbids it
+        os.sched_setaffinity(0, range(_MAX_CORES))
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            os.sched_setaffinity(0, ours)
 
 
 def answers(place: Place, timeout_s: float) -> bool:

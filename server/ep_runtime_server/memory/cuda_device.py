@@ -14,6 +14,7 @@ import os
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from ep_runtime import env
 from ep_runtime.errors import InvalidArgumentError, PoolExhaustedError, RuntimeUnavailableError
 from ep_runtime.layout import align_up
 from ep_runtime.units import iec
@@ -267,8 +268,11 @@ class Gpus:
         """
         devices = self.load()
         if uuid not in devices:
+            shown = env.visible_devices()
+            hides = f"; its CUDA_VISIBLE_DEVICES={shown} hides others, start it without"
             raise InvalidArgumentError(
-                f"the daemon's host has no GPU {uuid}; it has {sorted(devices)}",
+                f"the daemon's host has no GPU {uuid}; it has {sorted(devices)}"
+                + ("" if shown is None else hides),
                 argument="device_uuids",
             )
         return devices[uuid]

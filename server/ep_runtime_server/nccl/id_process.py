@@ -48,7 +48,7 @@ class IdProcess:
                     stdout=asyncio.subprocess.DEVNULL,
                     stderr=asyncio.subprocess.DEVNULL,
                     pass_fds=(writer,),
-                    env=env.unique_id_environment(),
+                    env=env.daemon_environment(),
                 )
             finally:
                 os.close(writer)

@@ -62,7 +62,7 @@ def _started(script: str) -> tuple[subprocess.Popen[bytes], socket.socket]:
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(),),
-                env=env.child_environment(),
+                env=env.daemon_environment(),
             )
         except BaseException:
             ours.close()
