@@ -18,6 +18,7 @@ os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+import checkout  # noqa: F401 - first: it ends pytest where the packages are another checkout's
 import doses
 import fakes
 import jax
