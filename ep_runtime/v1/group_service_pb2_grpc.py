@@ -95,6 +95,7 @@ class GroupServiceServicer(object):
         op_id of another request      INVALID_ARGUMENT   a bug of the caller
         transport not served here     INVALID_ARGUMENT   name another transport
         daemon drains                 UNAVAILABLE        retry elsewhere or later
+        daemon ends meanwhile         UNAVAILABLE        names the missing ranks; retry
         still recovering at `wait`    UNAVAILABLE        retry
         journal cannot be written     RESOURCE_EXHAUSTED PoolExhaustedError: free disk space
         over a limit of the user      RESOURCE_EXHAUSTED PoolExhaustedError (resource, asked, held,
@@ -124,6 +125,7 @@ class GroupServiceServicer(object):
         windows never fetched         INVALID_ARGUMENT    redeem a ticket first
         a member died meanwhile       ABORTED             PeerLostError (rank): create it again
         members missing after `wait`  DEADLINE_EXCEEDED   GroupNotReadyError (missing_ranks)
+        daemon ends meanwhile         UNAVAILABLE         names the missing ranks; retry
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

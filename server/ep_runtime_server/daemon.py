@@ -58,7 +58,7 @@ from ep_runtime_server.sockets.disposal import Disposal
 from ep_runtime_server.sockets.fd_server import FdServer
 from ep_runtime_server.sockets.front import Front
 
-# Streams of a stopped server get that long to read their last event.
+# Callers of a stopped server get that long to read their last event or error.
 STOP_GRACE_S = 0.5
 
 SERVER_OPTIONS = [
@@ -98,6 +98,7 @@ class Daemon:
         self._peer_of = peer_of
         self._stop_now = asyncio.Event()
         self._signals: list[int] = []
+        self._policies: list[RpcPolicy] = []
 
     async def start(self) -> None:
         """Locks the directory and answers on every socket.
@@ -196,8 +197,8 @@ class Daemon:
             runtime.events,
             runtime.failpoints,
         )
-        policy = RpcPolicy(None, cluster.answering, Admission(), seal=cluster.seal)
-        server = make_server([policy], SERVER_OPTIONS)
+        self._node_policy = RpcPolicy(None, cluster.answering, Admission(), seal=cluster.seal)
+        server = make_server([self._node_policy], SERVER_OPTIONS)
         cluster.listen(server)
         cluster.start(server, runtime.groups, runtime.recovery.take_restored())
         assert cluster.coordination is not None  # `start` makes it
@@ -223,6 +224,7 @@ class Daemon:
             lambda peer: self._front.uid_of(peer),
             before_work=lambda: runtime.failpoints.hit("rpc.request") if sessions_guard else None,
         )
+        self._policies.append(policy)
         server = make_server([policy], SERVER_OPTIONS)
         add: Any = server
         if sessions_guard:
@@ -299,7 +301,10 @@ class Daemon:
         await self._fd_server.close()
         if self._node_server is not None and self.runtime.cluster is not None:
             await self.runtime.cluster.stop()
-            await self._node_server.stop(0)
+            self._node_policy.end()
+            await self._node_server.stop(STOP_GRACE_S)
+        for policy in self._policies:
+            policy.end()
         for session in self.runtime.sessions.all():
             session.tell(None)
         await asyncio.gather(self._api.stop(STOP_GRACE_S), self._admin.stop(STOP_GRACE_S))

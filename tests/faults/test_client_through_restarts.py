@@ -154,6 +154,32 @@ if AGAIN:
 """
 
 
+_FORMS = """
+session = ep.connect(job="ends", timeout_s=2)
+say(connected=True)
+try:
+    forming.form(session, spec, forming.Claim((0, 1)), replace=False)
+except ep.RuntimeUnavailableError as error:
+    say(text=str(error))
+sys.stdin.readline()
+"""
+
+
+def test_who_waits_for_others_when_the_daemon_ends_hears_of_them(
+    run_program: Start, directory: Path
+) -> None:
+    daemon = start_daemon(directory, "--drain-s", "0")
+    address = f"unix://{directory}"
+    program = run_program(_FORMS, prologue=_PROLOGUE, EP_RUNTIME_ADDRESS=address)
+    program.heard()
+    with source.open_source(address, timeout_s=60) as admin:
+        wait_until(admin.groups, "the group forms")
+    assert daemon.stop() == 0
+    told = program.heard()["text"]
+    assert "while group 'g' formed: ranks [2, 3] of 4 were not claimed" in told
+    assert f"ep-runtime serve --dir {directory}" in told
+
+
 @pytest.mark.parametrize("closes", [("group",), ("session",), ("group", "session")])
 def test_what_closed_while_the_daemon_was_away_is_given_back_when_it_returns(
     run_program: Start, directory: Path, closes: tuple[str, ...]

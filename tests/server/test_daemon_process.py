@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import struct
@@ -17,10 +18,10 @@ import pytest
 from cluster_places import loopback, make_certificates, tls_flags
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from harness import Watcher, eventually
-from raw_client import WAIT_S, Stubs, hello, make_spec
+from raw_client import WAIT_S, Stubs, close_fds, hello, make_spec
 
 from ep_runtime import errors, wire
-from ep_runtime.v1 import session_service_pb2
+from ep_runtime.v1 import nccl_service_pb2, nccl_service_pb2_grpc, session_service_pb2
 
 
 def test_it_says_when_and_where_it_is_ready(daemon_process):
@@ -97,6 +98,51 @@ def test_a_session_that_stays_does_not_hold_it_for_ever(daemon_process, how):
         eventually(lambda: daemon.status().state == 2)
         daemon.popen.send_signal(signal.SIGTERM)
     assert daemon.ended(within_s=5.0)[0] == 0
+
+
+@pytest.fixture
+def endless_library(tmp_path, monkeypatch):
+    """A libnccl whose loading never ends: who opens a FIFO waits for its other end."""
+    os.mkfifo(tmp_path / "libnccl.so.2")
+    monkeypatch.setenv("EP_RUNTIME_NCCL_LIBRARY", str(tmp_path / "libnccl.so.2"))
+
+
+@pytest.mark.usefixtures("endless_library")
+@pytest.mark.parametrize(
+    ("what", "told"),
+    [
+        ("claims", r"while group 'moe' formed: ranks \[0\] of 2 were not claimed"),
+        ("attachment", r"while group 'moe' formed: ranks \[1\] of 2 did not attach"),
+        ("unique ids", "before it answered GetUniqueIds"),
+    ],
+)
+def test_who_waits_for_a_daemon_that_ends_hears_what_for(daemon_process, what, told):
+    daemon = daemon_process("--drain-s", "0")
+    client, other = daemon.client(), daemon.client()
+    method = client.groups.CreateGroup
+    request = client.create_request(make_spec(), [1])
+    if what != "claims":
+        other_request = other.create_request(make_spec(), [1])
+        formed = other.groups.CreateGroup.future(other_request, **other.how())
+        group = client.create(make_spec(), [0]).group
+        formed.result(WAIT_S)
+        close_fds(client.fetch(group))
+        method, request = client.groups.ReportAttached, client.attached_request(group)
+    if what == "unique ids":
+        method = nccl_service_pb2_grpc.NcclServiceStub(client.channel).GetUniqueIds
+        request = nccl_service_pb2.GetUniqueIdsRequest(name="moe", generation=group.generation)
+    call = method.future(request, **client.how())
+    client.call(client.sessions.Heartbeat, session_service_pb2.HeartbeatRequest())  # it is there
+    daemon.popen.terminate()
+    with pytest.raises(grpc.RpcError) as caught:
+        call.result(WAIT_S)
+    error = wire.error_from_rpc(caught.value)
+    assert isinstance(error, errors.RuntimeUnavailableError)
+    assert re.search(f"the daemon ended {told}", str(error))
+    assert not error.fields  # as of one that is away: clients look for the next
+    code, text = daemon.ended(within_s=5.0)
+    assert code == 0
+    assert "Traceback" not in text
 
 
 def test_a_daemon_that_recovers_ends_when_told(daemon_process):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+
+import grpc
 import pytest
 from cluster_places import place
 from harness import FakeClock, Watcher, eventually
@@ -276,3 +279,28 @@ def test_a_node_that_is_unreachable_while_a_group_forms_ends_the_attempt(
     eventually(lambda: group_of(a).epoch == 0, within_s=TOLD_S)
     with pytest.raises(errors.GroupNotReadyError, match=r"ranks \[1\]"):
         attached.result(WAIT_S)
+
+
+def test_a_node_that_waits_for_a_coordinator_that_ends_hears_so(start_daemon):
+    address = place()
+    a = start_daemon(cluster=coordinates(address))
+    with grpc.insecure_channel(address) as channel:
+        stub = NodeServiceStub(channel)
+        join = node_service_pb2.JoinClusterRequest(identity=identity("x"))
+        request = node_service_pb2.JoinGroupRequest(
+            node="x",
+            lease_id=stub.JoinCluster(join, timeout=WAIT_S).lease_id,
+            key=cluster_messages.key_to_proto(Owner(os.geteuid(), "job", "moe")),
+            spec=wire.group_spec_to_proto(spec_of()),
+            claims=cluster_messages.claims_to_proto([NodeClaim("s", 7, (1,))]),
+            generation=1,
+            missing_ranks=[0],
+            wait=wire.duration(WAIT_S),
+        )
+        call = stub.JoinGroup.future(request, timeout=WAIT_S)
+        stub.JoinCluster(join, timeout=WAIT_S)  # the call before it is there
+        a.close()
+        a.close = lambda: None
+        with pytest.raises(grpc.RpcError) as caught:
+            call.result(WAIT_S)
+    assert caught.value.details() == "the daemon ended before it answered JoinGroup"

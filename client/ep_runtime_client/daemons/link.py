@@ -130,13 +130,18 @@ class Link:
             EpRuntimeError: of `work`; RuntimeUnavailableError where the daemon is not back in time.
         """
         deadline = time.monotonic() + timeout_s
+        last: errors.EpRuntimeError | None = None
         while True:
-            control = self.control(max(deadline - time.monotonic(), 0.0))
+            try:
+                control = self.control(max(deadline - time.monotonic(), 0.0))
+            except errors.RuntimeUnavailableError as error:
+                raise last or error from None  # `last` says what was waited for
             try:
                 return work(control)
-            except (errors.RuntimeUnavailableError, errors.SessionFencedError):
+            except (errors.RuntimeUnavailableError, errors.SessionFencedError) as error:
                 if not control.lost or time.monotonic() >= deadline:
                     raise
+                last = error if isinstance(error, errors.RuntimeUnavailableError) else None
                 self.lose(control)
 
     def lose(self, control: transport.ControlChannel) -> None:

@@ -144,9 +144,9 @@ async def report_attached(
         return group.state is not State.FORMING or group.generation != generation
 
     if not await wait_until(group, settled, wait_s):
-        missing = group.unattached_ranks
+        awaited, missing = group.awaited
         raise GroupNotReadyError(
-            f"group {group.owner.name!r}: ranks {missing} did not attach within {wait_s:g} s",
+            f"group {group.owner.name!r}: {awaited} within {wait_s:g} s",
             group=group.owner.name,
             missing_ranks=missing,
         )

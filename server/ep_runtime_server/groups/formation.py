@@ -77,13 +77,10 @@ class Groups(GroupBook):
                 group=spec.name,
             )
         if not group.formed:
-            missing = [rank for rank in group.missing_ranks if rank not in group.elsewhere]
+            awaited, missing = group.awaited
             self._depart(group, session, Trigger.CLAIMANT_LOST)
             raise GroupNotReadyError(
-                f"group {spec.name!r}: ranks {missing} of {spec.world_size} were not claimed "
-                f"within {wait_s:g} s"
-                if missing
-                else f"group {spec.name!r}: its memory was not there within {wait_s:g} s",
+                f"group {spec.name!r}: {awaited} within {wait_s:g} s",
                 group=spec.name,
                 missing_ranks=missing,
             )

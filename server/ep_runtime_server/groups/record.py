@@ -167,6 +167,18 @@ class GroupRecord:
         ]
 
     @property
+    def awaited(self) -> tuple[str, list[int]]:
+        """What keeps the group from being READY, and the world ranks that do."""
+        size = self.spec.world_size
+        if self.formed:
+            unattached = self.unattached_ranks
+            return f"ranks {unattached} of {size} did not attach", unattached
+        missing = [rank for rank in self.missing_ranks if rank not in self.elsewhere]
+        if missing:
+            return f"ranks {missing} of {size} were not claimed", missing
+        return "its memory was not there", []
+
+    @property
     def others_left(self) -> bool:
         """Processes of other nodes closed the group; who creates it again wants a new one."""
         return any(member.session_id in self.left for member in self.remote.values())

@@ -11,6 +11,7 @@ from ep_runtime.v1 import group_service_pb2 as pb
 from ep_runtime.v1 import group_service_pb2_grpc as pb_grpc
 from ep_runtime_server.base import limits
 from ep_runtime_server.base.pacing import paced
+from ep_runtime_server.callers.sessions import SessionRecord
 from ep_runtime_server.groups import attachment
 from ep_runtime_server.groups.claims import (
     check_layer_count,
@@ -21,8 +22,9 @@ from ep_runtime_server.groups.claims import (
     checked_wait,
 )
 from ep_runtime_server.journal.rejoin import Holding
+from ep_runtime_server.memory.windows import Owner
 from ep_runtime_server.rpc import views
-from ep_runtime_server.rpc.interceptor import current_session
+from ep_runtime_server.rpc.interceptor import current_session, says_when_ended
 from ep_runtime_server.runtime import Runtime
 
 Context = grpc.aio.ServicerContext
@@ -39,6 +41,14 @@ class GroupServicer(pb_grpc.GroupServiceServicer):
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
 
+    def _says_what_forms(self, session: SessionRecord, name: str) -> None:
+        def text() -> str:
+            group = self._runtime.groups.find(Owner(session.uid, session.job, name))
+            missing = f": {group.awaited[0]}" if group is not None else ""
+            return f"while group {name!r} formed{missing}"
+
+        says_when_ended(text)
+
     async def CreateGroup(  # noqa: N802
         self, request: pb.CreateGroupRequest, context: Context[Any, Any]
     ) -> pb.CreateGroupResponse:
@@ -51,6 +61,7 @@ class GroupServicer(pb_grpc.GroupServiceServicer):
         wait_s = _wait_s(request)
         self._runtime.quotas.check_retained(spec.retain_s)
         self._runtime.quotas.check(session.uid, journal_bytes=request.ByteSize())
+        self._says_what_forms(session, spec.name)
 
         async def work() -> pb.CreateGroupResponse:
             waited_s = await self._runtime.claims_allowed(session, spec.name, wait_s)
@@ -93,6 +104,7 @@ class GroupServicer(pb_grpc.GroupServiceServicer):
     ) -> pb.ReportAttachedResponse:
         session = current_session()
         group = self._runtime.groups.get(session, request.name)
+        self._says_what_forms(session, request.name)
         await attachment.report_attached(session, group, request.generation, _wait_s(request))
         return pb.ReportAttachedResponse(group=views.group(group, self._runtime.clock))
 

@@ -20,6 +20,7 @@ from ep_runtime import wire
 from ep_runtime.errors import (
     EpRuntimeError,
     InvalidArgumentError,
+    RuntimeUnavailableError,
     SessionFencedError,
 )
 from ep_runtime_server.base.failpoints import LostError
@@ -45,11 +46,17 @@ PARSED_AT_ONCE_BYTES = 32 << 10
 Context = grpc.aio.ServicerContext
 
 _current: contextvars.ContextVar[SessionRecord] = contextvars.ContextVar("session")
+_waits: contextvars.ContextVar[Callable[[], str]] = contextvars.ContextVar("waits")
 
 
 def current_session() -> SessionRecord:
     """The session of the RPC being handled on api.sock."""
     return _current.get()
+
+
+def says_when_ended(text: Callable[[], str]) -> None:
+    """How "the daemon ended ..." goes on for the caller of this RPC, who waits until then."""
+    _waits.set(text)
 
 
 class RpcPolicy(grpc.aio.ServerInterceptor):
@@ -79,6 +86,31 @@ class RpcPolicy(grpc.aio.ServerInterceptor):
         self._uid_of = uid_of
         self._seal = seal
         self._before_work = before_work
+        self._under_way: set[asyncio.Task[Any]] = set()
+        self._ending = False
+
+    def end(self) -> None:
+        """Calls that wait end with RuntimeUnavailableError; the server is to be stopped next."""
+        self._ending = True
+        for task in self._under_way:
+            task.cancel()
+
+    async def _handled(self, method: str, work: Awaitable[Any]) -> Any:
+        """What `work` returns; RuntimeUnavailableError where the daemon ends before."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._under_way.add(task)
+        try:
+            return await work
+        except asyncio.CancelledError:
+            if not self._ending:  # the caller has gone
+                raise
+            task.uncancel()
+            text = _waits.get(lambda: f"before it answered {method.rpartition('/')[2]}")()
+            # Without fields, as of a daemon that does not answer: clients look for the next one.
+            raise RuntimeUnavailableError(f"the daemon ended {text}") from None
+        finally:
+            self._under_way.discard(task)
 
     async def intercept_service(
         self,
@@ -109,7 +141,7 @@ class RpcPolicy(grpc.aio.ServerInterceptor):
                 self._before_work()
                 admitted = self._admitted(counted, requests, context, handler, method, metadata)
                 async with admitted as request:
-                    found = await handler.unary_unary(request, context)
+                    found = await self._handled(method, handler.unary_unary(request, context))
                     await self._before_answer(method)
                     answer = handler.response_serializer(found)
                     counted.answer(len(answer))
