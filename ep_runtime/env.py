@@ -243,7 +243,7 @@ _DAEMON_KEEPS = (
     # and the interface at whose address other nodes reach who makes NCCL's unique ids.
     *("CUDA_MPS_PIPE_DIRECTORY", "NCCL_SOCKET_IFNAME", "NCCL_SOCKET_FAMILY", "NCCL_CONF_FILE"),
 )
-_DAEMON_KEEPS_STARTING = ("EP_RUNTIME_", "PYTHON")
+_DAEMON_KEEPS_PREFIXES = ("EP_RUNTIME_", "PYTHON")
 
 
 def daemon_environment() -> dict[str, str]:
@@ -255,7 +255,7 @@ def daemon_environment() -> dict[str, str]:
     kept = {
         name: value
         for name, value in os.environ.items()
-        if name in _DAEMON_KEEPS or name.startswith(_DAEMON_KEEPS_STARTING)
+        if name in _DAEMON_KEEPS or name.startswith(_DAEMON_KEEPS_PREFIXES)
     }
     if "PYTHONPATH" in kept:  # it runs in another directory
         entries = kept["PYTHONPATH"].split(os.pathsep)

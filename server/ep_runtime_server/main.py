@@ -193,12 +193,13 @@ def _tell_ready(settings: ServerConfig, daemon: Daemon) -> None:
 
 
 def _take_signals_back() -> None:
-    """Signals that whoever started the daemon blocks or ignores; SIGHUP stays ignored, for nohup.
+    """Signals that whoever started the daemon blocks or ignores are its own again.
 
-    SIGTERM ends the daemon, and the kernel tells it of its processes' ends.
+    SIGTERM ends it, and the kernel tells it of its processes' ends.
     """
-    kept = (signal.SIGHUP, signal.SIGPIPE, signal.SIGXFSZ)  # Python itself ignores two of them
-    for number in signal.valid_signals() - set(kept):
+    shells = {signal.SIGHUP, signal.SIGQUIT}  # of `nohup ep-runtime serve &`
+    pythons = {signal.SIGPIPE, signal.SIGXFSZ}
+    for number in signal.valid_signals() - shells - pythons:
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
