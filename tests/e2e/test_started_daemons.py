@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import raw_client
-from daemon_fixtures import READY_TIMEOUT_S
+from daemon_fixtures import READY_TIMEOUT_S, start_daemon
 
 import ep_runtime as ep
 from ep_runtime_client.daemons import children, runtime
@@ -200,7 +200,8 @@ def test_relative_entries_of_pythonpath_are_the_starters(
     monkeypatch.chdir(tmp_path)
     relative = os.pathsep.join(os.path.relpath(entry) for entry in entries)
     monkeypatch.setenv("PYTHONPATH", relative)
-    child = children.Child.start(directory, [])
-    child.wait_ready(READY_TIMEOUT_S)
-    assert environment_of(child.pid)["PYTHONPATH"].split(os.pathsep) == entries
-    assert child.stop() == 0
+    child = start_daemon(directory)
+    try:
+        assert environment_of(child.pid)["PYTHONPATH"].split(os.pathsep) == entries
+    finally:
+        assert child.stop() == 0
