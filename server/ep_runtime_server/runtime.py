@@ -43,7 +43,7 @@ from ep_runtime_server.journal.rejoin import Rejoin
 from ep_runtime_server.memory.cuda_device import Gpus
 from ep_runtime_server.memory.devices import HostDevice
 from ep_runtime_server.memory.fd_store import FdStore, by_set, stored_name
-from ep_runtime_server.memory.windows import Owner, WindowPool
+from ep_runtime_server.memory.windows import FREEING, Owner, WindowPool
 from ep_runtime_server.nccl.unique_ids import UniqueIdBook
 
 # RPCs whose answer promises something that a restarted daemon must know.
@@ -369,6 +369,7 @@ class Runtime:
         whatever order they come in."""
         run = self.supervisor.run
         run("expiry of groups", self.groups.expire)
+        run(FREEING, self.pool.free_again)
         run("expiry of tickets", self.tickets.expire)
         run("ends of NCCL ids", self.unique_ids.tick)
         run("expiry of answers", self.operations.expire)

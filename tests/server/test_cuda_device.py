@@ -249,6 +249,40 @@ def test_memory_that_came_back_is_handed_out_again(driver):
         os.fstat(fd)
 
 
+def test_memory_that_the_driver_keeps_counts_until_it_gives_it_back(
+    gpu_daemon, driver, monkeypatch
+):
+    client = gpu_daemon.client()
+    group = client.create(SPEC, uuids=UUIDS).group
+
+    def refuse(handle: int) -> None:
+        raise DriverError("cuMemRelease: CUDA_ERROR_ILLEGAL_ADDRESS")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(driver, "release", refuse)
+        client.close_group(group)
+        eventually(lambda: not gpu_daemon.healthy())
+        quarantined = {pool.device: pool.quarantined_bytes for pool in gpu_daemon.status().pools}
+        assert quarantined == {"host": 0} | dict.fromkeys(UUIDS, board.window_bytes(SPEC))
+    eventually(lambda: not driver.held)
+    eventually(gpu_daemon.healthy)
+
+
+def test_a_window_that_systemd_cannot_be_given_is_used_all_the_same(
+    start_daemon, driver, tmp_path, monkeypatch
+):
+    def refuse(handle: int) -> int:
+        raise DriverError("cuMemExportToShareableHandle: CUDA_ERROR_NOT_SUPPORTED")
+
+    monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "systemd"))
+    monkeypatch.setattr(driver, "export_fd", refuse)
+    daemon = start_daemon(gpus=Gpus(load=lambda: driver))
+    client = daemon.client()
+    group = client.create(SPEC, uuids=UUIDS).group
+    client.close_group(group)
+    eventually(lambda: not driver.held)
+
+
 @pytest.mark.parametrize(
     ("fault", "told", "match"),
     [

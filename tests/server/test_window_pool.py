@@ -7,7 +7,7 @@ import mmap
 import threading
 
 import pytest
-from harness import FakeClock
+from harness import FakeClock, eventually
 from raw_client import WAIT_S, make_spec
 
 from ep_runtime import board, errors
@@ -22,8 +22,8 @@ SET_BYTES = board.board_bytes(SPEC) + 2 * board.window_bytes(SPEC)
 
 
 class SlowAllocation:
-    def __init__(self, gate: threading.Event, size_bytes: int) -> None:
-        self._gate = gate
+    def __init__(self, device: SlowDevice, size_bytes: int) -> None:
+        self._device = device
         self.size_bytes = size_bytes
         self.identity = (0, id(self))
 
@@ -34,11 +34,15 @@ class SlowAllocation:
         return mmap.mmap(-1, self.size_bytes)
 
     def free(self) -> None:
-        assert self._gate.wait(WAIT_S)
+        assert self._device.gate.wait(WAIT_S)
+        self._device.tries += 1
+        if self in self._device.stuck:
+            raise OSError("the driver does not take it")
+        self._device.freed.append(self)
 
 
 class SlowDevice:
-    """Gives memory back only once `gate` is open."""
+    """Gives memory back only once `gate` is open, and none of what is `stuck`."""
 
     name = "host"
 
@@ -46,11 +50,16 @@ class SlowDevice:
         self.limit_bytes = limit_bytes
         self.gate = threading.Event()
         self.fault = fault
+        self.room = 0  # allocations until the fault
+        self.stuck: list[SlowAllocation] = []
+        self.freed: list[SlowAllocation] = []
+        self.tries = 0
 
     def allocate(self, label: str, size_bytes: int) -> SlowAllocation:
-        if self.fault is not None:
+        self.room -= 1
+        if self.fault is not None and self.room < 0:
             raise self.fault
-        return SlowAllocation(self.gate, size_bytes)
+        return SlowAllocation(self, size_bytes)
 
 
 @pytest.fixture
@@ -180,3 +189,110 @@ def test_a_fault_while_forming_ends_the_wait_of_everybody(run, fault, error):
         assert pool.used_bytes("host") == 0
 
     run(work())
+
+
+async def retried(pool: WindowPool) -> str:
+    """What a round of the reaper hears of the frees that failed; after the round they are tried."""
+    try:
+        pool.free_again()
+    except ExceptionGroup as error:
+        return str(error)
+    finally:
+        await pool.settle()
+    return ""
+
+
+def test_memory_that_cannot_be_freed_counts_until_it_can(run):
+    async def work():
+        device = SlowDevice(SET_BYTES)
+        device.gate.set()
+        pool = make_pool(device)
+        windows = await pool.allocate(OWNER, SPEC, 1)
+        window = windows.buffers[1]
+        device.stuck.append(window.allocation)
+        assert pool.release(windows) == SET_BYTES
+        await pool.settle()
+        assert len(device.freed) == 2  # the board, and the other window
+        assert windows.buffers == [window]
+        assert pool.sets == [windows]
+        assert pool.used_bytes("host") == pool.held_by(0, "host") == window.size_bytes
+        assert pool.fds_of(0) == 1
+        for tries in (4, 5):
+            assert "moe@1/0: OSError: the driver does not take it" in await retried(pool)
+            assert device.tries == tries
+        with pytest.raises(errors.PoolExhaustedError):  # who asks does not wait for it
+            await asyncio.wait_for(pool.allocate(OWNER, SPEC, 2), WAIT_S)
+        device.stuck.clear()
+        await retried(pool)
+        assert await retried(pool) == ""
+        assert (pool.sets, pool.used_bytes("host")) == ([], 0)
+        assert len(device.freed) == 3
+
+    run(work())
+
+
+def test_a_board_that_is_read_is_freed_when_its_reader_is_gone(run):
+    async def work():
+        device = SlowDevice(SET_BYTES)
+        device.gate.set()
+        pool = make_pool(device)
+        windows = await pool.allocate(OWNER, SPEC, 1)
+        reader = memoryview(windows.board)
+        pool.release(windows)
+        await pool.settle()
+        assert pool.used_bytes("host") == board.board_bytes(SPEC)
+        assert "moe@1/board: BufferError" in await retried(pool)
+        reader.release()
+        await retried(pool)
+        assert (pool.sets, len(device.freed)) == ([], 3)
+
+    run(work())
+
+
+def test_an_allocation_that_fails_half_way_counts_until_its_memory_is_back(run):
+    async def work():
+        device = SlowDevice(SET_BYTES, errors.PoolExhaustedError("no room"))
+        device.room = 2
+        pool = make_pool(device)
+        with pytest.raises(errors.PoolExhaustedError, match="no room"):
+            await pool.allocate(OWNER, SPEC, 1)
+        (windows,) = pool.sets
+        assert pool.used_bytes("host") == SET_BYTES - windows.buffers[1].size_bytes
+        device.gate.set()
+        await pool.settle()
+        assert (pool.sets, len(device.freed)) == ([], 2)
+
+    run(work())
+
+
+def test_a_pool_that_closes_frees_all_it_can(run):
+    async def work():
+        device = SlowDevice(2 * SET_BYTES)
+        device.gate.set()
+        pool = make_pool(device)
+        sets = [await pool.allocate(OWNER, SPEC, generation) for generation in (1, 2)]
+        device.stuck.append(sets[0].buffers[1].allocation)
+        pool.close()
+        assert len(device.freed) == 5
+
+    run(work())
+
+
+def test_health_tells_of_memory_that_cannot_be_freed(clocked, monkeypatch):
+    pool = clocked._daemon.runtime.pool
+    client = clocked.client()
+    group = client.create(SPEC, ranks=[0, 1]).group
+    readers = [memoryview(windows.board) for windows in pool.sets]
+    client.close_group(group)
+    eventually(lambda: clocked.status().failing_tasks == ["freeing of memory"])
+    assert not clocked.healthy()
+    (shown,) = clocked.ask("ListBuffers").buffers
+    assert (shown.world_rank, shown.bytes) == (-1, board.board_bytes(SPEC))
+    (usage,) = clocked.status().users
+    assert usage.host_bytes == shown.bytes
+    for reader in readers:
+        reader.release()
+    eventually(clocked.healthy)
+    assert not clocked.ask("ListBuffers").buffers
+    kinds = clocked.event_kinds()
+    assert kinds.count("task.failed") == kinds.count("task.works") == 1

@@ -8,7 +8,6 @@ it. The driver gives no way to clear it from here: clients zero what they must.
 from __future__ import annotations
 
 import dataclasses
-import logging
 import mmap
 import os
 from collections.abc import Callable
@@ -18,8 +17,6 @@ from ep_runtime import env
 from ep_runtime.errors import InvalidArgumentError, PoolExhaustedError, RuntimeUnavailableError
 from ep_runtime.layout import align_up
 from ep_runtime.units import iec
-
-_log = logging.getLogger(__name__)
 
 _HINT = (
     "XLA takes 75% of a GPU unless told otherwise: set XLA_PYTHON_CLIENT_MEM_FRACTION lower, or "
@@ -160,6 +157,7 @@ class CudaAllocation:
     def __init__(self, driver: Driver, handle: int, size_bytes: int, fd: int | None = None) -> None:
         self._driver = driver
         self._handle = handle
+        self._held = True
         self._fd = fd  # of an exporter before us: the driver exports no handle that it imported
         self.size_bytes = size_bytes
 
@@ -177,12 +175,12 @@ class CudaAllocation:
         raise NotImplementedError("GPU memory is not mapped in the daemon; boards are on the host")
 
     def free(self) -> None:
-        try:
+        if self._held:
             self._driver.release(self._handle)
-        except DriverError:
-            _log.exception("GPU memory of %d bytes was not given back", self.size_bytes)
-        if self._fd is not None:
-            os.close(self._fd)
+            self._held = False
+        fd, self._fd = self._fd, None
+        if fd is not None:
+            os.close(fd)
 
 
 class CudaDevice:

@@ -36,7 +36,8 @@ class Allocation(Protocol):
         """Writable mapping in the daemon. Only boards are mapped; a device may refuse."""
 
     def free(self) -> None:
-        """Gives the memory back once the last descriptor and mapping elsewhere are gone."""
+        """Gives the memory back once the last descriptor and mapping elsewhere are gone. Where it
+        raises it may be called again."""
 
 
 class Device(Protocol):
@@ -84,7 +85,9 @@ class HostAllocation:
         return mmap.mmap(self._fd, self.size_bytes)
 
     def free(self) -> None:
-        os.close(self._fd)
+        fd, self._fd = self._fd, -1  # the kernel lets go of it also where close fails
+        if fd >= 0:
+            os.close(fd)
 
 
 class HostDevice:

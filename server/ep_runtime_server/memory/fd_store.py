@@ -5,9 +5,11 @@ Without systemd, or with a unit that has no FileDescriptorStoreMax, nothing here
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping
 
+from ep_runtime.errors import RuntimeUnavailableError
 from ep_runtime_server.base import systemd
 from ep_runtime_server.memory.windows import WindowSet, WindowState
 
@@ -48,7 +50,10 @@ class FdStore:
             if gone and name in self._stored:
                 self.remove(name)
             elif not gone and name not in self._stored and buffer.allocation is not None:
-                self._add(name, buffer.allocation.export_fd())
+                try:
+                    self._add(name, buffer.allocation.export_fd())
+                except (OSError, RuntimeUnavailableError) as error:  # clients give it back too
+                    logging.getLogger(__name__).warning("%s is not stored: %s", name, error)
 
     def _add(self, name: str, fd: int) -> None:
         try:

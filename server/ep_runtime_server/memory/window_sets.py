@@ -127,24 +127,16 @@ class WindowSet:
             board.poison(self.board, self.generation, reason, rank)
 
     def allocate(self, parts: Sequence[tuple[int, Device, int]]) -> None:
-        """Blocking; `parts` as of WindowPool. Raises PoolExhaustedError, and then holds nothing."""
-        try:
-            for rank, device, size_bytes in parts:
-                allocation = device.allocate(f"{self.owner.name}/{rank}", size_bytes)
-                label, identity = (
-                    buffer_label(self.owner, self.generation, rank),
-                    allocation.identity,
-                )
-                self.buffers.append(
-                    Buffer(label, device.name, rank, size_bytes, identity, allocation)
-                )
-                if rank < 0:
-                    self.board = allocation.map()
-            assert self.board is not None
-            board.format_board(self.board, self.spec, self.generation)
-        except BaseException:
-            self.free()
-            raise
+        """Blocking; `parts` as of WindowPool. Raises PoolExhaustedError; what it got before that is
+        in `buffers`."""
+        for rank, device, size_bytes in parts:
+            allocation = device.allocate(f"{self.owner.name}/{rank}", size_bytes)
+            label, identity = buffer_label(self.owner, self.generation, rank), allocation.identity
+            self.buffers.append(Buffer(label, device.name, rank, size_bytes, identity, allocation))
+            if rank < 0:
+                self.board = allocation.map()
+        assert self.board is not None
+        board.format_board(self.board, self.spec, self.generation)
 
     def format_again(self, generation: int) -> None:
         """Blocking. The set under a new generation; only while it has no holders."""
@@ -155,11 +147,21 @@ class WindowSet:
         self._poison = None
 
     def free(self) -> None:
-        """Blocking: unmapping and closing returns the pages, about 0.1 s per GiB."""
-        if self.board is not None:
-            self.board.close()
-            self.board = None
+        """Blocking: unmapping and closing returns the pages, about 0.1 s per GiB.
+
+        Raises ExceptionGroup where some cannot be freed: those stay in `buffers`, for another try.
+        """
+        faults: dict[str, Exception] = {}
         for buffer in self.buffers:
-            if buffer.allocation is not None:
-                buffer.allocation.free()
-        self.buffers = []
+            try:
+                if buffer.world_rank < 0 and self.board is not None:
+                    self.board.close()  # BufferError while somebody reads it
+                    self.board = None
+                if buffer.allocation is not None:
+                    buffer.allocation.free()
+            except Exception as error:  # noqa: BLE001 - the others are freed all the same
+                faults[buffer.buffer_id] = error
+        self.buffers = [buffer for buffer in self.buffers if buffer.buffer_id in faults]
+        if faults:
+            said = "; ".join(f"{name}: {type(e).__name__}: {e}" for name, e in faults.items())
+            raise ExceptionGroup(said, [*faults.values()])

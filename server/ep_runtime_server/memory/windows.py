@@ -20,6 +20,7 @@ from ep_runtime.specs import GroupSpec
 from ep_runtime.units import iec
 from ep_runtime_server.base.clock import Clock
 from ep_runtime_server.base.events import EventLog
+from ep_runtime_server.base.supervision import tell_failure
 from ep_runtime_server.callers.quotas import Quotas
 from ep_runtime_server.memory.buffers import Buffer
 from ep_runtime_server.memory.cuda_device import Gpus
@@ -29,6 +30,7 @@ from ep_runtime_server.memory.window_sets import Owner, WindowSet, WindowState, 
 __all__ = ["Owner", "WindowPool", "WindowSet", "WindowState"]
 
 MAX_NAMED_HOLDERS = 16
+FREEING = "freeing of memory"
 
 
 class WindowPool:
@@ -51,7 +53,9 @@ class WindowPool:
         # What is being allocated, by user: bytes on a device, and descriptors.
         self._reserved: collections.Counter[tuple[int, str]] = collections.Counter()
         self._reserved_fds: collections.Counter[int] = collections.Counter()
-        self._freed = asyncio.Event()
+        self._freed = asyncio.Event()  # or tried to
+        self._freeing: set[WindowSet] = set()
+        self._not_freed: dict[WindowSet, Exception] = {}  # what the last try said
         self._admit = ThreadPoolExecutor(1, thread_name_prefix="allocate")
         # Freeing runs beside allocation: a big group's end must not delay the next one's start.
         self._reclaim = ThreadPoolExecutor(1, thread_name_prefix="free")
@@ -62,11 +66,14 @@ class WindowPool:
         return list(self._sets)
 
     def close(self) -> None:
-        """Closes the daemon's descriptors; clients keep what they mapped."""
+        """Closes the daemon's descriptors, all that can be; clients keep what they mapped."""
         self._admit.shutdown(wait=True)
         self._reclaim.shutdown(wait=True)
         for windows in self._sets:
-            windows.free()
+            try:
+                windows.free()
+            except Exception as error:  # noqa: BLE001 - the others are freed all the same
+                tell_failure(self._events, FREEING, error)
         self._sets = []
 
     def devices(self) -> list[Device]:
@@ -124,7 +131,7 @@ class WindowPool:
             )
             if error is None:
                 return
-            freed = [s for s in self._sets if s.state is WindowState.RELEASING]
+            freed = self._freeing
             if not any(s.bytes_on(full.name) if full else s.owner.uid == uid for s in freed):
                 raise error
             self._freed.clear()
@@ -160,6 +167,11 @@ class WindowPool:
         windows = WindowSet(owner, spec, generation, self._clock.monotonic_s())
         try:
             await loop.run_in_executor(self._admit, windows.allocate, parts)
+        except Exception:
+            if windows.buffers:  # it got those before the fault
+                self._sets.append(windows)
+                self._give_back(windows)
+            raise
         finally:
             self._reserve(owner.uid, {device: -asked for device, asked in demand.items()}, -fds)
         self.add(windows)
@@ -274,21 +286,35 @@ class WindowPool:
                     holders=sorted(windows.holders),
                 )
             return 0
-        windows.state = WindowState.RELEASING
-        self.on_change(windows)
+        return self._give_back(windows)
+
+    def _give_back(self, windows: WindowSet) -> int:
+        """Begins to free a set that nobody uses; its bytes."""
         size_bytes = windows.size_bytes
-        task = asyncio.get_running_loop().create_task(self._free(windows, size_bytes))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        windows.state = WindowState.RELEASING
+        self._try_to_free(windows)
+        self.on_change(windows)
         return size_bytes
 
-    async def _free(self, windows: WindowSet, size_bytes: int) -> None:
-        started = self._clock.monotonic_s()
+    def _try_to_free(self, windows: WindowSet) -> None:
+        self._freeing.add(windows)
+        task = asyncio.get_running_loop().create_task(self._free(windows))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _free(self, windows: WindowSet) -> None:
+        """What cannot be freed stays in the set, and the set in the pool."""
+        started, size_bytes = self._clock.monotonic_s(), windows.size_bytes
         try:
             await asyncio.get_running_loop().run_in_executor(self._reclaim, windows.free)
+        except Exception as error:  # noqa: BLE001 - `free_again` tells of it
+            self._not_freed[windows] = error
+            return
         finally:
-            self._sets.remove(windows)
+            self._freeing.discard(windows)
             self._freed.set()
+        self._sets.remove(windows)
+        self._not_freed.pop(windows, None)
         self._events.add(
             "windows.freed",
             f"{iec(size_bytes)} of {windows.owner} freed",
@@ -296,6 +322,13 @@ class WindowPool:
             generation=windows.generation,
             duration_s=round(self._clock.monotonic_s() - started, 6),
         )
+
+    def free_again(self) -> None:
+        """Begins another try to free what could not be, and raises what the last one said."""
+        for windows in self._not_freed.keys() - self._freeing:
+            self._try_to_free(windows)
+        for error in self._not_freed.values():
+            raise error
 
     def drop_holder(self, session_id: str, windows: WindowSet) -> int:
         """`session_id` maps the set no more; bytes on their way back now."""
@@ -314,6 +347,6 @@ class WindowPool:
         return any(session_id in windows.holders for windows in self._sets)
 
     async def settle(self) -> None:
-        """Returns when no free is under way."""
+        """Returns when no try to free is under way."""
         while self._tasks:
             await asyncio.wait(set(self._tasks))

@@ -18,7 +18,8 @@ VIEW = reading.View(
             "state",
             "STATE",
             priority=STATE,
-            about="LEASED, RETAINED (waits for its job), QUARANTINED (somebody may map it)",
+            about="LEASED, RETAINED (waits for its job), QUARANTINED (somebody may map it, "
+            "or it is being freed)",
         ),
         Column("owner", "OWNER", "name", about="job/group"),
         Column("mapped_by", "MAPPED", "list", priority=3, about="pids that map it"),
