@@ -27,13 +27,15 @@ if _version_not_supported:
 
 class AdminServiceStub(object):
     """Lists are paged: page_size 0 means 1000, at most 10000; page_token comes from the page before and
-    the last page has none. Ages are from the monotonic clock. Conditions of every RPC:
+    the last page has none. A page ends early where its rows reach 2 MiB. Ages are from the monotonic clock. Conditions of every RPC:
 
     an order, not on admin.sock   PERMISSION_DENIED  use admin.sock as the daemon's user
     bad page token or size        INVALID_ARGUMENT   start over without one
     malformed message             INVALID_ARGUMENT   a bug of the caller
     `node`: not in the cluster    INVALID_ARGUMENT   list the nodes with GetStatus
     `node`: no answer from it     UNAVAILABLE        names node and since when; retry
+    `node`: it raised an error    the error's own    names the node
+    `node`: an answer over 4 MiB  INTERNAL           names the node, which is none of ours
     """
 
     def __init__(self, channel):
@@ -106,13 +108,15 @@ class AdminServiceStub(object):
 
 class AdminServiceServicer(object):
     """Lists are paged: page_size 0 means 1000, at most 10000; page_token comes from the page before and
-    the last page has none. Ages are from the monotonic clock. Conditions of every RPC:
+    the last page has none. A page ends early where its rows reach 2 MiB. Ages are from the monotonic clock. Conditions of every RPC:
 
     an order, not on admin.sock   PERMISSION_DENIED  use admin.sock as the daemon's user
     bad page token or size        INVALID_ARGUMENT   start over without one
     malformed message             INVALID_ARGUMENT   a bug of the caller
     `node`: not in the cluster    INVALID_ARGUMENT   list the nodes with GetStatus
     `node`: no answer from it     UNAVAILABLE        names node and since when; retry
+    `node`: it raised an error    the error's own    names the node
+    `node`: an answer over 4 MiB  INTERNAL           names the node, which is none of ours
     """
 
     def GetStatus(self, request, context):
@@ -302,13 +306,15 @@ def add_AdminServiceServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class AdminService(object):
     """Lists are paged: page_size 0 means 1000, at most 10000; page_token comes from the page before and
-    the last page has none. Ages are from the monotonic clock. Conditions of every RPC:
+    the last page has none. A page ends early where its rows reach 2 MiB. Ages are from the monotonic clock. Conditions of every RPC:
 
     an order, not on admin.sock   PERMISSION_DENIED  use admin.sock as the daemon's user
     bad page token or size        INVALID_ARGUMENT   start over without one
     malformed message             INVALID_ARGUMENT   a bug of the caller
     `node`: not in the cluster    INVALID_ARGUMENT   list the nodes with GetStatus
     `node`: no answer from it     UNAVAILABLE        names node and since when; retry
+    `node`: it raised an error    the error's own    names the node
+    `node`: an answer over 4 MiB  INTERNAL           names the node, which is none of ours
     """
 
     @staticmethod

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import os
 import threading
@@ -21,8 +22,10 @@ from ep_runtime.v1 import (
     node_service_pb2_grpc,
     session_service_pb2,
 )
+from ep_runtime_server import daemon as daemon_module
 from ep_runtime_server.base import limits
 from ep_runtime_server.nodes.config import ClusterConfig, parse_endpoint
+from ep_runtime_server.rpc.reading_servicer import ReadingServicer
 
 # A node that lost its coordinator tries again every second at the latest.
 BACK_S = 5.0
@@ -124,6 +127,43 @@ def test_every_reading_call_goes_to_the_node_that_it_names(start_daemon):
     assert not b.ask("ListGroups", node="a").groups
     with pytest.raises(errors.InvalidArgumentError, match="no node 'x' in the cluster"):
         a.ask("ListGroups", node="x")
+
+
+@pytest.mark.parametrize(
+    ("answer", "match"),
+    [
+        (RuntimeError("a bug"), r"node 'b' at \S+: .*ListGroups failed inside the daemon: Run"),
+        (errors.PoolExhaustedError("full"), r"node 'b' at \S+: full"),
+        (b"\n" * (limits.NODE_READ_BYTES + 1), r"node 'b' at \S+ answers ListGroups with 4194305"),
+        (b"\0" * (wire.MAX_MESSAGE_BYTES + 1), r"node 'b' at \S+: .*message larger than max"),
+        (b"\xff no message", "Exception deserializing response"),
+        (None, "node 'b' at .* does not answer: no answer in time"),
+    ],
+    ids=["a bug", "an error", "a long answer", "one over gRPC's limit", "no message", "nothing"],
+)
+def test_a_node_that_answers_anything_is_named_and_waited_for_within_bounds(
+    start_daemon, monkeypatch, answer, match
+):
+    async def anything(self, request, context):
+        if isinstance(answer, Exception):
+            raise answer
+        if answer is None:
+            await asyncio.Event().wait()
+        return answer
+
+    monkeypatch.setattr(limits, "NODE_READ_S", 0.3)
+    monkeypatch.setattr(ReadingServicer, "ListGroups", anything)
+    sends = ("grpc.max_send_message_length", -1)  # a daemon that keeps to no limit
+    monkeypatch.setattr(
+        daemon_module, "SERVER_OPTIONS", [*daemon_module.SERVER_OPTIONS[:-4], sends]
+    )
+    address = place()
+    a = start_daemon(cluster=coordinates(address))
+    b = start_daemon(cluster=joins(address))
+    joined(b)
+    with pytest.raises(errors.EpRuntimeError, match=match):
+        a.ask("ListGroups", node="b")
+    assert a.ask("GetStatus", node="b").directory == str(b.directory)
 
 
 def test_other_nodes_order_nothing_and_ask_nothing_on(start_daemon, call_node):

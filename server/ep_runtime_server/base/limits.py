@@ -27,6 +27,8 @@ NODE_LEASE_S = 10.0
 NODE_RPC_S = 4.0
 # An answer about another node is worth less than one about those that answer.
 NODE_READ_S = 2.0
+# A page, and its last row, which may be as long.
+NODE_READ_BYTES = 4 << 20
 NODE_LEAVE_S = 1.0
 NODE_RETRY_FIRST_S = 0.1
 NODE_RETRY_MOST_S = 1.0

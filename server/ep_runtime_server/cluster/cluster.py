@@ -14,7 +14,12 @@ import grpc
 
 import ep_runtime
 from ep_runtime import wire
-from ep_runtime.errors import InvalidArgumentError, RuntimeUnavailableError, StaleHandleError
+from ep_runtime.errors import (
+    EpRuntimeError,
+    InvalidArgumentError,
+    RuntimeUnavailableError,
+    StaleHandleError,
+)
 from ep_runtime.v1 import admin_service_pb2, node_service_pb2, node_service_pb2_grpc
 from ep_runtime_server.base import limits
 from ep_runtime_server.base.clock import Clock
@@ -292,12 +297,14 @@ class Cluster:
             nodes=[nodes_messages.node_to_proto(node, now) for node in self.view()],
         )
 
-    async def ask_node(self, name: str, method: str, request: Any, left_s: float) -> Any:
-        """Another node's answer to a reading RPC of AdminService.
+    async def ask_node(self, name: str, method: str, request: Any, left_s: float) -> bytes:
+        """Another node's answer to a reading RPC of AdminService. It is passed on unread: it may be
+        anything, and whoever asked has to look at it in any case.
 
         Raises:
             InvalidArgumentError: no such node.
             RuntimeUnavailableError: it does not answer; names node and since when.
+            EpRuntimeError: what it raised, or its answer is too long; names the node.
         """
         view = self.view()
         node = next((node for node in view if node.identity.node == name), None)
@@ -317,7 +324,19 @@ class Cluster:
         own.CopyFrom(request)
         own.ClearField("node")
         within_s = max(0.05, min(limits.NODE_READ_S, 0.8 * left_s))
-        return await self.peers.ask(name, address, method, own, within_s=within_s)
+        try:
+            answer = await self.peers.ask_on(name, address, method, own, within_s=within_s)
+        except EpRuntimeError as error:
+            if isinstance(error, RuntimeUnavailableError) and error.fields.get("node") == name:
+                raise  # it gave no answer, and is named
+            raise type(error)(f"node {name!r} at {address}: {error}", node=name) from error
+        if len(answer) > limits.NODE_READ_BYTES:
+            raise EpRuntimeError(
+                f"node {name!r} at {address} answers {method} with {len(answer)} bytes, and a page "
+                f"is at most {limits.NODE_READ_BYTES}",
+                node=name,
+            )
+        return answer
 
     def tick(self) -> None:
         """What is due by the clock."""

@@ -8,14 +8,18 @@ from typing import Any
 
 import grpc
 from google.protobuf import message_factory
+from google.protobuf.message import DecodeError
 
 from ep_runtime import wire
-from ep_runtime.errors import RuntimeUnavailableError
+from ep_runtime.errors import EpRuntimeError, RuntimeUnavailableError
 from ep_runtime.v1 import admin_service_pb2, node_service_pb2
 from ep_runtime_server.base import limits
 from ep_runtime_server.base.clock import Clock
 from ep_runtime_server.nodes.config import Tls
 from ep_runtime_server.nodes.seal import Seal
+
+_NODE_SERVICE = node_service_pb2.DESCRIPTOR.services_by_name["NodeService"]
+_ADMIN_SERVICE = admin_service_pb2.DESCRIPTOR.services_by_name["AdminService"]
 
 
 async def _at_once() -> None:
@@ -78,7 +82,24 @@ class Peers:
     async def ask(
         self, name: str, address: str, method: str, request: Any, *, within_s: float
     ) -> Any:
-        """The answer of one unary RPC: NodeService's, or a reading one of AdminService.
+        """The answer of one unary RPC of NodeService, as `ask_on` gives its bytes.
+
+        Raises:
+            EpRuntimeError: as `ask_on`, or the answer is none.
+        """
+        data = await self.ask_on(name, address, method, request, within_s=within_s)
+        method_type = _NODE_SERVICE.methods_by_name[method]
+        try:
+            return message_factory.GetMessageClass(method_type.output_type).FromString(data)
+        except DecodeError as error:
+            raise EpRuntimeError(
+                f"node {name!r} at {address} answers {method} with what is no answer", node=name
+            ) from error
+
+    async def ask_on(
+        self, name: str, address: str, method: str, request: Any, *, within_s: float
+    ) -> bytes:
+        """The answer's bytes of a unary RPC: NodeService's, or a reading one of AdminService.
 
         Args:
             name: which node must answer; "" for whoever has a certificate for the address.
@@ -90,12 +111,13 @@ class Peers:
         """
         await self._before_asking()
         channel: Any = self._channel(name, address)
-        path, answer_type = _rpc(method)
+        service = _NODE_SERVICE if method in _NODE_SERVICE.methods_by_name else _ADMIN_SERVICE
+        path = f"/{service.full_name}/{method}"
         data = request.SerializeToString()
-        call = channel.unary_unary(path, response_deserializer=answer_type.FromString)
+        call = channel.unary_unary(path)
         metadata = self._seal.of(path, data) if self._seal is not None else ()
         try:
-            answer = await call(data, timeout=within_s, metadata=metadata)
+            answer: bytes = await call(data, timeout=within_s, metadata=metadata)
         except grpc.aio.AioRpcError as error:
             ours = wire.error_from_rpc(error)
             if not isinstance(ours, RuntimeUnavailableError) or ours.fields:
@@ -124,15 +146,6 @@ class Peers:
     async def close(self) -> None:
         await asyncio.gather(*(channel.close() for channel in self._channels.values()))
         self._channels = {}
-
-
-def _rpc(method: str) -> tuple[str, Any]:
-    """The full name of an RPC and the type of its answer."""
-    node = node_service_pb2.DESCRIPTOR.services_by_name["NodeService"]
-    admin = admin_service_pb2.DESCRIPTOR.services_by_name["AdminService"]
-    service = node if method in node.methods_by_name else admin
-    answer = service.methods_by_name[method].output_type
-    return f"/{service.full_name}/{method}", message_factory.GetMessageClass(answer)
 
 
 def _reason(error: grpc.aio.AioRpcError) -> str:

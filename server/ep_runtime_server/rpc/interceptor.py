@@ -143,7 +143,8 @@ class RpcPolicy(grpc.aio.ServerInterceptor):
                 async with admitted as request:
                     found = await self._handled(method, handler.unary_unary(request, context))
                     await self._before_answer(method)
-                    answer = handler.response_serializer(found)
+                    another_nodes = isinstance(found, bytes)
+                    answer = found if another_nodes else handler.response_serializer(found)
                     counted.answer(len(answer))
                     return answer
             except Exception as error:  # noqa: BLE001 - the one place where errors become statuses

@@ -6,20 +6,25 @@ import itertools
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
+from google.protobuf.message import Message
+
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime_server.base.pacing import paced
 
 DEFAULT_PAGE = 1000
 MAX_PAGE = 10_000
+# A page ends with the row that reaches it: rows of large groups are long.
+PAGE_BYTES = 2 << 20
 
 T = TypeVar("T")
-Row = TypeVar("Row")
+Row = TypeVar("Row", bound=Message | None)
 
 
 async def page(
     items: Iterable[T], page_size: int, page_token: str, to_row: Callable[[T], Row]
 ) -> tuple[list[Row], str]:
-    """Rows of one page of `items` and the token of the next; "" behind the last.
+    """Rows of one page of `items`, PAGE_BYTES or the last of them more, and the token of the next;
+    "" behind the last.
 
     Args:
         items: must not change meanwhile: others have their turns between two rows.
@@ -40,6 +45,12 @@ async def page(
     start = int(page_token or 0)
     size = page_size or DEFAULT_PAGE
     rest = itertools.islice(items, start, None)
-    rows = [to_row(item) async for item in paced(itertools.islice(rest, size))]
+    rows: list[Row] = []
+    left_bytes = PAGE_BYTES
+    async for item in paced(itertools.islice(rest, size)):
+        rows.append(row := to_row(item))
+        left_bytes -= row.ByteSize() if row is not None else 0
+        if left_bytes <= 0:
+            break
     more = next(rest, None) is not None
-    return rows, str(start + size) if more else ""
+    return rows, str(start + len(rows)) if more else ""

@@ -139,10 +139,9 @@ class _Channel:
     def __init__(self, source: Server, links: Links, target: str) -> None:
         self._source, self._links, self._target = source, links, target
 
-    def unary_unary(self, path: str, response_deserializer: Callable[[bytes], Any]) -> Any:
-        async def call(data: bytes, timeout: float, metadata: Any) -> Any:
+    def unary_unary(self, path: str) -> Any:
+        async def call(data: bytes, timeout: float, metadata: Any) -> bytes:
             method = path.rpartition("/")[2]
-            answer = self._links.call(self._source, self._target, method, data, timeout)
-            return response_deserializer(await answer)
+            return await self._links.call(self._source, self._target, method, data, timeout)
 
         return call
