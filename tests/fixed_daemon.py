@@ -336,12 +336,13 @@ class FixedDaemon(source.Source):
 
     def __init__(self, node: str = "") -> None:
         self.directory = Path("/run/ep-runtime")
-        self.node = node
+        self._node = node
+        self._timeout_s = 5.0
 
     def of_node(self, node: str) -> FixedDaemon:
         return FixedDaemon(node)
 
-    def _send(self, method: str, request: Any) -> Any:
+    def _send(self, method: str, request: Any, timeout_s: float) -> Any:
         if method == "ListTallies":
             return _tallies(wire.seconds(request.age))
         return ANSWERS[method]()

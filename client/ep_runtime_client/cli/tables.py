@@ -151,7 +151,7 @@ def local_time(text: str, *, whole: bool) -> str:
     """A time of the daemon, ISO 8601, by this machine's clock; of another day with its date."""
     try:
         found = datetime.datetime.fromisoformat(text).astimezone()
-    except ValueError:
+    except (ValueError, OverflowError):
         return text
     if whole:
         return found.isoformat(sep=" ", timespec="milliseconds")

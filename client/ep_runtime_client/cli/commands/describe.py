@@ -69,10 +69,17 @@ def run(args: argparse.Namespace) -> int:
         else:
             view = VIEWS[args.kind]
             kind, columns = view.kind, view.columns
-            found = nodes.everywhere(daemon, lambda node: view.fetch(node, args), args.node)
-            in_job = [row for row in found.rows if args.job in (None, row["job"])]
-            rows = choosing.select(kind, view.keys, in_job, args.name)
-            rows = [{**row, **_parts(args.kind, row, daemon)} for row in rows]
+
+            def read(node: source.Source) -> list[Row]:
+                rows = [row for row in view.fetch(node, args) if args.job in (None, row["job"])]
+                chosen = choosing.select(kind, view.keys, rows, args.name, must=False)
+                return [{**row, **_parts(args.kind, row, node)} for row in chosen] or rows
+
+            found = nodes.everywhere(daemon, read, args.node)
+            rows = choosing.select(kind, view.keys, found.rows, args.name)
+            for row in rows:
+                for member in row.get("members", ()):
+                    member["node"] = member["node"] or row["node"]
         nodes.tell_missing(found.missing)
         if args.output == "json":
             render.write_json(kind, {"items": rows, "unreachable": found.missing})
@@ -96,10 +103,8 @@ def _merged(rows: Sequence[Row]) -> list[Row]:
     first = rows[0]
     if not first["epoch"]:  # of the same name, and each node's own
         return [*rows]
-    members = []
-    for number, member in enumerate(first["members"]):
-        told = [row["members"][number] for row in rows if row["node"] == member["node"]]
-        members.append((told or [member])[0])
+    told = {(row["node"], one["world_rank"]): one for row in rows for one in row["members"]}
+    members = [told.get((one["node"], one["world_rank"]), one) for one in first["members"]]
     events = [{**event, "node": row["node"]} for row in rows for event in row["events"]]
     merged = {
         **first,
@@ -121,9 +126,8 @@ def _nodes(daemon: source.Source) -> nodes.Found:
     return nodes.table(daemon, status)
 
 
-def _parts(kind: str, row: Row, daemon: source.Source) -> Row:
-    """What belongs to an object, of its own node."""
-    node = daemon.of_node(row["node"]) if row["node"] else daemon
+def _parts(kind: str, row: Row, node: source.Source) -> Row:
+    """What belongs to an object of the node."""
     if kind == "group":
         mine = [one for one in node.layers() if _in_group(one, row)]
         return {
@@ -164,7 +168,6 @@ def _members(group: Row, node: source.Source) -> list[Row]:
     return [
         {
             **member,
-            "node": member["node"] or group["node"],
             **{key: told.get(member["world_rank"], {}).get(key) for key in progress},
         }
         for member in group["members"]

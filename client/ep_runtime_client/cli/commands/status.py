@@ -78,6 +78,7 @@ def _once(args: argparse.Namespace, daemon: source.Source) -> int:
     found = gpus.NONE if args.node else gpus.told(gpus.held_by_gpu(status))
     alone = args.node or not status["cluster"]
     others = nodes.Found([], []) if alone else nodes.table(daemon, status)
+    nodes.tell_missing(others.missing)
     if args.output == "json":
         document = {**status, "gpus": found, "nodes": others.rows}
         render.write_json("status", document, compact=bool(args.watch))

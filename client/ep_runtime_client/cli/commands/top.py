@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from ep_runtime_client import cli
 from ep_runtime_client.cli import render
 from ep_runtime_client.cli.daemon import reading
 from ep_runtime_client.cli.ranks import looks, rows, tallies
@@ -37,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
         if now and args.output == "table" and live.possible():
             shown = screen.Screen(seen, links)
             live.run(shown.lines, shown.press, seen.again, args.interval)
-            return cli.OK
+            return seen.exit_code
         for _ in range(args.samples or 1):
             seen.wait()
             if args.output == "json":

@@ -121,7 +121,10 @@ def _sortable(value: Any) -> tuple[int, Any]:
     if isinstance(value, int | float):
         return (0, value)
     text = ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
-    return (1, [int(x) if x.isdecimal() else x.casefold() for x in re.split(r"(\d+)", text)])
+    # A number of any length, by its digits: int() refuses very long ones.
+    parts = re.split(r"([0-9]+)", text)
+    digits = [(len(x), x) for x in (x.lstrip("0") for x in parts[1::2])]
+    return (1, [*zip([x.casefold() for x in parts[::2]], [*digits, (0, "")], strict=True)])
 
 
 def select(

@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ep_runtime.errors import RuntimeUnavailableError
+from ep_runtime.errors import EpRuntimeError, RuntimeUnavailableError
 from ep_runtime.units import duration
 from ep_runtime_client.cli import render
 from ep_runtime_client.cli.tables import IDENTITY, STATE, Column
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from ep_runtime_client.cli.daemon import source
 
 _ASKED_AT_ONCE = 16
+_LONGEST_S = 1e9
 
 COLUMN = Column("node", "NODE", priority=IDENTITY, about="its name in the cluster")
 
@@ -25,7 +26,8 @@ COLUMNS = (
         "state",
         "STATE",
         priority=STATE,
-        about="as the coordinator has it: JOINED, ABSENT; UNREACHABLE: it gave no answer",
+        about="as the coordinator has it: JOINED, ABSENT; UNREACHABLE: it gave no answer; FAILED: "
+        "one that is none",
     ),
     Column("since_s", "SINCE", "seconds", about="in that state"),
     Column("role", "ROLE", priority=3, about="which one coordinates"),
@@ -45,7 +47,8 @@ Rows = Sequence[Mapping[str, Any]]
 class Found:
     """Args:
     rows: each with its `node`; "" where the daemon belongs to no cluster.
-    missing: nodes that did not answer: node, address, since_s (None: just now), error.
+    missing: nodes without rows: node, address, state (UNREACHABLE: no answer, FAILED: an error
+        or what is no list), since_s of the UNREACHABLE (None: just now), error.
     """
 
     rows: list[dict[str, Any]]
@@ -70,25 +73,29 @@ def everywhere(
     names = {node["identity"]["node"]: node for node in cluster["nodes"]}
     if "" in names:  # the coordinator, which never answered
         unknown = RuntimeUnavailableError(cluster["error"] or "it did not answer yet")
-        found.missing.append(_missing(names[""], unknown))
+        found.missing.append(_missing("", names[""], unknown))
     asked = [name for name, node in names.items() if name and node["state"] != "ABSENT"]
 
-    def ask(name: str) -> Rows | RuntimeUnavailableError:
+    def ask(name: str) -> Rows | EpRuntimeError:
+        own = name == cluster["node"]
         try:
-            return read(daemon if name == cluster["node"] else daemon.of_node(name))
-        except RuntimeUnavailableError as error:
-            if name == cluster["node"]:
+            return read(daemon if own else daemon.of_node(name))
+        except EpRuntimeError as error:
+            if own and isinstance(error, RuntimeUnavailableError):
                 raise
             return error
 
     if cluster["node"] not in asked:  # not joined yet, and there all the same
         asked.append(cluster["node"])
-    with concurrent.futures.ThreadPoolExecutor(_ASKED_AT_ONCE) as pool:
+    pool = concurrent.futures.ThreadPoolExecutor(_ASKED_AT_ONCE)
+    try:
         for name, answer in zip(asked, pool.map(ask, asked), strict=True):
-            if isinstance(answer, RuntimeUnavailableError):
-                found.missing.append(_missing(names[name], answer))
+            if isinstance(answer, EpRuntimeError):
+                found.missing.append(_missing(name, names.get(name), answer))
             else:
                 found.rows += _named(name, answer)
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)  # calls end with the connection
     return found
 
 
@@ -96,11 +103,18 @@ def _named(name: str, rows: Rows) -> list[dict[str, Any]]:
     return [{"node": name, **row} for row in rows]
 
 
-def _missing(node: Mapping[str, Any], error: RuntimeUnavailableError) -> dict[str, Any]:
-    since_s = node["since_s"] if node["state"] == "UNREACHABLE" else error.fields.get("since_s")
+def _missing(name: str, node: Mapping[str, Any] | None, error: EpRuntimeError) -> dict[str, Any]:
+    """`node` as its cluster has it; None where it is not in there yet."""
+    unreachable = isinstance(error, RuntimeUnavailableError)
+    since_s = None
+    if unreachable and node is not None and node["state"] == "UNREACHABLE":
+        since_s = node["since_s"]
+    elif unreachable and isinstance(told := error.fields.get("since_s"), int | float):
+        since_s = told if 0 <= told < _LONGEST_S else None
     return {
-        "node": node["identity"]["node"],
-        "address": node["identity"]["address"],
+        "node": name,
+        "address": node["identity"]["address"] if node is not None else "",
+        "state": "UNREACHABLE" if unreachable else "FAILED",
         "since_s": since_s,
         "error": str(error),
     }
@@ -109,11 +123,16 @@ def _missing(node: Mapping[str, Any], error: RuntimeUnavailableError) -> dict[st
 def tell_missing(missing: Rows) -> None:
     """One line each on standard error: a list that lacks something must not look whole."""
     for node in missing:
-        since = f" for {duration(node['since_s'])}" if node["since_s"] else ""
-        render.err(
-            f"node {node['node'] or '?'} at {node['address']} is unreachable{since}: "
-            "what it has is not listed"
-        )
+        render.err(f"{reason(node)}: what it has is not listed")
+
+
+def reason(missing: Mapping[str, Any]) -> str:
+    """Why a node has no rows."""
+    where = f"node {missing['node'] or '?'} at {missing['address']}"
+    if missing["state"] == "FAILED":
+        return f"{where} failed ({missing['error']})"
+    since = f" for {duration(missing['since_s'])}" if missing["since_s"] else ""
+    return f"{where} is unreachable{since}"
 
 
 def table(daemon: source.Source, status: Mapping[str, Any]) -> Found:
@@ -126,13 +145,12 @@ def table(daemon: source.Source, status: Mapping[str, Any]) -> Found:
     for node in cluster["nodes"]:
         identity, name = node["identity"], node["identity"]["node"]
         row = told.get(name, {})
-        gone = name in missing
-        since_s = missing[name]["since_s"] if name in missing else node["since_s"]
+        without = missing.get(name)
         rows.append(
             {
                 "node": name,
-                "state": "UNREACHABLE" if gone else node["state"],
-                "since_s": since_s,
+                "state": without["state"] if without else node["state"],
+                "since_s": without["since_s"] if without else node["since_s"],
                 "role": "coordinator" if node["coordinator"] else "",
                 "address": identity["address"],
                 "host_name": identity["host_name"],
@@ -142,7 +160,7 @@ def table(daemon: source.Source, status: Mapping[str, Any]) -> Found:
                 "num_sessions": row.get("num_sessions"),
                 "num_groups": row.get("num_groups"),
                 "num_layers": row.get("num_layers"),
-                "error": missing[name]["error"] if name in missing else "",
+                "error": without["error"] if without else "",
             }
         )
     return Found(rows, found.missing)

@@ -16,20 +16,36 @@ from google.protobuf.message import Message
 from ep_runtime import wire
 
 
-def plain(message: Message) -> dict[str, Any]:
-    """The message as a dict."""
+class Room:
+    """How many values the messages of a list, and those inside them, may still have."""
+
+    def __init__(self, most: int) -> None:
+        self._most = self._left = most
+
+    def take(self, count: int) -> None:
+        """Raises ValueError where those are too many."""
+        self._left -= count
+        if self._left < 0:
+            raise ValueError(f"it has more than {self._most} values")
+
+
+def plain(message: Message, room: Room | None = None) -> dict[str, Any]:
+    """The message as a dict. Raises ValueError or OverflowError for one that no daemon sends."""
+    fields = message.DESCRIPTOR.fields
+    if room is not None:
+        room.take(len(fields))
     row: dict[str, Any] = {}
-    for field in message.DESCRIPTOR.fields:
+    for field in fields:
         value = getattr(message, field.name)
         key = field.name
         if _is_duration(field):
             key += "_s"
         if field.is_repeated:
-            row[key] = _repeated(field, value)
+            row[key] = _repeated(field, value, room)
         elif field.has_presence and not message.HasField(field.name):
             row[key] = None
         else:
-            row[key] = _single(field, value)
+            row[key] = _single(field, value, room)
     return row
 
 
@@ -37,13 +53,13 @@ def _is_duration(field: Any) -> bool:
     return field.message_type is not None and field.message_type.name == "Duration"
 
 
-def _repeated(field: Any, value: Any) -> Any:
+def _repeated(field: Any, value: Any, room: Room | None) -> Any:
     if field.message_type is not None and field.message_type.GetOptions().map_entry:
         return dict(sorted(value.items()))
-    return [_single(field, item) for item in value]
+    return [_single(field, item, room) for item in value]
 
 
-def _single(field: Any, value: Any) -> Any:
+def _single(field: Any, value: Any, room: Room | None) -> Any:
     if field.enum_type is not None:
         return enum_name(field.enum_type, value)
     if isinstance(value, duration_pb2.Duration):
@@ -51,7 +67,7 @@ def _single(field: Any, value: Any) -> Any:
     if isinstance(value, timestamp_pb2.Timestamp):
         return value.ToDatetime(tzinfo=datetime.UTC).isoformat(timespec="milliseconds")
     if isinstance(value, Message):
-        return plain(value)
+        return plain(value, room)
     return value
 
 

@@ -4,22 +4,38 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import grpc
+from google.protobuf import message_factory
+from google.protobuf.message import DecodeError
 
 from ep_runtime import env, wire
-from ep_runtime.errors import PermissionDeniedError, RuntimeUnavailableError
+from ep_runtime.errors import EpRuntimeError, PermissionDeniedError, RuntimeUnavailableError
+from ep_runtime.units import iec
 from ep_runtime.v1 import admin_service_pb2 as messages
-from ep_runtime.v1 import admin_service_pb2_grpc, session_service_pb2
-from ep_runtime_client.cli.daemon.plain import plain
+from ep_runtime.v1 import session_service_pb2
+from ep_runtime_client.cli.daemon import plain
 from ep_runtime_client.daemons import children, runtime, transport
 from ep_runtime_client.daemons.place import Place
 
 _PAGE_SIZE = 1000
-_TALLIES_PAGE_SIZE = 16  # each has the rows of its experts, of every layer
+# More than any daemon's list has: another node may answer anything, and without an end.
+MAX_LIST_PAGES = 10_000
+MAX_LIST_BYTES = 64 << 20
+MAX_LIST_VALUES = 3_000_000  # some 250 MB
+# The waits for a list's pages are at most so many times that for one answer.
+LIST_WAITS = 2
+
+
+_SERVICE = messages.DESCRIPTOR.services_by_name["AdminService"]
+# What looking at values raises that are not as they must be.
+_SENSELESS = (ArithmeticError, AttributeError, DecodeError, LookupError, TypeError, ValueError)
+
+Flat = Callable[[dict[str, Any]], dict[str, Any]]
 
 
 class Source:
@@ -39,58 +55,94 @@ class Source:
         self._node = node
         self._timeout_s = timeout_s
         self._metadata = metadata
-        self._stub: Any = admin_service_pb2_grpc.AdminServiceStub(channel)
 
     def of_node(self, node: str) -> Source:
         """The same calls, for reading, answered by another node of the daemon's cluster."""
         return Source(self.directory, self._channel, self._timeout_s, node, self._metadata)
 
-    def call(self, method: str, request: Any) -> dict[str, Any]:
+    def call(self, method: str, request: Any, flat: Flat = dict) -> dict[str, Any]:
         """One RPC's answer as plain values. Raises EpRuntimeError."""
-        return plain(self._send(method, request))
+        answer = self._send(method, request, self._timeout_s)
+        with self._making_sense_of(method):
+            return flat(plain.plain(answer))
 
-    def _send(self, method: str, request: Any) -> Any:
+    def _send(self, method: str, request: Any, timeout_s: float) -> Any:
         if self._node:
             request.node = self._node
+        call: Any = self._channel.unary_unary(f"/{_SERVICE.full_name}/{method}")
+        data = request.SerializeToString()
         try:
-            return getattr(self._stub, method)(
-                request, timeout=self._timeout_s, metadata=self._metadata
-            )
+            answer = call(data, timeout=timeout_s, metadata=self._metadata)
         except grpc.RpcError as error:
             ours = wire.error_from_rpc(error)
             ours.fields.setdefault("address", f"unix://{self.directory}")
             raise ours from None
+        answer_type = _SERVICE.methods_by_name[method].output_type
+        with self._making_sense_of(method):
+            return message_factory.GetMessageClass(answer_type).FromString(answer)
+
+    @contextlib.contextmanager
+    def _making_sense_of(self, method: str) -> Iterator[None]:
+        """Values of a node's answer may be any. Raises EpRuntimeError."""
+        try:
+            yield
+        except _SENSELESS as error:
+            raise self._odd(method, str(error) or type(error).__name__) from error
+
+    def _odd(self, method: str, why: str) -> EpRuntimeError:
+        who = f"node {self._node!r}" if self._node else f"the daemon at {self.directory}"
+        return EpRuntimeError(f"{who} answers {method} with what is no answer: {why}")
 
     def pages(
-        self, method: str, make_request: Callable[..., Any], field: str, **filters: Any
+        self,
+        method: str,
+        make_request: Callable[..., Any],
+        field: str,
+        *,
+        flat: Flat = dict,
+        **filters: Any,
     ) -> list[dict[str, Any]]:
-        """Every row of a paged list."""
+        """Every row of a paged list, each as `flat` makes it.
+
+        Raises:
+            EpRuntimeError: of the call, or the list has no end, or what no daemon says.
+        """
         rows: list[dict[str, Any]] = []
-        token = ""
-        filters.setdefault("page_size", _PAGE_SIZE)
+        token, seen = "", {""}
+        left_bytes, room = MAX_LIST_BYTES, plain.Room(MAX_LIST_VALUES)
+        left_s = list_s = LIST_WAITS * self._timeout_s
         while True:
-            request = make_request(page_token=token, **filters)
-            answer = self._send(method, request)
-            rows += [plain(item) for item in getattr(answer, field)]
+            request = make_request(page_size=_PAGE_SIZE, page_token=token, **filters)
+            began_s = time.monotonic()
+            answer = self._send(method, request, min(self._timeout_s, left_s))
+            left_s -= time.monotonic() - began_s
+            with self._making_sense_of(method):
+                rows += [flat(plain.plain(item, room)) for item in getattr(answer, field)]
+            left_bytes -= answer.ByteSize()
             token = answer.next_page_token
             if not token:
                 return rows
+            if token in seen:
+                raise self._odd(method, f"page {token[:40]!r} comes twice")
+            seen.add(token)
+            if left_bytes < 0 or len(seen) > MAX_LIST_PAGES:
+                size = iec(MAX_LIST_BYTES - left_bytes)
+                raise self._odd(method, f"{len(seen) - 1} pages with {size}, and no end")
+            if left_s <= 0:
+                raise self._odd(method, f"no end within {list_s:g} s")
 
     def status(self) -> dict[str, Any]:
-        return self.call("GetStatus", messages.GetStatusRequest())
+        return self.call("GetStatus", messages.GetStatusRequest(), flat=_whole_status)
 
     def sessions(self) -> list[dict[str, Any]]:
         return self.pages("ListSessions", messages.ListSessionsRequest, "sessions")
 
     def groups(self) -> list[dict[str, Any]]:
-        return [_flat_group(row) for row in self._groups()]
-
-    def _groups(self) -> list[dict[str, Any]]:
-        return self.pages("ListGroups", messages.ListGroupsRequest, "groups")
+        return self.pages("ListGroups", messages.ListGroupsRequest, "groups", flat=_flat_group)
 
     def layers(self) -> list[dict[str, Any]]:
-        rows = self.pages("ListLayers", messages.AdminServiceListLayersRequest, "layers")
-        return [_flat_layer(row) for row in rows]
+        request = messages.AdminServiceListLayersRequest
+        return self.pages("ListLayers", request, "layers", flat=_flat_layer)
 
     def handles(self, *, age_s: float | None = None) -> list[dict[str, Any]]:
         """`age_s`: as they were that long ago."""
@@ -98,19 +150,24 @@ class Source:
         return self.pages("ListHandles", request, "handles", age=_age(age_s))
 
     def buffers(self) -> list[dict[str, Any]]:
-        rows = self.pages("ListBuffers", messages.ListBuffersRequest, "buffers")
-        return [dict(row, owner=f"{row['job']}/{row['group']}") for row in rows]
+        request = messages.ListBuffersRequest
+        return self.pages("ListBuffers", request, "buffers", flat=_with_owner)
 
     def ranks(self) -> list[dict[str, Any]]:
         return self.pages("ListRanks", messages.ListRanksRequest, "ranks")
 
     def tallies(self, group: str = "", *, age_s: float | None = None) -> list[dict[str, Any]]:
         """`age_s`: as they were that long ago; `read_s` says when that was."""
-        asked = {"page_size": _TALLIES_PAGE_SIZE, "group": group, "age": _age(age_s)}
-        return self.pages("ListTallies", messages.ListTalliesRequest, "ranks", **asked)
+        request, age = messages.ListTalliesRequest, _age(age_s)
+        return self.pages(
+            "ListTallies", request, "ranks", flat=_whole("now", "read_s"), group=group, age=age
+        )
 
     def events(self, after: int) -> list[dict[str, Any]]:
-        return self.pages("ListEvents", messages.ListEventsRequest, "events", after_sequence=after)
+        request = messages.ListEventsRequest
+        return self.pages(
+            "ListEvents", request, "events", flat=_whole("time"), after_sequence=after
+        )
 
     def drain(self, deadline_s: float, *, shutdown: bool) -> dict[str, Any]:
         request = messages.DrainRequest(deadline=wire.duration(deadline_s), shutdown=shutdown)
@@ -166,6 +223,28 @@ def _flat_layer(row: dict[str, Any]) -> dict[str, Any]:
     about = {key: value for key, value in row.items() if key != "layer"}
     ids = {key: value for key, value in layer.items() if key not in ("spec", "already_registered")}
     return {"name": layer["spec"]["name"], **about, **layer["spec"], **ids}
+
+
+def _with_owner(row: dict[str, Any]) -> dict[str, Any]:
+    return {**row, "owner": f"{row['job']}/{row['group']}"}
+
+
+def _whole(*keys: str) -> Flat:
+    """Gives a row back that has what every daemon says; else raises ValueError."""
+
+    def flat(row: dict[str, Any]) -> dict[str, Any]:
+        missing = [key for key in keys if row[key] is None]
+        if missing:
+            raise ValueError(f"a row without {', '.join(missing)}")
+        return row
+
+    return flat
+
+
+def _whole_status(row: dict[str, Any]) -> dict[str, Any]:
+    for part, key in ((row["cluster"], "since_s"), (row["recovery"], "left_s")):
+        _whole(key)(part or {key: 0.0})
+    return _whole("uptime_s")(row)
 
 
 def private_addresses(timeout_s: float) -> list[str]:

@@ -89,13 +89,22 @@ class Looks:
         since groups formed."""
         self._daemon, self._where, self.interval_s = daemon, (group, node), interval_s
         self._after = self._before = tallies.look(daemon, group, node)
-        nodes.tell_missing(self._after.missing)
+        self._missing_told: set[str] = set()
+        self._tell_missing()
         self.groups: dict[tallies.GroupName, list[tallies.Interval]] = {}
         self._written = False
 
     @property
     def missing(self) -> list[dict[str, Any]]:
-        return self._after.missing
+        """Nodes of which either look has nothing."""
+        both = (*self._before.missing, *self._after.missing)
+        return [*{node["node"]: node for node in both}.values()]
+
+    def _tell_missing(self) -> None:
+        """Of those that were not told of yet."""
+        fresh = [node for node in self.missing if node["node"] not in self._missing_told]
+        self._missing_told = {node["node"] for node in self.missing}
+        nodes.tell_missing(fresh)
 
     def again(self) -> None:
         """Looks once more."""
@@ -109,6 +118,7 @@ class Looks:
         """Looks once more when a sample is over."""
         time.sleep(self.interval_s)
         self.again()
+        self._tell_missing()
 
     def when(self, group: tallies.GroupName) -> str:
         """The time that is between the looks."""

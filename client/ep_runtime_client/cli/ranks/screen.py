@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from ep_runtime.allowed_names import shown
 from ep_runtime.text import printable
 from ep_runtime_client.cli import tables
+from ep_runtime_client.cli.daemon import nodes
 from ep_runtime_client.cli.ranks import looks, rows, tallies
 
 if TYPE_CHECKING:
@@ -91,14 +92,20 @@ class Screen:
     def lines(self, width: int, height: int) -> list[Line]:
         """As many as fit."""
         key = self._key
+        away: list[Line] = [
+            (part, "red")
+            for node in self._looks.missing
+            for part in tables.fold(printable(nodes.reason(node)), width)
+        ]
         if key is None:
             text = f"no ranks yet: the first sample takes {self._looks.interval_s:g} s"
-            return [("ep-runtime top", "bold"), (text, ""), (_KEYS, "dim")]
+            return [("ep-runtime top", "bold"), *away, (text, ""), (_KEYS, "dim")][:height]
         head: list[Line] = [
             (part, "bold red" if line.startswith("SLOW") else "bold")
             for line in self._looks.heading(key)
             for part in tables.fold(printable(line), width)
         ]
+        head += away
         if self._opened:
             head.append((f"layer {shown(self._opened)}", "bold"))
         columns, found = self._rows()

@@ -62,11 +62,12 @@ def look(
         known = nodes.everywhere(daemon, lambda one: one.groups(), node).rows
         choosing.select("groups", ("name",), known, group, must=True)
     handles = nodes.everywhere(daemon, lambda one: one.handles(age_s=age_s), node)
+    missing = {one["node"]: one for one in (*handles.missing, *found.missing)}
     ranks: dict[tuple[Any, ...], Row] = {
         (*group_of(row), row["generation"], row["world_rank"]): row
         for row in sorted(found.rows, key=lambda row: (group_of(row), row["world_rank"]))
     }
-    return Look(ranks, handles.rows, found.missing)
+    return Look(ranks, handles.rows, [*missing.values()])
 
 
 def group_of(row: Row) -> GroupName:
@@ -183,7 +184,9 @@ def _layers(before: Row, after: Row) -> dict[str, Load]:
     found = {}
     for layer in after["layers"]:
         now = load_of(layer)
-        then = earlier.get(layer["layer"], Load(0, 0.0, 0.0, 0, (0,) * len(now.rows)))
+        then = earlier.get(layer["layer"])
+        if then is None or len(then.rows) != len(now.rows):
+            then = Load(0, 0.0, 0.0, 0, (0,) * len(now.rows))
         found[layer["layer"]] = Load(
             now.calls - then.calls,
             now.time_s - then.time_s,
