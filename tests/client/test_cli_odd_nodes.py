@@ -17,7 +17,8 @@ from fuzz_messages import OddMessages
 from ep_runtime import errors
 from ep_runtime.v1 import admin_service_pb2 as pb
 from ep_runtime_client import cli
-from ep_runtime_client.cli.daemon import source
+from ep_runtime_client.cli.daemon import choosing, source
+from ep_runtime_client.cli.ranks import looks, rows, screen
 
 GOOD, ODD = fixed.NODES
 Answer = Callable[[str, Any], Any]
@@ -188,6 +189,20 @@ def test_a_dump_has_what_others_say_and_names_who_failed(tmp_path, capsys):
         document = json.load(file)
     assert {row["node"] for row in document["items"]} == {GOOD}
     assert [node["node"] for node in document["unreachable"]] == [ODD]
+
+
+def test_the_screen_says_who_failed(capsys):
+    with _odd(_fails), source.open_source(None, timeout_s=1.0) as daemon:
+        shown = screen.Screen(looks.Looks(daemon, None, None, 0.01), rows.Links())
+        lines = "\n".join(line for line, _ in shown.lines(200, 24))
+    assert f"node {ODD} at 10.17.3.103:7700 failed (ListTallies failed inside the daemon" in lines
+
+
+def test_names_of_any_length_are_sorted():
+    long = "1" * 5000  # int() takes 4,300 digits
+    names = [f"b{long}", "b10", f"b0{long}2", "b9", "b"]
+    found = choosing.ordered([{"name": name} for name in names], "name", ())
+    assert [row["name"] for row in found] == ["b", "b9", "b10", f"b{long}", f"b0{long}2"]
 
 
 ALONE = [

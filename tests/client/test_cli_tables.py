@@ -96,5 +96,7 @@ def test_times_are_local_and_in_full_where_asked(monkeypatch: pytest.MonkeyPatch
     text = "2026-02-02T02:40:00.250+00:00"
     assert tables.local_time(text, whole=False) == "2026-02-02 07:40:00"
     assert tables.local_time(text, whole=True) == "2026-02-02 07:40:00.250+05:00"
+    last = "9999-12-31T23:59:00.000+00:00"
+    assert tables.local_time(last, whole=True) == last  # here it is of no year that there is
     monkeypatch.undo()
     time.tzset()
