@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 from harness import FakeClock
+from raw_client import WAIT_S
 
 from ep_runtime.v1 import group_service_pb2, types_pb2
 from ep_runtime_server.base import limits
@@ -78,3 +79,26 @@ def test_old_answers_and_ended_sessions_leave_nothing(scene):
 
     asyncio.run(play())
     assert scene.operations._of_session == {}
+
+
+def test_a_fault_of_work_whose_caller_went_away_is_in_the_log(scene, caplog):
+    async def play():
+        begun, gate = asyncio.Event(), asyncio.Event()
+
+        async def work():
+            begun.set()
+            await gate.wait()
+            raise ZeroDivisionError("a bug")
+
+        request = group_service_pb2.CreateGroupRequest(op_id="a")
+        caller = asyncio.create_task(scene.operations.run("s", "a", request, work))
+        await begun.wait()
+        caller.cancel()
+        await asyncio.wait({caller}, timeout=WAIT_S)
+        gate.set()
+        while scene.operations._of_session:
+            await asyncio.sleep(0)
+
+    asyncio.run(asyncio.wait_for(play(), WAIT_S))
+    assert "CreateGroupRequest failed, and its caller had gone" in caplog.text
+    assert "ZeroDivisionError: a bug" in caplog.text

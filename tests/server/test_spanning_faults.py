@@ -358,3 +358,16 @@ def test_a_coordinator_that_hangs_is_as_good_as_away_until_it_goes_on(three, poo
     assert later[0].epoch == later[1].epoch > groups[0].epoch
     for daemon in (b, c):
         joined(daemon, within_s=10.0)
+
+
+def test_a_fault_of_ours_while_nodes_join_ends_the_wait_of_everybody(nodes, pool, monkeypatch):
+    a, _ = nodes
+
+    async def fails(*arguments):
+        raise OverflowError("as protobuf has it")
+
+    monkeypatch.setattr(a._daemon.runtime.cluster.coordination, "join", fails)
+    with pytest.raises(errors.EpRuntimeError, match="could not form group moe"):
+        a.client().create(spec_of(2), ranks=[0], wait_s=WAIT_S)
+    assert "task.failed" in a.event_kinds()
+    assert a.group_states() == {}

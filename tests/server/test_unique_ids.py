@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import time
 from pathlib import Path
@@ -18,6 +19,7 @@ from ep_runtime.errors import (
     StaleHandleError,
 )
 from ep_runtime.v1 import admin_service_pb2, nccl_service_pb2, nccl_service_pb2_grpc
+from ep_runtime_server.nccl.id_process import IdProcess
 
 
 @pytest.fixture
@@ -182,3 +184,28 @@ def test_ids_are_in_no_listing_and_no_file(client, daemon):
     assert files
     assert not any(secret in text or secret.hex().encode() in text for text in listed + files)
     assert wire.ADMIN_SOCKET in {path.name for path in daemon.directory.iterdir()}
+
+
+def test_a_process_that_cannot_be_started_is_said_to_everybody(client, daemon, monkeypatch):
+    async def full(*arguments, **options):
+        raise OSError(24, "Too many open files")
+
+    group = client.ready(make_spec(ranks=2, transport="xla"))
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", full)
+    with pytest.raises(RuntimeUnavailableError, match="unique ids cannot be started: .*open files"):
+        ask(client, group)
+    assert "Too many open files" in row(client).nccl_state
+    with pytest.raises(StaleHandleError, match="Too many open files; create it again"):
+        ask(client, group)
+
+
+def test_a_fault_while_ids_are_made_is_said_to_everybody(client, daemon, monkeypatch):
+    async def fails(*arguments):
+        raise ZeroDivisionError
+
+    group = client.ready(make_spec(ranks=2, transport="xla"))
+    monkeypatch.setattr(IdProcess, "make", fails)
+    with pytest.raises(EpRuntimeError, match="failed inside the daemon"):
+        ask(client, group)
+    assert "a fault of the daemon" in row(client).nccl_state
+    assert "task.failed" in daemon.event_kinds()

@@ -116,9 +116,10 @@ class EventFile:
             self._close()
 
     def _close(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            with contextlib.suppress(OSError):  # the thread that writes must not end by it
+                os.close(fd)
 
 
 def _values(line: bytes) -> Values | None:

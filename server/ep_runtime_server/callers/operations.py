@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import hashlib
+import logging
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 from google.protobuf.message import Message
 
-from ep_runtime.errors import InvalidArgumentError, SessionFencedError
+from ep_runtime.errors import EpRuntimeError, InvalidArgumentError, SessionFencedError
 from ep_runtime_server.base.clock import Clock
 from ep_runtime_server.base.limits import OPERATION_LIFE_S
 
@@ -77,8 +79,9 @@ class Operations:
         try:
             return await asyncio.shield(known.task)
         except asyncio.CancelledError:
-            if not known.task.cancelled():
-                raise  # it is the caller that goes away; the work goes on
+            if not known.task.cancelled():  # it is the caller that goes away; the work goes on
+                known.task.add_done_callback(functools.partial(_look, request.DESCRIPTOR.name))
+                raise
             raise SessionFencedError("the session ended while this call ran") from None
 
     def _finished(self, session_id: str, key: tuple[str, str], task: asyncio.Task[Any]) -> None:
@@ -123,3 +126,12 @@ class Operations:
 
 async def _as_coroutine(work: Callable[[], Awaitable[Any]]) -> Any:
     return await work()
+
+
+def _look(name: str, task: asyncio.Task[Any]) -> None:
+    """Nobody may be there any more to hear of a fault of ours."""
+    error = None if task.cancelled() else task.exception()
+    if error is not None and not isinstance(error, EpRuntimeError):
+        logging.getLogger(__name__).error(
+            "%s failed, and its caller had gone", name, exc_info=error
+        )

@@ -156,6 +156,11 @@ class Spanning:
         """Joins until the group is formed everywhere, or needs nobody else any more."""
         try:
             await self._join(group)
+        except Exception:  # a bug, which `_ended` tells of; nobody is to sit the wait out
+            if group.state is State.FORMING:
+                error = EpRuntimeError(f"the daemon could not form group {group.owner}")
+                self._groups.fail(group, error)
+            raise
         finally:
             self._drivers.pop(group.group_id, None)
         if not group.committed:

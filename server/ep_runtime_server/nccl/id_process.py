@@ -36,9 +36,13 @@ class IdProcess:
         """Starts the process, which ends after `life_s` at the latest.
 
         Raises:
-            RuntimeUnavailableError: there is no libnccl, or the process does not answer.
+            RuntimeUnavailableError: there is no libnccl, or the process cannot be started, or does
+                not answer.
         """
-        reader, writer = os.pipe()
+        try:
+            reader, writer = os.pipe()
+        except OSError as error:
+            raise _not_started(error) from error
         try:
             try:
                 process = await asyncio.create_subprocess_exec(
@@ -50,6 +54,8 @@ class IdProcess:
                     pass_fds=(writer,),
                     env=env.daemon_environment(),
                 )
+            except OSError as error:
+                raise _not_started(error) from error
             finally:
                 os.close(writer)
             self._process = process
@@ -71,6 +77,12 @@ class IdProcess:
         self.kill()
         if self._process is not None:
             await self._process.wait()
+
+
+def _not_started(error: OSError) -> RuntimeUnavailableError:
+    return RuntimeUnavailableError(
+        f"the process that makes NCCL unique ids cannot be started: {error}", library=nccl.LIBRARY
+    )
 
 
 async def _read(reader: int, count: int) -> UniqueIds:

@@ -16,6 +16,7 @@ from ep_runtime import nccl
 from ep_runtime.errors import EpRuntimeError, RuntimeUnavailableError, StaleHandleError
 from ep_runtime_server.base.clock import Clock
 from ep_runtime_server.base.events import EventLog
+from ep_runtime_server.base.supervision import tell_failure
 from ep_runtime_server.callers.sessions import SessionRecord
 from ep_runtime_server.groups.fsm import State
 from ep_runtime_server.groups.record import GroupRecord
@@ -108,8 +109,11 @@ class UniqueIdBook:
                     ) from error
             found.process = IdProcess()
             return await found.process.make(count, JOIN_S)
-        except EpRuntimeError as error:
-            found.error = str(error)
+        except Exception as error:
+            ours = isinstance(error, EpRuntimeError)
+            found.error = str(error) if ours else "a fault of the daemon"
+            if not ours:
+                tell_failure(self._events, f"NCCL unique ids of group {group.owner}", error)
             self._stop(found)
             raise
 
