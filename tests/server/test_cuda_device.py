@@ -12,13 +12,15 @@ import time
 
 import pytest
 from file_driver import GPU_BYTES, GRANULARITY, UUIDS, FileDriver
-from harness import as_uid, eventually
+from harness import FakeClock, as_uid, eventually
 from raw_client import WAIT_S, close_fds, make_spec
 
 from ep_runtime import board, errors, layer_specs
 from ep_runtime.v1 import types_pb2
 from ep_runtime_server.base import limits
+from ep_runtime_server.base.events import EventLog
 from ep_runtime_server.callers.quotas import UserLimits
+from ep_runtime_server.journal.rejoin import Rejoin
 from ep_runtime_server.memory.cuda_device import (
     BindingsDriver,
     CudaDevice,
@@ -26,6 +28,8 @@ from ep_runtime_server.memory.cuda_device import (
     Gpus,
     uuid_text,
 )
+from ep_runtime_server.memory.devices import HostDevice
+from ep_runtime_server.memory.windows import Owner, WindowPool
 from ep_runtime_server.sockets.directory import JOURNAL_FILE
 
 SPEC = make_spec(transport="nvlink")
@@ -281,6 +285,25 @@ def test_a_window_that_systemd_cannot_be_given_is_used_all_the_same(
     group = client.create(SPEC, uuids=UUIDS).group
     client.close_group(group)
     eventually(lambda: not driver.held)
+
+
+def test_what_is_wrong_with_memory_that_came_back_is_said_whatever_the_driver_does(
+    driver, monkeypatch
+):
+    def refuse(handle: int) -> None:
+        raise DriverError("cuMemRelease: CUDA_ERROR_ILLEGAL_ADDRESS")
+
+    clock = FakeClock()
+    pool = WindowPool(HostDevice(0), clock, EventLog(clock), Gpus(load=lambda: driver))
+    windows = pool.expect(Owner(0, "job", "moe"), SPEC, 1, [0, 1])
+    windows.assume(dict(enumerate(UUIDS)))
+    fds = {0: driver.export_fd(driver.create(0, GRANULARITY)), 1: os.memfd_create("other")}
+    monkeypatch.setattr(driver, "release", refuse)
+    with pytest.raises(errors.InvalidArgumentError, match="not the group's memory"):
+        Rejoin(None, pool, None).adopt(windows, fds)
+    assert windows.wanted_ranks == [-1, 0, 1]
+    for fd in fds.values():
+        os.close(fd)
 
 
 @pytest.mark.parametrize(

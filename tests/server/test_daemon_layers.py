@@ -14,6 +14,7 @@ from ep_runtime.v1 import layer_service_pb2
 from ep_runtime.wire import LayerStackSpec
 from ep_runtime_server.groups import layers
 from ep_runtime_server.groups.layers import LayerTable
+from ep_runtime_server.rpc import paging
 
 
 def get(client, name):
@@ -179,6 +180,19 @@ def test_pages_cover_the_list_once(daemon, client, group):
     for bad in ({"page_size": -1}, {"page_size": 10_001}, {"page_token": "x"}):
         with pytest.raises(errors.InvalidArgumentError, match="page_"):
             daemon.ask("ListLayers", **bad)
+
+
+def test_a_page_of_long_rows_ends_early(daemon, client, group, monkeypatch):
+    monkeypatch.setattr(paging, "PAGE_BYTES", 200)
+    client.register(group, [LayerSpec(f"{i}{'l' * 60}", top_k=1) for i in range(7)])
+    seen, token, pages = [], "0", 0
+    while token:
+        answer = daemon.ask("ListLayers", page_token=token)
+        seen += [row.layer.spec.name[0] for row in answer.layers]
+        assert sum(row.ByteSize() for row in answer.layers[:-1]) < 200
+        token, pages = answer.next_page_token, pages + 1
+    assert "".join(seen) == "0123456"
+    assert pages > 2
 
 
 def test_handles_are_listed_with_layer_position_and_process(daemon, client, group):

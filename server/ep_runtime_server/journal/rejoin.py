@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import mmap
 import os
 from collections.abc import Mapping, Sequence
@@ -204,7 +205,10 @@ class Rejoin:
                 mapped = _checked_board(allocations[-1], windows)
         except BaseException:
             for allocation in allocations.values():
-                allocation.free()
+                try:
+                    allocation.free()
+                except Exception:  # noqa: BLE001 - it is the process's, and no set's: nothing counts
+                    logging.getLogger(__name__).exception("memory that came back is not let go")
             raise
         windows.adopt(allocations, mapped)
         self._forget_elsewhere(windows)

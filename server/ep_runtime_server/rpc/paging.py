@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
 from google.protobuf.message import Message
@@ -47,10 +47,15 @@ async def page(
     rest = itertools.islice(items, start, None)
     rows: list[Row] = []
     left_bytes = PAGE_BYTES
-    async for item in paced(itertools.islice(rest, size)):
+
+    def of_page() -> Iterator[T]:
+        for item in itertools.islice(rest, size):
+            yield item
+            if left_bytes <= 0:
+                return
+
+    async for item in paced(of_page()):
         rows.append(row := to_row(item))
         left_bytes -= row.ByteSize() if row is not None else 0
-        if left_bytes <= 0:
-            break
     more = next(rest, None) is not None
     return rows, str(start + len(rows)) if more else ""
