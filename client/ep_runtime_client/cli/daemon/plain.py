@@ -16,7 +16,7 @@ from google.protobuf.message import Message
 from ep_runtime import wire
 
 
-class Room:
+class ValueBudget:
     """How many values the messages of a list, and those inside them, may still have."""
 
     def __init__(self, most: int) -> None:
@@ -29,11 +29,11 @@ class Room:
             raise ValueError(f"it has more than {self._most} values")
 
 
-def plain(message: Message, room: Room | None = None) -> dict[str, Any]:
+def plain(message: Message, budget: ValueBudget | None = None) -> dict[str, Any]:
     """The message as a dict. Raises ValueError or OverflowError for one that no daemon sends."""
     fields = message.DESCRIPTOR.fields
-    if room is not None:
-        room.take(len(fields))
+    if budget is not None:
+        budget.take(len(fields))
     row: dict[str, Any] = {}
     for field in fields:
         value = getattr(message, field.name)
@@ -41,11 +41,11 @@ def plain(message: Message, room: Room | None = None) -> dict[str, Any]:
         if _is_duration(field):
             key += "_s"
         if field.is_repeated:
-            row[key] = _repeated(field, value, room)
+            row[key] = _repeated(field, value, budget)
         elif field.has_presence and not message.HasField(field.name):
             row[key] = None
         else:
-            row[key] = _single(field, value, room)
+            row[key] = _single(field, value, budget)
     return row
 
 
@@ -53,13 +53,13 @@ def _is_duration(field: Any) -> bool:
     return field.message_type is not None and field.message_type.name == "Duration"
 
 
-def _repeated(field: Any, value: Any, room: Room | None) -> Any:
+def _repeated(field: Any, value: Any, budget: ValueBudget | None) -> Any:
     if field.message_type is not None and field.message_type.GetOptions().map_entry:
         return dict(sorted(value.items()))
-    return [_single(field, item, room) for item in value]
+    return [_single(field, item, budget) for item in value]
 
 
-def _single(field: Any, value: Any, room: Room | None) -> Any:
+def _single(field: Any, value: Any, budget: ValueBudget | None) -> Any:
     if field.enum_type is not None:
         return enum_name(field.enum_type, value)
     if isinstance(value, duration_pb2.Duration):
@@ -67,7 +67,7 @@ def _single(field: Any, value: Any, room: Room | None) -> Any:
     if isinstance(value, timestamp_pb2.Timestamp):
         return value.ToDatetime(tzinfo=datetime.UTC).isoformat(timespec="milliseconds")
     if isinstance(value, Message):
-        return plain(value, room)
+        return plain(value, budget)
     return value
 
 

@@ -109,7 +109,7 @@ class Source:
         """
         rows: list[dict[str, Any]] = []
         token, seen = "", {""}
-        left_bytes, room = MAX_LIST_BYTES, plain.Room(MAX_LIST_VALUES)
+        left_bytes, budget = MAX_LIST_BYTES, plain.ValueBudget(MAX_LIST_VALUES)
         left_s = list_s = LIST_WAITS * self._timeout_s
         while True:
             request = make_request(page_size=_PAGE_SIZE, page_token=token, **filters)
@@ -117,7 +117,7 @@ class Source:
             answer = self._send(method, request, min(self._timeout_s, left_s))
             left_s -= time.monotonic() - began_s
             with self._making_sense_of(method):
-                rows += [flat(plain.plain(item, room)) for item in getattr(answer, field)]
+                rows += [flat(plain.plain(item, budget)) for item in getattr(answer, field)]
             left_bytes -= answer.ByteSize()
             token = answer.next_page_token
             if not token:
