@@ -9,7 +9,7 @@ from raw_client import WAIT_S, close_fds, make_spec
 from spanning import TOLD_S, all_ready, group_of, state
 from test_cluster import coordinates, joined, joins
 
-from ep_runtime import board, errors, layout
+from ep_runtime import board, errors
 from ep_runtime.v1 import types_pb2
 
 
@@ -20,26 +20,6 @@ def spec_of(ranks: int = 4, **more):
 def windows_of(daemon) -> dict[int, str]:
     """World rank -> name of its buffer; -1 is the board."""
     return {buffer.world_rank: buffer.buffer_id for buffer in daemon.ask("ListBuffers").buffers}
-
-
-@pytest.mark.parametrize(
-    ("nodes", "ep_size", "wanted"),
-    [
-        ("aabb", 4, 2),
-        ("aabb", 2, 2),
-        ("aaaa", 4, 4),
-        ("abab", 4, 1),
-        ("aaab", 4, 1),
-        ("aaaabb", 6, 2),
-        ("aaabbb", 6, 3),
-        ("aaaabbbb", 4, 4),
-        ("aaaabbbbbbbbaaaa", 8, 4),
-        ("aabbaaaa", 4, 2),
-        ("aabcaaaa", 4, 1),
-    ],
-)
-def test_ranks_share_windows_in_the_largest_blocks_that_lie_on_one_node(nodes, ep_size, wanted):
-    assert layout.node_size(nodes, ep_size) == wanted
 
 
 def test_every_node_has_the_windows_of_its_own_ranks(nodes, pool):
