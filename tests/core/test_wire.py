@@ -221,9 +221,11 @@ def test_reasons_are_upper_snake():
     assert wire.reason(errors.PoolExhaustedError) == "POOL_EXHAUSTED"
 
 
-@pytest.mark.parametrize("value", [0.0, 0.1, 1.9999999999, 600.0, -1.5])
+@pytest.mark.parametrize("value", [0.0, 0.1, 1.9999999999, 600.0, -1.5, -1.9999999999])
 def test_durations_keep_nanoseconds(value):
-    assert wire.seconds(wire.duration(value)) == pytest.approx(value, abs=1e-9)
+    message = wire.duration(value)
+    assert wire.seconds(message) == pytest.approx(value, abs=1e-9)
+    assert abs(message.nanos) < 1_000_000_000  # others refuse a Duration of more
 
 
 def test_not_a_duration_is_refused():
