@@ -97,6 +97,11 @@ def test_scales_are_quotients_rounded_once(dtype: Any) -> None:
     rng = np.random.default_rng(1)
     amax = np.exp(rng.uniform(-80, 80, 1 << 16)).astype(np.float32)
     amax[:4] = [0, 1e-40, 2.0**-126, np.finfo(np.float32).max]
+    # Quotients that are powers of two, and those beside them.
+    edges = (np.float32(jnp.finfo(dtype).max) * 2.0 ** np.arange(-100, 100)).astype(np.float32)
+    beside = [np.nextafter(edges, np.float32(side)) for side in (0, np.inf)]
+    amax = np.concatenate([amax, edges, *beside])
+    amax = amax[np.isfinite(amax)]
     got = np.asarray(jax.jit(lambda a: rounding.scale_of(a, dtype))(amax))
     exact = np.maximum(amax / np.float32(jnp.finfo(dtype).max), np.float32(2.0**-126))
     np.testing.assert_array_equal(got, np.where(amax < 2.0**-126, np.float32(1), exact))
