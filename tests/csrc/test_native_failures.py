@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from native_group import FINGERPRINT, NativeGroup
+from native_group import FINGERPRINT, PLAN_NAMES, NativeGroup
 from round_trips import EXPERTS, HIDDEN, TOKENS, TOP_K, expect, inputs, open_group, round_trip
 
 from ep_runtime import board, board_records, errors, native
@@ -241,19 +241,29 @@ def test_calls_of_different_layers_never_mix():
         expect(good(idx, x), x)
 
 
-def test_an_error_inside_a_call_releases_its_peers():
+# Of each array, what is one beyond the last that is right: of 8 ranks and of `capacity` rows.
+ONE_TOO_MANY = {
+    "dst_rank": lambda ranks, capacity: jnp.full_like(ranks, 8),
+    "staged_row": lambda rows, capacity: jnp.full_like(rows, capacity),
+    "group_sizes": lambda sizes, capacity: sizes.at[0].add(capacity + 1 - sizes.sum()),
+}
+
+
+@pytest.mark.parametrize("name", ONE_TOO_MANY)
+def test_an_error_inside_a_call_releases_its_peers(name):
+    array = PLAN_NAMES.index(name)
     with open_group() as group:
         idx, x = inputs(group)
 
         def program(idx, x):
             plan = list(group.prepare(idx))
-            broken = jnp.where(jax.lax.axis_index("ep") == 5, 10**6, plan[4])
-            plan[4] = broken
+            beyond = ONE_TOO_MANY[name](plan[array], len(plan[4]))
+            plan[array] = jnp.where(jax.lax.axis_index("ep") == 5, beyond, plan[array])
             return group.dispatch(x, None, tuple(plan))[0]
 
         error = failure_of(group.sharded(program), idx, x)
         assert isinstance(error, errors.InvalidArgumentError)
-        assert "staged_row" in str(error)
+        assert f"the plan's {name} is not" in str(error)
         good = group.sharded(lambda idx, x: round_trip(group, idx, x))
         for _ in range(3):
             expect(good(idx, x), x)
