@@ -3,29 +3,17 @@
 from __future__ import annotations
 
 import random
-import shutil
 import subprocess
 from pathlib import Path
 from typing import get_args
 
 from block_sizes import random_setting, random_sizes
+from host_programs import compiled
 
 from ep_runtime import workspace
 from ep_runtime.workspace import BlockSizes, Workspace
 
-_HERE = Path(__file__).parent
-_CSRC = _HERE.parents[1] / "csrc"
-_COMPILE_S, _RUN_S = 120, 60
-
-
-def compiled(folder: Path) -> Path:
-    compiler = shutil.which("c++") or shutil.which("g++")
-    assert compiler is not None
-    program = folder / "block_workspace"
-    sources = [str(_HERE / "block_workspace.cc"), str(_CSRC / "cuda/block/workspace.cc")]
-    flags = ["-std=c++17", "-Wall", "-Wextra", "-Werror", f"-I{_CSRC}"]
-    subprocess.run([compiler, *flags, *sources, "-o", program], check=True, timeout=_COMPILE_S)
-    return program
+_RUN_S = 60
 
 
 def line(sizes: BlockSizes, found: Workspace) -> str:
@@ -56,7 +44,7 @@ def test_both_sides_agree_on_parts_and_bytes_and_no_regions_meet(tmp_path: Path)
         setting = random_setting(draw)
         asked.append((sizes, workspace.of_block(sizes, setting, keep=keep, keep_factor=factor)))
     run = subprocess.run(
-        [compiled(tmp_path)],
+        [compiled(tmp_path, "block_workspace", "cuda/block/workspace.cc")],
         input="\n".join(line(*each) for each in asked),
         capture_output=True,
         text=True,

@@ -1,0 +1,22 @@
+"""Programs of one C++ file of this folder and some of csrc, compiled for the host."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+HERE = Path(__file__).parent
+CSRC = HERE.parents[1] / "csrc"
+_COMPILE_S = 120
+
+
+def compiled(folder: Path, name: str, *sources: str, flags: tuple[str, ...] = ()) -> Path:
+    """`name`.cc with `sources` of csrc; `flags` may name folders whose headers come first."""
+    compiler = shutil.which("c++") or shutil.which("g++")
+    assert compiler is not None
+    program = folder / name
+    files = [str(HERE / f"{name}.cc"), *(str(CSRC / source) for source in sources)]
+    strict = ["-std=c++17", "-Wall", "-Wextra", "-Werror", *flags, f"-I{CSRC}"]
+    subprocess.run([compiler, *strict, *files, "-o", program], check=True, timeout=_COMPILE_S)
+    return program

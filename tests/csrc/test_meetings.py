@@ -1,0 +1,50 @@
+"""Lanes go to the calls that wait for one in the order in which they were complete."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+from pathlib import Path
+
+from host_programs import compiled
+
+_RUN_S = 60
+
+
+def orders_and_lanes(lanes: int, count: int, draw: random.Random) -> tuple[list[str], list[str]]:
+    """Orders that fill and drain the queue again and again, and who holds a lane after each."""
+    orders: list[str] = []
+    wanted: list[str] = []
+    held: list[int] = []
+    queue: list[int] = []
+    filling = True
+    for number in range(count):
+        filling = not held or (filling and len(queue) < 4)
+        if filling and draw.random() < 0.9:
+            orders.append(f"join {number}")
+            queue.append(number)
+        elif queue and draw.random() < 0.3:  # its ranks give up before it has a lane
+            orders.append(f"fail {queue.pop(draw.randrange(len(queue)))}")
+        elif held:
+            orders.append(f"leave {held.pop(draw.randrange(len(held)))}")
+        while queue and len(held) < lanes:
+            held.append(queue.pop(0))
+        if len(wanted) < len(orders):
+            wanted.append("".join(f"{call} " for call in sorted(held)))
+    return orders, wanted
+
+
+def test_calls_get_the_lanes_in_turn_however_often_the_queue_runs_dry(tmp_path: Path) -> None:
+    program = compiled(tmp_path, "meetings", "core/meeting/meeting.cc", "core/base/status.cc")
+    for lanes in (1, 2, 3):
+        orders, wanted = orders_and_lanes(lanes, 300, random.Random(lanes))
+        assert wanted.count("") > 1  # it ran dry
+        run = subprocess.run(
+            [program],
+            input="\n".join([str(lanes), *orders]),
+            capture_output=True,
+            text=True,
+            timeout=_RUN_S,
+            check=True,
+        )
+        assert run.stdout.splitlines() == wanted
