@@ -18,6 +18,7 @@ import ep_runtime as ep
 from ep_runtime import native
 from ep_runtime_client.ops.activation.function import Activation
 from ep_runtime_client.ops.block import takes
+from ep_runtime_client.ops.gemm import kernels_16
 from ep_runtime_client.ops.kernels import platform
 
 HIDDEN, INNER, EXPERTS, TOP_K, TOKENS = 48, 32, 4, 2, 24
@@ -159,6 +160,8 @@ def test_explain_says_which_recipes_the_call_takes(layer: Any, ways: Ways) -> No
         ({"dtype": "float32", "hidden": 260}, ""),
         ({"dtype": "float32", "hidden": 258}, "sizes"),
         ({"dtype": "float64"}, "dtype"),
+        ({"experts": kernels_16.MAX_EXPERTS}, ""),
+        ({"experts": kernels_16.MAX_EXPERTS + 1}, "sizes"),
     ],
     ids=str,
 )
@@ -174,7 +177,7 @@ def test_what_the_tensor_cores_do_not_know_keeps_to_slabs(
         tokens=TOKENS,
         hidden=said.get("hidden", 256),
         inner=256,
-        experts=2,
+        experts=said.get("experts", 2),
         activation=Activation("silu", True, jnp.dtype(said.get("dtype", "bfloat16"))),
         recipes=(recipe, recipe),
         paired=False,

@@ -169,6 +169,11 @@ def test_bf16_sums_in_f32_and_f64_in_f64() -> None:
         got = all_four(gemm_plain.Gemm(jnp.float64), *wide, jnp.int32(sizes))
         assert {x.dtype for x in got} == {np.dtype(np.float64)}
         assert_close(got, expected(given, sizes), 1e-14)
+        # One operand of f64 is enough.
+        for lhs, grad in ((wide[0], given.grad), (given.lhs, wide[3])):
+            got = gemm_plain.weight_grad(gemm_plain.Gemm(jnp.float64), lhs, grad, jnp.int32(sizes))
+            assert got.dtype == np.float64
+            assert_close([got], expected(given, sizes)[2:3], 1e-14)
 
 
 def test_several_slabs_share_the_experts() -> None:

@@ -137,6 +137,14 @@ def test_shards_without_whole_blocks_are_gathered_before_and_said_once(said: Any
     assert sum("gathered before" in text for text in texts) == 1
 
 
+def test_an_axis_that_is_gathered_anyway_is_given_up_before_one_that_stays(said: Any) -> None:
+    # 32 values in blocks of 16: there is room for one axis of two.
+    found = grouped("ep", None, ("tp", "fsdp"), blocks=(1, 1, 16))
+    assert found.weight.entries == (("ep",), (), ("tp",))
+    assert found.columns == ("tp",)
+    assert ["fsdp=2 is gathered before" in text for text in said()] == [True]
+
+
 def test_amax_crosses_what_splits_one_expert_and_nothing_else() -> None:
     assert grouped("ep", "fsdp", "tp").weight.amax_axes() == ("fsdp", "tp")
     assert grouped(("ep", "fsdp")).weight.amax_axes() == ()

@@ -119,6 +119,10 @@ CASES: dict[str, tuple[dict[str, Any], Router]] = {
         {"use_pre_softmax": True, "num_groups": 4, "group_topk": 2, "group_score_topk": 1},
         Router("softmax", normalize=False, groups=4, allowed=2, summed=1),
     ),
+    "groups that are full to the last expert": (
+        {"score_function": "sigmoid", "num_groups": 6, "group_topk": 2},
+        Router("sigmoid", groups=6, allowed=2, summed=2),
+    ),
     "groups whose number does not divide top_k": (
         {"score_function": "sigmoid", "num_groups": 4, "group_topk": 3, "group_score_topk": 3},
         Router("sigmoid", groups=4, allowed=3, summed=3),

@@ -12,6 +12,8 @@ import movement
 import numpy as np
 import pytest
 
+import ep_runtime as ep
+
 MakeGroup = Callable[..., fakes.LocalGroup]
 
 SHARED = ("dst_rank", "dst_row", "kept", "group_sizes", "num_recv")
@@ -63,3 +65,14 @@ def test_float64_and_64_bit_indices_where_jax_has_them(
         case = cases.Case("f64", dtype="float64", idx_dtype="int64", top_k=3, hidden=9)
         got = check_case(make_group, transport, case)
         assert got["out"].dtype == np.float64
+
+
+def test_an_index_beyond_the_experts_is_an_unused_slot(
+    make_group: MakeGroup, transport: str
+) -> None:
+    group = make_group(transport=transport, axes={"ep": 2}, num_experts=4, alignment=1)
+    layer = group.register_layer("moe", top_k=2)
+    beyond = np.int32([[0, 4], [3, 1], [5, 3], [2**31 - 1, 3]])
+    prepare = jax.jit(lambda idx: ep.prepare(layer, idx).arrays)
+    found, wanted = prepare(beyond), prepare(np.where(beyond < 4, beyond, -1))
+    jax.tree.map(np.testing.assert_array_equal, found, wanted)
