@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import os
+import stat
 
 import pytest
+from raw_client import make_spec
 
 from ep_runtime import errors
+from ep_runtime.layer_specs import LayerSpec
 from ep_runtime_server.base.failpoints import Failpoints
+from ep_runtime_server.journal import file
 from ep_runtime_server.journal.file import Journal
 
 NO_FAILPOINTS = Failpoints()
@@ -88,6 +92,51 @@ def test_a_record_of_another_place_is_none(path):
     assert journal.cut_bytes > 0
 
 
+def test_a_record_longer_than_any_is_none(path, monkeypatch):
+    write(path, ("a", 1), ("b", "x" * 100))
+    monkeypatch.setattr(file, "MAX_RECORD_BYTES", len('["b",""]') + 100)
+    assert facts_of(path) == {"a": 1, "b": "x" * 100}
+    monkeypatch.setattr(file, "MAX_RECORD_BYTES", len('["b",""]') + 99)
+    journal = opened(path)
+    assert journal.take_facts() == {"a": 1}
+    assert journal.cut_bytes > 0
+
+
+@pytest.mark.parametrize("synced", [True, False])
+def test_a_new_file_that_is_synced_is_so_before_it_takes_the_old_ones_place(
+    path, monkeypatch, synced
+):
+    done = []
+
+    def kind(fd: int) -> str:
+        return "folder" if stat.S_ISDIR(os.fstat(fd).st_mode) else "file"
+
+    journal = Journal(path, NO_FAILPOINTS, synced=synced)
+    monkeypatch.setattr(file.os, "fsync", lambda fd: done.append(f"{kind(fd)} synced"))
+    monkeypatch.setattr(
+        file.os, "rename", lambda *names: (done.append("renamed"), os.replace(*names))
+    )
+    assert journal.compact({"a": 1})
+    assert done == (["file synced", "renamed", "folder synced"] if synced else ["renamed"])
+    journal.close()
+    assert facts_of(path) == {"a": 1}
+
+
+def test_a_file_is_written_anew_when_it_is_both_long_and_much_longer_than_its_facts(
+    path, monkeypatch
+):
+    def wants(facts: int, more: int) -> bool:
+        """A file of so many bytes of facts, and so many behind them."""
+        journal = opened(path)
+        assert journal.compact({"a": "x" * facts})
+        assert journal.append([("a", "x" * more)])
+        journal.close()
+        return journal.wants_compaction
+
+    monkeypatch.setattr(file, "COMPACT_AT_BYTES", 10_000)
+    assert [wants(100, 5_000), wants(5_000, 10_000), wants(100, 20_000)] == [False, False, True]
+
+
 def test_compaction_leaves_the_facts_alone(path):
     journal = opened(path)
     for number in range(1000):
@@ -148,3 +197,29 @@ def test_a_failpoint_that_does_not_exist_is_refused(text):
 
     with pytest.raises(errors.InvalidArgumentError, match="failpoint"):
         failpoints.parse(text)
+
+
+@pytest.mark.parametrize(
+    ("written", "call"),
+    [
+        ("session/", lambda client, group: client.open("job")),
+        ("group/", lambda client, group: client.create(make_spec("other"))),
+        ("layers/", lambda client, group: client.register(group, [LayerSpec("a", top_k=1)])),
+    ],
+    ids=["OpenSession", "CreateGroup", "RegisterLayers"],
+)
+def test_what_is_new_is_not_answered_where_its_own_record_is_the_first_that_is_not_written(
+    daemon, monkeypatch, written, call
+):
+    client, append = daemon.client(job=None if written == "session/" else "job"), Journal.append
+    group = client.create(make_spec()).group if written == "layers/" else None
+
+    def failing(journal: Journal, records) -> bool:
+        records = list(records)
+        if any(key.startswith(written) for key, _ in records):
+            journal.error = os.strerror(5)
+        return append(journal, records)
+
+    monkeypatch.setattr(Journal, "append", failing)
+    with pytest.raises(errors.PoolExhaustedError, match="done, but the daemon cannot write"):
+        call(client, group)

@@ -159,17 +159,24 @@ def test_a_whole_record_that_is_no_fact_is_left_out(tmp_path, payload, monkeypat
     assert facts_of(path) == {"a": 1, "c": 3}
 
 
-def test_layers_of_more_handles_than_a_board_has_are_left_out(
-    start_daemon, journal_of_a_job, tmp_path
+@pytest.mark.parametrize(
+    ("kind", "place", "value", "left_out"),
+    [
+        ("layers", (0, 3), board.MAX_HANDLES, 1),  # more than a board has
+        ("windows", ("buffers", 0, 2), -2, 2),  # -1 is the board; its group goes too
+    ],
+)
+def test_a_record_of_one_number_too_far_is_left_out(
+    start_daemon, journal_of_a_job, tmp_path, kind, place, value, left_out
 ):
     facts = facts_of(journal_of_a_job)
-    (key,) = (key for key in facts if key.startswith("layers/"))
-    facts[key] = replaced(facts[key], (0, 3), board.MAX_HANDLES)
+    (key,) = (key for key in facts if key.startswith(f"{kind}/"))
+    facts[key] = replaced(facts[key], place, value)
     directory = tmp_path / "d"
     directory.mkdir(mode=0o700)
     write(directory / "journal", facts)
     daemon = start_daemon(directory=directory, recovery_s=0.0)
-    assert daemon.event_kinds().count("journal.unreadable") == 1
+    assert daemon.event_kinds().count("journal.unreadable") == left_out
     look(daemon)
 
 
