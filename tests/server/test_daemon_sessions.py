@@ -19,6 +19,7 @@ from ep_runtime import errors, wire
 from ep_runtime.v1 import admin_service_pb2, session_service_pb2
 from ep_runtime_server.callers import credentials
 from ep_runtime_server.callers.quotas import UserLimits
+from ep_runtime_server.groups import tickets
 
 KNOWN_DEAD_S = 0.1
 
@@ -105,9 +106,21 @@ def test_a_ticket_works_once_for_its_session_and_for_ten_seconds(clocked):
     with pytest.raises(errors.PermissionDeniedError, match="another session"):
         redeem(clocked.directory, other.token, client.ticket(group).ticket)
     late = client.ticket(group).ticket
-    clocked.clock.advance(10.1)
+    clocked.clock.advance(10.0)
     with pytest.raises(errors.PermissionDeniedError, match="used or expired"):
         redeem(clocked.directory, client.token, late)
+
+
+def test_a_session_has_so_many_tickets_and_the_oldest_gives_way(daemon, monkeypatch):
+    monkeypatch.setattr(tickets, "MAX_TICKETS_PER_SESSION", 2)
+    client = daemon.client()
+    group = client.create(make_spec()).group
+    oldest, *kept = (client.ticket(group).ticket for _ in range(3))
+    with pytest.raises(errors.PermissionDeniedError, match="used or expired"):
+        redeem(daemon.directory, client.token, oldest)
+    for ticket in kept:
+        for _, fd in redeem(daemon.directory, client.token, ticket):
+            os.close(fd)
 
 
 class TestForeignUsers:

@@ -12,6 +12,7 @@ from raw_client import WAIT_S, make_spec
 
 from ep_runtime import board, errors
 from ep_runtime_server.base.events import EventLog
+from ep_runtime_server.callers.quotas import Quotas, Usage, UserLimits
 from ep_runtime_server.callers.sessions import SessionRecord, SessionState
 from ep_runtime_server.groups.formation import Groups
 from ep_runtime_server.memory.windows import Owner, WindowPool, WindowState
@@ -119,6 +120,23 @@ def test_two_groups_at_once_do_not_both_take_the_last_room(run):
         assert pool.used_bytes("host") == SET_BYTES
 
     run(work())
+
+
+def test_two_groups_of_one_user_at_once_do_not_both_take_the_last_of_its_share(run):
+    async def work(**limits):
+        pool = make_pool(SlowDevice(2 * SET_BYTES))
+        pool.quotas = Quotas(
+            UserLimits(**limits),
+            lambda uid: Usage(host_bytes=pool.held_by(uid, "host"), fds=pool.fds_of(uid)),
+        )
+        results = await asyncio.gather(
+            pool.allocate(OWNER, SPEC, 1), pool.allocate(OWNER, SPEC, 2), return_exceptions=True
+        )
+        kinds = sorted(type(result).__name__ for result in results)
+        assert kinds == ["PoolExhaustedError", "WindowSet"]
+
+    run(work(host_bytes=SET_BYTES))
+    run(work(fds=6))  # a set of two windows and the board's mapping is four
 
 
 def session(number: int) -> SessionRecord:
