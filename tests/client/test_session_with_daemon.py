@@ -18,6 +18,7 @@ from jax.sharding import Mesh
 import ep_runtime as ep
 from ep_runtime import board, native
 from ep_runtime.v1 import admin_service_pb2 as messages
+from ep_runtime.v1 import types_pb2
 from ep_runtime_client.cli.daemon import source
 from ep_runtime_client.daemons import transport
 
@@ -137,6 +138,19 @@ def test_replace_forms_a_new_generation(
     assert [row["hidden_size"] for row in admin.groups()] == [32]
     with pytest.raises(ep.StaleHandleError):
         _ = layer.group
+
+
+@pytest.mark.parametrize(("state", "kept"), [("BROKEN", True), ("READY", False)])
+def test_a_group_that_is_broken_keeps_its_claim_when_it_makes_room(
+    session: ep.Session, mesh: Any, admin: source.Source, state: str, kept: bool
+) -> None:
+    group = session.create_group("g", mesh, **_ARGUMENTS)
+    group.changed(types_pb2.GroupState.Value(f"GROUP_STATE_{state}"), "said so")
+    group.step_aside()
+    assert [row["name"] for row in admin.groups()] == ["g"] * kept
+    assert bool(admin.buffers()) == kept  # on the same memory it forms anew
+    with pytest.raises(ep.StaleHandleError, match="was closed"):
+        group.require_open()
 
 
 def test_a_one_device_mesh_works(session: ep.Session, devices: list[Any]) -> None:
