@@ -8,17 +8,14 @@ from __future__ import annotations
 
 import fnmatch
 import importlib.util
-import os
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import copied_tree
 import doc_pages
 import pytest
-
-from ep_runtime import native
 
 PAGE = doc_pages.ROOT / "docs/developing.md"
 EXAMPLES = {
@@ -27,7 +24,6 @@ EXAMPLES = {
     "A command": "a command",
     "A group setting": "a group setting",
 }
-COPIED = ("ep_runtime", "server", "client", "proto", "docs", "tests", "README.md", "pyproject.toml")
 # Tests of the tree that an example must leave true, beside its own.
 KEPT = (
     "tests/core/test_public_names.py::test_the_stub_lists_the_public_names",
@@ -37,17 +33,6 @@ KEPT = (
     "tests/server/test_api_sock.py::test_readings_are_the_services_own",
 )
 TIMEOUT_S = 200
-# An editable install finds our packages by a list of its own, before any path: in this process and
-# in those that tests start.
-SITE = """
-import sys
-sys.meta_path[:] = [f for f in sys.meta_path if "ScikitBuild" not in type(f).__name__]
-"""
-RUN = """
-import ep_runtime, pytest, sys
-assert ep_runtime.__file__.startswith(sys.argv[1]), ep_runtime.__file__
-sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", "-p", "no:xdist", *sys.argv[2:]]))
-"""
 
 
 def blocks_of(example: str) -> list[doc_pages.Block]:
@@ -130,29 +115,19 @@ def test_every_path_of_the_table_is_there() -> None:
     not importlib.util.find_spec("grpc_tools"), reason="stubs need grpcio-tools (the extra dev)"
 )
 def test_what_the_examples_add_works(tmp_path: Path) -> None:
-    for name in COPIED:
-        source, skipped = doc_pages.ROOT / name, shutil.ignore_patterns("__pycache__", "_native")
-        if source.is_dir():
-            shutil.copytree(source, tmp_path / name, ignore=skipped)
-        else:
-            shutil.copy(source, tmp_path / name)
-    (tmp_path / "ep_runtime/_native").symlink_to(native.LIBRARY_PATH.parent)
-    (tmp_path / "sitecustomize.py").write_text(SITE)
+    copied_tree.copy_to(tmp_path)
     blocks = [block for example in EXAMPLES for block in blocks_of(example)]
     for block in blocks:
         make(block, tmp_path)
     tests = sorted({path for path in map(path_of, blocks) if path.startswith("tests/")})
-    places = [str(tmp_path / folder) for folder in (".", "server", "client", "tests")]
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
-    environment = {**kept, "PYTHONPATH": os.pathsep.join(places)}
-    for words in (
-        [str(tmp_path / "tests/tools/generate_stubs.py")],
-        ["-c", RUN, str(tmp_path), *tests, *KEPT],
+    for command in (
+        [sys.executable, str(tmp_path / "tests/tools/generate_stubs.py")],
+        copied_tree.pytest_command(tmp_path, *tests, *KEPT),
     ):
         done = subprocess.run(
-            [sys.executable, "-P", *words],
+            command,
             cwd=tmp_path,
-            env=environment,
+            env=copied_tree.environment(tmp_path),
             timeout=TIMEOUT_S,
             capture_output=True,
             text=True,

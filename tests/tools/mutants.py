@@ -1,0 +1,222 @@
+"""Makes the faults of mutants.toml one by one in a copy of the tree, and says which its tests miss.
+
+    python tests/tools/mutants.py [NAME ...] [--jobs N] [-m MARKS]
+
+NAME is of the list, or a pattern such as `capacity-*`; without one all are made. Before that each
+set of tests runs on the copy as it is. Exit code 0 where every fault is found but those that are
+judged to change nothing. For a fault in csrc the CPU library is built, in the copy. Tests run as
+the project configures pytest, so MARKS, which is for pytest, measures a tier of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import dataclasses
+import fnmatch
+import os
+import re
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+import copied_tree  # noqa: E402
+
+LIST = Path(__file__).with_suffix(".toml")
+BUILD_S, TESTS_S = 1800, 600
+FOUND, MISSED, UNKNOWN = "found", "MISSED", "UNKNOWN"
+PASSED, FAILED = (0, 5), (1, 2)  # pytest's codes; 5: no test is left, 2: a module is not imported
+FAILURE = re.compile(r"^(?:FAILED|ERROR) (.+?)(?: - |$)", re.MULTILINE)
+
+
+@dataclasses.dataclass(frozen=True)
+class Mutant:
+    """`old` stands once in `file`; `tests` are those nearest, as pytest takes them."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...] = ()
+    equivalent: str = ""  # why no test can, or should, tell it from the code
+
+    @property
+    def native(self) -> bool:
+        return self.file.startswith("csrc/")
+
+    def fault(self) -> str:
+        """What is wrong with the entry itself."""
+        path = ROOT / self.file
+        count = path.read_text(encoding="utf-8").count(self.old) if path.is_file() else 0
+        if count != 1:
+            return f"{self.name}: {self.old!r} stands {count} times in {self.file}"
+        both = bool(self.tests) == bool(self.equivalent)
+        return f"{self.name}: give tests, or why it is equivalent" if both else ""
+
+
+def listed() -> list[Mutant]:
+    entries = tomllib.loads(LIST.read_text(encoding="utf-8")).items()
+    return [Mutant(name, **{**of, "tests": tuple(of.get("tests", ()))}) for name, of in entries]
+
+
+def say(line: str) -> None:
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
+
+
+async def run(command: Sequence[Any], within_s: float, **how: Any) -> tuple[int | None, str]:
+    """(exit code, output); None where it took longer. All that it started ends with it."""
+    # A file, as what a test leaves behind would keep a pipe open.
+    with tempfile.TemporaryFile("w+", errors="replace") as output:
+        how |= {"stdout": output, "stderr": output, "start_new_session": True}
+        process = await asyncio.create_subprocess_exec(*command, **how)
+        try:
+            code = await asyncio.wait_for(process.wait(), within_s)
+        except TimeoutError:
+            code = None
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+        output.seek(0)
+        return code, output.read()
+
+
+class Tree:
+    """A copy, in which one mutant is made at a time."""
+
+    def __init__(self, root: Path, words: Sequence[str], plain_s: dict[Any, float]) -> None:
+        """`words` are for pytest; `plain_s`: how long tests take as it is, on any tree."""
+        self._root, self._words, self._plain_s = root, words, plain_s
+        self._newest = 0
+        copied_tree.copy_to(root)
+
+    async def judge(self, mutant: Mutant) -> tuple[str, str]:
+        """FOUND and by what, MISSED, or UNKNOWN and why."""
+        path, key = self._root / mutant.file, (mutant.native, mutant.tests)
+        if mutant.native and not await self._build():
+            return UNKNOWN, "the library does not build as it is"
+        if key not in self._plain_s:
+            started = time.monotonic()
+            code, output = await self._test(mutant, TESTS_S)
+            if code not in PASSED:
+                return UNKNOWN, f"its tests fail as it is, exit code {code}:\n{output[-4000:]}"
+            self._plain_s[key] = time.monotonic() - started
+        plain = path.read_text(encoding="utf-8")
+        self._write(path, plain.replace(mutant.old, mutant.new))
+        built = not mutant.native or await self._build()
+        if built:
+            code, output = await self._test(mutant, 60 + 5 * self._plain_s[key])
+        self._write(path, plain)
+        if mutant.native:
+            await self._build()
+        if not built:
+            return UNKNOWN, "it does not compile"
+        if code in PASSED:
+            return MISSED, ""
+        if code in FAILED and (failure := FAILURE.search(output)):
+            return FOUND, failure[1]
+        if code is None or code < 0:
+            return FOUND, "the time limit" if code is None else f"signal {-code}"
+        return UNKNOWN, f"pytest ended with {code}:\n{output[-4000:]}"
+
+    def _write(self, path: Path, text: str) -> None:
+        """Newer than every text before: by its age Python and make know what is compiled."""
+        path.write_text(text, encoding="utf-8")
+        self._newest = max(self._newest, int(time.time())) + 1
+        os.utime(path, (self._newest, self._newest))
+
+    async def _test(self, mutant: Mutant, within_s: float) -> tuple[int | None, str]:
+        command = copied_tree.pytest_command(self._root, "-x", *self._words, *mutant.tests)
+        environment = copied_tree.environment(self._root)
+        return await run(command, within_s, cwd=self._root, env=environment)
+
+    async def _build(self) -> bool:
+        folder, library = self._root / "build", self._root / "ep_runtime/_native"
+        steps = [["cmake", "--build", folder, "-j2"]]
+        if library.is_symlink():
+            options = ["-DEP_RUNTIME_CUDA=OFF", f"-DPython_EXECUTABLE={sys.executable}"]
+            steps.insert(0, ["cmake", "-S", self._root / "csrc", "-B", folder, *options])
+            library.unlink()
+            library.mkdir()
+        for step in steps:
+            code, output = await run(step, BUILD_S)
+            if code != 0:
+                say(output[-4000:])
+                return False
+        shutil.copy(folder / "cpu/libep_runtime_cpu.so", library)
+        return True
+
+
+async def judge(
+    mutants: Sequence[Mutant], jobs: int, words: Sequence[str]
+) -> dict[str, tuple[str, str, float]]:
+    """By name (outcome, by, seconds), on a tree per job; those of csrc on one, which builds."""
+    found: dict[str, tuple[str, str, float]] = {}
+    plain_s: dict[Any, float] = {}
+    parts = [[mutant for mutant in mutants if mutant.native]]
+    parts += [[mutant] for mutant in mutants if not mutant.native]
+
+    async def work(root: Path) -> None:
+        tree = Tree(root, words, plain_s)
+        while parts:
+            for mutant in parts.pop(0):
+                started = time.monotonic()
+                outcome, by = await tree.judge(mutant)
+                found[mutant.name] = outcome, by, time.monotonic() - started
+                say(f"{len(found)}/{len(mutants)} {mutant.name}: {outcome} {by}")
+
+    with tempfile.TemporaryDirectory(prefix="ep-mutants-") as scratch:
+        async with asyncio.TaskGroup() as group:
+            for _ in range(jobs):
+                group.create_task(work(Path(tempfile.mkdtemp(dir=scratch))))
+    return found
+
+
+def main(argv: Sequence[str]) -> int:
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
+    parser.add_argument("names", nargs="*", default=["*"], metavar="NAME", help="or a pattern")
+    parser.add_argument("--jobs", type=int, default=1, help="so many at a time, each on a copy")
+    parser.add_argument("-m", dest="marks", help="which tests count, as pytest takes it")
+    given, mutants = parser.parse_args(argv), listed()
+    if faults := [fault for mutant in mutants if (fault := mutant.fault())]:
+        parser.exit(1, "\n".join([*faults, ""]))
+    for text in given.names:
+        if not fnmatch.filter([mutant.name for mutant in mutants], text):
+            parser.error(f"{LIST.name} has no {text}")
+    chosen = [m for m in mutants if any(fnmatch.fnmatch(m.name, text) for text in given.names)]
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background ignores it
+    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+    words = [] if given.marks is None else ["-m", given.marks]
+    found = asyncio.run(judge([m for m in chosen if m.tests], given.jobs, words))
+    say(f"\n{'mutant':24} {'outcome':8} {'s':>4}  by")
+    for mutant in chosen:
+        outcome, by, seconds = found.get(mutant.name, ("same", mutant.equivalent, 0))
+        say(f"{mutant.name:24} {outcome:8} {seconds:4.0f}  {by.splitlines()[0] if by else ''}")
+    unknown, missed = (
+        [name for name, (outcome, *_) in found.items() if outcome == what]
+        for what in (UNKNOWN, MISSED)
+    )
+    if unknown:
+        say(f"nothing is known of {len(unknown)}: {' '.join(unknown)}")
+    if missed:
+        say(f"survived: {' '.join(missed)}")
+    say(f"{len(missed)} survivors among {len(found)} judged not equivalent")
+    return int(bool(unknown or missed))
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except KeyboardInterrupt:
+        sys.exit(130)
