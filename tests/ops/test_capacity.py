@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ from jax._src import dispatch
 
 import ep_runtime as ep
 from ep_runtime import layout
+from ep_runtime_client.ops.kernels import slots
 from ep_runtime_client.programs.failures import error_of, translate_errors
 
 MakeGroup = Callable[..., fakes.LocalGroup]
@@ -71,6 +73,14 @@ def test_full_to_the_last_row_and_one_block_too_few(group: fakes.LocalGroup) -> 
         rtol=1e-4,
         atol=1e-5,
     )
+
+
+@pytest.mark.parametrize(("capacity", "alignment"), [(0, 1), (5, 1), (8, 4), (12, 4), (16, 4)])
+def test_rows_are_kept_as_plain_python_keeps_them(capacity: int, alignment: int) -> None:
+    demands = list(itertools.product(range(11), repeat=3))
+    wanted = [layout.kept_rows(list(demand), capacity, alignment) for demand in demands]
+    kept = jax.jit(slots.kept_rows, static_argnums=(1, 2, 3))
+    np.testing.assert_array_equal(kept(jnp.int32(demands), capacity, alignment, 10), wanted)
 
 
 def test_capacity_of_a_call_follows_its_own_tokens(group: fakes.LocalGroup) -> None:
