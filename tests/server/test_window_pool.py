@@ -314,3 +314,24 @@ def test_health_tells_of_memory_that_cannot_be_freed(clocked, monkeypatch):
     assert not clocked.ask("ListBuffers").buffers
     kinds = clocked.event_kinds()
     assert kinds.count("task.failed") == kinds.count("task.works") == 1
+
+
+def test_a_claim_that_is_given_up_is_a_change_of_its_group(run):
+    """By which other nodes hear at once that its ranks are free."""
+
+    async def work():
+        clock = FakeClock()
+        groups = Groups(make_pool(SlowDevice(SET_BYTES)), clock, EventLog(clock))
+        spec = make_spec(ranks=3, num_experts=6)
+        waiting = asyncio.create_task(
+            groups.create(session(0), spec, (0,), replace=False, wait_s=WAIT_S)
+        )
+        await asyncio.sleep(0)
+        (group,), missing = groups.all(), []
+        group.on_change = lambda changed: missing.append(changed.missing_ranks)
+        with pytest.raises(errors.GroupNotReadyError):
+            await groups.create(session(1), spec, (1,), replace=False, wait_s=0.0)
+        assert missing == [[2], [1, 2]]
+        waiting.cancel()
+
+    run(work())
