@@ -78,7 +78,7 @@ def test_a_generation_is_not_given_twice_though_its_group_is_gone(daemon_process
     client = daemon.client(process=True)
     group = client.create(make_spec(ranks=1)).group
     client.close_group(group)
-    again = restarted(daemon)
+    again = restarted(restarted(daemon))  # the second one reads what the first one wrote anew
     newer = again.client(process=True).create(make_spec(ranks=1)).group
     assert newer.generation > group.generation
 

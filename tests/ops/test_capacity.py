@@ -75,7 +75,9 @@ def test_full_to_the_last_row_and_one_block_too_few(group: fakes.LocalGroup) -> 
     )
 
 
-@pytest.mark.parametrize(("capacity", "alignment"), [(0, 1), (5, 1), (8, 4), (12, 4), (16, 4)])
+@pytest.mark.parametrize(
+    ("capacity", "alignment"), [(0, 1), (5, 1), (20, 1), (8, 4), (12, 4), (16, 4)]
+)
 def test_rows_are_kept_as_plain_python_keeps_them(capacity: int, alignment: int) -> None:
     demands = list(itertools.product(range(11), repeat=3))
     wanted = [layout.kept_rows(list(demand), capacity, alignment) for demand in demands]
