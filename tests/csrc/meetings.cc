@@ -5,7 +5,6 @@
 #include <cstdint>
 #include <iostream>
 #include <map>
-#include <new>
 #include <string>
 #include <vector>
 
@@ -18,7 +17,7 @@ int main() {
   std::cin >> lanes;
   const size_t bytes = sizeof(Control) + lanes * (sizeof(Lane) + sizeof(PhaseWord)) +
                        kMeetingSlots * (sizeof(uint32_t) + sizeof(MeetingSlot));
-  std::vector<Control> board(bytes / sizeof(Control) + 1);  // zeros, on lines of their own
+  std::vector<Control> board(bytes / sizeof(Control) + 1);  // zeros, as a new board
   board[0].ranks = 1;
   board[0].lanes = lanes;
   const Word64 poison{0};
