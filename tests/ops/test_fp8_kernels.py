@@ -365,14 +365,16 @@ def test_gradients_of_both_types_and_no_others_are_served() -> None:
     rows = quantize_plain.quantize_rows(TENSOR, lhs, sizes)
     grads = quantize_plain.quantize_rows(TENSOR, lhs, sizes, gradient=True)
 
-    def served(left: QuantizedTensor, right: Any) -> bool:
-        return kernels_8.takes(Product(left, right, SIZES.shape, 8, (160, 2, 128)))
+    def served(left: QuantizedTensor, right: Any, experts: int = 8) -> bool:
+        return kernels_8.takes(Product(left, right, SIZES.shape, experts, (160, 2, 128)))
 
     assert served(rows, kernel)
     assert served(grads, kernel)
     assert served(rows, grads)
     assert not served(grads, rows)
     assert not served(rows, rhs)
+    assert served(rows, grads, experts=1024)
+    assert not served(rows, grads, experts=1025)
 
 
 @pytest.mark.usefixtures("forgotten")

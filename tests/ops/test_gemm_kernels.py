@@ -16,6 +16,7 @@ import ep_runtime as ep
 from ep_runtime_client.ops.gemm import families, kernel_weights, kernels_16
 from ep_runtime_client.ops.gemm import plain as gemm_plain
 from ep_runtime_client.ops.gemm.api import multiply
+from ep_runtime_client.ops.gemm.product import Product
 from ep_runtime_client.ops.kernels import platform
 from ep_runtime_client.ops.quantize.formats import recipes
 
@@ -73,6 +74,13 @@ def test_gpus_get_the_kernels_and_cpus_do_not(dtype: Any) -> None:
 )
 def test_what_the_kernels_do_not_take_is_plain_jax(operands: Any, options: Any) -> None:
     assert calls(graded(**options), *operands) == [0, 0]
+
+
+@pytest.mark.parametrize(("experts", "taken"), [(1024, True), (1025, False)])
+def test_the_kernels_take_so_many_experts(experts: int, taken: bool) -> None:
+    rows = jax.ShapeDtypeStruct((24, 104), jnp.bfloat16)
+    product = Product(rows, rows, (experts,), experts, (104, 88))
+    assert kernels_16.takes_shape(kernels_16.MULTIPLE, product, 24) == taken
 
 
 def test_the_bf16_recipe_takes_the_kernels_for_f32_parameters() -> None:
