@@ -36,7 +36,7 @@ LIST = Path(__file__).with_suffix(".toml")
 BUILD_S, TESTS_S = 1800, 600
 FOUND, MISSED, UNKNOWN = "found", "MISSED", "UNKNOWN"
 PASSED, FAILED = (0, 5), (1, 2)  # pytest's codes; 5: no test is left, 2: a module is not imported
-FAILURE = re.compile(r"^(?:FAILED|ERROR) (.+?)(?: - |$)", re.MULTILINE)
+FAILURE = re.compile(r"^(?:FAILED|ERROR) (tests/.+?)(?: - |$)", re.MULTILINE)
 
 
 @dataclasses.dataclass(frozen=True)
