@@ -233,10 +233,10 @@ def test_overlap_changes_no_bit(
     found = []
     blocks.call()
     for overlap in (False, True):
-        layer = blocks.layer(f"overlap {overlap}", workspace=workspace, overlap=overlap)
+        layer = blocks.layer(f"overlap-{overlap}", workspace=workspace, overlap=overlap)
         params = blocks.params(layer)
         once = ran(functools.partial(graded, layer, jnp.dtype(dtype)), *given, params)
-        stack = ep.layer(f"overlap {overlap}/moe")
+        stack = ep.layer(f"overlap-{overlap}/moe")
         run = functools.partial(scanned, stack, policy, jnp.dtype(dtype), "first")
         found.append((once, ran(run, *given, of_all_layers(params))))
     jax.tree.map(np.testing.assert_array_equal, *found)

@@ -128,7 +128,7 @@ def test_overlap_changes_no_bit_of_recipes(blocks: Blocks, recipe: Any, hidden: 
     found = []
     blocks.call()
     for overlap in (False, True):
-        layer = blocks.layer(f"overlap {overlap}", hidden, overlap=overlap)
+        layer = blocks.layer(f"overlap-{overlap}", hidden, overlap=overlap)
         params = blocks.params(layer)
         for keep in ("first", "nothing"):
             run = functools.partial(graded, layer, jnp.bfloat16, recipe=recipe, keep=keep)

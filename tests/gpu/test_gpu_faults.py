@@ -39,7 +39,8 @@ while (order := hear()) != "end":
         say(found=windows.digests())
     else:  # processes of a new group
         left = [d for d in jax.devices() if d.process_index in order]
-        steps = gpu_steps.of(program, session, f"of {order}", left, **more)
+        name = "of-" + "-".join(map(str, order))
+        steps = gpu_steps.of(program, session, name, left, **more)
         steps.run()
         say(works=True)
 session.close()
