@@ -56,6 +56,7 @@ __all__ = [
     "BoardHeader",
     "BoardHeaderStruct",
     "BoardLayout",
+    "By",
     "ControlStruct",
     "DeviceRowsStruct",
     "FAILURE_RECORDS",
@@ -69,6 +70,7 @@ __all__ = [
     "MAX_MEETING_RANKS",
     "MEETING_SLOTS",
     "MeetingSlotStruct",
+    "NOBODY",
     "OpCode",
     "PAGE_BYTES",
     "PoisonReason",
@@ -90,6 +92,20 @@ __all__ = [
 
 
 @dataclasses.dataclass(frozen=True)
+class By:
+    """Who had a generation poisoned; both 0 where nobody says."""
+
+    uid: int
+    pid: int
+
+    def __str__(self) -> str:
+        return f"by uid {self.uid} (pid {self.pid})" if self != NOBODY else "by an operator"
+
+
+NOBODY = By(0, 0)
+
+
+@dataclasses.dataclass(frozen=True)
 class BoardHeader:
     """What the header says about a group."""
 
@@ -97,6 +113,7 @@ class BoardHeader:
     poison_generation: int
     poison_reason: PoisonReason
     poison_rank: int
+    poison_by: By
     world_size: int
     ep_size: int
     num_domains: int
@@ -261,7 +278,9 @@ def _rank_offset(ranks_offset: int, rank: int) -> int:
     return ranks_offset + rank * ctypes.sizeof(RankRecordStruct)
 
 
-def poison(buf: Any, generation: int, reason: PoisonReason, rank: int = -1) -> None:
+def poison(
+    buf: Any, generation: int, reason: PoisonReason, rank: int = -1, by: By = NOBODY
+) -> None:
     """Ends every wait and call of `generation` and older, within the clients' wait slice.
 
     Poison is never taken back and only grows: a later generation lives on the same board.
@@ -270,13 +289,15 @@ def poison(buf: Any, generation: int, reason: PoisonReason, rank: int = -1) -> N
         buf: the board.
         generation: to leave.
         reason: which error the clients raise.
-        rank: the lost world rank for PEER_LOST, else -1.
+        rank: a world rank of the process that is lost or fenced, else -1.
+        by: whose order it was.
     """
     header = _at(buf, BoardHeaderStruct, 0)  # whatever a client made of the rest of it
     if header.poison_generation >= generation:
         return
     header.poison_reason = int(reason)
     header.poison_rank = rank
+    header.poison_uid, header.poison_pid = by.uid, by.pid
     header.poison_generation = generation  # last: clients look at this word
 
 
@@ -304,6 +325,7 @@ def read_header(buf: Any) -> BoardHeader:
         poison_generation=header.poison_generation,
         poison_reason=PoisonReason(header.poison_reason),
         poison_rank=header.poison_rank,
+        poison_by=By(header.poison_uid, header.poison_pid),
         world_size=header.world_size,
         ep_size=header.ep_size,
         num_domains=header.num_domains,

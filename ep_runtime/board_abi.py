@@ -91,7 +91,9 @@ class BoardHeaderStruct(ctypes.Structure):
         ("device_rows_offset", ctypes.c_uint64),
         ("tallies_offset", ctypes.c_uint64),
         ("tally_bytes", ctypes.c_uint64),
-        ("reserved", ctypes.c_uint8 * 88),
+        ("poison_uid", ctypes.c_uint32),
+        ("poison_pid", ctypes.c_uint32),
+        ("reserved", ctypes.c_uint8 * 80),
     ]
 
 

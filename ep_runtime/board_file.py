@@ -6,7 +6,7 @@ import ctypes
 import dataclasses
 import os
 
-from ep_runtime.board import PoisonReason
+from ep_runtime.board import NOBODY, By, PoisonReason
 from ep_runtime.board_abi import BoardHeaderStruct, RankRecordStruct
 
 _RECORD_BYTES = ctypes.sizeof(RankRecordStruct)
@@ -18,13 +18,15 @@ class Poison:
 
     Attributes:
         reason: what the daemon said.
-        rank: world rank whose process is gone; -1 where it is none, or nobody knows.
+        rank: world rank whose process is gone or fenced; -1 where it is none, or nobody knows.
         pid: of that process as it sees itself; 0 where it is another node's.
+        by: whose order it was.
     """
 
     reason: PoisonReason
     rank: int
     pid: int
+    by: By = NOBODY
 
 
 def read_poison(board_fd: int, generation: int) -> Poison | None:
@@ -33,11 +35,12 @@ def read_poison(board_fd: int, generation: int) -> Poison | None:
     if header.poison_generation < generation:
         return None
     reason, rank = PoisonReason(header.poison_reason), int(header.poison_rank)
-    if reason is not PoisonReason.PEER_LOST or not 0 <= rank < header.world_size:
-        return Poison(reason, -1, 0)
+    by = By(header.poison_uid, header.poison_pid)
+    if not 0 <= rank < header.world_size:
+        return Poison(reason, -1, 0, by)
     offset = header.ranks_offset + rank * _RECORD_BYTES
     record = RankRecordStruct.from_buffer_copy(os.pread(board_fd, _RECORD_BYTES, offset))
-    return Poison(reason, rank, int(record.pid))
+    return Poison(reason, rank, int(record.pid), by)
 
 
 def left_ranks(board_fd: int) -> list[int]:

@@ -73,9 +73,9 @@ class OnGpus:
     tell_progress: bool = True
 
 
-def _settings(spec: GroupSpec) -> str:
+def _settings(spec: GroupSpec, job: str = "") -> str:
     """A line for each setting of one value, as `csrc/core/base/settings.h` reads them."""
-    lines: dict[str, int | float | str] = {}
+    lines: dict[str, int | float | str] = {"job": job} if job else {}
     for name, value in spec.to_dict().items():
         if isinstance(value, float) and name.endswith("_s"):
             lines[name.removesuffix("_s") + "_ns"] = int(min(value, _LONGEST_S) * 1e9)
@@ -92,6 +92,7 @@ def _options(
     debug: bool,
     local_ranks: Sequence[int] = (),
     gpus: OnGpus | None = None,
+    job: str = "",
 ) -> native_abi.GroupOptionsStruct:
     ordinals = () if gpus is None else gpus.ordinals
     return native_abi.GroupOptionsStruct(
@@ -108,7 +109,7 @@ def _options(
         max_token_bytes=DTYPE_BYTES[spec.max_token_dtype],
         lanes=spec.lanes,
         lane_rows=lane_rows(spec),
-        settings=_settings(spec).encode(),
+        settings=_settings(spec, job).encode(),
         debug=debug,
         tell_progress=gpus is not None and gpus.tell_progress,
         local_ranks=(ctypes.c_int64 * len(local_ranks))(*local_ranks),
@@ -181,6 +182,7 @@ class NativeLibrary:
         debug: bool,
         local_ranks: Sequence[int] | None = None,
         gpus: OnGpus | None = None,
+        job: str = "",
     ) -> int:
         """Maps a group's board and windows. The caller may close the fds afterwards.
 
@@ -194,6 +196,7 @@ class NativeLibrary:
             local_ranks: world ranks that this process drives; None for all. Where there are
                 others, calls meet by names that all processes give alike.
             gpus: that drive the local ranks; None on CPU.
+            job: that errors name.
 
         Returns:
             The group's number in this process.
@@ -205,7 +208,7 @@ class NativeLibrary:
         """
         fds = (ctypes.c_int * len(window_fds))(*window_fds)
         ours = range(spec.world_size) if local_ranks is None else local_ranks
-        options = _options(spec, generation, debug, ours, gpus)
+        options = _options(spec, generation, debug, ours, gpus, job)
         text = ctypes.create_string_buffer(_TEXT_BYTES)
         group = self._table.open_group(
             ctypes.byref(options), board_fd, fds, len(window_fds), _text_of(text)

@@ -348,13 +348,19 @@ TABLE = (
     ),
     Promise(
         21,
-        "a process of a training job is killed in the middle of a step",
-        "the others know who, end, and saved no NaN; the job forms again on the same memory",
+        "a process of a training job is killed or fenced in the middle of a step, or its group "
+        "reclaimed",
+        "all that live know what happened and by whom, end, and saved no NaN; the job forms again, "
+        "unless reclaimed on the same memory",
         (
             Held(
                 "faults/test_kills_in_steps.py"
                 "::test_a_kill_in_a_step_ends_the_others_with_its_name_and_saves_no_nan",
                 *(2, 200, "kills"),
+            ),
+            Held(
+                "faults/test_kills_in_steps.py::test_an_order_in_a_step_ends_all_with_who_gave_it",
+                *(2, 40, "reclaims and as many fences, half of them after a drain"),
             ),
             Held(
                 "gpu/test_gpu_kills.py"

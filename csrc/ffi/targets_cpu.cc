@@ -83,7 +83,9 @@ Status RunCall(const Pending& pending) {
   }
   Status status = RunInGroup(pending, layer, group, world_rank);
   if (!status.ok()) group->FailRun(pending.run, status);
-  if (!status.ok() && group->HasLost() &&
+  // A run that began goes on, with NaN, because nothing calls other devices of it back that wait in
+  // a collective of XLA for this one.
+  if (!status.ok() && group->Poisoned() &&
       group->AtStart(pending.run, layer.name, pending.frame.op).ok()) {
     FillLost(pending.frame);
     status = Status();

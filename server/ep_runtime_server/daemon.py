@@ -51,12 +51,13 @@ from ep_runtime_server.sockets.directory import (
     CLUSTER_FILE,
     EVENTS_FILE,
     JOURNAL_FILE,
+    ORDERS_SOCKET,
     RPC_SOCKET,
     SocketDirectory,
 )
 from ep_runtime_server.sockets.disposal import Disposal
 from ep_runtime_server.sockets.fd_server import FdServer
-from ep_runtime_server.sockets.front import Front
+from ep_runtime_server.sockets.front import Front, OrdersFront
 
 # Callers of a stopped server get that long to read their last event or error.
 STOP_GRACE_S = 0.5
@@ -125,7 +126,7 @@ class Daemon:
         self._admin = self._server(self.runtime, sessions_guard=False)
         self._open_doors()
         self._api.add_insecure_port(self._directory.address(RPC_SOCKET))
-        self._admin.add_insecure_port(self._directory.address(wire.ADMIN_SOCKET))
+        self._admin.add_insecure_port(self._directory.address(ORDERS_SOCKET))
         self._directory.sockets_bound()
         await self._api.start()
         await self._admin.start()
@@ -153,7 +154,7 @@ class Daemon:
         )
 
     def _open_doors(self) -> None:
-        """fd.sock, and api.sock before gRPC."""
+        """fd.sock, and api.sock and admin.sock before gRPC."""
         directory, kind = self._directory, socket.SOCK_SEQPACKET
         self._disposal = Disposal()
         turns = Turns(asyncio.get_running_loop())
@@ -171,6 +172,13 @@ class Daemon:
             self._disposal,
             turns,
             peer_of=self._peer_of,
+        )
+        self._orders = OrdersFront(
+            self.runtime,
+            directory.bind(wire.ADMIN_SOCKET, socket.SOCK_STREAM),
+            str(directory.path / ORDERS_SOCKET),
+            self._disposal,
+            turns,
         )
 
     def _warn_of_parents(self) -> None:
@@ -221,7 +229,7 @@ class Daemon:
             sessions,
             runtime.before_answer,
             Admission(),
-            lambda peer: self._front.uid_of(peer),
+            self._uid_of,
             before_work=lambda: runtime.failpoints.hit("rpc.request") if sessions_guard else None,
         )
         self._policies.append(policy)
@@ -234,10 +242,19 @@ class Daemon:
             group_service_pb2_grpc.add_GroupServiceServicer_to_server(GroupServicer(runtime), add)
             layer_service_pb2_grpc.add_LayerServiceServicer_to_server(LayerServicer(runtime), add)
             nccl_service_pb2_grpc.add_NcclServiceServicer_to_server(NcclServicer(runtime), add)
-        admin = SessionReadingServicer(runtime) if sessions_guard else AdminServicer(runtime)
+        admin: AdminServicer = (
+            SessionReadingServicer(runtime)
+            if sessions_guard
+            else AdminServicer(runtime, lambda peer: self._orders.caller_of(peer))
+        )
         admin_service_pb2_grpc.add_AdminServiceServicer_to_server(admin, add)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, add)
         return server
+
+    def _uid_of(self, peer: str) -> int | None:
+        """The user behind a connection of sessions."""
+        caller = self._front.caller_of(peer)
+        return caller.uid if caller is not None else None
 
     def _tell_health(self) -> None:
         self._health.set(self.runtime.healthy)
@@ -309,6 +326,7 @@ class Daemon:
             session.tell(None)
         await asyncio.gather(self._api.stop(STOP_GRACE_S), self._admin.stop(STOP_GRACE_S))
         self._front.close()
+        self._orders.close()
         await self._disposal.close()
         self.runtime.recorder.flush()
         self.runtime.recorder.stop()

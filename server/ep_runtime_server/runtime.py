@@ -24,6 +24,7 @@ from ep_runtime_server.base.events import EventLog
 from ep_runtime_server.base.failpoints import Failpoints
 from ep_runtime_server.base.loop_lag import LoopLag
 from ep_runtime_server.base.supervision import Supervisor
+from ep_runtime_server.callers.credentials import GivenOrder
 from ep_runtime_server.callers.operations import Operations
 from ep_runtime_server.callers.quotas import Quotas, Usage
 from ep_runtime_server.callers.sessions import SessionRecord, Sessions, SessionState
@@ -295,8 +296,10 @@ class Runtime:
 
     # Orders
 
-    def drain(self, deadline_s: float, *, shutdown: bool) -> None:
+    def drain(self, deadline_s: float, *, shutdown: bool, order: GivenOrder | None = None) -> None:
         """Admits nothing new; with `shutdown` the daemon ends at the deadline at the latest.
+
+        No `order`: a signal.
 
         Raises:
             InvalidArgumentError: a deadline in the past, or that no client can be told of.
@@ -307,7 +310,8 @@ class Runtime:
             )
         event = session_service_pb2.DrainEvent(deadline=duration(deadline_s))
         if not self.draining:
-            self.events.add("server.draining", f"draining, sessions have {deadline_s:g} s")
+            told = f"draining {order or 'by a signal'}, sessions have {deadline_s:g} s"
+            self.events.add("server.draining", told, **(order.fields if order is not None else {}))
         self.draining = True
         if shutdown:
             self.stop_at_s = self.clock.monotonic_s() + deadline_s
@@ -315,7 +319,7 @@ class Runtime:
             session.tell(session_service_pb2.WatchSessionResponse(drain=event))
         self.on_health()
 
-    def fence(self, session_id: str, reason: str) -> list[str]:
+    def fence(self, session_id: str, reason: str, order: GivenOrder) -> list[str]:
         """Cuts a session off; names of the groups that this poisoned.
 
         Raises:
@@ -325,11 +329,11 @@ class Runtime:
         if session is None:
             raise InvalidArgumentError(f"no session {session_id!r}", argument="session_id")
         names = [group.owner.name for group in self.groups.of_session(session)]
-        self.sessions.fence(session, printable(reason[:200]) or "no reason given")
+        self.sessions.fence(session, printable(reason[:200]) or "no reason given", order)
         return names
 
     def reclaim(
-        self, name: str, job: str, uid: int | None, *, all_retained: bool
+        self, name: str, job: str, uid: int | None, *, all_retained: bool, order: GivenOrder
     ) -> tuple[list[GroupRecord], int, int]:
         """Poisons groups and takes their memory: (groups, bytes freed, bytes quarantined).
 
@@ -358,7 +362,7 @@ class Runtime:
         for group in found:
             windows = group.windows
             held = windows.size_bytes if windows is not None else 0
-            gone = self.groups.take_away(group, PoisonReason.RECLAIMED, "reclaimed by an operator")
+            gone = self.groups.take_away(group, PoisonReason.RECLAIMED, "was reclaimed", order)
             freed, quarantined = freed + gone, quarantined + held - gone
         return found, freed, quarantined
 

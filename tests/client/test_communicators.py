@@ -157,19 +157,18 @@ def test_a_group_with_communicators_ends_them_first(fake: FakeNccl) -> None:
     group = communicators.GroupWithNccl(library, 7, made)
     group.add_layers([native.NativeLayer(1, "moe", 2, 1, 1, 1, 0)])
     assert group.check() is None
-    communicators.end_calls(group, "g", "a process is gone")
+    group.end(PeerLostError("a process of group 'g' is gone"))
     assert fake.count("aborts") == 2
     text = group.check()
     assert text is not None
-    assert "PeerLostError: group 'g' is gone: a process is gone" in text
+    assert "PeerLostError: a process of group 'g' is gone" in text
     group.close()
     assert library.done == [
         ("layers", 7, ["moe"]),
         *[("check", 7)] * 2,
         ("close", 7),
     ]
-    communicators.end_calls(native.OpenGroup(library, 7), "g", "no communicators")
-    communicators.end_calls(None, "g", "no windows")
+    native.OpenGroup(library, 7).end(PeerLostError("it has no communicators"))
     assert isinstance(PeerLostError("x"), EpRuntimeError)
 
 

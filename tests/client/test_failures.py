@@ -54,22 +54,16 @@ def test_translate_errors_leaves_everything_else_alone() -> None:
 
 
 class Told:
-    """A group that is gone from the second look on."""
+    """A group that is over from the second look on."""
 
     name = "moe"
 
     def __init__(self) -> None:
         self._looks = iter([False])
 
-    @property
-    def is_gone(self) -> bool:
-        return next(self._looks, True)
-
     def require_whole(self) -> None:
-        pass
-
-    def require_open(self) -> None:
-        raise ep.StaleHandleError("group 'moe' is gone: processes of node b are gone: ranks [3]")
+        if next(self._looks, True):
+            raise ep.PeerLostError("group 'moe': processes of node b are gone: ranks [3]")
 
 
 @pytest.fixture

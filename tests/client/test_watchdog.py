@@ -18,10 +18,10 @@ class Lost:
     def check(self):
         raise PeerLostError("prepare of layer a: process 7 of rank 3 is gone")
 
-grace_s, word = eval(sys.argv[1])
+grace_s, patience_s, word = eval(sys.argv[1])
 atexit.register(threading.Event().wait, 1.0)  # as JAX waits for the dead
 watchdog = Watchdog(grace_s)
-watchdog.lost(Lost(), PeerLostError("process 7 of rank 3 is gone", rank=3))
+watchdog.over(Lost(), PeerLostError("process 7 of rank 3 is gone", rank=3), patience_s)
 if word:
     getattr(watchdog, word)()
 sys.stdout.write("kept")
@@ -65,20 +65,22 @@ def test_an_abort_of_cpp_after_a_loss_says_who_was_lost() -> None:
 
 
 @pytest.mark.parametrize(
-    ("grace_s", "word", "out", "code"),
+    ("grace_s", "patience_s", "word", "out", "code"),
     [
-        (0.2, None, "kept", 1),
-        (0.2, "stop", "kept, ran on", 0),
-        (0.2, "closed", "kept, ran on", 1),
-        (None, None, "kept, ran on", 0),
-        (None, "closed", "kept, ran on", 0),
+        (0.2, 0.0, None, "kept", 1),
+        (0.2, 1.0, None, "kept, ran on", 1),
+        (0.2, None, None, "kept, ran on", 0),
+        (0.2, 0.0, "stop", "kept, ran on", 0),
+        (0.2, 0.0, "closed", "kept, ran on", 1),
+        (None, 0.0, None, "kept, ran on", 0),
+        (None, 0.0, "closed", "kept, ran on", 0),
     ],
 )
 def test_a_process_that_does_not_go_on_is_ended(
-    grace_s: float | None, word: str | None, out: str, code: int
+    grace_s: float | None, patience_s: float | None, word: str | None, out: str, code: int
 ) -> None:
     done = subprocess.run(
-        [sys.executable, "-P", "-c", _SCRIPT, repr((grace_s, word))],
+        [sys.executable, "-P", "-c", _SCRIPT, repr((grace_s, patience_s, word))],
         env={"PYTHONPATH": package_path()},
         capture_output=True,
         text=True,

@@ -1,10 +1,13 @@
-"""Kills of a process anywhere in a training step, one job after the other on the same memory."""
+"""Faults anywhere in a training step, one job after the other on the same memory."""
 
 from __future__ import annotations
 
 import dataclasses
+import os
 import random
+import re
 import signal
+import statistics
 import sys
 import threading
 import time
@@ -15,6 +18,8 @@ from typing import Any
 from daemon_fixtures import wait_until
 from faults import training_job
 from multiprocess.launch import Job, Worker
+
+from ep_runtime_client.cli.daemon import source
 
 KNOWN_S, ENDED_S, FORMED_S = 5.0, 10.0, 2.0
 GIVEN_UP_S = 60.0
@@ -55,11 +60,32 @@ class Place:
 
 
 @dataclasses.dataclass(frozen=True)
-class Ending:
-    """Of a survivor.
+class Struck:
+    """What a fault did.
 
     Attributes:
-        known_s, ended_s: seconds after the kill until it said PeerLostError, and until its end.
+        first: the process that it hit.
+        wanted: by process, a pattern of what its log must say.
+        at_s: when, on the monotonic clock.
+        retained: its memory waits for the next job.
+    """
+
+    first: int
+    wanted: dict[int, str]
+    at_s: float
+    retained: bool = True
+
+
+# Brings the fault of that number to a job: (job, number, chance).
+Fault = Callable[[Job, int, random.Random], Struck]
+
+
+@dataclasses.dataclass(frozen=True)
+class Ending:
+    """Of a process that the fault left alive.
+
+    Attributes:
+        known_s, ended_s: seconds after the fault until it said the right error, and until its end.
         code: of its end; None where it went on.
     """
 
@@ -72,86 +98,127 @@ class Ending:
         return victim == 0 and self.code == -signal.SIGABRT and self.known_s == float("inf")
 
 
-def kill_in_steps(place: Place, kills: int, chance: random.Random) -> dict[str, float]:
-    """Kills a process of `kills` jobs: the worst seconds until it is known, ... by what they are.
+def kill(job: Job, number: int, chance: random.Random) -> Struck:
+    """SIGKILL of a process.
+
+    Process 0 has JAX's coordinator: without it JAX ends the others by SIGABRT.
+    """
+    first = 0 if number % 10 == 1 else chance.randrange(1, job.processes)
+    victim = job.workers.pop(first)
+    at_s = time.monotonic()
+    victim.kill()
+    names = f"({victim.pid}|the process of rank {first}, on another node,)"
+    wanted = f"PeerLostError.*{names}"
+    return Struck(first, dict.fromkeys((worker.index for worker in job.workers), wanted), at_s)
+
+
+def order(name: str, admin: source.Source) -> Fault:
+    """An operator's "reclaim" of the group, or "fence" of a process; every other one after a drain,
+    and every third one while a process is stopped."""
+    who = rf"by uid {os.getuid()} \(pid {os.getpid()}\) with ep-runtime {name}"
+
+    def strike(job: Job, number: int, chance: random.Random) -> Struck:
+        first = chance.randrange(job.processes)
+        victim = job.workers[first]
+        stopped = job.workers[chance.randrange(job.processes)] if number % 3 == 2 else None
+        if number % 2:
+            admin.drain(60.0, shutdown=False)
+        if stopped is not None:
+            stopped.send(signal.SIGSTOP)
+            _pause.wait(0.1)
+        at_s = time.monotonic()
+        wanted = rf"StaleHandleError.*group '?training'?.* was reclaimed {who}"
+        every = dict.fromkeys(range(job.processes), wanted)
+        if name == "fence":
+            (session,) = [row for row in admin.sessions() if row["pid"] == victim.pid]
+            admin.fence(session["session_id"], "drill")
+            process = rf"rank \d+ \(pid {victim.pid}, job '?training'?\)"
+            every = dict.fromkeys(every, rf"PeerLostError.*session of {process} was fenced {who}")
+            every[first] = rf"SessionFencedError.*was fenced {who}"
+        else:
+            admin.reclaim("training", job="", uid=None, all_retained=False)
+        if stopped is not None:
+            stopped.send(signal.SIGCONT)
+        return Struck(first, every, at_s, retained=name == "fence")
+
+    return strike
+
+
+def strike_in_steps(
+    place: Place, strikes: int, chance: random.Random, fault: Fault = kill, *, since: int = 0
+) -> dict[str, list[float]]:
+    """Brings the fault to `strikes` jobs: seconds until it is known, ... by what they are.
+
+    Faults are numbered from `since`.
 
     Raises:
-        AssertionError: a survivor ended with 0, memory is another, or a NaN was saved.
+        AssertionError: a process ended with 0, memory is another, or a NaN was saved.
     """
-    worst = dict.fromkeys(("known", "ended", "formed again"), 0.0)
+    took: dict[str, list[float]] = {"known": [], "ended": [], "formed again": []}
     memory: object = None
     saved = place.folder / "saved"
-    saved.mkdir()
+    saved.mkdir(exist_ok=True)
     more = {"TEST_SAVED": str(saved), "TEST_CACHE": str(place.folder / "cache")}
-    for number in range(kills):
+    for number in range(since, since + strikes):
         with place.job(SCRIPT, **more) as job:
             said = job.heard()
-            assert {row["reattached"] for row in said} == {number > 0}
+            assert {row["reattached"] for row in said} == {number > since}
             memory = memory or place.memory()
             assert memory
             assert place.memory() == memory  # not a byte is allocated anew
-            if number:
-                worst["formed again"] = max(worst["formed again"], _formed_s(said))
-            first, endings = _kill_one(job, number, chance)
-            known_s = [
-                ending.known_s for ending in endings if not (place.apart and ending.by_jax(first))
+            if number > since:
+                took["formed again"].append(_formed_s(said))
+            _pause.wait(chance.uniform(0, 0.5))
+            struck = fault(job, number, chance)
+            endings = _watch(job.workers, struck)
+            assert all(ending.code not in (0, None) for ending in endings), (endings, job.tails())
+            took["known"] += [
+                ending.known_s
+                for ending in endings
+                if not (place.apart and ending.by_jax(struck.first))
             ]
-            worst["known"] = max([worst["known"], *known_s])
-            worst["ended"] = max(worst["ended"], *(ending.ended_s for ending in endings))
+            took["ended"] += [ending.ended_s for ending in endings]
+            if float("inf") in took["known"]:
+                raise AssertionError(f"not said: {struck.wanted}\n{job.tails()}")
         assert training_job.is_finite(saved)
-        wait_until(lambda: set(place.states()) == {"RETAINED"}, "the group is retained")
-        _tell(
-            f"{number + 1} kills of {place.name}, of process {first}: {endings}; at worst {worst}"
-        )
-    return worst
+        left = {"RETAINED"} if struck.retained else set()
+        wait_until(lambda left=left: set(place.states()) == left, "the group's end")  # type: ignore[misc]
+        worst = {what: max(seconds, default=0.0) for what, seconds in took.items()}
+        _tell(f"fault {number} of {place.name}, process {struck.first}: {endings}; worst {worst}")
+    return took
 
 
 def check(
-    worst: dict[str, float],
+    took: dict[str, list[float]],
     name: str,
     record: Callable[[str, object], None],
     *,
     formed_s: float = FORMED_S,
 ) -> None:
     """Tells the figures of a place, and holds them against the limits."""
-    for what, seconds in worst.items():
-        record(f"{name} {what} after, at worst", f"{seconds:.2f} s")
-    assert worst["known"] < KNOWN_S
-    assert worst["ended"] < ENDED_S
-    assert worst["formed again"] < formed_s
+    limits = {"known": KNOWN_S, "ended": ENDED_S, "formed again": formed_s}
+    for what, seconds in took.items():
+        worst, median = max(seconds, default=0.0), statistics.median(seconds or [0.0])
+        record(f"{name} {what} after, at worst", f"{worst:.2f} s")
+        record(f"{name} {what} after, median", f"{median:.2f} s")
+        assert worst < limits[what], (what, seconds)
 
 
-def _kill_one(job: Job, number: int, chance: random.Random) -> tuple[int, list[Ending]]:
-    """Which process was killed, and what became of the others.
-
-    Process 0 has JAX's coordinator: without it JAX ends the others by SIGABRT.
-    """
-    first = 0 if number % 10 == 1 else chance.randrange(1, job.processes)
-    victim = job.workers.pop(first)
-    _pause.wait(chance.uniform(0, 0.5))
-    killed = time.monotonic()
-    victim.kill()
-    endings = _watch(job.workers, victim, killed)
-    assert all(ending.code not in (0, None) for ending in endings), (endings, job.tails())
-    return first, endings
-
-
-def _watch(survivors: list[Worker], victim: Worker, killed: float) -> list[Ending]:
+def _watch(workers: list[Worker], struck: Struck) -> list[Ending]:
     """All at the same time, or one that ends late would hide when the next one knew."""
-    names = str(victim.pid), f"the process of rank {victim.index}, on another node,"
-    known_s = [float("inf")] * len(survivors)
+    known_s = [float("inf")] * len(workers)
     endings: dict[int, Ending] = {}
-    while len(endings) < len(survivors):
-        for place, survivor in enumerate(survivors):
+    while len(endings) < len(workers):
+        for place, worker in enumerate(workers):
             if place in endings:
                 continue
-            ended, now_s = survivor.ended, time.monotonic() - killed
+            ended, now_s = worker.ended, time.monotonic() - struck.at_s
             if known_s[place] == float("inf"):
-                text = survivor.log.read_text(errors="replace")
-                if "PeerLostError" in text and any(name in text for name in names):
+                text = worker.log.read_text(errors="replace")
+                if re.search(struck.wanted[worker.index], text):
                     known_s[place] = now_s
             if ended or now_s > GIVEN_UP_S:
-                code = survivor.finish() if ended else None
+                code = worker.finish() if ended else None
                 endings[place] = Ending(known_s[place], now_s, code)
         _pause.wait(0.02)
     return list(endings.values())

@@ -189,6 +189,7 @@ def test_a_kill_while_the_journal_is_compacted_costs_nothing(daemon_process, tmp
         "fd.sock",
         "journal",
         "lock",
+        "ops.sock",
         "rpc.sock",
     ]
     life.end()

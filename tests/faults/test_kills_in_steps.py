@@ -6,13 +6,16 @@ The job that starts then is the next one's victim, and finds the memory of the o
 from __future__ import annotations
 
 import functools
+import os
 import random
+import re
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from daemon_fixtures import wait_until
 from faults import step_kills
-from harness import memfds_of
+from harness import DaemonProcess, memfds_of
 from multiprocess.launch import Job
 
 from ep_runtime_client.cli.daemon import source
@@ -43,5 +46,116 @@ def test_a_kill_in_a_step_ends_the_others_with_its_name_and_saves_no_nan(
         folder=tmp_path,
         name=name,
     )
-    worst = step_kills.kill_in_steps(place, dose, random.Random(dose))
-    step_kills.check(worst, name, record_property)
+    took = step_kills.strike_in_steps(place, dose, random.Random(dose))
+    step_kills.check(took, name, record_property)
+
+
+@pytest.mark.parametrize("name", ["reclaim", "fence"])
+def test_an_order_in_a_step_ends_all_with_who_gave_it(
+    daemon_process: Callable[..., DaemonProcess],
+    tmp_path: Path,
+    record_property: Callable[[str, object], None],
+    dose: int,
+    name: str,
+) -> None:
+    chance, took = random.Random(dose), dict[str, list[float]]()
+    for number in range(dose):
+        daemon = daemon_process()  # one that drained admits no next job
+        address = f"unix://{daemon.directory}"
+        with source.open_source(address, timeout_s=60) as admin:
+            place = step_kills.Place(
+                job=functools.partial(
+                    Job,
+                    processes=2,
+                    devices=2,
+                    EP_RUNTIME_ADDRESS=address,
+                    EP_RUNTIME_JOB="training",
+                    TEST_SETTINGS='{"op_timeout_s": 60}',
+                ),
+                memory=lambda daemon=daemon: memfds_of(daemon.pid),
+                states=lambda admin=admin: [row["state"] for row in admin.groups()],
+                folder=tmp_path,
+                name=name,
+            )
+            fault = step_kills.order(name, admin)
+            found = step_kills.strike_in_steps(place, 1, chance, fault, since=number)
+        daemon.close()
+        for what, seconds in found.items():
+            took.setdefault(what, []).extend(seconds)
+    step_kills.check(took, name, record_property)
+
+
+# Device 0 of process 0 has left its call, which the others' ranks never join, for a sum over all.
+_HELD = """
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec as P
+session = ep.connect(loss_grace_s=1, timeout_s=20)
+settings = dict(
+    ep_axis="ep", num_experts=4, hidden_size=16, max_tokens_per_rank=8, max_top_k=1,
+    alignment=8, max_token_dtype="float32", op_timeout_s=float(os.environ["TEST_TIMEOUT_S"]))
+group = session.create_group("training", mesh_of(), **settings)
+layer = group.register_layer("moe/0", top_k=1)
+
+def part(tokens, idx):
+    def call():
+        sent = ep.dispatch(layer, tokens, idx)
+        return ep.combine(layer, sent, sent.tokens)
+    here = jax.lax.axis_index("ep") != hidden
+    return jax.lax.psum(jax.lax.cond(here, call, lambda: tokens), "ep")
+
+def run():
+    specs = dict(in_specs=P("ep"), out_specs=P(), check_vma=False)
+    step = jax.jit(jax.shard_map(part, mesh=group.mesh, **specs))
+    put = lambda x: jax.make_array_from_callback(
+        x.shape, NamedSharding(group.mesh, P("ep")), lambda i: x[i])
+    with ep.translate_errors():
+        return np.asarray(step(put(np.ones((32, 16), "float32")), put(np.zeros((32, 1), "int32"))))
+
+hidden = -1
+run()
+say(ready=True)
+hidden, order = 0, hear()
+if order == "replace":
+    try:
+        session.create_group("training", mesh_of(), replace=True, **(settings | {"lanes": 3}))
+    finally:
+        os._exit(1)
+say(launches=True)
+try:
+    run()
+except ep.EpRuntimeError as error:
+    say(text=f"{type(error).__name__}: {error}")
+hear()
+os._exit(0)
+"""
+
+
+@pytest.mark.parametrize("name", ["reclaim", "fence", "replace"])
+def test_a_process_left_in_a_collective_is_ended_by_name(
+    address: str, admin: source.Source, name: str
+) -> None:
+    # Where the group is replaced, calls of living processes have that long to come.
+    more = {"TEST_TIMEOUT_S": "10" if name == "replace" else "60"}
+    more |= {"EP_RUNTIME_ADDRESS": address, "EP_RUNTIME_JOB": "training"}
+    with Job(_HELD, processes=2, devices=2, **more) as job:
+        assert job.heard() == [{"ready": True}] * 2
+        first, second = job.workers
+        first.tell("launch")
+        assert first.heard() == {"launches": True}
+        waits = lambda: any(row["waiting_for"] >= 0 for row in admin.ranks())  # noqa: E731
+        wait_until(waits, "device 1 waits in its call")
+        if name == "replace":
+            second.tell("replace")
+            ordered = f"uid {os.getuid()} (pid {second.pid}) with create_group(replace=True)"
+        else:
+            struck = step_kills.order(name, admin)(job, 0, random.Random(1))
+            second.tell("launch")
+            assert second.heard() == {"launches": True}
+            assert re.search(struck.wanted[1], second.heard()["text"])
+            ordered = f"by uid {os.getuid()} (pid {os.getpid()}) with ep-runtime {name}"
+        assert first.finish(within_s=30) == 1
+        kind = "PeerLostError" if name == "fence" and struck.first == 1 else "StaleHandleError"
+        told, last = first.tail(), first.tail().splitlines()[-1]
+        assert ordered in told, told
+        assert last.startswith(f"ep-runtime: {kind}"), told
+        assert "still runs" in last, told

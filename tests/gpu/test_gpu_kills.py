@@ -53,8 +53,8 @@ def test_a_kill_in_a_step_over_windows_ends_the_others_with_its_name_and_saves_n
         folder=tmp_path,
         name=f"{several_gpus} GPUs",
     )
-    worst = step_kills.kill_in_steps(place, dose, random.Random(job))
-    step_kills.check(worst, place.name, record_property)
+    took = step_kills.strike_in_steps(place, dose, random.Random(job))
+    step_kills.check(took, place.name, record_property)
 
 
 @at_once
@@ -82,10 +82,10 @@ def test_a_kill_in_a_step_of_two_domains_ends_the_others_with_its_name_and_saves
         name=f"two domains of {several_gpus // 2}",
         apart=True,
     )
-    worst = step_kills.kill_in_steps(place, dose, random.Random(job))
+    took = step_kills.strike_in_steps(place, dose, random.Random(job))
     # NCCL starts in the processes of one GPU one after the other.
     formed_s = step_kills.FORMED_S * _jobs_on_a_gpu()
-    step_kills.check(worst, place.name, record_property, formed_s=formed_s)
+    step_kills.check(took, place.name, record_property, formed_s=formed_s)
 
 
 def _jobs_on_a_gpu() -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import mmap
 import os
 
@@ -23,6 +24,12 @@ class TestReclaim:
         assert answer.quarantined_bytes == daemon.used_bytes > 0
         eventually(lambda: watcher.kinds() == ["group"])
         assert watcher.events[0].group.state == types_pb2.GROUP_STATE_CLOSED
+        who = f"by uid {os.getuid()} (pid {os.getpid()}) with ep-runtime reclaim"
+        assert watcher.events[0].group.reason == f"was reclaimed {who}"
+        (told,) = [item for item in daemon.ask("ListEvents").events if item.kind == "group.closed"]
+        assert who in told.message
+        fields = json.loads(told.fields_json)
+        assert (fields["by_pid"], fields["command"]) == (os.getpid(), "ep-runtime reclaim")
         with pytest.raises(errors.StaleHandleError):
             client.register(group, [layer_specs.LayerSpec("a", top_k=1)])
         client.process.kill()
@@ -37,6 +44,7 @@ class TestReclaim:
             header = board.read_header(mapped)
             assert header.poison_generation == header.generation == group.generation
             assert header.poison_reason is board.PoisonReason.RECLAIMED
+            assert header.poison_by == board.By(os.getuid(), os.getpid())
         close_fds(found)
 
     def test_of_retained_groups_frees_at_once(self, daemon):

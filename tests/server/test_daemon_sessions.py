@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import signal
@@ -152,7 +153,7 @@ class TestForeignUsers:
             n: (daemon.directory / n).stat().st_mode & 0o777 for n in os.listdir(daemon.directory)
         }
         assert (modes["api.sock"], modes["fd.sock"]) == (0o666, 0o666)
-        assert (modes["admin.sock"], modes["rpc.sock"]) == (0o600, 0o600)
+        assert (modes["admin.sock"], modes["rpc.sock"], modes["ops.sock"]) == (0o600,) * 3
 
     def test_have_their_own_groups(self, start_daemon, tmp_path):
         daemon = self.start(start_daemon, tmp_path, allow_uids=frozenset({4242}))
@@ -161,7 +162,7 @@ class TestForeignUsers:
 
 
 def test_sockets_are_private_by_default(daemon):
-    for name in ("api.sock", "fd.sock", "admin.sock", "rpc.sock"):
+    for name in ("api.sock", "fd.sock", "admin.sock", "rpc.sock", "ops.sock"):
         assert (daemon.directory / name).stat().st_mode & 0o777 == 0o600
     assert daemon.directory.stat().st_mode & 0o777 == 0o700
 
@@ -333,7 +334,12 @@ def test_a_fence_reaches_the_stream_and_voids_the_token(daemon):
     assert answer.groups == ["moe"]
     assert watcher.ended()
     (fence,) = [event.fence for event in watcher.events if event.HasField("fence")]
-    assert fence.reason == "drill"
+    who = f"by uid {os.getuid()} (pid {os.getpid()}) with ep-runtime fence"
+    assert fence.reason == f"{who}: drill"
+    (told,) = [item for item in daemon.ask("ListEvents").events if item.kind == "session.fenced"]
+    assert who in told.message
+    fields = json.loads(told.fields_json)
+    assert (fields["by_uid"], fields["by_pid"]) == (os.getuid(), os.getpid())
     assert watcher.code is grpc.StatusCode.UNAUTHENTICATED
     with pytest.raises(errors.SessionFencedError, match="was fenced"):
         heartbeat(client)

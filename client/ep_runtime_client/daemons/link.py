@@ -303,7 +303,7 @@ class Link:
         if kind == "fence":
             self._finish(
                 errors.SessionFencedError(
-                    f"this session was fenced: {event.fence.reason}; connect again and create the "
+                    f"this session was fenced {event.fence.reason}; connect again and create the "
                     "groups anew",
                     reason=event.fence.reason,
                 )

@@ -144,7 +144,7 @@ class _Formation:
             if answer.group.window_bytes:
                 memory = fetch(self._session, control, spec.name, generation)
                 here = [int(m.world_rank) for m in answer.group.members if not m.node]
-                native_group = _map(spec, generation, memory, self._claim, here)
+                native_group = _map(spec, generation, memory, self._claim, here, self._session.job)
         except BaseException:
             leave(self._session, spec.name, generation, native_group)
             memory.close()
@@ -197,7 +197,12 @@ def _uuids(spec: specs.GroupSpec, claim: Claim) -> tuple[str, ...]:
 
 
 def _map(
-    spec: specs.GroupSpec, generation: int, memory: Memory, claim: Claim, here: list[int]
+    spec: specs.GroupSpec,
+    generation: int,
+    memory: Memory,
+    claim: Claim,
+    here: list[int],
+    job: str,
 ) -> native.OpenGroup:
     """Maps the board and the windows of the world ranks `here`, which this node has."""
     from ep_runtime_client.ops.kernels import ffi
@@ -222,6 +227,7 @@ def _map(
         debug=env.debug(),
         local_ranks=claim.ranks,
         gpus=on_gpus(claim) if claim.ordinals else None,
+        job=job,
     )
     return native.OpenGroup(library, number)
 

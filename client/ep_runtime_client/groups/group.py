@@ -60,7 +60,7 @@ class Group:
         self.native_group = formed.native_group
         self.reattached = formed.reattached
         self._formed = formed
-        self._health = GroupHealth(formed)
+        self._health = GroupHealth(formed, session.job)
         self._lock = threading.RLock()
         self._registrations = Registrations(formed.spec)
 
@@ -280,8 +280,8 @@ class Group:
     def check(self, arrays: Any = None) -> Any:
         """Raises what the device reported since the last call, without waiting for the device.
 
-        Where a peer dies in a step, the others' calls end with NaN. So nothing goes to a disk but
-        what `check` returned: `checkpointer.save(path, group.check(state))`.
+        Where a peer dies in a step, or the group is taken away, calls end with NaN. So nothing goes
+        to a disk but what `check` returned: `checkpointer.save(path, group.check(state))`.
 
         Args:
             arrays: any tree of arrays, which are waited for first; None waits for nothing.
@@ -291,7 +291,8 @@ class Group:
 
         Raises:
             EpRuntimeError: the class in the report; else PeerLostError where a process of the group
-                is gone, StaleHandleError after close or reclaim.
+                is gone or fenced, SessionFencedError where this one is, StaleHandleError after
+                close, reclaim, or replacement.
 
         Cost: none without arrays: it reads what the library kept; with arrays the wait for them.
         """
@@ -333,15 +334,23 @@ class Group:
         """Raises where the group cannot be used any more.
 
         Raises:
-            PeerLostError: a process of it is gone.
-            StaleHandleError: it was closed or reclaimed, or is another process's.
+            PeerLostError: a process of it is gone or fenced.
+            SessionFencedError: this session was fenced.
+            StaleHandleError: it was closed, reclaimed or replaced, or is another process's.
         """
         self._health.require_open(layer)
         self.session.require_alive()
 
     def require_whole(self, layer: str | None = None) -> None:
-        """Raises PeerLostError where a process of the group, still open here, is gone."""
+        """Raises where calls of the group, still open here, end: with what they end with."""
         self._health.require_whole(layer)
+
+    @property
+    def patience_s(self) -> float | None:
+        """How long at least other processes are waited for whose calls have ended; None where
+        they have not, or no other process has a part in the group."""
+        end, alone = self._health.end, len(self._formed.ranks) == self.spec.world_size
+        return None if end is None or alone else end.patience_s
 
     def changed(self, state: types_pb2.GroupState, reason: str, lost: Sequence[Any] = ()) -> None:
         """The daemon says that the group changed; of one that is gone every layer is stale."""

@@ -8,42 +8,37 @@ from collections.abc import Sequence
 from typing import Any
 
 from ep_runtime import board, errors
-from ep_runtime.errors import PeerLostError, StaleHandleError
+from ep_runtime.board_file import Poison
+from ep_runtime.errors import PeerLostError, SessionFencedError, StaleHandleError
 from ep_runtime.v1 import types_pb2
 from ep_runtime_client.base.layers import live_groups
 from ep_runtime_client.groups.formed import Formed
-from ep_runtime_client.nccl import communicators
+
+_OVER = (types_pb2.GROUP_STATE_BROKEN, types_pb2.GROUP_STATE_CLOSED)
 
 
 @dataclasses.dataclass(frozen=True)
-class Loss:
-    """What is known of it.
+class End:
+    """Why a group is over that this process has not closed.
 
     Attributes:
-        rank: a world rank of the process; -1 where ranks live and do not reach each other.
-        pid: of the process; 0 where it is not known.
-        reason: what the daemon said; "" where the board alone says so.
+        kind: of the error.
+        text: of the error.
+        fields: of the error.
+        patience_s: the processes of the group live and may form it anew: what waits for one of
+            them in a collective of XLA is given this long at least.
     """
 
-    rank: int
-    pid: int
-    reason: str = ""
+    kind: type[errors.EpRuntimeError]
+    text: str
+    fields: dict[str, Any] = dataclasses.field(default_factory=dict)
+    patience_s: float = 0.0
 
-    def error(self, group: str, generation: int, layer: str | None = None) -> PeerLostError:
-        """The error that calls end with, in a call of that layer or beside all calls."""
-        who = "a peer" if self.rank < 0 else f"the process of rank {self.rank}"
-        if self.pid > 0:
-            who = f"process {self.pid} of rank {self.rank}"
-        subject = f"layer {layer!r}: " if layer is not None else ""
-        why = f": {self.reason}" if self.reason else ""
-        return PeerLostError(
-            f"{subject}{who} in group {group!r} generation {generation} is gone{why}",
-            rank=self.rank,
-            process=self.pid,
-            layer=layer,
-            group=group,
-            generation=generation,
-        )
+    def error(self, layer: str | None = None) -> errors.EpRuntimeError:
+        """The error, in a call of that layer or beside all calls."""
+        if layer is None:
+            return self.kind(self.text, **self.fields)
+        return self.kind(f"layer {layer!r}: {self.text}", layer=layer, **self.fields)
 
 
 class GroupHealth:
@@ -51,61 +46,108 @@ class GroupHealth:
 
     Attributes:
         closed: by this process.
-        broken: a process of the group is gone.
+        broken: a process of the group is gone or fenced, and others go on.
     """
 
-    def __init__(self, formed: Formed) -> None:
+    def __init__(self, formed: Formed, job: str) -> None:
         self.closed = False
         self.broken = False
         self._formed = formed
+        self._job = job
         self._name = formed.spec.name
-        self._gone: str | None = None  # why
-        self._loss: Loss | None = None  # where a process of it is gone
-        self._told: PeerLostError | None = None  # the same, as a call told it
+        self._end: End | None = None
+        self._lapsed: str | None = None  # why the daemon knows it no more, though its calls go on
+        self._told: errors.EpRuntimeError | None = None  # the end, as a call told it
         self._report: errors.EpRuntimeError | None = None  # what `take_report` has to give
 
     @property
     def is_gone(self) -> bool:
         """True where it was closed here, taken away by the daemon, or a process of it is gone."""
-        if not self.closed and self._gone is None:
+        return self.closed or self._lapsed is not None or self.end is not None
+
+    @property
+    def end(self) -> End | None:
+        """Why its calls end, where this process has not closed it."""
+        if not self.closed and self._end is None:
             poison = self._poison()  # is there before the daemon's event
             if poison is not None:
-                self.broken = poison.reason is board.PoisonReason.PEER_LOST
-                self._loss = Loss(poison.rank, poison.pid) if self.broken else None
-                self._gone = f"{poison.reason.name.replace('_', ' ').lower()}, says its board"
-        return self.closed or self._gone is not None
+                self._end = self._ended(poison, "", ())
+                self.broken = self._end.kind is PeerLostError
+        return self._end
 
-    def _poison(self) -> Any:
+    def _poison(self) -> Poison | None:
         return self._formed.memory.poison(self._formed.generation)
 
     def __str__(self) -> str:
         return "CLOSED" if self.closed else "BROKEN" if self.is_gone else "READY"
 
     def give_up(self, reason: str) -> None:
-        """It ends here, unless it has ended: for that reason."""
-        self._gone = self._gone or reason
+        """The daemon does not know it any more, for that reason; calls go on."""
+        self._lapsed = self._lapsed or reason
 
     def changed(self, state: types_pb2.GroupState, reason: str, lost: Sequence[Any]) -> None:
         """The daemon says that the group changed; of one that is gone every layer is stale."""
-        if state in (types_pb2.GROUP_STATE_BROKEN, types_pb2.GROUP_STATE_CLOSED):
-            self.broken = state == types_pb2.GROUP_STATE_BROKEN
-            poison = self._poison()
-            if lost:
-                self._loss = Loss(int(lost[0].world_rank), int(lost[0].pid), reason)
-            elif poison is not None and poison.reason is board.PoisonReason.PEER_LOST:
-                self._loss = Loss(poison.rank, poison.pid, reason)
-            self._gone = self._gone or reason or "was taken away by the daemon"
-            self._end_calls(lost)
+        if state not in _OVER:
+            return
+        self.broken = state == types_pb2.GROUP_STATE_BROKEN
+        end = self._ended(self._poison(), reason, lost)
+        if self._end is None or self._end.kind is end.kind:  # the daemon's words say more
+            self._end = end
+        self._end_calls(self._end)
 
-    def _end_calls(self, lost: Sequence[Any]) -> None:
+    def _ended(self, poison: Poison | None, reason: str, lost: Sequence[Any]) -> End:
+        """What the board says, and the daemon's reason and lost members where it has spoken."""
+        why = poison.reason if poison is not None else board.PoisonReason.NONE
+        if poison is not None and why is board.PoisonReason.FENCED:
+            return self._fenced(poison)
+        if lost:
+            return self._lost(int(lost[0].world_rank), int(lost[0].pid), reason)
+        if poison is not None and why is board.PoisonReason.PEER_LOST:
+            return self._lost(poison.rank, poison.pid, reason)
+        if poison is not None and why is board.PoisonReason.RECLAIMED:
+            return self._stale(f"was reclaimed {poison.by} with ep-runtime reclaim", 0.0)
+        if poison is not None and poison.by != board.NOBODY:
+            reason = f"was replaced {poison.by} with create_group(replace=True)"
+        if not reason.startswith("was "):
+            reason = f"is gone: {reason or 'its board says so'}"
+        return self._stale(reason, self._formed.spec.op_timeout_s)
+
+    @property
+    def _fields(self) -> dict[str, Any]:
+        return {"group": self._name, "generation": self._formed.generation}
+
+    def _stale(self, what: str, patience_s: float) -> End:
+        text = f"group {self._name!r}, generation {self._formed.generation}, {what}"
+        return End(StaleHandleError, f"{text}; create it again", self._fields, patience_s)
+
+    def _lost(self, rank: int, pid: int, reason: str) -> End:
+        """rank -1 where ranks live and do not reach each other, pid 0 where it is not known."""
+        who = "a peer" if rank < 0 else f"the process of rank {rank}"
+        if pid > 0:
+            who = f"process {pid} of rank {rank}"
+        text = f"{who} in group {self._name!r} generation {self._formed.generation} is gone"
+        why = f": {reason}" if reason else ""
+        return End(PeerLostError, text + why, {"rank": rank, "process": pid, **self._fields})
+
+    def _fenced(self, poison: Poison) -> End:
+        group = f"group {self._name!r} generation {self._formed.generation}"
+        fenced = f"was fenced {poison.by} with ep-runtime fence"
+        if poison.rank < 0 or poison.rank in self._formed.ranks:
+            text = f"{group}: its session {fenced}; connect again and create the group anew"
+            return End(SessionFencedError, text, self._fields)
+        process = f"rank {poison.rank} (pid {poison.pid}, job {self._job!r})"
+        text = f"the session of {process} {fenced}; {group} is broken"
+        fields = {"rank": poison.rank, "process": poison.pid, **self._fields}
+        return End(PeerLostError, text, fields)
+
+    def _end_calls(self, end: End) -> None:
         """On a thread of its own: NCCL's abort waits for what runs on the GPU, and a collective of
         XLA's there may wait for the dead process without end. Whoever brings the news goes on."""
-        threading.Thread(
-            target=communicators.end_calls,
-            args=(self._formed.native_group, self._name, self._gone, lost),
-            name="ep-runtime-end",
-            daemon=True,
-        ).start()
+        native_group = self._formed.native_group
+        if native_group is not None:
+            threading.Thread(
+                target=native_group.end, args=(end.error(),), name="ep-runtime-end", daemon=True
+            ).start()
 
     def _reported(self) -> errors.EpRuntimeError | None:
         """The first error of the group's calls that nobody has been told of; keeps it."""
@@ -116,7 +158,8 @@ class GroupHealth:
                 text = native_group.check()
             if text is not None:
                 self._report = errors.parse(text) or errors.EpRuntimeError(text)
-                if isinstance(self._report, PeerLostError):
+                end = self.end
+                if end is not None and type(self._report) is end.kind:
                     self._told = self._report
         return self._report
 
@@ -126,24 +169,17 @@ class GroupHealth:
         return found
 
     def require_whole(self, layer: str | None) -> None:
-        """Raises PeerLostError where a process of the group, still open here, is gone."""
-        if self.is_gone and self._loss is not None and not self.closed:
+        """Raises where calls of the group, still open here, end: with what they end with."""
+        end = self.end
+        if end is not None and not self.closed:
             self._reported()
             if self._told is not None:  # a call's own words name op and layer
-                raise PeerLostError(str(self._told), **self._told.fields)
-            raise self._loss.error(self._name, self._formed.generation, layer)
+                raise type(self._told)(str(self._told), **self._told.fields)
+            raise end.error(layer)
 
     def require_open(self, layer: str | None) -> None:
-        """Raises also where it was closed or reclaimed: StaleHandleError."""
+        """Raises also where it was closed, or the daemon knows it no more: StaleHandleError."""
         self.require_whole(layer)
         if self.is_gone:
-            generation = self._formed.generation
-            reason = "was closed" if self.closed else f"is gone: {self._gone}"
-            subject = f"layer {layer!r}: " if layer is not None else ""
-            raise StaleHandleError(
-                f"{subject}group {self._name!r}, generation {generation}, {reason}; "
-                "create it again",
-                group=self._name,
-                layer=layer,
-                generation=generation,
-            )
+            why = "was closed" if self.closed else f"is gone: {self._lapsed}"
+            raise self._stale(why, 0.0).error(layer)

@@ -134,24 +134,6 @@ class Watch:
         return why
 
 
-def end_calls(
-    group: native.OpenGroup | None,
-    name: str,
-    reason: str,
-    lost: Sequence[types_pb2.GroupMember] = (),
-) -> None:
-    """The daemon says that the group broke: what only it knows of ends now."""
-    if group is None:
-        return
-    fields: dict[str, object] = {"group": name}
-    who = f"group {name!r} is gone"
-    if lost:
-        rank, pid = int(lost[0].world_rank), int(lost[0].pid)
-        fields |= {"rank": rank, "process": pid}
-        who = f"process {pid} of rank {rank} in group {name!r} is gone"
-    group.end(PeerLostError(f"{who}: {reason}", **fields))
-
-
 def make(
     control: transport.ControlChannel,
     library: nccl.NcclLibrary,

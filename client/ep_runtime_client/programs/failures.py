@@ -11,10 +11,9 @@ import contextlib
 import threading
 import time
 from collections.abc import Iterator
-from typing import Any
 
 from ep_runtime import errors
-from ep_runtime_client.base.layers import LiveGroup, live_groups
+from ep_runtime_client.base.layers import live_groups
 
 # A dead process is told to every node within this time.
 TOLD_S = 2.0
@@ -54,10 +53,11 @@ def translate_errors() -> Iterator[None]:
     result, inside the block.
 
     Raises:
-        EpRuntimeError: the class named in the text of the original error. PeerLostError also where
-            a group of this process has lost a process, whatever the block raised and where it
-            raised nothing: its last values may be NaN. Where a collective of XLA failed, that is
-            waited for, 2 s.
+        EpRuntimeError: the class named in the text of the original error. Also where a group of
+            this process is over, whatever the block raised and where it raised nothing, as its
+            last values may be NaN: PeerLostError where it lost a process, StaleHandleError where
+            it was reclaimed or replaced, SessionFencedError where the session was fenced. Where a
+            collective of XLA failed, that is waited for, 2 s.
 
     Cost: none, no RPC; it looks at what the daemon told this process.
     """
@@ -67,7 +67,7 @@ def translate_errors() -> Iterator[None]:
     except errors.EpRuntimeError:
         raise
     except Exception as error:
-        found = error_of(error) or _lost_peer(error)
+        found = error_of(error) or _ended_group(error)
         if found is None:
             raise
         raise found from error
@@ -78,34 +78,18 @@ def _require_whole() -> None:
         group.require_whole()
 
 
-def _lost_peer(error: Exception) -> errors.PeerLostError | None:
-    """Whatever fails where a peer is gone fails for that, an assertion about NaN too.
+def _ended_group(error: Exception) -> errors.EpRuntimeError | None:
+    """Whatever fails where a group is over fails for that, an assertion about NaN too.
 
     A collective sees a connection close before the daemons have told whose it was.
     """
-    try:
-        _require_whole()
-    except errors.PeerLostError as lost:
-        return lost
-    if not any(word in str(error) for word in _COLLECTIVES):
-        return None
+    told = any(word in str(error) for word in _COLLECTIVES)
     deadline, pause = time.monotonic() + TOLD_S, threading.Event()
-    while groups := live_groups.all():
-        for group in groups:
-            if group.is_gone:
-                return _lost(group)
-        if time.monotonic() > deadline:
-            break
+    while True:
+        try:
+            _require_whole()
+        except errors.EpRuntimeError as ended:
+            return ended
+        if not told or not live_groups.all() or time.monotonic() > deadline:
+            return None
         pause.wait(0.01)
-    return None
-
-
-def _lost(group: LiveGroup) -> errors.PeerLostError:
-    fields: dict[str, Any] = {"group": group.name}
-    try:
-        group.require_open()
-    except errors.EpRuntimeError as gone:
-        why, fields = str(gone), {**gone.fields, **fields}
-    else:  # closed by another thread meanwhile
-        why = f"group {group.name!r} is gone"
-    return errors.PeerLostError(f"a collective between ranks failed: {why}", **fields)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from ep_runtime import specs
 from ep_runtime.allowed_names import check_new_name
-from ep_runtime.errors import PeerLostError
+from ep_runtime.errors import EpRuntimeError
 from ep_runtime.v1 import session_service_pb2
 from ep_runtime_client.base import jax_state
 from ep_runtime_client.daemons import transport
@@ -104,9 +104,14 @@ class OpenGroups:
         group.changed(event.state, event.reason, event.lost_members)
         self._watch(group)
 
+    def session_ended(self) -> None:
+        """The daemon ended the session, and with it the groups that say so."""
+        for group in self.all():
+            self._watch(group)
+
     def _watch(self, group: Group) -> None:
-        """Where the group has lost a process, this one is to end in time."""
+        """Where calls of the group end, this process is to end in time."""
         try:
             group.require_whole()
-        except PeerLostError as error:
-            self._watchdog.lost(group, error)
+        except EpRuntimeError as error:
+            self._watchdog.over(group, error, group.patience_s)

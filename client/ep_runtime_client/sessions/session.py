@@ -346,7 +346,8 @@ class Session:
     def _end(self, error: EpRuntimeError) -> None:
         """The daemon ended the session."""
         self._ended = self._ended or error
-        _log.error("%s", error)
+        _log.error("%s: %s", type(error).__name__, error)
+        self._groups.session_ended()
 
     def close(self) -> None:
         """Ends this `connect()`; the last one frees groups and windows at once. Idempotent.

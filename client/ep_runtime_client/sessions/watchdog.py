@@ -1,7 +1,8 @@
-"""Ends a process that lost a peer of its job and cannot end by itself.
+"""Ends a process that cannot end by itself, because a group of its job is over.
 
-XLA's own collectives wait for the dead process, for up to 30 minutes, and JAX waits for it again at
-exit. Nothing can call a thread back that waits there.
+XLA's own collectives wait for a process that is dead, or whose calls ended before it came to them,
+for up to 30 minutes, and JAX waits for it again at exit. Nothing can call a thread back that waits
+there.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import threading
 import time
 from typing import Any
 
-from ep_runtime.errors import EpRuntimeError, PeerLostError
+from ep_runtime.errors import EpRuntimeError
 from ep_runtime_client.base import jax_state
 from ep_runtime_client.base.layers import LiveGroup, live_groups
 from ep_runtime_client.programs.failures import TOLD_S
@@ -31,7 +32,7 @@ _FLUSH_S = 0.5
 
 
 class Watchdog:
-    """Counts down once a group of the session has lost a process. Thread-safe."""
+    """Counts down once a group of the session is over that others have a part in. Thread-safe."""
 
     def __init__(self, grace_s: float | None) -> None:
         """None for `grace_s`: the program ends by itself, or goes on."""
@@ -41,17 +42,21 @@ class Watchdog:
         self._lock = threading.Lock()
         self._words: queue.SimpleQueue[_Word] | None = None  # to the countdown under way
 
-    def lost(self, group: LiveGroup, error: EpRuntimeError) -> None:
-        """A process of the group is gone: tells it, and begins to count."""
+    def over(self, group: LiveGroup, error: EpRuntimeError, patience_s: float | None) -> None:
+        """The group is over: tells it, and begins to count, `patience_s` at least.
+
+        None for `patience_s`: nobody else has a part in the group, so nothing waits for others.
+        """
         name = type(error).__name__
-        if self._grace_s is None:
+        if self._grace_s is None or patience_s is None:
             _log.error("%s: %s", name, error)
             return
+        within_s = max(self._grace_s, patience_s)
         _log.error(
             "%s: %s; this process ends within %g s unless it makes another group",
             name,
             error,
-            self._grace_s,
+            within_s,
         )
         with self._lock:
             if self._words is not None:
@@ -59,7 +64,7 @@ class Watchdog:
             words = self._words = queue.SimpleQueue()
         thread = threading.Thread(
             target=_count,
-            args=(group, error, self._grace_s, words),
+            args=(group, error, within_s, words),
             name="ep-runtime-watchdog",
             daemon=True,
         )
@@ -101,17 +106,16 @@ def _count(
 def _end(group: LiveGroup, error: EpRuntimeError, grace_s: float) -> None:
     try:
         group.check()
-    except PeerLostError as of_a_call:  # where one has waited: it names layer and op
-        error = of_a_call
-    except EpRuntimeError:  # the group is closed
-        pass
+    except EpRuntimeError as found:
+        if type(found) is type(error):  # where a call has waited: it names layer and op
+            error = found
     text = f"{type(error).__name__}: {error}"
     _exit(text, f"process {os.getpid()} still runs {grace_s:g} s later and ends now")
 
 
 @functools.cache  # and its handler lives on
 def _name_aborts() -> Any:
-    """Makes C++ that gives up after a loss say whom it lost; the handler, None where it cannot.
+    """Makes C++ that gives up then say what is over; the handler, None where it cannot.
 
     Gloo throws on a thread of its own where a dead peer's collectives are out of step, which ends
     the process by std::terminate, at once and by no name.
@@ -132,7 +136,7 @@ def _name_aborts() -> Any:
                     group.require_whole()
                 except EpRuntimeError as error:
                     text = f"{type(error).__name__}: {error}"
-                    _exit(text, "what waited for that process in C++ gave up")
+                    _exit(text, "what waited for other processes in C++ gave up")
             pause.wait(0.01)
         before[0]()
 

@@ -32,6 +32,8 @@ Error& Error::Says(std::string message) {
   return *this;
 }
 
+Error& Error::In(const std::string& where) { return Says(where + ": " + message_); }
+
 void Error::Field(const char* field, const std::string& json) {
   if (!fields_.empty()) fields_ += ", ";
   fields_ += Quote(field) + ": " + json;

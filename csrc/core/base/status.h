@@ -41,6 +41,8 @@ class Error {
   Error(Code code, const char* class_name) : code_(code), class_name_(class_name) {}
 
   Error& Says(std::string message);
+  // Where it happened, before the message.
+  Error& In(const std::string& where);
   Error& With(const char* field, int64_t value);
   Error& With(const char* field, double value);
   Error& With(const char* field, const std::string& value);

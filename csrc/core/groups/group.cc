@@ -169,7 +169,21 @@ Status Group::LeftError(const std::string& layer_name, OpCode op, int64_t world_
       .With("generation", static_cast<int64_t>(options_.generation));
 }
 
-Status Group::PeerLost(const std::string& layer_name, OpCode op, int64_t epoch) const {
+// The words after what ended a group: whose order it was.
+std::string Group::By(const char* command) const {
+  const uint32_t uid = header_->poison_uid.load(std::memory_order_relaxed);
+  const uint32_t pid = header_->poison_pid.load(std::memory_order_relaxed);
+  const std::string who = uid == 0 && pid == 0
+                              ? "an operator"
+                              : "uid " + std::to_string(uid) + " (pid " + std::to_string(pid) + ")";
+  return " by " + who + " with " + command;
+}
+
+std::string Group::Described() const {
+  return "group " + options_.name + " generation " + std::to_string(options_.generation);
+}
+
+Error Group::PeerLost() const {
   const int64_t rank = header_->poison_rank.load(std::memory_order_relaxed);
   const bool known = rank >= 0 && rank < sizes().world_size;
   const int64_t pid = known ? ranks_[rank].pid : 0;
@@ -178,10 +192,50 @@ Status Group::PeerLost(const std::string& layer_name, OpCode op, int64_t epoch) 
   if (known && pid > 0) who = "process " + std::to_string(pid) + " of rank " + std::to_string(rank);
   if (known && pid == 0) who = "the process of rank " + std::to_string(rank) + ", on another node,";
   return Error(Code::kAborted, "PeerLostError")
-      .Says(std::string(OpName(op)) + " of layer " + layer_name + ": " + who + " in group " +
-            options_.name + " generation " + std::to_string(options_.generation) + " is gone")
+      .Says(who + " in " + Described() + " is gone")
       .With("rank", rank)
-      .With("process", pid)
+      .With("process", pid);
+}
+
+// The process whose session that was hears of it by another class than its peers.
+Error Group::Fenced() const {
+  const int64_t rank = header_->poison_rank.load(std::memory_order_relaxed);
+  const bool known = rank >= 0 && rank < sizes().world_size;
+  const std::string fenced = " was fenced" + By("ep-runtime fence");
+  if (!known || local_[rank]) {
+    return Error(Code::kUnauthenticated, "SessionFencedError")
+        .Says(Described() + ": its session" + fenced + "; connect again and create the group anew");
+  }
+  const int64_t pid = ranks_[rank].pid;
+  std::string job;
+  const std::string of_job =
+      options_.settings.Read("job", &job).ok() ? ", job '" + job + "'" : std::string();
+  return Error(Code::kAborted, "PeerLostError")
+      .Says("the session of rank " + std::to_string(rank) + " (pid " + std::to_string(pid) +
+            of_job + ")" + fenced + "; " + Described() + " is broken")
+      .With("rank", rank)
+      .With("process", pid);
+}
+
+Error Group::TakenAway() const {
+  const auto reason = static_cast<PoisonReason>(header_->poison_reason.load());
+  if (reason == PoisonReason::kReclaimed) {
+    return Stale(Described() + " was reclaimed" + By("ep-runtime reclaim"));
+  }
+  if (header_->poison_pid.load(std::memory_order_relaxed) != 0) {
+    return Stale(Described() + " was replaced" + By("create_group(replace=True)"));
+  }
+  return Stale(Described() + " is closed");
+}
+
+Status Group::Alive(const std::string& layer_name, OpCode op, int64_t epoch) const {
+  if (!Poisoned()) return Status();
+  const auto reason =
+      static_cast<PoisonReason>(header_->poison_reason.load(std::memory_order_relaxed));
+  Error error = reason == PoisonReason::kPeerLost ? PeerLost()
+                : reason == PoisonReason::kFenced ? Fenced()
+                                                  : TakenAway();
+  return error.In(std::string(OpName(op)) + " of layer " + layer_name)
       .With("layer", layer_name)
       .With("op", std::string(OpName(op)))
       .With("epoch", epoch)
@@ -189,37 +243,8 @@ Status Group::PeerLost(const std::string& layer_name, OpCode op, int64_t epoch) 
       .With("generation", static_cast<int64_t>(options_.generation));
 }
 
-Status Group::Alive(const std::string& layer_name, OpCode op, int64_t epoch) const {
-  if (header_->poison_generation.load(std::memory_order_acquire) < options_.generation) {
-    return Status();
-  }
-  const auto generation = static_cast<int64_t>(options_.generation);
-  const std::string where = "group " + options_.name + " generation " + std::to_string(generation);
-  switch (static_cast<PoisonReason>(header_->poison_reason.load(std::memory_order_relaxed))) {
-    case PoisonReason::kPeerLost:
-      return PeerLost(layer_name, op, epoch);
-    case PoisonReason::kFenced:
-      return Error(Code::kUnauthenticated, "SessionFencedError")
-          .Says(where + ": its session was fenced; connect again and create the group anew")
-          .With("layer", layer_name)
-          .With("group", options_.name)
-          .With("generation", generation);
-    case PoisonReason::kReclaimed:
-      return Stale("layer " + layer_name + ": " + where + " was reclaimed")
-          .With("layer", layer_name)
-          .With("group", options_.name)
-          .With("generation", generation);
-    default:
-      return ClosedError(layer_name);
-  }
-}
-
-bool Group::HasLost() const {
-  if (header_->poison_generation.load(std::memory_order_acquire) < options_.generation) {
-    return false;
-  }
-  const auto reason = header_->poison_reason.load(std::memory_order_relaxed);
-  return static_cast<PoisonReason>(reason) == PoisonReason::kPeerLost;
+bool Group::Poisoned() const {
+  return header_->poison_generation.load(std::memory_order_acquire) >= options_.generation;
 }
 
 Status Group::AtStart(uint64_t run, const std::string& layer_name, OpCode op) {
@@ -242,7 +267,7 @@ Status Group::RunFailure(uint64_t run) {
 }
 
 void Group::FailRun(uint64_t run, const Status& error) {
-  if (HasLost()) {  // which ends every run by itself
+  if (Poisoned()) {  // which ends every run by itself
     RecordError(error.text());
     return;
   }

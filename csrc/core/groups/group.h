@@ -97,8 +97,8 @@ class Group {
   // As Alive, of the first call of that run in this process: a run that began whole goes on to its
   // end, or some devices would wait in a collective of XLA for others whose calls had failed.
   Status AtStart(uint64_t run, const std::string& layer_name, OpCode op);
-  // True once a process of the group is gone.
-  bool HasLost() const;
+  // True once the generation must be left.
+  bool Poisoned() const;
   bool closed() const { return calls_.closed(); }
   Status ClosedError(const std::string& layer_name) const;
 
@@ -140,7 +140,11 @@ class Group {
   Status CheckHere(const std::vector<int>& window_fds);
   Status CheckBoard(const BoardHeader& header) const;
   int64_t window_bytes() const;
-  Status PeerLost(const std::string& layer_name, OpCode op, int64_t epoch) const;
+  std::string By(const char* command) const;
+  std::string Described() const;
+  Error PeerLost() const;
+  Error Fenced() const;
+  Error TakenAway() const;
   void BindBoard();
   uint8_t* LaneStart(int64_t world_rank, int lane) const {
     return windows_[world_rank].data() + lane * lane_layout_.lane_bytes;

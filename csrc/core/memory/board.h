@@ -83,7 +83,10 @@ struct BoardHeader {
   uint64_t device_rows_offset;  // [W][kMaxHandles] DeviceRows; 0 where windows are in host memory
   uint64_t tallies_offset;      // [W] tallies of `tally_bytes` each: memory/tally.h
   uint64_t tally_bytes;
-  uint8_t reserved[88];
+  // Who had it poisoned, both 0 where nobody says: whoever gave an order, or replaced the group.
+  std::atomic<uint32_t> poison_uid;
+  std::atomic<uint32_t> poison_pid;
+  uint8_t reserved[80];
 };
 static_assert(sizeof(BoardHeader) == 256);
 

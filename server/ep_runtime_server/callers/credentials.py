@@ -11,6 +11,7 @@ import socket
 import struct
 import time
 from pathlib import Path
+from typing import Any
 
 from ep_runtime.errors import PermissionDeniedError
 
@@ -40,6 +41,40 @@ class Peer:
     def close(self) -> None:
         if self.pidfd >= 0:
             os.close(self.take_pidfd())
+
+
+@dataclasses.dataclass(frozen=True)
+class Caller:
+    """Who connected: pid 0 where its pid namespace hides it."""
+
+    uid: int
+    pid: int
+
+    def __str__(self) -> str:
+        return f"uid {self.uid} (pid {self.pid})"
+
+
+@dataclasses.dataclass(frozen=True)
+class GivenOrder:
+    """Whoever ends a group or a session that others use, and with what command or call."""
+
+    caller: Caller
+    command: str
+
+    def __str__(self) -> str:
+        return f"by {self.caller} with {self.command}"
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """Of an event."""
+        return {"by_uid": self.caller.uid, "by_pid": self.caller.pid, "command": self.command}
+
+
+def caller_of(connection: socket.socket) -> Caller:
+    """Of an accepted unix socket, whose mode says who may connect."""
+    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
+    pid, uid, _ = _UCRED.unpack(raw)
+    return Caller(uid, pid)
 
 
 def peer_of(connection: socket.socket, *, accepted_s: float, use_peer_pidfd: bool = True) -> Peer:

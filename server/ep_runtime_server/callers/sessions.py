@@ -23,7 +23,7 @@ from ep_runtime.errors import (
 from ep_runtime_server.base import limits
 from ep_runtime_server.base.clock import Clock
 from ep_runtime_server.base.events import EventLog
-from ep_runtime_server.callers.credentials import Peer, open_process, process_start_s
+from ep_runtime_server.callers.credentials import GivenOrder, Peer, open_process, process_start_s
 
 MAX_QUEUED_EVENTS = 1000
 
@@ -63,7 +63,8 @@ class SessionRecord:
     last_beat_s: float | None = None
     progress: int = 0
     ended_s: float | None = None
-    fence_reason: str = ""
+    fence_reason: str = ""  # who fenced it, with what, and why
+    fenced_by: GivenOrder | None = None  # unless a daemon before us did it
     watcher: asyncio.Queue[Any] | None = None
     token_digest: str = ""  # what the journal keeps of the token
     start_s: float | None = None  # of the process, on CLOCK_BOOTTIME; with the pid its identity
@@ -219,7 +220,7 @@ class Sessions:
             raise self._foreign(session, own_pid)
         if session.state is SessionState.FENCED:
             raise SessionFencedError(
-                f"session {session.session_id} was fenced; connect again",
+                f"session {session.session_id} was fenced {session.fence_reason}; connect again",
                 session=session.session_id,
             )
         return session
@@ -306,17 +307,19 @@ class Sessions:
         if session.live:
             self._end(session, SessionState.DEAD if failed else SessionState.CLOSED)
 
-    def fence(self, session: SessionRecord, reason: str) -> None:
+    def fence(self, session: SessionRecord, reason: str, order: GivenOrder) -> None:
         """Voids the token; memory that the process maps waits for its pidfd."""
         if session.live:
             session.state = SessionState.FENCED
-            session.fence_reason = reason
+            session.fence_reason = f"{order}: {reason}"
+            session.fenced_by = order
             self.on_change(session)
             self._log(
                 "session.fenced",
-                f"process {session.pid} was fenced: {reason}",
+                f"process {session.pid} was fenced {session.fence_reason}",
                 session,
                 level=logging.WARNING,
+                **order.fields,
             )
             self._on_end(session)
 
@@ -354,7 +357,13 @@ class Sessions:
             self._drop_pidfd(session)
 
     def _log(
-        self, kind: str, message: str, session: SessionRecord, *, level: int = logging.INFO
+        self,
+        kind: str,
+        message: str,
+        session: SessionRecord,
+        *,
+        level: int = logging.INFO,
+        **fields: Any,
     ) -> None:
         self._events.add(
             kind,
@@ -363,4 +372,5 @@ class Sessions:
             level=level,
             uid=session.uid,
             client_pid=session.pid,
+            **fields,
         )

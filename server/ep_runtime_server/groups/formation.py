@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterable
+from typing import Any
 
 from ep_runtime.allowed_names import check_new_name
 from ep_runtime.board import PoisonReason
@@ -19,6 +20,7 @@ from ep_runtime.specs import GroupSpec
 from ep_runtime_server.base.clock import Clock
 from ep_runtime_server.base.events import EventLog
 from ep_runtime_server.base.supervision import tell_failure
+from ep_runtime_server.callers.credentials import Caller, GivenOrder
 from ep_runtime_server.callers.quotas import Quotas
 from ep_runtime_server.callers.sessions import SessionRecord, SessionState
 from ep_runtime_server.groups.allocation import get_windows
@@ -104,7 +106,8 @@ class Groups(GroupBook):
             if not replace:
                 self._fail_unequal(group, session, spec, ranks, difference)
                 raise _mismatch(spec.name, *difference)
-            self.take_away(group, PoisonReason.CLOSED, "replaced by another spec")
+            order = GivenOrder(Caller(session.uid, session.pid), "create_group(replace=True)")
+            self.take_away(group, PoisonReason.CLOSED, "was replaced", order)
             group = None
         if group is None:
             if self._quotas is not None:
@@ -282,13 +285,19 @@ class Groups(GroupBook):
                 self._depart(group, session, Trigger.MEMBER_LOST)
 
     def _fenced(self, group: GroupRecord, session: SessionRecord) -> None:
-        group.poison(PoisonReason.FENCED)
+        member = group.members.get(session.session_id)
+        rank = member.ranks[0] if member is not None else -1
+        by = session.fenced_by.caller if session.fenced_by is not None else None
+        group.poison(PoisonReason.FENCED, rank, by)
+        why = f"its session was fenced {session.fence_reason}"
         if len(group.members.keys() | group.previous.keys()) == 1:
-            self.take_away(group, PoisonReason.FENCED, "its session was fenced")
+            self.take_away(group, PoisonReason.FENCED, why, session.fenced_by)
         else:
-            self._depart(group, session, Trigger.MEMBER_LOST)
+            self._depart(group, session, Trigger.MEMBER_LOST, why)
 
-    def _depart(self, group: GroupRecord, session: SessionRecord, event: Trigger) -> int:
+    def _depart(
+        self, group: GroupRecord, session: SessionRecord, event: Trigger, why: str = ""
+    ) -> int:
         """Takes the session out of the group; bytes on their way back."""
         member = group.members.pop(session.session_id, None)
         group.previous.pop(session.session_id, None)
@@ -309,8 +318,9 @@ class Groups(GroupBook):
                 group.left.add(session.session_id)
                 if group.state is State.FORMING:
                     group.poison(PoisonReason.CLOSED)
-            group.advance(event, f"process {session.pid}: {event.value}")
-            self._log(f"group.{group.state.value.lower()}", group, event.value)
+            why = f"process {session.pid}: {why or event.value}"
+            group.advance(event, why)
+            self._log(f"group.{group.state.value.lower()}", group, why)
         return 0
 
     def _emptied(self, group: GroupRecord) -> int:
@@ -325,10 +335,15 @@ class Groups(GroupBook):
         self._log("group.retained", group, f"retained for {group.spec.retain_s:g} s")
         return 0
 
-    def take_away(self, group: GroupRecord, reason: PoisonReason, why: str) -> int:
+    def take_away(
+        self, group: GroupRecord, reason: PoisonReason, why: str, order: GivenOrder | None = None
+    ) -> int:
         """Poisons the group and forgets it; bytes on their way back now."""
-        group.poison(reason)
-        return self._close(group, Trigger.TAKEN_AWAY, why)
+        group.poison(reason, by=order.caller if order is not None else None)
+        fields: dict[str, Any] = order.fields if order is not None else {}
+        if order is not None and str(order) not in why:
+            why = f"{why} {order}"
+        return self._close(group, Trigger.TAKEN_AWAY, why, **fields)
 
     def expire(self) -> None:
         """Frees groups whose retained time is over."""
@@ -338,13 +353,13 @@ class Groups(GroupBook):
             if group.state is State.RETAINED and until is not None and until <= now:
                 self._close(group, Trigger.EXPIRED, "the retained time is over")
 
-    def _close(self, group: GroupRecord, event: Trigger, why: str) -> int:
+    def _close(self, group: GroupRecord, event: Trigger, why: str, **fields: Any) -> int:
         group.poison(PoisonReason.CLOSED)
         group.advance(event, why)
         group.members = {}
         group.previous = {}
         self._forget(group)
-        self._log("group.closed", group, why)
+        self._log("group.closed", group, why, **fields)
         freed = 0
         forming = group.formation is not None and not group.formation.done()
         if group.windows is not None and not forming:  # else the formation releases them
@@ -353,7 +368,7 @@ class Groups(GroupBook):
         group.notify()
         return freed
 
-    def _log(self, kind: str, group: GroupRecord, message: str) -> None:
+    def _log(self, kind: str, group: GroupRecord, message: str, **fields: Any) -> None:
         self._events.add(
             kind,
             f"group {group.owner}: {message}",
@@ -361,6 +376,7 @@ class Groups(GroupBook):
             level=logging.INFO,
             generation=group.generation,
             state=group.state.value,
+            **fields,
         )
 
 

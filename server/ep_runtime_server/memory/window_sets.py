@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from ep_runtime import board
 from ep_runtime.allowed_names import shown
 from ep_runtime.specs import GroupSpec
+from ep_runtime_server.callers.credentials import Caller
 from ep_runtime_server.memory.buffers import Buffer
 from ep_runtime_server.memory.devices import Allocation, Device
 
@@ -66,7 +67,7 @@ class WindowSet:
         self.holders: set[str] = set()
         self.set_id = f"w-{secrets.token_hex(6)}"
         self.on_change: Callable[[WindowSet], None] = _nobody
-        self._poison: tuple[board.PoisonReason, int] | None = None
+        self._poison: tuple[board.PoisonReason, int, Caller | None] | None = None
 
     @property
     def wanted_ranks(self) -> list[int]:
@@ -118,13 +119,14 @@ class WindowSet:
     def bytes_on(self, device: str) -> int:
         return sum(b.size_bytes for b in self.buffers if b.device == device and b.counted)
 
-    def poison(self, reason: board.PoisonReason, rank: int = -1) -> None:
+    def poison(self, reason: board.PoisonReason, rank: int = -1, by: Caller | None = None) -> None:
         """Ends the waits and calls of this generation. A board that did not come back yet is
         poisoned as soon as it does."""
         if self.board is None:
-            self._poison = self._poison or (reason, rank)
+            self._poison = self._poison or (reason, rank, by)
         else:
-            board.poison(self.board, self.generation, reason, rank)
+            whom = board.By(by.uid, by.pid) if by is not None else board.NOBODY
+            board.poison(self.board, self.generation, reason, rank, whom)
 
     def allocate(self, parts: Sequence[tuple[int, Device, int]]) -> None:
         """Blocking; `parts` as of WindowPool. Raises PoolExhaustedError; what it got before that is

@@ -11,12 +11,13 @@ import grpc
 
 import ep_runtime
 from ep_runtime import wire
-from ep_runtime.errors import InvalidArgumentError
+from ep_runtime.errors import InvalidArgumentError, PermissionDeniedError
 from ep_runtime.v1 import admin_service_pb2 as pb
 from ep_runtime.v1 import admin_service_pb2_grpc as pb_grpc
 from ep_runtime_server.base import limits
 from ep_runtime_server.base.clock import Clock
 from ep_runtime_server.base.pacing import paced
+from ep_runtime_server.callers.credentials import Caller, GivenOrder
 from ep_runtime_server.callers.sessions import SessionRecord
 from ep_runtime_server.groups.record import GroupRecord
 from ep_runtime_server.memory import host_memory
@@ -59,8 +60,18 @@ class AdminServicer(pb_grpc.AdminServiceServicer):
 
     may_forward = True
 
-    def __init__(self, runtime: Runtime) -> None:
+    def __init__(
+        self, runtime: Runtime, caller_of: Callable[[str], Caller | None] = lambda peer: None
+    ) -> None:
+        """`caller_of(peer)` gives orders, by the kernel's word."""
         self._runtime = runtime
+        self._caller_of = caller_of
+
+    def _order(self, context: Context[Any, Any], command: str) -> GivenOrder:
+        caller = self._caller_of(context.peer())
+        if caller is None:
+            raise PermissionDeniedError(f"{command}: the connection that asked for it has ended")
+        return GivenOrder(caller, f"ep-runtime {command}")
 
     def _sees(self, uid: int | None) -> bool:
         """Whether the caller may know of what is that user's; None where it is nobody's."""
@@ -246,13 +257,16 @@ class AdminServicer(pb_grpc.AdminServiceServicer):
     ) -> pb.DrainResponse:
         has_deadline = request.HasField("deadline")
         deadline_s = wire.seconds(request.deadline) if has_deadline else limits.DEFAULT_DRAIN_S
-        self._runtime.drain(deadline_s, shutdown=request.shutdown)
+        order = self._order(context, "drain")
+        self._runtime.drain(deadline_s, shutdown=request.shutdown, order=order)
         return pb.DrainResponse(num_sessions=len(self._runtime.sessions.not_over()))
 
     async def Fence(  # noqa: N802
         self, request: pb.FenceRequest, context: Context[Any, Any]
     ) -> pb.FenceResponse:
-        return pb.FenceResponse(groups=self._runtime.fence(request.session_id, request.reason))
+        order = self._order(context, "fence")
+        groups = self._runtime.fence(request.session_id, request.reason, order)
+        return pb.FenceResponse(groups=groups)
 
     async def Reclaim(  # noqa: N802
         self, request: pb.ReclaimRequest, context: Context[Any, Any]
@@ -262,6 +276,7 @@ class AdminServicer(pb_grpc.AdminServiceServicer):
             request.job,
             request.uid if request.HasField("uid") else None,
             all_retained=request.all_retained,
+            order=self._order(context, "reclaim"),
         )
         return pb.ReclaimResponse(
             groups=[group.owner.name for group in groups],

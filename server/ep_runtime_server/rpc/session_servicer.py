@@ -82,7 +82,9 @@ class SessionServicer(pb_grpc.SessionServiceServicer):
             if session.watcher is queue:
                 session.watcher = None
         if session.state is SessionState.FENCED:
-            raise SessionFencedError(f"session {session.session_id} was fenced; connect again")
+            raise SessionFencedError(
+                f"session {session.session_id} was fenced {session.fence_reason}; connect again"
+            )
         if session.watcher is not None:
             raise NewerStreamError("a newer stream watches this session")
         if session.live:

@@ -17,8 +17,9 @@ JOURNAL_FILE = "journal"
 CLUSTER_FILE = "cluster"
 EVENTS_FILE = "events"
 RPC_SOCKET = "rpc.sock"  # gRPC's own, behind api.sock
-SOCKETS = (wire.API_SOCKET, wire.FD_SOCKET, wire.ADMIN_SOCKET, RPC_SOCKET)
-_OURS_ALONE = (wire.ADMIN_SOCKET, RPC_SOCKET)
+ORDERS_SOCKET = "ops.sock"  # the same, behind admin.sock
+SOCKETS = (wire.API_SOCKET, wire.FD_SOCKET, wire.ADMIN_SOCKET, RPC_SOCKET, ORDERS_SOCKET)
+_OURS_ALONE = (wire.ADMIN_SOCKET, RPC_SOCKET, ORDERS_SOCKET)
 
 
 class DirectoryBusyError(EpRuntimeError):

@@ -1,4 +1,4 @@
-"""api.sock: says by the kernel's word who calls, which gRPC cannot.
+"""api.sock and admin.sock: say by the kernel's word who calls, which gRPC cannot.
 
 Every connection is accepted here and passed on, byte by byte, to gRPC's own socket. The passing end
 is bound to a name of its own, and gRPC tells that name as the call's peer.
@@ -17,7 +17,7 @@ from collections.abc import Callable
 from ep_runtime.errors import EpRuntimeError, PermissionDeniedError
 from ep_runtime_server.base import limits
 from ep_runtime_server.callers import credentials
-from ep_runtime_server.callers.credentials import Peer
+from ep_runtime_server.callers.credentials import Caller, Peer
 from ep_runtime_server.callers.turns import Turns
 from ep_runtime_server.runtime import Runtime
 from ep_runtime_server.sockets.disposal import Disposal
@@ -54,10 +54,10 @@ class Front:
         listener.listen(LISTEN_BACKLOG)
         self._loop.add_reader(listener, self._accept)
 
-    def uid_of(self, peer: str) -> int | None:
-        """The user behind `ServicerContext.peer()`; None where it did not come through here."""
+    def caller_of(self, peer: str) -> Caller | None:
+        """Who is behind `ServicerContext.peer()`; None where it did not come through here."""
         call = self._calls.get(peer)
-        return call.uid if call is not None else None
+        return call.caller if call is not None else None
 
     def close(self) -> None:
         self._loop.remove_reader(self._listener)
@@ -71,7 +71,7 @@ class Front:
         except (BlockingIOError, ConnectionAbortedError):
             return
         except OSError as error:  # out of descriptors: the listener stays readable
-            logging.getLogger(__name__).error("api.sock cannot accept: %s", error.strerror)
+            logging.getLogger(__name__).error("a socket cannot accept: %s", error.strerror)
             self._loop.remove_reader(self._listener)
             self._loop.call_later(limits.ACCEPT_PAUSE_S, self._resume)
             return
@@ -88,8 +88,8 @@ class Front:
         if self._listener.fileno() >= 0:
             self._loop.add_reader(self._listener, self._accept)
 
-    def _admit(self, accepted: socket.socket) -> int:
-        """The uid of who connected.
+    def _admit(self, accepted: socket.socket) -> Caller:
+        """Who connected.
 
         Raises:
             PermissionDeniedError: it is not served, or has more connections than sessions need.
@@ -98,14 +98,14 @@ class Front:
         peer.close()
         settings = self._runtime.settings
         settings.check_served(peer)
-        held = collections.Counter(call.uid for call in self._calls.values())[peer.uid]
+        held = collections.Counter(call.caller.uid for call in self._calls.values())[peer.uid]
         if held >= settings.per_user.sessions + limits.SPARE_API_CONNECTIONS:
             raise PermissionDeniedError(
                 f"uid {peer.uid} has {held} connections to api.sock", uid=peer.uid, pid=peer.pid
             )
-        return peer.uid
+        return Caller(peer.uid, peer.pid)
 
-    def _pass_on(self, accepted: socket.socket, uid: int) -> None:
+    def _pass_on(self, accepted: socket.socket, caller: Caller) -> None:
         self._num_accepted += 1
         name = f"{self._name}-{self._num_accepted}"
         inner = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -123,7 +123,14 @@ class Front:
             inner.close()
             self._disposal.drop(accepted)
 
-        self._calls[peer] = _Call(self._loop, self._turns, uid, accepted, inner, ended)
+        self._calls[peer] = _Call(self._loop, self._turns, caller, accepted, inner, ended)
+
+
+class OrdersFront(Front):
+    """admin.sock, which its mode guards: whoever reaches it may give orders."""
+
+    def _admit(self, accepted: socket.socket) -> Caller:
+        return credentials.caller_of(accepted)
 
 
 class _Call:
@@ -133,17 +140,17 @@ class _Call:
         self,
         loop: asyncio.AbstractEventLoop,
         turns: Turns,
-        uid: int,
+        caller: Caller,
         outer: socket.socket,
         inner: socket.socket,
         ended: Callable[[], None],
     ) -> None:
-        self.uid = uid
+        self.caller = caller
         self._ended = ended
         self._over = False
 
         def in_turn(work: Callable[[], None]) -> bool:
-            return turns.now(uid, work)
+            return turns.now(caller.uid, work)
 
         self._ways = (
             _Way(loop, in_turn, outer, inner, _bytes_alone, self.end),
