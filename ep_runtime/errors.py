@@ -6,7 +6,7 @@
         ├── SpecMismatchError           two processes, or two calls, described one name differently
         ├── CapacityOverflowError       more rows for a rank than its slab holds, in error mode
         ├── GroupNotReadyError          members are missing at the deadline; names the ranks
-        ├── PeerLostError               a member's process died while others waited for it
+        ├── PeerLostError               a member's process died, or was fenced, while others waited
         ├── OpTimeoutError              a live member did not arrive within op_timeout_s
         ├── StaleHandleError            the layer or group of this handle is gone or was re-created
         ├── SessionFencedError          an operator cut this session off
@@ -80,7 +80,8 @@ class GroupNotReadyError(EpRuntimeError):
 
 
 class PeerLostError(EpRuntimeError):
-    """A member died while others waited for it; the job's next start may succeed.
+    """A member died, or its session was fenced, while others waited; the job's next start may
+    succeed.
 
     `fields`: rank, process, layer, op, epoch.
     """
@@ -95,13 +96,15 @@ class OpTimeoutError(EpRuntimeError):
 
 
 class StaleHandleError(EpRuntimeError):
-    """The layer or group behind a handle is gone, closed, reclaimed or of another generation."""
+    """The layer or group behind a handle is gone: closed, reclaimed, replaced, or of another
+    generation. The message names who reclaimed or replaced it."""
 
     grpc_code = "FAILED_PRECONDITION"
 
 
 class SessionFencedError(EpRuntimeError):
-    """This session was fenced: connect again and create the groups anew."""
+    """This session was fenced: connect again and create the groups anew. The message names who
+    fenced it."""
 
     grpc_code = "UNAUTHENTICATED"
 

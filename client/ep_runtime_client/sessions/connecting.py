@@ -46,10 +46,11 @@ def connect(
             the jax.distributed coordinator, else the pid. Letters, digits and . _ / : @ + -.
         labels: text by text of the same characters, shown by `ep-runtime sessions`.
         timeout_s: how long to wait for the daemon, and in create_group for other processes.
-        loss_grace_s: a process of the job that dies leaves the others waiting in collectives of
-            XLA and at exit. Each of them ends with exit code 1 that long after it has heard, unless
-            it ended by itself, made another group or closed the session (then it ends that long
-            after it began to exit); None: never.
+        loss_grace_s: a process of a group that dies or is fenced leaves the others waiting in
+            collectives of XLA and at exit, and so does a group that is reclaimed. Each of them
+            ends with exit code 1 that long after it has heard, unless it ended by itself, made
+            another group or closed the session (then it ends that long after it began to exit);
+            None: never. Where the group was replaced, op_timeout_s counts if that is longer.
 
     Returns:
         The process's Session; `with` closes it.

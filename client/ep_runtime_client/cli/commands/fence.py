@@ -12,7 +12,7 @@ from ep_runtime_client.cli.daemon import ordering
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("session", metavar="SESSION", help="as `ep-runtime sessions` names it")
-    parser.add_argument("--reason", default="fenced by an operator", help="shown to the session")
+    parser.add_argument("--reason", default="", help="shown to the session")
     ordering.add_arguments(parser)
 
 
