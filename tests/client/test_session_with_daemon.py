@@ -285,7 +285,8 @@ def test_a_fenced_session_says_so_and_a_new_one_works(
     request = messages.FenceRequest(session_id=session.session_id, reason="a test")
     assert admin.call("Fence", request)["groups"] == ["g"]
     wait_until(lambda: not session.alive, "the client hears of the fence")
-    with pytest.raises(ep.SessionFencedError, match="fenced: a test.*connect again"):
+    who = rf"by uid {os.getuid()} \(pid {os.getpid()}\) with ep-runtime fence"
+    with pytest.raises(ep.SessionFencedError, match=f"fenced {who}: a test; connect again"):
         session.create_group("h", mesh, **_ARGUMENTS)
     with pytest.raises((ep.SessionFencedError, ep.StaleHandleError)):
         group.register_layer("a", top_k=1)
