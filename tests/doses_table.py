@@ -151,6 +151,7 @@ TABLE = (
         (
             Held(f"{_MEMORY}test_without_descriptors_the_daemon_refuses_and_recovers"),
             Held(f"{_MEMORY}test_a_listener_without_descriptors_pauses_instead_of_spinning"),
+            Held("server/test_open_files.py::test_who_opens_all_he_may_takes_nothing_from_others"),
             Held(f"{_LIMITS}test_a_client_without_descriptors_says_so_and_keeps_none"),
         ),
     ),

@@ -136,7 +136,7 @@ class UserUsage(_message.Message):
     def __init__(self, uid: _Optional[int] = ..., num_sessions: _Optional[int] = ..., num_groups: _Optional[int] = ..., num_layers: _Optional[int] = ..., host_bytes: _Optional[int] = ..., num_fds: _Optional[int] = ..., journal_bytes: _Optional[int] = ..., gpu_bytes: _Optional[int] = ...) -> None: ...
 
 class UserLimits(_message.Message):
-    __slots__ = ("max_sessions", "max_groups", "max_layers", "max_host_bytes", "max_fds", "max_journal_bytes", "max_retain", "max_gpu_bytes")
+    __slots__ = ("max_sessions", "max_groups", "max_layers", "max_host_bytes", "max_fds", "max_journal_bytes", "max_retain", "max_gpu_bytes", "max_fds_of_all")
     MAX_SESSIONS_FIELD_NUMBER: _ClassVar[int]
     MAX_GROUPS_FIELD_NUMBER: _ClassVar[int]
     MAX_LAYERS_FIELD_NUMBER: _ClassVar[int]
@@ -145,6 +145,7 @@ class UserLimits(_message.Message):
     MAX_JOURNAL_BYTES_FIELD_NUMBER: _ClassVar[int]
     MAX_RETAIN_FIELD_NUMBER: _ClassVar[int]
     MAX_GPU_BYTES_FIELD_NUMBER: _ClassVar[int]
+    MAX_FDS_OF_ALL_FIELD_NUMBER: _ClassVar[int]
     max_sessions: int
     max_groups: int
     max_layers: int
@@ -153,7 +154,8 @@ class UserLimits(_message.Message):
     max_journal_bytes: int
     max_retain: _duration_pb2.Duration
     max_gpu_bytes: int
-    def __init__(self, max_sessions: _Optional[int] = ..., max_groups: _Optional[int] = ..., max_layers: _Optional[int] = ..., max_host_bytes: _Optional[int] = ..., max_fds: _Optional[int] = ..., max_journal_bytes: _Optional[int] = ..., max_retain: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., max_gpu_bytes: _Optional[int] = ...) -> None: ...
+    max_fds_of_all: int
+    def __init__(self, max_sessions: _Optional[int] = ..., max_groups: _Optional[int] = ..., max_layers: _Optional[int] = ..., max_host_bytes: _Optional[int] = ..., max_fds: _Optional[int] = ..., max_journal_bytes: _Optional[int] = ..., max_retain: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., max_gpu_bytes: _Optional[int] = ..., max_fds_of_all: _Optional[int] = ...) -> None: ...
 
 class ClusterStatus(_message.Message):
     __slots__ = ("node", "coordinator", "link", "since", "error", "cluster_id", "epoch", "insecure", "nodes", "num_answered")

@@ -23,7 +23,7 @@ from ep_runtime.v1 import (
     nccl_service_pb2_grpc,
     session_service_pb2_grpc,
 )
-from ep_runtime_server.base import limits
+from ep_runtime_server.base import limits, open_files
 from ep_runtime_server.base.clock import Clock, SystemClock
 from ep_runtime_server.base.events import EventLog
 from ep_runtime_server.base.failpoints import Failpoints
@@ -206,7 +206,8 @@ class Daemon:
             runtime.failpoints,
         )
         self._node_policy = RpcPolicy(None, cluster.answering, Admission(), seal=cluster.seal)
-        server = make_server([self._node_policy], SERVER_OPTIONS)
+        most = ("grpc.max_allowed_incoming_connections", open_files.most_of_nodes())
+        server = make_server([self._node_policy], [*SERVER_OPTIONS, most])
         cluster.listen(server)
         cluster.start(server, runtime.groups, runtime.recovery.take_restored())
         assert cluster.coordination is not None  # `start` makes it

@@ -17,12 +17,11 @@ import setproctitle
 from ep_runtime import env
 from ep_runtime.errors import EpRuntimeError, InvalidArgumentError
 from ep_runtime_server import config
-from ep_runtime_server.base import failpoints, limits, log_lines, systemd
+from ep_runtime_server.base import failpoints, limits, log_lines, open_files, systemd
 from ep_runtime_server.base.log_writer import LogWriter
 from ep_runtime_server.callers import quotas
 from ep_runtime_server.callers.quotas import UserLimits
 from ep_runtime_server.config import ServerConfig
-from ep_runtime_server.memory import host_memory
 from ep_runtime_server.nodes import config as cluster_config
 
 if TYPE_CHECKING:
@@ -80,7 +79,11 @@ def _add_user_limits(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("limits of one user").add_argument
     for name in ("sessions", "groups", "layers", "fds"):
         default = getattr(UserLimits(), name)
-        told = "half of the daemon's, 7/8 without other users" if name == "fds" else default
+        told = (
+            "half of what users have together, all of it without others"
+            if name == "fds"
+            else default
+        )
         add(f"--max-{name}-per-uid", type=_count, metavar="N", help=f"default {told}")
     add(
         "--max-host-bytes-per-uid",
@@ -123,14 +126,17 @@ def _count(text: str) -> int:
     return int(text)
 
 
-def _user_limits(arguments: argparse.Namespace, max_host_bytes: int, *, others: bool) -> UserLimits:
+def _user_limits(
+    arguments: argparse.Namespace, max_host_bytes: int, *, others: bool, cluster: bool
+) -> UserLimits:
     """One user may hold half of what all share, the only one nearly all of it."""
-    max_fds = host_memory.max_fds()
+    all_fds = open_files.for_users(cluster=cluster)
     given = {
         "sessions": arguments.max_sessions_per_uid,
         "groups": arguments.max_groups_per_uid,
         "layers": arguments.max_layers_per_uid,
-        "fds": arguments.max_fds_per_uid or (max_fds // 2 if others else max_fds // 8 * 7),
+        "fds": arguments.max_fds_per_uid or (all_fds // 2 if others else all_fds),
+        "all_fds": all_fds,
         "host_bytes": _size(arguments.max_host_bytes_per_uid)
         or (max_host_bytes // 2 if others else max_host_bytes),
         "gpu_bytes": _size(arguments.max_gpu_bytes_per_uid),
@@ -160,13 +166,16 @@ def make_config(arguments: argparse.Namespace) -> ServerConfig:
     """Raises InvalidArgumentError naming the flag's value that does not work."""
     max_host_bytes = _size(arguments.max_host_bytes) or config.default_max_host_bytes()
     others = bool(arguments.allow_uid or arguments.allow_gid)
+    cluster = cluster_config.make_cluster_config(arguments)
     return ServerConfig(
         directory=env.check_directory(arguments.dir) if arguments.dir else env.runtime_directory(),
         allow_uids=frozenset(arguments.allow_uid),
         allow_gids=frozenset(arguments.allow_gid),
         max_host_bytes=max_host_bytes,
         max_bytes_per_gpu=_size(arguments.max_bytes_per_gpu),
-        per_user=_user_limits(arguments, max_host_bytes, others=others),
+        per_user=_user_limits(
+            arguments, max_host_bytes, others=others, cluster=cluster is not None
+        ),
         log_level=arguments.log_level,
         drain_s=arguments.drain_s,
         idle_exit_s=arguments.idle_exit_s,
@@ -174,7 +183,7 @@ def make_config(arguments: argparse.Namespace) -> ServerConfig:
         ready_fd=arguments.ready_fd,
         recovery_s=arguments.recovery_s,
         testing=_check_testing(arguments.testing),
-        cluster=cluster_config.make_cluster_config(arguments),
+        cluster=cluster,
         metrics=config.parse_metrics(arguments.metrics) if arguments.metrics else None,
         metrics_detail=arguments.metrics_detail,
     )
@@ -227,7 +236,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = build_parser().parse_args(argv)
     _take_signals_back()  # before any thread runs, which would have the mask too
     log = log_lines.start_logging(arguments.log_level)
-    host_memory.raise_max_fds()
+    open_files.raise_most_open()
     try:
         settings = make_config(arguments)
     except EpRuntimeError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import logging
 import os
 import secrets
@@ -12,6 +13,8 @@ from ep_runtime.board import PoisonReason
 from ep_runtime.errors import (
     EpRuntimeError,
     InvalidArgumentError,
+    PermissionDeniedError,
+    PoolExhaustedError,
     RuntimeUnavailableError,
     SpecMismatchError,
 )
@@ -26,7 +29,7 @@ from ep_runtime_server.base.loop_lag import LoopLag
 from ep_runtime_server.base.supervision import Supervisor
 from ep_runtime_server.callers.credentials import GivenOrder
 from ep_runtime_server.callers.operations import Operations
-from ep_runtime_server.callers.quotas import Quotas, Usage
+from ep_runtime_server.callers.quotas import Connections, Quotas, Usage
 from ep_runtime_server.callers.sessions import SessionRecord, Sessions, SessionState
 from ep_runtime_server.cluster.cluster import Cluster
 from ep_runtime_server.config import ServerConfig
@@ -77,16 +80,17 @@ class Runtime:
             self.events,
             Gpus(settings.max_bytes_per_gpu) if gpus is None else gpus,
         )
-        self.quotas = Quotas(settings.per_user, self.usage)
+        self.connections = Connections()
+        self.quotas = Quotas(settings.per_user, self.usage, self.fds)
         self.pool.quotas = self.quotas
         self.groups = Groups(self.pool, clock, self.events, self.quotas)
         self.tickets = TicketBook(clock)
-        self.unique_ids = UniqueIdBook(clock, self.events)
+        self.unique_ids = UniqueIdBook(clock, self.events, self.quotas)
         self.operations = Operations(clock)
         self.sessions = Sessions(
             clock,
             self.events,
-            admit=lambda uid: self.quotas.check(uid, sessions=1, fds=1),
+            admit=lambda uid: self.admit(uid, sessions=1),
             on_end=self._session_ended,
         )
         self.recovery = Recovery(
@@ -161,15 +165,41 @@ class Runtime:
             layers=sum(len(group.layers) for group in groups),
             host_bytes=host,
             gpu_bytes=sum(gpus),
-            fds=sessions + self.pool.fds_of(uid),
+            fds=self.fds()[uid],
             journal_bytes=self.recorder.bytes_of(uid),
         )
+
+    def fds(self) -> collections.Counter[int]:
+        """Descriptors of every user who has any, by uid."""
+        sessions = collections.Counter(session.uid for session in self.sessions.not_over())
+        connections = self.connections
+        held = self.pool.fds() + self.unique_ids.fds()
+        for uid in {*sessions, *connections.api, *connections.fd}:
+            held[uid] += connections.fds_of(uid, sessions[uid])
+        return +held
+
+    def admit(self, uid: int, *, sessions: int = 0, api: int = 0, fd: int = 0) -> None:
+        """Whether a user may have so many more sessions, and connections to both sockets.
+
+        Raises:
+            PoolExhaustedError: see Quotas.check.
+        """
+        held = sum(session.uid == uid for session in self.sessions.not_over())
+        before = self.connections.fds_of(uid, held)
+        after = self.connections.fds_of(uid, held + sessions, api, fd)
+        self.quotas.check(uid, sessions=sessions, fds=after - before)
+
+    def tell_refused(self, door: str, error: EpRuntimeError) -> None:
+        """An event where who came to the socket `door` is not served, or finds no room."""
+        if isinstance(error, (PermissionDeniedError, PoolExhaustedError)):
+            cause = error.fields.get("uid")
+            self.events.deny(f"{door}.denied", cause, str(error), **error.fields)
 
     def users(self) -> list[int]:
         """Uids that hold anything."""
         sessions = {session.uid for session in self.sessions.not_over()}
         groups = {group.owner.uid for group in self.groups.all()}
-        return sorted(sessions | groups | {windows.owner.uid for windows in self.pool.sets})
+        return sorted(sessions | groups | set(self.fds()))
 
     @property
     def server_state(self) -> session_service_pb2.ServerState:

@@ -269,7 +269,10 @@ def test_without_descriptors_the_daemon_refuses_and_recovers(daemon_process):
     client = daemon.client()
     group = client.create(make_spec()).group
     ticket = client.ticket(group).ticket
+    daemon.status()  # its connection is there
     starve(daemon)
+    with pytest.raises(errors.PoolExhaustedError, match=r"GetStatus: .* limit of open files is \d"):
+        daemon.status()
     with pytest.raises(errors.PoolExhaustedError, match="file descriptors"):
         client.create(make_spec("other"))
     starve(daemon, spare=1)  # one for the connection, none for its pidfd

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 from harness import eventually
-from raw_client import close_fds, make_spec
+from raw_client import WAIT_S, close_fds, connect, make_spec
 
 from ep_runtime import board, errors
 from ep_runtime.layer_specs import LayerSpec
 from ep_runtime.units import iec
+from ep_runtime.v1 import session_service_pb2
+from ep_runtime_client.daemons import transport
+from ep_runtime_client.daemons.place import Place
 from ep_runtime_server import main
-from ep_runtime_server.callers import credentials
+from ep_runtime_server.callers import credentials, quotas
 from ep_runtime_server.callers.quotas import UserLimits
 
 OTHER_UID = 4242
@@ -79,13 +84,47 @@ def test_bytes_of_one_user_are_limited_until_they_are_free(start):
 
 
 def test_descriptors_of_one_user_are_limited(start):
-    daemon = start(fds=6)
-    client = daemon.client()  # its process is one
+    daemon = start(fds=quotas.SESSION_FDS + 4 + 1)
+    client = daemon.client()
     client.create(SPEC)  # a board, its mapping, two windows
-    assert usage_of(daemon, daemon.status().users[0].uid).num_fds == 5
-    assert over(client.create, make_spec("more")) == ("fds", 4, 5, 6)
-    daemon.client()
-    assert over(daemon.client)[0] == "fds"
+    assert usage_of(daemon, daemon.status().users[0].uid).num_fds == 9
+    assert over(client.create, make_spec("more")) == ("fds", 4, 9, 10)
+    assert over(daemon.client) == ("fds", 5, 9, 10)
+    assert "fd.denied" in daemon.event_kinds()
+
+
+def test_what_a_session_is_counted_for_is_what_it_costs(daemon_process):
+    daemon = daemon_process()
+    daemon.status()
+    before = len(os.listdir(f"/proc/{daemon.pid}/fd"))
+    client = daemon.client()
+    client.call(client.sessions.Heartbeat, session_service_pb2.HeartbeatRequest())
+    with connect(daemon.directory):
+        eventually(
+            lambda: (
+                len(os.listdir(f"/proc/{daemon.pid}/fd")) - before
+                == quotas.SESSION_FDS
+                == daemon.status().users[0].num_fds
+            )
+        )
+
+
+def test_who_has_just_enough_for_a_session_gets_one_after_the_other(start):
+    daemon = start(fds=quotas.SESSION_FDS)
+    place = Place(daemon.directory, None)
+    for _ in range(20):
+        token = transport.hello(place, WAIT_S).session_token
+        control = transport.ControlChannel(place, token)
+        control.call(control.sessions.CloseSession, session_service_pb2.CloseSessionRequest())
+        control.close()
+
+
+def test_descriptors_of_windows_that_a_process_says_it_has_are_counted(start):
+    daemon = start(fds=quotas.SESSION_FDS + 4)
+    client = daemon.client()
+    group = client.create(SPEC).group
+    group.spec.name = "before"
+    assert over(client.restore, group) == ("fds", 4, 9, 9)
 
 
 def test_layers_of_one_user_are_limited_over_all_groups(start):
@@ -113,6 +152,7 @@ def test_records_of_one_user_are_limited(start):
     client.close_group(group)
     eventually(lambda: usage_of(daemon, user.uid).journal_bytes < 2000)
     client.goodbye()
+    client.close()
     eventually(lambda: not daemon.status().users)
 
 

@@ -15,11 +15,13 @@ from ep_runtime import wire
 from ep_runtime.errors import (
     EpRuntimeError,
     PermissionDeniedError,
+    PoolExhaustedError,
     RuntimeUnavailableError,
     StaleHandleError,
 )
 from ep_runtime.v1 import admin_service_pb2, nccl_service_pb2, nccl_service_pb2_grpc
-from ep_runtime_server.nccl.id_process import IdProcess
+from ep_runtime_server.nccl import unique_ids
+from ep_runtime_server.nccl.id_process import PROCESS_FDS, IdProcess
 
 
 @pytest.fixture
@@ -126,6 +128,19 @@ def test_their_process_ends_with_the_group(client):
     ask(client, group)
     client.close_group(group)
     assert eventually(lambda: not children())
+
+
+def test_processes_of_one_user_are_limited(client, daemon, monkeypatch):
+    monkeypatch.setattr(unique_ids, "MAX_PROCESSES_PER_USER", 1)
+    first, second = (client.ready(make_spec(name)) for name in ("one", "two"))
+    held = daemon.status().users[0].num_fds
+    ask(client, first)
+    assert daemon.status().users[0].num_fds == held + PROCESS_FDS
+    with pytest.raises(PoolExhaustedError, match="has 1 groups that make NCCL"):
+        ask(client, second)
+    client.close_group(first)
+    assert eventually(lambda: daemon.status().users[0].num_fds < held)
+    ask(client, second)
 
 
 def test_their_process_ends_after_a_while(nccl_library, clocked):

@@ -127,7 +127,8 @@ def test_two_groups_of_one_user_at_once_do_not_both_take_the_last_of_its_share(r
         pool = make_pool(SlowDevice(2 * SET_BYTES))
         pool.quotas = Quotas(
             UserLimits(**limits),
-            lambda uid: Usage(host_bytes=pool.held_by(uid, "host"), fds=pool.fds_of(uid)),
+            lambda uid: Usage(host_bytes=pool.held_by(uid, "host")),
+            pool.fds,
         )
         results = await asyncio.gather(
             pool.allocate(OWNER, SPEC, 1), pool.allocate(OWNER, SPEC, 2), return_exceptions=True
@@ -234,7 +235,7 @@ def test_memory_that_cannot_be_freed_counts_until_it_can(run):
         assert windows.buffers == [window]
         assert pool.sets == [windows]
         assert pool.used_bytes("host") == pool.held_by(0, "host") == window.size_bytes
-        assert pool.fds_of(0) == 1
+        assert pool.fds() == {0: 1}
         for tries in (4, 5):
             assert "moe@1/0: OSError: the driver does not take it" in await retried(pool)
             assert device.tries == tries

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from ep_runtime.errors import InvalidArgumentError, PoolExhaustedError
 from ep_runtime.units import iec
+from ep_runtime_server.base import open_files
 
 DEFAULT_SESSIONS = 1024
 DEFAULT_GROUPS = 4096
 DEFAULT_LAYERS = 1 << 16
 DEFAULT_JOURNAL_BYTES = 64 << 20
 DEFAULT_RETAIN_S = 24 * 3600.0
+
+# On api.sock: what is accepted, its way on to gRPC's socket, and gRPC's end of that.
+API_CONNECTION_FDS = 3
+# With the pidfd, and with room for its connection to both sockets.
+SESSION_FDS = 1 + API_CONNECTION_FDS + 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,7 +32,9 @@ class UserLimits:
         layers: registered layers and stacks, of all groups together.
         host_bytes: of windows and boards in host memory.
         gpu_bytes: of windows on one GPU; None for what the daemon may take there, or half of that.
-        fds: descriptors that the daemon holds for the user: windows, boards and processes.
+        fds: descriptors that the daemon holds for the user: windows, boards, processes and
+            connections.
+        all_fds: of all users together; the others are the daemon's own and its operator's.
         journal_bytes: of records that a restarted daemon needs.
         retain_s: how long a group may ask to be kept after its last process.
         shared: the daemon serves other users.
@@ -37,6 +46,7 @@ class UserLimits:
     host_bytes: int = 1 << 62
     gpu_bytes: int | None = None
     fds: int = 1 << 30
+    all_fds: int = 1 << 30
     journal_bytes: int = DEFAULT_JOURNAL_BYTES
     retain_s: float = DEFAULT_RETAIN_S
     shared: bool = False
@@ -60,22 +70,62 @@ class Usage:
     journal_bytes: int = 0
 
 
+@dataclasses.dataclass
+class Connections:
+    """Open connections by uid; the sockets count them."""
+
+    api: collections.Counter[int] = dataclasses.field(default_factory=collections.Counter)
+    fd: collections.Counter[int] = dataclasses.field(default_factory=collections.Counter)
+
+    def fds_of(self, uid: int, sessions: int, api: int = 0, fd: int = 0) -> int:
+        """Descriptors of a user's sessions, and of connections beyond theirs; of so many more."""
+        idle = max(0, self.api[uid] + api - sessions), max(0, self.fd[uid] + fd - sessions)
+        return SESSION_FDS * sessions + API_CONNECTION_FDS * idle[0] + idle[1]
+
+
 class Quotas:
     """Refuses what is over a limit; whoever holds it counts it."""
 
-    def __init__(self, limits: UserLimits, usage: Callable[[int], Usage]) -> None:
+    def __init__(
+        self,
+        limits: UserLimits,
+        usage: Callable[[int], Usage],
+        fds: Callable[[], Mapping[int, int]],
+    ) -> None:
+        """`usage(uid)` is what a user holds, `fds()` descriptors alone, of every user."""
         self.limits = limits
         self.usage = usage
+        self._fds = fds
 
-    def check(self, uid: int, **more: int) -> None:
+    def check(self, uid: int, *, fds: int = 0, **more: int) -> None:
         """Whether the user may hold so much more: check(uid, groups=1).
 
         Raises:
             PoolExhaustedError: it is over the user's limit; names what, asked, held and limit.
         """
-        held = self.usage(uid)
         for what, asked in more.items():
-            self._check(uid, what, asked, getattr(held, what), getattr(self.limits, what))
+            if asked:
+                held = getattr(self.usage(uid), what)
+                self._check(uid, what, asked, held, getattr(self.limits, what))
+        if fds > 0:
+            self._check_fds(uid, fds)
+
+    def _check_fds(self, uid: int, asked: int) -> None:
+        by_uid = self._fds()
+        self._check(uid, "fds", asked, by_uid.get(uid, 0), self.limits.fds)
+        held, limit = sum(by_uid.values()), self.limits.all_fds
+        if asked > limit - held:
+            raise PoolExhaustedError(
+                f"the daemon is out of file descriptors: all users hold {held}, uid {uid} asks for "
+                f"{asked}, the limit is {limit}, and that of open files is "
+                f"{open_files.most_open()}; retry once others gave some back, or raise the latter "
+                "(ulimit -n, LimitNOFILE= of systemd)",
+                resource="fds",
+                uid=uid,
+                asked=asked,
+                held=held,
+                limit=limit,
+            )
 
     def check_retained(self, retain_s: float) -> None:
         """Raises InvalidArgumentError where a group asks to be kept for longer than any may be."""
@@ -101,6 +151,7 @@ class Quotas:
                 f"limit of a user is {told(limit)}, {told(asked + held - limit)} less; free some, "
                 f"or start the daemon with another --max-{what.replace('_', '-')}-per-uid",
                 resource=what,
+                uid=uid,
                 asked=asked,
                 held=held,
                 limit=limit,

@@ -2,32 +2,23 @@
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
 import os
+from collections.abc import Iterator, Sequence
 
 from ep_runtime.errors import (
     GroupNotReadyError,
     InvalidArgumentError,
     PeerLostError,
-    PoolExhaustedError,
     RuntimeUnavailableError,
     StaleHandleError,
 )
+from ep_runtime_server.base import open_files
 from ep_runtime_server.callers.sessions import SessionRecord
 from ep_runtime_server.groups.fsm import State, Trigger
 from ep_runtime_server.groups.record import GroupRecord, wait_until
 from ep_runtime_server.groups.tickets import TicketBook
 from ep_runtime_server.memory.buffers import Buffer
-
-
-@dataclasses.dataclass(frozen=True)
-class ExportedFd:
-    """A descriptor that the receiver of this object closes."""
-
-    fd: int
-    world_rank: int
-    size_bytes: int
-    generation: int
 
 
 def acquire(
@@ -70,14 +61,13 @@ def acquire(
     return tickets.give(session, group, wanted), [by_rank[rank] for rank in wanted]
 
 
-def redeem(tickets: TicketBook, session: SessionRecord, secret: str) -> list[ExportedFd]:
-    """The descriptors of a ticket. From now on the session holds the group's memory.
+def redeem(tickets: TicketBook, session: SessionRecord, secret: str) -> tuple[list[Buffer], int]:
+    """What a ticket stands for, and its generation. From now on the session holds that memory.
 
     Raises:
         PermissionDeniedError: see TicketBook.take.
         StaleHandleError: the group closed or formed again since.
-        PoolExhaustedError: the daemon has no descriptors left.
-        RuntimeUnavailableError: it started again and the windows did not come back yet.
+        RuntimeUnavailableError: the daemon started again and the windows did not come back yet.
     """
     ticket = tickets.take(secret, session)
     group, windows = ticket.group, ticket.group.windows
@@ -85,31 +75,36 @@ def redeem(tickets: TicketBook, session: SessionRecord, secret: str) -> list[Exp
     if windows is None or group.state is State.CLOSED:
         raise StaleHandleError(f"group {group.owner.name!r} is gone", group=group.owner.name)
     by_rank = {buffer.world_rank: buffer for buffer in windows.buffers}
-    exported: list[ExportedFd] = []
-    try:
-        for rank in ticket.world_ranks:
-            allocation = by_rank[rank].allocation
-            if allocation is None:
-                raise RuntimeUnavailableError(
-                    f"the daemon started again and waits for the windows of group "
-                    f"{group.owner.name!r}; retry",
-                    group=group.owner.name,
-                )
-            fd = allocation.export_fd()
-            exported.append(ExportedFd(fd, rank, by_rank[rank].size_bytes, ticket.generation))
-    except (OSError, RuntimeUnavailableError) as error:
-        for item in exported:
-            os.close(item.fd)
-        if not isinstance(error, OSError):
-            raise
-        raise PoolExhaustedError(
-            f"the daemon has no file descriptors for {len(ticket.world_ranks)} windows: "
-            f"{error.strerror}",
-            asked=len(ticket.world_ranks),
-        ) from error
+    buffers = [by_rank[rank] for rank in ticket.world_ranks]
+    if any(buffer.allocation is None for buffer in buffers):
+        raise RuntimeUnavailableError(
+            f"the daemon started again and waits for the windows of group {group.owner.name!r}; "
+            "retry",
+            group=group.owner.name,
+        )
     # Before the first byte is sent: a process that dies while receiving may hold a descriptor.
     windows.hold(session.session_id)
-    return exported
+    return buffers, ticket.generation
+
+
+@contextlib.contextmanager
+def exported(buffers: Sequence[Buffer]) -> Iterator[list[int]]:
+    """New descriptors of the buffers, closed at the end.
+
+    Raises:
+        PoolExhaustedError: the daemon has no descriptors left.
+        RuntimeUnavailableError: the driver gives none.
+    """
+    with contextlib.ExitStack() as opened:
+        fds = []
+        try:
+            for buffer in buffers:
+                assert buffer.allocation is not None
+                fds.append(buffer.allocation.export_fd())
+                opened.callback(os.close, fds[-1])
+        except OSError as error:
+            raise open_files.exhausted(f"descriptors for {len(buffers)} windows", error) from error
+        yield fds
 
 
 async def report_attached(

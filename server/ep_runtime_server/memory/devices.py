@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import mmap
 import os
@@ -10,6 +9,7 @@ from typing import Protocol
 
 from ep_runtime.errors import InvalidArgumentError, PoolExhaustedError
 from ep_runtime.units import iec
+from ep_runtime_server.base import open_files
 from ep_runtime_server.memory.host_memory import available_bytes
 
 # Linux fcntl.h; the fcntl module has them from Python 3.8 on, typeshed on Linux only.
@@ -147,9 +147,10 @@ def _sealed_memfd(label: str, size_bytes: int) -> HostAllocation:
 
 
 def _exhausted(label: str, size_bytes: int, limit_bytes: int, error: OSError) -> PoolExhaustedError:
-    what = "file descriptors" if error.errno in (errno.EMFILE, errno.ENFILE) else "memory"
+    if open_files.is_shortage(error):
+        return open_files.exhausted(f"{label}: {iec(size_bytes)}", error)
     return PoolExhaustedError(
-        f"{label}: {iec(size_bytes)}: the host is out of {what}: {error.strerror}",
+        f"{label}: {iec(size_bytes)}: the host is out of memory: {error.strerror}",
         asked_bytes=size_bytes,
         free_bytes=0,
         limit_bytes=limit_bytes,

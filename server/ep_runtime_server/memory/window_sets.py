@@ -113,8 +113,8 @@ class WindowSet:
 
     @property
     def num_fds(self) -> int:
-        """Descriptors that the daemon holds for it, the board's mapping included."""
-        return sum(b.allocation is not None for b in self.buffers) + (self.board is not None)
+        """Descriptors that the daemon holds for it, or awaits; the board's mapping has its own."""
+        return len(self.buffers) + any(buffer.world_rank < 0 for buffer in self.buffers)
 
     def bytes_on(self, device: str) -> int:
         return sum(b.size_bytes for b in self.buffers if b.device == device and b.counted)

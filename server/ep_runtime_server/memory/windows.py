@@ -91,10 +91,12 @@ class WindowPool:
         own = sum(windows.bytes_on(device) for windows in self._sets if windows.owner.uid == uid)
         return own + self._reserved[uid, device]
 
-    def fds_of(self, uid: int) -> int:
-        """Descriptors of a user's sets, reservations included."""
-        own = sum(windows.num_fds for windows in self._sets if windows.owner.uid == uid)
-        return own + self._reserved_fds[uid]
+    def fds(self) -> collections.Counter[int]:
+        """Descriptors of every user's sets by uid, reservations included."""
+        held = self._reserved_fds.copy()
+        for windows in self._sets:
+            held[windows.owner.uid] += windows.num_fds
+        return held
 
     def _reserve(self, uid: int, demand: Mapping[Device, int], fds: int) -> None:
         """Counts what is about to be allocated; negative numbers take it back."""
@@ -189,7 +191,13 @@ class WindowPool:
         """A set of a daemon before us, known from its processes; its descriptors follow.
 
         Windows count as the host's until `assume` says more.
+
+        Raises:
+            PoolExhaustedError: the user's quota, or the daemon, has no room for the descriptors.
         """
+        error = self._over_quota(owner.uid, {}, len(ranks) + 2)
+        if error is not None:
+            raise error
         windows = WindowSet(owner, spec, generation, self._clock.monotonic_s())
         for rank, device, size_bytes in self._parts(spec, {}, ranks):
             windows.buffers.append(

@@ -25,6 +25,10 @@ class UniqueIds:
     version: str
 
 
+# Of the daemon for one process: its input, its pidfd, and until it answers both ends of a pipe.
+PROCESS_FDS = 4
+
+
 class IdProcess:
     """`make`, then `kill` or `close`. Lives on the event loop's thread."""
 
@@ -64,6 +68,11 @@ class IdProcess:
             return await _read(reader, count)
         finally:
             os.close(reader)
+
+    @property
+    def over(self) -> bool:
+        """Whether it was told to end, or has ended."""
+        return self._ended or (self._process is not None and self._process.returncode is not None)
 
     def kill(self) -> None:
         """Ends it; asyncio reaps it."""

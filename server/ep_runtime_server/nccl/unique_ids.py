@@ -8,23 +8,32 @@ Ids are secrets: they are in this process's memory and in answers to members, no
 from __future__ import annotations
 
 import asyncio
+import collections
 import dataclasses
 import logging
 from collections.abc import Awaitable, Callable
 
 from ep_runtime import nccl
-from ep_runtime.errors import EpRuntimeError, RuntimeUnavailableError, StaleHandleError
+from ep_runtime.errors import (
+    EpRuntimeError,
+    PoolExhaustedError,
+    RuntimeUnavailableError,
+    StaleHandleError,
+)
 from ep_runtime_server.base.clock import Clock
 from ep_runtime_server.base.events import EventLog
 from ep_runtime_server.base.supervision import tell_failure
+from ep_runtime_server.callers.quotas import Quotas
 from ep_runtime_server.callers.sessions import SessionRecord
 from ep_runtime_server.groups.fsm import State
 from ep_runtime_server.groups.record import GroupRecord
 from ep_runtime_server.memory.windows import Owner
-from ep_runtime_server.nccl.id_process import IdProcess, UniqueIds
+from ep_runtime_server.nccl.id_process import PROCESS_FDS, IdProcess, UniqueIds
 
 # How long ranks may take to join; a client waits less.
 JOIN_S = 600.0
+# Of groups whose communicators are being made; each has libnccl loaded.
+MAX_PROCESSES_PER_USER = 64
 
 
 @dataclasses.dataclass(eq=False)
@@ -51,9 +60,10 @@ class _Set:
 class UniqueIdBook:
     """Lives on the event loop's thread."""
 
-    def __init__(self, clock: Clock, events: EventLog) -> None:
+    def __init__(self, clock: Clock, events: EventLog, quotas: Quotas) -> None:
         self._clock = clock
         self._events = events
+        self._quotas = quotas
         self._sets: dict[str, _Set] = {}  # by group id
         # Of a group that spans nodes the coordinator makes them: (owner, epoch, domains).
         self.of_view: Callable[[Owner, int, int], Awaitable[UniqueIds]] | None = None
@@ -65,6 +75,7 @@ class UniqueIdBook:
             StaleHandleError: another generation, not formed yet, or a process failed with the ids.
             PermissionDeniedError: the session is no member.
             RuntimeUnavailableError: no libnccl here, or its process does not answer.
+            PoolExhaustedError: the user has too many such processes, or no descriptors for one.
         """
         group.member(session, generation)
         if not group.formed:
@@ -86,8 +97,35 @@ class UniqueIdBook:
         found.version = made.version
         return made
 
+    def _processes(self) -> collections.Counter[int]:
+        """Processes that live, or are about to, by uid."""
+        return collections.Counter(
+            found.group.owner.uid
+            for found in self._sets.values()
+            if not found.making.done() or (found.process is not None and not found.process.over)
+        )
+
+    def fds(self) -> collections.Counter[int]:
+        """Descriptors for every user's processes, by uid."""
+        return collections.Counter(
+            {uid: PROCESS_FDS * count for uid, count in self._processes().items()}
+        )
+
     def _begin(self, group: GroupRecord) -> _Set:
         self._end(group.group_id)
+        uid = group.owner.uid
+        held = self._processes()[uid]
+        if held >= MAX_PROCESSES_PER_USER:
+            raise PoolExhaustedError(
+                f"uid {uid} has {held} groups that make NCCL communicators, the limit is "
+                f"{MAX_PROCESSES_PER_USER}; retry when some are done",
+                resource="processes",
+                uid=uid,
+                asked=1,
+                held=held,
+                limit=MAX_PROCESSES_PER_USER,
+            )
+        self._quotas.check(uid, fds=PROCESS_FDS)
         until_s = self._clock.monotonic_s() + JOIN_S
         found = _Set(group, group.generation, group.epoch, until_s)
         found.making = asyncio.get_running_loop().create_task(self._make(found))

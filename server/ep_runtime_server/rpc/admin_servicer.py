@@ -14,7 +14,7 @@ from ep_runtime import wire
 from ep_runtime.errors import InvalidArgumentError, PermissionDeniedError
 from ep_runtime.v1 import admin_service_pb2 as pb
 from ep_runtime.v1 import admin_service_pb2_grpc as pb_grpc
-from ep_runtime_server.base import limits
+from ep_runtime_server.base import limits, open_files
 from ep_runtime_server.base.clock import Clock
 from ep_runtime_server.base.pacing import paced
 from ep_runtime_server.callers.credentials import Caller, GivenOrder
@@ -105,8 +105,8 @@ class AdminServicer(pb_grpc.AdminServiceServicer):
             num_layers=sum(group.layers.num_layers for group in groups),
             num_handles=sum(group.layers.num_handles for group in groups),
             pools=self._pools(),
-            num_fds=host_memory.open_fds(),
-            max_fds=host_memory.max_fds(),
+            num_fds=open_files.num_open(),
+            max_fds=open_files.most_open(),
             rss_bytes=host_memory.own_rss_bytes(),
             loop_lag=wire.duration(runtime.loop_lag.recent_worst_s),
             loop_lag_p99=wire.duration(runtime.loop_lag.p99_s),

@@ -23,6 +23,7 @@ from ep_runtime.errors import (
     RuntimeUnavailableError,
     SessionFencedError,
 )
+from ep_runtime_server.base import open_files
 from ep_runtime_server.base.failpoints import LostError
 from ep_runtime_server.callers.admission import Admission, AdmittedCall
 from ep_runtime_server.callers.sessions import SessionRecord, Sessions, SessionState
@@ -291,6 +292,8 @@ def _failure_of(method: str, error: Exception) -> wire.RpcFailure:
         return wire.RpcFailure(grpc.StatusCode.UNIMPLEMENTED, f"{method} is not served", ())
     if isinstance(error, LostError):
         return wire.RpcFailure(grpc.StatusCode.UNAVAILABLE, str(error), ())
+    if isinstance(error, OSError) and open_files.is_shortage(error):
+        error = open_files.exhausted(method, error)
     if not isinstance(error, EpRuntimeError):
         logging.getLogger(__name__).error("%s failed", method, exc_info=error)
         ours = EpRuntimeError(f"{method} failed inside the daemon: {type(error).__name__}")

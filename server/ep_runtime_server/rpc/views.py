@@ -299,6 +299,7 @@ def user_limits(limits: UserLimits) -> pb.UserLimits:
         max_host_bytes=limits.host_bytes,
         max_gpu_bytes=limits.gpu_bytes or 0,
         max_fds=limits.fds,
+        max_fds_of_all=limits.all_fds,
         max_journal_bytes=limits.journal_bytes,
         max_retain=wire.duration(limits.retain_s),
     )

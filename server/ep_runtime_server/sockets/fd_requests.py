@@ -5,9 +5,7 @@ Knows no connection; every function raises what its client is told.
 
 from __future__ import annotations
 
-import contextlib
-import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator
 
 import ep_runtime
 from ep_runtime import wire
@@ -52,32 +50,24 @@ def hello(runtime: Runtime, peer: Peer, asked: pb.Hello) -> pb.FdReply:
     return pb.FdReply(welcome=welcome)
 
 
-@contextlib.contextmanager
-def redeem(runtime: Runtime, peer: Peer, request: pb.RedeemTicket) -> Iterator[list[Packet]]:
-    """The packets with a group's descriptors, which are closed at the end."""
+def redeem(runtime: Runtime, peer: Peer, request: pb.RedeemTicket) -> Generator[Packet, None, None]:
+    """The packets with a group's descriptors, which are open until the next packet is asked for."""
     session = runtime.sessions.authenticate_peer(request.session_token, peer.pid, peer.uid)
-    exported = attachment.redeem(runtime.tickets, session, request.ticket)
-    try:
-        runtime.recorder.flush()
-        runtime.failpoints.hit("fd.before_send")
-        yield [
-            _batch(exported, first) for first in range(0, len(exported), wire.MAX_FDS_PER_PACKET)
-        ]
-    finally:
-        for item in exported:
-            os.close(item.fd)
-
-
-def _batch(exported: Sequence[attachment.ExportedFd], first: int) -> Packet:
-    part = exported[first : first + wire.MAX_FDS_PER_PACKET]
-    batch = pb.FdBatch(
-        first=first,
-        total=len(exported),
-        descriptors=[
-            views.descriptor(item.world_rank, item.size_bytes, item.generation) for item in part
-        ],
-    )
-    return pb.FdReply(fd_batch=batch), [item.fd for item in part]
+    buffers, generation = attachment.redeem(runtime.tickets, session, request.ticket)
+    runtime.recorder.flush()
+    runtime.failpoints.hit("fd.before_send")
+    runtime.failpoints.hit("fd.answer")
+    for first in range(0, len(buffers), wire.MAX_FDS_PER_PACKET):
+        part = buffers[first : first + wire.MAX_FDS_PER_PACKET]
+        batch = pb.FdBatch(
+            first=first,
+            total=len(buffers),
+            descriptors=[
+                views.descriptor(item.world_rank, item.size_bytes, generation) for item in part
+            ],
+        )
+        with attachment.exported(part) as fds:
+            yield pb.FdReply(fd_batch=batch), fds
 
 
 def return_windows(

@@ -7,11 +7,9 @@ session that may return windows, and only where they are memory: to close others
 from __future__ import annotations
 
 import asyncio
-import collections
 import contextlib
 import dataclasses
 import errno
-import logging
 import os
 import socket
 from collections.abc import Callable
@@ -23,11 +21,10 @@ from ep_runtime.errors import (
     EpRuntimeError,
     InvalidArgumentError,
     PermissionDeniedError,
-    PoolExhaustedError,
     RuntimeUnavailableError,
 )
 from ep_runtime.v1 import fd_socket_pb2 as pb
-from ep_runtime_server.base import limits
+from ep_runtime_server.base import limits, open_files
 from ep_runtime_server.callers import credentials
 from ep_runtime_server.callers.credentials import Peer
 from ep_runtime_server.callers.sessions import SessionRecord
@@ -97,7 +94,8 @@ class FdServer:
                 raise
             # The listener stays readable: without a pause this would spin until a descriptor
             # comes back.
-            logging.getLogger(__name__).error("fd.sock cannot accept: %s", error.strerror)
+            told = open_files.exhausted(f"{wire.FD_SOCKET} cannot accept", error)
+            self._runtime.tell_refused("fd", told)
             self._loop.remove_reader(self._listener)
             self._loop.call_later(limits.ACCEPT_PAUSE_S, self._resume)
             return
@@ -112,9 +110,10 @@ class FdServer:
             self._turn_away(connection, error)
             return
         except OSError as error:
-            self._turn_away(connection, _out_of_descriptors(error))
+            self._turn_away(connection, open_files.exhausted(wire.FD_SOCKET, error))
             return
         self._connections[connection] = None
+        self._runtime.connections.fd[connection.uid] += 1
         self._arm(connection)
         self._listen(connection)
 
@@ -124,11 +123,12 @@ class FdServer:
         Raises:
             PermissionDeniedError: it is not served.
             RuntimeUnavailableError: it has as many connections as one user may have.
+            PoolExhaustedError: no descriptors are left for one that no session needs.
         """
         peer = self._peer(connection)
         peer.close()
         self._runtime.settings.check_served(peer)
-        held = collections.Counter(other.uid for other in self._connections)
+        held = self._runtime.connections.fd
         if held[peer.uid] >= limits.MAX_FD_CONNECTIONS_PER_UID:
             raise RuntimeUnavailableError(
                 f"uid {peer.uid} has {held[peer.uid]} connections to {wire.FD_SOCKET}, as many as "
@@ -138,10 +138,11 @@ class FdServer:
         if len(self._connections) >= limits.MAX_FD_CONNECTIONS:
             busiest = held.most_common(1)[0][0]
             self._drop(next(other for other in self._connections if other.uid == busiest))
+        self._runtime.admit(peer.uid, fd=1)
         return peer.uid
 
     def _turn_away(self, connection: _Connection, error: EpRuntimeError) -> None:
-        self._tell_denied(error)
+        self._runtime.tell_refused("fd", error)
         reply = pb.FdReply(error=wire.error_to_detail(error))
         with contextlib.suppress(OSError):
             connection.socket.send(reply.SerializeToString())
@@ -169,6 +170,7 @@ class FdServer:
     def _drop(self, connection: _Connection) -> None:
         if connection in self._connections:
             del self._connections[connection]
+            self._runtime.connections.fd[connection.uid] -= 1
             self._loop.remove_reader(connection.socket)
             self._disposal.drop(connection.socket)
             if connection.idle_timer is not None:
@@ -228,22 +230,17 @@ class FdServer:
         except EpRuntimeError as error:
             self._refuse(connection, error)
         except OSError as error:
-            if error.errno not in (errno.EMFILE, errno.ENFILE):
+            if not open_files.is_shortage(error):
                 self._drop(connection)
                 return
-            self._refuse(connection, _out_of_descriptors(error))
+            self._refuse(connection, open_files.exhausted(wire.FD_SOCKET, error))
         except Exception:
             self._drop(connection)  # a fault of ours: the client must not wait for an answer
             raise
 
     def _refuse(self, connection: _Connection, error: EpRuntimeError) -> None:
-        self._tell_denied(error)
+        self._runtime.tell_refused("fd", error)
         self._send(connection, pb.FdReply(error=wire.error_to_detail(error)), [])
-
-    def _tell_denied(self, error: EpRuntimeError) -> None:
-        if isinstance(error, PermissionDeniedError):
-            cause = error.fields.get("uid")
-            self._runtime.events.deny("fd.denied", cause, str(error), **error.fields)
 
     def _answer(self, connection: _Connection, data: bytes, sender_pid: int | None) -> None:
         try:
@@ -324,8 +321,7 @@ class FdServer:
         self._send(connection, reply, [])
 
     def _redeem(self, connection: _Connection, peer: Peer, request: pb.RedeemTicket) -> None:
-        with fd_requests.redeem(self._runtime, peer, request) as packets:
-            self._runtime.failpoints.hit("fd.answer")
+        with contextlib.closing(fd_requests.redeem(self._runtime, peer, request)) as packets:
             for reply, fds in packets:
                 self._send(connection, reply, fds)
         self._runtime.failpoints.hit("fd.after_send")
@@ -341,7 +337,3 @@ class FdServer:
                 connection.socket.send(reply.SerializeToString())
         except OSError:
             self._drop(connection)
-
-
-def _out_of_descriptors(error: OSError) -> PoolExhaustedError:
-    return PoolExhaustedError(f"the daemon is out of file descriptors: {error.strerror}")

@@ -7,15 +7,15 @@ is bound to a name of its own, and gRPC tells that name as the call's peer.
 from __future__ import annotations
 
 import asyncio
-import collections
 import contextlib
-import logging
+import errno
 import secrets
 import socket
 from collections.abc import Callable
 
-from ep_runtime.errors import EpRuntimeError, PermissionDeniedError
-from ep_runtime_server.base import limits
+from ep_runtime import wire
+from ep_runtime.errors import EpRuntimeError, PermissionDeniedError, PoolExhaustedError
+from ep_runtime_server.base import limits, open_files
 from ep_runtime_server.callers import credentials
 from ep_runtime_server.callers.credentials import Caller, Peer
 from ep_runtime_server.callers.turns import Turns
@@ -24,10 +24,15 @@ from ep_runtime_server.sockets.disposal import Disposal
 
 LISTEN_BACKLOG = 512
 _PART_BYTES = 64 << 10
+# Connections without a place that are looked at once more, ACCEPT_PAUSE_S later.
+MAX_LATE = 16
 
 
 class Front:
     """Serves an already bound SOCK_STREAM socket until `close`."""
+
+    name = wire.API_SOCKET
+    door = "api"  # in events
 
     def __init__(
         self,
@@ -48,6 +53,7 @@ class Front:
         self._peer_of = peer_of
         self._name = f"ep-runtime-{secrets.token_hex(8)}"
         self._num_accepted = 0
+        self._late: set[socket.socket] = set()
         self._calls: dict[str, _Call] = {}  # by the peer that gRPC tells
         self._loop = asyncio.get_running_loop()
         listener.setblocking(False)
@@ -64,6 +70,8 @@ class Front:
         self._disposal.close_listener(self._listener)
         for call in list(self._calls.values()):
             call.end()
+        while self._late:
+            self._disposal.drop(self._late.pop())
 
     def _accept(self) -> None:
         try:
@@ -71,18 +79,43 @@ class Front:
         except (BlockingIOError, ConnectionAbortedError):
             return
         except OSError as error:  # out of descriptors: the listener stays readable
-            logging.getLogger(__name__).error("a socket cannot accept: %s", error.strerror)
+            told = open_files.exhausted(f"{self.name} cannot accept", error)
+            self._runtime.tell_refused(self.door, told)
             self._loop.remove_reader(self._listener)
             self._loop.call_later(limits.ACCEPT_PAUSE_S, self._resume)
             return
         accepted.setblocking(False)
         try:
-            self._pass_on(accepted, self._admit(accepted))
+            self._enter(accepted)
         except (EpRuntimeError, OSError) as error:
-            if isinstance(error, PermissionDeniedError):
-                cause = error.fields.get("uid")
-                self._runtime.events.deny("api.denied", cause, str(error), **error.fields)
-            self._disposal.drop(accepted)
+            if not isinstance(error, PoolExhaustedError) or len(self._late) >= MAX_LATE:
+                self._drop(accepted, error)
+                return
+            # Who connects anew has just closed another one, whose end may not be heard yet.
+            self._late.add(accepted)
+            self._loop.call_later(limits.ACCEPT_PAUSE_S, self._enter_late, accepted)
+
+    def _enter_late(self, accepted: socket.socket) -> None:
+        if accepted not in self._late:
+            return
+        self._late.remove(accepted)
+        try:
+            with contextlib.suppress(BlockingIOError):
+                if not accepted.recv(1, socket.MSG_PEEK):
+                    raise ConnectionResetError(errno.ECONNRESET, "the client is gone")
+            self._enter(accepted)
+        except (EpRuntimeError, OSError) as error:
+            self._drop(accepted, error)
+
+    def _enter(self, accepted: socket.socket) -> None:
+        self._pass_on(accepted, self._admit(accepted))
+
+    def _drop(self, accepted: socket.socket, error: EpRuntimeError | OSError) -> None:
+        if isinstance(error, OSError) and open_files.is_shortage(error):
+            error = open_files.exhausted(self.name, error)
+        if isinstance(error, EpRuntimeError):
+            self._runtime.tell_refused(self.door, error)
+        self._disposal.drop(accepted)
 
     def _resume(self) -> None:
         if self._listener.fileno() >= 0:
@@ -93,17 +126,22 @@ class Front:
 
         Raises:
             PermissionDeniedError: it is not served, or has more connections than sessions need.
+            PoolExhaustedError: no descriptors are left for one that no session needs.
         """
         peer = self._peer_of(accepted, accepted_s=credentials.boottime_s())
         peer.close()
         settings = self._runtime.settings
         settings.check_served(peer)
-        held = collections.Counter(call.caller.uid for call in self._calls.values())[peer.uid]
+        held = self._runtime.connections.api[peer.uid]
         if held >= settings.per_user.sessions + limits.SPARE_API_CONNECTIONS:
             raise PermissionDeniedError(
                 f"uid {peer.uid} has {held} connections to api.sock", uid=peer.uid, pid=peer.pid
             )
+        self._runtime.admit(peer.uid, api=1)
         return Caller(peer.uid, peer.pid)
+
+    def _count(self, uid: int, more: int) -> None:
+        self._runtime.connections.api[uid] += more
 
     def _pass_on(self, accepted: socket.socket, caller: Caller) -> None:
         self._num_accepted += 1
@@ -120,17 +158,25 @@ class Front:
 
         def ended() -> None:
             del self._calls[peer]
+            self._count(caller.uid, -1)
             inner.close()
             self._disposal.drop(accepted)
 
+        self._count(caller.uid, 1)
         self._calls[peer] = _Call(self._loop, self._turns, caller, accepted, inner, ended)
 
 
 class OrdersFront(Front):
     """admin.sock, which its mode guards: whoever reaches it may give orders."""
 
+    name = wire.ADMIN_SOCKET
+    door = "admin"
+
     def _admit(self, accepted: socket.socket) -> Caller:
         return credentials.caller_of(accepted)
+
+    def _count(self, uid: int, more: int) -> None:
+        """Nothing: what is kept back of descriptors is for these."""
 
 
 class _Call:

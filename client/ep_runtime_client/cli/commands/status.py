@@ -105,7 +105,7 @@ def _write(status: dict[str, Any], found: dict[str, Any], *, wide: bool) -> None
             ("sessions", str(status["num_sessions"])),
             ("groups", str(status["num_groups"])),
             ("layers", f"{status['num_layers']}, handles {status['num_handles']}"),
-            ("descriptors", f"{status['num_fds']} of {status['max_fds']}"),
+            ("descriptors", _descriptors(status)),
             ("memory", f"{iec(status['rss_bytes'])} without windows"),
             ("loop lag", _loop_lag(status)),
             *_failing(status),
@@ -118,6 +118,14 @@ def _write(status: dict[str, Any], found: dict[str, Any], *, wide: bool) -> None
     _write_gpus(status, found, wide=wide)
     for rank in status["late_ranks"]:
         render.write_text(rank["message"], start="LATE: ", then="  ")
+
+
+def _descriptors(status: dict[str, Any]) -> str:
+    limits = status.get("user_limits") or {}
+    most = limits.get("max_fds_of_all")  # a daemon of before has none
+    held = sum(user["num_fds"] for user in status["users"])
+    users = f"; users hold {held} of {most}" if most else ""
+    return f"{status['num_fds']} of {status['max_fds']}{users}"
 
 
 def _write_users(status: dict[str, Any], *, wide: bool) -> None:

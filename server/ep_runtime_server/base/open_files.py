@@ -1,0 +1,71 @@
+"""Descriptors of this process: how many are open, how many may be, and for whom the last ones are.
+
+Some are kept back for the daemon itself, its cluster and `admin.sock`: without one nobody could see
+who has the others.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+
+from ep_runtime.errors import InvalidArgumentError, PoolExhaustedError
+from ep_runtime_server.base import limits
+
+LEAST_FDS = 128
+# What the daemon opens itself, two packets of windows on their way, and connections to admin.sock.
+RESERVED_FDS = 256
+
+_HOW = "ulimit -n, LimitNOFILE= of systemd"
+
+
+def num_open() -> int:
+    """Raises OSError where there is none left to look with."""
+    return len(os.listdir("/proc/self/fd")) - 1  # the listing itself holds one
+
+
+def most_open() -> int:
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+
+
+def raise_most_open() -> None:
+    """Soft limit of descriptors up to the hard one: a group of W ranks takes W + 2."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = min(hard, 1 << 16) if hard != resource.RLIM_INFINITY else 1 << 16
+    if soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def most_of_nodes() -> int:
+    """How many connections other nodes of the cluster may have here; as many go to them."""
+    return min(2 * limits.MAX_NODES, most_open() // 8)
+
+
+def for_users(*, cluster: bool) -> int:
+    """How many all users together may have. Raises InvalidArgumentError below LEAST_FDS."""
+    most = most_open()
+    if most < LEAST_FDS:
+        raise InvalidArgumentError(
+            f"the limit of open files must be {LEAST_FDS} or more, got {most}; raise it ({_HOW})",
+            argument="ulimit -n",
+        )
+    return most - min(RESERVED_FDS, most // 2) - (2 * most_of_nodes() if cluster else 0)
+
+
+def is_shortage(error: OSError) -> bool:
+    """Whether there was no descriptor left, of this process or of the whole host."""
+    return error.errno in (errno.EMFILE, errno.ENFILE)
+
+
+def exhausted(what: str, error: OSError) -> PoolExhaustedError:
+    """What to say where the kernel refused `what`, with the numbers of a shortage."""
+    if not is_shortage(error):
+        return PoolExhaustedError(f"{what}: {error.strerror}; retry")
+    most = most_open()
+    return PoolExhaustedError(
+        f"{what}: the daemon is out of file descriptors, its limit of open files is {most}; retry, "
+        f"or raise it ({_HOW})",
+        resource="fds",
+        limit=most,
+    )

@@ -1,0 +1,67 @@
+"""All that one user can open of a daemon, in a process of that user's."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+
+import fuzz_frames
+from raw_client import WAIT_S, Client, hello, make_spec
+from raw_packets import connect
+
+from ep_runtime import errors, wire
+
+MOST = 256  # of every kind
+# A caller that gRPC keeps.
+SAYS_NOTHING = fuzz_frames.PREFACE + fuzz_frames.frame(fuzz_frames.SETTINGS, 0, 0, b"")
+
+
+def become(state, uid):
+    """Once everything is imported: the user may not read what root's Python is made of."""
+    os.setgroups([])
+    os.setgid(uid)
+    os.setuid(uid)
+
+
+def _api(state, directory) -> None:
+    for _ in range(MOST):
+        connection = socket.socket(socket.AF_UNIX)
+        connection.settimeout(WAIT_S)
+        connection.connect(str(directory / wire.API_SOCKET))
+        with contextlib.suppress(OSError):  # it was turned away
+            connection.sendall(SAYS_NOTHING)
+        state.append(connection)
+
+
+def _fd(state, directory) -> None:
+    for _ in range(MOST):
+        state.append(connect(directory))
+
+
+def _sessions(state, directory) -> None:
+    with contextlib.suppress(errors.PoolExhaustedError):
+        for _ in range(MOST):
+            state.append(Client(directory))
+
+
+def _groups(state, directory) -> None:
+    state.append(client := Client(directory))
+    with contextlib.suppress(errors.PoolExhaustedError):
+        for number in range(MOST):
+            client.create(make_spec(f"g{number}", ranks=8))
+
+
+KINDS = {"api": (_api,), "fd": (_fd,), "sessions": (_sessions,), "groups": (_groups,)}
+KINDS["all"] = (_sessions, _fd, _api)
+
+
+def hoard(state, directory, kind):
+    """All that one user can open of the kind, and then one session: (error, its fields)."""
+    for open_them in KINDS[kind]:
+        open_them(state.setdefault("held", []), directory)
+    try:
+        hello(directory)
+    except errors.PoolExhaustedError as error:
+        return str(error), error.fields
+    return None
