@@ -138,7 +138,7 @@ class PoolExhaustedError(EpRuntimeError):
     """A limit of the daemon, or of the user, is reached; a retry helps when others gave back.
 
     `fields`: asked_bytes, free_bytes, limit_bytes, holders (of other users only their sum); of a
-    user's limit resource, asked, held, limit.
+    user's limit resource, uid, asked, held, limit.
     """
 
     grpc_code = "RESOURCE_EXHAUSTED"

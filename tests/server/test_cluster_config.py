@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from cluster_places import make_certificates, plain_tcp, tls_flags
+from cryptography.hazmat.primitives import serialization
 
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime_server import main
@@ -64,6 +67,28 @@ def test_a_file_that_is_no_certificate_is_named(tls):
     tls[1], tls[3] = tls[3], tls[1]
     with pytest.raises(InvalidArgumentError, match=r"--tls-cert: .*a\.key is no PEM file"):
         read("--coordinator", "127.0.0.1:7700", *tls)
+
+
+def test_the_key_of_another_certificate_is_named_with_it(tmp_path):
+    pki = make_certificates(tmp_path / "pki", a="", b="")
+    words = tls_flags(pki, "a")
+    words[3] = str(pki / "b.key")
+    said = rf"--tls-cert {pki}/a\.pem and --tls-key {pki}/b\.key: they do not belong together"
+    with pytest.raises(InvalidArgumentError, match=said):
+        read("--coordinator", "127.0.0.1:7700", *words)
+
+
+def test_a_key_that_cannot_be_read_is_named_with_its_certificate(tls):
+    key = serialization.load_pem_private_key(Path(tls[3]).read_bytes(), password=None)
+    encrypted = key.private_bytes(
+        serialization.Encoding.PEM,
+        serialization.PrivateFormat.PKCS8,
+        serialization.BestAvailableEncryption(b"x"),
+    )
+    for text in (encrypted, b"-----BEGIN PRIVATE KEY-----\n"):
+        Path(tls[3]).write_bytes(text)
+        with pytest.raises(InvalidArgumentError, match=r"a\.pem and .*a\.key: .* a passphrase"):
+            read("--coordinator", "127.0.0.1:7700", *tls)
 
 
 def test_the_key_is_in_no_text_of_the_configuration(tls):

@@ -19,6 +19,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
+from ep_runtime import files
 from ep_runtime.errors import InvalidArgumentError
 
 AUTHORITY = "ca"
@@ -164,9 +165,9 @@ def _authority(directory: Path, days: int) -> _Signer:
 
 def _read_authority(place: Paths, days: int) -> _Signer:
     try:
-        certificate = x509.load_pem_x509_certificate(place.certificate.read_bytes())
-        key = serialization.load_pem_private_key(place.key.read_bytes(), password=None)
-    except (ValueError, TypeError) as error:
+        certificate = x509.load_pem_x509_certificate(files.read(place.certificate))
+        key = serialization.load_pem_private_key(files.read(place.key), password=None)
+    except (OSError, ValueError, TypeError) as error:
         raise InvalidArgumentError(
             f"{place.certificate} and {place.key} are no certificate and key: {error}",
             argument="DIR",

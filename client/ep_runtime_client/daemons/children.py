@@ -52,7 +52,7 @@ class Child:
         options: Sequence[str],
         *,
         pass_fds: Sequence[int] = (),
-        log_path: Path | None = None,
+        log: IO[bytes] | None = None,
     ) -> Child:
         """Starts a daemon on `directory` and returns at once; `wait_ready` waits for it.
 
@@ -64,13 +64,13 @@ class Child:
             directory: its socket directory; must exist.
             options: more options of `ep-runtime serve`.
             pass_fds: descriptors that the options name.
-            log_path: file of its log; None keeps the log in a file without a name.
+            log: where its log goes, ours from now on; None for a file without a name.
         """
         ready, told = os.pipe()
         command = command_line.python_command(
             "ep_runtime_server", ["--dir", str(directory), "--ready-fd", str(told), *options]
         )
-        log = open(log_path, "a+b") if log_path is not None else tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the child
+        log = tempfile.TemporaryFile() if log is None else log  # noqa: SIM115 - lives as long as the child
         try:
             with _on_all_cores():
                 process = subprocess.Popen(

@@ -12,8 +12,9 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import IO
 
-from ep_runtime import env
+from ep_runtime import env, files
 from ep_runtime.errors import InvalidArgumentError, RuntimeUnavailableError
 from ep_runtime_client.base import jax_state
 from ep_runtime_client.daemons import children, transport
@@ -196,11 +197,22 @@ def _open_node(address: Address, directory: Path, timeout_s: float) -> ReachedRu
         if children.answers(place, timeout_s):
             return ReachedRuntime(address, place)
         child = children.Child.start(
-            directory, ["--idle-exit-s", str(_IDLE_EXIT_S)], log_path=directory / "daemon.log"
+            directory, ["--idle-exit-s", str(_IDLE_EXIT_S)], log=_own_file(directory / "daemon.log")
         )
         child.wait_ready(timeout_s)
     _log.info("started the node's daemon, pid %d, at unix://%s", child.pid, directory)
     return ReachedRuntime(address, place, child)
+
+
+def _own_file(path: Path) -> IO[bytes]:
+    """A file of the node's directory, to append to. Raises RuntimeUnavailableError."""
+    try:
+        return open(files.open_regular(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644), "a+b")
+    except OSError as error:
+        raise RuntimeUnavailableError(
+            f"cannot start the node's daemon with {path}: {error.strerror}; remove it",
+            address="node",
+        ) from error
 
 
 @contextlib.contextmanager
@@ -212,7 +224,7 @@ def _locked(path: Path, timeout_s: float) -> Iterator[None]:
     """
     deadline = time.monotonic() + timeout_s
     pause = threading.Event()
-    with open(path, "ab") as file:
+    with _own_file(path) as file:
         while True:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

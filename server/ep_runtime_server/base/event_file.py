@@ -16,6 +16,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from ep_runtime import files
+from ep_runtime.errors import InvalidArgumentError
 from ep_runtime_server.base.beside import SideThread
 
 REWRITE_AT_BYTES = 4 << 20
@@ -36,24 +38,31 @@ class EventFile:
     """Written line by line: what a killed daemon said, and waited to be `written`, is there."""
 
     def __init__(self, path: Path) -> None:
+        """Raises InvalidArgumentError where something else than a file has its name."""
         self._path = path
         self._fd = -1
         self._rewritten_bytes = 0
-        self._open()
+        try:
+            self._open()
+        except files.KindError as error:
+            raise InvalidArgumentError(
+                f"cannot keep events in {path}: {error.strerror}; remove it", argument="dir"
+            ) from error
+        except OSError:
+            pass  # events are lost
         self._bytes = os.fstat(self._fd).st_size if self._fd >= 0 else 0  # since it was rewritten
         self._gap = self._rewriting = False
         self._beside = SideThread("events", MAX_WAITING)
 
     def _open(self) -> None:
-        flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
-        with contextlib.suppress(OSError):
-            self._fd = os.open(self._path, flags, 0o600)
+        flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
+        self._fd = files.open_regular(self._path, flags)
 
     def read(self) -> Iterator[Values]:
         """What is there, by number; lines that are no events are left out."""
         sequence = 0
         try:
-            lines = self._path.read_bytes().splitlines()
+            lines = files.read_end(self._path).splitlines()
         except OSError:
             return
         for line in lines:
@@ -108,7 +117,8 @@ class EventFile:
         finally:
             self._rewritten_bytes, self._rewriting = len(data), False
         self._close()
-        self._open()
+        with contextlib.suppress(OSError):
+            self._open()
 
     def close(self) -> None:
         """Writes what is left, as far as the disk takes it in time."""

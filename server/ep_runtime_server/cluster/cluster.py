@@ -105,7 +105,7 @@ class Cluster:
             port = 0
             reason = str(error).split(";")[0]
         else:
-            reason = "the certificate does not fit its key, or the address is none of this host's"
+            reason = "the address is another program's, or none of this host's"
         if not port:
             raise InvalidArgumentError(f"cannot listen on {wanted}: {reason}", argument="--listen")
         host = wanted.host

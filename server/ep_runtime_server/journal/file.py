@@ -21,8 +21,9 @@ import struct
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
+from ep_runtime import files
 from ep_runtime.errors import PoolExhaustedError
 from ep_runtime_server.base.failpoints import Failpoints
 
@@ -63,24 +64,35 @@ def _encode(sequence: int, record: Record) -> bytes:
     return _HEAD.pack(len(payload), _crc(sequence, payload), sequence) + payload
 
 
-def whole_records(data: bytes) -> Iterator[tuple[bytes, int]]:
+def whole_records(file: BinaryIO) -> Iterator[tuple[bytes, int]]:
     """Payload and end of every record of a journal, up to the first that is not whole."""
-    offset = len(MAGIC)
+    if file.read(len(MAGIC)) != MAGIC:
+        return
+    end = len(MAGIC)
     for number in itertools.count(1):
-        if not data.startswith(MAGIC) or offset + _HEAD.size > len(data):
+        head = file.read(_HEAD.size)
+        if len(head) < _HEAD.size:
             return
-        length, crc, sequence = _HEAD.unpack_from(data, offset)
-        start, offset = offset + _HEAD.size, offset + _HEAD.size + length
-        payload = data[start:offset]
-        whole = 0 < length <= MAX_RECORD_BYTES and len(payload) == length
-        if not whole or sequence != number or _crc(sequence, payload) != crc:
+        length, crc, sequence = _HEAD.unpack(head)
+        if not 0 < length <= MAX_RECORD_BYTES or sequence != number:
             return
-        yield payload, offset
+        payload = file.read(length)
+        if len(payload) < length or _crc(sequence, payload) != crc:
+            return
+        end += _HEAD.size + length
+        yield payload, end
 
 
-def cut_bytes(data: bytes, end: int) -> int:
-    """Bytes behind the last whole record that are not room for the next ones."""
-    return len(data[end:].rstrip(b"\0"))
+def cut_bytes(file: BinaryIO, end: int) -> int:
+    """Bytes behind the last whole record that are not room for the next ones; of a file that is
+    longer than any of ours, how many of those that a record may have."""
+    try:
+        start = os.lseek(file.fileno(), end, os.SEEK_DATA)  # a hole may be as large as one likes
+    except OSError:  # there is only a hole
+        return 0
+    file.seek(start)
+    found = len(file.read(MAX_RECORD_BYTES).rstrip(b"\0"))
+    return start - end + found if found else 0
 
 
 def _write_all(fd: int, data: bytes, offset: int) -> None:
@@ -131,8 +143,7 @@ class Journal:
         self.odd_records = 0
         self.error = ""
         try:
-            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-            self._fd = os.open(self._path, flags, 0o600)
+            self._fd = files.open_regular(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
             self._read()
         except OSError as error:
             self.close()
@@ -146,14 +157,14 @@ class Journal:
         return self._end
 
     def _read(self) -> None:
-        data = self._path.read_bytes()
-        self.was_there = data.startswith(MAGIC)
+        self.was_there = os.pread(self._fd, len(MAGIC), 0) == MAGIC
         good = len(MAGIC) if self.was_there else 0
-        for payload, end in whole_records(data):
-            good = end
-            self._sequence += 1
-            self._take(payload)
-        self.cut_bytes = cut_bytes(data, good)
+        with open(self._fd, "rb", closefd=False) as file:
+            for payload, end in whole_records(file):
+                good = end
+                self._sequence += 1
+                self._take(payload)
+            self.cut_bytes = cut_bytes(file, good)
         # Old bytes behind the end must not be taken for records once the end grows towards them.
         os.ftruncate(self._fd, good)
         self._end = self._allocated = good
@@ -258,8 +269,8 @@ class Journal:
         data = MAGIC + b"".join(records)
         fd = -1
         try:
-            flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
-            fd = os.open(fresh, flags, 0o600)
+            flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
+            fd = files.open_regular(fresh, flags)
             self._failpoints.hit(f"{self._name}.reserve")
             os.posix_fallocate(fd, 0, len(data) + RESERVE_BYTES)
             _write_all(fd, data, 0)

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import collections
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
 
+from ep_runtime import files
 from ep_runtime_server.journal.file import cut_bytes, whole_records
 
 
@@ -20,24 +22,25 @@ def summary(path: Path) -> dict[str, Any]:
     Raises:
         OSError: it cannot be read.
     """
-    data = path.read_bytes()
     good = records = odd = 0
     facts: dict[str, bool] = {}
-    for payload, end in whole_records(data):
-        good = end
-        records += 1
-        try:
-            key, value = json.loads(payload)
-            facts[key] = value is not None
-        except (ValueError, TypeError, RecursionError):
-            odd += 1
+    with open(files.open_regular(path), "rb") as file:
+        for payload, end in whole_records(file):
+            good = end
+            records += 1
+            try:
+                key, value = json.loads(payload)
+                facts[key] = value is not None
+            except (ValueError, TypeError, RecursionError):
+                odd += 1
+        size_bytes, cut = os.fstat(file.fileno()).st_size, cut_bytes(file, good)
     kept = collections.Counter(key.partition("/")[0] for key, there in facts.items() if there)
     return {
-        "file_bytes": len(data),
+        "file_bytes": size_bytes,
         "record_bytes": good,
         "num_records": records,
         "num_odd_records": odd,
-        "cut_bytes": cut_bytes(data, good),
+        "cut_bytes": cut,
         "facts": dict(sorted(kept.items())),
     }
 

@@ -7,11 +7,13 @@ import dataclasses
 import ipaddress
 import re
 import socket
+import ssl
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ep_runtime import files
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime_server.nodes.facts import MAX_EPOCH
 from ep_runtime_server.nodes.seal import read_secret
@@ -266,13 +268,32 @@ def _read_tls(arguments: argparse.Namespace) -> Tls | None:
             "certs` makes some for a lab); plain TCP only with --insecure",
             argument=missing[0],
         )
-    texts = [_read_pem(flag, path) for flag, path in given.items()]
-    return Tls(*texts)
+    made = Tls(*(_read_pem(flag, path) for flag, path in given.items()))
+    _check_pair(arguments.tls_cert, arguments.tls_key)
+    return made
+
+
+def _check_pair(certificate: str, key: str) -> None:
+    """Raises InvalidArgumentError where the key is not the certificate's."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.set_ciphers("DEFAULT:@SECLEVEL=0")  # how strong they are is gRPC's to say
+    try:
+        context.load_cert_chain(certificate, key, password="")
+    except OSError as error:  # of ssl too
+        mismatch = getattr(error, "reason", "") == "KEY_VALUES_MISMATCH"
+        why = (
+            "they do not belong together: it is the key of another certificate"
+            if mismatch
+            else f"they are no certificate with its key, or the key has a passphrase: {error}"
+        )
+        raise InvalidArgumentError(
+            f"--tls-cert {certificate} and --tls-key {key}: {why}", argument="--tls-key"
+        ) from error
 
 
 def _read_pem(flag: str, path: str) -> bytes:
     try:
-        text = Path(path).read_bytes()
+        text = files.read(path)
     except OSError as error:
         raise InvalidArgumentError(
             f"{flag}: cannot read {path}: {error.strerror}", argument=flag
@@ -289,7 +310,7 @@ def _read_pem(flag: str, path: str) -> bytes:
 def _from_file(path: Path, name: str, tls: Tls | None) -> ClusterConfig:
     """Raises InvalidArgumentError naming the key of the file that is wrong."""
     try:
-        content = tomllib.loads(path.read_text(encoding="utf-8"))
+        content = tomllib.loads(files.read(path).decode())
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise InvalidArgumentError(

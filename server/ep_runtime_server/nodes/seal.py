@@ -13,9 +13,9 @@ import os
 import secrets
 import stat
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
+from ep_runtime import files
 from ep_runtime.errors import InvalidArgumentError, PermissionDeniedError
 
 KEY = "ep-node-seal"
@@ -81,7 +81,7 @@ def read_secret(path: str) -> bytes:
         InvalidArgumentError: it cannot be read, others can read it, or it is too short or long.
     """
     try:
-        with Path(path).open("rb") as file:
+        with open(files.open_regular(path), "rb") as file:
             about = os.fstat(file.fileno())
             secret = file.read(MAX_SECRET_BYTES + 1).strip()
     except OSError as error:

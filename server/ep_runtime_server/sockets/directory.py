@@ -9,7 +9,7 @@ import socket
 from pathlib import Path
 from urllib.parse import quote
 
-from ep_runtime import env, wire
+from ep_runtime import env, files, wire
 from ep_runtime.errors import EpRuntimeError, InvalidArgumentError, PermissionDeniedError
 
 LOCK_FILE = "lock"
@@ -28,6 +28,13 @@ class DirectoryBusyError(EpRuntimeError):
     grpc_code = "UNAVAILABLE"
 
 
+def _unusable(path: Path, error: OSError) -> InvalidArgumentError:
+    return InvalidArgumentError(
+        f"cannot use {path}: {error.strerror}; remove it, or take another --dir",
+        argument="dir",
+    )
+
+
 class SocketDirectory:
     """A locked directory. gRPC takes a path over silently, so the lock comes before any bind."""
 
@@ -37,17 +44,20 @@ class SocketDirectory:
         Raises:
             DirectoryBusyError: another daemon has it; names its pid.
             PermissionDeniedError: it belongs to another user, or others can write to it.
-            InvalidArgumentError: it cannot be created or reached, or its name is too long.
+            InvalidArgumentError: it cannot be created or reached, its name is too long, or
+                something else has the name of one of its files.
         """
         try:
             self.path = self._prepare(path, open_to_others=open_to_others)
-            self._lock_fd = os.open(
-                self.path / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600
-            )
         except OSError as error:
             raise InvalidArgumentError(
                 f"cannot use {path} as socket directory: {error.strerror}", argument="dir"
             ) from error
+        try:
+            flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
+            self._lock_fd = files.open_regular(self.path / LOCK_FILE, flags)
+        except OSError as error:
+            raise _unusable(self.path / LOCK_FILE, error) from error
         self._open_to_others = open_to_others
         self._inodes: dict[str, tuple[int, int]] = {}
         try:
@@ -61,8 +71,10 @@ class SocketDirectory:
         os.ftruncate(self._lock_fd, 0)
         os.pwrite(self._lock_fd, f"{os.getpid()}\n".encode(), 0)
         for name in SOCKETS:  # of a daemon that was killed
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(self.path / name)
+            try:
+                files.remove_socket(self.path / name)
+            except OSError as error:
+                raise _unusable(self.path / name, error) from error
 
     @staticmethod
     def _prepare(path: Path, *, open_to_others: bool) -> Path:
@@ -91,9 +103,13 @@ class SocketDirectory:
         return f"unix:{quote(str(self.path / name))}"
 
     def bind(self, name: str, kind: int) -> socket.socket:
-        """A socket that does not listen yet."""
+        """A socket that does not listen yet. Raises InvalidArgumentError."""
         listener = socket.socket(socket.AF_UNIX, kind)
-        listener.bind(str(self.path / name))
+        try:
+            listener.bind(str(self.path / name))
+        except OSError as error:
+            listener.close()
+            raise _unusable(self.path / name, error) from error
         return listener
 
     def sockets_bound(self) -> None:

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ep_runtime import files
 from ep_runtime.errors import EpRuntimeError, InvalidArgumentError
 from ep_runtime.units import iec
 from ep_runtime_client import cli
@@ -151,7 +152,7 @@ def left_events(args: argparse.Namespace) -> dict[str, Any]:
 
     path = runtime.daemon_place(args.address).directory / "events"
     items = []
-    for line in path.read_bytes().splitlines():
+    for line in files.read_end(path).splitlines():
         try:
             items.append(dict(zip(_EVENT_KEYS, json.loads(line), strict=True)))
         except (ValueError, TypeError):  # torn, or none of ours

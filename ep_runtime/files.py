@@ -1,0 +1,83 @@
+"""Opens regular files alone, and reads no more of them than they may have.
+
+To open a FIFO waits for its other end, and to read /dev/zero or a sparse file fills the memory.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from pathlib import Path
+
+MOST_BYTES = 1 << 20  # of what people write: certificates, keys, lists of nodes
+MOST_BYTES_OF_END = 64 << 20  # of what programs add to: much more than a daemon's events take
+
+_KINDS = {
+    stat.S_IFREG: "a regular file",
+    stat.S_IFDIR: "a directory",
+    stat.S_IFIFO: "a FIFO",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFLNK: "a symbolic link",
+    stat.S_IFCHR: "a character device",
+    stat.S_IFBLK: "a block device",
+}
+
+
+class KindError(OSError):
+    """Something else stands under the name; `strerror` says what."""
+
+
+def kind_error(mode: int, wanted: int) -> KindError:
+    """Says of what kind a file of that `st_mode` is, and is to be (a stat.S_IF...)."""
+    kind = _KINDS.get(stat.S_IFMT(mode), "of no kind that is known")
+    return KindError(errno.EINVAL, f"it is {kind}, and must be {_KINDS[wanted]}")
+
+
+def open_regular(path: str | os.PathLike[str], flags: int = os.O_RDONLY, mode: int = 0o600) -> int:
+    """A descriptor of a regular file, as os.open gives; never waits.
+
+    Raises:
+        KindError: it is no regular file, or with O_NOFOLLOW a symbolic link.
+        OSError: it cannot be opened.
+    """
+    try:
+        fd = os.open(path, flags | os.O_CLOEXEC | os.O_NOCTTY | os.O_NONBLOCK, mode)
+    except OSError as error:
+        if error.errno not in (errno.ENXIO, errno.EISDIR, errno.ELOOP):
+            raise
+        about = os.stat(path, follow_symlinks=not flags & os.O_NOFOLLOW)
+        raise kind_error(about.st_mode, stat.S_IFREG) from error
+    about = os.fstat(fd)
+    if not stat.S_ISREG(about.st_mode):
+        os.close(fd)
+        raise kind_error(about.st_mode, stat.S_IFREG)
+    return fd
+
+
+def read(path: str | os.PathLike[str], most_bytes: int = MOST_BYTES) -> bytes:
+    """All of a regular file. Raises as `open_regular`, and OSError where it has more."""
+    with open(open_regular(path), "rb") as file:
+        data = file.read(most_bytes + 1)
+        if len(data) > most_bytes:
+            size = os.fstat(file.fileno()).st_size
+            raise OSError(errno.EFBIG, f"it has {size} bytes, and may have {most_bytes}")
+    return data
+
+
+def read_end(path: str | os.PathLike[str], most_bytes: int = MOST_BYTES_OF_END) -> bytes:
+    """The last `most_bytes` of a regular file. Raises as `open_regular`."""
+    with open(open_regular(path), "rb") as file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - most_bytes))
+        return file.read(most_bytes)
+
+
+def remove_socket(path: Path) -> None:
+    """Removes a socket where there is one. Raises KindError for anything else, and OSError."""
+    try:
+        mode = os.lstat(path).st_mode
+        if not stat.S_ISSOCK(mode):
+            raise kind_error(mode, stat.S_IFSOCK)
+        os.unlink(path)
+    except FileNotFoundError:
+        return
