@@ -8,9 +8,10 @@ import socket
 
 import fuzz_frames
 from raw_client import WAIT_S, Client, hello, make_spec
-from raw_packets import connect
+from raw_packets import connect, receive
 
 from ep_runtime import errors, wire
+from ep_runtime.v1 import fd_socket_pb2
 
 MOST = 256  # of every kind
 # A caller that gRPC keeps.
@@ -54,6 +55,31 @@ def _groups(state, directory) -> None:
 
 KINDS = {"api": (_api,), "fd": (_fd,), "sessions": (_sessions,), "groups": (_groups,)}
 KINDS["all"] = (_sessions, _fd, _api)
+
+
+def leave_unread(state, directory, tickets):
+    """Redeems tickets for nine descriptors each and reads none."""
+    client = Client(directory)
+    group = client.create(make_spec(f"unread{tickets}", ranks=8)).group
+    state["held"] = [client, *(connect(directory) for _ in range(tickets))]
+    for connection in state["held"][1:]:
+        redeem = fd_socket_pb2.RedeemTicket(
+            session_token=client.token, ticket=client.ticket(group).ticket
+        )
+        connection.send(fd_socket_pb2.FdRequest(redeem_ticket=redeem).SerializeToString())
+
+
+def read_all(state):
+    """The errors among what was left unread."""
+    found = []
+    for connection in state.pop("held")[1:]:
+        with connection:
+            try:
+                for fd in receive(connection)[1]:
+                    os.close(fd)
+            except errors.EpRuntimeError as error:
+                found.append(str(error))
+    return found
 
 
 def hoard(state, directory, kind):

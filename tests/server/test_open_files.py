@@ -12,7 +12,7 @@ import cluster_places
 import pytest
 from harness import DaemonProcess, eventually
 from hoarding import KINDS, SAYS_NOTHING
-from raw_client import Stubs, make_spec
+from raw_client import Stubs, close_fds, make_spec
 
 from ep_runtime import errors, wire
 from ep_runtime.v1 import admin_service_pb2 as pb
@@ -21,6 +21,8 @@ from ep_runtime_server.main import EXIT_USAGE
 
 GREEDY, GREEDY_TOO = 65534, 65533
 LIMIT = 256
+# The kernel counts what root sends, and stops nobody who may raise limits.
+AS_A_USER = ("setpriv", "--bounding-set=-sys_resource,-sys_admin", "--inh-caps=-all")
 MOST_S = 3.0  # of an answer; without a descriptor gRPC alone waits for 13 s
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root becomes another user")
@@ -37,7 +39,9 @@ def served(daemon_process):
     with tempfile.TemporaryDirectory(prefix="epu-") as name:
         os.chmod(name, 0o755)
         allowed = [word for uid in (GREEDY, GREEDY_TOO) for word in ("--allow-uid", str(uid))]
-        yield daemon_process(*allowed, directory=Path(name) / "d", launcher=at_most(LIMIT))
+        yield daemon_process(
+            *allowed, directory=Path(name) / "d", launcher=(*AS_A_USER, *at_most(LIMIT))
+        )
 
 
 def take_all(daemon: DaemonProcess, uid: int, kind: str):
@@ -62,6 +66,18 @@ def operator_is_served(daemon: DaemonProcess) -> pb.GetStatusResponse:
     where = ["--address", f"unix://{daemon.directory}", "--timeout", str(MOST_S)]
     assert cli.main(["status", "--quiet", *where]) == cli.OK
     return daemon.status()
+
+
+def test_descriptors_that_a_user_does_not_read_are_bounded(served):
+    process = served.process()
+    process.do("call", "hoarding", "become", GREEDY)
+    process.do("call", "hoarding", "leave_unread", served.directory, 30)
+    ours = served.client()
+    close_fds(ours.fetch(ours.create(make_spec(ranks=8)).group))
+    (refused, *_) = process.do("call", "hoarding", "read_all")
+    assert "descriptors that were sent and not read" in refused
+    process.do("call", "hoarding", "leave_unread", served.directory, 3)
+    assert process.do("call", "hoarding", "read_all") == []
 
 
 def test_a_limit_that_leaves_nothing_for_users_is_said_at_the_start(daemon_process):

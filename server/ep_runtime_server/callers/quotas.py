@@ -127,6 +127,26 @@ class Quotas:
                 limit=limit,
             )
 
+    def check_unread(self, uid: int, asked: int, unread: Mapping[int, int]) -> None:
+        """Whether so many descriptors may be sent on top of those by uid that nobody has read yet.
+        The kernel counts them for the daemon's own user, up to its limit of open files.
+
+        Raises:
+            PoolExhaustedError: it is over the limit of the user's descriptors, or of all users'.
+        """
+        held, all_held = unread.get(uid, 0), sum(unread.values())
+        if asked > min(self.limits.fds - held, self.limits.all_fds - all_held):
+            raise PoolExhaustedError(
+                f"uid {uid} has {held} descriptors that were sent and not read, all users have "
+                f"{all_held}, and asks for {asked}; the limits are {self.limits.fds} and "
+                f"{self.limits.all_fds}: read what was sent",
+                resource="unread",
+                uid=uid,
+                asked=asked,
+                held=held,
+                limit=self.limits.fds,
+            )
+
     def check_retained(self, retain_s: float) -> None:
         """Raises InvalidArgumentError where a group asks to be kept for longer than any may be."""
         longest_s = self.limits.retain_s

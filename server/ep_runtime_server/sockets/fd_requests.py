@@ -5,7 +5,7 @@ Knows no connection; every function raises what its client is told.
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 
 import ep_runtime
 from ep_runtime import wire
@@ -50,10 +50,14 @@ def hello(runtime: Runtime, peer: Peer, asked: pb.Hello) -> pb.FdReply:
     return pb.FdReply(welcome=welcome)
 
 
-def redeem(runtime: Runtime, peer: Peer, request: pb.RedeemTicket) -> Generator[Packet, None, None]:
-    """The packets with a group's descriptors, which are open until the next packet is asked for."""
+def redeem(
+    runtime: Runtime, peer: Peer, request: pb.RedeemTicket, admit: Callable[[int], None]
+) -> Generator[Packet, None, None]:
+    """The packets with a group's descriptors, which are open until the next packet is asked for.
+    `admit` may refuse their number."""
     session = runtime.sessions.authenticate_peer(request.session_token, peer.pid, peer.uid)
     buffers, generation = attachment.redeem(runtime.tickets, session, request.ticket)
+    admit(len(buffers))
     runtime.recorder.flush()
     runtime.failpoints.hit("fd.before_send")
     runtime.failpoints.hit("fd.answer")

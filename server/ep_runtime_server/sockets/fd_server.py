@@ -7,11 +7,15 @@ session that may return windows, and only where they are memory: to close others
 from __future__ import annotations
 
 import asyncio
+import collections
 import contextlib
 import dataclasses
 import errno
+import fcntl
 import os
 import socket
+import sys
+import termios
 from collections.abc import Callable
 
 from google.protobuf.message import DecodeError
@@ -50,6 +54,19 @@ class _Connection:
     idle_timer: asyncio.TimerHandle | None = None
     unread: bool = False  # the packet being answered carries descriptors that nobody took yet
     awaited: bool = False  # somebody takes them, and nothing else is read
+    sent_fds: int = 0  # since the client had read all that was sent
+
+    def unread_fds(self) -> int:
+        """How many of `sent_fds` may still be on their way."""
+        if self.sent_fds and not _bytes_on_way(self.socket):
+            self.sent_fds = 0
+        return self.sent_fds
+
+
+def _bytes_on_way(connection: socket.socket) -> int:
+    """What the kernel holds of packets that were sent and not read."""
+    told = fcntl.ioctl(connection, termios.TIOCOUTQ, bytes(4))
+    return int.from_bytes(told, sys.byteorder)
 
 
 class FdServer:
@@ -69,6 +86,8 @@ class FdServer:
         self._listener = listener
         self._peer_of = peer_of
         self._connections: dict[_Connection, None] = {}  # the one that was silent longest first
+        # Over for us; but what the client does not read is on its way until it closes its end.
+        self._left: list[_Connection] = []
         self._disposal = disposal
         self._turns = turns
         self._loop = asyncio.get_running_loop()
@@ -82,6 +101,8 @@ class FdServer:
         self._disposal.close_listener(self._listener)
         for connection in list(self._connections):
             self._drop(connection)
+        for connection in self._left:
+            self._end(connection)
         await self._descriptors.close()
 
     def _accept(self) -> None:
@@ -128,15 +149,17 @@ class FdServer:
         peer = self._peer(connection)
         peer.close()
         self._runtime.settings.check_served(peer)
-        held = self._runtime.connections.fd
-        if held[peer.uid] >= limits.MAX_FD_CONNECTIONS_PER_UID:
+        self._unread()
+        held = self._runtime.connections.fd[peer.uid]
+        if held >= limits.MAX_FD_CONNECTIONS_PER_UID:
             raise RuntimeUnavailableError(
-                f"uid {peer.uid} has {held[peer.uid]} connections to {wire.FD_SOCKET}, as many as "
+                f"uid {peer.uid} has {held} connections to {wire.FD_SOCKET}, as many as "
                 "one user may have; retry",
                 answered=False,
             )
         if len(self._connections) >= limits.MAX_FD_CONNECTIONS:
-            busiest = held.most_common(1)[0][0]
+            by_uid = collections.Counter(other.uid for other in self._connections)
+            busiest = by_uid.most_common(1)[0][0]
             self._drop(next(other for other in self._connections if other.uid == busiest))
         self._runtime.admit(peer.uid, fd=1)
         return peer.uid
@@ -170,11 +193,32 @@ class FdServer:
     def _drop(self, connection: _Connection) -> None:
         if connection in self._connections:
             del self._connections[connection]
-            self._runtime.connections.fd[connection.uid] -= 1
             self._loop.remove_reader(connection.socket)
-            self._disposal.drop(connection.socket)
             if connection.idle_timer is not None:
                 connection.idle_timer.cancel()
+            if connection.unread_fds():
+                with contextlib.suppress(OSError):
+                    connection.socket.shutdown(socket.SHUT_RDWR)
+                self._left.append(connection)
+            else:
+                self._end(connection)
+
+    def _end(self, connection: _Connection) -> None:
+        self._runtime.connections.fd[connection.uid] -= 1
+        self._disposal.drop(connection.socket)
+
+    def _unread(self) -> collections.Counter[int]:
+        """Descriptors on their way by uid; ends connections whose clients have read theirs."""
+        left, self._left = self._left, []
+        for connection in left:
+            if connection.unread_fds():
+                self._left.append(connection)
+            else:
+                self._end(connection)
+        found: collections.Counter[int] = collections.Counter()
+        for connection in (*self._connections, *self._left):
+            found[connection.uid] += connection.unread_fds()
+        return found
 
     def _listen(self, connection: _Connection) -> None:
         if connection in self._connections and not connection.awaited:
@@ -321,8 +365,13 @@ class FdServer:
         self._send(connection, reply, [])
 
     def _redeem(self, connection: _Connection, peer: Peer, request: pb.RedeemTicket) -> None:
-        with contextlib.closing(fd_requests.redeem(self._runtime, peer, request)) as packets:
+        def admit(num_fds: int) -> None:
+            self._runtime.quotas.check_unread(peer.uid, num_fds, self._unread())
+
+        redeemed = fd_requests.redeem(self._runtime, peer, request, admit)
+        with contextlib.closing(redeemed) as packets:
             for reply, fds in packets:
+                connection.sent_fds += len(fds)
                 self._send(connection, reply, fds)
         self._runtime.failpoints.hit("fd.after_send")
 
