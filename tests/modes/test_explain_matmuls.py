@@ -84,6 +84,28 @@ def test_a_quantized_gemm_names_every_collective(make_group: MakeGroup, partitio
     assert "the largest over the axes" in whys(seen, "all-reduce", "amax")
 
 
+@pytest.mark.parametrize("partitioning", ["rule", "shard_map"])
+def test_processes_on_cpu_exchange_parts_of_a_gradient_and_add_them_up(
+    make_group: MakeGroup, monkeypatch: pytest.MonkeyPatch, partitioning: str
+) -> None:
+    monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
+    group = make_group(
+        axes={"fsdp": 4, "ep": 2},
+        outer_axes="fsdp",
+        transport="xla",
+        partitioning=partitioning,
+        num_experts=16,  # no other test has traced it
+    )
+    layer, weight = group.register_layer("moe", top_k=2), P("ep", "fsdp")
+    options = {"rhs_spec": weight} if partitioning == "shard_map" else {}
+    seen = ep.explain(lambda *args: step(layer, None, *args, **options), *operands(group, weight))
+    assert {*found(seen)} == {
+        ("all-gather", "grouped_gemm", "own"),
+        ("all-to-all", "grouped_gemm", "sum"),
+    }
+    assert "left there" in whys(seen, "all-to-all", "sum")
+
+
 def test_a_split_contraction_is_a_sum_of_products(make_group: MakeGroup) -> None:
     group = make_group(axes={"ep": 2, "tp": 2}, transport="xla", num_experts=8)
     layer = group.register_layer("moe", top_k=2)

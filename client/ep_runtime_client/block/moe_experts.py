@@ -8,13 +8,13 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.sharding import PartitionSpec
 
 from ep_runtime_client.block.params import MoEParams
 from ep_runtime_client.ops.activation.function import Activation
 from ep_runtime_client.ops.gemm import quantized_operands
 from ep_runtime_client.ops.partitioning.roles import entries_of
+from ep_runtime_client.ops.partitioning.scatter import gather
 from ep_runtime_client.ops.quantize.formats.recipes import Recipe
 from ep_runtime_client.ops.quantize.pair import is_pair, paired
 from ep_runtime_client.ops.quantize.quantized_tensor import QuantizedTensor
@@ -81,7 +81,7 @@ def _gathered(block: Block, name: str, bias: jax.Array) -> jax.Array:
     for dim, axes in enumerate(entries_of(block.specs[name], bias.ndim)):
         over = tuple(axis for axis in axes if axis in manual and axis in block.token_axes)
         if over and dim:
-            bias = lax.all_gather(bias, over, axis=dim, tiled=True)
+            bias = gather(bias, over, dim)
     return bias
 
 

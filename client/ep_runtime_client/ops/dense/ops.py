@@ -19,6 +19,7 @@ from ep_runtime_client.ops.partitioning.placement import Weight, fitting, whole_
 from ep_runtime_client.ops.partitioning.regions import Where
 from ep_runtime_client.ops.partitioning.resolved import Resolved, Sums
 from ep_runtime_client.ops.partitioning.roles import Entries, Roles, flat
+from ep_runtime_client.ops.partitioning.scatter import scatter
 from ep_runtime_client.ops.quantize import plain as quantize_plain
 from ep_runtime_client.ops.quantize.formats.recipes import Recipe
 from ep_runtime_client.ops.quantize.formats.table import format_of
@@ -259,7 +260,10 @@ class DenseForward(_Matmul):
             lead = blocks[0].shape[:-1]
             rows, matrix = widened(x, rows=True), widened(kernel, rows=False)
             y = _dot(rows, matrix, (1, 0)).reshape(*lead, matrix.shape[1])
-            y = _summed(sums, y, place.contracted, place.scatter)
+            if place.scatter is None:
+                y = sums.total(y, place.contracted)
+            else:
+                y = scatter(y, place.contracted, place.scatter)
             if bias is not None:
                 y = y + bias.astype(y.dtype)
             return (y.astype(self.dtype),)
@@ -331,10 +335,3 @@ def _dot(left: jax.Array, right: jax.Array, contract: tuple[int, int]) -> jax.Ar
     return lax.dot_general(
         left.astype(dtype), right.astype(dtype), dims, preferred_element_type=wide(left, right)
     )
-
-
-def _summed(sums: Sums, y: jax.Array, axes: Axes, scatter: int | None) -> jax.Array:
-    if scatter is None:
-        return sums.total(y, axes)
-    part: jax.Array = lax.psum_scatter(y, axes, scatter_dimension=scatter, tiled=True)
-    return part

@@ -107,7 +107,9 @@ def _name(identity: int, info: Any) -> str:
     """The same for calls with one answer: what a trace of the rule's body reads is in it."""
     config: Any = jax.config
     mesh, platforms = dict(info.mesh.shape), tuple(info.module_context.platforms)
-    read = (slack.checked(), config.jax_default_matmul_precision, config.jax_enable_x64)
+    # `scatter` asks the last one.
+    exchanges = "cpu" in platforms and jax.distributed.is_initialized()
+    read = (slack.checked(), config.jax_default_matmul_precision, config.jax_enable_x64, exchanges)
     return f"{specs.stable_id('partitioned', str(identity), repr((mesh, platforms, read))):x}"
 
 

@@ -11,6 +11,7 @@ import jax
 from jax import lax
 
 from ep_runtime_client.ops.partitioning.roles import Entries, Roles
+from ep_runtime_client.ops.partitioning.scatter import scatter
 from ep_runtime_client.ops.tracing.varying import Axes
 
 
@@ -66,7 +67,7 @@ class Sums:
         for dim, axes in enumerate(gathered[:dims]):
             for on_rows, found in itertools.groupby(axes, over.__contains__):
                 run = tuple(found)
-                x = _scatter(x, run, dim) if on_rows else self._cut(x, run, dim)
+                x = scatter(x, run, dim) if on_rows else self._cut(x, run, dim)
         done = {axis for axes in gathered[:dims] for axis in axes}
         return self.total(x, tuple(axis for axis in summed if axis not in done))
 
@@ -74,8 +75,3 @@ class Sums:
         size = x.shape[dim] // self.roles.size(axes)
         part: jax.Array = lax.dynamic_slice_in_dim(x, lax.axis_index(axes) * size, size, dim)
         return part
-
-
-def _scatter(x: jax.Array, axes: Axes, dim: int) -> jax.Array:
-    part: jax.Array = lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True)
-    return part
