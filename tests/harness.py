@@ -7,6 +7,7 @@ import contextlib
 import gc
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -40,6 +41,19 @@ class FakeClock:
 
     def advance(self, seconds: float) -> None:
         self.now_s += seconds
+
+
+def preloaded(name: str, folder: Path) -> str:
+    """Compiles tests/NAME.c for LD_PRELOAD."""
+    compiler = shutil.which("cc")
+    if compiler is None:
+        pytest.skip("no C compiler here")
+    library = folder / f"{name}.so"
+    source = Path(__file__).parent / f"{name}.c"
+    subprocess.run(
+        [compiler, "-shared", "-fPIC", "-O1", "-o", library, source], check=True, timeout=60
+    )
+    return str(library)
 
 
 def eventually(condition: Callable[[], object], *, within_s: float = 2.0, what: str = "") -> None:

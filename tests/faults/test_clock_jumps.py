@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import mmap
 import os
-import shutil
 import struct
-import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from daemon_fixtures import Program
-from harness import eventually, memfds_of
+from harness import eventually, memfds_of, preloaded
 from raw_client import make_spec
 from raw_jobs import come_back, ready_pair
 
@@ -22,25 +20,18 @@ from ep_runtime.v1 import session_service_pb2
 HOUR_S = 3600
 YEAR_S = 365 * 24 * HOUR_S
 JUMPS = (HOUR_S, -HOUR_S, YEAR_S, -YEAR_S)
-_SOURCE = Path(__file__).resolve().parents[1] / "jumping_clock.c"
 
 
 class Clock:
     """The wall clock of the processes that have `environment`."""
 
     def __init__(self, folder: Path) -> None:
-        library = folder / "jumping_clock.so"
-        compiler = shutil.which("cc")
-        if compiler is None:
-            pytest.skip("no C compiler here")
-        subprocess.run(
-            [compiler, "-shared", "-fPIC", "-O1", "-o", library, _SOURCE], check=True, timeout=60
-        )
+        library = preloaded("jumping_clock", folder)
         file = folder / "jumping_clock"
         file.write_bytes(bytes(4096))
         with file.open("r+b") as opened:
             self._offset = mmap.mmap(opened.fileno(), 4096)
-        self.environment = {"LD_PRELOAD": str(library), "JUMPING_CLOCK": str(file)}
+        self.environment = {"LD_PRELOAD": library, "JUMPING_CLOCK": str(file)}
         self.launcher = ["env", *(f"{name}={value}" for name, value in self.environment.items())]
 
     def jump(self, seconds: int) -> None:
