@@ -13,6 +13,7 @@ import pytest
 import ep_runtime as ep
 from ep_runtime import errors
 from ep_runtime_client import cli
+from ep_runtime_client.base import jax_state
 
 _TIMEOUT_S = 60.0
 
@@ -137,6 +138,21 @@ def test_doctor_fails_without_a_daemon_where_jobs_would(
     (daemon,) = (item for item in document["items"] if item["check"] == "daemon")
     assert daemon["state"] == state, daemon
     assert (code, document["healthy"]) == ((3, False) if state == "FAIL" else (0, True))
+
+
+@pytest.mark.parametrize(("version", "state"), [((0, 11), "WARN"), ((0, 12), "OK")])
+def test_doctor_names_the_releases_whose_sums_between_processes_may_be_wrong(
+    version: tuple[int, ...],
+    state: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(jax_state, "jaxlib_version", lambda: version)
+    cli.main(["doctor", "-o", "json"])
+    items = json.loads(capsys.readouterr().out)["items"]
+    (packages,) = (item for item in items if item["check"] == "packages")
+    assert packages["state"] == state
+    assert ("psum_scatter" in packages["advice"]) == (state == "WARN")
 
 
 @pytest.mark.parametrize("address", ["embedded", "none"])

@@ -15,6 +15,7 @@ import ep_runtime
 from ep_runtime import env
 from ep_runtime.errors import EpRuntimeError, PermissionDeniedError, RuntimeUnavailableError
 from ep_runtime_client import cli
+from ep_runtime_client.base import jax_state
 from ep_runtime_client.cli import render
 from ep_runtime_client.cli.daemon import reading, watching
 from ep_runtime_client.cli.tables import IDENTITY, STATE, Column
@@ -122,6 +123,12 @@ def _packages() -> Finding:
     if missing:
         advice = "pip install " + " ".join(missing)
         return Finding("packages", "FAIL", f"missing: {', '.join(missing)}", advice)
+    if jax_state.jaxlib_version() < (0, 12):
+        advice = (
+            "jaxlib 0.12 for psum_scatter of your own between processes on CPU: some values may be "
+            "wrong before it (no op of ep_runtime uses it there)"
+        )
+        return Finding("packages", "WARN", ", ".join(versions), advice)
     return Finding("packages", "OK", ", ".join(versions))
 
 
