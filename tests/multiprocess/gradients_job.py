@@ -51,12 +51,12 @@ def run_rows(
     """
     found = {}
     with ep.connect(timeout_s=60) as session:
-        for name in names:
+        for number, name in enumerate(names):
             row = ALL_ROWS[name]
             if width:
                 row = dataclasses.replace(row, k=width, n=(*row.n[:-1], width))
             group = session.create_group(
-                name,
+                f"row-{number}",
                 _mesh(row.axes),
                 ep_axis="ep",
                 outer_axes=tuple(axis for axis in ("dp", "fsdp") if axis in row.axes),
@@ -162,7 +162,7 @@ def run_model(calls: int, *, transport: str, dtype: str, tolerance: float) -> li
             ).register_layer_stack("moe", LAYERS, top_k=2)
             for each, name, where, moved in (
                 (session, "all", mesh, transport),
-                (other, f"alone {jax.process_index()}", alone, "xla"),
+                (other, f"alone-{jax.process_index()}", alone, "xla"),
             )
         ]
         spec = ep.MoEParams(
