@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import ep_runtime as ep
 from ep_runtime_client.base.layers import EpLayer
 from ep_runtime_client.ops.activation import plain as activation_plain
-from ep_runtime_client.ops.activation.function import Activation
+from ep_runtime_client.ops.activation.function import Activation, activation_of
 from ep_runtime_client.ops.activation.op import activate
 from ep_runtime_client.ops.kernels import platform
 from ep_runtime_client.programs.explain import explain
@@ -57,7 +57,7 @@ def graded(function: Callable[..., Any], *args: Any) -> Any:
 def test_rows_that_are_there_and_no_others(form: str, sizes: list[int]) -> None:
     """Blocks of 256 rows: none, more than one, a cut last one, all rows; slack holds NaN."""
     shape, function, meant = FORMS[form]
-    static = Activation(function, len(shape) == 2 or shape[0] != INNER, F32)
+    static = activation_of(function, len(shape) == 2 or shape[0] != INNER, F32, INNER)
     slabs = jnp.int32([sizes, [8, 24, 0]])
     there = jnp.arange(600) < slabs.sum(1, keepdims=True)
 
@@ -273,6 +273,6 @@ def test_a_function_is_named_by_what_it_computes() -> None:
 
     for made, other in ((scaled, 2.0), (with_slope, 3.0), (reads, np.float32([2.0]))):
         first, again, different = (
-            repr(Activation(made(value), True, F32)) for value in (1.0, 1.0, other)
+            repr(activation_of(made(value), True, F32, INNER)) for value in (1.0, 1.0, other)
         )
         assert first == again != different

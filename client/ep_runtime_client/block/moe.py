@@ -29,7 +29,7 @@ from ep_runtime_client.block.params import init_moe_params as init_moe_params
 from ep_runtime_client.block.state import MoEState as MoEState
 from ep_runtime_client.block.state import checked as checked_state
 from ep_runtime_client.block.state import init_moe_state as init_moe_state
-from ep_runtime_client.ops.activation.function import Activation, Function
+from ep_runtime_client.ops.activation.function import Function, activation_of
 from ep_runtime_client.ops.block.api import Kept
 from ep_runtime_client.ops.calls.call import Call
 from ep_runtime_client.ops.calls.plan import AnyArrays
@@ -163,7 +163,8 @@ def moe(
             (-1 is a slot unused), topk_weights [..., K], and probs [..., E] where aux_loss_coeff
             is not 0. Gradients flow to topk_weights and probs. `params.router` is None then, and
             the arguments that are as in `route` have their defaults.
-        activation: a name of ACTIVATIONS, f(gate), or f(gate, up); ungated blocks call f(h).
+        activation: a name of ACTIVATIONS, f(gate), or f(gate, up); ungated blocks call f(h). What
+            a function closes over must be concrete: it takes no gradient.
         recipe: one of `ep.recipes` for both matmuls of the experts, or a pair for (wi, wo); None
             computes in compute_dtype. The parameters themselves are quantized, and rows once per
             matmul, by BlockScaling on CPU and in block calls before they are sent
@@ -219,8 +220,8 @@ def moe(
 
     Raises:
         InvalidArgumentError: shapes, dtypes, names or layouts of weights do not fit the layer; a
-            state without a delayed recipe, the other way round, or of other shapes; values asked
-            of a LayerSpec.
+            state without a delayed recipe, the other way round, or of other shapes; an activation
+            that closes over a value which JAX traces; values asked of a LayerSpec.
         StaleHandleError: the layer's group is closed.
         NotImplementedError: under a vmap, as in `dispatch`, or a second derivative.
 
@@ -275,7 +276,8 @@ def moe(
         compute_dtype = jnp.bfloat16 if narrow else x.dtype
     dtype = jnp.dtype(compute_dtype)
     token_axes = static.group_spec.token_axes
-    block = Block(Activation(activation, gated, dtype), recipes, specs, inner_axes, token_axes)
+    function = activation_of(activation, gated, dtype, params.wo.shape[1])
+    block = Block(function, recipes, specs, inner_axes, token_axes)
     weighted = moe_slabs.weighted(
         static, block, params, apply_topk_weights_early, to_input=apply_topk_weights_to_input
     )

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ep_runtime_client.ops.activation import identity
+from ep_runtime_client.ops.activation.identity import Fixed, fixed
 
 Function = str | Callable[..., jax.Array]
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
@@ -30,40 +30,53 @@ class Activation:
     """What is computed of a row. Hashable: a static argument.
 
     Attributes:
-        function: a name of ACTIVATIONS, f(gate), f(gate, up), or f(h) where not gated.
+        function: a name of ACTIVATIONS, or f(gate), f(gate, up), or f(h) where not gated.
         gated: whether rows hold gate and up.
         dtype: of the result; computed in f32, or in f64 where that is the dtype.
     """
 
-    function: Function
+    function: str | Fixed
     gated: bool
     dtype: Any
 
     def __repr__(self) -> str:
         """Equal in every process of a job, and for functions that compute the same."""
-        given = self.function
-        if not isinstance(given, str):
-            operands = 2 if self.gated and takes_two(given) else 1
-            given = identity.of(given, operands, self.wide)
-        return f"Activation({given}, gated={self.gated}, {jnp.dtype(self.dtype).name})"
+        return f"Activation({self.function}, gated={self.gated}, {jnp.dtype(self.dtype).name})"
 
     @property
     def wide(self) -> Any:
-        return jnp.float64 if self.dtype == jnp.float64 else jnp.float32
+        return _wide(self.dtype)
 
     def rows(self, hidden: jax.Array) -> jax.Array:
         """[block, 2, M], [block, 2M] or, not gated, [block, M] -> [block, M], wide."""
         given = self.function
         function: Callable[..., jax.Array] = ACTIVATIONS[given] if isinstance(given, str) else given
+        pairs = isinstance(given, Fixed) and len(given.given) == 2
         hidden = hidden.astype(self.wide)
         if not self.gated:
             return function(hidden)
         gate, up = jnp.split(hidden, 2, axis=1)
         gate, up = (x.reshape(x.shape[0], -1) for x in (gate, up))
-        return function(gate, up) if takes_two(function) else function(gate) * up
+        return function(gate, up) if pairs else function(gate) * up
 
 
-def takes_two(function: Callable[..., jax.Array]) -> bool:
+def activation_of(function: Function, gated: bool, dtype: Any, width: int) -> Activation:
+    """The activation of one call with M = `width`, which computes what `function` does now.
+
+    Raises:
+        InvalidArgumentError: `function` closes over a value that JAX traces.
+    """
+    if isinstance(function, str):
+        return Activation(function, gated, dtype)
+    operands = 2 if gated and _takes_two(function) else 1
+    return Activation(fixed(function, operands, width, _wide(dtype)), gated, dtype)
+
+
+def _wide(dtype: Any) -> Any:
+    return jnp.float64 if dtype == jnp.float64 else jnp.float32
+
+
+def _takes_two(function: Callable[..., jax.Array]) -> bool:
     """Whether `function` wants (gate, up) instead of (gate)."""
     try:
         parameters = inspect.signature(function).parameters.values()
