@@ -174,6 +174,26 @@ def test_three_dims_come_back_as_they_were() -> None:
     assert got["back"].shape == got["d_tokens"].shape == (3, 4, permutations.HIDDEN)
 
 
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "uint32"])
+def test_narrow_and_unsigned_indices_meet_sizes_that_they_do_not_hold(dtype: str) -> None:
+    """128 is the first number that int8 does not hold, 256 that of uint8."""
+    idx = jnp.arange(128, dtype=dtype)[:, None]
+    for num_experts in (128, 256):
+        p = ep.permute(jnp.ones((128, 2)), idx, num_experts=num_experts)
+        np.testing.assert_array_equal(p.group_sizes[0], np.arange(num_experts) < 128)
+        loss = ep.aux_loss(
+            ep.Routing(idx, jnp.ones((128, 1)), jnp.ones((128, num_experts))), coeff=1.0
+        )
+        assert loss == num_experts
+    _, padded, _ = ep.pad_tokens(3, jnp.ones((128, 2)), idx)
+    np.testing.assert_array_equal(padded[128:], -1)
+
+
+def test_an_index_that_int32_does_not_hold_is_out_of_range() -> None:
+    p = ep.permute(jnp.ones((1, 2)), jnp.uint32([[2**32 - 1]]), num_experts=2)
+    assert p.group_sizes.sum() == 0
+
+
 def test_runs_eagerly_and_differentiates_twice() -> None:
     idx = np.array([[0, 2], [2, -1], [1, 1]])
     tokens = jnp.arange(6.0).reshape(3, 2)

@@ -9,6 +9,15 @@ from jax import lax
 from ep_runtime_client.ops.tracing.varying import like
 
 
+def as_int32(index: jax.Array) -> jax.Array:
+    """Integers of any width as int32: comparisons with sizes come after. What int32 does not hold
+    is its end on that side, and does not wrap into range."""
+    if index.dtype == jnp.int32:
+        return index
+    own, held = jnp.iinfo(index.dtype), jnp.iinfo(jnp.int32)
+    return jnp.clip(index, max(own.min, held.min), min(own.max, held.max)).astype(jnp.int32)
+
+
 def exclusive_sum(counts: jax.Array, axis: int = -1) -> jax.Array:
     """Sum of everything before each element along `axis`."""
     return jnp.cumsum(counts, axis, dtype=counts.dtype) - counts

@@ -26,6 +26,7 @@ from ep_runtime_client.ops.calls.plan import (
     PlanArrays,
     arrays_type,
 )
+from ep_runtime_client.ops.kernels.slots import as_int32
 from ep_runtime_client.ops.movement import per_device
 from ep_runtime_client.ops.partitioning.specs import known_spec
 from ep_runtime_client.ops.tracing import eager
@@ -183,9 +184,7 @@ def _per_device(
     call: Call, prepare: Any, index: jax.Array, topk_idx: jax.Array, others: int
 ) -> Any:
     """What `prepare` makes on every device, with the slab dim: plan arrays and `others` more."""
-    if topk_idx.dtype != jnp.int32:
-        info = jnp.iinfo(jnp.int32)  # a 64-bit number must not wrap into range
-        topk_idx = jnp.clip(topk_idx, info.min, info.max).astype(jnp.int32)
+    topk_idx = as_int32(topk_idx)
 
     def body(index: jax.Array, idx: jax.Array) -> Any:
         local = idx.reshape(-1, idx.shape[-1])

@@ -15,7 +15,7 @@ from jax import lax
 
 from ep_runtime.layout import align_up
 from ep_runtime_client.base import stored
-from ep_runtime_client.ops.kernels.slots import exclusive_sum, kept_rows, rows_at
+from ep_runtime_client.ops.kernels.slots import as_int32, exclusive_sum, kept_rows, rows_at
 from ep_runtime_client.ops.permutation.batch_shards import BatchShards
 from ep_runtime_client.ops.tracing.varying import like
 
@@ -144,9 +144,9 @@ def _places(meta: PermutationMeta, zones: _Zones) -> tuple[jax.Array, jax.Array,
 
 
 def _of_indices(meta: PermutationMeta, topk_idx: jax.Array) -> tuple[PermutationArrays, jax.Array]:
-    flat = topk_idx.reshape(-1)
+    flat = as_int32(topk_idx).reshape(-1)
     used = (flat >= 0) & (flat < meta.num_experts)
-    expert = jnp.where(used, flat, meta.num_experts).astype(jnp.int32)
+    expert = jnp.where(used, flat, meta.num_experts)
     order = jnp.argsort(expert, stable=True).astype(jnp.int32)
     bounds = like(jnp.arange(meta.num_experts + 1, dtype=jnp.int32), expert)
     first = jnp.searchsorted(rows_at(expert, order), bounds).astype(jnp.int32)

@@ -18,6 +18,7 @@ from jax.ad_checkpoint import checkpoint_name
 from ep_runtime.arguments import as_int
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime_client.base import stored
+from ep_runtime_client.ops.kernels.slots import as_int32
 from ep_runtime_client.ops.routing.options import RouteOptions, check
 from ep_runtime_client.ops.routing.search import largest, pick
 from ep_runtime_client.ops.tracing import eager
@@ -188,8 +189,8 @@ def _within_best_groups(choice: jax.Array, options: RouteOptions) -> jax.Array:
 
 def tokens_per_expert(topk_idx: jax.Array, num_experts: int) -> jax.Array:
     """Slots routed to each expert, [E] int32; unused slots (-1) count nowhere."""
-    experts = jnp.arange(num_experts, dtype=topk_idx.dtype)
-    chosen = topk_idx[..., None] == experts
+    experts = jnp.arange(num_experts, dtype=jnp.int32)
+    chosen = as_int32(topk_idx)[..., None] == experts
     return chosen.sum(tuple(range(topk_idx.ndim)), dtype=jnp.int32)
 
 
@@ -283,7 +284,7 @@ def pad_tokens(
         topk_weights: [T, ..., K] or None.
 
     Returns:
-        The three, padded; cut dim 0 of combine's result back to T.
+        The three, padded, topk_idx as int32; cut dim 0 of combine's result back to T.
 
     Raises:
         InvalidArgumentError: multiple is no integer, or below 1; arrays of other tokens.
@@ -308,4 +309,4 @@ def pad_tokens(
         return jnp.pad(array, widths, constant_values=value)
 
     weights = None if topk_weights is None else pad(topk_weights, 0.0)
-    return pad(tokens, 0), pad(topk_idx, -1), weights
+    return pad(tokens, 0), pad(as_int32(topk_idx), -1), weights
