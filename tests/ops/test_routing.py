@@ -133,7 +133,28 @@ def test_bias_update_pushes_towards_the_mean_load() -> None:
     np.testing.assert_allclose(bias, [0.5, 0, -0.5, 0])
     for wrong in ((3, 4), (1, 4)):
         with pytest.raises(ValueError, match=rf"\[E\] both, got \[{wrong[0]}\] and \[4\]"):
-            ep.update_expert_bias(jnp.zeros(wrong[0]), jnp.zeros(wrong[1]), 0.5)
+            ep.update_expert_bias(jnp.zeros(wrong[0]), jnp.zeros(wrong[1], int), 0.5)
+    for bias, loads, text in (
+        (jnp.ones(4, jnp.bfloat16), jnp.arange(4), "bias must be float32.*got bfloat16"),
+        (jnp.ones(4), jnp.ones(4), "tokens_per_expert must be integers, got float32"),
+    ):
+        with pytest.raises(ep.InvalidArgumentError, match=text):
+            ep.update_expert_bias(bias, loads, 1e-3)
+
+
+@pytest.mark.parametrize(
+    ("experts", "mean"), [(60, 100_000), (256, 2_000_000), (384, 2_000_000), (1024, 2_000_000_000)]
+)
+def test_bias_updates_are_exact_at_real_loads(experts: int, mean: int) -> None:
+    """f32 counts to 2^24; the sum of the last case passes int32."""
+    rng = np.random.default_rng(experts)
+    step = jax.jit(lambda loads: ep.update_expert_bias(jnp.zeros(experts), loads, 1.0))
+    for _ in range(20):
+        nearly = mean + rng.integers(-3, 4, experts)
+        equal = np.full(experts, mean + int(rng.integers(0, 1000)))
+        for loads in (nearly, equal):
+            meant = np.sign(loads.sum() - experts * loads)  # int64
+            np.testing.assert_array_equal(step(jnp.asarray(loads, jnp.int32)), meant)
 
 
 def test_padding_adds_tokens_without_slots() -> None:

@@ -244,29 +244,50 @@ def update_expert_bias(bias: jax.Array, tokens_per_expert: jax.Array, rate: floa
     """One step of loss-free balancing: experts under the mean load gain `rate`, others lose it.
 
     Args:
-        bias: [E] f32.
-        tokens_per_expert: [E], of the global batch, as `moe(..., return_stats=True)` gives it.
+        bias: [E] f32 (f64 with x64).
+        tokens_per_expert: [E] int, of the global batch, as `moe(..., return_stats=True)` gives it.
         rate: size of the step.
 
     Returns:
-        The new bias, [E].
+        The new bias, [E]. Loads are compared with their mean in integers: an expert that has the
+        mean does not move, and one that is a token off does, whatever the batch.
 
     Raises:
-        InvalidArgumentError: the two are not of one E; names both shapes.
+        InvalidArgumentError: the two are not of one E, a bias of 16 bits, in which a step may
+            change nothing, or loads that are not integers; names both.
 
-    Cost: E additions.
+    Cost: E integer divisions and additions.
 
     Source: Wang et al. 2024, "Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-Experts"
     (arXiv:2408.15664).
     """
-    if jnp.ndim(bias) != 1 or jnp.shape(bias) != jnp.shape(tokens_per_expert):
+    bias, loads = jnp.asarray(bias), jnp.asarray(tokens_per_expert)
+    if bias.ndim != 1 or bias.shape != loads.shape:
         raise InvalidArgumentError(
             "bias and tokens_per_expert must be [E] both, got "
-            f"{list(jnp.shape(bias))} and {list(jnp.shape(tokens_per_expert))}",
+            f"{list(bias.shape)} and {list(loads.shape)}",
             argument="tokens_per_expert",
         )
-    load = tokens_per_expert.astype(jnp.float32)
-    return bias + rate * jnp.sign(load.mean() - load).astype(bias.dtype)
+    if bias.dtype not in (jnp.float32, jnp.float64):
+        raise InvalidArgumentError(
+            f"bias must be float32, got {bias.dtype}, in which steps of the rate are lost",
+            argument="bias",
+        )
+    if not jnp.issubdtype(loads.dtype, jnp.integer):
+        raise InvalidArgumentError(
+            f"tokens_per_expert must be integers, got {loads.dtype}: floats have no exact mean; "
+            "stats.tokens_per_expert of moe is int32",
+            argument="tokens_per_expert",
+        )
+    return bias + jnp.asarray(rate, bias.dtype) * _below_mean(as_int32(loads)).astype(bias.dtype)
+
+
+def _below_mean(loads: jax.Array) -> jax.Array:
+    """The sign of mean - load, exact: [E] int32. No sum passes int32, that of all loads may."""
+    experts = loads.shape[0]
+    rests = (loads % experts).sum(dtype=jnp.int32)
+    whole = (loads // experts).sum(dtype=jnp.int32) + rests // experts  # of the mean
+    return jnp.sign(jnp.where(loads == whole, rests % experts, whole - loads))
 
 
 def pad_tokens(
