@@ -210,6 +210,28 @@ def test_inside_a_manual_shard_map_losses_and_stats_are_global(group: fakes.Loca
     assert worst_error(got, Dense(TOP_K).graded(x, params)) < 1e-5
 
 
+@pytest.mark.parametrize("sizes", [(1, 2), (1, 1)])
+def test_token_axes_of_one_device_replicate_losses_and_stats_too(
+    make_group: MakeGroup, sizes: tuple[int, int]
+) -> None:
+    """What out_specs of a shard_map that checks them say of an axis of 1, as of others."""
+    group = make_group(axes=dict(zip(("dp", "ep"), sizes, strict=True)), outer_axes="dp")
+    layer = group.register_layer("moe", top_k=TOP_K)
+    params, x = init_moe_params(jax.random.key(0), layer, INNER), draw(16)
+
+    def local(x: Any, params: Any) -> Any:
+        _, aux, stats = moe(layer, x, params, aux_loss_coeff=0.1, return_stats=True)
+        return aux, stats.tokens_per_expert, stats.dropped
+
+    specs = MoEParams(PartitionSpec(), PartitionSpec("ep"), PartitionSpec("ep"))
+    rows = PartitionSpec(("dp", "ep"))
+    options = {"in_specs": (rows, specs), "out_specs": PartitionSpec()}
+    found = jax.jit(jax.shard_map(local, mesh=group.mesh, **options))(x, params)
+    wanted = jax.jit(local)(x, params)
+    np.testing.assert_allclose(found[0], wanted[0], rtol=1e-5)
+    jax.tree.map(np.testing.assert_array_equal, found[1:], wanted[1:])
+
+
 def test_stats_capacity_and_compute_dtype(group: fakes.LocalGroup) -> None:
     layer = group.register_layer("moe", top_k=TOP_K)
     params, x = make_params(layer, biases=False), draw(64)

@@ -305,9 +305,9 @@ def _results(
 
 
 def _batch_axes(call: Call) -> tuple[str, ...]:
-    """The axes that a sum over the global batch crosses here: the manual ones."""
-    sizes = call.group.axis_sizes
-    return tuple(a for a in call.group.token_axes if a in call.manual and sizes[a] > 1)
+    """The axes that a sum over the global batch crosses here: the manual ones. Those of one device
+    too, over which it moves nothing: types say that values vary over them."""
+    return tuple(a for a in call.group.token_axes if a in call.manual)
 
 
 def _aux_loss(call: Call, routed: routing_api.Routing, coeff: float) -> jax.Array:
