@@ -6,6 +6,7 @@ from typing import Any, Literal, NamedTuple, Unpack, overload
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
@@ -37,7 +38,7 @@ from ep_runtime_client.ops.movement.dispatch import call_of_plan
 from ep_runtime_client.ops.quantize.formats.recipes import DelayedState
 from ep_runtime_client.ops.routing import api as routing_api
 from ep_runtime_client.ops.tracing import scopes
-from ep_runtime_client.ops.tracing.ambient import open_layer
+from ep_runtime_client.ops.tracing.ambient import constant, open_layer
 from ep_runtime_client.ops.tracing.scopes import scope
 
 
@@ -312,7 +313,7 @@ def _batch_axes(call: Call) -> tuple[str, ...]:
 
 def _aux_loss(call: Call, routed: routing_api.Routing, coeff: float) -> jax.Array:
     if coeff == 0.0:
-        return jnp.zeros((), jnp.float32)
+        return constant(np.zeros((), np.float32), call.mesh)
     with scope("aux_loss", call.layer):
         return routing_api.aux_loss(routed, coeff=coeff, axis_name=_batch_axes(call) or None)
 

@@ -84,7 +84,8 @@ def _logits(x: jax.Array, params: MoEParams) -> jax.Array:
                 f"{list(params.router_bias.shape)}",
                 argument="params.router_bias",
             )
-        logits = logits + params.router_bias.astype(jnp.float32)
+        bias = params.router_bias.astype(jnp.float32)
+        logits = logits + bias.reshape(*[1] * (logits.ndim - 1), -1)
     return logits
 
 

@@ -189,7 +189,7 @@ def _within_best_groups(choice: jax.Array, options: RouteOptions) -> jax.Array:
 
 def tokens_per_expert(topk_idx: jax.Array, num_experts: int) -> jax.Array:
     """Slots routed to each expert, [E] int32; unused slots (-1) count nowhere."""
-    experts = jnp.arange(num_experts, dtype=jnp.int32)
+    experts = lax.broadcasted_iota(jnp.int32, (*[1] * topk_idx.ndim, num_experts), topk_idx.ndim)
     chosen = as_int32(topk_idx)[..., None] == experts
     return chosen.sum(tuple(range(topk_idx.ndim)), dtype=jnp.int32)
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime.specs import GroupSpec
+from ep_runtime_client.base.jax_state import under_tracing
 from ep_runtime_client.base.layers import EpLayer, TracedLayer, resolve
 from ep_runtime_client.ops.tracing.varying import Axes
 
@@ -22,7 +25,20 @@ def open_layer(layer: EpLayer | TracedLayer) -> tuple[EpLayer, jax.Array, Mesh]:
         StaleHandleError: its group is closed, reclaimed, or was replaced by another spec.
     """
     static, index = resolve(layer)
-    return static, jnp.asarray(index, jnp.int32).reshape(1), static.group.mesh
+    mesh = static.group.mesh
+    if isinstance(index, int):
+        return static, constant(np.full(1, index, np.int32), mesh), mesh
+    return static, jnp.asarray(index, jnp.int32).reshape(1), mesh
+
+
+def constant(value: Any, mesh: Mesh) -> jax.Array:
+    """An array of numpy's as JAX's. Eagerly every device gets it, whatever `jax.transfer_guard`
+    says: it is none of the values that a user watches."""
+    if under_tracing():
+        return jnp.asarray(value)
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    with jax.transfer_guard_host_to_device("allow"):
+        return jax.make_array_from_callback(value.shape, everywhere, lambda _: value)
 
 
 def manual_axes(group: GroupSpec) -> Axes:

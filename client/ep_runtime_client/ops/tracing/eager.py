@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
@@ -25,8 +27,9 @@ def run(
     leaves = jax.tree.leaves(operands)
     inside = jax.sharding.get_abstract_mesh().manual_axes
     if inside or any(isinstance(x, jax.core.Tracer) for x in leaves):
-        return (traced or function)(call, *operands)
-    return _compiled(function, call, slack.checked(), *operands)
+        with usual_promotions():
+            return (traced or function)(call, *operands)
+    return shared(function, call, *operands)
 
 
 def settled(
@@ -51,7 +54,19 @@ def settled(
 
 def shared(function: Callable[..., Any], call: Hashable, *operands: Any) -> Any:
     """`function(call, *operands)` as a function of its own, traced once for all equal calls."""
-    return _compiled(function, call, slack.checked(), *operands)
+    with usual_promotions():
+        return _compiled(function, call, slack.checked(), *operands)
+
+
+def usual_promotions() -> AbstractContextManager[Any]:
+    """JAX's own promotion of ranks and dtypes: a user is strict about code of their own."""
+    usual = contextlib.ExitStack()
+    options: Any = jax.config  # typed without them
+    if options.jax_numpy_rank_promotion != "allow":
+        usual.enter_context(jax.numpy_rank_promotion("allow"))
+    if options.jax_numpy_dtype_promotion != "standard":
+        usual.enter_context(jax.numpy_dtype_promotion("standard"))
+    return usual
 
 
 def _call_function(

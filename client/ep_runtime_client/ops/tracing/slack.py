@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 
 def checked() -> bool:
@@ -26,6 +27,6 @@ def zeroed(rows: jax.Array, group_sizes: jax.Array) -> jax.Array:
     """As `cleared`, always."""
     lead = group_sizes.ndim
     used = group_sizes.sum(-1, keepdims=True, dtype=jnp.int32)
-    inside = jnp.arange(rows.shape[lead - 1], dtype=jnp.int32) < used
-    inside = inside.reshape(*inside.shape, *([1] * (rows.ndim - lead)))
+    row = lax.broadcasted_iota(jnp.int32, rows.shape[:lead], lead - 1)
+    inside = (row < used).reshape(*rows.shape[:lead], *([1] * (rows.ndim - lead)))
     return jnp.where(inside, rows, jnp.zeros((), rows.dtype))
