@@ -8,10 +8,12 @@ from typing import Any
 import fakes
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import ep_runtime as ep
+from ep_runtime_client.ops.partitioning import partitioned
 
 MakeGroup = Callable[..., fakes.LocalGroup]
 HIDDEN, INNER, EXPERTS, TOKENS, TOP_K = 16, 8, 4, 16, 2
@@ -126,3 +128,33 @@ def test_eager_blocks_transfer_nothing_of_the_users(make_group: MakeGroup) -> No
     with jax.transfer_guard("disallow"):
         jax.block_until_ready(ep.moe(layer, x, params))
         jax.block_until_ready(ops["dispatch and combine"][0](x, weights))
+
+
+def test_a_rule_traces_under_the_contexts_of_its_program(
+    make_group: MakeGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """XLA asks on a thread of its own, where `jax.enable_x64` set nothing: f64 rows became f32."""
+    seen: set[tuple[Any, ...]] = set()
+    answer = partitioned.jax_rule._custom_partitioning_partition
+
+    def asked(*args: Any) -> Any:
+        options: Any = jax.config
+        names = ("enable_x64", "default_matmul_precision", "debug_infs", "numpy_rank_promotion")
+        seen.add(tuple(getattr(options, f"jax_{name}") for name in names))
+        return answer(*args)
+
+    monkeypatch.setattr(partitioned.jax_rule, "_custom_partitioning_partition", asked)
+    group = make_group(
+        axes={"ep": 2}, num_experts=EXPERTS, max_token_dtype="float64", partitioning="rule"
+    )
+    with (
+        jax.enable_x64(True),
+        jax.default_matmul_precision("float32"),
+        jax.debug_infs(True),
+        jax.numpy_rank_promotion("raise"),
+    ):
+        op, args = of_layer(group)["moe"]
+        args = jax.tree.map(lambda x: x.astype(jnp.float64), args)
+        y, grads = jax.jit(jax.value_and_grad(lambda args: loss(op, args)))(args)
+        assert {x.dtype for x in jax.tree.leaves((y, grads))} == {np.dtype(np.float64)}
+    assert seen == {(True, "float32", True, "allow")}

@@ -11,12 +11,14 @@ persistent cache may key on the program's text.
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 import jax
+from jax._src import config as jax_config
 from jax._src import custom_partitioning as jax_rule
 from jax._src import xla_bridge
 from jax.extend.core import Primitive, jaxpr_as_fun
@@ -25,6 +27,7 @@ from jaxlib import xla_client
 
 from ep_runtime import specs
 from ep_runtime_client.ops.tracing import slack
+from ep_runtime_client.ops.tracing.eager import usual_promotions
 
 TARGET = "ep_runtime.partitioned"
 
@@ -51,12 +54,26 @@ def run(
 class _Asked:
     """What XLA asks of equal calls, answered once. A serialized executable asks no more."""
 
-    def __init__(self, info: Any = None) -> None:
+    def __init__(self, info: Any = None, contexts: Mapping[str, Any] | None = None) -> None:
         self.info = info
+        self.contexts = contexts or {}
         self.answers: dict[tuple[str, ...], Any] = {}
 
     def __reduce__(self) -> Any:
         return _Asked, ()
+
+
+def _options() -> Mapping[str, Any]:
+    """JAX's options by name: calling one gives its context."""
+    options: Mapping[str, Any] = jax_config.config._value_holders
+    return options
+
+
+def _contexts() -> dict[str, Any]:
+    """What `jax.enable_x64` and other contexts set on this thread. XLA calls back on its own."""
+    unset = jax_config.config_ext.unset
+    scoped = {name: x for name, x in _options().items() if hasattr(x, "get_local")}
+    return {name: x.value for name, x in scoped.items() if x.get_local() is not unset}
 
 
 # By name in programs. Programs keep theirs alive until they are compiled, and JAX after that.
@@ -69,9 +86,13 @@ def _partition(shapes: Any, shardings: Any, result: Any, sharding: Any, name: by
     arrived = tuple(map(str, (*shapes, *shardings, result, sharding)))
     if arrived not in asked.answers:
         address = str(id(asked.info)).encode()
-        asked.answers[arrived] = jax_rule._custom_partitioning_partition(
-            shapes, shardings, result, sharding, address
-        )
+        with contextlib.ExitStack() as entered:
+            for option, value in asked.contexts.items():
+                entered.enter_context(_options()[option](value))
+            entered.enter_context(usual_promotions())
+            asked.answers[arrived] = jax_rule._custom_partitioning_partition(
+                shapes, shardings, result, sharding, address
+            )
     return asked.answers[arrived]
 
 
@@ -94,8 +115,9 @@ def _lower(ctx: Any, *operands: Any, ruled: Any, mapped: Callable[..., Any], ide
     results = jax_rule._custom_partitioning_lowering_rule(ctx, *operands, **rule.params)
     if kept[before:]:  # there are several devices
         (info,) = kept[before:]
-        name = _name(identity, info)
-        asked = _asked.setdefault(name, _Asked(info))
+        contexts = _contexts()
+        name = _name(identity, info, contexts)
+        asked = _asked.setdefault(name, _Asked(info, contexts))
         kept[before:] = [asked]
         call = results[0].owner
         call.attributes["call_target_name"] = mlir.ir.StringAttr.get(TARGET)
@@ -103,14 +125,15 @@ def _lower(ctx: Any, *operands: Any, ruled: Any, mapped: Callable[..., Any], ide
     return results
 
 
-def _name(identity: int, info: Any) -> str:
+def _name(identity: int, info: Any, contexts: Mapping[str, Any]) -> str:
     """The same for calls with one answer: what a trace of the rule's body reads is in it."""
     config: Any = jax.config
     mesh, platforms = dict(info.mesh.shape), tuple(info.module_context.platforms)
     # `scatter` asks the last one.
     exchanges = "cpu" in platforms and jax.distributed.is_initialized()
     read = (slack.checked(), config.jax_default_matmul_precision, config.jax_enable_x64, exchanges)
-    return f"{specs.stable_id('partitioned', str(identity), repr((mesh, platforms, read))):x}"
+    parts = repr((mesh, platforms, read, sorted(contexts.items())))
+    return f"{specs.stable_id('partitioned', str(identity), parts):x}"
 
 
 def _run_here(*operands: jax.Array, ruled: Any, mapped: Any, identity: int) -> Any:
