@@ -158,3 +158,28 @@ def test_a_rule_traces_under_the_contexts_of_its_program(
         y, grads = jax.jit(jax.value_and_grad(lambda args: loss(op, args)))(args)
         assert {x.dtype for x in jax.tree.leaves((y, grads))} == {np.dtype(np.float64)}
     assert seen == {(True, "float32", True, "allow")}
+
+
+def test_a_block_is_evaluated_while_a_program_is_traced(make_group: MakeGroup) -> None:
+    op, args = of_layer(make_group(axes={"ep": 2}, num_experts=EXPERTS))["moe"]
+    seen = []
+
+    def program(factor: Any) -> Any:
+        for each in (op, jax.jit(op)):
+            with jax.ensure_compile_time_eval():
+                seen.append(np.asarray(each(*args)[0]))
+        return factor * seen[0].sum()
+
+    jax.make_jaxpr(program)(2.0)
+    np.testing.assert_array_equal(*seen)
+
+
+@pytest.mark.parametrize("partitioning", ["rule", "shard_map"])
+def test_a_vmap_that_batches_nothing_of_a_block(make_group: MakeGroup, partitioning: str) -> None:
+    group = make_group(axes={"ep": 2}, num_experts=EXPERTS, partitioning=partitioning)
+    op, args = of_layer(group)["moe"]
+    whole = jax.jit(jax.grad(lambda x: loss(op, (x, args[1]))))
+    wanted = whole(args[0])
+    for each in (whole, jax.grad(lambda x: loss(op, (x, args[1])))):
+        got = jax.vmap(lambda factor, each=each: factor * each(args[0]))(jnp.arange(3.0))
+        np.testing.assert_allclose(got[2], 2 * wanted, rtol=1e-5, atol=1e-6)

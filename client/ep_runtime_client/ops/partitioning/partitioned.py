@@ -27,7 +27,7 @@ from jaxlib import xla_client
 
 from ep_runtime import specs
 from ep_runtime_client.ops.tracing import slack
-from ep_runtime_client.ops.tracing.eager import usual_promotions
+from ep_runtime_client.ops.tracing.eager import usual_options
 
 TARGET = "ep_runtime.partitioned"
 
@@ -89,7 +89,7 @@ def _partition(shapes: Any, shardings: Any, result: Any, sharding: Any, name: by
         with contextlib.ExitStack() as entered:
             for option, value in asked.contexts.items():
                 entered.enter_context(_options()[option](value))
-            entered.enter_context(usual_promotions())
+            entered.enter_context(usual_options())
             asked.answers[arrived] = jax_rule._custom_partitioning_partition(
                 shapes, shardings, result, sharding, address
             )
@@ -142,6 +142,9 @@ def _run_here(*operands: jax.Array, ruled: Any, mapped: Any, identity: int) -> A
 
 def _vmapped(axis: Any, operands: Any, dims: Any, *, ruled: Any, mapped: Any, identity: int) -> Any:
     """The op under a vmap that `batched_over` lets through."""
+    if all(dim is None for dim in dims):
+        held = {"ruled": ruled, "mapped": mapped, "identity": identity}
+        return _partitioned_p.bind(*operands, **held), (None,) * len(ruled.out_avals)
     over = axis.spmd_name
     run_each = jax.vmap(
         partial(mapped, vmapped=over), dims, axis_size=axis.size, spmd_axis_name=over

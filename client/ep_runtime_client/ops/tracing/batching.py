@@ -17,6 +17,7 @@ from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import batching, mlir
 from jax.interpreters import partial_eval as pe
 
+from ep_runtime_client.ops.tracing.eager import usual_options
 from ep_runtime_client.ops.tracing.varying import Axes
 
 _REASON = (
@@ -82,11 +83,14 @@ def _check(axis: Any, free: tuple[tuple[str, int], ...], never: str) -> None:
 
 
 def _batch(axis: Any, operands: Any, dims: Any, *, free: Any, never: str) -> Any:
-    _check(axis, free, never)
+    if any(dim is not None for dim in dims):
+        _check(axis, free, never)
     return _batched_p.bind(*operands, free=free, never=never), dims
 
 
 def _squeezed(axis: Any, blocks: Any, dims: Any, *, call_jaxpr: Any) -> Any:
+    if all(dim is None for dim in dims):
+        return _alone_p.bind(*blocks, call_jaxpr=call_jaxpr), (None,) * len(call_jaxpr.out_avals)
     if axis.size != 1:
         raise NotImplementedError(_REASON)
     alone = [
@@ -97,7 +101,8 @@ def _squeezed(axis: Any, blocks: Any, dims: Any, *, call_jaxpr: Any) -> Any:
 
 
 def _run(*blocks: jax.Array, call_jaxpr: Any) -> Any:
-    return jaxpr_as_fun(call_jaxpr)(*blocks)
+    with usual_options():
+        return jaxpr_as_fun(call_jaxpr)(*blocks)
 
 
 _batched_p = Primitive("ep_batched_over")

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
+from jax._src import config as jax_config
 
 from ep_runtime import errors
 from ep_runtime_client.ops.tracing import slack
@@ -27,7 +28,7 @@ def run(
     leaves = jax.tree.leaves(operands)
     inside = jax.sharding.get_abstract_mesh().manual_axes
     if inside or any(isinstance(x, jax.core.Tracer) for x in leaves):
-        with usual_promotions():
+        with usual_options():
             return (traced or function)(call, *operands)
     return shared(function, call, *operands)
 
@@ -54,18 +55,19 @@ def settled(
 
 def shared(function: Callable[..., Any], call: Hashable, *operands: Any) -> Any:
     """`function(call, *operands)` as a function of its own, traced once for all equal calls."""
-    with usual_promotions():
-        return _compiled(function, call, slack.checked(), *operands)
+    return _compiled(function, call, slack.checked(), *operands)
 
 
-def usual_promotions() -> AbstractContextManager[Any]:
-    """JAX's own promotion of ranks and dtypes: a user is strict about code of their own."""
+def usual_options() -> AbstractContextManager[Any]:
+    """JAX as it is by itself, while ops are traced: a user is strict about code of their own."""
     usual = contextlib.ExitStack()
     options: Any = jax.config  # typed without them
     if options.jax_numpy_rank_promotion != "allow":
         usual.enter_context(jax.numpy_rank_promotion("allow"))
     if options.jax_numpy_dtype_promotion != "standard":
         usual.enter_context(jax.numpy_dtype_promotion("standard"))
+    if jax_config.eager_constant_folding.value:  # `jax.ensure_compile_time_eval` around the call
+        usual.enter_context(jax_config.eager_constant_folding(False))
     return usual
 
 
@@ -73,7 +75,8 @@ def _call_function(
     function: Callable[..., Any], call: Hashable, checked: bool, *operands: Any
 ) -> Any:
     """`checked`: what `slack.checked` says, by which programs differ."""
-    return function(call, *operands)
+    with usual_options():
+        return function(call, *operands)
 
 
 _compiled = jax.jit(_call_function, static_argnums=(0, 1, 2))

@@ -15,6 +15,8 @@ from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
 from jax.interpreters import batching, mlir
 from jax.interpreters import partial_eval as pe
 
+from ep_runtime_client.ops.tracing.eager import usual_options
+
 
 def unless_unused(
     full: Callable[..., Sequence[jax.Array]],
@@ -32,7 +34,8 @@ def unless_unused(
 
 
 def _run(*operands: jax.Array, ways: tuple[ClosedJaxpr, ...]) -> Any:
-    return jaxpr_as_fun(ways[0])(*operands)
+    with usual_options():
+        return jaxpr_as_fun(ways[0])(*operands)
 
 
 def _without_unused(used: list[bool], *more: Any) -> tuple[list[bool], Any]:
@@ -49,6 +52,8 @@ def _without_unused(used: list[bool], *more: Any) -> tuple[list[bool], Any]:
 
 def _vmapped(axis: Any, operands: Any, dims: Any, *, ways: tuple[ClosedJaxpr, ...]) -> Any:
     """Under a vmap that `batched_over` lets through."""
+    if all(dim is None for dim in dims):
+        return _either_p.bind(*operands, ways=ways), (None,) * len(ways[0].out_avals)
 
     def each(way: ClosedJaxpr) -> Callable[..., Any]:
         options = {"axis_size": axis.size, "spmd_axis_name": axis.spmd_name}
