@@ -10,6 +10,7 @@ rank, C rows of one slab.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from fractions import Fraction
 from math import ceil, isinf
 
 from ep_runtime.arguments import check_at_least, check_whole
@@ -104,8 +105,9 @@ def recv_capacity(
             "capacity_factor must be finite, got inf; None is room for any routing",
             argument="capacity_factor",
         )
+    factor = Fraction(str(1 * capacity_factor))  # 1.1 of 100 rows are 110, which no float is
     balanced = experts * align_up(ceil(max_tokens_per_rank * top_k / experts), alignment)
-    return min(bound, align_up(ceil(capacity_factor * balanced), alignment))
+    return min(bound, align_up(ceil(factor * balanced), alignment))
 
 
 def packed_columns(ep_size: int) -> int:

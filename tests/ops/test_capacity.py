@@ -97,6 +97,13 @@ def test_capacity_of_a_call_follows_its_own_tokens(group: fakes.LocalGroup) -> N
         ep.prepare(layer, idx, capacity=group.spec.recv_capacity_per_rank + 1)
 
 
+def test_a_factor_is_the_decimal_that_it_is_written_as() -> None:
+    """1.1 * 100 is a little more than 110 in floats."""
+    sizes = {"num_experts": 4, "top_k": 1, "max_tokens_per_rank": 100, "ep_size": 4}
+    for factor in (1.1, np.float32(1.1)):
+        assert layout.recv_capacity(alignment=1, capacity_factor=factor, **sizes) == 110
+
+
 def overflow_group(make_group: MakeGroup, transport: str, partitioning: str = "auto") -> Any:
     group = make_group(
         transport=transport,
