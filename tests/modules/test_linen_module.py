@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+from flax import serialization
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -318,3 +319,14 @@ def test_a_scan_that_gives_no_index_shares_one_layer(group: fakes.LocalGroup) ->
 
     got = jax.jit(lambda variables: scanned.apply(variables, x, None)[0])(variables)
     np.testing.assert_allclose(got, jax.jit(looped)(variables), rtol=1e-5, atol=1e-6)
+
+
+def test_parameters_go_through_flax_serialization() -> None:
+    params = ep.init_moe_params(KEY, SPEC, MLP, use_bias=True)
+    pair = dataclasses.replace(params, wi=(params.wi[:, :, 0], params.wi[:, :, 1]), wi_bias=None)
+    state = ep.init_moe_state(SPEC, ep.recipes.TensorScaling(delayed=True))
+    for given in (params, pair, state):
+        empty = jax.tree.map(jnp.zeros_like, given)
+        back = serialization.from_bytes(empty, serialization.to_bytes(given))
+        jax.tree.map(np.testing.assert_array_equal, back, given)
+    assert set(serialization.to_state_dict(params)) == {f.name for f in dataclasses.fields(params)}

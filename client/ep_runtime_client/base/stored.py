@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -19,6 +20,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 from ep_runtime.errors import InvalidArgumentError
 
 Class = TypeVar("Class", bound=type[Any])
+_told_flax: set[type] = set()
 # Of an object in JSON: its class, beside its fields.
 _CLASS = "class"
 
@@ -57,6 +59,26 @@ def pytree(*parts: type) -> Callable[[Class], Class]:
         return cls
 
     return register
+
+
+def tell_flax(cls: type) -> None:
+    """`flax.serialization`, where it is imported, takes instances of a dataclass as dicts of its
+    fields: `to_bytes` and `to_state_dict` know no pytree that nobody told them of."""
+    flax: Any = sys.modules.get("flax.serialization")
+    if cls in _told_flax or not hasattr(flax, "register_serialization_state"):
+        return
+    _told_flax.add(cls)
+    names = [field.name for field in dataclasses.fields(cls)]
+
+    def to_state(given: Any) -> dict[str, Any]:
+        return {name: flax.to_state_dict(getattr(given, name)) for name in names}
+
+    def from_state(target: Any, state: Mapping[str, Any]) -> Any:
+        restore = flax.from_state_dict
+        made = {name: restore(getattr(target, name), state[name], name=name) for name in names}
+        return dataclasses.replace(target, **made)
+
+    flax.register_serialization_state(cls, to_state, from_state)
 
 
 def _plain(value: Any) -> Any:

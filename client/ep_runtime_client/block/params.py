@@ -67,6 +67,7 @@ class MoEParams:
     router_bias: jax.Array | None = None
 
     def __post_init__(self) -> None:
+        stored.tell_flax(type(self))
         missing = [name for name in ("wi", "wo") if getattr(self, name) is _NOT_GIVEN]
         if missing:
             raise InvalidArgumentError(

@@ -39,6 +39,9 @@ class MoEState:
     wi: DelayedState | None = None
     wo: DelayedState | None = None
 
+    def __post_init__(self) -> None:
+        stored.tell_flax(type(self))
+
 
 def init_moe_state(
     layer_or_spec: EpLayer | LayerStack | TracedLayer | LayerSpec, recipe: Recipes

@@ -45,6 +45,9 @@ class DelayedState:
     x: jax.Array
     w: jax.Array
 
+    def __post_init__(self) -> None:
+        stored.tell_flax(type(self))
+
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
