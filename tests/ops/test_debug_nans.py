@@ -47,6 +47,15 @@ def test_ops_return_no_nan_where_jax_looks_for_them(layer: Any) -> None:
     np.testing.assert_allclose(out, TOP_K * jnp.sin(x), rtol=1e-6)
 
 
+def test_an_eager_gradient_meets_no_infinity_of_ours(layer: Any) -> None:
+    params = ep.init_moe_params(jax.random.key(0), layer, HIDDEN)
+    x = jax.random.normal(jax.random.key(1), (2 * TOKENS, HIDDEN))
+    groups = {"num_groups": 2, "group_topk": 1, "group_score_topk": 1}
+    with jax.debug_infs(True):
+        grad = jax.grad(lambda x: ep.moe(layer, x, params, **groups)[0].sum())(x)
+    assert np.isfinite(grad).all()
+
+
 @pytest.mark.parametrize("wrong", [-5, EXPERTS, -(2**40), 2**32 + 1])
 def test_an_index_that_names_no_expert_is_told(layer: Any, wrong: int) -> None:
     x = jax.random.normal(jax.random.key(0), (2 * TOKENS, HIDDEN))

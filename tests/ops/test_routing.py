@@ -12,6 +12,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import ep_runtime as ep
+from ep_runtime_client.ops.partitioning.roles import say_once
 
 TOKENS, EXPERTS = 40, 12
 
@@ -209,6 +210,52 @@ def test_top_k_is_a_stable_descending_sort(dtype: Any) -> None:
     want = np.zeros_like(x)
     np.put_along_axis(want, order, factors, -1)
     np.testing.assert_array_equal(grad, np.asarray(jnp.asarray(want, dtype)))
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2", "bfloat16"])
+def test_top_k_of_narrow_floats_names_every_index_once(dtype: str) -> None:
+    """float8_e4m3fn has no -inf to put in the place of what was picked."""
+    values, idx = ep.top_k(jnp.asarray([1, 3, 2, 0.5, -448, -0.0, 0.0]).astype(dtype), 7)
+    np.testing.assert_array_equal(idx, [1, 2, 0, 3, 5, 6, 4])
+    np.testing.assert_array_equal(values.astype(float), [3, 2, 1, 0.5, 0, 0, -448])
+
+
+def test_top_k_puts_minus_infinity_behind_the_least_number() -> None:
+    x = jnp.array([-np.inf, jnp.finfo(jnp.float32).min, 0.0, np.nan, -np.inf])
+    values, idx = ep.top_k(x, 5)
+    np.testing.assert_array_equal(idx, [3, 2, 1, 0, 4])
+    np.testing.assert_array_equal(values, x[idx])
+
+
+def test_an_expert_outside_of_the_best_groups_comes_behind_minus_infinity() -> None:
+    logits = jnp.array([[5.0, -np.inf, 1.0, 1.0]])
+    picked = ep.route(logits, 2, num_groups=2, group_topk=1, group_score_topk=1).topk_idx
+    np.testing.assert_array_equal(picked, [[0, 1]])
+
+
+def test_lists_are_arrays() -> None:
+    routing = ep.route([[0.0, 2.0, 1.0]], 1, use_pre_softmax=True, expert_bias=[9.0, 0.0, 0.0])
+    np.testing.assert_array_equal(routing.topk_idx, [[0]])
+
+
+@pytest.mark.parametrize(
+    ("options", "warns"),
+    [
+        ({}, True),
+        ({"use_pre_softmax": True}, False),
+        ({"use_pre_softmax": True, "normalize_weights": True}, True),
+        ({"score_function": "sigmoid"}, False),
+    ],
+)
+def test_one_expert_with_the_weight_one_is_warned_of(
+    options: dict[str, Any], warns: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    say_once.cache_clear()
+    for _ in range(2):
+        weights = ep.route(jnp.array([[0.0, 2.0, 1.0]]), 1, **options).topk_weights
+    np.testing.assert_equal(float(weights[0, 0]) == 1.0, warns)
+    said = [line for line in caplog.messages if "use_pre_softmax=True" in line]
+    assert len(said) == int(warns)
 
 
 def test_top_k_refuses_what_it_cannot_sort() -> None:

@@ -19,6 +19,7 @@ from ep_runtime.arguments import as_int
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime_client.base import stored
 from ep_runtime_client.ops.kernels.slots import as_int32
+from ep_runtime_client.ops.partitioning.roles import say_once
 from ep_runtime_client.ops.routing.options import RouteOptions, check
 from ep_runtime_client.ops.routing.search import largest, pick
 from ep_runtime_client.ops.tracing import eager
@@ -69,7 +70,8 @@ def route(
         score_function: what an expert's score is. "softmax": its logit, with use_pre_softmax its
             share of the softmax over all E. "sigmoid": sigmoid(logit). "sqrtsoftplus":
             sqrt(log(1 + exp(logit))).
-        use_pre_softmax: softmax over all E first.
+        use_pre_softmax: softmax over all E first. With top_k=1 it is what gives the router a
+            gradient: one picked logit has the softmax 1, and a warning says so once.
         expert_bias: [E] f32, added to the scores for the choice only; has no gradient.
         num_groups: routing groups of E / num_groups experts each; give group_topk too.
         group_topk: how many routing groups a token may use: those of the highest scores.
@@ -112,9 +114,17 @@ def route(
         normalize_weights,
         scaling_factor,
     )
+    logits = jnp.asarray(logits)
+    expert_bias = None if expert_bias is None else jnp.asarray(expert_bias)
     if not logits.shape:
         raise InvalidArgumentError("logits must be [..., E], got a scalar", argument="logits")
     check(logits.shape[-1], options, expert_bias)
+    if options.top_k == 1 and options.normalizes:
+        say_once(
+            "route with top_k=1 gives every token the weight 1, and the router no gradient but "
+            "aux_loss's: use_pre_softmax=True, without normalize_weights=True, weighs by the "
+            "expert's share of the softmax over all"
+        )
     routing: Routing = eager.run(_route, options, logits, expert_bias)
     return routing
 
@@ -123,9 +133,11 @@ def _route(options: RouteOptions, logits: jax.Array, expert_bias: jax.Array | No
     logits = logits.astype(jnp.float32)
     scores, probs = _scores(options, logits)
     choice = scores if expert_bias is None else scores + expert_bias.astype(jnp.float32)
-    choice = _within_best_groups(lax.stop_gradient(choice), options)
+    choice = lax.stop_gradient(choice)
     # Kept with the plan: a backward pass of its own would search all experts again.
-    topk_idx = checkpoint_name(largest(choice, options.top_k)[1], "ep_plan")
+    topk_idx = checkpoint_name(
+        largest(choice, options.top_k, _in_best_groups(choice, options))[1], "ep_plan"
+    )
     weights = _weights(options, scores, probs, topk_idx)
     if options.scaling_factor != 1.0:
         weights = weights * options.scaling_factor
@@ -152,14 +164,12 @@ def _weights(
     options: RouteOptions, scores: jax.Array, probs: jax.Array, topk_idx: jax.Array
 ) -> jax.Array:
     """Weights [..., K] of the chosen experts, before scaling."""
-    normalize = options.normalize_weights
+    normalize = options.normalizes
     if options.score_function == "softmax":
-        if not options.use_pre_softmax and normalize is not False:
+        if not options.use_pre_softmax and normalize:
             return jax.nn.softmax(pick(scores, topk_idx), axis=-1)
         shares = pick(probs, topk_idx)
         return _part_of(jnp.maximum(_sum(shares), _LEAST_SHARES), shares) if normalize else shares
-    if normalize is None:
-        normalize = options.top_k > 1
     picked = pick(scores, topk_idx)
     return _part_of(_sum(picked) + _ADDED, picked) if normalize else picked
 
@@ -174,17 +184,17 @@ def _part_of(total: jax.Array, values: jax.Array) -> jax.Array:
     return values / scale / (total / scale)
 
 
-def _within_best_groups(choice: jax.Array, options: RouteOptions) -> jax.Array:
-    """`choice` [..., E] with -inf outside the token's best routing groups."""
+def _in_best_groups(choice: jax.Array, options: RouteOptions) -> jax.Array | None:
+    """Which experts are in the token's best routing groups, bool [..., E]; None: all."""
     num_groups, group_topk = options.num_groups, options.group_topk
     if num_groups is None or group_topk is None:
-        return choice
+        return None
     lead, experts = choice.shape[:-1], choice.shape[-1]
     grouped = choice.reshape(*lead, num_groups, experts // num_groups)
     score = largest(grouped, options.summed_scores)[0].sum(-1)
     best = largest(score, group_topk)[1]
     allowed = (best[..., None] == jnp.arange(num_groups)).any(-2)
-    return jnp.where(allowed[..., None], grouped, -jnp.inf).reshape(choice.shape)
+    return jnp.broadcast_to(allowed[..., None], grouped.shape).reshape(choice.shape)
 
 
 def tokens_per_expert(topk_idx: jax.Array, num_experts: int) -> jax.Array:

@@ -31,6 +31,15 @@ class RouteOptions:
             return self.group_score_topk
         return self.top_k // (self.group_topk or 1)
 
+    @property
+    def normalizes(self) -> bool:
+        """Whether the K weights of a token sum to one."""
+        if self.normalize_weights is not None:
+            return self.normalize_weights
+        if self.score_function == "softmax":
+            return not self.use_pre_softmax
+        return self.top_k > 1
+
 
 def _fail(argument: str, message: str) -> None:
     raise InvalidArgumentError(message, argument=argument)

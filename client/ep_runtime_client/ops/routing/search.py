@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from ep_runtime.arguments import as_int
 from ep_runtime.errors import InvalidArgumentError
@@ -50,20 +51,33 @@ def _largest(k: int, x: jax.Array) -> tuple[jax.Array, jax.Array]:
     return largest(x, k)
 
 
-def largest(scores: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
+def largest(
+    scores: jax.Array, k: int, allowed: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array]:
     """`lax.top_k` along the last dim as k argmaxes: the partitioner keeps a sharded batch apart,
     where it gathers the operand of `lax.top_k` on every device (seen on CPU, JAX 0.10 to 0.12).
+    Entries that are not `allowed` come last.
     """
-    # A picked entry becomes -inf; one that the caller masked stays above that.
-    left = jnp.maximum(scores, jnp.finfo(scores.dtype).min)
-    entries = jnp.arange(scores.shape[-1], dtype=jnp.int32)
-    picked = []
+    left, picked = _ordered(lax.stop_gradient(scores)), []
+    least = jnp.iinfo(left.dtype).min
+    if allowed is not None:
+        left = jnp.where(allowed, left, least + 1)
+    entries = lax.broadcasted_iota(jnp.int32, scores.shape, scores.ndim - 1)
     for _ in range(k):
         best = jnp.argmax(left, axis=-1, keepdims=True).astype(jnp.int32)
         picked.append(best)
-        left = jnp.where(entries == best, -jnp.inf, left)
+        left = jnp.where(entries == best, least, left)
     index = jnp.concatenate(picked, axis=-1)
     return pick(scores, index), index
+
+
+def _ordered(scores: jax.Array) -> jax.Array:
+    """Integers in the order of floats: NaNs first, -inf last, well over the least integer."""
+    wide = scores.astype(jnp.float64 if scores.dtype == jnp.float64 else jnp.float32)
+    wide = jnp.where(wide == 0, jnp.zeros_like(wide), wide)  # -0.0 is no less
+    bits = lax.bitcast_convert_type(wide, f"int{8 * wide.dtype.itemsize}")
+    most = jnp.iinfo(bits.dtype).max
+    return jnp.where(jnp.isnan(wide), most, jnp.where(bits < 0, bits ^ most, bits))
 
 
 def pick(scores: jax.Array, topk_idx: jax.Array) -> jax.Array:
