@@ -122,6 +122,8 @@ def test_one_device_multiplies_adds_the_bias_once_and_differentiates(recipe: Any
 
     run = jax.jit(jax.value_and_grad(loss, argnums=(1, 2, 3)), static_argnums=0)
     value, found = run(lambda x, k, b: ep.dense(x, k, bias=b, recipe=recipe), x, kernel, bias)
+    if recipe is None:
+        np.testing.assert_allclose(ep.dense(x[0], kernel), x[0] @ kernel, rtol=1e-5, atol=1e-5)
     wanted_value, wanted = run(lambda x, k, b: x @ k + b, x, kernel, bias)
     tolerance = 1e-5 if recipe is None else 0.09
     np.testing.assert_allclose(value, wanted_value, rtol=max(tolerance, 1e-4))

@@ -137,6 +137,11 @@ def test_moe_and_remat_policy(layer: EpLayer) -> None:
         ((tokens(hidden=8), params), {}, r"x must be \[T, 16\]"),
         ((tokens(), bad_router), {}, r"router must be \[H, E\] = \[16, 16\], .*got \[16, 4\]"),
         ((tokens(), dataclasses.asdict(params)), {}, r"params must be ep.MoEParams.*dict .*'wo'"),
+        (
+            (tokens(), params),
+            {"compute_dtype": "float64"},
+            "compute_dtype=float64 needs jax_enable_x64",
+        ),
         ((tokens(), params), {"gated": False}, r"wi must be \[E, H, M\]"),
     ):
         with pytest.raises(ValueError, match=text):

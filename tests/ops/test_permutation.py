@@ -292,6 +292,8 @@ GOOD = {"tokens": np.ones((4, 3)), "topk_idx": np.zeros((4, 2), np.int32), "num_
     ("changes", "text"),
     [
         ({"num_experts": 0}, "num_experts must be at least 1, got 0"),
+        ({"num_experts": 2.0}, "num_experts must be an integer, got 2.0"),
+        ({"align_size": 2.0}, "align_size must be an integer, got 2.0"),
         ({"topk_idx": None}, "needs one of topk_idx and routing_map, got none"),
         ({"routing_map": np.zeros((4, 5), bool)}, "got both"),
         ({"topk_idx": np.zeros((4, 2))}, "topk_idx must have an integer dtype"),
@@ -301,7 +303,7 @@ GOOD = {"tokens": np.ones((4, 3)), "topk_idx": np.zeros((4, 2), np.int32), "num_
         ({"tokens": np.ones(4)}, r"tokens must be \[T, H\]"),
         ({"probs": np.ones((4, 3))}, r"probs must be \[4, 2\], one per slot"),
         ({"probs": np.ones((4, 2), int)}, "probs must have a float dtype"),
-        ({"num_out_tokens": -1}, "num_out_tokens must not be negative, got -1"),
+        ({"num_out_tokens": -1}, "num_out_tokens must be at least 0, got -1"),
         ({"align_size": 0}, "align_size must be at least 1, got 0"),
         ({"num_out_tokens": 2**31}, "int32 counts less"),
     ],

@@ -274,14 +274,22 @@ class LayerStack:
                     f"stack {self.name!r} takes an integer or a traced int32 scalar, got {index!r}",
                     argument="index",
                 ) from None
-            return TracedLayer(self, index)
+            return self._traced(index)
         except Exception as error:  # noqa: BLE001 - a tracer refuses with a JAX error of its own
             if "racer" not in type(error).__name__:
                 raise
-            return TracedLayer(self, index)
+            return self._traced(index)
         if not -self.num_layers <= position < self.num_layers:
             raise IndexError(f"layer {position} of stack {self.name!r} of {self.num_layers} layers")
         return self._layer(position % self.num_layers)
+
+    def _traced(self, index: Any) -> TracedLayer:
+        if index.shape:
+            raise InvalidArgumentError(
+                f"stack {self.name!r} takes one index, a scalar, got {list(index.shape)}",
+                argument="index",
+            )
+        return TracedLayer(self, index)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -256,6 +256,10 @@ def moe(
         "scaling_factor": scaling_factor,
     }
     recipes = moe_checks.recipes_of(recipe, params)
+    if compute_dtype is None:
+        narrow = any(r is not None and not r.quantizes for r in recipes)
+        compute_dtype = jnp.bfloat16 if narrow else x.dtype
+    dtype = moe_checks.held_dtype("compute_dtype", compute_dtype)
     if isinstance(layer, LayerSpec):
         sizes = moe_shapes.check(layer, x, params)
         routed = moe_routing.routed(x, params, sizes, routing, reading, aux_loss_coeff)
@@ -272,10 +276,6 @@ def moe(
     sizes = moe_routing.Sizes(x.shape[:-1], static.top_k, static.group_spec.num_experts)
     with scope("router", static):
         routed = moe_routing.routed(x, params, sizes, routing, reading, aux_loss_coeff)
-    if compute_dtype is None:
-        narrow = any(r is not None and not r.quantizes for r in recipes)
-        compute_dtype = jnp.bfloat16 if narrow else x.dtype
-    dtype = jnp.dtype(compute_dtype)
     token_axes = static.group_spec.token_axes
     function = activation_of(activation, gated, dtype, params.wo.shape[1])
     block = Block(function, recipes, specs, inner_axes, token_axes)

@@ -8,6 +8,7 @@ from math import prod
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from ep_runtime.errors import InvalidArgumentError
@@ -65,6 +66,18 @@ def quantizing(recipe: Recipes) -> tuple[Recipe | None, Recipe | None]:
     """As `pair_of`, but None for those that quantize nothing."""
     wi, wo = (each if each is not None and each.quantizes else None for each in pair_of(recipe))
     return wi, wo
+
+
+def held_dtype(name: str, dtype: Any) -> Any:
+    """`dtype` as numpy's. Raises InvalidArgumentError where JAX would take another in its place."""
+    found = jnp.dtype(dtype)
+    if jax.dtypes.canonicalize_dtype(found) != found:
+        raise InvalidArgumentError(
+            f"{name}={found} needs jax_enable_x64: JAX computes in "
+            f"{jax.dtypes.canonicalize_dtype(found)} without it",
+            argument=name,
+        )
+    return found
 
 
 def check_weights(early: bool | None, to_input: bool) -> None:

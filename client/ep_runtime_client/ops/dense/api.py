@@ -57,6 +57,8 @@ def dense(
     Source: gathering a weight where it is used is fully sharded data parallelism, ZeRO's third
     stage (arXiv:1910.02054).
     """
+    if jnp.ndim(x) == 1:
+        return dense(x[None], kernel, layer=layer, bias=bias, recipe=recipe)[0]
     _check(x, kernel, bias, recipe)
     if recipe is not None and not recipe.quantizes:
         x, kernel, recipe = x.astype(jnp.bfloat16), kernel.astype(jnp.bfloat16), None

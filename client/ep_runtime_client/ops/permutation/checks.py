@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ep_runtime.arguments import check_whole
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime_client.ops.permutation.batch_shards import BatchShards, last_axes
 from ep_runtime_client.ops.permutation.plan import PermutationMeta, PermutationPlan, row_bound
@@ -17,10 +18,7 @@ from ep_runtime_client.ops.permutation.plan import PermutationMeta, PermutationP
 def check_choice(
     topk_idx: jax.Array | None, routing_map: jax.Array | None, num_experts: int
 ) -> tuple[jax.Array, bool]:
-    if num_experts < 1:
-        raise InvalidArgumentError(
-            f"num_experts must be at least 1, got {num_experts}", argument="num_experts"
-        )
+    check_whole("num_experts", num_experts)
     if (topk_idx is None) == (routing_map is None):
         raise InvalidArgumentError(
             "permute needs one of topk_idx and routing_map, got "
@@ -73,11 +71,7 @@ def check_slots(name: str, array: jax.Array, shape: tuple[int, ...]) -> None:
 
 def alignment_of(align_size: int | None) -> int:
     """Raises InvalidArgumentError unless zones can be multiples of it."""
-    if align_size is not None and align_size < 1:
-        raise InvalidArgumentError(
-            f"align_size must be at least 1, got {align_size}", argument="align_size"
-        )
-    return 1 if align_size is None else int(align_size)
+    return 1 if align_size is None else check_whole("align_size", align_size)
 
 
 def rows_of(
@@ -95,10 +89,8 @@ def rows_of(
     """
     tokens = prod(shape[:-1]) // shards.num_shards
     slots = tokens * shape[-1]
-    if num_out_tokens is not None and num_out_tokens < 0:
-        raise InvalidArgumentError(
-            f"num_out_tokens must not be negative, got {num_out_tokens}", argument="num_out_tokens"
-        )
+    if num_out_tokens is not None:
+        check_whole("num_out_tokens", num_out_tokens, 0)
     if num_out_tokens is None:
         # A map names an expert once per token; slots may all name the same one.
         rows = row_bound(slots, num_experts, alignment, tokens if from_map else slots)
