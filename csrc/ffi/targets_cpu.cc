@@ -2,6 +2,7 @@
 #include <string>
 #include <utility>
 
+#include "core/base/layer_index.h"
 #include "core/groups/registry.h"
 #include "core/runs/runs.h"
 #include "ffi/cpu_call.h"
@@ -36,7 +37,7 @@ Status ReadScalar(const CallFrame& frame, size_t index, const char* name, int64_
 }
 
 Status RunInGroup(const Pending& pending, const LayerEntry& layer,
-                  const std::shared_ptr<Group>& group, int64_t world_rank) {
+                  const std::shared_ptr<Group>& group, int64_t world_rank, bool again) {
   EP_RETURN_IF_ERROR(group->AtStart(pending.run, layer.name, pending.frame.op));
   if (world_rank < 0 || world_rank >= group->sizes().world_size) {
     return InvalidArgument("rank must be in [0, " + std::to_string(group->sizes().world_size) +
@@ -57,6 +58,7 @@ Status RunInGroup(const Pending& pending, const LayerEntry& layer,
   context.world_rank = world_rank;
   context.handle = pending.attributes.handle;
   context.run = pending.run;
+  context.counts = !again;
   if (group->several_processes()) {
     context.key = pending.site->KeyEverywhere(pending.turn);
     context.site = pending.site->Named(pending.turn);
@@ -71,17 +73,18 @@ Status RunCall(const Pending& pending) {
   int64_t layer_index;
   EP_RETURN_IF_ERROR(ReadScalar(pending.frame, 0, "rank", &world_rank));
   EP_RETURN_IF_ERROR(ReadScalar(pending.frame, 1, "layer_index", &layer_index));
+  const LayerIndex index = ReadLayerIndex(static_cast<int32_t>(layer_index));
   LayerEntry layer;
   std::shared_ptr<Group> group;
   EP_RETURN_IF_ERROR(ThisProcess().registry.Resolve(
-      pending.attributes.layer_id + static_cast<uint64_t>(layer_index),
+      pending.attributes.layer_id + static_cast<uint64_t>(index.layer),
       pending.attributes.fingerprint, &layer, &group));
   if (!group->BeginCall()) {
     Status closed = group->ClosedError(layer.name);
     group->FailRun(pending.run, closed);
     return closed;
   }
-  Status status = RunInGroup(pending, layer, group, world_rank);
+  Status status = RunInGroup(pending, layer, group, world_rank, index.again);
   if (!status.ok()) group->FailRun(pending.run, status);
   // A run that began goes on, with NaN, because nothing calls other devices of it back that wait in
   // a collective of XLA for this one.

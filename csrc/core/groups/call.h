@@ -22,6 +22,7 @@ struct CallContext {
   CallKey key{};
   uint64_t run = 0;  // as XLA names it here
   CallSite site{};
+  bool counts = true;  // rows; a call that a step makes again counts none
 };
 
 // One rank's part of one call. Between Run's meeting and its end the ranks of the domain share a
@@ -70,11 +71,14 @@ class Call {
 
   // Reported to the board when the call ends.
   void CountRows(int64_t rows, int64_t dropped_rows) {
+    if (!context_.counts) return;
     rows_ = rows;
     dropped_rows_ = dropped_rows;
   }
   // What a prepare found: this rank's tokens, and the rows of each of its experts.
-  void CountLoad(int64_t tokens, const int64_t* rows) { tally_.AddLoad(index(), tokens, rows); }
+  void CountLoad(int64_t tokens, const int64_t* rows) {
+    if (context_.counts) tally_.AddLoad(index(), tokens, rows);
+  }
 
  private:
   Status Meet(MeetingPlace& place, int rank, int64_t first_rank, const Verdict& verdict,

@@ -1,5 +1,6 @@
 #include <string>
 
+#include "core/base/layer_index.h"
 #include "core/groups/registry.h"
 #include "cuda/movement/prepare/prepare_kernels.h"
 #include "ffi/cuda_call.h"
@@ -19,7 +20,7 @@ Status ReadVerdict(const CudaCall& call) {
         cudaMemcpy(&index, call.name.layer_index, sizeof(index), cudaMemcpyDeviceToHost);
     EP_RETURN_IF_ERROR(call.Launched(copied));
   }
-  const uint64_t layer_id = call.name.layer_id + static_cast<uint64_t>(index);
+  const uint64_t layer_id = call.name.layer_id + static_cast<uint64_t>(ReadLayerIndex(index).layer);
   return OverflowError(ThisProcess().registry.LayerName(layer_id), verdict.rank, verdict.demand,
                        verdict.capacity);
 }

@@ -29,6 +29,7 @@ from ep_runtime_client.ops.partitioning.roles import Entries, padded
 from ep_runtime_client.ops.quantize.formats.recipes import Recipe
 from ep_runtime_client.ops.quantize.packing import Kernel, Matrix
 from ep_runtime_client.ops.quantize.pair import Pair, of_each
+from ep_runtime_client.ops.tracing import again
 from ep_runtime_client.ops.tracing.ambient import open_layer
 
 
@@ -108,7 +109,7 @@ def run(
     biases = (weights.wi_bias, weights.wo_bias)
     graded: tuple[Any, ...] = (origin_of(weights.wi), origin_of(weights.wo), *biases)
     given = Operands(
-        index,
+        again.told(index, plan.arrays.kept),
         _on_tokens(moved, "topk_idx", _narrow(group.num_experts, topk_idx)),
         token_watch.watched(moved, _on_tokens(moved, "tokens", tokens)),
         _on_tokens(moved, "topk_weights", topk_weights.astype(jnp.float32)),

@@ -28,7 +28,7 @@ from ep_runtime_client.ops.quantize import ops as quantize_ops
 from ep_runtime_client.ops.quantize.packing import Kernel, Packing, pack
 from ep_runtime_client.ops.quantize.pair import Pair
 from ep_runtime_client.ops.quantize.quantized_tensor import QuantizedTensor
-from ep_runtime_client.ops.tracing import eager, first_order
+from ep_runtime_client.ops.tracing import again, eager, first_order
 from ep_runtime_client.ops.tracing.lean import unless_unused
 from ep_runtime_client.ops.tracing.scopes import scope
 from ep_runtime_client.ops.tracing.varying import Axes
@@ -221,6 +221,7 @@ def _bwd(call: BlockCall, saved: Any, dy: jax.Array) -> Any:
 
 def _pullback(call: BlockCall, operands: Operands, kept: list[jax.Array], dy: jax.Array) -> Any:
     """Gradients of all operands; None of those that are integers."""
+    operands = operands._replace(layer_index=again.marked(operands.layer_index))
     if operands.plan is None:
         moved, index = call.static.call, operands.layer_index
         with scope("prepare", moved.layer):

@@ -18,6 +18,7 @@ from ep_runtime_client.ops.movement import dispatch_rows, quantized_rows
 from ep_runtime_client.ops.movement.prepare import check_idx, known_specs, make_call, make_plan
 from ep_runtime_client.ops.quantize.formats.recipes import Recipe
 from ep_runtime_client.ops.quantize.quantized_tensor import QuantizedTensor
+from ep_runtime_client.ops.tracing import again
 from ep_runtime_client.ops.tracing.ambient import manual_axes, open_layer
 
 
@@ -106,6 +107,7 @@ def dispatch(
                 argument="tokens",
             )
         weights = _as_weights(call, topk_weights)
+    index = again.told(index, plan.arrays.kept)
     return _dispatch_rows(call, index, tokens, weights, plan, recipe)
 
 

@@ -29,7 +29,7 @@ from ep_runtime_client.ops.calls.plan import (
 from ep_runtime_client.ops.kernels.slots import as_int32
 from ep_runtime_client.ops.movement import per_device
 from ep_runtime_client.ops.partitioning.specs import known_spec
-from ep_runtime_client.ops.tracing import eager
+from ep_runtime_client.ops.tracing import again, eager
 from ep_runtime_client.ops.tracing.ambient import manual_axes, open_layer
 from ep_runtime_client.ops.tracing.scopes import scope
 from ep_runtime_client.ops.transports.choice import on_gpus, per_device_ops
@@ -131,7 +131,8 @@ def _tagged(function: Any, call: Call, index: jax.Array, topk_idx: jax.Array) ->
     with scope("prepare", call.layer):
         call = per_device.varied(call, topk_idx, index)
         idx = per_device.place(call, "topk_idx", topk_idx, call.layout.spec())
-        made = eager.settled(function, call, index, per_device.vary(call, idx))
+        index, idx = again.told(index, idx), per_device.vary(call, idx)
+        made = eager.settled(function, call, index, idx)
     return jax.tree.map(lambda x: checkpoint_name(x, "ep_plan"), made)
 
 

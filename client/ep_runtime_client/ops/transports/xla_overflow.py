@@ -19,6 +19,7 @@ from jax import lax
 from ep_runtime.specs import GroupSpec
 from ep_runtime_client.base.layers import live_groups
 from ep_runtime_client.ops.calls.call import Call
+from ep_runtime_client.ops.tracing import again
 from ep_runtime_client.ops.tracing.varying import like
 
 
@@ -45,7 +46,9 @@ def passed(call: Call, rank: jax.Array, index: jax.Array, demand: jax.Array) -> 
     asked = lax.pmax(asked, axes) if axes else asked
     verdict = jax.ShapeDtypeStruct((), jnp.int32)
     refuse = functools.partial(_refuse, call.group.name, call.layer.name, call.capacity, world)
-    return like(jax.pure_callback(refuse, verdict, lowest, asked, index[0], rank[0]), demand)
+    return like(
+        jax.pure_callback(refuse, verdict, lowest, asked, again.layer_of(index)[0], rank[0]), demand
+    )
 
 
 def _refuse(

@@ -235,7 +235,7 @@ __device__ inline DeviceCall BeginCall(DeviceGroup* group, const CallName& name,
   call.group = group;
   call.epoch = group->epoch + 1;
   call.generation = group->generation;
-  call.layer_id = name.layer_id + (name.layer_index != nullptr ? *name.layer_index : 0);
+  call.layer_id = name.layer_id + LayerOf(name);
   call.handle = name.handle;
   call.op = static_cast<uint32_t>(op);
   call.tag = TagOf(call.epoch, call.layer_id, call.handle, call.op);

@@ -12,7 +12,7 @@ __global__ void __launch_bounds__(kThreads, 1)
                    const int32_t* recv_count) {
   const DeviceCall call = BeginCall(group, name, op);
   if (!call.dead && recv_count != nullptr && threadIdx.x == 0) {
-    CountRows(group, BoardIndex(name), recv_count[1], max(recv_count[3], 0));
+    CountRows(group, name, recv_count[1], max(recv_count[3], 0));
   }
   const Output nothing[] = {{nullptr, 0, 0}};
   EndCall(call, nothing);

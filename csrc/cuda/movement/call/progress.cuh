@@ -7,6 +7,7 @@
 
 #include <cstddef>
 
+#include "core/base/layer_index.h"
 #include "core/memory/board.h"
 #include "cuda/device/device_group.h"
 
@@ -63,9 +64,19 @@ __device__ __forceinline__ void TellHandle(const Progress& progress, uint32_t in
              static_cast<uint32_t>(lane), 0);
 }
 
+// Which layer of its stack the call is of, as ReadLayerIndex.
+__device__ inline int32_t LayerOf(const CallName& name) {
+  const int32_t operand = name.layer_index != nullptr ? *name.layer_index : 0;
+  return operand >= kMadeAgain ? operand - kMadeAgain : operand;
+}
+
+// Whether a step makes the call again, which then counts no rows.
+__device__ inline bool MadeAgain(const CallName& name) {
+  return name.layer_index != nullptr && *name.layer_index >= kMadeAgain;
+}
+
 __device__ inline uint32_t BoardIndex(const CallName& name) {
-  const int32_t layer = name.layer_index != nullptr ? *name.layer_index : 0;
-  return name.board_index + layer * name.board_stride;
+  return name.board_index + LayerOf(name) * name.board_stride;
 }
 
 // What the thread that tells reads before it needs it: host memory is far.
@@ -106,10 +117,13 @@ __device__ inline void TellBegin(DeviceGroup* group, const BoardNote& note, uint
 }
 
 // Rows of the running call, by one thread that nobody waits for.
-__device__ inline void CountRows(DeviceGroup* group, uint32_t index, uint64_t rows,
+__device__ inline void CountRows(DeviceGroup* group, const CallName& name, uint64_t rows,
                                  uint64_t dropped_rows) {
   Progress& progress = group->progress;
-  if (rows + dropped_rows == 0 || progress.rank == nullptr || index >= kMaxHandles) return;
+  const uint32_t index = BoardIndex(name);
+  if (rows + dropped_rows == 0 || MadeAgain(name) || progress.rank == nullptr ||
+      index >= kMaxHandles)
+    return;
   HandleTotals& totals = progress.totals[index];
   totals.rows += rows;
   totals.dropped_rows += dropped_rows;

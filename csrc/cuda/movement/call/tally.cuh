@@ -38,10 +38,11 @@ __device__ __forceinline__ void NoteWait(uint32_t* waits, int source, uint64_t w
 }
 
 // Rows of this rank's experts, [L], and its tokens; by one warp, which waits for nothing.
-__device__ inline void CountLoad(DeviceGroup* group, uint32_t index, int32_t tokens,
+__device__ inline void CountLoad(DeviceGroup* group, const CallName& name, int32_t tokens,
                                  const int32_t* rows, int32_t experts) {
   const DeviceTally& tally = group->progress.tally;
-  if (group->progress.rank == nullptr || index >= kMaxLoads) return;
+  const uint32_t index = BoardIndex(name);
+  if (group->progress.rank == nullptr || index >= kMaxLoads || MadeAgain(name)) return;
   auto* words = reinterpret_cast<unsigned long long*>(tally.sums + tally.loads_offset +
                                                       index * tally.load_bytes);
   const int lane = static_cast<int>(threadIdx.x % 32);

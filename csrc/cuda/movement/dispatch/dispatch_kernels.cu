@@ -73,7 +73,7 @@ __device__ inline void CountReceived(const DeviceCall& call, const CallName& nam
   const int lane = threadIdx.x % 32;
   const int32_t rows =
       __reduce_add_sync(~0u, lane < call.ranks ? plan.recv_count[lane * columns + 1] : 0);
-  if (lane == 0) CountRows(call.group, BoardIndex(name), rows, max(plan.recv_count[3], 0));
+  if (lane == 0) CountRows(call.group, name, rows, max(plan.recv_count[3], 0));
 }
 
 __device__ void ZeroWeightsPastZones(const DispatchParams& params, int part, int parts) {

@@ -1,0 +1,62 @@
+"""Calls that a step makes once more: `jax.checkpoint` runs a forward pass again in backward.
+
+Native calls count rows and drops for `ep-runtime load`, once a step. No value of a program says
+which call is the second one; JAX knows while it splits a checkpointed function in two. A first pass
+whose result nobody needs is removed by XLA, and its second one then counts nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+from jax.extend.core import Literal, Primitive
+from jax.interpreters import batching, mlir
+from jax.interpreters import partial_eval as pe
+
+_MADE_AGAIN = 1 << 30  # kMadeAgain of csrc/core/base/layer_index.h
+
+
+def told(index: jax.Array, after: jax.Array) -> jax.Array:
+    """The operand `layer_index` of a call: `index` [1], which in a forward pass that runs again
+    says so.
+
+    `after`: integers that the call reads. A scan takes what depends on no carry out of its loop.
+    """
+    marked: jax.Array = _index_p.bind(index, after, again=False)
+    return marked
+
+
+def marked(index: jax.Array) -> jax.Array:
+    """`index` of a call that has been made before in this step."""
+    return index | _MADE_AGAIN
+
+
+def layer_of(index: jax.Array) -> jax.Array:
+    """Which layer of the stack a marked index, or any, stands for."""
+    return jax.numpy.where(index >= _MADE_AGAIN, index - _MADE_AGAIN, index)
+
+
+def _run(index: jax.Array, after: jax.Array, *, again: bool) -> jax.Array:
+    return marked(index) if again else index
+
+
+def _split(saveable: Any, unknown: list[bool], there: list[bool], eqn: Any) -> Any:
+    """The rule of `jax.checkpoint`: the equation of its first pass, and of the one in backward."""
+    missing = [x for x, here in zip(eqn.invars, there, strict=True) if not here]
+    kept = [x for x in missing if not isinstance(x, Literal)]
+    if any(unknown):
+        return None, eqn, [True], [True], kept
+    return eqn, eqn.replace(params={"again": True}), [False], [True], kept
+
+
+def _batch(operands: Any, dims: Any, *, again: bool) -> Any:
+    return _index_p.bind(*operands, again=again), dims[0]
+
+
+_index_p = Primitive("ep_layer_index")
+_index_p.def_impl(_run)
+_index_p.def_abstract_eval(lambda index, after, again: index)
+batching.primitive_batchers[_index_p] = _batch
+pe.partial_eval_jaxpr_custom_rules[_index_p] = _split
+mlir.register_lowering(_index_p, mlir.lower_fun(_run, multiple_results=False))
