@@ -7,6 +7,7 @@ whose result nobody needs is removed by XLA, and its second one then counts noth
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -41,7 +42,7 @@ def _run(index: jax.Array, after: jax.Array, *, again: bool) -> jax.Array:
     return marked(index) if again else index
 
 
-def _split(saveable: Any, unknown: list[bool], there: list[bool], eqn: Any) -> Any:
+def _split(saveable: Any, unknown: Sequence[bool], there: Sequence[bool], eqn: Any) -> Any:
     """The rule of `jax.checkpoint`: the equation of its first pass, and of the one in backward."""
     missing = [x for x, here in zip(eqn.invars, there, strict=True) if not here]
     kept = [x for x in missing if not isinstance(x, Literal)]
