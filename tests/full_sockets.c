@@ -29,8 +29,8 @@ static int is_tcp(int fd) {
   return domain == AF_INET || domain == AF_INET6;
 }
 
-ssize_t writev(int fd, const struct iovec *parts, int num_parts) {
-  static ssize_t (*real)(int, const struct iovec *, int);
+ssize_t writev(int fd, const struct iovec* parts, int num_parts) {
+  static ssize_t (*real)(int, const struct iovec*, int);
   if (!real) real = dlsym(RTLD_NEXT, "writev");
   size_t size = 0;
   for (int i = 0; i < num_parts; ++i) size += parts[i].iov_len;

@@ -335,7 +335,7 @@ int Main(const std::string& what, int ranks, int gpus) {
     // Tags of calls have 24 bits of the epoch.
     for (int i : {0, 1}) wrong += RunCase(Cases(ranks)[i], gpus, grids, 3, (1 << 24) - 3);
     wrong += RunGraphs(Cases(ranks)[0], gpus, grids);
-    if (ranks > 1) wrong += RunFuzz(ranks, gpus, grids, what == "small" ? 13 : 1);
+    if (ranks > 1) wrong += RunFuzz(ranks, gpus, grids, what == "small" ? 3 : 1);
     wrong += RunOneSided(ranks, gpus, grids, what == "small" ? 16 : 8192);
   }
   if (what == "check" && ranks > 1) {
