@@ -85,7 +85,7 @@ def test_a_quantized_gemm_names_every_collective(make_group: MakeGroup, partitio
 
 
 @pytest.mark.parametrize("partitioning", ["rule", "shard_map"])
-def test_processes_on_cpu_exchange_parts_of_a_gradient_and_add_them_up(
+def test_processes_on_cpu_add_up_whole_gradients(
     make_group: MakeGroup, monkeypatch: pytest.MonkeyPatch, partitioning: str
 ) -> None:
     monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
@@ -101,9 +101,9 @@ def test_processes_on_cpu_exchange_parts_of_a_gradient_and_add_them_up(
     seen = ep.explain(lambda *args: step(layer, None, *args, **options), *operands(group, weight))
     assert {*found(seen)} == {
         ("all-gather", "grouped_gemm", "own"),
-        ("all-to-all", "grouped_gemm", "sum"),
+        ("all-reduce", "grouped_gemm", "sum"),
     }
-    assert "left there" in whys(seen, "all-to-all", "sum")
+    assert "a weight's over the outer axes" in whys(seen, "all-reduce", "sum")
 
 
 def test_a_split_contraction_is_a_sum_of_products(make_group: MakeGroup) -> None:

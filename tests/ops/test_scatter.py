@@ -15,7 +15,7 @@ from ep_runtime_client.ops.partitioning import scatter
 
 @pytest.mark.parametrize("check", [True, False], ids=["vma", "no vma"])
 @pytest.mark.parametrize("axes", [("a",), ("a", "b"), ("b", "a")], ids="".join)
-def test_parts_are_exchanged_and_added_up_in_place_of_a_reduce_scatter(
+def test_a_part_is_cut_out_of_a_sum_in_place_of_a_reduce_scatter(
     monkeypatch: pytest.MonkeyPatch, axes: tuple[str, ...], check: bool
 ) -> None:
     mesh = fakes.mesh_of({"a": 2, "b": 4})

@@ -242,19 +242,10 @@ class _Program:
 
     def maps_elements(self, item: _Instruction) -> bool:
         """Whether an instruction only moves or maps elements."""
-        return not self._ops(item) & _ENDS
-
-    def adds_up(self, item: _Instruction) -> bool:
-        """Whether the parts that an exchange brings are added up, as `scatter` does."""
-        parts = self.users.get(item.name, [])
-        users = (user for part in parts for user in self.users.get(part.name, []))
-        return any("add" in self._ops(user) for user in users)
-
-    def _ops(self, item: _Instruction) -> set[str]:
-        """The instruction's op, and those inside a fusion."""
         called = _CALLS.search(item.rest)
         inside: Mapping[str, set[str]] = self._inside
-        return {item.op} | (inside.get(called.group(1), set()) if called else set())
+        ops = {item.op} | (inside.get(called.group(1), set()) if called else set())
+        return not ops & _ENDS
 
     def takes_maximum(self, item: _Instruction) -> bool:
         """Whether a reduction keeps the largest value instead of the sum."""
@@ -298,8 +289,7 @@ def _attribute(program: _Program, item: _Instruction, kind: str) -> Collective |
     if op in _MATMUL and written and program.takes_maximum(item):
         cause, why = "amax", _AMAX
     elif op in _MATMUL:
-        summed = kind == "all-to-all" and program.adds_up(item)
-        cause, why = _why_matmul(item, "reduce-scatter" if summed else kind, written)
+        cause, why = _why_matmul(item, kind, written)
     else:
         cause, why = _why(op, kind, written)
     return Collective(kind, op, layer, cause, why, _bytes(item.shape), item.name)

@@ -130,8 +130,8 @@ def _name(identity: int, info: Any, contexts: Mapping[str, Any]) -> str:
     config: Any = jax.config
     mesh, platforms = dict(info.mesh.shape), tuple(info.module_context.platforms)
     # `scatter` asks the last one.
-    exchanges = "cpu" in platforms and jax.distributed.is_initialized()
-    read = (slack.checked(), config.jax_default_matmul_precision, config.jax_enable_x64, exchanges)
+    gloo = "cpu" in platforms and jax.distributed.is_initialized()
+    read = (slack.checked(), config.jax_default_matmul_precision, config.jax_enable_x64, gloo)
     parts = repr((mesh, platforms, read, sorted(contexts.items())))
     return f"{specs.stable_id('partitioned', str(identity), parts):x}"
 

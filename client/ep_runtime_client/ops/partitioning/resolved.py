@@ -11,7 +11,7 @@ import jax
 from jax import lax
 
 from ep_runtime_client.ops.partitioning.roles import Entries, Roles
-from ep_runtime_client.ops.partitioning.scatter import scatter
+from ep_runtime_client.ops.partitioning.scatter import cut, scatter
 from ep_runtime_client.ops.tracing.varying import Axes
 
 
@@ -67,11 +67,6 @@ class Sums:
         for dim, axes in enumerate(gathered[:dims]):
             for on_rows, found in itertools.groupby(axes, over.__contains__):
                 run = tuple(found)
-                x = scatter(x, run, dim) if on_rows else self._cut(x, run, dim)
+                x = (scatter if on_rows else cut)(x, run, dim)
         done = {axis for axes in gathered[:dims] for axis in axes}
         return self.total(x, tuple(axis for axis in summed if axis not in done))
-
-    def _cut(self, x: jax.Array, axes: Axes, dim: int) -> jax.Array:
-        size = x.shape[dim] // self.roles.size(axes)
-        part: jax.Array = lax.dynamic_slice_in_dim(x, lax.axis_index(axes) * size, size, dim)
-        return part
