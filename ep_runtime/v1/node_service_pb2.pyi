@@ -258,18 +258,20 @@ class GetViewIdsResponse(_message.Message):
     def __init__(self, unique_ids: _Optional[_Iterable[bytes]] = ..., nccl_version: _Optional[str] = ...) -> None: ...
 
 class TellGroupRequest(_message.Message):
-    __slots__ = ("node", "key", "epoch", "lost_ranks", "left_ranks")
+    __slots__ = ("node", "key", "epoch", "lost_ranks", "left_ranks", "why")
     NODE_FIELD_NUMBER: _ClassVar[int]
     KEY_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     LOST_RANKS_FIELD_NUMBER: _ClassVar[int]
     LEFT_RANKS_FIELD_NUMBER: _ClassVar[int]
+    WHY_FIELD_NUMBER: _ClassVar[int]
     node: str
     key: GroupKey
     epoch: int
     lost_ranks: _containers.RepeatedScalarFieldContainer[int]
     left_ranks: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, node: _Optional[str] = ..., key: _Optional[_Union[GroupKey, _Mapping]] = ..., epoch: _Optional[int] = ..., lost_ranks: _Optional[_Iterable[int]] = ..., left_ranks: _Optional[_Iterable[int]] = ...) -> None: ...
+    why: str
+    def __init__(self, node: _Optional[str] = ..., key: _Optional[_Union[GroupKey, _Mapping]] = ..., epoch: _Optional[int] = ..., lost_ranks: _Optional[_Iterable[int]] = ..., left_ranks: _Optional[_Iterable[int]] = ..., why: _Optional[str] = ...) -> None: ...
 
 class TellGroupResponse(_message.Message):
     __slots__ = ()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 
 import grpc
 import pytest
@@ -227,11 +228,25 @@ def test_a_node_answers_for_its_processes_of_a_view_that_its_group_left(nodes, p
     assert again.result(WAIT_S).epoch == formed[0].epoch > groups[0].epoch
 
 
-def test_a_group_taken_away_on_one_node_breaks_on_the_others(nodes, pool):
+@pytest.mark.parametrize(
+    ("order", "said"),
+    [
+        ("Reclaim", r"was reclaimed by uid \d+ \(pid \d+\) with ep-runtime reclaim"),
+        ("Fence", r"its session was fenced by uid \d+ \(pid \d+\) with ep-runtime fence"),
+    ],
+)
+def test_a_group_taken_away_on_one_node_breaks_on_the_others_who_hear_by_whom(
+    nodes, pool, order, said
+):
     a, b = nodes
-    all_ready(pool, spec_of(), (a.client(), [0]), (b.client(), [1]))
-    b.ask("Reclaim", name="moe")
+    first, second = a.client(), b.client()
+    watcher = Watcher(first)
+    all_ready(pool, spec_of(), (first, [0]), (second, [1]))
+    b.ask(order, **({"name": "moe"} if order == "Reclaim" else {"session_id": second.session_id}))
     eventually(lambda: state(a) == "BROKEN", within_s=TOLD_S)
+    eventually(lambda: [e.group for e in watcher.events if e.group.state == 3])
+    (event,) = [e.group for e in watcher.events if e.group.state == 3]
+    assert re.search(r"processes of node b are gone: ranks \[1\]: .*" + said, event.reason)
 
 
 def test_another_node_speaks_for_its_own_ranks_only(nodes, pool, call_node):
@@ -298,7 +313,8 @@ def test_a_node_that_waits_for_a_coordinator_that_ends_hears_so(start_daemon):
             wait=wire.duration(WAIT_S),
         )
         call = stub.JoinGroup.future(request, timeout=WAIT_S)
-        stub.JoinCluster(join, timeout=WAIT_S)  # the call before it is there
+        assemblies = a._daemon.runtime.cluster.assemblies
+        eventually(lambda: len(assemblies._all) == 1, what="the coordinator hears of the group")
         a.close()
         a.close = lambda: None
         with pytest.raises(grpc.RpcError) as caught:

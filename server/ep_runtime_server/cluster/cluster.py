@@ -215,7 +215,7 @@ class Cluster:
             raise
 
     async def _tell_node(
-        self, node: str, owner: Owner, epoch: int, lost: list[int], left: list[int]
+        self, node: str, owner: Owner, epoch: int, lost: list[int], left: list[int], why: str
     ) -> None:
         address = next((n.identity.address for n in self.view() if n.identity.node == node), None)
         if not address:
@@ -228,6 +228,7 @@ class Cluster:
             epoch=epoch,
             lost_ranks=lost,
             left_ranks=left,
+            why=why,
         )
         await self.peers.ask(node, address, "TellGroup", request, within_s=limits.NODE_RPC_S)
 

@@ -42,7 +42,9 @@ class Coordination(Protocol):
 
     async def outcome(self, owner: Owner, epoch: int) -> tuple[Outcome, str]: ...
 
-    async def ended(self, owner: Owner, epoch: int, lost: list[int], left: list[int]) -> None: ...
+    async def ended(
+        self, owner: Owner, epoch: int, lost: list[int], left: list[int], why: str = ""
+    ) -> None: ...
 
     async def unique_ids(self, owner: Owner, epoch: int, count: int) -> UniqueIds: ...
 
@@ -95,7 +97,9 @@ class OwnCoordination:
         await self._durable()
         return answer
 
-    async def ended(self, owner: Owner, epoch: int, lost: list[int], left: list[int]) -> None:
+    async def ended(
+        self, owner: Owner, epoch: int, lost: list[int], left: list[int], why: str = ""
+    ) -> None:
         self._assemblies.ended(self._node, owner, epoch, (*lost, *left))
 
     async def unique_ids(self, owner: Owner, epoch: int, count: int) -> UniqueIds:
@@ -167,13 +171,16 @@ class RemoteCoordination:
         name = pb.ViewOutcome.Name(answer.outcome).removeprefix("VIEW_OUTCOME_")
         return Outcome(name), answer.reason
 
-    async def ended(self, owner: Owner, epoch: int, lost: list[int], left: list[int]) -> None:
+    async def ended(
+        self, owner: Owner, epoch: int, lost: list[int], left: list[int], why: str = ""
+    ) -> None:
         request = pb.TellGroupRequest(
             node=self._node,
             key=messages.key_to_proto(owner),
             epoch=epoch,
             lost_ranks=lost,
             left_ranks=left,
+            why=why,
         )
         await self._ask("TellGroup", request, limits.NODE_RPC_S)
 

@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from typing import Any
 
 from ep_runtime.errors import EpRuntimeError, PermissionDeniedError, PoolExhaustedError
+from ep_runtime.text import printable
 from ep_runtime_server.base import limits
 from ep_runtime_server.base.events import EventLog
 from ep_runtime_server.callers.sessions import SessionRecord, SessionState
@@ -25,8 +26,10 @@ from ep_runtime_server.groups.record import Answered, GroupRecord
 from ep_runtime_server.memory.windows import Owner
 from ep_runtime_server.nodes.facts import ClusterFacts
 
-# (node, owner, epoch, lost ranks, left ranks) to that node's daemon.
-Teller = Callable[[str, Owner, int, list[int], list[int]], Awaitable[None]]
+# (node, owner, epoch, lost ranks, left ranks, why) to that node's daemon.
+Teller = Callable[[str, Owner, int, list[int], list[int], str], Awaitable[None]]
+
+_MOST_WHY = 400  # characters of another daemon's text
 
 
 class Ends:
@@ -77,37 +80,55 @@ class Ends:
         if gone:
             lost = [rank for rank, session in gone.items() if _is_lost(group, rank, session)]
             left = [rank for rank in gone if rank not in lost]
-            self.tell(group.owner, ours.epoch, ours.nodes, sorted(lost), sorted(left))
+            why = group.last_reason if lost else ""
+            self.tell(group.owner, ours.epoch, ours.nodes, sorted(lost), sorted(left), why)
 
     def tell(
-        self, owner: Owner, epoch: int, nodes: Iterable[str], lost: list[int], left: list[int]
+        self,
+        owner: Owner,
+        epoch: int,
+        nodes: Iterable[str],
+        lost: list[int],
+        left: list[int],
+        why: str = "",
     ) -> None:
-        """The view's other nodes break or mark their groups; the coordinator frees the ranks."""
+        """The view's other nodes break or mark their groups; the coordinator frees the ranks.
+
+        `why` says who ended the lost ones, as far as this daemon knows; the next one does not.
+        """
         key = f"{owner.path}/{epoch}/{min([*lost, *left], default=-1)}"
         word = [owner.uid, owner.job, owner.name, epoch, sorted(nodes), lost, left]
         with contextlib.suppress(PoolExhaustedError):  # it is told in any case
             self._facts.owe(key, word)
-        self._start(self._tell_all(key, word))
+        self._start(self._tell_all(key, word, why))
 
     def tell_owed(self) -> None:
         """What the daemon before us did not live to tell."""
         for key, word in self._facts.owed.items():
-            self._start(self._tell_all(key, word))
+            self._start(self._tell_all(key, word, ""))
 
-    async def _tell_all(self, key: str, word: list[Any]) -> None:
+    async def _tell_all(self, key: str, word: list[Any], why: str) -> None:
         uid, job, name, epoch, nodes, lost, left = word
         owner = Owner(uid, job, name)
         tells: list[Callable[[], Awaitable[None]]] = [
-            functools.partial(self._tell, node, owner, epoch, lost, left) for node in nodes
+            functools.partial(self._tell, node, owner, epoch, lost, left, why) for node in nodes
         ]
-        tells.append(functools.partial(self._coordination.ended, owner, epoch, lost, left))
+        tells.append(functools.partial(self._coordination.ended, owner, epoch, lost, left, why))
         await asyncio.gather(*(until_heard(tell, owner) for tell in tells))
         self._facts.told(key)
 
     def say(self, owner: Owner, say: Callable[[], Awaitable[None]]) -> None:
         self._start(until_heard(say, owner))
 
-    def heard(self, node: str, owner: Owner, epoch: int, lost: list[int], left: list[int]) -> None:
+    def heard(
+        self,
+        node: str,
+        owner: Owner,
+        epoch: int,
+        lost: list[int],
+        left: list[int],
+        why: str = "",
+    ) -> None:
         """Another node tells of its processes. Raises PermissionDeniedError for others' ranks."""
         group = self._groups.find(owner)
         if group is None or group.epoch != epoch:
@@ -128,11 +149,14 @@ class Ends:
         group.lost.update({rank: group.remote[rank] for rank in fresh})
         group.left.update(gone)
         if fresh and group.state in (State.READY, State.BROKEN):
-            why = f"processes of node {node} are gone: ranks {fresh}"
-            self._groups.lost_elsewhere(group, why)
+            told = f": {printable(why[:_MOST_WHY])}" if why else ""
+            self._groups.lost_elsewhere(
+                group, f"processes of node {node} are gone: ranks {fresh}{told}"
+            )
             self._events.add(
                 "group.broken",
-                f"group {owner}, epoch {epoch}: node {node!r} lost the processes of ranks {fresh}",
+                f"group {owner}, epoch {epoch}: node {node!r} lost the processes of ranks "
+                f"{fresh}{told}",
                 group=owner.name,
                 epoch=epoch,
                 generation=group.generation,

@@ -202,5 +202,5 @@ class NodeServicer(node_service_pb2_grpc.NodeServiceServicer):
         lost = list(messages.ranks_from_proto(request.lost_ranks))
         left = list(messages.ranks_from_proto(request.left_ranks))
         self._assemblies.ended(request.node, owner, request.epoch, (*lost, *left))
-        self._spanning.ends.heard(request.node, owner, request.epoch, lost, left)
+        self._spanning.ends.heard(request.node, owner, request.epoch, lost, left, request.why)
         return pb.TellGroupResponse()

@@ -104,6 +104,7 @@ class GroupRecord:
         self.spans = False  # had a view under this generation: what is missing is on other nodes
         self.elsewhere: frozenset[int] = frozenset()  # claimed on other nodes, without a view yet
         self.last_event: Trigger | None = None
+        self.last_reason = ""  # of that change, for people
         self.retained_until_s: float | None = None  # means something in RETAINED only
         self.created_s = 0.0
         self.created_wall_s = 0.0
@@ -194,9 +195,9 @@ class GroupRecord:
     def advance(self, event: Trigger, reason: str = "") -> None:
         """Takes the transition, wakes who waits, tells the members."""
         before, self.state = self.state, next_state(self.state, event)
-        self.last_event = event
+        self.last_event, self.last_reason = event, reason or event.value
         if self.state is not before:
-            self._tell(reason or event.value)
+            self._tell(self.last_reason)
         self.notify()
 
     def _tell(self, reason: str) -> None:
