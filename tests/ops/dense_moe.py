@@ -36,7 +36,7 @@ class Dense:
         assert params.router is not None
         logits = x @ params.router
         if params.router_bias is not None:
-            logits = logits + params.router_bias
+            logits = logits + jnp.broadcast_to(params.router_bias, logits.shape)
         routed = ep.route(logits, self.top_k, **self.routing)
         y = self.experts(x, params, routed.topk_idx, routed.topk_weights)
         return y, ep.aux_loss(routed, coeff=self.coeff)
@@ -48,7 +48,8 @@ class Dense:
         spread = (chosen * topk_weights[..., None]).sum(-2)
         inner = jnp.einsum("...h,ehm->...em", x, params.wi.reshape(*params.wi.shape[:2], -1))
         if params.wi_bias is not None:
-            inner = inner + params.wi_bias.reshape(experts, -1)
+            bias = params.wi_bias.reshape(experts, -1)
+            inner = inner + jnp.broadcast_to(bias, inner.shape)
         if self.gated:
             gate, up = jnp.split(inner, 2, axis=-1)
             inner = self.gate(gate) * up
@@ -56,7 +57,7 @@ class Dense:
             inner = self.gate(inner)
         out = jnp.einsum("...em,emh->...eh", inner, params.wo)
         if params.wo_bias is not None:
-            out = out + params.wo_bias
+            out = out + jnp.broadcast_to(params.wo_bias, out.shape)
         return jnp.einsum("...eh,...e->...h", out, spread)
 
     def graded(self, x: Any, params: MoEParams) -> Any:
