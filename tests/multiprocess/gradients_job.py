@@ -146,7 +146,7 @@ def run_model(calls: int, *, transport: str, dtype: str, tolerance: float) -> li
     mesh = _mesh({"fsdp": 2, "ep": 4})
     alone = Mesh(np.array(jax.local_devices()[:1]).reshape(1, 1), mesh.axis_names)
     with ep.connect(timeout_s=60) as session, ep.connect("none") as other:
-        stacks = [
+        groups = [
             each.create_group(
                 name,
                 where,
@@ -159,12 +159,13 @@ def run_model(calls: int, *, transport: str, dtype: str, tolerance: float) -> li
                 max_top_k=2,
                 max_token_dtype="float32",
                 op_timeout_s=60,
-            ).register_layer_stack("moe", LAYERS, top_k=2)
+            )
             for each, name, where, moved in (
                 (session, "all", mesh, transport),
                 (other, f"alone-{jax.process_index()}", alone, "xla"),
             )
         ]
+        stacks = [group.register_layer_stack("moe", LAYERS, top_k=2) for group in groups]
         spec = ep.MoEParams(
             PartitionSpec(),
             PartitionSpec(None, "ep", "fsdp"),
