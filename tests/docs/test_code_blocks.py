@@ -157,7 +157,8 @@ def test_commands_in_sentences_exist() -> None:
 def test_scripts_that_pages_name_exist() -> None:
     text = "\n".join(page.read_text(encoding="utf-8") for page in doc_pages.PAGES)
     folders = r"(?:tests|csrc|docs|client/ep_\w+|server/ep_\w+)"
-    named = set(re.findall(rf"\b{folders}/[\w/]+\.(?:py|sh|cu|cc|h|md)\b", text))
+    # test_claims.py looks for tests, which pages name from tests/ on.
+    named = set(re.findall(rf"\b{folders}/[\w/]+\.(?:py|sh|cu|cc|h|md)\b(?!::)", text))
     assert len(named) > 5
     named -= {block.said("new:") for block in BLOCKS}
     assert [path for path in sorted(named) if not (doc_pages.ROOT / path).exists()] == []
