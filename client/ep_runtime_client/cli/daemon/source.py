@@ -242,8 +242,10 @@ def _whole(*keys: str) -> Flat:
 
 
 def _whole_status(row: dict[str, Any]) -> dict[str, Any]:
-    for part, key in ((row["cluster"], "since_s"), (row["recovery"], "left_s")):
-        _whole(key)(part or {key: 0.0})
+    if row["cluster"]:
+        _whole("since_s")(row["cluster"])
+    if row["recovery"] and row["recovery"]["under_way"]:  # else no time is left
+        _whole("left_s")(row["recovery"])
     return _whole("uptime_s")(row)
 
 
