@@ -88,8 +88,9 @@ class Day:
         spec = make_spec(name, ranks=1, retain_s=60.0)
         group = await runtime.groups.create(session, spec, (0,), replace=False, wait_s=10.0)
         secret, _ = attachment.acquire(runtime.tickets, session, group, group.generation, ())
-        for exported in attachment.redeem(runtime.tickets, session, secret):
-            os.close(exported.fd)
+        buffers, _ = attachment.redeem(runtime.tickets, session, secret)
+        with attachment.exported(buffers):
+            pass
         await attachment.report_attached(session, group, group.generation, 10.0)
         layers = [layer_specs.LayerSpec("l", top_k=1)]
         await group.layers.register([layer_specs.check_layer(spec, one) for one in layers], [])

@@ -177,7 +177,8 @@ def test_a_board_that_would_hold_the_loop_is_not_copied(gpus, monkeypatch) -> No
 
 def test_a_copy_of_a_large_group_is_small_and_quick(gpus) -> None:
     """64 ranks and 60 layers with 256 experts: what the loop's thread spends, and memory."""
-    spec = make_spec("large", ranks=64, num_experts=256, transport="nvlink")
+    axes = {"mesh_axes": (("dp", 2), ("ep", 32)), "outer_axes": "dp"}
+    spec = make_spec("large", num_experts=256, transport="nvlink", **axes)
     stack = wire.LayerStackSpec(layer_specs.LayerSpec("s", top_k=2), 60)
     group = Group(gpus.client(), spec, stacks=[stack])
     for rank in range(64):

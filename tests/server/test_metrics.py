@@ -351,7 +351,8 @@ def test_it_says_where_it_is(metered) -> None:
 def large(metered):
     """64 ranks, 256 experts, a stack of 60 layers, every counter in use."""
     client = metered.client(job="large")
-    spec = make_spec("large", ranks=64, num_experts=256, transport="nvlink")
+    axes = {"mesh_axes": (("dp", 2), ("ep", 32)), "outer_axes": "dp"}
+    spec = make_spec("large", num_experts=256, transport="nvlink", **axes)
     stack = wire.LayerStackSpec(layer_specs.LayerSpec("s", top_k=2), 60)
     group = Group(client, spec, stacks=[stack])
     for layer in range(60):

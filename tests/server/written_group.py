@@ -8,7 +8,7 @@ import os
 
 from file_driver import UUIDS
 
-from ep_runtime import board
+from ep_runtime import board, device_layout
 from ep_runtime.board import MAX_HANDLES, DeviceRowsStruct, HandleRecordStruct, RankRecordStruct
 
 
@@ -18,7 +18,7 @@ class Group:
     def __init__(self, client, spec, *, layers=(), stacks=()) -> None:
         self.spec = spec
         gpus = [UUIDS[rank % 2] for rank in range(spec.world_size)]
-        made = client.create(spec, uuids=gpus if spec.transport == "nvlink" else ())
+        made = client.create(spec, uuids=gpus if device_layout.on_device(spec) else ())
         self.client, self.made = client, made.group
         (item, fd), *rest = client.fetch(self.made)
         self.map = mmap.mmap(fd, item.bytes)

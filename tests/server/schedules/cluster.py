@@ -211,6 +211,7 @@ class _NoChild:
     """In the place of the process that makes NCCL unique ids."""
 
     made = itertools.count(1)
+    over = True
 
     async def make(self, count: int, life_s: float) -> UniqueIds:
         await asyncio.sleep(0.05)

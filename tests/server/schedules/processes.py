@@ -182,15 +182,19 @@ class Process:
     def _fetch(self, life: Life, held: Held) -> None:
         runtime = life.runtime
 
-        def fetch() -> list[attachment.ExportedFd]:
+        def fetch() -> dict[int, int]:
             assert self._session is not None
             group = runtime.groups.get(self._session, held.spec.name)
             secret, _ = attachment.acquire(
                 runtime.tickets, self._session, group, held.generation, ()
             )
-            return attachment.redeem(runtime.tickets, self._session, secret)
+            buffers, _ = attachment.redeem(runtime.tickets, self._session, secret)
+            with attachment.exported(buffers) as fds:
+                return {
+                    buffer.world_rank: os.dup(fd) for buffer, fd in zip(buffers, fds, strict=True)
+                }
 
-        held.fds = {item.world_rank: item.fd for item in life.do(fetch)}
+        held.fds = life.do(fetch)
 
     async def unique_ids(self) -> None:
         """Asks for the NCCL ids of its group; the cluster compares them."""

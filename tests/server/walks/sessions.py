@@ -8,7 +8,7 @@ import dataclasses
 import os
 
 from ep_runtime_server.base import limits
-from ep_runtime_server.callers.credentials import Peer
+from ep_runtime_server.callers.credentials import Caller, GivenOrder, Peer
 from ep_runtime_server.callers.sessions import SessionRecord, Sessions, SessionState
 from walks.walk import Walk, outcome
 
@@ -75,7 +75,7 @@ class SessionsWalk(Walk):
             self._ended(one, "DEAD" if failed else "CLOSED")
 
     async def fence(self, one: _Session) -> None:
-        self.sessions.fence(one.record, "drill")
+        self.sessions.fence(one.record, "drill", GivenOrder(Caller(0, 1), "drill"))
         if one.state in ("CONNECTED", "ACTIVE", "SUSPECT"):
             one.state = "FENCED"
             one.ends += 1
