@@ -93,7 +93,7 @@ __all__ = [
 
 @dataclasses.dataclass(frozen=True)
 class By:
-    """Who had a generation poisoned; both 0 where nobody says."""
+    """The process that had a generation poisoned; both 0 if unknown."""
 
     uid: int
     pid: int

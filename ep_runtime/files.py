@@ -38,7 +38,7 @@ def open_regular(path: str | os.PathLike[str], flags: int = os.O_RDONLY, mode: i
     """A descriptor of a regular file, as os.open gives; never waits.
 
     Raises:
-        KindError: it is no regular file, or with O_NOFOLLOW a symbolic link.
+        KindError: it is not a regular file, or with O_NOFOLLOW it is a symbolic link.
         OSError: it cannot be opened.
     """
     try:

@@ -134,7 +134,7 @@ def _window(ordered: list[_Event], warm: int, steps: int) -> tuple[int, int] | N
 
 
 def _parts_of(ordered: list[_Event], parts: dict[str, str], steps: int) -> list[str]:
-    """What each event serves; "" where nobody knows.
+    """The part of the program that each event serves; "" if unknown.
 
     Kernels that CUDA replays from a graph come without their instruction. Kernels of one name
     follow each other in every step in the same order, so those of a step that has the names tell

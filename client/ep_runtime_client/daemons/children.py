@@ -140,7 +140,7 @@ class Child:
 
 @contextlib.contextmanager
 def _on_all_cores() -> Iterator[None]:
-    """What this thread starts in the block may run on every core that our cgroup has."""
+    """Lets processes that this thread starts in the block run on every core of our cgroup."""
     ours = os.sched_getaffinity(0)
     with contextlib.suppress(OSError):  # a sandbox forbids it
         os.sched_setaffinity(0, range(_MAX_CORES))

@@ -96,7 +96,7 @@ class GroupHealth:
         self._end_calls(self._end)
 
     def _ended(self, poison: Poison | None, reason: str, lost: Sequence[Any]) -> End:
-        """What the board says, and the daemon's reason and lost members where it has spoken."""
+        """The end as the board records it, with the daemon's reason and lost members if known."""
         why = poison.reason if poison is not None else board.PoisonReason.NONE
         if poison is not None and why is board.PoisonReason.FENCED:
             return self._fenced(poison)

@@ -110,7 +110,7 @@ class OpenGroups:
             self._watch(group)
 
     def _watch(self, group: Group) -> None:
-        """Where calls of the group end, this process is to end in time."""
+        """Ends this process in time once calls of the group end."""
         try:
             group.require_whole()
         except EpRuntimeError as error:

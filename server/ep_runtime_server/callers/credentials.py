@@ -45,7 +45,7 @@ class Peer:
 
 @dataclasses.dataclass(frozen=True)
 class Caller:
-    """Who connected: pid 0 where its pid namespace hides it."""
+    """The process that connected; pid 0 if its pid namespace hides it."""
 
     uid: int
     pid: int
@@ -66,12 +66,12 @@ class GivenOrder:
 
     @property
     def fields(self) -> dict[str, Any]:
-        """Of an event."""
+        """Fields of the event that reports the order."""
         return {"by_uid": self.caller.uid, "by_pid": self.caller.pid, "command": self.command}
 
 
 def caller_of(connection: socket.socket) -> Caller:
-    """Of an accepted unix socket, whose mode says who may connect."""
+    """Reads the caller of an accepted unix socket, whose mode says who may connect."""
     raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
     pid, uid, _ = _UCRED.unpack(raw)
     return Caller(uid, pid)

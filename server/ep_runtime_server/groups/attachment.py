@@ -62,7 +62,9 @@ def acquire(
 
 
 def redeem(tickets: TicketBook, session: SessionRecord, secret: str) -> tuple[list[Buffer], int]:
-    """What a ticket stands for, and its generation. From now on the session holds that memory.
+    """Returns the buffers a ticket stands for, and their generation.
+
+    From now on the session holds that memory.
 
     Raises:
         PermissionDeniedError: see TicketBook.take.

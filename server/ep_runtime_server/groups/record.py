@@ -170,7 +170,7 @@ class GroupRecord:
 
     @property
     def awaited(self) -> tuple[str, list[int]]:
-        """What keeps the group from being READY, and the world ranks that do."""
+        """Says what keeps the group from being READY, and which world ranks do."""
         size = self.spec.world_size
         if self.formed:
             unattached = self.unattached_ranks

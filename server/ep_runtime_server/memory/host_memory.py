@@ -1,4 +1,4 @@
-"""What /proc says about memory of the host and of this process."""
+"""Reads from /proc the memory of the host and of this process."""
 
 from __future__ import annotations
 

@@ -311,7 +311,7 @@ class WindowPool:
         task.add_done_callback(self._tasks.discard)
 
     async def _free(self, windows: WindowSet) -> None:
-        """What cannot be freed stays in the set, and the set in the pool."""
+        """Frees the set; buffers that fail stay in it, and the set stays in the pool."""
         started, size_bytes = self._clock.monotonic_s(), windows.size_bytes
         try:
             await asyncio.get_running_loop().run_in_executor(self._reclaim, windows.free)

@@ -97,7 +97,7 @@ class RpcPolicy(grpc.aio.ServerInterceptor):
             task.cancel()
 
     async def _handled(self, method: str, work: Awaitable[Any]) -> Any:
-        """What `work` returns; RuntimeUnavailableError where the daemon ends before."""
+        """Returns what `work` returns; RuntimeUnavailableError if the daemon ends before."""
         task = asyncio.current_task()
         assert task is not None
         self._under_way.add(task)

@@ -64,7 +64,7 @@ class _Connection:
 
 
 def _bytes_on_way(connection: socket.socket) -> int:
-    """What the kernel holds of packets that were sent and not read."""
+    """Bytes of packets that were sent and not read, which the kernel holds."""
     told = fcntl.ioctl(connection, termios.TIOCOUTQ, bytes(4))
     return int.from_bytes(told, sys.byteorder)
 

@@ -61,7 +61,7 @@ class Front:
         self._loop.add_reader(listener, self._accept)
 
     def caller_of(self, peer: str) -> Caller | None:
-        """Who is behind `ServicerContext.peer()`; None where it did not come through here."""
+        """The caller behind `ServicerContext.peer()`; None if it did not come through here."""
         call = self._calls.get(peer)
         return call.caller if call is not None else None
 

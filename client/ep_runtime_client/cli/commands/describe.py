@@ -127,7 +127,7 @@ def _nodes(daemon: source.Source) -> nodes.Found:
 
 
 def _parts(kind: str, row: Row, node: source.Source) -> Row:
-    """What belongs to an object of the node."""
+    """Rows that belong to one object of the node."""
     if kind == "group":
         mine = [one for one in node.layers() if _in_group(one, row)]
         return {

@@ -101,7 +101,7 @@ class Looks:
         return [*{node["node"]: node for node in both}.values()]
 
     def _tell_missing(self) -> None:
-        """Of those that were not told of yet."""
+        """Reports failures that nobody has reported yet."""
         fresh = [node for node in self.missing if node["node"] not in self._missing_told]
         self._missing_told = {node["node"] for node in self.missing}
         nodes.tell_missing(fresh)

@@ -113,7 +113,7 @@ def _refusal(function: Callable[..., jax.Array], tracers: list[Any]) -> str:
 
 
 def _read_by(function: Any) -> dict[str, Any]:
-    """What a function reads by name, as far as Python can tell."""
+    """Values that a function reads by name, as far as Python can tell."""
     if isinstance(function, functools.partial):
         return {**_read_by(function.func), **function.keywords}
     found = dict(getattr(getattr(function, "__self__", function), "__dict__", {}))
