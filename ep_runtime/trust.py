@@ -23,7 +23,7 @@ _LOOK = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
 _MAX_LINKS = 40  # as the kernel
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _ALL_UIDS = 2**32 - 1
-_UCRED = struct.Struct("iII")  # pid, uid, gid
+UCRED = struct.Struct("iII")  # of SO_PEERCRED and SCM_CREDENTIALS: pid, uid, gid
 
 
 def open_directory(path: Path, uids: Collection[int], *, with_parents: bool = True) -> int:
@@ -54,10 +54,16 @@ def check_parents(path: Path, uids: Collection[int]) -> None:
         os.close(_walk(path, uids))
 
 
+def ids_of(connection: socket.socket) -> tuple[int, int, int]:
+    """pid, uid and gid of the process at the other end of a unix socket, by the kernel's word."""
+    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, UCRED.size)
+    pid, uid, gid = UCRED.unpack(raw)
+    return pid, uid, gid
+
+
 def check_peer(connection: socket.socket, path: Path, uids: Collection[int]) -> None:
     """Raises PermissionDeniedError unless one of `uids` listens at the socket's other end."""
-    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
-    uid = _UCRED.unpack(raw)[1]
+    _, uid, _ = ids_of(connection)
     if uid not in uids:
         raise PermissionDeniedError(
             f"a process of uid {uid} serves {path}", path=str(path), uid=uid

@@ -14,15 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from ep_runtime.errors import PermissionDeniedError
+from ep_runtime.trust import UCRED, ids_of
 
 # asm-generic/socket.h; the socket module names none of them in Python 3.11.
 SO_PEERGROUPS = 59
 SO_PEERPIDFD = 77
 
-_UCRED = struct.Struct("iII")  # pid, uid, gid
-
 # Room for the sender of a packet (SO_PASSCRED), and none for descriptors.
-SENDER_BYTES = socket.CMSG_SPACE(_UCRED.size)
+SENDER_BYTES = socket.CMSG_SPACE(UCRED.size)
 
 
 @dataclasses.dataclass
@@ -72,8 +71,7 @@ class GivenOrder:
 
 def caller_of(connection: socket.socket) -> Caller:
     """Reads the caller of an accepted unix socket, whose mode says who may connect."""
-    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
-    pid, uid, _ = _UCRED.unpack(raw)
+    pid, uid, _ = ids_of(connection)
     return Caller(uid, pid)
 
 
@@ -89,8 +87,7 @@ def peer_of(connection: socket.socket, *, accepted_s: float, use_peer_pidfd: boo
         PermissionDeniedError: the process is gone, or is in a pid namespace that ours cannot see.
         OSError: out of file descriptors.
     """
-    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
-    pid, uid, gid = _UCRED.unpack(raw)
+    pid, uid, gid = ids_of(connection)
     if pid <= 0:
         raise PermissionDeniedError(
             "the client's process is not visible here; run daemon and client in one pid namespace"
@@ -106,7 +103,7 @@ def message_pid(ancillary: list[tuple[int, int, bytes]]) -> int | None:
     """Pid of the process that sent a packet (SO_PASSCRED), or None where the kernel gave none."""
     for level, kind, data in ancillary:
         if level == socket.SOL_SOCKET and kind == socket.SCM_CREDENTIALS:
-            pid = int(_UCRED.unpack_from(data)[0])
+            pid = int(UCRED.unpack_from(data)[0])
             return pid if pid > 0 else None
     return None
 
