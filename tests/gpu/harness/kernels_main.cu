@@ -158,6 +158,15 @@ bool AllNan(const Buffer& buffer) {
   return true;
 }
 
+// Arrays that are wrong in the next generation, of which all ranks run everything.
+int RunNext(World& world, const Case& c, uint32_t seed, const Grids& grids) {
+  world.Form(2, 20'000'000'000ull);
+  CaseRunner again(world, c, seed, grids);
+  for (int r = 0; r < c.ranks; ++r) again.Enqueue(r);
+  world.Synchronize();
+  return again.Compare();
+}
+
 // The last rank stays away (or comes with another handle); the others must end in time with
 // the reason, NaN in floats and 0 in integers.
 int RunFailure(int n, int gpus, const Grids& grids, ec::FailReason reason) {
@@ -207,11 +216,7 @@ int RunFailure(int n, int gpus, const Grids& grids, ec::FailReason reason) {
   }
   // The context and the next generation work.
   *world.poison() = 0;
-  world.Form(2, 20'000'000'000ull);
-  CaseRunner again(world, c, 4, grids);
-  for (int r = 0; r < n; ++r) again.Enqueue(r);
-  world.Synchronize();
-  wrong += again.Compare();
+  wrong += RunNext(world, c, 4, grids);
   std::printf("%s failing wait, reason %u, left after %.1f ms; next generation works\n",
               wrong == 0 ? "ok  " : "FAIL", static_cast<unsigned>(reason), ms);
   std::fflush(stdout);
@@ -234,20 +239,16 @@ int RunCombineFailure(int n, int gpus, const Grids& grids) {
     if (!timeout) std::printf("  rank %d: reason %u op %u\n", r, record.reason, record.op);
     wrong += !timeout || !AllNan(runner.data(r).out) || !AllNan(runner.data(r).d_tokens);
   }
-  world.Form(2, 20'000'000'000ull);
-  CaseRunner again(world, c, 6, grids);
-  for (int r = 0; r < n; ++r) again.Enqueue(r);
-  world.Synchronize();
-  wrong += again.Compare();
+  wrong += RunNext(world, c, 6, grids);
   std::printf("%s a rank stays away from combine; next generation works\n",
               wrong == 0 ? "ok  " : "FAIL");
   std::fflush(stdout);
   return wrong;
 }
 
-// A peer may write anything into a window. Rank 0 runs all ops again, alone, on what a whole round
-// left in its window but for one word, of every `step` in turn: each call ends, within its budget
-// where a flag is gone, and writes nowhere but into its own arrays.
+// A peer may write anything into a window. A whole round fills rank 0's window; then rank 0 runs
+// all ops again, alone, with one word of it changed: every `step`-th word in turn. Each call must
+// end, within its budget if a flag is gone, and write into its own arrays only.
 int RunFuzz(int n, int gpus, const Grids& grids, int step) {
   const Case c{"one word of a window", n, 8, 16, 2, 4 * n, 4, 64, RowType::kBF16, 1, true};
   GroupSizes sizes = SizesOf(c);
@@ -293,11 +294,7 @@ int RunFuzz(int n, int gpus, const Grids& grids, int step) {
       std::chrono::duration<double>(std::chrono::steady_clock::now() - started).count();
   wrong += runner.CountOverruns(0);
   // With the window as it was, all is as it was.
-  world.Form(2, 20'000'000'000ull);
-  CaseRunner again(world, c, 12, grids);
-  for (int r = 0; r < n; ++r) again.Enqueue(r);
-  world.Synchronize();
-  wrong += again.Compare();
+  wrong += RunNext(world, c, 12, grids);
   std::printf("%s %lld rounds with one word of %zu bytes of a window wrong, %.1f s\n",
               wrong == 0 ? "ok  " : "FAIL", static_cast<long long>(words), bytes, s);
   std::fflush(stdout);
