@@ -52,7 +52,7 @@ class Case:
 
     @property
     def group_name(self) -> str:
-        """What it is about, as a group may be called."""
+        """The case's name, in characters that a group may have."""
         return re.sub(r"\W+", "-", self.name)
 
     @property

@@ -61,7 +61,7 @@ class Place:
 
 @dataclasses.dataclass(frozen=True)
 class Struck:
-    """What a fault did.
+    """Results of one fault.
 
     Attributes:
         first: the process that it hit.
@@ -82,7 +82,7 @@ Fault = Callable[[Job, int, random.Random], Struck]
 
 @dataclasses.dataclass(frozen=True)
 class Ending:
-    """Of a process that the fault left alive.
+    """Times of a process that the fault left alive.
 
     Attributes:
         known_s, ended_s: seconds after the fault until it said the right error, and until its end.

@@ -39,7 +39,7 @@ def run_rows(
     dtype: str = "float32",
     tolerance: float = 1e-5,
 ) -> dict[str, list[int]]:
-    """What `_wrong` finds of each row of the sharding table: grouped_gemm, forward and backward.
+    """Runs each row's grouped_gemm forward and backward, and returns what `_wrong` counts.
 
     Args:
         names: of the rows.

@@ -55,7 +55,7 @@ class Mutant:
         return self.file.startswith("csrc/")
 
     def fault(self) -> str:
-        """What is wrong with the entry itself."""
+        """Says what is wrong with the entry itself; "" if nothing is."""
         path = ROOT / self.file
         count = path.read_text(encoding="utf-8").count(self.old) if path.is_file() else 0
         if count != 1:

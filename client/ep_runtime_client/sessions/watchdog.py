@@ -1,4 +1,4 @@
-"""Ends a process that cannot end by itself, because a group of its job is over.
+"""Ends a process that hangs because a group of its job is over.
 
 XLA's own collectives wait for a process that is dead, or whose calls ended before it came to them,
 for up to 30 minutes, and JAX waits for it again at exit. Nothing can call a thread back that waits

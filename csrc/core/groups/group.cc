@@ -267,7 +267,7 @@ Status Group::RunFailure(uint64_t run) {
 }
 
 void Group::FailRun(uint64_t run, const Status& error) {
-  if (Poisoned()) {  // which ends every run by itself
+  if (Poisoned()) {  // a poison already ends every run
     RecordError(error.text());
     return;
   }

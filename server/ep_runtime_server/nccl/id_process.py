@@ -40,8 +40,8 @@ class IdProcess:
         """Starts the process, which ends after `life_s` at the latest.
 
         Raises:
-            RuntimeUnavailableError: there is no libnccl, or the process cannot be started, or does
-                not answer.
+            RuntimeUnavailableError: libnccl is missing, or the process cannot be started, or it
+                does not answer.
         """
         try:
             reader, writer = os.pipe()

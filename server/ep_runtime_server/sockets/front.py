@@ -122,7 +122,7 @@ class Front:
             self._loop.add_reader(self._listener, self._accept)
 
     def _admit(self, accepted: socket.socket) -> Caller:
-        """Who connected.
+        """Returns the process that connected.
 
         Raises:
             PermissionDeniedError: it is not served, or has more connections than sessions need.

@@ -48,7 +48,7 @@ class Found:
     """Args:
     rows: each with its `node`; "" where the daemon belongs to no cluster.
     missing: nodes without rows: node, address, state (UNREACHABLE: no answer, FAILED: an error
-        or what is no list), since_s of the UNREACHABLE (None: just now), error.
+        or not a list), since_s of the UNREACHABLE (None: just now), error.
     """
 
     rows: list[dict[str, Any]]

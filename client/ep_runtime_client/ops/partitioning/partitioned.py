@@ -70,7 +70,10 @@ def _options() -> Mapping[str, Any]:
 
 
 def _contexts() -> dict[str, Any]:
-    """What `jax.enable_x64` and other contexts set on this thread. XLA calls back on its own."""
+    """Options that contexts such as `jax.enable_x64` set on this thread.
+
+    XLA calls the rule on a thread of its own, which has none of them.
+    """
     unset = jax_config.config_ext.unset
     scoped = {name: x for name, x in _options().items() if hasattr(x, "get_local")}
     return {name: x.value for name, x in scoped.items() if x.get_local() is not unset}

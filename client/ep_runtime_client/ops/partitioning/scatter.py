@@ -22,7 +22,7 @@ def scatter(x: jax.Array, axes: Axes, dim: int) -> jax.Array:
         part: jax.Array = lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True)
         return part
 
-    # Without jax.distributed there is no gloo, even between devices of one process.
+    # Only processes under jax.distributed use gloo; devices of one process never do.
     if not jax.distributed.is_initialized():
         return reduce_scatter(x)
     part: jax.Array = lax.platform_dependent(

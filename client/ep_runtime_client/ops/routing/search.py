@@ -74,7 +74,7 @@ def largest(
 def _ordered(scores: jax.Array) -> jax.Array:
     """Integers in the order of floats: NaNs first, -inf last, well over the least integer."""
     wide = scores.astype(jnp.float64 if scores.dtype == jnp.float64 else jnp.float32)
-    wide = jnp.where(wide == 0, jnp.zeros_like(wide), wide)  # -0.0 is no less
+    wide = jnp.where(wide == 0, jnp.zeros_like(wide), wide)  # -0.0 equals 0.0
     bits = lax.bitcast_convert_type(wide, f"int{8 * wide.dtype.itemsize}")
     most = jnp.iinfo(bits.dtype).max
     return jnp.where(jnp.isnan(wide), most, jnp.where(bits < 0, bits ^ most, bits))

@@ -59,7 +59,10 @@ def shared(function: Callable[..., Any], call: Hashable, *operands: Any) -> Any:
 
 
 def usual_options() -> AbstractContextManager[Any]:
-    """JAX as it is by itself, while ops are traced: a user is strict about code of their own."""
+    """Sets JAX's default promotions while ops are traced.
+
+    A user's strict options are about the user's own code.
+    """
     usual = contextlib.ExitStack()
     options: Any = jax.config  # typed without them
     if options.jax_numpy_rank_promotion != "allow":
