@@ -135,7 +135,7 @@ def test_missing_ranks_are_named_at_the_deadline_and_the_claim_is_given_up(daemo
     assert caught.value.fields["missing_ranks"] == [0, 2]
     doc_pages.check_said("missing", str(caught.value))
     assert daemon.group_states() == {}
-    assert daemon.used_bytes == 0
+    eventually(lambda: daemon.used_bytes == 0)
 
 
 def test_members_that_do_not_attach_are_named(daemon):

@@ -93,7 +93,7 @@ def test_a_failed_allocation_holds_nothing(daemon, monkeypatch):
     client = daemon.client()
     with pytest.raises(errors.PoolExhaustedError, match="out of memory: No space left"):
         client.create(make_spec())
-    assert (daemon.used_bytes, daemon.group_states()) == (0, {})
+    eventually(lambda: (daemon.used_bytes, daemon.group_states()) == (0, {}))
     client.goodbye()
     client.close()
     eventually(lambda: daemon.status().num_fds <= before)
