@@ -54,7 +54,7 @@ int64_t EpOpenGroup(const EpGroupOptions* options, int board_fd, const int* wind
 
 int64_t EpNumDevices(EpText error) {
   int count = 0;
-  const Status status = cuda::Check(cudaGetDeviceCount(&count), "cudaGetDeviceCount");
+  const Status status = cuda::CountDevices(&count);
   return status.ok() ? count : Fail(status, error);
 }
 

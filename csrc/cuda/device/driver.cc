@@ -49,6 +49,19 @@ Status LoadDriver(const Driver** driver) {
   return Status();
 }
 
+Status CountDevices(int* count) {
+  const cudaError_t error = cudaGetDeviceCount(count);
+  if (error != cudaErrorInsufficientDriver) return Check(error, "cudaGetDeviceCount");
+  int version = 0;  // stays 0 where no driver is
+  EP_RETURN_IF_CUDA(cudaDriverGetVersion(&version));
+  const std::string found = "a driver for CUDA " + std::to_string(version / 1000) + "." +
+                            std::to_string(version % 1000 / 10);
+  return Error(Code::kFailedPrecondition, "RuntimeUnavailableError")
+      .Says("the NVIDIA driver must support CUDA " + std::to_string(CUDART_VERSION / 1000) +
+            ", with which this package was built, got " + (version == 0 ? "no driver" : found) +
+            "; install a newer driver, or build with an older nvcc");
+}
+
 Status Check(cudaError_t error, const char* call) {
   if (error == cudaSuccess) return Status();
   return Internal(std::string("CUDA: ") + call + ": " + cudaGetErrorString(error))

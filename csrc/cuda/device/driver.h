@@ -29,6 +29,9 @@ struct Driver {
 // Loaded once. Fails where there is no driver, or one without virtual memory management.
 Status LoadDriver(const Driver** driver);
 
+// GPUs that this process sees. The error of an old driver names its version and the one it needs.
+Status CountDevices(int* count);
+
 // Success, or an error that names the call and CUDA's own words.
 Status Check(cudaError_t error, const char* call);
 Status Check(const Driver& driver, CUresult result, const char* call);
