@@ -127,7 +127,7 @@ def test_a_group_without_devices_is_refused() -> None:
 @needs_library
 @pytest.mark.skipif(os.path.exists("/dev/nvidia0"), reason="there is a GPU")
 def test_without_a_driver_the_devices_are_an_error_that_says_so() -> None:
-    with pytest.raises(EpRuntimeError, match="CUDA: cudaGetDeviceCount"):
+    with pytest.raises(EpRuntimeError, match="got no driver|CUDA: cudaGetDeviceCount"):
         native.library("cuda").devices()
 
 
