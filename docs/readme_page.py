@@ -1,4 +1,4 @@
-"""A hook of mkdocs: the README is a page of the site, and links to it work in both places."""
+"""A hook of mkdocs: the README and the folder of examples are pages of the site too."""
 
 from __future__ import annotations
 
@@ -9,13 +9,18 @@ from typing import Any
 from mkdocs.structure.files import File
 
 PAGE = "readme-page.md"
+EXAMPLES = "examples/index.md"
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Adds the page; its links are as from docs/."""
-    readme = Path(config.docs_dir).parent / "README.md"
-    text = readme.read_text(encoding="utf-8").replace("](docs/", "](")
+    """Adds both; the README's links become links from docs/."""
+    docs = Path(config.docs_dir)
+    text = (docs.parent / "README.md").read_text(encoding="utf-8")
+    text = text.replace("](docs/examples)", f"]({EXAMPLES})").replace("](docs/", "](")
     files.append(File.generated(config, PAGE, content=text))
+    scripts = sorted((docs / "examples").glob("*.py"))
+    shown = [f"## {path.name}\n\n```python\n{path.read_text('utf-8')}```\n" for path in scripts]
+    files.append(File.generated(config, EXAMPLES, content="\n".join(["# Examples\n", *shown])))
     return files
 
 
