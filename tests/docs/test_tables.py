@@ -16,7 +16,7 @@ from ep_runtime_client import cli
 from ep_runtime_client.ops.block import takes
 from ep_runtime_server.metrics.catalogue import METRICS
 
-MAX_README_LINES = 115
+MAX_README_LINES = 120
 COMMANDS = doc_pages.ROOT / "docs/commands.md"
 ENVIRONMENT = doc_pages.ROOT / "docs/environment.md"
 RESULTS = doc_pages.ROOT / "docs/results.md"
