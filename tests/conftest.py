@@ -23,6 +23,7 @@ import doses
 import fakes
 import jax
 import pytest
+import tiers
 from jax._src import compiler
 
 # Fusions go to LLVM without passes of MLIR before it, in which XLA spent a third of the tests'
@@ -40,8 +41,10 @@ if TYPE_CHECKING:
 
 jax.config.update("jax_num_cpu_devices", 8)
 
-# Their tests start whole jobs; last, one of them would keep one core waiting for the other.
-_LONG = ("training", "demo", "bench", "multiprocess")
+# A broken product fails in the first folders; the others run after these, the last ones at the end.
+_FIRST = ("core", "ops", "csrc", "modes", "modules", "client", "server")
+_LAST = ("training", "multiprocess", "demo", "bench")
+_BY_COMMAND = ("slow", "transformers", "integrations")
 # `--once` keeps every value of these: where things lie and who moves them is what JAX's releases
 # change, and a page is a program of its own.
 _KEPT = ["explicit", "kind", "lead", "manual", "mesh", "name", "partitioning", "row", "transport"]
@@ -64,6 +67,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Without -m runs the quick tier, or all of what a path or -k names."""
+    if not config.option.markexpr:
+        named = config.args_source is pytest.Config.ArgsSource.ARGS or config.option.keyword
+        config.option.markexpr = "full" if named else "quick"
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Marks a test with its tier, and as one of the full run, unless it runs by command alone."""
+    if not any(map(item.get_closest_marker, _BY_COMMAND)):
+        for name in (tiers.tier_of(item.nodeid), "full"):
+            item.add_marker(name)
+
+
 @pytest.hookimpl(trylast=True)  # of the tests that the marks leave
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.getoption("--once"):
@@ -71,7 +88,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         chosen = {id(item) for item in first.values()}
         config.hook.pytest_deselected(items=[item for item in items if id(item) not in chosen])
         items[:] = [item for item in items if id(item) in chosen]
-    items.sort(key=lambda item: item.path.parent.name not in _LONG)
+    items.sort(key=_place)
     if config.getoption("--dose") != "ci":
         for item in items:  # in the place of limits for the dose of CI
             item.add_marker(pytest.mark.timeout(_DOSE_S), append=False)
@@ -82,6 +99,13 @@ def pytest_collection_finish() -> None:
     it every 700 objects, in all that JAX keeps, takes a tenth of the time."""
     gc.freeze()
     gc.set_threshold(20_000, 10, 10)
+
+
+def _place(item: pytest.Item) -> int:
+    folder = item.path.parent.name
+    if folder in _LAST:
+        return len(_FIRST) + 1 + _LAST.index(folder)
+    return _FIRST.index(folder) if folder in _FIRST else len(_FIRST)
 
 
 def _what_is_run_once(item: pytest.Item) -> tuple[str, ...]:

@@ -15,7 +15,7 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 LIMIT_S = 90
 # The ones that once needed several cores' worth of threads to get through.
-# On one core the others end as those do; with -m "" they are run as well.
+# On one core the others end as those do; -m slow runs them.
 SLOW_ON_ONE_CORE = ("launches200", "independent30")
 ON_ONE_CORE = ("microbatches4", "psum50", "overflow20")
 

@@ -48,3 +48,9 @@ def test_calls_get_the_lanes_in_turn_however_often_the_queue_runs_dry(tmp_path: 
             check=True,
         )
         assert run.stdout.splitlines() == wanted
+
+
+def test_a_device_sees_an_error_after_other_processes_can(tmp_path: Path) -> None:
+    sources = ("core/runs/failed_runs.cc", "core/runs/launches.cc", "core/base/status.cc")
+    program = compiled(tmp_path, "failed_runs", *sources, flags=("-pthread",))
+    subprocess.run([program], timeout=_RUN_S, check=True)

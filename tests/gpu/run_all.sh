@@ -148,7 +148,7 @@ part_plain() {
 part_cases() { gpu_tests tests/gpu/test_gpu_processes.py -m slow -k test_every_case; }
 part_shared() {
   export TEST_GPU_RANKS=${TEST_GPU_RANKS:-$((gpus == 1 ? 4 : 2 * gpus))}
-  gpu_tests tests/gpu/test_gpu_{processes,faults,named_ranks}.py -m "" -k "alone or killed or named"
+  gpu_tests tests/gpu/test_gpu_{processes,faults,named_ranks}.py -m "full or slow" -k "alone or killed or named"
 }
 part_kills() {
   NCCL_NVLS_ENABLE=0 gpu_tests -n 4 tests/gpu/test_gpu_kills.py -m slow --dose "${DOSE:-25}" \

@@ -4,8 +4,8 @@
 
 NAME is of the list, or a pattern such as `capacity-*`; without one all are made. Before that each
 set of tests runs on the copy as it is. Exit code 0 where every fault is found but those that are
-judged to change nothing. For a fault in csrc the CPU library is built, in the copy. Tests run as
-the project configures pytest, so MARKS, which is for pytest, measures a tier of them.
+judged to change nothing. For a fault in csrc the CPU library is built, in the copy. MARKS measures
+a tier of the tests: quick says what the README's command finds.
 """
 
 from __future__ import annotations
@@ -187,7 +187,7 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
     parser.add_argument("names", nargs="*", default=["*"], metavar="NAME", help="or a pattern")
     parser.add_argument("--jobs", type=int, default=1, help="so many at a time, each on a copy")
-    parser.add_argument("-m", dest="marks", help="which tests count, as pytest takes it")
+    parser.add_argument("-m", dest="marks", default="full", help="which tests, as pytest takes it")
     given, mutants = parser.parse_args(argv), listed()
     if faults := [fault for mutant in mutants if (fault := mutant.fault())]:
         parser.exit(1, "\n".join([*faults, ""]))
@@ -197,8 +197,8 @@ def main(argv: Sequence[str]) -> int:
     chosen = [m for m in mutants if any(fnmatch.fnmatch(m.name, text) for text in given.names)]
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background ignores it
     signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
-    words = [] if given.marks is None else ["-m", given.marks]
-    found = asyncio.run(judge([m for m in chosen if m.tests], given.jobs, words))
+    judged = [mutant for mutant in chosen if mutant.tests]
+    found = asyncio.run(judge(judged, given.jobs, ["-m", given.marks]))
     say(f"\n{'mutant':24} {'outcome':8} {'s':>4}  by")
     for mutant in chosen:
         outcome, by, seconds = found.get(mutant.name, ("same", mutant.equivalent, 0))

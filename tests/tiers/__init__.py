@@ -1,0 +1,31 @@
+"""Which tests run when: `static.txt`, `long.txt` and `telling.txt` name files, tests or cases.
+
+| tier | tests | who runs it |
+|---|---|---|
+| quick | all others, and those of `telling.txt`, which stay though they are long | `python -m pytest` |
+| long | `long.txt`, which tests/tools/long_tests.py writes | `-m long` |
+| static | checks of texts and sources | `-m static` |
+
+`-m full` runs the three, as the gate does; so does a path or -k, of what it names.
+"""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+
+FOLDER = Path(__file__).resolve().parent
+
+
+@functools.cache
+def lines(name: str) -> frozenset[str]:
+    """Of `name`.txt."""
+    return frozenset((FOLDER / f"{name}.txt").read_text(encoding="utf-8").splitlines())
+
+
+def tier_of(test: str) -> str:
+    """The tier of a node id, by the case itself, its test or its file."""
+    names = {test, test.partition("[")[0], test.partition("::")[0]}
+    if names & lines("static"):
+        return "static"
+    return "long" if names & lines("long") and not names & lines("telling") else "quick"
