@@ -272,12 +272,12 @@ void Group::FailRun(uint64_t run, const Status& error) {
     return;
   }
   Runs& runs = ThisProcessRuns();
-  const bool is_new = runs.failed_runs.Add(run, error);
-  if (is_new && several_processes()) {
+  runs.failed_runs.Add(run, error, [&] {
+    if (!several_processes()) return;
     // Who has not reached that site yet will: whatever it depends on is done everywhere.
     const auto reached = runs.launches.ReachedIn(run);
     if (!reached.empty()) failures_.Publish(reached.front(), error);
-  }
+  });
   RecordError(error.text());
 }
 

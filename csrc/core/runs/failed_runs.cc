@@ -2,11 +2,11 @@
 
 namespace ep_runtime {
 
-bool FailedRuns::Add(uint64_t run, const Status& error) {
+void FailedRuns::Add(uint64_t run, const Status& error, const std::function<void()>& publish) {
   std::lock_guard<std::mutex> lock(mutex_);
-  if (!errors_.Add(run, error).second) return false;
+  if (!errors_.Add(run, error).second) return;
+  publish();
   any_.store(true, std::memory_order_release);
-  return true;
 }
 
 void FailedRuns::AddElsewhere(const Launches::Reached& reached, const Status& error) {

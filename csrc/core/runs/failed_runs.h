@@ -3,6 +3,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <functional>
 #include <mutex>
 #include <utility>
 
@@ -18,8 +19,10 @@ namespace ep_runtime {
 // back while it is remembered. Bounded: the oldest are forgotten, long after their last call.
 class FailedRuns {
  public:
-  // False where the run is known to have failed; its first error stays.
-  bool Add(uint64_t run, const Status& error);
+  // Unless the run is known to have failed: its first error stays. `publish` tells other processes
+  // before this one's devices can see the error, because a device that sees it leaves its call, and
+  // its peers elsewhere then look for the reason.
+  void Add(uint64_t run, const Status& error, const std::function<void()>& publish = [] {});
   // The same of a run of another process, which names it by a call site that it reached.
   void AddElsewhere(const Launches::Reached& reached, const Status& error);
   // The error of that run here or elsewhere, or success.
