@@ -75,7 +75,18 @@ def run(number: int, dose: str, logs: Path) -> doses.Run:
     """One promise's tests in a pytest of their own."""
     report, log = logs / f"{number}.xml", logs / f"{number}.log"
     tests = [str(doses.TESTS / held.test) for held in doses.promise_of(number).held_by]
-    command = [sys.executable, "-m", "pytest", "-n", "0", "-q", "-m", "full or slow", "-p", "no:cacheprovider"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-n",
+        "0",
+        "-q",
+        "-m",
+        "full or slow",
+        "-p",
+        "no:cacheprovider",
+    ]
     started = time.monotonic()
     with log.open("w") as output:
         code = subprocess.run(

@@ -3,8 +3,9 @@
     SUITE_LOG=FILE PYTHONPATH=tests/tools python -m pytest -p long_tests -m full -n auto
     python tests/tools/long_tests.py FILE [--seconds S]
 
-The plugin appends a line for each test to FILE: its id, and the CPU seconds of the process and of
-those that the test started and waited for. Run it on a quiet machine: a busy one adds a third.
+The plugin appends a line for each test to FILE: its id, its wall seconds, and the CPU seconds of its
+process and of those that it started and waited for. A test costs its CPU seconds, or a quarter of
+its wall seconds if that is more: other tests run while it waits. A busy machine adds to both.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import argparse
 import json
 import os
 import sys
+import time
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,21 +30,22 @@ def _cpu_s() -> float:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    before = _cpu_s()
+    cpu_s, wall_s = _cpu_s(), time.monotonic()
     result = yield
+    took = {"cpu_s": _cpu_s() - cpu_s, "wall_s": time.monotonic() - wall_s}
     with open(os.environ["SUITE_LOG"], "a") as log:
-        log.write(f"{json.dumps({'id': item.nodeid, 'cpu_s': round(_cpu_s() - before, 2)})}\n")
+        log.write(json.dumps({"id": item.nodeid, **took}) + "\n")
     return result
 
 
-def lines(took: dict[str, float], seconds: float) -> list[str]:
-    """Tests of which every case took longer, and the cases of the others."""
+def lines(costs: dict[str, float], seconds: float) -> list[str]:
+    """Tests of which every case costs more, and the cases of the others."""
     cases = defaultdict(set)
-    for test in took:
+    for test in costs:
         cases[test.partition("[")[0]].add(test)
-    long = {test for test, cpu_s in took.items() if cpu_s > seconds}
+    long = {test for test, cost_s in costs.items() if cost_s > seconds}
     return sorted(
-        name for test, its in cases.items() for name in ([test] if its <= long else its & long)
+        name for test, its in cases.items() for name in ({test} if its <= long else its & long)
     )
 
 
@@ -50,15 +53,15 @@ def main() -> None:
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
     parser.add_argument("log", type=Path, metavar="FILE")
-    parser.add_argument("--seconds", type=float, default=1.0, help="longer ones are long")
+    parser.add_argument("--seconds", type=float, default=0.8, help="a long test costs more")
     given = parser.parse_args()
-    took = {}
+    costs = {}
     for line in given.log.read_text(encoding="utf-8").splitlines():
         entry = json.loads(line)
-        took[entry["id"]] = entry["cpu_s"]
-    long = lines(took, given.seconds)
+        costs[entry["id"]] = max(entry["cpu_s"], entry["wall_s"] / 4)
+    long = lines(costs, given.seconds)
     LONG.write_text("".join(f"{name}\n" for name in long), encoding="utf-8")
-    sys.stdout.write(f"{len(long)} lines; {sum(took.values()):.0f} CPU s in all\n")
+    sys.stdout.write(f"{len(long)} lines; the tests cost {sum(costs.values()):.0f} s\n")
 
 
 if __name__ == "__main__":
