@@ -1,12 +1,11 @@
 """Which tests run when: `static.txt`, `long.txt` and `telling.txt` name files, tests or cases.
 
-| tier | tests | who runs it |
-|---|---|---|
-| quick | all others, and those of `telling.txt`, which stay though they are long | `python -m pytest` |
-| long | `long.txt`, which tests/tools/long_tests.py writes | `-m long` |
-| static | checks of texts and sources | `-m static` |
+- static: checks of texts and sources, which `static.txt` lists.
+- long: `long.txt`, which tests/tools/long_tests.py writes, without those of `telling.txt`.
+- quick: all others, and those of `telling.txt`: a case of each kind that tells of a broken product.
 
-`-m full` runs the three, as the gate does; so does a path or -k, of what it names.
+pytest without arguments runs the quick tier, `-m full` all three, as the gate does. A path or -k
+without -m runs all of what it names.
 """
 
 from __future__ import annotations

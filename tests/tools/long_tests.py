@@ -3,9 +3,9 @@
     SUITE_LOG=FILE PYTHONPATH=tests/tools python -m pytest -p long_tests -m full -n auto
     python tests/tools/long_tests.py FILE [--seconds S]
 
-The plugin appends a line for each test to FILE: its id, its wall seconds, and the CPU seconds of its
-process and of those that it started and waited for. A test costs its CPU seconds, or a quarter of
-its wall seconds if that is more: other tests run while it waits. A busy machine adds to both.
+The plugin appends a line for each test to FILE: its id, its wall seconds, and the CPU seconds of
+its process and of those that it started and waited for. A test costs its CPU seconds, or a quarter
+of its wall seconds if that is more: other tests run while it waits. A busy machine adds to both.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import statistics
 import sys
 import time
 from collections import defaultdict
@@ -39,21 +40,24 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 
 
 def lines(costs: dict[str, float], seconds: float) -> list[str]:
-    """Tests of which every case costs more, and the cases of the others."""
-    cases = defaultdict(set)
-    for test in costs:
-        cases[test.partition("[")[0]].add(test)
-    long = {test for test, cost_s in costs.items() if cost_s > seconds}
-    return sorted(
-        name for test, its in cases.items() for name in ({test} if its <= long else its & long)
-    )
+    """Tests that cost more on average; single cases if others of the test are far cheaper."""
+    tests: dict[str, dict[str, float]] = defaultdict(dict)
+    for case, cost_s in costs.items():
+        tests[case.partition("[")[0]][case] = cost_s
+    long = []
+    for test, cases in tests.items():
+        if statistics.mean(cases.values()) > seconds and min(cases.values()) > seconds / 2:
+            long.append(test)
+        else:
+            long += [case for case, cost_s in cases.items() if cost_s > 1.5 * seconds]
+    return sorted(long)
 
 
 def main() -> None:
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
     parser.add_argument("log", type=Path, metavar="FILE")
-    parser.add_argument("--seconds", type=float, default=0.8, help="a long test costs more")
+    parser.add_argument("--seconds", type=float, default=0.8, help="long tests cost more")
     given = parser.parse_args()
     costs = {}
     for line in given.log.read_text(encoding="utf-8").splitlines():
