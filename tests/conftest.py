@@ -77,8 +77,10 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_itemcollected(item: pytest.Item) -> None:
     """Marks a test with its tier, and as one of the full run, unless it runs by command alone."""
     if not any(map(item.get_closest_marker, _BY_COMMAND)):
-        for name in (tiers.tier_of(item.nodeid), "full"):
-            item.add_marker(name)
+        tier = tiers.tier_of(item.nodeid)
+        item.add_marker(tier)
+        if tier not in _BY_COMMAND:
+            item.add_marker("full")
 
 
 @pytest.hookimpl(trylast=True)  # of the tests that the marks leave

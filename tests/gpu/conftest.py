@@ -25,7 +25,6 @@ from jax.sharding import Mesh
 import ep_runtime as ep
 from ep_runtime import native
 
-
 _BUILT = native.library_path("cuda").exists()
 if not layouts.TRIAL and not _BUILT:
     collect_ignore_glob = ["test_*.py"]  # a file that is named is collected, and skipped
