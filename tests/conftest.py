@@ -25,6 +25,7 @@ import jax
 import pytest
 import tiers
 from jax._src import compiler
+from jax.experimental.compilation_cache import compilation_cache
 
 # Fusions go to LLVM without passes of MLIR before it, in which XLA spent a third of the tests'
 # time. Newer ones have no such choice, and end a process that asks for it.
@@ -153,6 +154,18 @@ def optimized(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
     jax.config.update(name, before)
     jax.clear_caches()
+
+
+@pytest.fixture
+def uncached() -> Iterator[None]:
+    """Compiles anew: executables for CPU out of JAX's persistent cache do not serialize again."""
+    name = "jax_enable_compilation_cache"
+    before = jax.config.jax_enable_compilation_cache
+    jax.config.update(name, False)
+    compilation_cache.reset_cache()  # it remembers whether it is used
+    yield
+    jax.config.update(name, before)
+    compilation_cache.reset_cache()
 
 
 @pytest.fixture

@@ -33,6 +33,7 @@ _RECIPES = {
     ),
     "mx": recipes.MXFP8(),
 }
+_ON_GPUS = pytest.mark.skipif(TRIAL, reason="the calls are those of GPUs")
 _EACH = pytest.mark.parametrize("recipe", _RECIPES.values(), ids=_RECIPES)
 # Of the sum of magnitudes: the tensor cores keep some 13 bits of a stage's sums, bf16 has 8 of a
 # result.
@@ -93,6 +94,7 @@ def _assert_close(got: Any, want: Any, sums: Any, share: float, name: str) -> No
     )
 
 
+@_ON_GPUS
 @pytest.mark.parametrize("gradient", [False, True], ids=["rows", "gradients"])
 @pytest.mark.parametrize("recipe", [r for name, r in _RECIPES.items() if "block" in name], ids=str)
 def test_rows_that_are_contracted_are_quantized_again_bit_for_bit(
@@ -249,10 +251,9 @@ def test_spread_over_gpus(gpus: list[Any], mode: str, recipe: Any) -> None:
     jax.tree.map(np.testing.assert_array_equal, jax.block_until_ready(run(*put)), got)
 
 
+@_ON_GPUS
 @_EACH
 def test_compiled_programs_hold_the_calls(gpus: list[Any], recipe: Any) -> None:
-    if TRIAL:
-        pytest.skip("the calls are those of GPUs")
     loss = functools.partial(_loss, functools.partial(_multiply, recipe))
     run = jax.jit(jax.grad(loss, argnums=(0, 1)))
     text = run.lower(*jax.device_put(_drawn(), gpus[0])).compile().as_text()
