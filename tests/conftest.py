@@ -158,7 +158,8 @@ def optimized(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def uncached() -> Iterator[None]:
-    """Compiles anew: executables for CPU out of JAX's persistent cache do not serialize again."""
+    """Compiles anew. A program out of JAX's persistent cache was not partitioned, so no rule of ours
+    ran, and on CPU it does not serialize again."""
     name = "jax_enable_compilation_cache"
     before = jax.config.jax_enable_compilation_cache
     jax.config.update(name, False)

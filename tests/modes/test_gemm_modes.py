@@ -208,7 +208,6 @@ def test_scan_over_layers_with_remat_and_donated_weights(make_group: MakeGroup) 
     np.testing.assert_allclose(value, (draw()[0] ** 2).sum(), rtol=0.1)
 
 
-@pytest.mark.usefixtures("uncached")
 @pytest.mark.parametrize("recipe", [None, recipes.TensorScaling()], ids=["bf16", "8-bit"])
 @pytest.mark.parametrize("partitioning", ["auto", "rule"])
 def test_a_weight_of_unknown_layout_leaves_the_process(

@@ -164,7 +164,6 @@ def test_ahead_of_time_from_shapes_alone(layer: Any) -> None:
     assert jax.eval_shape(lambda *args: loss(layer, *args), *shapes).shape == draw()[0].shape
 
 
-@pytest.mark.usefixtures("uncached")
 def test_stored_programs_run_in_a_process_that_never_traced_them(
     layer: Any, tmp_path: Path
 ) -> None:
