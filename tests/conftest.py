@@ -102,6 +102,8 @@ def pytest_collection_finish() -> None:
     it every 700 objects, in all that JAX keeps, takes a tenth of the time."""
     gc.freeze()
     gc.set_threshold(20_000, 10, 10)
+    # The gate's cache is for this process. Those that tests start are stopped while they compile.
+    os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)
 
 
 def _place(item: pytest.Item) -> int:
@@ -158,8 +160,8 @@ def optimized(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def uncached() -> Iterator[None]:
-    """Compiles anew. A program out of JAX's persistent cache was not partitioned, so no rule of ours
-    ran, and on CPU it does not serialize again."""
+    """Compiles anew: for a program out of JAX's persistent cache no partitioning rule of ours runs,
+    and on CPU it does not serialize again."""
     name = "jax_enable_compilation_cache"
     before = jax.config.jax_enable_compilation_cache
     jax.config.update(name, False)
