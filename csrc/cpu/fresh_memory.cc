@@ -2,11 +2,12 @@
 
 #include <sys/mman.h>
 
+#include "core/memory/board.h"
+
 namespace ep_runtime {
 namespace {
 
 constexpr uintptr_t kHugePageBytes = 2 << 20;
-constexpr uintptr_t kPageBytes = 4096;
 
 }  // namespace
 
@@ -22,7 +23,7 @@ void BringIn(void* data, int64_t bytes) {
 #ifdef MADV_POPULATE_WRITE
   if (bytes < static_cast<int64_t>(kHugePageBytes)) return;
   const auto address = reinterpret_cast<uintptr_t>(data);
-  const uintptr_t first = address & ~(kPageBytes - 1);
+  const uintptr_t first = address & ~static_cast<uintptr_t>(kPageBytes - 1);
   // A hint too: what it leaves out is brought in by the first write.
   madvise(reinterpret_cast<void*>(first), address + bytes - first, MADV_POPULATE_WRITE);
 #else
