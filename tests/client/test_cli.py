@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
 import pytest
+from daemon_fixtures import start_daemon
 
 import ep_runtime as ep
-from ep_runtime import errors
+from ep_runtime import env, errors
 from ep_runtime_client import cli
 from ep_runtime_client.base import jax_state
+from ep_runtime_client.daemons.place import Place
 
 _TIMEOUT_S = 60.0
 
@@ -75,15 +79,38 @@ def test_the_address_may_come_from_the_environment(
     assert str(directory) in capsys.readouterr().err
 
 
-def test_without_a_default_daemon_the_private_ones_are_named(
+def test_without_a_default_daemon_the_only_private_one_is_read(
     directory: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("RUNTIME_DIRECTORY", str(directory))
+    monkeypatch.setenv("RUNTIME_DIRECTORY", str(directory / "no daemon"))
+    monkeypatch.setattr(tempfile, "tempdir", str(directory))
     with ep.connect("embedded") as session:
-        assert cli.main(["handles"]) == 2
-        assert session.address.partition("?")[0] in capsys.readouterr().err
-    assert cli.main(["handles"]) == 2
-    assert session.address not in capsys.readouterr().err
+        assert session.address == f"unix://{session.directory}"
+        assert cli.main(["sessions"]) == 0
+        captured = capsys.readouterr()
+        assert session.job in captured.out
+        assert f"only private daemon, {session.address}" in captured.err
+        assert cli.main(["status", "--quiet"]) == 2  # a probe
+        assert cli.main(["drain", "--yes"]) == 2
+        capsys.readouterr()
+        second = start_daemon(env.private_directory())
+        assert cli.main(["sessions"]) == 2
+        text = " ".join(capsys.readouterr().err.split())
+        assert "2 private ones of yours do" in text
+        assert session.address in text
+        assert f"unix://{second.directory}" in text
+        second.stop()
+    assert cli.main(["sessions"]) == 2
+    assert "no private one of yours does" in capsys.readouterr().err
+
+
+def test_the_address_of_a_private_daemon_names_the_user_where_others_may_write(
+    directory: Path,
+) -> None:
+    place = Place(directory / "d", os.geteuid())
+    assert place.address == f"unix://{directory}/d"
+    directory.chmod(0o777)
+    assert place.address == f"unix://{directory}/d?uid={os.geteuid()}"
 
 
 def test_quiet_says_nothing_at_all(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -34,8 +34,17 @@ class Place:
 
     @property
     def address(self) -> str:
-        """As `connect` takes it."""
-        return f"unix://{self.directory}" + (f"?uid={self.uid}" if self.uid is not None else "")
+        """As `connect` takes it; with the user only if the directory alone would be refused."""
+        return f"unix://{self.directory}" + (f"?uid={self.uid}" if self._needs_uid() else "")
+
+    def _needs_uid(self) -> bool:
+        if self.uid is None or self.uid not in (0, os.geteuid()):
+            return self.uid is not None
+        try:
+            trust.check_parents(self.directory, {0, os.geteuid()})
+        except (PermissionDeniedError, OSError):
+            return True
+        return False
 
     @property
     def _uids(self) -> set[int]:

@@ -160,7 +160,7 @@ def _hardware(args: argparse.Namespace) -> list[Finding]:
     from ep_runtime_client.cli.machine import gpus
 
     try:
-        with source.open_source(args.address, timeout_s=args.timeout) as daemon:
+        with source.open_source(source.exact(args.address), timeout_s=args.timeout) as daemon:
             held = gpus.held_by_gpu(daemon.status())
     except EpRuntimeError:
         held = {}  # what the daemon's own line says
@@ -188,7 +188,7 @@ def _daemon(args: argparse.Namespace) -> Finding:
     from ep_runtime_client.daemons import runtime
 
     try:
-        with source.open_source(args.address, timeout_s=args.timeout) as daemon:
+        with source.open_source(source.exact(args.address), timeout_s=args.timeout) as daemon:
             status = daemon.status()
     except RuntimeUnavailableError:
         return _no_daemon(args.address)

@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from ep_runtime_client.cli.daemon import source
 
-    with source.open_source(args.address, timeout_s=args.timeout) as daemon:
+    with source.open_source(source.exact(args.address), timeout_s=args.timeout) as daemon:
         status = daemon.status()
         lines = ["new sessions and groups will be refused until the daemon is started again"]
         if args.shutdown:

@@ -19,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from ep_runtime_client.cli.daemon import source
 
-    with source.open_source(args.address, timeout_s=args.timeout) as daemon:
+    with source.open_source(source.exact(args.address), timeout_s=args.timeout) as daemon:
         rows = {row["session_id"]: row for row in daemon.sessions()}
         found = rows.get(args.session)
         if found is None:

@@ -24,7 +24,7 @@ def run(args: argparse.Namespace) -> int:
 
     if (args.name is None) == (not args.all_retained):
         raise InvalidArgumentError("give NAME or --all-retained", argument="NAME")
-    with source.open_source(args.address, timeout_s=args.timeout) as daemon:
+    with source.open_source(source.exact(args.address), timeout_s=args.timeout) as daemon:
         ordering.confirm(args, [_consequence(row) for row in _affected(args, daemon.groups())])
         answer = daemon.reclaim(
             args.name, job=args.job, uid=args.uid, all_retained=args.all_retained

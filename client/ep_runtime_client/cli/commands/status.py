@@ -59,7 +59,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from ep_runtime_client.cli.daemon import source
 
-    with source.open_source(args.address, timeout_s=args.timeout) as asked:
+    # A probe answers for the node's daemon alone.
+    address = source.exact(args.address) if args.quiet else args.address
+    with source.open_source(address, timeout_s=args.timeout) as asked:
         daemon = asked.of_node(args.node) if args.node else asked
         return watching.repeat(args, lambda: _once(args, daemon))
 

@@ -78,7 +78,8 @@ def add_daemon_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--address",
         metavar="unix:///DIR",
-        help="the daemon's socket directory; default $EP_RUNTIME_ADDRESS, else the node's daemon",
+        help="the daemon's socket directory; default $EP_RUNTIME_ADDRESS, else the node's daemon, "
+        "else (to read) your only private one",
     )
     parser.add_argument(
         "--timeout", type=positive, default=5.0, metavar="S", help="seconds to wait for an answer"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,6 +19,7 @@ from ep_runtime.errors import EpRuntimeError, PermissionDeniedError, RuntimeUnav
 from ep_runtime.units import iec
 from ep_runtime.v1 import admin_service_pb2 as messages
 from ep_runtime.v1 import session_service_pb2
+from ep_runtime_client.cli import render
 from ep_runtime_client.cli.daemon import plain
 from ep_runtime_client.daemons import children, runtime, transport
 from ep_runtime_client.daemons.place import Place
@@ -249,19 +251,37 @@ def _whole_status(row: dict[str, Any]) -> dict[str, Any]:
     return _whole("uptime_s")(row)
 
 
-def private_addresses(timeout_s: float) -> list[str]:
-    """Addresses of the embedded daemons of this user that answer."""
-    found = [
-        path
-        for path in env.private_directories()
-        if children.answers(Place(path, os.geteuid()), timeout_s)
-    ]
-    return [f"unix://{path}" for path in found]
+def default_place(timeout_s: float) -> Place:
+    """The daemon that reading commands ask without --address.
+
+    $EP_RUNTIME_ADDRESS names it; else it is the node's daemon if that answers, else the only
+    private daemon of this user.
+
+    Raises:
+        RuntimeUnavailableError: several private daemons answer, or none.
+    """
+    place = runtime.daemon_place(None)
+    if env.address() is not None or children.answers(place, timeout_s):
+        return place
+    mine = [Place(path, os.geteuid()) for path in env.private_directories()]
+    private = [each for each in mine if children.answers(each, timeout_s)]
+    if len(private) == 1:
+        return private[0]
+    if not private:
+        raise place.unavailable("none runs there, and no private one of yours does")
+    raise RuntimeUnavailableError(
+        f"no daemon answers at {place.address}, but {len(private)} private ones of yours do; "
+        "choose by --address " + " or ".join(shlex.quote(each.address) for each in private),
+        address=place.address,
+        answered=False,
+    )
 
 
 @contextlib.contextmanager
 def open_source(address: str | None, *, timeout_s: float) -> Iterator[Source]:
     """The admin service at an address; over api.sock, with what is ours, where we may not order.
+
+    Without an address it is that of `default_place`; a line on stderr names a private daemon.
 
     Raises:
         RuntimeUnavailableError: no daemon answers there.
@@ -276,18 +296,21 @@ def open_source(address: str | None, *, timeout_s: float) -> Iterator[Source]:
         with _as_session(place, timeout_s) as found:
             yield found
         return
-    except RuntimeUnavailableError as error:
-        if address is None and (private := private_addresses(timeout_s)):
-            raise RuntimeUnavailableError(
-                f"{error}; processes of yours have private daemons: ask one with --address "
-                + " or ".join(private),
-                **error.fields,
-            ) from error
-        raise
+    except RuntimeUnavailableError:
+        if address is not None or env.address() is not None:
+            raise
+        place = default_place(timeout_s)
+        rpc = transport.RpcChannel(place, wire.ADMIN_SOCKET, timeout_s)
+        render.err(f"ep-runtime: asking your only private daemon, {place.address}")
     try:
         yield Source(place.directory, rpc.channel, timeout_s)
     finally:
         rpc.close()
+
+
+def exact(address: str | None) -> str:
+    """The address itself, or that of the default daemon: no private one stands in for it."""
+    return runtime.daemon_place(address).address
 
 
 @contextlib.contextmanager
