@@ -17,7 +17,7 @@ def corpus() -> corpora.Corpus:
 
 
 def test_the_topics_are_a_few_hundred_kilobytes_of_english(corpus: corpora.Corpus) -> None:
-    assert "pydoc_data.topics" in corpus.source
+    assert "help topics" in corpus.source
     assert len(corpus.train) > 250_000
     assert 0.08 < len(corpus.held_out) / len(corpus.train) < 0.13
     np.testing.assert_allclose(corpus.entropy_nats, 3.26, atol=0.05)
@@ -34,25 +34,13 @@ def test_no_held_out_paragraph_stands_in_the_training_text(corpus: corpora.Corpu
     assert leaked == []
 
 
-def test_without_topics_the_packages_own_documentation_stands_in(
+def test_without_topics_the_standard_library_takes_their_place(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(sys.modules, "pydoc_data.topics", None)
     found = corpora.load_corpus()
-    assert "no pydoc_data.topics" in found.source
-    assert len(found.train) + len(found.held_out) >= 0.8 * corpora.MIN_TEXT_BYTES
-
-
-def test_the_prompt_is_the_start_of_a_held_out_paragraph(corpus: corpora.Corpus) -> None:
-    found = corpora.prompt(corpus, 64)
-    assert 16 < len(found) <= 65
-    assert found.endswith(b" ")
-    assert b"\n\n" + found.rstrip() in corpus.held_out.tobytes()
-
-
-def test_a_text_too_short_to_split_is_refused() -> None:
-    with pytest.raises(ValueError, match="10 bytes"):
-        corpora.split_text(["ten bytes!"], "a test")
+    assert "topics is missing" in found.source
+    assert len(found.train) > 250_000
 
 
 def test_batches_are_windows_of_the_text_and_repeat_per_seed(corpus: corpora.Corpus) -> None:
@@ -71,8 +59,3 @@ def test_held_out_batches_predict_each_byte_once(corpus: corpora.Corpus) -> None
     predicted = np.concatenate(batches)[:, 1:].reshape(-1)
     np.testing.assert_array_equal(predicted, corpus.held_out[1 : len(predicted) + 1])
     assert len(corpus.held_out) - len(predicted) <= 5 * 64
-
-
-def test_entropy_of_a_fair_byte_is_its_logarithm() -> None:
-    text = np.arange(256, dtype=np.uint8)
-    np.testing.assert_allclose(corpora.byte_entropy(text), np.log(256))

@@ -37,7 +37,7 @@ def session(monkeypatch: pytest.MonkeyPatch) -> Iterator[ep.Session]:
     [pytest.param(name, marks=[] if name == "fp8-block" else pytest.mark.slow) for name in RECIPES],
 )
 def test_the_training_step_lowers_for_gpus(session: ep.Session, recipe: str) -> None:
-    config = DemoConfig(devices=4, ep_size=2, batch=4, seq=32, recipe=recipe).checked()
+    config = DemoConfig(devices=4, batch=4, seq=32, recipe=recipe).checked()
     trainer = Trainer(
         config, session, make_mesh(config), name="demo", transport="auto", recipe=recipe
     )

@@ -10,17 +10,13 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from daemon_fixtures import directory, package_path, wait_gone  # noqa: F401 - a fixture by name
 
-from ep_runtime_client.demo.together import AgreedStop
-from ep_runtime_client.jobs.members import Member
-
 COMMAND = [sys.executable, "-P", "-m", "ep_runtime_client.cli", "demo"]
 SMALL = ["--platform", "cpu", "--devices", "4", "--batch", "16"]
-SMALL += ["--seq", "32", "--layers", "1", "--sample", "4"]
+SMALL += ["--seq", "32", "--layers", "1"]
 TIMEOUT_S = 240.0
 Endless = Callable[[str], subprocess.Popen[str]]
 
@@ -42,10 +38,10 @@ def test_two_processes_train_together_and_one_reports(environment: dict[str, str
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("step 3/3  loss ") == 1
-    assert "every step's loss is bit-equal to transport xla: 3 of 3" in done.stdout
+    assert "loss bit-equal to plain JAX collectives in 3 of 3 steps" in done.stdout
     assert "/node, transport memfd" in done.stdout
     assert "Gloo" not in done.stdout
-    assert "block0/moe" in done.stdout.split("sample continuation")[1]
+    assert "block0/moe" in done.stdout.split("held-out loss")[1]
 
 
 @pytest.fixture
@@ -56,7 +52,7 @@ def endless(environment: dict[str, str]) -> Iterator[Endless]:
         def run(start: str) -> subprocess.Popen[str]:
             process = running.enter_context(
                 subprocess.Popen(
-                    [*COMMAND, *SMALL, "--processes", "2", "--steps", "100000", "--sample", "0"],
+                    [*COMMAND, *SMALL, "--processes", "2", "--steps", "100000"],
                     stdout=subprocess.PIPE,
                     stderr=subprocess.PIPE,
                     text=True,
@@ -77,20 +73,18 @@ def endless(environment: dict[str, str]) -> Iterator[Endless]:
 def workers_of(process: subprocess.Popen[str]) -> list[int]:
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     return [
-        int(pid) for pid in children if "demo.worker" in Path(f"/proc/{pid}/cmdline").read_text()
+        int(pid) for pid in children if "demo.processes" in Path(f"/proc/{pid}/cmdline").read_text()
     ]
 
 
-def test_ctrl_c_ends_every_process_after_the_same_step(endless: Endless) -> None:
+def test_ctrl_c_ends_every_process(endless: Endless) -> None:
     demo = endless("step ")
     workers = workers_of(demo)
     assert len(workers) == 2
     os.killpg(demo.pid, signal.SIGINT)  # to the whole group, as a terminal does
     output, errors = demo.communicate(timeout=TIMEOUT_S)
     assert demo.returncode == 130, output + errors
-    assert "stopped after" in output
-    assert "held-out loss" in output
-    assert "Traceback" not in errors
+    assert errors == ""
     for pid in workers:
         wait_gone(pid)
 
@@ -118,18 +112,6 @@ def test_workers_end_with_a_killed_parent(endless: Endless) -> None:
         wait_gone(pid)
 
 
-def test_a_stop_is_agreed_before_anybody_gets_there(tmp_path: Path) -> None:
-    asked = SimpleNamespace(requested=False)
-    never = SimpleNamespace(requested=False)
-    first = AgreedStop(asked, Member(0, 2, "", str(tmp_path)))
-    second = AgreedStop(never, Member(1, 2, "", str(tmp_path)))
-    assert not first.requested
-    asked.requested = True
-    assert not first.requested  # does one more step, and says so before
-    assert [second.requested for _ in range(4)] == [False, False, True, True]
-    assert [first.requested for _ in range(2)] == [True, True]
-
-
 @pytest.mark.slow
 def test_nodes_of_one_machine_train_together(environment: dict[str, str]) -> None:
     done = subprocess.run(
@@ -143,7 +125,7 @@ def test_nodes_of_one_machine_train_together(environment: dict[str, str]) -> Non
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("step 2/2  loss ") == 1
     assert "transport memfd per node of 2 ranks, between nodes xla" in done.stdout
-    assert "every step's loss is within 0.1% of transport xla: 2 of 2" in done.stdout
-    assert "node0" in done.stdout.split("sample continuation")[1]
+    assert "loss within 0.1% of plain JAX collectives in 2 of 2 steps" in done.stdout
+    assert "node0" in done.stdout.split("held-out loss")[1]
     place = done.stdout.split("runtime: unix://")[1].split(",")[0]
     assert not Path(place).exists()

@@ -174,7 +174,7 @@ part_block_memcheck() { block_sanitized memcheck; }
 part_block_racecheck() { block_sanitized racecheck; }
 part_demo() {
   "$python" -m ep_runtime_client.cli doctor
-  local demo=("$python" -m ep_runtime_client.cli demo --platform gpu --layers 1 --sample 8)
+  local demo=("$python" -m ep_runtime_client.cli demo --platform gpu --layers 1)
   "${demo[@]}" --devices "$soak_gpus" --steps 20 --compare
   "${demo[@]}" --devices "$soak_gpus" --processes "$soak_gpus" --steps 10
   NCCL_NVLS_ENABLE=0 "${demo[@]}" --devices "$soak_gpus" --nodes 2 --processes "$soak_gpus" --steps 10

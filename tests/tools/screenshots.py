@@ -31,9 +31,7 @@ from ep_runtime_client.cli.ranks import live, looks, rows, screen  # noqa: E402
 WIDTH, HEIGHT = 96, 24
 WAIT_S = 600.0
 INTERVAL_S = 10.0
-JOB = (
-    "demo --steps 1000000 --devices 4 --ep 4 --experts 32 --layers 4 --batch 8 --seq 64 --sample 0"
-)
+JOB = "demo --steps 1000000 --devices 4 --mesh ep=4 --experts 32 --layers 4 --batch 8 --seq 64"
 COMMAND = [sys.executable, "-P", "-m", "ep_runtime_client.cli"]
 FONT = "Menlo, Consolas, 'DejaVu Sans Mono', monospace"
 

@@ -1,13 +1,13 @@
 """Real English text for the demo: the help topics that ship with Python, split and cut to batches.
 
-Where a distribution leaves the topics out, the documentation inside this package stands in, and
-`Corpus.source` says so.
+If a distribution leaves the topics out, the sources of the standard library take their place.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import importlib
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,8 +17,6 @@ import numpy.typing as npt
 # One chunk in HELD_OUT_EVERY is held out; a chunk is long enough to hold whole windows of text.
 CHUNK_BYTES = 8192
 HELD_OUT_EVERY = 10
-# Two held-out chunks; a model of a few thousand bytes would only learn them by heart.
-MIN_TEXT_BYTES = 2 * HELD_OUT_EVERY * CHUNK_BYTES
 
 Tokens = npt.NDArray[np.int32]
 
@@ -42,49 +40,14 @@ class Corpus:
 
 
 def load_corpus() -> Corpus:
-    """The Python help topics, or this package's own documentation where they are missing."""
-    topics = _pydoc_topics()
-    if topics is not None:
-        return split_text(topics, "the help topics of Python (pydoc_data.topics)")
-    return split_text(
-        package_documentation(),
-        "the documentation inside ep_runtime (this Python has no pydoc_data.topics)",
-    )
-
-
-def _pydoc_topics() -> list[str] | None:
+    """Splits the Python help topics, or the standard library's sources if they are missing."""
     try:
-        module = importlib.import_module("pydoc_data.topics")
+        topics: dict[str, str] = importlib.import_module("pydoc_data.topics").topics
     except ImportError:
-        return None
-    topics: dict[str, str] = module.topics
-    return [topics[name] for name in sorted(topics)]
-
-
-def package_documentation() -> list[str]:
-    """The sources of the installed packages, whose docstrings and comments are the documentation.
-
-    The runtime's own come first; NumPy's, a dependency, fill up to MIN_TEXT_BYTES.
-    """
-    documents: list[str] = []
-    for package in ("ep_runtime", "ep_runtime_client", "numpy"):
-        root = Path(importlib.import_module(package).__path__[0])
-        for path in sorted(root.rglob("*.py")):
-            # Repeated paragraphs are dropped later; half as much again leaves enough.
-            if sum(map(len, documents)) >= 1.5 * MIN_TEXT_BYTES:
-                return documents
-            if not path.name.endswith(("_pb2.py", "_pb2_grpc.py")):
-                documents.append(path.read_text(encoding="utf-8", errors="replace"))
-    return documents
-
-
-def prompt(corpus: Corpus, size: int) -> bytes:
-    """The start of a held-out paragraph, at most `size` bytes and cut before a word."""
-    text = corpus.held_out.tobytes()
-    for paragraph in text.split(b"\n\n")[1:]:
-        if len(paragraph) > 2 * size and paragraph[:1].isupper():
-            return paragraph[:size].rsplit(maxsplit=1)[0] + b" "
-    return text[:size]
+        sources = sorted(Path(os.__file__).parent.glob("*.py"))
+        texts = [path.read_text(encoding="utf-8", errors="replace") for path in sources]
+        return split_text(texts, "Python's standard library (pydoc_data.topics is missing)")
+    return split_text([topics[name] for name in sorted(topics)], "Python's help topics")
 
 
 def split_text(documents: list[str], source: str) -> Corpus:
@@ -99,21 +62,11 @@ def split_text(documents: list[str], source: str) -> Corpus:
             # Quotations differ in indentation and line breaks.
             paragraphs.setdefault(" ".join(paragraph.split()), paragraph)
     text = np.frombuffer("\n\n".join(paragraphs.values()).encode(), dtype=np.uint8)
-    chunks = [text[start : start + CHUNK_BYTES] for start in range(0, len(text), CHUNK_BYTES)]
-    held = [c for i, c in enumerate(chunks) if i % HELD_OUT_EVERY == HELD_OUT_EVERY - 1]
-    kept = [c for i, c in enumerate(chunks) if i % HELD_OUT_EVERY != HELD_OUT_EVERY - 1]
-    if not held:
-        raise ValueError(
-            f"the text has {len(text)} bytes, a split needs {CHUNK_BYTES * HELD_OUT_EVERY}"
-        )
-    return Corpus(np.concatenate(kept), np.concatenate(held), source, byte_entropy(text))
-
-
-def byte_entropy(text: npt.NDArray[np.uint8]) -> float:
-    """Entropy of single bytes, in nats."""
-    counts = np.bincount(text, minlength=256)
-    shares = counts[counts > 0] / len(text)
-    return float(-(shares * np.log(shares)).sum())
+    held_out = np.arange(len(text)) // CHUNK_BYTES % HELD_OUT_EVERY == HELD_OUT_EVERY - 1
+    shares = np.bincount(text) / len(text)
+    shares = shares[shares > 0]
+    entropy = float(-(shares * np.log(shares)).sum())
+    return Corpus(text[~held_out], text[held_out], source, entropy)
 
 
 def training_batches(corpus: Corpus, *, batch: int, seq: int, seed: int) -> Iterator[Tokens]:
@@ -129,8 +82,8 @@ def training_batches(corpus: Corpus, *, batch: int, seq: int, seed: int) -> Iter
 def held_out_batches(corpus: Corpus, *, batch: int, seq: int) -> Iterator[Tokens]:
     """Windows that cover the held-out text once, in order: [batch, seq + 1] int32.
 
-    Windows overlap by the one byte that is only predicted from; a last batch that would be
-    partly empty is left out, so at most `batch` windows go unseen.
+    Windows overlap by the one byte that is only predicted from. A last batch that would be partly
+    empty is left out.
     """
     windows = (len(corpus.held_out) - 1) // seq
     starts = (np.arange(windows) * seq)[:, None]

@@ -2,28 +2,72 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Sequence
+import contextlib
+import dataclasses
+import os
+import signal
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from types import FrameType
+from typing import Any, Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 import ep_runtime as ep
 from ep_runtime.specs import GroupSpec
 from ep_runtime_client import cli
+from ep_runtime_client.cli.daemon import source
 from ep_runtime_client.demo.config import DemoConfig
-from ep_runtime_client.demo.corpus import Corpus, load_corpus, prompt, training_batches
-from ep_runtime_client.demo.interrupt import StopRequest
-from ep_runtime_client.demo.render import Announcement, Reporter, Run
-from ep_runtime_client.demo.together import AgreedStop, Stop
-from ep_runtime_client.demo.trainer import Trainer, make_mesh
-from ep_runtime_client.demo.training import TrainingReport, train
+from ep_runtime_client.demo.corpus import Corpus, load_corpus, training_batches
+from ep_runtime_client.demo.render import Difference, Report, Reporter
+from ep_runtime_client.demo.trainer import StepResult, Trainer, make_mesh
 from ep_runtime_client.jobs.members import INTERRUPTED, Member, start_jax
 from ep_runtime_client.sessions.session import Session
 
 DIFFERENT = 3
-PROMPT_BYTES = 64
 # Also how long create_group waits for the demo's other processes, which may still import JAX.
 CONNECT_TIMEOUT_S = 120.0
+FIND_TIMEOUT_S = 2.0
+# Steps between which a twin that may differ by rounding keeps parameters of its own: training grows
+# the last bit of an f32 to a tenth of a percent within ten steps. The second step's loss shows the
+# first one's gradients.
+STEPS_ALONE = 2
+
+
+class Steps(Protocol):
+    """What the loop needs of a trainer."""
+
+    def step(self, window: npt.NDArray[Any]) -> StepResult: ...
+
+    def follow(self, other: Any) -> None:
+        """Goes on from the state of `other`, another of its kind."""
+
+
+@dataclasses.dataclass
+class Stop:
+    """Whether Ctrl-C asked to end after what is under way."""
+
+    requested: bool = False
+
+
+@contextlib.contextmanager
+def stop_on_interrupt() -> Iterator[Stop]:
+    """The first SIGINT in the block sets `requested`; a second one raises KeyboardInterrupt."""
+    stop = Stop()
+
+    def note(number: int, frame: FrameType | None) -> None:
+        if stop.requested:
+            raise KeyboardInterrupt
+        stop.requested = True
+        # Not through a stream: the signal may have come in the middle of a write to it.
+        os.write(2, b"\nstopping after what is under way; Ctrl-C again ends at once\n")
+
+    previous = signal.signal(signal.SIGINT, note)
+    try:
+        yield stop
+    finally:
+        signal.signal(signal.SIGINT, previous)
 
 
 def run(config: DemoConfig, member: Member | None = None) -> int:
@@ -40,27 +84,27 @@ def run(config: DemoConfig, member: Member | None = None) -> int:
     start_jax(config.devices, member, config.platform)
     corpus = load_corpus()
     reporter = Reporter(config)
-    reporter.announce(corpus)
+    alone = member.processes == 1  # several processes cannot stop at one step; they end at once
     with (
-        StopRequest(reporter.stopping) as interrupted,
+        stop_on_interrupt() if alone else contextlib.nullcontext(Stop()) as stop,
         ep.connect(config.address, timeout_s=CONNECT_TIMEOUT_S) as session,
         ep.translate_errors(),
     ):
-        stop = AgreedStop(interrupted, member)
-        runs = []
+        reports: list[Report] = []
         for recipe in config.recipes:
-            runs.append(_train_recipe(config, recipe, session, corpus, reporter, stop))
-            if runs[-1].report.stopped:
+            reports.append(_train_recipe(config, recipe, session, corpus, reporter, stop))
+            if stop.requested:
                 break
-        if len(runs) > 1:
-            reporter.runs(runs)
-        if config.plot is not None and member.index == 0 and runs[0].report.steps:
-            _plot(config.plot, config, runs, reporter)
+        if config.plot is not None and member.index == 0 and reports[0].losses:
+            _plot(config.plot, config, reports, reporter)
         if session.has_daemon and member.index == 0:
             # Several groups have layers of the same names; wide shows the groups.
             wide = ["-o", "wide"] if config.compare or len(config.recipes) > 1 else []
             cli.main(["handles", "--address", session.address, *wide])
-    return verdict(config, runs[0].report, reporter, interrupted)
+        reporter.end(reports)
+    if reports[0].difference is not None:
+        return DIFFERENT
+    return INTERRUPTED if stop.requested else 0
 
 
 def _train_recipe(
@@ -70,47 +114,37 @@ def _train_recipe(
     corpus: Corpus,
     reporter: Reporter,
     stop: Stop,
-) -> Run:
+) -> Report:
     """Trains one recipe from start to end; the last one's groups stay open to be looked at."""
-    last = recipe == config.recipes[-1]
-    if len(config.recipes) > 1:
-        reporter.say(f"recipe {recipe}")
-    trainers = _start(config, recipe, session, reporter)
-    batches = training_batches(corpus, batch=config.batch, seq=config.seq, seed=config.seed)
-    with reporter:
-        report = train(config, trainers, batches, reporter, stop)
-    reporter.summary(report)
-    held_out = _held_out(trainers[0], corpus, reporter) if report.steps else None
-    if report.steps and last and not stop.requested:
-        _sample(config, trainers[0], corpus, reporter, stop)
-    if not last:
-        trainers[0].close()
-    return Run(recipe, report, held_out)
-
-
-def _start(config: DemoConfig, recipe: str, session: Session, reporter: Reporter) -> list[Trainer]:
     mesh = make_mesh(config)
     name = "demo" if len(config.recipes) == 1 else f"demo-{recipe}"
     trainers = [
         Trainer(config, session, mesh, name=name, transport=config.transport, recipe=recipe)
     ]
-    group = trainers[0].group
     if recipe == config.recipes[0]:
-        reporter.announce_runtime(
-            Announcement(
-                session.address,
-                _travel(group.spec),
-                group.staging_bytes_per_rank,
-                session.has_daemon,
-            )
+        group = trainers[0].group
+        reporter.runtime(
+            corpus.source, session.address, _travel(group.spec), group.staging_bytes_per_rank
         )
+        if session.has_daemon:
+            reporter.hint(None if _is_default(session) else session.address)
     if config.compare:
         trainers.append(
             Trainer(config, session, mesh, name="demo-xla", transport="xla", recipe=recipe)
         )
-    seconds = sum(trainer.compile() for trainer in trainers)
-    reporter.say(f"compiled in {seconds:.1f} s")
-    return trainers
+    batches = training_batches(corpus, batch=config.batch, seq=config.seq, seed=config.seed)
+    with reporter.training(recipe):
+        for trainer in trainers:
+            trainer.compile()
+        report = train(config, trainers, batches, reporter, stop)
+    report.recipe = recipe
+    if report.losses:
+        losses = list(trainers[0].held_out_losses(corpus))
+        report.held_out = float(np.mean(losses)) if losses else None
+    reporter.summary(report, corpus.entropy_nats)
+    if recipe != config.recipes[-1]:
+        trainers[0].close()
+    return report
 
 
 def _travel(spec: GroupSpec) -> str:
@@ -121,38 +155,56 @@ def _travel(spec: GroupSpec) -> str:
     return f"{inside} per node of {spec.node_size} ranks, between nodes {between}"
 
 
-def _held_out(trainer: Trainer, corpus: Corpus, reporter: Reporter) -> float | None:
-    losses = list(trainer.held_out_losses(corpus))
-    if not losses:
-        return None
-    loss = float(np.mean(losses))
-    reporter.held_out(loss, corpus)
-    return loss
+def _is_default(session: Session) -> bool:
+    """Reading commands without --address ask the session's daemon."""
+    try:
+        return source.default_place(FIND_TIMEOUT_S).directory == session.directory
+    except ep.EpRuntimeError:
+        return False
 
 
-def _plot(path: str, config: DemoConfig, runs: Sequence[Run], reporter: Reporter) -> None:
+def train(
+    config: DemoConfig,
+    trainers: Sequence[Steps],
+    batches: Iterable[npt.NDArray[Any]],
+    reporter: Reporter,
+    stop: Stop,
+) -> Report:
+    """Steps every trainer on the same batches: one, or a model and its twin.
+
+    Ends at the first loss that differs. `stop` is asked before every step.
+    """
+    report = Report()
+    started = time.perf_counter()
+    for _, window in zip(range(config.steps), batches, strict=False):
+        if stop.requested:
+            break
+        results = [trainer.step(window) for trainer in trainers]
+        report.losses.append(results[0].loss)
+        report.dropped += results[0].dropped
+        report.step_seconds.append([result.seconds for result in results])
+        report.seconds = time.perf_counter() - started
+        reporter.step(report, results[0])
+        for twin in results[1:]:
+            if not _agree(results[0].loss, twin.loss, config.loss_tolerance):
+                report.difference = Difference(len(report.losses), results[0].loss, twin.loss)
+                return report
+        if config.loss_tolerance and len(report.losses) % STEPS_ALONE == 0:
+            for other in trainers[1:]:
+                other.follow(trainers[0])
+    return report
+
+
+def _agree(ours: np.float32, twins: np.float32, tolerance: float) -> bool:
+    # Bits, not values: a NaN equals itself here and -0.0 differs from 0.0.
+    if tolerance == 0:
+        return ours.tobytes() == twins.tobytes()
+    return bool(abs(ours - twins) <= tolerance * abs(twins))
+
+
+def _plot(path: str, config: DemoConfig, reports: Sequence[Report], reporter: Reporter) -> None:
     # Only a picture needs matplotlib.
     from ep_runtime_client.demo.plot import write_plot
 
-    write_plot(path, config, [run for run in runs if run.report.steps])
+    write_plot(path, config, [report for report in reports if report.losses])
     reporter.say(f"loss curves: {path}")
-
-
-def _sample(
-    config: DemoConfig, trainer: Trainer, corpus: Corpus, reporter: Reporter, stop: Stop
-) -> None:
-    start = prompt(corpus, PROMPT_BYTES)
-    written = itertools.islice(trainer.continuation(start), config.sample_bytes)
-    text = bytes(itertools.takewhile(lambda _: not stop.requested, written))
-    if text:
-        reporter.continuation(start, text)
-
-
-def verdict(config: DemoConfig, report: TrainingReport, reporter: Reporter, stop: Stop) -> int:
-    """Says how the comparison ended; gives the exit code of `run`."""
-    if report.difference is not None:
-        reporter.different(report.difference)
-        return DIFFERENT
-    if config.compare and report.steps:
-        reporter.equal(report, config.loss_tolerance)
-    return INTERRUPTED if stop.requested else 0

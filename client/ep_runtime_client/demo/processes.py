@@ -1,20 +1,22 @@
-"""`ep-runtime demo --processes P`: P processes of `demo/worker.py` with D / P devices each.
+"""`ep-runtime demo --processes P`: P processes of this module with D / P devices each.
 
 With `--nodes N` they are divided between N daemons that form a cluster on this machine.
 
-Imports no JAX.
+Imports no JAX until a process works.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from ep_runtime_client.daemons import runtime
 from ep_runtime_client.demo import nodes
 from ep_runtime_client.demo.config import DemoConfig, Transport
-from ep_runtime_client.jobs.members import Members, reserved_coordinator
+from ep_runtime_client.jobs.members import Member, Members, reserved_coordinator, run_member
 from ep_runtime_client.sessions import connecting
 
 
@@ -37,7 +39,7 @@ def _run(config: DemoConfig) -> int:
         tempfile.TemporaryDirectory(prefix="ep-runtime-demo-") as directory,
         reserved_coordinator() as coordinator,
         Members(
-            "ep_runtime_client.demo.worker",
+            "ep_runtime_client.demo.processes",
             dataclasses.asdict(config),
             processes=config.processes,
             directory=Path(directory),
@@ -45,3 +47,12 @@ def _run(config: DemoConfig) -> int:
         ) as started,
     ):
         return started.wait()
+
+
+def _work(order: dict[str, Any], member: Member) -> int:
+    job = importlib.import_module("ep_runtime_client.demo.job")
+    return int(job.run(DemoConfig(**order).of_process(member.index), member))
+
+
+if __name__ == "__main__":
+    run_member(_work, "ep-runtime demo")

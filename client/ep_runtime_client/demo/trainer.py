@@ -124,9 +124,8 @@ class Trainer:
         window = (self._config.batch, self._config.seq + 1)
         return step, state, jax.ShapeDtypeStruct(window, jnp.int32, sharding=self._rows)
 
-    def compile(self) -> float:
-        """Initialises the parameters and compiles the step. Returns seconds."""
-        started = time.perf_counter()
+    def compile(self) -> None:
+        """Initialises the parameters and compiles the step."""
         step, state, window = self.program()
         layout = jax.tree.map(lambda leaf: leaf.sharding, state)
         key = jax.random.key(self._config.seed)
@@ -137,7 +136,6 @@ class Trainer:
         options = {"xla_gpu_deterministic_ops": True} if exact else None
         with jax.default_matmul_precision("highest" if exact else None):
             self._step = step.lower(state, window).compile(compiler_options=options)
-        return time.perf_counter() - started
 
     def step(self, window: Array) -> StepResult:
         """One optimizer step on `window`, [batch, seq + 1] int32; waits for it."""
@@ -157,28 +155,6 @@ class Trainer:
         """Loss in nats per byte of each held-out batch."""
         for window in held_out_batches(corpus, batch=self._config.batch, seq=self._config.seq):
             yield float(self._evaluate(self._state[0], self._placed(window)))
-
-    def continuation(self, prompt: bytes) -> Iterator[int]:
-        """Endless bytes that the model writes after the prompt's last `seq` bytes.
-
-        Every device reads the same text (an EP group wants tokens that divide over its ranks);
-        the byte of the first row is taken.
-        """
-        seq = self._config.seq
-        text = list(prompt[-seq:])
-        key = jax.random.key(self._config.seed)
-        while True:
-            window = np.zeros((self._config.devices, seq), np.int32)
-            recent = text[-seq:]
-            window[:, : len(recent)] = recent
-            picked = self._next_byte(
-                self._state[0],
-                self._placed(window),
-                np.int32(len(recent) - 1),
-                jax.random.fold_in(key, len(text)),
-            )
-            text.append(int(picked))
-            yield text[-1]
 
     def close(self) -> None:
         self.group.close()
@@ -207,12 +183,3 @@ class Trainer:
                 model.loss_fn(params, window, config=self._model, layers=self._layers)[1].loss
             )
         )
-
-    @functools.cached_property
-    def _next_byte(self) -> Any:
-        def pick(params: Any, window: jax.Array, last: jax.Array, key: jax.Array) -> jax.Array:
-            logits, *_ = model.forward(params, window, config=self._model, layers=self._layers)
-            # Below temperature 1 a small model makes fewer spelling mistakes.
-            return jax.random.categorical(key, logits[0, last] / 0.6)
-
-        return jax.jit(pick)

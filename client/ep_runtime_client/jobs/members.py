@@ -93,8 +93,7 @@ class Members:
         self._directory = directory
         self._coordinator = coordinator
         self._started: list[subprocess.Popen[bytes]] = []
-        self._interrupts = 0
-        self._changed = threading.Event()
+        self._interrupted = threading.Event()
 
     def __enter__(self) -> Members:
         self._previous = signal.signal(signal.SIGINT, self._on_interrupt)
@@ -120,20 +119,17 @@ class Members:
                 stdin=subprocess.PIPE,  # its end tells the process that we are gone
                 stdout=None if index == 0 else log,
                 stderr=None if index == 0 else log,
-                start_new_session=True,  # Ctrl-C reaches us alone; they stop together
+                start_new_session=True,  # Ctrl-C reaches us alone; we end them all
             )
 
     def _log(self, index: int) -> Path:
         return self._directory / f"{index}.log"
 
     def _on_interrupt(self, number: int, frame: FrameType | None) -> None:
-        self._interrupts += 1
-        if self._interrupts == 1 and self._started:
-            self._started[0].send_signal(signal.SIGINT)
-        self._changed.set()
+        self._interrupted.set()
 
     def wait(self) -> int:
-        """Waits for all; gives those that are left some seconds where one has failed.
+        """Waits for all; gives those that are left some seconds if one has failed, none on Ctrl-C.
 
         Returns:
             The exit code of the process whose failure is the cause, else 0.
@@ -141,17 +137,16 @@ class Members:
         deadline: float | None = None
         while True:
             codes = [process.poll() for process in self._started]
-            if None not in codes or self._interrupts > 1:
+            if None not in codes or self._interrupted.is_set():
                 return self._verdict(codes)
             if deadline is None and any(codes):
                 deadline = time.monotonic() + _GRACE_S
             if deadline is not None and time.monotonic() > deadline:
                 return self._verdict(codes)
-            self._changed.wait(0.1)
-            self._changed.clear()
+            self._interrupted.wait(0.1)
 
     def _verdict(self, codes: list[int | None]) -> int:
-        if self._interrupts > 1:
+        if self._interrupted.is_set():
             return INTERRUPTED
         failed = [(index, code) for index, code in enumerate(codes) if code]
         # Where several failed, the one that died is the cause and the others' errors follow.
