@@ -25,33 +25,33 @@ from ep_runtime_client.cli import names, render, tables
 OK, USAGE, NO_DAEMON, PARTIAL, DENIED, LATE = range(6)
 
 COMMANDS = {
-    "serve": "run the daemon in the foreground",
-    "demo": "train a small mixture-of-experts model through the runtime",
+    "serve": "run a node's daemon in the foreground",
+    "demo": "train a small mixture-of-experts model here, to see the runtime at work",
     "bench": "measure dispatch, combine and the control plane",
-    "doctor": "check this machine and the daemon, and say what to fix",
-    "status": "one screen about the daemon; --quiet is the liveness probe",
-    "sessions": "client processes",
-    "groups": "expert-parallel groups",
-    "layers": "registered layers",
-    "handles": "handles: layer, lane, generation, state, owner, last op",
-    "buffers": "windows and boards: bytes, state, owner, who maps them",
-    "events": "what happened lately",
-    "top": "what every rank does now, and for whom the others wait",
-    "load": "rows by layer and expert, and how even they are",
-    "skew": "which rank comes late, by peer and op, and who waits for it",
-    "describe": "all about one session, group, layer, handle, buffer or node",
-    "dump": "one archive for a bug report: state, events, versions, and no secrets",
-    "drain": "let no new session or group in; --shutdown ends the daemon",
-    "fence": "cut one session off",
-    "reclaim": "take a group's memory back, or that of all retained groups",
+    "doctor": "check this machine and its daemon, and say what to fix",
+    "status": "show on one screen whether the daemon is healthy and who uses it",
+    "sessions": "list the processes that use the daemon",
+    "groups": "list expert-parallel groups, and the rank that each one waits for",
+    "layers": "list registered layers",
+    "handles": "list what each layer's handles did last, and when",
+    "buffers": "list the memory that the daemon holds, and the processes that map it",
+    "events": "list what happened lately, and who ordered it",
+    "top": "show live what every rank does, and the rank that the others wait for",
+    "load": "show how many rows each expert gets, and how even that is",
+    "skew": "find the rank that comes late, and the ranks that wait for it",
+    "describe": "show all about one session, group, layer, handle, buffer or node",
+    "dump": "write one archive for a bug report: state, events, versions, no secrets",
+    "drain": "refuse new sessions and groups; with --shutdown the daemon ends",
+    "fence": "cut one session off from the daemon",
+    "reclaim": "free the memory of a group, or of all retained groups",
     "certs": "make certificates with which the daemons of a lab's nodes trust each other",
-    "completion": "a script by which a shell completes commands, options and names",
-    "version": "versions of client and daemon",
+    "completion": "print a script that completes commands, options and names in a shell",
+    "version": "show the versions of client and daemon",
 }
 
-# Those that are packages of their own; loaded, as the others, when they are typed.
+# Commands with packages of their own, which are imported when they are typed, as all are.
 _ELSEWHERE = {"demo": "ep_runtime_client.demo.cli", "bench": "ep_runtime_bench.cli"}
-# Those whose parsers are not of this package, or take long to import.
+# Commands whose parsers are not part of this package, or take long to import.
 APART = ("serve", *_ELSEWHERE)
 _ALIASES = {"--version": "version", "-V": "version"}
 
@@ -65,7 +65,7 @@ class Parser(argparse.ArgumentParser):
         self.exit(USAGE)
 
     def _hint(self, message: str) -> str:
-        """The option, or the word that one takes, that may have been meant."""
+        """Suggests a known option or value close to a mistyped one."""
         option = re.match(r"unrecognized arguments: (--[\w-]+)", message)
         if option:
             return names.hint(option[1], self._option_string_actions)
@@ -74,13 +74,13 @@ class Parser(argparse.ArgumentParser):
 
 
 def usage(width: int | None) -> str:
-    """The list of commands, for a terminal of that many columns."""
+    """Lists the commands, for a terminal of that many columns."""
     room = max(len(name) for name in COMMANDS) + 4
     lines = ["usage: ep-runtime COMMAND [options]", "", "commands:"]
     for name, text in COMMANDS.items():
         first, *more = tables.fold(text, max((width or 200) - room, 20))
         lines += [f"  {name:<{room - 4}}  {first}", *(" " * room + part for part in more)]
-    lines += ["", "'ep-runtime COMMAND --help' lists a command's options."]
+    lines += ["", "'ep-runtime COMMAND --help' explains a command's options and columns."]
     codes = "0 ok, 1 usage, 2 no daemon, 3 partial or unhealthy, 4 denied, 5 a rank is late"
     lines += tables.fold(f"exit codes: {codes}", width or 200)
     return "\n".join(lines)
@@ -106,12 +106,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def module(name: str) -> ModuleType:
-    """A command's module, loaded here."""
+    """Imports a command's module."""
     return importlib.import_module(_ELSEWHERE.get(name, f"ep_runtime_client.cli.commands.{name}"))
 
 
 def make_parser(name: str) -> Parser:
-    """What parses a command's words; not of `serve`, whose options are the daemon's."""
+    """The parser of a command's words. `serve` has none: its options are the daemon's."""
     parser = Parser(prog=f"ep-runtime {name}", description=COMMANDS[name])
     module(name).add_arguments(parser)
     return parser
@@ -139,7 +139,7 @@ def _run(name: str, words: list[str]) -> int:
 
 
 def exit_code(error: errors.EpRuntimeError) -> int:
-    """The exit code that an error stands for."""
+    """Maps an error to the exit code of a command."""
     if isinstance(error, errors.InvalidArgumentError):
         return USAGE
     if isinstance(error, errors.RuntimeUnavailableError):

@@ -1,4 +1,4 @@
-"""`ep-runtime buffers`: windows and boards that count against a limit."""
+"""`ep-runtime buffers`: lists windows and boards, which count against a limit."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from ep_runtime_client.cli.tables import IDENTITY, STATE, Column
 VIEW = reading.View(
     kind="buffers",
     columns=(
-        Column("buffer_id", "BUFFER", priority=IDENTITY, about="its name in this daemon's life"),
-        Column("bytes", "BYTES", "bytes", about="its size"),
+        Column("buffer_id", "BUFFER", priority=IDENTITY, about="name, until the daemon ends"),
+        Column("bytes", "BYTES", "bytes", about="size"),
         Column("device", "DEVICE", "device", priority=4, about="host, or a GPU's UUID"),
         Column("kind", "KIND", priority=3, about="BOARD (of a group) or WINDOW (of a rank)"),
         Column(
@@ -25,7 +25,7 @@ VIEW = reading.View(
         Column("mapped_by", "MAPPED", "list", priority=3, about="pids that map it"),
         Column("world_rank", "RANK", "count", wide=True, about="world rank; -1: the board"),
         Column("generation", "GEN", "count", wide=True, about="generation of the group"),
-        Column("uid", "UID", wide=True, about="the group's user"),
+        Column("uid", "UID", wide=True, about="user of the group"),
         Column("age_s", "AGE", "seconds", wide=True, about="since it was allocated"),
     ),
     fetch=lambda daemon, args: list(daemon.buffers()),

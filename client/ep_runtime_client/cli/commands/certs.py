@@ -1,4 +1,4 @@
-"""`ep-runtime certs`: a lab's certificate authority, and one certificate per node."""
+"""`ep-runtime certs`: makes a lab's certificate authority, and a certificate per node."""
 
 from __future__ import annotations
 

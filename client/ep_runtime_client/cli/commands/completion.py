@@ -1,4 +1,4 @@
-"""`ep-runtime completion SHELL`: a script by which the shell completes what is typed.
+"""`ep-runtime completion SHELL`: prints a script that completes what is typed in a shell.
 
 The script is made from the commands' own parsers; those that are packages of their own are asked
 when their options are completed. Names of objects are asked of the daemon likewise, and are none

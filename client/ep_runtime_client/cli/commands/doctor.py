@@ -22,9 +22,9 @@ from ep_runtime_client.cli.tables import IDENTITY, STATE, Column
 from ep_runtime_client.daemons.place import Place
 
 _COLUMNS = (
-    Column("check", "CHECK", priority=IDENTITY, about="what is looked at"),
-    Column("state", "STATE", priority=STATE, about="OK, WARN (works, with a loss), FAIL"),
-    Column("found", "FOUND", "prose", priority=STATE, about="what there is"),
+    Column("check", "CHECK", priority=IDENTITY, about="what was checked"),
+    Column("state", "STATE", priority=STATE, about="OK, WARN (works, but with a loss) or FAIL"),
+    Column("found", "FOUND", "prose", priority=STATE, about="what was found"),
     Column("advice", "ADVICE", "prose", priority=STATE, about="what to do"),
 )
 

@@ -1,4 +1,4 @@
-"""`ep-runtime drain`: no new sessions or groups; with --shutdown the daemon ends."""
+"""`ep-runtime drain`: refuses new sessions and groups; with --shutdown the daemon ends."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=reading.positive,
         default=30.0,
         metavar="S",
-        help="with --shutdown: end after this long, sessions or not",
+        help="with --shutdown: end after S seconds even if sessions are left",
     )
     ordering.add_arguments(parser)
 

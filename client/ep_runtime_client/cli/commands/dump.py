@@ -1,4 +1,4 @@
-"""`ep-runtime dump`: one archive for a bug report. What may be a secret is taken out of it."""
+"""`ep-runtime dump`: writes one archive for a bug report, without what may be a secret."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`ep-runtime events`: state changes, oldest first; --follow goes on with new ones."""
+"""`ep-runtime events`: lists state changes, oldest first; --follow adds new ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`ep-runtime groups`: expert-parallel groups of every user and job."""
+"""`ep-runtime groups`: lists expert-parallel groups of every user and job."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from ep_runtime_client.cli.tables import IDENTITY, STATE, Column
 VIEW = reading.View(
     kind="groups",
     columns=(
-        Column("name", "GROUP", "name", priority=IDENTITY, about="its name, unique in the job"),
-        Column("job", "JOB", "name", about="the job"),
+        Column("name", "GROUP", "name", priority=IDENTITY, about="name, unique in the job"),
+        Column("job", "JOB", "name", about="job that made it"),
         Column(
             "state",
             "STATE",
             priority=STATE,
-            about="FORMING, READY, BROKEN (a process is gone), RETAINED (waits for its job)",
+            about="FORMING, READY, BROKEN (a process is gone) or RETAINED (waits for its job)",
         ),
         Column(
             "late_ranks",
@@ -25,28 +25,30 @@ VIEW = reading.View(
             priority=STATE,
             about="rank for which others have waited for more than 10 s, and how many more",
         ),
-        Column("generation", "GEN", "count", priority=5, about="grows when it forms anew"),
+        Column("generation", "GEN", "count", priority=5, about="grows each time it forms again"),
         Column("world_size", "RANKS", "count", about="devices"),
-        Column("ep_size", "EP", "count", priority=4, about="ranks of one EP group"),
-        Column("num_layers", "LAYERS", "count", priority=3, about="each of a stack counted"),
+        Column("ep_size", "EP", "count", priority=4, about="ranks that share one set of experts"),
+        Column(
+            "num_layers", "LAYERS", "count", priority=3, about="layers, each of a stack counted"
+        ),
         Column("num_handles", "HANDLES", "count", priority=4, about="handles of its layers"),
-        Column("total_bytes", "BYTES", "bytes", about="its board and windows"),
-        Column("pids", "PIDS", "list", priority=4, about="its processes"),
+        Column("total_bytes", "BYTES", "bytes", about="memory of its board and windows"),
+        Column("pids", "PIDS", "list", priority=4, about="processes of its ranks"),
         Column("age_s", "AGE", "seconds", about="since this generation began to form"),
-        Column("epoch", "EPOCH", "count", wide=True, about="of its view, in a cluster"),
-        Column("attempt", "ATTEMPT", "count", wide=True, about="tries to form it"),
+        Column("epoch", "EPOCH", "count", wide=True, about="epoch of its view, in a cluster"),
+        Column("attempt", "ATTEMPT", "count", wide=True, about="tries so far to form it"),
         Column("transport", "TRANSPORT", wide=True, about="what moves its rows"),
         Column("node_size", "NODESIZE", "count", wide=True, about="ranks that share windows"),
-        Column("nccl_version", "NCCL", wide=True, about="libnccl of its processes"),
-        Column("nccl_state", "NCCL-STATE", wide=True, about="what became of its communicators"),
-        Column("retain_s", "RETAIN", "seconds", wide=True, about="kept after its last process"),
-        Column("retained_left_s", "LEFT", "seconds", wide=True, about="of that, while RETAINED"),
+        Column("nccl_version", "NCCL", wide=True, about="version of libnccl in its processes"),
+        Column("nccl_state", "NCCL-STATE", wide=True, about="state of its NCCL communicators"),
+        Column("retain_s", "RETAIN", "seconds", wide=True, about="time kept without processes"),
+        Column("retained_left_s", "LEFT", "seconds", wide=True, about="what is left of RETAIN"),
         Column("recv_capacity_per_rank", "CAPACITY", "count", wide=True, about="rows of a slab"),
         Column("num_experts", "EXPERTS", "count", wide=True, about="experts"),
-        Column("num_sms", "SMS", "count", wide=True, about="SMs of its kernels; 0: chosen"),
-        Column("overlap", "OVERLAP", wide=True, about="exchanges of block calls beside products"),
-        Column("workspace", "WORKSPACE", wide=True, about="of block calls: bytes, factor or auto"),
-        Column("uid", "UID", wide=True, about="its user"),
+        Column("num_sms", "SMS", "count", wide=True, about="SMs for its kernels; 0: chosen"),
+        Column("overlap", "OVERLAP", wide=True, about="exchanges overlap matmuls"),
+        Column("workspace", "WORKSPACE", wide=True, about="memory of block calls for rows"),
+        Column("uid", "UID", wide=True, about="user who made it"),
         Column("poison_reason", "POISON", wide=True, about="why its waits end in errors"),
     ),
     fetch=lambda daemon, args: list(daemon.groups()),

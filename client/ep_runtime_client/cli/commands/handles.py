@@ -1,4 +1,4 @@
-"""`ep-runtime handles`: who holds which handle, and what it did last."""
+"""`ep-runtime handles`: lists who holds which handle, and what it did last."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from ep_runtime_client.cli.tables import IDENTITY, STATE, Column
 VIEW = reading.View(
     kind="handles",
     columns=(
-        Column("layer", "LAYER", "name", priority=IDENTITY, about="layer; NAME[i] of a stack"),
+        Column("layer", "LAYER", "name", priority=IDENTITY, about="layer; NAME[i] in a stack"),
         Column(
-            "handle", "HANDLE", "count", priority=IDENTITY, about="which of the layer's handles"
+            "handle", "HANDLE", "count", priority=IDENTITY, about="number among the layer's handles"
         ),
-        Column("lane", "LANE", "lane", priority=3, about="lane of its last call"),
+        Column("lane", "LANE", "lane", priority=3, about="lane that its last call used"),
         Column("generation", "GEN", "count", priority=5, about="generation of the group"),
-        Column("state", "STATE", priority=STATE, about="as the board tells: IDLE, BUSY, ..."),
+        Column("state", "STATE", priority=STATE, about="IDLE, BUSY and others, as the board says"),
         Column("job", "JOB", "name", about="the group's job"),
         Column("pids", "PIDS", "list", priority=4, about="processes that may use it"),
-        Column("age_s", "AGE", "seconds", about="since its record changed"),
-        Column("last_op", "LAST-OP", about="its last op"),
-        Column("epoch", "EPOCH", "count", priority=4, about="epoch of that op"),
+        Column("age_s", "AGE", "seconds", about="time since its record changed"),
+        Column("last_op", "LAST-OP", about="op that it ran last"),
+        Column("epoch", "EPOCH", "count", priority=4, about="epoch in which that op ran"),
         Column("group", "GROUP", "name", wide=True, about="the layer's group"),
         Column("index", "INDEX", "count", wide=True, about="its record on the board"),
-        Column("calls", "CALLS", "count", wide=True, about="ops since the group formed"),
+        Column("calls", "CALLS", "count", wide=True, about="ops run since the group formed"),
         Column("rows", "ROWS", "count", wide=True, about="rows received"),
-        Column("dropped_rows", "DROPPED", "count", wide=True, about="rows over capacity"),
-        Column("rounds", "ROUNDS", "count", wide=True, about="parts that calls ran beyond one"),
-        Column("uid", "UID", wide=True, about="the group's user"),
+        Column("dropped_rows", "DROPPED", "count", wide=True, about="rows dropped, over capacity"),
+        Column("rounds", "ROUNDS", "count", wide=True, about="extra chunks of its calls"),
+        Column("uid", "UID", wide=True, about="user of the group"),
     ),
     fetch=lambda daemon, args: list(daemon.handles()),
     keys=("layer",),

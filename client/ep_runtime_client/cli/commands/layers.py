@@ -1,4 +1,4 @@
-"""`ep-runtime layers`: registered layers; a stack is one row."""
+"""`ep-runtime layers`: lists registered layers; a stack is one row."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`ep-runtime load`: how many rows the experts of every layer get, and how evenly."""
+"""`ep-runtime load`: shows how many rows the experts of every layer get, and how evenly."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from ep_runtime_client.cli.ranks import heat, looks, tallies
 from ep_runtime_client.cli.tables import IDENTITY, Column
 
 COLUMNS = (
-    Column("layer", "LAYER", "name", priority=IDENTITY, about="layer; NAME[i] of a stack"),
-    Column("rows", "ROWS", "rate", about="rows that its experts got"),
+    Column("layer", "LAYER", "name", priority=IDENTITY, about="layer; NAME[i] in a stack"),
+    Column("rows", "ROWS", "rate", about="rows that its experts received"),
     Column("max_mean", "MAX/MEAN", "ratio", about="rows of the fullest expert over the mean"),
-    Column("jain", "JAIN", "ratio", about="Jain's index: 1 even, 1/experts all in one"),
+    Column("jain", "JAIN", "ratio", about="Jain's index: 1 if even, 1/experts if one gets all"),
     Column("fullest", "FULLEST", "count", about="expert with the most rows"),
     Column("ranks_max_mean", "BY RANK", "ratio", about="MAX/MEAN of ranks instead of experts"),
-    Column("dropped", "DROPPED", "count", about="rows over capacity"),
-    Column("rounds", "ROUNDS", "count", priority=3, about="parts that calls ran beyond one"),
-    Column("unused", "UNUSED", "count", wide=True, about="experts without a row"),
-    Column("num_experts", "EXPERTS", "count", wide=True, about="experts"),
+    Column("dropped", "DROPPED", "count", about="rows dropped, over capacity"),
+    Column("rounds", "ROUNDS", "count", priority=3, about="extra chunks of its calls"),
+    Column("unused", "UNUSED", "count", wide=True, about="experts that received no row"),
+    Column("num_experts", "EXPERTS", "count", wide=True, about="number of experts"),
 )
 _MOST_CELLS = 64  # of a line in a pipe
 _LABEL = 24

@@ -1,4 +1,4 @@
-"""`ep-runtime reclaim NAME | --all-retained`: poisons groups and takes their memory back."""
+"""`ep-runtime reclaim NAME | --all-retained`: ends groups and frees their memory."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ from ep_runtime_client.cli.daemon import ordering
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("name", nargs="?", metavar="NAME", help="group to reclaim")
-    parser.add_argument("--all-retained", action="store_true", help="every retained group")
-    parser.add_argument("--job", default="", help="where the name is not unique")
-    parser.add_argument("--uid", type=int, help="where the name is not unique in the job")
+    parser.add_argument(
+        "--all-retained", action="store_true", help="free every group that waits for its job"
+    )
+    parser.add_argument("--job", default="", help="if several jobs have a group of that name")
+    parser.add_argument("--uid", type=int, help="if several users have such a job")
     ordering.add_arguments(parser)
 
 

@@ -1,4 +1,4 @@
-"""`ep-runtime sessions`: client processes, living and lately ended."""
+"""`ep-runtime sessions`: lists client processes that live or ended lately."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _fetch(daemon: source.Source, args: argparse.Namespace) -> list[dict[str, An
 VIEW = reading.View(
     kind="sessions",
     columns=(
-        Column("session_id", "SESSION", priority=IDENTITY, about="its name; `fence` takes it"),
+        Column("session_id", "SESSION", priority=IDENTITY, about="name, as `fence` takes it"),
         Column(
             "state",
             "STATE",
@@ -33,17 +33,19 @@ VIEW = reading.View(
             about="CONNECTED, ACTIVE, SUSPECT (silent for 10 s), FENCED, CLOSED, "
             "DEAD (ended without goodbye)",
         ),
-        Column("job", "JOB", "name", about="namespace of its groups"),
-        Column("uid", "UID", priority=5, about="user, as the kernel says"),
-        Column("pid", "PID", about="process, in the daemon's pid namespace"),
-        Column("groups", "GROUPS", "names", priority=3, about="groups in which it has a rank"),
-        Column("age_s", "AGE", "seconds", priority=3, about="since it connected"),
-        Column("since_heartbeat_s", "BEAT", "seconds", priority=4, about="since it was heard"),
-        Column("since_end_s", "ENDED", "seconds", wide=True, about="since it ended"),
+        Column("job", "JOB", "name", about="job, in which group names are unique"),
+        Column("uid", "UID", priority=5, about="user of the process"),
+        Column("pid", "PID", about="process id, in the daemon's pid namespace"),
+        Column("groups", "GROUPS", "names", priority=3, about="groups that it has ranks in"),
+        Column("age_s", "AGE", "seconds", priority=3, about="time since it connected"),
+        Column(
+            "since_heartbeat_s", "BEAT", "seconds", priority=4, about="since its last heartbeat"
+        ),
+        Column("since_end_s", "ENDED", "seconds", wide=True, about="time since it ended"),
         Column("process_index", "PROCESS", wide=True, about="jax.process_index"),
-        Column("client_version", "CLIENT", wide=True, about="version of its package"),
+        Column("client_version", "CLIENT", wide=True, about="version of its ep-runtime"),
         Column("progress", "PROGRESS", "count", wide=True, about="last progress number it sent"),
-        Column("labels", "LABELS", "names", wide=True, about="labels of connect()"),
+        Column("labels", "LABELS", "names", wide=True, about="labels that connect() was given"),
     ),
     fetch=_fetch,
     keys=("session_id", "pid", "job"),

@@ -1,4 +1,4 @@
-"""`ep-runtime skew`: which rank comes how much later than another, and who waits for whom."""
+"""`ep-runtime skew`: finds the rank that comes late, and the ranks that wait for it."""
 
 from __future__ import annotations
 
@@ -15,13 +15,18 @@ from ep_runtime_client.cli.ranks.tallies import Interval
 from ep_runtime_client.cli.tables import IDENTITY, STATE, USUAL, Column
 
 COLUMNS = (
-    Column("op", "OP", priority=IDENTITY, about="op of the calls"),
+    Column("op", "OP", priority=IDENTITY, about="op, such as dispatch"),
     Column("calls_s", "CALLS/S", "rate", about="calls of a rank, per second"),
-    Column("mean_ms", "MS/CALL", "ratio", about="time of a call, in ms"),
-    Column("wait_share", "WAIT", "share", about="share of the time that ranks waited in it"),
-    Column("peer", "PEER", "count", priority=STATE, about="rank for which the others waited most"),
-    Column("peer_share", "FOR PEER", "share", about="of the time for that one alone, on average"),
-    Column("late_ms", "LATE MS", "ratio", about="by how much that one came later, in a call"),
+    Column("mean_ms", "MS/CALL", "ratio", about="milliseconds per call"),
+    Column("wait_share", "WAIT", "share", about="share of the time that ranks waited in that op"),
+    Column("peer", "PEER", "count", priority=STATE, about="rank that the others waited for most"),
+    Column(
+        "peer_share",
+        "FOR PEER",
+        "share",
+        about="share of the time that a rank waited for PEER, on average",
+    ),
+    Column("late_ms", "LATE MS", "ratio", about="milliseconds by which PEER came later, per call"),
 )
 _MATRICES = {
     "waits": ("share", "share of the time that a rank (row) waited for a peer (column)"),

@@ -1,4 +1,4 @@
-"""`ep-runtime status`: the daemon on one screen, with the nodes of its cluster.
+"""`ep-runtime status`: shows the daemon on one screen, with the nodes of its cluster.
 
 `--quiet` only sets the exit code, and is about this daemon alone: what probes it must not restart
 it because another node is away, or because a rank is late.
@@ -28,7 +28,12 @@ _POOLS = (
 )
 
 _USERS = (
-    Column("uid", "USER", priority=IDENTITY, about="uid; `limit` is what each may hold at most"),
+    Column(
+        "uid",
+        "USER",
+        priority=IDENTITY,
+        about="user id; the row `limit` is the most that each may hold",
+    ),
     Column("num_sessions", "SESSIONS", "count", about="sessions that live"),
     Column("num_groups", "GROUPS", "count", about="groups"),
     Column("num_layers", "LAYERS", "count", about="layers and stacks"),
@@ -47,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--quiet",
         "-q",
         action="store_true",
-        help="print nothing: the exit code is the answer, and is not about late ranks",
+        help="print nothing; exit code 0 says that the node's daemon serves, as probes ask",
     )
     reading.add_node_argument(parser, "the daemon itself, with all nodes of its cluster")
     reading.add_output_arguments(parser)

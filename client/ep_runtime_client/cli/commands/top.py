@@ -1,4 +1,4 @@
-"""`ep-runtime top`: what every rank does now, and for whom the others wait."""
+"""`ep-runtime top`: shows what every rank does, and the rank that the others wait for."""
 
 from __future__ import annotations
 
@@ -10,16 +10,20 @@ from ep_runtime_client.cli.daemon import reading
 from ep_runtime_client.cli.ranks import looks, rows, tallies
 
 _ABOUT_KEYS = (
-    "In front of a terminal it goes on until q. Keys: s sorts by the next column, r turns the "
-    "order, l lists layers, up and down choose one, enter opens it, escape goes back, g takes the "
-    "next group. Without a terminal, or with --samples or --since, it writes what it finds and "
-    "ends."
+    "On a terminal it runs until q. Keys: s sorts by the next column, r reverses the order, l "
+    "lists layers, up and down choose one, enter opens it, escape goes back, g shows the next "
+    "group. Without a terminal, or with --samples or --since, it prints once and ends."
 )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--link", type=reading.positive, metavar="GB/S", help="compare with that, not with NVML")
+    add(
+        "--link",
+        type=reading.positive,
+        metavar="GB/S",
+        help="compare with a link of that speed instead of what NVML reports",
+    )
     looks.add_arguments(parser, "seconds of one sample", interval_s=2.0, samples=None)
     shown = {"ranks": rows.RANKS, "layers (key l)": rows.LAYERS}
     reading.explain(parser, shown, f"{_ABOUT_KEYS} {looks.ABOUT_SINCE}")

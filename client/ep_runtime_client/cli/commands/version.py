@@ -1,4 +1,4 @@
-"""`ep-runtime version`: of client and daemon."""
+"""`ep-runtime version`: shows the versions of client and daemon."""
 
 from __future__ import annotations
 

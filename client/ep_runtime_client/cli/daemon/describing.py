@@ -12,20 +12,20 @@ Row = Mapping[str, Any]
 
 RANKS = (
     Column("world_rank", "RANK", "count", priority=IDENTITY, about="world rank"),
-    Column("state", "STATE", priority=STATE, about="what the board says it does"),
-    Column("node", "NODE", about="its node"),
-    Column("pid", "PID", about="its process"),
+    Column("state", "STATE", priority=STATE, about="what it does, as the board says"),
+    Column("node", "NODE", about="node it runs on"),
+    Column("pid", "PID", about="process id"),
     Column("op", "OP", about="op it is in, or was in last"),
     Column("layer", "LAYER", "name", about="layer of that op"),
     Column("waiting_for", "WAITS", "lane", about="rank it waits for"),
-    Column("since_s", "SINCE", "seconds", about="in that state"),
-    Column("session_id", "SESSION", priority=4, about="its session"),
+    Column("since_s", "SINCE", "seconds", about="time in that state"),
+    Column("session_id", "SESSION", priority=4, about="session of its process"),
     Column("attached", "ATTACHED", priority=5, about="whether it has mapped its windows"),
 )
 
 LATE_RANKS = (
-    Column("world_rank", "RANK", "count", priority=IDENTITY, about="the late one"),
-    Column("since_s", "SINCE", "seconds", about="the first of the others has waited"),
+    Column("world_rank", "RANK", "count", priority=IDENTITY, about="rank that is late"),
+    Column("since_s", "SINCE", "seconds", about="how long the first of the others has waited"),
     Column("waiting_ranks", "WAITING", "list", about="ranks that wait for it"),
     Column("message", "MESSAGE", "prose", priority=STATE, about="one line for people"),
 )

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 _ASKED_AT_ONCE = 16
 _LONGEST_S = 1e9
 
-COLUMN = Column("node", "NODE", priority=IDENTITY, about="its name in the cluster")
+COLUMN = Column("node", "NODE", priority=IDENTITY, about="node's name in the cluster")
 
 COLUMNS = (
     COLUMN,
@@ -29,12 +29,14 @@ COLUMNS = (
         about="as the coordinator has it: JOINED, ABSENT; UNREACHABLE: it gave no answer; FAILED: "
         "one that is none",
     ),
-    Column("since_s", "SINCE", "seconds", about="in that state"),
-    Column("role", "ROLE", priority=3, about="which one coordinates"),
+    Column("since_s", "SINCE", "seconds", about="time in that state"),
+    Column("role", "ROLE", priority=3, about="whether it coordinates the cluster"),
     Column("address", "ADDRESS", priority=4, about="where other daemons reach it"),
-    Column("server_version", "VERSION", priority=5, about="version of its daemon"),
-    Column("daemon", "DAEMON", priority=STATE, about="what its daemon says: SERVING, DRAINING"),
-    Column("num_late", "LATE", "count", about="ranks for which others wait there"),
+    Column("server_version", "VERSION", priority=5, about="version of the node's daemon"),
+    Column(
+        "daemon", "DAEMON", priority=STATE, about="SERVING or DRAINING, as the node's daemon says"
+    ),
+    Column("num_late", "LATE", "count", about="ranks on it that others wait for"),
     Column("num_sessions", "SESSIONS", "count", priority=3, about="sessions that live"),
     Column("num_groups", "GROUPS", "count", about="groups"),
     Column("num_layers", "LAYERS", "count", priority=3, about="layers, each of a stack counted"),

@@ -1,4 +1,4 @@
-"""What the commands that break something share: they say what, and want --yes."""
+"""Shared parts of the commands that break something: they say what, and want --yes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from ep_runtime_client.cli.daemon import reading
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of a command that breaks something."""
-    parser.add_argument("--yes", action="store_true", help="do it; without, only say what it does")
+    parser.add_argument(
+        "--yes", action="store_true", help="do it; without --yes only say what would happen"
+    )
     parser.add_argument("-o", "--output", choices=("table", "json"), default="table")
     reading.add_daemon_arguments(parser)
 

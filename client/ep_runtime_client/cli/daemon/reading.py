@@ -78,8 +78,8 @@ def add_daemon_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--address",
         metavar="unix:///DIR",
-        help="the daemon's socket directory; default $EP_RUNTIME_ADDRESS, else the node's daemon, "
-        "else (to read) your only private one",
+        help="socket directory of the daemon to ask; default $EP_RUNTIME_ADDRESS, else "
+        "the node's daemon, else (to read) your only private one",
     )
     parser.add_argument(
         "--timeout", type=positive, default=5.0, metavar="S", help="seconds to wait for an answer"
@@ -95,7 +95,7 @@ def add_output_arguments(
         "--output",
         choices=outputs,
         default="table",
-        help="wide has every column, table those that the terminal has room for",
+        help="table: the columns that fit the terminal; wide: all columns",
     )
     parser.add_argument("--watch", type=positive, metavar="S", help="repeat every S seconds")
 
@@ -109,10 +109,14 @@ def add_list_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="KEY=VALUE",
-        help="only rows with that label of connect() or value of a column; != for all others, "
-        "commas between several",
+        help="show only rows with that label of connect() or value of a column; != shows the "
+        "others, and commas separate several",
     )
-    add("--sort-by", metavar="COLUMN", help="smallest first; --sort-by=-COLUMN largest first")
+    add(
+        "--sort-by",
+        metavar="COLUMN",
+        help="sort, smallest first; --sort-by=-COLUMN sorts largest first",
+    )
     add("--no-headers", action="store_true", help="leave the line of titles out")
 
 
@@ -126,8 +130,8 @@ def add_arguments(parser: argparse.ArgumentParser, view: View, noun: str) -> Non
         "-w",
         "--changes",
         action="store_true",
-        help="go on with a line for every row that is new, changed or gone; asks every second, or "
-        "as --watch says",
+        help="then add a line for every row that is new, changed or gone; asks every second, or "
+        "every S seconds with --watch",
     )
     add_daemon_arguments(parser)
     explain(parser, {"columns": view.columns})

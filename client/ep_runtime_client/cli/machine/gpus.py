@@ -157,12 +157,14 @@ def _links(machine: nvml.Machine) -> str:
 
 
 COLUMNS = (
-    Column("index", "GPU", "count", priority=IDENTITY, about="index, as NVML counts"),
-    Column("name", "NAME", priority=4, about="what it is"),
+    Column("index", "GPU", "count", priority=IDENTITY, about="index in NVML's order"),
+    Column("name", "NAME", priority=4, about="product name"),
     Column("free_bytes", "FREE", "bytes", about="memory that is free"),
-    Column("total_bytes", "TOTAL", "bytes", about="memory it has"),
-    Column("window_bytes", "WINDOWS", "bytes", about="of it, windows that the daemon holds"),
-    Column("links", "LINKS", "list", priority=3, about="to other GPUs, in nvidia-smi's words"),
+    Column("total_bytes", "TOTAL", "bytes", about="all its memory"),
+    Column("window_bytes", "WINDOWS", "bytes", about="memory in windows of the daemon"),
+    Column(
+        "links", "LINKS", "list", priority=3, about="links to other GPUs, as nvidia-smi names them"
+    ),
     Column("uuid", "UUID", "device", priority=3, about="its UUID, as in DEVICE"),
 )
 

@@ -48,16 +48,16 @@ def add_arguments(
         wide: what that output has.
     """
     add = parser.add_argument
-    add("group", nargs="?", metavar="GROUP", help="of this group only")
+    add("group", nargs="?", metavar="GROUP", help="show this group only")
     over = parser.add_mutually_exclusive_group()
     over.add_argument(
         "--interval", type=reading.positive, default=interval_s, metavar="S", help=interval
     )
-    about = "look back instead: at the last 90s, 10m, 1h30m, ...; daemons remember two hours"
-    about = "samples of S seconds until Ctrl-C"
-    over.add_argument("--watch", type=reading.positive, metavar="S", action=_Watch, help=about)
+    about = "look back at the last 90s, 10m or 1h30m; daemons remember two hours"
+    every = "a sample every S seconds until Ctrl-C"
+    over.add_argument("--watch", type=reading.positive, metavar="S", action=_Watch, help=every)
     over.add_argument("--since", type=reading.span, metavar="SPAN", help=about)
-    about = "write N samples and end, or those of N parts of SPAN; JSON: one a line"
+    about = "write N samples and end; with --since cut SPAN into N; JSON has one per line"
     add("--samples", type=reading.count, default=samples, metavar="N", help=about)
     add("-o", "--output", choices=render.OUTPUTS, default="table", help=f"wide has {wide}")
     reading.add_node_argument(parser, "every node of the daemon's cluster")
@@ -66,9 +66,9 @@ def add_arguments(
 
 # What add_arguments says of --since, for the end of --help.
 ABOUT_SINCE = (
-    "Daemons copy their boards every 10 s, in 64 MiB at most: those of the last two minutes are "
-    "kept, and one a minute of the last two hours. --since takes the copy that is as old, else the "
-    "oldest; none is older than the group's generation or the daemon."
+    "A daemon copies its boards every 10 s. It keeps the copies of the last two minutes and one a "
+    "minute of the last two hours, 64 MiB at most. --since compares with the copy of that age, or "
+    "with the oldest since the group formed or the daemon started."
 )
 
 

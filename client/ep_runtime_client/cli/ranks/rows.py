@@ -13,45 +13,51 @@ from ep_runtime_client.cli.tables import IDENTITY, STATE, Column
 
 _RANK = Column("world_rank", "RANK", "count", priority=IDENTITY, about="world rank")
 _TOKENS = Column("tokens_s", "TOKENS/S", "rate", about="tokens that it sent to experts, per second")
-_ROWS = Column("rows_s", "ROWS/S", "rate", about="rows that dispatches brought, per second")
+_ROWS = Column("rows_s", "ROWS/S", "rate", about="rows it received by dispatch, per second")
 _TIME = Column(
-    "time_share", "TIME", "share", about="share of the time inside calls; several overlap"
+    "time_share", "TIME", "share", about="share of the time inside calls, which may overlap"
 )
 _WAIT = Column("wait_share", "WAIT", "share", about="share of the time that it waited for peers")
-_MARK = Column("mark", "SLOW", priority=STATE, about="<<< marks the rank for which the others wait")
+_MARK = Column("mark", "SLOW", priority=STATE, about="<<< marks the rank that the others wait for")
 
 RANKS = (
     _RANK,
     _MARK,
     _TOKENS,
     _ROWS,
-    Column("gb_s", "GB/S", "ratio", about="of those rows, at most, in 10^9 bytes"),
+    Column("gb_s", "GB/S", "ratio", about="those rows in 10^9 bytes per second, at most"),
     Column(
-        "link_share", "LINK", "share", priority=3, about="of what the GPU's NVLinks carry one way"
+        "link_share",
+        "LINK",
+        "share",
+        priority=3,
+        about="share of what the GPU's NVLinks carry one way",
     ),
     _WAIT,
     Column("holds_share", "HOLDS", "share", about="share of the time that others waited for it"),
-    Column("rounds", "ROUNDS", "count", priority=4, about="parts beyond one of its group's calls"),
-    Column("op", "OP", priority=3, about="op that it is in, or was last"),
+    Column("rounds", "ROUNDS", "count", priority=4, about="extra chunks of its group's calls"),
+    Column("op", "OP", priority=3, about="op that it runs, or ran last"),
     Column("layer", "LAYER", "name", priority=3, about="layer of that op"),
-    Column("waits", "BY OP", "prose", priority=4, about="WAIT by op"),
+    Column("waits", "BY OP", "prose", priority=4, about="WAIT of each op"),
     Column("calls_s", "CALLS/S", "rate", wide=True, about="finished calls per second"),
     Column("time_share", "TIME", "share", wide=True, about=_TIME.about),
-    Column("dropped_s", "DROPS/S", "rate", wide=True, about="rows over capacity, per second"),
-    Column("state", "STATE", wide=True, about="RUNNING, MEETING and WAITING (for peers), IDLE"),
+    Column(
+        "dropped_s", "DROPS/S", "rate", wide=True, about="rows dropped over capacity, per second"
+    ),
+    Column("state", "STATE", wide=True, about="RUNNING, IDLE, MEETING or WAITING (both for peers)"),
     Column("waiting_for", "WAITS-FOR", "lane", wide=True, about="rank that it waits for now"),
-    Column("pid", "PID", "count", wide=True, about="its process"),
+    Column("pid", "PID", "count", wide=True, about="process id"),
 )
 LAYERS = (
-    Column("layer", "LAYER", "name", priority=IDENTITY, about="layer; NAME[i] of a stack"),
+    Column("layer", "LAYER", "name", priority=IDENTITY, about="layer; NAME[i] in a stack"),
     _TOKENS,
     _ROWS,
     Column("calls_s", "CALLS/S", "rate", about="calls of all ranks, per second"),
     _TIME,
     _WAIT,
     Column("max_mean", "MAX/MEAN", "ratio", about="rows of the fullest expert over the mean"),
-    Column("rounds", "ROUNDS", "count", about="parts that its calls ran beyond one"),
-    Column("dropped", "DROPPED", "count", about="rows over capacity"),
+    Column("rounds", "ROUNDS", "count", about="extra chunks of its calls"),
+    Column("dropped", "DROPPED", "count", about="rows dropped, over capacity"),
 )
 RANKS_OF_LAYER = (
     _RANK,
