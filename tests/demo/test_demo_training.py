@@ -203,9 +203,8 @@ def test_the_number_of_parameters_is_what_the_model_has() -> None:
     from ep_runtime_client.demo import model
 
     config = DemoConfig(hidden_size=32, mlp_dim=24, num_layers=3, num_experts=8)
-    sizes = model.ModelConfig(num_layers=3, hidden_size=32, mlp_dim=24, num_experts=8)
     specs = [LayerSpec(f"{i}", top_k=2, num_experts=8, hidden_size=32) for i in range(3)]
-    params = jax.eval_shape(lambda: model.init_params(jax.random.key(0), sizes, specs))
+    params = jax.eval_shape(lambda: model.init_params(jax.random.key(0), config, specs))
     assert config.num_parameters == sum(leaf.size for leaf in jax.tree.leaves(params))
 
 
@@ -214,9 +213,9 @@ def test_muon_gets_every_matrix_and_nothing_else() -> None:
 
     from ep_runtime_client.demo import model, optimizers
 
-    sizes = model.ModelConfig(num_layers=1, hidden_size=16, mlp_dim=8, num_experts=4)
+    config = DemoConfig(num_layers=1, hidden_size=16, mlp_dim=8, optimizer="muon")
     spec = LayerSpec("moe", top_k=2, num_experts=4, hidden_size=16)
-    params = jax.eval_shape(lambda: model.init_params(jax.random.key(0), sizes, [spec]))
+    params = jax.eval_shape(lambda: model.init_params(jax.random.key(0), config, [spec]))
     found = optimizers.matrices(params)["blocks"][0]
     wi, wo = params["blocks"][0]["moe"].wi, params["blocks"][0]["moe"].wo
     for dims, array in ((found["moe"].wi, wi), (found["moe"].wo, wo)):
@@ -224,5 +223,5 @@ def test_muon_gets_every_matrix_and_nothing_else() -> None:
         assert shape in ((16, 8), (8, 16))
     assert found["moe"].router is None
     assert found["moe_norm"] is None
-    optimizer = optimizers.make_optimizer(DemoConfig(optimizer="muon"))
+    optimizer = optimizers.make_optimizer(config)
     jax.eval_shape(optimizer.init, params)

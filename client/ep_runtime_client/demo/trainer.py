@@ -95,14 +95,10 @@ class Trainer:
             self.group.register_layer(f"block{i}/moe", top_k=config.top_k)
             for i in range(config.num_layers)
         ]
-        self._model = model.ModelConfig(
-            num_layers=config.num_layers,
-            hidden_size=config.hidden_size,
-            mlp_dim=config.mlp_dim,
-            num_experts=config.num_experts,
-            top_k=config.top_k,
-            seq=config.seq,
-            recipe=model.recipe_of(recipe),
+        self._loss_fn = functools.partial(
+            model.loss_fn,
+            layers=self._layers,
+            recipe=model.MAKE_RECIPE[recipe](),
             params_spec=self._rules,
         )
         self._optimizer = make_optimizer(config)
@@ -153,8 +149,9 @@ class Trainer:
 
     def held_out_losses(self, corpus: Corpus) -> Iterator[float]:
         """Loss in nats per byte of each held-out batch."""
+        loss = jax.jit(lambda params, window: self._loss_fn(params, window)[1].loss)
         for window in held_out_batches(corpus, batch=self._config.batch, seq=self._config.seq):
-            yield float(self._evaluate(self._state[0], self._placed(window)))
+            yield float(loss(self._state[0], self._placed(window)))
 
     def close(self) -> None:
         self.group.close()
@@ -164,22 +161,13 @@ class Trainer:
         return jax.make_array_from_callback(window.shape, self._rows, lambda part: window[part])
 
     def _init(self, key: jax.Array) -> tuple[model.Params, Any]:
-        params = model.init_params(key, self._model, self._layers)
+        params = model.init_params(key, self._config, self._layers)
         return params, self._optimizer.init(params)
 
     def _train_step(
         self, state: tuple[model.Params, Any], window: jax.Array
     ) -> tuple[tuple[model.Params, Any], model.Metrics]:
         params, optimizer_state = state
-        loss = functools.partial(model.loss_fn, config=self._model, layers=self._layers)
-        gradient, metrics = jax.grad(loss, has_aux=True)(params, window)
+        gradient, metrics = jax.grad(self._loss_fn, has_aux=True)(params, window)
         updates, optimizer_state = self._optimizer.update(gradient, optimizer_state, params)
         return (optax.apply_updates(params, updates), optimizer_state), metrics
-
-    @functools.cached_property
-    def _evaluate(self) -> Any:
-        return jax.jit(
-            lambda params, window: (
-                model.loss_fn(params, window, config=self._model, layers=self._layers)[1].loss
-            )
-        )
