@@ -28,7 +28,7 @@ def runtime_directory(output: str) -> Path:
     return Path(found[1])
 
 
-def test_a_demo_trains_reports_lists_its_handles_and_is_bit_equal_to_stock() -> None:
+def test_a_demo_trains_reports_lists_its_handles_and_is_bit_equal_to_plain_jax() -> None:
     done = demo("--steps", "4", "--compare")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "step 4/4  loss " in done.stdout

@@ -1,4 +1,4 @@
-"""The demo's training step as a program for GPUs, made where there is none."""
+"""The demo's training step as a program for GPUs, made without one."""
 
 from __future__ import annotations
 

@@ -113,14 +113,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--optimizer",
         choices=defaults.OPTIMIZERS,
         default=default.optimizer,
-        help=f"default {default.optimizer}",
+        help=f"optimizer of all parameters; default {default.optimizer}",
     )
     add(
         "--learning-rate",
         type=positive,
         default=default.learning_rate,
         metavar="RATE",
-        help=f"its peak, after a warm-up; default {default.learning_rate:g}",
+        help=f"peak of the learning rate, after a warm-up; default {default.learning_rate:g}",
     )
     add("--plot", metavar="FILE.png", help="draw the loss curves; needs the extra plot")
     for flag, (field, text) in _NUMBERS.items():
@@ -133,7 +133,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             metavar="N",
             help=f"{text}; default {value}",
         )
-    add("--seed", type=int, default=default.seed, metavar="N", help="of parameters and batches; 0")
+    add(
+        "--seed",
+        type=int,
+        default=default.seed,
+        metavar="N",
+        help="seed of parameters and batches; 0",
+    )
     add(
         "--address",
         help="runtime to use: unix:///DIR, embedded, node or none; default $EP_RUNTIME_ADDRESS, "

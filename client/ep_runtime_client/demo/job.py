@@ -148,7 +148,7 @@ def _train_recipe(
 
 
 def _travel(spec: GroupSpec) -> str:
-    """How rows travel: the transport, and how far its windows reach where they do not reach all."""
+    """How rows travel: the transport, and how far its windows reach if not to all ranks."""
     inside, between = ("nvlink", "nccl") if spec.transport == "nccl" else (spec.transport, "xla")
     if not spec.node_size or (between == "nccl" and spec.node_size == 1):
         return spec.transport

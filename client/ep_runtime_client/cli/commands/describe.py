@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("kind", type=_kind, metavar="KIND", help=f"one of {', '.join(KINDS)}")
     add("name", metavar="NAME", help="as the list of that kind has it in its first column")
-    add("--job", help="if several jobs have that name")
+    add("--job", help="job of the object, if several have one of that name")
     reading.add_node_argument(parser, "every node of the daemon's cluster")
     add("-o", "--output", choices=("table", "json"), default="table")
     reading.add_daemon_arguments(parser)

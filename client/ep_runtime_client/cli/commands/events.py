@@ -29,20 +29,25 @@ _LONGEST_S = 1e9  # clocks began later
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("name", nargs="?", metavar="NAME", help="only of this group or session")
-    add("--after", type=int, default=0, metavar="SEQ", help="only events after this number")
-    add("--since", type=reading.span, metavar="SPAN", help="only of the last 90s, 10m, 1h30m, ...")
+    add("name", nargs="?", metavar="NAME", help="show events of this group or session only")
+    add("--after", type=int, default=0, metavar="SEQ", help="show events after this number only")
+    add(
+        "--since",
+        type=reading.span,
+        metavar="SPAN",
+        help="show events of the last 90s, 10m or 1h30m only",
+    )
     add(
         "--type",
         action="append",
         default=[],
         metavar="KIND",
-        help="only of this kind: group, group.ready, '*.denied'; may be given several times",
+        help="show this kind only: group, group.ready, '*.denied'; may be given several times",
     )
     add(
         *("-f", "--follow", "-w", "--changes"),
         action="store_true",
-        help="go on with new ones, asked for every second",
+        help="then add new events, asked for every second",
     )
     reading.add_node_argument(parser, "the daemon itself; numbers are a node's own")
     reading.add_output_arguments(parser)

@@ -11,8 +11,10 @@ from ep_runtime_client.cli.daemon import ordering
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("session", metavar="SESSION", help="as `ep-runtime sessions` names it")
-    parser.add_argument("--reason", default="", help="shown to the session")
+    parser.add_argument(
+        "session", metavar="SESSION", help="session to cut off, as `ep-runtime sessions` names it"
+    )
+    parser.add_argument("--reason", default="", help="reason that the session is told")
     ordering.add_arguments(parser)
 
 

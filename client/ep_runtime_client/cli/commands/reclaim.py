@@ -16,8 +16,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--all-retained", action="store_true", help="free every group that waits for its job"
     )
-    parser.add_argument("--job", default="", help="if several jobs have a group of that name")
-    parser.add_argument("--uid", type=int, help="if several users have such a job")
+    parser.add_argument(
+        "--job", default="", help="job of the group, if several have one of that name"
+    )
+    parser.add_argument("--uid", type=int, help="user of the job, if several have such a job")
     ordering.add_arguments(parser)
 
 

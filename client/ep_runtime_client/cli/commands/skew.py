@@ -36,7 +36,7 @@ _MATRICES = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--op", help="matrices of this op only, such as dispatch; wide has those of every op")
+    add("--op", help="show matrices of this op only, such as dispatch; wide shows every op's")
     looks.add_arguments(parser, "seconds to look at", interval_s=5.0, wide="every peer")
     about = (
         "Names the rank that holds the others up, where one does so for more than "
