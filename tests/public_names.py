@@ -1,0 +1,108 @@
+"""The public names of `import ep_runtime as ep`, with their docstrings."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import ep_runtime as ep
+from ep_runtime_client.block import linen, nnx
+from ep_runtime_client.block import optax as ep_optax
+
+# Public although they begin with "_": users call them by a sign.
+BY_SIGN = {"__call__", "__getitem__"}
+# Flax defines these.
+OF_A_FRAMEWORK = {"setup", "parent", "name"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Public:
+    """One public name: a function, method, property, class, exception or module."""
+
+    name: str
+    value: Any
+    kind: str
+
+    @property
+    def doc(self) -> str:
+        return inspect.getdoc(self.value) or ""
+
+    @property
+    def first_paragraph(self) -> str:
+        return self.doc.split("\n\n", 1)[0]
+
+    @property
+    def definition(self) -> Any:
+        """The value without its decorators, which has the source."""
+        return inspect.unwrap(self.value) if callable(self.value) else self.value
+
+    @property
+    def parameters(self) -> dict[str, inspect.Parameter]:
+        found = inspect.signature(self.value).parameters
+        return {name: found[name] for name in found if name not in ("self", "cls")}
+
+    def section(self, title: str) -> str | None:
+        """The indented lines under `title:`, or None."""
+        found = re.search(rf"^{title}:\n((?:    .*\n|\n)+)", self.doc + "\n", re.MULTILINE)
+        return None if found is None else inspect.cleandoc(found[1])
+
+    def paragraph(self, title: str) -> str | None:
+        """The text after `title: ` up to the next empty line, or None."""
+        found = re.search(rf"^{title}: (.+?)(?:\n\n|\Z)", self.doc, re.MULTILINE | re.DOTALL)
+        return None if found is None else found[1]
+
+    def described(self, title: str) -> dict[str, str]:
+        """Text by name in a section of `name, name: text` entries."""
+        texts: dict[str, str] = {}
+        section = self.section(title)
+        for entry in re.split(r"\n(?! )", section) if section else ():
+            names, _, text = entry.partition(":")
+            texts |= {name.strip(" *`"): text for name in names.split(",")}
+        return texts
+
+
+def _of_class(name: str, cls: type) -> Iterator[Public]:
+    """The class and the members that it defines for users."""
+    yield Public(name, cls, "class")
+    # Session and Group list their members for users in __dir__.
+    shown = set(cls.__dir__(None)) if "__dir__" in vars(cls) else set(vars(cls))  # type: ignore[arg-type]
+    for member, value in vars(cls).items():
+        hidden = member.startswith("_") and member not in BY_SIGN
+        if hidden or member not in shown or member in OF_A_FRAMEWORK:
+            continue
+        if isinstance(value, property | functools.cached_property):
+            getter = value.fget if isinstance(value, property) else value.func
+            yield Public(f"{name}.{member}", getter, "property")
+        elif isinstance(value, classmethod | staticmethod):
+            yield Public(f"{name}.{member}", value.__func__, "method")
+        elif inspect.isfunction(value):
+            yield Public(f"{name}.{member}", value, "method")
+
+
+def _of_value(name: str, value: Any) -> Iterator[Public]:
+    if inspect.isclass(value) and issubclass(value, BaseException):
+        yield Public(name, value, "exception")
+    elif inspect.isclass(value):
+        yield from _of_class(name, value)
+    elif inspect.isfunction(value):
+        yield Public(name, value, "function")
+    elif inspect.ismodule(value):
+        yield Public(name, value, "module")
+        for member, inner in vars(value).items():
+            if getattr(inner, "__module__", None) == value.__name__ and member[0] != "_":
+                yield from _of_value(f"{name}.{member}", inner)
+
+
+def _public() -> Iterator[Public]:
+    for name in ep.__all__:
+        yield from _of_value(name, getattr(ep, name))
+    for name, module in {"nnx": nnx, "linen": linen, "optax": ep_optax}.items():
+        yield from _of_value(name, module)
+
+
+PUBLIC = list(_public())
+CALLABLES = [item for item in PUBLIC if item.kind in ("function", "method")]

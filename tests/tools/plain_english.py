@@ -1,0 +1,138 @@
+"""Refuses the bad English that a regular expression finds in pages, docstrings, errors, `--help`.
+
+    PYTHONPATH=.:server:client:tests python tests/tools/plain_english.py
+
+Prints `file:line: text: what to say instead` and ends with exit code 1 on findings.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import inspect
+import re
+import sys
+from collections.abc import Iterator
+
+from doc_pages import ROOT
+from public_names import PUBLIC
+
+from ep_runtime_client import cli
+from ep_runtime_server.main import build_parser
+
+MAX_WORDS = 30
+# Rewritten pages are added here.
+NAMES = "tutorial training gpus troubleshooting demo glossary faq support nccl-ep performance"
+NAMES += " mixed-precision linen processes your-cluster examples/*"
+PAGES = ["README.md", "SECURITY.md", *(f"docs/{name}.md" for name in NAMES.split())]
+
+# Patterns match within one sentence, which ^ begins and $ ends.
+RULES = {
+    r"(?<![Tt]here )\b(is|are|was|were) no (?!longer\b|more\b|less\b)": 'say "is not"',
+    r"\b(is|are) said\b": 'say "warns", "reports" or "the text says"',
+    r"\b(is|are|was|were) told\b": 'say "is reported" or name the actor',
+    r"\b(lie|lies|lay|lying) (over|along|on|across)\b": 'say "is sharded over" or "is on"',
+    r"^(What|Who|Whom|Whose|Those|That which)\b(?!.*\?$)": "name the subject",
+    r"^Of (the|a|an|which|those|these|all)\b": "begin with the subject",
+    r"\bof (what|whom)\b": 'say "of the NOUN that"',
+    r"^Where\b(?!.*\?$)": 'a condition takes "if" or "when"',
+    r"\bwhere (nothing|no|none|only|any|there|it has|it is)\b": 'a condition takes "if" or "when"',
+    r"\b(but for|nothing but|none but|all but|any but)\b": 'say "unless", "except" or "only"',
+    r"\bby (itself|themselves)\b": 'say "by default", "separately" or "alone"',
+    r"\b(by which|whom)\b": "name the noun, or start a new sentence",
+    r"\bbeside\b": 'say "next to", "with" or "overlaps"',
+    r"\bstock\b": 'say "plain JAX"',
+    r"(\w ?\.\.\.|…)$": "say the rest, or how much is left out",
+}
+_RULES = [(re.compile(pattern), instead) for pattern, instead in RULES.items()]
+# An empty line, a list's item, a heading, a quote, a table's cell, or a column of a `--help`.
+_BLOCK = re.compile(r"\n\s*\n|\n(?=\s*(?:[-*#>!]|\d+\.) )|(?<!\\)\||\n(?= *\S+(?: \S+)?  )")
+SENTENCE_END = re.compile(r"(?<=[.!?:])\s+(?=[`*\"\[(]*[A-Z0-9])")
+
+
+def _pieces(border: re.Pattern[str], text: str) -> Iterator[tuple[str, int]]:
+    """Parts between borders, with their offsets."""
+    start = 0
+    for found in border.finditer(text):
+        yield text[start : found.start()], start
+        start = found.end()
+    yield text[start:], start
+
+
+def faults(page: str) -> Iterator[tuple[int, str, str]]:
+    """Line from 0 on, text and what to say instead, without code, comments and addresses."""
+    page = re.sub(
+        r"^ *```.*?^ *```$|<!--.*?-->",
+        lambda code: "\n" * code[0].count("\n"),
+        page,
+        flags=re.M | re.S,
+    )
+    page = re.sub(r"`[^`]+`", "`code`", re.sub(r"\]\([^)\s]*\)", "]", page))
+    for block, start in _pieces(_BLOCK, page):
+        for piece, offset in _pieces(SENTENCE_END, block):
+            sentence = " ".join(piece.split()).lstrip("-*> ")
+            line = page.count("\n", 0, start + offset + len(piece) - len(piece.lstrip()))
+            if sentence.startswith("#"):
+                continue
+            for pattern, instead in _RULES:
+                if found := pattern.search(sentence):
+                    yield line, sentence[max(found.start() - 30, 0) : found.end() + 30], instead
+            if (words := len(re.findall(r"\w\S*", sentence))) > MAX_WORDS:
+                yield line, f"{sentence[:60]} ({words} words)", "split the sentence"
+
+
+def _raised(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Line and text of the errors that a module raises; each value is one word."""
+    raises = [node for node in ast.walk(tree) if isinstance(node, ast.Raise)]
+    parts = [part for node in raises for part in ast.walk(node)]
+    formatted = [part for part in parts if isinstance(part, ast.JoinedStr)]
+    inside = {id(value) for part in formatted for value in part.values}
+    for part in parts:
+        if isinstance(part, ast.JoinedStr | ast.Constant) and id(part) not in inside:
+            values = part.values if isinstance(part, ast.JoinedStr) else [part]
+            texts = [
+                str(value.value) if isinstance(value, ast.Constant) else "x" for value in values
+            ]
+            yield part.lineno, "".join(texts)
+
+
+def _help(parser: argparse.ArgumentParser) -> Iterator[str]:
+    """The texts of a parser and of its subcommands."""
+    yield from filter(None, (parser.description, parser.epilog))
+    for action in parser._actions:
+        yield from filter(None, [action.help])
+        if isinstance(action, argparse._SubParsersAction):
+            for choice in action.choices.values():
+                yield from _help(choice)
+
+
+def _texts() -> Iterator[tuple[str, int, str]]:
+    """File, line from 1 on, and text."""
+    for pattern in PAGES:
+        for path in ROOT.glob(pattern):
+            yield str(path), 1, path.read_text(encoding="utf-8")
+    for item in PUBLIC:
+        source, line = inspect.getsourcelines(item.definition)
+        line += next(index for index, text in enumerate(source) if '"""' in text)
+        yield str(inspect.getsourcefile(item.definition)), max(line, 1), item.first_paragraph
+    for folder in ("ep_runtime", "client", "server"):
+        for path in (ROOT / folder).rglob("*.py"):
+            for line, text in _raised(ast.parse(path.read_text(encoding="utf-8"))):
+                yield str(path), line, text
+    for name in cli.COMMANDS:
+        for text in _help(build_parser() if name == "serve" else cli.make_parser(name)):
+            yield f"ep-runtime {name} --help", 1, text
+
+
+def main() -> int:
+    found = [
+        f"{place.removeprefix(f'{ROOT}/')}:{first + line}: {text}: {instead}"
+        for place, first, whole in _texts()
+        for line, text, instead in faults(whole)
+    ]
+    sys.stdout.writelines(f"{text}\n" for text in found)
+    return int(bool(found))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
