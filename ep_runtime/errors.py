@@ -18,7 +18,7 @@
 
 What this platform cannot do is a plain NotImplementedError.
 
-Every class fixes its gRPC status code and says where a retry may help. `wire.py` maps them to and
+Every class fixes its gRPC status code and says if a retry may help. `wire.py` maps them to and
 from gRPC; the native library writes `EP_RUNTIME/<class name>: text {json fields}` into XLA's error
 text, which `parse` reads back.
 """
@@ -31,7 +31,7 @@ from typing import Any, ClassVar
 
 
 class EpRuntimeError(Exception):
-    """Base of all errors of the runtime.
+    """Base class of every error that the runtime raises.
 
     Attributes:
         fields: the names and numbers of this error as plain values (str, int, float, bool, list).
@@ -49,21 +49,28 @@ class EpRuntimeError(Exception):
 
 
 class InvalidArgumentError(EpRuntimeError, ValueError):
-    """An argument is wrong. The message names it, what was wanted and what was given."""
+    """Raised when an argument is wrong.
+
+    The message names the argument, what it must be and what it was.
+    """
 
     grpc_code = "INVALID_ARGUMENT"
 
 
 class SpecMismatchError(EpRuntimeError):
-    """One name, two specs. `fields`: object, field, theirs, ours."""
+    """Raised when two processes, or two calls, give one name different settings.
+
+    `fields`: object, field, theirs, ours.
+    """
 
     grpc_code = "ALREADY_EXISTS"
 
 
 class CapacityOverflowError(EpRuntimeError):
-    """A rank would receive more rows than its slab holds, in a group with on_overflow="error".
+    """Raised when a rank would receive more rows than its slab holds and on_overflow is "error".
 
-    The step fails on every rank of the group; processes, context and group live on.
+    The step fails on every rank of the group. Processes and group stay usable.
+
     `fields`: layer, rank, demand, capacity.
     """
 
@@ -71,7 +78,7 @@ class CapacityOverflowError(EpRuntimeError):
 
 
 class GroupNotReadyError(EpRuntimeError):
-    """Not every member of the group joined by the deadline; a retry may help.
+    """Raised when some processes of a group have not joined by the deadline; a retry may help.
 
     `fields`: group, missing_ranks.
     """
@@ -80,8 +87,9 @@ class GroupNotReadyError(EpRuntimeError):
 
 
 class PeerLostError(EpRuntimeError):
-    """A member died, or its session was fenced, while others waited; the job's next start may
-    succeed.
+    """Raised when a process of the group died, or was fenced, while other ranks waited for it.
+
+    The job may succeed when it is started again.
 
     `fields`: rank, process, layer, op, epoch.
     """
@@ -90,27 +98,36 @@ class PeerLostError(EpRuntimeError):
 
 
 class OpTimeoutError(EpRuntimeError):
-    """A live member did not arrive in op_timeout_s. `fields`: rank, layer, op, epoch, waited_s."""
+    """Raised when a rank that is alive did not arrive at a call within op_timeout_s.
+
+    `fields`: rank, layer, op, epoch, waited_s.
+    """
 
     grpc_code = "DEADLINE_EXCEEDED"
 
 
 class StaleHandleError(EpRuntimeError):
-    """The layer or group behind a handle is gone: closed, reclaimed, replaced, or of another
-    generation. The message names who reclaimed or replaced it."""
+    """Raised when the layer or group of a call is closed, reclaimed, replaced or formed anew.
+
+    The message names the caller that reclaimed or replaced it.
+    """
 
     grpc_code = "FAILED_PRECONDITION"
 
 
 class SessionFencedError(EpRuntimeError):
-    """This session was fenced: connect again and create the groups anew. The message names who
-    fenced it."""
+    """Raised when an operator has fenced this session: connect again and create the groups again.
+
+    The message names the user who fenced it.
+    """
 
     grpc_code = "UNAUTHENTICATED"
 
 
 class GroupBusyError(EpRuntimeError):
-    """A rank of the group is claimed by a process that lives; a retry helps when it has ended.
+    """Raised when a living process already holds a rank of the group.
+
+    A retry helps once that process has ended.
 
     `fields`: rank, pid.
     """
@@ -119,34 +136,41 @@ class GroupBusyError(EpRuntimeError):
 
 
 class RuntimeUnavailableError(EpRuntimeError):
-    """No daemon answers at the address, or it is draining; a retry may help.
+    """Raised when no daemon answers at the address, or the daemon is draining; a retry may help.
 
-    `fields`: address; answered, False where nobody spoke at all.
+    `fields`: address; answered, False if nothing answered at all.
     """
 
     grpc_code = "UNAVAILABLE"
 
 
 class PermissionDeniedError(EpRuntimeError):
-    """The daemon does not serve this user, the token belongs to another process or user, or the
-    daemon's directory could be another user's doing."""
+    """Raised when the daemon does not serve this user, or its directory cannot be trusted.
+
+    A directory cannot be trusted if another user may have made it. A token of another process or
+    user is denied too.
+    """
 
     grpc_code = "PERMISSION_DENIED"
 
 
 class PoolExhaustedError(EpRuntimeError):
-    """A limit of the daemon, or of the user, is reached; a retry helps when others gave back.
+    """Raised when the daemon or this user has reached a limit, such as one of memory.
 
-    `fields`: asked_bytes, free_bytes, limit_bytes, holders (of other users only their sum); of a
-    user's limit resource, uid, asked, held, limit.
+    A retry helps after others free memory.
+
+    `fields`: asked_bytes, free_bytes, limit_bytes, holders (for other users only their sum). For a
+    user's limit: resource, uid, asked, held, limit.
     """
 
     grpc_code = "RESOURCE_EXHAUSTED"
 
 
 class VersionSkewError(EpRuntimeError):
-    """Client and daemon share no protocol version, or the native library and what calls it are
-    of different ones. `fields`: client and daemon, or library and package."""
+    """Raised when client and daemon, or package and native library, have incompatible versions.
+
+    `fields`: client and daemon, or library and package.
+    """
 
     grpc_code = "UNIMPLEMENTED"
 

@@ -21,7 +21,7 @@ from ep_runtime.specs import (
 
 @dataclasses.dataclass(frozen=True)
 class LayerSpec:
-    """One layer of a group: its name and how it routes.
+    """The name of a layer and how many experts each of its tokens uses.
 
     Args:
         name: unique in the group.

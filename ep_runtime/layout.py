@@ -57,7 +57,7 @@ def recv_capacity(
     alignment: int,
     capacity_factor: float | None = None,
 ) -> int:
-    """Rows C that one rank's slab needs.
+    """Computes C, the number of rows that the slab of one rank needs.
 
     Without a factor this is the no-drop bound: no routing with distinct experts per token can
     demand more. With a factor it is that multiple of the balanced load, never above the bound.

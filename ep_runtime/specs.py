@@ -75,7 +75,7 @@ def check_holds_rows(argument: str, capacity: int, alignment: int, of: str = "")
 
 @dataclasses.dataclass(frozen=True)
 class GroupSpec:
-    """An expert-parallel group on a mesh. `Group.spec` has it, every setting filled in.
+    """All settings of a group, defaults filled in; `Group.spec` is one.
 
     Build it with `make_group_spec`, which validates.
 
@@ -125,67 +125,79 @@ class GroupSpec:
 
     @property
     def axis_sizes(self) -> dict[str, int]:
-        """Size of every mesh axis, mesh order."""
+        """Size of every mesh axis by name, in mesh order."""
         return dict(self.mesh_axes)
 
     @property
     def ep_size(self) -> int:
-        """N, ranks of one EP group."""
+        """N, the number of ranks in one EP group."""
         return prod(self.axis_sizes[axis] for axis in self.ep_axis)
 
     @property
     def ranks_per_node(self) -> int:
-        """Ep ranks whose windows a rank maps: its node's, or all N."""
+        """Number of EP ranks whose windows a rank maps: those of its node, or all N."""
         return self.node_size or self.ep_size
 
     @property
     def num_nodes(self) -> int:
-        """D, nodes of one EP group. Ep rank = node * ranks_per_node + local rank."""
+        """D, the number of nodes in one EP group.
+
+        EP rank = node * ranks_per_node + local rank.
+        """
         return self.ep_size // self.ranks_per_node
 
     @property
     def staged_tokens(self) -> int:
-        """Tokens that one rank stages at most in a call on windows: its own, or a rail's."""
+        """Largest number of tokens that one rank puts into its window in one call.
+
+        In a group over several nodes these include tokens from other nodes.
+        """
         return self.num_nodes * self.max_tokens_per_rank
 
     @property
     def outer_size(self) -> int:
-        """Shards of the tokens beside the ep axis."""
+        """Number of token shards along the outer axes."""
         return prod(self.axis_sizes[axis] for axis in self.outer_axes)
 
     @property
     def num_slabs(self) -> int:
-        """R, one slab per shard of the tokens."""
+        """R, the number of slabs: one for each shard of the tokens."""
         return self.outer_size * self.ep_size
 
     @property
     def token_axes(self) -> tuple[str, ...]:
-        """The axes that shard dim 0 of tokens and slabs, major first."""
+        """The mesh axes that shard dim 0 of tokens and slabs, major first."""
         return self.outer_axes + self.ep_axis
 
     @property
     def domain_axes(self) -> tuple[str, ...]:
-        """Every mesh axis but ep, mesh order: one EP domain per coordinate of these."""
+        """Every mesh axis except the ep axes, in mesh order.
+
+        Each combination of coordinates on them is one EP group.
+        """
         return tuple(axis for axis, _ in self.mesh_axes if axis not in self.ep_axis)
 
     @property
     def world_size(self) -> int:
-        """Devices of the mesh. World rank = domain * ep_size + ep rank."""
+        """Number of devices in the mesh.
+
+        World rank = domain * ep_size + EP rank.
+        """
         return prod(size for _, size in self.mesh_axes)
 
     @property
     def num_domains(self) -> int:
-        """EP groups of the mesh."""
+        """Number of EP groups in the mesh."""
         return self.world_size // self.ep_size
 
     @property
     def experts_per_rank(self) -> int:
-        """L."""
+        """L, the number of experts on one rank."""
         return self.num_experts // self.ep_size
 
     @functools.cached_property
     def fingerprint(self) -> int:
-        """63-bit id of everything that a compiled program depends on."""
+        """A 63-bit id of all settings that change a compiled program."""
         fields = {
             field.name: getattr(self, field.name)
             for field in dataclasses.fields(self)
@@ -194,11 +206,11 @@ class GroupSpec:
         return stable_id("group-spec", json.dumps(fields, sort_keys=True))
 
     def to_dict(self) -> dict[str, Any]:
-        """The settings as plain values, by name."""
+        """Returns the settings as plain values, by name."""
         return dataclasses.asdict(self)
 
     def difference(self, other: GroupSpec) -> tuple[str, Any, Any] | None:
-        """The first setting that differs.
+        """Returns the first setting in which two specs differ.
 
         Args:
             other: the spec to compare with.

@@ -100,7 +100,7 @@ live_groups = LiveGroups()
 
 
 def layer(name: str) -> EpLayer | LayerStack:
-    """A layer of this process by "group/layer", wherever its session is; under tracing too.
+    """Returns a layer of this process by the name "group/layer", under tracing too.
 
     Args:
         name: the group's name, "/", and the name of a layer, a stack, or "stack[i]" in it.
@@ -144,7 +144,9 @@ def layer(name: str) -> EpLayer | LayerStack:
 
 @dataclasses.dataclass(frozen=True)
 class EpLayer:
-    """A registered layer. Get it from `Group.register_layer`, a stack, or `Group.layer(name)`.
+    """A registered layer, which `moe`, `dispatch` and the other calls take as their first argument.
+
+    Get it from `Group.register_layer`, from a stack, or from `Group.layer(name)`.
 
     Attributes:
         group_spec: the group's spec.
@@ -165,18 +167,18 @@ class EpLayer:
 
     @property
     def top_k(self) -> int:
-        """K, experts per token."""
+        """K, the number of experts per token."""
         return self.spec.top_k
 
     @property
     def alignment(self) -> int:
-        """Rows to which each expert's zone is aligned."""
+        """Number of rows that the rows of each expert are padded to a multiple of."""
         assert self.spec.alignment is not None  # filled at registration
         return self.spec.alignment
 
     @property
     def in_flight(self) -> int:
-        """Dispatches that may be open at once; handles are 0 .. in_flight - 1."""
+        """Number of dispatches that may be open at once; handles are 0 to in_flight - 1."""
         return self.spec.in_flight
 
     @property
@@ -186,14 +188,17 @@ class EpLayer:
 
     @property
     def fingerprint(self) -> int:
-        """63-bit id of every setting of group and layer that a program depends on."""
+        """A 63-bit id of all settings of the group and the layer that change a compiled program."""
         return specs.stable_id(
             "program", str(self.group_spec.fingerprint), f"{self.top_k}/{self.alignment}"
         )
 
     @property
     def group(self) -> LiveGroup:
-        """The live group. Raises StaleHandleError where this process has none of that name."""
+        """The open group of this layer.
+
+        Raises StaleHandleError if this process has no open group of that name.
+        """
         group = live_groups.get(self.group_spec.name)
         if group is None:
             raise StaleHandleError(
@@ -214,13 +219,15 @@ class EpLayer:
 
     @property
     def mesh(self) -> Mesh:
-        """The group's mesh."""
+        """The mesh of the layer's group."""
         return self.group.mesh
 
 
 @dataclasses.dataclass(frozen=True)
 class LayerStack:
-    """`num_layers` layers alike, for `lax.scan`: `stack[i]` with a Python or a traced int.
+    """Several layers with the same settings, of which a `lax.scan` uses one per iteration.
+
+    `stack[i]` is layer i, with i a Python or a traced int.
 
     Attributes:
         group_spec: the group's spec.
@@ -241,7 +248,10 @@ class LayerStack:
 
     @property
     def group(self) -> LiveGroup:
-        """The live group. Raises StaleHandleError where this process has none of that name."""
+        """The open group of this stack.
+
+        Raises StaleHandleError if this process has no open group of that name.
+        """
         return self._layer(0).group
 
     def __len__(self) -> int:
@@ -252,7 +262,7 @@ class LayerStack:
         return EpLayer(self.group_spec, named, self.base_id, index)
 
     def __getitem__(self, index: int | jax.Array) -> EpLayer | TracedLayer:
-        """One layer of the stack, wherever a layer goes.
+        """Returns one layer of the stack, for any call that takes a layer.
 
         Args:
             index: a Python int, from the end where it is negative, or a traced int32 [].

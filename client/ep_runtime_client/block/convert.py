@@ -1,4 +1,4 @@
-"""Experts of Hugging Face checkpoints: `ep.convert`.
+"""`ep.convert`: experts of Hugging Face checkpoints as MoEParams, and back.
 
 A layer of a state dict becomes MoEParams and goes back, bit for bit. torch's `linear` keeps a
 matrix as [out, in], which is transposed here; gpt-oss keeps [in, out], columns of gate and up in
@@ -216,7 +216,7 @@ _FAMILIES: dict[str, _PerExpert | _GptOss] = {
 
 
 def from_hf(family: str, state_dict: Mapping[str, Any], layer: int = 0) -> MoEParams:
-    """Router and experts of one layer of a Hugging Face checkpoint.
+    """Converts the router and experts of one layer of a Hugging Face checkpoint to MoEParams.
 
     Args:
         family: "mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss" or "olmoe", as config.json has it
@@ -248,7 +248,7 @@ def from_hf(family: str, state_dict: Mapping[str, Any], layer: int = 0) -> MoEPa
 def to_hf(
     family: str, params: MoEParams, layer: int = 0, *, expert_bias: jax.Array | None = None
 ) -> dict[str, Array]:
-    """The inverse of `from_hf`: the names and forms of the checkpoint's files.
+    """Converts MoEParams to the arrays of a Hugging Face checkpoint; the inverse of `from_hf`.
 
     Args:
         family: as in `from_hf`.
@@ -285,9 +285,9 @@ def to_hf(
 
 
 def expert_bias(family: str, state_dict: Mapping[str, Any], layer: int = 0) -> jax.Array:
-    """DeepSeek-V3's `e_score_correction_bias`, for `ep.moe(..., expert_bias=...)`.
+    """Reads the `e_score_correction_bias` of one DeepSeek-V3 layer, for `expert_bias` of `ep.moe`.
 
-    It is no weight: no gradient reaches it, and `ep.update_expert_bias` moves it.
+    No gradient reaches it; `ep.update_expert_bias` moves it.
 
     Args:
         family: "deepseek_v3".

@@ -1,4 +1,7 @@
-"""`ep.linen`: the MoE block as a flax.linen module. Needs the extra `flax`."""
+"""`ep.linen`: the MoE block as a flax.linen module.
+
+Needs the extra `flax`.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,7 @@ _HISTORY = "amax_history"
 
 
 class MoEBlock(linen.Module):  # type: ignore[misc]
-    """Router, dispatch, experts and combine: `ep.moe` with its parameters, as a linen module.
+    """A flax.linen module with the parameters of a router and its experts that runs `ep.moe`.
 
     Parameters are `router`, `wi`, `wo` (and `wi_bias`, `wo_bias`) of the shapes of `MoEParams`;
     with `separate` `wi_0` (gate) and `wi_1` (up) and their `wi_0_bias`, `wi_1_bias`. They are boxed
@@ -130,7 +133,7 @@ class MoEBlock(linen.Module):  # type: ignore[misc]
         routing: Routing | None = None,
         params8: MoEParams | None = None,
     ) -> Any:
-        """Runs the block; shapes, results and errors are those of `ep.moe`.
+        """Runs `ep.moe` with the block's parameters; shapes, results and errors are the same.
 
         Args:
             x: [T, H] or [B, S, H].
@@ -172,9 +175,9 @@ class MoEBlock(linen.Module):  # type: ignore[misc]
         return tuple(results)
 
     def update_expert_bias(self, tokens_per_expert: jax.Array, rate: float) -> None:
-        """Moves the expert bias as `ep.update_expert_bias` does.
+        """Moves the block's `expert_bias` as `ep.update_expert_bias` does.
 
-        For `apply(..., method="update_expert_bias", mutable="expert_bias")`.
+        Call it by `apply(..., method="update_expert_bias", mutable="expert_bias")`.
 
         Args:
             tokens_per_expert: int32 [E], of the stats that `__call__` returns with return_stats.

@@ -44,7 +44,9 @@ from ep_runtime_client.ops.tracing.scopes import scope
 
 @stored.pytree()
 class MoEStats(NamedTuple):
-    """What a step did; of `routing` alone there is a gradient.
+    """Tokens per expert, dropped slots, received rows and the routing of one call of `moe`.
+
+    Only `routing` has a gradient.
 
     Attributes:
         tokens_per_expert: int32 [E], slots routed to each expert over the global batch.
@@ -152,7 +154,7 @@ def moe(
     tokens_spec: PartitionSpec | None = None,
     params_spec: Any = None,
 ) -> Results:
-    """Routes every token to its experts on all ranks, runs them, and sums their answers.
+    """Runs a mixture-of-experts layer: routes tokens to experts on all ranks and sums the outputs.
 
     Args:
         layer: a registered layer, or `stack[i]`. Under `jax.eval_shape` a LayerSpec will do;

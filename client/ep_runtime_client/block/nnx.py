@@ -1,4 +1,7 @@
-"""`ep.nnx`: the MoE block as a flax.nnx module. Needs the extra `flax`."""
+"""`ep.nnx`: the MoE block as a flax.nnx module.
+
+Needs the extra `flax`.
+"""
 
 from __future__ import annotations
 
@@ -32,17 +35,21 @@ except ImportError as error:
 
 
 class ExpertBias(nnx.Variable):  # type: ignore[misc]
-    """Bias by which experts are selected; state of the module and no nnx.Param: no optimizer
-    meets it, and loss-free balancing moves it."""
+    """The bias that experts are selected with, as state of the module.
+
+    It is not an nnx.Param: loss-free balancing moves it, and no optimizer does.
+    """
 
 
 class AmaxHistory(nnx.Variable):  # type: ignore[misc]
-    """One history of `ep.MoEState`; state of the module and no nnx.Param: no optimizer meets it,
-    and calls move it unless the module evaluates."""
+    """One history of `ep.MoEState`, as state of the module.
+
+    It is not an nnx.Param: calls move it unless the module evaluates, and no optimizer does.
+    """
 
 
 class MoEBlock(nnx.Module):  # type: ignore[misc]
-    """Router, dispatch, experts and combine: `ep.moe` with its parameters.
+    """A flax.nnx module with the parameters of a router and its experts that runs `ep.moe`.
 
     Parameters are nnx.Params `router`, `wi`, `wo` (and `wi_bias`, `wo_bias`) of the shapes of
     `MoEParams`; with `separate` `wi_0` (gate) and `wi_1` (up) and their `wi_0_bias`, `wi_1_bias`.
@@ -134,12 +141,12 @@ class MoEBlock(nnx.Module):  # type: ignore[misc]
 
     @property
     def params(self) -> MoEParams:
-        """The parameters as `ep.moe` takes them."""
+        """The parameters as `ep.moe` accepts them."""
         return of_named({name: getattr(self, name)[...] for name in self._names})
 
     @property
     def moe_state(self) -> MoEState | None:
-        """The histories as `ep.moe` takes them; None without a delayed recipe."""
+        """The amax histories as `ep.moe` accepts them; None without a delayed recipe."""
         if not self._histories:
             return None
         return state.of_named({name: getattr(self, name)[...] for name in self._histories})
@@ -152,7 +159,7 @@ class MoEBlock(nnx.Module):  # type: ignore[misc]
         routing: Routing | None = None,
         params8: MoEParams | None = None,
     ) -> Any:
-        """Runs the block; shapes, results and errors are those of `ep.moe`.
+        """Runs `ep.moe` with the block's parameters; shapes, results and errors are the same.
 
         Args:
             x: [T, H] or [B, S, H].
@@ -190,7 +197,7 @@ class MoEBlock(nnx.Module):  # type: ignore[misc]
         return results[:-1]
 
     def set_view(self, use_running_average: bool | None = None) -> None:
-        """For `nnx.view`: whether calls leave the amax histories of a delayed recipe as they are.
+        """Sets, for `nnx.view`, whether calls leave amax histories unchanged.
 
         Args:
             use_running_average: True in evaluation; None changes nothing.
@@ -199,7 +206,7 @@ class MoEBlock(nnx.Module):  # type: ignore[misc]
             self.use_running_average = use_running_average
 
     def update_expert_bias(self, tokens_per_expert: jax.Array, rate: float) -> None:
-        """Moves `expert_bias` as `ep.update_expert_bias` does.
+        """Moves the block's `expert_bias` as `ep.update_expert_bias` does.
 
         Args:
             tokens_per_expert: int32 [E], of the stats that `__call__` returns with return_stats.

@@ -1,4 +1,7 @@
-"""`ep.optax`: optimizers that quantize the masters they have updated. Needs the extra `optax`."""
+"""`ep.optax`: optimizers that quantize the master weights after each update.
+
+Needs the extra `optax`.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ except ImportError as error:
 
 @dataclasses.dataclass(frozen=True)
 class Quantizing:
-    """An optimizer of masters, and the 8-bit weights that it leaves. Made by `quantizing`.
+    """An optimizer that also returns the updated weights in 8 bits; `quantizing` makes it.
 
     Attributes:
         init: masters -> state, the inner optimizer's.
@@ -34,7 +37,7 @@ class Quantizing:
     layer: EpLayer | TracedLayer | None = None
 
     def quantize(self, masters: Any) -> Any:
-        """The 8-bit weights of masters: before the first step, and after a checkpoint is restored.
+        """Returns masters in 8 bits, for the first step and after a checkpoint is restored.
 
         Args:
             masters: as `quantize_params` takes them.
@@ -50,7 +53,7 @@ class Quantizing:
         return quantize_params(masters, self.recipe, layer=self.layer, weights_only=True)
 
     def apply_updates(self, masters: Any, updates: Any) -> tuple[Any, Any]:
-        """`optax.apply_updates`, and the 8-bit weights of the result, in the same program.
+        """Updates the masters like `optax.apply_updates` and returns them in 8 bits as well.
 
         Args:
             masters: a pytree with MoEParams in it; donated to the `jit` around, it is updated in
@@ -75,7 +78,9 @@ def quantizing(
     *,
     layer: EpLayer | TracedLayer | None = None,
 ) -> Quantizing:
-    """An optimizer that quantizes the experts' weights once per step, when it has updated them.
+    """Wraps an optimizer so that it quantizes the experts' weights once per step.
+
+    It does so after the update.
 
     Its state is that of tx, and gradients are the masters', by `straight_through` in the loss. What
     takes an optimizer by its `init` and `update` takes this one; a chain goes inside.

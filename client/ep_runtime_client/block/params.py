@@ -45,7 +45,7 @@ _NOT_GIVEN: Any = object()
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class MoEParams:
-    """Weights of a router and its experts. Letters: `ops/__init__.py`.
+    """The weights of a router and its experts, as a pytree.
 
     `ep.quantize_params` puts QuantizedTensors in the place of wi and wo.
 
@@ -87,10 +87,9 @@ class MoEParams:
         wo_bias: jax.Array | None = None,
         router_bias: jax.Array | None = None,
     ) -> MoEParams:
-        """From checkpoints that keep gate and up apart: wi_0, wi_1 [E, H, M], biases [E, M].
+        """Makes MoEParams from a checkpoint that stores gate and up as separate arrays.
 
-        wi_1=None makes ungated parameters. To keep them apart here too, without a copy, is
-        `MoEParams(router, (wi_0, wi_1), wo, ...)`.
+        `MoEParams(router, (wi_0, wi_1), wo, ...)` leaves the two separate, without a copy.
 
         Args:
             router: [H, E], or None.
@@ -122,7 +121,9 @@ class MoEParams:
         return cls(router, jnp.stack([wi_0, wi_1], axis=2), wo, bias, wo_bias, router_bias)
 
     def to_separate(self) -> dict[str, jax.Array | None]:
-        """The arguments of `from_separate`, by name; wi_1 is None for ungated parameters.
+        """Returns the weights with gate and up separate, as keyword arguments of `from_separate`.
+
+        wi_1 is None for ungated parameters.
 
         Raises:
             InvalidArgumentError: a weight that is quantized: its masters come apart.
@@ -238,7 +239,7 @@ def init_moe_params(
     kernel_init: KernelInit | None = None,
     separate: bool = False,
 ) -> MoEParams:
-    """Fresh parameters: normal with variance 1 / fan-in, biases zero.
+    """Makes random parameters for `moe`: normal with variance 1 / fan-in, biases zero.
 
     Args:
         key: a PRNG key.

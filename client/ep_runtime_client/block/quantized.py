@@ -29,7 +29,7 @@ def quantize_params(
     params_spec: Any = None,
     weights_only: bool = False,
 ) -> Tree:
-    """Quantizes the experts' weights in every layout that products take, in one read of each.
+    """Quantizes the experts' weights once, in every layout that the matmuls of `moe` need.
 
     `moe` takes the result in the place of params, without `recipe`: what it computes are the bits
     of `recipe` with plain arrays, and nothing of a weight is quantized again, forward or backward,
@@ -88,7 +88,7 @@ def quantize_params(
 
 
 def straight_through(masters: Tree, params8: Any) -> Tree:
-    """Quantized weights whose gradients go to the masters that they were made of.
+    """Puts quantized weights in place of their masters, so that gradients still go to the masters.
 
     For weights that are quantized outside of the differentiated function, once for all microbatches
     of an optimizer step: `loss(masters, params8, batch)` calls the model with

@@ -1,4 +1,4 @@
-"""`ep.sharding`: where weights and batches lie on a mesh, by the logical names of their dims.
+"""`ep.sharding`: shardings of weights and batches, from the logical names of their dims.
 
 Two layouts. "fsdp+ep" spreads experts over ep and their H over fsdp. "shard-exp-on-fsdp" spreads
 experts over ep and fsdp together, ep major, and leaves each expert's matrices whole: an optimizer
@@ -34,7 +34,7 @@ _PLAIN_DIMS = {"wo": 3, "router": 2, "wo_bias": 2, "router_bias": 1}
 
 
 class GroupAxes(TypedDict):
-    """The mesh axes that `create_group` asks for."""
+    """The mesh axes of a group, as keyword arguments of `create_group`."""
 
     ep_axis: tuple[str, ...]
     outer_axes: tuple[str, ...]
@@ -42,7 +42,9 @@ class GroupAxes(TypedDict):
 
 @dataclasses.dataclass(frozen=True)
 class Rules:
-    """Which mesh axes each logical name lies on. Made by `rules`; hashable.
+    """Sharding rules: the mesh axes that shard each logical dim name; `rules` makes them.
+
+    Hashable.
 
     Attributes:
         mesh_axes: the axes that the rules know, outermost first.
@@ -58,7 +60,7 @@ class Rules:
     ep: tuple[str, ...]
 
     def on(self, mesh: Mesh | AbstractMesh) -> Rules:
-        """The same rules without the axes that `mesh` lacks; that it has none is said once.
+        """Returns the rules without mesh axes that `mesh` lacks, and warns once if it lacks all.
 
         Args:
             mesh: any, concrete or abstract.
@@ -81,7 +83,7 @@ class Rules:
         return Rules(left(self.mesh_axes), logical, left(self.outer), left(self.ep))
 
     def group_axes(self, mesh: Mesh | AbstractMesh) -> GroupAxes:
-        """`ep_axis` and `outer_axes` for `create_group` on `mesh`.
+        """Returns the `ep_axis` and `outer_axes` that `create_group` needs on `mesh`.
 
         Args:
             mesh: any, concrete or abstract.
@@ -100,7 +102,9 @@ class Rules:
         return {"ep_axis": here.ep, "outer_axes": here.outer}
 
     def spec(self, names: Names) -> PartitionSpec:
-        """The PartitionSpec of an array whose dims have these logical names; None is unsharded.
+        """Returns the PartitionSpec of an array whose dims have these logical names.
+
+        None is the name of a dim that is not sharded.
 
         An axis that an earlier dim took is left out of later ones, as flax.linen does.
 
@@ -127,7 +131,7 @@ class Rules:
         return PartitionSpec(*entries)
 
     def shardings(self, tree: Any, mesh: Mesh) -> Any:
-        """A NamedSharding for every array of `tree`, for `device_put`, `out_shardings` and orbax.
+        """Returns a NamedSharding for each array of a tree, as `jax.device_put` or orbax take it.
 
         Args:
             tree: arrays or ShapeDtypeStructs. Names come from MoEParams, wherever they are in the
@@ -171,7 +175,7 @@ def rules(
     tp: Axes = "tp",
     logical: Mapping[str, Axes] | None = None,
 ) -> Rules:
-    """Mesh and logical rules of one layout.
+    """Makes the sharding rules of one layout of weights and batches.
 
     Args:
         kind: "fsdp+ep" or "shard-exp-on-fsdp".
@@ -235,7 +239,7 @@ def rules(
 
 
 def axes_of_entry(axes: Axes) -> tuple[str, ...]:
-    """A place of a logical name, or an entry of a PartitionSpec, as a tuple.
+    """Returns the mesh axes in one entry of a PartitionSpec, or of the rules, as a tuple.
 
     Args:
         axes: a name, names, or None for no axis.

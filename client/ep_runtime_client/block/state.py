@@ -25,10 +25,11 @@ _OPERANDS = ("x", "w")
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class MoEState:
-    """Amax histories of the products whose recipe is delayed. No gradient flows through them.
+    """The amax histories that calls of `moe` with delayed scaling hand to one another.
 
-    The same on every device: each history is of all experts of the group. Checkpoints hold it
-    beside the parameters; optimizers do not meet it.
+    They are the same on every device, as each covers all experts of the group. Save them in
+    checkpoints with the parameters, and keep them out of the optimizer: no gradient flows through
+    them.
 
     Attributes:
         wi: DelayedState of the first product, its x of the rows that experts got, its w of their
@@ -46,7 +47,7 @@ class MoEState:
 def init_moe_state(
     layer_or_spec: EpLayer | LayerStack | TracedLayer | LayerSpec, recipe: Recipes
 ) -> MoEState:
-    """The state that `ep.moe` starts from with this recipe: zeros, which stand for scales of 1.
+    """Makes the first state for `ep.moe` with delayed scaling: zeros, which stand for scales of 1.
 
     Args:
         layer_or_spec: a layer, or a LayerSpec with num_experts and hidden_size set. A stack's is

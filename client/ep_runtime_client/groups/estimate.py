@@ -25,7 +25,7 @@ _BLOCK_TRANSPORTS = ("auto", "nvlink", "nccl")
 
 
 class MemoryEstimate(NamedTuple):
-    """Bytes on one rank.
+    """The memory that a group and its layers need on one rank, in bytes.
 
     Attributes:
         staging_bytes_per_rank: the rank's window, allocated once per group; 0 for "xla".
@@ -139,7 +139,7 @@ def estimate_memory(
     recipe: moe_checks.Recipes = None,
     **arguments: Any,
 ) -> MemoryEstimate:
-    """Memory of a group that `Session.create_group` with the same arguments would make.
+    """Estimates the memory that `Session.create_group` would allocate with the same arguments.
 
     Needs no session and allocates nothing; an AbstractMesh serves as `mesh`.
 

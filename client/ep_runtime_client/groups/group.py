@@ -38,7 +38,9 @@ LOST_SETTLE_S = 1.0
 
 
 class Group:
-    """An expert-parallel group on a mesh. Thread-safe.
+    """An expert-parallel group: the devices of a mesh that exchange tokens, and their memory.
+
+    `Session.create_group` makes it. Thread-safe.
 
     Attributes:
         name: inside (uid, job).
@@ -66,7 +68,7 @@ class Group:
 
     @property
     def closed(self) -> bool:
-        """True after close()."""
+        """Whether the group has been closed."""
         return self._health.closed
 
     @property
@@ -76,12 +78,12 @@ class Group:
 
     @property
     def capacity_per_rank(self) -> int:
-        """C, rows of one slab."""
+        """C, the number of rows in one slab."""
         return self.spec.recv_capacity_per_rank
 
     @property
     def staging_bytes_per_rank(self) -> int:
-        """Bytes of one rank's window; 0 for transport "xla"."""
+        """Bytes of the window that one rank moves rows through; 0 for transport "xla"."""
         return estimate.staging_bytes(self.spec)
 
     def register_layer(
@@ -93,8 +95,9 @@ class Group:
         in_flight: int = 1,
         replace: bool = False,
     ) -> EpLayer:
-        """Registers one layer and returns what ops take; the same settings again return it again,
-        under tracing too.
+        """Registers one layer and returns the EpLayer that `moe` and `dispatch` take.
+
+        The same name and settings again return the same layer, under tracing too.
 
         Args:
             name: unique in the group; letters, digits and . _ / : @ + -, [n], ['key'].
@@ -128,7 +131,9 @@ class Group:
     def register_layers(
         self, layers: Iterable[layer_specs.LayerSpec], *, replace: bool = False
     ) -> list[EpLayer]:
-        """Registers any number of layers, 4096 with one call to the daemon: a call's, or none.
+        """Registers many layers at once, with one RPC per 4096 of them.
+
+        The daemon registers all layers of one RPC or none.
 
         Args:
             layers: their specs, names unique in the group.
@@ -173,7 +178,9 @@ class Group:
         in_flight: int = 1,
         replace: bool = False,
     ) -> LayerStack:
-        """Registers `num_layers` layers alike; `stack[i]` takes a Python or a traced int.
+        """Registers `num_layers` layers with the same settings, for a `lax.scan` over them.
+
+        `stack[i]` is one of them, with i a Python or a traced int.
 
         Args:
             name: of the stack, unique in the group.
@@ -211,7 +218,7 @@ class Group:
         return stack
 
     def layer(self, name: str) -> EpLayer | LayerStack:
-        """A registered layer, a stack, or with "stack[i]" one layer of it, by name alone.
+        """Returns a registered layer or stack by its name, or one layer of a stack by "stack[i]".
 
         Args:
             name: of a layer or a stack, or "stack[i]".
@@ -278,10 +285,10 @@ class Group:
 
     @eager
     def check(self, arrays: Any = None) -> Any:
-        """Raises what the device reported since the last call, without waiting for the device.
+        """Raises the error that a device reported since the last call, without a device sync.
 
-        Where a peer dies in a step, or the group is taken away, calls end with NaN. So nothing goes
-        to a disk but what `check` returned: `checkpointer.save(path, group.check(state))`.
+        If a peer dies in a step, or the group is reclaimed, calls return NaN. So save only arrays
+        that `check` returned: `checkpointer.save(path, group.check(state))`.
 
         Args:
             arrays: any tree of arrays, which are waited for first; None waits for nothing.
@@ -313,7 +320,7 @@ class Group:
         return arrays
 
     def describe(self) -> dict[str, Any]:
-        """Everything about the group as plain values.
+        """Returns the settings and the state of the group as plain values.
 
         Cost: none; no RPC.
         """
@@ -414,10 +421,10 @@ class Group:
 
     @eager
     def close(self) -> None:
-        """Unmaps the windows and frees the group at the daemon at once. Idempotent.
+        """Unmaps the group's windows and frees its memory at the daemon; later calls do nothing.
 
-        Waits, bounded, for calls under way; programs that use its layers later fail with
-        StaleHandleError.
+        It waits, for a bounded time, for calls that run. Programs that use the group's layers
+        afterwards fail with StaleHandleError.
 
         Raises:
             InvalidArgumentError: under tracing.

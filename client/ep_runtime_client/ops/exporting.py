@@ -13,7 +13,7 @@ from ep_runtime_client.ops.kernels import ffi
 
 
 def export_checks() -> Sequence[DisabledSafetyCheck]:
-    """The `disabled_checks` of `jax.export.export` for programs with our custom calls.
+    """Returns the `disabled_checks` that `jax.export.export` needs if a program uses our ops.
 
     JAX exports unknown custom calls only where it is told that they stay compatible. Ours do:
     their names carry a version, their attributes hold names and sizes, and a program made for

@@ -91,7 +91,7 @@ _SCATTERED = (
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """One collective that our ops cause.
+    """One collective that an op of the runtime adds to a compiled program.
 
     Attributes:
         kind: of KINDS.
@@ -121,7 +121,7 @@ class Collective:
 
 @dataclasses.dataclass(frozen=True)
 class MoEPath:
-    """How `moe` runs the experts of a layer.
+    """How `moe` runs the experts of one layer, and why.
 
     Attributes:
         layer: the layer's name (of a stack: of its layer 0), "/" as ".".
@@ -140,7 +140,7 @@ class MoEPath:
 
 @dataclasses.dataclass(frozen=True)
 class Explanation:
-    """What `explain` found; `str` of it is a report.
+    """The result of `explain`; `str(result)` is a report.
 
     Attributes:
         collectives: those that our ops cause, in program order.
@@ -158,7 +158,7 @@ class Explanation:
 
 
 def explain(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
-    """The collectives that our ops cause in `f(*args, **kwargs)`, and how its experts run; why.
+    """Reports which collectives the runtime adds to a program, how its experts run, and why.
 
     Args:
         f: a function of arrays, jitted or not; give jax.jit's own result where it has static

@@ -22,7 +22,7 @@ _COLLECTIVES = ("Gloo ", "NCCL ")
 
 
 def error_of(exc: BaseException) -> errors.EpRuntimeError | None:
-    """The runtime's error that `exc` is, carries in its text, or was raised from; else None.
+    """Finds the runtime's error in an exception, in its text or in its causes.
 
     Args:
         exc: any exception; its text and its `__cause__` chain are read.
@@ -47,7 +47,9 @@ def error_of(exc: BaseException) -> errors.EpRuntimeError | None:
 
 @contextlib.contextmanager
 def translate_errors() -> Iterator[None]:
-    """Re-raises our errors out of compiled programs as their class, `from` the original.
+    """Re-raises the runtime's errors out of compiled programs as their own class.
+
+    A context manager; each error is raised `from` the one of XLA.
 
     Programs run asynchronously: keep the `block_until_ready`, or whatever else waits for the
     result, inside the block.

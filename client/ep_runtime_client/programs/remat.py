@@ -15,7 +15,7 @@ TAGS = ("ep_plan", "ep_kept", "ep_recv", "ep_wi", "ep_wo", "ep_q_x", "ep_q_w")
 def remat_policy(
     save: Sequence[str] = ("ep_plan", "ep_kept"), offload: Sequence[str] = ()
 ) -> Callable[..., Any]:
-    """A policy for `jax.checkpoint(f, policy=...)` by the tags of our ops.
+    """Makes a policy for `jax.checkpoint` that names which results of the runtime's ops to save.
 
     Args:
         save: tags kept on the device. With "ep_plan" the backward pass runs no second prepare

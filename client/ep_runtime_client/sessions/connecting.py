@@ -27,9 +27,10 @@ def connect(
     timeout_s: float = 30.0,
     loss_grace_s: float | None = 5.0,
 ) -> Session:
-    """Opens a session with a daemon; a context manager that frees everything at its end.
+    """Connects this process to a daemon and returns the Session that groups are created in.
 
-    Where an error leaves the block, windows are kept for retain_s, as where the process dies.
+    Use it as a context manager: its end frees everything. If an error leaves the block, or the
+    process dies, windows stay allocated for retain_s.
 
     There is one session per process and daemon: a second call returns the same one, which ends
     when each call has been closed. Call it before JAX starts its backends: on CPU, with

@@ -58,7 +58,9 @@ def _no_daemon() -> InvalidArgumentError:
 
 
 class Session:
-    """A process's session with one daemon. Thread-safe; make it with `connect`.
+    """A connection of this process to one daemon, which `connect` makes.
+
+    Thread-safe.
 
     Attributes:
         job: namespace of the session's groups.
@@ -98,7 +100,7 @@ class Session:
 
     @property
     def session_id(self) -> str:
-        """The daemon's public name for the session; "" without a daemon."""
+        """The name that `ep-runtime sessions` lists this session under; "" without a daemon."""
         return self._link.session_id if self._link is not None else ""
 
     @property
@@ -108,7 +110,7 @@ class Session:
 
     @property
     def address(self) -> str:
-        """Where the daemon is, as `connect` takes it; "none" without one."""
+        """Address of the daemon, as `connect` accepts it; "none" without a daemon."""
         place = self._runtime.place
         return place.address if place is not None else runtimes.NONE
 
@@ -144,12 +146,12 @@ class Session:
 
     @property
     def alive(self) -> bool:
-        """True while calls to the daemon may work."""
+        """Whether calls to the daemon may still succeed."""
         return self.is_ours and self._ended is None
 
     @property
     def daemon_pid(self) -> int | None:
-        """Process id of a daemon that this process started, else None."""
+        """Process id of the daemon that this process started, or None."""
         return self._runtime.child.pid if self._runtime.child is not None else None
 
     @property
@@ -196,10 +198,10 @@ class Session:
         overlap: bool = True,
         replace: bool = False,
     ) -> Group:
-        """Makes an expert-parallel group; collective over the mesh's processes.
+        """Creates an expert-parallel group on a mesh and allocates the windows of its ranks.
 
-        The same name and settings again return the same group, under tracing too, where
-        transport="auto" is what it has.
+        Every process of the mesh calls it. The same name and settings again return the same group,
+        under tracing too; transport="auto" then means the transport that the group has.
 
         Args:
             name: inside (uid, job); letters, digits and . _ / : @ + -.
@@ -301,7 +303,7 @@ class Session:
         return self._groups.create(spec, mesh, replace=replace)
 
     def group(self, name: str, *, mesh: Mesh | None = None) -> Group:
-        """A group by name alone: this process's, or one that the daemon keeps for the job.
+        """Returns a group by name: one of this process, or one that the daemon keeps for the job.
 
         Args:
             name: as in create_group.
@@ -350,9 +352,10 @@ class Session:
         self._groups.session_ended()
 
     def close(self) -> None:
-        """Ends this `connect()`; the last one frees groups and windows at once. Idempotent.
+        """Ends one `connect()`; the last one frees the session's groups and windows.
 
-        Under tracing it does nothing: `connect()` counts nothing there.
+        Later calls do nothing. Under tracing it does nothing either, as `connect()` is not counted
+        there.
 
         Cost: as `Group.close` for each group that is open, and one RPC.
         """
@@ -397,7 +400,7 @@ class Session:
             self._shut()
 
     def describe(self) -> dict[str, Any]:
-        """The session as plain values.
+        """Returns the address, job and groups of the session as plain values.
 
         Cost: none; no RPC.
         """

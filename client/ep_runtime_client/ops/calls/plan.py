@@ -82,7 +82,9 @@ def arrays_type(group: GroupSpec) -> type[PlanArrays] | type[NodePlanArrays]:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """A routing decision as a pytree: safe under jit, remat, scan, donation and relocation.
+    """A routing decision, made by `prepare` and used by `dispatch`, `combine` and their gradients.
+
+    It is a pytree, safe under jit, remat, scan, donation and relocation.
 
     Attributes:
         arrays: the nine arrays with leading dim R; of a group with node_size a few more.
@@ -94,12 +96,12 @@ class Plan:
 
     @property
     def capacity(self) -> int:
-        """C."""
+        """C, the number of rows per slab in the calls that use this plan."""
         return self.meta.capacity
 
     @property
     def handle(self) -> int:
-        """Which of the layer's handles the calls on this plan use."""
+        """Number of the layer's handle that the calls with this plan use."""
         return self.meta.handle
 
 
@@ -107,7 +109,7 @@ class Plan:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Dispatched:
-    """Rows as the experts see them.
+    """The rows that the experts of each rank received, as `dispatch` returns them.
 
     Attributes:
         tokens: [R, C, H]. Expert-major; each non-empty expert's rows start at an aligned offset.

@@ -32,7 +32,7 @@ def dense(
     bias: jax.Array | None = None,
     recipe: Recipe | None = None,
 ) -> jax.Array:
-    """Multiplies x by a kernel that may be sharded over the axes of x's rows.
+    """Multiplies x by a kernel that may be sharded over the same mesh axes as the rows of x.
 
     Args:
         x: [..., K'], any float dtype, with any axes on its leading dims; they stay there.

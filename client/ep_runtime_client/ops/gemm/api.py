@@ -73,7 +73,7 @@ def grouped_gemm(
     rhs_spec: PartitionSpec | None = None,
     state: DelayedState | None = None,
 ) -> jax.Array | tuple[jax.Array, DelayedState]:
-    """Multiplies the rows of every group by their expert's kernel.
+    """Multiplies the rows of every expert by the kernel of that expert.
 
     Args:
         lhs: [R, C, K'] rows as dispatch lays them out, or [rows, K']; float, or a QuantizedTensor

@@ -28,7 +28,7 @@ def combine(
     *,
     weights: jax.Array | None = None,
 ) -> jax.Array:
-    """Sums each token's rows of `expert_out` back into the token's place.
+    """Sums the experts' output rows of each token and returns them in the order of the tokens.
 
     Args:
         layer: the layer of the dispatch.

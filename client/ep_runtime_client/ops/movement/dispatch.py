@@ -34,7 +34,7 @@ def dispatch(
     tokens_spec: PartitionSpec | None = None,
     recipe: Recipe | None = None,
 ) -> Dispatched:
-    """Moves every token to the ranks that hold its experts, and lines the rows up per expert.
+    """Sends every token to the ranks that hold its experts, and sorts the rows there by expert.
 
     Args:
         layer: a registered layer, or `stack[i]`.

@@ -43,7 +43,9 @@ def prepare(
     capacity: int | None = None,
     tokens_spec: jax.sharding.PartitionSpec | None = None,
 ) -> Plan:
-    """Decides the row of every slot; moves counts and row numbers between the ranks, no tokens.
+    """Assigns a row to every slot of every token, and returns the Plan that `dispatch` follows.
+
+    Counts and row numbers move between the ranks, and no tokens.
 
     Args:
         layer: a registered layer, or `stack[i]`.

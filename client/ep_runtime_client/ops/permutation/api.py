@@ -36,7 +36,7 @@ from ep_runtime_client.ops.tracing.varying import spread_over
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Permuted:
-    """Tokens sorted by expert, shard by shard.
+    """The tokens of every shard sorted by expert, as `permute` returns them.
 
     Attributes:
         tokens: [n * rows, H]. Of each shard its experts' zones, one after the other from the
@@ -63,7 +63,7 @@ def permute(
     probs: jax.Array | None = None,
     tokens_spec: Spec | None = None,
 ) -> Permuted:
-    """Copies every token once per expert it is routed to, and lines the rows up per expert.
+    """Sorts tokens by expert on their own device, with one copy of a token for each of its experts.
 
     Args:
         tokens: [T, H] or [B, S, H], any dtype of 1 to 8 bytes. The batch may lie over any tuple of
@@ -136,7 +136,7 @@ def permute(
 def unpermute(
     rows: jax.Array, p: Permuted | PermutationPlan, *, merging_probs: jax.Array | None = None
 ) -> jax.Array:
-    """Adds up every token's rows.
+    """Sums the rows of each token that `permute` copied, in the order of the tokens.
 
     Args:
         rows: [n * rows, H'], a float dtype, laid out as the permuted tokens; H' is any.

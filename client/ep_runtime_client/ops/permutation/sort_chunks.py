@@ -29,7 +29,7 @@ class _Sort:
 def sort_chunks(
     x: jax.Array, split_sizes: jax.Array, order: jax.Array, *, x_spec: Spec | None = None
 ) -> jax.Array:
-    """Puts chunk `order[j]` of the rows in place j.
+    """Reorders chunks of rows, so that chunk `order[j]` comes j-th.
 
     Args:
         x: [rows, ...] or, of n shards, [n * rows, ...], any dtype.

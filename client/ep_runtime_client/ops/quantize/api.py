@@ -28,7 +28,9 @@ def grouped_quantize(
     *,
     layer: EpLayer | TracedLayer | None = None,
 ) -> QuantizedTensor:
-    """Quantizes the rows of every group, or every expert's kernel; nothing but amax moves.
+    """Quantizes the rows of every expert, or the kernel of every expert, by a recipe.
+
+    Only amax values move between devices.
 
     Args:
         x: rows [R, C, K'] or [rows, K'], or kernels [E, K', N'], in any float dtype. Dims between

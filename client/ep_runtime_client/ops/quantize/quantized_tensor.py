@@ -20,7 +20,7 @@ from ep_runtime_client.ops.tracing import slack
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class QuantizedTensor:
-    """Values x ~= data * scale, with one scale for many values.
+    """A quantized array: data in 8 bits, and the scales that give its values back (data * scale).
 
     Rows have group_sizes, kernels have none. Rows past sum(group_sizes) hold zeros with scales of
     1; those of dispatch hold anything. Scales, where *mid are dims between the first of a row or
@@ -79,15 +79,15 @@ class QuantizedTensor:
 
     @property
     def is_rows(self) -> bool:
-        """Whether these are rows of groups, and not kernels."""
+        """True for rows of groups, False for kernels."""
         return self.group_sizes is not None
 
     def detached(self) -> QuantizedTensor:
-        """The same without `origin`: 8-bit data and scales alone. No gradient goes through it."""
+        """Returns the data and scales without `origin`, so that no gradient flows through them."""
         return dataclasses.replace(self, origin=None)
 
     def dequantize(self, dtype: Any = jnp.float32, *, columns: bool = False) -> jax.Array:
-        """data * scale, multiplied in f32.
+        """Returns the values: data * scale, multiplied in f32.
 
         Args:
             dtype: of the result.

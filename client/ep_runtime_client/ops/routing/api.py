@@ -32,7 +32,7 @@ _SOFTPLUS_IS_EXP = -20.0
 
 @stored.pytree()
 class Routing(NamedTuple):
-    """A routing decision: of `route`, or of a router of your own for `moe(routing=)`.
+    """The experts of every token and their weights, from `route` or from your own router.
 
     Attributes:
         topk_idx: [..., K] int32. Experts in falling order of their (biased) score; -1 in one of
@@ -62,7 +62,7 @@ def route(
     normalize_weights: bool | None = None,
     scaling_factor: float = 1.0,
 ) -> Routing:
-    """Picks the top_k experts of every token; ties go to the lower index.
+    """Picks the top_k experts of every token from router logits; ties go to the lower index.
 
     Args:
         logits: [..., E]. Computed on in f32.
@@ -207,7 +207,7 @@ def tokens_per_expert(topk_idx: jax.Array, num_experts: int) -> jax.Array:
 def aux_loss(
     routing: Routing, *, coeff: float, axis_name: str | Sequence[str] | None = None
 ) -> jax.Array:
-    """The load-balancing loss over the global batch.
+    """Computes the load-balancing loss of a router over the global batch.
 
     coeff * E / (K T^2) * sum over e of (sum over t of probs[t, e]) * (slots routed to e).
 
@@ -251,7 +251,7 @@ def aux_loss(
 
 
 def update_expert_bias(bias: jax.Array, tokens_per_expert: jax.Array, rate: float) -> jax.Array:
-    """One step of loss-free balancing: experts under the mean load gain `rate`, others lose it.
+    """Moves each expert's bias by `rate` towards a balanced load (loss-free balancing).
 
     Args:
         bias: [E] f32 (f64 with x64).
@@ -306,7 +306,9 @@ def pad_tokens(
     topk_idx: jax.Array,
     topk_weights: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    """Pads dim 0 to a multiple with zero tokens whose slots are unused (-1, weight 0).
+    """Pads the tokens to a multiple with zero tokens that no expert gets.
+
+    The slots of the added tokens are unused: index -1, weight 0.
 
     Args:
         multiple: usually R, `group.spec.num_slabs`.

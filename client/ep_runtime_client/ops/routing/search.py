@@ -12,7 +12,7 @@ from ep_runtime_client.ops.tracing import eager
 
 
 def top_k(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
-    """The k largest entries along the last dim and where they are; ties go to the lower index.
+    """Returns the k largest entries of the last dim and their indices, lower index first on ties.
 
     As `jax.lax.top_k`, for routers of your own: a batch that is sharded stays where it is, while
     XLA gathers the operand of a sort on every device.

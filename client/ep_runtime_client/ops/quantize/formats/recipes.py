@@ -1,4 +1,4 @@
-"""How the operands of a GEMM are quantized: `ep.recipes`.
+"""`ep.recipes`: the ways to quantize the operands of the experts' matmuls.
 
 A recipe is a frozen, hashable value and a pytree without leaves: it may sit in a config, be a
 static argument, or lie inside a pytree that passes through `jit`.
@@ -35,7 +35,9 @@ MX_TILE = 32  # values that share a scale in MXFP8
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DelayedState:
-    """Amax histories of delayed scaling, newest first. No gradient flows through them.
+    """The amax histories of one matmul with delayed scaling, newest first.
+
+    No gradient flows through them.
 
     Attributes:
         x: [history, E] f32, of the rows that each expert got, over all ranks.
@@ -51,13 +53,13 @@ class DelayedState:
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """What every recipe answers."""
+    """Base class of all recipes."""
 
     quantizes: ClassVar[bool] = True
 
     @property
     def delayed(self) -> bool:
-        """Whether scales come from a state that the caller keeps."""
+        """Whether scales come from the amax of earlier calls, which the caller keeps in a state."""
         return False
 
     @property
@@ -66,7 +68,7 @@ class Recipe:
         return DATA_DTYPES[0]
 
     def data_dtype(self, gradient: bool = False) -> Any:
-        """Dtype of quantized data.
+        """Returns the dtype of quantized data.
 
         Args:
             gradient: of the rows' gradients, instead of rows and kernels.
@@ -77,7 +79,7 @@ class Recipe:
         return jnp.dtype(self.gradient_dtype if gradient else DATA_DTYPES[0])
 
     def init_state(self, num_experts: int) -> DelayedState:
-        """The state that delayed scaling starts from; other recipes have none.
+        """Returns the state that delayed scaling starts from; other recipes have none.
 
         Args:
             num_experts: E.
@@ -98,17 +100,20 @@ class Recipe:
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class BF16(Recipe):
-    """No quantization: bf16 operands, f32 sums, bf16 results unless `out_dtype` says otherwise."""
+    """Recipe that quantizes nothing: operands are bf16 and sums f32.
+
+    Results are bf16 unless `out_dtype` says otherwise.
+    """
 
     quantizes: ClassVar[bool] = False
 
     @property
     def gradient_dtype(self) -> str:
-        """bfloat16, as all operands."""
+        """Dtype of gradients: bfloat16, as of all operands."""
         return "bfloat16"
 
     def data_dtype(self, gradient: bool = False) -> Any:
-        """bfloat16, as all operands.
+        """Returns bfloat16, the dtype of all operands.
 
         Args:
             gradient: of the rows' gradients, which makes no difference.
@@ -123,7 +128,7 @@ class BF16(Recipe):
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class TensorScaling(Recipe):
-    """One f32 scale per expert.
+    """Recipe with one f32 scale per expert.
 
     Attributes:
         delayed: scales come from the amax of earlier calls instead of this one's. The caller keeps
@@ -150,7 +155,7 @@ class TensorScaling(Recipe):
             )
 
     def init_state(self, num_experts: int) -> DelayedState:
-        """Empty histories, which stand for scales of 1.
+        """Returns empty histories, which stand for scales of 1.
 
         Args:
             num_experts: E.
@@ -171,7 +176,7 @@ class TensorScaling(Recipe):
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class BlockScaling(Recipe):
-    """One f32 scale per 1 x 128 values of rows, and per 128 x 128 values of a kernel.
+    """Recipe with one f32 scale per 1 x 128 values of rows, and per 128 x 128 values of a kernel.
 
     Dims need not be multiples of 128: the last block is smaller. A kernel's gradient contracts
     rows: both of its operands are quantized again for it, from their 8-bit values, with one scale
@@ -198,7 +203,7 @@ class BlockScaling(Recipe):
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class MXFP8(Recipe):
-    """One power-of-two scale (e8m0) per 32 values along the dim that a GEMM contracts.
+    """Recipe with one power-of-two scale (e8m0) per 32 values along the dim that a GEMM contracts.
 
     Forward and backward contract different dims, so tensors are quantized twice from the same
     input, once: rows along K' and, for the weight gradient, along the rows; kernels along K' and,
