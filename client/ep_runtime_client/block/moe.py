@@ -157,22 +157,19 @@ def moe(
     """Runs a mixture-of-experts layer: routes tokens to experts on all ranks and sums the outputs.
 
     Args:
-        layer: a registered layer, or `stack[i]`. Under `jax.eval_shape` a LayerSpec will do;
-            it names no group, so a program with one is neither compiled nor exported.
-        x: [T, H] or [B, S, H], laid out as `dispatch` wants tokens.
-        params: the block's weights; experts on dim 0 over the ep axes. Those of `quantize_params`
-            have their recipe with them.
-        routing: a router's of your own, laid out as x: topk_idx int32 [..., K] with K of the layer
-            (-1 is a slot unused), topk_weights [..., K], and probs [..., E] where aux_loss_coeff
-            is not 0. Gradients flow to topk_weights and probs. `params.router` is None then, and
-            the arguments that are as in `route` have their defaults.
-        activation: a name of ACTIVATIONS, f(gate), or f(gate, up); ungated blocks call f(h). What
-            a function closes over must be concrete: it takes no gradient.
-        recipe: one of `ep.recipes` for both matmuls of the experts, or a pair for (wi, wo); None
-            computes in compute_dtype. The parameters themselves are quantized, and rows once per
-            matmul, by BlockScaling on CPU and in block calls before they are sent
-            (docs/matmuls.md), with the same bits. Delayed scaling, of both or of one, goes with
-            `state`.
+        layer: a registered layer, or `stack[i]`. Under `jax.eval_shape` a LayerSpec will do; a
+            program with one is neither compiled nor exported.
+        x: [T, H] or [B, S, H], sharded as `dispatch` wants tokens.
+        params: the weights, with experts on dim 0 sharded over the ep axes. Weights of
+            `quantize_params` bring their recipe.
+        routing: the result of your own router, sharded as x: topk_idx int32 [..., K] (-1 is an
+            unused slot), topk_weights [..., K], and probs [..., E] if aux_loss_coeff is not 0.
+            Gradients flow to topk_weights and probs. `params.router` must then be None, and the
+            arguments of `route` must have their defaults.
+        activation: a name of ACTIVATIONS, f(gate), or f(gate, up); ungated blocks call f(h). No
+            gradient flows to values that a function closes over; they must be concrete.
+        recipe: one of `ep.recipes` for both matmuls of the experts, or a pair for (wi, wo). None
+            computes in compute_dtype. docs/matmuls.md says what is quantized where.
         score_function: as in `route`.
         use_pre_softmax: as in `route`.
         expert_bias: [E] f32, as in `route`.
@@ -182,60 +179,50 @@ def moe(
         normalize_weights: as in `route`.
         scaling_factor: as in `route`.
         aux_loss_coeff: as in `aux_loss`.
-        apply_topk_weights_early: multiply the weights into the activations before wo, instead of
-            into the experts' outputs inside combine; the same result but for rounding. With a
-            wo_bias, which is to be weighted too, they are multiplied in combine all the same.
-            Before wo is faster on GPUs whose kernels take the activation: they do it in their one
-            pass, and the backward pass needs none of those outputs, so that they take no memory
-            either. None: before wo there, in combine elsewhere, on CPU always.
-        apply_topk_weights_to_input: multiply the weights into the tokens before wi, in f32 and
-            rounded to compute_dtype, as Llama-4 has it; experts' outputs are summed as they are,
-            and so are their biases. Not beside apply_topk_weights_early=True.
+        apply_topk_weights_early: multiply the routing weights into the activations before wo
+            (True), or into the experts' outputs in combine (False); only rounding differs. None takes the faster one: before wo on GPUs whose kernels fuse the activation. A
+            wo_bias is always weighted in combine.
+        apply_topk_weights_to_input: multiply the routing weights into the tokens before wi, in f32
+            and rounded to compute_dtype, as Llama-4 does. Outputs and biases are then summed
+            unweighted. Excludes apply_topk_weights_early=True.
         gated: whether wi holds gate and up.
-        compute_dtype: of dispatched rows and of matmuls without a recipe; None is x's, or bf16
-            with BF16().
+        compute_dtype: dtype of dispatched rows and of matmuls without a recipe; None is x's, or
+            bf16 with BF16().
         capacity: as in `dispatch`.
         handle: as in `dispatch`.
-        keep: what the block call keeps for its backward pass beside tokens, plan and weights:
-            "first" the rows of the experts' first product, "nothing" nothing, so that backward
-            moves tokens once more in either case, and with "nothing" runs that product again.
-            Under `jax.checkpoint` rows are kept where its policy keeps "ep_kept", else both are the
-            same. Where there is no block call (`ep.explain` says it), JAX keeps what ops need.
-        keep_factor: how many rows "first" keeps, in even shares of a rank (T * K); more rows than
-            that are made again in backward. It decides about time and memory, never results.
-        state: with TensorScaling(delayed=True) alone, and always with it: MoEState, f32
-            [history, E] arrays, of `init_moe_state` or of the call before, the same on every
-            device, whole inside a shard_map too; or `recipe.init_state(E)`, from which both
-            products start. Rows and parameters are scaled by the largest amax of their histories,
-            and what is larger by now saturates; gradients of rows have current scales. In a scan
-            over layers states are stacked as parameters are.
+        keep: rows that a block call saves for backward: "first" saves the output of the experts'
+            first matmul, "nothing" computes it again. See docs/memory.md.
+        keep_factor: most rows that "first" saves, in even shares of a rank (T * K rows). Backward
+            computes the others again; results do not depend on it.
+        state: MoEState of `init_moe_state` or of the call before; only, and always, with
+            TensorScaling(delayed=True). It is the same on every device, and whole inside a
+            shard_map. `recipe.init_state(E)` starts both matmuls. See docs/matmuls.md.
         tokens_spec: as in `dispatch`.
         return_stats: also return MoEStats.
-        params_spec: how the parameters lie, where traced arrays cannot tell (plain jit, a manual
-            shard_map that leaves weights sharded): MoEParams of PartitionSpecs, or the rules of
-            `ep.sharding`. What it says serves as `rhs_spec` of `grouped_gemm`.
+        params_spec: sharding of the parameters if traced arrays do not carry it (plain jit, or a
+            manual shard_map that leaves weights sharded): MoEParams of PartitionSpecs, or the rules
+            of `ep.sharding`.
 
     Returns:
-        (y, aux): y like x; aux f32 [], 0 when the coefficient is 0. With return_stats (y, aux,
-        stats). Inside a shard_map of the user aux and the stats' sums are over the global batch.
-        With `state` the next one comes last: (y, aux, state), (y, aux, stats, state); this call's
-        amax is in front of each history, and no gradient flows through it.
+        (y, aux): y like x; aux f32 [], 0 if the coefficient is 0. With return_stats (y, aux,
+        stats). Inside a shard_map aux and the sums in stats are over the global batch. With `state`
+        the next state comes last: (y, aux, state) or (y, aux, stats, state); no gradient flows
+        through it.
 
     Raises:
-        InvalidArgumentError: shapes, dtypes, names or layouts of weights do not fit the layer; a
-            state without a delayed recipe, the other way round, or of other shapes; an activation
-            that closes over a value which JAX traces; values asked of a LayerSpec.
+        InvalidArgumentError: shapes, dtypes, names or shardings do not fit the layer; a state
+            without a delayed recipe, or the reverse; an activation that closes over a traced value;
+            values asked of a LayerSpec.
         StaleHandleError: the layer's group is closed.
         NotImplementedError: under a vmap, as in `dispatch`, or a second derivative.
 
-    Cost: one dispatch and one combine forward, the same backward, where a block call moves the
-    tokens once more; router logits in f32. Weights are gathered over outer axes that shard them
-    (`grouped_gemm`); an axis that shards M costs one sum forward and one backward, of slabs or, by
-    a block call, of tokens, and no other collective on an activation. A delayed recipe: one
-    gather of [E] f32 for each history, and no block call.
+    Cost: one dispatch and one combine forward, and the same backward; the backward of a block call
+    dispatches the tokens once more. Weights are all-gathered over outer axes that shard them. An
+    axis that shards M costs one sum of activations forward and one backward. A delayed recipe costs
+    one gather of [E] f32 per history, and runs on slabs.
 
-    Source: Shazeer et al. 2017 (arXiv:1701.06538) and GShard (arXiv:2006.16668), without drops as
-    in MegaBlocks (arXiv:2211.15841) unless the group's capacity_factor asks for them.
+    Source: Shazeer et al. 2017 (arXiv:1701.06538) and GShard (arXiv:2006.16668). No token is
+    dropped, as in MegaBlocks (arXiv:2211.15841), unless the group has a capacity_factor.
 
     Examples:
         >>> params = ep.init_moe_params(jax.random.key(1), layer, 64)

@@ -59,10 +59,10 @@ def quantize_params(
             delayed one; sizes that the recipe cannot tile.
 
     Cost: one read of the weights (with tensor scales two), and one write of those bytes. With
-        tensor scales one all-reduce of E amax values over the axes that split an expert's weight.
+    tensor scales one all-reduce of E amax values over the axes that split an expert's weight.
 
     Source: as the recipe's; weights that are quantized once per optimizer step and gathered in 8
-        bits are torchao's float8 all-gather (github.com/pytorch/ao, torchao/float8).
+    bits are torchao's float8 all-gather (github.com/pytorch/ao, torchao/float8).
 
     Examples:
         >>> params8 = ep.quantize_params(params, ep.recipes.BlockScaling())

@@ -32,40 +32,39 @@ def connect(
     Use it as a context manager: its end frees everything. If an error leaves the block, or the
     process dies, windows stay allocated for retain_s.
 
-    There is one session per process and daemon: a second call returns the same one, which ends
-    when each call has been closed. Call it before JAX starts its backends: on CPU, with
-    jaxlib below 0.12, they are given threads then; nothing else is lost later, and on GPUs nothing.
-    Under tracing it returns the one that is open, without counting.
+    A process has one session per daemon: a second call returns the same session, which ends when
+    each call has been closed. On CPU with jaxlib below 0.12, connect before JAX starts its backends,
+    because they get their threads then. Under tracing the call returns the open session.
 
     Args:
-        address: `unix:///dir`, a daemon's socket directory (`unix:///dir?uid=N` where it is user
-            N's, neither ours nor root's); "embedded", a private daemon that ends with this
+        address: `unix:///dir`, a daemon's socket directory (`unix:///dir?uid=N` if user N runs it,
+            who is neither this user nor root); "embedded", a private daemon that ends with this
             process; "node", a shared one that the first process starts and that ends after the
             last; "none", no daemon and transport="xla" only. None takes $EP_RUNTIME_ADDRESS, else
             the node's default daemon where it runs, else "embedded".
-        job: namespace of group names beside the uid. None takes $EP_RUNTIME_JOB, $SLURM_JOB_ID,
+        job: namespace of group names within the user. None takes $EP_RUNTIME_JOB, $SLURM_JOB_ID,
             the jax.distributed coordinator, else the pid. Letters, digits and . _ / : @ + -.
-        labels: text by text of the same characters, shown by `ep-runtime sessions`.
+        labels: dict of texts (the same characters) that `ep-runtime sessions` shows.
         timeout_s: how long to wait for the daemon, and in create_group for other processes.
-        loss_grace_s: a process of a group that dies or is fenced leaves the others waiting in
-            collectives of XLA and at exit, and so does a group that is reclaimed. Each of them
-            ends with exit code 1 that long after it has heard, unless it ended by itself, made
-            another group or closed the session (then it ends that long after it began to exit);
-            None: never. Where the group was replaced, op_timeout_s counts if that is longer.
+        loss_grace_s: seconds until this process exits with code 1 after a process of its group died
+            or was fenced, or the group was reclaimed, because collectives of XLA and the exit could
+            wait for ever. It stays if it has made another group by then. Once it has closed the
+            session, the seconds count from the start of its exit. After a replacement of the group
+            op_timeout_s counts if it is longer. None: never.
 
     Returns:
         The process's Session; `with` closes it.
 
     Raises:
-        RuntimeUnavailableError: no daemon answers at a given address, or a started one fails.
-        PermissionDeniedError: the daemon does not serve this user; or the directory, or who serves
-            it, is neither ours, root's nor the named user's.
+        RuntimeUnavailableError: no daemon answers at a given address, or one does not start.
+        PermissionDeniedError: the daemon does not serve this user, or its directory cannot be
+            trusted.
         VersionSkewError: client and daemon share no protocol version.
-        InvalidArgumentError: a wrong argument, "embedded" in a job of several processes, or, under
-            tracing, no session yet.
+        InvalidArgumentError: a wrong argument; "embedded" in a job of several processes; no session
+            yet under tracing.
         SpecMismatchError: this process's session with the daemon has another job.
 
-    Cost: one RPC and one heartbeat thread; where a daemon has to be started, its start as well.
+    Cost: one RPC and one heartbeat thread, and the start of a daemon if one must be started.
     Nothing in a step.
 
     Examples:

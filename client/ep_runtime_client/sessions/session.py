@@ -204,57 +204,55 @@ class Session:
         under tracing too; transport="auto" then means the transport that the group has.
 
         Args:
-            name: inside (uid, job); letters, digits and . _ / : @ + -.
-            mesh: the devices. The ranks of one EP group share every coordinate but `ep_axis`.
-            ep_axis: the axis, or axes, that experts are spread over.
-            outer_axes: axes that shard tokens beside it; every other axis replicates them.
+            name: unique among the groups of the user and job; letters, digits and . _ / : @ + -.
+            mesh: the devices. The ranks of one EP group differ in their `ep_axis` coordinate only.
+            ep_axis: the axis, or axes, that shard the experts.
+            outer_axes: further axes that shard tokens; all other axes replicate them.
             num_experts: E of one EP group, a multiple of the ep axis's size.
             hidden_size: H.
             max_tokens_per_rank: T of one rank at most.
-            recv_capacity_per_rank: C, rows of one slab; None takes the no-drop worst case.
-            capacity_factor: C from the balanced load instead, at least 1.0.
+            recv_capacity_per_rank: C, rows of one slab; None is the worst case, without drops.
+            capacity_factor: C as a multiple of the balanced load instead, at least 1.0.
             max_top_k: largest K of a layer.
             max_token_dtype: widest dtype of a token, by name or as `jnp.bfloat16`.
-            alignment: rows to which each expert's zone is aligned.
-            lanes: calls of the group that may move rows at once.
-            on_overflow: drop rows over C, or fail the step.
-            combine_precision: how a rank's sum of a token's rows travels back to the token, in
-                combine and in the gradient of dispatch: in the token dtype, in fp32, or as e4m3
-                with an f32 scale per 128 values. "fp8" halves the bytes of 16-bit sums; each sum
-                is then off by at most 2^-4 of each value, or 2^-10 of its block's largest / 448.
-            transport: how rows travel; "auto" is memfd on CPU and nvlink on GPUs that reach
-                each other, else nccl where there is a libnccl (over nodes: a cluster), else xla.
-            partitioning: who partitions the ops: "shard_map" is one around each, "rule" asks XLA's
-                partitioner where weights lie, "auto" asks it where nothing else tells.
-            op_timeout_s: how long a call waits for live but silent peers.
-            retain_s: how long windows outlive the last process; 0 in private runtimes.
-            num_sms: SMs of a GPU that dispatch and combine take, 2 to 256; None: the fastest.
-            workspace: memory that a layer's call holds experts' rows in while it runs: a float is a
-                factor of the rows of an even routing, an int bytes (weights counted whole), "auto"
-                a factor of 1.5. Where any rank has more rows the call runs its tokens in parts,
-                which costs time and never a row.
-            overlap: on GPUs a layer's call runs exchanges beside products that do not need them;
-                the results are the same bits either way.
-            replace: take the place of a group of that name with other settings; one with the same
-                stays, and so do its layers (`Group.register_layer` replaces those).
+            alignment: the rows of each expert are padded to a multiple of this number.
+            lanes: number of calls of the group that may move rows at once.
+            on_overflow: "drop" rows over C, or "error": fail the step.
+            combine_precision: dtype of a rank's sum of a token's rows on its way back, in combine
+                and in the gradient of dispatch: "fast" is the token dtype, "exact" fp32, and "fp8"
+                e4m3 with an f32 scale per 128 values (docs/matmuls.md has its error).
+            transport: how rows move. "auto" is "memfd" on CPU and "nvlink" on GPUs that map each
+                other's memory. On other GPUs it is "nccl" if libnccl is installed, else "xla".
+                Over several nodes "nccl" also needs a cluster of daemons.
+            partitioning: how ops are partitioned: "shard_map" wraps each op in one, "rule" asks
+                XLA's partitioner for the sharding of weights, "auto" asks it if nothing else says.
+            op_timeout_s: how long a call waits for peers that live but do not arrive.
+            retain_s: how long windows outlive the last process; 0 with a private daemon.
+            num_sms: SMs of a GPU that dispatch and combine use, 2 to 256; None is the fastest.
+            workspace: memory for the experts' rows while a block call runs: a float is a multiple
+                of the rows of an even routing, an int is bytes, "auto" is 1.5. If a rank has more
+                rows the call runs in chunks, which costs time and drops nothing (docs/memory.md).
+            overlap: on GPUs a block call overlaps exchanges with matmuls that do not need them;
+                results are the same bits either way.
+            replace: replace a group of that name that has other settings. One with the same settings
+                stays, and so do its layers.
 
         Returns:
             The Group; layers are registered in it.
 
         Raises:
-            InvalidArgumentError: names the argument, what was wanted and what was given.
+            InvalidArgumentError: an argument is wrong.
             SpecMismatchError: the name has other settings here, or in another process.
-            GroupBusyError: a living process holds a rank; names it.
-            GroupNotReadyError: processes are missing after the session's timeout; names the ranks.
-            PoolExhaustedError: the daemon's memory limit.
+            GroupBusyError: a living process holds a rank.
+            GroupNotReadyError: processes are missing after the session's timeout.
+            PoolExhaustedError: the daemon's memory limit is reached.
             NotImplementedError: the transport is not part of this version.
 
-        Cost: one RPC, then windows of `Group.staging_bytes_per_rank` bytes per rank are allocated
-        and mapped once; with "auto" in several processes one more exchange. Nothing in a step.
+        Cost: one RPC, and `Group.staging_bytes_per_rank` bytes per rank, allocated and mapped once.
+        "auto" in several processes adds one exchange. Nothing in a step.
 
-        Source: the ranks of a group and its outer axes are those of GShard's expert and data
-        parallelism (arXiv:2006.16668); capacity_factor is GShard's and Switch Transformers'
-        (arXiv:2101.03961).
+        Source: expert and data parallelism are GShard's (arXiv:2006.16668); capacity_factor is
+        GShard's and Switch Transformers' (arXiv:2101.03961).
 
         Examples:
             >>> mesh = Mesh(np.array(jax.devices("cpu")).reshape(2, 4), ("fsdp", "ep"))
@@ -307,7 +305,7 @@ class Session:
 
         Args:
             name: as in create_group.
-            mesh: its mesh; None lays the group's axes over `jax.devices()` in order.
+            mesh: its mesh; None arranges `jax.devices()` in order along the group's axes.
 
         Returns:
             The Group, with the layers that the daemon knows.
@@ -315,7 +313,7 @@ class Session:
         Raises:
             StaleHandleError: the daemon knows no such group.
             GroupBusyError: a living process holds its ranks.
-            InvalidArgumentError: the mesh, or the devices of this process, do not fit it.
+            InvalidArgumentError: the mesh, or the devices of this process, do not fit the group.
 
         Cost: none for a group of this process; else as create_group, without a new allocation.
         """

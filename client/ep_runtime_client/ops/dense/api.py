@@ -52,7 +52,7 @@ def dense(
         NotImplementedError: under a vmap, as in `dispatch`, or a second derivative.
 
     Cost: one all-gather of the kernel forward and one backward, and one reduce-scatter of its
-        gradient, over the axes it shares with the rows; never one of an activation.
+    gradient, over the axes it shares with the rows; never one of an activation.
 
     Source: gathering a weight where it is used is fully sharded data parallelism, ZeRO's third
     stage (arXiv:1910.02054).

@@ -76,45 +76,44 @@ def grouped_gemm(
     """Multiplies the rows of every expert by the kernel of that expert.
 
     Args:
-        lhs: [R, C, K'] rows as dispatch lays them out, or [rows, K']; float, or a QuantizedTensor
-            of rows. Rows past the last group are neither read nor trusted.
-        rhs: [E, K', *N'] kernels (trailing dims such as [2, M] stay apart), or a QuantizedTensor
-            of kernels (`recipe` then quantizes rows, and gradients), or a pair (gate, up) of
-            [E, K', M] each: the result is that of the one [E, K', 2, M], bit for bit, and the
-            gradient a pair. What a recipe quantizes of a pair is one array. Its expert dim is
-            sharded over the ep axes; outer axes on any dim are gathered off it, after
-            quantization; other axes stay on N', or are summed over on K'.
+        lhs: [R, C, K'] rows as `dispatch` returns them, or [rows, K']; float, or a QuantizedTensor
+            of rows. Rows past the last group are never read.
+        rhs: [E, K', *N'] kernels, with any trailing dims such as [2, M]; or a QuantizedTensor of
+            kernels; or a pair (gate, up) of [E, K', M] each, which gives the bits of one
+            [E, K', 2, M] and a pair of gradients. The ep axes shard the expert dim. Outer axes on
+            any dim are all-gathered, after quantization; other axes stay on N', or are summed
+            over on K'.
         group_sizes: [R, L] int32, rows of each group, on the device; [E] for [rows, K']. Group l
             of slab r is expert (r * L + l) % E.
-        layer: whose mesh and axes the sharding rules resolve against. Without it they come from
-            the operands' layouts; unsharded operands mean one device.
+        layer: the layer whose mesh and axes the sharding rules use. Without it they come from the
+            operands' shardings; unsharded operands mean one device.
         bias: [E, *N'] or None; added once to every row of its expert.
-        recipe: how plain operands are quantized, in backward too; None and BF16 quantize nothing.
-        out_dtype: of the result and its gradient; None is lhs's, or bf16 with BF16() and where lhs
-            is quantized.
-        rhs_spec: how rhs, or each of a pair, lies on the mesh, where that cannot be seen: the axes
-            of a manual shard_map around the call by which it is still sharded, or those of a
-            traced array.
-        state: with TensorScaling(delayed=True), the histories that scales come from.
+        recipe: how operands that are not quantized yet are quantized, in backward too; None and
+            BF16 quantize nothing.
+        out_dtype: dtype of the result and its gradient; None is lhs's, or bf16 with BF16() and for
+            a quantized lhs.
+        rhs_spec: sharding of rhs, or of each array of a pair, if the array does not carry it:
+            inside a manual shard_map, the manual axes that still shard it, or in a plain jit those
+            of a traced array.
+        state: with TensorScaling(delayed=True), the histories that give the scales.
 
     Returns:
         [R, C, *N'] or [rows, *N'], summed in f32 (f64 for f64 operands). Rows past the last group
-        are undefined. Differentiable in lhs, rhs and bias; experts without rows get zero
-        gradients. Quantized operands pass their gradient to what was quantized. With `state` a
-        pair of that and the next state, through which no gradient flows. f32 operands may be
-        rounded to tf32 on GPUs, as by `lax.dot`, unless jax.default_matmul_precision is higher
-        than "default" and not "tensorfloat32".
+        are undefined. With `state`, a pair of that and the next state, through which no gradient
+        flows. Differentiable in lhs, rhs and bias; experts without rows get zero gradients, and
+        quantized operands pass their gradient to the array that was quantized. GPUs may round f32
+        operands to tf32, as `lax.dot` does, unless jax.default_matmul_precision is higher.
 
     Raises:
-        InvalidArgumentError: shapes or dtypes do not fit, or the weight lies on the mesh in a way
-            that has no meaning (an ep axis off the expert dim, experts that do not divide).
+        InvalidArgumentError: shapes or dtypes do not fit, or the sharding of rhs has no meaning (an
+            ep axis on another dim than the experts', experts that do not divide).
         NotImplementedError: under a vmap, as in `dispatch`, or a second derivative.
 
-    Cost: dots follow sum(group_sizes); per call one all-gather of rhs over its outer axes, of
-        1-byte data and scales with a recipe; backward the same, and one reduce-scatter.
+    Cost: the work follows sum(group_sizes). One all-gather of rhs over its outer axes (of 8-bit
+    data and scales with a recipe); backward the same, and one reduce-scatter.
 
     Source: MegaBlocks' dropless experts (arXiv:2211.15841), with the meaning of
-    `jax.lax.ragged_dot`; 8-bit sums that go on in f32 every 128 products are from DeepSeek-V3
+    `jax.lax.ragged_dot`; 8-bit sums continued in f32 every 128 values are from DeepSeek-V3
     (arXiv:2412.19437, 3.3.2).
 
     Examples:

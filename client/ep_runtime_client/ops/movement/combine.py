@@ -32,25 +32,25 @@ def combine(
 
     Args:
         layer: the layer of the dispatch.
-        dispatched: what `dispatch` returned; only its plan is read.
+        dispatched: the result of `dispatch`; only its plan is read.
         expert_out: [R, C, H], a float dtype no wider than the group's max_token_dtype. Rows
             that no slot fills are never read.
         weights: [R, C] f32, multiplied into the rows in fp32 before they are summed, usually
             `dispatched.weights`. None sums the rows as they are.
 
     Returns:
-        Shape and layout of the dispatched tokens, dtype of expert_out: the sum over a token's
-        kept rows, per rank in slot order, then over the ranks in order, in fp32 (fp64 for
-        float64). combine_precision of the group says whether a rank's partial is rounded to the
-        dtype in between. Differentiable in expert_out and weights.
+        An array with the shape and sharding of the tokens and the dtype of expert_out. Each token's
+        rows that were not dropped are summed in fp32 (fp64 for float64): per rank in slot order,
+        then over the ranks in order. combine_precision of the group says if the sum of one rank is
+        rounded in between. Differentiable in expert_out and weights.
 
     Raises:
         InvalidArgumentError: shapes or dtypes do not fit, or the plan is another layer's.
         StaleHandleError: the layer's group is closed.
         NotImplementedError: under a vmap, as in `dispatch`, or a second derivative.
 
-    Cost: one row per (token, distinct rank) back. No host sync, but eagerly, and between nodes
-        over NCCL, where it counts rows.
+    Cost: one row per token and distinct rank. A host sync only in eager calls, and between nodes
+    over NCCL to count rows.
 
     Source: the second of GShard's two exchanges (arXiv:2006.16668); sums on the experts' rank
     before rows travel are as in DeepEP (github.com/deepseek-ai/DeepEP).

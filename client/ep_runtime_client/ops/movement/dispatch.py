@@ -39,20 +39,18 @@ def dispatch(
     Args:
         layer: a registered layer, or `stack[i]`.
         tokens: [T, H] or [B, S, H], a float dtype no wider than the group's max_token_dtype, or
-            a 1-byte dtype (no gradient). (*outer_axes, ep_axis) shard dim 0, or lie on dims 0
-            and 1 of 3-D tokens in any way; other layouts are resharded. Or a QuantizedTensor of
-            rows by a recipe that `recipe` takes: data [T, H] with f32 scales [T, ceil(H/128)], as
-            `grouped_quantize` makes them of rows with group_sizes.
+            a 1-byte dtype (no gradient). (*outer_axes, ep_axis) shard dim 0, or dims 0 and 1 of 3-D
+            tokens in any way; other shardings are resharded. Or a QuantizedTensor of rows by
+            BlockScaling: data [T, H] with f32 scales [T, ceil(H/128)], from `grouped_quantize`.
         topk_idx: [T, K] or [B, S, K] int32; see `prepare`. May be None with `plan`.
-        topk_weights: [T, K] or [B, S, K] f32. None stands for ones.
+        topk_weights: [T, K] or [B, S, K] f32; None means ones.
         handle: which of the layer's handles the call uses; with `plan`, the plan's.
         capacity: C, rows per slab in this call; with `plan`, the plan's.
-        plan: what `prepare` returned for this layer; topk_idx is then not read.
-        tokens_spec: how the leading dims lie on the mesh, where a traced 3-D array cannot tell.
-        recipe: BlockScaling quantizes tokens where they are: H bytes and H / 32 of scales cross
-            per row, and dispatched.tokens is the QuantizedTensor that quantizing rows where they
-            arrive gives, bit for bit, for `grouped_gemm` with the same recipe. None sends tokens as
-            they are. Other recipes look at rows as received.
+        plan: the result of `prepare` for this layer; topk_idx is then not read.
+        tokens_spec: sharding of the leading dims, if a traced 3-D array does not carry it.
+        recipe: BlockScaling quantizes tokens before they are sent: a row is H bytes and H / 32 of
+            scales. dispatched.tokens is then a QuantizedTensor for `grouped_gemm` with the same
+            recipe, with the bits of rows quantized on arrival. None sends tokens as they are.
 
     Returns:
         Dispatched with tokens [R, C, H] (zero in padding rows, undefined past the last zone),
@@ -61,23 +59,23 @@ def dispatch(
         straight through quantization to what was quantized.
 
     Raises:
-        InvalidArgumentError: shapes, dtypes, capacity, handle or plan do not fit the layer, or
-            the recipe does not quantize every row by itself.
-        CapacityOverflowError: in a group with on_overflow="error". A call in a program of yours
-            fails that, in XLA's error; an eager one waits, and raises this and others itself.
+        InvalidArgumentError: shapes, dtypes, capacity, handle or plan do not fit the layer, or the
+            recipe is another one than BlockScaling.
+        CapacityOverflowError: in a group with on_overflow="error". A compiled program fails with
+            this text in XLA's error; an eager call waits and raises this class.
         StaleHandleError: the layer's group is closed.
-        NotImplementedError: the gradient of 1-byte tokens (of a QuantizedTensor, if it has no
-            origin), a second derivative, or under any vmap but one with spmd_axis_name over a mesh
-            axis outside the group, as large as that axis.
+        NotImplementedError: the gradient of 1-byte tokens (or of a QuantizedTensor without origin),
+            a second derivative, or a vmap. A vmap works with spmd_axis_name over a mesh axis
+            outside the group, as large as that axis.
 
-    Inside a shard_map of the user R counts only the axes that are not manual, and so do the leading
-    dims of every array.
+    Inside a shard_map, R and the leading dims of every array count only the axes that are not
+    manual.
 
-    Cost: each token once per distinct rank that keeps a row of it; without `plan` what `prepare`
-        costs. No host sync, but eagerly, and between nodes over NCCL, where it counts rows.
+    Cost: each token once per distinct rank that keeps a row of it; without `plan` also the cost of
+    `prepare`. A host sync only in eager calls, and between nodes over NCCL to count rows.
 
-    Source: the first of GShard's two exchanges (arXiv:2006.16668), without its padding; a token
-    travels once per rank, not once per expert, as in DeepEP (github.com/deepseek-ai/DeepEP).
+    Source: the first of GShard's two exchanges (arXiv:2006.16668), without padding; a token travels
+    once per rank, not once per expert, as in DeepEP (github.com/deepseek-ai/DeepEP).
 
     Examples:
         >>> batch = NamedSharding(mesh, P(("fsdp", "ep")))

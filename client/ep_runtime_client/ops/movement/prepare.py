@@ -51,25 +51,25 @@ def prepare(
         layer: a registered layer, or `stack[i]`.
         topk_idx: [T, K] or [B, S, K] int32 (int64 with x64). Expert per slot; -1 and anything
             else outside 0..E-1 is an unused slot. An expert may appear twice in a token.
-        handle: which of the layer's handles this call and those on its plan use.
+        handle: which of the layer's handles this call, and calls with its plan, use.
         capacity: C, rows per slab in this call; None is the smaller of the group's capacity and
             the no-drop bound of this call.
-        tokens_spec: how the leading dims lie on the mesh, where a traced 3-D array cannot tell.
+        tokens_spec: sharding of the leading dims, if a traced 3-D array does not carry it.
 
     Returns:
-        A Plan for `dispatch(..., plan=plan)`: nine int32 arrays with leading dim R (and three of
-        a group over nodes), tagged "ep_plan" for remat policies.
+        A Plan for `dispatch(..., plan=plan)`: nine int32 arrays with leading dim R (three more in a
+        group over nodes), tagged "ep_plan" for remat policies.
 
     Raises:
         InvalidArgumentError: shapes, dtype, capacity or handle do not fit the layer.
         StaleHandleError: the layer's group is closed.
         NotImplementedError: under a vmap, as in `dispatch`.
 
-    Cost: one exchange of E counts per rank and one of row numbers. No host sync, but on GPUs of a
-        group with on_overflow="error", and eagerly, as in `dispatch`.
+    Cost: one exchange of E counts per rank and one of row numbers. A host sync only in eager calls,
+    and on GPUs in a group with on_overflow="error".
 
-    Source: experts' rows in zones padded to blocks are from MegaBlocks (arXiv:2211.15841), a bound
-    on them from the capacity of GShard (arXiv:2006.16668).
+    Source: padded zones of experts are from MegaBlocks (arXiv:2211.15841), the capacity that bounds
+    them is from GShard (arXiv:2006.16668).
     """
     static, index, mesh = open_layer(layer)
     check_idx(static, topk_idx)

@@ -39,11 +39,12 @@ class Permuted:
     """The tokens of every shard sorted by expert, as `permute` returns them.
 
     Attributes:
-        tokens: [n * rows, H]. Of each shard its experts' zones, one after the other from the
-            shard's first row on; every row without a token is zero, the tail included.
+        tokens: [n * rows, H]. The rows of each shard are sorted by expert; rows without a token,
+            the tail included, are zero.
         probs: [n * rows] or None. The probability of each row's slot, 0 where there is none.
         group_sizes: [n, E] int32. Aligned rows per expert; feeds grouped_gemm as it is.
-        plan: what unpermute and backward need; `plan.dropped` counts slots without a row.
+        plan: the row of every slot, for unpermute and backward; `plan.dropped` counts slots without
+            a row.
     """
 
     tokens: jax.Array
@@ -66,43 +67,44 @@ def permute(
     """Sorts tokens by expert on their own device, with one copy of a token for each of its experts.
 
     Args:
-        tokens: [T, H] or [B, S, H], any dtype of 1 to 8 bytes. The batch may lie over any tuple of
-            mesh axes on the leading dims; H may lie over others.
+        tokens: [T, H] or [B, S, H], any dtype of 1 to 8 bytes. Any mesh axes may shard the leading
+            dims, and others H.
         topk_idx: [T, K] or [B, S, K] int. Expert per slot; -1 (as every index out of range)
-            is an unused slot. Each slot is a row, an expert named twice by a token too.
+            is an unused slot. Each slot is a row, also if a token names an expert twice.
         num_experts: E.
         routing_map: [T, E] or [B, S, E] bool, instead of topk_idx; slots are then the experts.
-        num_out_tokens: how many slots of one shard get a row whatever their experts are; the
-            padding of zones comes on top. None is the most that the choice could hold.
-        align_size: every expert's zone is a multiple of it; None is 1. Empty experts take no rows.
-        probs: like topk_idx or routing_map, float. Sorted beside the tokens.
-        tokens_spec: PartitionSpec of tokens on the ambient mesh, or a NamedSharding. Needed
-            under plain jit in Auto mode, where nothing else tells while tracing how many shards
-            there are.
+        num_out_tokens: number of slots of one shard that get a row; padding comes on top. None has
+            room for every slot.
+        align_size: the rows of each expert are padded to a multiple of it; None is 1. An expert
+            without tokens has no rows.
+        probs: like topk_idx or routing_map, float; sorted with the tokens.
+        tokens_spec: PartitionSpec of tokens on the ambient mesh, or a NamedSharding. Required under
+            plain jit in Auto mode, because traced arrays do not carry the number of shards there.
 
     Returns:
-        Permuted with tokens [n * rows, H], probs [n * rows], group_sizes [n, E] and the plan. n is
-        the number of shards: of tokens_spec, else of what the operands' types (Explicit axes) or
-        concrete NamedShardings say, else one. Axes that are manual already count nothing, so
-        inside a shard_map over the batch n is 1. With n = 1 tokens that do lie over several
-        devices are sorted as one batch: right, but not without collectives.
-        rows is num_out_tokens, or with align_size the most that so many slots can need padded.
-        Rows of an expert come in the order of tokens, then slots.
-        A shard with more slots than fit drops as `ep.dispatch` does: every expert keeps its first
-        rows up to a common level, what is left goes to experts in index order; a dropped slot
-        has no row, contributes zero to unpermute and gets zero gradient.
-        Differentiable in tokens and probs; rows without a token get no say in any gradient.
+        Permuted with tokens [n * rows, H], probs [n * rows], group_sizes [n, E] and the plan.
+
+        - n is the number of shards: of tokens_spec, else of the operands' types (Explicit axes) or
+          concrete NamedShardings, else one. Manual axes do not count, so n is 1 inside a shard_map
+          over the batch. Tokens that are sharded although n is 1 are sorted as one batch, with
+          collectives.
+        - rows is num_out_tokens, or with align_size the most that these slots can need padded. Rows
+          of an expert come in the order of tokens, then slots.
+        - A shard with more slots than rows drops as `ep.dispatch` does: every expert keeps its first
+          rows up to a common level, and experts share the rest in index order. A dropped slot
+          contributes zero to unpermute and gets zero gradient.
+
+        Differentiable in tokens and probs.
 
     Raises:
         InvalidArgumentError: shapes, dtypes or sizes do not fit, or there is no mesh with the axes
             of tokens_spec.
 
     Cost: two sorts of the T * K slots of a shard, or a prefix sum over T * E and one sort of the
-    rows; then one gather of n * rows * H. No collective, no host sync; a program's size does not
-    depend on E.
+    rows; then one gather of n * rows * H. No collective and no host sync.
 
-    Source: the rows of Transformer Engine's `moe_permute` and Megatron-Core's dropless dispatcher,
-    with zones padded as in MegaBlocks (arXiv:2211.15841).
+    Source: the row order of Transformer Engine's `moe_permute` and Megatron-Core's dropless
+    dispatcher, padded as in MegaBlocks (arXiv:2211.15841).
 
     Examples:
         >>> x = jnp.array([[1.0], [2.0], [3.0]])
@@ -139,21 +141,20 @@ def unpermute(
     """Sums the rows of each token that `permute` copied, in the order of the tokens.
 
     Args:
-        rows: [n * rows, H'], a float dtype, laid out as the permuted tokens; H' is any.
-        p: what `permute` returned, or its plan.
-        merging_probs: float, like topk_idx or routing_map of permute. Multiplies each slot's row.
+        rows: [n * rows, H'], a float dtype, sharded as the permuted tokens; any H'.
+        p: the result of `permute`, or its plan.
+        merging_probs: float, like topk_idx or routing_map of permute; multiplies each slot's row.
 
     Returns:
-        [T, H'] or [B, S, H'], dtype of rows, the batch as permute had it: per token the sum over
-        its slots in slot order, in f32 (f64 for f64 rows) and rounded once. Zero for a token
-        without rows. Rows without a token are not read into anything, NaNs there included; a NaN
-        in a row of a token comes through. Differentiable in rows and merging_probs.
+        [T, H'] or [B, S, H'] in the dtype of rows: the sum of each token's rows in slot order, in
+        f32 (f64 for f64 rows) and rounded once; zero for a token without rows. Rows without a token
+        have no effect, even if they are NaN. Differentiable in rows and merging_probs.
 
     Raises:
         InvalidArgumentError: shapes or dtypes do not fit the plan.
 
-    Cost: one gather of T * K * H', or of T times the most rows that a token has; no collective but
-    for the gradient of merging_probs where H' lies over mesh axes: one psum of [rows] over them.
+    Cost: one gather of T * K * H', or of T times the most rows of a token. No collective, except
+    one psum of [rows] in the gradient of merging_probs if mesh axes shard H'.
 
     Source: Transformer Engine's `moe_unpermute` with merging probabilities.
     """
