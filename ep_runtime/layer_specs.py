@@ -26,11 +26,11 @@ class LayerSpec:
     Args:
         name: unique in the group.
         top_k: K, experts per token, at most the group's max_top_k.
-        alignment: rows; None takes the group's.
+        alignment: as in `Session.create_group`; None takes the group's.
         in_flight: dispatches of this layer that may be open at once, at most the group's lanes.
-        num_experts: E; only needed where a spec stands for a layer (initialisers, modules and
-            `moe` under `jax.eval_shape`).
-        hidden_size: H; likewise.
+        num_experts: E; needed only if the spec is used instead of a layer (by initialisers, modules
+            and `moe` under `jax.eval_shape`).
+        hidden_size: H; needed in the same cases.
     """
 
     name: str

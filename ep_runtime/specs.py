@@ -80,24 +80,23 @@ class GroupSpec:
     Build it with `make_group_spec`, which validates.
 
     Attributes:
-        name: inside (uid, job).
-        mesh_axes: every axis of the mesh with its size, mesh order.
-        ep_axis, outer_axes: the axes of experts, and those that shard tokens beside them.
+        name: unique among the groups of the user and job.
+        mesh_axes: every axis of the mesh with its size, in mesh order.
+        ep_axis, outer_axes: axes that shard the experts, and further axes that shard tokens.
         num_experts, hidden_size: E of one EP group; H.
         max_tokens_per_rank: T of one rank at most.
         recv_capacity_per_rank: C, rows of one slab.
         max_top_k, max_token_dtype: largest K of a layer; widest dtype of a token, by name.
-        alignment: rows to which each expert's zone is aligned.
-        lanes: calls of the group that may move rows at once.
+        alignment: the rows of each expert are padded to a multiple of this number.
+        lanes: number of calls of the group that may move rows at once.
         on_overflow, combine_precision, partitioning: as in `Session.create_group`.
-        transport: how rows travel; never "auto".
+        transport: how rows move; never "auto".
         op_timeout_s, retain_s: seconds.
-        num_sms: SMs of one kernel of a GPU; 0: what measured best.
-        node_size: G, consecutive ep ranks that share windows; 0: one set serves the EP group, or
-            there is none.
-        workspace: rows that a block call holds at once: "auto", a float, which is a factor of the
-            even share, or an int, which is bytes of the largest call of a layer.
-        overlap: a block call runs exchanges beside products that do not need them.
+        num_sms: SMs that one kernel uses on a GPU; 0: the fastest number in our measurements.
+        node_size: G, number of consecutive EP ranks that share windows, in a group over nodes; else
+            0.
+        workspace: as in `Session.create_group`.
+        overlap: as in `Session.create_group`.
     """
 
     name: str

@@ -15,8 +15,6 @@ from ep_runtime_client.block import optax as ep_optax
 
 # Public although they begin with "_": users call them by a sign.
 BY_SIGN = {"__call__", "__getitem__"}
-# Flax defines these.
-OF_A_FRAMEWORK = {"setup", "parent", "name"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +70,7 @@ def _of_class(name: str, cls: type) -> Iterator[Public]:
     shown = set(cls.__dir__(None)) if "__dir__" in vars(cls) else set(vars(cls))  # type: ignore[arg-type]
     for member, value in vars(cls).items():
         hidden = member.startswith("_") and member not in BY_SIGN
-        if hidden or member not in shown or member in OF_A_FRAMEWORK:
+        if hidden or member not in shown or member == "setup":  # flax calls it
             continue
         if isinstance(value, property | functools.cached_property):
             getter = value.fget if isinstance(value, property) else value.func

@@ -109,12 +109,10 @@ def layer(name: str) -> EpLayer | LayerStack:
         The EpLayer or LayerStack.
 
     Raises:
-        StaleHandleError: nothing of that name is registered in this process; says what is. Or its
-            group is gone.
-        InvalidArgumentError: no text, or two groups whose names have a "/" give the name different
-            meanings.
+        StaleHandleError: this process has no layer of that name, or the layer's group is gone.
+        InvalidArgumentError: the name is not text, or is ambiguous because group names contain "/".
 
-    Cost: none; no RPC.
+    Cost: no RPC.
 
     Examples:
         >>> ep.layer("moe/block0/moe") == layer
@@ -162,7 +160,7 @@ class EpLayer:
 
     @property
     def name(self) -> str:
-        """Unique in the group; of a layer of a stack "stack[i]"."""
+        """Name of the layer, unique in its group; "stack[i]" for a layer of a stack."""
         return self.spec.name
 
     @property
@@ -243,7 +241,7 @@ class LayerStack:
 
     @property
     def name(self) -> str:
-        """The stack's name, unique in the group."""
+        """Name of the stack, unique in its group."""
         return self.spec.name
 
     @property
@@ -265,16 +263,16 @@ class LayerStack:
         """Returns one layer of the stack, for any call that takes a layer.
 
         Args:
-            index: a Python int, from the end where it is negative, or a traced int32 [].
+            index: a Python int, counted from the end if negative, or a traced int32 [].
 
         Returns:
-            An EpLayer for an integer; a TracedLayer, of the trace alone, for a traced one.
+            An EpLayer for a Python int; a TracedLayer, valid in this trace only, for a traced int.
 
         Raises:
             IndexError: the stack has fewer layers.
-            InvalidArgumentError: neither an integer nor a traced one.
+            InvalidArgumentError: neither an integer nor a traced integer.
 
-        Cost: none; no RPC. A scan over the stack compiles its body once.
+        Cost: no RPC. A scan over the stack compiles its body once.
         """
         try:
             position = operator.index(index)

@@ -1,8 +1,7 @@
 """`ep.convert`: experts of Hugging Face checkpoints as MoEParams, and back.
 
-A layer of a state dict becomes MoEParams and goes back, bit for bit. torch's `linear` keeps a
-matrix as [out, in], which is transposed here; gpt-oss keeps [in, out], columns of gate and up in
-turns.
+The conversion is exact in both directions. torch's `linear` stores a matrix as [out, in], which is
+transposed here; gpt-oss stores [in, out] with alternating columns of gate and up.
 """
 
 from __future__ import annotations
@@ -219,27 +218,27 @@ def from_hf(family: str, state_dict: Mapping[str, Any], layer: int = 0) -> MoEPa
     """Converts the router and experts of one layer of a Hugging Face checkpoint to MoEParams.
 
     Args:
-        family: "mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss" or "olmoe", as config.json has it
-            under model_type. Others that name their weights alike: Qwen2-MoE as "qwen3_moe",
-            MiniMax-M2 as "mixtral", Kimi-K2, GLM-4.5 and dots1 as "deepseek_v3".
-        state_dict: arrays of numpy, JAX or torch by the names of the checkpoint's files
-            (`model.layers.0.mlp.experts.0.gate_proj.weight`) or of a model that transformers 5
-            loaded (`model.layers.0.mlp.experts.gate_up_proj`). Other layers and modules may be in
-            it: attention, shared experts and what else stands beside the experts is not read.
+        family: "mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss" or "olmoe": the model_type in
+            config.json. Models with the same names of weights: Qwen2-MoE as "qwen3_moe", MiniMax-M2
+            as "mixtral", Kimi-K2, GLM-4.5 and dots1 as "deepseek_v3".
+        state_dict: arrays of numpy, JAX or torch, with the names in the checkpoint's files
+            (`model.layers.0.mlp.experts.0.gate_proj.weight`) or in a model that transformers 5
+            loaded (`model.layers.0.mlp.experts.gate_up_proj`). Other layers and modules, such as
+            attention and shared experts, are not read.
         layer: index of the decoder layer.
 
     Returns:
-        MoEParams with router [H, E], wi [E, H, 2, M], wo [E, M, H] and, of gpt-oss, wi_bias
-        [E, 2, M], wo_bias [E, H] and router_bias [E], all in the dtypes of the checkpoint. The bias
-        that DeepSeek-V3 adds to scores for the choice is none of them: see `expert_bias`.
+        MoEParams with router [H, E], wi [E, H, 2, M], wo [E, M, H] and, for gpt-oss, wi_bias
+        [E, 2, M], wo_bias [E, H] and router_bias [E], all in the dtypes of the checkpoint. They do
+        not include DeepSeek-V3's bias of the scores: see `expert_bias`.
 
     Raises:
-        InvalidArgumentError: an unknown family; arrays that are missing, of a wrong shape or dtype
-            or quantized (dequantize them first); names them.
+        InvalidArgumentError: an unknown family; arrays that are missing, have a wrong shape or
+            dtype, or are quantized (dequantize them first).
 
-    Cost: one copy of the layer on the host and one on JAX's default device. What no device holds
-    is made under `jax.default_device(jax.devices("cpu")[0])` and then put where
-    `ep.sharding.rules(...).shardings(params, mesh)` says.
+    Cost: one copy of the layer on the host and one on JAX's default device. If the layer is too
+    large for one device, call it under `jax.default_device(jax.devices("cpu")[0])` and shard the
+    result by `ep.sharding.rules(...).shardings(params, mesh)`.
     """
     arrays = _form(family).read(state_dict, _start(layer))
     return MoEParams(**{name: _on_device(array, name) for name, array in arrays.items()})
@@ -252,16 +251,16 @@ def to_hf(
 
     Args:
         family: as in `from_hf`.
-        params: gated, with wi in any of its forms; with biases for gpt-oss, and without for others.
+        params: gated, with wi in any of its forms; with biases for gpt-oss only.
         layer: index of the decoder layer.
-        expert_bias: [E], what `expert_bias` gave, of "deepseek_v3" only; None leaves it out.
+        expert_bias: [E], the result of `expert_bias`, for "deepseek_v3" only; None leaves it out.
 
     Returns:
-        Arrays of numpy by name, contiguous, as `safetensors.numpy.save_file` takes them.
+        Contiguous arrays of numpy by name, as `safetensors.numpy.save_file` accepts them.
 
     Raises:
-        InvalidArgumentError: an unknown family; parameters that it lacks or has no place for, or
-            that lie on other processes too.
+        InvalidArgumentError: an unknown family; parameters that the family needs are missing, or it
+            has no place for them; arrays that are not all in this process.
 
     Cost: two copies of the layer on the host.
     """

@@ -39,23 +39,23 @@ class MoEBlock(linen.Module):  # type: ignore[misc]
 
     Parameters are `router`, `wi`, `wo` (and `wi_bias`, `wo_bias`) of the shapes of `MoEParams`;
     with `separate` `wi_0` (gate) and `wi_1` (up) and their `wi_0_bias`, `wi_1_bias`. They are boxed
-    by `with_logical_partitioning` with the names of `logical_axes` (`block/params.py`).
-    Rules that are in place when the block is called tell `ep.moe` how they lie (`params_spec`).
-    Layers are static fields: they reach no variable and no checkpoint.
+    by `with_logical_partitioning` with logical names. Rules that are active when the block is
+    called also give `ep.moe` the sharding of its parameters (`params_spec`). Layers are static
+    fields, in no variable and no checkpoint.
 
     With a delayed recipe the amax histories of `ep.MoEState` are the variables `wi_x_amax`,
-    `wi_w_amax`, `wo_x_amax` and `wo_w_amax` of the collection `amax_history`. A call moves them
-    where that is mutable: `apply(..., mutable="amax_history")` in training, and under `nn.scan`
-    it is one of `variable_axes`. Elsewhere, in evaluation, scales come from the histories as they
-    are, and stay.
+    `wi_w_amax`, `wo_x_amax` and `wo_w_amax` of the collection `amax_history`. A call moves them if
+    the collection is mutable: `apply(..., mutable="amax_history")` in training, and one of
+    `variable_axes` under `nn.scan`. In evaluation calls use the histories unchanged.
 
     Attributes:
-        layer_or_spec: a registered layer; a layer stack, of which each call names one layer; or a
-            LayerSpec with num_experts and hidden_size, which initialises and needs no daemon.
+        layer_or_spec: a registered layer; a layer stack, with a layer_index in each call; or a
+            LayerSpec with num_experts and hidden_size, which is enough to initialise, without a
+            daemon.
         mlp_dim: M.
         use_bias, param_dtype, kernel_init, separate: as in `init_moe_params`.
         use_expert_bias: with the variable `expert_bias`, f32 [E], in the collection of that name.
-        use_router: as in `init_moe_params`; without one every call has `routing=`.
+        use_router: as in `init_moe_params`; without a router every call needs `routing=`.
 
     The other attributes are the keyword arguments of `ep.moe`.
 
@@ -138,13 +138,13 @@ class MoEBlock(linen.Module):  # type: ignore[misc]
         Args:
             x: [T, H] or [B, S, H].
             layer_index: of a layer stack, a Python int or a traced int32 []; else None.
-            routing: as in `ep.moe`, of a block without a router.
-            params8: of `ep.quantize_params`: 8-bit weights of this block's parameters, which are
-                the masters and get the gradients.
+            routing: as in `ep.moe`, for a block without a router.
+            params8: 8-bit weights of this block's parameters, from `ep.quantize_params`. Gradients
+                go to the parameters, their masters.
 
         Returns:
-            (y, aux), with return_stats (y, aux, stats). While it initialises, from a LayerSpec
-            too: x and 0, no token is moved.
+            (y, aux), with return_stats (y, aux, stats). During initialisation, x and 0: no token
+            is moved.
 
         Raises:
             InvalidArgumentError: a stack without layer_index, or an index without a stack.
@@ -180,7 +180,7 @@ class MoEBlock(linen.Module):  # type: ignore[misc]
         Call it by `apply(..., method="update_expert_bias", mutable="expert_bias")`.
 
         Args:
-            tokens_per_expert: int32 [E], of the stats that `__call__` returns with return_stats.
+            tokens_per_expert: int32 [E], from the stats of a call with return_stats.
             rate: size of the step.
 
         Raises:

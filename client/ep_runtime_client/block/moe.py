@@ -52,11 +52,10 @@ class MoEStats(NamedTuple):
         tokens_per_expert: int32 [E], slots routed to each expert over the global batch.
         dropped: int32 [], slots that found no row, over the global batch.
         num_recv: int32 [R], aligned rows demanded of each slab.
-        routing: as `route` gave it, or the caller's: topk_idx and topk_weights [..., K], probs and
-            logits [..., E] (None where a caller's routing has none), laid out as x. Gradients flow
-            through its weights, probs and logits, as a z-loss, a balance loss per sequence or
-            Hugging Face's loss over all layers want it. Where no result of a program needs one,
-            it costs nothing.
+        routing: the Routing that the call used, sharded as x: topk_idx and topk_weights [..., K],
+            probs and logits [..., E] (None if a routing of your own has none). Use it for a z-loss,
+            a balance loss per sequence or Hugging Face's loss over all layers: gradients flow
+            through weights, probs and logits. It costs nothing unless it is used.
     """
 
     tokens_per_expert: jax.Array
@@ -180,8 +179,9 @@ def moe(
         scaling_factor: as in `route`.
         aux_loss_coeff: as in `aux_loss`.
         apply_topk_weights_early: multiply the routing weights into the activations before wo
-            (True), or into the experts' outputs in combine (False); only rounding differs. None takes the faster one: before wo on GPUs whose kernels fuse the activation. A
-            wo_bias is always weighted in combine.
+            (True), or into the experts' outputs in combine (False); only rounding differs. None
+            takes the faster one: before wo on GPUs whose kernels fuse the activation. A wo_bias is
+            always weighted in combine.
         apply_topk_weights_to_input: multiply the routing weights into the tokens before wi, in f32
             and rounded to compute_dtype, as Llama-4 does. Outputs and biases are then summed
             unweighted. Excludes apply_topk_weights_early=True.

@@ -53,25 +53,26 @@ class MoEBlock(nnx.Module):  # type: ignore[misc]
 
     Parameters are nnx.Params `router`, `wi`, `wo` (and `wi_bias`, `wo_bias`) of the shapes of
     `MoEParams`; with `separate` `wi_0` (gate) and `wi_1` (up) and their `wi_0_bias`, `wi_1_bias`.
-    Their `out_sharding` metadata are the logical names of `params.LOGICAL_AXES`: under
-    `jax.set_mesh` and `nnx.logical_axis_rules(rules.logical)` they are made sharded, elsewhere
-    `ep.sharding.rules(...).shardings(nnx.state(block), mesh)` places them. Rules that are in place
-    when the block is called tell `ep.moe` how its parameters lie (`params_spec`). The layer is a
-    static attribute: it reaches no state and no checkpoint, and `block.layer = other` exchanges it.
+    Their `out_sharding` metadata are logical names. Under `jax.set_mesh` and
+    `nnx.logical_axis_rules(rules.logical)` they are created sharded; otherwise shard them by
+    `ep.sharding.rules(...).shardings(nnx.state(block), mesh)`. Rules that are active when the block
+    is called also give `ep.moe` the sharding of its parameters (`params_spec`). The layer is a
+    static attribute, in no state and no checkpoint; `block.layer = other` replaces it.
 
     With a delayed recipe the amax histories of `ep.MoEState` are AmaxHistory variables `wi_x_amax`,
-    `wi_w_amax`, `wo_x_amax` and `wo_w_amax`, and each call moves them. After `block.eval()`, or in
-    an `nnx.view` with use_running_average=True, as of BatchNorm, scales come from the histories as
-    they are, and calls leave them; `block.train()` goes on.
+    `wi_w_amax`, `wo_x_amax` and `wo_w_amax`, which each call moves. After `block.eval()`, or in an
+    `nnx.view` with use_running_average=True, calls use them unchanged, like BatchNorm;
+    `block.train()` moves them again.
 
     Args:
-        layer_or_spec: a registered layer; a layer stack, of which each call names one layer; or a
-            LayerSpec with num_experts and hidden_size, which initialises and needs no daemon.
+        layer_or_spec: a registered layer; a layer stack, with a layer_index in each call; or a
+            LayerSpec with num_experts and hidden_size, which is enough to initialise, without a
+            daemon.
         mlp_dim: M.
-        rngs: its stream `params` draws the parameters.
+        rngs: random streams; the parameters use its stream `params`.
         gated: as in `init_moe_params`.
         use_bias: as in `init_moe_params`.
-        use_router: as in `init_moe_params`; without one every call has `routing=`.
+        use_router: as in `init_moe_params`; without a router every call needs `routing=`.
         param_dtype: as in `init_moe_params`.
         kernel_init: as in `init_moe_params`.
         separate: as in `init_moe_params`.
@@ -79,7 +80,7 @@ class MoEBlock(nnx.Module):  # type: ignore[misc]
         **options: the other keyword arguments of `ep.moe`, the same in every call.
 
     Raises:
-        InvalidArgumentError: no such option, a spec without sizes, or no layer at all.
+        InvalidArgumentError: an unknown option, a spec without sizes, or no layer.
 
     Cost: that of `ep.moe`; the block adds nothing.
 
@@ -164,9 +165,9 @@ class MoEBlock(nnx.Module):  # type: ignore[misc]
         Args:
             x: [T, H] or [B, S, H].
             layer_index: of a layer stack, a Python int or a traced int32 []; else None.
-            routing: as in `ep.moe`, of a block without a router.
-            params8: of `ep.quantize_params`: 8-bit weights of this block's parameters, which are
-                the masters and get the gradients.
+            routing: as in `ep.moe`, for a block without a router.
+            params8: 8-bit weights of this block's parameters, from `ep.quantize_params`. Gradients
+                go to the parameters, their masters.
 
         Returns:
             (y, aux), with the option return_stats (y, aux, stats).
@@ -209,7 +210,7 @@ class MoEBlock(nnx.Module):  # type: ignore[misc]
         """Moves the block's `expert_bias` as `ep.update_expert_bias` does.
 
         Args:
-            tokens_per_expert: int32 [E], of the stats that `__call__` returns with return_stats.
+            tokens_per_expert: int32 [E], from the stats of a call with return_stats.
             rate: size of the step.
 
         Raises:

@@ -24,9 +24,9 @@ class Quantizing:
     """An optimizer that also returns the updated weights in 8 bits; `quantizing` makes it.
 
     Attributes:
-        init: masters -> state, the inner optimizer's.
-        update: (gradients, state, masters) -> (updates of the masters, state), the inner
-            optimizer's.
+        init: masters -> state of the wrapped optimizer.
+        update: (gradients, state, masters) -> (updates of the masters, state), as in the wrapped
+            optimizer.
         recipe: how weights are quantized.
         layer: as in `quantize_params`.
     """
@@ -56,17 +56,16 @@ class Quantizing:
         """Updates the masters like `optax.apply_updates` and returns them in 8 bits as well.
 
         Args:
-            masters: a pytree with MoEParams in it; donated to the `jit` around, it is updated in
-                place.
-            updates: of `update`.
+            masters: a pytree with MoEParams in it; updated in place if it is donated to the `jit`.
+            updates: the updates that `update` returned.
 
         Returns:
-            (masters, params8): masters alone go into a checkpoint.
+            (masters, params8); save only the masters in checkpoints.
 
         Raises:
             InvalidArgumentError: as by `quantize_params`.
 
-        Cost: that of the update and of `quantize_params`; masters move over no link.
+        Cost: that of the update and of `quantize_params`; masters stay on their devices.
         """
         masters = optax.apply_updates(masters, updates)
         return masters, self.quantize(masters)
@@ -80,26 +79,25 @@ def quantizing(
 ) -> Quantizing:
     """Wraps an optimizer so that it quantizes the experts' weights once per step.
 
-    It does so after the update.
-
-    Its state is that of tx, and gradients are the masters', by `straight_through` in the loss. What
-    takes an optimizer by its `init` and `update` takes this one; a chain goes inside.
+    It quantizes them after the update. Its state is that of tx, and the loss uses
+    `straight_through`, so that gradients are those of the masters. It works wherever an optimizer
+    with `init` and `update` does; put a chain of optimizers inside it.
 
     Args:
         tx: any optax optimizer of the masters.
         recipe: as in `quantize_params`.
-        layer: likewise.
+        layer: as in `quantize_params`.
 
     Returns:
-        Quantizing, whose `apply_updates` gives (masters, params8).
+        Quantizing, whose `apply_updates` returns (masters, params8).
 
     Raises:
         InvalidArgumentError: a recipe that `quantize_params` refuses.
 
-    Cost: nothing by itself; a step's is that of `quantize_params`.
+    Cost: nothing here; each step has the cost of `quantize_params`.
 
-    Source: masters in full precision beside 8-bit weights are from Micikevicius et al. 2018, "Mixed
-    Precision Training" (arXiv:1710.03740).
+    Source: masters in full precision next to weights of fewer bits are from Micikevicius et al.
+    2018, "Mixed Precision Training" (arXiv:1710.03740).
 
     Examples:
         >>> tx = ep.optax.quantizing(optax.adamw(1e-3), ep.recipes.TensorScaling())

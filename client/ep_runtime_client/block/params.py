@@ -47,12 +47,12 @@ _NOT_GIVEN: Any = object()
 class MoEParams:
     """The weights of a router and its experts, as a pytree.
 
-    `ep.quantize_params` puts QuantizedTensors in the place of wi and wo.
+    `ep.quantize_params` replaces wi and wo by QuantizedTensors.
 
     Attributes:
-        router: [H, E], or None where each call of `moe` brings its `routing`.
+        router: [H, E], or None if each call of `moe` gets a `routing`.
         wi: [E, H, 2, M] (0 gate, 1 up), [E, H, 2M] (gate then up), a pair (gate, up) of
-            [E, H, M], which is read where it lies, or [E, H, M] ungated.
+            [E, H, M], which is used without a copy, or [E, H, M] ungated.
         wo: [E, M, H].
         wi_bias: [E, 2, M] ([E, 2M], a pair of [E, M], or [E, M], as wi is), or None.
         wo_bias: [E, H], or None; both biases or neither.
@@ -93,7 +93,7 @@ class MoEParams:
 
         Args:
             router: [H, E], or None.
-            wi_0: [E, H, M], the gate, or all there is.
+            wi_0: [E, H, M], the gate, or the whole wi of ungated parameters.
             wi_1: [E, H, M], up; None makes ungated parameters.
             wo: [E, M, H].
             wi_0_bias: [E, M], or None.
@@ -105,7 +105,7 @@ class MoEParams:
             MoEParams with wi [E, H, 2, M], or [E, H, M] ungated.
 
         Raises:
-            InvalidArgumentError: some biases of the experts but not all; names the missing ones.
+            InvalidArgumentError: some biases of the experts are given, but not all.
 
         Cost: one copy of wi_0 and wi_1.
         """
@@ -126,7 +126,7 @@ class MoEParams:
         wi_1 is None for ungated parameters.
 
         Raises:
-            InvalidArgumentError: a weight that is quantized: its masters come apart.
+            InvalidArgumentError: a weight is quantized; call it on the masters.
 
         Cost: one copy of wi, where it is not a pair.
         """
@@ -246,22 +246,22 @@ def init_moe_params(
         layer_or_spec: a layer, or a LayerSpec with num_experts and hidden_size set.
         mlp_dim: M.
         gated: wi [E, H, 2, M] instead of [E, H, M].
-        use_bias: with biases of the experts.
-        use_router: with a router; without one calls of `moe` bring their `routing`. The experts
-            are the same either way.
-        param_dtype: of the experts; the router is float32 unless this is wider.
-        kernel_init: an initializer of JAX, f(key, shape, dtype), called for each matrix by itself
-            (the router, every expert's gate, up and wo), so that it sees the right fan-in.
-        separate: wi is a pair (gate, up) of [E, H, M], and its bias one of [E, M]; other values
-            than without it are drawn.
+        use_bias: add biases of the experts.
+        use_router: add a router; without it calls of `moe` need `routing`. The experts get the same
+            values either way.
+        param_dtype: dtype of the experts; the router is float32 unless this is wider.
+        kernel_init: an initializer of JAX, f(key, shape, dtype), called separately for each matrix
+            (the router, every expert's gate, up and wo), so that it gets the right fan-in.
+        separate: wi is a pair (gate, up) of [E, H, M], and its bias a pair of [E, M]. The values
+            differ from those without it.
 
     Returns:
         MoEParams: router [H, E] or None, wi [E, H, 2, M], a pair of [E, H, M], or [E, H, M], wo
         [E, M, H], and the biases.
 
     Raises:
-        InvalidArgumentError: a spec without num_experts or hidden_size, mlp_dim below 1, or what
-            is not gated kept separate.
+        InvalidArgumentError: a spec without num_experts or hidden_size, mlp_dim below 1, or
+            separate=True with gated=False.
 
     Cost: one draw of every matrix on the default device, or sharded under `jax.jit` with
     out_shardings.

@@ -31,31 +31,35 @@ def quantize_params(
 ) -> Tree:
     """Quantizes the experts' weights once, in every layout that the matmuls of `moe` need.
 
-    `moe` takes the result in the place of params, without `recipe`: what it computes are the bits
-    of `recipe` with plain arrays, and nothing of a weight is quantized again, forward or backward,
-    in a scan or under `jax.checkpoint`. Made in the differentiated function, gradients go straight
-    through to params. Made once per optimizer step outside of it, `straight_through` says where
-    they go. A checkpoint holds the params (the masters) alone.
+    Pass the result to `moe` as params, without `recipe`. The results have the same bits as with
+    `recipe` and plain arrays, and no weight is quantized again, in backward, a scan or
+    `jax.checkpoint`. There are two ways to use it:
+
+    - inside the differentiated function: gradients go straight through to params;
+    - once per optimizer step, outside it: `straight_through` directs the gradients to params.
+
+    Save params (the masters) in checkpoints, not the result.
 
     Args:
-        params: MoEParams, or any pytree with some in it, of which everything else stays as it is.
-            wi and wo may be those of a stack of layers, [layers, E, ...] for `scan`.
-        recipe: one of `ep.recipes` for wi and wo, or a pair for (wi, wo) of which None leaves one
-            as it is. Not delayed: those scales come with each call's state.
-        layer: whose mesh and axes the sharding rules resolve against. Without it they come from
-            the layout of params; needed inside a shard_map of the user, and for exports.
-        params_spec: as in `moe`, where traced arrays in a shard_map cannot tell how they lie.
-        weights_only: nothing but quantized weights, with None for all else and no way back for
-            gradients: what is kept from step to step beside the masters, a byte per value (two on
-            GPUs, and with MXFP8) and the scales. `straight_through` puts them together again.
+        params: MoEParams, or any pytree that contains some; other arrays stay as they are. wi and
+            wo may be those of a stack of layers, [layers, E, ...] for `scan`.
+        recipe: one of `ep.recipes` for wi and wo, or a pair for (wi, wo); None in a pair leaves
+            that weight as it is. Not a delayed recipe, because its scales come with each call's
+            state.
+        layer: the layer whose mesh and axes the sharding rules use. Without it they come from the
+            sharding of params; required inside a shard_map, and for exports.
+        params_spec: as in `moe`, for traced arrays in a shard_map.
+        weights_only: return quantized weights only, with None for all else and no gradients. They
+            take a byte per value (two on GPUs, and with MXFP8) and the scales between steps.
+            `straight_through` combines them with the masters.
 
     Returns:
-        Like params, with a QuantizedTensor for each weight that has a recipe: `data` and scales
-        lie on the mesh as the weight does, on GPUs with Hopper's kernels also `transposed`. A pair
-        (gate, up) becomes one, [E, H, 2, M].
+        Like params, with a QuantizedTensor for each weight that has a recipe. Its data and scales
+        are sharded as the weight; on Hopper GPUs it also has `transposed`. A pair (gate, up)
+        becomes one array, [E, H, 2, M].
 
     Raises:
-        InvalidArgumentError: params without MoEParams, or quantized already; no recipe, or a
+        InvalidArgumentError: params have no MoEParams, or are quantized already; no recipe, or a
             delayed one; sizes that the recipe cannot tile.
 
     Cost: one read of the weights (with tensor scales two), and one write of those bytes. With
@@ -90,21 +94,20 @@ def quantize_params(
 def straight_through(masters: Tree, params8: Any) -> Tree:
     """Puts quantized weights in place of their masters, so that gradients still go to the masters.
 
-    For weights that are quantized outside of the differentiated function, once for all microbatches
-    of an optimizer step: `loss(masters, params8, batch)` calls the model with
-    `straight_through(masters, params8)`, and `jax.grad(loss)` is the masters' gradient, in their
-    dtypes, for any optimizer. Values of masters are not read where a weight is quantized.
+    Use it if weights are quantized once per optimizer step, outside the differentiated function.
+    `loss(masters, params8, batch)` calls the model with `straight_through(masters, params8)`, and
+    `jax.grad(loss)` is the gradient of the masters, in their dtypes, for any optimizer. The values
+    of masters that are quantized are not read.
 
     Args:
-        masters: MoEParams, or a pytree with some in it.
-        params8: of `quantize_params(masters, ...)`, with or without weights_only.
+        masters: MoEParams, or a pytree that contains some.
+        params8: the result of `quantize_params(masters, ...)`, with or without weights_only.
 
     Returns:
-        Like masters, with the quantized weights of params8; everything else is the masters'.
+        Like masters, with the quantized weights of params8 in place of the masters'.
 
     Raises:
-        InvalidArgumentError: masters and params8 do not fit each other; names the weight and both
-            shapes.
+        InvalidArgumentError: masters and params8 do not fit each other.
 
     Cost: none.
 

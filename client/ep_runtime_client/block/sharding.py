@@ -1,9 +1,9 @@
 """`ep.sharding`: shardings of weights and batches, from the logical names of their dims.
 
-Two layouts. "fsdp+ep" spreads experts over ep and their H over fsdp. "shard-exp-on-fsdp" spreads
-experts over ep and fsdp together, ep major, and leaves each expert's matrices whole: an optimizer
-that looks at whole matrices (Muon) then needs no collective, and the rules of `grouped_gemm` gather
-over fsdp alone and give the gradient back on (ep, fsdp).
+There are two layouts. "fsdp+ep" shards experts over ep and their H over fsdp. "shard-exp-on-fsdp"
+shards experts over ep and fsdp together, ep major, and keeps each expert's matrices whole.
+Optimizers of whole matrices (Muon) then need no collective. `grouped_gemm` gathers over fsdp only,
+and its gradient is sharded over (ep, fsdp).
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ class GroupAxes(TypedDict):
 
 @dataclasses.dataclass(frozen=True)
 class Rules:
-    """Sharding rules: the mesh axes that shard each logical dim name; `rules` makes them.
+    """The mesh axes that shard each logical name of a dim, as `rules` returns them.
 
     Hashable.
 
     Attributes:
         mesh_axes: the axes that the rules know, outermost first.
-        logical: (name, axes) pairs as flax takes them, in `nnx.logical_axis_rules` and
+        logical: (name, axes) pairs for flax's `nnx.logical_axis_rules` and
             `linen.logical_axis_rules`.
-        outer: axes of the batch beside ep, outermost first.
+        outer: further axes of the batch, outermost first.
         ep: axes of expert parallelism.
     """
 
@@ -104,9 +104,8 @@ class Rules:
     def spec(self, names: Names) -> PartitionSpec:
         """Returns the PartitionSpec of an array whose dims have these logical names.
 
-        None is the name of a dim that is not sharded.
-
-        An axis that an earlier dim took is left out of later ones, as flax.linen does.
+        None is the name of a dim that is not sharded. Each axis shards one dim only, the first that
+        names it, as in flax.linen.
 
         Args:
             names: one per dim of the array.
@@ -134,18 +133,18 @@ class Rules:
         """Returns a NamedSharding for each array of a tree, as `jax.device_put` or orbax take it.
 
         Args:
-            tree: arrays or ShapeDtypeStructs. Names come from MoEParams, wherever they are in the
-                tree (an optimizer's state too), and from the metadata of flax's nnx.Variables and
-                linen boxes. A tuple of names or a PartitionSpec of names stands for an array.
-                An array without names is on every device. 8-bit weights of `quantize_params` lie as
-                the weights, their scales along.
+            tree: arrays or ShapeDtypeStructs. The logical names come from MoEParams, anywhere in
+                the tree (also in an optimizer's state), and from the metadata of flax's
+                nnx.Variables and linen boxes. A tuple of names, or a PartitionSpec of names, stands
+                for an array. Arrays without names are replicated. 8-bit weights of
+                `quantize_params`, and their scales, are sharded as the weights.
             mesh: Auto or Explicit; axes that it lacks are left out.
 
         Returns:
-            The tree with shardings in the arrays' places (in a linen box's place for a box).
+            The tree with a sharding in place of each array (or of its linen box).
 
         Raises:
-            InvalidArgumentError: a dim that its axes do not divide; names array, dim and axes.
+            InvalidArgumentError: the axes of a dim do not divide it.
         """
         here = self.on(mesh)
 
@@ -179,12 +178,12 @@ def rules(
 
     Args:
         kind: "fsdp+ep" or "shard-exp-on-fsdp".
-        dp: the mesh's axes of plain data parallelism: a name, a tuple (major first) or None; axes
-            that a mesh lacks are left out there. MaxText's are "data".
-        fsdp: likewise, of data parallelism that shards weights.
-        ep: likewise, of experts. MaxText's are "expert", or ("context", "expert").
-        tp: likewise, of tensor parallelism.
-        logical: names to add or to place elsewhere, with their axes.
+        dp: mesh axes of plain data parallelism: a name, a tuple (major first) or None. Axes that a
+            mesh lacks are left out. MaxText's is "data".
+        fsdp: mesh axes of data parallelism that also shard weights.
+        ep: mesh axes of the experts. MaxText's are "expert", or ("context", "expert").
+        tp: mesh axes of tensor parallelism.
+        logical: axes of further logical names, or other axes for these names.
 
     Returns:
         Rules for the parameters of `ep.moe` (exp, embed_moe, mlp_moe), for dense parameters (embed,
@@ -193,9 +192,8 @@ def rules(
     Raises:
         InvalidArgumentError: an unknown kind, or one axis in two roles.
 
-    Source: logical names are flax's; "shard-exp-on-fsdp" is MaxText's layout of that name; matrices
-    that stay whole are what Muon orthogonalizes (Jordan et al. 2024,
-    kellerjordan.github.io/posts/muon).
+    Source: logical names are flax's; "shard-exp-on-fsdp" is MaxText's layout of that name; Muon
+    orthogonalizes whole matrices (Jordan et al. 2024, kellerjordan.github.io/posts/muon).
 
     Examples:
         >>> rules = ep.sharding.rules("fsdp+ep").on(mesh)

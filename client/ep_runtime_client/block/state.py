@@ -32,9 +32,9 @@ class MoEState:
     them.
 
     Attributes:
-        wi: DelayedState of the first product, its x of the rows that experts got, its w of their
-            kernels, each f32 [history, E], newest first; None where wi's recipe keeps none.
-        wo: likewise of the second product, whose rows are activations.
+        wi: DelayedState of the matmul with wi: x for the rows that experts got and w for their
+            kernels, each f32 [history, E], newest first. None if wi's recipe is not delayed.
+        wo: likewise of the matmul with wo, whose rows are activations.
     """
 
     wi: DelayedState | None = None
@@ -50,18 +50,18 @@ def init_moe_state(
     """Makes the first state for `ep.moe` with delayed scaling: zeros, which stand for scales of 1.
 
     Args:
-        layer_or_spec: a layer, or a LayerSpec with num_experts and hidden_size set. A stack's is
-            that of one of its layers.
-        recipe: as in `moe`, with delayed scaling of at least one product.
+        layer_or_spec: a layer, or a LayerSpec with num_experts and hidden_size set. For a stack it
+            returns the state of one layer.
+        recipe: as in `moe`, with delayed scaling for at least one matmul.
 
     Returns:
-        MoEState: DelayedState of f32 [history, E] for each product whose recipe is delayed, None
+        MoEState: DelayedState of f32 [history, E] for each matmul whose recipe is delayed, None
         for the other.
 
     Raises:
         InvalidArgumentError: no recipe is delayed, or a spec without num_experts or hidden_size.
 
-    Cost: none to speak of, 2 * history * E f32 zeros for each such product.
+    Cost: 2 * history * E f32 zeros for each of these matmuls.
 
     Examples:
         >>> recipe = ep.recipes.TensorScaling(delayed=True)

@@ -32,15 +32,14 @@ class MemoryEstimate(NamedTuple):
         dispatched_bytes_per_layer: tokens [C, H] and weights [C] f32 that one dispatch returns;
             a block call returns none.
         capacity_per_rank: C, rows of one slab.
-        plan_bytes_per_layer: the arrays of one plan, which backward needs again. A block call keeps
-            them up to 4 MiB, or an eighth of its tokens' bytes, and makes larger ones again.
-        workspace_bytes_per_device: of the larger block call of a layer, with rows of
-            max_token_dtype, float32 at most, or of 16 bits where that is narrower or a recipe
-            quantizes; between nodes with the rows that come and the sums that go back. XLA gives
-            it to one layer after another, and to other ops between. None where mlp_dim was not
-            said, or the transport has no block calls.
-        kept_bytes_per_layer: rows of the first product that a block call's forward keeps for its
-            backward; None as above.
+        plan_bytes_per_layer: the arrays of one plan, saved for backward. A block call computes a
+            plan of more than 4 MiB and more than an eighth of its tokens' bytes again instead.
+        workspace_bytes_per_device: the workspace of a block call, the larger of forward and
+            backward; all layers share it. Rows have max_token_dtype, at least 16 and at most 32
+            bits, or 16 bits with a recipe that quantizes. Between nodes it includes the rows on
+            their way. None without mlp_dim, or if the transport has no block calls.
+        kept_bytes_per_layer: rows of the first matmul that a block call saves for backward; None
+            as above.
     """
 
     staging_bytes_per_rank: int
@@ -146,22 +145,22 @@ def estimate_memory(
     Args:
         name: as in `Session.create_group`.
         mesh: as in `Session.create_group`, or an AbstractMesh.
-        transport: as in `Session.create_group`; "auto" counts block calls, and windows of shared
-            memory, which have room for more than those of GPUs ("nvlink").
-        node_size: ranks of an EP group that lie on one node, with "nccl" on GPUs, which carries
-            rows between nodes, or "auto"; `create_group` hears it from the daemons. 0: all of them.
-        mlp_dim: M of the layers; of one device where tp splits it, unless `workspace` is bytes,
-            which count M whole. None leaves the workspace out.
+        transport: as in `Session.create_group`; "auto" counts block calls and windows in host
+            memory, which are larger than those of GPUs ("nvlink").
+        node_size: number of an EP group's ranks on one node, for "nccl" between nodes and for
+            "auto"; `create_group` gets it from the daemons. 0: all of them.
+        mlp_dim: M of the layers. If tp shards M, give M of one device, or the whole M if
+            `workspace` is in bytes. None leaves the workspace out.
         gated, keep, keep_factor: as in `ep.moe`.
-        recipe: likewise; one with which `ep.moe` takes slabs leaves the workspace out.
+        recipe: as in `ep.moe`; a recipe that needs slabs leaves the workspace out.
         **arguments: the others of `Session.create_group`.
 
     Returns:
         MemoryEstimate, in bytes per rank.
 
     Raises:
-        InvalidArgumentError: as `Session.create_group`, or where `workspace` is bytes that hold no
-            call of such layers.
+        InvalidArgumentError: as `Session.create_group`, or `workspace` in bytes is too small for a
+            call of these layers.
 
     Cost: arithmetic on sizes.
     """

@@ -43,14 +43,13 @@ class Group:
     `Session.create_group` makes it. Thread-safe.
 
     Attributes:
-        name: inside (uid, job).
-        spec: everything that the daemon and compiled programs know of it; its `node_size` says how
-            many consecutive ep ranks share windows where an EP group spans nodes.
-        mesh: the mesh it was created on.
-        session: the session it belongs to.
-        generation: of the daemon; grows whenever the group is formed anew.
-        native_group: as the native library has it; None for transport "xla".
-        reattached: True where the windows of an earlier process were taken over.
+        name: unique among the groups of the user and job.
+        spec: all settings of the group.
+        mesh: the mesh that it was created on.
+        session: the session that it belongs to.
+        generation: the daemon's count of how often the group was formed; it grows each time.
+        native_group: the group's object in the native library; None for transport "xla".
+        reattached: True if it uses the windows of an earlier process again.
     """
 
     def __init__(self, session: GroupOwner, mesh: Mesh, formed: Formed) -> None:
@@ -104,18 +103,17 @@ class Group:
             top_k: K, at most the group's max_top_k.
             alignment: rows; None takes the group's.
             in_flight: dispatches of the layer that may be open at once, at most `lanes`.
-            replace: take the place of a layer, or stack, of that name with other settings, here
-                and at the daemon. Waits, bounded, for calls under way; programs made for the other
-                one then fail with StaleHandleError, and what this returns is traced anew. Every
-                process of the group does so before it is used: calls for different layers of one
-                name wait for each other, and fail at op_timeout_s.
+            replace: replace a layer, or stack, of that name that has other settings. It waits, for
+                a bounded time, for calls that run; programs compiled for the old layer then fail
+                with StaleHandleError. Every process of the group must replace the layer before any
+                uses it: otherwise calls wait for each other and fail after op_timeout_s.
 
         Returns:
-            The EpLayer: static data, by which ops find the group when they are traced.
+            The EpLayer: hashable and static, for use inside and outside `jit`.
 
         Raises:
-            InvalidArgumentError: more than the group has, with both numbers.
-            SpecMismatchError: the name has other settings, and no `replace`.
+            InvalidArgumentError: top_k, alignment or in_flight is more than the group allows.
+            SpecMismatchError: the name has other settings, and `replace` is False.
             StaleHandleError: the group was closed or reclaimed.
 
         Cost: one RPC; no memory. Nothing in a step.
@@ -183,7 +181,7 @@ class Group:
         `stack[i]` is one of them, with i a Python or a traced int.
 
         Args:
-            name: of the stack, unique in the group.
+            name: name of the stack, unique in the group.
             num_layers: 1 or more.
             top_k: as in `register_layer`, the same for all.
             alignment: as in `register_layer`, the same for all.
@@ -194,7 +192,7 @@ class Group:
             The LayerStack.
 
         Raises:
-            InvalidArgumentError: num_layers is no integer, or out of range.
+            InvalidArgumentError: num_layers is not an integer, or is out of range.
             EpRuntimeError: as `register_layer` does.
 
         Cost: one RPC. A scan over the stack compiles its body once.
@@ -221,17 +219,17 @@ class Group:
         """Returns a registered layer or stack by its name, or one layer of a stack by "stack[i]".
 
         Args:
-            name: of a layer or a stack, or "stack[i]".
+            name: name of a layer or a stack, or "stack[i]".
 
         Returns:
             The EpLayer or LayerStack.
 
         Raises:
-            StaleHandleError: nothing of that name is registered; says what is.
-            InvalidArgumentError: name is no printable text, or too long.
-            EpRuntimeError: the daemon, asked for a name that this process does not know, is away.
+            StaleHandleError: no layer of that name is registered.
+            InvalidArgumentError: name is not printable text, or is too long.
+            EpRuntimeError: this process does not know the name, and the daemon does not answer.
 
-        Cost: none for a layer that this process knows; else one RPC.
+        Cost: no RPC for a layer that this process knows; else one.
         """
         check_name("layer", name)
         with self._lock:
@@ -297,11 +295,11 @@ class Group:
             `arrays`, every value of which was computed while all processes lived.
 
         Raises:
-            EpRuntimeError: the class in the report; else PeerLostError where a process of the group
-                is gone or fenced, SessionFencedError where this one is, StaleHandleError after
-                close, reclaim, or replacement.
+            EpRuntimeError: the class in the report; else PeerLostError if a process of the group is
+                gone or fenced, SessionFencedError if this process is, StaleHandleError after a
+                close, reclaim or replacement.
 
-        Cost: none without arrays: it reads what the library kept; with arrays the wait for them.
+        Cost: reads a report in memory; with arrays it waits for them.
         """
         if arrays is not None:
             import jax  # a control plane without JAX has no arrays

@@ -15,20 +15,22 @@ from ep_runtime_client.ops.kernels import ffi
 def export_checks() -> Sequence[DisabledSafetyCheck]:
     """Returns the `disabled_checks` that `jax.export.export` needs if a program uses our ops.
 
-    JAX exports unknown custom calls only where it is told that they stay compatible. Ours do:
-    their names carry a version, their attributes hold names and sizes, and a program made for
-    other settings of group or layer ends with StaleHandleError where it runs.
+    JAX exports unknown custom calls only if the caller says that they stay compatible. Ours do:
+    their names carry a version and their attributes hold names and sizes. A program made for other
+    settings of group or layer fails with StaleHandleError.
 
-    Where an exported program or a serialized executable is loaded, the group must be open and its
-    layers registered before it runs; nothing of it is traced there. GPU kernels of `grouped_gemm`
-    are known there once a group of transport "nvlink" is open, or any `grouped_gemm` was traced.
-    Arguments and results may be our classes (MoEParams, Dispatched, plans, QuantizedTensor and the
-    other pytrees); a process that never named `ep.moe` names it before it loads such a program.
+    A process that loads an exported program or a serialized executable must:
+
+    - open the group and register its layers before it runs the program;
+    - for `grouped_gemm` on GPUs, have a group of transport "nvlink" open or have traced any
+      `grouped_gemm`;
+    - for arguments or results of our classes (MoEParams, Dispatched, plans, QuantizedTensor), name
+      `ep.moe` before it loads the program.
 
     Returns:
-        One check per custom call; other checks stay on.
+        One disabled check per custom call; other checks stay on.
 
-    Cost: none, it lists names; the first call imports what was not used yet.
+    Cost: a list of names; the first call imports modules that were not used yet.
 
     Source: JAX's `jax.export.DisabledSafetyCheck.custom_call`.
     """

@@ -94,16 +94,17 @@ class Collective:
     """One collective that an op of the runtime adds to a compiled program.
 
     Attributes:
-        kind: of KINDS.
+        kind: XLA's name of the collective, such as "all-gather".
         op: prepare, dispatch, combine, dispatch_bwd, combine_bwd, block, block_bwd, grouped_gemm,
-            grouped_quantize, activation, dense, router, aux_loss, stats; experts is what lies
-            between them in `moe`.
-        layer: the layer's name (of a stack: of its layer 0), "/" as "."; "-" without a layer.
-        cause: "own": the op is made of it. "sum": partial results are added up. "amax": a scale
-            needs the largest value of all devices. "reshard": an operand or a result does not
-            lie as the op wants it, or as its user does.
+            grouped_quantize, activation, dense, router, aux_loss or stats; "experts" for the rest
+            of `moe`.
+        layer: the layer's name (for a stack that of its layer 0), with "." for "/"; "-" without a
+            layer.
+        cause: "own": the op consists of it. "sum": it adds up partial results. "amax": a scale
+            needs the largest value of all devices. "reshard": an operand or a result is sharded
+            differently than the op, or the op that uses it, needs.
         why: the cause in words.
-        bytes: of its result on one device.
+        bytes: size of its result on one device.
         instruction: its name in the compiled program.
     """
 
@@ -124,10 +125,10 @@ class MoEPath:
     """How `moe` runs the experts of one layer, and why.
 
     Attributes:
-        layer: the layer's name (of a stack: of its layer 0), "/" as ".".
-        path: "block call", one custom call forward and one backward, or "slabs", ops of their own
-            on slabs that have room for the worst case.
-        why: what keeps it to slabs; empty of the block call.
+        layer: the layer's name (for a stack that of its layer 0), with "." for "/".
+        path: "block call" (one custom call forward and one backward) or "slabs" (separate ops on
+            slabs that have room for the worst case).
+        why: the reason for slabs; empty for a block call.
     """
 
     layer: str
@@ -143,7 +144,7 @@ class Explanation:
     """The result of `explain`; `str(result)` is a report.
 
     Attributes:
-        collectives: those that our ops cause, in program order.
+        collectives: collectives that ops of the runtime cause, in program order.
         num_others: the program's other collectives.
         paths: how each layer's `moe` runs, in program order.
     """
@@ -161,18 +162,18 @@ def explain(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     """Reports which collectives the runtime adds to a program, how its experts run, and why.
 
     Args:
-        f: a function of arrays, jitted or not; give jax.jit's own result where it has static
+        f: a function of arrays, jitted or not; pass the result of jax.jit if it has static
             arguments or shardings. It is compiled, not run.
         *args: its arguments: arrays with the shardings of the real call, or
             jax.ShapeDtypeStructs with them.
         **kwargs: likewise, by keyword.
 
     Returns:
-        An Explanation. On transport "memfd" on one node a program whose tokens lie as the group
-        wants them has none in forward; a gradient adds up the weights that are replicated.
+        An Explanation. With transport "memfd" on one node and tokens sharded as the group needs
+        them, forward has no collectives, and backward only sums gradients of replicated weights.
 
     Raises:
-        TypeError: f is not callable, or whatever tracing and compiling it raises.
+        TypeError: f is not callable; also any error of tracing and compiling it.
 
     Cost: one trace and one compilation.
     """

@@ -22,7 +22,7 @@ _COLLECTIVES = ("Gloo ", "NCCL ")
 
 
 def error_of(exc: BaseException) -> errors.EpRuntimeError | None:
-    """Finds the runtime's error in an exception, in its text or in its causes.
+    """Returns the runtime's error that an exception is, has in its text or was raised from.
 
     Args:
         exc: any exception; its text and its `__cause__` chain are read.
@@ -30,7 +30,7 @@ def error_of(exc: BaseException) -> errors.EpRuntimeError | None:
     Returns:
         An EpRuntimeError of the class that the text names, or None.
 
-    Cost: none but reading; never raises.
+    Cost: reads the text; never raises.
     """
     seen: set[int] = set()
     current: BaseException | None = exc
@@ -49,19 +49,17 @@ def error_of(exc: BaseException) -> errors.EpRuntimeError | None:
 def translate_errors() -> Iterator[None]:
     """Re-raises the runtime's errors out of compiled programs as their own class.
 
-    A context manager; each error is raised `from` the one of XLA.
-
-    Programs run asynchronously: keep the `block_until_ready`, or whatever else waits for the
-    result, inside the block.
+    A context manager; each error is raised `from` the one of XLA. Programs run asynchronously, so
+    call `block_until_ready`, or read the result, inside the block.
 
     Raises:
-        EpRuntimeError: the class named in the text of the original error. Also where a group of
-            this process is over, whatever the block raised and where it raised nothing, as its
-            last values may be NaN: PeerLostError where it lost a process, StaleHandleError where
-            it was reclaimed or replaced, SessionFencedError where the session was fenced. Where a
-            collective of XLA failed, that is waited for, 2 s.
+        EpRuntimeError: the class named in the text of the original error. If a group of this
+            process has ended, its last values may be NaN, so this is raised even if the block
+            raised nothing: PeerLostError after the loss of a process, StaleHandleError after a
+            reclaim or a replacement, SessionFencedError after a fence. After a failed collective of
+            XLA it waits up to 2 s for the daemon's report.
 
-    Cost: none, no RPC; it looks at what the daemon told this process.
+    Cost: no RPC; it reads what the daemon has reported to this process.
     """
     try:
         yield

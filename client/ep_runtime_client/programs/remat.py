@@ -18,19 +18,22 @@ def remat_policy(
     """Makes a policy for `jax.checkpoint` that names which results of the runtime's ops to save.
 
     Args:
-        save: tags kept on the device. With "ep_plan" the backward pass runs no second prepare
-            and no second router matmul, with "ep_recv" no second dispatch. The default keeps a
-            plan, and what `moe(keep=...)` says: rows that are stored take longer than those that
-            are made again.
+        save: tags saved on the device. The default saves the plan and the rows of `moe(keep=...)`:
+            storing other rows takes longer than computing them again.
         offload: tags moved to pinned host memory and back.
 
-    Tags: ep_plan (a plan's arrays, the router's logits and choice), ep_recv (dispatched rows and
-    weights; rows that came quantized are ep_q_x too), ep_wi and ep_wo (what the experts' matmuls
-    return), ep_q_x and ep_q_w (quantized operands; weights in both layouts, a byte each, where GPU
-    kernels make both and ep_wi and ep_wo are not kept). Of a block call, which `ep.explain` tells,
-    there are three: ep_plan, with which backward begins with tokens and plan, no forward call
-    before it; ep_kept, the rows that `moe(keep="first")` keeps; and ep_q_w, of a recipe. Without
-    ep_kept backward makes rows, as with "nothing", and without ep_q_w it quantizes weights again.
+    | tag | saves | without it backward repeats |
+    |---|---|---|
+    | ep_plan | a plan, the router's logits and choice | prepare and the router's matmul |
+    | ep_kept | rows of `moe(keep="first")`, in block calls | the first matmul of the experts |
+    | ep_recv | dispatched rows and weights, on slabs | dispatch |
+    | ep_wi, ep_wo | results of the experts' matmuls, on slabs | these matmuls |
+    | ep_q_x | quantized rows | quantizing rows |
+    | ep_q_w | quantized weights, a byte per value and layout | quantizing weights |
+
+    `ep.explain` reports if a layer is a block call or runs on slabs. A block call with ep_plan
+    starts backward from tokens and plan, without a forward call. Rows that `dispatch` quantized are
+    both ep_recv and ep_q_x.
 
     Returns:
         The policy.

@@ -33,8 +33,8 @@ def connect(
     process dies, windows stay allocated for retain_s.
 
     A process has one session per daemon: a second call returns the same session, which ends when
-    each call has been closed. On CPU with jaxlib below 0.12, connect before JAX starts its backends,
-    because they get their threads then. Under tracing the call returns the open session.
+    each call has been closed. On CPU with jaxlib below 0.12, connect before JAX starts its
+    backends, because they get their threads then. Under tracing the call returns the open session.
 
     Args:
         address: `unix:///dir`, a daemon's socket directory (`unix:///dir?uid=N` if user N runs it,

@@ -234,8 +234,8 @@ class Session:
                 rows the call runs in chunks, which costs time and drops nothing (docs/memory.md).
             overlap: on GPUs a block call overlaps exchanges with matmuls that do not need them;
                 results are the same bits either way.
-            replace: replace a group of that name that has other settings. One with the same settings
-                stays, and so do its layers.
+            replace: replace a group of that name that has other settings. One with the same
+                settings stays, and so do its layers.
 
         Returns:
             The Group; layers are registered in it.

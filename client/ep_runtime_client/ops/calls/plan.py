@@ -87,7 +87,7 @@ class Plan:
     It is a pytree, safe under jit, remat, scan, donation and relocation.
 
     Attributes:
-        arrays: the nine arrays with leading dim R; of a group with node_size a few more.
+        arrays: nine arrays with leading dim R; some more in a group over nodes.
         meta: layer, layout, capacity and handle; static.
     """
 
@@ -114,11 +114,11 @@ class Dispatched:
     Attributes:
         tokens: [R, C, H]. Expert-major; each non-empty expert's rows start at an aligned offset.
             Padding rows inside a zone are zero, rows past the last zone are undefined. An array,
-            or a QuantizedTensor where tokens were quantized before they were sent.
+            or a QuantizedTensor if `dispatch` got a recipe or quantized tokens.
         weights: [R, C] f32. Weight of each row, 0 in padding.
         group_sizes: [R, L] int32. Aligned rows per local expert.
         num_recv: [R] int32. Aligned rows demanded before any drop; compare with C.
-        plan: what combine and backward need.
+        plan: the Plan, for `combine` and backward.
     """
 
     tokens: Any

@@ -36,10 +36,10 @@ def dense(
 
     Args:
         x: [..., K'], any float dtype, with any axes on its leading dims; they stay there.
-        kernel: [K', N']. It is gathered over axes that are also on x's leading dims (and over what
-            lies inside them in a tuple such as ('fsdp', 'expert')), with a recipe after it was
-            quantized. Other axes stay on N'; on K' they are summed over.
-        layer: whose mesh the rules resolve against; None reads it off the operands.
+        kernel: [K', N']. It is all-gathered over axes that also shard x's leading dims (and over
+            the minor axes of a tuple such as ('fsdp', 'expert')), after quantization if there is a
+            recipe. Other axes stay on N', or are summed over on K'.
+        layer: the layer whose mesh the sharding rules use; None reads it from the operands.
         bias: [N'] or None, added once, after any sum.
         recipe: how both operands are quantized, in backward too; x is one group.
 
@@ -52,10 +52,10 @@ def dense(
         NotImplementedError: under a vmap, as in `dispatch`, or a second derivative.
 
     Cost: one all-gather of the kernel forward and one backward, and one reduce-scatter of its
-    gradient, over the axes it shares with the rows; never one of an activation.
+    gradient, over the axes that it shares with the rows; never one of an activation.
 
-    Source: gathering a weight where it is used is fully sharded data parallelism, ZeRO's third
-    stage (arXiv:1910.02054).
+    Source: gathering weights before use is fully sharded data parallelism, ZeRO's third stage
+    (arXiv:1910.02054).
     """
     if jnp.ndim(x) == 1:
         return dense(x[None], kernel, layer=layer, bias=bias, recipe=recipe)[0]

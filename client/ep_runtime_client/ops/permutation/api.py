@@ -90,8 +90,8 @@ def permute(
           collectives.
         - rows is num_out_tokens, or with align_size the most that these slots can need padded. Rows
           of an expert come in the order of tokens, then slots.
-        - A shard with more slots than rows drops as `ep.dispatch` does: every expert keeps its first
-          rows up to a common level, and experts share the rest in index order. A dropped slot
+        - A shard with more slots than rows drops as `ep.dispatch` does: every expert keeps its
+          first rows up to a common level, and experts share the rest in index order. A dropped slot
           contributes zero to unpermute and gets zero gradient.
 
         Differentiable in tokens and probs.

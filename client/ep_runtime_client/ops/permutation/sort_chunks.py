@@ -29,24 +29,24 @@ class _Sort:
 def sort_chunks(
     x: jax.Array, split_sizes: jax.Array, order: jax.Array, *, x_spec: Spec | None = None
 ) -> jax.Array:
-    """Reorders chunks of rows, so that chunk `order[j]` comes j-th.
+    """Reorders chunks of rows so that chunk `order[j]` comes j-th.
 
     Args:
         x: [rows, ...] or, of n shards, [n * rows, ...], any dtype.
-        split_sizes: [m] or [n, m] int, on the device. Rows of each chunk, in the order they lie.
-        order: [m] or [n, m] int, a permutation of 0 .. m-1; [m] serves all shards.
-        x_spec: PartitionSpec of x on the ambient mesh, or a NamedSharding; only its dims 0 count.
-            Where nothing else tells how x lies, the partitioner finds out.
+        split_sizes: [m] or [n, m] int, on the device: rows of each chunk of x, in order.
+        order: [m] or [n, m] int, a permutation of 0 .. m-1; [m] is used for all shards.
+        x_spec: PartitionSpec of x on the ambient mesh, or a NamedSharding, of which dim 0 counts.
+            None leaves it to the partitioner if x does not carry its sharding.
 
     Returns:
-        Like x, dim 0 over the same axes. Rows past sum(split_sizes) of a shard are zero and get
-        zero gradient. Differentiable in x.
+        Like x, with dim 0 sharded over the same axes. Rows past sum(split_sizes) of a shard are
+        zero and get zero gradient. Differentiable in x.
 
     Raises:
         InvalidArgumentError: shapes or dtypes do not fit, or the shards of x do not divide n.
 
-    Sizes [m] of an x that lies over several devices are one list for all its rows: right, but not
-    without collectives. With [n, m] over n shards, or a multiple, there is none.
+    With [n, m] sizes for n shards there are no collectives. With [m] sizes the chunks are those of
+    the whole x, which needs collectives if x is sharded.
 
     Cost: one gather of the rows; no host sync, no loop over chunks.
 

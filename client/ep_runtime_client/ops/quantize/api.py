@@ -33,27 +33,25 @@ def grouped_quantize(
     Only amax values move between devices.
 
     Args:
-        x: rows [R, C, K'] or [rows, K'], or kernels [E, K', N'], in any float dtype. Dims between
-            the first of a row or kernel and the last stay apart: wi may be [E, H, 2, M]. Or tokens
-            [T, H] for `dispatch`, with BlockScaling, laid out in any way.
+        x: rows [R, C, K'] or [rows, K'], or kernels [E, K', N'], in any float dtype; they may have
+            more dims in the middle, such as [E, H, 2, M]. With BlockScaling also tokens [T, H] for
+            `dispatch`, sharded in any way.
         group_sizes: int32 [R, L] or [E], rows of each group, on the device; None for kernels and
             for tokens, which are one group.
-        recipe: one of `ep.recipes`, which say how values are rounded.
-        layer: whose mesh and axes the sharding rules resolve against. Without it they come from
-            the layout of x, where every group of every slab is one of its own; an unsharded x
-            means one device.
+        recipe: one of `ep.recipes`.
+        layer: the layer whose mesh and axes the sharding rules use. Without it they come from the
+            sharding of x; an unsharded x means one device.
 
     Returns:
-        QuantizedTensor whose data has the shape of x. Rows past sum(group_sizes) are not read:
-        they reach no amax and come out as zeros with scales of 1. Kernels come with `transposed`
-        where this process's GPU kernels multiply that copy, a byte per value more. Gradients go
-        straight through to x: rounding is the identity to them.
+        QuantizedTensor whose data has the shape of x. Rows past sum(group_sizes) are not read, and
+        become zeros with scales of 1. On Hopper GPUs kernels also have `transposed`, a byte more
+        per value. Gradients go straight through to x, as if nothing had been rounded.
 
     Raises:
-        InvalidArgumentError: dims or dtypes that do not fit, sizes that MXFP8 cannot tile, or
-            delayed scaling, which needs the state that grouped_gemm takes.
+        InvalidArgumentError: dims or dtypes do not fit, MXFP8 cannot tile the sizes, or the recipe
+            is delayed (its state goes to `grouped_gemm`).
 
-    Cost: follows sum(group_sizes); no host synchronisation.
+    Cost: the work follows sum(group_sizes); no host sync.
 
     Source: as the recipe's.
 

@@ -22,9 +22,9 @@ from ep_runtime_client.ops.tracing import slack
 class QuantizedTensor:
     """A quantized array: data in 8 bits, and the scales that give its values back (data * scale).
 
-    Rows have group_sizes, kernels have none. Rows past sum(group_sizes) hold zeros with scales of
-    1; those of dispatch hold anything. Scales, where *mid are dims between the first of a row or
-    kernel and the last:
+    It holds rows, which have group_sizes, or kernels. Rows past sum(group_sizes) are zeros with
+    scales of 1, or undefined if they come from `dispatch`. Shapes of the scales, in which *mid are
+    the middle dims of a row or kernel:
 
     | recipe | rows [R, C, *mid, K'] | kernels [E, K', *mid, N'] |
     |---|---|---|
@@ -34,22 +34,21 @@ class QuantizedTensor:
     | MXFP8 | e8m0 [R, C, *mid, K'/32] | e8m0 [E, K'/32, *mid, N'] |
     | MXFP8, scale_columns | e8m0 [R, C/32, *mid, K'] | e8m0 [E, K', *mid, N'/32] |
 
-    Rows may also be [rows, *mid, K'] with group_sizes [E]: then R is missing everywhere.
+    Rows may also be [rows, *mid, K'] with group_sizes [E]; then leave out R in the table.
 
     Attributes:
-        data: the values, 1 byte each (bf16 with BF16), in the shape of what was quantized.
-        scale: as the table says.
+        data: the values, 1 byte each (bf16 with BF16), in the shape of the array they are from.
+        scale: the scales, as in the table.
         amax: f32 like scale with TensorScaling, else None. The largest finite absolute values.
-        data_columns: MXFP8 alone: the same values quantized with scale_columns, for the GEMM that
+        data_columns: MXFP8 only: the values quantized with scale_columns, for the GEMM that
             contracts the other dim.
-        scale_columns: as the table says.
-        group_sizes: int32 [R, L] or [E] of rows, None for kernels.
-        origin: what was quantized, where gradients go, (gate, up) where those came apart; None in
-            a tensor that takes none. It costs no memory in a compiled program that neither returns
-            nor differentiates past it.
-        recipe: static.
-        transposed: kernels alone, [E, *mid, N', K']: `data` with K' along memory, as GPU kernels
-            multiply it forward; None where they make that copy themselves, or are not there.
+        scale_columns: the scales of data_columns, as in the table.
+        group_sizes: int32 [R, L] or [E] for rows, None for kernels.
+        origin: the array that was quantized, or the pair (gate, up); gradients go to it. None in a
+            tensor without gradients. Compiled programs that do not use it spend no memory on it.
+        recipe: the recipe; static.
+        transposed: kernels only, [E, *mid, N', K']: `data` transposed, as Hopper GPUs multiply it
+            forward; else None.
     """
 
     data: jax.Array
@@ -90,15 +89,15 @@ class QuantizedTensor:
         """Returns the values: data * scale, multiplied in f32.
 
         Args:
-            dtype: of the result.
-            columns: MXFP8 alone: from the column-wise copy.
+            dtype: dtype of the result.
+            columns: MXFP8 only: use the column-wise copy.
 
         Returns:
-            The shape of the data; rows past sum(group_sizes) are zeros. Its gradient goes to what
-            was quantized, as if nothing had been rounded; those rows get zeros.
+            An array like data; rows past sum(group_sizes) are zeros. Its gradient goes to `origin`
+            as if nothing had been rounded.
 
         Raises:
-            InvalidArgumentError: columns of a tensor that has no column-wise copy.
+            InvalidArgumentError: columns=True, and the tensor has no column-wise copy.
 
         Cost: one pass over the data.
         """

@@ -35,12 +35,12 @@ class Routing(NamedTuple):
     """The experts of every token and their weights, from `route` or from your own router.
 
     Attributes:
-        topk_idx: [..., K] int32. Experts in falling order of their (biased) score; -1 in one of
-            your own is a slot unused.
+        topk_idx: [..., K] int32. Experts in falling order of their (biased) score. In a routing of
+            your own, -1 is an unused slot.
         topk_weights: [..., K] f32, differentiable in the logits.
-        probs: [..., E] f32. Every expert's share, without bias; `aux_loss` reads it. None in one of
-            your own that needs no such loss.
-        logits: [..., E] f32, what the rest was made of; nothing here reads it. Or None.
+        probs: [..., E] f32. Every expert's share, without bias, which `aux_loss` reads. May be None
+            in a routing of your own, if no such loss is needed.
+        logits: [..., E] f32, the router logits, for losses of your own; or None.
     """
 
     topk_idx: jax.Array
@@ -65,24 +65,23 @@ def route(
     """Picks the top_k experts of every token from router logits; ties go to the lower index.
 
     Args:
-        logits: [..., E]. Computed on in f32.
+        logits: [..., E]; computed on in f32.
         top_k: K.
-        score_function: what an expert's score is. "softmax": its logit, with use_pre_softmax its
-            share of the softmax over all E. "sigmoid": sigmoid(logit). "sqrtsoftplus":
+        score_function: the score of an expert: "softmax" is its logit (with use_pre_softmax its
+            share of the softmax over all E), "sigmoid" is sigmoid(logit), and "sqrtsoftplus" is
             sqrt(log(1 + exp(logit))).
-        use_pre_softmax: softmax over all E first. With top_k=1 it is what gives the router a
-            gradient: one picked logit has the softmax 1, and a warning says so once.
+        use_pre_softmax: softmax over all E before the choice. With top_k=1 the router has a
+            gradient only with it, because the softmax over one logit is 1; a warning says so once.
         expert_bias: [E] f32, added to the scores for the choice only; has no gradient.
-        num_groups: routing groups of E / num_groups experts each; give group_topk too.
-        group_topk: how many routing groups a token may use: those of the highest scores.
-        group_score_topk: how many biased scores, the highest of the group, a group's score is the
-            sum of. None: K // group_topk, which must divide then. DeepSeek-V3 has 2, V2 1.
-        normalize_weights: whether the K weights of a token sum to one. False: a weight is the
-            expert's score, and with "softmax" always its share of the softmax over all E. True:
-            that over the sum of the K: the sum + 1e-20, with use_pre_softmax at least 1e-12, and
-            without it as the softmax over the K picked logits, which is the same. None: as models
-            with that score function have it, which is True, but False with use_pre_softmax, and
-            with "sigmoid" and "sqrtsoftplus" where K is 1.
+        num_groups: number of routing groups of E / num_groups experts each; needs group_topk.
+        group_topk: number of routing groups that a token may use; those of the highest score.
+        group_score_topk: a group's score is the sum of this many of its highest biased scores.
+            None is K // group_topk, which must divide. DeepSeek-V3 has 2, V2 1.
+        normalize_weights: whether the K weights of a token are divided by their sum. False: a
+            weight is the expert's score, or with "softmax" its share of the softmax over all E.
+            True: that divided by the sum over the K (+ 1e-20; with use_pre_softmax at least 1e-12).
+            None: True, except with use_pre_softmax, and with "sigmoid" and "sqrtsoftplus" if K is
+            1.
         scaling_factor: multiplies the weights, after they are normalised.
 
     Returns:
@@ -90,14 +89,13 @@ def route(
         softmax over all E, or each score over the sum of all + 1e-20), logits [..., E] f32.
 
     Raises:
-        InvalidArgumentError: an argument does not fit E or another; names it with both numbers.
+        InvalidArgumentError: an argument does not fit E, or does not fit another argument.
 
-    Cost: K passes over E per token, each an argmax and a masked sum; no sort and no collective, so
-    that a sharded batch stays where it is.
+    Cost: K passes over E per token, each an argmax and a masked sum; no sort and no collective.
 
-    Source: a softmax over the picked logits is from Shazeer et al. 2017 (arXiv:1701.06538), routing
-    groups, sigmoid scores and the bias from DeepSeek-V3 (arXiv:2412.19437), "sqrtsoftplus" from
-    DeepSeek-V4; 1e-20 is DeepSeek's, 1e-12 Ernie-4.5's `moe_norm_min`; arguments are named as in
+    Source: a softmax over the picked logits is from Shazeer et al. 2017 (arXiv:1701.06538). Routing
+    groups, sigmoid scores and the bias are DeepSeek-V3's (arXiv:2412.19437), "sqrtsoftplus" is
+    DeepSeek-V4's, 1e-20 DeepSeek's, and 1e-12 Ernie-4.5's `moe_norm_min`. Arguments are named as in
     Transformer Engine's fused router.
 
     Examples:
@@ -212,17 +210,17 @@ def aux_loss(
     coeff * E / (K T^2) * sum over e of (sum over t of probs[t, e]) * (slots routed to e).
 
     Args:
-        routing: what `route` returned for all tokens.
-        coeff: its weight in the loss.
+        routing: the result of `route` for all tokens.
+        coeff: weight of this loss in the total loss.
         axis_name: inside a shard_map, the axes over which the batch is split.
 
     Returns:
         Scalar f32, differentiable in the logits through probs; 1 * coeff when balanced.
 
     Raises:
-        InvalidArgumentError: a routing without probs, or with those of other tokens.
+        InvalidArgumentError: the routing has no probs, or probs of other tokens.
 
-    Cost: one pass over probs; over a sharded batch one all-reduce of [E] twice.
+    Cost: one pass over probs; two all-reduces of [E] if the batch is sharded.
 
     Source: Switch Transformers (arXiv:2101.03961), equation 4, over K slots instead of one.
     """
@@ -259,12 +257,13 @@ def update_expert_bias(bias: jax.Array, tokens_per_expert: jax.Array, rate: floa
         rate: size of the step.
 
     Returns:
-        The new bias, [E]. Loads are compared with their mean in integers: an expert that has the
-        mean does not move, and one that is a token off does, whatever the batch.
+        The new bias, [E]: larger for experts under the mean load, smaller for experts over it.
+        Loads are compared with their mean in integers, so one token of difference counts at any
+        batch.
 
     Raises:
-        InvalidArgumentError: the two are not of one E, a bias of 16 bits, in which a step may
-            change nothing, or loads that are not integers; names both.
+        InvalidArgumentError: the two arrays have different E, the bias has 16 bits (a step may be
+            too small for them), or loads are not integers.
 
     Cost: E integer divisions and additions.
 
@@ -306,9 +305,9 @@ def pad_tokens(
     topk_idx: jax.Array,
     topk_weights: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    """Pads the tokens to a multiple with zero tokens that no expert gets.
+    """Pads dim 0 of tokens and routing to a multiple, with zero tokens that go to no expert.
 
-    The slots of the added tokens are unused: index -1, weight 0.
+    The slots of these tokens are unused: index -1, weight 0.
 
     Args:
         multiple: usually R, `group.spec.num_slabs`.
@@ -320,9 +319,9 @@ def pad_tokens(
         The three, padded, topk_idx as int32; cut dim 0 of combine's result back to T.
 
     Raises:
-        InvalidArgumentError: multiple is no integer, or below 1; arrays of other tokens.
+        InvalidArgumentError: multiple is not an integer, or is below 1; arrays of different T.
 
-    Cost: one copy of the arrays; nothing where T is a multiple already.
+    Cost: one copy of the arrays; nothing if T is a multiple already.
     """
     multiple = as_int("multiple", multiple)
     if multiple < 1:

@@ -14,8 +14,8 @@ from ep_runtime_client.ops.tracing import eager
 def top_k(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
     """Returns the k largest entries of the last dim and their indices, lower index first on ties.
 
-    As `jax.lax.top_k`, for routers of your own: a batch that is sharded stays where it is, while
-    XLA gathers the operand of a sort on every device.
+    Like `jax.lax.top_k`, for routers of your own, but without a sort: XLA gathers the operand of a
+    sort on every device, and here a sharded batch stays sharded.
 
     Args:
         x: [..., E], a float dtype. -inf entries come last, NaN first.
@@ -23,10 +23,10 @@ def top_k(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
 
     Returns:
         (values, idx): values [..., k] of x's dtype, in falling order; idx [..., k] int32, all
-        different. Differentiable in x through values, whose gradients go to the entries picked.
+        different. Differentiable in x through values.
 
     Raises:
-        InvalidArgumentError: k or the dtype does not fit; names it.
+        InvalidArgumentError: k or the dtype does not fit.
 
     Cost: k passes over E, each an argmax and a masked sum; no collective.
 

@@ -1,18 +1,17 @@
 """`ep.recipes`: the ways to quantize the operands of the experts' matmuls.
 
-A recipe is a frozen, hashable value and a pytree without leaves: it may sit in a config, be a
-static argument, or lie inside a pytree that passes through `jit`.
+A recipe is a frozen, hashable value and a pytree without leaves: use it in a config, as a static
+argument, or inside a pytree that passes through `jit`.
 
 For every recipe x ~= data * scale. Everything below is computed in f32:
 
-- amax is the largest absolute value among the finite ones; one below 2^-126 counts as 0.
-- scale is amax / max for tensor and block scales, 1 where amax is 0 and never below 2^-126; it is
-  2^ceil(log2(amax / max)), exactly and within [2^-126, 2^127], for MXFP8 and for blocks with
-  power_of_two_scales. max is 448 for e4m3fn and 57344 for e5m2.
-- data is x * (1 / scale), rounded to nearest even. Nothing saturates but under delayed scaling,
-  where values past the largest one become the largest one.
-- NaN stays NaN at its own place. An infinity stays one in e5m2 and is NaN in e4m3fn, which has no
-  infinity. Neither touches an amax, so all other values keep theirs.
+- amax is the largest finite absolute value; an amax below 2^-126 counts as 0.
+- scale is amax / max for tensor and block scales, at least 2^-126, and 1 if amax is 0. For MXFP8,
+  and for blocks with power_of_two_scales, it is 2^ceil(log2(amax / max)), exact and within
+  [2^-126, 2^127]. max is 448 for e4m3fn and 57344 for e5m2.
+- data is x * (1 / scale), rounded to nearest even. Values saturate only under delayed scaling.
+- NaN stays NaN. An infinity stays one in e5m2 and becomes NaN in e4m3fn, which has no infinity.
+  Neither counts for an amax, so other values are not affected.
 """
 
 from __future__ import annotations
@@ -40,8 +39,8 @@ class DelayedState:
     No gradient flows through them.
 
     Attributes:
-        x: [history, E] f32, of the rows that each expert got, over all ranks.
-        w: [history, E] f32, of each expert's kernel.
+        x: [history, E] f32, amax of the rows that each expert got, over all ranks.
+        w: [history, E] f32, amax of each expert's kernel.
     """
 
     x: jax.Array
@@ -71,7 +70,7 @@ class Recipe:
         """Returns the dtype of quantized data.
 
         Args:
-            gradient: of the rows' gradients, instead of rows and kernels.
+            gradient: the dtype of the rows' gradients, instead of that of rows and kernels.
 
         Returns:
             A numpy dtype.
@@ -85,7 +84,7 @@ class Recipe:
             num_experts: E.
 
         Returns:
-            The state, of `TensorScaling(delayed=True)` alone.
+            The state; only `TensorScaling(delayed=True)` has one.
 
         Raises:
             InvalidArgumentError: this recipe keeps no state.
@@ -178,12 +177,12 @@ class TensorScaling(Recipe):
 class BlockScaling(Recipe):
     """Recipe with one f32 scale per 1 x 128 values of rows, and per 128 x 128 values of a kernel.
 
-    Dims need not be multiples of 128: the last block is smaller. A kernel's gradient contracts
-    rows: both of its operands are quantized again for it, from their 8-bit values, with one scale
-    per 128 rows of a group x 128 values.
+    Dims need not be multiples of 128: the last block is smaller. The gradient of a kernel contracts
+    rows, so both of its operands are quantized again for it, from their 8-bit values, with one
+    scale per 128 rows of a group x 128 values.
 
     Attributes:
-        power_of_two_scales: round scales up to powers of two, so that scaling itself is exact.
+        power_of_two_scales: round scales up to powers of two, so that scaling is exact.
         gradient_dtype: "float8_e4m3fn" or "float8_e5m2".
 
     Raises:
@@ -205,9 +204,9 @@ class BlockScaling(Recipe):
 class MXFP8(Recipe):
     """Recipe with one power-of-two scale (e8m0) per 32 values along the dim that a GEMM contracts.
 
-    Forward and backward contract different dims, so tensors are quantized twice from the same
-    input, once: rows along K' and, for the weight gradient, along the rows; kernels along K' and,
-    for the data gradient, along N'. K', N' and the rows of a slab must be multiples of 32.
+    Forward and backward contract different dims, so one pass quantizes a tensor along both: rows
+    along K' and (for the gradient of weights) along the rows, kernels along K' and (for the
+    gradient of rows) along N'. K', N' and the rows of a slab must be multiples of 32.
 
     Attributes:
         gradient_dtype: "float8_e4m3fn" or "float8_e5m2".
