@@ -107,7 +107,7 @@ class OpTimeoutError(EpRuntimeError):
 
 
 class StaleHandleError(EpRuntimeError):
-    """Raised when the layer or group of a call is closed, reclaimed, replaced or formed anew.
+    """Raised when a call uses a layer or group that was closed, reclaimed, replaced or formed anew.
 
     The message names the caller that reclaimed or replaced it.
     """

@@ -21,7 +21,7 @@ from ep_runtime.specs import (
 
 @dataclasses.dataclass(frozen=True)
 class LayerSpec:
-    """The name of a layer and how many experts each of its tokens uses.
+    """The settings of a layer: its name, and how many experts each token uses.
 
     Args:
         name: unique in the group.

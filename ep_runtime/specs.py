@@ -215,7 +215,7 @@ class GroupSpec:
             other: the spec to compare with.
 
         Returns:
-            (field, mine, theirs), or None where they are equal.
+            (field, mine, theirs), or None if they are equal.
         """
         for field in dataclasses.fields(self):
             mine, theirs = getattr(self, field.name), getattr(other, field.name)

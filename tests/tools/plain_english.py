@@ -41,44 +41,33 @@ RULES = {
     r"\bby (itself|themselves)\b": 'say "by default", "separately" or "alone"',
     r"\b(by which|whom)\b": "name the noun, or start a new sentence",
     r"\bbeside\b": 'say "next to", "with" or "overlaps"',
-    r"\bstock\b": 'say "plain JAX"',
+    r"\bstock [\w`]": 'say "plain JAX"',
     r"(\w ?\.\.\.|…)$": "say the rest, or how much is left out",
 }
-_RULES = [(re.compile(pattern), instead) for pattern, instead in RULES.items()]
 # An empty line, a list's item, a heading, a quote, a table's cell, or a column of a `--help`.
 _BLOCK = re.compile(r"\n\s*\n|\n(?=\s*(?:[-*#>!]|\d+\.) )|(?<!\\)\||\n(?= *\S+(?: \S+)?  )")
 SENTENCE_END = re.compile(r"(?<=[.!?:])\s+(?=[`*\"\[(]*[A-Z0-9])")
 
 
-def _pieces(border: re.Pattern[str], text: str) -> Iterator[tuple[str, int]]:
-    """Parts between borders, with their offsets."""
-    start = 0
-    for found in border.finditer(text):
-        yield text[start : found.start()], start
-        start = found.end()
-    yield text[start:], start
-
-
 def faults(page: str) -> Iterator[tuple[int, str, str]]:
     """Line from 0 on, text and what to say instead, without code, comments and addresses."""
-    page = re.sub(
-        r"^ *```.*?^ *```$|<!--.*?-->",
-        lambda code: "\n" * code[0].count("\n"),
-        page,
-        flags=re.M | re.S,
-    )
+    code = re.compile(r"^ *```.*?^ *```$|<!--.*?-->", re.M | re.S)
+    page = code.sub(lambda found: "\n" * found[0].count("\n"), page)
     page = re.sub(r"`[^`]+`", "`code`", re.sub(r"\]\([^)\s]*\)", "]", page))
-    for block, start in _pieces(_BLOCK, page):
-        for piece, offset in _pieces(SENTENCE_END, block):
-            sentence = " ".join(piece.split()).lstrip("-*> ")
-            line = page.count("\n", 0, start + offset + len(piece) - len(piece.lstrip()))
-            if sentence.startswith("#"):
-                continue
-            for pattern, instead in _RULES:
-                if found := pattern.search(sentence):
-                    yield line, sentence[max(found.start() - 30, 0) : found.end() + 30], instead
-            if (words := len(re.findall(r"\w\S*", sentence))) > MAX_WORDS:
-                yield line, f"{sentence[:60]} ({words} words)", "split the sentence"
+    page = _BLOCK.sub(lambda border: "\f" + border[0].strip("|"), page)
+    page = SENTENCE_END.sub(lambda space: "\f" + space[0], page)
+    end = 0
+    for piece in page.split("\f"):
+        sentence = " ".join(piece.split()).lstrip("-*> ")
+        line = end + piece[: len(piece) - len(piece.lstrip())].count("\n")
+        end += piece.count("\n")
+        if sentence.startswith("#"):
+            continue
+        for pattern, instead in RULES.items():
+            if found := re.search(pattern, sentence):
+                yield line, sentence[max(found.start() - 30, 0) : found.end() + 30], instead
+        if (words := len(re.findall(r"\w\S*", sentence))) > MAX_WORDS:
+            yield line, f"{sentence[:60]} ({words} words)", "split the sentence"
 
 
 def _raised(tree: ast.AST) -> Iterator[tuple[int, str]]:
@@ -114,7 +103,9 @@ def _texts() -> Iterator[tuple[str, int, str]]:
     for item in PUBLIC:
         source, line = inspect.getsourcelines(item.definition)
         line += next(index for index, text in enumerate(source) if '"""' in text)
-        yield str(inspect.getsourcefile(item.definition)), max(line, 1), item.first_paragraph
+        # Each entry of a section is a text; an example is code.
+        text = re.sub(r"\n(?=    \w)", "\n|", item.doc.split("\nExamples:")[0])
+        yield str(inspect.getsourcefile(item.definition)), max(line, 1), text
     for folder in ("ep_runtime", "client", "server"):
         for path in (ROOT / folder).rglob("*.py"):
             for line, text in _raised(ast.parse(path.read_text(encoding="utf-8"))):

@@ -100,7 +100,7 @@ live_groups = LiveGroups()
 
 
 def layer(name: str) -> EpLayer | LayerStack:
-    """Returns a layer of this process by the name "group/layer", under tracing too.
+    """Returns a layer of this process by the name "group/layer", also under tracing.
 
     Args:
         name: the group's name, "/", and the name of a layer, a stack, or "stack[i]" in it.
@@ -142,7 +142,7 @@ def layer(name: str) -> EpLayer | LayerStack:
 
 @dataclasses.dataclass(frozen=True)
 class EpLayer:
-    """A registered layer, which `moe`, `dispatch` and the other calls take as their first argument.
+    """A registered layer: the first argument of `moe`, `dispatch` and the other calls.
 
     Get it from `Group.register_layer`, from a stack, or from `Group.layer(name)`.
 
@@ -170,7 +170,7 @@ class EpLayer:
 
     @property
     def alignment(self) -> int:
-        """Number of rows that the rows of each expert are padded to a multiple of."""
+        """The rows of each expert are padded to a multiple of this number."""
         assert self.spec.alignment is not None  # filled at registration
         return self.spec.alignment
 
@@ -186,7 +186,7 @@ class EpLayer:
 
     @property
     def fingerprint(self) -> int:
-        """A 63-bit id of all settings of the group and the layer that change a compiled program."""
+        """A 63-bit id of the group's and layer's settings that change a compiled program."""
         return specs.stable_id(
             "program", str(self.group_spec.fingerprint), f"{self.top_k}/{self.alignment}"
         )
@@ -223,7 +223,7 @@ class EpLayer:
 
 @dataclasses.dataclass(frozen=True)
 class LayerStack:
-    """Several layers with the same settings, of which a `lax.scan` uses one per iteration.
+    """Several layers with the same settings, for a `lax.scan` over layers.
 
     `stack[i]` is layer i, with i a Python or a traced int.
 
@@ -260,7 +260,7 @@ class LayerStack:
         return EpLayer(self.group_spec, named, self.base_id, index)
 
     def __getitem__(self, index: int | jax.Array) -> EpLayer | TracedLayer:
-        """Returns one layer of the stack, for any call that takes a layer.
+        """Returns layer `index` of the stack, which calls accept like any other layer.
 
         Args:
             index: a Python int, counted from the end if negative, or a traced int32 [].

@@ -228,8 +228,8 @@ def from_hf(family: str, state_dict: Mapping[str, Any], layer: int = 0) -> MoEPa
         layer: index of the decoder layer.
 
     Returns:
-        MoEParams with router [H, E], wi [E, H, 2, M], wo [E, M, H] and, for gpt-oss, wi_bias
-        [E, 2, M], wo_bias [E, H] and router_bias [E], all in the dtypes of the checkpoint. They do
+        MoEParams in the dtypes of the checkpoint, with router [H, E], wi [E, H, 2, M] and wo
+        [E, M, H]. For gpt-oss also wi_bias [E, 2, M], wo_bias [E, H] and router_bias [E]. They do
         not include DeepSeek-V3's bias of the scores: see `expert_bias`.
 
     Raises:

@@ -35,7 +35,7 @@ _HISTORY = "amax_history"
 
 
 class MoEBlock(linen.Module):  # type: ignore[misc]
-    """A flax.linen module with the parameters of a router and its experts that runs `ep.moe`.
+    """A flax.linen module that runs `ep.moe` with router and expert parameters of its own.
 
     Parameters are `router`, `wi`, `wo` (and `wi_bias`, `wo_bias`) of the shapes of `MoEParams`;
     with `separate` `wi_0` (gate) and `wi_1` (up) and their `wi_0_bias`, `wi_1_bias`. They are boxed

@@ -44,7 +44,7 @@ from ep_runtime_client.ops.tracing.scopes import scope
 
 @stored.pytree()
 class MoEStats(NamedTuple):
-    """Tokens per expert, dropped slots, received rows and the routing of one call of `moe`.
+    """Statistics of one call of `moe`: load of the experts, dropped slots, and the routing.
 
     Only `routing` has a gradient.
 
@@ -168,7 +168,7 @@ def moe(
         activation: a name of ACTIVATIONS, f(gate), or f(gate, up); ungated blocks call f(h). No
             gradient flows to values that a function closes over; they must be concrete.
         recipe: one of `ep.recipes` for both matmuls of the experts, or a pair for (wi, wo). None
-            computes in compute_dtype. docs/matmuls.md says what is quantized where.
+            computes in compute_dtype. See docs/matmuls.md.
         score_function: as in `route`.
         use_pre_softmax: as in `route`.
         expert_bias: [E] f32, as in `route`.
@@ -210,7 +210,7 @@ def moe(
         through it.
 
     Raises:
-        InvalidArgumentError: shapes, dtypes, names or shardings do not fit the layer; a state
+        InvalidArgumentError: shapes, dtypes, names or shardings do not fit the layer. Also a state
             without a delayed recipe, or the reverse; an activation that closes over a traced value;
             values asked of a LayerSpec.
         StaleHandleError: the layer's group is closed.

@@ -35,21 +35,21 @@ except ImportError as error:
 
 
 class ExpertBias(nnx.Variable):  # type: ignore[misc]
-    """The bias that experts are selected with, as state of the module.
+    """Variable for the bias that experts are selected with.
 
     It is not an nnx.Param: loss-free balancing moves it, and no optimizer does.
     """
 
 
 class AmaxHistory(nnx.Variable):  # type: ignore[misc]
-    """One history of `ep.MoEState`, as state of the module.
+    """Variable for one amax history of `ep.MoEState`.
 
     It is not an nnx.Param: calls move it unless the module evaluates, and no optimizer does.
     """
 
 
 class MoEBlock(nnx.Module):  # type: ignore[misc]
-    """A flax.nnx module with the parameters of a router and its experts that runs `ep.moe`.
+    """A flax.nnx module that runs `ep.moe` with router and expert parameters of its own.
 
     Parameters are nnx.Params `router`, `wi`, `wo` (and `wi_bias`, `wo_bias`) of the shapes of
     `MoEParams`; with `separate` `wi_0` (gate) and `wi_1` (up) and their `wi_0_bias`, `wi_1_bias`.
@@ -198,7 +198,7 @@ class MoEBlock(nnx.Module):  # type: ignore[misc]
         return results[:-1]
 
     def set_view(self, use_running_average: bool | None = None) -> None:
-        """Sets, for `nnx.view`, whether calls leave amax histories unchanged.
+        """Sets, for `nnx.view`, if calls leave amax histories unchanged.
 
         Args:
             use_running_average: True in evaluation; None changes nothing.

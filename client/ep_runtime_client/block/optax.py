@@ -21,7 +21,7 @@ except ImportError as error:
 
 @dataclasses.dataclass(frozen=True)
 class Quantizing:
-    """An optimizer that also returns the updated weights in 8 bits; `quantizing` makes it.
+    """An optimizer that also returns the updated weights in 8 bits, made by `quantizing`.
 
     Attributes:
         init: masters -> state of the wrapped optimizer.
@@ -37,7 +37,7 @@ class Quantizing:
     layer: EpLayer | TracedLayer | None = None
 
     def quantize(self, masters: Any) -> Any:
-        """Returns masters in 8 bits, for the first step and after a checkpoint is restored.
+        """Returns the masters in 8 bits, as the first step and a restored job need them.
 
         Args:
             masters: as `quantize_params` takes them.
@@ -53,7 +53,7 @@ class Quantizing:
         return quantize_params(masters, self.recipe, layer=self.layer, weights_only=True)
 
     def apply_updates(self, masters: Any, updates: Any) -> tuple[Any, Any]:
-        """Updates the masters like `optax.apply_updates` and returns them in 8 bits as well.
+        """Applies updates like `optax.apply_updates`, and also returns the new weights in 8 bits.
 
         Args:
             masters: a pytree with MoEParams in it; updated in place if it is donated to the `jit`.
@@ -77,7 +77,7 @@ def quantizing(
     *,
     layer: EpLayer | TracedLayer | None = None,
 ) -> Quantizing:
-    """Wraps an optimizer so that it quantizes the experts' weights once per step.
+    """Makes an optimizer that also quantizes the experts' weights, once per step.
 
     It quantizes them after the update. Its state is that of tx, and the loss uses
     `straight_through`, so that gradients are those of the masters. It works wherever an optimizer

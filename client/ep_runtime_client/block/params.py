@@ -52,7 +52,7 @@ class MoEParams:
     Attributes:
         router: [H, E], or None if each call of `moe` gets a `routing`.
         wi: [E, H, 2, M] (0 gate, 1 up), [E, H, 2M] (gate then up), a pair (gate, up) of
-            [E, H, M], which is used without a copy, or [E, H, M] ungated.
+            [E, H, M], or [E, H, M] ungated. A pair is never copied.
         wo: [E, M, H].
         wi_bias: [E, 2, M] ([E, 2M], a pair of [E, M], or [E, M], as wi is), or None.
         wo_bias: [E, H], or None; both biases or neither.
@@ -128,7 +128,7 @@ class MoEParams:
         Raises:
             InvalidArgumentError: a weight is quantized; call it on the masters.
 
-        Cost: one copy of wi, where it is not a pair.
+        Cost: one copy of wi, unless it is a pair.
         """
         for name in ("wi", "wo"):
             if isinstance(getattr(self, name), QuantizedTensor):

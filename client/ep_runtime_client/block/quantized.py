@@ -29,7 +29,7 @@ def quantize_params(
     params_spec: Any = None,
     weights_only: bool = False,
 ) -> Tree:
-    """Quantizes the experts' weights once, in every layout that the matmuls of `moe` need.
+    """Quantizes the experts' weights once, so that calls of `moe` need not quantize them again.
 
     Pass the result to `moe` as params, without `recipe`. The results have the same bits as with
     `recipe` and plain arrays, and no weight is quantized again, in backward, a scan or
@@ -92,12 +92,12 @@ def quantize_params(
 
 
 def straight_through(masters: Tree, params8: Any) -> Tree:
-    """Puts quantized weights in place of their masters, so that gradients still go to the masters.
+    """Replaces masters by their quantized weights, and sends gradients to the masters.
 
     Use it if weights are quantized once per optimizer step, outside the differentiated function.
-    `loss(masters, params8, batch)` calls the model with `straight_through(masters, params8)`, and
-    `jax.grad(loss)` is the gradient of the masters, in their dtypes, for any optimizer. The values
-    of masters that are quantized are not read.
+    The loss(masters, params8, batch) calls the model with `straight_through(masters, params8)`.
+    Then `jax.grad(loss)` is the gradient of the masters, in their dtypes, for any optimizer.
+    Masters that are quantized are not read.
 
     Args:
         masters: MoEParams, or a pytree that contains some.

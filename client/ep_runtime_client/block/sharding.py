@@ -1,4 +1,4 @@
-"""`ep.sharding`: shardings of weights and batches, from the logical names of their dims.
+"""`ep.sharding`: shards weights and batches by the logical names of their dims.
 
 There are two layouts. "fsdp+ep" shards experts over ep and their H over fsdp. "shard-exp-on-fsdp"
 shards experts over ep and fsdp together, ep major, and keeps each expert's matrices whole.
@@ -42,7 +42,7 @@ class GroupAxes(TypedDict):
 
 @dataclasses.dataclass(frozen=True)
 class Rules:
-    """The mesh axes that shard each logical name of a dim, as `rules` returns them.
+    """Rules that map each logical name of a dim to mesh axes, as returned by `rules`.
 
     Hashable.
 
@@ -130,7 +130,7 @@ class Rules:
         return PartitionSpec(*entries)
 
     def shardings(self, tree: Any, mesh: Mesh) -> Any:
-        """Returns a NamedSharding for each array of a tree, as `jax.device_put` or orbax take it.
+        """Returns a NamedSharding for each array of a tree, for use in `jax.device_put` or orbax.
 
         Args:
             tree: arrays or ShapeDtypeStructs. The logical names come from MoEParams, anywhere in
@@ -174,7 +174,7 @@ def rules(
     tp: Axes = "tp",
     logical: Mapping[str, Axes] | None = None,
 ) -> Rules:
-    """Makes the sharding rules of one layout of weights and batches.
+    """Returns the sharding rules of one of the two layouts for weights and batches.
 
     Args:
         kind: "fsdp+ep" or "shard-exp-on-fsdp".
@@ -237,7 +237,7 @@ def rules(
 
 
 def axes_of_entry(axes: Axes) -> tuple[str, ...]:
-    """Returns the mesh axes in one entry of a PartitionSpec, or of the rules, as a tuple.
+    """Returns the mesh axes of one PartitionSpec entry as a tuple.
 
     Args:
         axes: a name, names, or None for no axis.

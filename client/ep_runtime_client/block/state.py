@@ -25,7 +25,7 @@ _OPERANDS = ("x", "w")
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class MoEState:
-    """The amax histories that calls of `moe` with delayed scaling hand to one another.
+    """The amax histories that delayed scaling carries from one call of `moe` to the next.
 
     They are the same on every device, as each covers all experts of the group. Save them in
     checkpoints with the parameters, and keep them out of the optimizer: no gradient flows through

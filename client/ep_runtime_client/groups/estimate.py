@@ -138,7 +138,7 @@ def estimate_memory(
     recipe: moe_checks.Recipes = None,
     **arguments: Any,
 ) -> MemoryEstimate:
-    """Estimates the memory that `Session.create_group` would allocate with the same arguments.
+    """Estimates the memory of a group and its layers without creating the group.
 
     Needs no session and allocates nothing; an AbstractMesh serves as `mesh`.
 

@@ -82,7 +82,7 @@ class Group:
 
     @property
     def staging_bytes_per_rank(self) -> int:
-        """Bytes of the window that one rank moves rows through; 0 for transport "xla"."""
+        """Bytes of one rank's window, the memory for rows in transit; 0 for transport "xla"."""
         return estimate.staging_bytes(self.spec)
 
     def register_layer(
@@ -129,7 +129,7 @@ class Group:
     def register_layers(
         self, layers: Iterable[layer_specs.LayerSpec], *, replace: bool = False
     ) -> list[EpLayer]:
-        """Registers many layers at once, with one RPC per 4096 of them.
+        """Registers many layers at once; one RPC serves 4096 of them.
 
         The daemon registers all layers of one RPC or none.
 

@@ -13,7 +13,7 @@ from ep_runtime_client.ops.kernels import ffi
 
 
 def export_checks() -> Sequence[DisabledSafetyCheck]:
-    """Returns the `disabled_checks` that `jax.export.export` needs if a program uses our ops.
+    """Returns the `disabled_checks` for a `jax.export.export` of programs with our ops.
 
     JAX exports unknown custom calls only if the caller says that they stay compatible. Ours do:
     their names carry a version and their attributes hold names and sizes. A program made for other

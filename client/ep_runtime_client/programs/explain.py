@@ -100,9 +100,9 @@ class Collective:
             of `moe`.
         layer: the layer's name (for a stack that of its layer 0), with "." for "/"; "-" without a
             layer.
-        cause: "own": the op consists of it. "sum": it adds up partial results. "amax": a scale
-            needs the largest value of all devices. "reshard": an operand or a result is sharded
-            differently than the op, or the op that uses it, needs.
+        cause: "own" (the op consists of it), "sum" (it adds up partial results), "amax" (a scale
+            needs the largest value of all devices) or "reshard". A reshard changes an operand or a
+            result to the sharding that an op needs.
         why: the cause in words.
         bytes: size of its result on one device.
         instruction: its name in the compiled program.

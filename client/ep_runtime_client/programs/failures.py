@@ -22,7 +22,7 @@ _COLLECTIVES = ("Gloo ", "NCCL ")
 
 
 def error_of(exc: BaseException) -> errors.EpRuntimeError | None:
-    """Returns the runtime's error that an exception is, has in its text or was raised from.
+    """Finds the runtime's error in an exception: itself, in its text, or among its causes.
 
     Args:
         exc: any exception; its text and its `__cause__` chain are read.
@@ -47,7 +47,7 @@ def error_of(exc: BaseException) -> errors.EpRuntimeError | None:
 
 @contextlib.contextmanager
 def translate_errors() -> Iterator[None]:
-    """Re-raises the runtime's errors out of compiled programs as their own class.
+    """Turns XLA's error out of a compiled program into the runtime's own error class.
 
     A context manager; each error is raised `from` the one of XLA. Programs run asynchronously, so
     call `block_until_ready`, or read the result, inside the block.

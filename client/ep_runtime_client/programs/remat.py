@@ -15,7 +15,7 @@ TAGS = ("ep_plan", "ep_kept", "ep_recv", "ep_wi", "ep_wo", "ep_q_x", "ep_q_w")
 def remat_policy(
     save: Sequence[str] = ("ep_plan", "ep_kept"), offload: Sequence[str] = ()
 ) -> Callable[..., Any]:
-    """Makes a policy for `jax.checkpoint` that names which results of the runtime's ops to save.
+    """Makes a `jax.checkpoint` policy from the names of the results to save.
 
     Args:
         save: tags saved on the device. The default saves the plan and the rows of `moe(keep=...)`:

@@ -37,18 +37,18 @@ def connect(
     backends, because they get their threads then. Under tracing the call returns the open session.
 
     Args:
-        address: `unix:///dir`, a daemon's socket directory (`unix:///dir?uid=N` if user N runs it,
-            who is neither this user nor root); "embedded", a private daemon that ends with this
-            process; "node", a shared one that the first process starts and that ends after the
-            last; "none", no daemon and transport="xla" only. None takes $EP_RUNTIME_ADDRESS, else
+        address: `unix:///dir`, a daemon's socket directory (with `?uid=N` if its user N is neither
+            this user nor root). Or "embedded": a private daemon that ends with this process. Or
+            "node": a shared one that the first process starts and that ends after the last. Or
+            "none": no daemon, for transport="xla". None takes $EP_RUNTIME_ADDRESS, else
             the node's default daemon where it runs, else "embedded".
         job: namespace of group names within the user. None takes $EP_RUNTIME_JOB, $SLURM_JOB_ID,
             the jax.distributed coordinator, else the pid. Letters, digits and . _ / : @ + -.
         labels: dict of texts (the same characters) that `ep-runtime sessions` shows.
         timeout_s: how long to wait for the daemon, and in create_group for other processes.
         loss_grace_s: seconds until this process exits with code 1 after a process of its group died
-            or was fenced, or the group was reclaimed, because collectives of XLA and the exit could
-            wait for ever. It stays if it has made another group by then. Once it has closed the
+            or was fenced, or the group was reclaimed. Otherwise collectives of XLA could wait for
+            ever. The process stays if it has made another group by then. Once it has closed the
             session, the seconds count from the start of its exit. After a replacement of the group
             op_timeout_s counts if it is longer. None: never.
 

@@ -58,7 +58,7 @@ def _no_daemon() -> InvalidArgumentError:
 
 
 class Session:
-    """A connection of this process to one daemon, which `connect` makes.
+    """The connection of this process to one daemon, as returned by `connect`.
 
     Thread-safe.
 
@@ -100,7 +100,7 @@ class Session:
 
     @property
     def session_id(self) -> str:
-        """The name that `ep-runtime sessions` lists this session under; "" without a daemon."""
+        """Name of this session in `ep-runtime sessions`; "" without a daemon."""
         return self._link.session_id if self._link is not None else ""
 
     @property
@@ -198,7 +198,7 @@ class Session:
         overlap: bool = True,
         replace: bool = False,
     ) -> Group:
-        """Creates an expert-parallel group on a mesh and allocates the windows of its ranks.
+        """Creates an expert-parallel group on a mesh, with the memory that its tokens move through.
 
         Every process of the mesh calls it. The same name and settings again return the same group,
         under tracing too; transport="auto" then means the transport that the group has.
@@ -218,9 +218,9 @@ class Session:
             alignment: the rows of each expert are padded to a multiple of this number.
             lanes: number of calls of the group that may move rows at once.
             on_overflow: "drop" rows over C, or "error": fail the step.
-            combine_precision: dtype of a rank's sum of a token's rows on its way back, in combine
-                and in the gradient of dispatch: "fast" is the token dtype, "exact" fp32, and "fp8"
-                e4m3 with an f32 scale per 128 values (docs/matmuls.md has its error).
+            combine_precision: dtype of the sums that ranks send back in combine, and in the
+                gradient of dispatch. It is "fast" (the token dtype), "exact" (fp32) or "fp8" (e4m3
+                with an f32 scale per 128 values). For the error of "fp8" see docs/matmuls.md.
             transport: how rows move. "auto" is "memfd" on CPU and "nvlink" on GPUs that map each
                 other's memory. On other GPUs it is "nccl" if libnccl is installed, else "xla".
                 Over several nodes "nccl" also needs a cluster of daemons.
@@ -350,7 +350,7 @@ class Session:
         self._groups.session_ended()
 
     def close(self) -> None:
-        """Ends one `connect()`; the last one frees the session's groups and windows.
+        """Closes one `connect()`; closing the last one frees the session's groups and windows.
 
         Later calls do nothing. Under tracing it does nothing either, as `connect()` is not counted
         there.

@@ -82,7 +82,7 @@ def arrays_type(group: GroupSpec) -> type[PlanArrays] | type[NodePlanArrays]:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """A routing decision, made by `prepare` and used by `dispatch`, `combine` and their gradients.
+    """A routing decision that `prepare` makes for `dispatch`, `combine` and their gradients.
 
     It is a pytree, safe under jit, remat, scan, donation and relocation.
 
@@ -101,7 +101,7 @@ class Plan:
 
     @property
     def handle(self) -> int:
-        """Number of the layer's handle that the calls with this plan use."""
+        """Number of the handle of the layer that calls with this plan use."""
         return self.meta.handle
 
 

@@ -79,9 +79,9 @@ def grouped_gemm(
         lhs: [R, C, K'] rows as `dispatch` returns them, or [rows, K']; float, or a QuantizedTensor
             of rows. Rows past the last group are never read.
         rhs: [E, K', *N'] kernels, with any trailing dims such as [2, M]; or a QuantizedTensor of
-            kernels; or a pair (gate, up) of [E, K', M] each, which gives the bits of one
+            kernels; or a pair (gate, up) of [E, K', M] each. A pair gives the bits of one array
             [E, K', 2, M] and a pair of gradients. The ep axes shard the expert dim. Outer axes on
-            any dim are all-gathered, after quantization; other axes stay on N', or are summed
+            any dim are all-gathered, after quantization. Other axes stay on N', or are summed
             over on K'.
         group_sizes: [R, L] int32, rows of each group, on the device; [E] for [rows, K']. Group l
             of slab r is expert (r * L + l) % E.
@@ -92,9 +92,8 @@ def grouped_gemm(
             BF16 quantize nothing.
         out_dtype: dtype of the result and its gradient; None is lhs's, or bf16 with BF16() and for
             a quantized lhs.
-        rhs_spec: sharding of rhs, or of each array of a pair, if the array does not carry it:
-            inside a manual shard_map, the manual axes that still shard it, or in a plain jit those
-            of a traced array.
+        rhs_spec: sharding of rhs, or of each array of a pair, if a traced array does not carry it.
+            Inside a manual shard_map it names the manual axes that still shard the array.
         state: with TensorScaling(delayed=True), the histories that give the scales.
 
     Returns:

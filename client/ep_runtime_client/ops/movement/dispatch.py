@@ -34,14 +34,14 @@ def dispatch(
     tokens_spec: PartitionSpec | None = None,
     recipe: Recipe | None = None,
 ) -> Dispatched:
-    """Sends every token to the ranks that hold its experts, and sorts the rows there by expert.
+    """Sends every token to the ranks that hold its experts; each rank's rows are sorted by expert.
 
     Args:
         layer: a registered layer, or `stack[i]`.
         tokens: [T, H] or [B, S, H], a float dtype no wider than the group's max_token_dtype, or
-            a 1-byte dtype (no gradient). (*outer_axes, ep_axis) shard dim 0, or dims 0 and 1 of 3-D
-            tokens in any way; other shardings are resharded. Or a QuantizedTensor of rows by
-            BlockScaling: data [T, H] with f32 scales [T, ceil(H/128)], from `grouped_quantize`.
+            a 1-byte dtype (no gradient). The axes (*outer_axes, ep_axis) shard dim 0, or dims 0 and
+            1 of 3-D tokens in any way. Other shardings are resharded. Or a QuantizedTensor of rows
+            by BlockScaling: data [T, H] with f32 scales [T, ceil(H/128)], from `grouped_quantize`.
         topk_idx: [T, K] or [B, S, K] int32; see `prepare`. May be None with `plan`.
         topk_weights: [T, K] or [B, S, K] f32; None means ones.
         handle: which of the layer's handles the call uses; with `plan`, the plan's.
@@ -49,14 +49,14 @@ def dispatch(
         plan: the result of `prepare` for this layer; topk_idx is then not read.
         tokens_spec: sharding of the leading dims, if a traced 3-D array does not carry it.
         recipe: BlockScaling quantizes tokens before they are sent: a row is H bytes and H / 32 of
-            scales. dispatched.tokens is then a QuantizedTensor for `grouped_gemm` with the same
-            recipe, with the bits of rows quantized on arrival. None sends tokens as they are.
+            scales. The result has a QuantizedTensor in tokens, for `grouped_gemm` with the same
+            recipe. Its bits are those of rows quantized on arrival. None sends tokens as they are.
 
     Returns:
         Dispatched with tokens [R, C, H] (zero in padding rows, undefined past the last zone),
         weights [R, C] f32 (0 in padding), group_sizes [R, L], num_recv [R] and the plan.
         Differentiable in tokens and topk_weights; a dropped slot gets exactly zero. Gradients go
-        straight through quantization to what was quantized.
+        straight through quantization to the tokens.
 
     Raises:
         InvalidArgumentError: shapes, dtypes, capacity, handle or plan do not fit the layer, or the

@@ -43,7 +43,7 @@ def prepare(
     capacity: int | None = None,
     tokens_spec: jax.sharding.PartitionSpec | None = None,
 ) -> Plan:
-    """Assigns a row to every slot of every token, and returns the Plan that `dispatch` follows.
+    """Plans a dispatch: assigns each token a row at each of its experts.
 
     Counts and row numbers move between the ranks, and no tokens.
 

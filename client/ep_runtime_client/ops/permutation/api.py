@@ -41,7 +41,7 @@ class Permuted:
     Attributes:
         tokens: [n * rows, H]. The rows of each shard are sorted by expert; rows without a token,
             the tail included, are zero.
-        probs: [n * rows] or None. The probability of each row's slot, 0 where there is none.
+        probs: [n * rows] or None. The probability of each row's slot, 0 in rows without a token.
         group_sizes: [n, E] int32. Aligned rows per expert; feeds grouped_gemm as it is.
         plan: the row of every slot, for unpermute and backward; `plan.dropped` counts slots without
             a row.
@@ -64,7 +64,9 @@ def permute(
     probs: jax.Array | None = None,
     tokens_spec: Spec | None = None,
 ) -> Permuted:
-    """Sorts tokens by expert on their own device, with one copy of a token for each of its experts.
+    """Copies each token once per expert it is routed to, and sorts the copies by expert.
+
+    It works on each shard of the batch alone: no token moves to another device.
 
     Args:
         tokens: [T, H] or [B, S, H], any dtype of 1 to 8 bytes. Any mesh axes may shard the leading
@@ -101,7 +103,7 @@ def permute(
             of tokens_spec.
 
     Cost: two sorts of the T * K slots of a shard, or a prefix sum over T * E and one sort of the
-    rows; then one gather of n * rows * H. No collective and no host sync.
+    rows. Then one gather of n * rows * H. No collective and no host sync.
 
     Source: the row order of Transformer Engine's `moe_permute` and Megatron-Core's dropless
     dispatcher, padded as in MegaBlocks (arXiv:2211.15841).
@@ -138,7 +140,7 @@ def permute(
 def unpermute(
     rows: jax.Array, p: Permuted | PermutationPlan, *, merging_probs: jax.Array | None = None
 ) -> jax.Array:
-    """Sums the rows of each token that `permute` copied, in the order of the tokens.
+    """Sums the rows that `permute` made of each token, and returns one row per token.
 
     Args:
         rows: [n * rows, H'], a float dtype, sharded as the permuted tokens; any H'.

@@ -29,7 +29,7 @@ class _Sort:
 def sort_chunks(
     x: jax.Array, split_sizes: jax.Array, order: jax.Array, *, x_spec: Spec | None = None
 ) -> jax.Array:
-    """Reorders chunks of rows so that chunk `order[j]` comes j-th.
+    """Puts chunks of rows in a new order: chunk `order[j]` becomes the j-th.
 
     Args:
         x: [rows, ...] or, of n shards, [n * rows, ...], any dtype.

@@ -28,13 +28,13 @@ def grouped_quantize(
     *,
     layer: EpLayer | TracedLayer | None = None,
 ) -> QuantizedTensor:
-    """Quantizes the rows of every expert, or the kernel of every expert, by a recipe.
+    """Quantizes every expert's rows, or every expert's kernel, as a recipe says.
 
     Only amax values move between devices.
 
     Args:
-        x: rows [R, C, K'] or [rows, K'], or kernels [E, K', N'], in any float dtype; they may have
-            more dims in the middle, such as [E, H, 2, M]. With BlockScaling also tokens [T, H] for
+        x: rows [R, C, K'] or [rows, K'], or kernels [E, K', N'], in any float dtype. More dims in
+            the middle are allowed, such as [E, H, 2, M]. With BlockScaling also tokens [T, H] for
             `dispatch`, sharded in any way.
         group_sizes: int32 [R, L] or [E], rows of each group, on the device; None for kernels and
             for tokens, which are one group.

@@ -20,7 +20,7 @@ from ep_runtime_client.ops.tracing import slack
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class QuantizedTensor:
-    """A quantized array: data in 8 bits, and the scales that give its values back (data * scale).
+    """A quantized array, as 8-bit data and the scales to multiply it by.
 
     It holds rows, which have group_sizes, or kernels. Rows past sum(group_sizes) are zeros with
     scales of 1, or undefined if they come from `dispatch`. Shapes of the scales, in which *mid are

@@ -249,7 +249,7 @@ def aux_loss(
 
 
 def update_expert_bias(bias: jax.Array, tokens_per_expert: jax.Array, rate: float) -> jax.Array:
-    """Moves each expert's bias by `rate` towards a balanced load (loss-free balancing).
+    """Moves each expert's bias by `rate` so that its load gets closer to the mean.
 
     Args:
         bias: [E] f32 (f64 with x64).
@@ -305,7 +305,7 @@ def pad_tokens(
     topk_idx: jax.Array,
     topk_weights: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    """Pads dim 0 of tokens and routing to a multiple, with zero tokens that go to no expert.
+    """Pads tokens and their routing to a multiple of rows; the added tokens go to no expert.
 
     The slots of these tokens are unused: index -1, weight 0.
 

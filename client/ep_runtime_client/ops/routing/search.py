@@ -12,7 +12,7 @@ from ep_runtime_client.ops.tracing import eager
 
 
 def top_k(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
-    """Returns the k largest entries of the last dim and their indices, lower index first on ties.
+    """Returns the k largest entries of the last dim and their indices; ties go to the lower index.
 
     Like `jax.lax.top_k`, for routers of your own, but without a sort: XLA gathers the operand of a
     sort on every device, and here a sharded batch stays sharded.

@@ -1,4 +1,4 @@
-"""`ep.recipes`: the ways to quantize the operands of the experts' matmuls.
+"""`ep.recipes`: how the matmuls of experts quantize their operands.
 
 A recipe is a frozen, hashable value and a pytree without leaves: use it in a config, as a static
 argument, or inside a pytree that passes through `jit`.
@@ -58,7 +58,7 @@ class Recipe:
 
     @property
     def delayed(self) -> bool:
-        """Whether scales come from the amax of earlier calls, which the caller keeps in a state."""
+        """Whether scales come from the amax of earlier calls, kept in a state."""
         return False
 
     @property
@@ -108,7 +108,7 @@ class BF16(Recipe):
 
     @property
     def gradient_dtype(self) -> str:
-        """Dtype of gradients: bfloat16, as of all operands."""
+        """Dtype of gradients: bfloat16."""
         return "bfloat16"
 
     def data_dtype(self, gradient: bool = False) -> Any:
@@ -178,7 +178,7 @@ class BlockScaling(Recipe):
     """Recipe with one f32 scale per 1 x 128 values of rows, and per 128 x 128 values of a kernel.
 
     Dims need not be multiples of 128: the last block is smaller. The gradient of a kernel contracts
-    rows, so both of its operands are quantized again for it, from their 8-bit values, with one
+    rows. So both of its operands are quantized again for it, from their 8-bit values, with one
     scale per 128 rows of a group x 128 values.
 
     Attributes:
@@ -204,9 +204,9 @@ class BlockScaling(Recipe):
 class MXFP8(Recipe):
     """Recipe with one power-of-two scale (e8m0) per 32 values along the dim that a GEMM contracts.
 
-    Forward and backward contract different dims, so one pass quantizes a tensor along both: rows
-    along K' and (for the gradient of weights) along the rows, kernels along K' and (for the
-    gradient of rows) along N'. K', N' and the rows of a slab must be multiples of 32.
+    Forward and backward contract different dims, so one pass quantizes a tensor along both. Rows
+    are quantized along K' and (for the gradient of weights) along the rows, kernels along K' and
+    (for the gradient of rows) along N'. K', N' and the rows of a slab must be multiples of 32.
 
     Attributes:
         gradient_dtype: "float8_e4m3fn" or "float8_e5m2".
