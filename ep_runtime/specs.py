@@ -84,7 +84,7 @@ class GroupSpec:
         mesh_axes: every axis of the mesh with its size, in mesh order.
         ep_axis, outer_axes: axes that shard the experts, and further axes that shard tokens.
         num_experts, hidden_size: E of one EP group; H.
-        max_tokens_per_rank: T of one rank at most.
+        max_tokens_per_rank: most tokens of one rank in a call.
         recv_capacity_per_rank: C, rows of one slab.
         max_top_k, max_token_dtype: largest K of a layer; widest dtype of a token, by name.
         alignment: the rows of each expert are padded to a multiple of this number.

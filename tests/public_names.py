@@ -15,6 +15,8 @@ from ep_runtime_client.block import optax as ep_optax
 
 # Public although they begin with "_": users call them by a sign.
 BY_SIGN = {"__call__", "__getitem__"}
+# Flax gives a linen module these: a method and two fields.
+OF_A_FRAMEWORK = {"setup", "parent", "name"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +72,7 @@ def _of_class(name: str, cls: type) -> Iterator[Public]:
     shown = set(cls.__dir__(None)) if "__dir__" in vars(cls) else set(vars(cls))  # type: ignore[arg-type]
     for member, value in vars(cls).items():
         hidden = member.startswith("_") and member not in BY_SIGN
-        if hidden or member not in shown or member == "setup":  # flax calls it
+        if hidden or member not in shown or member == "setup":
             continue
         if isinstance(value, property | functools.cached_property):
             getter = value.fget if isinstance(value, property) else value.func
@@ -95,12 +97,11 @@ def _of_value(name: str, value: Any) -> Iterator[Public]:
                 yield from _of_value(f"{name}.{member}", inner)
 
 
-def _public() -> Iterator[Public]:
-    for name in ep.__all__:
-        yield from _of_value(name, getattr(ep, name))
-    for name, module in {"nnx": nnx, "linen": linen, "optax": ep_optax}.items():
-        yield from _of_value(name, module)
+def public() -> list[Public]:
+    values = {name: getattr(ep, name) for name in ep.__all__}
+    values |= {"nnx": nnx, "linen": linen, "optax": ep_optax}
+    return [item for name, value in values.items() for item in _of_value(name, value)]
 
 
-PUBLIC = list(_public())
+PUBLIC = public()
 CALLABLES = [item for item in PUBLIC if item.kind in ("function", "method")]

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterable
 
 import doc_pages
-from public_names import CALLABLES, PUBLIC, Public
+from public_names import CALLABLES, OF_A_FRAMEWORK, PUBLIC, Public
 from run_examples import FIRST_MET
 from run_page import CHEAP
 from tools.plain_english import SENTENCE_END
@@ -71,7 +71,7 @@ def test_fields_are_described() -> None:
             return set()
         fields = {field.name for field in dataclasses.fields(item.value)}
         if "keyword arguments of `ep.moe`" in item.doc:
-            fields -= {*inspect.signature(ep.moe).parameters, "name", "parent"}  # those of flax
+            fields -= {*inspect.signature(ep.moe).parameters, *OF_A_FRAMEWORK}
         return fields - {*item.described("Attributes"), *item.described("Args")}
 
     assert complaints(PUBLIC, missing) == {}

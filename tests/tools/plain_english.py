@@ -23,7 +23,7 @@ from ep_runtime_server.main import build_parser
 MAX_WORDS = 30
 # Rewritten pages are added here.
 NAMES = "tutorial training gpus troubleshooting demo glossary faq support nccl-ep performance"
-NAMES += " mixed-precision linen processes your-cluster examples/*"
+NAMES += " mixed-precision linen processes your-cluster examples/* reference/*"
 PAGES = ["README.md", "SECURITY.md", *(f"docs/{name}.md" for name in NAMES.split())]
 
 # Patterns match within one sentence, which ^ begins and $ ends.
@@ -53,7 +53,7 @@ def faults(page: str) -> Iterator[tuple[int, str, str]]:
     """Line from 0 on, text and what to say instead, without code, comments and addresses."""
     code = re.compile(r"^ *```.*?^ *```$|<!--.*?-->", re.M | re.S)
     page = code.sub(lambda found: "\n" * found[0].count("\n"), page)
-    page = re.sub(r"`[^`]+`", "`code`", re.sub(r"\]\([^)\s]*\)", "]", page))
+    page = re.sub(r"`[^`]+`", "`Code`", re.sub(r"\]\([^)\s]*\)", "]", page))
     page = _BLOCK.sub(lambda border: "\f" + border[0].strip("|"), page)
     page = SENTENCE_END.sub(lambda space: "\f" + space[0], page)
     end = 0

@@ -159,8 +159,8 @@ def moe(
         layer: a registered layer, or `stack[i]`. Under `jax.eval_shape` a LayerSpec will do; a
             program with one is neither compiled nor exported.
         x: [T, H] or [B, S, H], sharded as `dispatch` wants tokens.
-        params: the weights, with experts on dim 0 sharded over the ep axes. Weights of
-            `quantize_params` bring their recipe.
+        params: the weights, with experts on dim 0 sharded over the ep axes. Weights from
+            `quantize_params` carry their recipe.
         routing: the result of your own router, sharded as x: topk_idx int32 [..., K] (-1 is an
             unused slot), topk_weights [..., K], and probs [..., E] if aux_loss_coeff is not 0.
             Gradients flow to topk_weights and probs. `params.router` must then be None, and the

@@ -210,7 +210,7 @@ class Session:
             outer_axes: further axes that shard tokens; all other axes replicate them.
             num_experts: E of one EP group, a multiple of the ep axis's size.
             hidden_size: H.
-            max_tokens_per_rank: T of one rank at most.
+            max_tokens_per_rank: most tokens of one rank in a call.
             recv_capacity_per_rank: C, rows of one slab; None is the worst case, without drops.
             capacity_factor: C as a multiple of the balanced load instead, at least 1.0.
             max_top_k: largest K of a layer.

@@ -60,7 +60,7 @@ def dispatch(
 
     Raises:
         InvalidArgumentError: shapes, dtypes, capacity, handle or plan do not fit the layer, or the
-            recipe is another one than BlockScaling.
+            recipe is not BlockScaling.
         CapacityOverflowError: in a group with on_overflow="error". A compiled program fails with
             this text in XLA's error; an eager call waits and raises this class.
         StaleHandleError: the layer's group is closed.

@@ -305,7 +305,7 @@ def pad_tokens(
     topk_idx: jax.Array,
     topk_weights: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    """Pads tokens and their routing to a multiple of rows; the added tokens go to no expert.
+    """Pads the number of tokens to a multiple, with zero tokens that go to no expert.
 
     The slots of these tokens are unused: index -1, weight 0.
 
