@@ -1,7 +1,7 @@
 """Trains a small language model with experts, in plain JAX.
 
-Run `python train_jax.py --folder /tmp/run`: on all GPUs, else on 8 CPU devices. The same with
-`--ep 8` then goes on from the checkpoint, on another mesh.
+Run `python train_jax.py --folder /tmp/run`: the experts are spread over all GPUs, else over 8 CPU
+devices. The same with `--fsdp 2` then goes on from the checkpoint, on another mesh.
 """
 
 import argparse
@@ -93,8 +93,7 @@ def train(args, group, mesh, rules):
     stack = group.register_layer_stack("blocks/moe", LAYERS, top_k=TOP_K)
     rows = NamedSharding(mesh, rules.spec(("activation_batch",)))
     init, step, evaluate = make_functions(stack, rules, args.steps)
-    # Experts by the names of their dims; all else is on every device.
-    where = rules.shardings(jax.eval_shape(init), mesh)
+    where = rules.shardings(jax.eval_shape(init), mesh)  # all but the experts: on every device
     state = jax.jit(init, out_shardings=where)()
     # Donated: the new state takes the old one's memory.
     train_step = jax.jit(step, donate_argnums=0, out_shardings=(where, None))
@@ -115,14 +114,14 @@ def train(args, group, mesh, rules):
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--folder", type=Path, required=True, help="of checkpoints")
-    parser.add_argument("--ep", type=int, default=4, help="devices that share out the experts")
+    parser.add_argument("--fsdp", type=int, default=1, help="devices over which H is sharded")
     parser.add_argument("--rules", default="fsdp+ep", help="or shard-exp-on-fsdp")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--save-every", type=int, default=20)
     args = parser.parse_args()
     jax.config.update("jax_num_cpu_devices", 8)  # changes nothing on GPUs
     with ep.connect() as session, ep.translate_errors():  # before JAX looks at its devices
-        mesh = Mesh(np.array(jax.devices()).reshape(-1, args.ep), ("fsdp", "ep"))
+        mesh = Mesh(np.array(jax.devices()).reshape(args.fsdp, -1), ("fsdp", "ep"))
         rules = ep.sharding.rules(args.rules).on(mesh)
         sizes = {"num_experts": EXPERTS, "hidden_size": HIDDEN, "max_top_k": TOP_K}
         sizes["max_tokens_per_rank"] = BATCH * SEQ // mesh.size

@@ -1,7 +1,7 @@
 """Trains a small language model with experts, in flax.linen.
 
-Run `python train_linen.py --folder /tmp/run`: on all GPUs, else on 8 CPU devices. The same with
-`--ep 8` then goes on from the checkpoint, on another mesh.
+Run `python train_linen.py --folder /tmp/run`: the experts are spread over all GPUs, else over 8 CPU
+devices. The same with `--fsdp 2` then goes on from the checkpoint, on another mesh.
 """
 
 import argparse
@@ -61,12 +61,10 @@ class Model(nn.Module):
         return logits.astype(jnp.float32), aux.sum()
 
 
-def make_state(stack, steps):
+def make_state(model, optimizer):
     """What is trained and saved: the masters, the optimizer's moments and the step."""
-    model = Model(stack)
     params = model.init(jax.random.key(0), jnp.zeros((BATCH, SEQ), jnp.int32))["params"]
-    rate = optax.warmup_cosine_decay_schedule(0, 1e-2, steps // 10, steps)
-    return TrainState.create(apply_fn=model.apply, params=params, tx=optax.adamw(rate))
+    return TrainState.create(apply_fn=model.apply, params=params, tx=optimizer)
 
 
 def loss_fn(params, state, window):  # int32 [B, S + 1]
@@ -93,7 +91,8 @@ def batch(seed, size, rows):
 def train(args, group, mesh, rules):
     stack = group.register_layer_stack("blocks/moe", LAYERS, top_k=TOP_K)
     rows = NamedSharding(mesh, rules.spec(("activation_batch",)))
-    make = partial(make_state, stack, args.steps)
+    rate = optax.warmup_cosine_decay_schedule(0, 1e-2, args.steps // 10, args.steps)
+    make = partial(make_state, Model(stack), optax.adamw(rate))
     where = rules.shardings(jax.eval_shape(make), mesh)  # by the names of dims
     state = jax.jit(lambda: nn.meta.unbox(make()), out_shardings=where)()
     with ocp.CheckpointManager(args.folder.absolute()) as checkpoints:
@@ -112,14 +111,14 @@ def train(args, group, mesh, rules):
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--folder", type=Path, required=True, help="of checkpoints")
-    parser.add_argument("--ep", type=int, default=4, help="devices that share out the experts")
+    parser.add_argument("--fsdp", type=int, default=1, help="devices over which H is sharded")
     parser.add_argument("--rules", default="fsdp+ep", help="or shard-exp-on-fsdp")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--save-every", type=int, default=20)
     args = parser.parse_args()
     jax.config.update("jax_num_cpu_devices", 8)  # changes nothing on GPUs
     with ep.connect() as session, ep.translate_errors():  # before JAX looks at its devices
-        mesh = Mesh(np.array(jax.devices()).reshape(-1, args.ep), ("fsdp", "ep"))
+        mesh = Mesh(np.array(jax.devices()).reshape(args.fsdp, -1), ("fsdp", "ep"))
         rules = ep.sharding.rules(args.rules).on(mesh)
         sizes = {"num_experts": EXPERTS, "hidden_size": HIDDEN, "max_top_k": TOP_K}
         sizes["max_tokens_per_rank"] = BATCH * SEQ // mesh.size

@@ -1,7 +1,7 @@
 """Trains a small language model with experts, in flax.nnx.
 
-Run `python train_nnx.py --folder /tmp/run`: on all GPUs, else on 8 CPU devices. The same with
-`--ep 8` then goes on from the checkpoint, on another mesh.
+Run `python train_nnx.py --folder /tmp/run`: the experts are spread over all GPUs, else over 8 CPU
+devices. The same with `--fsdp 2` then goes on from the checkpoint, on another mesh.
 """
 
 import argparse
@@ -27,9 +27,7 @@ def linear(rows, columns, names, rngs):  # computes in bfloat16; its parameters 
     return nnx.Linear(rows, columns, use_bias=False, dtype=BF16, kernel_init=init, rngs=rngs)
 
 
-class Block(nnx.Module):
-    """Attention, then experts; traced once for all layers."""
-
+class Block(nnx.Module):  # traced once for all layers
     def __init__(self, stack, rngs):
         self.attention_norm = nnx.RMSNorm(HIDDEN, dtype=BF16, rngs=rngs)
         self.qkv = linear(HIDDEN, 3 * HIDDEN, ("embed", "heads"), rngs)
@@ -61,9 +59,7 @@ class Model(nnx.Module):
         return self.unembed(self.norm(x)).astype(jnp.float32), aux.sum()
 
 
-class State(nnx.Module):
-    """What is trained and saved: the masters, the optimizer's moments and its step."""
-
+class State(nnx.Module):  # what is trained and saved
     def __init__(self, stack, steps):
         self.model = Model(stack, nnx.Rngs(0))
         rate = optax.warmup_cosine_decay_schedule(0, 1e-2, steps // 10, steps)
@@ -110,20 +106,24 @@ def train(args, group, mesh, rules):
                 checkpoints.save(step + 1, args=ocp.args.StandardSave(whole))
 
 
-if __name__ == "__main__":
+def main(argv=None, address=None):
     parser = argparse.ArgumentParser()
     parser.add_argument("--folder", type=Path, required=True, help="of checkpoints")
-    parser.add_argument("--ep", type=int, default=4, help="devices that share out the experts")
+    parser.add_argument("--fsdp", type=int, default=1, help="devices over which H is sharded")
     parser.add_argument("--rules", default="fsdp+ep", help="or shard-exp-on-fsdp")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--save-every", type=int, default=20)
-    args = parser.parse_args()
-    jax.config.update("jax_num_cpu_devices", 8)  # changes nothing on GPUs
-    with ep.connect() as session, ep.translate_errors():  # before JAX looks at its devices
-        mesh = Mesh(np.array(jax.devices()).reshape(-1, args.ep), ("fsdp", "ep"))
+    args = parser.parse_args(argv)
+    with ep.connect(address) as session, ep.translate_errors():  # before JAX looks at its devices
+        mesh = Mesh(np.array(jax.devices()).reshape(args.fsdp, -1), ("fsdp", "ep"))
         rules = ep.sharding.rules(args.rules).on(mesh)
         sizes = {"num_experts": EXPERTS, "hidden_size": HIDDEN, "max_top_k": TOP_K}
         sizes["max_tokens_per_rank"] = BATCH * SEQ // mesh.size
         group = session.create_group("experts", mesh, **rules.group_axes(mesh), **sizes)
         with jax.set_mesh(mesh), nnx.logical_axis_rules(rules.logical):
             train(args, group, mesh, rules)
+
+
+if __name__ == "__main__":
+    jax.config.update("jax_num_cpu_devices", 8)  # changes nothing on GPUs
+    main()

@@ -1,0 +1,96 @@
+"""The scripts of docs/examples: saved on one mesh and daemon, restored on others."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from daemon_fixtures import directory, package_path  # noqa: F401 - a fixture by name
+from doc_pages import ROOT
+from harness import DaemonProcess, daemon_process  # noqa: F401 - a fixture by name
+
+from ep_runtime_client.jobs.members import reserved_coordinator
+
+EXAMPLES = ROOT / "docs/examples"
+TIMEOUT_S = 240.0
+COMPILED_BY = ("JAX_DISABLE_MOST_OPTIMIZATIONS", "XLA_FLAGS")  # as the other tests' programs
+SAVED_AT, STEPS = 3, 5
+# Sums in bfloat16 differ in their last bits from mesh to mesh.
+TOLERANCE = 1e-2
+
+
+def train(script: str, folder: Path, *options: str, **environment: str) -> dict[int, float]:
+    """Losses by step of one run; no warning may come up in it."""
+    sizes = ("--steps", str(STEPS), "--save-every", str(SAVED_AT))
+    done = subprocess.run(
+        [sys.executable, "-W", "error", EXAMPLES / script, "--folder", folder, *sizes, *options],
+        env={
+            **{name: os.environ[name] for name in COMPILED_BY if name in os.environ},
+            "JAX_PLATFORMS": "cpu",
+            "PATH": os.environ["PATH"],
+            "PYTHONPATH": package_path(),
+            **environment,
+        },
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = re.findall(r"^step (\d+) loss (\S+)$", done.stdout, re.MULTILINE)
+    losses = {int(step): float(loss) for step, loss in found}
+    saved_now = SAVED_AT - 1 in losses
+    assert bool(re.search(r"^held-out loss \d\.\d+$", done.stdout, re.MULTILINE)) == saved_now
+    return losses
+
+
+def check_goes_on(whole: dict[int, float], resumed: dict[int, float]) -> None:
+    assert sorted(whole) == [*range(STEPS)]
+    assert whole[STEPS - 1] < whole[0] / 2
+    assert resumed == {
+        step: pytest.approx(whole[step], rel=TOLERANCE) for step in range(SAVED_AT, STEPS)
+    }
+
+
+@pytest.mark.parametrize(
+    ("script", "rules"),
+    [
+        pytest.param("train_nnx.py", "fsdp+ep", marks=pytest.mark.slow),
+        ("train_nnx.py", "shard-exp-on-fsdp"),
+        ("train_linen.py", "fsdp+ep"),
+        ("train_jax.py", "fsdp+ep"),
+    ],
+)
+def test_a_job_goes_on_from_its_checkpoint_on_another_mesh_and_daemon(
+    daemon_process: Callable[..., DaemonProcess],  # noqa: F811 - the fixture
+    tmp_path: Path,
+    script: str,
+    rules: str,
+) -> None:
+    first = daemon_process()
+    at = {"EP_RUNTIME_ADDRESS": f"unix://{first.directory}", "EP_RUNTIME_JOB": "training"}
+    whole = train(script, tmp_path, "--rules", rules, "--fsdp", "2", **at)
+    first.kill()
+    at["EP_RUNTIME_ADDRESS"] = f"unix://{daemon_process().directory}"
+    check_goes_on(whole, train(script, tmp_path, "--rules", rules, **at))
+
+
+def test_one_process_goes_on_from_the_checkpoint_of_two(
+    directory: Path,  # noqa: F811 - the fixture
+    tmp_path: Path,
+) -> None:
+    with reserved_coordinator() as coordinator:
+        # RUNTIME_DIRECTORY: the daemon of the node is this test's own.
+        whole = train(
+            "two_processes.py",
+            tmp_path,
+            "--coordinator",
+            coordinator,
+            RUNTIME_DIRECTORY=str(directory),
+        )
+    check_goes_on(whole, train("train_nnx.py", tmp_path, EP_RUNTIME_ADDRESS="embedded"))
