@@ -28,7 +28,7 @@ HEAD = """\
 
 Every public name of `import ep_runtime as ep`, with its arguments and its first sentence.
 `help(ep.moe)` and the other pages of the site's [reference](index.md) have the rest: shapes,
-errors, costs, examples. `python tests/tools/generate_names.py` writes this page from the docstrings.
+errors, costs, examples. `tests/tools/generate_names.py` writes this page from the docstrings.
 """
 TITLES = {"function": "Functions", "class": "Classes", "exception": "Errors"}
 
