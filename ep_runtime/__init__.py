@@ -79,6 +79,7 @@ _NAMES_OF = {
 _MODULE_OF = {name: module for module, names in _NAMES_OF.items() for name in names}
 _SUBMODULES = {
     "convert": "ep_runtime_client.block.convert",
+    "errors": "ep_runtime.errors",
     "recipes": "ep_runtime_client.ops.quantize.formats.recipes",
     "sharding": "ep_runtime_client.block.sharding",
 }

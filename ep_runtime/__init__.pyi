@@ -1,3 +1,4 @@
+from ep_runtime import errors as errors
 from ep_runtime.errors import CapacityOverflowError as CapacityOverflowError
 from ep_runtime.errors import EpRuntimeError as EpRuntimeError
 from ep_runtime.errors import GroupBusyError as GroupBusyError

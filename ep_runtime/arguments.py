@@ -1,13 +1,48 @@
-"""Numbers that users give: of the right kind, and large enough."""
+"""Arguments that users give: names that exist, numbers of the right kind and size."""
 
 from __future__ import annotations
 
+import functools
+import inspect
 import math
 import numbers
 import operator
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, ParamSpec, TypeVar
 
+from ep_runtime import close_names
 from ep_runtime.errors import InvalidArgumentError
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def suggests(
+    also: Iterable[str] = (),
+) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
+    """Makes the TypeError of an unknown keyword name the closest one.
+
+    Args:
+        also: keywords that the function takes as `**arguments`.
+    """
+
+    def decorate(function: Callable[_P, _R]) -> Callable[_P, _R]:
+        parameters = inspect.signature(function).parameters.values()
+        known = {*also, *(p.name for p in parameters if p.kind is not p.VAR_KEYWORD)}
+
+        @functools.wraps(function)
+        def checked(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+            for name in kwargs:
+                if name not in known:
+                    raise TypeError(
+                        f"{function.__qualname__}() got an unexpected keyword argument {name!r}"
+                        + close_names.hint(name, known)
+                    )
+            return function(*args, **kwargs)
+
+        return checked
+
+    return decorate
 
 
 def check_whole(argument: str, value: Any, least: int = 1) -> int:

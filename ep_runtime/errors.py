@@ -185,6 +185,13 @@ def _all_classes() -> dict[str, type[EpRuntimeError]]:
     return found
 
 
+__all__ = sorted(_all_classes())
+
+
+def __dir__() -> list[str]:
+    return __all__
+
+
 def _rebuild(cls: type[EpRuntimeError], message: str, fields: dict[str, Any]) -> EpRuntimeError:
     return cls(message, **fields)
 

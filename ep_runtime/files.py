@@ -81,3 +81,11 @@ def remove_socket(path: Path) -> None:
         os.unlink(path)
     except FileNotFoundError:
         return
+
+
+def boot_id() -> str:
+    """New with every start of the host: processes and memory of another one are gone."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:  # hidden
+        return "unknown"

@@ -30,6 +30,8 @@ def library_path(platform: str = "cpu") -> Path:
 
 
 LIBRARY_PATH = library_path()
+# Built at home: what an index has first is a wheel without the kernels.
+BUILD_CUDA = "EP_RUNTIME_CUDA=ON pip install --force-reinstall --no-binary=ep-runtime ep-runtime"
 # Of the library that serves a transport.
 PLATFORMS = {"memfd": "cpu", "nvlink": "cuda", "nccl": "cuda"}
 CLOSE_TIMEOUT_S = 10.0

@@ -8,6 +8,7 @@ descriptor stays the directory that was checked, whatever happens to the name.
 from __future__ import annotations
 
 import contextlib
+import errno
 import grp
 import os
 import pwd
@@ -101,9 +102,10 @@ def _walk(path: Path, uids: Collection[int]) -> int:
 
 
 def _check_end(path: Path, about: os.stat_result, uids: Collection[int]) -> None:
+    if stat.S_ISLNK(about.st_mode):
+        raise _refused(path, about, "is a symbolic link")
     if not stat.S_ISDIR(about.st_mode):
-        what = "a symbolic link" if stat.S_ISLNK(about.st_mode) else "no directory"
-        raise _refused(path, about, f"is {what}")
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path))
     if about.st_uid not in uids:
         raise _refused(path, about, f"belongs to uid {about.st_uid}")
     if about.st_mode & _OTHERS_WRITE:

@@ -47,6 +47,11 @@ _MAX_ERROR_LIST = 64
 _MAX_ERROR_TEXT = 1500
 
 
+def minor_of(version: str) -> list[str]:
+    """The numbers of a package version by which daemons and clients work together."""
+    return version.split(".")[:2]
+
+
 @dataclasses.dataclass(frozen=True)
 class LayerStackSpec:
     """`num_layers` layers alike; the spec's name is the stack's."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
-from ep_runtime import specs
+from ep_runtime import close_names, specs
 from ep_runtime.errors import InvalidArgumentError
 
 
@@ -12,16 +13,36 @@ def dtype_name(dtype: Any, argument: str) -> str:
     """The name of a dtype given by name ("bfloat16"), as a numpy dtype or as `jnp.bfloat16`.
 
     Raises:
-        InvalidArgumentError: it is no dtype.
+        InvalidArgumentError: it is not the dtype of any array that a group moves.
     """
-    if isinstance(dtype, str):
-        return dtype
-    import numpy as np
+    name = dtype
+    if not isinstance(dtype, str):
+        import numpy as np
+
+        try:
+            name = str(np.dtype(dtype).name)
+        except TypeError:
+            name = None
+    if name not in specs.DTYPE_BYTES:
+        raise _unknown(dtype, argument, f"one of {tuple(specs.DTYPE_BYTES)}")
+    return str(name)
+
+
+def as_dtype(dtype: Any, argument: str) -> Any:
+    """`dtype` as numpy's. Raises InvalidArgumentError where it is not one."""
+    import jax.numpy as jnp
 
     try:
-        return str(np.dtype(dtype).name)
-    except TypeError as error:
-        raise InvalidArgumentError(
-            f"{argument} must be one of {tuple(specs.DTYPE_BYTES)}, got {dtype!r}",
-            argument=argument,
-        ) from error
+        return jnp.dtype(dtype)
+    except TypeError:
+        raise _unknown(dtype, argument, "a dtype of JAX") from None
+
+
+def _unknown(dtype: Any, argument: str, wanted: str) -> InvalidArgumentError:
+    hint = ""
+    if isinstance(dtype, str):  # bf16, fp32 and f32 are floats written short
+        long = re.sub(r"^(b?)fp?(?=\d)", r"\1float", dtype)
+        hint = close_names.hint(long, specs.DTYPE_BYTES)
+    return InvalidArgumentError(
+        f"{argument} must be {wanted}, got {dtype!r}{hint}", argument=argument
+    )

@@ -6,6 +6,7 @@ nothing, started no backend and is alone.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import sys
@@ -14,7 +15,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any, ParamSpec, TypeVar
 
-from ep_runtime import env
+from ep_runtime import env, files
 from ep_runtime.errors import InvalidArgumentError
 
 _log = logging.getLogger("ep_runtime")
@@ -99,6 +100,30 @@ def process_index() -> int:
     """Index of this process in the jax.distributed job; 0 without one."""
     state = _distributed()
     return int(state.process_id or 0) if state is not None else 0
+
+
+_HOST_KEY = "ep_runtime/host/"
+
+
+def tell_host() -> None:
+    """Tells the other processes of the jax.distributed job which host this one is on."""
+    client = getattr(_distributed(), "client", None)
+    if client is not None:
+        with contextlib.suppress(RuntimeError):  # a job may go on after its coordinator
+            client.key_value_set(_HOST_KEY + str(process_index()), files.boot_id(), True)
+
+
+def hosts_of(processes: Iterable[int], timeout_s: float) -> dict[int, str]:
+    """The host of each process, waited for until it has told; "" of one that does not in time."""
+    client: Any = getattr(_distributed(), "client", None)
+    found: dict[int, str] = {}
+    deadline = time.monotonic() + timeout_s
+    for process in processes:
+        left_ms = int(1000 * max(deadline - time.monotonic(), 0.001))
+        found[process] = ""
+        with contextlib.suppress(RuntimeError):
+            found[process] = client.blocking_key_value_get(_HOST_KEY + str(process), left_ms)
+    return found
 
 
 def _cpu_backend_started() -> bool:

@@ -110,7 +110,8 @@ def layer(name: str) -> EpLayer | LayerStack:
 
     Raises:
         StaleHandleError: this process has no layer of that name, or the layer's group is gone.
-        InvalidArgumentError: the name is not text, or is ambiguous because group names contain "/".
+        InvalidArgumentError: the name is not text, no group is open in this process, or the name
+            is ambiguous because group names contain "/".
 
     Cost: no RPC.
 
@@ -130,6 +131,12 @@ def layer(name: str) -> EpLayer | LayerStack:
             "that is meant",
             argument="name",
         )
+    if not live_groups.all():
+        raise InvalidArgumentError(
+            f"layer {name!r} needs an open group in this process, and there is none; call "
+            "ep.connect(), session.create_group(...) and group.register_layer(...) first",
+            argument="name",
+        )
     if not found:
         there = [f"{group.name}/{one}" for group in live_groups.all() for one in group.layer_names]
         raise StaleHandleError(
@@ -140,7 +147,7 @@ def layer(name: str) -> EpLayer | LayerStack:
     return found[0]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class EpLayer:
     """A registered layer: the first argument of `moe`, `dispatch` and the other calls.
 
@@ -157,6 +164,9 @@ class EpLayer:
     spec: layer_specs.LayerSpec
     base_id: int
     index: int = 0
+
+    def __repr__(self) -> str:
+        return f"EpLayer({_described(self.group_spec, self.spec)})"
 
     @property
     def name(self) -> str:
@@ -221,7 +231,7 @@ class EpLayer:
         return self.group.mesh
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class LayerStack:
     """Several layers with the same settings, for a `lax.scan` over layers.
 
@@ -238,6 +248,9 @@ class LayerStack:
     spec: layer_specs.LayerSpec
     num_layers: int
     base_id: int
+
+    def __repr__(self) -> str:
+        return f"LayerStack({_described(self.group_spec, self.spec)}, num_layers={self.num_layers})"
 
     @property
     def name(self) -> str:
@@ -311,6 +324,13 @@ class TracedLayer:
     def static(self) -> EpLayer:
         """Layer 0 of the stack: the same settings, a name and base id for the program."""
         return self.stack._layer(0)
+
+
+def _described(group: specs.GroupSpec, layer: layer_specs.LayerSpec) -> str:
+    return (
+        f"{group.name + '/' + layer.name!r}, top_k={layer.top_k}, num_experts={group.num_experts}, "
+        f"hidden_size={group.hidden_size}, ep_size={group.ep_size}, transport={group.transport!r}"
+    )
 
 
 def layer_name(stack_name: str, index: int) -> str:

@@ -86,6 +86,9 @@ def resolve_transport(
         raise InvalidArgumentError(
             f"transport must be one of {choices}, got {transport!r}", argument="transport"
         )
+    platforms = sorted({device.platform for device in devices_of(mesh).ravel()})
+    if transport in ("auto", "xla") and _without_kernels(platforms):
+        return "xla"
     if transport == "xla":
         return transport
     if not has_daemon:
@@ -96,7 +99,6 @@ def resolve_transport(
             'address="none"; use transport="xla" or another address',
             argument="transport",
         )
-    platforms = sorted({device.platform for device in devices_of(mesh).ravel()})
     if transport == "auto":
         return _chosen(mesh, platforms, in_cluster)
     if transport == "memfd" and platforms != ["cpu"]:
@@ -119,6 +121,18 @@ def resolve_transport(
         f"transport={transport!r} on {platforms} devices is not part of this version; "
         'transport="memfd" serves CPU devices, "nvlink" and "nccl" NVIDIA GPUs, "xla" every device'
     )
+
+
+def _without_kernels(platforms: list[str]) -> bool:
+    """Whether the devices are GPUs for which this package has nothing; warns once."""
+    if platforms != ["gpu"] or native.library_path("cuda").exists():
+        return False
+    _say(
+        logging.WARNING,
+        "this package was built without CUDA: on GPUs rows travel over XLA's collectives and "
+        f"every op is plain JAX; install it with `{native.BUILD_CUDA}`",
+    )
+    return True
 
 
 def _chosen(mesh: Any, platforms: list[str], in_cluster: Callable[[], bool]) -> str:
@@ -180,8 +194,6 @@ def _no_library(devices: Any, platforms: list[str]) -> str:
     """Why nothing of this package's own moves rows between the devices; "" where something does."""
     if platforms != ["gpu"]:
         return f"no windows are made for {platforms} devices"
-    if not native.library_path("cuda").exists():
-        return "this package was built without CUDA (EP_RUNTIME_CUDA=ON builds it)"
     return _no_kernels(devices)
 
 

@@ -19,6 +19,13 @@ import numpy.typing as npt
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime_client.block.params import MoEParams
 
+__all__ = ["expert_bias", "from_hf", "to_hf"]
+
+
+def __dir__() -> list[str]:
+    return __all__
+
+
 Array = npt.NDArray[Any]
 
 _SHOWN_NAMES = 4  # of those that a message lists

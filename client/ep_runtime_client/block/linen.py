@@ -5,6 +5,8 @@ Needs the extra `flax`.
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -29,6 +31,13 @@ try:
     from flax import linen
 except ImportError as error:
     raise ImportError(f"ep.linen needs flax: {module_options.EXTRA}") from error
+
+__all__ = ["MoEBlock"]
+
+
+def __dir__() -> list[str]:
+    return __all__
+
 
 # The collection of a delayed recipe's amax histories.
 _HISTORY = "amax_history"
@@ -191,6 +200,22 @@ class MoEBlock(linen.Module):  # type: ignore[misc]
         if not self.use_expert_bias:
             raise module_options.no_bias()
         self.bias.value = update_expert_bias(self.bias.value, tokens_per_expert, rate)
+
+
+def _with_checked_options(init: Callable[..., None]) -> Callable[..., None]:
+    """The constructor that a dataclass gave a module; it names all options where one is wrong."""
+
+    @functools.wraps(init)
+    def checked(self: Any, *args: Any, **options: Any) -> None:
+        known = inspect.signature(init).parameters
+        own = [name for name in known if name not in ("self", "parent", "name")]
+        module_options.check_options([name for name in options if name not in known], own)
+        init(self, *args, **options)
+
+    return checked
+
+
+MoEBlock.__init__ = _with_checked_options(MoEBlock.__init__)  # type: ignore[method-assign]
 
 
 def _boxed(name: str, make: Callable[[jax.Array], jax.Array]) -> Callable[..., Any]:

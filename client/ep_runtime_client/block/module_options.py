@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
 
+from ep_runtime import close_names
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime.layer_specs import LayerSpec
 from ep_runtime_client.base.layers import EpLayer, LayerStack, TracedLayer, resolve
@@ -42,15 +43,22 @@ def option_names() -> list[str]:
     return [n for n, p in known.items() if p.kind is p.KEYWORD_ONLY and n not in NO_OPTIONS]
 
 
-def check_options(options: Mapping[str, Any]) -> None:
-    """Raises InvalidArgumentError for an option that `moe` does not have."""
-    names = option_names()
+def check_options(options: Iterable[str], own: Iterable[str]) -> None:
+    """Raises InvalidArgumentError for an option that neither `moe` nor the module has.
+
+    `own`: the module's.
+    """
+    passed_on = option_names()
+    own = [name for name in own if name not in passed_on]
     for name in options:
         if name in NO_OPTIONS:
             raise InvalidArgumentError(f"{name} is {NO_OPTIONS[name]}", argument=name)
-        if name not in names:
+        if name not in (*passed_on, *own):
             raise InvalidArgumentError(
-                f"{name} is no option of moe; it has {', '.join(names)}", argument=name
+                f"{name} is not an option of MoEBlock, which has {', '.join(own)}, and of ep.moe "
+                + ", ".join(passed_on)
+                + close_names.hint(name, (*own, *passed_on)),
+                argument=name,
             )
 
 

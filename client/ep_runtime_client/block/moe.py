@@ -38,7 +38,7 @@ from ep_runtime_client.ops.movement.dispatch import call_of_plan
 from ep_runtime_client.ops.quantize.formats.recipes import DelayedState
 from ep_runtime_client.ops.routing import api as routing_api
 from ep_runtime_client.ops.tracing import scopes
-from ep_runtime_client.ops.tracing.ambient import constant, open_layer
+from ep_runtime_client.ops.tracing.ambient import check_devices, constant, open_layer
 from ep_runtime_client.ops.tracing.scopes import scope
 
 
@@ -260,6 +260,9 @@ def moe(
     after = checked_state(state, recipes, static.group_spec.num_experts)
     specs = moe_checks.specs_of(params_spec, params)
     moe_checks.check(static, x, params, specs, activation, gated)
+    check_devices(static.group_spec, static.mesh, "x", x)
+    if routing is None:
+        moe_checks.check_tokens(static.group_spec, x)
     inner_axes = moe_checks.inner_axes(static.group_spec, params.wi, specs["wi"])
     moe_checks.check_halves(static.group_spec, params, gated, inner_axes)
     sizes = moe_routing.Sizes(x.shape[:-1], static.top_k, static.group_spec.num_experts)

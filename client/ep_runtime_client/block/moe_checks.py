@@ -8,20 +8,23 @@ from math import prod
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from ep_runtime import close_names
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime.specs import GroupSpec
+from ep_runtime_client.base.dtypes import as_dtype
 from ep_runtime_client.base.layers import EpLayer
 from ep_runtime_client.block.params import Halves, MoEParams, check_all_or_none, logical_axes
-from ep_runtime_client.ops.activation.function import ACTIVATIONS, Function
+from ep_runtime_client.ops.activation.function import ACTIVATIONS, GATED_UNITS, Function
+from ep_runtime_client.ops.calls import token_layout
 from ep_runtime_client.ops.gemm.weight_entries import values_of
 from ep_runtime_client.ops.partitioning.regions import known_entries
 from ep_runtime_client.ops.partitioning.roles import Entries, entries_of, padded
-from ep_runtime_client.ops.quantize.formats.recipes import Recipe
+from ep_runtime_client.ops.quantize.formats.recipes import Recipe, check_recipe
 from ep_runtime_client.ops.quantize.pair import Pair, is_pair, of_both, paired
 from ep_runtime_client.ops.quantize.quantized_tensor import QuantizedTensor
+from ep_runtime_client.ops.tracing.ambient import manual_axes
 from ep_runtime_client.ops.tracing.varying import Axes
 
 Recipes = Recipe | tuple[Recipe | None, Recipe | None] | None
@@ -34,11 +37,12 @@ def pair_of(recipe: Recipes) -> tuple[Recipe | None, Recipe | None]:
         InvalidArgumentError: neither a recipe nor two.
     """
     pair = recipe if isinstance(recipe, tuple) else (recipe, recipe)
-    if len(pair) != 2 or not all(isinstance(r, Recipe | None) for r in pair):
-        raise InvalidArgumentError(
-            f"recipe must be one of ep.recipes, or a pair of them for wi and wo, got {recipe!r}",
-            argument="recipe",
-        )
+    wanted = ", None, or a pair of them for wi and wo"
+    if len(pair) != 2:
+        check_recipe(recipe, wanted)
+    for each in pair:
+        if each is not None:
+            check_recipe(each, wanted)
     return pair[0], pair[1]
 
 
@@ -70,7 +74,7 @@ def quantizing(recipe: Recipes) -> tuple[Recipe | None, Recipe | None]:
 
 def held_dtype(name: str, dtype: Any) -> Any:
     """`dtype` as numpy's. Raises InvalidArgumentError where JAX would take another in its place."""
-    found = jnp.dtype(dtype)
+    found = as_dtype(dtype, name)
     if jax.dtypes.canonicalize_dtype(found) != found:
         raise InvalidArgumentError(
             f"{name}={found} needs jax_enable_x64: JAX computes in "
@@ -101,6 +105,15 @@ def check_params(params: Any) -> None:
         f"params must be ep.MoEParams(router, wi, wo, ...), got {type(params).__name__}{remedy}",
         argument="params",
     )
+
+
+def check_tokens(group: GroupSpec, x: jax.Array) -> None:
+    """Raises InvalidArgumentError where tokens that `moe` routes do not divide over the ranks."""
+    remedy = (
+        "append zero tokens to x and cut y back (moe routes and counts them like others), or give "
+        "moe routing= of your own, padded by ep.pad_tokens"
+    )
+    token_layout.choose(group, x.shape[:-1], manual=manual_axes(group), remedy=remedy)
 
 
 def specs_of(given: Any, params: MoEParams, stack: int = 0) -> dict[str, PartitionSpec | None]:
@@ -185,8 +198,13 @@ def check(
 ) -> None:
     """Raises InvalidArgumentError where arguments of `moe` do not fit the layer."""
     if isinstance(activation, str) and activation not in ACTIVATIONS:
+        hint = close_names.hint(activation, ACTIVATIONS)
+        if activation.lower() in GATED_UNITS:
+            of_gate = GATED_UNITS[activation.lower()]
+            hint = f'; type activation="{of_gate}", gated=True'
         raise InvalidArgumentError(
-            f"activation must be a function or one of {sorted(ACTIVATIONS)}, got {activation!r}",
+            f"activation must be a function or one of {sorted(ACTIVATIONS)}, "
+            f"got {activation!r}{hint}",
             argument="activation",
         )
     hidden, num_experts = layer.group_spec.hidden_size, layer.group_spec.num_experts
@@ -205,6 +223,14 @@ def check(
         wi = of_both(_whole(given.gate, specs["wi"]), 2)
     else:
         wi = _whole(given, specs["wi"])
+    if not jax.sharding.get_abstract_mesh().manual_axes:
+        for name, shape in (("wi", wi), ("wo", wo)):
+            if shape[0] != num_experts:
+                raise InvalidArgumentError(
+                    f"params.{name} must have the {num_experts} experts of group "
+                    f"{layer.group_spec.name!r} in front, got {shape[0]}: {list(shape)}",
+                    argument=f"params.{name}",
+                )
     inner = wo[1]
     fits = wi[:2] == (wo[0], hidden) and wo[2:] == (hidden,)
     if (

@@ -5,6 +5,7 @@ Needs the extra `flax`.
 
 from __future__ import annotations
 
+import inspect
 from typing import Any, Unpack
 
 import jax
@@ -32,6 +33,12 @@ try:
     from flax.core import spmd
 except ImportError as error:
     raise ImportError(f"ep.nnx needs flax: {module_options.EXTRA}") from error
+
+__all__ = ["AmaxHistory", "ExpertBias", "MoEBlock"]
+
+
+def __dir__() -> list[str]:
+    return __all__
 
 
 class ExpertBias(nnx.Variable):  # type: ignore[misc]
@@ -109,7 +116,10 @@ class MoEBlock(nnx.Module):  # type: ignore[misc]
         **options: Unpack[ModuleOptions],
     ) -> None:
         module_options.check_source(layer_or_spec)
-        module_options.check_options(options)
+        parameters = inspect.signature(MoEBlock.__init__).parameters.values()
+        module_options.check_options(
+            options, [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
+        )
         module_options.check_router(use_router, use_expert_bias)
         self.layer = layer_or_spec
         self._options = tuple(sorted({**options, "gated": gated}.items()))

@@ -18,6 +18,12 @@ try:
 except ImportError as error:
     raise ImportError("ep.optax needs optax: pip install 'ep-runtime[optax]'") from error
 
+__all__ = ["Quantizing", "quantizing"]
+
+
+def __dir__() -> list[str]:
+    return __all__
+
 
 @dataclasses.dataclass(frozen=True)
 class Quantizing:

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime.layer_specs import LayerSpec
 from ep_runtime_client.base import stored
+from ep_runtime_client.base.dtypes import as_dtype
 from ep_runtime_client.base.layers import EpLayer, LayerStack, TracedLayer
 from ep_runtime_client.ops.quantize.pair import is_pair
 from ep_runtime_client.ops.quantize.quantized_tensor import QuantizedTensor
@@ -307,6 +308,7 @@ def initializers(
         raise InvalidArgumentError(
             "separate keeps gate and up apart, got gated=False", argument="separate"
         )
+    param_dtype = as_dtype(param_dtype, "param_dtype")
     inner = (2, mlp_dim) if gated and not separate else (mlp_dim,)
     halves = ("wi_0", "wi_1") if separate else ("wi",)
 

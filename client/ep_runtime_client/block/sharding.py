@@ -23,6 +23,13 @@ from ep_runtime_client.ops.quantize.ops import FIELDS, packing_of
 from ep_runtime_client.ops.quantize.pair import is_pair
 from ep_runtime_client.ops.quantize.quantized_tensor import QuantizedTensor
 
+__all__ = ["GroupAxes", "Rules", "rules"]
+
+
+def __dir__() -> list[str]:
+    return __all__
+
+
 KINDS = ("fsdp+ep", "shard-exp-on-fsdp")
 
 Axes = str | Sequence[str] | None

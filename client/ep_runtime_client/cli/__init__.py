@@ -19,8 +19,8 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import NoReturn
 
-from ep_runtime import errors
-from ep_runtime_client.cli import names, render, tables
+from ep_runtime import close_names, errors
+from ep_runtime_client.cli import render, tables
 
 OK, USAGE, NO_DAEMON, PARTIAL, DENIED, LATE = range(6)
 
@@ -68,9 +68,9 @@ class Parser(argparse.ArgumentParser):
         """Suggests a known option or value close to a mistyped one."""
         option = re.match(r"unrecognized arguments: (--[\w-]+)", message)
         if option:
-            return names.hint(option[1], self._option_string_actions)
+            return close_names.hint(option[1], self._option_string_actions)
         word = re.match(r"argument .*: invalid choice: '(.*)' \(choose from (.*)\)", message)
-        return names.hint(word[1], re.findall(r"[\w-]+", word[2])) if word else ""
+        return close_names.hint(word[1], re.findall(r"[\w-]+", word[2])) if word else ""
 
 
 def usage(width: int | None) -> str:
@@ -97,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return OK
     name = _ALIASES.get(words[0], words[0])
     if name not in COMMANDS:
-        close = names.hint(name, COMMANDS)
+        close = close_names.hint(name, COMMANDS)
         render.err(f"ep-runtime: no command {name!r}; one of {', '.join(COMMANDS)}{close}")
         return USAGE
     if name == "serve":

@@ -7,6 +7,7 @@ connection says hello with the token of before, and the session's owner then say
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import random
 import threading
@@ -16,6 +17,7 @@ from typing import Any, TypeVar
 
 import grpc
 
+import ep_runtime
 from ep_runtime import errors, wire
 from ep_runtime.v1 import group_service_pb2, session_service_pb2
 from ep_runtime_client.daemons import transport
@@ -208,6 +210,7 @@ class Link:
     def _open(self, timeout_s: float) -> None:
         farewells.say(self._place)
         welcome = transport.hello(self._place, timeout_s, resume_token=self.token)
+        _say_skew(self._place.address, welcome.server_version)
         before, self.token = self.token, welcome.session_token
         control = transport.ControlChannel(self._place, welcome.session_token)
         try:
@@ -320,6 +323,18 @@ class Link:
             with self._changed:
                 self._up = False
                 self._changed.notify_all()
+
+
+@functools.cache  # once for each daemon and version
+def _say_skew(address: str, version: str) -> None:
+    if wire.minor_of(version) != wire.minor_of(ep_runtime.__version__):
+        _log.warning(
+            "the daemon at %s has version %s, this client %s; install versions whose first two "
+            "numbers agree",
+            address,
+            version,
+            ep_runtime.__version__,
+        )
 
 
 def _close_group(

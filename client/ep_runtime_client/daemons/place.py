@@ -16,7 +16,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ep_runtime import trust
-from ep_runtime.errors import PermissionDeniedError, RuntimeUnavailableError
+from ep_runtime.errors import (
+    InvalidArgumentError,
+    PermissionDeniedError,
+    RuntimeUnavailableError,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,6 +68,7 @@ class Place:
 
         Raises:
             PermissionDeniedError: the directory could be another user's doing.
+            InvalidArgumentError: it is not a directory.
             RuntimeUnavailableError: it is not there.
         """
         try:
@@ -72,6 +77,11 @@ class Place:
             raise self._untrusted(error) from error
         except PermissionError as error:
             raise self._forbidden(self.directory) from error
+        except NotADirectoryError as error:
+            raise InvalidArgumentError(
+                f"{self.directory} is not a directory; give the daemon's socket directory",
+                argument="address",
+            ) from error
         except OSError as error:
             raise self.unavailable(error.strerror or str(error)) from error
 

@@ -157,9 +157,8 @@ def _open_embedded(address: Address, timeout_s: float) -> ReachedRuntime:
     processes = jax_state.num_processes()
     if processes > 1:
         raise InvalidArgumentError(
-            f"an embedded daemon serves one process, this job has {processes}; run "
-            '`ep-runtime serve` on every node, or pass address="node" '
-            "(EP_RUNTIME_ADDRESS=node) in every process",
+            f"an embedded daemon serves one process, this job has {processes}; leave the address "
+            'out, or pass address="node", in every process',
             argument="address",
             num_processes=processes,
         )

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ep_runtime import device_layout, specs, wire
 from ep_runtime.errors import (
     EpRuntimeError,
+    GroupNotReadyError,
     InvalidArgumentError,
     SpecMismatchError,
     StaleHandleError,
@@ -98,7 +100,7 @@ def is_same(found: Group, spec: specs.GroupSpec, mesh: Mesh, *, replace: bool) -
 def make_group(session: GroupOwner, spec: specs.GroupSpec, mesh: Mesh, *, replace: bool) -> Group:
     """Forms the group and makes it this process's live group of that name."""
     _check_free(session, spec.name)
-    _check_shared(session, spec.name, mesh)
+    _check_shared(session, spec, mesh)
     claim = _claim(spec, mesh)
     group = Group(session, mesh, forming.form(session, spec, claim, replace=replace))
     try:
@@ -123,17 +125,54 @@ def _check_free(session: GroupOwner, name: str) -> None:
         )
 
 
-def _check_shared(session: GroupOwner, name: str, mesh: Mesh) -> None:
+def _check_shared(session: GroupOwner, spec: specs.GroupSpec, mesh: Mesh) -> None:
     """Raises InvalidArgumentError where the mesh's other processes cannot come to the group."""
+    name = spec.name
     processes = meshes.processes_of(mesh)
     if len(processes) > 1 and session.alone:
         raise InvalidArgumentError(
             f"group {name!r} spans the processes {processes}, but ep.connect() came before "
             f"jax.distributed.initialize, so that each of them has {session.alone} and never "
-            "meets the others. Call jax.distributed.initialize first, then "
-            'ep.connect("node"), or ep.connect() with EP_RUNTIME_ADDRESS=node, in every process',
+            "meets the others. Call jax.distributed.initialize first, then ep.connect(), in every "
+            "process",
             argument="mesh",
             processes=processes,
+        )
+    if len(processes) > 1 and session.has_daemon:
+        _check_hosts(session, name, meshes.rank_devices(mesh, spec))
+
+
+def _check_hosts(session: GroupOwner, name: str, devices: Sequence[Any]) -> None:
+    """Raises where the processes of the devices, in rank order, are on hosts without a cluster.
+
+    Raises:
+        InvalidArgumentError: they are on several hosts.
+        GroupNotReadyError: one of them has not connected in time.
+    """
+    jax_state.tell_host()  # where ep.connect() came before jax.distributed
+    if _in_cluster(session):
+        return
+    owners = [int(device.process_index) for device in devices]
+    hosts = jax_state.hosts_of(dict.fromkeys(owners), session.timeout_s)
+    by_host: dict[str, list[int]] = {}
+    for process, host in sorted(hosts.items()):
+        by_host.setdefault(host, []).append(process)
+    if absent := by_host.pop("", []):
+        raise GroupNotReadyError(
+            f"group {name!r}: the processes {absent} did not call ep.connect() within "
+            f"{session.timeout_s:g} s",
+            group=name,
+            missing_ranks=[rank for rank, owner in enumerate(owners) if owner in absent],
+        )
+    if len(by_host) > 1:
+        parts = " and ".join(map(str, by_host.values()))
+        raise InvalidArgumentError(
+            f"group {name!r} spans {len(by_host)} hosts, with the processes {parts}, and the "
+            f"daemon at {session.address} is not joined to those of other hosts. Run `ep-runtime "
+            "serve --coordinator ADDRESS` on one host and `ep-runtime serve --join ADDRESS` on "
+            'each other one (docs/nodes.md), or take ep.connect("none"), which needs no daemon',
+            argument="mesh",
+            processes=sorted(hosts),
         )
 
 

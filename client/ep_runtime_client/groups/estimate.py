@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from ep_runtime import device_layout, specs, workspace
-from ep_runtime.arguments import check_whole
+from ep_runtime.arguments import check_whole, suggests
 from ep_runtime.units import iec
 from ep_runtime_client.base import meshes
 from ep_runtime_client.base.dtypes import dtype_name
@@ -125,10 +126,15 @@ def staging_bytes(spec: specs.GroupSpec) -> int:
     return board.window_bytes(spec)
 
 
+@suggests(({*inspect.signature(specs.make_group_spec).parameters} | {"replace"}) - {"mesh_axes"})
 def estimate_memory(
     name: str,
     mesh: Any,
     *,
+    ep_axis: str | tuple[str, ...],
+    num_experts: int,
+    hidden_size: int,
+    max_tokens_per_rank: int,
     transport: str = "auto",
     node_size: int = 0,
     mlp_dim: int | None = None,
@@ -145,6 +151,7 @@ def estimate_memory(
     Args:
         name: as in `Session.create_group`.
         mesh: as in `Session.create_group`, or an AbstractMesh.
+        ep_axis, num_experts, hidden_size, max_tokens_per_rank: as in `Session.create_group`.
         transport: as in `Session.create_group`; "auto" counts block calls and windows in host
             memory, which are larger than those of GPUs ("nvlink").
         node_size: number of an EP group's ranks on one node, for "nccl" between nodes and for
@@ -170,6 +177,10 @@ def estimate_memory(
     spec = specs.make_group_spec(
         name=name,
         mesh_axes=meshes.axes_of(mesh),
+        ep_axis=ep_axis,
+        num_experts=num_experts,
+        hidden_size=hidden_size,
+        max_tokens_per_rank=max_tokens_per_rank,
         transport="memfd" if transport == "auto" else transport,
         node_size=node_size,
         **arguments,
@@ -220,6 +231,14 @@ def report(spec: specs.GroupSpec, device: Any, devices_per_host: int) -> None:
         " where ep.moe is no block call" if blocks else "",
         f"{spec.transport}, per node of {spec.node_size}" if spec.node_size else spec.transport,
     )
+    if spec.max_top_k > spec.num_experts:
+        _log.warning(
+            "group %r: max_top_k=%d is above num_experts=%d; a router gives a token %d experts at "
+            "most, and max_top_k=%d takes less memory",
+            spec.name,
+            spec.max_top_k,
+            *3 * (spec.num_experts,),
+        )
     total = device_memory_bytes(device, devices_per_host)
     used = staging if blocks else staging + slab
     if not total or used <= WARN_SHARE * total:

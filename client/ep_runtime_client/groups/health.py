@@ -126,6 +126,7 @@ class GroupHealth:
         if pid > 0:
             who = f"process {pid} of rank {rank}"
         text = f"{who} in group {self._name!r} generation {self._formed.generation} is gone"
+        reason = reason.removeprefix(f"process {pid}: ")
         why = f": {reason}" if reason else ""
         return End(PeerLostError, text + why, {"rank": rank, "process": pid, **self._fields})
 

@@ -41,7 +41,8 @@ def connect(
             this user nor root). Or "embedded": a private daemon that ends with this process. Or
             "node": a shared one that the first process starts and that ends after the last. Or
             "none": no daemon, for transport="xla". None takes $EP_RUNTIME_ADDRESS, else
-            the node's default daemon where it runs, else "embedded".
+            the node's default daemon where it runs, else "node" in a job of several processes
+            and "embedded" in a job of one.
         job: namespace of group names within the user. None takes $EP_RUNTIME_JOB, $SLURM_JOB_ID,
             the jax.distributed coordinator, else the pid. Letters, digits and . _ / : @ + -.
         labels: dict of texts (the same characters) that `ep-runtime sessions` shows.
@@ -78,6 +79,7 @@ def connect(
     if jax_state.under_tracing():
         return _connected(choose(address, ask=False), job)
     jax_state.prepare_cpu_pool()
+    jax_state.tell_host()
     opened: Session = registry.sessions.acquire(
         choose(address),
         lambda found: _check_same_job(found, job),
@@ -138,8 +140,8 @@ def choose(address: str | None, *, ask: bool = True) -> runtimes.Address:
     Without `ask` nobody is asked whether the node's default daemon answers: it does where this
     process has a session with it.
 
-    $EP_RUNTIME_ADDRESS counts as if typed; without it the node's default daemon where it answers,
-    else an embedded one.
+    $EP_RUNTIME_ADDRESS counts as if typed. Without it: the node's default daemon where it answers,
+    else "node" in a job of several processes, else an embedded one.
 
     Raises:
         PermissionDeniedError: the default daemon's directory could be another user's doing.
@@ -152,14 +154,12 @@ def choose(address: str | None, *, ask: bool = True) -> runtimes.Address:
     if registry.sessions.embedded():
         return runtimes.Address(runtimes.EMBEDDED)  # the one that this process chose before
     default = env.runtime_directory()
-    if not ask:
-        known = runtimes.Address(runtimes.DIRECTORY, default)
-        return (
-            known
-            if registry.sessions.find(known) is not None
-            else runtimes.Address(runtimes.EMBEDDED)
-        )
-    if children.answers(Place(default), transport.READ_TIMEOUT_S):
-        return runtimes.Address(runtimes.DIRECTORY, default)
-    _log.info("no daemon answers at unix://%s, so this process gets one of its own", default)
-    return runtimes.Address(runtimes.EMBEDDED)
+    known = runtimes.Address(runtimes.DIRECTORY, default)
+    if not ask and registry.sessions.find(known) is not None:
+        return known
+    if ask and children.answers(Place(default), transport.READ_TIMEOUT_S):
+        return known
+    started = runtimes.NODE if jax_state.num_processes() > 1 else runtimes.EMBEDDED
+    if ask:
+        _log.info("no daemon answers at unix://%s, so connect() takes %r", default, started)
+    return runtimes.parse_address(started)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from ep_runtime import env
 from ep_runtime.allowed_names import check_name, check_new_name
+from ep_runtime.arguments import suggests
 from ep_runtime.errors import (
     EpRuntimeError,
     InvalidArgumentError,
@@ -171,6 +172,7 @@ class Session:
         """`work` with the daemon's RPCs; again from its start where the daemon was restarted."""
         return self.link.run(work, self.timeout_s)
 
+    @suggests()
     def create_group(
         self,
         name: str,

@@ -20,6 +20,7 @@ from ep_runtime.errors import (
     RuntimeUnavailableError,
     StaleHandleError,
 )
+from ep_runtime.files import boot_id
 from ep_runtime.v1 import admin_service_pb2, node_service_pb2, node_service_pb2_grpc
 from ep_runtime_server.base import limits
 from ep_runtime_server.base.clock import Clock
@@ -35,7 +36,6 @@ from ep_runtime_server.cluster.view_ids import ViewIds
 from ep_runtime_server.groups.formation import Groups
 from ep_runtime_server.groups.record import GroupRecord
 from ep_runtime_server.journal.file import Journal
-from ep_runtime_server.journal.recorder import boot_id
 from ep_runtime_server.memory.windows import Owner
 from ep_runtime_server.nodes import messages as nodes_messages
 from ep_runtime_server.nodes.config import ClusterConfig, Endpoint, local_address_towards

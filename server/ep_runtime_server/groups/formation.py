@@ -80,9 +80,10 @@ class Groups(GroupBook):
             )
         if not group.formed:
             awaited, missing = group.awaited
+            namesakes = _namesakes_of(group) if missing else ""
             self._depart(group, session, Trigger.CLAIMANT_LOST)
             raise GroupNotReadyError(
-                f"group {spec.name!r}: {awaited} within {wait_s:g} s",
+                f"group {spec.name!r}: {awaited} within {wait_s:g} s{namesakes}",
                 group=spec.name,
                 missing_ranks=missing,
             )
@@ -104,8 +105,9 @@ class Groups(GroupBook):
         difference = group.spec.difference(spec) if group is not None else None
         if group is not None and difference is not None:
             if not replace:
+                error = _mismatch(group, session, *difference)
                 self._fail_unequal(group, session, spec, ranks, difference)
-                raise _mismatch(spec.name, *difference)
+                raise error
             order = GivenOrder(Caller(session.uid, session.pid), "create_group(replace=True)")
             self.take_away(group, PoisonReason.CLOSED, "was replaced", order)
             group = None
@@ -122,11 +124,13 @@ class Groups(GroupBook):
                     argument="world_ranks",
                 )
             return group
+        self._check_same_mesh(group, session, ranks)
         group.check_free(session, ranks)
         if group.can_form_again:
             group.start_over(self._next_generation())
             self._stamp(group)
         group.claim(session, ranks, uuids)
+        self._note_namesakes(group)
         if group.windows is not None:
             self._pool.lease(group.windows)
             # Who claims again has unmapped the older generation; the contract says so.
@@ -163,7 +167,29 @@ class Groups(GroupBook):
         if group.state is State.FORMING and group.members and set(ranks) <= {*group.missing_ranks}:
             field, ours, theirs = difference
             self.on_unequal(group.owner, group.spec, group.members.values())
-            self.fail(group, _mismatch(group.spec.name, field, theirs, ours))
+            self.fail(group, _unequal(group.spec.name, session, field, theirs, ours))
+
+    def _check_same_mesh(
+        self, group: GroupRecord, session: SessionRecord, ranks: tuple[int, ...]
+    ) -> None:
+        """Raises SpecMismatchError where another process of the job means the same ranks, and ends
+        the wait of the others: ranks follow the devices of a mesh."""
+        if group.state is not State.FORMING:
+            return
+        for member in group.members.values():
+            other = member.session
+            if other.process_index == session.process_index or not {*member.ranks} & {*ranks}:
+                continue
+            self.fail(group, _other_mesh(group.spec.name, session, ranks, member.ranks))
+            raise _other_mesh(group.spec.name, other, member.ranks, ranks)
+
+    def _note_namesakes(self, group: GroupRecord) -> None:
+        """Groups of the name that form in other jobs of the user: mostly it is one job."""
+        for other in self.of_user(group.owner.uid):
+            alike = other.owner.name == group.owner.name and other is not group
+            if alike and State.FORMING is group.state is other.state:
+                group.namesakes.add(other.owner.job)
+                other.namesakes.add(group.owner.job)
 
     def _check_formed(self, group: GroupRecord, task: asyncio.Task[None]) -> None:
         """A bug in forming ends the wait of its callers instead of letting them sit it out."""
@@ -380,7 +406,14 @@ class Groups(GroupBook):
         )
 
 
-def _mismatch(name: str, field: str, theirs: object, ours: object) -> SpecMismatchError:
+def _mismatch(
+    group: GroupRecord, session: SessionRecord, field: str, theirs: object, ours: object
+) -> SpecMismatchError:
+    """What the session hears of a group with another spec."""
+    name = group.spec.name
+    others = [member.session for member in group.members.values() if member.session is not session]
+    if group.state is State.FORMING and others:
+        return _unequal(name, others[0], field, theirs, ours)
     return SpecMismatchError(
         f"group {name!r} exists with {field}={theirs}, this call says {ours}; "
         "make them equal, or pass replace=True to take its place",
@@ -388,4 +421,44 @@ def _mismatch(name: str, field: str, theirs: object, ours: object) -> SpecMismat
         field=field,
         theirs=theirs,
         ours=ours,
+    )
+
+
+def _unequal(
+    name: str, other: SessionRecord, field: str, theirs: object, ours: object
+) -> SpecMismatchError:
+    return SpecMismatchError(
+        f"group {name!r} has {field}={theirs} in process {other.pid} (index "
+        f"{other.process_index}) and {field}={ours} in this one; make them equal",
+        object=name,
+        field=field,
+        theirs=theirs,
+        ours=ours,
+        process=other.pid,
+    )
+
+
+def _other_mesh(
+    name: str, other: SessionRecord, theirs: tuple[int, ...], ours: tuple[int, ...]
+) -> SpecMismatchError:
+    return SpecMismatchError(
+        f"group {name!r}: the meshes of the processes differ: process {other.pid} (index "
+        f"{other.process_index}) drives the ranks {list(theirs)}, and this one drives "
+        f"{list(ours)}; build the mesh from the same devices in the same order in every process",
+        object=name,
+        field="mesh",
+        theirs=list(theirs),
+        ours=list(ours),
+        process=other.pid,
+    )
+
+
+def _namesakes_of(group: GroupRecord) -> str:
+    """What to add where processes are missing that may have given another job."""
+    if not group.namesakes:
+        return ""
+    return (
+        f"; a group of that name forms in job {sorted(group.namesakes)[0]!r} of this user too, "
+        f"this one in job {group.owner.job!r}: give all processes of a job one name (job=, "
+        "EP_RUNTIME_JOB)"
     )

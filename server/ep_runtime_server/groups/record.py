@@ -89,6 +89,7 @@ class GroupRecord:
         self.reattached = False
         self.formation: asyncio.Task[None] | None = None
         self.failure: EpRuntimeError | None = None
+        self.namesakes: set[str] = set()  # other jobs in which a group of the name formed meanwhile
         self.lost: dict[
             int, SessionRecord | RemoteMember
         ] = {}  # by world rank: whose process is gone

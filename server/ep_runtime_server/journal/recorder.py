@@ -8,10 +8,10 @@ import collections
 import dataclasses
 import logging
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 from ep_runtime.errors import PoolExhaustedError
+from ep_runtime.files import boot_id
 from ep_runtime_server.base.clock import Clock
 from ep_runtime_server.base.events import EventLog
 from ep_runtime_server.callers.sessions import SessionRecord, Sessions
@@ -26,14 +26,6 @@ BOOT, GENERATION, WORD_COUNTS_UNTIL = "boot", "generation", "word_counts_until_s
 SESSION, GROUP, LAYERS, WINDOWS = "session/", "group/", "layers/", "windows/"
 RETRY_S = 1.0
 MAX_LAYERS_PER_RECORD = 512
-
-
-def boot_id() -> str:
-    """New with every start of the host: processes and memory of another one are gone."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:  # hidden; the start times of the processes tell the boots apart too
-        return "unknown"
 
 
 @dataclasses.dataclass

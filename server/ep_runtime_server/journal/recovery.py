@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 from ep_runtime import board
 from ep_runtime.errors import EpRuntimeError
+from ep_runtime.files import boot_id
 from ep_runtime.units import iec
 from ep_runtime_server.base.clock import Clock
 from ep_runtime_server.base.events import EventLog
@@ -30,7 +31,6 @@ from ep_runtime_server.journal.recorder import (
     SESSION,
     WINDOWS,
     WORD_COUNTS_UNTIL,
-    boot_id,
 )
 from ep_runtime_server.journal.shapes import Shape
 from ep_runtime_server.memory.windows import Owner, WindowPool, WindowSet, WindowState

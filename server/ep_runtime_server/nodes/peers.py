@@ -93,7 +93,7 @@ class Peers:
             return message_factory.GetMessageClass(method_type.output_type).FromString(data)
         except DecodeError as error:
             raise EpRuntimeError(
-                f"node {name!r} at {address} answers {method} with what is no answer", node=name
+                f"the answer of node {name!r} at {address} to {method} cannot be read", node=name
             ) from error
 
     async def ask_on(

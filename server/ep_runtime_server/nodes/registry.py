@@ -9,6 +9,7 @@ import secrets
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from ep_runtime import wire
 from ep_runtime.errors import (
     GroupBusyError,
     InvalidArgumentError,
@@ -61,7 +62,7 @@ def check_versions(ours: NodeIdentity, theirs: NodeIdentity) -> None:
             "server_version",
             ours.server_version,
             theirs.server_version,
-            _minor(ours.server_version) == _minor(theirs.server_version),
+            wire.minor_of(ours.server_version) == wire.minor_of(theirs.server_version),
         ),
     ]
     for field, mine, other, fits in fields:
@@ -74,10 +75,6 @@ def check_versions(ours: NodeIdentity, theirs: NodeIdentity) -> None:
                 theirs=other,
                 ours=mine,
             )
-
-
-def _minor(version: str) -> list[str]:
-    return version.split(".")[:2]
 
 
 class Nodes:

@@ -6,9 +6,10 @@ import argparse
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from ep_runtime import close_names
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime_client import cli
-from ep_runtime_client.cli import names, render
+from ep_runtime_client.cli import render
 from ep_runtime_client.cli.commands import buffers, events, groups, handles, layers, sessions
 from ep_runtime_client.cli.daemon import choosing, describing, reading
 from ep_runtime_client.cli.tables import Column
@@ -52,7 +53,7 @@ def _kind(text: str) -> str:
     kind = text.lower().removesuffix("s")
     if kind not in KINDS:
         raise argparse.ArgumentTypeError(
-            f"no kind {text!r}{names.hint(text, KINDS)}; one of {', '.join(KINDS)}"
+            f"no kind {text!r}{close_names.hint(text, KINDS)}; one of {', '.join(KINDS)}"
         )
     return kind
 

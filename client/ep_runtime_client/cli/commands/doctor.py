@@ -13,7 +13,12 @@ from typing import NamedTuple
 
 import ep_runtime
 from ep_runtime import env
-from ep_runtime.errors import EpRuntimeError, PermissionDeniedError, RuntimeUnavailableError
+from ep_runtime.errors import (
+    EpRuntimeError,
+    InvalidArgumentError,
+    PermissionDeniedError,
+    RuntimeUnavailableError,
+)
 from ep_runtime_client import cli
 from ep_runtime_client.base import jax_state
 from ep_runtime_client.cli import render
@@ -174,7 +179,7 @@ def _directory() -> Finding:
         return Finding("directory", "FAIL", str(error), "set RUNTIME_DIRECTORY to a shorter one")
     try:
         Place(directory).check()
-    except PermissionDeniedError as error:
+    except (PermissionDeniedError, InvalidArgumentError) as error:
         return Finding("directory", "FAIL", str(error), "set RUNTIME_DIRECTORY to one of your own")
     parent = next(path for path in (directory, *directory.parents) if path.exists())
     if not os.access(parent, os.W_OK):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 
+from ep_runtime import close_names
 from ep_runtime.allowed_names import shown
 from ep_runtime.errors import InvalidArgumentError
-from ep_runtime_client.cli import names
 from ep_runtime_client.cli.daemon import ordering
 
 
@@ -26,8 +26,8 @@ def run(args: argparse.Namespace) -> int:
         found = rows.get(args.session)
         if found is None:
             raise InvalidArgumentError(
-                f"no session {args.session!r}; there are: {names.listed(rows) or 'none'}"
-                + names.hint(args.session, rows),
+                f"no session {args.session!r}; there are: {close_names.listed(rows) or 'none'}"
+                + close_names.hint(args.session, rows),
                 argument="SESSION",
             )
         groups = ", ".join(map(shown, found["groups"])) or "none"

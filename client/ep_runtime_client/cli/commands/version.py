@@ -7,7 +7,9 @@ import platform
 from typing import Any
 
 import ep_runtime
+from ep_runtime import env
 from ep_runtime.errors import RuntimeUnavailableError
+from ep_runtime_client import cli
 from ep_runtime_client.cli import render
 from ep_runtime_client.cli.daemon import reading, watching
 
@@ -23,10 +25,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _once(args: argparse.Namespace) -> int:
+    daemon, unavailable = (None, None) if args.client else _daemon_version(args)
     versions: dict[str, Any] = {
         "client_version": ep_runtime.__version__,
         "python_version": platform.python_version(),
-        "server_version": None if args.client else _daemon_version(args),
+        "server_version": daemon,
     }
     if args.output == "json":
         render.write_json("version", versions, compact=bool(args.watch))
@@ -37,14 +40,19 @@ def _once(args: argparse.Namespace) -> int:
                 ("daemon", versions["server_version"] or "none asked or none there"),
             ]
         )
-    return 0
+    if unavailable is not None and (args.address or env.address()):
+        raise unavailable  # a daemon that was named
+    return cli.OK
 
 
-def _daemon_version(args: argparse.Namespace) -> str | None:
+def _daemon_version(
+    args: argparse.Namespace,
+) -> tuple[str | None, RuntimeUnavailableError | None]:
+    """Its version, or why there is none."""
     from ep_runtime_client.cli.daemon import source
 
     try:
         with source.open_source(args.address, timeout_s=args.timeout) as daemon:
-            return str(daemon.status()["server_version"])
-    except RuntimeUnavailableError:
-        return None
+            return str(daemon.status()["server_version"]), None
+    except RuntimeUnavailableError as error:
+        return None, error

@@ -7,9 +7,10 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from ep_runtime import close_names
 from ep_runtime.allowed_names import shown
 from ep_runtime.errors import InvalidArgumentError
-from ep_runtime_client.cli import names, tables
+from ep_runtime_client.cli import tables
 
 Row = Mapping[str, Any]
 
@@ -110,7 +111,7 @@ def _fields(rows: Sequence[Row], columns: Sequence[tables.Column]) -> set[str]:
 
 def _unknown(argument: str, name: str, known: set[str]) -> InvalidArgumentError:
     return InvalidArgumentError(
-        f"{argument}: no field {name!r}{names.hint(name, known)}; there are: "
+        f"{argument}: no field {name!r}{close_names.hint(name, known)}; there are: "
         f"{', '.join(map(shown, sorted(known)))}",
         argument=argument,
     )
@@ -147,8 +148,8 @@ def select(
         known = {str(row.get(keys[0], "")) for row in rows}
         raise InvalidArgumentError(
             f"no {kind} named {name!r}; there "
-            + (f"are: {names.listed(known)}" if known else "is none")
-            + names.hint(name, known),
+            + (f"are: {close_names.listed(known)}" if known else "is none")
+            + close_names.hint(name, known),
             argument="NAME",
         )
     return found

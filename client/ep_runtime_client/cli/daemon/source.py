@@ -93,7 +93,7 @@ class Source:
 
     def _odd(self, method: str, why: str) -> EpRuntimeError:
         who = f"node {self._node!r}" if self._node else f"the daemon at {self.directory}"
-        return EpRuntimeError(f"{who} answers {method} with what is no answer: {why}")
+        return EpRuntimeError(f"the answer of {who} to {method} cannot be read: {why}")
 
     def pages(
         self,

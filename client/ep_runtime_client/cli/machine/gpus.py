@@ -14,8 +14,6 @@ from ep_runtime_client.cli.machine import nvml
 from ep_runtime_client.cli.tables import IDENTITY, Column
 
 _JAX_PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
-# Built here: what an index has first is a wheel without them.
-_BUILD = "EP_RUNTIME_CUDA=ON pip install --force-reinstall --no-binary=ep-runtime ep-runtime"
 
 
 class GpuFinding(NamedTuple):
@@ -57,10 +55,12 @@ def check() -> GpuFinding:
         if plugin is None:
             neither = "neither JAX nor this package is installed for NVIDIA GPUs"
             if count := _device_files():
-                advice = f"{_BUILD}, with the extra cuda12 or cuda13"
+                advice = f"{native.BUILD_CUDA}, with the extra cuda12 or cuda13"
                 return GpuFinding("WARN", f"{neither}, and this machine has {count}", advice)
             return GpuFinding("OK", neither)
-        return GpuFinding("WARN", f"JAX has {plugin}, this package was built without CUDA", _BUILD)
+        return GpuFinding(
+            "WARN", f"JAX has {plugin}, this package was built without CUDA", native.BUILD_CUDA
+        )
     try:
         found = native.library("cuda").devices()
     except EpRuntimeError as error:
@@ -105,7 +105,7 @@ def _kernels(machine: nvml.Machine) -> dict[str, GpuFinding]:
     try:
         library = native.library("cuda")
     except EpRuntimeError as error:
-        return {"gpu kernels": GpuFinding("WARN", str(error), _BUILD)}
+        return {"gpu kernels": GpuFinding("WARN", str(error), native.BUILD_CUDA)}
     built = f"for {', '.join(f'sm_{name}' for name in library.architectures)}"
     without = [
         f"{gpu.index} ({gpu.name}, {gpu.capability})"
@@ -122,7 +122,7 @@ def _kernels(machine: nvml.Machine) -> dict[str, GpuFinding]:
 def _matmuls() -> GpuFinding:
     """Which products of grouped_gemm have kernels."""
     if not native.library_path("cuda").exists():
-        return GpuFinding("WARN", "all of grouped_gemm is plain JAX", _BUILD)
+        return GpuFinding("WARN", "all of grouped_gemm is plain JAX", native.BUILD_CUDA)
     wide = "bf16 and f16 by kernels for Hopper where K and N are multiples of 8"
     narrow = "8-bit recipes where they are of 16, MXFP8 in bf16"
     single = "f32 in tf32 where they are of 4"

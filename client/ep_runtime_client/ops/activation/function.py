@@ -23,6 +23,8 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "tanh": jnp.tanh,
     "linear": lambda x: x,
 }
+# What others call a gated activation, and the activation of its gate.
+GATED_UNITS = {"swiglu": "silu", "geglu": "gelu", "reglu": "relu", "glu": "sigmoid"}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -62,6 +62,8 @@ def choose(
     lead: tuple[int, ...],
     hints: tuple[PartitionSpec, ...] = (),
     manual: Axes = (),
+    *,
+    remedy: str = "ep.pad_tokens pads with unused slots",
 ) -> TokenLayout:
     """The layout of arrays with the leading dims `lead`.
 
@@ -70,6 +72,7 @@ def choose(
         lead: (T,) or (B, S), global but for the manual axes.
         hints: known specs of the operands, the most trusted first.
         manual: axes of a shard_map around; `lead` is local along them already.
+        remedy: what the error tells callers to do.
 
     Returns:
         The layout of the first hint that has every token axis on the leading dims and divides
@@ -95,7 +98,7 @@ def choose(
     shards = prod(named.values())
     raise InvalidArgumentError(
         f"tokens have the leading dims {lead}, which do not divide over the {shards} "
-        f"shards of the token axes {named}; ep.pad_tokens pads with unused slots",
+        f"shards of the token axes {named}; {remedy}",
         argument="tokens",
         tokens=prod(lead),
         shards=shards,

@@ -17,7 +17,7 @@ from ep_runtime_client.ops.partitioning import regions, spread
 from ep_runtime_client.ops.partitioning.regions import Where
 from ep_runtime_client.ops.partitioning.roles import Entries, padded
 from ep_runtime_client.ops.quantize import ops as quantize_ops
-from ep_runtime_client.ops.quantize.formats.recipes import Recipe
+from ep_runtime_client.ops.quantize.formats.recipes import Recipe, check_recipe
 from ep_runtime_client.ops.quantize.packing import Matrix, Packing, pack, unpack
 from ep_runtime_client.ops.quantize.quantized_tensor import QuantizedTensor
 from ep_runtime_client.ops.tracing import eager, first_order
@@ -88,10 +88,8 @@ def _check(x: Any, kernel: Any, bias: Any, recipe: Any) -> None:
         raise InvalidArgumentError(
             f"bias must be [N'] = {list(shape[1:])}, got {list(jnp.shape(bias))}", argument="bias"
         )
-    if recipe is not None and not isinstance(recipe, Recipe):
-        raise InvalidArgumentError(
-            f"recipe must be one of ep.recipes or None, got {recipe!r}", argument="recipe"
-        )
+    if recipe is not None:
+        check_recipe(recipe, " or None")
     if recipe is not None and recipe.delayed:
         raise InvalidArgumentError(
             "recipe must be one without a state here, got TensorScaling(delayed=True)",

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from ep_runtime.errors import InvalidArgumentError
+from ep_runtime_client.base.dtypes import as_dtype
 from ep_runtime_client.base.layers import EpLayer, TracedLayer, resolve
 from ep_runtime_client.ops.gemm import kernels_32, vjp, weight_entries
 from ep_runtime_client.ops.gemm.checks import (
@@ -218,7 +219,7 @@ def _call(
     if out_dtype is None:
         out_dtype = jnp.bfloat16 if isinstance(lhs, QuantizedTensor) else lhs.dtype
     alignment = 1 if layer is None else regions.alignment_of(layer)
-    gemm = Gemm(jnp.dtype(out_dtype), alignment, tf32=kernels_32.allowed())
+    gemm = Gemm(as_dtype(out_dtype, "out_dtype"), alignment, tf32=kernels_32.allowed())
     bias_entries = padded((), rhs.ndim - 1)
     if where.manual:
         bias_entries = padded(given[:1], rhs.ndim - 1)  # of as many experts as the weight here

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime_client.ops.partitioning.regions import Where
-from ep_runtime_client.ops.quantize.formats.recipes import Recipe
+from ep_runtime_client.ops.quantize.formats.recipes import check_recipe
 from ep_runtime_client.ops.quantize.quantized_tensor import QuantizedTensor
 
 
@@ -26,10 +26,8 @@ def check_gemm(
     `rhs_shape` is what rhs is gathered to; manual axes of tensor parallelism leave its K' and N'
     alone, and the bias is as it is.
     """
-    if recipe is not None and not isinstance(recipe, Recipe):
-        raise InvalidArgumentError(
-            f"recipe must be one of ep.recipes or None, got {recipe!r}", argument="recipe"
-        )
+    if recipe is not None:
+        check_recipe(recipe, " or None")
     for name, x in (("lhs", lhs), ("rhs", rhs)):
         if not isinstance(x, QuantizedTensor) and not jnp.issubdtype(x.dtype, jnp.floating):
             raise InvalidArgumentError(

@@ -26,7 +26,7 @@ from ep_runtime_client.ops.partitioning.meshes import (
     typed,
 )
 from ep_runtime_client.ops.partitioning.specs import entry_axes, known_spec
-from ep_runtime_client.ops.tracing.ambient import check_ambient
+from ep_runtime_client.ops.tracing.ambient import check_ambient, check_devices
 from ep_runtime_client.ops.tracing.batching import RULED, batched_over, one_each
 from ep_runtime_client.ops.tracing.varying import spread_over, varied_axes
 
@@ -88,6 +88,7 @@ def place(call: Call, name: str, array: jax.Array, spec: PartitionSpec) -> jax.A
     """
     if call.manual:
         return array
+    check_devices(call.group, call.mesh, name, array)
     known = known_spec(array)
     if isinstance(array, jax.core.Tracer) and known is not None:
         named = explicit_axes(jax.typeof(array).sharding.mesh)

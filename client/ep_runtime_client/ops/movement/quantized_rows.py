@@ -25,7 +25,7 @@ from ep_runtime_client.ops.calls.plan import AnyArrays, Plan
 from ep_runtime_client.ops.movement import per_device
 from ep_runtime_client.ops.movement.dispatch_rows import exchange, pullback, ready
 from ep_runtime_client.ops.quantize import plain
-from ep_runtime_client.ops.quantize.formats.recipes import Recipe
+from ep_runtime_client.ops.quantize.formats.recipes import Recipe, check_recipe
 from ep_runtime_client.ops.quantize.formats.table import format_of
 from ep_runtime_client.ops.quantize.formats.tiles import (
     bits,
@@ -87,10 +87,7 @@ def refused(recipe: Recipe, group: GroupSpec) -> str:
 
 def check(group: GroupSpec, recipe: Any, tokens: Any) -> None:
     """Raises InvalidArgumentError unless `tokens` can be sent as the recipe quantizes them."""
-    if not isinstance(recipe, Recipe):
-        raise InvalidArgumentError(
-            f"recipe must be one of ep.recipes or None, got {recipe!r}", argument="recipe"
-        )
+    check_recipe(recipe, " or None")
     why = refused(recipe, group)
     if why:
         raise InvalidArgumentError(

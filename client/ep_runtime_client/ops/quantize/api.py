@@ -14,7 +14,7 @@ from ep_runtime_client.ops.partitioning import regions
 from ep_runtime_client.ops.partitioning.regions import Where
 from ep_runtime_client.ops.partitioning.roles import Roles, padded
 from ep_runtime_client.ops.quantize import ops
-from ep_runtime_client.ops.quantize.formats.recipes import Recipe
+from ep_runtime_client.ops.quantize.formats.recipes import Recipe, check_recipe
 from ep_runtime_client.ops.quantize.formats.table import format_of
 from ep_runtime_client.ops.quantize.quantized_tensor import QuantizedTensor
 from ep_runtime_client.ops.quantize.rounding import quantize_tiles
@@ -142,10 +142,7 @@ def _run_kernel(call: Any, w: jax.Array) -> QuantizedTensor:
 
 def check_quantize(x: Any, group_sizes: Any, recipe: Any) -> None:
     """Raises InvalidArgumentError for what cannot be quantized."""
-    if not isinstance(recipe, Recipe):
-        raise InvalidArgumentError(
-            f"recipe must be one of ep.recipes, got {recipe!r}", argument="recipe"
-        )
+    check_recipe(recipe)
     if recipe.delayed:
         raise InvalidArgumentError(
             "recipe must be TensorScaling() here, got one with delayed=True: its scales come from "

@@ -54,6 +54,34 @@ def manual_axes(group: GroupSpec) -> Axes:
     return tuple(axis for axis, _ in group.mesh_axes if axis in taken)
 
 
+def check_devices(group: GroupSpec, mesh: Mesh, name: str, array: Any) -> None:
+    """Raises InvalidArgumentError where `array` is spread over devices of another mesh.
+
+    Traced, only another number of them is known.
+    """
+    if isinstance(array, jax.core.Tracer):
+        there = getattr(getattr(jax.typeof(array), "sharding", None), "mesh", None)
+    else:
+        there = getattr(getattr(array, "sharding", None), "mesh", None)
+    if there is None or there.size <= 1:
+        return
+    found = f"{there.size} devices {dict(there.shape)}"
+    if there.size == mesh.size:
+        if not isinstance(there, Mesh):
+            return
+        devices = zip(there.devices.flat, mesh.devices.flat, strict=True)
+        other = next(((theirs, ours) for theirs, ours in devices if theirs != ours), None)
+        if other is None:
+            return
+        found = f"{found} with device {other[0].id} where the group has {other[1].id}"
+    raise InvalidArgumentError(
+        f"{name} must be on the mesh of group {group.name!r}, {mesh.size} devices "
+        f"{dict(group.mesh_axes)}, got a mesh of {found}; move it there by "
+        f"jax.device_put({name}, NamedSharding(group.mesh, spec))",
+        argument=name,
+    )
+
+
 def check_ambient(group: GroupSpec, shape: Mapping[str, int]) -> None:
     """Raises InvalidArgumentError unless a mesh of this shape is the group's."""
     wanted = dict(group.mesh_axes)

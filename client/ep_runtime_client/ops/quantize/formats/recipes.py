@@ -25,6 +25,13 @@ import jax.numpy as jnp
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime_client.base import stored
 
+__all__ = ["BF16", "BlockScaling", "DelayedState", "MXFP8", "Recipe", "TensorScaling"]
+
+
+def __dir__() -> list[str]:
+    return __all__
+
+
 DATA_DTYPES = ("float8_e4m3fn", "float8_e5m2")
 TILE = 128  # values that share a scale in BlockScaling, along each blocked dim
 MX_TILE = 32  # values that share a scale in MXFP8
@@ -222,6 +229,23 @@ class MXFP8(Recipe):
 
     def __post_init__(self) -> None:
         _check_dtype(self.gradient_dtype)
+
+
+def check_recipe(recipe: Any, wanted: str = "") -> None:
+    """Raises InvalidArgumentError unless `recipe` is an instance of a recipe.
+
+    Args:
+        recipe: what the caller gave.
+        wanted: what else the caller's `recipe=` may be, for the error's text.
+    """
+    if isinstance(recipe, Recipe):
+        return
+    classes: list[type[Recipe]] = [BF16, TensorScaling, BlockScaling, MXFP8]
+    got = f"the class ep.recipes.{recipe.__name__}" if recipe in classes else repr(recipe)
+    choices = ", ".join(f"ep.recipes.{each.__name__}()" for each in classes)
+    raise InvalidArgumentError(
+        f"recipe must be one of {choices}{wanted}, got {got}", argument="recipe"
+    )
 
 
 def _check_dtype(name: str) -> None:
