@@ -219,3 +219,12 @@ def test_start_times(directory: Path, capsys: pytest.CaptureFixture[str]) -> Non
         with capsys.disabled():
             took = time.monotonic() - started
             sys.stdout.write(f"\nep-runtime {words[0]}: first output within {took:.3f} s")
+
+
+def test_version_of_a_daemon_that_is_not_there_ends_with_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["version", "--address", f"unix://{tmp_path}"]) == 2
+    said = capsys.readouterr()
+    assert ep.__version__ in said.out
+    assert "no daemon answers" in said.err

@@ -175,7 +175,7 @@ def test_a_node_that_is_asked_alone_and_fails_is_an_error_with_its_name(capsys):
     with _odd(Endless(1, lambda page: "7")):
         for words in (["groups"], ["events"], ["load"], ["describe", "group", fixed.GROUP]):
             assert cli.main([*words, "--node", ODD]) == cli.PARTIAL
-            assert f"node '{ODD}' answers List" in capsys.readouterr().err
+            assert f"the answer of node '{ODD}' to List" in capsys.readouterr().err
 
 
 def test_a_dump_has_what_others_say_and_names_who_failed(tmp_path, capsys):

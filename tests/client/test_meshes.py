@@ -202,11 +202,16 @@ def test_gpus_apart_take_nccl_else_xla_and_the_reason_is_said(
 
 
 def test_gpus_take_xla_where_the_package_was_built_without_cuda(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(meshes, "devices_of", lambda mesh: mesh.devices)
     monkeypatch.setattr(native, "library_path", lambda platform: tmp_path / f"{platform}.so")
     native.library.cache_clear()
-    assert meshes.resolve_transport("auto", Gpus(), has_daemon=True) == "xla"
+    meshes._say.cache_clear()
+    for transport, has_daemon in (("auto", True), ("auto", False), ("xla", True)):
+        assert meshes.resolve_transport(transport, Gpus(), has_daemon=has_daemon) == "xla"
+    (warned,) = caplog.messages
+    assert "built without CUDA" in warned
+    assert native.BUILD_CUDA in warned
     with pytest.raises(RuntimeUnavailableError, match="EP_RUNTIME_CUDA=ON"):
         meshes.resolve_transport("nvlink", Gpus(), has_daemon=True)

@@ -12,11 +12,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax._src import dispatch
 
 import ep_runtime as ep
 from ep_runtime import translate_errors
-from ep_runtime_client.base import jax_state
+from ep_runtime_client.base import jax_state, layers
 from ep_runtime_client.sessions.session import job_name
 
 NAN, INF = float("nan"), float("inf")
@@ -62,6 +63,8 @@ def refused(call: Callable[[], Any], text: str) -> None:
         ({"capacity_factor": NAN}, "capacity_factor must be a number, got nan"),
         ({"capacity_factor": INF}, "capacity_factor must be finite"),
         ({"capacity_factor": 0.5}, "capacity_factor must be at least 1.0, got 0.5"),
+        ({"max_token_dtype": "bf16"}, "got 'bf16'; did you mean 'bfloat16'"),
+        ({"max_token_dtype": "fp32"}, "got 'fp32'; did you mean 'float32'"),
     ],
     ids=str,
 )
@@ -237,3 +240,95 @@ def test_an_overflow_over_collectives_is_told_by_check_once(session: ep.Session)
         group.check()
     group.check()
     group.close()
+
+
+RECIPES = r"recipe must be one of ep.recipes.BF16\(\), .*ep.recipes.MXFP8\(\).*, got "
+BLOCK: list[tuple[dict[str, Any], str]] = [
+    ({"recipe": "fp8"}, RECIPES + "'fp8'"),
+    ({"recipe": ep.recipes.BlockScaling}, RECIPES + "the class ep.recipes.BlockScaling"),
+    ({"compute_dtype": "bf16"}, "compute_dtype must be a dtype of JAX, .*did you mean 'bfloat16'"),
+    ({"activation": "SwiGLU"}, 'got .SwiGLU.; type activation="silu", gated=True'),
+    ({"activation": "slu"}, "got 'slu'; did you mean 'silu'"),
+]
+
+
+@pytest.mark.parametrize(("options", "text"), BLOCK, ids=str)
+def test_of_a_block_says_what_to_type(group: ep.Group, options: dict[str, Any], text: str) -> None:
+    layer = group.register_layer("typed", top_k=2)
+    params = ep.init_moe_params(jax.random.key(0), layer, 4)
+    refused(lambda: ep.moe(layer, jnp.ones((16, 16)), params, **options), text)
+
+
+def test_of_experts_and_tokens_of_a_block(group: ep.Group) -> None:
+    layer, x = group.register_layer("sizes", top_k=2), jnp.ones((16, 16))
+    whole = ep.init_moe_params(jax.random.key(0), layer, 4)
+    half = ep.MoEParams(whole.router, whole.wi[:4], whole.wo[:4])
+    refused(lambda: ep.moe(layer, x, half), "params.wi must have the 8 experts .*, got 4")
+    refused(lambda: ep.moe(layer, x[:15], whole), "2 shards .*; append zero tokens to x")
+    idx = jnp.zeros((15, 2), jnp.int32)
+    refused(lambda: ep.dispatch(layer, x[:15], idx), "2 shards .*; ep.pad_tokens pads")
+    refused(
+        lambda: ep.init_moe_params(jax.random.key(0), layer, 4, param_dtype="fp16"),
+        "param_dtype must be a dtype of JAX, got 'fp16'; did you mean 'float16'",
+    )
+
+
+@pytest.mark.parametrize("devices", [slice(0, 4), slice(1, None, -1)], ids=["more", "reversed"])
+def test_of_tokens_on_another_mesh(group: ep.Group, devices: slice) -> None:
+    layer = group.register_layer("elsewhere", top_k=2)
+    params = ep.init_moe_params(jax.random.key(0), layer, 4)
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[devices]), ("ep",))
+    place = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("ep"))
+    x = jax.device_put(jnp.ones((16, 16)), place)
+    calls: list[Callable[[Any], Any]] = [lambda x: ep.moe(layer, x, params)]
+    if mesh.size != group.mesh.size:  # under jit JAX tells of no more than sizes
+        calls.append(jax.jit(calls[0]))
+    for call in calls:
+        refused(lambda call=call: call(x), "x must be on the mesh of group 'wrong', 2 devices")
+
+
+def test_unknown_arguments_name_the_closest_one() -> None:
+    wrong: Any = {"hidden": 3}
+    with pytest.raises(
+        TypeError, match=r"estimate_memory\(\) .*'hidden'; did you mean 'hidden_size'"
+    ):
+        ep.estimate_memory(**wrong)
+
+
+def test_more_experts_per_token_than_experts_are_said(
+    session: ep.Session, caplog: pytest.LogCaptureFixture
+) -> None:
+    session.create_group("few", fakes.mesh_of({"ep": 2}), **(SIZES | {"max_top_k": 9})).close()
+    assert "max_top_k=9 is above num_experts=8" in caplog.text
+
+
+def test_a_layer_without_any_group_says_what_comes_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(layers.live_groups, "_groups", {})
+    refused(lambda: ep.layer("moe/l"), r"'moe/l' needs an open group .* call ep.connect\(\)")
+
+
+def test_layers_and_stacks_are_shown_in_one_line(group: ep.Group) -> None:
+    layer = group.register_layer("shown", top_k=2)
+    stack = group.register_layer_stack("shown_too", 3, top_k=2)
+    assert repr(layer).startswith("EpLayer('wrong/shown', top_k=2, num_experts=8")
+    assert repr(stack).startswith("LayerStack('wrong/shown_too', top_k=2")
+    assert all(70 < len(repr(each)) <= 120 for each in (layer, stack))
+
+
+def test_an_address_that_is_a_file_says_so(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    text = f"{tmp_path}/file is not a directory; give the daemon's socket directory"
+    refused(lambda: ep.connect(f"unix://{tmp_path}/file"), text)
+
+
+@pytest.mark.parametrize("module", ["nnx", "linen"])
+def test_of_a_module_lists_its_own_options_too(group: ep.Group, module: str) -> None:
+    made: Any = getattr(ep, module).MoEBlock
+    layer = group.register_layer("module", top_k=2)
+    options: dict[str, Any] = {"rngs": nnx.Rngs(0)} if module == "nnx" else {}
+    refused(
+        lambda: made(layer, 4, use_biass=True, **options),
+        "use_biass is not an option of MoEBlock, .*separate.*keep.*did you mean 'use_bias'",
+    )

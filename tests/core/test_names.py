@@ -17,7 +17,7 @@ TWICE = {"MoEBlock"}
 # What Flax, gRPC, JAX and `logging` call.
 OF_FRAMEWORKS = {"_same_tangent", "emit", "intercept_service", "set_view", "setup"}
 # Methods of public classes.
-OF_USERS = {"from_hf", "from_separate", "to_hf"}
+OF_USERS = {"from_separate"}
 # What tests compare with, and how they see that an op reads no stale memory.
 OF_TESTS = {"poison_staging"}
 

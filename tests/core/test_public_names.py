@@ -69,3 +69,12 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
 @pytest.mark.parametrize("name", sorted(ep_runtime.__all__))
 def test_every_public_name_resolves(name: str) -> None:
     assert getattr(ep_runtime, name) is getattr(ep_runtime, name)
+
+
+def test_submodules_show_their_public_names_alone() -> None:
+    for name in ("convert", "errors", "linen", "nnx", "optax", "recipes", "sharding"):
+        module = getattr(ep_runtime, name)
+        assert dir(module) == sorted(module.__all__)
+        assert all(hasattr(module, each) for each in module.__all__)
+    named = {each for each in ep_runtime.__all__ if each.endswith("Error")}
+    assert set(ep_runtime.errors.__all__) == named

@@ -413,7 +413,9 @@ def test_what_cannot_be_called_says_why(group: fakes.LocalGroup) -> None:
         ep.nnx.MoEBlock(stack, MLP, rngs=rngs)(x)
     with pytest.raises(InvalidArgumentError, match="'block' is one layer"):
         ep.nnx.MoEBlock(layer, MLP, rngs=rngs)(x, layer_index=0)
-    with pytest.raises(InvalidArgumentError, match="topk is no option of moe; it has activation"):
+    with pytest.raises(
+        InvalidArgumentError, match="topk is not an option of MoEBlock, which has rngs"
+    ):
         ep.nnx.MoEBlock(layer, MLP, rngs=rngs, topk=2)
     with pytest.raises(InvalidArgumentError, match="use_expert_bias=True"):
         ep.nnx.MoEBlock(layer, MLP, rngs=rngs, expert_bias=x)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import doc_pages
 import pytest
 from multiprocess.launch import CPU, Job, prologue_of
 
@@ -133,10 +134,72 @@ def test_connecting_before_jax_distributed_is_said_at_once_with_what_to_type(
         for row in job.heard():
             assert "spans the processes [0, 1]" in row["text"]
             assert f"each of them has a {own}" in row["text"]
-            assert 'jax.distributed.initialize first, then ep.connect("node")' in row["text"]
+            assert "jax.distributed.initialize first, then ep.connect()" in row["text"]
             assert row["lasted"] < 5
         job.tell()
         job.finish()
+
+
+_ATTEMPT = (
+    _ARGUMENTS
+    + """
+session = ep.connect(job=os.environ.get("TEST_JOB"), timeout_s=float(os.environ["TEST_WAIT_S"]))
+devices = jax.devices()[::-1] if index and "TEST_REVERSED" in os.environ else jax.devices()
+if "TEST_HOSTS" in os.environ:
+    from ep_runtime import files
+    files.boot_id = lambda: f"host {index}"
+began = time.monotonic()
+try:
+    session.create_group("g", jax.sharding.Mesh(np.array(devices), ("ep",)), **ARGUMENTS)
+except ep.EpRuntimeError as error:
+    say(kind=type(error).__name__, text=str(error), lasted=time.monotonic() - began)
+hear()
+session.close()
+"""
+)
+
+
+def attempted(own: list[dict[str, str]], wait_s: float = 60, **environment: str) -> list[dict]:
+    """What two processes hear that cannot form a group, without an address."""
+    unset = {"EP_RUNTIME_ADDRESS": "", "EP_RUNTIME_JOB": "", "SLURM_JOB_ID": ""}
+    environment = {**unset, "TEST_WAIT_S": str(wait_s), **environment}
+    with Job(_ATTEMPT, processes=2, devices=2, own=own, **environment) as job:
+        heard = job.heard()
+        job.tell()
+        job.finish()
+        return heard
+
+
+def test_without_an_address_the_processes_of_a_job_share_the_daemon_of_the_node(
+    directory: Path, node: dict[str, str]
+) -> None:
+    script = _NODE.replace('ep.connect("node")', "ep.connect()")
+    with Job(script, processes=2, devices=1, **node | {"EP_RUNTIME_ADDRESS": ""}) as job:
+        assert {row["address"] for row in job.heard()} == {f"unix://{directory}/node"}
+        job.tell()
+        job.finish()
+
+
+def test_processes_of_several_hosts_hear_at_once_how_daemons_join(tmp_path: Path) -> None:
+    own = [{"RUNTIME_DIRECTORY": str(tmp_path / str(index))} for index in range(2)]
+    for row in attempted(own, TEST_HOSTS="1"):
+        assert row["kind"] == "InvalidArgumentError"
+        doc_pages.check_said("several hosts", row["text"])
+        assert row["lasted"] < 10
+
+
+def test_meshes_in_another_order_end_every_process_with_both_ranks(node: dict[str, str]) -> None:
+    for row in attempted([], **node, TEST_REVERSED="1"):
+        assert row["kind"] == "SpecMismatchError"
+        doc_pages.check_said("other mesh", row["text"])
+        assert row["lasted"] < 10
+
+
+def test_two_names_of_one_job_are_said(node: dict[str, str]) -> None:
+    own = [{"TEST_JOB": "a"}, {"TEST_JOB": "b"}]
+    for row, (here, there) in zip(attempted(own, 5, **node), ["ab", "ba"], strict=True):
+        assert row["kind"] == "GroupNotReadyError"
+        assert f"forms in job '{there}' of this user too, this one in job '{here}'" in row["text"]
 
 
 _MISSING = (
@@ -185,7 +248,7 @@ try:
     hear()
     create(hidden_size=16 + 8 * index)
 except ep.SpecMismatchError as error:
-    say(**error.fields)
+    say(text=str(error), pid=os.getpid(), **error.fields)
 hear()
 say(generation=create().generation)
 hear()
@@ -197,9 +260,12 @@ session.close()
 def test_unequal_specs_end_every_process_with_field_and_both_values(address: str) -> None:
     with Job(_UNEQUAL, processes=2, devices=2, EP_RUNTIME_ADDRESS=address) as job:
         job.tell()
-        for row in job.heard(30):
+        heard = job.heard(30)
+        for row, other in zip(heard, heard[::-1], strict=True):
             assert row["field"] == "hidden_size"
             assert {row["ours"], row["theirs"]} == {16, 24}
+            assert f"in process {other['pid']} (index" in row["text"]
+            assert "replace=True" not in row["text"]
         job.tell()
         first, second = job.heard()
         assert first == second

@@ -322,7 +322,7 @@ def test_what_has_no_meaning_is_refused_with_names(layer: Any) -> None:
         (lambda: ep.straight_through(params8, params8), "masters must be masters"),
         (lambda: ep.straight_through(params, {"a": params8}), "got dict"),
         (lambda: ep.straight_through(small, params8), "wi of masters is [2, 64, 2, 96]"),
-        (lambda: ep.moe(layer, x, ep.quantize_params(small, TENSOR)), "2 experts"),
+        (lambda: ep.moe(layer, x, ep.quantize_params(small, TENSOR)), "4 experts"),
         (lambda: ep.moe(layer, x, other), "router"),
         (lambda: ep.moe(layer, x, stacked), "router must be [H, E]"),
         (lambda: params8.to_separate(), "wi is quantized"),

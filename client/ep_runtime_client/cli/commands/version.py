@@ -40,8 +40,9 @@ def _once(args: argparse.Namespace) -> int:
                 ("daemon", versions["server_version"] or "none asked or none there"),
             ]
         )
-    if unavailable is not None and (args.address or env.address()):
-        raise unavailable  # a daemon that was named
+    named = args.address or env.address()
+    if named and unavailable is not None and "address" in unavailable.fields:
+        raise unavailable
     return cli.OK
 
 
