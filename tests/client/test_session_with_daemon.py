@@ -385,3 +385,13 @@ def test_a_failed_mapping_leaves_the_group(
             open_files.append(len(os.listdir("/proc/self/fd")))
     assert open_files[-1] <= open_files[0]
     session.create_group("g", mesh, **_ARGUMENTS).check()
+
+
+def test_a_daemon_of_another_minor_version_is_told_once(
+    address: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for version, warnings in (("0.1.99", 0), ("0.7.0", 1), ("0.7.0", 1)):
+        monkeypatch.setattr(ep, "__version__", version)
+        ep.connect(address, timeout_s=WAIT_S).close()
+        told = [text for text in caplog.messages if f"this client {version}" in text]
+        assert len(told) == warnings

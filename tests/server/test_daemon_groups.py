@@ -77,8 +77,8 @@ def test_an_op_id_runs_once_and_serves_one_request(daemon):
 @pytest.mark.parametrize(
     ("field", "value", "shown"),
     [
-        ("num_experts", 16, "num_experts=8, this call says 16"),
-        ("retain_s", 5.0, "retain_s=0.0, this call says 5.0"),
+        ("num_experts", 16, "num_experts=16 in this one"),
+        ("retain_s", 5.0, "retain_s=5.0 in this one"),
         ("mesh_axes", (("dp", 1), ("ep", 2)), "mesh_axes="),
     ],
 )

@@ -434,7 +434,6 @@ def _unequal(
         field=field,
         theirs=theirs,
         ours=ours,
-        process=other.pid,
     )
 
 
@@ -449,7 +448,6 @@ def _other_mesh(
         field="mesh",
         theirs=list(theirs),
         ours=list(ours),
-        process=other.pid,
     )
 
 
