@@ -86,7 +86,8 @@ class GroupSpec:
         num_experts, hidden_size: E of one EP group; H.
         max_tokens_per_rank: most tokens of one rank in a call.
         recv_capacity_per_rank: C, rows of one slab.
-        max_top_k, max_token_dtype: largest K of a layer; widest dtype of a token, by name.
+        max_top_k: largest K of a layer.
+        max_token_dtype: name of the widest dtype of a token.
         alignment: the rows of each expert are padded to a multiple of this number.
         lanes: number of calls of the group that may move rows at once.
         on_overflow, combine_precision, partitioning: as in `Session.create_group`.

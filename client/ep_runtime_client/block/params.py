@@ -48,7 +48,8 @@ _NOT_GIVEN: Any = object()
 class MoEParams:
     """The weights of a router and its experts, as a pytree.
 
-    `ep.quantize_params` replaces wi and wo by QuantizedTensors.
+    `ep.quantize_params` replaces wi and wo by QuantizedTensors. For the letters of shapes see
+    docs/reference/index.md.
 
     Attributes:
         router: [H, E], or None if each call of `moe` gets a `routing`.
