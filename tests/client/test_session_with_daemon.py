@@ -390,8 +390,15 @@ def test_a_failed_mapping_leaves_the_group(
 def test_a_daemon_of_another_minor_version_is_told_once(
     address: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    hello = transport.hello
     for version, warnings in (("0.1.99", 0), ("0.7.0", 1), ("0.7.0", 1)):
-        monkeypatch.setattr(ep, "__version__", version)
+
+        def answer(*args: Any, version: str = version, **options: Any) -> Any:
+            welcome = hello(*args, **options)
+            welcome.server_version = version
+            return welcome
+
+        monkeypatch.setattr(transport, "hello", answer)
         ep.connect(address, timeout_s=WAIT_S).close()
-        told = [text for text in caplog.messages if f"this client {version}" in text]
+        told = [text for text in caplog.messages if f"has version {version}, this client" in text]
         assert len(told) == warnings
