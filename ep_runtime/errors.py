@@ -16,7 +16,7 @@
         ├── PoolExhaustedError          a limit of memory, or of the user; names asked and held
         └── VersionSkewError            client, daemon or native library are of different versions
 
-What this platform cannot do is a plain NotImplementedError.
+A call that this platform lacks raises a plain NotImplementedError.
 
 Every class fixes its gRPC status code and says if a retry may help. `wire.py` maps them to and
 from gRPC; the native library writes `EP_RUNTIME/<class name>: text {json fields}` into XLA's error

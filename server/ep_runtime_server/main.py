@@ -80,7 +80,7 @@ def _add_user_limits(parser: argparse.ArgumentParser) -> None:
     for name in ("sessions", "groups", "layers", "fds"):
         default = getattr(UserLimits(), name)
         told = (
-            "half of what users have together, all of it without others"
+            "half of all users together, all of it without others"
             if name == "fds"
             else default
         )
@@ -93,7 +93,7 @@ def _add_user_limits(parser: argparse.ArgumentParser) -> None:
     add(
         "--max-gpu-bytes-per-uid",
         metavar="SIZE",
-        help="windows on one GPU (default: half of what all may have there, all of it without "
+        help="windows on one GPU (default: half of all users together, all of it without "
         "other users)",
     )
     add("--max-journal-bytes-per-uid", metavar="SIZE", help="records for a restart (default 64M)")

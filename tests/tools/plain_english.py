@@ -8,7 +8,6 @@ Prints `file:line: text: what to say instead` and ends with exit code 1 on findi
 from __future__ import annotations
 
 import argparse
-import ast
 import inspect
 import re
 import sys
@@ -70,21 +69,6 @@ def faults(page: str) -> Iterator[tuple[int, str, str]]:
             yield line, f"{sentence[:60]} ({words} words)", "split the sentence"
 
 
-def _raised(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """Line and text of the errors that a module raises; each value is one word."""
-    raises = [node for node in ast.walk(tree) if isinstance(node, ast.Raise)]
-    parts = [part for node in raises for part in ast.walk(node)]
-    formatted = [part for part in parts if isinstance(part, ast.JoinedStr)]
-    inside = {id(value) for part in formatted for value in part.values}
-    for part in parts:
-        if isinstance(part, ast.JoinedStr | ast.Constant) and id(part) not in inside:
-            values = part.values if isinstance(part, ast.JoinedStr) else [part]
-            texts = [
-                str(value.value) if isinstance(value, ast.Constant) else "x" for value in values
-            ]
-            yield part.lineno, "".join(texts)
-
-
 def _help(parser: argparse.ArgumentParser) -> Iterator[str]:
     """The texts of a parser and of its subcommands."""
     yield from filter(None, (parser.description, parser.epilog))
@@ -106,10 +90,6 @@ def _texts() -> Iterator[tuple[str, int, str]]:
         # Each entry of a section is a text; an example is code.
         text = re.sub(r"\n(?=    \w)", "\n|", item.doc.split("\nExamples:")[0])
         yield str(inspect.getsourcefile(item.definition)), max(line, 1), text
-    for folder in ("ep_runtime", "client", "server"):
-        for path in (ROOT / folder).rglob("*.py"):
-            for line, text in _raised(ast.parse(path.read_text(encoding="utf-8"))):
-                yield str(path), line, text.replace("; ", "|")  # what is wrong, and what to do
     for name in cli.COMMANDS:
         for text in _help(build_parser() if name == "serve" else cli.make_parser(name)):
             yield f"ep-runtime {name} --help", 1, text

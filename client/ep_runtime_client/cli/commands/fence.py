@@ -14,7 +14,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "session", metavar="SESSION", help="session to cut off, as `ep-runtime sessions` names it"
     )
-    parser.add_argument("--reason", default="", help="reason that the session is told")
+    parser.add_argument("--reason", default="", help="reason that the session's error gives")
     ordering.add_arguments(parser)
 
 

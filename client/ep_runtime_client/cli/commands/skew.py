@@ -26,7 +26,7 @@ COLUMNS = (
         "share",
         about="share of the time that a rank waited for PEER, on average",
     ),
-    Column("late_ms", "LATE MS", "ratio", about="milliseconds by which PEER came later, per call"),
+    Column("late_ms", "LATE MS", "ratio", about="milliseconds that PEER came later, per call"),
 )
 _MATRICES = {
     "waits": ("share", "share of the time that a rank (row) waited for a peer (column)"),

@@ -31,7 +31,7 @@ RANKS = (
         "LINK",
         "share",
         priority=3,
-        about="share of what the GPU's NVLinks carry one way",
+        about="share of the GPU's NVLink bandwidth, one way",
     ),
     _WAIT,
     Column("holds_share", "HOLDS", "share", about="share of the time that others waited for it"),
