@@ -80,10 +80,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--transports",
         type=_names,
-        help=f"comma-separated, of {', '.join([*TRANSPORTS, STOCK])}, and for `moe` of "
-        f"{' and '.join(STOCK_LAYERS)}, which are {STOCK} together; on GPUs with nvlink or nccl, "
-        "else on CPU devices; default nvlink,xla where package and JAX have GPUs, else memfd,xla; "
-        f"of `moe` the first and {STOCK}",
+        help=f"names with commas between, of {', '.join([*TRANSPORTS, STOCK])}. `moe` splits "
+        f"{STOCK} into {' and '.join(STOCK_LAYERS)}. Names with nvlink or nccl run on GPUs, "
+        "others on CPU devices. The default is nvlink,xla if package and JAX have GPUs, else "
+        f"memfd,xla; of `moe` the first of them and {STOCK}",
     )
     parser.add_argument(
         "--row-bytes",

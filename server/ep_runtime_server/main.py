@@ -79,11 +79,7 @@ def _add_user_limits(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("limits of one user").add_argument
     for name in ("sessions", "groups", "layers", "fds"):
         default = getattr(UserLimits(), name)
-        told = (
-            "half of all users together, all of it without others"
-            if name == "fds"
-            else default
-        )
+        told = "half of all users together, all of it without others" if name == "fds" else default
         add(f"--max-{name}-per-uid", type=_count, metavar="N", help=f"default {told}")
     add(
         "--max-host-bytes-per-uid",

@@ -37,9 +37,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--compare",
         action="store_true",
         help="train a twin on plain JAX collectives from the same seed, compare every step's loss "
-        "bit by bit, and report both speeds (on GPUs and over nodes losses must agree within "
-        "0.1%%, and the twin takes over the parameters every other step); exit code 3 if a step "
-        "differs",
+        "bit by bit, and report both speeds. On GPUs and over nodes losses must agree within "
+        "0.1%%, and the twin takes over the parameters every other step. The exit code is 3 if a "
+        "step differs",
     )
     add(
         "--steps",

@@ -66,9 +66,9 @@ def add_arguments(
 
 # What add_arguments says of --since, for the end of --help.
 ABOUT_SINCE = (
-    "A daemon copies its boards every 10 s. It keeps the copies of the last two minutes and one a "
-    "minute of the last two hours, 64 MiB at most. --since compares with the copy of that age, or "
-    "with the oldest since the group formed or the daemon started."
+    "A daemon copies its boards every 10 s. It keeps all copies for two minutes, then one a minute "
+    "for two hours, 64 MiB at most. --since compares with the copy of that age. If there is none, "
+    "it compares with the oldest since the group formed or the daemon started."
 )
 
 
