@@ -92,9 +92,9 @@ def _of_value(name: str, value: Any) -> Iterator[Public]:
         yield Public(name, value, "function")
     elif inspect.ismodule(value):
         yield Public(name, value, "module")
-        for member, inner in vars(value).items():
-            if getattr(inner, "__module__", None) == value.__name__ and member[0] != "_":
-                yield from _of_value(f"{name}.{member}", inner)
+        for member in value.__all__:
+            if member not in ep.__all__:  # errors stand at the top too
+                yield from _of_value(f"{name}.{member}", getattr(value, member))
 
 
 def public() -> list[Public]:

@@ -80,8 +80,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--transports",
         type=_names,
-        help=f"names with commas between, of {', '.join([*TRANSPORTS, STOCK])}. `moe` splits "
-        f"{STOCK} into {' and '.join(STOCK_LAYERS)}. Names with nvlink or nccl run on GPUs, "
+        help=f"names with commas between, of {', '.join([*TRANSPORTS, STOCK])}. `moe` has "
+        f"{' and '.join(STOCK_LAYERS)} in the place of {STOCK}. Names with nvlink or nccl run on GPUs, "
         "others on CPU devices. The default is nvlink,xla if package and JAX have GPUs, else "
         f"memfd,xla; of `moe` the first of them and {STOCK}",
     )
