@@ -81,9 +81,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--transports",
         type=_names,
         help=f"names with commas between, of {', '.join([*TRANSPORTS, STOCK])}. `moe` has "
-        f"{' and '.join(STOCK_LAYERS)} in the place of {STOCK}. Names with nvlink or nccl run on GPUs, "
-        "others on CPU devices. The default is nvlink,xla if package and JAX have GPUs, else "
-        f"memfd,xla; of `moe` the first of them and {STOCK}",
+        f"{' and '.join(STOCK_LAYERS)} in the place of {STOCK}. Names with nvlink or nccl run "
+        "on GPUs, others on CPU devices. The default is nvlink,xla if package and JAX have GPUs, "
+        f"else memfd,xla; of `moe` the first of them and {STOCK}",
     )
     parser.add_argument(
         "--row-bytes",
