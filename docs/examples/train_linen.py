@@ -62,7 +62,7 @@ class Model(nn.Module):
 
 
 def make_state(model, optimizer):
-    """What is trained and saved: the masters, the optimizer's moments and the step."""
+    """Training state, saved whole: the masters, the optimizer's moments and the step."""
     params = model.init(jax.random.key(0), jnp.zeros((BATCH, SEQ), jnp.int32))["params"]
     return TrainState.create(apply_fn=model.apply, params=params, tx=optimizer)
 

@@ -20,7 +20,7 @@ FOLDER = Path(__file__).resolve().parent
 
 @functools.cache
 def lines(name: str) -> frozenset[str]:
-    """Of `name`.txt."""
+    """Lines of the list `name`.txt."""
     return frozenset((FOLDER / f"{name}.txt").read_text(encoding="utf-8").splitlines())
 
 

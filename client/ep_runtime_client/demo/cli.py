@@ -167,7 +167,7 @@ def make_config(args: argparse.Namespace) -> defaults.DemoConfig:
 
 
 def _program() -> str:
-    """What a shell runs as this program: its name if that finds it, else as it was called."""
+    """The words that start this program in a shell: its name if PATH has it, else its path."""
     called = sys.argv[0]
     if os.path.basename(called) == "__main__.py":
         return f"{shlex.quote(sys.executable)} -m ep_runtime_client.cli"
@@ -177,7 +177,7 @@ def _program() -> str:
 
 
 def _choose_platform(wanted: str, devices: int | None) -> tuple[defaults.Platform, int]:
-    """What to run on, and on how many devices unless that was given.
+    """Chooses the platform, and the number of devices unless the user gave it.
 
     Raises:
         InvalidArgumentError: GPUs are wanted, and none can be used.

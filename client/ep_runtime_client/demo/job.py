@@ -36,7 +36,7 @@ STEPS_ALONE = 2
 
 
 class Steps(Protocol):
-    """What the loop needs of a trainer."""
+    """The methods of a trainer that the training loop calls."""
 
     def step(self, window: npt.NDArray[Any]) -> StepResult: ...
 

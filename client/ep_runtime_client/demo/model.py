@@ -32,7 +32,7 @@ Params = dict[str, Any]
 
 
 class Metrics(NamedTuple):
-    """What a step reports next to its gradient.
+    """Numbers that a step returns with its gradient.
 
     loss: f32 [], mean cross entropy in nats per byte, without the balancing loss.
     tokens_per_expert: int32 [layers, E], slots routed to each expert.

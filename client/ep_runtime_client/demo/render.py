@@ -23,7 +23,7 @@ from ep_runtime_client.demo.config import DemoConfig
 if TYPE_CHECKING:
     from ep_runtime_client.demo.trainer import StepResult
 
-# Lines that a whole training writes if there is no terminal to draw a bar on.
+# Without a terminal, a training prints this many lines in the place of a bar.
 PLAIN_LINES = 20
 BAR_WIDTH = 16
 
@@ -39,7 +39,7 @@ class Difference:
 
 @dataclasses.dataclass
 class Report:
-    """What a training did so far.
+    """Results of a training up to now.
 
     Attributes:
         recipe: of the experts' matmuls.
@@ -60,7 +60,7 @@ class Report:
     difference: Difference | None = None
 
     def tokens_per_s(self, tokens_per_step: int) -> list[float]:
-        """Of the model, and of its twin; without the first step, which warms up, if others are."""
+        """Speeds of the model and of its twin; they leave out the first step, which warms up."""
         steps = self.step_seconds[1:] or self.step_seconds
         return [tokens_per_step * len(steps) / sum(each) for each in zip(*steps, strict=True)]
 
@@ -94,7 +94,7 @@ class Reporter:
         self._console.print(text)
 
     def announce(self) -> None:
-        """What is about to happen, and about how long it takes."""
+        """Says what the training will do and about how long it takes."""
         c = self._config
         minutes = math.ceil(c.seconds_on_two_cores / 60)
         about = f", about {minutes} min on two cores" if c.platform == "cpu" else ""
@@ -106,7 +106,7 @@ class Reporter:
         )
 
     def runtime(self, text: str, address: str, transport: str, window_bytes: int) -> None:
-        """What is trained how, and which runtime serves it."""
+        """Shows model, mesh and recipe, and the runtime that serves them."""
         c = self._config
         mesh = " x ".join(f"{axis} {size}" for axis, size in c.axes.items())
         self.say(
@@ -155,7 +155,7 @@ class Reporter:
             self.say("  ".join([description, *extras]))
 
     def summary(self, report: Report, entropy_nats: float) -> None:
-        """What the loop did, and the held-out loss."""
+        """Shows steps, time, drops and the held-out loss."""
         steps, tokens = len(report.losses), self._config.tokens_per_step
         stopped = steps < self._config.steps and report.difference is None
         self.say(

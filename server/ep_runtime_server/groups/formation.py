@@ -409,7 +409,7 @@ class Groups(GroupBook):
 def _mismatch(
     group: GroupRecord, session: SessionRecord, field: str, theirs: object, ours: object
 ) -> SpecMismatchError:
-    """What the session hears of a group with another spec."""
+    """The error for a session whose spec differs from the group's."""
     name = group.spec.name
     others = [member.session for member in group.members.values() if member.session is not session]
     if group.state is State.FORMING and others:
@@ -452,7 +452,7 @@ def _other_mesh(
 
 
 def _namesakes_of(group: GroupRecord) -> str:
-    """What to add where processes are missing that may have given another job."""
+    """Hint for the error of missing ranks: their processes may have given another job."""
     if not group.namesakes:
         return ""
     return (

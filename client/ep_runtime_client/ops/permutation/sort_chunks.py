@@ -45,8 +45,8 @@ def sort_chunks(
     Raises:
         InvalidArgumentError: shapes or dtypes do not fit, or the shards of x do not divide n.
 
-    With [n, m] sizes for n shards there are no collectives. With [m] sizes the chunks are those of
-    the whole x, which needs collectives if x is sharded.
+    With [n, m] sizes each of the n shards sorts its own chunks, without collectives. With [m] sizes
+    the chunks span the whole x, which needs collectives if x is sharded.
 
     Cost: one gather of the rows; no host sync, no loop over chunks.
 
