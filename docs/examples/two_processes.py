@@ -10,7 +10,7 @@ import subprocess
 import sys
 
 import jax
-import train_nnx  # beside this file
+import train_nnx  # in the same folder
 
 PROCESSES = 2
 
@@ -24,7 +24,7 @@ def run_process(args, options):
         process_id=args.process,
         local_device_ids=[args.process],  # its GPU; CPU devices are all its own
     )
-    train_nnx.main(options, address="node")  # one daemon for the host; the first process starts it
+    train_nnx.main(options)  # its connect() finds the host's daemon; the first process starts it
 
 
 def start_all():
