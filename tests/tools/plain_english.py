@@ -22,7 +22,8 @@ from ep_runtime_server.main import build_parser
 MAX_WORDS = 30
 # Rewritten pages are added here.
 NAMES = "tutorial training gpus troubleshooting demo glossary faq support nccl-ep performance"
-NAMES += " mixed-precision linen processes your-cluster examples/* reference/*"
+NAMES += " mixed-precision linen processes your-cluster memory nodes capacity commands index"
+NAMES += " examples/* reference/*"
 PAGES = ["README.md", "SECURITY.md", *(f"docs/{name}.md" for name in NAMES.split())]
 
 # Patterns match within one sentence, which ^ begins and $ ends.

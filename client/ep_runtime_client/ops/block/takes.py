@@ -36,7 +36,7 @@ REASONS = {
     "activation": "the kernels do not know the activation",
     "input_weights": "weights multiply the experts' inputs",
     "debug": "jax_debug_nans or jax_debug_infs looks at every row",
-    "sizes": "H or M is no multiple of what the kernels take",
+    "sizes": "H or M is not a multiple that the kernels need",
 }
 
 
