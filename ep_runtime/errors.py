@@ -155,7 +155,7 @@ class PermissionDeniedError(EpRuntimeError):
 
 
 class PoolExhaustedError(EpRuntimeError):
-    """Raised when the daemon or this user has reached a limit, such as one of memory.
+    """Raised when the daemon or this user has reached a limit, for example of memory.
 
     A retry helps after others free memory.
 

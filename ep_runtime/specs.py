@@ -75,7 +75,7 @@ def check_holds_rows(argument: str, capacity: int, alignment: int, of: str = "")
 
 @dataclasses.dataclass(frozen=True)
 class GroupSpec:
-    """All settings of a group, defaults filled in; `Group.spec` is one.
+    """All settings of a group, with defaults filled in, as `Group.spec` returns them.
 
     Build it with `make_group_spec`, which validates.
 

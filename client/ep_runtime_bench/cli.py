@@ -75,15 +75,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "benches",
         nargs="*",
         metavar="BENCH",
-        help=f"of {', '.join(BENCHES)}; default dispatch combine",
+        help=f"what to measure: {', '.join(BENCHES)}; default dispatch combine",
     )
     parser.add_argument(
         "--transports",
         type=_names,
-        help=f"names with commas between, of {', '.join([*TRANSPORTS, STOCK])}. `moe` has "
-        f"{' and '.join(STOCK_LAYERS)} in the place of {STOCK}. Names with nvlink or nccl run "
-        "on GPUs, others on CPU devices. The default is nvlink,xla if package and JAX have GPUs, "
-        f"else memfd,xla; of `moe` the first of them and {STOCK}",
+        help=f"comma-separated, of {', '.join([*TRANSPORTS, STOCK])} (plain JAX). `moe` has "
+        f"{' and '.join(STOCK_LAYERS)} instead of {STOCK}. Names with nvlink or nccl run on GPUs, "
+        "others on CPU devices. The default is nvlink,xla if this package and JAX can use GPUs, "
+        f"else memfd,xla. `moe` takes the first of them and {STOCK}",
     )
     parser.add_argument(
         "--row-bytes",
@@ -105,89 +105,106 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_factors,
         default=default.capacity,
         metavar="F,F",
-        help="room of a rank's slab in `moe`, in even shares of all slots, such as 0,1.25; 0, the "
-        "default, is room for any routing",
+        help="sizes of a rank's slab in `moe`, in even shares of all slots, such as 0,1.25; "
+        "default 0, which has room for any routing",
     )
     _add_gpu_arguments(parser)
     _add_numbers(parser)
     parser.add_argument("-o", "--output", choices=render.OUTPUTS, default="table")
     parser.add_argument(
-        "--json", action="store_const", const="json", dest="output", help="as `-o json`"
+        "--json", action="store_const", const="json", dest="output", help="the same as `-o json`"
     )
-    parser.add_argument("--save", metavar="FILE", help="writes the JSON document there as well")
+    parser.add_argument("--save", metavar="FILE", help="also write the JSON document to FILE")
 
 
 def _add_gpu_arguments(parser: argparse.ArgumentParser) -> None:
     gpu = BenchOptions(transports=ON_GPUS)
     for flag, chosen, text in (
-        ("--routing", gpu.routing, f"of {', '.join(ROUTINGS)}"),
+        ("--routing", gpu.routing, f"how tokens choose experts: {', '.join(ROUTINGS)}"),
         (
             "--precision",
             gpu.precision,
-            f"how sums travel, of {', '.join(COMBINE_PRECISIONS)}; on CPU of `moe` and `train`",
+            f"how sums travel: {', '.join(COMBINE_PRECISIONS)}; on CPU in `moe` and `train` only",
         ),
-        ("--board", gpu.board, "progress told to the board, on, off or both"),
-        ("--also", gpu.also, f"more to time, of {', '.join(ALSO)}"),
-        ("--cases", gpu.cases, f"of {', '.join(CASES)}: layers of `moe`"),
+        ("--board", gpu.board, "report progress to the board: on, off or both"),
+        ("--also", gpu.also, f"ops to time too: {', '.join(ALSO)}"),
+        ("--cases", gpu.cases, f"layers that `moe` times: {', '.join(CASES)}"),
         (
             "--recipe",
             gpu.recipes,
-            f"of {', '.join(RECIPES)}: how the matmuls of `moe` quantize, none in --dtype",
+            f"recipes of the matmuls of `moe`: {', '.join(RECIPES)}; none computes in --dtype",
         ),
         (
             "--weights",
             gpu.weights,
-            f"of {', '.join(WEIGHTS)}: router weights of `moe` before wo, or in combine",
+            f"{' or '.join(WEIGHTS)}: `moe` applies router weights before wo, or in combine",
         ),
-        ("--overlap", gpu.overlap, "calls of `moe` and `train` overlap, on, off or both"),
-        ("--models", gpu.models, f"of {', '.join(MODELS)}: that `train` trains"),
-        ("--remat", gpu.remat, f"of {', '.join(REMATS)}: what backward of `train` finds again"),
+        (
+            "--overlap",
+            gpu.overlap,
+            "exchanges of `moe` and `train` overlap matmuls: on, off or both",
+        ),
+        ("--models", gpu.models, f"models that `train` trains: {', '.join(MODELS)}"),
+        (
+            "--remat",
+            gpu.remat,
+            f"remat of `train`, what backward computes again: {', '.join(REMATS)}",
+        ),
         (
             "--quantized",
             gpu.quantized,
-            f"of {', '.join(QUANTIZED)}: when 8-bit recipes of `moe` and `train` quantize weights",
+            f"8-bit recipes of `moe` and `train` quantize weights per {' or '.join(QUANTIZED)}",
         ),
-        ("--routed", gpu.routings, f"of {', '.join(TRAIN_ROUTINGS)}: where tokens of `train` go"),
+        ("--routed", gpu.routings, f"where `train` sends tokens: {', '.join(TRAIN_ROUTINGS)}"),
     ):
         said = ",".join(chosen) or "none"
         anywhere = flag not in ("--routing", "--board", "--also", "--overlap")
-        what = f"{text}; {said}" if anywhere else f"on GPUs: {text}; {said}"
+        what = f"{'' if anywhere else 'on GPUs: '}{text}; default {said}"
         parser.add_argument(flag, type=_names, default=chosen, metavar="NAME,...", help=what)
     parser.add_argument(
         "--sms",
         type=_sizes,
         metavar="N,N",
-        help="on GPUs: thread blocks of a kernel, one per SM; 0 is what measured best; default 0",
+        help="on GPUs: thread blocks of a kernel, one per SM; default 0, the fastest number",
     )
-    parser.add_argument("--hidden", type=int, default=gpu.hidden, metavar="N", help="on GPUs: H")
+    about = f"on GPUs: H, the values of a token; default {gpu.hidden}"
+    parser.add_argument("--hidden", type=int, default=gpu.hidden, metavar="N", help=about)
     parser.add_argument(
         "--dtype",
         default=gpu.dtype,
-        help=f"on GPUs: of rows, and of the weights of `moe` and `train`; {gpu.dtype}",
+        help=f"on GPUs: dtype of rows and of weights in `moe` and `train`; default {gpu.dtype}",
     )
     parser.add_argument(
         "--tokens",
         type=_sizes,
         metavar="N,N",
         help="tokens per device; on GPUs one or more numbers, default "
-        f"{','.join(map(str, gpu.tokens))}; on CPU one, default about 16 MiB of rows",
+        f"{','.join(map(str, gpu.tokens))}; on CPU one number, default about 16 MiB of rows",
     )
 
 
 def _add_numbers(parser: argparse.ArgumentParser) -> None:
     default = BenchOptions()
     for flag, value, text in (
-        ("--devices", None, f"devices D, all in one EP group; {default.devices}, or every GPU"),
+        (
+            "--devices",
+            None,
+            f"devices D, all in one EP group; default {default.devices}, or all GPUs",
+        ),
         (
             "--processes",
             default.processes,
-            "processes P under jax.distributed with D / P devices each, for dispatch and combine",
+            "run dispatch and combine in P processes of D / P devices under jax.distributed",
         ),
-        ("--top-k", default.top_k, f"experts per token; {default.top_k}"),
-        ("--experts", None, f"experts; {default.num_experts}, on GPUs {GPU_EXPERTS}"),
-        ("--repeats", default.repeats, f"timed calls of each, tens of them; {default.repeats}"),
-        ("--layers", default.num_layers, f"layers that `control` registers; {default.num_layers}"),
-        ("--model-layers", default.model_layers, f"that `compile` has; {default.model_layers}"),
+        ("--top-k", default.top_k, f"experts per token; default {default.top_k}"),
+        ("--experts", None, f"experts; default {default.num_experts}, on GPUs {GPU_EXPERTS}"),
+        ("--repeats", default.repeats, f"timed calls of each subject; default {default.repeats}"),
+        ("--layers", default.num_layers, f"layers of `control`; default {default.num_layers}"),
+        (
+            "--model-layers",
+            default.model_layers,
+            f"layers of `compile`; default {default.model_layers}",
+        ),
     ):
         parser.add_argument(flag, type=int, default=value, metavar="N", help=text)
 

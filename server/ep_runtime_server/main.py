@@ -47,25 +47,53 @@ def build_parser() -> argparse.ArgumentParser:
     parser = ServeParser(prog="ep-runtime serve", description="Runs the daemon in the foreground.")
     add = parser.add_argument
     add("--dir", help="socket directory (default: $RUNTIME_DIRECTORY, or by user)")
-    add("--allow-uid", type=int, action="append", default=[], metavar="UID", help="serve this user")
-    add("--allow-gid", type=int, action="append", default=[], metavar="GID", help="serve members")
-    add("--max-host-bytes", metavar="SIZE", help="host windows (default: half of MemAvailable)")
-    add("--max-bytes-per-gpu", metavar="SIZE", help="windows on one GPU (default: no limit)")
+    add(
+        "--allow-uid",
+        type=int,
+        action="append",
+        default=[],
+        metavar="UID",
+        help="serve this user too",
+    )
+    add(
+        "--allow-gid",
+        type=int,
+        action="append",
+        default=[],
+        metavar="GID",
+        help="serve its members too",
+    )
+    add(
+        "--max-host-bytes",
+        metavar="SIZE",
+        help="limit of windows on the host (default: half of MemAvailable)",
+    )
+    add("--max-bytes-per-gpu", metavar="SIZE", help="limit of windows on one GPU (default: none)")
     _add_user_limits(parser)
     add("--log-level", choices=("debug", "info", "warning", "error"), default="info")
-    add("--drain-s", type=float, default=limits.DEFAULT_DRAIN_S, help="SIGTERM waits that long")
+    add(
+        "--drain-s",
+        type=float,
+        default=limits.DEFAULT_DRAIN_S,
+        help="seconds that SIGTERM waits for sessions",
+    )
     add(
         "--recovery-s",
         type=float,
         default=limits.DEFAULT_RECOVERY_S,
         metavar="S",
-        help="after a restart, wait S seconds for processes of before",
+        help="after a restart, wait S seconds for processes that used the daemon before it",
     )
     add("--idle-exit-s", type=float, metavar="S", help="end after S seconds without a session")
     cluster_config.add_arguments(parser)
     _add_metrics(parser)
     add("--parent-pidfd", type=int, metavar="FD", help="end when the process of this pidfd is gone")
-    add("--ready-fd", type=int, metavar="FD", help="write one JSON line here once serving")
+    add(
+        "--ready-fd",
+        type=int,
+        metavar="FD",
+        help="write one JSON line to this descriptor when the daemon serves",
+    )
     add(
         "--testing",
         action="append",
@@ -79,26 +107,36 @@ def _add_user_limits(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("limits of one user").add_argument
     for name in ("sessions", "groups", "layers", "fds"):
         default = getattr(UserLimits(), name)
-        told = "half of all users together, all of it without others" if name == "fds" else default
-        add(f"--max-{name}-per-uid", type=_count, metavar="N", help=f"default {told}")
+        told = (
+            "half of the limit for all users, or all of it without other users"
+            if name == "fds"
+            else default
+        )
+        add(
+            f"--max-{name}-per-uid",
+            type=_count,
+            metavar="N",
+            help=f"{name} of one user (default {told})",
+        )
     add(
         "--max-host-bytes-per-uid",
         metavar="SIZE",
-        help="host windows (default: half of --max-host-bytes, all of it without other users)",
+        help="windows on the host (default: half of --max-host-bytes, or all of it without other "
+        "users)",
     )
     add(
         "--max-gpu-bytes-per-uid",
         metavar="SIZE",
-        help="windows on one GPU (default: half of all users together, all of it without "
+        help="windows on one GPU (default: half of --max-bytes-per-gpu, or all of it without "
         "other users)",
     )
-    add("--max-journal-bytes-per-uid", metavar="SIZE", help="records for a restart (default 64M)")
+    add("--max-journal-bytes-per-uid", metavar="SIZE", help="journal records (default 64M)")
     add(
         "--max-retain-s",
         type=float,
         default=quotas.DEFAULT_RETAIN_S,
         metavar="S",
-        help="a group may ask to be kept S seconds after its last process (default a day)",
+        help="largest retain_s of a group (default a day)",
     )
 
 
@@ -107,12 +145,12 @@ def _add_metrics(parser: argparse.ArgumentParser) -> None:
     add(
         "--metrics",
         metavar="ADDRESS",
-        help="answer http://ADDRESS/metrics: HOST:PORT, or PORT on loopback; 0 for a free one",
+        help="serve http://ADDRESS/metrics; HOST:PORT, or PORT on loopback; 0 picks a free port",
     )
     add(
         "--metrics-detail",
         action="store_true",
-        help="also series of every rank and expert of every layer",
+        help="also serve series of every rank, and of every expert of every layer",
     )
 
 

@@ -208,7 +208,7 @@ class MoEBlock(nnx.Module):  # type: ignore[misc]
         return results[:-1]
 
     def set_view(self, use_running_average: bool | None = None) -> None:
-        """Sets, for `nnx.view`, if calls leave amax histories unchanged.
+        """Sets whether calls leave amax histories unchanged; `nnx.view` calls this.
 
         Args:
             use_running_average: True in evaluation; None changes nothing.

@@ -37,9 +37,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--compare",
         action="store_true",
         help="train a twin on plain JAX collectives from the same seed, compare every step's loss "
-        "bit by bit, and report both speeds. On GPUs and over nodes losses must agree within "
-        "0.1%%, and the twin takes over the parameters every other step. The exit code is 3 if a "
-        "step differs",
+        "bit by bit, and report both speeds. On GPUs and between nodes losses may differ by "
+        "0.1%%, and the twin copies the parameters every second step. The exit code is 3 if a "
+        "loss differs",
     )
     add(
         "--steps",
@@ -58,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--devices",
         type=count,
         metavar="D",
-        help=f"devices; default {default.devices} on CPU, the most of 1, 2, 4 or 8 on GPUs; "
+        help=f"devices; default {default.devices} on CPU, the largest of 1, 2, 4 or 8 on GPUs; "
         "with --mesh the product of its axes",
     )
     add(
@@ -100,7 +100,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--combine-precision",
         choices=COMBINE_PRECISIONS,
         default=default.combine_precision,
-        help=f"how sums of experts' rows travel back; default {default.combine_precision}",
+        help=f"precision of the sums that experts return; default {default.combine_precision}",
     )
     add(
         "--transport",
@@ -138,12 +138,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=default.seed,
         metavar="N",
-        help="seed of parameters and batches; 0",
+        help=f"seed of parameters and batches; default {default.seed}",
     )
     add(
         "--address",
-        help="runtime to use: unix:///DIR, embedded, node or none; default $EP_RUNTIME_ADDRESS, "
-        "else the node's daemon, else an embedded one, with --processes the shared one of node",
+        help="daemon to use: unix:///DIR, embedded, node or none; default $EP_RUNTIME_ADDRESS, "
+        "else the node's daemon, else a private one, or with --processes one that they share",
     )
 
 

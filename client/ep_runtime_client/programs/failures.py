@@ -47,7 +47,7 @@ def error_of(exc: BaseException) -> errors.EpRuntimeError | None:
 
 @contextlib.contextmanager
 def translate_errors() -> Iterator[None]:
-    """Turns XLA's error out of a compiled program into the runtime's own error class.
+    """Turns an XLA error from a compiled program into the runtime's own error class.
 
     A context manager; each error is raised `from` the one of XLA. Programs run asynchronously, so
     call `block_until_ready`, or read the result, inside the block.

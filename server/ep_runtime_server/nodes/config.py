@@ -91,27 +91,39 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "cluster", "daemons of several nodes that form groups together; one of them coordinates"
     )
     role = group.add_mutually_exclusive_group()
-    role.add_argument("--coordinator", metavar="HOST:PORT", help="coordinate, and listen there")
-    role.add_argument("--join", metavar="HOST:PORT", help="join the coordinator there")
-    role.add_argument("--cluster", metavar="FILE", help="TOML: coordinator, and [nodes] addresses")
+    role.add_argument(
+        "--coordinator", metavar="HOST:PORT", help="coordinate the cluster, and listen there"
+    )
+    role.add_argument("--join", metavar="HOST:PORT", help="join the coordinator at this address")
+    role.add_argument(
+        "--cluster", metavar="FILE", help="TOML file with coordinator, and addresses in [nodes]"
+    )
     add = group.add_argument
     add("--node", metavar="NAME", help="this node's name (default: the host's)")
-    add("--listen", metavar="HOST:PORT", help="with --join: where other nodes reach this one")
+    add(
+        "--listen",
+        metavar="HOST:PORT",
+        help="with --join: address at which other nodes reach this one",
+    )
     add(
         "--epoch-at-least",
         type=int,
         metavar="N",
-        help="of a coordinator that lost its file: count on from N, which its nodes know of",
+        help="for a coordinator that lost its file: the largest epoch that its nodes show",
     )
-    add("--tls-cert", metavar="PEM", help="certificate with the node's name among its names")
-    add("--tls-key", metavar="PEM", help="its key")
-    add("--tls-ca", metavar="PEM", help="authority of every node's certificate")
+    add("--tls-cert", metavar="PEM", help="certificate that contains the node's name")
+    add("--tls-key", metavar="PEM", help="key of --tls-cert")
+    add("--tls-ca", metavar="PEM", help="authority that signed every node's certificate")
     add(
         "--insecure",
         action="store_true",
-        help="plain TCP without certificates, on loopback unless an address is named",
+        help="plain TCP without certificates, on loopback unless you name an address",
     )
-    add("--secret", metavar="FILE", help="with --insecure: what every daemon knows; mode 0600")
+    add(
+        "--secret",
+        metavar="FILE",
+        help="with --insecure: the secret that all daemons share; mode 0600",
+    )
 
 
 def parse_endpoint(text: str, argument: str, *, default_host: str = "") -> Endpoint:

@@ -10,7 +10,7 @@ from ep_runtime_client.cli.tables import IDENTITY, STATE, Column
 VIEW = reading.View(
     kind="buffers",
     columns=(
-        Column("buffer_id", "BUFFER", priority=IDENTITY, about="name, until the daemon ends"),
+        Column("buffer_id", "BUFFER", priority=IDENTITY, about="name; a new daemon gives new ones"),
         Column("bytes", "BYTES", "bytes", about="size"),
         Column("device", "DEVICE", "device", priority=4, about="host, or a GPU's UUID"),
         Column("kind", "KIND", priority=3, about="BOARD (of a group) or WINDOW (of a rank)"),
@@ -18,7 +18,7 @@ VIEW = reading.View(
             "state",
             "STATE",
             priority=STATE,
-            about="LEASED, RETAINED (waits for its job), QUARANTINED (somebody may map it, "
+            about="LEASED, RETAINED (waits for its job), QUARANTINED (a process may map it, "
             "or it is being freed)",
         ),
         Column("owner", "OWNER", "name", about="job/group"),
@@ -26,7 +26,7 @@ VIEW = reading.View(
         Column("world_rank", "RANK", "count", wide=True, about="world rank; -1: the board"),
         Column("generation", "GEN", "count", wide=True, about="generation of the group"),
         Column("uid", "UID", wide=True, about="user of the group"),
-        Column("age_s", "AGE", "seconds", wide=True, about="since it was allocated"),
+        Column("age_s", "AGE", "seconds", wide=True, about="time since it was allocated"),
     ),
     fetch=lambda daemon, args: list(daemon.buffers()),
     keys=("buffer_id", "group", "owner"),

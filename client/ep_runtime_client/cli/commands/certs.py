@@ -18,14 +18,19 @@ DEFAULT_DAYS = 365
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("directory", type=Path, metavar="DIR", help="where the files go; made with mode 0700")
+    add("directory", type=Path, metavar="DIR", help="directory of the files, made with mode 0700")
     add(
         "nodes",
         nargs="+",
         metavar="NODE[=HOST,...]",
         help="a node's name, and the DNS names and IP addresses at which others reach it",
     )
-    add("--days", type=int, default=DEFAULT_DAYS, help=f"until they expire ({DEFAULT_DAYS})")
+    add(
+        "--days",
+        type=int,
+        default=DEFAULT_DAYS,
+        help=f"days until they expire (default {DEFAULT_DAYS})",
+    )
     add("--force", action="store_true", help="replace files of these nodes; the CA always stays")
     add("-o", "--output", choices=("table", "json"), default="table")
 

@@ -41,8 +41,8 @@ _PARTS = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("kind", type=_kind, metavar="KIND", help=f"one of {', '.join(KINDS)}")
-    add("name", metavar="NAME", help="as the list of that kind has it in its first column")
-    add("--job", help="job of the object, if several have one of that name")
+    add("name", metavar="NAME", help="its name, from the first column of that kind's list")
+    add("--job", help="job of the object, if several jobs have an object of that name")
     reading.add_node_argument(parser, "every node of the daemon's cluster")
     add("-o", "--output", choices=("table", "json"), default="table")
     reading.add_daemon_arguments(parser)

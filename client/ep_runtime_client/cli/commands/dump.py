@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         type=Path,
         metavar="FILE",
-        help=f"a new file; default {FOLDER}-HOST-TIME.tar.gz here",
+        help=f"file to make; default {FOLDER}-HOST-TIME.tar.gz here",
     )
     parser.add_argument("-o", "--output", choices=("table", "json"), default="table")
     reading.add_daemon_arguments(parser)

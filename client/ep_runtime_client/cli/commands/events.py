@@ -15,12 +15,12 @@ if TYPE_CHECKING:
     from ep_runtime_client.cli.daemon import source
 
 COLUMNS = (
-    Column("sequence", "SEQ", "count", priority=IDENTITY, about="its number, as for --after"),
-    Column("time", "TIME", "time", priority=STATE, about="when, by this machine's clock"),
-    Column("kind", "KIND", priority=STATE, about="what: THING.CHANGE, as for --type"),
+    Column("sequence", "SEQ", "count", priority=IDENTITY, about="number of the event, for --after"),
+    Column("time", "TIME", "time", priority=STATE, about="time, by this machine's clock"),
+    Column("kind", "KIND", priority=STATE, about="THING.CHANGE, for --type"),
     Column("session_id", "SESSION", priority=4, about="session it concerns"),
     Column("group", "GROUP", "name", priority=3, about="group it concerns"),
-    Column("message", "MESSAGE", "prose", priority=STATE, about="one line for people"),
+    Column("message", "MESSAGE", "prose", priority=STATE, about="what happened, in one line"),
     Column("fields_json", "FIELDS", "prose", wide=True, about="names and numbers"),
 )
 
@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         *("-f", "--follow", "-w", "--changes"),
         action="store_true",
-        help="then add new events, asked for every second",
+        help="continue with new events; asks every second",
     )
     reading.add_node_argument(parser, "the daemon itself; numbers are a node's own")
     reading.add_output_arguments(parser)

@@ -14,7 +14,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "session", metavar="SESSION", help="session to cut off, as `ep-runtime sessions` names it"
     )
-    parser.add_argument("--reason", default="", help="reason that the session's error gives")
+    parser.add_argument(
+        "--reason", default="", help="reason for the message of the session's error"
+    )
     ordering.add_arguments(parser)
 
 

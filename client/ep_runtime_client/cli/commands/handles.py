@@ -16,7 +16,7 @@ VIEW = reading.View(
         ),
         Column("lane", "LANE", "lane", priority=3, about="lane that its last call used"),
         Column("generation", "GEN", "count", priority=5, about="generation of the group"),
-        Column("state", "STATE", priority=STATE, about="IDLE, BUSY and others, as the board says"),
+        Column("state", "STATE", priority=STATE, about="IDLE, BUSY and others, from the board"),
         Column("job", "JOB", "name", about="the group's job"),
         Column("pids", "PIDS", "list", priority=4, about="processes that may use it"),
         Column("age_s", "AGE", "seconds", about="time since its record changed"),

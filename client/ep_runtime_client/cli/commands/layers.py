@@ -14,8 +14,16 @@ VIEW = reading.View(
         Column("group", "GROUP", "name", priority=IDENTITY, about="group it is registered with"),
         Column("job", "JOB", "name", about="the group's job"),
         Column("top_k", "TOP-K", "count", about="experts per token"),
-        Column("alignment", "ALIGN", "count", priority=3, about="rows an expert's zone is cut to"),
-        Column("in_flight", "HANDLES", "count", priority=3, about="dispatches open at once"),
+        Column(
+            "alignment",
+            "ALIGN",
+            "count",
+            priority=3,
+            about="multiple that an expert's rows are padded to",
+        ),
+        Column(
+            "in_flight", "HANDLES", "count", priority=3, about="dispatches that may be open at once"
+        ),
         Column("num_layers", "STACK", "count", priority=4, about="layers of the stack, or 1"),
         Column("generation", "GEN", "count", priority=5, about="generation of the group"),
         Column("base_id", "ID", wide=True, about="number in records of the board"),

@@ -34,7 +34,7 @@ _OVER_TIME = ("rows", "max_mean", "jain", "dropped")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--layer", help="show this layer only")
-    add("--png", metavar="FILE", help="draw the last interval; needs the extra plot")
+    add("--png", metavar="FILE", help="draw the rows of the last interval; needs the extra plot")
     looks.add_arguments(parser, "rows of the next S seconds instead of all since the group formed")
     reading.explain(parser, {"columns": COLUMNS}, looks.ABOUT_SINCE)
 

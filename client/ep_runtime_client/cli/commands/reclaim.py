@@ -17,9 +17,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--all-retained", action="store_true", help="free every group that waits for its job"
     )
     parser.add_argument(
-        "--job", default="", help="job of the group, if several have one of that name"
+        "--job", default="", help="job of the group, if several jobs have a group of that name"
     )
-    parser.add_argument("--uid", type=int, help="user of the job, if several have such a job")
+    parser.add_argument(
+        "--uid", type=int, help="user of the job, if several users have a job of that name"
+    )
     ordering.add_arguments(parser)
 
 

@@ -39,7 +39,11 @@ VIEW = reading.View(
         Column("groups", "GROUPS", "names", priority=3, about="groups that it has ranks in"),
         Column("age_s", "AGE", "seconds", priority=3, about="time since it connected"),
         Column(
-            "since_heartbeat_s", "BEAT", "seconds", priority=4, about="since its last heartbeat"
+            "since_heartbeat_s",
+            "BEAT",
+            "seconds",
+            priority=4,
+            about="time since its last heartbeat",
         ),
         Column("since_end_s", "ENDED", "seconds", wide=True, about="time since it ended"),
         Column("process_index", "PROCESS", wide=True, about="jax.process_index"),
@@ -59,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--all",
         action="store_true",
-        help=f"those too that ended more than {LATELY_S:g} s ago (the daemon keeps ten minutes)",
+        help=f"include sessions that ended {LATELY_S:g} s to ten minutes ago",
     )
 
 

@@ -36,11 +36,14 @@ _MATRICES = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--op", help="show matrices of this op only, such as dispatch; wide shows every op's")
+    add(
+        "--op",
+        help="show matrices of this op only, such as dispatch; `-o wide` shows those of every op",
+    )
     looks.add_arguments(parser, "seconds to look at", interval_s=5.0, wide="every peer")
     about = (
-        "Names the rank that holds the others up, where one does so for more than "
-        f"{100 * tallies.SLOW_SHARE:g}% of the time, and ends with {cli.LATE} then. "
+        "Names a rank that the others wait for more than "
+        f"{100 * tallies.SLOW_SHARE:g}% of the time; the exit code is then {cli.LATE}. "
         f"{looks.ABOUT_SINCE}"
     )
     reading.explain(parser, {"columns": COLUMNS}, about)

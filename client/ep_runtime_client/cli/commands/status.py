@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 _POOLS = (
     Column("device", "DEVICE", "device", priority=IDENTITY, about="host, or a GPU's UUID"),
     Column("limit_bytes", "LIMIT", "bytes", about="most that groups may hold together"),
-    Column("leased_bytes", "LEASED", "bytes", about="of groups that have processes, or form"),
-    Column("retained_bytes", "RETAINED", "bytes", about="of groups that wait for their job"),
-    Column("quarantined_bytes", "QUARANT.", "bytes", about="until nobody maps it any more"),
+    Column("leased_bytes", "LEASED", "bytes", about="memory of groups that form or have processes"),
+    Column("retained_bytes", "RETAINED", "bytes", about="memory of groups that wait for their job"),
+    Column("quarantined_bytes", "QUARANT.", "bytes", about="memory that a process may still map"),
     Column("num_buffers", "BUFFERS", "count", priority=3, about="windows and boards"),
 )
 
@@ -32,15 +32,15 @@ _USERS = (
         "uid",
         "USER",
         priority=IDENTITY,
-        about="user id; the row `limit` is the most that each may hold",
+        about="user id; the row `limit` has the limits of each user",
     ),
-    Column("num_sessions", "SESSIONS", "count", about="sessions that live"),
+    Column("num_sessions", "SESSIONS", "count", about="living sessions"),
     Column("num_groups", "GROUPS", "count", about="groups"),
     Column("num_layers", "LAYERS", "count", about="layers and stacks"),
     Column("host_bytes", "HOST", "bytes", about="windows and boards in host memory"),
     Column("gpu_bytes", "GPUS", "bytes", about="windows on all GPUs"),
     Column("num_fds", "FDS", "count", priority=3, about="descriptors of the daemon"),
-    Column("journal_bytes", "JOURNAL", "bytes", priority=3, about="records for a restart"),
+    Column("journal_bytes", "JOURNAL", "bytes", priority=3, about="journal records"),
 )
 
 
@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--quiet",
         "-q",
         action="store_true",
-        help="print nothing; exit code 0 says that the node's daemon serves, as probes ask",
+        help="print nothing; exit code 0 means that the node's daemon serves (for probes)",
     )
     reading.add_node_argument(parser, "the daemon itself, with all nodes of its cluster")
     reading.add_output_arguments(parser)

@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--link",
         type=reading.positive,
         metavar="GB/S",
-        help="compare with a link of that speed instead of NVML's",
+        help="link bandwidth that LINK is a share of, instead of NVML's",
     )
     looks.add_arguments(parser, "seconds of one sample", interval_s=2.0, samples=None)
     shown = {"ranks": rows.RANKS, "layers (key l)": rows.LAYERS}

@@ -27,7 +27,7 @@ LATE_RANKS = (
     Column("world_rank", "RANK", "count", priority=IDENTITY, about="rank that is late"),
     Column("since_s", "SINCE", "seconds", about="how long the first of the others has waited"),
     Column("waiting_ranks", "WAITING", "list", about="ranks that wait for it"),
-    Column("message", "MESSAGE", "prose", priority=STATE, about="one line for people"),
+    Column("message", "MESSAGE", "prose", priority=STATE, about="what happened, in one line"),
 )
 
 _TABLES: Mapping[str, Sequence[Column]] = {"members": RANKS, "late_ranks": LATE_RANKS}

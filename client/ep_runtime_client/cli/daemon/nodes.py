@@ -26,18 +26,20 @@ COLUMNS = (
         "state",
         "STATE",
         priority=STATE,
-        about="as the coordinator has it: JOINED, ABSENT; UNREACHABLE: it gave no answer; FAILED: "
-        "one that is none",
+        about="JOINED, ABSENT, UNREACHABLE (no answer) or FAILED (answers with an error)",
     ),
     Column("since_s", "SINCE", "seconds", about="time in that state"),
     Column("role", "ROLE", priority=3, about="whether it coordinates the cluster"),
-    Column("address", "ADDRESS", priority=4, about="where other daemons reach it"),
+    Column("address", "ADDRESS", priority=4, about="address at which other daemons reach it"),
     Column("server_version", "VERSION", priority=5, about="version of the node's daemon"),
     Column(
-        "daemon", "DAEMON", priority=STATE, about="SERVING or DRAINING, as the node's daemon says"
+        "daemon",
+        "DAEMON",
+        priority=STATE,
+        about="SERVING or DRAINING, reported by the node's daemon",
     ),
     Column("num_late", "LATE", "count", about="ranks on it that others wait for"),
-    Column("num_sessions", "SESSIONS", "count", priority=3, about="sessions that live"),
+    Column("num_sessions", "SESSIONS", "count", priority=3, about="living sessions"),
     Column("num_groups", "GROUPS", "count", about="groups"),
     Column("num_layers", "LAYERS", "count", priority=3, about="layers, each of a stack counted"),
 )

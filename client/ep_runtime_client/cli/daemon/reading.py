@@ -78,8 +78,8 @@ def add_daemon_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--address",
         metavar="unix:///DIR",
-        help="socket directory of the daemon to ask; default $EP_RUNTIME_ADDRESS, else "
-        "the node's daemon, else (to read) your only private one",
+        help="socket directory of the daemon to ask; default $EP_RUNTIME_ADDRESS, else the "
+        "node's daemon, else (for commands that only read) your only private daemon",
     )
     parser.add_argument(
         "--timeout", type=positive, default=5.0, metavar="S", help="seconds to wait for an answer"
@@ -109,15 +109,15 @@ def add_list_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="KEY=VALUE",
-        help="show only rows with that label of connect() or value of a column; != shows the "
-        "others, and commas separate several",
+        help="show only rows with this label of connect() or this value in a column; != shows all "
+        "others; separate several with commas",
     )
     add(
         "--sort-by",
         metavar="COLUMN",
         help="sort, smallest first; --sort-by=-COLUMN sorts largest first",
     )
-    add("--no-headers", action="store_true", help="leave the line of titles out")
+    add("--no-headers", action="store_true", help="leave out the column titles")
 
 
 def add_arguments(parser: argparse.ArgumentParser, view: View, noun: str) -> None:
@@ -130,8 +130,8 @@ def add_arguments(parser: argparse.ArgumentParser, view: View, noun: str) -> Non
         "-w",
         "--changes",
         action="store_true",
-        help="then add a line for every row that is new, changed or gone; asks every second, or "
-        "every S seconds with --watch",
+        help="continue with a line for every row that is new, changed or gone; asks every second, "
+        "or every S seconds with --watch",
     )
     add_daemon_arguments(parser)
     explain(parser, {"columns": view.columns})

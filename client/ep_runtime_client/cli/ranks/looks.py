@@ -53,11 +53,11 @@ def add_arguments(
     over.add_argument(
         "--interval", type=reading.positive, default=interval_s, metavar="S", help=interval
     )
-    about = "look back at the last 90s, 10m or 1h30m; daemons remember two hours"
-    every = "a sample every S seconds until Ctrl-C"
+    about = "show the last 90s, 10m or 1h30m; daemons remember two hours"
+    every = "print a sample every S seconds until Ctrl-C"
     over.add_argument("--watch", type=reading.positive, metavar="S", action=_Watch, help=every)
     over.add_argument("--since", type=reading.span, metavar="SPAN", help=about)
-    about = "write N samples and end; with --since cut SPAN into N; JSON has one per line"
+    about = "print N samples and end; with --since, cut SPAN into N; JSON has one per line"
     add("--samples", type=reading.count, default=samples, metavar="N", help=about)
     add("-o", "--output", choices=render.OUTPUTS, default="table", help=f"wide has {wide}")
     reading.add_node_argument(parser, "every node of the daemon's cluster")

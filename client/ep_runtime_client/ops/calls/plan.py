@@ -101,7 +101,7 @@ class Plan:
 
     @property
     def handle(self) -> int:
-        """Number of the handle of the layer that calls with this plan use."""
+        """The handle of the layer that calls with this plan use."""
         return self.meta.handle
 
 

@@ -28,7 +28,7 @@ def combine(
     *,
     weights: jax.Array | None = None,
 ) -> jax.Array:
-    """Sums the experts' output rows of each token and returns one row per token, in their order.
+    """Sums the experts' output rows of each token and returns one row per token, in token order.
 
     Args:
         layer: the layer of the dispatch.
