@@ -183,7 +183,7 @@ def test_each_setting_is_a_subject_of_its_own_and_stock_has_none() -> None:
     with pytest.raises(InvalidArgumentError, match=r"--recipe must be of .* got \('int8',\)"):
         dataclasses.replace(ON_GPUS, recipes=("int8",)).checked()
     with pytest.raises(
-        InvalidArgumentError, match="stock-padded is of moe alone, got it with gemm"
+        InvalidArgumentError, match="stock-padded is for moe only, got it with gemm"
     ):
         dataclasses.replace(options, benches=("gemm",)).checked()
 

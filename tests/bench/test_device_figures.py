@@ -200,7 +200,7 @@ def test_gpus_that_are_there_are_taken_where_nothing_is_said(
     [
         (["--transports", "nvlink,memfd"], "memfd runs on CPU devices, nvlink on GPUs"),
         (["control", "--transports", "nvlink"], "control runs on CPU devices"),
-        (["--transports", "xla,stock"], "stock stands beside nvlink alone"),
+        (["--transports", "xla,stock"], "stock needs nvlink, except in moe and train"),
         (["--transports", "xla", "--tokens", "1,2"], "--tokens takes one number for CPU"),
         (["--transports", "nvlink", "--devices", "3"], "--experts must be a multiple of"),
         (["--transports", "nvlink", "--devices", "1", "--tokens", "0"], "--tokens must be at"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from tools.plain_english import MAX_WORDS, RULES, faults
+from tools.plain_english import MAX_WORDS, RULES, faults, messages
 
 # One bad sentence for each rule, in their order, and the sentence to write instead.
 EXAMPLES = [
@@ -34,3 +34,15 @@ def test_finds_a_bad_sentence_and_passes_the_better_one(
     bad, good = (list(faults(page.format(text))) for text in example)
     assert [line for line, _, _ in bad] == [6], rule
     assert good == [], rule
+
+
+def test_reads_the_clauses_of_errors_and_log_calls() -> None:
+    source = """
+raise _refused(f"{name} is no text; who sent it knows", "its" + " job is no job")
+_log.warning("group %r: stays beside others")
+raise PeerLostError("one") from cause
+note("is no error")
+"""
+    found = [(line, bad) for line, text in messages(source) for _, bad, _ in faults(text)]
+    assert {line for line, _ in found} == {2, 3}
+    assert {text.split()[0] for _, text in found} == {"`Code`", "Who", "Its", "Stays"}

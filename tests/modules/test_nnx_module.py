@@ -389,7 +389,7 @@ def test_a_block_without_a_router_is_called_with_a_routing(group: fakes.LocalGro
     options = {"routing": routing}
     with pytest.raises(InvalidArgumentError, match="routing is of one call: make the module"):
         ep.nnx.MoEBlock(layer, MLP, rngs=nnx.Rngs(0), **options)
-    with pytest.raises(InvalidArgumentError, match="has not with use_router=False"):
+    with pytest.raises(InvalidArgumentError, match="router, got use_router=False"):
         ep.nnx.MoEBlock(layer, MLP, rngs=nnx.Rngs(0), use_router=False, use_expert_bias=True)
 
 
@@ -409,7 +409,7 @@ def test_what_cannot_be_called_says_why(group: fakes.LocalGroup) -> None:
     layer = group.register_layer("block", top_k=2)
     stack = group.register_layer_stack("stack", 2, top_k=2)
     rngs, x = nnx.Rngs(0), tokens(group)
-    with pytest.raises(InvalidArgumentError, match="which of the 2 layers of stack 'stack'"):
+    with pytest.raises(InvalidArgumentError, match="one of the 2 layers of stack 'stack'"):
         ep.nnx.MoEBlock(stack, MLP, rngs=rngs)(x)
     with pytest.raises(InvalidArgumentError, match="'block' is one layer"):
         ep.nnx.MoEBlock(layer, MLP, rngs=rngs)(x, layer_index=0)

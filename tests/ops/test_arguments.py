@@ -55,7 +55,7 @@ def slots(count: int = 32, top_k: int = 2, dtype: Any = jnp.int32) -> Any:
         (lambda d: d(tokens(), slots(), handle=2), r"handle must be 0 to 1 .*got 2"),
         (lambda d: d(tokens(), slots(), capacity=0), "capacity must be 1 to .*got 0"),
         (lambda d: d(tokens(), slots(), capacity=7), "capacity=7 .*alignment=8 of layer 'moe'"),
-        (lambda d: d(tokens(), None, plan=3), "plan must be what ep.prepare returned, got int"),
+        (lambda d: d(tokens(), None, plan=3), "plan must be a result of ep.prepare, got int"),
     ],
 )
 def test_dispatch(layer: EpLayer, call: Any, text: str) -> None:
@@ -73,7 +73,7 @@ def test_combine(layer: EpLayer) -> None:
     ):
         with pytest.raises(ValueError, match=text):
             ep.combine(layer, sent, rows, weights=weights)
-    with pytest.raises(ValueError, match="dispatched must be what ep.dispatch returned"):
+    with pytest.raises(ValueError, match="dispatched must be a result of ep.dispatch"):
         ep.combine(layer, sent.tokens, sent.tokens)
 
 

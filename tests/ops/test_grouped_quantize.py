@@ -278,7 +278,7 @@ def test_arguments_that_do_not_fit_say_so() -> None:
         ((x, sizes, recipes.TensorScaling(delayed=True)), r"TensorScaling\(\) here"),
         ((x.astype(jnp.int8), sizes, PLAIN), "floating, got int8"),
         ((x, None, PLAIN), r"\[E, K', N'\] without group_sizes, got \(64, 64\)"),
-        ((x, sizes[None], PLAIN), r"\[R, C, K'\] beside group_sizes \[R, L\], got \(64, 64\)"),
+        ((x, sizes[None], PLAIN), r"\[R, C, K'\] for group_sizes \[R, L\], got \(64, 64\)"),
         ((x, sizes.astype(jnp.float32), PLAIN), r"integers .*float32\[2\]"),
         (
             (x[:, :33], sizes, recipes.MXFP8()),

@@ -321,5 +321,5 @@ def test_rows_that_do_not_fit_the_plan() -> None:
         ep.unpermute(np.ones((8, 3), int), p)
     with pytest.raises(ValueError, match=r"merging_probs must be \[4, 2\]"):
         ep.unpermute(p.tokens, p, merging_probs=np.ones((4, 1)))
-    with pytest.raises(ValueError, match="p must be what ep.permute returned"):
+    with pytest.raises(ValueError, match="p must be a result of ep.permute"):
         ep.unpermute(p.tokens, (p.tokens,))

@@ -65,7 +65,9 @@ def test_certificates_and_plain_tcp_exclude_each_other(tls):
 
 def test_a_file_that_is_no_certificate_is_named(tls):
     tls[1], tls[3] = tls[3], tls[1]
-    with pytest.raises(InvalidArgumentError, match=r"--tls-cert: .*a\.key is no PEM file"):
+    with pytest.raises(
+        InvalidArgumentError, match=r"--tls-cert: .*a\.key must be a PEM file with a"
+    ):
         read("--coordinator", "127.0.0.1:7700", *tls)
 
 

@@ -232,7 +232,7 @@ def test_what_it_cannot_do_is_said_without_a_traceback(daemon_process, options, 
 @pytest.mark.parametrize(
     ("mode", "options", "message"),
     [
-        (0o777, [], "could put sockets in the place of ours"),
+        (0o777, [], "could replace the daemon's sockets"),
         (0o700, ["--allow-uid", "4242"], "chmod 0755"),
     ],
 )

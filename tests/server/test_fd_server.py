@@ -104,10 +104,10 @@ def test_a_file_whose_close_never_ends_holds_neither_daemon_nor_its_end(daemon_p
             return receive(connection)
 
     with fuse_file(tmp_path) as file:
-        with pytest.raises(errors.InvalidArgumentError, match="it is no memfd"):
+        with pytest.raises(errors.InvalidArgumentError, match="it is not a memfd"):
             sent(file.fd)
         eventually(lambda: file.flushes == 1)
-        with pytest.raises(errors.PoolExhaustedError, match="not closed yet"):
+        with pytest.raises(errors.PoolExhaustedError, match="not all are closed yet"):
             sent(file.fd)
         assert file.flushes == 1
         assert longest_answer_s(daemon, 0.5) < MOST_S

@@ -117,7 +117,7 @@ def test_a_rank_that_two_nodes_claim_is_refused_to_the_second(nodes, pool):
     first = a.client()
     waiting = pool.submit(first.create, spec_of(), ranks=[0])
     eventually(lambda: state(a) == "FORMING")
-    with pytest.raises(errors.GroupBusyError, match=r"rank 0 .* on node 'a', which lives"):
+    with pytest.raises(errors.GroupBusyError, match=r"rank 0 .* on node 'a', which is still alive"):
         b.client().create(spec_of(), ranks=[0])
     again = pool.submit(b.client().ready, spec_of(), ranks=[1])
     first.attached(waiting.result(WAIT_S).group)
@@ -134,9 +134,9 @@ def test_a_rank_whose_process_lives_is_not_taken_by_another_node(start_daemon, p
     groups = all_ready(pool, spec_of(), (first, [0]), (second, [1]))
     late = c.client()
     for rank, node in enumerate(("a", "b")):
-        with pytest.raises(errors.GroupBusyError, match=f"on node '{node}', which lives"):
+        with pytest.raises(errors.GroupBusyError, match=f"on node '{node}', which is still alive"):
             late.create(spec_of(), ranks=[rank])
-    with pytest.raises(errors.GroupBusyError, match="on node 'b', which lives"):
+    with pytest.raises(errors.GroupBusyError, match="on node 'b', which is still alive"):
         a.client().create(spec_of(), ranks=[1])
     assert (state(a), state(b)) == ("READY", "READY")
     second.process.kill()

@@ -189,7 +189,7 @@ class BenchOptions:
         alone = [name for name in self.benches if name not in ("dispatch", "combine")]
         if self.processes > 1 and alone:
             raise InvalidArgumentError(
-                f"--processes is of dispatch and combine, got it with {', '.join(alone)}",
+                f"--processes is for dispatch and combine only, got it with {', '.join(alone)}",
                 argument="processes",
             )
 
@@ -213,7 +213,7 @@ class BenchOptions:
             )
         if self.stock_layers != STOCK_LAYERS and self.benches != ("moe",):
             raise InvalidArgumentError(
-                f"--transports {','.join(self.stock_layers)} is of moe alone, got it with "
+                f"--transports {','.join(self.stock_layers)} is for moe only, got it with "
                 f"{','.join(self.benches)}",
                 argument="transports",
             )
@@ -259,7 +259,7 @@ class BenchOptions:
         if not self.on_gpus:
             if self.stock and self.benches not in (("moe",), ("train",)):
                 raise InvalidArgumentError(
-                    f"--transports {STOCK} stands beside nvlink alone, but for moe and train, got "
+                    f"--transports {STOCK} needs nvlink, except in moe and train, got "
                     f"{self.transports}",
                     argument="transports",
                 )
@@ -268,7 +268,7 @@ class BenchOptions:
         if "memfd" in self.transports or elsewhere:
             what = ", ".join(["memfd"] * ("memfd" in self.transports) + elsewhere)
             raise InvalidArgumentError(
-                f"{what} runs on CPU devices, nvlink on GPUs: measure them apart, got "
+                f"{what} runs on CPU devices, nvlink on GPUs; measure them separately, got "
                 f"--transports {','.join(self.transports)}",
                 argument="transports",
             )

@@ -97,7 +97,7 @@ def _on_host(value: Any, name: str) -> Array:
         return np.asarray(value.view(_module_of(value).uint8)).view(dtype)
     if isinstance(value, jax.Array) and not value.is_fully_addressable:
         raise InvalidArgumentError(
-            f"{name} lies on other processes too; gather it first "
+            f"{name} has shards in other processes; gather it first "
             "(jax.experimental.multihost_utils.process_allgather)",
             argument=name,
         )

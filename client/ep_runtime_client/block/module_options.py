@@ -66,8 +66,8 @@ def check_router(use_router: bool, use_expert_bias: bool) -> None:
     """Raises InvalidArgumentError for a bias of a router that is not there."""
     if use_expert_bias and not use_router:
         raise InvalidArgumentError(
-            "use_expert_bias=True is for the choice of the module's router, which it has not with "
-            "use_router=False; add a bias of your own where you call ep.route",
+            "use_expert_bias=True needs the module's router, got use_router=False; add a bias of "
+            "your own where you call ep.route",
             argument="use_expert_bias",
         )
 
@@ -137,10 +137,10 @@ def layer_for_call(
     if isinstance(source, LayerStack):
         if layer_index is None:
             raise InvalidArgumentError(
-                f"layer_index must say which of the {source.num_layers} layers of stack "
-                f"{source.name!r} this call is, got None: scan over "
-                f"jnp.arange({source.num_layers}) beside the parameters, or count in the carry. A "
-                "scan that can do neither takes one registered layer, whose name its layers share",
+                f"layer_index must be the index of one of the {source.num_layers} layers of stack "
+                f"{source.name!r}, got None; scan over jnp.arange({source.num_layers}) together "
+                "with the parameters, or count in the carry. If a scan can do neither, use one "
+                "registered layer, whose name its layers then share",
                 argument="layer_index",
             )
         return source[layer_index]

@@ -307,7 +307,7 @@ def initializers(
         raise InvalidArgumentError(f"mlp_dim must be at least 1, got {mlp_dim}", argument="mlp_dim")
     if separate and not gated:
         raise InvalidArgumentError(
-            "separate keeps gate and up apart, got gated=False", argument="separate"
+            "separate=True needs gated=True, got gated=False", argument="separate"
         )
     param_dtype = as_dtype(param_dtype, "param_dtype")
     inner = (2, mlp_dim) if gated and not separate else (mlp_dim,)

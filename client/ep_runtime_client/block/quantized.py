@@ -128,8 +128,8 @@ def straight_through(masters: Tree, params8: Any) -> Tree:
             return own
         if not isinstance(quantized, MoEParams):
             raise InvalidArgumentError(
-                "params8 must have MoEParams where masters have them, got "
-                f"{type(quantized).__name__}; it is what quantize_params(masters, ...) returns",
+                "params8 must be the result of quantize_params(masters, ...), got "
+                f"{type(quantized).__name__} in the place of MoEParams",
                 argument="params8",
             )
         found = {
@@ -143,7 +143,7 @@ def straight_through(masters: Tree, params8: Any) -> Tree:
         raise
     except ValueError as error:
         raise InvalidArgumentError(
-            f"params8 must be what quantize_params(masters, ...) returns: {error}",
+            f"params8 must be the result of quantize_params(masters, ...): {error}",
             argument="params8",
         ) from error
     return made
@@ -224,7 +224,7 @@ def _apart(w: Any, stack: int) -> Any:
     found = [f"{x.dtype}{list(x.shape)}" for x in w]
     if len(found) != 2 or found[0] != found[1] or w[0].ndim != stack + 3:
         raise InvalidArgumentError(
-            f"wi (gate, up) must be two arrays [E, H, M] of one shape and dtype beside wo, got "
+            f"wi (gate, up) must be two arrays [E, H, M] of one shape and dtype, got "
             f"{' and '.join(found)}",
             argument="params.wi",
         )

@@ -169,11 +169,13 @@ def _read_authority(place: Paths, days: int) -> _Signer:
         key = serialization.load_pem_private_key(files.read(place.key), password=None)
     except (OSError, ValueError, TypeError) as error:
         raise InvalidArgumentError(
-            f"{place.certificate} and {place.key} are no certificate and key: {error}",
+            f"{place.certificate} and {place.key} are not a certificate and its key: {error}",
             argument="DIR",
         ) from error
     if not isinstance(key, ec.EllipticCurvePrivateKey):
-        raise InvalidArgumentError(f"{place.key} is no EC key of ours", argument="DIR")
+        raise InvalidArgumentError(
+            f"{place.key} must be an EC key made by `ep-runtime certs`", argument="DIR"
+        )
     ends = certificate.not_valid_after_utc
     if ends < datetime.datetime.now(datetime.UTC) + datetime.timedelta(days=days):
         raise InvalidArgumentError(

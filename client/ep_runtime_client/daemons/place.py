@@ -138,10 +138,10 @@ class Place:
 
     def _untrusted(self, error: PermissionDeniedError) -> PermissionDeniedError:
         return PermissionDeniedError(
-            f"{self.address} is not trusted: {error}, and who can do that could be the daemon. If "
-            f"you know whose daemon is there, name its user (unix://{self.directory}?uid=UID); "
-            "else remove the directory, or take one of your own: where no address is given, "
-            "RUNTIME_DIRECTORY names it, or XDG_RUNTIME_DIR for users but root",
+            f"{self.address} is not trusted: {error}, so another user could pose as the daemon. If "
+            f"you know whose daemon is there, name its user (unix://{self.directory}?uid=UID). "
+            "Otherwise remove the directory, or name one of your own: by the address, by "
+            "RUNTIME_DIRECTORY, or by XDG_RUNTIME_DIR unless you are root",
             directory=str(self.directory),
             **error.fields,
         )

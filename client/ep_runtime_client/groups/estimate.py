@@ -228,7 +228,7 @@ def report(spec: specs.GroupSpec, device: Any, devices_per_host: int) -> None:
         sizes.capacity_per_rank,
         iec(staging),
         iec(slab),
-        " where ep.moe is no block call" if blocks else "",
+        " without block calls" if blocks else "",
         f"{spec.transport}, per node of {spec.node_size}" if spec.node_size else spec.transport,
     )
     if spec.max_top_k > spec.num_experts:

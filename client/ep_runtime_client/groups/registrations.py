@@ -148,7 +148,7 @@ class Registrations:
             return
         raise StaleHandleError(
             f"layer {layer.name!r} (top_k={layer.top_k}, alignment={layer.alignment}) was replaced "
-            f"in group {self._group.name!r}; use what the registration that replaced it returned, "
+            f"in group {self._group.name!r}; use the layer that the newer registration returned, "
             "or group.layer(name)",
             layer=layer.name,
             group=self._group.name,

@@ -179,7 +179,7 @@ class Beside:
         if not self._ready:
             return None
         self._rpcs(self.tell)
-        _log.info("group %r: NCCL communicators beside its windows", ranks.name)
+        _log.info("group %r has NCCL communicators in addition to its windows", ranks.name)
         return made
 
     def _paused(self, until_s: float) -> bool:

@@ -116,10 +116,10 @@ class Quotas:
         held, limit = sum(by_uid.values()), self.limits.all_fds
         if asked > limit - held:
             raise PoolExhaustedError(
-                f"the daemon is out of file descriptors: all users hold {held}, uid {uid} asks for "
-                f"{asked}, the limit is {limit}, and that of open files is "
-                f"{open_files.most_open()}; retry once others gave some back, or raise the latter "
-                "(ulimit -n, LimitNOFILE= of systemd)",
+                f"the daemon is out of file descriptors: uid {uid} asks for {asked}, and all users "
+                f"hold {held} of {limit}; retry when others have given some back, or raise the "
+                f"limit of open files, {open_files.most_open()} (ulimit -n, LimitNOFILE= of "
+                "systemd)",
                 resource="fds",
                 uid=uid,
                 asked=asked,
@@ -137,9 +137,9 @@ class Quotas:
         held, all_held = unread.get(uid, 0), sum(unread.values())
         if asked > min(self.limits.fds - held, self.limits.all_fds - all_held):
             raise PoolExhaustedError(
-                f"uid {uid} has {held} descriptors that were sent and not read, all users have "
-                f"{all_held}, and asks for {asked}; the limits are {self.limits.fds} and "
-                f"{self.limits.all_fds}: read what was sent",
+                f"uid {uid} asks for {asked} descriptors, and has {held} that were sent and not "
+                f"read, all users {all_held}; the limits are {self.limits.fds} and "
+                f"{self.limits.all_fds}: read them first",
                 resource="unread",
                 uid=uid,
                 asked=asked,

@@ -278,7 +278,7 @@ def _check_ranks(assembly: Assembly, owner: Owner, part: NodePart) -> None:
             node, pid = taken
             raise GroupBusyError(
                 f"rank {rank} of group {owner.name!r} is claimed by process {pid} on node "
-                f"{node!r}, which lives; node {part.node!r} claims it too",
+                f"{node!r}, which is still alive; node {part.node!r} claims it too",
                 group=owner.name,
                 rank=rank,
                 pid=pid,

@@ -236,7 +236,7 @@ class GroupRecord:
             if taken and member.session is not session:
                 raise GroupBusyError(
                     f"rank {taken[0]} of group {self.owner.name!r} is claimed by process "
-                    f"{member.session.pid}, which lives",
+                    f"{member.session.pid}, which is still alive",
                     group=self.owner.name,
                     rank=taken[0],
                     pid=member.session.pid,
@@ -246,7 +246,7 @@ class GroupRecord:
             if other and rank not in self.lost and other.session_id not in self.left:
                 raise GroupBusyError(
                     f"rank {rank} of group {self.owner.name!r} is claimed by process {other.pid} "
-                    f"on node {other.node!r}, which lives",
+                    f"on node {other.node!r}, which is still alive",
                     group=self.owner.name,
                     rank=rank,
                     pid=other.pid,

@@ -196,7 +196,7 @@ class Journal:
         if self.error:
             raise PoolExhaustedError(
                 f"the daemon cannot write its journal {self._path}: {self.error}; "
-                "what runs goes on, nothing new is admitted",
+                "running jobs continue, new ones are refused",
                 path=str(self._path),
                 reason=self.error,
             )

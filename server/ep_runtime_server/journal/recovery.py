@@ -306,5 +306,5 @@ def _under(facts: Mapping[str, Any], prefix: str) -> dict[str, Any]:
 def _layer_parts(facts: Mapping[str, Any], group_id: str) -> list[list[Any]]:
     parts = _under(facts, f"{LAYERS}{group_id}/")
     if not all(isinstance(part, list) for part in parts.values()):
-        raise TypeError("its layers are no lists")
+        raise TypeError("its layers are not lists")
     return [parts[start] for start in sorted(parts, key=int)]

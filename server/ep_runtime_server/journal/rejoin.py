@@ -64,7 +64,7 @@ class Rejoin:
         if member is None:
             if not group.restoring:
                 raise StaleHandleError(
-                    f"process {session.pid} is no member of group {claim.spec.name!r} at "
+                    f"process {session.pid} is not a member of group {claim.spec.name!r} at "
                     f"generation {claim.generation}; create it again",
                     group=claim.spec.name,
                 )
@@ -233,7 +233,9 @@ class Rejoin:
         device = self._pool.device(buffer.device)
         if isinstance(device, HostDevice) and not is_memfd(fd):
             # Said before there is a copy of it: to close a file of others may wait.
-            raise InvalidArgumentError("the descriptor is not the group's memory: it is no memfd")
+            raise InvalidArgumentError(
+                "the descriptor is not the group's memory: it is not a memfd"
+            )
         ours = os.dup(fd)
         try:
             allocation = device.adopt(ours, buffer.size_bytes)

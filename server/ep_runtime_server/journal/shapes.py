@@ -105,7 +105,7 @@ GROUP: Mapping[str, Shape] = {
 def check(value: Any, shapes: Mapping[str, Shape]) -> None:
     """Raises TypeError naming the first field that is there and is none of ours."""
     if not isinstance(value, Mapping):
-        raise TypeError("it is no object")
+        raise TypeError("it is not an object")
     for name, shape in shapes.items():
         if name in value and not shape(value[name]):
             raise TypeError(f"{name} cannot be {str(value[name])[:80]}")

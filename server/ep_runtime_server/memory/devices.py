@@ -117,7 +117,7 @@ class HostDevice:
 
     def adopt(self, fd: int, size_bytes: int) -> HostAllocation:
         if not is_memfd(fd):
-            raise _not_ours("it is no memfd")
+            raise _not_ours("it is not a memfd")
         seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
         found = os.fstat(fd)
         if seals & SEALS != SEALS:

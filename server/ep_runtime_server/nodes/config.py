@@ -189,8 +189,8 @@ def make_cluster_config(arguments: argparse.Namespace) -> ClusterConfig | None:
         made = dataclasses.replace(made, secret=_read_secret(arguments))
     if tls is None and made.listen.is_any:
         raise InvalidArgumentError(
-            f"--insecure serves loopback, or an address that is named, got {made.listen}, which "
-            "means every address of the host",
+            f"--insecure needs loopback or one named address, got {made.listen}, which means every "
+            "address of the host",
             argument="--insecure",
         )
     return _count_from(made, arguments.epoch_at_least or 0)
@@ -215,8 +215,8 @@ def _joining(arguments: argparse.Namespace, name: str, tls: Tls | None) -> Clust
         listen = Endpoint(local_address_towards(coordinator), 0)
         if tls is None and not listen.is_loopback:
             raise InvalidArgumentError(
-                f"--insecure serves loopback unless the address is named: --listen {listen.host}"
-                ":PORT lets everybody who reaches it in",
+                "--insecure uses loopback unless you name an address; --listen "
+                f"{listen.host}:PORT admits everybody who reaches it",
                 argument="--insecure",
             )
     return ClusterConfig(name, listen, coordinator, tls=tls)
@@ -237,8 +237,8 @@ def local_address_towards(target: Endpoint) -> str:
             return str(probe.getsockname()[0])
     except OSError as error:
         raise InvalidArgumentError(
-            f"cannot tell by which address other nodes reach this one: {target} has no route "
-            f"({error.strerror or error}); give --listen HOST:PORT",
+            "cannot find the address at which other nodes reach this one, because "
+            f"{target} has no route ({error.strerror or error}); give --listen HOST:PORT",
             argument="--join",
         ) from error
 
@@ -296,7 +296,7 @@ def _check_pair(certificate: str, key: str) -> None:
         why = (
             "they do not belong together: it is the key of another certificate"
             if mismatch
-            else f"they are no certificate with its key, or the key has a passphrase: {error}"
+            else f"they are not a certificate and its key, or the key has a passphrase: {error}"
         )
         raise InvalidArgumentError(
             f"--tls-cert {certificate} and --tls-key {key}: {why}", argument="--tls-key"
@@ -313,7 +313,8 @@ def _read_pem(flag: str, path: str) -> bytes:
     wanted = b"PRIVATE KEY-----" if flag == "--tls-key" else b"-----BEGIN CERTIFICATE-----"
     if wanted not in text:
         raise InvalidArgumentError(
-            f"{flag}: {path} is no PEM file of a {'key' if flag == '--tls-key' else 'certificate'}",
+            f"{flag}: {path} must be a PEM file with a "
+            f"{'key' if flag == '--tls-key' else 'certificate'}, got another file",
             argument=flag,
         )
     return text

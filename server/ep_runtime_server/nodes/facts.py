@@ -187,7 +187,7 @@ class ClusterFacts:
                 await self._settled()
             if journal.error:
                 raise PoolExhaustedError(
-                    f"cannot keep what the cluster must know: {journal.error}; retry",
+                    f"cannot save facts of the cluster: {journal.error}; retry",
                     reason=journal.error,
                 )
             self._num_durable = count
@@ -202,21 +202,21 @@ class ClusterFacts:
             self._write_anew()
             if failed and self._anew is not None:
                 raise PoolExhaustedError(
-                    f"cannot write what the cluster must know ({key}) before its file is written "
-                    "anew; retry"
+                    f"cannot save a fact of the cluster ({key}) before its file is written anew; "
+                    "retry"
                 )
         if self._anew is not None:
             if len(self._late) >= MAX_LATE:
                 raise PoolExhaustedError(
-                    f"cannot write what the cluster must know ({key}): {MAX_LATE} records wait for "
-                    "the disk; retry"
+                    f"cannot save a fact of the cluster ({key}): {MAX_LATE} records wait for the "
+                    "disk; retry"
                 )
             self._late.append((key, value))
         else:
             journal.admit()
             if not journal.append([(key, value)]):
                 raise PoolExhaustedError(
-                    f"cannot write what the cluster must know ({key}): {journal.error}; retry",
+                    f"cannot save a fact of the cluster ({key}): {journal.error}; retry",
                     reason=journal.error,
                 )
         self._facts[key] = value

@@ -48,7 +48,7 @@ class Descriptors:
         before = self._closing.get(uid)
         if before is not None and before.poll() is None:
             raise PoolExhaustedError(
-                f"descriptors that uid {uid} sent, and that are no memory, are not closed yet"
+                f"uid {uid} sent descriptors that are not memory, and not all are closed yet; retry"
             )
         self._closing.pop(uid, None)
 
@@ -125,7 +125,7 @@ class Descriptors:
 def _refusal(word: bytes) -> EpRuntimeError:
     if word == descriptor_child.FOREIGN:
         return InvalidArgumentError(
-            "the descriptor is not the group's memory: it is no memfd", argument="fd"
+            "the descriptor is not the group's memory: it is not a memfd", argument="fd"
         )
     if word == descriptor_child.TOO_MANY:
         return InvalidArgumentError(

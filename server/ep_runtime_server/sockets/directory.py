@@ -86,8 +86,8 @@ class SocketDirectory:
         mode = os.stat(directory).st_mode & 0o777
         if mode & 0o022:
             raise PermissionDeniedError(
-                f"{directory} has mode {mode:04o}: who can write to it could put sockets in the "
-                "place of ours; take a directory of the daemon alone",
+                f"{directory} has mode {mode:04o}: users who can write to it could replace the "
+                "daemon's sockets; use a directory for the daemon alone",
                 path=str(directory),
             )
         if open_to_others and mode & 0o011 != 0o011:

@@ -49,9 +49,9 @@ class Fixed:
         """
         if _digest(self.function, self.given) != self.digest:
             raise InvalidArgumentError(
-                f"activation {_name(self.function)} reads a value that has changed since its call "
-                "began, which was to be compiled or differentiated with the old one; give each "
-                "value a function of its own",
+                f"activation {_name(self.function)} reads a value that changed after the call "
+                "began, and JAX compiles or differentiates the call with the old value; use a "
+                "function of its own for each value",
                 argument="activation",
             )
         return self.function(*rows)

@@ -79,8 +79,8 @@ class ActivationOp:
         inner = tuple(axis for axis in roles.real(arrived[0][-1]) if axis not in roles.slab)
         if inner and not self._splits:
             raise InvalidArgumentError(
-                f"hidden [R, C, 2M] has {roles.named(inner)} on its last dim, where no shard has "
-                "both gate and up of a column; wi [E, H, 2, M] gives [R, C, 2, M]",
+                f"hidden [R, C, 2M] must be whole on its last dim, got {roles.named(inner)}: no "
+                "shard has both gate and up of a column. wi [E, H, 2, M] gives [R, C, 2, M]",
                 argument="hidden",
             )
         return inner if shapes[0][-1] % (roles.size(inner) * unit) == 0 else ()

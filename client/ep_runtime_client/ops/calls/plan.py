@@ -136,7 +136,7 @@ def check_plan(plan: Plan, layer: EpLayer) -> PlanMeta:
     """
     if not isinstance(plan, Plan):
         raise InvalidArgumentError(
-            f"plan must be what ep.prepare returned, got {type(plan).__name__}", argument="plan"
+            f"plan must be a result of ep.prepare, got {type(plan).__name__}", argument="plan"
         )
     made_for = plan.meta.layer
     if made_for != layer:

@@ -75,8 +75,7 @@ def _check(x: Any, kernel: Any, bias: Any, recipe: Any) -> None:
     shape = tuple(jnp.shape(kernel))
     if jnp.ndim(x) < 2 or len(shape) != 2 or jnp.shape(x)[-1] != shape[0]:
         raise InvalidArgumentError(
-            f"kernel must be [K', N'] beside x [..., K'], got {list(shape)} beside "
-            f"{list(jnp.shape(x))}",
+            f"kernel must be [K', N'] for x [..., K'], got {list(shape)} for {list(jnp.shape(x))}",
             argument="kernel",
         )
     for name, array in (("x", x), ("kernel", kernel)):

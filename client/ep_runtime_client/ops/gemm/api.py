@@ -248,10 +248,10 @@ def _with_whole_blocks(
         cut = [axis for axis in axes if axis in where.manual and axis not in where.roles.slab]
         if cut:
             raise InvalidArgumentError(
-                f"rhs: dim {dim} of size {shape[dim]} over {where.roles.named(cut)} does not leave "
-                f"multiples of {blocks[dim]}, the recipe's blocks, on every shard, and the "
-                "shard_map around is manual over it; leave the axis to the partitioner, or choose "
-                "another recipe or size",
+                f"rhs dim {dim} must be a multiple of {blocks[dim]}, the recipe's blocks, on every "
+                f"shard of {where.roles.named(cut)}, got size {shape[dim]} in a shard_map that is "
+                "manual over it; leave the axis to the partitioner, or choose another recipe or "
+                "size",
                 argument="recipe",
             )
     return weight.entries

@@ -54,7 +54,7 @@ def _check_shapes(lhs: tuple[int, ...], rhs: tuple[int, ...], sizes: tuple[int, 
     if len(lhs) != len(sizes) + 1 or (slabs and lhs[0] != sizes[0]):
         wanted = f"[{sizes[0]}, C, K']" if slabs else "[rows, K']"
         raise InvalidArgumentError(
-            f"lhs must be {wanted} beside group_sizes {list(sizes)}, got {list(lhs)}",
+            f"lhs must be {wanted} for group_sizes {list(sizes)}, got {list(lhs)}",
             argument="lhs",
         )
     if len(rhs) < 3 or rhs[1] != lhs[-1]:

@@ -61,8 +61,8 @@ def _apart(half: int) -> bool:
 @functools.cache
 def _say_copied(half: int) -> None:
     _log.warning(
-        "gate and up of M=%d are copied into one array for every product, and their gradients out "
-        "of one: the GPU kernels take a pair whose M is a multiple of %d",
-        half,
+        "a pair (gate, up) must have M in multiples of %d for the GPU kernels, got %d; every "
+        "matmul copies the pair into one array, and its gradient out of one",
         MULTIPLE,
+        half,
     )

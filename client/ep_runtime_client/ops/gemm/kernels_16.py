@@ -67,8 +67,8 @@ def takes_shape(multiple: int, product: Product, rows: int) -> bool:
 @functools.cache
 def _say_plain(experts: int, widths: tuple[int, int], multiple: int) -> None:
     _log.warning(
-        "a grouped GEMM of %d experts with K'=%d and N'=%d runs as plain JAX, many times slower: "
-        "the GPU kernels take K' and N' that are multiples of %d and up to %d experts a device",
+        "a grouped GEMM of %d experts with K'=%d and N'=%d runs as plain JAX, many times slower; "
+        "the GPU kernels need K' and N' in multiples of %d, and at most %d experts per device",
         experts,
         *widths,
         multiple,

@@ -91,9 +91,8 @@ def takes(product: Product) -> bool:
 @functools.cache
 def _say_plain(recipe: str, features: tuple[int, ...]) -> None:
     _log.warning(
-        "a grouped GEMM of %s with K'=%d and N'=%s runs as plain JAX, many times slower: the GPU "
-        "kernels take K' and N' that are multiples of %d, and a last dim of whole blocks where "
-        "there are dims before it",
+        "a grouped GEMM of %s with K'=%d and N'=%s runs as plain JAX, many times slower; the GPU "
+        "kernels need K' and N' in multiples of %d, and whole blocks in the last of several dims",
         recipe,
         features[0],
         list(features[1:]),
@@ -104,8 +103,9 @@ def _say_plain(recipe: str, features: tuple[int, ...]) -> None:
 @functools.cache
 def _say_wide(recipe: str) -> None:
     _log.warning(
-        "products of %s run in bf16 on these GPUs, whose tensor cores do not know its scales: they "
-        "are exact, and take 1.1 times the time of bf16 rows; BlockScaling multiplies 8 bits",
+        "matmuls of %s run in bf16, because the tensor cores of these GPUs do not support its "
+        "scales; they are exact, and take 1.1 times the time of bf16 rows. BlockScaling multiplies "
+        "in 8 bits",
         recipe,
     )
 

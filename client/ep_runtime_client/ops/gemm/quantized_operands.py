@@ -99,7 +99,7 @@ def _known(arrays: list[jax.Array]) -> Entries | None:
     found = [regions.known_entries(x, x.ndim) for x in arrays]
     if None not in found and found[0] != found[-1]:
         raise InvalidArgumentError(
-            f"gate and up of a pair must lie alike, got {found[0]} and {found[-1]}",
+            f"gate and up of a pair must be sharded alike, got {found[0]} and {found[-1]}",
             argument="params.wi",
         )
     return None if None in found else found[0]

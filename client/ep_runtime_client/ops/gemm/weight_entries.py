@@ -28,7 +28,7 @@ def known(rhs: Kernel) -> Entries | None:
         return None
     if gate != up:
         raise InvalidArgumentError(
-            f"gate and up of a pair must lie alike, got {gate} and {up}", argument="rhs"
+            f"gate and up of a pair must be sharded alike, got {gate} and {up}", argument="rhs"
         )
     return of_both(gate, ())
 

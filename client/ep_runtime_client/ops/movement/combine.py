@@ -76,7 +76,7 @@ def merge(
     static, index, mesh = open_layer(layer)
     if not isinstance(dispatched, Dispatched):
         raise InvalidArgumentError(
-            f"dispatched must be what ep.dispatch returned, got {type(dispatched).__name__}",
+            f"dispatched must be a result of ep.dispatch, got {type(dispatched).__name__}",
             argument="dispatched",
         )
     call = call_of_plan(static, mesh, dispatched.plan)

@@ -248,8 +248,9 @@ def _fwd(
 ) -> Any:
     if tokens is None:
         raise NotImplementedError(
-            "dispatch of quantized tokens without what was quantized (their origin) has no "
-            "gradient; send those that grouped_quantize made, or stop_gradient the weights"
+            "dispatch of quantized tokens without their origin (the values before they were "
+            "quantized) has no gradient; pass tokens made by grouped_quantize, or stop_gradient "
+            "the weights"
         )
     made = eager.settled(_primal, sending, index, tokens, given, weights, arrays)
     return made, (index, arrays, weights is not None)

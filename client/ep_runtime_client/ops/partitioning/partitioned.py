@@ -104,7 +104,7 @@ def _as_it_is(sharding: Any, shape: Any, name: bytes) -> Any:
 
 
 def _never(*_: Any) -> Any:
-    raise AssertionError("Shardy asks nobody how results lie")
+    raise AssertionError("Shardy does not call this")
 
 
 def _lower(ctx: Any, *operands: Any, ruled: Any, mapped: Callable[..., Any], identity: int) -> Any:

@@ -221,9 +221,9 @@ def _refuse_order(roles: Roles, dim: int, kept: Axes, gone: Axes) -> None:
     """Slabs have the gathered axes on dim 0: the partitioner drops what lies inside them here, and
     would gather rows over it."""
     raise InvalidArgumentError(
-        f"rhs has {roles.named(gone)}, which is gathered off it, in front of {roles.named(kept)} "
-        f"on dim {dim}: rows would be gathered over {roles.named(kept)}. Let it lie over "
-        f"{kept + gone}, or say how it lies by rhs_spec= (params_spec= of moe) or Explicit axes",
+        f"rhs dim {dim} must have {roles.named(gone)} behind {roles.named(kept)}, got it in front: "
+        f"gathering rhs over it would gather rows over {roles.named(kept)}. Shard the dim over "
+        f"{kept + gone}, or give rhs_spec= (params_spec= of moe) or Explicit axes",
         argument="rhs",
     )
 

@@ -177,7 +177,7 @@ def mesh_of(operands: Sequence[Any]) -> Mesh | AbstractMesh | None:
             found.append(mesh)
     if len({(mesh.axis_names, mesh.axis_sizes) for mesh in found}) > 1:
         raise InvalidArgumentError(
-            f"operands lie on different meshes: {[dict(mesh.shape) for mesh in found]}",
+            f"operands must be on one mesh, got {[dict(mesh.shape) for mesh in found]}",
             argument="mesh",
         )
     return found[0] if found else None

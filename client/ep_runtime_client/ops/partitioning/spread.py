@@ -54,8 +54,8 @@ def _run_unasked(
     roles = op.where.roles
     if roles is None:
         raise InvalidArgumentError(
-            f"{op.name} without a layer cannot be exported for several devices: nothing says on "
-            "which mesh it runs; pass layer=, call it inside a shard_map, or use Explicit axes",
+            f"{op.name} needs a mesh to be exported for several devices, got no layer; pass "
+            "layer=, call it inside a shard_map, or use Explicit axes",
             argument="layer",
         )
     if any(axis not in roles.ep + vmapped for axis, size in roles.sizes if size > 1):

@@ -163,7 +163,7 @@ def unpermute(
     plan = p.plan if isinstance(p, Permuted) else p
     if not isinstance(plan, PermutationPlan):
         raise InvalidArgumentError(
-            f"p must be what ep.permute returned, got {type(p).__name__}", argument="p"
+            f"p must be a result of ep.permute, got {type(p).__name__}", argument="p"
         )
     meta = checks.check_unpermute(plan, rows, merging_probs)
     with jax.named_scope("ep_unpermute"):

@@ -173,8 +173,8 @@ def check_rows(name: str, x: Any, group_sizes: Any) -> None:
         )
     lead = group_sizes.ndim
     if x.ndim <= lead or x.shape[: lead - 1] != group_sizes.shape[: lead - 1]:
-        wanted = "[R, C, K'] beside group_sizes [R, L]" if lead == 2 else "[rows, K']"
+        wanted = "[R, C, K'] for group_sizes [R, L]" if lead == 2 else "[rows, K']"
         raise InvalidArgumentError(
-            f"{name} must be {wanted}, got {tuple(x.shape)} beside {tuple(group_sizes.shape)}",
+            f"{name} must be {wanted}, got {tuple(x.shape)} for {tuple(group_sizes.shape)}",
             argument=name,
         )
