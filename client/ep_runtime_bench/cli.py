@@ -83,7 +83,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"comma-separated, of {', '.join([*TRANSPORTS, STOCK])} (plain JAX). `moe` has "
         f"{' and '.join(STOCK_LAYERS)} instead of {STOCK}. Names with nvlink or nccl run on GPUs, "
         "others on CPU devices. The default is nvlink,xla if this package and JAX can use GPUs, "
-        f"else memfd,xla. `moe` takes the first of them and {STOCK}",
+        f"else memfd,xla. The default of `moe` is nvlink or memfd, and {STOCK}",
     )
     parser.add_argument(
         "--row-bytes",
@@ -153,7 +153,7 @@ def _add_gpu_arguments(parser: argparse.ArgumentParser) -> None:
         (
             "--quantized",
             gpu.quantized,
-            f"8-bit recipes of `moe` and `train` quantize weights per {' or '.join(QUANTIZED)}",
+            f"8-bit recipes of `moe` and `train` quantize weights per {' or per '.join(QUANTIZED)}",
         ),
         ("--routed", gpu.routings, f"where `train` sends tokens: {', '.join(TRAIN_ROUTINGS)}"),
     ):
@@ -165,9 +165,9 @@ def _add_gpu_arguments(parser: argparse.ArgumentParser) -> None:
         "--sms",
         type=_sizes,
         metavar="N,N",
-        help="on GPUs: thread blocks of a kernel, one per SM; default 0, the fastest number",
+        help="on GPUs: thread blocks of a kernel, one per SM; default 0: the fastest measured",
     )
-    about = f"on GPUs: H, the values of a token; default {gpu.hidden}"
+    about = f"on GPUs: hidden size H; default {gpu.hidden}"
     parser.add_argument("--hidden", type=int, default=gpu.hidden, metavar="N", help=about)
     parser.add_argument(
         "--dtype",

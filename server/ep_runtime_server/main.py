@@ -108,7 +108,7 @@ def _add_user_limits(parser: argparse.ArgumentParser) -> None:
     for name in ("sessions", "groups", "layers", "fds"):
         default = getattr(UserLimits(), name)
         told = (
-            "half of the limit for all users, or all of it without other users"
+            "half of the limit for all users; all of it if no other user is served"
             if name == "fds"
             else default
         )
@@ -116,19 +116,19 @@ def _add_user_limits(parser: argparse.ArgumentParser) -> None:
             f"--max-{name}-per-uid",
             type=_count,
             metavar="N",
-            help=f"{name} of one user (default {told})",
+            help=f"{name} of one user (default: {told})",
         )
     add(
         "--max-host-bytes-per-uid",
         metavar="SIZE",
-        help="windows on the host (default: half of --max-host-bytes, or all of it without other "
-        "users)",
+        help="windows on the host (default: half of --max-host-bytes; all of it if no other "
+        "user is served)",
     )
     add(
         "--max-gpu-bytes-per-uid",
         metavar="SIZE",
-        help="windows on one GPU (default: half of --max-bytes-per-gpu, or all of it without "
-        "other users)",
+        help="windows on one GPU (default: half of --max-bytes-per-gpu; all of it if no other "
+        "user is served)",
     )
     add("--max-journal-bytes-per-uid", metavar="SIZE", help="journal records (default 64M)")
     add(

@@ -181,7 +181,7 @@ def rules(
     tp: Axes = "tp",
     logical: Mapping[str, Axes] | None = None,
 ) -> Rules:
-    """Returns the sharding rules of one of the two layouts for weights and batches.
+    """Returns the sharding rules of a layout for weights and batches.
 
     Args:
         kind: "fsdp+ep" or "shard-exp-on-fsdp".

@@ -44,7 +44,7 @@ COMMANDS = {
     "drain": "refuse new sessions and groups; with --shutdown the daemon ends",
     "fence": "cut one session off from the daemon",
     "reclaim": "free the memory of a group, or of all retained groups",
-    "certs": "make certificates with which the daemons of a lab's nodes trust each other",
+    "certs": "make certificates, so that the daemons of a lab's nodes trust each other",
     "completion": "print a script that completes commands, options and names in a shell",
     "version": "show the versions of client and daemon",
 }

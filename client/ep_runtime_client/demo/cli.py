@@ -58,8 +58,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--devices",
         type=count,
         metavar="D",
-        help=f"devices; default {default.devices} on CPU, the largest of 1, 2, 4 or 8 on GPUs; "
-        "with --mesh the product of its axes",
+        help="number of devices. The default is the product of the axes of --mesh; without --mesh "
+        f"{default.devices} on CPU, and on GPUs the largest of 1, 2, 4 and 8 that exists",
     )
     add(
         "--processes",
@@ -86,8 +86,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--rules",
         choices=defaults.RULES,
         default=default.rules,
-        help="how experts' weights are sharded: experts over ep and their matrices over fsdp, or "
-        f"experts over ep and fsdp and their matrices whole; default {default.rules}",
+        help="layout of experts' weights. fsdp+ep: experts over ep, their matrices over fsdp. "
+        "shard-exp-on-fsdp: experts over ep and fsdp, their matrices whole. Default "
+        f"{default.rules}",
     )
     add(
         "--recipe",

@@ -10,7 +10,7 @@ from ep_runtime_client.cli.tables import IDENTITY, STATE, Column
 VIEW = reading.View(
     kind="buffers",
     columns=(
-        Column("buffer_id", "BUFFER", priority=IDENTITY, about="name; a new daemon gives new ones"),
+        Column("buffer_id", "BUFFER", priority=IDENTITY, about="name, until the daemon restarts"),
         Column("bytes", "BYTES", "bytes", about="size"),
         Column("device", "DEVICE", "device", priority=4, about="host, or a GPU's UUID"),
         Column("kind", "KIND", priority=3, about="BOARD (of a group) or WINDOW (of a rank)"),

@@ -23,7 +23,7 @@ VIEW = reading.View(
             "LATE",
             "late",
             priority=STATE,
-            about="rank for which others have waited for more than 10 s, and how many more",
+            about="a rank that others have waited for more than 10 s, and how many more",
         ),
         Column(
             "generation", "GEN", "count", priority=5, about="grows each time the group forms again"
@@ -44,7 +44,7 @@ VIEW = reading.View(
         Column("nccl_version", "NCCL", wide=True, about="version of libnccl in its processes"),
         Column("nccl_state", "NCCL-STATE", wide=True, about="state of its NCCL communicators"),
         Column("retain_s", "RETAIN", "seconds", wide=True, about="time it waits without processes"),
-        Column("retained_left_s", "LEFT", "seconds", wide=True, about="rest of that time"),
+        Column("retained_left_s", "LEFT", "seconds", wide=True, about="time left of RETAIN"),
         Column("recv_capacity_per_rank", "CAPACITY", "count", wide=True, about="rows of a slab"),
         Column("num_experts", "EXPERTS", "count", wide=True, about="experts"),
         Column("num_sms", "SMS", "count", wide=True, about="SMs for its kernels; 0: the default"),

@@ -12,7 +12,7 @@ Row = Mapping[str, Any]
 
 RANKS = (
     Column("world_rank", "RANK", "count", priority=IDENTITY, about="world rank"),
-    Column("state", "STATE", priority=STATE, about="what it does, as the board says"),
+    Column("state", "STATE", priority=STATE, about="what it does, from the board"),
     Column("node", "NODE", about="node it runs on"),
     Column("pid", "PID", about="process id"),
     Column("op", "OP", about="op it is in, or was in last"),

@@ -101,7 +101,7 @@ class Plan:
 
     @property
     def handle(self) -> int:
-        """The handle of the layer that calls with this plan use."""
+        """The layer's handle that is used by calls with this plan."""
         return self.meta.handle
 
 
