@@ -58,8 +58,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--devices",
         type=count,
         metavar="D",
-        help="number of devices. The default is the product of the axes of --mesh; without --mesh "
-        f"{default.devices} on CPU, and on GPUs the largest of 1, 2, 4 and 8 that exists",
+        help="number of devices. Default: the product of the axes of --mesh; without --mesh "
+        f"{default.devices} on CPU, and all GPUs, down to a power of two and at most 8",
     )
     add(
         "--processes",
