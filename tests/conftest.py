@@ -19,7 +19,6 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import checkout  # noqa: F401 - first: it ends pytest where the packages are another checkout's
-import doses
 import fakes
 import jax
 import pytest
@@ -63,8 +62,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--dose",
         default="ci",
-        help="how often tests with a dose repeat their fault: ci, full, or a number that no dose "
-        "exceeds (tests/doses_table.py)",
+        help="how often tests marked `doses` repeat their fault: ci, full, or a number that no "
+        "full dose exceeds",
     )
 
 
@@ -127,10 +126,18 @@ def forgotten() -> Iterator[None]:
 
 @pytest.fixture
 def dose(request: pytest.FixtureRequest) -> int:
-    """How often the test's fault comes: in `doses.TABLE`, by `--dose`."""
-    file, _, name = request.node.nodeid.partition("::")
-    test = f"{request.node.path.relative_to(doses.TESTS)}::{name.partition('[')[0]}"
-    return doses.of(test, request.config.getoption("--dose"))
+    """How often the test repeats its fault: `--dose` chooses between the numbers of its mark."""
+    doses: dict[str, int] = request.node.get_closest_marker("doses").kwargs
+    chosen = request.config.getoption("--dose")
+    return doses[chosen] if chosen in doses else min(doses["full"], int(chosen))
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """Prints what tests measured at doses other than CI's."""
+    if config.getoption("--dose") != "ci":
+        for report in terminalreporter.getreports("passed"):
+            for name, value in report.user_properties:
+                terminalreporter.write_line(f"{report.nodeid}: {name} {value}")
 
 
 def on_nodes(*sizes: int) -> list[Any]:

@@ -34,7 +34,7 @@ def refusal(
     text = hook + _EDITABLE.format(name=name, places=[*map(str, places)])
     (folder / "sitecustomize.py").write_text(text)
     done = subprocess.run(
-        [sys.executable, "-P", "-m", "pytest", "--collect-only", *options, "tests/test_doses.py"],
+        [sys.executable, "-P", "-m", "pytest", "--collect-only", *options, "tests/test_tiers.py"],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(folder)},
         capture_output=True,

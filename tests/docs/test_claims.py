@@ -11,10 +11,10 @@ from named_tests import names_in
 
 DOCS = doc_pages.ROOT / "docs"
 GUARANTEES = DOCS / "guarantees.md"
-NAME = re.compile(r"`(\S+\.py)::(\S+)`")
+NAME = re.compile(r"`([^\s`]+\.py)::([^\s`]+)`")
 
 PAGES = pytest.mark.parametrize(
-    "page", [DOCS / "threat-model.md", GUARANTEES], ids=lambda page: page.stem
+    "page", [DOCS / "threat-model.md", DOCS / "faults.md", GUARANTEES], ids=lambda page: page.stem
 )
 
 

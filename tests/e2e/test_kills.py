@@ -56,6 +56,7 @@ def _state(admin: source.Source) -> list[Any]:
 
 
 @pytest.mark.slow
+@pytest.mark.doses(ci=0, full=200)
 def test_kills_of_the_client_library_leak_nothing(
     run_program: Start,
     address: str,

@@ -142,6 +142,7 @@ session.close()
 )
 
 
+@pytest.mark.doses(ci=2, full=50)
 def test_groups_replaced_and_reclaimed_again_and_again_leave_nothing(
     run_program: Start, address: str, admin: source.Source, daemon: children.Child, dose: int
 ) -> None:

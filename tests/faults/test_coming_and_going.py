@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+import pytest
 from fuzzing import held_at_rest
 from harness import memfds_of
 from raw_client import Client, make_spec
@@ -12,6 +13,7 @@ GROWTH_BYTES = 24 << 20  # the last thousand sessions that ended, and the answer
 SPEC = make_spec(ranks=1)
 
 
+@pytest.mark.doses(ci=100, full=100_000)
 def test_sessions_that_come_and_go_leave_nothing(daemon_process, dose, record_property):
     daemon = daemon_process("--log-level", "error")
 

@@ -146,6 +146,7 @@ def test_a_kill_at_a_change_costs_nothing(daemon_process, tmp_path, point, times
 
 
 @pytest.mark.slow
+@pytest.mark.doses(ci=0, full=1000)
 def test_many_kills_at_changes_cost_nothing(daemon_process, tmp_path, dose):
     seed = random.randrange(1 << 32)
     chosen = random.Random(seed)
@@ -195,6 +196,7 @@ def test_a_kill_while_the_journal_is_compacted_costs_nothing(daemon_process, tmp
     life.end()
 
 
+@pytest.mark.doses(ci=5, full=100)
 def test_kills_in_a_row_leak_nothing(daemon_process, tmp_path, dose):
     life = Life(daemon_process, tmp_path)
     life.run_to_registered()

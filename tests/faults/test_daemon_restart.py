@@ -189,6 +189,7 @@ def _descriptors(job: Job) -> int:
 
 
 @pytest.mark.slow
+@pytest.mark.doses(ci=0, full=100)
 def test_many_killed_daemons_cost_no_step_and_leak_nothing(
     directory: Path,
     daemons: list[children.Child],

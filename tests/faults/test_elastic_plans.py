@@ -34,6 +34,7 @@ _ALL = [(plan, how) for plan in PLANS for how in ("killed", "leaves")]
     ("plan", "how"),
     [pytest.param(*case, marks=[] if case in _IN_CI else [pytest.mark.slow]) for case in _ALL],
 )
+@pytest.mark.doses(ci=1, full=40)
 def test_ranks_come_back_in_place(
     run_program: Callable[..., Program],
     address: str,

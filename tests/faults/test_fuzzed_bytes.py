@@ -10,6 +10,7 @@ from cluster_places import make_certificates, place, tls_flags
 from fuzzing import campaign, end_well
 
 
+@pytest.mark.doses(ci=2500, full=120_000)
 def test_any_frames_on_api_sock_are_survived(fuzzed_daemon, dose):
     daemon, log = fuzzed_daemon()
     answers = campaign(daemon, fuzz_frames.fuzz_frames, dose)
@@ -29,6 +30,7 @@ def tls_daemon(fuzzed_daemon, tmp_path):
     )
 
 
+@pytest.mark.doses(ci=1000, full=120_000)
 def test_any_frames_of_a_node_with_a_certificate_are_survived(tls_daemon, dose):
     daemon, log, address, pki = tls_daemon
     fuzz = functools.partial(fuzz_frames.fuzz_tls_frames, address=address, pki=pki, node="b")
@@ -37,6 +39,7 @@ def test_any_frames_of_a_node_with_a_certificate_are_survived(tls_daemon, dose):
     end_well(daemon, log)
 
 
+@pytest.mark.doses(ci=1000, full=120_000)
 def test_any_bytes_instead_of_a_handshake_are_survived(tls_daemon, dose):
     daemon, log, address, pki = tls_daemon
     fuzz = functools.partial(fuzz_frames.fuzz_tls_bytes, address=address, pki=pki)

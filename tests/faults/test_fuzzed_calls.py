@@ -7,12 +7,14 @@ import functools
 from pathlib import Path
 
 import fuzz_calls
+import pytest
 from cluster_places import make_certificates, place, plain_tcp, tls_flags
 from fuzzing import campaign, end_well, ended_well, send
 
 from ep_runtime import errors, wire
 
 
+@pytest.mark.doses(ci=1000, full=120_000)
 def test_any_calls_of_a_session_are_answered(fuzzed_daemon, dose):
     daemon, log = fuzzed_daemon()
     answers = campaign(daemon, fuzz_calls.fuzz_session, dose)
@@ -20,6 +22,7 @@ def test_any_calls_of_a_session_are_answered(fuzzed_daemon, dose):
     end_well(daemon, log)
 
 
+@pytest.mark.doses(ci=500, full=120_000)
 def test_any_calls_without_a_token_are_answered(fuzzed_daemon, dose):
     daemon, log = fuzzed_daemon()
     answers = campaign(daemon, fuzz_calls.fuzz_stranger, dose)
@@ -28,6 +31,7 @@ def test_any_calls_without_a_token_are_answered(fuzzed_daemon, dose):
     end_well(daemon, log)
 
 
+@pytest.mark.doses(ci=750, full=120_000)
 def test_any_orders_are_answered(fuzzed_daemon, dose):
     daemon, log = fuzzed_daemon()
     answers = campaign(daemon, fuzz_calls.fuzz_admin, dose)
@@ -38,6 +42,7 @@ def test_any_orders_are_answered(fuzzed_daemon, dose):
     ended_well(daemon, log)
 
 
+@pytest.mark.doses(ci=500, full=120_000)
 def test_any_calls_of_who_has_the_clusters_secret_are_answered(fuzzed_daemon, dose):
     address, flags = place(), plain_tcp()
     daemon, log = fuzzed_daemon("--coordinator", address, "--node", "a", *flags)
@@ -48,6 +53,7 @@ def test_any_calls_of_who_has_the_clusters_secret_are_answered(fuzzed_daemon, do
     end_well(daemon, log)
 
 
+@pytest.mark.doses(ci=500, full=120_000)
 def test_any_calls_of_a_node_with_a_certificate_are_answered(fuzzed_daemon, dose, tmp_path):
     address = place()
     pki = make_certificates(tmp_path / "pki", a=address.rpartition(":")[0], b="")

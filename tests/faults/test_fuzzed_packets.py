@@ -15,6 +15,7 @@ from fuzzing import campaign, end_well
     ],
     ids=["alone", "with_descriptors"],
 )
+@pytest.mark.doses(ci=1000, full=120_000)
 def test_any_packets_are_answered(fuzzed_daemon, fuzz, well, dose):
     daemon, log = fuzzed_daemon()
     answers = campaign(daemon, fuzz, dose)

@@ -27,6 +27,7 @@ from ep_runtime_client.daemons import children
     [(2, 4), pytest.param(4, 1, marks=pytest.mark.slow)],
     ids=["2x4", "4x1"],
 )
+@pytest.mark.doses(ci=2, full=200)
 def test_a_kill_in_a_step_ends_the_others_with_its_name_and_saves_no_nan(
     address: str,
     admin: source.Source,
@@ -51,6 +52,7 @@ def test_a_kill_in_a_step_ends_the_others_with_its_name_and_saves_no_nan(
 
 
 @pytest.mark.parametrize("name", ["reclaim", "fence"])
+@pytest.mark.doses(ci=2, full=40)
 def test_an_order_in_a_step_ends_all_with_who_gave_it(
     daemon_process: Callable[..., DaemonProcess],
     tmp_path: Path,

@@ -155,6 +155,7 @@ session.close()
 """
 
 
+@pytest.mark.doses(ci=2, full=50)
 def test_ranks_that_time_out_again_and_again_leave_nothing(
     address: str, admin: source.Source, daemon: children.Child, dose: int
 ) -> None:

@@ -147,6 +147,7 @@ class Walk:
         eventually(lambda: len(memfds_of(self.daemon.pid)) == buffers)
 
 
+@pytest.mark.doses(ci=300, full=10_000)
 def test_who_asks_again_ends_up_where_he_would_have_been(daemon_process, dose, record_property):
     daemon = daemon_process(*TESTING, "--log-level", "error")
     walk = Walk(daemon, seed=dose)
@@ -191,6 +192,7 @@ sys.stdin.readline()
 """
 
 
+@pytest.mark.doses(ci=2, full=20)
 def test_the_client_library_asks_again(
     daemon_process, run_program: Callable[..., Program], dose: int, tmp_path: Path
 ):

@@ -148,6 +148,7 @@ def test_a_dead_process_ends_the_waits_and_the_restarted_job_reattaches(
     wait_until(lambda: not admin.groups() and not admin.buffers(), "everything is freed")
 
 
+@pytest.mark.doses(ci=2, full=50)
 def test_a_survivor_forms_the_group_anew_with_whoever_takes_the_dead_ones_place(
     run_program: Start, address: str, admin: source.Source, daemon: children.Child, dose: int
 ) -> None:
@@ -174,6 +175,7 @@ def test_a_survivor_forms_the_group_anew_with_whoever_takes_the_dead_ones_place(
 
 
 @pytest.mark.slow
+@pytest.mark.doses(ci=0, full=50)
 def test_many_lost_processes_leak_nothing(
     address: str,
     admin: source.Source,

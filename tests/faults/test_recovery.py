@@ -290,6 +290,7 @@ def test_survivors_hear_who_was_lost(daemon_process, restarted):
     assert clients[0].process.do("board")[1:] == (group.generation, "PEER_LOST", 1)
 
 
+@pytest.mark.doses(ci=2, full=50)
 def test_a_daemon_that_is_replaced_in_good_order_costs_no_more_than_a_kill(
     daemon_process, restarted, dose
 ):

@@ -31,6 +31,7 @@ class Footprint:
         eventually(lambda: daemon.status().num_fds <= self.fds + 4, what="descriptors")
 
 
+@pytest.mark.doses(ci=2, full=50)
 def test_stopped_processes_and_restarts(daemon_process, restarted, dose):
     daemon = daemon_process("--log-level", "error")
     clients, group, layers = ready_pair(daemon)
@@ -46,6 +47,7 @@ def test_stopped_processes_and_restarts(daemon_process, restarted, dose):
         footprint.check(daemon)
 
 
+@pytest.mark.doses(ci=2, full=100)
 def test_torn_journals(daemon_process, restarted, dose):
     seed = random.randrange(1 << 32)
     chosen = random.Random(seed)
@@ -67,6 +69,7 @@ def test_torn_journals(daemon_process, restarted, dose):
         footprint.check(daemon)
 
 
+@pytest.mark.doses(ci=2, full=50)
 def test_full_disks(daemon_process, restarted, dose):
     daemon = daemon_process("--log-level", "error")
     clients, group, layers = ready_pair(daemon)
@@ -85,6 +88,7 @@ def test_full_disks(daemon_process, restarted, dose):
     assert [x.handle_base for x in layers] == sorted({x.handle_base for x in layers})
 
 
+@pytest.mark.doses(ci=2, full=50)
 def test_killed_peers_that_come_back(daemon_process, dose):
     daemon = daemon_process("--log-level", "error")
     clients, group, _ = ready_pair(daemon)

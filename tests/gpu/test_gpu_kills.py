@@ -29,6 +29,7 @@ at_once = pytest.mark.parametrize("job", range(JOBS))
 
 @at_once
 @pytest.mark.slow
+@pytest.mark.doses(ci=0, full=50)
 def test_a_kill_in_a_step_over_windows_ends_the_others_with_its_name_and_saves_no_nan(
     several_gpus: int,
     address: str,
@@ -59,6 +60,7 @@ def test_a_kill_in_a_step_over_windows_ends_the_others_with_its_name_and_saves_n
 
 @at_once
 @pytest.mark.slow
+@pytest.mark.doses(ci=0, full=50)
 def test_a_kill_in_a_step_of_two_domains_ends_the_others_with_its_name_and_saves_no_nan(
     several_gpus: int,
     nodes: list[DaemonProcess],  # noqa: F811

@@ -81,6 +81,7 @@ def gpu_daemon(gpus: list[Any], daemon_process: Any) -> DaemonProcess:
     return daemon_process("--log-level", "error")
 
 
+@pytest.mark.doses(ci=2, full=200)
 def test_a_kernel_of_a_killed_process_writes_nothing_once_the_memory_is_another_s(
     gpu_daemon: DaemonProcess, dose: int, record_property: Record
 ) -> None:
@@ -113,6 +114,7 @@ def test_a_kernel_of_a_killed_process_writes_nothing_once_the_memory_is_another_
     assert max(last_writes) < 1000.0
 
 
+@pytest.mark.doses(ci=2, full=100)
 def test_memory_outlives_the_daemon_that_made_it_and_goes_back_to_the_gpu(
     gpu_daemon: DaemonProcess,
     restarted: Callable[..., DaemonProcess],

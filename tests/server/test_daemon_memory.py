@@ -157,6 +157,7 @@ def settled(daemon) -> bool:
 
 
 @pytest.mark.parametrize("step", Step, ids=lambda step: step.name)
+@pytest.mark.doses(ci=2, full=200)
 def test_a_client_killed_at_any_step_leaves_nothing_after_two_seconds(
     start_daemon, step, dose, record_property
 ):
@@ -192,6 +193,7 @@ def mapped_boards() -> int:
         return sum("memfd:ep-runtime" in line for line in maps)
 
 
+@pytest.mark.doses(ci=12, full=2400)
 def test_kills_at_one_step_after_the_other_leak_nothing(daemon, dose):
     gc.collect()
     others = (memfds(), mapped_boards())
@@ -308,6 +310,7 @@ def cpu_s(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
+@pytest.mark.doses(ci=300, full=10_000)
 def test_handing_out_descriptors_costs_none(daemon, dose):
     client = daemon.client()
     group = client.create(make_spec()).group

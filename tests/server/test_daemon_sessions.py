@@ -181,6 +181,7 @@ def test_a_killed_process_is_noticed_within_two_seconds(start_daemon, switches):
     eventually(lambda: daemon.session_state(client.session_id) == "DEAD", within_s=2.0)
 
 
+@pytest.mark.doses(ci=3, full=100)
 def test_a_forked_child_that_keeps_the_sockets_does_not_hide_the_death(
     daemon, dose, record_property
 ):
@@ -409,6 +410,7 @@ def test_streams_that_end_on_both_sides_at_once_log_nothing(daemon, caplog):
     assert [record for record in caplog.records if record.levelno >= logging.ERROR] == []
 
 
+@pytest.mark.doses(ci=4, full=50)
 def test_stopped_processes_are_suspect_and_those_that_were_fenced_are_told(start_daemon, dose):
     daemon = start_daemon(max_host_bytes=1 << 30, clock=FakeClock())
     clients = [daemon.client(process=True, job=f"job{number}") for number in range(dose)]

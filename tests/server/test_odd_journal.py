@@ -110,6 +110,7 @@ def look(daemon) -> None:
 
 
 @pytest.mark.timeout(3600)
+@pytest.mark.doses(ci=40, full=4000)
 def test_a_daemon_starts_on_any_journal_of_whole_records(
     start_daemon, journal_of_a_job, tmp_path, dose
 ):

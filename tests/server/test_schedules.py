@@ -33,6 +33,7 @@ def _quick_collections() -> Iterator[None]:
     gc.unfreeze()
 
 
+@pytest.mark.doses(ci=60, full=100_000)
 def test_any_schedule_keeps_what_is_promised(dose, record_property):
     calls, fault = many.run_all(dose)
     if fault:

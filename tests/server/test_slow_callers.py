@@ -8,6 +8,7 @@ import os
 import socket
 import time
 
+import pytest
 from harness import eventually
 from raw_client import make_spec
 
@@ -51,6 +52,7 @@ def p99_s(client, between=lambda: None) -> float:
     return min(rounds)
 
 
+@pytest.mark.doses(ci=200, full=5000)
 def test_callers_who_say_little_delay_nobody(daemon_process, dose, record_property):
     daemon = daemon_process("--log-level", "error")
     client, waits = daemon.client(), daemon.client(job="other")

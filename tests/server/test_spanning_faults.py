@@ -230,6 +230,7 @@ _FORMS_AGAIN = (errors.PeerLostError, errors.StaleHandleError, errors.GroupNotRe
 @pytest.mark.parametrize(
     ("seed", "transport"), [(0, "xla"), (1, "xla"), (2, "xla"), (3, "memfd"), (4, "memfd")]
 )
+@pytest.mark.doses(ci=0, full=100)
 def test_no_epoch_has_two_views_whatever_dies_while_a_group_forms(
     three, restarted, pool, seed, transport, dose
 ):

@@ -7,6 +7,7 @@ import os
 import threading
 import time
 
+import pytest
 from harness import eventually
 from raw_client import WAIT_S, make_spec
 
@@ -26,6 +27,7 @@ def lag_s(daemon) -> float:
     return daemon.status().loop_lag.ToTimedelta().total_seconds()
 
 
+@pytest.mark.doses(ci=1, full=5)
 def test_an_allocation_that_stands_still_delays_nobody_else(
     daemon, monkeypatch, dose, record_property
 ):
@@ -55,6 +57,7 @@ def test_an_allocation_that_stands_still_delays_nobody_else(
     assert lag_s(daemon) < LAG_S
 
 
+@pytest.mark.doses(ci=1, full=5)
 def test_a_loop_that_stands_still_is_seen_and_ends_no_session(daemon, dose):
     client = daemon.client(process=True)
     client.ready(make_spec())
