@@ -7,7 +7,6 @@ HTML comments in the lines before a fence say how its code is checked; readers d
 | none | python and bash run, a page's blocks in order |
 | `not run: REASON` | does not run here; of bash the options are still parsed |
 | `from PATH` | stands in that file, which has a test of its own |
-| `new: PATH`, `in: PATH` | is a file, or a change in one, that a test makes in a copy of the tree |
 | `beside` | is bash that runs beside the page's python, on the daemon of its `session` |
 | `prints` | is what the page's code printed since the last such block |
 | `shows` | are lines among those that the `beside` before it printed; `...` in them is anything |
@@ -21,7 +20,8 @@ import dataclasses
 import re
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+TESTS = Path(__file__).resolve().parent
+ROOT = TESTS.parent
 README = ROOT / "README.md"
 TROUBLESHOOTING = ROOT / "docs/troubleshooting.md"
 PAGES = [README, *sorted((ROOT / "docs").rglob("*.md"))]
@@ -54,8 +54,7 @@ class Block:
 
     @property
     def runs(self) -> bool:
-        kept = ("not run:", "from ", "new:", "in:", "beside")
-        apart = any(self.said(key) is not None for key in kept)
+        apart = any(self.said(key) is not None for key in ("not run:", "from ", "beside"))
         return self.language in ("python", "bash") and not apart
 
 

@@ -7,33 +7,14 @@ import sys
 from typing import Any
 
 import doc_pages
-
-import ep_runtime as ep
-from ep_runtime_client.block import linen, nnx
-from ep_runtime_client.block import optax as ep_optax
+from public_names import PUBLIC
 
 START = doc_pages.ROOT / "docs/reference/index.md"
 # Whom users meet first, each after those whose results it goes on from.
-FIRST_MET = {
-    "connect": ep.connect,
-    "Session.create_group": ep.Session.create_group,
-    "Group.register_layer": ep.Group.register_layer,
-    "route": ep.route,
-    "top_k": ep.top_k,
-    "dispatch": ep.dispatch,
-    "grouped_gemm": ep.grouped_gemm,
-    "grouped_quantize": ep.grouped_quantize,
-    "combine": ep.combine,
-    "permute": ep.permute,
-    "moe": ep.moe,
-    "quantize_params": ep.quantize_params,
-    "straight_through": ep.straight_through,
-    "optax.quantizing": ep_optax.quantizing,
-    "init_moe_state": ep.init_moe_state,
-    "sharding.rules": ep.sharding.rules,
-    "nnx.MoEBlock": nnx.MoEBlock,
-    "linen.MoEBlock": linen.MoEBlock,
-}
+FIRST_MET = ["connect", "Session.create_group", "Group.register_layer", "route", "top_k"]
+FIRST_MET += ["dispatch", "grouped_gemm", "grouped_quantize", "combine", "permute", "moe"]
+FIRST_MET += ["quantize_params", "straight_through", "optax.quantizing", "init_moe_state"]
+FIRST_MET += ["sharding.rules", "nnx.MoEBlock", "linen.MoEBlock"]
 
 
 def main() -> int:
@@ -43,8 +24,9 @@ def main() -> int:
             exec(block.code, names)
     finder = doctest.DocTestFinder(recurse=False)
     runner = doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE)
-    for name, value in FIRST_MET.items():
-        (test,) = finder.find(value, name, globs=names)
+    values = {item.name: item.value for item in PUBLIC}
+    for name in FIRST_MET:
+        (test,) = finder.find(values[name], name, globs=names)
         runner.run(test, clear_globs=False)
         names.update(test.globs)
     names["session"].close()

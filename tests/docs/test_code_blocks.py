@@ -35,29 +35,25 @@ def pages(language: str) -> list[Path]:
     return sorted(found - {run_examples.START})
 
 
-def page_name(page: Path) -> str:
-    return page.stem
-
-
-@pytest.mark.parametrize("page", pages("python"), ids=page_name)
-def test_the_python_of_a_page_runs(page: Path, environment: dict[str, str]) -> None:
+@pytest.mark.parametrize("page", pages("python"), ids=lambda page: page.stem)
+def test_the_python_of_a_page_runs(page: Path, tmp_path: Path, environment: dict[str, str]) -> None:
     # A process of its own, as a reader's: connect() comes before JAX starts its backends.
-    done = subprocess.run(
-        [sys.executable, "-W", "error", str(doc_pages.ROOT / "tests/run_page.py"), str(page)],
-        env={**environment, **run_page.CHEAP},
-        capture_output=True,
-        text=True,
-        timeout=PAGE_TIMEOUT_S,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    script = str(doc_pages.TESTS / "run_page.py")
+    command = [sys.executable, "-W", "error", script, str(page)]
+    runs(command, tmp_path, {**environment, **run_page.CHEAP})
 
 
-@pytest.mark.parametrize("page", pages("bash"), ids=page_name)
+@pytest.mark.parametrize("page", pages("bash"), ids=lambda page: page.stem)
 def test_the_shell_of_a_page_runs(page: Path, tmp_path: Path, environment: dict[str, str]) -> None:
+    blocks = [b.code for b in doc_pages.blocks(page) if b.runs and b.language == "bash"]
+    script = "\n".join([ENDS_ITS_JOBS, *blocks])
+    runs(["bash", "-euo", "pipefail", "-c", script], tmp_path, environment)
+
+
+def runs(command: list[str], folder: Path, environment: dict[str, str]) -> None:
     done = subprocess.run(
-        ["bash", "-euo", "pipefail", "-c", "\n".join([ENDS_ITS_JOBS, *shell_lines(page)])],
-        cwd=tmp_path,
+        command,
+        cwd=folder,
         env=environment,
         capture_output=True,
         text=True,
@@ -65,12 +61,6 @@ def test_the_shell_of_a_page_runs(page: Path, tmp_path: Path, environment: dict[
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-
-
-def shell_lines(page: Path) -> list[str]:
-    return [
-        block.code for block in doc_pages.blocks(page) if block.runs and block.language == "bash"
-    ]
 
 
 def test_blocks_that_do_not_run_say_why() -> None:
@@ -115,18 +105,6 @@ def commands() -> list[tuple[str, list[str]]]:
     return found
 
 
-def spoken() -> list[tuple[str, list[str]]]:
-    """The same of commands inside sentences and tables, but for those with words to fill in."""
-    found = []
-    for page in doc_pages.PAGES:
-        text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
-        for code in re.findall(r"`ep-runtime ([^`]+)`", text):
-            words = shlex.split(code)
-            if words[0] != "COMMAND" and not re.search(r"\.\.\.|\||\*", code):
-                found.append((f"{page.name}: {code!r}", words))
-    return found
-
-
 def parser_of(command: str, place: str) -> argparse.ArgumentParser:
     if command == "serve":  # whose options are the daemon's
         return build_parser()
@@ -145,20 +123,11 @@ def test_options_of_our_commands_exist() -> None:
     assert checked > 20
 
 
-def test_commands_in_sentences_exist() -> None:
-    found = spoken()
-    assert len(found) > 20
-    for place, (command, *words) in found:
-        known = re.findall(r"--?[\w-]+", parser_of(command, place).format_help())
-        options = {word.partition("=")[0] for word in words if word.startswith("-")}
-        assert options <= set(known), place
-
-
 def test_scripts_that_pages_name_exist() -> None:
     text = "\n".join(page.read_text(encoding="utf-8") for page in doc_pages.PAGES)
-    folders = r"(?:tests|csrc|docs|client/ep_\w+|server/ep_\w+)"
-    # test_claims.py looks for tests, which pages name from tests/ on.
-    named = set(re.findall(rf"\b{folders}/[\w/]+\.(?:py|sh|cu|cc|h|md)\b(?!::)", text))
-    assert len(named) > 5
-    named -= {block.said("new:") for block in BLOCKS}
+    folders = r"(?:tests|csrc|docs|proto|ep_runtime|client/ep_\w+|server/ep_\w+)"
+    named = set(
+        re.findall(rf"(?<![\w/]){folders}/[\w/]+\.(?:py|sh|cu|cc|h|md|proto)\b(?!::)", text)
+    )
+    assert len(named) > 20
     assert [path for path in sorted(named) if not (doc_pages.ROOT / path).exists()] == []

@@ -1,4 +1,4 @@
-"""The tables of the docs are complete: commands, errors, environment variables."""
+"""The tables of the docs are complete: commands, errors, variables, metrics, tests of promises."""
 
 from __future__ import annotations
 
@@ -8,18 +8,17 @@ from pathlib import Path
 
 import doc_pages
 import pytest
+from named_tests import names_in
 
 from ep_runtime import env, errors
-from ep_runtime_bench.base.moe_cases import CASES
-from ep_runtime_bench.base.train_cases import MODELS, Model
 from ep_runtime_client import cli
 from ep_runtime_client.ops.block import takes
 from ep_runtime_server.metrics.catalogue import METRICS
 
 MAX_README_LINES = 120
+TEST = re.compile(r"`([^\s`]+\.py)::([^\s`]+)`")
 COMMANDS = doc_pages.ROOT / "docs/commands.md"
 ENVIRONMENT = doc_pages.ROOT / "docs/environment.md"
-RESULTS = doc_pages.ROOT / "docs/results.md"
 ERRORS = doc_pages.ROOT / "docs/reference/errors.md"
 
 
@@ -29,33 +28,6 @@ def first_names(page: Path, heading: str) -> list[str]:
 
 def test_the_readme_stays_short() -> None:
     assert len(doc_pages.README.read_text(encoding="utf-8").splitlines()) <= MAX_README_LINES
-
-
-def step_flops(model: Model) -> int:
-    """Of one device: projections, causal attention, router and head, then the experts."""
-    dense = 8 * model.hidden**2 + 2 * model.sequence * model.hidden
-    dense += 2 * model.hidden * model.num_experts
-    forward = model.layers * dense + 2 * model.hidden * model.vocabulary
-    return 3 * model.case.tokens * forward + model.layers * model.case.flops
-
-
-def test_speeds_follow_from_times_and_sizes() -> None:
-    model, gpus, peak = MODELS["8-layers"], 2, 989e12
-    flops = {name: case.flops for name, case in CASES.items()}
-    flops |= {"8-layers, step": step_flops(model), "its layer": model.case.flops}
-    ours = {}
-    shown = doc_pages.table(RESULTS, "# Beside PyTorch and plain JAX")
-    for what, by, ms, tokens, tflops, mfu, faster in shown:
-        speed = flops[what] / float(ms) * 1e3
-        ours[what] = ours.get(what, float(ms))  # the first row of each
-        assert tflops == f"{speed / 1e12:.0f}", (what, by)
-        assert mfu == f"{speed / peak:.0%}", (what, by)
-        assert faster == ("" if by == "ep-runtime" else f"{float(ms) / ours[what]:.2f}")
-        if tokens != "-":
-            assert tokens == f"{round(gpus * model.case.tokens / float(ms) * 1e3, -2):,.0f}"
-    readme = doc_pages.README.read_text(encoding="utf-8")
-    told = set(re.findall(r"([\d.]+) ms", readme.partition("\n## ")[0]))
-    assert {"90.9", "29.1"} <= told <= {row[2] for row in shown}
 
 
 @pytest.mark.parametrize(
@@ -105,17 +77,25 @@ def test_every_reason_for_slabs_has_a_row() -> None:
     assert [row[0] for row in shown] == list(takes.REASONS.values())
 
 
-def test_the_glossary_has_each_word_once() -> None:
-    text = (doc_pages.ROOT / "docs/glossary.md").read_text(encoding="utf-8")
-    words = re.findall(r"^\| ([^|]+) \|", text, re.M)
-    words = [each for word in words if word not in ("word", "---") for each in word.split(", ")]
-    assert len(words) > 50
-    assert sorted(set(words)) == sorted(words)
-
-
 def test_the_table_of_metrics_is_the_catalogue() -> None:
     shown = doc_pages.table(doc_pages.ROOT / "docs/metrics.md", "## What there is")
     assert shown == [
         [f"`{metric.full_name}`", metric.kind, ", ".join(metric.labels), metric.help]
         for metric in METRICS.values()
     ]
+
+
+@pytest.mark.parametrize("name", ["threat-model", "guarantees", "faults"])
+def test_every_promise_of_a_table_names_tests_that_are_there(name: str) -> None:
+    text = (doc_pages.ROOT / f"docs/{name}.md").read_text(encoding="utf-8")
+    tables = [part for part in text.split("\n\n") if "| held by |" in part]
+    rows = [row for table in tables for row in table.splitlines()[2:] if row.startswith("|")]
+    assert len(rows) > 20
+    for row in rows:
+        assert TEST.search(row.rpartition(" | ")[2]), row
+    assert [
+        f"{file}::{test}" for file, test in TEST.findall(text) if test not in names_in(file)
+    ] == []
+    if name == "guarantees":
+        sections = text.split("\n## ")[1:]
+        assert [x.splitlines()[0] for x in sections if "| held by |" not in x] == ["Not guaranteed"]
