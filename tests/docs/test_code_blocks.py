@@ -124,7 +124,9 @@ def test_options_of_our_commands_exist() -> None:
 
 
 def test_scripts_that_pages_name_exist() -> None:
-    text = "\n".join(page.read_text(encoding="utf-8") for page in doc_pages.PAGES)
+    # Results are dated: a script that measured some may be gone.
+    pages = [page for page in doc_pages.PAGES if page.name != "results.md"]
+    text = "\n".join(page.read_text(encoding="utf-8") for page in pages)
     folders = r"(?:tests|csrc|docs|proto|ep_runtime|client/ep_\w+|server/ep_\w+)"
     named = set(
         re.findall(rf"(?<![\w/]){folders}/[\w/]+\.(?:py|sh|cu|cc|h|md|proto)\b(?!::)", text)

@@ -8,6 +8,7 @@ from typing import Any
 
 from ep_runtime_server.groups.fsm import State
 from ep_runtime_server.groups.record import GroupRecord
+from ep_runtime_server.memory.windows import WindowState
 from schedules.cluster import CALM_AFTER_S, MISMATCH_S, TOLD_S, SimulatedCluster
 from schedules.daemons import COORDINATOR, Life
 
@@ -30,6 +31,11 @@ class Checks:
         now = self._cluster.loop.time()
         if self._cluster.fails:
             self._cluster.disturb()
+        elif now - self._cluster.disturbed_s > CALM_AFTER_S:
+            for life in self._cluster.lives():
+                for wrong in {*_wrong_groups(life), *self._freed_early(life)} - self._told:
+                    self._told.add(wrong)
+                    self._cluster.fault(f"on {life.name}: {wrong}")
         found = {key: bound for key, bound in self._wrong()}
         self._since = {key: self._since.get(key, now) for key in found}
         for key, since_s in self._since.items():
@@ -64,6 +70,14 @@ class Checks:
                 if group.committed and group.state is State.READY:
                     self.note(life, group)
                     yield from self._untold(life, group)
+
+    def _freed_early(self, life: Life) -> Iterator[str]:
+        """Memory that a process has mapped, and the daemon does not keep for it."""
+        kept = {(w.generation, who) for w in life.runtime.pool.sets for who in w.holders}
+        for process in self._cluster.living():
+            mapped = (held := process.held) and held.fds and process.life is life
+            if mapped and (held.generation, process.session_id) not in kept:
+                yield f"memory of generation {held.generation} is mapped by {process}, not held"
 
     def note(self, life: Life, group: GroupRecord) -> None:
         """A group that is committed: of one epoch there is one view."""
@@ -105,6 +119,32 @@ class Checks:
             failed = [e.message for e in life.runtime.events.after(0) if e.kind == "task.failed"]
             for message in failed if life.alive else ():
                 self._cluster.fault(f"work failed on {life.name}: {message}")
+
+
+def _wrong_groups(life: Life) -> Iterator[str]:
+    """Where a group's members, its state and its memory do not agree."""
+    groups = life.runtime.groups.all()
+    if len({group.generation for group in groups}) < len(groups):
+        yield "two groups of one generation"
+    for group in groups:
+        owners = [*group.members.values(), *group.previous.values()]
+        ranks = [rank for member in owners for rank in member.ranks]
+        retained = group.state is State.RETAINED
+        still = group.formation is None or group.formation.done()
+        wrong = {
+            "is closed": group.state is State.CLOSED,
+            "has a rank twice": len(set(ranks)) < len(ranks),
+            "has a member that ended": not all(member.session.live for member in owners),
+            "is READY, not attached": group.state is State.READY
+            and not group.left
+            and bool(group.unattached_ranks),
+            "is RETAINED for somebody": retained and (bool(owners) or not group.retained_until_s),
+            "has memory in another state": group.windows is not None
+            and still
+            and group.windows.state
+            is not (WindowState.RETAINED if retained else WindowState.LEASED),
+        }
+        yield from (f"{group.owner.name} {what}" for what, found in wrong.items() if found)
 
 
 def _has(group: GroupRecord, epoch: int, session_id: str, left: set[str]) -> bool:

@@ -158,15 +158,14 @@ class SimulatedCluster:
             life.end(self._files[node])
             self.say(f"daemon {node} is killed")
 
-    async def replace(self, node: str) -> None:
-        """The daemon ends in good order."""
+    async def leave(self, node: str) -> None:
+        """The daemon does what comes before its end in good order."""
         life = self.life(node)
         if life is not None:
             self.disturb()
             self.say(f"daemon {node} leaves")
             with contextlib.suppress(asyncio.CancelledError):
                 await life.spawn(life.leave())
-            self.kill(node)
 
     # Processes
 
@@ -229,8 +228,9 @@ def simulated(seed: int, nodes: tuple[str, ...]) -> Iterator[SimulatedCluster]:
     """A cluster whose every chance comes from the seed."""
     chance = random.Random(seed)
     random.seed(seed)  # of pauses in the daemons
+    memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # files cost little there
     with contextlib.ExitStack() as stack:
-        directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="ept-", dir=_ram()))
+        directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="ept-", dir=memory))
         made = SimulatedCluster(seed, nodes, Path(directory))
         put = mock.patch.object
         stack.enter_context(
@@ -250,8 +250,3 @@ def simulated(seed: int, nodes: tuple[str, ...]) -> Iterator[SimulatedCluster]:
             made.close()
             gc.enable()
             logging.disable(logging.NOTSET)
-
-
-def _ram() -> str | None:
-    """Where files cost little."""
-    return "/dev/shm" if os.access("/dev/shm", os.W_OK) else None

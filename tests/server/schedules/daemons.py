@@ -155,6 +155,7 @@ class Life:
             await asyncio.wait({call})
         except asyncio.CancelledError:
             call.cancel()
+            call.add_done_callback(lambda done: done.cancelled() or done.exception())
             raise
         if not self.alive:
             raise GoneError

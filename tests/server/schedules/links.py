@@ -45,7 +45,7 @@ class Links:
         self.very_late_until_s = 0.0
         self.fifo = self._random.random() < 0.5
         self.late = self._random.choice([0.0, 0.02, 0.2])
-        self.num_calls = self.num_lost = 0
+        self.num_calls = 0
 
     def _arrives_in(self, source: str, target: str) -> float:
         now = asyncio.get_running_loop().time()
@@ -72,7 +72,6 @@ class Links:
         self.num_calls += 1
         breaks = None
         if self._random.random() < self.loss:
-            self.num_lost += 1
             breaks = self._random.choice([0.0, 0.004, 0.1, within_s / 2])
         try:
             async with asyncio.timeout(within_s if breaks is None else breaks):

@@ -9,12 +9,11 @@ import itertools
 import os
 from typing import TYPE_CHECKING, Any
 
-from ep_runtime import wire
-from ep_runtime.errors import EpRuntimeError, GroupBusyError, SpecMismatchError
+from ep_runtime import errors, wire
 from ep_runtime.specs import GroupSpec
 from ep_runtime.v1 import group_service_pb2 as pb
 from ep_runtime.v1 import nccl_service_pb2
-from ep_runtime_server.callers.credentials import Peer
+from ep_runtime_server.callers.credentials import Caller, GivenOrder, Peer
 from ep_runtime_server.callers.sessions import SessionRecord
 from ep_runtime_server.groups import attachment
 from ep_runtime_server.groups.record import GroupRecord
@@ -25,6 +24,7 @@ if TYPE_CHECKING:
     from schedules.cluster import SimulatedCluster
 
 UID, JOB = 0, "job"
+ORDER = GivenOrder(Caller(0, 1), "drill")
 _LOOKS_EACH_S = 0.05
 
 
@@ -64,7 +64,7 @@ class Process:
         self.closed: list[tuple[str, int]] = []  # that the daemon does not know of yet
         self._token = ""
         self._session: SessionRecord | None = None
-        self._life: Life | None = None
+        self.life: Life | None = None  # that has heard of it and of its group
         self._ops = itertools.count(1)
 
     @property
@@ -77,12 +77,12 @@ class Process:
         """The node's daemon, which knows our session; waits for it where it is away."""
         while (life := self.cluster.life(self.node)) is None:
             await asyncio.sleep(_LOOKS_EACH_S)
-        if life is not self._life:
+        if life is not self.life:
             self._session = life.do(self._resume, life)
             life.do(life.runtime.open_session, self._session, JOB, {}, 0)
-            self._life = life
             if self.held is not None:
                 await self._restore(life, self.held)
+            self.life = life
             for name, generation in self.closed:
                 await self._ask(life, life.groups.CloseGroup, _closing(name, generation))
             self.closed = []
@@ -93,7 +93,7 @@ class Process:
         sessions = life.runtime.sessions
         session = None
         if self._token:
-            with contextlib.suppress(EpRuntimeError):
+            with contextlib.suppress(errors.EpRuntimeError):
                 session = sessions.resume(self._token, peer)
         if session is None:
             session = sessions.hello(peer, self.pid, "1")
@@ -120,7 +120,7 @@ class Process:
             if wanted:
                 returns = life.runtime.rejoin.return_windows
                 life.do(returns, self._session, held.spec.name, wanted)
-        except EpRuntimeError as error:
+        except errors.EpRuntimeError as error:
             self.cluster.say(f"{self} could not restore: {error}")
             self._drop()
             await self._ask(life, life.groups.CloseGroup, _closing(held.spec.name, held.generation))
@@ -136,11 +136,11 @@ class Process:
                 return await self._attempt(await self._daemon(), spec, wait_s, replace)
             except GoneError:
                 await asyncio.sleep(_LOOKS_EACH_S)
-            except EpRuntimeError as error:
+            except errors.EpRuntimeError as error:
                 self.cluster.say(f"{self} gets {type(error).__name__}: {error}")
-                if isinstance(error, SpecMismatchError) and not replace:
+                if isinstance(error, errors.SpecMismatchError) and not replace:
                     self.cluster.refused(self, spec)
-                if isinstance(error, GroupBusyError):
+                if isinstance(error, errors.GroupBusyError):
                     self.cluster.busy(self, error.fields["pid"])
                 await self.close()
                 return type(error).__name__
@@ -196,27 +196,21 @@ class Process:
 
         held.fds = life.do(fetch)
 
-    async def unique_ids(self) -> None:
+    async def ids(self) -> None:
         """Asks for the NCCL ids of its group; the cluster compares them."""
-        if self.held is None:
-            return
-        request = nccl_service_pb2.GetUniqueIdsRequest(
-            name=self.held.spec.name, generation=self.held.generation
-        )
-        with contextlib.suppress(GoneError, EpRuntimeError):
-            life = await self._daemon()
-            await self._ask(life, life.nccl.GetUniqueIds, request)
+        await self._of_nccl("GetUniqueIds")
 
     async def disconnected(self) -> None:
-        """It says that it does not reach the others of its group."""
-        if self.held is None:
-            return
-        request = nccl_service_pb2.ReportCommunicatorsRequest(
-            name=self.held.spec.name, generation=self.held.generation, error="no route"
-        )
-        with contextlib.suppress(GoneError, EpRuntimeError):
-            life = await self._daemon()
-            await self._ask(life, life.nccl.ReportCommunicators, request)
+        """Reports that it does not reach the others of its group."""
+        await self._of_nccl("ReportCommunicators", error="no route")
+
+    async def _of_nccl(self, method: str, **more: Any) -> None:
+        if self.held is not None:
+            make = getattr(nccl_service_pb2, f"{method}Request")
+            request = make(name=self.held.spec.name, generation=self.held.generation, **more)
+            with contextlib.suppress(GoneError, errors.EpRuntimeError):
+                life = await self._daemon()
+                await self._ask(life, getattr(life.nccl, method), request)
 
     def group(self) -> GroupRecord | None:
         """The group that it has, at its daemon."""
@@ -227,7 +221,7 @@ class Process:
         same = group is not None and group.generation == self.held.generation
         return group if same else None
 
-    async def until_broken(self, most_s: float) -> None:
+    async def work(self, most_s: float) -> None:
         """Until its group is READY no more, as a step's error tells it."""
         loop = asyncio.get_running_loop()
         end_s = loop.time() + most_s
@@ -262,11 +256,23 @@ class Process:
 
     def goodbye(self) -> None:
         """The session ends in good order, and the process after it."""
-        life = self._life
+        life = self.life
         if life is not None and life.alive and self._session is not None:
             self._drop()
             life.do(life.runtime.sessions.close, self._session)
         self.die()
+
+    def fenced(self) -> bool:
+        """An operator cuts it off; whether its daemon refuses it from then on."""
+        life = self.life
+        if life is None or life is not self.cluster.life(self.node):
+            return True
+        life.do(life.runtime.fence, self.session_id, "drill", ORDER)
+        try:
+            life.runtime.sessions.authenticate_live(self._token, None)
+        except errors.SessionFencedError:
+            return True
+        return False
 
     def die(self) -> None:
         if self.alive:

@@ -8,11 +8,12 @@ import gc
 import pprint
 import random
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from raw_client import make_spec
 
+from ep_runtime.board import PoisonReason
 from ep_runtime.specs import GroupSpec
 from ep_runtime_server.base import limits
 from schedules.checks import LOOKS_EACH_S, Checks
@@ -25,6 +26,7 @@ QUIET_S = 14.0
 # In which whoever has a group still is to hear what became of the others.
 TELLING_S = CALM_AFTER_S + 3 * TOLD_BY_ALL_S
 RETAIN_S = 4.0
+FENCED_FOR_S = 1.0
 # Told of a death, and formed, where nothing befalls anybody.
 TOLD_S, FORMED_S = 1.0, 2.0
 
@@ -130,6 +132,23 @@ def _faults(chance: random.Random, nodes: tuple[str, ...], slots: int) -> Iterat
             yield when, kind, chance.choice([0.05, 0.3]), lasts
 
 
+def make_lives(seed: int) -> Schedule:
+    """Processes of one node that claim each other's ranks, and orders that end them."""
+    chance = random.Random(f"lives {seed}")
+    world = chance.choice([1, 2, 3])
+    slots = []
+    for _ in range(chance.randint(world, 2 * world + 1)):
+        ranks = tuple(sorted(chance.sample(range(world), chance.randint(1, world))))
+        slots.append(Slot("a", ranks, tuple(_steps(chance, ("a",), chance.randint(1, 5)))))
+    faults = []
+    for _ in range(chance.randint(0, 6)):
+        kind = chance.choice(["die", "fence", "fence", "reclaim"])
+        what = () if kind == "reclaim" else (chance.randrange(len(slots)),)
+        faults.append((round(chance.uniform(0.0, 12.0), 4), kind, *what))
+    retain_s = chance.choice([0.0, RETAIN_S])
+    return Schedule(seed, ("a",), world, "memfd", retain_s, tuple(slots), tuple(faults))
+
+
 class Run:
     """One run of a schedule."""
 
@@ -188,18 +207,10 @@ class Run:
             number, wait_s, replace = more
             self._cluster.say(f"{process} forms with spec {number} for {wait_s:g} s")
             await process.form(self._schedule.spec(number), wait_s, replace=replace)
-        elif what == "work":
-            await process.until_broken(more[0])
-        elif what == "close":
-            await process.close()
-        elif what == "ids":
-            await process.unique_ids()
-        elif what == "disconnected":
-            await process.disconnected()
-        elif what == "goodbye":
-            process.goodbye()
-        else:
-            process.die()
+        elif what in ("goodbye", "die"):
+            getattr(process, what)()
+        else:  # work, close, ids or disconnected
+            await getattr(process, what)(*more)
 
     # What befalls them
 
@@ -215,17 +226,31 @@ class Run:
             process.die()
             self._doing[number].cancel()
 
-    async def _kill(self, node: str, lasts_s: float) -> None:
+    async def _fence(self, number: int) -> None:
+        """The process keeps its memory until it ends; another one takes its place before that."""
+        process, self._at[number] = self._at[number], None
+        if process is not None and process.alive:
+            self._doing[number].cancel()
+            if not process.fenced():
+                self._cluster.fault(f"{process} is fenced, and may go on")
+            await asyncio.sleep(FENCED_FOR_S)
+            process.die()
+
+    async def _reclaim(self) -> None:
+        for life in self._cluster.lives():
+            for group in life.runtime.groups.all():
+                life.do(life.runtime.groups.take_away, group, PoisonReason.RECLAIMED, "drill")
+
+    async def _kill(self, node: str, lasts_s: float, in_good_order: bool = False) -> None:
         if self._cluster.life(node) is not None:
+            if in_good_order:
+                await self._cluster.leave(node)
             self._cluster.kill(node)
             await asyncio.sleep(lasts_s)
             self._cluster.start(node)
 
     async def _replace(self, node: str, lasts_s: float) -> None:
-        if self._cluster.life(node) is not None:
-            await self._cluster.replace(node)
-            await asyncio.sleep(lasts_s)
-            self._cluster.start(node)
+        await self._kill(node, lasts_s, in_good_order=True)
 
     async def _stop(self, node: str, lasts_s: float) -> None:
         links, now = self._cluster.links, self._cluster.loop.time()
@@ -275,7 +300,7 @@ class Run:
             return
         made[-1].die()
         began_s = cluster.loop.time()
-        await asyncio.gather(*(process.until_broken(30.0) for process in made[:-1]))
+        await asyncio.gather(*(process.work(30.0) for process in made[:-1]))
         took_s = cluster.loop.time() - began_s
         if took_s > TOLD_S:
             cluster.fault(f"a death was told after {took_s:.2f} s")
@@ -288,7 +313,6 @@ class Result:
     faults: list[str]
     said: list[str]
     num_calls: int
-    num_lost: int
 
 
 def run(schedule: Schedule) -> Result:
@@ -298,8 +322,7 @@ def run(schedule: Schedule) -> Result:
         except Exception as error:  # noqa: BLE001 - also a fault, with the schedule to it
             cluster.fault(f"{type(error).__name__}: {error}")
         gc.collect()  # tasks whose errors nobody read say so
-        links = cluster.links
-        return Result(cluster.faults, cluster.said, links.num_calls, links.num_lost)
+        return Result(cluster.faults, cluster.said, cluster.links.num_calls)
 
 
 def shrunk(schedule: Schedule) -> Schedule:
@@ -319,14 +342,10 @@ def shrunk(schedule: Schedule) -> Schedule:
 
 
 def _smaller(schedule: Schedule) -> Iterator[Schedule]:
-    """With one fault, slot or step less."""
+    """With one fault or step less; deaths go last."""
     change = dataclasses.replace
-    for place in range(len(schedule.faults)):
-        if schedule.faults[place][1] != "die":
-            yield change(schedule, faults=_without(schedule.faults, place))
-    for place in range(len(schedule.faults)):
-        if schedule.faults[place][1] == "die":
-            yield change(schedule, faults=_without(schedule.faults, place))
+    for place in sorted(range(len(schedule.faults)), key=lambda x: schedule.faults[x][1] == "die"):
+        yield change(schedule, faults=_without(schedule.faults, place))
     for number, slot in enumerate(schedule.slots):
         for place in range(len(slot.steps)):
             less = change(slot, steps=_without(slot.steps, place))
@@ -336,3 +355,21 @@ def _smaller(schedule: Schedule) -> Iterator[Schedule]:
 
 def _without(items: tuple[Any, ...], place: int) -> tuple[Any, ...]:
     return (*items[:place], *items[place + 1 :])
+
+
+def first_fault(schedules: Iterable[Schedule]) -> tuple[int, str]:
+    """Runs them up to the first with a fault.
+
+    Returns:
+        Calls between daemons, and that schedule as small as it gets with what happened; "" if none
+        has a fault.
+    """
+    calls = 0
+    for schedule in schedules:
+        result = run(schedule)
+        calls += result.num_calls
+        if result.faults:
+            small = shrunk(schedule)
+            lines = [str(small), *run(small).said, "all faults of the one before:", *result.faults]
+            return calls, "\n".join(lines)
+    return calls, ""
