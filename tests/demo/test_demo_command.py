@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pty
 import re
 import signal
 import subprocess
@@ -29,63 +30,53 @@ def runtime_directory(output: str) -> Path:
 
 
 def test_a_demo_trains_reports_lists_its_handles_and_is_bit_equal_to_plain_jax() -> None:
-    done = demo("--steps", "4", "--compare")
+    done = demo("--steps", "20", "--compare")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "step 4/4  loss " in done.stdout
     assert done.stdout.startswith("training a ")
-    ends = done.stdout.split("held-out loss")[1]
-    assert "block0/moe" in ends
-    assert "loss bit-equal to plain JAX collectives in 4 of 4 steps" in ends
-    assert re.search(r"tokens per second: [\d,]+ here, [\d,]+ on plain .* \(3 steps each", ends)
+    losses = [float(loss) for loss in re.findall(r"^step \d+/20  loss (\S+)", done.stdout, re.M)]
+    assert len(losses) == 20
+    assert losses[-1] < losses[0] - 1
+    handles, _, end = done.stdout.partition("20 steps in")
+    assert "block0/moe" in handles
+    assert "loss bit-equal to plain JAX collectives in 20 of 20 steps" in end
+    assert re.search(r"tokens per second: [\d,]+ here, [\d,]+ on plain .* \(19 steps each", end)
     assert not runtime_directory(done.stdout).exists()
 
 
-@pytest.mark.slow
-def test_the_demo_runs_on_transport_xla() -> None:
-    done = demo("--steps", "2", "--transport", "xla")
-    assert done.returncode == 0, done.stderr
-    assert "transport xla" in done.stdout
-
-
-def test_the_demo_runs_without_a_daemon() -> None:
-    done = demo("--steps", "1", "--address", "none")
+def test_the_demo_runs_without_a_daemon_on_a_mesh_and_recipe_of_ones_own() -> None:
+    words = ["--address", "none", "--mesh", "fsdp=2,ep=2", "--recipe", "bf16"]
+    done = demo("--steps", "1", *words, "--transport", "xla")
     assert done.returncode == 0, done.stderr
     assert "runtime: none, transport xla" in done.stdout
+    assert "recipe bf16; mesh: fsdp 2 x ep 2" in done.stdout
 
 
-@pytest.mark.slow
-def test_mesh_rules_optimizer_and_picture_are_as_asked_for(tmp_path: Path) -> None:
-    picture = tmp_path / "curves.png"
-    layout = ["--mesh", "fsdp=2,ep=2", "--rules", "shard-exp-on-fsdp", "--optimizer", "muon"]
-    layout += ["--combine-precision", "fp8"]
-    done = demo("--steps", "2", *layout, "--plot", str(picture))
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "recipe f32, fp8 sums, optimizer muon" in done.stdout
-    assert "mesh: fsdp 2 x ep 2, layout shard-exp-on-fsdp" in done.stdout
-    assert picture.read_bytes().startswith(b"\x89PNG")
+def test_a_terminal_gets_a_bar() -> None:
+    ours, theirs = pty.openpty()
+    with subprocess.Popen([*COMMAND, *SMALL, "--steps", "2"], stdout=theirs) as process:
+        os.close(theirs)
+        text = b""
+        try:
+            while part := os.read(ours, 4096):
+                text += part
+        except OSError:  # the program has ended
+            os.close(ours)
+        assert process.wait(TIMEOUT_S) == 0
+    shown = re.sub(r"\x1b\[[?\d;]*[A-Za-z]", "", text.decode())
+    assert re.search(r"step 2/2  loss \d\.\d+  [\d,]+ tokens/s ━+ 0:0", shown), shown
 
 
-@pytest.mark.slow
-def test_recipes_are_trained_one_after_the_other_and_put_side_by_side() -> None:
-    done = demo("--steps", "2", "--recipe", "bf16,fp8")
-    assert done.returncode == 0, done.stdout + done.stderr
-    rows = re.findall(r"^ +(bf16|fp8) +2 +(\d\.\d+) +\d\.\d+ +[+-]0\.\d+ ", done.stdout, re.M)
-    assert [name for name, _ in rows] == ["bf16", "fp8"]
-    losses = [float(loss) for _, loss in rows]
-    assert abs(losses[0] - losses[1]) < 0.05
-
-
-def test_wrong_options_are_exit_code_1_and_start_nothing() -> None:
-    done = demo("--steps", "3", "--batch", "7")
-    assert done.returncode == 1
-    assert "--batch must be a multiple of devices=4, got 7" in done.stderr
-    assert done.stdout == ""
-
-
-def test_a_dead_address_is_exit_code_2(tmp_path: Path) -> None:
-    done = demo("--steps", "1", "--address", f"unix://{tmp_path}")
-    assert done.returncode == 2
-    assert "no daemon answers" in done.stderr
+@pytest.mark.parametrize(
+    ("options", "code", "text"),
+    [
+        ("--batch 7", 1, "--batch must be a multiple of devices=4, got 7"),
+        ("--address unix:///nowhere", 2, "no daemon answers"),
+    ],
+)
+def test_a_demo_that_cannot_start_says_why(options: str, code: int, text: str) -> None:
+    done = demo("--steps", "1", *options.split())
+    assert done.returncode == code
+    assert text in done.stderr
 
 
 def interrupted(line_start: str, signals: int) -> tuple[int, str, str]:
@@ -120,7 +111,7 @@ def test_ctrl_c_ends_with_what_was_trained_and_leaves_no_daemon(
 ) -> None:
     code, output, errors = interrupted(line_start, signals)
     assert code == 130, errors
-    assert ("stopped after" in output) == ("held-out loss" in output) == (signals == 1)
+    assert ("stopped after" in output) == (signals == 1)
     assert "Traceback" not in errors
     assert not runtime_directory(output).exists()
 
@@ -132,7 +123,4 @@ def test_the_options_are_there_without_jax(command: str) -> None:
         f"code = main([{command!r}, '--help']); "
         "assert 'jax' not in sys.modules; sys.exit(code)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
-    )
-    assert done.returncode == 0, done.stderr
+    subprocess.run([sys.executable, "-c", code], timeout=60, check=True)

@@ -23,8 +23,7 @@
 #   processes   5,000 of them, one process for each GPU
 #   memcheck, racecheck   compute-sanitizer on small shapes, two ranks on one GPU
 #   block_memcheck, block_racecheck   the same over block calls, forward and backward
-#   demo        `doctor`, the demo against its twin on stock collectives, with a process for each GPU, on two
-#               daemons
+#   demo        `doctor`, the demo against its twin on plain JAX collectives, with a process for each GPU
 #   bench       dispatch and combine beside the link's ceiling and XLA's collectives
 #   figures     what results.md tells of a host: movement by tokens, routing and SMs, layers, a step, staging
 # Variables: PYTHON; PREBUILT, a folder with libep_runtime_cpu.so, libep_runtime_cuda.so and
@@ -177,7 +176,6 @@ part_demo() {
   local demo=("$python" -m ep_runtime_client.cli demo --platform gpu --layers 1)
   "${demo[@]}" --devices "$soak_gpus" --steps 20 --compare
   "${demo[@]}" --devices "$soak_gpus" --processes "$soak_gpus" --steps 10
-  NCCL_NVLS_ENABLE=0 "${demo[@]}" --devices "$soak_gpus" --nodes 2 --processes "$soak_gpus" --steps 10
 }
 part_bench() {
   # Times are taken as users have them: with tuned matmuls.

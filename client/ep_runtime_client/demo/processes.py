@@ -1,7 +1,5 @@
 """`ep-runtime demo --processes P`: P processes of this module with D / P devices each.
 
-With `--nodes N` they are divided between N daemons that form a cluster on this machine.
-
 Imports no JAX until a process works.
 """
 
@@ -14,27 +12,15 @@ from pathlib import Path
 from typing import Any
 
 from ep_runtime_client.daemons import runtime
-from ep_runtime_client.demo import nodes
-from ep_runtime_client.demo.config import DemoConfig, Transport
+from ep_runtime_client.demo.config import DemoConfig
 from ep_runtime_client.jobs.members import Member, Members, reserved_coordinator, run_member
 from ep_runtime_client.sessions import connecting
 
 
 def run(config: DemoConfig) -> int:
     """Runs the demo's processes; the exit code of the first one that failed, else 0."""
-    if config.nodes > 1:
-        with nodes.started(config.nodes) as addresses:
-            # JAX takes the GPUs of one host for one node's, whose windows would reach them all.
-            spanning: Transport = "nccl" if config.platform == "gpu" else "memfd"
-            transport = spanning if config.transport == "auto" else config.transport
-            ready = dataclasses.replace(config, transport=transport, addresses=tuple(addresses))
-            return _run(ready)
     if config.address is None and connecting.choose(None).kind == runtime.EMBEDDED:
         config = dataclasses.replace(config, address=runtime.NODE)
-    return _run(config)
-
-
-def _run(config: DemoConfig) -> int:
     with (
         tempfile.TemporaryDirectory(prefix="ep-runtime-demo-") as directory,
         reserved_coordinator() as coordinator,
@@ -51,7 +37,7 @@ def _run(config: DemoConfig) -> int:
 
 def _work(order: dict[str, Any], member: Member) -> int:
     job = importlib.import_module("ep_runtime_client.demo.job")
-    return int(job.run(DemoConfig(**order).of_process(member.index), member))
+    return int(job.run(DemoConfig(**order), member))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,19 +29,6 @@ MAKE_RECIPE: dict[str, Callable[[], Any]] = {
 }
 
 Params = dict[str, Any]
-
-
-class Metrics(NamedTuple):
-    """Numbers that a step returns with its gradient.
-
-    loss: f32 [], mean cross entropy in nats per byte, without the balancing loss.
-    tokens_per_expert: int32 [layers, E], slots routed to each expert.
-    dropped: int32 [], slots dropped in all layers.
-    """
-
-    loss: jax.Array
-    tokens_per_expert: jax.Array
-    dropped: jax.Array
 
 
 def init_params(
@@ -78,8 +65,8 @@ def _normal(key: jax.Array, shape: tuple[int, ...], fan_in: int) -> jax.Array:
 
 def loss_fn(
     params: Params, window: jax.Array, *, layers: Sequence[EpLayer], **moe: Any
-) -> tuple[jax.Array, Metrics]:
-    """Loss to train on (cross entropy plus balancing) and the step's metrics.
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    """Loss to train on, then the cross entropy alone (nats per byte) and how many slots dropped.
 
     Args:
         params: of `init_params`.
@@ -89,21 +76,17 @@ def loss_fn(
     """
     x: jax.Array = params["embed"][window[:, :-1]] * params["norm"].size ** 0.5
     balancing = jnp.zeros((), jnp.float32)
-    statistics = []
+    dropped = jnp.zeros((), jnp.int32)
     for block, layer in zip(params["blocks"], layers, strict=True):
         x = x + _attention(block, _rms_norm(x, block["attention_norm"]))
         normed = _rms_norm(x, block["moe_norm"])
         y, aux, stats = ep.moe(
             layer, normed, block["moe"], aux_loss_coeff=AUX_LOSS_COEFF, return_stats=True, **moe
         )
-        x = x + y
-        balancing = balancing + aux
-        statistics.append(stats)
+        x, balancing, dropped = x + y, balancing + aux, dropped + stats.dropped
     logp = jax.nn.log_softmax(_rms_norm(x, params["norm"]) @ params["out"])
     loss = -jnp.take_along_axis(logp, window[:, 1:, None], axis=-1).mean()
-    loads = jnp.stack([stats.tokens_per_expert for stats in statistics])
-    dropped = sum((stats.dropped for stats in statistics), jnp.zeros((), jnp.int32))
-    return loss + balancing, Metrics(loss, loads, dropped)
+    return loss + balancing, (loss, dropped)
 
 
 def _rms_norm(x: jax.Array, scale: jax.Array) -> jax.Array:
