@@ -13,8 +13,8 @@ import fixed_daemon as fixed
 import pytest
 
 from ep_runtime_client import cli
+from ep_runtime_client.cli.commands import load
 from ep_runtime_client.cli.daemon import source
-from ep_runtime_client.cli.ranks import heat
 
 GROUP, JOB, LAYER = "$(group)", "$(job) `x`", '"$(layer)'
 LATE = "ranks 0, 1, 2 wait for rank 3"
@@ -58,5 +58,5 @@ def test_a_picture_draws_them_as_they_are(tmp_path: Path) -> None:
     """matplotlib would read what is between two dollars as a formula."""
     pytest.importorskip("matplotlib")
     name = r"$\frac{$(layer)"
-    heat.write_picture(f"{tmp_path}/x.svg", name, [{"layer": name, "experts": [1, 2]}])
+    load.write_picture(f"{tmp_path}/x.svg", name, [{"layer": name, "experts": [1, 2]}])
     assert (tmp_path / "x.svg").stat().st_size > 0

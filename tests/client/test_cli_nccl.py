@@ -8,7 +8,7 @@ import pytest
 
 from ep_runtime import native, nccl
 from ep_runtime.errors import RuntimeUnavailableError
-from ep_runtime_client.cli.machine import nccl as line
+from ep_runtime_client.cli.commands import doctor
 
 
 class Library:
@@ -31,15 +31,15 @@ def test_a_package_without_cuda_needs_no_nccl(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(native, "library_path", lambda platform: tmp_path / "none.so")
-    assert line.check().state == "OK"
-    assert "without CUDA" in line.check().found
+    assert doctor._nccl().state == "OK"
+    assert "without CUDA" in doctor._nccl().found
 
 
 def test_the_version_and_where_it_is_from_are_named(
     built: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(nccl, "library", lambda: Library(22809))
-    assert line.check() == ("OK", "NCCL 2.28.9 of /opt/libnccl.so.2", "")
+    assert doctor._nccl() == ("nccl", "OK", "NCCL 2.28.9 of /opt/libnccl.so.2", "")
 
 
 def test_a_machine_without_libnccl_learns_what_to_install(
@@ -47,6 +47,6 @@ def test_a_machine_without_libnccl_learns_what_to_install(
 ) -> None:
     missing = RuntimeUnavailableError("this process has no libnccl.so.2")
     monkeypatch.setattr(nccl, "library", lambda: Library(missing))
-    said = line.check()
+    said = doctor._nccl()
     assert (said.state, said.found) == ("WARN", "this process has no libnccl.so.2")
     assert "cuda13" in said.advice

@@ -11,8 +11,9 @@ import pytest
 
 from ep_runtime_client.cli import tables
 from ep_runtime_client.cli.commands import load
-from ep_runtime_client.cli.daemon.plain import plain
-from ep_runtime_client.cli.ranks import heat, live, looks, rows, screen, tallies
+from ep_runtime_client.cli.commands.load import heat_line
+from ep_runtime_client.cli.daemon.message_values import plain
+from ep_runtime_client.cli.ranks import live, looks, rows, screen, tallies
 
 
 def tally(rank: int, read_s: float, waits_ms: dict[int, int], **now: Any) -> dict[str, Any]:
@@ -130,7 +131,7 @@ def test_rows_that_nobody_counts_by_expert_are_not_called_none() -> None:
     ],
 )
 def test_a_line_of_heat(loads: list[int], width: int, line: str) -> None:
-    assert heat.line(loads, width) == line
+    assert heat_line(loads, width) == line
 
 
 def test_keys_choose_what_is_shown() -> None:

@@ -1,23 +1,29 @@
-"""LayerService: convert, call, convert."""
+"""LayerService: convert, check what a user may register, call, convert."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import grpc
 
 from ep_runtime import wire
+from ep_runtime.layer_specs import LayerSpec
 from ep_runtime.v1 import layer_service_pb2 as pb
 from ep_runtime.v1 import layer_service_pb2_grpc as pb_grpc
 from ep_runtime.v1 import types_pb2
+from ep_runtime.wire import LayerStackSpec, RegisteredLayer
 from ep_runtime_server.base.pacing import paced
+from ep_runtime_server.callers.sessions import SessionRecord
 from ep_runtime_server.groups.claims import check_layer_count
-from ep_runtime_server.rpc import registration
+from ep_runtime_server.groups.record import GroupRecord
 from ep_runtime_server.rpc.interceptor import current_session
 from ep_runtime_server.rpc.paging import page
 from ep_runtime_server.runtime import Runtime
 
 Context = grpc.aio.ServicerContext
+# A layer is some 40 bytes on the wire and some 160 in the journal.
+_JOURNAL_GROWTH = 5
 
 
 class LayerServicer(pb_grpc.LayerServiceServicer):
@@ -37,8 +43,8 @@ class LayerServicer(pb_grpc.LayerServiceServicer):
         async def work() -> pb.RegisterLayersResponse:
             runtime, size = self._runtime, request.ByteSize()
             group = runtime.groups.get(session, request.group)
-            registration.admit(runtime, session, group, request.generation, size)
-            layers, stacks = await registration.register(
+            _admit(runtime, session, group, request.generation, size)
+            layers, stacks = await _register(
                 runtime,
                 session,
                 group,
@@ -71,3 +77,58 @@ class LayerServicer(pb_grpc.LayerServiceServicer):
             group.layers.all(), request.page_size, request.page_token, wire.registered_to_proto
         )
         return pb.ListLayersResponse(layers=found, next_page_token=token)
+
+
+def _admit(
+    runtime: Runtime,
+    session: SessionRecord,
+    group: GroupRecord,
+    generation: int,
+    request_bytes: int,
+) -> None:
+    """Whether the session may register as many layers as take `request_bytes` on the wire.
+
+    Raises:
+        StaleHandleError, PermissionDeniedError: see GroupRecord.member.
+        PoolExhaustedError: the user's limit, or the journal's.
+    """
+    group.member(session, generation)
+    growth = _JOURNAL_GROWTH * request_bytes
+    runtime.recorder.admit(growth)
+    runtime.quotas.check(session.uid, journal_bytes=growth)
+
+
+async def _register(
+    runtime: Runtime,
+    session: SessionRecord,
+    group: GroupRecord,
+    layers: Sequence[LayerSpec],
+    stacks: Sequence[LayerStackSpec],
+    *,
+    replace: bool,
+) -> tuple[list[RegisteredLayer], list[RegisteredLayer]]:
+    """As `LayerTable.register`; the journal and the log know of them then.
+
+    Raises:
+        PoolExhaustedError: the user's limit, or that of handles on a board.
+        InvalidArgumentError, SpecMismatchError: as `LayerTable.register`.
+    """
+    before = len(group.layers.history)
+    answer = await group.layers.register(
+        layers,
+        stacks,
+        lambda count: runtime.quotas.check(session.uid, layers=count),
+        replace=replace,
+    )
+    added = len(group.layers.history) - before
+    if added:
+        await runtime.recorder.prepare(group)
+        group.notify()
+        runtime.events.add(
+            "layers.registered",
+            f"group {group.owner}: {added} layers and stacks registered",
+            session_id=session.session_id,
+            group=group.owner.name,
+            added=added,
+        )
+    return answer

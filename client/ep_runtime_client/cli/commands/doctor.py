@@ -155,9 +155,18 @@ def _gpus() -> Finding:
 
 
 def _nccl() -> Finding:
-    from ep_runtime_client.cli.machine import nccl
+    """NCCL as a client finds it; a daemon of this machine does likewise."""
+    from ep_runtime import native, nccl
 
-    return Finding("nccl", *nccl.check())
+    if not native.library_path("cuda").exists():
+        return Finding("nccl", "OK", "not needed: this package was built without CUDA")
+    try:
+        version = nccl.library().version()
+    except (EpRuntimeError, OSError) as error:
+        advice = 'install the extra cuda12 or cuda13; transport="nccl" needs it'
+        return Finding("nccl", "WARN", str(error).splitlines()[0], advice)
+    found = f"NCCL {nccl.version_text(version)} of {nccl.find_library()}"
+    return Finding("nccl", "OK", found)
 
 
 def _hardware(args: argparse.Namespace) -> list[Finding]:

@@ -11,7 +11,7 @@ from ep_runtime.allowed_names import shown
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime_client.cli import render, tables
 from ep_runtime_client.cli.daemon import reading
-from ep_runtime_client.cli.ranks import heat, looks, tallies
+from ep_runtime_client.cli.ranks import looks, tallies
 from ep_runtime_client.cli.tables import IDENTITY, Column
 
 COLUMNS = (
@@ -28,6 +28,11 @@ COLUMNS = (
 )
 _MOST_CELLS = 64  # of a line in a pipe
 _LABEL = 24
+# A cell by its rows over the layer's mean: the fourth is the mean, the last twice that or more.
+CELLS = " ▁▂▃▄▅▆▇█"
+_PER_MEAN = 4
+_DPI = 120
+_MOST_OVER_MEAN = 3.0
 _OVER_TIME = ("rows", "max_mean", "jain", "dropped")
 
 
@@ -155,11 +160,9 @@ def _write_heat(layers: Sequence[dict[str, Any]]) -> None:
     most = max(layer["num_experts"] for layer in layers)
     each = f", up to {-(-most // cells)} in a cell" if most > cells else ""
     render.out("")
-    render.write_text(
-        f"by expert{each}: {heat.CELLS[4]} is a layer's mean, {heat.CELLS[8]} twice it"
-    )
+    render.write_text(f"by expert{each}: {CELLS[4]} is a layer's mean, {CELLS[8]} twice it")
     for name, layer in zip(names, layers, strict=True):
-        render.out(f"{name:<{label}}  {heat.line(layer['experts'], cells)}")
+        render.out(f"{name:<{label}}  {heat_line(layer['experts'], cells)}")
 
 
 def _write_history(history: History) -> None:
@@ -192,6 +195,50 @@ def _write_pictures(args: argparse.Namespace, groups: Groups) -> None:
             argument="--png",
         )
     for key, layers in called.items():
-        heat.write_picture(args.png, key.title, layers)
+        write_picture(args.png, key.title, layers)
         if args.output != "json":
             render.write_text(f"wrote {args.png}")
+
+
+def heat_line(rows: Sequence[int], width: int) -> str:
+    """The experts in order; several share a cell where they are more than `width`, and the fullest
+    of them decides it."""
+    total = sum(rows)
+    if not total:
+        return CELLS[0] * min(len(rows), width)
+    mean, cells = total / len(rows), min(len(rows), width)
+    bounds = [number * len(rows) // cells for number in range(cells + 1)]
+    parts = [max(rows[a:b]) for a, b in zip(bounds, bounds[1:], strict=False)]
+    return "".join(_cell(part / mean) for part in parts)
+
+
+def _cell(over_mean: float) -> str:
+    return CELLS[min(round(over_mean * _PER_MEAN) or (over_mean > 0), len(CELLS) - 1)]
+
+
+def write_picture(path: str, title: str, layers: Sequence[dict[str, Any]]) -> None:
+    """Writes layers x experts, each by its rows over the mean of its layer. Needs the extra `plot`.
+
+    Args:
+        path: its ending names the format.
+        title: above it.
+        layers: with `layer` and `experts`, rows by expert.
+    """
+    import numpy as np
+    from matplotlib.figure import Figure
+
+    most = max(len(layer["experts"]) for layer in layers)
+    over_mean = np.full((len(layers), most), np.nan)
+    for number, layer in enumerate(layers):
+        rows = np.asarray(layer["experts"], np.float64)
+        if rows.sum():
+            over_mean[number, : len(rows)] = rows / rows.mean()
+    figure = Figure(figsize=(10, min(2 + 0.3 * len(layers), 20)), layout="constrained")
+    axes = figure.subplots()
+    shown = axes.imshow(over_mean, aspect="auto", cmap="coolwarm", vmin=0, vmax=_MOST_OVER_MEAN)
+    axes.set_title(title, fontsize="medium", parse_math=False)
+    axes.set_xlabel("expert")
+    names = [layer["layer"] for layer in layers]
+    axes.set_yticks(range(len(layers)), names, fontsize="small", parse_math=False)
+    figure.colorbar(shown, label="rows over the layer's mean", extend="max")
+    figure.savefig(path, dpi=_DPI)

@@ -20,7 +20,7 @@ from ep_runtime.units import iec
 from ep_runtime.v1 import admin_service_pb2 as messages
 from ep_runtime.v1 import session_service_pb2
 from ep_runtime_client.cli import render
-from ep_runtime_client.cli.daemon import plain
+from ep_runtime_client.cli.daemon import message_values
 from ep_runtime_client.daemons import children, runtime, transport
 from ep_runtime_client.daemons.place import Place
 
@@ -66,7 +66,7 @@ class Source:
         """One RPC's answer as plain values. Raises EpRuntimeError."""
         answer = self._send(method, request, self._timeout_s)
         with self._making_sense_of(method):
-            return flat(plain.plain(answer))
+            return flat(message_values.plain(answer))
 
     def _send(self, method: str, request: Any, timeout_s: float) -> Any:
         if self._node:
@@ -111,7 +111,7 @@ class Source:
         """
         rows: list[dict[str, Any]] = []
         token, seen = "", {""}
-        left_bytes, budget = MAX_LIST_BYTES, plain.ValueBudget(MAX_LIST_VALUES)
+        left_bytes, budget = MAX_LIST_BYTES, message_values.ValueBudget(MAX_LIST_VALUES)
         left_s = list_s = LIST_WAITS * self._timeout_s
         while True:
             request = make_request(page_size=_PAGE_SIZE, page_token=token, **filters)
@@ -119,7 +119,9 @@ class Source:
             answer = self._send(method, request, min(self._timeout_s, left_s))
             left_s -= time.monotonic() - began_s
             with self._making_sense_of(method):
-                rows += [flat(plain.plain(item, budget)) for item in getattr(answer, field)]
+                rows += [
+                    flat(message_values.plain(item, budget)) for item in getattr(answer, field)
+                ]
             left_bytes -= answer.ByteSize()
             token = answer.next_page_token
             if not token:
