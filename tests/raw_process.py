@@ -13,11 +13,11 @@ import socket
 import struct
 import threading
 
-from raw_packets import WAIT_S, close_fds, connect, give_back, hello, receive, redeem
+from raw_packets import WAIT_S, close_fds, connect, give_back, hello, redeem
 
 from ep_runtime import board, trust, wire
 from ep_runtime.board_abi import BoardHeaderStruct
-from ep_runtime.v1 import fd_socket_pb2, types_pb2
+from ep_runtime.v1 import types_pb2
 
 
 def _child_hello(state, directory):
@@ -85,26 +85,6 @@ def _child_fork(state, directory):
         os._exit(0)
     os.close(reader)
     return pid
-
-
-def _child_hello_on_forked(state, directory):
-    """Connects, then lets a forked child say hello on that connection; its answer's class."""
-    connection = connect(directory)
-    reader, writer = os.pipe()
-    if os.fork() == 0:
-        try:
-            request = fd_socket_pb2.Hello(api_versions=["v1"], pid=os.getpid())
-            connection.send(fd_socket_pb2.FdRequest(hello=request).SerializeToString())
-            receive(connection)
-            os.write(writer, b"welcome")
-        except Exception as error:  # noqa: BLE001 - its class is the result
-            os.write(writer, type(error).__name__.encode())
-        finally:
-            os._exit(0)
-    os.close(writer)
-    answer = os.read(reader, 100).decode()
-    os.wait()
-    return answer
 
 
 def _child_board_fd(state):
@@ -221,7 +201,6 @@ _COMMANDS = {
     "spoil_board": _child_spoil_board,
     "board": _child_board,
     "fork": _child_fork,
-    "hello_on_forked": _child_hello_on_forked,
 }
 
 

@@ -7,6 +7,8 @@ import logging
 import os
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 
@@ -15,9 +17,10 @@ import pytest
 from google.protobuf import duration_pb2
 from harness import FakeClock, Watcher, both_ready, eventually
 from raw_client import WAIT_S, hello, make_spec, redeem
+from raw_packets import connect, receive
 
 from ep_runtime import errors, wire
-from ep_runtime.v1 import admin_service_pb2, session_service_pb2
+from ep_runtime.v1 import admin_service_pb2, fd_socket_pb2, session_service_pb2
 from ep_runtime_server.callers import credentials
 from ep_runtime_server.callers.quotas import UserLimits
 from ep_runtime_server.groups import tickets
@@ -85,8 +88,26 @@ def test_groups_need_an_opened_session(daemon):
         client.create(make_spec())
 
 
-def test_a_connection_that_a_forked_child_uses_is_refused(daemon):
-    assert daemon.process().do("hello_on_forked", daemon.directory) == "PermissionDeniedError"
+def test_a_connection_that_a_forked_child_uses_is_refused(daemon, monkeypatch):
+    """However early: it sends right after the daemon accepted the connection."""
+    come, sent, accept = threading.Event(), threading.Event(), socket.socket.accept
+
+    def accepted(listener):
+        found = accept(listener)
+        come.set()
+        sent.wait(WAIT_S)
+        return found
+
+    monkeypatch.setattr(socket.socket, "accept", accepted)
+    packet = fd_socket_pb2.FdRequest(hello=fd_socket_pb2.Hello(api_versions=["v1"]))
+    sends = "import socket, sys; socket.socket(fileno=int(sys.argv[1])).send(sys.argv[2].encode())"
+    with connect(daemon.directory) as connection:
+        assert come.wait(WAIT_S)
+        child = [sys.executable, "-c", sends, str(connection.fileno()), packet.SerializeToString()]
+        subprocess.run(child, check=True, pass_fds=[connection.fileno()], timeout=WAIT_S)
+        sent.set()
+        with pytest.raises(errors.PermissionDeniedError, match="forked child must connect"):
+            receive(connection)
 
 
 def test_another_process_cannot_redeem_a_ticket(daemon):

@@ -99,13 +99,12 @@ def peer_of(connection: socket.socket, *, accepted_s: float, use_peer_pidfd: boo
     return Peer(pid, uid, gids, pidfd)
 
 
-def message_pid(ancillary: list[tuple[int, int, bytes]]) -> int | None:
-    """Pid of the process that sent a packet (SO_PASSCRED), or None where the kernel gave none."""
+def message_pid(ancillary: list[tuple[int, int, bytes]]) -> int:
+    """Pid of the process that sent a packet (SO_PASSCRED); 0 where the kernel gives none."""
     for level, kind, data in ancillary:
         if level == socket.SOL_SOCKET and kind == socket.SCM_CREDENTIALS:
-            pid = int(UCRED.unpack_from(data)[0])
-            return pid if pid > 0 else None
-    return None
+            return int(UCRED.unpack_from(data)[0])
+    return 0
 
 
 def boottime_s() -> float:

@@ -93,6 +93,10 @@ class FdServer:
         self._loop = asyncio.get_running_loop()
         self._descriptors = Descriptors(self._loop)
         listener.setblocking(False)
+        # SO_PEERCRED names who connected; a forked child may send on the same connection, so each
+        # packet carries its sender too. Connections have the option from here: set after `accept`,
+        # a packet that came before it would carry none.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
         listener.listen(LISTEN_BACKLOG)
         self._loop.add_reader(listener, self._accept)
 
@@ -121,9 +125,6 @@ class FdServer:
             self._loop.call_later(limits.ACCEPT_PAUSE_S, self._resume)
             return
         accepted.setblocking(False)
-        # SO_PEERCRED names who connected; a forked child may send on the same connection, so each
-        # packet carries its sender too.
-        accepted.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
         connection = _Connection(accepted, credentials.boottime_s(), -1)
         try:
             connection.uid = self._admit(connection)
@@ -257,9 +258,7 @@ class FdServer:
         if connection.unread:  # nobody will take these descriptors
             self._drop(connection)
 
-    def _take(
-        self, connection: _Connection, data: bytes, flags: int, sender_pid: int | None
-    ) -> None:
+    def _take(self, connection: _Connection, data: bytes, flags: int, sender_pid: int) -> None:
         def work() -> None:
             if flags & socket.MSG_TRUNC:
                 raise InvalidArgumentError(_LIMITS)
@@ -286,7 +285,7 @@ class FdServer:
         self._runtime.tell_refused("fd", error)
         self._send(connection, pb.FdReply(error=wire.error_to_detail(error)), [])
 
-    def _answer(self, connection: _Connection, data: bytes, sender_pid: int | None) -> None:
+    def _answer(self, connection: _Connection, data: bytes, sender_pid: int) -> None:
         try:
             request = pb.FdRequest.FromString(data)
         except DecodeError as error:
@@ -294,7 +293,7 @@ class FdServer:
         self._runtime.failpoints.hit("fd.request")
         peer = self._peer(connection)
         try:
-            if sender_pid is not None and sender_pid != peer.pid:
+            if sender_pid != peer.pid:
                 raise PermissionDeniedError(
                     f"process {peer.pid} opened this connection, process {sender_pid} used it; "
                     "a forked child must connect on its own",
