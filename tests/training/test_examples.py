@@ -57,33 +57,26 @@ def check_goes_on(whole: dict[int, float], resumed: dict[int, float]) -> None:
     }
 
 
-@pytest.mark.parametrize(
-    ("script", "rules"),
-    [
-        pytest.param("train_nnx.py", "fsdp+ep", marks=pytest.mark.slow),
-        ("train_nnx.py", "shard-exp-on-fsdp"),
-        ("train_linen.py", "fsdp+ep"),
-        ("train_jax.py", "fsdp+ep"),
-    ],
-)
+# train_nnx.py is what two_processes.py runs, below.
+@pytest.mark.parametrize("script", ["train_linen.py", "train_jax.py"])
 def test_a_job_goes_on_from_its_checkpoint_on_another_mesh_and_daemon(
     daemon_process: Callable[..., DaemonProcess],  # noqa: F811 - the fixture
     tmp_path: Path,
     script: str,
-    rules: str,
 ) -> None:
     first = daemon_process()
     at = {"EP_RUNTIME_ADDRESS": f"unix://{first.directory}", "EP_RUNTIME_JOB": "training"}
-    whole = train(script, tmp_path, "--rules", rules, "--fsdp", "2", **at)
+    whole = train(script, tmp_path, "--fsdp", "2", **at)
     first.kill()
     at["EP_RUNTIME_ADDRESS"] = f"unix://{daemon_process().directory}"
-    check_goes_on(whole, train(script, tmp_path, "--rules", rules, **at))
+    check_goes_on(whole, train(script, tmp_path, **at))
 
 
 def test_one_process_goes_on_from_the_checkpoint_of_two(
     directory: Path,  # noqa: F811 - the fixture
     tmp_path: Path,
 ) -> None:
+    """The first run spreads the experts over both axes, the second as rules do by default."""
     with reserved_coordinator() as coordinator:
         # RUNTIME_DIRECTORY: the daemon of the node is this test's own.
         whole = train(
@@ -91,6 +84,10 @@ def test_one_process_goes_on_from_the_checkpoint_of_two(
             tmp_path,
             "--coordinator",
             coordinator,
+            "--rules",
+            "shard-exp-on-fsdp",
+            "--fsdp",
+            "2",
             RUNTIME_DIRECTORY=str(directory),
         )
     check_goes_on(whole, train("train_nnx.py", tmp_path, EP_RUNTIME_ADDRESS="embedded"))
