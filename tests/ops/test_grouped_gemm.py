@@ -50,40 +50,42 @@ def meant(lhs: Any, rhs: Any, bias: Any, sizes: Any) -> Any:
     return out, defined
 
 
-@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
 @pytest.mark.parametrize("n", [(5,), (2, 3)], ids=["N", "2xM"])
-def test_rows_meet_their_experts_kernel(sizes: Any, n: tuple[int, ...]) -> None:
-    lhs, rhs, bias, sizes = draw(sizes, n=n)
-    out = jax.jit(ep.grouped_gemm)(lhs, rhs, sizes, bias=bias)
-    wanted, defined = meant(lhs, rhs, bias, sizes)
-    np.testing.assert_allclose(np.array(out)[defined], wanted[defined], rtol=1e-5, atol=1e-5)
+def test_rows_meet_their_experts_kernel(n: tuple[int, ...]) -> None:
+    for each in SIZES.values():
+        lhs, rhs, bias, sizes = draw(each, n=n)
+        out = jax.jit(ep.grouped_gemm)(lhs, rhs, sizes, bias=bias)
+        wanted, defined = meant(lhs, rhs, bias, sizes)
+        np.testing.assert_allclose(np.array(out)[defined], wanted[defined], rtol=1e-5, atol=1e-5)
     flat = ep.grouped_gemm(lhs[0], rhs[: sizes.shape[1]], sizes[0], bias=bias[: sizes.shape[1]])
     np.testing.assert_array_equal(np.array(flat)[defined[0]], np.array(out)[0][defined[0]])
 
 
-@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
-def test_gradients_are_those_of_the_formula_and_nan_in_the_slack_stays_out(sizes: Any) -> None:
-    lhs, rhs, bias, sizes = draw(sizes)
-    _, defined = meant(lhs, rhs, bias, sizes)
-    clean = np.where(defined[..., None], lhs, 0)
-    experts = (np.arange(sizes.size) % len(rhs)).reshape(sizes.shape)
-    row_expert = np.zeros(defined.shape, int)
-    for slab, counts in enumerate(sizes):
-        row_expert[slab, : counts.sum()] = np.repeat(experts[slab], counts)
-
-    def loss(lhs: Any, rhs: Any, bias: Any) -> Any:
+def test_gradients_are_those_of_the_formula_and_nan_in_the_slack_stays_out() -> None:
+    @jax.jit
+    @functools.partial(jax.grad, argnums=(0, 1, 2))
+    def given(lhs: Any, rhs: Any, bias: Any, sizes: Any, defined: Any) -> Any:
         out = ep.grouped_gemm(lhs, rhs, sizes, bias=bias)
         return jnp.sin(jnp.where(defined[..., None], out, 0)).sum()
 
-    def dense(lhs: Any, rhs: Any, bias: Any) -> Any:
+    @jax.jit
+    @functools.partial(jax.grad, argnums=(0, 1, 2))
+    def dense(lhs: Any, rhs: Any, bias: Any, row_expert: Any, defined: Any) -> Any:
         out = jnp.einsum("rck,rckn->rcn", lhs, rhs[row_expert]) + bias[row_expert]
         return jnp.sin(jnp.where(defined[..., None], out, 0)).sum()
 
-    grads = jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(lhs, rhs, bias)
-    wanted = jax.grad(dense, argnums=(0, 1, 2))(clean, rhs, bias)
-    np.testing.assert_allclose(np.array(grads[0])[defined], wanted[0][defined], 1e-4, 1e-4)
-    for got, want in zip(grads[1:], wanted[1:], strict=True):
-        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
+    for each in SIZES.values():
+        lhs, rhs, bias, sizes = draw(each)
+        _, defined = meant(lhs, rhs, bias, sizes)
+        experts = (np.arange(sizes.size) % len(rhs)).reshape(sizes.shape)
+        row_expert = np.zeros(defined.shape, np.int32)
+        for slab, counts in enumerate(sizes):
+            row_expert[slab, : counts.sum()] = np.repeat(experts[slab], counts)
+        grads = given(lhs, rhs, bias, sizes, defined)
+        wanted = dense(np.where(defined[..., None], lhs, 0), rhs, bias, row_expert, defined)
+        np.testing.assert_allclose(np.array(grads[0])[defined], wanted[0][defined], 1e-4, 1e-4)
+        for got, want in zip(grads[1:], wanted[1:], strict=True):
+            np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
 
 
 RECIPES = [
@@ -151,8 +153,14 @@ def test_bf16_rounds_operands_alone_and_out_dtype_is_free() -> None:
     np.testing.assert_allclose(out, wanted, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
-@pytest.mark.parametrize("recipe", [None, *cases.RECIPES], ids=str)
+# Each recipe with a dtype, and each dtype with a recipe and without.
+DTYPES = [
+    *((None, jnp.dtype(dtype)) for dtype in ("f4", "bfloat16", "f2")),
+    *zip(cases.RECIPES, map(jnp.dtype, ("f4", "bfloat16", "f2", "bfloat16", "f4")), strict=True),
+]
+
+
+@pytest.mark.parametrize(("recipe", "dtype"), DTYPES, ids=str)
 def test_results_have_the_dtype_of_rows_or_of_the_recipe_or_what_is_asked(
     recipe: Any, dtype: Any
 ) -> None:
