@@ -118,12 +118,14 @@ def test_ops_on_one_device(mode: str) -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_ops_of_a_layer(make_group: MakeGroup, mode: str) -> None:
-    run_all(of_layer(make_group(axes={"ep": 2}, num_experts=EXPERTS)), mode)
+    run_all(of_layer(make_group(transport="memfd", axes={"ep": 2}, num_experts=EXPERTS)), mode)
 
 
 def test_eager_blocks_transfer_nothing_of_the_users(make_group: MakeGroup) -> None:
-    ops = of_layer(make_group(axes={"ep": 2}, num_experts=EXPERTS))
-    layer = make_group(axes={"ep": 2}, num_experts=EXPERTS).register_layer("moe", top_k=TOP_K)
+    ops = of_layer(make_group(transport="memfd", axes={"ep": 2}, num_experts=EXPERTS))
+    layer = make_group(transport="memfd", axes={"ep": 2}, num_experts=EXPERTS).register_layer(
+        "moe", top_k=TOP_K
+    )
     (x, params), (_, weights) = ops["moe"][1], ops["dispatch and combine"][1]
     with jax.transfer_guard("disallow"):
         jax.block_until_ready(ep.moe(layer, x, params))
@@ -145,7 +147,11 @@ def test_a_rule_traces_under_the_contexts_of_its_program(
 
     monkeypatch.setattr(partitioned.jax_rule, "_custom_partitioning_partition", asked)
     group = make_group(
-        axes={"ep": 2}, num_experts=EXPERTS, max_token_dtype="float64", partitioning="rule"
+        transport="memfd",
+        axes={"ep": 2},
+        num_experts=EXPERTS,
+        max_token_dtype="float64",
+        partitioning="rule",
     )
     with (
         jax.enable_x64(True),
@@ -161,7 +167,7 @@ def test_a_rule_traces_under_the_contexts_of_its_program(
 
 
 def test_a_block_is_evaluated_while_a_program_is_traced(make_group: MakeGroup) -> None:
-    op, args = of_layer(make_group(axes={"ep": 2}, num_experts=EXPERTS))["moe"]
+    op, args = of_layer(make_group(transport="memfd", axes={"ep": 2}, num_experts=EXPERTS))["moe"]
     seen = []
 
     def program(factor: Any) -> Any:
@@ -176,7 +182,9 @@ def test_a_block_is_evaluated_while_a_program_is_traced(make_group: MakeGroup) -
 
 @pytest.mark.parametrize("partitioning", ["rule", "shard_map"])
 def test_a_vmap_that_batches_nothing_of_a_block(make_group: MakeGroup, partitioning: str) -> None:
-    group = make_group(axes={"ep": 2}, num_experts=EXPERTS, partitioning=partitioning)
+    group = make_group(
+        transport="memfd", axes={"ep": 2}, num_experts=EXPERTS, partitioning=partitioning
+    )
     op, args = of_layer(group)["moe"]
     whole = jax.jit(jax.grad(lambda x: loss(op, (x, args[1]))))
     wanted = whole(args[0])

@@ -45,7 +45,9 @@ def trained(
         "num_experts": EXPERTS,
         "max_tokens_per_rank": TOKENS // shards,
     }
-    group = make_group(mesh=mesh, outer_axes=("fsdp",), max_top_k=TOP_K, **settings)
+    group = make_group(
+        transport="memfd", mesh=mesh, outer_axes=("fsdp",), max_top_k=TOP_K, **settings
+    )
     layer = group.register_layer("moe", top_k=TOP_K)
     fresh = init_moe_params(jax.random.key(0), layer, size)
     params = jax.tree.map(lambda a, s: jax.device_put(a, NamedSharding(mesh, s)), fresh, specs)

@@ -158,7 +158,9 @@ def meant(hidden: Any, weights: Any, sizes: Any) -> Any:
 def test_axes_on_the_inner_dim_stay_and_rows_do_not_move(
     make_group: MakeGroup, partitioning: str
 ) -> None:
-    group = make_group(axes={"ep": 4, "tp": 2}, num_experts=8, partitioning=partitioning)
+    group = make_group(
+        transport="memfd", axes={"ep": 4, "tp": 2}, num_experts=8, partitioning=partitioning
+    )
     layer, hidden, weights, sizes = slabs(group)
     static = Activation("silu", True, F32)
     inner = ("tp",) if partitioning == "shard_map" else None
@@ -187,7 +189,9 @@ def test_axes_on_the_inner_dim_stay_and_rows_do_not_move(
 
 
 def test_gate_and_up_in_one_dim_refuse_axes_there(make_group: MakeGroup) -> None:
-    group = make_group(axes={"ep": 4, "tp": 2}, num_experts=8, partitioning="rule")
+    group = make_group(
+        transport="memfd", axes={"ep": 4, "tp": 2}, num_experts=8, partitioning="rule"
+    )
     layer, hidden, _, sizes = slabs(group)
     fused = hidden.reshape(*hidden.shape[:2], -1)
     fused = jax.device_put(fused, NamedSharding(group.mesh, PartitionSpec("ep", None, "tp")))
@@ -197,7 +201,9 @@ def test_gate_and_up_in_one_dim_refuse_axes_there(make_group: MakeGroup) -> None
 
 
 def test_explicit_axes_and_concrete_arrays(make_group: MakeGroup) -> None:
-    group = make_group(mesh=fakes.mesh_of({"ep": 4, "tp": 2}, explicit=True), num_experts=8)
+    group = make_group(
+        transport="memfd", mesh=fakes.mesh_of({"ep": 4, "tp": 2}, explicit=True), num_experts=8
+    )
     layer, hidden, weights, sizes = slabs(group)
     static = Activation("silu", True, F32)
     want = np.asarray(meant(*(np.asarray(x) for x in (hidden, weights, sizes))))
@@ -210,7 +216,7 @@ def test_explicit_axes_and_concrete_arrays(make_group: MakeGroup) -> None:
 
 
 def test_inside_a_shard_map_of_the_user(make_group: MakeGroup) -> None:
-    group = make_group(axes={"ep": 4, "tp": 2}, num_experts=8)
+    group = make_group(transport="memfd", axes={"ep": 4, "tp": 2}, num_experts=8)
     layer, hidden, weights, sizes = slabs(group)
     static = Activation("silu", True, F32)
 

@@ -205,7 +205,13 @@ def test_losses_of_the_stats_routing_reach_the_router(layer: Any) -> None:
 
 
 def test_a_stacks_unused_routings_are_not_kept(make_group: MakeGroup) -> None:
-    group = make_group(axes={"ep": 2}, num_experts=EXPERTS, max_top_k=TOP_K, max_tokens_per_rank=32)
+    group = make_group(
+        transport="memfd",
+        axes={"ep": 2},
+        num_experts=EXPERTS,
+        max_top_k=TOP_K,
+        max_tokens_per_rank=32,
+    )
     stack = group.register_layer_stack("stack", 5, top_k=TOP_K)
     params, (x, _) = make_params(stack[0]), draw(64)
 

@@ -12,7 +12,7 @@ import numpy as np
 
 import ep_runtime as ep
 
-LAYERS, BATCH, SEQUENCE, HIDDEN, EXPERTS, TOP_K = 3, 4, 8, 16, 8, 2
+LAYERS, BATCH, SEQUENCE, HIDDEN, EXPERTS, TOP_K = 2, 4, 8, 16, 8, 2
 
 
 def z_loss(routing: Any) -> jax.Array:
@@ -80,7 +80,11 @@ def test_a_scan_over_layers_stacks_what_they_read(
     make_group: Callable[..., fakes.LocalGroup],
 ) -> None:
     group = make_group(
-        axes={"ep": 2}, num_experts=EXPERTS, hidden_size=HIDDEN, max_tokens_per_rank=16
+        axes={"ep": 2},
+        transport="memfd",
+        num_experts=EXPERTS,
+        hidden_size=HIDDEN,
+        max_tokens_per_rank=16,
     )
     stack = group.register_layer_stack("blocks", LAYERS, top_k=TOP_K)
     params = ep.init_moe_params(jax.random.key(0), stack, 8)
