@@ -98,8 +98,9 @@ def test_three_dims_inside_an_ambient_mesh(
     group = group_of("dp x ep", kind)
     layer = group.register_layer("moe", top_k=2)
     x, idx, weights = (a.reshape(4, 8, -1) for a in draw())
-    operands = put(group, P("dp", "ep"), x, idx, weights)
-    hint = {} if kind == "explicit" else {"tokens_spec": P("dp", "ep")}
+    spec = P("ep", "dp") if kind == "explicit" else P("dp", "ep")  # also against the mesh's order
+    operands = put(group, spec, x, idx, weights)
+    hint = {} if kind == "explicit" else {"tokens_spec": spec}
     with jax.set_mesh(group.mesh):
         run = grads_of(lambda *args: loss(layer, *args, **hint)).lower(*operands).compile()
         assert_close(run(*operands), meant_grads(x, weights))
