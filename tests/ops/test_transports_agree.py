@@ -64,10 +64,14 @@ def test_a_model_around_the_block_is_bit_equal(make_group: MakeGroup) -> None:
 
 def _train(layer: Any) -> Any:
     """Losses and weights of three steps of a block between norms and residuals."""
-    keys = jax.random.split(jax.random.key(0), 4)
-    params = [init_moe_params(keys[0], layer, 24)]
-    x = jax.random.normal(keys[2], (64, 16))
-    gain = 1 + 0.1 * jax.random.normal(keys[3], (16,))
+    rng = np.random.default_rng(0)
+
+    def draw(shape: Any) -> Any:
+        return rng.standard_normal(shape).astype(np.float32) / np.float32(4)
+
+    shapes = jax.eval_shape(lambda: init_moe_params(jax.random.key(0), layer, 24))
+    params = [jax.tree.map(lambda each: draw(each.shape), shapes)]
+    x, gain = 4 * draw((64, 16)), 1 + 0.4 * draw((16,))
 
     def block(x: Any, gain: Any, p: Any) -> Any:
         normed = x * jax.lax.rsqrt((x * x).mean(-1, keepdims=True) + 1e-6) * gain
