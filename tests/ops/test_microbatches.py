@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import ep_runtime as ep
 
-COUNT, TOKENS, HIDDEN = 4, 32, 16
+COUNT, TOKENS, HIDDEN = 3, 32, 16
 
 
 @pytest.fixture(scope="module")
