@@ -71,7 +71,7 @@ def lowered(form: str, mesh: str, recipe: str, partitioning: str) -> Any:
     group = fakes.local_group(
         axes,
         outer_axes=outer,
-        transport="xla",
+        transport="memfd",
         partitioning=partitioning,
         num_experts=EXPERTS,
         hidden_size=HIDDEN,

@@ -42,7 +42,7 @@ class Programs:
         self.group = fakes.local_group(
             mesh=fakes.mesh_of(AXES, explicit=mode == "explicit"),
             outer_axes=("fsdp",),
-            transport="xla",
+            transport="memfd",  # moves rows without a collective
             partitioning=mode if mode in ("rule", "shard_map") else "auto",
             num_experts=EXPERTS,
             hidden_size=HIDDEN,
