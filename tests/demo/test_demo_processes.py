@@ -27,13 +27,12 @@ def environment(directory: Path) -> dict[str, str]:  # noqa: F811 - the fixture
 
 
 def test_two_processes_train_together_and_one_reports(environment: dict[str, str]) -> None:
-    words = [*COMMAND, "3", "--compare"]
+    words = [*COMMAND, "3"]
     done = subprocess.run(
         words, capture_output=True, text=True, timeout=TIMEOUT_S, check=False, env=environment
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("step 3/3  loss ") == 1
-    assert "loss bit-equal to plain JAX collectives in 3 of 3 steps" in done.stdout
     assert "/node, transport memfd" in done.stdout
     assert "Gloo" not in done.stdout
     assert "block0/moe" in done.stdout.split("step 3/3")[1]
