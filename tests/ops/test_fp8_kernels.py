@@ -332,20 +332,27 @@ def test_what_the_kernels_are_given_makes_the_products(
     lhs, rhs, bias = (x[:experts] for x in drawn(dtype=np.float32))
     grad = np.random.default_rng(1).standard_normal((2, 192, 2, 128)).astype(np.float32)
     sizes = jnp.asarray(SIZES)
-    rows = quantize_plain.quantize_rows(recipe, jnp.asarray(lhs), sizes)
-    grads = quantize_plain.quantize_rows(recipe, jnp.asarray(grad), sizes, gradient=True)
-    kernel = quantize_plain.quantize_kernel(recipe, jnp.asarray(rhs))
     gemm = gemm_plain.Gemm(jnp.float32)
-    near(
-        kernels_8.forward(jnp.float32, None, rows, kernel, jnp.asarray(bias), sizes),
-        gemm_plain._forward(gemm, rows, kernel, jnp.asarray(bias), sizes),
-    )
-    near(
-        kernels_8.data_grad(jnp.float32, None, False, grads, kernel, sizes),
-        gemm_plain._gradients(gemm, None, kernel, grads, sizes)[0],
-    )
+
+    @jax.jit
+    def quantized(lhs: Any, rhs: Any, grad: Any) -> Any:
+        rows = functools.partial(quantize_plain.quantize_rows, recipe)
+        kernel = quantize_plain.quantize_kernel(recipe, rhs)
+        return rows(lhs, sizes), kernel, rows(grad, sizes, gradient=True)
+
+    @jax.jit
+    def products(rows: Any, kernel: Any, grads: Any) -> Any:
+        return (
+            gemm_plain._forward(gemm, rows, kernel, bias, sizes),
+            gemm_plain._gradients(gemm, None, kernel, grads, sizes)[0],
+            gemm_plain._gradients(gemm, rows, None, grads, sizes, experts, jnp.float32)[0],
+        )
+
+    rows, kernel, grads = quantized(lhs, rhs, grad)
+    out, d_rows, want = products(rows, kernel, grads)
+    near(kernels_8.forward(jnp.float32, None, rows, kernel, jnp.asarray(bias), sizes), out)
+    near(kernels_8.data_grad(jnp.float32, None, False, grads, kernel, sizes), d_rows)
     got = kernels_8.weight_grad(jnp.float32, None, experts, False, rows, grads, sizes)
-    want = gemm_plain._gradients(gemm, rows, None, grads, sizes, experts, jnp.float32)[0]
     limit = 1e-5 * np.abs(np.asarray(want)).max()
     np.testing.assert_allclose(got, want, rtol=0, atol=limit)
     pair = kernels_8.weight_grad(jnp.float32, None, experts, True, rows, grads, sizes)
@@ -361,9 +368,10 @@ def near(got: Any, want: Any) -> None:
 def test_gradients_of_both_types_and_no_others_are_served() -> None:
     sizes = jnp.asarray(SIZES)
     lhs, rhs, _ = (jnp.asarray(x) for x in drawn(dtype=np.float32))
-    kernel = quantize_plain.quantize_kernel(TENSOR, rhs)
-    rows = quantize_plain.quantize_rows(TENSOR, lhs, sizes)
-    grads = quantize_plain.quantize_rows(TENSOR, lhs, sizes, gradient=True)
+    quantize = functools.partial(quantize_plain.quantize_rows, TENSOR)
+    kernel = jax.eval_shape(functools.partial(quantize_plain.quantize_kernel, TENSOR), rhs)
+    rows = jax.eval_shape(quantize, lhs, sizes)
+    grads = jax.eval_shape(functools.partial(quantize, gradient=True), lhs, sizes)
 
     def served(left: QuantizedTensor, right: Any, experts: int = 8) -> bool:
         return kernels_8.takes(Product(left, right, SIZES.shape, experts, (160, 2, 128)))

@@ -182,16 +182,22 @@ def test_what_the_kernels_are_given_makes_the_products(
     rng = np.random.default_rng(1)
     grad = jnp.asarray(rng.standard_normal((2, 192, 2, 14)), jnp.float32)
     sizes, gemm = jnp.asarray(SIZES), gemm_plain.Gemm(jnp.float32)
-    near(
-        kernels_32.forward(jnp.float32, None, lhs, rhs, bias, sizes),
-        gemm_plain._forward(gemm, lhs, rhs, bias, sizes),
-    )
+
+    @jax.jit
+    def products(lhs: Any, rhs: Any, grad: Any) -> Any:
+        return (
+            gemm_plain._forward(gemm, lhs, rhs, bias, sizes),
+            gemm_plain._gradients(gemm, None, rhs, grad, sizes)[0],
+            gemm_plain._gradients(gemm, lhs, None, grad, sizes, experts, jnp.float32)[0],
+        )
+
+    out, d_rows, want = products(lhs, rhs, grad)
+    near(kernels_32.forward(jnp.float32, None, lhs, rhs, bias, sizes), out)
     got = kernels_32.data_grad(jnp.float32, None, True, grad, rhs, sizes)
-    near(got, gemm_plain._gradients(gemm, None, rhs, grad, sizes)[0])
+    near(got, d_rows)
     for slab, used in enumerate(SIZES.sum(-1)):
         np.testing.assert_array_equal(got[slab, used:], 0)
     got = kernels_32.weight_grad(jnp.float32, None, experts, False, lhs, grad, sizes)
-    want = gemm_plain._gradients(gemm, lhs, None, grad, sizes, experts, jnp.float32)[0]
     assert np.abs(np.asarray(got - want)).max() <= limit(want)
 
 
