@@ -93,18 +93,19 @@ def test_grouped_gemm_and_its_gradients_multiply_what_a_new_recipe_makes(recipe:
     def product(x: Any, w: Any, **options: Any) -> Any:
         return ep.grouped_gemm(x, w, SIZES, bias=bias, **options)
 
-    out, pull = jax.vjp(functools.partial(product, recipe=recipe), x, w)
-    q_x, q_w = ep.grouped_quantize(x, SIZES, recipe), ep.grouped_quantize(w, None, recipe)
+    out, pull = jax.vjp(jax.jit(functools.partial(product, recipe=recipe)), x, w)
+    quantize = jax.jit(lambda x, sizes: ep.grouped_quantize(x, sizes, recipe).detached())
+    q_x, q_w = quantize(x, SIZES), quantize(w, None)
     assert q_x.dtype == q_w.dtype == recipe.data_dtype()
-    values = q_x.detached().dequantize(), q_w.detached().dequantize()
+    values = q_x.dequantize(), q_w.dequantize()
     near_x, near_w = (
         np.abs(np.asarray(v) - o).max() for v, o in zip(values, (x * used, w), strict=True)
     )
     assert 0 < max(near_x, near_w) < 0.4  # 2 bits of a value of 3
-    want, plain_pull = jax.vjp(product, *values)
+    want, plain_pull = jax.vjp(jax.jit(product), *values)
     near(out[:17], want[:17])
     grad = np.asarray(jnp.cos(out)) * used
-    rounded = ep.grouped_quantize(grad, SIZES, recipe).detached().dequantize()
+    rounded = quantize(grad, SIZES).dequantize()
     for got, wanted in zip(pull(grad), plain_pull(rounded), strict=True):
         near(got, wanted)
 

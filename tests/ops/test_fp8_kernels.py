@@ -433,12 +433,13 @@ def test_a_copy_with_the_contracted_dim_along_memory_is_what_is_multiplied(
     monkeypatch.delitem(STANDS_IN, "ep_transpose_weights_v1")
     lhs, rhs, bias = (jnp.asarray(x) for x in drawn(dtype=np.float32))
     sizes = jnp.asarray(SIZES)
-    rows = quantize_plain.quantize_rows(recipe, lhs, sizes)
-    kernel = quantize_plain.quantize_kernel(recipe, rhs, transposed=True)
+    rows = jax.jit(functools.partial(quantize_plain.quantize_rows, recipe))(lhs, sizes)
+    transposed = functools.partial(quantize_plain.quantize_kernel, recipe, transposed=True)
+    kernel = jax.jit(transposed)(rhs)
     assert kernel.transposed is not None
     assert kernel.transposed.shape == (8, 2, 128, 160)
     operands = (rows, kernel, bias, sizes)
     near(
         kernels_8.forward(jnp.float32, None, *operands),
-        gemm_plain._forward(gemm_plain.Gemm(jnp.float32), *operands),
+        jax.jit(functools.partial(gemm_plain._forward, gemm_plain.Gemm(jnp.float32)))(*operands),
     )

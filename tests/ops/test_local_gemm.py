@@ -146,8 +146,9 @@ def test_every_recipe_stays_close_to_exact_sums(recipe: Any, tolerance: float) -
 def test_one_operand_may_be_quantized_and_the_other_not() -> None:
     sizes = cases.SIZES["slack"]
     given = cases.operands(sizes, 33, (9,))
-    kernel = quantize_plain.quantize_kernel(recipes.BlockScaling(), given.rhs)
-    rows = quantize_plain.quantize_rows(recipes.TensorScaling(), given.lhs, jnp.int32(sizes))
+    by_blocks = functools.partial(quantize_plain.quantize_kernel, recipes.BlockScaling())
+    by_tensor = functools.partial(quantize_plain.quantize_rows, recipes.TensorScaling())
+    kernel, rows = jax.jit(by_blocks)(given.rhs), jax.jit(by_tensor)(given.lhs, np.int32(sizes))
     mixed = given._replace(rhs=kernel.dequantize())
     got = compiled()(given.lhs, kernel, given.bias, given.grad, jnp.int32(sizes))
     assert_close(got, expected(mixed, sizes), 1e-6)
