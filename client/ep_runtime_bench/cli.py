@@ -8,7 +8,6 @@ import importlib
 import json
 import os
 from collections.abc import Iterator
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ from ep_runtime_bench.base.moe_cases import CASES, QUANTIZED, RECIPES, WEIGHTS
 from ep_runtime_bench.base.options import (
     ALSO,
     BENCHES,
-    GPU_BENCHES,
     ON_CPU,
     ON_GPUS,
     STOCK,
@@ -40,14 +38,9 @@ _MODULES = {
     "dispatch": "movement.{}_movement",
     "combine": "movement.{}_movement",
     "gemm": "one_device.{}_gemm",
-    "quantize": "one_device.quantize",
-    "permute": "one_device.permute",
     "moe": "moe.moe",
     "train": "train.train",
-    "connect": "control.connect",
-    "staging": "control.staging",
-    "control": "control.control",
-    "compile": "compile.compile",
+    "connect": "connect",
 }
 
 
@@ -61,11 +54,6 @@ def _sizes(text: str) -> tuple[int, ...]:
 
 def _names(text: str) -> tuple[str, ...]:
     return tuple(part.strip() for part in text.split(",") if part.strip())
-
-
-def _axes(text: str) -> tuple[tuple[str, int], ...]:
-    pairs = (part.partition("=") for part in _names(text))
-    return tuple((name, int(size)) for name, _, size in pairs)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -92,13 +80,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N,N",
         help="bytes of a token row, a multiple of 2 (rows are bf16); "
         f"default {','.join(map(str, default.row_bytes))}",
-    )
-    parser.add_argument(
-        "--mesh",
-        type=_axes,
-        default=default.mesh,
-        metavar="AXIS=N,...",
-        help='mesh of `compile`, such as dp=2,fsdp=2,ep=2; default "ep" over all devices',
     )
     parser.add_argument(
         "--capacity",
@@ -199,12 +180,6 @@ def _add_numbers(parser: argparse.ArgumentParser) -> None:
         ("--top-k", default.top_k, f"experts per token; default {default.top_k}"),
         ("--experts", None, f"experts; default {default.num_experts}, on GPUs {GPU_EXPERTS}"),
         ("--repeats", default.repeats, f"timed calls of each subject; default {default.repeats}"),
-        ("--layers", default.num_layers, f"layers of `control`; default {default.num_layers}"),
-        (
-            "--model-layers",
-            default.model_layers,
-            f"layers of `compile`; default {default.model_layers}",
-        ),
     ):
         parser.add_argument(flag, type=int, default=value, metavar="N", help=text)
 
@@ -238,8 +213,7 @@ def make_options(args: argparse.Namespace) -> BenchOptions:
     return dataclasses.replace(
         said,
         row_bytes=args.row_bytes,
-        devices=prod(size for _, size in args.mesh) if args.mesh else devices,
-        mesh=args.mesh,
+        devices=devices,
         processes=args.processes,
         tokens_per_rank=tokens[0] if tokens else 0,
         tokens=tokens or said.tokens,
@@ -262,15 +236,12 @@ def make_options(args: argparse.Namespace) -> BenchOptions:
         top_k=args.top_k,
         num_experts=experts,
         repeats=args.repeats,
-        num_layers=args.layers,
-        model_layers=args.model_layers,
     ).checked()
 
 
 def _default_transports(benches: tuple[str, ...]) -> tuple[str, ...]:
-    """GPUs where there are some and every bench runs on them; a layer stands beside stock JAX."""
-    able = all(name in GPU_BENCHES for name in benches)
-    found = ON_GPUS if able and gpus.usable() else ON_CPU
+    """GPUs where there are some; a layer stands beside stock JAX."""
+    found = ON_GPUS if gpus.usable() else ON_CPU
     return (found[0], STOCK) if benches in (("moe",), ("train",)) else found
 
 

@@ -38,7 +38,6 @@ from ep_runtime_bench.base.moe_cases import (
     Measured,
     Order,
     Profile,
-    RankWait,
     Step,
 )
 from ep_runtime_bench.base.options import BenchOptions
@@ -126,13 +125,7 @@ def test_a_process_measures_both_variants_and_their_kernels(
     assert any(part.startswith("backward experts") for part in parts)
     assert all(each.step_s >= 0 for each in measured.profile.kernels)
     assert 0 <= measured.profile.idle_s < measured.profile.step_s
-    waits = {(wait.rank, wait.op): wait for wait in measured.waits}
-    ops = ("prepare", "dispatch", "combine", "dispatch_bwd", "combine_bwd")
-    assert waits.keys() == {(rank, op) for rank in range(RANKS) for op in ops}
-    for (rank, _), wait in waits.items():
-        assert wait.calls == 1.0  # those of other steps are not among them
-        assert (wait.step_s > 0) == (wait.peer is not None)
-        assert wait.peer != rank
+
     said = json.loads(json.dumps(dataclasses.asdict(measured)))
     assert Measured.from_dict(said) == measured
 
@@ -326,20 +319,6 @@ def test_kernels_below_one_percent_are_summed_and_the_rest_is_no_kernel() -> Non
     ]
 
 
-def test_waits_are_said_by_rank_and_op_and_as_a_share_of_the_step() -> None:
-    steps = [Step(REMAT, [3.0], 3.0, None, 0), Step("", [2.0], 2.0, None, 0)]
-    waits = [RankWait(0, "dispatch", 1.0, 0.5, 1), RankWait(1, "dispatch", 1.0, 0.0, None)]
-    found = {
-        ("a", "nvlink"): Measured(steps, waits=waits),
-        ("a", PADDED): Measured(steps[1:]),
-    }
-    rows = [*moe.wait_rows(found)]
-    assert [(row["rank"], row["op"], row["ms"], row["percent"], row["peer"]) for row in rows] == [
-        (0, "dispatch", 500.0, 25.0, 1),
-        (1, "dispatch", 0.0, 0.0, None),
-    ]
-
-
 @pytest.mark.parametrize(
     ("op_name", "part"),
     [
@@ -485,4 +464,3 @@ def test_the_command_writes_all_tables() -> None:
     subjects = [row["subject"] for row in found["moe"]]
     assert subjects == ["memfd", "memfd remat", PADDED]
     assert found["moe_kernels"][-1]["part"] == "no kernel"
-    assert {row["rank"] for row in found["moe_waits"]} == {0, 1}

@@ -189,7 +189,6 @@ def test_gpus_that_are_there_are_taken_where_nothing_is_said(
     assert (found.transports, found.devices, found.num_experts) == (("nvlink", "xla"), 4, 256)
     assert found.sms == (0,)
     assert options_of("gemm").transports == ("nvlink", "xla")
-    assert options_of("control").transports == ("memfd", "xla")
     assert options_of("dispatch", "--transports", "xla").devices == 8
     monkeypatch.setattr(cli.gpus, "usable", lambda: 0)
     assert options_of("dispatch", "combine").transports == ("memfd", "xla")
@@ -199,7 +198,6 @@ def test_gpus_that_are_there_are_taken_where_nothing_is_said(
     ("words", "said"),
     [
         (["--transports", "nvlink,memfd"], "memfd runs on CPU devices, nvlink on GPUs"),
-        (["control", "--transports", "nvlink"], "control runs on CPU devices"),
         (["--transports", "xla,stock"], "stock needs nvlink, except in moe and train"),
         (["--transports", "xla", "--tokens", "1,2"], "--tokens takes one number for CPU"),
         (["--transports", "nvlink", "--devices", "3"], "--experts must be a multiple of"),

@@ -19,7 +19,7 @@ OF_FRAMEWORKS = {"_same_tangent", "emit", "intercept_service", "set_view", "setu
 # Methods of public classes.
 OF_USERS = {"from_separate"}
 # What tests compare with, and how they see that an op reads no stale memory.
-OF_TESTS = {"poison_staging"}
+OF_TESTS = {"await_ready", "poison_staging"}
 
 
 def sources() -> Iterator[tuple[str, ast.Module]]:

@@ -132,7 +132,6 @@ nccl_tests() {
 }
 part_nccl() {
   NCCL_NVLS_ENABLE=0 "$python" tests/gpu/tools/nccl_check.py
-  "$python" tests/gpu/tools/nccl_sweep.py
   nccl_tests "not processes and not domains and not killed and not starts"
 }
 part_nccl_block() {

@@ -13,7 +13,6 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import ep_runtime as ep
-from ep_runtime_bench.compile import model
 from ep_runtime_client.ops.gemm import ops as gemm_ops
 
 LAYERS = 3
@@ -44,22 +43,31 @@ def test_equal_layers_are_partitioned_once(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def _train_step() -> Any:
-    """A step of a model whose weights lie over fsdp too, lowered."""
+    """A step of unrolled layers whose weights are sharded over fsdp too, lowered."""
     group = fakes.local_group(
         axes={"fsdp": 2, "ep": 2},
         name="equal",
         outer_axes="fsdp",
         transport="xla",
         num_experts=4,
-        hidden_size=model.HIDDEN,
-        max_tokens_per_rank=model.SEQ,
+        hidden_size=64,
+        max_tokens_per_rank=32,
         max_top_k=2,
         max_token_dtype="float32",
     )
     layers = [group.register_layer(f"layer{number}", top_k=2) for number in range(LAYERS)]
-    spec = ep.LayerSpec("layer", top_k=2, num_experts=4, hidden_size=model.HIDDEN)
-    weights = model.blocks(LAYERS, spec, group.mesh)
-    rows = NamedSharding(group.mesh, PartitionSpec(model.token_axes(group.mesh)))
-    x = jax.ShapeDtypeStruct((4, model.SEQ, model.HIDDEN), jnp.float32, sharding=rows)
-    moes = [model.runtime_moe(layer) for layer in layers]
-    return jax.jit(lambda layers, x: model.train_step(moes, layers, x)).lower(weights, x)
+
+    def shaped(shape: tuple[int, ...], *spec: Any) -> jax.ShapeDtypeStruct:
+        sharding = NamedSharding(group.mesh, PartitionSpec(*spec))
+        return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)
+
+    experts = shaped((4, 64, 2, 64), "ep", "fsdp"), shaped((4, 64, 64), "ep", None, "fsdp")
+    weights = [ep.MoEParams(shaped((64, 4)), *experts)] * LAYERS
+
+    def loss(weights: Any, x: jax.Array) -> jax.Array:
+        for layer, params in zip(layers, weights, strict=True):
+            x = x + ep.moe(layer, x, params)[0]
+        return (x * x).mean()
+
+    x = shaped((4, 32, 64), ("fsdp", "ep"))
+    return jax.jit(jax.grad(loss)).lower(weights, x)

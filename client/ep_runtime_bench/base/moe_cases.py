@@ -187,25 +187,6 @@ class Profile:
 
 
 @dataclasses.dataclass(frozen=True)
-class RankWait:
-    """What one rank waited for its peers in one op.
-
-    Attributes:
-        rank: world rank.
-        op: of the calls.
-        calls: in a step.
-        step_s: seconds waited in a step.
-        peer: world rank for which it waited longest; None where it did not wait.
-    """
-
-    rank: int
-    op: str
-    calls: float
-    step_s: float
-    peer: int | None
-
-
-@dataclasses.dataclass(frozen=True)
 class Measured:
     """What one process found.
 
@@ -214,18 +195,15 @@ class Measured:
         window_bytes: of staging per rank, which no allocator of XLA counts.
         profile: of the variant without remat; empty of stock JAX.
         dropped: slots of a step that found no row, on all devices; None where nobody counts.
-        waits: of steps without remat that follow each other; empty where no board tells.
     """
 
     steps: Sequence[Step]
     window_bytes: int = 0
     profile: Profile = Profile()
     dropped: int | None = None
-    waits: Sequence[RankWait] = ()
 
     @classmethod
     def from_dict(cls, said: Mapping[str, Any]) -> Measured:
         steps = [Step(**one) for one in said["steps"]]
         profile = Profile.from_dict(said["profile"])
-        waits = [RankWait(**one) for one in said["waits"]]
-        return cls(steps, said["window_bytes"], profile, said["dropped"], waits)
+        return cls(steps, said["window_bytes"], profile, said["dropped"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from math import prod
 from typing import Any, Literal, get_args
 
 from ep_runtime.errors import InvalidArgumentError
@@ -22,18 +21,7 @@ from ep_runtime_bench.base.train_cases import CPU_MODELS, MODELS, REMATS
 from ep_runtime_bench.base.train_cases import ROUTINGS as TRAIN_ROUTINGS
 from ep_runtime_client.cli.tables import Column
 
-GPU_BENCHES = (
-    "dispatch",
-    "combine",
-    "gemm",
-    "quantize",
-    "permute",
-    "moe",
-    "train",
-    "connect",
-    "staging",
-)
-BENCHES = (*GPU_BENCHES, "control", "compile")
+BENCHES = ("dispatch", "combine", "gemm", "moe", "train", "connect")
 Transport = Literal["memfd", "nvlink", "nccl", "xla"]
 TRANSPORTS: tuple[Transport, ...] = get_args(Transport)
 ON_CPU: tuple[Transport, ...] = ("memfd", "xla")
@@ -69,8 +57,6 @@ class BenchOptions:
         stock_layers: of STOCK_LAYERS: which of them `moe` measures.
         row_bytes: sizes of a token row, on CPU.
         devices: D, one EP group.
-        mesh: (axis, size) of every axis of the mesh that `compile` uses, "ep" among them, D devices
-            together; without any it is ep alone.
         processes: P, each with D / P of the devices; for dispatch and combine.
         tokens_per_rank: on CPU; 0 chooses about TARGET_BYTES_PER_RANK of rows.
         tokens: numbers of tokens per rank, on GPUs.
@@ -94,8 +80,6 @@ class BenchOptions:
         top_k: K.
         num_experts: E.
         repeats: timed calls of each subject.
-        num_layers: that `control` registers in one call.
-        model_layers: of the model that `compile` compiles.
     """
 
     benches: tuple[str, ...] = ("dispatch", "combine")
@@ -104,7 +88,6 @@ class BenchOptions:
     stock_layers: tuple[str, ...] = STOCK_LAYERS
     row_bytes: tuple[int, ...] = (256, 1024, 4096, 16384)
     devices: int = 8
-    mesh: tuple[tuple[str, int], ...] = ()
     processes: int = 1
     tokens_per_rank: int = 0
     tokens: tuple[int, ...] = (128, 4096, 8192)
@@ -127,8 +110,6 @@ class BenchOptions:
     top_k: int = 8
     num_experts: int = 64
     repeats: int = 15
-    num_layers: int = 10_000
-    model_layers: int = 24
 
     def checked(self) -> BenchOptions:
         """Itself, or InvalidArgumentError naming the argument, what was wanted and what was got."""
@@ -154,22 +135,12 @@ class BenchOptions:
                 raise InvalidArgumentError(
                     f"{argument} must be of {choices}, got {values}", argument=argument
                 )
-        counts = (
-            "devices",
-            "processes",
-            "top_k",
-            "num_experts",
-            "repeats",
-            "num_layers",
-            "model_layers",
-        )
-        for argument in counts:
+        for argument in ("devices", "processes", "top_k", "num_experts", "repeats"):
             if getattr(self, argument) < 1:
                 raise InvalidArgumentError(
                     f"{argument} must be at least 1, got {getattr(self, argument)}",
                     argument=argument,
                 )
-        self._check_mesh()
         self._check_gpus()
         self._check_cases()
         self._check_processes()
@@ -191,14 +162,6 @@ class BenchOptions:
             raise InvalidArgumentError(
                 f"--processes is for dispatch and combine only, got it with {', '.join(alone)}",
                 argument="processes",
-            )
-
-    def _check_mesh(self) -> None:
-        sizes = dict(self.mesh)
-        if self.mesh and ("ep" not in sizes or prod(sizes.values()) != self.devices):
-            raise InvalidArgumentError(
-                f'--mesh must have an axis "ep" and {self.devices} devices, got {self.mesh}',
-                argument="mesh",
             )
 
     def _check_cases(self) -> None:
@@ -264,11 +227,9 @@ class BenchOptions:
                     argument="transports",
                 )
             return
-        elsewhere = [name for name in self.benches if name not in GPU_BENCHES]
-        if "memfd" in self.transports or elsewhere:
-            what = ", ".join(["memfd"] * ("memfd" in self.transports) + elsewhere)
+        if "memfd" in self.transports:
             raise InvalidArgumentError(
-                f"{what} runs on CPU devices, nvlink on GPUs; measure them separately, got "
+                f"memfd runs on CPU devices, nvlink on GPUs; measure them separately, got "
                 f"--transports {','.join(self.transports)}",
                 argument="transports",
             )

@@ -36,7 +36,6 @@ from ep_runtime_bench.base.moe_cases import (
 from ep_runtime_bench.base.timing import median
 from ep_runtime_bench.moe import stock_layer
 from ep_runtime_bench.moe.measuring import create_group, peak_bytes, planned_bytes, profiled
-from ep_runtime_bench.moe.waits import waited
 from ep_runtime_client.cli import render
 from ep_runtime_client.groups import estimate
 from ep_runtime_client.jobs.members import Member, start_jax
@@ -79,20 +78,14 @@ def measure(order: Order, told: Callable[[str], object], clock: Clock) -> Measur
             _timed(name, each, operands, (order, peaks[name]), clock)
             for name, each in programs.items()
         ]
-        if session is None or group is None:
+        if group is None:
             return Measured(steps)
         dropped = int(jax.jit(functools.partial(_run, order, layer))(*operands)[2].dropped)
         program, warm = programs[""], round(ENOUGH_S / steps[-1].enqueued_s)
-
-        def some_steps() -> int:
-            jax.block_until_ready([program(*operands) for _ in range(ENQUEUED)][-1])
-            return ENQUEUED
-
-        waits = waited(session, group, some_steps)
         profile = profiled(program, lambda: program(*operands), min(MOST_WARM, warm))
         group.check()  # a call that failed is over at once: its time would look good
         windows = 0 if order.subject == "xla" else estimate.staging_bytes(group.spec)
-        return Measured(steps, windows, profile, dropped, waits)
+        return Measured(steps, windows, profile, dropped)
 
 
 def make_operands(order: Order, mesh: Mesh) -> Operands:

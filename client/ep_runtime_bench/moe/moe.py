@@ -1,4 +1,4 @@
-"""The whole MoE layer, forward and backward, beside stock JAX: time, memory, kernels, waits.
+"""The whole MoE layer, forward and backward, beside stock JAX: time, memory, kernels.
 
 A step is the sum of squares of the layer's result and its gradient in tokens, router and experts,
 in one process with all devices. "step" is one jitted step that the host waits for; "enqueued" one
@@ -7,8 +7,7 @@ times an expert's even share, "stock dropless" drops none. Ours has room for any
 capacity factor that much of a rank's even share, and DROPPED tells what found no row. OF PLAIN is
 the time of a recipe over that of the same layer without one; with "weights once" they are quantized
 before the step that is timed, as for all layers of a model at once. Memory is the peak of the
-fullest device with our windows; every subject and case is measured in a fresh process. WAITED MS is
-what a rank waited in an op for words of its peers, from 4 us on, in steps that follow each other.
+fullest device with our windows; every subject and case is measured in a fresh process.
 """
 
 from __future__ import annotations
@@ -69,17 +68,6 @@ KERNEL_COLUMNS = (
     Column("percent", "% OF STEP", "count"),
 )
 
-WAIT_COLUMNS = (
-    Column("case", "CASE"),
-    Column("subject", "SUBJECT"),
-    Column("rank", "RANK", "count"),
-    Column("op", "OP"),
-    Column("calls", "CALLS", "count"),
-    Column("ms", "WAITED MS", "count"),
-    Column("percent", "% OF STEP", "count"),
-    Column("peer", "MOST FOR RANK", "count"),
-)
-
 Found = Mapping[tuple[str, str], Measured]  # by case and subject
 
 
@@ -107,11 +95,9 @@ def _reports(options: BenchOptions, found: Found) -> list[BenchReport]:
     title = f"MoE layer, forward and backward: {options.devices} {kind}, {options.dtype}"
     whose = "kernels of device 0" if options.on_gpus else "operations of all devices together"
     kernels = f"where the time goes: {whose} in one step, without remat"
-    waits = "what ranks waited for each other in one step, without remat"
     return [
         BenchReport("moe", title, COLUMNS, make_rows(options, found)),
         BenchReport("moe_kernels", kernels, KERNEL_COLUMNS, [*kernel_rows(found)]),
-        BenchReport("moe_waits", waits, WAIT_COLUMNS, [*wait_rows(found)]),
     ]
 
 
@@ -201,23 +187,6 @@ def _ratios(step: Step, memory: int | None, beside: Mapping[str, Step]) -> dict[
     if memory is not None and other:
         ratios["memory_to_padded"] = round(memory / other, 3)
     return ratios
-
-
-def wait_rows(found: Found) -> Iterator[dict[str, Any]]:
-    """Of every case and subject whose boards tell it, the ranks' waits by op."""
-    for (case, subject), measured in found.items():
-        plain = [step for step in measured.steps if not step.variant]
-        for wait in measured.waits:
-            yield {
-                "case": case,
-                "subject": subject,
-                "rank": wait.rank,
-                "op": wait.op,
-                "calls": round(wait.calls, 2),
-                "ms": round(wait.step_s * 1e3, 3),
-                "percent": round(100 * wait.step_s / plain[0].enqueued_s, 1),
-                "peer": wait.peer,
-            }
 
 
 def kernel_lines(found: Found) -> Iterator[str]:

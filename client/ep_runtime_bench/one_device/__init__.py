@@ -1,1 +1,1 @@
-"""`gemm`, `quantize` and `permute`: work of one device, beside dense products and copies."""
+"""`gemm`: grouped products of one device, beside dense ones."""

@@ -1,1 +1,0 @@
-"""`control`, `connect` and `staging`: what the daemon costs, in time and in memory."""
