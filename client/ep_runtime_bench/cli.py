@@ -13,7 +13,7 @@ from typing import Any
 
 from ep_runtime.errors import InvalidArgumentError, RuntimeUnavailableError
 from ep_runtime.specs import COMBINE_PRECISIONS
-from ep_runtime_bench.base.moe_cases import CASES, QUANTIZED, RECIPES, WEIGHTS
+from ep_runtime_bench.base.moe_cases import CASES, QUANTIZED, RECIPES, TORCH, WEIGHTS
 from ep_runtime_bench.base.options import (
     ALSO,
     BENCHES,
@@ -69,7 +69,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--transports",
         type=_names,
         help=f"comma-separated, of {', '.join([*TRANSPORTS, STOCK])} (plain JAX). `moe` has "
-        f"{' and '.join(STOCK_LAYERS)} instead of {STOCK}. Names with nvlink or nccl run on GPUs, "
+        f"{' and '.join(STOCK_LAYERS)} instead of {STOCK}; `moe` and `train` also have {TORCH}, a "
+        "peer in PyTorch, if that extra is installed. Names with nvlink or nccl run on GPUs, "
         "others on CPU devices. The default is nvlink,xla if this package and JAX can use GPUs, "
         f"else memfd,xla. The default of `moe` is nvlink or memfd, and {STOCK}",
     )
@@ -193,12 +194,14 @@ def make_options(args: argparse.Namespace) -> BenchOptions:
     benches = tuple(args.benches) or BenchOptions().benches
     transports = args.transports or _default_transports(benches)
     layers = tuple(name for name in STOCK_LAYERS if name in transports)
-    ours: Any = tuple(name for name in transports if name not in (STOCK, *STOCK_LAYERS))
+    others = (STOCK, *STOCK_LAYERS, TORCH)
+    ours: Any = tuple(name for name in transports if name not in others)
     said = BenchOptions(
         benches=benches,
         transports=ours,
         stock=STOCK in transports or bool(layers),
         stock_layers=STOCK_LAYERS if STOCK in transports else layers or STOCK_LAYERS,
+        torch=TORCH in transports,
     )
     devices, experts = args.devices, args.experts
     if devices is None:

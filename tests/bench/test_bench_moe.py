@@ -440,7 +440,7 @@ def test_a_process_that_fails_is_fatal_only_where_it_is_ours(
     monkeypatch.setattr(clients, "python_command", lambda *args: command)
 
     def measured(*subjects: str) -> list[Any]:
-        return [*clients.measured([*map(order_of, subjects)], "tests", 60.0)]
+        return [*clients.measured([*map(order_of, subjects)], 60.0)]
 
     assert measured(PADDED, DROPLESS) == []
     assert f"{PADDED}: no figures, it ended with exit code 7" in capfd.readouterr().err

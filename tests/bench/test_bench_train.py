@@ -146,7 +146,7 @@ def test_each_row_stands_beside_stock_with_remat_alike() -> None:
         order_of(STOCK): Trained([0.1], [3.0, 2.0], 2048, 0, 5),
         order_of(STOCK, remat="default"): Trained([0.2], [3.0, 2.0], 512, 0, 5),
     }
-    plain, again, *_ = train.make_rows(found)
+    plain, again, *_ = train.make_rows(BenchOptions(), found)
     assert (plain["times_as_fast_as_stock"], plain["memory_to_stock"]) == (2.0, 0.5)
     assert (again["times_as_fast_as_stock"], again["memory_to_stock"]) == (4.0, 2.0)
     assert (plain["zeros_ms"], plain["copies_ms"], plain["idle_ms"]) == (3.0, 4.0, 3.0)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ import pytest
 
 from ep_runtime.errors import InvalidArgumentError, RuntimeUnavailableError
 from ep_runtime_bench import cli
-from ep_runtime_bench.base import device_time, routing
+from ep_runtime_bench.base import device_time, energy, routing, speeds
 from ep_runtime_bench.base.options import ALSO, LIKE, BenchOptions, DeviceSample
 from ep_runtime_bench.movement import gpu_calls, gpu_movement
 
@@ -199,6 +201,10 @@ def test_gpus_that_are_there_are_taken_where_nothing_is_said(
     [
         (["--transports", "nvlink,memfd"], "memfd runs on CPU devices, nvlink on GPUs"),
         (["--transports", "xla,stock"], "stock needs nvlink, except in moe and train"),
+        (
+            ["gemm", "--transports", "xla,torch"],
+            "torch is of moe and train alone, got it with gemm",
+        ),
         (["--transports", "xla", "--tokens", "1,2"], "--tokens takes one number for CPU"),
         (["--transports", "nvlink", "--devices", "3"], "--experts must be a multiple of"),
         (["--transports", "nvlink", "--devices", "1", "--tokens", "0"], "--tokens must be at"),
@@ -238,6 +244,58 @@ def test_gpus_that_are_not_there_are_named(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(cli.gpus, "usable", lambda: 1)
     with pytest.raises(RuntimeUnavailableError, match="wants 2 GPUs .* found 1"):
         run("dispatch", "--transports", "nvlink", "--devices", "2")
+
+
+def test_a_peer_that_is_not_installed_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(RuntimeUnavailableError, match=r"pip install 'ep-runtime\[torch\]'"):
+        options_of("moe", "--transports", "memfd,torch", "--devices", "2")
+
+
+class FakeNvml:
+    """Two GPUs, each of which draws 500 W of a clock that a step moves on by 10 ms."""
+
+    NVMLError = OSError
+
+    def __init__(self, counts: bool) -> None:
+        self.now_s, self._counts = 3.0, counts
+
+    def nvmlInit(self) -> None: ...
+
+    def nvmlShutdown(self) -> None: ...
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:
+        return index
+
+    def nvmlDeviceGetHandleByUUID(self, name: str) -> str:
+        return name
+
+    def nvmlDeviceGetTotalEnergyConsumption(self, handle: object) -> float:
+        if not self._counts:
+            raise OSError
+        return 1e3 * 500 * self.now_s
+
+
+@pytest.mark.parametrize(("counts", "joules"), [(True, 10.0), (False, None)])
+def test_joules_of_a_step_are_those_of_all_its_gpus(
+    counts: bool, joules: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nvml = FakeNvml(counts)
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    monkeypatch.setattr(energy.env, "visible_devices", lambda: "GPU-a,1,2")
+
+    def run(steps: int) -> None:
+        nvml.now_s += steps * 0.01
+
+    assert energy.joules_per_step(2, run, 0.01) == joules
+    assert energy.joules_per_step(0, run, 0.01) is None
+
+
+def test_speeds_are_of_all_tokens_and_of_one_gpu() -> None:
+    found = speeds.speeds(0.5, 1000, 98.9e12, 12.345, "NVIDIA H100 80GB HBM3")
+    assert found == {"tokens_per_s": 2000, "tflops": 197.8, "mfu": 0.2, "joules": 12.35}
+    assert speeds.speeds(0.5, 1000, 98.9e12, None, "another")["mfu"] is None
+    assert [column.key for column in speeds.COLUMNS] == [*found]
 
 
 def test_everything_that_can_be_timed_says_whose_rows_it_moves() -> None:

@@ -41,19 +41,21 @@ class Ordered(Protocol):
     def label(self) -> str: ...
     @property
     def is_stock(self) -> bool: ...
+    @property
+    def module(self) -> str:
+        """Its `main` reads an order and tells its stages (`tell`)."""
 
 
 OrderedT = TypeVar("OrderedT", bound=Ordered)
 
 
 def measured(
-    orders: Sequence[OrderedT], module: str, limit_s: float
+    orders: Sequence[OrderedT], limit_s: float
 ) -> Iterator[tuple[OrderedT, dict[str, Any]]]:
-    """What the process of each order found, `python -m module ORDER`; stock ones may fail.
+    """What the process of each order found, `python -m MODULE ORDER`; stock ones may fail.
 
     Args:
         orders: in the order in which they are measured.
-        module: whose `main` reads an order and tells its stages (`tell`).
         limit_s: of a stage of one process.
 
     Raises:
@@ -65,7 +67,7 @@ def measured(
 
         def start_some() -> None:
             for _ in range(min(STARTED_TOGETHER, len(left))):
-                client = _Client(left.popleft(), module, limit_s)
+                client = _Client(left.popleft(), limit_s)
                 waiting.append(all_ended.enter_context(client))
 
         start_some()
@@ -89,12 +91,12 @@ def measured(
 class _Client:
     """Context manager: one process; none outlives the block, or a stage `limit_s`."""
 
-    def __init__(self, order: Ordered, module: str, limit_s: float) -> None:
+    def __init__(self, order: Ordered, limit_s: float) -> None:
         self._order = order
         self._limit_s = limit_s
         self._heard: set[str] = set()
         said: Any = order
-        command = python_command(module, [json.dumps(dataclasses.asdict(said))])
+        command = python_command(order.module, [json.dumps(dataclasses.asdict(said))])
         environment = env.inherited() | _ENVIRONMENT
         environment.pop(_OLD_NAME, None)
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}

@@ -13,7 +13,10 @@ from ep_runtime.specs import COMBINE_PRECISIONS
 
 PADDED = "stock padded"
 DROPLESS = "stock dropless"
+TORCH = "torch"  # PyTorch, of `moe` and `train`
 REMAT = "remat"
+# Rounds of steps that are enqueued one after another, and steps of a round.
+ROUNDS, ENQUEUED = 5, 10
 # How the experts' matmuls quantize; the first not at all: they run in the layer's dtype.
 RECIPES = ("none", "bf16", "fp8", "fp8-block", "mxfp8")
 EIGHT_BIT = RECIPES[2:]
@@ -78,7 +81,7 @@ class Order:
     """What one fresh process is told.
 
     Attributes:
-        subject: a transport, PADDED or DROPLESS.
+        subject: a transport, PADDED, DROPLESS or TORCH.
         name: of the case.
         case: the layer.
         devices: N.
@@ -123,7 +126,11 @@ class Order:
 
     @property
     def is_stock(self) -> bool:
-        return self.subject in (PADDED, DROPLESS)
+        return self.subject in (PADDED, DROPLESS, TORCH)
+
+    @property
+    def module(self) -> str:
+        return f"ep_runtime_bench.moe.{'torch_' if self.subject == TORCH else ''}client"
 
     @classmethod
     def from_dict(cls, said: Mapping[str, Any]) -> Order:
@@ -140,6 +147,7 @@ class Step:
         enqueued_s: seconds of a step of many that were enqueued one after another, the median.
         peak_bytes: most that the fullest device held so far, None where it does not say.
         planned_bytes: operands, results and temporaries of the program, of one device.
+        joules: that all devices draw in a step, None where no counter says.
     """
 
     variant: str
@@ -147,6 +155,7 @@ class Step:
     enqueued_s: float
     peak_bytes: int | None
     planned_bytes: int
+    joules: float | None = None
 
 
 @dataclasses.dataclass(frozen=True)

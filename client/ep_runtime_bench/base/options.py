@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, get_args
 
-from ep_runtime.errors import InvalidArgumentError
+from ep_runtime.errors import InvalidArgumentError, RuntimeUnavailableError
 from ep_runtime.specs import COMBINE_PRECISIONS, DTYPE_BYTES
 from ep_runtime_bench.base.moe_cases import (
     CASES,
@@ -14,6 +15,7 @@ from ep_runtime_bench.base.moe_cases import (
     DEFAULT_CASES,
     QUANTIZED,
     RECIPES,
+    TORCH,
     WEIGHTS,
 )
 from ep_runtime_bench.base.routing import ROUTINGS
@@ -28,6 +30,7 @@ ON_CPU: tuple[Transport, ...] = ("memfd", "xla")
 ON_GPUS: tuple[Transport, ...] = ("nvlink", "xla")
 STOCK = "stock"  # JAX without this package, beside nvlink; of `moe` on CPU too
 STOCK_LAYERS = ("stock-padded", "stock-dropless")  # each of the two that STOCK is in `moe`
+MODELLED = ("moe", "train")  # benches that measure other libraries' layers and models
 CEILING = "ceiling"
 PLAIN = "all-to-all"  # of NCCL alone: the same number of rows in equal blocks, beside nccl
 # Beside dispatch and combine: what else can be timed on GPUs, and whose rows each op moves.
@@ -55,6 +58,7 @@ class BenchOptions:
             "nccl" the devices are GPUs.
         stock: stock JAX is measured too, on GPUs, or on CPU by `moe`.
         stock_layers: of STOCK_LAYERS: which of them `moe` measures.
+        torch: PyTorch is measured too, by `moe` and `train`.
         row_bytes: sizes of a token row, on CPU.
         devices: D, one EP group.
         processes: P, each with D / P of the devices; for dispatch and combine.
@@ -86,6 +90,7 @@ class BenchOptions:
     transports: tuple[Transport, ...] = ON_CPU
     stock: bool = False
     stock_layers: tuple[str, ...] = STOCK_LAYERS
+    torch: bool = False
     row_bytes: tuple[int, ...] = (256, 1024, 4096, 16384)
     devices: int = 8
     processes: int = 1
@@ -142,6 +147,7 @@ class BenchOptions:
                     argument=argument,
                 )
         self._check_gpus()
+        self._check_torch()
         self._check_cases()
         self._check_processes()
         if any(size < ROW_ITEM_BYTES or size % ROW_ITEM_BYTES for size in self.row_bytes):
@@ -162,6 +168,21 @@ class BenchOptions:
             raise InvalidArgumentError(
                 f"--processes is for dispatch and combine only, got it with {', '.join(alone)}",
                 argument="processes",
+            )
+
+    def _check_torch(self) -> None:
+        if not self.torch:
+            return
+        if not set(self.benches) <= {*MODELLED}:
+            raise InvalidArgumentError(
+                f"--transports {TORCH} is of {' and '.join(MODELLED)} alone, got it with "
+                f"{','.join(self.benches)}",
+                argument="transports",
+            )
+        if importlib.util.find_spec("torch") is None:
+            raise RuntimeUnavailableError(
+                f"--transports {TORCH} needs PyTorch: install the extra torch, "
+                "pip install 'ep-runtime[torch]'"
             )
 
     def _check_cases(self) -> None:

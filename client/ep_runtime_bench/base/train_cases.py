@@ -10,9 +10,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ep_runtime.specs import COMBINE_PRECISIONS
-from ep_runtime_bench.base.moe_cases import QUANTIZED, RECIPES, Case, Profile
+from ep_runtime_bench.base.moe_cases import QUANTIZED, RECIPES, TORCH, Case, Profile
 
 STOCK = "stock padded"
+FIRST = 8  # steps whose losses are told, ahead of the timed ones
+ROUND = 6  # steps that follow each other, timed together
 # What backward finds again: everything, what `ep.remat_policy()` saves, or of our names alone.
 REMATS = ("none", "default", "plan", "rows")
 # Where tokens go: as the router says as it was initialised, or to experts drawn beforehand.
@@ -53,6 +55,14 @@ class Model:
         tokens = self.batch * self.sequence
         return Case(tokens, self.hidden, self.inner, self.num_experts, self.top_k)
 
+    @property
+    def flops(self) -> int:
+        """Of one step of a device: projections, causal attention, router, head, experts."""
+        dense = 8 * self.hidden**2 + 2 * self.sequence * self.hidden
+        dense += 2 * self.hidden * self.num_experts
+        forward = self.layers * dense + 2 * self.hidden * self.vocabulary
+        return 3 * self.case.tokens * forward + self.layers * self.case.flops
+
 
 _SMALL = Model(8, 2048, 16, 1024, 64, 8, 2048, 4, 32_000)
 _TINY = Model(2, 64, 4, 32, 16, 4, 32, 1, 128)
@@ -79,7 +89,7 @@ class TrainOrder:
     """What one fresh process is told.
 
     Attributes:
-        subject: a transport, or STOCK.
+        subject: a transport, STOCK or TORCH.
         name: of the model, and of the routing where it is not the router's.
         model: what is trained.
         devices: of the mesh.
@@ -126,7 +136,11 @@ class TrainOrder:
 
     @property
     def is_stock(self) -> bool:
-        return self.subject == STOCK
+        return self.subject in (STOCK, TORCH)
+
+    @property
+    def module(self) -> str:
+        return f"ep_runtime_bench.train.{'torch_' if self.subject == TORCH else ''}client"
 
     @property
     def axes(self) -> dict[str, int]:
@@ -152,6 +166,7 @@ class Trained:
         window_bytes: of staging per rank, which no allocator of XLA counts.
         planned_bytes: operands, results and temporaries of the program, of one device.
         profile: where a step's time goes.
+        joules: that all devices draw in a step, None where no counter says.
     """
 
     step_s: Sequence[float]
@@ -160,6 +175,7 @@ class Trained:
     window_bytes: int
     planned_bytes: int
     profile: Profile = Profile()
+    joules: float | None = None
 
     @classmethod
     def from_dict(cls, said: Mapping[str, Any]) -> Trained:

@@ -23,12 +23,14 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import ep_runtime as ep
-from ep_runtime_bench.base import clients
+from ep_runtime_bench.base import clients, energy
 from ep_runtime_bench.base.clients import COMPILED, READY
 from ep_runtime_bench.base.device_bench import AXIS
 from ep_runtime_bench.base.moe_cases import (
+    ENQUEUED,
     RECIPES,
     REMAT,
+    ROUNDS,
     Measured,
     Order,
     Step,
@@ -42,8 +44,6 @@ from ep_runtime_client.jobs.members import Member, start_jax
 from ep_runtime_client.ops.quantize.formats import recipes
 
 WARMUP = 2
-ENQUEUED = 10
-ROUNDS = 5
 NUM_MASTERS = 4  # operands that have gradients: x, router, wi, wo
 ENOUGH_S = 0.5  # of each way to time: slow subjects need no more samples
 MOST_WARM = 50  # steps before those whose profile counts
@@ -219,11 +219,15 @@ def _timed(
         return (clock() - started) / ENQUEUED
 
     enqueued_s = median(_until_enough(many, ROUNDS, clock))
+    counted = order.devices if order.platform == "gpu" else 0
+    joules = energy.joules_per_step(
+        counted, lambda steps: [many() for _ in range(steps // ENQUEUED)], enqueued_s
+    )
     render.err(
         f"{order.name}: {order.label}{' ' * bool(variant)}{variant}: "
         f"step p50 {median(step_s) * 1e3:.2f} ms, enqueued {enqueued_s * 1e3:.2f} ms"
     )
-    return Step(variant, step_s, enqueued_s, peak, planned_bytes(program))
+    return Step(variant, step_s, enqueued_s, peak, planned_bytes(program), joules)
 
 
 def _until_enough(run: Callable[[], float], most: int, clock: Clock) -> list[float]:

@@ -3,7 +3,8 @@
 A step is the sum of squares of the layer's result and its gradient in tokens, router and experts,
 in one process with all devices. "step" is one jitted step that the host waits for; "enqueued" one
 of many launched one after another, divided by their number. "stock padded" drops tokens past 1.25
-times an expert's even share, "stock dropless" drops none. Ours has room for any routing, or with a
+times an expert's even share, "stock dropless" drops none. "torch" is PyTorch, a process for each
+device, and drops none. Ours has room for any routing, or with a
 capacity factor that much of a rank's even share, and DROPPED tells what found no row. OF PLAIN is
 the time of a recipe over that of the same layer without one; with "weights once" they are quantized
 before the step that is timed, as for all layers of a model at once. Memory is the peak of the
@@ -18,7 +19,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ep_runtime.specs import COMBINE_PRECISIONS
-from ep_runtime_bench.base import clients
+from ep_runtime_bench.base import clients, speeds
 from ep_runtime_bench.base.daemon import warm_daemon
 from ep_runtime_bench.base.moe_cases import (
     CASES,
@@ -27,6 +28,7 @@ from ep_runtime_bench.base.moe_cases import (
     PADDED,
     QUANTIZED,
     RECIPES,
+    TORCH,
     WEIGHTS,
     Measured,
     Order,
@@ -39,7 +41,6 @@ from ep_runtime_bench.base.timing import median, quantile
 from ep_runtime_client.cli import render
 from ep_runtime_client.cli.tables import Column
 
-CLIENT = "ep_runtime_bench.moe.client"
 CLIENT_TIMEOUT_S = 120.0
 SHOWN = 0.01  # of a step: kernels that take less are summed up
 COLUMNS = (
@@ -48,9 +49,10 @@ COLUMNS = (
     Column("step_p50_ms", "STEP P50 MS", "count"),
     Column("step_p99_ms", "P99", "count"),
     Column("enqueued_ms", "ENQUEUED MS", "count"),
-    Column("tflops", "TFLOP/S", "count"),
+    *speeds.COLUMNS,
     Column("times_as_fast_as_padded", "X PADDED", "count"),
     Column("times_as_fast_as_dropless", "X DROPLESS", "count"),
+    Column("times_as_fast_as_torch", "X TORCH", "count"),
     Column("time_to_plain", "OF PLAIN", "count"),
     Column("memory_bytes", "MEMORY", "bytes"),
     Column("memory_to_padded", "X PADDED", "count"),
@@ -68,6 +70,8 @@ KERNEL_COLUMNS = (
     Column("percent", "% OF STEP", "count"),
 )
 
+PEERS = {PADDED: "padded", DROPLESS: "dropless", TORCH: "torch"}
+
 Found = Mapping[tuple[str, str], Measured]  # by case and subject
 
 
@@ -82,7 +86,7 @@ def run(options: BenchOptions) -> Iterator[list[BenchReport]]:
     found: dict[tuple[str, str], Measured] = {}
     with warm_daemon() as address:
         wanted = orders(options, address)
-        for order, said in clients.measured(wanted, CLIENT, CLIENT_TIMEOUT_S):
+        for order, said in clients.measured(wanted, CLIENT_TIMEOUT_S):
             key = (order.name, order.label)
             found[key] = Measured.from_dict(said)
             for line in kernel_lines({key: found[key]}):
@@ -115,12 +119,13 @@ def orders(options: BenchOptions, address: str) -> list[Order]:
             options.quantized,
         )
     )
+    plain = (RECIPES[0], WEIGHTS[0], 0.0, "on", COMBINE_PRECISIONS[0], QUANTIZED[0])
     if options.stock:
         able = (PADDED, DROPLESS) if options.on_gpus else (PADDED,)
         said = dict(zip(STOCK_LAYERS, (PADDED, DROPLESS), strict=True))
         chosen = [said[name] for name in options.stock_layers]
-        plain = (RECIPES[0], WEIGHTS[0], 0.0, "on", COMBINE_PRECISIONS[0], QUANTIZED[0])
         subjects += [(name, *plain) for name in able if name in chosen]
+    subjects += [(TORCH, *plain)] * options.torch
     found = []
     for subject, recipe, weights, factor, *others in subjects:
         for name in options.cases:
@@ -141,7 +146,7 @@ def make_rows(options: BenchOptions, found: Found) -> list[dict[str, Any]]:
 
 def _case_rows(options: BenchOptions, found: Found, case: str) -> Iterator[dict[str, Any]]:
     subjects = {subject: measured for (name, subject), measured in found.items() if name == case}
-    beside = {name: subjects[name].steps[0] for name in (PADDED, DROPLESS) if name in subjects}
+    beside = {name: subjects[name].steps[0] for name in PEERS if name in subjects}
     known = {order.label: order for order in orders(options, "") if order.name == case}
     for subject, measured in subjects.items():
         order = known[subject]
@@ -158,7 +163,13 @@ def _case_rows(options: BenchOptions, found: Found, case: str) -> Iterator[dict[
                 "step_p50_ms": round(p50 * 1e3, 3),
                 "step_p99_ms": round(quantile(step.step_s, 0.99) * 1e3, 3),
                 "enqueued_ms": round(step.enqueued_s * 1e3, 3),
-                "tflops": round(order.case.flops / step.enqueued_s / 1e12, 1),
+                **speeds.speeds(
+                    step.enqueued_s,
+                    order.case.tokens * options.devices,
+                    order.case.flops,
+                    step.joules,
+                    speeds.gpu_name() if options.on_gpus else "",
+                ),
                 **_ratios(step, memory, beside),
                 "time_to_plain": _to_plain(order, step, plain),
                 "memory_bytes": memory,
@@ -179,7 +190,7 @@ def _to_plain(order: Order, step: Step, plain: Measured | None) -> float | None:
 def _ratios(step: Step, memory: int | None, beside: Mapping[str, Step]) -> dict[str, Any]:
     """Of enqueued times and of memory; none of what was not measured."""
     ratios: dict[str, Any] = {}
-    for name, key in ((PADDED, "padded"), (DROPLESS, "dropless")):
+    for name, key in PEERS.items():
         if name in beside:
             ratio = beside[name].enqueued_s / step.enqueued_s
             ratios[f"times_as_fast_as_{key}"] = round(ratio, 3)

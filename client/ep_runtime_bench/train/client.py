@@ -18,8 +18,8 @@ import numpy as np
 from jax.sharding import Mesh
 
 import ep_runtime as ep
-from ep_runtime_bench.base import clients
-from ep_runtime_bench.base.train_cases import Trained, TrainOrder
+from ep_runtime_bench.base import clients, energy
+from ep_runtime_bench.base.train_cases import FIRST, ROUND, Trained, TrainOrder
 from ep_runtime_bench.moe.client import recipe_of
 from ep_runtime_bench.moe.measuring import create_group, peak_bytes, planned_bytes, profiled
 from ep_runtime_bench.train import model as models
@@ -27,8 +27,6 @@ from ep_runtime_client.groups import estimate
 from ep_runtime_client.groups.group import Group
 from ep_runtime_client.jobs.members import Member, start_jax
 
-FIRST = 8  # steps whose losses are told, ahead of the timed ones
-ROUND = 6  # steps that follow each other, timed together
 PROFILED_WARM = 6
 
 Clock = Callable[[], float]
@@ -54,13 +52,16 @@ def measure(order: TrainOrder, told: Callable[[str], object], clock: Clock) -> T
         training = _Training(order, place, group)
         told(clients.COMPILED)
         losses = [training.step() for _ in range(FIRST)]
+        step_s = [training.timed(clock) for _ in range(order.repeats)]
+        counted = order.devices if order.platform == "gpu" else 0
         found = Trained(
-            [training.timed(clock) for _ in range(order.repeats)],
+            step_s,
             [float(loss) for loss in losses],
             peak_bytes(order.platform, order.devices),
             estimate.staging_bytes(group.spec) if group and order.subject != "xla" else 0,
             planned_bytes(training.program),
             profiled(training.program, training.step, PROFILED_WARM),
+            energy.joules_per_step(counted, training.run, step_s[-1]),
         )
         if group is not None:
             group.check()  # a call that failed is over at once: its time would look good
@@ -103,13 +104,15 @@ class _Training:
         value: jax.Array = loss
         return value
 
+    def run(self, steps: int) -> None:
+        """Makes steps that follow each other, and waits for them."""
+        jax.block_until_ready([self.step() for _ in range(steps)][-1])
+
     def timed(self, clock: Clock) -> float:
         """Seconds of a step of ROUND that follow each other."""
         jax.block_until_ready(self._params)
         started = clock()
-        for _ in range(ROUND):
-            loss = self.step()
-        jax.block_until_ready(loss)
+        self.run(ROUND)
         return (clock() - started) / ROUND
 
 

@@ -8,20 +8,18 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import ep_runtime as ep
-from ep_runtime_bench.base import routing
+from ep_runtime_bench.base import train_data
 from ep_runtime_bench.base.device_bench import AXIS
 from ep_runtime_bench.base.moe_cases import PADDED
 from ep_runtime_bench.base.train_cases import Model, TrainOrder
 from ep_runtime_bench.moe import stock_layer
 
-BATCHES = 4  # that go round
 LEARNING_RATE = 1e-5
 # (index of the layer, x [B, S, H], its weights, experts [B, S, K] or None) -> y like x.
 Block = Callable[[Any, jax.Array, "Layer", Any], jax.Array]
@@ -100,37 +98,17 @@ def make_params(model: Model, dtype: Any, place: Layout) -> Params:
 
 
 def batches(model: Model, place: Layout, devices: int) -> list[jax.Array]:
-    """int32 [sequences, S + 1] of a few words, so that something can be learnt."""
-    groups = devices // place.mesh.shape.get("tp", 1)
-    rng, shape = np.random.default_rng(0), (groups * model.batch, model.sequence + 1)
+    """`train_data.batches` on the mesh."""
     spread = NamedSharding(place.mesh, P(place.rows))
-    words = min(256, model.vocabulary)
-    return [
-        jax.device_put(rng.integers(0, words, shape).astype(np.int32), spread)
-        for _ in range(BATCHES)
-    ]
+    found = train_data.batches(model, devices // place.mesh.shape.get("tp", 1))
+    return [jax.device_put(batch, spread) for batch in found]
 
 
 def experts_of(order: TrainOrder, place: Layout) -> jax.Array | None:
-    """int32 [sequences, S, K] that `order.routing` says; None where the router chooses.
-
-    "double": the experts of the first rank get twice their even share, which is at most all.
-    """
-    if order.routing == "router":
-        return None
-    model, case = order.model, order.model.case
-    ranks = place.mesh.shape[AXIS]
+    """`train_data.expert_ids` on the mesh."""
     groups = order.devices // place.mesh.shape.get("tp", 1)
-    tokens = case.tokens * groups
-    if order.routing == "double":
-        share = np.ones(model.num_experts)
-        share[: model.num_experts // ranks] = 2 * (ranks - 1) / max(ranks - 2, 0.1)
-        idx = routing.drawn(np.random.default_rng(0), share, tokens, model.top_k)
-    else:
-        idx = routing.topk_idx(order.routing, tokens, model.num_experts, model.top_k)
-    idx = idx.reshape(groups * model.batch, model.sequence, model.top_k)
-    placed: jax.Array = jax.device_put(idx, NamedSharding(place.mesh, P(place.rows)))
-    return placed
+    idx = train_data.expert_ids(order.model, order.routing, place.mesh.shape[AXIS], groups)
+    return None if idx is None else jax.device_put(idx, NamedSharding(place.mesh, P(place.rows)))
 
 
 def _told(place: Layout) -> ep.MoEParams:

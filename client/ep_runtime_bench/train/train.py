@@ -2,7 +2,8 @@
 
 The model is a decoder whose layers are scanned: attention, an MoE block, a head, AdamW. Ours has
 room for any routing, or with a capacity factor that much of a rank's even share; "stock padded"
-drops tokens past 1.25 times an expert's even share and with remat keeps nothing. A step is one of
+drops tokens past 1.25 times an expert's even share and with remat keeps nothing. "torch" is the
+model in PyTorch, a process for each device, which drops none. A step is one of
 six that follow each other. Memory is the peak of the fullest device with our windows, weights and
 moments included. ZEROS and COPIES are the kernels on device 0 that fill or copy, by their names;
 IDLE is when nothing ran there. Waits for slower ranks are inside our kernels' own times.
@@ -17,9 +18,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ep_runtime.specs import COMBINE_PRECISIONS
-from ep_runtime_bench.base import clients
+from ep_runtime_bench.base import clients, speeds
 from ep_runtime_bench.base.daemon import warm_daemon
-from ep_runtime_bench.base.moe_cases import QUANTIZED, Profile, each_once
+from ep_runtime_bench.base.moe_cases import QUANTIZED, TORCH, Profile, each_once
 from ep_runtime_bench.base.options import BenchOptions, BenchReport
 from ep_runtime_bench.base.timing import median
 from ep_runtime_bench.base.train_cases import (
@@ -34,14 +35,14 @@ from ep_runtime_bench.moe.moe import KERNEL_COLUMNS, kernel_rows_of
 from ep_runtime_client.cli import render
 from ep_runtime_client.cli.tables import Column
 
-CLIENT = "ep_runtime_bench.train.client"
 CLIENT_TIMEOUT_S = 240.0
 COLUMNS = (
     Column("model", "MODEL"),
     Column("subject", "SUBJECT"),
     Column("step_ms", "STEP MS", "count"),
     Column("times_as_fast_as_stock", "X STOCK", "count"),
-    Column("tokens_per_s", "TOKENS/S", "count"),
+    Column("times_as_fast_as_torch", "X TORCH", "count"),
+    *speeds.COLUMNS,
     Column("memory_bytes", "MEMORY", "bytes"),
     Column("memory_to_stock", "X STOCK", "count"),
     Column("zeros_ms", "ZEROS MS", "count"),
@@ -67,7 +68,7 @@ def run(options: BenchOptions) -> Iterator[list[BenchReport]]:
     found: dict[TrainOrder, Trained] = {}
     with warm_daemon() as address:
         wanted = orders(options, address)
-        for order, said in clients.measured(wanted, CLIENT, CLIENT_TIMEOUT_S):
+        for order, said in clients.measured(wanted, CLIENT_TIMEOUT_S):
             found[order] = Trained.from_dict(said)
             step = median(found[order].step_s)
             render.err(f"{order.name}: {order.label}: step {step * 1e3:.1f} ms")
@@ -79,7 +80,7 @@ def _reports(options: BenchOptions, found: Found) -> list[BenchReport]:
     title = f"Training step: {options.devices} {kind}, {options.dtype}"
     profiles = {(order.name, order.label): each.profile for order, each in found.items()}
     return [
-        BenchReport("train", title, COLUMNS, make_rows(found)),
+        BenchReport("train", title, COLUMNS, make_rows(options, found)),
         BenchReport(
             "train_kernels",
             "where the time goes: device 0 in one step",
@@ -103,34 +104,41 @@ def orders(options: BenchOptions, address: str) -> list[TrainOrder]:
             options.quantized,
         )
     )
+    plain = ("on", COMBINE_PRECISIONS[0], QUANTIZED[0])
     if options.stock:
-        plain = ("on", COMBINE_PRECISIONS[0], QUANTIZED[0])
         again = dict.fromkeys("default" if remat != "none" else remat for remat in options.remat)
         subjects += [(STOCK, "none", 0.0, remat, *plain) for remat in again]
+    subjects += [(TORCH, "none", 0.0, "none", *plain)] * options.torch
     platform = "gpu" if options.on_gpus else "cpu"
     found = []
     for name, routing in itertools.product(options.models, options.routings):
         said = name if routing == ROUTINGS[0] else f"{name} {routing}"
         how = (options.devices, platform, options.dtype, options.repeats, address)
         for subject, recipe, factor, remat, overlap, precision, quantized in subjects:
+            if subject == TORCH and known[name].beside:
+                continue  # it has no second axis
             settings = (factor, recipe, remat, routing, overlap, quantized, precision)
             found.append(TrainOrder(subject, said, known[name], *how, *settings))
     return found
 
 
-def make_rows(found: Found) -> list[dict[str, Any]]:
+def make_rows(options: BenchOptions, found: Found) -> list[dict[str, Any]]:
     """The table: a model's subjects together, each beside stock JAX with or without remat alike."""
+    gpu = speeds.gpu_name() if options.on_gpus else ""
     rows = []
     for order, each in found.items():
         again = order.remat if order.remat == "none" else "default"
-        beside = found.get(_stock_of(order, again))
+        beside = found.get(_peer_of(order, STOCK, again))
+        torch = found.get(_peer_of(order, TORCH, "none")) if order.remat == "none" else None
         step = median(each.step_s)
+        tokens = _tokens(order)
+        flops = order.model.flops * tokens / (order.model.case.tokens * order.devices)
         memory = None if each.peak_bytes is None else each.peak_bytes + each.window_bytes
         row = {
             "model": order.name,
             "subject": order.label,
             "step_ms": round(step * 1e3, 2),
-            "tokens_per_s": round(_tokens(order) / step),
+            **speeds.speeds(step, tokens, flops, each.joules, gpu),
             "memory_bytes": memory,
             **_kinds(each.profile),
             "first_loss": round(each.losses[0], 4),
@@ -142,14 +150,16 @@ def make_rows(found: Found) -> list[dict[str, Any]]:
             row["times_as_fast_as_stock"] = round(median(beside.step_s) / step, 3)
             if memory is not None and beside.peak_bytes:
                 row["memory_to_stock"] = round(memory / beside.peak_bytes, 3)
+        if torch is not None:
+            row["times_as_fast_as_torch"] = round(median(torch.step_s) / step, 3)
         rows.append(row)
     return rows
 
 
-def _stock_of(order: TrainOrder, remat: str) -> TrainOrder:
+def _peer_of(order: TrainOrder, subject: str, remat: str) -> TrainOrder:
     return dataclasses.replace(
         order,
-        subject=STOCK,
+        subject=subject,
         recipe="none",
         capacity_factor=0.0,
         remat=remat,

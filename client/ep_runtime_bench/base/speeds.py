@@ -1,0 +1,53 @@
+"""Speeds of a step: tokens/s, TFLOP/s of a GPU, and its share of what the card can. No JAX."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from ep_runtime_client.cli.machine import nvml
+from ep_runtime_client.cli.tables import Column
+
+# TFLOP/s of dense 16-bit products, from data sheets, by NVML's names.
+PEAKS = {
+    "NVIDIA A100-SXM4-40GB": 312,
+    "NVIDIA A100-SXM4-80GB": 312,
+    "NVIDIA H100 80GB HBM3": 989,
+    "NVIDIA H100 NVL": 835,
+    "NVIDIA H100 PCIe": 756,
+    "NVIDIA H200": 989,
+    "NVIDIA H200 NVL": 835,
+}
+COLUMNS = (
+    Column("tokens_per_s", "TOKENS/S", "count"),
+    Column("tflops", "TFLOP/S", "count"),
+    Column("mfu", "MFU", "share"),
+    Column("joules", "JOULES", "count"),
+)
+
+
+@functools.cache
+def gpu_name() -> str:
+    """Of the machine's first GPU; "" where NVML tells none."""
+    return next((gpu.name for gpu in nvml.look().gpus), "")
+
+
+def speeds(
+    step_s: float, tokens: int, flops: float, joules: float | None, gpu: str
+) -> dict[str, Any]:
+    """Values of COLUMNS.
+
+    Args:
+        step_s: seconds of a step.
+        tokens: of a step, on all devices.
+        flops: of a step, of one device.
+        joules: of a step, on all devices; None where no counter says.
+        gpu: its name; MFU is None if PEAKS has no such name.
+    """
+    peak = PEAKS.get(gpu)
+    return {
+        "tokens_per_s": round(tokens / step_s),
+        "tflops": round(flops / step_s / 1e12, 1),
+        "mfu": peak and round(flops / step_s / 1e12 / peak, 3),
+        "joules": joules and round(joules, 2),
+    }

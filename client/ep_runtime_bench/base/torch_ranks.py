@@ -1,0 +1,113 @@
+"""Processes of PyTorch, one for each device, that measure one order together.
+
+Ours live in one process; trainers of PyTorch have one for each GPU, under torch.distributed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ep_runtime_bench.base import clients, energy
+from ep_runtime_bench.base.timing import median
+
+
+@dataclasses.dataclass(frozen=True)
+class Rank:
+    """This process among those of its job."""
+
+    index: int
+    count: int
+    device: Any
+
+    @property
+    def on_gpu(self) -> bool:
+        return str(self.device.type) == "cuda"
+
+    def compiled(self, function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+        """By torch.compile; as it is on CPU, where compiling takes a minute and tells nothing."""
+        made: Callable[..., Any] = torch.compile(function, **options) if self.on_gpu else function
+        return made
+
+    def wait(self) -> None:
+        """Until this device has done what it was given."""
+        if self.on_gpu:
+            torch.cuda.synchronize()
+
+    def timed(self, step: Callable[[], object], steps: int) -> float:
+        """Seconds of a step of `steps` that follow each other, of the slowest rank."""
+        dist.barrier()
+        self.wait()
+        started = time.perf_counter()
+        for _ in range(steps):
+            step()
+        self.wait()
+        return self.largest((time.perf_counter() - started) / steps)
+
+    def joules(self, step: Callable[[], object], step_s: float) -> float | None:
+        """What all GPUs draw in a step."""
+        devices = self.count if self.on_gpu else 0
+        return energy.joules_per_step(devices, lambda steps: self.timed(step, steps), step_s)
+
+    def largest(self, value: float) -> float:
+        """Of all ranks."""
+        found = torch.tensor([value], dtype=torch.float64, device=self.device)
+        dist.all_reduce(found, op=dist.ReduceOp.MAX)
+        return float(found)
+
+    def peak_bytes(self) -> int | None:
+        """Most that the fullest device held so far; None on CPU."""
+        if not self.on_gpu:
+            return None
+        return int(self.largest(torch.cuda.max_memory_allocated()))
+
+
+def main(measure: Callable[[Rank, Any], Any], order: Any) -> int:
+    """Of a client of the bench: starts a rank for each device, writes what the first one found.
+
+    Args:
+        measure: of a module, since processes are started afresh; returns a dataclass.
+        order: its `devices` and `platform` say which ranks there are.
+    """
+    clients.tell(clients.READY)
+    clients.tell(clients.COMPILED)  # ranks compile as they go
+    with tempfile.TemporaryDirectory(prefix="ep-bench-torch-") as folder:
+        torch.multiprocessing.spawn(_rank, (measure, order, folder), nprocs=order.devices)
+        sys.stdout.write(Path(folder, "found").read_text() + "\n")
+    return 0
+
+
+def _rank(index: int, measure: Callable[[Rank, Any], Any], order: Any, folder: str) -> None:
+    on_gpu = order.platform == "gpu"
+    device = torch.device("cuda", index) if on_gpu else torch.device("cpu")
+    if on_gpu:
+        torch.cuda.set_device(device)
+    else:
+        torch.set_num_threads(1)
+    dist.init_process_group(
+        "nccl" if on_gpu else "gloo",
+        init_method=f"file://{folder}/meeting",
+        rank=index,
+        world_size=order.devices,
+        device_id=device if on_gpu else None,
+    )
+    try:
+        found = measure(Rank(index, order.devices, device), order)
+    finally:
+        dist.destroy_process_group()
+    if index == 0:
+        Path(folder, "found").write_text(json.dumps(dataclasses.asdict(found)))
+
+
+def median_round(rank: Rank, step: Callable[[], object], rounds: int, steps: int) -> float:
+    """The median of so many rounds of `timed`."""
+    return median([rank.timed(step, steps) for _ in range(rounds)])

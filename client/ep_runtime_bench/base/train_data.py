@@ -1,0 +1,40 @@
+"""What `bench train` trains on: words, and experts where the router does not choose. No JAX."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ep_runtime_bench.base import routing
+from ep_runtime_bench.base.train_cases import Model
+
+BATCHES = 4  # that go round
+
+
+def batches(model: Model, groups: int) -> list[Any]:
+    """int32 [sequences, S + 1] of a few words, so that something can be learnt."""
+    rng, shape = np.random.default_rng(0), (groups * model.batch, model.sequence + 1)
+    words = min(256, model.vocabulary)
+    return [rng.integers(0, words, shape).astype(np.int32) for _ in range(BATCHES)]
+
+
+def expert_ids(model: Model, name: str, ranks: int, groups: int) -> Any:
+    """int32 [sequences, S, K] that the routing of that name says; None where the router chooses.
+
+    "double": the experts of the first rank get twice their even share, which is at most all.
+
+    Args:
+        ranks: of the EP group.
+        groups: devices that have tokens of their own.
+    """
+    if name == "router":
+        return None
+    tokens = model.case.tokens * groups
+    if name == "double":
+        share = np.ones(model.num_experts)
+        share[: model.num_experts // ranks] = 2 * (ranks - 1) / max(ranks - 2, 0.1)
+        idx = routing.drawn(np.random.default_rng(0), share, tokens, model.top_k)
+    else:
+        idx = routing.topk_idx(name, tokens, model.num_experts, model.top_k)
+    return idx.reshape(groups * model.batch, model.sequence, model.top_k)
