@@ -5,10 +5,8 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib
-import json
 import os
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from ep_runtime.errors import InvalidArgumentError, RuntimeUnavailableError
@@ -26,6 +24,7 @@ from ep_runtime_bench.base.options import (
     BenchReport,
 )
 from ep_runtime_bench.base.routing import ROUTINGS
+from ep_runtime_bench.base.saving import Saving
 from ep_runtime_bench.base.train_cases import MODELS, REMATS
 from ep_runtime_bench.base.train_cases import ROUTINGS as TRAIN_ROUTINGS
 from ep_runtime_client.cli import render
@@ -96,7 +95,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--json", action="store_const", const="json", dest="output", help="the same as `-o json`"
     )
-    parser.add_argument("--save", metavar="FILE", help="also write the JSON document to FILE")
+    parser.add_argument(
+        "--save",
+        metavar="DIR",
+        help="write a JSON file per row to DIR, with machine, versions and command",
+    )
 
 
 def _add_gpu_arguments(parser: argparse.ArgumentParser) -> None:
@@ -266,11 +269,12 @@ def _module(name: str, options: BenchOptions) -> str:
 def run(args: argparse.Namespace) -> int:
     """Runs the chosen benches and writes their tables, or one JSON document.
 
-    What a bench that reports again and again has found so far is saved every time.
+    Rows of a bench that reports again and again are saved every time.
     """
     options = make_options(args)
     _check_devices(options)
     modules = dict.fromkeys(_module(name, options) for name in options.benches)
+    saving = Saving(args.save, options) if args.save else None
     reports: dict[str, BenchReport] = {}
     body: dict[str, Any] = {"cpus": len(os.sched_getaffinity(0)), "options": options.to_dict()}
     # Layers first: their processes need the devices' memory, which JAX in this one keeps.
@@ -281,8 +285,8 @@ def run(args: argparse.Namespace) -> int:
             for report in known if isinstance(known, list) else [known]:
                 reports[report.name] = report
                 body[report.name] = list(report.rows)
-            if args.save:
-                Path(args.save).write_text(json.dumps(render.document("bench", body)))
+                if saving is not None:
+                    saving.save(report)
     if args.output == "json":
         render.write_json("bench", body)
         return 0

@@ -211,11 +211,20 @@ def test_what_is_known_so_far_is_saved_when_a_process_of_ours_fails(
     monkeypatch.setattr(moe, "warm_daemon", lambda: contextlib.nullcontext("address"))
     parser = argparse.ArgumentParser()
     cli.add_arguments(parser)
-    saved = tmp_path / "moe.json"
+    saved = tmp_path / "new" / "folder"
     words = ["moe", "--devices", "2", "--transports", "memfd", "--save", str(saved)]
+    monkeypatch.setattr(sys, "argv", ["cli", "bench", "--save", "x", "moe"])
     with pytest.raises(RuntimeError, match="the second failed"):
         cli.run(parser.parse_args(words))
-    assert json.loads(saved.read_text())["moe"][0]["enqueued_ms"] == 1000
+    (path,) = saved.iterdir()
+    assert path.name.endswith("-moe-small-experts-memfd.json")
+    known = json.loads(path.read_text())
+    assert (known["kind"], known["bench"]) == ("bench_rows", "moe")
+    assert [row["enqueued_ms"] for row in known["rows"]] == [1000]
+    assert {"jax", "jaxlib", "ep-runtime"} <= {*known["versions"]}
+    assert "torch" not in known["versions"]
+    assert {"host", "gpus", "driver", "cpus"} == {*known["machine"]}
+    assert known["command"] == "ep-runtime bench moe"
     written = capsys.readouterr().err
     assert "small-experts: memfd:   500.000 ms  50.0%" in written
     assert "forward experts  GroupedGemmKernel" in written

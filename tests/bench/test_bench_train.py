@@ -16,9 +16,9 @@ from jax.sharding import Mesh
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime_bench import cli
 from ep_runtime_bench.base.clients import COMPILED, READY
-from ep_runtime_bench.base.moe_cases import KernelTime, Profile
+from ep_runtime_bench.base.moe_cases import CASES, CPU_CASES, KernelTime, Profile
 from ep_runtime_bench.base.options import BenchOptions
-from ep_runtime_bench.base.train_cases import CPU_MODELS, STOCK, Trained, TrainOrder
+from ep_runtime_bench.base.train_cases import CPU_MODELS, MODELS, STOCK, Trained, TrainOrder
 from ep_runtime_bench.moe import stock_layer
 from ep_runtime_bench.train import client, model, train
 
@@ -151,6 +151,13 @@ def test_each_row_stands_beside_stock_with_remat_alike() -> None:
     assert (again["times_as_fast_as_stock"], again["memory_to_stock"]) == (4.0, 2.0)
     assert (plain["zeros_ms"], plain["copies_ms"], plain["idle_ms"]) == (3.0, 4.0, 3.0)
     assert plain["tokens_per_s"] == round(4 * MODEL.case.tokens / 0.05)
+
+
+@pytest.mark.parametrize(
+    ("models", "cases"), [(MODELS, CASES), (CPU_MODELS, CPU_CASES)], ids=["gpu", "cpu"]
+)
+def test_a_layer_of_the_model_is_a_case_of_its_name(models: Any, cases: Any) -> None:
+    assert models["8-layers"].case == cases["8-layers"]
 
 
 def test_devices_that_no_mesh_of_the_model_has_are_refused() -> None:

@@ -55,6 +55,7 @@ CASES: dict[str, Case] = {
     "deepseek-like": Case(4096, 7168, 2048, 64, 8),
     "mixtral-like": Case(8192, 4096, 14336, 8, 2),
     "small-experts": Case(8192, 2048, 768, 128, 8),
+    "8-layers": Case(8192, 2048, 1024, 64, 8),  # of the model that `train` has under that name
     "deepseek-v3-like": Case(4096, 7168, 2048, 256, 8),  # its weights want eight GPUs
 }
 DEFAULT_CASES = ("deepseek-like", "mixtral-like", "small-experts")
@@ -63,6 +64,7 @@ CPU_CASES: dict[str, Case] = {
     "deepseek-like": Case(64, 128, 64, 16, 4),
     "mixtral-like": Case(64, 64, 256, 8, 2),
     "small-experts": Case(64, 64, 32, 32, 4),
+    "8-layers": Case(32, 64, 32, 16, 4),
     "deepseek-v3-like": Case(64, 128, 64, 64, 4),
 }
 

@@ -357,9 +357,18 @@ class DeviceSample:
 
 @dataclasses.dataclass(frozen=True)
 class BenchReport:
-    """One table: `name` is its key in JSON."""
+    """One table.
+
+    Attributes:
+        name: its key in JSON.
+        title: line above it.
+        columns: of its rows.
+        rows: by columns' keys.
+        explains: it says where another table's time goes: `--save` writes none of its rows.
+    """
 
     name: str
     title: str
     columns: Sequence[Column]
     rows: Sequence[Mapping[str, Any]]
+    explains: bool = False

@@ -101,7 +101,7 @@ def _reports(options: BenchOptions, found: Found) -> list[BenchReport]:
     kernels = f"where the time goes: {whose} in one step, without remat"
     return [
         BenchReport("moe", title, COLUMNS, make_rows(options, found)),
-        BenchReport("moe_kernels", kernels, KERNEL_COLUMNS, [*kernel_rows(found)]),
+        BenchReport("moe_kernels", kernels, KERNEL_COLUMNS, [*kernel_rows(found)], explains=True),
     ]
 
 

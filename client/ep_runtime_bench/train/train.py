@@ -86,6 +86,7 @@ def _reports(options: BenchOptions, found: Found) -> list[BenchReport]:
             "where the time goes: device 0 in one step",
             KERNEL_COLUMNS,
             [*kernel_rows_of(profiles)],
+            explains=True,
         ),
     ]
 
