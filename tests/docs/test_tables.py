@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import re
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import doc_pages
+import numpy as np
 import pytest
 from named_tests import names_in
 
 from ep_runtime import env, errors
+from ep_runtime_bench.base.moe_cases import CASES
+from ep_runtime_bench.base.train_cases import MODELS
 from ep_runtime_client import cli
 from ep_runtime_client.ops.block import takes
 from ep_runtime_server.metrics.catalogue import METRICS
 
-MAX_README_LINES = 120
 TEST = re.compile(r"`([^\s`]+\.py)::([^\s`]+)`")
 COMMANDS = doc_pages.ROOT / "docs/commands.md"
 ENVIRONMENT = doc_pages.ROOT / "docs/environment.md"
@@ -26,8 +31,36 @@ def first_names(page: Path, heading: str) -> list[str]:
     return [re.findall(r"`(\w+)`", row[0])[0] for row in doc_pages.table(page, heading)]
 
 
-def test_the_readme_stays_short() -> None:
-    assert len(doc_pages.README.read_text(encoding="utf-8").splitlines()) <= MAX_README_LINES
+@pytest.mark.parametrize(("page", "most"), [("README.md", 120), ("docs/results.md", 200)])
+def test_the_page_stays_short(page: str, most: int) -> None:
+    assert len((doc_pages.ROOT / page).read_text(encoding="utf-8").splitlines()) <= most
+
+
+def rows_of(bench: str) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Devices, and a row of docs/results whose speeds are given."""
+    for path in sorted((doc_pages.ROOT / "docs/results").glob("*.json")):
+        run = json.loads(path.read_text(encoding="utf-8"))
+        if run["bench"] == bench:
+            yield from ((run["devices"], row) for row in run["rows"] if row.get("tflops"))
+
+
+def test_speeds_follow_from_times_and_sizes() -> None:
+    sizes: dict[str, dict[str, tuple[str, int, int]]] = {
+        "train": {name: ("step_ms", m.case.tokens, m.flops) for name, m in MODELS.items()},
+        "moe": {name: ("enqueued_ms", case.tokens, case.flops) for name, case in CASES.items()},
+    }
+    told = set()
+    for bench, known in sizes.items():
+        for devices, row in rows_of(bench):
+            key, tokens, flops = known[(row.get("model") or row["case"]).split()[0]]
+            ms = row[key]
+            np.testing.assert_allclose(row["tflops"], flops / ms / 1e9, rtol=0.01, atol=0.06)
+            np.testing.assert_allclose(row["mfu"], row["tflops"] / 989, atol=0.001)
+            np.testing.assert_allclose(row["tokens_per_s"], devices * tokens / ms * 1e3, rtol=0.01)
+            told.add(f"{ms:.1f}")
+    readme = doc_pages.README.read_text(encoding="utf-8")
+    shown = set(re.findall(r"([\d.]+) ms", readme.partition("\n## ")[0]))
+    assert {"90.9", "29.1"} <= shown <= told
 
 
 @pytest.mark.parametrize(
