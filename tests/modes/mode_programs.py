@@ -59,13 +59,15 @@ def loss(layer: Any, x: Any, idx: Any, weights: Any, **options: Any) -> Any:
 
 
 def meant(x: Any, weights: Any) -> Any:
-    return jnp.tanh(x) * weights.sum(-1, keepdims=True)
+    return np.tanh(x) * weights.sum(-1, keepdims=True)
 
 
 def meant_grads(x: Any, weights: Any) -> Any:
     """Of the sum of `loss`, in x and weights."""
-    total = jax.grad(lambda x, w: jnp.sin(meant(x, w)).sum(), argnums=(0, 1))
-    return total(jnp.asarray(x), jnp.asarray(weights))
+    rows, total = np.tanh(x), weights.sum(-1, keepdims=True)
+    slope = np.cos(rows * total)
+    d_weights = (slope * rows).sum(-1, keepdims=True)
+    return slope * total * (1 - rows**2), np.broadcast_to(d_weights, weights.shape)
 
 
 def put(group: fakes.LocalGroup, spec: PartitionSpec, *arrays: Any) -> list[Any]:
