@@ -164,7 +164,7 @@ def run_reference(
     axes, lead = axes_of(case, group), lead_of(case, group)
 
     def slabs(array: Any) -> Any:
-        return reference.to_slabs(jnp.asarray(array), axes, group)
+        return reference.to_slabs(np.asarray(array), axes, group)
 
     plan = reference.plan(
         np.asarray(reference.to_slabs(inputs.topk_idx, axes, group)),
