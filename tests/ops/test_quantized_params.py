@@ -19,6 +19,7 @@ import ep_runtime as ep
 
 EXPERTS, HIDDEN, INNER, TOKENS, TOP_K = 4, 64, 96, 24, 2  # blocks of 128 are cut by both
 TENSOR, BLOCK, MX = ep.recipes.TensorScaling(), ep.recipes.BlockScaling(), ep.recipes.MXFP8()
+_KEY = jax.eval_shape(jax.random.key, 0)
 _WEIGHTS = {(HIDDEN, 2, INNER), (HIDDEN, INNER), (INNER, HIDDEN)}
 
 
@@ -44,8 +45,15 @@ def layer(group: fakes.LocalGroup) -> Any:
 
 
 def drawn(layer: Any, dtype: Any = jnp.bfloat16, **options: Any) -> tuple[Any, Any]:
-    params = ep.init_moe_params(jax.random.key(0), layer, INNER, **options)
-    return jax.random.normal(jax.random.key(7), (2 * TOKENS, HIDDEN), dtype), params
+    """Tokens and parameters, biases too, by NumPy: each draw of JAX is a program."""
+    rng = np.random.default_rng(0)
+
+    def filled(each: Any) -> jax.Array:
+        return jnp.asarray((rng.standard_normal(each.shape) / 8).astype(each.dtype))
+
+    made = jax.eval_shape(lambda key: ep.init_moe_params(key, layer, INNER, **options), _KEY)
+    params = jax.tree.map(filled, made)
+    return jnp.asarray(rng.standard_normal((2 * TOKENS, HIDDEN)).astype(dtype)), params
 
 
 def graded(function: Callable[..., Any], params: Any, *others: Any) -> Any:
