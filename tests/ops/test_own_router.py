@@ -42,25 +42,24 @@ def layer(group: fakes.LocalGroup) -> Any:
 
 
 def make_params(layer: Any, **options: Any) -> ep.MoEParams:
-    params = ep.init_moe_params(jax.random.key(0), layer, INNER, **options)
-    if params.wi_bias is None or params.wo_bias is None:
-        return params
-    keys = jax.random.split(jax.random.key(1))
-    return dataclasses.replace(
-        params,
-        wi_bias=jax.random.normal(keys[0], params.wi_bias.shape),
-        wo_bias=jax.random.normal(keys[1], params.wo_bias.shape),
-    )
+    """Drawn by NumPy, as each draw of JAX is a program; biases are not zero."""
+    rng = np.random.default_rng(0)
+    made = jax.eval_shape(lambda: ep.init_moe_params(jax.random.key(0), layer, INNER, **options))
+
+    def filled(each: Any) -> jax.Array:
+        return jnp.asarray(rng.standard_normal(each.shape).astype(each.dtype) / np.float32(4))
+
+    return jax.tree.map(filled, made)
 
 
 def draw(*lead: int) -> tuple[Any, ep.Routing]:
     """Tokens, and a routing that no `route` gives: unused slots, any weights, any shares."""
-    keys = jax.random.split(jax.random.key(7), 4)
-    idx = jax.random.randint(keys[1], (*lead, TOP_K), -2, EXPERTS).clip(-1)
+    rng = np.random.default_rng(7)
+    idx = rng.integers(-2, EXPERTS, (*lead, TOP_K)).clip(-1).astype(np.int32)
     assert (idx < 0).any()
-    weights = jax.random.normal(keys[2], idx.shape)
-    probs = jax.random.uniform(keys[3], (*lead, EXPERTS))
-    return jax.random.normal(keys[0], (*lead, HIDDEN)), ep.Routing(idx, weights, probs)
+    weights, x = (rng.standard_normal(s).astype(np.float32) for s in (idx.shape, (*lead, HIDDEN)))
+    probs = rng.random((*lead, EXPERTS), np.float32)
+    return jnp.asarray(x), ep.Routing(*map(jnp.asarray, (idx, weights, probs)))
 
 
 def balance(probs: Any, idx: Any) -> Any:
@@ -229,7 +228,9 @@ def test_a_stacks_unused_routings_are_not_kept(make_group: MakeGroup) -> None:
 
 
 def test_parameters_without_a_router(layer: Any) -> None:
-    params, others = make_params(layer), make_params(layer, use_router=False)
+    key = jax.random.key(0)
+    params = ep.init_moe_params(key, layer, INNER)
+    others = ep.init_moe_params(key, layer, INNER, use_router=False)
     assert others.router is None
     jax.tree.map(np.testing.assert_array_equal, others, dataclasses.replace(params, router=None))
     again = ep.MoEParams.from_separate(**others.to_separate())
