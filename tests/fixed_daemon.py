@@ -83,7 +83,7 @@ def _status() -> pb.GetStatusResponse:
         nodes=[_node(name, coordinates=name == NODES[0]) for name in NODES],
     )
     return pb.GetStatusResponse(
-        server_version="0.1.0",
+        server_version="0.2.0",
         incarnation="0f" * 16,
         pid=977,
         directory="/run/ep-runtime",
@@ -217,7 +217,7 @@ def _sessions() -> pb.ListSessionsResponse:
         pid=4003,
         job=JOB,
         labels={"team": "nlp", "run": "2026-11-22T22-15-58"},
-        client_version="0.1.0",
+        client_version="0.2.0",
         groups=[GROUP, f"{GROUP}-2"],
         age=seconds(90000),
         since_heartbeat=seconds(11),

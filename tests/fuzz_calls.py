@@ -82,7 +82,7 @@ def _models() -> list[Any]:
             host_name="host",
             pid=7,
             address="127.0.0.1:1",
-            server_version="0.1.0",
+            server_version="0.2.0",
             api_versions=["v1"],
         ),
     ]

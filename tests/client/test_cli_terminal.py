@@ -61,7 +61,7 @@ SHOWN = {
     "skew --interval 0.01 --op dispatch": ("DISPATCH", "ms a call"),
     "skew --interval 0.01 -o wide": ("DISPATCH", "COMBINE_BWD", "ms a call"),
     "doctor": ("native library", "FAIL", "gpu memory", "open files", "WARN"),
-    "version": ("client", "daemon", "0.1.0"),
+    "version": ("client", "daemon", "0.2.0"),
     "--help": ("usage: ep-runtime COMMAND", "groups", "sessions"),
     "drain --yes": ("draining",),
     f"fence {fixed.SESSION} --yes": (fixed.GROUP,),

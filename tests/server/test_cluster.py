@@ -70,7 +70,7 @@ def identity(node: str, **more) -> node_service_pb2.NodeIdentity:
         "boot_id": "1",
         "host_name": "h",
         "address": "h:1",
-        "server_version": "0.1.0",
+        "server_version": "0.2.0",
         "api_versions": ["v1"],
         **more,
     }
@@ -259,7 +259,7 @@ def test_a_silent_node_is_shown_with_the_time_since_it_was_heard(start_daemon, c
 @pytest.mark.parametrize(
     ("fields", "error", "match"),
     [
-        ({"server_version": "0.2.0"}, errors.VersionSkewError, "server_version=0.2.0"),
+        ({"server_version": "0.3.0"}, errors.VersionSkewError, "server_version=0.3.0"),
         ({"api_versions": ["v9"]}, errors.VersionSkewError, "api_versions="),
         ({"node": "A B"}, errors.InvalidArgumentError, "node must be"),
         ({"address": "nowhere"}, errors.InvalidArgumentError, "address must be"),
