@@ -61,11 +61,12 @@ _NAMES_OF = {
     "ep_runtime_client.ops.movement.prepare": ("prepare",),
     "ep_runtime_client.ops.routing.api": (
         "Routing",
-        "aux_loss",
         "pad_tokens",
         "route",
         "update_expert_bias",
     ),
+    "ep_runtime_client.ops.routing.losses": ("aux_loss", "sequence_aux_loss", "z_loss"),
+    "ep_runtime_client.ops.routing.options": ("Router",),
     "ep_runtime_client.ops.routing.search": ("top_k",),
     "ep_runtime_client.ops.permutation.sort_chunks": ("sort_chunks",),
     "ep_runtime_client.ops.dense.api": ("dense",),

@@ -7,7 +7,8 @@ import inspect
 import math
 import numbers
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
 from typing import Any, ParamSpec, TypeVar
 
 from ep_runtime import close_names
@@ -18,12 +19,13 @@ _R = TypeVar("_R")
 
 
 def suggests(
-    also: Iterable[str] = (),
+    also: Iterable[str] = (), *, removed: Mapping[str, str] = MappingProxyType({})
 ) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
     """Makes the TypeError of an unknown keyword name the closest one.
 
     Args:
         also: keywords that the function takes as `**arguments`.
+        removed: keywords that it had once, and what to write instead; see `refuse_removed`.
     """
 
     def decorate(function: Callable[_P, _R]) -> Callable[_P, _R]:
@@ -34,6 +36,7 @@ def suggests(
         def checked(*args: _P.args, **kwargs: _P.kwargs) -> _R:
             for name in kwargs:
                 if name not in known:
+                    refuse_removed(name, removed)
                     raise TypeError(
                         f"{function.__qualname__}() got an unexpected keyword argument {name!r}"
                         + close_names.hint(name, known)
@@ -43,6 +46,14 @@ def suggests(
         return checked
 
     return decorate
+
+
+def refuse_removed(name: str, removed: Mapping[str, str]) -> None:
+    """Raises InvalidArgumentError with the new spelling if `removed` has the keyword."""
+    if name in removed:
+        raise InvalidArgumentError(
+            f"{name}= is gone since version 0.2; write {removed[name]}", argument=name
+        )
 
 
 def check_whole(argument: str, value: Any, least: int = 1) -> int:

@@ -160,7 +160,7 @@ def test_each_setting_is_a_subject_of_its_own_and_stock_has_none() -> None:
     options = dataclasses.replace(
         ON_GPUS,
         recipes=("none", "fp8"),
-        weights=("early", "late"),
+        weights=("hidden", "output"),
         cases=("mixtral-like",),
         stock_layers=("stock-padded",),
     )
@@ -168,9 +168,9 @@ def test_each_setting_is_a_subject_of_its_own_and_stock_has_none() -> None:
     fp8 = ep.recipes.TensorScaling()
     assert [(each.label, client.recipe_of(each.recipe)) for each in found] == [
         ("nvlink", None),
-        ("nvlink late", None),
+        ("nvlink output", None),
         ("nvlink fp8", fp8),
-        ("nvlink fp8 late", fp8),
+        ("nvlink fp8 output", fp8),
         (PADDED, None),
     ]
     with pytest.raises(InvalidArgumentError, match=r"--recipe must be of .* got \('int8',\)"):

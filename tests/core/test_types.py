@@ -96,6 +96,7 @@ def test_the_options_that_checkers_know_are_those_of_moe() -> None:
     assert set(moe_options.MoEOptions.__annotations__) == options - {"return_stats"} | {
         "expert_bias",
         "routing",
+        "token_mask",
     }
     assert set(moe_options.ModuleOptions.__annotations__) == options - {"gated"}
     assert "return_stats" in inspect.signature(ep.moe).parameters

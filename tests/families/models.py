@@ -122,11 +122,13 @@ def functions_of_the_page() -> dict[str, Callable[..., Any]]:
         if block.language == "python" and block.runs:
             code = compile("\n" * (block.line - 1) + block.code, str(PAGE), "exec")
             exec(code, defined)
-    return {
-        name: defined[function.strip("`")]
-        for names, function in doc_pages.table(PAGE, "# Families of models")
-        for name in names.split(", ")
-    }
+    return {name: defined[function] for name, (_, function) in rows_of_the_page().items()}
+
+
+def rows_of_the_page() -> dict[str, tuple[str, str]]:
+    """(model_type, function) of each model in its table."""
+    rows = doc_pages.table(PAGE, "# Families of models")
+    return {name: (kind.strip("`"), function.strip("`")) for name, kind, function in rows}
 
 
 def lines_of(function: Callable[..., Any]) -> int:

@@ -12,6 +12,8 @@ import pytest
 import random_block
 from models import CASES, MODELS
 
+import ep_runtime as ep
+
 TOLERANCE = 1e-5  # f32 against f64
 
 
@@ -23,6 +25,38 @@ def test_the_page_lists_every_model(functions: dict[str, Callable[..., Any]]) ->
 def test_a_model_equals_its_formula(
     group: fakes.LocalGroup, functions: dict[str, Callable[..., Any]], name: str, number: int
 ) -> None:
-    config = SimpleNamespace(**MODELS[name].configs[number])
+    values = MODELS[name].configs[number]
+    config = SimpleNamespace(model_type=models.rows_of_the_page()[name][0], **values)
     case = models.Case(name, functions[name], config)
     assert random_block.error(case.run(group), case.oracle()) < TOLERANCE
+
+
+def test_a_router_is_made_from_objects_files_and_parts() -> None:
+    v3 = ep.Router("sigmoid", False, 8, 4, 2, True, 2.5)
+    assert ep.Router.from_hf({"model_type": "deepseek_v3"}) == v3
+    kimi = {"moe_renormalize": True, "num_expert_group": 1, "topk_group": 1}
+    kimi |= {"moe_router_activation_func": "sigmoid", "routed_scaling_factor": 2.446}
+    got = ep.Router.from_hf(SimpleNamespace(model_type="kimi_linear", **kimi))
+    assert got == ep.Router("sigmoid", False, 1, 1, 2, True, 2.446)
+    whole = {"model_type": "dbrx", "ffn_config": {"moe_normalize_expert_weights": None}}
+    assert ep.Router.from_hf(whole) == ep.Router(use_pre_softmax=True, normalize_weights=False)
+    text = SimpleNamespace(model_type="llama4", text_config={"model_type": "llama4_text"})
+    assert ep.Router.from_hf(text) == ep.Router("sigmoid", normalize_weights=False)
+
+
+@pytest.mark.parametrize(
+    ("config", "text"),
+    [
+        ({}, "with a model_type, got dict without one"),
+        ({"model_type": "mixtrol"}, "model type 'mixtrol'; did you mean 'mixtral'"),
+        ({"model_type": "mixtral", "scoring_func": "sigmoid"}, "scoring_func='sigmoid' of 'mix"),
+        ({"model_type": "mixtral", "n_group": 8}, "n_group=8 of 'mixtral'"),
+        ({"model_type": "deepseek_v3", "scoring_func": "tanh"}, "'tanh' .*, only 'sigmoid'"),
+        ({"model_type": "deepseek_v2", "topk_method": "noaux_tc"}, "topk_method='noaux_tc'"),
+        ({"model_type": "ernie4_5_moe", "moe_norm_min": 0.1}, "moe_norm_min=0.1"),
+        ({"model_type": "phimoe"}, "route by your own code"),
+    ],
+)
+def test_what_a_family_does_not_have_is_named(config: Any, text: str) -> None:
+    with pytest.raises(ep.InvalidArgumentError, match=text):
+        ep.Router.from_hf(config)

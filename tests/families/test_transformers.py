@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -53,7 +54,9 @@ def test_a_model_equals_its_layer(
 ) -> None:
     place = torch_layers.LAYERS[name]
     whole = torch_layers.config_of(place, MODELS[name].configs[number])
-    config = whole.ffn_config if place.module == "dbrx" else whole
+    config = whole
+    if place.module == "dbrx":
+        config = SimpleNamespace(model_type="dbrx", **whole.ffn_config.to_dict())
     case = models.Case(name, functions[name], config)
     wanted = torch_layers.run(name, torch_layers.block_of(place, whole, case.w), case.w)
     pair = [random_block.error(y, wanted) for y in (case.run(group), case.oracle())]

@@ -38,15 +38,15 @@ _ROUNDING = {"bfloat16": 0.02, "float32": 1e-4}
 
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "gated": ("bfloat16", {}, {}),
-    "weights before wo": ("bfloat16", {}, {"apply_topk_weights_early": None}),
-    "f16": ("float16", {}, {"apply_topk_weights_early": None, "keep": "nothing"}),
+    "weights before wo": ("bfloat16", {}, {"weights_at": None}),
+    "f16": ("float16", {}, {"weights_at": None, "keep": "nothing"}),
     "not gated": ("bfloat16", {"gated": False}, {"gated": False, "activation": "gelu"}),
     "a pair": ("bfloat16", {"separate": True}, {"keep": "nothing"}),
     "biases": ("bfloat16", {"use_bias": True}, {}),
     "biases of a pair": ("float16", {"use_bias": True, "separate": True}, {}),
     "drops": ("bfloat16", {}, {"capacity": 512}),
     "f32": ("float32", {}, {"keep_factor": 0.5}),
-    "f32, weights in combine": ("float32", {}, {"apply_topk_weights_early": False}),
+    "f32, weights in combine": ("float32", {}, {"weights_at": "output"}),
     "f32, not gated": ("float32", {"gated": False}, {"gated": False, "activation": "gelu"}),
     "f32, biases": ("float32", {"use_bias": True}, {}),
     "f32, biases of a pair": ("float32", {"use_bias": True, "separate": True}, {}),
@@ -59,7 +59,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "fp8, late weights": (
         "bfloat16",
         {"gated": False},
-        {"gated": False, "recipe": TENSOR, "apply_topk_weights_early": False, "keep": "nothing"},
+        {"gated": False, "recipe": TENSOR, "weights_at": "output", "keep": "nothing"},
     ),
     "fp8 by blocks, biases": ("bfloat16", {"use_bias": True}, {"recipe": TILES}),
     "fp8 by blocks sent, biases": ("bfloat16", {"use_bias": True}, {"recipe": TILES}),

@@ -74,7 +74,7 @@ def test_recipes_and_f32_have_the_bits_of_slabs(blocks: Blocks, name: str) -> No
     layer = blocks.layer(hidden=hidden_of(name))
     params = blocks.params(layer, **of_params)
     x, weights, idx = blocks.drawn(lambda idx, experts: idx, hidden_of(name))
-    early = {"recipe": recipe, "apply_topk_weights_early": True, **options}
+    early = {"recipe": recipe, "weights_at": "hidden", **options}
     dtype = jnp.float32 if name in F32 else jnp.bfloat16
     run = functools.partial(graded, layer, dtype, **early)
     blocks.ways.slabs()

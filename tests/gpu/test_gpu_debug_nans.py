@@ -42,7 +42,7 @@ def test_a_step_op_by_op_raises_for_nothing(
     x, params = jax.device_put((x, params), (split, ep.MoEParams(whole, split, split)))
 
     def loss(x: Any, params: Any) -> Any:
-        y, _ = ep.moe(layer, x, params, recipe=recipe, apply_topk_weights_early=None)
+        y, _ = ep.moe(layer, x, params, recipe=recipe, weights_at=None)
         return y.astype(jnp.float32).sum()
 
     with jax.debug_nans(True):

@@ -136,14 +136,18 @@ def session() -> Iterator[ep.Session]:
         yield made
 
 
-@pytest.mark.parametrize("weighted", ["early", "to_input"])
+@pytest.mark.parametrize("weights_at", ["hidden", "input"])
 @pytest.mark.parametrize("name", ["tensor", "blocks"])
 def test_the_moe_block_holds_them_and_gives_the_same_bits(
-    gpus: list[Any], session: ep.Session, name: str, weighted: str, monkeypatch: pytest.MonkeyPatch
+    gpus: list[Any],
+    session: ep.Session,
+    name: str,
+    weights_at: Any,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     mesh, tokens = Mesh(np.array(gpus), ("ep",)), 256
     group = session.create_group(
-        f"fewer-passes-{name}-{weighted}",
+        f"fewer-passes-{name}-{weights_at}",
         mesh,
         ep_axis="ep",
         transport="xla",
@@ -160,7 +164,7 @@ def test_the_moe_block_holds_them_and_gives_the_same_bits(
     x = put(_drawn(7, tokens * len(gpus), 256))
 
     def loss(x: Any, params: Any) -> Any:
-        options = {"recipe": _RECIPES[name], f"apply_topk_weights_{weighted}": True}
+        options = {"recipe": _RECIPES[name], "weights_at": weights_at}
         return jnp.sin(moe(layer, x, params, **options)[0].astype(jnp.float32)).sum()
 
     run = jax.value_and_grad(loss, argnums=(0, 1))
@@ -196,7 +200,7 @@ def test_weights_of_tokens_multiply_rows_once_they_are_dispatched(
 
     def inside(x: Any, weights: Any, params: Any) -> Any:
         routing = ep.Routing(idx, weights)
-        return moe(layer, x, params, routing=routing, apply_topk_weights_to_input=True)[0]
+        return moe(layer, x, params, routing=routing, weights_at="input")[0]
 
     def before(x: Any, weights: Any, params: Any) -> Any:
         x = (x.astype(jnp.float32) * weights).astype(x.dtype)

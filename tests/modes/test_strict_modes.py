@@ -48,11 +48,16 @@ def on_one_device() -> dict[str, Op]:
         p = ep.permute(x, routing_map=chosen, num_experts=EXPERTS, num_out_tokens=20)
         return ep.unpermute(p.tokens, p)
 
-    groups = {"num_groups": 2, "group_topk": 1, "group_score_topk": 2}
+    router = ep.Router(num_groups=2, group_topk=1, group_score_topk=2)
+    mask = jnp.asarray(np.arange(len(logits)) % 3 > 0)
     return {
-        "route": (lambda x, b: ep.route(x, TOP_K, expert_bias=b, **groups), (logits, one)),
+        "route": (
+            lambda x, b: ep.route(x, TOP_K, router=router, expert_bias=b, token_mask=mask),
+            (logits, one),
+        ),
         "top_k": (lambda x: ep.top_k(x, TOP_K)[0], (logits,)),
         "aux_loss": (lambda x: ep.aux_loss(ep.route(x, TOP_K), coeff=1.0), (logits,)),
+        "z_loss": (lambda x: ep.z_loss(ep.route(x, 1), coeff=1.0, token_mask=mask), (logits,)),
         "update_expert_bias": (lambda b: ep.update_expert_bias(b, loads, 1e-3), (one,)),
         "pad_tokens": (lambda x: ep.pad_tokens(5, x, idx)[0], (x,)),
         "permute": (permuted, (x, weights)),

@@ -48,6 +48,7 @@ def test_the_attributes_are_the_options_of_moe_with_their_defaults() -> None:
             "expert_bias",
             "routing",
             "state",
+            "token_mask",
         ):
             assert own[name] == parameter.default
 
@@ -171,7 +172,7 @@ def test_a_stack_of_blocks_scans_with_remat_like_a_loop(group: fakes.LocalGroup)
 def test_the_expert_bias_moves_in_its_own_collection(group: fakes.LocalGroup) -> None:
     layer = group.register_layer("block", top_k=2)
     block = ep.linen.MoEBlock(
-        layer, MLP, use_expert_bias=True, score_function="sigmoid", return_stats=True
+        layer, MLP, use_expert_bias=True, router=ep.Router("sigmoid"), return_stats=True
     )
     variables = nn.meta.unbox(block.init(KEY, tokens(group)))
     _, _, stats = block.apply(variables, tokens(group))

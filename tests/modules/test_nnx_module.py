@@ -44,7 +44,7 @@ def tokens(group: fakes.LocalGroup) -> jax.Array:
 
 def test_the_block_is_ep_moe_with_its_parameters(group: fakes.LocalGroup) -> None:
     layer = group.register_layer("block", top_k=2)
-    options = {"aux_loss_coeff": 0.1, "activation": "gelu", "apply_topk_weights_early": True}
+    options = {"aux_loss_coeff": 0.1, "activation": "gelu", "weights_at": "hidden"}
     block = ep.nnx.MoEBlock(layer, MLP, rngs=nnx.Rngs(0), use_bias=True, **options)
     x = tokens(group)
 
@@ -240,7 +240,7 @@ def test_the_expert_bias_is_state_that_no_optimizer_meets(group: fakes.LocalGrou
         MLP,
         rngs=nnx.Rngs(0),
         use_expert_bias=True,
-        score_function="sigmoid",
+        router=ep.Router("sigmoid"),
         return_stats=True,
     )
     assert "expert_bias" not in nnx.state(block, nnx.Param)

@@ -23,21 +23,23 @@ class Dense:
         gate: of the gate, or of hidden where there is no up.
         gated: whether wi holds gate and up.
         coeff: of the balancing loss.
-        routing: options of `ep.route`.
+        router: as in `ep.route`.
+        expert_bias: as in `ep.route`.
     """
 
     top_k: int
     gate: Callable[..., Any] = jax.nn.silu
     gated: bool = True
     coeff: float = 0.1
-    routing: dict[str, Any] = dataclasses.field(default_factory=dict)
+    router: ep.Router = ep.Router()
+    expert_bias: Any = None
 
     def __call__(self, x: Any, params: MoEParams) -> tuple[Any, Any]:
         assert params.router is not None
         logits = x @ params.router
         if params.router_bias is not None:
             logits = logits + jnp.broadcast_to(params.router_bias, logits.shape)
-        routed = ep.route(logits, self.top_k, **self.routing)
+        routed = ep.route(logits, self.top_k, router=self.router, expert_bias=self.expert_bias)
         y = self.experts(x, params, routed.topk_idx, routed.topk_weights)
         return y, ep.aux_loss(routed, coeff=self.coeff)
 

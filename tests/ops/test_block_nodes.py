@@ -126,7 +126,7 @@ def test_sums_of_a_node_are_as_precise_as_the_group_says(by_node: Ways, precisio
     group = make_group(2, combine_precision=precision, max_token_dtype="bfloat16")
     layer = group.register_layer("moe", top_k=TOP_K)
     x, params = draw(64).astype(jnp.bfloat16), make_params(layer)
-    run = graded(layer, apply_topk_weights_early=True, compute_dtype=jnp.bfloat16)
+    run = graded(layer, weights_at="hidden", compute_dtype=jnp.bfloat16)
     want, got = by_node.both(run, x, params)
     group.close()
     jax.tree.map(np.testing.assert_array_equal, got[0], want[0])

@@ -48,7 +48,7 @@ def layer(group: fakes.LocalGroup) -> Any:
 
 def graded(layer: Any, x: Any, params: Any, **options: Any) -> Any:
     def block(x: Any, params: Any) -> Any:
-        return ep.moe(layer, x, params, apply_topk_weights_early=True, **options)[0]
+        return ep.moe(layer, x, params, weights_at="hidden", **options)[0]
 
     y, pull = jax.vjp(block, x, params)
     return y, pull(jnp.cos(y.astype(jnp.float32)).astype(y.dtype))
@@ -112,7 +112,7 @@ def test_scans_and_checkpoints_quantize_weights_as_often_as_slabs(
     def run(x: Any, params: Any) -> Any:
         def step(x: Any, own: Any) -> Any:
             number, params = own
-            y = ep.moe(stack[number], x, params, recipe=TENSOR, apply_topk_weights_early=True)[0]
+            y = ep.moe(stack[number], x, params, recipe=TENSOR, weights_at="hidden")[0]
             return x + y, None
 
         body = step if policy is None else jax.checkpoint(step, policy=ep.remat_policy(policy))

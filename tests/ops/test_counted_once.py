@@ -76,7 +76,7 @@ def test_a_step_counts_once(group: fakes.LocalGroup, program: str) -> None:
     x = jax.random.normal(jax.random.key(1), (TOKENS, HIDDEN))
 
     def block(x: jax.Array, i: Any) -> jax.Array:
-        return x + jnp.tanh(ep.moe(stack[i], x, params, use_pre_softmax=True)[0])
+        return x + jnp.tanh(ep.moe(stack[i], x, params, router=ep.Router(use_pre_softmax=True))[0])
 
     run = PROGRAMS[program](block)
     jax.block_until_ready(jax.jit(run)(x))

@@ -50,9 +50,9 @@ def test_ops_return_no_nan_where_jax_looks_for_them(layer: Any) -> None:
 def test_an_eager_gradient_meets_no_infinity_of_ours(layer: Any) -> None:
     params = ep.init_moe_params(jax.random.key(0), layer, HIDDEN)
     x = jax.random.normal(jax.random.key(1), (2 * TOKENS, HIDDEN))
-    groups = {"num_groups": 2, "group_topk": 1, "group_score_topk": 1}
+    router = ep.Router(num_groups=2, group_topk=1, group_score_topk=1)
     with jax.debug_infs(True):
-        grad = jax.grad(lambda x: ep.moe(layer, x, params, **groups)[0].sum())(x)
+        grad = jax.grad(lambda x: ep.moe(layer, x, params, router=router)[0].sum())(x)
     assert np.isfinite(grad).all()
 
 

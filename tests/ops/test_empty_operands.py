@@ -40,7 +40,7 @@ def _as_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "ensure_registered", lambda platform: None)
 
 
-def scanned(make_group: Callable[..., Any], transport: str, recipe: str, early: bool) -> Any:
+def scanned(make_group: Callable[..., Any], transport: str, recipe: str, weights_at: Any) -> Any:
     """The jaxpr of a scan over three rematerialized layers, and of its gradients."""
     group = make_group(
         axes={"ep": RANKS},
@@ -59,9 +59,7 @@ def scanned(make_group: Callable[..., Any], transport: str, recipe: str, early: 
     def loss(x: Any, params: Any) -> Any:
         def step(x: Any, each: Any) -> Any:
             index, own = each
-            y, _ = ep.moe(
-                stack[index], x, own, recipe=RECIPES[recipe], apply_topk_weights_early=early
-            )
+            y, _ = ep.moe(stack[index], x, own, recipe=RECIPES[recipe], weights_at=weights_at)
             return x + y, None
 
         kept = jax.checkpoint(step, policy=ep.remat_policy())
@@ -88,11 +86,13 @@ def equations(jaxpr: Any) -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("transport", ["nvlink", "nccl", "xla"])
-@pytest.mark.parametrize(("recipe", "early"), [("none", False), ("fp8", True), ("mxfp8", False)])
+@pytest.mark.parametrize(
+    ("recipe", "weights_at"), [("none", "output"), ("fp8", "hidden"), ("mxfp8", "output")]
+)
 def test_no_empty_array_crosses_a_shard_map(
-    make_group: Callable[..., Any], transport: str, recipe: str, early: bool
+    make_group: Callable[..., Any], transport: str, recipe: str, weights_at: Any
 ) -> None:
-    found = list(equations(scanned(make_group, transport, recipe, early)))
+    found = list(equations(scanned(make_group, transport, recipe, weights_at)))
     maps = [each for each in found if each.primitive.name == "shard_map"]
     calls = [each for each in found if each.primitive.name == "ffi_call"]
     assert len(maps) > 10

@@ -58,22 +58,21 @@ def group(make_group: MakeGroup) -> fakes.LocalGroup:
     )
 
 
-IN_GROUPS = {"num_groups": 4, "group_topk": 2, "group_score_topk": 1}
+SIGMOID = ep.Router("sigmoid", scaling_factor=2.5)
+IN_GROUPS = ep.Router(
+    use_pre_softmax=True, num_groups=4, group_topk=2, group_score_topk=1, normalize_weights=True
+)
 
 # What a call of moe is, and what the reference is: tolerances are for f32 sums in another order.
 OPTIONS: dict[str, tuple[dict[str, Any], Dense]] = {
-    "weights before wo": ({"apply_topk_weights_early": True}, Dense(TOP_K)),
+    "weights before wo": ({"weights_at": "hidden"}, Dense(TOP_K)),
     "sigmoid with a bias": (
-        {"score_function": "sigmoid", "scaling_factor": 2.5, "expert_bias": True},
-        Dense(TOP_K, routing={"score_function": "sigmoid", "scaling_factor": 2.5}),
+        {"router": SIGMOID, "expert_bias": True},
+        Dense(TOP_K, router=SIGMOID),
     ),
     "best routing groups": (
-        IN_GROUPS | {"use_pre_softmax": True, "normalize_weights": True, "activation": "gelu"},
-        Dense(
-            TOP_K,
-            jax.nn.gelu,
-            routing=IN_GROUPS | {"use_pre_softmax": True, "normalize_weights": True},
-        ),
+        {"router": IN_GROUPS, "activation": "gelu"},
+        Dense(TOP_K, jax.nn.gelu, router=IN_GROUPS),
     ),
 }
 
@@ -84,7 +83,7 @@ def test_a_gated_block_with_biases(group: fakes.LocalGroup) -> None:
     run = jax.jit(graded(lambda x, p: moe(layer, x, p, aux_loss_coeff=0.1)))
     assert worst_error(run(x, params), Dense(TOP_K).graded(x, params)) < 1e-5
     # With a bias of wo, which is weighted too, weights wait for combine whatever is asked.
-    early = jax.jit(lambda x, p: moe(layer, x, p, apply_topk_weights_early=True)[0])
+    early = jax.jit(lambda x, p: moe(layer, x, p, weights_at="hidden")[0])
     assert worst_error(early(x, params), Dense(TOP_K).graded(x, params)[0][0]) < 1e-5
 
 
@@ -107,11 +106,11 @@ def test_weights_wait_for_combine_unless_asked_or_faster_before(
         return merged.pop()
 
     assert waits()
-    assert not waits(apply_topk_weights_early=True)
+    assert not waits(weights_at="hidden")
     monkeypatch.setattr(activation_kernels, "takes", lambda *_: True)  # as beside GPUs
     assert not waits()
-    assert not waits(apply_topk_weights_early=None)
-    assert waits(apply_topk_weights_early=False)
+    assert not waits(weights_at=None)
+    assert waits(weights_at="output")
     assert waits(group)  # whose windows are host memory
 
 
@@ -124,8 +123,7 @@ def test_options_against_f64(group: fakes.LocalGroup, name: str) -> None:
     if "expert_bias" in options:
         bias = 0.5 * jax.random.normal(jax.random.key(3), (EXPERTS,))
         options["expert_bias"] = bias
-        routing = reference.routing | {"expert_bias": np.asarray(bias)}
-        reference = dataclasses.replace(reference, routing=routing)
+        reference = dataclasses.replace(reference, expert_bias=np.asarray(bias))
     got = jax.jit(graded(lambda x, p: moe(layer, x, p, **options)))(x, params)
     assert worst_error(got, reference.graded(x, params)) < 1e-5
 
@@ -152,7 +150,7 @@ def test_the_expert_bias_has_no_gradient(group: fakes.LocalGroup) -> None:
     params, x = make_params(layer, biases=False), draw(64)
 
     def loss(bias: Any) -> Any:
-        y, aux = moe(layer, x, params, expert_bias=bias, score_function="sigmoid")
+        y, aux = moe(layer, x, params, expert_bias=bias, router=SIGMOID)
         return jnp.sin(y).sum() + aux
 
     np.testing.assert_array_equal(jax.jit(jax.grad(loss))(jnp.ones(EXPERTS)), 0)
@@ -304,7 +302,7 @@ def test_a_layer_spec_stands_for_a_layer_in_eval_shape_alone() -> None:
 
     _, (y, stats, params) = jax.eval_shape(loss, jax.random.key(0))
     assert (y.shape, y.dtype) == ((8, 6), jnp.bfloat16)
-    assert [leaf.shape for leaf in jax.tree.leaves(stats[:3])] == [(4,), (), (1,)]
+    assert [leaf.shape for leaf in jax.tree.leaves(stats)][:3] == [(4,), (), (1,)]
     assert [leaf.shape for leaf in stats.routing] == [(8, 2), (8, 2), (8, 4), (8, 4)]
     grads = jax.eval_shape(step, jax.random.key(0))
     assert (grads.wi.shape, grads.wi.dtype) == (params.wi.shape, params.wi.dtype)

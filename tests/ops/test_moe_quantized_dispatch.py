@@ -109,7 +109,7 @@ def interleaved(group: fakes.LocalGroup) -> Any:
 CASES: dict[str, Callable[[fakes.LocalGroup], Any]] = {
     "bf16": lambda group: plain(group, jnp.bfloat16),
     "weights before wo, a pair, drops": lambda group: plain(
-        group, jnp.float32, apply_topk_weights_early=True, separate=True, capacity=32
+        group, jnp.float32, weights_at="hidden", separate=True, capacity=32
     ),
 }
 LOOPS = {"scan and remat": scanned, "interleaved": interleaved}
@@ -243,7 +243,7 @@ def test_tokens_are_sent_as_they_are_where_bits_or_speed_say_so(
     assert bytes_ not in sent(group, recipe=(None, BLOCK))
     assert bytes_ not in sent(group, recipe=ep.recipes.MXFP8())
     assert bytes_ not in sent(group, recipe=ep.recipes.TensorScaling())
-    assert bytes_ not in sent(group, recipe=BLOCK, apply_topk_weights_to_input=True)
+    assert bytes_ not in sent(group, recipe=BLOCK, weights_at="input")
     over_xla = make(make_group, hidden_size=128, transport="xla", debug=False)
     assert bytes_ in sent(over_xla, recipe=BLOCK)
     monkeypatch.setattr(serve, "available", lambda: True)

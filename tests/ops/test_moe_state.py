@@ -103,11 +103,11 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, Any], Any, str]] = {
     ),
     "weighted inputs, wi alone": (
         {"gated": False},
-        {"apply_topk_weights_to_input": True, "gated": False},
+        {"weights_at": "input", "gated": False},
         (DELAYED, None),
         "rows",
     ),
-    "weights early": ({}, {"apply_topk_weights_early": True}, (DELAYED, DELAYED), "activations"),
+    "weights early": ({}, {"weights_at": "hidden"}, (DELAYED, DELAYED), "activations"),
     "wo alone": ({}, {}, (CURRENT, DELAYED), "outputs"),
 }
 

@@ -178,7 +178,7 @@ def test_the_block_gives_the_same_bits(
 
     def loss(x: Any, params: Any) -> Any:
         how = {"recipe": RECIPES[recipe][0], "params_spec": specs, "capacity": 96}
-        y, _ = moe(layer, x, params, apply_topk_weights_early=True, **how)
+        y, _ = moe(layer, x, params, weights_at="hidden", **how)
         return jnp.sin(y.astype(jnp.float32)).sum()
 
     found = []

@@ -9,23 +9,11 @@ import fakes
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import ep_runtime as ep
 
 LAYERS, BATCH, SEQUENCE, HIDDEN, EXPERTS, TOP_K = 2, 4, 8, 16, 8, 2
-
-
-def z_loss(routing: Any) -> jax.Array:
-    """ST-MoE (arXiv:2202.08906), equation 5: logits stay small."""
-    return jnp.square(jax.nn.logsumexp(routing.logits, axis=-1)).mean()
-
-
-def balance_per_sequence(routing: Any) -> jax.Array:
-    """DeepSeek-V3 (arXiv:2412.19437), equations 17 to 20, of tokens [B, S, H]."""
-    experts, top_k = routing.probs.shape[-1], routing.topk_idx.shape[-1]
-    chosen = jax.nn.one_hot(routing.topk_idx, experts).sum(2)  # [B, S, E]
-    load = experts / top_k * chosen.mean(1)
-    return (load * routing.probs.mean(1)).sum(-1).mean()
 
 
 def balance_of_layers(routings: Any) -> jax.Array:
@@ -49,8 +37,8 @@ def drawn() -> Any:
 
 def test_a_z_loss_is_its_formula() -> None:
     logits = drawn()[0]
-    wanted = (np.log(np.exp(np.float64(logits)).sum(-1)) ** 2).mean()
-    np.testing.assert_allclose(z_loss(ep.route(logits, TOP_K)), wanted, rtol=1e-5)
+    wanted = 0.1 * (np.log(np.exp(np.float64(logits)).sum(-1)) ** 2).mean()
+    np.testing.assert_allclose(ep.z_loss(ep.route(logits, TOP_K), coeff=0.1), wanted, rtol=1e-5)
 
 
 def test_balance_per_sequence_is_its_formula() -> None:
@@ -63,8 +51,46 @@ def test_balance_per_sequence_is_its_formula() -> None:
         counts = np.bincount(chosen[sequence].ravel(), minlength=EXPERTS)
         load = EXPERTS / (TOP_K * SEQUENCE) * counts
         wanted += (load * shares[sequence].mean(0)).sum() / BATCH
-    routing = ep.route(logits, TOP_K, score_function="sigmoid")
-    np.testing.assert_allclose(balance_per_sequence(routing), wanted, rtol=1e-5)
+    routing = ep.route(logits, TOP_K, router=ep.Router("sigmoid"))
+    got = ep.sequence_aux_loss(routing, coeff=0.1)
+    np.testing.assert_allclose(got, 0.1 * wanted, rtol=1e-5)
+
+
+LOSSES = {"z": ep.z_loss, "balance": ep.aux_loss, "by sequence": ep.sequence_aux_loss}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_masked_tokens_are_in_no_loss(name: str) -> None:
+    """Whether the routing was masked, or the loss is; sequences without a token count neither."""
+    logits, mask = drawn()[0], np.ones((BATCH, SEQUENCE), bool)
+    mask[:, 5:], mask[2] = False, False
+    odd = np.where(mask[..., None], logits, np.nan)
+    kept = logits[[0, 1, 3], :5]
+
+    def of_logits(logits: Any, coeff: Any, *masks: Any) -> Any:
+        routing = ep.route(logits, TOP_K, token_mask=masks[0])
+        return LOSSES[name](routing, coeff=coeff, **({"token_mask": mask} if masks[1] else {}))
+
+    run = jax.jit(jax.value_and_grad(of_logits, argnums=(0, 1)), static_argnums=3)
+    want, (grads, of_coeff) = run(kept, 0.1, None, False)
+    assert want.dtype == jnp.float32
+    np.testing.assert_allclose(want, 0.1 * of_coeff, rtol=1e-6)
+    for given, masks in ((odd, (mask, False)), (odd, (mask, True)), (logits, (None, True))):
+        value, (found, _) = run(given, jnp.bfloat16(0.1), *masks)
+        np.testing.assert_allclose(value, want, rtol=5e-3)  # a coefficient of bfloat16
+        np.testing.assert_array_equal(found[~mask], 0)
+        np.testing.assert_allclose(found[mask].reshape(kept.shape), grads, rtol=1e-2, atol=1e-7)
+    assert LOSSES[name](ep.route(odd, TOP_K, token_mask=0 * mask > 0), coeff=0.1) == 0
+
+
+def test_losses_name_what_a_routing_lacks() -> None:
+    idx, weights, probs, logits = ep.route(drawn()[0, 0], TOP_K)
+    with pytest.raises(ValueError, match=r"a routing of tokens \[B, S\], got probs \[8, 8\]"):
+        ep.sequence_aux_loss(ep.Routing(idx, weights, probs), coeff=0.1)
+    with pytest.raises(ValueError, match="sequence_aux_loss needs routing.probs"):
+        ep.sequence_aux_loss(ep.Routing(idx, weights, None, logits), coeff=0.1)
+    with pytest.raises(ValueError, match="z_loss needs routing.logits"):
+        ep.z_loss(ep.Routing(idx, weights, probs), coeff=0.1)
 
 
 def test_balance_of_layers_is_its_formula() -> None:
@@ -96,8 +122,11 @@ def test_a_scan_over_layers_stacks_what_they_read(
         y, _, stats = ep.moe(stack[index], x, block, return_stats=True)
         return x + y, stats.routing
 
+    def losses(routing: Any) -> Any:
+        return ep.z_loss(routing, coeff=1.0) + ep.sequence_aux_loss(routing, coeff=1.0)
+
     def total(routings: Any) -> Any:
-        per_layer = jax.vmap(lambda each: z_loss(each) + balance_per_sequence(each))(routings)
+        per_layer = jax.vmap(losses)(routings)
         return per_layer.sum() + balance_of_layers(routings)
 
     def scanned(routers: Any) -> Any:

@@ -48,7 +48,9 @@ def test_softmax_weights_are_over_the_picked_logits(logits: Any) -> None:
 
 
 def test_pre_softmax_is_not_renormalised_and_is_scaled(logits: Any) -> None:
-    routing = ep.route(logits.reshape(4, 10, -1), 2, use_pre_softmax=True, scaling_factor=2.5)
+    routing = ep.route(
+        logits.reshape(4, 10, -1), 2, router=ep.Router(use_pre_softmax=True, scaling_factor=2.5)
+    )
     shares = softmax(logits)
     wanted = 2.5 * np.take_along_axis(shares, top(shares, 2), -1)
     np.testing.assert_allclose(routing.topk_weights, wanted.reshape(4, 10, 2), rtol=1e-5)
@@ -57,7 +59,7 @@ def test_pre_softmax_is_not_renormalised_and_is_scaled(logits: Any) -> None:
 @pytest.mark.parametrize("top_k", [1, 4])
 def test_sigmoid_selects_with_bias_and_weighs_without(logits: Any, top_k: int) -> None:
     bias = np.linspace(-1, 1, EXPERTS).astype(np.float32)
-    routing = ep.route(logits, top_k, score_function="sigmoid", expert_bias=bias)
+    routing = ep.route(logits, top_k, router=ep.Router("sigmoid"), expert_bias=bias)
     scores = sigmoid(logits)
     idx = top(scores + bias, top_k)
     np.testing.assert_array_equal(routing.topk_idx, idx)
@@ -68,7 +70,7 @@ def test_sigmoid_selects_with_bias_and_weighs_without(logits: Any, top_k: int) -
 
 
 def test_routing_groups_are_ranked_by_their_best_experts(logits: Any) -> None:
-    routing = ep.route(logits, 4, score_function="sigmoid", num_groups=4, group_topk=2)
+    routing = ep.route(logits, 4, router=ep.Router("sigmoid", num_groups=4, group_topk=2))
     scores = sigmoid(logits)
     for token in range(TOKENS):
         groups = scores[token].reshape(4, 3)
@@ -81,7 +83,7 @@ def test_routing_groups_are_ranked_by_their_best_experts(logits: Any) -> None:
 def test_ties_go_to_the_lower_index() -> None:
     flat = np.zeros((3, EXPERTS), np.float32)
     np.testing.assert_array_equal(ep.route(flat, 4).topk_idx, [[0, 1, 2, 3]] * 3)
-    grouped = ep.route(flat, 2, num_groups=4, group_topk=1).topk_idx
+    grouped = ep.route(flat, 2, router=ep.Router(num_groups=4, group_topk=1)).topk_idx
     np.testing.assert_array_equal(grouped, [[0, 1]] * 3)
 
 
@@ -191,8 +193,10 @@ def test_padding_adds_tokens_without_slots() -> None:
     ],
 )
 def test_arguments_that_do_not_fit(logits: Any, arguments: Any, text: str) -> None:
+    of_call = {name: arguments[name] for name in arguments if name in ("top_k", "expert_bias")}
+    of_router = {name: arguments[name] for name in arguments if name not in of_call}
     with pytest.raises(ValueError, match=text):
-        ep.route(logits, **arguments)
+        ep.route(logits, **of_call, router=ep.Router(**of_router))
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
@@ -233,12 +237,18 @@ def test_top_k_puts_minus_infinity_behind_the_least_number() -> None:
 
 def test_an_expert_outside_of_the_best_groups_comes_behind_minus_infinity() -> None:
     logits = jnp.array([[5.0, -np.inf, 1.0, 1.0]])
-    picked = ep.route(logits, 2, num_groups=2, group_topk=1, group_score_topk=1).topk_idx
+    picked = ep.route(
+        logits, 2, router=ep.Router(num_groups=2, group_topk=1, group_score_topk=1)
+    ).topk_idx
     np.testing.assert_array_equal(picked, [[0, 1]])
 
 
 def test_lists_are_arrays() -> None:
-    routing = ep.route([[0.0, 2.0, 1.0]], 1, use_pre_softmax=True, expert_bias=[9.0, 0.0, 0.0])
+    routing = ep.route(
+        *([[0.0, 2.0, 1.0]], 1),
+        router=ep.Router(use_pre_softmax=True),
+        expert_bias=[9.0, 0.0, 0.0],
+    )
     np.testing.assert_array_equal(routing.topk_idx, [[0]])
 
 
@@ -256,7 +266,9 @@ def test_one_expert_with_the_weight_one_is_warned_of(
 ) -> None:
     say_once.cache_clear()
     for _ in range(2):
-        weights = ep.route(jnp.array([[0.0, 2.0, 1.0]]), 1, **options).topk_weights
+        weights = ep.route(
+            jnp.array([[0.0, 2.0, 1.0]]), 1, router=ep.Router(**options)
+        ).topk_weights
     np.testing.assert_equal(float(weights[0, 0]) == 1.0, warns)
     said = [line for line in caplog.messages if "use_pre_softmax=True" in line]
     assert len(said) == int(warns)

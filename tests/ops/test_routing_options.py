@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -15,6 +16,10 @@ import ep_runtime as ep
 TOKENS, EXPERTS, TOP_K = 30, 12, 4
 FACTORS = np.random.default_rng(9).standard_normal((TOKENS, TOP_K)).astype(np.float32)
 BIAS = np.linspace(-0.6, 0.7, EXPERTS).astype(np.float32)
+
+
+def routed(logits: Any, top_k: int, *, expert_bias: Any = None, **router: Any) -> ep.Routing:
+    return ep.route(logits, top_k, router=ep.Router(**router), expert_bias=expert_bias)
 
 
 @pytest.fixture(scope="module")
@@ -135,7 +140,7 @@ def test_an_option_is_its_definition(logits: Any, name: str) -> None:
     options, router = CASES[name]
 
     def loss(logits: Any) -> Any:
-        routing = ep.route(logits, TOP_K, **options)
+        routing = routed(logits, TOP_K, **options)
         return (routing.topk_weights * FACTORS).sum(), routing
 
     grad, routing = jax.jit(jax.grad(loss, has_aux=True))(logits)
@@ -151,12 +156,12 @@ def test_an_option_is_its_definition(logits: Any, name: str) -> None:
 def test_group_scores_change_the_choice(logits: Any) -> None:
     """Otherwise the cases above could not tell one number of summed scores from another."""
     chosen = [
-        ep.route(logits, TOP_K, num_groups=4, group_topk=2, group_score_topk=n).topk_idx
+        routed(logits, TOP_K, num_groups=4, group_topk=2, group_score_topk=n).topk_idx
         for n in (1, 2, 3)
     ]
     assert not (chosen[0] == chosen[1]).all()
     assert not (chosen[1] == chosen[2]).all()
-    default = ep.route(logits, TOP_K, num_groups=4, group_topk=2)
+    default = routed(logits, TOP_K, num_groups=4, group_topk=2)
     np.testing.assert_array_equal(default.topk_idx, chosen[1])
 
 
@@ -164,14 +169,14 @@ def test_group_scores_change_the_choice(logits: Any) -> None:
 def test_one_expert_has_its_score_for_weight_unless_asked(logits: Any, score: str) -> None:
     best = SCORES[score](logits).max(-1, keepdims=True)
     for normalize, want in ((None, best), (False, best), (True, np.ones_like(best))):
-        got = ep.route(logits, 1, score_function=score, normalize_weights=normalize)
+        got = routed(logits, 1, score_function=score, normalize_weights=normalize)
         np.testing.assert_allclose(got.topk_weights, want, rtol=2e-5)
 
 
 def test_weights_are_scaled_after_they_are_normalised(logits: Any) -> None:
     for score in SCORES:
         options = {"score_function": score, "normalize_weights": True, "scaling_factor": 2.5}
-        weights = ep.route(logits, TOP_K, **options).topk_weights
+        weights = routed(logits, TOP_K, **options).topk_weights
         np.testing.assert_allclose(weights.sum(-1), 2.5, rtol=1e-5)
 
 
@@ -179,8 +184,8 @@ def test_square_roots_of_softplus_at_the_ends_of_f32() -> None:
     far = np.array([[-np.inf, -300.0, -90.0, -20.001, -19.999, 0.0, 80.0, 1e4]], np.float32)
 
     def weight(logits: Any, expert: int) -> Any:
-        routed = ep.route(logits, 8, score_function="sqrtsoftplus", normalize_weights=False)
-        return jnp.where(routed.topk_idx == expert, routed.topk_weights, 0.0).sum()
+        routing = routed(logits, 8, score_function="sqrtsoftplus", normalize_weights=False)
+        return jnp.where(routing.topk_idx == expert, routing.topk_weights, 0.0).sum()
 
     wide = np.asarray(far[0], np.float64)
     want = np.sqrt(np.logaddexp(wide, 0.0))
@@ -200,8 +205,9 @@ def test_scores_of_nearly_nothing_have_finite_gradients(score: str, low: float) 
     """A token that is masked out, or a router that has gone astray."""
 
     def loss(logits: Any) -> Any:
-        routed = ep.route(logits, 2, score_function=score)
-        return routed.topk_weights[0, 0] + routed.probs[0, 0]
+        routing = routed(logits, 2, score_function=score)
+        assert routing.probs is not None
+        return routing.topk_weights[0, 0] + routing.probs[0, 0]
 
     grad = jax.jit(jax.grad(loss))(np.full((1, 4), low, np.float32))
     assert np.isfinite(np.asarray(grad)).all()
@@ -213,10 +219,9 @@ def test_shares_too_small_to_divide_by_stay_finite() -> None:
     bias = np.array([0.0, 0.0, 2.0, 2.0], np.float32)
 
     def weights(logits: Any) -> Any:
-        routed = ep.route(
-            *(logits, 2), use_pre_softmax=True, normalize_weights=True, expert_bias=bias
-        )
-        return routed.topk_weights.sum(), routed.topk_idx
+        router = ep.Router(use_pre_softmax=True, normalize_weights=True)
+        routing = ep.route(logits, 2, router=router, expert_bias=bias)
+        return routing.topk_weights.sum(), routing.topk_idx
 
     (total, idx), grad = jax.jit(jax.value_and_grad(weights, has_aux=True))(logits)
     np.testing.assert_array_equal(idx, [[2, 3]])
@@ -232,7 +237,7 @@ def test_shares_too_small_to_divide_by_stay_finite() -> None:
             {"num_groups": 4, "group_topk": 2, "group_score_topk": 4},
             r"must be 1 to 3 \(the experts of a routing group\), got 4",
         ),
-        ({"num_groups": 4, "group_topk": 2, "group_score_topk": 0}, "must be 1 to 3"),
+        ({"num_groups": 4, "group_topk": 2, "group_score_topk": 0}, "must be at least 1"),
         ({"num_groups": 4, "group_topk": 3}, "divide top_k=4 unless group_score_topk is given"),
         (
             {"num_groups": 4, "group_topk": 1, "group_score_topk": 2},
@@ -243,4 +248,38 @@ def test_shares_too_small_to_divide_by_stay_finite() -> None:
 )
 def test_arguments_that_do_not_fit(logits: Any, arguments: Any, text: str) -> None:
     with pytest.raises(ValueError, match=text):
-        ep.route(logits, TOP_K, **arguments)
+        routed(logits, TOP_K, **arguments)
+
+
+def test_a_router_is_checked_when_it_is_made() -> None:
+    assert hash(ep.Router(scaling_factor=2)) == hash(ep.Router(scaling_factor=2.0))
+    for wrong, text in (
+        ({"score_function": "tanh"}, "score_function must be one of"),
+        ({"use_pre_softmax": 1}, "use_pre_softmax must be True or False, got 1"),
+        ({"num_groups": 4, "group_topk": 5}, "group_topk must be 1 to num_groups=4, got 5"),
+        ({"num_groups": 2.5, "group_topk": 1}, "num_groups must be an integer, got 2.5"),
+        ({"scaling_factor": jnp.ones(())}, "scaling_factor must be a number"),
+    ):
+        with pytest.raises(ep.InvalidArgumentError, match=text):
+            ep.Router(**wrong)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="router must be an ep.Router, got 'sigmoid'"):
+        ep.route(jnp.zeros((3, 4)), 2, router="sigmoid")  # type: ignore[arg-type]
+
+
+def test_spellings_before_routers_name_the_new_ones(logits: Any) -> None:
+    layer: Any = ep.LayerSpec("moe", top_k=2, num_experts=EXPERTS, hidden_size=8)
+    params = ep.init_moe_params(jax.random.key(0), layer, 8)
+    route, moe = functools.partial(ep.route, logits, 2), functools.partial(ep.moe, layer, logits)
+    for field in dataclasses.fields(ep.Router):
+        text = rf"^{field.name}= is gone since .*router=ep.Router\({field.name}=...\)"
+        for call in (route, functools.partial(moe, params)):
+            with pytest.raises(ep.InvalidArgumentError, match=text):
+                call(**{field.name: field.default})
+    for name, new in (
+        ("apply_topk_weights_early", 'weights_at="hidden"'),
+        ("apply_topk_weights_to_input", 'weights_at="input"'),
+    ):
+        with pytest.raises(ep.InvalidArgumentError, match=f"^{name}= is gone .*{new}"):
+            moe(params, **{name: True})
+    with pytest.raises(TypeError, match="'rooter'; did you mean 'router'"):
+        moe(params, rooter=ep.Router())

@@ -83,7 +83,7 @@ def graded(function: Callable[..., Any]) -> Callable[..., Any]:
 def block(layer: Any, idx: Any, **options: Any) -> Callable[..., Any]:
     def run(x: Any, params: Any, weights: Any) -> Any:
         routing = ep.Routing(idx, weights)
-        options.setdefault("apply_topk_weights_to_input", True)
+        options.setdefault("weights_at", "input")
         return ep.moe(layer, x, params, routing=routing, **options)[0]
 
     return run
@@ -117,7 +117,7 @@ def test_values_and_gradients(layer: Any, lead: tuple[int, ...], biases: bool) -
     assert worst_error(got, in_f64(graded(dense(idx)), x, params, weights)) < 1e-5
     np.testing.assert_array_equal(np.asarray(got[1][2])[np.asarray(idx) < 0], 0)
     # What is weighted matters here: experts are not linear.
-    late = jax.jit(block(layer, idx, apply_topk_weights_to_input=False))(x, params, weights)
+    late = jax.jit(block(layer, idx, weights_at=None))(x, params, weights)
     assert worst_error(late, np.asarray(got[0], np.float64)) > 0.1
 
 
@@ -171,7 +171,7 @@ def test_dropped_slots_have_no_gradient(layer: Any) -> None:
         y, _, stats = ep.moe(
             *(layer, x, params),
             routing=ep.Routing(idx, weights),
-            apply_topk_weights_to_input=True,
+            weights_at="input",
             capacity=32,
             return_stats=True,
         )
@@ -186,24 +186,24 @@ def test_dropped_slots_have_no_gradient(layer: Any) -> None:
 def test_a_router_of_the_block_weighs_its_tokens_too(layer: Any) -> None:
     """Llama-4: a sigmoid of the logit, not normalised."""
     x, params = draw(64)[0], make_params(layer)
-    router = 0.3 * jax.random.normal(jax.random.key(9), (HIDDEN, EXPERTS))
-    options = {"score_function": "sigmoid", "normalize_weights": False}
-    routing = ep.route(x @ router, TOP_K, **options)
+    w = 0.3 * jax.random.normal(jax.random.key(9), (HIDDEN, EXPERTS))
+    router = ep.Router("sigmoid", normalize_weights=False)
+    routing = ep.route(x @ w, TOP_K, router=router)
     got = jax.jit(
         lambda x: ep.moe(
             layer,
             x,
-            dataclasses.replace(params, router=router),
-            apply_topk_weights_to_input=True,
-            **options,
+            dataclasses.replace(params, router=w),
+            router=router,
+            weights_at="input",
         )[0]
     )(x)
     want = in_f64(dense(routing.topk_idx), x, params, routing.topk_weights)
     assert worst_error(got, want) < 1e-5
 
 
-def test_weights_are_multiplied_once(layer: Any) -> None:
+def test_weights_are_multiplied_at_a_place_with_a_name(layer: Any) -> None:
     x, idx, weights = draw(64)
     for where in (layer, ep.LayerSpec("moe", top_k=TOP_K, num_experts=8, hidden_size=HIDDEN)):
-        with pytest.raises(ValueError, match="before wo and .* before wi: give one"):
-            block(where, idx, apply_topk_weights_early=True)(x, make_params(layer), weights)
+        with pytest.raises(ValueError, match="weights_at must be .* \"input\", got 'early'"):
+            block(where, idx, weights_at="early")(x, make_params(layer), weights)

@@ -37,6 +37,8 @@ def default_text(value: Any) -> str:
     """As a user types it, the same with every Python and JAX."""
     if inspect.isclass(value):
         return f"jnp.{value.__name__}"
+    if type(value).__module__.startswith("ep_runtime") and value == type(value)():
+        return f"ep.{type(value).__name__}()"
     text = repr(value).replace("'", '"')
     return "..." if " object at 0x" in text else text
 

@@ -24,7 +24,7 @@ EIGHT_BIT = RECIPES[2:]
 # `moe` times, which measures one layer of many that share a step.
 QUANTIZED = ("call", "step")
 # Where the router's weights are multiplied: into the activations before wo, or in combine.
-WEIGHTS = ("early", "late")
+WEIGHTS = ("hidden", "output")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -140,7 +140,7 @@ def _run(order: Order, layer: Any, *operands: Any) -> Any:
         params = ep.straight_through(params, *given)
     recipe = None if given else recipe_of(order.recipe)
     options: dict[str, Any] = {"recipe": recipe, "return_stats": True}
-    options["apply_topk_weights_early"] = order.weights == "early"
+    options["weights_at"] = order.weights
     return ep.moe(layer, x, params, **options)
 
 

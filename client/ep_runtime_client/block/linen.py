@@ -26,6 +26,7 @@ from ep_runtime_client.block.params import (
 )
 from ep_runtime_client.block.quantized import straight_through
 from ep_runtime_client.ops.routing.api import Routing, update_expert_bias
+from ep_runtime_client.ops.routing.options import Router
 
 try:
     from flax import linen
@@ -90,16 +91,9 @@ class MoEBlock(linen.Module):  # type: ignore[misc]
     use_router: bool = True
     activation: Any = "silu"
     recipe: Any = None
-    score_function: str = "softmax"
-    use_pre_softmax: bool = False
-    num_groups: int | None = None
-    group_topk: int | None = None
-    group_score_topk: int | None = None
-    normalize_weights: bool | None = None
-    scaling_factor: float = 1.0
-    aux_loss_coeff: float = 0.0
-    apply_topk_weights_early: bool | None = None
-    apply_topk_weights_to_input: bool = False
+    router: Router = Router()
+    aux_loss_coeff: float | jax.Array = 0.0
+    weights_at: str | None = None
     gated: bool = True
     compute_dtype: Any = None
     capacity: int | None = None
@@ -140,6 +134,7 @@ class MoEBlock(linen.Module):  # type: ignore[misc]
         layer_index: int | jax.Array | None = None,
         *,
         routing: Routing | None = None,
+        token_mask: jax.Array | None = None,
         params8: MoEParams | None = None,
     ) -> Any:
         """Runs `ep.moe` with the block's parameters; shapes, results and errors are the same.
@@ -148,6 +143,7 @@ class MoEBlock(linen.Module):  # type: ignore[misc]
             x: [T, H] or [B, S, H].
             layer_index: of a layer stack, a Python int or a traced int32 []; else None.
             routing: as in `ep.moe`, for a block without a router.
+            token_mask: as in `ep.moe`.
             params8: 8-bit weights of this block's parameters, from `ep.quantize_params`. Gradients
                 go to the parameters, their masters.
 
@@ -173,7 +169,7 @@ class MoEBlock(linen.Module):  # type: ignore[misc]
             )
         params = self.moe_params
         params = params if params8 is None else straight_through(params, params8)
-        options |= {"routing": routing, "expert_bias": bias}
+        options |= {"routing": routing, "expert_bias": bias, "token_mask": token_mask}
         if not self.histories:
             return moe(layer, x, params, **options)
         given = state.of_named({name: held.value for name, held in self.histories.items()})

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 from ep_runtime import close_names
+from ep_runtime.arguments import refuse_removed
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime.layer_specs import LayerSpec
 from ep_runtime_client.base.layers import EpLayer, LayerStack, TracedLayer, resolve
@@ -17,12 +18,14 @@ from ep_runtime_client.block.moe_checks import Recipes, pair_of
 from ep_runtime_client.block.params import LOGICAL_AXES
 from ep_runtime_client.block.sharding import Rules, axes_of_entry
 from ep_runtime_client.block.state import init_moe_state, keeps, to_named
+from ep_runtime_client.ops.routing.options import REMOVED
 
 EXTRA = "pip install 'ep-runtime[flax]'"
 # What a module gives to `moe` and how its users say it.
 NO_OPTIONS = {
     "expert_bias": "a variable of the module: pass use_expert_bias=True",
     "routing": "of one call: make the module with use_router=False and call block(x, routing=...)",
+    "token_mask": "of one call: call block(x, token_mask=...)",
     "state": "a variable of the module, which has one where its recipe is delayed",
 }
 
@@ -53,6 +56,7 @@ def check_options(options: Iterable[str], own: Iterable[str]) -> None:
     for name in options:
         if name in NO_OPTIONS:
             raise InvalidArgumentError(f"{name} is {NO_OPTIONS[name]}", argument=name)
+        refuse_removed(name, REMOVED)
         if name not in (*passed_on, *own):
             raise InvalidArgumentError(
                 f"{name} is not an option of MoEBlock, which has {', '.join(own)}, and of ep.moe "

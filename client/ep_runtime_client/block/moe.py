@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple, Unpack, overload
+import dataclasses
+from typing import Any, Literal, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from ep_runtime import workspace
+from ep_runtime.arguments import suggests
 from ep_runtime.layer_specs import LayerSpec
 from ep_runtime_client.base import stored
 from ep_runtime_client.base.layers import EpLayer, TracedLayer, resolve
@@ -37,13 +39,17 @@ from ep_runtime_client.ops.calls.plan import AnyArrays
 from ep_runtime_client.ops.movement.dispatch import call_of_plan
 from ep_runtime_client.ops.quantize.formats.recipes import DelayedState
 from ep_runtime_client.ops.routing import api as routing_api
+from ep_runtime_client.ops.routing import losses
+from ep_runtime_client.ops.routing.options import REMOVED, Router
 from ep_runtime_client.ops.tracing import scopes
 from ep_runtime_client.ops.tracing.ambient import check_devices, constant, open_layer
 from ep_runtime_client.ops.tracing.scopes import scope
 
 
 @stored.pytree()
-class MoEStats(NamedTuple):
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class MoEStats:
     """Statistics of one call of `moe`: load of the experts, dropped slots, and the routing.
 
     Only `routing` has a gradient.
@@ -123,31 +129,26 @@ def moe(
     **options: Unpack[MoEOptions],
 ) -> Results: ...
 @qwix.apart
+@suggests(removed=REMOVED)
 def moe(
     layer: Layer,
     x: jax.Array,
     params: MoEParams,
     *,
-    routing: routing_api.Routing | None = None,
-    activation: Function = "silu",
-    recipe: Recipes = None,
-    score_function: str = "softmax",
-    use_pre_softmax: bool = False,
+    router: Router = Router(),
     expert_bias: jax.Array | None = None,
-    num_groups: int | None = None,
-    group_topk: int | None = None,
-    group_score_topk: int | None = None,
-    normalize_weights: bool | None = None,
-    scaling_factor: float = 1.0,
-    aux_loss_coeff: float = 0.0,
-    apply_topk_weights_early: bool | None = None,
-    apply_topk_weights_to_input: bool = False,
+    routing: routing_api.Routing | None = None,
+    token_mask: jax.Array | None = None,
+    aux_loss_coeff: float | jax.Array = 0.0,
+    activation: Function = "silu",
     gated: bool = True,
+    recipe: Recipes = None,
     compute_dtype: Any = None,
+    weights_at: Literal["output", "hidden", "input"] | None = None,
     capacity: int | None = None,
-    handle: int = 0,
     keep: Literal["first", "nothing"] = "first",
     keep_factor: float = 1.25,
+    handle: int = 0,
     state: MoEState | DelayedState | None = None,
     return_stats: bool = False,
     tokens_spec: PartitionSpec | None = None,
@@ -161,44 +162,42 @@ def moe(
         x: [T, H] or [B, S, H], sharded as `dispatch` wants tokens.
         params: the weights, with experts on dim 0 sharded over the ep axes. Weights from
             `quantize_params` carry their recipe.
+        router: how experts are chosen by the logits of `params.router`, and weighted.
+        expert_bias: [E] f32, as in `route`; may be traced.
         routing: the result of your own router, sharded as x: topk_idx int32 [..., K] (-1 is an
             unused slot), topk_weights [..., K], and probs [..., E] if aux_loss_coeff is not 0.
-            Gradients flow to topk_weights and probs. `params.router` must then be None, and the
-            arguments of `route` must have their defaults.
+            Gradients flow to topk_weights and probs. `params.router` must then be None, and router
+            and expert_bias must have their defaults.
+        token_mask: bool [T] or [B, S], sharded as x; False for tokens that count nowhere, such as
+            padding. A masked token takes no row, gets zeros back, and counts in no load, loss or
+            capacity. Its gradients are 0, and it may be NaN. May be traced.
+        aux_loss_coeff: as in `aux_loss`; may be traced. A Python 0 leaves the loss out.
         activation: a name of ACTIVATIONS, f(gate), or f(gate, up); ungated blocks call f(h). No
             gradient flows to values that a function closes over; they must be concrete.
+        gated: whether wi holds gate and up.
         recipe: one of `ep.recipes` for both matmuls of the experts, or a pair for (wi, wo). None
             computes in compute_dtype. See docs/matmuls.md.
-        score_function: as in `route`.
-        use_pre_softmax: as in `route`.
-        expert_bias: [E] f32, as in `route`.
-        num_groups: as in `route`.
-        group_topk: as in `route`.
-        group_score_topk: as in `route`.
-        normalize_weights: as in `route`.
-        scaling_factor: as in `route`.
-        aux_loss_coeff: as in `aux_loss`.
-        apply_topk_weights_early: multiply the routing weights into the activations before wo
-            (True), or into the experts' outputs in combine (False); only rounding differs. None
-            takes the faster one: before wo on GPUs whose kernels fuse the activation. A wo_bias is
-            always weighted in combine.
-        apply_topk_weights_to_input: multiply the routing weights into the tokens before wi, in f32
-            and rounded to compute_dtype, as Llama-4 does. Outputs and biases are then summed
-            unweighted. Excludes apply_topk_weights_early=True.
-        gated: whether wi holds gate and up.
         compute_dtype: dtype of dispatched rows and of matmuls without a recipe; None is x's, or
             bf16 with BF16().
+        weights_at: what the routing weights multiply.
+            "output": the experts' outputs, in combine.
+            "hidden": the activations, before wo. Only rounding differs; a wo_bias is always
+            weighted in combine.
+            "input": the tokens, before wi, in f32 and rounded to compute_dtype, as in Llama-4.
+            Outputs and biases are then summed unweighted.
+            None: the faster of the first two, which is "hidden" on GPUs whose kernels fuse the
+            activation.
         capacity: as in `dispatch`.
-        handle: as in `dispatch`.
         keep: rows that a block call saves for backward: "first" saves the output of the experts'
             first matmul, "nothing" computes it again. See docs/memory.md.
         keep_factor: most rows that "first" saves, in even shares of a rank (T * K rows). Backward
             computes the others again; results do not depend on it.
+        handle: as in `dispatch`.
         state: MoEState of `init_moe_state` or of the call before; only, and always, with
             TensorScaling(delayed=True). It is the same on every device, and whole inside a
             shard_map. `recipe.init_state(E)` starts both matmuls. See docs/matmuls.md.
-        tokens_spec: as in `dispatch`.
         return_stats: also return MoEStats.
+        tokens_spec: as in `dispatch`.
         params_spec: sharding of the parameters if traced arrays do not carry it (plain jit, or a
             manual shard_map that leaves weights sharded): MoEParams of PartitionSpecs, or the rules
             of `ep.sharding`.
@@ -232,18 +231,11 @@ def moe(
         (True, ())
     """
     moe_checks.check_params(params)
-    moe_checks.check_weights(apply_topk_weights_early, apply_topk_weights_to_input)
+    early, to_input = moe_checks.weights_at(weights_at)
     workspace.check_keep(keep, keep_factor)
-    reading = {
-        "score_function": score_function,
-        "use_pre_softmax": use_pre_softmax,
-        "expert_bias": expert_bias,
-        "num_groups": num_groups,
-        "group_topk": group_topk,
-        "group_score_topk": group_score_topk,
-        "normalize_weights": normalize_weights,
-        "scaling_factor": scaling_factor,
-    }
+    loss = not (isinstance(aux_loss_coeff, int | float) and aux_loss_coeff == 0)
+    token_mask = routing_api.checked_mask(token_mask, x.shape[:-1])
+    asked = moe_routing.AskedRouting(routing, router, expert_bias, token_mask, loss)
     recipes = moe_checks.recipes_of(recipe, params)
     if compute_dtype is None:
         narrow = any(r is not None and not r.quantizes for r in recipes)
@@ -251,7 +243,7 @@ def moe(
     dtype = moe_checks.held_dtype("compute_dtype", compute_dtype)
     if isinstance(layer, LayerSpec):
         sizes = moe_shapes.check(layer, x, params)
-        routed = moe_routing.routed(x, params, sizes, routing, reading, aux_loss_coeff)
+        routed = moe_routing.routed(moe_routing.counted(x, token_mask), params, sizes, asked)
         given = checked_state(state, recipes, sizes.experts)
         y, aux, *counts, after = moe_shapes.shapes_of(layer, x, params, sizes, given)
         stats = MoEStats(counts[0], counts[1], counts[2], routed) if return_stats else None
@@ -267,13 +259,12 @@ def moe(
     moe_checks.check_halves(static.group_spec, params, gated, inner_axes)
     sizes = moe_routing.Sizes(x.shape[:-1], static.top_k, static.group_spec.num_experts)
     with scope("router", static):
-        routed = moe_routing.routed(x, params, sizes, routing, reading, aux_loss_coeff)
+        x = moe_routing.counted(x, token_mask)
+        routed = moe_routing.routed(x, params, sizes, asked)
     token_axes = static.group_spec.token_axes
     function = activation_of(activation, gated, dtype, params.wo.shape[1])
     block = Block(function, recipes, specs, inner_axes, token_axes)
-    weighted = moe_slabs.weighted(
-        static, block, params, apply_topk_weights_early, to_input=apply_topk_weights_to_input
-    )
+    weighted = moe_slabs.weighted(static, block, params, early, to_input=to_input)
     moved = Moved(x.astype(dtype), routed, handle, capacity, tokens_spec)
     refused = moe_call.refused(static, block, moved, params, weighted)
     with scopes.way("slabs", refused, static) if refused else scopes.way("call", "taken", static):
@@ -284,7 +275,7 @@ def moe(
             y, plan = moe_call.run(layer, block, moved, params, weighted, kept)
     y = y.astype(x.dtype)
     call = call_of_plan(static, open_layer(layer)[2], plan)
-    aux = _aux_loss(call, routed, aux_loss_coeff)
+    aux = _aux_loss(call, routed, asked, aux_loss_coeff)
     stats = _stats(call, routed, plan.arrays) if return_stats else None
     return _results(y, aux, stats, after)
 
@@ -303,11 +294,18 @@ def _batch_axes(call: Call) -> tuple[str, ...]:
     return tuple(a for a in call.group.token_axes if a in call.manual)
 
 
-def _aux_loss(call: Call, routed: routing_api.Routing, coeff: float) -> jax.Array:
-    if coeff == 0.0:
+def _aux_loss(
+    call: Call,
+    routed: routing_api.Routing,
+    asked: moe_routing.AskedRouting,
+    coeff: float | jax.Array,
+) -> jax.Array:
+    if not asked.loss:
         return constant(np.zeros((), np.float32), call.mesh)
     with scope("aux_loss", call.layer):
-        return routing_api.aux_loss(routed, coeff=coeff, axis_name=_batch_axes(call) or None)
+        all_count = asked.given is None and asked.token_mask is None
+        counted = None if all_count else losses.in_losses(routed)
+        return losses.balance(routed, coeff, counted, _batch_axes(call) or None)
 
 
 def _stats(call: Call, routed: routing_api.Routing, plan: AnyArrays) -> MoEStats:

@@ -84,14 +84,27 @@ def held_dtype(name: str, dtype: Any) -> Any:
     return found
 
 
-def check_weights(early: bool | None, to_input: bool) -> None:
-    """Raises InvalidArgumentError where weights would be multiplied twice."""
-    if early and to_input:
+# What the routing weights multiply: before wo (True) or in combine (False), or before wi.
+_WEIGHTS_AT: Mapping[str | None, tuple[bool | None, bool]] = {
+    None: (None, False),
+    "output": (False, False),
+    "hidden": (True, False),
+    "input": (None, True),
+}
+
+
+def weights_at(value: Any) -> tuple[bool | None, bool]:
+    """(early, to_input) of `moe_slabs.weighted`.
+
+    Raises:
+        InvalidArgumentError: no place of that name.
+    """
+    if not isinstance(value, str | None) or value not in _WEIGHTS_AT:
         raise InvalidArgumentError(
-            "apply_topk_weights_early=True multiplies weights before wo and "
-            "apply_topk_weights_to_input=True before wi: give one",
-            argument="apply_topk_weights_to_input",
+            f'weights_at must be None, "output", "hidden" or "input", got {value!r}',
+            argument="weights_at",
         )
+    return _WEIGHTS_AT[value]
 
 
 def check_params(params: Any) -> None:

@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec
 from ep_runtime_client.block.moe_checks import Recipes
 from ep_runtime_client.ops.activation.function import Function
 from ep_runtime_client.ops.routing.api import Routing
+from ep_runtime_client.ops.routing.options import Router
 
 
 class _Shared(TypedDict, total=False):
@@ -17,16 +18,9 @@ class _Shared(TypedDict, total=False):
 
     activation: Function
     recipe: Recipes
-    score_function: str
-    use_pre_softmax: bool
-    num_groups: int | None
-    group_topk: int | None
-    group_score_topk: int | None
-    normalize_weights: bool | None
-    scaling_factor: float
-    aux_loss_coeff: float
-    apply_topk_weights_early: bool | None
-    apply_topk_weights_to_input: bool
+    router: Router
+    aux_loss_coeff: float | jax.Array
+    weights_at: Literal["output", "hidden", "input"] | None
     compute_dtype: Any
     capacity: int | None
     handle: int
@@ -41,6 +35,7 @@ class MoEOptions(_Shared, total=False):
 
     routing: Routing | None
     expert_bias: jax.Array | None
+    token_mask: jax.Array | None
     gated: bool
 
 

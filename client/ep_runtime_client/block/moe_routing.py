@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -13,8 +11,15 @@ from jax.ad_checkpoint import checkpoint_name
 
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime_client.block.params import MoEParams
-from ep_runtime_client.ops.routing.api import Routing, route
+from ep_runtime_client.ops.routing.api import (
+    Routing,
+    route,
+    unmasked,
+    without_masked,
+)
 from ep_runtime_client.ops.routing.matmul import router_logits
+from ep_runtime_client.ops.routing.options import Router
+from ep_runtime_client.ops.tracing import eager
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,47 +31,65 @@ class Sizes:
     experts: int
 
 
-def routed(
-    x: jax.Array,
-    params: MoEParams,
-    sizes: Sizes,
-    given: Routing | None,
-    options: Mapping[str, Any],
-    aux_loss_coeff: float,
-) -> Routing:
-    """The routing of x [..., H]: `given`, or what `route` makes of the router's logits.
+@dataclasses.dataclass(frozen=True)
+class AskedRouting:
+    """What a call of `moe` says of its routing.
 
-    Args:
-        x: tokens of the block.
-        params: of the block; without a router where `given` is.
-        sizes: of this call.
-        given: the caller's, or None.
-        options: of `route`, all at their defaults where `given` is.
-        aux_loss_coeff: of the loss, which needs the shares of all experts.
+    Attributes:
+        given: a routing of the caller's, or None.
+        router, expert_bias, token_mask: as in `moe`.
+        loss: whether a loss needs the shares of all experts.
+    """
+
+    given: Routing | None
+    router: Router
+    expert_bias: jax.Array | None
+    token_mask: jax.Array | None
+    loss: bool
+
+
+def routed(x: jax.Array, params: MoEParams, sizes: Sizes, asked: AskedRouting) -> Routing:
+    """The routing of x [..., H]: the caller's, or what `route` makes of the router's logits.
 
     Raises:
         InvalidArgumentError: neither a router nor a routing, both, or one that does not fit.
     """
+    given, mask = asked.given, asked.token_mask
     if given is None:
         logits = checkpoint_name(_logits(x, params), "ep_plan")  # beside rows of H: little
-        return route(logits, sizes.top_k, **options)
+        bias, router = asked.expert_bias, asked.router
+        return route(logits, sizes.top_k, router=router, expert_bias=bias, token_mask=mask)
     _check_place(params, given)
-    known = inspect.signature(route).parameters
-    said = [name for name, value in options.items() if _differs(value, known[name].default)]
-    if said:
-        raise InvalidArgumentError(
-            f"{', '.join(said)} say how route reads a router's logits: give them to ep.route, not "
-            "to moe beside routing",
-            argument=said[0],
-        )
+    for name, default in (("router", Router()), ("expert_bias", None)):
+        value = getattr(asked, name)
+        if value is not default and (default is None or value != default):
+            raise InvalidArgumentError(
+                f"{name} says how route reads a router's logits: give it to ep.route, not to moe "
+                "beside routing",
+                argument=name,
+            )
     _check_arrays(given, sizes)
-    if aux_loss_coeff != 0.0 and given.probs is None:
+    if asked.loss and given.probs is None:
         raise InvalidArgumentError(
-            f"aux_loss_coeff={aux_loss_coeff} needs routing.probs {_text(sizes, sizes.experts)}, "
-            "got None",
+            f"aux_loss_coeff needs routing.probs {_text(sizes, sizes.experts)}, got None",
             argument="routing.probs",
         )
-    return given
+    if mask is None:
+        return given
+    found: Routing = eager.run(without_masked, None, given, mask)
+    return found
+
+
+def counted(x: jax.Array, token_mask: jax.Array | None) -> jax.Array:
+    """Tokens [..., H] with zeros for masked ones, which may be NaN."""
+    if token_mask is None:
+        return x
+    found: jax.Array = eager.run(_unmasked, None, token_mask, x)
+    return found
+
+
+def _unmasked(_: None, token_mask: jax.Array, x: jax.Array) -> jax.Array:
+    return unmasked(token_mask, x)
 
 
 def _logits(x: jax.Array, params: MoEParams) -> jax.Array:
@@ -103,10 +126,6 @@ def _check_place(params: MoEParams, given: Any) -> None:
                 "both",
                 argument=f"params.{name}",
             )
-
-
-def _differs(value: Any, default: Any) -> bool:
-    return value is not None if default is None else bool(value != default)
 
 
 def _check_arrays(given: Routing, sizes: Sizes) -> None:

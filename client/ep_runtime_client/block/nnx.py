@@ -168,6 +168,7 @@ class MoEBlock(nnx.Module):  # type: ignore[misc]
         layer_index: int | jax.Array | None = None,
         *,
         routing: Routing | None = None,
+        token_mask: jax.Array | None = None,
         params8: MoEParams | None = None,
     ) -> Any:
         """Runs `ep.moe` with the block's parameters; shapes, results and errors are the same.
@@ -176,6 +177,7 @@ class MoEBlock(nnx.Module):  # type: ignore[misc]
             x: [T, H] or [B, S, H].
             layer_index: of a layer stack, a Python int or a traced int32 []; else None.
             routing: as in `ep.moe`, for a block without a router.
+            token_mask: as in `ep.moe`.
             params8: 8-bit weights of this block's parameters, from `ep.quantize_params`. Gradients
                 go to the parameters, their masters.
 
@@ -198,7 +200,8 @@ class MoEBlock(nnx.Module):  # type: ignore[misc]
             )
         params = self.params
         params = params if params8 is None else straight_through(params, params8)
-        options |= {"routing": routing, "expert_bias": bias, "state": self.moe_state}
+        options |= {"routing": routing, "token_mask": token_mask}
+        options |= {"expert_bias": bias, "state": self.moe_state}
         results = moe(layer, x, params, **options)
         if not self._histories:
             return results

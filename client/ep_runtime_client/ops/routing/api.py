@@ -1,4 +1,4 @@
-"""The router: which experts a token goes to, with which weights, and what keeps them balanced.
+"""The router: which experts a token goes to, with which weights.
 
 Plain JAX over any leading dims; every function works per token, so a sharded batch stays where
 it is. Letters: `ops/__init__.py`.
@@ -6,8 +6,6 @@ it is. Letters: `ops/__init__.py`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from math import prod
 from typing import Any, NamedTuple
 
 import jax
@@ -15,12 +13,18 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from ep_runtime.arguments import as_int
+from ep_runtime.arguments import as_int, suggests
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime_client.base import stored
 from ep_runtime_client.ops.kernels.slots import as_int32
 from ep_runtime_client.ops.partitioning.roles import say_once
-from ep_runtime_client.ops.routing.options import RouteOptions, check
+from ep_runtime_client.ops.routing.options import (
+    REMOVED,
+    Router,
+    check,
+    normalizes,
+    summed_scores,
+)
 from ep_runtime_client.ops.routing.search import largest, pick
 from ep_runtime_client.ops.tracing import eager
 
@@ -49,40 +53,25 @@ class Routing(NamedTuple):
     logits: jax.Array | None = None
 
 
+@suggests(removed=REMOVED)
 def route(
     logits: jax.Array,
     top_k: int,
     *,
-    score_function: str = "softmax",
-    use_pre_softmax: bool = False,
+    router: Router = Router(),
     expert_bias: jax.Array | None = None,
-    num_groups: int | None = None,
-    group_topk: int | None = None,
-    group_score_topk: int | None = None,
-    normalize_weights: bool | None = None,
-    scaling_factor: float = 1.0,
+    token_mask: jax.Array | None = None,
 ) -> Routing:
     """Picks the top_k experts of every token from router logits; ties go to the lower index.
 
     Args:
         logits: [..., E]; computed on in f32.
         top_k: K.
-        score_function: the score of an expert: "softmax" is its logit (with use_pre_softmax its
-            share of the softmax over all E), "sigmoid" is sigmoid(logit), and "sqrtsoftplus" is
-            sqrt(log(1 + exp(logit))).
-        use_pre_softmax: softmax over all E before the choice. With top_k=1 the router has a
-            gradient only with it, because the softmax over one logit is 1; a warning says so once.
+        router: how experts are chosen and weighted.
         expert_bias: [E] f32, added to the scores for the choice only; has no gradient.
-        num_groups: number of routing groups of E / num_groups experts each; needs group_topk.
-        group_topk: number of routing groups that a token may use; those of the highest score.
-        group_score_topk: a group's score is the sum of this many of its highest biased scores.
-            None is K // group_topk, which must divide. DeepSeek-V3 has 2, V2 1.
-        normalize_weights: whether the K weights of a token are divided by their sum. False: a
-            weight is the expert's score, or with "softmax" its share of the softmax over all E.
-            True: that divided by the sum over the K (+ 1e-20; with use_pre_softmax at least 1e-12).
-            None: True, except with use_pre_softmax, and with "sigmoid" and "sqrtsoftplus" if K is
-            1.
-        scaling_factor: multiplies the weights, after they are normalised.
+        token_mask: bool [...], False for tokens that count nowhere, such as padding. Their slots
+            are unused (-1), their weights, probs and logits are 0, and so is the gradient of their
+            logits, which may be NaN.
 
     Returns:
         Routing with topk_idx [..., K] int32, topk_weights [..., K] f32, probs [..., E] f32 (the
@@ -93,61 +82,83 @@ def route(
 
     Cost: K passes over E per token, each an argmax and a masked sum; no sort and no collective.
 
-    Source: a softmax over the picked logits is from Shazeer et al. 2017 (arXiv:1701.06538). Routing
-    groups, sigmoid scores and the bias are DeepSeek-V3's (arXiv:2412.19437), "sqrtsoftplus" is
-    DeepSeek-V4's, 1e-20 DeepSeek's, and 1e-12 Ernie-4.5's `moe_norm_min`. Arguments are named as in
-    Transformer Engine's fused router.
+    Source: as `Router`.
 
     Examples:
         >>> ep.route(jnp.array([[0.0, 2.0, 1.0, 2.0]]), 2).topk_idx.tolist()
         [[1, 3]]
     """
-    options = RouteOptions(
-        as_int("top_k", top_k),
-        score_function,
-        use_pre_softmax,
-        num_groups,
-        group_topk,
-        group_score_topk,
-        normalize_weights,
-        scaling_factor,
-    )
+    top_k = as_int("top_k", top_k)
     logits = jnp.asarray(logits)
     expert_bias = None if expert_bias is None else jnp.asarray(expert_bias)
     if not logits.shape:
         raise InvalidArgumentError("logits must be [..., E], got a scalar", argument="logits")
-    check(logits.shape[-1], options, expert_bias)
-    if options.top_k == 1 and options.normalizes:
+    check(logits.shape[-1], top_k, router, expert_bias)
+    token_mask = checked_mask(token_mask, logits.shape[:-1])
+    if top_k == 1 and normalizes(router, top_k):
         say_once(
             "route with top_k=1 gives every token the weight 1, and the router no gradient but "
-            "aux_loss's: use_pre_softmax=True, without normalize_weights=True, weighs by the "
-            "expert's share of the softmax over all"
+            "aux_loss's: ep.Router(use_pre_softmax=True), without normalize_weights=True, weighs "
+            "by the expert's share of the softmax over all"
         )
-    routing: Routing = eager.run(_route, options, logits, expert_bias)
+    routing: Routing = eager.run(_route, (router, top_k), logits, expert_bias, token_mask)
     return routing
 
 
-def _route(options: RouteOptions, logits: jax.Array, expert_bias: jax.Array | None) -> Routing:
+def checked_mask(token_mask: Any, lead: tuple[int, ...]) -> jax.Array | None:
+    """The mask as an array. Raises InvalidArgumentError unless it is None or bool [*lead]."""
+    if token_mask is None:
+        return None
+    found, dtype = jnp.shape(token_mask), jnp.result_type(token_mask)
+    if found != lead or dtype != jnp.bool_:
+        raise InvalidArgumentError(
+            f"token_mask must be bool {[*lead]}, one for each token, got {dtype}{[*found]}",
+            argument="token_mask",
+        )
+    return jnp.asarray(token_mask)
+
+
+def unmasked(token_mask: jax.Array, values: jax.Array, fill: float = 0) -> jax.Array:
+    """Values [..., N] of tokens that count, and `fill` for others, whose gradient is 0."""
+    return jnp.where(token_mask[..., None], values, jnp.asarray(fill, values.dtype))
+
+
+def without_masked(_: None, routing: Routing, token_mask: jax.Array) -> Routing:
+    """The routing in which masked tokens have no slot, weight, share or logit."""
+    idx, *others = routing
+    kept = [None if each is None else unmasked(token_mask, each) for each in others]
+    return Routing(unmasked(token_mask, idx, -1), *kept)  # type: ignore[arg-type]
+
+
+def _route(
+    call: tuple[Router, int],
+    logits: jax.Array,
+    expert_bias: jax.Array | None,
+    token_mask: jax.Array | None,
+) -> Routing:
+    router, top_k = call
     logits = logits.astype(jnp.float32)
-    scores, probs = _scores(options, logits)
+    if token_mask is not None:
+        logits = unmasked(token_mask, logits)  # before anything is made of a NaN
+    scores, probs = _scores(router, logits)
     choice = scores if expert_bias is None else scores + expert_bias.astype(jnp.float32)
     choice = lax.stop_gradient(choice)
     # Kept with the plan: a backward pass of its own would search all experts again.
-    topk_idx = checkpoint_name(
-        largest(choice, options.top_k, _in_best_groups(choice, options))[1], "ep_plan"
-    )
-    weights = _weights(options, scores, probs, topk_idx)
-    if options.scaling_factor != 1.0:
-        weights = weights * options.scaling_factor
-    return Routing(topk_idx, weights, probs, logits)
+    allowed = _in_best_groups(choice, router, top_k)
+    topk_idx = checkpoint_name(largest(choice, top_k, allowed)[1], "ep_plan")
+    weights = _weights(router, scores, probs, topk_idx)
+    if router.scaling_factor != 1.0:
+        weights = weights * router.scaling_factor
+    routing = Routing(topk_idx, weights, probs, logits)
+    return routing if token_mask is None else without_masked(None, routing, token_mask)
 
 
-def _scores(options: RouteOptions, logits: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _scores(router: Router, logits: jax.Array) -> tuple[jax.Array, jax.Array]:
     """What experts are chosen by, without bias, and every expert's share."""
-    if options.score_function == "softmax":
+    if router.score_function == "softmax":
         probs = jax.nn.softmax(logits, axis=-1)
-        return (probs if options.use_pre_softmax else logits), probs
-    of = jax.nn.sigmoid if options.score_function == "sigmoid" else _sqrt_softplus
+        return (probs if router.use_pre_softmax else logits), probs
+    of = jax.nn.sigmoid if router.score_function == "sigmoid" else _sqrt_softplus
     scores = of(logits)
     return scores, _part_of(_sum(scores) + _ADDED, scores)
 
@@ -158,13 +169,11 @@ def _sqrt_softplus(logits: jax.Array) -> jax.Array:
     return jnp.where(logits < _SOFTPLUS_IS_EXP, low, high)
 
 
-def _weights(
-    options: RouteOptions, scores: jax.Array, probs: jax.Array, topk_idx: jax.Array
-) -> jax.Array:
+def _weights(router: Router, scores: jax.Array, probs: jax.Array, topk_idx: jax.Array) -> jax.Array:
     """Weights [..., K] of the chosen experts, before scaling."""
-    normalize = options.normalizes
-    if options.score_function == "softmax":
-        if not options.use_pre_softmax and normalize:
+    normalize = normalizes(router, topk_idx.shape[-1])
+    if router.score_function == "softmax":
+        if not router.use_pre_softmax and normalize:
             return jax.nn.softmax(pick(scores, topk_idx), axis=-1)
         shares = pick(probs, topk_idx)
         return _part_of(jnp.maximum(_sum(shares), _LEAST_SHARES), shares) if normalize else shares
@@ -182,14 +191,14 @@ def _part_of(total: jax.Array, values: jax.Array) -> jax.Array:
     return values / scale / (total / scale)
 
 
-def _in_best_groups(choice: jax.Array, options: RouteOptions) -> jax.Array | None:
+def _in_best_groups(choice: jax.Array, router: Router, top_k: int) -> jax.Array | None:
     """Which experts are in the token's best routing groups, bool [..., E]; None: all."""
-    num_groups, group_topk = options.num_groups, options.group_topk
+    num_groups, group_topk = router.num_groups, router.group_topk
     if num_groups is None or group_topk is None:
         return None
     lead, experts = choice.shape[:-1], choice.shape[-1]
     grouped = choice.reshape(*lead, num_groups, experts // num_groups)
-    score = largest(grouped, options.summed_scores)[0].sum(-1)
+    score = largest(grouped, summed_scores(router, top_k))[0].sum(-1)
     best = largest(score, group_topk)[1]
     allowed = (best[..., None] == jnp.arange(num_groups)).any(-2)
     return jnp.broadcast_to(allowed[..., None], grouped.shape).reshape(choice.shape)
@@ -200,52 +209,6 @@ def tokens_per_expert(topk_idx: jax.Array, num_experts: int) -> jax.Array:
     experts = lax.broadcasted_iota(jnp.int32, (*[1] * topk_idx.ndim, num_experts), topk_idx.ndim)
     chosen = as_int32(topk_idx)[..., None] == experts
     return chosen.sum(tuple(range(topk_idx.ndim)), dtype=jnp.int32)
-
-
-def aux_loss(
-    routing: Routing, *, coeff: float, axis_name: str | Sequence[str] | None = None
-) -> jax.Array:
-    """Computes the load-balancing loss of a router over the global batch.
-
-    coeff * E / (K T^2) * sum over e of (sum over t of probs[t, e]) * (slots routed to e).
-
-    Args:
-        routing: the result of `route` for all tokens.
-        coeff: weight of this loss in the total loss.
-        axis_name: inside a shard_map, the axes over which the batch is split.
-
-    Returns:
-        Scalar f32, differentiable in the logits through probs; 1 * coeff when balanced.
-
-    Raises:
-        InvalidArgumentError: the routing has no probs, or probs of other tokens.
-
-    Cost: one pass over probs; two all-reduces of [E] if the batch is sharded.
-
-    Source: Switch Transformers (arXiv:2101.03961), equation 4, over K slots instead of one.
-    """
-    if routing.probs is None:
-        raise InvalidArgumentError(
-            "aux_loss needs routing.probs [..., E], every expert's share of every token, got None",
-            argument="routing.probs",
-        )
-    lead = routing.topk_idx.shape[:-1]
-    if routing.probs.shape[:-1] != lead:
-        raise InvalidArgumentError(
-            f"routing.probs must be {[*lead, 'E']} beside topk_idx {list(routing.topk_idx.shape)}, "
-            f"got {list(routing.probs.shape)}",
-            argument="routing.probs",
-        )
-    probs = routing.probs.astype(jnp.float32)
-    experts, top_k = probs.shape[-1], routing.topk_idx.shape[-1]
-    tokens: Any = prod(probs.shape[:-1])
-    slots = tokens_per_expert(routing.topk_idx, experts).astype(jnp.float32)
-    shares = probs.sum(tuple(range(probs.ndim - 1)))
-    if axis_name is not None:
-        shares, slots = lax.psum(shares, axis_name), lax.psum(slots, axis_name)
-        tokens = tokens * lax.psum(1, axis_name)
-    scale = coeff * experts / (top_k * float(tokens) ** 2) if tokens else 0.0
-    return scale * (shares * lax.stop_gradient(slots)).sum()
 
 
 def update_expert_bias(bias: jax.Array, tokens_per_expert: jax.Array, rate: float) -> jax.Array:
