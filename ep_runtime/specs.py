@@ -40,6 +40,16 @@ DTYPE_BYTES = {
     "float8_e5m2": 1,
 }
 
+# Settings with a few values, and those that are integers.
+_CHOICES = {
+    "max_token_dtype": tuple(DTYPE_BYTES),
+    "on_overflow": ON_OVERFLOW,
+    "combine_precision": COMBINE_PRECISIONS,
+    "transport": TRANSPORTS,
+    "partitioning": PARTITIONINGS,
+}
+_WHOLE = ("num_experts", "hidden_size", "max_tokens_per_rank", "max_top_k", "alignment", "lanes")
+
 # Of a setting that changes when things happen, never what a compiled program means.
 _NOT_IN_PROGRAMS = {"in_programs": False}
 
@@ -77,7 +87,7 @@ def check_holds_rows(argument: str, capacity: int, alignment: int, of: str = "")
 class GroupSpec:
     """All settings of a group, with defaults filled in, as `Group.spec` returns them.
 
-    Build it with `make_group_spec`, which validates.
+    `GroupSettings.on` makes it, and validates.
 
     Attributes:
         name: unique among the groups of the user and job.
@@ -276,115 +286,131 @@ def _check_node_size(node_size: int, ep_size: int, transport: str) -> None:
         )
 
 
-def make_group_spec(
-    *,
-    name: str,
-    mesh_axes: tuple[tuple[str, int], ...],
-    ep_axis: str | tuple[str, ...],
-    outer_axes: str | tuple[str, ...] = (),
-    num_experts: int,
-    hidden_size: int,
-    max_tokens_per_rank: int,
-    recv_capacity_per_rank: int | None = None,
-    capacity_factor: float | None = None,
-    max_top_k: int = 8,
-    max_token_dtype: str = "bfloat16",
-    alignment: int = 128,
-    lanes: int = 2,
-    on_overflow: str = "drop",
-    combine_precision: str = "fast",
-    transport: str = "memfd",
-    partitioning: str = "auto",
-    op_timeout_s: float = 600.0,
-    retain_s: float = 60.0,
-    num_sms: int | None = None,
-    node_size: int = 0,
-    workspace: workspaces.Setting = "auto",
-    overlap: bool = True,
-) -> GroupSpec:
-    """Validates the arguments of `Session.create_group` and resolves its capacity.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GroupSettings:
+    """Settings of a group as `Session.create_group` takes them; `on` a mesh they make a GroupSpec.
+
+    Attributes:
+        name, ep_axis, outer_axes, ...: as in `Session.create_group`.
+        node_size: as in GroupSpec, where 0 stands for all ranks on one node.
+    """
+
+    name: str
+    ep_axis: str | tuple[str, ...]
+    outer_axes: str | tuple[str, ...] = ()
+    num_experts: int
+    hidden_size: int
+    max_tokens_per_rank: int
+    recv_capacity_per_rank: int | None = None
+    capacity_factor: float | None = None
+    max_top_k: int = 8
+    max_token_dtype: Any = "bfloat16"
+    alignment: int = 128
+    lanes: int = 2
+    on_overflow: str = "drop"
+    combine_precision: str = "fast"
+    transport: str = "memfd"
+    partitioning: str = "auto"
+    op_timeout_s: float = 600.0
+    retain_s: float = 60.0
+    num_sms: int | None = None
+    node_size: int = 0
+    workspace: workspaces.Setting = "auto"
+    overlap: bool = True
+
+    def on(self, mesh_axes: tuple[tuple[str, int], ...]) -> GroupSpec:
+        """The spec of a group with these settings on a mesh, its capacity resolved.
+
+        Raises:
+            InvalidArgumentError: names the argument, what was wanted and what was given.
+        """
+        ep_axis, outer_axes = _axes_of(self.ep_axis), _axes_of(self.outer_axes)
+        self._check(mesh_axes, ep_axis, outer_axes)
+        ep_size = prod(dict(mesh_axes)[axis] for axis in ep_axis)
+        _check_node_size(self.node_size, ep_size, self.transport)
+        capacity = self._capacity(ep_size)  # which checks the numbers it takes
+        given = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        del given["capacity_factor"]
+        return GroupSpec(
+            **given
+            | {name: int(given[name]) for name in _WHOLE}
+            | {
+                "mesh_axes": tuple((str(axis), int(size)) for axis, size in mesh_axes),
+                "ep_axis": ep_axis,
+                "outer_axes": outer_axes,
+                "recv_capacity_per_rank": capacity,
+                "op_timeout_s": float(self.op_timeout_s),
+                "retain_s": float(self.retain_s),
+                "num_sms": int(self.num_sms or 0),
+                "workspace": workspaces.check_setting(self.workspace),
+            }
+        )
+
+    def _check(
+        self,
+        mesh_axes: tuple[tuple[str, int], ...],
+        ep_axis: tuple[str, ...],
+        outer_axes: tuple[str, ...],
+    ) -> None:
+        check_name("group", self.name)
+        check_axis_count(max(len(mesh_axes), len(ep_axis), len(outer_axes)))
+        for axis, _ in mesh_axes:
+            check_name("mesh axis", str(axis))
+        _check_axes(mesh_axes, ep_axis, outer_axes)
+        for name, choices in _CHOICES.items():
+            _check_choice(name, getattr(self, name), choices)
+        for name in ("hidden_size", "max_tokens_per_rank", "max_top_k", "lanes"):
+            check_whole(name, getattr(self, name))
+        if self.combine_precision == "fp8":
+            _check_fp8_sums(self.hidden_size, self.max_token_dtype)
+        if self.num_sms is not None:
+            check_whole("num_sms", self.num_sms, 0)
+        check_at_least("retain_s", self.retain_s, 0)
+        op_timeout_s = self.op_timeout_s
+        check_at_least("op_timeout_s", op_timeout_s, 0)
+        if op_timeout_s == 0:
+            raise InvalidArgumentError(
+                f"op_timeout_s must be positive, got {op_timeout_s}", argument="op_timeout_s"
+            )
+        if self.num_sms and not 2 <= self.num_sms <= MAX_SMS:  # 0 is how None travels
+            raise InvalidArgumentError(
+                f"num_sms must be None or 2 to {MAX_SMS}, got {self.num_sms}", argument="num_sms"
+            )
+        if self.recv_capacity_per_rank is not None and self.capacity_factor is not None:
+            raise InvalidArgumentError(
+                f"give recv_capacity_per_rank={self.recv_capacity_per_rank} or "
+                f"capacity_factor={self.capacity_factor}, not both",
+                argument="capacity_factor",
+            )
+        if not isinstance(self.overlap, bool):
+            raise InvalidArgumentError(
+                f"overlap must be True or False, got {self.overlap!r}", argument="overlap"
+            )
+
+    def _capacity(self, ep_size: int) -> int:
+        computed = layout.recv_capacity(
+            num_experts=self.num_experts,
+            top_k=self.max_top_k,
+            max_tokens_per_rank=self.max_tokens_per_rank,
+            ep_size=ep_size,
+            alignment=self.alignment,
+            capacity_factor=self.capacity_factor,
+        )
+        if self.recv_capacity_per_rank is None:
+            return int(computed)
+        check_whole("recv_capacity_per_rank", self.recv_capacity_per_rank)
+        check_holds_rows("recv_capacity_per_rank", self.recv_capacity_per_rank, self.alignment)
+        return int(self.recv_capacity_per_rank)
+
+
+def _axes_of(axes: str | tuple[str, ...]) -> tuple[str, ...]:
+    return (axes,) if isinstance(axes, str) else tuple(axes)
+
+
+def make_group_spec(*, mesh_axes: tuple[tuple[str, int], ...], **settings: Any) -> GroupSpec:
+    """The GroupSpec of GroupSettings on a mesh.
 
     Raises:
         InvalidArgumentError: names the argument, what was wanted and what was given.
     """
-    ep_axis = (ep_axis,) if isinstance(ep_axis, str) else tuple(ep_axis)
-    outer_axes = (outer_axes,) if isinstance(outer_axes, str) else tuple(outer_axes)
-    check_name("group", name)
-    check_axis_count(max(len(mesh_axes), len(ep_axis), len(outer_axes)))
-    for axis, _ in mesh_axes:
-        check_name("mesh axis", str(axis))
-    _check_axes(mesh_axes, ep_axis, outer_axes)
-    _check_choice("max_token_dtype", max_token_dtype, tuple(DTYPE_BYTES))
-    _check_choice("on_overflow", on_overflow, ON_OVERFLOW)
-    _check_choice("combine_precision", combine_precision, COMBINE_PRECISIONS)
-    _check_choice("transport", transport, TRANSPORTS)
-    _check_choice("partitioning", partitioning, PARTITIONINGS)
-    for argument, value in (
-        ("hidden_size", hidden_size),
-        ("max_tokens_per_rank", max_tokens_per_rank),
-        ("max_top_k", max_top_k),
-        ("lanes", lanes),
-    ):
-        check_whole(argument, value)
-    if combine_precision == "fp8":
-        _check_fp8_sums(hidden_size, max_token_dtype)
-    if num_sms is not None:
-        check_whole("num_sms", num_sms, 0)
-    check_at_least("retain_s", retain_s, 0)
-    check_at_least("op_timeout_s", op_timeout_s, 0)
-    if op_timeout_s == 0:
-        raise InvalidArgumentError(
-            f"op_timeout_s must be positive, got {op_timeout_s}", argument="op_timeout_s"
-        )
-    if num_sms and not 2 <= num_sms <= MAX_SMS:  # 0 is how None travels
-        raise InvalidArgumentError(
-            f"num_sms must be None or 2 to {MAX_SMS}, got {num_sms}", argument="num_sms"
-        )
-    if recv_capacity_per_rank is not None and capacity_factor is not None:
-        raise InvalidArgumentError(
-            f"give recv_capacity_per_rank={recv_capacity_per_rank} or "
-            f"capacity_factor={capacity_factor}, not both",
-            argument="capacity_factor",
-        )
-    if not isinstance(overlap, bool):
-        raise InvalidArgumentError(
-            f"overlap must be True or False, got {overlap!r}", argument="overlap"
-        )
-    ep_size = prod(dict(mesh_axes)[axis] for axis in ep_axis)
-    _check_node_size(node_size, ep_size, transport)
-    computed = layout.recv_capacity(
-        num_experts=num_experts,
-        top_k=max_top_k,
-        max_tokens_per_rank=max_tokens_per_rank,
-        ep_size=ep_size,
-        alignment=alignment,
-        capacity_factor=capacity_factor,
-    )
-    if recv_capacity_per_rank is not None:
-        check_whole("recv_capacity_per_rank", recv_capacity_per_rank)
-        check_holds_rows("recv_capacity_per_rank", recv_capacity_per_rank, alignment)
-        computed = recv_capacity_per_rank
-    return GroupSpec(
-        name=name,
-        mesh_axes=tuple((str(axis), int(size)) for axis, size in mesh_axes),
-        ep_axis=ep_axis,
-        outer_axes=outer_axes,
-        num_experts=int(num_experts),
-        hidden_size=int(hidden_size),
-        max_tokens_per_rank=int(max_tokens_per_rank),
-        recv_capacity_per_rank=int(computed),
-        max_top_k=int(max_top_k),
-        max_token_dtype=max_token_dtype,
-        alignment=int(alignment),
-        lanes=int(lanes),
-        on_overflow=on_overflow,
-        combine_precision=combine_precision,
-        transport=transport,
-        partitioning=partitioning,
-        op_timeout_s=float(op_timeout_s),
-        retain_s=float(retain_s),
-        num_sms=int(num_sms or 0),
-        node_size=int(node_size),
-        workspace=workspaces.check_setting(workspace),
-        overlap=bool(overlap),
-    )
+    return GroupSettings(**settings).on(mesh_axes)

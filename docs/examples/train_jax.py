@@ -125,5 +125,5 @@ if __name__ == "__main__":
         rules = ep.sharding.rules(args.rules).on(mesh)
         sizes = {"num_experts": EXPERTS, "hidden_size": HIDDEN, "max_top_k": TOP_K}
         sizes["max_tokens_per_rank"] = BATCH * SEQ // mesh.size
-        group = session.create_group("experts", mesh, **rules.group_axes(mesh), **sizes)
+        group = session.create_group("experts", mesh, rules=rules, **sizes)
         train(args, group, mesh, rules)

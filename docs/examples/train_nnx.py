@@ -119,7 +119,7 @@ def main(argv=None, address=None):
         rules = ep.sharding.rules(args.rules).on(mesh)
         sizes = {"num_experts": EXPERTS, "hidden_size": HIDDEN, "max_top_k": TOP_K}
         sizes["max_tokens_per_rank"] = BATCH * SEQ // mesh.size
-        group = session.create_group("experts", mesh, **rules.group_axes(mesh), **sizes)
+        group = session.create_group("experts", mesh, rules=rules, **sizes)
         with jax.set_mesh(mesh), nnx.logical_axis_rules(rules.logical):
             train(args, group, mesh, rules)
 

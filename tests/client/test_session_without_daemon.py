@@ -62,12 +62,36 @@ def test_a_group_has_the_sizes_of_its_spec(session: ep.Session, mesh: Any) -> No
     assert (described["job"], described["state"], described["num_slabs"]) == ("tests", "READY", 8)
 
 
+def test_rules_stand_for_the_axes(session: ep.Session, mesh: Any) -> None:
+    rules = ep.sharding.rules("fsdp+ep")
+    sizes = {name: _ARGUMENTS[name] for name in _ARGUMENTS if not name.endswith(("axis", "axes"))}
+    spec = session.create_group("g", mesh, rules=rules, **sizes).spec
+    assert (spec.ep_axis, spec.outer_axes) == (("ep",), ("dp",))
+    assert session.create_group("g", mesh, ep_axis="ep", outer_axes="dp", **sizes).spec == spec
+    by_rules = ep.estimate_memory("g", mesh, rules=rules, transport="xla", **sizes)
+    assert by_rules == ep.estimate_memory(
+        "g", mesh, ep_axis="ep", outer_axes="dp", transport="xla", **sizes
+    )
+    other: Any = "fsdp+ep"
+    for wrong, text in (
+        ({"rules": rules, "ep_axis": "ep"}, "rules or ep_axis, not both, got ep_axis='ep'"),
+        ({"rules": rules, "outer_axes": "dp"}, "rules or outer_axes, not both"),
+        ({"rules": other}, "rules must be ep.sharding.Rules, got str"),
+        ({"rules": ep.sharding.rules("fsdp+ep", ep="x")}, "mesh must have an axis of ep"),
+        ({}, "give ep_axis, or rules= of ep.sharding, got neither"),
+    ):
+        with pytest.raises(ep.InvalidArgumentError, match=text):
+            session.create_group("other", mesh, **wrong, **sizes)
+        with pytest.raises(ep.InvalidArgumentError, match=text):
+            ep.estimate_memory("other", mesh, **wrong, **sizes)
+
+
 def test_every_setting_reaches_the_spec(
     session: ep.Session, mesh: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(attach, "without_retention", lambda spec: spec)
     settings = {*inspect.signature(session.create_group).parameters}
-    assert settings == {*_SETTINGS, "name", "mesh", "capacity_factor", "replace"}
+    assert settings == {*_SETTINGS, "name", "mesh", "capacity_factor", "replace", "rules"}
     spec = session.create_group("g", mesh, **_SETTINGS).spec
     wanted = {**_SETTINGS, "ep_axis": ("ep",), "outer_axes": ("dp",), "name": "g"}
     assert {name: getattr(spec, name) for name in wanted} == wanted

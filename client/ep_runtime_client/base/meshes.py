@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("ep_runtime")
 
+Axes = tuple[str, ...]
+
 
 def axes_of(mesh: Any) -> tuple[tuple[str, int], ...]:
     """(axis, size) of every axis of the mesh, mesh order; an AbstractMesh serves as well.
@@ -31,6 +33,36 @@ def axes_of(mesh: Any) -> tuple[tuple[str, int], ...]:
     if not names:
         raise InvalidArgumentError("mesh must have at least one axis, got none", argument="mesh")
     return tuple((str(name), int(shape[name])) for name in names)
+
+
+def group_axes(
+    mesh: Any, rules: Any, ep_axis: str | Axes | None, outer_axes: str | Axes
+) -> tuple[str | Axes, str | Axes]:
+    """(ep_axis, outer_axes) of a group on the mesh: the caller's, or those that `rules` have.
+
+    Raises:
+        InvalidArgumentError: both are given, or neither, or other things than rules.
+    """
+    if rules is None:
+        if ep_axis is None:
+            raise InvalidArgumentError(
+                "give ep_axis, or rules= of ep.sharding, got neither", argument="ep_axis"
+            )
+        return ep_axis, outer_axes
+    for name, given in (("ep_axis", ep_axis), ("outer_axes", outer_axes)):
+        if given is not None and given != ():
+            raise InvalidArgumentError(
+                f"rules say which axes shard experts and tokens: give rules or {name}, not both, "
+                f"got {name}={given!r}",
+                argument=name,
+            )
+    if not hasattr(rules, "group_axes"):
+        raise InvalidArgumentError(
+            f"rules must be ep.sharding.Rules, got {type(rules).__name__}", argument="rules"
+        )
+    axes_of(mesh)
+    found = rules.group_axes(mesh)
+    return found["ep_axis"], found["outer_axes"]
 
 
 def devices_of(mesh: Any) -> Any:

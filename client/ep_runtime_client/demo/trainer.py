@@ -72,7 +72,7 @@ class Trainer:
         self.group: Group = session.create_group(
             name,
             mesh,
-            **self._rules.group_axes(mesh),
+            rules=self._rules,
             num_experts=config.num_experts,
             hidden_size=config.hidden_size,
             max_tokens_per_rank=config.tokens_per_rank,

@@ -28,10 +28,8 @@ if TYPE_CHECKING:
     from jax.sharding import Mesh
 
 
-def resolve(
-    session: GroupOwner, mesh: Any, transport: str, max_token_dtype: Any, **arguments: Any
-) -> specs.GroupSpec:
-    """The spec of create_group's arguments on a concrete mesh.
+def resolve(session: GroupOwner, mesh: Any, settings: specs.GroupSettings) -> specs.GroupSpec:
+    """The spec of a group with these settings on a concrete mesh.
 
     Raises:
         InvalidArgumentError: names the argument, what was wanted and what was given.
@@ -39,17 +37,16 @@ def resolve(
     """
     mesh_axes = meshes.axes_of(mesh)
     meshes.devices_of(mesh)
-    spec = specs.make_group_spec(
-        mesh_axes=mesh_axes,
-        max_token_dtype=dtype_name(max_token_dtype, "max_token_dtype"),
+    spec = dataclasses.replace(
+        settings,
+        max_token_dtype=dtype_name(settings.max_token_dtype, "max_token_dtype"),
         transport=meshes.resolve_transport(
-            transport,
+            settings.transport,
             mesh,
             has_daemon=session.has_daemon,
             in_cluster=lambda: _in_cluster(session),
         ),
-        **arguments,
-    )
+    ).on(mesh_axes)
     device_layout.check_limits(spec)
     return spec
 

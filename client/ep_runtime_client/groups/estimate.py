@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
+import dataclasses
 import logging
 import os
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
 from ep_runtime import device_layout, specs, workspace
 from ep_runtime.arguments import check_whole, suggests
@@ -14,7 +14,7 @@ from ep_runtime_client.base import meshes
 from ep_runtime_client.base.dtypes import dtype_name
 
 if TYPE_CHECKING:
-    from ep_runtime_client.block import moe_checks
+    from ep_runtime_client.block import moe_checks, sharding
 
 _log = logging.getLogger("ep_runtime")
 
@@ -25,7 +25,8 @@ WARN_SHARE = 0.10
 _BLOCK_TRANSPORTS = ("auto", "nvlink", "nccl")
 
 
-class MemoryEstimate(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class MemoryEstimate:
     """The memory that a group and its layers need on one rank, in bytes.
 
     Attributes:
@@ -126,12 +127,14 @@ def staging_bytes(spec: specs.GroupSpec) -> int:
     return board.window_bytes(spec)
 
 
-@suggests(({*inspect.signature(specs.make_group_spec).parameters} | {"replace"}) - {"mesh_axes"})
+@suggests({field.name for field in dataclasses.fields(specs.GroupSettings)} | {"replace"})
 def estimate_memory(
     name: str,
     mesh: Any,
     *,
-    ep_axis: str | tuple[str, ...],
+    rules: sharding.Rules | None = None,
+    ep_axis: str | tuple[str, ...] | None = None,
+    outer_axes: str | tuple[str, ...] = (),
     num_experts: int,
     hidden_size: int,
     max_tokens_per_rank: int,
@@ -151,7 +154,8 @@ def estimate_memory(
     Args:
         name: as in `Session.create_group`.
         mesh: as in `Session.create_group`, or an AbstractMesh.
-        ep_axis, num_experts, hidden_size, max_tokens_per_rank: as in `Session.create_group`.
+        rules, ep_axis, outer_axes: as in `Session.create_group`.
+        num_experts, hidden_size, max_tokens_per_rank: as in `Session.create_group`.
         transport: as in `Session.create_group`; "auto" counts block calls and windows in host
             memory, which are larger than those of GPUs ("nvlink").
         node_size: number of an EP group's ranks on one node, for "nccl" between nodes and for
@@ -174,17 +178,19 @@ def estimate_memory(
     arguments.pop("replace", None)
     if "max_token_dtype" in arguments:
         arguments["max_token_dtype"] = dtype_name(arguments["max_token_dtype"], "max_token_dtype")
-    spec = specs.make_group_spec(
+    mesh_axes = meshes.axes_of(mesh)
+    ep_axis, outer_axes = meshes.group_axes(mesh, rules, ep_axis, outer_axes)
+    spec = specs.GroupSettings(
         name=name,
-        mesh_axes=meshes.axes_of(mesh),
         ep_axis=ep_axis,
+        outer_axes=outer_axes,
         num_experts=num_experts,
         hidden_size=hidden_size,
         max_tokens_per_rank=max_tokens_per_rank,
         transport="memfd" if transport == "auto" else transport,
         node_size=node_size,
         **arguments,
-    )
+    ).on(mesh_axes)
     device_layout.check_limits(spec)
     found = of_spec(spec)
     workspace.check_keep(keep, keep_factor)
@@ -194,7 +200,8 @@ def estimate_memory(
     check_whole("mlp_dim", mlp_dim)
     sizes = block_sizes(spec, mlp_dim, gated=gated, scaling=scaling)
     block = workspace.of_block(sizes, spec.workspace, keep=keep, keep_factor=keep_factor)
-    return found._replace(
+    return dataclasses.replace(
+        found,
         workspace_bytes_per_device=max(
             block.forward_bytes + _crossing_bytes(spec, sizes.element_bytes, brought=1),
             block.backward_bytes + _crossing_bytes(spec, sizes.element_bytes, brought=2),

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from ep_runtime import env
+from ep_runtime import env, specs
 from ep_runtime.allowed_names import check_name, check_new_name
 from ep_runtime.arguments import suggests
 from ep_runtime.errors import (
@@ -19,7 +19,7 @@ from ep_runtime.errors import (
     RuntimeUnavailableError,
 )
 from ep_runtime.v1 import group_service_pb2, session_service_pb2
-from ep_runtime_client.base import jax_state
+from ep_runtime_client.base import jax_state, meshes
 from ep_runtime_client.daemons import runtime as runtimes
 from ep_runtime_client.daemons import transport
 from ep_runtime_client.daemons.link import Callbacks, Link
@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from jax.sharding import Mesh
+
+    from ep_runtime_client.block.sharding import Rules
 
 _log = logging.getLogger("ep_runtime")
 
@@ -178,7 +180,8 @@ class Session:
         name: str,
         mesh: Mesh,
         *,
-        ep_axis: str | tuple[str, ...],
+        rules: Rules | None = None,
+        ep_axis: str | tuple[str, ...] | None = None,
         outer_axes: str | tuple[str, ...] = (),
         num_experts: int,
         hidden_size: int,
@@ -208,7 +211,9 @@ class Session:
         Args:
             name: unique among the groups of the user and job; letters, digits and . _ / : @ + -.
             mesh: the devices. The ranks of one EP group differ in their `ep_axis` coordinate only.
-            ep_axis: the axis, or axes, that shard the experts.
+            rules: `ep.sharding.rules(...)`, in the place of ep_axis and outer_axes: their axes on
+                the mesh are the group's.
+            ep_axis: the axis, or axes, that shard the experts. Give it or rules.
             outer_axes: further axes that shard tokens; all other axes replicate them.
             num_experts: E of one EP group, a multiple of the ep axis's size.
             hidden_size: H.
@@ -273,11 +278,8 @@ class Session:
             >>> group.spec.num_slabs, group.spec.experts_per_rank, group.capacity_per_rank
             (8, 2, 64)
         """
-        spec = attach.resolve(
-            self,
-            mesh,
-            self._groups.transport_of(name, transport),
-            max_token_dtype,
+        ep_axis, outer_axes = meshes.group_axes(mesh, rules, ep_axis, outer_axes)
+        settings = specs.GroupSettings(
             name=name,
             ep_axis=ep_axis,
             outer_axes=outer_axes,
@@ -287,10 +289,12 @@ class Session:
             recv_capacity_per_rank=recv_capacity_per_rank,
             capacity_factor=capacity_factor,
             max_top_k=max_top_k,
+            max_token_dtype=max_token_dtype,
             alignment=alignment,
             lanes=lanes,
             on_overflow=on_overflow,
             combine_precision=combine_precision,
+            transport=self._groups.transport_of(name, transport),
             partitioning=partitioning,
             op_timeout_s=op_timeout_s,
             retain_s=retain_s,
@@ -298,6 +302,7 @@ class Session:
             workspace=workspace,
             overlap=overlap,
         )
+        spec = attach.resolve(self, mesh, settings)
         if self._runtime.is_private:
             spec = attach.without_retention(spec)
         return self._groups.create(spec, mesh, replace=replace)
