@@ -145,6 +145,34 @@ def test_load_says_how_even_experts_are(job: Job, ask: Any, tmp_path: Any) -> No
     assert ask("load", "--samples", "2")[0] == cli.USAGE
 
 
+def test_a_group_returns_what_commands_show(job: Job, ask: Any) -> None:
+    group = ep.layer("moe/first").group
+    seen = [group.skew()]
+    assert 0 < seen[0].elapsed_s < 600
+    job.sleeps[3, 1] = 0.1
+
+    def named() -> bool:
+        seen.append(group.skew())
+        told = seen[-1].slow == 3 and "of layer second" in seen[-1].message
+        return bool(told and seen[-1].holds_share[3] > 0.3)
+
+    wait_until(named, "rank 3 is slow in the second layer")
+    skew, (_, shown) = seen[-1], ask("skew", "--interval", "0.5", "-o", "json")
+    assert {*skew.ops} <= {op["op"] for op in shown["groups"][0]["ops"]}
+    waits = sum(op.waits for op in skew.ops.values())
+    assert waits.shape == (RANKS, RANKS)
+    assert waits[:, 3].max() > 0  # others wait for those that wait for it
+    assert skew.holds_share.argmax() == 3
+    load, (_, shown) = group.load(), ask("load", "moe", "-o", "json")
+    assert load.missing == ()
+    for layer in shown["groups"][0]["layers"]:
+        found = load.layers[layer["layer"]]
+        np.testing.assert_allclose(found.experts, layer["experts"], rtol=0.2, atol=30)
+        assert found.experts.sum() == found.ranks.sum() == found.rows
+        assert (found.fullest, found.dropped) == (layer["fullest"], 0)
+        assert found.max_mean == pytest.approx(layer["max_mean"], rel=0.1)
+
+
 def test_what_was_is_remembered(job: Job, ask: Any, module_address: str) -> None:
     """By the first copy of the board, which the daemon takes within 10 s."""
     with source.open_source(module_address, timeout_s=WAIT_S) as daemon:

@@ -16,7 +16,7 @@ from ep_runtime_client.base import jax_state, meshes
 from ep_runtime_client.base.jax_state import eager
 from ep_runtime_client.base.layers import EpLayer, LayerStack, live_groups
 from ep_runtime_client.daemons import transport
-from ep_runtime_client.groups import estimate, forming, registering
+from ep_runtime_client.groups import estimate, forming, looking, registering
 from ep_runtime_client.groups.formed import Formed, restore
 from ep_runtime_client.groups.health import GroupHealth
 from ep_runtime_client.groups.owner import GroupOwner
@@ -30,6 +30,7 @@ _log = logging.getLogger("ep_runtime")
 _PUBLIC = (
     *("name", "spec", "mesh", "session", "generation", "reattached", "closed"),
     *("capacity_per_rank", "staging_bytes_per_rank", "describe", "check", "close"),
+    *("load", "skew"),
     *("register_layer", "register_layers", "register_layer_stack", "layer"),
 )
 
@@ -64,6 +65,7 @@ class Group:
         self._health = GroupHealth(formed, session.job)
         self._lock = threading.RLock()
         self._registrations = Registrations(formed.spec)
+        self._looks = looking.GroupLooks(session, formed.spec, formed.generation)
 
     @property
     def closed(self) -> bool:
@@ -316,6 +318,47 @@ class Group:
             raise found
         self.require_open()
         return arrays
+
+    @eager
+    def load(self) -> looking.GroupLoad:
+        """Returns how even the experts are loaded: what `ep-runtime load` shows, as arrays.
+
+        It counts the rows of all ranks since the group was formed.
+
+        Returns:
+            GroupLoad, whose `layers` has for each layer that was called `experts` int64 [E], the
+            rows by expert, `ranks`, `max_mean`, `jain`, `fullest`, `dropped` and `rounds`.
+
+        Raises:
+            InvalidArgumentError: under tracing, or the session has no daemon.
+            RuntimeUnavailableError: the daemon does not answer.
+            NotImplementedError: transport "xla", whose calls nobody counts.
+
+        Cost: three RPCs, and as many on each node of a cluster. Nothing in a step.
+        """
+        self.require_open()
+        return self._looks.load()
+
+    @eager
+    def skew(self) -> looking.GroupSkew:
+        """Returns which rank the others wait for: what `ep-runtime skew` shows, as arrays.
+
+        It looks at the time since the last call of `skew` in this process; the first call looks at
+        the time since the group was formed here.
+
+        Returns:
+            GroupSkew: `slow`, the rank that holds the others up or None, `holds_share` [world size]
+            and `ops`, which has for each op its rates and the matrices `waits` and `arrivals_ms`
+            [world size, world size].
+
+        Raises:
+            EpRuntimeError: as `load`.
+            NotImplementedError: as `load`.
+
+        Cost: as `load`.
+        """
+        self.require_open()
+        return self._looks.skew()
 
     def describe(self) -> dict[str, Any]:
         """Returns the settings and the state of the group as plain values.

@@ -12,6 +12,7 @@ from ep_runtime.errors import InvalidArgumentError
 from ep_runtime_client.cli import render, tables
 from ep_runtime_client.cli.daemon import reading
 from ep_runtime_client.cli.ranks import looks, tallies
+from ep_runtime_client.cli.ranks.figures import load_of as _layer
 from ep_runtime_client.cli.tables import IDENTITY, Column
 
 COLUMNS = (
@@ -112,26 +113,6 @@ def _groups(args: argparse.Namespace, seen: looks.Looks) -> Groups:
             )
         found[key] = layers
     return found
-
-
-def _layer(ranks: Sequence[Any], name: str, rows: int) -> dict[str, Any]:
-    """`rows`: of the layer's handles, which count where nobody counts by expert."""
-    by_expert = tallies.layer_rows(ranks, name)
-    if rows and not any(by_expert.values()):
-        by_expert = {}
-    experts = [*by_expert.values()]
-    by_rank = [sum(tallies.layer_rows([one], name).values()) for one in ranks]
-    return {
-        "layer": name,
-        "rows": sum(experts) if experts else rows,
-        "max_mean": tallies.max_mean(experts) if experts else None,
-        "jain": tallies.jain(experts) if experts else None,
-        "fullest": max(by_expert, key=lambda expert: by_expert[expert]) if sum(experts) else None,
-        "ranks_max_mean": tallies.max_mean(by_rank),
-        "unused": sum(not count for count in experts),
-        "num_experts": len(experts),
-        "experts": experts,
-    }
 
 
 def _write(args: argparse.Namespace, seen: looks.Looks, groups: Groups) -> None:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import collections
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ep_runtime_client import cli
 from ep_runtime_client.cli import render
 from ep_runtime_client.cli.daemon import reading
-from ep_runtime_client.cli.ranks import looks, tallies
+from ep_runtime_client.cli.ranks import figures, looks, tallies
 from ep_runtime_client.cli.ranks.tallies import Interval
 from ep_runtime_client.cli.tables import IDENTITY, STATE, USUAL, Column
 
@@ -65,61 +64,15 @@ def run(args: argparse.Namespace) -> int:
         return cli.LATE if slow and not seen.missing else seen.exit_code
 
 
-def _ops(group: Sequence[Interval], wanted: str | None) -> list[str]:
-    """Those that ranks called or wait in, in the order of a step."""
-    found = dict.fromkeys(op for one in group for op, (calls, _) in one.ops.items() if calls)
-    found |= dict.fromkeys(op for one in group for op, _ in one.waits_s)
-    return [op for op in found if wanted in (None, op)]
-
-
-def _by_op(group: Sequence[Interval], op: str) -> dict[str, Any]:
-    """One row of COLUMNS."""
-    of_op = [one.ops.get(op, (0, 0.0)) for one in group]
-    calls, seconds = sum(count for count, _ in of_op), sum(time_s for _, time_s in of_op)
-    waits = _matrix(group, op, "waits")
-    by_peer: dict[int, float] = collections.defaultdict(float)
-    for of_rank in waits.values():
-        for rank, share in of_rank.items():
-            by_peer[rank] += share
-    others = max(len(group) - 1, 1)
-    peer = max(by_peer, key=lambda rank: by_peer[rank], default=None)
-    arrivals = _matrix(group, op, "arrivals_ms").items()
-    late = [] if peer is None else [of.get(peer, 0.0) for rank, of in arrivals if rank != peer]
-    return {
-        "op": op,
-        "calls_s": sum(count / one.elapsed_s for one, (count, _) in zip(group, of_op, strict=True))
-        / len(group),
-        "mean_ms": 1000 * seconds / calls if calls else None,
-        "wait_share": sum(sum(of_rank.values()) for of_rank in waits.values()) / len(group),
-        "peer": peer,
-        "peer_share": by_peer[peer] / others if peer is not None else None,
-        "late_ms": sum(late) / len(late) if late else None,
-    }
-
-
-def _matrix(group: Sequence[Interval], op: str | None, what: str) -> dict[int, dict[int, float]]:
-    """By rank and peer; of all ops together where `op` is None."""
-    found: dict[int, dict[int, float]] = {}
-    for one in group:
-        seconds = one.waits_s if what == "waits" else one.arrivals_s
-        cells: dict[int, float] = collections.defaultdict(float)
-        for (of_op, peer), value in seconds.items():
-            if op in (None, of_op):
-                cells[peer] += value
-        calls = sum(count for of_op, (count, _) in one.ops.items() if op in (None, of_op))
-        found[one.world_rank] = {
-            peer: one.share(value) if what == "waits" else 1000 * value / max(calls, 1)
-            for peer, value in sorted(cells.items())
-        }
-    return found
-
-
 def _write_json(args: argparse.Namespace, seen: looks.Looks) -> None:
     groups = []
     for key, group in seen.groups.items():
         ops = [
-            {**_by_op(group, op), **{what: _matrix(group, op, what) for what in _MATRICES}}
-            for op in _ops(group, args.op)
+            {
+                **figures.skew_of(group, op),
+                **{what: figures.matrix(group, op, what) for what in _MATRICES},
+            }
+            for op in figures.ops(group, args.op)
         ]
         held = tallies.held_up(group)
         about = {**seen.about(key), "slow": seen.slow(key)}
@@ -134,8 +87,8 @@ def _write_tables(args: argparse.Namespace, seen: looks.Looks) -> None:
     for key, group in seen.apart(seen.groups):
         for line in seen.heading(key):
             render.write_text(line)
-        ops = _ops(group, args.op)
-        rows = [_by_op(group, op) for op in ops]
+        ops = figures.ops(group, args.op)
+        rows = [figures.skew_of(group, op) for op in ops]
         render.write_table(COLUMNS, rows, wide=wide, empty="no calls in that time")
         if not (wide or args.op):
             _write_matrix(group, None, "waits", wide=False)
@@ -148,7 +101,7 @@ def _write_tables(args: argparse.Namespace, seen: looks.Looks) -> None:
 def _write_matrix(group: Sequence[Interval], op: str | None, what: str, *, wide: bool) -> None:
     """Columns are peers; where not all fit, those for which others waited most."""
     kind, about = _MATRICES[what]
-    matrix = _matrix(group, op, what)
+    matrix = figures.matrix(group, op, what)
     if not any(matrix.values()):
         return
     holds = tallies.held_up(group)

@@ -1,0 +1,210 @@
+"""What `ep-runtime load` and `skew` show of one group, as dataclasses of arrays."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+from ep_runtime import specs
+from ep_runtime_client.groups.owner import GroupOwner
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from ep_runtime_client.cli.ranks import tallies
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class LayerLoad:
+    """The rows that one layer's experts received since the group was formed.
+
+    Attributes:
+        rows: of all experts.
+        experts: int64 [E], rows by expert; empty in a group over several nodes, which does not
+            count by expert.
+        ranks: int64 [world size], rows by world rank.
+        max_mean: rows of the fullest expert over the mean; None without rows by expert.
+        jain: Jain's index, 1 if even and 1 / E if one expert has all rows; None likewise.
+        fullest: the expert with the most rows; None likewise.
+        dropped: rows over capacity.
+        rounds: extra chunks of the layer's calls.
+    """
+
+    rows: int
+    experts: np.ndarray
+    ranks: np.ndarray
+    max_mean: float | None
+    jain: float | None
+    fullest: int | None
+    dropped: int
+    rounds: int
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class GroupLoad:
+    """How even the experts of a group are loaded, from `Group.load`.
+
+    Attributes:
+        layers: by name, "stack[i]" for a layer of a stack; those that were called.
+        missing: nodes that did not answer, whose ranks are not counted.
+    """
+
+    layers: dict[str, LayerLoad]
+    missing: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class OpSkew:
+    """Which ranks wait in one op, and for whom. W is the world size.
+
+    Attributes:
+        calls_s: calls of a rank per second.
+        mean_ms: milliseconds per call; None without a call.
+        wait_share: share of the time that ranks waited in the op, on average.
+        peer: the rank that others waited for most; None if nobody waited.
+        peer_share: share of the time that a rank waited for it, on average.
+        late_ms: milliseconds that it came later, per call.
+        waits: f64 [W, W], share of the time that a rank (row) waited for a peer (column).
+        arrivals_ms: f64 [W, W], by how much a peer came later than a rank, per call.
+    """
+
+    calls_s: float
+    mean_ms: float | None
+    wait_share: float
+    peer: int | None
+    peer_share: float | None
+    late_ms: float | None
+    waits: np.ndarray
+    arrivals_ms: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class GroupSkew:
+    """Which rank the others of a group wait for, from `Group.skew`.
+
+    Attributes:
+        elapsed_s: the time that all shares are of.
+        slow: the world rank that holds the others up for more than 2% of the time; or None.
+        message: who is slow, by how much and where; "" if nobody is.
+        holds_share: f64 [world size], share of the time that others waited for each rank.
+        ops: by name, such as "DISPATCH"; those that were called.
+        missing: nodes that did not answer, whose ranks are left out.
+    """
+
+    elapsed_s: float
+    slow: int | None
+    message: str
+    holds_share: np.ndarray
+    ops: dict[str, OpSkew]
+    missing: tuple[str, ...]
+
+
+class GroupLooks:
+    """Looks at the boards of one group."""
+
+    def __init__(self, session: GroupOwner, spec: specs.GroupSpec, generation: int) -> None:
+        self._session, self._spec, self._generation = session, spec, generation
+        self._formed_s = time.monotonic()
+        self._lock = threading.Lock()
+        self._before: tallies.Look | None = None
+
+    def _look(self) -> tallies.Look:
+        from ep_runtime_client.cli.daemon import source
+        from ep_runtime_client.cli.ranks import tallies
+
+        if self._spec.transport == "xla":
+            raise NotImplementedError(
+                f"group {self._spec.name!r} has transport='xla', whose calls no board counts; "
+                "return_stats=True of ep.moe counts its rows"
+            )
+        place, timeout_s, name = self._session.place, self._session.timeout_s, self._spec.name
+
+        def read(control: Any) -> tallies.Look:
+            told = control.metadata
+            daemon = source.Source(place.directory, control.channel, timeout_s, metadata=told)
+            return tallies.look(daemon, name, None)
+
+        found = self._session.run(read)
+        ours = {key: row for key, row in found.ranks.items() if self._is_ours(row)}
+        return dataclasses.replace(found, ranks=ours)
+
+    def _is_ours(self, row: tallies.Row) -> bool:
+        return bool((row["job"], row["generation"]) == (self._session.job, self._generation))
+
+    def load(self) -> GroupLoad:
+        """As `Group.load`."""
+        import numpy as np
+
+        from ep_runtime_client.cli.ranks import figures, rows, tallies
+
+        seen = self._look()
+        ranks = [*seen.ranks.values()]
+        key = tallies.group_of(ranks[0]) if ranks else tallies.GroupName(-1, "", "")
+        counted = ("rows", "dropped_rows", "rounds")
+        grown = {what: rows.growth([], seen.handles, key, what) for what in counted}
+        layers = {}
+        for name in dict.fromkeys(name for row in ranks for name in tallies.layer_names(row)):
+            found = figures.load_of(ranks, name, grown["rows"].get(name, 0))
+            by_rank = np.zeros(self._spec.world_size, np.int64)
+            for row in ranks:
+                by_rank[row["world_rank"]] = sum(tallies.layer_rows([row], name).values())
+            layers[name] = LayerLoad(
+                experts=np.array(found["experts"], np.int64),
+                ranks=by_rank,
+                dropped=grown["dropped_rows"].get(name, 0),
+                rounds=grown["rounds"].get(name, 0),
+                **{each: found[each] for each in ("rows", "max_mean", "jain", "fullest")},
+            )
+        return GroupLoad(layers, _missing(seen))
+
+    def skew(self) -> GroupSkew:
+        """As `Group.skew`."""
+        from ep_runtime_client.cli.ranks import figures, tallies
+
+        with self._lock:
+            seen = self._look()
+            before, self._before = self._before or self._at_start(seen), seen
+        group = tallies.between(before, seen)
+        slow, holds = tallies.slow_rank(group), tallies.held_up(group)
+        ops = {}
+        for op in figures.ops(group, None):
+            found = figures.skew_of(group, op)
+            del found["op"]
+            for what in ("waits", "arrivals_ms"):
+                found[what] = self._square(figures.matrix(group, op, what))
+            ops[op] = OpSkew(**found)
+        return GroupSkew(
+            elapsed_s=max((one.elapsed_s for one in group), default=0.0),
+            slow=None if slow is None else slow.world_rank,
+            message="" if slow is None else slow.message,
+            holds_share=self._square({0: holds})[0],
+            ops=ops,
+            missing=_missing(seen),
+        )
+
+    def _at_start(self, seen: tallies.Look) -> tallies.Look:
+        """What a look had seen when the group was formed: nodes' clocks run apart, not faster."""
+        elapsed_s = time.monotonic() - self._formed_s
+        nothing = {"calls": 0, "rows": 0, "dropped_rows": 0, "ops": (), "layers": ()}
+        still = {"state": "", "waiting_for": -1, "since_s": 0.0}
+        ranks: dict[tuple[Any, ...], tallies.Row] = {
+            key: {**row, **nothing, "now": still, "read_s": row["read_s"] - elapsed_s}
+            for key, row in seen.ranks.items()
+        }
+        return dataclasses.replace(seen, ranks=ranks)
+
+    def _square(self, cells: dict[int, dict[int, float]]) -> np.ndarray:
+        """[W, W] by rank and peer, 0 where there is nothing."""
+        import numpy as np
+
+        found = np.zeros((self._spec.world_size, self._spec.world_size))
+        for rank, of_peers in cells.items():
+            for peer, value in of_peers.items():
+                found[rank, peer] = value
+        return found
+
+
+def _missing(seen: tallies.Look) -> tuple[str, ...]:
+    return tuple(str(node["node"]) for node in seen.missing)
