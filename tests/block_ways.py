@@ -1,7 +1,9 @@
-"""The same program by both ways of `ep.moe`: slabs, and the block call."""
+"""The same program by other ways than `ep.moe` takes: another body, and public ops in a row."""
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -10,40 +12,141 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ep_runtime_client.ops.block import takes
+import ep_runtime as ep
+from ep_runtime_client.block import moe_call
+from ep_runtime_client.block.moe_experts import bias_of, operand
+from ep_runtime_client.block.state import MoEState
+from ep_runtime_client.ops.block import bodies, composed, cuda, cuda_nodes
+from ep_runtime_client.ops.block.protocol import Forwarded
+
+
+class Emulated:
+    """A body that has a workspace, as kernels do, of the ops that they stand for.
+
+    It saves rows of the first product alone, and makes the others again.
+    """
+
+    saved, multiple = staticmethod(cuda.saved), staticmethod(composed.multiple)
+
+    @staticmethod
+    def forward(static: Any, given: Any, experts: Any, over: Any) -> Any:
+        y, (*_, hidden), _ = composed.forward(_all_saved(static), given, experts, over)
+        count = static.workspace.saved
+        return Forwarded(y, (hidden[:count], jnp.ones(1, jnp.int32)) if count else ())
+
+    @staticmethod
+    def backward(
+        static: Any,
+        given: Any,
+        experts: Any,
+        saved: Any,
+        dy: Any,
+        grads: Any,
+        over: Any,
+    ) -> Any:
+        whole = _all_saved(static)
+        *rows, hidden = composed.forward(whole, given, experts, over).saved
+        if saved:
+            kept, made = saved
+            again = jnp.where(made[0] != 0, kept, hidden[: kept.shape[0]])
+            hidden = hidden.at[: kept.shape[0]].set(again)
+        return composed.backward(whole, given, experts, (*rows, hidden), dy, grads, over)
+
+
+def _all_saved(static: Any) -> Any:
+    return dataclasses.replace(static, workspace=None, saves=True)
 
 
 class Ways:
-    """Switches the way that programs take which are traced from here on.
-
-    On CPU the block call runs as the ops that it is composed of, in any dtype.
-    """
+    """Switches the way that programs take which are traced from here on."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self._patch = patch
+        self._patch, self._forced = patch, contextlib.ExitStack()
+        self.taken = self.as_users
+        self._run, self._unsupported = moe_call.run, bodies.unsupported
 
-    def slabs(self) -> None:
-        """Every program keeps to slabs."""
-        self._patch.setattr(takes, "refused", lambda asked: "transport")
+    def by_ops(self) -> None:
+        """Every program is one of public ops, with their gradients."""
+        self.as_users()
+        self._patch.setattr(moe_call, "run", by_ops)
 
-    def call(self) -> None:
-        """Programs take the call wherever they could on GPUs."""
+    def body(self, name: str) -> None:
+        """Programs take a body by its name."""
+        self.as_users()
+        self._forced.enter_context(bodies.forced(name))
 
-        def refused(asked: takes.Asked) -> str:
-            return next((name for name in _ANYWHERE if _refuses(name, asked)), "")
+    def emulated(self) -> None:
+        """Programs take a body with a workspace wherever the kernels could."""
+        self.as_users()
+        self._patch.setitem(bodies.BODIES, "cuda", Emulated)
+        self._patch.setattr(cuda_nodes, "cuda", Emulated)
 
-        self._patch.setattr(takes, "refused", refused)
+        def unsupported(asked: bodies.Asked) -> str:
+            found = {
+                "tokens": asked.tokens == 0,
+                "recipe": not bodies.takes_recipes(asked.recipes),
+                "to_input": asked.to_input,
+            }
+            return next((name for name, is_so in found.items() if is_so), "")
+
+        self._patch.setattr(bodies, "unsupported", unsupported)
 
     def as_users(self) -> None:
         """Programs take what `ep.moe` chooses."""
-        self._patch.undo()
+        self._forced.close()
+        self._patch.setattr(moe_call, "run", self._run)
+        self._patch.setattr(bodies, "unsupported", self._unsupported)
 
     def both(self, run: Callable[..., Any], *operands: Any) -> tuple[Any, Any]:
-        """What `run` gives by slabs, and by the call; compiled."""
-        self.slabs()
+        """What `run` gives by public ops, and by the way that `taken` switches to; compiled."""
+        self.by_ops()
         want = jax.device_get(jax.jit(lambda *x: run(*x))(*operands))
-        self.call()
+        self.taken()
         return want, jax.device_get(jax.jit(lambda *x: run(*x))(*operands))
+
+
+def by_ops(
+    layer: Any, block: Any, moved: Any, params: Any, weighted: str, kept: Any, body: str, state: Any
+) -> Any:
+    """As `moe_call.run`."""
+    dispatched = ep.dispatch(
+        layer,
+        moved.tokens,
+        moved.routed.topk_idx,
+        moved.routed.topk_weights,
+        handle=moved.handle,
+        capacity=moved.capacity,
+        tokens_spec=moved.tokens_spec,
+    )
+    sizes, weights, dtype = dispatched.group_sizes, dispatched.weights, block.activation.dtype
+    states = (None, None) if state is None else (state.wi, state.wo)
+
+    def multiplied(rows: Any, which: int) -> Any:
+        name, recipe = ("wi", "wo")[which], block.recipes[which]
+        out = ep.grouped_gemm(
+            rows,
+            operand(getattr(params, name), recipe, dtype),
+            sizes,
+            layer=layer,
+            bias=bias_of(block, f"{name}_bias", params),
+            recipe=recipe,
+            out_dtype=dtype,
+            rhs_spec=block.specs[name],
+            state=states[which],
+        )
+        return out if isinstance(out, tuple) else (out, None)
+
+    def weigh(rows: Any) -> Any:
+        return (rows.astype(block.activation.wide) * weights[..., None]).astype(dtype)
+
+    rows = weigh(dispatched.tokens) if weighted == "input" else dispatched.tokens
+    hidden, first = multiplied(rows, 0)
+    flat = hidden.reshape(-1, *hidden.shape[2:])
+    act = block.activation.rows(flat).reshape(*hidden.shape[:2], -1)
+    act = weigh(act) if weighted == "hidden" else act.astype(dtype)
+    out, second = multiplied(act, 1)
+    y = ep.combine(layer, dispatched, out, weights=weights if weighted == "output" else None)
+    return y, dispatched.plan, None if state is None else MoEState(first, second)
 
 
 def assert_close(got: Any, want: Any, atol: float = 2e-6) -> None:
@@ -57,14 +160,3 @@ def assert_close(got: Any, want: Any, atol: float = 2e-6) -> None:
         mine, theirs = (np.asarray(each, np.float64) for each in (mine, theirs))
         scale = max(np.abs(theirs).max(initial=0), 1e-30)
         np.testing.assert_allclose(mine / scale, theirs / scale, rtol=0, atol=atol)
-
-
-_ANYWHERE = ("recipe", "input_weights", "tokens")
-
-
-def _refuses(name: str, asked: takes.Asked) -> bool:
-    return {
-        "recipe": not takes.takes_recipes(asked.recipes),
-        "input_weights": asked.input_weights,
-        "tokens": asked.tokens == 0,
-    }[name]

@@ -179,11 +179,13 @@ def uncached() -> Iterator[None]:
 
 
 @pytest.fixture
-def ways(monkeypatch: pytest.MonkeyPatch) -> Ways:
-    """Both ways of `ep.moe`: programs traced in this test take the one that it asks for."""
+def ways(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ways]:
+    """Ways of `ep.moe`: programs traced in this test take the one that it asks for."""
     from block_ways import Ways
 
-    return Ways(monkeypatch)
+    made = Ways(monkeypatch)
+    yield made
+    made.as_users()
 
 
 @pytest.fixture(params=["xla", "memfd", *on_nodes(1, 2, 4)])

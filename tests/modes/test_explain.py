@@ -92,10 +92,10 @@ def test_a_training_step(group: fakes.LocalGroup, spec: P, moves: bool) -> None:
     seen = found(ep.explain(step, *put(group, SPLIT, draw()[0]), params))
     sums = {op for kind, op, cause in seen if (kind, cause) == ("all-reduce", "sum")}
     scattered = {op for kind, op, cause in seen if (kind, cause) == ("reduce-scatter", "sum")}
-    assert {"grouped_gemm", "router"} <= sums | scattered
-    assert sums <= {"grouped_gemm", "router", "aux_loss", "stats"}
+    assert {"block_bwd", "router"} <= sums | scattered
+    assert sums <= {"block_bwd", "router", "aux_loss", "stats"}
     moved = [op for _, op, cause in seen if cause == "reshard"]
-    assert {*moved} <= {"experts", "grouped_gemm"}
+    assert {*moved} <= {"experts", "block", "block_bwd"}
     assert bool(moved) == moves
 
 

@@ -15,7 +15,7 @@ from block_ways import Ways, assert_close
 
 import ep_runtime as ep
 from ep_runtime import errors
-from ep_runtime_client.ops.block import takes
+from ep_runtime_client.ops.block import bodies
 
 HIDDEN, INNER, EXPERTS, TOP_K = 16, 8, 8, 3
 
@@ -94,7 +94,7 @@ def test_values_and_gradients_are_those_of_slabs(layer: Any, ways: Ways, name: s
 
 def test_columns_of_gate_and_up_in_one_dim(layer: Any, ways: Ways) -> None:
     params, x = make_params(layer), draw(64)
-    ways.call()
+    ways.as_users()
 
     def flat(x: Any, params: Any) -> Any:
         wi = params.wi.reshape(*params.wi.shape[:2], -1)
@@ -139,10 +139,10 @@ def test_any_routing(layer: Any, ways: Ways) -> None:
 
     run = routed(layer)
     operands = (x, params, weights)
-    ways.slabs()
+    ways.by_ops()
     by_slabs = jax.jit(run)
     want = {name: by_slabs(*operands, change(drawn)) for name, change in ROUTINGS.items()}
-    ways.call()
+    ways.as_users()
     by_call = jax.jit(lambda *given: run(*given))
     for name, change in ROUTINGS.items():
         got = by_call(*operands, change(drawn))
@@ -167,22 +167,20 @@ def test_keep_is_checked(layer: Any) -> None:
 
 
 def test_second_derivatives_are_refused(layer: Any, ways: Ways) -> None:
-    ways.call()
+    ways.as_users()
     params, x = make_params(layer), draw(64)
     first = jax.grad(lambda x: ep.moe(layer, x, params)[0].sum())
     with pytest.raises(NotImplementedError, match="no second derivatives"):
         jax.eval_shape(jax.grad(lambda x: first(x).sum()), x)
 
 
-def test_explain_says_which_way_experts_go_and_why(layer: Any, ways: Ways) -> None:
+def test_explain_names_the_body_and_why_it_is_not_the_fast_one(layer: Any, ways: Ways) -> None:
     params, x = make_params(layer), draw(64)
 
     def told(**options: Any) -> list[str]:
         run = jax.jit(lambda x, p: ep.moe(layer, x, p, **options)[0])
         return [str(path) for path in ep.explain(run, x, params).paths]
 
-    assert told() == [f"ep.moe of 'moe': slabs: {takes.REASONS['transport']}"]
-    ways.call()
-    assert told(keep="nothing") == ["ep.moe of 'moe': block call"]
-    recipe = (ep.recipes.TensorScaling(), None)
-    assert told(recipe=recipe) == [f"ep.moe of 'moe': slabs: {takes.REASONS['recipe']}"]
+    assert told() == [f"ep.moe of 'moe': composed: {bodies.REASONS['transport']}"]
+    ways.body("composed")
+    assert told(keep="nothing") == [f"ep.moe of 'moe': composed: {bodies.REASONS['forced']}"]

@@ -37,7 +37,7 @@ ROWS = 4 * TOKENS * HIDDEN  # bytes of all tokens
 
 @pytest.fixture(autouse=True)
 def _by_the_call(ways: Ways) -> None:
-    ways.call()
+    ways.as_users()
 
 
 def compiled(group: fakes.LocalGroup, x: Any, params: ep.MoEParams, **options: Any) -> Any:

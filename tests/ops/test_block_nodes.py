@@ -27,8 +27,6 @@ from test_block_call import (
     routed,
 )
 
-from ep_runtime_client.ops.block import nodes as block_nodes
-from ep_runtime_client.ops.block import plain, takes
 from ep_runtime_client.ops.movement.prepare import make_call, make_plan_with_most
 from ep_runtime_client.ops.transports import nodes, nodes_plan
 
@@ -85,10 +83,9 @@ def layer(
 
 
 @pytest.fixture
-def by_node(ways: Ways, monkeypatch: pytest.MonkeyPatch) -> Ways:
+def by_node(ways: Ways) -> Ways:
     """Calls are those of nodes, as on GPUs."""
-    monkeypatch.setattr(takes, "on_gpu", lambda group: True)
-    monkeypatch.setattr(block_nodes, "kernels", plain)
+    ways.taken = ways.emulated
     return ways
 
 

@@ -17,7 +17,7 @@ from block_ways import Ways, assert_close
 import ep_runtime as ep
 from ep_runtime import native
 from ep_runtime_client.ops.activation.function import Activation
-from ep_runtime_client.ops.block import takes
+from ep_runtime_client.ops.block import bodies
 from ep_runtime_client.ops.gemm import kernels_16
 from ep_runtime_client.ops.kernels import platform
 
@@ -127,7 +127,7 @@ def test_scans_and_checkpoints_quantize_weights_as_often_as_slabs(
 
 
 def test_explain_says_which_recipes_the_call_takes(layer: Any, ways: Ways) -> None:
-    ways.call()
+    ways.emulated()
     x, params = drawn(layer)
 
     def told(recipe: Any) -> str:
@@ -136,9 +136,9 @@ def test_explain_says_which_recipes_the_call_takes(layer: Any, ways: Ways) -> No
         return path.why or path.path
 
     for taken in (TENSOR, BLOCK, (TENSOR, TENSOR), ep.recipes.BF16()):
-        assert told(taken) == "block call"
+        assert told(taken) == "cuda"
     for refused in ((TENSOR, BLOCK), (TENSOR, None)):
-        assert told(refused) == takes.REASONS["recipe"]
+        assert told(refused) == bodies.REASONS["recipe"]
 
 
 @pytest.mark.parametrize(
@@ -172,7 +172,7 @@ def test_what_the_tensor_cores_do_not_know_keeps_to_slabs(
     monkeypatch.setattr(platform, "installed", lambda: True)
     monkeypatch.setattr(platform, "register_for_gpus", lambda: said.get("gpus", ("9.0",)))
     monkeypatch.setattr(native, "library", lambda _: SimpleNamespace(has_kernels_for=lambda _: 1))
-    asked = takes.Asked(
+    asked = bodies.Asked(
         group=dataclasses.replace(group.spec, transport="nvlink"),
         tokens=TOKENS,
         hidden=said.get("hidden", 256),
@@ -181,7 +181,7 @@ def test_what_the_tensor_cores_do_not_know_keeps_to_slabs(
         activation=Activation("silu", True, jnp.dtype(said.get("dtype", "bfloat16"))),
         recipes=(recipe, recipe),
         paired=False,
-        input_weights=False,
+        to_input=False,
     )
     with jax.default_matmul_precision(said.get("precision", "default")):
-        assert takes.refused(asked) == why
+        assert bodies.unsupported(asked) == why

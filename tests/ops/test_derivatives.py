@@ -57,8 +57,8 @@ def test_second_derivatives_are_refused_by_the_name_of_the_op(
         ("combine", combined, x),
         ("grouped_gemm", lambda rows: ep.grouped_gemm(rows, kernel, SIZES), rows),
         ("dense", lambda x: ep.dense(x, params.router), x),
-        ("dispatch", lambda x: ep.moe(layer, x, params)[0], x),
-        ("grouped_gemm", block, params.wi),
+        ("moe", lambda x: ep.moe(layer, x, params)[0], x),
+        ("moe", block, params.wi),
     )
     for name, function, operand in cases:
         with pytest.raises(NotImplementedError, match=f"ep.{name} has no second derivatives"):

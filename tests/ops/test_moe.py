@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import ep_runtime as ep
 from ep_runtime import layer_specs
-from ep_runtime_client.block import moe_slabs
+from ep_runtime_client.block import moe_call
 from ep_runtime_client.block.moe import MoEParams, MoEStats, init_moe_params, moe
 from ep_runtime_client.ops.activation import kernels as activation_kernels
 from ep_runtime_client.programs.remat import remat_policy
@@ -91,19 +91,19 @@ def test_weights_wait_for_combine_unless_asked_or_faster_before(
     group: fakes.LocalGroup, make_group: MakeGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     over_xla = make_group(num_experts=EXPERTS, max_top_k=TOP_K)
-    merge, merged = moe_slabs.merge, []
+    run, found = moe_call.run, []
 
-    def seen(*args: Any, **options: Any) -> Any:
-        merged.append(args[3] is not None)  # weights of combine
-        return merge(*args, **options)
+    def seen(*args: Any) -> Any:
+        found.append(args[4])
+        return run(*args)
 
-    monkeypatch.setattr(moe_slabs, "merge", seen)
+    monkeypatch.setattr(moe_call, "run", seen)
 
     def waits(group: fakes.LocalGroup = over_xla, **options: Any) -> bool:
         layer = group.register_layer("moe", top_k=TOP_K)
         params, x = make_params(layer, biases=False), draw(16, 5)
         jax.eval_shape(lambda x, p: moe(layer, x, p, **options)[0], x, params)
-        return merged.pop()
+        return bool(found.pop() == "output")
 
     assert waits()
     assert not waits(weights_at="hidden")
@@ -332,7 +332,10 @@ def test_axes_on_gate_and_up_in_one_dim_are_refused_by_name(make_group: MakeGrou
             moe(layer, draw(64), params, recipe=recipe)
 
 
-def test_only_the_block_leaves_gradients_past_the_last_group_alone(group: fakes.LocalGroup) -> None:
+def test_only_the_block_leaves_gradients_past_the_last_group_alone(make_group: MakeGroup) -> None:
+    fakes.require_native()
+    sizes = {"num_experts": EXPERTS, "hidden_size": HIDDEN, "max_top_k": TOP_K}
+    group = make_group(transport="memfd", partitioning="shard_map", **sizes)
     layer = group.register_layer("block", top_k=TOP_K)
     params, x = make_params(layer, biases=False), draw(64)
     idx = jnp.zeros((64, TOP_K), jnp.int32)

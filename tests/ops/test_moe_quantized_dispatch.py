@@ -17,7 +17,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 import ep_runtime as ep
-from ep_runtime_client.block import moe_slabs
+from ep_runtime_client.block import moe_call
 from ep_runtime_client.ops.kernels import serve
 
 MakeGroup = Callable[..., fakes.LocalGroup]
@@ -77,7 +77,7 @@ def scanned(group: fakes.LocalGroup) -> Any:
     keys = jax.random.split(jax.random.key(0), 3)
     params = jax.vmap(lambda key: ep.init_moe_params(key, stack[0], INNER))(keys)
 
-    @functools.partial(jax.checkpoint, policy=ep.remat_policy(("ep_plan", "ep_recv")))
+    @functools.partial(jax.checkpoint, policy=ep.remat_policy(("ep_plan", "ep_recv", "ep_wi")))
     def block(x: Any, layer: Any) -> Any:
         index, own = layer
         return x + ep.moe(stack[index], x, own, recipe=BLOCK)[0], None
@@ -116,17 +116,16 @@ LOOPS = {"scan and remat": scanned, "interleaved": interleaved}
 
 
 def graded(loss: Any, arguments: Any, donate: bool = False) -> tuple[Any, str]:
-    """Loss, results and gradients; and the program as it is lowered."""
+    """Loss, results and gradients; and the compiled program."""
     both = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)
     program = jax.jit(both, donate_argnums=(0,) if donate else ())
-    text = program.lower(*arguments).as_text()
-    return program(jnp.copy(arguments[0]), arguments[1]), text
+    made = program.lower(*arguments).compile()
+    return made(jnp.copy(arguments[0]), arguments[1]), made.as_text()
 
 
 def rows_sent(text: str) -> list[str]:
-    """Types of the rows in each dispatch of a program."""
-    calls = re.findall(r"@ep_dispatch_v1\(.*?: \((.*?)\) ->", text)
-    return [operands.split(", ")[2] for operands in calls]
+    """Types of the rows in each dispatch of a compiled program."""
+    return re.findall(r"= \((\w+)\[.* custom-call\(.*\"ep_dispatch_v1\"", text)
 
 
 def assert_same(got: Any, want: Any) -> None:
@@ -141,7 +140,7 @@ def behind(monkeypatch: pytest.MonkeyPatch) -> Callable[[], Any]:
     @contextlib.contextmanager
     def patched() -> Any:
         with monkeypatch.context() as patch:
-            patch.setattr(moe_slabs, "_sent_by", lambda *_: None)
+            patch.setattr(moe_call, "_sent_by", lambda *_: None)
             jax.clear_caches()  # of what was traced otherwise
             yield
         jax.clear_caches()
@@ -173,8 +172,8 @@ def check_both(loss: Any, arguments: Any, behind: Any, donate: bool = False) -> 
     with behind():
         want, text_behind = graded(loss, arguments)
     assert_same(got, want)
-    assert {rows.endswith("xui8>") for rows in rows_sent(text)} == {True}
-    assert {rows.endswith("xui8>") for rows in rows_sent(text_behind)} == {False}
+    assert {*rows_sent(text)} == {"u8"}
+    assert "u8" not in rows_sent(text_behind)
     # Gradients are sent as they are in both, and nothing is sent twice.
     assert len(rows_sent(text)) == len(rows_sent(text_behind))
 
@@ -187,7 +186,7 @@ def test_explicit_axes(make_group: MakeGroup, behind: Callable[[], Any]) -> None
         got, text = graded(loss, arguments)
         with behind():
             assert_same(got, graded(loss, arguments)[0])
-    assert "xui8>" in rows_sent(text)[0]
+    assert rows_sent(text)[0] == "u8"
 
 
 @pytest.mark.parametrize(
@@ -221,7 +220,7 @@ def test_inside_a_shard_map_of_the_user(make_group: MakeGroup, behind: Callable[
     got, text = graded(loss, (draw(), params))
     with behind():
         assert_same(got, graded(loss, (draw(), params))[0])
-    assert "xui8>" in rows_sent(text)[0]
+    assert rows_sent(text)[0] == "u8"
 
 
 @pytest.mark.usefixtures("forgotten")
@@ -236,7 +235,7 @@ def test_tokens_are_sent_as_they_are_where_bits_or_speed_say_so(
         program = jax.jit(lambda x, p: ep.moe(layer, x, p, **options)[0])
         return str(program.trace(jax.ShapeDtypeStruct((64, 128), jnp.float32), params).jaxpr)
 
-    group = make(make_group, hidden_size=128)
+    group = make(make_group, hidden_size=128, partitioning="shard_map")
     bytes_ = "u8[8,144]"  # of a device's tokens: 128 values, a scale, and what pads them
     assert bytes_ in sent(group, recipe=BLOCK)
     assert bytes_ in sent(group, recipe=(BLOCK, None))
@@ -244,7 +243,9 @@ def test_tokens_are_sent_as_they_are_where_bits_or_speed_say_so(
     assert bytes_ not in sent(group, recipe=ep.recipes.MXFP8())
     assert bytes_ not in sent(group, recipe=ep.recipes.TensorScaling())
     assert bytes_ not in sent(group, recipe=BLOCK, weights_at="input")
-    over_xla = make(make_group, hidden_size=128, transport="xla", debug=False)
+    over_xla = make(
+        make_group, hidden_size=128, transport="xla", debug=False, partitioning="shard_map"
+    )
     assert bytes_ in sent(over_xla, recipe=BLOCK)
     monkeypatch.setattr(serve, "available", lambda: True)
     assert bytes_ not in sent(over_xla, recipe=BLOCK)

@@ -29,8 +29,7 @@ from moe_layouts import (
 
 import ep_runtime as ep
 from ep_runtime_client.ops.activation.function import Activation
-from ep_runtime_client.ops.activation.op import activate
-from ep_runtime_client.ops.block import takes
+from ep_runtime_client.ops.block import bodies
 from ep_runtime_client.ops.quantize.formats.recipes import Recipe
 
 slow = pytest.mark.slow
@@ -85,8 +84,9 @@ def by_hand(layer: Any, x: Any, params: Any, state: Any, recipes: Any, weighted:
         wi_bias = jnp.stack(wi_bias, 1)
     hidden, wi = product(rows, params.wi, wi_bias, recipes[0], state.wi)
     silu = Activation("silu", hidden.ndim == 4, hidden.dtype)
-    early = sent.weights if weighted == "activations" else None
-    inner = activate(layer, silu, hidden, early, sent.group_sizes)
+    inner = silu.rows(hidden.reshape(-1, *hidden.shape[2:])).reshape(*hidden.shape[:2], -1)
+    if weighted == "activations":
+        inner = inner * sent.weights[..., None]
     out, wo = product(inner, params.wo, params.wo_bias, recipes[1], state.wo)
     left = sent.weights if weighted == "outputs" else None
     return ep.combine(layer, sent, out, weights=left), ep.MoEState(wi, wo)
@@ -485,10 +485,11 @@ def test_a_state_on_one_device_is_moved_to_the_others(layer: Any) -> None:
 
 
 def test_explain_says_that_no_block_call_takes_a_state(layer: Any, ways: Any) -> None:
-    ways.call()
+    ways.emulated()
     x, params = drawn(layer)
     state = ep.init_moe_state(layer, DELAYED)
     run = jax.jit(lambda x, p, s: ep.moe(layer, x, p, recipe=DELAYED, state=s))
     told = ep.explain(run, x, params, state)
-    assert [(path.path, path.why) for path in told.paths] == [("slabs", takes.REASONS["recipe"])]
+    why = bodies.REASONS["recipe"]
+    assert [(path.path, path.why) for path in told.paths] == [("composed", why)]
     assert told.num_others == 0

@@ -15,8 +15,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 import ep_runtime as ep
 from ep_runtime_bench.base.options import PLAIN
 from ep_runtime_bench.movement import device_ops
-from ep_runtime_client.ops.block import call as block_call
-from ep_runtime_client.ops.block import takes
+from ep_runtime_client.ops.block import bodies
+from ep_runtime_client.ops.block import cuda as block_call
 from ep_runtime_client.ops.calls.call import world_rank
 from ep_runtime_client.ops.kernels import serve
 from ep_runtime_client.ops.movement.prepare import make_call
@@ -192,7 +192,7 @@ def test_a_block_is_one_call_between_two_exchanges(
     make_group: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, node_size: int
 ) -> None:
     """And so are its gradients; which of its ranks has the most rows a node's ask each other."""
-    monkeypatch.setattr(takes, "refused", lambda asked: "")
+    monkeypatch.setattr(bodies, "unsupported", lambda asked: "")
     text = lowered_block(make_group, node_size, top_k=12)
     names = ["ep_nccl_prepare_v1", "ep_nccl_all_gather_v1", "ep_nccl_exchange_v1", "ep_block_v1"]
     backward = ["ep_nccl_all_gather_v1", "ep_nccl_exchange_v1", "ep_block_bwd_v1"]
@@ -204,7 +204,7 @@ def test_a_block_is_one_call_between_two_exchanges(
 def test_a_block_whose_rows_are_counted_reads_counts_once_an_exchange(
     make_group: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(takes, "refused", lambda asked: "")
+    monkeypatch.setattr(bodies, "unsupported", lambda asked: "")
     found = calls(lowered_block(make_group, 2, top_k=2))
     assert (found["ep_nccl_counted_v1"], found["ep_block_v1"], found["ep_block_bwd_v1"]) == (
         4,

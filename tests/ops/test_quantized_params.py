@@ -125,7 +125,7 @@ def test_values_and_gradients_are_the_bits_of_the_recipe(layer: Any, ways: Ways,
         return graded(lambda p, x: block(x, ep.straight_through(p, params8))[0], params, x)
 
     params8 = ep.quantize_params(params, recipe, weights_only=True)
-    ways.call() if as_call else ways.slabs()
+    ways.as_users() if as_call else ways.by_ops()
     same(jax.jit(outside)(params, x, params8), jax.jit(by_recipe)(params, x))
     assert weights_quantized(outside, params, x, params8) == 0
     assert weights_quantized(by_recipe, params, x) > 0
@@ -181,7 +181,7 @@ def test_a_stack_is_quantized_at_once_and_scanned(
     stack = group.register_layer_stack(f"stack {recipe}", 2, top_k=TOP_K)
     x, each = drawn(stack[0], separate=separate)
     params = jax.tree.map(lambda x: jnp.stack([x, 0.9 * x]), each)
-    ways.call() if as_call else ways.slabs()
+    ways.as_users() if as_call else ways.by_ops()
 
     def model(params: Any, x: Any, recipe: Any = None) -> Any:
         def step(x: Any, own: Any) -> Any:
@@ -212,7 +212,7 @@ def test_a_scan_stacks_no_copy_of_weights_that_it_is_given(
     stack = group.register_layer_stack(f"given {once} {as_call}", 2, top_k=TOP_K)
     x, each = drawn(stack[0], param_dtype=jnp.bfloat16)  # others are cast, and casts are kept
     params = jax.tree.map(lambda x: jnp.stack([x, x]), each)
-    ways.call() if as_call else ways.slabs()
+    ways.as_users() if as_call else ways.by_ops()
 
     def loss(params: Any, x: Any) -> Any:
         params = ep.quantize_params(params, BLOCK, layer=stack[0]) if once else params

@@ -17,7 +17,6 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import ep_runtime as ep
-from ep_runtime_client.ops.activation import quantized_op
 
 MakeGroup = Callable[..., fakes.LocalGroup]
 HIDDEN, INNER, EXPERTS, TOP_K = 32, 32, 8, 3
@@ -144,24 +143,6 @@ def test_recipes_stay_near_f64_and_add_no_pass_over_the_slabs(layer: Any, name: 
     # Before 0.11 XLA itself widens bf16 slabs in front of a loop that slices them.
     if name != "bf16" or jax.__version_info__ >= (0, 11):
         assert hlo_scan.maps_of(program.as_text(), 352) == []
-
-
-def test_rows_that_are_weighed_and_quantized_at_once(
-    layer: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As programs for GPUs have it, here for gate and up apart; elsewhere it takes two passes."""
-    (x, idx, weights), params = draw(64), make_params(layer)
-    params = dataclasses.replace(params, wi=(params.wi[:, :, 0], params.wi[:, :, 1]))
-
-    def run() -> Any:
-        of = graded(block(layer, idx, recipe=ep.recipes.BlockScaling()))
-        return jax.jit(of)(x, params, weights)
-
-    want = run()
-    taken = []
-    monkeypatch.setattr(quantized_op, "takes", lambda static, *_: taken.append(static) or True)
-    jax.tree.map(np.testing.assert_array_equal, run(), want)
-    assert [static.function for static in taken] == ["linear", "silu"]
 
 
 def test_dropped_slots_have_no_gradient(layer: Any) -> None:

@@ -21,7 +21,6 @@ from ep_runtime_client.block import (
     moe_checks,
     moe_routing,
     moe_shapes,
-    moe_slabs,
     qwix,
 )
 from ep_runtime_client.block.moe_checks import Recipes
@@ -231,7 +230,7 @@ def moe(
         (True, ())
     """
     moe_checks.check_params(params)
-    early, to_input = moe_checks.weights_at(weights_at)
+    moe_checks.check_weights_at(weights_at)
     workspace.check_keep(keep, keep_factor)
     loss = not (isinstance(aux_loss_coeff, int | float) and aux_loss_coeff == 0)
     token_mask = routing_api.checked_mask(token_mask, x.shape[:-1])
@@ -264,15 +263,12 @@ def moe(
     token_axes = static.group_spec.token_axes
     function = activation_of(activation, gated, dtype, params.wo.shape[1])
     block = Block(function, recipes, specs, inner_axes, token_axes)
-    weighted = moe_slabs.weighted(static, block, params, early, to_input=to_input)
+    weighted = moe_call.weighted(static, block, params, weights_at)
     moved = Moved(x.astype(dtype), routed, handle, capacity, tokens_spec)
-    refused = moe_call.refused(static, block, moved, params, weighted)
-    with scopes.way("slabs", refused, static) if refused else scopes.way("call", "taken", static):
-        if refused:
-            y, plan, after = moe_slabs.run(layer, block, moved, params, weighted, after)
-        else:
-            kept = Kept(keep, keep_factor)
-            y, plan = moe_call.run(layer, block, moved, params, weighted, kept)
+    body, why = moe_call.chosen(static, block, moved, params, weighted)
+    with scopes.way(body, why or "taken", static):
+        kept = Kept(keep, keep_factor)
+        y, plan, after = moe_call.run(layer, block, moved, params, weighted, kept, body, after)
     y = y.astype(x.dtype)
     call = call_of_plan(static, open_layer(layer)[2], plan)
     aux = _aux_loss(call, routed, asked, aux_loss_coeff)

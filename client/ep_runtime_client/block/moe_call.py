@@ -1,4 +1,4 @@
-"""The block as one call forward and one backward, where `ops/block/takes.py` has it so."""
+"""The experts of one call of `moe`: its plan, its body, and their op."""
 
 from __future__ import annotations
 
@@ -8,23 +8,58 @@ import jax
 
 from ep_runtime_client.base.layers import EpLayer, TracedLayer
 from ep_runtime_client.block import moe_checks
-from ep_runtime_client.block.moe_experts import Block, Moved, Weighted, bias_of, operand
+from ep_runtime_client.block.moe_experts import Block, Moved, bias_of, operand
 from ep_runtime_client.block.params import MoEParams
-from ep_runtime_client.ops.block import api, takes
+from ep_runtime_client.block.state import MoEState
+from ep_runtime_client.ops.activation import kernels as activation_kernels
+from ep_runtime_client.ops.block import api, bodies
 from ep_runtime_client.ops.block.api import Kept, Weights
+from ep_runtime_client.ops.block.protocol import Weighted
 from ep_runtime_client.ops.calls.plan import Plan
+from ep_runtime_client.ops.kernels import serve
+from ep_runtime_client.ops.movement import quantized_rows
 from ep_runtime_client.ops.movement.dispatch import open_call
-from ep_runtime_client.ops.movement.prepare import make_plan_with_most
+from ep_runtime_client.ops.movement.prepare import make_plan, make_plan_with_most
+from ep_runtime_client.ops.quantize.formats.recipes import Recipe
 from ep_runtime_client.ops.quantize.pair import is_pair
+from ep_runtime_client.ops.tracing.scopes import scope
 
 
-def refused(
-    layer: EpLayer, block: Block, moved: Moved, params: MoEParams, weighted: Weighted
-) -> str:
-    """Why a call of `moe` keeps to slabs: a name in `takes.REASONS`, or nothing."""
+def weighted(
+    layer: EpLayer, block: Block, params: MoEParams, weights_at: Weighted | None
+) -> Weighted:
+    """What the router's weights multiply; `weights_at` as in `moe`."""
+    if weights_at is None:
+        # Kernels multiply weights into activations on GPUs, where windows are theirs.
+        on_gpu = layer.group_spec.transport != "memfd"
+        weights_at = "hidden" if on_gpu and activation_kernels.takes(block.activation) else "output"
+    # A bias of wo is weighted too, so that with one the weights wait for combine.
+    return "output" if weights_at == "hidden" and params.wo_bias is not None else weights_at
+
+
+def _sent_by(layer: EpLayer, recipe: Recipe | None, body: str, weighted: Weighted) -> Recipe | None:
+    """The recipe by which tokens are quantized before they are sent; None sends them as they are.
+
+    It is wi's, where the rows that arrive have the same bits either way: not where weights multiply
+    them before. On GPUs what arrives is not taken apart yet by a kernel that stops at the rows that
+    are there.
+    """
     group = layer.group_spec
-    return takes.refused(
-        takes.Asked(
+    if recipe is None or body != "composed" or weighted == "input":
+        return None
+    if quantized_rows.refused(recipe, group):
+        return None
+    on_cpu = group.transport == "memfd" or (group.transport == "xla" and not serve.available())
+    return recipe if on_cpu else None
+
+
+def chosen(
+    layer: EpLayer, block: Block, moved: Moved, params: MoEParams, weighted: Weighted
+) -> tuple[str, str]:
+    """(the body of a call of `moe`, why it is not the fast one)."""
+    group = layer.group_spec
+    return bodies.chosen(
+        bodies.Asked(
             group=group,
             tokens=math.prod(moved.tokens.shape[:-1]),
             hidden=group.hidden_size,
@@ -33,7 +68,7 @@ def refused(
             activation=block.activation,
             recipes=moe_checks.quantizing(block.recipes),
             paired=is_pair(getattr(params.wi, "origin", params.wi)),
-            input_weights=weighted == "rows",
+            to_input=weighted == "input",
         )
     )
 
@@ -45,8 +80,10 @@ def run(
     params: MoEParams,
     weighted: Weighted,
     kept: Kept,
-) -> tuple[jax.Array, Plan]:
-    """(y like the tokens, the plan)."""
+    body: str,
+    state: MoEState | None,
+) -> tuple[jax.Array, Plan, MoEState | None]:
+    """(y like the tokens, the plan, the next state)."""
     routed, dtype = moved.routed, block.activation.dtype
     call, index, weights = open_call(
         layer,
@@ -58,27 +95,37 @@ def run(
         tokens_spec=moved.tokens_spec,
     )
     assert weights is not None
-    plan, most = make_plan_with_most(call, index, routed.topk_idx)
-    recipe = moe_checks.quantizing(block.recipes)[0]
+    if body == "composed":
+        plan = make_plan(call, index, routed.topk_idx)
+        most = plan.arrays.num_recv
+    else:
+        plan, most = make_plan_with_most(call, index, routed.topk_idx)
+    if call.layout.tokens_per_rank == 0:
+        return moved.tokens, plan, state
+    recipes = moe_checks.quantizing(block.recipes)
     experts = Weights(
-        operand(params.wi, recipe, dtype),
-        operand(params.wo, recipe, dtype),
+        operand(params.wi, recipes[0], dtype),
+        operand(params.wo, recipes[1], dtype),
         bias_of(block, "wi_bias", params),
         bias_of(block, "wo_bias", params),
         block.specs["wi"],
         block.specs["wo"],
     )
-    y = api.run(
-        layer,
-        moved.tokens,
-        routed.topk_idx,
-        weights,
-        plan,
-        most,
-        experts,
-        activation=block.activation,
-        early=weighted == "activations",
-        kept=kept,
-        recipe=recipe,
-    )
-    return y, plan
+    with scope("experts", call.layer):
+        y, states = api.run(
+            layer,
+            moved.tokens,
+            routed.topk_idx,
+            weights,
+            plan,
+            most,
+            experts,
+            body=body,
+            activation=block.activation,
+            weighted=weighted,
+            kept=kept,
+            recipes=recipes,
+            sent_by=_sent_by(call.layer, recipes[0], body, weighted),
+            state=(None, None) if state is None else (state.wi, state.wo),
+        )
+    return y, plan, None if state is None else MoEState(*states)

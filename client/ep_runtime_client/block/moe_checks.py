@@ -85,26 +85,16 @@ def held_dtype(name: str, dtype: Any) -> Any:
 
 
 # What the routing weights multiply: before wo (True) or in combine (False), or before wi.
-_WEIGHTS_AT: Mapping[str | None, tuple[bool | None, bool]] = {
-    None: (None, False),
-    "output": (False, False),
-    "hidden": (True, False),
-    "input": (None, True),
-}
+_WEIGHTS_AT = (None, "output", "hidden", "input")
 
 
-def weights_at(value: Any) -> tuple[bool | None, bool]:
-    """(early, to_input) of `moe_slabs.weighted`.
-
-    Raises:
-        InvalidArgumentError: no place of that name.
-    """
+def check_weights_at(value: Any) -> None:
+    """Raises InvalidArgumentError unless `moe` can multiply weights there."""
     if not isinstance(value, str | None) or value not in _WEIGHTS_AT:
         raise InvalidArgumentError(
             f'weights_at must be None, "output", "hidden" or "input", got {value!r}',
             argument="weights_at",
         )
-    return _WEIGHTS_AT[value]
 
 
 def check_params(params: Any) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,9 +20,6 @@ from ep_runtime_client.ops.quantize.pair import is_pair, paired
 from ep_runtime_client.ops.quantize.quantized_tensor import QuantizedTensor
 from ep_runtime_client.ops.routing.api import Routing
 from ep_runtime_client.ops.tracing.varying import Axes
-
-# What the router's weights multiply: dispatched rows, activations, or experts' outputs in combine.
-Weighted = Literal["rows", "activations", "outputs"]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -216,11 +216,11 @@ def _scaling_of(recipe: moe_checks.Recipes) -> workspace.Scaling | None:
         return "none"
     # Recipes are JAX's types, and a group is described without JAX too.
     from ep_runtime_client.block import moe_checks
-    from ep_runtime_client.ops.block import takes
-    from ep_runtime_client.ops.block.call import scaling_of
+    from ep_runtime_client.ops.block import bodies
+    from ep_runtime_client.ops.block.cuda import scaling_of
 
     recipes = moe_checks.quantizing(recipe)
-    return scaling_of(recipes[0]) if takes.takes_recipes(recipes) else None
+    return scaling_of(recipes[0]) if bodies.takes_recipes(recipes) else None
 
 
 def report(spec: specs.GroupSpec, device: Any, devices_per_host: int) -> None:

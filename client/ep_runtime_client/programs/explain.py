@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 
-from ep_runtime_client.ops.block import takes
+from ep_runtime_client.ops.block import bodies
 from ep_runtime_client.ops.tracing import scopes
 
 KINDS = (
@@ -126,9 +126,9 @@ class MoEPath:
 
     Attributes:
         layer: the layer's name (for a stack that of its layer 0), with "." for "/".
-        path: "block call" (one custom call forward and one backward) or "slabs" (separate ops on
-            slabs that have room for the worst case).
-        why: the reason for slabs; empty for a block call.
+        path: the body that runs them: "cuda" or "cuda_nodes" (one custom call forward and one
+            backward), or "composed" (separate ops, on arrays that have room for the worst case).
+        why: the reason for "composed"; empty for the others.
     """
 
     layer: str
@@ -200,10 +200,7 @@ def explain_text(text: str) -> Explanation:
 def _paths(program: _Program) -> list[MoEPath]:
     names = (item.op_name for item in program.instructions.values())
     ways = dict.fromkeys(way for name in names for way in scopes.ways(name))
-    return [
-        MoEPath(layer, "slabs" if way == "slabs" else "block call", takes.REASONS.get(why, ""))
-        for way, why, layer in ways
-    ]
+    return [MoEPath(layer, way, bodies.REASONS.get(why, "")) for way, why, layer in ways]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,21 +14,26 @@ from ep_runtime import workspace
 from ep_runtime.workspace import BlockSizes
 from ep_runtime_client.base.layers import EpLayer, TracedLayer
 from ep_runtime_client.ops.activation.function import Activation
-from ep_runtime_client.ops.block import takes, vjp
-from ep_runtime_client.ops.block.call import Static, scaling_of
+from ep_runtime_client.ops.block import vjp
+from ep_runtime_client.ops.block.cuda import scaling_of
+from ep_runtime_client.ops.block.protocol import Static, Weighted, Workspace
 from ep_runtime_client.ops.block.vjp import BlockCall, Operands
 from ep_runtime_client.ops.calls.call import Call
 from ep_runtime_client.ops.calls.plan import Plan
-from ep_runtime_client.ops.gemm import weight_entries
+from ep_runtime_client.ops.gemm import kernels_32, weight_entries
+from ep_runtime_client.ops.gemm.api import with_whole_blocks
 from ep_runtime_client.ops.gemm.checks import check_experts
 from ep_runtime_client.ops.gemm.quantized_operands import origin_of, settled
 from ep_runtime_client.ops.movement import per_device, token_watch
 from ep_runtime_client.ops.partitioning import regions, spread
 from ep_runtime_client.ops.partitioning.regions import Where
 from ep_runtime_client.ops.partitioning.roles import Entries, padded
-from ep_runtime_client.ops.quantize.formats.recipes import Recipe
+from ep_runtime_client.ops.quantize.delayed import Delayed, check_state
+from ep_runtime_client.ops.quantize.formats.recipes import DelayedState, Recipe
+from ep_runtime_client.ops.quantize.formats.table import format_of
 from ep_runtime_client.ops.quantize.packing import Kernel, Matrix
 from ep_runtime_client.ops.quantize.pair import Pair, of_each
+from ep_runtime_client.ops.quantize.quantized_tensor import QuantizedTensor
 from ep_runtime_client.ops.tracing import again
 from ep_runtime_client.ops.tracing.ambient import open_layer
 
@@ -72,11 +77,14 @@ def run(
     most: jax.Array,
     weights: Weights,
     *,
+    body: str,
     activation: Activation,
-    early: bool,
+    weighted: Weighted,
     kept: Kept,
-    recipe: Recipe | None = None,
-) -> jax.Array:
+    recipes: tuple[Recipe | None, Recipe | None],
+    sent_by: Recipe | None,
+    state: MoEStates,
+) -> tuple[jax.Array, MoEStates]:
     """Tokens' experts' answers, summed.
 
     Args:
@@ -84,16 +92,20 @@ def run(
         tokens: [..., H] in the activation's dtype.
         topk_idx: [..., K] that the plan was made of.
         topk_weights: [..., K].
-        plan: of `make_plan_with_most`, with `most`.
-        most: int32 [R, 1].
+        plan: of `make_plan`, or of `make_plan_with_most` for a body that has a workspace.
+        most: int32 [R, 1], what that returned; any for other bodies.
         weights: of the experts.
+        body: name of the body.
         activation: between the products.
-        early: whether weights multiply activations instead of outputs.
+        weighted: what the weights of slots multiply.
         kept: for backward.
-        recipe: that quantizes the operands of both products, or None.
+        recipes: that quantize the operands of each product, or None.
+        sent_by: recipe that quantizes tokens before they are sent, or None.
+        state: of each product whose recipe is delayed, or None.
 
     Returns:
-        Like tokens. Differentiable in tokens, topk_weights and the weights.
+        An array like tokens, differentiable in tokens, topk_weights and the weights; and the next
+        states.
     """
     static, index, mesh = open_layer(layer)
     group = static.group_spec
@@ -103,11 +115,34 @@ def run(
     operands = [tokens, topk_weights, topk_idx, plan.arrays, *of_weights]
     where = regions.of_layer(layer, operands, known=None not in lies)
     moved = per_device.varied(Call(plan.meta, mesh, where.manual), index, *operands)
-    rows = _rows(moved, activation, weights, kept, recipe)
-    on_device = Static(moved, activation, early, *rows, recipe)
+    room = None
+    if body != "composed":
+        room = _workspace(moved, activation, weights, kept, recipes[0])
+    on_device = Static(
+        moved,
+        body,
+        activation,
+        weighted,
+        recipes,
+        sent_by,
+        saves=kept.keep == "first",
+        tf32=kernels_32.allowed(),
+        workspace=room,
+    )
     placed = _placed(where, lies, weights)
+    kernels = tuple(zip(arrays[:2], placed[:2], recipes, strict=True))
+    taken = tuple(_taken(where, *each) for each in kernels)
     biases = (weights.wi_bias, weights.wo_bias)
     graded: tuple[Any, ...] = (origin_of(weights.wi), origin_of(weights.wo), *biases)
+    histories = [
+        _Histories.of(where, *each, plan.arrays.group_sizes)
+        for each in zip(kernels, state, strict=True)
+    ]
+    wi, wo, wi_bias, wo_bias = (
+        spread.settle(where, x, of_each(each) if isinstance(x, Pair) else each)
+        for x, each in zip(graded, placed, strict=True)
+    )
+    came = [settled(where, x, each) for x, each in zip(arrays[:2], placed[:2], strict=True)]
     given = Operands(
         again.told(index, plan.arrays.kept),
         _on_tokens(moved, "topk_idx", _narrow(group.num_experts, topk_idx)),
@@ -115,29 +150,83 @@ def run(
         _on_tokens(moved, "topk_weights", topk_weights.astype(jnp.float32)),
         most,
         plan.arrays,
-        *(
-            spread.settle(where, x, of_each(each) if isinstance(x, Pair) else each)
-            for x, each in zip(graded, placed, strict=True)
-        ),
-        *(settled(where, x, each) for x, each in zip(arrays[:2], placed[:2], strict=True)),
+        wi,
+        wo,
+        wi_bias,
+        wo_bias,
+        came[0],
+        came[1],
+        (histories[0].scales, histories[1].scales),
     )
     types = tuple(map(regions.type_of, jax.tree.leaves((tokens, topk_weights, *graded))))
     dtypes = tuple(None if x is None else jnp.dtype(x.dtype) for x in graded[:2])
     paired = isinstance(graded[0], Pair)
-    call = BlockCall(where, on_device, takes.on_gpu(group), placed, types, paired, dtypes)
+    call = BlockCall(where, on_device, placed, (taken[0], taken[1]), types, paired, dtypes)
     check_experts(where, _num_experts(call, given), plan.arrays.group_sizes, group.num_experts)
-    y = vjp.run(call, given)
-    if not where.manual:
-        return y
-    # Over a manual axis JAX's own sum is taken, which knows how its gradient is counted.
-    split = tuple(axis for axis in vjp.inner_axes(call, given) if axis in where.manual)
-    return lax.psum(y, split) if split else y
+    y, amax = vjp.run(call, given)
+    states = tuple(each.next(found) for each, found in zip(histories, amax, strict=True))
+    if where.manual:
+        # Over a manual axis JAX's own sum is taken, which knows how its gradient is counted.
+        split = tuple(axis for axis in vjp.inner_axes(call, given) if axis in where.manual)
+        y = lax.psum(y, split) if split else y
+    return y, (states[0], states[1])
 
 
-def _rows(
+MoEStates = tuple[DelayedState | None, DelayedState | None]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Histories:
+    """The state of one product, if its recipe is delayed.
+
+    Attributes:
+        delayed: whose histories are used where.
+        state: as the call got it.
+        scales: of rows f32 [R, L] and of weights [E].
+    """
+
+    delayed: Delayed | None = None
+    state: DelayedState | None = None
+    scales: tuple[jax.Array, jax.Array] | None = None
+
+    @classmethod
+    def of(
+        cls,
+        where: Where,
+        kernel: tuple[Kernel, Entries, Recipe | None],
+        state: DelayedState | None,
+        group_sizes: jax.Array,
+    ) -> _Histories:
+        if state is None:
+            return cls()
+        weight, entries, recipe = kernel
+        assert recipe is not None
+        assert where.roles is not None
+        experts = spread.whole_shape(where, weight.shape, entries)[0]
+        rows = padded((where.roles.slab, (), entries[1]), 3)
+        delayed = Delayed.of(where, recipe, experts, group_sizes.shape, rows, entries)
+        check_state(recipe, state, experts)
+        state = state if where.manual else spread.settle(where, state, ())
+        return cls(delayed, state, spread.settle(where, delayed.scales(state), ()))
+
+    def next(self, amax: tuple[jax.Array, jax.Array] | None) -> DelayedState | None:
+        if self.delayed is None or self.state is None or amax is None:
+            return None
+        return self.delayed.next(self.state, *amax)
+
+
+def _taken(where: Where, weight: Kernel, entries: Entries, recipe: Recipe | None) -> Entries:
+    """Entries of a weight as it is multiplied: off axes that leave a recipe no whole blocks."""
+    if where.roles is None or recipe is None or isinstance(weight, QuantizedTensor):
+        return entries
+    shape, tile = spread.whole_shape(where, weight.shape, entries), format_of(recipe).tile
+    blocks = tuple(tile if dim in (1, weight.ndim - 1) else 1 for dim in range(weight.ndim))
+    return with_whole_blocks(where, entries, shape, blocks)
+
+
+def _workspace(
     call: Call, activation: Activation, weights: Weights, kept: Kept, recipe: Recipe | None
-) -> tuple[BlockSizes, int, int]:
-    """Sizes of a call with whole weights; rows of its workspace, and those it keeps."""
+) -> Workspace:
     group, layer = call.group, call.layer
     sizes = BlockSizes(
         tokens=group.num_nodes * call.layout.tokens_per_rank,
@@ -154,7 +243,7 @@ def _rows(
         scaling=scaling_of(recipe),
     )
     found = workspace.of_block(sizes, group.workspace, keep=kept.keep, keep_factor=kept.factor)
-    return sizes, found.rows, found.kept_rows
+    return Workspace(sizes, found.rows, found.kept_rows)
 
 
 def _entries(weight: Kernel, spec: PartitionSpec | None) -> Entries | None:

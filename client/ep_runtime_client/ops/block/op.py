@@ -1,8 +1,8 @@
-"""The block call, forward and backward, as ops that both partitionings run.
+"""The op of `ep.moe`, forward and backward, as both partitionings run it around any body.
 
 Tokens come as slabs [R, T, H], one for each shard of the token axes, and so does everything that
-belongs to them. Weights lie as on the way of slabs: outer axes are gathered off them, an axis that
-shards no tokens stays on M, and what it splits is added up where tokens are.
+belongs to them. Outer axes are gathered off the weights, an axis that shards no tokens stays on M,
+and what it splits is added up where tokens are.
 """
 
 from __future__ import annotations
@@ -14,9 +14,16 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from ep_runtime_client.ops.block import call as kernels
-from ep_runtime_client.ops.block import nodes, plain, takes
-from ep_runtime_client.ops.block.call import Experts, Given, Static, WeightGrads
+from ep_runtime_client.ops.block import bodies
+from ep_runtime_client.ops.block.protocol import (
+    Body,
+    Experts,
+    Given,
+    Over,
+    Saved,
+    Static,
+    WeightGrads,
+)
 from ep_runtime_client.ops.calls.call import world_rank
 from ep_runtime_client.ops.calls.plan import arrays_type
 from ep_runtime_client.ops.gemm.ops import of_first
@@ -24,6 +31,8 @@ from ep_runtime_client.ops.partitioning.placement import Weight, expert_bias, ex
 from ep_runtime_client.ops.partitioning.regions import Where
 from ep_runtime_client.ops.partitioning.resolved import Resolved, Sums
 from ep_runtime_client.ops.partitioning.roles import Entries, Roles, say_once
+from ep_runtime_client.ops.quantize.formats.table import format_of
+from ep_runtime_client.ops.quantize.formats.tiles import num_tiles
 from ep_runtime_client.ops.quantize.packing import Packing, Value, gather, unpack
 from ep_runtime_client.ops.quantize.pair import of_each
 from ep_runtime_client.ops.tracing.varying import Axes
@@ -56,13 +65,13 @@ class BlockOp:
     """What forward and backward share. Hashable.
 
     Operands: index [1], topk_idx [R, T, K], tokens [R, T, H], weights [R, T, K], most [R, 1], the
-    plan's arrays, leaves of wi [E, H, *N'] (gate and up [E, H, M] are two) and of wo [E, M, H],
-    and their biases [E, *N'] and [E, H].
+    plan's arrays, scales [R, L] of rows for each product whose recipe is delayed, leaves of wi
+    [E, H, *N'] (gate and up [E, H, M] are two) and of wo [E, M, H], and their biases [E, *N'] and
+    [E, H].
 
     Attributes:
         where: where it runs.
         static: what is static on one device.
-        on_gpu: whether it is the custom call, and not what that is composed of.
         wi: its leaves.
         wo: its leaves.
         biases: whether wi has one, and wo.
@@ -70,7 +79,6 @@ class BlockOp:
 
     where: Where
     static: Static
-    on_gpu: bool
     wi: Packing
     wo: Packing
     biases: tuple[bool, bool]
@@ -82,16 +90,18 @@ class BlockOp:
         return arrays_type(self.static.call.group)
 
     @property
-    def _per_device(self) -> Any:
-        """The module with forward and backward of one device."""
-        if not self.on_gpu:
-            return plain
-        return nodes if self.static.call.group.node_size else kernels
+    def _body(self) -> Body:
+        return bodies.named(self.static.body)
+
+    @property
+    def _scales(self) -> int:
+        """Which operand is the first of the scales."""
+        return _FIRST + len(self._plan._fields)
 
     @property
     def _wi(self) -> int:
         """Which operand is the first of wi."""
-        return _FIRST + len(self._plan._fields)
+        return self._scales + sum(self.static.delayed)
 
     @property
     def _wo(self) -> int:
@@ -129,11 +139,11 @@ class BlockOp:
             roles, arrived[second], shapes[second], blocks=self.wo.blocks, ruled=ruled
         )
         inner = self._inner(roles, wi, wo, shapes[second][1])
-        dropped = [a for a in wi.kept[1] + wo.kept[2] if a not in inner]
+        dropped = dict.fromkeys(a for a in wi.kept[1] + wo.kept[2] if a not in inner)
         if dropped:
             say_once(
-                f"weights of {roles.owner} lie over {roles.named(dropped)} on H, which rows do "
-                "not: they are gathered over it"
+                f"weights of {roles.owner} are sharded over {roles.named(dropped)} on H, and rows "
+                "are not: they are gathered over it"
             )
         wi, wo = _on(wi, len(shape) - 1, inner), _on(wo, 1, inner)
         theirs = self._there(((wi, shape), (wo, shapes[second])))
@@ -151,10 +161,7 @@ class BlockOp:
     def _inner(self, roles: Roles, wi: Weight, wo: Weight, width: int) -> Axes:
         """The axes that M of both weights is taken over."""
         inner = (wi.kept[-1] or wo.kept[1]) if self._splits else ()
-        static, unit = self.static, 1
-        if self.on_gpu:
-            dtype = static.activation.dtype
-            unit = takes.multiple(dtype, static.recipe, paired=self.wi.paired)
+        unit = self._body.multiple(self.static, paired=self.wi.paired)
         gone = (wi.gathered[-1], wo.gathered[1])
         whole = all(width % (roles.size(inner + each) * unit) == 0 for each in gone)
         if inner and not whole:
@@ -171,16 +178,32 @@ class BlockOp:
         weights = (*self.wi.spread(place.wi.entries), *self.wo.spread(place.wo.entries))
         return [((),), *slabs, *weights, *biases]
 
-    def kept(self, roles: Roles, place: Placed) -> Entries:
-        """Entries of the rows that are kept, [R, Wk, *N']."""
-        return (roles.slab, (), *place.wi.kept[2:])
+    @property
+    def saved(self) -> tuple[Saved, ...]:
+        """What forward saves for backward, in order."""
+        return self._body.saved(self.static)
+
+    def saved_entries(self, roles: Roles, place: Placed) -> list[Entries]:
+        """Entries of what is saved: [R, rows] of slabs and more dims, those of hidden N'."""
+        ndims = {"weights": 2, "made": 2}
+        hidden: Entries = (roles.slab, (), *place.wi.kept[2:])
+        return [
+            hidden if name == "hidden" else (roles.slab, *[()] * (ndims.get(name, 3) - 1))
+            for name in self.saved
+        ]
+
+    def over(self, roles: Roles, place: Placed) -> Over:
+        """Axes that split what one scale is for."""
+        return Over(roles.real(roles.outer), place.parts)
 
     def opened(self, place: Placed, blocks: Sequence[jax.Array]) -> tuple[Given, Experts]:
         """Local blocks of the operands as one device takes them, weights gathered."""
         index, *slabs = blocks[: self._wi]
-        idx, tokens, weights, most, *plan = (x[0] for x in slabs)
+        idx, tokens, weights, most, *others = (x[0] for x in slabs)
+        count = len(self._plan._fields)
+        plan, scales = self._plan(*others[:count]), tuple(others[count:])
         rank = world_rank(self.static.call.group)
-        given = Given(rank, index, idx, tokens, weights, most, self._plan(*plan))
+        given = Given(rank, index, idx, tokens, weights, most, plan, scales)
         found: list[Any] = []
         for packing, taken, first in ((self.wi, place.wi, self._wi), (self.wo, place.wo, self._wo)):
             leaves = zip(
@@ -206,6 +229,7 @@ class BlockOp:
         ndims = (3, 3, 3, 2, 2, 2, 2, 2, 2, 3, 3, 2)  # with the slab dim, as plans have them
         for number, ndim in enumerate(ndims[: len(self._plan._fields)]):
             rows.append(" ".join(["r", *(f"p{number}{dim}" for dim in range(1, ndim))]))
+        rows += ["r l"] * sum(self.static.delayed)
         biases = self._there((" ".join(["e", *self._columns]), "e o"))
         return ["i", *rows, *self._kernels, *biases]
 
@@ -220,19 +244,44 @@ class BlockOp:
         """Factors of the leaves of wi and wo."""
         return [*self.wi.factors(["e", "h", *self._columns]), *self.wo.factors(["e", "m", "o"])]
 
-    @property
-    def kept_factors(self) -> str:
-        return " ".join(["r", "w", *self._columns])
+    def saved_factors(self) -> list[str]:
+        """Factors of what is saved."""
+        named = {
+            "rows": "r c x",
+            "data": "r c x",
+            "scales": "r c s",
+            "weights": "r c",
+            "hidden": " ".join(["r", "w", *self._columns]),
+            "made": "r one",
+        }
+        return [named[name] for name in self.saved]
+
+    def saved_shapes(self, shapes: Sequence[tuple[int, ...]], rows: Any) -> list[Any]:
+        """Shapes and dtypes of what is saved, from whole operands; `rows`: dtype of rows."""
+        static, slabs = self.static, shapes[_TOKENS][0]
+        room, hidden = static.workspace, shapes[_TOKENS][-1]
+        count = static.call.capacity if room is None else room.saved
+        tile = format_of(static.sent_by).tile
+        columns = self.wi.of_values(shapes[self._wi], 2)[2:]
+        known = {
+            "rows": ((count, hidden), rows),
+            "data": ((count, hidden), jnp.uint8),
+            "scales": ((count, num_tiles(hidden, tile)), jnp.float32),
+            "weights": ((count,), jnp.float32),
+            "hidden": ((count, *columns), static.activation.dtype),
+            "made": ((1,), jnp.int32),
+        }
+        found = (known[name] for name in self.saved)
+        return [jax.ShapeDtypeStruct((slabs, *shape), dtype) for shape, dtype in found]
 
 
 @dataclasses.dataclass(frozen=True)
 class BlockForward(BlockOp):
-    """-> (y [R, T, H],), and where rows are kept these [R, Wk, *N'], and whether they were made,
-    int32 [R, 1].
+    """-> (y [R, T, H], what is saved, amax [R, L] of rows for each delayed recipe).
 
     Attributes:
-        bare: only the last two are asked for. Backward makes such rows sooner than forward, which
-            goes on from them: they are zeros that were not made.
+        bare: only what is saved is asked for. A body that has a workspace makes such rows sooner
+            in backward, which goes on from them: they are zeros that were not made.
     """
 
     bare: bool = False
@@ -245,53 +294,57 @@ class BlockForward(BlockOp):
         wanted: Sequence[Entries] | None,
     ) -> Resolved:
         place = self.place(roles, arrived, shapes)
-        sums = Sums(roles, self.where.manual)
-        forward = self._per_device.forward
+        sums, over = Sums(roles, self.where.manual), self.over(roles, place)
 
         def local(*blocks: jax.Array) -> tuple[jax.Array, ...]:
             if self.runs_nowhere(roles):
                 return self._shapes(shapes, blocks[_TOKENS])
-            given, experts = self.opened(place, blocks)
             if self.bare:
-                kept = jnp.zeros((self.static.kept, *experts.wi.shape[2:]), given.tokens.dtype)
-                return kept[None], jnp.zeros((1, 1), jnp.int32)
-            y, kept = forward(self.static, given, experts)
-            results = [_added_up(sums, y, place.inner), kept, jnp.ones(1, jnp.int32)]
-            return tuple(x[None] for x in results[self._results])
+                return self._nothing(place, blocks)
+            given, experts = self.opened(place, blocks)
+            made = self._body.forward(self.static, given, experts, over)
+            results = (_added_up(sums, made.y, place.inner), *made.saved, *made.amax)
+            return tuple(x[None] for x in results)
 
         slab: Entries = (roles.slab, (), ())
-        lies = [slab, self.kept(roles, place), slab[:2]]
-        return Resolved(tuple(self.taken(roles, place, shapes)), tuple(lies[self._results]), local)
+        lies = [*self.saved_entries(roles, place), *[slab[:2]] * sum(self.static.delayed)]
+        results = lies if self.bare else [slab, *lies]
+        return Resolved(tuple(self.taken(roles, place, shapes)), tuple(results), local)
 
-    @property
-    def _results(self) -> slice:
-        return slice(int(self.bare), 3 if self.static.kept else 1)
+    def _nothing(self, place: Placed, blocks: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+        """Blocks of what is saved, not made."""
+        experts = self.opened(place, blocks)[1]
+        room = self.static.workspace
+        assert room is not None
+        rows = jnp.zeros((1, room.saved, *experts.wi.shape[2:]), blocks[_TOKENS].dtype)
+        return rows, jnp.zeros((1, 1), jnp.int32)
 
     def _shapes(
         self, shapes: Sequence[tuple[int, ...]], tokens: jax.Array
     ) -> tuple[jax.Array, ...]:
-        wi = self.wi.of_values(shapes[self._wi], 2)
-        kept = jnp.zeros((tokens.shape[0], self.static.kept, *wi[2:]), tokens.dtype)
-        made = jnp.zeros((tokens.shape[0], 1), jnp.int32)
-        return tuple([jnp.zeros_like(tokens), kept, made][self._results])
+        saved = [jnp.zeros(x.shape, x.dtype) for x in self.saved_shapes(shapes, tokens.dtype)]
+        amax = [jnp.zeros(shape, jnp.float32) for shape in shapes[self._scales : self._wi]]
+        return tuple(saved) if self.bare else (jnp.zeros_like(tokens), *saved, *amax)
 
     def factors(self) -> tuple[list[str], list[str]]:
-        return self.shared_factors(), ["r t x", self.kept_factors, "r one"][self._results]
+        saved, amax = self.saved_factors(), ["r l"] * sum(self.static.delayed)
+        return self.shared_factors(), saved if self.bare else ["r t x", *saved, *amax]
 
 
 @dataclasses.dataclass(frozen=True)
 class BlockBackward(BlockOp):
-    """Operands, [R, Wk, *N'] where rows are kept and whether they were made [R, 1],
-    dy [R, T, H] -> gradients of tokens and weights as slabs, of wi (of a pair two), wo and the
-    biases as they are.
+    """Operands, what is saved, dy [R, T, H] -> gradients of tokens and weights as slabs, of wi (of
+    a pair two), wo and the biases as they are.
 
     Attributes:
         paired: whether wi is a pair; quantized, its leaves are those of one array.
         dtypes: of the gradients of wi and wo.
+        own: entries of wi and wo themselves, where they are known and their leaves do not lie so.
     """
 
     paired: bool = False
     dtypes: tuple[Any, Any] = (None, None)
+    own: tuple[Entries, Entries] | None = None
 
     name: ClassVar[str] = "block_bwd"
 
@@ -305,7 +358,8 @@ class BlockBackward(BlockOp):
         place = self.place(roles, arrived, shapes)
         sums, shared = Sums(roles, self.where.manual), roles.real(roles.outer)
         outside = tuple(axis for axis in place.parts if axis in self.where.manual)
-        backward = self._per_device.backward
+        over = self.over(roles, place)
+        wi_place, wo_place = self._themselves(roles, place, shapes)
 
         def back(x: jax.Array, taken_off: Entries, like: Any) -> jax.Array:
             # What is added up over devices stays wide.
@@ -316,18 +370,14 @@ class BlockBackward(BlockOp):
             if self.runs_nowhere(roles):
                 return self._shapes(blocks)
             given, experts = self.opened(place, blocks)
-            *kept, dy = (x[0] for x in blocks[self._count :])
-            rows, made_rows = kept or (
-                jnp.zeros((0, *experts.wi.shape[2:]), dy.dtype),
-                jnp.zeros(1, jnp.int32),
-            )
+            *saved, dy = (x[0] for x in blocks[self._count :])
             grads = WeightGrads(self.paired, self._made(shared))
-            made = backward(self.static, given, experts, rows, made_rows, dy, grads)
+            made = self._body.backward(self.static, given, experts, tuple(saved), dy, grads, over)
             d_tokens = _added_up(sums, made.tokens, place.inner)
             d_weights = sums.total(made.weights, place.inner)
-            off = self._each(place.wi.gathered)
+            off = self._each(wi_place.taken_off)
             wi = [back(x, off, self.dtypes[0]) for x in jax.tree.leaves(made.wi)]
-            wo = back(made.wo, place.wo.gathered, self.dtypes[1])
+            wo = back(made.wo, wo_place.taken_off, self.dtypes[1])
             likes = [x.dtype for x in experts[2:] if x is not None]
             parts = [x for x in (made.wi_bias, made.wo_bias) if x is not None]
             if self.biases[1] and outside:
@@ -338,10 +388,22 @@ class BlockBackward(BlockOp):
 
         slab: Entries = (roles.slab, (), ())
         operands = self.taken(roles, place, shapes)
-        kept = [self.kept(roles, place), (roles.slab, ())] if self.static.kept else []
-        weights = [self._each(place.wi.lies)] * self._halves + [place.wo.lies]
+        saved = self.saved_entries(roles, place)
+        weights = [self._each(wi_place.lies)] * self._halves + [wo_place.lies]
         results = (slab, slab, *weights, *operands[self._biases :])
-        return Resolved((*operands, *kept, slab), results, local)
+        return Resolved((*operands, *saved, slab), results, local)
+
+    def _themselves(
+        self, roles: Roles, place: Placed, shapes: Sequence[tuple[int, ...]]
+    ) -> tuple[Weight, Weight]:
+        """How the weights lie that the leaves were quantized of."""
+        if self.own is None:
+            return place.wi, place.wo
+        whole = (self.wi.of_values(shapes[self._wi], 2), shapes[self._wo])
+        given = zip(self.own, whole, (self.wi, self.wo), strict=True)
+        found = [expert_weight(roles, e, s, blocks=packing.blocks) for e, s, packing in given]
+        wi, wo = (each.before for each in found)
+        return dataclasses.replace(place.wi, before=wi), dataclasses.replace(place.wo, before=wo)
 
     @property
     def _halves(self) -> int:
@@ -352,12 +414,13 @@ class BlockBackward(BlockOp):
         return of_each(values) if self.paired else tuple(values)
 
     def _made(self, shared: Axes) -> Any:
-        """What the call makes gradients of weights in: of 8-bit products as they are wanted, but
-        wide where they are added up over devices."""
-        if self.static.recipe is None:
+        """What gradients of weights are made in: as they are wanted, but wide where they are added
+        up over devices; kernels of products that quantize nothing make them in the rows' dtype."""
+        static = self.static
+        if static.workspace is not None and static.recipes[0] is None:
             return None
         same = self.dtypes[0] == self.dtypes[1]
-        return self.dtypes[0] if same and not shared else jnp.float32
+        return self.dtypes[0] if same and not shared else static.activation.wide
 
     def _shapes(self, blocks: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
         wi, wo = self.wi.of_values(blocks[self._wi].shape, 2), blocks[self._wo].shape
@@ -368,10 +431,9 @@ class BlockBackward(BlockOp):
 
     def factors(self) -> tuple[list[str], list[str]]:
         shared = self.shared_factors()
-        kept = [self.kept_factors, "r one"] if self.static.kept else []
         wi = " ".join(self._each(["e", "h", *self._columns]))
         weights = [*[wi] * self._halves, "e m o", *shared[self._biases :]]
-        return [*shared, *kept, "r t x"], ["r t x", "r t k", *weights]
+        return [*shared, *self.saved_factors(), "r t x"], ["r t x", "r t k", *weights]
 
 
 def _on(weight: Weight, dim: int, inner: Axes) -> Weight:

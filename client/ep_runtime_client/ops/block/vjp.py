@@ -1,4 +1,4 @@
-"""The gradient of the block call: what is kept, and what comes back.
+"""The gradient of the op of `ep.moe`: what is saved, and what comes back.
 
 `prepare` stays outside: a plan that `jax.checkpoint` keeps needs no forward call in the backward
 pass, which begins with tokens and plan. A plan that would take much memory from forward to backward
@@ -15,8 +15,9 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
-from ep_runtime_client.ops.block.call import Static
+from ep_runtime_client.ops.block import bodies
 from ep_runtime_client.ops.block.op import BlockBackward, BlockForward
+from ep_runtime_client.ops.block.protocol import Static
 from ep_runtime_client.ops.calls.plan import AnyArrays
 from ep_runtime_client.ops.gemm.quantized_operands import for_backward
 from ep_runtime_client.ops.movement import per_device
@@ -53,6 +54,8 @@ class Operands(NamedTuple):
         wo_bias: [E, H], or None.
         wi8: wi where it comes quantized; None behind `run`.
         wo8: likewise.
+        scales: of each product whose recipe is delayed, f32 [R, L] of its rows and [E] of its
+            weights; behind `run` of rows alone.
     """
 
     layer_index: jax.Array
@@ -67,6 +70,7 @@ class Operands(NamedTuple):
     wo_bias: jax.Array | None
     wi8: QuantizedTensor | None = None
     wo8: QuantizedTensor | None = None
+    scales: tuple[tuple[jax.Array, ...] | None, tuple[jax.Array, ...] | None] = (None, None)
 
     @property
     def kernels(self) -> tuple[Kernel, Kernel]:
@@ -84,8 +88,8 @@ class BlockCall:
     Attributes:
         where: where it runs.
         static: what is static on one device.
-        on_gpu: whether it is the custom call.
         lies: entries of wi (as one array), wo and their biases, where they are known.
+        taken: entries of wi and wo as they are multiplied: quantized, they may lie over fewer axes.
         types: entries that the gradients of every array of Operands must have as types.
         paired: whether wi is a Pair.
         dtypes: of the gradients of wi and wo; None where they take none.
@@ -93,8 +97,8 @@ class BlockCall:
 
     where: Where
     static: Static
-    on_gpu: bool
     lies: tuple[Entries, Entries, Entries, Entries]
+    taken: tuple[Entries, Entries]
     types: tuple[Entries | None, ...]
     paired: bool
     dtypes: tuple[Any, ...]
@@ -102,17 +106,25 @@ class BlockCall:
     @property
     def plans_again(self) -> bool:
         """Whether backward prepares once more, and no plan is kept for it."""
-        sizes, group = self.static.sizes, self.static.call.group
+        room, group = self.static.workspace, self.static.call.group
+        if room is None:  # rows of the worst case are kept, beside which a plan is small
+            return False
+        sizes = room.sizes
         plan = 4 * (2 * sizes.capacity + sizes.ep_size * sizes.tokens)
         tokens = sizes.tokens * sizes.hidden_size * sizes.element_bytes
         # Where rows that do not fit are errors, prepare waits on the host for its verdict.
         return plan > max(_PLAN_BYTES, tokens // 8) and group.on_overflow != "error"
 
 
-def run(call: BlockCall, operands: Operands) -> jax.Array:
-    """y, laid out as tokens; differentiable in tokens, weights, wi, wo and the biases."""
-    y: jax.Array = eager.settled(_primal, call, *operands, traced=_block)
-    return y
+# Of each product whose recipe is delayed: amax of rows f32 [R, L] and of weights [E]; else None.
+Amax = tuple[tuple[jax.Array, jax.Array] | None, ...]
+
+
+def run(call: BlockCall, operands: Operands) -> tuple[jax.Array, Amax]:
+    """y, laid out as tokens, and amax; y is differentiable in tokens, weights, wi, wo and the
+    biases."""
+    made: tuple[jax.Array, Amax] = eager.settled(_primal, call, *operands, traced=_block)
+    return made
 
 
 def inner_axes(call: BlockCall, operands: Operands) -> Axes:
@@ -129,43 +141,61 @@ def inner_axes(call: BlockCall, operands: Operands) -> Axes:
     return op.place(call.where.roles, lies, shapes).inner
 
 
-def _primal(call: BlockCall, *operands: Any) -> jax.Array:
-    return _lean(call, *_quantized(call, *operands))
+def _primal(call: BlockCall, *operands: Any) -> tuple[jax.Array, Amax]:
+    taken, of_weights = _quantized(call, *operands)
+    y, *amax = _lean(call, *taken)
+    return y, _paired_amax(call, amax, of_weights)
 
 
-def _lean(call: BlockCall, *operands: Any) -> jax.Array:
-    return _with_rows(_keeping_nothing(call), *operands)[0]
+def _paired_amax(call: BlockCall, rows: Sequence[jax.Array], weights: Sequence[Any]) -> Amax:
+    of_rows = iter(rows)
+    kinds = zip(call.static.delayed, weights, strict=True)
+    return tuple((next(of_rows), weight) if delayed else None for delayed, weight in kinds)
 
 
-def _quantized(call: BlockCall, *operands: Any) -> Operands:
-    """The operands with weights as products take them: quantized once, for both directions."""
-    given, recipe = Operands(*operands), call.static.recipe
-    if recipe is None:
-        return given
+def _quantized(call: BlockCall, *operands: Any) -> tuple[Operands, list[Any]]:
+    """The operands with weights as products take them, quantized once for both directions; and
+    amax of those that are scaled by what is given."""
+    given = Operands(*operands)
     made: list[Any] = []
-    for kernel, lies in zip(given.kernels, call.lies[:2], strict=True):
-        if isinstance(kernel, QuantizedTensor):
+    found: list[Any] = []
+    for which, (kernel, lies) in enumerate(zip(given.kernels, call.lies[:2], strict=True)):
+        recipe, scales = call.static.recipes[which], given.scales[which]
+        if recipe is None or isinstance(kernel, QuantizedTensor):
             made.append(kernel)
+            found.append(None)
             continue
-        transposed, paired = quantize_ops.transposes(recipe, kernel.shape), isinstance(kernel, Pair)
+        scale = () if scales is None else scales[1:]
         op = quantize_ops.QuantizeKernel(
-            call.where, recipe, kernel.shape, transposed=transposed, paired=paired
+            call.where,
+            recipe,
+            kernel.shape,
+            scaled=bool(scale),
+            transposed=quantize_ops.transposes(recipe, kernel.shape),
+            paired=isinstance(kernel, Pair),
         )
         with scope("block", call.static.call.layer):
-            q = quantize_ops.raw(
-                dataclasses.replace(quantize_ops.kernel(op, lies, kernel), amax=None)
-            )
+            q = quantize_ops.kernel(op, lies, kernel, *scale)
+            found.append(q.amax)
+            q = quantize_ops.raw(dataclasses.replace(q, amax=None))
         made.append(jax.tree.map(lambda leaf: checkpoint_name(leaf, "ep_q_w"), q))
-    return given._replace(wi=made[0], wo=made[1], wi8=None, wo8=None)
+    first, second = (None if each is None else each[:1] for each in given.scales)
+    taken = given._replace(wi=made[0], wo=made[1], wi8=None, wo8=None, scales=(first, second))
+    return taken, found
 
 
-def _with_rows(call: BlockCall, *operands: Any) -> tuple[jax.Array, ...]:
-    """(y, the rows that are kept, whether they were made), or (y,) of a call that keeps none."""
+def _lean(call: BlockCall, *operands: Any) -> tuple[jax.Array, ...]:
+    """y and amax of rows."""
+    return _forward(_saving_nothing(call), *operands, bare=False)
+
+
+def _with_saved(call: BlockCall, *operands: Any) -> tuple[jax.Array, ...]:
+    """y, what is saved, and amax of rows."""
     return _forward(call, *operands, bare=False)
 
 
 def _without_tokens(call: BlockCall, *operands: Any) -> tuple[jax.Array, ...]:
-    """What `_with_rows` has beside y, where nobody wants y."""
+    """What `_with_saved` has beside y, where nobody wants y."""
     return _forward(call, *operands, bare=True)
 
 
@@ -180,46 +210,63 @@ def _forward(call: BlockCall, *arrays: Any, bare: bool) -> tuple[jax.Array, ...]
         return made if bare else (*_to_tokens(call, made[0]), *made[1:])
 
 
-def _keeping_nothing(call: BlockCall) -> BlockCall:
-    return dataclasses.replace(call, static=dataclasses.replace(call.static, kept=0))
+def _saving_nothing(call: BlockCall) -> BlockCall:
+    static = call.static
+    room = static.workspace and dataclasses.replace(static.workspace, saved=0)
+    static = dataclasses.replace(static, saves=False, workspace=room)
+    return dataclasses.replace(call, static=static)
 
 
 def _fwd(call: BlockCall, *given: Any) -> Any:
-    came = operands = Operands(*given)
-    if call.static.recipe:
-        operands = eager.shared(_quantized, call, *given)
-        # What came quantized is the very argument again: a scan that has it keeps no copy of it.
+    operands, static = Operands(*given), call.static
+    of_weights: Sequence[Any] = (None, None)
+    if any(static.recipes):
+        # What is not quantized here is the very argument: a scan that has it keeps no copy of it.
+        made, of_weights = eager.shared(_quantized, call, *given)
+        comes = [x is not None for x in (operands.wi8, operands.wo8)]
+        kernels = [
+            mine if there or recipe is None else quantized
+            for mine, quantized, there, recipe in zip(
+                operands.kernels, made.kernels, comes, static.recipes, strict=True
+            )
+        ]
         operands = operands._replace(
-            wi=operands.wi if came.wi8 is None else came.wi8,
-            wo=operands.wo if came.wo8 is None else came.wo8,
+            wi=kernels[0], wo=kernels[1], wi8=None, wo8=None, scales=made.scales
         )
     leaves, tree = jax.tree.flatten(tuple(operands))
 
-    def full(*leaves: jax.Array) -> Any:
-        return eager.shared(_with_rows, call, *jax.tree.unflatten(tree, leaves))
-
-    def lean(*leaves: jax.Array) -> Any:
-        return eager.shared(_lean, call, *jax.tree.unflatten(tree, leaves))
+    def way(function: Any) -> Callable[..., Any]:
+        return lambda *leaves: eager.shared(function, call, *jax.tree.unflatten(tree, leaves))
 
     saved = operands._replace(wi=for_backward(operands.wi), wo=for_backward(operands.wo))
     if call.plans_again:
         saved = saved._replace(plan=None, most=None)  # type: ignore[arg-type]
-    if not call.static.kept:
-        return lean(*leaves), (saved, None)
+    names = bodies.named(static.body).saved(static)
+    full, lean, bare = map(way, (_with_saved, _lean, _without_tokens))
+    if not names:
+        y, *rows = lean(*leaves)
+    elif static.workspace is None:
+        # XLA drops what nobody reads of ops that it sees.
+        y, *rows = full(*leaves)
+    else:
+        y, *rows = unless_unused(full, lean, bare, *leaves)
+    amax = _paired_amax(call, rows[len(names) :], of_weights)
+    kept = zip(rows, names, strict=False)
+    return (y, amax), (saved, [checkpoint_name(x, _tag(static, name)) for x, name in kept])
 
-    def bare(*leaves: jax.Array) -> Any:
-        return eager.shared(_without_tokens, call, *jax.tree.unflatten(tree, leaves))
 
-    y, *rows = unless_unused(full, lean, bare, *leaves)
-    return y, (saved, [checkpoint_name(x, "ep_kept") for x in rows])
-
-
-def _bwd(call: BlockCall, saved: Any, dy: jax.Array) -> Any:
-    operands, rows = saved
-    return eager.shared(_pullback, call, operands, rows or [], dy)
+def _tag(static: Static, name: str) -> str:
+    """By which a checkpoint's policy knows what is saved."""
+    if static.workspace is not None:
+        return "ep_kept"
+    return "ep_wi" if name == "hidden" else "ep_recv"
 
 
-def _pullback(call: BlockCall, operands: Operands, kept: list[jax.Array], dy: jax.Array) -> Any:
+def _bwd(call: BlockCall, saved: Any, grads: tuple[jax.Array, Any]) -> Any:
+    return eager.shared(_pullback, call, *saved, grads[0])
+
+
+def _pullback(call: BlockCall, operands: Operands, saved: list[jax.Array], dy: jax.Array) -> Any:
     """Gradients of all operands; None of those that are integers."""
     operands = operands._replace(layer_index=again.marked(operands.layer_index))
     if operands.plan is None:
@@ -229,13 +276,16 @@ def _pullback(call: BlockCall, operands: Operands, kept: list[jax.Array], dy: ja
         operands = operands._replace(plan=plan, most=most)
     with scope("block_bwd", call.static.call.layer):
         *slabs, dy = _to_slabs(call, operands.topk_idx, operands.tokens, operands.weights, dy)
-        weights = _packed(operands)
+        if not saved:
+            call = _saving_nothing(call)
+        weights = _packed(operands, columns=True)
         common = _common(call, operands, weights)
         rows = operands.tokens.dtype
         of_wi, of_wo = (rows if dtype is None else dtype for dtype in call.dtypes)
-        op = BlockBackward(**common, paired=call.paired, dtypes=(of_wi, of_wo))
+        own = call.lies[:2] if call.lies[:2] != call.taken else None
+        op = BlockBackward(**common, paired=call.paired, dtypes=(of_wi, of_wo), own=own)
         lies, given = _given(call, operands, weights, slabs)
-        made = spread.run(op, (*lies, *_of_slabs(call, (*kept, dy))), *given, *kept, dy)
+        made = spread.run(op, (*lies, *_of_slabs(call, (*saved, dy))), *given, *saved, dy)
         d_tokens, d_weights = _to_tokens(call, *made[:2])
     halves = 2 if call.paired else 1
     d_wi, d_wo, biases = made[2 : 2 + halves], made[2 + halves], iter(made[3 + halves :])
@@ -260,17 +310,16 @@ def _pullback(call: BlockCall, operands: Operands, kept: list[jax.Array], dy: ja
 _Packed = list[tuple[list[jax.Array], Packing]]
 
 
-def _packed(operands: Operands) -> _Packed:
-    """Leaves of wi and of wo."""
+def _packed(operands: Operands, *, columns: bool = False) -> _Packed:
+    """Leaves of wi and of wo; `columns` as `pack` takes it."""
     kernels = (quantize_ops.from_raw(x, rows=False) for x in operands.kernels)
-    return [pack(kernel, rows=False) for kernel in kernels]
+    return [pack(kernel, rows=False, columns=columns) for kernel in kernels]
 
 
 def _common(call: BlockCall, operands: Operands, weights: _Packed) -> dict[str, Any]:
     return {
         "where": call.where,
         "static": call.static,
-        "on_gpu": call.on_gpu,
         "wi": weights[0][1],
         "wo": weights[1][1],
         "biases": (operands.wi_bias is not None, operands.wo_bias is not None),
@@ -282,11 +331,11 @@ def _given(
 ) -> tuple[list[Entries], list[jax.Array]]:
     """What both directions take, and how it lies where that is known."""
     assert call.where.roles is not None
-    rows = [*slabs, operands.most, *operands.plan]
+    scales = [x for each in operands.scales if each is not None for x in each[:1]]
+    rows = [*slabs, operands.most, *operands.plan, *scales]
     lies: list[Entries] = [((),), *_of_slabs(call, rows)]
-    *kernels, first, second = call.lies
-    of_biases, given = (first, second), [operands.layer_index, *rows]
-    for (leaves, packing), each in zip(weights, kernels, strict=True):
+    of_biases, given = call.lies[2:], [operands.layer_index, *rows]
+    for (leaves, packing), each in zip(weights, call.taken, strict=True):
         given, lies = [*given, *leaves], [*lies, *packing.spread(each)]
     for bias, each in zip((operands.wi_bias, operands.wo_bias), of_biases, strict=True):
         if bias is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from math import prod
-from typing import Any, Literal, overload
+from typing import Any, overload
 
 import jax
 import jax.numpy as jnp
@@ -122,38 +122,6 @@ def grouped_gemm(
         >>> ep.grouped_gemm(x, w, jnp.array([1, 2]))[:, 0].tolist()
         [10.0, 200.0, 300.0]
     """
-    result: jax.Array | tuple[jax.Array, DelayedState] = multiply(
-        lhs,
-        rhs,
-        group_sizes,
-        layer=layer,
-        bias=bias,
-        recipe=recipe,
-        out_dtype=out_dtype,
-        rhs_spec=rhs_spec,
-        state=state,
-        clear_slack=True,
-    )
-    return result
-
-
-def multiply(
-    lhs: Matrix,
-    rhs: Any,
-    group_sizes: jax.Array,
-    *,
-    layer: EpLayer | TracedLayer | None,
-    bias: jax.Array | None,
-    recipe: Recipe | None,
-    out_dtype: Any,
-    rhs_spec: PartitionSpec | None,
-    state: DelayedState | None = None,
-    clear_slack: bool,
-    beside: Literal["dispatch", "combine"] | None = None,
-) -> Any:
-    """`grouped_gemm`. Without `clear_slack` nobody reads the gradient of rows past the last group:
-    GPUs leave them as they are, and write nothing for a capacity that is not used. Rows `beside`
-    dispatch come whole, those beside combine are needed whole."""
     kernel: Kernel = paired(rhs, "rhs")
     flat_rows = group_sizes.ndim == 1
     check_gemm(lhs, kernel, _whole_kernel(kernel, rhs_spec, layer), group_sizes, bias, recipe)
@@ -166,8 +134,6 @@ def multiply(
         lhs, group_sizes = jax.tree.map(lambda x: x[None], lhs), group_sizes[None]
     group_sizes = group_sizes.astype(jnp.int32)
     call = _call(lhs, kernel, group_sizes, bias, layer, recipe, out_dtype, rhs_spec)
-    gemm = dataclasses.replace(call.gemm, clear_slack=clear_slack)
-    call = dataclasses.replace(call, gemm=gemm, beside=beside)
     out, state = _run(call, lhs, kernel, bias, group_sizes, state)
     out = out[0] if flat_rows else out
     return out if state is None else (out, state)
@@ -210,7 +176,7 @@ def _call(
         blocks = _blocks(recipe, rhs)
         rows = grouped(where.roles, rows, given, shape, blocks=blocks).lhs
         if recipe is not None and not isinstance(rhs, QuantizedTensor):
-            lies = _with_whole_blocks(where, given, shape, blocks)
+            lies = with_whole_blocks(where, given, shape, blocks)
     if layer is not None:
         regions.check_slabs(where, "lhs", lhs.shape[0])
         check_experts(where, num_experts, group_sizes, regions.num_experts_of(layer))
@@ -234,7 +200,7 @@ def _call(
     return GemmCall(*static, paired=both)
 
 
-def _with_whole_blocks(
+def with_whole_blocks(
     where: Where, given: Entries, shape: tuple[int, ...], blocks: tuple[int, ...]
 ) -> Entries:
     """How a weight lies once a recipe quantized it: off the axes that leave no whole blocks.

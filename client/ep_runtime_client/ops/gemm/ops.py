@@ -106,14 +106,7 @@ class _GemmOp:
 
 @dataclasses.dataclass(frozen=True)
 class GemmForward(_GemmOp):
-    """lhs leaves, rhs leaves, bias, group_sizes -> (out [R, C, *N'],).
-
-    Attributes:
-        beside: "dispatch" where it makes the rows, "combine" where it takes the result: both have
-            rows whole.
-    """
-
-    beside: str | None = None
+    """lhs leaves, rhs leaves, bias, group_sizes -> (out [R, C, *N'],)."""
 
     def resolve(
         self,
@@ -125,10 +118,6 @@ class GemmForward(_GemmOp):
         place = self.place(roles, arrived, shapes)
         sums = Sums(roles, self.where.manual)
         split = sums.free(place.contracted)
-        if self.beside == "combine":
-            place.say_gathered()
-        if self.beside == "dispatch":
-            place.say_cut()
         parts = roles.real(place.contracted)  # the caller's shard_map sums over manual ones
 
         def local(*blocks: jax.Array) -> tuple[jax.Array, ...]:

@@ -50,7 +50,6 @@ class GemmCall:
         bias: entries of the bias, likewise.
         types: entries that the gradients of every array of lhs, rhs and bias must have as types;
             None where types say nothing.
-        beside: as `GemmForward` takes it.
         paired: whether rhs is a pair; its entries are those of [E, K', 2, M].
     """
 
@@ -63,7 +62,6 @@ class GemmCall:
     lies: Entries
     bias: Entries
     types: tuple[tuple[Entries | None, ...], ...] = ((), (), ())
-    beside: str | None = None
     paired: bool = False
 
 
@@ -137,7 +135,7 @@ def _forward(
 ) -> jax.Array:
     lhs, lhs_packing = pack(quantize_ops.from_raw(rows, rows=True), rows=True)
     rhs, rhs_packing = pack(quantize_ops.from_raw(kernel, rows=False), rows=False)
-    op = GemmForward(call.where, lhs_packing, rhs_packing, bias is not None, call.gemm, call.beside)
+    op = GemmForward(call.where, lhs_packing, rhs_packing, bias is not None, call.gemm)
     others = [] if bias is None else [bias]
     known = [] if bias is None else [call.bias]
     arrived = arrivals(lhs_packing, rhs_packing, call.lhs, call.lies, *known, padded((), 2))

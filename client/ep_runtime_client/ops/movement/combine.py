@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import jax
@@ -15,7 +14,7 @@ from ep_runtime_client.ops.calls.call import Call, world_rank
 from ep_runtime_client.ops.calls.plan import AnyArrays, Dispatched
 from ep_runtime_client.ops.movement import per_device
 from ep_runtime_client.ops.movement.dispatch import call_of_plan, check_width
-from ep_runtime_client.ops.tracing import eager, first_order, slack
+from ep_runtime_client.ops.tracing import eager, first_order
 from ep_runtime_client.ops.tracing.ambient import open_layer
 from ep_runtime_client.ops.tracing.scopes import scope
 from ep_runtime_client.ops.transports.choice import per_device_ops
@@ -60,19 +59,6 @@ def combine(
         >>> bool(jnp.allclose(y, tokens))  # experts that do nothing, weights that add up to 1
         True
     """
-    return merge(layer, dispatched, expert_out, weights, clear_slack=True)
-
-
-def merge(
-    layer: EpLayer | TracedLayer,
-    dispatched: Dispatched,
-    expert_out: jax.Array,
-    weights: jax.Array | None,
-    *,
-    clear_slack: bool,
-) -> jax.Array:
-    """`combine`. Without `clear_slack` nobody reads the gradients of rows past the last group:
-    on GPUs they are undefined, and not written."""
     static, index, mesh = open_layer(layer)
     if not isinstance(dispatched, Dispatched):
         raise InvalidArgumentError(
@@ -80,7 +66,6 @@ def merge(
             argument="dispatched",
         )
     call = call_of_plan(static, mesh, dispatched.plan)
-    call = dataclasses.replace(call, clear_slack=clear_slack or slack.checked())
     _check_rows(call, expert_out, weights)
     if call.layout.tokens_per_rank == 0:
         return jnp.zeros((*call.lead, expert_out.shape[-1]), expert_out.dtype)

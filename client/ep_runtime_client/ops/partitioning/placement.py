@@ -104,14 +104,6 @@ class Grouped:
                 "gathered where it is needed whole"
             )
 
-    def say_gathered(self) -> None:
-        """Says where results that are needed whole come in parts."""
-        if self.columns:
-            say_once(
-                f"rhs: {self.roles.named(self.columns)} of {self.roles.owner} on N', where combine "
-                "takes rows whole: they are gathered before it"
-            )
-
 
 def grouped(
     roles: Roles,

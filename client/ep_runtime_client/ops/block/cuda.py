@@ -1,30 +1,34 @@
-"""The block call on a GPU: one custom call of the CUDA library forward, one backward.
+"""The body of `ep.moe` on a GPU: one custom call of the CUDA library forward, one backward.
 
-Both run per device, on local blocks without the slab dim. Rows of experts lie in a workspace, a
-result of the call that nobody reads, while it runs. A call is a function of its operands alone.
+Rows of experts are in a workspace, a result of the call that nobody reads, while it runs.
 
-Letters: T, K, H, M, R as in `ops/__init__.py`; L experts of a rank, C capacity, N columns of the
-first product (2M gated, else M), W rows of the workspace, Wk rows of the first product that are
-kept.
+Letters: `protocol.py`; W rows of the workspace, Wk rows of the first product that are saved.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
-from typing import Any, NamedTuple, get_args
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from ep_runtime import workspace
-from ep_runtime.workspace import BlockSizes, Scaling
+from ep_runtime.workspace import Scaling
 from ep_runtime_client.ops.activation import kernels as activation_kernels
-from ep_runtime_client.ops.activation.function import Activation
-from ep_runtime_client.ops.calls.call import Call
-from ep_runtime_client.ops.calls.plan import AnyArrays
-from ep_runtime_client.ops.gemm import kernels_8
+from ep_runtime_client.ops.block.protocol import (
+    Experts,
+    Forwarded,
+    Given,
+    Gradients,
+    Over,
+    Saved,
+    Static,
+    WeightGrads,
+    Workspace,
+)
+from ep_runtime_client.ops.gemm import kernel_weights, kernels_8, kernels_16, kernels_32
 from ep_runtime_client.ops.gemm.kernels_16 import flat_bias
 from ep_runtime_client.ops.kernels.ffi import bound, ensure_registered, once, targets
 from ep_runtime_client.ops.quantize.formats.recipes import DATA_DTYPES, Recipe
@@ -38,40 +42,6 @@ TARGETS = targets("ep_block_v1", "ep_block_bwd_v1")
 _SCALINGS = get_args(Scaling)
 
 
-@dataclasses.dataclass(frozen=True)
-class Static:
-    """What is static about a block call on one device. Hashable.
-
-    Attributes:
-        call: the op call: layer, layout, capacity, handle.
-        activation: between the products; its dtype is that of rows everywhere.
-        early: whether weights multiply activations, instead of outputs in combine.
-        sizes: of a call with whole weights.
-        rows: W.
-        kept: rows of the first product that forward keeps for backward.
-        recipe: that quantizes the operands of both products, or None.
-    """
-
-    call: Call
-    activation: Activation
-    early: bool
-    sizes: BlockSizes
-    rows: int
-    kept: int
-    recipe: Recipe | None = None
-
-    def __repr__(self) -> str:
-        """Equal in every process of a job: the call's mesh names devices."""
-        meta = self.call.meta
-        of_call = (meta.layout, meta.capacity, meta.handle, self.call.layer.base_id)
-        of_rows = (self.sizes, self.rows, self.kept)
-        return f"Static({of_call}, {self.activation}, {self.early}, {of_rows}, {self.recipe})"
-
-    def here(self, inner: int) -> BlockSizes:
-        """Sizes on a device that has `inner` of M."""
-        return dataclasses.replace(self.sizes, mlp_dim=inner)
-
-
 def scaling_of(recipe: Recipe | None) -> Scaling:
     """How its products scale their operands."""
     if recipe is None:
@@ -79,116 +49,69 @@ def scaling_of(recipe: Recipe | None) -> Scaling:
     return "tensor" if format_of(recipe).per_group else "block"
 
 
-class Experts(NamedTuple):
-    """Weights of the experts of one device, whole but for axes that split M.
-
-    With a recipe wi and wo are QuantizedTensors of these shapes, wi in one array.
-
-    Attributes:
-        wi: [L, H, 2, M], [L, H, 2M], a Pair of [L, H, M], or [L, H, M] where it is not gated.
-        wo: [L, M, H].
-        wi_bias: [L, *N'], or None.
-        wo_bias: [L, H], or None.
-    """
-
-    wi: jax.Array | Pair | QuantizedTensor
-    wo: jax.Array | QuantizedTensor
-    wi_bias: jax.Array | None
-    wo_bias: jax.Array | None
+def saved(static: Static) -> tuple[Saved, ...]:
+    return ("hidden", "made") if _workspace(static).saved else ()
 
 
-class WeightGrads(NamedTuple):
-    """How the gradients of wi and wo are made.
-
-    Attributes:
-        paired: gate and up of wi apart.
-        dtype: theirs; None is that of rows.
-    """
-
-    paired: bool
-    dtype: Any = None
+def multiple(static: Static, *, paired: bool) -> int:
+    return multiple_of(static.activation.dtype, static.recipes[0], paired=paired)
 
 
-class Given(NamedTuple):
-    """What both directions take of one device.
-
-    Attributes:
-        rank: int32 [1].
-        layer_index: int32 [1], of the layer in its stack.
-        topk_idx: int32 [T, K].
-        tokens: [T, H].
-        weights: f32 [T, K].
-        most: int32 [1], the most aligned rows that any rank keeps whose windows this one maps.
-        plan: of `prepare`; of PlanArrays where it is between ranks that map each other's windows.
-    """
-
-    rank: jax.Array
-    layer_index: jax.Array
-    topk_idx: jax.Array
-    tokens: jax.Array
-    weights: jax.Array
-    most: jax.Array
-    plan: AnyArrays
+def multiple_of(dtype: Any, recipe: Recipe | None, *, paired: bool) -> int:
+    """What M of a device is a multiple of with rows of a dtype; H too, as of one array."""
+    plain = kernels_32 if dtype == jnp.float32 else kernels_16
+    one = plain.MULTIPLE if recipe is None else kernels_8.MULTIPLE
+    each = kernel_weights.MULTIPLE if paired else one
+    # Blocks of scales end with gate, and with a weight's part of M.
+    return max(each, one, format_of(recipe).tile)
 
 
-class Gradients(NamedTuple):
-    """Of one device; those of weights as `Experts` has them, of biases f32."""
-
-    tokens: jax.Array
-    weights: jax.Array
-    wi: jax.Array | Pair
-    wo: jax.Array
-    wi_bias: jax.Array | None
-    wo_bias: jax.Array | None
+def _workspace(static: Static) -> Workspace:
+    assert static.workspace is not None
+    return static.workspace
 
 
-def forward(
-    static: Static, given: Given, experts: Experts, sums: Any = None
-) -> tuple[jax.Array, jax.Array]:
-    """(y [T, H], rows of the first product that are kept [Wk, *N']).
-
-    y is of the tokens' dtype, or `sums`: f32 where the group's sums are exact.
-    """
-    dtype, sizes = given.tokens.dtype, _sizes(experts)
-    columns = experts.wi.shape[2:]
+def forward(static: Static, given: Given, experts: Experts, over: Over) -> Forwarded:
+    dtype, sizes, room = given.tokens.dtype, _sizes(experts), _workspace(static)
     results = (
-        jax.ShapeDtypeStruct(given.tokens.shape, sums or dtype),
-        jax.ShapeDtypeStruct(_kept_shape(static, sizes), dtype),
-        _bytes(workspace.forward_bytes(static.here(sizes[1]), static.rows, static.kept)),
+        jax.ShapeDtypeStruct(given.tokens.shape, static.sums or dtype),
+        jax.ShapeDtypeStruct(_saved_shape(room, sizes), dtype),
+        _bytes(workspace.forward_bytes(room.here(sizes[1]), room.rows, room.saved)),
     )
-    y, kept = _call(TARGETS[0], static, results, given, experts, scratch=2, held=1)
-    return y, kept.reshape(static.kept, *columns)
+    y, hidden = _call(TARGETS[0], static, results, given, experts, scratch=2, held=1)
+    if not room.saved:
+        return Forwarded(y)
+    return Forwarded(y, (hidden.reshape(room.saved, *experts.wi.shape[2:]), jnp.ones(1, jnp.int32)))
 
 
 def backward(
     static: Static,
     given: Given,
     experts: Experts,
-    kept: jax.Array,
-    made: jax.Array,
+    saved: tuple[jax.Array, ...],
     dy: jax.Array,
     grads: WeightGrads,
-    sums: Any = None,
+    over: Over,
 ) -> Gradients:
-    """Gradients of what `forward` was given; dy [T, H]. `kept` is as it returned it, or anything
-    of that shape where `made`, int32 [1], is 0. That of tokens is of their dtype, or `sums`."""
-    dtype, sizes = given.tokens.dtype, _sizes(experts)
+    """Saved rows may be anything where `made`, int32 [1], is 0."""
+    dtype, sizes, room = given.tokens.dtype, _sizes(experts), _workspace(static)
     hidden, inner, columns = sizes
     count, bias, pair = experts.wo.shape[0], experts.wi_bias, grads.paired
     wo_bias = _as_taken(experts.wo_bias, dtype)
     weight_dtype = dtype if grads.dtype is None else _made(grads.dtype)
     first = (count, hidden, columns // 2 if pair else columns)
     results = (
-        jax.ShapeDtypeStruct(given.tokens.shape, sums or dtype),
+        jax.ShapeDtypeStruct(given.tokens.shape, static.sums or dtype),
         jax.ShapeDtypeStruct(given.weights.shape, jnp.float32),
         jax.ShapeDtypeStruct(first, weight_dtype),
         jax.ShapeDtypeStruct(first if pair else (0, 0, 0), weight_dtype),
         jax.ShapeDtypeStruct((count, inner, hidden), weight_dtype),
         jax.ShapeDtypeStruct((0, 0) if bias is None else (count, columns), jnp.float32),
-        _bytes(workspace.backward_bytes(static.here(inner), static.rows)),
+        _bytes(workspace.backward_bytes(room.here(inner), room.rows)),
         *(jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in wo_bias),
     )
-    kept = kept.reshape(_kept_shape(static, sizes))
+    kept, made = saved or (jnp.zeros(0, dtype), jnp.zeros(1, jnp.int32))
+    kept = kept.reshape(_saved_shape(room, sizes))
     d_tokens, d_weights, d_wi, d_up, d_wo, d_bias, *d_wo_bias = _call(
         TARGETS[1],
         static,
@@ -224,13 +147,13 @@ def _call(
     The first `held` are for others than a stack of `scan` alone.
     """
     ensure_registered("cuda")
-    *operands, plan = given
+    *operands, plan, _ = given
     bias = flat_bias(experts.wi_bias, experts.wo.shape[0])
     weights, scales = _weights(experts, forward=target == TARGETS[0])
     others = (*others, *scales, *_as_taken(experts.wo_bias, given.tokens.dtype))
     function = activation_kernels.attributes_of(static.activation)
-    numbers = {"rows": static.rows, **function, "early": int(static.early)}
-    numbers |= _numbers(static.recipe)
+    numbers = {"rows": _workspace(static).rows, **function}
+    numbers |= {"early": int(static.weighted == "hidden"), **_numbers(static.recipes[0])}
     attributes = windows.attributes(static.call)
     attributes |= {name: np.int64(value) for name, value in numbers.items()}
     made = jax.ffi.ffi_call(target, tuple(results))
@@ -295,8 +218,8 @@ def _sizes(experts: Experts) -> tuple[int, int, int]:
     return hidden, inner, int(np.prod(experts.wi.shape[2:]))
 
 
-def _kept_shape(static: Static, sizes: tuple[int, int, int]) -> tuple[int, int]:
-    return (static.kept, sizes[2]) if static.kept else (0, 0)
+def _saved_shape(room: Workspace, sizes: tuple[int, int, int]) -> tuple[int, int]:
+    return (room.saved, sizes[2]) if room.saved else (0, 0)
 
 
 def _bytes(count: int) -> jax.ShapeDtypeStruct:

@@ -1,49 +1,65 @@
-"""The block call of groups over nodes: inside a node over windows, between nodes over its rails.
+"""The body of groups over nodes: inside a node over windows, between nodes over its rails.
 
 Tokens come from the rail peers on all nodes, as in `transports/nodes.py`; the call is then that of
 a group of the node's ranks, with D*T virtual tokens each, and its sums go back the same way. Where
 rows of a node do not fit the workspace it goes over its tokens in parts, whatever other nodes do.
 
-Letters: `call.py`, `transports/nodes_plan.py`.
+Letters: `protocol.py`, `transports/nodes_plan.py`.
 """
 
 from __future__ import annotations
+
+import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ep_runtime_client.ops.block import call as kernels
-from ep_runtime_client.ops.block.call import Experts, Given, Gradients, Static, WeightGrads
+from ep_runtime_client.ops.block import cuda
+from ep_runtime_client.ops.block.protocol import (
+    Experts,
+    Forwarded,
+    Given,
+    Gradients,
+    Over,
+    Static,
+    WeightGrads,
+)
 from ep_runtime_client.ops.calls.plan import NodePlanArrays
 from ep_runtime_client.ops.transports import nodes
 from ep_runtime_client.ops.transports.nodes_plan import my_node
 
+saved, multiple = cuda.saved, cuda.multiple
 
-def forward(static: Static, given: Given, experts: Experts) -> tuple[jax.Array, jax.Array]:
-    """As `call.forward`."""
+
+def forward(static: Static, given: Given, experts: Experts, over: Over) -> Forwarded:
     call, dtype = static.call, given.tokens.dtype
     plan, here, _ = _on_node(static, given)
-    sums, kept = kernels.forward(static, here, experts, nodes.partial_dtype(call, dtype))
-    return nodes.added_up(call, plan, sums, dtype), kept
+    made = cuda.forward(_partial(static, dtype), here, experts, over)
+    return made._replace(y=nodes.added_up(call, plan, made.y, dtype))
 
 
 def backward(
     static: Static,
     given: Given,
     experts: Experts,
-    kept: jax.Array,
-    made: jax.Array,
+    saved: tuple[jax.Array, ...],
     dy: jax.Array,
     grads: WeightGrads,
+    over: Over,
 ) -> Gradients:
-    """As `call.backward`. Tokens cross once more, together with dy."""
+    """Tokens cross once more, together with dy."""
     call, dtype = static.call, given.tokens.dtype
     plan, here, (dy,) = _on_node(static, given, dy)
-    wide = nodes.partial_dtype(call, dtype)
-    found = kernels.backward(static, here, experts, kept, made, dy, grads, wide)
+    found = cuda.backward(_partial(static, dtype), here, experts, saved, dy, grads, over)
     d_tokens, d_weights = nodes.gradients(call, plan, found.tokens, found.weights, dtype)
     return found._replace(tokens=d_tokens, weights=d_weights)
+
+
+def _partial(static: Static, dtype: Any) -> Static:
+    """Sums of a node as they cross to others."""
+    return dataclasses.replace(static, sums=nodes.partial_dtype(static.call, dtype))
 
 
 def _on_node(

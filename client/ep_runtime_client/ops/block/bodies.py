@@ -1,16 +1,20 @@
-"""Which programs of `ep.moe` take the block call, and why others keep to slabs."""
+"""Which body a call of `ep.moe` takes, and why not the fast one."""
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import dataclasses
-from typing import Any
+from collections.abc import Iterator
 
 import jax.numpy as jnp
 
 from ep_runtime.specs import GroupSpec
 from ep_runtime_client.ops.activation import kernels as activation_kernels
 from ep_runtime_client.ops.activation.function import Activation
-from ep_runtime_client.ops.gemm import kernel_weights, kernels_8, kernels_16, kernels_32
+from ep_runtime_client.ops.block import composed, cuda, cuda_nodes
+from ep_runtime_client.ops.block.protocol import Body
+from ep_runtime_client.ops.gemm import kernels_16, kernels_32
 from ep_runtime_client.ops.kernels import serve as kernels_serve
 from ep_runtime_client.ops.quantize.formats.recipes import (
     MXFP8,
@@ -22,19 +26,22 @@ from ep_runtime_client.ops.quantize.formats.table import format_of
 from ep_runtime_client.ops.tracing import slack
 from ep_runtime_client.ops.transports.choice import on_gpus
 
+BODIES: dict[str, Body] = {"composed": composed, "cuda": cuda, "cuda_nodes": cuda_nodes}
+_forced: contextvars.ContextVar[str] = contextvars.ContextVar("ep_runtime_body", default="")
 _TYPES = tuple(jnp.dtype(name) for name in ("float32", "bfloat16", "float16"))
 # Short names, which a compiled program carries, of the reasons.
 REASONS = {
-    "transport": "it is for GPUs, over windows and NCCL",
+    "transport": "kernels are for GPUs, over windows and NCCL",
+    "forced": "a test asked for this body",
     "gpu": "products have kernels for Hopper GPUs alone",
     "tokens": "the call has no tokens",
     "dtype": "rows are neither float32, bfloat16 nor float16",
     "precision": "jax_default_matmul_precision asks for more of float32 products than tf32 has",
     "mxfp8": "Hopper multiplies MXFP8 in bf16, in 1.1 times the time of bf16 rows",
-    "recipe": "recipes of wi and wo differ, or the call has no products of theirs",
+    "recipe": "recipes of wi and wo differ, or the kernels have no products of theirs",
     "quantized": "a recipe quantizes rows that are not bfloat16",
     "activation": "the kernels do not know the activation",
-    "input_weights": "weights multiply the experts' inputs",
+    "to_input": "weights multiply the experts' inputs",
     "debug": "jax_debug_nans or jax_debug_infs looks at every row",
     "sizes": "H or M is not a multiple that the kernels need",
 }
@@ -53,7 +60,7 @@ class Asked:
         activation: between the products, with the dtype of rows.
         recipes: of wi and wo; those that quantize nothing are None.
         paired: whether gate and up come apart.
-        input_weights: whether weights multiply the experts' inputs.
+        to_input: whether weights multiply the experts' inputs.
     """
 
     group: GroupSpec
@@ -64,16 +71,42 @@ class Asked:
     activation: Activation
     recipes: tuple[Recipe | None, Recipe | None]
     paired: bool
-    input_weights: bool
+    to_input: bool
 
 
-def refused(asked: Asked) -> str:
-    """Why the call is not taken: a name in REASONS, or nothing."""
-    if not on_gpu(asked.group):
+def chosen(asked: Asked) -> tuple[str, str]:
+    """(the body of a call, why it is not the fast one: a name in REASONS, or nothing)."""
+    forced = _forced.get()
+    if forced:
+        return forced, "forced"
+    why = unsupported(asked)
+    if why:
+        return "composed", why
+    return "cuda_nodes" if asked.group.node_size else "cuda", ""
+
+
+@contextlib.contextmanager
+def forced(name: str) -> Iterator[None]:
+    """Calls that are traced inside take the body called `name`; "" lets each choose."""
+    before = _forced.set(name)
+    try:
+        yield
+    finally:
+        _forced.reset(before)
+
+
+def named(name: str) -> Body:
+    """A body by its name."""
+    return BODIES[name]
+
+
+def unsupported(asked: Asked) -> str:
+    """Why the kernels do not take a call: a name in REASONS, or nothing."""
+    if not on_gpus(asked.group):
         return "transport"
     recipe, dtype = asked.recipes[0], jnp.dtype(asked.activation.dtype)
-    whole = multiple(dtype, recipe, paired=asked.paired)
-    sizes = asked.hidden % multiple(dtype, recipe, paired=False) or asked.inner % whole
+    whole = cuda.multiple_of(dtype, recipe, paired=asked.paired)
+    sizes = asked.hidden % cuda.multiple_of(dtype, recipe, paired=False) or asked.inner % whole
     found = {
         "gpu": not kernels_serve.multiplying(),
         "tokens": asked.tokens == 0,
@@ -82,7 +115,7 @@ def refused(asked: Asked) -> str:
         "recipe": not takes_recipes(asked.recipes),
         "quantized": recipe is not None and dtype != jnp.bfloat16,
         "precision": dtype == jnp.float32 and not kernels_32.allowed(),
-        "input_weights": asked.input_weights,
+        "to_input": asked.to_input,
         "activation": not activation_kernels.takes(asked.activation),
         "debug": slack.checked(),
         "sizes": sizes != 0 or asked.experts > kernels_16.MAX_EXPERTS or _uneven(asked),
@@ -93,7 +126,7 @@ def refused(asked: Asked) -> str:
 def takes_recipes(recipes: tuple[Recipe | None, Recipe | None]) -> bool:
     """Whether the call has the products of these recipes."""
     first, second = recipes
-    if first is not None and first.delayed:  # scales that are there before the call
+    if first is not None and first.delayed:
         return False
     return first == second and isinstance(first, TensorScaling | BlockScaling | None)
 
@@ -104,17 +137,3 @@ def _uneven(asked: Asked) -> bool:
     sizes = (size for axis, size in group.axis_sizes.items() if axis not in group.ep_axis)
     units = [tile * size for size in sizes]
     return tile > 1 and any(x % unit for unit in units for x in (asked.hidden, asked.inner))
-
-
-def multiple(dtype: Any, recipe: Recipe | None, *, paired: bool) -> int:
-    """What M of a device is a multiple of with rows of a dtype; H too, as of one array."""
-    plain = kernels_32 if dtype == jnp.float32 else kernels_16
-    one = plain.MULTIPLE if recipe is None else kernels_8.MULTIPLE
-    each = kernel_weights.MULTIPLE if paired else one
-    # Blocks of scales end with gate, and with a weight's part of M.
-    return max(each, one, format_of(recipe).tile)
-
-
-def on_gpu(group: GroupSpec) -> bool:
-    """Whether a call that is taken is the custom call."""
-    return on_gpus(group)

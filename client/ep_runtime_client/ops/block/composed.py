@@ -1,0 +1,313 @@
+"""The body of `ep.moe` that is composed of the ops, one by one: it takes every call, on any
+platform, and is what the others mean.
+
+Rows are XLA's arrays here, with room for the worst case. Forward saves the rows that arrived and
+the first product's. The gradient is that of weights which multiply activations, whichever they
+multiply forward: sum w * (act @ wo) is sum (w * act) @ wo but for rounding, and needs no output of
+the experts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from ep_runtime_client.ops.activation import plain as activation
+from ep_runtime_client.ops.activation import quantized_plain
+from ep_runtime_client.ops.activation.function import Activation
+from ep_runtime_client.ops.activation.quantized_plain import QuantizedActivation
+from ep_runtime_client.ops.block.protocol import (
+    Experts,
+    Forwarded,
+    Given,
+    Gradients,
+    Over,
+    Saved,
+    Static,
+    WeightGrads,
+)
+from ep_runtime_client.ops.calls.plan import PlanArrays
+from ep_runtime_client.ops.gemm import plain as gemm
+from ep_runtime_client.ops.gemm.plain import Gemm
+from ep_runtime_client.ops.kernels import row_blocks
+from ep_runtime_client.ops.kernels.row_blocks import RowBlock
+from ep_runtime_client.ops.quantize import plain as quantize
+from ep_runtime_client.ops.quantize.amax import group_amax
+from ep_runtime_client.ops.quantize.amax import over as largest
+from ep_runtime_client.ops.quantize.formats.recipes import Recipe
+from ep_runtime_client.ops.quantize.formats.table import format_of
+from ep_runtime_client.ops.quantize.formats.tiles import bits, from_bits
+from ep_runtime_client.ops.quantize.quantized_tensor import QuantizedTensor
+from ep_runtime_client.ops.quantize.row_bytes import from_bytes, to_bytes
+from ep_runtime_client.ops.tracing import slack
+from ep_runtime_client.ops.tracing.varying import Axes
+from ep_runtime_client.ops.transports import windows
+from ep_runtime_client.ops.transports.choice import per_device_ops
+
+
+class _Rows(NamedTuple):
+    """Rows of this device's experts.
+
+    Attributes:
+        values: [1, C, H], or quantized.
+        weights: f32 [1, C], 0 in padding.
+    """
+
+    values: jax.Array | QuantizedTensor
+    weights: jax.Array
+
+
+def saved(static: Static) -> tuple[Saved, ...]:
+    if not static.saves:
+        return ()
+    return (*(("rows",) if static.sent_by is None else ("data", "scales")), "weights", "hidden")
+
+
+def multiple(static: Static, *, paired: bool) -> int:
+    # Blocks of scales end with a weight's part of M.
+    return max(format_of(recipe).tile for recipe in static.recipes)
+
+
+def forward(static: Static, given: Given, experts: Experts, over: Over) -> Forwarded:
+    rows, sizes, product = _dispatched(static, given), _sizes(given), _gemm(static)
+    scales = iter(given.scales)
+    taken, first = _first_operand(static, rows, sizes, over, scales)
+    hidden = gemm.forward(product, taken, experts.wi, experts.wi_bias, sizes)
+    weights = rows.weights if static.weighted == "hidden" else None
+    taken, second = _activated(static, hidden, weights, sizes, over, next(scales, None))
+    out = gemm.forward(product, taken, experts.wo, experts.wo_bias, sizes)
+    y = _combined(static, given, out[0], rows.weights[0] if static.weighted == "output" else None)
+    values = rows.values
+    kept = (
+        [values] if not isinstance(values, QuantizedTensor) else [bits(values.data), values.scale]
+    )
+    made = tuple(x[0] for x in (*kept, rows.weights, slack.cleared(hidden, sizes)))
+    amax = tuple(x[0] for x in (first, second) if x is not None)
+    return Forwarded(y, made if static.saves else (), amax)
+
+
+def backward(
+    static: Static,
+    given: Given,
+    experts: Experts,
+    saved: tuple[jax.Array, ...],
+    dy: jax.Array,
+    grads: WeightGrads,
+    over: Over,
+) -> Gradients:
+    sizes, product = _sizes(given), _gemm(static)
+    count, to_input = experts.wo.shape[0], static.weighted == "input"
+    rows = _rows_of(static, saved, sizes) if saved else _dispatched(static, given)
+    taken, _ = _first_operand(static, rows, sizes, over, iter(given.scales))
+    if saved:
+        hidden = saved[-1][None]
+    else:
+        hidden = gemm.forward(product, taken, experts.wi, experts.wi_bias, sizes)
+    # Weighted activations have scales of their own: those that are given are of unweighted ones.
+    weights = None if to_input else rows.weights
+    scale = given.scales[-1] if static.delayed[1] and static.weighted != "output" else None
+    act, _ = _activated(static, hidden, weights, sizes, over, scale)
+    d_out = _received_gradients(static, given, dy)
+    dtype = hidden.dtype if grads.dtype is None else grads.dtype
+    pulled = _gradient(static, 1, d_out, sizes, over.rows)
+    d_act, d_wo = gemm.pullback(product, act, experts.wo, pulled, sizes, dtype)
+    # What reads hidden above comes first: the pullback takes its memory.
+    after = activation.after(sizes, bits(act.data) if isinstance(act, QuantizedTensor) else act)
+    d_hidden, d_weights = activation.pullback(static.activation, hidden, weights, after, d_act)
+    pulled = _gradient(static, 0, d_hidden, sizes, over.rows + over.inner)
+    d_rows, d_wi = gemm.pullback(
+        product, taken, experts.wi, pulled, sizes, dtype, paired=grads.paired
+    )
+    if to_input:
+        assert not isinstance(rows.values, QuantizedTensor)
+        d_rows, d_weights = activation.pullback(
+            _linear(static), rows.values, rows.weights, sizes, d_rows
+        )
+    assert d_weights is not None
+    d_wi_bias = d_wo_bias = None
+    if experts.wi_bias is not None:
+        d_wi_bias = gemm.bias_grad(product, d_hidden, sizes, count)
+    if experts.wo_bias is not None and to_input:
+        d_wo_bias = gemm.bias_grad(product, d_out, sizes, count)
+    elif experts.wo_bias is not None:
+        d_wo_bias, d_weights = _of_weighted_bias(
+            experts.wo_bias, d_out, rows.weights, d_weights, sizes
+        )
+    d_tokens, d_topk = _returned(static, given, d_rows[0], d_weights[0])
+    return Gradients(d_tokens, d_topk, d_wi, d_wo, d_wi_bias, d_wo_bias)
+
+
+def _sizes(given: Given) -> jax.Array:
+    return given.plan.group_sizes[None]
+
+
+def _linear(static: Static) -> Activation:
+    return Activation("linear", False, static.activation.dtype)
+
+
+def _first_operand(
+    static: Static, rows: _Rows, sizes: jax.Array, over: Over, scales: Any
+) -> tuple[Any, jax.Array | None]:
+    """Rows as the first product takes them, and their amax where scales are given."""
+    values = rows.values
+    if isinstance(values, QuantizedTensor):
+        return values, None
+    if static.weighted == "input":
+        values = activation.forward(_linear(static), values, rows.weights, sizes)
+    scale = next(scales) if static.delayed[0] else None
+    return _quantized(static.recipes[0], values, sizes, over.rows, scale)
+
+
+def _activated(
+    static: Static,
+    hidden: jax.Array,
+    weights: jax.Array | None,
+    sizes: jax.Array,
+    over: Over,
+    scale: jax.Array | None,
+) -> tuple[Any, jax.Array | None]:
+    """Activations [1, C, M] as the second product takes them, and their amax where scales are
+    given."""
+    recipe, axes = static.recipes[1], over.rows + over.inner
+    if recipe is None or scale is not None:
+        act = activation.forward(static.activation, hidden, weights, sizes)
+        return _quantized(recipe, act, sizes, axes, scale)
+    made = QuantizedActivation(static.activation, _current(recipe), sizes.shape[-1], axes)
+    return quantized_plain.forward(made, hidden, weights, sizes), None
+
+
+def _quantized(
+    recipe: Recipe | None, rows: jax.Array, sizes: jax.Array, axes: Axes, scale: jax.Array | None
+) -> tuple[Any, jax.Array | None]:
+    """Rows [1, C, ...] as a product takes them, and their amax where `scale` [L] is given."""
+    if recipe is None:
+        return rows, None
+    clear = slack.checked()
+    if scale is None:
+        options: dict[str, Any] = {"num_experts": sizes.shape[-1], "clear_slack": clear}
+        return quantize.quantize_rows(recipe, rows, sizes, axes, **options), None
+    amax = largest(group_amax(rows, sizes, sizes.shape[-1]), axes)
+    return quantize.scale_rows(recipe, rows, sizes, scale[None], amax, clear_slack=clear), amax
+
+
+def _gradient(static: Static, which: int, rows: jax.Array, sizes: jax.Array, axes: Axes) -> Any:
+    """Gradients of the result of a product as its own gradients take them."""
+    recipe = static.recipes[which]
+    if recipe is None:
+        return rows
+    options: dict[str, Any] = {"gradient": True, "num_experts": sizes.shape[-1]}
+    return quantize.quantize_rows(recipe, rows, sizes, axes, clear_slack=False, **options)
+
+
+def _current(recipe: Recipe) -> Recipe:
+    """`recipe`, scaled by what is there instead of by what was."""
+    return dataclasses.replace(recipe, delayed=False) if recipe.delayed else recipe  # type: ignore[call-arg]
+
+
+def _of_weighted_bias(
+    bias: jax.Array, d_out: jax.Array, weights: jax.Array, d_weights: jax.Array, sizes: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Gradients of a bias [L, H] that weights [1, C] multiply, and of these beside `d_weights`."""
+    capacity = d_out.shape[1]
+    blocks = row_blocks.cut(capacity, sizes)
+    wide = jnp.promote_types(d_out.dtype, jnp.float32)
+
+    def step(block: RowBlock, made: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        expert = blocks.expert(block, bias.shape[0])
+        grads = block.read(d_out[0]).astype(wide)
+        weighted = grads * block.read(weights[0])[:, None]
+        of_weights = (grads * row_blocks.pick(bias, expert).astype(wide)).sum(1)
+        d_bias = row_blocks.add_at(made[0], expert, weighted.sum(0))
+        return d_bias, block.write(made[1], block.read(made[1]) + of_weights)
+
+    start = (jnp.zeros(bias.shape, wide), d_weights[0])
+    d_bias, d_weights = row_blocks.loop(blocks, step, start, d_out, weights, bias)
+    return d_bias, d_weights[None]
+
+
+def _gemm(static: Static) -> Gemm:
+    return Gemm(
+        static.activation.dtype,
+        static.call.layer.alignment,
+        clear_slack=slack.checked(),
+        tf32=static.tf32,
+    )
+
+
+def _ops(static: Static, given: Given) -> Any:
+    """A plan of one node is between ranks that map each other's windows."""
+    if static.call.group.node_size and isinstance(given.plan, PlanArrays):
+        return windows
+    return per_device_ops(static.call)
+
+
+def _named(static: Static, given: Given) -> tuple[Any, ...]:
+    call = dataclasses.replace(static.call, clear_slack=slack.checked())
+    return call, given.rank, given.layer_index
+
+
+def _dispatched(static: Static, given: Given) -> _Rows:
+    """Rows of this device's experts, quantized where they are sent so."""
+    recipe, sizes = static.sent_by, _sizes(given)
+    if recipe is None:
+        return _Rows(*_exchanged(static, given, given.tokens))
+    tile, hidden = format_of(recipe).tile, given.tokens.shape[1]
+    # A size that no compiler knows keeps the rows' loop a loop: nothing of the model is fused into
+    # it, which would round the tokens otherwise.
+    count = (given.plan.num_recv >> 31) + jnp.int32(given.tokens.shape[0])
+    q = quantize.quantize_rows(recipe, given.tokens, count)
+    assert q.scale is not None
+    raw, weights = _exchanged(static, given, to_bytes(q.data, q.scale, tile))
+    data, scale = from_bytes(raw[0], hidden, tile)
+    return _Rows(_sent(recipe, data[None], scale[None], sizes), weights)
+
+
+def _sent(recipe: Recipe, data: jax.Array, scale: jax.Array, sizes: jax.Array) -> QuantizedTensor:
+    data = from_bits(data, recipe.data_dtype())
+    return QuantizedTensor(data, scale, None, None, None, sizes, None, recipe)
+
+
+def _rows_of(static: Static, saved: tuple[jax.Array, ...], sizes: jax.Array) -> _Rows:
+    """Rows as forward saved them."""
+    first, *scales, weights, _ = (x[None] for x in saved)
+    if static.sent_by is None:
+        return _Rows(first, weights)
+    return _Rows(_sent(static.sent_by, first, scales[0], sizes), weights)
+
+
+def _exchanged(static: Static, given: Given, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Rows [T, X] and their weights as their experts' devices get them, [1, C, X] and [1, C]."""
+    named = _named(static, given)
+    made = _ops(static, given).dispatch(*named, rows, given.weights, given.plan)
+    received, weights = (slack.cleared(x, given.plan.group_sizes) for x in made)
+    return received[None], weights[None]
+
+
+def _combined(static: Static, given: Given, out: jax.Array, weights: jax.Array | None) -> jax.Array:
+    y: jax.Array = _ops(static, given).combine(
+        *_named(static, given), out, weights, given.plan, **_sums(static)
+    )
+    return y
+
+
+def _received_gradients(static: Static, given: Given, dy: jax.Array) -> jax.Array:
+    """dy [T, H] as gradients of the experts' outputs, [1, C, H], not weighted."""
+    d_out, _ = _ops(static, given).combine_bwd(*_named(static, given), dy, None, None, given.plan)
+    rows: jax.Array = d_out[None]
+    return rows
+
+
+def _returned(
+    static: Static, given: Given, d_rows: jax.Array, d_weights: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    made: tuple[jax.Array, jax.Array] = _ops(static, given).dispatch_bwd(
+        *_named(static, given), d_rows, d_weights, given.plan, **_sums(static)
+    )
+    return made
+
+
+def _sums(static: Static) -> dict[str, Any]:
+    return {} if static.sums is None else {"dtype": static.sums}

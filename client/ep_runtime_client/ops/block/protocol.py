@@ -1,0 +1,209 @@
+"""What a body of `ep.moe` is: one device's forward and backward, from tokens to their sums.
+
+The op around it (`op.py`) places operands, gathers weights and adds up what axes split; a body sees
+local blocks without the slab dim. `composed.py` is made of the ops one by one and takes everything;
+`cuda.py` and `cuda_nodes.py` are one custom call per direction. All are functions of their operands
+alone.
+
+Letters: T, K, H, M, R as in `ops/__init__.py`; L experts of a rank, C capacity, N columns of the
+first product (2M gated, else M).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal, NamedTuple, Protocol
+
+import jax
+
+from ep_runtime.workspace import BlockSizes
+from ep_runtime_client.ops.activation.function import Activation
+from ep_runtime_client.ops.calls.call import Call
+from ep_runtime_client.ops.calls.plan import AnyArrays
+from ep_runtime_client.ops.quantize.formats.recipes import Recipe
+from ep_runtime_client.ops.quantize.pair import Pair
+from ep_runtime_client.ops.quantize.quantized_tensor import QuantizedTensor
+from ep_runtime_client.ops.tracing.varying import Axes
+
+# What the router's weights multiply: the experts' inputs, activations, or outputs in combine.
+Weighted = Literal["input", "hidden", "output"]
+
+# What an array saved for backward is; `op.BlockOp.saved_layout` says how each is sharded.
+Saved = Literal["rows", "data", "scales", "weights", "hidden", "made"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Workspace:
+    """Rows of a call whose rows are in a workspace, and not in arrays. Hashable.
+
+    Attributes:
+        sizes: of a call with whole weights.
+        rows: W, rows of the workspace.
+        saved: rows of the first product that forward saves for backward.
+    """
+
+    sizes: BlockSizes
+    rows: int
+    saved: int
+
+    def here(self, inner: int) -> BlockSizes:
+        """Sizes on a device that has `inner` of M."""
+        return dataclasses.replace(self.sizes, mlp_dim=inner)
+
+
+@dataclasses.dataclass(frozen=True)
+class Static:
+    """What is static about one call of `moe` on one device. Hashable.
+
+    Attributes:
+        call: layer, layout, capacity, handle.
+        body: name of the body.
+        activation: between the products; its dtype is that of rows everywhere.
+        weighted: what the router's weights multiply.
+        recipes: that quantize the operands of the first and second product, or None.
+        sent_by: recipe that quantizes tokens before they are sent, or None.
+        saves: whether forward saves rows for backward.
+        sums: dtype of sums of experts' rows; None is that of tokens.
+        tf32: whether float32 operands of products may be rounded to tf32.
+        workspace: of bodies that have one.
+    """
+
+    call: Call
+    body: str
+    activation: Activation
+    weighted: Weighted
+    recipes: tuple[Recipe | None, Recipe | None] = (None, None)
+    sent_by: Recipe | None = None
+    saves: bool = True
+    sums: Any = None
+    tf32: bool = False
+    workspace: Workspace | None = None
+
+    def __repr__(self) -> str:
+        """Equal in every process of a job: the call's mesh names devices."""
+        meta = self.call.meta
+        of_call = (meta.layout, meta.capacity, meta.handle, self.call.layer.base_id)
+        of_rows = (self.recipes, self.sent_by, self.saves, self.sums, self.tf32, self.workspace)
+        return f"Static({of_call}, {self.body}, {self.activation}, {self.weighted}, {of_rows})"
+
+    @property
+    def delayed(self) -> tuple[bool, bool]:
+        """Whether the rows of each product have scales that are given."""
+        first, second = (recipe is not None and recipe.delayed for recipe in self.recipes)
+        return first, second
+
+
+class Experts(NamedTuple):
+    """Weights of the experts of one device, whole but for axes that split M.
+
+    With a recipe wi and wo are QuantizedTensors of these shapes, wi in one array.
+
+    Attributes:
+        wi: [L, H, 2, M], [L, H, 2M], a Pair of [L, H, M], or [L, H, M] where it is not gated.
+        wo: [L, M, H].
+        wi_bias: [L, *N'], or None.
+        wo_bias: [L, H], or None.
+    """
+
+    wi: jax.Array | Pair | QuantizedTensor
+    wo: jax.Array | QuantizedTensor
+    wi_bias: jax.Array | None
+    wo_bias: jax.Array | None
+
+
+class Given(NamedTuple):
+    """What both directions take of one device.
+
+    Attributes:
+        rank: int32 [1].
+        layer_index: int32 [1], of the layer in its stack.
+        topk_idx: int32 [T, K].
+        tokens: [T, H].
+        weights: f32 [T, K].
+        most: int32 [1], the most aligned rows that any rank keeps whose windows this one maps.
+        plan: of `prepare`; of PlanArrays where it is between ranks that map each other's windows.
+        scales: f32 [L] for each product whose scales of rows are given.
+    """
+
+    rank: jax.Array
+    layer_index: jax.Array
+    topk_idx: jax.Array
+    tokens: jax.Array
+    weights: jax.Array
+    most: jax.Array
+    plan: AnyArrays
+    scales: tuple[jax.Array, ...] = ()
+
+
+class Over(NamedTuple):
+    """Mesh axes that split what one scale is for.
+
+    Attributes:
+        rows: those that split the rows of an expert.
+        inner: those that split M.
+    """
+
+    rows: Axes = ()
+    inner: Axes = ()
+
+
+class WeightGrads(NamedTuple):
+    """How the gradients of wi and wo are made.
+
+    Attributes:
+        paired: gate and up of wi apart.
+        dtype: theirs; None is that of rows.
+    """
+
+    paired: bool
+    dtype: Any = None
+
+
+class Forwarded(NamedTuple):
+    """What forward makes.
+
+    Attributes:
+        y: [T, H].
+        saved: arrays for backward, as `Body.saved` lists them.
+        amax: f32 [L] for each product whose scales of rows are given.
+    """
+
+    y: jax.Array
+    saved: tuple[jax.Array, ...] = ()
+    amax: tuple[jax.Array, ...] = ()
+
+
+class Gradients(NamedTuple):
+    """Of one device; those of weights as `Experts` has them, of biases f32."""
+
+    tokens: jax.Array
+    weights: jax.Array
+    wi: jax.Array | Pair
+    wo: jax.Array
+    wi_bias: jax.Array | None
+    wo_bias: jax.Array | None
+
+
+class Body(Protocol):
+    """The functions of a body's module."""
+
+    def saved(self, static: Static) -> tuple[Saved, ...]:
+        """What forward saves for backward, in order."""
+
+    def multiple(self, static: Static, *, paired: bool) -> int:
+        """What M of a device must be a multiple of; `paired` where gate and up come apart."""
+
+    def forward(self, static: Static, given: Given, experts: Experts, over: Over) -> Forwarded:
+        """Tokens to their experts on all ranks and back, summed."""
+
+    def backward(
+        self,
+        static: Static,
+        given: Given,
+        experts: Experts,
+        saved: tuple[jax.Array, ...],
+        dy: jax.Array,
+        grads: WeightGrads,
+        over: Over,
+    ) -> Gradients:
+        """Gradients of what `forward` was given, from dy [T, H]; `saved` as it returned it."""
