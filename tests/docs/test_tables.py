@@ -18,7 +18,7 @@ from ep_runtime import env, errors
 from ep_runtime_bench.base.moe_cases import CASES
 from ep_runtime_bench.base.train_cases import MODELS
 from ep_runtime_client import cli
-from ep_runtime_client.ops.block import takes
+from ep_runtime_client.ops.block import bodies
 from ep_runtime_server.metrics.catalogue import METRICS
 
 TEST = re.compile(r"`([^\s`]+\.py)::([^\s`]+)`")
@@ -105,9 +105,9 @@ def test_the_environment_table_is_the_one_of_the_code() -> None:
     assert shown == documented
 
 
-def test_every_reason_for_slabs_has_a_row() -> None:
-    shown = doc_pages.table(doc_pages.ROOT / "docs/memory.md", "## What keeps a block to slabs")
-    assert [row[0] for row in shown] == list(takes.REASONS.values())
+def test_every_reason_for_the_composed_body_has_a_row() -> None:
+    shown = doc_pages.table(doc_pages.ROOT / "docs/memory.md", "## When the composed body runs")
+    assert [row[0] for row in shown] == list(bodies.REASONS.values())
 
 
 def test_the_table_of_metrics_is_the_catalogue() -> None:

@@ -79,7 +79,7 @@ class Blocks:
     def call(self) -> None:
         """Programs take the block call from here on."""
         if TRIAL:
-            self.ways.call()
+            self.ways.emulated()
         else:
             self.ways.as_users()
 
@@ -125,11 +125,11 @@ def poison(like: Any) -> None:
     ).delete()
 
 
-def assert_as_near(got: Any, slabs: Any, exact: Any, dtype: Any) -> None:
-    """Root mean squares of errors are at most a little more than those of slabs."""
+def assert_as_near(got: Any, composed: Any, exact: Any, dtype: Any) -> None:
+    """Root mean squares of errors are at most a little more than those of the composed body."""
     more = 2e-3 if jnp.dtype(dtype).itemsize == 2 else 1e-4  # tf32 has 10 bits behind the point
     paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(exact)]
-    for path, *each in zip(paths, *map(jax.tree.leaves, (got, slabs, exact)), strict=True):
+    for path, *each in zip(paths, *map(jax.tree.leaves, (got, composed, exact)), strict=True):
         mine, theirs, true = (np.asarray(x, np.float64) for x in each)
         assert np.isfinite(mine).all(), path
         scale = np.sqrt(np.square(true).mean()) + 1e-30
@@ -138,18 +138,18 @@ def assert_as_near(got: Any, slabs: Any, exact: Any, dtype: Any) -> None:
 
 
 def compare(blocks: Blocks, layer: Any, params: Any, given: Any, dtype: Any, **options: Any) -> Any:
-    """What the call gives, held against slabs in the same dtype and in f32."""
+    """What the call gives, held against the composed body in the same dtype and in f32."""
     x, weights, idx = given
     operands = (x, weights, idx, params)
-    blocks.ways.slabs()
+    blocks.ways.body("composed")
     unrounded = {name: each for name, each in options.items() if name != "recipe"}
     with jax.default_matmul_precision("highest"):
         exact = jax.device_get(
             jax.jit(functools.partial(graded, layer, jnp.float32, **unrounded))(*operands)
         )
     run = functools.partial(graded, layer, jnp.dtype(dtype), **options)
-    slabs = jax.device_get(jax.jit(lambda *given: run(*given))(*operands))
+    composed = jax.device_get(jax.jit(lambda *given: run(*given))(*operands))
     blocks.call()
     got = ran(run, *operands)
-    assert_as_near(got, slabs, exact, dtype)
+    assert_as_near(got, composed, exact, dtype)
     return got

@@ -1,4 +1,4 @@
-"""The block call on GPUs: its results stay as near exact ones as those of slabs do."""
+"""The block call on GPUs: its results stay as near exact ones as those of composed do."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from gpu.block_programs import (
 from gpu.jobs.layouts import TRANSPORT, TRIAL
 
 import ep_runtime as ep
-from ep_runtime_client.ops.block import takes
+from ep_runtime_client.ops.block import bodies
 from ep_runtime_client.ops.transports import nodes, nodes_plan
 
 pytestmark = pytest.mark.skipif(TRANSPORT == "xla", reason="has no block calls")
@@ -101,9 +101,9 @@ def test_any_routing_in_any_workspace(blocks: Blocks, workspace: Any, dtype: str
     params = blocks.params(layer)
     x, weights, _ = blocks.drawn(lambda idx, experts: idx)
     rows = x.sharding
-    blocks.ways.slabs()
+    blocks.ways.body("composed")
     exact_run = jax.jit(functools.partial(graded, layer, jnp.float32))
-    slabs_run = jax.jit(functools.partial(graded, layer, jnp.dtype(dtype)))
+    composed_run = jax.jit(functools.partial(graded, layer, jnp.dtype(dtype)))
     each = {
         name: jax.device_put(blocks.drawn(change)[2], rows) for name, change in ROUTINGS.items()
     }
@@ -111,13 +111,15 @@ def test_any_routing_in_any_workspace(blocks: Blocks, workspace: Any, dtype: str
         exact = {
             name: jax.device_get(exact_run(x, weights, idx, params)) for name, idx in each.items()
         }
-    slabs = {name: jax.device_get(slabs_run(x, weights, idx, params)) for name, idx in each.items()}
+    composed = {
+        name: jax.device_get(composed_run(x, weights, idx, params)) for name, idx in each.items()
+    }
     blocks.call()
     run = jax.jit(lambda *given: graded(layer, jnp.dtype(dtype), *given))
     for _ in range(2):  # the programs alternate, and leave each other's rows behind
         for name, idx in each.items():
             got = jax.device_get(run(x, weights, idx, params))
-            assert_as_near(got, slabs[name], exact[name], dtype)
+            assert_as_near(got, composed[name], exact[name], dtype)
             jax.tree.map(
                 np.testing.assert_array_equal, jax.device_get(run(x, weights, idx, params)), got
             )
@@ -195,14 +197,14 @@ def test_scans_and_checkpoints(blocks: Blocks, policy: tuple[str, ...] | None, d
     params = of_all_layers(blocks.params(blocks.layer()))
     run = functools.partial(scanned, ep.layer("block/moe"), policy)
     operands = (*blocks.drawn(lambda idx, experts: idx), params)
-    blocks.ways.slabs()
+    blocks.ways.body("composed")
     with jax.default_matmul_precision("highest"):
         exact = jax.device_get(jax.jit(functools.partial(run, jnp.float32, "first"))(*operands))
-    slabs = jax.device_get(jax.jit(functools.partial(run, jnp.dtype(dtype), "first"))(*operands))
+    composed = jax.device_get(jax.jit(functools.partial(run, jnp.dtype(dtype), "first"))(*operands))
     blocks.call()
     for keep in ("first", "nothing"):
         got = ran(functools.partial(run, jnp.dtype(dtype), keep), *operands)
-        assert_as_near(got, slabs, exact, dtype)
+        assert_as_near(got, composed, exact, dtype)
 
 
 def test_overflow_in_error_mode_fails_the_step_and_nothing_else(
@@ -255,7 +257,7 @@ def test_programs_take_the_call(blocks: Blocks) -> None:
 
     assert told(jnp.bfloat16) == told(jnp.float32) == "block call"
     if not TRIAL:
-        assert told(jnp.float32, recipe=TENSOR) == takes.REASONS["quantized"]
+        assert told(jnp.float32, recipe=TENSOR) == bodies.REASONS["quantized"]
         with jax.default_matmul_precision("highest"):
             assert told(jnp.bfloat16) == "block call"
-            assert told(jnp.float32) == takes.REASONS["precision"]
+            assert told(jnp.float32) == bodies.REASONS["precision"]

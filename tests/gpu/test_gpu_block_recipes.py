@@ -1,4 +1,4 @@
-"""The block call on GPUs with 8-bit rows, and weights quantized once: the bits of slabs."""
+"""The block call on GPUs with 8-bit rows, and weights quantized once: the bits of composed."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ F32: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", RECIPES | F32)
-def test_recipes_and_f32_have_the_bits_of_slabs(blocks: Blocks, name: str) -> None:
+def test_recipes_and_f32_have_the_bits_of_the_composed_body(blocks: Blocks, name: str) -> None:
     """Where weights multiply activations: as many rows have one scale, and sums one order."""
     recipe, of_params, options = (RECIPES | F32)[name]
     layer = blocks.layer(hidden=hidden_of(name))
@@ -77,11 +77,11 @@ def test_recipes_and_f32_have_the_bits_of_slabs(blocks: Blocks, name: str) -> No
     early = {"recipe": recipe, "weights_at": "hidden", **options}
     dtype = jnp.float32 if name in F32 else jnp.bfloat16
     run = functools.partial(graded, layer, dtype, **early)
-    blocks.ways.slabs()
-    slabs = jax.device_get(jax.jit(lambda *given: run(*given))(x, weights, idx, params))
+    blocks.ways.body("composed")
+    composed = jax.device_get(jax.jit(lambda *given: run(*given))(x, weights, idx, params))
     blocks.call()
     got = ran(run, x, weights, idx, params)
-    jax.tree.map(np.testing.assert_array_equal, got, slabs)
+    jax.tree.map(np.testing.assert_array_equal, got, composed)
 
 
 MX: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
@@ -89,7 +89,7 @@ MX: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("way", ["slabs", "call"])
+@pytest.mark.parametrize("way", ["composed", "call"])
 @pytest.mark.parametrize("name", RECIPES | MX)
 def test_weights_quantized_once_have_the_bits_of_the_recipe(
     blocks: Blocks, name: str, way: str
@@ -99,7 +99,10 @@ def test_weights_quantized_once_have_the_bits_of_the_recipe(
     layer = blocks.layer(hidden=hidden_of(name))
     params = blocks.params(layer, **of_params)
     x, weights, idx = blocks.drawn(lambda idx, experts: idx, hidden_of(name))
-    (blocks.ways.slabs if way == "slabs" else blocks.call)()
+    if way == "composed":
+        blocks.ways.body(way)
+    else:
+        blocks.call()
     by_recipe = functools.partial(graded, layer, jnp.bfloat16, recipe=recipe, **options)
     once = functools.partial(graded, layer, jnp.bfloat16, **options)
     params8 = jax.jit(

@@ -90,7 +90,7 @@ def by_node(ways: Ways) -> Ways:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_values_and_gradients_are_those_of_slabs(layer: Any, by_node: Ways, name: str) -> None:
+def test_values_and_gradients_are_those_of_the_ops(layer: Any, by_node: Ways, name: str) -> None:
     of_params, options, lead = CASES[name]
     options = {"gated": of_params.get("gated", True), **options}
     params = make_params(layer, **of_params)

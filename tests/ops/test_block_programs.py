@@ -77,7 +77,7 @@ POLICIES = {
 }
 
 
-def test_scans_over_layers_give_what_slabs_give(stack: Any, ways: Ways) -> None:
+def test_scans_over_layers_give_what_the_ops_give(stack: Any, ways: Ways) -> None:
     x, params = draw(TOKENS), stacked(stack)
     ways.by_ops()
     want = jax.jit(functools.partial(scanned, stack, None))(x, params)

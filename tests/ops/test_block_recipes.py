@@ -87,7 +87,7 @@ _SLOW = {"a pair", "not gated"}
     "name",
     [pytest.param(name, marks=pytest.mark.slow if name in _SLOW else []) for name in CASES],
 )
-def test_values_and_gradients_are_those_of_slabs(layer: Any, ways: Ways, name: str) -> None:
+def test_values_and_gradients_are_those_of_the_ops(layer: Any, ways: Ways, name: str) -> None:
     recipe, dtype, of_params, options = CASES[name]
     x, params = drawn(layer, dtype, **of_params)
     options = {"recipe": recipe, "gated": of_params.get("gated", True), **options}
@@ -102,7 +102,7 @@ def test_values_and_gradients_are_those_of_slabs(layer: Any, ways: Ways, name: s
     [None, pytest.param(("ep_plan",), marks=pytest.mark.slow), ("ep_plan", "ep_q_w")],
     ids=str,
 )
-def test_scans_and_checkpoints_quantize_weights_as_often_as_slabs(
+def test_scans_and_checkpoints_quantize_weights_as_often_as_the_ops(
     group: fakes.LocalGroup, ways: Ways, policy: tuple[str, ...] | None
 ) -> None:
     stack = group.register_layer_stack(f"stack{policy}", 2, top_k=TOP_K)
@@ -165,7 +165,7 @@ def test_explain_says_which_recipes_the_call_takes(layer: Any, ways: Ways) -> No
     ],
     ids=str,
 )
-def test_what_the_tensor_cores_do_not_know_keeps_to_slabs(
+def test_what_the_tensor_cores_do_not_know_runs_composed(
     group: Any, said: dict[str, Any], why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe = said.get("recipe")

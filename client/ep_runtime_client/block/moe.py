@@ -217,7 +217,7 @@ def moe(
     Cost: one dispatch and one combine forward, and the same backward; the backward of a block call
     dispatches the tokens once more. Weights are all-gathered over outer axes that shard them. An
     axis that shards M costs one sum of activations forward and one backward. A delayed recipe costs
-    one gather of [E] f32 per history, and runs on slabs.
+    one gather of [E] f32 per history, and runs the composed body.
 
     Source: Shazeer et al. 2017 (arXiv:1701.06538) and GShard (arXiv:2006.16668). No token is
     dropped, as in MegaBlocks (arXiv:2211.15841), unless the group has a capacity_factor.

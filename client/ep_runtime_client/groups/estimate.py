@@ -163,7 +163,7 @@ def estimate_memory(
         mlp_dim: M of the layers. If tp shards M, give M of one device, or the whole M if
             `workspace` is in bytes. None leaves the workspace out.
         gated, keep, keep_factor: as in `ep.moe`.
-        recipe: as in `ep.moe`; a recipe that needs slabs leaves the workspace out.
+        recipe: as in `ep.moe`; a recipe that has no block call leaves the workspace out.
         **arguments: the others of `Session.create_group`.
 
     Returns:

@@ -26,14 +26,14 @@ def remat_policy(
     |---|---|---|
     | ep_plan | a plan, the router's logits and choice | prepare and the router's matmul |
     | ep_kept | rows of `moe(keep="first")`, in block calls | the first matmul of the experts |
-    | ep_recv | dispatched rows and weights, on slabs | dispatch |
-    | ep_wi, ep_wo | results of the experts' matmuls, on slabs | these matmuls |
-    | ep_q_x | quantized rows | quantizing rows |
+    | ep_recv, ep_wi | rows and first matmul of the composed body | its forward pass |
+    | ep_recv | dispatched rows and weights, of your own `dispatch` | dispatch |
+    | ep_q_x | quantized rows, of your own `grouped_gemm` | quantizing rows |
     | ep_q_w | quantized weights, a byte per value and layout | quantizing weights |
 
-    `ep.explain` reports if a layer is a block call or runs on slabs. A block call with ep_plan
-    starts backward from tokens and plan, without a forward call. Rows that `dispatch` quantized are
-    both ep_recv and ep_q_x.
+    `ep.explain` reports which body a layer runs. A block call with ep_plan starts backward from
+    tokens and plan, without a forward call. The composed body repeats its forward pass unless both
+    ep_recv and ep_wi are saved. ep_wo names nothing since version 0.2.
 
     Returns:
         The policy.

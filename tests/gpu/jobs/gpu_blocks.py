@@ -7,11 +7,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from gpu.jobs.layouts import TRANSPORT, TRIAL
+from gpu.jobs.layouts import TRANSPORT
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import ep_runtime as ep
-from ep_runtime_client.ops.block import takes
 
 TOKENS, HIDDEN, INNER, TOP_K, LOCAL = 24, 64, 32, 2, 3  # tokens and experts of a rank
 _RUNS = 4  # the third run of a program is a command buffer's
@@ -28,8 +27,6 @@ BLOCKS: dict[str, tuple[Any, str]] = {
 
 def run_blocks(names: list[str]) -> list[str]:
     """Runs each of BLOCKS that is named, in every process of the job."""
-    if TRIAL:
-        takes.refused = lambda asked: ""
     with ep.connect(timeout_s=60.0) as session:
         for name in names:
             _run(session, name)

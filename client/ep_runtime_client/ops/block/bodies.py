@@ -32,7 +32,6 @@ _TYPES = tuple(jnp.dtype(name) for name in ("float32", "bfloat16", "float16"))
 # Short names, which a compiled program carries, of the reasons.
 REASONS = {
     "transport": "kernels are for GPUs, over windows and NCCL",
-    "forced": "a test asked for this body",
     "gpu": "products have kernels for Hopper GPUs alone",
     "tokens": "the call has no tokens",
     "dtype": "rows are neither float32, bfloat16 nor float16",
@@ -78,7 +77,7 @@ def chosen(asked: Asked) -> tuple[str, str]:
     """(the body of a call, why it is not the fast one: a name in REASONS, or nothing)."""
     forced = _forced.get()
     if forced:
-        return forced, "forced"
+        return forced, ""
     why = unsupported(asked)
     if why:
         return "composed", why
