@@ -286,7 +286,7 @@ class TestGivingBack:
         item, _ = away[3][1]
         with open(tmp_path / "file", "wb+") as file:
             file.truncate(item.bytes)
-            self.refused(away, [(item, file.fileno())], "no memfd|seals")
+            self.refused(away, [(item, file.fileno())], "not a memfd|seals")
 
     @pytest.mark.parametrize("kind", ["unsealed", "small", "sparse", "foreign"])
     def test_a_memfd_that_is_not_ours(self, away, kind):

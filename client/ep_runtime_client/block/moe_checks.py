@@ -84,7 +84,7 @@ def held_dtype(name: str, dtype: Any) -> Any:
     return found
 
 
-# What the routing weights multiply: before wo (True) or in combine (False), or before wi.
+# What the routing weights multiply; None is the fastest that is right.
 _WEIGHTS_AT = (None, "output", "hidden", "input")
 
 
