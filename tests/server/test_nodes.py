@@ -321,7 +321,7 @@ def test_what_a_disk_does_not_keep_is_written_anew_or_not_said(coordinator, monk
     facts.next_epoch()
     monkeypatch.setattr(os, "fsync", broken)
     for _ in range(2):
-        with pytest.raises(PoolExhaustedError, match="must know: broken; retry"):
+        with pytest.raises(PoolExhaustedError, match="facts of the cluster: broken; retry"):
             asyncio.run(facts.durable())
     monkeypatch.undo()
     asyncio.run(facts.durable())

@@ -16,7 +16,7 @@ from ep_runtime_client.base.layers import EpLayer, TracedLayer
 from ep_runtime_client.ops.activation.function import Activation
 from ep_runtime_client.ops.block import vjp
 from ep_runtime_client.ops.block.cuda import scaling_of
-from ep_runtime_client.ops.block.protocol import Static, Weighted, Workspace
+from ep_runtime_client.ops.block.protocol import Static, Weighted, WorkspaceRows
 from ep_runtime_client.ops.block.vjp import BlockCall, Operands
 from ep_runtime_client.ops.calls.call import Call
 from ep_runtime_client.ops.calls.plan import Plan
@@ -226,7 +226,7 @@ def _taken(where: Where, weight: Kernel, entries: Entries, recipe: Recipe | None
 
 def _workspace(
     call: Call, activation: Activation, weights: Weights, kept: Kept, recipe: Recipe | None
-) -> Workspace:
+) -> WorkspaceRows:
     group, layer = call.group, call.layer
     sizes = BlockSizes(
         tokens=group.num_nodes * call.layout.tokens_per_rank,
@@ -243,7 +243,7 @@ def _workspace(
         scaling=scaling_of(recipe),
     )
     found = workspace.of_block(sizes, group.workspace, keep=kept.keep, keep_factor=kept.factor)
-    return Workspace(sizes, found.rows, found.kept_rows)
+    return WorkspaceRows(sizes, found.rows, found.kept_rows)
 
 
 def _entries(weight: Kernel, spec: PartitionSpec | None) -> Entries | None:

@@ -26,7 +26,7 @@ from ep_runtime_client.ops.block.protocol import (
     Saved,
     Static,
     WeightGrads,
-    Workspace,
+    WorkspaceRows,
 )
 from ep_runtime_client.ops.gemm import kernel_weights, kernels_8, kernels_16, kernels_32
 from ep_runtime_client.ops.gemm.kernels_16 import flat_bias
@@ -66,7 +66,7 @@ def multiple_of(dtype: Any, recipe: Recipe | None, *, paired: bool) -> int:
     return max(each, one, format_of(recipe).tile)
 
 
-def _workspace(static: Static) -> Workspace:
+def _workspace(static: Static) -> WorkspaceRows:
     assert static.workspace is not None
     return static.workspace
 
@@ -218,7 +218,7 @@ def _sizes(experts: Experts) -> tuple[int, int, int]:
     return hidden, inner, int(np.prod(experts.wi.shape[2:]))
 
 
-def _saved_shape(room: Workspace, sizes: tuple[int, int, int]) -> tuple[int, int]:
+def _saved_shape(room: WorkspaceRows, sizes: tuple[int, int, int]) -> tuple[int, int]:
     return (room.saved, sizes[2]) if room.saved else (0, 0)
 
 

@@ -33,7 +33,7 @@ Saved = Literal["rows", "data", "scales", "weights", "hidden", "made"]
 
 
 @dataclasses.dataclass(frozen=True)
-class Workspace:
+class WorkspaceRows:
     """Rows of a call whose rows are in a workspace, and not in arrays. Hashable.
 
     Attributes:
@@ -77,7 +77,7 @@ class Static:
     saves: bool = True
     sums: Any = None
     tf32: bool = False
-    workspace: Workspace | None = None
+    workspace: WorkspaceRows | None = None
 
     def __repr__(self) -> str:
         """Equal in every process of a job: the call's mesh names devices."""
