@@ -255,9 +255,10 @@ def test_programs_take_the_call(blocks: Blocks) -> None:
         (path,) = ep.explain(run, x, weights, idx, params).paths
         return path.why or path.path
 
-    assert told(jnp.bfloat16) == told(jnp.float32) == "block call"
+    taken = "cuda_nodes" if TRANSPORT == "nccl" else "cuda"
+    assert told(jnp.bfloat16) == told(jnp.float32) == taken
     if not TRIAL:
         assert told(jnp.float32, recipe=TENSOR) == bodies.REASONS["quantized"]
         with jax.default_matmul_precision("highest"):
-            assert told(jnp.bfloat16) == "block call"
+            assert told(jnp.bfloat16) == taken
             assert told(jnp.float32) == bodies.REASONS["precision"]

@@ -141,7 +141,7 @@ class BlockSteps(Steps):
 
         given = (self.tokens, self.topk_idx, weights, params)
         (path,) = ep.explain(step, *given).paths
-        assert path.path == "block call", path
+        assert TRIAL or path.path.startswith("cuda"), path
         compiled = step.lower(*given).compile()
         return lambda tokens, topk_idx: compiled(tokens, topk_idx, weights, params)
 

@@ -155,9 +155,10 @@ def _first_operand(
     values = rows.values
     if isinstance(values, QuantizedTensor):
         return values, None
-    if static.weighted == "input":
-        values = activation.forward(_linear(static), values, rows.weights, sizes)
     scale = next(scales) if static.delayed[0] else None
+    if static.weighted == "input":
+        operands = (_linear(static), static.recipes[0], values, rows.weights)
+        return _made(*operands, sizes, over.rows, scale)
     return _quantized(static.recipes[0], values, sizes, over.rows, scale)
 
 
@@ -171,12 +172,25 @@ def _activated(
 ) -> tuple[Any, jax.Array | None]:
     """Activations [1, C, M] as the second product takes them, and their amax where scales are
     given."""
-    recipe, axes = static.recipes[1], over.rows + over.inner
+    operands = (static.activation, static.recipes[1], hidden, weights)
+    return _made(*operands, sizes, over.rows + over.inner, scale)
+
+
+def _made(
+    function: Activation,
+    recipe: Recipe | None,
+    rows: jax.Array,
+    weights: jax.Array | None,
+    sizes: jax.Array,
+    axes: Axes,
+    scale: jax.Array | None,
+) -> tuple[Any, jax.Array | None]:
+    """A function of rows as a product takes it: where there is a recipe, in one pass on GPUs."""
     if recipe is None or scale is not None:
-        act = activation.forward(static.activation, hidden, weights, sizes)
-        return _quantized(recipe, act, sizes, axes, scale)
-    made = QuantizedActivation(static.activation, _current(recipe), sizes.shape[-1], axes)
-    return quantized_plain.forward(made, hidden, weights, sizes), None
+        made = activation.forward(function, rows, weights, sizes)
+        return _quantized(recipe, made, sizes, axes, scale)
+    quantized = QuantizedActivation(function, _current(recipe), sizes.shape[-1], axes)
+    return quantized_plain.forward(quantized, rows, weights, sizes), None
 
 
 def _quantized(
