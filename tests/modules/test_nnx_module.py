@@ -384,7 +384,7 @@ def test_a_block_without_a_router_is_called_with_a_routing(group: fakes.LocalGro
     jax.tree.map(np.testing.assert_array_equal, block(x, routing=routing), want)
     with pytest.raises(InvalidArgumentError, match="got neither"):
         block(x)
-    with pytest.raises(InvalidArgumentError, match="params.router must be None beside routing"):
+    with pytest.raises(InvalidArgumentError, match="params.router must be None with routing="):
         ep.nnx.MoEBlock(layer, MLP, rngs=nnx.Rngs(0))(x, routing=routing)
     options = {"routing": routing}
     with pytest.raises(InvalidArgumentError, match="routing is of one call: make the module"):

@@ -320,7 +320,7 @@ def test_axes_on_gate_and_up_in_one_dim_are_refused_by_name(make_group: MakeGrou
     fused = dataclasses.replace(params, wi=params.wi.reshape(EXPERTS, HIDDEN, -1))
     spec = MoEParams(*[PartitionSpec()] * 3)
     spec = dataclasses.replace(spec, wi=PartitionSpec("ep", None, "tp"))
-    with pytest.raises(ValueError, match=r"has tp=2 on its last dim.* \[E, H, 2, M\]"):
+    with pytest.raises(ValueError, match=r"whole on its last dim, got tp=2; .*\[E, H, 2, M\]"):
         moe(layer, draw(64), fused, params_spec=spec)
     with pytest.raises(ValueError, match="must be MoEParams of PartitionSpecs or rules"):
         moe(layer, draw(64), params, params_spec=PartitionSpec())

@@ -275,9 +275,9 @@ def test_what_does_not_fit_is_said_by_name(layer: Any) -> None:
             ep.moe(layer, x, params, routing=routing, **options)
 
     refused("got neither", routing=None)
-    refused("params.router must be None beside routing.*got both", params=both)
+    refused("params.router must be None with routing=.*got both", params=both)
     biased = dataclasses.replace(params, router_bias=jnp.zeros(EXPERTS))
-    refused("params.router_bias must be None beside routing", params=biased)
+    refused("params.router_bias must be None with routing=", params=biased)
     refused(r"routing must be ep.Routing\(topk_idx, .* got tuple", routing=(idx, weights))
     refused("^router says how route", router=SIGMOID)
     refused("^expert_bias says how route", expert_bias=jnp.zeros(EXPERTS))

@@ -129,7 +129,7 @@ def test_what_makes_no_sense_together_is_refused(logits: Any) -> None:
     routing = ep.route(logits, 2)
     assert routing.probs is not None
     few = routing._replace(probs=routing.probs[:3])
-    with pytest.raises(ValueError, match=r"routing.probs must be \[.*, 'E'\] beside topk_idx"):
+    with pytest.raises(ValueError, match=r"routing.probs must be \[.*, 'E'\] for topk_idx"):
         ep.aux_loss(few, coeff=1.0)
     with pytest.raises(ValueError, match=r"logits must be \[\.\.\., E\], got a scalar"):
         ep.route(jnp.zeros(()), 1)

@@ -49,8 +49,6 @@ RULES = {
 _BLOCK = re.compile(r"\n\s*\n|\n(?=\s*(?:[-*#>!]|\d+\.) )|(?<!\\)\||\n(?= *\S+(?: \S+)?  )")
 # Calls whose texts users read.
 SPOKEN = re.compile(r"(Error|_log|\b_?log(ger)?\.(debug|info|warning|error|exception))$")
-# Sources whose texts are not rewritten yet.
-LATER = re.compile(r"/block/moe_\w+\.py$|/ops/routing/")
 SENTENCE_END = re.compile(r"(?<=[.!?:])\s+(?=[`*\"\[(]*[A-Z0-9])")
 
 
@@ -109,7 +107,7 @@ def _texts() -> Iterator[tuple[str, int, str]]:
     """File, line from 1 on, and text."""
     for package in ("ep_runtime", "server", "client"):
         for path in (ROOT / package).rglob("*.py"):
-            for line, text in [] if LATER.search(str(path)) else messages(path.read_text("utf-8")):
+            for line, text in messages(path.read_text("utf-8")):
                 yield str(path), line, text
     for pattern in PAGES:
         for path in ROOT.glob(pattern):

@@ -266,7 +266,7 @@ def _check_shapes_of_biases(params: MoEParams) -> None:
         features = weight.shape[2:]
         if bias.ndim < 2 or bias.shape[1:] != features:
             raise InvalidArgumentError(
-                f"{name} must be [E, {', '.join(map(str, features))}] beside a weight of "
+                f"{name} must be [E, {', '.join(map(str, features))}] for a weight of "
                 f"{list(weight.shape)}, got {list(bias.shape)}",
                 argument=f"params.{name}",
             )
@@ -304,7 +304,7 @@ def check_halves(group: GroupSpec, params: MoEParams, gated: bool, inner: Axes |
     if gated and len(getattr(params.wi, "shape", ())) == 3 and inner:
         sizes = group.axis_sizes
         raise InvalidArgumentError(
-            f"wi [E, H, 2M] has {', '.join(f'{a}={sizes[a]}' for a in inner)} on its last dim, "
-            "where no shard has both gate and up of a column; pass wi as [E, H, 2, M] or a pair",
+            "wi [E, H, 2M] must be whole on its last dim, got "
+            f"{', '.join(f'{a}={sizes[a]}' for a in inner)}; pass wi as [E, H, 2, M] or a pair",
             argument="params.wi",
         )

@@ -64,8 +64,8 @@ def routed(x: jax.Array, params: MoEParams, sizes: Sizes, asked: AskedRouting) -
         value = getattr(asked, name)
         if value is not default and (default is None or value != default):
             raise InvalidArgumentError(
-                f"{name} says how route reads a router's logits: give it to ep.route, not to moe "
-                "beside routing",
+                f"{name} must be left out with routing=, which replaces the router; pass it to "
+                "ep.route",
                 argument=name,
             )
     _check_arrays(given, sizes)
@@ -122,8 +122,7 @@ def _check_place(params: MoEParams, given: Any) -> None:
     for name in ("router", "router_bias"):
         if getattr(params, name) is not None:
             raise InvalidArgumentError(
-                f"params.{name} must be None beside routing, which comes in a router's place; got "
-                "both",
+                f"params.{name} must be None with routing=, which replaces the router; got both",
                 argument=f"params.{name}",
             )
 

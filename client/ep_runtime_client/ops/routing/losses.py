@@ -184,7 +184,7 @@ def _check_probs(loss: str, routing: Routing) -> jax.Array:
     lead = routing.topk_idx.shape[:-1]
     if routing.probs.shape[:-1] != lead:
         raise InvalidArgumentError(
-            f"routing.probs must be {[*lead, 'E']} beside topk_idx {list(routing.topk_idx.shape)}, "
+            f"routing.probs must be {[*lead, 'E']} for topk_idx {list(routing.topk_idx.shape)}, "
             f"got {list(routing.probs.shape)}",
             argument="routing.probs",
         )
