@@ -148,8 +148,8 @@ def _longcat(config: _Config) -> Arguments:
 
 def _phimoe(config: _Config) -> Arguments:
     raise InvalidArgumentError(
-        "Phi-3.5 picks experts by SparseMixer, which is not an ep.Router: route by your own code, as "
-        "phimoe of docs/families.md does, and give moe the result as routing=",
+        "Phi-3.5 picks experts by SparseMixer, which is not an ep.Router: route by your own code, "
+        "as phimoe of docs/families.md does, and give moe the result as routing=",
         argument="model_type",
     )
 
