@@ -171,8 +171,8 @@ def moe(
             padding. A masked token takes no row, gets zeros back, and counts in no load, loss or
             capacity. Its gradients are 0, and it may be NaN. May be traced.
         aux_loss_coeff: as in `aux_loss`; may be traced. A Python 0 leaves the loss out.
-        activation: a name of ACTIVATIONS, f(gate), or f(gate, up); ungated blocks call f(h). No
-            gradient flows to values that a function closes over; they must be concrete.
+        activation: a name of ACTIVATIONS, f(gate), or f(gate, up); ungated blocks call f(h). It
+            computes each row separately. Gradients flow to traced values that it closes over.
         gated: whether wi holds gate and up.
         recipe: one of `ep.recipes` for both matmuls of the experts, or a pair for (wi, wo). None
             computes in compute_dtype. See docs/matmuls.md.
@@ -209,8 +209,7 @@ def moe(
 
     Raises:
         InvalidArgumentError: shapes, dtypes, names or shardings do not fit the layer. Also a state
-            without a delayed recipe, or the reverse; an activation that closes over a traced value;
-            values asked of a LayerSpec.
+            without a delayed recipe, or the reverse; values asked of a LayerSpec.
         StaleHandleError: the layer's group is closed.
         NotImplementedError: under a vmap, as in `dispatch`, or a second derivative.
 
@@ -261,8 +260,8 @@ def moe(
         x = moe_routing.counted(x, token_mask)
         routed = moe_routing.routed(x, params, sizes, asked)
     token_axes = static.group_spec.token_axes
-    function = activation_of(activation, gated, dtype, params.wo.shape[1])
-    block = Block(function, recipes, specs, inner_axes, token_axes)
+    function, values = activation_of(activation, gated, dtype, params.wo.shape[1])
+    block = Block(function, recipes, specs, inner_axes, token_axes, values)
     weighted = moe_call.weighted(static, block, params, weights_at)
     moved = Moved(x.astype(dtype), routed, handle, capacity, tokens_spec)
     body, why = moe_call.chosen(static, block, moved, params, weighted)

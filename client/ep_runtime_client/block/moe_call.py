@@ -127,5 +127,6 @@ def run(
             recipes=recipes,
             sent_by=_sent_by(call.layer, recipes[0], body, weighted),
             state=(None, None) if state is None else (state.wi, state.wo),
+            values=block.values,
         )
     return y, plan, None if state is None else MoEState(*states)

@@ -32,6 +32,7 @@ class Block:
         specs: PartitionSpec of each parameter by name, None where it is not known.
         inner_axes: mesh axes on M; None where they are not known.
         token_axes: those of the group.
+        values: traced ones that the activation reads.
     """
 
     activation: Activation
@@ -39,6 +40,7 @@ class Block:
     specs: Mapping[str, PartitionSpec | None]
     inner_axes: Axes | None
     token_axes: Axes
+    values: tuple[jax.Array, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ep_runtime_client.ops.activation.identity import Fixed, fixed
+from ep_runtime_client.ops.activation.identity import Fixed, Learned, identified
 
 Function = str | Callable[..., jax.Array]
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
@@ -35,11 +36,13 @@ class Activation:
         function: a name of ACTIVATIONS, or f(gate), f(gate, up), or f(h) where not gated.
         gated: whether rows hold gate and up.
         dtype: of the result; computed in f32, or in f64 where that is the dtype.
+        values: that a Learned function reads; only inside the op whose operands they are.
     """
 
-    function: str | Fixed
+    function: str | Fixed | Learned
     gated: bool
     dtype: Any
+    values: tuple[jax.Array, ...] = dataclasses.field(default=(), hash=False, compare=False)
 
     def __repr__(self) -> str:
         """Equal in every process of a job, and for functions that compute the same."""
@@ -53,7 +56,9 @@ class Activation:
         """[block, 2, M], [block, 2M] or, not gated, [block, M] -> [block, M], wide."""
         given = self.function
         function: Callable[..., jax.Array] = ACTIVATIONS[given] if isinstance(given, str) else given
-        pairs = isinstance(given, Fixed) and len(given.given) == 2
+        if isinstance(given, Learned):
+            function = functools.partial(given, self.values)
+        pairs = not isinstance(given, str) and len(given.given) == 2
         hidden = hidden.astype(self.wide)
         if not self.gated:
             return function(hidden)
@@ -62,16 +67,16 @@ class Activation:
         return function(gate, up) if pairs else function(gate) * up
 
 
-def activation_of(function: Function, gated: bool, dtype: Any, width: int) -> Activation:
-    """The activation of one call with M = `width`, which computes what `function` does now.
-
-    Raises:
-        InvalidArgumentError: `function` closes over a value that JAX traces.
-    """
+def activation_of(
+    function: Function, gated: bool, dtype: Any, width: int
+) -> tuple[Activation, tuple[jax.Array, ...]]:
+    """The activation of one call with M = `width`, which computes what `function` does now; and the
+    traced values that it reads."""
     if isinstance(function, str):
-        return Activation(function, gated, dtype)
+        return Activation(function, gated, dtype), ()
     operands = 2 if gated and _takes_two(function) else 1
-    return Activation(fixed(function, operands, width, _wide(dtype)), gated, dtype)
+    made, values = identified(function, operands, width, _wide(dtype))
+    return Activation(made, gated, dtype), values
 
 
 def _wide(dtype: Any) -> Any:

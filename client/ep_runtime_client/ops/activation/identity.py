@@ -7,16 +7,14 @@ that reads something else by now must not get the program of what it read before
 from __future__ import annotations
 
 import dataclasses
-import functools
 import hashlib
-import inspect
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Literal
+from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 
 from ep_runtime.errors import InvalidArgumentError
 
@@ -47,7 +45,7 @@ class Fixed:
         Raises:
             InvalidArgumentError: it computes something else by now.
         """
-        if _digest(self.function, self.given) != self.digest:
+        if _digest(self.function, self.given)[0] != self.digest:
             raise InvalidArgumentError(
                 f"activation {_name(self.function)} reads a value that changed after the call "
                 "began, and JAX compiles or differentiates the call with the old value; use a "
@@ -57,18 +55,58 @@ class Fixed:
         return self.function(*rows)
 
 
-def fixed(function: Callable[..., jax.Array], operands: int, width: int, dtype: Any) -> Fixed:
-    """`function` of so many arrays [rows, width].
+@dataclasses.dataclass(frozen=True)
+class Learned:
+    """A function of rows that reads values which JAX traces: they are its operands. Hashable.
 
-    Raises:
-        InvalidArgumentError: it closes over a value that JAX traces, which would be a constant to
-            it, without a gradient.
+    Attributes:
+        program: of a row at a time, with what it reads as constants.
+        learned: which of its constants are operands.
+        given: the types that it was traced with, [1, M] each.
+        digest: of what it computes.
     """
+
+    program: ClosedJaxpr = dataclasses.field(hash=False, compare=False)
+    learned: tuple[bool, ...]
+    given: tuple[jax.ShapeDtypeStruct, ...]
+    digest: str
+
+    def __repr__(self) -> str:
+        """Equal in every process of a job, and for functions that compute the same."""
+        return f"learned {self.digest}"
+
+    def __call__(self, values: tuple[jax.Array, ...], *rows: jax.Array) -> jax.Array:
+        """The function of `rows` [block, M] and of its operands, flat."""
+        left, consts = iter(values), []
+        variables = self.program.jaxpr.constvars
+        for const, learned, var in zip(self.program.consts, self.learned, variables, strict=True):
+            consts.append(next(left).reshape(var.aval.shape) if learned else const)
+        run = jaxpr_as_fun(ClosedJaxpr(self.program.jaxpr, consts))
+        made: jax.Array = jax.vmap(lambda *row: run(*row)[0])(*(x[:, None] for x in rows))
+        return made[:, 0]
+
+
+def identified(
+    function: Callable[..., jax.Array], operands: int, width: int, dtype: Any
+) -> tuple[Fixed | Learned, tuple[jax.Array, ...]]:
+    """`function` of so many arrays [rows, width], and the traced values that it reads."""
     given = (jax.ShapeDtypeStruct((2, width), dtype),) * operands
-    return Fixed(function, given, _digest(function, given))
+    digest, traced_values = _digest(function, given)
+    if not traced_values:
+        return Fixed(function, given, digest), ()
+    row = (jax.ShapeDtypeStruct((1, width), dtype),) * operands
+    program = jax.make_jaxpr(function)(*row)
+    learned = tuple(isinstance(x, jax.core.Tracer) for x in program.consts)
+    values = tuple(x for x, is_so in zip(program.consts, learned, strict=True) if is_so)
+    held = [None if is_so else x for x, is_so in zip(program.consts, learned, strict=True)]
+    return Learned(ClosedJaxpr(program.jaxpr, held), learned, row, digest), values
 
 
-def _digest(function: Callable[..., jax.Array], given: tuple[jax.ShapeDtypeStruct, ...]) -> str:
+def _digest(
+    function: Callable[..., jax.Array], given: tuple[jax.ShapeDtypeStruct, ...]
+) -> tuple[str, bool]:
+    """Of what it computes and of its derivative; and whether it reads values that JAX traces."""
+
     def with_derivative(*rows: jax.Array) -> Any:
         out, pull = jax.vjp(function, *rows)
         return out, pull(out)
@@ -77,13 +115,15 @@ def _digest(function: Callable[..., jax.Array], given: tuple[jax.ShapeDtypeStruc
         traced = jax.make_jaxpr(with_derivative)(*given)
     except Exception:  # noqa: BLE001 - no derivative; what else it lacks it says without
         traced = jax.make_jaxpr(function)(*given)
-    closed_over = [x for x in traced.consts if isinstance(x, jax.core.Tracer)]
-    if closed_over:
-        raise InvalidArgumentError(_refusal(function, closed_over), argument="activation")
+    learned = any(isinstance(x, jax.core.Tracer) for x in traced.consts)
     digest = hashlib.sha256(_ADDRESS.sub("", str(traced.jaxpr)).encode())
-    for value in map(np.asarray, _constants(traced)):
+    for constant in _constants(traced):
+        if isinstance(constant, jax.core.Tracer):
+            digest.update(jax.typeof(constant).str_short().encode())
+            continue
+        value = np.asarray(constant)
         digest.update(f"{value.dtype}{value.shape}".encode() + value.tobytes())
-    return digest.hexdigest()[:16]
+    return digest.hexdigest()[:16], learned
 
 
 def _constants(traced: ClosedJaxpr) -> Iterator[Any]:
@@ -96,36 +136,6 @@ def _constants(traced: ClosedJaxpr) -> Iterator[Any]:
         ):
             if isinstance(value, ClosedJaxpr):
                 yield from _constants(value)
-
-
-def _refusal(function: Callable[..., jax.Array], tracers: list[Any]) -> str:
-    known = _read_by(function)
-    found = []
-    for tracer in tracers:
-        names = (n for n, x in known.items() if any(y is tracer for y in jax.tree.leaves(x)))
-        found.append(f"{next(names, 'a value')} ({jax.typeof(tracer).str_short()})")
-    return (
-        f"activation {_name(function)} must not close over values that JAX traces, which would be "
-        f"constants to it, without gradients; it reads {', '.join(found)}. Apply them to params "
-        "instead (x * sigmoid(beta * x) is silu with the gate of wi times beta and wo over beta), "
-        "or compute them outside jit, grad and vmap"
-    )
-
-
-def _read_by(function: Any) -> dict[str, Any]:
-    """Values that a function reads by name, as far as Python can tell."""
-    if isinstance(function, functools.partial):
-        return {**_read_by(function.func), **function.keywords}
-    found = dict(getattr(getattr(function, "__self__", function), "__dict__", {}))
-    plain = inspect.unwrap(function)
-    plain = plain if inspect.isroutine(plain) else type(plain).__call__
-    try:
-        outside = inspect.getclosurevars(plain)
-        parameters = inspect.signature(plain).parameters
-    except (TypeError, ValueError):
-        return found
-    defaults = {name: each.default for name, each in parameters.items()}
-    return {**outside.globals, **outside.nonlocals, **defaults, **found}
 
 
 def _name(function: Any) -> str:

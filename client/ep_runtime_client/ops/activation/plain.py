@@ -9,6 +9,7 @@ S: slabs on this device, one but where nothing is spread.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -115,6 +116,52 @@ def pullback(
     else:
         d_hidden, d_weights = _on_platform(_pullback, static, *operands)
     return slack.cleared(d_hidden, group_sizes), d_weights
+
+
+def value_grads(
+    static: Activation,
+    hidden: jax.Array,
+    row_weights: jax.Array | None,
+    group_sizes: jax.Array,
+    grad: jax.Array,
+) -> tuple[jax.Array, ...]:
+    """Gradients of `static.values` by `grad` [S, C, M], each in its own dtype; of integers None."""
+    slabs, capacity = grad.shape[:2]
+    blocks = row_blocks.cut(capacity, group_sizes)
+    flat = [x.reshape(slabs * capacity, *x.shape[2:]) for x in (hidden, grad)]
+    weights = None if row_weights is None else row_weights.reshape(-1)
+    learned = [jnp.issubdtype(x.dtype, jnp.inexact) for x in static.values]
+    start = [
+        jnp.zeros(x.shape, jnp.promote_types(x.dtype, static.wide))
+        for x, is_so in zip(static.values, learned, strict=True)
+        if is_so
+    ]
+
+    def step(block: RowBlock, sums: list[jax.Array]) -> list[jax.Array]:
+        rows, grads = (block.read(x) for x in flat)
+        # Rows of no block stand for one that is there, whose derivative exists.
+        valid = block.valid.reshape(-1, *[1] * (rows.ndim - 1))
+        rows = jnp.where(valid, rows, rows[jnp.argmax(block.valid)])
+
+        def made(changed: list[jax.Array]) -> jax.Array:
+            left = iter(changed)
+            pairs = zip(static.values, learned, strict=True)
+            values = tuple(next(left) if is_so else x for x, is_so in pairs)
+            bound = dataclasses.replace(static, values=values)
+            return _weighted(bound, rows, None if weights is None else block.read(weights))
+
+        own = [x for x, is_so in zip(static.values, learned, strict=True) if is_so]
+        (found,) = jax.vjp(made, own)[1](grads.astype(static.wide))
+        return [total + part.astype(total.dtype) for total, part in zip(sums, found, strict=True)]
+
+    found: list[jax.Array] = row_blocks.loop(
+        blocks, step, start, *flat, weights, list(static.values)
+    )
+    sums = iter(found)
+    return tuple(
+        next(sums).astype(x.dtype) if is_so else None  # type: ignore[misc]
+        for x, is_so in zip(static.values, learned, strict=True)
+    )
 
 
 def _pullback(

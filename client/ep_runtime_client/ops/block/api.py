@@ -84,6 +84,7 @@ def run(
     recipes: tuple[Recipe | None, Recipe | None],
     sent_by: Recipe | None,
     state: MoEStates,
+    values: tuple[jax.Array, ...],
 ) -> tuple[jax.Array, MoEStates]:
     """Tokens' experts' answers, summed.
 
@@ -102,17 +103,19 @@ def run(
         recipes: that quantize the operands of each product, or None.
         sent_by: recipe that quantizes tokens before they are sent, or None.
         state: of each product whose recipe is delayed, or None.
+        values: that a learned activation reads.
 
     Returns:
-        An array like tokens, differentiable in tokens, topk_weights and the weights; and the next
-        states.
+        An array like tokens, differentiable in tokens, topk_weights, the weights and the values;
+        and the next states.
     """
     static, index, mesh = open_layer(layer)
     group = static.group_spec
     lies = (_entries(weights.wi, weights.wi_spec), _entries(weights.wo, weights.wo_spec))
     arrays = (weights.wi, weights.wo, weights.wi_bias, weights.wo_bias)
     of_weights = [x for x in arrays if x is not None]
-    operands = [tokens, topk_weights, topk_idx, plan.arrays, *of_weights]
+    values = tuple(x.reshape(-1) for x in values)
+    operands = [tokens, topk_weights, topk_idx, plan.arrays, *of_weights, *values]
     where = regions.of_layer(layer, operands, known=None not in lies)
     moved = per_device.varied(Call(plan.meta, mesh, where.manual), index, *operands)
     room = None
@@ -157,8 +160,10 @@ def run(
         came[0],
         came[1],
         (histories[0].scales, histories[1].scales),
+        tuple(spread.settle(where, x, ((),)) for x in values),
     )
-    types = tuple(map(regions.type_of, jax.tree.leaves((tokens, topk_weights, *graded))))
+    learned = [x for x in values if jnp.issubdtype(x.dtype, jnp.inexact)]
+    types = tuple(map(regions.type_of, jax.tree.leaves((tokens, topk_weights, *graded, learned))))
     dtypes = tuple(None if x is None else jnp.dtype(x.dtype) for x in graded[:2])
     paired = isinstance(graded[0], Pair)
     call = BlockCall(where, on_device, placed, (taken[0], taken[1]), types, paired, dtypes)

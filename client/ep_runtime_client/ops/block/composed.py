@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from ep_runtime_client.ops.activation import plain as activation
 from ep_runtime_client.ops.activation import quantized_plain
 from ep_runtime_client.ops.activation.function import Activation
+from ep_runtime_client.ops.activation.identity import Learned
 from ep_runtime_client.ops.activation.quantized_plain import QuantizedActivation
 from ep_runtime_client.ops.block.protocol import (
     Experts,
@@ -67,11 +68,14 @@ def saved(static: Static) -> tuple[Saved, ...]:
 
 
 def multiple(static: Static, *, paired: bool) -> int:
-    # Blocks of scales end with a weight's part of M.
-    return max(format_of(recipe).tile for recipe in static.recipes)
+    # Blocks of scales end with a weight's part of M. A learned function knows its M.
+    function = static.activation.function
+    width = function.given[0].shape[1] if isinstance(function, Learned) else 1
+    return max(width, *(format_of(recipe).tile for recipe in static.recipes))
 
 
 def forward(static: Static, given: Given, experts: Experts, over: Over) -> Forwarded:
+    static = _bound(static, experts)
     rows, sizes, product = _dispatched(static, given), _sizes(given), _gemm(static)
     scales = iter(given.scales)
     taken, first = _first_operand(static, rows, sizes, over, scales)
@@ -98,6 +102,7 @@ def backward(
     grads: WeightGrads,
     over: Over,
 ) -> Gradients:
+    static = _bound(static, experts)
     sizes, product = _sizes(given), _gemm(static)
     count, to_input = experts.wo.shape[0], static.weighted == "input"
     rows = _rows_of(static, saved, sizes) if saved else _dispatched(static, given)
@@ -114,6 +119,9 @@ def backward(
     dtype = hidden.dtype if grads.dtype is None else grads.dtype
     pulled = _gradient(static, 1, d_out, sizes, over.rows)
     d_act, d_wo = gemm.pullback(product, act, experts.wo, pulled, sizes, dtype)
+    d_values: tuple[jax.Array | None, ...] = ()
+    if experts.values:
+        d_values = activation.value_grads(static.activation, hidden, weights, sizes, d_act)
     # What reads hidden above comes first: the pullback takes its memory.
     after = activation.after(sizes, bits(act.data) if isinstance(act, QuantizedTensor) else act)
     d_hidden, d_weights = activation.pullback(static.activation, hidden, weights, after, d_act)
@@ -137,7 +145,13 @@ def backward(
             experts.wo_bias, d_out, rows.weights, d_weights, sizes
         )
     d_tokens, d_topk = _returned(static, given, d_rows[0], d_weights[0])
-    return Gradients(d_tokens, d_topk, d_wi, d_wo, d_wi_bias, d_wo_bias)
+    return Gradients(d_tokens, d_topk, d_wi, d_wo, d_wi_bias, d_wo_bias, d_values)
+
+
+def _bound(static: Static, experts: Experts) -> Static:
+    """With an activation that reads the experts' values."""
+    bound = dataclasses.replace(static.activation, values=experts.values)
+    return dataclasses.replace(static, activation=bound)
 
 
 def _sizes(given: Given) -> jax.Array:

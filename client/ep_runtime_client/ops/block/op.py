@@ -75,6 +75,7 @@ class BlockOp:
         wi: its leaves.
         wo: its leaves.
         biases: whether wi has one, and wo.
+        values: how many a learned activation reads; they come last, each flat.
     """
 
     where: Where
@@ -82,6 +83,7 @@ class BlockOp:
     wi: Packing
     wo: Packing
     biases: tuple[bool, bool]
+    values: int = 0
 
     name: ClassVar[str] = "block"
 
@@ -116,6 +118,11 @@ class BlockOp:
     @property
     def _count(self) -> int:
         """Operands that both directions take."""
+        return self._values + self.values
+
+    @property
+    def _values(self) -> int:
+        """Which operand is the first value."""
         return self._biases + sum(self.biases)
 
     @property
@@ -147,7 +154,7 @@ class BlockOp:
             )
         wi, wo = _on(wi, len(shape) - 1, inner), _on(wo, 1, inner)
         theirs = self._there(((wi, shape), (wo, shapes[second])))
-        given = arrived[self._biases : self._count]
+        given = arrived[self._biases : self._values]
         biases = [
             expert_bias(roles, weight, lies, shape)
             for lies, (weight, shape) in zip(given, theirs, strict=True)
@@ -176,7 +183,7 @@ class BlockOp:
         slabs = [(roles.slab, *[()] * (len(shape) - 1)) for shape in shapes[1 : self._wi]]
         biases = [bias.entries for bias in place.biases]
         weights = (*self.wi.spread(place.wi.entries), *self.wo.spread(place.wo.entries))
-        return [((),), *slabs, *weights, *biases]
+        return [((),), *slabs, *weights, *biases, *[((),)] * self.values]
 
     @property
     def saved(self) -> tuple[Saved, ...]:
@@ -210,13 +217,14 @@ class BlockOp:
                 blocks[first : first + len(packing)], packing.spread(taken.gathered), strict=True
             )
             found.append(unpack(packing, [gather(*each) for each in leaves]))
-        placed = zip(blocks[self._biases : self._count], place.biases, strict=True)
+        placed = zip(blocks[self._biases : self._values], place.biases, strict=True)
         biases = (gather(x, bias.gathered) for x, bias in placed)
         wi_bias, wo_bias = (next(biases) if there else None for there in self.biases)
         if wo_bias is not None and place.parts:
             wo_bias = of_first(place.parts, wo_bias)
         wi, wo = found
-        return given, Experts(wi, wo, wi_bias, wo_bias)
+        values = tuple(blocks[self._values : self._count])
+        return given, Experts(wi, wo, wi_bias, wo_bias, values)
 
     def runs_nowhere(self, roles: Roles) -> bool:
         """Whether only the results' shapes are asked for: of a group of several devices at once."""
@@ -231,7 +239,8 @@ class BlockOp:
             rows.append(" ".join(["r", *(f"p{number}{dim}" for dim in range(1, ndim))]))
         rows += ["r l"] * sum(self.static.delayed)
         biases = self._there((" ".join(["e", *self._columns]), "e o"))
-        return ["i", *rows, *self._kernels, *biases]
+        values = [f"v{number}" for number in range(self.values)]
+        return ["i", *rows, *self._kernels, *biases, *values]
 
     @property
     def _columns(self) -> list[str]:
@@ -378,13 +387,18 @@ class BlockBackward(BlockOp):
             off = self._each(wi_place.taken_off)
             wi = [back(x, off, self.dtypes[0]) for x in jax.tree.leaves(made.wi)]
             wo = back(made.wo, wo_place.taken_off, self.dtypes[1])
-            likes = [x.dtype for x in experts[2:] if x is not None]
+            likes = [x.dtype for x in experts[2:4] if x is not None]
             parts = [x for x in (made.wi_bias, made.wo_bias) if x is not None]
             if self.biases[1] and outside:
                 parts[-1] = of_first(outside, parts[-1])
             placed = zip(parts, place.biases, likes, strict=True)
             biases = [back(x, bias.gathered, like) for x, bias, like in placed]
-            return d_tokens[None], d_weights[None], *wi, wo, *biases
+            everywhere = roles.real(roles.slab)
+            pairs = zip(made.values, experts.values, strict=True)
+            values = [
+                jnp.zeros_like(x) if d is None else sums.total(d, everywhere) for d, x in pairs
+            ]
+            return d_tokens[None], d_weights[None], *wi, wo, *biases, *values
 
         slab: Entries = (roles.slab, (), ())
         operands = self.taken(roles, place, shapes)

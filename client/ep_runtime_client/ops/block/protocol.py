@@ -103,12 +103,14 @@ class Experts(NamedTuple):
         wo: [L, M, H].
         wi_bias: [L, *N'], or None.
         wo_bias: [L, H], or None.
+        values: that a learned activation reads.
     """
 
     wi: jax.Array | Pair | QuantizedTensor
     wo: jax.Array | QuantizedTensor
     wi_bias: jax.Array | None
     wo_bias: jax.Array | None
+    values: tuple[jax.Array, ...] = ()
 
 
 class Given(NamedTuple):
@@ -174,7 +176,8 @@ class Forwarded(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """Of one device; those of weights as `Experts` has them, of biases f32."""
+    """Of one device; those of weights as `Experts` has them, of biases f32. Integers among the
+    values have none."""
 
     tokens: jax.Array
     weights: jax.Array
@@ -182,6 +185,7 @@ class Gradients(NamedTuple):
     wo: jax.Array
     wi_bias: jax.Array | None
     wo_bias: jax.Array | None
+    values: tuple[jax.Array | None, ...] = ()
 
 
 class Body(Protocol):

@@ -56,6 +56,7 @@ class Operands(NamedTuple):
         wo8: likewise.
         scales: of each product whose recipe is delayed, f32 [R, L] of its rows and [E] of its
             weights; behind `run` of rows alone.
+        values: that a learned activation reads, each flat.
     """
 
     layer_index: jax.Array
@@ -71,6 +72,7 @@ class Operands(NamedTuple):
     wi8: QuantizedTensor | None = None
     wo8: QuantizedTensor | None = None
     scales: tuple[tuple[jax.Array, ...] | None, tuple[jax.Array, ...] | None] = (None, None)
+    values: tuple[jax.Array, ...] = ()
 
     @property
     def kernels(self) -> tuple[Kernel, Kernel]:
@@ -288,7 +290,9 @@ def _pullback(call: BlockCall, operands: Operands, saved: list[jax.Array], dy: j
         made = spread.run(op, (*lies, *_of_slabs(call, (*saved, dy))), *given, *saved, dy)
         d_tokens, d_weights = _to_tokens(call, *made[:2])
     halves = 2 if call.paired else 1
-    d_wi, d_wo, biases = made[2 : 2 + halves], made[2 + halves], iter(made[3 + halves :])
+    d_wi, d_wo, others = made[2 : 2 + halves], made[2 + halves], made[3 + halves :]
+    biases, of_values = iter(others), others[len(others) - len(operands.values) :]
+    inexact = [jax.numpy.issubdtype(x.dtype, jax.numpy.inexact) for x in operands.values]
     wi: Any = Pair(*d_wi) if halves == 2 else d_wi[0]
     grads = Operands(
         layer_index=None,  # type: ignore[arg-type]
@@ -301,6 +305,10 @@ def _pullback(call: BlockCall, operands: Operands, saved: list[jax.Array], dy: j
         wo=None if call.dtypes[1] is None else d_wo,  # type: ignore[arg-type]
         wi_bias=None if operands.wi_bias is None else next(biases),
         wo_bias=None if operands.wo_bias is None else next(biases),
+        values=tuple(
+            d if is_so else None  # type: ignore[misc]
+            for d, is_so in zip(of_values, inexact, strict=True)
+        ),
     )
     leaves, tree = jax.tree.flatten(grads)
     typed = [spread.typed_as(*each) for each in zip(leaves, call.types, strict=True)]
@@ -323,6 +331,7 @@ def _common(call: BlockCall, operands: Operands, weights: _Packed) -> dict[str, 
         "wi": weights[0][1],
         "wo": weights[1][1],
         "biases": (operands.wi_bias is not None, operands.wo_bias is not None),
+        "values": len(operands.values),
     }
 
 
@@ -340,7 +349,7 @@ def _given(
     for bias, each in zip((operands.wi_bias, operands.wo_bias), of_biases, strict=True):
         if bias is not None:
             given, lies = [*given, bias], [*lies, each]
-    return lies, given
+    return [*lies, *[((),)] * len(operands.values)], [*given, *operands.values]
 
 
 def _of_slabs(call: BlockCall, arrays: Sequence[jax.Array]) -> list[Entries]:
