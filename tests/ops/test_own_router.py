@@ -279,8 +279,8 @@ def test_what_does_not_fit_is_said_by_name(layer: Any) -> None:
     biased = dataclasses.replace(params, router_bias=jnp.zeros(EXPERTS))
     refused("params.router_bias must be None with routing=", params=biased)
     refused(r"routing must be ep.Routing\(topk_idx, .* got tuple", routing=(idx, weights))
-    refused("^router says how route", router=SIGMOID)
-    refused("^expert_bias says how route", expert_bias=jnp.zeros(EXPERTS))
+    refused("^router must be left out with routing=", router=SIGMOID)
+    refused("^expert_bias must be left out with routing=", expert_bias=jnp.zeros(EXPERTS))
     refused(
         r"topk_idx must be \[64, 3\]: .* got \[64, 2\]", routing=ep.Routing(idx[:, :2], weights)
     )

@@ -58,7 +58,7 @@ class Activation:
         function: Callable[..., jax.Array] = ACTIVATIONS[given] if isinstance(given, str) else given
         if isinstance(given, Learned):
             function = functools.partial(given, self.values)
-        pairs = not isinstance(given, str) and len(given.given) == 2
+        pairs = isinstance(given, Fixed | Learned) and len(given.given) == 2
         hidden = hidden.astype(self.wide)
         if not self.gated:
             return function(hidden)
