@@ -116,7 +116,7 @@ class StaleHandleError(EpRuntimeError):
 
 
 class SessionFencedError(EpRuntimeError):
-    """Raised when an operator has fenced this session: connect again and create the groups again.
+    """Raised when an operator has cut off (fenced) this session; connect and create groups again.
 
     The message names the user who fenced it.
     """

@@ -145,7 +145,7 @@ class GroupSpec:
 
     @property
     def ranks_per_node(self) -> int:
-        """Number of EP ranks whose windows a rank maps: those of its node, or all N."""
+        """Number of EP ranks on one node, whose windows each rank maps; N with one node."""
         return self.node_size or self.ep_size
 
     @property

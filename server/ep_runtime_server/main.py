@@ -46,7 +46,9 @@ def build_parser() -> argparse.ArgumentParser:
     """The flags of `ep-runtime serve`; the command line shows the same help."""
     parser = ServeParser(prog="ep-runtime serve", description="Runs the daemon in the foreground.")
     add = parser.add_argument
-    add("--dir", help="socket directory (default: $RUNTIME_DIRECTORY, or by user)")
+    add(
+        "--dir", help="directory of the sockets; default $RUNTIME_DIRECTORY, else one of the user's"
+    )
     add(
         "--allow-uid",
         type=int,
@@ -75,7 +77,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--drain-s",
         type=float,
         default=limits.DEFAULT_DRAIN_S,
-        help="seconds that SIGTERM waits for sessions",
+        help="after SIGTERM, wait at most S seconds for sessions to end",
     )
     add(
         "--recovery-s",

@@ -57,9 +57,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         value = getattr(default, field)
         said = f"{text}; default {value}"
         add(f"--{flag}", dest=field, type=count, default=value, metavar="N", help=said)
-    add("--seed", type=int, default=default.seed, metavar="N", help="seed of all numbers; 0")
-    text = "runtime to use: unix:///DIR, embedded, node or none; default $EP_RUNTIME_ADDRESS, else "
-    text += "the node's daemon, else an embedded one, with --processes the shared one of node"
+    add(
+        "--seed",
+        type=int,
+        default=default.seed,
+        metavar="N",
+        help="seed of all random numbers; default 0",
+    )
+    text = "daemon to use: unix:///DIR, embedded, node or none; default $EP_RUNTIME_ADDRESS, else "
+    text += "the node's daemon, else a private one, or with --processes one that they share"
     add("--address", help=text)
 
 

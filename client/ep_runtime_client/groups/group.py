@@ -285,7 +285,7 @@ class Group:
 
     @eager
     def check(self, arrays: Any = None) -> Any:
-        """Raises the error that a device reported since the last call, without a device sync.
+        """Raises the error, if any, that a device reported since the last `check`, without a sync.
 
         If a peer dies in a step, or the group is reclaimed, calls return NaN. So save only arrays
         that `check` returned: `checkpointer.save(path, group.check(state))`.

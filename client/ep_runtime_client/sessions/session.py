@@ -357,7 +357,7 @@ class Session:
         self._groups.session_ended()
 
     def close(self) -> None:
-        """Ends one `connect()` of the session; the last end frees its groups and windows.
+        """Undoes one `connect()`; undoing the last one frees the session's groups and windows.
 
         Later calls do nothing. Under tracing it does nothing either, as `connect()` is not counted
         there.

@@ -117,7 +117,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--insecure",
         action="store_true",
-        help="plain TCP without certificates, on loopback unless you name an address",
+        help="use plain TCP without certificates; on loopback unless --listen gives an address",
     )
     add(
         "--secret",

@@ -63,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--all",
         action="store_true",
-        help=f"include sessions that ended {LATELY_S:g} s to ten minutes ago",
+        help=f"also show sessions that ended up to ten minutes ago; default {LATELY_S:g} s",
     )
 
 

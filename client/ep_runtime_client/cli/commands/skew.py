@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add(
         "--op",
-        help="show matrices of this op only, such as dispatch; `-o wide` shows those of every op",
+        help="show the rank-by-rank matrices of one op, such as dispatch; `-o wide` shows all",
     )
     looks.add_arguments(parser, "seconds to look at", interval_s=5.0, wide="every peer")
     about = (

@@ -109,7 +109,7 @@ def add_list_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="KEY=VALUE",
-        help="show only rows with this label of connect() or this value in a column; != shows all "
+        help="show rows whose label of connect() or column has this value; KEY!=VALUE shows the "
         "others; separate several with commas",
     )
     add(

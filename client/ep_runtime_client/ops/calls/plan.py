@@ -101,7 +101,7 @@ class Plan:
 
     @property
     def handle(self) -> int:
-        """The layer's handle that is used by calls with this plan."""
+        """Number of the handle that keeps this plan's calls apart from other calls of the layer."""
         return self.meta.handle
 
 
