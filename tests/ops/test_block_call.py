@@ -182,5 +182,7 @@ def test_explain_names_the_body_and_why_it_is_not_the_fast_one(layer: Any, ways:
         return [str(path) for path in ep.explain(run, x, params).paths]
 
     assert told() == [f"ep.moe of 'moe': composed: {bodies.REASONS['transport']}"]
-    ways.body("composed")
-    assert told(keep="nothing") == ["ep.moe of 'moe': composed"]
+    ways.emulated()
+    assert told(keep="nothing") == ["ep.moe of 'moe': cuda"]
+    recipe = (ep.recipes.TensorScaling(), None)
+    assert told(recipe=recipe) == [f"ep.moe of 'moe': composed: {bodies.REASONS['recipe']}"]
