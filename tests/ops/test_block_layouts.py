@@ -179,7 +179,8 @@ def test_quantized_weights_lie_as_they_do_and_cross_in_bytes(
         program = compiled(group, x, params, recipe=ep.recipes.TensorScaling(), **options)
         got = program(x, params)
     check_layouts(got, x, params)
-    assert worst_error(got, Dense(TOP_K).graded(x, params)) < 0.2
+    # As near as public ops (0.25): a scale is one of all devices that share an expert's rows.
+    assert worst_error(got, Dense(TOP_K).graded(x, params)) < 0.26
     seen = explain_text(program.as_text())
     assert seen.num_others == 0
     gathered = [one for one in seen.collectives if one.kind == "all-gather" and "block" in one.op]
