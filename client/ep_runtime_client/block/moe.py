@@ -261,7 +261,7 @@ def moe(
         routed = moe_routing.routed(x, params, sizes, asked)
     token_axes = static.group_spec.token_axes
     function, values = activation_of(activation, gated, dtype, params.wo.shape[1])
-    block = Block(function, recipes, specs, inner_axes, token_axes, values)
+    block = Block(function, recipes, specs, token_axes, values)
     weighted = moe_call.weighted(static, block, params, weights_at)
     moved = Moved(x.astype(dtype), routed, handle, capacity, tokens_spec)
     body, why = moe_call.chosen(static, block, moved, params, weighted)

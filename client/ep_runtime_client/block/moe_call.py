@@ -45,7 +45,7 @@ def _sent_by(layer: EpLayer, recipe: Recipe | None, body: str, weighted: Weighte
     are there.
     """
     group = layer.group_spec
-    if recipe is None or body != "composed" or weighted == "input":
+    if recipe is None or bodies.has_workspace(body) or weighted == "input":
         return None
     if quantized_rows.refused(recipe, group):
         return None
@@ -95,11 +95,11 @@ def run(
         tokens_spec=moved.tokens_spec,
     )
     assert weights is not None
-    if body == "composed":
+    if bodies.has_workspace(body):
+        plan, most = make_plan_with_most(call, index, routed.topk_idx)
+    else:
         plan = make_plan(call, index, routed.topk_idx)
         most = plan.arrays.num_recv
-    else:
-        plan, most = make_plan_with_most(call, index, routed.topk_idx)
     if call.layout.tokens_per_rank == 0:
         return moved.tokens, plan, state
     recipes = moe_checks.quantizing(block.recipes)

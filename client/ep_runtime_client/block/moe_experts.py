@@ -30,7 +30,6 @@ class Block:
         activation: between the matmuls; its dtype is that of rows everywhere.
         recipes: of wi and wo.
         specs: PartitionSpec of each parameter by name, None where it is not known.
-        inner_axes: mesh axes on M; None where they are not known.
         token_axes: those of the group.
         values: traced ones that the activation reads.
     """
@@ -38,7 +37,6 @@ class Block:
     activation: Activation
     recipes: tuple[Recipe | None, Recipe | None]
     specs: Mapping[str, PartitionSpec | None]
-    inner_axes: Axes | None
     token_axes: Axes
     values: tuple[jax.Array, ...] = ()
 

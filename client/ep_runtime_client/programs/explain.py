@@ -69,9 +69,7 @@ _RESHARD = {
     "experts": "an expert weight, its gradient, or the rows do not lie on dim 0 over the ep axes",
     "router": "logits or the router's weights are resharded",
 }
-_MATMUL = frozenset(
-    {"grouped_gemm", "grouped_quantize", "activation", "dense", "block", "block_bwd"}
-)
+_MATMUL = frozenset({"grouped_gemm", "grouped_quantize", "dense", "block", "block_bwd"})
 _AMAX = "the amax of a scale is the largest over the axes that split the values which share it"
 _GATHERED = "a weight lies over outer axes, which split the tokens: it is gathered off them"
 _GATHERED_BEFORE = (
@@ -96,7 +94,7 @@ class Collective:
     Attributes:
         kind: XLA's name of the collective, such as "all-gather".
         op: prepare, dispatch, combine, dispatch_bwd, combine_bwd, block, block_bwd, grouped_gemm,
-            grouped_quantize, activation, dense, router, aux_loss or stats; "experts" for the rest
+            grouped_quantize, dense, router, aux_loss or stats; "experts" for the rest
             of `moe`.
         layer: the layer's name (for a stack that of its layer 0), with "." for "/"; "-" without a
             layer.

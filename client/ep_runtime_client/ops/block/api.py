@@ -14,14 +14,14 @@ from ep_runtime import workspace
 from ep_runtime.workspace import BlockSizes
 from ep_runtime_client.base.layers import EpLayer, TracedLayer
 from ep_runtime_client.ops.activation.function import Activation
-from ep_runtime_client.ops.block import vjp
+from ep_runtime_client.ops.block import bodies, vjp
 from ep_runtime_client.ops.block.cuda import scaling_of
 from ep_runtime_client.ops.block.protocol import Static, Weighted, WorkspaceRows
 from ep_runtime_client.ops.block.vjp import BlockCall, Operands
 from ep_runtime_client.ops.calls.call import Call
 from ep_runtime_client.ops.calls.plan import Plan
 from ep_runtime_client.ops.gemm import kernels_32, weight_entries
-from ep_runtime_client.ops.gemm.api import with_whole_blocks
+from ep_runtime_client.ops.gemm.api import blocks_of, with_whole_blocks
 from ep_runtime_client.ops.gemm.checks import check_experts
 from ep_runtime_client.ops.gemm.quantized_operands import origin_of, settled
 from ep_runtime_client.ops.movement import per_device, token_watch
@@ -30,7 +30,6 @@ from ep_runtime_client.ops.partitioning.regions import Where
 from ep_runtime_client.ops.partitioning.roles import Entries, padded
 from ep_runtime_client.ops.quantize.delayed import Delayed, check_state
 from ep_runtime_client.ops.quantize.formats.recipes import DelayedState, Recipe
-from ep_runtime_client.ops.quantize.formats.table import format_of
 from ep_runtime_client.ops.quantize.packing import Kernel, Matrix
 from ep_runtime_client.ops.quantize.pair import Pair, of_each
 from ep_runtime_client.ops.quantize.quantized_tensor import QuantizedTensor
@@ -119,7 +118,7 @@ def run(
     where = regions.of_layer(layer, operands, known=None not in lies)
     moved = per_device.varied(Call(plan.meta, mesh, where.manual), index, *operands)
     room = None
-    if body != "composed":
+    if bodies.has_workspace(body):
         room = _workspace(moved, activation, weights, kept, recipes[0])
     on_device = Static(
         moved,
@@ -224,9 +223,8 @@ def _taken(where: Where, weight: Kernel, entries: Entries, recipe: Recipe | None
     """Entries of a weight as it is multiplied: off axes that leave a recipe no whole blocks."""
     if where.roles is None or recipe is None or isinstance(weight, QuantizedTensor):
         return entries
-    shape, tile = spread.whole_shape(where, weight.shape, entries), format_of(recipe).tile
-    blocks = tuple(tile if dim in (1, weight.ndim - 1) else 1 for dim in range(weight.ndim))
-    return with_whole_blocks(where, entries, shape, blocks)
+    shape = spread.whole_shape(where, weight.shape, entries)
+    return with_whole_blocks(where, entries, shape, blocks_of(recipe, weight))
 
 
 def _workspace(

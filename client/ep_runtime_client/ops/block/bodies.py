@@ -26,7 +26,8 @@ from ep_runtime_client.ops.quantize.formats.table import format_of
 from ep_runtime_client.ops.tracing import slack
 from ep_runtime_client.ops.transports.choice import on_gpus
 
-BODIES: dict[str, Body] = {"composed": composed, "cuda": cuda, "cuda_nodes": cuda_nodes}
+COMPOSED = "composed"
+BODIES: dict[str, Body] = {COMPOSED: composed, "cuda": cuda, "cuda_nodes": cuda_nodes}
 _forced: contextvars.ContextVar[str] = contextvars.ContextVar("ep_runtime_body", default="")
 _TYPES = tuple(jnp.dtype(name) for name in ("float32", "bfloat16", "float16"))
 # Short names, which a compiled program carries, of the reasons.
@@ -80,7 +81,7 @@ def chosen(asked: Asked) -> tuple[str, str]:
         return forced, ""
     why = unsupported(asked)
     if why:
-        return "composed", why
+        return COMPOSED, why
     return "cuda_nodes" if asked.group.node_size else "cuda", ""
 
 
@@ -92,6 +93,11 @@ def forced(name: str) -> Iterator[None]:
         yield
     finally:
         _forced.reset(before)
+
+
+def has_workspace(name: str) -> bool:
+    """Whether a body keeps rows in a workspace, whose room `prepare` must be asked for."""
+    return name != COMPOSED
 
 
 def named(name: str) -> Body:

@@ -35,6 +35,7 @@ from ep_runtime_client.ops.gemm import plain as gemm
 from ep_runtime_client.ops.gemm.plain import Gemm
 from ep_runtime_client.ops.kernels import row_blocks
 from ep_runtime_client.ops.kernels.row_blocks import RowBlock
+from ep_runtime_client.ops.movement import quantized_rows
 from ep_runtime_client.ops.quantize import plain as quantize
 from ep_runtime_client.ops.quantize.amax import group_amax
 from ep_runtime_client.ops.quantize.amax import over as largest
@@ -283,12 +284,8 @@ def _dispatched(static: Static, given: Given) -> _Rows:
     if recipe is None:
         return _Rows(*_exchanged(static, given, given.tokens))
     tile, hidden = format_of(recipe).tile, given.tokens.shape[1]
-    # A size that no compiler knows keeps the rows' loop a loop: nothing of the model is fused into
-    # it, which would round the tokens otherwise.
-    count = (given.plan.num_recv >> 31) + jnp.int32(given.tokens.shape[0])
-    q = quantize.quantize_rows(recipe, given.tokens, count)
-    assert q.scale is not None
-    raw, weights = _exchanged(static, given, to_bytes(q.data, q.scale, tile))
+    packed = to_bytes(*quantized_rows.quantized(recipe, given.tokens, given.plan), tile)
+    raw, weights = _exchanged(static, given, packed)
     data, scale = from_bytes(raw[0], hidden, tile)
     return _Rows(_sent(recipe, data[None], scale[None], sizes), weights)
 

@@ -173,7 +173,7 @@ def _call(
         # The weight decides which axes lie on K' of the rows too.
         shape = spread.whole_shape(where, rhs.shape, given)
         num_experts = shape[0]
-        blocks = _blocks(recipe, rhs)
+        blocks = blocks_of(recipe, rhs)
         rows = grouped(where.roles, rows, given, shape, blocks=blocks).lhs
         if recipe is not None and not isinstance(rhs, QuantizedTensor):
             lies = with_whole_blocks(where, given, shape, blocks)
@@ -242,7 +242,8 @@ def _whole_kernel(
     return tuple(shape)
 
 
-def _blocks(recipe: Recipe | None, rhs: Kernel) -> tuple[int, ...]:
+def blocks_of(recipe: Recipe | None, rhs: Kernel) -> tuple[int, ...]:
+    """Per dim of rhs, what a recipe needs its size on a device to be a multiple of."""
     tile = format_of(rhs.recipe if isinstance(rhs, QuantizedTensor) else recipe).tile
     return tuple(tile if dim in (1, rhs.ndim - 1) else 1 for dim in range(rhs.ndim))
 

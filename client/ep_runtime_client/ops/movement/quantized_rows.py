@@ -203,7 +203,7 @@ def _moved(
     def body(index: jax.Array, *operands: jax.Array) -> Any:
         local = [x.reshape(-1, x.shape[-1]) for x in operands[: len(sent)]]
         plan = type(arrays)(*(x[0] for x in operands[len(sent) :]))
-        data, scale = local[:2] if given is not None else _quantized(sending, local[0], plan)
+        data, scale = local[:2] if given is not None else quantized(sending.recipe, local[0], plan)
         packed = to_bytes(data, scale, sending.tile)
         raw, recv_weights = exchange(
             call, index, packed, None if weights is None else local[-1], plan
@@ -225,7 +225,7 @@ def _moved(
     return (made if origin is not None else (*made, None)), recv_weights
 
 
-def _quantized(sending: Sending, tokens: jax.Array, plan: Any) -> tuple[jax.Array, jax.Array]:
+def quantized(recipe: Recipe, tokens: jax.Array, plan: Any) -> tuple[jax.Array, jax.Array]:
     """Tokens [T, H] of this device: data and scales.
 
     A size that no compiler knows keeps the rows' loop a loop: nothing of the model is fused into
@@ -233,7 +233,7 @@ def _quantized(sending: Sending, tokens: jax.Array, plan: Any) -> tuple[jax.Arra
     """
     hidden_zero = plan.num_recv >> 31
     sizes = hidden_zero + jnp.int32(tokens.shape[0])
-    q = plain.quantize_rows(sending.recipe, tokens, sizes)
+    q = plain.quantize_rows(recipe, tokens, sizes)
     assert q.scale is not None
     return q.data, q.scale
 

@@ -14,7 +14,7 @@ from ep_runtime_client.base.layers import EpLayer
 _SEPARATORS = str.maketrans({"/": ".", "(": "[", ")": "]"})
 _SCOPE = re.compile(
     r"\bep_(prepare|dispatch_bwd|dispatch|combine_bwd|combine|block_bwd|block|experts|router|aux_loss|"
-    r"stats|grouped_gemm|grouped_quantize|activation|dense)"
+    r"stats|grouped_gemm|grouped_quantize|dense)"
     r"/([^/()]+)"
 )
 _WAY = re.compile(r"\bep_moe\.(\w+)\.(\w+)/([^/()]+)")
