@@ -52,7 +52,7 @@ OrderedT = TypeVar("OrderedT", bound=Ordered)
 def measured(
     orders: Sequence[OrderedT], limit_s: float
 ) -> Iterator[tuple[OrderedT, dict[str, Any]]]:
-    """What the process of each order found, `python -m MODULE ORDER`; stock ones may fail.
+    """Runs `python -m MODULE ORDER` for each order and yields its results; plain JAX may fail.
 
     Args:
         orders: in the order in which they are measured.

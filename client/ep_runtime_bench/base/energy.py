@@ -1,4 +1,4 @@
-"""What a step draws: NVML's counters of energy before and after many steps. Imports no JAX."""
+"""Joules of a step, from NVML's energy counters before and after many steps. Imports no JAX."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def joules_per_step(devices: int, run: Callable[[int], object], step_s: float) -
 
 
 def total_joules(devices: int) -> float | None:
-    """What the first `devices` GPUs of this process drew since their driver was loaded."""
+    """Joules that the first `devices` GPUs of this process used since their driver was loaded."""
     try:
         nvml = importlib.import_module("pynvml")
     except ImportError:

@@ -90,7 +90,7 @@ def _versions(torch: bool) -> dict[str, str]:
 
 
 def _commit() -> str:
-    """Of the checkout that this package runs in; "" outside of one."""
+    """The commit of the checkout that this package runs in; "" if it runs in none."""
     root = Path(ep_runtime.__file__).parent.parent
     command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12"]
     if not (root / ".git").exists():

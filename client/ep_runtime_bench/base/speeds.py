@@ -28,7 +28,7 @@ COLUMNS = (
 
 @functools.cache
 def gpu_name() -> str:
-    """Of the machine's first GPU; "" where NVML tells none."""
+    """The name of the machine's first GPU; "" if NVML finds none."""
     return next((gpu.name for gpu in nvml.look().gpus), "")
 
 

@@ -54,12 +54,12 @@ class Rank:
         return self.largest((time.perf_counter() - started) / steps)
 
     def joules(self, step: Callable[[], object], step_s: float) -> float | None:
-        """What all GPUs draw in a step."""
+        """Joules that all GPUs use in a step."""
         devices = self.count if self.on_gpu else 0
         return energy.joules_per_step(devices, lambda steps: self.timed(step, steps), step_s)
 
     def largest(self, value: float) -> float:
-        """Of all ranks."""
+        """The largest `value` of any rank."""
         found = torch.tensor([value], dtype=torch.float64, device=self.device)
         dist.all_reduce(found, op=dist.ReduceOp.MAX)
         return float(found)
@@ -72,7 +72,7 @@ class Rank:
 
 
 def main(measure: Callable[[Rank, Any], Any], order: Any) -> int:
-    """Of a client of the bench: starts a rank for each device, writes what the first one found.
+    """Starts a rank for each device and writes the results of the first one.
 
     Args:
         measure: of a module, since processes are started afresh; returns a dataclass.

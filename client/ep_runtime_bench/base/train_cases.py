@@ -13,7 +13,7 @@ from ep_runtime.specs import COMBINE_PRECISIONS
 from ep_runtime_bench.base.moe_cases import QUANTIZED, RECIPES, TORCH, Case, Profile
 
 STOCK = "stock padded"
-FIRST = 8  # steps whose losses are told, ahead of the timed ones
+FIRST = 8  # steps that report losses, before the timed steps
 ROUND = 6  # steps that follow each other, timed together
 # What backward finds again: everything, what `ep.remat_policy()` saves, or of our names alone.
 REMATS = ("none", "default", "plan", "rows")
@@ -57,7 +57,7 @@ class Model:
 
     @property
     def flops(self) -> int:
-        """Of one step of a device: projections, causal attention, router, head, experts."""
+        """FLOPs of one step on a device: projections, causal attention, router, head, experts."""
         dense = 8 * self.hidden**2 + 2 * self.sequence * self.hidden
         dense += 2 * self.hidden * self.num_experts
         forward = self.layers * dense + 2 * self.hidden * self.vocabulary

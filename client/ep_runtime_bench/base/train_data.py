@@ -1,4 +1,4 @@
-"""What `bench train` trains on: words, and experts where the router does not choose. No JAX."""
+"""Data of `bench train`: words, and chosen experts if no router chooses. Imports no JAX."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ class _Exchange(torch.autograd.Function):  # type: ignore[misc]
 
 
 class _Plan(NamedTuple):
-    """Where rows go: sizes by rank, and received rows in the order of their experts."""
+    """How rows are exchanged: sizes by rank, and the order of received rows by expert."""
 
     sent: list[int]
     received: list[int]

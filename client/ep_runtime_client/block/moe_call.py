@@ -28,7 +28,7 @@ from ep_runtime_client.ops.tracing.scopes import scope
 def weighted(
     layer: EpLayer, block: Block, params: MoEParams, weights_at: Weighted | None
 ) -> Weighted:
-    """What the router's weights multiply; `weights_at` as in `moe`."""
+    """Chooses what the router's weights multiply; `weights_at` as in `moe`."""
     if weights_at is None:
         # Kernels multiply weights into activations on GPUs, where windows are theirs.
         on_gpu = layer.group_spec.transport != "memfd"

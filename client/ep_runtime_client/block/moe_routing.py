@@ -33,7 +33,7 @@ class Sizes:
 
 @dataclasses.dataclass(frozen=True)
 class AskedRouting:
-    """What a call of `moe` says of its routing.
+    """The arguments of one `moe` call that concern routing.
 
     Attributes:
         given: a routing of the caller's, or None.

@@ -117,7 +117,7 @@ class DemoConfig:
 
     @property
     def loss_tolerance(self) -> float:
-        """Of compared losses, relative; 0: bit-equal. XLA tunes each GPU program's matmuls."""
+        """Largest relative difference of losses; 0 but on GPUs, where XLA tunes each program."""
         return 1e-3 if self.platform == "gpu" else 0.0
 
     @property

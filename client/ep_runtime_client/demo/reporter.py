@@ -1,4 +1,4 @@
-"""What the demo writes: a progress bar on a terminal, a line now and then elsewhere."""
+"""Output of the demo: a progress bar on a terminal, a line now and then elsewhere."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `ep-runtime load` and `skew` show of one group, as dataclasses of arrays."""
+"""Load and skew of one group, as dataclasses of arrays."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ class GroupLooks:
         )
 
     def _at_start(self, seen: tallies.Look) -> tallies.Look:
-        """What a look had seen when the group was formed: nodes' clocks run apart, not faster."""
+        """The counters at the time the group formed, on the clock of the node that counts."""
         elapsed_s = time.monotonic() - self._formed_s
         nothing = {"calls": 0, "rows": 0, "dropped_rows": 0, "ops": (), "layers": ()}
         still = {"state": "", "waiting_for": -1, "since_s": 0.0}

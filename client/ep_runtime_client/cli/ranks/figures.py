@@ -41,7 +41,7 @@ def ops(group: Sequence[Interval], wanted: str | None) -> list[str]:
 
 
 def skew_of(group: Sequence[Interval], op: str) -> dict[str, Any]:
-    """Who waits in one op, and for whom, by the keys that `ep-runtime skew` shows."""
+    """Which ranks wait in one op, and for which others; keys are those of `ep-runtime skew`."""
     of_op = [one.ops.get(op, (0, 0.0)) for one in group]
     calls, seconds = sum(count for count, _ in of_op), sum(time_s for _, time_s in of_op)
     waits = matrix(group, op, "waits")

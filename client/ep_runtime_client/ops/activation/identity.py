@@ -105,7 +105,7 @@ def identified(
 def _digest(
     function: Callable[..., jax.Array], given: tuple[jax.ShapeDtypeStruct, ...]
 ) -> tuple[str, bool]:
-    """Of what it computes and of its derivative; and whether it reads values that JAX traces."""
+    """Digest of a function and of its derivative; and whether the function reads traced values."""
 
     def with_derivative(*rows: jax.Array) -> Any:
         out, pull = jax.vjp(function, *rows)
