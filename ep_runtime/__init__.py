@@ -38,7 +38,7 @@ _NAMES_OF = {
     "ep_runtime_client.programs.failures": ("error_of", "translate_errors"),
     "ep_runtime_client.groups.group": ("Group",),
     "ep_runtime_client.base.layers": ("EpLayer", "LayerStack", "layer"),
-    "ep_runtime_client.block.moe": (
+    "ep_runtime_client.moe.api": (
         "MoEParams",
         "MoEState",
         "MoEStats",
@@ -46,7 +46,7 @@ _NAMES_OF = {
         "init_moe_state",
         "moe",
     ),
-    "ep_runtime_client.block.quantized": ("quantize_params", "straight_through"),
+    "ep_runtime_client.modules.quantized": ("quantize_params", "straight_through"),
     "ep_runtime_client.ops.movement.combine": ("combine",),
     "ep_runtime_client.ops.movement.dispatch": ("dispatch",),
     "ep_runtime_client.ops.permutation.api": (
@@ -79,16 +79,16 @@ _NAMES_OF = {
 }
 _MODULE_OF = {name: module for module, names in _NAMES_OF.items() for name in names}
 _SUBMODULES = {
-    "convert": "ep_runtime_client.block.convert",
+    "convert": "ep_runtime_client.modules.convert",
     "errors": "ep_runtime.errors",
     "recipes": "ep_runtime_client.ops.quantize.formats.recipes",
-    "sharding": "ep_runtime_client.block.sharding",
+    "sharding": "ep_runtime_client.modules.sharding",
 }
 # With the extras flax and optax; `from ep_runtime import *` works without them.
 _OPTIONAL_SUBMODULES = {
-    "linen": "ep_runtime_client.block.linen",
-    "nnx": "ep_runtime_client.block.nnx",
-    "optax": "ep_runtime_client.block.optax",
+    "linen": "ep_runtime_client.modules.linen",
+    "nnx": "ep_runtime_client.modules.nnx",
+    "optax": "ep_runtime_client.modules.optax",
 }
 
 __all__ = ["__version__", *sorted([*_MODULE_OF, *_SUBMODULES])]

@@ -13,11 +13,12 @@ import numpy as np
 import pytest
 
 import ep_runtime as ep
-from ep_runtime_client.block import moe_call
-from ep_runtime_client.block.moe_experts import bias_of, operand
-from ep_runtime_client.block.state import MoEState
-from ep_runtime_client.ops.block import bodies, composed, cuda, cuda_nodes
-from ep_runtime_client.ops.block.protocol import Forwarded
+from ep_runtime_client.moe import bodies
+from ep_runtime_client.moe import call as moe_call
+from ep_runtime_client.moe.bodies import composed, cuda, cuda_nodes
+from ep_runtime_client.moe.bodies.protocol import Forwarded
+from ep_runtime_client.moe.experts import bias_of, operand
+from ep_runtime_client.moe.state import MoEState
 
 
 class Emulated:

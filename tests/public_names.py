@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import ep_runtime as ep
-from ep_runtime_client.block import linen, nnx
-from ep_runtime_client.block import optax as ep_optax
+from ep_runtime_client.modules import linen, nnx
+from ep_runtime_client.modules import optax as ep_optax
 
 # Public although they begin with "_": users call them by a sign.
 BY_SIGN = {"__call__", "__getitem__"}

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from ep_runtime import layer_specs
-from ep_runtime_client.block.params import (
+from ep_runtime_client.moe.params import (
     LOGICAL_AXES,
     MoEParams,
     init_moe_params,

@@ -90,7 +90,8 @@ def test_dir_shows_the_public_names_alone() -> None:
 
 
 def test_the_options_that_checkers_know_are_those_of_moe() -> None:
-    from ep_runtime_client.block import module_options, moe_options
+    from ep_runtime_client.modules import options as module_options
+    from ep_runtime_client.moe import options as moe_options
 
     options = set(module_options.option_names())
     assert set(moe_options.MoEOptions.__annotations__) == options - {"return_stats"} | {

@@ -18,7 +18,7 @@ from ep_runtime import env, errors
 from ep_runtime_bench.base.moe_cases import CASES
 from ep_runtime_bench.base.train_cases import MODELS
 from ep_runtime_client import cli
-from ep_runtime_client.ops.block import bodies
+from ep_runtime_client.moe import bodies
 from ep_runtime_server.metrics.catalogue import METRICS
 
 TEST = re.compile(r"`([^\s`]+\.py)::([^\s`]+)`")

@@ -29,7 +29,7 @@ from gpu.block_programs import (
 from gpu.jobs.layouts import TRANSPORT, TRIAL
 
 import ep_runtime as ep
-from ep_runtime_client.ops.block import bodies
+from ep_runtime_client.moe import bodies
 from ep_runtime_client.ops.transports import nodes, nodes_plan
 
 pytestmark = pytest.mark.skipif(TRANSPORT == "xla", reason="has no block calls")

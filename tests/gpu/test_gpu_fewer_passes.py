@@ -16,7 +16,7 @@ from gpu.jobs.layouts import TRANSPORT, TRIAL
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import ep_runtime as ep
-from ep_runtime_client.block.moe import init_moe_params, moe
+from ep_runtime_client.moe.api import init_moe_params, moe
 from ep_runtime_client.ops.activation import kernels as activation_kernels
 from ep_runtime_client.ops.activation import plain as activation_plain
 from ep_runtime_client.ops.activation import quantized_kernels, quantized_plain

@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import ep_runtime as ep
-from ep_runtime_client.ops.block import op as block_ops
+from ep_runtime_client.moe import op as block_ops
 
 LAYERS = 3
 

@@ -27,7 +27,7 @@ from mode_programs import (
     put,
 )
 
-from ep_runtime_client.block.moe import init_moe_params, moe
+from ep_runtime_client.moe.api import init_moe_params, moe
 
 MakeGroup = Callable[..., fakes.LocalGroup]
 

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import ep_runtime as ep
 from ep_runtime import errors
-from ep_runtime_client.block.params import MoEParams, init_moe_params
+from ep_runtime_client.moe.params import MoEParams, init_moe_params
 
 MakeGroup = Callable[..., fakes.LocalGroup]
 

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 from optax.contrib import MuonDimensionNumbers
 
 import ep_runtime as ep
-from ep_runtime_client.block.sharding import Rules
+from ep_runtime_client.modules.sharding import Rules
 
 MakeGroup = Callable[..., fakes.LocalGroup]
 EXPERTS, HIDDEN, MLP, TOKENS, STEPS = 8, 16, 8, 64, 10

@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec as P
 
 import ep_runtime as ep
 from ep_runtime.errors import InvalidArgumentError
-from ep_runtime_client.block.module_options import rules_in_context
+from ep_runtime_client.modules.options import rules_in_context
 
 MakeGroup = Callable[..., fakes.LocalGroup]
 HIDDEN, EXPERTS, MLP = 16, 4, 8

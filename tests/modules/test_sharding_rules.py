@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 import ep_runtime as ep
 from ep_runtime.errors import InvalidArgumentError
-from ep_runtime_client.block.params import LOGICAL_AXES
+from ep_runtime_client.moe.params import LOGICAL_AXES
 from ep_runtime_client.ops.partitioning import roles
 
 SPEC = ep.LayerSpec("block", top_k=2, num_experts=8, hidden_size=16)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import ep_runtime as ep
-from ep_runtime_client.block.params import MoEParams
+from ep_runtime_client.moe.params import MoEParams
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,7 +10,7 @@ import fakes
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from ep_runtime_client.block.moe import MoEParams, init_moe_params
+from ep_runtime_client.moe.api import MoEParams, init_moe_params
 
 MakeGroup = Callable[..., fakes.LocalGroup]
 Spec = PartitionSpec

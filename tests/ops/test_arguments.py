@@ -16,7 +16,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 import ep_runtime as ep
 from ep_runtime_client.base.layers import EpLayer
-from ep_runtime_client.block.moe import init_moe_params, moe
+from ep_runtime_client.moe.api import init_moe_params, moe
 from ep_runtime_client.programs.remat import remat_policy
 
 MakeGroup = Callable[..., fakes.LocalGroup]

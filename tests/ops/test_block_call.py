@@ -15,7 +15,7 @@ from block_ways import Ways, assert_close
 
 import ep_runtime as ep
 from ep_runtime import errors
-from ep_runtime_client.ops.block import bodies
+from ep_runtime_client.moe import bodies
 
 HIDDEN, INNER, EXPERTS, TOP_K = 16, 8, 8, 3
 

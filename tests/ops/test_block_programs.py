@@ -17,8 +17,8 @@ from block_ways import Ways, assert_close
 from jax.sharding import NamedSharding, PartitionSpec
 
 import ep_runtime as ep
-from ep_runtime_client.ops.block import api
-from ep_runtime_client.ops.block.vjp import BlockCall
+from ep_runtime_client.moe import resolve as api
+from ep_runtime_client.moe.gradient import BlockCall
 
 COUNT, TOKENS, HIDDEN, INNER, TOP_K = 3, 32, 16, 8, 2
 

@@ -16,8 +16,8 @@ from block_ways import Ways, assert_close
 
 import ep_runtime as ep
 from ep_runtime import native
+from ep_runtime_client.moe import bodies
 from ep_runtime_client.ops.activation.function import Activation
-from ep_runtime_client.ops.block import bodies
 from ep_runtime_client.ops.gemm import kernels_16
 from ep_runtime_client.ops.kernels import platform
 

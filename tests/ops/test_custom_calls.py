@@ -15,7 +15,7 @@ from block_ways import Ways
 from jax.sharding import NamedSharding, PartitionSpec
 
 import ep_runtime as ep
-from ep_runtime_client.ops.block import cuda as block
+from ep_runtime_client.moe.bodies import cuda as block
 from ep_runtime_client.ops.gemm import kernels_8, kernels_16, kernels_32
 from ep_runtime_client.ops.kernels import ffi, platform, serve
 from ep_runtime_client.ops.tracing import scopes

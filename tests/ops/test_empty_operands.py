@@ -15,8 +15,8 @@ from jax.extend.core import jaxprs_in_params
 from jax.sharding import NamedSharding, PartitionSpec
 
 import ep_runtime as ep
+from ep_runtime_client.moe.bodies import cuda as block_call
 from ep_runtime_client.ops.activation import plain as activation_plain
-from ep_runtime_client.ops.block import cuda as block_call
 from ep_runtime_client.ops.kernels import platform
 from ep_runtime_client.ops.transports import between_nccl, rails
 from ep_runtime_client.ops.transports import windows as transports_windows

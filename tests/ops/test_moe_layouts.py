@@ -31,7 +31,7 @@ from moe_layouts import (
 )
 
 import ep_runtime as ep
-from ep_runtime_client.block.moe import MoEParams, init_moe_params, moe
+from ep_runtime_client.moe.api import MoEParams, init_moe_params, moe
 from ep_runtime_client.programs.explain import explain_text
 
 slow = pytest.mark.slow

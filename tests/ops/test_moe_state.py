@@ -28,8 +28,8 @@ from moe_layouts import (
 )
 
 import ep_runtime as ep
+from ep_runtime_client.moe import bodies
 from ep_runtime_client.ops.activation.function import Activation
-from ep_runtime_client.ops.block import bodies
 from ep_runtime_client.ops.quantize.formats.recipes import Recipe
 
 slow = pytest.mark.slow

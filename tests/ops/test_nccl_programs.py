@@ -15,8 +15,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 import ep_runtime as ep
 from ep_runtime_bench.base.options import PLAIN
 from ep_runtime_bench.movement import device_ops
-from ep_runtime_client.ops.block import bodies
-from ep_runtime_client.ops.block import cuda as block_call
+from ep_runtime_client.moe import bodies
+from ep_runtime_client.moe.bodies import cuda as block_call
 from ep_runtime_client.ops.calls.call import world_rank
 from ep_runtime_client.ops.kernels import serve
 from ep_runtime_client.ops.movement.prepare import make_call

@@ -22,8 +22,8 @@ import ep_runtime
 import ep_runtime as ep
 import ep_runtime_client
 from ep_runtime import env
-from ep_runtime_client.block.moe import init_moe_params, moe
-from ep_runtime_client.ops.block import cuda as block_call
+from ep_runtime_client.moe.api import init_moe_params, moe
+from ep_runtime_client.moe.bodies import cuda as block_call
 from ep_runtime_client.ops.kernels import platform, serve
 from ep_runtime_client.ops.quantize.formats import recipes
 from ep_runtime_client.ops.transports import between_nccl, rails

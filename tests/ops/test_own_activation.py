@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import ep_runtime as ep
-from ep_runtime_client.block.moe import MoEParams, init_moe_params, moe
+from ep_runtime_client.moe.api import MoEParams, init_moe_params, moe
 
 INNER = 6
 

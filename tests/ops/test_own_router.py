@@ -15,7 +15,7 @@ from dense_moe import Dense, in_f64, worst_error
 from jax.sharding import PartitionSpec as P
 
 import ep_runtime as ep
-from ep_runtime_client.block.moe_checks import specs_of
+from ep_runtime_client.moe.checks import specs_of
 
 MakeGroup = Callable[..., fakes.LocalGroup]
 HIDDEN, INNER, EXPERTS, TOP_K, COEFF = 16, 24, 8, 3, 0.1

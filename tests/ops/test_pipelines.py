@@ -18,7 +18,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import ep_runtime as ep
-from ep_runtime_client.block.moe import init_moe_params, moe
+from ep_runtime_client.moe.api import init_moe_params, moe
 
 MakeGroup = Callable[..., fakes.LocalGroup]
 

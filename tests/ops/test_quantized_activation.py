@@ -14,7 +14,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import ep_runtime as ep
-from ep_runtime_client.block.moe import MoEParams, init_moe_params, moe
+from ep_runtime_client.moe.api import MoEParams, init_moe_params, moe
 from ep_runtime_client.ops.activation import quantized_kernels, quantized_plain
 from ep_runtime_client.ops.activation.function import Activation
 from ep_runtime_client.ops.activation.quantized_plain import QuantizedActivation

@@ -13,7 +13,7 @@ import movement
 import numpy as np
 import pytest
 
-from ep_runtime_client.block.moe import init_moe_params, moe
+from ep_runtime_client.moe.api import init_moe_params, moe
 
 pytestmark = pytest.mark.usefixtures("optimized")
 

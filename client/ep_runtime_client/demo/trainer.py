@@ -19,10 +19,10 @@ import numpy.typing as npt
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from ep_runtime_client.block import sharding
 from ep_runtime_client.demo import transformer
 from ep_runtime_client.demo.config import DemoConfig, Transport
 from ep_runtime_client.groups.group import Group
+from ep_runtime_client.modules import sharding
 from ep_runtime_client.sessions.session import Session
 
 Array = npt.NDArray[Any]

@@ -14,7 +14,8 @@ from ep_runtime_client.base import meshes
 from ep_runtime_client.base.dtypes import dtype_name
 
 if TYPE_CHECKING:
-    from ep_runtime_client.block import moe_checks, sharding
+    from ep_runtime_client.modules import sharding
+    from ep_runtime_client.moe import checks
 
 _log = logging.getLogger("ep_runtime")
 
@@ -144,7 +145,7 @@ def estimate_memory(
     gated: bool = True,
     keep: Literal["first", "nothing"] = "first",
     keep_factor: float = 1.25,
-    recipe: moe_checks.Recipes = None,
+    recipe: checks.Recipes = None,
     **arguments: Any,
 ) -> MemoryEstimate:
     """Estimates the memory of a group and its layers without creating the group.
@@ -210,16 +211,15 @@ def estimate_memory(
     )
 
 
-def _scaling_of(recipe: moe_checks.Recipes) -> workspace.Scaling | None:
+def _scaling_of(recipe: checks.Recipes) -> workspace.Scaling | None:
     """How a block call scales its operands; None where it has not the products of `recipe`."""
     if recipe is None:
         return "none"
     # Recipes are JAX's types, and a group is described without JAX too.
-    from ep_runtime_client.block import moe_checks
-    from ep_runtime_client.ops.block import bodies
-    from ep_runtime_client.ops.block.cuda import scaling_of
+    from ep_runtime_client.moe import bodies, checks
+    from ep_runtime_client.moe.bodies.cuda import scaling_of
 
-    recipes = moe_checks.quantizing(recipe)
+    recipes = checks.quantizing(recipe)
     return scaling_of(recipes[0]) if bodies.takes_recipes(recipes) else None
 
 

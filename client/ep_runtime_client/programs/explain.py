@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 
-from ep_runtime_client.ops.block import bodies
+from ep_runtime_client.moe import bodies
 from ep_runtime_client.ops.tracing import scopes
 
 KINDS = (

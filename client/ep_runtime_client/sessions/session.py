@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from jax.sharding import Mesh
 
-    from ep_runtime_client.block.sharding import Rules
+    from ep_runtime_client.modules.sharding import Rules
 
 _log = logging.getLogger("ep_runtime")
 

@@ -46,7 +46,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import ep_runtime as ep
 from ep_runtime import native
 from ep_runtime_client import ops
-from ep_runtime_client.ops.block import call as block
+from ep_runtime_client.moe.bodies import cuda as block
 from ep_runtime_client.ops.kernels import ffi
 
 DEVICES, COUNT, MANY = 4, 3, 16

@@ -14,8 +14,8 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from ep_runtime_client.ops.block import bodies
-from ep_runtime_client.ops.block.protocol import (
+from ep_runtime_client.moe import bodies
+from ep_runtime_client.moe.bodies.protocol import (
     Body,
     Experts,
     Given,

@@ -7,7 +7,7 @@ from typing import Any, Literal, TypedDict
 import jax
 from jax.sharding import PartitionSpec
 
-from ep_runtime_client.block.moe_checks import Recipes
+from ep_runtime_client.moe.checks import Recipes
 from ep_runtime_client.ops.activation.function import Function
 from ep_runtime_client.ops.routing.api import Routing
 from ep_runtime_client.ops.routing.options import Router

@@ -10,10 +10,10 @@ from collections.abc import Iterator
 import jax.numpy as jnp
 
 from ep_runtime.specs import GroupSpec
+from ep_runtime_client.moe.bodies import composed, cuda, cuda_nodes
+from ep_runtime_client.moe.bodies.protocol import Body
 from ep_runtime_client.ops.activation import kernels as activation_kernels
 from ep_runtime_client.ops.activation.function import Activation
-from ep_runtime_client.ops.block import composed, cuda, cuda_nodes
-from ep_runtime_client.ops.block.protocol import Body
 from ep_runtime_client.ops.gemm import kernels_16, kernels_32
 from ep_runtime_client.ops.kernels import serve as kernels_serve
 from ep_runtime_client.ops.quantize.formats.recipes import (

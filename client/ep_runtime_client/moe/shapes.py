@@ -12,9 +12,9 @@ from jax.interpreters import mlir
 
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime.layer_specs import LayerSpec
-from ep_runtime_client.block.moe_routing import Sizes
-from ep_runtime_client.block.params import MoEParams
-from ep_runtime_client.block.state import MoEState
+from ep_runtime_client.moe.params import MoEParams
+from ep_runtime_client.moe.routing import Sizes
+from ep_runtime_client.moe.state import MoEState
 from ep_runtime_client.ops.quantize.pair import is_pair
 
 Shapes = tuple[jax.ShapeDtypeStruct, ...]

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ep_runtime.errors import InvalidArgumentError
-from ep_runtime_client.block.params import MoEParams
+from ep_runtime_client.moe.params import MoEParams
 
 __all__ = ["expert_bias", "from_hf", "to_hf"]
 

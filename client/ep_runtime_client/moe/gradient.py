@@ -15,9 +15,9 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
-from ep_runtime_client.ops.block import bodies
-from ep_runtime_client.ops.block.op import BlockBackward, BlockForward
-from ep_runtime_client.ops.block.protocol import Static
+from ep_runtime_client.moe import bodies
+from ep_runtime_client.moe.bodies.protocol import Static
+from ep_runtime_client.moe.op import BlockBackward, BlockForward
 from ep_runtime_client.ops.calls.plan import AnyArrays
 from ep_runtime_client.ops.gemm.quantized_operands import for_backward
 from ep_runtime_client.ops.movement import per_device

@@ -12,8 +12,8 @@ from ep_runtime.errors import InvalidArgumentError
 from ep_runtime.layer_specs import LayerSpec
 from ep_runtime_client.base import stored
 from ep_runtime_client.base.layers import EpLayer, LayerStack, TracedLayer
-from ep_runtime_client.block.moe_checks import Recipes, pair_of
-from ep_runtime_client.block.params import sizes_of
+from ep_runtime_client.moe.checks import Recipes, pair_of
+from ep_runtime_client.moe.params import sizes_of
 from ep_runtime_client.ops.quantize.delayed import check_state
 from ep_runtime_client.ops.quantize.formats.recipes import DelayedState, Recipe
 

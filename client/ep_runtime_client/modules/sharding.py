@@ -17,7 +17,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from ep_runtime.errors import InvalidArgumentError
-from ep_runtime_client.block.params import LOGICAL_AXES, MoEParams, logical_axes
+from ep_runtime_client.moe.params import LOGICAL_AXES, MoEParams, logical_axes
 from ep_runtime_client.ops.partitioning.roles import say_once
 from ep_runtime_client.ops.quantize.ops import FIELDS, packing_of
 from ep_runtime_client.ops.quantize.pair import is_pair

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from typing import Any
 
 from ep_runtime_client.base.layers import EpLayer, TracedLayer
-from ep_runtime_client.block.moe_checks import Recipes
-from ep_runtime_client.block.quantized import check_recipes, quantize_params
+from ep_runtime_client.modules.quantized import check_recipes, quantize_params
+from ep_runtime_client.moe.checks import Recipes
 
 try:
     import optax

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, ParamSpec, TypeVar
 
 from ep_runtime_client.base.layers import EpLayer, TracedLayer, resolve
-from ep_runtime_client.block import moe_checks
+from ep_runtime_client.moe import checks
 from ep_runtime_client.ops.partitioning.roles import say_once
 
 _P = ParamSpec("_P")
@@ -42,7 +42,7 @@ def apart(block: Callable[_P, _R]) -> Callable[_P, _R]:
 
 
 def _say(layer: Any, recipe: Any, params: Any) -> None:
-    rule, pair = _rule(), moe_checks.recipes_of(recipe, params)
+    rule, pair = _rule(), checks.recipes_of(recipe, params)
     if rule is None or all(each is not None and each.quantizes for each in pair):
         return
     name = resolve(layer)[0].name if isinstance(layer, EpLayer | TracedLayer) else layer.name

@@ -16,23 +16,20 @@ from ep_runtime.arguments import suggests
 from ep_runtime.layer_specs import LayerSpec
 from ep_runtime_client.base import stored
 from ep_runtime_client.base.layers import EpLayer, TracedLayer, resolve
-from ep_runtime_client.block import (
-    moe_call,
-    moe_checks,
-    moe_routing,
-    moe_shapes,
-    qwix,
-)
-from ep_runtime_client.block.moe_checks import Recipes
-from ep_runtime_client.block.moe_experts import Block, Moved
-from ep_runtime_client.block.moe_options import MoEOptions
-from ep_runtime_client.block.params import MoEParams as MoEParams
-from ep_runtime_client.block.params import init_moe_params as init_moe_params
-from ep_runtime_client.block.state import MoEState as MoEState
-from ep_runtime_client.block.state import checked as checked_state
-from ep_runtime_client.block.state import init_moe_state as init_moe_state
+from ep_runtime_client.moe import call as moe_call
+from ep_runtime_client.moe import checks, qwix
+from ep_runtime_client.moe import routing as moe_routing
+from ep_runtime_client.moe import shapes as moe_shapes
+from ep_runtime_client.moe.checks import Recipes
+from ep_runtime_client.moe.experts import Block, Moved
+from ep_runtime_client.moe.options import MoEOptions
+from ep_runtime_client.moe.params import MoEParams as MoEParams
+from ep_runtime_client.moe.params import init_moe_params as init_moe_params
+from ep_runtime_client.moe.resolve import Kept
+from ep_runtime_client.moe.state import MoEState as MoEState
+from ep_runtime_client.moe.state import checked as checked_state
+from ep_runtime_client.moe.state import init_moe_state as init_moe_state
 from ep_runtime_client.ops.activation.function import Function, activation_of
-from ep_runtime_client.ops.block.api import Kept
 from ep_runtime_client.ops.calls.call import Call
 from ep_runtime_client.ops.calls.plan import AnyArrays
 from ep_runtime_client.ops.movement.dispatch import call_of_plan
@@ -228,17 +225,17 @@ def moe(
         >>> y.shape == tokens.shape, aux.shape
         (True, ())
     """
-    moe_checks.check_params(params)
-    moe_checks.check_weights_at(weights_at)
+    checks.check_params(params)
+    checks.check_weights_at(weights_at)
     workspace.check_keep(keep, keep_factor)
     loss = not (isinstance(aux_loss_coeff, int | float) and aux_loss_coeff == 0)
     token_mask = routing_api.checked_mask(token_mask, x.shape[:-1])
     asked = moe_routing.AskedRouting(routing, router, expert_bias, token_mask, loss)
-    recipes = moe_checks.recipes_of(recipe, params)
+    recipes = checks.recipes_of(recipe, params)
     if compute_dtype is None:
         narrow = any(r is not None and not r.quantizes for r in recipes)
         compute_dtype = jnp.bfloat16 if narrow else x.dtype
-    dtype = moe_checks.held_dtype("compute_dtype", compute_dtype)
+    dtype = checks.held_dtype("compute_dtype", compute_dtype)
     if isinstance(layer, LayerSpec):
         sizes = moe_shapes.check(layer, x, params)
         routed = moe_routing.routed(moe_routing.counted(x, token_mask), params, sizes, asked)
@@ -248,13 +245,13 @@ def moe(
         return _results(y, aux, stats, after)
     static = resolve(layer)[0]
     after = checked_state(state, recipes, static.group_spec.num_experts)
-    specs = moe_checks.specs_of(params_spec, params)
-    moe_checks.check(static, x, params, specs, activation, gated)
+    specs = checks.specs_of(params_spec, params)
+    checks.check(static, x, params, specs, activation, gated)
     check_devices(static.group_spec, static.mesh, "x", x)
     if routing is None:
-        moe_checks.check_tokens(static.group_spec, x)
-    inner_axes = moe_checks.inner_axes(static.group_spec, params.wi, specs["wi"])
-    moe_checks.check_halves(static.group_spec, params, gated, inner_axes)
+        checks.check_tokens(static.group_spec, x)
+    inner_axes = checks.inner_axes(static.group_spec, params.wi, specs["wi"])
+    checks.check_halves(static.group_spec, params, gated, inner_axes)
     sizes = moe_routing.Sizes(x.shape[:-1], static.top_k, static.group_spec.num_experts)
     with scope("router", static):
         x = moe_routing.counted(x, token_mask)

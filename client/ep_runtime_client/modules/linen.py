@@ -15,16 +15,17 @@ import jax.numpy as jnp
 
 from ep_runtime.layer_specs import LayerSpec
 from ep_runtime_client.base.layers import EpLayer, LayerStack
-from ep_runtime_client.block import module_options, state
-from ep_runtime_client.block.moe import moe
-from ep_runtime_client.block.params import (
+from ep_runtime_client.modules import options as module_options
+from ep_runtime_client.modules.quantized import straight_through
+from ep_runtime_client.moe import state
+from ep_runtime_client.moe.api import moe
+from ep_runtime_client.moe.params import (
     KernelInit,
     MoEParams,
     initializers,
     logical_axes,
     of_named,
 )
-from ep_runtime_client.block.quantized import straight_through
 from ep_runtime_client.ops.routing.api import Routing, update_expert_bias
 from ep_runtime_client.ops.routing.options import Router
 

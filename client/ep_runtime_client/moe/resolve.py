@@ -13,11 +13,11 @@ from jax.sharding import PartitionSpec
 from ep_runtime import workspace
 from ep_runtime.workspace import BlockSizes
 from ep_runtime_client.base.layers import EpLayer, TracedLayer
+from ep_runtime_client.moe import bodies, gradient
+from ep_runtime_client.moe.bodies.cuda import scaling_of
+from ep_runtime_client.moe.bodies.protocol import Static, Weighted, WorkspaceRows
+from ep_runtime_client.moe.gradient import BlockCall, Operands
 from ep_runtime_client.ops.activation.function import Activation
-from ep_runtime_client.ops.block import bodies, vjp
-from ep_runtime_client.ops.block.cuda import scaling_of
-from ep_runtime_client.ops.block.protocol import Static, Weighted, WorkspaceRows
-from ep_runtime_client.ops.block.vjp import BlockCall, Operands
 from ep_runtime_client.ops.calls.call import Call
 from ep_runtime_client.ops.calls.plan import Plan
 from ep_runtime_client.ops.gemm import kernels_32, weight_entries
@@ -167,11 +167,11 @@ def run(
     paired = isinstance(graded[0], Pair)
     call = BlockCall(where, on_device, placed, (taken[0], taken[1]), types, paired, dtypes)
     check_experts(where, _num_experts(call, given), plan.arrays.group_sizes, group.num_experts)
-    y, amax = vjp.run(call, given)
+    y, amax = gradient.run(call, given)
     states = tuple(each.next(found) for each, found in zip(histories, amax, strict=True))
     if where.manual:
         # Over a manual axis JAX's own sum is taken, which knows how its gradient is counted.
-        split = tuple(axis for axis in vjp.inner_axes(call, given) if axis in where.manual)
+        split = tuple(axis for axis in gradient.inner_axes(call, given) if axis in where.manual)
         y = lax.psum(y, split) if split else y
     return y, (states[0], states[1])
 

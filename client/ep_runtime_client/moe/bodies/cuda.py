@@ -16,8 +16,7 @@ import numpy as np
 
 from ep_runtime import workspace
 from ep_runtime.workspace import Scaling
-from ep_runtime_client.ops.activation import kernels as activation_kernels
-from ep_runtime_client.ops.block.protocol import (
+from ep_runtime_client.moe.bodies.protocol import (
     Experts,
     Forwarded,
     Given,
@@ -28,6 +27,7 @@ from ep_runtime_client.ops.block.protocol import (
     WeightGrads,
     WorkspaceRows,
 )
+from ep_runtime_client.ops.activation import kernels as activation_kernels
 from ep_runtime_client.ops.gemm import kernel_weights, kernels_8, kernels_16, kernels_32
 from ep_runtime_client.ops.gemm.kernels_16 import flat_bias
 from ep_runtime_client.ops.kernels.ffi import bound, ensure_registered, once, targets

@@ -7,14 +7,14 @@ import math
 import jax
 
 from ep_runtime_client.base.layers import EpLayer, TracedLayer
-from ep_runtime_client.block import moe_checks
-from ep_runtime_client.block.moe_experts import Block, Moved, bias_of, operand
-from ep_runtime_client.block.params import MoEParams
-from ep_runtime_client.block.state import MoEState
+from ep_runtime_client.moe import bodies, checks
+from ep_runtime_client.moe import resolve as api
+from ep_runtime_client.moe.bodies.protocol import Weighted
+from ep_runtime_client.moe.experts import Block, Moved, bias_of, operand
+from ep_runtime_client.moe.params import MoEParams
+from ep_runtime_client.moe.resolve import Kept, Weights
+from ep_runtime_client.moe.state import MoEState
 from ep_runtime_client.ops.activation import kernels as activation_kernels
-from ep_runtime_client.ops.block import api, bodies
-from ep_runtime_client.ops.block.api import Kept, Weights
-from ep_runtime_client.ops.block.protocol import Weighted
 from ep_runtime_client.ops.calls.plan import Plan
 from ep_runtime_client.ops.kernels import serve
 from ep_runtime_client.ops.movement import quantized_rows
@@ -66,7 +66,7 @@ def chosen(
             inner=params.wo.shape[1],
             experts=group.experts_per_rank,
             activation=block.activation,
-            recipes=moe_checks.quantizing(block.recipes),
+            recipes=checks.quantizing(block.recipes),
             paired=is_pair(getattr(params.wi, "origin", params.wi)),
             to_input=weighted == "input",
         )
@@ -102,7 +102,7 @@ def run(
         most = plan.arrays.num_recv
     if call.layout.tokens_per_rank == 0:
         return moved.tokens, plan, state
-    recipes = moe_checks.quantizing(block.recipes)
+    recipes = checks.quantizing(block.recipes)
     experts = Weights(
         operand(params.wi, recipes[0], dtype),
         operand(params.wo, recipes[1], dtype),

@@ -13,11 +13,11 @@ from ep_runtime.arguments import refuse_removed
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime.layer_specs import LayerSpec
 from ep_runtime_client.base.layers import EpLayer, LayerStack, TracedLayer, resolve
-from ep_runtime_client.block.moe import moe
-from ep_runtime_client.block.moe_checks import Recipes, pair_of
-from ep_runtime_client.block.params import LOGICAL_AXES
-from ep_runtime_client.block.sharding import Rules, axes_of_entry
-from ep_runtime_client.block.state import init_moe_state, keeps, to_named
+from ep_runtime_client.modules.sharding import Rules, axes_of_entry
+from ep_runtime_client.moe.api import moe
+from ep_runtime_client.moe.checks import Recipes, pair_of
+from ep_runtime_client.moe.params import LOGICAL_AXES
+from ep_runtime_client.moe.state import init_moe_state, keeps, to_named
 from ep_runtime_client.ops.routing.options import REMOVED
 
 EXTRA = "pip install 'ep-runtime[flax]'"

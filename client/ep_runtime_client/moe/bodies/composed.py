@@ -15,12 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ep_runtime_client.ops.activation import plain as activation
-from ep_runtime_client.ops.activation import quantized_plain
-from ep_runtime_client.ops.activation.function import Activation
-from ep_runtime_client.ops.activation.identity import Learned
-from ep_runtime_client.ops.activation.quantized_plain import QuantizedActivation
-from ep_runtime_client.ops.block.protocol import (
+from ep_runtime_client.moe.bodies.protocol import (
     Experts,
     Forwarded,
     Given,
@@ -30,6 +25,11 @@ from ep_runtime_client.ops.block.protocol import (
     Static,
     WeightGrads,
 )
+from ep_runtime_client.ops.activation import plain as activation
+from ep_runtime_client.ops.activation import quantized_plain
+from ep_runtime_client.ops.activation.function import Activation
+from ep_runtime_client.ops.activation.identity import Learned
+from ep_runtime_client.ops.activation.quantized_plain import QuantizedActivation
 from ep_runtime_client.ops.calls.plan import PlanArrays
 from ep_runtime_client.ops.gemm import plain as gemm
 from ep_runtime_client.ops.gemm.plain import Gemm

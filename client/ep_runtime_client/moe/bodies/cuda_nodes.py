@@ -16,8 +16,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ep_runtime_client.ops.block import cuda
-from ep_runtime_client.ops.block.protocol import (
+from ep_runtime_client.moe.bodies import cuda
+from ep_runtime_client.moe.bodies.protocol import (
     Experts,
     Forwarded,
     Given,

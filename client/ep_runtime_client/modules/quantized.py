@@ -9,10 +9,10 @@ import jax
 
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime_client.base.layers import EpLayer, TracedLayer
-from ep_runtime_client.block import moe_checks
-from ep_runtime_client.block.moe_checks import Recipes
-from ep_runtime_client.block.params import MoEParams
-from ep_runtime_client.block.state import keeps
+from ep_runtime_client.moe import checks
+from ep_runtime_client.moe.checks import Recipes
+from ep_runtime_client.moe.params import MoEParams
+from ep_runtime_client.moe.state import keeps
 from ep_runtime_client.ops.gemm.quantized_operands import quantize_weight
 from ep_runtime_client.ops.quantize.pair import is_pair
 from ep_runtime_client.ops.quantize.quantized_tensor import QuantizedTensor
@@ -177,7 +177,7 @@ def check_recipes(recipe: Recipes) -> tuple[Any, Any]:
     Raises:
         InvalidArgumentError: none that quantizes, or a delayed one.
     """
-    pair = moe_checks.quantizing(recipe)
+    pair = checks.quantizing(recipe)
     for each in pair:
         if keeps(each):
             raise InvalidArgumentError(
@@ -200,7 +200,7 @@ def _quantized(
     weights_only: bool,
 ) -> MoEParams:
     stack = params.wo.ndim - 3
-    specs = moe_checks.specs_of(params_spec, params, stack)
+    specs = checks.specs_of(params_spec, params, stack)
     made: dict[str, Any] = {}
     for name, recipe in zip(_WEIGHTS, recipes, strict=True):
         if recipe is None:

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from ep_runtime_client.block.params import MoEParams
+from ep_runtime_client.moe.params import MoEParams
 from ep_runtime_client.ops.activation.function import Activation
 from ep_runtime_client.ops.gemm import quantized_operands
 from ep_runtime_client.ops.partitioning.roles import entries_of

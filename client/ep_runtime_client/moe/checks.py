@@ -15,7 +15,7 @@ from ep_runtime.errors import InvalidArgumentError
 from ep_runtime.specs import GroupSpec
 from ep_runtime_client.base.dtypes import as_dtype
 from ep_runtime_client.base.layers import EpLayer
-from ep_runtime_client.block.params import Halves, MoEParams, check_all_or_none, logical_axes
+from ep_runtime_client.moe.params import Halves, MoEParams, check_all_or_none, logical_axes
 from ep_runtime_client.ops.activation.function import ACTIVATIONS, GATED_UNITS, Function
 from ep_runtime_client.ops.calls import token_layout
 from ep_runtime_client.ops.gemm.weight_entries import values_of

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from ep_runtime.errors import InvalidArgumentError
-from ep_runtime_client.block.params import MoEParams
+from ep_runtime_client.moe.params import MoEParams
 from ep_runtime_client.ops.routing.api import (
     Routing,
     route,

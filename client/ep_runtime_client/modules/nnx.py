@@ -13,10 +13,12 @@ import jax.numpy as jnp
 
 from ep_runtime.layer_specs import LayerSpec
 from ep_runtime_client.base.layers import EpLayer, LayerStack
-from ep_runtime_client.block import module_options, state
-from ep_runtime_client.block.moe import moe
-from ep_runtime_client.block.moe_options import ModuleOptions
-from ep_runtime_client.block.params import (
+from ep_runtime_client.modules import options as module_options
+from ep_runtime_client.modules.quantized import straight_through
+from ep_runtime_client.moe import state
+from ep_runtime_client.moe.api import moe
+from ep_runtime_client.moe.options import ModuleOptions
+from ep_runtime_client.moe.params import (
     KernelInit,
     MoEParams,
     init_moe_params,
@@ -24,8 +26,7 @@ from ep_runtime_client.block.params import (
     of_named,
     to_named,
 )
-from ep_runtime_client.block.quantized import straight_through
-from ep_runtime_client.block.state import MoEState
+from ep_runtime_client.moe.state import MoEState
 from ep_runtime_client.ops.routing.api import Routing, update_expert_bias
 
 try:

@@ -1,1 +1,0 @@
-"""The MoE block: its call, its parameters and where they lie, and the flax modules around it."""

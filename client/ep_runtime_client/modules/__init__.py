@@ -1,0 +1,1 @@
+"""Modules and tools of the JAX ecosystem around `ep.moe`."""

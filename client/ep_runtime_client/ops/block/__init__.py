@@ -1,1 +1,0 @@
-"""The block call: dispatch, experts and combine as one op forward and one backward."""
