@@ -8,7 +8,8 @@
 namespace ep_runtime {
 namespace cuda {
 
-// What measured best for these operands; reads everything of `params` but pointers and tuning.
+// What measured best for these operands on an H200; reads everything of `params` but pointers and
+// tuning.
 GemmTuning TunedGemm(const GroupedGemmParams& params);
 
 // One launch, two with clear_slack; no workspace. cudaErrorInvalidValue: a limit of product.h does

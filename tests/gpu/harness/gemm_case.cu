@@ -16,7 +16,6 @@ using ec::BytesOf;
 // add up in the tensor cores with some 13 bits, from 128 elements or from all of them.
 constexpr double kWideSums = 1e-5;
 constexpr double kPromotedSums = 1e-3;
-constexpr double kNarrowSums = 2e-3;
 
 // Normal values, or integers of -2 to 2; NaN in rows of no group.
 __global__ void Fill(void* data, FloatType type, int64_t rows, int64_t width, uint32_t seed,
@@ -307,11 +306,7 @@ cudaError_t Data::Launch(cudaStream_t stream) const {
 Mismatch Data::Compare(int64_t stride) {
   const GemmCase& c = case_;
   const bool backward = c.product == GemmProduct::kDataGrad;
-  const bool promoted = c.tuning.promoted || c.scaling == GemmScaling::kBlock;
-  const double sums = c.whole_numbers ? 0
-                      : !c.narrow()   ? kWideSums
-                      : promoted      ? kPromotedSums
-                                      : kNarrowSums;
+  const double sums = c.whole_numbers ? 0 : c.narrow() ? kPromotedSums : kWideSums;
   const Check check{
       c.product,     c.type,        c.rhs_type,     c.out_type, c.scaling,
       c.rows(),      c.in_features, c.out_features, c.experts,  static_cast<int>(c.sizes.size()),

@@ -96,7 +96,6 @@ class Data {
   // The product, of a pair too.
   cudaError_t Launch(cudaStream_t stream) const;
   void Poison();
-  void Tune(const ec::GemmTuning& tuning) { case_.tuning = tuning; }
   // Compares every `stride`-th element of the output with what it must be.
   Mismatch Compare(int64_t stride);
   // Count of bytes in which two runs differ, transposed copies made anew.

@@ -121,9 +121,7 @@ std::vector<GemmCase> Shapes(GemmProduct p, Kind kind) {
   return cases;
 }
 
-bool OfOneGroupEach(const GemmCase& c) { return static_cast<int>(c.sizes.size()) == c.experts; }
-
-// The other tiles and types that such a case can have.
+// The other types, and kernels of one type, that such a case can have.
 void AddWide(const GemmCase& c, std::vector<GemmCase>* all) {
   for (const FloatType type : {FloatType::kBF16, FloatType::kF16}) {
     for (const FloatType out : {type, FloatType::kF32}) {
@@ -134,16 +132,12 @@ void AddWide(const GemmCase& c, std::vector<GemmCase>* all) {
       all->push_back(Tuned(other));
     }
   }
+  if (c.product == GemmProduct::kForward) return;
   GemmCase other = c;
-  other.tuning = {128, 8, false, false};
+  other.tuning = {8, true};
   all->push_back(other);
-  if (c.product != GemmProduct::kWeightGrad) return;
-  for (const int columns : {256, 128}) {
-    other.tuning = {columns, 8, true, false};
-    all->push_back(other);
-  }
   other.type = other.rhs_type = other.out_type = FloatType::kF16;
-  other.tuning = {256, 8, true, false};
+  other.tuning = {8, true};
   all->push_back(other);
 }
 
@@ -151,18 +145,13 @@ void AddNarrow(const GemmCase& c, std::vector<GemmCase>* all) {
   const bool by_expert = c.product == GemmProduct::kWeightGrad;
   for (const FloatType gradient : {FloatType::kE4M3, FloatType::kE5M2}) {
     for (const FloatType out : {FloatType::kBF16, FloatType::kF32}) {
-      for (const bool promoted : {true, false}) {
-        if (gradient == FloatType::kE4M3 && out == FloatType::kBF16 && promoted) continue;
-        if (gradient == FloatType::kE5M2 && c.product == GemmProduct::kForward) continue;
-        if (!promoted && c.scaling == GemmScaling::kBlock) continue;
-        if (!promoted && by_expert && !OfOneGroupEach(c)) continue;
-        GemmCase other = c;
-        (by_expert ? other.rhs_type : other.type) = gradient;
-        other.out_type = out;
-        other.whole_numbers = gradient == FloatType::kE4M3;
-        other.tuning = {256, c.tuning.band, true, promoted};
-        all->push_back(other);
-      }
+      if (gradient == FloatType::kE4M3 && out == FloatType::kBF16) continue;
+      if (gradient == FloatType::kE5M2 && c.product == GemmProduct::kForward) continue;
+      GemmCase other = c;
+      (by_expert ? other.rhs_type : other.type) = gradient;
+      other.out_type = out;
+      other.whole_numbers = gradient == FloatType::kE4M3;
+      all->push_back(other);
     }
   }
 }
@@ -207,13 +196,8 @@ GemmCase RandomCase(std::mt19937& random, Kind kind) {
     (c.product == GemmProduct::kWeightGrad ? c.rhs_type : c.type) = FloatType::kE5M2;
   }
   c = Tuned(c);
-  if (wide && way == 1) c.tuning.tile_columns = 128;
-  const bool queued =
-      way != 0 && (c.product == GemmProduct::kWeightGrad ||
-                   (c.product == GemmProduct::kDataGrad && c.tuning.tile_columns == 256));
-  if (wide && queued && below(2) == 0) c.tuning = {way == 2 ? 256 : c.tuning.tile_columns, 1, true};
-  const bool one_each = c.product != GemmProduct::kWeightGrad || OfOneGroupEach(c);
-  if (kind == Kind::kTensor && one_each && below(2) == 0) c.tuning = {256, 1, true, false};
+  const bool queues = wide && way != 0 && c.product != GemmProduct::kForward;
+  c.tuning.queued = queues && below(2) == 0;
   c.tuning.band = 1 + below(9);
   if (c.out_features >= 128 && below(4) == 0) {
     c.out_features = c.out_features / 128 * 128;

@@ -1,7 +1,6 @@
 // Grouped products against sums in f64, and times beside one product of the same work.
 //   gemm_main check|small [16|8|32|copies]     nothing: all of them
 //   gemm_main time [16|8|32|weights|copies]
-//   gemm_main tune [16|8]
 #include <unistd.h>
 
 #include <algorithm>
@@ -26,13 +25,12 @@ void OnAlarm(int) {
 
 void Describe(const GemmCase& c) {
   std::printf(
-      "%s, %s, %s x %s -> %s, %d x %d rows, %d experts, K' %d, N' %d, tile %d, band "
-      "%d%s%s%s%s%s%s, "
+      "%s, %s, %s x %s -> %s, %d x %d rows, %d experts, K' %d, N' %d, band "
+      "%d%s%s%s%s%s, "
       "sizes",
       c.name.c_str(), Name(c.product), Name(c.type), Name(c.rhs_type), Name(c.out_type), c.slabs,
-      c.slab_rows, c.experts, c.in_features, c.out_features, c.tuning.tile_columns, c.tuning.band,
-      c.tuning.queued ? ", queued" : "", c.tuning.promoted ? ", promoted" : "",
-      c.scaling == GemmScaling::kBlock ? ", block scales" : "",
+      c.slab_rows, c.experts, c.in_features, c.out_features, c.tuning.band,
+      c.tuning.queued ? ", queued" : "", c.scaling == GemmScaling::kBlock ? ", block scales" : "",
       c.whole_numbers ? ", whole numbers" : "", c.pair ? ", pair" : "",
       c.clear_slack ? ", slack cleared"
       : c.bias      ? ", bias"
@@ -141,10 +139,6 @@ int main(int argc, char** argv) {
   if (std::strcmp(what, "check") == 0) return gemm_test::CheckAll(false, part);
   if (std::strcmp(what, "small") == 0) return gemm_test::CheckAll(true, part);
   if (std::strcmp(what, "time") == 0) return gemm_test::TimeAll(part);
-  if (std::strcmp(what, "tune") == 0) {
-    gemm_test::Tune(part);
-    return 0;
-  }
-  std::fprintf(stderr, "unknown: %s (check, small, time or tune)\n", what);
+  std::fprintf(stderr, "unknown: %s (check, small or time)\n", what);
   return 2;
 }

@@ -72,23 +72,23 @@ GemmCase CaseOf(const char* load, GemmProduct product, const int (&shape)[2], in
 
 void PrintHeader(const char* beside) {
   std::printf(
-      "product        K'    N' exps  load       lhs  rhs  out  tile band way     median   least  "
+      "product        K'    N' exps  load       lhs  rhs  out  band way     median   least  "
       "TFLOP/s  %s\n",
       beside);
 }
 
 const char* WayOf(const GemmCase& c) {
   if (c.scaling == GemmScaling::kBlock) return "block";
-  if (c.narrow()) return c.tuning.promoted ? "promote" : "whole";
+  if (c.narrow()) return "promote";
   return c.tuning.queued || c.type == FloatType::kTF32 ? "queued" : "direct";
 }
 
 // Up to the speed, without an end of the line.
 void PrintSpeed(const GemmCase& c, const Time& time, double speed) {
-  std::printf("%-11s %5d %5d %4d  %-10s %-4s %-4s %-4s %4d %4d %-7s %7.3f %7.3f  %6.1f",
+  std::printf("%-11s %5d %5d %4d  %-10s %-4s %-4s %-4s %4d %-7s %7.3f %7.3f  %6.1f",
               Name(c.product), c.in_features, c.out_features, c.experts, c.name.c_str(),
-              Name(c.type), Name(c.rhs_type), Name(c.out_type), c.tuning.tile_columns,
-              c.tuning.band, WayOf(c), time.median_ms, time.least_ms, speed);
+              Name(c.type), Name(c.rhs_type), Name(c.out_type), c.tuning.band, WayOf(c),
+              time.median_ms, time.least_ms, speed);
 }
 
 double SpeedOf(const GemmCase& c, const Data& data, double ms) {
@@ -112,70 +112,6 @@ double PrintTime(const GemmCase& c, double beside) {
   if (mismatch.count > 0) std::printf("  WRONG: %llu of the sample", mismatch.count);
   std::printf("\n");
   return speed;
-}
-
-// The ways to multiply such operands: queued kernels beside direct ones, promotion beside none.
-std::vector<ec::GemmTuning> Ways(GemmProduct product, Kind kind) {
-  if (kind == Kind::kBlock) return {{256, 1, true, true}};
-  if (kind == Kind::kTensor) return {{256, 1, true, true}, {256, 1, true, false}};
-  std::vector<ec::GemmTuning> ways = {{256, 1, false, false}, {128, 1, false, false}};
-  if (product != GemmProduct::kForward) ways.push_back({256, 1, true, false});
-  if (product == GemmProduct::kWeightGrad) ways.push_back({128, 1, true, false});
-  return ways;
-}
-
-struct Score {
-  ec::GemmTuning tuning;
-  double log_speed = 0;  // summed over shapes and loads
-};
-
-void PrintRow(GemmProduct product, Kind kind, const char* rows, const Score& score) {
-  static const char* const kProductNames[] = {"kForward", "kDataGrad", "kWeightGrad"};
-  static const char* const kScalingNames[] = {"kNone", "kTensor", "kBlock"};
-  std::printf("    {GemmProduct::%s, GemmScaling::%s, %s, {%d, %d, %s, %s}},\n",
-              kProductNames[static_cast<int>(product)], kScalingNames[static_cast<int>(kind)], rows,
-              score.tuning.tile_columns, score.tuning.band, score.tuning.queued ? "true" : "false",
-              score.tuning.promoted ? "true" : "false");
-}
-
-// Adds what every score's tuning takes on one shape and load.
-void Score1(const GemmCase& given, std::vector<Score>* scores) {
-  alarm(kLimitSeconds);
-  Data data(given);
-  for (Score& score : *scores) {
-    GemmCase c = given;
-    c.tuning = score.tuning;
-    data.Tune(c.tuning);
-    const Time time = MeasureProduct(data);
-    const double speed = SpeedOf(c, data, time.median_ms);
-    score.log_speed += std::log(speed);
-    PrintSpeed(c, time, speed);
-    std::printf("\n");
-  }
-}
-
-// Of groups with few rows or many; sums with promotion and without are different products.
-void TuneClass(GemmProduct product, Kind kind, bool few) {
-  std::vector<Score> scores;
-  for (ec::GemmTuning way : Ways(product, kind)) {
-    for (const int band : {1, 2, 4, 8, 16}) {
-      way.band = band;
-      scores.push_back({way});
-    }
-  }
-  for (const auto& shape : kShapes) {
-    for (const char* load : {"even", "zipf"}) {
-      Score1(CaseOf(load, product, shape, few ? 128 : 32, kind), &scores);
-    }
-  }
-  std::sort(scores.begin(), scores.end(),
-            [](const Score& a, const Score& b) { return a.log_speed > b.log_speed; });
-  for (const bool promoted : {false, true}) {
-    const auto best = std::find_if(scores.begin(), scores.end(), [&](const Score& score) {
-      return score.tuning.promoted == promoted;
-    });
-    if (best != scores.end()) PrintRow(product, kind, few ? "kFewRows" : "kAnyRows", *best);
-  }
 }
 
 }  // namespace
@@ -209,10 +145,7 @@ void TimeNarrow() {
             GemmCase c = CaseOf(load, product, shape, groups, kind);
             if (product == GemmProduct::kWeightGrad) c.rhs_type = FloatType::kE5M2;
             if (product == GemmProduct::kDataGrad) c.type = FloatType::kE5M2;
-            for (const ec::GemmTuning& way : Ways(product, kind)) {
-              c.tuning = way;
-              PrintTime(c, wide);
-            }
+            PrintTime(Tuned(c), wide);
           }
         }
       }
@@ -240,25 +173,13 @@ void TimeWeights() {
     for (const int groups : {8, 32, 128}) {
       for (const char* load : {"even", "zipf"}) {
         GemmCase c = CaseOf(load, GemmProduct::kWeightGrad, shape, groups);
-        c.tuning = {256, 8, false, false};
+        c.tuning = {8, false};
         const double direct = PrintTime(c, 0);
-        for (const int columns : {256, 128}) {
-          for (const int band : {1, 8}) {
-            c.tuning = {columns, band, true, false};
-            PrintTime(c, direct);
-          }
+        for (const int band : {1, 8}) {
+          c.tuning = {band, true};
+          PrintTime(c, direct);
         }
       }
-    }
-  }
-}
-
-void Tune(const char* part) {
-  PrintHeader("");
-  for (const Kind kind : {Kind::kWide, Kind::kTensor, Kind::kBlock}) {
-    if (*part != '\0' && (kind == Kind::kWide) != (std::strcmp(part, "16") == 0)) continue;
-    for (const GemmProduct product : kProducts) {
-      for (const bool few : {true, false}) TuneClass(product, kind, few);
     }
   }
 }

@@ -12,9 +12,6 @@ void TimeNarrow();
 void TimeTf32();
 // Both kernels of the weight gradient, few rows a group and many.
 void TimeWeights();
-// Every tile of every class of shapes; prints the best of each as rows of tile_table.h. `part`: 16,
-// 8 or nothing, which is both.
-void Tune(const char* part);
 
 }  // namespace gemm_test
 

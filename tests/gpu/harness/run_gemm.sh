@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Builds the grouped products with their harness, checks them against sums in f64 and times them.
 #   tests/gpu/harness/run_gemm.sh build     compile only (no GPU needed)
-#   tests/gpu/harness/run_gemm.sh [check|small|time|tune|sanitize|dense|all] [16|8|32|weights|copies]
+#   tests/gpu/harness/run_gemm.sh [check|small|time|sanitize|dense|all] [16|8|32|weights|copies]
 # The second word picks a part of check, small and time. dense: the same work as one torch.matmul. NVCC, OBJECTS, BUILD_DIR and PYTHON may be set.
 set -euo pipefail
 cd "$(dirname "$0")/../../.."
@@ -19,7 +19,7 @@ build_all() {
 if [ "$what" = build ] || ! [ -x "$program" ]; then build_all; fi
 case $what in
   build) ;;
-  check | small | time | tune) "$program" "$what" "${2:-}" ;;
+  check | small | time) "$program" "$what" "${2:-}" ;;
   sanitize) compute-sanitizer --tool memcheck --error-exitcode 3 "$program" small ;;
   dense) "${PYTHON:-python3}" tests/gpu/tools/dense_gemm.py ;;
   all)
@@ -28,7 +28,7 @@ case $what in
     "$program" time
     ;;
   *)
-    echo "unknown: $what (build, check, small, time, tune, sanitize, dense or all)" >&2
+    echo "unknown: $what (build, check, small, time, sanitize, dense or all)" >&2
     exit 2
     ;;
 esac

@@ -18,14 +18,14 @@ cudaError_t Launch(cudaStream_t stream, const Maps& maps, const KernelArguments&
   return cudaGetLastError();
 }
 
-template <GemmProduct product, FloatType type, FloatType out, int columns>
+template <GemmProduct product, FloatType type, FloatType out>
 constexpr Instance Make() {
-  using Traits = KernelTraits<product, Element<type>, Element<out>, columns>;
-  return {product, type, type, out, columns, false, Summing::kWhole, &Launch<Traits>};
+  using Traits = KernelTraits<product, Element<type>, Element<out>>;
+  return {product, type, type, out, false, Summing::kWhole, &Launch<Traits>};
 }
 
-#define EP_MAKE_DIRECT(product, type, out, columns) \
-  Make<GemmProduct::product, FloatType::type, FloatType::out, columns>(),
+#define EP_MAKE_DIRECT(product, type, out) \
+  Make<GemmProduct::product, FloatType::type, FloatType::out>(),
 constexpr Instance kInstances[] = {EP_GEMM_DIRECT(EP_MAKE_DIRECT)};
 
 }  // namespace

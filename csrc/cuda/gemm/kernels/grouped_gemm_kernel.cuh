@@ -25,18 +25,17 @@ constexpr int kThreads = 128 * (kMultipliers + 1);
 constexpr int kLoaderRegisters = 40;
 constexpr int kMultiplierRegisters = 232;
 
-template <GemmProduct product, typename In, typename Result, int columns>
+template <GemmProduct product, typename In, typename Result>
 struct KernelTraits {
   using T = In;
   using Out = Result;
   static constexpr GemmProduct kProduct = product;
-  static constexpr int kColumns = columns;
   static constexpr bool kRagged = product == GemmProduct::kWeightGrad;  // the contracted dim is
   static constexpr Along kLhs = kRagged ? Along::kOther : Along::kContracted;
   static constexpr Along kRhs =
       product == GemmProduct::kDataGrad ? Along::kContracted : Along::kOther;
   static constexpr int kLhsPieces = kTileRows / kPieceSide;
-  static constexpr int kRhsPieces = columns / kPieceSide;
+  static constexpr int kRhsPieces = kTileColumns / kPieceSide;
   static constexpr int kLhsBytes = kLhsPieces * kPieceBytes;
   static constexpr int kStageBytes = (kLhsPieces + kRhsPieces) * kPieceBytes;
   static constexpr int kStages = (192 << 10) / kStageBytes;
@@ -54,12 +53,12 @@ struct SharedMemory {
 template <class Traits>
 __device__ __forceinline__ auto MakeSchedule(const KernelArguments& args, const uint16_t* order,
                                              Cluster cluster) {
-  const int32_t column_tiles = (args.out.columns + Traits::kColumns - 1) / Traits::kColumns;
+  const int32_t column_tiles = (args.out.columns + kTileColumns - 1) / kTileColumns;
   if constexpr (Traits::kRagged) {
     return ExpertTileSchedule(order, args.groups.num_experts, args.out.rows, column_tiles,
-                              Traits::kColumns, args.band, cluster);
+                              args.band, cluster);
   } else {
-    return RowTileSchedule(args.groups, column_tiles, Traits::kColumns, args.band, cluster);
+    return RowTileSchedule(args.groups, column_tiles, args.band, cluster);
   }
 }
 
@@ -160,13 +159,13 @@ template <class Traits>
 __device__ __forceinline__ void MultiplyTile(const KernelArguments& args, const Tile& tile,
                                              int warpgroup, SharedMemory<Traits>* memory,
                                              RingPlace<Traits::kStages>* place,
-                                             float (&sums)[Traits::kColumns / 2]) {
+                                             float (&sums)[kTileColumns / 2]) {
   constexpr int kSteps = kTileDepth / kStepDepth;
   uint32_t busy = 0;  // barrier of the stage that products may still read; 0: none
   if constexpr (Traits::kRagged) {
     // An expert may have no rows.
 #pragma unroll
-    for (int i = 0; i < Traits::kColumns / 2; ++i) sums[i] = 0;
+    for (int i = 0; i < kTileColumns / 2; ++i) sums[i] = 0;
   }
   ForEachRange<Traits>(args, tile.expert, [&](int32_t, int32_t size) {
 #pragma unroll 1
@@ -250,7 +249,7 @@ __global__ void __cluster_dims__(kClusterBlocks, 1, 1) __launch_bounds__(kThread
     uint32_t turn = 0;
     Tile tile;
     while (schedule.Next(&tile)) {
-      float sums[Traits::kColumns / 2];
+      float sums[kTileColumns / 2];
       MultiplyTile<Traits>(args, tile, warpgroup, memory, &place, sums);
       StoreTile<Traits::kRagged, typename Traits::Out>(
           args.out, Halves{&out_map, &up_map, args.half}, tile, warpgroup,

@@ -27,8 +27,8 @@ struct Maps {
 
 // How sums of a tile come about.
 enum class Summing : int32_t {
-  kWhole = 0,     // in the tensor cores, from the first contracted element to the last
-  kPromoted = 1,  // every 128 contracted elements they are added to f32 sums
+  kWhole = 0,     // 16-bit and tf32: in the tensor cores, from first to last contracted element
+  kPromoted = 1,  // 8-bit: every 128 contracted elements they are added to f32 sums
   kByGroup = 2,   // likewise, times their group's scales: experts have several groups
   kByBlock = 3,   // likewise, times the block's scales
   kByTile = 4,    // likewise, times what both operands' 128 x 128 values have
@@ -39,7 +39,6 @@ struct Instance {
   FloatType lhs;
   FloatType rhs;
   FloatType out;
-  int32_t tile_columns;
   bool queued;
   Summing summing;
   cudaError_t (*launch)(cudaStream_t, const Maps&, const KernelArguments&, int blocks);
@@ -50,75 +49,63 @@ struct Instances {
   size_t count;
 };
 
-// X(product, type, out type, columns)
-#define EP_GEMM_DIRECT(X)           \
-  X(kForward, kBF16, kBF16, 256)    \
-  X(kForward, kBF16, kBF16, 128)    \
-  X(kForward, kBF16, kF32, 256)     \
-  X(kForward, kF16, kF16, 256)      \
-  X(kForward, kF16, kF32, 256)      \
-  X(kDataGrad, kBF16, kBF16, 256)   \
-  X(kDataGrad, kBF16, kBF16, 128)   \
-  X(kDataGrad, kBF16, kF32, 256)    \
-  X(kDataGrad, kF16, kF16, 256)     \
-  X(kDataGrad, kF16, kF32, 256)     \
-  X(kWeightGrad, kBF16, kBF16, 256) \
-  X(kWeightGrad, kBF16, kBF16, 128) \
-  X(kWeightGrad, kBF16, kF32, 256)  \
-  X(kWeightGrad, kF16, kF16, 256)   \
-  X(kWeightGrad, kF16, kF32, 256)
+// X(product, type, out type)
+#define EP_GEMM_DIRECT(X)      \
+  X(kForward, kBF16, kBF16)    \
+  X(kForward, kBF16, kF32)     \
+  X(kForward, kF16, kF16)      \
+  X(kForward, kF16, kF32)      \
+  X(kDataGrad, kBF16, kBF16)   \
+  X(kDataGrad, kBF16, kF32)    \
+  X(kDataGrad, kF16, kF16)     \
+  X(kDataGrad, kF16, kF32)     \
+  X(kWeightGrad, kBF16, kBF16) \
+  X(kWeightGrad, kBF16, kF32)  \
+  X(kWeightGrad, kF16, kF16)   \
+  X(kWeightGrad, kF16, kF32)
 Instances DirectInstances();
 
-// X(product, lhs type, rhs type, out type, columns, summing)
-#define EP_GEMM_QUEUED_16(X)                       \
-  X(kDataGrad, kBF16, kBF16, kBF16, 256, kWhole)   \
-  X(kDataGrad, kF16, kF16, kF16, 256, kWhole)      \
-  X(kWeightGrad, kBF16, kBF16, kBF16, 256, kWhole) \
-  X(kWeightGrad, kBF16, kBF16, kBF16, 128, kWhole) \
-  X(kWeightGrad, kF16, kF16, kF16, 256, kWhole)
+// X(product, lhs type, rhs type, out type, summing)
+#define EP_GEMM_QUEUED_16(X)                  \
+  X(kDataGrad, kBF16, kBF16, kBF16, kWhole)   \
+  X(kDataGrad, kF16, kF16, kF16, kWhole)      \
+  X(kWeightGrad, kBF16, kBF16, kBF16, kWhole) \
+  X(kWeightGrad, kF16, kF16, kF16, kWhole)
 Instances Queued16Instances();
 
 // Both operands have the contracted dim along memory: data gradients are forward products.
-#define EP_GEMM_ROWS_8(X)                          \
-  X(kForward, kE4M3, kE4M3, kBF16, 256, kWhole)    \
-  X(kForward, kE4M3, kE4M3, kF32, 256, kWhole)     \
-  X(kForward, kE5M2, kE4M3, kBF16, 256, kWhole)    \
-  X(kForward, kE5M2, kE4M3, kF32, 256, kWhole)     \
-  X(kForward, kE4M3, kE4M3, kBF16, 256, kPromoted) \
-  X(kForward, kE4M3, kE4M3, kF32, 256, kPromoted)  \
-  X(kForward, kE5M2, kE4M3, kBF16, 256, kPromoted) \
-  X(kForward, kE5M2, kE4M3, kF32, 256, kPromoted)  \
-  X(kForward, kE4M3, kE4M3, kBF16, 256, kByBlock)  \
-  X(kForward, kE4M3, kE4M3, kF32, 256, kByBlock)   \
-  X(kForward, kE5M2, kE4M3, kBF16, 256, kByBlock)  \
-  X(kForward, kE5M2, kE4M3, kF32, 256, kByBlock)
+#define EP_GEMM_ROWS_8(X)                     \
+  X(kForward, kE4M3, kE4M3, kBF16, kPromoted) \
+  X(kForward, kE4M3, kE4M3, kF32, kPromoted)  \
+  X(kForward, kE5M2, kE4M3, kBF16, kPromoted) \
+  X(kForward, kE5M2, kE4M3, kF32, kPromoted)  \
+  X(kForward, kE4M3, kE4M3, kBF16, kByBlock)  \
+  X(kForward, kE4M3, kE4M3, kF32, kByBlock)   \
+  X(kForward, kE5M2, kE4M3, kBF16, kByBlock)  \
+  X(kForward, kE5M2, kE4M3, kF32, kByBlock)
 Instances Rows8Instances();
 
-#define EP_GEMM_WEIGHTS_8(X)                          \
-  X(kWeightGrad, kE4M3, kE4M3, kBF16, 256, kWhole)    \
-  X(kWeightGrad, kE4M3, kE4M3, kF32, 256, kWhole)     \
-  X(kWeightGrad, kE4M3, kE5M2, kBF16, 256, kWhole)    \
-  X(kWeightGrad, kE4M3, kE5M2, kF32, 256, kWhole)     \
-  X(kWeightGrad, kE4M3, kE4M3, kBF16, 256, kPromoted) \
-  X(kWeightGrad, kE4M3, kE4M3, kF32, 256, kPromoted)  \
-  X(kWeightGrad, kE4M3, kE5M2, kBF16, 256, kPromoted) \
-  X(kWeightGrad, kE4M3, kE5M2, kF32, 256, kPromoted)  \
-  X(kWeightGrad, kE4M3, kE4M3, kBF16, 256, kByGroup)  \
-  X(kWeightGrad, kE4M3, kE4M3, kF32, 256, kByGroup)   \
-  X(kWeightGrad, kE4M3, kE5M2, kBF16, 256, kByGroup)  \
-  X(kWeightGrad, kE4M3, kE5M2, kF32, 256, kByGroup)   \
-  X(kWeightGrad, kE4M3, kE4M3, kBF16, 256, kByTile)   \
-  X(kWeightGrad, kE4M3, kE4M3, kF32, 256, kByTile)    \
-  X(kWeightGrad, kE4M3, kE5M2, kBF16, 256, kByTile)   \
-  X(kWeightGrad, kE4M3, kE5M2, kF32, 256, kByTile)
+#define EP_GEMM_WEIGHTS_8(X)                     \
+  X(kWeightGrad, kE4M3, kE4M3, kBF16, kPromoted) \
+  X(kWeightGrad, kE4M3, kE4M3, kF32, kPromoted)  \
+  X(kWeightGrad, kE4M3, kE5M2, kBF16, kPromoted) \
+  X(kWeightGrad, kE4M3, kE5M2, kF32, kPromoted)  \
+  X(kWeightGrad, kE4M3, kE4M3, kBF16, kByGroup)  \
+  X(kWeightGrad, kE4M3, kE4M3, kF32, kByGroup)   \
+  X(kWeightGrad, kE4M3, kE5M2, kBF16, kByGroup)  \
+  X(kWeightGrad, kE4M3, kE5M2, kF32, kByGroup)   \
+  X(kWeightGrad, kE4M3, kE4M3, kBF16, kByTile)   \
+  X(kWeightGrad, kE4M3, kE4M3, kF32, kByTile)    \
+  X(kWeightGrad, kE4M3, kE5M2, kBF16, kByTile)   \
+  X(kWeightGrad, kE4M3, kE5M2, kF32, kByTile)
 Instances Weights8Instances();
 
-#define EP_GEMM_GRADS_32(X) X(kDataGrad, kTF32, kTF32, kF32, 256, kWhole)
+#define EP_GEMM_GRADS_32(X) X(kDataGrad, kTF32, kTF32, kF32, kWhole)
 Instances Grads32Instances();
 // A kernel of its own, which transposes the weights in registers.
 Instances Forward32Instances();
 
-#define EP_GEMM_WEIGHTS_32(X) X(kWeightGrad, kTF32, kTF32, kF32, 256, kWhole)
+#define EP_GEMM_WEIGHTS_32(X) X(kWeightGrad, kTF32, kTF32, kF32, kWhole)
 Instances Weights32Instances();
 
 // f32 in memory; copies to shared memory round it to 10 bits behind the point.

@@ -117,7 +117,7 @@ template <class Traits, class Memory>
 __device__ __forceinline__ void SumPromoted(const KernelArguments& args, const Work& work,
                                             int warpgroup, Memory* memory,
                                             RingPlace<Traits::kStages>* place,
-                                            float (&total)[Traits::kColumns / 2]) {
+                                            float (&total)[kTileColumns / 2]) {
   if (work.size == 0) return;
   Factors factors{{1, 1}};
   if constexpr (Traits::kSumming == Summing::kByGroup) {

@@ -16,14 +16,13 @@ namespace {
 
 constexpr int kFinderRegisters = 56;
 constexpr int kSummerRegisters = 224;
-constexpr int kColumns = 256;    // of a tile; 128 a warpgroup
 constexpr int kDepth = 32;       // contracted elements of a stage
 constexpr int kParts = 2;        // of a stage, whose weights a thread holds at a time
 constexpr int kPartSteps = 2;    // instructions' depths of a part
 constexpr int kBoxColumns = 32;  // of weights: lines of 128 bytes
 constexpr int kBoxBytes = kDepth * 128;
 static_assert(kDepth == kPickedLines, "a box is as deep as a stage");
-constexpr int kBoxes = kColumns / kBoxColumns;
+constexpr int kBoxes = kTileColumns / kBoxColumns;
 constexpr int kRowPieces = kTileRows / kPieceSide;
 constexpr int kRowBytes = kRowPieces * kPieceBytes;
 constexpr int kStageBytes = kRowBytes + kBoxes * kBoxBytes;
@@ -32,7 +31,6 @@ constexpr int kHalves = 2;  // of a warpgroup's columns: 64 each, an instruction
 
 struct Traits {
   static constexpr bool kRagged = false;
-  static constexpr int kColumns = 256;
 };
 
 struct Memory {
@@ -220,7 +218,7 @@ __device__ __forceinline__ void StoreSums(const OutShape& out, const CUtensorMap
   const uint32_t to = SharedAddress(staging);
 #pragma unroll
   for (int half = 0; half < kHalves; ++half) {
-    const int32_t column = work.column + warpgroup * (kColumns / kMultipliers) + half * 64;
+    const int32_t column = work.column + warpgroup * (kTileColumns / kMultipliers) + half * 64;
     const int32_t mine = column + lane.box * kBoxColumns;
     const float bias[2] = {LoadBias(out, work.expert, mine + lane.columns[0]),
                            LoadBias(out, work.expert, mine + lane.columns[1])};
@@ -315,7 +313,7 @@ cudaError_t Launch(cudaStream_t stream, const Maps& maps, const KernelArguments&
 }
 
 constexpr Instance kInstances[] = {{GemmProduct::kForward, FloatType::kTF32, FloatType::kTF32,
-                                    FloatType::kF32, kColumns, true, Summing::kWhole, &Launch}};
+                                    FloatType::kF32, true, Summing::kWhole, &Launch}};
 
 }  // namespace
 

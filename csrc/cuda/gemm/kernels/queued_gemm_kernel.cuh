@@ -21,40 +21,35 @@ constexpr int kFinderRegisters = 56;
 constexpr int kSummerRegisters = 224;
 constexpr int kBlockBytes = 227 << 10;
 
-template <GemmProduct product, typename LhsType, typename RhsType, typename Result, int columns,
-          Summing summing>
+template <GemmProduct product, typename LhsType, typename RhsType, typename Result, Summing summing>
 struct QueuedTraits {
   using Lhs = LhsType;
   using Rhs = RhsType;
   using Out = Result;
-  static constexpr int kColumns = columns;
   static constexpr Summing kSumming = summing;
   static constexpr bool kNarrow = sizeof(Lhs) == 1;
   static constexpr bool kTransposed = sizeof(Lhs) != 2;  // the contracted dim is along memory
   static constexpr bool kRagged = product == GemmProduct::kWeightGrad;
-  static constexpr bool kScaled =
-      kNarrow && (summing == Summing::kWhole || summing == Summing::kPromoted);  // at the end
+  static constexpr bool kScaled = summing == Summing::kPromoted;  // at the end
   static constexpr bool kPromotes = summing != Summing::kWhole;
   static_assert(sizeof(Lhs) == sizeof(Rhs), "a stage has as many elements of both");
-  static_assert(kNarrow || !kPromotes, "sums of other operands are f32 anyway");
+  static_assert(kNarrow == kPromotes, "sums of other operands are f32 anyway");
   static constexpr bool kByBlock = summing == Summing::kByBlock;
   static constexpr bool kByTile = summing == Summing::kByTile;
   static_assert(!kByTile || product == GemmProduct::kWeightGrad, "rows of others have scales");
-  static_assert(!kPromotes || columns == kTileParts * kPartColumns, "tiles have all parts");
   static constexpr Along kLhs = kRagged && !kTransposed ? Along::kOther : Along::kContracted;
   static constexpr Along kRhs =
       product == GemmProduct::kDataGrad || kTransposed ? Along::kContracted : Along::kOther;
   static constexpr int kDepth = 128 / sizeof(Lhs);  // contracted elements of a stage
   static constexpr int kLhsPieces = kTileRows / kPieceSide;
-  static constexpr int kRhsPieces = columns / kPieceSide;
+  static constexpr int kRhsPieces = kTileColumns / kPieceSide;
   static constexpr int kLhsBytes = kLhsPieces * kPieceBytes;
   static constexpr int kStageBytes = (kLhsPieces + kRhsPieces) * kPieceBytes;
   // A warpgroup's rows of a tile.
-  static constexpr int kHalfBytes = kStoredRows * columns * sizeof(Out);
+  static constexpr int kHalfBytes = kStoredRows * kTileColumns * sizeof(Out);
   // f32 tiles of 256 columns would leave no room for stages. Others gain more from a fourth stage:
   // products that stop to add up to 18%, 16-bit ones 3 to 4%.
-  static constexpr bool kStagesWhole =
-      kRagged && kNarrow && summing != Summing::kPromoted && !kByTile && kHalfBytes <= 32 << 10;
+  static constexpr bool kStagesWhole = summing == Summing::kByGroup && kHalfBytes <= 32 << 10;
   static constexpr int kStaged = kStagesWhole ? kHalfBytes : kStagingBytes;
   static constexpr int kOrder = kRagged ? kMaxExperts : 1;
   static constexpr int kScaleBytes = kByBlock ? sizeof(StageScales) : 0;  // of a stage
@@ -131,7 +126,7 @@ __device__ __forceinline__ void LoadQueued(const KernelArguments& args, const CU
 // sums (+)= the products of one stage; `add` is of the first ones.
 template <class Traits>
 __device__ __forceinline__ void MultiplyStage(const uint8_t* stage, int warpgroup, uint32_t add,
-                                              float (&sums)[Traits::kColumns / 2]) {
+                                              float (&sums)[kTileColumns / 2]) {
   constexpr int kSteps = 128 / 32;  // bytes of a line, of one instruction
   const uint64_t lhs =
       DescribeOperand<Traits::kLhs>(SharedAddress(stage + warpgroup * kPieceBytes));
@@ -158,7 +153,7 @@ __device__ __forceinline__ void MultiplyStage(const uint8_t* stage, int warpgrou
 template <class Traits>
 __device__ __forceinline__ void SumWhole(int32_t size, int warpgroup, QueuedMemory<Traits>* memory,
                                          RingPlace<Traits::kStages>* place,
-                                         float (&sums)[Traits::kColumns / 2]) {
+                                         float (&sums)[kTileColumns / 2]) {
   uint32_t busy = 0;  // barrier of the stage that products may still read; 0: none
 #pragma unroll 1
   for (int32_t done = 0; done < size; done += Traits::kDepth, place->Advance()) {
@@ -191,11 +186,11 @@ __device__ __forceinline__ Work SumTile(const KernelArguments& args, int warpgro
                                         QueuedMemory<Traits>* memory,
                                         RingPlace<Traits::kStages>* place,
                                         RingPlace<kQueuedWork>* next,
-                                        float (&sums)[Traits::kColumns / 2]) {
+                                        float (&sums)[kTileColumns / 2]) {
   Work work;
   float scales[2] = {1, 1};
 #pragma unroll
-  for (int i = 0; i < Traits::kColumns / 2; ++i) sums[i] = 0;
+  for (int i = 0; i < kTileColumns / 2; ++i) sums[i] = 0;
   do {
     work = TakeWork(next, &memory->queue);
     if (work.expert < 0) return work;
@@ -213,7 +208,7 @@ __device__ __forceinline__ Work SumTile(const KernelArguments& args, int warpgro
   } while (work.last == 0);
   if constexpr (Traits::kScaled) {
 #pragma unroll
-    for (int i = 0; i < Traits::kColumns / 2; ++i) sums[i] = sums[i] * scales[0] * scales[1];
+    for (int i = 0; i < kTileColumns / 2; ++i) sums[i] = sums[i] * scales[0] * scales[1];
   }
   return work;
 }
@@ -225,7 +220,7 @@ __device__ __forceinline__ void MultiplyQueued(const KernelArguments& args, cons
   RingPlace<kQueuedWork> next;
   uint32_t turn = 0;
   while (true) {
-    float sums[Traits::kColumns / 2];
+    float sums[kTileColumns / 2];
     const Work work = SumTile<Traits>(args, warpgroup, memory, &place, &next, sums);
     if (work.expert < 0) break;
     const Tile tile{work.expert, work.group, work.row, work.column, work.row_end, false};
@@ -308,15 +303,14 @@ cudaError_t LaunchQueued(cudaStream_t stream, const Maps& maps, const KernelArgu
   return cudaGetLastError();
 }
 
-template <GemmProduct product, FloatType lhs, FloatType rhs, FloatType out, int columns,
-          Summing summing>
+template <GemmProduct product, FloatType lhs, FloatType rhs, FloatType out, Summing summing>
 constexpr Instance MakeQueued() {
-  using Traits = QueuedTraits<product, Element<lhs>, Element<rhs>, Element<out>, columns, summing>;
-  return {product, lhs, rhs, out, columns, true, summing, &LaunchQueued<Traits>};
+  using Traits = QueuedTraits<product, Element<lhs>, Element<rhs>, Element<out>, summing>;
+  return {product, lhs, rhs, out, true, summing, &LaunchQueued<Traits>};
 }
 
-#define EP_MAKE_QUEUED(product, lhs, rhs, out, columns, summing)                            \
-  MakeQueued<GemmProduct::product, FloatType::lhs, FloatType::rhs, FloatType::out, columns, \
+#define EP_MAKE_QUEUED(product, lhs, rhs, out, summing)                            \
+  MakeQueued<GemmProduct::product, FloatType::lhs, FloatType::rhs, FloatType::out, \
              Summing::summing>(),
 
 }  // namespace gemm

@@ -53,17 +53,11 @@ enum class GemmScaling : int32_t {
                 // weight gradient's operands
 };
 
-// Launch tuning; the numbers do not depend on it, but for `promoted`.
+// Launch tuning; the numbers do not depend on it.
 struct GemmTuning {
-  int32_t tile_columns = 256;  // of a block's output tile: 256, of 16-bit operands 128 too
-  int32_t band = 8;            // pairs of row tiles that share their columns in L2
-  // The loading warp says which tiles there are, and an 8-bit weight gradient's tile is staged
-  // whole unless it is promoted: its store goes on while the next one's products do. 8-bit and tf32
-  // operands know no other way.
+  int32_t band = 8;  // pairs of row tiles that share their columns in L2
+  // The loading warp says which tiles there are; 8-bit and tf32 operands know no other way.
   bool queued = false;
-  // 8-bit operands: sums leave the tensor cores every 128 contracted elements and are added up in
-  // f32. Block scales know no other way.
-  bool promoted = false;
 };
 
 // Tiles go to whoever comes for them, of one launch or of several that do one product together on

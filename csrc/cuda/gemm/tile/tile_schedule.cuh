@@ -18,6 +18,7 @@ namespace cuda {
 namespace gemm {
 
 constexpr int kTileRows = 128;
+constexpr int kTileColumns = 256;
 constexpr int kTileDepth = 64;
 constexpr int kMaxExperts = 1024;
 constexpr int kClusterBlocks = 2;
@@ -68,11 +69,10 @@ struct TilePairs {
 // Output rows are the groups' rows: all tiles cost the same, clusters take them in turn.
 class RowTileSchedule {
  public:
-  __device__ RowTileSchedule(const Groups& groups, int32_t column_tiles, int32_t tile_columns,
-                             int32_t band, Cluster cluster)
+  __device__ RowTileSchedule(const Groups& groups, int32_t column_tiles, int32_t band,
+                             Cluster cluster)
       : groups_(groups),
         column_tiles_(column_tiles),
-        tile_columns_(tile_columns),
         band_(band),
         cluster_(cluster),
         next_(cluster.index) {}
@@ -104,14 +104,13 @@ class RowTileSchedule {
     tile->group = group_;
     tile->row = rows_.start + row_tile * kTileRows;
     tile->row_end = rows_.start + rows_.size;
-    tile->column = column_tile * tile_columns_;
+    tile->column = column_tile * kTileColumns;
     return true;
   }
 
  private:
   const Groups groups_;
   const int32_t column_tiles_;
-  const int32_t tile_columns_;
   const int32_t band_;
   const Cluster cluster_;
   int group_ = -1;
@@ -128,12 +127,10 @@ class RowTileSchedule {
 class ExpertTileSchedule {
  public:
   __device__ ExpertTileSchedule(const uint16_t* order, int32_t num_experts, int32_t rows,
-                                int32_t column_tiles, int32_t tile_columns, int32_t band,
-                                Cluster cluster)
+                                int32_t column_tiles, int32_t band, Cluster cluster)
       : order_(order),
         rows_(rows),
         pairs_(rows, column_tiles),
-        tile_columns_(tile_columns),
         band_(band),
         cluster_(cluster),
         end_(num_experts * pairs_.Count()) {}
@@ -153,7 +150,7 @@ class ExpertTileSchedule {
     tile->expert = order_[index / each];
     tile->row = row_tile * kTileRows;
     tile->row_end = rows_;
-    tile->column = column_tile * tile_columns_;
+    tile->column = column_tile * kTileColumns;
     return true;
   }
 
@@ -161,7 +158,6 @@ class ExpertTileSchedule {
   const uint16_t* order_;
   const int32_t rows_;
   const TilePairs pairs_;
-  const int32_t tile_columns_;
   const int32_t band_;
   const Cluster cluster_;
   const uint32_t end_;
