@@ -20,7 +20,7 @@ import numpy as np
 
 import ep_runtime as ep
 from ep_runtime_bench.base import routing
-from ep_runtime_client.ops.calls.call import Call
+from ep_runtime_client.ops.movement.per_device import call_on
 from ep_runtime_client.ops.transports import nodes_plan
 
 RANKS = 32
@@ -65,7 +65,7 @@ def figure(case: Case) -> dict[str, Any]:
     layer = group.register_layer("moe", top_k=case.top_k)
     idx = routing.topk_idx(case.routing, case.ranks * case.tokens, experts, case.top_k)
     plan = ep.prepare(layer, idx)
-    sent, least = nodes_plan.network_rows(Call(plan.meta, group.mesh), plan.arrays)
+    sent, least = nodes_plan.network_rows(call_on(plan.meta, group.mesh), plan.arrays)
     group.close()
     rows = routing.traffic(idx, case.ranks, experts).rows
     node = np.arange(case.ranks) // case.node_size

@@ -17,7 +17,7 @@ from test_token_movement import SHARED, check_case
 
 import ep_runtime as ep
 from ep_runtime import board_records
-from ep_runtime_client.ops.calls.call import Call
+from ep_runtime_client.ops.movement.per_device import call_on
 from ep_runtime_client.ops.transports import nodes, nodes_plan
 
 MakeGroup = Callable[..., fakes.LocalGroup]
@@ -142,7 +142,7 @@ def test_gpus_count_chunks_where_a_token_needs_few_of_the_nodes(make_group: Make
         for nodes_of in (2, 8):
             on = dataclasses.replace(spec, node_size=8 // nodes_of)
             there = dataclasses.replace(meta, layer=dataclasses.replace(layer, group_spec=on))
-            counted[top_k, nodes_of] = nodes_plan.counts_chunks(Call(there, group.mesh))
+            counted[top_k, nodes_of] = nodes_plan.counts_chunks(call_on(there, group.mesh))
     assert counted == {(1, 2): True, (1, 8): True, (2, 2): True, (2, 8): True} | {
         (8, 2): False,
         (8, 8): True,
@@ -197,7 +197,7 @@ def test_few_more_rows_cross_the_network_than_must(make_group: MakeGroup, routin
     group = make_group(transport="memfd", node_size=2, **case.group_settings)
     layer = group.register_layer("moe", top_k=2)
     plan = ep.prepare(layer, cases.routing(case, 8).reshape(-1, 2))
-    sent, least = nodes_plan.network_rows(Call(plan.meta, group.mesh), plan.arrays)
+    sent, least = nodes_plan.network_rows(call_on(plan.meta, group.mesh), plan.arrays)
     counts = np.zeros((8, 4), int)
     for rank, slots in enumerate(np.asarray(plan.arrays.dst_rank)):
         for slot in slots:

@@ -283,7 +283,7 @@ def _results(
 def _batch_axes(call: Call) -> tuple[str, ...]:
     """The axes that a sum over the global batch crosses here: the manual ones. Those of one device
     too, over which it moves nothing: types say that values vary over them."""
-    return tuple(a for a in call.group.token_axes if a in call.manual)
+    return tuple(a for a in call.group.token_axes if a in call.where.manual)
 
 
 def _aux_loss(
@@ -293,7 +293,7 @@ def _aux_loss(
     coeff: float | jax.Array,
 ) -> jax.Array:
     if not asked.loss:
-        return constant(np.zeros((), np.float32), call.mesh)
+        return constant(np.zeros((), np.float32), call.layer.mesh)
     with scope("aux_loss", call.layer):
         all_count = asked.given is None and asked.token_mask is None
         counted = None if all_count else losses.in_losses(routed)

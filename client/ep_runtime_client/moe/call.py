@@ -22,6 +22,7 @@ from ep_runtime_client.ops.movement.dispatch import open_call
 from ep_runtime_client.ops.movement.prepare import make_plan, make_plan_with_most
 from ep_runtime_client.ops.quantize.formats.recipes import Recipe
 from ep_runtime_client.ops.quantize.pair import is_pair
+from ep_runtime_client.ops.tracing.ambient import open_layer
 from ep_runtime_client.ops.tracing.scopes import scope
 
 
@@ -85,8 +86,9 @@ def run(
 ) -> tuple[jax.Array, Plan, MoEState | None]:
     """(y like the tokens, the plan, the next state)."""
     routed, dtype = moved.routed, block.activation.dtype
-    call, index, weights = open_call(
-        layer,
+    opened = open_layer(layer)
+    call, weights = open_call(
+        opened,
         moved.tokens,
         routed.topk_idx,
         routed.topk_weights,
@@ -96,9 +98,9 @@ def run(
     )
     assert weights is not None
     if bodies.has_workspace(body):
-        plan, most = make_plan_with_most(call, index, routed.topk_idx)
+        plan, most = make_plan_with_most(call, opened[1], routed.topk_idx)
     else:
-        plan = make_plan(call, index, routed.topk_idx)
+        plan = make_plan(call, opened[1], routed.topk_idx)
         most = plan.arrays.num_recv
     if call.layout.tokens_per_rank == 0:
         return moved.tokens, plan, state
@@ -113,7 +115,8 @@ def run(
     )
     with scope("experts", call.layer):
         y, states = api.run(
-            layer,
+            opened,
+            call,
             moved.tokens,
             routed.topk_idx,
             weights,

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import PartitionSpec
 
 from ep_runtime_client.moe import bodies
 from ep_runtime_client.moe.bodies.protocol import Static
@@ -22,7 +21,7 @@ from ep_runtime_client.ops.calls.plan import AnyArrays
 from ep_runtime_client.ops.gemm.quantized_operands import for_backward
 from ep_runtime_client.ops.movement import per_device
 from ep_runtime_client.ops.movement.prepare import prepare_with_most
-from ep_runtime_client.ops.partitioning import spread
+from ep_runtime_client.ops.partitioning import on_mesh
 from ep_runtime_client.ops.partitioning.regions import Where
 from ep_runtime_client.ops.partitioning.roles import Entries, padded
 from ep_runtime_client.ops.quantize import ops as quantize_ops
@@ -137,7 +136,7 @@ def inner_axes(call: BlockCall, operands: Operands) -> Axes:
     slabs = (operands.topk_idx, operands.tokens, operands.weights)
     lies, given = _given(call, operands, weights, [x[None] for x in slabs])
     shapes = [
-        spread.whole_shape(call.where, x.shape, padded(each, x.ndim))
+        on_mesh.whole_shape(call.where, x.shape, padded(each, x.ndim))
         for x, each in zip(given, lies, strict=True)
     ]
     return op.place(call.where.roles, lies, shapes).inner
@@ -208,7 +207,7 @@ def _forward(call: BlockCall, *arrays: Any, bare: bool) -> tuple[jax.Array, ...]
         weights = _packed(operands)
         op = BlockForward(**_common(call, operands, weights), bare=bare)
         lies, given = _given(call, operands, weights, slabs)
-        made: tuple[jax.Array, ...] = spread.run(op, lies, *given)
+        made: tuple[jax.Array, ...] = on_mesh.run_on_mesh(op, lies, *given)
         return made if bare else (*_to_tokens(call, made[0]), *made[1:])
 
 
@@ -287,7 +286,7 @@ def _pullback(call: BlockCall, operands: Operands, saved: list[jax.Array], dy: j
         own = call.lies[:2] if call.lies[:2] != call.taken else None
         op = BlockBackward(**common, paired=call.paired, dtypes=(of_wi, of_wo), own=own)
         lies, given = _given(call, operands, weights, slabs)
-        made = spread.run(op, (*lies, *_of_slabs(call, (*saved, dy))), *given, *saved, dy)
+        made = on_mesh.run_on_mesh(op, (*lies, *_of_slabs(call, (*saved, dy))), *given, *saved, dy)
         d_tokens, d_weights = _to_tokens(call, *made[:2])
     halves = 2 if call.paired else 1
     d_wi, d_wo, others = made[2 : 2 + halves], made[2 + halves], made[3 + halves :]
@@ -311,7 +310,7 @@ def _pullback(call: BlockCall, operands: Operands, saved: list[jax.Array], dy: j
         ),
     )
     leaves, tree = jax.tree.flatten(grads)
-    typed = [spread.typed_as(*each) for each in zip(leaves, call.types, strict=True)]
+    typed = [on_mesh.typed_as(*each) for each in zip(leaves, call.types, strict=True)]
     return tuple(jax.tree.unflatten(tree, typed))
 
 
@@ -363,38 +362,20 @@ def _to_slabs(call: BlockCall, *arrays: jax.Array) -> tuple[jax.Array, ...]:
     def body(*blocks: jax.Array) -> tuple[jax.Array, ...]:
         return tuple(x.reshape(1, -1, x.shape[-1]) for x in blocks)
 
-    return _reshaped(call, "block_rows", body, arrays, (_tokens(call), _slabs(call)))
+    moved = call.static.call
+    given = [moved.layout.entries()] * len(arrays)
+    return per_device.run(moved, "block_rows", body, arrays, given, _of_slabs(call, arrays))
 
 
 def _to_tokens(call: BlockCall, *arrays: jax.Array) -> tuple[jax.Array, ...]:
     """[R, T, X] -> [..., X] laid out as tokens."""
-    local = call.static.call.layout.local
+    moved = call.static.call
 
     def body(*blocks: jax.Array) -> tuple[jax.Array, ...]:
-        return tuple(x.reshape(*local, x.shape[-1]) for x in blocks)
+        return tuple(x.reshape(*moved.layout.local, x.shape[-1]) for x in blocks)
 
-    return _reshaped(call, "block_tokens", body, arrays, (_slabs(call), _tokens(call)))
-
-
-def _tokens(call: BlockCall) -> PartitionSpec:
-    return call.static.call.layout.spec()
-
-
-def _slabs(call: BlockCall) -> PartitionSpec:
-    return per_device.slab_spec(call.static.call)
-
-
-def _reshaped(
-    call: BlockCall,
-    name: str,
-    body: Callable[..., tuple[jax.Array, ...]],
-    arrays: Sequence[jax.Array],
-    lies: tuple[PartitionSpec, PartitionSpec],
-) -> tuple[jax.Array, ...]:
-    """`body` on each device: it changes dims, and moves nothing."""
-    given, made = ((each,) * len(arrays) for each in lies)
-    done: tuple[jax.Array, ...] = per_device.run(call.static.call, name, body, arrays, given, made)
-    return done
+    made = [moved.layout.entries()] * len(arrays)
+    return per_device.run(moved, "block_tokens", body, arrays, _of_slabs(call, arrays), made)
 
 
 _block = jax.custom_vjp(_primal, nondiff_argnums=(0,))

@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
 from ep_runtime import workspace
 from ep_runtime.workspace import BlockSizes
-from ep_runtime_client.base.layers import EpLayer, TracedLayer
+from ep_runtime_client.base.layers import EpLayer
 from ep_runtime_client.moe import bodies, gradient
 from ep_runtime_client.moe.bodies.cuda import scaling_of
 from ep_runtime_client.moe.bodies.protocol import Static, Weighted, WorkspaceRows
@@ -25,7 +25,7 @@ from ep_runtime_client.ops.gemm.api import blocks_of, with_whole_blocks
 from ep_runtime_client.ops.gemm.checks import check_experts
 from ep_runtime_client.ops.gemm.quantized_operands import origin_of, settled
 from ep_runtime_client.ops.movement import per_device, token_watch
-from ep_runtime_client.ops.partitioning import regions, spread
+from ep_runtime_client.ops.partitioning import on_mesh, regions
 from ep_runtime_client.ops.partitioning.regions import Where
 from ep_runtime_client.ops.partitioning.roles import Entries, padded
 from ep_runtime_client.ops.quantize.delayed import Delayed, check_state
@@ -34,7 +34,6 @@ from ep_runtime_client.ops.quantize.packing import Kernel, Matrix
 from ep_runtime_client.ops.quantize.pair import Pair, of_each
 from ep_runtime_client.ops.quantize.quantized_tensor import QuantizedTensor
 from ep_runtime_client.ops.tracing import again
-from ep_runtime_client.ops.tracing.ambient import open_layer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +67,8 @@ class Kept(NamedTuple):
 
 
 def run(
-    layer: EpLayer | TracedLayer,
+    opened: tuple[EpLayer, jax.Array, Mesh],
+    call: Call,
     tokens: jax.Array,
     topk_idx: jax.Array,
     topk_weights: jax.Array,
@@ -88,7 +88,8 @@ def run(
     """Tokens' experts' answers, summed.
 
     Args:
-        layer: of the plan.
+        opened: the layer, its index and its mesh.
+        call: that the plan was made by.
         tokens: [..., H] in the activation's dtype.
         topk_idx: [..., K] that the plan was made of.
         topk_weights: [..., K].
@@ -108,15 +109,15 @@ def run(
         An array like tokens, differentiable in tokens, topk_weights, the weights and the values;
         and the next states.
     """
-    static, index, mesh = open_layer(layer)
+    static, index, mesh = opened
     group = static.group_spec
     lies = (_entries(weights.wi, weights.wi_spec), _entries(weights.wo, weights.wo_spec))
     arrays = (weights.wi, weights.wo, weights.wi_bias, weights.wo_bias)
     of_weights = [x for x in arrays if x is not None]
     values = tuple(x.reshape(-1) for x in values)
-    operands = [tokens, topk_weights, topk_idx, plan.arrays, *of_weights, *values]
-    where = regions.of_layer(layer, operands, known=None not in lies)
-    moved = per_device.varied(Call(plan.meta, mesh, where.manual), index, *operands)
+    operands = [index, tokens, topk_weights, topk_idx, plan.arrays, *of_weights, *values]
+    where = regions.of_opened(static, mesh, operands, known=None not in lies)
+    moved = call.varied(*operands)
     room = None
     if bodies.has_workspace(body):
         room = _workspace(moved, activation, weights, kept, recipes[0])
@@ -141,7 +142,7 @@ def run(
         for each in zip(kernels, state, strict=True)
     ]
     wi, wo, wi_bias, wo_bias = (
-        spread.settle(where, x, of_each(each) if isinstance(x, Pair) else each)
+        on_mesh.settle(where, x, of_each(each) if isinstance(x, Pair) else each)
         for x, each in zip(graded, placed, strict=True)
     )
     came = [settled(where, x, each) for x, each in zip(arrays[:2], placed[:2], strict=True)]
@@ -159,19 +160,19 @@ def run(
         came[0],
         came[1],
         (histories[0].scales, histories[1].scales),
-        tuple(spread.settle(where, x, ((),)) for x in values),
+        tuple(on_mesh.settle(where, x, ((),)) for x in values),
     )
     learned = [x for x in values if jnp.issubdtype(x.dtype, jnp.inexact)]
     types = tuple(map(regions.type_of, jax.tree.leaves((tokens, topk_weights, *graded, learned))))
     dtypes = tuple(None if x is None else jnp.dtype(x.dtype) for x in graded[:2])
     paired = isinstance(graded[0], Pair)
-    call = BlockCall(where, on_device, placed, (taken[0], taken[1]), types, paired, dtypes)
-    check_experts(where, _num_experts(call, given), plan.arrays.group_sizes, group.num_experts)
-    y, amax = gradient.run(call, given)
+    block = BlockCall(where, on_device, placed, (taken[0], taken[1]), types, paired, dtypes)
+    check_experts(where, _num_experts(block, given), plan.arrays.group_sizes, group.num_experts)
+    y, amax = gradient.run(block, given)
     states = tuple(each.next(found) for each, found in zip(histories, amax, strict=True))
     if where.manual:
         # Over a manual axis JAX's own sum is taken, which knows how its gradient is counted.
-        split = tuple(axis for axis in gradient.inner_axes(call, given) if axis in where.manual)
+        split = tuple(axis for axis in gradient.inner_axes(block, given) if axis in where.manual)
         y = lax.psum(y, split) if split else y
     return y, (states[0], states[1])
 
@@ -206,12 +207,12 @@ class _Histories:
         weight, entries, recipe = kernel
         assert recipe is not None
         assert where.roles is not None
-        experts = spread.whole_shape(where, weight.shape, entries)[0]
+        experts = on_mesh.whole_shape(where, weight.shape, entries)[0]
         rows = padded((where.roles.slab, (), entries[1]), 3)
         delayed = Delayed.of(where, recipe, experts, group_sizes.shape, rows, entries)
         check_state(recipe, state, experts)
-        state = state if where.manual else spread.settle(where, state, ())
-        return cls(delayed, state, spread.settle(where, delayed.scales(state), ()))
+        state = state if where.manual else on_mesh.settle(where, state, ())
+        return cls(delayed, state, on_mesh.settle(where, delayed.scales(state), ()))
 
     def next(self, amax: tuple[jax.Array, jax.Array] | None) -> DelayedState | None:
         if self.delayed is None or self.state is None or amax is None:
@@ -223,7 +224,7 @@ def _taken(where: Where, weight: Kernel, entries: Entries, recipe: Recipe | None
     """Entries of a weight as it is multiplied: off axes that leave a recipe no whole blocks."""
     if where.roles is None or recipe is None or isinstance(weight, QuantizedTensor):
         return entries
-    shape = spread.whole_shape(where, weight.shape, entries)
+    shape = on_mesh.whole_shape(where, weight.shape, entries)
     return with_whole_blocks(where, entries, shape, blocks_of(recipe, weight))
 
 
@@ -279,7 +280,7 @@ def _of_bias(where: Where, bias: jax.Array | None, weight: Entries) -> Entries:
 
 def _on_tokens(call: Call, name: str, array: jax.Array) -> jax.Array:
     """`array` laid out and typed as tokens are."""
-    return per_device.vary(call, per_device.place(call, name, array, call.layout.spec()))
+    return per_device.place(call, name, array, call.layout.spec())
 
 
 def _narrow(experts: int, topk_idx: jax.Array) -> jax.Array:
@@ -290,4 +291,4 @@ def _narrow(experts: int, topk_idx: jax.Array) -> jax.Array:
 
 
 def _num_experts(call: BlockCall, given: Operands) -> int:
-    return spread.whole_shape(call.where, given.kernels[1].shape, call.lies[1])[0]
+    return on_mesh.whole_shape(call.where, given.kernels[1].shape, call.lies[1])[0]

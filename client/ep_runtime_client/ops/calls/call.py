@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from math import prod
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import Mesh
 
 from ep_runtime import layout as sizes
 from ep_runtime.arguments import check_whole
@@ -17,7 +17,8 @@ from ep_runtime.errors import InvalidArgumentError
 from ep_runtime.specs import GroupSpec, check_holds_rows
 from ep_runtime_client.base.layers import EpLayer
 from ep_runtime_client.ops.calls.token_layout import TokenLayout
-from ep_runtime_client.ops.tracing.varying import Axes, settled
+from ep_runtime_client.ops.partitioning.regions import Where, varied_over
+from ep_runtime_client.ops.tracing.varying import settled
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,67 +48,44 @@ class Call:
 
     Attributes:
         meta: what the plan was made for.
-        mesh: the layer's mesh.
-        manual: the group's mesh axes over which a shard_map of the user around the call is
-            manual, mesh order; operands are local along them.
-        varying: those of them that operands and results are typed to vary over.
+        where: where its ops run; operands are local along the manual axes of it.
         clear_slack: somebody may look at a gradient's rows past the last group; without it a GPU
             leaves them as they are.
     """
 
     meta: PlanMeta
-    mesh: Mesh
-    manual: Axes = ()
-    varying: Axes = ()
+    where: Where
     clear_slack: bool = True
 
-    @property
+    @functools.cached_property
     def layer(self) -> EpLayer:
         return self.meta.layer
 
-    @property
+    @functools.cached_property
     def group(self) -> GroupSpec:
         return self.meta.layer.group_spec
 
-    @property
+    @functools.cached_property
     def capacity(self) -> int:
         return self.meta.capacity
 
-    @property
-    def is_local(self) -> bool:
-        """Whether operands are this device's blocks already: nothing is left to spread."""
-        missing = [axis for axis, size in self.group.mesh_axes if size > 1]
-        return bool(self.manual) and {*missing, *self.group.token_axes} <= {*self.manual}
-
-    @property
-    def free_axes(self) -> Axes:
-        """Mesh axes that the op's own shard_map makes manual."""
-        return tuple(axis for axis, _ in self.group.mesh_axes if axis not in self.manual)
-
-    @property
-    def slab_axes(self) -> Axes:
-        """Token axes on dim 0 of slabs here: those that are not manual yet."""
-        return tuple(axis for axis in self.group.token_axes if axis not in self.manual)
-
-    @property
-    def ep_axes(self) -> Axes:
-        """Ep axes on dim 0 of the experts' weights here."""
-        return tuple(axis for axis in self.group.ep_axis if axis not in self.manual)
-
-    @property
-    def num_slabs(self) -> int:
-        """Slabs on dim 0 of arrays here: R over the axes that are not manual."""
-        return prod(self.group.axis_sizes[axis] for axis in self.slab_axes)
-
-    @property
+    @functools.cached_property
     def layout(self) -> TokenLayout:
         """How the tokens lie on the axes that are not manual."""
-        return self.meta.layout.within(self.group, self.manual)
+        return self.meta.layout.within(self.group, self.where.manual)
 
-    @property
-    def lead(self) -> tuple[int, ...]:
-        """Leading dims of token arrays here."""
-        return self.layout.lead
+    @functools.cached_property
+    def num_slabs(self) -> int:
+        """Slabs on dim 0 of arrays here: R over the token axes that are not manual."""
+        free = (axis for axis in self.group.token_axes if axis not in self.where.manual)
+        return prod(self.group.axis_sizes[axis] for axis in free)
+
+    def varied(self, *operands: Any) -> Call:
+        """The call with the manual axes that its operands and results vary over."""
+        if not self.where.manual:
+            return self
+        varying = varied_over(self.group, self.where.manual, operands)
+        return dataclasses.replace(self, where=dataclasses.replace(self.where, varying=varying))
 
 
 def world_rank(group: GroupSpec) -> jax.Array:

@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec
 
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime.specs import GroupSpec
+from ep_runtime_client.ops.partitioning.roles import Entries
 from ep_runtime_client.ops.partitioning.specs import entry_axes
 from ep_runtime_client.ops.tracing.varying import Axes
 
@@ -40,6 +41,10 @@ class TokenLayout:
     @property
     def tokens_per_rank(self) -> int:
         return prod(self.local)
+
+    def entries(self, trailing: int = 1) -> Entries:
+        """Axes on each dim of an array with these leading dims and `trailing` dims after them."""
+        return (*self.axes, *[()] * trailing)
 
     def spec(self, trailing: int = 1) -> PartitionSpec:
         """PartitionSpec of an array with these leading dims and `trailing` dims after them."""

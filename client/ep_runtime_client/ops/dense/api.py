@@ -13,7 +13,7 @@ from ep_runtime.errors import InvalidArgumentError
 from ep_runtime_client.base.layers import EpLayer, TracedLayer
 from ep_runtime_client.ops.dense import ops
 from ep_runtime_client.ops.dense.ops import leaf_entries
-from ep_runtime_client.ops.partitioning import regions, spread
+from ep_runtime_client.ops.partitioning import on_mesh, regions
 from ep_runtime_client.ops.partitioning.regions import Where
 from ep_runtime_client.ops.partitioning.roles import Entries, padded
 from ep_runtime_client.ops.quantize import ops as quantize_ops
@@ -64,7 +64,7 @@ def dense(
         x, kernel, recipe = x.astype(jnp.bfloat16), kernel.astype(jnp.bfloat16), None
     call = _call(x, kernel, bias, layer, recipe)
     operands = [
-        spread.settle(call.where, array, entries)
+        on_mesh.settle(call.where, array, entries)
         for array, entries in ((x, call.x), (kernel, call.kernel), (bias, padded((), 1)))
     ]
     y: jax.Array = eager.run(_primal, call, *operands, traced=_dense)
@@ -164,8 +164,8 @@ def _multiplied(call: DenseCall, x: jax.Array, kernel: jax.Array) -> tuple[Matri
     w_packing = dataclasses.replace(packing, ndim=2)
     x_op = ops.QuantizeX(call.where, call.recipe, x_packing)
     w_op = ops.QuantizeW(call.where, call.recipe, w_packing)
-    q_x = unpack(x_packing, spread.run(x_op, (call.x,), x))
-    q_w = unpack(w_packing, spread.run(w_op, (call.kernel,), kernel))
+    q_x = unpack(x_packing, on_mesh.run_on_mesh(x_op, (call.x,), x))
+    q_w = unpack(w_packing, on_mesh.run_on_mesh(w_op, (call.kernel,), kernel))
     return _tagged(q_x, "ep_q_x"), _tagged(q_w, "ep_q_w")
 
 
@@ -189,7 +189,7 @@ def _forward(call: DenseCall, x: Matrix, kernel: Matrix, bias: jax.Array | None)
         *leaf_entries(k_packing, call.kernel),
         *(padded((), 1) for _ in others),
     )
-    return spread.run(op, arrived, *x_leaves, *k_leaves, *others)[0]
+    return on_mesh.run_on_mesh(op, arrived, *x_leaves, *k_leaves, *others)[0]
 
 
 def _fwd(call: DenseCall, *operands: Any) -> Any:
@@ -205,7 +205,7 @@ def _forward_kept(call: DenseCall, x: jax.Array, kernel: jax.Array, bias: jax.Ar
 
 def _bwd(call: DenseCall, kept: Any, grad: jax.Array) -> Any:
     grads = eager.shared(_pullback, call, kept, grad)
-    return tuple(spread.typed_as(*each) for each in zip(grads, call.types, strict=True))
+    return tuple(on_mesh.typed_as(*each) for each in zip(grads, call.types, strict=True))
 
 
 def _pullback(call: DenseCall, kept: Any, grad: jax.Array) -> Any:
@@ -230,7 +230,7 @@ def _pullback(call: DenseCall, kept: Any, grad: jax.Array) -> Any:
         *(padded((), 1) for _ in others),
         padded((), grad.ndim),
     )
-    d_x, d_kernel, *d_bias = spread.run(op, arrived, *x_leaves, *k_leaves, *others, grad)
+    d_x, d_kernel, *d_bias = on_mesh.run_on_mesh(op, arrived, *x_leaves, *k_leaves, *others, grad)
     return d_x, d_kernel, d_bias[0] if d_bias else None
 
 

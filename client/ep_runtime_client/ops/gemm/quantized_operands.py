@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime_client.base.layers import EpLayer, TracedLayer
 from ep_runtime_client.ops.gemm import weight_entries
-from ep_runtime_client.ops.partitioning import regions, spread
+from ep_runtime_client.ops.partitioning import on_mesh, regions
 from ep_runtime_client.ops.partitioning.regions import Where
 from ep_runtime_client.ops.partitioning.roles import Entries, Roles, entries_of, padded
 from ep_runtime_client.ops.quantize.formats.recipes import Recipe
@@ -37,8 +37,8 @@ def settled(where: Where, x: Any, entries: Entries) -> QuantizedTensor | None:
     if not isinstance(x, QuantizedTensor):
         return None
     bare = dataclasses.replace(x, origin=None, amax=None, group_sizes=None, transposed=None)
-    read: QuantizedTensor = spread.settle(where, bare, entries)
-    turned = spread.settle(where, x.transposed, turned_of(entries))
+    read: QuantizedTensor = on_mesh.settle(where, bare, entries)
+    turned = on_mesh.settle(where, x.transposed, turned_of(entries))
     return dataclasses.replace(read, transposed=turned)
 
 
@@ -119,7 +119,7 @@ def _run(
     call: tuple[QuantizeKernel | QuantizeStack, Entries], *arrays: jax.Array
 ) -> QuantizedTensor:
     op, entries = call
-    leaves = spread.run(op, [entries] * len(arrays), *arrays)
+    leaves = on_mesh.run_on_mesh(op, [entries] * len(arrays), *arrays)
     # Bytes are what a checkpoint policy keeps.
     tagged = [checkpoint_name(leaf, "ep_q_w") for leaf in leaves]
     result = unpack(op.packing, tagged)

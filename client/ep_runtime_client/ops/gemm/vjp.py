@@ -11,7 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 from ep_runtime_client.ops.gemm.ops import GemmBackward, GemmForward, arrivals
 from ep_runtime_client.ops.gemm.plain import Gemm
 from ep_runtime_client.ops.gemm.quantized_operands import for_backward
-from ep_runtime_client.ops.partitioning import spread
+from ep_runtime_client.ops.partitioning import on_mesh
 from ep_runtime_client.ops.partitioning.regions import Where
 from ep_runtime_client.ops.partitioning.roles import Entries, padded
 from ep_runtime_client.ops.quantize import ops as quantize_ops
@@ -139,7 +139,7 @@ def _forward(
     others = [] if bias is None else [bias]
     known = [] if bias is None else [call.bias]
     arrived = arrivals(lhs_packing, rhs_packing, call.lhs, call.lies, *known, padded((), 2))
-    return spread.run(op, arrived, *lhs, *rhs, *others, group_sizes)[0]
+    return on_mesh.run_on_mesh(op, arrived, *lhs, *rhs, *others, group_sizes)[0]
 
 
 def _fwd(call: GemmCall, *operands: Any) -> Any:
@@ -161,7 +161,7 @@ def _bwd(call: GemmCall, kept: Any, grads_out: tuple[jax.Array, Any]) -> Any:
 
 def _typed(grad: Any, types: tuple[Entries | None, ...]) -> Any:
     leaves, tree = jax.tree.flatten(grad)
-    typed = [spread.typed_as(*each) for each in zip(leaves, types, strict=True)]
+    typed = [on_mesh.typed_as(*each) for each in zip(leaves, types, strict=True)]
     return jax.tree.unflatten(tree, typed)
 
 
@@ -173,7 +173,7 @@ def _forward_kept(call: GemmCall, *operands: Any) -> Any:
     likes = [None if x is None else jax.numpy.zeros((), x.dtype) for x in (lhs, rhs)]
     if rhs is not None and isinstance(kernel, QuantizedTensor):
         blocks = pack(kernel, rows=False)[1].blocks
-        shape = spread.whole_shape(call.where, rhs.shape, call.rhs)
+        shape = on_mesh.whole_shape(call.where, rhs.shape, call.rhs)
         likes[1] = rhs if quantize_ops.uneven(call.where, shape, blocks) else likes[1]
     return (out, amax), (rows, for_backward(kernel), bias, group_sizes, likes)
 
@@ -205,7 +205,7 @@ def _pullback(call: GemmCall, kept: Any, grad: jax.Array) -> Any:
     rest = (*known, padded((), 2), padded((), grad.ndim), *[own] * len(itself))
     arrived = arrivals(lhs_packing, rhs_packing, call.lhs, call.lies, *rest)
     operands = (*lhs, *rhs, *others, group_sizes, grad, *itself)
-    d_lhs, *others = spread.run(op, arrived, *operands)
+    d_lhs, *others = on_mesh.run_on_mesh(op, arrived, *operands)
     count = 1 + int(call.paired)
     d_rhs, d_bias = others[:count], others[count:]
     return (

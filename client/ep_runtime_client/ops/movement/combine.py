@@ -65,17 +65,15 @@ def combine(
             f"dispatched must be a result of ep.dispatch, got {type(dispatched).__name__}",
             argument="dispatched",
         )
-    call = call_of_plan(static, mesh, dispatched.plan)
+    call = call_of_plan(static, mesh, dispatched.plan, index, expert_out, weights)
     _check_rows(call, expert_out, weights)
     if call.layout.tokens_per_rank == 0:
-        return jnp.zeros((*call.lead, expert_out.shape[-1]), expert_out.dtype)
-    slab = per_device.slab_spec(call)
+        return jnp.zeros((*call.layout.lead, expert_out.shape[-1]), expert_out.dtype)
+    slab = PartitionSpec(call.group.token_axes)
     with scope("combine", call.layer):
-        call = per_device.varied(call, index, expert_out, weights, dispatched.plan.arrays)
-        expert_out = per_device.vary(call, per_device.place(call, "expert_out", expert_out, slab))
+        expert_out = per_device.place(call, "expert_out", expert_out, slab)
         if weights is not None:
-            weights = per_device.vary(call, per_device.place(call, "weights", weights, slab))
-            weights = weights.astype(jnp.float32)
+            weights = per_device.place(call, "weights", weights, slab).astype(jnp.float32)
         operands = (index, expert_out, weights, dispatched.plan.arrays)
         tokens_out: jax.Array = eager.settled(_combine_primal, call, *operands, traced=_combine)
     return tokens_out
@@ -108,10 +106,9 @@ def _combine_primal(
     arrays: AnyArrays,
 ) -> jax.Array:
     """expert_out [R, C, H], weights [R, C] or None -> tokens_out [..., H]."""
-    slab = per_device.slab_spec(call)
     given = (expert_out,) if weights is None else (expert_out, weights)
 
-    def body(index: jax.Array, *operands: jax.Array) -> jax.Array:
+    def body(index: jax.Array, *operands: jax.Array) -> tuple[jax.Array]:
         local = [x[0] for x in operands]
         tokens_out: jax.Array = per_device_ops(call).combine(
             call,
@@ -121,11 +118,11 @@ def _combine_primal(
             local[1] if len(given) > 1 else None,
             type(arrays)(*local[len(given) :]),
         )
-        return tokens_out.reshape(*call.layout.local, -1)
+        return (tokens_out.reshape(*call.layout.local, -1),)
 
-    operands = (index, *given, *arrays)
-    specs = (PartitionSpec(), *([slab] * (len(operands) - 1)))
-    result: jax.Array = per_device.run(call, "combine", body, operands, specs, call.layout.spec())
+    slabs = (*given, *arrays)
+    lies, made = (((),), *per_device.slabs(call, *slabs)), [call.layout.entries()]
+    (result,) = per_device.run(call, "combine", body, (index, *slabs), lies, made)
     return result
 
 
@@ -159,7 +156,6 @@ def _combine_pullback(
     arrays: AnyArrays,
 ) -> tuple[jax.Array, jax.Array | None]:
     """grad [..., H] -> d_expert_out [R, C, H], d_weights [R, C] or None."""
-    spec, slab = call.layout.spec(), per_device.slab_spec(call)
     rows = () if weights is None else (expert_out, weights)
 
     def body(index: jax.Array, grad: jax.Array, *operands: jax.Array) -> Any:
@@ -175,11 +171,11 @@ def _combine_pullback(
         )
         return (d_expert_out[None], d_weights[None]) if rows else (d_expert_out[None],)
 
-    operands = (index, grad, *rows, *arrays)
-    specs = (PartitionSpec(), spec, *([slab] * (len(operands) - 2)))
-    made = (slab, slab) if rows else (slab,)
-    out = per_device.run(call, "combine_bwd", body, operands, specs, made)
-    return out if rows else (out[0], None)
+    slabs = (*rows, *arrays)
+    given = (((),), call.layout.entries(), *per_device.slabs(call, *slabs))
+    made = [(call.group.token_axes,)] * (2 if rows else 1)
+    out = per_device.run(call, "combine_bwd", body, (index, grad, *slabs), given, made)
+    return (out[0], out[1]) if rows else (out[0], None)
 
 
 _combine = jax.custom_vjp(_combine_primal, nondiff_argnums=(0,))

@@ -7,19 +7,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime.specs import DTYPE_BYTES
 from ep_runtime_client.base.layers import EpLayer, TracedLayer
 from ep_runtime_client.ops.calls.call import Call, check_handle
 from ep_runtime_client.ops.calls.plan import Dispatched, Plan, check_plan
-from ep_runtime_client.ops.movement import dispatch_rows, quantized_rows
+from ep_runtime_client.ops.movement import dispatch_rows, per_device, quantized_rows
 from ep_runtime_client.ops.movement.prepare import check_idx, known_specs, make_call, make_plan
 from ep_runtime_client.ops.quantize.formats.recipes import Recipe
 from ep_runtime_client.ops.quantize.quantized_tensor import QuantizedTensor
 from ep_runtime_client.ops.tracing import again
-from ep_runtime_client.ops.tracing.ambient import manual_axes, open_layer
+from ep_runtime_client.ops.tracing.ambient import open_layer
 
 
 def dispatch(
@@ -92,15 +92,16 @@ def dispatch(
         if topk_idx is None:
             raise InvalidArgumentError("dispatch needs topk_idx or plan", argument="topk_idx")
         how: Any = {"handle": handle, "capacity": capacity, "tokens_spec": tokens_spec}
-        call, _, weights = open_call(layer, values, topk_idx, topk_weights, **how)
+        opened = (static, index, mesh)
+        call, weights = open_call(opened, values, topk_idx, topk_weights, **how)
         plan = make_plan(call, index, topk_idx)
     else:
         _check_tokens(static, values)
-        call = call_of_plan(static, mesh, plan)
+        call = call_of_plan(static, mesh, plan, index, tokens, topk_weights)
         _check_reuse(call, handle, capacity)
-        if tokens.shape[:-1] != call.lead:
+        if tokens.shape[:-1] != call.layout.lead:
             raise InvalidArgumentError(
-                f"the plan was made for tokens with the leading dims {call.lead}, "
+                f"the plan was made for tokens with the leading dims {call.layout.lead}, "
                 f"got {tokens.shape[:-1]}",
                 argument="tokens",
             )
@@ -127,7 +128,7 @@ def _values_of(
 
 
 def open_call(
-    layer: EpLayer | TracedLayer,
+    opened: tuple[EpLayer, jax.Array, Mesh],
     tokens: jax.Array,
     topk_idx: jax.Array,
     topk_weights: jax.Array | None,
@@ -135,20 +136,21 @@ def open_call(
     handle: int,
     capacity: int | None,
     tokens_spec: PartitionSpec | None,
-) -> tuple[Call, jax.Array, jax.Array | None]:
-    """(the call, the layer's index, weights in f32) of a dispatch without a plan; it is checked."""
-    static, index, mesh = open_layer(layer)
+) -> tuple[Call, jax.Array | None]:
+    """(the call, weights in f32) of a dispatch without a plan on an open layer; it is checked."""
+    static, index, mesh = opened
     _check_tokens(static, tokens)
     check_idx(static, topk_idx)
     _check_lead("topk_idx", topk_idx, tokens.shape[:-1])
     hints = known_specs(tokens_spec, tokens, topk_idx, topk_weights)
-    call = make_call(static, mesh, tokens.shape[:-1], hints, handle=handle, capacity=capacity)
-    return call, index, _as_weights(call, topk_weights)
+    lead, given = tokens.shape[:-1], (index, tokens, topk_idx, topk_weights)
+    call = make_call(static, mesh, lead, hints, given, handle=handle, capacity=capacity)
+    return call, _as_weights(call, topk_weights)
 
 
-def call_of_plan(layer: EpLayer, mesh: jax.sharding.Mesh, plan: Plan) -> Call:
-    """The call that a plan stands for in the region where it is used."""
-    return Call(check_plan(plan, layer), mesh, manual_axes(layer.group_spec))
+def call_of_plan(layer: EpLayer, mesh: Mesh, plan: Plan, *operands: Any) -> Call:
+    """The call that a plan stands for in the region where it is used, on these operands."""
+    return per_device.call_on(check_plan(plan, layer), mesh, (*operands, plan.arrays))
 
 
 def _check_tokens(layer: EpLayer, tokens: jax.Array) -> None:
@@ -205,7 +207,7 @@ def _check_reuse(call: Call, handle: int, capacity: int | None) -> None:
 def _as_weights(call: Call, weights: jax.Array | None) -> jax.Array | None:
     if weights is None:
         return None
-    _check_lead("topk_weights", weights, call.lead)
+    _check_lead("topk_weights", weights, call.layout.lead)
     if jnp.shape(weights)[-1] != call.layer.top_k:
         raise InvalidArgumentError(
             f"topk_weights must end in top_k={call.layer.top_k}, got {list(jnp.shape(weights))}",

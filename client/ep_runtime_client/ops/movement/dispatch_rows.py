@@ -6,7 +6,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 
 from ep_runtime_client.ops.calls.call import Call, world_rank
 from ep_runtime_client.ops.calls.plan import AnyArrays
@@ -37,15 +36,14 @@ def ready(
     """The call with the axes that it varies over; arrays of tokens, and weights, where it wants
     them."""
     spec = call.layout.spec()
-    call = per_device.varied(call, index, tokens, weights, arrays)
+    call = call.varied(index, tokens, weights, arrays)
 
     def placed(x: jax.Array) -> jax.Array:
-        x = token_watch.watched(call, per_device.place(call, "tokens", x, spec))
-        return per_device.vary(call, x)
+        return token_watch.watched(call, per_device.place(call, "tokens", x, spec))
 
     tokens = jax.tree.map(placed, tokens)
     if weights is not None:
-        weights = per_device.vary(call, per_device.place(call, "topk_weights", weights, spec))
+        weights = per_device.place(call, "topk_weights", weights, spec)
     return call, tokens, weights
 
 
@@ -57,7 +55,6 @@ def _primal(
     arrays: AnyArrays,
 ) -> tuple[jax.Array, jax.Array]:
     """tokens [..., H], weights [..., K] or None -> recv [R, C, H], recv_weights [R, C]."""
-    spec, slab = call.layout.spec(), per_device.slab_spec(call)
     given = (tokens,) if weights is None else (tokens, weights)
 
     def body(index: jax.Array, *operands: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -66,11 +63,12 @@ def _primal(
         made = exchange(call, index, local[0], local[1] if len(local) > 1 else None, plan)
         return made[0][None], made[1][None]
 
-    specs = (PartitionSpec(), *([spec] * len(given)), *([slab] * len(arrays)))
-    result: tuple[jax.Array, jax.Array] = per_device.run(
-        call, "dispatch", body, (index, *given, *arrays), specs, (slab, slab)
+    lies = (((),), *[call.layout.entries()] * len(given), *per_device.slabs(call, *arrays))
+    made = [(call.group.token_axes,)] * 2
+    rows, recv_weights = per_device.run(
+        call, "dispatch", body, (index, *given, *arrays), lies, made
     )
-    return result
+    return rows, recv_weights
 
 
 def exchange(
@@ -110,7 +108,6 @@ def pullback(
     call: Call, index: jax.Array, d_recv: jax.Array, d_weights: jax.Array, arrays: AnyArrays
 ) -> tuple[jax.Array, jax.Array]:
     """d_recv [R, C, H], d_weights [R, C] -> d_tokens [..., H], d_topk_weights [..., K]."""
-    spec, slab = call.layout.spec(), per_device.slab_spec(call)
     block = call.layout.local
 
     def body(index: jax.Array, *operands: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -120,12 +117,10 @@ def pullback(
         )
         return d_tokens.reshape(*block, -1), d_topk.reshape(*block, -1)
 
-    operands = (index, d_recv, d_weights, *arrays)
-    specs = (PartitionSpec(), *([slab] * (len(operands) - 1)))
-    result: tuple[jax.Array, jax.Array] = per_device.run(
-        call, "dispatch_bwd", body, operands, specs, (spec, spec)
-    )
-    return result
+    slabs = (d_recv, d_weights, *arrays)
+    given, made = (((),), *per_device.slabs(call, *slabs)), [call.layout.entries()] * 2
+    d_tokens, d_topk = per_device.run(call, "dispatch_bwd", body, (index, *slabs), given, made)
+    return d_tokens, d_topk
 
 
 _moved = jax.custom_vjp(_primal, nondiff_argnums=(0,))

@@ -74,7 +74,8 @@ def prepare(
     static, index, mesh = open_layer(layer)
     check_idx(static, topk_idx)
     hints = known_specs(tokens_spec, topk_idx)
-    call = make_call(static, mesh, topk_idx.shape[:-1], hints, handle=handle, capacity=capacity)
+    lead, given = topk_idx.shape[:-1], (index, topk_idx)
+    call = make_call(static, mesh, lead, hints, given, handle=handle, capacity=capacity)
     return make_plan(call, index, topk_idx)
 
 
@@ -93,14 +94,14 @@ def make_call(
     mesh: jax.sharding.Mesh,
     lead: tuple[int, ...],
     hints: tuple[jax.sharding.PartitionSpec, ...],
+    operands: tuple[Any, ...] = (),
     *,
     handle: int,
     capacity: int | None,
 ) -> Call:
-    """The static side of a call on tokens with the leading dims `lead`."""
+    """The static side of a call on `operands`, whose tokens have the leading dims `lead`."""
     group = layer.group_spec
-    manual = manual_axes(group)
-    layout = token_layout.choose(group, lead, hints, manual)
+    layout = token_layout.choose(group, lead, hints, manual_axes(group))
     if layout.tokens_per_rank > group.max_tokens_per_rank:
         raise InvalidArgumentError(
             f"the call has {layout.tokens_per_rank} tokens per rank, group {group.name!r} has "
@@ -109,7 +110,7 @@ def make_call(
         )
     rows = resolve_capacity(layer, layout.tokens_per_rank, capacity)
     meta = PlanMeta(layer, layout, rows, check_handle(layer, handle))
-    return Call(meta, mesh, manual)
+    return per_device.call_on(meta, mesh, operands)
 
 
 def make_plan(call: Call, index: jax.Array, topk_idx: jax.Array) -> Plan:
@@ -131,10 +132,9 @@ def make_plan_with_most(
 
 def _tagged(function: Any, call: Call, index: jax.Array, topk_idx: jax.Array) -> Any:
     with scope("prepare", call.layer):
-        call = per_device.varied(call, topk_idx, index)
+        call = call.varied(topk_idx, index)
         idx = per_device.place(call, "topk_idx", topk_idx, call.layout.spec())
-        index, idx = again.told(index, idx), per_device.vary(call, idx)
-        made = eager.settled(function, call, index, idx)
+        made = eager.settled(function, call, again.told(index, idx), idx)
     return jax.tree.map(lambda x: checkpoint_name(x, "ep_plan"), made)
 
 
@@ -154,8 +154,9 @@ def check_idx(layer: EpLayer, topk_idx: jax.Array) -> None:
 
 def _prepare(call: Call, index: jax.Array, topk_idx: jax.Array) -> AnyArrays:
     """topk_idx [..., K] as given -> plan arrays with the slab dim."""
-    arrays: AnyArrays = _per_device(call, per_device_ops(call).prepare, index, topk_idx, 0)
-    return arrays
+    kind = arrays_type(call.group)
+    made = _per_device(call, per_device_ops(call).prepare, index, topk_idx, len(kind._fields))
+    return kind(*made)
 
 
 def prepare_with_most(
@@ -163,8 +164,9 @@ def prepare_with_most(
 ) -> tuple[AnyArrays, jax.Array]:
     """The arrays of `make_plan_with_most`, which no checkpoint keeps: topk_idx [..., K] -> plan
     arrays with the slab dim, and most [R, 1]."""
-    made: tuple[AnyArrays, jax.Array] = _per_device(call, _ops_with_most(call), index, topk_idx, 1)
-    return made
+    kind = arrays_type(call.group)
+    made = _per_device(call, _ops_with_most(call), index, topk_idx, len(kind._fields) + 1)
+    return kind(*made[:-1]), made[-1]
 
 
 def _ops_with_most(call: Call) -> Any:
@@ -184,27 +186,18 @@ def _ops_with_most(call: Call) -> Any:
 
 
 def _per_device(
-    call: Call, prepare: Any, index: jax.Array, topk_idx: jax.Array, others: int
-) -> Any:
-    """What `prepare` makes on every device, with the slab dim: plan arrays and `others` more."""
-    topk_idx = as_int32(topk_idx)
+    call: Call, prepare: Any, index: jax.Array, topk_idx: jax.Array, count: int
+) -> tuple[jax.Array, ...]:
+    """The `count` arrays that `prepare` makes on every device, with the slab dim."""
 
-    def body(index: jax.Array, idx: jax.Array) -> Any:
+    def body(index: jax.Array, idx: jax.Array) -> tuple[jax.Array, ...]:
         local = idx.reshape(-1, idx.shape[-1])
         made = prepare(call, world_rank(call.group), index, local)
-        return jax.tree.map(lambda x: x[None], made)
+        return tuple(x[None] for x in jax.tree.leaves(made))
 
-    kind: Any = arrays_type(call.group)
-    slab: Any = per_device.slab_spec(call)
-    specs = kind(*([slab] * len(kind._fields)))
-    return per_device.run(
-        call,
-        "prepare",
-        body,
-        (index, topk_idx),
-        (jax.sharding.PartitionSpec(), call.layout.spec()),
-        (specs, *([slab] * others)) if others else specs,
-    )
+    given = (((),), call.layout.entries())
+    made = [(call.group.token_axes,)] * count
+    return per_device.run(call, "prepare", body, (index, as_int32(topk_idx)), given, made)
 
 
 def _empty_plan(call: Call, top_k: int) -> AnyArrays:

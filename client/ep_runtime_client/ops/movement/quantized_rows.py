@@ -16,7 +16,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import PartitionSpec
 
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime.specs import DTYPE_BYTES, GroupSpec
@@ -196,7 +195,6 @@ def _moved(
     """`_primal`, but that `origin`, the dtype of the rows for gradients, is None where nobody takes
     one: of arrays that are there."""
     call = sending.call
-    spec, slab = call.layout.spec(), per_device.slab_spec(call)
     rows = (tokens,) if given is None else given
     sent = (*rows, *(() if weights is None else (weights,)))
 
@@ -214,15 +212,16 @@ def _moved(
             values = widen(from_bits(data, sending.recipe.data_dtype()))
             scales = spread_tiles(scale, 1, sending.tile, sending.hidden)
             made.append((values * scales).astype(origin))
-        return tuple(x[None] for x in made), recv_weights[None]
+        return tuple(x[None] for x in (*made, recv_weights))
 
     operands = (index, *sent, *arrays)
-    specs = (PartitionSpec(), *([spec] * len(sent)), *([slab] * len(arrays)))
+    lies = (((),), *[call.layout.entries()] * len(sent), *per_device.slabs(call, *arrays))
+    slabs = [(call.group.token_axes,)] * (3 if origin is None else 4)
     variant = f"{sending.recipe!r} {origin}"
-    made, recv_weights = per_device.run(
-        call, "dispatch", body, operands, specs, (slab, slab), variant=variant
+    *made, recv_weights = per_device.run(
+        call, "dispatch", body, operands, lies, slabs, variant=variant
     )
-    return (made if origin is not None else (*made, None)), recv_weights
+    return ((*made, None) if origin is None else tuple(made)), recv_weights
 
 
 def quantized(recipe: Recipe, tokens: jax.Array, plan: Any) -> tuple[jax.Array, jax.Array]:

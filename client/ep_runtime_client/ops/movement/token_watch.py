@@ -14,12 +14,10 @@ from typing import Any, ClassVar
 import jax
 
 from ep_runtime_client.ops.calls.call import Call
-from ep_runtime_client.ops.partitioning import regions
-from ep_runtime_client.ops.partitioning import rule as partitioning_rule
+from ep_runtime_client.ops.partitioning import on_mesh, regions
 from ep_runtime_client.ops.partitioning.resolved import Resolved
 from ep_runtime_client.ops.partitioning.roles import Entries, Roles, flat, say_once
 from ep_runtime_client.ops.tracing.batching import batched_over
-from ep_runtime_client.ops.tracing.scopes import label
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,28 +62,20 @@ class _Watch:
 
 def watched(call: Call, tokens: jax.Array) -> jax.Array:
     """`tokens`, looked at where the program is partitioned, if nothing tells before."""
-    group, layer = call.group, call.layer
-    roles = Roles(group.mesh_axes, group.outer_axes, group.ep_axis, f"layer {layer.name!r}")
-    others = {*roles.real(axis for axis, _ in group.mesh_axes)} - {*group.token_axes}
-    told = call.manual or group.partitioning == "shard_map" or regions.explicit((tokens,))
+    group, where = call.group, call.where
+    others = any(size > 1 and axis not in group.token_axes for axis, size in group.mesh_axes)
+    told = where.manual or group.partitioning == "shard_map" or regions.explicit((tokens,))
     if told or not others or not isinstance(tokens, jax.core.Tracer):
         return tokens
-    where = regions.Where(
-        "rule",
-        roles,
-        call.mesh,
-        ruled=group.partitioning == "rule",
-        label=label(layer),
-        identity=layer.fingerprint,
-    )
-    seen: jax.Array = _watch(_Watch(where, tokens.ndim), tokens)
+    op = _Watch(dataclasses.replace(where, mode="rule"), tokens.ndim)
+    seen: jax.Array = _watch(op, tokens)
     return seen
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _watch(op: _Watch, tokens: jax.Array) -> jax.Array:
     (tokens,) = batched_over(op.where.outside, tokens, never=op.where.never_batched)
-    return partitioning_rule.run(op, lambda tokens, *, vmapped=(): (tokens,), tokens)[0]
+    return on_mesh.ask(op, lambda tokens, *, vmapped=(): (tokens,), tokens)[0]
 
 
 @_watch.defjvp

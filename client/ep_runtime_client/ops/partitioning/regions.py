@@ -10,6 +10,7 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from ep_runtime.errors import InvalidArgumentError
+from ep_runtime.specs import GroupSpec
 from ep_runtime_client.base.layers import EpLayer, TracedLayer, resolve
 from ep_runtime_client.ops.partitioning.roles import Entries, Roles, entries_of
 from ep_runtime_client.ops.partitioning.specs import known_spec
@@ -89,6 +90,13 @@ def of_layer(
         slabs: whether it takes no weight: token axes have one place on slabs.
     """
     static, _, mesh = open_layer(layer)
+    return of_opened(static, mesh, operands, known=known, slabs=slabs)
+
+
+def of_opened(
+    static: EpLayer, mesh: Mesh, operands: Sequence[Any], *, known: bool, slabs: bool = False
+) -> Where:
+    """As `of_layer`, of a layer that is opened already."""
     group = static.group_spec
     manual = manual_axes(group)
     owner = f"layer {static.name!r}"
@@ -98,8 +106,7 @@ def of_layer(
     if manual:
         local = {*real, *group.token_axes} <= {*manual}
         mode = "local" if local else "shard_map"
-        tokens = {axis for axis in manual if axis in group.token_axes}
-        varying = tuple(sorted(varied_axes(*operands) | tokens))
+        varying = varied_over(group, manual, operands)
     elif explicit(operands) or group.partitioning == "shard_map":
         mode = "shard_map"
     elif group.partitioning == "rule":
@@ -110,6 +117,12 @@ def of_layer(
         mode = "rule" if open_axes and not known else "shard_map"
     ruled = group.partitioning == "rule"
     return Where(mode, roles, mesh, manual, varying, ruled, label(static), static.fingerprint)
+
+
+def varied_over(group: GroupSpec, manual: Axes, operands: Sequence[Any]) -> Axes:
+    """The manual axes that operands and results of an op vary over: those of the tokens, and
+    whatever else an operand varies over."""
+    return tuple(sorted(varied_axes(*operands) | {a for a in manual if a in group.token_axes}))
 
 
 def alignment_of(layer: EpLayer | TracedLayer) -> int:

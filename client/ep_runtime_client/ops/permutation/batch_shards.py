@@ -17,8 +17,13 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from ep_runtime.errors import InvalidArgumentError
-from ep_runtime_client.ops.partitioning.meshes import as_auto, explicit_axes, typed
-from ep_runtime_client.ops.partitioning.specs import entry_axes, known_spec
+from ep_runtime_client.ops.partitioning.specs import (
+    as_auto,
+    entry_axes,
+    explicit_axes,
+    known_spec,
+    typed,
+)
 from ep_runtime_client.ops.tracing.varying import Axes, spread_over, varied_axes
 
 Spec = PartitionSpec | NamedSharding

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import jax
 
 from ep_runtime_client.ops.kernels import serve as kernels_serve
-from ep_runtime_client.ops.partitioning import spread
+from ep_runtime_client.ops.partitioning import on_mesh
 from ep_runtime_client.ops.partitioning.placement import expert_weight
 from ep_runtime_client.ops.partitioning.regions import Where
 from ep_runtime_client.ops.partitioning.resolved import Resolved
@@ -228,7 +228,7 @@ def rows(
 ) -> QuantizedTensor:
     """The op on rows."""
     groups = padded((arrived[0],), 2)
-    leaves = spread.run(op, (arrived, groups, *([groups] * len(scale))), x, sizes, *scale)
+    leaves = on_mesh.run_on_mesh(op, (arrived, groups, *([groups] * len(scale))), x, sizes, *scale)
     result = unpack(op.packing, leaves, sizes)
     assert isinstance(result, QuantizedTensor)
     return result
@@ -241,7 +241,7 @@ def kernel(
     arrays = jax.tree.leaves(w)
     lies = of_each(arrived) if op.paired else arrived
     given = (*[lies] * len(arrays), *[arrived[:1]] * len(scale))
-    leaves = spread.run(op, given, *arrays, *scale)
+    leaves = on_mesh.run_on_mesh(op, given, *arrays, *scale)
     result = unpack(op.packing, leaves)
     assert isinstance(result, QuantizedTensor)
     return result

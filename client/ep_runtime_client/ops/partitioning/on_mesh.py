@@ -1,0 +1,387 @@
+"""Runs an op on a mesh: as it is on local blocks, in a shard_map of its own, or by its rule.
+
+Every op runs here. It says how its operands are taken and results are sharded, and has one
+function of local blocks, collectives included. The shard_map and the rule both ask the op and run
+that function, so they give the same bits. The shard_map serves where the layouts of operands are
+known, and everywhere inside a shard_map of the user.
+
+The rule is custom_partitioning with a Shardy rule: the layout of a weight under plain jit is known
+to the partitioner alone. The op tells it which dims go together; when it partitions, it calls back.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+import ep_runtime
+from ep_runtime import specs
+from ep_runtime.errors import InvalidArgumentError
+from ep_runtime_client.ops.partitioning import partitioned
+from ep_runtime_client.ops.partitioning.regions import Where
+from ep_runtime_client.ops.partitioning.resolved import Resolved
+from ep_runtime_client.ops.partitioning.roles import Entries, Roles, entries_of, say_once
+from ep_runtime_client.ops.partitioning.specs import (
+    as_auto,
+    decode,
+    explicit_axes,
+    is_explicit,
+    typed,
+)
+from ep_runtime_client.ops.tracing.batching import batched_over, one_each
+from ep_runtime_client.ops.tracing.varying import Axes, spread_over
+
+# Factors of dims that are sharded alike in every op: that of slabs, and of what is inside one.
+SLABS, ROWS = "r", ("c", "c32", "l")
+
+
+class Op(Protocol):
+    """An op on flat arrays. Hashable: the static argument of everything here."""
+
+    @property
+    def where(self) -> Where: ...
+
+    @property
+    def name(self) -> str:
+        """Of the scope in compiled programs."""
+
+    def roles(
+        self, sizes: tuple[tuple[str, int], ...], arrived: Sequence[Entries], shapes: Any
+    ) -> Roles:
+        """What the axes of a mesh are for, where no layer says it."""
+
+    def resolve(
+        self,
+        roles: Roles,
+        arrived: Sequence[Entries],
+        shapes: Sequence[tuple[int, ...]],
+        wanted: Sequence[Entries] | None,
+    ) -> Resolved:
+        """Placement and per-device function for operands that arrive like this."""
+
+    def factors(self) -> tuple[list[str], list[str]]:
+        """Shardy factors of operands and of results; equal ones are sharded alike."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Pinned:
+    """An op whose operands and results are sharded as its caller says: nothing propagates.
+
+    Attributes:
+        where: where it runs.
+        name: of its scope.
+        settings: everything that `body` depends on beside `where` and the operands' types, in the
+            same words in every process.
+        operands: entries of each.
+        results: entries of each.
+        body: local blocks of the operands -> tuple of local blocks of the results.
+    """
+
+    where: Where
+    name: str
+    settings: str
+    operands: tuple[Entries, ...]
+    results: tuple[Entries, ...]
+    body: Callable[..., tuple[jax.Array, ...]] = dataclasses.field(compare=False, repr=False)
+
+    def roles(
+        self, sizes: tuple[tuple[str, int], ...], arrived: Sequence[Entries], shapes: Any
+    ) -> Roles:
+        raise AssertionError("the roles of axes come with the layer")
+
+    def resolve(
+        self,
+        roles: Roles,
+        arrived: Sequence[Entries],
+        shapes: Sequence[tuple[int, ...]],
+        wanted: Sequence[Entries] | None,
+    ) -> Resolved:
+        return Resolved(self.operands, self.results, self.body)
+
+
+AnyOp = Op | Pinned
+
+
+def run_on_mesh(
+    op: AnyOp, arrived: Sequence[Entries], *operands: jax.Array
+) -> tuple[jax.Array, ...]:
+    """The op's results.
+
+    Args:
+        op: what is computed, and where.
+        arrived: entries of the operands where they are known; the rule finds them itself.
+        operands: global but for manual axes.
+    """
+    where = op.where
+    operands = batched_over(where.outside, *operands, never=where.never_batched)
+    with jax.named_scope(f"ep_{op.name}/{where.label}"):
+        if where.mode != "rule":
+            return _in_shard_map(op, where.roles, arrived, operands)
+        return ask(op, functools.partial(_in_export, op, arrived), *operands)
+
+
+def ask(op: AnyOp, mapped: Callable[..., Any], *operands: jax.Array) -> tuple[jax.Array, ...]:
+    """The op's results by its rule: the partitioner decides how operands are sharded.
+
+    `mapped`: the same in a shard_map, for exports and under a vmap; see `partitioned.run`.
+    """
+    pinned = _held(op, 0, operands)
+    results = partitioned.run(functools.partial(_rule, op), mapped, _identity(op), *pinned)
+    return tuple(_held(op, 1, results))
+
+
+def _in_shard_map(
+    op: AnyOp, roles: Roles | None, arrived: Sequence[Entries], operands: Sequence[jax.Array]
+) -> tuple[jax.Array, ...]:
+    """The op in a shard_map over the axes that are not manual yet, if any is not."""
+    where = op.where
+    assert roles is not None, "a known layout comes with the roles of its axes"
+    given = zip(operands, arrived, strict=True)
+    shapes = [whole_shape(where, x.shape, entries) for x, entries in given]
+    resolved = op.resolve(roles, arrived, shapes, None)
+    operands = [spread_over(x, where.varying) for x in operands]
+    if where.mode == "local":
+        return tuple(spread_over(x, where.varying) for x in resolved.local(*operands))
+    in_specs = [_spec(entries, where.manual) for entries in resolved.operands]
+    mesh = _mesh_here(where, operands)
+    if is_explicit(mesh):
+        operands = [typed(mesh, *each) for each in zip(operands, in_specs, strict=True)]
+    mapped = jax.shard_map(
+        one_each(resolved.local),
+        mesh=mesh if jax.sharding.get_abstract_mesh().empty else None,
+        axis_names={axis for axis in mesh.axis_names if axis not in where.manual},
+        in_specs=tuple(in_specs),
+        out_specs=tuple(_spec(entries, where.manual) for entries in resolved.results),
+        check_vma=False,
+    )
+    # A shard_map that checks nothing forgets over which of the user's axes its results vary.
+    return tuple(spread_over(x, where.varying) for x in mapped(*operands))
+
+
+def _in_export(
+    op: AnyOp, arrived: Sequence[Entries], *operands: jax.Array, vmapped: Axes = ()
+) -> tuple[jax.Array, ...]:
+    """What stands for the rule in an exported program, and under a vmap over the axes `vmapped`:
+    nothing tells how operands are sharded.
+
+    Raises:
+        InvalidArgumentError: there is no layer either, which would say on which mesh.
+    """
+    roles = op.where.roles
+    if roles is None:
+        raise InvalidArgumentError(
+            f"{op.name} needs a mesh to be exported for several devices, got no layer; pass "
+            "layer=, call it inside a shard_map, or use Explicit axes",
+            argument="layer",
+        )
+    others = any(axis not in roles.ep + vmapped for axis, size in roles.sizes if size > 1)
+    if others and not isinstance(op, Pinned):
+        who = f"a vmap over {', '.join(vmapped)}" if vmapped else "an exported program"
+        say_once(
+            f"{who} takes weights of {roles.owner} whole but for "
+            f"{roles.named(roles.ep)}: it cannot ask how they lie over the other axes; rhs_spec=, "
+            "params_spec= or Explicit axes say it"
+        )
+    return _in_shard_map(op, dataclasses.replace(roles, apart=True), arrived, operands)
+
+
+def _mesh_here(where: Where, operands: Sequence[Any]) -> Any:
+    """The mesh of a shard_map: the one around, the operands' explicit one, or the layer's.
+
+    Raises:
+        InvalidArgumentError: the one around has other axes.
+    """
+    ambient = jax.sharding.get_abstract_mesh()
+    if not ambient.empty:
+        roles = where.roles
+        if roles is not None and dict(ambient.shape) != dict(roles.sizes):
+            raise InvalidArgumentError(
+                f"an op of {roles.owner} is used under a mesh with the axes "
+                f"{dict(ambient.shape)}, its own has {dict(roles.sizes)}",
+                argument="mesh",
+            )
+        return ambient
+    for x in operands:
+        mesh = getattr(getattr(jax.typeof(x), "sharding", None), "mesh", None)
+        if mesh is not None and not mesh.empty and is_explicit(mesh):
+            return mesh
+    own = where.mesh
+    return as_auto(own) if isinstance(own, Mesh) and is_explicit(own) else own
+
+
+def _held(op: AnyOp, which: int, arrays: Sequence[jax.Array]) -> list[jax.Array]:
+    """Operands (0) or results (1) held to what their layer says: slabs, tokens, and all of a
+    pinned op; other dims stay as they are.
+
+    So no weight's fsdp axis reaches rows, also where nobody reads the rows that come out.
+    """
+    where = op.where
+    if where.roles is None or not isinstance(where.mesh, Mesh):
+        return list(arrays)
+    held: list[PartitionSpec | None]
+    if isinstance(op, Pinned):
+        held = [_spec(entries, ()) for entries in (op.operands, op.results)[which]]
+    else:
+        held = [_of_factors(where, names) for names in op.factors()[which]]
+    mesh = as_auto(where.mesh)
+    return [
+        x if spec is None else lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
+        for x, spec in zip(arrays, held, strict=True)
+    ]
+
+
+def _of_factors(where: Where, names: str) -> PartitionSpec | None:
+    """How an array with these factors is held; None where nothing of it is."""
+    assert where.roles is not None
+    first, *rest = names.split()
+    if first != SLABS:
+        return None
+    slab, free = where.roles.slab or None, PartitionSpec.UNCONSTRAINED
+    return PartitionSpec(slab, *(None if name in ROWS else free for name in rest))
+
+
+def _identity(op: AnyOp) -> int:
+    settings: Any = op
+    parts = [
+        f"{field.name}={getattr(op, field.name)!r}"
+        for field in dataclasses.fields(settings)
+        if field.repr and field.name != "where"  # its mesh names devices
+    ]
+    named = (ep_runtime.__version__, type(op).__name__, op.where.named_in_programs())
+    return specs.stable_id("rule", *named, *parts)
+
+
+def _whole(op: AnyOp, *operands: jax.Array) -> tuple[jax.Array, ...]:
+    """The op where there is one device, and the shapes of its results everywhere."""
+    if isinstance(op, Pinned):
+        return _in_export(op, op.operands, *operands)
+    shapes = [x.shape for x in operands]
+    nothing = [entries_of(None, len(shape)) for shape in shapes]
+    local = op.resolve(Roles(), nothing, shapes, None).local
+    results: tuple[jax.Array, ...] = local(*operands)
+    return results
+
+
+def _shardy_rule(op: AnyOp, mesh: Any, operands: Any, results: Any) -> str:
+    if isinstance(op, Pinned):
+        given, made = _apart("d", operands), _apart("m", results)
+    else:
+        given, made = op.factors()
+    return ", ".join(given) + " -> " + ", ".join(made)
+
+
+def _apart(prefix: str, arrays: Sequence[Any]) -> list[str]:
+    """A factor of its own for every dim of every array."""
+    shapes = enumerate(x.shape for x in arrays)
+    return [" ".join(f"{prefix}{n}x{dim}" for dim in range(len(shape))) for n, shape in shapes]
+
+
+def _partition(op: AnyOp, mesh: Mesh, operands: Any, results: Any) -> Any:
+    """custom_partitioning's callback."""
+    mesh = _mesh(op, mesh)
+    arrived = [_entries(each, mesh) for each in operands]
+    wanted = [_entries(each, mesh) for each in results]
+    shapes = [tuple(each.shape) for each in operands]
+    try:
+        roles = op.where.roles
+        if roles is None:
+            sizes = tuple((str(axis), int(mesh.shape[axis])) for axis in mesh.axis_names)
+            roles = op.roles(sizes, arrived, shapes)
+        resolved = op.resolve(roles, arrived, shapes, wanted)
+    except InvalidArgumentError as error:
+        # XLA wraps what a callback raises; this text is found in it by ep.error_of.
+        fields = json.dumps(error.fields)
+        raise ValueError(f"EP_RUNTIME/InvalidArgumentError: {error} {fields}") from error
+
+    def lower(*blocks: jax.Array) -> tuple[jax.Array, ...]:
+        # JAX 0.12 traces this under the ambient mesh, whose Explicit axes do not belong here.
+        with (
+            jax.sharding.use_abstract_mesh(AbstractMesh((), ())),
+            jax.named_scope(f"ep_{op.name}/{op.where.label}"),
+        ):
+            return tuple(resolved.local(*blocks))
+
+    return (
+        mesh,
+        lower,
+        tuple(NamedSharding(mesh, _spec(entries, ())) for entries in resolved.results),
+        tuple(NamedSharding(mesh, _spec(entries, ())) for entries in resolved.operands),
+    )
+
+
+def _mesh(op: AnyOp, mesh: Mesh) -> Mesh:
+    """The layer's mesh, else the one that the partitioner found; never with Explicit axes."""
+    own = op.where.mesh
+    found = own if isinstance(own, Mesh) else mesh
+    if found.empty:
+        raise ValueError(
+            "EP_RUNTIME/InvalidArgumentError: no mesh is known for an op without a layer: pass "
+            "layer=, or give its operands a NamedSharding {}"
+        )
+    return as_auto(found)
+
+
+def _entries(array: Any, mesh: Mesh) -> Entries:
+    """How an operand arrives, in terms of the mesh's axes."""
+    sharding, ndim = array.sharding, len(array.shape)
+    if isinstance(sharding, NamedSharding) and sharding.mesh.axis_names == mesh.axis_names:
+        return entries_of(sharding.spec, ndim)
+    return decode(sharding, tuple(array.shape), mesh)
+
+
+def whole_shape(where: Where, shape: tuple[int, ...], entries: Entries) -> tuple[int, ...]:
+    """The shape that an operand has without the manual axes around."""
+    roles = where.roles or Roles()
+    return tuple(
+        size * roles.size(axis for axis in axes if axis in where.manual)
+        for size, axes in zip(shape, entries, strict=True)
+    )
+
+
+def _spec(entries: Entries, manual: Axes) -> PartitionSpec:
+    free = (tuple(axis for axis in axes if axis not in manual) for axes in entries)
+    return PartitionSpec(*(axes or None for axes in free))
+
+
+def settle(where: Where, x: Any, entries: Entries) -> Any:
+    """`x` (an array, a QuantizedTensor, or None) typed and placed for an op.
+
+    Values vary over what the op's results do: the transpose of this cast sums the gradient of an
+    operand that was replicated. A concrete array that is committed to fewer devices is moved.
+    """
+
+    def one(leaf: jax.Array) -> jax.Array:
+        leaf = spread_over(jnp.asarray(leaf), where.varying)
+        if where.manual or isinstance(leaf, jax.core.Tracer) or not isinstance(where.mesh, Mesh):
+            return leaf
+        if not leaf.committed or leaf.sharding.device_set == set(where.mesh.devices.flat):
+            return leaf
+        sharding = NamedSharding(where.mesh, _spec(entries[: leaf.ndim], ()))
+        moved: jax.Array = jax.device_put(leaf, sharding)
+        return moved
+
+    return jax.tree.map(one, x)
+
+
+def typed_as(x: jax.Array | None, entries: Entries | None) -> jax.Array | None:
+    """`x` with the layout in its type, where types say layouts and `entries` gives one."""
+    mesh = None if x is None else jax.typeof(x).sharding.mesh
+    if entries is None or mesh is None or mesh.empty:
+        return x
+    explicit = explicit_axes(mesh)
+    kept = (tuple(axis for axis in axes if axis in explicit) or None for axes in entries)
+    typed: jax.Array = jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec(*kept)))
+    return typed
+
+
+_rule = custom_partitioning(_whole, static_argnums=(0,))
+_rule.def_partition(_partition, sharding_rule=_shardy_rule)
