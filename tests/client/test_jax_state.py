@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import ep_runtime as ep
-from ep_runtime_client.base import jax_state
+from ep_runtime_client.base import jax_internals, jax_state
 
 
 def _run(program: str, **environment: str) -> str:
@@ -36,12 +36,12 @@ def test_tracing_is_seen_under_every_transformation(wrap: Any) -> None:
     seen = []
 
     def program(x: Any) -> Any:
-        seen.append(jax_state.under_tracing())
+        seen.append(jax_internals.under_tracing())
         return x * 2.0
 
     wrap(program)(jax.numpy.ones(2)[0] if wrap is jax.grad else jax.numpy.ones(2))
     assert seen[0]
-    assert not jax_state.under_tracing()
+    assert not jax_internals.under_tracing()
 
 
 def test_eager_names_the_function_and_the_cure() -> None:
@@ -56,9 +56,10 @@ def test_eager_names_the_function_and_the_cure() -> None:
 
 def test_a_process_without_jax_traces_nothing_and_is_alone() -> None:
     program = (
-        "from ep_runtime_client.base import jax_state as s\n"
+        "from ep_runtime_client.base import jax_internals, jax_state as s\n"
         "import sys\n"
-        "print(s.under_tracing(), s.coordinator(), s.num_processes(), s.process_index())\n"
+        "print(jax_internals.under_tracing())\n"
+        "print(s.coordinator(), s.num_processes(), s.process_index())\n"
         "assert 'jax' not in sys.modules\n"
     )
     assert _run(program).split() == ["False", "None", "1", "0"]

@@ -13,7 +13,7 @@ from jax import lax
 from jax.sharding import Mesh
 
 import ep_runtime as ep
-from ep_runtime_client.base import jax_state
+from ep_runtime_client.base import jax_internals
 
 ARGUMENTS: dict[str, Any] = {
     "ep_axis": "ep",
@@ -37,7 +37,7 @@ def traced(how: str, look: Callable[[], Any]) -> Any:
     seen: list[Any] = []
 
     def f(x: Any) -> Any:
-        assert jax_state.under_tracing()
+        assert jax_internals.under_tracing()
         seen.append(look())
         return x * 2.0
 

@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import ep_runtime as ep
-from ep_runtime_client.ops.partitioning import partitioned
+from ep_runtime_client.base import jax_internals
 
 MakeGroup = Callable[..., fakes.LocalGroup]
 HIDDEN, INNER, EXPERTS, TOKENS, TOP_K = 16, 8, 4, 16, 2
@@ -142,7 +142,7 @@ def test_a_rule_traces_under_the_contexts_of_its_program(
 ) -> None:
     """XLA asks on a thread of its own, where `jax.enable_x64` set nothing: f64 rows became f32."""
     seen: set[tuple[Any, ...]] = set()
-    answer = partitioned.jax_rule._custom_partitioning_partition
+    answer = jax_internals.answer
 
     def asked(*args: Any) -> Any:
         options: Any = jax.config
@@ -150,7 +150,7 @@ def test_a_rule_traces_under_the_contexts_of_its_program(
         seen.add(tuple(getattr(options, f"jax_{name}") for name in names))
         return answer(*args)
 
-    monkeypatch.setattr(partitioned.jax_rule, "_custom_partitioning_partition", asked)
+    monkeypatch.setattr(jax_internals, "answer", asked)
     group = make_group(
         transport="memfd",
         axes={"ep": 2},

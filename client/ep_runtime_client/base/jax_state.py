@@ -17,6 +17,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from ep_runtime import env, files
 from ep_runtime.errors import InvalidArgumentError
+from ep_runtime_client.base.jax_internals import backend_started, distributed, under_tracing
 
 _log = logging.getLogger("ep_runtime")
 
@@ -34,12 +35,6 @@ _R = TypeVar("_R")
 def _module(name: str) -> Any:
     """The module if the program imported it, else None."""
     return sys.modules.get(name)
-
-
-def under_tracing() -> bool:
-    """True inside jit, grad, shard_map and the like."""
-    core = _module("jax._src.core")
-    return core is not None and not core.trace_state_clean()
 
 
 _OUTSIDE = "call this outside jit, grad and shard_map, once"
@@ -78,27 +73,22 @@ def eager(function: Callable[_P, _R]) -> Callable[_P, _R]:
     return checked
 
 
-def _distributed() -> Any:
-    module = _module("jax._src.distributed")
-    return module.global_state if module is not None else None
-
-
 def coordinator() -> str | None:
     """Address of the jax.distributed coordinator, or None where the job is not distributed."""
-    state = _distributed()
+    state = distributed()
     address = state.coordinator_address if state is not None else None
     return str(address) if address else None
 
 
 def num_processes() -> int:
     """Processes of the jax.distributed job; 1 without one."""
-    state = _distributed()
+    state = distributed()
     return int(state.num_processes or 1) if state is not None else 1
 
 
 def process_index() -> int:
     """Index of this process in the jax.distributed job; 0 without one."""
-    state = _distributed()
+    state = distributed()
     return int(state.process_id or 0) if state is not None else 0
 
 
@@ -107,7 +97,7 @@ _HOST_KEY = "ep_runtime/host/"
 
 def tell_host() -> None:
     """Tells the other processes of the jax.distributed job which host this one is on."""
-    client = getattr(_distributed(), "client", None)
+    client = getattr(distributed(), "client", None)
     if client is not None:
         with contextlib.suppress(RuntimeError):  # a job may go on after its coordinator
             client.key_value_set(_HOST_KEY + str(process_index()), files.boot_id(), True)
@@ -115,7 +105,7 @@ def tell_host() -> None:
 
 def hosts_of(processes: Iterable[int], timeout_s: float) -> dict[int, str]:
     """The host of each process, waited for until it has told; "" of one that does not in time."""
-    client: Any = getattr(_distributed(), "client", None)
+    client: Any = getattr(distributed(), "client", None)
     found: dict[int, str] = {}
     deadline = time.monotonic() + timeout_s
     for process in processes:
@@ -124,11 +114,6 @@ def hosts_of(processes: Iterable[int], timeout_s: float) -> dict[int, str]:
         with contextlib.suppress(RuntimeError):
             found[process] = client.blocking_key_value_get(_HOST_KEY + str(process), left_ms)
     return found
-
-
-def _cpu_backend_started() -> bool:
-    bridge = _module("jax._src.xla_bridge")
-    return bridge is not None and bool(bridge.backends_are_initialized())
 
 
 def jaxlib_version() -> tuple[int, ...]:
@@ -151,7 +136,7 @@ def prepare_cpu_pool() -> None:
     if jaxlib_version() >= (0, 12):
         return
     threads = env.raise_pjrt_nproc(_MIN_CPU_THREADS)
-    if threads >= _MIN_CPU_THREADS or not _cpu_backend_started():
+    if threads >= _MIN_CPU_THREADS or not backend_started():
         return
     import jax
 

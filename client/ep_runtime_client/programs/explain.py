@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 
+from ep_runtime_client.base import jax_internals
 from ep_runtime_client.moe import bodies
 from ep_runtime_client.ops.tracing import scopes
 
@@ -145,15 +146,19 @@ class Explanation:
         collectives: collectives that ops of the runtime cause, in program order.
         num_others: the program's other collectives.
         paths: how each layer's `moe` runs, in program order.
+        fallback: why ops run as a shard_map where they would ask the partitioner, as no supported
+            JAX makes them; empty otherwise.
     """
 
     collectives: tuple[Collective, ...]
     num_others: int
     paths: tuple[MoEPath, ...] = ()
+    fallback: str = ""
 
     def __str__(self) -> str:
         lines = [f"{len(self.collectives)} collectives by ep ops, {self.num_others} others"]
-        return "\n".join([*lines, *(f"  {each}" for each in (*self.collectives, *self.paths))])
+        lines += [f"  {each}" for each in (*self.collectives, *self.paths, self.fallback) if each]
+        return "\n".join(lines)
 
 
 def explain(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
@@ -192,7 +197,7 @@ def explain_text(text: str) -> Explanation:
             others += 1
         else:
             ours.append(found)
-    return Explanation(tuple(ours), others, tuple(_paths(program)))
+    return Explanation(tuple(ours), others, tuple(_paths(program)), jax_internals.fallback())
 
 
 def _paths(program: _Program) -> list[MoEPath]:

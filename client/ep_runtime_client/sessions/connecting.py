@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from ep_runtime import env
 from ep_runtime.allowed_names import check_new_labels
 from ep_runtime.errors import InvalidArgumentError, SpecMismatchError
-from ep_runtime_client.base import jax_state
+from ep_runtime_client.base import jax_internals, jax_state
 from ep_runtime_client.daemons import children, transport
 from ep_runtime_client.daemons import runtime as runtimes
 from ep_runtime_client.daemons.place import Place
@@ -76,7 +76,7 @@ def connect(
     transport.check_timeout(timeout_s)
     job_name(job)
     named = _checked_labels(labels)
-    if jax_state.under_tracing():
+    if jax_internals.under_tracing():
         return _connected(choose(address, ask=False), job)
     jax_state.prepare_cpu_pool()
     jax_state.tell_host()

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable
 from typing import Any, Generic, Protocol, TypeVar
 
-from ep_runtime_client.base import jax_state
+from ep_runtime_client.base import jax_internals
 from ep_runtime_client.base.layers import live_groups
 from ep_runtime_client.daemons.farewells import farewells
 from ep_runtime_client.daemons.runtime import Address
@@ -68,7 +68,7 @@ class OpenSessions(Generic[_Session]):
 
         Under tracing it counts nothing, as a `connect()` there does not.
         """
-        if jax_state.under_tracing():
+        if jax_internals.under_tracing():
             return False
         with self._lock:
             for key, (found, count) in self._open.items():

@@ -20,7 +20,7 @@ from ep_runtime.errors import (
     RuntimeUnavailableError,
 )
 from ep_runtime_client import cli
-from ep_runtime_client.base import jax_state
+from ep_runtime_client.base import jax_internals, jax_state
 from ep_runtime_client.cli import render
 from ep_runtime_client.cli.daemon import reading, watching
 from ep_runtime_client.cli.tables import IDENTITY, STATE, Column
@@ -64,6 +64,7 @@ def findings(args: argparse.Namespace) -> list[Finding]:
         _memfd,
         _open_files,
         _packages,
+        _jax,
         _native_library,
         _gpus,
         _nccl,
@@ -135,6 +136,15 @@ def _packages() -> Finding:
         )
         return Finding("packages", "WARN", ", ".join(versions), advice)
     return Finding("packages", "OK", ", ".join(versions))
+
+
+def _jax() -> Finding:
+    """Imports JAX, which starts no backend."""
+    reason = jax_internals.unsupported_reason()
+    if reason is not None:
+        found = f"{reason}: {jax_internals.CONSEQUENCE}"
+        return Finding("jax", "WARN", found, jax_internals.remedy())
+    return Finding("jax", "OK", "partitioning rules work as they are used here")
 
 
 def _native_library() -> Finding:

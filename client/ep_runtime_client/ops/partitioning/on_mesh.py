@@ -26,6 +26,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 import ep_runtime
 from ep_runtime import specs
 from ep_runtime.errors import InvalidArgumentError
+from ep_runtime_client.base import jax_internals
 from ep_runtime_client.ops.partitioning import partitioned
 from ep_runtime_client.ops.partitioning.regions import Where
 from ep_runtime_client.ops.partitioning.resolved import Resolved
@@ -170,21 +171,23 @@ def _in_shard_map(
 def _in_export(
     op: AnyOp, arrived: Sequence[Entries], *operands: jax.Array, vmapped: Axes = ()
 ) -> tuple[jax.Array, ...]:
-    """What stands for the rule in an exported program, and under a vmap over the axes `vmapped`:
-    nothing tells how operands are sharded.
+    """What stands for the rule in an exported program, under a vmap over the axes `vmapped`, and in
+    a JAX that `jax_internals.unsupported_reason` names: nothing tells how operands are sharded.
 
     Raises:
         InvalidArgumentError: there is no layer either, which would say on which mesh.
     """
-    roles = op.where.roles
+    roles, changed = op.where.roles, jax_internals.unsupported_reason()
     if roles is None:
+        here = f" or to run on them ({changed})" if changed else ""
         raise InvalidArgumentError(
-            f"{op.name} needs a mesh to be exported for several devices, got no layer; pass "
+            f"{op.name} needs a mesh to be exported for several devices{here}, got no layer; pass "
             "layer=, call it inside a shard_map, or use Explicit axes",
             argument="layer",
         )
     others = any(axis not in roles.ep + vmapped for axis, size in roles.sizes if size > 1)
-    if others and not isinstance(op, Pinned):
+    # Of a changed JAX a warning of its own says that.
+    if others and not changed and not isinstance(op, Pinned):
         who = f"a vmap over {', '.join(vmapped)}" if vmapped else "an exported program"
         say_once(
             f"{who} takes weights of {roles.owner} whole but for "

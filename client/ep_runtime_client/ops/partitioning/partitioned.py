@@ -2,7 +2,8 @@
 
 A rule calls back into Python while XLA partitions, so no exported program can hold one. What a
 program is made for is known when it is lowered, not while it is traced: the op holds both forms.
-Under a vmap, which no rule knows, the shard_map takes its place.
+Under a vmap, which no rule knows, the shard_map takes its place; everywhere, if this JAX is one
+that `jax_internals.unsupported_reason` names.
 
 JAX's own custom call asks anew for every call of a program, and names what it asks by an address.
 Ours has a name that every process gives alike: the layers of a model share one answer, and a
@@ -11,21 +12,19 @@ persistent cache may key on the program's text.
 
 from __future__ import annotations
 
-import contextlib
 import weakref
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 import jax
-from jax._src import config as jax_config
-from jax._src import custom_partitioning as jax_rule
-from jax._src import xla_bridge
 from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import batching, mlir
-from jaxlib import xla_client
 
 from ep_runtime import specs
+from ep_runtime_client.base import jax_internals
+from ep_runtime_client.base.jax_internals import RuleCall
+from ep_runtime_client.ops.partitioning.roles import say_once
 from ep_runtime_client.ops.tracing import slack
 from ep_runtime_client.ops.tracing.eager import usual_options
 
@@ -54,8 +53,10 @@ def run(
 class _Asked:
     """What XLA asks of equal calls, answered once. A serialized executable asks no more."""
 
-    def __init__(self, info: Any = None, contexts: Mapping[str, Any] | None = None) -> None:
-        self.info = info
+    def __init__(
+        self, call: RuleCall | None = None, contexts: Mapping[str, Any] | None = None
+    ) -> None:
+        self.call = call
         self.contexts = contexts or {}
         self.answers: dict[tuple[str, ...], Any] = {}
 
@@ -63,79 +64,62 @@ class _Asked:
         return _Asked, ()
 
 
-def _options() -> Mapping[str, Any]:
-    """JAX's options by name: calling one gives its context."""
-    options: Mapping[str, Any] = jax_config.config._value_holders
-    return options
-
-
-def _contexts() -> dict[str, Any]:
-    """Options that contexts such as `jax.enable_x64` set on this thread.
-
-    XLA calls the rule on a thread of its own, which has none of them.
-    """
-    unset = jax_config.config_ext.unset
-    scoped = {name: x for name, x in _options().items() if hasattr(x, "get_local")}
-    return {name: x.value for name, x in scoped.items() if x.get_local() is not unset}
-
-
 # By name in programs. Programs keep theirs alive until they are compiled, and JAX after that.
 _asked: weakref.WeakValueDictionary[str, _Asked] = weakref.WeakValueDictionary()
 
 
 def _partition(shapes: Any, shardings: Any, result: Any, sharding: Any, name: bytes) -> Any:
-    """XLA's callback: a module for one device, and how operands are taken and results lie."""
+    """XLA's callback: a module for one device, and how operands are taken and results lie.
+
+    XLA calls it on a thread of its own, which has none of the program's contexts.
+    """
     asked = _asked[name.decode()]
+    assert asked.call is not None, "a program that came serialized is partitioned already"
     arrived = tuple(map(str, (*shapes, *shardings, result, sharding)))
     if arrived not in asked.answers:
-        address = str(id(asked.info)).encode()
-        with contextlib.ExitStack() as entered:
-            for option, value in asked.contexts.items():
-                entered.enter_context(_options()[option](value))
-            entered.enter_context(usual_options())
-            asked.answers[arrived] = jax_rule._custom_partitioning_partition(
-                shapes, shardings, result, sharding, address
+        with jax_internals.entered(asked.contexts), usual_options():
+            asked.answers[arrived] = jax_internals.answer(
+                asked.call, shapes, shardings, result, sharding
             )
     return asked.answers[arrived]
 
 
-def _as_it_is(sharding: Any, shape: Any, name: bytes) -> Any:
-    return sharding  # Shardy propagates by the rule's factors
-
-
-def _never(*_: Any) -> Any:
-    raise AssertionError("Shardy does not call this")
-
-
 def _lower(ctx: Any, *operands: Any, ruled: Any, mapped: Callable[..., Any], identity: int) -> Any:
-    module = ctx.module_context
-    several = getattr(module.axis_context, "num_devices", None) != 1
-    if module.lowering_parameters.for_export and several:
-        return mlir.lower_fun(mapped, multiple_results=True)(ctx, *operands)
-    kept: list[Any] = module.keepalives
-    before = len(kept)
-    (rule,) = ruled.eqns
-    results = jax_rule._custom_partitioning_lowering_rule(ctx, *operands, **rule.params)
-    if kept[before:]:  # there are several devices
-        (info,) = kept[before:]
-        contexts = _contexts()
-        name = _name(identity, info, contexts)
-        asked = _asked.setdefault(name, _Asked(info, contexts))
-        kept[before:] = [asked]
-        call = results[0].owner
-        call.attributes["call_target_name"] = mlir.ir.StringAttr.get(TARGET)
-        call.attributes["backend_config"] = mlir.ir.StringAttr.get(name)
-    return results
+    several = jax_internals.for_several(ctx)
+    if jax_internals.unsupported_reason() is None and not (
+        several and jax_internals.for_export(ctx)
+    ):
+        (rule,) = ruled.eqns
+        lowered = jax_internals.lower_rule(ctx, rule.params, operands)
+        if lowered is not None:
+            results, call = lowered
+            if call is not None:
+                _rename(ctx, results[0].owner, call, identity)
+            return results
+    if several and (warning := jax_internals.fallback()):
+        say_once(warning)
+    with usual_options():
+        plain = mapped if several else jaxpr_as_fun(ruled)
+        return mlir.lower_fun(plain, multiple_results=True)(ctx, *operands)
 
 
-def _name(identity: int, info: Any, contexts: Mapping[str, Any]) -> str:
+def _rename(ctx: Any, op: Any, call: RuleCall, identity: int) -> None:
+    """Makes a call one of ours, which shares its answer with equal ones."""
+    contexts = jax_internals.contexts()
+    name = _name(identity, call, contexts)
+    asked = _asked.setdefault(name, _Asked(call, contexts))
+    ctx.module_context.add_keepalive(asked)
+    op.attributes["call_target_name"] = mlir.ir.StringAttr.get(TARGET)
+    op.attributes["backend_config"] = mlir.ir.StringAttr.get(name)
+
+
+def _name(identity: int, call: RuleCall, contexts: Mapping[str, Any]) -> str:
     """The same for calls with one answer: what a trace of the rule's body reads is in it."""
     config: Any = jax.config
-    mesh, platforms = dict(info.mesh.shape), tuple(info.module_context.platforms)
     # `scatter` asks the last one.
-    gloo = "cpu" in platforms and jax.distributed.is_initialized()
+    gloo = "cpu" in call.platforms and jax.distributed.is_initialized()
     read = (slack.checked(), config.jax_default_matmul_precision, config.jax_enable_x64, gloo)
-    parts = repr((mesh, platforms, read, sorted(contexts.items())))
+    parts = repr((call.mesh, call.platforms, read, sorted(contexts.items())))
     return f"{specs.stable_id('partitioned', str(identity), parts):x}"
 
 
@@ -162,14 +146,5 @@ _partitioned_p.def_impl(_run_here)
 _partitioned_p.def_abstract_eval(lambda *_, ruled, mapped, identity: ruled.out_avals)
 batching.fancy_primitive_batchers[_partitioned_p] = _vmapped
 mlir.register_lowering(_partitioned_p, _lower)
-
-_register = partial(
-    xla_client.register_custom_call_partitioner,
-    name=TARGET,
-    prop_user_sharding=_as_it_is,
-    partition=_partition,
-    infer_sharding_from_operands=_never,
-    can_side_effecting_have_replicated_sharding=True,
-)
-_register()
-xla_bridge.register_plugin_callbacks(_register)
+if jax_internals.unsupported_reason() is None:
+    jax_internals.register(TARGET, _partition)

@@ -8,9 +8,9 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
-from jax._src import config as jax_config
 
 from ep_runtime import errors
+from ep_runtime_client.base import jax_internals
 from ep_runtime_client.ops.tracing import slack
 
 
@@ -69,8 +69,9 @@ def usual_options() -> AbstractContextManager[Any]:
         usual.enter_context(jax.numpy_rank_promotion("allow"))
     if options.jax_numpy_dtype_promotion != "standard":
         usual.enter_context(jax.numpy_dtype_promotion("standard"))
-    if jax_config.eager_constant_folding.value:  # `jax.ensure_compile_time_eval` around the call
-        usual.enter_context(jax_config.eager_constant_folding(False))
+    folding = jax_internals.folding_option()
+    if folding is not None and folding.value:  # `jax.ensure_compile_time_eval` around the call
+        usual.enter_context(folding(False))
     return usual
 
 

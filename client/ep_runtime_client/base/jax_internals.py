@@ -1,0 +1,249 @@
+"""The one module that uses what JAX keeps private, each thing behind a function.
+
+Any release of JAX may change these things. `unsupported_reason` names what this JAX has otherwise
+than here: ops then take a shard_map in place of a partitioning rule, and everything else goes on.
+JAX is imported by that check and by ops alone: a process without it traces nothing, started no
+backend and is alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import inspect
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+# Of jax._src: what is used, with how many arguments it is called; None for a value.
+_PRIVATE = {
+    "core:trace_state_clean": 0,
+    "distributed:global_state.client": None,
+    "distributed:global_state.coordinator_address": None,
+    "distributed:global_state.num_processes": None,
+    "distributed:global_state.process_id": None,
+    "xla_bridge:backends_are_initialized": 0,
+    "xla_bridge:register_plugin_callbacks": 1,
+    "config:config._value_holders": None,
+    "config:config_ext.unset": None,
+    "config:eager_constant_folding.value": None,
+    "interpreters.mlir:LoweringParameters.for_export": None,
+    "custom_partitioning:_CUSTOM_PARTITIONING_CALL_NAME": None,
+    "custom_partitioning:_custom_partitioning_lowering_rule": 2,
+    "custom_partitioning:_custom_partitioning_partition": 5,
+    "custom_partitioning:_sharding_callbacks.get": 1,
+}
+CONSEQUENCE = (
+    "ops run as a shard_map in place of a partitioning rule, for which a weight is gathered over "
+    "all axes but the ep axes unless rhs_spec= or params_spec= says how it lies"
+)
+_NOTHING = object()
+_found_later: list[str] = []  # what no name shows, but a lowering
+
+
+def _at(path: str, default: Any = None) -> Any:
+    """What is at MODULE:NAME of jax._src; `default` where JAX is not imported, or has none."""
+    module, _, names = path.partition(":")
+    found = sys.modules.get(f"jax._src.{module}", _NOTHING)
+    for name in names.split("."):
+        found = getattr(found, name, _NOTHING)
+    return default if found is _NOTHING else found
+
+
+def unsupported_reason() -> str | None:
+    """What this JAX has otherwise than this module needs it, or None. Imports JAX; < 1 ms."""
+    return _first_finding() or next(iter(_found_later), None)
+
+
+def remedy() -> str:
+    """What to type where `unsupported_reason` gives one."""
+    import importlib.metadata  # costs 20 ms, which the command line does not spend
+
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        for needed in importlib.metadata.requires("ep-runtime") or ():
+            if re.match("jax[<>=]", needed):
+                return f"pip install '{needed}'"
+    return "install a release of JAX that this version of ep-runtime supports"
+
+
+def fallback() -> str:
+    """`unsupported_reason` with its consequence and the remedy; empty where there is none."""
+    reason = unsupported_reason()
+    return "" if reason is None else f"{reason}: {CONSEQUENCE}; {remedy()}"
+
+
+def _named(what: str) -> str:
+    return f"JAX {getattr(sys.modules.get('jax'), '__version__', '(none)')} {what}"
+
+
+@functools.cache
+def _first_finding() -> str | None:
+    return next(map(_named, _differences()), None)
+
+
+def _differences() -> Iterator[str]:
+    for path, arguments in _PRIVATE.items():
+        module, _, names = path.partition(":")
+        with contextlib.suppress(ImportError):
+            importlib.import_module(f"jax._src.{module}")
+        there = _at(path, _NOTHING)
+        if there is _NOTHING:
+            yield f"has no jax._src.{module}.{names}"
+        elif arguments is not None and not _takes(there, arguments):
+            yield f"does not take {arguments} arguments at jax._src.{module}.{names}"
+    import jax
+
+    with jax.numpy_rank_promotion("raise"):
+        if contexts().get("jax_numpy_rank_promotion") != "raise":
+            yield "does not list contexts in jax._src.config"
+
+
+def _takes(function: Callable[..., Any], arguments: int) -> bool:
+    """Whether a function can be called with so many arguments by position."""
+    try:
+        signature = inspect.signature(function)
+        given = [x for x in signature.parameters.values() if x.kind is not x.KEYWORD_ONLY]
+        signature.replace(parameters=given).bind(*range(arguments))
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def under_tracing() -> bool:
+    """True inside jit, grad, shard_map and the like."""
+    clean = _at("core:trace_state_clean")
+    return clean is not None and not clean()
+
+
+def distributed() -> Any:
+    """State of jax.distributed: client, coordinator_address, num_processes, process_id; or None.
+
+    Raises:
+        NotImplementedError: it is initialized, and this JAX has it elsewhere.
+    """
+    state = _at("distributed:global_state")
+    public = sys.modules.get("jax.distributed")
+    if state is None and public is not None and public.is_initialized():
+        raise NotImplementedError(f"{unsupported_reason()}; {remedy()}")
+    return state
+
+
+def backend_started() -> bool:
+    """Whether JAX has looked for devices."""
+    started = _at("xla_bridge:backends_are_initialized")
+    return started is not None and bool(started())
+
+
+def folding_option() -> Any:
+    """JAX's option that `jax.ensure_compile_time_eval` sets: its value, and a context by a call."""
+    return _at("config:eager_constant_folding")
+
+
+def contexts() -> dict[str, Any]:
+    """Options that contexts such as `jax.enable_x64` set on this thread, by name."""
+    unset = _at("config:config_ext.unset")
+    scoped = {name: x for name, x in _options().items() if hasattr(x, "get_local")}
+    return {name: x.value for name, x in scoped.items() if x.get_local() is not unset}
+
+
+@contextlib.contextmanager
+def entered(options: Mapping[str, Any]) -> Iterator[None]:
+    """Sets what `contexts` gave, on this thread."""
+    with contextlib.ExitStack() as stack:
+        for name, value in options.items():
+            stack.enter_context(_options()[name](value))
+        yield
+
+
+def _options() -> Mapping[str, Any]:
+    options: Mapping[str, Any] = _at("config:config._value_holders", {})
+    return options
+
+
+def register(target: str, partition: Callable[..., Any]) -> None:
+    """Lets XLA ask `partition` what custom calls of a target become, on backends to come too."""
+
+    def as_it_is(sharding: Any, shape: Any, name: bytes) -> Any:
+        return sharding  # Shardy propagates by the rule's factors
+
+    def never(*_: Any) -> Any:
+        raise AssertionError("Shardy does not call this")
+
+    try:
+        registering = functools.partial(
+            importlib.import_module("jaxlib.xla_client").register_custom_call_partitioner,
+            name=target,
+            prop_user_sharding=as_it_is,
+            partition=partition,
+            infer_sharding_from_operands=never,
+            can_side_effecting_have_replicated_sharding=True,
+        )
+        registering()
+    except (AttributeError, ImportError, TypeError) as error:
+        _found_later.append(_named(f"does not register a partitioner as it did ({error})"))
+    else:
+        _at("xla_bridge:register_plugin_callbacks")(registering)
+
+
+def for_several(ctx: Any) -> bool:
+    """Whether a lowering is for several devices."""
+    return getattr(getattr(ctx.module_context, "axis_context", None), "num_devices", None) != 1
+
+
+def for_export(ctx: Any) -> bool:
+    """Whether a lowering is for an exported program."""
+    return bool(ctx.module_context.lowering_parameters.for_export)
+
+
+class RuleCall(NamedTuple):
+    """A custom call of custom_partitioning, in a module for several devices.
+
+    Attributes:
+        key: by which JAX finds what answers XLA: that is gone once `info` is.
+        info: of that answer.
+        mesh: sizes of the axes it is for.
+        platforms: of the module.
+    """
+
+    key: bytes
+    info: Any
+    mesh: dict[str, int]
+    platforms: tuple[str, ...]
+
+
+def lower_rule(
+    ctx: Any, params: Mapping[str, Any], operands: Sequence[Any]
+) -> tuple[Sequence[Any], RuleCall | None] | None:
+    """JAX's own lowering of a custom_partitioning equation.
+
+    The module does not keep the call's `info`, which no executable could be serialized with.
+
+    Returns:
+        The results, of the custom call if the second value is one; it is None where the body itself
+        is in the module. None alone if JAX keeps the call alive in a way that is not known:
+        `unsupported_reason` says so from then on.
+    """
+    module, rule = ctx.module_context, "custom_partitioning:"
+    results = _at(rule + "_custom_partitioning_lowering_rule")(ctx, *operands, **params)
+    op = results[0].owner
+    attributes = getattr(op, "attributes", {})
+    name = attributes["call_target_name"].value if "call_target_name" in attributes else None
+    if name != _at(rule + "_CUSTOM_PARTITIONING_CALL_NAME"):
+        return results, None
+    key = str(attributes["backend_config"].value).encode()
+    info = _at(rule + "_sharding_callbacks").get(key)
+    kept = [x for x in module.keepalives if x is not info]
+    if info is None or len(kept) + 1 != len(module.keepalives):
+        op.erase()
+        _found_later.append(_named("does not keep a callback of custom_partitioning as it did"))
+        return None
+    module.keepalives[:] = kept
+    mesh = {str(axis): int(size) for axis, size in info.mesh.shape.items()}
+    return results, RuleCall(key, info, mesh, tuple(module.platforms))
+
+
+def answer(call: RuleCall, *asked: Any) -> Any:
+    """What JAX answers XLA about a call: a module for one device, and how it takes operands."""
+    return _at("custom_partitioning:_custom_partitioning_partition")(*asked, call.key)

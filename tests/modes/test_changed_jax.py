@@ -1,0 +1,55 @@
+"""What ops do in a JAX whose private parts are not those that they use."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+HERE = Path(__file__).parent
+
+
+@functools.cache
+def run(fault: str) -> dict[str, Any]:
+    done = subprocess.run(
+        [sys.executable, "-P", str(HERE / "changed_jax_child.py"), fault],
+        timeout=180,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE.parent), *sys.path])},
+    )
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def test_this_jax_needs_no_fallback() -> None:
+    found = run("none")
+    assert found["warnings"] == []
+    assert found["doctor"]["state"] == "OK"
+    assert "shard_map" not in found["explained"]
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ("name", "has no jax._src.custom_partitioning._custom_partitioning_partition: "),
+        ("lowering", "does not keep a callback of custom_partitioning as it did: "),
+    ],
+)
+def test_a_changed_jax_gives_the_same_bits_and_one_warning(fault: str, words: str) -> None:
+    found, wanted = run(fault), run("none")
+    assert {key: found[key] for key in ("auto", "rule")} == {
+        key: wanted[key] for key in ("auto", "rule")
+    }
+    (warning,) = found["warnings"]
+    assert words in warning
+    assert found["explained"].endswith("\n  " + warning)
+    assert found["doctor"]["state"] == "WARN"
+    assert warning == f"{found['doctor']['found']}; {found['doctor']['advice']}"
