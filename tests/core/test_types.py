@@ -91,15 +91,15 @@ def test_dir_shows_the_public_names_alone() -> None:
 
 def test_the_options_that_checkers_know_are_those_of_moe() -> None:
     from ep_runtime_client.modules import options as module_options
-    from ep_runtime_client.moe import options as moe_options
+    from ep_runtime_client.moe import api as moe_api
 
     options = set(module_options.option_names())
-    assert set(moe_options.MoEOptions.__annotations__) == options - {"return_stats"} | {
+    assert set(moe_api.MoEOptions.__annotations__) == options - {"return_stats"} | {
         "expert_bias",
         "routing",
         "token_mask",
     }
-    assert set(moe_options.ModuleOptions.__annotations__) == options - {"gated"}
+    assert set(moe_api.ModuleOptions.__annotations__) == options - {"gated"}
     assert "return_stats" in inspect.signature(ep.moe).parameters
 
 

@@ -16,8 +16,7 @@ from ep_runtime_client.base.layers import EpLayer, LayerStack
 from ep_runtime_client.modules import options as module_options
 from ep_runtime_client.modules.quantized import straight_through
 from ep_runtime_client.moe import state
-from ep_runtime_client.moe.api import moe
-from ep_runtime_client.moe.options import ModuleOptions
+from ep_runtime_client.moe.api import ModuleOptions, moe
 from ep_runtime_client.moe.params import (
     KernelInit,
     MoEParams,

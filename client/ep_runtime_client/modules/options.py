@@ -15,7 +15,7 @@ from ep_runtime.layer_specs import LayerSpec
 from ep_runtime_client.base.layers import EpLayer, LayerStack, TracedLayer, resolve
 from ep_runtime_client.modules.sharding import Rules, axes_of_entry
 from ep_runtime_client.moe.api import moe
-from ep_runtime_client.moe.checks import Recipes, pair_of
+from ep_runtime_client.moe.checks import Recipes, recipes_of
 from ep_runtime_client.moe.params import LOGICAL_AXES
 from ep_runtime_client.moe.state import init_moe_state, keeps, to_named
 from ep_runtime_client.ops.routing.options import REMOVED
@@ -89,7 +89,7 @@ def histories(
     layer_or_spec: EpLayer | LayerStack | LayerSpec, recipe: Recipes
 ) -> dict[str, jax.ShapeDtypeStruct]:
     """The amax histories, zeros at first, that a module keeps for its recipe, by their names."""
-    if not any(map(keeps, pair_of(recipe))):
+    if not any(map(keeps, recipes_of(recipe))):
         return {}
     made = jax.eval_shape(lambda: init_moe_state(layer_or_spec, recipe))
     named: dict[str, Any] = to_named(made)

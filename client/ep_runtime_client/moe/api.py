@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Literal, Unpack, overload
+import functools
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +23,6 @@ from ep_runtime_client.moe import routing as moe_routing
 from ep_runtime_client.moe import shapes as moe_shapes
 from ep_runtime_client.moe.checks import Recipes
 from ep_runtime_client.moe.experts import Block, Moved
-from ep_runtime_client.moe.options import MoEOptions
 from ep_runtime_client.moe.params import MoEParams as MoEParams
 from ep_runtime_client.moe.params import init_moe_params as init_moe_params
 from ep_runtime_client.moe.resolve import Kept
@@ -30,6 +30,7 @@ from ep_runtime_client.moe.state import MoEState as MoEState
 from ep_runtime_client.moe.state import checked as checked_state
 from ep_runtime_client.moe.state import init_moe_state as init_moe_state
 from ep_runtime_client.ops.activation.function import Function, activation_of
+from ep_runtime_client.ops.calls import token_layout
 from ep_runtime_client.ops.calls.call import Call
 from ep_runtime_client.ops.calls.plan import AnyArrays
 from ep_runtime_client.ops.movement.dispatch import call_of_plan
@@ -38,7 +39,7 @@ from ep_runtime_client.ops.routing import api as routing_api
 from ep_runtime_client.ops.routing import losses
 from ep_runtime_client.ops.routing.options import REMOVED, Router
 from ep_runtime_client.ops.tracing import scopes
-from ep_runtime_client.ops.tracing.ambient import check_devices, constant, open_layer
+from ep_runtime_client.ops.tracing.ambient import check_devices, constant, manual_axes, open_layer
 from ep_runtime_client.ops.tracing.scopes import scope
 
 
@@ -66,6 +67,42 @@ class MoEStats:
     routing: routing_api.Routing | None = None
 
 
+class _Shared(TypedDict, total=False):
+    """Keyword arguments that `moe` and its modules share, as type checkers see them."""
+
+    activation: Function
+    recipe: Recipes
+    router: Router
+    aux_loss_coeff: float | jax.Array
+    weights_at: Literal["output", "hidden", "input"] | None
+    compute_dtype: Any
+    capacity: int | None
+    handle: int
+    keep: Literal["first", "nothing"]
+    keep_factor: float
+    tokens_spec: PartitionSpec | None
+    params_spec: Any
+
+
+class MoEOptions(_Shared, total=False):
+    """Keyword arguments of `moe`, except return_stats and state."""
+
+    routing: routing_api.Routing | None
+    expert_bias: jax.Array | None
+    token_mask: jax.Array | None
+    gated: bool
+
+
+class ModuleOptions(_Shared, total=False):
+    """Options that `ep.nnx.MoEBlock` passes to `moe`; it has `gated` and a bias of its own."""
+
+    return_stats: bool
+
+
+_PAD = (
+    "append zero tokens to x and cut y back (moe routes and counts them like others), or give moe "
+    "routing= of your own, padded by ep.pad_tokens"
+)
 Layer = EpLayer | TracedLayer | LayerSpec
 Result = tuple[jax.Array, jax.Array]
 ResultWithStats = tuple[jax.Array, jax.Array, MoEStats]
@@ -225,51 +262,61 @@ def moe(
         >>> y.shape == tokens.shape, aux.shape
         (True, ())
     """
-    checks.check_params(params)
-    checks.check_weights_at(weights_at)
+    # What a call of any layer or spec checks.
+    checks.check_options(params, weights_at, activation)
     workspace.check_keep(keep, keep_factor)
-    loss = not (isinstance(aux_loss_coeff, int | float) and aux_loss_coeff == 0)
     token_mask = routing_api.checked_mask(token_mask, x.shape[:-1])
-    asked = moe_routing.AskedRouting(routing, router, expert_bias, token_mask, loss)
     recipes = checks.recipes_of(recipe, params)
-    if compute_dtype is None:
-        narrow = any(r is not None and not r.quantizes for r in recipes)
-        compute_dtype = jnp.bfloat16 if narrow else x.dtype
-    dtype = checks.held_dtype("compute_dtype", compute_dtype)
+    dtype = checks.compute_dtype_of(compute_dtype, recipes, x)
+    loss = not (isinstance(aux_loss_coeff, int | float) and aux_loss_coeff == 0)
+    all_count = routing is None and token_mask is None
+    route = functools.partial(
+        moe_routing.routed,
+        routing=routing,
+        router=router,
+        expert_bias=expert_bias,
+        token_mask=token_mask,
+        needs_probs=loss,
+    )
     if isinstance(layer, LayerSpec):
-        sizes = moe_shapes.check(layer, x, params)
-        routed = moe_routing.routed(moe_routing.counted(x, token_mask), params, sizes, asked)
-        given = checked_state(state, recipes, sizes.experts)
-        y, aux, *counts, after = moe_shapes.shapes_of(layer, x, params, sizes, given)
+        experts = moe_shapes.num_experts_of(layer, x, params)
+        given = checked_state(state, recipes, experts)
+        routed = route(x, params, layer.top_k, experts)[1]
+        y, aux, *counts, after = moe_shapes.results_of(layer, x, experts, given)
         stats = MoEStats(counts[0], counts[1], counts[2], routed) if return_stats else None
         return _results(y, aux, stats, after)
     static = resolve(layer)[0]
-    after = checked_state(state, recipes, static.group_spec.num_experts)
+    group = static.group_spec
+    after = checked_state(state, recipes, group.num_experts)
     specs = checks.specs_of(params_spec, params)
-    checks.check(static, x, params, specs, activation, gated)
-    check_devices(static.group_spec, static.mesh, "x", x)
+    checks.check_shapes(static, x, params, specs, gated)
+    check_devices(group, static.mesh, "x", x)
     if routing is None:
-        checks.check_tokens(static.group_spec, x)
-    inner_axes = checks.inner_axes(static.group_spec, params.wi, specs["wi"])
-    checks.check_halves(static.group_spec, params, gated, inner_axes)
-    sizes = moe_routing.Sizes(x.shape[:-1], static.top_k, static.group_spec.num_experts)
+        # The call is opened with the same check, whose remedy is that of `dispatch`.
+        token_layout.choose(group, x.shape[:-1], manual=manual_axes(group), remedy=_PAD)
     with scope("router", static):
-        x = moe_routing.counted(x, token_mask)
-        routed = moe_routing.routed(x, params, sizes, asked)
-    token_axes = static.group_spec.token_axes
+        rows, routed = route(x, params, static.top_k, group.num_experts)
+    # The experts, by the body that this call can have.
     function, values = activation_of(activation, gated, dtype, params.wo.shape[1])
-    block = Block(function, recipes, specs, token_axes, values)
+    block = Block(function, checks.quantizing(recipes), specs, group.token_axes, values)
     weighted = moe_call.weighted(static, block, params, weights_at)
-    moved = Moved(x.astype(dtype), routed, handle, capacity, tokens_spec)
+    moved = Moved(rows.astype(dtype), routed, handle, capacity, tokens_spec)
     body, why = moe_call.chosen(static, block, moved, params, weighted)
     with scopes.way(body, why or "taken", static):
         kept = Kept(keep, keep_factor)
         y, plan, after = moe_call.run(layer, block, moved, params, weighted, kept, body, after)
-    y = y.astype(x.dtype)
     call = call_of_plan(static, open_layer(layer)[2], plan)
-    aux = _aux_loss(call, routed, asked, aux_loss_coeff)
-    stats = _stats(call, routed, plan.arrays) if return_stats else None
-    return _results(y, aux, stats, after)
+    # Losses and counts are over the global batch: over the manual axes that shard it. Those of one
+    # device too, over which nothing moves: types say that values vary over them.
+    axes = tuple(axis for axis in group.token_axes if axis in call.where.manual)
+    if not loss:
+        aux = constant(np.zeros((), np.float32), call.mesh)
+    else:
+        with scope("aux_loss", static):
+            counted = None if all_count else losses.in_losses(routed)
+            aux = losses.balance(routed, aux_loss_coeff, counted, axes or None)
+    stats = _stats(call, routed, plan.arrays, axes) if return_stats else None
+    return _results(y.astype(x.dtype), aux, stats, after)
 
 
 def _results(
@@ -280,31 +327,12 @@ def _results(
     return (y, aux, stats) if state is None else (y, aux, stats, state)
 
 
-def _batch_axes(call: Call) -> tuple[str, ...]:
-    """The axes that a sum over the global batch crosses here: the manual ones. Those of one device
-    too, over which it moves nothing: types say that values vary over them."""
-    return tuple(a for a in call.group.token_axes if a in call.where.manual)
-
-
-def _aux_loss(
-    call: Call,
-    routed: routing_api.Routing,
-    asked: moe_routing.AskedRouting,
-    coeff: float | jax.Array,
-) -> jax.Array:
-    if not asked.loss:
-        return constant(np.zeros((), np.float32), call.layer.mesh)
-    with scope("aux_loss", call.layer):
-        all_count = asked.given is None and asked.token_mask is None
-        counted = None if all_count else losses.in_losses(routed)
-        return losses.balance(routed, coeff, counted, _batch_axes(call) or None)
-
-
-def _stats(call: Call, routed: routing_api.Routing, plan: AnyArrays) -> MoEStats:
+def _stats(
+    call: Call, routed: routing_api.Routing, plan: AnyArrays, axes: tuple[str, ...]
+) -> MoEStats:
     with scope("stats", call.layer):
         counts = routing_api.tokens_per_expert(routed.topk_idx, call.group.num_experts)
         kept = plan.kept.sum(dtype=jnp.int32)
-        axes = _batch_axes(call)
         if axes:
             counts, kept = lax.psum(counts, axes), lax.psum(kept, axes)
         dropped = counts.sum(dtype=jnp.int32) - kept

@@ -7,7 +7,7 @@ import math
 import jax
 
 from ep_runtime_client.base.layers import EpLayer, TracedLayer
-from ep_runtime_client.moe import bodies, checks
+from ep_runtime_client.moe import bodies
 from ep_runtime_client.moe import resolve as api
 from ep_runtime_client.moe.bodies.protocol import Weighted
 from ep_runtime_client.moe.experts import Block, Moved, bias_of, operand
@@ -67,7 +67,7 @@ def chosen(
             inner=params.wo.shape[1],
             experts=group.experts_per_rank,
             activation=block.activation,
-            recipes=checks.quantizing(block.recipes),
+            recipes=block.recipes,
             paired=is_pair(getattr(params.wi, "origin", params.wi)),
             to_input=weighted == "input",
         )
@@ -104,7 +104,7 @@ def run(
         most = plan.arrays.num_recv
     if call.layout.tokens_per_rank == 0:
         return moved.tokens, plan, state
-    recipes = checks.quantizing(block.recipes)
+    recipes = block.recipes
     experts = Weights(
         operand(params.wi, recipes[0], dtype),
         operand(params.wo, recipes[1], dtype),

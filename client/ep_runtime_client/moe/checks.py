@@ -15,45 +15,33 @@ from ep_runtime.errors import InvalidArgumentError
 from ep_runtime.specs import GroupSpec
 from ep_runtime_client.base.dtypes import as_dtype
 from ep_runtime_client.base.layers import EpLayer
-from ep_runtime_client.moe.params import Halves, MoEParams, check_all_or_none, logical_axes
+from ep_runtime_client.moe.params import MoEParams, check_all_or_none, logical_axes
 from ep_runtime_client.ops.activation.function import ACTIVATIONS, GATED_UNITS, Function
-from ep_runtime_client.ops.calls import token_layout
 from ep_runtime_client.ops.gemm.weight_entries import values_of
 from ep_runtime_client.ops.partitioning.regions import known_entries
-from ep_runtime_client.ops.partitioning.roles import Entries, entries_of, padded
+from ep_runtime_client.ops.partitioning.roles import entries_of, padded
 from ep_runtime_client.ops.quantize.formats.recipes import Recipe, check_recipe
 from ep_runtime_client.ops.quantize.pair import Pair, is_pair, of_both, paired
 from ep_runtime_client.ops.quantize.quantized_tensor import QuantizedTensor
-from ep_runtime_client.ops.tracing.ambient import manual_axes
-from ep_runtime_client.ops.tracing.varying import Axes
 
-Recipes = Recipe | tuple[Recipe | None, Recipe | None] | None
+RecipePair = tuple[Recipe | None, Recipe | None]
+Recipes = Recipe | RecipePair | None
 
 
-def pair_of(recipe: Recipes) -> tuple[Recipe | None, Recipe | None]:
-    """The recipes of (wi, wo).
+def recipes_of(recipe: Recipes, params: Any = None) -> RecipePair:
+    """The recipes of (wi, wo); a weight that is quantized already has the recipe that made it.
 
     Raises:
-        InvalidArgumentError: neither a recipe nor two.
+        InvalidArgumentError: neither a recipe nor two, or another one than a weight's own.
     """
     pair = recipe if isinstance(recipe, tuple) else (recipe, recipe)
     wanted = ", None, or a pair of them for wi and wo"
     if len(pair) != 2:
         check_recipe(recipe, wanted)
-    for each in pair:
-        if each is not None:
-            check_recipe(each, wanted)
-    return pair[0], pair[1]
-
-
-def recipes_of(recipe: Recipes, params: MoEParams) -> tuple[Recipe | None, Recipe | None]:
-    """As `pair_of`; a weight that is quantized already has the recipe that it was quantized by.
-
-    Raises:
-        InvalidArgumentError: another one is given.
-    """
     found: list[Recipe | None] = []
-    for name, given in zip(("wi", "wo"), pair_of(recipe), strict=True):
+    for name, given in zip(("wi", "wo"), pair, strict=True):
+        if given is not None:
+            check_recipe(given, wanted)
         weight: Any = getattr(params, name, None)
         own = weight.recipe if isinstance(weight, QuantizedTensor) else given
         if given is not None and given != own:
@@ -66,20 +54,27 @@ def recipes_of(recipe: Recipes, params: MoEParams) -> tuple[Recipe | None, Recip
     return found[0], found[1]
 
 
-def quantizing(recipe: Recipes) -> tuple[Recipe | None, Recipe | None]:
-    """As `pair_of`, but None for those that quantize nothing."""
-    wi, wo = (each if each is not None and each.quantizes else None for each in pair_of(recipe))
+def quantizing(recipe: Recipes) -> RecipePair:
+    """The recipes of (wi, wo), with None for those that quantize nothing."""
+    wi, wo = (each if each is not None and each.quantizes else None for each in recipes_of(recipe))
     return wi, wo
 
 
-def held_dtype(name: str, dtype: Any) -> Any:
-    """`dtype` as numpy's. Raises InvalidArgumentError where JAX would take another in its place."""
-    found = as_dtype(dtype, name)
+def compute_dtype_of(given: Any, recipes: RecipePair, x: jax.Array) -> Any:
+    """The numpy dtype of dispatched rows: `compute_dtype` of `moe`, else x's, or BF16()'s.
+
+    Raises:
+        InvalidArgumentError: JAX would compute in another dtype.
+    """
+    if given is None:
+        narrow = any(each is not None and not each.quantizes for each in recipes)
+        given = "bfloat16" if narrow else x.dtype
+    found = as_dtype(given, "compute_dtype")
     if jax.dtypes.canonicalize_dtype(found) != found:
         raise InvalidArgumentError(
-            f"{name}={found} needs jax_enable_x64: JAX computes in "
+            f"compute_dtype={found} needs jax_enable_x64: JAX computes in "
             f"{jax.dtypes.canonicalize_dtype(found)} without it",
-            argument=name,
+            argument="compute_dtype",
         )
     return found
 
@@ -88,35 +83,33 @@ def held_dtype(name: str, dtype: Any) -> Any:
 _WEIGHTS_AT = (None, "output", "hidden", "input")
 
 
-def check_weights_at(value: Any) -> None:
-    """Raises InvalidArgumentError unless `moe` can multiply weights there."""
-    if not isinstance(value, str | None) or value not in _WEIGHTS_AT:
+def check_options(params: Any, weights_at: Any, activation: Function) -> None:
+    """Raises InvalidArgumentError unless `params` are MoEParams and the others are known names."""
+    if not isinstance(params, MoEParams):
+        remedy = ""
+        if isinstance(params, Mapping):
+            keys = sorted(map(str, params))
+            remedy = f" with the keys {keys}; ep.MoEParams(**params) takes its own"
         raise InvalidArgumentError(
-            f'weights_at must be None, "output", "hidden" or "input", got {value!r}',
+            "params must be ep.MoEParams(router, wi, wo, ...), got "
+            f"{type(params).__name__}{remedy}",
+            argument="params",
+        )
+    if not isinstance(weights_at, str | None) or weights_at not in _WEIGHTS_AT:
+        raise InvalidArgumentError(
+            f'weights_at must be None, "output", "hidden" or "input", got {weights_at!r}',
             argument="weights_at",
         )
-
-
-def check_params(params: Any) -> None:
-    """Raises InvalidArgumentError unless `params` are MoEParams."""
-    if isinstance(params, MoEParams):
-        return
-    remedy = ""
-    if isinstance(params, Mapping):
-        remedy = f" with the keys {sorted(map(str, params))}; ep.MoEParams(**params) takes its own"
-    raise InvalidArgumentError(
-        f"params must be ep.MoEParams(router, wi, wo, ...), got {type(params).__name__}{remedy}",
-        argument="params",
-    )
-
-
-def check_tokens(group: GroupSpec, x: jax.Array) -> None:
-    """Raises InvalidArgumentError where tokens that `moe` routes do not divide over the ranks."""
-    remedy = (
-        "append zero tokens to x and cut y back (moe routes and counts them like others), or give "
-        "moe routing= of your own, padded by ep.pad_tokens"
-    )
-    token_layout.choose(group, x.shape[:-1], manual=manual_axes(group), remedy=remedy)
+    if isinstance(activation, str) and activation not in ACTIVATIONS:
+        hint = close_names.hint(activation, ACTIVATIONS)
+        if activation.lower() in GATED_UNITS:
+            of_gate = GATED_UNITS[activation.lower()]
+            hint = f'; type activation="{of_gate}", gated=True'
+        raise InvalidArgumentError(
+            f"activation must be a function or one of {sorted(ACTIVATIONS)}, "
+            f"got {activation!r}{hint}",
+            argument="activation",
+        )
 
 
 def specs_of(given: Any, params: MoEParams, stack: int = 0) -> dict[str, PartitionSpec | None]:
@@ -143,16 +136,14 @@ def specs_of(given: Any, params: MoEParams, stack: int = 0) -> dict[str, Partiti
             f"{type(given).__name__}",
             argument="params_spec",
         )
-    arrays = {name: getattr(params, name) for name in names}
-    arrays = {name: array[0] if is_pair(array) else array for name, array in arrays.items()}
-    return {
-        name: None if array is None else given.spec(_names(name, array.ndim, stack))
-        for name, array in arrays.items()
-    }
-
-
-def _names(name: str, ndim: int, stack: int) -> tuple[str | None, ...]:
-    return (*[None] * stack, *logical_axes(name, ndim - stack))
+    found = {}
+    for name in names:
+        array = getattr(params, name)
+        array = array[0] if is_pair(array) else array
+        if array is not None:
+            dims = (None,) * stack + logical_axes(name, array.ndim - stack)
+            found[name] = given.spec(dims)
+    return dict.fromkeys(names) | found
 
 
 def _one_spec(name: str, spec: Any) -> PartitionSpec | None:
@@ -172,45 +163,19 @@ def _one_spec(name: str, spec: Any) -> PartitionSpec | None:
     return _one_spec(name, spec[0])
 
 
-def inner_axes(group: GroupSpec, wi: Halves, spec: PartitionSpec | None) -> Axes | None:
-    """Mesh axes on M, which rows keep behind wi; None where nothing tells.
-
-    Raises:
-        InvalidArgumentError: they lie on wi [E, H, 2M], where no shard has both gate and up.
-    """
-    one = values_of(wi[0] if isinstance(wi, tuple | list) else wi)
-    entries: Entries | None = known_entries(one, one.ndim)
-    if spec is not None:
-        entries = entries_of(spec, one.ndim)
-    if entries is None:
-        return None
-    sizes = group.axis_sizes
-    return tuple(a for a in entries[-1] if a not in group.token_axes and sizes.get(a, 1) > 1)
-
-
 _GATED_FORMS = "[E, H, 2, M], [E, H, 2M] or a pair of [E, H, M]"
 
 
-def check(
+def check_shapes(
     layer: EpLayer,
     x: jax.Array,
     params: MoEParams,
     specs: Mapping[str, PartitionSpec | None],
-    activation: Function,
     gated: bool,
 ) -> None:
-    """Raises InvalidArgumentError where arguments of `moe` do not fit the layer."""
-    if isinstance(activation, str) and activation not in ACTIVATIONS:
-        hint = close_names.hint(activation, ACTIVATIONS)
-        if activation.lower() in GATED_UNITS:
-            of_gate = GATED_UNITS[activation.lower()]
-            hint = f'; type activation="{of_gate}", gated=True'
-        raise InvalidArgumentError(
-            f"activation must be a function or one of {sorted(ACTIVATIONS)}, "
-            f"got {activation!r}{hint}",
-            argument="activation",
-        )
-    hidden, num_experts = layer.group_spec.hidden_size, layer.group_spec.num_experts
+    """Raises InvalidArgumentError where x and params of `moe` do not fit the layer."""
+    group = layer.group_spec
+    hidden, num_experts = group.hidden_size, group.num_experts
     if x.ndim not in (2, 3) or x.shape[-1] != hidden:
         raise InvalidArgumentError(
             f"x must be [T, {hidden}] or [B, S, {hidden}], got {list(x.shape)}", argument="x"
@@ -221,6 +186,7 @@ def check(
             f"{list(params.router.shape)}",
             argument="params.router",
         )
+    # Kernels, as they are outside a shard_map of the user.
     given, wo = paired(params.wi, "params.wi"), _whole(params.wo, specs["wo"])
     if isinstance(given, Pair):
         wi = of_both(_whole(given.gate, specs["wi"]), 2)
@@ -230,8 +196,8 @@ def check(
         for name, shape in (("wi", wi), ("wo", wo)):
             if shape[0] != num_experts:
                 raise InvalidArgumentError(
-                    f"params.{name} must have the {num_experts} experts of group "
-                    f"{layer.group_spec.name!r} in front, got {shape[0]}: {list(shape)}",
+                    f"params.{name} must have the {num_experts} experts of group {group.name!r} "
+                    f"in front, got {shape[0]}: {list(shape)}",
                     argument=f"params.{name}",
                 )
     inner = wo[1]
@@ -247,22 +213,38 @@ def check(
             "params_spec says over which manual axes they are still sharded",
             argument="params.wi",
         )
-    check_all_or_none({"wi_bias": params.wi_bias, "wo_bias": params.wo_bias})
-    _check_halves_of_bias(params)
-    _check_shapes_of_biases(params)
+    _check_biases(params)
+    if gated and len(wi) == 3:
+        _check_halves_together(group, params.wi, specs["wi"])
 
 
-def _check_shapes_of_biases(params: MoEParams) -> None:
-    """A pair's halves are compared with each other before; here with the weights. In a region of
-    the user's both are parts, and not alike where they lie on other axes."""
+def _check_biases(params: MoEParams) -> None:
+    """Raises InvalidArgumentError where biases do not fit the weights or each other."""
+    wi_bias: Any = params.wi_bias
+    check_all_or_none({"wi_bias": wi_bias, "wo_bias": params.wo_bias})
+    if wi_bias is None:
+        return
+    quantized = isinstance(params.wi, QuantizedTensor)  # which is one array
+    if not quantized and is_pair(wi_bias) != is_pair(params.wi):
+        raise InvalidArgumentError(
+            "wi and wi_bias must both be pairs (gate, up), or neither", argument="params.wi_bias"
+        )
+    compared: list[tuple[str, Any, Any]] = [("wo_bias", params.wo_bias, params.wo)]
+    if is_pair(wi_bias):
+        # Halves are compared with each other.
+        found = [f"{x.dtype}{list(x.shape)}" for x in wi_bias]
+        if len(found) != 2 or found[0] != found[1] or wi_bias[0].ndim != 2:
+            raise InvalidArgumentError(
+                "wi_bias (gate, up) must be two arrays [E, M] of one dtype, got "
+                f"{' and '.join(found)}",
+                argument="params.wi_bias",
+            )
+    else:
+        compared.append(("wi_bias", wi_bias, params.wi))
+    # In a region of the user's both are parts, which differ if they are sharded over other axes.
     if jax.sharding.get_abstract_mesh().manual_axes:
         return
-    pairs: list[tuple[str, Any, Any]] = [("wo_bias", params.wo_bias, params.wo)]
-    if not is_pair(params.wi_bias):
-        pairs.append(("wi_bias", params.wi_bias, params.wi))
-    for name, bias, weight in pairs:
-        if bias is None or is_pair(weight):
-            continue
+    for name, bias, weight in compared:
         features = weight.shape[2:]
         if bias.ndim < 2 or bias.shape[1:] != features:
             raise InvalidArgumentError(
@@ -272,25 +254,8 @@ def _check_shapes_of_biases(params: MoEParams) -> None:
             )
 
 
-def _check_halves_of_bias(params: MoEParams) -> None:
-    bias: Any = params.wi_bias
-    quantized = isinstance(params.wi, QuantizedTensor)  # which is one array
-    if bias is not None and not quantized and is_pair(bias) != is_pair(params.wi):
-        raise InvalidArgumentError(
-            "wi and wi_bias must both be pairs (gate, up), or neither", argument="params.wi_bias"
-        )
-    if not is_pair(bias):
-        return
-    found = [f"{x.dtype}{list(x.shape)}" for x in bias]
-    if len(found) != 2 or found[0] != found[1] or bias[0].ndim != 2:
-        raise InvalidArgumentError(
-            f"wi_bias (gate, up) must be two arrays [E, M] of one dtype, got {' and '.join(found)}",
-            argument="params.wi_bias",
-        )
-
-
 def _whole(array: jax.Array, spec: PartitionSpec | None) -> tuple[int, ...]:
-    """The shape of a kernel without the manual axes that shard it, but for the expert dim."""
+    """The shape of a kernel without the manual axes that shard it, except on the expert dim."""
     ambient = jax.sharding.get_abstract_mesh()
     shape = list(array.shape)
     for dim, axes in enumerate(entries_of(spec, array.ndim)):
@@ -299,10 +264,17 @@ def _whole(array: jax.Array, spec: PartitionSpec | None) -> tuple[int, ...]:
     return tuple(shape)
 
 
-def check_halves(group: GroupSpec, params: MoEParams, gated: bool, inner: Axes | None) -> None:
-    """Raises InvalidArgumentError where axes lie on [E, H, 2M]: no shard has both gate and up."""
-    if gated and len(getattr(params.wi, "shape", ())) == 3 and inner:
-        sizes = group.axis_sizes
+def _check_halves_together(group: GroupSpec, wi: Any, spec: PartitionSpec | None) -> None:
+    """Raises InvalidArgumentError where an axis shards 2M of [E, H, 2M].
+
+    No shard would have both gate and up.
+    """
+    wi = values_of(wi)
+    entries = known_entries(wi, 3) if spec is None else entries_of(spec, 3)
+    sizes = group.axis_sizes
+    last = () if entries is None else entries[-1]
+    inner = [a for a in last if a not in group.token_axes and sizes.get(a, 1) > 1]
+    if inner:
         raise InvalidArgumentError(
             "wi [E, H, 2M] must be whole on its last dim, got "
             f"{', '.join(f'{a}={sizes[a]}' for a in inner)}; pass wi as [E, H, 2, M] or a pair",

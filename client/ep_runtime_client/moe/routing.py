@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import jax
@@ -22,70 +21,48 @@ from ep_runtime_client.ops.routing.options import Router
 from ep_runtime_client.ops.tracing import eager
 
 
-@dataclasses.dataclass(frozen=True)
-class Sizes:
-    """What a routing of one call looks like: topk_idx is [*lead, top_k], probs [*lead, experts]."""
+def routed(
+    x: jax.Array,
+    params: MoEParams,
+    top_k: int,
+    num_experts: int,
+    *,
+    routing: Routing | None,
+    router: Router,
+    expert_bias: jax.Array | None,
+    token_mask: jax.Array | None,
+    needs_probs: bool,
+) -> tuple[jax.Array, Routing]:
+    """(x with zeros for masked tokens, which may be NaN; its routing).
 
-    lead: tuple[int, ...]
-    top_k: int
-    experts: int
-
-
-@dataclasses.dataclass(frozen=True)
-class AskedRouting:
-    """The arguments of one `moe` call that concern routing.
-
-    Attributes:
-        given: a routing of the caller's, or None.
-        router, expert_bias, token_mask: as in `moe`.
-        loss: whether a loss needs the shares of all experts.
-    """
-
-    given: Routing | None
-    router: Router
-    expert_bias: jax.Array | None
-    token_mask: jax.Array | None
-    loss: bool
-
-
-def routed(x: jax.Array, params: MoEParams, sizes: Sizes, asked: AskedRouting) -> Routing:
-    """The routing of x [..., H]: the caller's, or what `route` makes of the router's logits.
+    Args:
+        x: [..., H].
+        params: whose router there is without a routing.
+        top_k: of the layer.
+        num_experts: E.
+        routing, router, expert_bias, token_mask: as in `moe`.
+        needs_probs: whether a loss reads the shares of all experts.
 
     Raises:
         InvalidArgumentError: neither a router nor a routing, both, or one that does not fit.
     """
-    given, mask = asked.given, asked.token_mask
-    if given is None:
+    if token_mask is not None:
+        x = eager.run(_unmasked, None, token_mask, x)
+    if routing is None:
         logits = checkpoint_name(_logits(x, params), "ep_plan")  # beside rows of H: little
-        bias, router = asked.expert_bias, asked.router
-        return route(logits, sizes.top_k, router=router, expert_bias=bias, token_mask=mask)
-    _check_place(params, given)
-    for name, default in (("router", Router()), ("expert_bias", None)):
-        value = getattr(asked, name)
-        if value is not default and (default is None or value != default):
-            raise InvalidArgumentError(
-                f"{name} must be left out with routing=, which replaces the router; pass it to "
-                "ep.route",
-                argument=name,
-            )
-    _check_arrays(given, sizes)
-    if asked.loss and given.probs is None:
+        return x, route(
+            logits, top_k, router=router, expert_bias=expert_bias, token_mask=token_mask
+        )
+    _check_replaces(routing, params, router, expert_bias)
+    _check_arrays(routing, x.shape[:-1], top_k, num_experts)
+    if needs_probs and routing.probs is None:
         raise InvalidArgumentError(
-            f"aux_loss_coeff needs routing.probs {_text(sizes, sizes.experts)}, got None",
+            f"aux_loss_coeff needs routing.probs {[*x.shape[:-1], num_experts]}, got None",
             argument="routing.probs",
         )
-    if mask is None:
-        return given
-    found: Routing = eager.run(without_masked, None, given, mask)
-    return found
-
-
-def counted(x: jax.Array, token_mask: jax.Array | None) -> jax.Array:
-    """Tokens [..., H] with zeros for masked ones, which may be NaN."""
-    if token_mask is None:
-        return x
-    found: jax.Array = eager.run(_unmasked, None, token_mask, x)
-    return found
+    if token_mask is not None:
+        routing = eager.run(without_masked, None, routing, token_mask)
+    return x, routing
 
 
 def _unmasked(_: None, token_mask: jax.Array, x: jax.Array) -> jax.Array:
@@ -112,11 +89,14 @@ def _logits(x: jax.Array, params: MoEParams) -> jax.Array:
     return logits
 
 
-def _check_place(params: MoEParams, given: Any) -> None:
-    if not isinstance(given, Routing):
+def _check_replaces(
+    routing: Any, params: MoEParams, router: Router, expert_bias: jax.Array | None
+) -> None:
+    """Raises InvalidArgumentError unless `routing` is one, and replaces every router."""
+    if not isinstance(routing, Routing):
         raise InvalidArgumentError(
             "routing must be ep.Routing(topk_idx, topk_weights, probs=None, logits=None), got "
-            f"{type(given).__name__}",
+            f"{type(routing).__name__}",
             argument="routing",
         )
     for name in ("router", "router_bias"):
@@ -125,31 +105,35 @@ def _check_place(params: MoEParams, given: Any) -> None:
                 f"params.{name} must be None with routing=, which replaces the router; got both",
                 argument=f"params.{name}",
             )
+    left_out = {"router": router == Router(), "expert_bias": expert_bias is None}
+    for name, is_default in left_out.items():
+        if not is_default:
+            raise InvalidArgumentError(
+                f"{name} must be left out with routing=, which replaces the router; pass it to "
+                "ep.route",
+                argument=name,
+            )
 
 
-def _check_arrays(given: Routing, sizes: Sizes) -> None:
+def _check_arrays(routing: Routing, lead: tuple[int, ...], top_k: int, num_experts: int) -> None:
     """Raises InvalidArgumentError that names the array, and both shapes or its dtype."""
-    for name, array in given._asdict().items():
+    for name, array in routing._asdict().items():
         per_slot = name.startswith("topk")
         if array is None and not per_slot:
             continue
-        last = sizes.top_k if per_slot else sizes.experts
-        if array is None or jnp.shape(array) != (*sizes.lead, last):
+        wanted = (*lead, top_k if per_slot else num_experts)
+        if array is None or jnp.shape(array) != wanted:
             raise InvalidArgumentError(
-                f"routing.{name} must be {_text(sizes, last)}: the leading dims of x and "
+                f"routing.{name} must be {list(wanted)}: the leading dims of x and "
                 f"{'top_k of the layer' if per_slot else 'all experts'}, got "
                 f"{None if array is None else list(jnp.shape(array))}",
                 argument=f"routing.{name}",
             )
-        dtype, wanted = jnp.result_type(array), "a float dtype"
+        dtype, needed = jnp.result_type(array), "a float dtype"
         fits = jnp.issubdtype(dtype, jnp.floating)
         if name == "topk_idx":
-            fits, wanted = dtype in (jnp.int32, jnp.int64), "int32 (or int64 with x64)"
+            fits, needed = dtype in (jnp.int32, jnp.int64), "int32 (or int64 with x64)"
         if not fits:
             raise InvalidArgumentError(
-                f"routing.{name} must be {wanted}, got {dtype}", argument=f"routing.{name}"
+                f"routing.{name} must be {needed}, got {dtype}", argument=f"routing.{name}"
             )
-
-
-def _text(sizes: Sizes, last: int) -> str:
-    return str([*sizes.lead, last])

@@ -1,4 +1,4 @@
-"""`moe` with a LayerSpec: what it would return, for `jax.eval_shape` and no daemon."""
+"""`moe` with a LayerSpec: results without values, for `jax.eval_shape` and no daemon."""
 
 from __future__ import annotations
 
@@ -6,22 +6,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.extend import core
-from jax.interpreters import mlir
+from jax.interpreters import ad, mlir
 
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime.layer_specs import LayerSpec
 from ep_runtime_client.moe.params import MoEParams
-from ep_runtime_client.moe.routing import Sizes
-from ep_runtime_client.moe.state import MoEState
 from ep_runtime_client.ops.quantize.pair import is_pair
 
-Shapes = tuple[jax.ShapeDtypeStruct, ...]
 
-
-def check(spec: LayerSpec, x: jax.Array, params: MoEParams) -> Sizes:
-    """What a routing of x looks like.
+def num_experts_of(spec: LayerSpec, x: jax.Array, params: MoEParams) -> int:
+    """E, of the spec or of the arrays.
 
     Raises:
         InvalidArgumentError: shapes do not fit each other or the spec.
@@ -37,27 +32,24 @@ def check(spec: LayerSpec, x: jax.Array, params: MoEParams) -> Sizes:
             f"{spec.name!r}, got {list(x.shape)} and H={found[0]}, E={found[-1]}",
             argument="x",
         )
-    return Sizes(tuple(x.shape[:-1]), spec.top_k, wanted[1])
+    return wanted[1]
 
 
-def shapes_of(
-    spec: LayerSpec, x: jax.Array, params: MoEParams, sizes: Sizes, state: MoEState | None
-) -> tuple[Any, ...]:
+def results_of(spec: LayerSpec, x: jax.Array, num_experts: int, state: Any) -> tuple[Any, ...]:
     """(y, aux, tokens_per_expert, dropped, num_recv, the next state), without values.
 
     They can be traced and differentiated; a program with them is refused when it is compiled.
-    How many slabs there are a LayerSpec does not know: num_recv is [1].
+    A LayerSpec does not know how many slabs there are: num_recv is [1].
     """
-    counts = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((sizes.experts,), (), (1,))]
-    outs = (jax.ShapeDtypeStruct(x.shape, x.dtype), jax.ShapeDtypeStruct((), jnp.float32), *counts)
-    kept, tree = jax.tree.flatten(state)
-    shapes = (*outs, *(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in kept))
-    made: tuple[Any, ...] = _made(spec.name, shapes, (x, params))
-    found, histories = made[: len(outs)], made[len(outs) :]
-    return *found, jax.tree.unflatten(tree, map(lax.stop_gradient, histories))
+    shapes = ((), jnp.float32), ((num_experts,), jnp.int32), ((), jnp.int32), ((1,), jnp.int32)
+    like = (x, *(jnp.zeros(*each) for each in shapes), jax.lax.stop_gradient(state))
+    results: tuple[Any, ...] = jax.tree.map(
+        lambda leaf: _without_values.bind(leaf, name=spec.name), like
+    )
+    return results
 
 
-def _refuse(*_: Any, name: str, **__: Any) -> Any:
+def _refuse(*_: Any, name: str) -> Any:
     raise InvalidArgumentError(
         f"ep.moe got LayerSpec {name!r}, which moves no tokens: it stands for a layer in "
         "jax.eval_shape, and names no group, so a program with it is neither compiled nor "
@@ -66,34 +58,9 @@ def _refuse(*_: Any, name: str, **__: Any) -> Any:
     )
 
 
-# Has a shape and no values: refuses to be computed, and to be compiled.
-_shape_alone = core.Primitive("ep_layer_spec")
-_shape_alone.multiple_results = True
-_shape_alone.def_abstract_eval(
-    lambda *_, like, **__: [jax.core.ShapedArray(shape, dtype) for shape, dtype in like]
-)
-_shape_alone.def_impl(_refuse)
-mlir.register_lowering(_shape_alone, lambda _, *__, **params: _refuse(**params))
-
-
-def _without_values(name: str, like: Any, *operands: Any) -> Any:
-    leaves, tree = jax.tree.flatten(like)
-    shapes = tuple((leaf.shape, jnp.dtype(leaf.dtype)) for leaf in leaves)
-    return jax.tree.unflatten(tree, _shape_alone.bind(*operands, name=name, like=shapes))
-
-
-def _primal(name: str, outs: Shapes, operands: Any) -> Any:
-    return _without_values(name, outs, jax.tree.leaves(operands)[0])
-
-
-def _fwd(name: str, outs: Shapes, operands: Any) -> Any:
-    return _primal(name, outs, operands), operands
-
-
-def _bwd(name: str, outs: Shapes, operands: Any, grads: Any) -> Any:
-    like = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), operands)
-    return (_without_values(name, like, grads[0]),)
-
-
-_made = jax.custom_vjp(_primal, nondiff_argnums=(0, 1))
-_made.defvjp(_fwd, _bwd)
+# An array like its operand, and linear in it, that is neither computed nor compiled.
+_without_values = core.Primitive("ep_layer_spec")
+_without_values.def_abstract_eval(lambda x, name: x)
+_without_values.def_impl(_refuse)
+ad.deflinear2(_without_values, lambda grad, *_, name: [_without_values.bind(grad, name=name)])
+mlir.register_lowering(_without_values, lambda _, *__, name: _refuse(name=name))

@@ -12,7 +12,7 @@ from ep_runtime.errors import InvalidArgumentError
 from ep_runtime.layer_specs import LayerSpec
 from ep_runtime_client.base import stored
 from ep_runtime_client.base.layers import EpLayer, LayerStack, TracedLayer
-from ep_runtime_client.moe.checks import Recipes, pair_of
+from ep_runtime_client.moe.checks import RecipePair, Recipes, recipes_of
 from ep_runtime_client.moe.params import sizes_of
 from ep_runtime_client.ops.quantize.delayed import check_state
 from ep_runtime_client.ops.quantize.formats.recipes import DelayedState, Recipe
@@ -68,7 +68,7 @@ def init_moe_state(
         >>> state = ep.init_moe_state(layer, recipe)
         >>> y, aux, state = ep.moe(layer, tokens, params, recipe=recipe, state=state)
     """
-    recipes = pair_of(recipe)
+    recipes = recipes_of(recipe)
     if not any(map(keeps, recipes)):
         raise InvalidArgumentError(
             f"recipe must be TensorScaling(delayed=True), for wi, wo or both, to have a state, got "
@@ -85,9 +85,7 @@ def keeps(recipe: Recipe | None) -> bool:
     return recipe is not None and recipe.delayed
 
 
-def checked(
-    state: Any, recipes: tuple[Recipe | None, Recipe | None], num_experts: int
-) -> MoEState | None:
+def checked(state: Any, recipes: RecipePair, num_experts: int) -> MoEState | None:
     """The state of both products; one product's alone is what each of them starts from.
 
     Raises:
