@@ -30,6 +30,10 @@ KEEPS = ("first", "nothing")
 # How 8-bit products scale their operands; "none" where products are of rows as they are.
 Scaling = Literal["none", "tensor", "block"]
 
+# To which zones of experts are aligned in a workspace, whatever a layer's slabs have: products take
+# zones of any size, and what alignment adds would be written, multiplied and saved.
+ROW_ALIGNMENT = 1
+
 _TILE_ROWS = 128  # of a product; W and the kept rows are multiples where C is not less
 _REGION_BYTES = 1024  # to which every region is rounded up
 _CONTROL_BYTES = 4096  # flags, then 16 bytes of each expert
@@ -46,7 +50,8 @@ class BlockSizes:
         tokens, top_k: T, K. Between nodes the tokens are those of D ranks that one sends on inside
             its node, D*T.
         ep_size, experts: N, L. Between nodes the ranks are those of one node.
-        capacity, alignment: C of the call; rows to which an expert's zone is aligned.
+        capacity, alignment: C of the call; rows to which an expert's zone is aligned in the
+            workspace.
         hidden_size, mlp_dim: H, M.
         gated: the first product has a gate beside each of its M columns.
         element_bytes: of a row's elements; products of 4 bytes are in tf32.

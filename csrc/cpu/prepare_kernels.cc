@@ -125,14 +125,14 @@ class StagedWriter {
 
 void WriteSizes(const PrepareParams& params, Call& call, const RowLayout& layout) {
   const int64_t first = call.ep_rank() * params.sizes.experts;
-  const int64_t alignment = call.layer().alignment;
+  const Alignments alignments = call.alignments();
   int64_t demand = 0;
   int64_t dropped = 0;
   for (int64_t e = 0; e < params.sizes.experts; ++e) {
     const int64_t kept = layout.kept[first + e];
     params.plan.kept[e] = static_cast<int32_t>(kept);
-    params.plan.group_sizes[e] = static_cast<int32_t>(AlignUp(kept, alignment));
-    demand += AlignUp(layout.demand[first + e], alignment);
+    params.plan.group_sizes[e] = static_cast<int32_t>(AlignUp(kept, alignments.rows));
+    demand += AlignUp(layout.demand[first + e], alignments.kept);
     dropped += layout.demand[first + e] - kept;
   }
   params.plan.num_recv[0] = static_cast<int32_t>(std::min<int64_t>(demand, INT32_MAX));
@@ -157,7 +157,7 @@ Status RunPrepare(Call& call, const PrepareParams& params) {
   const int64_t stride = call.group().lane_layout().source_counts_bytes / 4;
   const RowLayout layout =
       LayOutRows(matrix, stride, call.ep_size(), group.num_experts, params.sizes.experts,
-                 params.sizes.capacity, call.layer().alignment);
+                 params.sizes.capacity, call.alignments());
   std::vector<int64_t> before(group.num_experts, 0);
   for (int64_t source = 0; source < me; ++source) {
     for (int64_t e = 0; e < group.num_experts; ++e) before[e] += matrix[source * stride + e];

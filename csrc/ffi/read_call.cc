@@ -19,8 +19,9 @@ Buffer ToBuffer(T& buffer) {
 
 // Of any call that reads a dictionary of them. One that is not here would be lost without a word.
 constexpr std::string_view kAttributes[] = {
-    "layer_id", "fingerprint", "handle", "clear_slack",  "rows",      "function", "gated",
-    "early",    "scaling",     "e5m2",   "power_of_two", "node_size", "rail",     "alignment"};
+    "layer_id",     "fingerprint", "handle", "clear_slack", "rows",
+    "function",     "gated",       "early",  "scaling",     "e5m2",
+    "power_of_two", "node_size",   "rail",   "alignment",   "row_alignment"};
 
 Status CheckNames(const ffi::Dictionary& attrs) {
   for (std::string_view name : attrs) {
@@ -76,6 +77,7 @@ Status ReadAttributes(const ffi::Dictionary& attrs, Attributes* out) {
   out->fingerprint = static_cast<uint64_t>(*fingerprint);
   out->handle = static_cast<uint32_t>(*handle);
   EP_RETURN_IF_ERROR(ReadIfThere(attrs, "clear_slack", &out->clear_slack));
+  EP_RETURN_IF_ERROR(ReadIfThere(attrs, "row_alignment", &out->row_alignment));
   EP_RETURN_IF_ERROR(ReadIfThere(attrs, "rows", &out->rows));
   EP_RETURN_IF_ERROR(ReadIfThere(attrs, "function", &out->function));
   EP_RETURN_IF_ERROR(ReadIfThere(attrs, "gated", &out->gated));
@@ -85,11 +87,20 @@ Status ReadAttributes(const ffi::Dictionary& attrs, Attributes* out) {
   return ReadIfThere(attrs, "power_of_two", &out->power_of_two);
 }
 
-Status CheckHandle(const LayerEntry& layer, uint32_t handle) {
-  if (static_cast<int64_t>(handle) < layer.in_flight) return Status();
-  return InvalidArgument("layer " + layer.name + ": handle must be below in_flight=" +
-                         std::to_string(layer.in_flight) + ", got " + std::to_string(handle))
-      .With("argument", std::string("handle"));
+Status ReadContext(const LayerEntry& layer, const Attributes& attributes, CallContext* out) {
+  if (static_cast<int64_t>(attributes.handle) >= layer.in_flight) {
+    return InvalidArgument("layer " + layer.name +
+                           ": handle must be below in_flight=" + std::to_string(layer.in_flight) +
+                           ", got " + std::to_string(attributes.handle))
+        .With("argument", std::string("handle"));
+  }
+  out->layer = layer;
+  out->handle = attributes.handle;
+  out->row_alignment = attributes.row_alignment == 0 ? layer.alignment : attributes.row_alignment;
+  if (out->row_alignment > 0 && layer.alignment % out->row_alignment == 0) return Status();
+  return InvalidArgument("layer " + layer.name + ": row_alignment must divide alignment=" +
+                         std::to_string(layer.alignment) + ", got " +
+                         std::to_string(out->row_alignment));
 }
 
 Error OtherMesh(int device, const std::string& group) {

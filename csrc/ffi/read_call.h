@@ -6,6 +6,7 @@
 #include <string>
 
 #include "core/base/status.h"
+#include "core/groups/call.h"
 #include "core/groups/registry.h"
 #include "ffi/call_frame.h"
 #include "xla/ffi/api/ffi.h"
@@ -18,6 +19,8 @@ struct Attributes {
   uint32_t handle;
   // Zeros also where no group is. A call that nobody follows there says no.
   bool clear_slack = true;
+  // To which zones of experts are aligned in a slab; 0: as the layer's are.
+  int64_t row_alignment = 0;
   // Of the block call alone.
   int64_t rows = 0;  // of its workspace
   int64_t function = 0;
@@ -33,7 +36,8 @@ xla::ffi::Error ToXla(const Status& status);
 Status ReadFrame(xla::ffi::RemainingArgs& args, xla::ffi::RemainingRets& rets, CallFrame* frame);
 Status ReadAttributes(const xla::ffi::Dictionary& attrs, Attributes* out);
 
-Status CheckHandle(const LayerEntry& layer, uint32_t handle);
+// What `attributes` say of a call of `layer`, checked.
+Status ReadContext(const LayerEntry& layer, const Attributes& attributes, CallContext* out);
 // Of a CUDA device that drives no rank of that group.
 Error OtherMesh(int device, const std::string& group);
 

@@ -50,13 +50,11 @@ Status RunInGroup(const Pending& pending, const LayerEntry& layer,
                            " was made with another mesh")
         .With("rank", world_rank);
   }
-  EP_RETURN_IF_ERROR(CheckHandle(layer, pending.attributes.handle));
   CallContext context;
+  EP_RETURN_IF_ERROR(ReadContext(layer, pending.attributes, &context));
   context.group = group;
-  context.layer = layer;
   context.op = pending.frame.op;
   context.world_rank = world_rank;
-  context.handle = pending.attributes.handle;
   context.run = pending.run;
   context.counts = !again;
   if (group->several_processes()) {

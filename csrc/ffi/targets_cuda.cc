@@ -46,13 +46,11 @@ Status LaunchInGroup(const Launch& launch, const LayerEntry& layer,
   EP_RETURN_IF_ERROR(cuda::Check(cudaGetDevice(&device), "cudaGetDevice"));
   const cuda::LocalRank* rank = device_group->OfDevice(device);
   if (rank == nullptr) return OtherMesh(device, group->options().name);
-  EP_RETURN_IF_ERROR(CheckHandle(layer, launch.attributes.handle));
   CallContext context;
+  EP_RETURN_IF_ERROR(ReadContext(layer, launch.attributes, &context));
   context.group = group;
-  context.layer = layer;
   context.op = op;
   context.world_rank = rank->world_rank;
-  context.handle = launch.attributes.handle;
   // The rank operand is for hosts that can read it; here the device says who it is.
   const cuda::CallName name{launch.attributes.layer_id, launch.layer_index,
                             launch.attributes.handle, layer.handle_base + launch.attributes.handle,

@@ -70,6 +70,17 @@ def test_limits_are_those_of_the_kernels() -> None:
         assert f"constexpr int {constant} = {getattr(device_layout, name)};" in header
 
 
+def test_a_block_call_takes_what_it_takes_whatever_the_alignment() -> None:
+    arguments = {**_ARGUMENTS, "max_tokens_per_rank": 1000}
+    found = [
+        ep.estimate_memory("g", _MESH, mlp_dim=128, **{**arguments, "alignment": rows})
+        for rows in (1, 128)
+    ]
+    small, large = ((x.kept_bytes_per_layer, x.workspace_bytes_per_device) for x in found)
+    assert small == large
+    assert found[0].capacity_per_rank < found[1].capacity_per_rank
+
+
 def test_a_capacity_factor_makes_it_smaller() -> None:
     whole = ep.estimate_memory("g", _MESH, **_ARGUMENTS)
     part = ep.estimate_memory("g", _MESH, capacity_factor=1.0, **_ARGUMENTS)
@@ -154,7 +165,7 @@ def test_memory_of_a_layer_grows_little_with_ranks(
         block = (found.workspace_bytes_per_device or 0) + (found.kept_bytes_per_layer or 0)
         return found.staging_bytes_per_rank + found.plan_bytes_per_layer + block
 
-    assert held(32) < 1.2 * held(4)
+    assert held(32) < 1.25 * held(4)
 
 
 def test_a_plan_has_counts_of_all_pairs_where_lanes_hold_less_than_all_rows() -> None:

@@ -91,6 +91,23 @@ def test_between_nodes_a_rank_has_the_rows_that_it_has_on_one() -> None:
     assert each.parts == whole.parts
 
 
+def test_zones_that_are_not_aligned_are_neither_held_nor_saved() -> None:
+    """Of 128 experts a rank: 447 MiB a layer if zones end at multiples of 128 rows."""
+    many = BlockSizes(
+        tokens=4096,
+        top_k=8,
+        ep_size=2,
+        experts=128,
+        capacity=2 * 4096 * 8 + 128 * 128,
+        alignment=workspace.ROW_ALIGNMENT,
+        hidden_size=7168,
+        mlp_dim=2048,
+    )
+    assert workspace.of_block(many).kept_bytes == 320 << 20
+    aligned = dataclasses.replace(many, alignment=128)
+    assert workspace.of_block(aligned).kept_bytes == 447 << 20
+
+
 def test_nothing_kept_takes_no_memory_between_the_calls() -> None:
     found = workspace.of_block(_SIZES, keep="nothing")
     assert (found.kept_rows, found.kept_bytes) == (0, 0)

@@ -40,8 +40,14 @@ class Routed:
     num_recv: np.ndarray  # [N]
 
 
-def route(topk_idx: np.ndarray, num_experts: int, capacity: int, alignment: int) -> Routed:
-    """topk_idx [N, T, K] -> the kept rows."""
+def route(
+    topk_idx: np.ndarray,
+    num_experts: int,
+    capacity: int,
+    alignment: int,
+    row_alignment: int | None = None,
+) -> Routed:
+    """topk_idx [N, T, K] -> the kept rows; zones lie aligned to `row_alignment` if it is given."""
     ranks, tokens, top_k = topk_idx.shape
     local = num_experts // ranks
     rows = []
@@ -59,7 +65,7 @@ def route(topk_idx: np.ndarray, num_experts: int, capacity: int, alignment: int)
         for e in range(local):
             for position, (source, token, slot) in enumerate(wanted[e][: kept[dest, e]]):
                 rows.append(Row(dest, base + position, e, source, token, slot))
-            sizes[dest, e] = align_up(int(kept[dest, e]), alignment)
+            sizes[dest, e] = align_up(int(kept[dest, e]), row_alignment or alignment)
             base += sizes[dest, e]
     return Routed(rows, ranks, tokens, top_k, capacity, kept, sizes, num_recv)
 

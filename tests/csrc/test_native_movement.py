@@ -29,7 +29,9 @@ def floats(rng, dtype, *shape):
     return rng.standard_normal(shape).astype(np.float32).astype(dtype)
 
 
-def check_all(group, idx, dtype=np.float32, *, capacity=None, weighted=True, seed=0):
+def check_all(
+    group, idx, dtype=np.float32, *, capacity=None, weighted=True, seed=0, row_alignment=None
+):
     """Runs all five calls on every EP domain and compares every defined number exactly."""
     spec = group.spec
     rng = np.random.default_rng(seed)
@@ -43,7 +45,8 @@ def check_all(group, idx, dtype=np.float32, *, capacity=None, weighted=True, see
     dw = floats(rng, np.float32, world, rows)
 
     def program(idx, x, w, y, rw, g, dw):
-        plan = group.prepare(idx, capacity)
+        given = {} if row_alignment is None else {"row_alignment": np.int64(row_alignment)}
+        plan = group.prepare(idx, capacity, **given)
         return (
             plan,
             group.dispatch(x, w, plan),
@@ -58,15 +61,15 @@ def check_all(group, idx, dtype=np.float32, *, capacity=None, weighted=True, see
     for domain in range(spec.num_domains):
         ranks = slice(domain * n, (domain + 1) * n)
         part = jax.tree.map(lambda a, ranks=ranks: a[ranks], (got, args))
-        check_domain(group, *part, rows, weighted)
+        check_domain(group, *part, rows, weighted, row_alignment)
 
 
-def check_domain(group, got, args, rows, weighted):
+def check_domain(group, got, args, rows, weighted, row_alignment):
     precision = group.spec.combine_precision
     idx, x, w, y, rw, g, dw = jax.tree.map(np.asarray, args)
     plan, (recv, recv_weights), combined, (d_x, d_w), (d_y, d_rw) = got
     valid = np.where((idx >= 0) & (idx < group.spec.num_experts), idx, -1)
-    routed = reference.route(valid, group.spec.num_experts, rows, group.alignment)
+    routed = reference.route(valid, group.spec.num_experts, rows, group.alignment, row_alignment)
     for name, mine, theirs in zip(PLAN_NAMES, plan, reference.plan_arrays(routed), strict=True):
         np.testing.assert_array_equal(mine, theirs, err_msg=name)
     defined = reference.used_rows(routed) >= 0
@@ -108,13 +111,25 @@ def test_random_routing(top_k, alignment):
 
 
 @pytest.mark.parametrize("capacity_cut", [0, 1, 17])
-@pytest.mark.parametrize("alignment", [1, 8])
-def test_rows_over_capacity_are_dropped(alignment, capacity_cut):
+@pytest.mark.parametrize(("alignment", "row_alignment"), [(1, None), (8, None), (8, 1), (8, 2)])
+def test_rows_over_capacity_are_dropped(alignment, row_alignment, capacity_cut):
+    """By the layer's alignment, however close the rows that are kept lie."""
     rng = np.random.default_rng(capacity_cut)
     idx = random_idx(rng, 8, 9, 4, 16, unused=0)
     full = reference.route(idx, 16, 10**6, alignment).num_recv.max()
     with small_group(top_k=4, alignment=alignment) as group:
-        check_all(group, idx, capacity=int(full) - capacity_cut)
+        check_all(group, idx, capacity=int(full) - capacity_cut, row_alignment=row_alignment)
+
+
+@pytest.mark.parametrize("row_alignment", [-1, 3, 16])
+def test_a_row_alignment_that_does_not_divide_the_layers_is_refused(row_alignment):
+    with (
+        small_group(top_k=2, alignment=8) as group,
+        pytest.raises(
+            Exception, match=f"row_alignment must divide alignment=8, got {row_alignment}"
+        ),
+    ):
+        check_all(group, np.zeros((8, 9, 2), np.int32), row_alignment=row_alignment)
 
 
 def test_a_slab_smaller_than_one_block_keeps_nothing():

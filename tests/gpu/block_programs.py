@@ -43,9 +43,8 @@ class Blocks:
             max_tokens_per_rank=TOKENS,
             max_top_k=TOP_K,
             max_token_dtype="float32",
-            alignment=8,
             op_timeout_s=60.0,
-            **settings,
+            **{"alignment": 8} | settings,
         )
         return group.register_layer_stack("moe", 3, top_k=TOP_K)[1]
 

@@ -16,6 +16,7 @@ from block_ways import Ways, assert_close
 import ep_runtime as ep
 from ep_runtime import errors
 from ep_runtime_client.moe import bodies
+from ep_runtime_client.ops.kernels import row_blocks
 
 HIDDEN, INNER, EXPERTS, TOP_K = 16, 8, 8, 3
 
@@ -90,6 +91,28 @@ def test_values_and_gradients_are_those_of_the_ops(layer: Any, ways: Ways, name:
     want, got = ways.both(graded(layer, **options), draw(*lead), make_params(layer, **of_params))
     assert_close(got, want)
     assert (name == "drops") == (int(want[0][2].dropped) > 0)
+
+
+@pytest.mark.parametrize("name", ["weights before wo", "a pair with biases", "drops"])
+def test_how_close_rows_lie_changes_no_bit(
+    group: fakes.LocalGroup, ways: Ways, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Of y, gradients, drops and num_recv: the last two are those of the layer's alignment."""
+    monkeypatch.setattr(row_blocks, "MIN_BLOCK_ROWS", 128)  # sums of as many rows each time
+    of_params, options, lead = CASES[name]
+    options = {"gated": of_params.get("gated", True), **options}
+    if name == "drops":
+        options["capacity"] = 128  # one zone
+    layer = group.register_layer(f"128 {name}", top_k=TOP_K, alignment=128)
+    params, found = make_params(layer, **of_params), []
+    ways.emulated()
+    for rows in (128, 8, 1):
+        monkeypatch.setattr(bodies, "own_alignment", lambda name, rows=rows: rows)
+        run = graded(layer, **options)
+        found.append(jax.device_get(jax.jit(lambda *x, run=run: run(*x))(draw(*lead), params)))
+    assert (name == "drops") == (int(found[0][0][2].dropped) > 0)
+    for other in found[1:]:
+        jax.tree.map(np.testing.assert_array_equal, other, found[0])
 
 
 def test_columns_of_gate_and_up_in_one_dim(layer: Any, ways: Ways) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +16,7 @@ import numpy as np
 import pytest
 
 from ep_runtime_client.moe.api import init_moe_params, moe
+from ep_runtime_client.ops.movement.prepare import make_call, make_plan
 
 pytestmark = pytest.mark.usefixtures("optimized")
 
@@ -42,6 +45,29 @@ def test_movement_is_bit_equal(make_group: MakeGroup, case: cases.Case) -> None:
         results.append({name: got[name] for name in ("plan", "out", "d_tokens", "d_weights")})
     for left, right in zip(_bits(results[0]), _bits(results[1]), strict=True):
         np.testing.assert_array_equal(left, right)
+
+
+@pytest.mark.parametrize("row_alignment", [1, 4])
+def test_rows_that_lie_closer_are_bit_equal(make_group: MakeGroup, row_alignment: int) -> None:
+    """Drops and num_recv are those of the layer's alignment."""
+    fakes.require_native()
+    idx = jax.random.randint(jax.random.key(1), (8 * 12, 4), -1, 8)
+    plans = []
+    for transport in ("memfd", "xla"):
+        group = make_group(transport=transport, num_experts=8)
+        layer = group.register_layer("moe", top_k=4)
+        call = make_call(layer, group.mesh, idx.shape[:-1], (), handle=0, capacity=48)
+        for own in (0, row_alignment):
+            given = dataclasses.replace(call, own_alignment=own)
+            plan = jax.jit(functools.partial(make_plan, given))(jnp.zeros(1, jnp.int32), idx)
+            plans.append(jax.device_get(plan.arrays))
+    aligned, closer, *others = plans
+    jax.tree.map(np.testing.assert_array_equal, others, [aligned, closer])
+    for name in ("dst_rank", "kept", "num_recv", "recv_count"):
+        np.testing.assert_array_equal(getattr(closer, name), getattr(aligned, name))
+    assert aligned.kept.sum() < (idx >= 0).sum()
+    zones = -(-closer.kept // row_alignment) * row_alignment
+    np.testing.assert_array_equal(closer.group_sizes, zones)
 
 
 def test_a_model_around_the_block_is_bit_equal(make_group: MakeGroup) -> None:

@@ -96,7 +96,7 @@ def block_sizes(
         nodes=spec.num_nodes,
         experts=spec.experts_per_rank,
         capacity=spec.recv_capacity_per_rank,
-        alignment=spec.alignment,
+        alignment=workspace.ROW_ALIGNMENT,
         hidden_size=spec.hidden_size,
         mlp_dim=mlp_dim,
         gated=gated,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import jax
@@ -97,6 +98,7 @@ def run(
         tokens_spec=moved.tokens_spec,
     )
     assert weights is not None
+    call = dataclasses.replace(call, own_alignment=bodies.own_alignment(body))
     if bodies.has_workspace(body):
         plan, most = make_plan_with_most(call, opened[1], routed.topk_idx)
     else:

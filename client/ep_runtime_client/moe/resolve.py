@@ -239,7 +239,7 @@ def _workspace(
         nodes=group.num_nodes,
         experts=group.experts_per_rank,
         capacity=call.capacity,
-        alignment=layer.alignment,
+        alignment=call.row_alignment,
         hidden_size=group.hidden_size,
         mlp_dim=weights.wo.shape[1],
         gated=activation.gated,

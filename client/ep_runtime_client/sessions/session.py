@@ -222,7 +222,8 @@ class Session:
             capacity_factor: C as a multiple of the balanced load instead, at least 1.0.
             max_top_k: largest K of a layer.
             max_token_dtype: widest dtype of a token, by name or as `jnp.bfloat16`.
-            alignment: the rows of each expert are padded to a multiple of this number.
+            alignment: the rows of each expert in a slab are padded to a multiple of this number.
+                Drops follow it everywhere; a block call writes no padding.
             lanes: number of calls of the group that may move rows at once.
             on_overflow: "drop" rows over C, or "error": fail the step.
             combine_precision: dtype of the sums that ranks send back in combine, and in the

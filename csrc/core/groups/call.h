@@ -9,6 +9,7 @@
 #include "core/groups/group.h"
 #include "core/groups/registry.h"
 #include "core/meeting/meeting.h"
+#include "core/memory/plan.h"
 
 namespace ep_runtime {
 
@@ -19,6 +20,7 @@ struct CallContext {
   OpCode op = OpCode::kNone;
   int64_t world_rank = 0;
   uint32_t handle = 0;
+  int64_t row_alignment = 1;  // of zones as they lie in this call's slab; it divides the layer's
   CallKey key{};
   uint64_t run = 0;  // as XLA names it here
   CallSite site{};
@@ -53,6 +55,7 @@ class Call {
 
   Group& group() const { return *context_.group; }
   const LayerEntry& layer() const { return context_.layer; }
+  Alignments alignments() const { return {layer().alignment, context_.row_alignment}; }
   int64_t ep_rank() const { return ep_rank_; }
   int64_t ep_size() const { return ep_size_; }
   // Sources or destinations, this rank first, then round the ring.

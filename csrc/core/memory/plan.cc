@@ -39,7 +39,7 @@ void KeptRows(const int64_t* demand, int64_t experts, int64_t capacity, int64_t 
 }
 
 RowLayout LayOutRows(const int32_t* counts, int64_t stride, int64_t sources, int64_t num_experts,
-                     int64_t experts_per_rank, int64_t capacity, int64_t alignment) {
+                     int64_t experts_per_rank, int64_t capacity, const Alignments& alignments) {
   RowLayout layout;
   layout.demand.assign(num_experts, 0);
   layout.kept.assign(num_experts, 0);
@@ -48,11 +48,12 @@ RowLayout LayOutRows(const int32_t* counts, int64_t stride, int64_t sources, int
     for (int64_t e = 0; e < num_experts; ++e) layout.demand[e] += counts[source * stride + e];
   }
   for (int64_t first = 0; first < num_experts; first += experts_per_rank) {
-    KeptRows(&layout.demand[first], experts_per_rank, capacity, alignment, &layout.kept[first]);
+    KeptRows(&layout.demand[first], experts_per_rank, capacity, alignments.kept,
+             &layout.kept[first]);
     int64_t base = 0;
     for (int64_t e = first; e < first + experts_per_rank; ++e) {
       layout.base[e] = base;
-      base += AlignUp(layout.kept[e], alignment);
+      base += AlignUp(layout.kept[e], alignments.rows);
     }
   }
   return layout;

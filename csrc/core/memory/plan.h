@@ -18,9 +18,15 @@ struct RowLayout {
   std::vector<int64_t> base;    // [E] first row of the expert in its rank's slab
 };
 
+// To which multiples of rows zones of experts are rounded up.
+struct Alignments {
+  int64_t kept;  // as demand is held against the capacity
+  int64_t rows;  // as they lie in a slab; it divides `kept`
+};
+
 // Fills `layout` from `counts`, one row of E per source: counts[source * stride + expert].
 RowLayout LayOutRows(const int32_t* counts, int64_t stride, int64_t sources, int64_t num_experts,
-                     int64_t experts_per_rank, int64_t capacity, int64_t alignment);
+                     int64_t experts_per_rank, int64_t capacity, const Alignments& alignments);
 
 // One row that a source sends to a rank, in the order the rank learns them: token, then slot.
 struct Entry {

@@ -248,7 +248,7 @@ class BlockLaunches : private ExpertLaunches {
     prepare.name = NameOf(pass);
     prepare.sizes = SizesOf(pass);
     prepare.num_experts = p_.num_experts;
-    prepare.alignment = s_.alignment;
+    prepare.alignment = prepare.row_alignment = s_.alignment;
     prepare.topk_idx = at_.topk_idx;
     prepare.plan = at_.plan;
     prepare.blocks = p_.prepare_blocks;

@@ -117,7 +117,7 @@ __global__ void __launch_bounds__(kThreads) LayOutKernel(const __grid_constant__
     const int e = at + lane;
     const bool real = e < local;
     const int32_t rows = real ? kept[e] : 0;
-    const int32_t zone = UpTo(rows, q.p.alignment);
+    const int32_t zone = UpTo(rows, q.p.row_alignment);
     const int32_t sum = WarpScan(zone);
     if (real) {
       q.scratch.kept[rank * local + e] = rows;
@@ -368,7 +368,8 @@ cudaError_t LaunchNodePlan(cudaStream_t stream, const NodePlanParams& p) {
   const int64_t part_slots = (int64_t{p.tokens} + parts - 1) / parts * p.top_k;
   if (p.ranks < 1 || p.node_size < 1 || p.ranks % p.node_size != 0 || p.tokens < 1 || p.top_k < 1 ||
       p.top_k > 32 || p.experts < 1 || all > cuda::kMaxExperts ||
-      part_slots > cuda::kMaxBlockSlots || p.alignment < 1) {
+      part_slots > cuda::kMaxBlockSlots || p.row_alignment < 1 || p.alignment < 1 ||
+      p.alignment % p.row_alignment != 0) {
     return cudaErrorInvalidValue;
   }
   Params q{p, {}, parts};

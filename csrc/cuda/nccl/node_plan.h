@@ -18,12 +18,13 @@ struct NodePlanParams {
   int32_t ranks;      // N
   int32_t node_size;  // G, which divides N
   int32_t me;
-  int32_t tokens;      // T, at least 1
-  int32_t top_k;       // K, at most 32
-  int32_t experts;     // L
-  int32_t capacity;    // C
-  int32_t alignment;   // rows
-  const int32_t* idx;  // [N, T, K], device; anything but an expert of the group: an unused slot
+  int32_t tokens;         // T, at least 1
+  int32_t top_k;          // K, at most 32
+  int32_t experts;        // L
+  int32_t capacity;       // C
+  int32_t alignment;      // rows; every expert's zone is a multiple of it, held against C
+  int32_t row_alignment;  // and of this one as it lies in the slab; it divides the other
+  const int32_t* idx;     // [N, T, K], device; anything but an expert of the group: an unused slot
   // All below: device, written whole.
   int32_t* dst_rank;      // [T, K]
   int32_t* dst_row;       // [T, K]

@@ -142,7 +142,7 @@ Status ReadOperands(const CudaCall& call, bool backward, size_t count, BlockPara
   block.columns =
       static_cast<int32_t>(quantized ? block.inner * (params->gated ? 2 : 1) : experts.columns());
   block.ranks = static_cast<int32_t>(call.context.group->sizes().ep_size);
-  block.alignment = static_cast<int32_t>(call.context.layer.alignment);
+  block.alignment = static_cast<int32_t>(call.context.row_alignment);
   block.rows = static_cast<int32_t>(call.attributes.rows);
   block.element_bytes = static_cast<int32_t>(tokens.element_bytes());
   block.scaling = static_cast<cuda::GemmScaling>(call.attributes.scaling);
@@ -218,7 +218,7 @@ Status ReadWeightGrads(const Operand& dwi, const Operand& dwi_up, const Operand&
 }  // namespace
 
 // ep_block_v1(rank, layer_index, topk_idx, tokens, weights, most, plan, wi, wi_up, wo, wi_bias
-//             [, wo_bias]; rows, function, gated, early, scaling=0)
+//             [, wo_bias]; rows, function, gated, early, scaling=0, row_alignment=the layer's)
 // scaling=1, 2: 8-bit products by tensor scales, by blocks; wi and wo are u8, transposed, wi_up is
 //   [0, 0, 0], and wi_scale and wo_scale, f32, stand behind all but wo_bias; e5m2, power_of_two
 //   -> y [T, H], kept [at most rows, N] or [0, 0], workspace u8
@@ -238,7 +238,7 @@ Status LaunchBlockCall(const CudaCall& call) {
 }
 
 // ep_block_bwd_v1(those of ep_block_v1, kept, made s32 [1], dy [T, H] [, wo_bias]; rows, function,
-//                 gated, early, scaling=0)
+//                 gated, early, scaling=0, row_alignment=the layer's)
 //   -> dx [T, H], d_weights f32 [T, K], dwi like wi, dwi_up like wi_up, dwo like wo,
 //      d_wi_bias f32 [L, N] or [0, 0], workspace u8 [, d_wo_bias f32 [L, H]]
 // scaling=1, 2: as above, but wi and wo are not transposed, and dwi, dwi_up and dwo may be f32

@@ -63,8 +63,8 @@ Status ReadSizes(const Call& call, const Operand& rows, const PlanOperands& plan
   return plan.Read(sizes, call.context.group->lane_layout().room, &params->plan);
 }
 
-// ep_prepare_v1(rank, layer_index, topk_idx s32 [T, K]) -> the nine plan arrays, and on NVIDIA GPUs
-//   maybe `more`, which are that call's
+// ep_prepare_v1(rank, layer_index, topk_idx s32 [T, K]; row_alignment=the layer's)
+//   -> the nine plan arrays, and on NVIDIA GPUs maybe `more`, which are that call's
 template <typename Call, typename Params>
 Status ReadPrepare(const Call& call, Params* params, size_t more = 0) {
   EP_RETURN_IF_ERROR(call.frame.CheckCount(3, kPlanArrays + more));

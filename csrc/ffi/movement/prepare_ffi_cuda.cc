@@ -41,6 +41,7 @@ Status LaunchPrepareCall(const CudaCall& call) {
   params.name = call.name;
   params.num_experts = static_cast<int32_t>(options.sizes.num_experts);
   params.alignment = static_cast<int32_t>(call.context.layer.alignment);
+  params.row_alignment = static_cast<int32_t>(call.context.row_alignment);
   params.blocks = call.group.blocks().prepare;
   params.room = call.context.group->lane_layout().room;
   if (!options.error_on_overflow) {

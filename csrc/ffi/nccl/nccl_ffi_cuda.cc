@@ -266,7 +266,7 @@ Status ReadPlan(const CallFrame& frame, int64_t nodes, nccl::NodePlanParams* par
 
 constexpr size_t kNodePlanArrays = 12;
 
-// ep_nccl_prepare_v1(topk_idx s32 [T, K]; node_size, alignment)
+// ep_nccl_prepare_v1(topk_idx s32 [T, K]; node_size, alignment, row_alignment=alignment)
 //   -> the twelve arrays of a node plan, and for this call alone s32 [N, T, K] and s32 [scratch]
 // The expert indices of all ranks are all that crosses. A second operand is not read.
 Status Prepare(nccl::NcclGroup& group, nccl::Communicator& communicator,
@@ -285,6 +285,11 @@ Status Prepare(nccl::NcclGroup& group, nccl::Communicator& communicator,
   params.tokens = static_cast<int32_t>(topk_idx.dim(0));
   params.top_k = static_cast<int32_t>(topk_idx.dim(1));
   params.alignment = static_cast<int32_t>(*alignment);
+  Attributes attributes{};
+  EP_RETURN_IF_ERROR(ReadAttributes(attrs, &attributes));
+  params.row_alignment = attributes.row_alignment == 0
+                             ? params.alignment
+                             : static_cast<int32_t>(attributes.row_alignment);
   if (params.node_size < 1) return InvalidArgument("node_size must be at least 1");
   const int32_t* idx = nullptr;
   EP_RETURN_IF_ERROR(topk_idx.Read({params.tokens, params.top_k}, &idx));

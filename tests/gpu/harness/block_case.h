@@ -13,6 +13,8 @@
 
 namespace gpu_test {
 
+constexpr int kRowAlignment = 1;  // as ROW_ALIGNMENT of ep_runtime/workspace.py
+
 struct BlockShape {
   const char* name;
   int ranks, tokens, hidden, inner, experts, top_k;
@@ -87,6 +89,7 @@ class BlockCase {
     params.sizes = {c_.tokens, c_.top_k, c_.capacity, Local(), c_.width};
     params.num_experts = c_.experts;
     params.alignment = c_.alignment;
+    params.row_alignment = kRowAlignment;
     params.topk_idx = d.idx->as<int32_t>();
     params.plan = d.plan->buffers<int32_t>();
     params.most = d.most->as<int32_t>();
@@ -181,8 +184,8 @@ class BlockCase {
 
   ec::block::BlockSizes Sizes() const {
     const auto share = [&](double factor) {
-      const double rows = factor * c_.tokens * c_.top_k + Local() * (c_.alignment - 1);
-      const int64_t least = int64_t{Local()} * c_.alignment + c_.ranks * c_.top_k;
+      const double rows = factor * c_.tokens * c_.top_k;
+      const int64_t least = Local() + int64_t{c_.ranks} * c_.top_k;
       return static_cast<int32_t>(std::min<int64_t>(
           c_.capacity,
           ep_runtime::AlignUp(std::max<int64_t>(least, static_cast<int64_t>(rows)), 128)));
@@ -196,7 +199,7 @@ class BlockCase {
     sizes.inner = shape_.inner;
     sizes.columns = 2 * shape_.inner;
     sizes.ranks = c_.ranks;
-    sizes.alignment = c_.alignment;
+    sizes.alignment = kRowAlignment;
     sizes.rows = share(shape_.room);
     sizes.kept_rows = shape_.kept == 0 ? 0 : std::min(sizes.rows, share(shape_.kept));
     sizes.element_bytes = static_cast<int32_t>(shape_.element_bytes());

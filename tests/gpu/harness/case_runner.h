@@ -117,7 +117,7 @@ class CaseRunner {
     const ep_runtime::LaneRoom room = ep_runtime::LaneLayout(world_.sizes()).room;
     CHECK_CUDA(ec::LaunchPrepare(
         stream,
-        {group, name, sizes, c_.experts, c_.alignment, d.idx->as<int32_t>(),
+        {group, name, sizes, c_.experts, c_.alignment, c_.row_alignment(), d.idx->as<int32_t>(),
          d.plan->buffers<int32_t>(), d.verdict->as<ec::DeviceVerdict>(), grids_.prepare, room}));
     const auto plan = d.plan->buffers<const int32_t>();
     CHECK_CUDA(ec::LaunchDispatch(

@@ -41,6 +41,8 @@ std::vector<Case> Cases(int n) {
       {"bytes", n, 200, 48, 8, 8 * n, 16, 8192, T::kBytes, 1, true},
       {"drops", n, 128, 128, 8, 8 * n, 16, 256, T::kBF16, 1, true},
       {"drops, skewed", n, 300, 64, 4, 32 * n, 4, 400, T::kF32, 4, true},
+      {"drops, rows closer than that", n, 300, 64, 4, 32 * n, 8, 400, T::kF32, 4, true, P::kFast,
+       false, 1},
       {"all to one expert", n, 100, 64, 4, 8 * n, 16, 2048, T::kBF16, 2, true},
       {"all to one expert, drops", n, 100, 64, 4, 8 * n, 16, 160, T::kBF16, 2, true},
       // Of four ranks and more their rows are packed into lanes, and go in parts.
@@ -186,6 +188,7 @@ int RunFailure(int n, int gpus, const Grids& grids, ec::FailReason reason) {
                                                 sizes,
                                                 c.experts,
                                                 c.alignment,
+                                                c.row_alignment(),
                                                 d.idx->as<int32_t>(),
                                                 d.plan->buffers<int32_t>(),
                                                 nullptr,

@@ -149,6 +149,7 @@ int Wrong(const NodeCase& c, const std::vector<Ints>& idx, const Routed& routed,
   params.experts = local;
   params.capacity = shape.capacity;
   params.alignment = shape.alignment;
+  params.row_alignment = shape.row_alignment();
   int32_t* given = OnDevice(all);
   params.idx = given;
   int32_t** outputs[] = {&params.dst_rank,     &params.dst_row,     &params.recv_count,
@@ -185,6 +186,9 @@ int CheckAll() {
   const NodeCase cases[] = {
       {{"two nodes of one", 2, 300, 0, 4, 16, 8, 1400, RowType::kF32, 0, false}, 1},
       {{"drops", 2, 300, 0, 4, 16, 8, 400, RowType::kF32, 0, false}, 1},
+      {{"drops, rows closer than that", 2, 300, 0, 4, 16, 8, 400, RowType::kF32, 0, false,
+        CombinePrecision::kFast, false, 1},
+       1},
       {{"two nodes of four", 8, 200, 0, 3, 32, 16, 900, RowType::kF32, 4, false}, 4},
       {{"four nodes of two", 8, 77, 0, 8, 64, 4, 700, RowType::kF32, 0, false}, 2},
       {{"all to one expert", 4, 130, 0, 2, 8, 128, 1280, RowType::kF32, 2, false}, 2},

@@ -34,7 +34,10 @@ struct Case {
                 // nothing, 4 skewed
   bool weighted;
   CombinePrecision precision = CombinePrecision::kFast;
-  bool wide = false;  // combine's result is f32, of 16-bit rows
+  bool wide = false;            // combine's result is f32, of 16-bit rows
+  int given_row_alignment = 0;  // 0: as `alignment`
+
+  int row_alignment() const { return given_row_alignment == 0 ? alignment : given_row_alignment; }
 };
 
 inline int ElementBytes(RowType type) {
@@ -141,7 +144,7 @@ inline Routed Route(const Case& c, const std::vector<Ints>& idx) {
     }
   }
   const auto layout = ep_runtime::LayOutRows(counts.data(), c.experts, c.ranks, c.experts, local,
-                                             c.capacity, c.alignment);
+                                             c.capacity, {c.alignment, c.row_alignment()});
   Routed out;
   out.plans.resize(c.ranks);
   out.rows.assign(c.ranks, std::vector<Row>(c.capacity));
@@ -191,7 +194,7 @@ inline Routed Route(const Case& c, const std::vector<Ints>& idx) {
     int64_t demand = 0;
     for (int e = r * local; e < (r + 1) * local; ++e) {
       plan.kept.push_back(static_cast<int32_t>(layout.kept[e]));
-      const auto zone = ep_runtime::AlignUp(layout.kept[e], c.alignment);
+      const auto zone = ep_runtime::AlignUp(layout.kept[e], c.row_alignment());
       plan.group_sizes.push_back(static_cast<int32_t>(zone));
       out.zones[r] += static_cast<int>(zone);
       demand += ep_runtime::AlignUp(layout.demand[e], c.alignment);

@@ -73,6 +73,7 @@ class TimedCase {
                                                     Sizes(),
                                                     kExperts,
                                                     128,
+                                                    128,
                                                     d.idx->as<int32_t>(),
                                                     d.plan->buffers<int32_t>(),
                                                     nullptr,

@@ -260,7 +260,7 @@ def _of_weighted_bias(
 def _gemm(static: Static) -> Gemm:
     return Gemm(
         static.activation.dtype,
-        static.call.layer.alignment,
+        static.call.row_alignment,
         clear_slack=slack.checked(),
         tf32=static.tf32,
     )

@@ -154,7 +154,7 @@ def _call(
     function = activation_kernels.attributes_of(static.activation)
     numbers = {"rows": _workspace(static).rows, **function}
     numbers |= {"early": int(static.weighted == "hidden"), **_numbers(static.recipes[0])}
-    attributes = windows.attributes(static.call)
+    attributes = windows.attributes(static.call) | windows.row_alignment(static.call)
     attributes |= {name: np.int64(value) for name, value in numbers.items()}
     made = jax.ffi.ffi_call(target, tuple(results))
     outs = list(made(*bound(*operands, *plan, *weights, bias, *others), **attributes))

@@ -122,7 +122,7 @@ class Given(NamedTuple):
         topk_idx: int32 [T, K].
         tokens: [T, H].
         weights: f32 [T, K].
-        most: int32 [1], the most aligned rows that any rank keeps whose windows this one maps.
+        most: int32 [1], the most rows that the zones of any rank have whose windows this one maps.
         plan: of `prepare`; of PlanArrays where it is between ranks that map each other's windows.
         scales: f32 [L] for each product whose scales of rows are given.
     """

@@ -51,11 +51,13 @@ class Call:
         where: where its ops run; operands are local along the manual axes of it.
         clear_slack: somebody may look at a gradient's rows past the last group; without it a GPU
             leaves them as they are.
+        own_alignment: rows to which zones are aligned if nobody sees them; 0: as the layer says.
     """
 
     meta: PlanMeta
     where: Where
     clear_slack: bool = True
+    own_alignment: int = 0
 
     @functools.cached_property
     def layer(self) -> EpLayer:
@@ -68,6 +70,12 @@ class Call:
     @functools.cached_property
     def capacity(self) -> int:
         return self.meta.capacity
+
+    @functools.cached_property
+    def row_alignment(self) -> int:
+        """Rows to which experts' zones are aligned as they lie in a slab or workspace. Drops and
+        num_recv are those of the layer's alignment, which it divides."""
+        return self.own_alignment or self.layer.alignment
 
     @functools.cached_property
     def layout(self) -> TokenLayout:

@@ -124,8 +124,8 @@ def make_plan(call: Call, index: jax.Array, topk_idx: jax.Array) -> Plan:
 def make_plan_with_most(
     call: Call, index: jax.Array, topk_idx: jax.Array
 ) -> tuple[Plan, jax.Array]:
-    """The plan of a checked call that has tokens; and int32 [R, 1]: the most aligned rows that any
-    rank of the EP group keeps, of groups over nodes any rank of the node."""
+    """The plan of a checked call that has tokens; and int32 [R, 1]: the most rows that the zones
+    of any rank of the EP group have, of groups over nodes any rank of the node."""
     arrays, most = _tagged(prepare_with_most, call, index, topk_idx)
     return Plan(arrays, call.meta), most
 

@@ -70,7 +70,7 @@ def prepare(call: Call, rank: jax.Array, index: jax.Array, topk_idx: jax.Array) 
 def prepare_with_most(
     call: Call, rank: jax.Array, index: jax.Array, topk_idx: jax.Array
 ) -> tuple[NodePlanArrays, jax.Array]:
-    """`prepare`, and int32 [1]: the most aligned rows that any rank of this node keeps."""
+    """`prepare`, and int32 [1]: the most rows that the zones of any rank of this node have."""
     plan = prepare(call, rank, index, topk_idx)
     rows = like(plan.group_sizes.sum(keepdims=True, dtype=jnp.int32), topk_idx)
     size = call.group.ranks_per_node

@@ -110,7 +110,8 @@ def prepare(call: Call, topk_idx: jax.Array) -> NodePlanArrays:
         (_scratch_words(ranks, tokens, top_k, group.num_experts),),
     )
     results = tuple(_shape(jnp.int32, *size) for size in dims)
-    others = {"node_size": size, "rail": 0, "alignment": call.layer.alignment}
+    others: dict[str, Any] = {"node_size": size, "rail": 0, "alignment": call.layer.alignment}
+    others |= windows.row_alignment(call)
     made = _call(call, PREPARE, results, (topk_idx.astype(jnp.int32),), **others)
     return NodePlanArrays(*made[: len(NodePlanArrays._fields)])
 

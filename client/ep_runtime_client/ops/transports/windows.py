@@ -46,6 +46,13 @@ def attributes(call: Call) -> dict[str, np.int64]:
     }
 
 
+def row_alignment(call: Call) -> dict[str, np.int64]:
+    """What calls are told by that lay rows out; nothing where they lie as the layer's do."""
+    if call.row_alignment == call.layer.alignment:
+        return {}
+    return {"row_alignment": np.int64(call.row_alignment)}
+
+
 def _shape(dtype: Any, *dims: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(dims, dtype)
 
@@ -63,7 +70,7 @@ def prepare(call: Call, rank: jax.Array, index: jax.Array, topk_idx: jax.Array) 
 def prepare_with_most(
     call: Call, rank: jax.Array, index: jax.Array, topk_idx: jax.Array
 ) -> tuple[PlanArrays, jax.Array]:
-    """`prepare` on a GPU, and int32 [1]: the most aligned rows that any rank of the group keeps."""
+    """`prepare` on a GPU, and int32 [1]: the most rows that the zones of any rank have."""
     *arrays, most = _prepare(call, rank, index, topk_idx, (1,))
     return PlanArrays(*arrays), most
 
@@ -94,7 +101,7 @@ def _prepare(
     # On a GPU only a call that XLA does not record into a command buffer can fail a step.
     waits = call.group.transport == "nvlink" and call.group.on_overflow == "error"
     target = SYNC_TARGET if waits else "ep_prepare_v1"
-    return tuple(_call(call, target, results, rank, index, topk_idx))
+    return tuple(_call(call, target, results, rank, index, topk_idx, **row_alignment(call)))
 
 
 def dispatch(

@@ -64,7 +64,7 @@ def route(
     matrix = gather(call, counts)
     demand = matrix.sum(0, dtype=jnp.int32).reshape(ranks, local)
     kept = kept_rows(demand, call.capacity, alignment, ranks * flat.shape[0])
-    zones = _up(kept, alignment)
+    zones = _up(kept, call.row_alignment)
     base = exclusive_sum(zones).reshape(-1)
 
     me = between_xla.ep_rank(call)

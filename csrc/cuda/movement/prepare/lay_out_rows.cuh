@@ -86,7 +86,7 @@ __device__ inline void LayOutRows(const DeviceCall& call, const PrepareParams& p
     int32_t base = 0;
     for (int at = 0; at < local; at += 32) {
       const bool real = at + lane < local;
-      const int32_t zone = real ? UpTo(experts.kept[start + at + lane], params.alignment) : 0;
+      const int32_t zone = real ? UpTo(experts.kept[start + at + lane], params.row_alignment) : 0;
       const int32_t sum = WarpScan(zone);
       if (real) experts.base[start + at + lane] = base + sum - zone;
       base += __shfl_sync(~0u, sum, 31);

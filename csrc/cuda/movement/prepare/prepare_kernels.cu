@@ -61,7 +61,7 @@ __device__ void WriteSizes(const DeviceCall& call, const PrepareParams& params,
     const int32_t kept = experts.kept[first + e];
     dropped += experts.demand[first + e] - kept;
     params.plan.kept[e] = kept;
-    params.plan.group_sizes[e] = UpTo(kept, params.alignment);
+    params.plan.group_sizes[e] = UpTo(kept, params.row_alignment);
     demand += UpTo(experts.demand[first + e], params.alignment);
   }
   for (int step = 16; step > 0; step /= 2) demand += __shfl_xor_sync(~0u, demand, step);
@@ -81,7 +81,7 @@ __device__ void WriteMost(const DeviceCall& call, const PrepareParams& params,
   for (int rank = 0; rank < call.ranks; ++rank) {
     int32_t rows = 0;
     for (int e = threadIdx.x; e < params.sizes.experts; e += 32) {
-      rows += UpTo(experts.kept[rank * params.sizes.experts + e], params.alignment);
+      rows += UpTo(experts.kept[rank * params.sizes.experts + e], params.row_alignment);
     }
     most = max(most, static_cast<int32_t>(__reduce_add_sync(~0u, rows)));
   }
@@ -147,7 +147,9 @@ cudaError_t LaunchPrepare(cudaStream_t stream, const PrepareParams& params) {
   const CallSizes& sizes = params.sizes;
   if (sizes.top_k < 1 || sizes.top_k > kMaxTopK || sizes.tokens < 0 || sizes.experts < 1 ||
       params.num_experts > kMaxExperts || params.num_experts % sizes.experts != 0 ||
-      params.alignment < 1 || params.blocks < 1 || params.blocks > kMaxPrepareBlocks) {
+      params.row_alignment < 1 || params.alignment < 1 ||
+      params.alignment % params.row_alignment != 0 || params.blocks < 1 ||
+      params.blocks > kMaxPrepareBlocks) {
     return cudaErrorInvalidValue;
   }
   const int64_t block_tokens = (sizes.tokens + params.blocks - 1) / params.blocks;
