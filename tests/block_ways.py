@@ -14,7 +14,7 @@ import pytest
 
 import ep_runtime as ep
 from ep_runtime_client.moe import bodies
-from ep_runtime_client.moe import call as moe_call
+from ep_runtime_client.moe import resolve as moe_call
 from ep_runtime_client.moe.bodies import composed, cuda, cuda_nodes
 from ep_runtime_client.moe.bodies.protocol import Forwarded
 from ep_runtime_client.moe.experts import bias_of, operand

@@ -17,8 +17,8 @@ from block_ways import Ways, assert_close
 from jax.sharding import NamedSharding, PartitionSpec
 
 import ep_runtime as ep
-from ep_runtime_client.moe import resolve as api
-from ep_runtime_client.moe.gradient import BlockCall
+from ep_runtime_client.moe import gradient
+from ep_runtime_client.moe.resolved import ResolvedCall
 
 COUNT, TOKENS, HIDDEN, INNER, TOP_K = 3, 32, 16, 8, 2
 
@@ -278,7 +278,7 @@ def test_a_plan_that_takes_much_memory_is_made_again(
     x, params = draw(TOKENS), stacked(stack)
     ways.emulated()
     want = jax.jit(functools.partial(scanned, stack, None))(x, params)
-    monkeypatch.setattr(BlockCall, "plans_again", property(lambda call: True))
+    monkeypatch.setattr(ResolvedCall, "plans_again", property(lambda call: True))
     for name in ("no checkpoint", "plan"):
         run = jax.jit(lambda *given, name=name: scanned(stack, POLICIES[name], *given))
         traced = run.trace(x, params)
@@ -295,12 +295,12 @@ def test_plans_are_made_again_where_they_outgrow_tokens(
 ) -> None:
     seen = []
 
-    def told(call: BlockCall, operands: Any) -> Any:
+    def told(call: ResolvedCall, operands: Any) -> Any:
         seen.append(call.plans_again)
         return operands.tokens, (None, None)
 
     ways.emulated()
-    monkeypatch.setattr(api.vjp, "run", told)
+    monkeypatch.setattr(gradient, "run", told)
     for ranks, tokens in ((2, 8192), (8, 8192), (8, 512)):
         settings = {"num_experts": 64, "hidden_size": 256, "max_tokens_per_rank": tokens}
         layer = make_group(axes={"ep": ranks}, **settings).register_layer("moe", top_k=8)

@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import ep_runtime as ep
 from ep_runtime import layer_specs
-from ep_runtime_client.moe import call as moe_call
+from ep_runtime_client.moe import resolve as moe_call
 from ep_runtime_client.moe.api import MoEParams, MoEStats, init_moe_params, moe
 from ep_runtime_client.ops.activation import kernels as activation_kernels
 from ep_runtime_client.programs.remat import remat_policy

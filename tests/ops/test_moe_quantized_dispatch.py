@@ -17,7 +17,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 import ep_runtime as ep
-from ep_runtime_client.moe import call as moe_call
+from ep_runtime_client.moe import resolve as moe_call
 from ep_runtime_client.ops.kernels import serve
 
 MakeGroup = Callable[..., fakes.LocalGroup]

@@ -10,15 +10,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
 from ep_runtime import workspace
 from ep_runtime.arguments import suggests
 from ep_runtime.layer_specs import LayerSpec
 from ep_runtime_client.base import stored
 from ep_runtime_client.base.layers import EpLayer, TracedLayer, resolve
-from ep_runtime_client.moe import call as moe_call
 from ep_runtime_client.moe import checks, qwix
+from ep_runtime_client.moe import resolve as moe_call
 from ep_runtime_client.moe import routing as moe_routing
 from ep_runtime_client.moe import shapes as moe_shapes
 from ep_runtime_client.moe.checks import Recipes
@@ -39,7 +39,7 @@ from ep_runtime_client.ops.routing import api as routing_api
 from ep_runtime_client.ops.routing import losses
 from ep_runtime_client.ops.routing.options import REMOVED, Router
 from ep_runtime_client.ops.tracing import scopes
-from ep_runtime_client.ops.tracing.ambient import check_devices, constant, manual_axes, open_layer
+from ep_runtime_client.ops.tracing.ambient import check_devices, constant, manual_axes
 from ep_runtime_client.ops.tracing.scopes import scope
 
 
@@ -290,7 +290,8 @@ def moe(
     after = checked_state(state, recipes, group.num_experts)
     specs = checks.specs_of(params_spec, params)
     checks.check_shapes(static, x, params, specs, gated)
-    check_devices(group, static.mesh, "x", x)
+    mesh = static.mesh
+    check_devices(group, mesh, "x", x)
     if routing is None:
         # The call is opened with the same check, whose remedy is that of `dispatch`.
         token_layout.choose(group, x.shape[:-1], manual=manual_axes(group), remedy=_PAD)
@@ -305,12 +306,12 @@ def moe(
     with scopes.way(body, why or "taken", static):
         kept = Kept(keep, keep_factor)
         y, plan, after = moe_call.run(layer, block, moved, params, weighted, kept, body, after)
-    call = call_of_plan(static, open_layer(layer)[2], plan)
+    call = call_of_plan(static, mesh, plan)
     # Losses and counts are over the global batch: over the manual axes that shard it. Those of one
     # device too, over which nothing moves: types say that values vary over them.
     axes = tuple(axis for axis in group.token_axes if axis in call.where.manual)
     if not loss:
-        aux = constant(np.zeros((), np.float32), call.mesh)
+        aux = constant(np.zeros((), np.float32), mesh)
     else:
         with scope("aux_loss", static):
             counted = None if all_count else losses.in_losses(routed)

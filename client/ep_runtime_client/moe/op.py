@@ -1,8 +1,8 @@
 """The op of `ep.moe`, forward and backward, as both partitionings run it around any body.
 
-Tokens come as slabs [R, T, H], one for each shard of the token axes, and so does everything that
-belongs to them. Outer axes are gathered off the weights, an axis that shards no tokens stays on M,
-and what it splits is added up where tokens are.
+Tokens come as users shard them; everything that belongs to the ranks of a group has the slab dim R
+in front, one slab for each shard of the token axes. Outer axes are gathered off the weights, an
+axis that shards no tokens stays on M, and what it splits is added up where tokens are.
 """
 
 from __future__ import annotations
@@ -15,18 +15,11 @@ import jax
 import jax.numpy as jnp
 
 from ep_runtime_client.moe import bodies
-from ep_runtime_client.moe.bodies.protocol import (
-    Body,
-    Experts,
-    Given,
-    Over,
-    Saved,
-    Static,
-    WeightGrads,
-)
+from ep_runtime_client.moe.bodies.protocol import Body, Experts, Given, Over, Saved, WeightGrads
+from ep_runtime_client.moe.resolved import ResolvedCall
 from ep_runtime_client.ops.calls.call import world_rank
-from ep_runtime_client.ops.calls.plan import arrays_type
 from ep_runtime_client.ops.gemm.ops import of_first
+from ep_runtime_client.ops.partitioning.on_mesh import LayerOp
 from ep_runtime_client.ops.partitioning.placement import Weight, expert_bias, expert_weight
 from ep_runtime_client.ops.partitioning.regions import Where
 from ep_runtime_client.ops.partitioning.resolved import Resolved, Sums
@@ -37,8 +30,7 @@ from ep_runtime_client.ops.quantize.packing import Packing, Value, gather, unpac
 from ep_runtime_client.ops.quantize.pair import of_each
 from ep_runtime_client.ops.tracing.varying import Axes
 
-_FIRST = 5  # operands in front of the plan: index, topk_idx, tokens, weights, most
-_TOKENS, _WEIGHTS = 2, 3
+_PLAN_NDIMS = (3, 3, 3, 2, 2, 2, 2, 2, 2, 3, 3, 2)  # of a plan's arrays, with the slab dim
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,127 +40,89 @@ class Placed:
     Attributes:
         wi: of [E, H, *N'], per dim of the one array.
         wo: of [E, M, H].
-        biases: of theirs, of those that there are.
+        wi_bias: of [E, *N'], or None.
+        wo_bias: of [E, H], or None.
         inner: axes on M; tokens are summed over them.
         parts: those of them that divide anything; the bias of wo is added on the first device.
+        over: axes that split what one scale is for.
     """
 
     wi: Weight
     wo: Weight
-    biases: tuple[Weight, ...]
+    wi_bias: Weight | None
+    wo_bias: Weight | None
     inner: Axes
     parts: Axes
+    over: Over
 
 
 @dataclasses.dataclass(frozen=True)
-class BlockOp:
-    """What forward and backward share. Hashable.
-
-    Operands: index [1], topk_idx [R, T, K], tokens [R, T, H], weights [R, T, K], most [R, 1], the
-    plan's arrays, scales [R, L] of rows for each product whose recipe is delayed, leaves of wi
-    [E, H, *N'] (gate and up [E, H, M] are two) and of wo [E, M, H], and their biases [E, *N'] and
-    [E, H].
+class BlockOp(LayerOp):
+    """What forward and backward share. Hashable. Their first operands are the leaves of Operands.
 
     Attributes:
-        where: where it runs.
-        static: what is static on one device.
-        wi: its leaves.
-        wo: its leaves.
-        biases: whether wi has one, and wo.
-        values: how many a learned activation reads; they come last, each flat.
+        call: what is static about the call.
+        wi: how leaves make up wi.
+        wo: how leaves make up wo.
+        tree: structure of Operands with these leaves.
     """
 
-    where: Where
-    static: Static
+    call: ResolvedCall
     wi: Packing
     wo: Packing
-    biases: tuple[bool, bool]
-    values: int = 0
+    tree: Any
 
     name: ClassVar[str] = "block"
 
     @property
-    def _plan(self) -> Any:
-        return arrays_type(self.static.call.group)
+    def where(self) -> Where:
+        return self.call.where
 
     @property
     def _body(self) -> Body:
-        return bodies.named(self.static.body)
+        return bodies.named(self.call.body)
 
-    @property
-    def _scales(self) -> int:
-        """Which operand is the first of the scales."""
-        return _FIRST + len(self._plan._fields)
-
-    @property
-    def _wi(self) -> int:
-        """Which operand is the first of wi."""
-        return self._scales + sum(self.static.delayed)
-
-    @property
-    def _wo(self) -> int:
-        """Which operand is the first of wo."""
-        return self._wi + len(self.wi)
-
-    @property
-    def _biases(self) -> int:
-        """Which operand is the first bias."""
-        return self._wo + len(self.wo)
-
-    @property
-    def _count(self) -> int:
-        """Operands that both directions take."""
-        return self._values + self.values
-
-    @property
-    def _values(self) -> int:
-        """Which operand is the first value."""
-        return self._biases + sum(self.biases)
+    def _by_name(self, flat: Sequence[Any]) -> Any:
+        """Operands of what there is per operand; others may follow them in `flat`."""
+        return self.tree.unflatten(flat[: self.tree.num_leaves])
 
     @property
     def _splits(self) -> bool:
-        """Whether M is a dim of wi, which axes may lie on."""
-        return self.wi.ndim == 4 or not self.static.activation.gated
-
-    def roles(
-        self, sizes: tuple[tuple[str, int], ...], arrived: Sequence[Entries], shapes: Any
-    ) -> Roles:
-        raise AssertionError("the roles of axes come with the layer")
+        """Whether M is a dim of wi, which axes may be on."""
+        return self.wi.ndim == 4 or not self.call.activation.gated
 
     def place(
         self, roles: Roles, arrived: Sequence[Entries], shapes: Sequence[tuple[int, ...]]
     ) -> Placed:
         """How the weights are taken, which arrive like this."""
-        first, second, ruled = self._wi, self._wo, self.where.mode == "rule"
-        lies, shape = self.wi.of_values(arrived[first], ()), self.wi.of_values(shapes[first], 2)
-        wi = expert_weight(roles, lies, shape, blocks=self.wi.blocks, ruled=ruled)
-        wo = expert_weight(
-            roles, arrived[second], shapes[second], blocks=self.wo.blocks, ruled=ruled
-        )
-        inner = self._inner(roles, wi, wo, shapes[second][1])
+        lies, given = self._by_name(arrived), self._by_name(shapes)
+        ruled = self.where.mode == "rule"
+        shape, wo_shape = self.wi.of_values(given.wi[0], 2), given.wo[0]
+        wi_lies = self.wi.of_values(lies.wi[0], ())
+        wi = expert_weight(roles, wi_lies, shape, blocks=self.wi.blocks, ruled=ruled)
+        wo = expert_weight(roles, lies.wo[0], wo_shape, blocks=self.wo.blocks, ruled=ruled)
+        inner = self._inner(roles, wi, wo, wo_shape[1])
         dropped = dict.fromkeys(a for a in wi.kept[1] + wo.kept[2] if a not in inner)
         if dropped:
             say_once(
                 f"weights of {roles.owner} are sharded over {roles.named(dropped)} on H, and rows "
                 "are not: they are gathered over it"
             )
-        wi, wo = _on(wi, len(shape) - 1, inner), _on(wo, 1, inner)
-        theirs = self._there(((wi, shape), (wo, shapes[second])))
-        given = arrived[self._biases : self._values]
-        biases = [
-            expert_bias(roles, weight, lies, shape)
-            for lies, (weight, shape) in zip(given, theirs, strict=True)
-        ]
-        return Placed(wi, wo, tuple(biases), inner, roles.real(inner))
-
-    def _there(self, of_both: tuple[Value, Value]) -> list[Value]:
-        """What there is of both biases, of those that there are."""
-        return [x for x, there in zip(of_both, self.biases, strict=True) if there]
+        wi, wo, parts = _on(wi, len(shape) - 1, inner), _on(wo, 1, inner), roles.real(inner)
+        return Placed(
+            wi,
+            wo,
+            lies.wi_bias and expert_bias(roles, wi, lies.wi_bias, shape),  # none without a bias
+            lies.wo_bias and expert_bias(roles, wo, lies.wo_bias, wo_shape),
+            inner,
+            parts,
+            Over(roles.real(roles.outer), parts),
+        )
 
     def _inner(self, roles: Roles, wi: Weight, wo: Weight, width: int) -> Axes:
         """The axes that M of both weights is taken over."""
         inner = (wi.kept[-1] or wo.kept[1]) if self._splits else ()
-        unit = self._body.multiple(self.static, paired=self.wi.paired)
+        unit = self._body.multiple(self.call, paired=self.wi.paired)
         gone = (wi.gathered[-1], wo.gathered[1])
         whole = all(width % (roles.size(inner + each) * unit) == 0 for each in gone)
         if inner and not whole:
@@ -178,80 +132,98 @@ class BlockOp:
             )
         return inner if whole else ()
 
-    def taken(self, roles: Roles, place: Placed, shapes: Sequence[Any]) -> list[Entries]:
-        """Entries of the operands that both directions take."""
-        slabs = [(roles.slab, *[()] * (len(shape) - 1)) for shape in shapes[1 : self._wi]]
-        biases = [bias.entries for bias in place.biases]
-        weights = (*self.wi.spread(place.wi.entries), *self.wo.spread(place.wo.entries))
-        return [((),), *slabs, *weights, *biases, *[((),)] * self.values]
+    def entries(
+        self,
+        roles: Roles,
+        wi: Entries,
+        wo: Entries,
+        wi_bias: Entries | None,
+        wo_bias: Entries | None,
+    ) -> list[Entries]:
+        """Entries of the shared operands, whose weights and biases have these."""
+        there, tokens = self._by_name(range(self.tree.num_leaves)), self.call.moved.layout.entries()
+        slab, whole = (roles.slab,), ((),)
+        by_name = there._replace(
+            layer_index=whole,
+            topk_idx=tokens,
+            tokens=tokens,
+            weights=tokens,
+            most=slab,
+            plan=type(there.plan)(*[slab] * len(there.plan)),
+            wi=tuple(self.wi.spread(wi)),
+            wo=tuple(self.wo.spread(wo)),
+            wi_bias=wi_bias,
+            wo_bias=wo_bias,
+            scales=(slab,) * len(there.scales),
+            values=(whole,) * len(there.values),
+        )
+        found: list[Entries] = self.tree.flatten_up_to(by_name)
+        return found
+
+    def taken(self, roles: Roles, place: Placed) -> list[Entries]:
+        """Entries of the shared operands as the op takes them."""
+        both = (place.wi_bias, place.wo_bias)
+        wi_bias, wo_bias = (None if bias is None else bias.entries for bias in both)
+        return self.entries(roles, place.wi.entries, place.wo.entries, wi_bias, wo_bias)
 
     @property
     def saved(self) -> tuple[Saved, ...]:
         """What forward saves for backward, in order."""
-        return self._body.saved(self.static)
+        return self._body.saved(self.call)
 
     def saved_entries(self, roles: Roles, place: Placed) -> list[Entries]:
-        """Entries of what is saved: [R, rows] of slabs and more dims, those of hidden N'."""
-        ndims = {"weights": 2, "made": 2}
+        """Entries of what is saved: slabs, those of hidden with the axes on N'."""
         hidden: Entries = (roles.slab, (), *place.wi.kept[2:])
-        return [
-            hidden if name == "hidden" else (roles.slab, *[()] * (ndims.get(name, 3) - 1))
-            for name in self.saved
-        ]
-
-    def over(self, roles: Roles, place: Placed) -> Over:
-        """Axes that split what one scale is for."""
-        return Over(roles.real(roles.outer), place.parts)
+        return [hidden if name == "hidden" else (roles.slab,) for name in self.saved]
 
     def opened(self, place: Placed, blocks: Sequence[jax.Array]) -> tuple[Given, Experts]:
         """Local blocks of the operands as one device takes them, weights gathered."""
-        index, *slabs = blocks[: self._wi]
-        idx, tokens, weights, most, *others = (x[0] for x in slabs)
-        count = len(self._plan._fields)
-        plan, scales = self._plan(*others[:count]), tuple(others[count:])
-        rank = world_rank(self.static.call.group)
-        given = Given(rank, index, idx, tokens, weights, most, plan, scales)
-        found: list[Any] = []
-        for packing, taken, first in ((self.wi, place.wi, self._wi), (self.wo, place.wo, self._wo)):
-            leaves = zip(
-                blocks[first : first + len(packing)], packing.spread(taken.gathered), strict=True
-            )
-            found.append(unpack(packing, [gather(*each) for each in leaves]))
-        placed = zip(blocks[self._biases : self._values], place.biases, strict=True)
-        biases = (gather(x, bias.gathered) for x, bias in placed)
-        wi_bias, wo_bias = (next(biases) if there else None for there in self.biases)
+        mine = self._by_name(blocks)
+        rows = (mine.topk_idx, mine.tokens, mine.weights)
+        idx, tokens, weights = (x.reshape(-1, x.shape[-1]) for x in rows)
+        most, plan, scales = jax.tree.map(lambda x: x[0], (mine.most, mine.plan, mine.scales))
+        rank = world_rank(self.call.moved.group)
+        given = Given(rank, mine.layer_index, idx, tokens, weights, most, plan, scales)
+        wi: Any = unpack(self.wi, [*map(gather, mine.wi, self.wi.spread(place.wi.gathered))])
+        wo: Any = unpack(self.wo, [*map(gather, mine.wo, self.wo.spread(place.wo.gathered))])
+        wi_bias = None if place.wi_bias is None else gather(mine.wi_bias, place.wi_bias.gathered)
+        wo_bias = None if place.wo_bias is None else gather(mine.wo_bias, place.wo_bias.gathered)
         if wo_bias is not None and place.parts:
             wo_bias = of_first(place.parts, wo_bias)
-        wi, wo = found
-        values = tuple(blocks[self._values : self._count])
-        return given, Experts(wi, wo, wi_bias, wo_bias, values)
+        return given, Experts(wi, wo, wi_bias, wo_bias, mine.values)
 
     def runs_nowhere(self, roles: Roles) -> bool:
         """Whether only the results' shapes are asked for: of a group of several devices at once."""
-        sizes = self.static.call.group.axis_sizes.values()
-        return not roles.sizes and any(size > 1 for size in sizes)
+        return not roles.sizes and self.call.moved.group.world_size > 1
 
-    def shared_factors(self) -> list[str]:
-        """Factors of the operands that both directions take."""
-        rows = ["r t k", "r t x", "r t k", "r one"]
-        ndims = (3, 3, 3, 2, 2, 2, 2, 2, 2, 3, 3, 2)  # with the slab dim, as plans have them
-        for number, ndim in enumerate(ndims[: len(self._plan._fields)]):
-            rows.append(" ".join(["r", *(f"p{number}{dim}" for dim in range(1, ndim))]))
-        rows += ["r l"] * sum(self.static.delayed)
-        biases = self._there((" ".join(["e", *self._columns]), "e o"))
-        values = [f"v{number}" for number in range(self.values)]
-        return ["i", *rows, *self._kernels, *biases, *values]
+    def shared_factors(self) -> Any:
+        """Operands of the Shardy factors of the shared operands."""
+        there = self._by_name(range(self.tree.num_leaves))
+        tokens = " ".join(f"t{dim}" for dim in range(len(self.call.moved.layout.lead)))
+        plan = [
+            " ".join(["r", *(f"p{number}{dim}" for dim in range(1, ndim))])
+            for number, ndim in enumerate(_PLAN_NDIMS[: len(there.plan)])
+        ]
+        return there._replace(
+            layer_index="i",
+            topk_idx=f"{tokens} k",
+            tokens=f"{tokens} x",
+            weights=f"{tokens} k",
+            most="r one",
+            plan=type(there.plan)(*plan),
+            wi=tuple(self.wi.factors(["e", "h", *self._columns])),
+            wo=tuple(self.wo.factors(["e", "m", "o"])),
+            wi_bias=None if there.wi_bias is None else " ".join(["e", *self._columns]),
+            wo_bias=None if there.wo_bias is None else "e o",
+            scales=("r l",) * len(there.scales),
+            values=tuple(f"v{number}" for number in range(len(there.values))),
+        )
 
     @property
     def _columns(self) -> list[str]:
         """Factors of N'."""
         middle = ["g"] if self.wi.ndim == 4 else []
         return [*middle, "m" if self._splits else "n"]
-
-    @property
-    def _kernels(self) -> list[str]:
-        """Factors of the leaves of wi and wo."""
-        return [*self.wi.factors(["e", "h", *self._columns]), *self.wo.factors(["e", "m", "o"])]
 
     def saved_factors(self) -> list[str]:
         """Factors of what is saved."""
@@ -265,28 +237,26 @@ class BlockOp:
         }
         return [named[name] for name in self.saved]
 
-    def saved_shapes(self, shapes: Sequence[tuple[int, ...]], rows: Any) -> list[Any]:
+    def saved_shapes(self, shapes: Any, rows: Any) -> list[Any]:
         """Shapes and dtypes of what is saved, from whole operands; `rows`: dtype of rows."""
-        static, slabs = self.static, shapes[_TOKENS][0]
-        room, hidden = static.workspace, shapes[_TOKENS][-1]
-        count = static.call.capacity if room is None else room.saved
-        tile = format_of(static.sent_by).tile
-        columns = self.wi.of_values(shapes[self._wi], 2)[2:]
+        call, hidden, room = self.call, shapes.tokens[-1], self.call.workspace
+        count = call.moved.capacity if room is None else room.saved
+        columns = self.wi.of_values(shapes.wi[0], 2)[2:]
         known = {
             "rows": ((count, hidden), rows),
             "data": ((count, hidden), jnp.uint8),
-            "scales": ((count, num_tiles(hidden, tile)), jnp.float32),
+            "scales": ((count, num_tiles(hidden, format_of(call.sent_by).tile)), jnp.float32),
             "weights": ((count,), jnp.float32),
-            "hidden": ((count, *columns), static.activation.dtype),
+            "hidden": ((count, *columns), call.activation.dtype),
             "made": ((1,), jnp.int32),
         }
         found = (known[name] for name in self.saved)
-        return [jax.ShapeDtypeStruct((slabs, *shape), dtype) for shape, dtype in found]
+        return [jax.ShapeDtypeStruct((shapes.most[0], *shape), dtype) for shape, dtype in found]
 
 
 @dataclasses.dataclass(frozen=True)
 class BlockForward(BlockOp):
-    """-> (y [R, T, H], what is saved, amax [R, L] of rows for each delayed recipe).
+    """-> (y like tokens, what is saved, amax [R, L] of rows for each delayed recipe).
 
     Attributes:
         bare: only what is saved is asked for. A body that has a workspace makes such rows sooner
@@ -302,58 +272,57 @@ class BlockForward(BlockOp):
         shapes: Sequence[tuple[int, ...]],
         wanted: Sequence[Entries] | None,
     ) -> Resolved:
-        place = self.place(roles, arrived, shapes)
-        sums, over = Sums(roles, self.where.manual), self.over(roles, place)
+        place, sums = self.place(roles, arrived, shapes), Sums(roles, self.where.manual)
 
         def local(*blocks: jax.Array) -> tuple[jax.Array, ...]:
+            tokens = self._by_name(blocks).tokens
             if self.runs_nowhere(roles):
-                return self._shapes(shapes, blocks[_TOKENS])
-            if self.bare:
-                return self._nothing(place, blocks)
+                return self._shapes(shapes, blocks)
             given, experts = self.opened(place, blocks)
-            made = self._body.forward(self.static, given, experts, over)
-            results = (_added_up(sums, made.y, place.inner), *made.saved, *made.amax)
-            return tuple(x[None] for x in results)
+            if self.bare:
+                return self._nothing(experts, tokens.dtype)
+            made = self._body.forward(self.call, given, experts, place.over)
+            y = _added_up(sums, made.y, place.inner).reshape(tokens.shape)
+            return y, *(x[None] for x in (*made.saved, *made.amax))
 
-        slab: Entries = (roles.slab, (), ())
-        lies = [*self.saved_entries(roles, place), *[slab[:2]] * sum(self.static.delayed)]
-        results = lies if self.bare else [slab, *lies]
-        return Resolved(tuple(self.taken(roles, place, shapes)), tuple(results), local)
+        amax: list[Entries] = [(roles.slab,)] * sum(self.call.delayed)
+        results = self.saved_entries(roles, place)
+        if not self.bare:
+            results = [self.call.moved.layout.entries(), *results, *amax]
+        return Resolved(tuple(self.taken(roles, place)), tuple(results), local)
 
-    def _nothing(self, place: Placed, blocks: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+    def _nothing(self, experts: Experts, dtype: Any) -> tuple[jax.Array, ...]:
         """Blocks of what is saved, not made."""
-        experts = self.opened(place, blocks)[1]
-        room = self.static.workspace
+        room = self.call.workspace
         assert room is not None
-        rows = jnp.zeros((1, room.saved, *experts.wi.shape[2:]), blocks[_TOKENS].dtype)
+        rows = jnp.zeros((1, room.saved, *experts.wi.shape[2:]), dtype)
         return rows, jnp.zeros((1, 1), jnp.int32)
 
     def _shapes(
-        self, shapes: Sequence[tuple[int, ...]], tokens: jax.Array
+        self, shapes: Sequence[tuple[int, ...]], arrays: Sequence[jax.Array]
     ) -> tuple[jax.Array, ...]:
-        saved = [jnp.zeros(x.shape, x.dtype) for x in self.saved_shapes(shapes, tokens.dtype)]
-        amax = [jnp.zeros(shape, jnp.float32) for shape in shapes[self._scales : self._wi]]
-        return tuple(saved) if self.bare else (jnp.zeros_like(tokens), *saved, *amax)
+        given = self._by_name(arrays)
+        saved = self.saved_shapes(self._by_name(shapes), given.tokens.dtype)
+        made = [jnp.zeros(x.shape, x.dtype) for x in saved]
+        amax = [jnp.zeros(x.shape, jnp.float32) for x in given.scales]
+        return tuple(made) if self.bare else (jnp.zeros_like(given.tokens), *made, *amax)
 
     def factors(self) -> tuple[list[str], list[str]]:
-        saved, amax = self.saved_factors(), ["r l"] * sum(self.static.delayed)
-        return self.shared_factors(), saved if self.bare else ["r t x", *saved, *amax]
+        given, saved = self.shared_factors(), self.saved_factors()
+        made = saved if self.bare else [given.tokens, *saved, *given.scales]
+        return jax.tree.leaves(given), made
 
 
 @dataclasses.dataclass(frozen=True)
 class BlockBackward(BlockOp):
-    """Operands, what is saved, dy [R, T, H] -> gradients of tokens and weights as slabs, of wi (of
-    a pair two), wo and the biases as they are.
+    """Operands, what is saved, dy like tokens -> gradients of tokens and weights, of wi (of a pair
+    two), wo, the biases and the values as they are.
 
     Attributes:
-        paired: whether wi is a pair; quantized, its leaves are those of one array.
         dtypes: of the gradients of wi and wo.
-        own: entries of wi and wo themselves, where they are known and their leaves do not lie so.
     """
 
-    paired: bool = False
     dtypes: tuple[Any, Any] = (None, None)
-    own: tuple[Entries, Entries] | None = None
 
     name: ClassVar[str] = "block_bwd"
 
@@ -364,13 +333,12 @@ class BlockBackward(BlockOp):
         shapes: Sequence[tuple[int, ...]],
         wanted: Sequence[Entries] | None,
     ) -> Resolved:
-        place = self.place(roles, arrived, shapes)
+        place, call = self.place(roles, arrived, shapes), self.call
         sums, shared = Sums(roles, self.where.manual), roles.real(roles.outer)
         outside = tuple(axis for axis in place.parts if axis in self.where.manual)
-        over = self.over(roles, place)
-        wi_place, wo_place = self._themselves(roles, place, shapes)
+        wi_place, wo_place = self._themselves(roles, place, self._by_name(shapes))
 
-        def back(x: jax.Array, taken_off: Entries, like: Any) -> jax.Array:
+        def back(x: Any, taken_off: Entries, like: Any) -> jax.Array:
             # What is added up over devices stays wide.
             wide = x.astype(_wide(x)) if shared else x
             return sums.back(wide, taken_off, shared).astype(like)
@@ -378,76 +346,73 @@ class BlockBackward(BlockOp):
         def local(*blocks: jax.Array) -> tuple[jax.Array, ...]:
             if self.runs_nowhere(roles):
                 return self._shapes(blocks)
-            given, experts = self.opened(place, blocks)
-            *saved, dy = (x[0] for x in blocks[self._count :])
-            grads = WeightGrads(self.paired, self._made(shared))
-            made = self._body.backward(self.static, given, experts, tuple(saved), dy, grads, over)
-            d_tokens = _added_up(sums, made.tokens, place.inner)
-            d_weights = sums.total(made.weights, place.inner)
+            mine, (given, experts) = self._by_name(blocks), self.opened(place, blocks)
+            *saved, dy = blocks[self.tree.num_leaves :]
+            saved, dy = [x[0] for x in saved], dy.reshape(-1, dy.shape[-1])
+            grads = WeightGrads(call.paired, self._made(shared))
+            made = self._body.backward(call, given, experts, tuple(saved), dy, grads, place.over)
+            d_tokens = _added_up(sums, made.tokens, place.inner).reshape(mine.tokens.shape)
+            d_weights = sums.total(made.weights, place.inner).reshape(mine.weights.shape)
             off = self._each(wi_place.taken_off)
             wi = [back(x, off, self.dtypes[0]) for x in jax.tree.leaves(made.wi)]
             wo = back(made.wo, wo_place.taken_off, self.dtypes[1])
-            likes = [x.dtype for x in experts[2:4] if x is not None]
-            parts = [x for x in (made.wi_bias, made.wo_bias) if x is not None]
-            if self.biases[1] and outside:
-                parts[-1] = of_first(outside, parts[-1])
-            placed = zip(parts, place.biases, likes, strict=True)
-            biases = [back(x, bias.gathered, like) for x, bias, like in placed]
+            biases = []
+            if place.wi_bias is not None:
+                biases.append(back(made.wi_bias, place.wi_bias.gathered, mine.wi_bias.dtype))
+            if place.wo_bias is not None:
+                part: Any = made.wo_bias
+                part = of_first(outside, part) if outside else part
+                biases.append(back(part, place.wo_bias.gathered, mine.wo_bias.dtype))
             everywhere = roles.real(roles.slab)
-            pairs = zip(made.values, experts.values, strict=True)
             values = [
-                jnp.zeros_like(x) if d is None else sums.total(d, everywhere) for d, x in pairs
+                jnp.zeros_like(x) if d is None else sums.total(d, everywhere)
+                for d, x in zip(made.values, experts.values, strict=True)
             ]
-            return d_tokens[None], d_weights[None], *wi, wo, *biases, *values
+            return d_tokens, d_weights, *wi, wo, *biases, *values
 
-        slab: Entries = (roles.slab, (), ())
-        operands = self.taken(roles, place, shapes)
-        saved = self.saved_entries(roles, place)
-        weights = [self._each(wi_place.lies)] * self._halves + [wo_place.lies]
-        results = (slab, slab, *weights, *operands[self._biases :])
-        return Resolved((*operands, *saved, slab), results, local)
+        given, tokens = self.taken(roles, place), call.moved.layout.entries()
+        weights = [self._each(wi_place.lies)] * (1 + call.paired) + [wo_place.lies]
+        results = (tokens, tokens, *weights, *self._by_name(given).others)
+        return Resolved((*given, *self.saved_entries(roles, place), tokens), results, local)
 
-    def _themselves(
-        self, roles: Roles, place: Placed, shapes: Sequence[tuple[int, ...]]
-    ) -> tuple[Weight, Weight]:
-        """How the weights lie that the leaves were quantized of."""
-        if self.own is None:
+    def _themselves(self, roles: Roles, place: Placed, shapes: Any) -> tuple[Weight, Weight]:
+        """How the weights are sharded that the leaves were quantized of."""
+        own = self.call.sharding[:2]
+        if own == self.call.multiplied:
             return place.wi, place.wo
-        whole = (self.wi.of_values(shapes[self._wi], 2), shapes[self._wo])
-        given = zip(self.own, whole, (self.wi, self.wo), strict=True)
+        whole = (self.wi.of_values(shapes.wi[0], 2), shapes.wo[0])
+        given = zip(own, whole, (self.wi, self.wo), strict=True)
         found = [expert_weight(roles, e, s, blocks=packing.blocks) for e, s, packing in given]
         wi, wo = (each.before for each in found)
         return dataclasses.replace(place.wi, before=wi), dataclasses.replace(place.wo, before=wo)
 
-    @property
-    def _halves(self) -> int:
-        return 2 if self.paired else 1
-
     def _each(self, values: Sequence[Value]) -> tuple[Value, ...]:
         """What there is per dim of wi as one array, per dim of one of its arrays."""
-        return of_each(values) if self.paired else tuple(values)
+        return of_each(values) if self.call.paired else tuple(values)
 
     def _made(self, shared: Axes) -> Any:
         """What gradients of weights are made in: as they are wanted, but wide where they are added
         up over devices; kernels of products that quantize nothing make them in the rows' dtype."""
-        static = self.static
-        if static.workspace is not None and static.recipes[0] is None:
+        call = self.call
+        if call.workspace is not None and call.recipes[0] is None:
             return None
         same = self.dtypes[0] == self.dtypes[1]
-        return self.dtypes[0] if same and not shared else static.activation.wide
+        return self.dtypes[0] if same and not shared else call.activation.wide
 
     def _shapes(self, blocks: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
-        wi, wo = self.wi.of_values(blocks[self._wi].shape, 2), blocks[self._wo].shape
-        weights = [jnp.zeros(self._each(wi), self.dtypes[0])] * self._halves
-        weights.append(jnp.zeros(wo, self.dtypes[1]))
-        rows, biases = blocks[_TOKENS : _WEIGHTS + 1], blocks[self._biases : self._count]
-        return (*map(jnp.zeros_like, rows), *weights, *map(jnp.zeros_like, biases))
+        mine, (first, second) = self._by_name(blocks), self.dtypes
+        wi = self._each(self.wi.of_values(mine.wi[0].shape, 2))
+        weights = [jnp.zeros(wi, first)] * (1 + self.call.paired)
+        weights.append(jnp.zeros(mine.wo[0].shape, second))
+        rows = map(jnp.zeros_like, (mine.tokens, mine.weights))
+        return (*rows, *weights, *map(jnp.zeros_like, mine.others))
 
     def factors(self) -> tuple[list[str], list[str]]:
-        shared = self.shared_factors()
+        given = self.shared_factors()
         wi = " ".join(self._each(["e", "h", *self._columns]))
-        weights = [*[wi] * self._halves, "e m o", *shared[self._biases :]]
-        return [*shared, *self.saved_factors(), "r t x"], ["r t x", "r t k", *weights]
+        weights = [*[wi] * (1 + self.call.paired), "e m o", *given.others]
+        operands = [*jax.tree.leaves(given), *self.saved_factors(), given.tokens]
+        return operands, [given.tokens, given.weights, *weights]
 
 
 def _on(weight: Weight, dim: int, inner: Axes) -> Weight:

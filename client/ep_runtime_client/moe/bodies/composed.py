@@ -22,9 +22,9 @@ from ep_runtime_client.moe.bodies.protocol import (
     Gradients,
     Over,
     Saved,
-    Static,
     WeightGrads,
 )
+from ep_runtime_client.moe.resolved import ResolvedCall
 from ep_runtime_client.ops.activation import plain as activation
 from ep_runtime_client.ops.activation import quantized_plain
 from ep_runtime_client.ops.activation.function import Activation
@@ -62,40 +62,40 @@ class _Rows(NamedTuple):
     weights: jax.Array
 
 
-def saved(static: Static) -> tuple[Saved, ...]:
-    if not static.saves:
+def saved(call: ResolvedCall) -> tuple[Saved, ...]:
+    if not call.saves:
         return ()
-    return (*(("rows",) if static.sent_by is None else ("data", "scales")), "weights", "hidden")
+    return (*(("rows",) if call.sent_by is None else ("data", "scales")), "weights", "hidden")
 
 
-def multiple(static: Static, *, paired: bool) -> int:
+def multiple(call: ResolvedCall, *, paired: bool) -> int:
     # Blocks of scales end with a weight's part of M. A learned function knows its M.
-    function = static.activation.function
+    function = call.activation.function
     width = function.given[0].shape[1] if isinstance(function, Learned) else 1
-    return max(width, *(format_of(recipe).tile for recipe in static.recipes))
+    return max(width, *(format_of(recipe).tile for recipe in call.recipes))
 
 
-def forward(static: Static, given: Given, experts: Experts, over: Over) -> Forwarded:
-    static = _bound(static, experts)
-    rows, sizes, product = _dispatched(static, given), _sizes(given), _gemm(static)
+def forward(call: ResolvedCall, given: Given, experts: Experts, over: Over) -> Forwarded:
+    call = _bound(call, experts)
+    rows, sizes, product = _dispatched(call, given), _sizes(given), _gemm(call)
     scales = iter(given.scales)
-    taken, first = _first_operand(static, rows, sizes, over, scales)
+    taken, first = _first_operand(call, rows, sizes, over, scales)
     hidden = gemm.forward(product, taken, experts.wi, experts.wi_bias, sizes)
-    weights = rows.weights if static.weighted == "hidden" else None
-    taken, second = _activated(static, hidden, weights, sizes, over, next(scales, None))
+    weights = rows.weights if call.weighted == "hidden" else None
+    taken, second = _activated(call, hidden, weights, sizes, over, next(scales, None))
     out = gemm.forward(product, taken, experts.wo, experts.wo_bias, sizes)
-    y = _combined(static, given, out[0], rows.weights[0] if static.weighted == "output" else None)
+    y = _combined(call, given, out[0], rows.weights[0] if call.weighted == "output" else None)
     values = rows.values
     kept = (
         [values] if not isinstance(values, QuantizedTensor) else [bits(values.data), values.scale]
     )
     made = tuple(x[0] for x in (*kept, rows.weights, slack.cleared(hidden, sizes)))
     amax = tuple(x[0] for x in (first, second) if x is not None)
-    return Forwarded(y, made if static.saves else (), amax)
+    return Forwarded(y, made if call.saves else (), amax)
 
 
 def backward(
-    static: Static,
+    call: ResolvedCall,
     given: Given,
     experts: Experts,
     saved: tuple[jax.Array, ...],
@@ -103,37 +103,37 @@ def backward(
     grads: WeightGrads,
     over: Over,
 ) -> Gradients:
-    static = _bound(static, experts)
-    sizes, product = _sizes(given), _gemm(static)
-    count, to_input = experts.wo.shape[0], static.weighted == "input"
-    rows = _rows_of(static, saved, sizes) if saved else _dispatched(static, given)
-    taken, _ = _first_operand(static, rows, sizes, over, iter(given.scales))
+    call = _bound(call, experts)
+    sizes, product = _sizes(given), _gemm(call)
+    count, to_input = experts.wo.shape[0], call.weighted == "input"
+    rows = _rows_of(call, saved, sizes) if saved else _dispatched(call, given)
+    taken, _ = _first_operand(call, rows, sizes, over, iter(given.scales))
     if saved:
         hidden = saved[-1][None]
     else:
         hidden = gemm.forward(product, taken, experts.wi, experts.wi_bias, sizes)
     # Weighted activations have scales of their own: those that are given are of unweighted ones.
     weights = None if to_input else rows.weights
-    scale = given.scales[-1] if static.delayed[1] and static.weighted != "output" else None
-    act, _ = _activated(static, hidden, weights, sizes, over, scale)
-    d_out = _received_gradients(static, given, dy)
+    scale = given.scales[-1] if call.delayed[1] and call.weighted != "output" else None
+    act, _ = _activated(call, hidden, weights, sizes, over, scale)
+    d_out = _received_gradients(call, given, dy)
     dtype = hidden.dtype if grads.dtype is None else grads.dtype
-    pulled = _gradient(static, 1, d_out, sizes, over.rows)
+    pulled = _gradient(call, 1, d_out, sizes, over.rows)
     d_act, d_wo = gemm.pullback(product, act, experts.wo, pulled, sizes, dtype)
     d_values: tuple[jax.Array | None, ...] = ()
     if experts.values:
-        d_values = activation.value_grads(static.activation, hidden, weights, sizes, d_act)
+        d_values = activation.value_grads(call.activation, hidden, weights, sizes, d_act)
     # What reads hidden above comes first: the pullback takes its memory.
     after = activation.after(sizes, bits(act.data) if isinstance(act, QuantizedTensor) else act)
-    d_hidden, d_weights = activation.pullback(static.activation, hidden, weights, after, d_act)
-    pulled = _gradient(static, 0, d_hidden, sizes, over.rows + over.inner)
+    d_hidden, d_weights = activation.pullback(call.activation, hidden, weights, after, d_act)
+    pulled = _gradient(call, 0, d_hidden, sizes, over.rows + over.inner)
     d_rows, d_wi = gemm.pullback(
         product, taken, experts.wi, pulled, sizes, dtype, paired=grads.paired
     )
     if to_input:
         assert not isinstance(rows.values, QuantizedTensor)
         d_rows, d_weights = activation.pullback(
-            _linear(static), rows.values, rows.weights, sizes, d_rows
+            _linear(call), rows.values, rows.weights, sizes, d_rows
         )
     assert d_weights is not None
     d_wi_bias = d_wo_bias = None
@@ -145,40 +145,40 @@ def backward(
         d_wo_bias, d_weights = _of_weighted_bias(
             experts.wo_bias, d_out, rows.weights, d_weights, sizes
         )
-    d_tokens, d_topk = _returned(static, given, d_rows[0], d_weights[0])
+    d_tokens, d_topk = _returned(call, given, d_rows[0], d_weights[0])
     return Gradients(d_tokens, d_topk, d_wi, d_wo, d_wi_bias, d_wo_bias, d_values)
 
 
-def _bound(static: Static, experts: Experts) -> Static:
+def _bound(call: ResolvedCall, experts: Experts) -> ResolvedCall:
     """With an activation that reads the experts' values."""
-    bound = dataclasses.replace(static.activation, values=experts.values)
-    return dataclasses.replace(static, activation=bound)
+    bound = dataclasses.replace(call.activation, values=experts.values)
+    return dataclasses.replace(call, activation=bound)
 
 
 def _sizes(given: Given) -> jax.Array:
     return given.plan.group_sizes[None]
 
 
-def _linear(static: Static) -> Activation:
-    return Activation("linear", False, static.activation.dtype)
+def _linear(call: ResolvedCall) -> Activation:
+    return Activation("linear", False, call.activation.dtype)
 
 
 def _first_operand(
-    static: Static, rows: _Rows, sizes: jax.Array, over: Over, scales: Any
+    call: ResolvedCall, rows: _Rows, sizes: jax.Array, over: Over, scales: Any
 ) -> tuple[Any, jax.Array | None]:
     """Rows as the first product takes them, and their amax where scales are given."""
     values = rows.values
     if isinstance(values, QuantizedTensor):
         return values, None
-    scale = next(scales) if static.delayed[0] else None
-    if static.weighted == "input":
-        operands = (_linear(static), static.recipes[0], values, rows.weights)
+    scale = next(scales) if call.delayed[0] else None
+    if call.weighted == "input":
+        operands = (_linear(call), call.recipes[0], values, rows.weights)
         return _made(*operands, sizes, over.rows, scale)
-    return _quantized(static.recipes[0], values, sizes, over.rows, scale)
+    return _quantized(call.recipes[0], values, sizes, over.rows, scale)
 
 
 def _activated(
-    static: Static,
+    call: ResolvedCall,
     hidden: jax.Array,
     weights: jax.Array | None,
     sizes: jax.Array,
@@ -187,7 +187,7 @@ def _activated(
 ) -> tuple[Any, jax.Array | None]:
     """Activations [1, C, M] as the second product takes them, and their amax where scales are
     given."""
-    operands = (static.activation, static.recipes[1], hidden, weights)
+    operands = (call.activation, call.recipes[1], hidden, weights)
     return _made(*operands, sizes, over.rows + over.inner, scale)
 
 
@@ -222,9 +222,9 @@ def _quantized(
     return quantize.scale_rows(recipe, rows, sizes, scale[None], amax, clear_slack=clear), amax
 
 
-def _gradient(static: Static, which: int, rows: jax.Array, sizes: jax.Array, axes: Axes) -> Any:
+def _gradient(call: ResolvedCall, which: int, rows: jax.Array, sizes: jax.Array, axes: Axes) -> Any:
     """Gradients of the result of a product as its own gradients take them."""
-    recipe = static.recipes[which]
+    recipe = call.recipes[which]
     if recipe is None:
         return rows
     options: dict[str, Any] = {"gradient": True, "num_experts": sizes.shape[-1]}
@@ -257,35 +257,35 @@ def _of_weighted_bias(
     return d_bias, d_weights[None]
 
 
-def _gemm(static: Static) -> Gemm:
+def _gemm(call: ResolvedCall) -> Gemm:
     return Gemm(
-        static.activation.dtype,
-        static.call.row_alignment,
+        call.activation.dtype,
+        call.moved.row_alignment,
         clear_slack=slack.checked(),
-        tf32=static.tf32,
+        tf32=call.tf32,
     )
 
 
-def _ops(static: Static, given: Given) -> Any:
+def _ops(call: ResolvedCall, given: Given) -> Any:
     """A plan of one node is between ranks that map each other's windows."""
-    if static.call.group.node_size and isinstance(given.plan, PlanArrays):
+    if call.moved.group.node_size and isinstance(given.plan, PlanArrays):
         return windows
-    return per_device_ops(static.call)
+    return per_device_ops(call.moved)
 
 
-def _named(static: Static, given: Given) -> tuple[Any, ...]:
-    call = dataclasses.replace(static.call, clear_slack=slack.checked())
-    return call, given.rank, given.layer_index
+def _named(call: ResolvedCall, given: Given) -> tuple[Any, ...]:
+    moved = dataclasses.replace(call.moved, clear_slack=slack.checked())
+    return moved, given.rank, given.layer_index
 
 
-def _dispatched(static: Static, given: Given) -> _Rows:
+def _dispatched(call: ResolvedCall, given: Given) -> _Rows:
     """Rows of this device's experts, quantized where they are sent so."""
-    recipe, sizes = static.sent_by, _sizes(given)
+    recipe, sizes = call.sent_by, _sizes(given)
     if recipe is None:
-        return _Rows(*_exchanged(static, given, given.tokens))
+        return _Rows(*_exchanged(call, given, given.tokens))
     tile, hidden = format_of(recipe).tile, given.tokens.shape[1]
     packed = to_bytes(*quantized_rows.quantized(recipe, given.tokens, given.plan), tile)
-    raw, weights = _exchanged(static, given, packed)
+    raw, weights = _exchanged(call, given, packed)
     data, scale = from_bytes(raw[0], hidden, tile)
     return _Rows(_sent(recipe, data[None], scale[None], sizes), weights)
 
@@ -295,44 +295,46 @@ def _sent(recipe: Recipe, data: jax.Array, scale: jax.Array, sizes: jax.Array) -
     return QuantizedTensor(data, scale, None, None, None, sizes, None, recipe)
 
 
-def _rows_of(static: Static, saved: tuple[jax.Array, ...], sizes: jax.Array) -> _Rows:
+def _rows_of(call: ResolvedCall, saved: tuple[jax.Array, ...], sizes: jax.Array) -> _Rows:
     """Rows as forward saved them."""
     first, *scales, weights, _ = (x[None] for x in saved)
-    if static.sent_by is None:
+    if call.sent_by is None:
         return _Rows(first, weights)
-    return _Rows(_sent(static.sent_by, first, scales[0], sizes), weights)
+    return _Rows(_sent(call.sent_by, first, scales[0], sizes), weights)
 
 
-def _exchanged(static: Static, given: Given, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _exchanged(call: ResolvedCall, given: Given, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Rows [T, X] and their weights as their experts' devices get them, [1, C, X] and [1, C]."""
-    named = _named(static, given)
-    made = _ops(static, given).dispatch(*named, rows, given.weights, given.plan)
+    named = _named(call, given)
+    made = _ops(call, given).dispatch(*named, rows, given.weights, given.plan)
     received, weights = (slack.cleared(x, given.plan.group_sizes) for x in made)
     return received[None], weights[None]
 
 
-def _combined(static: Static, given: Given, out: jax.Array, weights: jax.Array | None) -> jax.Array:
-    y: jax.Array = _ops(static, given).combine(
-        *_named(static, given), out, weights, given.plan, **_sums(static)
+def _combined(
+    call: ResolvedCall, given: Given, out: jax.Array, weights: jax.Array | None
+) -> jax.Array:
+    y: jax.Array = _ops(call, given).combine(
+        *_named(call, given), out, weights, given.plan, **_sums(call)
     )
     return y
 
 
-def _received_gradients(static: Static, given: Given, dy: jax.Array) -> jax.Array:
+def _received_gradients(call: ResolvedCall, given: Given, dy: jax.Array) -> jax.Array:
     """dy [T, H] as gradients of the experts' outputs, [1, C, H], not weighted."""
-    d_out, _ = _ops(static, given).combine_bwd(*_named(static, given), dy, None, None, given.plan)
+    d_out, _ = _ops(call, given).combine_bwd(*_named(call, given), dy, None, None, given.plan)
     rows: jax.Array = d_out[None]
     return rows
 
 
 def _returned(
-    static: Static, given: Given, d_rows: jax.Array, d_weights: jax.Array
+    call: ResolvedCall, given: Given, d_rows: jax.Array, d_weights: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    made: tuple[jax.Array, jax.Array] = _ops(static, given).dispatch_bwd(
-        *_named(static, given), d_rows, d_weights, given.plan, **_sums(static)
+    made: tuple[jax.Array, jax.Array] = _ops(call, given).dispatch_bwd(
+        *_named(call, given), d_rows, d_weights, given.plan, **_sums(call)
     )
     return made
 
 
-def _sums(static: Static) -> dict[str, Any]:
-    return {} if static.sums is None else {"dtype": static.sums}
+def _sums(call: ResolvedCall) -> dict[str, Any]:
+    return {} if call.sums is None else {"dtype": call.sums}

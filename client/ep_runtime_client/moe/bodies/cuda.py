@@ -23,10 +23,9 @@ from ep_runtime_client.moe.bodies.protocol import (
     Gradients,
     Over,
     Saved,
-    Static,
     WeightGrads,
-    WorkspaceRows,
 )
+from ep_runtime_client.moe.resolved import ResolvedCall, WorkspaceRows
 from ep_runtime_client.ops.activation import kernels as activation_kernels
 from ep_runtime_client.ops.gemm import kernel_weights, kernels_8, kernels_16, kernels_32
 from ep_runtime_client.ops.gemm.kernels_16 import flat_bias
@@ -49,12 +48,12 @@ def scaling_of(recipe: Recipe | None) -> Scaling:
     return "tensor" if format_of(recipe).per_group else "block"
 
 
-def saved(static: Static) -> tuple[Saved, ...]:
-    return ("hidden", "made") if _workspace(static).saved else ()
+def saved(call: ResolvedCall) -> tuple[Saved, ...]:
+    return ("hidden", "made") if _workspace(call).saved else ()
 
 
-def multiple(static: Static, *, paired: bool) -> int:
-    return multiple_of(static.activation.dtype, static.recipes[0], paired=paired)
+def multiple(call: ResolvedCall, *, paired: bool) -> int:
+    return multiple_of(call.activation.dtype, call.recipes[0], paired=paired)
 
 
 def multiple_of(dtype: Any, recipe: Recipe | None, *, paired: bool) -> int:
@@ -66,26 +65,26 @@ def multiple_of(dtype: Any, recipe: Recipe | None, *, paired: bool) -> int:
     return max(each, one, format_of(recipe).tile)
 
 
-def _workspace(static: Static) -> WorkspaceRows:
-    assert static.workspace is not None
-    return static.workspace
+def _workspace(call: ResolvedCall) -> WorkspaceRows:
+    assert call.workspace is not None
+    return call.workspace
 
 
-def forward(static: Static, given: Given, experts: Experts, over: Over) -> Forwarded:
-    dtype, sizes, room = given.tokens.dtype, _sizes(experts), _workspace(static)
+def forward(call: ResolvedCall, given: Given, experts: Experts, over: Over) -> Forwarded:
+    dtype, sizes, room = given.tokens.dtype, _sizes(experts), _workspace(call)
     results = (
-        jax.ShapeDtypeStruct(given.tokens.shape, static.sums or dtype),
+        jax.ShapeDtypeStruct(given.tokens.shape, call.sums or dtype),
         jax.ShapeDtypeStruct(_saved_shape(room, sizes), dtype),
         _bytes(workspace.forward_bytes(room.here(sizes[1]), room.rows, room.saved)),
     )
-    y, hidden = _call(TARGETS[0], static, results, given, experts, scratch=2, held=1)
+    y, hidden = _call(TARGETS[0], call, results, given, experts, scratch=2, held=1)
     if not room.saved:
         return Forwarded(y)
     return Forwarded(y, (hidden.reshape(room.saved, *experts.wi.shape[2:]), jnp.ones(1, jnp.int32)))
 
 
 def backward(
-    static: Static,
+    call: ResolvedCall,
     given: Given,
     experts: Experts,
     saved: tuple[jax.Array, ...],
@@ -94,14 +93,14 @@ def backward(
     over: Over,
 ) -> Gradients:
     """Saved rows may be anything where `made`, int32 [1], is 0."""
-    dtype, sizes, room = given.tokens.dtype, _sizes(experts), _workspace(static)
+    dtype, sizes, room = given.tokens.dtype, _sizes(experts), _workspace(call)
     hidden, inner, columns = sizes
     count, bias, pair = experts.wo.shape[0], experts.wi_bias, grads.paired
     wo_bias = _as_taken(experts.wo_bias, dtype)
     weight_dtype = dtype if grads.dtype is None else _made(grads.dtype)
     first = (count, hidden, columns // 2 if pair else columns)
     results = (
-        jax.ShapeDtypeStruct(given.tokens.shape, static.sums or dtype),
+        jax.ShapeDtypeStruct(given.tokens.shape, call.sums or dtype),
         jax.ShapeDtypeStruct(given.weights.shape, jnp.float32),
         jax.ShapeDtypeStruct(first, weight_dtype),
         jax.ShapeDtypeStruct(first if pair else (0, 0, 0), weight_dtype),
@@ -114,7 +113,7 @@ def backward(
     kept = kept.reshape(_saved_shape(room, sizes))
     d_tokens, d_weights, d_wi, d_up, d_wo, d_bias, *d_wo_bias = _call(
         TARGETS[1],
-        static,
+        call,
         results,
         given,
         experts,
@@ -134,7 +133,7 @@ def backward(
 
 def _call(
     target: str,
-    static: Static,
+    call: ResolvedCall,
     results: Sequence[jax.ShapeDtypeStruct],
     given: Given,
     experts: Experts,
@@ -151,10 +150,10 @@ def _call(
     bias = flat_bias(experts.wi_bias, experts.wo.shape[0])
     weights, scales = _weights(experts, forward=target == TARGETS[0])
     others = (*others, *scales, *_as_taken(experts.wo_bias, given.tokens.dtype))
-    function = activation_kernels.attributes_of(static.activation)
-    numbers = {"rows": _workspace(static).rows, **function}
-    numbers |= {"early": int(static.weighted == "hidden"), **_numbers(static.recipes[0])}
-    attributes = windows.attributes(static.call) | windows.row_alignment(static.call)
+    function = activation_kernels.attributes_of(call.activation)
+    numbers = {"rows": _workspace(call).rows, **function}
+    numbers |= {"early": int(call.weighted == "hidden"), **_numbers(call.recipes[0])}
+    attributes = windows.attributes(call.moved) | windows.row_alignment(call.moved)
     attributes |= {name: np.int64(value) for name, value in numbers.items()}
     made = jax.ffi.ffi_call(target, tuple(results))
     outs = list(made(*bound(*operands, *plan, *weights, bias, *others), **attributes))

@@ -23,9 +23,9 @@ from ep_runtime_client.moe.bodies.protocol import (
     Given,
     Gradients,
     Over,
-    Static,
     WeightGrads,
 )
+from ep_runtime_client.moe.resolved import ResolvedCall
 from ep_runtime_client.ops.calls.plan import NodePlanArrays
 from ep_runtime_client.ops.transports import nodes
 from ep_runtime_client.ops.transports.nodes_plan import my_node
@@ -33,15 +33,15 @@ from ep_runtime_client.ops.transports.nodes_plan import my_node
 saved, multiple = cuda.saved, cuda.multiple
 
 
-def forward(static: Static, given: Given, experts: Experts, over: Over) -> Forwarded:
-    call, dtype = static.call, given.tokens.dtype
-    plan, here, _ = _on_node(static, given)
-    made = cuda.forward(_partial(static, dtype), here, experts, over)
-    return made._replace(y=nodes.added_up(call, plan, made.y, dtype))
+def forward(call: ResolvedCall, given: Given, experts: Experts, over: Over) -> Forwarded:
+    moved, dtype = call.moved, given.tokens.dtype
+    plan, here, _ = _on_node(call, given)
+    made = cuda.forward(_partial(call, dtype), here, experts, over)
+    return made._replace(y=nodes.added_up(moved, plan, made.y, dtype))
 
 
 def backward(
-    static: Static,
+    call: ResolvedCall,
     given: Given,
     experts: Experts,
     saved: tuple[jax.Array, ...],
@@ -50,30 +50,30 @@ def backward(
     over: Over,
 ) -> Gradients:
     """Tokens cross once more, together with dy."""
-    call, dtype = static.call, given.tokens.dtype
-    plan, here, (dy,) = _on_node(static, given, dy)
-    found = cuda.backward(_partial(static, dtype), here, experts, saved, dy, grads, over)
-    d_tokens, d_weights = nodes.gradients(call, plan, found.tokens, found.weights, dtype)
+    moved, dtype = call.moved, given.tokens.dtype
+    plan, here, (dy,) = _on_node(call, given, dy)
+    found = cuda.backward(_partial(call, dtype), here, experts, saved, dy, grads, over)
+    d_tokens, d_weights = nodes.gradients(moved, plan, found.tokens, found.weights, dtype)
     return found._replace(tokens=d_tokens, weights=d_weights)
 
 
-def _partial(static: Static, dtype: Any) -> Static:
+def _partial(call: ResolvedCall, dtype: Any) -> ResolvedCall:
     """Sums of a node as they cross to others."""
-    return dataclasses.replace(static, sums=nodes.partial_dtype(static.call, dtype))
+    return dataclasses.replace(call, sums=nodes.partial_dtype(call.moved, dtype))
 
 
 def _on_node(
-    static: Static, given: Given, *rows: jax.Array
+    call: ResolvedCall, given: Given, *rows: jax.Array
 ) -> tuple[NodePlanArrays, Given, tuple[jax.Array, ...]]:
     """The plan between nodes; what a group of this node's ranks is given, of virtual tokens; and
     rows [T, X] of tokens as rows of those, [D*T, X]."""
-    call, plan, top_k = static.call, given.plan, given.topk_idx.shape[1]
+    moved, plan, top_k = call.moved, given.plan, given.topk_idx.shape[1]
     assert isinstance(plan, NodePlanArrays)
     slots = [lax.bitcast_convert_type(given.weights, jnp.int32), given.topk_idx]
     sent = (given.tokens, jnp.concatenate(slots, 1), *rows)
-    tokens, virtual_slots, *rows_here = nodes.to_nodes(call, plan, *sent)
+    tokens, virtual_slots, *rows_here = nodes.to_nodes(moved, plan, *sent)
     weights = lax.bitcast_convert_type(virtual_slots[:, :top_k], jnp.float32)
-    first = my_node(call) * (call.group.ranks_per_node * call.group.experts_per_rank)
+    first = my_node(moved) * (moved.group.ranks_per_node * moved.group.experts_per_rank)
     # Slots of experts elsewhere stay out, and behind the last token stands anything.
     idx = jnp.where(plan.virtual_rank >= 0, virtual_slots[:, top_k:] - first, -1)
     here = given._replace(tokens=tokens, weights=weights, topk_idx=idx, plan=plan.inside)

@@ -11,86 +11,18 @@ first product (2M gated, else M).
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any, Literal, NamedTuple, Protocol
 
 import jax
 
-from ep_runtime.workspace import BlockSizes
-from ep_runtime_client.ops.activation.function import Activation
-from ep_runtime_client.ops.calls.call import Call
+from ep_runtime_client.moe.resolved import ResolvedCall
 from ep_runtime_client.ops.calls.plan import AnyArrays
-from ep_runtime_client.ops.quantize.formats.recipes import Recipe
 from ep_runtime_client.ops.quantize.pair import Pair
 from ep_runtime_client.ops.quantize.quantized_tensor import QuantizedTensor
 from ep_runtime_client.ops.tracing.varying import Axes
 
-# What the router's weights multiply: the experts' inputs, activations, or outputs in combine.
-Weighted = Literal["input", "hidden", "output"]
-
-# What an array saved for backward is; `op.BlockOp.saved_layout` says how each is sharded.
+# What an array saved for backward is; `op.BlockOp.saved_factors` says how each is sharded.
 Saved = Literal["rows", "data", "scales", "weights", "hidden", "made"]
-
-
-@dataclasses.dataclass(frozen=True)
-class WorkspaceRows:
-    """Rows of a call whose rows are in a workspace, and not in arrays. Hashable.
-
-    Attributes:
-        sizes: of a call with whole weights.
-        rows: W, rows of the workspace.
-        saved: rows of the first product that forward saves for backward.
-    """
-
-    sizes: BlockSizes
-    rows: int
-    saved: int
-
-    def here(self, inner: int) -> BlockSizes:
-        """Sizes on a device that has `inner` of M."""
-        return dataclasses.replace(self.sizes, mlp_dim=inner)
-
-
-@dataclasses.dataclass(frozen=True)
-class Static:
-    """What is static about one call of `moe` on one device. Hashable.
-
-    Attributes:
-        call: layer, layout, capacity, handle.
-        body: name of the body.
-        activation: between the products; its dtype is that of rows everywhere.
-        weighted: what the router's weights multiply.
-        recipes: that quantize the operands of the first and second product, or None.
-        sent_by: recipe that quantizes tokens before they are sent, or None.
-        saves: whether forward saves rows for backward.
-        sums: dtype of sums of experts' rows; None is that of tokens.
-        tf32: whether float32 operands of products may be rounded to tf32.
-        workspace: of bodies that have one.
-    """
-
-    call: Call
-    body: str
-    activation: Activation
-    weighted: Weighted
-    recipes: tuple[Recipe | None, Recipe | None] = (None, None)
-    sent_by: Recipe | None = None
-    saves: bool = True
-    sums: Any = None
-    tf32: bool = False
-    workspace: WorkspaceRows | None = None
-
-    def __repr__(self) -> str:
-        """Equal in every process of a job: the call's mesh names devices."""
-        meta = self.call.meta
-        of_call = (meta.layout, meta.capacity, meta.handle, self.call.layer.base_id)
-        of_rows = (self.recipes, self.sent_by, self.saves, self.sums, self.tf32, self.workspace)
-        return f"Static({of_call}, {self.body}, {self.activation}, {self.weighted}, {of_rows})"
-
-    @property
-    def delayed(self) -> tuple[bool, bool]:
-        """Whether the rows of each product have scales that are given."""
-        first, second = (recipe is not None and recipe.delayed for recipe in self.recipes)
-        return first, second
 
 
 class Experts(NamedTuple):
@@ -191,18 +123,18 @@ class Gradients(NamedTuple):
 class Body(Protocol):
     """The functions of a body's module."""
 
-    def saved(self, static: Static) -> tuple[Saved, ...]:
+    def saved(self, call: ResolvedCall) -> tuple[Saved, ...]:
         """What forward saves for backward, in order."""
 
-    def multiple(self, static: Static, *, paired: bool) -> int:
+    def multiple(self, call: ResolvedCall, *, paired: bool) -> int:
         """What M of a device must be a multiple of; `paired` where gate and up come apart."""
 
-    def forward(self, static: Static, given: Given, experts: Experts, over: Over) -> Forwarded:
+    def forward(self, call: ResolvedCall, given: Given, experts: Experts, over: Over) -> Forwarded:
         """Tokens to their experts on all ranks and back, summed."""
 
     def backward(
         self,
-        static: Static,
+        call: ResolvedCall,
         given: Given,
         experts: Experts,
         saved: tuple[jax.Array, ...],

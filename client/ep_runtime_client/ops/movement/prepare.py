@@ -115,10 +115,10 @@ def make_call(
 
 def make_plan(call: Call, index: jax.Array, topk_idx: jax.Array) -> Plan:
     """The plan of a checked call."""
-    top_k = topk_idx.shape[-1]
     if call.layout.tokens_per_rank == 0:
-        return Plan(_empty_plan(call, top_k), call.meta)
-    return Plan(_tagged(_prepare, call, index, topk_idx), call.meta)
+        return Plan(_empty_plan(call, topk_idx.shape[-1]), call.meta)
+    kind = arrays_type(call.group)
+    return Plan(kind(*_tagged(call, index, topk_idx, most=False)), call.meta)
 
 
 def make_plan_with_most(
@@ -126,16 +126,35 @@ def make_plan_with_most(
 ) -> tuple[Plan, jax.Array]:
     """The plan of a checked call that has tokens; and int32 [R, 1]: the most rows that the zones
     of any rank of the EP group have, of groups over nodes any rank of the node."""
-    arrays, most = _tagged(prepare_with_most, call, index, topk_idx)
-    return Plan(arrays, call.meta), most
+    *arrays, most = _tagged(call, index, topk_idx, most=True)
+    return Plan(arrays_type(call.group)(*arrays), call.meta), most
 
 
-def _tagged(function: Any, call: Call, index: jax.Array, topk_idx: jax.Array) -> Any:
+def _tagged(call: Call, index: jax.Array, topk_idx: jax.Array, *, most: bool) -> list[jax.Array]:
     with scope("prepare", call.layer):
         call = call.varied(topk_idx, index)
         idx = per_device.place(call, "topk_idx", topk_idx, call.layout.spec())
-        made = eager.settled(function, call, again.told(index, idx), idx)
-    return jax.tree.map(lambda x: checkpoint_name(x, "ep_plan"), made)
+        made = eager.settled(prepared, (call, most), again.told(index, idx), idx)
+    return [checkpoint_name(x, "ep_plan") for x in made]
+
+
+def prepared(
+    static: tuple[Call, bool], index: jax.Array, topk_idx: jax.Array
+) -> tuple[jax.Array, ...]:
+    """The arrays of a plan, which no checkpoint keeps, of topk_idx [..., K]; with True in `static`
+    also the most rows, as `make_plan_with_most` says."""
+    call, most = static
+    prepare = _ops_with_most(call) if most else per_device_ops(call).prepare
+
+    def body(index: jax.Array, idx: jax.Array) -> tuple[jax.Array, ...]:
+        local = idx.reshape(-1, idx.shape[-1])
+        made = prepare(call, world_rank(call.group), index, local)
+        return tuple(x[None] for x in jax.tree.leaves(made))
+
+    given = (((),), call.layout.entries())
+    count = len(arrays_type(call.group)._fields) + most
+    made = [(call.group.token_axes,)] * count
+    return per_device.run(call, "prepare", body, (index, as_int32(topk_idx)), given, made)
 
 
 def check_idx(layer: EpLayer, topk_idx: jax.Array) -> None:
@@ -152,23 +171,6 @@ def check_idx(layer: EpLayer, topk_idx: jax.Array) -> None:
         )
 
 
-def _prepare(call: Call, index: jax.Array, topk_idx: jax.Array) -> AnyArrays:
-    """topk_idx [..., K] as given -> plan arrays with the slab dim."""
-    kind = arrays_type(call.group)
-    made = _per_device(call, per_device_ops(call).prepare, index, topk_idx, len(kind._fields))
-    return kind(*made)
-
-
-def prepare_with_most(
-    call: Call, index: jax.Array, topk_idx: jax.Array
-) -> tuple[AnyArrays, jax.Array]:
-    """The arrays of `make_plan_with_most`, which no checkpoint keeps: topk_idx [..., K] -> plan
-    arrays with the slab dim, and most [R, 1]."""
-    kind = arrays_type(call.group)
-    made = _per_device(call, _ops_with_most(call), index, topk_idx, len(kind._fields) + 1)
-    return kind(*made[:-1]), made[-1]
-
-
 def _ops_with_most(call: Call) -> Any:
     """The per-device function: a call on GPUs has the number, and nodes ask inside each; everywhere
     else ranks ask around."""
@@ -183,21 +185,6 @@ def _ops_with_most(call: Call) -> Any:
         return arrays, lax.pmax(rows, axes) if axes else rows
 
     return prepare
-
-
-def _per_device(
-    call: Call, prepare: Any, index: jax.Array, topk_idx: jax.Array, count: int
-) -> tuple[jax.Array, ...]:
-    """The `count` arrays that `prepare` makes on every device, with the slab dim."""
-
-    def body(index: jax.Array, idx: jax.Array) -> tuple[jax.Array, ...]:
-        local = idx.reshape(-1, idx.shape[-1])
-        made = prepare(call, world_rank(call.group), index, local)
-        return tuple(x[None] for x in jax.tree.leaves(made))
-
-    given = (((),), call.layout.entries())
-    made = [(call.group.token_axes,)] * count
-    return per_device.run(call, "prepare", body, (index, as_int32(topk_idx)), given, made)
 
 
 def _empty_plan(call: Call, top_k: int) -> AnyArrays:

@@ -15,13 +15,14 @@ import jax
 
 from ep_runtime_client.ops.calls.call import Call
 from ep_runtime_client.ops.partitioning import on_mesh, regions
+from ep_runtime_client.ops.partitioning.on_mesh import LayerOp
 from ep_runtime_client.ops.partitioning.resolved import Resolved
 from ep_runtime_client.ops.partitioning.roles import Entries, Roles, flat, say_once
 from ep_runtime_client.ops.tracing.batching import batched_over
 
 
 @dataclasses.dataclass(frozen=True)
-class _Watch:
+class _Watch(LayerOp):
     """tokens [..., H] -> the same. Hashable.
 
     Attributes:
@@ -33,11 +34,6 @@ class _Watch:
     ndim: int
 
     name: ClassVar[str] = "dispatch"
-
-    def roles(
-        self, sizes: tuple[tuple[str, int], ...], arrived: Sequence[Entries], shapes: Any
-    ) -> Roles:
-        raise AssertionError("the roles of axes come with the layer")
 
     def resolve(
         self,
@@ -56,7 +52,7 @@ class _Watch:
         return Resolved((arrived[0],), (arrived[0],), lambda tokens: (tokens,))
 
     def factors(self) -> tuple[list[str], list[str]]:
-        dims = " ".join(f"t{dim}" for dim in range(self.ndim))
+        dims = " ".join(f"w{dim}" for dim in range(self.ndim))  # of its own: held to nothing
         return [dims], [dims]
 
 

@@ -14,7 +14,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import repeat, zip_longest
 from typing import Any, Protocol
 
 import jax
@@ -41,8 +42,9 @@ from ep_runtime_client.ops.partitioning.specs import (
 from ep_runtime_client.ops.tracing.batching import batched_over, one_each
 from ep_runtime_client.ops.tracing.varying import Axes, spread_over
 
-# Factors of dims that are sharded alike in every op: that of slabs, and of what is inside one.
-SLABS, ROWS = "r", ("c", "c32", "l")
+# Factors of dims that are sharded alike in every op: that of slabs, of what is inside one, and of
+# the first dim of tokens.
+SLABS, ROWS, TOKENS = "r", ("c", "c32", "l"), "t0"
 
 
 class Op(Protocol):
@@ -73,8 +75,17 @@ class Op(Protocol):
         """Shardy factors of operands and of results; equal ones are sharded alike."""
 
 
+class LayerOp:
+    """An op that always has a layer."""
+
+    def roles(
+        self, sizes: tuple[tuple[str, int], ...], arrived: Sequence[Entries], shapes: Any
+    ) -> Roles:
+        raise AssertionError("the roles of axes come with the layer")
+
+
 @dataclasses.dataclass(frozen=True)
-class Pinned:
+class Pinned(LayerOp):
     """An op whose operands and results are sharded as its caller says: nothing propagates.
 
     Attributes:
@@ -93,11 +104,6 @@ class Pinned:
     operands: tuple[Entries, ...]
     results: tuple[Entries, ...]
     body: Callable[..., tuple[jax.Array, ...]] = dataclasses.field(compare=False, repr=False)
-
-    def roles(
-        self, sizes: tuple[tuple[str, int], ...], arrived: Sequence[Entries], shapes: Any
-    ) -> Roles:
-        raise AssertionError("the roles of axes come with the layer")
 
     def resolve(
         self,
@@ -135,9 +141,10 @@ def ask(op: AnyOp, mapped: Callable[..., Any], *operands: jax.Array) -> tuple[ja
 
     `mapped`: the same in a shard_map, for exports and under a vmap; see `partitioned.run`.
     """
-    pinned = _held(op, 0, operands)
+    given, made = _held(op)
+    pinned = map(_constrained, operands, given)
     results = partitioned.run(functools.partial(_rule, op), mapped, _identity(op), *pinned)
-    return tuple(_held(op, 1, results))
+    return tuple(map(_constrained, results, made))
 
 
 def _in_shard_map(
@@ -221,35 +228,37 @@ def _mesh_here(where: Where, operands: Sequence[Any]) -> Any:
     return as_auto(own) if isinstance(own, Mesh) and is_explicit(own) else own
 
 
-def _held(op: AnyOp, which: int, arrays: Sequence[jax.Array]) -> list[jax.Array]:
-    """Operands (0) or results (1) held to what their layer says: slabs, tokens, and all of a
-    pinned op; other dims stay as they are.
+def _held(op: AnyOp) -> Iterable[Iterable[NamedSharding | None]]:
+    """How operands and results are held to what their layer says: slabs, tokens, and all of a
+    pinned op; None of an array stays as it is.
 
     So no weight's fsdp axis reaches rows, also where nobody reads the rows that come out.
     """
     where = op.where
     if where.roles is None or not isinstance(where.mesh, Mesh):
-        return list(arrays)
-    held: list[PartitionSpec | None]
-    if isinstance(op, Pinned):
-        held = [_spec(entries, ()) for entries in (op.operands, op.results)[which]]
-    else:
-        held = [_of_factors(where, names) for names in op.factors()[which]]
+        return repeat(None), repeat(None)
     mesh = as_auto(where.mesh)
-    return [
-        x if spec is None else lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
-        for x, spec in zip(arrays, held, strict=True)
-    ]
+    if isinstance(op, Pinned):
+        both = (op.operands, op.results)
+        return [[NamedSharding(mesh, _spec(x, ())) for x in each] for each in both]
+    return [[_of_factors(where, mesh, names) for names in each] for each in op.factors()]
 
 
-def _of_factors(where: Where, names: str) -> PartitionSpec | None:
-    """How an array with these factors is held; None where nothing of it is."""
+def _of_factors(where: Where, mesh: Mesh, names: str) -> NamedSharding | None:
+    """How an array with these factors is held."""
     assert where.roles is not None
     first, *rest = names.split()
+    slab, free = where.roles.slab or None, PartitionSpec.UNCONSTRAINED
+    if first == TOKENS and where.tokens:
+        return NamedSharding(mesh, _spec(where.tokens, ()))
     if first != SLABS:
         return None
-    slab, free = where.roles.slab or None, PartitionSpec.UNCONSTRAINED
-    return PartitionSpec(slab, *(None if name in ROWS else free for name in rest))
+    spec = PartitionSpec(slab, *(None if name in ROWS else free for name in rest))
+    return NamedSharding(mesh, spec)
+
+
+def _constrained(x: jax.Array, sharding: NamedSharding | None) -> jax.Array:
+    return x if sharding is None else lax.with_sharding_constraint(x, sharding)
 
 
 def _identity(op: AnyOp) -> int:
@@ -343,11 +352,11 @@ def _entries(array: Any, mesh: Mesh) -> Entries:
 
 def whole_shape(where: Where, shape: tuple[int, ...], entries: Entries) -> tuple[int, ...]:
     """The shape that an operand has without the manual axes around."""
+    if not where.manual:
+        return shape
     roles = where.roles or Roles()
-    return tuple(
-        size * roles.size(axis for axis in axes if axis in where.manual)
-        for size, axes in zip(shape, entries, strict=True)
-    )
+    taken = (roles.size(axis for axis in axes if axis in where.manual) for axes in entries)
+    return tuple(size * count for size, count in zip_longest(shape, taken, fillvalue=1))
 
 
 def _spec(entries: Entries, manual: Axes) -> PartitionSpec:

@@ -33,6 +33,7 @@ class Where:
         ruled: whether the layer's group asks for the rule, and for nothing else.
         label: the layer's name as part of a scope; layers alike are equal and traced once.
         identity: of every setting of the layer that the program depends on.
+        tokens: axes on the leading dims of tokens, for an op that takes them as users shard them.
     """
 
     mode: str
@@ -43,6 +44,7 @@ class Where:
     ruled: bool = False
     label: str = dataclasses.field(default="-", compare=False)
     identity: int = 0
+    tokens: tuple[Axes, ...] = ()
 
     @property
     def outside(self) -> tuple[tuple[str, int], ...]:
@@ -60,7 +62,7 @@ class Where:
     def named_in_programs(self) -> str:
         """Everything of this that a program depends on, in the same words in every process."""
         roles = self.roles and (self.roles.sizes, self.roles.outer, self.roles.ep)
-        return repr((self.mode, roles, self.manual, self.identity))
+        return repr((self.mode, roles, self.manual, self.identity, self.tokens))
 
 
 def known_entries(array: Any, ndim: int) -> Entries | None:

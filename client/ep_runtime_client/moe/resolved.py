@@ -1,0 +1,171 @@
+"""One call of `ep.moe`, resolved: what is static about it, and its operands."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, Literal, NamedTuple
+
+import jax
+
+from ep_runtime.workspace import BlockSizes
+from ep_runtime_client.ops.activation.function import Activation
+from ep_runtime_client.ops.calls.call import Call
+from ep_runtime_client.ops.calls.plan import AnyArrays
+from ep_runtime_client.ops.partitioning.regions import Where
+from ep_runtime_client.ops.partitioning.roles import Entries
+from ep_runtime_client.ops.quantize.formats.recipes import Recipe
+from ep_runtime_client.ops.quantize.packing import Kernel
+from ep_runtime_client.ops.quantize.quantized_tensor import QuantizedTensor
+
+# What the router's weights multiply: the experts' inputs, activations, or outputs in combine.
+Weighted = Literal["input", "hidden", "output"]
+
+_PLAN_BYTES = 4 << 20  # of a rank that are saved without asking how many bytes its tokens take
+
+
+@dataclasses.dataclass(frozen=True)
+class WorkspaceRows:
+    """Rows of a call whose rows are in a workspace, and not in arrays. Hashable.
+
+    Attributes:
+        sizes: of a call with whole weights.
+        rows: W, rows of the workspace.
+        saved: rows of the first product that forward saves for backward.
+    """
+
+    sizes: BlockSizes
+    rows: int
+    saved: int
+
+    def here(self, inner: int) -> BlockSizes:
+        """Sizes on a device that has `inner` of M."""
+        return dataclasses.replace(self.sizes, mlp_dim=inner)
+
+
+@dataclasses.dataclass(frozen=True)
+class ResolvedCall:
+    """What is static about one call of `moe`, computed once. Hashable.
+
+    Attributes:
+        where: where its op runs.
+        moved: layer, layout, capacity and handle of its prepare, dispatch and combine.
+        body: name of the body.
+        activation: between the products; its dtype is that of rows everywhere.
+        weighted: what the router's weights multiply.
+        recipes: that quantize the operands of the first and second product, or None.
+        sent_by: recipe that quantizes tokens before they are sent, or None.
+        sharding: entries of wi (as one array), wo and their biases, where they are known; None for
+            a bias that is not there.
+        multiplied: entries of wi and wo as they are multiplied: quantized, they may be sharded over
+            fewer axes.
+        types: entries that the gradients of every array of Operands must have as types.
+        paired: whether wi is a Pair.
+        dtypes: of the gradients of wi and wo; None if they take none.
+        saves: whether forward saves rows for backward.
+        sums: dtype of sums of experts' rows; None is that of tokens.
+        tf32: whether float32 operands of products may be rounded to tf32.
+        workspace: of bodies that have one.
+    """
+
+    where: Where
+    moved: Call
+    body: str
+    activation: Activation
+    weighted: Weighted
+    recipes: tuple[Recipe | None, Recipe | None]
+    sent_by: Recipe | None
+    sharding: tuple[Entries, Entries, Entries | None, Entries | None]
+    multiplied: tuple[Entries, Entries]
+    types: tuple[Entries | None, ...]
+    paired: bool
+    dtypes: tuple[Any, ...]
+    saves: bool = True
+    sums: Any = None
+    tf32: bool = False
+    workspace: WorkspaceRows | None = None
+
+    def __repr__(self) -> str:
+        """Equal in every process of a job: meshes name devices, so `where` and `moved` are out."""
+        meta = self.moved.meta
+        fields = [x for x in dataclasses.fields(self) if x.name not in ("where", "moved")]
+        named = [f"{x.name}={getattr(self, x.name)!r}" for x in fields]
+        of_call = (meta.layout, meta.capacity, meta.handle, meta.layer.base_id)
+        return f"ResolvedCall({of_call}, {', '.join(named)})"
+
+    @functools.cached_property
+    def delayed(self) -> tuple[bool, bool]:
+        """Whether the rows of each product have scales that are given."""
+        first, second = (recipe is not None and recipe.delayed for recipe in self.recipes)
+        return first, second
+
+    @property
+    def plans_again(self) -> bool:
+        """Whether backward prepares once more, and no plan is saved for it."""
+        room = self.workspace
+        if room is None:  # rows of the worst case are saved, and a plan is small next to them
+            return False
+        sizes = room.sizes
+        plan = 4 * (2 * sizes.capacity + sizes.ep_size * sizes.tokens)
+        tokens = sizes.tokens * sizes.hidden_size * sizes.element_bytes
+        # Where rows that do not fit are errors, prepare waits on the host for its verdict.
+        return plan > max(_PLAN_BYTES, tokens // 8) and self.moved.group.on_overflow != "error"
+
+    def saving_nothing(self) -> ResolvedCall:
+        """The call without rows that are saved for backward."""
+        room = self.workspace and dataclasses.replace(self.workspace, saved=0)
+        return dataclasses.replace(self, saves=False, workspace=room)
+
+
+class Operands(NamedTuple):
+    """Arrays of one call, by name. Tokens are sharded as the call's layout says.
+
+    The op takes the leaves in this order; other values per operand (entries, Shardy factors,
+    shapes) have the same names.
+
+    Attributes:
+        layer_index: int32 [1], of the layer in its stack.
+        topk_idx: int32 [..., K].
+        tokens: [..., H].
+        weights: f32 [..., K].
+        most: int32 [R, 1], of prepare.
+        plan: of prepare.
+        wi: [E, H, *N'], or a Pair; quantized if a recipe says so, behind `run`; its leaves in the
+            op. None if it comes quantized and takes no gradient.
+        wo: [E, M, H]; likewise.
+        wi_bias: [E, *N'], or None.
+        wo_bias: [E, H], or None.
+        wi8: wi if it comes quantized; None behind `run`.
+        wo8: likewise.
+        scales: of each product whose recipe is delayed, f32 [R, L] of its rows and [E] of its
+            weights; behind `run` of rows alone.
+        values: that a learned activation reads, each flat.
+    """
+
+    layer_index: jax.Array
+    topk_idx: jax.Array
+    tokens: jax.Array
+    weights: jax.Array
+    most: jax.Array
+    plan: AnyArrays
+    wi: Kernel | Any
+    wo: Kernel | Any
+    wi_bias: jax.Array | None = None
+    wo_bias: jax.Array | None = None
+    wi8: QuantizedTensor | None = None
+    wo8: QuantizedTensor | None = None
+    scales: tuple[Any, ...] = (None, None)
+    values: tuple[jax.Array, ...] = ()
+
+    @property
+    def others(self) -> list[jax.Array]:
+        """The biases that there are, and the values."""
+        return [*(x for x in (self.wi_bias, self.wo_bias) if x is not None), *self.values]
+
+    @property
+    def kernels(self) -> tuple[Kernel, Kernel]:
+        """wi and wo as they are multiplied, or will be quantized."""
+        return (
+            self.wi if self.wi8 is None else self.wi8,
+            self.wo if self.wo8 is None else self.wo8,
+        )
