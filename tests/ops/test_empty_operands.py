@@ -95,7 +95,7 @@ def test_no_empty_array_crosses_a_shard_map(
     found = list(equations(scanned(make_group, transport, recipe, weights_at)))
     maps = [each for each in found if each.primitive.name == "shard_map"]
     calls = [each for each in found if each.primitive.name == "ffi_call"]
-    assert len(maps) > 10
+    assert len(maps) > 5
     assert any(0 in x.aval.shape for each in calls for x in each.invars)
     for each in maps:
         crossing = [x.aval for x in (*each.invars, *each.outvars) if 0 in x.aval.shape]

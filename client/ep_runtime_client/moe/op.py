@@ -21,7 +21,7 @@ from ep_runtime_client.ops.calls.call import world_rank
 from ep_runtime_client.ops.gemm.ops import of_first
 from ep_runtime_client.ops.partitioning.on_mesh import LayerOp
 from ep_runtime_client.ops.partitioning.placement import Weight, expert_bias, expert_weight
-from ep_runtime_client.ops.partitioning.regions import Where
+from ep_runtime_client.ops.partitioning.regions import Partitioning
 from ep_runtime_client.ops.partitioning.resolved import Resolved, Sums
 from ep_runtime_client.ops.partitioning.roles import Entries, Roles, say_once
 from ep_runtime_client.ops.quantize.formats.table import format_of
@@ -75,7 +75,7 @@ class BlockOp(LayerOp):
     name: ClassVar[str] = "block"
 
     @property
-    def where(self) -> Where:
+    def where(self) -> Partitioning:
         return self.call.where
 
     @property

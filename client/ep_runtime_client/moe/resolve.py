@@ -32,7 +32,7 @@ from ep_runtime_client.ops.movement import per_device, quantized_rows, token_wat
 from ep_runtime_client.ops.movement.dispatch import open_call
 from ep_runtime_client.ops.movement.prepare import make_plan, make_plan_with_most
 from ep_runtime_client.ops.partitioning import on_mesh, regions
-from ep_runtime_client.ops.partitioning.regions import Where
+from ep_runtime_client.ops.partitioning.regions import Partitioning
 from ep_runtime_client.ops.partitioning.roles import Entries, padded
 from ep_runtime_client.ops.quantize.delayed import Delayed, check_state
 from ep_runtime_client.ops.quantize.formats.recipes import DelayedState, Recipe
@@ -285,7 +285,7 @@ class _History:
         return self.delayed.next(self.state, *amax)
 
 
-def _taken(where: Where, weight: Kernel, entries: Entries, recipe: Recipe | None) -> Entries:
+def _taken(where: Partitioning, weight: Kernel, entries: Entries, recipe: Recipe | None) -> Entries:
     """Entries of a weight as it is multiplied: off axes that leave a recipe no whole blocks."""
     if where.roles is None or recipe is None or isinstance(weight, QuantizedTensor):
         return entries
@@ -320,7 +320,7 @@ def _known(weight: Kernel, spec: PartitionSpec | None) -> Entries | None:
     return weight_entries.told(weight, spec)
 
 
-def _of_bias(where: Where, bias: jax.Array | None, weight: Entries) -> Entries | None:
+def _of_bias(where: Partitioning, bias: jax.Array | None, weight: Entries) -> Entries | None:
     if bias is None:
         return None
     if where.manual:  # of as many experts as the weight here, elsewhere whole

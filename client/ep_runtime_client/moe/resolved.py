@@ -12,7 +12,7 @@ from ep_runtime.workspace import BlockSizes
 from ep_runtime_client.ops.activation.function import Activation
 from ep_runtime_client.ops.calls.call import Call
 from ep_runtime_client.ops.calls.plan import AnyArrays
-from ep_runtime_client.ops.partitioning.regions import Where
+from ep_runtime_client.ops.partitioning.regions import Partitioning
 from ep_runtime_client.ops.partitioning.roles import Entries
 from ep_runtime_client.ops.quantize.formats.recipes import Recipe
 from ep_runtime_client.ops.quantize.packing import Kernel
@@ -68,7 +68,7 @@ class ResolvedCall:
         workspace: of bodies that have one.
     """
 
-    where: Where
+    where: Partitioning
     moved: Call
     body: str
     activation: Activation

@@ -17,7 +17,7 @@ from ep_runtime.errors import InvalidArgumentError
 from ep_runtime.specs import GroupSpec, check_holds_rows
 from ep_runtime_client.base.layers import EpLayer
 from ep_runtime_client.ops.calls.token_layout import TokenLayout
-from ep_runtime_client.ops.partitioning.regions import Where, varied_over
+from ep_runtime_client.ops.partitioning.regions import Partitioning, varied_over
 from ep_runtime_client.ops.tracing.varying import settled
 
 
@@ -55,7 +55,7 @@ class Call:
     """
 
     meta: PlanMeta
-    where: Where
+    where: Partitioning
     clear_slack: bool = True
     own_alignment: int = 0
 

@@ -14,7 +14,7 @@ from ep_runtime_client.base.layers import EpLayer, TracedLayer
 from ep_runtime_client.ops.dense import ops
 from ep_runtime_client.ops.dense.ops import leaf_entries
 from ep_runtime_client.ops.partitioning import on_mesh, regions
-from ep_runtime_client.ops.partitioning.regions import Where
+from ep_runtime_client.ops.partitioning.regions import Partitioning
 from ep_runtime_client.ops.partitioning.roles import Entries, padded
 from ep_runtime_client.ops.quantize import ops as quantize_ops
 from ep_runtime_client.ops.quantize.formats.recipes import Recipe, check_recipe
@@ -109,7 +109,7 @@ class DenseCall:
         dtype: of the result.
     """
 
-    where: Where
+    where: Partitioning
     recipe: Recipe | None
     x: Entries
     kernel: Entries

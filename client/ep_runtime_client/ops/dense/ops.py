@@ -16,7 +16,7 @@ from ep_runtime_client.ops.dense import placement
 from ep_runtime_client.ops.dense.placement import Dense
 from ep_runtime_client.ops.gemm.ops import wide
 from ep_runtime_client.ops.partitioning.placement import Weight, fitting, whole_blocks
-from ep_runtime_client.ops.partitioning.regions import Where
+from ep_runtime_client.ops.partitioning.regions import Partitioning
 from ep_runtime_client.ops.partitioning.resolved import Resolved, Sums
 from ep_runtime_client.ops.partitioning.roles import Entries, Roles, flat
 from ep_runtime_client.ops.partitioning.scatter import scatter
@@ -48,7 +48,7 @@ def _lead(ndim: int) -> list[str]:
 class _DenseOp:
     """Roles come from the operands: an axis on x's leading dims shards the rows."""
 
-    where: Where
+    where: Partitioning
 
     name: ClassVar[str] = "dense"
 

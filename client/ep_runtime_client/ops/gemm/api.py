@@ -26,7 +26,7 @@ from ep_runtime_client.ops.gemm.vjp import GemmCall
 from ep_runtime_client.ops.gemm.weight_entries import values_of
 from ep_runtime_client.ops.partitioning import on_mesh, regions
 from ep_runtime_client.ops.partitioning.placement import expert_weight, grouped
-from ep_runtime_client.ops.partitioning.regions import Where
+from ep_runtime_client.ops.partitioning.regions import Partitioning
 from ep_runtime_client.ops.partitioning.roles import Entries, Roles, padded, read_off
 from ep_runtime_client.ops.quantize.delayed import Delayed, check_state
 from ep_runtime_client.ops.quantize.formats.recipes import DelayedState, Recipe
@@ -201,7 +201,7 @@ def _call(
 
 
 def with_whole_blocks(
-    where: Where, given: Entries, shape: tuple[int, ...], blocks: tuple[int, ...]
+    where: Partitioning, given: Entries, shape: tuple[int, ...], blocks: tuple[int, ...]
 ) -> Entries:
     """How a weight lies once a recipe quantized it: off the axes that leave no whole blocks.
 
@@ -248,7 +248,7 @@ def blocks_of(recipe: Recipe | None, rhs: Kernel) -> tuple[int, ...]:
     return tuple(tile if dim in (1, rhs.ndim - 1) else 1 for dim in range(rhs.ndim))
 
 
-def _read_off(where: Where, lhs: Entries, rhs: Kernel, group_sizes: jax.Array) -> Roles:
+def _read_off(where: Partitioning, lhs: Entries, rhs: Kernel, group_sizes: jax.Array) -> Roles:
     assert where.roles is not None
     num_slabs, num_groups = group_sizes.shape
     return read_off(

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from ep_runtime.errors import InvalidArgumentError
-from ep_runtime_client.ops.partitioning.regions import Where
+from ep_runtime_client.ops.partitioning.regions import Partitioning
 from ep_runtime_client.ops.quantize.formats.recipes import check_recipe
 from ep_runtime_client.ops.quantize.quantized_tensor import QuantizedTensor
 
@@ -111,7 +111,9 @@ def check_delayed(recipe: Any, state: Any, *, plain: bool) -> None:
         )
 
 
-def check_experts(where: Where, num_experts: int, group_sizes: jax.Array, wanted: int) -> None:
+def check_experts(
+    where: Partitioning, num_experts: int, group_sizes: jax.Array, wanted: int
+) -> None:
     """Raises InvalidArgumentError unless weight and group sizes have the layer's experts."""
     assert where.roles is not None
     if num_experts != wanted:
@@ -128,7 +130,7 @@ def check_experts(where: Where, num_experts: int, group_sizes: jax.Array, wanted
         )
 
 
-def _remedy(where: Where) -> str:
+def _remedy(where: Partitioning) -> str:
     """What to do inside a shard_map of the user, where rhs is a part of the weight."""
     if not where.manual or where.roles is None:
         return ""

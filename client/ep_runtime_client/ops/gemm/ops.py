@@ -13,7 +13,7 @@ from jax import lax
 from ep_runtime_client.ops.gemm import plain
 from ep_runtime_client.ops.gemm.plain import Gemm
 from ep_runtime_client.ops.partitioning.placement import Grouped, expert_weight, grouped
-from ep_runtime_client.ops.partitioning.regions import Where
+from ep_runtime_client.ops.partitioning.regions import Partitioning
 from ep_runtime_client.ops.partitioning.resolved import Resolved, Sums
 from ep_runtime_client.ops.partitioning.roles import Entries, Roles
 from ep_runtime_client.ops.quantize import plain as quantize_plain
@@ -36,7 +36,7 @@ class _GemmOp:
         gemm: static side of the GEMM on one device.
     """
 
-    where: Where
+    where: Partitioning
     lhs: Packing
     rhs: Packing
     has_bias: bool

@@ -14,7 +14,7 @@ from ep_runtime.errors import InvalidArgumentError
 from ep_runtime_client.base.layers import EpLayer, TracedLayer
 from ep_runtime_client.ops.gemm import weight_entries
 from ep_runtime_client.ops.partitioning import on_mesh, regions
-from ep_runtime_client.ops.partitioning.regions import Where
+from ep_runtime_client.ops.partitioning.regions import Partitioning
 from ep_runtime_client.ops.partitioning.roles import Entries, Roles, entries_of, padded
 from ep_runtime_client.ops.quantize.formats.recipes import Recipe
 from ep_runtime_client.ops.quantize.ops import QuantizeKernel, transposes
@@ -32,7 +32,7 @@ def origin_of(x: Kernel) -> jax.Array | Pair | None:
     return origin
 
 
-def settled(where: Where, x: Any, entries: Entries) -> QuantizedTensor | None:
+def settled(where: Partitioning, x: Any, entries: Entries) -> QuantizedTensor | None:
     """What products read of a quantized operand, typed and placed; None of a plain one."""
     if not isinstance(x, QuantizedTensor):
         return None
@@ -106,7 +106,7 @@ def _known(arrays: list[jax.Array]) -> Entries | None:
 
 
 def _op(
-    where: Where, recipe: Recipe, arrays: list[jax.Array], stack: int
+    where: Partitioning, recipe: Recipe, arrays: list[jax.Array], stack: int
 ) -> QuantizeKernel | QuantizeStack:
     shape, paired = tuple(arrays[0].shape[stack:]), len(arrays) == 2
     shape = of_both(shape, 2) if paired else shape

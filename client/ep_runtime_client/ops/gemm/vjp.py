@@ -12,7 +12,7 @@ from ep_runtime_client.ops.gemm.ops import GemmBackward, GemmForward, arrivals
 from ep_runtime_client.ops.gemm.plain import Gemm
 from ep_runtime_client.ops.gemm.quantized_operands import for_backward
 from ep_runtime_client.ops.partitioning import on_mesh
-from ep_runtime_client.ops.partitioning.regions import Where
+from ep_runtime_client.ops.partitioning.regions import Partitioning
 from ep_runtime_client.ops.partitioning.roles import Entries, padded
 from ep_runtime_client.ops.quantize import ops as quantize_ops
 from ep_runtime_client.ops.quantize.formats.recipes import Recipe
@@ -53,7 +53,7 @@ class GemmCall:
         paired: whether rhs is a pair; its entries are those of [E, K', 2, M].
     """
 
-    where: Where
+    where: Partitioning
     recipe: Recipe | None
     gemm: Gemm
     num_experts: int

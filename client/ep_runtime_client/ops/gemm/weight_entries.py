@@ -8,7 +8,7 @@ from jax.sharding import PartitionSpec
 
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime_client.ops.partitioning import regions
-from ep_runtime_client.ops.partitioning.regions import Where
+from ep_runtime_client.ops.partitioning.regions import Partitioning
 from ep_runtime_client.ops.partitioning.roles import Entries, entries_of
 from ep_runtime_client.ops.quantize.packing import Kernel
 from ep_runtime_client.ops.quantize.pair import Pair, of_both
@@ -40,7 +40,7 @@ def told(rhs: Kernel, spec: PartitionSpec | None) -> Entries:
     return entries_of(spec, rhs.ndim)
 
 
-def with_manual_experts(where: Where, entries: Entries) -> Entries:
+def with_manual_experts(where: Partitioning, entries: Entries) -> Entries:
     """Entries of a weight whose expert dim is local to the manual ep axes already."""
     ep = () if where.roles is None else where.roles.ep
     missing = tuple(axis for axis in ep if axis in where.manual and axis not in entries[0])

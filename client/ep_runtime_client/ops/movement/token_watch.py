@@ -30,7 +30,7 @@ class _Watch(LayerOp):
         ndim: of the tokens.
     """
 
-    where: regions.Where
+    where: regions.Partitioning
     ndim: int
 
     name: ClassVar[str] = "dispatch"

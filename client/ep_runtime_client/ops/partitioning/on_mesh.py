@@ -29,7 +29,7 @@ from ep_runtime import specs
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime_client.base import jax_internals
 from ep_runtime_client.ops.partitioning import partitioned
-from ep_runtime_client.ops.partitioning.regions import Where
+from ep_runtime_client.ops.partitioning.regions import Partitioning
 from ep_runtime_client.ops.partitioning.resolved import Resolved
 from ep_runtime_client.ops.partitioning.roles import Entries, Roles, entries_of, say_once
 from ep_runtime_client.ops.partitioning.specs import (
@@ -51,7 +51,7 @@ class Op(Protocol):
     """An op on flat arrays. Hashable: the static argument of everything here."""
 
     @property
-    def where(self) -> Where: ...
+    def where(self) -> Partitioning: ...
 
     @property
     def name(self) -> str:
@@ -98,7 +98,7 @@ class Pinned(LayerOp):
         body: local blocks of the operands -> tuple of local blocks of the results.
     """
 
-    where: Where
+    where: Partitioning
     name: str
     settings: str
     operands: tuple[Entries, ...]
@@ -204,7 +204,7 @@ def _in_export(
     return _in_shard_map(op, dataclasses.replace(roles, apart=True), arrived, operands)
 
 
-def _mesh_here(where: Where, operands: Sequence[Any]) -> Any:
+def _mesh_here(where: Partitioning, operands: Sequence[Any]) -> Any:
     """The mesh of a shard_map: the one around, the operands' explicit one, or the layer's.
 
     Raises:
@@ -244,7 +244,7 @@ def _held(op: AnyOp) -> Iterable[Iterable[NamedSharding | None]]:
     return [[_of_factors(where, mesh, names) for names in each] for each in op.factors()]
 
 
-def _of_factors(where: Where, mesh: Mesh, names: str) -> NamedSharding | None:
+def _of_factors(where: Partitioning, mesh: Mesh, names: str) -> NamedSharding | None:
     """How an array with these factors is held."""
     assert where.roles is not None
     first, *rest = names.split()
@@ -350,7 +350,7 @@ def _entries(array: Any, mesh: Mesh) -> Entries:
     return decode(sharding, tuple(array.shape), mesh)
 
 
-def whole_shape(where: Where, shape: tuple[int, ...], entries: Entries) -> tuple[int, ...]:
+def whole_shape(where: Partitioning, shape: tuple[int, ...], entries: Entries) -> tuple[int, ...]:
     """The shape that an operand has without the manual axes around."""
     if not where.manual:
         return shape
@@ -364,7 +364,7 @@ def _spec(entries: Entries, manual: Axes) -> PartitionSpec:
     return PartitionSpec(*(axes or None for axes in free))
 
 
-def settle(where: Where, x: Any, entries: Entries) -> Any:
+def settle(where: Partitioning, x: Any, entries: Entries) -> Any:
     """`x` (an array, a QuantizedTensor, or None) typed and placed for an op.
 
     Values vary over what the op's results do: the transpose of this cast sums the gradient of an

@@ -21,7 +21,7 @@ from ep_runtime_client.ops.tracing.varying import Axes, varied_axes
 
 
 @dataclasses.dataclass(frozen=True)
-class Where:
+class Partitioning:
     """Hashable; the part of an op's static argument that says where it runs.
 
     Attributes:
@@ -82,7 +82,7 @@ def of_layer(
     *,
     known: bool,
     slabs: bool = False,
-) -> Where:
+) -> Partitioning:
     """Where an op of a layer runs.
 
     Args:
@@ -97,7 +97,7 @@ def of_layer(
 
 def of_opened(
     static: EpLayer, mesh: Mesh, operands: Sequence[Any], *, known: bool, slabs: bool = False
-) -> Where:
+) -> Partitioning:
     """As `of_layer`, of a layer that is opened already."""
     group = static.group_spec
     manual = manual_axes(group)
@@ -118,7 +118,9 @@ def of_opened(
         open_axes = {*real} - {*(group.token_axes if slabs else ())}
         mode = "rule" if open_axes and not known else "shard_map"
     ruled = group.partitioning == "rule"
-    return Where(mode, roles, mesh, manual, varying, ruled, label(static), static.fingerprint)
+    return Partitioning(
+        mode, roles, mesh, manual, varying, ruled, label(static), static.fingerprint
+    )
 
 
 def varied_over(group: GroupSpec, manual: Axes, operands: Sequence[Any]) -> Axes:
@@ -137,7 +139,7 @@ def num_experts_of(layer: EpLayer | TracedLayer) -> int:
     return resolve(layer)[0].group_spec.num_experts
 
 
-def check_slabs(where: Where, name: str, num_slabs: int) -> None:
+def check_slabs(where: Partitioning, name: str, num_slabs: int) -> None:
     """Raises InvalidArgumentError unless every shard of a layer's tokens has its one slab.
 
     Which experts the groups of a slab are follows from where it lies: with more slabs group l of
@@ -153,7 +155,7 @@ def check_slabs(where: Where, name: str, num_slabs: int) -> None:
         )
 
 
-def of_operands(operands: Sequence[Any], rhs_spec: PartitionSpec | None) -> Where:
+def of_operands(operands: Sequence[Any], rhs_spec: PartitionSpec | None) -> Partitioning:
     """Where an op without a layer runs; its roles, unless it is local, are still to be read off."""
     ambient = jax.sharding.get_abstract_mesh()
     if ambient.manual_axes:
@@ -162,13 +164,13 @@ def of_operands(operands: Sequence[Any], rhs_spec: PartitionSpec | None) -> Wher
         entries = entries_of(rhs_spec, len(rhs_spec) if rhs_spec is not None else 0)
         outer = tuple(axis for axis in manual if any(axis in entry for entry in entries))
         varying = tuple(sorted(varied_axes(*operands)))
-        return Where("local", Roles(sizes, outer), None, manual, varying)
+        return Partitioning("local", Roles(sizes, outer), None, manual, varying)
     mesh = mesh_of(operands)
     if mesh is not None:
-        return Where("shard_map", Roles(_sizes(mesh)), mesh)
+        return Partitioning("shard_map", Roles(_sizes(mesh)), mesh)
     if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(operands)):
-        return Where("rule")
-    return Where("local", Roles())
+        return Partitioning("rule")
+    return Partitioning("local", Roles())
 
 
 def mesh_of(operands: Sequence[Any]) -> Mesh | AbstractMesh | None:

@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime_client.ops.partitioning import on_mesh
-from ep_runtime_client.ops.partitioning.regions import Where, type_of
+from ep_runtime_client.ops.partitioning.regions import Partitioning, type_of
 from ep_runtime_client.ops.partitioning.roles import Entries, Roles, flat, padded
 from ep_runtime_client.ops.quantize.formats.recipes import DelayedState, Recipe
 from ep_runtime_client.ops.quantize.rounding import scale_of
@@ -69,7 +69,7 @@ class Delayed:
     @classmethod
     def of(
         cls,
-        where: Where,
+        where: Partitioning,
         recipe: Recipe,
         num_experts: int,
         groups: Sequence[int],

@@ -12,7 +12,7 @@ import jax
 from ep_runtime_client.ops.kernels import serve as kernels_serve
 from ep_runtime_client.ops.partitioning import on_mesh
 from ep_runtime_client.ops.partitioning.placement import expert_weight
-from ep_runtime_client.ops.partitioning.regions import Where
+from ep_runtime_client.ops.partitioning.regions import Partitioning
 from ep_runtime_client.ops.partitioning.resolved import Resolved
 from ep_runtime_client.ops.partitioning.roles import (
     Entries,
@@ -55,7 +55,7 @@ class QuantizeRows:
         clear_slack: somebody may look at rows past the last group; see `plain`.
     """
 
-    where: Where
+    where: Partitioning
     recipe: Recipe
     ndim: int
     num_experts: int | None = None
@@ -134,7 +134,7 @@ class QuantizeKernel:
         paired: whether gate and up come apart; the leaves are those of one array.
     """
 
-    where: Where
+    where: Partitioning
     recipe: Recipe
     shape: tuple[int, ...]
     scaled: bool = False
@@ -210,7 +210,7 @@ def transposes(recipe: Recipe, shape: Sequence[int]) -> bool:
     return not any(width % PRODUCT_MULTIPLE for width in widths) and kernels_serve.multiplying()
 
 
-def uneven(where: Where, shape: tuple[int, ...], blocks: tuple[int, ...]) -> tuple[int, ...]:
+def uneven(where: Partitioning, shape: tuple[int, ...], blocks: tuple[int, ...]) -> tuple[int, ...]:
     """Dims of a kernel that some axis would leave no whole blocks of: quantized, it does not lie
     there as it did."""
     sizes = (

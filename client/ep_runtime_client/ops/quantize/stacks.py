@@ -9,7 +9,7 @@ from typing import ClassVar
 
 import jax
 
-from ep_runtime_client.ops.partitioning.regions import Where
+from ep_runtime_client.ops.partitioning.regions import Partitioning
 from ep_runtime_client.ops.partitioning.resolved import Resolved
 from ep_runtime_client.ops.partitioning.roles import Entries, Roles, flat
 from ep_runtime_client.ops.quantize.ops import QuantizeKernel
@@ -31,7 +31,7 @@ class QuantizeStack:
     name: ClassVar[str] = "grouped_quantize"
 
     @property
-    def where(self) -> Where:
+    def where(self) -> Partitioning:
         return self.kernel.where
 
     @property
