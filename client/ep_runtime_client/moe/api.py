@@ -31,9 +31,7 @@ from ep_runtime_client.moe.state import checked as checked_state
 from ep_runtime_client.moe.state import init_moe_state as init_moe_state
 from ep_runtime_client.ops.activation.function import Function, activation_of
 from ep_runtime_client.ops.calls import token_layout
-from ep_runtime_client.ops.calls.call import Call
 from ep_runtime_client.ops.calls.plan import AnyArrays
-from ep_runtime_client.ops.movement.dispatch import call_of_plan
 from ep_runtime_client.ops.quantize.formats.recipes import DelayedState
 from ep_runtime_client.ops.routing import api as routing_api
 from ep_runtime_client.ops.routing import losses
@@ -306,17 +304,16 @@ def moe(
     with scopes.way(body, why or "taken", static):
         kept = Kept(keep, keep_factor)
         y, plan, after = moe_call.run(layer, block, moved, params, weighted, kept, body, after)
-    call = call_of_plan(static, mesh, plan)
     # Losses and counts are over the global batch: over the manual axes that shard it. Those of one
     # device too, over which nothing moves: types say that values vary over them.
-    axes = tuple(axis for axis in group.token_axes if axis in call.where.manual)
+    axes = tuple(axis for axis in group.token_axes if axis in manual_axes(group))
     if not loss:
         aux = constant(np.zeros((), np.float32), mesh)
     else:
         with scope("aux_loss", static):
             counted = None if all_count else losses.in_losses(routed)
             aux = losses.balance(routed, aux_loss_coeff, counted, axes or None)
-    stats = _stats(call, routed, plan.arrays, axes) if return_stats else None
+    stats = _stats(static, routed, plan.arrays, axes) if return_stats else None
     return _results(y.astype(x.dtype), aux, stats, after)
 
 
@@ -329,10 +326,10 @@ def _results(
 
 
 def _stats(
-    call: Call, routed: routing_api.Routing, plan: AnyArrays, axes: tuple[str, ...]
+    layer: EpLayer, routed: routing_api.Routing, plan: AnyArrays, axes: tuple[str, ...]
 ) -> MoEStats:
-    with scope("stats", call.layer):
-        counts = routing_api.tokens_per_expert(routed.topk_idx, call.group.num_experts)
+    with scope("stats", layer):
+        counts = routing_api.tokens_per_expert(routed.topk_idx, layer.group_spec.num_experts)
         kept = plan.kept.sum(dtype=jnp.int32)
         if axes:
             counts, kept = lax.psum(counts, axes), lax.psum(kept, axes)

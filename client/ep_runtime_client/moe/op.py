@@ -8,6 +8,7 @@ axis that shards no tokens stays on M, and what it splits is added up where toke
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -78,7 +79,7 @@ class BlockOp(LayerOp):
     def where(self) -> Partitioning:
         return self.call.where
 
-    @property
+    @functools.cached_property
     def _body(self) -> Body:
         return bodies.named(self.call.body)
 
@@ -166,7 +167,7 @@ class BlockOp(LayerOp):
         wi_bias, wo_bias = (None if bias is None else bias.entries for bias in both)
         return self.entries(roles, place.wi.entries, place.wo.entries, wi_bias, wo_bias)
 
-    @property
+    @functools.cached_property
     def saved(self) -> tuple[Saved, ...]:
         """What forward saves for backward, in order."""
         return self._body.saved(self.call)
@@ -196,6 +197,7 @@ class BlockOp(LayerOp):
         """Whether only the results' shapes are asked for: of a group of several devices at once."""
         return not roles.sizes and self.call.moved.group.world_size > 1
 
+    @functools.cached_property
     def shared_factors(self) -> Any:
         """Operands of the Shardy factors of the shared operands."""
         there = self._by_name(range(self.tree.num_leaves))
@@ -219,7 +221,7 @@ class BlockOp(LayerOp):
             values=tuple(f"v{number}" for number in range(len(there.values))),
         )
 
-    @property
+    @functools.cached_property
     def _columns(self) -> list[str]:
         """Factors of N'."""
         middle = ["g"] if self.wi.ndim == 4 else []
@@ -308,7 +310,7 @@ class BlockForward(BlockOp):
         return tuple(made) if self.bare else (jnp.zeros_like(given.tokens), *made, *amax)
 
     def factors(self) -> tuple[list[str], list[str]]:
-        given, saved = self.shared_factors(), self.saved_factors()
+        given, saved = self.shared_factors, self.saved_factors()
         made = saved if self.bare else [given.tokens, *saved, *given.scales]
         return jax.tree.leaves(given), made
 
@@ -408,7 +410,7 @@ class BlockBackward(BlockOp):
         return (*rows, *weights, *map(jnp.zeros_like, mine.others))
 
     def factors(self) -> tuple[list[str], list[str]]:
-        given = self.shared_factors()
+        given = self.shared_factors
         wi = " ".join(self._each(["e", "h", *self._columns]))
         weights = [*[wi] * (1 + self.call.paired), "e m o", *given.others]
         operands = [*jax.tree.leaves(given), *self.saved_factors(), given.tokens]

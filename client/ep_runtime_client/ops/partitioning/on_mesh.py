@@ -156,7 +156,7 @@ def _in_shard_map(
     given = zip(operands, arrived, strict=True)
     shapes = [whole_shape(where, x.shape, entries) for x, entries in given]
     resolved = op.resolve(roles, arrived, shapes, None)
-    operands = [spread_over(x, where.varying) for x in operands]
+    operands = [spread_over(x, where.varying) for x in operands] if where.varying else operands
     if where.mode == "local":
         return tuple(spread_over(x, where.varying) for x in resolved.local(*operands))
     in_specs = [_spec(entries, where.manual) for entries in resolved.operands]
@@ -171,8 +171,11 @@ def _in_shard_map(
         out_specs=tuple(_spec(entries, where.manual) for entries in resolved.results),
         check_vma=False,
     )
+    results: tuple[jax.Array, ...] = mapped(*operands)
+    if not where.varying:
+        return results
     # A shard_map that checks nothing forgets over which of the user's axes its results vary.
-    return tuple(spread_over(x, where.varying) for x in mapped(*operands))
+    return tuple(spread_over(x, where.varying) for x in results)
 
 
 def _in_export(
@@ -241,14 +244,16 @@ def _held(op: AnyOp) -> Iterable[Iterable[NamedSharding | None]]:
     if isinstance(op, Pinned):
         both = (op.operands, op.results)
         return [[NamedSharding(mesh, _spec(x, ())) for x in each] for each in both]
-    return [[_of_factors(where, mesh, names) for names in each] for each in op.factors()]
+    slab = where.roles.slab or None
+    return [[_of_factors(where, mesh, slab, names) for names in each] for each in op.factors()]
 
 
-def _of_factors(where: Partitioning, mesh: Mesh, names: str) -> NamedSharding | None:
+def _of_factors(
+    where: Partitioning, mesh: Mesh, slab: Axes | None, names: str
+) -> NamedSharding | None:
     """How an array with these factors is held."""
-    assert where.roles is not None
     first, *rest = names.split()
-    slab, free = where.roles.slab or None, PartitionSpec.UNCONSTRAINED
+    free = PartitionSpec.UNCONSTRAINED
     if first == TOKENS and where.tokens:
         return NamedSharding(mesh, _spec(where.tokens, ()))
     if first != SLABS:
@@ -277,7 +282,7 @@ def _whole(op: AnyOp, *operands: jax.Array) -> tuple[jax.Array, ...]:
     if isinstance(op, Pinned):
         return _in_export(op, op.operands, *operands)
     shapes = [x.shape for x in operands]
-    nothing = [entries_of(None, len(shape)) for shape in shapes]
+    nothing = [((),) * len(shape) for shape in shapes]
     local = op.resolve(Roles(), nothing, shapes, None).local
     results: tuple[jax.Array, ...] = local(*operands)
     return results
