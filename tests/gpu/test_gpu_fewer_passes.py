@@ -174,7 +174,7 @@ def test_the_moe_block_holds_them_and_gives_the_same_bits(
         assert {"ep_quantize_activation_v1", "ep_quantize_weights_v1"} <= held
         assert not held & {"ep_activation_v1", "ep_transpose_weights_v1"}
     jax.clear_caches()
-    monkeypatch.setattr(quantized_kernels, "takes", lambda *_, **__: False)
+    monkeypatch.setattr(quantized_kernels, "supports", lambda *_, **__: False)
     monkeypatch.setattr(quantize_ops, "transposes", lambda *_: False)
     if not TRIAL:
         assert "ep_activation_v1" in _calls(run, x, params)

@@ -200,7 +200,8 @@ def test_given_scales_saturate_as_on_cpu(gpus: list[Any]) -> None:
 
     def run(x: Any, w: Any, scale: Any) -> Any:
         rows = quantize_plain.scale_rows(recipe, x, jnp.asarray(_SIZES), scale)
-        return bits(rows.data), bits(quantize_plain.scale_kernel(recipe, w, scale[0]).data)
+        kernel = quantize_plain.quantize_kernel(recipe, w, scale=scale[0])
+        return bits(rows.data), bits(kernel.data)
 
     jax.tree.map(_same_bits, *_both(gpus, run, x, w, scale))
 

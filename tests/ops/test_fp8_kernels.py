@@ -374,7 +374,7 @@ def test_gradients_of_both_types_and_no_others_are_served() -> None:
     grads = jax.eval_shape(functools.partial(quantize, gradient=True), lhs, sizes)
 
     def served(left: QuantizedTensor, right: Any, experts: int = 8) -> bool:
-        return kernels_8.takes(Product(left, right, SIZES.shape, experts, (160, 2, 128)))
+        return kernels_8.supports(Product(left, right, SIZES.shape, experts, (160, 2, 128)))
 
     assert served(rows, kernel)
     assert served(grads, kernel)

@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 import ep_runtime as ep
-from ep_runtime_client.ops.gemm import families, kernel_weights, kernels_16
+from ep_runtime_client.ops.gemm import kernel_weights, kernels_16
 from ep_runtime_client.ops.gemm import plain as gemm_plain
 from ep_runtime_client.ops.gemm.product import Product
 from ep_runtime_client.ops.kernels import platform
@@ -26,7 +26,7 @@ SIZES = np.int32([[5, 0, 9, 3], [1, 13, 2, 0]])
 def _installed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The library need not be there to lower for it. f32 is another file's."""
     monkeypatch.setattr(platform, "installed", lambda: True)
-    monkeypatch.setattr(families, "FAMILIES", (kernels_16.KERNELS,))
+    monkeypatch.setattr(gemm_plain, "FAMILIES", (kernels_16.KERNELS,))
 
 
 def loss(lhs: Any, rhs: Any, bias: Any, **options: Any) -> Any:
@@ -79,7 +79,7 @@ def test_what_the_kernels_do_not_take_is_plain_jax(operands: Any, options: Any) 
 def test_the_kernels_take_so_many_experts(experts: int, taken: bool) -> None:
     rows = jax.ShapeDtypeStruct((24, 104), jnp.bfloat16)
     product = Product(rows, rows, (experts,), experts, (104, 88))
-    assert kernels_16.takes_shape(kernels_16.MULTIPLE, product, 24) == taken
+    assert kernels_16.supports_shape(kernels_16.MULTIPLE, product, 24) == taken
 
 
 def test_the_bf16_recipe_takes_the_kernels_for_f32_parameters() -> None:

@@ -107,7 +107,7 @@ def test_weights_wait_for_combine_unless_asked_or_faster_before(
 
     assert waits()
     assert not waits(weights_at="hidden")
-    monkeypatch.setattr(activation_kernels, "takes", lambda *_: True)  # as beside GPUs
+    monkeypatch.setattr(activation_kernels, "supports", lambda *_: True)  # as beside GPUs
     assert not waits()
     assert not waits(weights_at=None)
     assert waits(weights_at="output")

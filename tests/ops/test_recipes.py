@@ -15,7 +15,6 @@ from references import grouped as reference
 import ep_runtime as ep
 from ep_runtime_client.ops.quantize import plain as quantize_plain
 from ep_runtime_client.ops.quantize import rounding
-from ep_runtime_client.ops.quantize.amax import group_amax, kernel_amax
 from ep_runtime_client.ops.quantize.delayed import Delayed
 from ep_runtime_client.ops.quantize.formats import recipes
 
@@ -153,9 +152,8 @@ def test_delayed_histories_move_on_and_scale_by_their_largest() -> None:
     @jax.jit
     def step(x: Any, w: Any, state: Any) -> Any:
         for_x, for_w = delayed.scales(state)
-        amax = group_amax(x, sizes, 2)
-        q = quantize_plain.scale_rows(recipe, x, sizes, for_x, amax)
-        k = quantize_plain.scale_kernel(recipe, w, for_w, kernel_amax(w))
+        q = quantize_plain.quantize_rows(recipe, x, sizes, num_experts=2, scale=for_x)
+        k = quantize_plain.quantize_kernel(recipe, w, scale=for_w)
         return q, k, delayed.next(state, q.amax, k.amax)
 
     q, k, state = step(x, w, recipe.init_state(2))

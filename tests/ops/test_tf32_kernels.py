@@ -192,8 +192,8 @@ def test_what_the_kernels_are_given_makes_the_products(
         )
 
     out, d_rows, want = products(lhs, rhs, grad)
-    near(kernels_32.forward(jnp.float32, None, lhs, rhs, bias, sizes), out)
-    got = kernels_32.data_grad(jnp.float32, None, True, grad, rhs, sizes)
+    near(kernels_16.forward(jnp.float32, jnp.float32, lhs, rhs, bias, sizes), out)
+    got = kernels_16.data_grad(jnp.float32, jnp.float32, True, grad, rhs, sizes)
     near(got, d_rows)
     for slab, used in enumerate(SIZES.sum(-1)):
         np.testing.assert_array_equal(got[slab, used:], 0)
@@ -222,8 +222,8 @@ def test_a_pair_makes_the_products_of_its_one_array(
     def products(rhs: Any, paired: bool) -> list[Any]:
         seen.clear()
         return [
-            kernels_32.forward(jnp.float32, None, lhs, rhs, bias, sizes),
-            kernels_32.data_grad(jnp.float32, None, True, grad, rhs, sizes),
+            kernels_16.forward(jnp.float32, jnp.float32, lhs, rhs, bias, sizes),
+            kernels_16.data_grad(jnp.float32, jnp.float32, True, grad, rhs, sizes),
             kernels_32.weight_grad(jnp.float32, None, 8, paired, lhs, grad, sizes),
         ]
 

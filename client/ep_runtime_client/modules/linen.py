@@ -16,9 +16,7 @@ import jax.numpy as jnp
 from ep_runtime.layer_specs import LayerSpec
 from ep_runtime_client.base.layers import EpLayer, LayerStack
 from ep_runtime_client.modules import options as module_options
-from ep_runtime_client.modules.quantized import straight_through
 from ep_runtime_client.moe import state
-from ep_runtime_client.moe.api import moe
 from ep_runtime_client.moe.params import (
     KernelInit,
     MoEParams,
@@ -26,7 +24,7 @@ from ep_runtime_client.moe.params import (
     logical_axes,
     of_named,
 )
-from ep_runtime_client.ops.routing.api import Routing, update_expert_bias
+from ep_runtime_client.ops.routing.api import Routing
 from ep_runtime_client.ops.routing.options import Router
 
 try:
@@ -106,8 +104,7 @@ class MoEBlock(linen.Module):  # type: ignore[misc]
     params_spec: Any = None
 
     def setup(self) -> None:
-        module_options.check_source(self.layer_or_spec)
-        module_options.check_router(self.use_router, self.use_expert_bias)
+        module_options.check_module(self.layer_or_spec, self.use_router, self.use_expert_bias)
         makers = initializers(
             self.layer_or_spec,
             self.mlp_dim,
@@ -162,23 +159,23 @@ class MoEBlock(linen.Module):  # type: ignore[misc]
         if self.is_initializing():
             return (x, jnp.zeros((), jnp.float32), None)[: 3 if self.return_stats else 2]
         layer = module_options.layer_for_call(self.layer_or_spec, layer_index, x)
-        bias = self.bias.value if self.use_expert_bias else None
         options = {name: getattr(self, name) for name in module_options.option_names()}
-        if self.params_spec is None:
-            options["params_spec"] = module_options.rules_in_context(
-                linen.get_logical_axis_rules(), layer
-            )
-        params = self.moe_params
-        params = params if params8 is None else straight_through(params, params8)
-        options |= {"routing": routing, "expert_bias": bias, "token_mask": token_mask}
-        if not self.histories:
-            return moe(layer, x, params, **options)
-        given = state.of_named({name: held.value for name, held in self.histories.items()})
-        *results, after = moe(layer, x, params, state=given, **options)
+        options |= {"routing": routing, "token_mask": token_mask}
+        options["expert_bias"] = self.bias.value if self.use_expert_bias else None
+        histories = {name: held.value for name, held in self.histories.items()}
+        results, after = module_options.call_moe(
+            layer,
+            x,
+            self.moe_params,
+            params8,
+            state.of_named(histories) if histories else None,
+            linen.get_logical_axis_rules(),
+            options,
+        )
         if self.is_mutable_collection(_HISTORY):
-            for name, history in state.to_named(after).items():
+            for name, history in after.items():
                 self.histories[name].value = history
-        return tuple(results)
+        return results
 
     def update_expert_bias(self, tokens_per_expert: jax.Array, rate: float) -> None:
         """Moves the block's `expert_bias` as `ep.update_expert_bias` does.
@@ -194,9 +191,9 @@ class MoEBlock(linen.Module):  # type: ignore[misc]
 
         Cost: E additions.
         """
-        if not self.use_expert_bias:
-            raise module_options.no_bias()
-        self.bias.value = update_expert_bias(self.bias.value, tokens_per_expert, rate)
+        bias = self.bias.value if self.use_expert_bias else None
+        moved = module_options.moved_bias(bias, tokens_per_expert, rate)
+        self.bias.value = moved
 
 
 def _with_checked_options(init: Callable[..., None]) -> Callable[..., None]:

@@ -14,9 +14,8 @@ import jax.numpy as jnp
 from ep_runtime.layer_specs import LayerSpec
 from ep_runtime_client.base.layers import EpLayer, LayerStack
 from ep_runtime_client.modules import options as module_options
-from ep_runtime_client.modules.quantized import straight_through
 from ep_runtime_client.moe import state
-from ep_runtime_client.moe.api import ModuleOptions, moe
+from ep_runtime_client.moe.api import ModuleOptions
 from ep_runtime_client.moe.params import (
     KernelInit,
     MoEParams,
@@ -26,7 +25,7 @@ from ep_runtime_client.moe.params import (
     to_named,
 )
 from ep_runtime_client.moe.state import MoEState
-from ep_runtime_client.ops.routing.api import Routing, update_expert_bias
+from ep_runtime_client.ops.routing.api import Routing
 
 try:
     from flax import nnx
@@ -115,12 +114,11 @@ class MoEBlock(nnx.Module):  # type: ignore[misc]
         use_expert_bias: bool = False,
         **options: Unpack[ModuleOptions],
     ) -> None:
-        module_options.check_source(layer_or_spec)
+        module_options.check_module(layer_or_spec, use_router, use_expert_bias)
         parameters = inspect.signature(MoEBlock.__init__).parameters.values()
         module_options.check_options(
             options, [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
         )
-        module_options.check_router(use_router, use_expert_bias)
         self.layer = layer_or_spec
         self._options = tuple(sorted({**options, "gated": gated}.items()))
         made = init_moe_params(
@@ -192,23 +190,21 @@ class MoEBlock(nnx.Module):  # type: ignore[misc]
         Cost: that of `ep.moe`.
         """
         layer = module_options.layer_for_call(self.layer, layer_index, x)
-        bias = None if self.expert_bias is None else self.expert_bias[...]
-        options: dict[str, Any] = dict(self._options)
-        if options.get("params_spec") is None:
-            options["params_spec"] = module_options.rules_in_context(
-                spmd.get_logical_axis_rules(), layer
-            )
-        params = self.params
-        params = params if params8 is None else straight_through(params, params8)
-        options |= {"routing": routing, "token_mask": token_mask}
-        options |= {"expert_bias": bias, "state": self.moe_state}
-        results = moe(layer, x, params, **options)
-        if not self._histories:
-            return results
-        if not self.use_running_average:
-            for name, history in state.to_named(results[-1]).items():
+        options = dict(self._options) | {"routing": routing, "token_mask": token_mask}
+        options["expert_bias"] = None if self.expert_bias is None else self.expert_bias[...]
+        results, after = module_options.call_moe(
+            layer,
+            x,
+            self.params,
+            params8,
+            self.moe_state,
+            spmd.get_logical_axis_rules(),
+            options,
+        )
+        if self._histories and not self.use_running_average:
+            for name, history in after.items():
                 getattr(self, name)[...] = history
-        return results[:-1]
+        return results
 
     def set_view(self, use_running_average: bool | None = None) -> None:
         """Sets whether calls leave amax histories unchanged; `nnx.view` calls this.
@@ -231,9 +227,10 @@ class MoEBlock(nnx.Module):  # type: ignore[misc]
 
         Cost: E additions.
         """
-        if self.expert_bias is None:
-            raise module_options.no_bias()
-        self.expert_bias[...] = update_expert_bias(self.expert_bias[...], tokens_per_expert, rate)
+        held: Any = self.expert_bias
+        bias = None if held is None else held[...]
+        moved = module_options.moved_bias(bias, tokens_per_expert, rate)
+        held[...] = moved
 
 
 def _variable(kind: Any, names: tuple[str | None, ...], value: jax.Array) -> Any:

@@ -13,11 +13,14 @@ from ep_runtime.arguments import refuse_removed
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime.layer_specs import LayerSpec
 from ep_runtime_client.base.layers import EpLayer, LayerStack, TracedLayer, resolve
-from ep_runtime_client.modules.sharding import Rules, axes_of_entry
+from ep_runtime_client.modules.quantized import straight_through
+from ep_runtime_client.modules.sharding import Rules
 from ep_runtime_client.moe.api import moe
 from ep_runtime_client.moe.checks import Recipes, recipes_of
-from ep_runtime_client.moe.params import LOGICAL_AXES
-from ep_runtime_client.moe.state import init_moe_state, keeps, to_named
+from ep_runtime_client.moe.params import LOGICAL_AXES, MoEParams
+from ep_runtime_client.moe.state import MoEState, init_moe_state, keeps, to_named
+from ep_runtime_client.ops.partitioning.specs import entry_axes
+from ep_runtime_client.ops.routing.api import update_expert_bias
 from ep_runtime_client.ops.routing.options import REMOVED
 
 EXTRA = "pip install 'ep-runtime[flax]'"
@@ -30,13 +33,19 @@ NO_OPTIONS = {
 }
 
 
-def check_source(source: Any) -> None:
-    """Raises InvalidArgumentError where `source` cannot be a module's layer_or_spec."""
+def check_module(source: Any, use_router: bool, use_expert_bias: bool) -> None:
+    """Raises InvalidArgumentError for a wrong layer_or_spec, or a bias of a router not there."""
     if not isinstance(source, (EpLayer, LayerStack, LayerSpec)):
         raise InvalidArgumentError(
             "layer_or_spec must be a registered layer, a layer stack (its layer comes with each "
             f"call as layer_index) or a LayerSpec, got {type(source).__name__}",
             argument="layer_or_spec",
+        )
+    if use_expert_bias and not use_router:
+        raise InvalidArgumentError(
+            "use_expert_bias=True needs the module's router, got use_router=False; add a bias of "
+            "your own where you call ep.route",
+            argument="use_expert_bias",
         )
 
 
@@ -66,25 +75,6 @@ def check_options(options: Iterable[str], own: Iterable[str]) -> None:
             )
 
 
-def check_router(use_router: bool, use_expert_bias: bool) -> None:
-    """Raises InvalidArgumentError for a bias of a router that is not there."""
-    if use_expert_bias and not use_router:
-        raise InvalidArgumentError(
-            "use_expert_bias=True needs the module's router, got use_router=False; add a bias of "
-            "your own where you call ep.route",
-            argument="use_expert_bias",
-        )
-
-
-def no_bias() -> InvalidArgumentError:
-    """The error of a call that moves the bias of a module without one."""
-    return InvalidArgumentError(
-        "update_expert_bias moves the module's expert_bias, and it was made without "
-        "use_expert_bias=True",
-        argument="use_expert_bias",
-    )
-
-
 def histories(
     layer_or_spec: EpLayer | LayerStack | LayerSpec, recipe: Recipes
 ) -> dict[str, jax.ShapeDtypeStruct]:
@@ -94,6 +84,49 @@ def histories(
     made = jax.eval_shape(lambda: init_moe_state(layer_or_spec, recipe))
     named: dict[str, Any] = to_named(made)
     return named
+
+
+def call_moe(
+    layer: EpLayer | TracedLayer | LayerSpec,
+    x: jax.Array,
+    params: MoEParams,
+    params8: MoEParams | None,
+    given: MoEState | None,
+    logical: Sequence[tuple[str, Any]],
+    options: dict[str, Any],
+) -> tuple[Any, dict[str, jax.Array]]:
+    """One call of a module: (what it returns, the next amax histories by their names).
+
+    Args:
+        layer: from `layer_for_call`.
+        x, params8: of the call.
+        params: the module's.
+        given: the module's amax histories; None without a delayed recipe.
+        logical: flax's logical axis rules here, for a module without params_spec.
+        options: of `moe`, state aside.
+
+    Raises:
+        InvalidArgumentError: as by `moe`.
+    """
+    if options.get("params_spec") is None:
+        options = options | {"params_spec": rules_in_context(logical, layer)}
+    if params8 is not None:
+        params = straight_through(params, params8)
+    if given is None:
+        return moe(layer, x, params, **options), {}
+    *results, after = moe(layer, x, params, state=given, **options)
+    return tuple(results), to_named(after)
+
+
+def moved_bias(bias: jax.Array | None, tokens_per_expert: jax.Array, rate: float) -> jax.Array:
+    """As `update_expert_bias`. Raises InvalidArgumentError if the module has no bias."""
+    if bias is None:
+        raise InvalidArgumentError(
+            "update_expert_bias moves the module's expert_bias, and it was made without "
+            "use_expert_bias=True",
+            argument="use_expert_bias",
+        )
+    return update_expert_bias(bias, tokens_per_expert, rate)
 
 
 def rules_in_context(
@@ -117,7 +150,7 @@ def rules_in_context(
     if not wanted <= set(places):
         return None
     rules = Rules((), tuple((name, places[name]) for name in sorted(wanted)), (), ())
-    used = {axis for _, place in rules.logical for axis in axes_of_entry(place)}
+    used = {axis for _, place in rules.logical for axis in entry_axes(place)}
     return rules if used <= set(resolve(layer)[0].group_spec.axis_sizes) else None
 
 

@@ -14,7 +14,7 @@ from ep_runtime_client.moe.checks import Recipes
 from ep_runtime_client.moe.params import MoEParams
 from ep_runtime_client.moe.state import keeps
 from ep_runtime_client.ops.gemm.quantized_operands import quantize_weight
-from ep_runtime_client.ops.quantize.pair import is_pair
+from ep_runtime_client.ops.quantize.pair import is_pair, paired
 from ep_runtime_client.ops.quantize.quantized_tensor import QuantizedTensor
 
 Tree = TypeVar("Tree")
@@ -206,29 +206,15 @@ def _quantized(
         if recipe is None:
             continue
         w = getattr(params, name)
-        w = _apart(w, stack) if is_pair(w) else w
+        if is_pair(w):
+            paired(w, f"params.{name}", stack)  # an error, unless they are two alike
+            w = tuple(w)
         q = quantize_weight(w, recipe, layer=layer, spec=specs[name], stack=stack)
         made[name] = q.detached() if weights_only else q
     if weights_only:
         nothing: Any = dict.fromkeys(field.name for field in dataclasses.fields(params))
         return MoEParams(**nothing | made)
     return dataclasses.replace(params, **made)
-
-
-def _apart(w: Any, stack: int) -> Any:
-    """(gate, up) of [*stack, E, H, M] as a tuple.
-
-    Raises:
-        InvalidArgumentError: they are no such two.
-    """
-    found = [f"{x.dtype}{list(x.shape)}" for x in w]
-    if len(found) != 2 or found[0] != found[1] or w[0].ndim != stack + 3:
-        raise InvalidArgumentError(
-            f"wi (gate, up) must be two arrays [E, H, M] of one shape and dtype, got "
-            f"{' and '.join(found)}",
-            argument="params.wi",
-        )
-    return tuple(w)
 
 
 def _back(name: str, own: Any, quantized: Any) -> Any:

@@ -19,7 +19,9 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime_client.moe.params import LOGICAL_AXES, MoEParams, logical_axes
 from ep_runtime_client.ops.partitioning.roles import say_once
-from ep_runtime_client.ops.quantize.ops import FIELDS, packing_of
+from ep_runtime_client.ops.partitioning.specs import entry_axes
+from ep_runtime_client.ops.quantize.ops import packing_of
+from ep_runtime_client.ops.quantize.packing import FIELDS
 from ep_runtime_client.ops.quantize.pair import is_pair
 from ep_runtime_client.ops.quantize.quantized_tensor import QuantizedTensor
 
@@ -86,7 +88,7 @@ class Rules:
         def left(axes: Sequence[str]) -> tuple[str, ...]:
             return tuple(axis for axis in axes if axis in mesh.axis_names)
 
-        logical = tuple((name, _entry(left(axes_of_entry(entry)))) for name, entry in self.logical)
+        logical = tuple((name, _entry(left(entry_axes(entry)))) for name, entry in self.logical)
         return Rules(left(self.mesh_axes), logical, left(self.outer), left(self.ep))
 
     def group_axes(self, mesh: Mesh | AbstractMesh) -> GroupAxes:
@@ -131,7 +133,7 @@ class Rules:
                 raise InvalidArgumentError(
                     f"names must be of {sorted(known)}, got {name!r}", argument="names"
                 )
-            axes = () if name is None else axes_of_entry(known[name])
+            axes = () if name is None else entry_axes(known[name])
             entries.append(_entry(tuple(axis for axis in axes if axis not in used)))
             used.update(axes)
         return PartitionSpec(*entries)
@@ -211,10 +213,10 @@ def rules(
     if kind not in KINDS:
         raise InvalidArgumentError(f"kind must be one of {KINDS}, got {kind!r}", argument="kind")
     roles = {
-        "dp": axes_of_entry(dp),
-        "fsdp": axes_of_entry(fsdp),
-        "ep": axes_of_entry(ep),
-        "tp": axes_of_entry(tp),
+        "dp": entry_axes(dp),
+        "fsdp": entry_axes(fsdp),
+        "ep": entry_axes(ep),
+        "tp": entry_axes(tp),
     }
     mesh_axes = tuple(axis for axes in roles.values() for axis in axes)
     for axis in mesh_axes:
@@ -237,24 +239,10 @@ def rules(
         "activation_exp": roles["ep"],
         **dict.fromkeys(("activation_length", "activation_embed"), ()),
         **dict.fromkeys(("activation_mlp", "activation_heads", "activation_vocab"), roles["tp"]),
-        **{name: axes_of_entry(axes) for name, axes in (logical or {}).items()},
+        **{name: entry_axes(axes) for name, axes in (logical or {}).items()},
     }
     pairs = tuple((name, _entry(axes)) for name, axes in table.items())
     return Rules(mesh_axes, pairs, outer, roles["ep"])
-
-
-def axes_of_entry(axes: Axes) -> tuple[str, ...]:
-    """Returns the mesh axes of one PartitionSpec entry as a tuple.
-
-    Args:
-        axes: a name, names, or None for no axis.
-
-    Returns:
-        The names, major first.
-    """
-    if axes is None:
-        return ()
-    return (axes,) if isinstance(axes, str) else tuple(axes)
 
 
 def _entry(axes: tuple[str, ...]) -> Entry:
@@ -321,11 +309,11 @@ def _of_quantized(
         leaf = getattr(q, field)
         if leaf is None:
             return None
-        laid = (None,) * stacked + packing.laid(field, names)[: packing.leaf_ndim(field)]
+        laid = (None,) * stacked + tuple(names[dim] for dim in packing.dims[field])
         if "scale" not in field:
             return _placed(here, laid, leaf, mesh, f"{at}.{field}")
         spec = [*here.spec(laid)]
-        sizes = [math.prod(mesh.shape[axis] for axis in axes_of_entry(entry)) for entry in spec]
+        sizes = [math.prod(mesh.shape[axis] for axis in entry_axes(entry)) for entry in spec]
         whole = (size % count for size, count in zip(leaf.shape, sizes, strict=False))
         kept = (None if rest else entry for rest, entry in zip(whole, spec, strict=False))
         return NamedSharding(mesh, PartitionSpec(*kept))
@@ -353,7 +341,7 @@ def _placed(here: Rules, names: Names | None, value: Any, mesh: Mesh, where: str
     """Sharding of one array; checks that axes divide dims."""
     spec = here.spec(names or ())
     for dim, entry in enumerate(spec):
-        axes = axes_of_entry(entry)
+        axes = entry_axes(entry)
         size = math.prod(mesh.shape[axis] for axis in axes)
         if value.shape[dim] % size:
             sizes = " x ".join(f"{axis}={mesh.shape[axis]}" for axis in axes)

@@ -1,4 +1,4 @@
-"""What `moe` refuses, and how the weights of a block lie where their arrays do not tell."""
+"""Checks of `moe`'s arguments, and the sharding of params that `params_spec` gives."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from ep_runtime_client.base.dtypes import as_dtype
 from ep_runtime_client.base.layers import EpLayer
 from ep_runtime_client.moe.params import MoEParams, check_all_or_none, logical_axes
 from ep_runtime_client.ops.activation.function import ACTIVATIONS, GATED_UNITS, Function
-from ep_runtime_client.ops.gemm.weight_entries import values_of
+from ep_runtime_client.ops.gemm.weight_entries import outside_shape, values_of
 from ep_runtime_client.ops.partitioning.regions import known_entries
 from ep_runtime_client.ops.partitioning.roles import entries_of, padded
 from ep_runtime_client.ops.quantize.formats.recipes import Recipe, check_recipe
-from ep_runtime_client.ops.quantize.pair import Pair, is_pair, of_both, paired
+from ep_runtime_client.ops.quantize.pair import is_pair, paired
 from ep_runtime_client.ops.quantize.quantized_tensor import QuantizedTensor
 
 RecipePair = tuple[Recipe | None, Recipe | None]
@@ -187,11 +187,8 @@ def check_shapes(
             argument="params.router",
         )
     # Kernels, as they are outside a shard_map of the user.
-    given, wo = paired(params.wi, "params.wi"), _whole(params.wo, specs["wo"])
-    if isinstance(given, Pair):
-        wi = of_both(_whole(given.gate, specs["wi"]), 2)
-    else:
-        wi = _whole(given, specs["wi"])
+    wi = outside_shape(paired(params.wi, "params.wi"), specs["wi"])
+    wo = outside_shape(params.wo, specs["wo"])
     if not jax.sharding.get_abstract_mesh().manual_axes:
         for name, shape in (("wi", wi), ("wo", wo)):
             if shape[0] != num_experts:
@@ -200,6 +197,7 @@ def check_shapes(
                     f"in front, got {shape[0]}: {list(shape)}",
                     argument=f"params.{name}",
                 )
+    # Their dims fit each other, and wi has one of the forms that there are.
     inner = wo[1]
     fits = wi[:2] == (wo[0], hidden) and wo[2:] == (hidden,)
     if (
@@ -252,16 +250,6 @@ def _check_biases(params: MoEParams) -> None:
                 f"{list(weight.shape)}, got {list(bias.shape)}",
                 argument=f"params.{name}",
             )
-
-
-def _whole(array: jax.Array, spec: PartitionSpec | None) -> tuple[int, ...]:
-    """The shape of a kernel without the manual axes that shard it, except on the expert dim."""
-    ambient = jax.sharding.get_abstract_mesh()
-    shape = list(array.shape)
-    for dim, axes in enumerate(entries_of(spec, array.ndim)):
-        manual = [axis for axis in axes if axis in ambient.manual_axes]
-        shape[dim] *= prod(ambient.shape[axis] for axis in manual) if dim else 1
-    return tuple(shape)
 
 
 def _check_halves_together(group: GroupSpec, wi: Any, spec: PartitionSpec | None) -> None:

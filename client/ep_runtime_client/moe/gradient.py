@@ -7,7 +7,6 @@ is made once more instead: it has numbers for every row of the worst case, which
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -89,10 +88,10 @@ def _quantized(call: ResolvedCall, given: Operands) -> tuple[Operands, list[Any]
         with scope("block", call.moved.layer):
             q = quantize_ops.kernel(op, entries, kernel, *scale)
             found.append(q.amax)
-            q = quantize_ops.raw(dataclasses.replace(q, amax=None))
-        made.append(jax.tree.map(lambda leaf: checkpoint_name(leaf, "ep_q_w"), q))
-    rows = tuple(None if each is None else each[:1] for each in given.scales)
-    return given._replace(wi=made[0], wo=made[1], wi8=None, wo8=None, scales=rows), found
+            made.append(quantize_ops.tagged(q, "ep_q_w"))
+    first, second = (None if each is None else each[:1] for each in given.scales)
+    taken = given._replace(wi=made[0], wo=made[1], wi8=None, wo8=None, scales=(first, second))
+    return taken, found
 
 
 def _lean(call: ResolvedCall, operands: Operands) -> tuple[jax.Array, ...]:

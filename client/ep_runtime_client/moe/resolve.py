@@ -58,7 +58,9 @@ def weighted(
     if weights_at is None:
         # Kernels multiply weights into activations on GPUs, where windows are theirs.
         on_gpu = layer.group_spec.transport != "memfd"
-        weights_at = "hidden" if on_gpu and activation_kernels.takes(block.activation) else "output"
+        weights_at = (
+            "hidden" if on_gpu and activation_kernels.supports(block.activation) else "output"
+        )
     # A bias of wo is weighted too, so that with one the weights wait for combine.
     return "output" if weights_at == "hidden" and params.wo_bias is not None else weights_at
 

@@ -127,7 +127,7 @@ def unsupported(asked: Asked) -> str:
         "quantized": recipe is not None and dtype != jnp.bfloat16,
         "precision": dtype == jnp.float32 and not kernels_32.allowed(),
         "to_input": asked.to_input,
-        "activation": not activation_kernels.takes(asked.activation),
+        "activation": not activation_kernels.supports(asked.activation),
         "debug": slack.checked(),
         "sizes": sizes != 0 or asked.experts > kernels_16.MAX_EXPERTS or _uneven(asked),
     }

@@ -175,7 +175,7 @@ def _weights(experts: Experts, *, forward: bool) -> tuple[list[jax.Array], list[
         assert weight.scale is not None
         count, contracted = weight.shape[:2]
         flat = bits(weight.data).reshape(count, contracted, -1)
-        data.append(kernels_8.turned(weight) if forward else flat)
+        data.append(kernels_8.transposed_weights(weight) if forward else flat)
         lead = weight.scale.shape[:2]
         scales.append(weight.scale.reshape(*lead, *[-1] * (weight.scale.ndim > 1)))
     return [data[0], jnp.zeros((0, 0, 0), jnp.uint8), data[1]], scales

@@ -32,7 +32,7 @@ FUNCTIONS = {
 }
 
 
-def takes(
+def supports(
     static: Activation, hidden: jax.Array | None = None, group_sizes: jax.Array | None = None
 ) -> bool:
     """Whether the kernels take it, should its program be lowered for a GPU.
@@ -46,7 +46,7 @@ def takes(
     if hidden.dtype not in kernels_serve.FLOATS or hidden.dtype != static.dtype:
         return False
     width = width_of(static, hidden)
-    return width > 0 and kernels_serve.takes(group_sizes.shape, hidden, width=width)
+    return width > 0 and kernels_serve.supports(group_sizes.shape, hidden, width=width)
 
 
 def forward(

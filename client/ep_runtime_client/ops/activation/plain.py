@@ -50,7 +50,7 @@ def forward(
         [S, C, M] in static.dtype; past the last zone zeros, or undefined on a GPU.
     """
     operands = (hidden, row_weights, group_sizes)
-    if kernels.takes(static, hidden, group_sizes):
+    if kernels.supports(static, hidden, group_sizes):
         kernel = functools.partial(kernels.forward, static)
         plain = functools.partial(_forward, static, False)
         return slack.cleared(platform.choose(kernel, plain, *operands), group_sizes)
@@ -109,7 +109,7 @@ def pullback(
     here.
     """
     operands = (hidden, row_weights, group_sizes, grad)
-    if kernels.takes(static, hidden, group_sizes):
+    if kernels.supports(static, hidden, group_sizes):
         kernel = functools.partial(kernels.pullback, static)
         plain = functools.partial(_pullback, static, False)
         d_hidden, d_weights = platform.choose(kernel, plain, *operands)

@@ -67,7 +67,7 @@ class ActivationOperands:
         return (sizes, self.hidden.reshape(rows, -1), weights, given)
 
 
-def takes(
+def supports(
     static: Activation,
     recipe: Recipe | None,
     hidden: jax.Array,
@@ -83,14 +83,14 @@ def takes(
     if recipe is None or recipe.delayed or form.on_gpu is None or not form.on_gpu.activation:
         return False
     narrow = hidden.dtype == static.dtype and jnp.dtype(hidden.dtype).itemsize == 2
-    if not narrow or not kernels.takes(static):
+    if not narrow or not kernels.supports(static):
         return False
     if group_sizes is None:
         return True
     # Tiles end with the last dim: those of gate and up in one dim must not share one.
     apart = not (gradient and static.gated and hidden.ndim == 3)
     whole = kernels.width_of(static, hidden) % TILE == 0
-    return (form.per_group or apart or whole) and kernels.takes(static, hidden, group_sizes)
+    return (form.per_group or apart or whole) and kernels.supports(static, hidden, group_sizes)
 
 
 def group_amax(experts: int, source: ActivationOperands) -> jax.Array:

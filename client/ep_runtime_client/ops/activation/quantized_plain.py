@@ -93,7 +93,7 @@ def _quantized(
 ) -> tuple[QuantizedTensor, jax.Array | None]:
     hidden, _, sizes, grad = operands
     recipe, gradient = static.recipe, grad is not None
-    if not kernels.takes(static.activation, recipe, hidden, sizes, gradient=gradient):
+    if not kernels.supports(static.activation, recipe, hidden, sizes, gradient=gradient):
         return _plain(static, *operands)
     amax, scale = None, None
     if format_of(recipe).per_group:

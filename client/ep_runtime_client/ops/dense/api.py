@@ -7,7 +7,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime_client.base.layers import EpLayer, TracedLayer
@@ -19,7 +18,6 @@ from ep_runtime_client.ops.partitioning.roles import Entries, padded
 from ep_runtime_client.ops.quantize import ops as quantize_ops
 from ep_runtime_client.ops.quantize.formats.recipes import Recipe, check_recipe
 from ep_runtime_client.ops.quantize.packing import Matrix, Packing, pack, unpack
-from ep_runtime_client.ops.quantize.quantized_tensor import QuantizedTensor
 from ep_runtime_client.ops.tracing import eager, first_order
 from ep_runtime_client.ops.tracing.varying import varied_axes
 
@@ -166,53 +164,55 @@ def _multiplied(call: DenseCall, x: jax.Array, kernel: jax.Array) -> tuple[Matri
     w_op = ops.QuantizeW(call.where, call.recipe, w_packing)
     q_x = unpack(x_packing, on_mesh.run_on_mesh(x_op, (call.x,), x))
     q_w = unpack(w_packing, on_mesh.run_on_mesh(w_op, (call.kernel,), kernel))
-    return _tagged(q_x, "ep_q_x"), _tagged(q_w, "ep_q_w")
+    return quantize_ops.tagged(q_x, "ep_q_x"), quantize_ops.tagged(q_w, "ep_q_w")
 
 
-def _tagged(q: Any, name: str) -> QuantizedTensor:
-    assert isinstance(q, QuantizedTensor)
-    kept = quantize_ops.raw(dataclasses.replace(q, amax=None))
-    tagged: QuantizedTensor = jax.tree.map(lambda leaf: checkpoint_name(leaf, name), kept)
-    return tagged
-
-
-def _packed(x: Matrix, *, columns: bool = False) -> tuple[list[jax.Array], Packing]:
-    return pack(quantize_ops.from_raw(x, rows=False), rows=False, columns=columns)
+def _packed(
+    call: DenseCall, x: Matrix, kernel: Matrix, bias: jax.Array | None, *, columns: bool = False
+) -> tuple[Packing, Packing, list[Entries], list[jax.Array]]:
+    """(the packing of x, that of the kernel, entries of all operands, the operands)."""
+    packings: list[Packing] = []
+    arrived: list[Entries] = []
+    operands: list[jax.Array] = []
+    for each, entries in ((x, call.x), (kernel, call.kernel)):
+        leaves, packing = pack(quantize_ops.from_raw(each, rows=False), rows=False, columns=columns)
+        packings.append(packing)
+        arrived += leaf_entries(packing, entries)
+        operands += leaves
+    if bias is not None:
+        arrived.append(padded((), 1))
+        operands.append(bias)
+    return packings[0], packings[1], arrived, operands
 
 
 def _forward(call: DenseCall, x: Matrix, kernel: Matrix, bias: jax.Array | None) -> jax.Array:
-    (x_leaves, x_packing), (k_leaves, k_packing) = _packed(x), _packed(kernel)
+    x_packing, k_packing, arrived, operands = _packed(call, x, kernel, bias)
     op = ops.DenseForward(call.where, x_packing, k_packing, bias is not None, call.dtype)
-    others = [] if bias is None else [bias]
-    arrived = (
-        *leaf_entries(x_packing, call.x),
-        *leaf_entries(k_packing, call.kernel),
-        *(padded((), 1) for _ in others),
-    )
-    return on_mesh.run_on_mesh(op, arrived, *x_leaves, *k_leaves, *others)[0]
+    return on_mesh.run_on_mesh(op, tuple(arrived), *operands)[0]
 
 
 def _fwd(call: DenseCall, *operands: Any) -> Any:
-    return eager.shared(_forward_kept, call, *operands)
+    return eager.shared(_forward_and_saved, call, *operands)
 
 
-def _forward_kept(call: DenseCall, x: jax.Array, kernel: jax.Array, bias: jax.Array | None) -> Any:
+def _forward_and_saved(
+    call: DenseCall, x: jax.Array, kernel: jax.Array, bias: jax.Array | None
+) -> Any:
     q_x, q_kernel = _multiplied(call, x, kernel)
     likes = tuple(jnp.zeros((), array.dtype) for array in (x, kernel))
     y = _forward(call, q_x, q_kernel, bias)
     return y, (q_x, q_kernel, bias, likes)
 
 
-def _bwd(call: DenseCall, kept: Any, grad: jax.Array) -> Any:
-    grads = eager.shared(_pullback, call, kept, grad)
+def _bwd(call: DenseCall, saved: Any, grad: jax.Array) -> Any:
+    grads = eager.shared(_pullback, call, saved, grad)
     return tuple(on_mesh.typed_as(*each) for each in zip(grads, call.types, strict=True))
 
 
-def _pullback(call: DenseCall, kept: Any, grad: jax.Array) -> Any:
+def _pullback(call: DenseCall, saved: Any, grad: jax.Array) -> Any:
     """Gradients of x, kernel and bias."""
-    x, kernel, bias, likes = kept
-    (x_leaves, x_packing) = _packed(x, columns=True)
-    (k_leaves, k_packing) = _packed(kernel, columns=True)
+    x, kernel, bias, likes = saved
+    x_packing, k_packing, arrived, operands = _packed(call, x, kernel, bias, columns=True)
     op = ops.DenseBackward(
         call.where,
         x_packing,
@@ -223,14 +223,8 @@ def _pullback(call: DenseCall, kept: Any, grad: jax.Array) -> Any:
         likes[1].dtype,
         None if bias is None else bias.dtype,
     )
-    others = [] if bias is None else [bias]
-    arrived = (
-        *leaf_entries(x_packing, call.x),
-        *leaf_entries(k_packing, call.kernel),
-        *(padded((), 1) for _ in others),
-        padded((), grad.ndim),
-    )
-    d_x, d_kernel, *d_bias = on_mesh.run_on_mesh(op, arrived, *x_leaves, *k_leaves, *others, grad)
+    arrived.append(padded((), grad.ndim))
+    d_x, d_kernel, *d_bias = on_mesh.run_on_mesh(op, tuple(arrived), *operands, grad)
     return d_x, d_kernel, d_bias[0] if d_bias else None
 
 

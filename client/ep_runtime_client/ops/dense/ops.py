@@ -14,7 +14,7 @@ from jax import lax
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime_client.ops.dense import placement
 from ep_runtime_client.ops.dense.placement import Dense
-from ep_runtime_client.ops.gemm.ops import wide
+from ep_runtime_client.ops.gemm.plain import wide
 from ep_runtime_client.ops.partitioning.placement import Weight, fitting, whole_blocks
 from ep_runtime_client.ops.partitioning.regions import Partitioning
 from ep_runtime_client.ops.partitioning.resolved import Resolved, Sums
@@ -33,11 +33,20 @@ Shapes = Sequence[tuple[int, ...]]
 
 def leaf_entries(packing: Packing, entries: Entries) -> list[Entries]:
     """Entries of every leaf: all rows are one group, so tensor scales have one value."""
-    return [((),) if packing.per_group(name) else entries for name in packing.names]
+    one = _one_value(packing)
+    return [((),) if name in one else entries for name in packing.names]
 
 
-def leaf_factors(packing: Packing, values: list[str], one: str) -> list[str]:
-    return [one if packing.per_group(name) else " ".join(values) for name in packing.names]
+def _leaf_factors(packing: Packing, values: list[str], *, rows: bool = False) -> list[str]:
+    """Factors of every leaf; `rows`: of x, along whose rows MXFP8 has scales too."""
+    named = dict.fromkeys(packing.names, values) | dict.fromkeys(_one_value(packing), ["one"])
+    if rows:
+        named["scale_columns"] = [*values[:-2], "c32", values[-1]]
+    return [" ".join(named[name]) for name in packing.names]
+
+
+def _one_value(packing: Packing) -> tuple[str, ...]:
+    return ("scale", "amax") if format_of(packing.recipe).per_group else ()
 
 
 def _lead(ndim: int) -> list[str]:
@@ -91,10 +100,7 @@ class QuantizeX(_DenseOp):
 
     def factors(self) -> tuple[list[str], list[str]]:
         values = [*_lead(self.packing.ndim), "k"]
-        made = leaf_factors(self.packing, values, "one")
-        if "scale_columns" in self.packing.names:
-            made[-1] = " ".join([*values[:-2], "c32", "k"])
-        return [" ".join(values)], made
+        return [" ".join(values)], _leaf_factors(self.packing, values, rows=True)
 
 
 def quantize_rows(
@@ -179,7 +185,7 @@ class QuantizeW(_DenseOp):
         return Resolved((weight.lies,), tuple(leaf_entries(self.packing, entries)), local)
 
     def factors(self) -> tuple[list[str], list[str]]:
-        return ["k n"], leaf_factors(self.packing, ["k", "n"], "one")
+        return ["k n"], _leaf_factors(self.packing, ["k", "n"])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -234,10 +240,8 @@ class _Matmul(_DenseOp):
 
     def shared_factors(self) -> list[str]:
         # x's K' has a factor of its own: the kernel's would bring its fsdp axis to activations.
-        x = leaf_factors(self.x, [*_lead(self.x.ndim), "j"], "one")
-        if "scale_columns" in self.x.names:
-            x[-1] = " ".join([*_lead(self.x.ndim)[:-1], "c32", "j"])
-        kernel = leaf_factors(self.kernel, ["k", "n"], "one")
+        x = _leaf_factors(self.x, [*_lead(self.x.ndim), "j"], rows=True)
+        kernel = _leaf_factors(self.kernel, ["k", "n"])
         return [*x, *kernel, *(["n"] if self.has_bias else [])]
 
 

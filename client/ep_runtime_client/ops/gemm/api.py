@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from math import prod
 from typing import Any, overload
 
 import jax
@@ -124,7 +123,10 @@ def grouped_gemm(
     """
     kernel: Kernel = paired(rhs, "rhs")
     flat_rows = group_sizes.ndim == 1
-    check_gemm(lhs, kernel, _whole_kernel(kernel, rhs_spec, layer), group_sizes, bias, recipe)
+    # Manual axes that shard no tokens of the layer stay on rhs: rows are split over them too.
+    over = None if layer is None else resolve(layer)[0].group_spec.token_axes
+    shape = weight_entries.outside_shape(kernel, rhs_spec, over)
+    check_gemm(lhs, kernel, shape, group_sizes, bias, recipe)
     plain = not any(isinstance(x, QuantizedTensor) for x in (lhs, kernel))
     check_delayed(recipe, state, plain=plain)
     if recipe is not None and not recipe.quantizes:
@@ -154,6 +156,7 @@ def _call(
     rhs_spec: PartitionSpec | None,
 ) -> GemmCall:
     """The static side of a call."""
+    # How operands are sharded, and so in which way the op runs.
     operands = [x for x in (values_of(lhs), values_of(rhs), bias, group_sizes) if x is not None]
     known = weight_entries.known(rhs)
     given = known if rhs_spec is None else weight_entries.told(rhs, rhs_spec)
@@ -168,7 +171,7 @@ def _call(
     if layer is None and where.mode == "shard_map":
         roles = _read_off(where, rows or padded((), lhs.ndim), rhs, group_sizes)
         where = dataclasses.replace(where, roles=roles)
-    num_experts, lies = rhs.shape[0], given
+    num_experts, multiplied = rhs.shape[0], given
     if where.roles is not None:
         # The weight decides which axes lie on K' of the rows too.
         shape = on_mesh.whole_shape(where, rhs.shape, given)
@@ -176,7 +179,8 @@ def _call(
         blocks = blocks_of(recipe, rhs)
         rows = grouped(where.roles, rows, given, shape, blocks=blocks).lhs
         if recipe is not None and not isinstance(rhs, QuantizedTensor):
-            lies = with_whole_blocks(where, given, shape, blocks)
+            multiplied = with_whole_blocks(where, given, shape, blocks)
+    # Checks that need the layer, or what it would tell.
     if layer is not None:
         regions.check_slabs(where, "lhs", lhs.shape[0])
         check_experts(where, num_experts, group_sizes, regions.num_experts_of(layer))
@@ -186,24 +190,25 @@ def _call(
         out_dtype = jnp.bfloat16 if isinstance(lhs, QuantizedTensor) else lhs.dtype
     alignment = 1 if layer is None else regions.alignment_of(layer)
     gemm = Gemm(as_dtype(out_dtype, "out_dtype"), alignment, tf32=kernels_32.allowed())
+    # The bias, and the types that gradients must have.
     bias_entries = padded((), rhs.ndim - 1)
     if where.manual:
         bias_entries = padded(given[:1], rhs.ndim - 1)  # of as many experts as the weight here
     elif bias is not None:
-        # One of unknown layout lies as its weight does.
+        # A bias of unknown layout is sharded as its weight.
         known = regions.known_entries(bias, rhs.ndim - 1)
         bias_entries = (given[0], *given[2:]) if known is None else known
     typed = (origin_of(lhs), origin_of(rhs), bias)
     types = tuple(tuple(map(regions.type_of, jax.tree.leaves(x))) for x in typed)
     rows, both = rows or padded((), lhs.ndim), isinstance(origin_of(rhs), Pair)
-    static = (where, recipe, gemm, num_experts, rows, given, lies, bias_entries, types)
+    static = (where, recipe, gemm, num_experts, rows, given, multiplied, bias_entries, types)
     return GemmCall(*static, paired=both)
 
 
 def with_whole_blocks(
     where: Partitioning, given: Entries, shape: tuple[int, ...], blocks: tuple[int, ...]
 ) -> Entries:
-    """How a weight lies once a recipe quantized it: off the axes that leave no whole blocks.
+    """Entries of a weight once a recipe quantized it: off the axes that leave no whole blocks.
 
     Raises:
         InvalidArgumentError: a shard_map has cut it over such an axis, and rows too.
@@ -221,25 +226,6 @@ def with_whole_blocks(
                 argument="recipe",
             )
     return weight.entries
-
-
-def _whole_kernel(
-    rhs: Kernel, rhs_spec: PartitionSpec | None, layer: EpLayer | TracedLayer | None
-) -> tuple[int, ...]:
-    """The shape of rhs once it is gathered over the manual axes of rhs_spec.
-
-    Those that shard no tokens of the layer stay, and the rows are split over them too.
-    """
-    ambient = jax.sharding.get_abstract_mesh()
-    gathered = {*ambient.manual_axes}
-    if layer is not None:
-        gathered &= {*resolve(layer)[0].group_spec.token_axes}
-    shape = list(rhs.shape)
-    for dim, axes in enumerate(weight_entries.told(rhs, rhs_spec)):
-        if dim > 0:
-            manual = (axis for axis in axes if axis in gathered)
-            shape[dim] *= prod(ambient.shape[axis] for axis in manual)
-    return tuple(shape)
 
 
 def blocks_of(recipe: Recipe | None, rhs: Kernel) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""What grouped_gemm refuses, with sizes."""
+"""Checks of the arguments of grouped_gemm."""
 
 from __future__ import annotations
 

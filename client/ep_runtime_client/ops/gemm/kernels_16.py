@@ -23,6 +23,7 @@ from ep_runtime_client.ops.gemm import kernel_weights
 from ep_runtime_client.ops.gemm.product import GemmKernels, Product
 from ep_runtime_client.ops.kernels import platform
 from ep_runtime_client.ops.kernels.ffi import bound, once, targets
+from ep_runtime_client.ops.kernels.serve import sizes_of
 from ep_runtime_client.ops.quantize.pair import Pair
 from ep_runtime_client.ops.quantize.quantized_tensor import QuantizedTensor
 
@@ -33,7 +34,7 @@ _TYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
 _log = logging.getLogger(__name__)
 
 
-def takes(product: Product) -> bool:
+def supports(product: Product) -> bool:
     """Whether they take a product.
 
     A 16-bit product that they leave to plain JAX is said once.
@@ -44,10 +45,10 @@ def takes(product: Product) -> bool:
     dtypes = {jnp.dtype(product.cast or x.dtype) for x in operands}
     if len(dtypes) > 1 or not dtypes <= {*_TYPES}:
         return False
-    return takes_shape(MULTIPLE, product, product.rows)
+    return supports_shape(MULTIPLE, product, product.rows)
 
 
-def takes_shape(multiple: int, product: Product, rows: int) -> bool:
+def supports_shape(multiple: int, product: Product, rows: int) -> bool:
     """Whether kernels for features in multiples of `multiple` are there and take a shape.
 
     What they do not take for its shape is said once, in a process that has GPUs of theirs. Where
@@ -156,7 +157,7 @@ def _calls(
 ) -> list[jax.Array]:
     wanted = jnp.dtype(out_dtype)
     made = wanted if wanted == operands[0].dtype else jnp.dtype(jnp.float32)
-    sizes = group_sizes.astype(jnp.int32).reshape(-1, group_sizes.shape[-1])
+    sizes = sizes_of(group_sizes)
     values = {name: np.int64(value) for name, value in attributes.items()}
     results = tuple(jax.ShapeDtypeStruct(shape, made) for shape in shapes)
     outs = tuple(jax.ffi.ffi_call(target, results)(*bound(sizes, *operands), **values))
@@ -165,4 +166,4 @@ def _calls(
     return [out.astype(wanted) for out in outs]
 
 
-KERNELS: GemmKernels = GemmKernels(takes, forward, data_grad, weight_grad)
+KERNELS: GemmKernels = GemmKernels(supports, forward, data_grad, weight_grad)

@@ -26,6 +26,7 @@ import numpy as np
 from ep_runtime_client.ops.gemm import kernel_weights, kernels_8, kernels_16
 from ep_runtime_client.ops.gemm.product import GemmKernels, Product
 from ep_runtime_client.ops.kernels.ffi import targets
+from ep_runtime_client.ops.kernels.serve import sizes_of
 from ep_runtime_client.ops.quantize.pair import Pair
 from ep_runtime_client.ops.quantize.quantized_tensor import QuantizedTensor
 
@@ -42,7 +43,7 @@ def allowed() -> bool:
     return precision in _PRECISIONS
 
 
-def takes(product: Product) -> bool:
+def supports(product: Product) -> bool:
     """Whether they take a product."""
     operands = (product.left, product.right)
     if not product.tf32 or any(isinstance(x, QuantizedTensor) for x in operands):
@@ -52,33 +53,7 @@ def takes(product: Product) -> bool:
         return False
     rows = product.rows
     padded = rows + (kernels_8.PADDED - 1) * math.prod(product.groups) if rows else 0
-    return kernels_16.takes_shape(MULTIPLE, product, padded)
-
-
-def forward(
-    out_dtype: Any,
-    cast: Any,
-    lhs: jax.Array,
-    rhs: jax.Array | Pair,
-    bias: jax.Array | None,
-    group_sizes: jax.Array,
-) -> jax.Array:
-    """As `plain.forward`, but rows past the last group are undefined."""
-    del cast  # to f32 at most
-    return kernels_16.forward(out_dtype, jnp.float32, lhs, rhs, bias, group_sizes)
-
-
-def data_grad(
-    out_dtype: Any,
-    cast: Any,
-    clear_slack: bool,
-    grad: jax.Array,
-    rhs: jax.Array | Pair,
-    group_sizes: jax.Array,
-) -> jax.Array:
-    """As `plain.data_grad`; rows past the last group are undefined unless cleared."""
-    del cast
-    return kernels_16.data_grad(out_dtype, jnp.float32, clear_slack, grad, rhs, group_sizes)
+    return kernels_16.supports_shape(MULTIPLE, product, padded)
 
 
 def weight_grad(
@@ -91,8 +66,8 @@ def weight_grad(
     group_sizes: jax.Array,
 ) -> jax.Array | Pair:
     """As `plain.weight_grad`; sums are f32 and rounded once."""
-    del cast
-    lead, sizes = group_sizes.ndim, _sizes(group_sizes)
+    del cast  # to f32
+    lead, sizes = group_sizes.ndim, sizes_of(group_sizes)
     slab_rows = lhs.shape[lead - 1]
     transposed = [_transposed_rows(x, slab_rows, sizes) for x in (lhs, grad)]
 
@@ -112,10 +87,6 @@ def _transposed_rows(x: jax.Array, slab_rows: int, sizes: jax.Array) -> jax.Arra
     return out
 
 
-def _sizes(group_sizes: jax.Array) -> jax.Array:
-    return group_sizes.astype(jnp.int32).reshape(-1, group_sizes.shape[-1])
-
-
 def _calls(
     target: str, shapes: kernel_weights.Shapes, *operands: jax.Array, **attributes: int
 ) -> list[jax.Array]:
@@ -124,4 +95,6 @@ def _calls(
     return list(jax.ffi.ffi_call(target, results)(*operands, **values))
 
 
-KERNELS: GemmKernels = GemmKernels(takes, forward, data_grad, weight_grad)
+KERNELS: GemmKernels = GemmKernels(
+    supports, kernels_16.forward, kernels_16.data_grad, weight_grad, jnp.dtype(jnp.float32)
+)

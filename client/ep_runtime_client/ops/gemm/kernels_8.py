@@ -10,7 +10,7 @@ They serve operands that are both of one recipe, with K' and N' multiples of 16,
 - MXFP8: Hopper's tensor cores know no such scales: data times scales in bf16, which is exact and
   no faster than bf16; that is said once.
 
-The tensor cores want 8-bit data with the contracted dim along memory: what lies otherwise is
+The tensor cores want 8-bit data with the contracted dim along memory: data laid out otherwise are
 transposed first, the rows of groups each to a multiple of PADDED. Kernels that grouped_gemm itself
 quantizes come in both layouts from there, on GPUs with row kernels.
 
@@ -32,6 +32,7 @@ from ep_runtime_client.ops.gemm import kernel_weights, kernels_16
 from ep_runtime_client.ops.gemm.product import GemmKernels, Product
 from ep_runtime_client.ops.kernels import platform
 from ep_runtime_client.ops.kernels.ffi import bound, once, targets
+from ep_runtime_client.ops.kernels.serve import sizes_of
 from ep_runtime_client.ops.quantize import kernels as quantize_kernels
 from ep_runtime_client.ops.quantize.formats.format import OnGpu
 from ep_runtime_client.ops.quantize.formats.recipes import DATA_DTYPES
@@ -55,7 +56,7 @@ _E4M3, _E5M2 = (jnp.dtype(name) for name in DATA_DTYPES)
 _log = logging.getLogger(__name__)
 
 
-def takes(product: Product) -> bool:
+def supports(product: Product) -> bool:
     """Whether they take a product.
 
     Products of recipes that they leave to plain JAX for their shape are said once each, in a
@@ -129,18 +130,14 @@ def forward(
     if not _on_gpu(lhs).rows:
         rows, kernel = _wide_rows(lhs, group_sizes), _wide_kernel(rhs)
         return kernels_16.forward(out_dtype, None, rows, kernel, bias, group_sizes)
-    transposed, rows = turned(rhs), bits(lhs.data).reshape(-1, rhs.shape[1])
-    experts, n, _ = transposed.shape
-    biases = jnp.zeros((0, 0), jnp.float32)
-    if bias is not None:
-        wide = bias.dtype not in (jnp.bfloat16, jnp.float16)
-        biases = (bias.astype(jnp.float32) if wide else bias).reshape(experts, n)
+    transposed, rows = transposed_weights(rhs), bits(lhs.data).reshape(-1, rhs.shape[1])
+    biases = kernels_16.flat_bias(bias, rhs.shape[0])
     way = {"data_grad": 0, "clear_slack": 0}
     out = _multiply_rows(out_dtype, way, lhs, rows, rhs, transposed, biases, group_sizes)
     return out.reshape(*lhs.shape[:-1], *rhs.shape[2:])
 
 
-def turned(rhs: QuantizedTensor) -> jax.Array:
+def transposed_weights(rhs: QuantizedTensor) -> jax.Array:
     """Kernels as forward products take them, uint8 [G, N', K'] with N' one dim."""
     experts, k, n = (*rhs.shape[:2], math.prod(rhs.shape[2:]))
     if rhs.transposed is not None:
@@ -183,7 +180,7 @@ def _multiply_rows(
     """Rows [S * C, contracted] times kernels [G, made, contracted] -> [S * C, made]."""
     assert lhs.scale is not None
     assert rhs.scale is not None
-    sizes = _sizes(group_sizes)
+    sizes = sizes_of(group_sizes)
     blocks = not format_of(lhs.recipe).per_group
     lhs_scale, rhs_scale = lhs.scale.reshape(sizes.shape) if not blocks else lhs.scale, rhs.scale
     if blocks:
@@ -211,10 +208,10 @@ def weight_grad(
         return kernels_16.weight_grad(out_dtype, None, experts, paired, left, right, group_sizes)
     assert lhs.scale is not None
     assert grad.scale is not None
-    sizes, lead = _sizes(group_sizes), group_sizes.ndim
+    sizes, lead = sizes_of(group_sizes), group_sizes.ndim
     blocks = not format_of(lhs.recipe).per_group
-    turn = _requantized_rows if blocks else _transposed_rows
-    transposed, scales = zip(*(turn(x, group_sizes) for x in (lhs, grad)), strict=True)
+    transpose = _requantized_rows if blocks else _transposed_rows
+    transposed, scales = zip(*(transpose(x, group_sizes) for x in (lhs, grad)), strict=True)
     way = {
         "slab_rows": lhs.shape[lead - 1],
         "block": int(blocks),
@@ -236,16 +233,16 @@ def padded_rows(slab_rows: int, groups: int) -> int:
 def _transposed_rows(x: QuantizedTensor, group_sizes: jax.Array) -> tuple[jax.Array, jax.Array]:
     """[W, S * padded rows]: each group begins at a multiple of PADDED, zeros end it; [S, L]."""
     assert x.scale is not None
-    sizes = _sizes(group_sizes)
-    rows, shape = _turned_rows(x, sizes, x.shape[group_sizes.ndim - 1])
+    sizes = sizes_of(group_sizes)
+    rows, shape = _rows_to_transpose(x, sizes, x.shape[group_sizes.ndim - 1])
     return _call(TRANSPOSE_ROWS, shape, jnp.uint8, sizes, rows), x.scale.reshape(sizes.shape)
 
 
 def _requantized_rows(x: QuantizedTensor, group_sizes: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The same, quantized again in blocks of 128 x 128; scales [S * padded rows / 128, W / 128]."""
     assert x.scale is not None
-    sizes = _sizes(group_sizes)
-    rows, shape = _turned_rows(x, sizes, x.shape[group_sizes.ndim - 1])
+    sizes = sizes_of(group_sizes)
+    rows, shape = _rows_to_transpose(x, sizes, x.shape[group_sizes.ndim - 1])
     made = (
         jax.ShapeDtypeStruct(shape, jnp.uint8),
         jax.ShapeDtypeStruct((shape[1] // PADDED, num_tiles(shape[0], PADDED)), jnp.float32),
@@ -259,7 +256,7 @@ def _requantized_rows(x: QuantizedTensor, group_sizes: jax.Array) -> tuple[jax.A
     return data, scale
 
 
-def _turned_rows(
+def _rows_to_transpose(
     x: QuantizedTensor, sizes: jax.Array, slab_rows: int
 ) -> tuple[jax.Array, tuple[int, int]]:
     """Rows [S * C, W] of bits, and the shape that they have with rows along memory."""
@@ -269,7 +266,7 @@ def _turned_rows(
 
 def _wide_rows(x: QuantizedTensor, group_sizes: jax.Array, columns: bool = False) -> jax.Array:
     """bf16 rows in the shape of `x`; those of no group are undefined."""
-    sizes, lead = _sizes(group_sizes), group_sizes.ndim
+    sizes, lead = sizes_of(group_sizes), group_sizes.ndim
     flat = (sizes.shape[0], x.shape[lead - 1], math.prod(x.shape[lead:]))
     form = format_of(x.recipe)
     columns = columns and form.columns
@@ -301,10 +298,6 @@ def _dequantized(
     operands = (sizes, bits(data).reshape(shape), bits(scale).reshape(shape[0], *scales))
     way = {"line_values": tile[0], "column_values": tile[1], "e5m2": int(data.dtype == _E5M2)}
     return _call(_DEQUANTIZE, shape, jnp.bfloat16, *operands, **way).reshape(x.shape)
-
-
-def _sizes(group_sizes: jax.Array) -> jax.Array:
-    return group_sizes.astype(jnp.int32).reshape(-1, group_sizes.shape[-1])
 
 
 def _made(out_dtype: Any) -> Any:
@@ -341,4 +334,4 @@ def _launched(
     return list(jax.ffi.ffi_call(target, results)(*bound(*operands), **values))
 
 
-KERNELS: GemmKernels = GemmKernels(takes, forward, data_grad, weight_grad)
+KERNELS: GemmKernels = GemmKernels(supports, forward, data_grad, weight_grad)

@@ -19,7 +19,7 @@ from ep_runtime_client.ops.quantize.quantized_tensor import QuantizedTensor
 TARGETS = targets("ep_group_sums_v1")
 
 
-def takes(product: Product) -> bool:
+def supports(product: Product) -> bool:
     """Whether it takes rows to sum, lowered for a GPU."""
     grad, experts = product.left, product.experts
     if isinstance(grad, QuantizedTensor) or product.cast not in (None, grad.dtype) or experts < 1:
@@ -28,7 +28,7 @@ def takes(product: Product) -> bool:
         return False
     width = math.prod(product.features)
     many = experts <= kernels_serve.MAX_SLABS
-    return many and width > 0 and kernels_serve.takes(product.groups, grad, width=width)
+    return many and width > 0 and kernels_serve.supports(product.groups, grad, width=width)
 
 
 def bias_grad(experts: int, grad: jax.Array, group_sizes: jax.Array) -> jax.Array:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ep_runtime_client.ops.gemm import plain
-from ep_runtime_client.ops.gemm.plain import Gemm
+from ep_runtime_client.ops.gemm.plain import Gemm, wide
 from ep_runtime_client.ops.partitioning.placement import Grouped, expert_weight, grouped
 from ep_runtime_client.ops.partitioning.regions import Partitioning
 from ep_runtime_client.ops.partitioning.resolved import Resolved, Sums
@@ -167,7 +167,7 @@ class GemmBackward(_GemmOp):
         sums = Sums(roles, self.where.manual)
         summed = sums.free(place.columns)
         crossed = tuple(dict.fromkeys(roles.real(roles.outer) + place.columns))
-        shared = self._shared(roles)
+        shared = roles.real(roles.outer)  # axes over which the weight's gradient adds up
         weight, given = place.weight, len(self.taken(place))
         if self.has_rhs:
             own, shape = arrived[-1], shapes[-1]
@@ -177,6 +177,7 @@ class GemmBackward(_GemmOp):
 
         def local(*blocks: jax.Array) -> tuple[jax.Array, ...]:
             lhs, rhs, bias, sizes = self.opened(place, blocks)
+            # The bias first: it sums the gradient before that is quantized.
             experts, d_bias = rhs.shape[0], []
             grad: Any = blocks[given]
             if bias is not None:
@@ -194,7 +195,7 @@ class GemmBackward(_GemmOp):
             if summed:
                 gemm = dataclasses.replace(gemm, out_dtype=wide(grad, rhs))
             # What is added up over devices stays wide.
-            dtype = None if roles.real(shared) else self.weight_dtype
+            dtype = None if shared else self.weight_dtype
             d_lhs, d_rhs = plain.pullback(gemm, lhs, rhs, grad, sizes, dtype, paired=self.paired)
             d_lhs = sums.total(slack.cleared(d_lhs, sizes), summed)
             taken_off = self._each(weight.taken_off)
@@ -210,10 +211,6 @@ class GemmBackward(_GemmOp):
     def _each(self, values: Sequence[Value]) -> tuple[Value, ...]:
         """What there is per dim of the weight, per dim of one of its arrays."""
         return of_each(values) if self.paired else tuple(values)
-
-    def _shared(self, roles: Roles) -> tuple[str, ...]:
-        """Axes over which the weight's gradient adds up."""
-        return roles.real(roles.outer)
 
     def factors(self) -> tuple[list[str], list[str]]:
         kernel = kernel_factors(self.rhs.ndim)
@@ -233,15 +230,3 @@ class GemmBackward(_GemmOp):
 def of_first(axes: tuple[str, ...], bias: jax.Array) -> jax.Array:
     """A bias or its gradient on the first of the devices that are summed over; zero elsewhere."""
     return jnp.where(lax.axis_index(axes) == 0, bias, jnp.zeros_like(bias))
-
-
-def wide(*operands: Any) -> Any:
-    """Dtype of sums."""
-    return jnp.float64 if any(x.dtype == jnp.float64 for x in operands) else jnp.float32
-
-
-def arrivals(
-    lhs: Packing, rhs: Packing, lhs_entries: Entries, rhs_entries: Entries, *others: Entries
-) -> tuple[Entries, ...]:
-    """Entries of a GEMM's operands, `others` those behind the weight."""
-    return (*lhs.spread(lhs_entries), *rhs.spread(rhs_entries), *others)

@@ -7,7 +7,8 @@ Letters: C rows of a slab, S slabs on this device, L groups of a slab, G experts
 this device, K' contracted, N' the kernel's trailing dims (one, or more such as [2, M]).
 
 Operands are arrays or QuantizedTensors, in any mix; kernels may be a Pair too, as [G, K', 2, M].
-Quantized ones are widened block by block, the dot itself is f32.
+Quantized ones are widened to f32 block by block and multiplied by their scales there; a scale that
+is one of a whole group multiplies the dot's result instead.
 
 Every function takes rows [C, ...] with group_sizes [L], or [S, C, ...] with [S, L]; group l of
 slab s uses expert (s * L + l) % G. Rows past sum(group_sizes) are neither read nor trusted and
@@ -27,17 +28,19 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ep_runtime_client.ops.gemm import kernels_bias
-from ep_runtime_client.ops.gemm.block_operands import contracted_rows, kernel_reader, row_reader
-from ep_runtime_client.ops.gemm.families import kernels_of
+from ep_runtime_client.ops.gemm import kernels_8, kernels_16, kernels_32, kernels_bias
 from ep_runtime_client.ops.gemm.product import GemmKernels, Product
 from ep_runtime_client.ops.kernels import platform, row_blocks
 from ep_runtime_client.ops.kernels.row_blocks import Blocks, RowBlock
 from ep_runtime_client.ops.kernels.serve import either
-from ep_runtime_client.ops.quantize.formats.format import Part
+from ep_runtime_client.ops.quantize.formats.format import Part, flat, matrix
+from ep_runtime_client.ops.quantize.formats.table import format_of
 from ep_runtime_client.ops.quantize.pair import Pair, of_each
+from ep_runtime_client.ops.quantize.quantized_tensor import QuantizedTensor
 
 Kernel = Callable[..., jax.Array]
+# The kernels of the CUDA library, in the order in which they are asked.
+FAMILIES = (kernels_16.KERNELS, kernels_32.KERNELS, kernels_8.KERNELS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +85,7 @@ def forward(
     by = _served_by(gemm, lhs, rhs, rhs.shape, group_sizes)
     if by is None:
         return plain(*operands)
-    kernel = functools.partial(by.forward, gemm.out_dtype, gemm.compute_dtype)
+    kernel = functools.partial(by.forward, gemm.out_dtype, _cast_by(gemm, by))
     return platform.choose(kernel, plain, *operands)
 
 
@@ -91,8 +94,8 @@ def _forward(
 ) -> jax.Array:
     lead = group_sizes.ndim
     blocks = _cut(gemm, lhs, group_sizes)
-    rows = row_reader(lhs, lead, dtype=gemm.compute_dtype)
-    kernels = kernel_reader(rhs, dtype=gemm.compute_dtype)
+    rows = _row_reader(lhs, lead, dtype=gemm.compute_dtype)
+    kernels = _kernel_reader(rhs, dtype=gemm.compute_dtype)
     out = jnp.zeros((blocks.num_rows, *rhs.shape[2:]), gemm.out_dtype)
 
     def step(block: RowBlock, out: jax.Array) -> jax.Array:
@@ -148,7 +151,7 @@ def weight_grad(
         [G, K', *N'], or a Pair of [G, K', M]; zeros for experts without rows.
     """
     experts = math.prod(group_sizes.shape) if num_experts is None else num_experts
-    dtype = _wide(lhs, grad) if out_dtype is None else out_dtype
+    dtype = wide(lhs, grad) if out_dtype is None else out_dtype
 
     def plain(lhs: Any, grad: Any, group_sizes: jax.Array) -> Any:
         return _gradients(gemm, lhs, None, grad, group_sizes, experts, dtype, paired)[0]
@@ -172,7 +175,7 @@ def pullback(
 ) -> tuple[jax.Array, Any]:
     """`data_grad` and `weight_grad`; in plain JAX one loop, which reads the gradient once."""
     experts = rhs.shape[0]
-    dtype = _wide(lhs, grad) if out_dtype is None else out_dtype
+    dtype = wide(lhs, grad) if out_dtype is None else out_dtype
     by = _served_by(gemm, grad, rhs, rhs.shape, group_sizes)
     shape = _kernel_shape(experts, lhs, grad, group_sizes)
     if by is not _served_by(gemm, lhs, grad, shape, group_sizes):
@@ -197,14 +200,18 @@ def _kernel_shape(experts: int, lhs: Any, grad: Any, group_sizes: jax.Array) -> 
 
 
 def _data_kernel(gemm: Gemm, by: GemmKernels) -> Kernel:
-    static = (gemm.out_dtype, gemm.compute_dtype, gemm.clear_slack)
+    static = (gemm.out_dtype, _cast_by(gemm, by), gemm.clear_slack)
     return functools.partial(by.data_grad, *static)
 
 
 def _weight_kernel(
     gemm: Gemm, by: GemmKernels, experts: int, dtype: Any, paired: bool
 ) -> Callable[..., Any]:
-    return functools.partial(by.weight_grad, dtype, gemm.compute_dtype, experts, paired)
+    return functools.partial(by.weight_grad, dtype, _cast_by(gemm, by), experts, paired)
+
+
+def _cast_by(gemm: Gemm, by: GemmKernels) -> Any:
+    return gemm.compute_dtype if by.cast is None else by.cast
 
 
 def _gradients(
@@ -219,12 +226,13 @@ def _gradients(
 ) -> tuple[Any, ...]:
     """Gradients of the rows, unless rhs is None, and of the kernels, unless lhs is None."""
     lead = group_sizes.ndim
-    blocks = _cut(gemm, grad, group_sizes, 0 if lhs is None else contracted_rows(lhs, grad))
-    read = functools.partial(row_reader, lead=lead, dtype=gemm.compute_dtype)
+    blocks = _cut(gemm, grad, group_sizes, 0 if lhs is None else _contracted_rows(lhs, grad))
+    read = functools.partial(_row_reader, lead=lead, dtype=gemm.compute_dtype)
+    # One step per gradient, so that the gradient's rows are read once for both.
     outs: list[Any] = []
     steps: list[Callable[[RowBlock, Any], Any]] = []
     if rhs is not None:
-        grads, kernels = read(grad), kernel_reader(rhs, columns=True, dtype=gemm.compute_dtype)
+        grads, kernels = read(grad), _kernel_reader(rhs, columns=True, dtype=gemm.compute_dtype)
         outs.append(jnp.zeros((blocks.num_rows, rhs.shape[1]), gemm.out_dtype))
 
         def to_rows(block: RowBlock, out: jax.Array) -> jax.Array:
@@ -236,7 +244,7 @@ def _gradients(
         rows, columns = read(lhs, columns=True), read(grad, columns=True)
         count = 1 + int(paired)
         width = math.prod(grad.shape[lead:]) // count
-        outs.append([jnp.zeros((experts, lhs.shape[-1], width), _wide(lhs, grad))] * count)
+        outs.append([jnp.zeros((experts, lhs.shape[-1], width), wide(lhs, grad))] * count)
 
         def to_kernels(block: RowBlock, out: list[jax.Array]) -> list[jax.Array]:
             product = _dot(rows(block), columns(block), (0, 0))
@@ -251,6 +259,7 @@ def _gradients(
         return [each(block, out) for each, out in zip(steps, outs, strict=True)]
 
     made = row_blocks.loop(blocks, step, outs, lhs, rhs, grad)
+    # Out of the loop they have flat dims, and kernels the dtype of sums.
     if rhs is not None:
         made[0] = made[0].reshape(*grad.shape[:lead], rhs.shape[1])
     if lhs is not None:
@@ -270,15 +279,15 @@ def bias_grad(
     summed = Product(grad, None, groups, experts, trailing, gemm.compute_dtype)
     kernel = functools.partial(kernels_bias.bias_grad, experts)
     plain = functools.partial(_bias_grad, gemm, experts)
-    return either(kernels_bias.takes(summed), kernel, plain, grad, group_sizes)
+    return either(kernels_bias.supports(summed), kernel, plain, grad, group_sizes)
 
 
 def _bias_grad(gemm: Gemm, experts: int, grad: Any, group_sizes: jax.Array) -> jax.Array:
     lead = group_sizes.ndim
     blocks = _cut(gemm, grad, group_sizes)
-    grads = row_reader(grad, lead, dtype=gemm.compute_dtype)
+    grads = _row_reader(grad, lead, dtype=gemm.compute_dtype)
     trailing = grad.shape[lead:]
-    out = jnp.zeros((experts, math.prod(trailing)), _wide(grad))
+    out = jnp.zeros((experts, math.prod(trailing)), wide(grad))
 
     def step(block: RowBlock, out: jax.Array) -> jax.Array:
         part = grads(block)
@@ -288,7 +297,7 @@ def _bias_grad(gemm: Gemm, experts: int, grad: Any, group_sizes: jax.Array) -> j
     return row_blocks.loop(blocks, step, out, grad).reshape(experts, *trailing)
 
 
-def _wide(*operands: Any) -> Any:
+def wide(*operands: Any) -> Any:
     """Dtype of sums."""
     return jnp.float64 if any(x.dtype == jnp.float64 for x in operands) else jnp.float32
 
@@ -298,7 +307,8 @@ def _served_by(
 ) -> GemmKernels | None:
     """Whose GPU kernels take a product of weights of the shape `kernel`; None: nobody's."""
     static = (gemm.compute_dtype, gemm.tf32)
-    return kernels_of(Product(rows, other, group_sizes.shape, kernel[0], kernel[1:], *static))
+    product = Product(rows, other, group_sizes.shape, kernel[0], kernel[1:], *static)
+    return next((each for each in FAMILIES if each.supports(product)), None)
 
 
 def _cut(gemm: Gemm, rows: Any, group_sizes: jax.Array, exactly: int = 0) -> Blocks:
@@ -316,7 +326,7 @@ def _dot(lhs: Part, rhs: Part, contract: tuple[int, int]) -> jax.Array:
         lhs.values.astype(dtype),
         rhs.values.astype(dtype),
         dims,
-        preferred_element_type=_wide(lhs.values, rhs.values),
+        preferred_element_type=wide(lhs.values, rhs.values),
     )
     return _scaled(_scaled(product, lhs), rhs)
 
@@ -324,3 +334,53 @@ def _dot(lhs: Part, rhs: Part, contract: tuple[int, int]) -> jax.Array:
 def _scaled(result: jax.Array, part: Part) -> jax.Array:
     # One scale after the other: the product of two small scales is no f32.
     return result if part.scale is None else result * part.scale
+
+
+def _row_reader(
+    operand: Any, lead: int, *, columns: bool = False, dtype: Any = None
+) -> Callable[[RowBlock], Part]:
+    """Reads a block's rows; rows of other groups are zeros.
+
+    Args:
+        operand: [C, ...] or [S, C, ...] array or QuantizedTensor.
+        lead: how many dims the rows take, 1 or 2.
+        columns: the GEMM contracts the rows: MXFP8 reads its column-wise copy.
+        dtype: what an array is cast to; None leaves it.
+    """
+    if not isinstance(operand, QuantizedTensor):
+        rows = flat(operand, lead)
+        return lambda block: Part(matrix(_cast(block.read(rows), dtype)))
+    return format_of(operand.recipe).row_reader(operand, lead, columns=columns)
+
+
+def _contracted_rows(*operands: Any) -> int:
+    """Rows that a block has at most where a GEMM contracts those of `operands`; 0: any number."""
+    wanted = [
+        format_of(each.recipe).contracted_rows
+        for each in operands
+        if isinstance(each, QuantizedTensor)
+    ]
+    return max(wanted, default=0)
+
+
+def _kernel_reader(
+    operand: Any, *, columns: bool = False, dtype: Any = None
+) -> Callable[[jax.Array], Part]:
+    """Reads one expert's kernel [K', everything else].
+
+    Args:
+        operand: [G, K', *N'] array, Pair or QuantizedTensor.
+        columns: the GEMM contracts N': MXFP8 reads its column-wise copy.
+        dtype: what an array is cast to; None leaves it.
+    """
+    if isinstance(operand, Pair):
+        # One expert's at a time: sums over N' then run as those of the one array do.
+        halves = [_kernel_reader(half, dtype=dtype) for half in (operand.gate, operand.up)]
+        return lambda expert: Part(jnp.concatenate([read(expert).values for read in halves], 1))
+    if not isinstance(operand, QuantizedTensor):
+        return lambda expert: Part(matrix(_cast(row_blocks.pick(operand, expert), dtype)))
+    return format_of(operand.recipe).kernel_reader(operand, columns=columns)
+
+
+def _cast(part: jax.Array, dtype: Any) -> jax.Array:
+    return part if dtype is None else part.astype(dtype)

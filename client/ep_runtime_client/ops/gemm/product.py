@@ -50,16 +50,18 @@ class GemmKernels:
     """Kernels of the CUDA library for one kind of operands.
 
     Attributes:
-        takes: whether they take a product, should its program be lowered for a GPU.
+        supports: whether they compute a product, should its program be lowered for a GPU.
         forward: (out_dtype, cast, lhs, rhs, bias, group_sizes) -> as `plain.forward`, but rows
             past the last group are undefined.
         data_grad: (out_dtype, cast, clear_slack, grad, rhs, group_sizes) -> as `plain.data_grad`;
             rows past the last group are undefined unless cleared.
         weight_grad: (out_dtype, cast, experts, paired, lhs, grad, group_sizes) -> as
             `plain.weight_grad`; sums are f32 and rounded once.
+        cast: what `cast` always is; None is the call's.
     """
 
-    takes: Callable[[Product], bool]
+    supports: Callable[[Product], bool]
     forward: Callable[..., jax.Array]
     data_grad: Callable[..., jax.Array]
     weight_grad: Callable[..., jax.Array | Pair]
+    cast: Any = None

@@ -18,7 +18,7 @@ from ep_runtime_client.ops.partitioning.regions import Partitioning
 from ep_runtime_client.ops.partitioning.roles import Entries, Roles, entries_of, padded
 from ep_runtime_client.ops.quantize.formats.recipes import Recipe
 from ep_runtime_client.ops.quantize.ops import QuantizeKernel, transposes
-from ep_runtime_client.ops.quantize.packing import Kernel, turned_of, unpack
+from ep_runtime_client.ops.quantize.packing import Kernel, unpack
 from ep_runtime_client.ops.quantize.pair import Pair, of_both, paired
 from ep_runtime_client.ops.quantize.quantized_tensor import QuantizedTensor
 from ep_runtime_client.ops.quantize.stacks import QuantizeStack
@@ -38,12 +38,12 @@ def settled(where: Partitioning, x: Any, entries: Entries) -> QuantizedTensor | 
         return None
     bare = dataclasses.replace(x, origin=None, amax=None, group_sizes=None, transposed=None)
     read: QuantizedTensor = on_mesh.settle(where, bare, entries)
-    turned = on_mesh.settle(where, x.transposed, turned_of(entries))
-    return dataclasses.replace(read, transposed=turned)
+    transposed = on_mesh.settle(where, x.transposed, (entries[0], *entries[2:], entries[1]))
+    return dataclasses.replace(read, transposed=transposed)
 
 
 def for_backward(kernel: Kernel) -> Kernel:
-    """A kernel as it is kept: quantized, without the copy that forward's products take."""
+    """A kernel as it is saved: quantized, without the copy that forward's products take."""
     if not isinstance(kernel, QuantizedTensor):
         return kernel
     return dataclasses.replace(kernel, transposed=None)
@@ -64,7 +64,7 @@ def quantize_weight(
             [*stack, E, K', 2, M].
         recipe: how; not delayed.
         layer: as in `grouped_quantize`.
-        spec: how w, or each of a pair, lies, where that cannot be seen; as rhs_spec.
+        spec: sharding of w, or of each of a pair, if traced arrays do not carry it; as rhs_spec.
         stack: dims in front, of a stack of layers.
 
     Returns:
@@ -72,10 +72,14 @@ def quantize_weight(
         to w. Its leaves are tagged "ep_q_w".
 
     Raises:
-        InvalidArgumentError: sizes that the recipe cannot tile, gate and up that lie in two ways.
+        InvalidArgumentError: sizes that the recipe cannot tile, or gate and up sharded in two ways.
     """
     arrays = [*w] if isinstance(w, tuple) else [w]
-    known = _known(arrays) if spec is None else entries_of(spec, arrays[0].ndim)
+    known = (
+        weight_entries.of_alike(arrays, "params.wi")
+        if spec is None
+        else entries_of(spec, arrays[0].ndim)
+    )
     if layer is None:
         last = None if spec is None else PartitionSpec(*tuple(spec)[stack:])
         where = regions.of_operands(arrays, last)
@@ -86,23 +90,12 @@ def quantize_weight(
         entries = (*entries[:stack], *weight_entries.with_manual_experts(where, entries[stack:]))
     if layer is None and where.mode == "shard_map":
         assert where.roles is not None
-        # Whatever lies on the experts' dim shards experts.
+        # Any axis on the experts' dim shards experts.
         where = dataclasses.replace(where, roles=Roles(where.roles.sizes, (), entries[stack]))
     op = _op(where, recipe, arrays, stack)
     values = [jax.lax.stop_gradient(x) for x in arrays]
     made: QuantizedTensor = eager.run(_run, (op, entries), *values)
     return dataclasses.replace(made, origin=w)
-
-
-def _known(arrays: list[jax.Array]) -> Entries | None:
-    """Entries of one array, or of each of two, where they are known."""
-    found = [regions.known_entries(x, x.ndim) for x in arrays]
-    if None not in found and found[0] != found[-1]:
-        raise InvalidArgumentError(
-            f"gate and up of a pair must be sharded alike, got {found[0]} and {found[-1]}",
-            argument="params.wi",
-        )
-    return None if None in found else found[0]
 
 
 def _op(

@@ -1,4 +1,4 @@
-"""The gradient of grouped_gemm: what is quantized, what is kept, and what comes back."""
+"""The gradient of grouped_gemm: what is quantized, what is saved, and what comes back."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ import dataclasses
 from typing import Any
 
 import jax
-from jax.ad_checkpoint import checkpoint_name
 
-from ep_runtime_client.ops.gemm.ops import GemmBackward, GemmForward, arrivals
+from ep_runtime_client.ops.gemm.ops import GemmBackward, GemmForward
 from ep_runtime_client.ops.gemm.plain import Gemm
 from ep_runtime_client.ops.gemm.quantized_operands import for_backward
 from ep_runtime_client.ops.partitioning import on_mesh
@@ -16,7 +15,7 @@ from ep_runtime_client.ops.partitioning.regions import Partitioning
 from ep_runtime_client.ops.partitioning.roles import Entries, padded
 from ep_runtime_client.ops.quantize import ops as quantize_ops
 from ep_runtime_client.ops.quantize.formats.recipes import Recipe
-from ep_runtime_client.ops.quantize.packing import Kernel, Matrix, pack
+from ep_runtime_client.ops.quantize.packing import Kernel, Matrix, Packing, pack
 from ep_runtime_client.ops.quantize.pair import Pair, of_each
 from ep_runtime_client.ops.quantize.quantized_tensor import QuantizedTensor
 from ep_runtime_client.ops.tracing import eager, first_order, slack
@@ -46,7 +45,7 @@ class GemmCall:
         num_experts: E, over all devices.
         lhs: entries of the rows [R, C, K'].
         rhs: entries of the weight, where they are known.
-        lies: of what is multiplied: quantized, it may lie over fewer axes.
+        multiplied: entries of the weight as it is multiplied; quantized, it may be over fewer axes.
         bias: entries of the bias, likewise.
         types: entries that the gradients of every array of lhs, rhs and bias must have as types;
             None where types say nothing.
@@ -59,7 +58,7 @@ class GemmCall:
     num_experts: int
     lhs: Entries
     rhs: Entries
-    lies: Entries
+    multiplied: Entries
     bias: Entries
     types: tuple[tuple[Entries | None, ...], ...] = ((), (), ())
     paired: bool = False
@@ -87,7 +86,8 @@ def _multiplied(
     scales: tuple[jax.Array, jax.Array] | None,
 ) -> tuple[Matrix, Kernel, Amax]:
     """What the GEMM multiplies: quantized here where there is a recipe for plain operands."""
-    rows, kernel = _either(q_lhs, lhs), _either(q_rhs, rhs)
+    rows: Any = lhs if q_lhs is None else q_lhs
+    kernel: Any = rhs if q_rhs is None else q_rhs
     if call.recipe is None:
         return rows, kernel, None
     scaled = scales is not None
@@ -98,63 +98,58 @@ def _multiplied(
         kernel_op = quantize_ops.QuantizeKernel(
             call.where, call.recipe, kernel.shape, scaled, transposed, call.paired
         )
-        q = quantize_ops.kernel(kernel_op, call.rhs, _unquantized(kernel), *w_scale)
+        q = quantize_ops.kernel(kernel_op, call.rhs, kernel, *w_scale)
         found.append(q.amax)
-        kernel = _tagged(q, "ep_q_w")
+        kernel = quantize_ops.tagged(q, "ep_q_w")
     if q_lhs is None:
         rows_op = quantize_ops.QuantizeRows(
             call.where, call.recipe, 3, call.num_experts, scaled, clear_slack=slack.checked()
         )
-        q = quantize_ops.rows(rows_op, call.lhs, _unquantized(rows), group_sizes, *x_scale)
+        q = quantize_ops.rows(rows_op, call.lhs, rows, group_sizes, *x_scale)
         found.append(q.amax)
-        rows = _tagged(dataclasses.replace(q, group_sizes=None), "ep_q_x")
+        rows = quantize_ops.tagged(q, "ep_q_x")
     return rows, kernel, (found[1], found[0]) if scaled else None
-
-
-def _either(quantized: QuantizedTensor | None, plain: Any) -> Any:
-    if quantized is not None:
-        return quantized
-    assert plain is not None
-    return plain
-
-
-def _unquantized(x: Any) -> Any:
-    assert not isinstance(x, QuantizedTensor)
-    return x
-
-
-def _tagged(q: QuantizedTensor, name: str) -> QuantizedTensor:
-    """`q` with 8-bit floats as uint8, which is what is kept until backward."""
-    kept = quantize_ops.raw(dataclasses.replace(q, amax=None))
-    tagged: QuantizedTensor = jax.tree.map(lambda leaf: checkpoint_name(leaf, name), kept)
-    return tagged
 
 
 def _forward(
     call: GemmCall, rows: Matrix, kernel: Kernel, bias: jax.Array | None, group_sizes: jax.Array
 ) -> jax.Array:
-    lhs, lhs_packing = pack(quantize_ops.from_raw(rows, rows=True), rows=True)
-    rhs, rhs_packing = pack(quantize_ops.from_raw(kernel, rows=False), rows=False)
-    op = GemmForward(call.where, lhs_packing, rhs_packing, bias is not None, call.gemm)
-    others = [] if bias is None else [bias]
-    known = [] if bias is None else [call.bias]
-    arrived = arrivals(lhs_packing, rhs_packing, call.lhs, call.lies, *known, padded((), 2))
-    return on_mesh.run_on_mesh(op, arrived, *lhs, *rhs, *others, group_sizes)[0]
+    packings, arrived, operands = _packed(call, rows, kernel, bias, group_sizes)
+    op = GemmForward(call.where, *packings, bias is not None, call.gemm)
+    return on_mesh.run_on_mesh(op, arrived, *operands)[0]
+
+
+def _packed(
+    call: GemmCall,
+    rows: Matrix,
+    kernel: Kernel,
+    bias: jax.Array | None,
+    group_sizes: jax.Array,
+    *,
+    columns: bool = False,
+) -> tuple[tuple[Packing, Packing], tuple[Entries, ...], list[jax.Array]]:
+    """(packings of rows and kernel, entries of all operands, the operands)."""
+    lhs, of_lhs = pack(quantize_ops.from_raw(rows, rows=True), rows=True, columns=columns)
+    rhs, of_rhs = pack(quantize_ops.from_raw(kernel, rows=False), rows=False, columns=columns)
+    operands = [*lhs, *rhs, *([] if bias is None else [bias]), group_sizes]
+    of_bias = [] if bias is None else [call.bias]
+    weight = of_rhs.spread(call.multiplied)
+    return (of_lhs, of_rhs), (*of_lhs.spread(call.lhs), *weight, *of_bias, padded((), 2)), operands
 
 
 def _fwd(call: GemmCall, *operands: Any) -> Any:
-    out, (rows, kernel, _, _, likes) = eager.shared(_forward_kept, call, *operands)
+    out, (rows, kernel, _, _, likes) = eager.shared(_forward_and_saved, call, *operands)
     lhs, rhs, bias, q_lhs, q_rhs, group_sizes, _ = operands
-    # What is kept as it came is the very argument: a scan that has it keeps no copy of it.
+    # What is saved as it came is the argument itself: a scan that has it saves no copy of it.
     if q_lhs is not None or call.recipe is None:
-        rows = _either(q_lhs, lhs)
+        rows = lhs if q_lhs is None else q_lhs
     if q_rhs is not None or call.recipe is None:
-        kernel = for_backward(_either(q_rhs, rhs))
+        kernel = for_backward(rhs if q_rhs is None else q_rhs)
     return out, (rows, kernel, bias, group_sizes, likes)
 
 
-def _bwd(call: GemmCall, kept: Any, grads_out: tuple[jax.Array, Any]) -> Any:
-    grads = eager.shared(_pullback, call, kept, grads_out[0])
+def _bwd(call: GemmCall, saved: Any, grads_out: tuple[jax.Array, Any]) -> Any:
+    grads = eager.shared(_pullback, call, saved, grads_out[0])
     typed = [_typed(*each) for each in zip(grads, call.types, strict=True)]
     return (*typed, None, None, None, None)
 
@@ -165,7 +160,7 @@ def _typed(grad: Any, types: tuple[Entries | None, ...]) -> Any:
     return jax.tree.unflatten(tree, typed)
 
 
-def _forward_kept(call: GemmCall, *operands: Any) -> Any:
+def _forward_and_saved(call: GemmCall, *operands: Any) -> Any:
     """((out, amax), what backward needs)."""
     lhs, rhs, bias, _, _, group_sizes, _ = operands
     rows, kernel, amax = _multiplied(call, lhs, rhs, *operands[3:])
@@ -178,19 +173,17 @@ def _forward_kept(call: GemmCall, *operands: Any) -> Any:
     return (out, amax), (rows, for_backward(kernel), bias, group_sizes, likes)
 
 
-def _pullback(call: GemmCall, kept: Any, grad: jax.Array) -> Any:
+def _pullback(call: GemmCall, saved: Any, grad: jax.Array) -> Any:
     """Gradients of lhs, rhs and bias."""
-    rows, kernel, bias, group_sizes, likes = kept
-    lhs, lhs_packing = pack(quantize_ops.from_raw(rows, rows=True), rows=True, columns=True)
-    rhs, rhs_packing = pack(quantize_ops.from_raw(kernel, rows=False), rows=False, columns=True)
+    rows, kernel, bias, group_sizes, likes = saved
+    packings, arrived, operands = _packed(call, rows, kernel, bias, group_sizes, columns=True)
     dtypes = [grad.dtype if like is None else like.dtype for like in likes]
     itself = [] if likes[1] is None or not likes[1].ndim else jax.tree.leaves(likes[1])
     gemm = dataclasses.replace(call.gemm, out_dtype=dtypes[0])
     bias_dtype = None if bias is None else bias.dtype
     op = GemmBackward(
         call.where,
-        lhs_packing,
-        rhs_packing,
+        *packings,
         bias is not None,
         gemm,
         call.recipe,
@@ -199,13 +192,9 @@ def _pullback(call: GemmCall, kept: Any, grad: jax.Array) -> Any:
         bool(itself),
         call.paired,
     )
-    others = [] if bias is None else [bias]
-    known = [] if bias is None else [call.bias]
     own = of_each(call.rhs) if call.paired else call.rhs
-    rest = (*known, padded((), 2), padded((), grad.ndim), *[own] * len(itself))
-    arrived = arrivals(lhs_packing, rhs_packing, call.lhs, call.lies, *rest)
-    operands = (*lhs, *rhs, *others, group_sizes, grad, *itself)
-    d_lhs, *others = on_mesh.run_on_mesh(op, arrived, *operands)
+    arrived = (*arrived, padded((), grad.ndim), *[own] * len(itself))
+    d_lhs, *others = on_mesh.run_on_mesh(op, arrived, *operands, grad, *itself)
     count = 1 + int(call.paired)
     d_rhs, d_bias = others[:count], others[count:]
     return (

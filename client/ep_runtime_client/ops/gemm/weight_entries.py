@@ -1,9 +1,12 @@
-"""How the weight of experts lies on the mesh, by itself, by what is told, and in a shard_map."""
+"""Sharding of the weight of experts: its own, by a spec, and in a shard_map."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from math import prod
 from typing import Any
 
+import jax
 from jax.sharding import PartitionSpec
 
 from ep_runtime.errors import InvalidArgumentError
@@ -13,24 +16,34 @@ from ep_runtime_client.ops.partitioning.roles import Entries, entries_of
 from ep_runtime_client.ops.quantize.packing import Kernel
 from ep_runtime_client.ops.quantize.pair import Pair, of_both
 from ep_runtime_client.ops.quantize.quantized_tensor import QuantizedTensor
+from ep_runtime_client.ops.tracing.varying import Axes
 
 
 def known(rhs: Kernel) -> Entries | None:
     """Entries of a weight where they are known; those of a pair per dim of [E, K', 2, M].
 
     Raises:
-        InvalidArgumentError: gate and up of a pair lie on the mesh in two ways.
+        InvalidArgumentError: gate and up of a pair are sharded in two ways.
     """
     if not isinstance(rhs, Pair):
         return regions.known_entries(values_of(rhs), rhs.ndim)
-    gate, up = (regions.known_entries(each, rhs.ndim - 1) for each in (rhs.gate, rhs.up))
-    if gate is None or up is None:
-        return None
-    if gate != up:
+    each = of_alike([rhs.gate, rhs.up], "rhs")
+    return None if each is None else of_both(each, ())
+
+
+def of_alike(arrays: Sequence[jax.Array], name: str) -> Entries | None:
+    """Entries of each of one or two arrays, where they are known.
+
+    Raises:
+        InvalidArgumentError: they are not the same.
+    """
+    found = [regions.known_entries(x, x.ndim) for x in arrays]
+    if None not in found and found[0] != found[-1]:
         raise InvalidArgumentError(
-            f"gate and up of a pair must be sharded alike, got {gate} and {up}", argument="rhs"
+            f"gate and up of a pair must be sharded alike, got {found[0]} and {found[-1]}",
+            argument=name,
         )
-    return of_both(gate, ())
+    return None if None in found else found[0]
 
 
 def told(rhs: Kernel, spec: PartitionSpec | None) -> Entries:
@@ -38,6 +51,21 @@ def told(rhs: Kernel, spec: PartitionSpec | None) -> Entries:
     if isinstance(rhs, Pair):
         return of_both(entries_of(spec, rhs.ndim - 1), ())
     return entries_of(spec, rhs.ndim)
+
+
+def outside_shape(
+    rhs: Kernel, spec: PartitionSpec | None, over: Axes | None = None
+) -> tuple[int, ...]:
+    """The shape of a weight outside a shard_map that is manual over axes of its rhs_spec.
+
+    The expert dim is as it is here, and so are axes that are not in `over`, if that is given.
+    """
+    ambient = jax.sharding.get_abstract_mesh()
+    manual = [axis for axis in ambient.manual_axes if over is None or axis in over]
+    shape = list(rhs.shape)
+    for dim, axes in enumerate(told(rhs, spec)):
+        shape[dim] *= prod(ambient.shape[axis] for axis in axes if axis in manual) if dim else 1
+    return tuple(shape)
 
 
 def with_manual_experts(where: Partitioning, entries: Entries) -> Entries:

@@ -22,7 +22,7 @@ MAX_COMPARED_SLOTS = 32  # of a token: blocks of slots without a row are only lo
 _BYTES = ("bool", "int8", "uint8", "float8")  # int4 and the like share theirs
 
 
-def takes(values: jax.Array, places: jax.Array, *, moves: bool = False) -> bool:
+def supports(values: jax.Array, places: jax.Array, *, moves: bool = False) -> bool:
     """Whether the kernels take rows [rows, ...] and their places, lowered for a GPU.
 
     `moves`: the rows are neither weighed nor summed.
@@ -35,7 +35,9 @@ def takes(values: jax.Array, places: jax.Array, *, moves: bool = False) -> bool:
         right = kind.itemsize > 1 or kind.name.startswith(_BYTES)
     width = math.prod(values.shape[1:])
     limits = max(places.size, values.shape[0]) < 2**31
-    return right and limits and places.size > 0 and kernels_serve.takes((1,), values, width=width)
+    return (
+        right and limits and places.size > 0 and kernels_serve.supports((1,), values, width=width)
+    )
 
 
 def takes_scaled(dtype: Any, data: jax.Array, places: jax.Array) -> bool:

@@ -31,7 +31,7 @@ def multiplying() -> bool:
     return available() and {*(platform.gpus() or ())} <= {platform.PRODUCTS}
 
 
-def takes(groups: tuple[int, ...], *arrays: Any, width: int | None = None) -> bool:
+def supports(groups: tuple[int, ...], *arrays: Any, width: int | None = None) -> bool:
     """Whether slabs of groups [L] or [S, L] and arrays [S * C, ...] are within the limits.
 
     Args:

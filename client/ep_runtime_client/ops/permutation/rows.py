@@ -33,7 +33,7 @@ def copied(values: jax.Array, source: jax.Array, slots: int) -> jax.Array:
     """values [T, ...] of each row's token, zero where there is none: [rows, ...]."""
     kernel = functools.partial(kernels.copied, slots)
     plain = functools.partial(gathered, slots=slots)
-    return either(kernels.takes(values, source, moves=True), kernel, plain, values, source)
+    return either(kernels.supports(values, source, moves=True), kernel, plain, values, source)
 
 
 def placed(values: jax.Array, arrays: PermutationArrays) -> jax.Array:
@@ -48,7 +48,7 @@ def placed(values: jax.Array, arrays: PermutationArrays) -> jax.Array:
     def plain(values: jax.Array, arrays: PermutationArrays) -> jax.Array:
         return gathered(values, arrays.source, slots)
 
-    served = kernels.takes(values, arrays.slot_row, moves=True) and arrays.source.size > 0
+    served = kernels.supports(values, arrays.slot_row, moves=True) and arrays.source.size > 0
     return either(served, kernel, plain, values, arrays)
 
 
@@ -81,7 +81,7 @@ def summed(
     def kernel(rows: jax.Array, arrays: PermutationArrays, weights: jax.Array | None) -> jax.Array:
         return kernels.summed(rows, arrays.slot_row, weights)
 
-    served = kernels.takes(rows, arrays.slot_row)
+    served = kernels.supports(rows, arrays.slot_row)
     return either(served, kernel, _summed, rows, arrays, weights)
 
 
@@ -148,7 +148,7 @@ def weighed(
     if weights is None or not weights.size:
         return copied(grads, source, slots)
     kernel, plain = (functools.partial(way, slots) for way in (kernels.weighed, _weighed))
-    return either(kernels.takes(grads, source), kernel, plain, grads, source, weights)
+    return either(kernels.supports(grads, source), kernel, plain, grads, source, weights)
 
 
 def _weighed(slots: int, grads: jax.Array, source: jax.Array, weights: jax.Array) -> jax.Array:
@@ -181,7 +181,7 @@ def weighed_with_products(
 
     places = arrays.slot_row if by_token else arrays.source
     served = weights.size > 0 and rows.size > 0 and rows.dtype == grads.dtype
-    served = served and kernels.takes(grads, places)
+    served = served and kernels.supports(grads, places)
     return either(served, kernel, plain, rows, grads, arrays, weights)
 
 

@@ -26,7 +26,7 @@ def kernel_amax(w: jax.Array | Pair) -> jax.Array:
     def plain(w: jax.Array) -> jax.Array:
         return finite_max(w.astype(jnp.float32), tuple(range(1, w.ndim)))
 
-    return either(kernels.takes(w, None), kernels.kernel_amax, plain, w)
+    return either(kernels.supports(w, None), kernels.kernel_amax, plain, w)
 
 
 def group_amax(x: jax.Array, group_sizes: jax.Array, num_experts: int | None = None) -> jax.Array:
@@ -38,7 +38,7 @@ def group_amax(x: jax.Array, group_sizes: jax.Array, num_experts: int | None = N
     experts = groups if num_experts is None else num_experts
     kernel = functools.partial(kernels.group_amax, experts)
     plain = functools.partial(_group_amax, experts)
-    served = experts > 0 and kernels.takes(x, group_sizes)
+    served = experts > 0 and kernels.supports(x, group_sizes)
     return amax_of_groups(either(served, kernel, plain, x, group_sizes), group_sizes)
 
 

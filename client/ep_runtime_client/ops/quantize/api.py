@@ -80,7 +80,7 @@ def _quantize_kernel(
     entries = known or padded((), w.ndim)
     if layer is None and where.mode == "shard_map":
         assert where.roles is not None
-        # Whatever lies on the experts' dim shards experts.
+        # Any axis on the experts' dim shards experts.
         where = dataclasses.replace(where, roles=Roles(where.roles.sizes, (), entries[0]))
     shape = tuple(w.shape)
     op = ops.QuantizeKernel(where, recipe, shape, transposed=ops.transposes(recipe, shape))

@@ -31,18 +31,18 @@ TARGETS = targets(
 _AMAX, _SCALE_ROWS, _TILES, _BLOCKS, _WEIGHTS, _MX = TARGETS
 # Of features, in products of 8-bit operands: tensor copies move 16 bytes at a time.
 PRODUCT_MULTIPLE = 16
-_TURNED_MULTIPLE = 16  # of K': what is stored at once along it
+_TRANSPOSED_MULTIPLE = 16  # of K': what is stored at once along it
 _F32 = jnp.dtype(jnp.float32)
 
 Quantized = tuple[jax.Array, ...]
 
 
-def takes(x: jax.Array, group_sizes: jax.Array | None, *, transposed: bool = False) -> bool:
+def supports(x: jax.Array, group_sizes: jax.Array | None, *, transposed: bool = False) -> bool:
     """Whether the kernels take rows, or without sizes kernels, lowered for a GPU.
 
     `transposed`: `transposed_kernel` does.
     """
-    if transposed and x.shape[1] % _TURNED_MULTIPLE:
+    if transposed and x.shape[1] % _TRANSPOSED_MULTIPLE:
         return False
     if x.dtype not in kernels_serve.FLOATS or not kernels_serve.available():
         return False
@@ -56,7 +56,7 @@ def takes(x: jax.Array, group_sizes: jax.Array | None, *, transposed: bool = Fal
     return (
         few
         and x.shape[-1] % kernels_serve.CONVERTED_MULTIPLE == 0
-        and kernels_serve.takes(groups, x)
+        and kernels_serve.supports(groups, x)
     )
 
 
@@ -83,7 +83,7 @@ def scale_rows(
 
 
 def scale_kernel(dtype: Any, w: jax.Array, scale: jax.Array) -> jax.Array:
-    """The data of `plain.scale_kernel`."""
+    """The data of `plain.quantize_kernel` by a given scale."""
     return _scaled(dtype, True, *_kernels(w), scale).reshape(w.shape)
 
 

@@ -8,6 +8,7 @@ from math import prod
 from typing import Any, ClassVar
 
 import jax
+from jax.ad_checkpoint import checkpoint_name
 
 from ep_runtime_client.ops.kernels import serve as kernels_serve
 from ep_runtime_client.ops.partitioning import on_mesh
@@ -23,12 +24,12 @@ from ep_runtime_client.ops.partitioning.roles import (
     say_once,
 )
 from ep_runtime_client.ops.quantize import plain
-from ep_runtime_client.ops.quantize.amax import group_amax, kernel_amax
 from ep_runtime_client.ops.quantize.formats.recipes import Recipe
 from ep_runtime_client.ops.quantize.formats.table import format_of
 from ep_runtime_client.ops.quantize.formats.tiles import bits, from_bits
 from ep_runtime_client.ops.quantize.kernels import PRODUCT_MULTIPLE
 from ep_runtime_client.ops.quantize.packing import (
+    FIELDS,
     Kernel,
     Packing,
     Value,
@@ -38,8 +39,6 @@ from ep_runtime_client.ops.quantize.packing import (
 )
 from ep_runtime_client.ops.quantize.pair import Pair, of_both, of_each
 from ep_runtime_client.ops.quantize.quantized_tensor import QuantizedTensor
-
-FIELDS = ("data", "scale", "amax", "data_columns", "scale_columns", "transposed")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,17 +86,10 @@ class QuantizeRows:
         over = tuple(dict.fromkeys(roles.real(roles.outer) + flat(entries[2:])))
         experts = None if self.num_experts is None else self.num_experts // roles.size(roles.ep)
 
-        clear = self.clear_slack
-
         def local(x: jax.Array, sizes: jax.Array, *scale: jax.Array) -> tuple[jax.Array, ...]:
-            if scale:
-                amax = group_amax(x, sizes, experts)
-                amax = jax.lax.pmax(amax, over) if over else amax
-                q = plain.scale_rows(self.recipe, x, sizes, scale[0], amax, clear_slack=clear)
-            else:
-                q = plain.quantize_rows(
-                    self.recipe, x, sizes, over, num_experts=experts, clear_slack=clear
-                )
+            options: dict[str, Any] = {"num_experts": experts, "clear_slack": self.clear_slack}
+            given = scale[0] if scale else None
+            q = plain.quantize_rows(self.recipe, x, sizes, over, scale=given, **options)
             return raw_leaves(q)
 
         groups = entries[:1] + ((),)
@@ -175,12 +167,9 @@ class QuantizeKernel:
         def local(*blocks: jax.Array) -> tuple[jax.Array, ...]:
             arrays = [gather(block, each(weight.before)) for block in blocks[:count]]
             w, scale = Pair(*arrays) if self.paired else arrays[0], blocks[count:]
-            if scale:
-                amax = kernel_amax(w)
-                amax = jax.lax.pmax(amax, over) if over else amax
-                q = plain.scale_kernel(self.recipe, w, scale[0], amax, transposed=self.transposed)
-            else:
-                q = plain.quantize_kernel(self.recipe, w, over, transposed=self.transposed)
+            given = scale[0] if scale else None
+            made = self.transposed
+            q = plain.quantize_kernel(self.recipe, w, over, transposed=made, scale=given)
             return raw_leaves(q)
 
         scales = [weight.entries[:1]] if self.scaled else []
@@ -286,14 +275,16 @@ def raw_leaves(q: QuantizedTensor) -> tuple[jax.Array, ...]:
     return tuple(leaves)
 
 
-def raw(q: QuantizedTensor) -> QuantizedTensor:
-    """`q` with uint8 for 8-bit floats: what is kept between forward and backward."""
-    result: QuantizedTensor = jax.tree.map(bits, q)
-    return result
+def tagged(q: Kernel, name: str) -> QuantizedTensor:
+    """What forward saves of `q` for backward, as `checkpoint_name`: 8-bit floats are uint8."""
+    assert isinstance(q, QuantizedTensor)
+    bare = dataclasses.replace(q, amax=None, group_sizes=None)
+    saved: QuantizedTensor = jax.tree.map(lambda leaf: checkpoint_name(bits(leaf), name), bare)
+    return saved
 
 
 def from_raw(x: Kernel, *, rows: bool) -> Kernel:
-    """The inverse of `raw` for what this package quantized; anything else as it is."""
+    """What `tagged` was given, for what this package quantized; anything else as it is."""
     if not isinstance(x, QuantizedTensor) or x.data.dtype != jax.numpy.uint8:
         return x
     packing = packing_of(x.recipe, x.ndim, rows=rows)

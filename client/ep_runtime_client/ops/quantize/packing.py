@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import functools
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -23,6 +24,8 @@ from ep_runtime_client.ops.quantize.quantized_tensor import QuantizedTensor
 Matrix = jax.Array | QuantizedTensor
 Kernel = Matrix | Pair
 Value = TypeVar("Value")
+# Of a QuantizedTensor, what quantization makes.
+FIELDS = ("data", "scale", "amax", "data_columns", "scale_columns", "transposed")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,56 +51,49 @@ class Packing:
     def __len__(self) -> int:
         return len(self.names)
 
-    @property
+    @functools.cached_property
     def tile(self) -> int:
         """Values that share a scale along a blocked dim; 1 where there are no blocks."""
         return format_of(self.recipe).tile
 
-    @property
+    @functools.cached_property
     def blocks(self) -> tuple[int, ...]:
         """Per dim of a kernel [E, K', *mid, N'], what shards must be multiples of."""
-        return tuple(self.tile if dim in (1, self.ndim - 1) else 1 for dim in range(self.ndim))
+        tile = format_of(self.recipe).tile
+        return tuple(tile if dim in (1, self.ndim - 1) else 1 for dim in range(self.ndim))
+
+    @functools.cached_property
+    def dims(self) -> Mapping[str, tuple[int, ...]]:
+        """By the name of a leaf, the dim of the values that each of its dims is.
+
+        Tensor scales have one value per group of rows, or per kernel.
+        """
+        whole = tuple(range(self.ndim))
+        found = dict.fromkeys(("", *FIELDS), of_each(whole) if self.paired else whole)
+        found["transposed"] = (0, *whole[2:], 1)
+        if format_of(self.recipe).per_group:
+            found["scale"] = found["amax"] = (0, 1) if self.rows else (0,)
+        return found
 
     def spread(self, entries: Entries) -> list[Entries]:
         """Entries of every leaf from those of the values."""
-        return [self.laid(name, entries)[: self.leaf_ndim(name)] for name in self.names]
+        return [tuple(entries[dim] for dim in self.dims[name]) for name in self.names]
 
     def of_values(self, leaf: Sequence[Value], between: Value) -> tuple[Value, ...]:
         """What there is per dim of the first leaf, per dim of the values; `between` gate and up."""
         return of_both(leaf, between) if self.paired else tuple(leaf)
 
-    def laid(self, name: str, values: Any) -> Any:
-        """What there is per dim of the values, per dim of a leaf."""
-        if self.paired:
-            return of_each(values)
-        return turned_of(values) if name == "transposed" else values
-
-    def per_group(self, name: str) -> bool:
-        """Whether a leaf has one value per group of rows or per kernel."""
-        return name in ("scale", "amax") and format_of(self.recipe).per_group
-
-    def leaf_ndim(self, name: str) -> int:
-        """Dims of a leaf: tensor scales have those of the groups alone."""
-        if self.per_group(name):
-            return 2 if self.rows else 1
-        return self.ndim - int(self.paired)
-
     def factors(self, values: Sequence[str]) -> list[str]:
         """Factors of every leaf in a Shardy rule, from those of the values."""
         found = []
         for name in self.names:
-            if self.rows and self.leaf_ndim(name) == 2:
-                found.append(f"{values[0]} l")
+            leaf = [values[dim] for dim in self.dims[name]]
+            if self.rows and len(leaf) == 2:
+                leaf[1] = "l"  # groups are no dim of rows
             elif self.rows and name == "scale_columns":
-                found.append(" ".join([values[0], "c32", *values[2:]]))
-            else:
-                found.append(" ".join(self.laid(name, values)[: self.leaf_ndim(name)]))
+                leaf[1] = "c32"
+            found.append(" ".join(leaf))
         return found
-
-
-def turned_of(values: Sequence[Value]) -> tuple[Value, ...]:
-    """What there is per dim of a kernel, per dim of its copy with K' along memory."""
-    return (values[0], *values[2:], values[1])
 
 
 def pack(x: Kernel, *, rows: bool, columns: bool = False) -> tuple[list[jax.Array], Packing]:
@@ -134,16 +130,14 @@ def pack_fields(
 def unpack(
     packing: Packing, leaves: Sequence[jax.Array], group_sizes: jax.Array | None = None
 ) -> Kernel:
-    """The operand that leaves stand for; rows take the group sizes that they lie by."""
+    """The operand that leaves stand for; rows get the group sizes that they are grouped by."""
     raw = zip(leaves, packing.dtypes, strict=True)
     values = [from_bits(leaf, dtype) for leaf, dtype in raw]
     if packing.recipe is None:
         return Pair(*values) if packing.paired else values[0]
-    fields: dict[str, Any] = dict.fromkeys(
-        ("data", "scale", "amax", "data_columns", "scale_columns", "group_sizes", "origin")
-    )
+    fields: dict[str, Any] = dict.fromkeys((*FIELDS, "group_sizes", "origin"))
     fields |= dict(zip(packing.names, values, strict=True))
-    if fields["data"] is None:  # the column-wise copy alone: it has the shape, and is what is read
+    if fields["data"] is None:  # backward reads the column-wise copy alone, which has the shape
         fields["data"] = fields["data_columns"]
     if packing.rows:
         fields["group_sizes"] = group_sizes

@@ -1,4 +1,4 @@
-"""Gate and up of gated experts, kept apart and multiplied as one kernel."""
+"""Gate and up of gated experts, two arrays that are multiplied as one kernel."""
 
 from __future__ import annotations
 
@@ -48,8 +48,10 @@ def is_pair(given: Any) -> bool:
     return plain and not hasattr(given, "_fields")
 
 
-def paired(given: Any, name: str) -> Any:
+def paired(given: Any, name: str, stack: int = 0) -> Any:
     """(gate, up) as a Pair; anything else as it is.
+
+    `stack`: how many dims of a stack of layers both have in front.
 
     Raises:
         InvalidArgumentError: not two arrays [E, K', M] of one shape and dtype; names the argument.
@@ -62,7 +64,7 @@ def paired(given: Any, name: str) -> Any:
         )
     gate, up = given
     found = [f"{x.dtype}{list(x.shape)}" for x in given]
-    if found[0] != found[1] or len(gate.shape) != 3:
+    if found[0] != found[1] or len(gate.shape) != stack + 3:
         raise InvalidArgumentError(
             f"{name} (gate, up) must be two arrays [E, K', M] of one shape and dtype, got "
             f"{found[0]} and {found[1]}",

@@ -15,6 +15,7 @@ import functools
 
 import jax
 
+from ep_runtime_client.ops.quantize.amax import group_amax, kernel_amax, over
 from ep_runtime_client.ops.quantize.formats.format import Axes, RowOptions
 from ep_runtime_client.ops.quantize.formats.layouts import of_halves
 from ep_runtime_client.ops.quantize.formats.recipes import Recipe
@@ -33,6 +34,7 @@ def quantize_rows(
     gradient: bool = False,
     num_experts: int | None = None,
     clear_slack: bool = True,
+    scale: jax.Array | None = None,
 ) -> QuantizedTensor:
     """Quantizes the rows of every group.
 
@@ -47,6 +49,7 @@ def quantize_rows(
             same expert and share an amax; None keeps all groups apart.
         clear_slack: somebody may look at rows past the last group. Without it a GPU leaves them
             undefined; elsewhere they are zeros with scales of 1 anyway.
+        scale: f32 like group_sizes, of delayed scaling: what is larger saturates.
 
     Returns:
         A QuantizedTensor without `origin`.
@@ -58,6 +61,11 @@ def quantize_rows(
         rows, two for TensorScaling.
     """
     options = RowOptions(reduce_axes, gradient, num_experts, clear_slack)
+    if scale is not None:
+        amax = over(group_amax(x, group_sizes, num_experts), reduce_axes)
+        return scale_rows(
+            recipe, x, group_sizes, scale, amax, gradient=gradient, clear_slack=clear_slack
+        )
     leaves = format_of(recipe).quantize_rows(recipe, x, group_sizes, options)
     return _tensor(recipe, group_sizes, **leaves)
 
@@ -79,7 +87,12 @@ def scale_rows(
 
 
 def quantize_kernel(
-    recipe: Recipe, w: jax.Array | Pair, reduce_axes: Axes = (), *, transposed: bool = False
+    recipe: Recipe,
+    w: jax.Array | Pair,
+    reduce_axes: Axes = (),
+    *,
+    transposed: bool = False,
+    scale: jax.Array | None = None,
 ) -> QuantizedTensor:
     """Quantizes kernels.
 
@@ -90,6 +103,7 @@ def quantize_kernel(
         reduce_axes: manual mesh axes that split dims other than 0; TensorScaling takes each amax
             over them. Other recipes need local dims that are multiples of their tiles instead.
         transposed: TensorScaling and BlockScaling alone: make a copy with K' along memory too.
+        scale: f32 [G], of delayed scaling: what is larger saturates.
 
     Returns:
         A QuantizedTensor without `origin`.
@@ -98,24 +112,15 @@ def quantize_kernel(
         InvalidArgumentError: MXFP8, and K' or N' is no multiple of 32.
     """
     form = format_of(recipe)
+    if scale is not None:
+        amax = over(kernel_amax(w), reduce_axes)
+        leaves = scaled_kernel(recipe.data_dtype(), w, scale, transposed=transposed)
+        return _tensor(recipe, None, scale=scale, amax=amax, **leaves)
     make = functools.partial(
         form.quantize_kernel, recipe, reduce_axes=reduce_axes, transposed=transposed
     )
     leaves = of_halves(make, w) if isinstance(w, Pair) and not form.per_group else make(w)
     return _tensor(recipe, None, **leaves)
-
-
-def scale_kernel(
-    recipe: Recipe,
-    w: jax.Array | Pair,
-    scale: jax.Array,
-    amax: jax.Array | None = None,
-    *,
-    transposed: bool = False,
-) -> QuantizedTensor:
-    """Quantizes kernels [G, K', *mid, N'] by the given scales, f32 [G]; saturates."""
-    leaves = scaled_kernel(recipe.data_dtype(), w, scale, transposed=transposed)
-    return _tensor(recipe, None, scale=scale, amax=amax, **leaves)
 
 
 def _tensor(

@@ -143,8 +143,8 @@ def _route(
     scores, probs = _scores(router, logits)
     choice = scores if expert_bias is None else scores + expert_bias.astype(jnp.float32)
     choice = lax.stop_gradient(choice)
-    # Kept with the plan: a backward pass of its own would search all experts again.
-    allowed = _in_best_groups(choice, router, top_k)
+    # Saved with the plan: a backward pass of its own would search all experts again.
+    allowed = None if router.num_groups is None else _in_best_groups(choice, router, top_k)
     topk_idx = checkpoint_name(largest(choice, top_k, allowed)[1], "ep_plan")
     weights = _weights(router, scores, probs, topk_idx)
     if router.scaling_factor != 1.0:
@@ -191,11 +191,11 @@ def _part_of(total: jax.Array, values: jax.Array) -> jax.Array:
     return values / scale / (total / scale)
 
 
-def _in_best_groups(choice: jax.Array, router: Router, top_k: int) -> jax.Array | None:
-    """Which experts are in the token's best routing groups, bool [..., E]; None: all."""
+def _in_best_groups(choice: jax.Array, router: Router, top_k: int) -> jax.Array:
+    """Which experts are in the token's best routing groups, bool [..., E]."""
     num_groups, group_topk = router.num_groups, router.group_topk
-    if num_groups is None or group_topk is None:
-        return None
+    assert num_groups is not None
+    assert group_topk is not None
     lead, experts = choice.shape[:-1], choice.shape[-1]
     grouped = choice.reshape(*lead, num_groups, experts // num_groups)
     score = largest(grouped, summed_scores(router, top_k))[0].sum(-1)

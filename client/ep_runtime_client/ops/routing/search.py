@@ -58,7 +58,15 @@ def largest(
     where it gathers the operand of `lax.top_k` on every device (seen on CPU, JAX 0.10 to 0.12).
     Entries that are not `allowed` come last.
     """
-    left, picked = _ordered(lax.stop_gradient(scores)), []
+    # Integers in the order of floats: NaNs first, -inf last, well over the least integer.
+    wide = lax.stop_gradient(scores)
+    wide = wide.astype(jnp.float64 if wide.dtype == jnp.float64 else jnp.float32)
+    wide = jnp.where(wide == 0, jnp.zeros_like(wide), wide)  # -0.0 equals 0.0
+    bits = lax.bitcast_convert_type(wide, f"int{8 * wide.dtype.itemsize}")
+    most = jnp.iinfo(bits.dtype).max
+    left = jnp.where(jnp.isnan(wide), most, jnp.where(bits < 0, bits ^ most, bits))
+    # The largest of what is left, k times.
+    picked = []
     least = jnp.iinfo(left.dtype).min
     if allowed is not None:
         left = jnp.where(allowed, left, least + 1)
@@ -69,15 +77,6 @@ def largest(
         left = jnp.where(entries == best, least, left)
     index = jnp.concatenate(picked, axis=-1)
     return pick(scores, index), index
-
-
-def _ordered(scores: jax.Array) -> jax.Array:
-    """Integers in the order of floats: NaNs first, -inf last, well over the least integer."""
-    wide = scores.astype(jnp.float64 if scores.dtype == jnp.float64 else jnp.float32)
-    wide = jnp.where(wide == 0, jnp.zeros_like(wide), wide)  # -0.0 equals 0.0
-    bits = lax.bitcast_convert_type(wide, f"int{8 * wide.dtype.itemsize}")
-    most = jnp.iinfo(bits.dtype).max
-    return jnp.where(jnp.isnan(wide), most, jnp.where(bits < 0, bits ^ most, bits))
 
 
 def pick(scores: jax.Array, topk_idx: jax.Array) -> jax.Array:

@@ -36,7 +36,7 @@ class ScaledRows(NamedTuple):
 
 def takes(sums: jax.Array) -> bool:
     """Whether kernels make such rows of sums [R, H], lowered for a GPU."""
-    return kernels.takes(sums[None], _one_group(sums))
+    return kernels.supports(sums[None], _one_group(sums))
 
 
 def scaled(sums: jax.Array) -> ScaledRows:

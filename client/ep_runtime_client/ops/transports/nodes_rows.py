@@ -25,7 +25,7 @@ from ep_runtime_client.ops.transports.xla import round_to, sum_dtype
 def lined_up(call: Call, rows: jax.Array, index: jax.Array) -> jax.Array:
     """rows [T, X] at every index, all of them in range: [..., X] of an index [...]."""
     flat = index.reshape(-1)
-    served = call.group.transport == "nccl" and kernels.takes(rows, flat, moves=True)
+    served = call.group.transport == "nccl" and kernels.supports(rows, flat, moves=True)
     taken = either(served, functools.partial(kernels.copied, 1), rows_at, rows, flat)
     return taken.reshape(*index.shape, rows.shape[-1])
 
@@ -41,7 +41,7 @@ def sum_nodes(
     if isinstance(partials, ScaledRows):
         return sum_scaled(ScaledRows(*map(_flat, partials)), slot_row, dtype)
     flat = _flat(partials)
-    served = call.group.transport == "nccl" and kernels.takes(flat, slot_row)
+    served = call.group.transport == "nccl" and kernels.supports(flat, slot_row)
     ways = (functools.partial(way, dtype) for way in (_summed_by_kernel, _summed))
     return either(served, *ways, flat, slot_row)
 

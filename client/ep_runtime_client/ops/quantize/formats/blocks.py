@@ -79,7 +79,7 @@ class BlockFormat(Format):
         dtype, two = recipe.data_dtype(options.gradient), self.power_of_two(recipe)
         kernel = functools.partial(kernels.tile_rows, dtype, two, options.clear_slack)
         plain = functools.partial(_tiled_rows, dtype, two)
-        served = kernels.takes(x, group_sizes)
+        served = kernels.supports(x, group_sizes)
         data, scale = either(served, kernel, plain, x, group_sizes)
         return {"data": data, "scale": scale}
 
@@ -92,7 +92,7 @@ class BlockFormat(Format):
             data, copy, scale = both_layouts(*static, plain, w, None)
             return {"data": data, "scale": scale, "transposed": copy}
         kernel = functools.partial(kernels.tile_kernel, *static)
-        data, scale = either(kernels.takes(w, None), kernel, plain, w)
+        data, scale = either(kernels.supports(w, None), kernel, plain, w)
         return {"data": data, "scale": scale}
 
 

@@ -34,7 +34,7 @@ def both_layouts(
         return data, from_bits(jnp.moveaxis(bits(data), 1, -1), dtype), scales
 
     kernel = functools.partial(kernels.transposed_kernel, dtype, power_of_two)
-    return either(kernels.takes(w, None, transposed=True), kernel, plain, w, scale)
+    return either(kernels.supports(w, None, transposed=True), kernel, plain, w, scale)
 
 
 def of_halves(made: Callable[[jax.Array], Leaves], w: Pair) -> Leaves:

@@ -59,7 +59,7 @@ class MxFormat(Format):
         dtype = recipe.data_dtype(options.gradient)
         kernel = functools.partial(kernels.mx_rows, dtype, options.clear_slack)
         plain = functools.partial(_mx_rows, dtype)
-        made = either(kernels.takes(x, group_sizes), kernel, plain, x, group_sizes)
+        made = either(kernels.supports(x, group_sizes), kernel, plain, x, group_sizes)
         return dict(zip(_FIELDS, made, strict=True))
 
     def quantize_kernel(
@@ -70,7 +70,7 @@ class MxFormat(Format):
         dtype = recipe.data_dtype()
         kernel = functools.partial(kernels.mx_kernel, dtype)
         plain = functools.partial(_mx_kernel, dtype)
-        made = either(kernels.takes(w, None), kernel, plain, w)
+        made = either(kernels.supports(w, None), kernel, plain, w)
         return dict(zip(_FIELDS, made, strict=True))
 
     def row_reader(

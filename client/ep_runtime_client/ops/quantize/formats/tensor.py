@@ -64,7 +64,7 @@ def scaled_rows(
     """Data of rows [C, *mid, K'] by the given scales, f32 like group_sizes; saturates."""
     kernel = functools.partial(kernels.scale_rows, dtype, clear_slack)
     plain = functools.partial(_scaled_rows, dtype)
-    served = kernels.takes(x, group_sizes)
+    served = kernels.supports(x, group_sizes)
     return either(served, kernel, plain, x, group_sizes, scale)
 
 
@@ -97,7 +97,7 @@ def scaled_kernel(dtype: Any, w: jax.Array | Pair, scale: jax.Array, *, transpos
         return {"data": data, "transposed": copy}
     kernel = functools.partial(kernels.scale_kernel, dtype)
     plain = functools.partial(_scaled_kernel, dtype)
-    return {"data": either(kernels.takes(w, None), kernel, plain, w, scale)}
+    return {"data": either(kernels.supports(w, None), kernel, plain, w, scale)}
 
 
 def _scaled_kernel(dtype: Any, w: jax.Array, scale: jax.Array) -> jax.Array:
