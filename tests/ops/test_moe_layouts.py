@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import re
 from typing import Any
@@ -76,7 +77,7 @@ def test_both_partitionings_give_the_same_values_with_the_collectives_of_the_rul
         np.testing.assert_allclose(left, right, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["ep4 tp2", pytest.param("fsdp2 ep4", marks=slow)])
+@pytest.mark.parametrize("name", ["fsdp2 ep2 tp2"])
 def test_explicit_axes_tell_how_weights_lie(make_group: MakeGroup, name: str) -> None:
     layout = LAYOUTS[name]
     group = open_group(make_group, layout, explicit=True)
@@ -197,6 +198,61 @@ def test_a_manual_shard_map_of_the_user_leaves_weights_sharded(
     assert worst_error(got, Dense(TOP_K).graded(x, params)) < 2e-5
 
 
+def test_a_shard_map_over_the_outer_axis_alone(make_group: MakeGroup) -> None:
+    layout = LAYOUTS["dp2 ep4"]
+    group = open_group(make_group, layout)
+    layer = group.register_layer("moe", top_k=TOP_K)
+    x, params = place(group, layout, make_params(layer))
+    mapped = jax.shard_map(
+        lambda x, params: moe(layer, x, params, aux_loss_coeff=0.1),
+        mesh=group.mesh,
+        axis_names={"dp"},
+        in_specs=(Spec("dp"), Spec()),
+        out_specs=(Spec("dp"), Spec()),
+    )
+    got = jax.jit(graded(mapped))(x, params)
+    assert worst_error(got, Dense(TOP_K).graded(x, params)) < 2e-5
+
+
+def test_tensor_parallelism_on_one_weight_alone(make_group: MakeGroup) -> None:
+    """wi lies whole on M where wo does not, and the other way round."""
+    layout = LAYOUTS["ep4 tp2"]
+    group = open_group(make_group, layout)
+    for wi, wo in (
+        (Spec("ep"), layout.wo),
+        (layout.wi, Spec("ep")),
+        (Spec("ep", "tp"), Spec("ep")),
+    ):
+        lies = dataclasses.replace(layout, wi=wi, wo=wo)
+        x, params = place(group, lies, make_params(group.register_layer("first", top_k=TOP_K)))
+        got = compiled(group, x, params)(x, params)
+        assert worst_error(got, Dense(TOP_K).graded(x, params)) < 2e-5
+
+
+@pytest.mark.parametrize("mode", ["rule", "shard_map", "explicit"])
+def test_quantized_weights_lie_as_they_do_and_cross_in_bytes(
+    make_group: MakeGroup, mode: str
+) -> None:
+    layout = LAYOUTS["fsdp2 ep2 tp2"]
+    how: Any = {"explicit": True} if mode == "explicit" else {"partitioning": mode}
+    group = open_group(make_group, layout, **how)
+    x, params = place(group, layout, make_params(group.register_layer("first", top_k=TOP_K)))
+    options = {"params_spec": layout.specs} if mode == "shard_map" else {}
+    with jax.set_mesh(group.mesh) if mode == "explicit" else contextlib.nullcontext():
+        program = compiled(group, x, params, recipe=ep.recipes.TensorScaling(), **options)
+        got = program(x, params)
+    check_layouts(got, x, params)
+    # As near as public ops (0.25): a scale is one of all devices that share an expert's rows.
+    assert worst_error(got, Dense(TOP_K).graded(x, params)) < 0.26
+    seen = explain_text(program.as_text())
+    assert seen.num_others == 0
+    gathered = [one for one in seen.collectives if one.kind == "all-gather" and "block" in one.op]
+    # A device's experts of both weights, by the axis that is gathered off them.
+    whole = EXPERTS // 2 * HIDDEN * INNER
+    assert gathered
+    assert all(one.bytes <= whole for one in gathered)
+
+
 def apart(both: Any) -> tuple[Any, Any]:
     """Gate and up of wi [E, H, 2, M] or its bias."""
     return both[..., 0, :], both[..., 1, :]
@@ -215,8 +271,8 @@ PAIRS = dataclasses.replace(
 @pytest.mark.parametrize(
     ("partitioning", "recipe"),
     [
-        pytest.param("rule", None, marks=pytest.mark.slow),  # as with a recipe, and the next
-        pytest.param("shard_map", None, marks=pytest.mark.slow),
+        pytest.param("rule", None, marks=slow),  # as with a recipe, and the next
+        ("shard_map", None),
         ("rule", ep.recipes.TensorScaling()),
     ],
     ids=["rule", "shard_map", "rule, 8-bit"],
