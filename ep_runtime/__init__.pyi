@@ -53,12 +53,12 @@ from ep_runtime_client.ops.quantize.quantized_tensor import QuantizedTensor as Q
 from ep_runtime_client.ops.routing.api import Routing as Routing
 from ep_runtime_client.ops.routing.api import pad_tokens as pad_tokens
 from ep_runtime_client.ops.routing.api import route as route
+from ep_runtime_client.ops.routing.api import top_k as top_k
 from ep_runtime_client.ops.routing.api import update_expert_bias as update_expert_bias
 from ep_runtime_client.ops.routing.losses import aux_loss as aux_loss
 from ep_runtime_client.ops.routing.losses import sequence_aux_loss as sequence_aux_loss
 from ep_runtime_client.ops.routing.losses import z_loss as z_loss
 from ep_runtime_client.ops.routing.options import Router as Router
-from ep_runtime_client.ops.routing.search import top_k as top_k
 from ep_runtime_client.programs.explain import Collective as Collective
 from ep_runtime_client.programs.explain import Explanation as Explanation
 from ep_runtime_client.programs.explain import MoEPath as MoEPath
