@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 
 import ep_runtime as ep
-from ep_runtime_client import ops
+from ep_runtime_client import moe, ops
 from ep_runtime_client.ops.kernels import ffi
 
-FILES = [path for folder in ops.__path__ for path in Path(folder).rglob("*.py")]
+FOLDERS = (*ops.__path__, *moe.__path__)
+FILES = [path for folder in FOLDERS for path in Path(folder).rglob("*.py")]
 
 
 def names() -> set[str]:

@@ -8,8 +8,10 @@ from collections.abc import Sequence
 
 from jax.export import DisabledSafetyCheck
 
-from ep_runtime_client import ops
 from ep_runtime_client.ops.kernels import ffi
+
+# Packages whose modules declare custom calls; by name, because ops import nothing of `moe`.
+_DECLARING = ("ep_runtime_client.ops", "ep_runtime_client.moe")
 
 
 def export_checks() -> Sequence[DisabledSafetyCheck]:
@@ -34,6 +36,8 @@ def export_checks() -> Sequence[DisabledSafetyCheck]:
 
     Source: JAX's `jax.export.DisabledSafetyCheck.custom_call`.
     """
-    for module in pkgutil.walk_packages(ops.__path__, f"{ops.__name__}."):
-        importlib.import_module(module.name)  # where calls are declared, traced yet or not
+    for name in _DECLARING:
+        package = importlib.import_module(name)
+        for module in pkgutil.walk_packages(package.__path__, f"{name}."):
+            importlib.import_module(module.name)  # where calls are declared, traced yet or not
     return [DisabledSafetyCheck.custom_call(name) for name in ffi.declared()]
