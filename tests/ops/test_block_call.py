@@ -115,6 +115,17 @@ def test_how_close_rows_lie_changes_no_bit(
         jax.tree.map(np.testing.assert_array_equal, other, found[0])
 
 
+def test_only_rows_that_nobody_sees_lie_closer(layer: Any, ways: Ways) -> None:
+    def text() -> str:
+        run = jax.jit(lambda x, params: ep.moe(layer, x, params)[0])
+        return run.lower(draw(64), make_params(layer)).as_text()
+
+    ways.emulated()
+    assert "row_alignment = 1 :" in text()
+    ways.as_users()
+    assert "row_alignment" not in text()
+
+
 def test_columns_of_gate_and_up_in_one_dim(layer: Any, ways: Ways) -> None:
     params, x = make_params(layer), draw(64)
     ways.as_users()
