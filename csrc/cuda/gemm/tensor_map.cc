@@ -1,5 +1,9 @@
 #include "cuda/gemm/tensor_map.h"
 
+#include <tuple>
+
+#include "core/base/recent_map.h"
+
 namespace ep_runtime {
 namespace cuda {
 namespace gemm {
@@ -34,9 +38,7 @@ CUtensorMapDataType DataType(FloatType type) {
   return CU_TENSOR_MAP_DATA_TYPE_FLOAT32;
 }
 
-}  // namespace
-
-cudaError_t DescribeArray(const Array& array, int box_lines, CUtensorMap* map) {
+cudaError_t Encode(const Array& array, int box_lines, CUtensorMap* map) {
   static const EncodeFn encode = FindEncode();
   if (encode == nullptr) return cudaErrorNotSupported;
   const cuuint64_t element = BytesOf(array.type);
@@ -52,6 +54,23 @@ cudaError_t DescribeArray(const Array& array, int box_lines, CUtensorMap* map) {
              CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
              CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
+}
+
+}  // namespace
+
+cudaError_t DescribeArray(const Array& array, int box_lines, CUtensorMap* map) {
+  using Key = std::tuple<const void*, FloatType, int64_t, int64_t, int64_t, int>;
+  constexpr size_t kMost = 512;
+  // Parts of a block call name the arrays of the first one, and steps mostly those of the last.
+  thread_local RecentMap<Key, CUtensorMap, kMost> known;
+  const Key key{array.data, array.type, array.width, array.lines, array.planes, box_lines};
+  if (const CUtensorMap* found = known.Find(key)) {
+    *map = *found;
+    return cudaSuccess;
+  }
+  const cudaError_t error = Encode(array, box_lines, map);
+  if (error == cudaSuccess) known.Add(key, *map);
+  return error;
 }
 
 }  // namespace gemm

@@ -15,6 +15,7 @@
 #include "cuda/movement/call/warp_scan.cuh"
 #include "cuda/movement/prepare/lay_out_rows.cuh"
 #include "cuda/nccl/node_plan.h"
+#include "cuda/shared_bytes.h"
 
 namespace ep_runtime {
 namespace nccl {
@@ -380,8 +381,7 @@ cudaError_t LaunchNodePlan(cudaStream_t stream, const NodePlanParams& p) {
   q.scratch.counts = q.scratch.base + all;
   const dim3 grid(parts, p.ranks);
   const size_t warps_bytes = kWarps * all * sizeof(uint16_t);
-  const cudaError_t error = cudaFuncSetAttribute(
-      PlaceKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(warps_bytes));
+  const cudaError_t error = cuda::AllowSharedBytes(PlaceKernel, warps_bytes);
   if (error != cudaSuccess) return error;
   CountKernel<<<grid, kThreads, all * sizeof(int32_t), stream>>>(q);
   LayOutKernel<<<p.ranks, kThreads, 2 * p.experts * sizeof(int32_t), stream>>>(q);

@@ -1,5 +1,6 @@
 #include "cuda/gemm/kernels/grouped_gemm_kernel.cuh"
 #include "cuda/gemm/kernels/instances.h"
+#include "cuda/shared_bytes.h"
 
 namespace ep_runtime {
 namespace cuda {
@@ -10,8 +11,7 @@ template <class Traits>
 cudaError_t Launch(cudaStream_t stream, const Maps& maps, const KernelArguments& args, int blocks) {
   constexpr int kBytes = sizeof(SharedMemory<Traits>);
   static_assert(kBytes <= 227 << 10, "a block has 227 KiB");
-  const cudaError_t error = cudaFuncSetAttribute(
-      GroupedGemmKernel<Traits>, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
+  const cudaError_t error = AllowSharedBytes(GroupedGemmKernel<Traits>, kBytes);
   if (error != cudaSuccess) return error;
   GroupedGemmKernel<Traits>
       <<<blocks, kThreads, kBytes, stream>>>(maps.lhs, maps.rhs, maps.out, maps.up, args);

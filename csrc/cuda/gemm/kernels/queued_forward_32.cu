@@ -8,6 +8,7 @@
 #include "cuda/gemm/kernels/instances.h"
 #include "cuda/gemm/tile/picked_tile.h"
 #include "cuda/gemm/tile/work_queue.cuh"
+#include "cuda/shared_bytes.h"
 
 namespace ep_runtime {
 namespace cuda {
@@ -305,8 +306,7 @@ __global__ void __cluster_dims__(kClusterBlocks, 1, 1) __launch_bounds__(kThread
 
 cudaError_t Launch(cudaStream_t stream, const Maps& maps, const KernelArguments& args, int blocks) {
   constexpr int kBytes = sizeof(Memory);
-  const cudaError_t error =
-      cudaFuncSetAttribute(ForwardKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
+  const cudaError_t error = AllowSharedBytes(ForwardKernel, kBytes);
   if (error != cudaSuccess) return error;
   ForwardKernel<<<blocks, kThreads, kBytes, stream>>>(maps.lhs, maps.rhs, maps.out, maps.up, args);
   return cudaGetLastError();

@@ -11,6 +11,7 @@
 #include "cuda/gemm/kernels/instances.h"
 #include "cuda/gemm/kernels/promoted_sums.cuh"
 #include "cuda/gemm/tile/work_queue.cuh"
+#include "cuda/shared_bytes.h"
 
 namespace ep_runtime {
 namespace cuda {
@@ -295,8 +296,7 @@ cudaError_t LaunchQueued(cudaStream_t stream, const Maps& maps, const KernelArgu
   constexpr int kBytes = sizeof(QueuedMemory<Traits>);
   static_assert(kBytes <= kBlockBytes, "a block has 227 KiB");
   static_assert(Traits::kStages >= 3, "loads must be ahead");
-  const cudaError_t error = cudaFuncSetAttribute(
-      QueuedGemmKernel<Traits>, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
+  const cudaError_t error = AllowSharedBytes(QueuedGemmKernel<Traits>, kBytes);
   if (error != cudaSuccess) return error;
   QueuedGemmKernel<Traits>
       <<<blocks, kThreads, kBytes, stream>>>(maps.lhs, maps.rhs, maps.out, maps.up, args);

@@ -3,6 +3,7 @@
 #include "cuda/bulk_copy.cuh"
 #include "cuda/movement/bench/bench_kernels.h"
 #include "cuda/movement/call/call.cuh"
+#include "cuda/shared_bytes.h"
 
 namespace ep_runtime {
 namespace cuda {
@@ -63,8 +64,7 @@ cudaError_t LaunchCeiling(cudaStream_t stream, const CeilingParams& params) {
   const int warps = std::min({params.warps, kMaxWarps, fitting});
   if (warps < 1 || params.blocks < 1) return cudaErrorInvalidConfiguration;
   const int shared = warps * params.row_bytes;
-  const cudaError_t error =
-      cudaFuncSetAttribute(CeilingKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
+  const cudaError_t error = AllowSharedBytes(CeilingKernel, shared);
   if (error != cudaSuccess) return error;
   CeilingKernel<<<params.blocks, warps * 32, shared, stream>>>(params);
   return cudaGetLastError();

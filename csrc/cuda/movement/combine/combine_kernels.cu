@@ -38,6 +38,7 @@
 #include "cuda/movement/combine/peer_sums.cuh"
 #include "cuda/movement/combine/sum_items.cuh"
 #include "cuda/movement/combine/token_sums.cuh"
+#include "cuda/shared_bytes.h"
 
 namespace ep_runtime {
 namespace cuda {
@@ -102,8 +103,7 @@ cudaError_t LaunchPass(cudaStream_t stream, const CombineParams& params, const P
   const uint32_t nan = NanPattern(params.wide_tokens ? RowType::kF32 : params.type);
   const auto kernel = params.weights != nullptr ? CombineKernel<kType, kPrecision, true>
                                                 : CombineKernel<kType, kPrecision, false>;
-  const cudaError_t error =
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
+  const cudaError_t error = AllowSharedBytes(kernel, kSharedBytes);
   if (error != cudaSuccess) return error;
   kernel<<<blocks, kThreads, kSharedBytes, stream>>>(params, pass, nan);
   return cudaGetLastError();

@@ -42,6 +42,7 @@
 #include "cuda/movement/dispatch/place_copies.cuh"
 #include "cuda/movement/dispatch/place_grads.cuh"
 #include "cuda/movement/dispatch/push_rows.cuh"
+#include "cuda/shared_bytes.h"
 
 namespace ep_runtime {
 namespace cuda {
@@ -262,8 +263,7 @@ bool GoodSizes(const CallSizes& sizes, const DispatchGrid& grid, int32_t row_byt
 template <typename Kernel, typename... Args>
 cudaError_t Launch(Kernel* kernel, int blocks, int threads, int shared_bytes, cudaStream_t stream,
                    const Args&... args) {
-  const cudaError_t error =
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
+  const cudaError_t error = AllowSharedBytes(kernel, shared_bytes);
   if (error != cudaSuccess) return error;
   kernel<<<blocks, threads, shared_bytes, stream>>>(args...);
   return cudaGetLastError();

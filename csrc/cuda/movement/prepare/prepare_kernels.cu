@@ -45,6 +45,7 @@
 #include "cuda/movement/prepare/lay_out_rows.cuh"
 #include "cuda/movement/prepare/place_slots.cuh"
 #include "cuda/movement/prepare/prepare_kernels.h"
+#include "cuda/shared_bytes.h"
 
 namespace ep_runtime {
 namespace cuda {
@@ -155,9 +156,7 @@ cudaError_t LaunchPrepare(cudaStream_t stream, const PrepareParams& params) {
   const int64_t block_tokens = (sizes.tokens + params.blocks - 1) / params.blocks;
   if (block_tokens * sizes.top_k > kMaxBlockSlots) return cudaErrorInvalidValue;
   const size_t shared_bytes = prepare::Experts::Bytes(params.num_experts);
-  const cudaError_t error =
-      cudaFuncSetAttribute(prepare::PrepareKernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                           static_cast<int>(shared_bytes));
+  const cudaError_t error = AllowSharedBytes(prepare::PrepareKernel, shared_bytes);
   if (error != cudaSuccess) return error;
   const auto columns = static_cast<int>(params.room.CountColumns(sizes.tokens));
   prepare::PrepareKernel<<<params.blocks, prepare::kThreads, shared_bytes, stream>>>(params,
