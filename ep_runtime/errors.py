@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import json
 import re
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 
 class EpRuntimeError(Exception):
@@ -43,6 +43,21 @@ class EpRuntimeError(Exception):
     def __init__(self, message: str, **fields: Any) -> None:
         super().__init__(message)
         self.fields: dict[str, Any] = fields
+
+    def raise_again(self, layer: str | None = None) -> NoReturn:
+        """Raises a copy of this error, with this one as its cause.
+
+        Args:
+            layer: a layer whose name goes before the message and into `fields`.
+
+        Raises:
+            EpRuntimeError: of this error's class.
+
+        Cost: none.
+        """
+        if layer is None:
+            raise type(self)(str(self), **self.fields) from self
+        raise type(self)(f"layer {layer!r}: {self}", **{**self.fields, "layer": layer}) from self
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild, (type(self), self.args[0] if self.args else "", self.fields)

@@ -88,3 +88,16 @@ def test_a_failed_collective_is_a_lost_peer_once_the_daemon_tells_so(told) -> No
 def test_a_failed_collective_of_programs_without_groups_stays_what_it_is() -> None:
     with pytest.raises(RuntimeError, match="Gloo"), ep.translate_errors():
         raise RuntimeError(_GLOO)
+
+
+@pytest.mark.parametrize(
+    ("layer", "text", "fields"),
+    [(None, "gone", {"rank": 1}), ("a", "layer 'a': gone", {"rank": 1, "layer": "a"})],
+)
+def test_an_error_is_raised_again_as_a_copy_with_its_cause(layer, text, fields) -> None:
+    error = ep.PeerLostError("gone", rank=1)
+    with pytest.raises(ep.PeerLostError) as caught:
+        error.raise_again(layer)
+    assert caught.value.__cause__ is error
+    assert (str(caught.value), caught.value.fields) == (text, fields)
+    assert (str(error), error.fields) == ("gone", {"rank": 1})

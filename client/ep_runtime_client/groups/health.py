@@ -22,23 +22,13 @@ class End:
     """Why a group is over that this process has not closed.
 
     Attributes:
-        kind: of the error.
-        text: of the error.
-        fields: of the error.
+        error: what calls raise again.
         patience_s: the processes of the group live and may form it anew: what waits for one of
             them in a collective of XLA is given this long at least.
     """
 
-    kind: type[errors.EpRuntimeError]
-    text: str
-    fields: dict[str, Any] = dataclasses.field(default_factory=dict)
+    error: errors.EpRuntimeError
     patience_s: float = 0.0
-
-    def error(self, layer: str | None = None) -> errors.EpRuntimeError:
-        """The error, in a call of that layer or beside all calls."""
-        if layer is None:
-            return self.kind(self.text, **self.fields)
-        return self.kind(f"layer {layer!r}: {self.text}", layer=layer, **self.fields)
 
 
 class GroupHealth:
@@ -55,6 +45,7 @@ class GroupHealth:
         self._formed = formed
         self._job = job
         self._name = formed.spec.name
+        self._fields = {"group": self._name, "generation": formed.generation}
         self._end: End | None = None
         self._lapsed: str | None = None  # why the daemon knows it no more, though its calls go on
         self._told: errors.EpRuntimeError | None = None  # the end, as a call told it
@@ -72,7 +63,7 @@ class GroupHealth:
             poison = self._poison()  # is there before the daemon's event
             if poison is not None:
                 self._end = self._ended(poison, "", ())
-                self.broken = self._end.kind is PeerLostError
+                self.broken = isinstance(self._end.error, PeerLostError)
         return self._end
 
     def _poison(self) -> Poison | None:
@@ -91,7 +82,9 @@ class GroupHealth:
             return
         self.broken = state == types_pb2.GROUP_STATE_BROKEN
         end = self._ended(self._poison(), reason, lost)
-        if self._end is None or self._end.kind is end.kind:  # the daemon's words say more
+        if self._end is None or type(self._end.error) is type(
+            end.error
+        ):  # the daemon's words say more
             self._end = end
         self._end_calls(self._end)
 
@@ -112,13 +105,9 @@ class GroupHealth:
             reason = f"is gone: {reason or 'its board says so'}"
         return self._stale(reason, self._formed.spec.op_timeout_s)
 
-    @property
-    def _fields(self) -> dict[str, Any]:
-        return {"group": self._name, "generation": self._formed.generation}
-
     def _stale(self, what: str, patience_s: float) -> End:
         text = f"group {self._name!r}, generation {self._formed.generation}, {what}"
-        return End(StaleHandleError, f"{text}; create it again", self._fields, patience_s)
+        return End(StaleHandleError(f"{text}; create it again", **self._fields), patience_s)
 
     def _lost(self, rank: int, pid: int, reason: str) -> End:
         """rank -1 where ranks live and do not reach each other, pid 0 where it is not known."""
@@ -128,18 +117,17 @@ class GroupHealth:
         text = f"{who} in group {self._name!r} generation {self._formed.generation} is gone"
         reason = reason.removeprefix(f"process {pid}: ")
         why = f": {reason}" if reason else ""
-        return End(PeerLostError, text + why, {"rank": rank, "process": pid, **self._fields})
+        return End(PeerLostError(text + why, rank=rank, process=pid, **self._fields))
 
     def _fenced(self, poison: Poison) -> End:
         group = f"group {self._name!r} generation {self._formed.generation}"
         fenced = f"was fenced {poison.by} with ep-runtime fence"
         if poison.rank < 0 or poison.rank in self._formed.ranks:
             text = f"{group}: its session {fenced}; connect again and create the group anew"
-            return End(SessionFencedError, text, self._fields)
+            return End(SessionFencedError(text, **self._fields))
         process = f"rank {poison.rank} (pid {poison.pid}, job {self._job!r})"
         text = f"the session of {process} {fenced}; {group} is broken"
-        fields = {"rank": poison.rank, "process": poison.pid, **self._fields}
-        return End(PeerLostError, text, fields)
+        return End(PeerLostError(text, rank=poison.rank, process=poison.pid, **self._fields))
 
     def _end_calls(self, end: End) -> None:
         """On a thread of its own: NCCL's abort waits for what runs on the GPU, and a collective of
@@ -147,7 +135,7 @@ class GroupHealth:
         native_group = self._formed.native_group
         if native_group is not None:
             threading.Thread(
-                target=native_group.end, args=(end.error(),), name="ep-runtime-end", daemon=True
+                target=native_group.end, args=(end.error,), name="ep-runtime-end", daemon=True
             ).start()
 
     def _reported(self) -> errors.EpRuntimeError | None:
@@ -160,7 +148,7 @@ class GroupHealth:
             if text is not None:
                 self._report = errors.parse(text) or errors.EpRuntimeError(text)
                 end = self.end
-                if end is not None and type(self._report) is end.kind:
+                if end is not None and type(self._report) is type(end.error):
                     self._told = self._report
         return self._report
 
@@ -175,12 +163,12 @@ class GroupHealth:
         if end is not None and not self.closed:
             self._reported()
             if self._told is not None:  # a call's own words name op and layer
-                raise type(self._told)(str(self._told), **self._told.fields)
-            raise end.error(layer)
+                self._told.raise_again()
+            end.error.raise_again(layer)
 
     def require_open(self, layer: str | None) -> None:
         """Raises also where it was closed, or the daemon knows it no more: StaleHandleError."""
         self.require_whole(layer)
         if self.is_gone:
             why = "was closed" if self.closed else f"is gone: {self._lapsed}"
-            raise self._stale(why, 0.0).error(layer)
+            self._stale(why, 0.0).error.raise_again(layer)

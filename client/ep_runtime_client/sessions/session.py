@@ -342,7 +342,7 @@ class Session:
                 owner_pid=self._pid,
             )
         if self._ended is not None:
-            raise type(self._ended)(str(self._ended), **self._ended.fields)
+            self._ended.raise_again()
 
     def say_left(self, name: str, generation: int) -> None:
         """Tells the daemon, now or once it is back, that this process unmapped a group."""

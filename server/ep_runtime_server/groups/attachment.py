@@ -148,7 +148,7 @@ async def report_attached(
             missing_ranks=missing,
         )
     if group.failure is not None:
-        raise type(group.failure)(str(group.failure), **group.failure.fields)
+        group.failure.raise_again()
     group.member(session, generation)
     if group.state is not State.READY:
         rank = group.lost_ranks[0] if group.lost_ranks else -1

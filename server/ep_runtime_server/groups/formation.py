@@ -72,7 +72,7 @@ class Groups(GroupBook):
         left_s = max(0.0, wait_s - waited_s)
         await wait_until(group, lambda: group.formed or key not in group.members, left_s)
         if group.failure is not None:
-            raise type(group.failure)(str(group.failure), **group.failure.fields)
+            group.failure.raise_again()
         if key not in group.members or group.generation != generation:
             raise StaleHandleError(
                 f"group {spec.name!r} was closed, replaced or reclaimed while it formed",
