@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import os
+
 import pytest
 
 import ep_runtime as ep
+from ep_runtime import board, specs
+from ep_runtime.v1 import types_pb2
 from ep_runtime_client.base.layers import live_groups
+from ep_runtime_client.groups import formed, health
 
 _TEXT = (
     "INTERNAL: custom call failed: EP_RUNTIME/CapacityOverflowError: layer moe/0 overflowed "
@@ -101,3 +107,29 @@ def test_an_error_is_raised_again_as_a_copy_with_its_cause(layer, text, fields) 
     assert caught.value.__cause__ is error
     assert (str(caught.value), caught.value.fields) == (text, fields)
     assert (str(error), error.fields) == ("gone", {"rank": 1})
+
+
+@pytest.mark.parametrize(
+    ("said", "rank", "told"),
+    [
+        ("process 9 of rank 1 closed it", {"rank": 1}, "g.*generation 1, was replaced by uid 0"),
+        ("it was replaced", {}, "dispatch of layer a: it was replaced"),
+    ],
+    ids=["closed first", "replaced"],
+)
+def test_a_replaced_group_ends_by_its_order_and_not_by_who_closed_it(said, rank, told) -> None:
+    spec = specs.GroupSettings(
+        name="g", ep_axis="ep", num_experts=4, hidden_size=8, max_tokens_per_rank=4
+    ).on((("ep", 2),))
+    buf = bytearray(board.board_bytes(spec))
+    board.format_board(buf, spec, 1)
+    board.poison(buf, 1, board.PoisonReason.CLOSED, by=board.By(0, 9))
+    fd = os.memfd_create("board")
+    os.write(fd, buf)
+    memory = formed.Memory([(types_pb2.WindowDescriptor(world_rank=-1), fd)])
+    of_group = health.GroupHealth(formed.Formed(spec, 1, None, False, memory=memory), "job")
+    said = f"EP_RUNTIME/StaleHandleError: dispatch of layer a: {said} {json.dumps(rank)}"
+    live_groups.report("g", said)
+    with pytest.raises(ep.StaleHandleError, match=told):
+        of_group.require_whole(None)
+    memory.close()

@@ -15,7 +15,7 @@ from ep_runtime_client.sessions.watchdog import Watchdog
 
 class Lost:
     name = "g"
-    def check(self):
+    def require_whole(self):
         raise PeerLostError("prepare of layer a: process 7 of rank 3 is gone")
 
 grace_s, patience_s, word = eval(sys.argv[1])

@@ -148,7 +148,7 @@ class GroupHealth:
             if text is not None:
                 self._report = errors.parse(text) or errors.EpRuntimeError(text)
                 end = self.end
-                if end is not None and type(self._report) is type(end.error):
+                if end is not None and _is_of(self._report, end.error):
                     self._told = self._report
         return self._report
 
@@ -172,3 +172,9 @@ class GroupHealth:
         if self.is_gone:
             why = "was closed" if self.closed else f"is gone: {self._lapsed}"
             self._stale(why, 0.0).error.raise_again(layer)
+
+
+def _is_of(call: errors.EpRuntimeError, end: errors.EpRuntimeError) -> bool:
+    """Whether that end of the group failed the call. A process that replaces a group closes it
+    before it says so: a call that found it closed blames the process instead of its order."""
+    return type(call) is type(end) and ("rank" in end.fields or "rank" not in call.fields)

@@ -105,10 +105,9 @@ def _count(
 
 def _end(group: LiveGroup, error: EpRuntimeError, grace_s: float) -> None:
     try:
-        group.check()
-    except EpRuntimeError as found:
-        if type(found) is type(error):  # where a call has waited: it names layer and op
-            error = found
+        group.require_whole()
+    except EpRuntimeError as found:  # by now a call that waited may have named layer and op
+        error = found
     text = f"{type(error).__name__}: {error}"
     _exit(text, f"process {os.getpid()} still runs {grace_s:g} s later and ends now")
 
