@@ -44,6 +44,7 @@ class LocalGroup:
     def __init__(self, spec: specs.GroupSpec, mesh: Mesh, *, debug: bool = False) -> None:
         self.name, self.spec, self.mesh = spec.name, spec, mesh
         self.session = None
+        self.group = self  # what is inside and what users hold are one here
         self.closed = False
         self.generation = next(_generations)
         self.native_group: int | None = None

@@ -68,11 +68,9 @@ class Public:
 def _of_class(name: str, cls: type) -> Iterator[Public]:
     """The class and the members that it defines for users."""
     yield Public(name, cls, "class")
-    # Session and Group list their members for users in __dir__.
-    shown = set(cls.__dir__(None)) if "__dir__" in vars(cls) else set(vars(cls))  # type: ignore[arg-type]
     for member, value in vars(cls).items():
         hidden = member.startswith("_") and member not in BY_SIGN
-        if hidden or member not in shown or member == "setup":
+        if hidden or member == "setup":
             continue
         if isinstance(value, property | functools.cached_property):
             getter = value.fget if isinstance(value, property) else value.func

@@ -260,7 +260,7 @@ def test_a_group_goes_on_where_kernels_are_not_loaded(
     fake.set("never_ready", 1)
     with ep.connect(address, job="tests", timeout_s=WAIT_S) as session:
         group = create(session, mesh)
-        assert not isinstance(group.native_group, beside.GroupBesideNccl)
+        assert not isinstance(group._held.native_group, beside.GroupBesideNccl)
         group.check()
     assert fake.count("inits") == 2
     assert len(said) == 1
@@ -276,7 +276,7 @@ def test_create_group_returns_before_they_are_ready_and_lists_them_later(
     fake.set("never_ready", 1)
     with ep.connect(address, job="tests", timeout_s=WAIT_S) as session:
         group = create(session, mesh)
-        held = group.native_group
+        held = group._held.native_group
         assert isinstance(held, beside.GroupBesideNccl)
         until(lambda: fake.count("inits") > 0, "they join")
         group.check()

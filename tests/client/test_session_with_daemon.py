@@ -44,7 +44,7 @@ def test_a_group_holds_one_window_per_rank_and_a_board(
 ) -> None:
     group = session.create_group("g", mesh, **_ARGUMENTS)
     assert group.spec.transport == "memfd"
-    assert group.native_group is not None
+    assert group._held.native_group is not None
     buffers = admin.buffers()
     windows = [row for row in buffers if row["kind"] == "WINDOW"]
     assert sorted(row["world_rank"] for row in windows) == list(range(8))
@@ -145,13 +145,13 @@ def test_a_group_that_is_broken_keeps_its_claim_when_it_makes_room(
     session: ep.Session, mesh: Any, admin: source.Source, state: str, kept: bool
 ) -> None:
     group = session.create_group("g", mesh, **_ARGUMENTS)
-    group.changed(types_pb2.GroupState.Value(f"GROUP_STATE_{state}"), "said so")
-    group.step_aside()
+    group._held.changed(types_pb2.GroupState.Value(f"GROUP_STATE_{state}"), "said so")
+    group._held.step_aside()
     assert [row["name"] for row in admin.groups()] == ["g"] * kept
     # On the same memory it forms anew; memory is freed in the background.
     wait_until(lambda: bool(admin.buffers()) == kept, "the buffers of the group that is kept")
     with pytest.raises(ep.StaleHandleError, match="was closed"):
-        group.require_open()
+        group._held.require_open()
 
 
 def test_a_one_device_mesh_works(session: ep.Session, devices: list[Any]) -> None:
@@ -242,7 +242,7 @@ def test_reclaim_makes_the_old_layer_stale(
     layer = group.register_layer("a", top_k=1)
     assert layer.group is group
     admin.call("Reclaim", messages.ReclaimRequest(name="g"))
-    wait_until(lambda: group.is_gone, "the client hears of the reclaim")
+    wait_until(lambda: group._held.is_gone, "the client hears of the reclaim")
     with pytest.raises(ep.StaleHandleError, match=f"layer 'a'.*generation {group.generation}"):
         _ = layer.group
     with pytest.raises(ep.StaleHandleError):

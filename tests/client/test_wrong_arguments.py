@@ -18,7 +18,7 @@ from jax._src import dispatch
 import ep_runtime as ep
 from ep_runtime import translate_errors
 from ep_runtime_client.base import jax_state, layers
-from ep_runtime_client.sessions.session import job_name
+from ep_runtime_client.daemons.client import job_name
 
 NAN, INF = float("nan"), float("inf")
 SIZES: dict[str, Any] = {

@@ -22,7 +22,7 @@ import faulthandler, json, sys
 faulthandler.dump_traceback_later(45, exit=True)  # says where it hangs, before we give it up
 import ep_runtime as ep
 from ep_runtime import layer_specs, specs
-from ep_runtime_client.groups import forming, registering
+from ep_runtime_client.groups import forming, registrations
 from ep_runtime_client.sessions import session
 
 def say(step):
@@ -36,13 +36,13 @@ _PROGRAM = """
 say("imported")
 with ep.connect(job="kills") as s:
     say("connected")
-    formed = forming.form(s, spec, forming.Claim((0, 1, 2, 3)), replace=False)
+    formed = forming.form(s._client, spec, forming.Claim((0, 1, 2, 3)), replace=False)
     say("formed")
     named = [layer_specs.LayerSpec(f"l{i}", top_k=2) for i in range(50)]
     layers = [layer_specs.check_layer(spec, layer) for layer in named]
-    registering.register(s, spec, formed.generation, layers, [])
+    registrations.register(s._client, spec, formed.generation, layers, [])
     say("registered")
-    forming.leave(s, "g", formed.generation, formed.native_group)
+    forming.leave(s._client, "g", formed.generation, formed.native_group)
     say("left")
 say("closed")
 sys.stdin.readline()

@@ -19,7 +19,8 @@ Start = Callable[..., Program]
 
 _EMBEDDED = """
 session = ep.connect("embedded")
-say(daemon=session.daemon_pid, directory=str(session.directory), address=session.address)
+directory = session.address.removeprefix("unix://")
+say(daemon=session.daemon_pid, directory=directory, address=session.address)
 """
 
 

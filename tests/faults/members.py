@@ -28,7 +28,7 @@ spec = specs.make_group_spec(
 session = ep.connect(job="survive", timeout_s=60)
 asked = time.monotonic()
 while True:
-    formed = forming.form(session, spec, forming.Claim(ranks), replace=False)
+    formed = forming.form(session._client, spec, forming.Claim(ranks), replace=False)
     say(generation=formed.generation, reattached=formed.reattached, asked=asked,
         formed=time.monotonic())
     if json.loads(sys.stdin.readline()) == "end":
@@ -36,7 +36,7 @@ while True:
     forming.unmap(formed.native_group)  # as a broken group steps aside
     formed.memory.close()
     asked = time.monotonic()
-forming.leave(session, "g", formed.generation, formed.native_group)
+forming.leave(session._client, "g", formed.generation, formed.native_group)
 session.close()
 """
 

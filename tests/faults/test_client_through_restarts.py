@@ -19,7 +19,7 @@ _PROLOGUE = """
 import json, sys
 import ep_runtime as ep
 from ep_runtime import layer_specs, specs
-from ep_runtime_client.groups import forming, registering
+from ep_runtime_client.groups import forming, registrations
 
 def say(**values):
     print(json.dumps(values), flush=True)
@@ -30,14 +30,14 @@ spec = specs.make_group_spec(
 """
 _PROGRAM = """
 session = ep.connect(job="kills", timeout_s=60)
-formed = forming.form(session, spec, forming.Claim((0, 1, 2, 3)), replace=False)
+formed = forming.form(session._client, spec, forming.Claim((0, 1, 2, 3)), replace=False)
 layers = [layer_specs.check_layer(spec, layer_specs.LayerSpec(f"l{i}", top_k=2)) for i in range(3)]
-found, _ = registering.register(session, spec, formed.generation, layers, [], replace=False)
-again, _ = registering.register(session, spec, formed.generation, layers, [], replace=False)
+found, _ = registrations.register(session._client, spec, formed.generation, layers, [])
+again, _ = registrations.register(session._client, spec, formed.generation, layers, [])
 say(generation=formed.generation, bases=[item.handle_base for item in found],
     same=[item.base_id for item in found] == [item.base_id for item in again])
 sys.stdin.readline()
-forming.leave(session, "g", formed.generation, formed.native_group)
+forming.leave(session._client, "g", formed.generation, formed.native_group)
 session.close()
 say(closed=True)
 sys.stdin.readline()
@@ -136,18 +136,18 @@ def test_processes_that_form_a_group_meet_again_after_a_kill(
 
 _CLOSED_ALONE = """
 session = ep.connect(job="kills", timeout_s=60)
-formed = forming.form(session, spec, forming.Claim((0, 1, 2, 3)), replace=False)
+formed = forming.form(session._client, spec, forming.Claim((0, 1, 2, 3)), replace=False)
 say(generation=formed.generation)
 sys.stdin.readline()
 if "group" in CLOSES:
-    forming.leave(session, "g", formed.generation, formed.native_group)
+    forming.leave(session._client, "g", formed.generation, formed.native_group)
 if "session" in CLOSES:
     session.close()
 say(closed=True)
 sys.stdin.readline()
 if AGAIN:
     session = ep.connect(job="kills", timeout_s=60)
-    formed = forming.form(session, spec, forming.Claim((0, 1, 2, 3)), replace=False)
+    formed = forming.form(session._client, spec, forming.Claim((0, 1, 2, 3)), replace=False)
     say(generation=formed.generation)
     sys.stdin.readline()
     session.close()
@@ -158,7 +158,7 @@ _FORMS = """
 session = ep.connect(job="ends", timeout_s=2)
 say(connected=True)
 try:
-    forming.form(session, spec, forming.Claim((0, 1)), replace=False)
+    forming.form(session._client, spec, forming.Claim((0, 1)), replace=False)
 except ep.RuntimeUnavailableError as error:
     say(text=str(error))
 sys.stdin.readline()

@@ -107,8 +107,8 @@ spec = specs.make_group_spec(
     max_tokens_per_rank=64, max_top_k=2, retain_s=0.0)
 session = ep.connect(job="jumps", timeout_s=10)
 while True:
-    formed = forming.form(session, spec, forming.Claim((0, 1)), replace=False)
-    forming.leave(session, "g", formed.generation, formed.native_group)
+    formed = forming.form(session._client, spec, forming.Claim((0, 1)), replace=False)
+    forming.leave(session._client, "g", formed.generation, formed.native_group)
     formed.memory.close()
     print(json.dumps([formed.generation, time.time()]), flush=True)
     if json.loads(sys.stdin.readline()) == "end":

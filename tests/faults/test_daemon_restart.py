@@ -88,7 +88,7 @@ try:
     with ep.translate_errors():
         run()
 except ep.PeerLostError as error:
-    say(rank=error.fields["rank"], gone=group.is_gone)
+    say(rank=error.fields["rank"], gone=group._held.is_gone)
 hear()
 os._exit(0)
 """

@@ -170,7 +170,7 @@ _LIVES = """
 import json, sys
 import ep_runtime as ep
 from ep_runtime import layer_specs, specs
-from ep_runtime_client.groups import forming, registering
+from ep_runtime_client.groups import forming, registrations
 
 spec = specs.make_group_spec(
     name="g", mesh_axes=(("ep", 4),), ep_axis="ep", num_experts=8, hidden_size=64,
@@ -179,12 +179,12 @@ layers = [layer_specs.check_layer(spec, layer_specs.LayerSpec(f"l{i}", top_k=2))
 last = 0
 for _ in range(int(sys.stdin.readline())):
     session = ep.connect(job="lost", timeout_s=60)
-    formed = forming.form(session, spec, forming.Claim((0, 1, 2, 3)), replace=False)
+    formed = forming.form(session._client, spec, forming.Claim((0, 1, 2, 3)), replace=False)
     assert formed.generation > last, (formed.generation, last)
     last = formed.generation
-    found, _ = registering.register(session, spec, formed.generation, layers, [])
+    found, _ = registrations.register(session._client, spec, formed.generation, layers, [])
     assert [item.handle_base for item in found] == [0, 1, 2], found
-    forming.leave(session, "g", formed.generation, formed.native_group)
+    forming.leave(session._client, "g", formed.generation, formed.native_group)
     formed.memory.close()
     session.close()
 print(json.dumps(last), flush=True)

@@ -57,7 +57,7 @@ if order == "wait":
             say(waits=True)
             run()
     except ep.PeerLostError as error:
-        ended, gone = time.monotonic(), group.is_gone
+        ended, gone = time.monotonic(), group._held.is_gone
         try:
             group.check()  # tells it too, though the group is gone
         except ep.PeerLostError as told:

@@ -155,20 +155,21 @@ spec = specs.make_group_spec(
     name="g", mesh_axes=(("ep", 64),), ep_axis="ep", num_experts=64, hidden_size=16,
     max_tokens_per_rank=8, max_top_k=2, retain_s=0.0)
 session = ep.connect(job="starved", timeout_s=20)
-forming.leave(session, "g", (formed := forming.form(
-    session, spec, forming.Claim(tuple(range(64))), replace=False)).generation, formed.native_group)
+client = session._client
+formed = forming.form(client, spec, forming.Claim(tuple(range(64))), replace=False)
+forming.leave(client, "g", formed.generation, formed.native_group)
 formed.memory.close()
 held = len(os.listdir("/proc/self/fd"))
 soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
 resource.setrlimit(resource.RLIMIT_NOFILE, (held + 20, hard))
 try:
-    forming.form(session, spec, forming.Claim(tuple(range(64))), replace=False)
+    forming.form(session._client, spec, forming.Claim(tuple(range(64))), replace=False)
     say("formed")
 except ep.EpRuntimeError as error:
     say(str(error))
 resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 assert len(os.listdir("/proc/self/fd")) <= held + 2, (held, os.listdir("/proc/self/fd"))
-forming.form(session, spec, forming.Claim(tuple(range(64))), replace=False)
+forming.form(session._client, spec, forming.Claim(tuple(range(64))), replace=False)
 say("formed")
 sys.stdin.readline()
 """

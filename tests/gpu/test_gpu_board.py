@@ -61,7 +61,7 @@ def run_steps(session: ep.Session, gpus: list[Any], idx: Any) -> ep.Group:
 
 
 def listed(session: ep.Session, kind: str) -> list[dict[str, Any]]:
-    with source.open_source(f"unix://{session.directory}", timeout_s=10.0) as daemon:
+    with source.open_source(session.address, timeout_s=10.0) as daemon:
         rows: list[dict[str, Any]] = getattr(daemon, kind)()
         return rows
 
@@ -90,7 +90,7 @@ def test_calls_rows_and_drops_reach_the_board(session: ep.Session, gpus: list[An
 def test_tallies_reach_the_board(session: ep.Session, gpus: list[Any]) -> None:
     idx, demand = routed(gpus)
     run_steps(session, gpus, idx)
-    with source.open_source(f"unix://{session.directory}", timeout_s=10.0) as daemon:
+    with source.open_source(session.address, timeout_s=10.0) as daemon:
         ranks = daemon.tallies("g")
     assert len(ranks) == len(gpus)
     told = STEPS - 1, STEPS  # a GPU's board is a call behind
@@ -139,7 +139,7 @@ def test_a_slow_rank_is_named(session: ep.Session, gpus: list[Any], several_gpus
     idx = jax.device_put(routed(gpus)[0], sharding)
     x = jax.device_put(np.ones((len(idx), HIDDEN), np.float32).astype("bfloat16"), sharding)
     jax.block_until_ready(step(x, idx))
-    with source.open_source(f"unix://{session.directory}", timeout_s=10.0) as daemon:
+    with source.open_source(session.address, timeout_s=10.0) as daemon:
         before = tallies.look(daemon, "slow", None)
         for _ in range(20):
             jax.block_until_ready(step(x, idx))
@@ -158,7 +158,7 @@ def test_nothing_is_told_where_that_is_switched_off(
     run_steps(session, gpus, routed(gpus)[0])
     assert all(handle["calls"] == 0 for handle in listed(session, "handles"))
     assert all(rank["epoch"] == 0 for rank in listed(session, "ranks"))
-    with source.open_source(f"unix://{session.directory}", timeout_s=10.0) as daemon:
+    with source.open_source(session.address, timeout_s=10.0) as daemon:
         assert not any(rank["ops"] or rank["layers"] for rank in daemon.tallies("g"))
 
 

@@ -119,7 +119,7 @@ def test_an_aborted_group_tells_and_forms_again_ten_times(
     steps = gpu_steps.Steps(session, "again", gpus)
     for turn in range(10):
         steps.run()
-        group = steps.group.native_group
+        group = steps.group._held.native_group
         assert isinstance(group, communicators.GroupWithNccl)
         group.end(ep.PeerLostError("so the test says"))
         with pytest.raises(ep.PeerLostError, match="so the test says"), ep.translate_errors():
@@ -142,7 +142,7 @@ def test_communicators_beside_windows_get_ready_by_themselves(
     monkeypatch.setattr(gpu_steps, "TRANSPORT", layouts.TRANSPORT)
     with ep.connect(address, timeout_s=60) as own:
         steps = gpu_steps.Steps(own, "beside", gpus)
-        held = steps.group.native_group
+        held = steps.group._held.native_group
         assert isinstance(held, beside.GroupBesideNccl)
         made = held.beside.await_ready(READY_WITHIN_S)
         (row,) = [row for row in admin.groups() if row["name"] == "beside"]
@@ -159,7 +159,7 @@ beside.JOIN_AFTER_S = 6.0  # past compiling
 session = ep.connect(timeout_s=60)
 steps = gpu_steps.Steps(session, "starts", jax.devices())
 steps.run()
-making = steps.group.native_group.beside
+making = steps.group._held.native_group.beside
 said, slowest_s, early = "go", 0.0, making.settled
 while said == "go":
     for _ in range(100):

@@ -20,13 +20,24 @@ if TYPE_CHECKING:
     from jax.sharding import Mesh
 
 
-class LiveGroup(Protocol):
-    """A `Group` of this process, as far as layers, ops and programs go."""
+class LayerGroup(Protocol):
+    """The `Group` that users have, as far as layers and ops go."""
 
     name: str
     spec: specs.GroupSpec
     mesh: Mesh
     session: Any
+
+    def check(self, arrays: Any = None) -> Any: ...
+
+
+class LiveGroup(Protocol):
+    """What this process holds of a group, as far as layers, ops and programs go."""
+
+    name: str
+    spec: specs.GroupSpec
+    group: LayerGroup
+    client: Any
 
     @property
     def is_gone(self) -> bool: ...
@@ -41,8 +52,6 @@ class LiveGroup(Protocol):
     def require_open(self, layer: str | None = None) -> None: ...
 
     def require_whole(self, layer: str | None = None) -> None: ...
-
-    def check(self, arrays: Any = None) -> Any: ...
 
 
 class LiveGroups:
@@ -121,14 +130,13 @@ def layer(name: str) -> EpLayer | LayerStack:
     """
     if not isinstance(name, str):
         raise InvalidArgumentError(f"name must be text, got {name!r}", argument="name")
-    groups = [group for group in live_groups.all() if name.startswith(f"{group.name}/")]
-    inside = [group.registered(name[len(group.name) + 1 :]) for group in groups]
-    found = [layer for layer in inside if layer is not None]
+    inside = [group for group in live_groups.all() if name.startswith(f"{group.name}/")]
+    asked = [(group, group.registered(name[len(group.name) + 1 :])) for group in inside]
+    found = [(group, known) for group, known in asked if known is not None]
     if len(found) > 1:
-        named = sorted(layer.group_spec.name for layer in found)
         raise InvalidArgumentError(
-            f"{name!r} is a layer of each of the groups {named}; group.layer(name) takes the one "
-            "that is meant",
+            f"{name!r} is a layer of each of the groups {sorted(group.name for group, _ in found)}"
+            "; group.layer(name) takes the one that is meant",
             argument="name",
         )
     if not live_groups.all():
@@ -143,8 +151,9 @@ def layer(name: str) -> EpLayer | LayerStack:
             f'this process has no layer {name!r} ("group/layer"), it has {sorted(there)}',
             layer=name,
         )
-    found[0].group.require_open(found[0].name)
-    return found[0]
+    group, known = found[0]
+    group.require_open(known.name)
+    return known
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -202,7 +211,7 @@ class EpLayer:
         )
 
     @property
-    def group(self) -> LiveGroup:
+    def group(self) -> LayerGroup:
         """The open group of this layer.
 
         Raises StaleHandleError if this process has no open group of that name.
@@ -223,7 +232,7 @@ class EpLayer:
                 layer=self.name,
                 group=group.name,
             )
-        return group
+        return group.group
 
     @property
     def mesh(self) -> Mesh:
@@ -258,7 +267,7 @@ class LayerStack:
         return self.spec.name
 
     @property
-    def group(self) -> LiveGroup:
+    def group(self) -> LayerGroup:
         """The open group of this stack.
 
         Raises StaleHandleError if this process has no open group of that name.

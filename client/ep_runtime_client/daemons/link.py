@@ -37,17 +37,15 @@ _Result = TypeVar("_Result")
 
 @dataclasses.dataclass(frozen=True)
 class Callbacks:
-    """What a link tells the session. All but `open_request` come from the link's own threads.
+    """What a link tells the session, from the link's own threads.
 
     Attributes:
-        open_request: what OpenSession says, every time.
         restore: called with new RPCs and token after the daemon came back, before anybody else
             may use them; RuntimeUnavailableError tries again.
         on_end: called with the error when the daemon ended the session for good.
         on_group: called when a group of the session changed.
     """
 
-    open_request: session_service_pb2.OpenSessionRequest
     restore: Callable[[transport.ControlChannel], None]
     on_end: Callable[[errors.EpRuntimeError], None]
     on_group: Callable[[session_service_pb2.GroupEvent], None]
@@ -61,10 +59,17 @@ class Link:
         session_id: the daemon's public name for it.
     """
 
-    def __init__(self, runtime: ReachedRuntime, callbacks: Callbacks) -> None:
+    def __init__(
+        self,
+        runtime: ReachedRuntime,
+        opened: session_service_pb2.OpenSessionRequest,
+        callbacks: Callbacks,
+    ) -> None:
+        """`opened` is what OpenSession says, every time."""
         self.token = ""
         self.session_id = ""
         self._runtime = runtime
+        self._opened = opened
         self._callbacks = callbacks
         self._incarnation = ""
         self._interval_s = 1.0
@@ -205,7 +210,7 @@ class Link:
         if control is not None:
             control.close()
         if self._owed is not None:  # only now: a thread that connected again has a new token
-            farewells.owe(self.token, Owed(self._place, self._callbacks.open_request, self._owed))
+            farewells.owe(self.token, Owed(self._place, self._opened, self._owed))
 
     def _open(self, timeout_s: float) -> None:
         farewells.say(self._place)
@@ -214,9 +219,7 @@ class Link:
         before, self.token = self.token, welcome.session_token
         control = transport.ControlChannel(self._place, welcome.session_token)
         try:
-            answer = control.call(
-                control.sessions.OpenSession, self._callbacks.open_request, timeout_s=timeout_s
-            )
+            answer = control.call(control.sessions.OpenSession, self._opened, timeout_s=timeout_s)
             self.session_id = answer.session_id
             self._incarnation = welcome.incarnation
             self._interval_s = wire.seconds(answer.heartbeat_interval)

@@ -74,7 +74,7 @@ def run(config: DemoConfig, member: Member | None = None) -> int:
         ep.translate_errors(),
     ):
         report = _train(config, session, reporter, stop)
-        if session.has_daemon and member.index == 0:
+        if session.address != "none" and member.index == 0:
             # The layers of a twin have the same names; wide shows the groups.
             wide = ["-o", "wide"] if config.compare else []
             cli.main(["handles", "--address", session.address, *wide])

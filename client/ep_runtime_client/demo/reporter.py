@@ -87,7 +87,7 @@ class Reporter:
         )
         windows = f"{iec(group.staging_bytes_per_rank)} of windows per device"
         self.say(f"runtime: {session.address}, transport {group.spec.transport}, {windows}")
-        if session.has_daemon:
+        if session.address != "none":
             at = shlex.quote(session.address)
             self.say(f"in a second terminal: {c.program} handles --address {at} --watch 1")
 

@@ -20,15 +20,16 @@ from ep_runtime.wire import CLUSTER
 from ep_runtime_client.base import jax_state, meshes
 from ep_runtime_client.base.dtypes import dtype_name
 from ep_runtime_client.base.layers import live_groups
+from ep_runtime_client.daemons.client import DaemonClient
 from ep_runtime_client.groups import estimate, forming
 from ep_runtime_client.groups.group import Group
-from ep_runtime_client.groups.owner import GroupOwner
+from ep_runtime_client.groups.held_group import HeldGroup
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
 
-def resolve(session: GroupOwner, mesh: Any, settings: specs.GroupSettings) -> specs.GroupSpec:
+def resolve(client: DaemonClient, mesh: Any, settings: specs.GroupSettings) -> specs.GroupSpec:
     """The spec of a group with these settings on a concrete mesh.
 
     Raises:
@@ -43,23 +44,18 @@ def resolve(session: GroupOwner, mesh: Any, settings: specs.GroupSettings) -> sp
         transport=meshes.resolve_transport(
             settings.transport,
             mesh,
-            has_daemon=session.has_daemon,
-            in_cluster=lambda: _in_cluster(session),
+            has_daemon=client.has_daemon,
+            in_cluster=lambda: _in_cluster(client),
         ),
     ).on(mesh_axes)
     device_layout.check_limits(spec)
-    return spec
+    return dataclasses.replace(spec, retain_s=0.0) if client.is_private else spec
 
 
-def _in_cluster(session: GroupOwner) -> bool:
-    control = session.control
+def _in_cluster(client: DaemonClient) -> bool:
+    control = client.control
     request = session_service_pb2.GetServerInfoRequest()
     return CLUSTER in control.call(control.sessions.GetServerInfo, request).features
-
-
-def without_retention(spec: specs.GroupSpec) -> specs.GroupSpec:
-    """The spec in a private runtime, which nothing outlives."""
-    return dataclasses.replace(spec, retain_s=0.0)
 
 
 def asked(spec: specs.GroupSpec) -> specs.GroupSpec:
@@ -67,7 +63,7 @@ def asked(spec: specs.GroupSpec) -> specs.GroupSpec:
     return dataclasses.replace(spec, node_size=0)
 
 
-def is_same(found: Group, spec: specs.GroupSpec, mesh: Mesh, *, replace: bool) -> bool:
+def is_same(found: HeldGroup, spec: specs.GroupSpec, mesh: Mesh, *, replace: bool) -> bool:
     """True where create_group may return `found`; False where it must make a new one.
 
     Raises:
@@ -94,12 +90,15 @@ def is_same(found: Group, spec: specs.GroupSpec, mesh: Mesh, *, replace: bool) -
     )
 
 
-def make_group(session: GroupOwner, spec: specs.GroupSpec, mesh: Mesh, *, replace: bool) -> Group:
+def make_group(
+    client: DaemonClient, spec: specs.GroupSpec, mesh: Mesh, *, replace: bool
+) -> HeldGroup:
     """Forms the group and makes it this process's live group of that name."""
-    _check_free(session, spec.name)
-    _check_shared(session, spec, mesh)
+    _check_free(client, spec.name)
+    _check_shared(client, spec, mesh)
     claim = _claim(spec, mesh)
-    group = Group(session, mesh, forming.form(session, spec, claim, replace=replace))
+    group = HeldGroup(client, mesh, forming.form(client, spec, claim, replace=replace))
+    group.group = Group(group)
     try:
         live_groups.add(group)
     except BaseException:
@@ -111,35 +110,35 @@ def make_group(session: GroupOwner, spec: specs.GroupSpec, mesh: Mesh, *, replac
     return group
 
 
-def _check_free(session: GroupOwner, name: str) -> None:
+def _check_free(client: DaemonClient, name: str) -> None:
     """Layers find their group by name, so a name is open once in a process."""
     other = live_groups.get(name)
-    if other is not None and other.session is not session:
+    if other is not None and other.client is not client:
         raise InvalidArgumentError(
-            f"group {name!r} is open in this process's session with {other.session.address}; "
+            f"group {name!r} is open in this process's session with {other.client.address}; "
             "close it there first, or choose another name",
             argument="name",
         )
 
 
-def _check_shared(session: GroupOwner, spec: specs.GroupSpec, mesh: Mesh) -> None:
+def _check_shared(client: DaemonClient, spec: specs.GroupSpec, mesh: Mesh) -> None:
     """Raises InvalidArgumentError where the mesh's other processes cannot come to the group."""
     name = spec.name
     processes = meshes.processes_of(mesh)
-    if len(processes) > 1 and session.alone:
+    if len(processes) > 1 and client.alone:
         raise InvalidArgumentError(
             f"group {name!r} spans the processes {processes}, but ep.connect() came before "
-            f"jax.distributed.initialize, so that each of them has {session.alone} and never "
+            f"jax.distributed.initialize, so that each of them has {client.alone} and never "
             "meets the others. Call jax.distributed.initialize first, then ep.connect(), in every "
             "process",
             argument="mesh",
             processes=processes,
         )
-    if len(processes) > 1 and session.has_daemon:
-        _check_hosts(session, name, meshes.rank_devices(mesh, spec))
+    if len(processes) > 1 and client.has_daemon:
+        _check_hosts(client, name, meshes.rank_devices(mesh, spec))
 
 
-def _check_hosts(session: GroupOwner, name: str, devices: Sequence[Any]) -> None:
+def _check_hosts(client: DaemonClient, name: str, devices: Sequence[Any]) -> None:
     """Raises where the processes of the devices, in rank order, are on hosts without a cluster.
 
     Raises:
@@ -147,17 +146,17 @@ def _check_hosts(session: GroupOwner, name: str, devices: Sequence[Any]) -> None
         GroupNotReadyError: one of them has not connected in time.
     """
     jax_state.tell_host()  # where ep.connect() came before jax.distributed
-    if _in_cluster(session):
+    if _in_cluster(client):
         return
     owners = [int(device.process_index) for device in devices]
-    hosts = jax_state.hosts_of(dict.fromkeys(owners), session.timeout_s)
+    hosts = jax_state.hosts_of(dict.fromkeys(owners), client.timeout_s)
     by_host: dict[str, list[int]] = {}
     for process, host in sorted(hosts.items()):
         by_host.setdefault(host, []).append(process)
     if absent := by_host.pop("", []):
         raise GroupNotReadyError(
             f"group {name!r}: the processes {absent} did not call ep.connect() within "
-            f"{session.timeout_s:g} s",
+            f"{client.timeout_s:g} s",
             group=name,
             missing_ranks=[rank for rank, owner in enumerate(owners) if owner in absent],
         )
@@ -165,7 +164,7 @@ def _check_hosts(session: GroupOwner, name: str, devices: Sequence[Any]) -> None
         parts = " and ".join(map(str, by_host.values()))
         raise InvalidArgumentError(
             f"group {name!r} spans {len(by_host)} hosts, with the processes {parts}, and the "
-            f"daemon at {session.address} is not joined to those of other hosts. Run `ep-runtime "
+            f"daemon at {client.address} is not joined to those of other hosts. Run `ep-runtime "
             "serve --coordinator ADDRESS` on one host and `ep-runtime serve --join ADDRESS` on "
             'each other one (docs/nodes.md), or take ep.connect("none"), which needs no daemon',
             argument="mesh",
@@ -197,18 +196,18 @@ def _claim(spec: specs.GroupSpec, mesh: Mesh) -> forming.Claim:
     return forming.Claim(tuple(ours), tuple(ordinals) if device_layout.on_device(spec) else ())
 
 
-def stored_spec(session: GroupOwner, name: str) -> specs.GroupSpec:
+def stored_spec(client: DaemonClient, name: str) -> specs.GroupSpec:
     """The spec that the daemon keeps for a group of the session's job.
 
     Raises:
         StaleHandleError: it knows none of that name.
     """
-    if not session.has_daemon:
+    if not client.has_daemon:
         raise StaleHandleError(
             f'group {name!r} is not open in this process, and address="none" has no daemon to ask',
             group=name,
         )
-    control = session.control
+    control = client.control
     answer = control.call(control.groups.GetGroup, group_service_pb2.GetGroupRequest(name=name))
     return asked(wire.group_spec_from_proto(answer.group.spec))
 
@@ -235,9 +234,9 @@ def default_mesh(spec: specs.GroupSpec) -> Mesh:
     return Mesh(np.array(devices[: spec.world_size]).reshape(shape), names)
 
 
-def adopt_layers(group: Group) -> None:
+def adopt_layers(group: HeldGroup) -> None:
     """Makes every layer that the daemon keeps for the group usable here."""
-    control = group.session.control
+    control = group.client.control
     token = ""
     while True:
         request = layer_service_pb2.ListLayersRequest(

@@ -12,8 +12,7 @@ from ep_runtime import board_file, native, specs, wire
 from ep_runtime.errors import RuntimeUnavailableError
 from ep_runtime.v1 import group_service_pb2, types_pb2
 from ep_runtime_client.daemons import transport
-from ep_runtime_client.daemons.place import Place
-from ep_runtime_client.groups.owner import GroupOwner
+from ep_runtime_client.daemons.client import DaemonClient
 
 Held = list[tuple[types_pb2.WindowDescriptor, int]]
 
@@ -93,7 +92,7 @@ class Formed:
 
 
 def fetch(
-    session: GroupOwner, control: transport.ControlChannel, name: str, generation: int
+    client: DaemonClient, control: transport.ControlChannel, name: str, generation: int
 ) -> Memory:
     """The descriptors of the group's board and of every window of this node."""
     ticket = control.call(
@@ -102,9 +101,7 @@ def fetch(
     )
     try:
         return Memory(
-            transport.redeem(
-                session.place, session.token, ticket.ticket, transport.MUTATE_TIMEOUT_S
-            )
+            transport.redeem(client.place, client.token, ticket.ticket, transport.MUTATE_TIMEOUT_S)
         )
     except RuntimeUnavailableError:
         control.lost = True
@@ -112,8 +109,7 @@ def fetch(
 
 
 def restore(
-    place: Place,
-    token: str,
+    client: DaemonClient,
     control: transport.ControlChannel,
     formed: Formed,
     layers: Sequence[wire.RegisteredLayer] = (),
@@ -139,6 +135,8 @@ def restore(
         answer = control.call(control.groups.RestoreGroup, request, timeout_s=timeout_s)
         if answer.wanted_ranks:
             with formed.memory.lent(answer.wanted_ranks) as held:
-                transport.return_windows(place, token, formed.spec.name, held, timeout_s)
+                transport.return_windows(
+                    client.place, client.token, formed.spec.name, held, timeout_s
+                )
         found = answer.group
     return found

@@ -12,9 +12,9 @@ from ep_runtime import device_layout, env, native, nccl, specs, wire
 from ep_runtime.errors import EpRuntimeError, RuntimeUnavailableError, SessionFencedError
 from ep_runtime.v1 import group_service_pb2
 from ep_runtime_client.daemons import transport
+from ep_runtime_client.daemons.client import DaemonClient
 from ep_runtime_client.groups import allocator
 from ep_runtime_client.groups.formed import Formed, Memory, fetch, restore
-from ep_runtime_client.groups.owner import GroupOwner
 from ep_runtime_client.nccl import beside, communicators
 
 _log = logging.getLogger("ep_runtime")
@@ -37,17 +37,17 @@ class Claim:
     ordinals: tuple[int, ...] = ()
 
 
-def form(session: GroupOwner, spec: specs.GroupSpec, claim: Claim, *, replace: bool) -> Formed:
+def form(client: DaemonClient, spec: specs.GroupSpec, claim: Claim, *, replace: bool) -> Formed:
     """Makes the group at the daemon and maps its windows here.
 
     Raises:
         SpecMismatchError, GroupBusyError, GroupNotReadyError, PoolExhaustedError: of the daemon.
     """
-    if not session.has_daemon:
+    if not client.has_daemon:
         return Formed(spec, 0, None, False, claim.ranks)
-    formation = _Formation(session, spec, claim, replace=replace)
+    formation = _Formation(client, spec, claim, replace=replace)
     try:
-        return session.run(formation.attempt)
+        return client.run(formation.attempt)
     except BaseException:
         formation.leave()
         raise
@@ -61,9 +61,9 @@ class _Formation:
     """
 
     def __init__(
-        self, session: GroupOwner, spec: specs.GroupSpec, claim: Claim, *, replace: bool
+        self, client: DaemonClient, spec: specs.GroupSpec, claim: Claim, *, replace: bool
     ) -> None:
-        self._session = session
+        self._client = client
         self._spec = spec
         self._claim = claim
         self._replace = replace
@@ -78,7 +78,7 @@ class _Formation:
             self._formed = self._create(control)
         if self._spec.transport == "nccl":
             self._formed = self._with_nccl(control, self._formed)
-        wait_s = self._session.timeout_s
+        wait_s = self._client.timeout_s
         report = group_service_pb2.ReportAttachedRequest(
             name=self._spec.name, generation=self._formed.generation, wait=wire.duration(wait_s)
         )
@@ -98,12 +98,12 @@ class _Formation:
         if held is None or isinstance(held, communicators.GroupWithNccl):
             return formed
         ranks = self._nccl_ranks(formed)
-        made = communicators.make(control, nccl.library(), ranks, self._session.timeout_s)
+        made = communicators.make(control, nccl.library(), ranks, self._client.timeout_s)
         watch = communicators.Watch(
             made,
             formed.spec.name,
             functools.partial(_left, formed),
-            functools.partial(_say_failed, self._session, ranks),
+            functools.partial(_say_failed, self._client, ranks),
         )
         group = communicators.GroupWithNccl(held.library, held.number, made, ranks, watch)
         return dataclasses.replace(formed, native_group=group)
@@ -122,12 +122,12 @@ class _Formation:
             _log.warning("group %r goes on without NCCL communicators: %s", ranks.name, error)
             communicators.report(control, ranks, "", str(error))
             return formed
-        made = beside.Beside(self._session.run, ranks)
+        made = beside.Beside(self._client.run, ranks)
         group = beside.GroupBesideNccl(held.library, held.number, made)
         return dataclasses.replace(formed, native_group=group)
 
     def _create(self, control: transport.ControlChannel) -> Formed:
-        wait_s = self._session.timeout_s
+        wait_s = self._client.timeout_s
         request = group_service_pb2.CreateGroupRequest(
             op_id=uuid.uuid4().hex,
             spec=wire.group_spec_to_proto(self._spec),
@@ -142,11 +142,11 @@ class _Formation:
         memory, native_group = Memory([]), None
         try:
             if answer.group.window_bytes:
-                memory = fetch(self._session, control, spec.name, generation)
+                memory = fetch(self._client, control, spec.name, generation)
                 here = [int(m.world_rank) for m in answer.group.members if not m.node]
-                native_group = _map(spec, generation, memory, self._claim, here, self._session.job)
+                native_group = _map(spec, generation, memory, self._claim, here, self._client.job)
         except BaseException:
-            leave(self._session, spec.name, generation, native_group)
+            leave(self._client, spec.name, generation, native_group)
             memory.close()
             raise
         reattached, ranks = bool(answer.reattached), self._claim.ranks
@@ -155,7 +155,7 @@ class _Formation:
     def _goes_on(self, control: transport.ControlChannel, formed: Formed) -> bool:
         """Whether the daemon that was started again still knows what this process holds."""
         try:
-            restore(self._session.place, self._session.token, control, formed)
+            restore(self._client, control, formed)
         except (RuntimeUnavailableError, SessionFencedError):
             raise
         except EpRuntimeError:
@@ -166,7 +166,7 @@ class _Formation:
         """Gives up what is held; nothing where nothing is."""
         formed, self._formed = self._formed, None
         if formed is not None:
-            leave(self._session, self._spec.name, formed.generation, formed.native_group)
+            leave(self._client, self._spec.name, formed.generation, formed.native_group)
             formed.memory.close()
 
 
@@ -179,13 +179,13 @@ def _left(formed: Formed) -> list[int]:
     ]
 
 
-def _say_failed(session: GroupOwner, ranks: nccl.Ranks, error: str) -> None:
+def _say_failed(client: DaemonClient, ranks: nccl.Ranks, error: str) -> None:
     """A communicator failed without a process of the group being gone."""
-    if not session.has_daemon:
+    if not client.has_daemon:
         return
     with contextlib.suppress(EpRuntimeError):  # the group's calls say it in any case
         version = communicators.version_of(nccl.library())
-        communicators.report(session.control, ranks, version, error)
+        communicators.report(client.control, ranks, version, error)
 
 
 def _uuids(spec: specs.GroupSpec, claim: Claim) -> tuple[str, ...]:
@@ -238,12 +238,12 @@ def on_gpus(claim: Claim) -> native.OnGpus:
 
 
 def leave(
-    session: GroupOwner, name: str, generation: int, native_group: native.OpenGroup | None
+    client: DaemonClient, name: str, generation: int, native_group: native.OpenGroup | None
 ) -> None:
     """Unmaps the windows and leaves the group; a daemon that is away hears of it later."""
     unmap(native_group)
-    if session.has_daemon:
-        session.say_left(name, generation)
+    if client.has_daemon:
+        client.say_left(name, generation)
 
 
 def unmap(native_group: native.OpenGroup | None) -> None:

@@ -2,40 +2,17 @@
 
 from __future__ import annotations
 
-import logging
-import threading
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
+from typing import Any
 
-from ep_runtime import errors, layer_specs, specs, wire
-from ep_runtime.allowed_names import check_name, check_new_name
+from ep_runtime import layer_specs, specs
+from ep_runtime.allowed_names import check_name
 from ep_runtime.arguments import as_int
-from ep_runtime.errors import InvalidArgumentError, StaleHandleError
-from ep_runtime.v1 import types_pb2
-from ep_runtime_client.base import jax_state, meshes
+from ep_runtime.errors import InvalidArgumentError
 from ep_runtime_client.base.jax_state import eager
-from ep_runtime_client.base.layers import EpLayer, LayerStack, live_groups
-from ep_runtime_client.daemons import transport
-from ep_runtime_client.groups import estimate, forming, looking, registering
-from ep_runtime_client.groups.formed import Formed, restore
-from ep_runtime_client.groups.health import GroupHealth
-from ep_runtime_client.groups.owner import GroupOwner
-from ep_runtime_client.groups.registrations import Registrations
-from ep_runtime_client.programs import failures
-
-if TYPE_CHECKING:
-    from jax.sharding import Mesh
-
-_log = logging.getLogger("ep_runtime")
-_PUBLIC = (
-    *("name", "spec", "mesh", "session", "generation", "reattached", "closed"),
-    *("capacity_per_rank", "staging_bytes_per_rank", "describe", "check", "close"),
-    *("load", "skew"),
-    *("register_layer", "register_layers", "register_layer_stack", "layer"),
-)
-
-# What still runs where a process is gone may wait for it in a collective of XLA.
-LOST_SETTLE_S = 1.0
+from ep_runtime_client.base.layers import EpLayer, LayerStack
+from ep_runtime_client.groups import estimate, looking
+from ep_runtime_client.groups.held_group import HeldGroup
 
 
 class Group:
@@ -49,33 +26,23 @@ class Group:
         mesh: the mesh that it was created on.
         session: the session that it belongs to.
         generation: the daemon's count of how often the group was formed; it grows each time.
-        native_group: the group's object in the native library; None for transport "xla".
         reattached: True if it uses the windows of an earlier process again.
     """
 
-    def __init__(self, session: GroupOwner, mesh: Mesh, formed: Formed) -> None:
-        self.name = formed.spec.name
-        self.spec = formed.spec
-        self.mesh = mesh
-        self.session = session
-        self.generation = formed.generation
-        self.native_group = formed.native_group
-        self.reattached = formed.reattached
-        self._formed = formed
-        self._health = GroupHealth(formed, session.job)
-        self._lock = threading.RLock()
-        self._registrations = Registrations(formed.spec)
-        self._looks = looking.GroupLooks(session, formed.spec, formed.generation)
+    def __init__(self, held: HeldGroup) -> None:
+        self.name = held.name
+        self.spec = held.spec
+        self.mesh = held.mesh
+        self.session = held.client.session
+        self.generation = held.generation
+        self.reattached = held.reattached
+        self._held = held
+        self._looks = looking.GroupLooks(held.client, held.spec, held.generation)
 
     @property
     def closed(self) -> bool:
         """Whether the group has been closed."""
-        return self._health.closed
-
-    @property
-    def is_gone(self) -> bool:
-        """True where it was closed here, taken away by the daemon, or a process of it is gone."""
-        return self._health.is_gone
+        return self._held.closed
 
     @property
     def capacity_per_rank(self) -> int:
@@ -126,7 +93,7 @@ class Group:
             ('block0/moe', 2, True)
         """
         layer = layer_specs.LayerSpec(name, top_k=top_k, alignment=alignment, in_flight=in_flight)
-        return self._registered([layer], replace, "register_layer")[0]
+        return self._held.register_layers([layer], replace=replace, call="register_layer")[0]
 
     def register_layers(
         self, layers: Iterable[layer_specs.LayerSpec], *, replace: bool = False
@@ -147,26 +114,7 @@ class Group:
 
         Cost: one RPC for 4096 layers.
         """
-        return self._registered(layers, replace, "register_layers")
-
-    def _registered(
-        self, layers: Iterable[layer_specs.LayerSpec], replace: bool, call: str
-    ) -> list[EpLayer]:
-        layers = list(layers)
-        for layer in layers:
-            if not isinstance(layer, layer_specs.LayerSpec):
-                raise InvalidArgumentError(
-                    f"layers must be ep.LayerSpec, got {layer!r}", argument="layers"
-                )
-        filled = [layer_specs.check_layer(self.spec, layer) for layer in layers]
-        with self._lock:
-            self.require_open()
-            new = self._registrations.missing(filled, replace=replace)
-            if new:
-                jax_state.needs_eager(call, self._registrations.such(*(x.name for x in new)))
-                self._register(new, [], replace)
-            known = (self._registrations.known(layer, None) for layer in filled)
-            return [layer for layer in known if isinstance(layer, EpLayer)]
+        return self._held.register_layers(layers, replace=replace, call="register_layers")
 
     def register_layer_stack(
         self,
@@ -206,16 +154,7 @@ class Group:
                 argument="num_layers",
             )
         layer = layer_specs.LayerSpec(name, top_k=top_k, alignment=alignment, in_flight=in_flight)
-        filled = layer_specs.check_layer(self.spec, layer)
-        with self._lock:
-            self.require_open()
-            if self._registrations.known(filled, num_layers, replace=replace) is None:
-                jax_state.needs_eager("register_layer_stack", self._registrations.such(name))
-                self._registrations.check_members(name, num_layers)
-                self._register([], [wire.LayerStackSpec(filled, num_layers)], replace)
-            stack = self._registrations.known(filled, num_layers)
-        assert isinstance(stack, LayerStack)  # known compares num_layers
-        return stack
+        return self._held.register_stack(layer, num_layers, replace=replace)
 
     def layer(self, name: str) -> EpLayer | LayerStack:
         """Returns a registered layer or stack by its name, or one layer of a stack by "stack[i]".
@@ -234,54 +173,7 @@ class Group:
         Cost: no RPC for a layer that this process knows; else one.
         """
         check_name("layer", name)
-        with self._lock:
-            self.require_open()
-            found = self._registrations.lookup(name)
-            if found is None:
-                jax_state.needs_eager("layer", self._registrations.such(name))
-            if found is None and self.session.has_daemon:
-                self.adopt([registering.ask(self.session, self.name, name)])
-                found = self._registrations.lookup(name)
-            if found is None:
-                raise StaleHandleError(
-                    f"group {self.name!r} has no layer {name!r}, it has {self.layer_names}",
-                    group=self.name,
-                    layer=name,
-                )
-            return found
-
-    def registered(self, name: str) -> EpLayer | LayerStack | None:
-        """As `layer`, of what this process knows; None where it knows none."""
-        with self._lock:
-            return self._registrations.lookup(name)
-
-    @property
-    def layer_names(self) -> list[str]:
-        """Of the layers and stacks that this process knows."""
-        with self._lock:
-            return self._registrations.names
-
-    def _register(
-        self, layers: list[layer_specs.LayerSpec], stacks: list[wire.LayerStackSpec], replace: bool
-    ) -> None:
-        for name in (*(x.name for x in layers), *(x.spec.name for x in stacks)):
-            check_new_name("layer", name)
-        made = registering.register(
-            self.session, self.spec, self.generation, layers, stacks, replace=replace
-        )
-        self.adopt([*made[0], *made[1]])
-
-    def adopt(self, registered: Sequence[wire.RegisteredLayer]) -> None:
-        """Makes registrations, defaults filled in, usable: ours by name, the library's by id."""
-        if self._registrations.replaces(registered):
-            self._settle()
-        native = self.native_group
-        self._registrations.add(registered, None if native is None else native.add_layers)
-
-    def require_layer(self, layer: EpLayer) -> None:
-        """Raises StaleHandleError where the group is gone, or the layer was replaced."""
-        self.require_open(layer.name)
-        self._registrations.require_current(layer)
+        return self._held.layer(name)
 
     @eager
     def check(self, arrays: Any = None) -> Any:
@@ -303,21 +195,7 @@ class Group:
 
         Cost: reads a report in memory; with arrays it waits for them.
         """
-        if arrays is not None:
-            import jax  # a control plane without JAX has no arrays
-
-            try:
-                with failures.translate_errors():
-                    jax.block_until_ready(arrays)
-            except errors.EpRuntimeError:
-                self._health.take_report()  # of the same failure, which is told once
-                raise
-        # What the device saw says more than that the group is gone, which follows from it.
-        found = self._health.take_report()
-        if found is not None:
-            raise found
-        self.require_open()
-        return arrays
+        return self._held.check(arrays)
 
     @eager
     def load(self) -> looking.GroupLoad:
@@ -336,7 +214,7 @@ class Group:
 
         Cost: three RPCs, and as many on each node of a cluster. Nothing in a step.
         """
-        self.require_open()
+        self._held.require_open()
         return self._looks.load()
 
     @eager
@@ -357,7 +235,7 @@ class Group:
 
         Cost: as `load`.
         """
-        self.require_open()
+        self._held.require_open()
         return self._looks.skew()
 
     def describe(self) -> dict[str, Any]:
@@ -365,100 +243,7 @@ class Group:
 
         Cost: none; no RPC.
         """
-        with self._lock:
-            layers = self._registrations.describe()
-        return {
-            "name": self.name,
-            "job": self.session.job,
-            "generation": self.generation,
-            "state": str(self._health),
-            "spec": self.spec.to_dict(),
-            **estimate.sizes_of(self.spec),
-            "reattached": self.reattached,
-            "layers": layers,
-        }
-
-    def require_open(self, layer: str | None = None) -> None:
-        """Raises where the group cannot be used any more.
-
-        Raises:
-            PeerLostError: a process of it is gone or fenced.
-            SessionFencedError: this session was fenced.
-            StaleHandleError: it was closed, reclaimed or replaced, or is another process's.
-        """
-        self._health.require_open(layer)
-        self.session.require_alive()
-
-    def require_whole(self, layer: str | None = None) -> None:
-        """Raises where calls of the group, still open here, end: with what they end with."""
-        self._health.require_whole(layer)
-
-    @property
-    def patience_s(self) -> float | None:
-        """How long at least other processes are waited for whose calls have ended; None where
-        they have not, or no other process has a part in the group."""
-        end, alone = self._health.end, len(self._formed.ranks) == self.spec.world_size
-        return None if end is None or alone else end.patience_s
-
-    def changed(self, state: types_pb2.GroupState, reason: str, lost: Sequence[Any] = ()) -> None:
-        """The daemon says that the group changed; of one that is gone every layer is stale."""
-        self._health.changed(state, reason, lost)
-
-    def restore(self, control: transport.ControlChannel, token: str) -> None:
-        """Gives the group back to a daemon that was started again.
-
-        Takes no lock: whoever waits for the daemon may hold it.
-
-        Raises:
-            RuntimeUnavailableError: the daemon is gone again.
-            SessionFencedError: of the session.
-        """
-        place, layers = self.session.place, self._registrations.items
-        try:
-            found = restore(place, token, control, self._formed, layers)
-        except (errors.RuntimeUnavailableError, errors.SessionFencedError):
-            raise
-        except errors.EpRuntimeError as error:
-            _log.error("group %r did not outlive the daemon's restart: %s", self.name, error)
-            self._health.give_up(str(error))
-        else:
-            self.changed(found.state, "lost a process while the daemon was away")
-            if self.native_group is not None:
-                self.native_group.restored(control)
-
-    def step_aside(self) -> None:
-        """Makes room for a group of the same name in this process.
-
-        A broken group keeps its claim: the daemon forms it anew on the same memory. Any other is
-        closed.
-        """
-        if self._health.broken:
-            self.abandon()
-        else:
-            self.close()
-
-    def abandon(self) -> None:
-        """Unmaps the windows without a word to the daemon, which goes on keeping them."""
-        self._settle()
-        if self._shut():
-            forming.unmap(self.native_group)
-            self._formed.memory.close()
-
-    def _settle(self) -> None:
-        """Waits, bounded, for calls under way."""
-        if self.native_group is not None and not self.closed and self.session.is_ours:
-            within_s = LOST_SETTLE_S if self.is_gone else jax_state.SETTLE_S
-            jax_state.settle(meshes.devices_of(self.mesh).ravel(), within_s)
-
-    def _shut(self) -> bool:
-        """Refuses further use; False where that has happened."""
-        with self._lock:
-            if self.closed:
-                return False
-            self._health.closed = True
-        live_groups.remove(self)
-        self.session.forget_group(self)
-        return self.session.is_ours
+        return self._held.describe()
 
     @eager
     def close(self) -> None:
@@ -472,14 +257,7 @@ class Group:
 
         Cost: the wait, and one RPC.
         """
-        self._settle()
-        if self._shut():
-            forming.leave(self.session, self.name, self.generation, self.native_group)
-            self._formed.memory.close()
-
-    def __dir__(self) -> list[str]:
-        """What is for users; the rest is for this package."""
-        return sorted(_PUBLIC)
+        self._held.close()
 
     def __repr__(self) -> str:
-        return f"<Group {self.name!r} {self._health} generation={self.generation}>"
+        return f"<Group {self.name!r} {self._held.state} generation={self.generation}>"

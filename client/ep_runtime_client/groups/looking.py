@@ -8,7 +8,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from ep_runtime import specs
-from ep_runtime_client.groups.owner import GroupOwner
+from ep_runtime_client.daemons.client import DaemonClient
 
 if TYPE_CHECKING:
     import numpy as np
@@ -104,8 +104,8 @@ class GroupSkew:
 class GroupLooks:
     """Looks at the boards of one group."""
 
-    def __init__(self, session: GroupOwner, spec: specs.GroupSpec, generation: int) -> None:
-        self._session, self._spec, self._generation = session, spec, generation
+    def __init__(self, client: DaemonClient, spec: specs.GroupSpec, generation: int) -> None:
+        self._client, self._spec, self._generation = client, spec, generation
         self._formed_s = time.monotonic()
         self._lock = threading.Lock()
         self._before: tallies.Look | None = None
@@ -119,19 +119,19 @@ class GroupLooks:
                 f"group {self._spec.name!r} has transport='xla', whose calls no board counts; "
                 "return_stats=True of ep.moe counts its rows"
             )
-        place, timeout_s, name = self._session.place, self._session.timeout_s, self._spec.name
+        place, timeout_s, name = self._client.place, self._client.timeout_s, self._spec.name
 
         def read(control: Any) -> tallies.Look:
             told = control.metadata
             daemon = source.Source(place.directory, control.channel, timeout_s, metadata=told)
             return tallies.look(daemon, name, None)
 
-        found = self._session.run(read)
+        found = self._client.run(read)
         ours = {key: row for key, row in found.ranks.items() if self._is_ours(row)}
         return dataclasses.replace(found, ranks=ours)
 
     def _is_ours(self, row: tallies.Row) -> bool:
-        return bool((row["job"], row["generation"]) == (self._session.job, self._generation))
+        return bool((row["job"], row["generation"]) == (self._client.job, self._generation))
 
     def load(self) -> GroupLoad:
         """As `Group.load`."""

@@ -1,14 +1,22 @@
-"""The layers of one group as this process knows them: by name, and by id in the native library."""
+"""The layers of one group: as this process knows them, and how the daemon registers them.
+
+Here they are found by name, in the native library by id. The daemon takes thousands in one call;
+without one they are numbered here.
+"""
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from ep_runtime import layer_specs, specs, wire
 from ep_runtime.errors import SpecMismatchError, StaleHandleError
+from ep_runtime.v1 import layer_service_pb2
 from ep_runtime_client.base import jax_state
 from ep_runtime_client.base.layers import EpLayer, LayerStack, layer_name
+from ep_runtime_client.daemons import transport
+from ep_runtime_client.daemons.client import DaemonClient
 
 AddNative = Callable[[Sequence[Any]], None]
 # Of ids whose layer is gone: no program was compiled for it, so that all of them are told.
@@ -218,3 +226,79 @@ def _rows_of_gone(gone: dict[int, str]) -> list[Any]:
         native.NativeLayer(id=layer_id, name=name, fingerprint=_NO_FINGERPRINT, **nothing)
         for layer_id, name in gone.items()
     ]
+
+
+def register(
+    client: DaemonClient,
+    spec: specs.GroupSpec,
+    generation: int,
+    layers: Sequence[layer_specs.LayerSpec],
+    stacks: Sequence[wire.LayerStackSpec],
+    *,
+    replace: bool = False,
+) -> tuple[list[wire.RegisteredLayer], list[wire.RegisteredLayer]]:
+    """Registers layers and stacks, thousands in one call, all of one call or none; without a
+    daemon numbers them here.
+
+    Raises:
+        SpecMismatchError: a name is registered with other settings, and no `replace`.
+        PoolExhaustedError: more handles than a board holds.
+        StaleHandleError: the group is gone.
+    """
+    if not client.has_daemon:
+        return (
+            [
+                wire.RegisteredLayer(s, 0, layer_specs.layer_id(spec.name, s.name), 0)
+                for s in layers
+            ],
+            [
+                wire.RegisteredLayer(
+                    s.spec, s.num_layers, layer_specs.stack_base_id(spec.name, s.spec.name), 0
+                )
+                for s in stacks
+            ],
+        )
+    found: tuple[list[wire.RegisteredLayer], list[wire.RegisteredLayer]] = ([], [])
+    for first in range(0, len(layers) + len(stacks) or 1, wire.MAX_LAYERS_PER_CALL):
+        last = first + wire.MAX_LAYERS_PER_CALL
+        stacks_from = max(0, first - len(layers))
+        answer = _register_some(
+            client,
+            layer_service_pb2.RegisterLayersRequest(
+                op_id=uuid.uuid4().hex,
+                group=spec.name,
+                generation=generation,
+                layers=[wire.layer_spec_to_proto(item) for item in layers[first:last]],
+                stacks=[
+                    wire.stack_spec_to_proto(item)
+                    for item in stacks[stacks_from : max(0, last - len(layers))]
+                ],
+                replace=replace,
+            ),
+        )
+        found[0].extend(wire.registered_from_proto(item) for item in answer.layers)
+        found[1].extend(wire.registered_from_proto(item) for item in answer.stacks)
+    return found
+
+
+def _register_some(
+    client: DaemonClient, request: layer_service_pb2.RegisterLayersRequest
+) -> layer_service_pb2.RegisterLayersResponse:
+    answer: layer_service_pb2.RegisterLayersResponse = client.run(
+        lambda control: control.call(
+            control.layers.RegisterLayers, request, timeout_s=transport.MUTATE_TIMEOUT_S
+        )
+    )
+    return answer
+
+
+def ask(client: DaemonClient, group: str, name: str) -> wire.RegisteredLayer:
+    """A layer or a stack that the daemon knows by name.
+
+    Raises:
+        StaleHandleError: it knows none.
+    """
+    request = layer_service_pb2.GetLayerRequest(group=group, name=name)
+    control = client.control
+    answer = control.call(control.layers.GetLayer, request)
+    return wire.registered_from_proto(answer.layer)

@@ -11,9 +11,11 @@ from ep_runtime.errors import InvalidArgumentError, SpecMismatchError
 from ep_runtime_client.base import jax_internals, jax_state
 from ep_runtime_client.daemons import children, transport
 from ep_runtime_client.daemons import runtime as runtimes
+from ep_runtime_client.daemons.client import DaemonClient, job_name
 from ep_runtime_client.daemons.place import Place
 from ep_runtime_client.sessions import registry
-from ep_runtime_client.sessions.session import Session, job_name
+from ep_runtime_client.sessions.open_session import OpenSession
+from ep_runtime_client.sessions.session import Session
 from ep_runtime_client.sessions.watchdog import Watchdog
 
 _log = logging.getLogger("ep_runtime")
@@ -70,7 +72,7 @@ def connect(
 
     Examples:
         >>> session = ep.connect("embedded")  # without an address: the node's daemon, if it runs
-        >>> session.has_daemon, session.address.startswith("unix://")
+        >>> session.alive, session.address.startswith("unix://")
         (True, True)
     """
     transport.check_timeout(timeout_s)
@@ -80,18 +82,16 @@ def connect(
         return _connected(choose(address, ask=False), job)
     jax_state.prepare_cpu_pool()
     jax_state.tell_host()
-    opened: Session = registry.sessions.acquire(
-        choose(address),
-        lambda found: _check_same_job(found, job),
-        lambda chosen: Session(
-            runtimes.open_runtime(chosen, timeout_s),
-            job,
-            named,
-            timeout_s,
-            Watchdog(loss_grace_s),
-        ),
-    )
-    return opened
+
+    def make(chosen: runtimes.Address) -> OpenSession:
+        client = DaemonClient(runtimes.open_runtime(chosen, timeout_s), job, timeout_s)
+        opened = OpenSession(client, named, Watchdog(loss_grace_s))
+        client.session = Session(opened)
+        return opened
+
+    check = lambda found: _check_same_job(found.client, job)  # noqa: E731
+    session: Session = registry.sessions.acquire(choose(address), check, make).client.session
+    return session
 
 
 def _checked_labels(labels: Mapping[str, str] | None) -> dict[str, str]:
@@ -112,16 +112,17 @@ def _checked_labels(labels: Mapping[str, str] | None) -> dict[str, str]:
 
 def _connected(chosen: runtimes.Address, job: str | None) -> Session:
     """The open session with a daemon, under tracing."""
-    found: Session | None = registry.sessions.find(chosen)
+    found = registry.sessions.find(chosen)
     if found is None:
         at = chosen.kind if chosen.directory is None else f"unix://{chosen.directory}"
         jax_state.needs_eager("connect", f"session with {at!r}")
     assert found is not None
-    _check_same_job(found, job)
-    return found
+    _check_same_job(found.client, job)
+    session: Session = found.client.session
+    return session
 
 
-def _check_same_job(found: Session, job: str | None) -> None:
+def _check_same_job(found: DaemonClient, job: str | None) -> None:
     """Raises SpecMismatchError where a second connect() asks for another job."""
     if job is not None and job != found.job:
         raise SpecMismatchError(

@@ -6,48 +6,34 @@ import atexit
 import os
 import threading
 from collections.abc import Callable
-from typing import Any, Generic, Protocol, TypeVar
 
 from ep_runtime_client.base import jax_internals
 from ep_runtime_client.base.layers import live_groups
 from ep_runtime_client.daemons.farewells import farewells
 from ep_runtime_client.daemons.runtime import Address
+from ep_runtime_client.sessions.open_session import OpenSession
 
 
-class OpenSession(Protocol):
-    """What this asks of a session."""
-
-    @property
-    def alive(self) -> bool: ...
-
-    def end(self) -> None: ...
-
-    def at_exit(self) -> None: ...
-
-
-_Session = TypeVar("_Session", bound=OpenSession)
-
-
-class OpenSessions(Generic[_Session]):
+class OpenSessions:
     """Open sessions by daemon, each with the number of its `connect()` calls. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
-        self._open: dict[str, tuple[_Session, int]] = {}
-        self._inherited: list[_Session] = []
+        self._open: dict[str, tuple[OpenSession, int]] = {}
+        self._inherited: list[OpenSession] = []
         self._installed = False
 
     def acquire(
         self,
         address: Address,
-        check: Callable[[_Session], None],
-        make: Callable[[Address], _Session],
-    ) -> _Session:
+        check: Callable[[OpenSession], None],
+        make: Callable[[Address], OpenSession],
+    ) -> OpenSession:
         """The session with that daemon, made where there is none or the one there is over."""
         with self._lock:
             self._install()
             session, count = self._open.get(address.key, (None, 0))
-            if session is not None and not session.alive:
+            if session is not None and not session.client.alive:
                 session.end()
                 session, count = None, 0
             if session is None:
@@ -57,13 +43,13 @@ class OpenSessions(Generic[_Session]):
             self._open[address.key] = (session, count + 1)
             return session
 
-    def find(self, address: Address) -> _Session | None:
+    def find(self, address: Address) -> OpenSession | None:
         """The open session with that daemon; counts nothing."""
         with self._lock:
             session, _ = self._open.get(address.key, (None, 0))
-            return session if session is not None and session.alive else None
+            return session if session is not None and session.client.alive else None
 
-    def release(self, session: _Session) -> bool:
+    def release(self, session: OpenSession) -> bool:
         """Counts one `close()`; True where it was the last one.
 
         Under tracing it counts nothing, as a `connect()` there does not.
@@ -111,4 +97,4 @@ class OpenSessions(Generic[_Session]):
             session.at_exit()
 
 
-sessions: OpenSessions[Any] = OpenSessions()
+sessions = OpenSessions()

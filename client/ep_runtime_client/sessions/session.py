@@ -2,33 +2,16 @@
 
 from __future__ import annotations
 
-import logging
-import os
-import threading
-from collections.abc import Callable
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal
 
-from ep_runtime import env, specs
-from ep_runtime.allowed_names import check_name, check_new_name
+from ep_runtime import specs
+from ep_runtime.allowed_names import check_name
 from ep_runtime.arguments import suggests
-from ep_runtime.errors import (
-    EpRuntimeError,
-    InvalidArgumentError,
-    PermissionDeniedError,
-    RuntimeUnavailableError,
-)
-from ep_runtime.v1 import group_service_pb2, session_service_pb2
-from ep_runtime_client.base import jax_state, meshes
-from ep_runtime_client.daemons import runtime as runtimes
-from ep_runtime_client.daemons import transport
-from ep_runtime_client.daemons.link import Callbacks, Link
-from ep_runtime_client.daemons.place import Place
+from ep_runtime_client.base import meshes
 from ep_runtime_client.groups import attach
 from ep_runtime_client.groups.group import Group
 from ep_runtime_client.sessions import registry
-from ep_runtime_client.sessions.open_groups import OpenGroups
-from ep_runtime_client.sessions.watchdog import Watchdog
+from ep_runtime_client.sessions.open_session import OpenSession
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -36,28 +19,6 @@ if TYPE_CHECKING:
     from jax.sharding import Mesh
 
     from ep_runtime_client.modules.sharding import Rules
-
-_log = logging.getLogger("ep_runtime")
-
-_Result = TypeVar("_Result")
-
-
-def job_name(given: str | None) -> str:
-    """The job that `connect(job=given)` means.
-
-    Raises:
-        InvalidArgumentError: no job may be called so.
-    """
-    own = str(os.getpid())
-    name = given if given is not None else env.job() or jax_state.coordinator() or own
-    check_new_name("job", name)
-    return name
-
-
-def _no_daemon() -> InvalidArgumentError:
-    return InvalidArgumentError(
-        'this session was made with address="none" and has no daemon', argument="address"
-    )
 
 
 class Session:
@@ -70,109 +31,31 @@ class Session:
         timeout_s: how long calls that wait for others wait.
     """
 
-    def __init__(
-        self,
-        runtime: runtimes.ReachedRuntime,
-        job: str | None,
-        labels: dict[str, str],
-        timeout_s: float,
-        watchdog: Watchdog,
-    ) -> None:
-        self.job = job_name(job)
-        self._job_is_ours_alone = job is None and self.job == str(os.getpid())
-        self.timeout_s = timeout_s
-        self._runtime = runtime
-        self._watchdog = watchdog
-        self._pid = os.getpid()
-        self._lock = threading.RLock()
-        self._groups = OpenGroups(self, watchdog)
-        self._ended: EpRuntimeError | None = None
-        self._closed = False
-        self._link: Link | None = None
-        if runtime.has_daemon:
-            try:
-                request = session_service_pb2.OpenSessionRequest(
-                    job=self.job, labels=labels, process_index=jax_state.process_index()
-                )
-                restored, changed = self._groups.restore, self._groups.changed
-                self._link = Link(runtime, Callbacks(request, restored, self._end, changed))
-                self._link.connect(timeout_s)
-            except BaseException:
-                self._shut()
-                raise
+    def __init__(self, opened: OpenSession) -> None:
+        self.job = opened.client.job
+        self.timeout_s = opened.client.timeout_s
+        self._open = opened
+        self._client = opened.client
 
     @property
     def session_id(self) -> str:
         """Name of this session in `ep-runtime sessions`; "" without a daemon."""
-        return self._link.session_id if self._link is not None else ""
-
-    @property
-    def token(self) -> str:
-        """The session's secret; "" without a daemon."""
-        return self._link.token if self._link is not None else ""
+        return self._client.session_id
 
     @property
     def address(self) -> str:
         """Address of the daemon, as `connect` accepts it; "none" without a daemon."""
-        place = self._runtime.place
-        return place.address if place is not None else runtimes.NONE
-
-    @property
-    def place(self) -> Place:
-        """Where the daemon is."""
-        if self._runtime.place is None:
-            raise _no_daemon()
-        return self._runtime.place
-
-    @property
-    def directory(self) -> Path:
-        """The daemon's socket directory."""
-        return self.place.directory
-
-    @property
-    def has_daemon(self) -> bool:
-        return self._runtime.has_daemon
-
-    @property
-    def is_ours(self) -> bool:
-        """False in a forked child of the process that connected."""
-        return os.getpid() == self._pid
-
-    @property
-    def alone(self) -> str:
-        """What of this session no other process can have; "" where groups may span several."""
-        if self.has_daemon and self._runtime.is_private:
-            return f"a private daemon of its own (this one's is at {self.address})"
-        if self.has_daemon and self._job_is_ours_alone:
-            return f"a job of its own (this one's is {self.job!r}, its pid)"
-        return ""
+        return self._client.address
 
     @property
     def alive(self) -> bool:
         """Whether calls to the daemon may still succeed."""
-        return self.is_ours and self._ended is None
+        return self._client.alive
 
     @property
     def daemon_pid(self) -> int | None:
         """Process id of the daemon that this process started, or None."""
-        return self._runtime.child.pid if self._runtime.child is not None else None
-
-    @property
-    def link(self) -> Link:
-        """The connection. Raises where the session is over, forked or has no daemon."""
-        self.require_alive()
-        if self._link is None:
-            raise _no_daemon()
-        return self._link
-
-    @property
-    def control(self) -> transport.ControlChannel:
-        """The daemon's RPCs; waits up to `timeout_s` while the daemon is away. Raises as `link`."""
-        return self.link.control(self.timeout_s)
-
-    def run(self, work: Callable[[transport.ControlChannel], _Result]) -> _Result:
-        """`work` with the daemon's RPCs; again from its start where the daemon was restarted."""
-        return self.link.run(work, self.timeout_s)
+        return self._client.daemon_pid
 
     @suggests()
     def create_group(
@@ -295,7 +178,7 @@ class Session:
             lanes=lanes,
             on_overflow=on_overflow,
             combine_precision=combine_precision,
-            transport=self._groups.transport_of(name, transport),
+            transport=self._open.transport_of(name, transport),
             partitioning=partitioning,
             op_timeout_s=op_timeout_s,
             retain_s=retain_s,
@@ -303,10 +186,9 @@ class Session:
             workspace=workspace,
             overlap=overlap,
         )
-        spec = attach.resolve(self, mesh, settings)
-        if self._runtime.is_private:
-            spec = attach.without_retention(spec)
-        return self._groups.create(spec, mesh, replace=replace)
+        spec = attach.resolve(self._client, mesh, settings)
+        created: Group = self._open.create(spec, mesh, replace=replace).group
+        return created
 
     def group(self, name: str, *, mesh: Mesh | None = None) -> Group:
         """Returns a group by name: one of this process, or one that the daemon keeps for the job.
@@ -326,36 +208,8 @@ class Session:
         Cost: none for a group of this process; else as create_group, without a new allocation.
         """
         check_name("group", name)
-        return self._groups.find(name, mesh)
-
-    def forget_group(self, group: Group) -> None:
-        """Called by a group that closes."""
-        self._groups.forget(group)
-
-    def require_alive(self) -> None:
-        """Raises where the session was closed, fenced or inherited through fork."""
-        if not self.is_ours:
-            raise PermissionDeniedError(
-                f"this session belongs to pid {self._pid}; pid {os.getpid()} was forked from it "
-                "and must call ep.connect() itself",
-                pid=os.getpid(),
-                owner_pid=self._pid,
-            )
-        if self._ended is not None:
-            self._ended.raise_again()
-
-    def say_left(self, name: str, generation: int) -> None:
-        """Tells the daemon, now or once it is back, that this process unmapped a group."""
-        if self._link is not None and self.alive:
-            self._link.say_left(
-                group_service_pb2.CloseGroupRequest(name=name, generation=generation)
-            )
-
-    def _end(self, error: EpRuntimeError) -> None:
-        """The daemon ended the session."""
-        self._ended = self._ended or error
-        _log.error("%s: %s", type(error).__name__, error)
-        self._groups.session_ended()
+        found: Group = self._open.find(name, mesh).group
+        return found
 
     def close(self) -> None:
         """Undoes one `connect()`; undoing the last one frees the session's groups and windows.
@@ -365,45 +219,8 @@ class Session:
 
         Cost: as `Group.close` for each group that is open, and one RPC.
         """
-        if self.is_ours and registry.sessions.release(self):
-            self.end()
-
-    def end(self, *, failed: bool = False) -> None:
-        """Ends the session, however many `connect()` calls share it.
-
-        Args:
-            failed: False frees everything at once; True, after an error, leaves the windows to
-                the job's next start, for retain_s.
-        """
-        with self._lock:
-            if self._closed:
-                return
-            self._closed = True
-        for group in self._groups.all():
-            group.abandon() if failed else group.close()
-        if not failed:
-            self._watchdog.closed()
-        if self._link is not None and self.alive:
-            self._link.say_goodbye(failed=failed)
-        self._shut()
-
-    def _shut(self) -> None:
-        """Stops threads, channel and a private daemon; tells the daemon nothing."""
-        self._ended = RuntimeUnavailableError(
-            f"the session with {self.address} was closed", address=self.address
-        )
-        if self._link is not None:
-            self._link.stop()
-        self._runtime.stop()
-
-    def at_exit(self) -> None:
-        """The interpreter ends: no goodbye, so that retained windows wait for the next start."""
-        if self.is_ours and not self._closed:
-            self._closed = True
-            for group in self._groups.all():
-                if group.native_group is not None:
-                    group.native_group.stop_making()
-            self._shut()
+        if self._client.is_ours and registry.sessions.release(self._open):
+            self._open.end()
 
     def describe(self) -> dict[str, Any]:
         """Returns the address, job and groups of the session as plain values.
@@ -411,7 +228,8 @@ class Session:
         Cost: none; no RPC.
         """
         about = {"address": self.address, "job": self.job, "session_id": self.session_id}
-        return {**about, "pid": self._pid, "groups": sorted(g.name for g in self._groups.all())}
+        groups = sorted(group.name for group in self._open.groups())
+        return {**about, "pid": self._client.pid, "groups": groups}
 
     def __enter__(self) -> Session:
         return self
@@ -424,18 +242,8 @@ class Session:
     ) -> None:
         """Ends this `connect()` as `close` does; after an error windows are kept for retain_s."""
         done = error is None or (isinstance(error, SystemExit) and error.code in (None, 0))
-        if self.is_ours and registry.sessions.release(self):
-            self.end(failed=not done)
-
-    def __dir__(self) -> list[str]:
-        """What is for users; the rest is for this package."""
-        return sorted(_PUBLIC)
+        if self._client.is_ours and registry.sessions.release(self._open):
+            self._open.end(failed=not done)
 
     def __repr__(self) -> str:
         return f"<Session {self.address} job={self.job!r}>"
-
-
-_PUBLIC = (
-    *("job", "timeout_s", "address", "session_id", "daemon_pid", "alive"),
-    *("create_group", "group", "describe", "close"),
-)

@@ -166,12 +166,13 @@ class Windows:
     """The windows of a group, as memory that outlives it here."""
 
     def __init__(self, session: ep.Session, group: ep.Group) -> None:
+        client = session._client
         request = group_service_pb2.AcquireWindowsRequest(
             name=group.name, generation=group.generation
         )
-        ticket = session.control.call(session.control.groups.AcquireWindows, request).ticket
+        ticket = client.control.call(client.control.groups.AcquireWindows, request).ticket
         timeout_s = transport.MUTATE_TIMEOUT_S
-        held = transport.redeem(session.place, session.token, ticket, timeout_s)
+        held = transport.redeem(client.place, client.token, ticket, timeout_s)
         self._fds = {int(item.world_rank): fd for item, fd in held}
         self._bytes = group.spec.ep_size * TOKENS * HIDDEN * 4  # rows of the first lane
 

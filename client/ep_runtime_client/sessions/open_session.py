@@ -1,0 +1,154 @@
+"""What a `Session` holds: a client of one daemon, and the groups that were made with it."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, TypeGuard
+
+from ep_runtime import specs
+from ep_runtime.allowed_names import check_new_name
+from ep_runtime.errors import EpRuntimeError
+from ep_runtime.v1 import session_service_pb2
+from ep_runtime_client.base import jax_state
+from ep_runtime_client.base.layers import live_groups
+from ep_runtime_client.daemons import transport
+from ep_runtime_client.daemons.client import DaemonClient
+from ep_runtime_client.daemons.link import Callbacks
+from ep_runtime_client.groups import attach
+from ep_runtime_client.groups.held_group import HeldGroup
+from ep_runtime_client.sessions.watchdog import Watchdog
+
+if TYPE_CHECKING:
+    from jax.sharding import Mesh
+
+_log = logging.getLogger("ep_runtime")
+
+
+class OpenSession:
+    """A client and its groups. Thread-safe: groups of different names form side by side."""
+
+    def __init__(self, client: DaemonClient, labels: Mapping[str, str], watchdog: Watchdog) -> None:
+        self.client = client
+        self._watchdog = watchdog
+        self._lock = threading.RLock()
+        self._forming: dict[str, threading.RLock] = {}
+        self._closed = False
+        if client.has_daemon:
+            try:
+                client.connect(labels, Callbacks(self._restore, self._end, self._changed))
+            except BaseException:
+                client.stop()
+                raise
+
+    def groups(self) -> list[HeldGroup]:
+        """Those that this process has not closed."""
+        return [each for each in live_groups.all() if self._is_ours(each)]
+
+    def get(self, name: str) -> HeldGroup | None:
+        found = live_groups.get(name)
+        return found if self._is_ours(found) else None
+
+    def _is_ours(self, group: object) -> TypeGuard[HeldGroup]:
+        return isinstance(group, HeldGroup) and group.client is self.client
+
+    def transport_of(self, name: str, said: str) -> str:
+        """What was said of a group; under tracing, which asks nobody, "auto" is what it has."""
+        if not jax_state.under_tracing():
+            return said
+        here = self.get(name)
+        if here is None:
+            jax_state.needs_eager("create_group", f"group {name!r}")
+        return here.spec.transport if here is not None and said == "auto" else said
+
+    def create(self, spec: specs.GroupSpec, mesh: Mesh, *, replace: bool) -> HeldGroup:
+        """The group as `Session.create_group` returns it."""
+        with self._forming_lock(spec.name):
+            self.client.require_alive()
+            found = self.get(spec.name)
+            if found is not None and attach.is_same(found, spec, mesh, replace=replace):
+                return found
+            jax_state.needs_eager("create_group", f"such group {spec.name!r}")
+            if found is None:
+                check_new_name("group", spec.name)
+            else:
+                found.step_aside()
+            group = attach.make_group(self.client, spec, mesh, replace=replace)
+            self._watchdog.stop()
+            return group
+
+    def find(self, name: str, mesh: Mesh | None) -> HeldGroup:
+        """The group as `Session.group` returns it."""
+        with self._forming_lock(name):
+            self.client.require_alive()
+            found = self.get(name)
+            if found is not None:
+                found.require_open()
+                return found
+            jax_state.needs_eager("group", f"group {name!r}")
+            spec = attach.stored_spec(self.client, name)
+            mesh = mesh if mesh is not None else attach.default_mesh(spec)
+            group = self.create(spec, mesh, replace=False)
+            attach.adopt_layers(group)
+            return group
+
+    def _forming_lock(self, name: str) -> threading.RLock:
+        with self._lock:
+            return self._forming.setdefault(name, threading.RLock())
+
+    def _restore(self, control: transport.ControlChannel) -> None:
+        """The daemon was started again: says what this process holds."""
+        for group in self.groups():
+            if not group.is_gone:
+                group.restore(control)
+                self._watch(group)
+
+    def _changed(self, event: session_service_pb2.GroupEvent) -> None:
+        """The daemon says that a group changed."""
+        group = self.get(event.group)
+        if group is None or group.generation != event.generation:
+            return
+        group.changed(event.state, event.reason, event.lost_members)
+        self._watch(group)
+
+    def _end(self, error: EpRuntimeError) -> None:
+        """The daemon ended the session, and with it the groups that say so."""
+        self.client.end(error)
+        _log.error("%s: %s", type(error).__name__, error)
+        for group in self.groups():
+            self._watch(group)
+
+    def _watch(self, group: HeldGroup) -> None:
+        """Ends this process in time once calls of the group end."""
+        try:
+            group.require_whole()
+        except EpRuntimeError as error:
+            self._watchdog.over(group, error, group.patience_s)
+
+    def end(self, *, failed: bool = False) -> None:
+        """Ends the session, however many `connect()` calls share it.
+
+        Args:
+            failed: False frees everything at once; True, after an error, leaves the windows to
+                the job's next start, for retain_s.
+        """
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        for group in self.groups():
+            group.abandon() if failed else group.close()
+        if not failed:
+            self._watchdog.closed()
+        self.client.say_goodbye(failed=failed)
+        self.client.stop()
+
+    def at_exit(self) -> None:
+        """The interpreter ends: no goodbye, so that retained windows wait for the next start."""
+        if self.client.is_ours and not self._closed:
+            self._closed = True
+            for group in self.groups():
+                if group.native_group is not None:
+                    group.native_group.stop_making()
+            self.client.stop()
