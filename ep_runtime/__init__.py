@@ -32,7 +32,7 @@ _NAMES_OF = {
     "ep_runtime.layer_specs": ("LayerSpec",),
     "ep_runtime.layout": ("recv_capacity",),
     "ep_runtime.specs": ("GroupSpec",),
-    "ep_runtime_client.sessions.connecting": ("connect",),
+    "ep_runtime_client.sessions.connect": ("connect",),
     "ep_runtime_client.groups.estimate": ("MemoryEstimate", "estimate_memory"),
     "ep_runtime_client.programs.explain": ("Collective", "Explanation", "MoEPath", "explain"),
     "ep_runtime_client.programs.failures": ("error_of", "translate_errors"),

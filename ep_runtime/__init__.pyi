@@ -66,7 +66,7 @@ from ep_runtime_client.programs.explain import explain as explain
 from ep_runtime_client.programs.failures import error_of as error_of
 from ep_runtime_client.programs.failures import translate_errors as translate_errors
 from ep_runtime_client.programs.remat import remat_policy as remat_policy
-from ep_runtime_client.sessions.connecting import connect as connect
+from ep_runtime_client.sessions.connect import connect as connect
 from ep_runtime_client.sessions.session import Session as Session
 
 __version__: str

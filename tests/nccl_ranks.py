@@ -14,7 +14,7 @@ from ep_runtime import nccl
 from ep_runtime.errors import EpRuntimeError
 from ep_runtime.v1 import admin_service_pb2
 from ep_runtime_client.daemons import transport
-from ep_runtime_client.daemons.place import Place
+from ep_runtime_client.daemons.socket_directory import SocketDirectory
 from ep_runtime_client.nccl import communicators
 
 SPEC = make_spec(transport="xla")
@@ -37,7 +37,7 @@ class Rank:
     def __init__(self, directory: Any, rank: int) -> None:
         self.rank = rank
         self.client = Client(directory)
-        self.control = transport.ControlChannel(Place(directory), self.client.token)
+        self.control = transport.ControlChannel(SocketDirectory(directory), self.client.token)
         self.made: nccl.NcclGroup | None = None
         self.error: EpRuntimeError | None = None
 

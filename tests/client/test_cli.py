@@ -17,7 +17,7 @@ import ep_runtime as ep
 from ep_runtime import env, errors
 from ep_runtime_client import cli
 from ep_runtime_client.base import jax_state
-from ep_runtime_client.daemons.place import Place
+from ep_runtime_client.daemons.socket_directory import SocketDirectory
 
 _TIMEOUT_S = 60.0
 
@@ -106,7 +106,7 @@ def test_without_a_default_daemon_the_only_private_one_is_read(
 def test_the_address_of_a_private_daemon_names_the_user_where_others_may_write(
     directory: Path,
 ) -> None:
-    place = Place(directory / "d", os.geteuid())
+    place = SocketDirectory(directory / "d", os.geteuid())
     assert place.address == f"unix://{directory}/d"
     directory.chmod(0o777)
     assert place.address == f"unix://{directory}/d?uid={os.geteuid()}"

@@ -21,7 +21,7 @@ from ep_runtime.v1 import admin_service_pb2 as messages
 from ep_runtime_client import cli
 from ep_runtime_client.cli.daemon import source
 from ep_runtime_client.daemons import transport
-from ep_runtime_client.daemons.place import Place
+from ep_runtime_client.daemons.socket_directory import SocketDirectory
 
 _NOBODY = 65534
 
@@ -338,7 +338,10 @@ def test_serve_becomes_the_daemon_and_ends_on_sigterm(directory: Path) -> None:
         process.terminate()
         process.communicate(timeout=WAIT_S)
     assert process.returncode == 0
-    with pytest.raises(ep.RuntimeUnavailableError), transport.fd_socket(Place(directory), 1.0):
+    with (
+        pytest.raises(ep.RuntimeUnavailableError),
+        transport.fd_socket(SocketDirectory(directory), 1.0),
+    ):
         pass
 
 

@@ -12,7 +12,7 @@ import pytest
 import ep_runtime as ep
 from ep_runtime_client.base import jax_state
 from ep_runtime_client.daemons import runtime
-from ep_runtime_client.sessions import connecting
+from ep_runtime_client.sessions import connect
 
 
 @pytest.fixture(autouse=True)
@@ -49,7 +49,7 @@ def test_an_environment_address_that_is_wrong_is_named_as_such(
 
 
 def test_without_any_daemon_the_choice_is_embedded() -> None:
-    assert connecting.choose(None) == runtime.Address("embedded")
+    assert connect.choose(None) == runtime.Address("embedded")
 
 
 def test_a_given_address_without_daemon_is_unavailable(directory: Path) -> None:

@@ -13,7 +13,7 @@ from ep_runtime.layer_specs import LayerSpec
 from ep_runtime.units import iec
 from ep_runtime.v1 import session_service_pb2
 from ep_runtime_client.daemons import transport
-from ep_runtime_client.daemons.place import Place
+from ep_runtime_client.daemons.socket_directory import SocketDirectory
 from ep_runtime_server import main
 from ep_runtime_server.callers import credentials, quotas
 from ep_runtime_server.callers.quotas import UserLimits
@@ -111,7 +111,7 @@ def test_what_a_session_is_counted_for_is_what_it_costs(daemon_process):
 
 def test_who_has_just_enough_for_a_session_gets_one_after_the_other(start):
     daemon = start(fds=quotas.SESSION_FDS)
-    place = Place(daemon.directory, None)
+    place = SocketDirectory(daemon.directory, None)
     for _ in range(20):
         token = transport.hello(place, WAIT_S).session_token
         control = transport.ControlChannel(place, token)

@@ -17,7 +17,7 @@ from typing import IO
 from ep_runtime import env, wire
 from ep_runtime.errors import RuntimeUnavailableError
 from ep_runtime_client.daemons import command_line, transport
-from ep_runtime_client.daemons.place import Place, path_of
+from ep_runtime_client.daemons.socket_directory import SocketDirectory, path_of
 
 _STOP_TIMEOUT_S = 10.0
 _LOG_TAIL_BYTES = 64 << 10
@@ -151,7 +151,7 @@ def _on_all_cores() -> Iterator[None]:
             os.sched_setaffinity(0, ours)
 
 
-def answers(place: Place, timeout_s: float) -> bool:
+def answers(place: SocketDirectory, timeout_s: float) -> bool:
     """True where a daemon listens on both of the directory's sockets.
 
     Raises:

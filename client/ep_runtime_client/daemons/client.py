@@ -19,7 +19,7 @@ from ep_runtime_client.base import jax_state
 from ep_runtime_client.daemons import runtime as runtimes
 from ep_runtime_client.daemons import transport
 from ep_runtime_client.daemons.link import Callbacks, Link
-from ep_runtime_client.daemons.place import Place
+from ep_runtime_client.daemons.socket_directory import SocketDirectory
 
 _Result = TypeVar("_Result")
 
@@ -88,7 +88,7 @@ class DaemonClient:
         return place.address if place is not None else runtimes.NONE
 
     @property
-    def place(self) -> Place:
+    def place(self) -> SocketDirectory:
         """Where the daemon is."""
         if self._runtime.place is None:
             raise _no_daemon()

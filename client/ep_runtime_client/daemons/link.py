@@ -21,9 +21,9 @@ import ep_runtime
 from ep_runtime import errors, wire
 from ep_runtime.v1 import group_service_pb2, session_service_pb2
 from ep_runtime_client.daemons import transport
-from ep_runtime_client.daemons.farewells import Owed, farewells
-from ep_runtime_client.daemons.place import Place
+from ep_runtime_client.daemons.pending_goodbyes import Owed, pending_goodbyes
 from ep_runtime_client.daemons.runtime import ReachedRuntime
+from ep_runtime_client.daemons.socket_directory import SocketDirectory
 
 _log = logging.getLogger("ep_runtime")
 
@@ -107,7 +107,7 @@ class Link:
             thread.start()
 
     @property
-    def _place(self) -> Place:
+    def _place(self) -> SocketDirectory:
         assert self._runtime.place is not None  # a link has a daemon
         return self._runtime.place
 
@@ -210,10 +210,10 @@ class Link:
         if control is not None:
             control.close()
         if self._owed is not None:  # only now: a thread that connected again has a new token
-            farewells.owe(self.token, Owed(self._place, self._opened, self._owed))
+            pending_goodbyes.owe(self.token, Owed(self._place, self._opened, self._owed))
 
     def _open(self, timeout_s: float) -> None:
-        farewells.say(self._place)
+        pending_goodbyes.say(self._place)
         welcome = transport.hello(self._place, timeout_s, resume_token=self.token)
         _say_skew(self._place.address, welcome.server_version)
         before, self.token = self.token, welcome.session_token

@@ -18,7 +18,7 @@ from ep_runtime import env, files
 from ep_runtime.errors import InvalidArgumentError, RuntimeUnavailableError
 from ep_runtime_client.base import jax_state
 from ep_runtime_client.daemons import children, transport
-from ep_runtime_client.daemons.place import Place
+from ep_runtime_client.daemons.socket_directory import SocketDirectory
 
 _log = logging.getLogger("ep_runtime")
 
@@ -56,7 +56,7 @@ class ReachedRuntime:
     """A daemon that answers, or none at all; `child` where this process started it."""
 
     address: Address
-    place: Place | None
+    place: SocketDirectory | None
     child: children.Child | None = None
 
     @property
@@ -113,7 +113,7 @@ def parse_address(text: str, argument: str = "address") -> Address:
     return Address(DIRECTORY, env.check_directory(path), int(uid) if named else None)
 
 
-def daemon_place(text: str | None) -> Place:
+def daemon_place(text: str | None) -> SocketDirectory:
     """The daemon that the command line asks: `text`, $EP_RUNTIME_ADDRESS, the default.
 
     Raises:
@@ -123,10 +123,10 @@ def daemon_place(text: str | None) -> Place:
     argument = "--address" if text is not None else "EP_RUNTIME_ADDRESS"
     named = text if text is not None else env.address()
     if named is None:
-        return Place(env.runtime_directory())
+        return SocketDirectory(env.runtime_directory())
     address = parse_address(named, argument)
     if address.directory is not None:
-        return Place(address.directory, address.uid)
+        return SocketDirectory(address.directory, address.uid)
     none = f"{argument}={named!r} names no daemon to ask"
     if text is not None:
         raise InvalidArgumentError(f"{none}; give unix:///dir", argument=argument)
@@ -148,7 +148,7 @@ def open_runtime(address: Address, timeout_s: float) -> ReachedRuntime:
     assert address.directory is not None  # the other kinds have one
     if address.kind == NODE:
         return _open_node(address, address.directory, timeout_s)
-    place = Place(address.directory, address.uid)
+    place = SocketDirectory(address.directory, address.uid)
     with transport.fd_socket(place, timeout_s):
         return ReachedRuntime(address, place)
 
@@ -171,7 +171,7 @@ def _open_embedded(address: Address, timeout_s: float) -> ReachedRuntime:
         raise
     _log.info("started a private daemon, pid %d, that ends with this process", child.pid)
     # Ours by its name's random part; parents that a cluster's TMPDIR may have do not matter then.
-    return ReachedRuntime(address, Place(directory, os.geteuid()), child)
+    return ReachedRuntime(address, SocketDirectory(directory, os.geteuid()), child)
 
 
 def _start_with_lifeline(directory: Path) -> children.Child:
@@ -189,7 +189,7 @@ def _start_with_lifeline(directory: Path) -> children.Child:
 
 def _open_node(address: Address, directory: Path, timeout_s: float) -> ReachedRuntime:
     """The first process starts the daemon under a lock; it ends by itself after the last one."""
-    place = Place(directory)
+    place = SocketDirectory(directory)
     place.check()
     env.make_directory(directory)
     with _locked(directory / "start.lock", timeout_s):

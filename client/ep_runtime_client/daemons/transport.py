@@ -29,7 +29,7 @@ from ep_runtime.v1 import (
     session_service_pb2_grpc,
     types_pb2,
 )
-from ep_runtime_client.daemons.place import Place, path_of
+from ep_runtime_client.daemons.socket_directory import SocketDirectory, path_of
 
 READ_TIMEOUT_S = 5.0
 MUTATE_TIMEOUT_S = 10.0
@@ -48,8 +48,8 @@ class RpcChannel:
     gets the name of a descriptor.
     """
 
-    def __init__(self, place: Place, socket_name: str, timeout_s: float) -> None:
-        """Raises as `Place.open` and `Place.check_listener`."""
+    def __init__(self, place: SocketDirectory, socket_name: str, timeout_s: float) -> None:
+        """Raises as `SocketDirectory.open` and `SocketDirectory.check_listener`."""
         self._pinned = place.open()
         try:
             place.check_listener(self._pinned, socket_name, timeout_s)
@@ -70,15 +70,15 @@ class RpcChannel:
 
 
 @contextlib.contextmanager
-def fd_socket(place: Place, timeout_s: float) -> Iterator[socket.socket]:
-    """A connection to fd.sock. Raises as `Place.connected`."""
+def fd_socket(place: SocketDirectory, timeout_s: float) -> Iterator[socket.socket]:
+    """A connection to fd.sock. Raises as `SocketDirectory.connected`."""
     with place.connected(wire.FD_SOCKET, socket.SOCK_SEQPACKET, timeout_s) as connection:
         yield connection
 
 
 def _ask(
     connection: socket.socket,
-    place: Place,
+    place: SocketDirectory,
     request: fd_socket_pb2.FdRequest,
     fds: Sequence[int] = (),
 ) -> tuple[fd_socket_pb2.FdReply, list[int]]:
@@ -98,7 +98,9 @@ def _ask(
         raise place.unavailable(error.strerror or str(error)) from error
 
 
-def _receive(connection: socket.socket, place: Place) -> tuple[fd_socket_pb2.FdReply, list[int]]:
+def _receive(
+    connection: socket.socket, place: SocketDirectory
+) -> tuple[fd_socket_pb2.FdReply, list[int]]:
     """One packet with its descriptors, which the caller owns (close-on-exec)."""
     size = array.array("i").itemsize
     packet, ancillary, flags, _ = connection.recvmsg(
@@ -134,7 +136,9 @@ def close_all(fds: list[int]) -> None:
         os.close(fd)
 
 
-def hello(place: Place, timeout_s: float, *, resume_token: str = "") -> fd_socket_pb2.Welcome:
+def hello(
+    place: SocketDirectory, timeout_s: float, *, resume_token: str = ""
+) -> fd_socket_pb2.Welcome:
     """Introduces this process to the daemon, which learns uid and pid from the kernel.
 
     Args:
@@ -161,15 +165,15 @@ def hello(place: Place, timeout_s: float, *, resume_token: str = "") -> fd_socke
 
 
 def redeem(
-    place: Place, token: str, ticket: str, timeout_s: float
+    place: SocketDirectory, token: str, attach_token: str, timeout_s: float
 ) -> list[tuple[types_pb2.WindowDescriptor, int]]:
-    """The descriptors of a ticket, in its order; the caller closes them.
+    """The descriptors that an attach token is for, in its order; the caller closes them.
 
     Raises:
-        PermissionDeniedError: the ticket is used, expired or another process's.
+        PermissionDeniedError: the attach token is used, expired or another process's.
         StaleHandleError: the group is gone.
     """
-    order = fd_socket_pb2.RedeemTicket(session_token=token, ticket=ticket)
+    order = fd_socket_pb2.RedeemTicket(session_token=token, ticket=attach_token)
     request = fd_socket_pb2.FdRequest(redeem_ticket=order)
     found: list[tuple[types_pb2.WindowDescriptor, int]] = []
     try:
@@ -192,7 +196,7 @@ def redeem(
 
 
 def return_windows(
-    place: Place,
+    place: SocketDirectory,
     token: str,
     group: str,
     held: Sequence[tuple[types_pb2.WindowDescriptor, int]],
@@ -209,12 +213,12 @@ def return_windows(
     wanted: list[int] = []
     with fd_socket(place, timeout_s) as connection:
         for first in range(0, len(held), wire.MAX_FDS_PER_PACKET):
-            part = held[first : first + wire.MAX_FDS_PER_PACKET]
+            chunk = held[first : first + wire.MAX_FDS_PER_PACKET]
             order = fd_socket_pb2.ReturnWindows(
-                session_token=token, group=group, descriptors=[item for item, _ in part]
+                session_token=token, group=group, descriptors=[item for item, _ in chunk]
             )
             request = fd_socket_pb2.FdRequest(return_windows=order)
-            reply, fds = _ask(connection, place, request, [fd for _, fd in part])
+            reply, fds = _ask(connection, place, request, [fd for _, fd in chunk])
             close_all(fds)
             wanted = [int(rank) for rank in reply.windows_returned.wanted_ranks]
     return wanted
@@ -229,7 +233,7 @@ class ControlChannel:
             come of this channel.
     """
 
-    def __init__(self, place: Place, token: str) -> None:
+    def __init__(self, place: SocketDirectory, token: str) -> None:
         self._place = place
         self._rpc = RpcChannel(place, wire.API_SOCKET, READ_TIMEOUT_S)
         self.channel = channel = self._rpc.channel

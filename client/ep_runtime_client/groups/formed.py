@@ -95,13 +95,13 @@ def fetch(
     client: DaemonClient, control: transport.ControlChannel, name: str, generation: int
 ) -> Memory:
     """The descriptors of the group's board and of every window of this node."""
-    ticket = control.call(
+    answer = control.call(
         control.groups.AcquireWindows,
         group_service_pb2.AcquireWindowsRequest(name=name, generation=generation),
     )
     try:
         return Memory(
-            transport.redeem(client.place, client.token, ticket.ticket, transport.MUTATE_TIMEOUT_S)
+            transport.redeem(client.place, client.token, answer.ticket, transport.MUTATE_TIMEOUT_S)
         )
     except RuntimeUnavailableError:
         control.lost = True

@@ -13,7 +13,7 @@ from ep_runtime.errors import EpRuntimeError, RuntimeUnavailableError, SessionFe
 from ep_runtime.v1 import group_service_pb2
 from ep_runtime_client.daemons import transport
 from ep_runtime_client.daemons.client import DaemonClient
-from ep_runtime_client.groups import allocator
+from ep_runtime_client.groups import freed_memory
 from ep_runtime_client.groups.formed import Formed, Memory, fetch, restore
 from ep_runtime_client.nccl import beside, communicators
 
@@ -209,7 +209,7 @@ def _map(
 
     platform = native.PLATFORMS[spec.transport]
     if spec.transport == "memfd":
-        allocator.keep_freed_memory()
+        freed_memory.keep_freed_memory()
     # Now, not when an op is first traced: exported programs and stored executables run untraced.
     ffi.ensure_registered(platform)
     found = {int(item.world_rank): fd for item, fd in memory.of(range(-1, spec.world_size))}

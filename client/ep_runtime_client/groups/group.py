@@ -11,7 +11,7 @@ from ep_runtime.arguments import as_int
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime_client.base.jax_state import eager
 from ep_runtime_client.base.layers import EpLayer, LayerStack
-from ep_runtime_client.groups import estimate, looking
+from ep_runtime_client.groups import estimate, load_and_skew
 from ep_runtime_client.groups.held_group import HeldGroup
 
 
@@ -37,7 +37,7 @@ class Group:
         self.generation = held.generation
         self.reattached = held.reattached
         self._held = held
-        self._looks = looking.GroupLooks(held.client, held.spec, held.generation)
+        self._load_and_skew = load_and_skew.LoadAndSkew(held.client, held.spec, held.generation)
 
     @property
     def closed(self) -> bool:
@@ -198,14 +198,14 @@ class Group:
         return self._held.check(arrays)
 
     @eager
-    def load(self) -> looking.GroupLoad:
+    def load(self) -> load_and_skew.GroupLoad:
         """Returns how even the experts are loaded: what `ep-runtime load` shows, as arrays.
 
         It counts the rows of all ranks since the group was formed.
 
         Returns:
             GroupLoad, whose `layers` has for each layer that was called `experts` int64 [E], the
-            rows by expert, `ranks`, `max_mean`, `jain`, `fullest`, `dropped` and `rounds`.
+            rows by expert, `ranks`, `max_mean`, `jain`, `fullest`, `dropped` and `extra_chunks`.
 
         Raises:
             InvalidArgumentError: under tracing, or the session has no daemon.
@@ -215,10 +215,10 @@ class Group:
         Cost: three RPCs, and as many on each node of a cluster. Nothing in a step.
         """
         self._held.require_open()
-        return self._looks.load()
+        return self._load_and_skew.load()
 
     @eager
-    def skew(self) -> looking.GroupSkew:
+    def skew(self) -> load_and_skew.GroupSkew:
         """Returns which rank the others wait for: what `ep-runtime skew` shows, as arrays.
 
         It looks at the time since the last call of `skew` in this process; the first call looks at
@@ -236,7 +236,7 @@ class Group:
         Cost: as `load`.
         """
         self._held.require_open()
-        return self._looks.skew()
+        return self._load_and_skew.skew()
 
     def describe(self) -> dict[str, Any]:
         """Returns the settings and the state of the group as plain values.

@@ -16,7 +16,7 @@ from ep_runtime_client.base.layers import live_groups
 from ep_runtime_client.daemons import transport
 from ep_runtime_client.daemons.client import DaemonClient
 from ep_runtime_client.daemons.link import Callbacks
-from ep_runtime_client.groups import attach
+from ep_runtime_client.groups import make_group
 from ep_runtime_client.groups.held_group import HeldGroup
 from ep_runtime_client.sessions.watchdog import Watchdog
 
@@ -67,14 +67,14 @@ class OpenSession:
         with self._forming_lock(spec.name):
             self.client.require_alive()
             found = self.get(spec.name)
-            if found is not None and attach.is_same(found, spec, mesh, replace=replace):
+            if found is not None and make_group.is_same(found, spec, mesh, replace=replace):
                 return found
             jax_state.needs_eager("create_group", f"such group {spec.name!r}")
             if found is None:
                 check_new_name("group", spec.name)
             else:
                 found.step_aside()
-            group = attach.make_group(self.client, spec, mesh, replace=replace)
+            group = make_group.make_group(self.client, spec, mesh, replace=replace)
             self._watchdog.stop()
             return group
 
@@ -87,10 +87,10 @@ class OpenSession:
                 found.require_open()
                 return found
             jax_state.needs_eager("group", f"group {name!r}")
-            spec = attach.stored_spec(self.client, name)
-            mesh = mesh if mesh is not None else attach.default_mesh(spec)
+            spec = make_group.stored_spec(self.client, name)
+            mesh = mesh if mesh is not None else make_group.default_mesh(spec)
             group = self.create(spec, mesh, replace=False)
-            attach.adopt_layers(group)
+            make_group.adopt_layers(group)
             return group
 
     def _forming_lock(self, name: str) -> threading.RLock:

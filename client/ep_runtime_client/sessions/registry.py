@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from ep_runtime_client.base import jax_internals
 from ep_runtime_client.base.layers import live_groups
-from ep_runtime_client.daemons.farewells import farewells
+from ep_runtime_client.daemons.pending_goodbyes import pending_goodbyes
 from ep_runtime_client.daemons.runtime import Address
 from ep_runtime_client.sessions.open_session import OpenSession
 
@@ -87,7 +87,7 @@ class OpenSessions:
         self._inherited += [session for session, _ in self._open.values()]
         self._open = {}
         live_groups.clear()
-        farewells.forget()
+        pending_goodbyes.forget()
 
     def _at_exit(self) -> None:
         with self._lock:

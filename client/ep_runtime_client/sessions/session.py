@@ -8,7 +8,7 @@ from ep_runtime import specs
 from ep_runtime.allowed_names import check_name
 from ep_runtime.arguments import suggests
 from ep_runtime_client.base import meshes
-from ep_runtime_client.groups import attach
+from ep_runtime_client.groups import make_group
 from ep_runtime_client.groups.group import Group
 from ep_runtime_client.sessions import registry
 from ep_runtime_client.sessions.open_session import OpenSession
@@ -186,7 +186,7 @@ class Session:
             workspace=workspace,
             overlap=overlap,
         )
-        spec = attach.resolve(self._client, mesh, settings)
+        spec = make_group.resolve(self._client, mesh, settings)
         created: Group = self._open.create(spec, mesh, replace=replace).group
         return created
 

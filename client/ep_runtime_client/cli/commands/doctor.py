@@ -24,7 +24,7 @@ from ep_runtime_client.base import jax_internals, jax_state
 from ep_runtime_client.cli import render
 from ep_runtime_client.cli.daemon import reading, watching
 from ep_runtime_client.cli.tables import IDENTITY, STATE, Column
-from ep_runtime_client.daemons.place import Place
+from ep_runtime_client.daemons.socket_directory import SocketDirectory
 
 _COLUMNS = (
     Column("check", "CHECK", priority=IDENTITY, about="what was checked"),
@@ -197,7 +197,7 @@ def _directory() -> Finding:
     except EpRuntimeError as error:
         return Finding("directory", "FAIL", str(error), "set RUNTIME_DIRECTORY to a shorter one")
     try:
-        Place(directory).check()
+        SocketDirectory(directory).check()
     except (PermissionDeniedError, InvalidArgumentError) as error:
         return Finding("directory", "FAIL", str(error), "set RUNTIME_DIRECTORY to one of your own")
     parent = next(path for path in (directory, *directory.parents) if path.exists())

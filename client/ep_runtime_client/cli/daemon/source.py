@@ -22,7 +22,7 @@ from ep_runtime.v1 import session_service_pb2
 from ep_runtime_client.cli import render
 from ep_runtime_client.cli.daemon import message_values
 from ep_runtime_client.daemons import children, runtime, transport
-from ep_runtime_client.daemons.place import Place
+from ep_runtime_client.daemons.socket_directory import SocketDirectory
 
 _PAGE_SIZE = 1000
 # More than any daemon's list has: another node may answer anything, and without an end.
@@ -253,7 +253,7 @@ def _whole_status(row: dict[str, Any]) -> dict[str, Any]:
     return _whole("uptime_s")(row)
 
 
-def default_place(timeout_s: float) -> Place:
+def default_place(timeout_s: float) -> SocketDirectory:
     """The daemon that reading commands ask without --address.
 
     $EP_RUNTIME_ADDRESS names it; else it is the node's daemon if that answers, else the only
@@ -265,7 +265,7 @@ def default_place(timeout_s: float) -> Place:
     place = runtime.daemon_place(None)
     if env.address() is not None or children.answers(place, timeout_s):
         return place
-    mine = [Place(path, os.geteuid()) for path in env.private_directories()]
+    mine = [SocketDirectory(path, os.geteuid()) for path in env.private_directories()]
     private = [each for each in mine if children.answers(each, timeout_s)]
     if len(private) == 1:
         return private[0]
@@ -316,7 +316,7 @@ def exact(address: str | None) -> str:
 
 
 @contextlib.contextmanager
-def _as_session(place: Place, timeout_s: float) -> Iterator[Source]:
+def _as_session(place: SocketDirectory, timeout_s: float) -> Iterator[Source]:
     """What a user whom the daemon serves may read: a session that only asks."""
     token = transport.hello(place, timeout_s).session_token
     control = transport.ControlChannel(place, token)

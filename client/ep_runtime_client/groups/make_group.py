@@ -1,4 +1,4 @@
-"""From what a caller says about a group to a `Group`: specs, meshes, groups the daemon keeps."""
+"""Makes a group of what a caller says: its spec, its mesh, what the daemon keeps of it."""
 
 from __future__ import annotations
 

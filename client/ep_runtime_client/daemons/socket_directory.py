@@ -24,7 +24,7 @@ from ep_runtime.errors import (
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class SocketDirectory:
     """Where a daemon is, and whose it may be.
 
     Attributes:

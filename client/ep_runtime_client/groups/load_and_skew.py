@@ -29,7 +29,7 @@ class LayerLoad:
         jain: Jain's index, 1 if even and 1 / E if one expert has all rows; None likewise.
         fullest: the expert with the most rows; None likewise.
         dropped: rows over capacity.
-        rounds: extra chunks of the layer's calls.
+        extra_chunks: chunks of its calls after their first.
     """
 
     rows: int
@@ -39,7 +39,7 @@ class LayerLoad:
     jain: float | None
     fullest: int | None
     dropped: int
-    rounds: int
+    extra_chunks: int
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -101,7 +101,7 @@ class GroupSkew:
     missing: tuple[str, ...]
 
 
-class GroupLooks:
+class LoadAndSkew:
     """Looks at the boards of one group."""
 
     def __init__(self, client: DaemonClient, spec: specs.GroupSpec, generation: int) -> None:
@@ -154,7 +154,7 @@ class GroupLooks:
                 experts=np.array(found["experts"], np.int64),
                 ranks=by_rank,
                 dropped=grown["dropped_rows"].get(name, 0),
-                rounds=grown["rounds"].get(name, 0),
+                extra_chunks=grown["rounds"].get(name, 0),
                 **{each: found[each] for each in ("rows", "max_mean", "jain", "fullest")},
             )
         return GroupLoad(layers, _missing(seen))

@@ -15,7 +15,7 @@ import threading
 from ep_runtime.errors import EpRuntimeError, RuntimeUnavailableError
 from ep_runtime.v1 import session_service_pb2
 from ep_runtime_client.daemons import transport
-from ep_runtime_client.daemons.place import Place
+from ep_runtime_client.daemons.socket_directory import SocketDirectory
 
 _log = logging.getLogger("ep_runtime")
 
@@ -34,12 +34,12 @@ class Owed:
         goodbye: what is to be said.
     """
 
-    place: Place
+    place: SocketDirectory
     opened: session_service_pb2.OpenSessionRequest
     goodbye: session_service_pb2.CloseSessionRequest
 
 
-class Farewells:
+class PendingGoodbyes:
     """What this process still has to say. Thread-safe; a forked child owes nothing."""
 
     def __init__(self) -> None:
@@ -57,11 +57,11 @@ class Farewells:
             self._owed[token] = owed
             if self._thread is None:
                 self._thread = threading.Thread(
-                    target=self._serve, name="ep-runtime-farewells", daemon=True
+                    target=self._serve, name="ep-runtime-goodbyes", daemon=True
                 )
                 self._thread.start()
 
-    def say(self, place: Place) -> None:
+    def say(self, place: SocketDirectory) -> None:
         """Says now what is owed to that daemon: a new session may want the ranks.
 
         Raises:
@@ -107,4 +107,4 @@ def _close_session(token: str, owed: Owed) -> None:
         control.close()
 
 
-farewells = Farewells()
+pending_goodbyes = PendingGoodbyes()
