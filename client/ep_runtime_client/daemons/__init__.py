@@ -1,1 +1,11 @@
-"""Daemons as a process reaches them: where they are, how one is started, what is said to it."""
+"""Daemons as a process reaches them: found or started, and talked to.
+
+    runtime           addresses; starts a private daemon or the node's (`children`)
+    socket_directory  checks whose directory and process it is, before a byte is sent
+    transport         the two sockets: RPCs on api.sock, identity and descriptors on fd.sock
+    link              heartbeats, events, connecting again after a restart
+    client            what groups ask of all that; says whether the session is over
+
+A daemon may restart at any time: RPCs wait for it, steps do not. What must reach it in the end, and
+could not, waits in `link` while the session lives, then in `pending_goodbyes`.
+"""

@@ -226,15 +226,14 @@ def _scaling_of(recipe: checks.Recipes) -> workspace.Scaling | None:
 def report(spec: specs.GroupSpec, device: Any, devices_per_host: int) -> None:
     """One log line with the group's sizes, and a warning where they are large for the device."""
     sizes = of_spec(spec)
-    staging, slab = sizes.staging_bytes_per_rank, sizes.dispatched_bytes_per_layer
     blocks = spec.transport in _BLOCK_TRANSPORTS  # whose layers need no slab
     _log.info(
         "group %r: capacity %d rows per rank, staging %s per rank, dispatched %s per layer and "
         "rank%s, transport %s",
         spec.name,
         sizes.capacity_per_rank,
-        iec(staging),
-        iec(slab),
+        iec(sizes.staging_bytes_per_rank),
+        iec(sizes.dispatched_bytes_per_layer),
         " without block calls" if blocks else "",
         f"{spec.transport}, per node of {spec.node_size}" if spec.node_size else spec.transport,
     )
@@ -246,29 +245,26 @@ def report(spec: specs.GroupSpec, device: Any, devices_per_host: int) -> None:
             spec.max_top_k,
             *3 * (spec.num_experts,),
         )
-    total = device_memory_bytes(device, devices_per_host)
-    used = staging if blocks else staging + slab
-    if not total or used <= WARN_SHARE * total:
-        return
-    if blocks:
+    _warn_of_large(spec, sizes, device_memory_bytes(device, devices_per_host))
+
+
+def _warn_of_large(spec: specs.GroupSpec, sizes: MemoryEstimate, total: int) -> None:
+    """A slab counts only if layers need one: block calls have their rows in a workspace."""
+    staging, slab = sizes.staging_bytes_per_rank, sizes.dispatched_bytes_per_layer
+    what, hint = f"staging takes {iec(staging)},", "make it smaller"
+    if spec.transport not in _BLOCK_TRANSPORTS:
+        rows = sizes.capacity_per_rank
+        what = f"staging ({iec(staging)}) and a slab ({iec(slab)}, {rows} rows) take"
+        hint = "make the one smaller, capacity_factor the other"
+        staging += slab
+    if total and staging > WARN_SHARE * total:
         _log.warning(
-            "group %r: staging takes %s, %.0f%% of %s per device; fewer max_tokens_per_rank or "
-            "lanes make it smaller",
+            "group %r: %s %.0f%% of %s per device; fewer max_tokens_per_rank or lanes %s",
             spec.name,
-            iec(staging),
-            100 * used / total,
+            what,
+            100 * staging / total,
             iec(total),
-        )
-    else:
-        _log.warning(
-            "group %r: staging (%s) and a slab (%s, %d rows) take %.0f%% of %s per device; fewer "
-            "max_tokens_per_rank or lanes make the one smaller, capacity_factor the other",
-            spec.name,
-            iec(staging),
-            iec(slab),
-            sizes.capacity_per_rank,
-            100 * used / total,
-            iec(total),
+            hint,
         )
 
 
