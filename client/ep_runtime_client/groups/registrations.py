@@ -6,6 +6,7 @@ without one they are numbered here.
 
 from __future__ import annotations
 
+import functools
 import uuid
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -31,10 +32,6 @@ class Registrations:
         self._layers: dict[str, EpLayer | LayerStack] = {}
         self._items: dict[str, wire.RegisteredLayer] = {}
         self._gone: set[str] = set()  # names of layers that were replaced by something without them
-
-    @property
-    def layers(self) -> list[EpLayer | LayerStack]:
-        return list(self._layers.values())
 
     @property
     def names(self) -> list[str]:
@@ -246,50 +243,37 @@ def register(
         StaleHandleError: the group is gone.
     """
     if not client.has_daemon:
+        ids = [layer_specs.layer_id(spec.name, one.name) for one in layers]
+        bases = [layer_specs.stack_base_id(spec.name, one.spec.name) for one in stacks]
+        numbered = zip(layers, ids, strict=True), zip(stacks, bases, strict=True)
         return (
-            [
-                wire.RegisteredLayer(s, 0, layer_specs.layer_id(spec.name, s.name), 0)
-                for s in layers
-            ],
-            [
-                wire.RegisteredLayer(
-                    s.spec, s.num_layers, layer_specs.stack_base_id(spec.name, s.spec.name), 0
-                )
-                for s in stacks
-            ],
+            [wire.RegisteredLayer(one, 0, number, 0) for one, number in numbered[0]],
+            [wire.RegisteredLayer(one.spec, one.num_layers, base, 0) for one, base in numbered[1]],
         )
     found: tuple[list[wire.RegisteredLayer], list[wire.RegisteredLayer]] = ([], [])
     for first in range(0, len(layers) + len(stacks) or 1, wire.MAX_LAYERS_PER_CALL):
         last = first + wire.MAX_LAYERS_PER_CALL
         stacks_from = max(0, first - len(layers))
-        answer = _register_some(
-            client,
-            layer_service_pb2.RegisterLayersRequest(
-                op_id=uuid.uuid4().hex,
-                group=spec.name,
-                generation=generation,
-                layers=[wire.layer_spec_to_proto(item) for item in layers[first:last]],
-                stacks=[
-                    wire.stack_spec_to_proto(item)
-                    for item in stacks[stacks_from : max(0, last - len(layers))]
-                ],
-                replace=replace,
-            ),
+        some_stacks = stacks[stacks_from : max(0, last - len(layers))]
+        request = layer_service_pb2.RegisterLayersRequest(
+            op_id=uuid.uuid4().hex,
+            group=spec.name,
+            generation=generation,
+            layers=[wire.layer_spec_to_proto(item) for item in layers[first:last]],
+            stacks=[wire.stack_spec_to_proto(item) for item in some_stacks],
+            replace=replace,
         )
+        answer = client.run(functools.partial(_ask_to_register, request))
         found[0].extend(wire.registered_from_proto(item) for item in answer.layers)
         found[1].extend(wire.registered_from_proto(item) for item in answer.stacks)
     return found
 
 
-def _register_some(
-    client: DaemonClient, request: layer_service_pb2.RegisterLayersRequest
+def _ask_to_register(
+    request: layer_service_pb2.RegisterLayersRequest, control: transport.ControlChannel
 ) -> layer_service_pb2.RegisterLayersResponse:
-    answer: layer_service_pb2.RegisterLayersResponse = client.run(
-        lambda control: control.call(
-            control.layers.RegisterLayers, request, timeout_s=transport.MUTATE_TIMEOUT_S
-        )
-    )
-    return answer
+    method: Callable[..., layer_service_pb2.RegisterLayersResponse] = control.layers.RegisterLayers
+    return control.call(method, request, timeout_s=transport.MUTATE_TIMEOUT_S)
 
 
 def ask(client: DaemonClient, group: str, name: str) -> wire.RegisteredLayer:
