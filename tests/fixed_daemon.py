@@ -324,6 +324,7 @@ ANSWERS = {
     "ListRanks": _ranks,
     "ListEvents": _events,
     "Drain": lambda: pb.DrainResponse(num_sessions=64),
+    "Undrain": lambda: pb.UndrainResponse(was_drained=True),
     "Fence": lambda: pb.FenceResponse(groups=[GROUP]),
     "Reclaim": lambda: pb.ReclaimResponse(
         groups=[GROUP], freed_bytes=GIB, quarantined_bytes=767 * GIB

@@ -64,7 +64,7 @@ class GetStatusRequest(_message.Message):
     def __init__(self, node: _Optional[str] = ...) -> None: ...
 
 class GetStatusResponse(_message.Message):
-    __slots__ = ("server_version", "incarnation", "pid", "directory", "uptime", "state", "num_sessions", "num_groups", "num_layers", "num_handles", "pools", "num_fds", "max_fds", "rss_bytes", "loop_lag", "journal", "recovery", "late_ranks", "cluster", "loop_lag_p99", "loop_lag_worst", "failing_tasks", "users", "user_limits")
+    __slots__ = ("server_version", "incarnation", "pid", "directory", "uptime", "state", "num_sessions", "num_groups", "num_layers", "num_handles", "pools", "num_fds", "max_fds", "rss_bytes", "loop_lag", "journal", "recovery", "late_ranks", "cluster", "loop_lag_p99", "loop_lag_worst", "failing_tasks", "users", "user_limits", "drain")
     SERVER_VERSION_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
@@ -89,6 +89,7 @@ class GetStatusResponse(_message.Message):
     FAILING_TASKS_FIELD_NUMBER: _ClassVar[int]
     USERS_FIELD_NUMBER: _ClassVar[int]
     USER_LIMITS_FIELD_NUMBER: _ClassVar[int]
+    DRAIN_FIELD_NUMBER: _ClassVar[int]
     server_version: str
     incarnation: str
     pid: int
@@ -113,7 +114,18 @@ class GetStatusResponse(_message.Message):
     failing_tasks: _containers.RepeatedScalarFieldContainer[str]
     users: _containers.RepeatedCompositeFieldContainer[UserUsage]
     user_limits: UserLimits
-    def __init__(self, server_version: _Optional[str] = ..., incarnation: _Optional[str] = ..., pid: _Optional[int] = ..., directory: _Optional[str] = ..., uptime: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., state: _Optional[_Union[_session_service_pb2.ServerState, str]] = ..., num_sessions: _Optional[int] = ..., num_groups: _Optional[int] = ..., num_layers: _Optional[int] = ..., num_handles: _Optional[int] = ..., pools: _Optional[_Iterable[_Union[PoolStatus, _Mapping]]] = ..., num_fds: _Optional[int] = ..., max_fds: _Optional[int] = ..., rss_bytes: _Optional[int] = ..., loop_lag: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., journal: _Optional[_Union[JournalStatus, _Mapping]] = ..., recovery: _Optional[_Union[RecoveryStatus, _Mapping]] = ..., late_ranks: _Optional[_Iterable[_Union[LateRank, _Mapping]]] = ..., cluster: _Optional[_Union[ClusterStatus, _Mapping]] = ..., loop_lag_p99: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., loop_lag_worst: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., failing_tasks: _Optional[_Iterable[str]] = ..., users: _Optional[_Iterable[_Union[UserUsage, _Mapping]]] = ..., user_limits: _Optional[_Union[UserLimits, _Mapping]] = ...) -> None: ...
+    drain: DrainStatus
+    def __init__(self, server_version: _Optional[str] = ..., incarnation: _Optional[str] = ..., pid: _Optional[int] = ..., directory: _Optional[str] = ..., uptime: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., state: _Optional[_Union[_session_service_pb2.ServerState, str]] = ..., num_sessions: _Optional[int] = ..., num_groups: _Optional[int] = ..., num_layers: _Optional[int] = ..., num_handles: _Optional[int] = ..., pools: _Optional[_Iterable[_Union[PoolStatus, _Mapping]]] = ..., num_fds: _Optional[int] = ..., max_fds: _Optional[int] = ..., rss_bytes: _Optional[int] = ..., loop_lag: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., journal: _Optional[_Union[JournalStatus, _Mapping]] = ..., recovery: _Optional[_Union[RecoveryStatus, _Mapping]] = ..., late_ranks: _Optional[_Iterable[_Union[LateRank, _Mapping]]] = ..., cluster: _Optional[_Union[ClusterStatus, _Mapping]] = ..., loop_lag_p99: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., loop_lag_worst: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., failing_tasks: _Optional[_Iterable[str]] = ..., users: _Optional[_Iterable[_Union[UserUsage, _Mapping]]] = ..., user_limits: _Optional[_Union[UserLimits, _Mapping]] = ..., drain: _Optional[_Union[DrainStatus, _Mapping]] = ...) -> None: ...
+
+class DrainStatus(_message.Message):
+    __slots__ = ("by", "since", "ends_in")
+    BY_FIELD_NUMBER: _ClassVar[int]
+    SINCE_FIELD_NUMBER: _ClassVar[int]
+    ENDS_IN_FIELD_NUMBER: _ClassVar[int]
+    by: str
+    since: _duration_pb2.Duration
+    ends_in: _duration_pb2.Duration
+    def __init__(self, by: _Optional[str] = ..., since: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., ends_in: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class UserUsage(_message.Message):
     __slots__ = ("uid", "num_sessions", "num_groups", "num_layers", "host_bytes", "num_fds", "journal_bytes", "gpu_bytes")
@@ -182,12 +194,14 @@ class ClusterStatus(_message.Message):
     def __init__(self, node: _Optional[str] = ..., coordinator: _Optional[str] = ..., link: _Optional[_Union[ClusterLink, str]] = ..., since: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., error: _Optional[str] = ..., cluster_id: _Optional[str] = ..., epoch: _Optional[int] = ..., insecure: bool = ..., nodes: _Optional[_Iterable[_Union[_node_service_pb2.NodeInfo, _Mapping]]] = ..., num_answered: _Optional[int] = ...) -> None: ...
 
 class JournalStatus(_message.Message):
-    __slots__ = ("error", "bytes")
+    __slots__ = ("error", "bytes", "cut_bytes")
     ERROR_FIELD_NUMBER: _ClassVar[int]
     BYTES_FIELD_NUMBER: _ClassVar[int]
+    CUT_BYTES_FIELD_NUMBER: _ClassVar[int]
     error: str
     bytes: int
-    def __init__(self, error: _Optional[str] = ..., bytes: _Optional[int] = ...) -> None: ...
+    cut_bytes: int
+    def __init__(self, error: _Optional[str] = ..., bytes: _Optional[int] = ..., cut_bytes: _Optional[int] = ...) -> None: ...
 
 class RecoveryStatus(_message.Message):
     __slots__ = ("under_way", "left", "num_sessions", "num_awaited", "adopted_bytes", "awaited_bytes", "lost_bytes")
@@ -695,6 +709,16 @@ class DrainResponse(_message.Message):
     NUM_SESSIONS_FIELD_NUMBER: _ClassVar[int]
     num_sessions: int
     def __init__(self, num_sessions: _Optional[int] = ...) -> None: ...
+
+class UndrainRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class UndrainResponse(_message.Message):
+    __slots__ = ("was_drained",)
+    WAS_DRAINED_FIELD_NUMBER: _ClassVar[int]
+    was_drained: bool
+    def __init__(self, was_drained: bool = ...) -> None: ...
 
 class FenceRequest(_message.Message):
     __slots__ = ("session_id", "reason")

@@ -94,6 +94,11 @@ class AdminServiceStub(object):
                 request_serializer=ep__runtime_dot_v1_dot_admin__service__pb2.DrainRequest.SerializeToString,
                 response_deserializer=ep__runtime_dot_v1_dot_admin__service__pb2.DrainResponse.FromString,
                 _registered_method=True)
+        self.Undrain = channel.unary_unary(
+                '/ep_runtime.v1.AdminService/Undrain',
+                request_serializer=ep__runtime_dot_v1_dot_admin__service__pb2.UndrainRequest.SerializeToString,
+                response_deserializer=ep__runtime_dot_v1_dot_admin__service__pb2.UndrainResponse.FromString,
+                _registered_method=True)
         self.Fence = channel.unary_unary(
                 '/ep_runtime.v1.AdminService/Fence',
                 request_serializer=ep__runtime_dot_v1_dot_admin__service__pb2.FenceRequest.SerializeToString,
@@ -204,9 +209,20 @@ class AdminServiceServicer(object):
 
     def Drain(self, request, context):
         """Stops admitting sessions and groups and tells every session. With `shutdown` the daemon ends
-        when they are gone or the deadline is reached. Idempotent; a later call changes the deadline.
+        when they are gone or the deadline is reached; without, the order holds over restarts until
+        Undrain. Idempotent; a later call changes the deadline.
 
-        no failures of its own
+        the journal cannot be written RESOURCE_EXHAUSTED done, but a restart forgets it; retry
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Undrain(self, request, context):
+        """Takes Drain back and tells every session. Idempotent.
+
+        a signal ends the daemon      INVALID_ARGUMENT   start it again
+        the journal cannot be written RESOURCE_EXHAUSTED done, but a restart forgets it; retry
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -285,6 +301,11 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.Drain,
                     request_deserializer=ep__runtime_dot_v1_dot_admin__service__pb2.DrainRequest.FromString,
                     response_serializer=ep__runtime_dot_v1_dot_admin__service__pb2.DrainResponse.SerializeToString,
+            ),
+            'Undrain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Undrain,
+                    request_deserializer=ep__runtime_dot_v1_dot_admin__service__pb2.UndrainRequest.FromString,
+                    response_serializer=ep__runtime_dot_v1_dot_admin__service__pb2.UndrainResponse.SerializeToString,
             ),
             'Fence': grpc.unary_unary_rpc_method_handler(
                     servicer.Fence,
@@ -577,6 +598,33 @@ class AdminService(object):
             '/ep_runtime.v1.AdminService/Drain',
             ep__runtime_dot_v1_dot_admin__service__pb2.DrainRequest.SerializeToString,
             ep__runtime_dot_v1_dot_admin__service__pb2.DrainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Undrain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ep_runtime.v1.AdminService/Undrain',
+            ep__runtime_dot_v1_dot_admin__service__pb2.UndrainRequest.SerializeToString,
+            ep__runtime_dot_v1_dot_admin__service__pb2.UndrainResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from ep_runtime.v1 import types_pb2 as ep__runtime_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1d\x65p_runtime/v1/fd_socket.proto\x12\rep_runtime.v1\x1a\x19\x65p_runtime/v1/types.proto\"X\n\x05Hello\x12\x14\n\x0c\x61pi_versions\x18\x01 \x03(\t\x12\x16\n\x0e\x63lient_version\x18\x02 \x01(\t\x12\x0b\n\x03pid\x18\x03 \x01(\x03\x12\x14\n\x0cresume_token\x18\x04 \x01(\t\"r\n\x07Welcome\x12\x15\n\rsession_token\x18\x01 \x01(\t\x12\x12\n\nsession_id\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12\x16\n\x0eserver_version\x18\x04 \x01(\t\x12\x0f\n\x07resumed\x18\x05 \x01(\x08\"5\n\x0cRedeemTicket\x12\x15\n\rsession_token\x18\x01 \x01(\t\x12\x0e\n\x06ticket\x18\x02 \x01(\t\"]\n\x07\x46\x64\x42\x61tch\x12\r\n\x05\x66irst\x18\x01 \x01(\x05\x12\r\n\x05total\x18\x02 \x01(\x05\x12\x34\n\x0b\x64\x65scriptors\x18\x03 \x03(\x0b\x32\x1f.ep_runtime.v1.WindowDescriptor\"k\n\rReturnWindows\x12\x15\n\rsession_token\x18\x01 \x01(\t\x12\r\n\x05group\x18\x02 \x01(\t\x12\x34\n\x0b\x64\x65scriptors\x18\x03 \x03(\x0b\x32\x1f.ep_runtime.v1.WindowDescriptor\"<\n\x0fWindowsReturned\x12\x13\n\x0bnum_adopted\x18\x01 \x01(\x05\x12\x14\n\x0cwanted_ranks\x18\x02 \x03(\x03\"\xab\x01\n\tFdRequest\x12%\n\x05hello\x18\x01 \x01(\x0b\x32\x14.ep_runtime.v1.HelloH\x00\x12\x34\n\rredeem_ticket\x18\x02 \x01(\x0b\x32\x1b.ep_runtime.v1.RedeemTicketH\x00\x12\x36\n\x0ereturn_windows\x18\x03 \x01(\x0b\x32\x1c.ep_runtime.v1.ReturnWindowsH\x00\x42\t\n\x07request\"\xd2\x01\n\x07\x46\x64Reply\x12)\n\x07welcome\x18\x01 \x01(\x0b\x32\x16.ep_runtime.v1.WelcomeH\x00\x12*\n\x08\x66\x64_batch\x18\x02 \x01(\x0b\x32\x16.ep_runtime.v1.FdBatchH\x00\x12+\n\x05\x65rror\x18\x03 \x01(\x0b\x32\x1a.ep_runtime.v1.ErrorDetailH\x00\x12:\n\x10windows_returned\x18\x04 \x01(\x0b\x32\x1e.ep_runtime.v1.WindowsReturnedH\x00\x42\x07\n\x05replyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1d\x65p_runtime/v1/fd_socket.proto\x12\rep_runtime.v1\x1a\x19\x65p_runtime/v1/types.proto\"X\n\x05Hello\x12\x14\n\x0c\x61pi_versions\x18\x01 \x03(\t\x12\x16\n\x0e\x63lient_version\x18\x02 \x01(\t\x12\x0b\n\x03pid\x18\x03 \x01(\x03\x12\x14\n\x0cresume_token\x18\x04 \x01(\t\"r\n\x07Welcome\x12\x15\n\rsession_token\x18\x01 \x01(\t\x12\x12\n\nsession_id\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12\x16\n\x0eserver_version\x18\x04 \x01(\t\x12\x0f\n\x07resumed\x18\x05 \x01(\x08\"5\n\x0cRedeemTicket\x12\x15\n\rsession_token\x18\x01 \x01(\t\x12\x0e\n\x06ticket\x18\x02 \x01(\t\"]\n\x07\x46\x64\x42\x61tch\x12\r\n\x05\x66irst\x18\x01 \x01(\x05\x12\r\n\x05total\x18\x02 \x01(\x05\x12\x34\n\x0b\x64\x65scriptors\x18\x03 \x03(\x0b\x32\x1f.ep_runtime.v1.WindowDescriptor\"k\n\rReturnWindows\x12\x15\n\rsession_token\x18\x01 \x01(\t\x12\r\n\x05group\x18\x02 \x01(\t\x12\x34\n\x0b\x64\x65scriptors\x18\x03 \x03(\x0b\x32\x1f.ep_runtime.v1.WindowDescriptor\"<\n\x0fWindowsReturned\x12\x13\n\x0bnum_adopted\x18\x01 \x01(\x05\x12\x14\n\x0cwanted_ranks\x18\x02 \x03(\x03\"\x07\n\x05Probe\"\x1c\n\tCondition\x12\x0f\n\x07refusal\x18\x01 \x01(\t\"\xd2\x01\n\tFdRequest\x12%\n\x05hello\x18\x01 \x01(\x0b\x32\x14.ep_runtime.v1.HelloH\x00\x12\x34\n\rredeem_ticket\x18\x02 \x01(\x0b\x32\x1b.ep_runtime.v1.RedeemTicketH\x00\x12\x36\n\x0ereturn_windows\x18\x03 \x01(\x0b\x32\x1c.ep_runtime.v1.ReturnWindowsH\x00\x12%\n\x05probe\x18\x04 \x01(\x0b\x32\x14.ep_runtime.v1.ProbeH\x00\x42\t\n\x07request\"\x81\x02\n\x07\x46\x64Reply\x12)\n\x07welcome\x18\x01 \x01(\x0b\x32\x16.ep_runtime.v1.WelcomeH\x00\x12*\n\x08\x66\x64_batch\x18\x02 \x01(\x0b\x32\x16.ep_runtime.v1.FdBatchH\x00\x12+\n\x05\x65rror\x18\x03 \x01(\x0b\x32\x1a.ep_runtime.v1.ErrorDetailH\x00\x12:\n\x10windows_returned\x18\x04 \x01(\x0b\x32\x1e.ep_runtime.v1.WindowsReturnedH\x00\x12-\n\tcondition\x18\x05 \x01(\x0b\x32\x18.ep_runtime.v1.ConditionH\x00\x42\x07\n\x05replyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -44,8 +44,12 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_RETURNWINDOWS']._serialized_end=538
   _globals['_WINDOWSRETURNED']._serialized_start=540
   _globals['_WINDOWSRETURNED']._serialized_end=600
-  _globals['_FDREQUEST']._serialized_start=603
-  _globals['_FDREQUEST']._serialized_end=774
-  _globals['_FDREPLY']._serialized_start=777
-  _globals['_FDREPLY']._serialized_end=987
+  _globals['_PROBE']._serialized_start=602
+  _globals['_PROBE']._serialized_end=609
+  _globals['_CONDITION']._serialized_start=611
+  _globals['_CONDITION']._serialized_end=639
+  _globals['_FDREQUEST']._serialized_start=642
+  _globals['_FDREQUEST']._serialized_end=852
+  _globals['_FDREPLY']._serialized_start=855
+  _globals['_FDREPLY']._serialized_end=1112
 # @@protoc_insertion_point(module_scope)

@@ -69,24 +69,38 @@ class WindowsReturned(_message.Message):
     wanted_ranks: _containers.RepeatedScalarFieldContainer[int]
     def __init__(self, num_adopted: _Optional[int] = ..., wanted_ranks: _Optional[_Iterable[int]] = ...) -> None: ...
 
+class Probe(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class Condition(_message.Message):
+    __slots__ = ("refusal",)
+    REFUSAL_FIELD_NUMBER: _ClassVar[int]
+    refusal: str
+    def __init__(self, refusal: _Optional[str] = ...) -> None: ...
+
 class FdRequest(_message.Message):
-    __slots__ = ("hello", "redeem_ticket", "return_windows")
+    __slots__ = ("hello", "redeem_ticket", "return_windows", "probe")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     REDEEM_TICKET_FIELD_NUMBER: _ClassVar[int]
     RETURN_WINDOWS_FIELD_NUMBER: _ClassVar[int]
+    PROBE_FIELD_NUMBER: _ClassVar[int]
     hello: Hello
     redeem_ticket: RedeemTicket
     return_windows: ReturnWindows
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., redeem_ticket: _Optional[_Union[RedeemTicket, _Mapping]] = ..., return_windows: _Optional[_Union[ReturnWindows, _Mapping]] = ...) -> None: ...
+    probe: Probe
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., redeem_ticket: _Optional[_Union[RedeemTicket, _Mapping]] = ..., return_windows: _Optional[_Union[ReturnWindows, _Mapping]] = ..., probe: _Optional[_Union[Probe, _Mapping]] = ...) -> None: ...
 
 class FdReply(_message.Message):
-    __slots__ = ("welcome", "fd_batch", "error", "windows_returned")
+    __slots__ = ("welcome", "fd_batch", "error", "windows_returned", "condition")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     FD_BATCH_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
     WINDOWS_RETURNED_FIELD_NUMBER: _ClassVar[int]
+    CONDITION_FIELD_NUMBER: _ClassVar[int]
     welcome: Welcome
     fd_batch: FdBatch
     error: _types_pb2.ErrorDetail
     windows_returned: WindowsReturned
-    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., fd_batch: _Optional[_Union[FdBatch, _Mapping]] = ..., error: _Optional[_Union[_types_pb2.ErrorDetail, _Mapping]] = ..., windows_returned: _Optional[_Union[WindowsReturned, _Mapping]] = ...) -> None: ...
+    condition: Condition
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., fd_batch: _Optional[_Union[FdBatch, _Mapping]] = ..., error: _Optional[_Union[_types_pb2.ErrorDetail, _Mapping]] = ..., windows_returned: _Optional[_Union[WindowsReturned, _Mapping]] = ..., condition: _Optional[_Union[Condition, _Mapping]] = ...) -> None: ...

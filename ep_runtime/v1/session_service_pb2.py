@@ -26,7 +26,7 @@ from ep_runtime.v1 import types_pb2 as ep__runtime_dot_v1_dot_types__pb2
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n#ep_runtime/v1/session_service.proto\x12\rep_runtime.v1\x1a\x19\x65p_runtime/v1/types.proto\x1a\x1egoogle/protobuf/duration.proto\"\x16\n\x14GetServerInfoRequest\"\xa4\x01\n\x15GetServerInfoResponse\x12\x16\n\x0eserver_version\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x14\n\x0c\x61pi_versions\x18\x03 \x03(\t\x12\x10\n\x08\x66\x65\x61tures\x18\x04 \x03(\t\x12)\n\x05state\x18\x05 \x01(\x0e\x32\x1a.ep_runtime.v1.ServerState\x12\x0b\n\x03pid\x18\x06 \x01(\x03\"\xa6\x01\n\x12OpenSessionRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12=\n\x06labels\x18\x02 \x03(\x0b\x32-.ep_runtime.v1.OpenSessionRequest.LabelsEntry\x12\x15\n\rprocess_index\x18\x03 \x01(\x05\x1a-\n\x0bLabelsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"z\n\x13OpenSessionResponse\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x35\n\x12heartbeat_interval\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x0b\n\x03uid\x18\x03 \x01(\r\x12\x0b\n\x03pid\x18\x04 \x01(\x03\"$\n\x10HeartbeatRequest\x12\x10\n\x08progress\x18\x01 \x01(\x04\"S\n\x11HeartbeatResponse\x12)\n\x05state\x18\x01 \x01(\x0e\x32\x1a.ep_runtime.v1.ServerState\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\"\x15\n\x13WatchSessionRequest\"\xa3\x01\n\x14WatchSessionResponse\x12*\n\x05\x64rain\x18\x01 \x01(\x0b\x32\x19.ep_runtime.v1.DrainEventH\x00\x12*\n\x05\x66\x65nce\x18\x02 \x01(\x0b\x32\x19.ep_runtime.v1.FenceEventH\x00\x12*\n\x05group\x18\x03 \x01(\x0b\x32\x19.ep_runtime.v1.GroupEventH\x00\x42\x07\n\x05\x65vent\"9\n\nDrainEvent\x12+\n\x08\x64\x65\x61\x64line\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\"\x1c\n\nFenceEvent\x12\x0e\n\x06reason\x18\x01 \x01(\t\"\xaf\x01\n\nGroupEvent\x12\r\n\x05group\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12(\n\x05state\x18\x03 \x01(\x0e\x32\x19.ep_runtime.v1.GroupState\x12\x0e\n\x06reason\x18\x04 \x01(\t\x12\x12\n\nlost_ranks\x18\x05 \x03(\x03\x12\x30\n\x0clost_members\x18\x06 \x03(\x0b\x32\x1a.ep_runtime.v1.GroupMember\"%\n\x13\x43loseSessionRequest\x12\x0e\n\x06\x66\x61iled\x18\x01 \x01(\x08\"\x16\n\x14\x43loseSessionResponse*}\n\x0bServerState\x12\x1c\n\x18SERVER_STATE_UNSPECIFIED\x10\x00\x12\x18\n\x14SERVER_STATE_SERVING\x10\x01\x12\x19\n\x15SERVER_STATE_DRAINING\x10\x02\x12\x1b\n\x17SERVER_STATE_RECOVERING\x10\x03\x32\xc6\x03\n\x0eSessionService\x12Z\n\rGetServerInfo\x12#.ep_runtime.v1.GetServerInfoRequest\x1a$.ep_runtime.v1.GetServerInfoResponse\x12T\n\x0bOpenSession\x12!.ep_runtime.v1.OpenSessionRequest\x1a\".ep_runtime.v1.OpenSessionResponse\x12N\n\tHeartbeat\x12\x1f.ep_runtime.v1.HeartbeatRequest\x1a .ep_runtime.v1.HeartbeatResponse\x12Y\n\x0cWatchSession\x12\".ep_runtime.v1.WatchSessionRequest\x1a#.ep_runtime.v1.WatchSessionResponse0\x01\x12W\n\x0c\x43loseSession\x12\".ep_runtime.v1.CloseSessionRequest\x1a#.ep_runtime.v1.CloseSessionResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n#ep_runtime/v1/session_service.proto\x12\rep_runtime.v1\x1a\x19\x65p_runtime/v1/types.proto\x1a\x1egoogle/protobuf/duration.proto\"\x16\n\x14GetServerInfoRequest\"\xa4\x01\n\x15GetServerInfoResponse\x12\x16\n\x0eserver_version\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x14\n\x0c\x61pi_versions\x18\x03 \x03(\t\x12\x10\n\x08\x66\x65\x61tures\x18\x04 \x03(\t\x12)\n\x05state\x18\x05 \x01(\x0e\x32\x1a.ep_runtime.v1.ServerState\x12\x0b\n\x03pid\x18\x06 \x01(\x03\"\xa6\x01\n\x12OpenSessionRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12=\n\x06labels\x18\x02 \x03(\x0b\x32-.ep_runtime.v1.OpenSessionRequest.LabelsEntry\x12\x15\n\rprocess_index\x18\x03 \x01(\x05\x1a-\n\x0bLabelsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"z\n\x13OpenSessionResponse\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x35\n\x12heartbeat_interval\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x0b\n\x03uid\x18\x03 \x01(\r\x12\x0b\n\x03pid\x18\x04 \x01(\x03\"$\n\x10HeartbeatRequest\x12\x10\n\x08progress\x18\x01 \x01(\x04\"S\n\x11HeartbeatResponse\x12)\n\x05state\x18\x01 \x01(\x0e\x32\x1a.ep_runtime.v1.ServerState\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\"\x15\n\x13WatchSessionRequest\"\xa3\x01\n\x14WatchSessionResponse\x12*\n\x05\x64rain\x18\x01 \x01(\x0b\x32\x19.ep_runtime.v1.DrainEventH\x00\x12*\n\x05\x66\x65nce\x18\x02 \x01(\x0b\x32\x19.ep_runtime.v1.FenceEventH\x00\x12*\n\x05group\x18\x03 \x01(\x0b\x32\x19.ep_runtime.v1.GroupEventH\x00\x42\x07\n\x05\x65vent\"M\n\nDrainEvent\x12+\n\x08\x64\x65\x61\x64line\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x12\n\ntaken_back\x18\x02 \x01(\x08\"\x1c\n\nFenceEvent\x12\x0e\n\x06reason\x18\x01 \x01(\t\"\xaf\x01\n\nGroupEvent\x12\r\n\x05group\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12(\n\x05state\x18\x03 \x01(\x0e\x32\x19.ep_runtime.v1.GroupState\x12\x0e\n\x06reason\x18\x04 \x01(\t\x12\x12\n\nlost_ranks\x18\x05 \x03(\x03\x12\x30\n\x0clost_members\x18\x06 \x03(\x0b\x32\x1a.ep_runtime.v1.GroupMember\"%\n\x13\x43loseSessionRequest\x12\x0e\n\x06\x66\x61iled\x18\x01 \x01(\x08\"\x16\n\x14\x43loseSessionResponse*}\n\x0bServerState\x12\x1c\n\x18SERVER_STATE_UNSPECIFIED\x10\x00\x12\x18\n\x14SERVER_STATE_SERVING\x10\x01\x12\x19\n\x15SERVER_STATE_DRAINING\x10\x02\x12\x1b\n\x17SERVER_STATE_RECOVERING\x10\x03\x32\xc6\x03\n\x0eSessionService\x12Z\n\rGetServerInfo\x12#.ep_runtime.v1.GetServerInfoRequest\x1a$.ep_runtime.v1.GetServerInfoResponse\x12T\n\x0bOpenSession\x12!.ep_runtime.v1.OpenSessionRequest\x1a\".ep_runtime.v1.OpenSessionResponse\x12N\n\tHeartbeat\x12\x1f.ep_runtime.v1.HeartbeatRequest\x1a .ep_runtime.v1.HeartbeatResponse\x12Y\n\x0cWatchSession\x12\".ep_runtime.v1.WatchSessionRequest\x1a#.ep_runtime.v1.WatchSessionResponse0\x01\x12W\n\x0c\x43loseSession\x12\".ep_runtime.v1.CloseSessionRequest\x1a#.ep_runtime.v1.CloseSessionResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,8 +35,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_OPENSESSIONREQUEST_LABELSENTRY']._loaded_options = None
   _globals['_OPENSESSIONREQUEST_LABELSENTRY']._serialized_options = b'8\001'
-  _globals['_SERVERSTATE']._serialized_start=1239
-  _globals['_SERVERSTATE']._serialized_end=1364
+  _globals['_SERVERSTATE']._serialized_start=1259
+  _globals['_SERVERSTATE']._serialized_end=1384
   _globals['_GETSERVERINFOREQUEST']._serialized_start=113
   _globals['_GETSERVERINFOREQUEST']._serialized_end=135
   _globals['_GETSERVERINFORESPONSE']._serialized_start=138
@@ -56,15 +56,15 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_WATCHSESSIONRESPONSE']._serialized_start=744
   _globals['_WATCHSESSIONRESPONSE']._serialized_end=907
   _globals['_DRAINEVENT']._serialized_start=909
-  _globals['_DRAINEVENT']._serialized_end=966
-  _globals['_FENCEEVENT']._serialized_start=968
-  _globals['_FENCEEVENT']._serialized_end=996
-  _globals['_GROUPEVENT']._serialized_start=999
-  _globals['_GROUPEVENT']._serialized_end=1174
-  _globals['_CLOSESESSIONREQUEST']._serialized_start=1176
-  _globals['_CLOSESESSIONREQUEST']._serialized_end=1213
-  _globals['_CLOSESESSIONRESPONSE']._serialized_start=1215
-  _globals['_CLOSESESSIONRESPONSE']._serialized_end=1237
-  _globals['_SESSIONSERVICE']._serialized_start=1367
-  _globals['_SESSIONSERVICE']._serialized_end=1821
+  _globals['_DRAINEVENT']._serialized_end=986
+  _globals['_FENCEEVENT']._serialized_start=988
+  _globals['_FENCEEVENT']._serialized_end=1016
+  _globals['_GROUPEVENT']._serialized_start=1019
+  _globals['_GROUPEVENT']._serialized_end=1194
+  _globals['_CLOSESESSIONREQUEST']._serialized_start=1196
+  _globals['_CLOSESESSIONREQUEST']._serialized_end=1233
+  _globals['_CLOSESESSIONRESPONSE']._serialized_start=1235
+  _globals['_CLOSESESSIONRESPONSE']._serialized_end=1257
+  _globals['_SESSIONSERVICE']._serialized_start=1387
+  _globals['_SESSIONSERVICE']._serialized_end=1841
 # @@protoc_insertion_point(module_scope)

@@ -100,10 +100,12 @@ class WatchSessionResponse(_message.Message):
     def __init__(self, drain: _Optional[_Union[DrainEvent, _Mapping]] = ..., fence: _Optional[_Union[FenceEvent, _Mapping]] = ..., group: _Optional[_Union[GroupEvent, _Mapping]] = ...) -> None: ...
 
 class DrainEvent(_message.Message):
-    __slots__ = ("deadline",)
+    __slots__ = ("deadline", "taken_back")
     DEADLINE_FIELD_NUMBER: _ClassVar[int]
+    TAKEN_BACK_FIELD_NUMBER: _ClassVar[int]
     deadline: _duration_pb2.Duration
-    def __init__(self, deadline: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+    taken_back: bool
+    def __init__(self, deadline: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., taken_back: bool = ...) -> None: ...
 
 class FenceEvent(_message.Message):
     __slots__ = ("reason",)

@@ -258,7 +258,7 @@ class Daemon:
         return caller.uid if caller is not None else None
 
     def _tell_health(self) -> None:
-        self._health.set(self.runtime.healthy)
+        self._health.set(not self.runtime.refusal)
 
     def handle_signals(self) -> None:
         """SIGTERM and SIGINT drain; the second one ends at once."""
@@ -268,7 +268,8 @@ class Daemon:
             self._signals.append(number)
 
     def _signalled(self) -> None:
-        if self.runtime.stop_at_s is not None:
+        drain = self.runtime.drain_order
+        if drain is not None and drain.ends_at_s is not None:
             self._stop_now.set()
         else:
             self.runtime.drain(self._settings.drain_s, shutdown=True)
@@ -312,7 +313,7 @@ class Daemon:
         if self._settings.parent_pidfd is not None:
             loop.remove_reader(self._settings.parent_pidfd)
         await self.runtime.supervisor.stop()
-        self.runtime.draining = True
+        self.runtime.ending = True
         self._tell_health()
         if self.metrics is not None:
             await self.metrics.stop()

@@ -20,7 +20,6 @@ from ep_runtime.errors import (
 )
 from ep_runtime.text import check_printable, printable
 from ep_runtime.v1 import session_service_pb2
-from ep_runtime.wire import duration
 from ep_runtime_server.base import limits
 from ep_runtime_server.base.clock import Clock
 from ep_runtime_server.base.events import EventLog
@@ -40,8 +39,9 @@ from ep_runtime_server.groups.lateness import LateRanks
 from ep_runtime_server.groups.record import GroupRecord
 from ep_runtime_server.groups.rounds import Rounds
 from ep_runtime_server.groups.tickets import TicketBook
+from ep_runtime_server.journal import drains
 from ep_runtime_server.journal.file import Journal
-from ep_runtime_server.journal.recorder import Recorder
+from ep_runtime_server.journal.recorder import DRAIN, Recorder
 from ep_runtime_server.journal.recovery import Recovery
 from ep_runtime_server.journal.rejoin import Rejoin
 from ep_runtime_server.memory.cuda_device import Gpus
@@ -105,8 +105,8 @@ class Runtime:
         self.on_health: Callable[[], None] = lambda: None  # where `healthy` may have changed
         self.supervisor = Supervisor(self.events, lambda: self.on_health())
         self.cluster: Cluster | None = None  # where the daemon belongs to one
-        self.draining = False
-        self.stop_at_s: float | None = None  # set once the daemon is told to end
+        self.drain_order: drains.Drain | None = None
+        self.ending = False
         self.loop_lag = LoopLag()
         self._idle_since_s = self.started_s
 
@@ -132,11 +132,23 @@ class Runtime:
                 level=logging.WARNING,
                 cut_bytes=journal.cut_bytes,
             )
-        recovery.restore(journal.take_facts(), incomplete=incomplete)
+        facts = journal.take_facts()
+        self._restore_drain(facts.get(DRAIN))
+        recovery.restore(facts, incomplete=incomplete)
         self._adopt_stored(fd_store, stored)
         recovery.begin()
         self.recorder.listen(fd_store.windows_changed, lambda: recovery.word_counts_until_s)
         self.recorder.compact()
+
+    def _restore_drain(self, record: object) -> None:
+        try:
+            self.drain_order = drains.restored(record)
+        except (LookupError, TypeError) as error:
+            told = f"{DRAIN}: {error}"
+            self.events.add("journal.unreadable", told, level=logging.WARNING)
+        if self.drain_order is not None:
+            self.recorder.keep_drain(self.drain_order.record)
+            self.events.add("server.draining", f"still {self.drain_order}")
 
     def _adopt_stored(self, fd_store: FdStore, stored: Mapping[str, int]) -> None:
         names = dict(stored)
@@ -202,6 +214,10 @@ class Runtime:
         return sorted(sessions | groups | set(self.fds()))
 
     @property
+    def draining(self) -> bool:
+        return self.ending or self.drain_order is not None
+
+    @property
     def server_state(self) -> session_service_pb2.ServerState:
         if self.draining:
             return session_service_pb2.SERVER_STATE_DRAINING
@@ -210,16 +226,22 @@ class Runtime:
         return session_service_pb2.SERVER_STATE_SERVING
 
     @property
-    def healthy(self) -> bool:
-        """Whether the health service says SERVING."""
-        serving = self.server_state == session_service_pb2.SERVER_STATE_SERVING
-        return serving and not self.supervisor.failing
+    def refusal(self) -> str:
+        """Why nothing new is admitted, or would not work; empty while all is well."""
+        if self.draining:
+            return f"it is {self.drain_order or 'draining: it ends'}"
+        if self.recovery.under_way:
+            return f"it waits for processes of before, {self.recovery.left_s:.0f} s at most"
+        if self.journal.error:
+            return f"it cannot write its journal: {self.journal.error}"
+        failing = ", ".join(self.supervisor.failing)
+        return f"its background work fails: {failing}; see its log" if failing else ""
 
     def check_serving(self) -> None:
         """Raises RuntimeUnavailableError while the daemon drains."""
         if self.draining:
             raise RuntimeUnavailableError(
-                f"the daemon at {self.settings.directory} is draining and admits nothing new",
+                f"the daemon at {self.settings.directory} admits nothing new: {self.refusal}",
                 address=f"unix://{self.settings.directory}",
             )
 
@@ -327,24 +349,56 @@ class Runtime:
     # Orders
 
     def drain(self, deadline_s: float, *, shutdown: bool, order: GivenOrder | None = None) -> None:
-        """Admits nothing new; with `shutdown` the daemon ends at the deadline at the latest.
+        """Admits nothing new: with `shutdown` until the daemon ends, at the deadline at the latest;
+        without, until `undrain`, over restarts too.
 
         No `order`: a signal.
 
         Raises:
+            PoolExhaustedError: done, but the journal does not hold it.
             InvalidArgumentError: a deadline in the past, or that no client can be told of.
         """
         if deadline_s < 0:
             raise InvalidArgumentError(
                 f"deadline must not be negative, got {deadline_s} s", argument="deadline"
             )
-        event = session_service_pb2.DrainEvent(deadline=duration(deadline_s))
-        if not self.draining:
-            told = f"draining {order or 'by a signal'}, sessions have {deadline_s:g} s"
+        now, before = self.clock.monotonic_s(), self.drain_order
+        self.drain_order = drains.ordered(
+            before,
+            order,
+            wall_s=self.clock.wall_s(),
+            ends_at_s=now + deadline_s if shutdown else None,
+        )
+        event = self.drain_order.event(now)
+        if shutdown or before is None:
+            told = f"{self.drain_order}" + (f", in {deadline_s:g} s at the latest" * shutdown)
             self.events.add("server.draining", told, **(order.fields if order is not None else {}))
-        self.draining = True
-        if shutdown:
-            self.stop_at_s = self.clock.monotonic_s() + deadline_s
+        self._drain_changed(event)
+        if not shutdown:
+            self.recorder.require(all_of_it=True)
+
+    def undrain(self, order: GivenOrder) -> bool:
+        """Admits sessions and groups again; whether it did not before.
+
+        Raises:
+            InvalidArgumentError: a signal ends the daemon.
+            PoolExhaustedError: done, but the journal does not hold it.
+        """
+        drain, self.drain_order = self.drain_order, None
+        if drain is None:
+            return False
+        if drain.signalled:
+            self.drain_order = drain
+            raise InvalidArgumentError(
+                "a signal told the daemon to end, which cannot be taken back; start it again"
+            )
+        self.events.add("server.undrained", f"admits again: {order}", **order.fields)
+        self._drain_changed(session_service_pb2.DrainEvent(taken_back=True))
+        self.recorder.require(all_of_it=True)
+        return True
+
+    def _drain_changed(self, event: session_service_pb2.DrainEvent) -> None:
+        self.recorder.keep_drain(self.drain_order.record if self.drain_order is not None else None)
         for session in self.sessions.not_over():
             session.tell(session_service_pb2.WatchSessionResponse(drain=event))
         self.on_health()
@@ -424,7 +478,8 @@ class Runtime:
         empty = not self.sessions.not_over()
         # A fenced session can do nothing more, so nobody waits for its process.
         quiet = not any(session.live for session in self.sessions.not_over())
-        if self.stop_at_s is not None and (quiet or now >= self.stop_at_s):
+        stop_at_s = self.drain_order.ends_at_s if self.drain_order is not None else None
+        if stop_at_s is not None and (quiet or now >= stop_at_s):
             return True
         idle = self.settings.idle_exit_s
         return idle is not None and empty and now - self._idle_since_s >= idle

@@ -89,7 +89,7 @@ def test_without_a_default_daemon_the_only_private_one_is_read(
         captured = capsys.readouterr()
         assert session.job in captured.out
         assert f"only private daemon, {session.address}" in captured.err
-        assert cli.main(["status", "--quiet"]) == 2  # a probe
+        assert cli.main(["status", "--live"]) == 2
         assert cli.main(["drain", "--yes"]) == 2
         capsys.readouterr()
         second = start_daemon(env.private_directory())
@@ -110,12 +110,6 @@ def test_the_address_of_a_private_daemon_names_the_user_where_others_may_write(
     assert place.address == f"unix://{directory}/d"
     directory.chmod(0o777)
     assert place.address == f"unix://{directory}/d?uid={os.geteuid()}"
-
-
-def test_quiet_says_nothing_at_all(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["status", "--quiet", "--address", f"unix://{directory}"]) == 2
-    captured = capsys.readouterr()
-    assert captured.out + captured.err == ""
 
 
 @pytest.mark.parametrize(

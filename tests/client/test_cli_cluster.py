@@ -145,7 +145,7 @@ def test_a_node_that_is_away_is_said_with_since_when(pair, capsys, lost):
     assert code == 3
     (row,) = [line.split() for line in text.splitlines() if line.startswith(f"{gone.name} ")]
     assert row[1] == "UNREACHABLE"
-    assert left.ask(capsys, "status", "--quiet")[0] == 0  # the daemon itself is well
+    assert left.ask(capsys, "status", "--ready")[0] == 0  # the daemon itself is well
     assert left.ask(capsys, "groups", "--node", left.name)[0] == 0
     code, _, error = left.ask(capsys, "groups", "--node", gone.name)
     assert code == 2

@@ -22,7 +22,7 @@ CASES = {
     "gro": "groups",
     "dr": "drain",
     "groups --sort": "--sort-by",
-    "status --qu": "--quiet",
+    "status --rea": "--ready",
     "groups -o wi": "wide",
     "groups --sort-by BYT": "BYTES",
     "load --sin": "--since",

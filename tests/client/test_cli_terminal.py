@@ -64,6 +64,7 @@ SHOWN = {
     "version": ("client", "daemon", "0.2.0"),
     "--help": ("usage: ep-runtime COMMAND", "groups", "sessions"),
     "drain --yes": ("draining",),
+    "undrain": ("admitted again",),
     f"fence {fixed.SESSION} --yes": (fixed.GROUP,),
     f"reclaim {fixed.GROUP} --yes": ("reclaimed",),
 }

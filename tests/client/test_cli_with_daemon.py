@@ -17,9 +17,11 @@ import pytest
 from daemon_fixtures import WAIT_S, start_daemon, wait_until
 
 import ep_runtime as ep
+from ep_runtime import wire
 from ep_runtime.v1 import admin_service_pb2 as messages
+from ep_runtime.v1 import fd_socket_pb2
 from ep_runtime_client import cli
-from ep_runtime_client.cli.daemon import source
+from ep_runtime_client.cli.daemon import probe, source
 from ep_runtime_client.daemons import transport
 from ep_runtime_client.daemons.socket_directory import SocketDirectory
 
@@ -158,25 +160,81 @@ def test_a_name_that_is_not_there_is_usage_and_lists_what_is(ask: Any, group: ep
     assert "no layers named 'second'; there are: first, stack" in text
 
 
-def test_status_is_one_screen_and_a_probe(ask: Any, group: ep.Group, address: str) -> None:
+def test_status_is_one_screen(ask: Any, group: ep.Group, address: str) -> None:
     code, text = ask("status")
     assert code == 0
     assert "SERVING" in text
     assert address in text
     assert "journal" in text
-    assert ask("status", "--quiet") == (0, "")
     document = json.loads(ask("status", "-o", "json")[1])
     wanted = {"state": "SERVING", "num_sessions": 1, "num_groups": 1, "num_handles": 4}
     assert {key: document[key] for key in wanted} == wanted
     assert document["late_ranks"] == []
 
 
-def test_status_of_a_draining_daemon_is_unhealthy(
+def test_a_drained_daemon_is_unhealthy_and_lives_until_it_is_taken_back(
     ask: Any, admin: source.Source, capsys: pytest.CaptureFixture[str], address: str
 ) -> None:
+    def probed() -> tuple[int, int]:
+        live, ready = (cli.main(["status", f, "--address", address]) for f in ("--live", "--ready"))
+        return live, ready
+
     admin.call("Drain", messages.DrainRequest())
     assert cli.main(["status", "--address", address]) == 3
-    assert "DRAINING" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "DRAINING" in out
+    assert f"by uid {os.geteuid()} (pid {os.getpid()}) with ep-runtime drain" in out
+    assert "`ep-runtime undrain` admits again" in out
+    assert probed() == (0, 3)
+    assert "not ready: it is draining by uid" in capsys.readouterr().err
+    assert cli.main(["undrain", "--address", address]) == 0
+    assert probed() == (0, 0)
+    assert cli.main(["undrain", "--address", address]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "was not drained"
+
+
+def test_a_probe_loads_neither_grpc_nor_protobuf_and_writes_what_the_stubs_would(
+    address: str,
+) -> None:
+    heavy = ("grpc", "google.protobuf", "ep_runtime.wire", "ep_runtime_client.cli.machine.gpus")
+    program = (
+        "import sys; from ep_runtime_client import cli; "
+        f"code = cli.main(['status', '--ready', '--address', '{address}']); "
+        f"print(code, [name for name in {heavy} if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("ready\n0 []\n", "")
+    request = fd_socket_pb2.FdRequest(probe=fd_socket_pb2.Probe())
+    admits = fd_socket_pb2.FdReply(condition=fd_socket_pb2.Condition())
+    assert (
+        request.SerializeToString(),
+        admits.SerializeToString(),
+    ) == (probe.REQUEST, probe.ADMITS)
+    assert probe.FD_SOCKET == wire.FD_SOCKET
+
+
+def test_drain_waits_for_the_last_session_says_what_is_left_and_ends_with_ctrl_c(
+    address: str,
+) -> None:
+    words = ["drain", "--yes", "--wait", "--address", address]
+    command = [sys.executable, "-P", "-m", "ep_runtime_client.cli", *words]
+
+    def start() -> tuple[subprocess.Popen[str], str]:
+        waiting = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        assert waiting.stderr is not None
+        return waiting, next(line for line in waiting.stderr if line.startswith("draining:"))
+
+    with ep.connect(address, job="tests", timeout_s=WAIT_S):
+        waiting, line = start()
+        assert line == "draining: 1 sessions left (tests 1)\n"
+        waiting.send_signal(signal.SIGINT)
+        assert "`ep-runtime undrain` takes that back" in waiting.communicate(timeout=WAIT_S)[1]
+        assert waiting.returncode == 3
+        waiting, _ = start()
+    waiting.communicate(timeout=WAIT_S)
+    assert waiting.returncode == 0
+    assert cli.main([*words, "--deadline", "60"]) == 0
+    assert cli.main(["undrain", "--address", address]) == 0
 
 
 @pytest.mark.parametrize(
@@ -194,7 +252,7 @@ def test_orders_without_yes_say_what_breaks_and_do_nothing(
     assert breaks in text
     assert "--yes" in text
     group.check()
-    assert ask("status", "--quiet") == (0, "")
+    assert ask("status", "--ready") == (0, "ready\n")
 
 
 def test_fence_and_reclaim_report_what_they_did(ask: Any, group: ep.Group) -> None:
@@ -330,7 +388,7 @@ def test_serve_becomes_the_daemon_and_ends_on_sigterm(directory: Path) -> None:
     try:
         address = f"unix://{directory}"
         wait_until(
-            lambda: cli.main(["status", "--quiet", "--address", address]) == 0, "the daemon serves"
+            lambda: cli.main(["status", "--ready", "--address", address]) == 0, "the daemon serves"
         )
         with source.open_source(address, timeout_s=WAIT_S) as daemon:
             assert daemon.status()["pid"] == process.pid

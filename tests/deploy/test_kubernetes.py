@@ -197,7 +197,11 @@ def test_pods_of_a_job_meet_through_the_nodes_daemon(node: booted_systemd.System
         for pod, probe in ((coordinator, "livenessProbe"), (daemon, "startupProbe")):
             started.append(pod.start())
             eventually(lambda p=pod, n=probe: p.probe(n) == 0, within_s=SERVES_S, what="it serves")
-        assert daemon.probe("livenessProbe") == 0
+        order = ("/opt/ep-runtime/bin/ep-runtime", "--address", "unix:///run/ep-runtime")
+        node.run(order[0], "drain", "--yes", *order[1:])
+        assert (daemon.probe("livenessProbe"), daemon.probe("readinessProbe")) == (0, 3)
+        node.run(order[0], "undrain", *order[1:])
+        assert daemon.probe("readinessProbe") == 0
         codes: list[int] = []
         train(node, codes)
         assert (len(codes), codes[-1]) == (2, 0)

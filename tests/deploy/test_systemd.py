@@ -147,7 +147,7 @@ def test_a_users_daemon_is_the_one_that_his_processes_look_for(
 
     def serves() -> bool:
         done = system.run(
-            "/opt/ep-runtime/bin/ep-runtime", "status", "--quiet", user=USER, check=False, **runtime
+            "/opt/ep-runtime/bin/ep-runtime", "status", "--ready", user=USER, check=False, **runtime
         )
         return done.returncode == 0
 

@@ -16,6 +16,7 @@ import fuzz_frames
 import grpc
 import pytest
 from cluster_places import loopback, make_certificates, tls_flags
+from google.protobuf import duration_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from harness import Watcher, eventually
 from raw_client import WAIT_S, Stubs, close_fds, hello, make_spec
@@ -163,6 +164,55 @@ def test_drain_with_shutdown_ends_it_when_the_sessions_are_gone(daemon_process):
     assert daemon.popen.poll() is None
     client.process.kill()
     assert daemon.ended(within_s=5.0)[0] == 0
+
+
+def test_a_drain_holds_over_restarts_until_it_is_taken_back(daemon_process, restarted):
+    daemon = daemon_process()
+    daemon.client().goodbye()
+    daemon.ask("Drain")
+    asked = daemon.status().drain
+    assert asked.by.endswith("with ep-runtime drain")
+    daemon = restarted(restarted(daemon))  # the journal that the second one writes has it too
+    status = daemon.status()
+    assert status.state == session_service_pb2.SERVER_STATE_DRAINING
+    assert (status.drain.by, status.drain.HasField("ends_in")) == (asked.by, False)
+    assert status.drain.since.ToNanoseconds() > asked.since.ToNanoseconds()
+    with pytest.raises(errors.RuntimeUnavailableError, match="ep-runtime undrain"):
+        hello(daemon.directory)
+    assert daemon.ask("Undrain").was_drained
+    daemon.client()
+    assert not restarted(daemon).status().HasField("drain")
+
+
+def test_an_end_that_was_ordered_is_not_held_and_a_signal_is_not_taken_back(
+    daemon_process, restarted
+):
+    daemon = daemon_process("--drain-s", "60")
+    client = daemon.client(process=True)
+    daemon.ask("Drain", shutdown=True, deadline=duration_pb2.Duration(seconds=60))
+    assert daemon.status().drain.HasField("ends_in")
+    daemon.ask("Undrain")
+    daemon.client().goodbye()
+    daemon.ask("Drain", shutdown=True, deadline=duration_pb2.Duration(seconds=60))
+    daemon = restarted(daemon)
+    assert not daemon.status().HasField("drain")
+    client.resume()
+    daemon.popen.terminate()
+    eventually(lambda: daemon.status().HasField("drain"))
+    with pytest.raises(errors.InvalidArgumentError, match="signal"):
+        daemon.ask("Undrain")
+    client.process.kill()
+    assert daemon.ended(within_s=5.0)[0] == 0
+
+
+def test_a_drain_that_the_journal_does_not_hold_says_so_and_is_kept_later(
+    daemon_process, restarted
+):
+    daemon = daemon_process("--testing", "failpoint:journal.before_write=enospc:1")
+    with pytest.raises(errors.PoolExhaustedError, match=r"wanted, .* free\); retry"):
+        daemon.ask("Drain")
+    eventually(lambda: not daemon.status().journal.error, within_s=3.0)
+    assert restarted(daemon).status().HasField("drain")
 
 
 def test_it_ends_with_the_process_that_started_it(daemon_process):

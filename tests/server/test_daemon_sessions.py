@@ -385,6 +385,7 @@ def test_draining_is_told_and_refuses_what_is_new(daemon):
     watcher = Watcher(client)
     assert daemon.ask("Drain").num_sessions == 2
     eventually(lambda: watcher.kinds() == ["drain"])
+    assert not watcher.events[0].drain.HasField("deadline")  # nothing ends
     assert heartbeat(client).state == session_service_pb2.SERVER_STATE_DRAINING
     with pytest.raises(errors.RuntimeUnavailableError, match="draining"):
         client.create(make_spec())
@@ -392,6 +393,11 @@ def test_draining_is_told_and_refuses_what_is_new(daemon):
         greeted.open("job")
     with pytest.raises(errors.RuntimeUnavailableError, match="draining"):
         hello(daemon.directory)
+    assert daemon.ask("Undrain").was_drained
+    eventually(lambda: watcher.kinds() == ["drain", "drain"])
+    assert watcher.events[1].drain.taken_back
+    client.create(make_spec())
+    assert not daemon.ask("Undrain").was_drained
 
 
 def test_a_drain_that_is_refused_drains_nothing(daemon):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 
@@ -163,6 +164,51 @@ def test_a_full_disk_refuses_what_is_new_and_a_new_file_heals_it(path, fault):
     assert journal.append([("b", 2)])
     journal.close()
     assert facts_of(path) == {"a": 1, "b": 2}
+
+
+@pytest.fixture
+def free(monkeypatch):
+    """free[0]: bytes that the disk has left for what is allocated beyond a file's end."""
+    left, allocate = [1 << 30], os.posix_fallocate
+
+    def bounded(fd: int, start: int, size: int) -> None:
+        more = start + size - os.fstat(fd).st_size
+        if more > left[0]:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        left[0] -= max(more, 0)
+        allocate(fd, start, size)
+
+    monkeypatch.setattr(file.os, "posix_fallocate", bounded)
+    return left
+
+
+def test_a_full_disk_says_how_much_is_wanted_and_little_heals_it(path, free):
+    journal = opened(path)
+    long = {"long": "x" * (1 << 20)}
+    assert journal.append(long.items())
+    free[0] = 0
+    assert not journal.append([("a", "y" * file.RESERVE_BYTES)])
+    assert "No space left on device (256.0 KiB wanted, " in journal.error
+    assert not journal.try_again()
+    assert "(64.0 KiB wanted, " in journal.error
+    free[0] = 240 << 10  # less than the next reserve, and than the file
+    assert not journal.compact(long)
+    assert journal.try_again()
+    assert journal.append([("a", 1)])
+    journal.close()
+    assert facts_of(path) == {**long, "a": 1}
+
+
+def test_records_that_a_crash_may_have_lost_want_a_new_file(path, monkeypatch):
+    journal = opened(path)
+    assert journal.append([("a", 1)])
+    with monkeypatch.context() as patched:
+        patched.setattr(file.os, "fdatasync", lambda fd: os.fsync(1 << 20))
+        journal.begin_sync()()
+    assert journal.error
+    assert not journal.try_again()
+    assert journal.compact({"a": 1})
+    assert journal.error == ""
 
 
 def test_room_for_the_next_records_is_there_before_they_are_promised(path):

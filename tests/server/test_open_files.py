@@ -64,7 +64,7 @@ def operator_is_served(daemon: DaemonProcess) -> pb.GetStatusResponse:
         stubs.call(getattr(stubs.admin, method), request, timeout=MOST_S)
         stubs.close()
     where = ["--address", f"unix://{daemon.directory}", "--timeout", str(MOST_S)]
-    assert cli.main(["status", "--quiet", *where]) == cli.OK
+    assert cli.main(["status", "--ready", *where]) == cli.OK
     return daemon.status()
 
 

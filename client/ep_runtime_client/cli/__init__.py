@@ -42,6 +42,7 @@ COMMANDS = {
     "describe": "show all about one session, group, layer, handle, buffer or node",
     "dump": "write one archive for a bug report: state, events, versions, no secrets",
     "drain": "refuse new sessions and groups; with --shutdown the daemon ends",
+    "undrain": "take `drain` back: admit sessions and groups again",
     "fence": "cut one session off from the daemon",
     "reclaim": "free the memory of a group, or of all retained groups",
     "certs": "make certificates, so that the daemons of a lab's nodes trust each other",
@@ -118,17 +119,18 @@ def make_parser(name: str) -> Parser:
 
 
 def _run(name: str, words: list[str]) -> int:
-    command, parser = module(name), make_parser(name)
-    quiet = False
+    if name == "status" and not {"--live", "--ready"}.isdisjoint(words):
+        command = importlib.import_module("ep_runtime_client.cli.daemon.probe")
+        parser = Parser(prog="ep-runtime status", description=COMMANDS[name])
+        command.add_arguments(parser)
+    else:
+        command, parser = module(name), make_parser(name)
     try:
-        args = parser.parse_args(words)
-        quiet = getattr(args, "quiet", False)
-        return int(command.run(args))
+        return int(command.run(parser.parse_args(words)))
     except SystemExit as stop:  # argparse: 0 for --help, 1 for wrong usage
         return int(stop.code or 0)
     except errors.EpRuntimeError as error:
-        if not quiet:
-            render.err(f"ep-runtime {name}: {error}")
+        render.err(f"ep-runtime {name}: {error}")
         return exit_code(error)
     except BrokenPipeError:
         # The reader of our output is gone; what Python flushes at exit must not fail again.

@@ -315,7 +315,7 @@ class Link:
                 )
             )
         elif kind == "drain":
-            _log.warning("the daemon drains and ends soon; it admits no new session or group")
+            _log.warning("%s", _told_of_drain(event.drain))
         elif kind == "group":
             self._callbacks.on_group(event.group)
 
@@ -344,3 +344,14 @@ def _close_group(
     control: transport.ControlChannel, request: group_service_pb2.CloseGroupRequest
 ) -> None:
     control.call(control.groups.CloseGroup, request, timeout_s=transport.MUTATE_TIMEOUT_S)
+
+
+def _told_of_drain(event: session_service_pb2.DrainEvent) -> str:
+    if event.taken_back:
+        return "the daemon admits sessions and groups again"
+    refuses = "the daemon admits no new session or group; what runs goes on"
+    if not event.HasField("deadline"):
+        return refuses
+    return (
+        f"{refuses}; it ends with its last session, in {event.deadline.ToSeconds()} s at the latest"
+    )

@@ -13,6 +13,7 @@ other hosts were told must survive this one's crash, so the cluster's is synced 
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
 import json
 import os
@@ -25,6 +26,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 from ep_runtime import files
 from ep_runtime.errors import PoolExhaustedError
+from ep_runtime.units import iec
 from ep_runtime_server.base.failpoints import Failpoints
 
 MAGIC = b"EPRTJ001"
@@ -137,6 +139,7 @@ class Journal:
         self._end = 0  # where the next record goes
         self._allocated = 0
         self._compacted_bytes = 0
+        self._lost = False  # records that `append` took may not be in the file
         self._facts: dict[str, Any] = {}
         self.was_there = False
         self.cut_bytes = 0
@@ -188,11 +191,12 @@ class Journal:
 
     def admit(self, more_bytes: int = 0) -> None:
         """Makes sure that the next changes can be written. Raises PoolExhaustedError."""
+        wanted_bytes = RESERVE_BYTES // 4 + more_bytes
         if not self.error:
             try:
-                self._reserve(RESERVE_BYTES // 4 + more_bytes)
+                self._reserve(wanted_bytes)
             except OSError as error:
-                self.error = error.strerror or str(error)
+                self._failed(error, wanted_bytes)
         if self.error:
             raise PoolExhaustedError(
                 f"the daemon cannot write its journal {self._path}: {self.error}; "
@@ -201,13 +205,40 @@ class Journal:
                 reason=self.error,
             )
 
+    def _failed(self, error: OSError, wanted_bytes: int) -> None:
+        self.error = error.strerror or str(error)
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            with contextlib.suppress(OSError):
+                found = os.statvfs(self._path.parent)
+                free = iec(found.f_bavail * found.f_frsize)
+                self.error += f" ({iec(wanted_bytes)} wanted, {free} free)"
+
+    def try_again(self) -> bool:
+        """Whether the file takes records again after an `append` that failed; `append` what it did
+        not take. False, and `error`: only a new file would do."""
+        if self._lost or self._fd < 0:
+            return False
+        self.error = ""
+        with contextlib.suppress(PoolExhaustedError):
+            self.admit()
+        return not self.error
+
     def _reserve(self, needed_bytes: int) -> None:
-        if self._allocated - self._end >= needed_bytes:
-            return
+        if self._allocated - self._end < needed_bytes:
+            wish_bytes = max(needed_bytes, RESERVE_BYTES)
+            self._allocated = self._allocate(self._fd, self._end, needed_bytes, wish_bytes)
+
+    def _allocate(self, fd: int, start: int, needed_bytes: int, wish_bytes: int) -> int:
+        """Makes room from `start` on, as much as wished where the disk has it; where it ends."""
         self._failpoints.hit(f"{self._name}.reserve")
-        allocated = self._end + max(needed_bytes, RESERVE_BYTES)
-        os.posix_fallocate(self._fd, self._end, allocated - self._end)
-        self._allocated = allocated
+        try:
+            os.posix_fallocate(fd, start, wish_bytes)
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+            os.posix_fallocate(fd, start, needed_bytes)
+            return start + needed_bytes
+        return start + wish_bytes
 
     def append(self, records: Iterable[Record]) -> bool:
         """Writes the records, all or none; False, and `error`, where they are not in the file."""
@@ -225,7 +256,7 @@ class Journal:
             self._failpoints.hit(f"{self._name}.before_write")
             self._write(data)
         except OSError as error:
-            self.error = error.strerror or str(error)
+            self._failed(error, len(data))
             return False
         self._sequence = sequence
         self._failpoints.hit(f"{self._name}.after_write")
@@ -247,7 +278,7 @@ class Journal:
             try:
                 os.fdatasync(fd)
             except OSError as error:
-                self.error = error.strerror or str(error)
+                self._lost, self.error = True, error.strerror or str(error)
             finally:
                 os.close(fd)
 
@@ -267,12 +298,11 @@ class Journal:
         fresh = self._path.with_name(f"{self._path.name}.new")
         records = [_encode(number, fact) for number, fact in enumerate(facts.items(), start=1)]
         data = MAGIC + b"".join(records)
-        fd = -1
+        fd, needed_bytes = -1, len(data) + RESERVE_BYTES // 4
         try:
             flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
             fd = files.open_regular(fresh, flags)
-            self._failpoints.hit(f"{self._name}.reserve")
-            os.posix_fallocate(fd, 0, len(data) + RESERVE_BYTES)
+            allocated = self._allocate(fd, 0, needed_bytes, len(data) + RESERVE_BYTES)
             _write_all(fd, data, 0)
             if self._synced:
                 os.fsync(fd)
@@ -281,7 +311,7 @@ class Journal:
             if self._synced:
                 _sync_directory(self._path.parent)
         except OSError as error:
-            self.error = error.strerror or str(error)
+            self._failed(error, needed_bytes)
             if fd >= 0:
                 os.close(fd)
             with contextlib.suppress(OSError):
@@ -290,8 +320,8 @@ class Journal:
         os.close(self._fd)
         self._fd, self._sequence = fd, len(records)
         self._end = self._compacted_bytes = len(data)
-        self._allocated = len(data) + RESERVE_BYTES
-        self.error = ""
+        self._allocated = allocated
+        self._lost, self.error = False, ""
         return True
 
     def close(self) -> None:

@@ -23,6 +23,7 @@ from ep_runtime_server.journal.file import Encoded, Journal, Record, encoded
 from ep_runtime_server.memory.windows import WindowPool, WindowSet
 
 BOOT, GENERATION, WORD_COUNTS_UNTIL = "boot", "generation", "word_counts_until_s"
+DRAIN = "drain"
 SESSION, GROUP, LAYERS, WINDOWS = "session/", "group/", "layers/", "windows/"
 RETRY_S = 1.0
 MAX_LAYERS_PER_RECORD = 512
@@ -59,6 +60,7 @@ class Recorder:
         self._events = events
         self._clock = clock
         self._changed: dict[str, SessionRecord | GroupRecord | WindowSet] = {}
+        self._unwritten: dict[str, Any] = {}  # records that the file did not take yet, by key
         # By key of the item: its record in the file. A new file costs no new JSON.
         self._texts: dict[str, Encoded] = {}
         # By key of the item, layers too: its user, and bytes of its records.
@@ -66,6 +68,7 @@ class Recorder:
         self._bytes_by: collections.Counter[int] = collections.Counter()  # by uid
         self._layers: dict[str, _LayerParts] = {}  # by group id
         self._generation_written = 0
+        self._drain: dict[str, Any] | None = None
         self._flush_scheduled = False
         self._failed = False
         self._tried_s = 0.0
@@ -114,6 +117,12 @@ class Recorder:
             self._generation_written = generation
         self.admit()
 
+    def keep_drain(self, record: dict[str, Any] | None) -> None:
+        """Writes the order that a restarted daemon follows; None for none."""
+        if record != self._drain:
+            self._drain = self._unwritten[DRAIN] = record
+            self.flush()
+
     def admit(self, more_bytes: int = 0) -> None:
         """Raises PoolExhaustedError where something new could not be written."""
         try:
@@ -124,15 +133,19 @@ class Recorder:
     def flush(self) -> bool:
         """Writes what changed; False where the journal does not hold it."""
         self._flush_scheduled = False
-        if not self._changed or self._stopped:
+        if not (self._changed or self._unwritten) or self._stopped:
             return not self._journal.error
-        changed, self._changed = self._changed, {}
-        done = self._journal.append(
-            record for key, item in changed.items() for record in self._records(key, item)
-        )
-        # What could not be written need not be kept: the file that takes its place has it all.
+        self._collect()
+        done = self._journal.append(self._unwritten.items())
+        if done:
+            self._unwritten = {}
         self._tell()
         return done
+
+    def _collect(self) -> None:
+        changed, self._changed = self._changed, {}
+        for key, item in changed.items():
+            self._unwritten.update(self._records(key, item))
 
     def bytes_of(self, uid: int) -> int:
         """Bytes of the records that a restarted daemon needs of a user."""
@@ -207,21 +220,24 @@ class Recorder:
             await asyncio.sleep(0)
 
     def tick(self) -> None:
-        """Starts a new file where that is due; a failed one is tried again every second."""
+        """Makes good what failed, and starts a new file where that is due; every second."""
         now = self._clock.monotonic_s()
-        if self._journal.wants_compaction and (
-            not self._journal.error or now - self._tried_s >= RETRY_S
-        ):
+        if self._journal.wants_compaction and now - self._tried_s >= RETRY_S:
             self._tried_s = now
-            self.compact()
+            if not (self._journal.error and self._journal.try_again() and self.flush()):
+                self.compact()
+            self._tell()
 
     def compact(self) -> None:
-        """Puts a file of what is known now in the place of the journal."""
+        """Puts a file of what is known now in the place of the journal. Where the disk has no room
+        for both, the old one goes on as long as it can grow."""
+        self._collect()
         for parts in self._layers.values():
             parts.num_written = 0
-        facts = dict(self._facts())
-        if self._journal.compact(facts):
-            self._changed = {}
+        if self._journal.compact(dict(self._facts())):
+            self._unwritten = {}
+        elif self._journal.try_again():
+            self.flush()
         self._tell()
 
     def _facts(self) -> Iterator[tuple[str, Any]]:
@@ -230,13 +246,15 @@ class Recorder:
         until_s = self._word_counts_until_s()
         if until_s is not None:
             yield WORD_COUNTS_UNTIL, until_s
+        if self._drain is not None:
+            yield DRAIN, self._drain
         items: list[tuple[str, SessionRecord | GroupRecord | WindowSet]] = [
             *((f"{SESSION}{s.session_id}", s) for s in self._sessions.not_over()),
             *((f"{WINDOWS}{w.set_id}", w) for w in self._pool.sets),
             *((f"{GROUP}{g.group_id}", g) for g in self._groups.all()),
         ]
         for key, item in items:
-            if key in self._changed or key not in self._texts:
+            if key not in self._texts:
                 yield from (record for record in self._records(key, item) if record[1] is not None)
                 continue
             yield key, self._texts[key]

@@ -78,7 +78,7 @@ class Collector:
         groups, lag = runtime.groups.all(), runtime.loop_lag
         version = (ep_runtime.__version__, platform.python_version())
         sheet.put("build_info", (*node, *version), 1.0)
-        sheet.put("healthy", node, float(runtime.healthy))
+        sheet.put("healthy", node, float(not runtime.refusal))
         state = session_service_pb2.ServerState.Name(runtime.server_state)
         sheet.put_one_of("state", node, _DAEMON_STATES, state.removeprefix("SERVER_STATE_"))
         sheet.put("failing_tasks", node, len(runtime.supervisor.failing))

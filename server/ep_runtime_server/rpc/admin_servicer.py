@@ -118,7 +118,8 @@ class AdminServicer(pb_grpc.AdminServiceServicer):
                 if self._sees(uid)
             ],
             user_limits=views.user_limits(runtime.quotas.limits),
-            journal=pb.JournalStatus(error=runtime.journal.error, bytes=runtime.journal.size_bytes),
+            journal=views.journal(runtime.journal),
+            drain=views.drain(runtime.drain_order, runtime.clock),
             recovery=(views.recovery(runtime.recovery) if runtime.recovery.found_any else None),
             late_ranks=[
                 views.late_rank(late)
@@ -260,6 +261,13 @@ class AdminServicer(pb_grpc.AdminServiceServicer):
         order = self._order(context, "drain")
         self._runtime.drain(deadline_s, shutdown=request.shutdown, order=order)
         return pb.DrainResponse(num_sessions=len(self._runtime.sessions.not_over()))
+
+    async def Undrain(  # noqa: N802
+        self, request: pb.UndrainRequest, context: Context[Any, Any]
+    ) -> pb.UndrainResponse:
+        return pb.UndrainResponse(
+            was_drained=self._runtime.undrain(self._order(context, "undrain"))
+        )
 
     async def Fence(  # noqa: N802
         self, request: pb.FenceRequest, context: Context[Any, Any]

@@ -21,6 +21,8 @@ from ep_runtime_server.groups.fsm import State
 from ep_runtime_server.groups.lateness import LateRank, late_in, rank_record
 from ep_runtime_server.groups.layers import Handle
 from ep_runtime_server.groups.record import GroupRecord
+from ep_runtime_server.journal.drains import Drain
+from ep_runtime_server.journal.file import Journal
 from ep_runtime_server.journal.recovery import Recovery
 from ep_runtime_server.memory.buffers import Buffer
 from ep_runtime_server.memory.windows import WindowSet, WindowState
@@ -302,6 +304,21 @@ def user_limits(limits: UserLimits) -> pb.UserLimits:
         max_fds_of_all=limits.all_fds,
         max_journal_bytes=limits.journal_bytes,
         max_retain=wire.duration(limits.retain_s),
+    )
+
+
+def journal(found: Journal) -> pb.JournalStatus:
+    return pb.JournalStatus(error=found.error, bytes=found.size_bytes, cut_bytes=found.cut_bytes)
+
+
+def drain(found: Drain | None, clock: Clock) -> pb.DrainStatus | None:
+    if found is None:
+        return None
+    ends_in_s = found.ends_at_s - clock.monotonic_s() if found.ends_at_s is not None else None
+    return pb.DrainStatus(
+        by=found.by,
+        since=wire.duration(max(clock.wall_s() - found.since_wall_s, 0.0)),
+        ends_in=wire.duration(max(ends_in_s, 0.0)) if ends_in_s is not None else None,
     )
 
 

@@ -310,6 +310,9 @@ class FdServer:
                 self._redeem(connection, peer, request.redeem_ticket)
             elif kind == "return_windows":
                 self._take_back(connection, peer, request.return_windows)
+            elif kind == "probe":
+                condition = pb.Condition(refusal=self._runtime.refusal)
+                self._send(connection, pb.FdReply(condition=condition), [])
             else:
                 raise InvalidArgumentError("the packet holds no request that this daemon knows")
         finally:

@@ -166,7 +166,7 @@ class Life:
     async def leave(self) -> None:
         """What a daemon does in good order before it ends."""
         await self.runtime.supervisor.stop()
-        self.runtime.draining = True
+        self.runtime.ending = True
         await self.cluster.stop()
         self.runtime.recorder.flush()
 

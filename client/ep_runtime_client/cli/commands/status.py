@@ -1,7 +1,6 @@
 """`ep-runtime status`: shows the daemon on one screen, with the nodes of its cluster.
 
-`--quiet` only sets the exit code, and is about this daemon alone: what probes it must not restart
-it because another node is away, or because a rank is late.
+`--live` and `--ready` are about this daemon alone, and are `probe.py`'s.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ep_runtime.units import duration, iec
 from ep_runtime_client import cli
 from ep_runtime_client.cli import render
-from ep_runtime_client.cli.daemon import reading, watching
+from ep_runtime_client.cli.daemon import probe, reading, watching
 from ep_runtime_client.cli.tables import IDENTITY, Column
 
 if TYPE_CHECKING:
@@ -48,12 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     from ep_runtime_client.cli.daemon import nodes
     from ep_runtime_client.cli.machine import gpus
 
-    parser.add_argument(
-        "--quiet",
-        "-q",
-        action="store_true",
-        help="print nothing; exit code 0 means that the node's daemon serves (for probes)",
-    )
+    probe.add_probes(parser)
     reading.add_node_argument(parser, "the daemon itself, with all nodes of its cluster")
     reading.add_output_arguments(parser)
     reading.add_daemon_arguments(parser)
@@ -64,9 +58,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from ep_runtime_client.cli.daemon import source
 
-    # A probe answers for the node's daemon alone.
-    address = source.exact(args.address) if args.quiet else args.address
-    with source.open_source(address, timeout_s=args.timeout) as asked:
+    if args.live or args.ready:  # abbreviated, or beside other options
+        return probe.run(args)
+    with source.open_source(args.address, timeout_s=args.timeout) as asked:
         daemon = asked.of_node(args.node) if args.node else asked
         return watching.repeat(args, lambda: _once(args, daemon))
 
@@ -79,8 +73,6 @@ def _once(args: argparse.Namespace, daemon: source.Source) -> int:
     ill = (status["journal"] or {}).get("error") or status["failing_tasks"]
     healthy = status["state"] == "SERVING" and not ill
     code = cli.OK if healthy else cli.PARTIAL
-    if args.quiet:
-        return code
     # Another node's GPUs are not this machine's.
     found = gpus.NONE if args.node else gpus.told(gpus.held_by_gpu(status))
     alone = args.node or not status["cluster"]
@@ -106,6 +98,7 @@ def _write(status: dict[str, Any], found: dict[str, Any], *, wide: bool) -> None
     render.write_pairs(
         [
             ("daemon", f"{status['state']}, version {status['server_version']}"),
+            *_drain(status["drain"]),
             ("pid", f"{status['pid']}, up {duration(status['uptime_s'])}"),
             ("address", f"unix://{status['directory']}"),
             ("incarnation", status["incarnation"]),
@@ -202,6 +195,17 @@ def _failing(status: dict[str, Any]) -> list[tuple[str, str]]:
     return [("FAILING", f"{names}: see the daemon's log")] if names else []
 
 
+def _drain(drain: dict[str, Any] | None) -> list[tuple[str, str]]:
+    """Who ordered that nothing new is admitted, and how it ends."""
+    if drain is None:
+        return []
+    left_s = drain["ends_in_s"]
+    end = "`ep-runtime undrain` admits again"
+    if left_s is not None:
+        end = f"ends with its last session, in {duration(left_s)} at the latest"
+    return [("drained", f"{duration(drain['since_s'])} ago {drain['by']}; {end}")]
+
+
 def _restarts(status: dict[str, Any]) -> list[tuple[str, str]]:
     """What lets a restarted daemon go on, and what this one found at its start."""
     journal, found = status["journal"], status["recovery"]
@@ -209,6 +213,9 @@ def _restarts(status: dict[str, Any]) -> list[tuple[str, str]]:
     if journal is not None:
         text = journal["error"] or iec(journal["bytes"])
         rows.append(("journal", f"CANNOT BE WRITTEN: {text}" if journal["error"] else text))
+        if journal["cut_bytes"]:
+            cut = f"{journal['cut_bytes']} bytes at its end were no whole record at the start"
+            rows.append(("journal CUT", f"{cut}: what they said is lost"))
     if found is not None:
         text = f"{iec(found['adopted_bytes'])} of before are back"
         if found["under_way"]:

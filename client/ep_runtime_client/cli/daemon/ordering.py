@@ -16,8 +16,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--yes", action="store_true", help="do it; without --yes only say what would happen"
     )
-    parser.add_argument("-o", "--output", choices=("table", "json"), default="table")
+    add_output_argument(parser)
     reading.add_daemon_arguments(parser)
+
+
+def add_output_argument(parser: argparse.ArgumentParser) -> None:
+    """How an order writes what was done."""
+    parser.add_argument("-o", "--output", choices=("table", "json"), default="table")
 
 
 def confirm(args: argparse.Namespace, consequences: Sequence[str]) -> None:

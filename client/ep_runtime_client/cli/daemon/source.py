@@ -177,6 +177,9 @@ class Source:
         request = messages.DrainRequest(deadline=wire.duration(deadline_s), shutdown=shutdown)
         return self.call("Drain", request)
 
+    def undrain(self) -> dict[str, Any]:
+        return self.call("Undrain", messages.UndrainRequest())
+
     def fence(self, session_id: str, reason: str) -> dict[str, Any]:
         return self.call("Fence", messages.FenceRequest(session_id=session_id, reason=reason))
 
@@ -250,6 +253,8 @@ def _whole_status(row: dict[str, Any]) -> dict[str, Any]:
         _whole("since_s")(row["cluster"])
     if row["recovery"] and row["recovery"]["under_way"]:  # else no time is left
         _whole("left_s")(row["recovery"])
+    if row["drain"]:
+        _whole("since_s")(row["drain"])
     return _whole("uptime_s")(row)
 
 

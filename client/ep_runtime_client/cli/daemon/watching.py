@@ -21,10 +21,10 @@ _CHANGE = tables.Column("change", "CHANGE", priority=tables.STATE)
 
 def repeat(args: argparse.Namespace, once: Callable[[], int], *, clear: bool = True) -> int:
     """Calls `once`; with --watch every S seconds until Ctrl-C. Returns its last exit code."""
-    with _interrupted() as interrupted:
+    with interrupted() as stopped:
         code = once()
         while args.watch:
-            if interrupted.wait(args.watch):
+            if stopped.wait(args.watch):
                 raise KeyboardInterrupt
             if clear and args.output != "json":
                 render.clear_screen()
@@ -33,7 +33,7 @@ def repeat(args: argparse.Namespace, once: Callable[[], int], *, clear: bool = T
 
 
 @contextlib.contextmanager
-def _interrupted() -> Iterator[threading.Event]:
+def interrupted() -> Iterator[threading.Event]:
     """Set by Ctrl-C, which raises KeyboardInterrupt as well.
 
     The exception is lost where it is raised in one of gRPC's callbacks or in a finalizer: those

@@ -1,0 +1,81 @@
+"""`ep-runtime status --live` and `--ready`: a packet to fd.sock and one back.
+
+Kubelets and scripts run them every few seconds, so they load neither gRPC nor protobuf: the two
+packets below are written out, and a test compares them with the stubs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import socket
+
+from ep_runtime_client import cli
+from ep_runtime_client.cli import render
+from ep_runtime_client.cli.daemon import reading
+from ep_runtime_client.daemons import addresses
+from ep_runtime_client.daemons.socket_directory import SocketDirectory
+
+FLAGS = ("--live", "--ready")
+FD_SOCKET = "fd.sock"
+REQUEST = b"\x22\x00"  # FdRequest(probe=Probe())
+ADMITS = b"\x2a\x00"  # FdReply(condition=Condition())
+
+
+def add_probes(parser: argparse.ArgumentParser) -> None:
+    """The two questions."""
+    add = parser.add_mutually_exclusive_group().add_argument
+    add(
+        "--live",
+        action="store_true",
+        help="only say whether the daemon answers: exit code 0, else 2 (liveness probe)",
+    )
+    add(
+        "--ready",
+        action="store_true",
+        help="only say whether it admits sessions and groups: exit code 0, 3 while it does not, "
+        "2 without a daemon (readiness probe)",
+    )
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What a probe takes of `status`; the rest of that takes longer to load than a probe may."""
+    add_probes(parser)
+    reading.add_daemon_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Asks the daemon at the address alone: no private one stands in for it."""
+    place = addresses.daemon_place(args.address)
+    reply = _reply(place, args.timeout)
+    if args.live:
+        render.out("live")
+        return cli.OK
+    if reply == ADMITS:
+        render.out("ready")
+        return cli.OK
+    render.err(f"ep-runtime status: the daemon at {place.address} is not ready: {_refusal(reply)}")
+    return cli.PARTIAL
+
+
+def _reply(place: SocketDirectory, timeout_s: float) -> bytes:
+    """One packet; an error also is an answer. Raises RuntimeUnavailableError."""
+    with place.connected(FD_SOCKET, socket.SOCK_SEQPACKET, timeout_s) as connection:
+        try:
+            with contextlib.suppress(BrokenPipeError):  # turned away: why is there to read
+                connection.send(REQUEST)
+            reply = connection.recv(1 << 16)
+        except TimeoutError:
+            raise place.unavailable(f"it gave no answer within {timeout_s:g} s") from None
+        except OSError as error:
+            raise place.unavailable(error.strerror or str(error)) from error
+    if not reply:
+        raise place.unavailable(f"{FD_SOCKET} was closed by the daemon")
+    return reply
+
+
+def _refusal(reply: bytes) -> str:
+    from ep_runtime.v1 import fd_socket_pb2
+
+    found = fd_socket_pb2.FdReply.FromString(reply)
+    return found.condition.refusal or found.error.message
