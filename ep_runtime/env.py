@@ -21,6 +21,8 @@ environments, and a program's fingerprint knows none. What does is a group's set
 | LISTEN_PID | unset | the process that systemd kept descriptors for |
 | LISTEN_FDS | unset | how many descriptors systemd kept for the daemon |
 | LISTEN_FDNAMES | unset | their names |
+| WATCHDOG_PID | unset | the process whose silence systemd takes for a hang |
+| WATCHDOG_USEC | unset | microseconds of silence that it takes for one |
 | NO_COLOR | unset | any text: tables of the command line have no colour |
 | GLIBC_TUNABLES | unset | with settings of glibc malloc in it (or in MALLOC_*) we make none |
 | GRPC_VERBOSITY | NONE | gRPC's own lines on the daemon's stderr, beside its log |
@@ -147,6 +149,15 @@ def stored_fds() -> tuple[int, list[str]]:
     if _text("LISTEN_PID") != str(os.getpid()) or count is None or not count.isdecimal():
         return 0, []
     return int(count), (_text("LISTEN_FDNAMES") or "").split(":")
+
+
+def watchdog_s() -> float | None:
+    """WATCHDOG_USEC in seconds where systemd means this process; else None."""
+    microseconds = _text("WATCHDOG_USEC")
+    ours = _text("WATCHDOG_PID") in (None, str(os.getpid()))
+    if not ours or microseconds is None or not microseconds.isdecimal():
+        return None
+    return int(microseconds) / 1e6 or None
 
 
 def check_directory(path: str | os.PathLike[str]) -> Path:

@@ -23,7 +23,7 @@ from ep_runtime.v1 import (
     nccl_service_pb2_grpc,
     session_service_pb2_grpc,
 )
-from ep_runtime_server.base import limits, open_files
+from ep_runtime_server.base import limits, open_files, systemd
 from ep_runtime_server.base.clock import Clock, SystemClock
 from ep_runtime_server.base.events import EventLog
 from ep_runtime_server.base.failpoints import Failpoints
@@ -139,6 +139,7 @@ class Daemon:
         self.runtime.supervisor.keep("look for late ranks", self.runtime.late_ranks.watch)
         self.runtime.supervisor.keep("look for rounds", self.runtime.rounds.watch)
         self.runtime.supervisor.keep("copy boards", self.runtime.history.watch)
+        self.runtime.supervisor.keep("watchdog", self._feed_watchdog)
         self.runtime.supervisor.keep("loop lag", self.runtime.loop_lag.measure)
         if self.metrics is not None:
             await self.metrics.start()
@@ -291,6 +292,13 @@ class Daemon:
             self._tell_health()  # the recovery ends by the clock
             if self.runtime.should_stop or self._parent_is_gone():
                 self._stop_now.set()
+
+    async def _feed_watchdog(self) -> None:
+        """systemd kills a daemon whose event loop does not come by here (WatchdogSec)."""
+        watchdog_s = env.watchdog_s()
+        while watchdog_s is not None:
+            systemd.notify(env.notify_socket(), "WATCHDOG=1")
+            await asyncio.sleep(watchdog_s / 3)
 
     def _parent_is_gone(self) -> bool:
         """Looked at beside the reader: nobody would end a private daemon that missed its client."""

@@ -261,6 +261,10 @@ def test_systemd_is_told(daemon_process, tmp_path, monkeypatch):
         assert notified.recv(1000).decode().splitlines()[0] == "READY=1"
         daemon.popen.terminate()
         assert notified.recv(1000).decode() == "STOPPING=1"
+        monkeypatch.setenv("WATCHDOG_USEC", "3000")
+        daemon_process()
+        heard = iter(lambda: notified.recv(1000).decode(), "")
+        assert [next(text for text in heard if text == "WATCHDOG=1") for _ in range(3)]
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,10 @@ prefix=${EP_RUNTIME_PREFIX:-/opt/ep-runtime}
 key=${EP_RUNTIME_KEY:-/etc/slurm/ep-runtime/key}
 directory=$jobs/$SLURM_JOB_ID
 gid=$(id -g "$SLURM_JOB_UID")
-# Below JAX's own ports of a job (61440 to 65535) and those that Linux gives out (from 32768).
-port=$((24576 + SLURM_JOB_ID % 4096))
+# The coordinator's, below those that Linux gives out (from 32768) and JAX's own of a job (from 61440). Two
+# jobs have the same one only on the same first node, with numbers 16384 apart; JAX's are the same for
+# numbers 4096 apart. The other nodes take what Linux gives them.
+port=$((16384 + SLURM_JOB_ID % 16384))
 
 install -d -m 755 "$jobs"
 install -d -m 700 -o "$SLURM_JOB_UID" -g "$gid" "$directory"
@@ -36,7 +38,7 @@ MAKES_THE_SECRET
   if [[ $SLURMD_NODENAME == "${nodes[0]}" ]]; then
     options+=(--coordinator "${nodes[0]}:$port")
   else
-    options+=(--join "${nodes[0]}:$port" --listen "$SLURMD_NODENAME:$port")
+    options+=(--join "${nodes[0]}:$port" --listen "$SLURMD_NODENAME:0")
   fi
 fi
 
@@ -46,5 +48,6 @@ systemd-run --quiet --collect --unit "ep-runtime-job-$SLURM_JOB_ID" \
   --uid "$SLURM_JOB_UID" --gid "$gid" \
   --property Type=notify --property Restart=on-failure --property RestartSec=100ms \
   --property FileDescriptorStoreMax=4096 --property LimitNOFILE=1048576 \
+  --property WatchdogSec=30 --property UMask=0077 \
   --property KillMode=mixed --property TimeoutStopSec=10 \
   "$prefix/bin/ep-runtime" serve "${options[@]}" --drain-s 0
