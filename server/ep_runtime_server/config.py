@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 from ep_runtime.errors import InvalidArgumentError, PermissionDeniedError
@@ -71,6 +72,28 @@ class ServerConfig:
                 uid=peer.uid,
                 pid=peer.pid,
             )
+
+
+def merged(
+    ours: ServerConfig, theirs: ServerConfig, changed: Iterable[str]
+) -> tuple[ServerConfig, list[str]]:
+    """`ours` with what a daemon that serves can take of `theirs`, and the keys of the rest."""
+    left = []
+    for key in changed:
+        name = key.replace("-", "_")
+        if name in ("drain_s", "log_level"):
+            ours = dataclasses.replace(ours, **{name: getattr(theirs, name)})
+        elif name.endswith("_per_uid") or name == "max_retain_s":
+            limit = name.removeprefix("max_").removesuffix("_per_uid")
+            value = getattr(theirs.per_user, limit)
+            per_user = dataclasses.replace(ours.per_user, **{limit: value})
+            ours = dataclasses.replace(ours, per_user=per_user)
+        # The directory's mode, and a user's share, are other ones where nobody else is served.
+        elif name in ("allow_uid", "allow_gid") and ours.open_to_others and theirs.open_to_others:
+            ours = dataclasses.replace(ours, **{f"{name}s": getattr(theirs, f"{name}s")})
+        else:
+            left.append(key)
+    return ours, left
 
 
 def default_max_host_bytes() -> int:

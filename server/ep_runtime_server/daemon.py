@@ -273,7 +273,7 @@ class Daemon:
         if drain is not None and drain.ends_at_s is not None:
             self._stop_now.set()
         else:
-            self.runtime.drain(self._settings.drain_s, shutdown=True)
+            self.runtime.drain(self.runtime.settings.drain_s, shutdown=True)
 
     def _watch_parent(self) -> None:
         if self._settings.parent_pidfd is not None:

@@ -6,17 +6,19 @@ import argparse
 import asyncio
 import gc
 import json
+import logging
 import os
 import signal
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 import setproctitle
 
 from ep_runtime import env
 from ep_runtime.errors import EpRuntimeError, InvalidArgumentError
-from ep_runtime_server import config
+from ep_runtime_server import config, config_file
 from ep_runtime_server.base import failpoints, limits, log_lines, open_files, systemd
 from ep_runtime_server.base.log_writer import LogWriter
 from ep_runtime_server.callers import quotas
@@ -47,6 +49,17 @@ def build_parser() -> argparse.ArgumentParser:
     parser = ServeParser(prog="ep-runtime serve", description="Runs the daemon in the foreground.")
     add = parser.add_argument
     add(
+        "--config",
+        metavar="FILE",
+        help='TOML file with a key for every flag here, as max-host-bytes = "64G"; flags win. '
+        "SIGHUP reads it again",
+    )
+    add(
+        "--print-config",
+        action="store_true",
+        help="check the flags and the file, write them as such a file, and end",
+    )
+    add(
         "--dir", help="directory of the sockets; default $RUNTIME_DIRECTORY, else one of the user's"
     )
     add(
@@ -72,7 +85,12 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add("--max-bytes-per-gpu", metavar="SIZE", help="limit of windows on one GPU (default: none)")
     _add_user_limits(parser)
-    add("--log-level", choices=("debug", "info", "warning", "error"), default="info")
+    add(
+        "--log-level",
+        choices=("debug", "info", "warning", "error"),
+        default="info",
+        help="least severe lines that are logged",
+    )
     add(
         "--drain-s",
         type=float,
@@ -250,7 +268,51 @@ def _take_signals_back() -> None:
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
 
 
-async def serve(settings: ServerConfig, log: LogWriter) -> None:
+def _parse(argv: Sequence[str] | None) -> tuple[argparse.ArgumentParser, argparse.Namespace]:
+    """The flags, on top of what their file says. Raises InvalidArgumentError."""
+    parser = build_parser()
+    arguments = parser.parse_args(argv)
+    if arguments.config:
+        config_file.read(parser, Path(arguments.config))
+        arguments = parser.parse_args(argv)
+    return parser, arguments
+
+
+class _Reloading:
+    """What SIGHUP does: reads the flags' file again, and changes what can be changed."""
+
+    def __init__(self, argv: Sequence[str] | None, arguments: argparse.Namespace) -> None:
+        self._argv = argv
+        self._arguments = arguments
+
+    def reload(self, daemon: Daemon) -> None:
+        """Logs what changed, and what waits for a restart."""
+        try:
+            parser, arguments = _parse(self._argv)
+            settings = make_config(arguments)
+        except EpRuntimeError as error:
+            daemon.runtime.events.add("server.config_refused", f"{error}", level=logging.ERROR)
+            return
+        except SystemExit:  # a parser's, of an argv that it took before
+            return
+        changed = config_file.changes(parser, self._arguments, arguments)
+        left = daemon.runtime.reconfigure(settings, changed)
+        if "log-level" in changed:
+            logging.getLogger().setLevel(settings.log_level.upper())
+        done = [key for key in changed if key not in left]
+        for key in done:  # what is left is told again the next time
+            name = key.replace("-", "_")
+            setattr(self._arguments, name, getattr(arguments, name))
+        told = f"{arguments.config}: changed {', '.join(done) or 'nothing'}"
+        if left:
+            told += f"; wants a restart: {', '.join(left)}"
+        level = logging.WARNING if left else logging.INFO
+        daemon.runtime.events.add("server.config_read", told, level=level)
+
+
+async def serve(
+    settings: ServerConfig, log: LogWriter, reloading: _Reloading | None = None
+) -> None:
     """Runs a daemon until it is told to end. Raises what Daemon.start raises."""
     from ep_runtime_server.daemon import Daemon  # late: --help and wrong options need none of it
 
@@ -258,6 +320,9 @@ async def serve(settings: ServerConfig, log: LogWriter) -> None:
     await daemon.start()
     daemon.runtime.events.lost_lines = log.take_lost
     daemon.handle_signals()
+    if reloading is not None:
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGHUP, reloading.reload, daemon)
     asyncio.get_running_loop().set_exception_handler(daemon.runtime.supervisor.in_callback)
     try:
         _tell_ready(settings, daemon)
@@ -269,7 +334,15 @@ async def serve(settings: ServerConfig, log: LogWriter) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code."""
-    arguments = build_parser().parse_args(argv)
+    try:
+        parser, arguments = _parse(argv)
+        if arguments.print_config:
+            make_config(arguments)
+            sys.stdout.write(config_file.text_of(parser, arguments))
+            return 0
+    except EpRuntimeError as error:
+        sys.stderr.write(f"ep-runtime serve: {error}\n")
+        return EXIT_USAGE
     _take_signals_back()  # before any thread runs, which would have the mask too
     log = log_lines.start_logging(arguments.log_level)
     open_files.raise_most_open()
@@ -282,7 +355,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Before any thread runs and any socket is bound: gRPC takes the mode from the umask alone.
     os.umask(0o077)
     try:
-        asyncio.run(serve(settings, log))
+        asyncio.run(serve(settings, log, _Reloading(argv, arguments) if arguments.config else None))
     except EpRuntimeError as error:
         sys.stderr.write(f"ep-runtime serve: {error}\n")
         return EXIT_CANNOT_SERVE

@@ -6,7 +6,7 @@ import collections
 import logging
 import os
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from ep_runtime.allowed_names import check_new_labels, check_new_name
 from ep_runtime.board import PoisonReason
@@ -31,7 +31,7 @@ from ep_runtime_server.callers.operations import Operations
 from ep_runtime_server.callers.quotas import Connections, Quotas, Usage
 from ep_runtime_server.callers.sessions import SessionRecord, Sessions, SessionState
 from ep_runtime_server.cluster.cluster import Cluster
-from ep_runtime_server.config import ServerConfig
+from ep_runtime_server.config import ServerConfig, merged
 from ep_runtime_server.groups.formation import Groups
 from ep_runtime_server.groups.fsm import State
 from ep_runtime_server.groups.history import History
@@ -449,6 +449,12 @@ class Runtime:
             gone = self.groups.take_away(group, PoisonReason.RECLAIMED, "was reclaimed", order)
             freed, quarantined = freed + gone, quarantined + held - gone
         return found, freed, quarantined
+
+    def reconfigure(self, settings: ServerConfig, changed: Iterable[str]) -> list[str]:
+        """Takes what can change while it serves; keys of the rest. Who is served already stays."""
+        self.settings, left = merged(self.settings, settings, changed)
+        self.quotas.limits = self.settings.per_user
+        return left
 
     # Time
 

@@ -88,7 +88,7 @@ def test_the_nodes_daemon_keeps_memory_that_nobody_maps(system: booted_systemd.S
     if str(doc_pages.ROOT).startswith("/tmp/"):  # or the program would be hidden from itself
         drop_in = "/etc/systemd/system/ep-runtime.service.d/checkout.conf"
         system.write(drop_in, "[Service]\nPrivateTmp=no\n")
-    system.write("/etc/ep-runtime/serve.env", f"SERVE_OPTIONS=--allow-uid {USER} --drain-s 0\n")
+    system.write("/etc/ep-runtime/serve.toml", f"allow-uid = [{USER}]\ndrain-s = 0\n")
     system.run("systemctl", "daemon-reload")
     system.run("systemctl", "start", "ep-runtime")  # returns when the daemon serves
     assert not leave_memory(system, "/run/ep-runtime")
@@ -104,6 +104,10 @@ def test_the_nodes_daemon_keeps_memory_that_nobody_maps(system: booted_systemd.S
         return {name: group[name] for name in ("uid", "state")}
 
     eventually(lambda: told() == {"uid": USER, "state": "RETAINED"}, within_s=RESTART_S)
+    before = system.show("ep-runtime", "MainPID")
+    system.run("systemctl", "reload", "ep-runtime")
+    assert leave_memory(system, "/run/ep-runtime")
+    assert system.show("ep-runtime", "MainPID") == before
     for order in (["kill", "--signal=KILL"], ["restart"]):
         before = system.show("ep-runtime", "MainPID")
         system.run("systemctl", *order, "ep-runtime")

@@ -90,15 +90,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group(
         "cluster", "daemons of several nodes that form groups together; one of them coordinates"
     )
-    role = group.add_mutually_exclusive_group()
-    role.add_argument(
-        "--coordinator", metavar="HOST:PORT", help="coordinate the cluster, and listen there"
-    )
-    role.add_argument("--join", metavar="HOST:PORT", help="join the coordinator at this address")
-    role.add_argument(
-        "--cluster", metavar="FILE", help="TOML file with coordinator, and addresses in [nodes]"
-    )
     add = group.add_argument
+    add("--coordinator", metavar="HOST:PORT", help="coordinate the cluster, and listen there")
+    add("--join", metavar="HOST:PORT", help="join the coordinator at this address")
+    add("--cluster", metavar="FILE", help="TOML file with coordinator, and addresses in [nodes]")
     add("--node", metavar="NAME", help="this node's name (default: the host's)")
     add(
         "--listen",
@@ -164,7 +159,13 @@ def make_cluster_config(arguments: argparse.Namespace) -> ClusterConfig | None:
         InvalidArgumentError: flags that contradict each other, files that cannot be read, an
             address that plain TCP may not use.
     """
-    if not (arguments.coordinator or arguments.join or arguments.cluster):
+    roles = [name for name in ("coordinator", "join", "cluster") if getattr(arguments, name)]
+    if len(roles) > 1:
+        given = " and ".join(f"--{name}" for name in roles)
+        raise InvalidArgumentError(
+            f"{given}: give one of --coordinator, --join and --cluster", argument=f"--{roles[1]}"
+        )
+    if not roles:
         alone = [flag for flag in _FLAGS if getattr(arguments, flag)]
         if alone:
             flag = f"--{alone[0].replace('_', '-')}"
