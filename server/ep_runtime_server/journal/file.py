@@ -159,6 +159,11 @@ class Journal:
         """Bytes of its records."""
         return self._end
 
+    def free_bytes(self) -> int:
+        """What its file system has left for the daemon. Raises OSError."""
+        found = os.statvfs(self._path.parent)
+        return found.f_bavail * found.f_frsize
+
     def _read(self) -> None:
         self.was_there = os.pread(self._fd, len(MAGIC), 0) == MAGIC
         good = len(MAGIC) if self.was_there else 0
@@ -209,9 +214,7 @@ class Journal:
         self.error = error.strerror or str(error)
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             with contextlib.suppress(OSError):
-                found = os.statvfs(self._path.parent)
-                free = iec(found.f_bavail * found.f_frsize)
-                self.error += f" ({iec(wanted_bytes)} wanted, {free} free)"
+                self.error += f" ({iec(wanted_bytes)} wanted, {iec(self.free_bytes())} free)"
 
     def try_again(self) -> bool:
         """Whether the file takes records again after an `append` that failed; `append` what it did

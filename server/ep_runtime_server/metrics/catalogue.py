@@ -64,6 +64,7 @@ _OF_DAEMON = (
     _gauge("loop_lag_worst_seconds", NODE, "Longest delay of the loop since the daemon started"),
     _gauge("journal_bytes", NODE, "Size of the journal"),
     _gauge("journal_failing", NODE, "1 while the journal cannot be written"),
+    _gauge("journal_free_bytes", NODE, "What the journal's file system has left"),
     _gauge("recovery_bytes", (*NODE, "outcome"), "Memory of before the last restart, by outcome"),
     _gauge("sessions", (*NODE, "state"), "Processes by the state of their session"),
     _gauge("groups", (*NODE, "state"), "Groups by state"),

@@ -7,6 +7,7 @@ gone leaves with its series, and every scraper sees the same.
 from __future__ import annotations
 
 import collections
+import contextlib
 import platform
 import socket
 import time
@@ -87,6 +88,8 @@ class Collector:
         sheet.put("loop_lag_worst_seconds", node, lag.worst_s)
         sheet.put("journal_bytes", node, runtime.journal.size_bytes)
         sheet.put("journal_failing", node, float(bool(runtime.journal.error)))
+        with contextlib.suppress(OSError):
+            sheet.put("journal_free_bytes", node, runtime.journal.free_bytes())
         for outcome in ("adopted", "awaited", "lost"):
             value = getattr(runtime.recovery, f"{outcome}_bytes")
             sheet.put("recovery_bytes", (*node, outcome), value)
