@@ -211,6 +211,9 @@ def test_a_probe_loads_neither_grpc_nor_protobuf_and_writes_what_the_stubs_would
         admits.SerializeToString(),
     ) == (probe.REQUEST, probe.ADMITS)
     assert probe.FD_SOCKET == wire.FD_SOCKET
+    for told in ("é", "\n" + "é" * 200):
+        reply = fd_socket_pb2.FdReply(condition=fd_socket_pb2.Condition(refusal=told))
+        assert probe._NOT_NOW.fullmatch(reply.SerializeToString())[1].decode() == told
 
 
 def test_drain_waits_for_the_last_session_says_what_is_left_and_ends_with_ctrl_c(

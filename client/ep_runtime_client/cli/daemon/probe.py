@@ -1,6 +1,6 @@
 """`ep-runtime status --live` and `--ready`: a packet to fd.sock and one back.
 
-Kubelets and scripts run them every few seconds, so they load neither gRPC nor protobuf: the two
+Kubelets and scripts run them every few seconds, so they load neither gRPC nor protobuf: the
 packets below are written out, and a test compares them with the stubs.
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import re
 import socket
 
 from ep_runtime_client import cli
@@ -20,6 +21,8 @@ FLAGS = ("--live", "--ready")
 FD_SOCKET = "fd.sock"
 REQUEST = b"\x22\x00"  # FdRequest(probe=Probe())
 ADMITS = b"\x2a\x00"  # FdReply(condition=Condition())
+# FdReply(condition=Condition(refusal=...)): two fields, each with its length before it.
+_NOT_NOW = re.compile(rb"\x2a[\x80-\xff]*[\x00-\x7f]\x0a[\x80-\xff]*[\x00-\x7f](.+)", re.DOTALL)
 
 
 def add_probes(parser: argparse.ArgumentParser) -> None:
@@ -75,7 +78,8 @@ def _reply(place: SocketDirectory, timeout_s: float) -> bytes:
 
 
 def _refusal(reply: bytes) -> str:
+    if found := _NOT_NOW.fullmatch(reply):
+        return found[1].decode(errors="replace")
     from ep_runtime.v1 import fd_socket_pb2
 
-    found = fd_socket_pb2.FdReply.FromString(reply)
-    return found.condition.refusal or found.error.message
+    return fd_socket_pb2.FdReply.FromString(reply).error.message
