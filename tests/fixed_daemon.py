@@ -101,6 +101,17 @@ def _status() -> pb.GetStatusResponse:
         loop_lag_p99=seconds(0.001),
         loop_lag_worst=seconds(0.02),
         late_ranks=[_late()],
+        silent_processes=[
+            pb.SilentProcess(
+                session_id=SESSION,
+                job=JOB,
+                uid=1000,
+                pid=4002,
+                process_index=2,
+                since=seconds(11),
+                process_state="D",
+            )
+        ],
         cluster=cluster,
         users=[
             pb.UserUsage(
@@ -247,6 +258,7 @@ def _ranks() -> pb.ListRanksResponse:
             epoch=123456,
             waiting_for=3 if rank < 3 else -1,
             since=seconds(17.3),
+            silent=seconds(11) if rank == 2 else None,
         )
         for rank in range(4)
     ]

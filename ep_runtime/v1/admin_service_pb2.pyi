@@ -64,7 +64,7 @@ class GetStatusRequest(_message.Message):
     def __init__(self, node: _Optional[str] = ...) -> None: ...
 
 class GetStatusResponse(_message.Message):
-    __slots__ = ("server_version", "incarnation", "pid", "directory", "uptime", "state", "num_sessions", "num_groups", "num_layers", "num_handles", "pools", "num_fds", "max_fds", "rss_bytes", "loop_lag", "journal", "recovery", "late_ranks", "cluster", "loop_lag_p99", "loop_lag_worst", "failing_tasks", "users", "user_limits", "drain")
+    __slots__ = ("server_version", "incarnation", "pid", "directory", "uptime", "state", "num_sessions", "num_groups", "num_layers", "num_handles", "pools", "num_fds", "max_fds", "rss_bytes", "loop_lag", "journal", "recovery", "late_ranks", "cluster", "loop_lag_p99", "loop_lag_worst", "failing_tasks", "users", "user_limits", "drain", "silent_processes")
     SERVER_VERSION_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
@@ -90,6 +90,7 @@ class GetStatusResponse(_message.Message):
     USERS_FIELD_NUMBER: _ClassVar[int]
     USER_LIMITS_FIELD_NUMBER: _ClassVar[int]
     DRAIN_FIELD_NUMBER: _ClassVar[int]
+    SILENT_PROCESSES_FIELD_NUMBER: _ClassVar[int]
     server_version: str
     incarnation: str
     pid: int
@@ -115,7 +116,8 @@ class GetStatusResponse(_message.Message):
     users: _containers.RepeatedCompositeFieldContainer[UserUsage]
     user_limits: UserLimits
     drain: DrainStatus
-    def __init__(self, server_version: _Optional[str] = ..., incarnation: _Optional[str] = ..., pid: _Optional[int] = ..., directory: _Optional[str] = ..., uptime: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., state: _Optional[_Union[_session_service_pb2.ServerState, str]] = ..., num_sessions: _Optional[int] = ..., num_groups: _Optional[int] = ..., num_layers: _Optional[int] = ..., num_handles: _Optional[int] = ..., pools: _Optional[_Iterable[_Union[PoolStatus, _Mapping]]] = ..., num_fds: _Optional[int] = ..., max_fds: _Optional[int] = ..., rss_bytes: _Optional[int] = ..., loop_lag: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., journal: _Optional[_Union[JournalStatus, _Mapping]] = ..., recovery: _Optional[_Union[RecoveryStatus, _Mapping]] = ..., late_ranks: _Optional[_Iterable[_Union[LateRank, _Mapping]]] = ..., cluster: _Optional[_Union[ClusterStatus, _Mapping]] = ..., loop_lag_p99: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., loop_lag_worst: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., failing_tasks: _Optional[_Iterable[str]] = ..., users: _Optional[_Iterable[_Union[UserUsage, _Mapping]]] = ..., user_limits: _Optional[_Union[UserLimits, _Mapping]] = ..., drain: _Optional[_Union[DrainStatus, _Mapping]] = ...) -> None: ...
+    silent_processes: _containers.RepeatedCompositeFieldContainer[SilentProcess]
+    def __init__(self, server_version: _Optional[str] = ..., incarnation: _Optional[str] = ..., pid: _Optional[int] = ..., directory: _Optional[str] = ..., uptime: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., state: _Optional[_Union[_session_service_pb2.ServerState, str]] = ..., num_sessions: _Optional[int] = ..., num_groups: _Optional[int] = ..., num_layers: _Optional[int] = ..., num_handles: _Optional[int] = ..., pools: _Optional[_Iterable[_Union[PoolStatus, _Mapping]]] = ..., num_fds: _Optional[int] = ..., max_fds: _Optional[int] = ..., rss_bytes: _Optional[int] = ..., loop_lag: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., journal: _Optional[_Union[JournalStatus, _Mapping]] = ..., recovery: _Optional[_Union[RecoveryStatus, _Mapping]] = ..., late_ranks: _Optional[_Iterable[_Union[LateRank, _Mapping]]] = ..., cluster: _Optional[_Union[ClusterStatus, _Mapping]] = ..., loop_lag_p99: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., loop_lag_worst: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., failing_tasks: _Optional[_Iterable[str]] = ..., users: _Optional[_Iterable[_Union[UserUsage, _Mapping]]] = ..., user_limits: _Optional[_Union[UserLimits, _Mapping]] = ..., drain: _Optional[_Union[DrainStatus, _Mapping]] = ..., silent_processes: _Optional[_Iterable[_Union[SilentProcess, _Mapping]]] = ...) -> None: ...
 
 class DrainStatus(_message.Message):
     __slots__ = ("by", "since", "ends_in")
@@ -250,6 +252,24 @@ class LateRank(_message.Message):
     handle: int
     message: str
     def __init__(self, group: _Optional[str] = ..., job: _Optional[str] = ..., uid: _Optional[int] = ..., generation: _Optional[int] = ..., world_rank: _Optional[int] = ..., pid: _Optional[int] = ..., process_index: _Optional[int] = ..., since: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., waiting_ranks: _Optional[_Iterable[int]] = ..., layer: _Optional[str] = ..., op: _Optional[str] = ..., handle: _Optional[int] = ..., message: _Optional[str] = ...) -> None: ...
+
+class SilentProcess(_message.Message):
+    __slots__ = ("session_id", "job", "uid", "pid", "process_index", "since", "process_state")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    UID_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    PROCESS_INDEX_FIELD_NUMBER: _ClassVar[int]
+    SINCE_FIELD_NUMBER: _ClassVar[int]
+    PROCESS_STATE_FIELD_NUMBER: _ClassVar[int]
+    session_id: str
+    job: str
+    uid: int
+    pid: int
+    process_index: int
+    since: _duration_pb2.Duration
+    process_state: str
+    def __init__(self, session_id: _Optional[str] = ..., job: _Optional[str] = ..., uid: _Optional[int] = ..., pid: _Optional[int] = ..., process_index: _Optional[int] = ..., since: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., process_state: _Optional[str] = ...) -> None: ...
 
 class PoolStatus(_message.Message):
     __slots__ = ("device", "limit_bytes", "leased_bytes", "retained_bytes", "quarantined_bytes", "num_buffers")
@@ -571,7 +591,7 @@ class ListRanksResponse(_message.Message):
     def __init__(self, ranks: _Optional[_Iterable[_Union[RankInfo, _Mapping]]] = ..., next_page_token: _Optional[str] = ...) -> None: ...
 
 class RankInfo(_message.Message):
-    __slots__ = ("group", "job", "uid", "generation", "world_rank", "pid", "state", "op", "layer", "handle", "epoch", "waiting_for", "since")
+    __slots__ = ("group", "job", "uid", "generation", "world_rank", "pid", "state", "op", "layer", "handle", "epoch", "waiting_for", "since", "silent")
     GROUP_FIELD_NUMBER: _ClassVar[int]
     JOB_FIELD_NUMBER: _ClassVar[int]
     UID_FIELD_NUMBER: _ClassVar[int]
@@ -585,6 +605,7 @@ class RankInfo(_message.Message):
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     WAITING_FOR_FIELD_NUMBER: _ClassVar[int]
     SINCE_FIELD_NUMBER: _ClassVar[int]
+    SILENT_FIELD_NUMBER: _ClassVar[int]
     group: str
     job: str
     uid: int
@@ -598,7 +619,8 @@ class RankInfo(_message.Message):
     epoch: int
     waiting_for: int
     since: _duration_pb2.Duration
-    def __init__(self, group: _Optional[str] = ..., job: _Optional[str] = ..., uid: _Optional[int] = ..., generation: _Optional[int] = ..., world_rank: _Optional[int] = ..., pid: _Optional[int] = ..., state: _Optional[str] = ..., op: _Optional[str] = ..., layer: _Optional[str] = ..., handle: _Optional[int] = ..., epoch: _Optional[int] = ..., waiting_for: _Optional[int] = ..., since: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+    silent: _duration_pb2.Duration
+    def __init__(self, group: _Optional[str] = ..., job: _Optional[str] = ..., uid: _Optional[int] = ..., generation: _Optional[int] = ..., world_rank: _Optional[int] = ..., pid: _Optional[int] = ..., state: _Optional[str] = ..., op: _Optional[str] = ..., layer: _Optional[str] = ..., handle: _Optional[int] = ..., epoch: _Optional[int] = ..., waiting_for: _Optional[int] = ..., since: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., silent: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class ListTalliesRequest(_message.Message):
     __slots__ = ("page_size", "page_token", "group", "node", "age")

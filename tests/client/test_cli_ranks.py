@@ -262,7 +262,7 @@ def test_keys_sort_open_a_layer_and_end(job: Job, module_address: str) -> None:
     try:
         terminal.until("group moe of job tests: 4 ranks")
         terminal.type("s")
-        terminal.until("by SLOW")
+        terminal.until("by MARK")
         terminal.type("l")
         terminal.until("by LAYER")
         terminal.type("\x1b[B\r")

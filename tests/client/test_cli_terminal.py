@@ -26,7 +26,7 @@ WIDTHS = (80, 200)  # the narrowest that is served, and one in which every table
 # What each command must show whole: names and states.
 NODE = fixed.NODES[1]
 SHOWN = {
-    "status": ("SERVING", NODE, "JOINED", "host", "LATE: rank 3", "JOINED"),
+    "status": ("SERVING", NODE, "JOINED", "host", "LATE: rank 3", "SILENT: process 4002"),
     "status -o wide": (fixed.GPU, NODE, "10.17.3.103:7700", "141.0 GiB"),
     f"status --node {NODE}": ("SERVING",),
     "sessions": (NODE, fixed.SESSION, "SUSPECT"),
@@ -43,13 +43,13 @@ SHOWN = {
     "events": ("1000", "session.hello", "group.ready", "rank.late"),
     "events -o wide": ("1002", "rank.late", fixed.SESSION, fixed.GROUP),
     f"describe session {fixed.SESSION}": (fixed.SESSION, "SUSPECT", fixed.GROUP, "rank.late"),
-    f"describe group {fixed.GROUP}": (fixed.GROUP, "READY", "members:", "WAITING", "RUNNING"),
+    f"describe group {fixed.GROUP}": (fixed.GROUP, "READY", "members:", "WAITING", "SILENT"),
     f"describe layer {fixed.LAYER}": (fixed.LAYER, "handles:", "BUSY"),
     f"describe handle {fixed.LAYER}": (fixed.LAYER, "BUSY"),
     "describe buffer b-1234": ("b-1234", fixed.GPU, "QUARANTINED", "12.0 GiB"),
     f"describe node {NODE}": (NODE, "JOINED", "SERVING"),
     f"groups --node {NODE} {fixed.GROUP}": (fixed.GROUP, "READY", "members:", "768.0 GiB"),
-    "top --samples 1 --interval 0.01": (fixed.GROUP, NODE, "<<<", "SLOW: rank 3"),
+    "top --samples 1 --interval 0.01": (fixed.GROUP, "<<<", "silent", "SLOW: rank 3"),
     "top --samples 2 --interval 0.01 -o wide": (NODE, "<<<", "WAITING", fixed.LAYER, "4003"),
     f"load --node {NODE}": (fixed.GROUP, fixed.LAYER, "MAX/MEAN", "▄"),
     "load -o wide --interval 0.01 --samples 2": (fixed.LAYER, "256", "MAX/MEAN by interval"),

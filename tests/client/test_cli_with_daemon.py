@@ -166,6 +166,7 @@ def test_status_is_one_screen(ask: Any, group: ep.Group, address: str) -> None:
     assert "SERVING" in text
     assert address in text
     assert "journal" in text
+    assert text.splitlines()[-1] == "nothing is late, nobody is silent"
     document = json.loads(ask("status", "-o", "json")[1])
     wanted = {"state": "SERVING", "num_sessions": 1, "num_groups": 1, "num_handles": 4}
     assert {key: document[key] for key in wanted} == wanted

@@ -272,8 +272,13 @@ def test_a_late_heartbeat_makes_a_session_suspect_and_frees_nothing(clocked):
     clocked.clock.advance(11)
     eventually(lambda: clocked.session_state(client.session_id) == "SUSPECT")
     assert clocked.used_bytes == used > 0
+    (silent,) = clocked.status().silent_processes
+    assert (silent.pid, silent.job, silent.since.seconds) == (client.pid, "job", 11)
+    assert {rank.silent.seconds for rank in clocked.ask("ListRanks").ranks} == {11}
     heartbeat(client, progress=6)
     assert clocked.session_state(client.session_id) == "ACTIVE"
+    assert not clocked.status().silent_processes
+    assert not any(rank.HasField("silent") for rank in clocked.ask("ListRanks").ranks)
     (info,) = clocked.ask("ListSessions").sessions
     assert info.progress == 6
 
@@ -452,6 +457,7 @@ def test_stopped_processes_are_suspect_and_those_that_were_fenced_are_told(start
         daemon.clock.advance(15)
         for client in clients:
             eventually(lambda: daemon.session_state(client.session_id) == "SUSPECT")  # noqa: B023
+        assert {one.process_state for one in daemon.status().silent_processes} == {"T"}
         for client in fenced:
             daemon.ask("Fence", session_id=client.session_id, reason="drill")
         daemon.clock.advance(15)

@@ -5,7 +5,7 @@ the command that was typed is imported, none imports JAX, and gRPC comes with th
 the first output is there within 0.3 s.
 
 Exit codes: 0 ok, 1 usage, 2 no daemon, 3 partial or unhealthy, 4 denied, 5 (of `status` and `skew`)
-a rank is late or slow.
+a rank is late or slow, or (of `status`) a process is silent.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def usage(width: int | None) -> str:
         first, *more = tables.fold(text, max((width or 200) - room, 20))
         lines += [f"  {name:<{room - 4}}  {first}", *(" " * room + part for part in more)]
     lines += ["", "'ep-runtime COMMAND --help' explains a command's options and columns."]
-    codes = "0 ok, 1 usage, 2 no daemon, 3 partial or unhealthy, 4 denied, 5 a rank is late"
+    codes = "0 ok, 1 usage, 2 no daemon, 3 partial or unhealthy, 4 denied, 5 late or silent"
     lines += tables.fold(f"exit codes: {codes}", width or 200)
     return "\n".join(lines)
 

@@ -152,12 +152,24 @@ def _pidfd_by_pid(connection: socket.socket, pid: int, accepted_s: float) -> int
 
 def process_start_s(pid: int) -> float | None:
     """When the process started, on CLOCK_BOOTTIME; None where it is gone."""
+    fields = _stat(pid)
+    return int(fields[19]) / os.sysconf("SC_CLK_TCK") if fields else None
+
+
+def process_state(pid: int) -> str:
+    """The state letter that the kernel gives, such as "T" for stopped; "" where it is gone."""
+    fields = _stat(pid)
+    return fields[0] if fields else ""
+
+
+def _stat(pid: int) -> list[str]:
+    """Fields 3 and up of /proc/PID/stat; none where the process is gone."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
-        return None
-    # The name in parentheses may contain anything; field 22 counts from the last one.
-    return int(stat.rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
+        return []
+    # The name in parentheses may contain anything, so count from the last one.
+    return stat.rpartition(")")[2].split()
 
 
 def open_process(pid: int, start_s: float | None) -> int | None:

@@ -23,7 +23,13 @@ from ep_runtime.errors import (
 from ep_runtime_server.base import limits
 from ep_runtime_server.base.clock import Clock
 from ep_runtime_server.base.events import EventLog
-from ep_runtime_server.callers.credentials import GivenOrder, Peer, open_process, process_start_s
+from ep_runtime_server.callers.credentials import (
+    GivenOrder,
+    Peer,
+    open_process,
+    process_start_s,
+    process_state,
+)
 
 MAX_QUEUED_EVENTS = 1000
 
@@ -61,6 +67,7 @@ class SessionRecord:
     labels: dict[str, str] = dataclasses.field(default_factory=dict)
     process_index: int = 0
     last_beat_s: float | None = None
+    restored_s: float | None = None  # when this daemon took it out of the journal
     progress: int = 0
     ended_s: float | None = None
     fence_reason: str = ""  # who fenced it, with what, and why
@@ -77,6 +84,16 @@ class SessionRecord:
     @property
     def over(self) -> bool:
         return self.state in OVER
+
+    def unheard_s(self, now_s: float) -> float:
+        """Time since the last heartbeat that this daemon could hear, or since hello."""
+        return now_s - (self.last_beat_s or self.restored_s or self.created_s)
+
+    def silent_s(self, now_s: float) -> float | None:
+        """Time since the last heartbeat of a SUSPECT session, if it was late at `now_s` too."""
+        unheard_s = self.unheard_s(now_s)
+        late = self.state is SessionState.SUSPECT and unheard_s > limits.SUSPECT_AFTER_S
+        return unheard_s if late else None
 
     def check_live(self) -> None:
         """Raises SessionFencedError where it is over, or was fenced."""
@@ -137,6 +154,13 @@ class Sessions:
     def not_over(self) -> list[SessionRecord]:
         return [session for session in self._by_id.values() if not session.over]
 
+    def silent(self) -> list[tuple[SessionRecord, float]]:
+        """Sessions without a heartbeat for too long, and for how long; the longest first."""
+        now_s = self._clock.monotonic_s()
+        found = [(session, session.silent_s(now_s)) for session in self._by_id.values()]
+        late = [(session, silent_s) for session, silent_s in found if silent_s is not None]
+        return sorted(late, key=lambda each: -each[1])
+
     def get(self, session_id: str) -> SessionRecord | None:
         return self._by_id.get(session_id)
 
@@ -186,6 +210,7 @@ class Sessions:
         if pidfd is None:
             return False
         session.pidfd = pidfd
+        session.restored_s = self._clock.monotonic_s()
         session.awaited = session.live
         self._add(session)
         return True
@@ -292,12 +317,14 @@ class Sessions:
         """ACTIVE sessions whose heartbeat is late become SUSPECT; that frees nothing."""
         now = self._clock.monotonic_s()
         for session in self._by_id.values():
-            last = session.last_beat_s or session.created_s
-            if session.state is SessionState.ACTIVE and now - last > limits.SUSPECT_AFTER_S:
+            unheard_s = session.unheard_s(now)
+            if session.state is SessionState.ACTIVE and unheard_s > limits.SUSPECT_AFTER_S:
                 session.state = SessionState.SUSPECT
+                state = process_state(session.pid)
                 self._log(
                     "session.suspect",
-                    f"process {session.pid} was not heard for {now - last:.0f} s",
+                    f"process {session.pid} was not heard for {unheard_s:.0f} s, "
+                    f"state {state or 'unknown'}",
                     session,
                     level=logging.WARNING,
                 )

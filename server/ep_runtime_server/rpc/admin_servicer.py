@@ -126,6 +126,11 @@ class AdminServicer(pb_grpc.AdminServiceServicer):
                 for late in await runtime.late_ranks.now()
                 if self._sees(late.group.owner.uid)
             ],
+            silent_processes=[
+                views.silent_process(session, silent_s)
+                for session, silent_s in runtime.sessions.silent()
+                if self._sees(session.uid)
+            ],
             cluster=(
                 runtime.cluster.status()
                 if runtime.cluster is not None and self._sees(None)

@@ -8,13 +8,14 @@ from collections.abc import Iterable, Iterator
 from google.protobuf import timestamp_pb2
 
 from ep_runtime import board, board_records, wire
-from ep_runtime.board import HandleState, OpCode, PoisonReason
+from ep_runtime.board import HandleState, OpCode, PoisonReason, RankState
 from ep_runtime.board_records import HandleRecord, RankRecord
 from ep_runtime.v1 import admin_service_pb2 as pb
 from ep_runtime.v1 import types_pb2
 from ep_runtime.wire import RegisteredLayer
 from ep_runtime_server.base.clock import Clock
 from ep_runtime_server.base.events import Event
+from ep_runtime_server.callers.credentials import process_state
 from ep_runtime_server.callers.quotas import Usage, UserLimits
 from ep_runtime_server.callers.sessions import SessionRecord
 from ep_runtime_server.groups.fsm import State
@@ -255,10 +256,25 @@ def rank_info(row: tuple[GroupRecord, int], clock: Clock) -> pb.RankInfo:
         handle=-1,
         waiting_for=-1,
     )
+    silent_s = member.session.silent_s(clock.monotonic_s()) if member is not None else None
+    if silent_s is not None:
+        message.silent.CopyFrom(wire.duration(silent_s))
     record = rank_record(item, rank)
     if record is not None:
         _add_progress(message, record, item, clock)
     return message
+
+
+def silent_process(session: SessionRecord, silent_s: float) -> pb.SilentProcess:
+    return pb.SilentProcess(
+        session_id=session.session_id,
+        job=session.job,
+        uid=session.uid,
+        pid=session.pid,
+        process_index=session.process_index,
+        since=wire.duration(silent_s),
+        process_state=process_state(session.pid),
+    )
 
 
 def late_rank(late: LateRank) -> pb.LateRank:
@@ -342,7 +358,7 @@ def _add_progress(
     message.state = record.state.name
     message.epoch = record.epoch
     message.waiting_for = record.waiting_for
-    if record.since_ns or record.progress_ns:  # what an idle rank did last stays on the board
+    if record.state is not RankState.IDLE:  # what an idle rank did last stays on the board
         message.op = record.op.name
         message.layer = group.layers.name_of_id(record.layer_id)
         message.handle = record.handle

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ep_runtime.units import duration, iec
 from ep_runtime_client import cli
 from ep_runtime_client.cli import render
-from ep_runtime_client.cli.daemon import probe, reading, watching
+from ep_runtime_client.cli.daemon import attention, probe, reading, watching
 from ep_runtime_client.cli.tables import IDENTITY, Column
 
 if TYPE_CHECKING:
@@ -85,13 +85,10 @@ def _once(args: argparse.Namespace, daemon: source.Source) -> int:
         wide = args.output == "wide"
         _write(status, found, wide=wide)
         _write_cluster(status["cluster"], others, wide=wide)
-    if code == cli.OK and not others.missing and _any_late(status, others):
+        attention.write(status, others.rows)
+    if code == cli.OK and not others.missing and attention.wanted(status, others.rows):
         return cli.LATE
     return cli.PARTIAL if others.missing else code
-
-
-def _any_late(status: dict[str, Any], others: nodes.Found) -> bool:
-    return bool(status["late_ranks"]) or any(row["num_late"] for row in others.rows)
 
 
 def _write(status: dict[str, Any], found: dict[str, Any], *, wide: bool) -> None:
@@ -116,8 +113,6 @@ def _write(status: dict[str, Any], found: dict[str, Any], *, wide: bool) -> None
     render.write_table(_POOLS, status["pools"], wide=wide, empty="no memory pools")
     _write_users(status, wide=wide)
     _write_gpus(status, found, wide=wide)
-    for rank in status["late_ranks"]:
-        render.write_text(rank["message"], start="LATE: ", then="  ")
 
 
 def _descriptors(status: dict[str, Any]) -> str:

@@ -15,10 +15,17 @@ RANKS = (
     Column("state", "STATE", priority=STATE, about="what it does, from the board"),
     Column("node", "NODE", about="node it runs on"),
     Column("pid", "PID", about="process id"),
-    Column("op", "OP", about="op it is in, or was in last"),
+    Column("op", "OP", about="op it is in"),
     Column("layer", "LAYER", "name", about="layer of that op"),
     Column("waiting_for", "WAITS", "lane", about="rank it waits for"),
     Column("since_s", "SINCE", "seconds", about="time in that state"),
+    Column(
+        "silent_s",
+        "SILENT",
+        "seconds",
+        priority=STATE,
+        about="time that its process sends no heartbeat",
+    ),
     Column("session_id", "SESSION", priority=4, about="session of its process"),
     Column("attached", "ATTACHED", priority=5, about="whether it has mapped its windows"),
 )

@@ -138,6 +138,8 @@ class Looks:
         slow = tallies.slow_rank(self.groups[group])
         if slow is not None:
             yield f"SLOW: {slow.message}"
+        for text in tallies.silences(self.groups[group]):
+            yield f"SILENT: {text}"
 
     def ranks(self, group: tallies.GroupName, links: rows.Links) -> rows.Rows:
         """Of rows.RANKS."""

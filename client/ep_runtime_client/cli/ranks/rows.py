@@ -18,7 +18,13 @@ _TIME = Column(
     "time_share", "TIME", "share", about="share of the time inside calls, which may overlap"
 )
 _WAIT = Column("wait_share", "WAIT", "share", about="share of the time that it waited for peers")
-_MARK = Column("mark", "SLOW", priority=STATE, about="<<< marks the rank that the others wait for")
+_MARK = Column(
+    "mark",
+    "MARK",
+    priority=STATE,
+    about="<<< marks the rank that the others wait for, silent one whose process sends no "
+    "heartbeat",
+)
 
 RANKS = (
     _RANK,
@@ -36,7 +42,7 @@ RANKS = (
     _WAIT,
     Column("holds_share", "HOLDS", "share", about="share of the time that others waited for it"),
     Column("rounds", "ROUNDS", "count", priority=4, about="extra chunks of its group's calls"),
-    Column("op", "OP", priority=3, about="op that it runs, or ran last"),
+    Column("op", "OP", priority=3, about="op that it is in"),
     Column("layer", "LAYER", "name", priority=3, about="layer of that op"),
     Column("waits", "BY OP", "prose", priority=4, about="WAIT of each op"),
     Column("calls_s", "CALLS/S", "rate", wide=True, about="finished calls per second"),
@@ -114,7 +120,7 @@ def ranks(group: Sequence[Interval], rounds: int, links: Links) -> Rows:
         {
             "node": one.row["node"],
             "world_rank": one.world_rank,
-            "mark": "<<<" if slow is not None and one.world_rank == slow.world_rank else "",
+            "mark": _mark(one, slow),
             # A step has every layer once, so the layer with the most has the step's tokens.
             "tokens_s": _tokens_s(one),
             **_moved(one, links),
@@ -131,9 +137,16 @@ def ranks(group: Sequence[Interval], rounds: int, links: Links) -> Rows:
             "state": one.row["now"]["state"],
             "waiting_for": one.row["now"]["waiting_for"],
             "pid": one.row["now"]["pid"],
+            "silent_s": one.row["now"]["silent_s"],
         }
         for one in group
     ]
+
+
+def _mark(one: Interval, slow: tallies.Slow | None) -> str:
+    if one.row["now"]["silent_s"] is not None:
+        return "silent"
+    return "<<<" if slow is not None and one.world_rank == slow.world_rank else ""
 
 
 def _moved(one: Interval, links: Links) -> dict[str, float | None]:
@@ -194,7 +207,7 @@ def ranks_of_layer(group: Sequence[Interval], name: str) -> Rows:
             {
                 "node": one.row["node"],
                 "world_rank": one.world_rank,
-                "mark": "<<<" if slow is not None and one.world_rank == slow.world_rank else "",
+                "mark": _mark(one, slow),
                 "tokens_s": load.tokens / one.elapsed_s,
                 "rows_s": sum(load.rows) / one.elapsed_s,
                 "calls_s": load.calls / one.elapsed_s,

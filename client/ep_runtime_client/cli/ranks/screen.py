@@ -101,7 +101,7 @@ class Screen:
             text = f"no ranks yet: the first sample takes {self._looks.interval_s:g} s"
             return [("ep-runtime top", "bold"), *away, (text, ""), (_KEYS, "dim")][:height]
         head: list[Line] = [
-            (part, "bold red" if line.startswith("SLOW") else "bold")
+            (part, "bold red" if line.startswith(("SLOW", "SILENT")) else "bold")
             for line in self._looks.heading(key)
             for part in tables.fold(printable(line), width)
         ]

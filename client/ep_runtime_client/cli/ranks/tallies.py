@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ep_runtime.allowed_names import shown
+from ep_runtime.units import duration
 from ep_runtime_client.cli.daemon import choosing, nodes
 
 if TYPE_CHECKING:
@@ -291,6 +292,19 @@ def slow_rank(group: Sequence[Interval]) -> Slow | None:
         for name, load in one.layers.items():
             layers[name] += load.wait_s
     return Slow(rank, shares[rank], _most(ops), _most(layers))
+
+
+def silences(group: Sequence[Interval]) -> Iterator[str]:
+    """A line for each process that sends no heartbeat, with its ranks."""
+    silent: dict[tuple[str, int], list[Interval]] = {}
+    for one in group:
+        if one.row["now"]["silent_s"] is not None:
+            silent.setdefault((one.row["node"], one.row["now"]["pid"]), []).append(one)
+    for (node, pid), ranks in silent.items():
+        where = f" on node {node}" if node else ""
+        numbers = ", ".join(str(one.world_rank) for one in ranks)
+        since = duration(ranks[0].row["now"]["silent_s"])
+        yield f"process {pid}{where} has sent no heartbeat for {since}: rank {numbers}"
 
 
 def _most(seconds: Mapping[str, float]) -> str:

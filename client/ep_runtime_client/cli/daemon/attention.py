@@ -1,0 +1,47 @@
+"""What a daemon's status has for somebody to look at: late ranks and silent processes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from ep_runtime.allowed_names import shown
+from ep_runtime.units import duration
+from ep_runtime_client.cli import render, users
+
+Row = Mapping[str, Any]
+
+# By the letters of /proc/PID/stat.
+_STATES = {
+    "T": "it is stopped (state T), and `kill -CONT {pid}` continues it",
+    "t": "a debugger has stopped it (state t)",
+    "D": "it waits in the kernel (state D), as for a disk or a driver",
+}
+
+
+def wanted(status: Row, others: Iterable[Row]) -> bool:
+    """Whether a rank is late or a process silent, here or on one of those other nodes."""
+    here = status["late_ranks"] or status["silent_processes"]
+    return bool(here) or any(row["num_late"] or row["num_silent"] for row in others)
+
+
+def write(status: Row, others: Iterable[Row]) -> None:
+    """Writes a line for each late rank and each silent process of the daemon's node."""
+    for rank in status["late_ranks"]:
+        render.write_text(rank["message"], start="LATE: ", then="  ")
+    for process in status["silent_processes"]:
+        render.write_text(silence(process), start="SILENT: ", then="  ")
+    if not wanted(status, others):
+        render.out("nothing is late, nobody is silent")
+
+
+def silence(process: Row) -> str:
+    """Which process is silent, for how long, and what the kernel says of it."""
+    letter = process["process_state"] or "?"
+    text = _STATES.get(letter, "its state in the kernel is {letter}")
+    state = text.format(pid=process["pid"], letter=letter)
+    return (
+        f"process {process['pid']} (index {process['process_index']}) of job "
+        f"{shown(process['job'])}, user {users.name(process['uid'])}: no heartbeat for "
+        f"{duration(process['since_s'])}; {state}"
+    )
