@@ -51,6 +51,7 @@ from ep_runtime.device_layout import flag_bytes, lane_rows, on_device
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime.layout import align_up
 from ep_runtime.specs import DTYPE_BYTES, GroupSpec
+from ep_runtime.text import printable
 
 __all__ = [
     "BoardHeader",
@@ -84,6 +85,7 @@ __all__ = [
     "format_board",
     "lane_bytes",
     "poison",
+    "poisoned_by",
     "read_header",
     "tally_layout",
     "tell_time",
@@ -93,13 +95,16 @@ __all__ = [
 
 @dataclasses.dataclass(frozen=True)
 class By:
-    """The process that had a generation poisoned; both 0 if unknown."""
+    """The process that had a generation poisoned, both 0 if unknown; `note` has host and reason."""
 
     uid: int
     pid: int
+    note: str = ""
 
-    def __str__(self) -> str:
-        return f"by uid {self.uid} (pid {self.pid})" if self != NOBODY else "by an operator"
+    def told(self, command: str) -> str:
+        """The words after what was done with that command."""
+        who = f"uid {self.uid} (pid {self.pid})" if self.uid or self.pid else "an operator"
+        return f"by {who} with {command}{self.note}"
 
 
 NOBODY = By(0, 0)
@@ -298,7 +303,22 @@ def poison(
     header.poison_reason = int(reason)
     header.poison_rank = rank
     header.poison_uid, header.poison_pid = by.uid, by.pid
+    header.poison_note = _cut(by.note)
     header.poison_generation = generation  # last: clients look at this word
+
+
+def _cut(note: str) -> bytes:
+    """As much of a note as the header holds, in whole characters."""
+    data, most = note.encode(), BoardHeaderStruct.poison_note.size - 1
+    if len(data) <= most:
+        return data
+    return data[: most - 3].decode(errors="ignore").encode() + b"..."
+
+
+def poisoned_by(header: BoardHeaderStruct) -> By:
+    """Whose order the poison of a header was, as far as it can be read."""
+    note = printable(header.poison_note.decode(errors="replace"))
+    return By(header.poison_uid, header.poison_pid, note)
 
 
 def tell_time(buf: Any, now_ns: int) -> None:
@@ -325,7 +345,7 @@ def read_header(buf: Any) -> BoardHeader:
         poison_generation=header.poison_generation,
         poison_reason=PoisonReason(header.poison_reason),
         poison_rank=header.poison_rank,
-        poison_by=By(header.poison_uid, header.poison_pid),
+        poison_by=poisoned_by(header),
         world_size=header.world_size,
         ep_size=header.ep_size,
         num_domains=header.num_domains,

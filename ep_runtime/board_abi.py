@@ -93,7 +93,7 @@ class BoardHeaderStruct(ctypes.Structure):
         ("tally_bytes", ctypes.c_uint64),
         ("poison_uid", ctypes.c_uint32),
         ("poison_pid", ctypes.c_uint32),
-        ("reserved", ctypes.c_uint8 * 80),
+        ("poison_note", ctypes.c_char * 80),
     ]
 
 

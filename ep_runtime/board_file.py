@@ -6,7 +6,7 @@ import ctypes
 import dataclasses
 import os
 
-from ep_runtime.board import NOBODY, By, PoisonReason
+from ep_runtime.board import NOBODY, By, PoisonReason, poisoned_by
 from ep_runtime.board_abi import BoardHeaderStruct, RankRecordStruct
 
 _RECORD_BYTES = ctypes.sizeof(RankRecordStruct)
@@ -35,7 +35,7 @@ def read_poison(board_fd: int, generation: int) -> Poison | None:
     if header.poison_generation < generation:
         return None
     reason, rank = PoisonReason(header.poison_reason), int(header.poison_rank)
-    by = By(header.poison_uid, header.poison_pid)
+    by = poisoned_by(header)
     if not 0 <= rank < header.world_size:
         return Poison(reason, -1, 0, by)
     offset = header.ranks_offset + rank * _RECORD_BYTES

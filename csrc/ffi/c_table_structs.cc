@@ -57,7 +57,7 @@ std::string BoardStructs() {
          EP_FIELD_LINE(BoardHeader, device_rows_offset) +
          EP_FIELD_LINE(BoardHeader, tallies_offset) + EP_FIELD_LINE(BoardHeader, tally_bytes) +
          EP_FIELD_LINE(BoardHeader, poison_uid) + EP_FIELD_LINE(BoardHeader, poison_pid) +
-         EP_FIELD_LINE(BoardHeader, reserved) + EP_STRUCT_LINE(RankRecord) +
+         EP_FIELD_LINE(BoardHeader, poison_note) + EP_STRUCT_LINE(RankRecord) +
          EP_FIELD_LINE(RankRecord, sequence) + EP_FIELD_LINE(RankRecord, state) +
          EP_FIELD_LINE(RankRecord, op) + EP_FIELD_LINE(RankRecord, waiting_for) +
          EP_FIELD_LINE(RankRecord, layer_id) + EP_FIELD_LINE(RankRecord, handle) +

@@ -29,6 +29,7 @@ from ep_runtime_server.base.events import EventLog
 from ep_runtime_server.base.failpoints import Failpoints
 from ep_runtime_server.callers import credentials
 from ep_runtime_server.callers.admission import Admission
+from ep_runtime_server.callers.audit import Audit
 from ep_runtime_server.callers.credentials import Peer
 from ep_runtime_server.callers.turns import Turns
 from ep_runtime_server.cluster.cluster import Cluster
@@ -48,6 +49,7 @@ from ep_runtime_server.rpc.reading_servicer import ReadingServicer, SessionReadi
 from ep_runtime_server.rpc.session_servicer import SessionServicer
 from ep_runtime_server.runtime import Runtime
 from ep_runtime_server.sockets.directory import (
+    AUDIT_FILE,
     CLUSTER_FILE,
     EVENTS_FILE,
     JOURNAL_FILE,
@@ -115,7 +117,8 @@ class Daemon:
         # A private daemon ends with its client, who is not there to ask its successor.
         kept = self._directory.path / EVENTS_FILE if settings.parent_pidfd is None else None
         log = EventLog(self._clock, kept)
-        self.runtime = Runtime(settings, self._clock, journal, self._gpus, log)
+        audit = Audit(kept and self._directory.path / AUDIT_FILE)
+        self.runtime = Runtime(settings, self._clock, journal, self._gpus, log, audit)
         self.runtime.restore(FdStore(env.notify_socket(), self._stored_fds), self._stored_fds)
         await self.runtime.pool.load_gpus()
         self.runtime.failpoints.hit("recovery.restored")
@@ -347,4 +350,5 @@ class Daemon:
         self.runtime.journal.close()
         self.runtime.events.add("server.stopped", f"pid {os.getpid()} ends")
         self.runtime.events.close()
+        self.runtime.audit.close()
         self._directory.close(remove=self._settings.parent_pidfd is not None)

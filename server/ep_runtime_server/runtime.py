@@ -26,6 +26,7 @@ from ep_runtime_server.base.events import EventLog
 from ep_runtime_server.base.failpoints import Failpoints
 from ep_runtime_server.base.loop_lag import LoopLag
 from ep_runtime_server.base.supervision import Supervisor
+from ep_runtime_server.callers.audit import Audit
 from ep_runtime_server.callers.credentials import GivenOrder
 from ep_runtime_server.callers.operations import Operations
 from ep_runtime_server.callers.quotas import Connections, Quotas, Usage
@@ -66,6 +67,7 @@ class Runtime:
         journal: Journal,
         gpus: Gpus | None = None,
         events: EventLog | None = None,
+        audit: Audit | None = None,
     ) -> None:
         """`restore` comes next; `gpus` are for tests."""
         self.settings = settings
@@ -74,6 +76,7 @@ class Runtime:
         self.incarnation = secrets.token_hex(8)
         self.started_s = clock.monotonic_s()
         self.events = EventLog(clock) if events is None else events
+        self.audit = Audit(None) if audit is None else audit
         self.pool = WindowPool(
             HostDevice(settings.max_host_bytes),
             clock,
@@ -403,7 +406,7 @@ class Runtime:
             session.tell(session_service_pb2.WatchSessionResponse(drain=event))
         self.on_health()
 
-    def fence(self, session_id: str, reason: str, order: GivenOrder) -> list[str]:
+    def fence(self, session_id: str, order: GivenOrder) -> list[str]:
         """Cuts a session off; names of the groups that this poisoned.
 
         Raises:
@@ -413,7 +416,7 @@ class Runtime:
         if session is None:
             raise InvalidArgumentError(f"no session {session_id!r}", argument="session_id")
         names = [group.owner.name for group in self.groups.of_session(session)]
-        self.sessions.fence(session, printable(reason[:200]) or "no reason given", order)
+        self.sessions.fence(session, order)
         return names
 
     def reclaim(

@@ -260,7 +260,7 @@ def test_watch_takes_samples_until_interrupted(job: Job, module_address: str, co
 def test_keys_sort_open_a_layer_and_end(job: Job, module_address: str) -> None:
     terminal = Terminal("top", "--interval", "0.3", "--address", module_address)
     try:
-        terminal.until("group moe of job tests: 4 ranks")
+        terminal.until("group moe of job tests, user ")
         terminal.type("s")
         terminal.until("by MARK")
         terminal.type("l")

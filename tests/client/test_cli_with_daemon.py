@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import pwd
+import re
 import signal
 import subprocess
 import sys
@@ -14,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import raw_client
 from daemon_fixtures import WAIT_S, start_daemon, wait_until
 
 import ep_runtime as ep
@@ -122,11 +126,11 @@ def test_json_values_of_a_group(ask: Any, group: ep.Group) -> None:
 @pytest.mark.parametrize(
     ("name", "headings"),
     [
-        ("sessions", "SESSION STATE JOB UID PID GROUPS AGE BEAT"),
-        ("groups", "GROUP JOB STATE LATE GEN RANKS EP LAYERS HANDLES BYTES PIDS AGE"),
-        ("layers", "LAYER GROUP JOB TOP-K ALIGN HANDLES STACK GEN"),
-        ("handles", "LAYER HANDLE LANE GEN STATE JOB PIDS AGE LAST-OP EPOCH"),
-        ("buffers", "BUFFER BYTES DEVICE KIND STATE OWNER MAPPED"),
+        ("sessions", "SESSION STATE JOB USER PID GROUPS AGE BEAT"),
+        ("groups", "GROUP JOB USER STATE LATE GEN RANKS EP LAYERS HANDLES BYTES PIDS AGE"),
+        ("layers", "LAYER GROUP JOB USER TOP-K ALIGN HANDLES STACK GEN"),
+        ("handles", "LAYER HANDLE LANE GEN STATE JOB USER PIDS AGE LAST-OP EPOCH"),
+        ("buffers", "BUFFER BYTES DEVICE KIND STATE OWNER USER MAPPED"),
         ("events", "SEQ TIME KIND SESSION GROUP MESSAGE"),
     ],
 )
@@ -268,8 +272,26 @@ def test_fence_and_reclaim_report_what_they_did(ask: Any, group: ep.Group) -> No
     wait_until(lambda: not group.session.alive, "the client hears of the fence")
     with pytest.raises(ep.SessionFencedError, match="too loud"):
         group.session.group("moe")
-    code, text = ask("reclaim", "moe", "--yes")
-    assert (code, "0 groups are named 'moe'" in text) == (1, True)
+    for yes in ([], ["--yes"]):
+        code, text = ask("reclaim", "moe", *yes)
+        assert (code, "no group named 'moe'; there is none" in text) == (1, True)
+
+
+def test_a_name_of_several_jobs_needs_the_job(ask: Any, group: ep.Group, address: str) -> None:
+    user = pwd.getpwuid(os.getuid()).pw_name
+    directory = Path(address.removeprefix("unix://"))
+    with contextlib.closing(raw_client.Client(directory, job="other")) as other:
+        other.create(raw_client.make_spec())
+        wanted = f"choose by one of: --job other --user {user} and --job tests --user {user}"
+        for words in (["describe", "group"], ["reclaim"]):
+            code, text = ask(*words, "moe")
+            assert (code, wanted in text) == (1, True), text
+        code, text = ask("describe", "group", "tests/moe", "--user", user)
+        assert (code, "job other" in text, "generation 1 begins" in text) == (0, False, True)
+        assert not re.search("^ .*group moe", text, re.MULTILINE)
+        (told,) = json.loads(ask("describe", "group", "other/moe", "-o", "json")[1])["items"]
+        assert {json.loads(one["fields_json"])["job"] for one in told["events"]} == {"other"}
+        other.goodbye()
 
 
 def test_reclaim_of_a_live_group_counts_its_bytes(ask: Any, group: ep.Group) -> None:

@@ -286,7 +286,7 @@ def test_a_fenced_session_says_so_and_a_new_one_works(
     request = messages.FenceRequest(session_id=session.session_id, reason="a test")
     assert admin.call("Fence", request)["groups"] == ["g"]
     wait_until(lambda: not session.alive, "the client hears of the fence")
-    who = rf"by uid {os.getuid()} \(pid {os.getpid()}\) with ep-runtime fence"
+    who = rf"by uid {os.getuid()} \(pid {os.getpid()}\) with ep-runtime fence on host .*"
     with pytest.raises(ep.SessionFencedError, match=f"fenced {who}: a test; connect again"):
         session.create_group("h", mesh, **_ARGUMENTS)
     with pytest.raises((ep.SessionFencedError, ep.StaleHandleError)):

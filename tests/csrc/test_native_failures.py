@@ -162,14 +162,16 @@ def test_poison_ends_calls_that_wait(reason, kind):
         assert record.layer_id == group.layer_id
         board.poison(group.board, 4, reason, rank=3)  # an older generation: not ours
         started = time.monotonic()
-        board.poison(group.board, 5, reason, rank=3, by=board.By(1234, 77))
+        board.poison(group.board, 5, reason, rank=3, by=board.By(1234, 77, " on host a: why"))
         # The program ends well, with nothing in it: rank 3 waits in the sum for the others.
         values, given = np.array(jax.block_until_ready(out)), np.asarray(x)
         np.testing.assert_array_equal(values[3], given[3])
         np.testing.assert_array_equal(values[[*waiting]], np.full_like(given[:7], np.nan))
         np.testing.assert_array_equal(total, np.full_like(given, np.nan))
         error = errors.parse(group.check())
-        assert ("by uid 1234 (pid 77) with" in str(error)) == (kind is not errors.PeerLostError)
+        told = str(error)
+        assert ("by uid 1234 (pid 77) with" in told) == (kind is not errors.PeerLostError)
+        assert (" on host a: why" in told) == (kind is not errors.PeerLostError)
         assert time.monotonic() - started < 2
         assert type(error) is kind
         assert error.fields["generation"] == 5

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import mmap
 import os
+import socket
 
 import pytest
 from harness import Watcher, both_ready, eventually
@@ -25,6 +26,7 @@ class TestReclaim:
         eventually(lambda: watcher.kinds() == ["group"])
         assert watcher.events[0].group.state == types_pb2.GROUP_STATE_CLOSED
         who = f"by uid {os.getuid()} (pid {os.getpid()}) with ep-runtime reclaim"
+        who += f" on host {socket.gethostname()}"
         assert watcher.events[0].group.reason == f"was reclaimed {who}"
         (told,) = [item for item in daemon.ask("ListEvents").events if item.kind == "group.closed"]
         assert who in told.message
@@ -44,7 +46,8 @@ class TestReclaim:
             header = board.read_header(mapped)
             assert header.poison_generation == header.generation == group.generation
             assert header.poison_reason is board.PoisonReason.RECLAIMED
-            assert header.poison_by == board.By(os.getuid(), os.getpid())
+            note = f" on host {socket.gethostname()}"
+            assert header.poison_by == board.By(os.getuid(), os.getpid(), note)
         close_fds(found)
 
     def test_of_retained_groups_frees_at_once(self, daemon):
@@ -68,6 +71,35 @@ class TestReclaim:
             daemon.ask("Reclaim", name="none")
         with pytest.raises(errors.InvalidArgumentError, match="not both"):
             daemon.ask("Reclaim")
+
+
+def test_every_order_is_in_the_audit_file_also_one_that_was_refused(daemon):
+    client = daemon.client()
+    client.ready(make_spec())
+    with pytest.raises(errors.InvalidArgumentError):
+        daemon.ask("Reclaim", name="none")
+    daemon.ask("Fence", session_id=client.session_id, reason="drill\n")
+    file = daemon.directory / "audit"
+    eventually(lambda: file.exists() and file.read_text().count("\n") == 2)
+    reclaim, fence = map(json.loads, file.read_text().splitlines())
+    assert file.stat().st_mode & 0o777 == 0o600
+    assert (reclaim["command"], reclaim["group"]) == ("ep-runtime reclaim", "none")
+    assert (fence["command"], fence["session"]) == ("ep-runtime fence", client.session_id)
+    assert fence["reason"].startswith("drill")
+    by = ("by_uid", "by_pid", "by_host")
+    assert {tuple(one[key] for key in by) for one in (reclaim, fence)} == {
+        (os.getuid(), os.getpid(), socket.gethostname())
+    }
+
+
+def test_a_note_is_cut_to_whole_characters_of_what_a_board_holds():
+    buf = bytearray(board.board_bytes(make_spec()))
+    board.format_board(buf, make_spec(), 1)
+    board.poison(buf, 1, board.PoisonReason.FENCED, by=board.By(1, 2, " on host a: " + "é" * 60))
+    note = board.read_header(buf).poison_by.note
+    assert note.startswith(" on host a: éé")
+    assert note.endswith("é...")
+    assert len(note.encode()) <= 79
 
 
 def test_quarantine_ends_with_the_last_of_several_processes(daemon):

@@ -361,12 +361,14 @@ def test_a_fence_reaches_the_stream_and_voids_the_token(daemon):
     assert answer.groups == ["moe"]
     assert watcher.ended()
     (fence,) = [event.fence for event in watcher.events if event.HasField("fence")]
-    who = f"by uid {os.getuid()} (pid {os.getpid()}) with ep-runtime fence"
+    host = socket.gethostname()
+    who = f"by uid {os.getuid()} (pid {os.getpid()}) with ep-runtime fence on host {host}"
     assert fence.reason == f"{who}: drill"
     (told,) = [item for item in daemon.ask("ListEvents").events if item.kind == "session.fenced"]
     assert who in told.message
     fields = json.loads(told.fields_json)
-    assert (fields["by_uid"], fields["by_pid"]) == (os.getuid(), os.getpid())
+    order = (fields["by_uid"], fields["by_pid"], fields["by_host"], fields["reason"])
+    assert order == (os.getuid(), os.getpid(), host, "drill")
     assert watcher.code is grpc.StatusCode.UNAUTHENTICATED
     with pytest.raises(errors.SessionFencedError, match="was fenced"):
         heartbeat(client)

@@ -16,11 +16,13 @@ from typing import Any
 from ep_runtime.allowed_names import shown
 from ep_runtime.text import printable
 from ep_runtime.units import duration, iec, si
+from ep_runtime_client.cli import users
 
 IDENTITY, STATE, USUAL = range(3)
 
 _GAP = "  "
 _LEAST_FOLDED = 24  # a column of text narrower than that is no pleasure to read
+_LEAST_PROSE = 44  # before other columns that may be left out
 _LEAST = 12  # of others, where nothing else is left
 _MOST_ITEMS = 3  # of a list, in a table that is not wide
 _RIGHT = ("bytes", "count", "seconds", "share", "rate", "ratio")
@@ -43,6 +45,7 @@ class Column:
             (folds; the first few where it is not wide), "names" (a list of them, or labels),
             "bytes" (IEC units), "seconds" (an age), "count", "lane" (-1: none), "time" (local),
             "share" (0 to 1, as percent), "rate" (thousands as k), "ratio",
+            "user" (by name where this system knows the number),
             "device" (the start of a GPU's UUID where it is not wide), "late" (late ranks: the one
             for which others have waited longest, and how many there are beside it).
         wide: shown by `-o wide` only.
@@ -81,6 +84,8 @@ def kind_of(key: str) -> str:
         return "name"
     if key in _NAMED_LISTS:
         return "names"
+    if key == "uid":
+        return "user"
     if key == "bytes" or key.endswith("_bytes"):
         return "bytes"
     if key.endswith("_s"):
@@ -117,6 +122,8 @@ def _cell(value: Any, kind: str, wide: bool) -> str:
         return local_time(str(value), whole=wide)
     if kind == "late":
         return _late(value)
+    if kind == "user" and isinstance(value, int):
+        return users.name(value)
     if kind == "device" and not wide:
         return _DEVICE.sub(r"\1", str(value))
     if isinstance(value, bool):
@@ -186,20 +193,22 @@ def _placed(columns: Sequence[Column], *least: Sequence[int]) -> list[PlacedColu
     ]
 
 
-def _total(block: Sequence[PlacedColumn], *, least: bool = False) -> int:
-    widths = (_least(placed) if least else placed.width for placed in block)
+def _total(block: Sequence[PlacedColumn], *, least: int | None = None) -> int:
+    """Its width; with `least` if prose takes as little as that, and other text what it must."""
+    widths = (placed.width if least is None else _least(placed, least) for placed in block)
     return sum(widths) + len(_GAP) * (len(block) - 1)
 
 
-def _least(placed: PlacedColumn) -> int:
-    return min(placed.width, _LEAST_FOLDED) if placed.column.folds else placed.width
+def _least(placed: PlacedColumn, prose: int = _LEAST_FOLDED) -> int:
+    least = prose if placed.column.kind == "prose" else _LEAST_FOLDED
+    return min(placed.width, least) if placed.column.folds else placed.width
 
 
 def _chosen(placed: list[PlacedColumn], width: int) -> list[PlacedColumn]:
     """Those that there is room for, by priority and then from the left."""
     chosen: list[PlacedColumn] = []
     for one in sorted(placed, key=lambda one: one.column.priority):
-        if one.column.priority <= STATE or _total([*chosen, one], least=True) <= width:
+        if one.column.priority <= STATE or _total([*chosen, one], least=_LEAST_PROSE) <= width:
             chosen.append(one)
     return sorted(chosen, key=lambda one: one.index)
 
@@ -210,7 +219,7 @@ def _split(placed: list[PlacedColumn], width: int) -> Iterator[list[PlacedColumn
     kept = kept or [one for one in placed if one.column.kind == "text"]
     block = list(kept)
     for one in [one for one in placed if one not in kept]:
-        if len(block) > len(kept) and _total([*block, one], least=True) > width:
+        if len(block) > len(kept) and _total([*block, one], least=_LEAST_FOLDED) > width:
             yield block
             block = list(kept)
         block.append(one)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import functools
 import pwd
 
@@ -13,3 +14,13 @@ def name(uid: int) -> str:
         return pwd.getpwuid(uid).pw_name
     except (KeyError, OverflowError):
         return str(uid)
+
+
+def number(text: str) -> int:
+    """argparse type: a user's number, given by name or number."""
+    if text.isdecimal():
+        return int(text)
+    try:
+        return pwd.getpwnam(text).pw_uid
+    except KeyError:
+        raise argparse.ArgumentTypeError(f"this system knows no user {text!r}") from None

@@ -98,9 +98,9 @@ class GroupHealth:
         if poison is not None and why is board.PoisonReason.PEER_LOST:
             return self._lost(poison.rank, poison.pid, reason)
         if poison is not None and why is board.PoisonReason.RECLAIMED:
-            return self._stale(f"was reclaimed {poison.by} with ep-runtime reclaim", 0.0)
+            return self._stale(f"was reclaimed {poison.by.told('ep-runtime reclaim')}", 0.0)
         if poison is not None and poison.by != board.NOBODY:
-            reason = f"was replaced {poison.by} with create_group(replace=True)"
+            reason = f"was replaced {poison.by.told('create_group(replace=True)')}"
         if not reason.startswith("was "):
             reason = f"is gone: {reason or 'its board says so'}"
         return self._stale(reason, self._formed.spec.op_timeout_s)
@@ -121,7 +121,7 @@ class GroupHealth:
 
     def _fenced(self, poison: Poison) -> End:
         group = f"group {self._name!r} generation {self._formed.generation}"
-        fenced = f"was fenced {poison.by} with ep-runtime fence"
+        fenced = f"was fenced {poison.by.told('ep-runtime fence')}"
         if poison.rank < 0 or poison.rank in self._formed.ranks:
             text = f"{group}: its session {fenced}; connect again and create the group anew"
             return End(SessionFencedError(text, **self._fields))

@@ -176,7 +176,9 @@ std::string Group::By(const char* command) const {
   const std::string who = uid == 0 && pid == 0
                               ? "an operator"
                               : "uid " + std::to_string(uid) + " (pid " + std::to_string(pid) + ")";
-  return " by " + who + " with " + command;
+  const char* note = header_->poison_note;
+  return " by " + who + " with " + command +
+         std::string(note, strnlen(note, sizeof(header_->poison_note)));
 }
 
 std::string Group::Described() const {

@@ -86,7 +86,7 @@ struct BoardHeader {
   // Who had it poisoned, both 0 where nobody says: whoever gave an order, or replaced the group.
   std::atomic<uint32_t> poison_uid;
   std::atomic<uint32_t> poison_pid;
-  uint8_t reserved[80];
+  char poison_note[80];  // host and reason, UTF-8 with a zero at its end
 };
 static_assert(sizeof(BoardHeader) == 256);
 

@@ -55,18 +55,34 @@ class Caller:
 
 @dataclasses.dataclass(frozen=True)
 class GivenOrder:
-    """Whoever ends a group or a session that others use, and with what command or call."""
+    """Whoever ends a group or a session that others use, with what command or call, and why.
+
+    Orders come over unix sockets, so their host is the daemon's.
+    """
 
     caller: Caller
     command: str
+    reason: str = ""
+    host: str = dataclasses.field(default_factory=socket.gethostname)
 
     def __str__(self) -> str:
-        return f"by {self.caller} with {self.command}"
+        return f"by {self.caller} with {self.command}{self.note}"
+
+    @property
+    def note(self) -> str:
+        """What follows the command in texts."""
+        return f" on host {self.host}" + (f": {self.reason}" if self.reason else "")
 
     @property
     def fields(self) -> dict[str, Any]:
         """Fields of the event that reports the order."""
-        return {"by_uid": self.caller.uid, "by_pid": self.caller.pid, "command": self.command}
+        found = {
+            "by_uid": self.caller.uid,
+            "by_pid": self.caller.pid,
+            "by_host": self.host,
+            "command": self.command,
+        }
+        return {**found, "reason": self.reason} if self.reason else found
 
 
 def caller_of(connection: socket.socket) -> Caller:

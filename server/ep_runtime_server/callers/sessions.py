@@ -334,11 +334,11 @@ class Sessions:
         if session.live:
             self._end(session, SessionState.DEAD if failed else SessionState.CLOSED)
 
-    def fence(self, session: SessionRecord, reason: str, order: GivenOrder) -> None:
+    def fence(self, session: SessionRecord, order: GivenOrder) -> None:
         """Voids the token; memory that the process maps waits for its pidfd."""
         if session.live:
             session.state = SessionState.FENCED
-            session.fence_reason = f"{order}: {reason}"
+            session.fence_reason = str(order)
             session.fenced_by = order
             self.on_change(session)
             self._log(

@@ -252,7 +252,7 @@ class Assemblies:
         self._events.add(
             kind,
             f"group {owner}, epoch {view.epoch}, attempt {view.attempt}: {message}",
-            group=owner.name,
+            **owner.fields,
             epoch=view.epoch,
             attempt=view.attempt,
         )

@@ -157,7 +157,7 @@ class Ends:
                 "group.broken",
                 f"group {owner}, epoch {epoch}: node {node!r} lost the processes of ranks "
                 f"{fresh}{told}",
-                group=owner.name,
+                **owner.fields,
                 epoch=epoch,
                 generation=group.generation,
             )

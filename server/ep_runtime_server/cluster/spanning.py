@@ -189,7 +189,7 @@ class Spanning:
                 self._events.add(
                     "cluster.join_waits",
                     f"group {group.owner}: {error}",
-                    group=group.owner.name,
+                    **group.owner.fields,
                     level=logging.DEBUG,
                 )
                 await asyncio.sleep(pause_s)
@@ -315,7 +315,7 @@ class Spanning:
         self._events.add(
             kind,
             f"group {group.owner}, epoch {group.epoch}: {message}",
-            group=group.owner.name,
+            **group.owner.fields,
             epoch=group.epoch,
             generation=group.generation,
         )

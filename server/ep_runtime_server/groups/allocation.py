@@ -62,7 +62,7 @@ def _say_anew(group: GroupRecord, before: int, events: EventLog) -> None:
     events.add(
         "windows.replaced",
         f"group {group.owner}: new memory for ranks {group.local_ranks}: {why}",
-        group=group.owner.name,
+        **group.owner.fields,
         generation=group.generation,
         node_size=group.node_size,
     )

@@ -313,8 +313,7 @@ class Groups(GroupBook):
     def _fenced(self, group: GroupRecord, session: SessionRecord) -> None:
         member = group.members.get(session.session_id)
         rank = member.ranks[0] if member is not None else -1
-        by = session.fenced_by.caller if session.fenced_by is not None else None
-        group.poison(PoisonReason.FENCED, rank, by)
+        group.poison(PoisonReason.FENCED, rank, session.fenced_by)
         why = f"its session was fenced {session.fence_reason}"
         if len(group.members.keys() | group.previous.keys()) == 1:
             self.take_away(group, PoisonReason.FENCED, why, session.fenced_by)
@@ -365,7 +364,7 @@ class Groups(GroupBook):
         self, group: GroupRecord, reason: PoisonReason, why: str, order: GivenOrder | None = None
     ) -> int:
         """Poisons the group and forgets it; bytes on their way back now."""
-        group.poison(reason, by=order.caller if order is not None else None)
+        group.poison(reason, by=order)
         fields: dict[str, Any] = order.fields if order is not None else {}
         if order is not None and str(order) not in why:
             why = f"{why} {order}"
@@ -398,7 +397,7 @@ class Groups(GroupBook):
         self._events.add(
             kind,
             f"group {group.owner}: {message}",
-            group=group.owner.name,
+            **group.owner.fields,
             level=logging.INFO,
             generation=group.generation,
             state=group.state.value,

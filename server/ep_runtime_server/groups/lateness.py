@@ -185,7 +185,7 @@ class LateRanks:
         self._events.add(
             kind,
             message,
-            group=late.group.owner.name,
+            **late.group.owner.fields,
             level=level,
             generation=late.group.generation,
             rank=late.world_rank,

@@ -17,7 +17,7 @@ from ep_runtime.errors import (
 )
 from ep_runtime.specs import NODE_TRANSPORTS, GroupSpec
 from ep_runtime.v1 import session_service_pb2, types_pb2
-from ep_runtime_server.callers.credentials import Caller
+from ep_runtime_server.callers.credentials import GivenOrder
 from ep_runtime_server.callers.sessions import SessionRecord
 from ep_runtime_server.groups.fsm import State, Trigger, next_state
 from ep_runtime_server.groups.layers import LayerTable
@@ -303,7 +303,7 @@ class GroupRecord:
                 asked=generation,
             )
 
-    def poison(self, reason: PoisonReason, rank: int = -1, by: Caller | None = None) -> None:
+    def poison(self, reason: PoisonReason, rank: int = -1, by: GivenOrder | None = None) -> None:
         # Before it formed no client knows the generation, and the board still has the older one.
         if self.windows is not None and self.formed:
             self.windows.poison(reason, rank, by)

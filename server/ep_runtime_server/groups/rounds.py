@@ -68,7 +68,7 @@ class Rounds:
             f"calls of group {quoted(group.owner.name)} ran in parts, which costs time: a rank "
             f"received more rows than workspace={group.spec.workspace!r} holds; layers {named}"
             + (f" and {more} more" if more > 0 else ""),
-            group=group.owner.name,
+            **group.owner.fields,
             level=logging.WARNING,
             generation=group.generation,
             layers=layers[:MAX_NAMED_LAYERS],

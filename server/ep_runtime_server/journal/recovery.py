@@ -244,7 +244,7 @@ class Recovery:
                 self._events.add(
                     "windows.lost",
                     f"{iec(missing)} of {windows.owner}: nobody is left to give them back",
-                    group=windows.owner.name,
+                    **windows.owner.fields,
                     generation=windows.generation,
                 )
             if group is not None:

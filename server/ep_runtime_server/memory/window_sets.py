@@ -7,11 +7,12 @@ import enum
 import mmap
 import secrets
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from ep_runtime import board
 from ep_runtime.allowed_names import shown
 from ep_runtime.specs import GroupSpec
-from ep_runtime_server.callers.credentials import Caller
+from ep_runtime_server.callers.credentials import GivenOrder
 from ep_runtime_server.memory.buffers import Buffer
 from ep_runtime_server.memory.devices import Allocation, Device
 
@@ -33,6 +34,11 @@ class Owner:
 
     def __str__(self) -> str:
         return f"{shown(self.name)} (uid {self.uid}, job {shown(self.job)})"
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """Arguments of an event about the group."""
+        return {"group": self.name, "job": self.job, "uid": self.uid}
 
     @property
     def path(self) -> str:
@@ -67,7 +73,7 @@ class WindowSet:
         self.holders: set[str] = set()
         self.set_id = f"w-{secrets.token_hex(6)}"
         self.on_change: Callable[[WindowSet], None] = _nobody
-        self._poison: tuple[board.PoisonReason, int, Caller | None] | None = None
+        self._poison: tuple[board.PoisonReason, int, GivenOrder | None] | None = None
 
     @property
     def wanted_ranks(self) -> list[int]:
@@ -119,13 +125,17 @@ class WindowSet:
     def bytes_on(self, device: str) -> int:
         return sum(b.size_bytes for b in self.buffers if b.device == device and b.counted)
 
-    def poison(self, reason: board.PoisonReason, rank: int = -1, by: Caller | None = None) -> None:
+    def poison(
+        self, reason: board.PoisonReason, rank: int = -1, by: GivenOrder | None = None
+    ) -> None:
         """Ends the waits and calls of this generation. A board that did not come back yet is
         poisoned as soon as it does."""
         if self.board is None:
             self._poison = self._poison or (reason, rank, by)
         else:
-            whom = board.By(by.uid, by.pid) if by is not None else board.NOBODY
+            whom = board.NOBODY
+            if by is not None:
+                whom = board.By(by.caller.uid, by.caller.pid, by.note)
             board.poison(self.board, self.generation, reason, rank, whom)
 
     def allocate(self, parts: Sequence[tuple[int, Device, int]]) -> None:

@@ -289,7 +289,7 @@ class WindowPool:
                 self._events.add(
                     "windows.quarantined",
                     f"{iec(windows.size_bytes)} of {windows.owner} wait for their holders",
-                    group=windows.owner.name,
+                    **windows.owner.fields,
                     generation=windows.generation,
                     holders=sorted(windows.holders),
                 )
@@ -326,7 +326,7 @@ class WindowPool:
         self._events.add(
             "windows.freed",
             f"{iec(size_bytes)} of {windows.owner} freed",
-            group=windows.owner.name,
+            **windows.owner.fields,
             generation=windows.generation,
             duration_s=round(self._clock.monotonic_s() - started, 6),
         )

@@ -223,7 +223,7 @@ class UniqueIdBook:
         self._events.add(
             kind,
             f"group {group.owner}, generation {group.generation}: {message}",
-            group=group.owner.name,
+            **group.owner.fields,
             generation=group.generation,
             level=logging.INFO,
         )

@@ -12,6 +12,7 @@ import grpc
 import ep_runtime
 from ep_runtime import wire
 from ep_runtime.errors import InvalidArgumentError, PermissionDeniedError
+from ep_runtime.text import printable
 from ep_runtime.v1 import admin_service_pb2 as pb
 from ep_runtime.v1 import admin_service_pb2_grpc as pb_grpc
 from ep_runtime_server.base import limits, open_files
@@ -28,6 +29,8 @@ from ep_runtime_server.runtime import Runtime
 
 Context = grpc.aio.ServicerContext
 Reading = Callable[[Any, Any, Any], Coroutine[Any, Any, Any]]
+MAX_REASON = 200
+
 T = TypeVar("T")
 Row = TypeVar("Row")
 
@@ -67,11 +70,16 @@ class AdminServicer(pb_grpc.AdminServiceServicer):
         self._runtime = runtime
         self._caller_of = caller_of
 
-    def _order(self, context: Context[Any, Any], command: str) -> GivenOrder:
+    def _order(
+        self, context: Context[Any, Any], command: str, *, reason: str = "", **about: Any
+    ) -> GivenOrder:
+        """Who gives the order, which goes into the audit file with what it is `about`."""
         caller = self._caller_of(context.peer())
         if caller is None:
             raise PermissionDeniedError(f"{command}: the connection that asked for it has ended")
-        return GivenOrder(caller, f"ep-runtime {command}")
+        order = GivenOrder(caller, f"ep-runtime {command}", printable(reason[:MAX_REASON]))
+        self._runtime.audit.note(order, self._runtime.clock.wall_s(), about)
+        return order
 
     def _sees(self, uid: int | None) -> bool:
         """Whether the caller may know of what is that user's; None where it is nobody's."""
@@ -263,8 +271,9 @@ class AdminServicer(pb_grpc.AdminServiceServicer):
     ) -> pb.DrainResponse:
         has_deadline = request.HasField("deadline")
         deadline_s = wire.seconds(request.deadline) if has_deadline else limits.DEFAULT_DRAIN_S
-        order = self._order(context, "drain")
-        self._runtime.drain(deadline_s, shutdown=request.shutdown, order=order)
+        shutdown = request.shutdown
+        order = self._order(context, "drain", shutdown=shutdown, deadline_s=deadline_s)
+        self._runtime.drain(deadline_s, shutdown=shutdown, order=order)
         return pb.DrainResponse(num_sessions=len(self._runtime.sessions.not_over()))
 
     async def Undrain(  # noqa: N802
@@ -277,19 +286,25 @@ class AdminServicer(pb_grpc.AdminServiceServicer):
     async def Fence(  # noqa: N802
         self, request: pb.FenceRequest, context: Context[Any, Any]
     ) -> pb.FenceResponse:
-        order = self._order(context, "fence")
-        groups = self._runtime.fence(request.session_id, request.reason, order)
+        session_id = request.session_id
+        order = self._order(context, "fence", reason=request.reason, session=session_id)
+        groups = self._runtime.fence(session_id, order)
         return pb.FenceResponse(groups=groups)
 
     async def Reclaim(  # noqa: N802
         self, request: pb.ReclaimRequest, context: Context[Any, Any]
     ) -> pb.ReclaimResponse:
+        uid = request.uid if request.HasField("uid") else None
+        about: dict[str, Any] = {"group": request.name, "job": request.job, "uid": uid}
+        if request.all_retained:
+            about = {"all_retained": True}
+        order = self._order(context, "reclaim", **about)
         groups, freed, quarantined = self._runtime.reclaim(
             request.name,
             request.job,
-            request.uid if request.HasField("uid") else None,
+            uid,
             all_retained=request.all_retained,
-            order=self._order(context, "reclaim"),
+            order=order,
         )
         return pb.ReclaimResponse(
             groups=[group.owner.name for group in groups],

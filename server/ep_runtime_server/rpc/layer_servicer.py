@@ -128,7 +128,7 @@ async def _register(
             "layers.registered",
             f"group {group.owner}: {added} layers and stacks registered",
             session_id=session.session_id,
-            group=group.owner.name,
+            **group.owner.fields,
             added=added,
         )
     return answer

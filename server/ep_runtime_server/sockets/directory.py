@@ -16,6 +16,7 @@ LOCK_FILE = "lock"
 JOURNAL_FILE = "journal"
 CLUSTER_FILE = "cluster"
 EVENTS_FILE = "events"
+AUDIT_FILE = "audit"
 RPC_SOCKET = "rpc.sock"  # gRPC's own, behind api.sock
 ORDERS_SOCKET = "ops.sock"  # the same, behind admin.sock
 SOCKETS = (wire.API_SOCKET, wire.FD_SOCKET, wire.ADMIN_SOCKET, RPC_SOCKET, ORDERS_SOCKET)
@@ -133,7 +134,7 @@ class SocketDirectory:
         self._inodes = {}
         if remove:
             with contextlib.suppress(OSError):
-                for name in (JOURNAL_FILE, CLUSTER_FILE, EVENTS_FILE, LOCK_FILE):
+                for name in (JOURNAL_FILE, CLUSTER_FILE, EVENTS_FILE, AUDIT_FILE, LOCK_FILE):
                     (self.path / name).unlink(missing_ok=True)
                 os.rmdir(self.path)
         if self._lock_fd >= 0:

@@ -21,11 +21,11 @@ VIEW = reading.View(
             about="LEASED, RETAINED (waits for its job), QUARANTINED (a process may map it, "
             "or it is being freed)",
         ),
-        Column("owner", "OWNER", "name", about="job/group"),
+        Column("owner", "OWNER", "name", about="job/group, as `describe group` takes it"),
+        Column("uid", "USER", "user", about="user of the group"),
         Column("mapped_by", "MAPPED", "list", priority=3, about="pids that map it"),
         Column("world_rank", "RANK", "count", wide=True, about="world rank; -1: the board"),
         Column("generation", "GEN", "count", wide=True, about="generation of the group"),
-        Column("uid", "UID", wide=True, about="user of the group"),
         Column("age_s", "AGE", "seconds", wide=True, about="time since it was allocated"),
     ),
     fetch=lambda daemon, args: list(daemon.buffers()),

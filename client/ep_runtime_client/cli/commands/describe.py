@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ep_runtime import close_names
+from ep_runtime.allowed_names import shown
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime_client import cli
-from ep_runtime_client.cli import render
+from ep_runtime_client.cli import render, users
 from ep_runtime_client.cli.commands import buffers, events, groups, handles, layers, sessions
 from ep_runtime_client.cli.daemon import choosing, describing, reading
 from ep_runtime_client.cli.tables import Column
@@ -30,11 +32,25 @@ NODE = "node"
 KINDS = (*VIEWS, NODE)
 MOST_EVENTS = 10
 
+# Columns that say the same in every row about one object are left out of its tables.
+_OWNER = ("job", "uid")
+
+
+def _without(columns: Sequence[Column], *keys: str) -> list[Column]:
+    return [column for column in columns if column.key not in keys]
+
+
+_EVENTS = (Column("node", "NODE", about="its node"), *events.COLUMNS)
+_OF_SESSION = {
+    "groups": _without(groups.VIEW.columns, *_OWNER),
+    "events": _without(_EVENTS, "session_id"),
+}
 _PARTS = {
-    "groups": groups.VIEW.columns,
-    "layers": layers.VIEW.columns,
-    "handles": handles.VIEW.columns,
-    "events": (Column("node", "NODE", about="its node"), *events.COLUMNS),
+    "group": {
+        "layers": _without(layers.VIEW.columns, "group", *_OWNER),
+        "events": _without(_EVENTS, "group"),
+    },
+    "layer": {"handles": _without(handles.VIEW.columns, *_OWNER)},
 }
 
 
@@ -43,6 +59,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("kind", type=_kind, metavar="KIND", help=f"one of {', '.join(KINDS)}")
     add("name", metavar="NAME", help="its name, from the first column of that kind's list")
     add("--job", help="job of the object, if several jobs have an object of that name")
+    about = "its user by name or number, if several users have an object of that name"
+    add("--user", dest="uid", type=users.number, help=about)
     reading.add_node_argument(parser, "every node of the daemon's cluster")
     add("-o", "--output", choices=("table", "json"), default="table")
     reading.add_daemon_arguments(parser)
@@ -72,12 +90,13 @@ def run(args: argparse.Namespace) -> int:
             kind, columns = view.kind, view.columns
 
             def read(node: source.Source) -> list[Row]:
-                rows = [row for row in view.fetch(node, args) if args.job in (None, row["job"])]
+                rows = view.fetch(node, args)
                 chosen = choosing.select(kind, view.keys, rows, args.name, must=False)
                 return [{**row, **_parts(args.kind, row, node)} for row in chosen] or rows
 
             found = nodes.everywhere(daemon, read, args.node)
             rows = choosing.select(kind, view.keys, found.rows, args.name)
+            rows = choosing.of_one_owner(args.kind, rows, args.name, args.job, args.uid)
             for row in rows:
                 for member in row.get("members", ()):
                     member["node"] = member["node"] or row["node"]
@@ -88,7 +107,7 @@ def run(args: argparse.Namespace) -> int:
         for number, row in enumerate(_together(rows) if args.kind == "group" else rows):
             if number:
                 render.out("")
-            describing.write(row, columns, _PARTS)
+            describing.write(row, columns, _PARTS.get(args.kind, _OF_SESSION))
     return cli.PARTIAL if found.missing else cli.OK
 
 
@@ -134,7 +153,7 @@ def _parts(kind: str, row: Row, node: source.Source) -> Row:
         return {
             "members": _members(row, node),
             "layers": mine,
-            "events": _events(node, "group", row["name"]),
+            "events": _events_of_group(node, row),
         }
     if kind == "session":
         owned = [
@@ -144,7 +163,7 @@ def _parts(kind: str, row: Row, node: source.Source) -> Row:
         ]
         return {
             "groups": owned,
-            "events": _events(node, "session_id", row["session_id"]),
+            "events": _events(node, "session_id", row["session_id"])[-MOST_EVENTS:],
         }
     if kind == "layer":
         stack = f"{row['name']}["
@@ -176,4 +195,23 @@ def _members(group: Row, node: source.Source) -> list[Row]:
 
 
 def _events(node: source.Source, key: str, name: str) -> list[Row]:
-    return [event for event in node.events(0) if event[key] == name][-MOST_EVENTS:]
+    return [event for event in node.events(0) if event[key] == name]
+
+
+def _events_of_group(node: source.Source, group: Row) -> list[Row]:
+    """The last ones; messages do not say again whose group it is."""
+    whose = f"group {shown(group['name'])} (uid {group['uid']}, job {shown(group['job'])})"
+    return [
+        {**event, "message": event["message"].removeprefix(whose).lstrip(":, ")}
+        for event in _events(node, "group", group["name"])
+        if _owner_of(event) in (None, (group["job"], group["uid"]))
+    ][-MOST_EVENTS:]
+
+
+def _owner_of(event: Row) -> tuple[Any, Any] | None:
+    """Job and user of an event's group; None where an older daemon does not say."""
+    try:
+        fields = json.loads(event["fields_json"])
+        return fields["job"], fields["uid"]
+    except (ValueError, KeyError, TypeError):
+        return None

@@ -7,6 +7,7 @@ import argparse
 from ep_runtime import close_names
 from ep_runtime.allowed_names import shown
 from ep_runtime.errors import InvalidArgumentError
+from ep_runtime_client.cli import users
 from ep_runtime_client.cli.daemon import ordering
 
 
@@ -33,11 +34,12 @@ def run(args: argparse.Namespace) -> int:
                 argument="SESSION",
             )
         groups = ", ".join(map(shown, found["groups"])) or "none"
-        job = shown(found["job"])
+        job, user = shown(found["job"]), users.name(found["uid"])
         ordering.confirm(
             args,
             [
-                f"session {args.session} (pid {found['pid']}, job {job}) will be cut off",
+                f"session {args.session} (pid {found['pid']}, job {job}, user {user}) will be cut "
+                "off",
                 f"steps under way in its groups fail: {groups}",
                 "its memory stays charged until its process ends",
             ],

@@ -12,6 +12,7 @@ VIEW = reading.View(
     columns=(
         Column("name", "GROUP", "name", priority=IDENTITY, about="name, unique in the job"),
         Column("job", "JOB", "name", about="job that created it"),
+        Column("uid", "USER", "user", about="user who created it"),
         Column(
             "state",
             "STATE",
@@ -50,11 +51,10 @@ VIEW = reading.View(
         Column("num_sms", "SMS", "count", wide=True, about="SMs for its kernels; 0: the default"),
         Column("overlap", "OVERLAP", wide=True, about="whether exchanges overlap matmuls"),
         Column("workspace", "WORKSPACE", wide=True, about="memory of block calls for rows"),
-        Column("uid", "UID", wide=True, about="user who created it"),
         Column("poison_reason", "POISON", wide=True, about="error that ends its waits"),
     ),
     fetch=lambda daemon, args: list(daemon.groups()),
-    keys=("name",),
+    keys=("name", "job/name"),
     identity=("uid", "job", "name"),
     empty="no groups",
 )

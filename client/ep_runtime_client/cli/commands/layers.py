@@ -13,6 +13,7 @@ VIEW = reading.View(
         Column("name", "LAYER", "name", priority=IDENTITY, about="its name, or the stack's"),
         Column("group", "GROUP", "name", priority=IDENTITY, about="group it is registered with"),
         Column("job", "JOB", "name", about="the group's job"),
+        Column("uid", "USER", "user", about="the group's user"),
         Column("top_k", "TOP-K", "count", about="experts per token"),
         Column(
             "alignment",
@@ -28,7 +29,6 @@ VIEW = reading.View(
         Column("generation", "GEN", "count", priority=5, about="generation of the group"),
         Column("base_id", "ID", wide=True, about="number in records of the board"),
         Column("handle_base", "FIRST", "count", wide=True, about="record of its first handle"),
-        Column("uid", "UID", wide=True, about="the group's user"),
     ),
     fetch=lambda daemon, args: list(daemon.layers()),
     keys=("name",),

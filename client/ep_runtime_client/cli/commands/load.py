@@ -41,7 +41,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--layer", help="show this layer only")
     add("--png", metavar="FILE", help="draw the rows of the last interval; needs the extra plot")
-    looks.add_arguments(parser, "rows of the next S seconds instead of all since the group formed")
+    interval = "rows of the next S seconds instead of all since the group formed"
+    looks.add_arguments(parser, interval, "count only the rows")
     reading.explain(parser, {"columns": COLUMNS}, looks.ABOUT_SINCE)
 
 

@@ -34,7 +34,7 @@ VIEW = reading.View(
             "DEAD (ended without goodbye)",
         ),
         Column("job", "JOB", "name", about="job, in which group names are unique"),
-        Column("uid", "UID", priority=5, about="user of the process"),
+        Column("uid", "USER", "user", about="user of the process"),
         Column("pid", "PID", about="process id, in the daemon's pid namespace"),
         Column("groups", "GROUPS", "names", priority=3, about="groups that it has ranks in"),
         Column("age_s", "AGE", "seconds", priority=3, about="time since it connected"),

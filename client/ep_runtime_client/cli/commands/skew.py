@@ -39,7 +39,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--op",
         help="show the rank-by-rank matrices of one op, such as dispatch; `-o wide` shows all",
     )
-    looks.add_arguments(parser, "seconds to look at", interval_s=5.0, wide="every peer")
+    since = "instead of the next seconds show the waits"
+    looks.add_arguments(parser, "seconds to look at", since, interval_s=5.0, wide="every peer")
     about = (
         "Names a rank that the others wait for more than "
         f"{100 * tallies.SLOW_SHARE:g}% of the time; the exit code is then {cli.LATE}. "

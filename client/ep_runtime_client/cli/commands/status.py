@@ -30,8 +30,9 @@ _USERS = (
     Column(
         "uid",
         "USER",
+        "user",
         priority=IDENTITY,
-        about="user id; the row `limit` has the limits of each user",
+        about="user; the row `limit` has the limits of each user",
     ),
     Column("num_sessions", "SESSIONS", "count", about="living sessions"),
     Column("num_groups", "GROUPS", "count", about="groups"),

@@ -24,7 +24,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="GB/S",
         help="link bandwidth that LINK is a share of, instead of NVML's",
     )
-    looks.add_arguments(parser, "seconds of one sample", interval_s=2.0, samples=None)
+    since = "print once, instead of a live screen, the rates"
+    looks.add_arguments(parser, "seconds of one sample", since, interval_s=2.0, samples=None)
     shown = {"ranks": rows.RANKS, "layers (key l)": rows.LAYERS}
     reading.explain(parser, shown, f"{_ABOUT_KEYS} {looks.ABOUT_SINCE}")
 

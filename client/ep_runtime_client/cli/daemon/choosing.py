@@ -10,7 +10,7 @@ from typing import Any
 from ep_runtime import close_names
 from ep_runtime.allowed_names import shown
 from ep_runtime.errors import InvalidArgumentError
-from ep_runtime_client.cli import tables
+from ep_runtime_client.cli import tables, users
 
 Row = Mapping[str, Any]
 
@@ -28,7 +28,10 @@ class Condition:
     def holds(self, row: Row, field: str | None) -> bool:
         labels = row.get("labels") or {}
         found = labels.get(self.key) if self.key in labels or field is None else row.get(field)
-        return (self.value.casefold() in _texts(found)) == self.equal
+        texts = _texts(found)
+        if field == "uid" and isinstance(found, int):
+            texts.add(users.name(found).casefold())
+        return (self.value.casefold() in texts) == self.equal
 
 
 def conditions(texts: Iterable[str]) -> list[Condition]:
@@ -143,7 +146,7 @@ def select(
     """
     if name is None:
         return list(rows)
-    found = [row for row in rows if name in (str(row.get(key, "")) for key in keys)]
+    found = [row for row in rows if name in (_joined(row, key) for key in keys)]
     if not found and must:
         known = {str(row.get(keys[0], "")) for row in rows}
         raise InvalidArgumentError(
@@ -153,3 +156,27 @@ def select(
             argument="NAME",
         )
     return found
+
+
+def _joined(row: Row, key: str) -> str:
+    """A key's value; of "job/name" both with "/" between."""
+    return "/".join(str(row.get(part, "")) for part in key.split("/"))
+
+
+def of_one_owner(
+    kind: str, rows: Sequence[dict[str, Any]], name: str, job: str | None, uid: int | None
+) -> list[dict[str, Any]]:
+    """The rows of a name that are of that job and user; those of any if all are of one.
+
+    Raises:
+        InvalidArgumentError: none is of that job and user, or several jobs or users have the name.
+    """
+    found = [row for row in rows if job in (None, row["job"]) and uid in (None, row["uid"])]
+    owners = sorted({(row["job"], users.name(row["uid"])) for row in found or rows})
+    if found and len(owners) == 1:
+        return found
+    several = " and ".join(f"--job {shown(of)} --user {user}" for of, user in owners)
+    fault = f"{len(owners)} jobs or users have" if found else "that job and user have no"
+    raise InvalidArgumentError(
+        f"{fault} {kind} {name!r}; choose by one of: {several}", argument="NAME"
+    )

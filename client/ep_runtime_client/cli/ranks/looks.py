@@ -35,6 +35,7 @@ class _Watch(argparse.Action):
 def add_arguments(
     parser: argparse.ArgumentParser,
     interval: str,
+    since: str,
     *,
     interval_s: float | None = None,
     samples: int | None = 1,
@@ -44,6 +45,7 @@ def add_arguments(
 
     Args:
         interval: what --interval does.
+        since: what --since shows.
         interval_s, samples: where nobody says.
         wide: what that output has.
     """
@@ -53,7 +55,7 @@ def add_arguments(
     over.add_argument(
         "--interval", type=reading.positive, default=interval_s, metavar="S", help=interval
     )
-    about = "show the last 90s, 10m or 1h30m; daemons remember two hours"
+    about = f"{since} of the last 90s, 10m or 1h30m; daemons remember two hours"
     every = "print a sample every S seconds until Ctrl-C"
     over.add_argument("--watch", type=reading.positive, metavar="S", action=_Watch, help=every)
     over.add_argument("--since", type=reading.span, metavar="SPAN", help=about)

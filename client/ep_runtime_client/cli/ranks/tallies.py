@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ep_runtime.allowed_names import shown
 from ep_runtime.units import duration
+from ep_runtime_client.cli import users
 from ep_runtime_client.cli.daemon import choosing, nodes
 
 if TYPE_CHECKING:
@@ -31,7 +32,8 @@ class GroupName(NamedTuple):
     @property
     def title(self) -> str:
         """For people."""
-        return f"group {shown(self.group)} of job {shown(self.job)}"
+        user = users.name(self.uid)
+        return f"group {shown(self.group)} of job {shown(self.job)}, user {user}"
 
 
 # A rank is slow where others waited for it for that share of the time, and for nobody else for

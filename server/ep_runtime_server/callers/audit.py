@@ -1,0 +1,57 @@
+"""Orders of operators in a file, one JSON line each, kept for as long as people keep the file.
+
+Nothing depends on it: where it cannot be written, the log says so and the order is carried out.
+"""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import json
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+from ep_runtime import files
+from ep_runtime_server.base.beside import SideThread
+from ep_runtime_server.callers.credentials import GivenOrder
+
+MAX_WAITING = 1000  # lines
+
+_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
+
+
+class Audit:
+    """Opened for every line, so that the file may be rotated at any time."""
+
+    def __init__(self, path: Path | None) -> None:
+        """`path` None writes nothing."""
+        self._path = path
+        self._beside = SideThread("audit", MAX_WAITING) if path is not None else None
+
+    def note(self, order: GivenOrder, wall_s: float, about: dict[str, Any]) -> None:
+        """Adds a line for an order that was given; `about` says of what. Never waits."""
+        if self._path is None or self._beside is None:
+            return
+        time = datetime.datetime.fromtimestamp(wall_s, datetime.UTC)
+        values = {"time": time.isoformat(timespec="milliseconds"), **order.fields, **about}
+        line = json.dumps(values, ensure_ascii=False).encode() + b"\n"
+        if not self._beside.put(functools.partial(_write, self._path, line)):
+            logging.getLogger(__name__).error("no room for another line of %s", self._path)
+
+    def close(self) -> None:
+        """Writes what is left, as far as the disk takes it in time."""
+        if self._beside is not None:
+            self._beside.end()
+
+
+def _write(path: Path, line: bytes) -> None:
+    try:
+        fd = files.open_regular(path, _FLAGS)
+        try:
+            os.write(fd, line)
+        finally:
+            os.close(fd)
+    except OSError as error:
+        logging.getLogger(__name__).error("cannot write %s: %s", path, error.strerror)
