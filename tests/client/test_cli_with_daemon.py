@@ -399,6 +399,8 @@ def test_doctor_finds_this_machine_fit(ask: Any, daemon: Any) -> None:
     assert (code, document["healthy"]) == (0, True)
     assert (states["native library"], states["daemon"]) == ("OK", "OK")
     assert "CHECK" in ask("doctor")[1]
+    (found,) = [item["found"] for item in json.loads(text)["items"] if item["check"] == "directory"]
+    assert found == str(daemon.directory)
 
 
 def test_version_asks_the_daemon(ask: Any, daemon: Any) -> None:

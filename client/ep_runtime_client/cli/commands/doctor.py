@@ -69,7 +69,7 @@ def findings(args: argparse.Namespace) -> list[Finding]:
         _gpus,
         _nccl,
     ]
-    return [*(check() for check in checks), *_hardware(args), _directory(), _daemon(args)]
+    return [*(check() for check in checks), *_hardware(args), _directory(args), _daemon(args)]
 
 
 def _once(args: argparse.Namespace) -> int:
@@ -191,19 +191,25 @@ def _hardware(args: argparse.Namespace) -> list[Finding]:
     return [Finding(name, *line) for name, line in gpus.hardware(held).items()]
 
 
-def _directory() -> Finding:
+def _directory(args: argparse.Namespace) -> Finding:
+    """The directory of the daemon that is asked; else the one in which a daemon would start."""
+    from ep_runtime_client.daemons import runtime
+
     try:
-        directory = env.runtime_directory()
+        place = runtime.daemon_place(args.address)
+    except RuntimeUnavailableError:  # $EP_RUNTIME_ADDRESS names none that could be asked
+        place = SocketDirectory(env.runtime_directory())
     except EpRuntimeError as error:
         return Finding("directory", "FAIL", str(error), "set RUNTIME_DIRECTORY to a shorter one")
+    own = "set the address, or RUNTIME_DIRECTORY, to a directory of your own"
     try:
-        SocketDirectory(directory).check()
+        place.check()
     except (PermissionDeniedError, InvalidArgumentError) as error:
-        return Finding("directory", "FAIL", str(error), "set RUNTIME_DIRECTORY to one of your own")
+        return Finding("directory", "FAIL", str(error), own)
+    directory = place.directory
     parent = next(path for path in (directory, *directory.parents) if path.exists())
     if not os.access(parent, os.W_OK):
-        advice = "set RUNTIME_DIRECTORY to a directory of yours"
-        return Finding("directory", "WARN", f"{parent} is not writable", advice)
+        return Finding("directory", "WARN", f"{parent} is not writable", own)
     return Finding("directory", "OK", str(directory))
 
 
