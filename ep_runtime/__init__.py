@@ -84,8 +84,9 @@ _SUBMODULES = {
     "recipes": "ep_runtime_client.ops.quantize.formats.recipes",
     "sharding": "ep_runtime_client.modules.sharding",
 }
-# With the extras flax and optax; `from ep_runtime import *` works without them.
+# With the extras flax and optax, or for other projects; `from ep_runtime import *` leaves them out.
 _OPTIONAL_SUBMODULES = {
+    "integrations": "ep_runtime_client.integrations",
     "linen": "ep_runtime_client.modules.linen",
     "nnx": "ep_runtime_client.modules.nnx",
     "optax": "ep_runtime_client.modules.optax",

@@ -86,7 +86,7 @@ def test_dir_shows_the_public_names_alone() -> None:
     found = subprocess.run(
         [sys.executable, "-c", program], timeout=60, capture_output=True, text=True, check=True
     )
-    assert found.stdout.split() == sorted([*ep.__all__, "linen", "nnx", "optax"])
+    assert found.stdout.split() == sorted([*ep.__all__, "integrations", "linen", "nnx", "optax"])
 
 
 def test_the_options_that_checkers_know_are_those_of_moe() -> None:

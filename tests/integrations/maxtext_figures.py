@@ -1,9 +1,9 @@
 """MaxText's own expert paths beside ours: ms a step and memory, in one run.
 
-    PYTHONPATH=tests python tests/integrations/maxtext_figures.py --maxtext FOLDER
+    PYTHONPATH=tests python tests/integrations/maxtext_figures.py --maxtext FILE
 
-FOLDER is a checkout of MaxText at the revision of docs/integrations/maxtext.md. A copy gets the
-page's patch; MaxText's trainer then runs once for every path, each in a process of its own, one
+FILE is the wheel of MaxText's release (docs/integrations/maxtext.md). What is in it gets the page's
+patch; MaxText's trainer then runs once for every path, each in a process of its own, one
 after the other, on all GPUs there are or on CPU devices. Data is synthetic; of MaxText's imports,
 input pipelines, dashboards and clouds are stand-ins (maxtext_stubs.py), so that a machine needs
 jax, flax, optax, orbax and what MaxText's layers import (aqt, qwix, tokamax, grain, pydantic).
@@ -111,7 +111,7 @@ def arguments() -> argparse.ArgumentParser:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--maxtext", type=Path, required=True, metavar="FOLDER", help="a checkout, not patched")
+    add("--maxtext", type=Path, required=True, metavar="FILE", help="its wheel")
     usual = [each for each in VARIANTS if "megablox" not in each.name]
     add("--paths", type=chosen, default=usual, help=", ".join(each.name for each in VARIANTS))
     add("--steps", type=int, default=10, help="timed ones (%(default)s)")
@@ -239,7 +239,7 @@ def run(
     result = out / "result.json"
     words = [f"{name}={value}" for name, value in settings.items()]
     inherited = {name: value for name, value in os.environ.items() if name != _OLD_NAME}
-    path = os.pathsep.join([str(patched / "src"), *filter(None, sys.path)])
+    path = os.pathsep.join([str(patched), *filter(None, sys.path)])
     with (out / "log").open("w") as log:
         try:
             code = subprocess.run(

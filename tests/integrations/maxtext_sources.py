@@ -1,16 +1,15 @@
-"""MaxText's sources with the patch of its page, in a copy."""
+"""MaxText's release with the patch of its page, unpacked from its wheel."""
 
 from __future__ import annotations
 
-import shutil
 import subprocess
+import zipfile
 from pathlib import Path
 
 import doc_pages
 
 PAGE = doc_pages.ROOT / "docs/integrations/maxtext.md"
-TRAINER = "maxtext.trainers.pre_train.train"
-CONFIG = "src/maxtext/configs/base.yml"
+CONFIG = "maxtext/configs/base.yml"
 
 
 def patch() -> str:
@@ -19,15 +18,16 @@ def patch() -> str:
     return block.code
 
 
-def patched_copy(checkout: Path, to: Path) -> Path:
-    """Copies what MaxText runs from into the folder `to`, patches it there, gives `to` back.
+def patched_copy(wheel: Path, to: Path) -> Path:
+    """Unpacks MaxText into the folder `to`, patches it there, gives `to` back.
 
     Raises:
-        ValueError: no MaxText there, or another revision than the page's; with git's words.
+        ValueError: no wheel of MaxText, or one that the patch does not fit; with git's words.
     """
-    if not (checkout / CONFIG).is_file():
-        raise ValueError(f"{checkout} is no checkout of MaxText: it has no {CONFIG}")
-    shutil.copytree(checkout / "src", to / "src")
+    if not zipfile.is_zipfile(wheel):
+        raise ValueError(f"{wheel} is no wheel: `pip download --no-deps maxtext` makes one")
+    with zipfile.ZipFile(wheel) as release:
+        release.extractall(to)
     applied = subprocess.run(
         ["git", "apply", "--unidiff-zero", "-"],
         cwd=to,
@@ -37,5 +37,5 @@ def patched_copy(checkout: Path, to: Path) -> Path:
         check=False,
     )
     if applied.returncode:
-        raise ValueError(f"the patch of {PAGE.name} does not apply to {checkout}: {applied.stderr}")
+        raise ValueError(f"the patch of {PAGE.name} does not apply to {wheel}: {applied.stderr}")
     return to

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from integrations import maxtext_stubs
-from integrations.maxtext_sources import CONFIG, TRAINER
+from integrations.maxtext_sources import CONFIG
+from integrations.train_maxtext import TRAINER
 
 
 class TimedStep:

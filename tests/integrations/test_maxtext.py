@@ -1,14 +1,17 @@
 """MaxText with the patch of its page trains as MaxText without: the same losses, ten steps each.
 
-By command: TEST_MAXTEXT is a folder with MaxText's sources at the page's revision, and the Python
-that runs this has MaxText's dependencies; `--log-cli-level=INFO` says how far losses differ.
+By command: TEST_MAXTEXT is the wheel of the page's release, and the Python that runs this has what
+MaxText's layers import; `--log-cli-level=INFO` says how far losses differ.
 """
 
 from __future__ import annotations
 
+import ast
+import fnmatch
 import json
 import logging
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -21,14 +24,16 @@ import numpy as np
 import pytest
 from daemon_fixtures import package_path
 from integrations import maxtext_sources
+from integrations.train_maxtext import REPLAYED
 
 from ep_runtime_bench.base.daemon import warm_daemon
+from ep_runtime_client.integrations.maxtext_options import REFUSED
 from ep_runtime_client.jobs.members import reserved_coordinator
 
 _log = logging.getLogger(__name__)
 MEMBER = Path(__file__).with_name("train_maxtext.py")
 RUN_TIMEOUT_S = 900.0
-MOST_LINES = 45
+MOST_LINES = 10
 
 COMMON: dict[str, Any] = {
     "dataset_type": "synthetic",
@@ -79,6 +84,12 @@ DEEPSEEK = {
     "v_head_dim": 16,
     "routed_bias_update_rate": 0.001,
 }
+QWEN3 = {
+    "model_name": "qwen3-30b-a3b",
+    "decoder_block": None,
+    "base_num_kv_heads": 2,
+    "base_num_decoder_layers": 2,
+}
 CASES: dict[str, dict[str, Any]] = {
     "fsdp and ep": {},
     "ep and tensor": {"ici_fsdp_parallelism": 1, "ici_tensor_parallelism": 2},
@@ -89,9 +100,32 @@ CASES: dict[str, dict[str, Any]] = {
         "ici_fsdp_parallelism": 4,
         "ici_expert_parallelism": 2,
     },
+    "experts over two fsdp axes": {
+        "use_2d_fsdp_sharding": True,
+        "ici_fsdp_transpose_parallelism": 2,
+        "ici_expert_parallelism": 2,
+    },
     "accumulation": {"gradient_accumulation_steps": 2, "per_device_batch_size": 2},
-    "evaluation": {"eval_interval": 4, "eval_steps": 2},
+    "evaluation of larger batches": {
+        "eval_interval": 4,
+        "eval_steps": 2,
+        "eval_per_device_batch_size": 2,
+    },
+    "router replay": {"replayed": True},
+    "fused weights": {"prefuse_moe_weights": True},
+    "explicit axes": {"shard_mode": "explicit"},
     "deepseek3": DEEPSEEK,
+    "deepseek3 with accumulation": {
+        **DEEPSEEK,
+        "gradient_accumulation_steps": 2,
+        "per_device_batch_size": 2,
+    },
+    "deepseek3 with a loss of sequences": {**DEEPSEEK, "moe_use_megatron_seq_aux_loss": True},
+    "qwen3 on fsdp and ep and tensor": {
+        **QWEN3,
+        "ici_expert_parallelism": 2,
+        "ici_tensor_parallelism": 2,
+    },
     "gpt-oss": {
         "decoder_block": "gpt_oss",
         "mlp_bias": True,
@@ -118,11 +152,68 @@ def test_the_patch_stays_small() -> None:
     assert f"{len(changed)} lines" in maxtext_sources.PAGE.read_text(encoding="utf-8")
 
 
+def options_of_page() -> dict[str, set[str]]:
+    """Options and patterns of options by what becomes of them: taken, without effect, refused."""
+    page = maxtext_sources.PAGE.read_text(encoding="utf-8")
+    options = page.partition("## Options")[2].partition("\n## ")[0]
+    taken, effectless, refused = re.split(r"\*\*No effect:|\| error unless off", options)
+    names = (set(re.findall("`([a-z0-9_*]+)`", text)) for text in (taken, effectless))
+    rows = [line.split(" | ")[0] for line in refused.splitlines() if line.startswith("| `")]
+    return {
+        **dict(zip(("taken", "without effect"), names, strict=True)),
+        "refused": set(re.findall("`([a-z0-9_]+)`", " ".join(rows))),
+    }
+
+
+def test_the_page_has_every_refused_option_with_its_reason() -> None:
+    page = maxtext_sources.PAGE.read_text(encoding="utf-8")
+    assert options_of_page()["refused"] == {*REFUSED}
+    for name, reason in REFUSED.items():
+        (line,) = (line for line in page.splitlines() if f"`{name}`" in line and "| " in line)
+        assert line.endswith(f" | {reason} |")
+
+
+@pytest.mark.integrations
+def test_every_option_of_its_experts_is_on_the_page_once(patched: Path) -> None:
+    tree = ast.parse((patched / "maxtext/configs/types.py").read_text(encoding="utf-8"))
+    classes = [each for each in tree.body if isinstance(each, ast.ClassDef)]
+    fields = {
+        field.target.id
+        for each in classes
+        if each.name in ("MoEGeneral", "MoEKernels", "DeepSeekMoE")
+        for field in each.body
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+    }
+    fields.remove("ep_runtime")
+    assert len(fields) > 100
+    by_kind = options_of_page()
+    for name in fields:
+        kinds = [
+            kind
+            for kind, patterns in by_kind.items()
+            if any(fnmatch.fnmatch(name, pattern) for pattern in patterns)
+        ]
+        assert len(kinds) == 1, f"{name}: {kinds}"
+    said = set().union(*by_kind.values())
+    gone = {name for name in said if not any(fnmatch.fnmatch(each, name) for each in fields)}
+    elsewhere = [name for name in gone if name.startswith(("custom_mesh", "moe_", "quantization"))]
+    assert gone == {*elsewhere}, "the page names options that MaxText does not have"
+
+
+@pytest.mark.integrations
+def test_an_option_of_other_experts_is_an_error_with_its_name(
+    patched: Path, tmp_path: Path
+) -> None:
+    words = words_of(tmp_path, {"ep_runtime": True, "capacity_factor": 1.5})
+    with pytest.raises(AssertionError, match="needs MaxText's capacity_factor to be off, got 1.5"):
+        run(patched, [str(MEMBER), "none", "0", "1", *words])
+
+
 @pytest.fixture(scope="module")
 def patched(tmp_path_factory: pytest.TempPathFactory) -> Path:
     given = os.environ.get("TEST_MAXTEXT")
     if not given:
-        pytest.skip("TEST_MAXTEXT does not name a folder with MaxText's sources")
+        pytest.skip("TEST_MAXTEXT does not name a wheel of MaxText")
     return maxtext_sources.patched_copy(Path(given), tmp_path_factory.mktemp("maxtext"))
 
 
@@ -132,7 +223,8 @@ def words_of(out: Path, settings: dict[str, Any]) -> list[str]:
     metrics.touch()
     given = {**COMMON, **settings, "run_name": "test", "base_output_directory": out}
     given["metrics_file"] = metrics
-    return [f"{name}={value}" for name, value in given.items() if value is not None]
+    replayed = [REPLAYED] if given.pop("replayed", False) else []
+    return replayed + [f"{name}={value}" for name, value in given.items() if value is not None]
 
 
 def read(out: Path) -> dict[str, list[float]]:
@@ -150,7 +242,7 @@ def run(patched: Path, words: Sequence[str], **environment: str) -> None:
         cwd=patched,
         env={
             **os.environ,
-            "PYTHONPATH": f"{patched / 'src'}:{package_path()}:{doc_pages.ROOT / 'tests'}",
+            "PYTHONPATH": f"{patched}:{package_path()}:{doc_pages.ROOT / 'tests'}",
             "JAX_PLATFORMS": "cpu",
             **environment,
         },
@@ -164,8 +256,7 @@ def run(patched: Path, words: Sequence[str], **environment: str) -> None:
 
 def losses(patched: Path, out: Path, settings: dict[str, Any]) -> dict[str, list[float]]:
     """Of one process with eight devices."""
-    words = ["-m", maxtext_sources.TRAINER, maxtext_sources.CONFIG, *words_of(out, settings)]
-    run(patched, words, XLA_FLAGS="--xla_force_host_platform_device_count=8")
+    run(patched, [str(MEMBER), "none", "0", "1", *words_of(out, settings)])
     return read(out)
 
 
@@ -177,7 +268,9 @@ def test_losses_are_those_of_maxtext(patched: Path, tmp_path: Path, case: str) -
     for ours in (False, True):
         out = tmp_path / str(ours)
         out.mkdir()
-        of_both.append(losses(patched, out, {**CASES[case], "ep_runtime": ours}))
+        # Ours takes the place of either path.
+        paths = {"ep_runtime": ours, "sparse_matmul": ours}
+        of_both.append(losses(patched, out, {**CASES[case], **paths}))
     stock, mine = of_both
     trained = stock["learning/loss"]
     evaluates = "eval_interval" in CASES[case]

@@ -10,6 +10,7 @@ import json
 import os
 import subprocess
 import sys
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -74,14 +75,15 @@ def test_a_process_that_does_not_end_is_ended(
     assert found == {"error": "had not ended after 0.5 s"}
 
 
-def test_a_folder_without_maxtext_or_with_another_revision_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"no checkout of MaxText: it has no src/maxtext"):
-        maxtext_sources.patched_copy(tmp_path, tmp_path / "to")
-    config = tmp_path / maxtext_sources.CONFIG
-    config.parent.mkdir(parents=True)
-    config.write_text("megablox: true\n")
+def test_a_file_that_is_no_wheel_or_of_another_release_is_refused(tmp_path: Path) -> None:
+    wheel = tmp_path / "maxtext.whl"
+    wheel.touch()
+    with pytest.raises(ValueError, match=r"maxtext\.whl is no wheel: `pip download"):
+        maxtext_sources.patched_copy(wheel, tmp_path / "to")
+    with zipfile.ZipFile(wheel, "w") as written:
+        written.writestr(maxtext_sources.CONFIG, "megablox: true\n")
     with pytest.raises(ValueError, match=r"patch of maxtext.md does not apply.*error: "):
-        maxtext_sources.patched_copy(tmp_path, tmp_path / "to")
+        maxtext_sources.patched_copy(wheel, tmp_path / "to")
 
 
 RAN = {"seconds": [1.0] * 9, "loss": 1.0, "xla_bytes": None, "runtime_bytes": None}
@@ -95,7 +97,7 @@ def test_the_exit_code_is_that_of_ours_and_known_rows_are_printed(
 ) -> None:
     folders = []
 
-    def patched_copy(checkout: Path, to: Path) -> Path:
+    def patched_copy(wheel: Path, to: Path) -> Path:
         folders.append(to.parent)
         return to
 
@@ -139,7 +141,7 @@ assert google.protobuf.message.__file__
 def test_a_small_run_has_every_path_in_one_table() -> None:
     given = os.environ.get("TEST_MAXTEXT")
     if not given:
-        pytest.skip("TEST_MAXTEXT does not name a folder with MaxText's sources")
+        pytest.skip("TEST_MAXTEXT does not name a wheel of MaxText")
     words = f"{SMALL} --vocab 256 --steps 2 --paths ours,dense,ring,ragged -o json"
     done = subprocess.run(
         [sys.executable, str(SCRIPT), "--maxtext", given, *words.split()],

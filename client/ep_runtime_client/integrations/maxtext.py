@@ -1,0 +1,211 @@
+"""`ep.integrations.maxtext`: what the patch of docs/integrations/maxtext.md calls in MaxText.
+
+Only MaxText's patched code imports this module, which imports nothing of MaxText.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import sys
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from ep_runtime.errors import InvalidArgumentError
+from ep_runtime_client.base.layers import EpLayer
+from ep_runtime_client.integrations.maxtext_options import check_options
+from ep_runtime_client.moe.api import MoEParams, moe
+from ep_runtime_client.ops.activation.function import ACTIVATIONS
+from ep_runtime_client.ops.routing.api import Routing
+from ep_runtime_client.sessions.connecting import connect
+
+__all__ = ["layer_of", "with_experts", "with_layer"]
+
+_EP_AXIS = "expert"
+_TOKEN_AXES = ("data", "fsdp", "fsdp_transpose", "context", "context_usp_ulysses")
+_OTHER_AXES = ("stage", "tensor", "tensor_sequence")  # tokens are whole on these
+_Class = TypeVar("_Class", bound=type)
+
+
+def __dir__() -> list[str]:
+    return __all__
+
+
+def with_layer(make_mesh: Callable[..., Mesh]) -> Callable[..., Mesh]:
+    """Makes MaxText's `get_mesh_from_config` register the layer that all its MoE blocks share.
+
+    Args:
+        make_mesh: the function, called with MaxText's configuration first.
+
+    Returns:
+        The function, which for `ep_runtime=True` also checks the configuration's options and mesh.
+    """
+
+    @functools.wraps(make_mesh)
+    def make_mesh_and_layer(config: Any, *args: Any, **kwargs: Any) -> Mesh:
+        if config.ep_runtime:
+            check_options(config)
+        mesh = make_mesh(config, *args, **kwargs)
+        if config.ep_runtime:
+            layer_of(config, mesh)
+        return mesh
+
+    return make_mesh_and_layer
+
+
+def with_experts(block_class: _Class) -> _Class:
+    """Makes MaxText's `RoutedMoE` compute its experts by `ep.moe` if `ep_runtime=True`.
+
+    Args:
+        block_class: the class; its methods `sparse_matmul` and `dense_matmul` are replaced.
+
+    Returns:
+        The same class.
+    """
+    for name in ("sparse_matmul", "dense_matmul"):
+        setattr(block_class, name, _ours_or(getattr(block_class, name)))
+    return block_class
+
+
+def layer_of(config: Any, mesh: Mesh) -> EpLayer:
+    """Returns the layer of MaxText's MoE blocks, and registers it in the first call.
+
+    Under tracing it returns the layer registered before.
+
+    Args:
+        config: MaxText's configuration. The larger of its training and evaluation batches sets
+            the tokens of a rank.
+        mesh: MaxText's device mesh.
+
+    Raises:
+        InvalidArgumentError: a mesh axis larger than 1 that neither shards tokens nor weights.
+    """
+    sizes = {axis: size for axis, size in mesh.shape.items() if size > 1}
+    unknown = sizes.keys() - {_EP_AXIS, *_TOKEN_AXES, *_OTHER_AXES}
+    if unknown:
+        axis = min(unknown)
+        raise InvalidArgumentError(
+            f"ep_runtime=True needs MaxText's mesh axis {axis!r} to be of size 1, got {sizes[axis]}"
+            f"; experts can be trained over {_EP_AXIS}, {', '.join((*_TOKEN_AXES, *_OTHER_AXES))}",
+            argument=str(axis),
+        )
+    outer = tuple(axis for axis in _TOKEN_AXES if axis in sizes)
+    ranks = math.prod(sizes.get(axis, 1) for axis in (*outer, _EP_AXIS))
+    batches = (config.micro_batch_size_to_train_on, config.micro_batch_size_to_eval_on)
+    tokens = max(int(each or 0) for each in batches) * config.max_target_length
+    given = config.moe_expert_input_dim
+    group = connect().create_group(
+        "experts",
+        mesh,
+        ep_axis=_EP_AXIS,
+        outer_axes=outer,
+        num_experts=config.num_experts,
+        hidden_size=given if given > 0 else config.emb_dim,
+        max_tokens_per_rank=-(-tokens // ranks),
+        max_top_k=config.num_experts_per_tok,
+        max_token_dtype=config.dtype,
+    )
+    return group.register_layer("moe", top_k=config.num_experts_per_tok)
+
+
+def _ours_or(theirs: Callable[..., Any]) -> Callable[..., Any]:
+    """MaxText's method, and for `ep_runtime=True` the experts in its place."""
+
+    @functools.wraps(theirs)
+    def chosen(block: Any, *args: Any, **kwargs: Any) -> Any:
+        compute = _experts if block.config.ep_runtime else theirs
+        return compute(block, *args, **kwargs)
+
+    return chosen
+
+
+def _experts(
+    block: Any,
+    inputs: jax.Array,
+    gate_logits: jax.Array,
+    pre_bias_logits: jax.Array | None,
+    w0: jax.Array,
+    w1: jax.Array,
+    wo: jax.Array,
+    w0_bias: jax.Array | None,
+    w1_bias: jax.Array | None,
+    wo_bias: jax.Array | None,
+    input_ids: jax.Array | None = None,
+    forced_routed_experts: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
+    """What MaxText's `dense_matmul` returns: output, balance loss, updates of the router's bias."""
+    weights, experts = block.get_topk(
+        gate_logits,
+        pre_bias_logits,
+        block.rngs,
+        input_ids=input_ids,
+        forced_routed_experts=forced_routed_experts,
+    )
+    loss = _balance_loss(block, experts, gate_logits, pre_bias_logits)
+    updates = _bias_updates(block, experts)
+    weights = weights.astype(jnp.float32)
+    at_input = block.config.decoder_block.name == "LLAMA4"
+    if at_input:
+        weights = jax.nn.sigmoid(weights)
+    if forced_routed_experts is not None:  # MaxText leaves a slot unused by any id out of range
+        experts = jnp.where((experts >= 0) & (experts < block.num_experts), experts, -1)
+    wi_bias = None if w0_bias is None or w1_bias is None else (w0_bias, w1_bias)
+    output, _ = moe(
+        layer_of(block.config, block.mesh),
+        inputs,
+        MoEParams(None, (w0, w1), wo, wi_bias, wo_bias),
+        routing=Routing(experts, weights),
+        activation=_activation(block),
+        weights_at="input" if at_input else None,
+    )
+    return output, loss, updates
+
+
+def _activation(block: Any) -> Any:
+    """A name where `ep.moe` has the function, because its kernels know names; else MaxText's."""
+    config = block.config
+    name = config.mlp_activations[0]
+    is_plain = config.mlp_activations_limit <= 0 and config.decoder_block.name != "GPT_OSS"
+    return name if is_plain and name in ACTIVATIONS else block.apply_ffn_activation
+
+
+def _balance_loss(
+    block: Any, experts: jax.Array, gate_logits: jax.Array, pre_bias_logits: jax.Array | None
+) -> jax.Array | None:
+    """MaxText's loss, which the caller adds: of a batch, or of each sequence as in Megatron-LM."""
+    config = block.config
+    is_inference = config.model_call_mode == "inference"
+    if config.load_balance_loss_weight <= 0 or is_inference or block.is_hash_routing:
+        return None
+    loss: jax.Array
+    if _functions(block).uses_megatron_seq_aux_loss(config):
+        scores = gate_logits if pre_bias_logits is None else pre_bias_logits
+        loss = block.megatron_seq_aux_loss(scores)
+    else:
+        shares = jax.nn.softmax(gate_logits.astype(jnp.float32), axis=-1).astype(block.dtype)
+        loss = block.load_balance_loss(experts, shares)
+    return loss
+
+
+def _bias_updates(block: Any, experts: jax.Array) -> jax.Array | None:
+    """Steps of the router's bias; with accumulated gradients the counts that MaxText sums first."""
+    if not block.should_update_load_balance():
+        return None
+    config, functions = block.config, _functions(block)
+    updates: jax.Array
+    if config.gradient_accumulation_steps > 1:
+        updates = functions.calculate_expert_counts(experts, config.num_experts)
+    else:
+        rate = config.routed_bias_update_rate
+        updates = functions.calculate_load_balance_updates(experts, config.num_experts, rate)
+    return updates
+
+
+def _functions(block: Any) -> Any:
+    """MaxText's module with the class of this block."""
+    (found,) = (base for base in type(block).__mro__ if base.__name__ == "RoutedMoE")
+    return sys.modules[found.__module__]
