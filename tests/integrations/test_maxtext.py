@@ -113,7 +113,6 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "router replay": {"replayed": True},
     "fused weights": {"prefuse_moe_weights": True},
-    "explicit axes": {"shard_mode": "explicit"},
     "deepseek3": DEEPSEEK,
     "deepseek3 with accumulation": {
         **DEEPSEEK,
