@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +17,30 @@ from models import CASES, MODELS
 import ep_runtime as ep
 
 TOLERANCE = 1e-5  # f32 against f64
+SHARES = ep.Router(use_pre_softmax=True, normalize_weights=False)
+NORMALIZED = ep.Router(use_pre_softmax=True, normalize_weights=True)
+# Routers of released models; the file has what their config.json says of experts.
+RELEASED = {
+    "Mixtral-8x7B": ep.Router(),
+    "Qwen1.5-MoE": SHARES,
+    "Qwen3-30B-A3B": NORMALIZED,
+    "OLMoE-1B-7B": SHARES,
+    "dbrx": NORMALIZED,
+    "gpt-oss-120b": ep.Router(),
+    "DeepSeek-V2": ep.Router("softmax", True, 8, 3, 1, None, 16.0),
+    "DeepSeek-V3": ep.Router("sigmoid", False, 8, 4, 2, True, 2.5),
+    "Kimi-K2": ep.Router("sigmoid", False, 1, 1, 2, True, 2.827),
+    "GLM-4.5": ep.Router("sigmoid", False, 1, 1, 2, True, 2.5),
+    "MiniMax-M2": ep.Router("sigmoid", normalize_weights=True),
+    "Ernie-4.5": NORMALIZED,
+    "Llama-4-Scout": ep.Router("sigmoid", normalize_weights=False),
+    "granite-3.1-3b-a800m": ep.Router(),
+}
+
+
+def test_configs_of_released_models_are_taken_whole() -> None:
+    configs = json.loads(Path(__file__).with_name("released.json").read_text(encoding="utf-8"))
+    assert {name: ep.Router.from_hf(config) for name, config in configs.items()} == RELEASED
 
 
 def test_the_page_lists_every_model(functions: dict[str, Callable[..., Any]]) -> None:
