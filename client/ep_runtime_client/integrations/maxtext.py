@@ -21,7 +21,7 @@ from ep_runtime_client.integrations.maxtext_options import check_options
 from ep_runtime_client.moe.api import MoEParams, moe
 from ep_runtime_client.ops.activation.function import ACTIVATIONS
 from ep_runtime_client.ops.routing.api import Routing
-from ep_runtime_client.sessions.connecting import connect
+from ep_runtime_client.sessions.connect import connect
 
 __all__ = ["layer_of", "with_experts", "with_layer"]
 

@@ -11,7 +11,7 @@ from ep_runtime import specs
 from ep_runtime.allowed_names import check_new_name
 from ep_runtime.errors import EpRuntimeError
 from ep_runtime.v1 import session_service_pb2
-from ep_runtime_client.base import jax_state
+from ep_runtime_client.base import jax_internals, jax_state
 from ep_runtime_client.base.layers import live_groups
 from ep_runtime_client.daemons import transport
 from ep_runtime_client.daemons.client import DaemonClient
@@ -55,7 +55,7 @@ class OpenSession:
 
     def transport_of(self, name: str, said: str) -> str:
         """What was said of a group; under tracing, which asks nobody, "auto" is what it has."""
-        if not jax_state.under_tracing():
+        if not jax_internals.under_tracing():
             return said
         here = self.get(name)
         if here is None:
