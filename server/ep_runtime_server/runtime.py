@@ -366,13 +366,14 @@ class Runtime:
                 f"deadline must not be negative, got {deadline_s} s", argument="deadline"
             )
         now, before = self.clock.monotonic_s(), self.drain_order
-        self.drain_order = drains.ordered(
+        asked = drains.ordered(
             before,
             order,
             wall_s=self.clock.wall_s(),
             ends_at_s=now + deadline_s if shutdown else None,
         )
-        event = self.drain_order.event(now)
+        event = asked.event(now)  # raises before anything is drained
+        self.drain_order = asked
         if shutdown or before is None:
             told = f"{self.drain_order}" + (f", in {deadline_s:g} s at the latest" * shutdown)
             self.events.add("server.draining", told, **(order.fields if order is not None else {}))

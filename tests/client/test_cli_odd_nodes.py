@@ -228,7 +228,7 @@ def test_any_values_in_a_nodes_answers_are_shown_or_its_failure(words, capsys):
 
 def test_a_status_after_a_recovery_has_no_time_left() -> None:
     recovery = {"under_way": False, "left_s": None}
-    row = {"cluster": None, "recovery": recovery, "uptime_s": 1.0}
+    row = {"cluster": None, "drain": None, "recovery": recovery, "uptime_s": 1.0}
     assert source._whole_status(row) == row
     recovery["under_way"] = True
     with pytest.raises(ValueError, match="a row without left_s"):

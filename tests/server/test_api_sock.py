@@ -145,7 +145,7 @@ def test_large_answers_pass_whole(daemon):
 
 def test_readings_are_the_services_own():
     assert set(METHODS) >= READINGS
-    assert ORDERS == ["Drain", "Fence", "Reclaim"]
+    assert ORDERS == ["Drain", "Fence", "Reclaim", "Undrain"]
 
 
 @pytest.mark.parametrize("method", ORDERS)
