@@ -11,7 +11,7 @@ import pytest
 
 import ep_runtime as ep
 from ep_runtime_client.base import jax_state
-from ep_runtime_client.daemons import runtime
+from ep_runtime_client.daemons import addresses
 from ep_runtime_client.sessions import connect
 
 
@@ -21,10 +21,10 @@ def _own_default(monkeypatch: pytest.MonkeyPatch, directory: Path) -> None:
 
 
 def test_parse_address_reads_the_four_forms(directory: Path) -> None:
-    assert runtime.parse_address("embedded") == runtime.Address("embedded")
-    assert runtime.parse_address("none") == runtime.Address("none")
-    assert runtime.parse_address("node") == runtime.Address("node", directory / "node")
-    assert runtime.parse_address("unix:///some/dir") == runtime.Address(
+    assert addresses.parse_address("embedded") == addresses.Address("embedded")
+    assert addresses.parse_address("none") == addresses.Address("none")
+    assert addresses.parse_address("node") == addresses.Address("node", directory / "node")
+    assert addresses.parse_address("unix:///some/dir") == addresses.Address(
         "directory", Path("/some/dir")
     )
 
@@ -32,12 +32,12 @@ def test_parse_address_reads_the_four_forms(directory: Path) -> None:
 @pytest.mark.parametrize("text", ["", "localhost:1234", "unix://relative", "emebdded"])
 def test_parse_address_names_the_forms_and_what_it_got(text: str) -> None:
     with pytest.raises(ep.InvalidArgumentError, match="embedded.*got " + repr(text)):
-        runtime.parse_address(text)
+        addresses.parse_address(text)
 
 
 def test_parse_address_refuses_a_directory_too_long_for_sockets() -> None:
     with pytest.raises(ep.InvalidArgumentError, match="at most 96 bytes.*got 101"):
-        runtime.parse_address("unix:///" + "d" * 100)
+        addresses.parse_address("unix:///" + "d" * 100)
 
 
 def test_an_environment_address_that_is_wrong_is_named_as_such(
@@ -49,7 +49,7 @@ def test_an_environment_address_that_is_wrong_is_named_as_such(
 
 
 def test_without_any_daemon_the_choice_is_embedded() -> None:
-    assert connect.choose(None) == runtime.Address("embedded")
+    assert connect.choose(None) == addresses.Address("embedded")
 
 
 def test_a_given_address_without_daemon_is_unavailable(directory: Path) -> None:

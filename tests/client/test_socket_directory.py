@@ -17,7 +17,7 @@ import ep_runtime as ep
 from ep_runtime import wire
 from ep_runtime.v1 import session_service_pb2
 from ep_runtime_client import cli
-from ep_runtime_client.daemons import runtime, transport
+from ep_runtime_client.daemons import addresses, transport
 from ep_runtime_client.daemons.socket_directory import SocketDirectory
 
 NOBODY = 65534
@@ -122,10 +122,10 @@ def test_a_name_that_changes_hands_under_a_channel_leads_nowhere_else(
 @pytest.mark.parametrize("text", ["unix:///d?uid=", "unix:///d?uid=-1", "unix:///d?uid=me"])
 def test_a_uid_that_is_none_is_refused(text: str) -> None:
     with pytest.raises(ep.InvalidArgumentError, match="uid=N"):
-        runtime.parse_address(text)
+        addresses.parse_address(text)
 
 
 def test_an_address_keeps_its_uid() -> None:
-    address = runtime.parse_address("unix:///d?uid=7")
-    assert address == runtime.Address("directory", Path("/d"), 7)
+    address = addresses.parse_address("unix:///d?uid=7")
+    assert address == addresses.Address("directory", Path("/d"), 7)
     assert SocketDirectory(Path("/d"), 7).address == "unix:///d?uid=7"

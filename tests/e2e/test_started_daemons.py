@@ -12,7 +12,7 @@ import raw_client
 from daemon_fixtures import READY_TIMEOUT_S, start_daemon
 
 import ep_runtime as ep
-from ep_runtime_client.daemons import children, runtime
+from ep_runtime_client.daemons import addresses, children, runtime
 
 UUIDS = [f"GPU-{'0' * 7}{number}-0000-0000-0000-000000000000" for number in (1, 2)]
 
@@ -68,7 +68,7 @@ LAUNCHERS = {
 
 
 def started(address: str) -> children.Child:
-    reached = runtime.open_runtime(runtime.parse_address(address), READY_TIMEOUT_S)
+    reached = runtime.open_runtime(addresses.parse_address(address), READY_TIMEOUT_S)
     assert reached.child is not None
     return reached.child
 

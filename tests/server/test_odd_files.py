@@ -12,7 +12,7 @@ import cluster_places
 import pytest
 
 from ep_runtime import errors, files
-from ep_runtime_client.daemons import runtime
+from ep_runtime_client.daemons import addresses, runtime
 from ep_runtime_server import main
 from ep_runtime_server.base.event_file import EventFile
 from ep_runtime_server.base.failpoints import Failpoints
@@ -95,7 +95,7 @@ def test_a_daemon_of_the_node_says_what_it_cannot_use(place, monkeypatch, name, 
     (place / "node").mkdir()
     KINDS[kind](place / "node" / name)
     with pytest.raises(errors.RuntimeUnavailableError, match=f"/node/{name}: .*{kind}"):
-        runtime.open_runtime(runtime.parse_address("node"), ENDED_S)
+        runtime.open_runtime(addresses.parse_address("node"), ENDED_S)
 
 
 def sparse(path: Path, start: bytes = b"") -> Path:

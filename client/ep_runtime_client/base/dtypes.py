@@ -38,6 +38,13 @@ def as_dtype(dtype: Any, argument: str) -> Any:
         raise _unknown(dtype, argument, "a dtype of JAX") from None
 
 
+def sum_dtype(*dtypes: Any) -> Any:
+    """The dtype in which values of these dtypes are added up: float64 if one of them is."""
+    import jax.numpy as jnp
+
+    return jnp.float64 if jnp.float64 in dtypes else jnp.float32
+
+
 def _unknown(dtype: Any, argument: str, wanted: str) -> InvalidArgumentError:
     hint = ""
     if isinstance(dtype, str):  # bf16, fp32 and f32 are floats written short

@@ -16,8 +16,8 @@ from ep_runtime.errors import (
 )
 from ep_runtime.v1 import group_service_pb2, session_service_pb2
 from ep_runtime_client.base import jax_state
+from ep_runtime_client.daemons import addresses, transport
 from ep_runtime_client.daemons import runtime as runtimes
-from ep_runtime_client.daemons import transport
 from ep_runtime_client.daemons.link import Callbacks, Link
 from ep_runtime_client.daemons.socket_directory import SocketDirectory
 
@@ -85,7 +85,7 @@ class DaemonClient:
     def address(self) -> str:
         """Address of the daemon, as `connect` accepts it; "none" without a daemon."""
         place = self._runtime.place
-        return place.address if place is not None else runtimes.NONE
+        return place.address if place is not None else addresses.NONE
 
     @property
     def place(self) -> SocketDirectory:

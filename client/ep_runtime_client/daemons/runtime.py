@@ -17,13 +17,7 @@ from ep_runtime import env, files
 from ep_runtime.errors import InvalidArgumentError, RuntimeUnavailableError
 from ep_runtime_client.base import jax_state
 from ep_runtime_client.daemons import children, transport
-from ep_runtime_client.daemons.addresses import DIRECTORY as DIRECTORY  # callers take them here
-from ep_runtime_client.daemons.addresses import EMBEDDED as EMBEDDED
-from ep_runtime_client.daemons.addresses import NODE as NODE
-from ep_runtime_client.daemons.addresses import NONE as NONE
-from ep_runtime_client.daemons.addresses import Address as Address
-from ep_runtime_client.daemons.addresses import daemon_place as daemon_place
-from ep_runtime_client.daemons.addresses import parse_address as parse_address
+from ep_runtime_client.daemons.addresses import EMBEDDED, NODE, NONE, Address
 from ep_runtime_client.daemons.socket_directory import SocketDirectory
 
 _log = logging.getLogger("ep_runtime")

@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from ep_runtime_client.daemons import runtime
+from ep_runtime_client.daemons import addresses
 from ep_runtime_client.demo.config import DemoConfig
 from ep_runtime_client.jobs.members import Member, Members, reserved_coordinator, run_member
 from ep_runtime_client.sessions import connect
@@ -19,8 +19,8 @@ from ep_runtime_client.sessions import connect
 
 def run(config: DemoConfig) -> int:
     """Runs the demo's processes; the exit code of the first one that failed, else 0."""
-    if config.address is None and connect.choose(None).kind == runtime.EMBEDDED:
-        config = dataclasses.replace(config, address=runtime.NODE)
+    if config.address is None and connect.choose(None).kind == addresses.EMBEDDED:
+        config = dataclasses.replace(config, address=addresses.NODE)
     with (
         tempfile.TemporaryDirectory(prefix="ep-runtime-demo-") as directory,
         reserved_coordinator() as coordinator,

@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
+from ep_runtime_client.base.dtypes import sum_dtype
 from ep_runtime_client.moe import bodies
 from ep_runtime_client.moe.bodies.protocol import Body, Experts, Given, Over, Saved, WeightGrads
 from ep_runtime_client.moe.resolved import ResolvedCall
@@ -342,7 +343,7 @@ class BlockBackward(BlockOp):
 
         def back(x: Any, taken_off: Entries, like: Any) -> jax.Array:
             # What is added up over devices stays wide.
-            wide = x.astype(_wide(x)) if shared else x
+            wide = x.astype(sum_dtype(x.dtype)) if shared else x
             return sums.back(wide, taken_off, shared).astype(like)
 
         def local(*blocks: jax.Array) -> tuple[jax.Array, ...]:
@@ -429,8 +430,4 @@ def _added_up(sums: Sums, x: jax.Array, inner: Axes) -> jax.Array:
     """Tokens whose parts over `inner` are added up wide."""
     if not sums.free(inner):
         return x
-    return sums.total(x.astype(_wide(x)), inner).astype(x.dtype)
-
-
-def _wide(x: jax.Array) -> Any:
-    return jnp.float64 if x.dtype == jnp.float64 else jnp.float32
+    return sums.total(x.astype(sum_dtype(x.dtype)), inner).astype(x.dtype)

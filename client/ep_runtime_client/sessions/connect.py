@@ -9,7 +9,7 @@ from ep_runtime import env
 from ep_runtime.allowed_names import check_new_labels
 from ep_runtime.errors import InvalidArgumentError, SpecMismatchError
 from ep_runtime_client.base import jax_internals, jax_state
-from ep_runtime_client.daemons import children, transport
+from ep_runtime_client.daemons import addresses, children, transport
 from ep_runtime_client.daemons import runtime as runtimes
 from ep_runtime_client.daemons.client import DaemonClient, job_name
 from ep_runtime_client.daemons.socket_directory import SocketDirectory
@@ -83,7 +83,7 @@ def connect(
     jax_state.prepare_cpu_pool()
     jax_state.tell_host()
 
-    def make(chosen: runtimes.Address) -> OpenSession:
+    def make(chosen: addresses.Address) -> OpenSession:
         client = DaemonClient(runtimes.open_runtime(chosen, timeout_s), job, timeout_s)
         opened = OpenSession(client, named, Watchdog(loss_grace_s))
         client.session = Session(opened)
@@ -110,7 +110,7 @@ def _checked_labels(labels: Mapping[str, str] | None) -> dict[str, str]:
     return dict(labels)
 
 
-def _connected(chosen: runtimes.Address, job: str | None) -> Session:
+def _connected(chosen: addresses.Address, job: str | None) -> Session:
     """The open session with a daemon, under tracing."""
     found = registry.sessions.find(chosen)
     if found is None:
@@ -135,7 +135,7 @@ def _check_same_job(found: DaemonClient, job: str | None) -> None:
         )
 
 
-def choose(address: str | None, *, ask: bool = True) -> runtimes.Address:
+def choose(address: str | None, *, ask: bool = True) -> addresses.Address:
     """The address that `connect(address)` uses; starts nothing.
 
     Without `ask` nobody is asked whether the node's default daemon answers: it does where this
@@ -148,19 +148,19 @@ def choose(address: str | None, *, ask: bool = True) -> runtimes.Address:
         PermissionDeniedError: the default daemon's directory could be another user's doing.
     """
     if address is not None:
-        return runtimes.parse_address(address)
+        return addresses.parse_address(address)
     given = env.address()
     if given is not None:
-        return runtimes.parse_address(given, "EP_RUNTIME_ADDRESS")
+        return addresses.parse_address(given, "EP_RUNTIME_ADDRESS")
     if registry.sessions.embedded():
-        return runtimes.Address(runtimes.EMBEDDED)  # the one that this process chose before
+        return addresses.Address(addresses.EMBEDDED)  # the one that this process chose before
     default = env.runtime_directory()
-    known = runtimes.Address(runtimes.DIRECTORY, default)
+    known = addresses.Address(addresses.DIRECTORY, default)
     if not ask and registry.sessions.find(known) is not None:
         return known
     if ask and children.answers(SocketDirectory(default), transport.READ_TIMEOUT_S):
         return known
-    started = runtimes.NODE if jax_state.num_processes() > 1 else runtimes.EMBEDDED
+    started = addresses.NODE if jax_state.num_processes() > 1 else addresses.EMBEDDED
     if ask:
         _log.info("no daemon answers at unix://%s, so connect() takes %r", default, started)
-    return runtimes.parse_address(started)
+    return addresses.parse_address(started)

@@ -9,8 +9,8 @@ from collections.abc import Callable
 
 from ep_runtime_client.base import jax_internals
 from ep_runtime_client.base.layers import live_groups
+from ep_runtime_client.daemons.addresses import Address
 from ep_runtime_client.daemons.pending_goodbyes import pending_goodbyes
-from ep_runtime_client.daemons.runtime import Address
 from ep_runtime_client.sessions.open_session import OpenSession
 
 

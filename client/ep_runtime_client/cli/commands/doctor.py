@@ -193,10 +193,10 @@ def _hardware(args: argparse.Namespace) -> list[Finding]:
 
 def _directory(args: argparse.Namespace) -> Finding:
     """The directory of the daemon that is asked; else the one in which a daemon would start."""
-    from ep_runtime_client.daemons import runtime
+    from ep_runtime_client.daemons import addresses
 
     try:
-        place = runtime.daemon_place(args.address)
+        place = addresses.daemon_place(args.address)
     except RuntimeUnavailableError:  # $EP_RUNTIME_ADDRESS names none that could be asked
         place = SocketDirectory(env.runtime_directory())
     except EpRuntimeError as error:
@@ -215,7 +215,7 @@ def _directory(args: argparse.Namespace) -> Finding:
 
 def _daemon(args: argparse.Namespace) -> Finding:
     from ep_runtime_client.cli.daemon import source
-    from ep_runtime_client.daemons import runtime
+    from ep_runtime_client.daemons import addresses
 
     try:
         with source.open_source(source.exact(args.address), timeout_s=args.timeout) as daemon:
@@ -225,7 +225,7 @@ def _daemon(args: argparse.Namespace) -> Finding:
     except PermissionDeniedError as error:
         return Finding("daemon", "WARN", str(error), "ask as the daemon's user")
     found = (
-        f"{status['state']} at {runtime.daemon_place(args.address).address}, "
+        f"{status['state']} at {addresses.daemon_place(args.address).address}, "
         f"version {status['server_version']}"
     )
     if status["server_version"] != ep_runtime.__version__:
@@ -238,12 +238,12 @@ def _daemon(args: argparse.Namespace) -> Finding:
 
 def _no_daemon(address: str | None) -> Finding:
     """What jobs do without one: those of a named directory fail, and take no other daemon."""
-    from ep_runtime_client.daemons import runtime
+    from ep_runtime_client.daemons import addresses
 
     named = address if address is not None else env.address()
-    if named is not None and runtime.parse_address(named).kind != runtime.DIRECTORY:
+    if named is not None and addresses.parse_address(named).kind != addresses.DIRECTORY:
         return Finding("daemon", "OK", f"none, and none has to run for {named!r}")
-    place = runtime.daemon_place(address)
+    place = addresses.daemon_place(address)
     found = f"none at {place.address}"
     if named is None:
         advice = "`ep-runtime serve` starts one; without, each process gets its own"

@@ -109,9 +109,9 @@ def machine(args: argparse.Namespace) -> dict[str, Any]:
 
 def journal(args: argparse.Namespace) -> dict[str, Any]:
     """The daemon's journal in numbers, and the files of its directory by size; no content."""
-    from ep_runtime_client.daemons import command_line, runtime
+    from ep_runtime_client.daemons import addresses, command_line
 
-    directory = runtime.daemon_place(args.address).directory
+    directory = addresses.daemon_place(args.address).directory
     command = command_line.python_command(
         "ep_runtime_server.journal.summary", [str(directory / "journal")]
     )
@@ -148,9 +148,9 @@ def _of_daemon(args: argparse.Namespace, missing: dict[str, str]) -> dict[str, A
 
 def left_events(args: argparse.Namespace) -> dict[str, Any]:
     """Events of the file that a daemon keeps for the next one."""
-    from ep_runtime_client.daemons import runtime
+    from ep_runtime_client.daemons import addresses
 
-    path = runtime.daemon_place(args.address).directory / "events"
+    path = addresses.daemon_place(args.address).directory / "events"
     items = []
     for line in files.read_end(path).splitlines():
         try:

@@ -21,7 +21,7 @@ from ep_runtime.v1 import admin_service_pb2 as messages
 from ep_runtime.v1 import session_service_pb2
 from ep_runtime_client.cli import render
 from ep_runtime_client.cli.daemon import message_values
-from ep_runtime_client.daemons import children, runtime, transport
+from ep_runtime_client.daemons import addresses, children, transport
 from ep_runtime_client.daemons.socket_directory import SocketDirectory
 
 _PAGE_SIZE = 1000
@@ -267,7 +267,7 @@ def default_place(timeout_s: float) -> SocketDirectory:
     Raises:
         RuntimeUnavailableError: several private daemons answer, or none.
     """
-    place = runtime.daemon_place(None)
+    place = addresses.daemon_place(None)
     if env.address() is not None or children.answers(place, timeout_s):
         return place
     mine = [SocketDirectory(path, os.geteuid()) for path in env.private_directories()]
@@ -295,7 +295,7 @@ def open_source(address: str | None, *, timeout_s: float) -> Iterator[Source]:
         PermissionDeniedError: it is another user's.
     """
     try:
-        place = runtime.daemon_place(address)
+        place = addresses.daemon_place(address)
         rpc = transport.RpcChannel(place, wire.ADMIN_SOCKET, timeout_s)
     except PermissionDeniedError as error:
         if "directory" in error.fields:  # it is not to be trusted with anything
@@ -317,7 +317,7 @@ def open_source(address: str | None, *, timeout_s: float) -> Iterator[Source]:
 
 def exact(address: str | None) -> str:
     """The address itself, or that of the default daemon: no private one stands in for it."""
-    return runtime.daemon_place(address).address
+    return addresses.daemon_place(address).address
 
 
 @contextlib.contextmanager

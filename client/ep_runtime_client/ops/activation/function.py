@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ep_runtime_client.base.dtypes import sum_dtype
 from ep_runtime_client.ops.activation.identity import Fixed, Learned, identified
 
 Function = str | Callable[..., jax.Array]
@@ -50,7 +51,7 @@ class Activation:
 
     @property
     def wide(self) -> Any:
-        return _wide(self.dtype)
+        return sum_dtype(self.dtype)
 
     def rows(self, hidden: jax.Array) -> jax.Array:
         """[block, 2, M], [block, 2M] or, not gated, [block, M] -> [block, M], wide."""
@@ -75,12 +76,8 @@ def activation_of(
     if isinstance(function, str):
         return Activation(function, gated, dtype), ()
     operands = 2 if gated and _takes_two(function) else 1
-    made, values = identified(function, operands, width, _wide(dtype))
+    made, values = identified(function, operands, width, sum_dtype(dtype))
     return Activation(made, gated, dtype), values
-
-
-def _wide(dtype: Any) -> Any:
-    return jnp.float64 if dtype == jnp.float64 else jnp.float32
 
 
 def _takes_two(function: Callable[..., jax.Array]) -> bool:

@@ -27,9 +27,9 @@ from ep_runtime_client.ops.partitioning import on_mesh, regions
 from ep_runtime_client.ops.partitioning.placement import expert_weight, grouped
 from ep_runtime_client.ops.partitioning.regions import Partitioning
 from ep_runtime_client.ops.partitioning.roles import Entries, Roles, padded, read_off
+from ep_runtime_client.ops.quantize import packing
 from ep_runtime_client.ops.quantize.delayed import Delayed, check_state
 from ep_runtime_client.ops.quantize.formats.recipes import DelayedState, Recipe
-from ep_runtime_client.ops.quantize.formats.table import format_of
 from ep_runtime_client.ops.quantize.packing import Kernel, Matrix
 from ep_runtime_client.ops.quantize.pair import Pair, of_each, paired
 from ep_runtime_client.ops.quantize.quantized_tensor import QuantizedTensor
@@ -230,8 +230,7 @@ def with_whole_blocks(
 
 def blocks_of(recipe: Recipe | None, rhs: Kernel) -> tuple[int, ...]:
     """Per dim of rhs, what a recipe needs its size on a device to be a multiple of."""
-    tile = format_of(rhs.recipe if isinstance(rhs, QuantizedTensor) else recipe).tile
-    return tuple(tile if dim in (1, rhs.ndim - 1) else 1 for dim in range(rhs.ndim))
+    return packing.blocks_of(rhs.recipe if isinstance(rhs, QuantizedTensor) else recipe, rhs.ndim)
 
 
 def _read_off(where: Partitioning, lhs: Entries, rhs: Kernel, group_sizes: jax.Array) -> Roles:

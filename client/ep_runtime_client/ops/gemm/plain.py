@@ -28,6 +28,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ep_runtime_client.base.dtypes import sum_dtype
 from ep_runtime_client.ops.gemm import kernels_8, kernels_16, kernels_32, kernels_bias
 from ep_runtime_client.ops.gemm.product import GemmKernels, Product
 from ep_runtime_client.ops.kernels import platform, row_blocks
@@ -299,7 +300,7 @@ def _bias_grad(gemm: Gemm, experts: int, grad: Any, group_sizes: jax.Array) -> j
 
 def wide(*operands: Any) -> Any:
     """Dtype of sums."""
-    return jnp.float64 if any(x.dtype == jnp.float64 for x in operands) else jnp.float32
+    return sum_dtype(*(x.dtype for x in operands))
 
 
 def _served_by(

@@ -304,11 +304,11 @@ def _apart(prefix: str, arrays: Sequence[Any]) -> list[str]:
 
 def _partition(op: AnyOp, mesh: Mesh, operands: Any, results: Any) -> Any:
     """custom_partitioning's callback."""
-    mesh = _mesh(op, mesh)
-    arrived = [_entries(each, mesh) for each in operands]
-    wanted = [_entries(each, mesh) for each in results]
     shapes = [tuple(each.shape) for each in operands]
     try:
+        mesh = _mesh(op, mesh)
+        arrived = [_entries(each, mesh) for each in operands]
+        wanted = [_entries(each, mesh) for each in results]
         roles = op.where.roles
         if roles is None:
             sizes = tuple((str(axis), int(mesh.shape[axis])) for axis in mesh.axis_names)
@@ -340,9 +340,9 @@ def _mesh(op: AnyOp, mesh: Mesh) -> Mesh:
     own = op.where.mesh
     found = own if isinstance(own, Mesh) else mesh
     if found.empty:
-        raise ValueError(
-            "EP_RUNTIME/InvalidArgumentError: no mesh is known for an op without a layer: pass "
-            "layer=, or give its operands a NamedSharding {}"
+        raise InvalidArgumentError(
+            "no mesh is known for an op without a layer: pass layer=, or give its operands a "
+            "NamedSharding"
         )
     return as_auto(found)
 

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ep_runtime_client.base.dtypes import sum_dtype
 from ep_runtime_client.ops.kernels import move_rows as kernels
 from ep_runtime_client.ops.kernels.serve import either
 from ep_runtime_client.ops.kernels.slots import exclusive_sum, rows_at
@@ -22,11 +23,6 @@ from ep_runtime_client.ops.tracing.varying import like
 
 # Gathers of this many slots are written out, so that one fused pass adds them up.
 _WRITTEN_OUT = 16
-
-
-def sum_dtype(dtype: Any) -> Any:
-    """What sums of `dtype` are made in."""
-    return jnp.float64 if dtype == jnp.float64 else jnp.float32
 
 
 def copied(values: jax.Array, source: jax.Array, slots: int) -> jax.Array:

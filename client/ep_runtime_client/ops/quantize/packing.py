@@ -28,6 +28,12 @@ Value = TypeVar("Value")
 FIELDS = ("data", "scale", "amax", "data_columns", "scale_columns", "transposed")
 
 
+def blocks_of(recipe: Recipe | None, ndim: int) -> tuple[int, ...]:
+    """Per dim of a kernel [E, K', *mid, N'], what a recipe needs its shards to be multiples of."""
+    tile = format_of(recipe).tile
+    return tuple(tile if dim in (1, ndim - 1) else 1 for dim in range(ndim))
+
+
 @dataclasses.dataclass(frozen=True)
 class Packing:
     """How leaves make up an operand. Hashable.
@@ -59,8 +65,7 @@ class Packing:
     @functools.cached_property
     def blocks(self) -> tuple[int, ...]:
         """Per dim of a kernel [E, K', *mid, N'], what shards must be multiples of."""
-        tile = format_of(self.recipe).tile
-        return tuple(tile if dim in (1, self.ndim - 1) else 1 for dim in range(self.ndim))
+        return blocks_of(self.recipe, self.ndim)
 
     @functools.cached_property
     def dims(self) -> Mapping[str, tuple[int, ...]]:

@@ -39,6 +39,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ep_runtime_client.base.dtypes import sum_dtype
 from ep_runtime_client.ops.calls.call import Call
 from ep_runtime_client.ops.calls.plan import NodePlanArrays
 from ep_runtime_client.ops.kernels.serve import FLOATS
@@ -57,7 +58,6 @@ from ep_runtime_client.ops.transports.nodes_plan import (
     slot_nodes,
 )
 from ep_runtime_client.ops.transports.nodes_rows import lined_up, sum_nodes
-from ep_runtime_client.ops.transports.xla import sum_dtype
 
 
 def prepare(call: Call, rank: jax.Array, index: jax.Array, topk_idx: jax.Array) -> NodePlanArrays:

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ep_runtime_client.base.dtypes import sum_dtype
 from ep_runtime_client.ops.calls.call import Call
 from ep_runtime_client.ops.kernels import move_rows as kernels
 from ep_runtime_client.ops.kernels.serve import either
@@ -19,7 +20,7 @@ from ep_runtime_client.ops.kernels.slots import rows_at
 from ep_runtime_client.ops.transports import fp8_sums
 from ep_runtime_client.ops.transports.fp8_sums import ScaledRows
 from ep_runtime_client.ops.transports.nodes_plan import NodePacking
-from ep_runtime_client.ops.transports.xla import round_to, sum_dtype
+from ep_runtime_client.ops.transports.xla import round_to
 
 
 def lined_up(call: Call, rows: jax.Array, index: jax.Array) -> jax.Array:

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ep_runtime_client.base.dtypes import sum_dtype
 from ep_runtime_client.ops.calls.call import Call
 from ep_runtime_client.ops.calls.plan import PlanArrays
 from ep_runtime_client.ops.kernels.slots import exclusive_sum, packed, rows_at
@@ -93,10 +94,6 @@ def _rounded(product: jax.Array, plan: PlanArrays) -> jax.Array:
     bits = jnp.int64 if product.dtype == jnp.float64 else jnp.int32
     zero = (plan.num_recv[0] >> 31).astype(bits)
     return lax.bitcast_convert_type(lax.bitcast_convert_type(product, bits) ^ zero, product.dtype)
-
-
-def sum_dtype(dtype: Any) -> Any:
-    return jnp.float64 if dtype == jnp.float64 else jnp.float32
 
 
 def round_to(values: jax.Array, dtype: Any) -> jax.Array:
