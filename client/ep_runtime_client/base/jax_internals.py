@@ -44,7 +44,7 @@ _found_later: list[str] = []  # what no name shows, but a lowering
 
 
 def _at(path: str, default: Any = None) -> Any:
-    """What is at MODULE:NAME of jax._src; `default` where JAX is not imported, or has none."""
+    """Looks up MODULE:NAME of jax._src; `default` if JAX is not imported or has no such name."""
     module, _, names = path.partition(":")
     found = sys.modules.get(f"jax._src.{module}", _NOTHING)
     for name in names.split("."):
@@ -53,12 +53,15 @@ def _at(path: str, default: Any = None) -> Any:
 
 
 def unsupported_reason() -> str | None:
-    """What this JAX has otherwise than this module needs it, or None. Imports JAX; < 1 ms."""
+    """Names a difference of this JAX that ops cannot work with; None if there is none.
+
+    Imports JAX, and takes less than 1 ms.
+    """
     return _first_finding() or next(iter(_found_later), None)
 
 
 def remedy() -> str:
-    """What to type where `unsupported_reason` gives one."""
+    """The command that installs a JAX without the difference that `unsupported_reason` names."""
     import importlib.metadata  # costs 20 ms, which the command line does not spend
 
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -245,5 +248,5 @@ def lower_rule(
 
 
 def answer(call: RuleCall, *asked: Any) -> Any:
-    """What JAX answers XLA about a call: a module for one device, and how it takes operands."""
+    """Asks JAX to partition a call, as XLA would: a module for one device, and its shardings."""
     return _at("custom_partitioning:_custom_partitioning_partition")(*asked, call.key)

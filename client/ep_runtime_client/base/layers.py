@@ -32,7 +32,7 @@ class LayerGroup(Protocol):
 
 
 class LiveGroup(Protocol):
-    """What this process holds of a group, as far as layers, ops and programs go."""
+    """A group in this process, as layers, ops and programs see it."""
 
     name: str
     spec: specs.GroupSpec

@@ -1,4 +1,4 @@
-"""What a session's groups ask of their daemon: calls, where it is, whether it is still theirs."""
+"""The client of a session's daemon: its address, its calls, and whether the session still lives."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class DaemonClient:
 
     @property
     def place(self) -> SocketDirectory:
-        """Where the daemon is."""
+        """The socket directory of the daemon. Raises InvalidArgumentError without a daemon."""
         if self._runtime.place is None:
             raise _no_daemon()
         return self._runtime.place
@@ -110,7 +110,7 @@ class DaemonClient:
 
     @property
     def alone(self) -> str:
-        """What of this session no other process can have; "" where groups may span several."""
+        """Why groups of this session cannot span processes; "" if they can."""
         if self.has_daemon and self.is_private:
             return f"a private daemon of its own (this one's is at {self.address})"
         if self.has_daemon and self._job_is_ours_alone:

@@ -37,7 +37,7 @@ _Result = TypeVar("_Result")
 
 @dataclasses.dataclass(frozen=True)
 class Callbacks:
-    """What a link tells the session, from the link's own threads.
+    """Functions of the session that a link calls, on threads of the link.
 
     Attributes:
         restore: called with new RPCs and token after the daemon came back, before anybody else

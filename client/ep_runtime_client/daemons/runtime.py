@@ -1,4 +1,4 @@
-"""Where a session finds its daemon, and the daemons that a client starts itself."""
+"""Finds the daemon at an address, and starts one where the address asks for that."""
 
 from __future__ import annotations
 

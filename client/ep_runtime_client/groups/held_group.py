@@ -30,7 +30,7 @@ LOST_SETTLE_S = 1.0
 
 
 class HeldGroup:
-    """What this process has of one group: windows, layers and health. Thread-safe.
+    """Windows, layers and health of one group in this process. Thread-safe.
 
     Attributes:
         client: of the daemon that the group is at.
@@ -126,7 +126,7 @@ class HeldGroup:
 
     @property
     def layer_names(self) -> list[str]:
-        """Of the layers and stacks that this process knows."""
+        """Names of the layers and stacks that this process knows."""
         with self._lock:
             return self._registrations.names
 
@@ -161,7 +161,7 @@ class HeldGroup:
                 with failures.translate_errors():
                     jax.block_until_ready(arrays)
             except errors.EpRuntimeError:
-                self._health.take_report()  # of the same failure, which is told once
+                self._health.take_report()  # drops the report of the failure that is raised here
                 raise
         # What the device saw says more than that the group is gone, which follows from it.
         found = self._health.take_report()

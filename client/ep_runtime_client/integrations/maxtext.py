@@ -137,7 +137,11 @@ def _experts(
     input_ids: jax.Array | None = None,
     forced_routed_experts: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
-    """What MaxText's `dense_matmul` returns: output, balance loss, updates of the router's bias."""
+    """Runs the experts; returns what MaxText's `dense_matmul` does.
+
+    Returns:
+        The output, the balance loss, and the updates of the router's bias.
+    """
     weights, experts = block.get_topk(
         gate_logits,
         pre_bias_logits,

@@ -110,7 +110,7 @@ def _forward(
 
 
 def _without_tokens(call: ResolvedCall, operands: Operands) -> tuple[jax.Array, ...]:
-    """What `_forward` has beside y, where nobody wants y."""
+    """Makes what backward needs, without y."""
     return _forward(call, operands, bare=True)
 
 
@@ -180,7 +180,7 @@ def _pullback(
 
 
 def _by_operand(call: ResolvedCall, operands: Operands, made: Sequence[jax.Array]) -> Operands:
-    """What the op makes in backward, as gradients of the operands."""
+    """Sorts the results of the backward op by the operands whose gradients they are."""
     d_tokens, d_weights, *others = made
     wi: Any = Pair(others.pop(0), others.pop(0)) if call.paired else others.pop(0)
     wo, rest = others[0], iter(others[1:])
@@ -217,7 +217,7 @@ def _packed(operands: Operands, *, columns: bool = False) -> tuple[Operands, dic
 
 
 def _arrived(op: BlockForward | BlockBackward) -> list[Entries]:
-    """How the shared operands are sharded, as far as that is known."""
+    """Entries of the shared operands, as far as they are known."""
     call = op.call
     assert call.where.roles is not None
     return op.entries(call.where.roles, *call.multiplied, *call.sharding[2:])

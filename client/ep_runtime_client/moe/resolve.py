@@ -45,7 +45,7 @@ from ep_runtime_client.ops.tracing.scopes import scope
 
 
 class Kept(NamedTuple):
-    """What forward keeps for backward: `keep` and `keep_factor` of `ep.moe`."""
+    """The rows that forward saves for backward: `keep` and `keep_factor` of `ep.moe`."""
 
     keep: str
     factor: float

@@ -1,4 +1,4 @@
-"""What a `Session` holds: a client of one daemon, and the groups that were made with it."""
+"""A session as this process holds it: a client of one daemon, and the groups made with it."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class OpenSession:
                 raise
 
     def groups(self) -> list[HeldGroup]:
-        """Those that this process has not closed."""
+        """The groups that this process has not closed."""
         return [each for each in live_groups.all() if self._is_ours(each)]
 
     def get(self, name: str) -> HeldGroup | None:
@@ -54,7 +54,7 @@ class OpenSession:
         return isinstance(group, HeldGroup) and group.client is self.client
 
     def transport_of(self, name: str, said: str) -> str:
-        """What was said of a group; under tracing, which asks nobody, "auto" is what it has."""
+        """The transport that a group asks for; under tracing "auto" is that of the known group."""
         if not jax_internals.under_tracing():
             return said
         here = self.get(name)

@@ -93,7 +93,7 @@ def _wait(args: argparse.Namespace, daemon: source.Source) -> int:
 
 
 def _left(args: argparse.Namespace, daemon: source.Source) -> str:
-    """What is waited for; nothing once it is over."""
+    """Says which sessions are left; an empty text if the drain is over."""
     try:
         jobs = [row["job"] for row in daemon.sessions() if row["state"] in _LIVE]
     except RuntimeUnavailableError:

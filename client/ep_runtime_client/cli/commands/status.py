@@ -192,7 +192,7 @@ def _failing(status: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _drain(drain: dict[str, Any] | None) -> list[tuple[str, str]]:
-    """Who ordered that nothing new is admitted, and how it ends."""
+    """A row that says who drained the daemon, and how the drain ends."""
     if drain is None:
         return []
     left_s = drain["ends_in_s"]

@@ -1,4 +1,4 @@
-"""What a daemon's status has for somebody to look at: late ranks and silent processes."""
+"""Lines of `status` that ask for attention: late ranks and silent processes."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ _NOT_NOW = re.compile(rb"\x2a[\x80-\xff]*[\x00-\x7f]\x0a[\x80-\xff]*[\x00-\x7f](
 
 
 def add_probes(parser: argparse.ArgumentParser) -> None:
-    """The two questions."""
+    """Adds --live and --ready, of which a call takes one."""
     add = parser.add_mutually_exclusive_group().add_argument
     add(
         "--live",
@@ -42,7 +42,7 @@ def add_probes(parser: argparse.ArgumentParser) -> None:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What a probe takes of `status`; the rest of that takes longer to load than a probe may."""
+    """Adds the arguments of a probe alone: those of all of `status` take too long to load."""
     add_probes(parser)
     reading.add_daemon_arguments(parser)
 

@@ -181,8 +181,8 @@ def _in_shard_map(
 def _in_export(
     op: AnyOp, arrived: Sequence[Entries], *operands: jax.Array, vmapped: Axes = ()
 ) -> tuple[jax.Array, ...]:
-    """What stands for the rule in an exported program, under a vmap over the axes `vmapped`, and in
-    a JAX that `jax_internals.unsupported_reason` names: nothing tells how operands are sharded.
+    """Stands for the rule where nothing tells how operands are sharded: in an exported program,
+    under a vmap over the axes `vmapped`, and in a JAX that `unsupported_reason` names.
 
     Raises:
         InvalidArgumentError: there is no layer either, which would say on which mesh.

@@ -1,4 +1,4 @@
-"""What PartitionSpecs, meshes and the types of arrays say."""
+"""Reads PartitionSpecs, meshes, and the shardings in types of arrays."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ def attributes(call: Call) -> dict[str, np.int64]:
 
 
 def row_alignment(call: Call) -> dict[str, np.int64]:
-    """What calls are told by that lay rows out; nothing where they lie as the layer's do."""
+    """The attribute of calls whose rows are laid closer than the layer's alignment; else none."""
     if call.row_alignment == call.layer.alignment:
         return {}
     return {"row_alignment": np.int64(call.row_alignment)}
