@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import hashlib
 import json
+from collections.abc import Mapping
 from math import prod
 from typing import Any
 
@@ -133,22 +134,22 @@ class GroupSpec:
     workspace: workspaces.Setting = "auto"
     overlap: bool = dataclasses.field(default=True, metadata=_NOT_IN_PROGRAMS)
 
-    @property
-    def axis_sizes(self) -> dict[str, int]:
+    @functools.cached_property
+    def axis_sizes(self) -> Mapping[str, int]:
         """Size of every mesh axis by name, in mesh order."""
         return dict(self.mesh_axes)
 
-    @property
+    @functools.cached_property
     def ep_size(self) -> int:
         """N, the number of ranks in one EP group."""
         return prod(self.axis_sizes[axis] for axis in self.ep_axis)
 
-    @property
+    @functools.cached_property
     def ranks_per_node(self) -> int:
         """Number of EP ranks on one node, whose windows each rank maps; N with one node."""
         return self.node_size or self.ep_size
 
-    @property
+    @functools.cached_property
     def num_nodes(self) -> int:
         """D, the number of nodes in one EP group.
 
@@ -156,7 +157,7 @@ class GroupSpec:
         """
         return self.ep_size // self.ranks_per_node
 
-    @property
+    @functools.cached_property
     def staged_tokens(self) -> int:
         """Largest number of tokens that one rank puts into its window in one call.
 
@@ -164,22 +165,22 @@ class GroupSpec:
         """
         return self.num_nodes * self.max_tokens_per_rank
 
-    @property
+    @functools.cached_property
     def outer_size(self) -> int:
         """Number of token shards along the outer axes."""
         return prod(self.axis_sizes[axis] for axis in self.outer_axes)
 
-    @property
+    @functools.cached_property
     def num_slabs(self) -> int:
         """R, the number of slabs: one for each shard of the tokens."""
         return self.outer_size * self.ep_size
 
-    @property
+    @functools.cached_property
     def token_axes(self) -> tuple[str, ...]:
         """The mesh axes that shard dim 0 of tokens and slabs, major first."""
         return self.outer_axes + self.ep_axis
 
-    @property
+    @functools.cached_property
     def domain_axes(self) -> tuple[str, ...]:
         """Every mesh axis except the ep axes, in mesh order.
 
@@ -187,7 +188,7 @@ class GroupSpec:
         """
         return tuple(axis for axis, _ in self.mesh_axes if axis not in self.ep_axis)
 
-    @property
+    @functools.cached_property
     def world_size(self) -> int:
         """Number of devices in the mesh.
 
@@ -195,12 +196,12 @@ class GroupSpec:
         """
         return prod(size for _, size in self.mesh_axes)
 
-    @property
+    @functools.cached_property
     def num_domains(self) -> int:
         """Number of EP groups in the mesh."""
         return self.world_size // self.ep_size
 
-    @property
+    @functools.cached_property
     def experts_per_rank(self) -> int:
         """L, the number of experts on one rank."""
         return self.num_experts // self.ep_size

@@ -8,6 +8,7 @@ op is traced, so a layer that was pickled, or attached by name, works like the o
 from __future__ import annotations
 
 import dataclasses
+import functools
 import operator
 import threading
 from typing import TYPE_CHECKING, Any, Protocol
@@ -83,6 +84,31 @@ class LiveGroups:
     def get(self, name: str) -> LiveGroup | None:
         with self._lock:
             return self._groups.get(name)
+
+    def of(self, layer: EpLayer) -> LiveGroup:
+        """The open group of a layer.
+
+        Raises:
+            StaleHandleError: it is closed, gone, of other settings, or the layer was replaced.
+        """
+        with self._lock:
+            group = self._groups.get(layer.group_spec.name)
+        if group is None:
+            raise StaleHandleError(
+                f"layer {layer.name!r}: group {layer.group_spec.name!r} is not open in this "
+                "process; connect and create the group, or attach to it with session.group(name)",
+                layer=layer.name,
+                group=layer.group_spec.name,
+            )
+        group.require_layer(layer)
+        if group.spec.fingerprint != layer.group_spec.fingerprint:
+            raise StaleHandleError(
+                f"layer {layer.name!r} is of an older group {group.name!r} with other settings; "
+                "register it again in the new one",
+                layer=layer.name,
+                group=group.name,
+            )
+        return group
 
     def report(self, name: str, text: str) -> None:
         """Keeps an error of a group's call that the native library does not know of, written as it
@@ -177,23 +203,23 @@ class EpLayer:
     def __repr__(self) -> str:
         return f"EpLayer({_described(self.group_spec, self.spec)})"
 
-    @property
+    @functools.cached_property
     def name(self) -> str:
         """Name of the layer, unique in its group; "stack[i]" for a layer of a stack."""
         return self.spec.name
 
-    @property
+    @functools.cached_property
     def top_k(self) -> int:
         """K, the number of experts per token."""
         return self.spec.top_k
 
-    @property
+    @functools.cached_property
     def alignment(self) -> int:
         """The rows of each expert are padded to a multiple of this number."""
         assert self.spec.alignment is not None  # filled at registration
         return self.spec.alignment
 
-    @property
+    @functools.cached_property
     def in_flight(self) -> int:
         """Number of dispatches that may be open at once; handles are 0 to in_flight - 1."""
         return self.spec.in_flight
@@ -203,7 +229,7 @@ class EpLayer:
         """The layer's number at the daemon, the same in every process."""
         return self.base_id + self.index
 
-    @property
+    @functools.cached_property
     def fingerprint(self) -> int:
         """A 63-bit id of the group's and layer's settings that change a compiled program."""
         return specs.stable_id(
@@ -216,23 +242,7 @@ class EpLayer:
 
         Raises StaleHandleError if this process has no open group of that name.
         """
-        group = live_groups.get(self.group_spec.name)
-        if group is None:
-            raise StaleHandleError(
-                f"layer {self.name!r}: group {self.group_spec.name!r} is not open in this "
-                "process; connect and create the group, or attach to it with session.group(name)",
-                layer=self.name,
-                group=self.group_spec.name,
-            )
-        group.require_layer(self)
-        if group.spec.fingerprint != self.group_spec.fingerprint:
-            raise StaleHandleError(
-                f"layer {self.name!r} is of an older group {group.name!r} with other settings; "
-                "register it again in the new one",
-                layer=self.name,
-                group=group.name,
-            )
-        return group.group
+        return live_groups.of(self).group
 
     @property
     def mesh(self) -> Mesh:
@@ -352,7 +362,7 @@ def resolve(layer: EpLayer | TracedLayer) -> tuple[EpLayer, Any]:
     if isinstance(layer, TracedLayer):
         return layer.static, layer.index
     if isinstance(layer, EpLayer):
-        return dataclasses.replace(layer, index=0), layer.index
+        return (dataclasses.replace(layer, index=0) if layer.index else layer), layer.index
     got = type(layer).__name__
     if isinstance(layer, layer_specs.LayerSpec):
         got = (

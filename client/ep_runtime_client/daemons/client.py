@@ -146,7 +146,7 @@ class DaemonClient:
 
     def require_alive(self) -> None:
         """Raises where the session was closed, fenced or inherited through fork."""
-        if not self.is_ours:
+        if os.getpid() != self.pid:
             raise PermissionDeniedError(
                 f"this session belongs to pid {self.pid}; pid {os.getpid()} was forked from it "
                 "and must call ep.connect() itself",

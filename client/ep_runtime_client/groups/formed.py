@@ -26,6 +26,7 @@ class Memory:
 
     def __init__(self, held: Held) -> None:
         self._held = held
+        self._board = next((fd for item, fd in held if item.world_rank == -1), None)
         self._lock = threading.Lock()  # nothing is closed while it is read
 
     @property
@@ -51,20 +52,16 @@ class Memory:
     def poison(self, generation: int) -> board_file.Poison | None:
         """Why that generation must be left, as the board itself says; None where it goes on."""
         with self._lock:
-            for _, fd in self.of([-1]):
-                return board_file.read_poison(fd, generation)
-        return None
+            return None if self._board is None else board_file.read_poison(self._board, generation)
 
     def left(self) -> list[int]:
         """World ranks of this node whose processes have closed the group, as the board says."""
         with self._lock:
-            for _, fd in self.of([-1]):
-                return board_file.left_ranks(fd)
-        return []
+            return [] if self._board is None else board_file.left_ranks(self._board)
 
     def close(self) -> None:
         with self._lock:
-            held, self._held = self._held, []
+            held, self._held, self._board = self._held, [], None
             transport.close_all([fd for _, fd in held])
 
 

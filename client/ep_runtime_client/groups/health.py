@@ -60,14 +60,12 @@ class GroupHealth:
     def end(self) -> End | None:
         """Why its calls end, where this process has not closed it."""
         if not self.closed and self._end is None:
-            poison = self._poison()  # is there before the daemon's event
+            # The board says it before the daemon's event.
+            poison = self._formed.memory.poison(self._formed.generation)
             if poison is not None:
                 self._end = self._ended(poison, "", ())
                 self.broken = isinstance(self._end.error, PeerLostError)
         return self._end
-
-    def _poison(self) -> Poison | None:
-        return self._formed.memory.poison(self._formed.generation)
 
     def __str__(self) -> str:
         return "CLOSED" if self.closed else "BROKEN" if self.is_gone else "READY"
@@ -81,7 +79,7 @@ class GroupHealth:
         if state not in _OVER:
             return
         self.broken = state == types_pb2.GROUP_STATE_BROKEN
-        end = self._ended(self._poison(), reason, lost)
+        end = self._ended(self._formed.memory.poison(self._formed.generation), reason, lost)
         if self._end is None or type(self._end.error) is type(
             end.error
         ):  # the daemon's words say more
@@ -169,7 +167,7 @@ class GroupHealth:
     def require_open(self, layer: str | None) -> None:
         """Raises also where it was closed, or the daemon knows it no more: StaleHandleError."""
         self.require_whole(layer)
-        if self.is_gone:
+        if self.closed or self._lapsed is not None:
             why = "was closed" if self.closed else f"is gone: {self._lapsed}"
             self._stale(why, 0.0).error.raise_again(layer)
 

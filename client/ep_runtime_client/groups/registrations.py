@@ -7,6 +7,7 @@ without one they are numbered here.
 from __future__ import annotations
 
 import functools
+import operator
 import uuid
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -22,6 +23,8 @@ from ep_runtime_client.daemons.client import DaemonClient
 AddNative = Callable[[Sequence[Any]], None]
 # Of ids whose layer is gone: no program was compiled for it, so that all of them are told.
 _NO_FINGERPRINT = 0
+# By which a layer is the one that is registered under its name.
+_SETTINGS = operator.attrgetter("base_id", "spec.top_k", "spec.alignment", "spec.in_flight")
 
 
 class Registrations:
@@ -149,7 +152,7 @@ class Registrations:
         current = self.lookup(layer.name)
         if current is None and layer.name not in self._gone:
             return  # attached by name in this process, or not at all: the call says so
-        if current is not None and _settings(current) == _settings(layer):
+        if current is not None and _SETTINGS(current) == _SETTINGS(layer):
             return
         raise StaleHandleError(
             f"layer {layer.name!r} (top_k={layer.top_k}, alignment={layer.alignment}) was replaced "
@@ -182,10 +185,6 @@ def _mismatch(group: str, layer: str, field: str, theirs: Any, ours: Any) -> Spe
         theirs=theirs,
         ours=ours,
     )
-
-
-def _settings(layer: EpLayer | LayerStack) -> tuple[Any, ...]:
-    return (layer.base_id, layer.spec.top_k, layer.spec.alignment, layer.spec.in_flight)
 
 
 def _members(item: wire.RegisteredLayer) -> list[tuple[int, str]]:

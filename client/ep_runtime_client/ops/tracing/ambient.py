@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime.specs import GroupSpec
 from ep_runtime_client.base.jax_internals import under_tracing
-from ep_runtime_client.base.layers import EpLayer, TracedLayer, resolve
+from ep_runtime_client.base.layers import EpLayer, TracedLayer, live_groups, resolve
 from ep_runtime_client.ops.tracing.varying import Axes
 
 
@@ -25,7 +25,7 @@ def open_layer(layer: EpLayer | TracedLayer) -> tuple[EpLayer, jax.Array, Mesh]:
         StaleHandleError: its group is closed, reclaimed, or was replaced by another spec.
     """
     static, index = resolve(layer)
-    mesh = static.group.mesh
+    mesh = live_groups.of(static).group.mesh
     if isinstance(index, int):
         return static, constant(np.full(1, index, np.int32), mesh), mesh
     return static, jnp.asarray(index, jnp.int32).reshape(1), mesh
