@@ -17,7 +17,7 @@ from ep_runtime_client.moe import bodies
 from ep_runtime_client.moe import resolve as moe_call
 from ep_runtime_client.moe.bodies import composed, cuda, cuda_nodes
 from ep_runtime_client.moe.bodies.protocol import Forwarded
-from ep_runtime_client.moe.experts import bias_of, operand
+from ep_runtime_client.moe.resolve import bias_of, operand
 from ep_runtime_client.moe.state import MoEState
 
 
@@ -55,7 +55,7 @@ class Emulated:
 
 
 def _all_saved(static: Any) -> Any:
-    return dataclasses.replace(static, workspace=None, saves=True)
+    return dataclasses.replace(static, workspace=None, saved=composed.saved(static))
 
 
 class Ways:
@@ -129,7 +129,9 @@ def by_ops(
             operand(getattr(params, name), recipe, dtype),
             sizes,
             layer=layer,
-            bias=bias_of(block, f"{name}_bias", params),
+            bias=None
+            if getattr(params, f"{name}_bias") is None
+            else bias_of(block, f"{name}_bias", params),
             recipe=recipe,
             out_dtype=dtype,
             rhs_spec=block.specs[name],

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-from ep_runtime_client.ops.partitioning.partitioned import TARGET
+from ep_runtime_client.ops.partitioning.on_mesh import TARGET
 
 _LINE = re.compile(
     r"= (?P<shape>\(.*?\)|\S+) (?P<kind>all-gather|all-reduce|all-to-all|reduce-scatter"

@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import ep_runtime as ep
-from ep_runtime_client.ops.partitioning import partitioned
+from ep_runtime_client.ops.partitioning import on_mesh
 from ep_runtime_client.ops.quantize.formats import recipes
 
 EXPERTS, HIDDEN, MLP, TOKENS = 4, 256, 256, 16
@@ -130,5 +130,5 @@ def test_a_step_of_the_block_moves_the_same_kinds_and_bytes(mesh: str, recipe: s
 )
 def test_the_modules_are_the_same_program(form: str, recipe: str) -> None:
     programs = [lowered(each, "tp", recipe, "auto").as_text() for each in (form, "moe")]
-    assert partitioned.TARGET in programs[0]
+    assert on_mesh.TARGET in programs[0]
     assert len({collectives.unnamed(text) for text in programs}) == 1

@@ -24,7 +24,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import ep_runtime as ep
-from ep_runtime_client.ops.partitioning import partitioned, roles
+from ep_runtime_client.ops.partitioning import on_mesh, roles
 from ep_runtime_client.ops.quantize.formats import recipes
 
 MakeGroup = Callable[..., fakes.LocalGroup]
@@ -149,7 +149,7 @@ def test_auto_takes_the_rule_where_nothing_tells_how_a_weight_lies(make_group: M
     def ruled(layer: Any, operands: Any = None, **options: Any) -> bool:
         operands = placed(layer.mesh) if operands is None else operands
         text = jax.jit(gemm(layer, **options)).lower(*operands).as_text()
-        return partitioned.TARGET in text
+        return on_mesh.TARGET in text
 
     assert ruled(layer)
     assert ruled(layer, recipe=recipes.TensorScaling())

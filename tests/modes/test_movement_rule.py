@@ -16,7 +16,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import ep_runtime as ep
-from ep_runtime_client.ops.partitioning import partitioned
+from ep_runtime_client.ops.partitioning import on_mesh
 from ep_runtime_client.programs.explain import explain_text
 
 MakeGroup = Callable[..., fakes.LocalGroup]
@@ -73,7 +73,7 @@ def test_rule_and_shard_map_give_the_same_bits(
         run = program(layer)
         # 3-D tracers cannot tell how they lie; the first way that divides is taken.
         compiled = run.lower(*(placed if len(lead) == 1 else draw(lead))).compile()
-        custom = partitioned.TARGET in run.lower(*draw(lead)).as_text()
+        custom = on_mesh.TARGET in run.lower(*draw(lead)).as_text()
         assert custom == (partitioning == "rule")
         counts.append(collectives.count(compiled))
         results.append(jax.tree.leaves(run(*placed)))

@@ -300,7 +300,7 @@ def test_plans_are_made_again_where_they_outgrow_tokens(
         return operands.tokens, (None, None)
 
     ways.emulated()
-    monkeypatch.setattr(gradient, "run", told)
+    monkeypatch.setattr(gradient, "block", told)
     for ranks, tokens in ((2, 8192), (8, 8192), (8, 512)):
         settings = {"num_experts": 64, "hidden_size": 256, "max_tokens_per_rank": tokens}
         layer = make_group(axes={"ep": ranks}, **settings).register_layer("moe", top_k=8)

@@ -139,15 +139,29 @@ def backend_started() -> bool:
     return started is not None and bool(started())
 
 
-def folding_option() -> Any:
-    """JAX's option that `jax.ensure_compile_time_eval` sets: its value, and a context by a call."""
-    return _at("config:eager_constant_folding")
+def usual_options() -> contextlib.AbstractContextManager[Any]:
+    """Sets JAX's default promotions while ops are traced.
+
+    A user's strict options are about the user's own code.
+    """
+    import jax
+
+    usual = contextlib.ExitStack()
+    options: Any = jax.config  # typed without them
+    if options.jax_numpy_rank_promotion != "allow":
+        usual.enter_context(jax.numpy_rank_promotion("allow"))
+    if options.jax_numpy_dtype_promotion != "standard":
+        usual.enter_context(jax.numpy_dtype_promotion("standard"))
+    folding = _at("config:eager_constant_folding")
+    if folding is not None and folding.value:  # `jax.ensure_compile_time_eval` around the call
+        usual.enter_context(folding(False))
+    return usual
 
 
 def contexts() -> dict[str, Any]:
     """Options that contexts such as `jax.enable_x64` set on this thread, by name."""
-    unset = _at("config:config_ext.unset")
-    scoped = {name: x for name, x in _options().items() if hasattr(x, "get_local")}
+    unset, options = _at("config:config_ext.unset"), _at("config:config._value_holders", {})
+    scoped = {name: x for name, x in options.items() if hasattr(x, "get_local")}
     return {name: x.value for name, x in scoped.items() if x.get_local() is not unset}
 
 
@@ -156,13 +170,8 @@ def entered(options: Mapping[str, Any]) -> Iterator[None]:
     """Sets what `contexts` gave, on this thread."""
     with contextlib.ExitStack() as stack:
         for name, value in options.items():
-            stack.enter_context(_options()[name](value))
+            stack.enter_context(_at("config:config._value_holders")[name](value))
         yield
-
-
-def _options() -> Mapping[str, Any]:
-    options: Mapping[str, Any] = _at("config:config._value_holders", {})
-    return options
 
 
 def register(target: str, partition: Callable[..., Any]) -> None:
@@ -195,11 +204,6 @@ def for_several(ctx: Any) -> bool:
     return getattr(getattr(ctx.module_context, "axis_context", None), "num_devices", None) != 1
 
 
-def for_export(ctx: Any) -> bool:
-    """Whether a lowering is for an exported program."""
-    return bool(ctx.module_context.lowering_parameters.for_export)
-
-
 class RuleCall(NamedTuple):
     """A custom call of custom_partitioning, in a module for several devices.
 
@@ -225,10 +229,15 @@ def lower_rule(
 
     Returns:
         The results, of the custom call if the second value is one; it is None where the body itself
-        is in the module. None alone if JAX keeps the call alive in a way that is not known:
-        `unsupported_reason` says so from then on.
+        is in the module. None alone where no rule can be: in a module that is exported for several
+        devices, and in a JAX that `unsupported_reason` names, which it does from now on if this one
+        keeps the call alive in a way that is not known.
     """
     module, rule = ctx.module_context, "custom_partitioning:"
+    if unsupported_reason() is not None:
+        return None
+    if module.lowering_parameters.for_export and for_several(ctx):
+        return None
     results = _at(rule + "_custom_partitioning_lowering_rule")(ctx, *operands, **params)
     op = results[0].owner
     attributes = getattr(op, "attributes", {})

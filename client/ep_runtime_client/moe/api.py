@@ -16,16 +16,15 @@ from ep_runtime import workspace
 from ep_runtime.arguments import suggests
 from ep_runtime.layer_specs import LayerSpec
 from ep_runtime_client.base import stored
-from ep_runtime_client.base.layers import EpLayer, TracedLayer, resolve
+from ep_runtime_client.base.layers import EpLayer, TracedLayer
 from ep_runtime_client.moe import checks, qwix
 from ep_runtime_client.moe import resolve as moe_call
 from ep_runtime_client.moe import routing as moe_routing
 from ep_runtime_client.moe import shapes as moe_shapes
 from ep_runtime_client.moe.checks import Recipes
-from ep_runtime_client.moe.experts import Block, Moved
 from ep_runtime_client.moe.params import MoEParams as MoEParams
 from ep_runtime_client.moe.params import init_moe_params as init_moe_params
-from ep_runtime_client.moe.resolve import Kept
+from ep_runtime_client.moe.resolve import Block, Kept, Moved
 from ep_runtime_client.moe.state import MoEState as MoEState
 from ep_runtime_client.moe.state import checked as checked_state
 from ep_runtime_client.moe.state import init_moe_state as init_moe_state
@@ -36,8 +35,7 @@ from ep_runtime_client.ops.quantize.formats.recipes import DelayedState
 from ep_runtime_client.ops.routing import api as routing_api
 from ep_runtime_client.ops.routing import losses
 from ep_runtime_client.ops.routing.options import REMOVED, Router
-from ep_runtime_client.ops.tracing import scopes
-from ep_runtime_client.ops.tracing.ambient import check_devices, constant, manual_axes
+from ep_runtime_client.ops.tracing.ambient import check_devices, constant, manual_axes, open_layer
 from ep_runtime_client.ops.tracing.scopes import scope
 
 
@@ -283,30 +281,30 @@ def moe(
         y, aux, *counts, after = moe_shapes.results_of(layer, x, experts, given)
         stats = MoEStats(counts[0], counts[1], counts[2], routed) if return_stats else None
         return _results(y, aux, stats, after)
-    static = resolve(layer)[0]
+    static, index, mesh = open_layer(layer)
     group = static.group_spec
     after = checked_state(state, recipes, group.num_experts)
     specs = checks.specs_of(params_spec, params)
     checks.check_shapes(static, x, params, specs, gated)
-    mesh = static.mesh
     check_devices(group, mesh, "x", x)
-    if routing is None:
-        # The call is opened with the same check, whose remedy is that of `dispatch`.
-        token_layout.choose(group, x.shape[:-1], manual=manual_axes(group), remedy=_PAD)
     with scope("router", static):
         rows, routed = route(x, params, static.top_k, group.num_experts)
     # The experts, by the body that this call can have.
     function, values = activation_of(activation, gated, dtype, params.wo.shape[1])
-    block = Block(function, checks.quantizing(recipes), specs, group.token_axes, values)
+    wi, wo = (recipe if recipe and recipe.quantizes else None for recipe in recipes)
+    block = Block(function, (wi, wo), specs, group.token_axes, values)
     weighted = moe_call.weighted(static, block, params, weights_at)
-    moved = Moved(rows.astype(dtype), routed, handle, capacity, tokens_spec)
+    remedy = _PAD if routing is None else token_layout.PAD_TOKENS
+    rows = rows.astype(dtype)
+    moved = Moved(index, mesh, rows, routed, handle, capacity, tokens_spec, remedy)
     body, why = moe_call.chosen(static, block, moved, params, weighted)
-    with scopes.way(body, why or "taken", static):
+    with scope(f"moe.{body}.{why or 'taken'}", static):
         kept = Kept(keep, keep_factor)
         y, plan, after = moe_call.run(layer, block, moved, params, weighted, kept, body, after)
     # Losses and counts are over the global batch: over the manual axes that shard it. Those of one
     # device too, over which nothing moves: types say that values vary over them.
-    axes = tuple(axis for axis in group.token_axes if axis in manual_axes(group))
+    manual = manual_axes(group)
+    axes = tuple(axis for axis in group.token_axes if axis in manual)
     if not loss:
         aux = constant(np.zeros((), np.float32), mesh)
     else:

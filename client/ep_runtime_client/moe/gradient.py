@@ -14,13 +14,12 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from ep_runtime_client.moe import bodies
 from ep_runtime_client.moe.op import BlockBackward, BlockForward
 from ep_runtime_client.moe.resolved import Operands, ResolvedCall
 from ep_runtime_client.ops.calls.plan import arrays_type
 from ep_runtime_client.ops.gemm.quantized_operands import for_backward
 from ep_runtime_client.ops.movement.prepare import prepared
-from ep_runtime_client.ops.partitioning import on_mesh
+from ep_runtime_client.ops.partitioning import on_mesh, regions
 from ep_runtime_client.ops.partitioning.roles import Entries
 from ep_runtime_client.ops.quantize import ops as quantize_ops
 from ep_runtime_client.ops.quantize.packing import pack
@@ -35,27 +34,23 @@ from ep_runtime_client.ops.tracing.varying import Axes
 Amax = tuple[tuple[jax.Array, jax.Array] | None, ...]
 
 
-def run(call: ResolvedCall, operands: Operands) -> tuple[jax.Array, Amax]:
-    """y, sharded as tokens, and amax; y is differentiable in tokens, weights, wi, wo and the
-    biases."""
-    made: tuple[jax.Array, Amax] = eager.settled(_primal, call, operands, traced=_block)
-    return made
-
-
 def inner_axes(call: ResolvedCall, operands: Operands) -> Axes:
     """Axes on M, over which y is added up; for a call whose weights' layout is known."""
     assert call.where.roles is not None
     packed, common = _packed(operands)
-    op = BlockForward(call, **common)
+    op = BlockForward(call.where, call, **common)
     arrived, arrays = _arrived(op), jax.tree.leaves(packed)
     given = zip(arrays, arrived, strict=True)
-    shapes = [on_mesh.whole_shape(call.where, x.shape, entries) for x, entries in given]
+    shapes = [regions.whole_shape(call.where, x.shape, entries) for x, entries in given]
     return op.place(call.where.roles, arrived, shapes).inner
 
 
-def _primal(call: ResolvedCall, operands: Operands) -> tuple[jax.Array, Amax]:
-    taken, of_weights = _quantized(call, operands)
-    y, *amax = _lean(call, taken)
+def primal(call: ResolvedCall, operands: Operands) -> tuple[jax.Array, Amax]:
+    """y, sharded as tokens, and amax; as `block`, without a gradient."""
+    of_weights: Sequence[Any] = (None, None)
+    if any(call.recipes):
+        operands, of_weights = _quantized(call, operands)
+    y, *amax = _forward(call.saving_nothing(), operands)
     return y, _paired_amax(call, amax, of_weights)
 
 
@@ -94,17 +89,12 @@ def _quantized(call: ResolvedCall, given: Operands) -> tuple[Operands, list[Any]
     return taken, found
 
 
-def _lean(call: ResolvedCall, operands: Operands) -> tuple[jax.Array, ...]:
-    """y and amax of rows."""
-    return _forward(call.saving_nothing(), operands)
-
-
 def _forward(
     call: ResolvedCall, operands: Operands, *, bare: bool = False
 ) -> tuple[jax.Array, ...]:
     """y, what is saved, and amax of rows; what is saved alone if `bare`."""
     packed, common = _packed(operands)
-    op = BlockForward(call, **common, bare=bare)
+    op = BlockForward(call.where, call, **common, bare=bare)
     with scope("block", call.moved.layer):
         return on_mesh.run_on_mesh(op, _arrived(op), *jax.tree.leaves(packed))
 
@@ -128,20 +118,18 @@ def _fwd(call: ResolvedCall, given: Operands) -> Any:
         operands = given._replace(wi=wi, wo=wo, wi8=None, wo8=None, scales=operands.scales)
     leaves, tree = jax.tree.flatten(operands)
 
-    def way(function: Any) -> Callable[..., Any]:
+    def way(function: Any, call: ResolvedCall) -> Callable[..., Any]:
         return lambda *leaves: eager.shared(function, call, jax.tree.unflatten(tree, leaves))
 
     saved = operands._replace(wi=for_backward(operands.wi), wo=for_backward(operands.wo))
     if call.plans_again:
         saved = saved._replace(plan=None, most=None)  # type: ignore[arg-type]
-    names = bodies.named(call.body).saved(call)
-    full, lean, bare = map(way, (_forward, _lean, _without_tokens))
-    if not names:
-        y, *rows = lean(*leaves)
-    elif call.workspace is None:
+    names, full = call.saved, way(_forward, call)
+    if not names or call.workspace is None:
         # XLA drops what nobody reads of ops that it sees.
         y, *rows = full(*leaves)
     else:
+        lean, bare = way(_forward, call.saving_nothing()), way(_without_tokens, call)
         y, *rows = unless_unused(full, lean, bare, *leaves)
     amax = _paired_amax(call, rows[len(names) :], of_weights)
     kept = zip(rows, names, strict=False)
@@ -171,7 +159,8 @@ def _pullback(
         operands = operands._replace(plan=plan, most=made[-1])
     packed, common = _packed(operands, columns=True)
     of_wi, of_wo = (operands.tokens.dtype if x is None else x for x in call.dtypes)
-    op = BlockBackward(call if saved else call.saving_nothing(), **common, dtypes=(of_wi, of_wo))
+    found = call if saved else call.saving_nothing()
+    op = BlockBackward(call.where, found, **common, dtypes=(of_wi, of_wo))
     slab: Entries = (call.moved.group.token_axes,)
     arrived = [*_arrived(op), *[slab] * len(saved), call.moved.layout.entries()]
     with scope("block_bwd", call.moved.layer):
@@ -202,7 +191,7 @@ def _by_operand(call: ResolvedCall, operands: Operands, made: Sequence[jax.Array
         values=tuple(d if is_so else nothing for d, is_so in zip(rest, inexact, strict=True)),
     )
     leaves, tree = jax.tree.flatten(grads)
-    typed = [on_mesh.typed_as(*each) for each in zip(leaves, call.types, strict=True)]
+    typed = [regions.typed_as(*each) for each in zip(leaves, call.types, strict=True)]
     found: Operands = jax.tree.unflatten(tree, typed)
     return found
 
@@ -223,5 +212,6 @@ def _arrived(op: BlockForward | BlockBackward) -> list[Entries]:
     return op.entries(call.where.roles, *call.multiplied, *call.sharding[2:])
 
 
-_block = jax.custom_vjp(_primal, nondiff_argnums=(0,))
-first_order.defvjp("moe", _block, _fwd, _bwd)
+# `primal`, differentiable in tokens, weights, wi, wo and the biases.
+block = jax.custom_vjp(primal, nondiff_argnums=(0,))
+first_order.defvjp("moe", block, _fwd, _bwd)

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from ep_runtime_client.base.dtypes import sum_dtype
 from ep_runtime_client.moe import bodies
-from ep_runtime_client.moe.bodies.protocol import Body, Experts, Given, Over, Saved, WeightGrads
+from ep_runtime_client.moe.bodies.protocol import Experts, Given, Over, WeightGrads
 from ep_runtime_client.moe.resolved import ResolvedCall
 from ep_runtime_client.ops.calls.call import world_rank
 from ep_runtime_client.ops.gemm.ops import of_first
@@ -47,6 +47,7 @@ class Placed:
         inner: axes on M; tokens are summed over them.
         parts: those of them that divide anything; the bias of wo is added on the first device.
         over: axes that split what one scale is for.
+        operands: entries of the shared operands as the op takes them.
     """
 
     wi: Weight
@@ -56,6 +57,7 @@ class Placed:
     inner: Axes
     parts: Axes
     over: Over
+    operands: list[Entries]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,26 +65,20 @@ class BlockOp(LayerOp):
     """What forward and backward share. Hashable. Their first operands are the leaves of Operands.
 
     Attributes:
+        where: where it runs, as the call.
         call: what is static about the call.
         wi: how leaves make up wi.
         wo: how leaves make up wo.
         tree: structure of Operands with these leaves.
     """
 
+    where: Partitioning
     call: ResolvedCall
     wi: Packing
     wo: Packing
     tree: Any
 
     name: ClassVar[str] = "block"
-
-    @property
-    def where(self) -> Partitioning:
-        return self.call.where
-
-    @functools.cached_property
-    def _body(self) -> Body:
-        return bodies.named(self.call.body)
 
     def _by_name(self, flat: Sequence[Any]) -> Any:
         """Operands of what there is per operand; others may follow them in `flat`."""
@@ -111,20 +107,17 @@ class BlockOp(LayerOp):
                 "are not: they are gathered over it"
             )
         wi, wo, parts = _on(wi, len(shape) - 1, inner), _on(wo, 1, inner), roles.real(inner)
-        return Placed(
-            wi,
-            wo,
-            lies.wi_bias and expert_bias(roles, wi, lies.wi_bias, shape),  # none without a bias
-            lies.wo_bias and expert_bias(roles, wo, lies.wo_bias, wo_shape),
-            inner,
-            parts,
-            Over(roles.real(roles.outer), parts),
-        )
+        wi_bias = lies.wi_bias and expert_bias(roles, wi, lies.wi_bias, shape)  # none without one
+        wo_bias = lies.wo_bias and expert_bias(roles, wo, lies.wo_bias, wo_shape)
+        over = Over(roles.real(roles.outer), parts)
+        biases = (None if bias is None else bias.entries for bias in (wi_bias, wo_bias))
+        operands = self.entries(roles, wi.entries, wo.entries, *biases)
+        return Placed(wi, wo, wi_bias, wo_bias, inner, parts, over, operands)
 
     def _inner(self, roles: Roles, wi: Weight, wo: Weight, width: int) -> Axes:
         """The axes that M of both weights is taken over."""
         inner = (wi.kept[-1] or wo.kept[1]) if self._splits else ()
-        unit = self._body.multiple(self.call, paired=self.wi.paired)
+        unit = bodies.BODIES[self.call.body].multiple(self.call, paired=self.wi.paired)
         gone = (wi.gathered[-1], wo.gathered[1])
         whole = all(width % (roles.size(inner + each) * unit) == 0 for each in gone)
         if inner and not whole:
@@ -162,21 +155,10 @@ class BlockOp(LayerOp):
         found: list[Entries] = self.tree.flatten_up_to(by_name)
         return found
 
-    def taken(self, roles: Roles, place: Placed) -> list[Entries]:
-        """Entries of the shared operands as the op takes them."""
-        both = (place.wi_bias, place.wo_bias)
-        wi_bias, wo_bias = (None if bias is None else bias.entries for bias in both)
-        return self.entries(roles, place.wi.entries, place.wo.entries, wi_bias, wo_bias)
-
-    @functools.cached_property
-    def saved(self) -> tuple[Saved, ...]:
-        """What forward saves for backward, in order."""
-        return self._body.saved(self.call)
-
     def saved_entries(self, roles: Roles, place: Placed) -> list[Entries]:
         """Entries of what is saved: slabs, those of hidden with the axes on N'."""
         hidden: Entries = (roles.slab, (), *place.wi.kept[2:])
-        return [hidden if name == "hidden" else (roles.slab,) for name in self.saved]
+        return [hidden if name == "hidden" else (roles.slab,) for name in self.call.saved]
 
     def opened(self, place: Placed, blocks: Sequence[jax.Array]) -> tuple[Given, Experts]:
         """Local blocks of the operands as one device takes them, weights gathered."""
@@ -238,7 +220,7 @@ class BlockOp(LayerOp):
             "hidden": " ".join(["r", "w", *self._columns]),
             "made": "r one",
         }
-        return [named[name] for name in self.saved]
+        return [named[name] for name in self.call.saved]
 
     def saved_shapes(self, shapes: Any, rows: Any) -> list[Any]:
         """Shapes and dtypes of what is saved, from whole operands; `rows`: dtype of rows."""
@@ -253,7 +235,7 @@ class BlockOp(LayerOp):
             "hidden": ((count, *columns), call.activation.dtype),
             "made": ((1,), jnp.int32),
         }
-        found = (known[name] for name in self.saved)
+        found = (known[name] for name in self.call.saved)
         return [jax.ShapeDtypeStruct((shapes.most[0], *shape), dtype) for shape, dtype in found]
 
 
@@ -284,7 +266,7 @@ class BlockForward(BlockOp):
             given, experts = self.opened(place, blocks)
             if self.bare:
                 return self._nothing(experts, tokens.dtype)
-            made = self._body.forward(self.call, given, experts, place.over)
+            made = bodies.BODIES[self.call.body].forward(self.call, given, experts, place.over)
             y = _added_up(sums, made.y, place.inner).reshape(tokens.shape)
             return y, *(x[None] for x in (*made.saved, *made.amax))
 
@@ -292,7 +274,7 @@ class BlockForward(BlockOp):
         results = self.saved_entries(roles, place)
         if not self.bare:
             results = [self.call.moved.layout.entries(), *results, *amax]
-        return Resolved(tuple(self.taken(roles, place)), tuple(results), local)
+        return Resolved(tuple(place.operands), tuple(results), local)
 
     def _nothing(self, experts: Experts, dtype: Any) -> tuple[jax.Array, ...]:
         """Blocks of what is saved, not made."""
@@ -353,7 +335,9 @@ class BlockBackward(BlockOp):
             *saved, dy = blocks[self.tree.num_leaves :]
             saved, dy = [x[0] for x in saved], dy.reshape(-1, dy.shape[-1])
             grads = WeightGrads(call.paired, self._made(shared))
-            made = self._body.backward(call, given, experts, tuple(saved), dy, grads, place.over)
+            made = bodies.BODIES[call.body].backward(
+                call, given, experts, tuple(saved), dy, grads, place.over
+            )
             d_tokens = _added_up(sums, made.tokens, place.inner).reshape(mine.tokens.shape)
             d_weights = sums.total(made.weights, place.inner).reshape(mine.weights.shape)
             off = self._each(wi_place.taken_off)
@@ -373,7 +357,7 @@ class BlockBackward(BlockOp):
             ]
             return d_tokens, d_weights, *wi, wo, *biases, *values
 
-        given, tokens = self.taken(roles, place), call.moved.layout.entries()
+        given, tokens = place.operands, call.moved.layout.entries()
         weights = [self._each(wi_place.lies)] * (1 + call.paired) + [wo_place.lies]
         results = (tokens, tokens, *weights, *self._by_name(given).others)
         return Resolved((*given, *self.saved_entries(roles, place), tokens), results, local)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,35 +14,84 @@ from jax.sharding import Mesh, PartitionSpec
 
 from ep_runtime import workspace
 from ep_runtime.workspace import BlockSizes
-from ep_runtime_client.base.layers import EpLayer, TracedLayer
+from ep_runtime_client.base.layers import EpLayer, TracedLayer, resolve
 from ep_runtime_client.moe import bodies, gradient
 from ep_runtime_client.moe.bodies.cuda import scaling_of
-from ep_runtime_client.moe.experts import Block, Moved, bias_of, operand
 from ep_runtime_client.moe.params import MoEParams
 from ep_runtime_client.moe.resolved import Operands, ResolvedCall, Weighted, WorkspaceRows
 from ep_runtime_client.moe.state import MoEState
 from ep_runtime_client.ops.activation import kernels as activation_kernels
+from ep_runtime_client.ops.activation.function import Activation
 from ep_runtime_client.ops.calls.call import Call
 from ep_runtime_client.ops.calls.plan import Plan
 from ep_runtime_client.ops.gemm import kernels_32, weight_entries
 from ep_runtime_client.ops.gemm.api import blocks_of, with_whole_blocks
 from ep_runtime_client.ops.gemm.checks import check_experts
-from ep_runtime_client.ops.gemm.quantized_operands import origin_of, settled
+from ep_runtime_client.ops.gemm.quantized_operands import origin_of, settled, with_gradient
 from ep_runtime_client.ops.kernels import serve
 from ep_runtime_client.ops.movement import per_device, quantized_rows, token_watch
-from ep_runtime_client.ops.movement.dispatch import open_call
-from ep_runtime_client.ops.movement.prepare import make_plan, make_plan_with_most
-from ep_runtime_client.ops.partitioning import on_mesh, regions
+from ep_runtime_client.ops.movement.dispatch import check_width
+from ep_runtime_client.ops.movement.prepare import (
+    known_specs,
+    make_call,
+    make_plan,
+    make_plan_with_most,
+)
+from ep_runtime_client.ops.partitioning import regions
 from ep_runtime_client.ops.partitioning.regions import Partitioning
-from ep_runtime_client.ops.partitioning.roles import Entries, padded
+from ep_runtime_client.ops.partitioning.roles import Entries, entries_of, padded
+from ep_runtime_client.ops.partitioning.scatter import gather
 from ep_runtime_client.ops.quantize.delayed import Delayed, check_state
 from ep_runtime_client.ops.quantize.formats.recipes import DelayedState, Recipe
 from ep_runtime_client.ops.quantize.packing import Kernel
-from ep_runtime_client.ops.quantize.pair import Pair, is_pair, of_each
+from ep_runtime_client.ops.quantize.pair import Pair, is_pair, of_each, paired
 from ep_runtime_client.ops.quantize.quantized_tensor import QuantizedTensor
-from ep_runtime_client.ops.tracing import again
-from ep_runtime_client.ops.tracing.ambient import open_layer
+from ep_runtime_client.ops.routing.api import Routing
+from ep_runtime_client.ops.tracing import again, eager
 from ep_runtime_client.ops.tracing.scopes import scope
+from ep_runtime_client.ops.tracing.varying import Axes
+
+
+@dataclasses.dataclass(frozen=True)
+class Block:
+    """The experts of one call.
+
+    Attributes:
+        activation: between the matmuls; its dtype is that of rows everywhere.
+        recipes: of wi and wo.
+        specs: PartitionSpec of each parameter by name, None where it is not known.
+        token_axes: those of the group.
+        values: traced ones that the activation reads.
+    """
+
+    activation: Activation
+    recipes: tuple[Recipe | None, Recipe | None]
+    specs: Mapping[str, PartitionSpec | None]
+    token_axes: Axes
+    values: tuple[jax.Array, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Moved:
+    """What moves in one call, and how.
+
+    Attributes:
+        index: int32 [1], of the layer in its stack.
+        mesh: of the layer's open group.
+        tokens: [..., H], in the dtype of rows.
+        routed: where to.
+        handle, capacity, tokens_spec: as in `dispatch`.
+        remedy: what callers do whose tokens do not divide over the ranks.
+    """
+
+    index: jax.Array
+    mesh: Mesh
+    tokens: jax.Array
+    routed: Routing
+    handle: int
+    capacity: int | None
+    tokens_spec: PartitionSpec | None
+    remedy: str
 
 
 class Kept(NamedTuple):
@@ -112,74 +162,70 @@ def run(
     state: MoEState | None,
 ) -> tuple[jax.Array, Plan, MoEState | None]:
     """(y like the tokens, the plan, the next state)."""
-    routed, opened = moved.routed, open_layer(layer)
-    call, topk_weights = open_call(
-        opened,
-        moved.tokens,
-        routed.topk_idx,
-        routed.topk_weights,
-        handle=moved.handle,
-        capacity=moved.capacity,
-        tokens_spec=moved.tokens_spec,
-    )
-    call = dataclasses.replace(call, own_alignment=bodies.own_alignment(body))
-    if bodies.has_workspace(body):
-        plan, most = make_plan_with_most(call, opened[1], routed.topk_idx)
-    else:
-        plan = make_plan(call, opened[1], routed.topk_idx)
-        most = plan.arrays.num_recv
+    call, plan, most = _planned(resolve(layer)[0], moved, body)
     if call.layout.tokens_per_rank == 0:
         return moved.tokens, plan, state
-    assert topk_weights is not None
     recipes, dtype = block.recipes, block.activation.dtype
     given = Operands(
-        opened[1],
-        routed.topk_idx,
+        moved.index,
+        moved.routed.topk_idx,
         moved.tokens,
-        topk_weights,
+        moved.routed.topk_weights.astype(jnp.float32),
         most,
         plan.arrays,
         # In the dtype of rows but for the biases, and what a recipe quantizes or has quantized.
         wi=operand(params.wi, recipes[0], dtype),
         wo=operand(params.wo, recipes[1], dtype),
-        wi_bias=bias_of(block, "wi_bias", params),
-        wo_bias=bias_of(block, "wo_bias", params),
+        wi_bias=None if params.wi_bias is None else bias_of(block, "wi_bias", params),
+        wo_bias=None if params.wo_bias is None else bias_of(block, "wo_bias", params),
         values=tuple(x.reshape(-1) for x in block.values),
     )
+    sizes = plan.arrays.group_sizes
     with scope("experts", call.layer):
-        y, states = _run_op(call, block, weighted, kept, body, given, state)
-    return y, plan, None if state is None else MoEState(*states)
+        resolved = _resolved(call, block, weighted, kept, body, given)
+        where = resolved.where
+        experts = regions.whole_shape(where, given.wo.shape, resolved.sharding[1])[0]
+        check_experts(where, experts, sizes, call.group.num_experts)
+        placed = _placed(resolved, given)
+        if state is None:
+            y, _ = eager.settled(gradient.primal, resolved, placed, traced=gradient.block)
+        else:
+            histories = [
+                _History.of(resolved, which, given.kernels[which], sizes, each)
+                for which, each in enumerate((state.wi, state.wo))
+            ]
+            placed = placed._replace(scales=tuple(each.scales for each in histories))
+            y, amax = eager.settled(gradient.primal, resolved, placed, traced=gradient.block)
+            after = (each.next(found) for each, found in zip(histories, amax, strict=True))
+            state = MoEState(*after)
+        if where.manual:
+            # Over a manual axis JAX's own sum is taken, which knows how its gradient is counted.
+            inner = gradient.inner_axes(resolved, placed)
+            split = tuple(axis for axis in inner if axis in where.manual)
+            y = lax.psum(y, split) if split else y
+    return y, plan, state
 
 
-def _run_op(
-    call: Call,
-    block: Block,
-    weighted: Weighted,
-    kept: Kept,
-    body: str,
-    given: Operands,
-    state: MoEState | None,
-) -> tuple[jax.Array, MoEStates]:
-    """Tokens' experts' answers, summed, and the next states."""
-    resolved = _resolved(call, block, weighted, kept, body, given)
-    where, sizes = resolved.where, given.plan.group_sizes
-    histories = [
-        _History.of(resolved, which, kernel, sizes, each)
-        for which, (kernel, each) in enumerate(
-            zip(given.kernels, (None, None) if state is None else (state.wi, state.wo), strict=True)
-        )
-    ]
-    placed = _placed(resolved, given)._replace(scales=tuple(each.scales for each in histories))
-    experts = on_mesh.whole_shape(where, given.wo.shape, resolved.sharding[1])[0]
-    check_experts(where, experts, sizes, call.group.num_experts)
-    y, amax = gradient.run(resolved, placed)
-    first, second = (each.next(found) for each, found in zip(histories, amax, strict=True))
-    if where.manual:
-        # Over a manual axis JAX's own sum is taken, which knows how its gradient is counted.
-        inner = gradient.inner_axes(resolved, placed)
-        split = tuple(axis for axis in inner if axis in where.manual)
-        y = lax.psum(y, split) if split else y
-    return y, (first, second)
+def _planned(layer: EpLayer, moved: Moved, body: str) -> tuple[Call, Plan, jax.Array]:
+    """The call and its plan; and the most rows that the zones of any rank have, int32 [R, 1]."""
+    tokens, routed = moved.tokens, moved.routed
+    check_width("tokens", layer, tokens.dtype, one_byte=True)
+    given = (moved.index, tokens, routed.topk_idx, routed.topk_weights)
+    call = make_call(
+        layer,
+        moved.mesh,
+        tokens.shape[:-1],
+        known_specs(moved.tokens_spec, *given[1:]),
+        given,
+        handle=moved.handle,
+        capacity=moved.capacity,
+        remedy=moved.remedy,
+    )
+    if bodies.has_workspace(body):
+        call = dataclasses.replace(call, own_alignment=workspace.ROW_ALIGNMENT)
+        return call, *make_plan_with_most(call, moved.index, routed.topk_idx)
+    plan = make_plan(call, moved.index, routed.topk_idx)
+    return call, plan, plan.arrays.num_recv
 
 
 def _resolved(
@@ -189,7 +235,7 @@ def _resolved(
     mesh, recipes = call.where.mesh, block.recipes
     assert isinstance(mesh, Mesh)
     kernels = tuple(zip(given.kernels, (block.specs["wi"], block.specs["wo"]), strict=True))
-    known = [_known(*each) for each in kernels]
+    known = [weight_entries.known(*each) for each in kernels]
     where = regions.of_opened(call.layer, mesh, given, known=None not in known)
     where = dataclasses.replace(where, tokens=call.layout.axes)
     if where.manual:
@@ -199,50 +245,60 @@ def _resolved(
     origins = (origin_of(given.wi), origin_of(given.wo))
     learned = [x for x in given.values if jnp.issubdtype(x.dtype, jnp.inexact)]
     graded = (given.tokens, given.weights, *origins, given.wi_bias, given.wo_bias, learned)
-    return ResolvedCall(
+    first, second = (recipe is not None and recipe.delayed for recipe in recipes)
+    multiplied = (wi, wo)
+    if any(recipes):
+        multiplied = (
+            _taken(where, given.wi, wi, recipes[0]),
+            _taken(where, given.wo, wo, recipes[1]),
+        )
+    resolved = ResolvedCall(
         where,
         call.varied(given),
         body,
         block.activation,
         weighted,
         recipes,
-        _sent_by(call.layer, recipes[0], body, weighted),
+        (first, second),
+        _sent_by(call.layer, recipes[0], body, weighted) if any(recipes) else None,
         (wi, wo, _of_bias(where, given.wi_bias, wi), _of_bias(where, given.wo_bias, wo)),
-        (_taken(where, given.wi, wi, recipes[0]), _taken(where, given.wo, wo, recipes[1])),
+        multiplied,
         types=tuple(map(regions.type_of, jax.tree.leaves(graded))),
         paired=isinstance(origins[0], Pair),
         dtypes=tuple(None if x is None else jnp.dtype(x.dtype) for x in origins),
-        saves=kept.keep == "first",
         tf32=kernels_32.allowed(),
         workspace=_workspace(call, block, given, kept) if bodies.has_workspace(body) else None,
     )
+    if kept.keep == "nothing":
+        return resolved
+    return dataclasses.replace(resolved, saved=bodies.BODIES[body].saved(resolved))
 
 
 def _placed(call: ResolvedCall, given: Operands) -> Operands:
     """Operands typed and placed for the op."""
-    moved, where = call.moved, call.where
+    moved, where, spec = call.moved, call.where, call.moved.layout.spec()
+    idx = given.topk_idx
+    if idx.dtype != jnp.int32:  # a 64-bit number must not wrap into range
+        idx = jnp.clip(idx, -1, moved.group.num_experts).astype(jnp.int32)
     origins = (origin_of(given.wi), origin_of(given.wo), given.wi_bias, given.wo_bias)
     wi, wo, wi_bias, wo_bias = (
-        on_mesh.settle(where, x, of_each(entries or ()) if isinstance(x, Pair) else entries or ())
+        regions.settle(where, x, of_each(entries or ()) if isinstance(x, Pair) else entries or ())
         for x, entries in zip(origins, call.sharding, strict=True)
     )
-    tokens = _on_tokens(moved, "tokens", given.tokens)
+    tokens = per_device.place(moved, "tokens", given.tokens, spec)
     return given._replace(
         layer_index=again.told(given.layer_index, given.plan.kept),
-        topk_idx=_on_tokens(moved, "topk_idx", _narrow(moved.group.num_experts, given.topk_idx)),
+        topk_idx=per_device.place(moved, "topk_idx", idx, spec),
         tokens=token_watch.watched(moved, tokens),
-        weights=_on_tokens(moved, "topk_weights", given.weights),
+        weights=per_device.place(moved, "topk_weights", given.weights, spec),
         wi=wi,
         wo=wo,
         wi_bias=wi_bias,
         wo_bias=wo_bias,
         wi8=settled(where, given.wi, call.sharding[0]),
         wo8=settled(where, given.wo, call.sharding[1]),
-        values=tuple(on_mesh.settle(where, x, ((),)) for x in given.values),
+        values=tuple(regions.settle(where, x, ((),)) for x in given.values),
     )
-
-
-MoEStates = tuple[DelayedState | None, DelayedState | None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -274,12 +330,12 @@ class _History:
         assert recipe is not None
         assert where.roles is not None
         assert entries is not None
-        experts = on_mesh.whole_shape(where, kernel.shape, entries)[0]
+        experts = regions.whole_shape(where, kernel.shape, entries)[0]
         rows = padded((where.roles.slab, (), entries[1]), 3)
         delayed = Delayed.of(where, recipe, experts, group_sizes.shape, rows, entries)
         check_state(recipe, state, experts)
-        state = state if where.manual else on_mesh.settle(where, state, ())
-        return cls(delayed, state, on_mesh.settle(where, delayed.scales(state), ()))
+        state = state if where.manual else regions.settle(where, state, ())
+        return cls(delayed, state, regions.settle(where, delayed.scales(state), ()))
 
     def next(self, amax: tuple[jax.Array, jax.Array] | None) -> DelayedState | None:
         if self.delayed is None or self.state is None or amax is None:
@@ -291,7 +347,7 @@ def _taken(where: Partitioning, weight: Kernel, entries: Entries, recipe: Recipe
     """Entries of a weight as it is multiplied: off axes that leave a recipe no whole blocks."""
     if where.roles is None or recipe is None or isinstance(weight, QuantizedTensor):
         return entries
-    shape = on_mesh.whole_shape(where, weight.shape, entries)
+    shape = regions.whole_shape(where, weight.shape, entries)
     return with_whole_blocks(where, entries, shape, blocks_of(recipe, weight))
 
 
@@ -315,13 +371,6 @@ def _workspace(call: Call, block: Block, given: Operands, kept: Kept) -> Workspa
     return WorkspaceRows(sizes, found.rows, found.kept_rows)
 
 
-def _known(weight: Kernel, spec: PartitionSpec | None) -> Entries | None:
-    """Entries of a weight if they are known, per dim of the one array that a pair stands for."""
-    if spec is None:
-        return weight_entries.known(weight)
-    return weight_entries.told(weight, spec)
-
-
 def _of_bias(where: Partitioning, bias: jax.Array | None, weight: Entries) -> Entries | None:
     if bias is None:
         return None
@@ -332,13 +381,31 @@ def _of_bias(where: Partitioning, bias: jax.Array | None, weight: Entries) -> En
     return (weight[0], *weight[2:]) if known is None else known
 
 
-def _on_tokens(call: Call, name: str, array: jax.Array) -> jax.Array:
-    """`array` laid out and typed as tokens are."""
-    return per_device.place(call, name, array, call.layout.spec())
+def bias_of(block: Block, name: str, params: MoEParams) -> jax.Array:
+    """A bias with the trailing dims of its kernel, whole over manual axes that shard tokens."""
+    bias: Any = getattr(params, name)
+    if is_pair(bias):
+        return jnp.stack([_gathered(block, name, each) for each in bias], 1)
+    bias = _gathered(block, name, bias)
+    wi: Any = params.wi
+    if name == "wi_bias" and bias.ndim != wi.ndim - 1:
+        bias = bias.reshape(bias.shape[0], *wi.shape[2:])
+    found: jax.Array = bias
+    return found
 
 
-def _narrow(experts: int, topk_idx: jax.Array) -> jax.Array:
-    """int32; a 64-bit number must not wrap into range."""
-    if topk_idx.dtype == jnp.int32:
-        return topk_idx
-    return jnp.clip(topk_idx, -1, experts).astype(jnp.int32)
+def _gathered(block: Block, name: str, bias: jax.Array) -> jax.Array:
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    for dim, axes in enumerate(entries_of(block.specs[name], bias.ndim)):
+        over = tuple(axis for axis in axes if axis in manual and axis in block.token_axes)
+        if over and dim:
+            bias = gather(bias, over, dim)
+    return bias
+
+
+def operand(kernel: Any, recipe: Recipe | None, dtype: Any) -> Any:
+    """The kernel as the matmul takes it: a recipe quantizes the parameter itself."""
+    kernel = paired(kernel, "params.wi")
+    if isinstance(kernel, QuantizedTensor):
+        return with_gradient(kernel)
+    return kernel.astype(dtype) if recipe is None else kernel

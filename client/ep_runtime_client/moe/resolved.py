@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -20,6 +19,8 @@ from ep_runtime_client.ops.quantize.quantized_tensor import QuantizedTensor
 
 # What the router's weights multiply: the experts' inputs, activations, or outputs in combine.
 Weighted = Literal["input", "hidden", "output"]
+# What an array saved for backward is; `op.BlockOp.saved_factors` says how each is sharded.
+Saved = Literal["rows", "data", "scales", "weights", "hidden", "made"]
 
 _PLAN_BYTES = 4 << 20  # of a rank that are saved without asking how many bytes its tokens take
 
@@ -54,6 +55,7 @@ class ResolvedCall:
         activation: between the products; its dtype is that of rows everywhere.
         weighted: what the router's weights multiply.
         recipes: that quantize the operands of the first and second product, or None.
+        delayed: whether the rows of each product have scales that are given.
         sent_by: recipe that quantizes tokens before they are sent, or None.
         sharding: entries of wi (as one array), wo and their biases, where they are known; None for
             a bias that is not there.
@@ -62,7 +64,7 @@ class ResolvedCall:
         types: entries that the gradients of every array of Operands must have as types.
         paired: whether wi is a Pair.
         dtypes: of the gradients of wi and wo; None if they take none.
-        saves: whether forward saves rows for backward.
+        saved: what forward saves for backward, in order.
         sums: dtype of sums of experts' rows; None is that of tokens.
         tf32: whether float32 operands of products may be rounded to tf32.
         workspace: of bodies that have one.
@@ -74,13 +76,14 @@ class ResolvedCall:
     activation: Activation
     weighted: Weighted
     recipes: tuple[Recipe | None, Recipe | None]
+    delayed: tuple[bool, bool]
     sent_by: Recipe | None
     sharding: tuple[Entries, Entries, Entries | None, Entries | None]
     multiplied: tuple[Entries, Entries]
     types: tuple[Entries | None, ...]
     paired: bool
     dtypes: tuple[Any, ...]
-    saves: bool = True
+    saved: tuple[Saved, ...] = ()
     sums: Any = None
     tf32: bool = False
     workspace: WorkspaceRows | None = None
@@ -92,12 +95,6 @@ class ResolvedCall:
         named = [f"{x.name}={getattr(self, x.name)!r}" for x in fields]
         of_call = (meta.layout, meta.capacity, meta.handle, meta.layer.base_id)
         return f"ResolvedCall({of_call}, {', '.join(named)})"
-
-    @functools.cached_property
-    def delayed(self) -> tuple[bool, bool]:
-        """Whether the rows of each product have scales that are given."""
-        first, second = (recipe is not None and recipe.delayed for recipe in self.recipes)
-        return first, second
 
     @property
     def plans_again(self) -> bool:
@@ -114,7 +111,7 @@ class ResolvedCall:
     def saving_nothing(self) -> ResolvedCall:
         """The call without rows that are saved for backward."""
         room = self.workspace and dataclasses.replace(self.workspace, saved=0)
-        return dataclasses.replace(self, saves=False, workspace=room)
+        return dataclasses.replace(self, saved=(), workspace=room)
 
 
 class Operands(NamedTuple):

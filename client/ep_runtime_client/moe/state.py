@@ -91,7 +91,7 @@ def checked(state: Any, recipes: RecipePair, num_experts: int) -> MoEState | Non
     Raises:
         InvalidArgumentError: it is not what these recipes of (wi, wo) keep.
     """
-    delayed = any(map(keeps, recipes))
+    delayed = any(recipe is not None and recipe.delayed for recipe in recipes)
     shown = recipes[0] if recipes[0] == recipes[1] else recipes
     if state is None and delayed:
         raise InvalidArgumentError(

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 
 import jax.numpy as jnp
 
-from ep_runtime import workspace
 from ep_runtime.specs import GroupSpec
 from ep_runtime_client.moe.bodies import composed, cuda, cuda_nodes
 from ep_runtime_client.moe.bodies.protocol import Body
@@ -99,16 +98,6 @@ def forced(name: str) -> Iterator[None]:
 def has_workspace(name: str) -> bool:
     """Whether a body keeps rows in a workspace, whose room `prepare` must be asked for."""
     return name != COMPOSED
-
-
-def own_alignment(name: str) -> int:
-    """Rows to which a body aligns zones of experts; 0: as the layer says."""
-    return workspace.ROW_ALIGNMENT if has_workspace(name) else 0
-
-
-def named(name: str) -> Body:
-    """A body by its name."""
-    return BODIES[name]
 
 
 def unsupported(asked: Asked) -> str:

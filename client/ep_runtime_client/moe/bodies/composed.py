@@ -21,10 +21,9 @@ from ep_runtime_client.moe.bodies.protocol import (
     Given,
     Gradients,
     Over,
-    Saved,
     WeightGrads,
 )
-from ep_runtime_client.moe.resolved import ResolvedCall
+from ep_runtime_client.moe.resolved import ResolvedCall, Saved
 from ep_runtime_client.ops.activation import plain as activation
 from ep_runtime_client.ops.activation import quantized_plain
 from ep_runtime_client.ops.activation.function import Activation
@@ -63,8 +62,6 @@ class _Rows(NamedTuple):
 
 
 def saved(call: ResolvedCall) -> tuple[Saved, ...]:
-    if not call.saves:
-        return ()
     return (*(("rows",) if call.sent_by is None else ("data", "scales")), "weights", "hidden")
 
 
@@ -91,7 +88,7 @@ def forward(call: ResolvedCall, given: Given, experts: Experts, over: Over) -> F
     )
     made = tuple(x[0] for x in (*kept, rows.weights, slack.cleared(hidden, sizes)))
     amax = tuple(x[0] for x in (first, second) if x is not None)
-    return Forwarded(y, made if call.saves else (), amax)
+    return Forwarded(y, made if call.saved else (), amax)
 
 
 def backward(

@@ -22,10 +22,9 @@ from ep_runtime_client.moe.bodies.protocol import (
     Given,
     Gradients,
     Over,
-    Saved,
     WeightGrads,
 )
-from ep_runtime_client.moe.resolved import ResolvedCall, WorkspaceRows
+from ep_runtime_client.moe.resolved import ResolvedCall, Saved, WorkspaceRows
 from ep_runtime_client.ops.activation import kernels as activation_kernels
 from ep_runtime_client.ops.gemm import kernel_weights, kernels_8, kernels_16, kernels_32
 from ep_runtime_client.ops.gemm.kernels_16 import flat_bias

@@ -11,18 +11,15 @@ first product (2M gated, else M).
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 
-from ep_runtime_client.moe.resolved import ResolvedCall
+from ep_runtime_client.moe.resolved import ResolvedCall, Saved
 from ep_runtime_client.ops.calls.plan import AnyArrays
 from ep_runtime_client.ops.quantize.pair import Pair
 from ep_runtime_client.ops.quantize.quantized_tensor import QuantizedTensor
 from ep_runtime_client.ops.tracing.varying import Axes
-
-# What an array saved for backward is; `op.BlockOp.saved_factors` says how each is sharded.
-Saved = Literal["rows", "data", "scales", "weights", "hidden", "made"]
 
 
 class Experts(NamedTuple):
@@ -124,7 +121,7 @@ class Body(Protocol):
     """The functions of a body's module."""
 
     def saved(self, call: ResolvedCall) -> tuple[Saved, ...]:
-        """What forward saves for backward, in order."""
+        """What forward saves for backward, in order, unless it is told to save nothing."""
 
     def multiple(self, call: ResolvedCall, *, paired: bool) -> int:
         """What M of a device must be a multiple of; `paired` where gate and up come apart."""

@@ -23,6 +23,8 @@ from ep_runtime_client.ops.tracing.varying import Axes
 
 _log = logging.getLogger("ep_runtime")
 
+PAD_TOKENS = "ep.pad_tokens pads with unused slots"  # what callers do whose tokens do not divide
+
 
 @dataclasses.dataclass(frozen=True)
 class TokenLayout:
@@ -68,7 +70,7 @@ def choose(
     hints: tuple[PartitionSpec, ...] = (),
     manual: Axes = (),
     *,
-    remedy: str = "ep.pad_tokens pads with unused slots",
+    remedy: str = PAD_TOKENS,
 ) -> TokenLayout:
     """The layout of arrays with the leading dims `lead`.
 

@@ -62,7 +62,7 @@ def dense(
         x, kernel, recipe = x.astype(jnp.bfloat16), kernel.astype(jnp.bfloat16), None
     call = _call(x, kernel, bias, layer, recipe)
     operands = [
-        on_mesh.settle(call.where, array, entries)
+        regions.settle(call.where, array, entries)
         for array, entries in ((x, call.x), (kernel, call.kernel), (bias, padded((), 1)))
     ]
     y: jax.Array = eager.run(_primal, call, *operands, traced=_dense)
@@ -206,7 +206,7 @@ def _forward_and_saved(
 
 def _bwd(call: DenseCall, saved: Any, grad: jax.Array) -> Any:
     grads = eager.shared(_pullback, call, saved, grad)
-    return tuple(on_mesh.typed_as(*each) for each in zip(grads, call.types, strict=True))
+    return tuple(regions.typed_as(*each) for each in zip(grads, call.types, strict=True))
 
 
 def _pullback(call: DenseCall, saved: Any, grad: jax.Array) -> Any:

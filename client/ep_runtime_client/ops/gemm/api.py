@@ -23,7 +23,7 @@ from ep_runtime_client.ops.gemm.plain import Gemm
 from ep_runtime_client.ops.gemm.quantized_operands import origin_of, settled
 from ep_runtime_client.ops.gemm.vjp import GemmCall
 from ep_runtime_client.ops.gemm.weight_entries import values_of
-from ep_runtime_client.ops.partitioning import on_mesh, regions
+from ep_runtime_client.ops.partitioning import regions
 from ep_runtime_client.ops.partitioning.placement import expert_weight, grouped
 from ep_runtime_client.ops.partitioning.regions import Partitioning
 from ep_runtime_client.ops.partitioning.roles import Entries, Roles, padded, read_off
@@ -174,7 +174,7 @@ def _call(
     num_experts, multiplied = rhs.shape[0], given
     if where.roles is not None:
         # The weight decides which axes lie on K' of the rows too.
-        shape = on_mesh.whole_shape(where, rhs.shape, given)
+        shape = regions.whole_shape(where, rhs.shape, given)
         num_experts = shape[0]
         blocks = blocks_of(recipe, rhs)
         rows = grouped(where.roles, rows, given, shape, blocks=blocks).lhs
@@ -258,10 +258,10 @@ def _run(
     for x, entries in ((lhs, call.lhs), (rhs, call.rhs)):
         origin = origin_of(x)
         lies = of_each(entries) if isinstance(origin, Pair) else entries
-        primals.append(on_mesh.settle(call.where, origin, lies))
+        primals.append(regions.settle(call.where, origin, lies))
         quantized.append(settled(call.where, x, entries))
-    bias = on_mesh.settle(call.where, bias, call.bias)
-    group_sizes = on_mesh.settle(call.where, group_sizes, call.lhs[:1])
+    bias = regions.settle(call.where, bias, call.bias)
+    group_sizes = regions.settle(call.where, group_sizes, call.lhs[:1])
     scales, delayed = None, None
     if state is not None:
         assert call.recipe is not None
@@ -269,8 +269,8 @@ def _run(
             call.where, call.recipe, call.num_experts, group_sizes.shape, call.lhs, call.rhs
         )
         check_state(call.recipe, state, call.num_experts)
-        state = state if call.where.manual else on_mesh.settle(call.where, state, ())
-        scales = on_mesh.settle(call.where, delayed.scales(state), ())
+        state = state if call.where.manual else regions.settle(call.where, state, ())
+        scales = regions.settle(call.where, delayed.scales(state), ())
     operands: Any = (*primals, bias, *quantized, group_sizes, scales)
     out, amax = vjp.run(call, operands)
     if state is not None and delayed is not None and amax is not None:

@@ -37,8 +37,8 @@ def settled(where: Partitioning, x: Any, entries: Entries) -> QuantizedTensor | 
     if not isinstance(x, QuantizedTensor):
         return None
     bare = dataclasses.replace(x, origin=None, amax=None, group_sizes=None, transposed=None)
-    read: QuantizedTensor = on_mesh.settle(where, bare, entries)
-    transposed = on_mesh.settle(where, x.transposed, (entries[0], *entries[2:], entries[1]))
+    read: QuantizedTensor = regions.settle(where, bare, entries)
+    transposed = regions.settle(where, x.transposed, (entries[0], *entries[2:], entries[1]))
     return dataclasses.replace(read, transposed=transposed)
 
 

@@ -10,7 +10,7 @@ import jax
 from ep_runtime_client.ops.gemm.ops import GemmBackward, GemmForward
 from ep_runtime_client.ops.gemm.plain import Gemm
 from ep_runtime_client.ops.gemm.quantized_operands import for_backward
-from ep_runtime_client.ops.partitioning import on_mesh
+from ep_runtime_client.ops.partitioning import on_mesh, regions
 from ep_runtime_client.ops.partitioning.regions import Partitioning
 from ep_runtime_client.ops.partitioning.roles import Entries, padded
 from ep_runtime_client.ops.quantize import ops as quantize_ops
@@ -156,7 +156,7 @@ def _bwd(call: GemmCall, saved: Any, grads_out: tuple[jax.Array, Any]) -> Any:
 
 def _typed(grad: Any, types: tuple[Entries | None, ...]) -> Any:
     leaves, tree = jax.tree.flatten(grad)
-    typed = [on_mesh.typed_as(*each) for each in zip(leaves, types, strict=True)]
+    typed = [regions.typed_as(*each) for each in zip(leaves, types, strict=True)]
     return jax.tree.unflatten(tree, typed)
 
 
@@ -168,7 +168,7 @@ def _forward_and_saved(call: GemmCall, *operands: Any) -> Any:
     likes = [None if x is None else jax.numpy.zeros((), x.dtype) for x in (lhs, rhs)]
     if rhs is not None and isinstance(kernel, QuantizedTensor):
         blocks = pack(kernel, rows=False)[1].blocks
-        shape = on_mesh.whole_shape(call.where, rhs.shape, call.rhs)
+        shape = regions.whole_shape(call.where, rhs.shape, call.rhs)
         likes[1] = rhs if quantize_ops.uneven(call.where, shape, blocks) else likes[1]
     return (out, amax), (rows, for_backward(kernel), bias, group_sizes, likes)
 

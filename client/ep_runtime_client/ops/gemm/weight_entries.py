@@ -19,12 +19,15 @@ from ep_runtime_client.ops.quantize.quantized_tensor import QuantizedTensor
 from ep_runtime_client.ops.tracing.varying import Axes
 
 
-def known(rhs: Kernel) -> Entries | None:
-    """Entries of a weight where they are known; those of a pair per dim of [E, K', 2, M].
+def known(rhs: Kernel, spec: PartitionSpec | None = None) -> Entries | None:
+    """Entries of a weight by its rhs_spec, or where they are known without; those of a pair per
+    dim of [E, K', 2, M].
 
     Raises:
         InvalidArgumentError: gate and up of a pair are sharded in two ways.
     """
+    if spec is not None:
+        return told(rhs, spec)
     if not isinstance(rhs, Pair):
         return regions.known_entries(values_of(rhs), rhs.ndim)
     each = of_alike([rhs.gate, rhs.up], "rhs")
@@ -63,6 +66,8 @@ def outside_shape(
     ambient = jax.sharding.get_abstract_mesh()
     manual = [axis for axis in ambient.manual_axes if over is None or axis in over]
     shape = list(rhs.shape)
+    if not manual:
+        return tuple(shape)
     for dim, axes in enumerate(told(rhs, spec)):
         shape[dim] *= prod(ambient.shape[axis] for axis in axes if axis in manual) if dim else 1
     return tuple(shape)

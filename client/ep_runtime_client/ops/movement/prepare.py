@@ -98,10 +98,11 @@ def make_call(
     *,
     handle: int,
     capacity: int | None,
+    remedy: str = token_layout.PAD_TOKENS,
 ) -> Call:
     """The static side of a call on `operands`, whose tokens have the leading dims `lead`."""
     group = layer.group_spec
-    layout = token_layout.choose(group, lead, hints, manual_axes(group))
+    layout = token_layout.choose(group, lead, hints, manual_axes(group), remedy=remedy)
     if layout.tokens_per_rank > group.max_tokens_per_rank:
         raise InvalidArgumentError(
             f"the call has {layout.tokens_per_rank} tokens per rank, group {group.name!r} has "

@@ -18,7 +18,6 @@ from ep_runtime_client.ops.partitioning import on_mesh, regions
 from ep_runtime_client.ops.partitioning.on_mesh import LayerOp
 from ep_runtime_client.ops.partitioning.resolved import Resolved
 from ep_runtime_client.ops.partitioning.roles import Entries, Roles, flat, say_once
-from ep_runtime_client.ops.tracing.batching import batched_over
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +69,7 @@ def watched(call: Call, tokens: jax.Array) -> jax.Array:
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _watch(op: _Watch, tokens: jax.Array) -> jax.Array:
-    (tokens,) = batched_over(op.where.outside, tokens, never=op.where.never_batched)
+    (tokens,) = op.where.unbatched(tokens)
     return on_mesh.ask(op, lambda tokens, *, vmapped=(): (tokens,), tokens)[0]
 
 

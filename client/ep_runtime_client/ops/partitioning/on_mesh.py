@@ -6,7 +6,13 @@ that function, so they give the same bits. The shard_map serves where the layout
 known, and everywhere inside a shard_map of the user.
 
 The rule is custom_partitioning with a Shardy rule: the layout of a weight under plain jit is known
-to the partitioner alone. The op tells it which dims go together; when it partitions, it calls back.
+to the partitioner alone. The op tells it which dims go together; when it partitions, it calls back
+into Python, so no exported program can hold a rule. What a program is made for is known when it is
+lowered, not while it is traced: the op of a program holds both forms.
+
+JAX's own custom call asks anew for every call of a program, and names what it asks by an address.
+Ours has a name that every process gives alike: the layers of a model share one answer, and a
+persistent cache may key on the program's text.
 """
 
 from __future__ import annotations
@@ -14,34 +20,38 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-from collections.abc import Callable, Iterable, Sequence
-from itertools import repeat, zip_longest
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import repeat
 from typing import Any, Protocol
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 from jax.experimental.custom_partitioning import custom_partitioning
+from jax.extend.core import Primitive, jaxpr_as_fun
+from jax.interpreters import batching, mlir
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 import ep_runtime
 from ep_runtime import specs
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime_client.base import jax_internals
-from ep_runtime_client.ops.partitioning import partitioned
-from ep_runtime_client.ops.partitioning.regions import Partitioning
+from ep_runtime_client.base.jax_internals import RuleCall, usual_options
+from ep_runtime_client.ops.partitioning.regions import Partitioning, whole_shape
 from ep_runtime_client.ops.partitioning.resolved import Resolved
 from ep_runtime_client.ops.partitioning.roles import Entries, Roles, entries_of, say_once
 from ep_runtime_client.ops.partitioning.specs import (
     as_auto,
     decode,
-    explicit_axes,
     is_explicit,
+    spec_of,
     typed,
 )
-from ep_runtime_client.ops.tracing.batching import batched_over, one_each
+from ep_runtime_client.ops.tracing import slack
+from ep_runtime_client.ops.tracing.batching import one_each
 from ep_runtime_client.ops.tracing.varying import Axes, spread_over
 
+TARGET = "ep_runtime.partitioned"  # of the custom call that a rule is
 # Factors of dims that are sharded alike in every op: that of slabs, of what is inside one, and of
 # the first dim of tokens.
 SLABS, ROWS, TOKENS = "r", ("c", "c32", "l"), "t0"
@@ -129,22 +139,11 @@ def run_on_mesh(
         operands: global but for manual axes.
     """
     where = op.where
-    operands = batched_over(where.outside, *operands, never=where.never_batched)
+    operands = where.unbatched(*operands)
     with jax.named_scope(f"ep_{op.name}/{where.label}"):
         if where.mode != "rule":
             return _in_shard_map(op, where.roles, arrived, operands)
         return ask(op, functools.partial(_in_export, op, arrived), *operands)
-
-
-def ask(op: AnyOp, mapped: Callable[..., Any], *operands: jax.Array) -> tuple[jax.Array, ...]:
-    """The op's results by its rule: the partitioner decides how operands are sharded.
-
-    `mapped`: the same in a shard_map, for exports and under a vmap; see `partitioned.run`.
-    """
-    given, made = _held(op)
-    pinned = map(_constrained, operands, given)
-    results = partitioned.run(functools.partial(_rule, op), mapped, _identity(op), *pinned)
-    return tuple(map(_constrained, results, made))
 
 
 def _in_shard_map(
@@ -154,12 +153,14 @@ def _in_shard_map(
     where = op.where
     assert roles is not None, "a known layout comes with the roles of its axes"
     given = zip(operands, arrived, strict=True)
-    shapes = [whole_shape(where, x.shape, entries) for x, entries in given]
+    shapes = [
+        whole_shape(where, x.shape, entries) if where.manual else x.shape for x, entries in given
+    ]
     resolved = op.resolve(roles, arrived, shapes, None)
     operands = [spread_over(x, where.varying) for x in operands] if where.varying else operands
     if where.mode == "local":
         return tuple(spread_over(x, where.varying) for x in resolved.local(*operands))
-    in_specs = [_spec(entries, where.manual) for entries in resolved.operands]
+    in_specs = [spec_of(entries, where.manual) for entries in resolved.operands]
     mesh = _mesh_here(where, operands)
     if is_explicit(mesh):
         operands = [typed(mesh, *each) for each in zip(operands, in_specs, strict=True)]
@@ -168,7 +169,7 @@ def _in_shard_map(
         mesh=mesh if jax.sharding.get_abstract_mesh().empty else None,
         axis_names={axis for axis in mesh.axis_names if axis not in where.manual},
         in_specs=tuple(in_specs),
-        out_specs=tuple(_spec(entries, where.manual) for entries in resolved.results),
+        out_specs=tuple(spec_of(entries, where.manual) for entries in resolved.results),
         check_vma=False,
     )
     results: tuple[jax.Array, ...] = mapped(*operands)
@@ -231,6 +232,37 @@ def _mesh_here(where: Partitioning, operands: Sequence[Any]) -> Any:
     return as_auto(own) if isinstance(own, Mesh) and is_explicit(own) else own
 
 
+def ask(op: AnyOp, mapped: Callable[..., Any], *operands: jax.Array) -> tuple[jax.Array, ...]:
+    """The op's results by its rule: the partitioner decides how operands are sharded.
+
+    Args:
+        op: what is computed.
+        mapped: the same in a shard_map, for an exported program and under a vmap, whose
+            spmd_axis_name it gets as `vmapped`. It may raise where it cannot be that.
+        operands: global arrays.
+    """
+    where = op.where
+    given, made = _held(op)
+    pinned = [*map(_constrained, operands, given)]
+    # What the rule's callback depends on, in the same words in every process: a mesh names devices.
+    roles = where.roles and (where.roles.sizes, where.roles.outer, where.roles.ep)
+    placed = repr((where.mode, roles, where.manual, where.identity, where.tokens))
+    settings: Any = op
+    parts = [
+        f"{field.name}={getattr(op, field.name)!r}"
+        for field in dataclasses.fields(settings)
+        if field.repr and field.name != "where"
+    ]
+    name = (ep_runtime.__version__, type(op).__name__, placed)
+    results = _partitioned_p.bind(
+        *pinned,
+        ruled=jax.make_jaxpr(functools.partial(_rule, op))(*pinned),
+        mapped=mapped,
+        identity=specs.stable_id("rule", *name, *parts),
+    )
+    return tuple(map(_constrained, results, made))
+
+
 def _held(op: AnyOp) -> Iterable[Iterable[NamedSharding | None]]:
     """How operands and results are held to what their layer says: slabs, tokens, and all of a
     pinned op; None of an array stays as it is.
@@ -243,38 +275,23 @@ def _held(op: AnyOp) -> Iterable[Iterable[NamedSharding | None]]:
     mesh = as_auto(where.mesh)
     if isinstance(op, Pinned):
         both = (op.operands, op.results)
-        return [[NamedSharding(mesh, _spec(x, ())) for x in each] for each in both]
-    slab = where.roles.slab or None
-    return [[_of_factors(where, mesh, slab, names) for names in each] for each in op.factors()]
-
-
-def _of_factors(
-    where: Partitioning, mesh: Mesh, slab: Axes | None, names: str
-) -> NamedSharding | None:
-    """How an array with these factors is held."""
-    first, *rest = names.split()
-    free = PartitionSpec.UNCONSTRAINED
-    if first == TOKENS and where.tokens:
-        return NamedSharding(mesh, _spec(where.tokens, ()))
-    if first != SLABS:
-        return None
-    spec = PartitionSpec(slab, *(None if name in ROWS else free for name in rest))
-    return NamedSharding(mesh, spec)
+        return [[NamedSharding(mesh, spec_of(x)) for x in each] for each in both]
+    slab, free = where.roles.slab or None, PartitionSpec.UNCONSTRAINED
+    found: list[list[NamedSharding | None]] = []
+    for arrays in op.factors():
+        found.append([])
+        for first, *rest in map(str.split, arrays):
+            at = None
+            if first == TOKENS and where.tokens:
+                at = spec_of(where.tokens)
+            elif first == SLABS:
+                at = PartitionSpec(slab, *(None if name in ROWS else free for name in rest))
+            found[-1].append(None if at is None else NamedSharding(mesh, at))
+    return found
 
 
 def _constrained(x: jax.Array, sharding: NamedSharding | None) -> jax.Array:
     return x if sharding is None else lax.with_sharding_constraint(x, sharding)
-
-
-def _identity(op: AnyOp) -> int:
-    settings: Any = op
-    parts = [
-        f"{field.name}={getattr(op, field.name)!r}"
-        for field in dataclasses.fields(settings)
-        if field.repr and field.name != "where"  # its mesh names devices
-    ]
-    named = (ep_runtime.__version__, type(op).__name__, op.where.named_in_programs())
-    return specs.stable_id("rule", *named, *parts)
 
 
 def _whole(op: AnyOp, *operands: jax.Array) -> tuple[jax.Array, ...]:
@@ -330,8 +347,8 @@ def _partition(op: AnyOp, mesh: Mesh, operands: Any, results: Any) -> Any:
     return (
         mesh,
         lower,
-        tuple(NamedSharding(mesh, _spec(entries, ())) for entries in resolved.results),
-        tuple(NamedSharding(mesh, _spec(entries, ())) for entries in resolved.operands),
+        tuple(NamedSharding(mesh, spec_of(entries)) for entries in resolved.results),
+        tuple(NamedSharding(mesh, spec_of(entries)) for entries in resolved.operands),
     )
 
 
@@ -355,50 +372,92 @@ def _entries(array: Any, mesh: Mesh) -> Entries:
     return decode(sharding, tuple(array.shape), mesh)
 
 
-def whole_shape(where: Partitioning, shape: tuple[int, ...], entries: Entries) -> tuple[int, ...]:
-    """The shape that an operand has without the manual axes around."""
-    if not where.manual:
-        return shape
-    roles = where.roles or Roles()
-    taken = (roles.size(axis for axis in axes if axis in where.manual) for axes in entries)
-    return tuple(size * count for size, count in zip_longest(shape, taken, fillvalue=1))
+@dataclasses.dataclass(eq=False)
+class _Asked:
+    """What XLA asks of equal calls, answered once. A serialized executable asks no more."""
+
+    call: RuleCall | None = None
+    contexts: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    answers: dict[tuple[str, ...], Any] = dataclasses.field(default_factory=dict)
+
+    def __reduce__(self) -> Any:
+        return _Asked, ()
 
 
-def _spec(entries: Entries, manual: Axes) -> PartitionSpec:
-    free = (tuple(axis for axis in axes if axis not in manual) for axes in entries)
-    return PartitionSpec(*(axes or None for axes in free))
+# By name in programs. Programs keep theirs alive until they are compiled, and JAX after that.
+_asked: weakref.WeakValueDictionary[str, _Asked] = weakref.WeakValueDictionary()
 
 
-def settle(where: Partitioning, x: Any, entries: Entries) -> Any:
-    """`x` (an array, a QuantizedTensor, or None) typed and placed for an op.
+def _answer(shapes: Any, shardings: Any, result: Any, sharding: Any, name: bytes) -> Any:
+    """XLA's callback: a module for one device, and how operands are taken and results lie.
 
-    Values vary over what the op's results do: the transpose of this cast sums the gradient of an
-    operand that was replicated. A concrete array that is committed to fewer devices is moved.
+    XLA calls it on a thread of its own, which has none of the program's contexts.
     """
-
-    def one(leaf: jax.Array) -> jax.Array:
-        leaf = spread_over(jnp.asarray(leaf), where.varying)
-        if where.manual or isinstance(leaf, jax.core.Tracer) or not isinstance(where.mesh, Mesh):
-            return leaf
-        if not leaf.committed or leaf.sharding.device_set == set(where.mesh.devices.flat):
-            return leaf
-        sharding = NamedSharding(where.mesh, _spec(entries[: leaf.ndim], ()))
-        moved: jax.Array = jax.device_put(leaf, sharding)
-        return moved
-
-    return jax.tree.map(one, x)
+    asked = _asked[name.decode()]
+    assert asked.call is not None, "a program that came serialized is partitioned already"
+    arrived = tuple(map(str, (*shapes, *shardings, result, sharding)))
+    if arrived not in asked.answers:
+        with jax_internals.entered(asked.contexts), usual_options():
+            asked.answers[arrived] = jax_internals.answer(
+                asked.call, shapes, shardings, result, sharding
+            )
+    return asked.answers[arrived]
 
 
-def typed_as(x: jax.Array | None, entries: Entries | None) -> jax.Array | None:
-    """`x` with the layout in its type, where types say layouts and `entries` gives one."""
-    mesh = None if x is None else jax.typeof(x).sharding.mesh
-    if entries is None or mesh is None or mesh.empty:
-        return x
-    explicit = explicit_axes(mesh)
-    kept = (tuple(axis for axis in axes if axis in explicit) or None for axes in entries)
-    typed: jax.Array = jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec(*kept)))
-    return typed
+def _lower(ctx: Any, *operands: Any, ruled: Any, mapped: Callable[..., Any], identity: int) -> Any:
+    lowered = jax_internals.lower_rule(ctx, ruled.eqns[0].params, operands)
+    if lowered is None:
+        several = jax_internals.for_several(ctx)
+        if several and (warning := jax_internals.fallback()):
+            say_once(warning)
+        with usual_options():
+            plain = mapped if several else jaxpr_as_fun(ruled)
+            return mlir.lower_fun(plain, multiple_results=True)(ctx, *operands)
+    results, call = lowered
+    if call is None:
+        return results
+    # The call becomes one of ours. Its name is the same for calls with one answer: what a trace of
+    # the rule's body reads is in it.
+    config: Any = jax.config
+    contexts = jax_internals.contexts()
+    # `scatter` asks the last one.
+    gloo = "cpu" in call.platforms and jax.distributed.is_initialized()
+    read = (slack.checked(), config.jax_default_matmul_precision, config.jax_enable_x64, gloo)
+    parts = repr((call.mesh, call.platforms, read, sorted(contexts.items())))
+    name = f"{specs.stable_id('partitioned', str(identity), parts):x}"
+    asked = _asked.setdefault(name, _Asked(call, contexts))
+    ctx.module_context.add_keepalive(asked)
+    attributes = results[0].owner.attributes
+    attributes["call_target_name"] = mlir.ir.StringAttr.get(TARGET)
+    attributes["backend_config"] = mlir.ir.StringAttr.get(name)
+    return results
+
+
+def _run_here(*operands: jax.Array, ruled: Any, mapped: Any, identity: int) -> Any:
+    return jax.jit(jaxpr_as_fun(ruled))(*operands)
+
+
+def _vmapped(axis: Any, operands: Any, dims: Any, *, ruled: Any, mapped: Any, identity: int) -> Any:
+    """The op under a vmap that `unbatched` lets through."""
+    if all(dim is None for dim in dims):
+        held = {"ruled": ruled, "mapped": mapped, "identity": identity}
+        return _partitioned_p.bind(*operands, **held), (None,) * len(ruled.out_avals)
+    over = axis.spmd_name
+    run_each = jax.vmap(
+        functools.partial(mapped, vmapped=over), dims, axis_size=axis.size, spmd_axis_name=over
+    )
+    results = run_each(*operands)
+    return results, (0,) * len(results)
 
 
 _rule = custom_partitioning(_whole, static_argnums=(0,))
 _rule.def_partition(_partition, sharding_rule=_shardy_rule)
+
+_partitioned_p = Primitive("ep_partitioned")
+_partitioned_p.multiple_results = True
+_partitioned_p.def_impl(_run_here)
+_partitioned_p.def_abstract_eval(lambda *_, ruled, mapped, identity: ruled.out_avals)
+batching.fancy_primitive_batchers[_partitioned_p] = _vmapped
+mlir.register_lowering(_partitioned_p, _lower)
+if jax_internals.unsupported_reason() is None:
+    jax_internals.register(TARGET, _answer)

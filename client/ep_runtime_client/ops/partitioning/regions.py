@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from itertools import zip_longest
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime.specs import GroupSpec
 from ep_runtime_client.base.layers import EpLayer, TracedLayer, resolve
 from ep_runtime_client.ops.partitioning.roles import Entries, Roles, entries_of
-from ep_runtime_client.ops.partitioning.specs import known_spec
+from ep_runtime_client.ops.partitioning.specs import explicit_axes, known_spec, spec_of
 from ep_runtime_client.ops.tracing.ambient import manual_axes, open_layer
-from ep_runtime_client.ops.tracing.batching import NO_LAYER, RULED
+from ep_runtime_client.ops.tracing.batching import NO_LAYER, RULED, batched_p
 from ep_runtime_client.ops.tracing.scopes import label
-from ep_runtime_client.ops.tracing.varying import Axes, varied_axes
+from ep_runtime_client.ops.tracing.varying import Axes, spread_over, varied_axes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,23 +48,19 @@ class Partitioning:
     identity: int = 0
     tokens: tuple[Axes, ...] = ()
 
-    @property
-    def outside(self) -> tuple[tuple[str, int], ...]:
-        """(axis, size) of the mesh axes over which a vmap may batch the op."""
-        if self.roles is None or self.mode == "local":
-            return ()
-        taken = {*self.roles.slab, *self.manual}
-        return tuple((axis, size) for axis, size in self.roles.sizes if axis not in taken)
+    def unbatched(self, *operands: jax.Array) -> tuple[jax.Array, ...]:
+        """`operands` of the op. A vmap that batches any of them ends here, unless it is over mesh
+        axes outside the layer's group.
 
-    @property
-    def never_batched(self) -> str:
-        """Why no vmap batches the op at all; empty where one does."""
-        return RULED if self.ruled else NO_LAYER if self.roles is None else ""
-
-    def named_in_programs(self) -> str:
-        """Everything of this that a program depends on, in the same words in every process."""
-        roles = self.roles and (self.roles.sizes, self.roles.outer, self.roles.ep)
-        return repr((self.mode, roles, self.manual, self.identity, self.tokens))
+        Raises:
+            NotImplementedError: gives the reason.
+        """
+        free: tuple[tuple[str, int], ...] = ()
+        if self.roles is not None and self.mode != "local":
+            taken = {*self.roles.slab, *self.manual}
+            free = tuple((axis, size) for axis, size in self.roles.sizes if axis not in taken)
+        never = RULED if self.ruled else NO_LAYER if self.roles is None else ""
+        return tuple(batched_p.bind(*operands, free=free, never=never))
 
 
 def known_entries(array: Any, ndim: int) -> Entries | None:
@@ -224,3 +222,42 @@ def type_of(x: Any) -> Entries | None:
     if AxisType.Explicit not in tuple(sharding.mesh.axis_types):
         return None
     return entries_of(sharding.spec, jax.typeof(x).ndim)
+
+
+def whole_shape(where: Partitioning, shape: tuple[int, ...], entries: Entries) -> tuple[int, ...]:
+    """The shape that an operand has without the manual axes around."""
+    if not where.manual:
+        return shape
+    roles = where.roles or Roles()
+    taken = (roles.size(axis for axis in axes if axis in where.manual) for axes in entries)
+    return tuple(size * count for size, count in zip_longest(shape, taken, fillvalue=1))
+
+
+def settle(where: Partitioning, x: Any, entries: Entries) -> Any:
+    """`x` (an array, a QuantizedTensor, or None) typed and placed for an op.
+
+    Values vary over what the op's results do: the transpose of this cast sums the gradient of an
+    operand that was replicated. A concrete array that is committed to fewer devices is moved.
+    """
+
+    def one(leaf: jax.Array) -> jax.Array:
+        leaf = spread_over(jnp.asarray(leaf), where.varying)
+        if where.manual or isinstance(leaf, jax.core.Tracer) or not isinstance(where.mesh, Mesh):
+            return leaf
+        if not leaf.committed or leaf.sharding.device_set == set(where.mesh.devices.flat):
+            return leaf
+        sharding = NamedSharding(where.mesh, spec_of(entries[: leaf.ndim]))
+        moved: jax.Array = jax.device_put(leaf, sharding)
+        return moved
+
+    return jax.tree.map(one, x)
+
+
+def typed_as(x: jax.Array | None, entries: Entries | None) -> jax.Array | None:
+    """`x` with the layout in its type, where types say layouts and `entries` gives one."""
+    mesh = None if x is None else jax.typeof(x).sharding.mesh
+    if entries is None or mesh is None or mesh.empty:
+        return x
+    others = tuple({*mesh.axis_names} - explicit_axes(mesh))
+    typed: jax.Array = jax.sharding.reshard(x, NamedSharding(mesh, spec_of(entries, others)))
+    return typed

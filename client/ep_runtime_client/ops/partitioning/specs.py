@@ -105,3 +105,8 @@ def _axes_of_dim(starts: Any, size: int, mesh: Mesh) -> Axes:
         places[mesh.axis_names.index(axis)] = -1
         expected = expected + ramp.reshape(places)
     return tuple(axes) if np.array_equal(expected, starts) else ()
+
+
+def spec_of(entries: Entries, manual: Axes = ()) -> PartitionSpec:
+    """The PartitionSpec of entries, without `manual` axes."""
+    return PartitionSpec(*(tuple(a for a in axes if a not in manual) or None for axes in entries))

@@ -16,7 +16,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ep_runtime.errors import InvalidArgumentError
-from ep_runtime_client.ops.partitioning import on_mesh
+from ep_runtime_client.ops.partitioning import regions
 from ep_runtime_client.ops.partitioning.regions import Partitioning, type_of
 from ep_runtime_client.ops.partitioning.roles import Entries, Roles, flat, padded
 from ep_runtime_client.ops.quantize.formats.recipes import DelayedState, Recipe
@@ -139,6 +139,6 @@ def _typed_whole(x: jax.Array) -> jax.Array:
 
 
 def _typed(x: jax.Array, entries: Entries | None) -> jax.Array:
-    typed = on_mesh.typed_as(x, entries)
+    typed = regions.typed_as(x, entries)
     assert typed is not None
     return typed

@@ -7,7 +7,7 @@ have: the shard_map around an op splits the batch, and its per-device body meets
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from math import prod
 from typing import Any
 
@@ -17,7 +17,7 @@ from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import batching, mlir
 from jax.interpreters import partial_eval as pe
 
-from ep_runtime_client.ops.tracing.eager import usual_options
+from ep_runtime_client.base.jax_internals import usual_options
 from ep_runtime_client.ops.tracing.varying import Axes
 
 _REASON = (
@@ -30,23 +30,8 @@ RULED = 'A group with partitioning="rule" has no exception; with "auto" or "shar
 NO_LAYER = "Without a layer nothing says which mesh axes are outside its group: pass layer=."
 
 
-def batched_over(
-    free: Iterable[tuple[str, int]], *operands: jax.Array, never: str = ""
-) -> tuple[jax.Array, ...]:
-    """`operands` of an op. A vmap that batches any of them ends here, but for the one allowed.
-
-    Args:
-        free: (axis, size) of the mesh axes that a batch may lie over.
-        never: why there is no such vmap here; empty where there is.
-
-    Raises:
-        NotImplementedError: gives the reason.
-    """
-    return tuple(_batched_p.bind(*operands, free=tuple(free), never=never))
-
-
 def one_each(body: Callable[..., Any]) -> Callable[..., Any]:
-    """`body` of a shard_map for operands that may have a batch of one, which is what `batched_over`
+    """`body` of a shard_map for operands that may have a batch of one, which is what `batched_p`
     leaves to a device."""
 
     def run(*blocks: jax.Array) -> Any:
@@ -85,7 +70,7 @@ def _check(axis: Any, free: tuple[tuple[str, int], ...], never: str) -> None:
 def _batch(axis: Any, operands: Any, dims: Any, *, free: Any, never: str) -> Any:
     if any(dim is not None for dim in dims):
         _check(axis, free, never)
-    return _batched_p.bind(*operands, free=free, never=never), dims
+    return batched_p.bind(*operands, free=free, never=never), dims
 
 
 def _squeezed(axis: Any, blocks: Any, dims: Any, *, call_jaxpr: Any) -> Any:
@@ -105,12 +90,14 @@ def _run(*blocks: jax.Array, call_jaxpr: Any) -> Any:
         return jaxpr_as_fun(call_jaxpr)(*blocks)
 
 
-_batched_p = Primitive("ep_batched_over")
-_batched_p.multiple_results = True
-_batched_p.def_impl(lambda *operands, free, never: operands)
-_batched_p.def_abstract_eval(lambda *operands, free, never: operands)
-batching.fancy_primitive_batchers[_batched_p] = _batch
-mlir.register_lowering(_batched_p, lambda ctx, *operands, free, never: operands)
+# Operands of an op as they are. A vmap that batches any of them is refused, unless it is over mesh
+# axes in `free`, (axis, size) of each; `never` says why there is no such vmap here.
+batched_p = Primitive("ep_batched_over")
+batched_p.multiple_results = True
+batched_p.def_impl(lambda *operands, free, never: operands)
+batched_p.def_abstract_eval(lambda *operands, free, never: operands)
+batching.fancy_primitive_batchers[batched_p] = _batch
+mlir.register_lowering(batched_p, lambda ctx, *operands, free, never: operands)
 
 _alone_p = Primitive("ep_alone")
 _alone_p.multiple_results = True

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Hashable
-from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
 
 from ep_runtime import errors
-from ep_runtime_client.base import jax_internals
+from ep_runtime_client.base.jax_internals import usual_options
 from ep_runtime_client.ops.tracing import slack
 
 
@@ -56,23 +54,6 @@ def settled(
 def shared(function: Callable[..., Any], call: Hashable, *operands: Any) -> Any:
     """`function(call, *operands)` as a function of its own, traced once for all equal calls."""
     return _compiled(function, call, slack.checked(), *operands)
-
-
-def usual_options() -> AbstractContextManager[Any]:
-    """Sets JAX's default promotions while ops are traced.
-
-    A user's strict options are about the user's own code.
-    """
-    usual = contextlib.ExitStack()
-    options: Any = jax.config  # typed without them
-    if options.jax_numpy_rank_promotion != "allow":
-        usual.enter_context(jax.numpy_rank_promotion("allow"))
-    if options.jax_numpy_dtype_promotion != "standard":
-        usual.enter_context(jax.numpy_dtype_promotion("standard"))
-    folding = jax_internals.folding_option()
-    if folding is not None and folding.value:  # `jax.ensure_compile_time_eval` around the call
-        usual.enter_context(folding(False))
-    return usual
 
 
 def _call_function(

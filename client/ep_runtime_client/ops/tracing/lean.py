@@ -15,7 +15,7 @@ from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
 from jax.interpreters import batching, mlir
 from jax.interpreters import partial_eval as pe
 
-from ep_runtime_client.ops.tracing.eager import usual_options
+from ep_runtime_client.base.jax_internals import usual_options
 
 
 def unless_unused(
@@ -51,7 +51,7 @@ def _without_unused(used: list[bool], *more: Any) -> tuple[list[bool], Any]:
 
 
 def _vmapped(axis: Any, operands: Any, dims: Any, *, ways: tuple[ClosedJaxpr, ...]) -> Any:
-    """Under a vmap that `batched_over` lets through."""
+    """Under a vmap that `Partitioning.unbatched` lets through."""
     if all(dim is None for dim in dims):
         return _either_p.bind(*operands, ways=ways), (None,) * len(ways[0].out_avals)
 

@@ -25,13 +25,11 @@ def scope(op: str, layer: EpLayer) -> AbstractContextManager[Any]:
     return jax.named_scope(f"ep_{op}/{label(layer)}")
 
 
-def way(name: str, why: str, layer: EpLayer) -> AbstractContextManager[Any]:
-    """The scope of a block of experts, by the way it takes and why: ep_moe.WAY.WHY/LAYER."""
-    return jax.named_scope(f"ep_moe.{name}.{why}/{label(layer)}")
-
-
 def ways(op_name: str) -> list[tuple[str, str, str]]:
-    """(way, why, layer) of each `way` in the op name of an HLO instruction."""
+    """(way, why, layer) of each scope ep_moe.WAY.WHY/LAYER in the op name of an HLO instruction.
+
+    WAY is the body of a block of experts, and WHY the reason if it is not the fast one.
+    """
     return _WAY.findall(op_name)
 
 
