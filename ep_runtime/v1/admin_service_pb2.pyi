@@ -59,38 +59,11 @@ BUFFER_STATE_QUARANTINED: BufferState
 
 class GetStatusRequest(_message.Message):
     __slots__ = ("node",)
-    NODE_FIELD_NUMBER: _ClassVar[int]
     node: str
     def __init__(self, node: _Optional[str] = ...) -> None: ...
 
 class GetStatusResponse(_message.Message):
     __slots__ = ("server_version", "incarnation", "pid", "directory", "uptime", "state", "num_sessions", "num_groups", "num_layers", "num_handles", "pools", "num_fds", "max_fds", "rss_bytes", "loop_lag", "journal", "recovery", "late_ranks", "cluster", "loop_lag_p99", "loop_lag_worst", "failing_tasks", "users", "user_limits", "drain", "silent_processes")
-    SERVER_VERSION_FIELD_NUMBER: _ClassVar[int]
-    INCARNATION_FIELD_NUMBER: _ClassVar[int]
-    PID_FIELD_NUMBER: _ClassVar[int]
-    DIRECTORY_FIELD_NUMBER: _ClassVar[int]
-    UPTIME_FIELD_NUMBER: _ClassVar[int]
-    STATE_FIELD_NUMBER: _ClassVar[int]
-    NUM_SESSIONS_FIELD_NUMBER: _ClassVar[int]
-    NUM_GROUPS_FIELD_NUMBER: _ClassVar[int]
-    NUM_LAYERS_FIELD_NUMBER: _ClassVar[int]
-    NUM_HANDLES_FIELD_NUMBER: _ClassVar[int]
-    POOLS_FIELD_NUMBER: _ClassVar[int]
-    NUM_FDS_FIELD_NUMBER: _ClassVar[int]
-    MAX_FDS_FIELD_NUMBER: _ClassVar[int]
-    RSS_BYTES_FIELD_NUMBER: _ClassVar[int]
-    LOOP_LAG_FIELD_NUMBER: _ClassVar[int]
-    JOURNAL_FIELD_NUMBER: _ClassVar[int]
-    RECOVERY_FIELD_NUMBER: _ClassVar[int]
-    LATE_RANKS_FIELD_NUMBER: _ClassVar[int]
-    CLUSTER_FIELD_NUMBER: _ClassVar[int]
-    LOOP_LAG_P99_FIELD_NUMBER: _ClassVar[int]
-    LOOP_LAG_WORST_FIELD_NUMBER: _ClassVar[int]
-    FAILING_TASKS_FIELD_NUMBER: _ClassVar[int]
-    USERS_FIELD_NUMBER: _ClassVar[int]
-    USER_LIMITS_FIELD_NUMBER: _ClassVar[int]
-    DRAIN_FIELD_NUMBER: _ClassVar[int]
-    SILENT_PROCESSES_FIELD_NUMBER: _ClassVar[int]
     server_version: str
     incarnation: str
     pid: int
@@ -121,9 +94,6 @@ class GetStatusResponse(_message.Message):
 
 class DrainStatus(_message.Message):
     __slots__ = ("by", "since", "ends_in")
-    BY_FIELD_NUMBER: _ClassVar[int]
-    SINCE_FIELD_NUMBER: _ClassVar[int]
-    ENDS_IN_FIELD_NUMBER: _ClassVar[int]
     by: str
     since: _duration_pb2.Duration
     ends_in: _duration_pb2.Duration
@@ -131,14 +101,6 @@ class DrainStatus(_message.Message):
 
 class UserUsage(_message.Message):
     __slots__ = ("uid", "num_sessions", "num_groups", "num_layers", "host_bytes", "num_fds", "journal_bytes", "gpu_bytes")
-    UID_FIELD_NUMBER: _ClassVar[int]
-    NUM_SESSIONS_FIELD_NUMBER: _ClassVar[int]
-    NUM_GROUPS_FIELD_NUMBER: _ClassVar[int]
-    NUM_LAYERS_FIELD_NUMBER: _ClassVar[int]
-    HOST_BYTES_FIELD_NUMBER: _ClassVar[int]
-    NUM_FDS_FIELD_NUMBER: _ClassVar[int]
-    JOURNAL_BYTES_FIELD_NUMBER: _ClassVar[int]
-    GPU_BYTES_FIELD_NUMBER: _ClassVar[int]
     uid: int
     num_sessions: int
     num_groups: int
@@ -151,15 +113,6 @@ class UserUsage(_message.Message):
 
 class UserLimits(_message.Message):
     __slots__ = ("max_sessions", "max_groups", "max_layers", "max_host_bytes", "max_fds", "max_journal_bytes", "max_retain", "max_gpu_bytes", "max_fds_of_all")
-    MAX_SESSIONS_FIELD_NUMBER: _ClassVar[int]
-    MAX_GROUPS_FIELD_NUMBER: _ClassVar[int]
-    MAX_LAYERS_FIELD_NUMBER: _ClassVar[int]
-    MAX_HOST_BYTES_FIELD_NUMBER: _ClassVar[int]
-    MAX_FDS_FIELD_NUMBER: _ClassVar[int]
-    MAX_JOURNAL_BYTES_FIELD_NUMBER: _ClassVar[int]
-    MAX_RETAIN_FIELD_NUMBER: _ClassVar[int]
-    MAX_GPU_BYTES_FIELD_NUMBER: _ClassVar[int]
-    MAX_FDS_OF_ALL_FIELD_NUMBER: _ClassVar[int]
     max_sessions: int
     max_groups: int
     max_layers: int
@@ -173,16 +126,6 @@ class UserLimits(_message.Message):
 
 class ClusterStatus(_message.Message):
     __slots__ = ("node", "coordinator", "link", "since", "error", "cluster_id", "epoch", "insecure", "nodes", "num_answered")
-    NODE_FIELD_NUMBER: _ClassVar[int]
-    COORDINATOR_FIELD_NUMBER: _ClassVar[int]
-    LINK_FIELD_NUMBER: _ClassVar[int]
-    SINCE_FIELD_NUMBER: _ClassVar[int]
-    ERROR_FIELD_NUMBER: _ClassVar[int]
-    CLUSTER_ID_FIELD_NUMBER: _ClassVar[int]
-    EPOCH_FIELD_NUMBER: _ClassVar[int]
-    INSECURE_FIELD_NUMBER: _ClassVar[int]
-    NODES_FIELD_NUMBER: _ClassVar[int]
-    NUM_ANSWERED_FIELD_NUMBER: _ClassVar[int]
     node: str
     coordinator: str
     link: ClusterLink
@@ -197,9 +140,6 @@ class ClusterStatus(_message.Message):
 
 class JournalStatus(_message.Message):
     __slots__ = ("error", "bytes", "cut_bytes")
-    ERROR_FIELD_NUMBER: _ClassVar[int]
-    BYTES_FIELD_NUMBER: _ClassVar[int]
-    CUT_BYTES_FIELD_NUMBER: _ClassVar[int]
     error: str
     bytes: int
     cut_bytes: int
@@ -207,13 +147,6 @@ class JournalStatus(_message.Message):
 
 class RecoveryStatus(_message.Message):
     __slots__ = ("under_way", "left", "num_sessions", "num_awaited", "adopted_bytes", "awaited_bytes", "lost_bytes")
-    UNDER_WAY_FIELD_NUMBER: _ClassVar[int]
-    LEFT_FIELD_NUMBER: _ClassVar[int]
-    NUM_SESSIONS_FIELD_NUMBER: _ClassVar[int]
-    NUM_AWAITED_FIELD_NUMBER: _ClassVar[int]
-    ADOPTED_BYTES_FIELD_NUMBER: _ClassVar[int]
-    AWAITED_BYTES_FIELD_NUMBER: _ClassVar[int]
-    LOST_BYTES_FIELD_NUMBER: _ClassVar[int]
     under_way: bool
     left: _duration_pb2.Duration
     num_sessions: int
@@ -225,19 +158,6 @@ class RecoveryStatus(_message.Message):
 
 class LateRank(_message.Message):
     __slots__ = ("group", "job", "uid", "generation", "world_rank", "pid", "process_index", "since", "waiting_ranks", "layer", "op", "handle", "message")
-    GROUP_FIELD_NUMBER: _ClassVar[int]
-    JOB_FIELD_NUMBER: _ClassVar[int]
-    UID_FIELD_NUMBER: _ClassVar[int]
-    GENERATION_FIELD_NUMBER: _ClassVar[int]
-    WORLD_RANK_FIELD_NUMBER: _ClassVar[int]
-    PID_FIELD_NUMBER: _ClassVar[int]
-    PROCESS_INDEX_FIELD_NUMBER: _ClassVar[int]
-    SINCE_FIELD_NUMBER: _ClassVar[int]
-    WAITING_RANKS_FIELD_NUMBER: _ClassVar[int]
-    LAYER_FIELD_NUMBER: _ClassVar[int]
-    OP_FIELD_NUMBER: _ClassVar[int]
-    HANDLE_FIELD_NUMBER: _ClassVar[int]
-    MESSAGE_FIELD_NUMBER: _ClassVar[int]
     group: str
     job: str
     uid: int
@@ -255,13 +175,6 @@ class LateRank(_message.Message):
 
 class SilentProcess(_message.Message):
     __slots__ = ("session_id", "job", "uid", "pid", "process_index", "since", "process_state")
-    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
-    JOB_FIELD_NUMBER: _ClassVar[int]
-    UID_FIELD_NUMBER: _ClassVar[int]
-    PID_FIELD_NUMBER: _ClassVar[int]
-    PROCESS_INDEX_FIELD_NUMBER: _ClassVar[int]
-    SINCE_FIELD_NUMBER: _ClassVar[int]
-    PROCESS_STATE_FIELD_NUMBER: _ClassVar[int]
     session_id: str
     job: str
     uid: int
@@ -273,12 +186,6 @@ class SilentProcess(_message.Message):
 
 class PoolStatus(_message.Message):
     __slots__ = ("device", "limit_bytes", "leased_bytes", "retained_bytes", "quarantined_bytes", "num_buffers")
-    DEVICE_FIELD_NUMBER: _ClassVar[int]
-    LIMIT_BYTES_FIELD_NUMBER: _ClassVar[int]
-    LEASED_BYTES_FIELD_NUMBER: _ClassVar[int]
-    RETAINED_BYTES_FIELD_NUMBER: _ClassVar[int]
-    QUARANTINED_BYTES_FIELD_NUMBER: _ClassVar[int]
-    NUM_BUFFERS_FIELD_NUMBER: _ClassVar[int]
     device: str
     limit_bytes: int
     leased_bytes: int
@@ -291,25 +198,9 @@ class SessionInfo(_message.Message):
     __slots__ = ("session_id", "state", "uid", "pid", "job", "labels", "process_index", "client_version", "groups", "create_time", "age", "since_heartbeat", "progress", "since_end")
     class LabelsEntry(_message.Message):
         __slots__ = ("key", "value")
-        KEY_FIELD_NUMBER: _ClassVar[int]
-        VALUE_FIELD_NUMBER: _ClassVar[int]
         key: str
         value: str
         def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
-    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
-    STATE_FIELD_NUMBER: _ClassVar[int]
-    UID_FIELD_NUMBER: _ClassVar[int]
-    PID_FIELD_NUMBER: _ClassVar[int]
-    JOB_FIELD_NUMBER: _ClassVar[int]
-    LABELS_FIELD_NUMBER: _ClassVar[int]
-    PROCESS_INDEX_FIELD_NUMBER: _ClassVar[int]
-    CLIENT_VERSION_FIELD_NUMBER: _ClassVar[int]
-    GROUPS_FIELD_NUMBER: _ClassVar[int]
-    CREATE_TIME_FIELD_NUMBER: _ClassVar[int]
-    AGE_FIELD_NUMBER: _ClassVar[int]
-    SINCE_HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
-    PROGRESS_FIELD_NUMBER: _ClassVar[int]
-    SINCE_END_FIELD_NUMBER: _ClassVar[int]
     session_id: str
     state: SessionState
     uid: int
@@ -328,9 +219,6 @@ class SessionInfo(_message.Message):
 
 class ListSessionsRequest(_message.Message):
     __slots__ = ("page_size", "page_token", "node")
-    PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
-    PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
-    NODE_FIELD_NUMBER: _ClassVar[int]
     page_size: int
     page_token: str
     node: str
@@ -338,18 +226,12 @@ class ListSessionsRequest(_message.Message):
 
 class ListSessionsResponse(_message.Message):
     __slots__ = ("sessions", "next_page_token")
-    SESSIONS_FIELD_NUMBER: _ClassVar[int]
-    NEXT_PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
     sessions: _containers.RepeatedCompositeFieldContainer[SessionInfo]
     next_page_token: str
     def __init__(self, sessions: _Optional[_Iterable[_Union[SessionInfo, _Mapping]]] = ..., next_page_token: _Optional[str] = ...) -> None: ...
 
 class ListGroupsRequest(_message.Message):
     __slots__ = ("page_size", "page_token", "name", "node")
-    PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
-    PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
-    NAME_FIELD_NUMBER: _ClassVar[int]
-    NODE_FIELD_NUMBER: _ClassVar[int]
     page_size: int
     page_token: str
     name: str
@@ -358,24 +240,12 @@ class ListGroupsRequest(_message.Message):
 
 class ListGroupsResponse(_message.Message):
     __slots__ = ("groups", "next_page_token")
-    GROUPS_FIELD_NUMBER: _ClassVar[int]
-    NEXT_PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
     groups: _containers.RepeatedCompositeFieldContainer[GroupInfo]
     next_page_token: str
     def __init__(self, groups: _Optional[_Iterable[_Union[GroupInfo, _Mapping]]] = ..., next_page_token: _Optional[str] = ...) -> None: ...
 
 class GroupInfo(_message.Message):
     __slots__ = ("group", "num_layers", "num_handles", "total_bytes", "age", "poison_reason", "late_ranks", "wanted_ranks", "nccl_version", "nccl_state")
-    GROUP_FIELD_NUMBER: _ClassVar[int]
-    NUM_LAYERS_FIELD_NUMBER: _ClassVar[int]
-    NUM_HANDLES_FIELD_NUMBER: _ClassVar[int]
-    TOTAL_BYTES_FIELD_NUMBER: _ClassVar[int]
-    AGE_FIELD_NUMBER: _ClassVar[int]
-    POISON_REASON_FIELD_NUMBER: _ClassVar[int]
-    LATE_RANKS_FIELD_NUMBER: _ClassVar[int]
-    WANTED_RANKS_FIELD_NUMBER: _ClassVar[int]
-    NCCL_VERSION_FIELD_NUMBER: _ClassVar[int]
-    NCCL_STATE_FIELD_NUMBER: _ClassVar[int]
     group: _types_pb2.Group
     num_layers: int
     num_handles: int
@@ -390,10 +260,6 @@ class GroupInfo(_message.Message):
 
 class AdminServiceListLayersRequest(_message.Message):
     __slots__ = ("page_size", "page_token", "group", "node")
-    PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
-    PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
-    GROUP_FIELD_NUMBER: _ClassVar[int]
-    NODE_FIELD_NUMBER: _ClassVar[int]
     page_size: int
     page_token: str
     group: str
@@ -402,19 +268,12 @@ class AdminServiceListLayersRequest(_message.Message):
 
 class AdminServiceListLayersResponse(_message.Message):
     __slots__ = ("layers", "next_page_token")
-    LAYERS_FIELD_NUMBER: _ClassVar[int]
-    NEXT_PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
     layers: _containers.RepeatedCompositeFieldContainer[LayerInfo]
     next_page_token: str
     def __init__(self, layers: _Optional[_Iterable[_Union[LayerInfo, _Mapping]]] = ..., next_page_token: _Optional[str] = ...) -> None: ...
 
 class LayerInfo(_message.Message):
     __slots__ = ("layer", "group", "job", "uid", "generation")
-    LAYER_FIELD_NUMBER: _ClassVar[int]
-    GROUP_FIELD_NUMBER: _ClassVar[int]
-    JOB_FIELD_NUMBER: _ClassVar[int]
-    UID_FIELD_NUMBER: _ClassVar[int]
-    GENERATION_FIELD_NUMBER: _ClassVar[int]
     layer: _types_pb2.RegisteredLayer
     group: str
     job: str
@@ -424,12 +283,6 @@ class LayerInfo(_message.Message):
 
 class ListHandlesRequest(_message.Message):
     __slots__ = ("page_size", "page_token", "group", "layer", "node", "age")
-    PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
-    PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
-    GROUP_FIELD_NUMBER: _ClassVar[int]
-    LAYER_FIELD_NUMBER: _ClassVar[int]
-    NODE_FIELD_NUMBER: _ClassVar[int]
-    AGE_FIELD_NUMBER: _ClassVar[int]
     page_size: int
     page_token: str
     group: str
@@ -440,31 +293,12 @@ class ListHandlesRequest(_message.Message):
 
 class ListHandlesResponse(_message.Message):
     __slots__ = ("handles", "next_page_token")
-    HANDLES_FIELD_NUMBER: _ClassVar[int]
-    NEXT_PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
     handles: _containers.RepeatedCompositeFieldContainer[HandleInfo]
     next_page_token: str
     def __init__(self, handles: _Optional[_Iterable[_Union[HandleInfo, _Mapping]]] = ..., next_page_token: _Optional[str] = ...) -> None: ...
 
 class HandleInfo(_message.Message):
     __slots__ = ("layer", "handle", "index", "group", "job", "uid", "generation", "pids", "state", "last_op", "epoch", "lane", "calls", "rows", "dropped_rows", "age", "rounds")
-    LAYER_FIELD_NUMBER: _ClassVar[int]
-    HANDLE_FIELD_NUMBER: _ClassVar[int]
-    INDEX_FIELD_NUMBER: _ClassVar[int]
-    GROUP_FIELD_NUMBER: _ClassVar[int]
-    JOB_FIELD_NUMBER: _ClassVar[int]
-    UID_FIELD_NUMBER: _ClassVar[int]
-    GENERATION_FIELD_NUMBER: _ClassVar[int]
-    PIDS_FIELD_NUMBER: _ClassVar[int]
-    STATE_FIELD_NUMBER: _ClassVar[int]
-    LAST_OP_FIELD_NUMBER: _ClassVar[int]
-    EPOCH_FIELD_NUMBER: _ClassVar[int]
-    LANE_FIELD_NUMBER: _ClassVar[int]
-    CALLS_FIELD_NUMBER: _ClassVar[int]
-    ROWS_FIELD_NUMBER: _ClassVar[int]
-    DROPPED_ROWS_FIELD_NUMBER: _ClassVar[int]
-    AGE_FIELD_NUMBER: _ClassVar[int]
-    ROUNDS_FIELD_NUMBER: _ClassVar[int]
     layer: str
     handle: int
     index: int
@@ -486,10 +320,6 @@ class HandleInfo(_message.Message):
 
 class ListBuffersRequest(_message.Message):
     __slots__ = ("page_size", "page_token", "group", "node")
-    PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
-    PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
-    GROUP_FIELD_NUMBER: _ClassVar[int]
-    NODE_FIELD_NUMBER: _ClassVar[int]
     page_size: int
     page_token: str
     group: str
@@ -498,26 +328,12 @@ class ListBuffersRequest(_message.Message):
 
 class ListBuffersResponse(_message.Message):
     __slots__ = ("buffers", "next_page_token")
-    BUFFERS_FIELD_NUMBER: _ClassVar[int]
-    NEXT_PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
     buffers: _containers.RepeatedCompositeFieldContainer[BufferInfo]
     next_page_token: str
     def __init__(self, buffers: _Optional[_Iterable[_Union[BufferInfo, _Mapping]]] = ..., next_page_token: _Optional[str] = ...) -> None: ...
 
 class BufferInfo(_message.Message):
     __slots__ = ("buffer_id", "bytes", "device", "kind", "state", "group", "job", "uid", "generation", "world_rank", "mapped_by", "age")
-    BUFFER_ID_FIELD_NUMBER: _ClassVar[int]
-    BYTES_FIELD_NUMBER: _ClassVar[int]
-    DEVICE_FIELD_NUMBER: _ClassVar[int]
-    KIND_FIELD_NUMBER: _ClassVar[int]
-    STATE_FIELD_NUMBER: _ClassVar[int]
-    GROUP_FIELD_NUMBER: _ClassVar[int]
-    JOB_FIELD_NUMBER: _ClassVar[int]
-    UID_FIELD_NUMBER: _ClassVar[int]
-    GENERATION_FIELD_NUMBER: _ClassVar[int]
-    WORLD_RANK_FIELD_NUMBER: _ClassVar[int]
-    MAPPED_BY_FIELD_NUMBER: _ClassVar[int]
-    AGE_FIELD_NUMBER: _ClassVar[int]
     buffer_id: str
     bytes: int
     device: str
@@ -534,10 +350,6 @@ class BufferInfo(_message.Message):
 
 class ListEventsRequest(_message.Message):
     __slots__ = ("page_size", "page_token", "after_sequence", "node")
-    PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
-    PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
-    AFTER_SEQUENCE_FIELD_NUMBER: _ClassVar[int]
-    NODE_FIELD_NUMBER: _ClassVar[int]
     page_size: int
     page_token: str
     after_sequence: int
@@ -546,21 +358,12 @@ class ListEventsRequest(_message.Message):
 
 class ListEventsResponse(_message.Message):
     __slots__ = ("events", "next_page_token")
-    EVENTS_FIELD_NUMBER: _ClassVar[int]
-    NEXT_PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
     events: _containers.RepeatedCompositeFieldContainer[EventInfo]
     next_page_token: str
     def __init__(self, events: _Optional[_Iterable[_Union[EventInfo, _Mapping]]] = ..., next_page_token: _Optional[str] = ...) -> None: ...
 
 class EventInfo(_message.Message):
     __slots__ = ("sequence", "time", "kind", "session_id", "group", "message", "fields_json")
-    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
-    TIME_FIELD_NUMBER: _ClassVar[int]
-    KIND_FIELD_NUMBER: _ClassVar[int]
-    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
-    GROUP_FIELD_NUMBER: _ClassVar[int]
-    MESSAGE_FIELD_NUMBER: _ClassVar[int]
-    FIELDS_JSON_FIELD_NUMBER: _ClassVar[int]
     sequence: int
     time: _timestamp_pb2.Timestamp
     kind: str
@@ -572,10 +375,6 @@ class EventInfo(_message.Message):
 
 class ListRanksRequest(_message.Message):
     __slots__ = ("page_size", "page_token", "group", "node")
-    PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
-    PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
-    GROUP_FIELD_NUMBER: _ClassVar[int]
-    NODE_FIELD_NUMBER: _ClassVar[int]
     page_size: int
     page_token: str
     group: str
@@ -584,28 +383,12 @@ class ListRanksRequest(_message.Message):
 
 class ListRanksResponse(_message.Message):
     __slots__ = ("ranks", "next_page_token")
-    RANKS_FIELD_NUMBER: _ClassVar[int]
-    NEXT_PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
     ranks: _containers.RepeatedCompositeFieldContainer[RankInfo]
     next_page_token: str
     def __init__(self, ranks: _Optional[_Iterable[_Union[RankInfo, _Mapping]]] = ..., next_page_token: _Optional[str] = ...) -> None: ...
 
 class RankInfo(_message.Message):
     __slots__ = ("group", "job", "uid", "generation", "world_rank", "pid", "state", "op", "layer", "handle", "epoch", "waiting_for", "since", "silent")
-    GROUP_FIELD_NUMBER: _ClassVar[int]
-    JOB_FIELD_NUMBER: _ClassVar[int]
-    UID_FIELD_NUMBER: _ClassVar[int]
-    GENERATION_FIELD_NUMBER: _ClassVar[int]
-    WORLD_RANK_FIELD_NUMBER: _ClassVar[int]
-    PID_FIELD_NUMBER: _ClassVar[int]
-    STATE_FIELD_NUMBER: _ClassVar[int]
-    OP_FIELD_NUMBER: _ClassVar[int]
-    LAYER_FIELD_NUMBER: _ClassVar[int]
-    HANDLE_FIELD_NUMBER: _ClassVar[int]
-    EPOCH_FIELD_NUMBER: _ClassVar[int]
-    WAITING_FOR_FIELD_NUMBER: _ClassVar[int]
-    SINCE_FIELD_NUMBER: _ClassVar[int]
-    SILENT_FIELD_NUMBER: _ClassVar[int]
     group: str
     job: str
     uid: int
@@ -624,11 +407,6 @@ class RankInfo(_message.Message):
 
 class ListTalliesRequest(_message.Message):
     __slots__ = ("page_size", "page_token", "group", "node", "age")
-    PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
-    PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
-    GROUP_FIELD_NUMBER: _ClassVar[int]
-    NODE_FIELD_NUMBER: _ClassVar[int]
-    AGE_FIELD_NUMBER: _ClassVar[int]
     page_size: int
     page_token: str
     group: str
@@ -638,29 +416,12 @@ class ListTalliesRequest(_message.Message):
 
 class ListTalliesResponse(_message.Message):
     __slots__ = ("ranks", "next_page_token")
-    RANKS_FIELD_NUMBER: _ClassVar[int]
-    NEXT_PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
     ranks: _containers.RepeatedCompositeFieldContainer[RankTally]
     next_page_token: str
     def __init__(self, ranks: _Optional[_Iterable[_Union[RankTally, _Mapping]]] = ..., next_page_token: _Optional[str] = ...) -> None: ...
 
 class RankTally(_message.Message):
     __slots__ = ("group", "job", "uid", "generation", "world_rank", "read", "now", "calls", "rows", "dropped_rows", "row_bytes", "device", "first_expert", "ops", "layers")
-    GROUP_FIELD_NUMBER: _ClassVar[int]
-    JOB_FIELD_NUMBER: _ClassVar[int]
-    UID_FIELD_NUMBER: _ClassVar[int]
-    GENERATION_FIELD_NUMBER: _ClassVar[int]
-    WORLD_RANK_FIELD_NUMBER: _ClassVar[int]
-    READ_FIELD_NUMBER: _ClassVar[int]
-    NOW_FIELD_NUMBER: _ClassVar[int]
-    CALLS_FIELD_NUMBER: _ClassVar[int]
-    ROWS_FIELD_NUMBER: _ClassVar[int]
-    DROPPED_ROWS_FIELD_NUMBER: _ClassVar[int]
-    ROW_BYTES_FIELD_NUMBER: _ClassVar[int]
-    DEVICE_FIELD_NUMBER: _ClassVar[int]
-    FIRST_EXPERT_FIELD_NUMBER: _ClassVar[int]
-    OPS_FIELD_NUMBER: _ClassVar[int]
-    LAYERS_FIELD_NUMBER: _ClassVar[int]
     group: str
     job: str
     uid: int
@@ -680,11 +441,6 @@ class RankTally(_message.Message):
 
 class OpTally(_message.Message):
     __slots__ = ("op", "calls", "time_ns", "wait_ns", "peers")
-    OP_FIELD_NUMBER: _ClassVar[int]
-    CALLS_FIELD_NUMBER: _ClassVar[int]
-    TIME_NS_FIELD_NUMBER: _ClassVar[int]
-    WAIT_NS_FIELD_NUMBER: _ClassVar[int]
-    PEERS_FIELD_NUMBER: _ClassVar[int]
     op: str
     calls: int
     time_ns: int
@@ -694,9 +450,6 @@ class OpTally(_message.Message):
 
 class PeerTally(_message.Message):
     __slots__ = ("world_rank", "arrival_ns", "wait_ns")
-    WORLD_RANK_FIELD_NUMBER: _ClassVar[int]
-    ARRIVAL_NS_FIELD_NUMBER: _ClassVar[int]
-    WAIT_NS_FIELD_NUMBER: _ClassVar[int]
     world_rank: int
     arrival_ns: int
     wait_ns: int
@@ -704,12 +457,6 @@ class PeerTally(_message.Message):
 
 class LoadTally(_message.Message):
     __slots__ = ("layer", "calls", "time_ns", "wait_ns", "tokens", "rows")
-    LAYER_FIELD_NUMBER: _ClassVar[int]
-    CALLS_FIELD_NUMBER: _ClassVar[int]
-    TIME_NS_FIELD_NUMBER: _ClassVar[int]
-    WAIT_NS_FIELD_NUMBER: _ClassVar[int]
-    TOKENS_FIELD_NUMBER: _ClassVar[int]
-    ROWS_FIELD_NUMBER: _ClassVar[int]
     layer: str
     calls: int
     time_ns: int
@@ -720,15 +467,12 @@ class LoadTally(_message.Message):
 
 class DrainRequest(_message.Message):
     __slots__ = ("deadline", "shutdown")
-    DEADLINE_FIELD_NUMBER: _ClassVar[int]
-    SHUTDOWN_FIELD_NUMBER: _ClassVar[int]
     deadline: _duration_pb2.Duration
     shutdown: bool
     def __init__(self, deadline: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., shutdown: bool = ...) -> None: ...
 
 class DrainResponse(_message.Message):
     __slots__ = ("num_sessions",)
-    NUM_SESSIONS_FIELD_NUMBER: _ClassVar[int]
     num_sessions: int
     def __init__(self, num_sessions: _Optional[int] = ...) -> None: ...
 
@@ -738,30 +482,22 @@ class UndrainRequest(_message.Message):
 
 class UndrainResponse(_message.Message):
     __slots__ = ("was_drained",)
-    WAS_DRAINED_FIELD_NUMBER: _ClassVar[int]
     was_drained: bool
     def __init__(self, was_drained: bool = ...) -> None: ...
 
 class FenceRequest(_message.Message):
     __slots__ = ("session_id", "reason")
-    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
-    REASON_FIELD_NUMBER: _ClassVar[int]
     session_id: str
     reason: str
     def __init__(self, session_id: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class FenceResponse(_message.Message):
     __slots__ = ("groups",)
-    GROUPS_FIELD_NUMBER: _ClassVar[int]
     groups: _containers.RepeatedScalarFieldContainer[str]
     def __init__(self, groups: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class ReclaimRequest(_message.Message):
     __slots__ = ("name", "job", "uid", "all_retained")
-    NAME_FIELD_NUMBER: _ClassVar[int]
-    JOB_FIELD_NUMBER: _ClassVar[int]
-    UID_FIELD_NUMBER: _ClassVar[int]
-    ALL_RETAINED_FIELD_NUMBER: _ClassVar[int]
     name: str
     job: str
     uid: int
@@ -770,9 +506,6 @@ class ReclaimRequest(_message.Message):
 
 class ReclaimResponse(_message.Message):
     __slots__ = ("groups", "freed_bytes", "quarantined_bytes")
-    GROUPS_FIELD_NUMBER: _ClassVar[int]
-    FREED_BYTES_FIELD_NUMBER: _ClassVar[int]
-    QUARANTINED_BYTES_FIELD_NUMBER: _ClassVar[int]
     groups: _containers.RepeatedScalarFieldContainer[str]
     freed_bytes: int
     quarantined_bytes: int

@@ -9,10 +9,6 @@ DESCRIPTOR: _descriptor.FileDescriptor
 
 class Hello(_message.Message):
     __slots__ = ("api_versions", "client_version", "pid", "resume_token")
-    API_VERSIONS_FIELD_NUMBER: _ClassVar[int]
-    CLIENT_VERSION_FIELD_NUMBER: _ClassVar[int]
-    PID_FIELD_NUMBER: _ClassVar[int]
-    RESUME_TOKEN_FIELD_NUMBER: _ClassVar[int]
     api_versions: _containers.RepeatedScalarFieldContainer[str]
     client_version: str
     pid: int
@@ -21,11 +17,6 @@ class Hello(_message.Message):
 
 class Welcome(_message.Message):
     __slots__ = ("session_token", "session_id", "incarnation", "server_version", "resumed")
-    SESSION_TOKEN_FIELD_NUMBER: _ClassVar[int]
-    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
-    INCARNATION_FIELD_NUMBER: _ClassVar[int]
-    SERVER_VERSION_FIELD_NUMBER: _ClassVar[int]
-    RESUMED_FIELD_NUMBER: _ClassVar[int]
     session_token: str
     session_id: str
     incarnation: str
@@ -35,17 +26,12 @@ class Welcome(_message.Message):
 
 class RedeemTicket(_message.Message):
     __slots__ = ("session_token", "ticket")
-    SESSION_TOKEN_FIELD_NUMBER: _ClassVar[int]
-    TICKET_FIELD_NUMBER: _ClassVar[int]
     session_token: str
     ticket: str
     def __init__(self, session_token: _Optional[str] = ..., ticket: _Optional[str] = ...) -> None: ...
 
 class FdBatch(_message.Message):
     __slots__ = ("first", "total", "descriptors")
-    FIRST_FIELD_NUMBER: _ClassVar[int]
-    TOTAL_FIELD_NUMBER: _ClassVar[int]
-    DESCRIPTORS_FIELD_NUMBER: _ClassVar[int]
     first: int
     total: int
     descriptors: _containers.RepeatedCompositeFieldContainer[_types_pb2.WindowDescriptor]
@@ -53,9 +39,6 @@ class FdBatch(_message.Message):
 
 class ReturnWindows(_message.Message):
     __slots__ = ("session_token", "group", "descriptors")
-    SESSION_TOKEN_FIELD_NUMBER: _ClassVar[int]
-    GROUP_FIELD_NUMBER: _ClassVar[int]
-    DESCRIPTORS_FIELD_NUMBER: _ClassVar[int]
     session_token: str
     group: str
     descriptors: _containers.RepeatedCompositeFieldContainer[_types_pb2.WindowDescriptor]
@@ -63,8 +46,6 @@ class ReturnWindows(_message.Message):
 
 class WindowsReturned(_message.Message):
     __slots__ = ("num_adopted", "wanted_ranks")
-    NUM_ADOPTED_FIELD_NUMBER: _ClassVar[int]
-    WANTED_RANKS_FIELD_NUMBER: _ClassVar[int]
     num_adopted: int
     wanted_ranks: _containers.RepeatedScalarFieldContainer[int]
     def __init__(self, num_adopted: _Optional[int] = ..., wanted_ranks: _Optional[_Iterable[int]] = ...) -> None: ...
@@ -75,16 +56,11 @@ class Probe(_message.Message):
 
 class Condition(_message.Message):
     __slots__ = ("refusal",)
-    REFUSAL_FIELD_NUMBER: _ClassVar[int]
     refusal: str
     def __init__(self, refusal: _Optional[str] = ...) -> None: ...
 
 class FdRequest(_message.Message):
     __slots__ = ("hello", "redeem_ticket", "return_windows", "probe")
-    HELLO_FIELD_NUMBER: _ClassVar[int]
-    REDEEM_TICKET_FIELD_NUMBER: _ClassVar[int]
-    RETURN_WINDOWS_FIELD_NUMBER: _ClassVar[int]
-    PROBE_FIELD_NUMBER: _ClassVar[int]
     hello: Hello
     redeem_ticket: RedeemTicket
     return_windows: ReturnWindows
@@ -93,11 +69,6 @@ class FdRequest(_message.Message):
 
 class FdReply(_message.Message):
     __slots__ = ("welcome", "fd_batch", "error", "windows_returned", "condition")
-    WELCOME_FIELD_NUMBER: _ClassVar[int]
-    FD_BATCH_FIELD_NUMBER: _ClassVar[int]
-    ERROR_FIELD_NUMBER: _ClassVar[int]
-    WINDOWS_RETURNED_FIELD_NUMBER: _ClassVar[int]
-    CONDITION_FIELD_NUMBER: _ClassVar[int]
     welcome: Welcome
     fd_batch: FdBatch
     error: _types_pb2.ErrorDetail

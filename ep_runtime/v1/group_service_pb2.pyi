@@ -12,12 +12,6 @@ DESCRIPTOR: _descriptor.FileDescriptor
 
 class CreateGroupRequest(_message.Message):
     __slots__ = ("op_id", "spec", "world_ranks", "replace", "wait", "device_uuids")
-    OP_ID_FIELD_NUMBER: _ClassVar[int]
-    SPEC_FIELD_NUMBER: _ClassVar[int]
-    WORLD_RANKS_FIELD_NUMBER: _ClassVar[int]
-    REPLACE_FIELD_NUMBER: _ClassVar[int]
-    WAIT_FIELD_NUMBER: _ClassVar[int]
-    DEVICE_UUIDS_FIELD_NUMBER: _ClassVar[int]
     op_id: str
     spec: _types_pb2.GroupSpec
     world_ranks: _containers.RepeatedScalarFieldContainer[int]
@@ -28,17 +22,12 @@ class CreateGroupRequest(_message.Message):
 
 class CreateGroupResponse(_message.Message):
     __slots__ = ("group", "reattached")
-    GROUP_FIELD_NUMBER: _ClassVar[int]
-    REATTACHED_FIELD_NUMBER: _ClassVar[int]
     group: _types_pb2.Group
     reattached: bool
     def __init__(self, group: _Optional[_Union[_types_pb2.Group, _Mapping]] = ..., reattached: bool = ...) -> None: ...
 
 class AcquireWindowsRequest(_message.Message):
     __slots__ = ("name", "generation", "world_ranks")
-    NAME_FIELD_NUMBER: _ClassVar[int]
-    GENERATION_FIELD_NUMBER: _ClassVar[int]
-    WORLD_RANKS_FIELD_NUMBER: _ClassVar[int]
     name: str
     generation: int
     world_ranks: _containers.RepeatedScalarFieldContainer[int]
@@ -46,9 +35,6 @@ class AcquireWindowsRequest(_message.Message):
 
 class AcquireWindowsResponse(_message.Message):
     __slots__ = ("ticket", "descriptors", "time_to_live")
-    TICKET_FIELD_NUMBER: _ClassVar[int]
-    DESCRIPTORS_FIELD_NUMBER: _ClassVar[int]
-    TIME_TO_LIVE_FIELD_NUMBER: _ClassVar[int]
     ticket: str
     descriptors: _containers.RepeatedCompositeFieldContainer[_types_pb2.WindowDescriptor]
     time_to_live: _duration_pb2.Duration
@@ -56,9 +42,6 @@ class AcquireWindowsResponse(_message.Message):
 
 class ReportAttachedRequest(_message.Message):
     __slots__ = ("name", "generation", "wait")
-    NAME_FIELD_NUMBER: _ClassVar[int]
-    GENERATION_FIELD_NUMBER: _ClassVar[int]
-    WAIT_FIELD_NUMBER: _ClassVar[int]
     name: str
     generation: int
     wait: _duration_pb2.Duration
@@ -66,18 +49,11 @@ class ReportAttachedRequest(_message.Message):
 
 class ReportAttachedResponse(_message.Message):
     __slots__ = ("group",)
-    GROUP_FIELD_NUMBER: _ClassVar[int]
     group: _types_pb2.Group
     def __init__(self, group: _Optional[_Union[_types_pb2.Group, _Mapping]] = ...) -> None: ...
 
 class RestoreGroupRequest(_message.Message):
     __slots__ = ("spec", "generation", "world_ranks", "layers", "device_uuids", "window_ranks")
-    SPEC_FIELD_NUMBER: _ClassVar[int]
-    GENERATION_FIELD_NUMBER: _ClassVar[int]
-    WORLD_RANKS_FIELD_NUMBER: _ClassVar[int]
-    LAYERS_FIELD_NUMBER: _ClassVar[int]
-    DEVICE_UUIDS_FIELD_NUMBER: _ClassVar[int]
-    WINDOW_RANKS_FIELD_NUMBER: _ClassVar[int]
     spec: _types_pb2.GroupSpec
     generation: int
     world_ranks: _containers.RepeatedScalarFieldContainer[int]
@@ -88,36 +64,28 @@ class RestoreGroupRequest(_message.Message):
 
 class RestoreGroupResponse(_message.Message):
     __slots__ = ("group", "wanted_ranks")
-    GROUP_FIELD_NUMBER: _ClassVar[int]
-    WANTED_RANKS_FIELD_NUMBER: _ClassVar[int]
     group: _types_pb2.Group
     wanted_ranks: _containers.RepeatedScalarFieldContainer[int]
     def __init__(self, group: _Optional[_Union[_types_pb2.Group, _Mapping]] = ..., wanted_ranks: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class CloseGroupRequest(_message.Message):
     __slots__ = ("name", "generation")
-    NAME_FIELD_NUMBER: _ClassVar[int]
-    GENERATION_FIELD_NUMBER: _ClassVar[int]
     name: str
     generation: int
     def __init__(self, name: _Optional[str] = ..., generation: _Optional[int] = ...) -> None: ...
 
 class CloseGroupResponse(_message.Message):
     __slots__ = ("freed_bytes",)
-    FREED_BYTES_FIELD_NUMBER: _ClassVar[int]
     freed_bytes: int
     def __init__(self, freed_bytes: _Optional[int] = ...) -> None: ...
 
 class GetGroupRequest(_message.Message):
     __slots__ = ("name",)
-    NAME_FIELD_NUMBER: _ClassVar[int]
     name: str
     def __init__(self, name: _Optional[str] = ...) -> None: ...
 
 class GetGroupResponse(_message.Message):
     __slots__ = ("group", "layers")
-    GROUP_FIELD_NUMBER: _ClassVar[int]
-    LAYERS_FIELD_NUMBER: _ClassVar[int]
     group: _types_pb2.Group
     layers: _containers.RepeatedCompositeFieldContainer[_types_pb2.RegisteredLayer]
     def __init__(self, group: _Optional[_Union[_types_pb2.Group, _Mapping]] = ..., layers: _Optional[_Iterable[_Union[_types_pb2.RegisteredLayer, _Mapping]]] = ...) -> None: ...

@@ -9,12 +9,6 @@ DESCRIPTOR: _descriptor.FileDescriptor
 
 class RegisterLayersRequest(_message.Message):
     __slots__ = ("op_id", "group", "generation", "layers", "stacks", "replace")
-    OP_ID_FIELD_NUMBER: _ClassVar[int]
-    GROUP_FIELD_NUMBER: _ClassVar[int]
-    GENERATION_FIELD_NUMBER: _ClassVar[int]
-    LAYERS_FIELD_NUMBER: _ClassVar[int]
-    STACKS_FIELD_NUMBER: _ClassVar[int]
-    REPLACE_FIELD_NUMBER: _ClassVar[int]
     op_id: str
     group: str
     generation: int
@@ -25,31 +19,23 @@ class RegisterLayersRequest(_message.Message):
 
 class RegisterLayersResponse(_message.Message):
     __slots__ = ("layers", "stacks")
-    LAYERS_FIELD_NUMBER: _ClassVar[int]
-    STACKS_FIELD_NUMBER: _ClassVar[int]
     layers: _containers.RepeatedCompositeFieldContainer[_types_pb2.RegisteredLayer]
     stacks: _containers.RepeatedCompositeFieldContainer[_types_pb2.RegisteredLayer]
     def __init__(self, layers: _Optional[_Iterable[_Union[_types_pb2.RegisteredLayer, _Mapping]]] = ..., stacks: _Optional[_Iterable[_Union[_types_pb2.RegisteredLayer, _Mapping]]] = ...) -> None: ...
 
 class GetLayerRequest(_message.Message):
     __slots__ = ("group", "name")
-    GROUP_FIELD_NUMBER: _ClassVar[int]
-    NAME_FIELD_NUMBER: _ClassVar[int]
     group: str
     name: str
     def __init__(self, group: _Optional[str] = ..., name: _Optional[str] = ...) -> None: ...
 
 class GetLayerResponse(_message.Message):
     __slots__ = ("layer",)
-    LAYER_FIELD_NUMBER: _ClassVar[int]
     layer: _types_pb2.RegisteredLayer
     def __init__(self, layer: _Optional[_Union[_types_pb2.RegisteredLayer, _Mapping]] = ...) -> None: ...
 
 class ListLayersRequest(_message.Message):
     __slots__ = ("group", "page_size", "page_token")
-    GROUP_FIELD_NUMBER: _ClassVar[int]
-    PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
-    PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
     group: str
     page_size: int
     page_token: str
@@ -57,8 +43,6 @@ class ListLayersRequest(_message.Message):
 
 class ListLayersResponse(_message.Message):
     __slots__ = ("layers", "next_page_token")
-    LAYERS_FIELD_NUMBER: _ClassVar[int]
-    NEXT_PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
     layers: _containers.RepeatedCompositeFieldContainer[_types_pb2.RegisteredLayer]
     next_page_token: str
     def __init__(self, layers: _Optional[_Iterable[_Union[_types_pb2.RegisteredLayer, _Mapping]]] = ..., next_page_token: _Optional[str] = ...) -> None: ...

@@ -8,26 +8,18 @@ DESCRIPTOR: _descriptor.FileDescriptor
 
 class GetUniqueIdsRequest(_message.Message):
     __slots__ = ("name", "generation")
-    NAME_FIELD_NUMBER: _ClassVar[int]
-    GENERATION_FIELD_NUMBER: _ClassVar[int]
     name: str
     generation: int
     def __init__(self, name: _Optional[str] = ..., generation: _Optional[int] = ...) -> None: ...
 
 class GetUniqueIdsResponse(_message.Message):
     __slots__ = ("unique_ids", "nccl_version")
-    UNIQUE_IDS_FIELD_NUMBER: _ClassVar[int]
-    NCCL_VERSION_FIELD_NUMBER: _ClassVar[int]
     unique_ids: _containers.RepeatedScalarFieldContainer[bytes]
     nccl_version: str
     def __init__(self, unique_ids: _Optional[_Iterable[bytes]] = ..., nccl_version: _Optional[str] = ...) -> None: ...
 
 class ReportCommunicatorsRequest(_message.Message):
     __slots__ = ("name", "generation", "nccl_version", "error")
-    NAME_FIELD_NUMBER: _ClassVar[int]
-    GENERATION_FIELD_NUMBER: _ClassVar[int]
-    NCCL_VERSION_FIELD_NUMBER: _ClassVar[int]
-    ERROR_FIELD_NUMBER: _ClassVar[int]
     name: str
     generation: int
     nccl_version: str

@@ -33,16 +33,6 @@ VIEW_OUTCOME_ABORTED: ViewOutcome
 
 class NodeIdentity(_message.Message):
     __slots__ = ("node", "node_id", "incarnation", "boot_id", "host_name", "uid", "pid", "address", "server_version", "api_versions")
-    NODE_FIELD_NUMBER: _ClassVar[int]
-    NODE_ID_FIELD_NUMBER: _ClassVar[int]
-    INCARNATION_FIELD_NUMBER: _ClassVar[int]
-    BOOT_ID_FIELD_NUMBER: _ClassVar[int]
-    HOST_NAME_FIELD_NUMBER: _ClassVar[int]
-    UID_FIELD_NUMBER: _ClassVar[int]
-    PID_FIELD_NUMBER: _ClassVar[int]
-    ADDRESS_FIELD_NUMBER: _ClassVar[int]
-    SERVER_VERSION_FIELD_NUMBER: _ClassVar[int]
-    API_VERSIONS_FIELD_NUMBER: _ClassVar[int]
     node: str
     node_id: str
     incarnation: str
@@ -57,10 +47,6 @@ class NodeIdentity(_message.Message):
 
 class NodeInfo(_message.Message):
     __slots__ = ("identity", "coordinator", "state", "since")
-    IDENTITY_FIELD_NUMBER: _ClassVar[int]
-    COORDINATOR_FIELD_NUMBER: _ClassVar[int]
-    STATE_FIELD_NUMBER: _ClassVar[int]
-    SINCE_FIELD_NUMBER: _ClassVar[int]
     identity: NodeIdentity
     coordinator: bool
     state: NodeState
@@ -69,21 +55,12 @@ class NodeInfo(_message.Message):
 
 class JoinClusterRequest(_message.Message):
     __slots__ = ("identity", "epoch")
-    IDENTITY_FIELD_NUMBER: _ClassVar[int]
-    EPOCH_FIELD_NUMBER: _ClassVar[int]
     identity: NodeIdentity
     epoch: int
     def __init__(self, identity: _Optional[_Union[NodeIdentity, _Mapping]] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class JoinClusterResponse(_message.Message):
     __slots__ = ("cluster_id", "epoch", "lease_id", "lease", "report_interval", "nodes", "nodes_version")
-    CLUSTER_ID_FIELD_NUMBER: _ClassVar[int]
-    EPOCH_FIELD_NUMBER: _ClassVar[int]
-    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
-    LEASE_FIELD_NUMBER: _ClassVar[int]
-    REPORT_INTERVAL_FIELD_NUMBER: _ClassVar[int]
-    NODES_FIELD_NUMBER: _ClassVar[int]
-    NODES_VERSION_FIELD_NUMBER: _ClassVar[int]
     cluster_id: str
     epoch: int
     lease_id: str
@@ -95,9 +72,6 @@ class JoinClusterResponse(_message.Message):
 
 class ReportNodeRequest(_message.Message):
     __slots__ = ("node", "lease_id", "nodes_version")
-    NODE_FIELD_NUMBER: _ClassVar[int]
-    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
-    NODES_VERSION_FIELD_NUMBER: _ClassVar[int]
     node: str
     lease_id: str
     nodes_version: int
@@ -105,9 +79,6 @@ class ReportNodeRequest(_message.Message):
 
 class ReportNodeResponse(_message.Message):
     __slots__ = ("epoch", "nodes", "nodes_version")
-    EPOCH_FIELD_NUMBER: _ClassVar[int]
-    NODES_FIELD_NUMBER: _ClassVar[int]
-    NODES_VERSION_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     nodes: _containers.RepeatedCompositeFieldContainer[NodeInfo]
     nodes_version: int
@@ -115,8 +86,6 @@ class ReportNodeResponse(_message.Message):
 
 class LeaveClusterRequest(_message.Message):
     __slots__ = ("node", "lease_id")
-    NODE_FIELD_NUMBER: _ClassVar[int]
-    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
     node: str
     lease_id: str
     def __init__(self, node: _Optional[str] = ..., lease_id: _Optional[str] = ...) -> None: ...
@@ -127,9 +96,6 @@ class LeaveClusterResponse(_message.Message):
 
 class GroupKey(_message.Message):
     __slots__ = ("uid", "job", "name")
-    UID_FIELD_NUMBER: _ClassVar[int]
-    JOB_FIELD_NUMBER: _ClassVar[int]
-    NAME_FIELD_NUMBER: _ClassVar[int]
     uid: int
     job: str
     name: str
@@ -137,9 +103,6 @@ class GroupKey(_message.Message):
 
 class NodeClaim(_message.Message):
     __slots__ = ("world_ranks", "session_id", "pid")
-    WORLD_RANKS_FIELD_NUMBER: _ClassVar[int]
-    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
-    PID_FIELD_NUMBER: _ClassVar[int]
     world_ranks: _containers.RepeatedScalarFieldContainer[int]
     session_id: str
     pid: int
@@ -147,10 +110,6 @@ class NodeClaim(_message.Message):
 
 class ViewMember(_message.Message):
     __slots__ = ("world_rank", "node", "session_id", "pid")
-    WORLD_RANK_FIELD_NUMBER: _ClassVar[int]
-    NODE_FIELD_NUMBER: _ClassVar[int]
-    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
-    PID_FIELD_NUMBER: _ClassVar[int]
     world_rank: int
     node: str
     session_id: str
@@ -159,9 +118,6 @@ class ViewMember(_message.Message):
 
 class GroupView(_message.Message):
     __slots__ = ("epoch", "attempt", "members")
-    EPOCH_FIELD_NUMBER: _ClassVar[int]
-    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
-    MEMBERS_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     attempt: int
     members: _containers.RepeatedCompositeFieldContainer[ViewMember]
@@ -169,14 +125,6 @@ class GroupView(_message.Message):
 
 class JoinGroupRequest(_message.Message):
     __slots__ = ("node", "lease_id", "key", "spec", "claims", "missing_ranks", "wait", "generation")
-    NODE_FIELD_NUMBER: _ClassVar[int]
-    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
-    KEY_FIELD_NUMBER: _ClassVar[int]
-    SPEC_FIELD_NUMBER: _ClassVar[int]
-    CLAIMS_FIELD_NUMBER: _ClassVar[int]
-    MISSING_RANKS_FIELD_NUMBER: _ClassVar[int]
-    WAIT_FIELD_NUMBER: _ClassVar[int]
-    GENERATION_FIELD_NUMBER: _ClassVar[int]
     node: str
     lease_id: str
     key: GroupKey
@@ -189,19 +137,12 @@ class JoinGroupRequest(_message.Message):
 
 class JoinGroupResponse(_message.Message):
     __slots__ = ("view", "missing_ranks")
-    VIEW_FIELD_NUMBER: _ClassVar[int]
-    MISSING_RANKS_FIELD_NUMBER: _ClassVar[int]
     view: GroupView
     missing_ranks: _containers.RepeatedScalarFieldContainer[int]
     def __init__(self, view: _Optional[_Union[GroupView, _Mapping]] = ..., missing_ranks: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class ReportInitRequest(_message.Message):
     __slots__ = ("node", "lease_id", "key", "epoch", "error")
-    NODE_FIELD_NUMBER: _ClassVar[int]
-    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
-    KEY_FIELD_NUMBER: _ClassVar[int]
-    EPOCH_FIELD_NUMBER: _ClassVar[int]
-    ERROR_FIELD_NUMBER: _ClassVar[int]
     node: str
     lease_id: str
     key: GroupKey
@@ -215,11 +156,6 @@ class ReportInitResponse(_message.Message):
 
 class AwaitGroupRequest(_message.Message):
     __slots__ = ("node", "lease_id", "key", "epoch", "wait")
-    NODE_FIELD_NUMBER: _ClassVar[int]
-    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
-    KEY_FIELD_NUMBER: _ClassVar[int]
-    EPOCH_FIELD_NUMBER: _ClassVar[int]
-    WAIT_FIELD_NUMBER: _ClassVar[int]
     node: str
     lease_id: str
     key: GroupKey
@@ -229,19 +165,12 @@ class AwaitGroupRequest(_message.Message):
 
 class AwaitGroupResponse(_message.Message):
     __slots__ = ("outcome", "reason")
-    OUTCOME_FIELD_NUMBER: _ClassVar[int]
-    REASON_FIELD_NUMBER: _ClassVar[int]
     outcome: ViewOutcome
     reason: str
     def __init__(self, outcome: _Optional[_Union[ViewOutcome, str]] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class GetViewIdsRequest(_message.Message):
     __slots__ = ("node", "lease_id", "key", "epoch", "num_domains")
-    NODE_FIELD_NUMBER: _ClassVar[int]
-    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
-    KEY_FIELD_NUMBER: _ClassVar[int]
-    EPOCH_FIELD_NUMBER: _ClassVar[int]
-    NUM_DOMAINS_FIELD_NUMBER: _ClassVar[int]
     node: str
     lease_id: str
     key: GroupKey
@@ -251,20 +180,12 @@ class GetViewIdsRequest(_message.Message):
 
 class GetViewIdsResponse(_message.Message):
     __slots__ = ("unique_ids", "nccl_version")
-    UNIQUE_IDS_FIELD_NUMBER: _ClassVar[int]
-    NCCL_VERSION_FIELD_NUMBER: _ClassVar[int]
     unique_ids: _containers.RepeatedScalarFieldContainer[bytes]
     nccl_version: str
     def __init__(self, unique_ids: _Optional[_Iterable[bytes]] = ..., nccl_version: _Optional[str] = ...) -> None: ...
 
 class TellGroupRequest(_message.Message):
     __slots__ = ("node", "key", "epoch", "lost_ranks", "left_ranks", "why")
-    NODE_FIELD_NUMBER: _ClassVar[int]
-    KEY_FIELD_NUMBER: _ClassVar[int]
-    EPOCH_FIELD_NUMBER: _ClassVar[int]
-    LOST_RANKS_FIELD_NUMBER: _ClassVar[int]
-    LEFT_RANKS_FIELD_NUMBER: _ClassVar[int]
-    WHY_FIELD_NUMBER: _ClassVar[int]
     node: str
     key: GroupKey
     epoch: int

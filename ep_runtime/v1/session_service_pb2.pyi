@@ -28,12 +28,6 @@ class GetServerInfoRequest(_message.Message):
 
 class GetServerInfoResponse(_message.Message):
     __slots__ = ("server_version", "incarnation", "api_versions", "features", "state", "pid")
-    SERVER_VERSION_FIELD_NUMBER: _ClassVar[int]
-    INCARNATION_FIELD_NUMBER: _ClassVar[int]
-    API_VERSIONS_FIELD_NUMBER: _ClassVar[int]
-    FEATURES_FIELD_NUMBER: _ClassVar[int]
-    STATE_FIELD_NUMBER: _ClassVar[int]
-    PID_FIELD_NUMBER: _ClassVar[int]
     server_version: str
     incarnation: str
     api_versions: _containers.RepeatedScalarFieldContainer[str]
@@ -46,14 +40,9 @@ class OpenSessionRequest(_message.Message):
     __slots__ = ("job", "labels", "process_index")
     class LabelsEntry(_message.Message):
         __slots__ = ("key", "value")
-        KEY_FIELD_NUMBER: _ClassVar[int]
-        VALUE_FIELD_NUMBER: _ClassVar[int]
         key: str
         value: str
         def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
-    JOB_FIELD_NUMBER: _ClassVar[int]
-    LABELS_FIELD_NUMBER: _ClassVar[int]
-    PROCESS_INDEX_FIELD_NUMBER: _ClassVar[int]
     job: str
     labels: _containers.ScalarMap[str, str]
     process_index: int
@@ -61,10 +50,6 @@ class OpenSessionRequest(_message.Message):
 
 class OpenSessionResponse(_message.Message):
     __slots__ = ("session_id", "heartbeat_interval", "uid", "pid")
-    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
-    HEARTBEAT_INTERVAL_FIELD_NUMBER: _ClassVar[int]
-    UID_FIELD_NUMBER: _ClassVar[int]
-    PID_FIELD_NUMBER: _ClassVar[int]
     session_id: str
     heartbeat_interval: _duration_pb2.Duration
     uid: int
@@ -73,14 +58,11 @@ class OpenSessionResponse(_message.Message):
 
 class HeartbeatRequest(_message.Message):
     __slots__ = ("progress",)
-    PROGRESS_FIELD_NUMBER: _ClassVar[int]
     progress: int
     def __init__(self, progress: _Optional[int] = ...) -> None: ...
 
 class HeartbeatResponse(_message.Message):
     __slots__ = ("state", "incarnation")
-    STATE_FIELD_NUMBER: _ClassVar[int]
-    INCARNATION_FIELD_NUMBER: _ClassVar[int]
     state: ServerState
     incarnation: str
     def __init__(self, state: _Optional[_Union[ServerState, str]] = ..., incarnation: _Optional[str] = ...) -> None: ...
@@ -91,9 +73,6 @@ class WatchSessionRequest(_message.Message):
 
 class WatchSessionResponse(_message.Message):
     __slots__ = ("drain", "fence", "group")
-    DRAIN_FIELD_NUMBER: _ClassVar[int]
-    FENCE_FIELD_NUMBER: _ClassVar[int]
-    GROUP_FIELD_NUMBER: _ClassVar[int]
     drain: DrainEvent
     fence: FenceEvent
     group: GroupEvent
@@ -101,26 +80,17 @@ class WatchSessionResponse(_message.Message):
 
 class DrainEvent(_message.Message):
     __slots__ = ("deadline", "taken_back")
-    DEADLINE_FIELD_NUMBER: _ClassVar[int]
-    TAKEN_BACK_FIELD_NUMBER: _ClassVar[int]
     deadline: _duration_pb2.Duration
     taken_back: bool
     def __init__(self, deadline: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., taken_back: bool = ...) -> None: ...
 
 class FenceEvent(_message.Message):
     __slots__ = ("reason",)
-    REASON_FIELD_NUMBER: _ClassVar[int]
     reason: str
     def __init__(self, reason: _Optional[str] = ...) -> None: ...
 
 class GroupEvent(_message.Message):
     __slots__ = ("group", "generation", "state", "reason", "lost_ranks", "lost_members")
-    GROUP_FIELD_NUMBER: _ClassVar[int]
-    GENERATION_FIELD_NUMBER: _ClassVar[int]
-    STATE_FIELD_NUMBER: _ClassVar[int]
-    REASON_FIELD_NUMBER: _ClassVar[int]
-    LOST_RANKS_FIELD_NUMBER: _ClassVar[int]
-    LOST_MEMBERS_FIELD_NUMBER: _ClassVar[int]
     group: str
     generation: int
     state: _types_pb2.GroupState
@@ -131,7 +101,6 @@ class GroupEvent(_message.Message):
 
 class CloseSessionRequest(_message.Message):
     __slots__ = ("failed",)
-    FAILED_FIELD_NUMBER: _ClassVar[int]
     failed: bool
     def __init__(self, failed: bool = ...) -> None: ...
 

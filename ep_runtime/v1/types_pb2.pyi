@@ -81,44 +81,18 @@ WINDOW_KIND_WINDOW: WindowKind
 
 class MeshAxis(_message.Message):
     __slots__ = ("name", "size")
-    NAME_FIELD_NUMBER: _ClassVar[int]
-    SIZE_FIELD_NUMBER: _ClassVar[int]
     name: str
     size: int
     def __init__(self, name: _Optional[str] = ..., size: _Optional[int] = ...) -> None: ...
 
 class Workspace(_message.Message):
     __slots__ = ("factor", "bytes")
-    FACTOR_FIELD_NUMBER: _ClassVar[int]
-    BYTES_FIELD_NUMBER: _ClassVar[int]
     factor: float
     bytes: int
     def __init__(self, factor: _Optional[float] = ..., bytes: _Optional[int] = ...) -> None: ...
 
 class GroupSpec(_message.Message):
     __slots__ = ("name", "mesh_axes", "ep_axis", "outer_axes", "num_experts", "hidden_size", "max_tokens_per_rank", "recv_capacity_per_rank", "max_top_k", "max_token_dtype", "alignment", "lanes", "on_overflow", "combine_precision", "transport", "partitioning", "op_timeout", "retain", "num_sms", "node_size", "workspace", "overlap")
-    NAME_FIELD_NUMBER: _ClassVar[int]
-    MESH_AXES_FIELD_NUMBER: _ClassVar[int]
-    EP_AXIS_FIELD_NUMBER: _ClassVar[int]
-    OUTER_AXES_FIELD_NUMBER: _ClassVar[int]
-    NUM_EXPERTS_FIELD_NUMBER: _ClassVar[int]
-    HIDDEN_SIZE_FIELD_NUMBER: _ClassVar[int]
-    MAX_TOKENS_PER_RANK_FIELD_NUMBER: _ClassVar[int]
-    RECV_CAPACITY_PER_RANK_FIELD_NUMBER: _ClassVar[int]
-    MAX_TOP_K_FIELD_NUMBER: _ClassVar[int]
-    MAX_TOKEN_DTYPE_FIELD_NUMBER: _ClassVar[int]
-    ALIGNMENT_FIELD_NUMBER: _ClassVar[int]
-    LANES_FIELD_NUMBER: _ClassVar[int]
-    ON_OVERFLOW_FIELD_NUMBER: _ClassVar[int]
-    COMBINE_PRECISION_FIELD_NUMBER: _ClassVar[int]
-    TRANSPORT_FIELD_NUMBER: _ClassVar[int]
-    PARTITIONING_FIELD_NUMBER: _ClassVar[int]
-    OP_TIMEOUT_FIELD_NUMBER: _ClassVar[int]
-    RETAIN_FIELD_NUMBER: _ClassVar[int]
-    NUM_SMS_FIELD_NUMBER: _ClassVar[int]
-    NODE_SIZE_FIELD_NUMBER: _ClassVar[int]
-    WORKSPACE_FIELD_NUMBER: _ClassVar[int]
-    OVERLAP_FIELD_NUMBER: _ClassVar[int]
     name: str
     mesh_axes: _containers.RepeatedCompositeFieldContainer[MeshAxis]
     ep_axis: _containers.RepeatedScalarFieldContainer[str]
@@ -145,12 +119,6 @@ class GroupSpec(_message.Message):
 
 class LayerSpec(_message.Message):
     __slots__ = ("name", "top_k", "alignment", "in_flight", "num_experts", "hidden_size")
-    NAME_FIELD_NUMBER: _ClassVar[int]
-    TOP_K_FIELD_NUMBER: _ClassVar[int]
-    ALIGNMENT_FIELD_NUMBER: _ClassVar[int]
-    IN_FLIGHT_FIELD_NUMBER: _ClassVar[int]
-    NUM_EXPERTS_FIELD_NUMBER: _ClassVar[int]
-    HIDDEN_SIZE_FIELD_NUMBER: _ClassVar[int]
     name: str
     top_k: int
     alignment: int
@@ -161,19 +129,12 @@ class LayerSpec(_message.Message):
 
 class LayerStackSpec(_message.Message):
     __slots__ = ("layer", "num_layers")
-    LAYER_FIELD_NUMBER: _ClassVar[int]
-    NUM_LAYERS_FIELD_NUMBER: _ClassVar[int]
     layer: LayerSpec
     num_layers: int
     def __init__(self, layer: _Optional[_Union[LayerSpec, _Mapping]] = ..., num_layers: _Optional[int] = ...) -> None: ...
 
 class RegisteredLayer(_message.Message):
     __slots__ = ("spec", "num_layers", "base_id", "handle_base", "already_registered")
-    SPEC_FIELD_NUMBER: _ClassVar[int]
-    NUM_LAYERS_FIELD_NUMBER: _ClassVar[int]
-    BASE_ID_FIELD_NUMBER: _ClassVar[int]
-    HANDLE_BASE_FIELD_NUMBER: _ClassVar[int]
-    ALREADY_REGISTERED_FIELD_NUMBER: _ClassVar[int]
     spec: LayerSpec
     num_layers: int
     base_id: int
@@ -183,11 +144,6 @@ class RegisteredLayer(_message.Message):
 
 class GroupMember(_message.Message):
     __slots__ = ("world_rank", "session_id", "pid", "attached", "node")
-    WORLD_RANK_FIELD_NUMBER: _ClassVar[int]
-    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
-    PID_FIELD_NUMBER: _ClassVar[int]
-    ATTACHED_FIELD_NUMBER: _ClassVar[int]
-    NODE_FIELD_NUMBER: _ClassVar[int]
     world_rank: int
     session_id: str
     pid: int
@@ -197,18 +153,6 @@ class GroupMember(_message.Message):
 
 class Group(_message.Message):
     __slots__ = ("spec", "job", "uid", "generation", "state", "members", "window_bytes", "board_bytes", "create_time", "retained_left", "epoch", "attempt")
-    SPEC_FIELD_NUMBER: _ClassVar[int]
-    JOB_FIELD_NUMBER: _ClassVar[int]
-    UID_FIELD_NUMBER: _ClassVar[int]
-    GENERATION_FIELD_NUMBER: _ClassVar[int]
-    STATE_FIELD_NUMBER: _ClassVar[int]
-    MEMBERS_FIELD_NUMBER: _ClassVar[int]
-    WINDOW_BYTES_FIELD_NUMBER: _ClassVar[int]
-    BOARD_BYTES_FIELD_NUMBER: _ClassVar[int]
-    CREATE_TIME_FIELD_NUMBER: _ClassVar[int]
-    RETAINED_LEFT_FIELD_NUMBER: _ClassVar[int]
-    EPOCH_FIELD_NUMBER: _ClassVar[int]
-    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     spec: GroupSpec
     job: str
     uid: int
@@ -225,10 +169,6 @@ class Group(_message.Message):
 
 class WindowDescriptor(_message.Message):
     __slots__ = ("kind", "world_rank", "bytes", "generation")
-    KIND_FIELD_NUMBER: _ClassVar[int]
-    WORLD_RANK_FIELD_NUMBER: _ClassVar[int]
-    BYTES_FIELD_NUMBER: _ClassVar[int]
-    GENERATION_FIELD_NUMBER: _ClassVar[int]
     kind: WindowKind
     world_rank: int
     bytes: int
@@ -237,9 +177,6 @@ class WindowDescriptor(_message.Message):
 
 class ErrorDetail(_message.Message):
     __slots__ = ("class_name", "message", "fields_json")
-    CLASS_NAME_FIELD_NUMBER: _ClassVar[int]
-    MESSAGE_FIELD_NUMBER: _ClassVar[int]
-    FIELDS_JSON_FIELD_NUMBER: _ClassVar[int]
     class_name: str
     message: str
     fields_json: str

@@ -3,7 +3,8 @@
     python tests/tools/generate_stubs.py [OUT]
     python tests/tools/generate_stubs.py --check      exit 1 where the committed stubs differ
 
-Made with the oldest supported grpcio-tools, so that newer runtimes load the result.
+Made with the oldest supported grpcio-tools, so that newer runtimes load the result. Parts that
+nothing uses are left out: the EXPERIMENTAL class of each service, and field numbers in the types.
 """
 
 from __future__ import annotations
@@ -11,12 +12,20 @@ from __future__ import annotations
 import argparse
 import filecmp
 import importlib.metadata
+import re
 import sys
 import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 TOOLS_VERSION = "1.80.0"
+# By the end of a file's name. The experimental class of a service reaches to the next one's stub.
+UNUSED = {
+    "_pb2_grpc.py": re.compile(
+        r"\n\n # This class is part of an EXPERIMENTAL API.*?(?=\n\nclass |\Z)", re.S
+    ),
+    "_pb2.pyi": re.compile(r"^ +\w+_FIELD_NUMBER: _ClassVar\[int\]\n", re.M),
+}
 
 
 def generate(out: Path) -> list[Path]:
@@ -47,6 +56,9 @@ def generate(out: Path) -> list[Path]:
     for source in sources:
         if source not in services:  # protoc writes an empty one
             (out / "ep_runtime/v1" / f"{source.stem}_pb2_grpc.py").unlink()
+    for ending, unused in UNUSED.items():
+        for path in (out / "ep_runtime/v1").glob(f"*{ending}"):
+            path.write_text(unused.sub("", path.read_text()))
     return sorted(path.relative_to(out) for path in (out / "ep_runtime/v1").glob("*_pb2*"))
 
 
