@@ -6,15 +6,15 @@ import argparse
 import dataclasses
 import importlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from ep_runtime.errors import InvalidArgumentError, RuntimeUnavailableError
-from ep_runtime.specs import COMBINE_PRECISIONS
-from ep_runtime_bench.base.moe_cases import CASES, QUANTIZED, RECIPES, TORCH, WEIGHTS
+from ep_runtime_bench.base.moe_cases import TORCH
 from ep_runtime_bench.base.options import (
-    ALSO,
     BENCHES,
+    CHOSEN,
+    GPU_EXPERTS,
     ON_CPU,
     ON_GPUS,
     STOCK,
@@ -22,15 +22,12 @@ from ep_runtime_bench.base.options import (
     TRANSPORTS,
     BenchOptions,
     BenchReport,
+    flag,
 )
-from ep_runtime_bench.base.routing import ROUTINGS
 from ep_runtime_bench.base.saving import Saving
-from ep_runtime_bench.base.train_cases import MODELS, REMATS
-from ep_runtime_bench.base.train_cases import ROUTINGS as TRAIN_ROUTINGS
 from ep_runtime_client.cli import render
 from ep_runtime_client.cli.machine import gpus
 
-GPU_EXPERTS = 256
 # Each has `run(options)`; {} is cpu or gpu.
 _MODULES = {
     # Measured together, on the same operands.
@@ -43,21 +40,12 @@ _MODULES = {
 }
 
 
-def _factors(text: str) -> tuple[float, ...]:
-    return tuple(float(part) for part in text.split(","))
-
-
-def _sizes(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.split(","))
-
-
 def _names(text: str) -> tuple[str, ...]:
     return tuple(part.strip() for part in text.split(",") if part.strip())
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the options."""
-    default = BenchOptions()
     parser.add_argument(
         "benches",
         nargs="*",
@@ -73,24 +61,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "others on CPU devices. The default is nvlink,xla if this package and JAX can use GPUs, "
         f"else memfd,xla. The default of `moe` is nvlink or memfd, and {STOCK}",
     )
-    parser.add_argument(
-        "--row-bytes",
-        type=_sizes,
-        default=default.row_bytes,
-        metavar="N,N",
-        help="bytes of a token row, a multiple of 2 (rows are bf16); "
-        f"default {','.join(map(str, default.row_bytes))}",
-    )
-    parser.add_argument(
-        "--capacity",
-        type=_factors,
-        default=default.capacity,
-        metavar="F,F",
-        help="sizes of a rank's slab in `moe`, in even shares of all slots, such as 0,1.25; "
-        "default 0, which has room for any routing",
-    )
-    _add_gpu_arguments(parser)
-    _add_numbers(parser)
+    for option in CHOSEN:
+        told = option.metadata
+        kind, metavar = _kind(option.default)
+        about = told["about"]
+        if told["choices"]:
+            about += f": {', '.join(told['choices'])}"
+        if "by default" not in about:
+            about += f"; default {_written(option.default)}"
+        parser.add_argument(flag(option), dest=option.name, type=kind, metavar=metavar, help=about)
     parser.add_argument("-o", "--output", choices=render.OUTPUTS, default="table")
     parser.add_argument(
         "--json", action="store_const", const="json", dest="output", help="the same as `-o json`"
@@ -102,94 +81,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_gpu_arguments(parser: argparse.ArgumentParser) -> None:
-    gpu = BenchOptions(transports=ON_GPUS)
-    for flag, chosen, text in (
-        ("--routing", gpu.routing, f"how tokens choose experts: {', '.join(ROUTINGS)}"),
-        (
-            "--precision",
-            gpu.precision,
-            f"how sums travel: {', '.join(COMBINE_PRECISIONS)}; on CPU in `moe` and `train` only",
-        ),
-        ("--board", gpu.board, "report progress to the board: on, off or both"),
-        ("--also", gpu.also, f"ops to time too: {', '.join(ALSO)}"),
-        ("--cases", gpu.cases, f"layers that `moe` times: {', '.join(CASES)}"),
-        (
-            "--recipe",
-            gpu.recipes,
-            f"recipes of the matmuls of `moe`: {', '.join(RECIPES)}; none computes in --dtype",
-        ),
-        (
-            "--weights",
-            gpu.weights,
-            f"{' or '.join(WEIGHTS)}: `moe` applies router weights before wo, or in combine",
-        ),
-        (
-            "--overlap",
-            gpu.overlap,
-            "exchanges of `moe` and `train` overlap matmuls: on, off or both",
-        ),
-        ("--models", gpu.models, f"models that `train` trains: {', '.join(MODELS)}"),
-        (
-            "--remat",
-            gpu.remat,
-            f"remat of `train`, what backward computes again: {', '.join(REMATS)}",
-        ),
-        (
-            "--quantized",
-            gpu.quantized,
-            f"8-bit recipes of `moe` and `train` quantize weights per {' or per '.join(QUANTIZED)}",
-        ),
-        ("--routed", gpu.routings, f"where `train` sends tokens: {', '.join(TRAIN_ROUTINGS)}"),
-    ):
-        said = ",".join(chosen) or "none"
-        anywhere = flag not in ("--routing", "--board", "--also", "--overlap")
-        what = f"{'' if anywhere else 'on GPUs: '}{text}; default {said}"
-        parser.add_argument(flag, type=_names, default=chosen, metavar="NAME,...", help=what)
-    parser.add_argument(
-        "--sms",
-        type=_sizes,
-        metavar="N,N",
-        help="on GPUs: thread blocks of a kernel, one per SM; default 0: the fastest measured",
-    )
-    about = f"on GPUs: hidden size H; default {gpu.hidden}"
-    parser.add_argument("--hidden", type=int, default=gpu.hidden, metavar="N", help=about)
-    parser.add_argument(
-        "--dtype",
-        default=gpu.dtype,
-        help=f"on GPUs: dtype of rows and of weights in `moe` and `train`; default {gpu.dtype}",
-    )
-    parser.add_argument(
-        "--tokens",
-        type=_sizes,
-        metavar="N,N",
-        help="tokens per device; on GPUs one or more numbers, default "
-        f"{','.join(map(str, gpu.tokens))}; on CPU one number, default about 16 MiB of rows",
-    )
+def _kind(default: Any) -> tuple[Callable[[str], Any], str]:
+    """The argparse type of an option's words, and how --help names them."""
+    if isinstance(default, str | int):
+        return type(default), "NAME" if isinstance(default, str) else "N"
+    (kind,) = {type(value) for value in default} or {str}
+    metavar = "NAME,..." if kind is str else "N,N"
+    return lambda words: tuple(kind(word) for word in _names(words)), metavar
 
 
-def _add_numbers(parser: argparse.ArgumentParser) -> None:
-    default = BenchOptions()
-    for flag, value, text in (
-        (
-            "--devices",
-            None,
-            f"devices D, all in one EP group; default {default.devices}, or all GPUs",
-        ),
-        (
-            "--processes",
-            default.processes,
-            "run dispatch and combine in P processes of D / P devices under jax.distributed",
-        ),
-        ("--top-k", default.top_k, f"experts per token; default {default.top_k}"),
-        ("--experts", None, f"experts; default {default.num_experts}, on GPUs {GPU_EXPERTS}"),
-        ("--repeats", default.repeats, f"timed calls of each subject; default {default.repeats}"),
-    ):
-        parser.add_argument(flag, type=int, default=value, metavar="N", help=text)
+def _written(default: Any) -> str:
+    """An option's default as one types it."""
+    values = default if isinstance(default, tuple) else (default,)
+    return ",".join(f"{one:g}" if isinstance(one, float) else str(one) for one in values) or "none"
 
 
 def make_options(args: argparse.Namespace) -> BenchOptions:
-    """The checked options; what was not said is chosen for the devices that are here.
+    """The checked options; what is not given is chosen for the devices that are here.
 
     Raises:
         InvalidArgumentError: a value is outside its range.
@@ -206,43 +114,18 @@ def make_options(args: argparse.Namespace) -> BenchOptions:
         stock_layers=STOCK_LAYERS if STOCK in transports else layers or STOCK_LAYERS,
         torch=TORCH in transports,
     )
-    devices, experts = args.devices, args.experts
-    if devices is None:
-        devices = max(1, gpus.usable()) if said.on_gpus else said.devices
-    if experts is None:
-        experts = GPU_EXPERTS if said.on_gpus else said.num_experts
-    tokens = args.tokens or ()
-    if len(tokens) > 1 and not said.on_gpus:
-        raise InvalidArgumentError(
-            f"--tokens takes one number for CPU devices, got {tokens}", argument="tokens"
-        )
-    return dataclasses.replace(
-        said,
-        row_bytes=args.row_bytes,
-        devices=devices,
-        processes=args.processes,
-        tokens_per_rank=tokens[0] if tokens else 0,
-        tokens=tokens or said.tokens,
-        hidden=args.hidden,
-        dtype=args.dtype,
-        routing=args.routing,
-        sms=args.sms or (0,),
-        precision=args.precision,
-        board=args.board,
-        overlap=args.overlap,
-        also=args.also,
-        cases=args.cases,
-        capacity=args.capacity,
-        recipes=args.recipe,
-        weights=args.weights,
-        models=args.models,
-        remat=args.remat,
-        quantized=args.quantized,
-        routings=args.routed,
-        top_k=args.top_k,
-        num_experts=experts,
-        repeats=args.repeats,
-    ).checked()
+    if said.on_gpus:
+        devices = max(1, gpus.usable())
+        said = dataclasses.replace(said, devices=devices, num_experts=GPU_EXPERTS)
+    given = {option.name: getattr(args, option.name) for option in CHOSEN}
+    given = {name: value for name, value in given.items() if value is not None}
+    if tokens := given.get("tokens"):
+        given["tokens_per_rank"] = tokens[0]
+        if len(tokens) > 1 and not said.on_gpus:
+            raise InvalidArgumentError(
+                f"--tokens takes one number for CPU devices, got {tokens}", argument="tokens"
+            )
+    return dataclasses.replace(said, **given).checked()
 
 
 def _default_transports(benches: tuple[str, ...]) -> tuple[str, ...]:

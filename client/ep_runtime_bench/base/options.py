@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, get_args
 
 from ep_runtime.errors import InvalidArgumentError, RuntimeUnavailableError
@@ -43,9 +43,24 @@ LIKE = {
     "dispatch_bwd": "combine",
 }
 ROW_ITEM_BYTES = 2  # bf16
+GPU_EXPERTS = 256
 # Enough to be past every cache, little enough that eight slabs fit a laptop.
 TARGET_BYTES_PER_RANK = 16 << 20
 MAX_TOKENS_PER_RANK = 1024
+
+
+def _option(default: Any, about: str, *, flag: str = "", choices: Iterable[str] = ()) -> Any:
+    """A field that is an option of `ep-runtime bench` too.
+
+    Args:
+        default: of both; its type is that of the option, a tuple a list with commas.
+        about: its help.
+        flag: its name, if that is not the field's.
+        choices: allowed values.
+    """
+    return dataclasses.field(
+        default=default, metadata={"about": about, "flag": flag, "choices": tuple(choices)}
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,36 +69,13 @@ class BenchOptions:
 
     Attributes:
         benches: of BENCHES.
-        transports: of TRANSPORTS; ratios compare with "xla" where it is there. With "nvlink" or
+        transports: of TRANSPORTS; ratios compare with "xla" if it is there. With "nvlink" or
             "nccl" the devices are GPUs.
-        stock: stock JAX is measured too, on GPUs, or on CPU by `moe`.
-        stock_layers: of STOCK_LAYERS: which of them `moe` measures.
+        stock: plain JAX is measured too, on GPUs, or on CPU by `moe`.
+        stock_layers: which of STOCK_LAYERS `moe` measures.
         torch: PyTorch is measured too, by `moe` and `train`.
-        row_bytes: sizes of a token row, on CPU.
-        devices: D, one EP group.
-        processes: P, each with D / P of the devices; for dispatch and combine.
         tokens_per_rank: on CPU; 0 chooses about TARGET_BYTES_PER_RANK of rows.
-        tokens: numbers of tokens per rank, on GPUs.
-        hidden: H, on GPUs.
-        dtype: of the tokens, on GPUs.
-        routing: of ROUTINGS, on GPUs.
-        sms: that a kernel takes, on GPUs; 0 is what the library has measured best.
-        precision: combine_precision; on CPU of `moe` and `train` alone.
-        board: of "on" and "off": whether kernels tell the board of their progress, on GPUs; the
-            second is timed with the first of `sms`.
-        also: of ALSO, timed with the first of `sms` and `board` beside dispatch and combine.
-        cases: that `moe` measures, names of its CASES.
-        capacity: capacity factors of our slabs that `moe` measures; 0 is room for any routing.
-        recipes: that `moe` measures, names of its RECIPES.
-        weights: likewise, of its WEIGHTS.
-        overlap: of "on" and "off": whether calls of `moe` and `train` overlap, on GPUs.
-        quantized: when their 8-bit recipes quantize weights, of QUANTIZED.
-        models: that `train` trains, names of its MODELS.
-        remat: what its backward finds again, of REMATS.
-        routings: where its tokens go, of TRAIN_ROUTINGS.
-        top_k: K.
-        num_experts: E.
-        repeats: timed calls of each subject.
+        board, also: timed with the first of `sms` only; `also` with the first of `board` too.
     """
 
     benches: tuple[str, ...] = ("dispatch", "combine")
@@ -91,54 +83,94 @@ class BenchOptions:
     stock: bool = False
     stock_layers: tuple[str, ...] = STOCK_LAYERS
     torch: bool = False
-    row_bytes: tuple[int, ...] = (256, 1024, 4096, 16384)
-    devices: int = 8
-    processes: int = 1
     tokens_per_rank: int = 0
-    tokens: tuple[int, ...] = (128, 4096, 8192)
-    hidden: int = 7168
-    dtype: str = "bfloat16"
-    routing: tuple[str, ...] = ROUTINGS[:1]
-    sms: tuple[int, ...] = (0,)
-    precision: tuple[str, ...] = ("fast",)
-    board: tuple[str, ...] = ("on",)
-    also: tuple[str, ...] = ()
-    cases: tuple[str, ...] = DEFAULT_CASES
-    capacity: tuple[float, ...] = (0.0,)
-    recipes: tuple[str, ...] = RECIPES[:1]
-    weights: tuple[str, ...] = WEIGHTS[:1]
-    overlap: tuple[str, ...] = ("on",)
-    models: tuple[str, ...] = tuple(MODELS)[:1]
-    remat: tuple[str, ...] = REMATS[:1]
-    quantized: tuple[str, ...] = QUANTIZED[:1]
-    routings: tuple[str, ...] = TRAIN_ROUTINGS[:1]
-    top_k: int = 8
-    num_experts: int = 64
-    repeats: int = 15
+    row_bytes: tuple[int, ...] = _option(
+        (256, 1024, 4096, 16384), "on CPU: bytes of a token row, a multiple of 2 (rows are bf16)"
+    )
+    capacity: tuple[float, ...] = _option(
+        (0.0,),
+        "sizes of a rank's slab in `moe`, in even shares of all slots, such as 0,1.25; 0 has room "
+        "for any routing",
+    )
+    routing: tuple[str, ...] = _option(
+        ROUTINGS[:1], "on GPUs: how tokens choose experts", choices=ROUTINGS
+    )
+    precision: tuple[str, ...] = _option(
+        ("fast",), "how sums travel; on CPU in `moe` and `train` only", choices=COMBINE_PRECISIONS
+    )
+    board: tuple[str, ...] = _option(
+        ("on",), "on GPUs: report progress to the board", choices=("on", "off")
+    )
+    also: tuple[str, ...] = _option((), "on GPUs: ops to time too", choices=ALSO)
+    cases: tuple[str, ...] = _option(DEFAULT_CASES, "layers that `moe` times", choices=CASES)
+    recipes: tuple[str, ...] = _option(
+        RECIPES[:1],
+        "recipes of the matmuls of `moe` and `train`; none computes in --dtype",
+        flag="recipe",
+        choices=RECIPES,
+    )
+    weights: tuple[str, ...] = _option(
+        WEIGHTS[:1],
+        "`moe` applies router weights before wo (hidden), or in combine (output)",
+        choices=WEIGHTS,
+    )
+    overlap: tuple[str, ...] = _option(
+        ("on",),
+        "on GPUs: exchanges of `moe` and `train` overlap matmuls",
+        choices=("on", "off"),
+    )
+    models: tuple[str, ...] = _option(
+        tuple(MODELS)[:1], "models that `train` trains", choices=MODELS
+    )
+    remat: tuple[str, ...] = _option(
+        REMATS[:1], "remat of `train`, what backward computes again", choices=REMATS
+    )
+    quantized: tuple[str, ...] = _option(
+        QUANTIZED[:1],
+        "8-bit recipes of `moe` and `train` quantize weights once per",
+        choices=QUANTIZED,
+    )
+    routings: tuple[str, ...] = _option(
+        TRAIN_ROUTINGS[:1], "where `train` sends tokens", flag="routed", choices=TRAIN_ROUTINGS
+    )
+    sms: tuple[int, ...] = _option(
+        (0,), "on GPUs: thread blocks of a kernel, one per SM; 0: the fastest measured"
+    )
+    hidden: int = _option(7168, "on GPUs: hidden size H")
+    dtype: str = _option(
+        "bfloat16",
+        "on GPUs: dtype of rows and of weights in `moe` and `train`",
+        choices=("bfloat16", "float16", "float32"),
+    )
+    tokens: tuple[int, ...] = _option(
+        (128, 4096, 8192),
+        "tokens per device; on CPU one number, by default about 16 MiB of rows",
+    )
+    devices: int = _option(8, "devices D, all in one EP group; by default all GPUs if on GPUs")
+    processes: int = _option(
+        1, "run dispatch and combine in P processes of D / P devices under jax.distributed"
+    )
+    top_k: int = _option(8, "experts per token")
+    num_experts: int = _option(64, f"experts; on GPUs by default {GPU_EXPERTS}", flag="experts")
+    repeats: int = _option(15, "timed calls of each subject")
 
     def checked(self) -> BenchOptions:
         """Itself, or InvalidArgumentError naming the argument, what was wanted and what was got."""
-        checks: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
-            ("BENCH", self.benches, BENCHES),
-            ("--transports", self.transports, TRANSPORTS),
-            ("--dtype", (self.dtype,), ("bfloat16", "float16", "float32")),
-            ("--routing", self.routing, ROUTINGS),
-            ("--precision", self.precision, COMBINE_PRECISIONS),
-            ("--board", self.board, ("on", "off")),
-            ("--cases", self.cases, tuple(CASES)),
-            ("--recipe", self.recipes, RECIPES),
-            ("--weights", self.weights, WEIGHTS),
-            ("--overlap", self.overlap, ("on", "off")),
-            ("--models", self.models, tuple(MODELS)),
-            ("--remat", self.remat, REMATS),
-            ("--quantized", self.quantized, QUANTIZED),
-            ("--routed", self.routings, TRAIN_ROUTINGS),
-        )
-        for argument, values, choices in checks:
-            unknown = [value for value in values if value not in choices]
+        choices: dict[str, tuple[Sequence[str], Sequence[str]]] = {
+            "BENCH": (self.benches, BENCHES),
+            "--transports": (self.transports, TRANSPORTS),
+        }
+        for option in CHOSEN:
+            found = getattr(self, option.name)
+            known = option.metadata["choices"]
+            if known and option.name != "also":  # which may be empty
+                found = found if isinstance(found, tuple) else (found,)
+                choices[flag(option)] = (found, known)
+        for argument, (values, known) in choices.items():
+            unknown = [value for value in values if value not in known]
             if unknown or not values:
                 raise InvalidArgumentError(
-                    f"{argument} must be of {choices}, got {values}", argument=argument
+                    f"{argument} must be of {known}, got {values}", argument=argument
                 )
         for argument in ("devices", "processes", "top_k", "num_experts", "repeats"):
             if getattr(self, argument) < 1:
@@ -291,6 +323,15 @@ class BenchOptions:
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
+
+
+# Fields of BenchOptions that are options of the command.
+CHOSEN = tuple(field for field in dataclasses.fields(BenchOptions) if field.metadata)
+
+
+def flag(option: dataclasses.Field[Any]) -> str:
+    """The option's name on the command line."""
+    return "--" + str(option.metadata["flag"] or option.name).replace("_", "-")
 
 
 @dataclasses.dataclass(frozen=True)
