@@ -35,8 +35,8 @@ from ep_runtime_bench.base.moe_cases import (
     REMAT,
     Case,
     KernelTime,
+    LayerOrder,
     Measured,
-    Order,
     Profile,
     Step,
 )
@@ -49,8 +49,9 @@ CASE = Case(tokens=8, hidden=16, inner=8, num_experts=4, top_k=2)
 ON_GPUS = BenchOptions(benches=("moe",), transports=("nvlink",), stock=True, devices=4)
 
 
-def order_of(subject: str) -> Order:
-    return Order(subject, "tiny", CASE, RANKS, "cpu", "float32", 3, "embedded")
+def order_of(subject: str) -> LayerOrder:
+    how: dict[str, Any] = {"devices": RANKS, "platform": "cpu", "dtype": "float32", "repeats": 3}
+    return LayerOrder(subject=subject, name="tiny", case=CASE, address="embedded", **how)
 
 
 def test_stock_is_the_layer_and_drops_only_past_its_capacity(
@@ -145,7 +146,7 @@ def test_ours_is_measured_before_what_it_is_compared_with() -> None:
     assert [(each.subject, each.name) for each in found] == [
         (subject, name) for subject in ("nvlink", PADDED, DROPLESS) for name in DEFAULT_CASES
     ]
-    assert Order.from_dict(dataclasses.asdict(found[0])) == found[0]
+    assert LayerOrder.from_dict(dataclasses.asdict(found[0])) == found[0]
 
 
 def test_each_capacity_is_a_subject_of_its_own() -> None:

@@ -16,9 +16,9 @@ from jax.sharding import Mesh
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime_bench import cli
 from ep_runtime_bench.base.clients import COMPILED, READY
-from ep_runtime_bench.base.moe_cases import CASES, CPU_CASES, KernelTime, Profile
+from ep_runtime_bench.base.moe_cases import CASES, CPU_CASES, PADDED, KernelTime, Profile
 from ep_runtime_bench.base.options import BenchOptions
-from ep_runtime_bench.base.train_cases import CPU_MODELS, MODELS, STOCK, Trained, TrainOrder
+from ep_runtime_bench.base.train_cases import CPU_MODELS, MODELS, Trained, TrainOrder
 from ep_runtime_bench.moe import stock_layer
 from ep_runtime_bench.train import client, model, train
 
@@ -27,8 +27,8 @@ MODEL = dataclasses.replace(CPU_MODELS["8-layers"], num_experts=8, sequence=8, v
 
 def order_of(subject: str, **change: Any) -> TrainOrder:
     change = {"model": MODEL, **change}
-    order = TrainOrder(subject, "tiny", MODEL, 4, "cpu", "float32", 1, "embedded")
-    return dataclasses.replace(order, **change)
+    how: dict[str, Any] = {"devices": 4, "platform": "cpu", "dtype": "float32", "repeats": 1}
+    return TrainOrder(subject=subject, name="tiny", address="embedded", **how, **change)
 
 
 # JAX's reader of profiles makes its types without modules; Python 3.12 warns, and it would abort.
@@ -41,7 +41,7 @@ def test_both_train_the_same_model(monkeypatch: pytest.MonkeyPatch, beside: str)
     ticks = itertools.count()
     losses = {}
     how = {"model": dataclasses.replace(MODEL, beside=beside), "routing": "zipf"}
-    for subject, remat in (("xla", "plan"), (STOCK, "default")):
+    for subject, remat in (("xla", "plan"), (PADDED, "default")):
         heard: list[str] = []
         order = order_of(subject, remat=remat, **how)
         found = client.measure(order, heard.append, lambda: float(next(ticks)))
@@ -51,8 +51,8 @@ def test_both_train_the_same_model(monkeypatch: pytest.MonkeyPatch, beside: str)
         assert found.profile.kernels
         assert Trained.from_dict(json.loads(json.dumps(dataclasses.asdict(found)))) == found
         losses[subject] = np.array(found.losses)
-    assert losses[STOCK][-1] < losses[STOCK][0]
-    np.testing.assert_allclose(losses["xla"], losses[STOCK], rtol=1e-4)
+    assert losses[PADDED][-1] < losses[PADDED][0]
+    np.testing.assert_allclose(losses["xla"], losses[PADDED], rtol=1e-4)
 
 
 def test_a_skewed_rank_gets_about_twice_its_share() -> None:
@@ -82,8 +82,8 @@ def test_ours_is_measured_before_stock_with_and_without_remat() -> None:
         "nvlink remat plan",
         "nvlink fp8",
         "nvlink fp8 remat plan",
-        STOCK,
-        f"{STOCK} remat default",
+        PADDED,
+        f"{PADDED} remat default",
     ]
     assert [order.label for order in found] == each * 2
     assert {order.name for order in found} == {"8-layers", "8-layers zipf"}
@@ -143,8 +143,8 @@ def test_each_row_stands_beside_stock_with_remat_alike() -> None:
     found = {
         order_of("nvlink"): ours,
         order_of("nvlink", remat="plan"): ours,
-        order_of(STOCK): Trained([0.1], [3.0, 2.0], 2048, 0, 5),
-        order_of(STOCK, remat="default"): Trained([0.2], [3.0, 2.0], 512, 0, 5),
+        order_of(PADDED): Trained([0.1], [3.0, 2.0], 2048, 0, 5),
+        order_of(PADDED, remat="default"): Trained([0.2], [3.0, 2.0], 512, 0, 5),
     }
     plain, again, *_ = train.make_rows(BenchOptions(), found)
     assert (plain["times_as_fast_as_stock"], plain["memory_to_stock"]) == (2.0, 0.5)

@@ -14,13 +14,14 @@ import pytest
 torch = pytest.importorskip("torch", reason="the extra torch")
 
 from ep_runtime_bench.base import clients, torch_ranks, train_cases  # noqa: E402
-from ep_runtime_bench.base.moe_cases import TORCH, Case, Measured, Order  # noqa: E402
+from ep_runtime_bench.base.moe_cases import TORCH, Case, LayerOrder, Measured  # noqa: E402
 from ep_runtime_bench.moe import torch_client as moe_client  # noqa: E402
 from ep_runtime_bench.train import torch_client as train_client  # noqa: E402
 
 RANKS = 2
 CASE = Case(tokens=8, hidden=16, inner=8, num_experts=4, top_k=2)
-ORDER = Order(TORCH, "tiny", CASE, RANKS, "cpu", "float32", 2, "")
+HOW = {"devices": RANKS, "platform": "cpu", "dtype": "float32", "repeats": 2, "address": ""}
+ORDER = LayerOrder(subject=TORCH, name="tiny", case=CASE, **HOW)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +41,7 @@ def dense(x: Any, router: Any, wi: Any, wo: Any) -> Any:
     return (out * mixed.t().unsqueeze(-1)).sum(0)
 
 
-def compute(rank: torch_ranks.Rank, order: Order) -> Computed:
+def compute(rank: torch_ranks.Rank, order: LayerOrder) -> Computed:
     torch.manual_seed(0)
     sizes = (CASE.hidden, CASE.num_experts), (CASE.num_experts, CASE.hidden, 2 * CASE.inner)
     shapes = ((RANKS * CASE.tokens, CASE.hidden), *sizes, (CASE.num_experts, CASE.inner, 16))
@@ -84,8 +85,8 @@ def test_the_layer_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("routing", ["router", "zipf"])
 def test_the_model_learns(routing: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = dataclasses.replace(train_cases.CPU_MODELS["8-layers"], sequence=8, vocabulary=32)
-    how = {"model": model, "platform": "cpu", "dtype": "float32", "routing": routing}
-    order = train_cases.TrainOrder(TORCH, "tiny", devices=RANKS, repeats=2, address="", **how)
+    how = {**HOW, "model": model, "routing": routing}
+    order = train_cases.TrainOrder(subject=TORCH, name="tiny", **how)
     found = found_by(train_client.measure, order, monkeypatch)
     assert found["losses"][-1] < found["losses"][0]
     assert len(found["step_s"]) == 2

@@ -13,10 +13,13 @@ import json
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
-from typing import Any, Protocol, TypeVar
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
 
 from ep_runtime import env
+from ep_runtime_bench.base.moe_cases import LayerOrder
+from ep_runtime_bench.base.train_cases import TrainOrder
 from ep_runtime_client.cli import render
 from ep_runtime_client.daemons.command_line import python_command
 
@@ -32,26 +35,10 @@ _ENVIRONMENT = {
 _OLD_NAME = "XLA_PYTHON_CLIENT_MEM_FRACTION"  # JAX refuses both together
 
 
-class Ordered(Protocol):
-    """What one process is told: a dataclass that JSON can hold."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def label(self) -> str: ...
-    @property
-    def is_stock(self) -> bool: ...
-    @property
-    def module(self) -> str:
-        """Its `main` reads an order and tells its stages (`tell`)."""
+OrderT = TypeVar("OrderT", LayerOrder, TrainOrder)
 
 
-OrderedT = TypeVar("OrderedT", bound=Ordered)
-
-
-def measured(
-    orders: Sequence[OrderedT], limit_s: float
-) -> Iterator[tuple[OrderedT, dict[str, Any]]]:
+def measured(orders: Sequence[OrderT], limit_s: float) -> Iterator[tuple[OrderT, dict[str, Any]]]:
     """Runs `python -m MODULE ORDER` for each order and yields its results; plain JAX may fail.
 
     Args:
@@ -91,12 +78,11 @@ def measured(
 class _Client:
     """Context manager: one process; none outlives the block, or a stage `limit_s`."""
 
-    def __init__(self, order: Ordered, limit_s: float) -> None:
+    def __init__(self, order: LayerOrder | TrainOrder, limit_s: float) -> None:
         self._order = order
         self._limit_s = limit_s
         self._heard: set[str] = set()
-        said: Any = order
-        command = python_command(order.module, [json.dumps(dataclasses.asdict(said))])
+        command = python_command(order.module, [json.dumps(dataclasses.asdict(order))])
         environment = env.inherited() | _ENVIRONMENT
         environment.pop(_OLD_NAME, None)
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
@@ -144,6 +130,13 @@ class _Client:
         order, code = self._order, self._process.returncode
         render.err(f"{order.name}: {order.label}: no figures, it ended with exit code {code}")
         return None
+
+
+def report(measure: Callable[..., Any], order: Any) -> int:
+    """Of a process: measures the order and writes what `measure` returns, a dataclass."""
+    found = measure(order, tell, time.perf_counter)
+    sys.stdout.write(json.dumps(dataclasses.asdict(found)) + "\n")
+    return 0
 
 
 def tell(stage: str) -> None:

@@ -6,7 +6,8 @@ Imports no JAX.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+import itertools
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ep_runtime.specs import COMBINE_PRECISIONS
@@ -69,39 +70,27 @@ CPU_CASES: dict[str, Case] = {
 }
 
 
-def each_once(subjects: Iterable[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
-    """Subjects whose second setting is a recipe and the last one of QUANTIZED, without repeats.
-
-    Recipes of other than 8 bits quantize no weights: they run once, whatever is asked of those.
-    """
-    alike = (x if x[1] in EIGHT_BIT else (*x[:-1], QUANTIZED[0]) for x in subjects)
-    return list(dict.fromkeys(alike))
-
-
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Order:
-    """What one fresh process is told.
+    """What one fresh process measures, and how.
 
     Attributes:
         subject: a transport, PADDED, DROPLESS or TORCH.
-        name: of the case.
-        case: the layer.
+        name: of the case or model, and of a routing that is not the router's.
         devices: N.
         platform: "gpu" or "cpu".
         dtype: of tokens and parameters.
-        repeats: timed steps, fewer where they are slow.
+        repeats: timed steps, or rounds of them; fewer if they are slow.
         address: of the daemon.
         capacity_factor: of our slabs, in even shares of all slots; 0 is room for any routing.
         recipe: of RECIPES.
-        weights: of WEIGHTS.
-        overlap: whether exchanges run beside products, "on" or "off".
+        overlap: whether exchanges overlap matmuls, "on" or "off".
         precision: combine_precision of the group.
         quantized: of QUANTIZED.
     """
 
     subject: str
     name: str
-    case: Case
     devices: int
     platform: str
     dtype: str
@@ -109,34 +98,92 @@ class Order:
     address: str
     capacity_factor: float = 0.0
     recipe: str = RECIPES[0]
-    weights: str = WEIGHTS[0]
     overlap: str = "on"
     precision: str = COMBINE_PRECISIONS[0]
     quantized: str = QUANTIZED[0]
 
     @property
+    def own_label(self) -> str:
+        """What of the settings of its kind alone is not the first choice."""
+        return ""
+
+    @property
     def label(self) -> str:
         """The subject, and what of its settings is not the first choice."""
-        said = [self.subject]
-        said += [self.recipe] * (self.recipe != RECIPES[0])
-        said += [self.weights] * (self.weights != WEIGHTS[0])
-        said += [f"{self.capacity_factor:g}x"] * (self.capacity_factor != 0)
-        said += [f"overlap {self.overlap}"] * (self.overlap != "on")
-        said += [f"{self.precision} sums"] * (self.precision != COMBINE_PRECISIONS[0])
-        said += ["weights once"] * (self.quantized != QUANTIZED[0])
-        return " ".join(said)
+        words = [self.subject]
+        words += [self.recipe] * (self.recipe != RECIPES[0])
+        words += [f"{self.capacity_factor:g}x"] * (self.capacity_factor != 0)
+        words += [self.own_label] * bool(self.own_label)
+        words += [f"overlap {self.overlap}"] * (self.overlap != "on")
+        words += [f"{self.precision} sums"] * (self.precision != COMBINE_PRECISIONS[0])
+        words += ["weights once"] * (self.quantized != QUANTIZED[0])
+        return " ".join(words)
 
     @property
     def is_stock(self) -> bool:
         return self.subject in (PADDED, DROPLESS, TORCH)
 
+    def client_module(self, bench: str) -> str:
+        """The module that measures it, in the room of that bench."""
+        return f"ep_runtime_bench.{bench}.{'torch_' if self.subject == TORCH else ''}client"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LayerOrder(Order):
+    """One MoE layer; `weights` is of WEIGHTS."""
+
+    case: Case
+    weights: str = WEIGHTS[0]
+
+    @property
+    def own_label(self) -> str:
+        return self.weights if self.weights != WEIGHTS[0] else ""
+
     @property
     def module(self) -> str:
-        return f"ep_runtime_bench.moe.{'torch_' if self.subject == TORCH else ''}client"
+        return self.client_module("moe")
 
     @classmethod
-    def from_dict(cls, said: Mapping[str, Any]) -> Order:
+    def from_dict(cls, said: Mapping[str, Any]) -> LayerOrder:
         return cls(**{**said, "case": Case(**said["case"])})
+
+
+def settings(options: Any, **own: Sequence[Any]) -> list[dict[str, Any]]:
+    """Fields of an order for every combination that the options ask for, without repeats.
+
+    Recipes of other than 8 bits quantize no weights: they run once, whatever `quantized` asks.
+
+    Args:
+        options: BenchOptions.
+        own: values of fields that only this kind of order has.
+    """
+    axes: dict[str, Sequence[Any]] = {
+        "subject": options.transports,
+        "recipe": options.recipes,
+        "capacity_factor": options.capacity,
+        **own,
+        "overlap": options.overlap,
+        "precision": options.precision,
+        "quantized": options.quantized,
+    }
+    found = []
+    for values in itertools.product(*axes.values()):
+        chosen = dict(zip(axes, values, strict=True))
+        if chosen["recipe"] not in EIGHT_BIT:
+            chosen["quantized"] = QUANTIZED[0]
+        found += [chosen] * (chosen not in found)
+    return found
+
+
+def of_all(options: Any, address: str) -> dict[str, Any]:
+    """Fields that all orders of a run share."""
+    return {
+        "devices": options.devices,
+        "platform": "gpu" if options.on_gpus else "cpu",
+        "dtype": options.dtype,
+        "repeats": options.repeats,
+        "address": address,
+    }
 
 
 @dataclasses.dataclass(frozen=True)

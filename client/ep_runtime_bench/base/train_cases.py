@@ -9,10 +9,8 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ep_runtime.specs import COMBINE_PRECISIONS
-from ep_runtime_bench.base.moe_cases import QUANTIZED, RECIPES, TORCH, Case, Profile
+from ep_runtime_bench.base.moe_cases import Case, Order, Profile
 
-STOCK = "stock padded"
 FIRST = 8  # steps that report losses, before the timed steps
 ROUND = 6  # steps that follow each other, timed together
 # What backward finds again: everything, what `ep.remat_policy()` saves, or of our names alone.
@@ -84,63 +82,21 @@ CPU_MODELS: dict[str, Model] = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class TrainOrder:
-    """What one fresh process is told.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainOrder(Order):
+    """One model; `remat` is of REMATS, `routing` of ROUTINGS."""
 
-    Attributes:
-        subject: a transport, STOCK or TORCH.
-        name: of the model, and of the routing where it is not the router's.
-        model: what is trained.
-        devices: of the mesh.
-        platform: "gpu" or "cpu".
-        dtype: of parameters and tokens.
-        repeats: rounds of timed steps.
-        address: of the daemon.
-        capacity_factor: of our slabs, in even shares of all slots; 0 is room for any routing.
-        recipe: of RECIPES.
-        remat: of REMATS.
-        routing: of ROUTINGS.
-        overlap: whether exchanges run beside products, "on" or "off".
-        quantized: of QUANTIZED.
-        precision: combine_precision of the group.
-    """
-
-    subject: str
-    name: str
     model: Model
-    devices: int
-    platform: str
-    dtype: str
-    repeats: int
-    address: str
-    capacity_factor: float = 0.0
-    recipe: str = RECIPES[0]
     remat: str = REMATS[0]
     routing: str = ROUTINGS[0]
-    overlap: str = "on"
-    quantized: str = QUANTIZED[0]
-    precision: str = COMBINE_PRECISIONS[0]
 
     @property
-    def label(self) -> str:
-        """The subject, and what of its settings is not the first choice."""
-        said = [self.subject]
-        said += [self.recipe] * (self.recipe != RECIPES[0])
-        said += [f"{self.capacity_factor:g}x"] * (self.capacity_factor != 0)
-        said += [f"remat {self.remat}"] * (self.remat != REMATS[0])
-        said += [f"overlap {self.overlap}"] * (self.overlap != "on")
-        said += ["weights once"] * (self.quantized != QUANTIZED[0])
-        said += [f"{self.precision} sums"] * (self.precision != COMBINE_PRECISIONS[0])
-        return " ".join(said)
-
-    @property
-    def is_stock(self) -> bool:
-        return self.subject in (STOCK, TORCH)
+    def own_label(self) -> str:
+        return f"remat {self.remat}" if self.remat != REMATS[0] else ""
 
     @property
     def module(self) -> str:
-        return f"ep_runtime_bench.train.{'torch_' if self.subject == TORCH else ''}client"
+        return self.client_module("train")
 
     @property
     def axes(self) -> dict[str, int]:

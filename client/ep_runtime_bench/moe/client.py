@@ -7,11 +7,9 @@ on when it is told to, so that the next process can start meanwhile and disturbs
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import json
 import sys
-import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -31,8 +29,8 @@ from ep_runtime_bench.base.moe_cases import (
     RECIPES,
     REMAT,
     ROUNDS,
+    LayerOrder,
     Measured,
-    Order,
     Step,
 )
 from ep_runtime_bench.base.timing import median
@@ -53,7 +51,7 @@ Operands = tuple[Any, ...]
 Loss = Callable[..., jax.Array]
 
 
-def measure(order: Order, told: Callable[[str], object], clock: Clock) -> Measured:
+def measure(order: LayerOrder, told: Callable[[str], object], clock: Clock) -> Measured:
     """Builds, compiles and measures the subject; `told(stage)` returns when it may go on."""
     with ExitStack() as opened:
         session = None
@@ -88,7 +86,7 @@ def measure(order: Order, told: Callable[[str], object], clock: Clock) -> Measur
         return Measured(steps, windows, profile, dropped)
 
 
-def make_operands(order: Order, mesh: Mesh) -> Operands:
+def make_operands(order: LayerOrder, mesh: Mesh) -> Operands:
     """x [N * T, H], router [H, E], wi [E, H, 2M] or ours [E, H, 2, M], wo [E, M, H]."""
     case, spread = order.case, NamedSharding(mesh, PartitionSpec(AXIS))
     whole = NamedSharding(mesh, PartitionSpec())
@@ -121,7 +119,7 @@ def _values(seed: int, shape: tuple[int, ...], fan_in: int, dtype: str) -> jax.A
     return values
 
 
-def _quantized(order: Order, layer: Any, operands: Operands) -> Any:
+def _quantized(order: LayerOrder, layer: Any, operands: Operands) -> Any:
     """The experts' weights as the recipe's products take them."""
     recipe = recipe_of(order.recipe)
     assert recipe is not None  # others quantize nothing
@@ -132,7 +130,7 @@ def _quantized(order: Order, layer: Any, operands: Operands) -> Any:
     return jax.jit(quantize)(*operands[1:])
 
 
-def _run(order: Order, layer: Any, *operands: Any) -> Any:
+def _run(order: LayerOrder, layer: Any, *operands: Any) -> Any:
     """Our layer's (y, aux, stats) of (x, router, wi, wo), and weights quantized before if any."""
     x, router, wi, wo, *given = operands
     params = ep.MoEParams(router, wi, wo)
@@ -155,7 +153,7 @@ def recipe_of(name: str) -> recipes.Recipe | None:
     return None if name == RECIPES[0] else makers[name]()
 
 
-def _losses(order: Order, mesh: Mesh, layer: Any) -> dict[str, Loss]:
+def _losses(order: LayerOrder, mesh: Mesh, layer: Any) -> dict[str, Loss]:
     """Losses of the operands by variant; of stock JAX where there is no layer of ours."""
     if layer is None:
         rows, whole = PartitionSpec(AXIS), PartitionSpec()
@@ -181,7 +179,9 @@ def _compiled(loss: Loss, operands: Operands) -> Any:
     return jax.jit(step).lower(*operands).compile()
 
 
-def _peaks(programs: Mapping[str, Any], operands: Operands, order: Order) -> dict[str, int | None]:
+def _peaks(
+    programs: Mapping[str, Any], operands: Operands, order: LayerOrder
+) -> dict[str, int | None]:
     """Most that the fullest device held in the programs' first steps, by variant.
 
     The program that needs least is first: a process's peak never falls. It also counts steps that
@@ -199,7 +199,7 @@ def _timed(
     variant: str,
     program: Any,
     operands: Operands,
-    measured: tuple[Order, int | None],
+    measured: tuple[LayerOrder, int | None],
     clock: Clock,
 ) -> Step:
     order, peak = measured
@@ -239,12 +239,5 @@ def _until_enough(run: Callable[[], float], most: int, clock: Clock) -> list[flo
     return found
 
 
-def main() -> int:
-    order = Order.from_dict(json.loads(sys.argv[1]))
-    measured = measure(order, clients.tell, time.perf_counter)
-    sys.stdout.write(json.dumps(dataclasses.asdict(measured)) + "\n")
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(clients.report(measure, LayerOrder.from_dict(json.loads(sys.argv[1]))))

@@ -3,35 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import jax
 from jax.sharding import Mesh
 
 from ep_runtime_bench.base.device_bench import AXIS
-from ep_runtime_bench.base.moe_cases import Case, Profile
+from ep_runtime_bench.base.moe_cases import Case, Order, Profile
 from ep_runtime_bench.moe import trace
 from ep_runtime_client.cli import render
 from ep_runtime_client.groups.group import Group
 from ep_runtime_client.sessions.session import Session
 
 
-class Wanted(Protocol):
-    """What an order says of a group of ours."""
-
-    @property
-    def subject(self) -> str: ...
-    @property
-    def dtype(self) -> str: ...
-    @property
-    def capacity_factor(self) -> float: ...
-    @property
-    def overlap(self) -> str: ...
-    @property
-    def precision(self) -> str: ...
-
-
-def create_group(wanted: Wanted, case: Case, mesh: Mesh, session: Session) -> Group:
+def create_group(order: Order, case: Case, mesh: Mesh, session: Session) -> Group:
     """The group of one layer's sizes; an axis fsdp of the mesh shards tokens too."""
     return session.create_group(
         "bench",
@@ -42,11 +27,11 @@ def create_group(wanted: Wanted, case: Case, mesh: Mesh, session: Session) -> Gr
         hidden_size=case.hidden,
         max_tokens_per_rank=case.tokens,
         max_top_k=case.top_k,
-        max_token_dtype=wanted.dtype,
-        capacity_factor=wanted.capacity_factor or None,
-        transport=cast(Any, wanted.subject),
-        overlap=wanted.overlap == "on",
-        combine_precision=cast(Any, wanted.precision),
+        max_token_dtype=order.dtype,
+        capacity_factor=order.capacity_factor or None,
+        transport=cast(Any, order.subject),
+        overlap=order.overlap == "on",
+        combine_precision=cast(Any, order.precision),
     )
 
 

@@ -18,7 +18,6 @@ import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ep_runtime.specs import COMBINE_PRECISIONS
 from ep_runtime_bench.base import clients, speeds
 from ep_runtime_bench.base.daemon import warm_daemon
 from ep_runtime_bench.base.moe_cases import (
@@ -29,12 +28,12 @@ from ep_runtime_bench.base.moe_cases import (
     QUANTIZED,
     RECIPES,
     TORCH,
-    WEIGHTS,
+    LayerOrder,
     Measured,
-    Order,
     Profile,
     Step,
-    each_once,
+    of_all,
+    settings,
 )
 from ep_runtime_bench.base.options import STOCK_LAYERS, BenchOptions, BenchReport
 from ep_runtime_bench.base.timing import median, quantile
@@ -105,36 +104,22 @@ def _reports(options: BenchOptions, found: Found) -> list[BenchReport]:
     ]
 
 
-def orders(options: BenchOptions, address: str) -> list[Order]:
+def orders(options: BenchOptions, address: str) -> list[LayerOrder]:
     """What is measured, in that order."""
     known = CASES if options.on_gpus else CPU_CASES
-    subjects = each_once(
-        itertools.product(
-            options.transports,
-            options.recipes,
-            options.weights,
-            options.capacity,
-            options.overlap,
-            options.precision,
-            options.quantized,
-        )
-    )
-    plain = (RECIPES[0], WEIGHTS[0], 0.0, "on", COMBINE_PRECISIONS[0], QUANTIZED[0])
+    subjects = settings(options, weights=options.weights)
     if options.stock:
+        names = dict(zip(STOCK_LAYERS, (PADDED, DROPLESS), strict=True))
+        chosen = [names[name] for name in options.stock_layers]
         able = (PADDED, DROPLESS) if options.on_gpus else (PADDED,)
-        said = dict(zip(STOCK_LAYERS, (PADDED, DROPLESS), strict=True))
-        chosen = [said[name] for name in options.stock_layers]
-        subjects += [(name, *plain) for name in able if name in chosen]
-    subjects += [(TORCH, *plain)] * options.torch
+        subjects += [{"subject": name} for name in able if name in chosen]
+    subjects += [{"subject": TORCH}] * options.torch
     found = []
-    for subject, recipe, weights, factor, *others in subjects:
-        for name in options.cases:
-            case = known[name]
-            if options.tokens_per_rank:
-                case = dataclasses.replace(case, tokens=options.tokens_per_rank)
-            platform = "gpu" if options.on_gpus else "cpu"
-            how = (options.devices, platform, options.dtype, options.repeats, address)
-            found.append(Order(subject, name, case, *how, factor, recipe, weights, *others))
+    for subject, name in itertools.product(subjects, options.cases):
+        case = known[name]
+        if options.tokens_per_rank:
+            case = dataclasses.replace(case, tokens=options.tokens_per_rank)
+        found.append(LayerOrder(name=name, case=case, **of_all(options, address), **subject))
     return found
 
 
@@ -179,7 +164,7 @@ def _case_rows(options: BenchOptions, found: Found, case: str) -> Iterator[dict[
             }
 
 
-def _to_plain(order: Order, step: Step, plain: Measured | None) -> float | None:
+def _to_plain(order: LayerOrder, step: Step, plain: Measured | None) -> float | None:
     """Of a recipe's enqueued time; None of what has none, and where plain was not measured."""
     if plain is None or order.recipe == RECIPES[0]:
         return None

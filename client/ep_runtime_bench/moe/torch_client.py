@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from ep_runtime_bench.base import torch_ranks
-from ep_runtime_bench.base.moe_cases import ENQUEUED, ROUNDS, Case, Measured, Order, Step
+from ep_runtime_bench.base.moe_cases import ENQUEUED, ROUNDS, Case, LayerOrder, Measured, Step
 from ep_runtime_bench.base.torch_ranks import Rank
 
 WARMUP = 6
@@ -124,7 +124,7 @@ def expert_weights(rank: Rank, dtype: str, case: Case) -> list[Tensor]:
     return [drawn(rank, dtype, shape[-2], *shape) for shape in shapes]
 
 
-def measure(rank: Rank, order: Order) -> Measured:
+def measure(rank: Rank, order: LayerOrder) -> Measured:
     """One case: forward and backward."""
     case = order.case
     torch.manual_seed(rank.index)
@@ -145,4 +145,4 @@ def measure(rank: Rank, order: Order) -> Measured:
 
 
 if __name__ == "__main__":
-    sys.exit(torch_ranks.main(measure, Order.from_dict(json.loads(sys.argv[1]))))
+    sys.exit(torch_ranks.main(measure, LayerOrder.from_dict(json.loads(sys.argv[1]))))

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
 import json
 import sys
-import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
@@ -134,12 +132,5 @@ def _again(order: TrainOrder) -> Callable[[Any], Any]:
     return functools.partial(jax.checkpoint, policy=SAVED[order.remat]())
 
 
-def main() -> int:
-    order = TrainOrder.from_dict(json.loads(sys.argv[1]))
-    found = measure(order, clients.tell, time.perf_counter)
-    sys.stdout.write(json.dumps(dataclasses.asdict(found)) + "\n")
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(clients.report(measure, TrainOrder.from_dict(json.loads(sys.argv[1]))))

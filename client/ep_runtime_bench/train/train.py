@@ -20,14 +20,21 @@ from typing import Any
 from ep_runtime.specs import COMBINE_PRECISIONS
 from ep_runtime_bench.base import clients, speeds
 from ep_runtime_bench.base.daemon import warm_daemon
-from ep_runtime_bench.base.moe_cases import QUANTIZED, TORCH, Profile, each_once
+from ep_runtime_bench.base.moe_cases import (
+    PADDED,
+    QUANTIZED,
+    RECIPES,
+    TORCH,
+    Profile,
+    of_all,
+    settings,
+)
 from ep_runtime_bench.base.options import BenchOptions, BenchReport
 from ep_runtime_bench.base.timing import median
 from ep_runtime_bench.base.train_cases import (
     CPU_MODELS,
     MODELS,
     ROUTINGS,
-    STOCK,
     Trained,
     TrainOrder,
 )
@@ -94,32 +101,22 @@ def _reports(options: BenchOptions, found: Found) -> list[BenchReport]:
 def orders(options: BenchOptions, address: str) -> list[TrainOrder]:
     """What is measured, in that order: of a model ours, then stock JAX."""
     known = MODELS if options.on_gpus else CPU_MODELS
-    subjects = each_once(
-        itertools.product(
-            options.transports,
-            options.recipes,
-            options.capacity,
-            options.remat,
-            options.overlap,
-            options.precision,
-            options.quantized,
-        )
-    )
-    plain = ("on", COMBINE_PRECISIONS[0], QUANTIZED[0])
+    subjects = settings(options, remat=options.remat)
     if options.stock:
         again = dict.fromkeys("default" if remat != "none" else remat for remat in options.remat)
-        subjects += [(STOCK, "none", 0.0, remat, *plain) for remat in again]
-    subjects += [(TORCH, "none", 0.0, "none", *plain)] * options.torch
-    platform = "gpu" if options.on_gpus else "cpu"
+        subjects += [{"subject": PADDED, "remat": remat} for remat in again]
+    subjects += [{"subject": TORCH}] * options.torch
     found = []
     for name, routing in itertools.product(options.models, options.routings):
-        said = name if routing == ROUTINGS[0] else f"{name} {routing}"
-        how = (options.devices, platform, options.dtype, options.repeats, address)
-        for subject, recipe, factor, remat, overlap, precision, quantized in subjects:
-            if subject == TORCH and known[name].beside:
+        model = known[name]
+        how: dict[str, Any] = {
+            "name": name if routing == ROUTINGS[0] else f"{name} {routing}",
+            "routing": routing,
+        }
+        for subject in subjects:
+            if subject["subject"] == TORCH and model.beside:
                 continue  # it has no second axis
-            settings = (factor, recipe, remat, routing, overlap, quantized, precision)
-            found.append(TrainOrder(subject, said, known[name], *how, *settings))
+            found.append(TrainOrder(model=model, **how, **of_all(options, address), **subject))
     return found
 
 
@@ -129,7 +126,7 @@ def make_rows(options: BenchOptions, found: Found) -> list[dict[str, Any]]:
     rows = []
     for order, each in found.items():
         again = order.remat if order.remat == "none" else "default"
-        beside = found.get(_peer_of(order, STOCK, again))
+        beside = found.get(_peer_of(order, PADDED, again))
         torch = found.get(_peer_of(order, TORCH, "none")) if order.remat == "none" else None
         step = median(each.step_s)
         tokens = _tokens(order)
@@ -161,7 +158,7 @@ def _peer_of(order: TrainOrder, subject: str, remat: str) -> TrainOrder:
     return dataclasses.replace(
         order,
         subject=subject,
-        recipe="none",
+        recipe=RECIPES[0],
         capacity_factor=0.0,
         remat=remat,
         overlap="on",
