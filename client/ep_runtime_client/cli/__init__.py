@@ -1,7 +1,7 @@
-"""`ep-runtime`: one program, one file per command in `commands/`; `demo` and `bench` have packages.
+"""`ep-runtime`: one program. Commands are in `commands/`; `demo` and `bench` have packages.
 
-A command's module has `add_arguments(parser)` and `run(args) -> exit code`. Only the module of
-the command that was typed is imported, none imports JAX, and gRPC comes with the first call, so
+A command's module has `add_arguments(parser)` and `run(args) -> exit code`, and so have the views
+of `commands/lists.py`. Only the module of the command that was typed is imported, none imports JAX, and gRPC comes with the first call, so
 the first output is there within 0.3 s.
 
 Exit codes: 0 ok, 1 usage, 2 no daemon, 3 partial or unhealthy, 4 denied, 5 (of `status` and `skew`)
@@ -16,8 +16,7 @@ import os
 import re
 import sys
 from collections.abc import Sequence
-from types import ModuleType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from ep_runtime import close_names, errors
 from ep_runtime_client.cli import render, tables
@@ -52,6 +51,7 @@ COMMANDS = {
 
 # Commands with packages of their own, which are imported when they are typed, as all are.
 _ELSEWHERE = {"demo": "ep_runtime_client.demo.cli", "bench": "ep_runtime_bench.cli"}
+_LISTS = ("sessions", "groups", "layers", "handles", "buffers")
 # Commands whose parsers are not part of this package, or take long to import.
 APART = ("serve", *_ELSEWHERE)
 _ALIASES = {"--version": "version", "-V": "version"}
@@ -106,8 +106,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     return _run(name, words[1:])
 
 
-def module(name: str) -> ModuleType:
-    """Imports a command's module."""
+def module(name: str) -> Any:
+    """Imports a command's module; of a list its view."""
+    if name in _LISTS:
+        return importlib.import_module("ep_runtime_client.cli.commands.lists").VIEWS[name]
     return importlib.import_module(_ELSEWHERE.get(name, f"ep_runtime_client.cli.commands.{name}"))
 
 

@@ -12,7 +12,7 @@ from ep_runtime.allowed_names import shown
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime_client import cli
 from ep_runtime_client.cli import render, users
-from ep_runtime_client.cli.commands import buffers, events, groups, handles, layers, sessions
+from ep_runtime_client.cli.commands import events, lists
 from ep_runtime_client.cli.daemon import choosing, describing, reading
 from ep_runtime_client.cli.tables import Column
 
@@ -21,13 +21,7 @@ if TYPE_CHECKING:
 
 Row = dict[str, Any]
 
-VIEWS = {
-    "session": sessions.VIEW,
-    "group": groups.VIEW,
-    "layer": layers.VIEW,
-    "handle": handles.VIEW,
-    "buffer": buffers.VIEW,
-}
+VIEWS = {kind.removesuffix("s"): view for kind, view in lists.VIEWS.items()}
 NODE = "node"
 KINDS = (*VIEWS, NODE)
 MOST_EVENTS = 10
@@ -42,15 +36,15 @@ def _without(columns: Sequence[Column], *keys: str) -> list[Column]:
 
 _EVENTS = (Column("node", "NODE", about="its node"), *events.COLUMNS)
 _OF_SESSION = {
-    "groups": _without(groups.VIEW.columns, *_OWNER),
+    "groups": _without(lists.GROUPS.columns, *_OWNER),
     "events": _without(_EVENTS, "session_id"),
 }
 _PARTS = {
     "group": {
-        "layers": _without(layers.VIEW.columns, "group", *_OWNER),
+        "layers": _without(lists.LAYERS.columns, "group", *_OWNER),
         "events": _without(_EVENTS, "group"),
     },
-    "layer": {"handles": _without(handles.VIEW.columns, *_OWNER)},
+    "layer": {"handles": _without(lists.HANDLES.columns, *_OWNER)},
 }
 
 

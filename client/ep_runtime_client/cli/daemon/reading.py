@@ -30,20 +30,67 @@ class View:
     """A listing command.
 
     Attributes:
-        kind: plural noun; `kind` of the JSON document.
+        kind: plural noun; the command, and `kind` of the JSON document.
+        noun: of the thing that NAME names.
         columns: of the table.
         fetch: the rows, each a dict of plain values.
         keys: keys of a row that the optional NAME is compared with; the first is its name.
         identity: keys whose values together name one row of a node.
-        empty: what a table says where there is no row.
+        empty: what a table says if there is no row.
+        add_own_arguments: of this command alone.
     """
 
     kind: str
+    noun: str
     columns: Sequence[tables.Column]
     fetch: Callable[[source.Source, argparse.Namespace], list[dict[str, Any]]]
     keys: tuple[str, ...]
     identity: tuple[str, ...]
     empty: str
+    add_own_arguments: Callable[[argparse.ArgumentParser], None] = lambda parser: None
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument(
+            "name", nargs="?", metavar="NAME", help=f"describe this {self.noun} only"
+        )
+        add_node_argument(parser, "every node of the daemon's cluster")
+        add_output_arguments(parser, LIST_OUTPUTS)
+        add_list_arguments(parser)
+        parser.add_argument(
+            "-w",
+            "--changes",
+            action="store_true",
+            help="continue with a line for every row that is new, changed or gone; asks every "
+            "second, or every S seconds with --watch",
+        )
+        add_daemon_arguments(parser)
+        explain(parser, {"columns": self.columns})
+        self.add_own_arguments(parser)
+
+    def run(self, args: argparse.Namespace) -> int:
+        from ep_runtime_client import cli
+        from ep_runtime_client.cli.daemon import nodes, source
+
+        wanted = choosing.conditions(args.label)
+        with source.open_source(args.address, timeout_s=args.timeout) as daemon:
+            write = _write_changes(args, self) if args.changes else _write_list(args, self)
+            must = True
+
+            def once() -> int:
+                nonlocal must
+                found = nodes.everywhere(daemon, lambda node: self.fetch(node, args), args.node)
+                nodes.tell_missing(found.missing)
+                rows = choosing.select(self.kind, self.keys, found.rows, args.name, must=must)
+                rows = choosing.filtered(rows, wanted, self.columns)
+                write(
+                    nodes.Found(choosing.ordered(rows, args.sort_by, self.columns), found.missing)
+                )
+                must = not args.changes  # what is gone is a change then
+                return cli.PARTIAL if found.missing else cli.OK
+
+            if args.changes:
+                args.watch = args.watch or watching.EVERY_S
+            return watching.repeat(args, once, clear=not args.changes)
 
 
 def positive(text: str) -> float:
@@ -120,23 +167,6 @@ def add_list_arguments(parser: argparse.ArgumentParser) -> None:
     add("--no-headers", action="store_true", help="leave out the column titles")
 
 
-def add_arguments(parser: argparse.ArgumentParser, view: View, noun: str) -> None:
-    """Options of a listing command."""
-    parser.add_argument("name", nargs="?", metavar="NAME", help=f"describe this {noun} only")
-    add_node_argument(parser, "every node of the daemon's cluster")
-    add_output_arguments(parser, LIST_OUTPUTS)
-    add_list_arguments(parser)
-    parser.add_argument(
-        "-w",
-        "--changes",
-        action="store_true",
-        help="continue with a line for every row that is new, changed or gone; asks every second, "
-        "or every S seconds with --watch",
-    )
-    add_daemon_arguments(parser)
-    explain(parser, {"columns": view.columns})
-
-
 def add_node_argument(parser: argparse.ArgumentParser, default: str) -> None:
     """Whose rows to show."""
     parser.add_argument("--node", metavar="NODE", help=f"ask this node only (default: {default})")
@@ -159,32 +189,6 @@ def explain(
             lines += [" " * room + part for part in more]
     parser.epilog = "\n".join(lines)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-
-
-def run(args: argparse.Namespace, view: View) -> int:
-    """Runs a listing command."""
-    from ep_runtime_client import cli
-    from ep_runtime_client.cli.daemon import nodes, source
-
-    wanted = choosing.conditions(args.label)
-    with source.open_source(args.address, timeout_s=args.timeout) as daemon:
-        write = _write_changes(args, view) if args.changes else _write_list(args, view)
-
-        must = True
-
-        def once() -> int:
-            nonlocal must
-            found = nodes.everywhere(daemon, lambda node: view.fetch(node, args), args.node)
-            nodes.tell_missing(found.missing)
-            rows = choosing.select(view.kind, view.keys, found.rows, args.name, must=must)
-            rows = choosing.filtered(rows, wanted, view.columns)
-            write(nodes.Found(choosing.ordered(rows, args.sort_by, view.columns), found.missing))
-            must = not args.changes  # what is gone is a change then
-            return cli.PARTIAL if found.missing else cli.OK
-
-        if args.changes:
-            args.watch = args.watch or watching.EVERY_S
-        return watching.repeat(args, once, clear=not args.changes)
 
 
 def _write_list(args: argparse.Namespace, view: View) -> Callable[[nodes.Found], None]:
