@@ -117,11 +117,6 @@ def malloc_is_set() -> bool:
     return "glibc.malloc." in tunables or any(_text(f"MALLOC_{name}") for name in names)
 
 
-def set_tells_progress(wanted: bool) -> None:
-    """Sets EP_RUNTIME_BOARD for groups that this process creates from now on."""
-    os.environ["EP_RUNTIME_BOARD"] = str(int(wanted))
-
-
 def no_color() -> bool:
     """NO_COLOR is set to any text."""
     return _text("NO_COLOR") is not None

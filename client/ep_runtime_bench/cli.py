@@ -85,7 +85,7 @@ def _kind(default: Any) -> tuple[Callable[[str], Any], str]:
     """The argparse type of an option's words, and how --help names them."""
     if isinstance(default, str | int):
         return type(default), "NAME" if isinstance(default, str) else "N"
-    (kind,) = {type(value) for value in default} or {str}
+    (kind,) = {type(value) for value in default}
     metavar = "NAME,..." if kind is str else "N,N"
     return lambda words: tuple(kind(word) for word in _names(words)), metavar
 
@@ -93,7 +93,7 @@ def _kind(default: Any) -> tuple[Callable[[str], Any], str]:
 def _written(default: Any) -> str:
     """An option's default as one types it."""
     values = default if isinstance(default, tuple) else (default,)
-    return ",".join(f"{one:g}" if isinstance(one, float) else str(one) for one in values) or "none"
+    return ",".join(f"{one:g}" if isinstance(one, float) else str(one) for one in values)
 
 
 def make_options(args: argparse.Namespace) -> BenchOptions:

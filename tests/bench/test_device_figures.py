@@ -15,7 +15,7 @@ import pytest
 from ep_runtime.errors import InvalidArgumentError, RuntimeUnavailableError
 from ep_runtime_bench import cli
 from ep_runtime_bench.base import device_time, energy, routing, speeds
-from ep_runtime_bench.base.options import ALSO, LIKE, BenchOptions, DeviceSample
+from ep_runtime_bench.base.options import BenchOptions, DeviceSample
 from ep_runtime_bench.movement import gpu_calls, gpu_movement
 
 OPTIONS = BenchOptions(
@@ -30,7 +30,7 @@ OPTIONS = BenchOptions(
     precision=("fast", "exact"),
     sms=(0, 24),
 )
-CLOCK = DeviceSample("clock", "clock", 128, "", "fast", 0, "on", 0, [2.0, 4.0, 3.0], [])
+CLOCK = DeviceSample("clock", "clock", 128, "", "fast", 0, 0, [2.0, 4.0, 3.0], [])
 
 
 def sample(
@@ -40,8 +40,7 @@ def sample(
     blocks = 0 if subject in ("xla", "stock") or op == "prepare" else sms or 40
     step_s = more.get("step_s", [])
     name = more.get("routing", "uniform")
-    board = more.get("board", "on")
-    return DeviceSample(op, subject, 128, name, precision, sms, board, blocks, times, step_s)
+    return DeviceSample(op, subject, 128, name, precision, sms, blocks, times, step_s)
 
 
 def row_of(samples: list[DeviceSample]) -> dict[str, Any]:
@@ -73,9 +72,6 @@ def test_a_row_has_times_without_the_clock_and_the_blocks_that_the_kernel_had() 
         ("dispatch", "fast", 2, 1),
         ("combine", "fast", 2, 1),
         ("combine", "exact", 4, 1),
-        ("combine_weighted", "exact", 4, 1),
-        ("combine_bwd", "exact", 2, 1),
-        ("dispatch_bwd", "fast", 2, 1),
         ("pair", "fast", 4, 2),
         ("pair", "exact", 6, 2),
     ],
@@ -107,18 +103,9 @@ def test_ratios_are_to_the_ceiling_of_as_many_blocks_and_to_what_stands_beside()
     assert row["ratio_to_ceiling"] == 0.8
     assert (row["ratio_to_xla"], row["ratio_to_stock"]) == (10.0, 18.0)
     assert row_of([*others, sample("dispatch", "nvlink", 50.0, sms=24)])["ratio_to_ceiling"] == 0.9
-    assert row_of([*others, sample("combine_bwd", "nvlink", 80.0)])["ratio_to_ceiling"] == 0.5
     assert row_of([*others, sample("combine", "nvlink", 50.0)])["ratio_to_ceiling"] is None
     assert row_of(others[:1])["ratio_to_ceiling"] is None
     assert row_of(others)["ratio_to_stock"] == 1.0
-
-
-def test_the_boards_cost_is_the_ratio_to_a_group_without_it() -> None:
-    off = sample("dispatch", "nvlink", 50.0, board="off")
-    others = [sample("combine", "nvlink", 10.0, board="off"), off]
-    rows = gpu_movement.make_rows(OPTIONS, [CLOCK, *others, sample("dispatch", "nvlink", 51.0)])
-    found = {row["board"]: row["ratio_to_board_off"] for row in rows if row["op"] == "dispatch"}
-    assert found == {"on": 1.02, "off": None}
 
 
 def test_exact_sums_are_held_against_the_link_in_bytes_per_second() -> None:
@@ -135,7 +122,7 @@ def test_prepare_has_times_alone() -> None:
 
 
 def test_a_call_of_several_processes_took_as_long_as_the_slowest() -> None:
-    case = ("dispatch", "nvlink", 128, "uniform", "fast", 0, "on", 40)
+    case = ("dispatch", "nvlink", 128, "uniform", "fast", 0, 40)
     one = DeviceSample(*case, [1.0, 5.0], [0.1, 0.3])
     two = DeviceSample(*case, [3.0, 4.0], [0.2, 0.1])
     (found,) = gpu_movement.slowest([[one], [two]])
@@ -165,7 +152,7 @@ def run(*words: str) -> int:
 
 def test_options_of_the_command_line_reach_the_bench() -> None:
     words = "dispatch combine --transports nvlink,xla,stock --devices 4 --tokens 128,8192"
-    more = "--routing uniform,zipf,one --sms 16,24 --precision fast,exact --also dispatch_bwd"
+    more = "--routing uniform,zipf,one --sms 16,24 --precision fast,exact"
     sizes = "--hidden 2048 --top-k 4 --experts 64 --dtype float32"
     found = options_of(*words.split(), *more.split(), *sizes.split())
     assert found.on_gpus
@@ -174,11 +161,6 @@ def test_options_of_the_command_line_reach_the_bench() -> None:
     assert found.tokens == (128, 8192)
     assert found.routing == ("uniform", "zipf", "one")
     assert (found.sms, found.precision) == ((16, 24), ("fast", "exact"))
-    assert found.also == ("dispatch_bwd",)
-    assert options_of("--transports", "nvlink", "--devices", "4", "--board", "on,off").variants == (
-        (0, "on"),
-        (0, "off"),
-    )
     assert found.row_bytes_on_gpus == 8192
     assert (found.devices, found.top_k, found.num_experts) == (4, 4, 64)
 
@@ -211,7 +193,6 @@ def test_gpus_that_are_there_are_taken_where_nothing_is_said(
         (["--routing", "worst"], "--routing must be of"),
         (["--precision", "double"], "--precision must be of"),
         (["--dtype", "int8"], "--dtype must be of"),
-        (["--also", "pair"], "--also must be of"),
     ],
 )
 def test_options_that_cannot_be_are_refused(words: list[str], said: str) -> None:
@@ -297,7 +278,3 @@ def test_speeds_are_of_all_tokens_and_of_one_gpu() -> None:
     assert found == {"tokens_per_s": 2000, "tflops": 197.8, "mfu": 0.2, "joules": 12.35}
     assert speeds.speeds(0.5, 1000, 98.9e12, None, "another")["mfu"] is None
     assert [column.key for column in speeds.COLUMNS] == [*found]
-
-
-def test_everything_that_can_be_timed_says_whose_rows_it_moves() -> None:
-    assert {*ALSO} < {*LIKE}

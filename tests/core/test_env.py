@@ -62,8 +62,6 @@ def test_progress_is_told_unless_it_is_switched_off(monkeypatch: pytest.MonkeyPa
     assert env.tells_progress()
     monkeypatch.setenv("EP_RUNTIME_BOARD", "0")
     assert not env.tells_progress()
-    env.set_tells_progress(True)
-    assert env.tells_progress()
 
 
 def test_runtime_directory_of_systemd_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:

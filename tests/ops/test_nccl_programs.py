@@ -240,7 +240,6 @@ def test_what_a_bench_times_of_it_traces(make_group: Callable[..., Any]) -> None
         "weights": array(*lead, 2),
         "plan": tuple(jax.eval_shape(lambda i: ep.prepare(layer, i).arrays, idx)),
         "rows": array(*slab, HIDDEN),
-        "row_weights": array(*slab),
         "blocks": array(RANKS * RANKS, 3, HIDDEN),
     }
     for name in ("prepare", "dispatch", "combine", "pair", PLAIN):

@@ -72,7 +72,7 @@ class Bench:
         clock: of the devices.
         start_together: returns once every process is here.
         with_ceiling: the link's ceiling can be measured.
-        blocks: of a kernel, by op and variant of the group.
+        blocks: of a kernel, by op and the SMs asked for.
     """
 
     options: BenchOptions
@@ -84,7 +84,7 @@ class Bench:
 
     def __post_init__(self) -> None:
         self.samples: list[DeviceSample] = []
-        self.blocks: dict[tuple[str, tuple[int, str]], int] = {}
+        self.blocks: dict[tuple[str, int], int] = {}
         self.programs = Programs(parallel=self.options.processes == 1)
         self._idx: dict[tuple[int, str], routing.Ints] = {}
         self._started = time.perf_counter()
@@ -155,7 +155,7 @@ class Bench:
         self.samples.append(sample)
         self.say(
             f"{sample.subject:8}{sample.op:17}T={sample.tokens:<6}{sample.routing:8}"
-            f"{sample.precision:6}{sample.blocks or sample.sms:4} SMs  board {sample.board:4}"
+            f"{sample.precision:6}{sample.blocks or sample.sms:4} SMs  "
             f"p50 {median(sample.kernel_us):.1f} us"
         )
 

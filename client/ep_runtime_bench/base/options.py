@@ -33,15 +33,6 @@ STOCK_LAYERS = ("stock-padded", "stock-dropless")  # each of the two that STOCK 
 MODELLED = ("moe", "train")  # benches that measure other libraries' layers and models
 CEILING = "ceiling"
 PLAIN = "all-to-all"  # of NCCL alone: the same number of rows in equal blocks, beside nccl
-# Beside dispatch and combine: what else can be timed on GPUs, and whose rows each op moves.
-ALSO = ("combine_weighted", "dispatch_bwd", "combine_bwd")
-LIKE = {
-    "dispatch": "dispatch",
-    "combine_bwd": "dispatch",
-    "combine": "combine",
-    "combine_weighted": "combine",
-    "dispatch_bwd": "combine",
-}
 ROW_ITEM_BYTES = 2  # bf16
 GPU_EXPERTS = 256
 # Enough to be past every cache, little enough that eight slabs fit a laptop.
@@ -75,7 +66,6 @@ class BenchOptions:
         stock_layers: which of STOCK_LAYERS `moe` measures.
         torch: PyTorch is measured too, by `moe` and `train`.
         tokens_per_rank: on CPU; 0 chooses about TARGET_BYTES_PER_RANK of rows.
-        board, also: timed with the first of `sms` only; `also` with the first of `board` too.
     """
 
     benches: tuple[str, ...] = ("dispatch", "combine")
@@ -98,10 +88,6 @@ class BenchOptions:
     precision: tuple[str, ...] = _option(
         ("fast",), "how sums travel; on CPU in `moe` and `train` only", choices=COMBINE_PRECISIONS
     )
-    board: tuple[str, ...] = _option(
-        ("on",), "on GPUs: report progress to the board", choices=("on", "off")
-    )
-    also: tuple[str, ...] = _option((), "on GPUs: ops to time too", choices=ALSO)
     cases: tuple[str, ...] = _option(DEFAULT_CASES, "layers that `moe` times", choices=CASES)
     recipes: tuple[str, ...] = _option(
         RECIPES[:1],
@@ -163,7 +149,7 @@ class BenchOptions:
         for option in CHOSEN:
             found = getattr(self, option.name)
             known = option.metadata["choices"]
-            if known and option.name != "also":  # which may be empty
+            if known:
                 found = found if isinstance(found, tuple) else (found,)
                 choices[flag(option)] = (found, known)
         for argument, (values, known) in choices.items():
@@ -257,21 +243,11 @@ class BenchOptions:
         return not {"nvlink", "nccl"}.isdisjoint(self.transports)
 
     @property
-    def variants(self) -> tuple[tuple[int, str], ...]:
-        """(sms, board) of every group of a transport and precision, on GPUs."""
-        first, *others = self.board
-        swept = tuple((sms, first) for sms in self.sms)
-        return swept + tuple((self.sms[0], board) for board in others)
-
-    @property
     def row_bytes_on_gpus(self) -> int:
         """Bytes of a token row there."""
         return self.hidden * DTYPE_BYTES[self.dtype]
 
     def _check_gpus(self) -> None:
-        unknown = [name for name in self.also if name not in ALSO]
-        if unknown:
-            raise InvalidArgumentError(f"--also must be of {ALSO}, got {unknown}", argument="also")
         if not self.on_gpus:
             if self.stock and self.benches not in (("moe",), ("train",)):
                 raise InvalidArgumentError(
@@ -368,13 +344,12 @@ class DeviceSample:
     """What one op took on GPUs, in every timed call.
 
     Attributes:
-        op: of LIKE, or "prepare", "pair" (dispatch + combine), "clock" (one reading of it).
+        op: "prepare", "dispatch", "combine", "pair" (both) or "clock" (one reading of it).
         subject: a transport, CEILING, PLAIN or "clock".
         tokens: per rank.
         routing: of ROUTINGS.
         precision: combine_precision of the group; "" where there is no group.
         sms: as asked for.
-        board: "on" or "off".
         blocks: that the kernel had; 0 where nobody says.
         kernel_us: microseconds on the device, of the slowest rank, a reading of the clock included.
         step_s: seconds of one jitted call on the host, waited for.
@@ -388,7 +363,6 @@ class DeviceSample:
     routing: str
     precision: str
     sms: int
-    board: str
     blocks: int
     kernel_us: Sequence[float]
     step_s: Sequence[float]

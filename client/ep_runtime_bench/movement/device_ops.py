@@ -28,9 +28,6 @@ NEEDS: dict[str, tuple[str, ...]] = {
     "prepare": ("idx",),
     "dispatch": ("x", "weights", "plan"),
     "combine": ("rows", "plan"),
-    "combine_weighted": ("rows", "row_weights", "plan"),
-    "dispatch_bwd": ("rows", "row_weights", "plan"),
-    "combine_bwd": ("x", "rows", "row_weights", "plan"),
     "pair": ("x", "weights", "plan"),
     "ceiling": ("x", "dst_rank", "dst_row"),
     PLAIN: ("blocks",),
@@ -51,8 +48,8 @@ def _index() -> jax.Array:
 def our_ops(call: Call) -> dict[str, DeviceOp]:
     """The ops of the call's transport by name.
 
-    Operands: idx [T, K], x [T, H], weights f32 [T, K], plan (nine arrays), rows [C, H] and
-    row_weights f32 [C], of which the last three have the slab dim in front.
+    Operands: idx [T, K], x [T, H], weights f32 [T, K], plan (nine arrays) and rows [C, H], of
+    which the last two have the slab dim in front.
     """
     ops = per_device_ops(call)
 
@@ -79,32 +76,11 @@ def our_ops(call: Call) -> dict[str, DeviceOp]:
         plan = plan_of(token, operands)
         return ops.combine(call, token, _index(), operands["rows"][0], None, plan)
 
-    def combine_weighted(token: jax.Array, operands: Operands) -> Any:
-        rows, weights = operands["rows"][0], operands["row_weights"][0]
-        return ops.combine(call, token, _index(), rows, weights, plan_of(token, operands))
-
-    def dispatch_bwd(token: jax.Array, operands: Operands) -> Any:
-        rows, weights = operands["rows"][0], operands["row_weights"][0]
-        return ops.dispatch_bwd(call, token, _index(), rows, weights, plan_of(token, operands))
-
-    def combine_bwd(token: jax.Array, operands: Operands) -> Any:
-        rows, weights = operands["rows"][0], operands["row_weights"][0]
-        plan = plan_of(token, operands)
-        return ops.combine_bwd(call, token, _index(), operands["x"], rows, weights, plan)
-
     def pair(token: jax.Array, operands: Operands) -> Any:
         rows, _ = dispatch(token, operands)
         return ops.combine(call, token, _index(), rows, None, plan_of(token, operands))
 
-    return {
-        "prepare": prepare,
-        "dispatch": dispatch,
-        "combine": combine,
-        "combine_weighted": combine_weighted,
-        "dispatch_bwd": dispatch_bwd,
-        "combine_bwd": combine_bwd,
-        "pair": pair,
-    }
+    return {"prepare": prepare, "dispatch": dispatch, "combine": combine, "pair": pair}
 
 
 def ceiling(call: Call, like: str) -> DeviceOp:

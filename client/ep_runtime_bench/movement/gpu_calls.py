@@ -17,7 +17,6 @@ import numpy as np
 from jax.sharding import Mesh
 
 import ep_runtime as ep
-from ep_runtime import env
 from ep_runtime_bench.base import device_time, routing
 from ep_runtime_bench.base.device_bench import (
     AXIS,
@@ -29,7 +28,7 @@ from ep_runtime_bench.base.device_bench import (
     meeting,
     token_rows,
 )
-from ep_runtime_bench.base.options import CEILING, LIKE, PLAIN, STOCK, BenchOptions, DeviceSample
+from ep_runtime_bench.base.options import CEILING, PLAIN, STOCK, BenchOptions, DeviceSample
 from ep_runtime_bench.movement import device_ops, stock
 from ep_runtime_bench.movement import network as movement_network
 from ep_runtime_client.base.layers import EpLayer
@@ -46,9 +45,6 @@ SLOW_REPEATS = 3
 PAIR_TOKENS = 512  # a pair is timed up to here: what decoding has
 OP_TIMEOUT_S = 60.0
 _CLOCK = "clock"
-
-Variant = tuple[int, str]  # sms, board
-NO_VARIANT: tuple[Variant, ...] = ((0, ""),)
 
 
 def measure(options: BenchOptions, address: str, member: Member) -> list[DeviceSample]:
@@ -106,19 +102,19 @@ def _may_fail(bench: Bench, name: str, measure: Callable[[], None]) -> None:
 
 
 class _Round:
-    """One group after another with the same settings but for their blocks."""
+    """One group after another with the same settings, each with other SMs."""
 
     def __init__(self, bench: Bench, transport: str, precision: str, *, lead: bool) -> None:
         self.transport = transport
         self._lead = lead
         self._bench, self._precision = bench, precision
-        self._variants = NO_VARIANT if transport in ("xla", "nccl") else bench.options.variants
+        self._sms = (0,) if transport in ("xla", "nccl") else bench.options.sms
         self._cases: list[_Case] = []
-        self._opened: tuple[Variant, Group] | None = None
+        self._opened: tuple[int, Group] | None = None
 
-    def open(self, variant: Variant) -> EpLayer:
-        """The layer in a group with those blocks and that board."""
-        if self._opened is not None and self._opened[0] == variant:
+    def open(self, sms: int) -> EpLayer:
+        """The layer in a group with so many SMs."""
+        if self._opened is not None and self._opened[0] == sms:
             layer = self._opened[1].layer("layer")
             assert isinstance(layer, EpLayer)  # registered below
             return layer
@@ -133,12 +129,11 @@ class _Round:
             "combine_precision": self._precision,
             "transport": self.transport,
             "op_timeout_s": OP_TIMEOUT_S,
-            "num_sms": variant[0] or None,
+            "num_sms": sms or None,
         }
-        env.set_tells_progress(variant[1] != "off")
         name = f"bench-{self.transport}-{self._precision}"
         group = bench.session.create_group(name, bench.mesh, ep_axis=AXIS, **settings)
-        self._opened = (variant, group)
+        self._opened = (sms, group)
         return group.register_layer("layer", top_k=options.top_k)
 
     def close(self) -> None:
@@ -147,19 +142,19 @@ class _Round:
         self._opened = None
 
     def compile(self) -> None:
-        """Starts to compile every case: programs know names and sizes, no variant."""
-        layer = self.open(self._variants[0])
-        for variant in self._variants:
+        """Starts to compile every case: programs know names and sizes, not SMs."""
+        layer = self.open(self._sms[0])
+        for sms in self._sms:
             for tokens in self._bench.options.tokens:
-                first = variant == self._variants[0]
+                first = sms == self._sms[0]
                 lead = first and self._lead
-                self._cases.append(_Case(self._bench, layer, tokens, variant, first, lead))
+                self._cases.append(_Case(self._bench, layer, tokens, sms, first, lead))
                 self._cases[-1].compile()
 
     def measure(self, known: dict[tuple[Any, ...], Operands]) -> None:
         """Every case with every routing; `known` keeps operands for the cases after it."""
         for case in self._cases:
-            self.open(case.variant)
+            self.open(case.sms)
             for name in self._bench.options.routing:
                 key = (case.tokens, name, self.transport == "nccl")
                 if key not in known:
@@ -172,14 +167,15 @@ class _Case:
     """One number of tokens on one group.
 
     Attributes:
-        first: of the variants: times what they do not change as well.
+        sms: of the group.
+        first: of those SMs: times what they do not change as well.
         lead: in the first group of all: makes the operands that all cases share.
     """
 
     bench: Bench
     layer: EpLayer
     tokens: int
-    variant: Variant
+    sms: int
     first: bool
     lead: bool
 
@@ -200,7 +196,7 @@ class _Case:
 
     @property
     def _key(self) -> tuple[Any, ...]:
-        return (self._transport, self._precision, self.tokens, self.variant)
+        return (self._transport, self._precision, self.tokens, self.sms)
 
     def _run(self, name: str) -> Program:
         return self.bench.programs[self._key, name]
@@ -215,7 +211,6 @@ class _Case:
         if self.first:
             both = {"dispatch", "combine"} <= {*options.benches}
             found += ["pair"] * (both and self.tokens <= PAIR_TOKENS)
-            found += [op for op in options.also if op != "combine_bwd" or once]
         return found
 
     @property
@@ -270,26 +265,21 @@ class _Case:
         def dispatch(given: Operands) -> Any:
             return ep.dispatch(layer, given["x"], None, given["weights"], plan=plan(given))
 
-        def combine(given: Operands, weights: Any = None) -> Any:
+        def combine(given: Operands) -> Any:
             # Of what a dispatch returned, combine reads the plan alone.
             rows, arrays = given["rows"], arrays_type(layer.group_spec)(*given["plan"])
             num_recv = arrays.num_recv.reshape(-1)
             sent = Dispatched(rows, rows[..., 0], arrays.group_sizes, num_recv, plan(given))
-            return ep.combine(layer, sent, rows, weights=weights)
+            return ep.combine(layer, sent, rows)
 
         def pair(given: Operands) -> Any:
             sent = dispatch(given)
             return ep.combine(layer, sent, sent.tokens)
 
-        def rows_of(given: Operands) -> Any:
-            sent = dispatch(given)
-            return sent.tokens, sent.weights
-
         return {
             "prepare": lambda given: ep.prepare(layer, given["idx"]).arrays,
-            "dispatch": rows_of,
+            "dispatch": lambda given: dispatch(given).tokens,
             "combine": combine,
-            "combine_weighted": lambda given: combine(given, given["row_weights"]),
             "pair": pair,
         }
 
@@ -307,7 +297,6 @@ class _Case:
             "weights": array(count, options.top_k, dtype=jnp.float32),
             "plan": tuple(array(*part.shape) for part in plan),
             "rows": array(ranks, capacity, options.hidden, dtype=dtype),
-            "row_weights": array(ranks, capacity, dtype=jnp.float32),
             "dst_rank": array(count, ranks),
             "dst_row": array(count, ranks),
             "blocks": array(*movement_network.shape_of(self.bench, self.tokens), dtype=dtype),
@@ -328,7 +317,7 @@ class _Case:
         if self._plain:
             given["blocks"] = movement_network.blocks(bench, self.tokens)
         given["plan"] = tuple(self._run("prepare")(_only(given, "prepare")))
-        given["rows"], given["row_weights"] = self._run("dispatch")(_only(given, "dispatch"))
+        given["rows"] = self._run("dispatch")(_only(given, "dispatch"))
         return given
 
     def measure(self, name: str, given: Operands) -> None:
@@ -338,7 +327,7 @@ class _Case:
         if self._plain and name == self.bench.options.routing[0]:
             self._add("dispatch", PLAIN, name, self._kernel_us(PLAIN, given))
         for op in self._ceilings:
-            self.bench.blocks[op, self.variant] = self._count_blocks(op, given)
+            self.bench.blocks[op, self.sms] = self._count_blocks(op, given)
             self._add(op, CEILING, name, self._kernel_us(f"{CEILING} {op}", given))
         for op in self._wanted():
             measure = functools.partial(self._measure_op, op, name, given)
@@ -380,8 +369,8 @@ class _Case:
         step_s: Any = (),
         network: tuple[int, int] = (0, 0),
     ) -> None:
-        blocks = self.bench.blocks.get((LIKE.get(op, ""), self.variant), 0)
-        case = (op, subject, self.tokens, name, self._precision, *self.variant, blocks)
+        blocks = self.bench.blocks.get((op, self.sms), 0)
+        case = (op, subject, self.tokens, name, self._precision, self.sms, blocks)
         self.bench.add(DeviceSample(*case, kernel_us, [*step_s], *network))
 
 

@@ -21,7 +21,6 @@ from ep_runtime.layout import scaled_bytes
 from ep_runtime_bench.base import routing
 from ep_runtime_bench.base.options import (
     CEILING,
-    LIKE,
     PLAIN,
     STOCK,
     BenchOptions,
@@ -40,7 +39,6 @@ COLUMNS = (
     Column("precision", "SUMS"),
     Column("transport", "TRANSPORT"),
     Column("sms", "SMS", "count"),
-    Column("board", "BOARD"),
     Column("kernel_p50_us", "KERNEL P50 US", "count"),
     Column("kernel_p99_us", "P99", "count"),
     Column("step_p50_us", "STEP P50 US", "count"),
@@ -49,7 +47,6 @@ COLUMNS = (
     Column("physical_gb_per_s", "PHYSICAL GB/S", "count"),
     Column("busiest_gb_per_s", "BUSIEST", "count"),
     Column("ratio_to_ceiling", "X CEILING", "count"),
-    Column("ratio_to_board_off", "X BOARD OFF", "count"),
     Column("ratio_to_xla", "X XLA", "count"),
     Column("ratio_to_plain", "X ALL-TO-ALL", "count"),
     Column("ratio_to_stock", "X STOCK", "count"),
@@ -104,7 +101,7 @@ class _Table:
         self._samples = [s for s in samples if s.op != "clock"]
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        order = ["prepare", *LIKE, "pair"]
+        order = ["prepare", "dispatch", "combine", "pair"]
         subjects = [CEILING, PLAIN, *self._options.transports, STOCK]
         key = lambda s: (  # noqa: E731 - the order of the table
             order.index(s.op),
@@ -124,13 +121,11 @@ class _Table:
             "precision": sample.precision,
             "transport": sample.subject,
             "sms": sample.blocks or sample.sms or None,
-            "board": sample.board,
             "kernel_p50_us": round(p50, 1),
             "kernel_p99_us": round(quantile(sample.kernel_us, 0.99) - self._clock_us, 1),
             **self._steps(sample),
             **self._rates(sample, p50),
             "ratio_to_ceiling": self._ratio_to_ceiling(sample, p50),
-            "ratio_to_board_off": self._ratio_to_board_off(sample, p50),
             "kernel_us": [round(us, 3) for us in sample.kernel_us],
             "step_us": [round(s * 1e6, 1) for s in sample.step_s],
             "clock_us": round(self._clock_us, 3),
@@ -170,23 +165,14 @@ class _Table:
 
     def _ratio_to_ceiling(self, sample: DeviceSample, p50: float) -> float | None:
         """In bytes per second, on as many blocks and the same routing."""
-        if sample.op not in LIKE or sample.subject in (CEILING, PLAIN, "nccl", "xla", STOCK):
+        peers = (CEILING, PLAIN, "nccl", "xla", STOCK)
+        if sample.op not in ("dispatch", "combine") or sample.subject in peers:
             return None
         for other in self._samples:
-            wanted = dataclasses.replace(sample, op=LIKE[sample.op], precision=other.precision)
+            wanted = dataclasses.replace(sample, precision=other.precision)
             if other.subject == CEILING and _case(other) == _case(wanted):
                 factor = bytes_of(self._options, sample) / self._options.row_bytes_on_gpus
                 return round(self._kernel_us(other) * factor / p50, 3)
-        return None
-
-    def _ratio_to_board_off(self, sample: DeviceSample, p50: float) -> float | None:
-        """How many times as long it takes with the board as without."""
-        if sample.board != "on":
-            return None
-        wanted = (sample.subject, *_case(dataclasses.replace(sample, board="off")))
-        for other in self._samples:
-            if (other.subject, *_case(other)) == wanted:
-                return round(p50 / self._kernel_us(other), 3)
         return None
 
     def _ratio_to(self, subject: str, sample: DeviceSample, p50: float) -> float | None:
@@ -204,7 +190,7 @@ class _Table:
 
 def _case(sample: DeviceSample) -> tuple[Any, ...]:
     s = sample
-    return (s.op, s.tokens, s.routing, s.precision, s.sms, s.board)
+    return (s.op, s.tokens, s.routing, s.precision, s.sms)
 
 
 def bytes_of(options: BenchOptions, sample: DeviceSample) -> int:
@@ -212,7 +198,7 @@ def bytes_of(options: BenchOptions, sample: DeviceSample) -> int:
     row_bytes = options.row_bytes_on_gpus
     if sample.op == "pair":
         return row_bytes + _sum_bytes(options, sample)
-    return _sum_bytes(options, sample) if LIKE[sample.op] == "combine" else row_bytes
+    return _sum_bytes(options, sample) if sample.op == "combine" else row_bytes
 
 
 def _sum_bytes(options: BenchOptions, sample: DeviceSample) -> int:

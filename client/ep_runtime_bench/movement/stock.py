@@ -107,7 +107,7 @@ def _measure_case(bench: Bench, tokens: int, name: str, x: jax.Array) -> None:
         kernel_us = bench.device_us(chained, operands, repeats)
         once = jax.jit(bench.mapped(_once(function)))
         step_s = bench.host_s(once, operands, repeats)
-        bench.add(DeviceSample(op, STOCK, tokens, name, "", 0, "", 0, kernel_us, step_s))
+        bench.add(DeviceSample(op, STOCK, tokens, name, "", 0, 0, kernel_us, step_s))
 
 
 def _once(op: DeviceOp) -> Callable[[Operands], Any]:
