@@ -16,7 +16,7 @@ import ep_runtime as ep
 from ep_runtime import env
 from ep_runtime.v1 import admin_service_pb2 as pb
 from ep_runtime_client import cli
-from ep_runtime_client.cli import redacting
+from ep_runtime_client.cli.commands import dump
 from ep_runtime_client.cli.daemon import source
 from ep_runtime_client.daemons import children
 
@@ -72,7 +72,7 @@ def test_no_secret_of_any_kind_is_in_the_archive(
     parts = parts_of(path)
     assert {kind: text for kind, text in PLANTED.items() if text in parts[""]} == {}
     told = parts["sessions"]["items"][0]
-    assert told["labels"]["hf_token"] == redacting.REDACTED
+    assert told["labels"]["hf_token"] == dump.REDACTED
     assert (told["labels"]["team"], told["session_id"]) == ("nlp", fixed.SESSION)
     assert parts["about"]["redacted"] > 10
     assert list(parts["about"]["missing"]) == ["journal"]  # that directory has none
@@ -130,6 +130,6 @@ def test_numbers_and_other_text_stay(monkeypatch: pytest.MonkeyPatch) -> None:
         "list": [None, 1.5, True],
         "spec": str(pb.SessionInfo(progress=3)),
     }
-    redaction = redacting.Redaction()
+    redaction = dump.Redaction()
     assert redaction.of(value) == value
     assert redaction.count == 0

@@ -12,13 +12,13 @@ import pytest
 _PROGRAM = """
 import json
 import numpy as np
-from ep_runtime_client.groups import freed_memory
+from ep_runtime_client.groups import forming
 
 def resident_mib():
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * 4096 >> 20
 
-kept = [freed_memory.keep_freed_memory() for _ in range(2)]
+kept = [forming.keep_freed_memory() for _ in range(2)]
 before = resident_mib()
 array = np.ones(64 << 20, np.uint8)
 del array

@@ -27,7 +27,7 @@ from integrations import maxtext_sources
 from integrations.train_maxtext import REPLAYED
 
 from ep_runtime_bench.base.daemon import warm_daemon
-from ep_runtime_client.integrations.maxtext_options import REFUSED
+from ep_runtime_client.integrations.maxtext import REFUSED
 from ep_runtime_client.jobs.members import reserved_coordinator
 
 _log = logging.getLogger(__name__)

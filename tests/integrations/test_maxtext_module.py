@@ -15,7 +15,7 @@ import pytest
 
 import ep_runtime as ep
 from ep_runtime_client.integrations import maxtext
-from ep_runtime_client.integrations.maxtext_options import REFUSED, check_options
+from ep_runtime_client.integrations.maxtext import REFUSED, check_options
 
 HIDDEN, INNER, EXPERTS, TOP_K = 16, 24, 8, 2
 Decoder = enum.Enum("Decoder", "MIXTRAL GPT_OSS LLAMA4")

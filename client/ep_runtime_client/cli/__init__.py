@@ -1,8 +1,8 @@
 """`ep-runtime`: one program. Commands are in `commands/`; `demo` and `bench` have packages.
 
 A command's module has `add_arguments(parser)` and `run(args) -> exit code`, and so have the views
-of `commands/lists.py`. Only the module of the command that was typed is imported, none imports JAX, and gRPC comes with the first call, so
-the first output is there within 0.3 s.
+of `commands/lists.py`. Only the module of the command that was typed is imported, none imports JAX,
+and gRPC comes with the first call, so the first output is there within 0.3 s.
 
 Exit codes: 0 ok, 1 usage, 2 no daemon, 3 partial or unhealthy, 4 denied, 5 (of `status` and `skew`)
 a rank is late or slow, or (of `status`) a process is silent.

@@ -8,6 +8,7 @@ import os
 import signal
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from pydoc_data.topics import topics
 from types import FrameType
 from typing import Any
 
@@ -17,7 +18,6 @@ import numpy.typing as npt
 import ep_runtime as ep
 from ep_runtime_client import cli
 from ep_runtime_client.demo.config import DemoConfig
-from ep_runtime_client.demo.corpus import load_text, training_batches
 from ep_runtime_client.demo.reporter import Report, Reporter
 from ep_runtime_client.demo.trainer import Trainer, make_mesh
 from ep_runtime_client.jobs.members import INTERRUPTED, Member, start_jax
@@ -134,3 +134,24 @@ def _agree(ours: np.float32, twins: np.float32, tolerance: float) -> bool:
     if tolerance == 0:
         return ours.tobytes() == twins.tobytes()
     return bool(abs(ours - twins) <= tolerance * abs(twins))
+
+
+def load_text() -> npt.NDArray[np.uint8]:
+    """Text to train on, as bytes: Python's own help topics without repeated paragraphs."""
+    paragraphs: dict[str, str] = {}
+    for name in sorted(topics):
+        for paragraph in topics[name].split("\n\n"):
+            # Quotations differ in indentation and line breaks.
+            paragraphs.setdefault(" ".join(paragraph.split()), paragraph)
+    return np.frombuffer("\n\n".join(paragraphs.values()).encode(), dtype=np.uint8)
+
+
+def training_batches(
+    text: npt.NDArray[np.uint8], *, batch: int, seq: int, seed: int
+) -> Iterator[npt.NDArray[np.int32]]:
+    """Endless batches of windows at random places: [batch, seq + 1] int32, the same per seed."""
+    rng = np.random.default_rng(seed)
+    offsets = np.arange(seq + 1)
+    while True:
+        starts = rng.integers(0, len(text) - seq, size=(batch, 1))
+        yield text[starts + offsets].astype(np.int32)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import dataclasses
 import functools
 import logging
@@ -13,7 +14,6 @@ from ep_runtime.errors import EpRuntimeError, RuntimeUnavailableError, SessionFe
 from ep_runtime.v1 import group_service_pb2
 from ep_runtime_client.daemons import transport
 from ep_runtime_client.daemons.client import DaemonClient
-from ep_runtime_client.groups import freed_memory
 from ep_runtime_client.groups.formed import Formed, Memory, fetch, restore
 from ep_runtime_client.nccl import beside, communicators
 
@@ -24,6 +24,11 @@ _GRACE_S = 5.0
 
 # Transports whose rows go through windows, and whose groups get NCCL communicators all the same.
 WITH_NCCL_BESIDE = ("nvlink",)
+
+# <malloc.h>
+_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = -1, -2, -4
+_NEVER = -1
+_TOP_PAD_BYTES = 64 << 20
 
 # In the place of the descriptor of a window that is another node's.
 _NOT_HERE = -1
@@ -209,7 +214,7 @@ def _map(
 
     platform = native.PLATFORMS[spec.transport]
     if spec.transport == "memfd":
-        freed_memory.keep_freed_memory()
+        keep_freed_memory()
     # Now, not when an op is first traced: exported programs and stored executables run untraced.
     ffi.ensure_registered(platform)
     found = {int(item.world_rank): fd for item, fd in memory.of(range(-1, spec.world_size))}
@@ -250,3 +255,27 @@ def unmap(native_group: native.OpenGroup | None) -> None:
     """Unmaps the windows once running calls are over, which is waited for with a bound."""
     if native_group is not None:
         native_group.close()
+
+
+@functools.cache
+def keep_freed_memory() -> bool:
+    """Tells glibc to keep freed memory for the next buffers; whether it does. Logged once.
+
+    XLA:CPU allocates every large result from glibc, which returns what is above 32 MiB to the
+    system at once and so clears every page of it for the next call: with rows of 4 KiB as dear as
+    moving them. The process's memory then stays at its peak. Nothing changes with
+    EP_RUNTIME_KEEP_MEMORY=0, if the user has set glibc's own variables, or without glibc.
+    """
+    if not env.keep_memory() or env.malloc_is_set():
+        return False
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None:  # another C library
+        return False
+    wanted = ((_M_MMAP_MAX, 0), (_M_TRIM_THRESHOLD, _NEVER), (_M_TOP_PAD, _TOP_PAD_BYTES))
+    if not all(mallopt(parameter, value) for parameter, value in wanted):
+        return False
+    _log.info(
+        "memory that this process frees is kept for its next buffers (glibc's mallopt); "
+        "EP_RUNTIME_KEEP_MEMORY=0 returns it to the system"
+    )
+    return True

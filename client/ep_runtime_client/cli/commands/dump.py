@@ -10,6 +10,7 @@ import io
 import json
 import os
 import platform
+import re
 import subprocess
 import tarfile
 import time
@@ -17,11 +18,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ep_runtime import files
+from ep_runtime import env, files
 from ep_runtime.errors import EpRuntimeError, InvalidArgumentError
 from ep_runtime.units import iec
 from ep_runtime_client import cli
-from ep_runtime_client.cli import redacting, render
+from ep_runtime_client.cli import render
 from ep_runtime_client.cli.commands import doctor
 from ep_runtime_client.cli.daemon import reading
 
@@ -31,6 +32,19 @@ if TYPE_CHECKING:
 FOLDER = "ep-runtime-dump"
 _TIMEOUT_S = 30.0
 _EVENT_KEYS = ("sequence", "time", "kind", "session_id", "group", "message", "fields")
+
+REDACTED = "(redacted)"
+
+_PATTERNS = (
+    # Certificates and keys.
+    (re.compile(r"-----BEGIN [A-Z0-9 ]+-----.*?(?:-----END [A-Z0-9 ]+-----|\Z)", re.DOTALL), ""),
+    # Tokens of sessions and their digests.
+    (re.compile(r"(?<![0-9A-Za-z])[0-9A-Fa-f]{64,}(?![0-9A-Za-z])"), ""),
+    # https://user:password@host
+    (re.compile(r"(?<=://)[^/\s@]+(?=@)"), ""),
+    (re.compile(r"\b(Bearer|Basic)\s+[\w.~+/=-]{8,}"), r"\1 "),
+)
+_NAMED = re.compile(r"""([\w.-]+)(["']?\s*[=:]\s*["']?)([^\s"',;&]+)""")
 
 # Lists of every node, by the method of `Source` that reads them. `ranks` and `handles` are what
 # the boards say.
@@ -68,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
         "journal": _kept(missing, "journal", lambda: journal(args)),
         **_of_daemon(args, missing),
     }
-    redaction = redacting.Redaction()
+    redaction = Redaction()
     parts = {name: redaction.of(part) for name, part in parts.items() if part is not None}
     about = {
         "created": now.isoformat(timespec="seconds"),
@@ -190,3 +204,42 @@ def _tell(args: argparse.Namespace, path: Path, size_bytes: int, about: dict[str
     render.write_text(
         "Names of hosts, jobs and users are in it, labels too; look through it before you send it."
     )
+
+
+class Redaction:
+    """Takes out of values what may be a secret, because others read a dump; counts what it took."""
+
+    def __init__(self) -> None:
+        self._values = env.secret_values()
+        self.count = 0
+
+    def of(self, value: Any) -> Any:
+        """The value, JSON of any depth, with REDACTED in the place of secrets."""
+        if isinstance(value, dict):
+            return {self.of(key): self._under(str(key), item) for key, item in value.items()}
+        if isinstance(value, list | tuple):
+            return [self.of(item) for item in value]
+        return self.of_text(value) if isinstance(value, str) else value
+
+    def _under(self, key: str, value: Any) -> Any:
+        if isinstance(value, str) and value and env.is_secret_name(key):
+            self.count += 1
+            return REDACTED
+        return self.of(value)
+
+    def of_text(self, text: str) -> str:
+        """The text without keys, tokens, passwords and values of secret variables."""
+        for secret in self._values:
+            self.count += text.count(secret)
+            text = text.replace(secret, REDACTED)
+        for pattern, kept in _PATTERNS:
+            text, found = pattern.subn(kept + REDACTED, text)
+            self.count += found
+        return _NAMED.sub(self._named, text)
+
+    def _named(self, match: re.Match[str]) -> str:
+        name, between, value = match.groups()
+        if not env.is_secret_name(name) or value.startswith(REDACTED):
+            return match[0]
+        self.count += 1
+        return f"{name}{between}{REDACTED}"
