@@ -111,7 +111,7 @@ def test_gpus_behind_switches_reach_each_other_over_all_their_links(
     machine: Callable[..., FakeNvml],
 ) -> None:
     asked = machine(count=4, links=lambda gpu: ["switch"] * 18)
-    found = nvml.look()
+    found = nvml.probe()
     assert (found.driver, found.reason, len(found.gpus)) == ("580.1", "", 4)
     assert found.gpus[1].links == {0: "NV18", 2: "NV18", 3: "NV18"}
     assert (found.gpus[1].uuid, found.gpus[1].free_bytes) == ("GPU-1", 101 * GIB)
@@ -171,7 +171,7 @@ def test_bridges_link_some_pairs_and_the_others_say_how_far_they_are(
     machine: Callable[..., FakeNvml],
 ) -> None:
     machine(count=3, links=lambda gpu: [[1, 1, None], [0, 0], []][gpu], level=50)
-    assert [gpu.links for gpu in nvml.look().gpus] == [
+    assert [gpu.links for gpu in nvml.probe().gpus] == [
         {1: "NV2", 2: "SYS"},
         {0: "NV2", 2: "SYS"},
         {0: "SYS", 1: "SYS"},
@@ -213,7 +213,7 @@ def test_where_nvml_shows_no_gpu_the_reason_is_said(
 
 def test_without_nvidia_ml_py_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    assert "nvidia-ml-py" in nvml.look().reason
+    assert "nvidia-ml-py" in nvml.probe().reason
 
 
 def test_a_machine_without_gpus_has_no_lines_about_them(

@@ -18,7 +18,8 @@ from ep_runtime import errors
 from ep_runtime.v1 import admin_service_pb2 as pb
 from ep_runtime_client import cli
 from ep_runtime_client.cli.daemon import choosing, source
-from ep_runtime_client.cli.ranks import looks, rows, screen
+from ep_runtime_client.cli.ranks import board_samples, rows, screen
+from ep_runtime_client.readers import admin_service
 
 GOOD, ODD = fixed.NODES
 Answer = Callable[[str, Any], Any]
@@ -95,8 +96,8 @@ def _fails(method: str, request: Any) -> Any:
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(source, "MAX_LIST_PAGES", 20)
-    monkeypatch.setattr(source, "MAX_LIST_BYTES", 50_000)
+    monkeypatch.setattr(admin_service, "MAX_LIST_PAGES", 20)
+    monkeypatch.setattr(admin_service, "MAX_LIST_BYTES", 50_000)
 
 
 LISTS = [words for words, method in COMMANDS.items() if method != "GetStatus"]
@@ -147,7 +148,7 @@ def test_status_says_which_node_failed_and_why(capsys):
 def test_a_list_takes_a_few_times_the_wait_for_one_answer(capsys, monkeypatch):
     now = [0.0]
     waits: list[float] = []
-    monkeypatch.setattr(source.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(admin_service.time, "monotonic", lambda: now[0])
 
     def slow(method: str, request: Any) -> Any:
         now[0] += 4.0
@@ -166,7 +167,7 @@ def test_a_list_takes_a_few_times_the_wait_for_one_answer(capsys, monkeypatch):
 def test_what_is_nested_counts_as_well(monkeypatch):
     (group,) = fixed.FixedDaemon(ODD).groups()
     for most in (100, 100 + len(group["members"])):
-        monkeypatch.setattr(source, "MAX_LIST_VALUES", most)
+        monkeypatch.setattr(admin_service, "MAX_LIST_VALUES", most)
         with pytest.raises(errors.EpRuntimeError, match=f"'{ODD}'.* more than {most} values"):
             fixed.FixedDaemon(ODD).groups()
 
@@ -193,7 +194,7 @@ def test_a_dump_has_what_others_say_and_names_who_failed(tmp_path, capsys):
 
 def test_the_screen_says_who_failed(capsys):
     with _odd(_fails), source.open_source(None, timeout_s=1.0) as daemon:
-        shown = screen.Screen(looks.Looks(daemon, None, None, 0.01), rows.Links())
+        shown = screen.Screen(board_samples.BoardSamples(daemon, None, None, 0.01), rows.Links())
         lines = "\n".join(line for line, _ in shown.lines(200, 24))
     assert f"node {ODD} at 10.17.3.103:7700 failed (ListTallies failed inside the daemon" in lines
 
@@ -229,7 +230,7 @@ def test_any_values_in_a_nodes_answers_are_shown_or_its_failure(words, capsys):
 def test_a_status_after_a_recovery_has_no_time_left() -> None:
     recovery = {"under_way": False, "left_s": None}
     row = {"cluster": None, "drain": None, "recovery": recovery, "uptime_s": 1.0}
-    assert source._whole_status(row) == row
+    assert admin_service._whole_status(row) == row
     recovery["under_way"] = True
     with pytest.raises(ValueError, match="a row without left_s"):
-        source._whole_status(row)
+        admin_service._whole_status(row)

@@ -12,8 +12,9 @@ import pytest
 from ep_runtime_client.cli import tables
 from ep_runtime_client.cli.commands import load
 from ep_runtime_client.cli.commands.load import heat_line
-from ep_runtime_client.cli.daemon.message_values import plain
-from ep_runtime_client.cli.ranks import live, looks, rows, screen, tallies
+from ep_runtime_client.cli.ranks import board_samples, live, rows, screen
+from ep_runtime_client.readers import tallies
+from ep_runtime_client.readers.admin_service import plain
 
 
 def tally(rank: int, read_s: float, waits_ms: dict[int, int], **now: Any) -> dict[str, Any]:
@@ -42,8 +43,8 @@ def tally(rank: int, read_s: float, waits_ms: dict[int, int], **now: Any) -> dic
     }
 
 
-def look(*found: dict[str, Any]) -> tallies.Look:
-    return tallies.Look({("g", row["world_rank"]): row for row in found}, [], [])
+def look(*found: dict[str, Any]) -> tallies.BoardSample:
+    return tallies.BoardSample({("g", row["world_rank"]): row for row in found}, [], [])
 
 
 def between(now: dict[int, dict[int, int]], **states: dict[str, Any]) -> list[tallies.Interval]:
@@ -136,7 +137,9 @@ def test_a_line_of_heat(loads: list[int], width: int, line: str) -> None:
 
 def test_keys_choose_what_is_shown() -> None:
     daemon = fixed.FixedDaemon()
-    shown = screen.Screen(seen := looks.Looks(daemon, None, None, 0.01), rows.Links(100.0))
+    shown = screen.Screen(
+        seen := board_samples.BoardSamples(daemon, None, None, 0.01), rows.Links(100.0)
+    )
     assert "no ranks yet" in shown.lines(80, 24)[1][0]
     seen.again()
 
@@ -166,7 +169,9 @@ def test_keys_choose_what_is_shown() -> None:
 
 @pytest.mark.parametrize("width", [80, 120, 200])
 def test_the_screen_fits_the_terminal(width: int) -> None:
-    shown = screen.Screen(seen := looks.Looks(fixed.FixedDaemon(), None, None, 0.01), rows.Links())
+    shown = screen.Screen(
+        seen := board_samples.BoardSamples(fixed.FixedDaemon(), None, None, 0.01), rows.Links()
+    )
     seen.again()
     for key, names in [
         ("", (fixed.GROUP, fixed.JOB, fixed.NODES[1], "<<<", fixed.LAYER)),

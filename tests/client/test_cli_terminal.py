@@ -99,7 +99,7 @@ def terminal(request: Any, monkeypatch: pytest.MonkeyPatch) -> int:
     monkeypatch.setenv("COLUMNS", str(request.param))
     monkeypatch.setenv("NO_COLOR", "1")
     monkeypatch.setattr(source, "open_source", fixed.open_source)
-    monkeypatch.setattr(nvml, "look", _machine)
+    monkeypatch.setattr(nvml, "probe", _machine)
     monkeypatch.setattr(doctor, "findings", lambda args: FINDINGS)
     return int(request.param)
 

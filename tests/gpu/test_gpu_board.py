@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import ep_runtime as ep
 from ep_runtime.workspace import ROW_ALIGNMENT, BlockSizes, of_block
 from ep_runtime_client.cli.daemon import source
-from ep_runtime_client.cli.ranks import tallies
+from ep_runtime_client.readers import tallies
 
 TOKENS, CAPACITY, HIDDEN = 64, 100, 256
 STEPS = 3
@@ -140,10 +140,10 @@ def test_a_slow_rank_is_named(session: ep.Session, gpus: list[Any], several_gpus
     x = jax.device_put(np.ones((len(idx), HIDDEN), np.float32).astype("bfloat16"), sharding)
     jax.block_until_ready(step(x, idx))
     with source.open_source(session.address, timeout_s=10.0) as daemon:
-        before = tallies.look(daemon, "slow", None)
+        before = tallies.sample_boards(daemon, "slow", None)
         for _ in range(20):
             jax.block_until_ready(step(x, idx))
-        found = tallies.between(before, tallies.look(daemon, "slow", None))
+        found = tallies.between(before, tallies.sample_boards(daemon, "slow", None))
     group.check()
     slow = tallies.slow_rank(found)
     assert slow is not None, tallies.held_up(found)

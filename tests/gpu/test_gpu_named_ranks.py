@@ -13,7 +13,7 @@ from gpu.jobs import layouts
 from harness import eventually
 
 from ep_runtime_client.cli.daemon import source
-from ep_runtime_client.cli.ranks import tallies
+from ep_runtime_client.readers import tallies
 
 # The last process stays behind by the share of a step that the file says.
 _SCRIPT = """
@@ -46,10 +46,10 @@ _pause = threading.Event()  # never set: waits of a given length
 def _named_after(admin: source.Source, within_s: float) -> tuple[float, tallies.Slow]:
     """Seconds until looks at the boards of one interval name a rank, and what they say."""
     started = time.monotonic()
-    before = tallies.look(admin, "g", None)
+    before = tallies.sample_boards(admin, "g", None)
     while time.monotonic() - started < within_s:
         _pause.wait(INTERVAL_S)
-        after = tallies.look(admin, "g", None)
+        after = tallies.sample_boards(admin, "g", None)
         slow = tallies.slow_rank(tallies.between(before, after))
         if slow is not None:
             return time.monotonic() - started, slow

@@ -26,7 +26,7 @@ from rich.text import Text  # noqa: E402
 
 from ep_runtime_client import cli  # noqa: E402
 from ep_runtime_client.cli.daemon import source  # noqa: E402
-from ep_runtime_client.cli.ranks import live, looks, rows, screen  # noqa: E402
+from ep_runtime_client.cli.ranks import board_samples, live, rows, screen  # noqa: E402
 
 WIDTH, HEIGHT = 96, 24
 WAIT_S = 600.0
@@ -74,7 +74,7 @@ def wait_for(condition: Callable[[], bool], what: str) -> None:
 def pictures(address: str, folder: Path) -> None:
     with source.open_source(address, timeout_s=30.0) as daemon:
         wait_for(lambda: any(rank["calls"] > 500 for rank in daemon.tallies()), "steps of the demo")
-        seen = looks.Looks(daemon, None, None, INTERVAL_S)
+        seen = board_samples.BoardSamples(daemon, None, None, INTERVAL_S)
         seen.wait()
         shown = screen.Screen(seen, rows.Links())
         picture("ep-runtime top", folder / "top.svg", live._text(shown.lines(WIDTH, HEIGHT), WIDTH))

@@ -37,7 +37,7 @@ class Saving:
         self._folder.mkdir(parents=True, exist_ok=True)
         now = datetime.datetime.now(datetime.UTC)
         self._started = now.strftime("%Y%m%dT%H%M%S")
-        machine = nvml.look()
+        machine = nvml.probe()
         self._known = {
             "date": now.date().isoformat(),
             "command": _command(),

@@ -29,7 +29,7 @@ COLUMNS = (
 @functools.cache
 def gpu_name() -> str:
     """The name of the machine's first GPU; "" if NVML finds none."""
-    return next((gpu.name for gpu in nvml.look().gpus), "")
+    return next((gpu.name for gpu in nvml.probe().gpus), "")
 
 
 def speeds(

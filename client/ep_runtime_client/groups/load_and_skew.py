@@ -13,7 +13,7 @@ from ep_runtime_client.daemons.client import DaemonClient
 if TYPE_CHECKING:
     import numpy as np
 
-    from ep_runtime_client.cli.ranks import tallies
+    from ep_runtime_client.readers import tallies
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -102,17 +102,16 @@ class GroupSkew:
 
 
 class LoadAndSkew:
-    """Looks at the boards of one group."""
+    """Reads load and skew of one group from its boards."""
 
     def __init__(self, client: DaemonClient, spec: specs.GroupSpec, generation: int) -> None:
         self._client, self._spec, self._generation = client, spec, generation
         self._formed_s = time.monotonic()
         self._lock = threading.Lock()
-        self._before: tallies.Look | None = None
+        self._before: tallies.BoardSample | None = None
 
-    def _look(self) -> tallies.Look:
-        from ep_runtime_client.cli.daemon import source
-        from ep_runtime_client.cli.ranks import tallies
+    def _sample(self) -> tallies.BoardSample:
+        from ep_runtime_client.readers import admin_service, tallies
 
         if self._spec.transport == "xla":
             raise NotImplementedError(
@@ -121,10 +120,12 @@ class LoadAndSkew:
             )
         place, timeout_s, name = self._client.place, self._client.timeout_s, self._spec.name
 
-        def read(control: Any) -> tallies.Look:
+        def read(control: Any) -> tallies.BoardSample:
             told = control.metadata
-            daemon = source.Source(place.directory, control.channel, timeout_s, metadata=told)
-            return tallies.look(daemon, name, None)
+            daemon = admin_service.Source(
+                place.directory, control.channel, timeout_s, metadata=told
+            )
+            return tallies.sample_boards(daemon, name, None)
 
         found = self._client.run(read)
         ours = {key: row for key, row in found.ranks.items() if self._is_ours(row)}
@@ -137,13 +138,13 @@ class LoadAndSkew:
         """As `Group.load`."""
         import numpy as np
 
-        from ep_runtime_client.cli.ranks import figures, rows, tallies
+        from ep_runtime_client.readers import figures, tallies
 
-        seen = self._look()
+        seen = self._sample()
         ranks = [*seen.ranks.values()]
         key = tallies.group_of(ranks[0]) if ranks else tallies.GroupName(-1, "", "")
         counted = ("rows", "dropped_rows", "rounds")
-        grown = {what: rows.growth([], seen.handles, key, what) for what in counted}
+        grown = {what: tallies.growth([], seen.handles, key, what) for what in counted}
         layers = {}
         for name in dict.fromkeys(name for row in ranks for name in tallies.layer_names(row)):
             found = figures.load_of(ranks, name, grown["rows"].get(name, 0))
@@ -161,10 +162,10 @@ class LoadAndSkew:
 
     def skew(self) -> GroupSkew:
         """As `Group.skew`."""
-        from ep_runtime_client.cli.ranks import figures, tallies
+        from ep_runtime_client.readers import figures, tallies
 
         with self._lock:
-            seen = self._look()
+            seen = self._sample()
             before, self._before = self._before or self._at_start(seen), seen
         group = tallies.between(before, seen)
         slow, holds = tallies.slow_rank(group), tallies.held_up(group)
@@ -184,7 +185,7 @@ class LoadAndSkew:
             missing=_missing(seen),
         )
 
-    def _at_start(self, seen: tallies.Look) -> tallies.Look:
+    def _at_start(self, seen: tallies.BoardSample) -> tallies.BoardSample:
         """The counters at the time the group formed, on the clock of the node that counts."""
         elapsed_s = time.monotonic() - self._formed_s
         nothing = {"calls": 0, "rows": 0, "dropped_rows": 0, "ops": (), "layers": ()}
@@ -206,5 +207,5 @@ class LoadAndSkew:
         return found
 
 
-def _missing(seen: tallies.Look) -> tuple[str, ...]:
+def _missing(seen: tallies.BoardSample) -> tuple[str, ...]:
     return tuple(str(node["node"]) for node in seen.missing)

@@ -11,9 +11,10 @@ from ep_runtime.allowed_names import shown
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime_client.cli import render, tables
 from ep_runtime_client.cli.daemon import reading
-from ep_runtime_client.cli.ranks import looks, tallies
-from ep_runtime_client.cli.ranks.figures import load_of as _layer
+from ep_runtime_client.cli.ranks import board_samples
 from ep_runtime_client.cli.tables import IDENTITY, Column
+from ep_runtime_client.readers import tallies
+from ep_runtime_client.readers.figures import load_of as _layer
 
 COLUMNS = (
     Column("layer", "LAYER", "name", priority=IDENTITY, about="layer; NAME[i] in a stack"),
@@ -42,8 +43,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--layer", help="show this layer only")
     add("--png", metavar="FILE", help="draw the rows of the last interval; needs the extra plot")
     interval = "rows of the next S seconds instead of all since the group formed"
-    looks.add_arguments(parser, interval, "count only the rows")
-    reading.explain(parser, {"columns": COLUMNS}, looks.ABOUT_SINCE)
+    board_samples.add_arguments(parser, interval, "count only the rows")
+    reading.explain(parser, {"columns": COLUMNS}, board_samples.ABOUT_SINCE)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -51,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
 
     _check(args)
     with source.open_source(args.address, timeout_s=args.timeout) as daemon:
-        seen = looks.begin(args, daemon)
+        seen = board_samples.begin(args, daemon)
         history: History = {}
         for _ in range(args.samples):
             if seen.interval_s:
@@ -60,9 +61,9 @@ def run(args: argparse.Namespace) -> int:
             for key, layers in groups.items():
                 for layer in layers:
                     history.setdefault((key, layer["layer"]), []).append(layer)
-            if args.output == "json" or not isinstance(seen, looks.Back):
+            if args.output == "json" or not isinstance(seen, board_samples.PastSamples):
                 _write(args, seen, groups)
-        if isinstance(seen, looks.Back):
+        if isinstance(seen, board_samples.PastSamples):
             seen.whole()
             groups = _groups(args, seen)
             if args.output != "json":
@@ -87,7 +88,7 @@ Groups = Mapping[tallies.GroupName, list[dict[str, Any]]]
 History = dict[tuple[tallies.GroupName, str], list[dict[str, Any]]]
 
 
-def _groups(args: argparse.Namespace, seen: looks.Looks) -> Groups:
+def _groups(args: argparse.Namespace, seen: board_samples.BoardSamples) -> Groups:
     """Layers by group: what they got in the interval, or since the group formed."""
     ranks: Mapping[tallies.GroupName, Sequence[Any]] = (
         seen.groups if seen.interval_s else seen.sums()
@@ -116,7 +117,7 @@ def _groups(args: argparse.Namespace, seen: looks.Looks) -> Groups:
     return found
 
 
-def _write(args: argparse.Namespace, seen: looks.Looks, groups: Groups) -> None:
+def _write(args: argparse.Namespace, seen: board_samples.BoardSamples, groups: Groups) -> None:
     if args.output == "json":
         items = [{**seen.about(key), "layers": layers} for key, layers in groups.items()]
         seen.write_json("load", items, compact=args.samples > 1)
@@ -124,7 +125,7 @@ def _write(args: argparse.Namespace, seen: looks.Looks, groups: Groups) -> None:
     if not groups:
         render.out("no groups")
     for key, layers in seen.apart(groups):
-        render.write_text(f"{key.title}: rows {seen.when(key)}")
+        render.write_text(f"{board_samples.title(key)}: rows {seen.when(key)}")
         render.write_table(COLUMNS, layers, wide=args.output == "wide", empty="no calls yet")
         _write_heat(layers)
 
@@ -177,7 +178,7 @@ def _write_pictures(args: argparse.Namespace, groups: Groups) -> None:
             argument="--png",
         )
     for key, layers in called.items():
-        write_picture(args.png, key.title, layers)
+        write_picture(args.png, board_samples.title(key), layers)
         if args.output != "json":
             render.write_text(f"wrote {args.png}")
 

@@ -9,9 +9,10 @@ from typing import Any
 from ep_runtime_client import cli
 from ep_runtime_client.cli import render
 from ep_runtime_client.cli.daemon import reading
-from ep_runtime_client.cli.ranks import figures, looks, tallies
-from ep_runtime_client.cli.ranks.tallies import Interval
+from ep_runtime_client.cli.ranks import board_samples
 from ep_runtime_client.cli.tables import IDENTITY, STATE, USUAL, Column
+from ep_runtime_client.readers import figures, tallies
+from ep_runtime_client.readers.tallies import Interval
 
 COLUMNS = (
     Column("op", "OP", priority=IDENTITY, about="op, such as dispatch"),
@@ -40,11 +41,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="show the rank-by-rank matrices of one op, such as dispatch; `-o wide` shows all",
     )
     since = "instead of the next seconds show the waits"
-    looks.add_arguments(parser, "seconds to look at", since, interval_s=5.0, wide="every peer")
+    board_samples.add_arguments(
+        parser, "seconds to look at", since, interval_s=5.0, wide="every peer"
+    )
     about = (
         "Names a rank that the others wait for more than "
         f"{100 * tallies.SLOW_SHARE:g}% of the time; the exit code is then {cli.LATE}. "
-        f"{looks.ABOUT_SINCE}"
+        f"{board_samples.ABOUT_SINCE}"
     )
     reading.explain(parser, {"columns": COLUMNS}, about)
 
@@ -54,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
 
     args.op = args.op.upper() if args.op else None
     with source.open_source(args.address, timeout_s=args.timeout) as daemon:
-        seen = looks.begin(args, daemon)
+        seen = board_samples.begin(args, daemon)
         for _ in range(args.samples):
             seen.wait()
             if args.output == "json":
@@ -65,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
         return cli.LATE if slow and not seen.missing else seen.exit_code
 
 
-def _write_json(args: argparse.Namespace, seen: looks.Looks) -> None:
+def _write_json(args: argparse.Namespace, seen: board_samples.BoardSamples) -> None:
     groups = []
     for key, group in seen.groups.items():
         ops = [
@@ -81,7 +84,7 @@ def _write_json(args: argparse.Namespace, seen: looks.Looks) -> None:
     seen.write_json("skew", groups, compact=args.samples > 1)
 
 
-def _write_tables(args: argparse.Namespace, seen: looks.Looks) -> None:
+def _write_tables(args: argparse.Namespace, seen: board_samples.BoardSamples) -> None:
     wide = args.output == "wide"
     if not seen.groups:
         render.out("no ranks")

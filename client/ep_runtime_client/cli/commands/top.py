@@ -7,7 +7,8 @@ from typing import Any
 
 from ep_runtime_client.cli import render
 from ep_runtime_client.cli.daemon import reading
-from ep_runtime_client.cli.ranks import looks, rows, tallies
+from ep_runtime_client.cli.ranks import board_samples, rows
+from ep_runtime_client.readers import tallies
 
 _ABOUT_KEYS = (
     "On a terminal it runs until q. Keys: s sorts by the next column, r reverses the order, l "
@@ -25,9 +26,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="link bandwidth that LINK is a share of, instead of NVML's",
     )
     since = "print once, instead of a live screen, the rates"
-    looks.add_arguments(parser, "seconds of one sample", since, interval_s=2.0, samples=None)
+    board_samples.add_arguments(
+        parser, "seconds of one sample", since, interval_s=2.0, samples=None
+    )
     shown = {"ranks": rows.RANKS, "layers (key l)": rows.LAYERS}
-    reading.explain(parser, shown, f"{_ABOUT_KEYS} {looks.ABOUT_SINCE}")
+    reading.explain(parser, shown, f"{_ABOUT_KEYS} {board_samples.ABOUT_SINCE}")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -35,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
     from ep_runtime_client.cli.ranks import live, screen
 
     with source.open_source(args.address, timeout_s=args.timeout) as daemon:
-        seen = looks.begin(args, daemon)
+        seen = board_samples.begin(args, daemon)
         links = rows.Links(args.link)
         now = args.samples is None and args.since is None
         if now and args.output == "table" and live.possible():
@@ -52,18 +55,22 @@ def run(args: argparse.Namespace) -> int:
         return seen.exit_code
 
 
-def _write_tables(args: argparse.Namespace, seen: looks.Looks, links: rows.Links) -> None:
+def _write_tables(
+    args: argparse.Namespace, seen: board_samples.BoardSamples, links: rows.Links
+) -> None:
     if not seen.groups:
         render.out("no ranks")
     for key, _ in seen.apart(seen.groups):
         for line in seen.heading(key):
             render.write_text(line)
         found = seen.ranks(key, links)
-        shown = looks.columns(found, rows.RANKS)
+        shown = board_samples.columns(found, rows.RANKS)
         render.write_table(shown, found, wide=args.output == "wide", empty="no ranks")
 
 
-def _document(seen: looks.Looks, key: tallies.GroupName, links: rows.Links) -> dict[str, Any]:
+def _document(
+    seen: board_samples.BoardSamples, key: tallies.GroupName, links: rows.Links
+) -> dict[str, Any]:
     found = seen.ranks(key, links)
     return {
         **seen.about(key),

@@ -83,7 +83,7 @@ def hardware(window_bytes: Mapping[str, int]) -> dict[str, GpuFinding]:
     Args:
         window_bytes: what the daemon holds, by GPU UUID.
     """
-    machine = nvml.look()
+    machine = nvml.probe()
     if not machine.gpus:
         if _plugin() is None and not native.library_path("cuda").exists():
             return {}
@@ -174,7 +174,7 @@ NONE: dict[str, Any] = {"driver": "", "reason": "", "items": []}
 
 def told(window_bytes: Mapping[str, int]) -> dict[str, Any]:
     """What `status` shows: driver, reason (where nothing is told), and a row of COLUMNS per GPU."""
-    machine = nvml.look()
+    machine = nvml.probe()
     rows = [
         {
             "index": gpu.index,

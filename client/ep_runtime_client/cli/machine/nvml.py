@@ -60,7 +60,7 @@ class _Handle:
         return self.to_switches or self.to_gpus[other.bus]
 
 
-def look() -> Machine:
+def probe() -> Machine:
     """Asks NVML; takes a few tens of milliseconds."""
     try:
         nvml = importlib.import_module("pynvml")

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from ep_runtime_client.cli.machine import nvml
-from ep_runtime_client.cli.ranks import tallies
-from ep_runtime_client.cli.ranks.tallies import Interval, Load
 from ep_runtime_client.cli.tables import IDENTITY, STATE, Column
+from ep_runtime_client.readers import tallies
+from ep_runtime_client.readers.tallies import Interval, Load
 
 _RANK = Column("world_rank", "RANK", "count", priority=IDENTITY, about="world rank")
 _TOKENS = Column("tokens_s", "TOKENS/S", "rate", about="tokens that it sent to experts, per second")
@@ -77,7 +77,6 @@ RANKS_OF_LAYER = (
 )
 
 Rows = list[dict[str, Any]]
-Handles = Sequence[Mapping[str, Any]]
 
 
 class Links:
@@ -93,7 +92,7 @@ class Links:
         if self._wanted is not None or device == "host":
             return self._wanted
         if self._told is None:
-            self._told = {gpu.uuid: _gb_s(gpu) for gpu in nvml.look().gpus}
+            self._told = {gpu.uuid: _gb_s(gpu) for gpu in nvml.probe().gpus}
         return self._told.get(device) or None
 
 
@@ -101,16 +100,6 @@ def _gb_s(gpu: nvml.Gpu) -> float:
     counts = [link.removeprefix("NV") for link in gpu.links.values() if link.startswith("NV")]
     links = max((int(count) for count in counts if count.isdecimal()), default=0)
     return links * (gpu.link_mb_s or 0) / 1000
-
-
-def growth(before: Handles, after: Handles, group: tallies.GroupName, key: str) -> dict[str, int]:
-    """By layer: by how much a number of the group's handles grew."""
-    grown = collections.Counter[str]()
-    for handles, sign in ((after, 1), (before, -1)):
-        for handle in handles:
-            if tallies.group_of(handle) == group:
-                grown[handle["layer"]] += sign * int(handle[key])
-    return {layer: max(0, count) for layer, count in grown.items()}
 
 
 def ranks(group: Sequence[Interval], rounds: int, links: Links) -> Rows:

@@ -9,7 +9,8 @@ from ep_runtime.allowed_names import shown
 from ep_runtime.text import printable
 from ep_runtime_client.cli import tables
 from ep_runtime_client.cli.daemon import nodes
-from ep_runtime_client.cli.ranks import looks, rows, tallies
+from ep_runtime_client.cli.ranks import board_samples, rows
+from ep_runtime_client.readers import tallies
 
 if TYPE_CHECKING:
     from ep_runtime_client.cli.ranks.live import Line
@@ -21,8 +22,8 @@ _NUMBERS = ("count", "rate", "share", "ratio", "bytes", "seconds")
 class Screen:
     """Ranks of one group; or its layers, of which one is chosen; or the ranks in one layer."""
 
-    def __init__(self, seen: looks.Looks, links: rows.Links) -> None:
-        self._looks, self._links = seen, links
+    def __init__(self, seen: board_samples.BoardSamples, links: rows.Links) -> None:
+        self._samples, self._links = seen, links
         self._group = 0
         self._layers = False  # the list of layers is there, or one of them
         self._opened = ""  # that layer
@@ -60,7 +61,7 @@ class Screen:
 
     @property
     def _key(self) -> tallies.GroupName | None:
-        groups = list(self._looks.groups)
+        groups = list(self._samples.groups)
         return groups[self._group % len(groups)] if groups else None
 
     def _rows(self) -> tuple[Sequence[tables.Column], rows.Rows]:
@@ -70,13 +71,13 @@ class Screen:
         if key is None:
             return shown, found
         if self._opened:
-            found = rows.ranks_of_layer(self._looks.groups[key], self._opened)
-            shown = looks.columns(found, rows.RANKS_OF_LAYER)
+            found = rows.ranks_of_layer(self._samples.groups[key], self._opened)
+            shown = board_samples.columns(found, rows.RANKS_OF_LAYER)
         elif self._layers:
-            shown, found = rows.LAYERS, self._looks.layers(key)
+            shown, found = rows.LAYERS, self._samples.layers(key)
         else:
-            found = self._looks.ranks(key, self._links)
-            shown = looks.columns(found, shown)
+            found = self._samples.ranks(key, self._links)
+            shown = board_samples.columns(found, shown)
         shown = [column for column in shown if not column.wide]
         return shown, self._sorted(shown, found)
 
@@ -94,15 +95,15 @@ class Screen:
         key = self._key
         away: list[Line] = [
             (part, "red")
-            for node in self._looks.missing
+            for node in self._samples.missing
             for part in tables.fold(printable(nodes.reason(node)), width)
         ]
         if key is None:
-            text = f"no ranks yet: the first sample takes {self._looks.interval_s:g} s"
+            text = f"no ranks yet: the first sample takes {self._samples.interval_s:g} s"
             return [("ep-runtime top", "bold"), *away, (text, ""), (_KEYS, "dim")][:height]
         head: list[Line] = [
             (part, "bold red" if line.startswith(("SLOW", "SILENT")) else "bold")
-            for line in self._looks.heading(key)
+            for line in self._samples.heading(key)
             for part in tables.fold(printable(line), width)
         ]
         head += away

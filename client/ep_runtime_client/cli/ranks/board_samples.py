@@ -1,4 +1,4 @@
-"""Looks at the boards, one after the other, what groups did in between, and how that is told."""
+"""Samples of the boards, one after the other, and how commands show what groups did in between."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from ep_runtime.allowed_names import shown
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime.units import duration
 from ep_runtime_client import cli
-from ep_runtime_client.cli import render
-from ep_runtime_client.cli.daemon import nodes, reading
-from ep_runtime_client.cli.ranks import rows, tallies
+from ep_runtime_client.cli import render, users
+from ep_runtime_client.cli.daemon import choosing, nodes, reading
+from ep_runtime_client.cli.ranks import rows
 from ep_runtime_client.cli.tables import Column
+from ep_runtime_client.readers import tallies
 
 if TYPE_CHECKING:
     from ep_runtime_client.cli.daemon import source
@@ -74,23 +76,32 @@ ABOUT_SINCE = (
 )
 
 
-def begin(args: argparse.Namespace, daemon: source.Source) -> Looks:
-    """The first look that the options of `add_arguments` want."""
+def begin(args: argparse.Namespace, daemon: source.Source) -> BoardSamples:
+    """The first sample, as the options of `add_arguments` want it."""
     if args.since is not None:
-        return Back(daemon, args.group, args.node, args.since, args.samples or 1)
-    return Looks(daemon, args.group, args.node, args.interval or 0.0)
+        return PastSamples(daemon, args.group, args.node, args.since, args.samples or 1)
+    return BoardSamples(daemon, args.group, args.node, args.interval or 0.0)
 
 
-class Looks:
-    """The last two looks at the boards, and what is between them."""
+def title(group: tallies.GroupName) -> str:
+    """Which group it is, for people."""
+    job, user = shown(group.job), users.name(group.uid)
+    return f"group {shown(group.group)} of job {job}, user {user}"
+
+
+class BoardSamples:
+    """The last two samples of the boards, and what happened between them."""
 
     def __init__(
         self, daemon: source.Source, group: str | None, node: str | None, interval_s: float
     ) -> None:
-        """Looks for the first time; `group` and `node` None for all, `interval_s` 0.0 for all
+        """Takes the first sample; `group` and `node` None for all, `interval_s` 0.0 for all
         since groups formed."""
         self._daemon, self._where, self.interval_s = daemon, (group, node), interval_s
-        self._after = self._before = tallies.look(daemon, group, node)
+        self._after = self._before = tallies.sample_boards(daemon, group, node)
+        if group is not None and not self._after.ranks:
+            known = nodes.everywhere(daemon, lambda one: one.groups(), node).rows
+            choosing.select("groups", ("name",), known, group)
         self._missing_told: set[str] = set()
         self._tell_missing()
         self.groups: dict[tallies.GroupName, list[tallies.Interval]] = {}
@@ -98,7 +109,7 @@ class Looks:
 
     @property
     def missing(self) -> list[dict[str, Any]]:
-        """Nodes of which either look has nothing."""
+        """Nodes that are missing in either sample."""
         both = (*self._before.missing, *self._after.missing)
         return [*{node["node"]: node for node in both}.values()]
 
@@ -109,21 +120,21 @@ class Looks:
         nodes.tell_missing(fresh)
 
     def again(self) -> None:
-        """Looks once more."""
-        self._compare(self._after, tallies.look(self._daemon, *self._where))
+        """Takes another sample."""
+        self._compare(self._after, tallies.sample_boards(self._daemon, *self._where))
 
-    def _compare(self, before: tallies.Look, after: tallies.Look) -> None:
+    def _compare(self, before: tallies.BoardSample, after: tallies.BoardSample) -> None:
         self._before, self._after = before, after
         self.groups = tallies.by_group(tallies.between(self._before, self._after))
 
     def wait(self) -> None:
-        """Looks once more when a sample is over."""
+        """Takes another sample after the interval."""
         time.sleep(self.interval_s)
         self.again()
         self._tell_missing()
 
     def when(self, group: tallies.GroupName) -> str:
-        """The time that is between the looks."""
+        """The time between the samples."""
         return f"in the last {self.interval_s:g} s" if self.interval_s else "since it formed"
 
     def about(self, group: tallies.GroupName) -> dict[str, Any]:
@@ -136,7 +147,7 @@ class Looks:
 
     def heading(self, group: tallies.GroupName) -> Iterator[str]:
         """Whose ranks they are, and which of them is slow."""
-        yield f"{group.title}: {len(self.groups[group])} ranks"
+        yield f"{title(group)}: {len(self.groups[group])} ranks"
         slow = tallies.slow_rank(self.groups[group])
         if slow is not None:
             yield f"SLOW: {slow.message}"
@@ -190,23 +201,25 @@ class Looks:
     def grown(
         self, group: tallies.GroupName, key: str, *, from_start: bool = False
     ) -> dict[str, int]:
-        """By layer: by how much a number of its handles grew since the look before."""
+        """By layer: by how much a number of its handles grew since the sample before."""
         before = [] if from_start else self._before.handles
-        return rows.growth(before, self._after.handles, group, key)
+        return tallies.growth(before, self._after.handles, group, key)
 
 
-class Back(Looks):
-    """Looks at what daemons remember, the oldest part first."""
+class PastSamples(BoardSamples):
+    """Samples that daemons remember, the oldest first."""
 
     def __init__(
         self, daemon: source.Source, group: str | None, node: str | None, since_s: float, parts: int
     ) -> None:
-        """Looks as long ago as is remembered, and at now; `parts` is how often `wait` is called.
+        """Samples the present and the past, as far back as daemons remember.
+
+        `parts`: how often `wait` is called.
 
         Raises:
             InvalidArgumentError: there is no copy yet.
         """
-        self._first = tallies.look(daemon, group, node, age_s=since_s)
+        self._first = tallies.sample_boards(daemon, group, node, age_s=since_s)
         super().__init__(daemon, group, node, 0.0)
         whole = tallies.between(self._first, self._after)
         if self._after.ranks and not whole:
@@ -228,7 +241,9 @@ class Back(Looks):
             self._compare(self._after, self._last)
             return
         self._age_s = self._ages_s.pop()
-        self._compare(self._after, tallies.look(self._daemon, *self._where, age_s=self._age_s))
+        self._compare(
+            self._after, tallies.sample_boards(self._daemon, *self._where, age_s=self._age_s)
+        )
 
     def whole(self) -> None:
         """Puts all parts together again."""

@@ -6,8 +6,8 @@ import collections
 from collections.abc import Sequence
 from typing import Any
 
-from ep_runtime_client.cli.ranks import tallies
-from ep_runtime_client.cli.ranks.tallies import Interval
+from ep_runtime_client.readers import tallies
+from ep_runtime_client.readers.tallies import Interval
 
 
 def load_of(ranks: Sequence[tallies.Row | Interval], name: str, rows: int) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What ranks did between two looks at the boards: rates, shares of time, and who held up whom.
+"""What ranks did between two samples of the boards: rates, shares of time, and who held up whom.
 
 A board has sums, so everything here is a difference of two of them. A wait that goes on has not
 reached the sums yet: what a rank says of itself now is added, so a job that stands still shows.
@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ep_runtime.allowed_names import shown
 from ep_runtime.units import duration
-from ep_runtime_client.cli import users
-from ep_runtime_client.cli.daemon import choosing, nodes
+from ep_runtime_client.readers import nodes
 
 if TYPE_CHECKING:
-    from ep_runtime_client.cli.daemon import source
+    from ep_runtime_client.readers.admin_service import Source
 
 Row = Mapping[str, Any]
 
@@ -29,12 +28,6 @@ class GroupName(NamedTuple):
     job: str
     group: str
 
-    @property
-    def title(self) -> str:
-        """For people."""
-        user = users.name(self.uid)
-        return f"group {shown(self.group)} of job {shown(self.job)}, user {user}"
-
 
 # A rank is slow where others waited for it for that share of the time, and for nobody else for
 # half as long: in a job without a slow rank waits are short, and every rank has its part in them.
@@ -44,7 +37,7 @@ _WAITS = ("MEETING", "WAITING")
 
 
 @dataclasses.dataclass(frozen=True)
-class Look:
+class BoardSample:
     """The sums of every rank and handle at one time; `missing` as in nodes.Found."""
 
     ranks: dict[tuple[Any, ...], Row]
@@ -52,25 +45,18 @@ class Look:
     missing: list[dict[str, Any]]
 
 
-def look(
-    daemon: source.Source, group: str | None, node: str | None, *, age_s: float | None = None
-) -> Look:
-    """The sums of now, or those of that long ago, of the groups of that name or of all.
-
-    Raises:
-        InvalidArgumentError: no group of that name.
-    """
+def sample_boards(
+    daemon: Source, group: str | None, node: str | None, *, age_s: float | None = None
+) -> BoardSample:
+    """The sums of now, or those of that long ago, of the groups of that name or of all."""
     found = nodes.everywhere(daemon, lambda one: one.tallies(group or "", age_s=age_s), node)
-    if group is not None and age_s is None and not found.rows:
-        known = nodes.everywhere(daemon, lambda one: one.groups(), node).rows
-        choosing.select("groups", ("name",), known, group, must=True)
     handles = nodes.everywhere(daemon, lambda one: one.handles(age_s=age_s), node)
     missing = {one["node"]: one for one in (*handles.missing, *found.missing)}
     ranks: dict[tuple[Any, ...], Row] = {
         (*group_of(row), row["generation"], row["world_rank"]): row
         for row in sorted(found.rows, key=lambda row: (group_of(row), row["world_rank"]))
     }
-    return Look(ranks, handles.rows, [*missing.values()])
+    return BoardSample(ranks, handles.rows, [*missing.values()])
 
 
 def group_of(row: Row) -> GroupName:
@@ -79,7 +65,7 @@ def group_of(row: Row) -> GroupName:
 
 @dataclasses.dataclass(frozen=True)
 class Load:
-    """One rank's calls on one layer, between two looks. Seconds; rows by the rank's experts."""
+    """One rank's calls on one layer, between two samples. Seconds; rows by the rank's experts."""
 
     calls: int
     time_s: float
@@ -90,10 +76,10 @@ class Load:
 
 @dataclasses.dataclass(frozen=True)
 class Interval:
-    """What one rank did between two looks.
+    """What one rank did between two samples.
 
     Attributes:
-        row: of the later look.
+        row: of the later sample.
         elapsed_s: between the two.
         waits_s: by (op, peer), what the peer ended as the last to come.
         arrivals_s: by (op, peer), by how much the peer came later, over all calls.
@@ -124,12 +110,12 @@ class Interval:
         return sum(self.waits_s.values())
 
     def share(self, seconds: float) -> float:
-        """Of the time between the looks, 0 to 1."""
+        """The share of the time between the samples, 0 to 1."""
         return min(1.0, max(0.0, seconds / self.elapsed_s))
 
 
-def between(before: Look, after: Look) -> list[Interval]:
-    """Of every rank that both looks saw in the same generation of its group."""
+def between(before: BoardSample, after: BoardSample) -> list[Interval]:
+    """The interval of every rank that both samples have in the same generation of its group."""
     found = []
     for key, row in after.ranks.items():
         earlier = before.ranks.get(key)
@@ -204,6 +190,18 @@ def load_of(layer: Row) -> Load:
     """A layer's sums as ListTallies tells them."""
     times = layer["time_ns"] / 1e9, layer["wait_ns"] / 1e9
     return Load(layer["calls"], *times, layer["tokens"], tuple(layer["rows"]))
+
+
+def growth(
+    before: Sequence[Row], after: Sequence[Row], group: GroupName, key: str
+) -> dict[str, int]:
+    """By layer: by how much a number of the group's handles grew."""
+    grown = collections.Counter[str]()
+    for handles, sign in ((after, 1), (before, -1)):
+        for handle in handles:
+            if group_of(handle) == group:
+                grown[handle["layer"]] += sign * int(handle[key])
+    return {layer: max(0, count) for layer, count in grown.items()}
 
 
 def by_group(intervals: Iterable[Interval]) -> dict[GroupName, list[Interval]]:
