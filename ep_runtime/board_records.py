@@ -125,7 +125,7 @@ def read_handles(buf: Any, spec: GroupSpec, indices: Iterable[int]) -> list[Hand
     return records
 
 
-def read_rounds(buf: Any, spec: GroupSpec, num_handles: int) -> dict[int, int]:
+def read_extra_chunks(buf: Any, spec: GroupSpec, num_handles: int) -> dict[int, int]:
     """Rounds by handle index, of those of the first `num_handles` that have any."""
     size = ctypes.sizeof(HandleRecordStruct) // 8
     first = (board_layout(spec).handles_offset + HandleRecordStruct.rounds.offset) // 8

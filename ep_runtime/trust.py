@@ -20,7 +20,7 @@ from pathlib import Path
 
 from ep_runtime.errors import PermissionDeniedError
 
-_LOOK = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
+_PATH_ONLY = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
 _MAX_LINKS = 40  # as the kernel
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _ALL_UIDS = 2**32 - 1
@@ -40,7 +40,7 @@ def open_directory(path: Path, uids: Collection[int], *, with_parents: bool = Tr
             path and uid (of that part and its owner).
         OSError: it cannot be reached.
     """
-    found = _walk(path, uids) if with_parents else os.open(path, _LOOK)
+    found = _walk(path, uids) if with_parents else os.open(path, _PATH_ONLY)
     try:
         _check_end(path, os.fstat(found), uids)
     except BaseException:
@@ -75,17 +75,17 @@ def _walk(path: Path, uids: Collection[int]) -> int:
     """Opens the path step by step; all but its end is checked."""
     with contextlib.ExitStack() as opened:
 
-        def look(name: str, at: int | None = None) -> int:
-            fd = os.open(name, _LOOK, dir_fd=at)
+        def open_part(name: str, at: int | None = None) -> int:
+            fd = os.open(name, _PATH_ONLY, dir_fd=at)
             opened.callback(os.close, fd)
             return fd
 
-        here, walked, links = look("/"), Path("/"), 0
+        here, walked, links = open_part("/"), Path("/"), 0
         left = list(reversed(path.parts[1:]))
         while left:
             _check_parent(walked, os.fstat(here), uids)
             name = left.pop()
-            found = look(name, here)
+            found = open_part(name, here)
             about = os.fstat(found)
             if not left or not stat.S_ISLNK(about.st_mode):
                 here, walked = found, walked / name
@@ -97,7 +97,7 @@ def _walk(path: Path, uids: Collection[int]) -> int:
             target = os.readlink("", dir_fd=found)
             left += [part for part in reversed(Path(target).parts) if part != "/"]
             if target.startswith("/"):
-                here, walked = look("/"), Path("/")
+                here, walked = open_part("/"), Path("/")
         return os.dup(here)
 
 

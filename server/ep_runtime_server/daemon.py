@@ -140,7 +140,7 @@ class Daemon:
         self._tell_health()
         self.runtime.supervisor.keep("reaper", self._reap)
         self.runtime.supervisor.keep("look for late ranks", self.runtime.late_ranks.watch)
-        self.runtime.supervisor.keep("look for rounds", self.runtime.rounds.watch)
+        self.runtime.supervisor.keep("look for chunked calls", self.runtime.chunked_calls.watch)
         self.runtime.supervisor.keep("copy boards", self.runtime.history.watch)
         self.runtime.supervisor.keep("watchdog", self._feed_watchdog)
         self.runtime.supervisor.keep("loop lag", self.runtime.loop_lag.measure)

@@ -33,13 +33,13 @@ from ep_runtime_server.callers.quotas import Connections, Quotas, Usage
 from ep_runtime_server.callers.sessions import SessionRecord, Sessions, SessionState
 from ep_runtime_server.cluster.cluster import Cluster
 from ep_runtime_server.config import ServerConfig, merged
+from ep_runtime_server.groups.attach_tokens import AttachTokens
+from ep_runtime_server.groups.chunked_calls import ChunkedCalls
 from ep_runtime_server.groups.formation import Groups
 from ep_runtime_server.groups.fsm import State
 from ep_runtime_server.groups.history import History
 from ep_runtime_server.groups.lateness import LateRanks
 from ep_runtime_server.groups.record import GroupRecord
-from ep_runtime_server.groups.rounds import Rounds
-from ep_runtime_server.groups.tickets import TicketBook
 from ep_runtime_server.journal import drains
 from ep_runtime_server.journal.file import Journal
 from ep_runtime_server.journal.recorder import DRAIN, Recorder
@@ -87,7 +87,7 @@ class Runtime:
         self.quotas = Quotas(settings.per_user, self.usage, self.fds)
         self.pool.quotas = self.quotas
         self.groups = Groups(self.pool, clock, self.events, self.quotas)
-        self.tickets = TicketBook(clock)
+        self.attach_tokens = AttachTokens(clock)
         self.unique_ids = UniqueIdBook(clock, self.events, self.quotas)
         self.operations = Operations(clock)
         self.sessions = Sessions(
@@ -102,7 +102,7 @@ class Runtime:
         self.rejoin = Rejoin(self.groups, self.pool, self.recovery)
         self.recorder = Recorder(journal, self.sessions, self.groups, self.pool, self.events, clock)
         self.late_ranks = LateRanks(self.groups, self.events, clock)
-        self.rounds = Rounds(self.groups, self.events)
+        self.chunked_calls = ChunkedCalls(self.groups, self.events)
         self.history = History(self.groups, clock)
         self.failpoints = Failpoints(settings.testing)
         self.on_health: Callable[[], None] = lambda: None  # where `healthy` may have changed
@@ -468,7 +468,7 @@ class Runtime:
         run = self.supervisor.run
         run("expiry of groups", self.groups.expire)
         run(FREEING, self.pool.free_again)
-        run("expiry of tickets", self.tickets.expire)
+        run("expiry of attach tokens", self.attach_tokens.expire)
         run("ends of NCCL ids", self.unique_ids.tick)
         run("expiry of answers", self.operations.expire)
         run("marks of late heartbeats", self.sessions.mark_suspects)

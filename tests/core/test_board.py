@@ -93,12 +93,12 @@ def test_fresh_records_are_idle():
 def test_rounds_are_in_the_last_word_of_a_handle():
     spec = spec_of()
     buf = formatted(spec)
-    assert board_records.read_rounds(buf, spec, board.MAX_HANDLES) == {}
+    assert board_records.read_extra_chunks(buf, spec, board.MAX_HANDLES) == {}
     at = board.board_layout(spec).handles_offset
     for index, count in ((0, 2), (5, 1 << 63), (board.MAX_HANDLES - 1, 7)):
         word = ctypes.c_uint64.from_buffer(buf, at + 64 * index + 56)
         word.value = count
-    assert board_records.read_rounds(buf, spec, board.MAX_HANDLES - 1) == {0: 2, 5: 1 << 63}
+    assert board_records.read_extra_chunks(buf, spec, board.MAX_HANDLES - 1) == {0: 2, 5: 1 << 63}
     before, handle, after = board_records.read_handles(buf, spec, [4, 5, 6])
     assert (before.rounds, handle.rounds, after.rounds) == (0, 1 << 63, 0)
 

@@ -120,7 +120,7 @@ def read_all(group: GroupRecord, clock: SystemClock) -> None:
         views.rank_info(rank, clock).SerializeToString()
     for rank in tallies.ranks([group]):
         tallies.rank_tally(rank, clock).SerializeToString()
-    board_records.read_rounds(group.windows.board, group.spec, group.layers.num_handles)
+    board_records.read_extra_chunks(group.windows.board, group.spec, group.layers.num_handles)
     for late in lateness.late_in(group, now_s):
         views.late_rank(late).SerializeToString()
     board.tell_time(group.windows.board, int(now_s * 1e9))

@@ -59,7 +59,7 @@ class Job:
 
 
 def look(daemon) -> None:
-    made = daemon._daemon.runtime.history.look()
+    made = daemon._daemon.runtime.history.copy_boards()
     asyncio.run_coroutine_threadsafe(made, daemon._loop).result(WAIT_S)
 
 

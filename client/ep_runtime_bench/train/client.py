@@ -82,9 +82,9 @@ class _Training:
             block = models.our_block(stack, place, recipe)
         self._params = models.make_params(model, jnp.dtype(order.dtype), place)
         optimizer = models.make_optimizer()
-        lies = jax.tree.map(lambda leaf: leaf.sharding, self._params)
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, self._params)
         shapes = jax.eval_shape(optimizer.init, self._params)
-        self._state = jax.jit(optimizer.init, out_shardings=_like(shapes, self._params, lies))(
+        self._state = jax.jit(optimizer.init, out_shardings=_like(shapes, self._params, shardings))(
             self._params
         )
         self._batches = itertools.cycle(models.batches(model, place, order.devices))
@@ -114,12 +114,12 @@ class _Training:
         return (clock() - started) / ROUND
 
 
-def _like(shapes: Any, params: Any, lies: Any) -> Any:
-    """Shardings of the optimizer's state: of a moment its weight's, of anything else whole."""
-    shardings = jax.tree.leaves(lies)
+def _like(shapes: Any, params: Any, shardings: Any) -> Any:
+    """Shardings of the optimizer's state: a moment has its weight's, the rest is whole."""
+    found = jax.tree.leaves(shardings)
     sizes = [leaf.shape for leaf in jax.tree.leaves(params)]
-    weights = dict(zip(sizes, shardings, strict=True))
-    whole = jax.sharding.NamedSharding(shardings[0].mesh, jax.sharding.PartitionSpec())
+    weights = dict(zip(sizes, found, strict=True))
+    whole = jax.sharding.NamedSharding(found[0].mesh, jax.sharding.PartitionSpec())
     return jax.tree.map(lambda leaf: weights.get(leaf.shape, whole), shapes)
 
 

@@ -23,7 +23,7 @@ _log = logging.getLogger("ep_runtime")
 # The daemon starts a process and loads libnccl from a cold disk.
 IDS_TIMEOUT_S = 40.0
 # How often to ask whether the group is still forming.
-_LOOK_S = 0.25
+_CHECK_EVERY_S = 0.25
 # A rank that closes the group has taken part in its last call to the end. What others began with it
 # ends soon after, or waits for it in vain.
 LEFT_GRACE_S = 2.0
@@ -40,7 +40,7 @@ class GroupWithNccl(native.OpenGroup):
     Attributes:
         nccl: the communicators.
         ranks: that this process brought to them.
-        watch: looks after them.
+        watch: of the communicators.
     """
 
     nccl: nccl.NcclGroup
@@ -77,7 +77,7 @@ class GroupWithNccl(native.OpenGroup):
 
 
 class Watch:
-    """A thread that looks after a group's communicators until it closes.
+    """A thread that watches a group's communicators until it closes.
 
     Args:
         made: the communicators.
@@ -106,20 +106,20 @@ class Watch:
 
     def _run(self) -> None:
         until_s: float | None = None
-        while (failure := self._made.await_failure(_LOOK_S)) is not None:
+        while (failure := self._made.await_failure(_CHECK_EVERY_S)) is not None:
             if failure:
                 # Of a process that is gone the daemon knows more, and tells it.
                 if not self._known and not self._made.over.wait(TOLD_S):
                     self._report(failure)
                 return
-            why = self._look()
+            why = self._left_error()
             if why is not None and until_s is None:
                 until_s = time.monotonic() + LEFT_GRACE_S
             if why is not None and until_s is not None and time.monotonic() > until_s:
                 self._made.abort(why)
                 return
 
-    def _look(self) -> PeerLostError | None:
+    def _left_error(self) -> PeerLostError | None:
         """Why calls with those that have left end; None where nobody has."""
         why = None
         for rank in sorted({*self._left(), *self._known}):
@@ -202,7 +202,7 @@ def join(
     deadline = time.monotonic() + budget_s + nccl.CLOSE_TIMEOUT_S
     try:
         while thread.is_alive() and time.monotonic() < deadline:
-            thread.join(_LOOK_S)
+            thread.join(_CHECK_EVERY_S)
             over = _over(control, ranks, epoch) if thread.is_alive() else None
             if over is not None:
                 group.abort(over)

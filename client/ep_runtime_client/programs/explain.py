@@ -248,7 +248,7 @@ class _Program:
         ops = {item.op} | (inside.get(called.group(1), set()) if called else set())
         return not ops & _ENDS
 
-    def takes_maximum(self, item: _Instruction) -> bool:
+    def uses_maximum(self, item: _Instruction) -> bool:
         """Whether a reduction keeps the largest value instead of the sum."""
         applied = _APPLIES.search(item.rest)
         return applied is not None and "maximum" in self._inside.get(applied.group(1), ())
@@ -287,7 +287,7 @@ def _attribute(program: _Program, item: _Instruction, kind: str) -> Collective |
     if place is None:
         return None
     op, layer = place
-    if op in _MATMUL and written and program.takes_maximum(item):
+    if op in _MATMUL and written and program.uses_maximum(item):
         cause, why = "amax", _AMAX
     elif op in _MATMUL:
         cause, why = _why_matmul(item, kind, written)

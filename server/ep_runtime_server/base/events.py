@@ -61,7 +61,7 @@ class _Allowance:
 
 
 class EventLog:
-    """Never given a token or a ticket."""
+    """Never given a session or attach token."""
 
     def __init__(self, clock: Clock, path: Path | None = None) -> None:
         """`path` is of the file that outlives the daemon; None for none."""

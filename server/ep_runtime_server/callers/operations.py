@@ -80,7 +80,7 @@ class Operations:
             return await asyncio.shield(known.task)
         except asyncio.CancelledError:
             if not known.task.cancelled():  # it is the caller that goes away; the work goes on
-                known.task.add_done_callback(functools.partial(_look, request.DESCRIPTOR.name))
+                known.task.add_done_callback(functools.partial(_log_fault, request.DESCRIPTOR.name))
                 raise
             raise SessionFencedError("the session ended while this call ran") from None
 
@@ -128,8 +128,8 @@ async def _as_coroutine(work: Callable[[], Awaitable[Any]]) -> Any:
     return await work()
 
 
-def _look(name: str, task: asyncio.Task[Any]) -> None:
-    """Nobody may be there any more to hear of a fault of ours."""
+def _log_fault(name: str, task: asyncio.Task[Any]) -> None:
+    """Logs a fault of ours, because its caller may be gone."""
     error = None if task.cancelled() else task.exception()
     if error is not None and not isinstance(error, EpRuntimeError):
         logging.getLogger(__name__).error(

@@ -1,1 +1,1 @@
-"""Groups and their layers: claims, the states between forming and closed, tickets, late ranks."""
+"""Groups and their layers: claims, states from forming to closed, attach tokens, late ranks."""

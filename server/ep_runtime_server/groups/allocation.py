@@ -25,7 +25,7 @@ async def get_windows(group: GroupRecord, pool: WindowPool, events: EventLog) ->
     if windows is not None and windows.serves(group.resolved, ranks):
         if windows.generation == group.generation:  # of a view before, given up meanwhile
             return
-        usable = windows.lies_on(group.uuids) and not windows.wanted_ranks
+        usable = windows.is_on(group.uuids) and not windows.wanted_ranks
         if usable and not windows.holders:
             await pool.format_again(windows, group.generation)
             group.reattached = True

@@ -1,4 +1,4 @@
-"""How a process gets at a formed group's memory: ticket, descriptors, report."""
+"""How a process gets at a formed group's memory: attach token, descriptors, report."""
 
 from __future__ import annotations
 
@@ -15,21 +15,22 @@ from ep_runtime.errors import (
 )
 from ep_runtime_server.base import open_files
 from ep_runtime_server.callers.sessions import SessionRecord
+from ep_runtime_server.groups.attach_tokens import AttachTokens
 from ep_runtime_server.groups.fsm import State, Trigger
 from ep_runtime_server.groups.record import GroupRecord, wait_until
-from ep_runtime_server.groups.tickets import TicketBook
 from ep_runtime_server.memory.buffers import Buffer
 
 
 def acquire(
-    tickets: TicketBook,
+    tokens: AttachTokens,
     session: SessionRecord,
     group: GroupRecord,
     generation: int,
     world_ranks: tuple[int, ...],
 ) -> tuple[str, list[Buffer]]:
-    """A ticket, and what it stands for: the board, then the windows of those ranks, which are on
-    this node (every one here if none).
+    """Gives an attach token, and what it stands for: the board, then windows of this node.
+
+    Without `world_ranks` it stands for every window here.
 
     Raises:
         StaleHandleError, PermissionDeniedError: see GroupRecord.member.
@@ -58,26 +59,26 @@ def acquire(
             argument="world_ranks",
         )
     wanted = (-1, *asked)
-    return tickets.give(session, group, wanted), [by_rank[rank] for rank in wanted]
+    return tokens.give(session, group, wanted), [by_rank[rank] for rank in wanted]
 
 
-def redeem(tickets: TicketBook, session: SessionRecord, secret: str) -> tuple[list[Buffer], int]:
-    """Returns the buffers a ticket stands for, and their generation.
+def redeem(tokens: AttachTokens, session: SessionRecord, secret: str) -> tuple[list[Buffer], int]:
+    """Returns the buffers an attach token stands for, and their generation.
 
     From now on the session holds that memory.
 
     Raises:
-        PermissionDeniedError: see TicketBook.take.
+        PermissionDeniedError: see AttachTokens.take.
         StaleHandleError: the group closed or formed again since.
         RuntimeUnavailableError: the daemon started again and the windows did not come back yet.
     """
-    ticket = tickets.take(secret, session)
-    group, windows = ticket.group, ticket.group.windows
-    group.member(session, ticket.generation)
+    token = tokens.take(secret, session)
+    group, windows = token.group, token.group.windows
+    group.member(session, token.generation)
     if windows is None or group.state is State.CLOSED:
         raise StaleHandleError(f"group {group.owner.name!r} is gone", group=group.owner.name)
     by_rank = {buffer.world_rank: buffer for buffer in windows.buffers}
-    buffers = [by_rank[rank] for rank in ticket.world_ranks]
+    buffers = [by_rank[rank] for rank in token.world_ranks]
     if any(buffer.allocation is None for buffer in buffers):
         raise RuntimeUnavailableError(
             f"the daemon started again and waits for the windows of group {group.owner.name!r}; "
@@ -86,7 +87,7 @@ def redeem(tickets: TicketBook, session: SessionRecord, secret: str) -> tuple[li
         )
     # Before the first byte is sent: a process that dies while receiving may hold a descriptor.
     windows.hold(session.session_id)
-    return buffers, ticket.generation
+    return buffers, token.generation
 
 
 @contextlib.contextmanager

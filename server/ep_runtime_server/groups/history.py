@@ -99,21 +99,21 @@ class History:
         return sum(self._bytes_by_user().values())
 
     async def watch(self) -> None:
-        """Looks until cancelled."""
+        """Copies boards until cancelled."""
         while True:
-            await self.look()
+            await self.copy_boards()
             await asyncio.sleep(SAMPLE_EVERY_S)
 
-    async def look(self) -> None:
-        """One more copy of every board that says something new."""
+    async def copy_boards(self) -> None:
+        """Takes one more copy of every board that changed."""
         groups = self._groups.all()
         known = {group.group_id for group in groups}
         self._samples = {key: kept for key, kept in self._samples.items() if key in known}
         async for group in paced(groups):
-            await self._look_at(group)
+            await self._copy_board(group)
         self._make_room()
 
-    async def _look_at(self, group: GroupRecord) -> None:
+    async def _copy_board(self, group: GroupRecord) -> None:
         windows, now_s = group.windows, self._clock.monotonic_s()
         if windows is None or windows.board is None:
             return

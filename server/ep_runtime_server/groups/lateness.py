@@ -22,7 +22,7 @@ from ep_runtime_server.base.pacing import paced
 from ep_runtime_server.groups.book import GroupBook
 from ep_runtime_server.groups.record import GroupMember, GroupRecord
 
-LOOK_EVERY_S = 1.0
+CHECK_EVERY_S = 1.0
 MAX_NAMED_WAITERS = 16
 
 
@@ -161,13 +161,13 @@ class LateRanks:
         return await late_ranks(self._groups.all(), self._clock.monotonic_s())
 
     async def watch(self) -> None:
-        """Looks once a second until cancelled."""
+        """Checks once a second until cancelled."""
         while True:
-            await self.look()
-            await asyncio.sleep(LOOK_EVERY_S)
+            await self.check()
+            await asyncio.sleep(CHECK_EVERY_S)
 
-    async def look(self) -> None:
-        """What became late or came since the look before becomes an event."""
+    async def check(self) -> None:
+        """Adds an event for each rank that became late, or came, since the last check."""
         tell_time(self._groups.all(), self._clock.monotonic_s())
         now = await self.now()
         found = {(x.group.group_id, x.group.generation, x.world_rank): x for x in now}

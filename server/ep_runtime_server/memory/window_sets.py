@@ -85,7 +85,7 @@ class WindowSet:
         ours = [buffer.world_rank for buffer in self.buffers if buffer.world_rank >= 0]
         return self.spec == spec and ours == list(ranks)
 
-    def lies_on(self, uuids: Mapping[int, str]) -> bool:
+    def is_on(self, uuids: Mapping[int, str]) -> bool:
         """Whether every window is on the GPU that its rank has now."""
         return all(b.device == uuids.get(b.world_rank, b.device) for b in self.buffers)
 

@@ -129,7 +129,7 @@ class UniqueIdBook:
         until_s = self._clock.monotonic_s() + JOIN_S
         found = _Set(group, group.generation, group.epoch, until_s)
         found.making = asyncio.get_running_loop().create_task(self._make(found))
-        found.making.add_done_callback(_look)
+        found.making.add_done_callback(_take_error)
         self._sets[group.group_id] = found
         self._log("nccl.unique_ids", group, f"unique ids for {group.spec.num_domains} EP domains")
         return found
@@ -229,8 +229,8 @@ class UniqueIdBook:
         )
 
 
-def _look(task: asyncio.Task[UniqueIds]) -> None:
-    """Nobody may be waiting any more; the error is in the set."""
+def _take_error(task: asyncio.Task[UniqueIds]) -> None:
+    """Marks the error as seen, because nobody may wait for the task; the set has it."""
     if not task.cancelled():
         task.exception()
 
@@ -240,7 +240,7 @@ def _without_ids(group: GroupRecord, error: str) -> _Set:
         raise StaleHandleError(error)
 
     making = asyncio.get_running_loop().create_task(none())
-    making.add_done_callback(_look)
+    making.add_done_callback(_take_error)
     found = _Set(group, group.generation, group.epoch, 0.0)
     found.making = making
     return found

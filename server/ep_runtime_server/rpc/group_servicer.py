@@ -87,16 +87,20 @@ class GroupServicer(pb_grpc.GroupServiceServicer):
     ) -> pb.AcquireWindowsResponse:
         session = current_session()
         group = self._runtime.groups.get(session, request.name)
-        ticket, buffers = attachment.acquire(
-            self._runtime.tickets, session, group, request.generation, tuple(request.world_ranks)
+        token, buffers = attachment.acquire(
+            self._runtime.attach_tokens,
+            session,
+            group,
+            request.generation,
+            tuple(request.world_ranks),
         )
         return pb.AcquireWindowsResponse(
-            ticket=ticket,
+            ticket=token,
             descriptors=[
                 views.descriptor(buffer.world_rank, buffer.size_bytes, group.generation)
                 for buffer in buffers
             ],
-            time_to_live=wire.duration(limits.TICKET_LIFE_S),
+            time_to_live=wire.duration(limits.ATTACH_TOKEN_LIFE_S),
         )
 
     async def ReportAttached(  # noqa: N802

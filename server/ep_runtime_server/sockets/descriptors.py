@@ -19,7 +19,7 @@ from ep_runtime_server.callers.turns import FairQueue
 from ep_runtime_server.sockets import descriptor_child
 from ep_runtime_server.sockets.spare_child import SpareChild
 
-LOOK_S = 5.0
+ANSWER_WITHIN_S = 5.0
 
 # Gets the descriptors, which are its own from then on, or why there are none.
 Then = Callable[[list[int] | EpRuntimeError], None]
@@ -69,7 +69,7 @@ class Descriptors:
                 self._end()
                 self._answer(PoolExhaustedError(f"cannot look at descriptors: {error.strerror}"))
             else:
-                self._late = self._loop.call_later(LOOK_S, self._heard)
+                self._late = self._loop.call_later(ANSWER_WITHIN_S, self._heard)
 
     def _started(self) -> socket.socket:
         new = self._child.inbox is None

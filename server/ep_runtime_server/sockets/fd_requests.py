@@ -1,4 +1,4 @@
-"""What is asked on fd.sock: hello, descriptors for a ticket, descriptors that come back.
+"""What is asked on fd.sock: hello, descriptors for an attach token, descriptors that come back.
 
 Knows no connection; every function raises what its client is told.
 """
@@ -56,7 +56,7 @@ def redeem(
     """The packets with a group's descriptors, which are open until the next packet is asked for.
     `admit` may refuse their number."""
     session = runtime.sessions.authenticate_peer(request.session_token, peer.pid, peer.uid)
-    buffers, generation = attachment.redeem(runtime.tickets, session, request.ticket)
+    buffers, generation = attachment.redeem(runtime.attach_tokens, session, request.ticket)
     admit(len(buffers))
     runtime.recorder.flush()
     runtime.failpoints.hit("fd.before_send")

@@ -17,7 +17,7 @@ from ep_runtime_client.cli.daemon import ordering, reading, watching
 if TYPE_CHECKING:
     from ep_runtime_client.cli.daemon import source
 
-_LOOK_S = 0.5
+_CHECK_EVERY_S = 0.5
 _SHUTDOWN_S = 30.0
 # Whose sessions end with their processes, or by themselves. The daemon waits for no fenced one.
 _LIVE = ("CONNECTED", "ACTIVE", "SUSPECT")
@@ -82,7 +82,7 @@ def _wait(args: argparse.Namespace, daemon: source.Source) -> int:
                     render.err(f"ep-runtime drain: not over after {args.deadline:g} s, and goes on")
                     return cli.PARTIAL
                 told = text
-                if stopped.wait(_LOOK_S):
+                if stopped.wait(_CHECK_EVERY_S):
                     raise KeyboardInterrupt
     except KeyboardInterrupt:
         back = "`ep-runtime undrain` takes that back"

@@ -28,14 +28,14 @@ class Screen:
         self._layers = False  # the list of layers is there, or one of them
         self._opened = ""  # that layer
         self._chosen = 0
-        self._sort, self._turned = 0, False
+        self._sort, self._reversed = 0, False
 
     def press(self, key: str) -> None:
         """What a key does; others do nothing."""
         if key == "s":
-            self._sort, self._turned = self._sort + 1, False
+            self._sort, self._reversed = self._sort + 1, False
         elif key == "r":
-            self._turned = not self._turned
+            self._reversed = not self._reversed
         elif key == "g":
             self._group += 1
             self._show(layers=False)
@@ -53,11 +53,11 @@ class Screen:
             self._chosen = min(max(self._chosen + step, 0), len(listed) - 1)
         elif key == "enter" and listed:
             self._opened = str(listed[min(self._chosen, len(listed) - 1)]["layer"])
-            self._sort, self._turned = 0, False
+            self._sort, self._reversed = 0, False
 
     def _show(self, *, layers: bool) -> None:
         self._layers, self._opened = layers, ""
-        self._sort, self._turned, self._chosen = 0, False, 0
+        self._sort, self._reversed, self._chosen = 0, False, 0
 
     @property
     def _key(self) -> tallies.GroupName | None:
@@ -85,7 +85,7 @@ class Screen:
         """Numbers from the largest; names of things, and texts, from the smallest."""
         column = columns[self._sort % len(columns)]
         counts = column.kind in _NUMBERS and column.priority != tables.IDENTITY
-        falling = counts != self._turned
+        falling = counts != self._reversed
         without = [row for row in found if row[column.key] is None]
         have = [row for row in found if row[column.key] is not None]
         return sorted(have, key=lambda row: row[column.key], reverse=falling) + without

@@ -1,4 +1,4 @@
-"""Layers whose calls run in parts, as boards tell: results are the same, at a cost in time."""
+"""Reports layers whose calls run in chunks: results are the same, at a cost in time."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from ep_runtime_server.base.pacing import paced
 from ep_runtime_server.groups.book import GroupBook
 from ep_runtime_server.groups.record import GroupRecord
 
-LOOK_EVERY_S = 1.0
+CHECK_EVERY_S = 1.0
 MAX_NAMED_LAYERS = 8
 
 
 @dataclasses.dataclass(frozen=True)
 class _Seen:
-    """What ran in parts at the last look: handles by index, and their layers, which were told."""
+    """What ran in chunks at the last check: handles by index, and their reported layers."""
 
     handles: frozenset[int] = frozenset()
     layers: frozenset[str] = frozenset()
 
 
-class Rounds:
-    """Says once of every layer that a call of it ran in parts."""
+class ChunkedCalls:
+    """Reports every layer once if a call of it ran in chunks."""
 
     def __init__(self, groups: GroupBook, events: EventLog) -> None:
         self._groups = groups
@@ -34,24 +34,26 @@ class Rounds:
         self._seen: dict[tuple[str, int], _Seen] = {}
 
     async def watch(self) -> None:
-        """Looks once a second until cancelled."""
+        """Checks once a second until cancelled."""
         while True:
-            await self.look()
-            await asyncio.sleep(LOOK_EVERY_S)
+            await self.check()
+            await asyncio.sleep(CHECK_EVERY_S)
 
-    async def look(self) -> None:
-        """What ran in parts for the first time since the look before becomes an event."""
+    async def check(self) -> None:
+        """Adds an event for layers that ran in chunks for the first time."""
         seen = {}
         async for group in paced(self._groups.all()):
             key = (group.group_id, group.generation)
-            seen[key] = self._look_at(group, self._seen.get(key, _Seen()))
+            seen[key] = self._check_group(group, self._seen.get(key, _Seen()))
         self._seen = seen
 
-    def _look_at(self, group: GroupRecord, before: _Seen) -> _Seen:
+    def _check_group(self, group: GroupRecord, before: _Seen) -> _Seen:
         windows = group.windows
         if windows is None or windows.board is None:
             return before
-        counts = board_records.read_rounds(windows.board, windows.spec, group.layers.num_handles)
+        counts = board_records.read_extra_chunks(
+            windows.board, windows.spec, group.layers.num_handles
+        )
         if counts.keys() <= before.handles:
             return before
         found = (handle.layer for handle in group.layers.handles() if handle.index in counts)
@@ -65,7 +67,7 @@ class Rounds:
         more = len(layers) - MAX_NAMED_LAYERS
         self._events.add(
             "layer.rounds",
-            f"calls of group {quoted(group.owner.name)} ran in parts, which costs time: a rank "
+            f"calls of group {quoted(group.owner.name)} ran in chunks, which costs time: a rank "
             f"received more rows than workspace={group.spec.workspace!r} holds; layers {named}"
             + (f" and {more} more" if more > 0 else ""),
             **group.owner.fields,

@@ -1,4 +1,4 @@
-"""Layers whose calls ran in parts, as the boards tell it."""
+"""Layers whose calls ran in chunks, as the boards tell it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ep_runtime import board
 from ep_runtime.board_abi import HandleRecordStruct
 from ep_runtime.layer_specs import LayerSpec
 from ep_runtime.wire import LayerStackSpec
-from ep_runtime_server.groups import rounds
+from ep_runtime_server.groups import chunked_calls
 
 
 class Board:
@@ -63,16 +63,16 @@ def test_rounds_of_a_handle_are_listed(daemon, job):
 def test_a_layer_is_told_once_when_it_first_ran_in_parts(daemon, job):
     assert told(daemon) == []
     job.add(1, 3)
-    eventually(lambda: told(daemon), within_s=3 * rounds.LOOK_EVERY_S)
+    eventually(lambda: told(daemon), within_s=3 * chunked_calls.CHECK_EVERY_S)
     (event,) = told(daemon)
     assert event.group == "moe"
-    assert "'moe' ran in parts" in event.message
+    assert "'moe' ran in chunks" in event.message
     assert "more rows than workspace=1.25 holds; layers 'moe'" in event.message
     # More of it, and its other handle, say nothing new; another layer does.
     job.add(1, 1)
     job.add(0, 1)
     job.add(3, 1)
-    eventually(lambda: len(told(daemon)) == 2, within_s=3 * rounds.LOOK_EVERY_S)
+    eventually(lambda: len(told(daemon)) == 2, within_s=3 * chunked_calls.CHECK_EVERY_S)
     assert told(daemon)[1].message.endswith("layers 's[1]'")
 
 
@@ -80,7 +80,7 @@ def test_many_layers_are_one_event(daemon):
     client = daemon.client()
     shown = Board(client, make_spec(), [], [LayerStackSpec(LayerSpec("s", top_k=1), 100)])
     shown.add_to_all(100)
-    eventually(lambda: told(daemon), within_s=3 * rounds.LOOK_EVERY_S)
+    eventually(lambda: told(daemon), within_s=3 * chunked_calls.CHECK_EVERY_S)
     (event,) = told(daemon)
     assert event.message.endswith("'s[6]', 's[7]' and 92 more")
     client.goodbye()
