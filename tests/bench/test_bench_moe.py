@@ -120,6 +120,10 @@ def test_a_process_measures_both_variants_and_their_kernels(
         assert step.enqueued_s == 1.0 / client.ENQUEUED
         assert step.planned_bytes > 0
     assert measured.window_bytes > 0
+    arrays = (8 * 16, 16 * 4, 2 * 16 * 16, 2 * 8 * 16)  # x, router, wi and wo of a rank
+    assert measured.given_bytes == 2 * 4 * sum(arrays)
+    assert measured.estimated_bytes is not None
+    assert measured.estimated_bytes > measured.window_bytes
     assert measured.dropped == 0
     parts = {each.part for each in measured.profile.kernels}
     assert "forward prepare" in parts
@@ -253,11 +257,14 @@ def test_rows_compare_with_stock_in_time_and_memory() -> None:
             [Step(REMAT, [3.0], 2.0, 50, 40), Step("", [2.0, 4.0], 1.0, 70, 60)],
             30,
             Profile([KernelTime("forward experts", "GroupedGemmKernel", 1.0, 0.5)], 1.0, 0.5),
+            given_bytes=20,
+            estimated_bytes=25,
         ),
         ("mixtral-like", PADDED): Measured([Step("", [2.0], 2.0, 200, 90)]),
         ("mixtral-like", DROPLESS): Measured([Step("", [9.0], 8.0, 400, 90)]),
     }
     ours, again, padded, dropless = moe.make_rows(ON_GPUS, found)
+    assert (ours["layer_bytes"], ours["estimated_bytes"]) == (70 + 30 - 20, 25)
     assert [row["subject"] for row in (ours, again)] == ["nvlink", "nvlink remat"]
     assert (ours["step_p50_ms"], ours["step_p99_ms"], ours["enqueued_ms"]) == (3000, 4000, 1000)
     assert (ours["times_as_fast_as_padded"], ours["times_as_fast_as_dropless"]) == (2, 8)
@@ -431,6 +438,86 @@ def test_times_beside_each_other_count_once() -> None:
 def test_a_profile_without_a_kernel_of_every_step_says_nothing() -> None:
     stream = ("Stream #1", ("a", "", 0, 1), ("b", "", 1, 1))
     assert not trace._totals(trace._events(profile_of(stream)), {}, 1, 2).kernels
+
+
+RELEASED = Path(__file__).parent.parent / "families/released.json"
+LAYERS = {  # H, M, E and K of released models
+    "Mixtral-8x7B": (4096, 14336, 8, 2),
+    "Qwen1.5-MoE": (2048, 1408, 60, 4),
+    "Qwen3-30B-A3B": (2048, 768, 128, 8),
+    "OLMoE-1B-7B": (2048, 1024, 64, 8),
+    "dbrx": (6144, 10752, 16, 4),
+    "gpt-oss-120b": (2880, 2880, 128, 4),
+    "DeepSeek-V2": (5120, 1536, 160, 6),
+    "DeepSeek-V3": (7168, 2048, 256, 8),
+    "Kimi-K2": (7168, 2048, 384, 8),
+    "GLM-4.5": (5120, 1536, 160, 8),
+    "MiniMax-M2": (3072, 1536, 256, 8),
+    "Ernie-4.5": (2560, 1536, 64, 6),
+    "Llama-4-Scout": (5120, 8192, 16, 1),
+    "granite-3.1-3b-a800m": (1536, 512, 40, 8),
+}
+
+
+def with_config(path: Path, config: Any) -> BenchOptions:
+    path.write_text(json.dumps(config), encoding="utf-8")
+    return dataclasses.replace(ON_GPUS, config=str(path)).checked()
+
+
+def test_a_config_file_gives_the_layer_of_its_model(tmp_path: Path) -> None:
+    found = {}
+    for name, config in json.loads(RELEASED.read_text(encoding="utf-8")).items():
+        order, *_ = moe.orders(with_config(tmp_path / "config.json", config), "address")
+        assert order.name == config["model_type"]
+        assert order.config is not None
+        assert ep.Router.from_hf(order.config) == ep.Router.from_hf(config)
+        found[name] = dataclasses.astuple(order.case)[1:]
+    assert found == LAYERS
+
+
+GPT_OSS = {"model_type": "gpt_oss", "hidden_size": 16, "intermediate_size": 8}
+GPT_OSS |= {"num_local_experts": 4, "num_experts_per_tok": 2, "swiglu_limit": 7.0}
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"model_type": "mixtrol"}, "model type 'mixtrol'; did you mean 'mixtral'"),
+        ({"hidden_size": None}, "must have one of hidden_size, d_model, got none"),
+        ({"intermediate_size": [8, 16]}, r"one whole number as intermediate_size, got \[8, 16\]"),
+        ({"hidden_act": "xielu"}, "an activation of silu, .*, got 'xielu'"),
+        ({"num_local_experts": 6}, "--devices must divide .* 6 of gpt_oss"),
+    ],
+)
+def test_what_a_config_file_lacks_is_named(change: Any, text: str, tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgumentError, match=text):
+        with_config(tmp_path / "config.json", {**GPT_OSS, **change})
+    with pytest.raises(InvalidArgumentError, match=r"--config must be a readable config\.json"):
+        dataclasses.replace(ON_GPUS, config=str(tmp_path / "nothing")).checked()
+    with pytest.raises(InvalidArgumentError, match="takes the place of --cases"):
+        dataclasses.replace(ON_GPUS, config="config.json", cases=("8-layers",)).checked()
+
+
+def test_the_layer_of_a_config_has_its_router_and_activation() -> None:
+    mesh = Mesh(np.array(jax.devices("cpu")[:RANKS]), (AXIS,))
+    config = {**GPT_OSS, "model_type": "deepseek_v3", "n_group": 1, "topk_group": 1}
+    config["swiglu_limit"] = 0.1  # clamps most of these gates and ups
+    order = dataclasses.replace(order_of("xla"), config=config)
+    with ep.connect("none") as session:
+        group = measuring.create_group(order, order.case, mesh, session)
+        layer = group.register_layer("layer", top_k=CASE.top_k)
+        x, router, wi, wo = client.make_operands(order, mesh)
+        got = client._run(order, layer, x, router, wi, 10 * wo)[0]
+        logits = np.asarray(x @ router, np.float64)
+    scores = 1 / (1 + np.exp(-logits))
+    picked = np.argsort(-logits)[:, : CASE.top_k]
+    shares = np.take_along_axis(scores, picked, -1)
+    shares *= 2.5 / shares.sum(-1, keepdims=True)
+    wi, wo = np.asarray(wi, np.float64)[picked], 10 * np.asarray(wo, np.float64)[picked]
+    gate, up = np.moveaxis(np.einsum("th,tkhgm->tkgm", x, wi), 2, 0)
+    gate, up = np.minimum(gate, 0.1), np.clip(up, -0.1, 0.1)
+    wanted = np.einsum("tk,tkm,tkmh->th", shares, gate / (1 + np.exp(-gate)) * up, wo)
+    np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(

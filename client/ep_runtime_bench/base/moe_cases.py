@@ -87,6 +87,8 @@ class Order:
         overlap: whether exchanges overlap matmuls, "on" or "off".
         precision: combine_precision of the group.
         quantized: of QUANTIZED.
+        config: options of a model's config.json, which has router and activation of ours; None has
+            those of Mixtral.
     """
 
     subject: str
@@ -101,6 +103,7 @@ class Order:
     overlap: str = "on"
     precision: str = COMBINE_PRECISIONS[0]
     quantized: str = QUANTIZED[0]
+    config: Mapping[str, Any] | None = None
 
     @property
     def own_label(self) -> str:
@@ -253,15 +256,19 @@ class Measured:
         window_bytes: of staging per rank, which no allocator of XLA counts.
         profile: of the variant without remat; empty of stock JAX.
         dropped: slots of a step that found no row, on all devices; None where nobody counts.
+        given_bytes: of operands and their gradients, of one device.
+        estimated_bytes: what `estimate_memory` says of group and layer; None of stock JAX.
     """
 
     steps: Sequence[Step]
     window_bytes: int = 0
     profile: Profile = Profile()
     dropped: int | None = None
+    given_bytes: int = 0
+    estimated_bytes: int | None = None
 
     @classmethod
     def from_dict(cls, said: Mapping[str, Any]) -> Measured:
         steps = [Step(**one) for one in said["steps"]]
         profile = Profile.from_dict(said["profile"])
-        return cls(steps, said["window_bytes"], profile, said["dropped"])
+        return cls(**{**said, "steps": steps, "profile": profile})

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib.util
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, get_args
 
 from ep_runtime.errors import InvalidArgumentError, RuntimeUnavailableError
 from ep_runtime.specs import COMBINE_PRECISIONS, DTYPE_BYTES
+from ep_runtime_bench.base import model_config
 from ep_runtime_bench.base.moe_cases import (
     CASES,
     CPU_CASES,
@@ -17,6 +19,7 @@ from ep_runtime_bench.base.moe_cases import (
     RECIPES,
     TORCH,
     WEIGHTS,
+    Case,
 )
 from ep_runtime_bench.base.routing import ROUTINGS
 from ep_runtime_bench.base.train_cases import CPU_MODELS, MODELS, REMATS
@@ -89,6 +92,12 @@ class BenchOptions:
         ("fast",), "how sums travel; on CPU in `moe` and `train` only", choices=COMBINE_PRECISIONS
     )
     cases: tuple[str, ...] = _option(DEFAULT_CASES, "layers that `moe` times", choices=CASES)
+    config: str = _option(
+        "",
+        "the layer that `moe` times: sizes, router and activation in a model's Hugging Face "
+        "config.json, without biases, shared experts and weights of its own, by default those "
+        "of --cases",
+    )
     recipes: tuple[str, ...] = _option(
         RECIPES[:1],
         "recipes of the matmuls of `moe` and `train`; none computes in --dtype",
@@ -203,14 +212,38 @@ class BenchOptions:
                 "pip install 'ep-runtime[torch]'"
             )
 
-    def _check_cases(self) -> None:
+    @functools.cached_property
+    def model(self) -> dict[str, Any] | None:
+        """The options in `config`, if it is given."""
+        return model_config.read(self.config) if self.config else None
+
+    @property
+    def layers(self) -> dict[str, Case]:
+        """What `moe` measures, by name."""
         known = CASES if self.on_gpus else CPU_CASES
-        odd = [name for name in self.cases if known[name].num_experts % self.devices]
+        found = {name: known[name] for name in self.cases}
+        if self.model is not None:
+            tokens = next(iter(known.values())).tokens
+            found = {self.model["model_type"]: model_config.layer_of(self.model, tokens)}
+        if self.tokens_per_rank:
+            resized = {"tokens": self.tokens_per_rank}
+            found = {name: dataclasses.replace(case, **resized) for name, case in found.items()}
+        return found
+
+    def _check_cases(self) -> None:
+        if self.config and (self.benches != ("moe",) or self.cases != DEFAULT_CASES):
+            raise InvalidArgumentError(
+                "--config is for moe only and takes the place of --cases, got it with "
+                f"{','.join(self.benches)} and --cases {','.join(self.cases)}",
+                argument="config",
+            )
+        layers = self.layers
+        odd = [name for name, case in layers.items() if case.num_experts % self.devices]
         self._check_models()
         if "moe" in self.benches and odd:
             raise InvalidArgumentError(
                 f"--devices must divide the experts of every case, got {self.devices} with "
-                f"{', '.join(f'{known[name].num_experts} of {name}' for name in odd)}",
+                f"{', '.join(f'{layers[name].num_experts} of {name}' for name in odd)}",
                 argument="devices",
             )
         if self.stock_layers != STOCK_LAYERS and self.benches != ("moe",):

@@ -21,7 +21,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import ep_runtime as ep
-from ep_runtime_bench.base import clients, energy
+from ep_runtime_bench.base import clients, energy, model_config
 from ep_runtime_bench.base.clients import COMPILED, READY
 from ep_runtime_bench.base.device_bench import AXIS
 from ep_runtime_bench.base.moe_cases import (
@@ -35,7 +35,13 @@ from ep_runtime_bench.base.moe_cases import (
 )
 from ep_runtime_bench.base.timing import median
 from ep_runtime_bench.moe import stock_layer
-from ep_runtime_bench.moe.measuring import create_group, peak_bytes, planned_bytes, profiled
+from ep_runtime_bench.moe.measuring import (
+    create_group,
+    estimated_bytes,
+    peak_bytes,
+    planned_bytes,
+    profiled,
+)
 from ep_runtime_client.cli import render
 from ep_runtime_client.groups import estimate
 from ep_runtime_client.jobs.members import Member, start_jax
@@ -76,14 +82,17 @@ def measure(order: LayerOrder, told: Callable[[str], object], clock: Clock) -> M
             _timed(name, each, operands, (order, peaks[name]), clock)
             for name, each in programs.items()
         ]
+        given_bytes = 2 * sum(_bytes_here(each) for each in operands[:NUM_MASTERS])
         if group is None:
-            return Measured(steps)
+            return Measured(steps, given_bytes=given_bytes)
         dropped = int(jax.jit(functools.partial(_run, order, layer))(*operands)[2].dropped)
         program, warm = programs[""], round(ENOUGH_S / steps[-1].enqueued_s)
         profile = profiled(program, lambda: program(*operands), min(MOST_WARM, warm))
         group.check()  # a call that failed is over at once: its time would look good
         windows = 0 if order.subject == "xla" else estimate.staging_bytes(group.spec)
-        return Measured(steps, windows, profile, dropped)
+        recipe = recipe_of(order.recipe)
+        estimated = estimated_bytes(order, order.case, mesh, recipe)
+        return Measured(steps, windows, profile, dropped, given_bytes, estimated)
 
 
 def make_operands(order: LayerOrder, mesh: Mesh) -> Operands:
@@ -119,6 +128,11 @@ def _values(seed: int, shape: tuple[int, ...], fan_in: int, dtype: str) -> jax.A
     return values
 
 
+def _bytes_here(array: jax.Array) -> int:
+    """Of one device."""
+    return int(array.addressable_shards[0].data.nbytes)
+
+
 def _quantized(order: LayerOrder, layer: Any, operands: Operands) -> Any:
     """The experts' weights as the recipe's products take them."""
     recipe = recipe_of(order.recipe)
@@ -139,7 +153,26 @@ def _run(order: LayerOrder, layer: Any, *operands: Any) -> Any:
     recipe = None if given else recipe_of(order.recipe)
     options: dict[str, Any] = {"recipe": recipe, "return_stats": True}
     options["weights_at"] = order.weights
+    if order.config is not None:
+        options["router"] = ep.Router.from_hf(order.config)
+        options["activation"] = activation_of(order.config)
     return ep.moe(layer, x, params, **options)
+
+
+def activation_of(config: Mapping[str, Any]) -> str | Callable[..., jax.Array]:
+    """The activation of a model's experts, clamped as gpt-oss and DeepSeek-V4 do."""
+    name, limit = model_config.activation_of(config), config.get("swiglu_limit")
+    if limit is None:
+        return name
+    is_gpt_oss = config["model_type"] == "gpt_oss"
+
+    def clamped(gate: jax.Array, up: jax.Array) -> jax.Array:
+        gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
+        return (
+            (up + 1) * gate * jax.nn.sigmoid(1.702 * gate) if is_gpt_oss else jax.nn.silu(gate) * up
+        )
+
+    return clamped
 
 
 def recipe_of(name: str) -> recipes.Recipe | None:

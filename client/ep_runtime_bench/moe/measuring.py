@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import jax
 from jax.sharding import Mesh
@@ -12,27 +12,45 @@ from ep_runtime_bench.base.device_bench import AXIS
 from ep_runtime_bench.base.moe_cases import Case, Order, Profile
 from ep_runtime_bench.moe import trace
 from ep_runtime_client.cli import render
+from ep_runtime_client.groups import estimate
 from ep_runtime_client.groups.group import Group
 from ep_runtime_client.sessions.session import Session
 
 
 def create_group(order: Order, case: Case, mesh: Mesh, session: Session) -> Group:
     """The group of one layer's sizes; an axis fsdp of the mesh shards tokens too."""
-    return session.create_group(
+    return session.create_group("bench", mesh, **_group_arguments(order, case, mesh))
+
+
+def _group_arguments(order: Order, case: Case, mesh: Mesh) -> dict[str, Any]:
+    return {
+        "ep_axis": AXIS,
+        "outer_axes": tuple(axis for axis in mesh.axis_names if axis == "fsdp"),
+        "num_experts": case.num_experts,
+        "hidden_size": case.hidden,
+        "max_tokens_per_rank": case.tokens,
+        "max_top_k": case.top_k,
+        "max_token_dtype": order.dtype,
+        "capacity_factor": order.capacity_factor or None,
+        "transport": order.subject,
+        "overlap": order.overlap == "on",
+        "combine_precision": order.precision,
+    }
+
+
+def estimated_bytes(order: Order, case: Case, mesh: Mesh, recipe: Any) -> int:
+    """What `estimate_memory` says that group and layer take on one rank."""
+    found = estimate.estimate_memory(
         "bench",
         mesh,
-        ep_axis=AXIS,
-        outer_axes=tuple(axis for axis in mesh.axis_names if axis == "fsdp"),
-        num_experts=case.num_experts,
-        hidden_size=case.hidden,
-        max_tokens_per_rank=case.tokens,
-        max_top_k=case.top_k,
-        max_token_dtype=order.dtype,
-        capacity_factor=order.capacity_factor or None,
-        transport=cast(Any, order.subject),
-        overlap=order.overlap == "on",
-        combine_precision=cast(Any, order.precision),
+        mlp_dim=case.inner,
+        recipe=recipe,
+        **_group_arguments(order, case, mesh),
     )
+    layer = found.dispatched_bytes_per_layer
+    if found.workspace_bytes_per_device is not None:
+        layer = found.workspace_bytes_per_device + (found.kept_bytes_per_layer or 0)
+    return found.staging_bytes_per_rank + found.plan_bytes_per_layer + layer
 
 
 def peak_bytes(platform: str, count: int) -> int | None:

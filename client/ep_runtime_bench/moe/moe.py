@@ -8,7 +8,9 @@ device, and drops none. Ours has room for any routing, or with a
 capacity factor that much of a rank's even share, and DROPPED tells what found no row. OF PLAIN is
 the time of a recipe over that of the same layer without one; with "weights once" they are quantized
 before the step that is timed, as for all layers of a model at once. Memory is the peak of the
-fullest device with our windows; every subject and case is measured in a fresh process.
+fullest device with our windows; every subject and case is measured in a fresh process. LAYER is
+memory without operands and their gradients (where a device does not report its peak, by the plan
+of the compiled step), and ESTIMATE is `estimate_memory`'s word for it.
 """
 
 from __future__ import annotations
@@ -21,8 +23,6 @@ from typing import Any
 from ep_runtime_bench.base import clients, speeds
 from ep_runtime_bench.base.daemon import warm_daemon
 from ep_runtime_bench.base.moe_cases import (
-    CASES,
-    CPU_CASES,
     DROPLESS,
     PADDED,
     QUANTIZED,
@@ -55,6 +55,8 @@ COLUMNS = (
     Column("time_to_plain", "OF PLAIN", "count"),
     Column("memory_bytes", "MEMORY", "bytes"),
     Column("memory_to_padded", "X PADDED", "count"),
+    Column("layer_bytes", "LAYER", "bytes"),
+    Column("estimated_bytes", "ESTIMATE", "bytes"),
     Column("dropped", "DROPPED", "count"),
     Column("window_bytes", "WINDOWS", "bytes", wide=True),
     Column("planned_bytes", "PLANNED", "bytes", wide=True),
@@ -106,7 +108,6 @@ def _reports(options: BenchOptions, found: Found) -> list[BenchReport]:
 
 def orders(options: BenchOptions, address: str) -> list[LayerOrder]:
     """What is measured, in that order."""
-    known = CASES if options.on_gpus else CPU_CASES
     subjects = settings(options, weights=options.weights)
     if options.stock:
         names = dict(zip(STOCK_LAYERS, (PADDED, DROPLESS), strict=True))
@@ -115,11 +116,9 @@ def orders(options: BenchOptions, address: str) -> list[LayerOrder]:
         subjects += [{"subject": name} for name in able if name in chosen]
     subjects += [{"subject": TORCH}] * options.torch
     found = []
-    for subject, name in itertools.product(subjects, options.cases):
-        case = known[name]
-        if options.tokens_per_rank:
-            case = dataclasses.replace(case, tokens=options.tokens_per_rank)
-        found.append(LayerOrder(name=name, case=case, **of_all(options, address), **subject))
+    for subject, (name, case) in itertools.product(subjects, options.layers.items()):
+        told = {**of_all(options, address), **subject, "config": options.model}
+        found.append(LayerOrder(name=name, case=case, **told))
     return found
 
 
@@ -158,10 +157,18 @@ def _case_rows(options: BenchOptions, found: Found, case: str) -> Iterator[dict[
                 **_ratios(step, memory, beside),
                 "time_to_plain": _to_plain(order, step, plain),
                 "memory_bytes": memory,
+                "layer_bytes": _layer_bytes(measured, step),
+                "estimated_bytes": measured.estimated_bytes,
                 "dropped": measured.dropped,
                 "window_bytes": measured.window_bytes,
                 "planned_bytes": step.planned_bytes,
             }
+
+
+def _layer_bytes(measured: Measured, step: Step) -> int:
+    """What a step takes beside operands and their gradients."""
+    whole = step.planned_bytes if step.peak_bytes is None else step.peak_bytes
+    return whole + measured.window_bytes - measured.given_bytes
 
 
 def _to_plain(order: LayerOrder, step: Step, plain: Measured | None) -> float | None:

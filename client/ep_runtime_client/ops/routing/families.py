@@ -209,10 +209,15 @@ def arguments_of(given: Any) -> Arguments:
             + f"; it knows {', '.join(_FAMILIES)}",
             argument="model_type",
         )
-    part = config(_PARTS.get(config.model_type, ""))
-    if part is not None:
-        named, config = config.model_type, _Config(part)
-        config.model_type = named
-    found = family(config)
-    config.check_rest()
+    part = _Config(part_with_experts(given))
+    part.model_type = config.model_type
+    found = family(part)
+    part.check_rest()
     return found
+
+
+def part_with_experts(given: Any) -> Any:
+    """The part of a config that describes routing and experts: for most models all of it."""
+    config = _Config(given)
+    part = config(_PARTS.get(config.model_type, ""))
+    return given if part is None else part
