@@ -11,7 +11,9 @@ import fakes
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
 import ep_runtime as ep
 
@@ -103,6 +105,40 @@ def test_frozen_experts_have_no_product_for_a_weight_gradient(
     assert not of_weights & matmuls(of_router, params.router, tokens())
     whole = jax.grad(lambda p, x: jnp.square(ep.moe(layer, x, p)[0]).mean())
     assert of_weights <= matmuls(whole, params, tokens())
+
+
+def test_an_optimizer_that_freezes_experts_costs_none_of_their_gradients(
+    recipe: dict[str, Any], layer: Any, params: ep.MoEParams
+) -> None:
+    tx = recipe["optimizer_of_router"](params)
+
+    def step(params: ep.MoEParams, state: Any, x: jax.Array) -> Any:
+        grads = jax.grad(lambda p: jnp.square(ep.moe(layer, x, p)[0] - 1).mean())(params)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    state = tx.init(params)
+    assert not {(HIDDEN, 2 * INNER), (INNER, HIDDEN)} & matmuls(step, params, state, tokens())
+    assert sum(leaf.size for leaf in jax.tree.leaves(state)) == 2 * params.router.size + 1
+    moved, _ = jax.jit(step)(params, state, tokens())
+    # The first step of Adam moves every weight by its rate.
+    np.testing.assert_allclose(np.abs(moved.router - params.router), 1e-2, rtol=1e-3)
+    for name in ("wi", "wo"):
+        np.testing.assert_array_equal(getattr(moved, name), getattr(params, name))
+
+
+def test_an_average_of_weights_is_sharded_as_they_are(
+    recipe: dict[str, Any], params: ep.MoEParams
+) -> None:
+    mesh = jax.make_mesh((4,), ("ep",), devices=jax.devices("cpu")[:4])
+    experts, whole = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in (["ep"], []))
+    place = dataclasses.replace(params, router=whole, wi=experts, wo=experts)
+    params = jax.device_put(params, place)
+    other = jax.tree.map(lambda leaf: leaf + 1, params)
+    average = jax.jit(recipe["averaged"])(params, other)
+    for before, got, new in zip(*map(jax.tree.leaves, (params, average, other)), strict=True):
+        np.testing.assert_allclose(got, 0.99 * before + 0.01 * new, rtol=1e-5, atol=1e-6)
+        assert got.sharding.is_equivalent_to(before.sharding, before.ndim)
 
 
 def test_adapters_are_merged_weights_and_leave_frozen_ones_without_a_product(
