@@ -16,8 +16,10 @@ import grpc
 from google.protobuf import any_pb2, duration_pb2
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import DecodeError
+from google.protobuf.unknown_fields import UnknownFieldSet
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 
+import ep_runtime
 from ep_runtime import errors, layer_specs, specs, workspace
 from ep_runtime.errors import EpRuntimeError, InvalidArgumentError
 from ep_runtime.v1 import types_pb2
@@ -47,9 +49,13 @@ _MAX_ERROR_LIST = 64
 _MAX_ERROR_TEXT = 1500
 
 
-def minor_of(version: str) -> list[str]:
-    """The numbers of a package version by which daemons and clients work together."""
-    return version.split(".")[:2]
+def work_together(one: str, other: str) -> bool:
+    """Whether daemons, or a daemon and a client, of these package versions do: the first numbers
+    are equal, and the second ones at most one apart."""
+    ours, theirs = (re.match(r"(\d+)\.(\d+)", version) for version in (one, other))
+    if ours is None or theirs is None:
+        return one == other
+    return ours[1] == theirs[1] and abs(int(ours[2]) - int(theirs[2])) <= 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,6 +157,11 @@ def _workspace_from_proto(message: types_pb2.Workspace) -> workspace.Setting:
     return "auto" if size is None else getattr(message, size)
 
 
+def _unknown_fields(message: types_pb2.GroupSpec | types_pb2.Workspace) -> set[int]:
+    fields: Any = UnknownFieldSet(message)
+    return {field.field_number for field in fields}
+
+
 def group_spec_to_proto(spec: specs.GroupSpec) -> types_pb2.GroupSpec:
     return types_pb2.GroupSpec(
         **{
@@ -161,7 +172,20 @@ def group_spec_to_proto(spec: specs.GroupSpec) -> types_pb2.GroupSpec:
 
 
 def group_spec_from_proto(message: types_pb2.GroupSpec) -> specs.GroupSpec:
-    """Absent settings have their defaults; raises InvalidArgumentError naming a bad field."""
+    """Absent settings have their defaults.
+
+    Raises:
+        InvalidArgumentError: names a bad field.
+        VersionSkewError: it has settings that only a newer version knows.
+    """
+    if unknown := sorted(_unknown_fields(message) | _unknown_fields(message.workspace)):
+        raise errors.VersionSkewError(
+            f"group {message.name!r} has settings (fields {unknown[:8]}) that version "
+            f"{ep_runtime.__version__} does not know; leave out settings that are newer, or "
+            "upgrade every daemon and client of the group",
+            fields=unknown[:8],
+            version=ep_runtime.__version__,
+        )
     for axes in (message.mesh_axes, message.ep_axis, message.outer_axes):
         specs.check_axis_count(len(axes))
     return specs.make_group_spec(

@@ -17,6 +17,7 @@ class NodeState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     NODE_STATE_JOINED: _ClassVar[NodeState]
     NODE_STATE_UNREACHABLE: _ClassVar[NodeState]
     NODE_STATE_ABSENT: _ClassVar[NodeState]
+    NODE_STATE_REFUSED: _ClassVar[NodeState]
 
 class ViewOutcome(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -27,6 +28,7 @@ NODE_STATE_UNSPECIFIED: NodeState
 NODE_STATE_JOINED: NodeState
 NODE_STATE_UNREACHABLE: NodeState
 NODE_STATE_ABSENT: NodeState
+NODE_STATE_REFUSED: NodeState
 VIEW_OUTCOME_UNSPECIFIED: ViewOutcome
 VIEW_OUTCOME_COMMITTED: ViewOutcome
 VIEW_OUTCOME_ABORTED: ViewOutcome
@@ -46,12 +48,13 @@ class NodeIdentity(_message.Message):
     def __init__(self, node: _Optional[str] = ..., node_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., boot_id: _Optional[str] = ..., host_name: _Optional[str] = ..., uid: _Optional[int] = ..., pid: _Optional[int] = ..., address: _Optional[str] = ..., server_version: _Optional[str] = ..., api_versions: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class NodeInfo(_message.Message):
-    __slots__ = ("identity", "coordinator", "state", "since")
+    __slots__ = ("identity", "coordinator", "state", "since", "why")
     identity: NodeIdentity
     coordinator: bool
     state: NodeState
     since: _duration_pb2.Duration
-    def __init__(self, identity: _Optional[_Union[NodeIdentity, _Mapping]] = ..., coordinator: bool = ..., state: _Optional[_Union[NodeState, str]] = ..., since: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+    why: str
+    def __init__(self, identity: _Optional[_Union[NodeIdentity, _Mapping]] = ..., coordinator: bool = ..., state: _Optional[_Union[NodeState, str]] = ..., since: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., why: _Optional[str] = ...) -> None: ...
 
 class JoinClusterRequest(_message.Message):
     __slots__ = ("identity", "epoch")

@@ -95,7 +95,7 @@ class NodeServiceServicer(object):
         """A node joins, or joins again, under a new lease. Idempotent.
 
         another daemon has the name   UNAVAILABLE        another --node; or wait until it is gone
-        versions that do not match    UNIMPLEMENTED      install the same version
+        versions that do not match    UNIMPLEMENTED      install versions at most one minor apart
         a name not in the file        INVALID_ARGUMENT   make the nodes' --cluster files equal
         an epoch far ahead            INVALID_ARGUMENT   start the coordinator once with
         --epoch-at-least

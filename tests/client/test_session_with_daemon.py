@@ -391,7 +391,7 @@ def test_a_daemon_of_another_minor_version_is_told_once(
     address: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     hello = transport.hello
-    for version, warnings in (("0.2.99", 0), ("0.1.0", 1), ("0.1.0", 1)):
+    for version, warnings in (("0.1.99", 0), ("0.4.0", 1), ("0.4.0", 1)):
 
         def answer(*args: Any, version: str = version, **options: Any) -> Any:
             welcome = hello(*args, **options)

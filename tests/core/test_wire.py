@@ -104,6 +104,29 @@ def test_an_empty_or_unknown_spec_is_refused_by_field():
         wire.group_spec_from_proto(message)
 
 
+@pytest.mark.parametrize("part", ["", "workspace"])
+def test_settings_that_only_a_newer_version_knows_are_refused(part):
+    sent = wire.group_spec_to_proto(make_spec())
+    newer = b"\xf8\x3f\x05"  # field 1023, of no version
+    (getattr(sent, part) if part else sent).MergeFromString(newer)
+    with pytest.raises(errors.VersionSkewError, match=r"group 'moe' has settings .*\[1023\]"):
+        wire.group_spec_from_proto(types_pb2.GroupSpec.FromString(sent.SerializeToString()))
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "together"),
+    [
+        ("0.2.0", "0.3.1rc1", True),
+        ("0.3.0", "0.2.9", True),
+        ("0.2.0", "0.4.0", False),
+        ("1.2.0", "0.2.0", False),
+        ("0.2.0", "", False),
+    ],
+)
+def test_neighbouring_minor_versions_work_together(one, other, together):
+    assert wire.work_together(one, other) is together
+
+
 @pytest.mark.parametrize("alignment", [None, 16])
 def test_layers_and_stacks_come_back_equal(alignment):
     layer = layer_specs.LayerSpec("a", top_k=2, alignment=alignment, in_flight=2)

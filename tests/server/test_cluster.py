@@ -14,6 +14,7 @@ from cluster_places import loopback, make_certificates, place, plain_tcp, tls_fl
 from harness import FakeClock, eventually
 from raw_client import WAIT_S, make_spec
 
+import ep_runtime
 from ep_runtime import errors, wire
 from ep_runtime.v1 import admin_service_pb2 as pb
 from ep_runtime.v1 import (
@@ -259,7 +260,7 @@ def test_a_silent_node_is_shown_with_the_time_since_it_was_heard(start_daemon, c
 @pytest.mark.parametrize(
     ("fields", "error", "match"),
     [
-        ({"server_version": "0.3.0"}, errors.VersionSkewError, "server_version=0.3.0"),
+        ({"server_version": "0.9.0"}, errors.VersionSkewError, "server_version=0.9.0"),
         ({"api_versions": ["v9"]}, errors.VersionSkewError, "api_versions="),
         ({"node": "A B"}, errors.InvalidArgumentError, "node must be"),
         ({"address": "nowhere"}, errors.InvalidArgumentError, "address must be"),
@@ -274,7 +275,28 @@ def test_what_no_daemon_of_ours_says_is_refused(start_daemon, call_node, fields,
     request = node_service_pb2.JoinClusterRequest(identity=identity(**{"node": "x", **fields}))
     with pytest.raises(error, match=match):
         call_node(address, NODE, "JoinCluster", request)
-    assert states(a) == {"a": "JOINED"}
+    refused = {"x": "REFUSED"} if error is errors.VersionSkewError else {}
+    assert states(a) == {"a": "JOINED", **refused}
+
+
+def test_a_node_of_another_version_is_refused_on_every_screen_and_still_read(
+    start_daemon, monkeypatch
+):
+    address = place()
+    a = start_daemon(cluster=coordinates(address))
+    c = start_daemon(cluster=joins(address, "c"))
+    joined(c)
+    monkeypatch.setattr(ep_runtime, "__version__", "9.0.0")
+    b = start_daemon(cluster=joins(address))
+    eventually(lambda: link(b) == "REFUSED", within_s=BACK_S)
+    assert "server_version=9.0.0" in cluster_of(b).error
+    assert states(b)["b"] == "REFUSED"
+    eventually(lambda: "b" in states(c), within_s=limits.NODE_REPORT_INTERVAL_S + 1)
+    for daemon in (a, c):
+        assert states(daemon) == {"a": "JOINED", "b": "REFUSED", "c": "JOINED"}
+        (why,) = [node.why for node in cluster_of(daemon).nodes if node.identity.node == "b"]
+        assert why == cluster_of(b).error
+        assert daemon.ask("GetStatus", node="b").cluster.node == "b"
 
 
 def test_a_node_hears_nothing_that_is_not_on_the_disk(start_daemon, call_node, monkeypatch):
@@ -307,7 +329,7 @@ def test_an_epoch_of_a_node_that_lies_spoils_nothing(start_daemon, call_node):
         with pytest.raises(errors.InvalidArgumentError, match="nobody is .* epochs ahead"):
             call_node(address, NODE, "JoinCluster", request)
     assert cluster_of(a).epoch == before
-    assert states(a) == {"a": "JOINED"}
+    assert states(a) == {"a": "JOINED", "x": "REFUSED"}
     joined(start_daemon(cluster=joins(address)))
 
 

@@ -28,7 +28,7 @@ from ep_runtime_server.journal.file import Journal
 from ep_runtime_server.nodes.config import Endpoint
 from ep_runtime_server.nodes.facts import MAX_EPOCH, MAX_EPOCHS_AHEAD, ClusterFacts
 from ep_runtime_server.nodes.identity import NodeIdentity
-from ep_runtime_server.nodes.registry import Nodes
+from ep_runtime_server.nodes.registry import Nodes, NodeState
 
 
 def identity(node: str, **more) -> NodeIdentity:
@@ -163,7 +163,12 @@ def test_a_node_that_leaves_frees_its_name_at_once(coordinator):
 
 @pytest.mark.parametrize(
     ("field", "theirs", "ours"),
-    [("server_version", "1.3.0", "1.2.3"), ("api_versions", ("v2",), ["v1"])],
+    [
+        ("server_version", "1.4.0", "1.2.3"),
+        ("server_version", "2.2.3", "1.2.3"),
+        ("server_version", "new", "1.2.3"),
+        ("api_versions", ("v2",), ["v1"]),
+    ],
 )
 def test_versions_that_do_not_fit_name_node_field_and_both_values(coordinator, field, theirs, ours):
     with pytest.raises(VersionSkewError) as caught:
@@ -174,8 +179,32 @@ def test_versions_that_do_not_fit_name_node_field_and_both_values(coordinator, f
         assert part in str(caught.value)
 
 
-def test_a_bugfix_release_and_more_protocols_fit(coordinator):
+def test_bugfix_and_neighbouring_minor_releases_and_more_protocols_fit(coordinator):
     coordinator.nodes.join(identity("b", server_version="1.2.9", api_versions=("v2", "v1")))
+    coordinator.nodes.join(identity("c", server_version="1.1.0"))
+    coordinator.nodes.join(identity("d", server_version="1.3.0rc1"))
+
+
+def test_a_node_that_is_refused_is_listed_so_and_gone_when_it_asks_no_more(coordinator):
+    nodes = coordinator.nodes
+    nodes.join(identity("b"))
+    for _ in range(2):  # it asks again and again
+        coordinator.clock.advance(0.9 * limits.NODE_LEASE_S)
+        nodes.refused(identity("b", incarnation="2", server_version="1.9.0"), "too new")
+        nodes.tick()
+    (b,) = nodes.all()[1:]
+    assert (b.state, b.why, b.identity.server_version) == (NodeState.REFUSED, "too new", "1.9.0")
+    assert b.since_s == coordinator.clock.now_s - 0.9 * limits.NODE_LEASE_S
+    assert coordinator.kinds() == ["cluster.node_joined", "cluster.node_refused"]
+    coordinator.clock.advance(limits.NODE_LEASE_S)
+    nodes.tick()
+    assert coordinator.states() == {"a": "JOINED"}
+
+
+def test_a_stranger_that_is_refused_does_not_take_the_place_of_a_node(coordinator):
+    coordinator.nodes.join(identity("b"))
+    coordinator.nodes.refused(identity("b", node_id="another", server_version="1.9.0"), "too new")
+    assert coordinator.states() == {"a": "JOINED", "b": "JOINED"}
 
 
 def test_with_a_file_its_nodes_are_there_from_the_start_and_no_others_join(tmp_path):

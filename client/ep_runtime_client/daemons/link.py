@@ -330,10 +330,10 @@ class Link:
 
 @functools.cache  # once for each daemon and version
 def _say_skew(address: str, version: str) -> None:
-    if wire.minor_of(version) != wire.minor_of(ep_runtime.__version__):
+    if not wire.work_together(version, ep_runtime.__version__):
         _log.warning(
-            "the daemon at %s has version %s, this client %s; install versions whose first two "
-            "numbers agree",
+            "the daemon at %s has version %s, this client %s; install versions whose first numbers "
+            "agree and whose second ones are at most one apart",
             address,
             version,
             ep_runtime.__version__,

@@ -8,7 +8,12 @@ from typing import Any
 import grpc
 
 from ep_runtime import wire
-from ep_runtime.errors import PermissionDeniedError, StaleHandleError
+from ep_runtime.errors import (
+    InvalidArgumentError,
+    PermissionDeniedError,
+    StaleHandleError,
+    VersionSkewError,
+)
 from ep_runtime.text import printable
 from ep_runtime.v1 import node_service_pb2 as pb
 from ep_runtime.v1 import node_service_pb2_grpc
@@ -98,8 +103,12 @@ class NodeServicer(node_service_pb2_grpc.NodeServiceServicer):
         nodes = self._list()
         identity = nodes_messages.identity_from_proto(request.identity)
         check_certificate(context, identity.node)
-        self._facts.check_claim(identity.node, request.epoch)
-        node = nodes.join(identity)
+        try:
+            self._facts.check_claim(identity.node, request.epoch)
+            node = nodes.join(identity)
+        except (InvalidArgumentError, VersionSkewError) as error:
+            nodes.refused(identity, str(error))
+            raise
         self._facts.heard(request.epoch)
         return pb.JoinClusterResponse(
             cluster_id=self._facts.cluster_id,

@@ -59,7 +59,9 @@ def _of_owner(owner: Owner) -> list[Any]:
 
 
 def _of_spec(spec: GroupSpec) -> dict[str, Any]:
-    return spec.to_dict()
+    """Without the settings that have their defaults: a daemon of before reads those too."""
+    fields = dataclasses.fields(spec)
+    return {f.name: v for f in fields if (v := getattr(spec, f.name)) != f.default}
 
 
 def _to_spec(value: Mapping[str, Any]) -> GroupSpec:

@@ -79,7 +79,9 @@ class Membership:
         found = [node for node in self._nodes if not node.coordinator]
         ours = Node(self._identity, NodeState.JOINED, self.since_s)
         if self.link in (Standing.JOINING, Standing.REFUSED):
-            ours.state = NodeState.ABSENT
+            joins = self.link is Standing.JOINING
+            ours.state = NodeState.ABSENT if joins else NodeState.REFUSED
+            ours.why = self.error
         found = [ours if node.identity.node == self._identity.node else node for node in found]
         if ours not in found:
             found.append(ours)

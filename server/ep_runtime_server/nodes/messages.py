@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ep_runtime import wire
 from ep_runtime.errors import InvalidArgumentError
+from ep_runtime.text import printable
 from ep_runtime.v1 import node_service_pb2
 from ep_runtime_server.nodes.config import check_node_name, parse_endpoint
 from ep_runtime_server.nodes.identity import NodeIdentity
@@ -68,6 +69,7 @@ def node_to_proto(node: Node, now_s: float) -> node_service_pb2.NodeInfo:
         coordinator=node.coordinator,
         state=f"NODE_STATE_{node.state.value}",
         since=wire.duration(max(0.0, now_s - node.since_s)),
+        why=node.why,
     )
 
 
@@ -93,4 +95,5 @@ def node_from_proto(message: node_service_pb2.NodeInfo, now_s: float) -> Node:
         known.get(message.state, NodeState.UNREACHABLE),
         now_s - wire.seconds(message.since),
         coordinator=message.coordinator,
+        why=printable(message.why),
     )

@@ -31,11 +31,13 @@ class NodeState(enum.Enum):
     JOINED = "JOINED"
     UNREACHABLE = "UNREACHABLE"
     ABSENT = "ABSENT"
+    REFUSED = "REFUSED"
 
 
 @dataclasses.dataclass
 class Node:
-    """A node as the coordinator knows it; `since_s` and `heard_s` are monotonic."""
+    """A node as the coordinator knows it; `since_s` and `heard_s` are monotonic, `why` says why it
+    is REFUSED."""
 
     identity: NodeIdentity
     state: NodeState
@@ -43,10 +45,12 @@ class Node:
     coordinator: bool = False
     lease_id: str = ""
     heard_s: float = 0.0
+    why: str = ""
 
 
 def check_versions(ours: NodeIdentity, theirs: NodeIdentity) -> None:
-    """Whether two daemons may form groups together: one protocol version, one minor release.
+    """Whether two daemons may form groups together: one protocol version, and releases that
+    `wire.work_together`.
 
     Raises:
         VersionSkewError: names both nodes, the field and both values.
@@ -62,14 +66,15 @@ def check_versions(ours: NodeIdentity, theirs: NodeIdentity) -> None:
             "server_version",
             ours.server_version,
             theirs.server_version,
-            wire.minor_of(ours.server_version) == wire.minor_of(theirs.server_version),
+            wire.work_together(ours.server_version, theirs.server_version),
         ),
     ]
     for field, mine, other, fits in fields:
         if not fits:
             raise VersionSkewError(
                 f"node {theirs.node!r} has {field}={other}, the coordinator {ours.node!r} has "
-                f"{field}={mine}; install the same version on both",
+                f"{field}={mine}; install versions whose first numbers agree and whose second ones "
+                "are at most one apart",
                 node=theirs.node,
                 field=field,
                 theirs=other,
@@ -158,6 +163,28 @@ class Nodes:
         self._log("cluster.node_joined", node, "joined again" if again else "joined")
         return node
 
+    def refused(self, identity: NodeIdentity, why: str) -> None:
+        """A daemon may not join; it is listed with the reason, unless the name is another's."""
+        name, now = identity.node, self._clock.monotonic_s()
+        try:
+            self._check_free(identity)
+        except GroupBusyError:
+            return
+        before = self._nodes.get(name)
+        if not self._may_join(name) or (
+            before is None and len(self._nodes) + 1 >= limits.MAX_NODES
+        ):
+            return
+        node = Node(identity, NodeState.REFUSED, now, heard_s=now, why=why)
+        self._nodes[name] = node
+        if before is not None and before.state is NodeState.REFUSED:
+            node.since_s = before.since_s
+            if before.why == why:
+                return
+        self.version += 1
+        self._on_gone(name)
+        self._log("cluster.node_refused", node, f"is refused: {why}", level=logging.WARNING)
+
     def _check_free(self, identity: NodeIdentity) -> None:
         name = identity.node
         holder = self._own if name == self._own.node else None
@@ -226,6 +253,8 @@ class Nodes:
                 )
             elif node.state is NodeState.UNREACHABLE and silent_s >= limits.NODE_FORGOTTEN_S:
                 self._remove(name)
+            elif node.state is NodeState.REFUSED and silent_s >= limits.NODE_LEASE_S:
+                self._remove(name)  # it asked again every few seconds, and has ended
 
     def _log(self, kind: str, node: Node, what: str, *, level: int = logging.INFO) -> None:
         identity = node.identity

@@ -214,6 +214,7 @@ def _directory(args: argparse.Namespace) -> Finding:
 
 
 def _daemon(args: argparse.Namespace) -> Finding:
+    from ep_runtime import wire
     from ep_runtime_client.cli.daemon import source
     from ep_runtime_client.daemons import addresses
 
@@ -228,7 +229,7 @@ def _daemon(args: argparse.Namespace) -> Finding:
         f"{status['state']} at {addresses.daemon_place(args.address).address}, "
         f"version {status['server_version']}"
     )
-    if status["server_version"] != ep_runtime.__version__:
+    if not wire.work_together(status["server_version"], ep_runtime.__version__):
         advice = f"this client has version {ep_runtime.__version__}; restart the daemon with it"
         return Finding("daemon", "WARN", found, advice)
     if status["state"] != "SERVING":

@@ -23,7 +23,8 @@ COLUMNS = (
         "state",
         "STATE",
         priority=STATE,
-        about="JOINED, ABSENT, UNREACHABLE (no answer) or FAILED (answers with an error)",
+        about="JOINED, ABSENT, REFUSED (`error` says why), UNREACHABLE (no answer) or FAILED "
+        "(answers with an error)",
     ),
     Column("since_s", "SINCE", "seconds", about="time in that state"),
     Column("role", "ROLE", priority=3, about="whether it coordinates the cluster"),
@@ -84,7 +85,7 @@ def table(daemon: source.Source, status: Mapping[str, Any]) -> Found:
                 "num_sessions": row.get("num_sessions"),
                 "num_groups": row.get("num_groups"),
                 "num_layers": row.get("num_layers"),
-                "error": without["error"] if without else "",
+                "error": without["error"] if without else node.get("why", ""),
             }
         )
     return Found(rows, found.missing)
