@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import datetime
 import functools
 import itertools
 import os
@@ -10,6 +11,7 @@ import secrets
 import shutil
 import tempfile
 from pathlib import Path
+from unittest import mock
 
 from ep_runtime_client.daemons import certificates
 
@@ -31,12 +33,17 @@ def place() -> str:
     return f"{loopback()}:{PORT}"
 
 
-def make_certificates(directory: Path, **hosts: str) -> Path:
-    """Of an authority, and of nodes with the addresses at which they are reached."""
+def make_certificates(directory: Path, *, days: int = 2, ago: int = 0, **hosts: str) -> Path:
+    """Of an authority, and of nodes with the addresses at which they are reached, anew where there
+    are some; `ago`: as many days ago."""
     nodes = [
         certificates.CertifiedNode(name, (host,) if host else ()) for name, host in hosts.items()
     ]
-    certificates.make(directory, nodes, days=2, force=False)
+    then = datetime.datetime.now(datetime.UTC) - datetime.timedelta(days=ago)
+    clock = mock.Mock(wraps=datetime)
+    clock.datetime.now.side_effect = lambda zone: then
+    with mock.patch.object(certificates, "datetime", clock):
+        certificates.make(directory, nodes, days=days, force=True)
     return directory
 
 

@@ -81,6 +81,10 @@ def _status() -> pb.GetStatusResponse:
         since=seconds(90000),
         epoch=41,
         nodes=[_node(name, coordinates=name == NODES[0]) for name in NODES],
+        certificates=[
+            pb.CertificateStatus(path="/etc/ep-runtime/node03.pem", left=seconds(29 * 86400)),
+            pb.CertificateStatus(path="/etc/ep-runtime/ca.pem", left=seconds(31 * 86400)),
+        ],
     )
     return pb.GetStatusResponse(
         server_version="0.2.0",

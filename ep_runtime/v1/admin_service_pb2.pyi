@@ -125,7 +125,7 @@ class UserLimits(_message.Message):
     def __init__(self, max_sessions: _Optional[int] = ..., max_groups: _Optional[int] = ..., max_layers: _Optional[int] = ..., max_host_bytes: _Optional[int] = ..., max_fds: _Optional[int] = ..., max_journal_bytes: _Optional[int] = ..., max_retain: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., max_gpu_bytes: _Optional[int] = ..., max_fds_of_all: _Optional[int] = ...) -> None: ...
 
 class ClusterStatus(_message.Message):
-    __slots__ = ("node", "coordinator", "link", "since", "error", "cluster_id", "epoch", "insecure", "nodes", "num_answered")
+    __slots__ = ("node", "coordinator", "link", "since", "error", "cluster_id", "epoch", "insecure", "nodes", "num_answered", "certificates", "certificates_error")
     node: str
     coordinator: str
     link: ClusterLink
@@ -136,7 +136,15 @@ class ClusterStatus(_message.Message):
     insecure: bool
     nodes: _containers.RepeatedCompositeFieldContainer[_node_service_pb2.NodeInfo]
     num_answered: int
-    def __init__(self, node: _Optional[str] = ..., coordinator: _Optional[str] = ..., link: _Optional[_Union[ClusterLink, str]] = ..., since: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., error: _Optional[str] = ..., cluster_id: _Optional[str] = ..., epoch: _Optional[int] = ..., insecure: bool = ..., nodes: _Optional[_Iterable[_Union[_node_service_pb2.NodeInfo, _Mapping]]] = ..., num_answered: _Optional[int] = ...) -> None: ...
+    certificates: _containers.RepeatedCompositeFieldContainer[CertificateStatus]
+    certificates_error: str
+    def __init__(self, node: _Optional[str] = ..., coordinator: _Optional[str] = ..., link: _Optional[_Union[ClusterLink, str]] = ..., since: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., error: _Optional[str] = ..., cluster_id: _Optional[str] = ..., epoch: _Optional[int] = ..., insecure: bool = ..., nodes: _Optional[_Iterable[_Union[_node_service_pb2.NodeInfo, _Mapping]]] = ..., num_answered: _Optional[int] = ..., certificates: _Optional[_Iterable[_Union[CertificateStatus, _Mapping]]] = ..., certificates_error: _Optional[str] = ...) -> None: ...
+
+class CertificateStatus(_message.Message):
+    __slots__ = ("path", "left")
+    path: str
+    left: _duration_pb2.Duration
+    def __init__(self, path: _Optional[str] = ..., left: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class JournalStatus(_message.Message):
     __slots__ = ("error", "bytes", "cut_bytes")

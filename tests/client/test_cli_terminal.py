@@ -26,7 +26,10 @@ WIDTHS = (80, 200)  # the narrowest that is served, and one in which every table
 # What each command must show whole: names and states.
 NODE = fixed.NODES[1]
 SHOWN = {
-    "status": ("SERVING", NODE, "JOINED", "host", "LATE: rank 3", "SILENT: process 4002"),
+    "status": (
+        *("SERVING", NODE, "JOINED", "host", "LATE: rank 3", "SILENT: process 4002"),
+        "CERTIFICATE: /etc/ep-runtime/node03.pem ends in 29d",
+    ),
     "status -o wide": (fixed.GPU, NODE, "10.17.3.103:7700", "141.0 GiB"),
     f"status --node {NODE}": ("SERVING",),
     "sessions": (NODE, fixed.SESSION, "SUSPECT"),

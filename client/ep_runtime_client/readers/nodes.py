@@ -23,7 +23,8 @@ class Found:
     """Args:
     rows: each with its `node`; "" where the daemon belongs to no cluster.
     missing: nodes without rows: node, address, state (UNREACHABLE: no answer, FAILED: an error
-        or not a list), since_s of the UNREACHABLE (None: just now), error.
+        or not a list), since_s of the UNREACHABLE (None: just now), certificate (which one has
+        ended, where that may be why), error.
     """
 
     rows: list[dict[str, Any]]
@@ -89,5 +90,6 @@ def _missing(name: str, node: Mapping[str, Any] | None, error: EpRuntimeError) -
         "address": node["identity"]["address"] if node is not None else "",
         "state": "UNREACHABLE" if unreachable else "FAILED",
         "since_s": since_s,
+        "certificate": str(error.fields.get("certificate", "")),
         "error": str(error),
     }

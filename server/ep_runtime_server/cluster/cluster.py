@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import logging
 import os
@@ -38,6 +39,7 @@ from ep_runtime_server.groups.record import GroupRecord
 from ep_runtime_server.journal.file import Journal
 from ep_runtime_server.memory.windows import Owner
 from ep_runtime_server.nodes import messages as nodes_messages
+from ep_runtime_server.nodes.certificates import Certificates
 from ep_runtime_server.nodes.config import ClusterConfig, Endpoint, local_address_towards
 from ep_runtime_server.nodes.facts import ClusterFacts
 from ep_runtime_server.nodes.identity import NodeIdentity
@@ -73,7 +75,10 @@ class Cluster:
                 level=logging.WARNING,
             )
         self.seal = Seal(settings.secret) if settings.secret else None
-        self.peers = Peers(settings.tls, clock, self.seal, self.facts.durable)
+        tls = settings.tls
+        self.certificates = Certificates(tls, clock, events) if tls is not None else None
+        self._renewing: asyncio.Future[None] | None = None
+        self.peers = Peers(self.certificates, clock, self.seal, self.facts.durable)
         self.assemblies = Assemblies(self.facts, clock, events)
         self.view_ids = ViewIds(self.assemblies)
         self.coordination: Coordination | None = None
@@ -90,17 +95,12 @@ class Cluster:
         Raises:
             InvalidArgumentError: it cannot be bound, or the certificate is none.
         """
-        wanted, tls = self.settings.listen, self.settings.tls
+        wanted, certificates = self.settings.listen, self.certificates
         try:
-            if tls is None:
+            if certificates is None:
                 port = server.add_insecure_port(str(wanted))
             else:
-                credentials = grpc.ssl_server_credentials(
-                    [(tls.key, tls.certificate)],
-                    root_certificates=tls.authority,
-                    require_client_auth=True,
-                )
-                port = server.add_secure_port(str(wanted), credentials)
+                port = server.add_secure_port(str(wanted), _credentials(certificates))
         except (RuntimeError, ValueError) as error:
             port = 0
             reason = str(error).split(";")[0]
@@ -280,15 +280,19 @@ class Cluster:
         self.facts.heard(epoch)
         await self.facts.durable()
 
+    @property
+    def link(self) -> Standing:
+        """How we stand with the coordinator."""
+        return Standing.COORDINATOR if self.membership is None else self.membership.link
+
     def status(self) -> admin_service_pb2.ClusterStatus:
         now = self._clock.monotonic_s()
         member = self.membership
-        link = Standing.COORDINATOR if member is None else member.link
         since_s = self._started_s if member is None else member.since_s
         return admin_service_pb2.ClusterStatus(
             node=self.settings.node,
             coordinator=self.coordinator_address,
-            link=f"CLUSTER_LINK_{link.value}",
+            link=f"CLUSTER_LINK_{self.link.value}",
             since=wire.duration(max(0.0, now - since_s)),
             error="" if member is None else member.error,
             cluster_id=self.facts.cluster_id,
@@ -296,6 +300,11 @@ class Cluster:
             insecure=self.settings.tls is None,
             num_answered=self._num_answered,
             nodes=[nodes_messages.node_to_proto(node, now) for node in self.view()],
+            certificates=[
+                admin_service_pb2.CertificateStatus(path=path, left=wire.duration(left_s))
+                for path, left_s in (self.certificates.left() if self.certificates else ())
+            ],
+            certificates_error=self.certificates.error if self.certificates else "",
         )
 
     async def ask_node(self, name: str, method: str, request: Any, left_s: float) -> bytes:
@@ -341,6 +350,8 @@ class Cluster:
 
     def tick(self) -> None:
         """What is due by the clock."""
+        if self.certificates is not None and self.certificates.look():
+            self._renewing = asyncio.ensure_future(self.peers.renew())
         if self.nodes is not None:
             self.nodes.tick()
             self.assemblies.tick()
@@ -354,3 +365,15 @@ class Cluster:
             await self.membership.leave()
         await self.peers.close()
         await self.facts.end()
+
+
+def _credentials(certificates: Certificates) -> grpc.ServerCredentials:
+    """By what the certificates are when a connection begins; gRPC asks on threads of its own."""
+
+    def now() -> grpc.ServerCertificateConfiguration:
+        tls = certificates.tls
+        return grpc.ssl_server_certificate_configuration(
+            [(tls.key, tls.certificate)], root_certificates=tls.authority
+        )
+
+    return grpc.dynamic_ssl_server_credentials(now(), now, require_client_authentication=True)

@@ -7,7 +7,6 @@ import dataclasses
 import ipaddress
 import re
 import socket
-import ssl
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 
 from ep_runtime import files
 from ep_runtime.errors import InvalidArgumentError
+from ep_runtime_server.nodes.certificates import Tls, read_tls
 from ep_runtime_server.nodes.facts import MAX_EPOCH
 from ep_runtime_server.nodes.seal import read_secret
 
@@ -51,15 +51,6 @@ def _flag(host: str, name: str) -> bool:
         return bool(getattr(ipaddress.ip_address(host), name))
     except ValueError:
         return False
-
-
-@dataclasses.dataclass(frozen=True)
-class Tls:
-    """PEM texts of our certificate, its key, and the authority that every node trusts."""
-
-    certificate: bytes
-    key: bytes = dataclasses.field(repr=False)
-    authority: bytes = b""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -281,44 +272,7 @@ def _read_tls(arguments: argparse.Namespace) -> Tls | None:
             "certs` makes some for a lab); plain TCP only with --insecure",
             argument=missing[0],
         )
-    made = Tls(*(_read_pem(flag, path) for flag, path in given.items()))
-    _check_pair(arguments.tls_cert, arguments.tls_key)
-    return made
-
-
-def _check_pair(certificate: str, key: str) -> None:
-    """Raises InvalidArgumentError where the key is not the certificate's."""
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.set_ciphers("DEFAULT:@SECLEVEL=0")  # how strong they are is gRPC's to say
-    try:
-        context.load_cert_chain(certificate, key, password="")
-    except OSError as error:  # of ssl too
-        mismatch = getattr(error, "reason", "") == "KEY_VALUES_MISMATCH"
-        why = (
-            "they do not belong together: it is the key of another certificate"
-            if mismatch
-            else f"they are not a certificate and its key, or the key has a passphrase: {error}"
-        )
-        raise InvalidArgumentError(
-            f"--tls-cert {certificate} and --tls-key {key}: {why}", argument="--tls-key"
-        ) from error
-
-
-def _read_pem(flag: str, path: str) -> bytes:
-    try:
-        text = files.read(path)
-    except OSError as error:
-        raise InvalidArgumentError(
-            f"{flag}: cannot read {path}: {error.strerror}", argument=flag
-        ) from error
-    wanted = b"PRIVATE KEY-----" if flag == "--tls-key" else b"-----BEGIN CERTIFICATE-----"
-    if wanted not in text:
-        raise InvalidArgumentError(
-            f"{flag}: {path} must be a PEM file with a "
-            f"{'key' if flag == '--tls-key' else 'certificate'}, got another file",
-            argument=flag,
-        )
-    return text
+    return read_tls(*given.values())
 
 
 def _from_file(path: Path, name: str, tls: Tls | None) -> ClusterConfig:

@@ -15,7 +15,7 @@ from ep_runtime.errors import EpRuntimeError, RuntimeUnavailableError
 from ep_runtime.v1 import admin_service_pb2, node_service_pb2
 from ep_runtime_server.base import limits
 from ep_runtime_server.base.clock import Clock
-from ep_runtime_server.nodes.config import Tls
+from ep_runtime_server.nodes.certificates import Certificates
 from ep_runtime_server.nodes.seal import Seal
 
 _NODE_SERVICE = node_service_pb2.DESCRIPTOR.services_by_name["NodeService"]
@@ -31,7 +31,7 @@ class Peers:
 
     def __init__(
         self,
-        tls: Tls | None,
+        certificates: Certificates | None,
         clock: Clock,
         seal: Seal | None = None,
         before_asking: Callable[[], Awaitable[None]] = _at_once,
@@ -40,15 +40,7 @@ class Peers:
         once what we know may be told."""
         self._seal = seal
         self._before_asking = before_asking
-        self._credentials = (
-            grpc.ssl_channel_credentials(
-                root_certificates=tls.authority,
-                private_key=tls.key,
-                certificate_chain=tls.certificate,
-            )
-            if tls is not None
-            else None
-        )
+        self._certificates = certificates
         self._clock = clock
         self._channels: dict[tuple[str, str], grpc.aio.Channel] = {}
         self._silent: dict[str, tuple[float, float]] = {}  # first and last failure in a row
@@ -67,17 +59,18 @@ class Peers:
     def _channel(self, name: str, address: str) -> grpc.aio.Channel:
         key = (name, address)
         if key not in self._channels:
-            extra = []
-            if name and self._credentials is not None:
-                # The certificate says which node it is; by which address it is reached says less.
-                extra = [("grpc.ssl_target_name_override", name)]
-            options = wire.channel_options(extra)
-            self._channels[key] = (
-                grpc.aio.secure_channel(address, self._credentials, options=options)
-                if self._credentials is not None
-                else grpc.aio.insecure_channel(address, options=options)
-            )
+            self._channels[key] = self._open(name, address)
         return self._channels[key]
+
+    def _open(self, name: str, address: str) -> grpc.aio.Channel:
+        if self._certificates is None:
+            return grpc.aio.insecure_channel(address, options=wire.channel_options([]))
+        tls = self._certificates.tls
+        credentials = grpc.ssl_channel_credentials(tls.authority, tls.key, tls.certificate)
+        # The certificate says which node it is; by which address it is reached says less.
+        extra = [("grpc.ssl_target_name_override", name)] if name else []
+        options = wire.channel_options(extra)
+        return grpc.aio.secure_channel(address, credentials, options=options)
 
     async def ask(
         self, name: str, address: str, method: str, request: Any, *, within_s: float
@@ -126,16 +119,31 @@ class Peers:
             now = self._clock.monotonic_s()
             first_s, _ = self._silent.get(address, (now, now))
             self._silent[address] = (first_s, now)
+            ended = self._ended(error)
+            reason = ended or _reason(error)
             raise RuntimeUnavailableError(
-                f"node {name!r} at {address} does not answer: {_reason(error)}"
+                f"node {name!r} at {address} does not answer: {reason}"
                 if name
-                else f"nobody answers at {address}: {_reason(error)}",
+                else f"nobody answers at {address}: {reason}",
                 node=name,
                 address=address,
                 since_s=now - first_s,
+                certificate=ended,
             ) from error
         self._silent.pop(address, None)
         return answer
+
+    def _ended(self, error: grpc.aio.AioRpcError) -> str:
+        """Whose certificate has ended, where that may be why a call failed; else empty."""
+        if "certificate has expired" in (error.details() or ""):
+            return "its certificate has ended, by this host's clock"
+        refused = error.code() is grpc.StatusCode.UNAVAILABLE  # TLS closes the connection unheard
+        return self._certificates.ended if refused and self._certificates is not None else ""
+
+    async def renew(self) -> None:
+        """Calls go by the certificates of now; those under way end on their connections."""
+        channels, self._channels = self._channels, {}
+        await asyncio.gather(*(c.close(limits.NODE_LEASE_S) for c in channels.values()))
 
     async def drop(self, keep: set[str]) -> None:
         """Closes the channels to all other addresses."""

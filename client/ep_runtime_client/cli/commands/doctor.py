@@ -215,7 +215,7 @@ def _directory(args: argparse.Namespace) -> Finding:
 
 def _daemon(args: argparse.Namespace) -> Finding:
     from ep_runtime import wire
-    from ep_runtime_client.cli.daemon import source
+    from ep_runtime_client.cli.daemon import attention, source
     from ep_runtime_client.daemons import addresses
 
     try:
@@ -234,6 +234,8 @@ def _daemon(args: argparse.Namespace) -> Finding:
         return Finding("daemon", "WARN", found, advice)
     if status["state"] != "SERVING":
         return Finding("daemon", "FAIL", found, "it ends soon; start another one")
+    if advice := "; ".join(attention.certificates(status)):
+        return Finding("daemon", "WARN", found, advice)
     return Finding("daemon", "OK", found)
 
 

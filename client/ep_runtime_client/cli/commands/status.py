@@ -162,6 +162,8 @@ def _write_cluster(cluster: dict[str, Any] | None, found: nodes.Found, *, wide: 
     render.write_text(f"node {cluster['node']} {place}{plain}, epoch {cluster['epoch']}", then="  ")
     if cluster["error"]:
         render.write_text(cluster["error"], start="  ", then="  ")
+    for text in attention.certificates({"cluster": cluster}):
+        render.write_text(text, start="CERTIFICATE: ", then="  ")
     for row in found.rows:
         if row["state"] == "REFUSED" and row["node"] != cluster["node"]:
             render.write_text(f"node {row['node']} is REFUSED: {row['error']}", then="  ")

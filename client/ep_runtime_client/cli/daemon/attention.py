@@ -1,4 +1,4 @@
-"""Lines of `status` that ask for attention: late ranks and silent processes."""
+"""Lines of `status` that ask for attention: late ranks, silent processes, certificates."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from ep_runtime.units import duration
 from ep_runtime_client.cli import render, users
 
 Row = Mapping[str, Any]
+
+_WARNED_S = 30 * 24 * 3600.0
 
 # By the letters of /proc/PID/stat.
 _STATES = {
@@ -33,6 +35,19 @@ def write(status: Row, others: Iterable[Row]) -> None:
         render.write_text(silence(process), start="SILENT: ", then="  ")
     if not wanted(status, others):
         render.out("nothing is late, nobody is silent")
+
+
+def certificates(status: Row) -> list[str]:
+    """A line for each certificate of the daemon that cannot be read again, or ends soon."""
+    cluster = status["cluster"] or {}
+    found = [cluster["certificates_error"]] if cluster.get("certificates_error") else []
+    for item in cluster.get("certificates") or ():  # a daemon of before tells of none
+        if item["left_s"] <= 0:
+            found.append(f"{item['path']} has ENDED; put a new one in its place")
+        elif item["left_s"] < _WARNED_S:
+            left = duration(item["left_s"])
+            found.append(f"{item['path']} ends in {left}; put a new one in its place")
+    return found
 
 
 def silence(process: Row) -> str:

@@ -56,7 +56,8 @@ def reason(missing: Mapping[str, Any]) -> str:
     if missing["state"] == "FAILED":
         return f"{where} failed ({missing['error']})"
     since = f" for {duration(missing['since_s'])}" if missing["since_s"] else ""
-    return f"{where} is unreachable{since}"
+    why = f" ({missing['certificate']})" if missing["certificate"] else ""
+    return f"{where} is unreachable{since}{why}"
 
 
 def table(daemon: source.Source, status: Mapping[str, Any]) -> Found:
