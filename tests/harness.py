@@ -25,6 +25,7 @@ from ep_runtime import wire
 from ep_runtime.v1 import admin_service_pb2, group_service_pb2, session_service_pb2
 from ep_runtime_server.callers import credentials
 from ep_runtime_server.daemon import Daemon
+from ep_runtime_server.metrics.collector import Collector
 
 
 class FakeClock:
@@ -167,6 +168,12 @@ class Running(Served):
         self.clock.advance(seconds)
         eventually(lambda: self.session_state(canary.session_id) in ("SUSPECT", "FORGOTTEN"))
         canary.goodbye()
+
+    def metrics(self, name: str) -> dict[str, float]:
+        """Series of one metric of the daemon, by their last label."""
+        made = Collector(self._daemon.runtime, detail=False).collect()
+        sheet = asyncio.run_coroutine_threadsafe(made, self._loop).result(WAIT_S)
+        return {labels[-1]: value for labels, value in sheet.rows[name]}
 
     def stall(self, seconds: float) -> None:
         """Lets the daemon do nothing for that long."""

@@ -25,6 +25,7 @@ from ep_runtime.v1 import (
 )
 from ep_runtime_server import daemon as daemon_module
 from ep_runtime_server.base import limits
+from ep_runtime_server.nodes.certificates import read_tls
 from ep_runtime_server.nodes.config import ClusterConfig, parse_endpoint
 from ep_runtime_server.rpc.reading_servicer import ReadingServicer
 
@@ -297,6 +298,9 @@ def test_a_node_of_another_version_is_refused_on_every_screen_and_still_read(
         (why,) = [node.why for node in cluster_of(daemon).nodes if node.identity.node == "b"]
         assert why == cluster_of(b).error
         assert daemon.ask("GetStatus", node="b").cluster.node == "b"
+        numbers = daemon.metrics("cluster_nodes")
+        assert numbers == {"JOINED": 2, "UNREACHABLE": 0, "ABSENT": 0, "REFUSED": 1}
+    assert [name for name, now in b.metrics("cluster_link").items() if now] == ["REFUSED"]
 
 
 def test_a_node_hears_nothing_that_is_not_on_the_disk(start_daemon, call_node, monkeypatch):
@@ -439,6 +443,31 @@ def test_a_node_does_not_trust_a_coordinator_of_another_authority(daemon_process
     assert [node.state for node in cluster_of(b).nodes if node.coordinator] == [
         node_service_pb2.NODE_STATE_UNREACHABLE
     ]
+
+
+def test_a_certificate_that_ended_is_named_and_a_new_one_is_read_without_a_restart(
+    start_daemon, tmp_path
+):
+    pki, host = tmp_path / "pki", loopback()
+    address = f"{host}:7700"
+    make_certificates(pki, a=host, c="")
+    make_certificates(pki, ago=9, b="")
+    tls = {name: read_tls(*tls_flags(pki, name)[1::2]) for name in "abc"}
+    a = start_daemon(cluster=coordinates(address, tls=tls["a"]))
+    b = start_daemon(cluster=joins(address, tls=tls["b"]))
+    own = f"our own certificate {pki}/b.pem has ended"
+    eventually(lambda: own in cluster_of(b).error, within_s=BACK_S)
+    assert b.metrics("certificate_seconds")[f"{pki}/b.pem"] < -6 * 86400
+    make_certificates(pki, b="")
+    joined(b)
+    assert b.event_kinds().count("cluster.certificate_read") == 1
+    make_certificates(pki, ago=9, a=host)
+    eventually(lambda: cluster_of(a).certificates[0].left.seconds < 0, within_s=BACK_S)
+    assert link(b) == "JOINED"  # a connection that is there goes on
+    c = start_daemon(cluster=joins(address, "c", tls=tls["c"]))
+    eventually(lambda: "its certificate has ended" in cluster_of(c).error, within_s=BACK_S)
+    make_certificates(pki, a=host)
+    joined(c)
 
 
 def test_the_coordinators_death_stops_nothing_and_its_return_is_noticed(daemon_process, restarted):

@@ -245,6 +245,13 @@ def test_what_is_counted_as_status_counts_it(metered, job) -> None:
     assert metered.value("groups", state="READY") == status.num_groups == 1
     # Not the one that `status` opens.
     assert metered.value("sessions", state="ACTIVE") == 1
+    (user,), most = status.users, status.user_limits
+    for what in ("groups", "layers", "host_bytes", "journal_bytes"):
+        name = what if what.endswith("bytes") else f"num_{what}"
+        used = metered.value("user_used", what=what, uid=str(os.getuid()))
+        assert used == getattr(user, name) > 0
+        limit = metered.value("user_limit", what=what)
+        assert limit == getattr(most, f"max_{what}")
     pools = {pool.device: pool.leased_bytes for pool in status.pools}
     leased = metered.values("windows_bytes", state="LEASED")
     assert {device: value for (device, _), value in leased.items()} == pools

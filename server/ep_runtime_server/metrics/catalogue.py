@@ -66,6 +66,13 @@ _OF_DAEMON = (
     _gauge("journal_failing", NODE, "1 while the journal cannot be written"),
     _gauge("journal_free_bytes", NODE, "What the journal's file system has left"),
     _gauge("recovery_bytes", (*NODE, "outcome"), "Memory of before the last restart, by outcome"),
+    _gauge("cluster_link", (*NODE, "state"), "1 for how the daemon stands with its coordinator"),
+    _gauge("cluster_nodes", (*NODE, "state"), "Nodes by state, as this daemon sees them"),
+    _gauge(
+        "certificate_seconds", (*NODE, "path"), "Time until the certificate ends; negative after"
+    ),
+    _gauge("user_used", (*NODE, "uid", "what"), "What the user holds: bytes, or a number"),
+    _gauge("user_limit", (*NODE, "what"), "Most that a user may hold of it"),
     _gauge("sessions", (*NODE, "state"), "Processes by the state of their session"),
     _gauge("groups", (*NODE, "state"), "Groups by state"),
     _gauge("layers", NODE, "Registered layers, those of stacks counted one by one"),

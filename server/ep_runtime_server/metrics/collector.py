@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import dataclasses
 import platform
 import socket
 import time
@@ -17,6 +18,7 @@ from ep_runtime import board_records
 from ep_runtime.specs import DTYPE_BYTES
 from ep_runtime.v1 import session_service_pb2
 from ep_runtime_server.base.pacing import paced
+from ep_runtime_server.callers.quotas import Usage
 from ep_runtime_server.callers.sessions import SessionState
 from ep_runtime_server.groups.fsm import State
 from ep_runtime_server.groups.record import GroupRecord
@@ -24,6 +26,8 @@ from ep_runtime_server.memory.windows import WindowState
 from ep_runtime_server.metrics import boards
 from ep_runtime_server.metrics.catalogue import GROUP, METRICS
 from ep_runtime_server.metrics.sheet import Sheet
+from ep_runtime_server.nodes.membership import Standing
+from ep_runtime_server.nodes.registry import NodeState
 from ep_runtime_server.runtime import Runtime
 
 # What a user's groups and layers may take of an answer, so that nobody's push out another's.
@@ -56,6 +60,8 @@ class Collector:
         answer = Sheet(0)
         self._put_daemon(answer)
         self._put_memory(answer)
+        self._put_cluster(answer)
+        await self._put_users(answer)
         by_user: dict[int, Sheet] = collections.defaultdict(lambda: Sheet(MAX_SERIES_PER_USER))
         left_out = {"groups": 0, "layers": 0}
         async for group in paced(self._runtime.groups.all()):
@@ -101,6 +107,30 @@ class Collector:
             sheet.put("groups", (*node, name), states[name])
         sheet.put("layers", node, sum(group.layers.num_layers for group in groups))
         sheet.put("handles", node, sum(group.layers.num_handles for group in groups))
+
+    def _put_cluster(self, sheet: Sheet) -> None:
+        """Its place among other nodes; nothing of a daemon alone."""
+        cluster, node = self._runtime.cluster, (self._node,)
+        if cluster is None:
+            return
+        standings = [standing.value for standing in Standing]
+        sheet.put_one_of("cluster_link", node, standings, cluster.link.value)
+        states = collections.Counter(seen.state for seen in cluster.view())
+        for state in NodeState:
+            sheet.put("cluster_nodes", (*node, state.value), states[state])
+        for path, left_s in cluster.certificates.left() if cluster.certificates else ():
+            sheet.put("certificate_seconds", (*node, path), left_s)
+
+    async def _put_users(self, sheet: Sheet) -> None:
+        """What has a limit, by user; that of GPU memory is for each GPU alone."""
+        most = dataclasses.asdict(self._runtime.quotas.limits)
+        limited = [f.name for f in dataclasses.fields(Usage) if f.name != "gpu_bytes"]
+        for what in limited:
+            sheet.put("user_limit", (self._node, what), most[what])
+        async for uid in paced(self._runtime.users()):
+            used = dataclasses.asdict(self._runtime.usage(uid))
+            for what in limited:
+                sheet.put("user_used", (self._node, str(uid), what), used[what])
 
     def _put_memory(self, sheet: Sheet) -> None:
         pool = self._runtime.pool
