@@ -10,6 +10,8 @@ on_overflow="error": [2][W] lines. Letters: `board.py`.
 
 from __future__ import annotations
 
+import functools
+
 from ep_runtime.board_abi import PAGE_BYTES
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime.layout import align_up, packed_columns
@@ -74,6 +76,7 @@ def lane_rows(spec: GroupSpec) -> int:
     return min(apart, max(max(spec.max_top_k, LEAST_SOURCES) * tokens, 4 * ranks))
 
 
+@functools.lru_cache(maxsize=256)
 def count_columns(spec: GroupSpec, tokens: int) -> int:
     """Of a plan's recv_count, for calls of so many tokens a rank.
 

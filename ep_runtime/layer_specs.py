@@ -132,7 +132,7 @@ def check_layer(group: GroupSpec, layer: LayerSpec) -> LayerSpec:
 
 
 # Thousands of layers of a group differ in their names alone.
-_no_drop_rows = functools.lru_cache(maxsize=256)(layout.recv_capacity)
+no_drop_rows = functools.lru_cache(maxsize=256)(layout.recv_capacity)
 
 
 def _check_capacity(group: GroupSpec, layer: LayerSpec) -> None:
@@ -142,9 +142,9 @@ def _check_capacity(group: GroupSpec, layer: LayerSpec) -> None:
         "max_tokens_per_rank": group.max_tokens_per_rank,
         "ep_size": group.ep_size,
     }
-    bound = _no_drop_rows(top_k=group.max_top_k, alignment=group.alignment, **sizes)
+    bound = no_drop_rows(top_k=group.max_top_k, alignment=group.alignment, **sizes)
     assert layer.alignment is not None  # check_layer filled it in
-    needed = _no_drop_rows(top_k=layer.top_k, alignment=layer.alignment, **sizes)
+    needed = no_drop_rows(top_k=layer.top_k, alignment=layer.alignment, **sizes)
     if group.recv_capacity_per_rank >= bound and needed > group.recv_capacity_per_rank:
         raise InvalidArgumentError(
             f"layer {layer.name!r} (top_k={layer.top_k}, alignment={layer.alignment}) needs "

@@ -149,7 +149,8 @@ class HeldGroup:
 
     def require_layer(self, layer: EpLayer) -> None:
         """Raises StaleHandleError where the group is gone, or the layer was replaced."""
-        self.require_open(layer.name)
+        self._health.require_open(layer.name)
+        self.client.require_alive()
         self._registrations.require_current(layer)
 
     def check(self, arrays: Any) -> Any:

@@ -211,7 +211,8 @@ def check_shapes(
             "params_spec says over which manual axes they are still sharded",
             argument="params.wi",
         )
-    _check_biases(params)
+    if params.wi_bias is not None or params.wo_bias is not None:
+        _check_biases(params)
     if gated and len(wi) == 3:
         _check_halves_together(group, params.wi, specs["wi"])
 
@@ -220,8 +221,6 @@ def _check_biases(params: MoEParams) -> None:
     """Raises InvalidArgumentError where biases do not fit the weights or each other."""
     wi_bias: Any = params.wi_bias
     check_all_or_none({"wi_bias": wi_bias, "wo_bias": params.wo_bias})
-    if wi_bias is None:
-        return
     quantized = isinstance(params.wi, QuantizedTensor)  # which is one array
     if not quantized and is_pair(wi_bias) != is_pair(params.wi):
         raise InvalidArgumentError(

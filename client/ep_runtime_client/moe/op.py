@@ -84,11 +84,6 @@ class BlockOp(LayerOp):
         """Operands of what there is per operand; others may follow them in `flat`."""
         return self.tree.unflatten(flat[: self.tree.num_leaves])
 
-    @property
-    def _splits(self) -> bool:
-        """Whether M is a dim of wi, which axes may be on."""
-        return self.wi.ndim == 4 or not self.call.activation.gated
-
     def place(
         self, roles: Roles, arrived: Sequence[Entries], shapes: Sequence[tuple[int, ...]]
     ) -> Placed:
@@ -116,7 +111,7 @@ class BlockOp(LayerOp):
 
     def _inner(self, roles: Roles, wi: Weight, wo: Weight, width: int) -> Axes:
         """The axes that M of both weights is taken over."""
-        inner = (wi.kept[-1] or wo.kept[1]) if self._splits else ()
+        inner = (wi.kept[-1] or wo.kept[1]) if "m" in self._columns else ()
         unit = bodies.BODIES[self.call.body].multiple(self.call, paired=self.wi.paired)
         gone = (wi.gathered[-1], wo.gathered[1])
         whole = all(width % (roles.size(inner + each) * unit) == 0 for each in gone)
@@ -206,9 +201,10 @@ class BlockOp(LayerOp):
 
     @functools.cached_property
     def _columns(self) -> list[str]:
-        """Factors of N'."""
-        middle = ["g"] if self.wi.ndim == 4 else []
-        return [*middle, "m" if self._splits else "n"]
+        """Factors of N'; "m" where M is a dim of wi, which axes may be on."""
+        if self.wi.ndim == 4:
+            return ["g", "m"]
+        return ["n" if self.call.activation.gated else "m"]
 
     def saved_factors(self) -> list[str]:
         """Factors of what is saved."""

@@ -252,6 +252,10 @@ def _resolved(
             _taken(where, given.wi, wi, recipes[0]),
             _taken(where, given.wo, wo, recipes[1]),
         )
+    wi_bias, wo_bias = (
+        None if bias is None else _of_bias(where, bias, weight)
+        for bias, weight in ((given.wi_bias, wi), (given.wo_bias, wo))
+    )
     resolved = ResolvedCall(
         where,
         call.varied(given),
@@ -261,7 +265,7 @@ def _resolved(
         recipes,
         (first, second),
         _sent_by(call.layer, recipes[0], body, weighted) if any(recipes) else None,
-        (wi, wo, _of_bias(where, given.wi_bias, wi), _of_bias(where, given.wo_bias, wo)),
+        (wi, wo, wi_bias, wo_bias),
         multiplied,
         types=tuple(map(regions.type_of, jax.tree.leaves(graded))),
         paired=isinstance(origins[0], Pair),
@@ -371,9 +375,7 @@ def _workspace(call: Call, block: Block, given: Operands, kept: Kept) -> Workspa
     return WorkspaceRows(sizes, found.rows, found.kept_rows)
 
 
-def _of_bias(where: Partitioning, bias: jax.Array | None, weight: Entries) -> Entries | None:
-    if bias is None:
-        return None
+def _of_bias(where: Partitioning, bias: jax.Array, weight: Entries) -> Entries:
     if where.manual:  # of as many experts as the weight here, elsewhere whole
         return padded(weight[:1], len(weight) - 1)
     # One of unknown layout is sharded as its weight.

@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ep_runtime import layout as sizes
 from ep_runtime.arguments import check_whole
 from ep_runtime.errors import InvalidArgumentError
+from ep_runtime.layer_specs import no_drop_rows
 from ep_runtime.specs import GroupSpec, check_holds_rows
 from ep_runtime_client.base.layers import EpLayer
 from ep_runtime_client.ops.calls.token_layout import TokenLayout
@@ -42,6 +42,11 @@ class PlanMeta:
         return self.layer.group_spec
 
 
+def _follows() -> Any:
+    """A field that follows from the others."""
+    return dataclasses.field(init=False, repr=False, compare=False)
+
+
 @dataclasses.dataclass(frozen=True)
 class Call:
     """One op call as its local function sees it. Hashable: a static argument of custom_vjp.
@@ -52,35 +57,33 @@ class Call:
         clear_slack: somebody may look at a gradient's rows past the last group; without it a GPU
             leaves them as they are.
         own_alignment: rows to which zones are aligned if nobody sees them; 0: as the layer says.
+        layer, group, capacity: of `meta`.
+        layout: how the tokens lie on the axes that are not manual.
+        row_alignment: rows to which experts' zones are aligned as they lie in a slab or workspace.
+            Drops and num_recv are those of the layer's alignment, which it divides.
     """
 
     meta: PlanMeta
     where: Partitioning
     clear_slack: bool = True
     own_alignment: int = 0
+    layer: EpLayer = _follows()
+    group: GroupSpec = _follows()
+    layout: TokenLayout = _follows()
+    capacity: int = _follows()
+    row_alignment: int = _follows()
 
-    @functools.cached_property
-    def layer(self) -> EpLayer:
-        return self.meta.layer
-
-    @functools.cached_property
-    def group(self) -> GroupSpec:
-        return self.meta.layer.group_spec
-
-    @functools.cached_property
-    def capacity(self) -> int:
-        return self.meta.capacity
-
-    @functools.cached_property
-    def row_alignment(self) -> int:
-        """Rows to which experts' zones are aligned as they lie in a slab or workspace. Drops and
-        num_recv are those of the layer's alignment, which it divides."""
-        return self.own_alignment or self.layer.alignment
-
-    @functools.cached_property
-    def layout(self) -> TokenLayout:
-        """How the tokens lie on the axes that are not manual."""
-        return self.meta.layout.within(self.group, self.where.manual)
+    def __post_init__(self) -> None:
+        layer, layout, manual = self.meta.layer, self.meta.layout, self.where.manual
+        found = {
+            "layer": layer,
+            "group": layer.group_spec,
+            "layout": layout.within(layer.group_spec, manual) if manual else layout,
+            "capacity": self.meta.capacity,
+            "row_alignment": self.own_alignment or layer.alignment,
+        }
+        for name, value in found.items():
+            object.__setattr__(self, name, value)
 
     @functools.cached_property
     def num_slabs(self) -> int:
@@ -100,13 +103,10 @@ def world_rank(group: GroupSpec) -> jax.Array:
     """World rank of this device, int32 [1]: domain * N + ep rank. Needs manual axes."""
     rank: Any = jnp.int32(0)
     for axis in group.domain_axes + group.ep_axis:
-        rank = rank * group.axis_sizes[axis] + _axis_index(group, axis)
+        size = group.axis_sizes[axis]
+        rank = rank * size + (lax.axis_index(axis) if size > 1 else 0)
     others = tuple(axis for axis in group.domain_axes if axis not in group.token_axes)
     return settled(rank.reshape(1), others)
-
-
-def _axis_index(group: GroupSpec, axis: str) -> Any:
-    return lax.axis_index(axis) if group.axis_sizes[axis] > 1 else 0
 
 
 def resolve_capacity(layer: EpLayer, tokens_per_rank: int, capacity: int | None) -> int:
@@ -120,12 +120,12 @@ def resolve_capacity(layer: EpLayer, tokens_per_rank: int, capacity: int | None)
     if capacity is None and tokens_per_rank == 0:
         return 0
     if capacity is None:
-        bound = sizes.recv_capacity(
-            num_experts=group.num_experts,
+        bound = no_drop_rows(
             top_k=layer.top_k,
+            alignment=layer.alignment,
+            num_experts=group.num_experts,
             max_tokens_per_rank=tokens_per_rank,
             ep_size=group.ep_size,
-            alignment=layer.alignment,
         )
         return min(most, bound)
     if not 1 <= capacity <= most:

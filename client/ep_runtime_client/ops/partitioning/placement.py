@@ -8,6 +8,7 @@ rule and the shard_map) ask here, so they agree. What the axes are for: `roles.p
 from __future__ import annotations
 
 import dataclasses
+import functools
 import operator
 from collections.abc import Sequence
 
@@ -47,7 +48,7 @@ class Weight:
         """On each dim, all axes that it is gathered over."""
         return _joined(self.gathered, self.before)
 
-    @property
+    @functools.cached_property
     def kept(self) -> Entries:
         """Axes on each dim after the gather."""
         pairs = zip(self.entries, self.gathered, strict=True)
@@ -193,7 +194,8 @@ def expert_weight(
     taken, gathered, before = [], [], []
     for dim, axes in enumerate(given):
         kept, gone = _experts(roles, axes, shape[0]) if dim == 0 else _inner(roles, axes, dim)
-        if roles.real(axes) and kept + gone != roles.real(axes):
+        real = roles.real(axes)
+        if real and kept + gone != real:
             if ruled and dim > 0:
                 _refuse_order(roles, dim, kept, gone)
             say_once(
@@ -201,7 +203,7 @@ def expert_weight(
                 f"({roles.named(dict.fromkeys(axes + kept + gone))}): resharded"
             )
         lost: Axes = ()
-        if dim > 0:
+        if dim > 0 and kept + gone:
             kept, gone, lost = whole_blocks(roles, kept, gone, shape[dim], blocks, dim)
         taken.append(kept + gone)
         gathered.append(gone)

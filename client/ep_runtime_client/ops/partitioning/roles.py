@@ -48,7 +48,7 @@ class Roles:
     owner: str = dataclasses.field(default="the operands", compare=False)
     apart: bool = False
 
-    @property
+    @functools.cached_property
     def slab(self) -> Axes:
         """Axes on dim 0 of slabs."""
         return self.outer + self.ep

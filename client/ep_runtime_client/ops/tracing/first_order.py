@@ -31,11 +31,11 @@ def defvjp(name: str, op: Any, fwd: Callable[..., Any], bwd: Callable[..., Any])
 
 
 def _held(name: str, operands: Any) -> Any:
-    def one(x: Any) -> Any:
-        traced = isinstance(x, jax.core.Tracer)
-        return _once(name, x) if traced and jnp.issubdtype(x.dtype, jnp.inexact) else x
-
-    return jax.tree.map(one, operands)
+    leaves, tree = jax.tree.flatten(operands)
+    for place, x in enumerate(leaves):
+        if isinstance(x, jax.core.Tracer) and jnp.issubdtype(x.dtype, jnp.inexact):
+            leaves[place] = _once(name, x)
+    return jax.tree.unflatten(tree, leaves)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
