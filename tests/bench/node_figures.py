@@ -20,7 +20,7 @@ import numpy as np
 
 import ep_runtime as ep
 from ep_runtime_bench.base import routing
-from ep_runtime_client.ops.movement.per_device import call_on
+from ep_runtime_client.ops.movement.prepare import call_on
 from ep_runtime_client.ops.transports import nodes_plan
 
 RANKS = 32

@@ -23,7 +23,7 @@ from ep_runtime_client.ops.quantize import kernels as quantize_kernels
 from ep_runtime_client.ops.quantize import plain as quantize_plain
 from ep_runtime_client.ops.quantize.formats import recipes
 from ep_runtime_client.ops.quantize.formats.tiles import bits
-from ep_runtime_client.ops.transports import fp8_sums, nodes_rows
+from ep_runtime_client.ops.transports import fp8_sums, nodes
 
 _AGAIN = 10
 # Of what a value is made of: its own rounding, and f32 arithmetic.
@@ -171,7 +171,7 @@ def test_sums_of_8_bits_are_those_of_cpu_bit_by_bit(
 
     def run(sums: Any, slot_row: Any) -> Any:
         scaled = fp8_sums.scaled(sums)
-        return scaled, nodes_rows.sum_scaled(scaled, slot_row, jnp.dtype(dtype))
+        return scaled, nodes.sum_scaled(scaled, slot_row, jnp.dtype(dtype))
 
     wanted = {"ep_quantize_tiles_v1", "ep_sum_scaled_rows_v1"}
     assert TRIAL or _calls(run, sums, slot_row) == wanted

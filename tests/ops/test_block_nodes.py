@@ -27,7 +27,7 @@ from test_block_call import (
     routed,
 )
 
-from ep_runtime_client.ops.movement.prepare import make_call, make_plan_with_most
+from ep_runtime_client.ops.movement.prepare import make_call, make_plan
 from ep_runtime_client.ops.transports import nodes, nodes_plan
 
 SIZES = (1, 2)  # of nodes, four ranks in all
@@ -135,7 +135,7 @@ def test_the_number_that_decides_on_parts_is_a_nodes(layer: Any) -> None:
     spec = layer.group_spec
     idx = jnp.zeros((64, TOP_K), jnp.int32).at[:, 1:].set(-1)  # all to one expert
     call = make_call(layer, fakes.mesh_of({"dp": 2, "ep": 4}), (64,), (), handle=0, capacity=None)
-    _, most = jax.jit(lambda idx: make_plan_with_most(call, jnp.zeros(1, jnp.int32), idx))(idx)
+    _, most = jax.jit(lambda idx: make_plan(call, jnp.zeros(1, jnp.int32), idx, most=True))(idx)
     first = np.arange(spec.ep_size) < spec.ranks_per_node
     rows = 64 // 2  # of one EP group
     want = np.tile(np.where(first, -(-rows // spec.alignment) * spec.alignment, 0), 2)

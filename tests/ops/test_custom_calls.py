@@ -19,7 +19,6 @@ from ep_runtime_client.moe.bodies import cuda as block
 from ep_runtime_client.ops.gemm import kernels_8, kernels_16, kernels_32
 from ep_runtime_client.ops.kernels import ffi, platform, serve
 from ep_runtime_client.ops.tracing import scopes
-from ep_runtime_client.ops.transports import between_nccl, rails
 from ep_runtime_client.ops.transports import windows as transports_windows
 
 COUNT, TOKENS, HIDDEN, EXPERTS, TOP_K = 3, 16, 32, 8, 2
@@ -90,7 +89,7 @@ def test_compiled_programs_run_every_call_as_often_as_it_was_traced(
 @pytest.fixture
 def _as_with_gpus(monkeypatch: pytest.MonkeyPatch, forgotten: None) -> None:
     """Programs for GPUs are traced here as where there are some."""
-    for module in (ffi, transports_windows, between_nccl, rails, block):
+    for module in (ffi, transports_windows):
         monkeypatch.setattr(module, "ensure_registered", lambda platform="cpu": None)
     monkeypatch.setattr(ffi, "XLA_CLONES_CALLS", True)
     monkeypatch.setattr(serve, "available", lambda: True)

@@ -15,10 +15,8 @@ from jax.extend.core import jaxprs_in_params
 from jax.sharding import NamedSharding, PartitionSpec
 
 import ep_runtime as ep
-from ep_runtime_client.moe.bodies import cuda as block_call
 from ep_runtime_client.ops.activation import plain as activation_plain
 from ep_runtime_client.ops.kernels import platform
-from ep_runtime_client.ops.transports import between_nccl, rails
 from ep_runtime_client.ops.transports import windows as transports_windows
 
 RANKS, TOKENS, HIDDEN, WIDTH, EXPERTS = 2, 128, 128, 128, 8
@@ -36,8 +34,7 @@ def _as_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(platform, "installed", lambda: True)
     for module in (activation_plain, platform):
         monkeypatch.setattr(module, "register_for_gpus", lambda: (platform.PRODUCTS,))
-    for module in (transports_windows, between_nccl, rails, block_call):
-        monkeypatch.setattr(module, "ensure_registered", lambda platform: None)
+    monkeypatch.setattr(transports_windows, "ensure_registered", lambda platform: None)
 
 
 def scanned(make_group: Callable[..., Any], transport: str, recipe: str, weights_at: Any) -> Any:

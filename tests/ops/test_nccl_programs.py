@@ -16,11 +16,9 @@ import ep_runtime as ep
 from ep_runtime_bench.base.options import PLAIN
 from ep_runtime_bench.movement import device_ops
 from ep_runtime_client.moe import bodies
-from ep_runtime_client.moe.bodies import cuda as block_call
 from ep_runtime_client.ops.calls.call import world_rank
 from ep_runtime_client.ops.kernels import serve
 from ep_runtime_client.ops.movement.prepare import make_call
-from ep_runtime_client.ops.transports import between_nccl, rails
 from ep_runtime_client.ops.transports import windows as transports_windows
 
 RANKS, TOKENS, HIDDEN = 8, 16, 32
@@ -28,8 +26,7 @@ RANKS, TOKENS, HIDDEN = 8, 16, 32
 
 @pytest.fixture(autouse=True)
 def _without_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (transports_windows, between_nccl, rails, block_call):
-        monkeypatch.setattr(module, "ensure_registered", lambda platform: None)
+    monkeypatch.setattr(transports_windows, "ensure_registered", lambda platform: None)
 
 
 def over_nodes(make_group: Callable[..., Any], node_size: int, **settings: Any) -> Any:

@@ -23,10 +23,8 @@ import ep_runtime as ep
 import ep_runtime_client
 from ep_runtime import env
 from ep_runtime_client.moe.api import init_moe_params, moe
-from ep_runtime_client.moe.bodies import cuda as block_call
 from ep_runtime_client.ops.kernels import platform, serve
 from ep_runtime_client.ops.quantize.formats import recipes
-from ep_runtime_client.ops.transports import between_nccl, rails
 from ep_runtime_client.ops.transports import windows as transports_windows
 
 MakeGroup = Callable[..., fakes.LocalGroup]
@@ -45,8 +43,7 @@ class Unreadable:
 @pytest.fixture(autouse=True)
 def _anew(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """For GPUs, whether or not there are any; what was traced with the kernels is forgotten."""
-    for module in (transports_windows, between_nccl, rails, block_call):
-        monkeypatch.setattr(module, "ensure_registered", lambda platform: None)
+    monkeypatch.setattr(transports_windows, "ensure_registered", lambda platform: None)
     jax.clear_caches()
     yield
     jax.clear_caches()

@@ -17,7 +17,7 @@ from test_token_movement import SHARED, check_case
 
 import ep_runtime as ep
 from ep_runtime import board_records
-from ep_runtime_client.ops.movement.per_device import call_on
+from ep_runtime_client.ops.movement.prepare import call_on
 from ep_runtime_client.ops.transports import nodes, nodes_plan
 
 MakeGroup = Callable[..., fakes.LocalGroup]

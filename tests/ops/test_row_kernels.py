@@ -21,7 +21,7 @@ from ep_runtime_client.ops.kernels import move_rows, platform, serve
 from ep_runtime_client.ops.quantize import kernels as quantize_kernels
 from ep_runtime_client.ops.quantize import plain as quantize_plain
 from ep_runtime_client.ops.quantize.formats import recipes
-from ep_runtime_client.ops.transports import fp8_sums, nodes_rows
+from ep_runtime_client.ops.transports import fp8_sums, nodes
 
 SIZES = np.int32([[5, 0, 9], [1, 13, 2]])
 BF16 = jnp.dtype(jnp.bfloat16)
@@ -224,7 +224,7 @@ def test_sums_of_8_bits_are_made_and_added_by_kernels(dtype: str) -> None:
     slot_row = np.random.default_rng(1).integers(-1, 20, (9, 3), dtype=np.int32)
 
     def run(sums: Any, slot_row: Any) -> Any:
-        return nodes_rows.sum_scaled(fp8_sums.scaled(sums), slot_row, sums.dtype)
+        return nodes.sum_scaled(fp8_sums.scaled(sums), slot_row, sums.dtype)
 
     names = ["ep_quantize_tiles_v1", "ep_sum_scaled_rows_v1"]
     assert calls(run, sums, slot_row) == names

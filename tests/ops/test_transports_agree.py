@@ -59,7 +59,7 @@ def test_rows_that_lie_closer_are_bit_equal(make_group: MakeGroup, row_alignment
         call = make_call(layer, group.mesh, idx.shape[:-1], (), handle=0, capacity=48)
         for own in (0, row_alignment):
             given = dataclasses.replace(call, own_alignment=own)
-            plan = jax.jit(functools.partial(make_plan, given))(jnp.zeros(1, jnp.int32), idx)
+            plan, _ = jax.jit(functools.partial(make_plan, given))(jnp.zeros(1, jnp.int32), idx)
             plans.append(jax.device_get(plan.arrays))
     aligned, closer, *others = plans
     jax.tree.map(np.testing.assert_array_equal, others, [aligned, closer])

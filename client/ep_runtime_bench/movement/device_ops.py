@@ -11,7 +11,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from ep_runtime_bench.base.device_time import DeviceOp
 from ep_runtime_bench.base.options import PLAIN
@@ -20,6 +19,8 @@ from ep_runtime_client.ops.calls.plan import AnyArrays, NodePlanArrays, arrays_t
 from ep_runtime_client.ops.kernels.ffi import ensure_registered
 from ep_runtime_client.ops.transports import between_nccl
 from ep_runtime_client.ops.transports.choice import per_device_ops
+from ep_runtime_client.ops.transports.protocol import DeviceCall
+from ep_runtime_client.ops.transports.windows import attributes
 
 Operands = Mapping[str, Any]
 
@@ -51,7 +52,10 @@ def our_ops(call: Call) -> dict[str, DeviceOp]:
     Operands: idx [T, K], x [T, H], weights f32 [T, K], plan (nine arrays) and rows [C, H], of
     which the last two have the slab dim in front.
     """
-    ops = per_device_ops(call)
+    ops = per_device_ops(call.group)
+
+    def at(token: jax.Array) -> DeviceCall:
+        return DeviceCall(call, token, _index())
 
     def plan_of(token: jax.Array, operands: Operands) -> AnyArrays:
         plan = arrays_type(call.group)(*(array[0] for array in operands["plan"]))
@@ -66,19 +70,19 @@ def our_ops(call: Call) -> dict[str, DeviceOp]:
         idx = operands["idx"]
         if call.group.transport in ("xla", "nccl"):
             idx = idx + zero_of(token)
-        return ops.prepare(call, token, _index(), idx)
+        return ops.prepare(at(token), idx)[0]
 
     def dispatch(token: jax.Array, operands: Operands) -> Any:
         x, weights = operands["x"], operands["weights"]
-        return ops.dispatch(call, token, _index(), x, weights, plan_of(token, operands))
+        return ops.dispatch(at(token), x, weights, plan_of(token, operands))
 
     def combine(token: jax.Array, operands: Operands) -> Any:
         plan = plan_of(token, operands)
-        return ops.combine(call, token, _index(), operands["rows"][0], None, plan)
+        return ops.combine(at(token), operands["rows"][0], None, plan)
 
     def pair(token: jax.Array, operands: Operands) -> Any:
         rows, _ = dispatch(token, operands)
-        return ops.combine(call, token, _index(), rows, None, plan_of(token, operands))
+        return ops.combine(at(token), rows, None, plan_of(token, operands))
 
     return {"prepare": prepare, "dispatch": dispatch, "combine": combine, "pair": pair}
 
@@ -88,17 +92,12 @@ def ceiling(call: Call, like: str) -> DeviceOp:
 
     Operands: x [T, H], dst_rank and dst_row [T, N]. Returns the number of blocks, int32 [1].
     """
-    attributes = {
-        "layer_id": np.int64(call.layer.base_id),
-        "fingerprint": np.int64(call.layer.fingerprint),
-        "handle": np.int64(call.meta.handle),
-    }
 
     def copy(token: jax.Array, operands: Operands) -> Any:
         ensure_registered("cuda")
         target = jax.ffi.ffi_call(f"ep_{like}_ceiling_v1", jax.ShapeDtypeStruct((1,), jnp.int32))
         names = ("x", "dst_rank", "dst_row")
-        return target(token, _index(), *(operands[name] for name in names), **attributes)
+        return target(token, _index(), *(operands[name] for name in names), **attributes(call))
 
     return copy
 

@@ -29,14 +29,8 @@ from ep_runtime_client.ops.gemm.api import blocks_of, with_whole_blocks
 from ep_runtime_client.ops.gemm.checks import check_experts
 from ep_runtime_client.ops.gemm.quantized_operands import origin_of, settled, with_gradient
 from ep_runtime_client.ops.kernels import serve
-from ep_runtime_client.ops.movement import per_device, quantized_rows, token_watch
-from ep_runtime_client.ops.movement.dispatch import check_width
-from ep_runtime_client.ops.movement.prepare import (
-    known_specs,
-    make_call,
-    make_plan,
-    make_plan_with_most,
-)
+from ep_runtime_client.ops.movement import per_device, quantized_rows
+from ep_runtime_client.ops.movement.prepare import check_width, known_specs, make_call, make_plan
 from ep_runtime_client.ops.partitioning import regions
 from ep_runtime_client.ops.partitioning.regions import Partitioning
 from ep_runtime_client.ops.partitioning.roles import Entries, entries_of, padded
@@ -221,11 +215,11 @@ def _planned(layer: EpLayer, moved: Moved, body: str) -> tuple[Call, Plan, jax.A
         capacity=moved.capacity,
         remedy=moved.remedy,
     )
-    if bodies.has_workspace(body):
+    with_most = bodies.has_workspace(body)
+    if with_most:
         call = dataclasses.replace(call, own_alignment=workspace.ROW_ALIGNMENT)
-        return call, *make_plan_with_most(call, moved.index, routed.topk_idx)
-    plan = make_plan(call, moved.index, routed.topk_idx)
-    return call, plan, plan.arrays.num_recv
+    plan, most = make_plan(call, moved.index, routed.topk_idx, most=with_most)
+    return call, plan, plan.arrays.num_recv if most is None else most
 
 
 def _resolved(
@@ -280,7 +274,7 @@ def _resolved(
 
 def _placed(call: ResolvedCall, given: Operands) -> Operands:
     """Operands typed and placed for the op."""
-    moved, where, spec = call.moved, call.where, call.moved.layout.spec()
+    moved, where = call.moved, call.where
     idx = given.topk_idx
     if idx.dtype != jnp.int32:  # a 64-bit number must not wrap into range
         idx = jnp.clip(idx, -1, moved.group.num_experts).astype(jnp.int32)
@@ -289,12 +283,11 @@ def _placed(call: ResolvedCall, given: Operands) -> Operands:
         regions.settle(where, x, of_each(entries or ()) if isinstance(x, Pair) else entries or ())
         for x, entries in zip(origins, call.sharding, strict=True)
     )
-    tokens = per_device.place(moved, "tokens", given.tokens, spec)
     return given._replace(
         layer_index=again.told(given.layer_index, given.plan.kept),
-        topk_idx=per_device.place(moved, "topk_idx", idx, spec),
-        tokens=token_watch.watched(moved, tokens),
-        weights=per_device.place(moved, "topk_weights", given.weights, spec),
+        topk_idx=per_device.place(moved, "topk_idx", idx),
+        tokens=per_device.place_tokens(moved, given.tokens),
+        weights=per_device.place(moved, "topk_weights", given.weights),
         wi=wi,
         wo=wo,
         wi_bias=wi_bias,

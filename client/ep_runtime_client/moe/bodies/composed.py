@@ -29,12 +29,12 @@ from ep_runtime_client.ops.activation import quantized_plain
 from ep_runtime_client.ops.activation.function import Activation
 from ep_runtime_client.ops.activation.identity import Learned
 from ep_runtime_client.ops.activation.quantized_plain import QuantizedActivation
-from ep_runtime_client.ops.calls.plan import PlanArrays
 from ep_runtime_client.ops.gemm import plain as gemm
 from ep_runtime_client.ops.gemm.plain import Gemm
 from ep_runtime_client.ops.kernels import row_blocks
 from ep_runtime_client.ops.kernels.row_blocks import RowBlock
 from ep_runtime_client.ops.movement import quantized_rows
+from ep_runtime_client.ops.movement.dispatch_rows import exchange
 from ep_runtime_client.ops.quantize import plain as quantize
 from ep_runtime_client.ops.quantize.amax import group_amax
 from ep_runtime_client.ops.quantize.amax import over as largest
@@ -45,8 +45,8 @@ from ep_runtime_client.ops.quantize.quantized_tensor import QuantizedTensor
 from ep_runtime_client.ops.quantize.row_bytes import from_bytes, to_bytes
 from ep_runtime_client.ops.tracing import slack
 from ep_runtime_client.ops.tracing.varying import Axes
-from ep_runtime_client.ops.transports import windows
 from ep_runtime_client.ops.transports.choice import per_device_ops
+from ep_runtime_client.ops.transports.protocol import DeviceCall
 
 
 class _Rows(NamedTuple):
@@ -264,15 +264,12 @@ def _gemm(call: ResolvedCall) -> Gemm:
 
 
 def _ops(call: ResolvedCall, given: Given) -> Any:
-    """A plan of one node is between ranks that map each other's windows."""
-    if call.moved.group.node_size and isinstance(given.plan, PlanArrays):
-        return windows
-    return per_device_ops(call.moved)
+    return per_device_ops(call.moved.group, given.plan)
 
 
-def _named(call: ResolvedCall, given: Given) -> tuple[Any, ...]:
+def _at(call: ResolvedCall, given: Given) -> DeviceCall:
     moved = dataclasses.replace(call.moved, clear_slack=slack.checked())
-    return moved, given.rank, given.layer_index
+    return DeviceCall(moved, given.rank, given.layer_index)
 
 
 def _dispatched(call: ResolvedCall, given: Given) -> _Rows:
@@ -302,9 +299,7 @@ def _rows_of(call: ResolvedCall, saved: tuple[jax.Array, ...], sizes: jax.Array)
 
 def _exchanged(call: ResolvedCall, given: Given, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Rows [T, X] and their weights as their experts' devices get them, [1, C, X] and [1, C]."""
-    named = _named(call, given)
-    made = _ops(call, given).dispatch(*named, rows, given.weights, given.plan)
-    received, weights = (slack.cleared(x, given.plan.group_sizes) for x in made)
+    received, weights = exchange(_at(call, given), rows, given.weights, given.plan)
     return received[None], weights[None]
 
 
@@ -312,14 +307,14 @@ def _combined(
     call: ResolvedCall, given: Given, out: jax.Array, weights: jax.Array | None
 ) -> jax.Array:
     y: jax.Array = _ops(call, given).combine(
-        *_named(call, given), out, weights, given.plan, **_sums(call)
+        _at(call, given), out, weights, given.plan, **_sums(call)
     )
     return y
 
 
 def _received_gradients(call: ResolvedCall, given: Given, dy: jax.Array) -> jax.Array:
     """dy [T, H] as gradients of the experts' outputs, [1, C, H], not weighted."""
-    d_out, _ = _ops(call, given).combine_bwd(*_named(call, given), dy, None, None, given.plan)
+    d_out, _ = _ops(call, given).combine_bwd(_at(call, given), dy, None, None, given.plan)
     rows: jax.Array = d_out[None]
     return rows
 
@@ -328,7 +323,7 @@ def _returned(
     call: ResolvedCall, given: Given, d_rows: jax.Array, d_weights: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     made: tuple[jax.Array, jax.Array] = _ops(call, given).dispatch_bwd(
-        *_named(call, given), d_rows, d_weights, given.plan, **_sums(call)
+        _at(call, given), d_rows, d_weights, given.plan, **_sums(call)
     )
     return made
 

@@ -28,7 +28,7 @@ from ep_runtime_client.moe.resolved import ResolvedCall, Saved, WorkspaceRows
 from ep_runtime_client.ops.activation import kernels as activation_kernels
 from ep_runtime_client.ops.gemm import kernel_weights, kernels_8, kernels_16, kernels_32
 from ep_runtime_client.ops.gemm.kernels_16 import flat_bias
-from ep_runtime_client.ops.kernels.ffi import bound, ensure_registered, once, targets
+from ep_runtime_client.ops.kernels.ffi import targets
 from ep_runtime_client.ops.quantize.formats.recipes import DATA_DTYPES, Recipe
 from ep_runtime_client.ops.quantize.formats.table import format_of
 from ep_runtime_client.ops.quantize.formats.tiles import bits
@@ -140,11 +140,7 @@ def _call(
     scratch: int,
     held: int,
 ) -> tuple[jax.Array, ...]:
-    """The results but for one, the workspace, which is number `scratch`.
-
-    The first `held` are for others than a stack of `scan` alone.
-    """
-    ensure_registered("cuda")
+    """The results but for one, the workspace, which is number `scratch`."""
     *operands, plan, _ = given
     bias = flat_bias(experts.wi_bias, experts.wo.shape[0])
     weights, scales = _weights(experts, forward=target == TARGETS[0])
@@ -152,13 +148,12 @@ def _call(
     function = activation_kernels.attributes_of(call.activation)
     numbers = {"rows": _workspace(call).rows, **function}
     numbers |= {"early": int(call.weighted == "hidden"), **_numbers(call.recipes[0])}
-    attributes = windows.attributes(call.moved) | windows.row_alignment(call.moved)
-    attributes |= {name: np.int64(value) for name, value in numbers.items()}
-    made = jax.ffi.ffi_call(target, tuple(results))
-    outs = list(made(*bound(*operands, *plan, *weights, bias, *others), **attributes))
-    del outs[scratch]
+    numbers |= windows.row_alignment(call.moved)
+    taken = (*operands, *plan, *weights, bias, *others)
     # What has no user but a stack is written into it at once: rows kept, gradients of weights.
-    return (*once(tuple(outs[:held])), *outs[held:])
+    outs = [*windows.native_call(call.moved, target, results, *taken, held=held, **numbers)]
+    del outs[scratch]
+    return tuple(outs)
 
 
 def _weights(experts: Experts, *, forward: bool) -> tuple[list[jax.Array], list[jax.Array]]:

@@ -12,12 +12,13 @@ from typing import Any, NamedTuple
 
 import jax
 
+from ep_runtime.device_layout import count_columns
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime.layer_specs import LayerSpec
 from ep_runtime.specs import GroupSpec
 from ep_runtime_client.base import stored
 from ep_runtime_client.base.layers import EpLayer
-from ep_runtime_client.ops.calls.call import PlanMeta
+from ep_runtime_client.ops.calls.call import Call, PlanMeta
 from ep_runtime_client.ops.calls.token_layout import TokenLayout
 
 
@@ -76,6 +77,17 @@ AnyArrays = PlanArrays | NodePlanArrays
 def arrays_type(group: GroupSpec) -> type[PlanArrays] | type[NodePlanArrays]:
     """Which of the two the group's plans have."""
     return NodePlanArrays if group.node_size else PlanArrays
+
+
+def plan_shapes(call: Call, tokens: int, top_k: int) -> list[tuple[int, ...]]:
+    """Dims of the arrays of a plan for so many tokens a rank, without the slab dim."""
+    group = call.group
+    ranks, virtual, local = group.ranks_per_node, group.num_nodes * tokens, group.experts_per_rank
+    columns = 4 if group.node_size else count_columns(group, tokens)
+    slots, rows, experts = (tokens, top_k), (call.capacity,), (local,)
+    staged = ((ranks, columns), (ranks * virtual + 1,), rows, rows)
+    shapes = [slots, slots, *staged, experts, experts, (1,)]
+    return [*shapes, (virtual, top_k), (virtual, top_k), (1,)] if group.node_size else shapes
 
 
 @stored.pytree(PlanMeta, TokenLayout, EpLayer, GroupSpec, LayerSpec)

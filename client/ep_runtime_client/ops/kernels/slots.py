@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -29,20 +31,29 @@ def rows_at(array: jax.Array, index: jax.Array) -> jax.Array:
     return rows
 
 
-def packed(has: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Which tokens go to each of X places, [X, T] bool, lined up per place in token order.
+class Packed(NamedTuple):
+    """Which tokens go to each of X places, and in which order.
 
-    Returns:
-        (position of each token there, meaningless where it does not go; token at each position,
-        any token past the last): int32 [X, T] both.
+    Attributes:
+        has: bool [X, T], the token goes there.
+        position: int32 [X, T] of each token there, meaningless where it does not go.
+        token: int32 [X, T] at each position, any token past the last.
     """
+
+    has: jax.Array
+    position: jax.Array
+    token: jax.Array
+
+
+def packed(has: jax.Array) -> Packed:
+    """Tokens that go to each of X places, bool [X, T], lined up per place in token order."""
     places, tokens = has.shape
     position = exclusive_sum(has.astype(jnp.int32))
     where = jnp.where(has, position, tokens)
     numbers = jnp.broadcast_to(jnp.arange(tokens, dtype=jnp.int32), has.shape)
     blank = jnp.zeros((places, tokens), jnp.int32)
     token = blank.at[jnp.arange(places)[:, None], where].set(numbers, mode="drop")
-    return position, token
+    return Packed(has, position, token)
 
 
 def _blocks(rows: jax.Array, alignment: int) -> jax.Array:

@@ -10,14 +10,16 @@ from jax.sharding import PartitionSpec
 
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime_client.base.layers import EpLayer, TracedLayer
-from ep_runtime_client.ops.calls.call import Call, world_rank
-from ep_runtime_client.ops.calls.plan import AnyArrays, Dispatched
+from ep_runtime_client.ops.calls.call import Call
+from ep_runtime_client.ops.calls.plan import Dispatched
 from ep_runtime_client.ops.movement import per_device
-from ep_runtime_client.ops.movement.dispatch import call_of_plan, check_width
+from ep_runtime_client.ops.movement.per_device import Rows
+from ep_runtime_client.ops.movement.prepare import call_of_plan, check_width
 from ep_runtime_client.ops.tracing import eager, first_order
 from ep_runtime_client.ops.tracing.ambient import open_layer
 from ep_runtime_client.ops.tracing.scopes import scope
 from ep_runtime_client.ops.transports.choice import per_device_ops
+from ep_runtime_client.ops.transports.protocol import DeviceCall
 
 
 def combine(
@@ -74,8 +76,8 @@ def combine(
         expert_out = per_device.place(call, "expert_out", expert_out, slab)
         if weights is not None:
             weights = per_device.place(call, "weights", weights, slab).astype(jnp.float32)
-        operands = (index, expert_out, weights, dispatched.plan.arrays)
-        tokens_out: jax.Array = eager.settled(_combine_primal, call, *operands, traced=_combine)
+        given = Rows(index, expert_out, weights, dispatched.plan.arrays)
+        tokens_out: jax.Array = eager.settled(_primal, call, given, traced=_combine)
     return tokens_out
 
 
@@ -98,85 +100,40 @@ def _check_rows(call: Call, expert_out: jax.Array, weights: jax.Array | None) ->
         )
 
 
-def _combine_primal(
-    call: Call,
-    index: jax.Array,
-    expert_out: jax.Array,
-    weights: jax.Array | None,
-    arrays: AnyArrays,
-) -> jax.Array:
-    """expert_out [R, C, H], weights [R, C] or None -> tokens_out [..., H]."""
-    given = (expert_out,) if weights is None else (expert_out, weights)
+def _primal(call: Call, given: Rows) -> jax.Array:
+    def body(at: DeviceCall, *slabs: Any) -> jax.Array:
+        return per_device_ops(call.group, given.plan).combine(at, *slabs)
 
-    def body(index: jax.Array, *operands: jax.Array) -> tuple[jax.Array]:
-        local = [x[0] for x in operands]
-        tokens_out: jax.Array = per_device_ops(call).combine(
-            call,
-            world_rank(call.group),
-            index,
-            local[0],
-            local[1] if len(given) > 1 else None,
-            type(arrays)(*local[len(given) :]),
-        )
-        return (tokens_out.reshape(*call.layout.local, -1),)
-
-    slabs = (*given, *arrays)
-    lies, made = (((),), *per_device.slabs(call, *slabs)), [call.layout.entries()]
-    (result,) = per_device.run(call, "combine", body, (index, *slabs), lies, made)
+    (result,) = per_device.run(
+        call, "combine", body, given.layer_index, (), given[1:], results=1, to_tokens=True
+    )
     return result
 
 
-def _combine_fwd(
-    call: Call,
-    index: jax.Array,
-    expert_out: jax.Array,
-    weights: jax.Array | None,
-    arrays: AnyArrays,
-) -> Any:
-    tokens_out = eager.settled(_combine_primal, call, index, expert_out, weights, arrays)
+def _fwd(call: Call, given: Rows) -> Any:
     # Without weights the gradient is a plain copy of rows and needs no expert_out.
-    return tokens_out, (index, None if weights is None else expert_out, weights, arrays)
+    saved = given if given.weights is not None else given._replace(values=None)
+    return eager.settled(_primal, call, given), saved
 
 
-def _combine_bwd(call: Call, saved: Any, grad: jax.Array) -> Any:
-    index, expert_out, weights, arrays = saved
+def _bwd(call: Call, saved: Rows, grad: jax.Array) -> tuple[Rows]:
     with scope("combine_bwd", call.layer):
-        d_expert_out, d_weights = eager.settled(
-            _combine_pullback, call, index, grad, expert_out, weights, arrays
-        )
-    return None, d_expert_out, d_weights, None
+        d_expert_out, *d_weights = eager.settled(_pullback, call, saved, grad)
+    nothing: Any = None
+    return (Rows(nothing, d_expert_out, d_weights[0] if d_weights else None, nothing),)
 
 
-def _combine_pullback(
-    call: Call,
-    index: jax.Array,
-    grad: jax.Array,
-    expert_out: jax.Array | None,
-    weights: jax.Array | None,
-    arrays: AnyArrays,
-) -> tuple[jax.Array, jax.Array | None]:
-    """grad [..., H] -> d_expert_out [R, C, H], d_weights [R, C] or None."""
-    rows = () if weights is None else (expert_out, weights)
+def _pullback(call: Call, given: Rows, grad: jax.Array) -> tuple[jax.Array, ...]:
+    """grad [..., H] -> d_expert_out [R, C, H], and d_weights [R, C] if there are weights."""
 
-    def body(index: jax.Array, grad: jax.Array, *operands: jax.Array) -> Any:
-        local = [x[0] for x in operands]
-        d_expert_out, d_weights = per_device_ops(call).combine_bwd(
-            call,
-            world_rank(call.group),
-            index,
-            grad.reshape(-1, grad.shape[-1]),
-            local[0] if rows else None,
-            local[1] if rows else None,
-            type(arrays)(*local[len(rows) :]),
-        )
-        return (d_expert_out[None], d_weights[None]) if rows else (d_expert_out[None],)
+    def body(at: DeviceCall, *operands: Any) -> tuple[jax.Array, jax.Array | None]:
+        return per_device_ops(call.group, given.plan).combine_bwd(at, *operands)
 
-    slabs = (*rows, *arrays)
-    given = (((),), call.layout.entries(), *per_device.slabs(call, *slabs))
-    made = [(call.group.token_axes,)] * (2 if rows else 1)
-    out = per_device.run(call, "combine_bwd", body, (index, grad, *slabs), given, made)
-    return (out[0], out[1]) if rows else (out[0], None)
+    results = 1 if given.weights is None else 2
+    return per_device.run(
+        call, "combine_bwd", body, given.layer_index, (grad,), given[1:], results=results
+    )
 
 
-_combine = jax.custom_vjp(_combine_primal, nondiff_argnums=(0,))
-first_order.defvjp("combine", _combine, _combine_fwd, _combine_bwd)
+_combine = jax.custom_vjp(_primal, nondiff_argnums=(0,))
+first_order.defvjp("combine", _combine, _fwd, _bwd)

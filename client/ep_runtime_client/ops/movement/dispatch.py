@@ -7,15 +7,21 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from ep_runtime.errors import InvalidArgumentError
-from ep_runtime.specs import DTYPE_BYTES
 from ep_runtime_client.base.layers import EpLayer, TracedLayer
 from ep_runtime_client.ops.calls.call import Call, check_handle
-from ep_runtime_client.ops.calls.plan import Dispatched, Plan, check_plan
-from ep_runtime_client.ops.movement import dispatch_rows, per_device, quantized_rows
-from ep_runtime_client.ops.movement.prepare import check_idx, known_specs, make_call, make_plan
+from ep_runtime_client.ops.calls.plan import Dispatched, Plan
+from ep_runtime_client.ops.movement import dispatch_rows, quantized_rows
+from ep_runtime_client.ops.movement.per_device import Rows
+from ep_runtime_client.ops.movement.prepare import (
+    as_weights,
+    call_of_plan,
+    check_tokens,
+    make_plan,
+    open_call,
+)
 from ep_runtime_client.ops.quantize.formats.recipes import Recipe
 from ep_runtime_client.ops.quantize.quantized_tensor import QuantizedTensor
 from ep_runtime_client.ops.tracing import again
@@ -94,9 +100,9 @@ def dispatch(
         how: Any = {"handle": handle, "capacity": capacity, "tokens_spec": tokens_spec}
         opened = (static, index, mesh)
         call, weights = open_call(opened, values, topk_idx, topk_weights, **how)
-        plan = make_plan(call, index, topk_idx)
+        plan, _ = make_plan(call, index, topk_idx)
     else:
-        _check_tokens(static, values)
+        check_tokens(static, values)
         call = call_of_plan(static, mesh, plan, index, tokens, topk_weights)
         _check_reuse(call, handle, capacity)
         if tokens.shape[:-1] != call.layout.lead:
@@ -105,9 +111,9 @@ def dispatch(
                 f"got {tokens.shape[:-1]}",
                 argument="tokens",
             )
-        weights = _as_weights(call, topk_weights)
+        weights = as_weights(call, topk_weights)
     index = again.told(index, plan.arrays.kept)
-    return _dispatch_rows(call, index, tokens, weights, plan, recipe)
+    return _dispatched(call, Rows(index, tokens, weights, plan.arrays), plan, recipe)
 
 
 def _values_of(
@@ -127,69 +133,6 @@ def _values_of(
     return tokens.data, tokens.recipe
 
 
-def open_call(
-    opened: tuple[EpLayer, jax.Array, Mesh],
-    tokens: jax.Array,
-    topk_idx: jax.Array,
-    topk_weights: jax.Array | None,
-    *,
-    handle: int,
-    capacity: int | None,
-    tokens_spec: PartitionSpec | None,
-) -> tuple[Call, jax.Array | None]:
-    """(the call, weights in f32) of a dispatch without a plan on an open layer; it is checked."""
-    static, index, mesh = opened
-    _check_tokens(static, tokens)
-    check_idx(static, topk_idx)
-    _check_lead("topk_idx", topk_idx, tokens.shape[:-1])
-    hints = known_specs(tokens_spec, tokens, topk_idx, topk_weights)
-    lead, given = tokens.shape[:-1], (index, tokens, topk_idx, topk_weights)
-    call = make_call(static, mesh, lead, hints, given, handle=handle, capacity=capacity)
-    return call, _as_weights(call, topk_weights)
-
-
-def call_of_plan(layer: EpLayer, mesh: Mesh, plan: Plan, *operands: Any) -> Call:
-    """The call that a plan stands for in the region where it is used, on these operands."""
-    return per_device.call_on(check_plan(plan, layer), mesh, (*operands, plan.arrays))
-
-
-def _check_tokens(layer: EpLayer, tokens: jax.Array) -> None:
-    group = layer.group_spec
-    shape, dtype = jnp.shape(tokens), jnp.result_type(tokens)
-    if len(shape) not in (2, 3) or shape[-1] != group.hidden_size:
-        raise InvalidArgumentError(
-            f"tokens must be [T, {group.hidden_size}] or [B, S, {group.hidden_size}] "
-            f"(hidden_size of group {group.name!r}), got {list(shape)}",
-            argument="tokens",
-        )
-    check_width("tokens", layer, dtype, one_byte=True)
-
-
-def check_width(name: str, layer: EpLayer, dtype: Any, *, one_byte: bool) -> None:
-    """Raises InvalidArgumentError unless rows of `dtype` fit the group's lanes."""
-    group = layer.group_spec
-    is_float = jnp.issubdtype(dtype, jnp.floating)
-    small = jnp.dtype(dtype).itemsize == 1
-    if not (is_float and not small) and not (one_byte and small):
-        kinds = "a float dtype or a 1-byte one" if one_byte else "a float dtype of 2 bytes or more"
-        raise InvalidArgumentError(f"{name} must have {kinds}, got {dtype}", argument=name)
-    most = DTYPE_BYTES[group.max_token_dtype]
-    if jnp.dtype(dtype).itemsize > most:
-        raise InvalidArgumentError(
-            f"{name} of {dtype} ({jnp.dtype(dtype).itemsize} bytes) is wider than "
-            f"max_token_dtype={group.max_token_dtype} ({most} bytes) of group {group.name!r}",
-            argument=name,
-        )
-
-
-def _check_lead(name: str, array: jax.Array, lead: tuple[int, ...]) -> None:
-    if jnp.shape(array)[:-1] != lead:
-        raise InvalidArgumentError(
-            f"{name} must have the leading dims of tokens {lead}, got {jnp.shape(array)[:-1]}",
-            argument=name,
-        )
-
-
 def _check_reuse(call: Call, handle: int, capacity: int | None) -> None:
     check_handle(call.layer, handle)
     if handle not in (0, call.meta.handle):
@@ -204,44 +147,19 @@ def _check_reuse(call: Call, handle: int, capacity: int | None) -> None:
         )
 
 
-def _as_weights(call: Call, weights: jax.Array | None) -> jax.Array | None:
-    if weights is None:
-        return None
-    _check_lead("topk_weights", weights, call.layout.lead)
-    if jnp.shape(weights)[-1] != call.layer.top_k:
-        raise InvalidArgumentError(
-            f"topk_weights must end in top_k={call.layer.top_k}, got {list(jnp.shape(weights))}",
-            argument="topk_weights",
-        )
-    if not jnp.issubdtype(jnp.result_type(weights), jnp.floating):
-        raise InvalidArgumentError(
-            f"topk_weights must be f32, got {jnp.result_type(weights)}", argument="topk_weights"
-        )
-    return weights if weights.dtype == jnp.float32 else weights.astype(jnp.float32)
-
-
-def _dispatch_rows(
-    call: Call,
-    index: jax.Array,
-    tokens: jax.Array | QuantizedTensor,
-    weights: jax.Array | None,
-    plan: Plan,
-    recipe: Recipe | None,
-) -> Dispatched:
+def _dispatched(call: Call, given: Rows, plan: Plan, recipe: Recipe | None) -> Dispatched:
     rows: Any
     if recipe is not None:
-        sending = quantized_rows.Sending(call, recipe)
-        rows, recv_weights = quantized_rows.send(sending, index, tokens, weights, plan)
+        rows, weights = quantized_rows.send(quantized_rows.Sending(call, recipe), given)
     elif call.layout.tokens_per_rank == 0:
         shape = (call.num_slabs, call.capacity)
-        rows = jnp.zeros((*shape, tokens.shape[-1]), tokens.dtype)
-        recv_weights = jnp.zeros(shape, jnp.float32)
+        rows = jnp.zeros((*shape, given.values.shape[-1]), given.values.dtype)
+        weights = jnp.zeros(shape, jnp.float32)
     else:
-        assert not isinstance(tokens, QuantizedTensor)
-        rows, recv_weights = dispatch_rows.move(call, index, tokens, weights, plan.arrays)
+        rows, weights = dispatch_rows.move(call, given)
     return Dispatched(
         tokens=rows if recipe is not None else checkpoint_name(rows, "ep_recv"),
-        weights=checkpoint_name(recv_weights, "ep_recv"),
+        weights=checkpoint_name(weights, "ep_recv"),
         group_sizes=plan.arrays.group_sizes,
         num_recv=plan.arrays.num_recv.reshape(-1),
         plan=plan,

@@ -8,69 +8,91 @@ per-device function is called as it is.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from ep_runtime_client.ops.calls.call import Call, PlanMeta
+from ep_runtime_client.ops.calls.call import Call, world_rank
+from ep_runtime_client.ops.calls.plan import AnyArrays
 from ep_runtime_client.ops.calls.token_layout import say_reshard
 from ep_runtime_client.ops.partitioning import on_mesh, regions
-from ep_runtime_client.ops.partitioning.on_mesh import Pinned
-from ep_runtime_client.ops.partitioning.roles import Entries
+from ep_runtime_client.ops.partitioning.on_mesh import LayerOp, Pinned
+from ep_runtime_client.ops.partitioning.resolved import Resolved
+from ep_runtime_client.ops.partitioning.roles import Entries, Roles, flat, say_once
 from ep_runtime_client.ops.partitioning.specs import entry_axes, explicit_axes, known_spec, placed
 from ep_runtime_client.ops.tracing.ambient import check_devices
 from ep_runtime_client.ops.tracing.varying import spread_over
-from ep_runtime_client.ops.transports.xla_overflow import calls_host
+from ep_runtime_client.ops.transports.protocol import DeviceCall
 
 
-def call_on(meta: PlanMeta, mesh: Mesh, operands: Sequence[Any] = ()) -> Call:
-    """The call that a plan stands for in the region where it is used, on these operands.
+class Rows(NamedTuple):
+    """The operands of an op that moves rows, and the gradients of them.
 
-    The layer says how they are sharded, so only a group with partitioning="rule" asks for the rule.
-    A host callback in it ends the process, so there, and on one device, the shard_map runs.
+    Attributes:
+        layer_index: int32 [1], of the layer in its stack.
+        values: tokens [..., H], or slabs [R, C, H].
+        weights: f32 of each slot [..., K], or of each row [R, C]; None for ones.
+        plan: arrays of the plan.
     """
-    where = regions.of_opened(meta.layer, mesh, operands, known=True)
-    if where.mode == "rule" and (mesh.size == 1 or calls_host(meta.group)):
-        where = dataclasses.replace(where, mode="shard_map")
-    return Call(meta, where)
+
+    layer_index: jax.Array
+    values: Any
+    weights: jax.Array | None
+    plan: AnyArrays
 
 
 def run(
     call: Call,
     name: str,
-    body: Callable[..., tuple[jax.Array, ...]],
-    operands: Sequence[jax.Array],
-    given: Sequence[Entries],
-    made: Sequence[Entries],
+    body: Callable[..., Any],
+    layer_index: jax.Array,
+    tokens: tuple[Any, ...],
+    slabs: tuple[Any, ...],
+    results: int,
+    *,
+    to_tokens: bool = False,
     variant: str = "",
 ) -> tuple[jax.Array, ...]:
-    """Runs `body` once per device on the local blocks of `operands`.
+    """Runs `body` once per device on the local blocks of arrays, each of which may be None.
 
     Args:
         call: says where.
         name: of the op in scopes.
-        body: takes as many arrays as there are operands; collectives over mesh axes work in it.
-        operands: arrays that are global but for the manual axes.
-        given: entries of each operand.
-        made: entries of each result.
+        body: (DeviceCall, *tokens, *slabs) -> arrays; collectives over mesh axes work in it.
+        layer_index: int32 [1], of the layer in its stack.
+        tokens: arrays [..., X] laid out as tokens are; the body gets [T, X].
+        slabs: arrays [R, ...]; the body gets one slab.
+        results: how many arrays there are.
+        to_tokens: they are rows [T, X] of tokens, not slabs.
         variant: what `body` depends on beside the call and the operands' types.
     """
-    meta = call.meta
+    meta, lead, slab = call.meta, call.layout.entries(), call.group.token_axes
+    of_tokens, of_slabs = (jax.tree.leaves(each) for each in (tokens, slabs))
+    tree = jax.tree.structure((tokens, slabs))
+
+    def local(layer_index: jax.Array, *blocks: jax.Array) -> tuple[jax.Array, ...]:
+        count = len(of_tokens)
+        rows = [x.reshape(-1, x.shape[-1]) for x in blocks[:count]]
+        tokens, slabs = jax.tree.unflatten(tree, [*rows, *(x[0] for x in blocks[count:])])
+        at = DeviceCall(call, world_rank(call.group), layer_index)
+        made = jax.tree.leaves(body(at, *tokens, *slabs))
+        if to_tokens:
+            return tuple(x.reshape(*call.layout.local, -1) for x in made)
+        return tuple(x[None] for x in made)
+
+    given = (((),), *[lead] * len(of_tokens), *((slab, *[()] * (x.ndim - 1)) for x in of_slabs))
+    made = (lead if to_tokens else (slab,),) * results
     settings = repr((meta.layout, meta.capacity, meta.handle, meta.layer.base_id, variant))
-    op = Pinned(call.where, name, settings, tuple(given), tuple(made), body)
-    return on_mesh.run_on_mesh(op, op.operands, *operands)
+    op = Pinned(call.where, name, settings, given, made, local)
+    return on_mesh.run_on_mesh(op, op.operands, layer_index, *of_tokens, *of_slabs)
 
 
-def slabs(call: Call, *arrays: Any) -> list[Entries]:
-    """Entries of arrays with the slab dim R in front."""
-    return [(call.group.token_axes, *[()] * (x.ndim - 1)) for x in arrays]
-
-
-def place(call: Call, name: str, array: jax.Array, spec: PartitionSpec) -> jax.Array:
-    """`array` typed as the call's operands are, and moved to `spec` where it is known to lie
-    elsewhere; said once with both specs.
+def place(call: Call, name: str, array: jax.Array, spec: PartitionSpec | None = None) -> jax.Array:
+    """`array` typed as the call's operands are, and moved to `spec`, or as the tokens are laid out,
+    where it is known to lie elsewhere; said once with both specs.
 
     A tracer in Auto mode is left to the partitioner, which reshards it at the op. The transpose of
     the cast sums the gradient of an operand that was replicated, so it comes before the op and not
@@ -81,13 +103,16 @@ def place(call: Call, name: str, array: jax.Array, spec: PartitionSpec) -> jax.A
     group, mesh = call.group, call.where.mesh
     assert isinstance(mesh, Mesh)
     check_devices(group, mesh, name, array)
-    known = known_spec(array)
-    if isinstance(array, jax.core.Tracer) and known is not None:
+    known, traced = known_spec(array), isinstance(array, jax.core.Tracer)
+    if traced and known is None:
+        return array
+    spec = call.layout.spec() if spec is None else spec
+    if traced:
         named = explicit_axes(jax.typeof(array).sharding.mesh)
         spec = PartitionSpec(*(tuple(a for a in entry_axes(e) if a in named) for e in spec))
     if known is not None and not _same(known, spec, call):
         say_reshard(name, call.layer.name, str(known), str(spec))
-    if isinstance(array, jax.core.Tracer) or not isinstance(array, jax.Array):
+    if traced or not isinstance(array, jax.Array):
         return array
     devices = set(mesh.devices.flat)
     if array.sharding.device_set == devices or not array.committed:
@@ -102,3 +127,67 @@ def _same(known: PartitionSpec, wanted: PartitionSpec, call: Call) -> bool:
     named = {axis for spec in (known, wanted) for entry in spec for axis in entry_axes(entry)}
     axes = {axis for axis in named if sizes.get(axis, 2) > 1}
     return placed(known, axes) == placed(wanted, axes)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Watch(LayerOp):
+    """tokens [..., H] -> the same. Hashable.
+
+    An axis that the group does not count replicates tokens: they are gathered over it, and every
+    device along it does the same work. Under plain jit the partitioner alone knows how tokens lie,
+    so a rule looks at them there.
+
+    Attributes:
+        where: whose tokens they are.
+        ndim: of the tokens.
+    """
+
+    where: regions.Partitioning
+    ndim: int
+
+    name: ClassVar[str] = "dispatch"
+
+    def resolve(
+        self,
+        roles: Roles,
+        arrived: Sequence[Entries],
+        shapes: Sequence[tuple[int, ...]],
+        wanted: Sequence[Entries] | None,
+    ) -> Resolved:
+        others = [axis for axis in roles.real(flat(arrived[0])) if axis not in roles.slab]
+        if others:
+            say_once(
+                f"tokens of {roles.owner} lie over {roles.named(others)}, which its group does not "
+                f"count among their axes (outer_axes and ep_axis: {roles.named(roles.slab)}): they "
+                f"are gathered, and every device along {', '.join(others)} does the same work"
+            )
+        return Resolved((arrived[0],), (arrived[0],), lambda tokens: (tokens,))
+
+    def factors(self) -> tuple[list[str], list[str]]:
+        dims = " ".join(f"w{dim}" for dim in range(self.ndim))  # of its own: held to nothing
+        return [dims], [dims]
+
+
+def place_tokens(call: Call, tokens: jax.Array) -> jax.Array:
+    """`tokens` placed. Where nothing tells before, the program's partitioner says where they lie
+    over a mesh axis that the group does not count among theirs."""
+    tokens = place(call, "tokens", tokens)
+    group, where = call.group, call.where
+    others = any(size > 1 and axis not in group.token_axes for axis, size in group.mesh_axes)
+    told = where.manual or group.partitioning == "shard_map" or regions.explicit((tokens,))
+    if told or not others or not isinstance(tokens, jax.core.Tracer):
+        return tokens
+    op = _Watch(dataclasses.replace(where, mode="rule"), tokens.ndim)
+    seen: jax.Array = _watch(op, tokens)
+    return seen
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _watch(op: _Watch, tokens: jax.Array) -> jax.Array:
+    (tokens,) = op.where.unbatched(tokens)
+    return on_mesh.ask(op, lambda tokens, *, vmapped=(): (tokens,), tokens)[0]
+
+
+@_watch.defjvp
+def _same_tangent(op: _Watch, tokens: Any, tangents: Any) -> Any:
+    return _watch(op, *tokens), tangents[0]

@@ -1,38 +1,38 @@
-"""prepare: where every slot's row goes, decided once and identically on every rank."""
+"""prepare: where every slot's row goes, decided once and identically on every rank.
+
+And the calls that movement is made of: checked, opened on their layer, and placed on its mesh.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import Mesh, PartitionSpec
 
 from ep_runtime.errors import InvalidArgumentError
+from ep_runtime.specs import DTYPE_BYTES
 from ep_runtime_client.base.layers import EpLayer, TracedLayer
 from ep_runtime_client.ops.calls import token_layout
-from ep_runtime_client.ops.calls.call import (
-    Call,
-    PlanMeta,
-    check_handle,
-    resolve_capacity,
-    world_rank,
-)
-from ep_runtime_client.ops.calls.plan import (
-    AnyArrays,
-    NodePlanArrays,
-    Plan,
-    PlanArrays,
-    arrays_type,
-)
+from ep_runtime_client.ops.calls.call import Call, PlanMeta, check_handle, resolve_capacity
+from ep_runtime_client.ops.calls.plan import Plan, arrays_type, check_plan, plan_shapes
 from ep_runtime_client.ops.kernels.slots import as_int32
 from ep_runtime_client.ops.movement import per_device
+from ep_runtime_client.ops.partitioning import regions
 from ep_runtime_client.ops.partitioning.specs import known_spec
 from ep_runtime_client.ops.tracing import again, eager
 from ep_runtime_client.ops.tracing.ambient import manual_axes, open_layer
 from ep_runtime_client.ops.tracing.scopes import scope
-from ep_runtime_client.ops.transports.choice import on_gpus, per_device_ops
+from ep_runtime_client.ops.transports.choice import per_device_ops
+from ep_runtime_client.ops.transports.xla_plan import calls_host
+
+# Arrays of a plan that name places, where -1 is none.
+_PLACES = ("dst_", "staged_row", "staged_slot", "virtual_")
 
 
 def prepare(
@@ -41,7 +41,7 @@ def prepare(
     *,
     handle: int = 0,
     capacity: int | None = None,
-    tokens_spec: jax.sharding.PartitionSpec | None = None,
+    tokens_spec: PartitionSpec | None = None,
 ) -> Plan:
     """Plans a dispatch: assigns each token a row at each of its experts.
 
@@ -76,12 +76,31 @@ def prepare(
     hints = known_specs(tokens_spec, topk_idx)
     lead, given = topk_idx.shape[:-1], (index, topk_idx)
     call = make_call(static, mesh, lead, hints, given, handle=handle, capacity=capacity)
-    return make_plan(call, index, topk_idx)
+    return make_plan(call, index, topk_idx)[0]
 
 
-def known_specs(
-    tokens_spec: jax.sharding.PartitionSpec | None, *arrays: Any
-) -> tuple[jax.sharding.PartitionSpec, ...]:
+def open_call(
+    opened: tuple[EpLayer, jax.Array, Mesh],
+    tokens: jax.Array,
+    topk_idx: jax.Array,
+    topk_weights: jax.Array | None,
+    *,
+    handle: int,
+    capacity: int | None,
+    tokens_spec: PartitionSpec | None,
+) -> tuple[Call, jax.Array | None]:
+    """(the call, weights in f32) of a dispatch without a plan on an open layer; it is checked."""
+    static, index, mesh = opened
+    check_tokens(static, tokens)
+    check_idx(static, topk_idx)
+    _check_lead("topk_idx", topk_idx, tokens.shape[:-1])
+    hints = known_specs(tokens_spec, tokens, topk_idx, topk_weights)
+    lead, given = tokens.shape[:-1], (index, tokens, topk_idx, topk_weights)
+    call = make_call(static, mesh, lead, hints, given, handle=handle, capacity=capacity)
+    return call, as_weights(call, topk_weights)
+
+
+def known_specs(tokens_spec: PartitionSpec | None, *arrays: Any) -> tuple[PartitionSpec, ...]:
     """The specs that tell how tokens lie: the caller's alone, or what the arrays are known by."""
     if tokens_spec is not None:
         return (tokens_spec,)
@@ -91,9 +110,9 @@ def known_specs(
 
 def make_call(
     layer: EpLayer,
-    mesh: jax.sharding.Mesh,
+    mesh: Mesh,
     lead: tuple[int, ...],
-    hints: tuple[jax.sharding.PartitionSpec, ...],
+    hints: tuple[PartitionSpec, ...],
     operands: tuple[Any, ...] = (),
     *,
     handle: int,
@@ -103,59 +122,69 @@ def make_call(
     """The static side of a call on `operands`, whose tokens have the leading dims `lead`."""
     group = layer.group_spec
     layout = token_layout.choose(group, lead, hints, manual_axes(group), remedy=remedy)
-    if layout.tokens_per_rank > group.max_tokens_per_rank:
+    tokens = layout.tokens_per_rank
+    if tokens > group.max_tokens_per_rank:
         raise InvalidArgumentError(
-            f"the call has {layout.tokens_per_rank} tokens per rank, group {group.name!r} has "
+            f"the call has {tokens} tokens per rank, group {group.name!r} has "
             f"max_tokens_per_rank={group.max_tokens_per_rank}",
             argument="tokens",
         )
-    rows = resolve_capacity(layer, layout.tokens_per_rank, capacity)
+    rows = resolve_capacity(layer, tokens, capacity)
     meta = PlanMeta(layer, layout, rows, check_handle(layer, handle))
-    return per_device.call_on(meta, mesh, operands)
+    return call_on(meta, mesh, operands)
 
 
-def make_plan(call: Call, index: jax.Array, topk_idx: jax.Array) -> Plan:
-    """The plan of a checked call."""
-    if call.layout.tokens_per_rank == 0:
-        return Plan(_empty_plan(call, topk_idx.shape[-1]), call.meta)
+def call_on(meta: PlanMeta, mesh: Mesh, operands: Sequence[Any] = ()) -> Call:
+    """The call that a plan stands for in the region where it is used, on these operands.
+
+    The layer says how they are sharded, so only a group with partitioning="rule" asks for the rule.
+    A host callback in it ends the process, so there, and on one device, the shard_map runs.
+    """
+    where = regions.of_opened(meta.layer, mesh, operands, known=True)
+    if where.mode == "rule" and (mesh.size == 1 or calls_host(meta.group)):
+        where = dataclasses.replace(where, mode="shard_map")
+    return Call(meta, where)
+
+
+def call_of_plan(layer: EpLayer, mesh: Mesh, plan: Plan, *operands: Any) -> Call:
+    """The call that a plan stands for in the region where it is used, on these operands."""
+    return call_on(check_plan(plan, layer), mesh, (*operands, plan.arrays))
+
+
+def make_plan(
+    call: Call, index: jax.Array, topk_idx: jax.Array, *, most: bool = False
+) -> tuple[Plan, jax.Array | None]:
+    """The plan of a checked call; with `most` also int32 [R, 1], the most rows that the zones of
+    any rank of the EP group have, of groups over nodes any rank of the node."""
     kind = arrays_type(call.group)
-    return Plan(kind(*_tagged(call, index, topk_idx, most=False)), call.meta)
-
-
-def make_plan_with_most(
-    call: Call, index: jax.Array, topk_idx: jax.Array
-) -> tuple[Plan, jax.Array]:
-    """The plan of a checked call that has tokens; and int32 [R, 1]: the most rows that the zones
-    of any rank of the EP group have, of groups over nodes any rank of the node."""
-    *arrays, most = _tagged(call, index, topk_idx, most=True)
-    return Plan(arrays_type(call.group)(*arrays), call.meta), most
-
-
-def _tagged(call: Call, index: jax.Array, topk_idx: jax.Array, *, most: bool) -> list[jax.Array]:
+    if call.layout.tokens_per_rank == 0:
+        return Plan(kind(*_without_tokens(call, kind._fields)), call.meta), None
     with scope("prepare", call.layer):
         call = call.varied(topk_idx, index)
-        idx = per_device.place(call, "topk_idx", topk_idx, call.layout.spec())
+        idx = per_device.place(call, "topk_idx", topk_idx)
         made = eager.settled(prepared, (call, most), again.told(index, idx), idx)
-    return [checkpoint_name(x, "ep_plan") for x in made]
+    arrays, others = made[: len(kind._fields)], made[len(kind._fields) :]
+    plan = Plan(kind(*(checkpoint_name(x, "ep_plan") for x in arrays)), call.meta)
+    return plan, checkpoint_name(others[0], "ep_plan") if most else None
 
 
 def prepared(
     static: tuple[Call, bool], index: jax.Array, topk_idx: jax.Array
 ) -> tuple[jax.Array, ...]:
     """The arrays of a plan, which no checkpoint keeps, of topk_idx [..., K]; with True in `static`
-    also the most rows, as `make_plan_with_most` says."""
+    also the most rows, as `make_plan` says."""
     call, most = static
-    prepare = _ops_with_most(call) if most else per_device_ops(call).prepare
+    body = functools.partial(per_device_ops(call.group).prepare, most=most)
+    results = len(arrays_type(call.group)._fields) + most
+    return per_device.run(call, "prepare", body, index, (as_int32(topk_idx),), (), results)
 
-    def body(index: jax.Array, idx: jax.Array) -> tuple[jax.Array, ...]:
-        local = idx.reshape(-1, idx.shape[-1])
-        made = prepare(call, world_rank(call.group), index, local)
-        return tuple(x[None] for x in jax.tree.leaves(made))
 
-    given = (((),), call.layout.entries())
-    count = len(arrays_type(call.group)._fields) + most
-    made = [(call.group.token_axes,)] * count
-    return per_device.run(call, "prepare", body, (index, as_int32(topk_idx)), given, made)
+def _without_tokens(call: Call, names: tuple[str, ...]) -> Iterator[jax.Array]:
+    """The arrays of a plan where no rank has a token: nothing is called."""
+    shapes = plan_shapes(call, 0, call.layer.top_k)
+    for name, dims in zip(names, shapes, strict=True):
+        value = -1 if name.startswith(_PLACES) else 0
+        yield jnp.full((call.num_slabs, *dims), value, jnp.int32)
 
 
 def check_idx(layer: EpLayer, topk_idx: jax.Array) -> None:
@@ -172,40 +201,54 @@ def check_idx(layer: EpLayer, topk_idx: jax.Array) -> None:
         )
 
 
-def _ops_with_most(call: Call) -> Any:
-    """The per-device function: a call on GPUs has the number, and nodes ask inside each; everywhere
-    else ranks ask around."""
-    ops = per_device_ops(call)
-    if call.group.node_size or on_gpus(call.group):
-        return ops.prepare_with_most
-
-    def prepare(call: Call, rank: jax.Array, index: jax.Array, idx: jax.Array) -> Any:
-        arrays = ops.prepare(call, rank, index, idx)
-        axes = tuple(axis for axis in call.group.ep_axis if call.group.axis_sizes[axis] > 1)
-        rows = arrays.group_sizes.sum(keepdims=True, dtype=jnp.int32)
-        return arrays, lax.pmax(rows, axes) if axes else rows
-
-    return prepare
+def check_tokens(layer: EpLayer, tokens: jax.Array) -> None:
+    group = layer.group_spec
+    shape, dtype = jnp.shape(tokens), jnp.result_type(tokens)
+    if len(shape) not in (2, 3) or shape[-1] != group.hidden_size:
+        raise InvalidArgumentError(
+            f"tokens must be [T, {group.hidden_size}] or [B, S, {group.hidden_size}] "
+            f"(hidden_size of group {group.name!r}), got {list(shape)}",
+            argument="tokens",
+        )
+    check_width("tokens", layer, dtype, one_byte=True)
 
 
-def _empty_plan(call: Call, top_k: int) -> AnyArrays:
-    """The plan of a call without tokens: nothing to exchange, so nothing is called."""
-    slabs, group = call.num_slabs, call.group
+def check_width(name: str, layer: EpLayer, dtype: Any, *, one_byte: bool) -> None:
+    """Raises InvalidArgumentError unless rows of `dtype` fit the group's lanes."""
+    group = layer.group_spec
+    is_float = jnp.issubdtype(dtype, jnp.floating)
+    small = jnp.dtype(dtype).itemsize == 1
+    if not (is_float and not small) and not (one_byte and small):
+        kinds = "a float dtype or a 1-byte one" if one_byte else "a float dtype of 2 bytes or more"
+        raise InvalidArgumentError(f"{name} must have {kinds}, got {dtype}", argument=name)
+    most = DTYPE_BYTES[group.max_token_dtype]
+    if jnp.dtype(dtype).itemsize > most:
+        raise InvalidArgumentError(
+            f"{name} of {dtype} ({jnp.dtype(dtype).itemsize} bytes) is wider than "
+            f"max_token_dtype={group.max_token_dtype} ({most} bytes) of group {group.name!r}",
+            argument=name,
+        )
 
-    def filled(value: int, *shape: int) -> jax.Array:
-        return jnp.full((slabs, *shape), value, jnp.int32)
 
-    arrays = PlanArrays(
-        filled(-1, 0, top_k),
-        filled(-1, 0, top_k),
-        filled(0, group.ranks_per_node, 4),
-        filled(0, 1),
-        filled(-1, call.capacity),
-        filled(-1, call.capacity),
-        filled(0, group.experts_per_rank),
-        filled(0, group.experts_per_rank),
-        filled(0, 1),
-    )
-    if group.node_size == 0:
-        return arrays
-    return NodePlanArrays(*arrays, filled(-1, 0, top_k), filled(-1, 0, top_k), filled(0, 1))
+def _check_lead(name: str, array: jax.Array, lead: tuple[int, ...]) -> None:
+    if jnp.shape(array)[:-1] != lead:
+        raise InvalidArgumentError(
+            f"{name} must have the leading dims of tokens {lead}, got {jnp.shape(array)[:-1]}",
+            argument=name,
+        )
+
+
+def as_weights(call: Call, weights: jax.Array | None) -> jax.Array | None:
+    if weights is None:
+        return None
+    _check_lead("topk_weights", weights, call.layout.lead)
+    if jnp.shape(weights)[-1] != call.layer.top_k:
+        raise InvalidArgumentError(
+            f"topk_weights must end in top_k={call.layer.top_k}, got {list(jnp.shape(weights))}",
+            argument="topk_weights",
+        )
+    if not jnp.issubdtype(jnp.result_type(weights), jnp.floating):
+        raise InvalidArgumentError(
+            f"topk_weights must be f32, got {jnp.result_type(weights)}", argument="topk_weights"
+        )
+    return weights if weights.dtype == jnp.float32 else weights.astype(jnp.float32)

@@ -9,8 +9,7 @@ rows are.
 
 from __future__ import annotations
 
-import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,9 +19,10 @@ from jax.ad_checkpoint import checkpoint_name
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime.specs import DTYPE_BYTES, GroupSpec
 from ep_runtime_client.ops.calls.call import Call
-from ep_runtime_client.ops.calls.plan import AnyArrays, Plan
+from ep_runtime_client.ops.calls.plan import AnyArrays
 from ep_runtime_client.ops.movement import per_device
-from ep_runtime_client.ops.movement.dispatch_rows import exchange, pullback, ready
+from ep_runtime_client.ops.movement.dispatch_rows import exchange, pulled, ready
+from ep_runtime_client.ops.movement.per_device import Rows
 from ep_runtime_client.ops.quantize import plain
 from ep_runtime_client.ops.quantize.formats.recipes import Recipe, check_recipe
 from ep_runtime_client.ops.quantize.formats.table import format_of
@@ -37,12 +37,12 @@ from ep_runtime_client.ops.quantize.quantized_tensor import QuantizedTensor
 from ep_runtime_client.ops.quantize.row_bytes import from_bytes, row_bytes, to_bytes
 from ep_runtime_client.ops.tracing import eager, first_order
 from ep_runtime_client.ops.tracing.scopes import scope
+from ep_runtime_client.ops.transports.protocol import DeviceCall
 
 Leaves = tuple[jax.Array, jax.Array]  # data as uint8 and f32 scales
 
 
-@dataclasses.dataclass(frozen=True)
-class Sending:
+class Sending(NamedTuple):
     """The static argument of one call. Hashable.
 
     Attributes:
@@ -52,14 +52,6 @@ class Sending:
 
     call: Call
     recipe: Recipe
-
-    @property
-    def hidden(self) -> int:
-        return self.call.group.hidden_size
-
-    @property
-    def tile(self) -> int:
-        return format_of(self.recipe).tile
 
 
 def refused(recipe: Recipe, group: GroupSpec) -> str:
@@ -114,23 +106,16 @@ def _check_quantized(tokens: QuantizedTensor) -> None:
         )
 
 
-def send(
-    sending: Sending,
-    index: jax.Array,
-    tokens: jax.Array | QuantizedTensor,
-    weights: jax.Array | None,
-    plan: Plan,
-) -> tuple[QuantizedTensor, jax.Array]:
+def send(sending: Sending, given: Rows) -> tuple[QuantizedTensor, jax.Array]:
     """(rows [R, C, H], recv_weights [R, C])."""
-    call = sending.call
+    call, plan = sending.call, given.plan
+    values = _taken_apart(given.values)
     if call.layout.tokens_per_rank == 0:
-        return _nothing(sending, tokens, plan)
+        return _nothing(sending, values[0], plan)
     with scope("dispatch", call.layer):
-        origin, given = _taken_apart(tokens)
-        call, (origin, given), weights = ready(call, index, (origin, given), weights, plan.arrays)
-        sending = dataclasses.replace(sending, call=call)
-        operands = (index, origin, given, weights, plan.arrays)
-        (data, scale, rows), recv_weights = eager.settled(_moved, sending, *operands, traced=_send)
+        call, given = ready(call, given._replace(values=values))
+        sending = sending._replace(call=call)
+        (data, scale, rows), recv_weights = eager.settled(_moved, sending, given, traced=_send)
     # Quantized rows too: who keeps those of a matmul keeps these, and moves nothing again.
     leaves = (checkpoint_name(x, "ep_recv") for x in lax.stop_gradient((data, scale)))
     data, scale = (checkpoint_name(x, "ep_q_x") for x in leaves)
@@ -147,79 +132,62 @@ def _taken_apart(tokens: Any) -> tuple[jax.Array | None, Leaves | None]:
 
 
 def _rows(
-    sending: Sending, data: jax.Array, scale: jax.Array, origin: jax.Array | None, plan: Plan
+    sending: Sending, data: jax.Array, scale: jax.Array, origin: jax.Array | None, plan: AnyArrays
 ) -> QuantizedTensor:
     data = from_bits(data, sending.recipe.data_dtype())
-    sizes = plan.arrays.group_sizes
-    return QuantizedTensor(data, scale, None, None, None, sizes, origin, sending.recipe)
+    return QuantizedTensor(data, scale, None, None, None, plan.group_sizes, origin, sending.recipe)
 
 
-def _nothing(sending: Sending, tokens: Any, plan: Plan) -> tuple[QuantizedTensor, jax.Array]:
+def _nothing(
+    sending: Sending, origin: jax.Array | None, plan: AnyArrays
+) -> tuple[QuantizedTensor, jax.Array]:
     """What arrives where no rank has a token."""
-    lead = (sending.call.num_slabs, sending.call.capacity)
-    data = jnp.zeros((*lead, sending.hidden), jnp.uint8)
-    scale = jnp.ones((*lead, num_tiles(sending.hidden, sending.tile)), jnp.float32)
-    origin = _taken_apart(tokens)[0]
+    call, hidden = sending.call, sending.call.group.hidden_size
+    lead, tile = (call.num_slabs, call.capacity), format_of(sending.recipe).tile
+    data = jnp.zeros((*lead, hidden), jnp.uint8)
+    scale = jnp.ones((*lead, num_tiles(hidden, tile)), jnp.float32)
     blank = None if origin is None else jnp.zeros(data.shape, origin.dtype)
     return _rows(sending, data, scale, blank, plan), jnp.zeros(lead, jnp.float32)
 
 
-def _primal(
-    sending: Sending,
-    index: jax.Array,
-    tokens: jax.Array | None,
-    given: Leaves | None,
-    weights: jax.Array | None,
-    arrays: AnyArrays,
-) -> Any:
-    """tokens [..., H], or data and scales of them, and weights [..., K] or None ->
+def _primal(sending: Sending, given: Rows) -> Any:
+    """(tokens [..., H], or data and scales of them), weights [..., K] or None ->
     (data [R, C, H] as uint8, scales, rows like tokens for gradients), recv_weights [R, C].
 
     Those rows are what the data stand for. A compiled program makes them where they are read,
     which no gradient does.
     """
-    origin = None if tokens is None else tokens.dtype
-    return _moved(sending, index, tokens, given, weights, arrays, origin=origin)
+    origin = given.values[0]
+    return _moved(sending, given, origin=None if origin is None else origin.dtype)
 
 
-def _moved(
-    sending: Sending,
-    index: jax.Array,
-    tokens: jax.Array | None,
-    given: Leaves | None,
-    weights: jax.Array | None,
-    arrays: AnyArrays,
-    *,
-    origin: Any = None,
-) -> Any:
+def _moved(sending: Sending, given: Rows, *, origin: Any = None) -> Any:
     """`_primal`, but that `origin`, the dtype of the rows for gradients, is None where nobody takes
     one: of arrays that are there."""
-    call = sending.call
-    rows = (tokens,) if given is None else given
-    sent = (*rows, *(() if weights is None else (weights,)))
+    call, recipe = sending
+    tile, hidden = format_of(recipe).tile, call.group.hidden_size
+    tokens, leaves = given.values
 
-    def body(index: jax.Array, *operands: jax.Array) -> Any:
-        local = [x.reshape(-1, x.shape[-1]) for x in operands[: len(sent)]]
-        plan = type(arrays)(*(x[0] for x in operands[len(sent) :]))
-        data, scale = local[:2] if given is not None else quantized(sending.recipe, local[0], plan)
-        packed = to_bytes(data, scale, sending.tile)
-        raw, recv_weights = exchange(
-            call, index, packed, None if weights is None else local[-1], plan
-        )
-        data, scale = from_bytes(raw, sending.hidden, sending.tile)
-        made = [data, scale]
-        if origin is not None:
-            values = widen(from_bits(data, sending.recipe.data_dtype()))
-            scales = spread_tiles(scale, 1, sending.tile, sending.hidden)
-            made.append((values * scales).astype(origin))
-        return tuple(x[None] for x in (*made, recv_weights))
+    def body(at: DeviceCall, tokens: Any, leaves: Any, weights: Any, plan: AnyArrays) -> Any:
+        data, scale = leaves or quantized(recipe, tokens, plan)
+        raw, recv_weights = exchange(at, to_bytes(data, scale, tile), weights, plan)
+        data, scale = from_bytes(raw, hidden, tile)
+        if origin is None:
+            return data, scale, recv_weights
+        values = widen(from_bits(data, recipe.data_dtype()))
+        values = values * spread_tiles(scale, 1, tile, hidden)
+        return data, scale, values.astype(origin), recv_weights
 
-    operands = (index, *sent, *arrays)
-    lies = (((),), *[call.layout.entries()] * len(sent), *per_device.slabs(call, *arrays))
-    slabs = [(call.group.token_axes,)] * (3 if origin is None else 4)
-    variant = f"{sending.recipe!r} {origin}"
+    operands = (tokens if leaves is None else None, leaves, given.weights)
     *made, recv_weights = per_device.run(
-        call, "dispatch", body, operands, lies, slabs, variant=variant
+        call,
+        "dispatch",
+        body,
+        given.layer_index,
+        operands,
+        (given.plan,),
+        results=3 if origin is None else 4,
+        variant=f"{recipe!r} {origin}",
     )
     return ((*made, None) if origin is None else tuple(made)), recv_weights
 
@@ -237,32 +205,21 @@ def quantized(recipe: Recipe, tokens: jax.Array, plan: Any) -> tuple[jax.Array, 
     return q.data, q.scale
 
 
-def _fwd(
-    sending: Sending,
-    index: jax.Array,
-    tokens: jax.Array | None,
-    given: Leaves | None,
-    weights: jax.Array | None,
-    arrays: AnyArrays,
-) -> Any:
-    if tokens is None:
+def _fwd(sending: Sending, given: Rows) -> Any:
+    if given.values[0] is None:
         raise NotImplementedError(
             "dispatch of quantized tokens without their origin (the values before they were "
             "quantized) has no gradient; pass tokens made by grouped_quantize, or stop_gradient "
             "the weights"
         )
-    made = eager.settled(_primal, sending, index, tokens, given, weights, arrays)
-    return made, (index, arrays, weights is not None)
+    saved = (given.layer_index, given.plan, given.weights is not None)
+    return eager.settled(_primal, sending, given), saved
 
 
-def _bwd(sending: Sending, saved: Any, grads: Any) -> Any:
-    index, arrays, weighted = saved
+def _bwd(sending: Sending, saved: Any, grads: Any) -> tuple[Rows]:
     (_, _, d_rows), d_recv_weights = grads
-    with scope("dispatch_bwd", sending.call.layer):
-        d_tokens, d_weights = eager.settled(
-            pullback, sending.call, index, d_rows, d_recv_weights, arrays
-        )
-    return None, d_tokens, None, d_weights if weighted else None, None
+    made = pulled(sending.call, saved, d_rows, d_recv_weights)
+    return (made._replace(values=(made.values, None)),)
 
 
 _send = jax.custom_vjp(_primal, nondiff_argnums=(0,))

@@ -1,8 +1,8 @@
-"""What the ranks of an EP group send each other over the communicators that the runtime made.
+"""The collectives of `protocol.py` over the communicators that the runtime made.
 
-Takes the place of `between_xla.py` for transport "nccl", with the same functions. Blocks travel
-as bytes, in one NCCL group of sends and receives on the stream of the step; a rank's own block is
-copied. Ranks and communicator are looked up when a call runs, so programs name the layer alone.
+Blocks travel as bytes, in one NCCL group of sends and receives on the stream of the step; a rank's
+own block is copied. Ranks and communicator are looked up when a call runs, so programs name the
+layer alone.
 
 JAX 0.11.2 and newer can lend a custom call XLA's own communicator (the FFI collectives extension,
 0.1 there, 0.2 with windows in 0.12). The runtime keeps its own, because a borrowed one
@@ -21,46 +21,51 @@ JAX 0.11.2 and newer can lend a custom call XLA's own communicator (the FFI coll
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
+from jax import ShapeDtypeStruct
 
 from ep_runtime_client.ops.calls.call import Call
-from ep_runtime_client.ops.kernels.ffi import ensure_registered, once, targets
+from ep_runtime_client.ops.kernels.ffi import targets
+from ep_runtime_client.ops.transports.windows import native_call
 
 TARGETS = targets("ep_nccl_exchange_v1", "ep_nccl_all_gather_v1", "ep_nccl_counted_v1")
 EXCHANGE, ALL_GATHER, COUNTED = TARGETS
 
 
 def all_gather(call: Call, x: jax.Array) -> jax.Array:
-    (gathered,) = _call(call, ALL_GATHER, [_to_all(call.group.ep_size, x)], x)
-    return gathered
+    return _between(call, ALL_GATHER, _shapes([x], call.group.ep_size), x)[0]
 
 
 def exchange(call: Call, blocks: jax.Array, *after: jax.Array) -> jax.Array:
-    """As in `between_xla.py`; a call begins when the array `after` is there, if one is given."""
-    (moved,) = _call(call, EXCHANGE, [blocks], blocks, *after)
-    return moved
+    """A call begins when the array `after` is there, if one is given."""
+    return _between(call, EXCHANGE, _shapes([blocks]), blocks, *after)[0]
+
+
+def node(call: Call, blocks: jax.Array) -> jax.Array:
+    size = call.group.ranks_per_node
+    if size == 1:
+        return blocks
+    return _between(call, EXCHANGE, _shapes([blocks]), blocks, node_size=size)[0]
 
 
 def rail(call: Call, *arrays: jax.Array) -> tuple[jax.Array, ...]:
     """In one exchange."""
     if call.group.num_nodes == 1:
         return arrays
-    size = call.group.ranks_per_node
-    return _call(call, EXCHANGE, arrays, *arrays, node_size=size, rail=True)
+    return _rails(call, EXCHANGE, _shapes(arrays), *arrays)
 
 
 def rail_gather(call: Call, *arrays: jax.Array) -> tuple[jax.Array, ...]:
     """In one exchange."""
-    group = call.group
-    if group.num_nodes == 1:
+    nodes = call.group.num_nodes
+    if nodes == 1:
         return tuple(x[None] for x in arrays)
-    results = [_to_all(group.num_nodes, x) for x in arrays]
-    return _call(call, ALL_GATHER, results, *arrays, node_size=group.ranks_per_node, rail=True)
+    return _rails(call, ALL_GATHER, _shapes(arrays, nodes), *arrays)
 
 
 def rail_counted(
@@ -71,46 +76,15 @@ def rail_counted(
 
     The host reads both once, and waits for the device until they are there.
     """
-    ensure_registered("cuda")
-    results = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in blocks)
-    attributes = _attributes(call, call.group.ranks_per_node, rail=True)
-    counts = jnp.stack([sent, received])
-    moved = jax.ffi.ffi_call(COUNTED, results)(counts, *blocks, **attributes)
-    return once(tuple(moved))
+    return _rails(call, COUNTED, _shapes(blocks), jnp.stack([sent, received]), *blocks)
 
 
-def node(call: Call, blocks: jax.Array) -> jax.Array:
-    size = call.group.ranks_per_node
-    if size == 1:
-        return blocks
-    (moved,) = _call(call, EXCHANGE, [blocks], blocks, node_size=size)
-    return moved
+_between = functools.partial(native_call, node_size=0, rail=0)
 
 
-def _to_all(ranks: int, x: jax.Array) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct((ranks, *x.shape), x.dtype)
+def _rails(call: Call, *given: Any) -> tuple[jax.Array, ...]:
+    return native_call(call, *given, node_size=call.group.ranks_per_node, rail=1)
 
 
-def _call(
-    call: Call,
-    target: str,
-    results: Sequence[Any],
-    *operands: jax.Array,
-    node_size: int = 0,
-    rail: bool = False,
-) -> tuple[jax.Array, ...]:
-    """Arrays of the shapes and dtypes of `results`."""
-    ensure_registered("cuda")
-    attributes = _attributes(call, node_size, rail=rail)
-    shapes = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in results)
-    return once(tuple(jax.ffi.ffi_call(target, shapes)(*operands, **attributes)))
-
-
-def _attributes(call: Call, node_size: int, *, rail: bool) -> dict[str, np.int64]:
-    return {
-        "layer_id": np.int64(call.layer.base_id),
-        "fingerprint": np.int64(call.layer.fingerprint),
-        "handle": np.int64(call.meta.handle),
-        "node_size": np.int64(node_size),
-        "rail": np.int64(rail),
-    }
+def _shapes(arrays: Sequence[jax.Array], *lead: int) -> list[ShapeDtypeStruct]:
+    return [ShapeDtypeStruct((*lead, *x.shape), x.dtype) for x in arrays]

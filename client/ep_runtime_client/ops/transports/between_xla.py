@@ -1,18 +1,4 @@
-"""What the ranks of an EP group send each other beside windows: the jax.lax implementation.
-
-A module that takes its place, which `transports.collectives` names per transport, has these five
-functions. Each runs per device, inside manual axes, with the static `call` first; every rank of
-the EP group makes the same calls in the same order, some of them inside a `lax.while_loop` whose
-trip count all of them agree on. Bits arrive as they were sent, whatever the dtype; no gradient is
-taken. Letters: N ranks of an EP group on D nodes of G; ep rank = node * G + local rank.
-
-    all_gather(call, x [...])       -> [N, ...]  block j is rank j's x
-    exchange(call, blocks [N, ...]) -> [N, ...]  block d goes to rank d, block j comes from rank j
-    rail(call, blocks [D, ...])     -> [D, ...]  the same between the ranks of equal local rank, in
-                                                 order of their nodes: all that crosses the network
-    rail_gather(call, x [...])      -> [D, ...]  all_gather between those
-    node(call, blocks [G, ...])     -> [G, ...]  the same between the ranks of this node
-"""
+"""The collectives of `protocol.py` by jax.lax."""
 
 from __future__ import annotations
 
@@ -36,6 +22,13 @@ def ep_rank(call: Call) -> jax.Array:
     """This device's rank in its EP group, int32 []."""
     axes = ep_axes(call)
     return lax.axis_index(axes) if axes else jnp.int32(0)
+
+
+def largest(call: Call, x: jax.Array) -> jax.Array:
+    """The largest x of any rank of the EP group."""
+    axes = ep_axes(call)
+    found: jax.Array = lax.pmax(x, axes) if axes else x
+    return found
 
 
 def all_gather(call: Call, x: jax.Array) -> jax.Array:

@@ -26,12 +26,15 @@ The slabs are those of the other transports bit for bit. combine equals theirs w
 of f32, as sums are grouped by node; with combine_precision "fast" a node's sum is rounded to the
 row's dtype once more before it crosses, with "fp8" to 8 bits.
 
-All functions run per device, on local blocks without the slab dim; the signatures are those of
-`xla.py`. Letters: `nodes_plan.py`; H hidden.
+XLA's gathers of whole rows take several times what the network does, so on GPUs the kernels of
+`kernels/move_rows.py` line rows up and add nodes' sums where they serve the rows.
+
+Letters: `nodes_plan.py`; H hidden, X any width.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -42,40 +45,40 @@ from jax import lax
 from ep_runtime_client.base.dtypes import sum_dtype
 from ep_runtime_client.ops.calls.call import Call
 from ep_runtime_client.ops.calls.plan import NodePlanArrays
-from ep_runtime_client.ops.kernels.serve import FLOATS
-from ep_runtime_client.ops.kernels.slots import rows_at
+from ep_runtime_client.ops.kernels import move_rows as kernels
+from ep_runtime_client.ops.kernels.serve import FLOATS, either
+from ep_runtime_client.ops.kernels.slots import Packed, rows_at
 from ep_runtime_client.ops.tracing.varying import like
-from ep_runtime_client.ops.transports import fp8_sums, nodes_plan, rails, windows
-from ep_runtime_client.ops.transports.choice import collectives
+from ep_runtime_client.ops.transports import between_nccl, fp8_sums, nodes_plan, rails, windows
 from ep_runtime_client.ops.transports.fp8_sums import ScaledRows
 from ep_runtime_client.ops.transports.nodes_plan import (
     chunk_rows,
+    collectives,
     counts_chunks,
     counts_rows,
     my_node,
     packing,
     row_counts,
     slot_nodes,
+    sum_index,
 )
-from ep_runtime_client.ops.transports.nodes_rows import lined_up, sum_nodes
+from ep_runtime_client.ops.transports.protocol import DeviceCall
+from ep_runtime_client.ops.transports.xla import round_to
+from ep_runtime_client.ops.transports.xla_plan import zone_rows
 
 
-def prepare(call: Call, rank: jax.Array, index: jax.Array, topk_idx: jax.Array) -> NodePlanArrays:
-    """topk_idx [T, K] int32 -> the plan arrays of this device, without the slab dim."""
+def prepare(
+    at: DeviceCall, topk_idx: jax.Array, *, most: bool = False
+) -> tuple[NodePlanArrays, jax.Array | None]:
+    call = at.call
     if rails.plans(call, topk_idx):
-        return rails.prepare(call, topk_idx)
-    return nodes_plan.prepare(call, rank, index, topk_idx)
-
-
-def prepare_with_most(
-    call: Call, rank: jax.Array, index: jax.Array, topk_idx: jax.Array
-) -> tuple[NodePlanArrays, jax.Array]:
-    """`prepare`, and int32 [1]: the most rows that the zones of any rank of this node have."""
-    plan = prepare(call, rank, index, topk_idx)
-    rows = like(plan.group_sizes.sum(keepdims=True, dtype=jnp.int32), topk_idx)
-    size = call.group.ranks_per_node
-    of_ranks = collectives(call).node(call, jnp.broadcast_to(rows, (size, 1)))
-    return plan, of_ranks.max(0)
+        plan = rails.prepare(call, topk_idx)
+    else:
+        plan = nodes_plan.prepare(at, topk_idx)
+    if not most:
+        return plan, None
+    rows = jnp.broadcast_to(zone_rows(plan, topk_idx), (call.group.ranks_per_node, 1))
+    return plan, collectives(call).node(call, rows).max(0)
 
 
 def _in_chunks(
@@ -126,31 +129,33 @@ def to_nodes(call: Call, plan: NodePlanArrays, *sent: jax.Array) -> tuple[jax.Ar
     tokens = packing(call, plan.dst_rank)
     if counts_rows(call):
         to, from_ = row_counts(call, plan, tokens.has)
-        moved = ops.rail_counted(call, to, from_, *(lined_up(call, x, tokens.token) for x in sent))
+        moved = between_nccl.rail_counted(
+            call, to, from_, *(_lined_up(call, x, tokens.token) for x in sent)
+        )
         return tuple(x.reshape(-1, x.shape[-1]) for x in moved)
     mine = my_node(call)
     own = rows_at(tokens.token, mine)
 
     def blank(x: jax.Array) -> jax.Array:
         empty = like(jnp.zeros((call.group.num_nodes, *x.shape), x.dtype), x)
-        return lax.dynamic_update_slice_in_dim(empty, lined_up(call, x, own)[None], mine, 0)
+        return lax.dynamic_update_slice_in_dim(empty, _lined_up(call, x, own)[None], mine, 0)
 
     def take(first: jax.Array, rows: int) -> tuple[jax.Array, ...]:
         chosen = lax.dynamic_slice_in_dim(tokens.token, first, rows, 1)
-        return tuple(lined_up(call, x, chosen) for x in sent)
+        return tuple(_lined_up(call, x, chosen) for x in sent)
 
     arrived = _in_chunks(call, plan, tuple(blank(x) for x in sent), take)
     return tuple(x.reshape(-1, x.shape[-1]) for x in arrived)
 
 
 def _from_nodes(call: Call, plan: NodePlanArrays, *sent: jax.Array) -> tuple[jax.Array, ...]:
-    """Arrays [D*T, X] of virtual tokens -> [D, T, X]: what each node says of its `NodePacking`."""
+    """Arrays [D*T, X] of virtual tokens -> [D, T, X]: what each node has for this rank's tokens."""
     # Results of custom calls are typed as varying over nothing.
     typed = (like(x, plan.chunks) for x in sent)
     blocks = tuple(x.reshape(call.group.num_nodes, -1, x.shape[-1]) for x in typed)
     if counts_rows(call):
         from_, to = row_counts(call, plan, packing(call, plan.dst_rank).has)
-        moved: tuple[jax.Array, ...] = collectives(call).rail_counted(call, to, from_, *blocks)
+        moved: tuple[jax.Array, ...] = between_nccl.rail_counted(call, to, from_, *blocks)
         return moved
 
     def take(first: jax.Array, rows: int) -> tuple[jax.Array, ...]:
@@ -164,7 +169,7 @@ def partial_dtype(call: Call, dtype: Any) -> Any:
     return sum_dtype(dtype) if call.group.combine_precision == "exact" else dtype
 
 
-def sums_of_nodes(
+def _sums_of_nodes(
     call: Call, plan: NodePlanArrays, sums: jax.Array, *beside: jax.Array
 ) -> tuple[jax.Array | ScaledRows, list[jax.Array]]:
     """Like `_from_nodes`: a node's sums [D*T, H] as combine_precision says, others as they are."""
@@ -176,59 +181,39 @@ def sums_of_nodes(
 
 
 def dispatch(
-    call: Call,
-    rank: jax.Array,
-    index: jax.Array,
-    tokens: jax.Array,
-    weights: jax.Array | None,
-    plan: NodePlanArrays,
+    at: DeviceCall, tokens: jax.Array, weights: jax.Array | None, plan: NodePlanArrays
 ) -> tuple[jax.Array, jax.Array]:
-    """tokens [T, H], weights f32 [T, K] or None -> recv [C, H], recv_weights f32 [C]."""
-    if rails.takes(call, tokens, tokens.shape[0]):
-        return rails.dispatch(call, rank, index, tokens, weights, plan)
+    if rails.takes(at.call, tokens, tokens.shape[0]):
+        return rails.dispatch(at, tokens, weights, plan)
     sent = (tokens,) if weights is None else (tokens, weights)
-    arrived = to_nodes(call, plan, *sent)
+    arrived = to_nodes(at.call, plan, *sent)
     given = None if weights is None else arrived[1]
-    return windows.dispatch(call, rank, index, arrived[0], given, plan.inside)
+    return windows.dispatch(at, arrived[0], given, plan.inside)
 
 
 def combine(
-    call: Call,
-    rank: jax.Array,
-    index: jax.Array,
-    expert_out: jax.Array,
-    weights: jax.Array | None,
-    plan: NodePlanArrays,
+    at: DeviceCall, expert_out: jax.Array, weights: jax.Array | None, plan: NodePlanArrays
 ) -> jax.Array:
-    """expert_out [C, H], weights f32 [C] or None -> tokens_out [T, H]."""
+    call, dtype = at.call, expert_out.dtype
     if rails.takes(call, expert_out, plan.dst_rank.shape[0], sums=True):
-        return rails.combine(call, rank, index, expert_out, weights, plan)
-    dtype = expert_out.dtype
-    wide = partial_dtype(call, dtype)
-    sums = windows.combine(call, rank, index, expert_out, weights, plan.inside, wide)
+        return rails.combine(at, expert_out, weights, plan)
+    sums = windows.combine(at, expert_out, weights, plan.inside, partial_dtype(call, dtype))
     return added_up(call, plan, sums, dtype)
 
 
 def added_up(call: Call, plan: NodePlanArrays, sums: jax.Array, dtype: Any) -> jax.Array:
     """A node's sums [D*T, H] of virtual tokens -> those of all nodes, [T, H] of `dtype`."""
-    partials, _ = sums_of_nodes(call, plan, sums)
-    return sum_nodes(call, packing(call, plan.dst_rank), partials, dtype)
+    partials, _ = _sums_of_nodes(call, plan, sums)
+    return _sum_nodes(call, packing(call, plan.dst_rank), partials, dtype)
 
 
 def dispatch_bwd(
-    call: Call,
-    rank: jax.Array,
-    index: jax.Array,
-    d_recv: jax.Array,
-    d_weights: jax.Array,
-    plan: NodePlanArrays,
+    at: DeviceCall, d_recv: jax.Array, d_weights: jax.Array, plan: NodePlanArrays
 ) -> tuple[jax.Array, jax.Array]:
-    """d_recv [C, H], d_weights f32 [C] -> d_tokens [T, H], d_topk_weights f32 [T, K]."""
+    call, dtype = at.call, d_recv.dtype
     if rails.takes(call, d_recv, plan.dst_rank.shape[0], sums=True):
-        return rails.dispatch_bwd(call, rank, index, d_recv, d_weights, plan)
-    dtype = d_recv.dtype
-    wide = partial_dtype(call, dtype)
-    sums = windows.dispatch_bwd(call, rank, index, d_recv, d_weights, plan.inside, wide)
+        return rails.dispatch_bwd(at, d_recv, d_weights, plan)
+    sums = windows.dispatch_bwd(at, d_recv, d_weights, plan.inside, partial_dtype(call, dtype))
     return gradients(call, plan, *sums, dtype)
 
 
@@ -237,7 +222,7 @@ def gradients(
 ) -> tuple[jax.Array, jax.Array]:
     """Gradients of virtual tokens [D*T, H] and of their slots' weights f32 [D*T, K] -> d_tokens
     [T, H] of `dtype`, d_topk_weights f32 [T, K]."""
-    partials, (by_node,) = sums_of_nodes(call, plan, d_tokens, d_slots)
+    partials, (by_node,) = _sums_of_nodes(call, plan, d_tokens, d_slots)
     tokens = packing(call, plan.dst_rank)
     count, top_k = plan.dst_rank.shape
     node = slot_nodes(call, plan.dst_rank)
@@ -246,21 +231,71 @@ def gradients(
     at = (node * count + position) * top_k + jnp.arange(top_k, dtype=jnp.int32)
     at = jnp.where(plan.dst_rank >= 0, at, 0)
     d_topk = jnp.where(plan.dst_rank >= 0, rows_at(by_node.reshape(-1), at), 0.0)
-    return sum_nodes(call, tokens, partials, dtype), d_topk
+    return _sum_nodes(call, tokens, partials, dtype), d_topk
 
 
 def combine_bwd(
-    call: Call,
-    rank: jax.Array,
-    index: jax.Array,
+    at: DeviceCall,
     grad: jax.Array,
     expert_out: jax.Array | None,
     weights: jax.Array | None,
     plan: NodePlanArrays,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """grad [T, H], expert_out [C, H] and weights f32 [C], or None -> d_expert_out, d_weights."""
     plain = expert_out is None and weights is None
-    if rails.takes(call, grad, grad.shape[0]) and (plain or grad.dtype in FLOATS):
-        return rails.combine_bwd(call, rank, index, grad, expert_out, weights, plan)
-    (arrived,) = to_nodes(call, plan, grad)
-    return windows.combine_bwd(call, rank, index, arrived, expert_out, weights, plan.inside)
+    if rails.takes(at.call, grad, grad.shape[0]) and (plain or grad.dtype in FLOATS):
+        return rails.combine_bwd(at, grad, expert_out, weights, plan)
+    (arrived,) = to_nodes(at.call, plan, grad)
+    return windows.combine_bwd(at, arrived, expert_out, weights, plan.inside)
+
+
+def _lined_up(call: Call, rows: jax.Array, index: jax.Array) -> jax.Array:
+    """rows [T, X] at every index, all of them in range: [..., X] of an index [...]."""
+    flat = index.reshape(-1)
+    served = call.group.transport == "nccl" and kernels.supports(rows, flat, moves=True)
+    taken = either(served, functools.partial(kernels.copied, 1), rows_at, rows, flat)
+    return taken.reshape(*index.shape, rows.shape[-1])
+
+
+def _sum_nodes(
+    call: Call, tokens: Packed, partials: jax.Array | ScaledRows, dtype: Any
+) -> jax.Array:
+    """Sums [D, R, H] of the nodes, each in its own order -> tokens [T, H], in node order."""
+    values = partials.data if isinstance(partials, ScaledRows) else partials
+    slot_row = sum_index(tokens, values.shape[1])
+    if isinstance(partials, ScaledRows):
+        return sum_scaled(ScaledRows(*map(_flat, partials)), slot_row, dtype)
+    flat = _flat(partials)
+    served = call.group.transport == "nccl" and kernels.supports(flat, slot_row)
+    ways = (functools.partial(way, dtype) for way in (_summed_by_kernel, _summed))
+    return either(served, *ways, flat, slot_row)
+
+
+def _flat(rows: jax.Array) -> jax.Array:
+    return rows.reshape(-1, rows.shape[-1])
+
+
+def sum_scaled(rows: ScaledRows, slot_row: jax.Array, dtype: Any) -> jax.Array:
+    """rows [R, H] by slot_row [T, D], -1 for none: [T, H], in f32, then rounded to `dtype`."""
+
+    def plain(data: jax.Array, scale: jax.Array, slot_row: jax.Array) -> jax.Array:
+        return _summed(dtype, fp8_sums.values(ScaledRows(data, scale)), slot_row)
+
+    served = kernels.takes_scaled(dtype, rows.data, slot_row)
+    by_kernel = functools.partial(kernels.summed_scaled, dtype)
+    return either(served, by_kernel, plain, *rows, slot_row)
+
+
+def _summed_by_kernel(dtype: Any, rows: jax.Array, slot_row: jax.Array) -> jax.Array:
+    total = kernels.summed(rows, slot_row, None)  # in f32, rounded to the dtype of the rows
+    return total if total.dtype == dtype else round_to(total, dtype)
+
+
+def _summed(dtype: Any, rows: jax.Array, slot_row: jax.Array) -> jax.Array:
+    """rows [R, H] by slot_row [T, D], -1 for none: [T, H], in f32 or wider, then rounded."""
+    total = None
+    for place in slot_row.T:
+        value = rows_at(rows, jnp.maximum(place, 0)).astype(sum_dtype(rows.dtype))
+        value = jnp.where((place >= 0)[:, None], value, 0)
+        total = value if total is None else total + value
+    assert total is not None  # a group has a node
+    return round_to(total, dtype)

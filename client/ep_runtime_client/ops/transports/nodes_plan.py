@@ -9,17 +9,15 @@ Letters: T tokens of one rank, K top_k, N ranks of an EP group on D nodes of G, 
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from ep_runtime_client.ops.calls.call import Call
 from ep_runtime_client.ops.calls.plan import AnyArrays, NodePlanArrays
-from ep_runtime_client.ops.kernels.slots import packed
-from ep_runtime_client.ops.transports.between_xla import ep_rank
-from ep_runtime_client.ops.transports.choice import collectives
+from ep_runtime_client.ops.kernels.slots import Packed, packed
+from ep_runtime_client.ops.transports import between_nccl, between_xla
+from ep_runtime_client.ops.transports.protocol import Collectives, DeviceCall
 from ep_runtime_client.ops.transports.xla_plan import receiver_side, route
 
 # All tokens of a rank are so many chunks at most: more would waste less of the last one, and wait
@@ -33,12 +31,9 @@ COUNTED_SHARE = 0.95
 COUNTED_SHARE_OF_RANKS = 0.75
 
 
-class NodePacking(NamedTuple):
-    """Which of this device's tokens go to which node, and in which place."""
-
-    has: jax.Array  # [D, T] bool: the token keeps a row on the node
-    position: jax.Array  # [D, T] of the token: among those of the node, or its own number
-    token: jax.Array  # [D, T] at each position; past the last one any token
+def collectives(call: Call) -> Collectives:
+    """By which ranks of the call's transport send each other what windows do not."""
+    return between_nccl if call.group.transport == "nccl" else between_xla
 
 
 def chunk_rows(tokens: int) -> int:
@@ -70,7 +65,7 @@ def row_counts(call: Call, plan: NodePlanArrays, has: jax.Array) -> tuple[jax.Ar
 
 def my_node(call: Call) -> jax.Array:
     """Node of this device in its EP group, int32 []."""
-    rank = ep_rank(call)
+    rank = between_xla.ep_rank(call)
     return lax.div(rank, jnp.full_like(rank, call.group.ranks_per_node))
 
 
@@ -80,36 +75,43 @@ def slot_nodes(call: Call, dst_rank: jax.Array) -> jax.Array:
     return lax.div(rank, jnp.full_like(rank, call.group.ranks_per_node))
 
 
-def packing(call: Call, dst_rank: jax.Array) -> NodePacking:
-    """dst_rank [T, K] of a plan -> its tokens by node; at their own places where all cross."""
+def packing(call: Call, dst_rank: jax.Array) -> Packed:
+    """dst_rank [T, K] of a plan -> its tokens by node [D, T], those that keep a row there; at their
+    own places where all cross."""
     nodes = jnp.arange(call.group.num_nodes, dtype=jnp.int32)[:, None, None]
     has = ((dst_rank >= 0) & (slot_nodes(call, dst_rank) == nodes)).any(-1)
-    if not counts_chunks(call):
-        place = jnp.broadcast_to(jnp.arange(has.shape[1], dtype=jnp.int32), has.shape)
-        return NodePacking(has, place, place)
-    return NodePacking(has, *packed(has))
+    if counts_chunks(call):
+        return packed(has)
+    place = jnp.broadcast_to(jnp.arange(has.shape[1], dtype=jnp.int32), has.shape)
+    return Packed(has, place, place)
 
 
-def prepare(call: Call, rank: jax.Array, index: jax.Array, topk_idx: jax.Array) -> NodePlanArrays:
-    """topk_idx [T, K] int32 -> the plan arrays of this device, without the slab dim.
+def sum_index(tokens: Packed, rows: int) -> jax.Array:
+    """[T, D]: which of the nodes' sums of so many rows each, [D * rows], are each token's; -1 where
+    a node has none."""
+    first = jnp.arange(tokens.has.shape[0], dtype=jnp.int32)[:, None] * rows
+    return jnp.where(tokens.has, first + tokens.position, -1).T
+
+
+def prepare(at: DeviceCall, topk_idx: jax.Array) -> NodePlanArrays:
+    """topk_idx [T, K] int32 -> the plan.
 
     Cost over the network: E counts of each rank to all, 8 bytes per slot to each other node, and
     where rows cross in chunks one number of each rank to all.
     """
+    call = at.call
     ops, group = collectives(call), call.group
-    routed = route(call, rank, index, topk_idx, ops.all_gather)
+    routed = route(at, topk_idx, ops.all_gather)
     tokens = packing(call, routed.dst_rank)
     virtual_rank, virtual_row = _virtual_tokens(call, tokens, routed.dst_rank, routed.dst_row)
     locals_ = jnp.arange(group.ranks_per_node, dtype=jnp.int32)[:, None, None]
     arriving = ops.node(call, jnp.where(virtual_rank == locals_, virtual_row, -1))
-    recv_count, staged_start, staged_row, staged_slot = receiver_side(arriving, call.capacity)
+    received = receiver_side(arriving, call.capacity)
+    recv_count = received[0].at[0, 3].set(routed.dropped)
     return NodePlanArrays(
-        routed.dst_rank,
-        routed.dst_row,
-        recv_count.at[0, 3].set(routed.dropped),
-        staged_start,
-        staged_row,
-        staged_slot,
+        *routed[:2],
+        recv_count,
+        *received[1:],
         *routed[2:5],
         virtual_rank,
         virtual_row,
@@ -118,7 +120,7 @@ def prepare(call: Call, rank: jax.Array, index: jax.Array, topk_idx: jax.Array) 
 
 
 def _virtual_tokens(
-    call: Call, tokens: NodePacking, dst_rank: jax.Array, dst_row: jax.Array
+    call: Call, tokens: Packed, dst_rank: jax.Array, dst_row: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Local rank and row of every slot of the virtual tokens, int32 [D*T, K] both."""
     group = call.group
@@ -138,7 +140,7 @@ def _virtual_tokens(
     return arrived[:, 0].reshape(-1, top_k), arrived[:, 1].reshape(-1, top_k)
 
 
-def _chunks(call: Call, tokens: NodePacking) -> jax.Array:
+def _chunks(call: Call, tokens: Packed) -> jax.Array:
     """Chunks that the rank with the most rows for another node needs, or 1 for one exchange."""
     if not counts_chunks(call) or counts_rows(call):
         return jnp.ones(1, jnp.int32)

@@ -15,16 +15,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
+from jax import ShapeDtypeStruct
 
 from ep_runtime.layout import FP8_BLOCK
 from ep_runtime_client.ops.calls.call import Call
-from ep_runtime_client.ops.calls.plan import NodePlanArrays
-from ep_runtime_client.ops.kernels.ffi import bound, ensure_registered, once, targets
+from ep_runtime_client.ops.calls.plan import NodePlanArrays, plan_shapes
+from ep_runtime_client.ops.kernels.ffi import targets
 from ep_runtime_client.ops.kernels.serve import FLOATS
 from ep_runtime_client.ops.quantize.formats.tiles import num_tiles
 from ep_runtime_client.ops.transports import fp8_sums, windows
-from ep_runtime_client.ops.transports.nodes_plan import counts_chunks
+from ep_runtime_client.ops.transports.nodes_plan import counts_chunks, packing, sum_index
+from ep_runtime_client.ops.transports.protocol import DeviceCall
 
 TARGETS = targets(
     "ep_nccl_prepare_v1",
@@ -76,43 +77,23 @@ def takes(call: Call, rows: jax.Array, tokens: int, *, sums: bool = False) -> bo
     )
 
 
-def _shape(dtype: Any, *dims: int) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(dims, dtype)
-
-
-def _call(
-    call: Call, target: str, results: Any, operands: tuple[jax.Array, ...], **others: int
-) -> Any:
-    ensure_registered("cuda")
-    attributes = windows.attributes(call) | {k: np.int64(v) for k, v in others.items()}
-    return once(tuple(jax.ffi.ffi_call(target, results)(*bound(*operands), **attributes)))
-
-
 def prepare(call: Call, topk_idx: jax.Array) -> NodePlanArrays:
     """As `nodes_plan.prepare`, of expert indices alone that all ranks have from each other.
 
     Cost over the network: 4 bytes per slot of every rank to all.
     """
-    group = call.group
-    tokens, top_k = topk_idx.shape
-    ranks, nodes, size = group.ep_size, group.num_nodes, group.ranks_per_node
-    local = group.experts_per_rank
-    dims = (
-        *((tokens, top_k),) * 2,
-        (size, 4),
-        (ranks * tokens + 1,),
-        *((call.capacity,),) * 2,
-        *((local,),) * 2,
-        (1,),
-        *((nodes * tokens, top_k),) * 2,
-        (1,),
-        (ranks, tokens, top_k),
-        (_scratch_words(ranks, tokens, top_k, group.num_experts),),
-    )
-    results = tuple(_shape(jnp.int32, *size) for size in dims)
-    others: dict[str, Any] = {"node_size": size, "rail": 0, "alignment": call.layer.alignment}
-    others |= windows.row_alignment(call)
-    made = _call(call, PREPARE, results, (topk_idx.astype(jnp.int32),), **others)
+    group, (tokens, top_k) = call.group, topk_idx.shape
+    ranks = group.ep_size
+    scratch = _scratch_words(ranks, tokens, top_k, group.num_experts)
+    dims = (*plan_shapes(call, tokens, top_k), (ranks, tokens, top_k), (scratch,))
+    results = [ShapeDtypeStruct(each, jnp.int32) for each in dims]
+    numbers: dict[str, Any] = {
+        "node_size": group.ranks_per_node,
+        "rail": 0,
+        "alignment": call.layer.alignment,
+    }
+    numbers |= windows.row_alignment(call)
+    made = windows.native_call(call, PREPARE, results, topk_idx.astype(jnp.int32), **numbers)
     return NodePlanArrays(*made[: len(NodePlanArrays._fields)])
 
 
@@ -124,114 +105,95 @@ def _scratch_words(ranks: int, tokens: int, top_k: int, experts: int) -> int:
     return ranks * tokens * top_k + parts * experts + 2 * experts + parts * KEPT_COUNTS
 
 
-def _blocks(call: Call, tokens: int, width: int, dtype: Any) -> jax.ShapeDtypeStruct:
-    return _shape(dtype, call.group.num_nodes, tokens, width)
+def _blocks(call: Call, tokens: int, width: int, dtype: Any) -> ShapeDtypeStruct:
+    return ShapeDtypeStruct((call.group.num_nodes, tokens, width), dtype)
 
 
-def _crossing(call: Call, tokens: int, width: int, dtype: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
+def _crossing(call: Call, tokens: int, width: int, dtype: Any) -> tuple[ShapeDtypeStruct, ...]:
     """What sums cross in: as rows twice, or as rows once and as data and scales twice."""
     rows, none = _blocks(call, tokens, width, dtype), (0, 0, 0)
     if call.group.combine_precision != "fp8":
-        scaled = (_shape(jnp.uint8, *none), _shape(jnp.float32, *none))
+        scaled = (ShapeDtypeStruct(none, jnp.uint8), ShapeDtypeStruct(none, jnp.float32))
         return (rows, rows, *scaled, *scaled)
     tiles = num_tiles(width, FP8_BLOCK)
     scaled = (_blocks(call, tokens, width, jnp.uint8), _blocks(call, tokens, tiles, jnp.float32))
-    return (rows, _shape(dtype, *none), *scaled, *scaled)
+    return (rows, ShapeDtypeStruct(none, dtype), *scaled, *scaled)
 
 
 def _sum_rows(call: Call, plan: NodePlanArrays) -> jax.Array:
-    """[T, D]: which of the sums that arrive, [D * T], each rank's is; -1 where it has no row."""
-    nodes = jnp.arange(call.group.num_nodes, dtype=jnp.int32)
-    count = plan.dst_rank.shape[0]
-    has = (plan.dst_rank[:, :, None] == nodes).any(1)
-    place = nodes * count + jnp.arange(count, dtype=jnp.int32)[:, None]
-    return jnp.where(has, place, -1)
+    return sum_index(packing(call, plan.dst_rank), plan.dst_rank.shape[0])
 
 
 def dispatch(
-    call: Call,
-    rank: jax.Array,
-    index: jax.Array,
-    tokens: jax.Array,
-    weights: jax.Array | None,
-    plan: NodePlanArrays,
+    at: DeviceCall, tokens: jax.Array, weights: jax.Array | None, plan: NodePlanArrays
 ) -> tuple[jax.Array, jax.Array]:
-    """tokens [T, H], weights f32 [T, K] or None -> recv [C, H], recv_weights f32 [C]."""
-    (count, width), top_k = tokens.shape, plan.dst_rank.shape[1]
+    call, (count, width), top_k = at.call, tokens.shape, plan.dst_rank.shape[1]
     results = (
-        _shape(tokens.dtype, call.capacity, width),
-        _shape(jnp.float32, call.capacity),
+        ShapeDtypeStruct((call.capacity, width), tokens.dtype),
+        ShapeDtypeStruct((call.capacity,), jnp.float32),
         _blocks(call, count, width, tokens.dtype),
         _blocks(call, count, top_k, jnp.float32),
     )
-    given = windows.or_empty(weights, 0, 0)
+    given = (tokens, windows.or_empty(weights, 0, 0), plan.virtual_row)
     zones = (plan.recv_count, plan.kept, plan.group_sizes)
-    operands = (rank, index, tokens, given, plan.virtual_row, *zones)
-    recv, recv_weights, *_ = _call(call, DISPATCH, results, operands)
+    recv, recv_weights, *_ = windows.native_call(
+        call, DISPATCH, results, at.rank, at.layer_index, *given, *zones
+    )
     return recv, recv_weights
 
 
 def combine(
-    call: Call,
-    rank: jax.Array,
-    index: jax.Array,
-    expert_out: jax.Array,
-    weights: jax.Array | None,
-    plan: NodePlanArrays,
+    at: DeviceCall, expert_out: jax.Array, weights: jax.Array | None, plan: NodePlanArrays
 ) -> jax.Array:
-    """expert_out [C, H], weights f32 [C] or None -> tokens_out [T, H]."""
-    count, width = plan.dst_rank.shape[0], expert_out.shape[1]
-    crossing = _crossing(call, count, width, expert_out.dtype)
-    results = (_shape(expert_out.dtype, count, width), *crossing)
-    given = windows.or_empty(weights, 0)
-    operands = (rank, index, expert_out, given, plan.virtual_row, _sum_rows(call, plan))
-    tokens_out: jax.Array = _call(call, COMBINE, results, operands)[0]
-    return tokens_out
+    call, count, width = at.call, plan.dst_rank.shape[0], expert_out.shape[1]
+    rows = ShapeDtypeStruct((count, width), expert_out.dtype)
+    results = (rows, *_crossing(call, count, width, expert_out.dtype))
+    given = (expert_out, windows.or_empty(weights, 0), plan.virtual_row, _sum_rows(call, plan))
+    return windows.native_call(call, COMBINE, results, at.rank, at.layer_index, *given)[0]
 
 
 def dispatch_bwd(
-    call: Call,
-    rank: jax.Array,
-    index: jax.Array,
-    d_recv: jax.Array,
-    d_weights: jax.Array,
-    plan: NodePlanArrays,
+    at: DeviceCall, d_recv: jax.Array, d_weights: jax.Array, plan: NodePlanArrays
 ) -> tuple[jax.Array, jax.Array]:
-    """d_recv [C, H], d_weights f32 [C] -> d_tokens [T, H], d_topk_weights f32 [T, K]."""
-    (count, top_k), width = plan.dst_rank.shape, d_recv.shape[1]
+    call, (count, top_k), width = at.call, plan.dst_rank.shape, d_recv.shape[1]
     values = _blocks(call, count, top_k, jnp.float32)
     results = (
-        _shape(d_recv.dtype, count, width),
-        _shape(jnp.float32, count, top_k),
+        ShapeDtypeStruct((count, width), d_recv.dtype),
+        ShapeDtypeStruct((count, top_k), jnp.float32),
         *_crossing(call, count, width, d_recv.dtype),
         *(values, values),
     )
-    sums = (plan.virtual_row, _sum_rows(call, plan), plan.dst_rank)
-    d_tokens, d_topk, *_ = _call(
-        call, DISPATCH_BWD, results, (rank, index, d_recv, d_weights, *sums)
+    given = (d_recv, d_weights, plan.virtual_row, _sum_rows(call, plan), plan.dst_rank)
+    d_tokens, d_topk, *_ = windows.native_call(
+        call, DISPATCH_BWD, results, at.rank, at.layer_index, *given
     )
     return d_tokens, d_topk
 
 
 def combine_bwd(
-    call: Call,
-    rank: jax.Array,
-    index: jax.Array,
+    at: DeviceCall,
     grad: jax.Array,
     expert_out: jax.Array | None,
     weights: jax.Array | None,
     plan: NodePlanArrays,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """grad [T, H], expert_out [C, H] and weights f32 [C], or None -> d_expert_out, d_weights."""
-    count, width = grad.shape
+    call, (count, width) = at.call, grad.shape
     rows = jnp.zeros((0, 0), grad.dtype) if expert_out is None else expert_out
     results = (
-        _shape(grad.dtype, call.capacity, width),
-        _shape(jnp.float32, 0 if expert_out is None else call.capacity),
+        ShapeDtypeStruct((call.capacity, width), grad.dtype),
+        ShapeDtypeStruct((0 if expert_out is None else call.capacity,), jnp.float32),
         _blocks(call, count, width, grad.dtype),
     )
+    given = (grad, rows, windows.or_empty(weights, 0))
     zones = (plan.virtual_row, plan.kept, plan.group_sizes)
-    operands = (rank, index, grad, rows, windows.or_empty(weights, 0), *zones)
-    slack = {} if call.clear_slack else {"clear_slack": 0}
-    d_expert_out, d_weights, _ = _call(call, COMBINE_BWD, results, operands, **slack)
+    d_expert_out, d_weights, _ = windows.native_call(
+        call,
+        COMBINE_BWD,
+        results,
+        at.rank,
+        at.layer_index,
+        *given,
+        *zones,
+        **windows.clear_slack(call),
+    )
     return d_expert_out, None if expert_out is None else d_weights

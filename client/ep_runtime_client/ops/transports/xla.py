@@ -4,8 +4,6 @@ It is the reference meaning that runs wherever JAX does, and the peer in benchma
 bit-equal to the memfd transport's: products are rounded before they are added (XLA:CPU would
 contract them to FMA), and every op is a conditional of its own, so that XLA fuses nothing of the
 model into it, as it cannot with a custom call.
-
-All functions run per device, on local blocks without the slab dim.
 """
 
 from __future__ import annotations
@@ -20,20 +18,13 @@ from jax import lax
 from ep_runtime_client.base.dtypes import sum_dtype
 from ep_runtime_client.ops.calls.call import Call
 from ep_runtime_client.ops.calls.plan import PlanArrays
-from ep_runtime_client.ops.kernels.slots import exclusive_sum, packed, rows_at
+from ep_runtime_client.ops.kernels.slots import Packed, exclusive_sum, packed, rows_at
 from ep_runtime_client.ops.tracing.varying import like
 from ep_runtime_client.ops.transports import fp8_sums, xla_plan
 from ep_runtime_client.ops.transports.between_xla import exchange
+from ep_runtime_client.ops.transports.protocol import DeviceCall
 
 prepare = xla_plan.prepare
-
-
-class _Source(NamedTuple):
-    """What this device sends: its tokens' staged places at every rank."""
-
-    has: jax.Array  # [N, T] bool: the token keeps a row there
-    place: jax.Array  # [N, T] its number among this device's staged rows there
-    token: jax.Array  # [N, T] token of each staged row; beyond the last one any token
 
 
 class _Receiver(NamedTuple):
@@ -46,10 +37,10 @@ class _Receiver(NamedTuple):
     row_lane: jax.Array  # [C] of each slab row: lane row it is a copy of; 0 where not filled
 
 
-def _source(call: Call, plan: PlanArrays) -> _Source:
+def _source(call: Call, plan: PlanArrays) -> Packed:
+    """What this device sends: its tokens' staged places at every rank."""
     peers = jnp.arange(call.group.ep_size, dtype=jnp.int32)[:, None, None]
-    has = (plan.dst_rank == peers).any(-1)
-    return _Source(has, *packed(has))
+    return packed((plan.dst_rank == peers).any(-1))
 
 
 def _receiver(call: Call, plan: PlanArrays) -> _Receiver:
@@ -73,17 +64,17 @@ def _receiver(call: Call, plan: PlanArrays) -> _Receiver:
     return _Receiver(lane, jnp.maximum(plan.staged_slot, 0), row, filled, row_lane)
 
 
-def _sealed(plan: PlanArrays, body: Callable[..., Any], *operands: Any) -> Any:
-    """`body(*operands)` in a computation of its own: XLA fuses nothing across its borders.
+def _sealed(plan: PlanArrays, body: Callable[[], Any]) -> Any:
+    """`body()` in a computation of its own: XLA fuses nothing across its borders.
 
     The predicate always holds, which no compiler can know: rows demanded are not negative.
     """
-    shapes = jax.eval_shape(body, *operands)
+    shapes = jax.eval_shape(body)
 
-    def never(*_: Any) -> Any:
+    def never() -> Any:
         return jax.tree.map(lambda s: like(jnp.zeros(s.shape, s.dtype), plan.num_recv), shapes)
 
-    return lax.cond(plan.num_recv[0] >= 0, body, never, *operands)
+    return lax.cond(plan.num_recv[0] >= 0, body, never)
 
 
 def _rounded(product: jax.Array, plan: PlanArrays) -> jax.Array:
@@ -112,17 +103,11 @@ def _place_rows(call: Call, plan: PlanArrays, tokens: jax.Array) -> jax.Array:
 
 
 def dispatch(
-    call: Call,
-    rank: jax.Array,
-    index: jax.Array,
-    tokens: jax.Array,
-    weights: jax.Array | None,
-    plan: PlanArrays,
+    at: DeviceCall, tokens: jax.Array, weights: jax.Array | None, plan: PlanArrays
 ) -> tuple[jax.Array, jax.Array]:
-    """tokens [T, H], weights f32 [T, K] or None -> recv [C, H], recv_weights f32 [C]."""
-    del rank, index
+    call = at.call
 
-    def body(tokens: jax.Array, weights: jax.Array | None, plan: PlanArrays) -> Any:
+    def body() -> tuple[jax.Array, jax.Array]:
         receiver = _receiver(call, plan)
         rows = _place_rows(call, plan, tokens)
         if weights is None:
@@ -132,7 +117,7 @@ def dispatch(
         blank = jnp.zeros(call.capacity, jnp.float32)
         return rows, blank.at[receiver.row].set(per_entry, mode="drop")
 
-    result: tuple[jax.Array, jax.Array] = _sealed(plan, body, tokens, weights, plan)
+    result: tuple[jax.Array, jax.Array] = _sealed(plan, body)
     return result
 
 
@@ -167,7 +152,7 @@ def _reduce_rows(
     source = _source(call, plan)
     result = jnp.zeros((tokens, rows.shape[1]), wide)
     for peer in range(call.group.ep_size):
-        value = rows_at(back[peer], source.place[peer])
+        value = rows_at(back[peer], source.position[peer])
         if precision == "fp8":
             value = _rounded(fp8_sums.unpacked(value, rows.shape[1]), plan)
         result = result + jnp.where(source.has[peer][:, None], value.astype(wide), 0)
@@ -175,35 +160,18 @@ def _reduce_rows(
 
 
 def combine(
-    call: Call,
-    rank: jax.Array,
-    index: jax.Array,
-    expert_out: jax.Array,
-    weights: jax.Array | None,
-    plan: PlanArrays,
+    at: DeviceCall, expert_out: jax.Array, weights: jax.Array | None, plan: PlanArrays
 ) -> jax.Array:
-    """expert_out [C, H], weights f32 [C] or None -> tokens_out [T, H]."""
-    del rank, index
-
-    def body(rows: jax.Array, weights: jax.Array | None, plan: PlanArrays) -> jax.Array:
-        return _reduce_rows(call, plan, rows, weights)
-
-    result: jax.Array = _sealed(plan, body, expert_out, weights, plan)
+    result: jax.Array = _sealed(plan, lambda: _reduce_rows(at.call, plan, expert_out, weights))
     return result
 
 
 def dispatch_bwd(
-    call: Call,
-    rank: jax.Array,
-    index: jax.Array,
-    d_recv: jax.Array,
-    d_weights: jax.Array,
-    plan: PlanArrays,
+    at: DeviceCall, d_recv: jax.Array, d_weights: jax.Array, plan: PlanArrays
 ) -> tuple[jax.Array, jax.Array]:
-    """d_recv [C, H], d_weights f32 [C] -> d_tokens [T, H], d_topk_weights f32 [T, K]."""
-    del rank, index
+    call = at.call
 
-    def body(d_recv: jax.Array, d_weights: jax.Array, plan: PlanArrays) -> Any:
+    def body() -> tuple[jax.Array, jax.Array]:
         d_tokens = _reduce_rows(call, plan, d_recv, None)
         tokens, top_k = plan.dst_rank.shape
         ranks = call.group.ep_size
@@ -214,13 +182,13 @@ def dispatch_bwd(
         lanes = lanes.at[lane, receiver.slot].set(per_entry, mode="drop")
         back = exchange(call, lanes.reshape(ranks, tokens, top_k))
         peer = jnp.maximum(plan.dst_rank, 0)
-        places = _source(call, plan).place.reshape(-1)
+        places = _source(call, plan).position.reshape(-1)
         place = rows_at(places, peer * tokens + jnp.arange(tokens, dtype=jnp.int32)[:, None])
-        at = (peer * tokens + place) * top_k + jnp.arange(top_k, dtype=jnp.int32)
-        d_topk = rows_at(back.reshape(-1), at)
+        at_slot = (peer * tokens + place) * top_k + jnp.arange(top_k, dtype=jnp.int32)
+        d_topk = rows_at(back.reshape(-1), at_slot)
         return d_tokens, jnp.where(plan.dst_row >= 0, d_topk, 0.0)
 
-    result: tuple[jax.Array, jax.Array] = _sealed(plan, body, d_recv, d_weights, plan)
+    result: tuple[jax.Array, jax.Array] = _sealed(plan, body)
     return result
 
 
@@ -235,20 +203,15 @@ def _halving_sum(products: jax.Array) -> jax.Array:
 
 
 def combine_bwd(
-    call: Call,
-    rank: jax.Array,
-    index: jax.Array,
+    at: DeviceCall,
     grad: jax.Array,
     expert_out: jax.Array | None,
     weights: jax.Array | None,
     plan: PlanArrays,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """grad [T, H], expert_out [C, H] and weights f32 [C], or None -> d_expert_out, d_weights."""
-    del rank, index
+    call = at.call
 
-    def body(
-        grad: jax.Array, expert_out: jax.Array | None, weights: jax.Array | None, plan: PlanArrays
-    ) -> Any:
+    def body() -> tuple[jax.Array, jax.Array | None]:
         rows = _place_rows(call, plan, grad)
         if weights is None or expert_out is None:
             return rows, None
@@ -259,7 +222,5 @@ def combine_bwd(
         d_weights = jnp.where(filled, _halving_sum(products), 0).astype(jnp.float32)
         return d_expert_out, d_weights
 
-    result: tuple[jax.Array, jax.Array | None] = _sealed(
-        plan, body, grad, expert_out, weights, plan
-    )
+    result: tuple[jax.Array, jax.Array | None] = _sealed(plan, body)
     return result

@@ -1,23 +1,43 @@
 """prepare of transport "xla": the nine plan arrays on jax.lax collectives alone.
 
 The same arrays, bit for bit, as the native library makes; `ep_runtime.layout` has the drop rule in
-plain Python. Everything here runs per device, inside manual axes.
+plain Python.
+
+With on_overflow="error" every device fails in the same prepare. The verdict is a collective over
+all EP domains, so that no device goes on to a later collective alone; raising is a host callback,
+which is the one way for plain JAX to fail a program. JAX prints a failed callback once more when
+the process ends, and keeps such programs out of its cache.
 """
 
 from __future__ import annotations
 
+import functools
+import json
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
 
+from ep_runtime.specs import GroupSpec
+from ep_runtime_client.base.layers import live_groups
 from ep_runtime_client.ops.calls.call import Call
-from ep_runtime_client.ops.calls.plan import PlanArrays
+from ep_runtime_client.ops.calls.plan import AnyArrays, PlanArrays
 from ep_runtime_client.ops.kernels.slots import _blocks, _up, exclusive_sum, kept_rows, rows_at
-from ep_runtime_client.ops.transports import between_xla, xla_overflow
+from ep_runtime_client.ops.tracing import again
+from ep_runtime_client.ops.tracing.varying import like
+from ep_runtime_client.ops.transports import between_xla
+from ep_runtime_client.ops.transports.protocol import DeviceCall
 
 Gather = Callable[[Call, jax.Array], jax.Array]
+
+
+def calls_host(group: GroupSpec) -> bool:
+    """Whether a prepare of the group calls the host, to fail on it."""
+    plain = group.transport == "xla" or group.node_size > 0
+    return plain and group.on_overflow == "error"
 
 
 def _ranks_in_expert(expert: jax.Array, num_experts: int) -> tuple[jax.Array, jax.Array]:
@@ -48,13 +68,10 @@ class Routed(NamedTuple):
     dropped: jax.Array
 
 
-def route(
-    call: Call, rank: jax.Array, index: jax.Array, topk_idx: jax.Array, gather: Gather
-) -> Routed:
-    """topk_idx [T, K] int32 -> where each slot's row goes, on any transport.
-
-    `gather` is the transport's all_gather, as in `between_xla.py`.
-    """
+def route(at: DeviceCall, topk_idx: jax.Array, gather: Gather) -> Routed:
+    """topk_idx [T, K] int32 -> where each slot's row goes; `gather` is the transport's
+    all_gather."""
+    call = at.call
     group, alignment = call.group, call.layer.alignment
     num_experts, ranks, local = group.num_experts, group.ep_size, group.experts_per_rank
     flat = topk_idx.reshape(-1)
@@ -70,7 +87,7 @@ def route(
     me = between_xla.ep_rank(call)
     num_recv = rows_at(_up(demand, alignment), me).sum(dtype=jnp.int32)
     if group.on_overflow == "error":
-        used = used & (xla_overflow.passed(call, rank, index, num_recv) == 0)
+        used = used & (_passed(at, num_recv) == 0)
     earlier = jnp.where(jnp.arange(ranks)[:, None] < me, matrix, 0).sum(0, dtype=jnp.int32)
     safe = jnp.minimum(expert, num_experts - 1)
     position = position + rows_at(earlier, safe)
@@ -82,13 +99,21 @@ def route(
     return Routed(dst_rank, dst_row, mine, rows_at(zones, me), num_recv.reshape(1), dropped)
 
 
-def prepare(call: Call, rank: jax.Array, index: jax.Array, topk_idx: jax.Array) -> PlanArrays:
-    """topk_idx [T, K] int32 -> the plan arrays of this device, without the slab dim."""
-    routed = route(call, rank, index, topk_idx, between_xla.all_gather)
+def prepare(
+    at: DeviceCall, topk_idx: jax.Array, *, most: bool = False
+) -> tuple[PlanArrays, jax.Array | None]:
+    call, routed = at.call, route(at, topk_idx, between_xla.all_gather)
     peers = jnp.arange(call.group.ep_size, dtype=jnp.int32)[:, None, None]
     arriving = jnp.where(routed.dst_rank == peers, routed.dst_row, -1)
     received = receiver_side(between_xla.exchange(call, arriving), call.capacity)
-    return PlanArrays(routed.dst_rank, routed.dst_row, *received, *routed[2:5])
+    plan = PlanArrays(routed.dst_rank, routed.dst_row, *received, *routed[2:5])
+    return plan, between_xla.largest(call, zone_rows(plan, topk_idx)) if most else None
+
+
+def zone_rows(plan: AnyArrays, topk_idx: jax.Array) -> jax.Array:
+    """int32 [1]: rows that the zones of this rank have."""
+    # Results of custom calls are typed as varying over nothing.
+    return like(plan.group_sizes.sum(keepdims=True, dtype=jnp.int32), topk_idx)
 
 
 def receiver_side(
@@ -124,3 +149,42 @@ def receiver_side(
     staged_start = jnp.full(ranks * tokens + 1, total, jnp.int32)
     staged_start = staged_start.at[number].set(exclusive_sum(per_staged), mode="drop")
     return recv_count, staged_start, staged_row, staged_slot
+
+
+def _passed(at: DeviceCall, demand: jax.Array) -> jax.Array:
+    """int32 [] zero, once every rank of the group fits the call's capacity; the program fails where
+    one does not. `demand`: int32 [], aligned rows that this rank is asked to hold."""
+    call, rank, layer_index = at
+    axes = tuple(axis for axis, size in call.group.mesh_axes if size > 1)
+    world = call.group.world_size
+    first = jnp.where(demand > call.capacity, rank[0], world)
+    lowest = lax.pmin(first, axes) if axes else first
+    asked = jnp.where(rank[0] == lowest, demand, 0)
+    asked = lax.pmax(asked, axes) if axes else asked
+    verdict = jax.ShapeDtypeStruct((), jnp.int32)
+    refuse = functools.partial(_refuse, call.group.name, call.layer.name, call.capacity, world)
+    return like(
+        jax.pure_callback(refuse, verdict, lowest, asked, again.layer_of(layer_index)[0], rank[0]),
+        demand,
+    )
+
+
+def _refuse(
+    group: str, name: str, capacity: int, world: int, rank: Any, demand: Any, index: Any, own: Any
+) -> Any:
+    if int(rank) < world:
+        layer = f"{name.removesuffix('[0]')}[{int(index)}]" if name.endswith("[0]") else name
+        fields = {
+            "layer": layer,
+            "rank": int(rank),
+            "demand": int(demand),
+            "capacity": capacity,
+        }
+        text = (
+            f"EP_RUNTIME/CapacityOverflowError: layer {layer}: rank {int(rank)} would receive "
+            f"{int(demand)} rows, its slab holds {capacity} {json.dumps(fields)}"
+        )
+        if int(own) == int(rank):  # once, for `Group.check`
+            live_groups.report(group, text)
+        raise RuntimeError(text)
+    return np.int32(0)
