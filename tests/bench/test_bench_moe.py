@@ -213,7 +213,7 @@ def test_what_is_known_so_far_is_saved_when_a_process_of_ours_fails(
         raise RuntimeError("the second failed")
 
     monkeypatch.setattr(clients, "measured", measured)
-    monkeypatch.setattr(moe, "warm_daemon", lambda: contextlib.nullcontext("address"))
+    monkeypatch.setattr(moe.clients, "warm_daemon", lambda: contextlib.nullcontext("address"))
     parser = argparse.ArgumentParser()
     cli.add_arguments(parser)
     saved = tmp_path / "new" / "folder"

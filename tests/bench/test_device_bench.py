@@ -14,9 +14,9 @@ from host_clock import host_clock
 from jax.sharding import Mesh
 
 import ep_runtime as ep
-from ep_runtime_bench.base import device_bench, device_time, routing
+from ep_runtime_bench.base import device_bench, device_time
 from ep_runtime_bench.base.options import BenchOptions
-from ep_runtime_bench.movement import device_ops, gpu_calls, gpu_movement, stock
+from ep_runtime_bench.movement import device_ops, gpu_calls, gpu_movement
 from ep_runtime_client.ops.calls.call import world_rank
 from ep_runtime_client.ops.movement.prepare import make_call
 
@@ -109,20 +109,12 @@ def operands_of(call: Any) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("transport", ["memfd", "xla", "stock"])
+@pytest.mark.parametrize("transport", ["memfd", "xla"])
 def test_every_call_waits_for_the_one_before(session: ep.Session, transport: str) -> None:
     """XLA may merge or reorder whatever does not depend on the token."""
     bench = bench_of(OPTIONS, session)
-    if transport == "stock":
-        ops = stock.make_ops(32)
-        plan = jax.eval_shape(
-            bench.mapped(stock.planner(8)), jax.ShapeDtypeStruct((16, 2), jnp.int32)
-        )
-        operands = {"x": jax.ShapeDtypeStruct((16, 16), jnp.bfloat16), "plan": plan}
-        operands["rows"] = jax.ShapeDtypeStruct((128, 16), jnp.bfloat16)
-    else:
-        call = call_of(bench, session, transport)
-        ops, operands = device_ops.our_ops(call), operands_of(call)
+    call = call_of(bench, session, transport)
+    ops, operands = device_ops.our_ops(call), operands_of(call)
     for name, op in ops.items():
         body = lambda given, op=op: op(given[0], given[1])  # noqa: E731
         token = jax.ShapeDtypeStruct((4,), jnp.int32)
@@ -140,45 +132,6 @@ def test_calls_of_a_chain_are_neither_merged_nor_dropped(session: ep.Session) ->
     text = jax.jit(bench.mapped(body)).lower(operands).compile().as_text()
     assert text.count('custom_call_target="ep_prepare_v1"') == 1
     assert text.count('custom_call_target="ep_dispatch_v1"') == 3
-
-
-def test_stock_moves_every_slot_and_sums_it_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """XLA on CPU has no ragged_all_to_all: the same by gathering what all ranks send."""
-
-    def ragged(x: Any, out: Any, *where: Any, axis_name: str) -> Any:
-        arrays = [jax.lax.all_gather(a, axis_name) for a in (x, *where)]
-        me = jax.lax.axis_index(axis_name)
-        row = jnp.arange(x.shape[0])
-        for source in range(x_ranks):
-            rows, starts, sizes, targets, _ = (a[source] for a in arrays)
-            mine = (row >= starts[me]) & (row < starts[me] + sizes[me])
-            to = jnp.where(mine, targets[me] + row - starts[me], out.shape[0])
-            out = out.at[to].set(rows, mode="drop")
-        return out
-
-    x_ranks, tokens, experts, top_k, width = 4, 6, 8, 3, 5
-    monkeypatch.setattr(stock.lax, "ragged_all_to_all", ragged)
-    idx = routing.topk_idx("zipf", x_ranks * tokens, experts, top_k)
-    x = np.random.default_rng(0).standard_normal((x_ranks * tokens, width)).astype(np.float32)
-    capacity = stock.capacity_of(idx, x_ranks, experts)
-    mesh = Mesh(np.array(jax.devices("cpu")[:x_ranks]), ("ep",))
-    ops = stock.make_ops(capacity)
-
-    def both(x: jax.Array, idx: jax.Array) -> Any:
-        token = jax.lax.axis_index("ep").astype(jnp.int32).reshape(1)
-        given: dict[str, Any] = {"x": x, "plan": stock.planner(experts)(idx)}
-        given["rows"] = ops["dispatch"](token, given)
-        return given["rows"], ops["combine"](token, given)
-
-    spec = device_bench.ROWS
-    mapped = jax.shard_map(both, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
-    rows, back = jax.jit(mapped)(x, idx)
-    received = np.asarray(rows).reshape(x_ranks, capacity, width)
-    for rank in range(x_ranks):
-        want = [x[t] for t, e in enumerate(idx) for expert in e if expert // 2 == rank]
-        got = received[rank][: len(want)]
-        np.testing.assert_array_equal(np.sort(got, axis=0), np.sort(want, axis=0))
-    np.testing.assert_allclose(back, top_k * x, rtol=1e-6)
 
 
 def test_the_ceiling_and_the_clock_lower_to_custom_calls_of_the_cuda_library(

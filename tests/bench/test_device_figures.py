@@ -20,7 +20,6 @@ from ep_runtime_bench.movement import gpu_calls, gpu_movement
 
 OPTIONS = BenchOptions(
     transports=("nvlink", "xla"),
-    stock=True,
     devices=4,
     tokens=(128,),
     hidden=512,
@@ -37,7 +36,7 @@ def sample(
     op: str, subject: str, us: float, *, precision: str = "fast", sms: int = 0, **more: Any
 ) -> DeviceSample:
     times = [us + 2.0, us + 3.0, us + 10.0]  # with a reading of the clock, 3 us
-    blocks = 0 if subject in ("xla", "stock") or op == "prepare" else sms or 40
+    blocks = 0 if subject in ("xla",) or op == "prepare" else sms or 40
     step_s = more.get("step_s", [])
     name = more.get("routing", "uniform")
     return DeviceSample(op, subject, 128, name, precision, sms, blocks, times, step_s)
@@ -97,15 +96,14 @@ def test_ratios_are_to_the_ceiling_of_as_many_blocks_and_to_what_stands_beside()
         sample("dispatch", "ceiling", 40.0),
         sample("dispatch", "ceiling", 45.0, sms=24),
         sample("dispatch", "xla", 500.0),
-        sample("dispatch", "stock", 900.0),
     ]
     row = row_of([*others, sample("dispatch", "nvlink", 50.0)])
     assert row["ratio_to_ceiling"] == 0.8
-    assert (row["ratio_to_xla"], row["ratio_to_stock"]) == (10.0, 18.0)
+    assert row["ratio_to_xla"] == 10.0
     assert row_of([*others, sample("dispatch", "nvlink", 50.0, sms=24)])["ratio_to_ceiling"] == 0.9
     assert row_of([*others, sample("combine", "nvlink", 50.0)])["ratio_to_ceiling"] is None
     assert row_of(others[:1])["ratio_to_ceiling"] is None
-    assert row_of(others)["ratio_to_stock"] == 1.0
+    assert row_of(others)["ratio_to_xla"] == 1.0
 
 
 def test_exact_sums_are_held_against_the_link_in_bytes_per_second() -> None:
@@ -151,12 +149,11 @@ def run(*words: str) -> int:
 
 
 def test_options_of_the_command_line_reach_the_bench() -> None:
-    words = "dispatch combine --transports nvlink,xla,stock --devices 4 --tokens 128,8192"
+    words = "dispatch combine --transports nvlink,xla --devices 4 --tokens 128,8192"
     more = "--routing uniform,zipf,one --sms 16,24 --precision fast,exact"
     sizes = "--hidden 2048 --top-k 4 --experts 64 --dtype float32"
     found = options_of(*words.split(), *more.split(), *sizes.split())
     assert found.on_gpus
-    assert found.stock
     assert found.transports == ("nvlink", "xla")
     assert found.tokens == (128, 8192)
     assert found.routing == ("uniform", "zipf", "one")
@@ -182,7 +179,7 @@ def test_gpus_that_are_there_are_taken_where_nothing_is_said(
     ("words", "said"),
     [
         (["--transports", "nvlink,memfd"], "memfd runs on CPU devices, nvlink on GPUs"),
-        (["--transports", "xla,stock"], "stock needs nvlink, except in moe and train"),
+        (["--transports", "xla,stock"], "stock is of moe and train alone"),
         (
             ["gemm", "--transports", "xla,torch"],
             "torch is of moe and train alone, got it with gemm",

@@ -120,7 +120,7 @@ def _say(text: str) -> None:
 def run_steps(bench: Sequence[str]) -> None:
     """In a process of its own: a turn for each line that comes in, until one says otherwise."""
     from ep_runtime_bench.base import energy
-    from ep_runtime_bench.base.daemon import warm_daemon
+    from ep_runtime_bench.base.clients import warm_daemon
 
     with warm_daemon() as address, contextlib.ExitStack() as opened:
         order = _order(bench, address)

@@ -26,7 +26,7 @@ from daemon_fixtures import package_path
 from integrations import maxtext_sources
 from integrations.train_maxtext import REPLAYED
 
-from ep_runtime_bench.base.daemon import warm_daemon
+from ep_runtime_bench.base.clients import warm_daemon
 from ep_runtime_client.integrations.maxtext import REFUSED
 from ep_runtime_client.jobs.members import reserved_coordinator
 

@@ -21,8 +21,10 @@ from ep_runtime import env
 from ep_runtime_bench.base.moe_cases import LayerOrder
 from ep_runtime_bench.base.train_cases import TrainOrder
 from ep_runtime_client.cli import render
+from ep_runtime_client.daemons import addresses, runtime
 from ep_runtime_client.daemons.command_line import python_command
 
+READY_TIMEOUT_S = 30.0  # of a daemon
 # What processes and bench say to each other.
 READY, COMPILED, GO = "ready", "compiled", "go"
 # One after the other they would take seconds each; a measurement waits until all of them are up.
@@ -33,6 +35,16 @@ _ENVIRONMENT = {
     "XLA_CLIENT_MEM_FRACTION": "0.9",
 }
 _OLD_NAME = "XLA_PYTHON_CLIENT_MEM_FRACTION"  # JAX refuses both together
+
+
+@contextlib.contextmanager
+def warm_daemon() -> Iterator[str]:
+    """Starts a private daemon, gives its address, ends it."""
+    daemon = runtime.open_runtime(addresses.Address(addresses.EMBEDDED), READY_TIMEOUT_S)
+    try:
+        yield f"unix://{daemon.directory}"
+    finally:
+        daemon.stop()
 
 
 OrderT = TypeVar("OrderT", LayerOrder, TrainOrder)

@@ -31,7 +31,7 @@ Transport = Literal["memfd", "nvlink", "nccl", "xla"]
 TRANSPORTS: tuple[Transport, ...] = get_args(Transport)
 ON_CPU: tuple[Transport, ...] = ("memfd", "xla")
 ON_GPUS: tuple[Transport, ...] = ("nvlink", "xla")
-STOCK = "stock"  # JAX without this package, beside nvlink; of `moe` on CPU too
+STOCK = "stock"  # JAX without this package, of `moe` and `train`
 STOCK_LAYERS = ("stock-padded", "stock-dropless")  # each of the two that STOCK is in `moe`
 MODELLED = ("moe", "train")  # benches that measure other libraries' layers and models
 CEILING = "ceiling"
@@ -65,7 +65,7 @@ class BenchOptions:
         benches: of BENCHES.
         transports: of TRANSPORTS; ratios compare with "xla" if it is there. With "nvlink" or
             "nccl" the devices are GPUs.
-        stock: plain JAX is measured too, on GPUs, or on CPU by `moe`.
+        stock: plain JAX is measured too, by `moe` and `train`.
         stock_layers: which of STOCK_LAYERS `moe` measures.
         torch: PyTorch is measured too, by `moe` and `train`.
         tokens_per_rank: on CPU; 0 chooses about TARGET_BYTES_PER_RANK of rows.
@@ -174,8 +174,8 @@ class BenchOptions:
                     argument=argument,
                 )
         self._check_gpus()
-        self._check_torch()
         self._check_cases()
+        self._check_peers()
         self._check_processes()
         if any(size < ROW_ITEM_BYTES or size % ROW_ITEM_BYTES for size in self.row_bytes):
             raise InvalidArgumentError(
@@ -197,16 +197,15 @@ class BenchOptions:
                 argument="processes",
             )
 
-    def _check_torch(self) -> None:
-        if not self.torch:
-            return
-        if not set(self.benches) <= {*MODELLED}:
+    def _check_peers(self) -> None:
+        peers = [STOCK] * self.stock + [TORCH] * self.torch
+        if peers and not set(self.benches) <= {*MODELLED}:
             raise InvalidArgumentError(
-                f"--transports {TORCH} is of {' and '.join(MODELLED)} alone, got it with "
+                f"--transports {','.join(peers)} is of {' and '.join(MODELLED)} alone, got it with "
                 f"{','.join(self.benches)}",
                 argument="transports",
             )
-        if importlib.util.find_spec("torch") is None:
+        if self.torch and importlib.util.find_spec("torch") is None:
             raise RuntimeUnavailableError(
                 f"--transports {TORCH} needs PyTorch: install the extra torch, "
                 "pip install 'ep-runtime[torch]'"
@@ -282,12 +281,6 @@ class BenchOptions:
 
     def _check_gpus(self) -> None:
         if not self.on_gpus:
-            if self.stock and self.benches not in (("moe",), ("train",)):
-                raise InvalidArgumentError(
-                    f"--transports {STOCK} needs nvlink, except in moe and train, got "
-                    f"{self.transports}",
-                    argument="transports",
-                )
             return
         if "memfd" in self.transports:
             raise InvalidArgumentError(

@@ -21,7 +21,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ep_runtime_bench.base import clients, speeds
-from ep_runtime_bench.base.daemon import warm_daemon
 from ep_runtime_bench.base.moe_cases import (
     DROPLESS,
     PADDED,
@@ -85,7 +84,7 @@ def run(options: BenchOptions) -> Iterator[list[BenchReport]]:
         RuntimeError: a process of ours failed; one of stock JAX is only said.
     """
     found: dict[tuple[str, str], Measured] = {}
-    with warm_daemon() as address:
+    with clients.warm_daemon() as address:
         wanted = orders(options, address)
         for order, said in clients.measured(wanted, CLIENT_TIMEOUT_S):
             key = (order.name, order.label)

@@ -18,7 +18,6 @@ from jax import lax
 
 from ep_runtime_bench.base.device_bench import AXIS
 from ep_runtime_bench.base.moe_cases import PADDED, Case
-from ep_runtime_bench.movement.stock import planner
 
 CAPACITY_FACTOR = 1.25
 ROOM = 2
@@ -92,7 +91,7 @@ def _padded(case: Case) -> Layer:
 
 
 def _dropless(case: Case) -> Layer:
-    make_plan = planner(case.num_experts)
+    make_plan = _planner(case.num_experts)
     slots, top_k = case.tokens * case.top_k, case.top_k
     room = ROOM * slots
 
@@ -129,3 +128,30 @@ def _local_groups(
     expert = jnp.repeat(number, mine.reshape(-1), total_repeat_length=room)
     expert = jnp.where(jnp.arange(room) < mine.sum(), expert, local)
     return mine.sum(0), jnp.argsort(expert, stable=True)
+
+
+def _planner(num_experts: int) -> Callable[[jax.Array], dict[str, jax.Array]]:
+    """A function of idx [T, K] -> what dispatch and combine need to know of it.
+
+    Needs manual axes. order [T * K] sorts the slots by expert; the others [N] are rows to and from
+    each rank, and where they start here and there.
+    """
+
+    def plan(idx: jax.Array) -> dict[str, jax.Array]:
+        ranks = lax.axis_size(AXIS)
+        flat = idx.reshape(-1)
+        sent = jnp.bincount(flat, length=num_experts).reshape(ranks, -1).sum(1).astype(jnp.int32)
+        every = lax.all_gather(sent, AXIS)  # [source, rank]
+        me = lax.axis_index(AXIS)
+        received = every[:, me]
+        return {
+            "order": jnp.argsort(flat, stable=True).astype(jnp.int32),
+            "sent": sent,
+            "sent_from": jnp.cumsum(sent) - sent,
+            "sent_to": (jnp.cumsum(every, axis=0) - every)[me],
+            "received": received,
+            "received_from": jnp.cumsum(received) - received,
+            "received_to": (jnp.cumsum(every, axis=1) - every)[:, me],
+        }
+
+    return plan

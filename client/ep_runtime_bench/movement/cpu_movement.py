@@ -7,6 +7,7 @@ Several processes start every call together, and a call took as long as it took 
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import json
 import tempfile
@@ -15,12 +16,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ep_runtime.errors import EpRuntimeError
-from ep_runtime_bench.base.daemon import warm_daemon
+from ep_runtime_bench.base.clients import warm_daemon
 from ep_runtime_bench.base.options import BenchOptions, BenchReport, Sample
 from ep_runtime_bench.base.timing import median
 from ep_runtime_bench.movement.memcpy import MEMCPY
 from ep_runtime_client.cli.tables import Column
-from ep_runtime_client.jobs.members import Member, Members, reserved_coordinator
+from ep_runtime_client.jobs.members import Member, Members, reserved_coordinator, run_member
 
 COLUMNS = (
     Column("op", "OP"),
@@ -69,7 +70,7 @@ def measure_together(options: BenchOptions, kind: Callable[..., _Sample]) -> lis
         tempfile.TemporaryDirectory(prefix="ep-runtime-bench-") as directory,
         reserved_coordinator() as coordinator,
         Members(
-            "ep_runtime_bench.movement.worker",
+            "ep_runtime_bench.movement.cpu_movement",
             {"options": options.to_dict(), "address": address},
             processes=options.processes,
             directory=Path(directory),
@@ -130,3 +131,21 @@ def _row(
         "ratio_to_xla": None if xla is None else round(xla / seconds, 2),
         "ratio_to_memcpy": round(median(samples[MEMCPY]) / seconds, 3),
     }
+
+
+def work(order: dict[str, Any], member: Member) -> int:
+    """One process of several: measures, and leaves the samples for the parent."""
+    said: dict[str, Any] = {
+        k: tuple(v) if isinstance(v, list) else v for k, v in order["options"].items()
+    }
+    options = BenchOptions(**said)
+    name = "gpu_calls" if options.on_gpus else "cpu_calls"
+    calls = importlib.import_module(f"ep_runtime_bench.movement.{name}")
+    samples = calls.measure(options, order["address"], member)
+    found = json.dumps([dataclasses.asdict(sample) for sample in samples])
+    (Path(member.directory) / f"{member.index}.json").write_text(found)
+    return 0
+
+
+if __name__ == "__main__":
+    run_member(work, "ep-runtime bench")

@@ -28,8 +28,8 @@ from ep_runtime_bench.base.device_bench import (
     meeting,
     token_rows,
 )
-from ep_runtime_bench.base.options import CEILING, PLAIN, STOCK, BenchOptions, DeviceSample
-from ep_runtime_bench.movement import device_ops, stock
+from ep_runtime_bench.base.options import CEILING, PLAIN, BenchOptions, DeviceSample
+from ep_runtime_bench.movement import device_ops
 from ep_runtime_bench.movement import network as movement_network
 from ep_runtime_client.base.layers import EpLayer
 from ep_runtime_client.cli import render
@@ -72,8 +72,6 @@ def measure_all(bench: Bench) -> list[DeviceSample]:
         one.measure(known)
         one.close()
     known.clear()
-    if options.stock:
-        _may_fail(bench, STOCK, lambda: stock.measure(bench))
     return bench.samples
 
 

@@ -22,7 +22,6 @@ from ep_runtime_bench.base import routing
 from ep_runtime_bench.base.options import (
     CEILING,
     PLAIN,
-    STOCK,
     BenchOptions,
     BenchReport,
     DeviceSample,
@@ -49,7 +48,6 @@ COLUMNS = (
     Column("ratio_to_ceiling", "X CEILING", "count"),
     Column("ratio_to_xla", "X XLA", "count"),
     Column("ratio_to_plain", "X ALL-TO-ALL", "count"),
-    Column("ratio_to_stock", "X STOCK", "count"),
 )
 
 
@@ -102,7 +100,7 @@ class _Table:
 
     def rows(self) -> Iterator[dict[str, Any]]:
         order = ["prepare", "dispatch", "combine", "pair"]
-        subjects = [CEILING, PLAIN, *self._options.transports, STOCK]
+        subjects = [CEILING, PLAIN, *self._options.transports]
         key = lambda s: (  # noqa: E731 - the order of the table
             order.index(s.op),
             s.tokens,
@@ -133,7 +131,7 @@ class _Table:
             "network_bytes": sample.network_rows * self._options.row_bytes_on_gpus,
             "network_least_bytes": sample.network_least * self._options.row_bytes_on_gpus,
         }
-        for name, subject in (("xla", "xla"), (STOCK, STOCK), ("plain", PLAIN)):
+        for name, subject in (("xla", "xla"), ("plain", PLAIN)):
             row[f"ratio_to_{name}"] = self._ratio_to(subject, sample, p50)
         return row
 
@@ -165,7 +163,7 @@ class _Table:
 
     def _ratio_to_ceiling(self, sample: DeviceSample, p50: float) -> float | None:
         """In bytes per second, on as many blocks and the same routing."""
-        peers = (CEILING, PLAIN, "nccl", "xla", STOCK)
+        peers = (CEILING, PLAIN, "nccl", "xla")
         if sample.op not in ("dispatch", "combine") or sample.subject in peers:
             return None
         for other in self._samples:

@@ -214,11 +214,13 @@ def _case(
             us = wide[product] = timer.call_us(ours[product], operands, options.repeats)
             other = None
             if shape.groups <= MAX_RAGGED_GROUPS:
-                other = _if_it_fits(timer, ragged[product], operands)
+                other = _us_if_it_runs("ragged_dot", timer, ragged[product], operands, RAGGED_CALLS)
             peers = {"ragged_dot_tflops": _tflops(rows, k, n, other)}
             if tokamax:
-                us_of_peer = _if_it_runs(timer, tokamax[product], operands, options.repeats)
-                peers["tokamax_tflops"] = _tflops(rows, k, n, us_of_peer)
+                other = _us_if_it_runs(
+                    "Tokamax", timer, tokamax[product], operands, options.repeats
+                )
+                peers["tokamax_tflops"] = _tflops(rows, k, n, other)
             yield _row(product, shape, load, rows, us, full[product]) | peers
         for name, recipe in narrow.items():
             made, dtypes = _quantized(recipe, *operands)
@@ -276,24 +278,14 @@ def _of_raw(program: Program, dtypes: Any) -> Program:
     return jax.jit(run)
 
 
-def _if_it_fits(timer: CallTimer, program: Program, operands: tuple[Any, ...]) -> float | None:
-    """Microseconds of one call of ragged_dot; None where its copies take more than the memory."""
-    try:
-        return timer.call_us(program, operands, RAGGED_CALLS)
-    except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
-            raise
-        return None
-
-
-def _if_it_runs(
-    timer: CallTimer, program: Program, operands: tuple[Any, ...], repeats: int
+def _us_if_it_runs(
+    name: str, timer: CallTimer, program: Program, operands: tuple[Any, ...], repeats: int
 ) -> float | None:
-    """Microseconds of one call of Tokamax's; None where it refuses the operands or the device."""
+    """Microseconds of one call of a peer; None if it refuses the operands or lacks memory."""
     try:
         return timer.call_us(program, operands, repeats)
     except (NotImplementedError, ValueError, TypeError, jax.errors.JaxRuntimeError) as error:
-        render.err(f"Tokamax: {type(error).__name__}: {error}")
+        render.err(f"{name}: {type(error).__name__}: {error}")
         return None
 
 

@@ -19,7 +19,6 @@ from typing import Any
 
 from ep_runtime.specs import COMBINE_PRECISIONS
 from ep_runtime_bench.base import clients, speeds
-from ep_runtime_bench.base.daemon import warm_daemon
 from ep_runtime_bench.base.moe_cases import (
     PADDED,
     QUANTIZED,
@@ -73,7 +72,7 @@ def run(options: BenchOptions) -> Iterator[list[BenchReport]]:
         RuntimeError: a process of ours failed; one of stock JAX is only said.
     """
     found: dict[TrainOrder, Trained] = {}
-    with warm_daemon() as address:
+    with clients.warm_daemon() as address:
         wanted = orders(options, address)
         for order, said in clients.measured(wanted, CLIENT_TIMEOUT_S):
             found[order] = Trained.from_dict(said)
