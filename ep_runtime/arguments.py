@@ -68,7 +68,7 @@ def check_whole(argument: str, value: Any, least: int = 1) -> int:
 
 
 def as_int(argument: str, value: Any) -> int:
-    """`value` as an int. Raises InvalidArgumentError where it is no integer."""
+    """Returns `value` as an int. Raises InvalidArgumentError if it is not an integer."""
     try:
         return operator.index(value)
     except TypeError:

@@ -112,7 +112,7 @@ NOBODY = By(0, 0)
 
 @dataclasses.dataclass(frozen=True)
 class BoardHeader:
-    """What the header says about a group."""
+    """Fields of a group's board header."""
 
     generation: int
     poison_generation: int
@@ -129,7 +129,7 @@ class BoardHeader:
 
 @dataclasses.dataclass(frozen=True)
 class TallyLayout:
-    """Of one rank's tally: what its calls took, for whom they waited, what they brought.
+    """Offsets in one rank's tally: ops, waits for peers, loads of experts.
 
     Its ops [TALLY_OPS] come first; peers [TALLY_OPS][N] and loads [MAX_LOADS], each with the rows
     of L experts, follow.
@@ -169,7 +169,7 @@ def control_bytes(ranks: int, lanes: int) -> int:
 
 
 def tally_layout(spec: GroupSpec) -> TallyLayout:
-    """Where the parts of each rank's tally lie, from its start."""
+    """Returns the offsets of the parts of a rank's tally."""
     peers = TALLY_OPS * ctypes.sizeof(OpRecordStruct)
     loads = _line(peers + TALLY_OPS * spec.ranks_per_node * ctypes.sizeof(PeerRecordStruct))
     load = _line(ctypes.sizeof(LoadRecordStruct) + spec.experts_per_rank * 8)
@@ -178,7 +178,7 @@ def tally_layout(spec: GroupSpec) -> TallyLayout:
 
 
 def board_layout(spec: GroupSpec) -> BoardLayout:
-    """Where the parts of the board of this group lie.
+    """Returns the offsets of the parts of a group's board.
 
     Raises:
         InvalidArgumentError: the mesh has more devices than one meeting can hold.
@@ -308,7 +308,7 @@ def poison(
 
 
 def _cut(note: str) -> bytes:
-    """As much of a note as the header holds, in whole characters."""
+    """Cuts a note to what the header holds, in whole characters."""
     data, most = note.encode(), BoardHeaderStruct.poison_note.size - 1
     if len(data) <= most:
         return data
@@ -316,7 +316,7 @@ def _cut(note: str) -> bytes:
 
 
 def poisoned_by(header: BoardHeaderStruct) -> By:
-    """Whose order the poison of a header was, as far as it can be read."""
+    """Reads who ordered the poison of a header."""
     note = printable(header.poison_note.decode(errors="replace"))
     return By(header.poison_uid, header.poison_pid, note)
 

@@ -34,7 +34,7 @@ class PoisonReason(enum.IntEnum):
 
 
 class OpCode(enum.IntEnum):
-    """What a call does."""
+    """Ops of calls."""
 
     NONE = 0
     PREPARE = 1
@@ -47,7 +47,7 @@ class OpCode(enum.IntEnum):
 
 
 class HandleState(enum.IntEnum):
-    """Where a handle is in its pipeline."""
+    """States of a handle."""
 
     IDLE = 0  # never used, or combined
     OPEN = 1  # prepared or dispatched, not yet combined
@@ -55,7 +55,7 @@ class HandleState(enum.IntEnum):
 
 
 class RankState(enum.IntEnum):
-    """What a rank does now."""
+    """States of a rank."""
 
     IDLE = 0
     MEETING = 1  # waits for peers to arrive at its call, or for a lane
@@ -135,13 +135,13 @@ class HandleRecordStruct(ctypes.Structure):
 
 
 class DeviceRowsStruct(ctypes.Structure):
-    """What one rank on a device adds to a handle's rows: it cannot add to a word of host memory."""
+    """A device rank's rows of a handle, because devices cannot add to host memory."""
 
     _fields_ = [("rows", ctypes.c_uint64), ("dropped_rows", ctypes.c_uint64)]
 
 
 class OpRecordStruct(ctypes.Structure):
-    """What the calls of one op took on one rank, and waited for peers."""
+    """Time of one rank's calls of one op, and their waits for peers."""
 
     _fields_ = [
         ("calls", ctypes.c_uint64),
@@ -154,13 +154,13 @@ class OpRecordStruct(ctypes.Structure):
 
 
 class PeerRecordStruct(ctypes.Structure):
-    """Of what one rank's calls of one op waited for one peer."""
+    """Waits of one rank's calls of one op for one peer."""
 
     _fields_ = [("arrival_ns", ctypes.c_uint64), ("wait_ns", ctypes.c_uint64)]
 
 
 class LoadRecordStruct(ctypes.Structure):
-    """What one handle's calls took and brought on one rank; rows by local expert follow, u64."""
+    """Time and tokens of one handle's calls on one rank; rows by local expert follow, u64."""
 
     _fields_ = [
         ("calls", ctypes.c_uint64),

@@ -1,4 +1,4 @@
-"""What a board says, read off its descriptor without mapping it."""
+"""Reads a board from its descriptor without mapping it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Poison:
 
 
 def read_poison(board_fd: int, generation: int) -> Poison | None:
-    """None while that generation goes on."""
+    """Reads the poison of that generation; None while it goes on."""
     header = _header(board_fd)
     if header.poison_generation < generation:
         return None

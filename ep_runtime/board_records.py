@@ -1,4 +1,4 @@
-"""What a group's board says of its ranks and handles.
+"""Reads records of ranks and handles from a group's board.
 
 Every client of the group can write every byte of its board, header included. So records are found
 by the reader's own spec, never by what the board says of itself, and one that nobody could have
@@ -34,7 +34,7 @@ _MOST = (1 << 64) - 1  # sums of what clients wrote stay numbers of 64 bits
 
 @dataclasses.dataclass(frozen=True)
 class HandleRecord:
-    """One handle, summed over the ranks where it counts: calls, rows, dropped_rows.
+    """One handle's record; calls, rows and dropped_rows are sums over ranks.
 
     rounds: parts that block calls ran beyond one each; of the EP group that ran the most.
     """
@@ -87,7 +87,7 @@ def read_poison(buf: Any) -> tuple[int, PoisonReason | None]:
 
 
 def read_handles(buf: Any, spec: GroupSpec, indices: Iterable[int]) -> list[HandleRecord | None]:
-    """The records of those handle indices, in that order; None for one that cannot be.
+    """Reads records of handles by index; None for an impossible record.
 
     Raises:
         InvalidArgumentError: there is no such index.
@@ -126,7 +126,7 @@ def read_handles(buf: Any, spec: GroupSpec, indices: Iterable[int]) -> list[Hand
 
 
 def read_extra_chunks(buf: Any, spec: GroupSpec, num_handles: int) -> dict[int, int]:
-    """Rounds by handle index, of those of the first `num_handles` that have any."""
+    """Returns extra chunks by handle index, of the first `num_handles` handles that have any."""
     size = ctypes.sizeof(HandleRecordStruct) // 8
     first = (board_layout(spec).handles_offset + HandleRecordStruct.rounds.offset) // 8
     with memoryview(buf) as view, view.cast("Q") as words:
@@ -150,7 +150,7 @@ def _device_rows(buf: Any, offset: int, spec: GroupSpec, index: int) -> tuple[li
 def read_device_rows(
     buf: Any, spec: GroupSpec, indices: Iterable[int]
 ) -> list[tuple[int, int]] | None:
-    """(rows, dropped rows) by world rank, summed over those handles.
+    """Returns (rows, dropped rows) by world rank, summed over the handles.
 
     None where windows are in host memory: there ranks count into the handle itself.
     """
@@ -169,12 +169,12 @@ def read_device_rows(
 
 
 def read_failures(buf: Any) -> int:
-    """How many failed runs the processes of the group told each other of."""
+    """Counts failed runs that the group's processes reported to each other."""
     return int(BoardHeaderStruct.from_buffer(buf).failures)
 
 
 def _stable_copy(buf: Any, offset: int) -> RankRecordStruct:
-    """A rank record not torn by its writer; the last look where it keeps writing."""
+    """Reads a rank's record until it is not torn; after some tries returns the last one."""
     live = RankRecordStruct.from_buffer(buf, offset)
     copy = RankRecordStruct.from_buffer_copy(live)
     for _ in range(16):
@@ -187,7 +187,7 @@ def _stable_copy(buf: Any, offset: int) -> RankRecordStruct:
 def read_ranks(
     buf: Any, spec: GroupSpec, ranks: Iterable[int] | None = None
 ) -> list[RankRecord | None]:
-    """The records of those world ranks, all where none are given; None for one that cannot be."""
+    """Reads records of world ranks, all by default; None for an impossible record."""
     first, size = board_layout(spec).ranks_offset, ctypes.sizeof(RankRecordStruct)
     records: list[RankRecord | None] = []
     for rank in range(spec.world_size) if ranks is None else ranks:

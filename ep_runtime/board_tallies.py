@@ -1,4 +1,4 @@
-"""What a group's board says its ranks' calls took, for whom they waited, and what they brought.
+"""Reads times, waits and loads of ranks' calls from a group's board.
 
 Sums since the board was formatted. As `board_records.py` it finds them by the reader's own spec,
 and a client may have written anything: numbers stay numbers of 64 bits.
@@ -33,7 +33,7 @@ BUCKET_BOUNDS_S = tuple((1 << BUCKET_BITS + bucket) / 1e9 for bucket in range(TI
 
 @dataclasses.dataclass(frozen=True)
 class PeerTally:
-    """Of one rank's calls of one op: by how much a peer came after it, and the wait it ended."""
+    """A peer in one rank's calls of one op: how much later it came, and the wait that it ended."""
 
     world_rank: int
     arrival_ns: int
@@ -66,7 +66,7 @@ class LoadTally:
 
 @functools.lru_cache(maxsize=256)
 def _where(spec: GroupSpec) -> tuple[int, TallyLayout]:
-    """Where the first rank's tally lies, and the parts of each."""
+    """Returns the offset of the first rank's tally, and of the parts of each."""
     return board_layout(spec).tallies_offset, tally_layout(spec)
 
 

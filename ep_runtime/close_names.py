@@ -1,4 +1,4 @@
-"""What somebody may have meant who typed a name that is none."""
+"""Suggests known names for a mistyped one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is particular to windows in device memory: how many rows a lane holds, and flags.
+"""Layout of windows in device memory: rows of a lane, and flags.
 
 Flags lie behind the lanes, as `csrc/cuda/device/device_group.h` says.
 
@@ -35,7 +35,7 @@ def on_device(spec: GroupSpec) -> bool:
 
 
 def check_limits(spec: GroupSpec) -> None:
-    """Raises InvalidArgumentError for a group on GPUs whose sizes no kernel takes."""
+    """Raises InvalidArgumentError for a group on GPUs with sizes that kernels do not support."""
     if not on_device(spec):
         return
     # Between nodes the daemons say later which ranks share windows.
@@ -78,7 +78,7 @@ def lane_rows(spec: GroupSpec) -> int:
 
 @functools.lru_cache(maxsize=256)
 def count_columns(spec: GroupSpec, tokens: int) -> int:
-    """Of a plan's recv_count, for calls of so many tokens a rank.
+    """Returns the length of a plan's recv_count for that many tokens per rank.
 
     Four, and counts of all pairs of ranks where the lane has no room for all tokens of every other.
     """

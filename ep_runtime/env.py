@@ -123,13 +123,13 @@ def no_color() -> bool:
 
 
 def secret_values() -> list[str]:
-    """Values of variables whose names say that they are secrets; for who must not tell them."""
+    """Returns values of variables with secret names, so that they can be redacted."""
     found = [value for name, value in os.environ.items() if is_secret_name(name)]
     return sorted((value for value in found if len(value) >= _MIN_SECRET), key=len, reverse=True)
 
 
 def is_secret_name(name: str) -> bool:
-    """Whether a name (WANDB_API_KEY, auth-token) ends as those of secrets do."""
+    """Returns whether a name (WANDB_API_KEY, auth-token) ends like a secret's."""
     return re.split(r"[^a-z0-9]+", name.lower())[-1] in _SECRET_ENDS
 
 
@@ -173,7 +173,7 @@ def check_directory(path: str | os.PathLike[str]) -> Path:
 
 
 def runtime_directory() -> Path:
-    """Where the node's default daemon has its sockets; nothing is created.
+    """Returns the socket directory of the node's default daemon; creates nothing.
 
     $RUNTIME_DIRECTORY; /run/ep-runtime for root; $XDG_RUNTIME_DIR/ep-runtime; else a directory of
     the user in the temporary directory, which `make_directory` creates with mode 0700.
@@ -193,7 +193,7 @@ def runtime_directory() -> Path:
 
 
 def make_directory(path: str | os.PathLike[str], *, mode: int = 0o700) -> Path:
-    """Creates the socket directory, or checks the one that is there.
+    """Creates the socket directory, or checks an existing one.
 
     Raises:
         InvalidArgumentError: the name is too long for a socket.
@@ -222,7 +222,7 @@ def private_directory() -> Path:
 
 
 def private_directories() -> list[Path]:
-    """Directories that `private_directory` made for this user and that are still there."""
+    """Returns the existing private directories of this user."""
     found = []
     for path in sorted(_private_parent().glob(f"{_PRIVATE_PREFIX}*")):
         with contextlib.suppress(OSError):

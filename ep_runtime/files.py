@@ -25,7 +25,7 @@ _KINDS = {
 
 
 class KindError(OSError):
-    """Something else stands under the name; `strerror` says what."""
+    """Another kind of file has the name; `strerror` says which."""
 
 
 def kind_error(mode: int, wanted: int) -> KindError:
@@ -73,7 +73,7 @@ def read_end(path: str | os.PathLike[str], most_bytes: int = MOST_BYTES_OF_END) 
 
 
 def remove_socket(path: Path) -> None:
-    """Removes a socket where there is one. Raises KindError for anything else, and OSError."""
+    """Removes a socket if it exists. Raises KindError for anything else, and OSError."""
     try:
         mode = os.lstat(path).st_mode
         if not stat.S_ISSOCK(mode):

@@ -1,4 +1,4 @@
-"""What a layer of a group is: frozen, hashable, checked against its group. Letters: `layout.py`."""
+"""Specs of a group's layers: frozen, hashable, checked against the group. Letters: `layout.py`."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ STACK_MEMBER = re.compile(r"(?P<stack>.*)\[(?P<index>[0-9]{1,7})\]", re.DOTALL)
 
 
 def check_stack_members(name: str, num_layers: int, known: Callable[[str], int | None]) -> None:
-    """No plain layer "s[3]" beside layer 3 of a stack "s", and no stack named so.
+    """Rejects a plain layer or stack named "s[3]" next to layer 3 of a stack "s".
 
     Args:
         name: of a layer, or of a stack of `num_layers`; 0 of a layer.

@@ -1,4 +1,4 @@
-"""Integer arithmetic of slabs and lanes: who holds which expert, and how many rows fit.
+"""Integer arithmetic of slabs and lanes: the rank of each expert, and rows that fit.
 
 Pure Python integers, no array library: the same functions serve the client, the daemon and the
 tests. The native library repeats the parts that run per step in `csrc/core/memory/layout.h`.
@@ -111,7 +111,7 @@ def recv_capacity(
 
 
 def packed_columns(ep_size: int) -> int:
-    """Of a plan's recv_count where staged rows are packed: the counts of all pairs of ranks too."""
+    """Returns the length of a plan's recv_count with packed rows, which has counts of all pairs."""
     return 4 + 2 * ep_size
 
 

@@ -23,7 +23,7 @@ from ep_runtime.specs import DTYPE_BYTES, GroupSpec
 
 
 def library_path(platform: str = "cpu") -> Path:
-    """Where that library is, or would be. An editable install keeps it apart from the sources."""
+    """Returns the path of the library, also before it is built. Editable installs have another."""
     name = f"libep_runtime_{platform}.so"
     places = [Path(folder) / "_native" / name for folder in ep_runtime.__path__]
     return next((place for place in places if place.exists()), places[-1])
@@ -51,7 +51,7 @@ class Target:
 
 @dataclasses.dataclass(frozen=True)
 class NativeLayer:
-    """One layer as the handlers need it; `handle_base` is the board index of its handle 0."""
+    """One layer for the native handlers; `handle_base` is the board index of its first handle."""
 
     id: int
     name: str
@@ -154,7 +154,7 @@ class NativeLibrary:
         self.check_structs({**native_abi.STRUCTS, **board_abi.STRUCTS})
 
     def check_structs(self, mirrors: struct_lines.Mirrors) -> None:
-        """Raises VersionSkewError where structs are not those of the library, by field."""
+        """Raises VersionSkewError, naming the field, if structs differ from the library's."""
         text = self._table.structs().decode()
         struct_lines.check(self._path, text, mirrors, board_abi.CONSTANTS)
 
@@ -278,7 +278,8 @@ class NativeLibrary:
 
     @property
     def architectures(self) -> tuple[str, ...]:
-        """What kernels are compiled for, as nvcc names it: "90a"; the CUDA library alone."""
+        """Architectures of the compiled kernels, as nvcc names them: "90a". Only in the CUDA
+        library."""
         names: bytes = self._table.architectures
         return tuple(names.decode().split())
 
@@ -341,7 +342,7 @@ def library(platform: str = "cpu") -> NativeLibrary:
 
 @dataclasses.dataclass(frozen=True)
 class OpenGroup:
-    """A group as one library has it open, by the library's number."""
+    """A group that a native library has open under a number."""
 
     library: NativeLibrary
     number: int
@@ -355,13 +356,13 @@ class OpenGroup:
         return self.library.check_group(self.number)
 
     def end(self, why: EpRuntimeError) -> None:
-        """The daemon says that the group broke; what only it knows of ends with `why`.
+        """Ends calls after the daemon reported that the group broke, with error `why`.
 
         Calls on windows hear of it from the board.
         """
 
     def restored(self, control: Any) -> None:
-        """A daemon that was started again has the group: tells it what it cannot know.
+        """Reports to a restarted daemon what it cannot know of the group.
 
         Args:
             control: its RPCs.

@@ -93,8 +93,8 @@ def version_text(version: int) -> str:
 
 
 def find_library() -> str:
-    """Path of libnccl.so.2 for a process that has none: what EP_RUNTIME_NCCL_LIBRARY says, else the
-    wheel that JAX's CUDA extras bring, else the name, for the system's loader to find.
+    """Finds libnccl.so.2 for a process without it: EP_RUNTIME_NCCL_LIBRARY, else the wheel of JAX's
+    CUDA extras, else its bare name for the loader.
 
     The wheel's path must be the one JAX itself takes, so that what is loaded first serves both.
     """
@@ -115,7 +115,7 @@ def find_library() -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Ranks:
-    """What this process brings to a group's communicators.
+    """Ranks and devices of this process in a group's communicators.
 
     Attributes:
         name: of the group.
@@ -141,7 +141,7 @@ class Ranks:
 
 @dataclasses.dataclass(frozen=True)
 class NcclLayer:
-    """One layer as calls name it."""
+    """A layer's id, name and fingerprint in calls."""
 
     id: int
     name: str
@@ -257,7 +257,7 @@ class NcclGroup:
         self.over = threading.Event()
 
     def init(self, budget_s: float) -> None:
-        """Joins the other ranks, and moves the first bytes between them where rows travel here.
+        """Joins the other ranks; if rows use these communicators, moves the first bytes.
 
         Raises:
             OpTimeoutError: they did not join within the budget.
@@ -290,12 +290,12 @@ class NcclGroup:
             _raise(text)
 
     def abort(self, why: EpRuntimeError) -> None:
-        """Ends every call under way, here and so on the peers, with this error."""
+        """Ends all running calls with this error, here and thereby on the peers."""
         self.over.set()
         self._table.abort_group(self.number, _text_of(why).encode())
 
     def rank_left(self, world_rank: int, why: EpRuntimeError) -> None:
-        """Calls that need that rank from here on end with this error, and so does the group."""
+        """Makes later calls that need this rank, and the group, end with this error."""
         self._table.rank_left(self.number, world_rank, _text_of(why).encode())
 
     def await_failure(self, within_s: float) -> str | None:
@@ -332,7 +332,7 @@ def _nanoseconds(seconds: float) -> int:
 
 
 class _Buffer:
-    """Where the library writes a text."""
+    """A buffer for a text of the library."""
 
     def __init__(self) -> None:
         self._memory = ctypes.create_string_buffer(_TEXT_BYTES)
@@ -344,7 +344,7 @@ class _Buffer:
 
 
 def _text_of(error: EpRuntimeError) -> str:
-    """As the native library writes its own errors, for `errors.parse`."""
+    """Writes an error in the native library's form, for `errors.parse`."""
     message = str(error).replace("\n", " ")
     return f"EP_RUNTIME/{type(error).__name__}: {message} {json.dumps(error.fields, default=str)}"
 

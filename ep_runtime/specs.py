@@ -1,4 +1,4 @@
-"""What a group is: frozen, hashable, validated once, the same in every process.
+"""Specs of groups: frozen, hashable, validated once, equal in every process.
 
 A spec holds names and static sizes only (no devices, pids, pointers, epochs), so that two
 processes with equal specs trace the same program. Letters: `layout.py`.
@@ -289,7 +289,7 @@ def _check_node_size(node_size: int, ep_size: int, transport: str) -> None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GroupSettings:
-    """Settings of a group as `Session.create_group` takes them; `on` a mesh they make a GroupSpec.
+    """Settings of a group from `Session.create_group`; `on` adds a mesh and makes a GroupSpec.
 
     Attributes:
         name, ep_axis, outer_axes, ...: as in `Session.create_group`.

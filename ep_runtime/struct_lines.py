@@ -1,4 +1,4 @@
-"""Structs of ctypes beside those of a native library, field by field.
+"""Compares ctypes structs with those of a native library, field by field.
 
 A line is "EpLayer.top_k=24 8 i64": offset, bytes and kind, as `csrc/ffi/struct_lines.h` writes what
 the compiler has; "EpLayer=56" is a size.
@@ -21,7 +21,7 @@ _SIGNED = "bhilq"
 
 
 def check(path: Path, text: str, mirrors: Mirrors, constants: Mapping[str, int]) -> None:
-    """Compares what a library says of its structs with Python's, which are `mirrors`.
+    """Compares the library's description of its structs with the ctypes `mirrors`.
 
     Raises:
         VersionSkewError: the first struct, field or constant that one of them lacks or has

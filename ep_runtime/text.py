@@ -1,4 +1,4 @@
-"""Text of others: what a terminal would take as an order is no text."""
+"""Makes others' text safe for terminals: removes control sequences."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who could stand at the other end of a socket's name: directories, and the kernel's word.
+"""Checks who could own a socket's path, by its directories and the kernel's credentials.
 
 A name in a file system is worth as much as the users who can change what it means. `open_directory`
 walks it once, looks at every step, and returns a descriptor: what is reached through that
@@ -50,7 +50,8 @@ def open_directory(path: Path, uids: Collection[int], *, with_parents: bool = Tr
 
 
 def check_parents(path: Path, uids: Collection[int]) -> None:
-    """Everything that leads to `path`, as far as it is there. Raises as `open_directory`."""
+    """Checks every directory that leads to `path`, as far as they exist. Raises as
+    `open_directory`."""
     with contextlib.suppress(FileNotFoundError):
         os.close(_walk(path, uids))
 

@@ -68,7 +68,7 @@ class LayerStackSpec:
 
 @dataclasses.dataclass(frozen=True)
 class RegisteredLayer:
-    """What the daemon answers for a layer (num_layers 0) or a stack.
+    """A layer (num_layers 0) or stack that a daemon registered.
 
     Handle h of layer i has the index handle_base + i * spec.in_flight + h on the group's board.
     """
@@ -103,7 +103,7 @@ def duration(value_s: float) -> duration_pb2.Duration:
 
 
 def _spec_fields() -> Iterator[tuple[str, FieldDescriptor]]:
-    """Every setting of a group with its field in the message: of its name, seconds without "_s"."""
+    """Pairs every setting of a group with its message field, named alike without "_s"."""
     fields: Any = types_pb2.GroupSpec.DESCRIPTOR.fields_by_name
     for setting in dataclasses.fields(specs.GroupSpec):
         yield setting.name, fields.get(setting.name) or fields[setting.name.removesuffix("_s")]
@@ -115,7 +115,7 @@ def _is_duration(field: FieldDescriptor) -> bool:
 
 
 def _is_absent(message: types_pb2.GroupSpec, field: FieldDescriptor) -> bool:
-    """Of a setting of one value that was not always there."""
+    """Reads a setting that older messages lack."""
     return field.message_type is None and field.has_presence and not message.HasField(field.name)
 
 

@@ -44,7 +44,7 @@ _COPIED = 16  # bytes that copies of rows are multiples of
 
 @dataclasses.dataclass(frozen=True)
 class BlockSizes:
-    """What the sizes of a layer's block calls follow from, all of one rank.
+    """Inputs of the sizes of a layer's block calls, for one rank.
 
     Attributes:
         tokens, top_k: T, K. Between nodes the tokens are those of D ranks that one sends on inside
@@ -74,7 +74,7 @@ class BlockSizes:
 
     @property
     def columns(self) -> int:
-        """Of the first product: 2 * M where gated, else M."""
+        """Columns of the first product: 2 * M if gated, else M."""
         return self.mlp_dim * (2 if self.gated else 1)
 
     @property
@@ -178,7 +178,7 @@ def check_setting(workspace: Setting) -> Setting:
 
 
 def check_keep(keep: str, keep_factor: float) -> None:
-    """Raises InvalidArgumentError unless they are what `ep.moe` takes."""
+    """Raises InvalidArgumentError unless `ep.moe` supports them."""
     if keep not in KEEPS:
         raise InvalidArgumentError(f"keep must be one of {KEEPS}, got {keep!r}", argument="keep")
     number = isinstance(keep_factor, Real) and not isinstance(keep_factor, bool)
@@ -308,7 +308,7 @@ def _inner_backward_bytes(sizes: BlockSizes, rows: int) -> int:
 
 
 def _quantized_backward_bytes(sizes: BlockSizes, rows: int) -> int:
-    """What `backward_bytes` counts where products are of 8 bits.
+    """Returns `backward_bytes` for 8-bit matmuls.
 
     Quantized gradients of the first product lie where those of outputs and activations were. What
     the gradient of the first weight is made of lies where the first product and the gradient of
@@ -357,7 +357,7 @@ def _copied_rows(sizes: BlockSizes, rows: int) -> int:
 
 
 def largest_bytes(sizes: BlockSizes, rows: int) -> int:
-    """Bytes of the larger call with W = `rows`, whatever is kept."""
+    """Returns bytes of the larger call with W = `rows`, whatever is saved."""
     return max(forward_bytes(sizes, rows, 0), backward_bytes(sizes, rows))
 
 

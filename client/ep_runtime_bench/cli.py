@@ -129,13 +129,13 @@ def make_options(args: argparse.Namespace) -> BenchOptions:
 
 
 def _default_transports(benches: tuple[str, ...]) -> tuple[str, ...]:
-    """GPUs where there are some; a layer stands beside stock JAX."""
+    """Chooses GPUs if there are any; adds plain JAX for `moe` and `train`."""
     found = ON_GPUS if gpus.usable() else ON_CPU
     return (found[0], STOCK) if benches in (("moe",), ("train",)) else found
 
 
 def _check_devices(options: BenchOptions) -> None:
-    """Raises RuntimeUnavailableError where there are fewer GPUs than wanted; says why."""
+    """Raises RuntimeUnavailableError, with the reason, if there are too few GPUs."""
     if options.on_gpus and gpus.usable() < options.devices:
         found = gpus.check()
         raise RuntimeUnavailableError(

@@ -1,4 +1,4 @@
-"""From `connect` to the end of the first handler, in fresh client processes on a warm daemon.
+"""Measures fresh client processes on a warm daemon, from `connect` to the end of the first call.
 
 On GPUs twice: with NCCL communicators for each group, and without.
 """

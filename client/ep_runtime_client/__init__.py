@@ -1,1 +1,1 @@
-"""What runs in a training process, and the command line. Users import `ep_runtime` instead."""
+"""Code of training processes, and the command line. Users import `ep_runtime` instead."""

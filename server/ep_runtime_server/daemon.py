@@ -82,7 +82,7 @@ SERVER_OPTIONS = [
 
 
 class Daemon:
-    """One daemon on one socket directory. `start`, then `run_until_stopped`, then `stop`."""
+    """A daemon on one socket directory: call `start`, `run_until_stopped`, `stop`."""
 
     def __init__(
         self,
@@ -197,7 +197,7 @@ class Daemon:
             )
 
     def _make_node_server(self) -> grpc.aio.Server | None:
-        """Where other nodes' daemons call; None without a cluster. Raises what Cluster raises."""
+        """Starts the port of other nodes' daemons; None without a cluster. Raises as Cluster."""
         runtime = self.runtime
         if self._settings.cluster is None:
             return None
@@ -297,14 +297,15 @@ class Daemon:
                 self._stop_now.set()
 
     async def _feed_watchdog(self) -> None:
-        """systemd kills a daemon whose event loop does not come by here (WatchdogSec)."""
+        """Pings systemd, which kills a daemon whose event loop hangs (WatchdogSec)."""
         watchdog_s = env.watchdog_s()
         while watchdog_s is not None:
             systemd.notify(env.notify_socket(), "WATCHDOG=1")
             await asyncio.sleep(watchdog_s / 3)
 
     def _parent_is_gone(self) -> bool:
-        """Looked at beside the reader: nobody would end a private daemon that missed its client."""
+        """Checks the parent regularly, because nobody else ends a private daemon without its
+        client."""
         if self._settings.parent_pidfd is None:
             return False
         poll = select.poll()

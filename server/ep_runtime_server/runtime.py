@@ -170,7 +170,7 @@ class Runtime:
             os.close(fd)
 
     def usage(self, uid: int) -> Usage:
-        """What the user holds now."""
+        """Returns what the user holds now."""
         groups = self.groups.of_user(uid)
         sessions = sum(session.uid == uid for session in self.sessions.not_over())
         host, *gpus = (self.pool.held_by(uid, device.name) for device in self.pool.devices())
@@ -185,7 +185,7 @@ class Runtime:
         )
 
     def fds(self) -> collections.Counter[int]:
-        """Descriptors of every user who has any, by uid."""
+        """Returns descriptors by uid, of users that have any."""
         sessions = collections.Counter(session.uid for session in self.sessions.not_over())
         connections = self.connections
         held = self.pool.fds() + self.unique_ids.fds()
@@ -194,7 +194,7 @@ class Runtime:
         return +held
 
     def admit(self, uid: int, *, sessions: int = 0, api: int = 0, fd: int = 0) -> None:
-        """Whether a user may have so many more sessions, and connections to both sockets.
+        """Checks whether a user may have more sessions and connections to both sockets.
 
         Raises:
             PoolExhaustedError: see Quotas.check.
@@ -205,7 +205,7 @@ class Runtime:
         self.quotas.check(uid, sessions=sessions, fds=after - before)
 
     def tell_refused(self, door: str, error: EpRuntimeError) -> None:
-        """An event where who came to the socket `door` is not served, or finds no room."""
+        """Adds an event for a caller at socket `door` that is not served or finds no room."""
         if isinstance(error, (PermissionDeniedError, PoolExhaustedError)):
             cause = error.fields.get("uid")
             self.events.deny(f"{door}.denied", cause, str(error), **error.fields)
@@ -249,7 +249,7 @@ class Runtime:
             )
 
     async def before_answer(self, method: str) -> None:
-        """What an RPC changed is in the journal before anybody hears of it.
+        """Waits until the journal has an RPC's changes, before it is answered.
 
         Raises:
             PoolExhaustedError: it is not, and the call made something new.
@@ -326,7 +326,7 @@ class Runtime:
     def communicators_made(
         self, session: SessionRecord, group: GroupRecord, generation: int, version: str, error: str
     ) -> None:
-        """A process of the group has its NCCL communicators, or `error` says why not.
+        """Records that a process has its NCCL communicators, or the `error` why not.
 
         Raises:
             InvalidArgumentError: no version of NCCL.
@@ -463,8 +463,7 @@ class Runtime:
     # Time
 
     def tick(self) -> None:
-        """What is due by the clock; called every REAPER_INTERVAL_S. One that fails stops no other,
-        whatever order they come in."""
+        """Does what is due, every REAPER_INTERVAL_S. A failure of one part stops no other."""
         run = self.supervisor.run
         run("expiry of groups", self.groups.expire)
         run(FREEING, self.pool.free_again)

@@ -1,1 +1,1 @@
-"""What every bench starts from: options, routings and cases, a daemon, and how time is taken."""
+"""Parts that all benches share: options, routings, cases, processes and clocks."""

@@ -134,7 +134,7 @@ class _Client:
             self._process.stdin.flush()
 
     def result(self) -> dict[str, Any] | None:
-        """What it measured; None, with a line that says why, where it failed."""
+        """Returns what the process measured; None, with a line that says why, if it failed."""
         out, _ = self._process.communicate()
         if self._process.returncode == 0:
             found: dict[str, Any] = json.loads(out)
@@ -145,14 +145,14 @@ class _Client:
 
 
 def report(measure: Callable[..., Any], order: Any) -> int:
-    """Of a process: measures the order and writes what `measure` returns, a dataclass."""
+    """Runs in a client process: measures the order and writes the result, a dataclass, as JSON."""
     found = measure(order, tell, time.perf_counter)
     sys.stdout.write(json.dumps(dataclasses.asdict(found)) + "\n")
     return 0
 
 
 def tell(stage: str) -> None:
-    """Of a process: says the stage and waits for the word; without a parent nobody wants it."""
+    """Runs in a client process: reports the stage and waits for GO; exits if the bench is gone."""
     sys.stdout.write(stage + "\n")
     sys.stdout.flush()
     if sys.stdin.readline().strip() != GO:

@@ -31,7 +31,7 @@ Program = Callable[[Any], Any]
 
 
 def alone() -> None:
-    """One process is together as it is."""
+    """Does nothing, because one process needs no meeting with others."""
 
 
 class Programs:
@@ -45,12 +45,12 @@ class Programs:
         self._found: dict[Hashable, Future[Program]] = {}
 
     def add(self, key: Hashable, function: Program, operands: Any) -> None:
-        """Starts to compile; `operands` may be abstract. A key that is there stays as it is."""
+        """Starts to compile a program unless its key is known; `operands` may be abstract."""
         if key not in self._found:
             self._found[key] = self._pool.submit(_compiled, function, operands)
 
     def wait(self) -> None:
-        """Until all that was added is compiled, or has failed."""
+        """Waits until every added program is compiled or has failed."""
         for future in self._found.values():
             future.exception()
 
@@ -66,7 +66,7 @@ def _compiled(function: Program, operands: Any) -> Program:
 
 @dataclasses.dataclass
 class Bench:
-    """What every measurement has.
+    """The state that all measurements of one process share.
 
     Attributes:
         clock: of the devices.

@@ -1,4 +1,4 @@
-"""How long a call takes on the device, by the device's own clock.
+"""Measures calls by the device's own clock.
 
 A program makes n calls, each of which waits for the one before, and reads the device's clock
 between them (custom call `ep_clock_v1`, one thread that stores %globaltimer). An interval is what
@@ -84,7 +84,7 @@ def intervals_us(readings: npt.NDArray[np.uint32]) -> npt.NDArray[np.float64]:
 
 
 def slowest_rank_us(readings: jax.Array) -> list[float]:
-    """What every call took on the slowest of this process's devices, in microseconds."""
+    """Returns microseconds of each call on the slowest device of this process."""
     parts = [np.asarray(shard.data) for shard in readings.addressable_shards]
     found: list[float] = intervals_us(np.concatenate(parts)).max(axis=0).tolist()
     return found
@@ -104,7 +104,7 @@ class CallTimer:
     def call_us(
         self, program: Callable[..., Any], operands: tuple[Any, ...], repeats: int
     ) -> float:
-        """Of one call, the median of `repeats`."""
+        """Returns microseconds of one call, the median of `repeats`."""
         for _ in range(WARMUP):
             jax.block_until_ready(program(*operands))
         token, _ = self._hold(jnp.zeros(1, jnp.int32))

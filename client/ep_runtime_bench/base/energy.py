@@ -52,7 +52,7 @@ def total_joules(devices: int) -> float | None:
 
 
 def _handles(nvml: Any, devices: int) -> list[Any]:
-    """NVML numbers all GPUs of the machine; CUDA_VISIBLE_DEVICES says which are ours."""
+    """Returns NVML's handles of the GPUs that CUDA_VISIBLE_DEVICES names."""
     visible = env.visible_devices()
     names = visible.split(",") if visible else [str(index) for index in range(devices)]
     return [

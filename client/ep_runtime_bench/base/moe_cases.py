@@ -1,4 +1,4 @@
-"""What `bench moe` measures: layers of known shapes, by whom, and what a process hands back.
+"""Cases, orders and results of `bench moe`, and the base of all orders.
 
 Imports no JAX.
 """
@@ -48,7 +48,7 @@ class Case:
 
     @property
     def flops(self) -> int:
-        """Of one step of one rank: both matmuls of every slot, forward and twice that backward."""
+        """FLOPs of one rank's step: both matmuls of every slot, forward once and backward twice."""
         return 3 * 2 * self.tokens * self.top_k * 3 * self.hidden * self.inner
 
 
@@ -107,7 +107,7 @@ class Order:
 
     @property
     def own_label(self) -> str:
-        """What of the settings of its kind alone is not the first choice."""
+        """Settings that only this kind of order has, unless they are the default."""
         return ""
 
     @property
@@ -191,7 +191,7 @@ def of_all(options: Any, address: str) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """What one program took.
+    """Times and memory of one program.
 
     Attributes:
         variant: "" or REMAT.
@@ -230,7 +230,7 @@ class KernelTime:
 
 @dataclasses.dataclass(frozen=True)
 class Profile:
-    """Where the time of steps that follow each other goes.
+    """Kernels of one step, averaged over steps that follow each other.
 
     Attributes:
         kernels: longest first.
@@ -249,7 +249,7 @@ class Profile:
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """What one process found.
+    """Results of one process.
 
     Attributes:
         steps: of every variant.

@@ -1,4 +1,4 @@
-"""What to measure, checked before anything is started; and what a bench hands back."""
+"""Options of `ep-runtime bench`, checked before anything starts, and its reports."""
 
 from __future__ import annotations
 
@@ -276,7 +276,7 @@ class BenchOptions:
 
     @property
     def row_bytes_on_gpus(self) -> int:
-        """Bytes of a token row there."""
+        """Bytes of a token row on GPUs."""
         return self.hidden * DTYPE_BYTES[self.dtype]
 
     def _check_gpus(self) -> None:
@@ -306,7 +306,8 @@ class BenchOptions:
 
     @property
     def sizes(self) -> ConnectSizes:
-        """What `connect` makes: little on CPU, where only the way counts; real windows on GPUs."""
+        """Sizes for `bench connect`: tiny on CPU, because only the path counts; real windows on
+        GPUs."""
         if not self.on_gpus:
             return ConnectSizes(8, 256, self.devices, 1, "float32", 8)
         case = (max(self.tokens), self.hidden, self.num_experts, self.top_k)
@@ -338,7 +339,7 @@ def flag(option: dataclasses.Field[Any]) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class ConnectSizes:
-    """Of the group and the one call of `connect`: T of one rank, H, E, K, rows of an expert."""
+    """Sizes of the group and of the one call of `bench connect`."""
 
     tokens: int
     hidden: int
@@ -367,7 +368,7 @@ class Sample:
 
 @dataclasses.dataclass(frozen=True)
 class DeviceSample:
-    """What one op took on GPUs, in every timed call.
+    """Times of one op on GPUs, of every timed call.
 
     Attributes:
         op: "prepare", "dispatch", "combine", "pair" (both) or "clock" (one reading of it).

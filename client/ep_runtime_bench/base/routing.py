@@ -1,4 +1,4 @@
-"""Who sends what to whom in a bench: routings by name, and the bytes that they make.
+"""Routings by name, and how many rows each sends between ranks.
 
 NumPy only. Tokens are global, rank major: T of each of N ranks.
 """
@@ -43,7 +43,7 @@ def drawn(rng: np.random.Generator, share: npt.NDArray[Any], tokens: int, top_k:
 
 
 class Traffic(NamedTuple):
-    """What one dispatch, or one combine the other way, moves.
+    """Rows that one dispatch moves, or one combine in the other direction.
 
     Attributes:
         rows: [N, N] token rows from source (dim 0) to rank (dim 1), each token once per rank.
@@ -85,7 +85,7 @@ def traffic(idx: Ints, ranks: int, num_experts: int) -> Traffic:
 
 
 def destinations(idx: Ints, ranks: int, num_experts: int) -> tuple[Ints, Ints]:
-    """Where the ceiling probe copies each token: once to every rank that has a row of it.
+    """Returns the target of each token's copies for the ceiling probe: one per rank that needs it.
 
     Returns:
         dst_rank and dst_row, int32 [tokens, N]: the rank or -1, and the row there among those of

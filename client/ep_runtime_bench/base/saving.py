@@ -30,7 +30,7 @@ _PACKAGES = {
 
 
 class Saving:
-    """A folder that takes the rows of one run; a row that is known again replaces its file."""
+    """Writes the rows of one run to a folder; a newer version of a row replaces its file."""
 
     def __init__(self, folder: str, options: BenchOptions) -> None:
         self._folder = Path(folder)
@@ -67,7 +67,7 @@ class Saving:
 
 
 def _command() -> str:
-    """As it was typed; not where its rows go."""
+    """The command as it was typed, without --save."""
     words = ["ep-runtime", *sys.argv[1:]]
     if "--save" in words:
         place = words.index("--save")

@@ -34,12 +34,13 @@ class Rank:
         return str(self.device.type) == "cuda"
 
     def compiled(self, function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-        """By torch.compile; as it is on CPU, where compiling takes a minute and tells nothing."""
+        """Compiles by torch.compile; returns the function itself on CPU, where compiling takes a
+        minute."""
         made: Callable[..., Any] = torch.compile(function, **options) if self.on_gpu else function
         return made
 
     def wait(self) -> None:
-        """Until this device has done what it was given."""
+        """Waits until this device has finished its work."""
         if self.on_gpu:
             torch.cuda.synchronize()
 

@@ -1,4 +1,4 @@
-"""What `bench train` measures: whole models of known shapes, by whom, how, and what comes back.
+"""Models, orders and results of `bench train`.
 
 Imports no JAX.
 """
@@ -113,7 +113,7 @@ class TrainOrder(Order):
 
 @dataclasses.dataclass(frozen=True)
 class Trained:
-    """What one process found.
+    """Results of one process.
 
     Attributes:
         step_s: seconds of a step, one figure for each round of steps that follow each other.

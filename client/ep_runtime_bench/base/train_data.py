@@ -20,7 +20,7 @@ def batches(model: Model, groups: int) -> list[Any]:
 
 
 def expert_ids(model: Model, name: str, ranks: int, groups: int) -> Any:
-    """int32 [sequences, S, K] that the routing of that name says; None where the router chooses.
+    """Returns experts int32 [sequences, S, K] of that routing; None if the router chooses them.
 
     "double": the experts of the first rank get twice their even share, which is at most all.
 

@@ -187,7 +187,7 @@ def recipe_of(name: str) -> recipes.Recipe | None:
 
 
 def _losses(order: LayerOrder, mesh: Mesh, layer: Any) -> dict[str, Loss]:
-    """Losses of the operands by variant; of stock JAX where there is no layer of ours."""
+    """Returns loss functions by variant; plain JAX's if `layer` is None."""
     if layer is None:
         rows, whole = PartitionSpec(AXIS), PartitionSpec()
         settings: dict[str, Any] = {"in_specs": (rows, whole, rows, rows), "out_specs": rows}
@@ -264,7 +264,7 @@ def _timed(
 
 
 def _until_enough(run: Callable[[], float], most: int, clock: Clock) -> list[float]:
-    """Up to `most` figures, at least one, within about ENOUGH_S."""
+    """Runs up to `most` times, at least once, within about ENOUGH_S."""
     ends = clock() + ENOUGH_S
     found = [run()]
     while len(found) < most and clock() < ends:

@@ -1,4 +1,4 @@
-"""What the processes of `bench moe` and `bench train` have alike: their group, memory, profile."""
+"""Group, memory and profile, for the processes of `bench moe` and `bench train`."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def planned_bytes(program: Any) -> int:
 
 
 def profiled(program: Any, enqueue: Callable[[], object], warm: int) -> Profile:
-    """Where a step's time goes; empty where this machine lets nobody profile.
+    """Profiles a step; the profile is empty if this machine does not allow profiling.
 
     Args:
         program: compiled.

@@ -106,7 +106,7 @@ def _reports(options: BenchOptions, found: Found) -> list[BenchReport]:
 
 
 def orders(options: BenchOptions, address: str) -> list[LayerOrder]:
-    """What is measured, in that order."""
+    """Returns the orders of a run, in the order of measuring."""
     subjects = settings(options, weights=options.weights)
     if options.stock:
         names = dict(zip(STOCK_LAYERS, (PADDED, DROPLESS), strict=True))
@@ -171,7 +171,7 @@ def _layer_bytes(measured: Measured, step: Step) -> int:
 
 
 def _to_plain(order: LayerOrder, step: Step, plain: Measured | None) -> float | None:
-    """Of a recipe's enqueued time; None of what has none, and where plain was not measured."""
+    """Returns a recipe's enqueued time over that without a recipe; None if either is missing."""
     if plain is None or order.recipe == RECIPES[0]:
         return None
     like = next(each for each in plain.steps if each.variant == step.variant)
@@ -179,7 +179,7 @@ def _to_plain(order: LayerOrder, step: Step, plain: Measured | None) -> float | 
 
 
 def _ratios(step: Step, memory: int | None, beside: Mapping[str, Step]) -> dict[str, Any]:
-    """Of enqueued times and of memory; none of what was not measured."""
+    """Returns ratios of enqueued times and of memory to the peers that were measured."""
     ratios: dict[str, Any] = {}
     for name, key in PEERS.items():
         if name in beside:
@@ -202,12 +202,12 @@ def kernel_lines(found: Found) -> Iterator[str]:
 
 
 def kernel_rows(found: Found) -> Iterator[dict[str, Any]]:
-    """Of every case, `kernel_rows_of` its profile."""
+    """Returns the rows of `kernel_rows_of` for every case."""
     return kernel_rows_of({key: measured.profile for key, measured in found.items()})
 
 
 def kernel_rows_of(profiles: Mapping[tuple[str, str], Profile]) -> Iterator[dict[str, Any]]:
-    """Of every profile: kernels above SHOWN of a step, the others together, the time of none.
+    """Yields each profile's kernels above SHOWN of a step, the sum of the others, and idle time.
 
     Copies and fills count as kernels. Those that run at the same time can sum to more than a step.
     """

@@ -1,4 +1,4 @@
-"""Where the time of a step goes: its kernels by name and by the part of the program they serve.
+"""Profiles a step: its kernels by name and by the part of the program that launched them.
 
 A profile names each kernel, copy and fill, and the HLO instruction that launched it; the compiled
 program says in which scope that instruction was traced.
@@ -38,7 +38,7 @@ class _Event:
 def profile(
     program: str, enqueue: Callable[[], object], *, warm: int, steps: int = STEPS
 ) -> Profile:
-    """Of the last `steps` steps of many on device 0.
+    """Profiles the last `steps` of many steps on device 0.
 
     Args:
         program: text of the compiled program.
@@ -61,7 +61,7 @@ def profile(
 
 
 def part_of(op_name: str) -> str:
-    """Of an instruction's op_name: forward or backward, and the scopes of ours around it."""
+    """Returns "forward" or "backward" and our scopes, from an instruction's op_name."""
     again = "rematted_computation" in op_name or "checkpoint/" in op_name
     way = "backward" if "transpose(" in op_name or "_bwd/" in op_name else "forward"
     scopes = list(dict.fromkeys(_SCOPE.findall(op_name)))
@@ -158,7 +158,7 @@ def _parts_of(ordered: list[_Event], parts: dict[str, str], steps: int) -> list[
 
 
 def _events(profile: Any) -> Iterator[_Event]:
-    """Those of device 0; of all threads on CPU."""
+    """Yields the events of device 0, or of all threads on CPU."""
     planes = {plane.name: plane for plane in profile.planes}
     gpu = planes.get("/device:GPU:0")
     plane = gpu or planes.get("/host:CPU")

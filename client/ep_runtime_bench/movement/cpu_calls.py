@@ -1,4 +1,4 @@
-"""What `bench dispatch combine` times, in each process that takes part."""
+"""The calls that `bench dispatch combine` times on CPU, in each of its processes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Call = Callable[[], object]
 
 
 def measure(options: BenchOptions, address: str, member: Member) -> list[Sample]:
-    """Every row size, all transports and memcpy in turn; the same order in every process."""
+    """Measures every row size, all transports and memcpy in turn, in the same order everywhere."""
     start_jax(options.devices, member)
     samples: list[Sample] = []
     with ep.connect(address) as session:

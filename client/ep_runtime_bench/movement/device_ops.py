@@ -1,4 +1,4 @@
-"""What a bench on GPUs calls per device: the ops of our transports, and the ceiling probe.
+"""Per-device ops that the bench times on GPUs: those of our transports, and the ceiling probe.
 
 All take (token, operands) and return arrays that depend on the token, so that calls in one program
 run one after the other and none is merged with another (`base/device_time.py`).

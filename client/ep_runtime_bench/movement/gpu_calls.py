@@ -1,4 +1,4 @@
-"""What `bench dispatch combine` times on GPUs, in each process that takes part.
+"""The calls that `bench dispatch combine` times on GPUs, in each of its processes.
 
 Everything is compiled first, then measured case by case. A case has programs of its own: a CUDA
 graph that XLA has recorded would go on with the group and the blocks it was recorded for.
@@ -48,7 +48,7 @@ _CLOCK = "clock"
 
 
 def measure(options: BenchOptions, address: str, member: Member) -> list[DeviceSample]:
-    """Every transport and case; the same order in every process."""
+    """Measures every transport and case, in the same order in every process."""
     start_jax(options.devices, member, "gpu")
     with ep.connect(address) as session:
         mesh = Mesh(np.array(jax.devices("gpu")[: options.devices]), (AXIS,))
@@ -85,7 +85,7 @@ def _groups(options: BenchOptions) -> Iterator[tuple[str, str]]:
 
 
 def _kinds(groups: Sequence[tuple[str, str]]) -> set[bool]:
-    """Whether there are groups over nodes, and others."""
+    """Returns which kinds of groups there are: over nodes (True) or not (False)."""
     return {transport == "nccl" for transport, _ in groups}
 
 
@@ -100,7 +100,7 @@ def _may_fail(bench: Bench, name: str, measure: Callable[[], None]) -> None:
 
 
 class _Round:
-    """One group after another with the same settings, each with other SMs."""
+    """Measures groups that differ in their number of SMs only, one after the other."""
 
     def __init__(self, bench: Bench, transport: str, precision: str, *, lead: bool) -> None:
         self.transport = transport
@@ -111,7 +111,7 @@ class _Round:
         self._opened: tuple[int, Group] | None = None
 
     def open(self, sms: int) -> EpLayer:
-        """The layer in a group with so many SMs."""
+        """Returns the layer of a group with that number of SMs."""
         if self._opened is not None and self._opened[0] == sms:
             layer = self._opened[1].layer("layer")
             assert isinstance(layer, EpLayer)  # registered below
@@ -150,7 +150,7 @@ class _Round:
                 self._cases[-1].compile()
 
     def measure(self, known: dict[tuple[Any, ...], Operands]) -> None:
-        """Every case with every routing; `known` keeps operands for the cases after it."""
+        """Measures every case with every routing; `known` saves operands for later cases."""
         for case in self._cases:
             self.open(case.sms)
             for name in self._bench.options.routing:
@@ -301,7 +301,7 @@ class _Case:
         }
 
     def operands(self, name: str) -> Operands:
-        """What every op needs with that routing; the same for all transports."""
+        """Makes the operands of every op for that routing; all transports share them."""
         bench, options = self.bench, self.bench.options
         idx = bench.idx(self.tokens, name)
         dst_rank, dst_row = routing.destinations(idx, bench.mesh.size, options.num_experts)
@@ -319,7 +319,7 @@ class _Case:
         return given
 
     def measure(self, name: str, given: Operands) -> None:
-        """Every op with that routing."""
+        """Measures every op with that routing."""
         if not self.bench.samples:
             self._add(_CLOCK, _CLOCK, "", self._kernel_us(_CLOCK, given))
         if self._plain and name == self.bench.options.routing[0]:

@@ -162,7 +162,8 @@ class _Table:
         return {name: round(count / p50 / 1e3, 1) for name, count in rates.items()}
 
     def _ratio_to_ceiling(self, sample: DeviceSample, p50: float) -> float | None:
-        """In bytes per second, on as many blocks and the same routing."""
+        """Returns the ratio of bytes per second to the ceiling with as many blocks and that
+        routing."""
         peers = (CEILING, PLAIN, "nccl", "xla")
         if sample.op not in ("dispatch", "combine") or sample.subject in peers:
             return None
@@ -174,7 +175,7 @@ class _Table:
         return None
 
     def _ratio_to(self, subject: str, sample: DeviceSample, p50: float) -> float | None:
-        """How many times as long the other takes for it."""
+        """Returns how many times as long `subject` takes for the same op."""
         for other in self._samples:
             same = (other.op, other.tokens, other.routing) == (
                 sample.op,

@@ -1,4 +1,4 @@
-"""What crosses between nodes: counted, and as one plain all-to-all of NCCL's to compare with."""
+"""Counts rows that cross between nodes, and makes blocks for NCCL's own all-to-all."""
 
 from __future__ import annotations
 

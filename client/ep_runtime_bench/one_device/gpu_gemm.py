@@ -71,7 +71,7 @@ Program = Callable[..., jax.Array]
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """What is measured together, on the same operands.
+    """Sizes of operands that all products of a case share.
 
     Attributes:
         rows: C of the slab.
@@ -155,7 +155,7 @@ def _dense(options: BenchOptions, timer: CallTimer, rows: int, k: int, n: int) -
 
 
 def _ours(shape: Shape, dtype: str) -> dict[str, Program]:
-    """Of (x, grad, w, sizes)."""
+    """Returns our products as functions of (x, grad, w, sizes)."""
     gemm = gemm_plain.Gemm(jnp.dtype(dtype), ALIGNMENT, tf32=kernels_32.allowed())
     return {
         "forward": lambda x, grad, w, sizes: gemm_plain.forward(gemm, x, w, None, sizes),
@@ -270,7 +270,7 @@ def _quantized(recipe: recipes.Recipe, *operands: Any) -> tuple[Any, Any]:
 
 
 def _of_raw(program: Program, dtypes: Any) -> Program:
-    """Of (what `_quantized` gave, sizes): products take uint8, and XLA copies what becomes it."""
+    """Makes a function of (result of `_quantized`, sizes), because products read uint8."""
 
     def run(made: Any, sizes: Any) -> jax.Array:
         return program(*jax.tree.map(from_bits, made, dtypes), sizes)

@@ -45,7 +45,7 @@ class Params(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """A mesh, and how weights and tokens lie on it."""
+    """A mesh, and how weights and tokens are sharded over it."""
 
     mesh: Mesh
     rows: tuple[str, ...]  # axes that shard tokens
@@ -58,7 +58,7 @@ class Layout:
         return name if name in self.mesh.shape else None
 
     def specs(self) -> Params:
-        """Of a layer's own weights, without the dim of layers."""
+        """Returns shardings of one layer's weights, without the dim of layers."""
         fsdp, tp = self.axis("fsdp"), self.axis("tp")
         experts = (P(AXIS, fsdp, None, tp), P(AXIS, tp, fsdp))
         return Params(P(fsdp), Layer(P(fsdp), P(fsdp), P(), *experts, P()))
@@ -74,7 +74,7 @@ class Layout:
 
 
 def make_params(model: Model, dtype: Any, place: Layout) -> Params:
-    """Normal values of variance 1 / fan-in, made where they lie."""
+    """Draws normal values of variance 1 / fan-in on the devices that hold them."""
     h, e, m, many = model.hidden, model.num_experts, model.inner, model.layers
 
     def made(key: jax.Array) -> Params:
@@ -112,7 +112,7 @@ def experts_of(order: TrainOrder, place: Layout) -> jax.Array | None:
 
 
 def _told(place: Layout) -> ep.MoEParams:
-    """How one layer's weights of the block lie."""
+    """Returns the shardings of one layer's block weights."""
     specs, whole = place.specs().layers, P()
     router: Any = whole
     return ep.MoEParams(router, specs.wi, specs.wo)

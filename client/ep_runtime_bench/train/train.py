@@ -98,7 +98,7 @@ def _reports(options: BenchOptions, found: Found) -> list[BenchReport]:
 
 
 def orders(options: BenchOptions, address: str) -> list[TrainOrder]:
-    """What is measured, in that order: of a model ours, then stock JAX."""
+    """Returns the orders of a run: for each model ours first, then plain JAX."""
     known = MODELS if options.on_gpus else CPU_MODELS
     subjects = settings(options, remat=options.remat)
     if options.stock:
@@ -167,7 +167,7 @@ def _peer_of(order: TrainOrder, subject: str, remat: str) -> TrainOrder:
 
 
 def _tokens(order: TrainOrder) -> int:
-    """Of one step, on all devices; tp's two see the same."""
+    """Returns tokens of a step on all devices; the two devices along tp share theirs."""
     return order.model.case.tokens * order.devices // order.axes.get("tp", 1)
 
 

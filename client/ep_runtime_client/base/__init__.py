@@ -1,1 +1,1 @@
-"""What every room uses and what knows none: layers, meshes, dtypes, units, JAX's own state."""
+"""Layers, meshes, dtypes and JAX's state, for all other rooms; imports none of them."""

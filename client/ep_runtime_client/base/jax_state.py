@@ -1,4 +1,4 @@
-"""What the control plane asks about JAX, without importing it where the program has not.
+"""Answers the control plane's questions about JAX without importing it.
 
 Everything here looks at JAX through `sys.modules`: a process that never imported JAX traces
 nothing, started no backend and is alone.
@@ -41,7 +41,8 @@ _OUTSIDE = "call this outside jit, grad and shard_map, once"
 
 
 def needs_eager(call: str, missing: str) -> None:
-    """Raises InvalidArgumentError under tracing, where `call` finds not what is `missing` here.
+    """Raises InvalidArgumentError under tracing, because `call` would have to make what is
+    `missing`.
 
     What exists in this process already it returns there too: a model may be built under eval_shape.
     """
@@ -54,7 +55,7 @@ def needs_eager(call: str, missing: str) -> None:
 
 
 def outside() -> str:
-    """What to add, under tracing, to an error that names a way to make something."""
+    """Returns advice that errors add under tracing: make the object outside of it."""
     return f"; {_OUTSIDE}" if under_tracing() else ""
 
 
@@ -104,7 +105,7 @@ def tell_host() -> None:
 
 
 def hosts_of(processes: Iterable[int], timeout_s: float) -> dict[int, str]:
-    """The host of each process, waited for until it has told; "" of one that does not in time."""
+    """Waits for the host name of each process; "" for a process that does not report in time."""
     client: Any = getattr(distributed(), "client", None)
     found: dict[int, str] = {}
     deadline = time.monotonic() + timeout_s
@@ -117,7 +118,7 @@ def hosts_of(processes: Iterable[int], timeout_s: float) -> dict[int, str]:
 
 
 def jaxlib_version() -> tuple[int, ...]:
-    """(major, minor) of the installed jaxlib; (0,) where there is none."""
+    """Returns (major, minor) of the installed jaxlib; (0,) if there is none."""
     import importlib.metadata  # costs 20 ms, which the command line does not spend
 
     try:

@@ -117,7 +117,7 @@ class LiveGroups:
             self._reports.setdefault(name, text)
 
     def take_report(self, name: str) -> str | None:
-        """What `report` kept; once."""
+        """Returns and forgets what `report` saved."""
         with self._lock:
             return self._reports.pop(name, None)
 

@@ -1,4 +1,4 @@
-"""What a group reads off a JAX mesh: axes, world ranks, processes, transport."""
+"""Reads axes, world ranks, processes and transport of a group from a JAX mesh."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def axes_of(mesh: Any) -> tuple[tuple[str, int], ...]:
 def group_axes(
     mesh: Any, rules: Any, ep_axis: str | Axes | None, outer_axes: str | Axes
 ) -> tuple[str | Axes, str | Axes]:
-    """(ep_axis, outer_axes) of a group on the mesh: the caller's, or those that `rules` have.
+    """Returns (ep_axis, outer_axes) of a group: the caller's, or those of `rules`.
 
     Raises:
         InvalidArgumentError: both are given, or neither, or other things than rules.
@@ -168,8 +168,8 @@ def _without_kernels(platforms: list[str]) -> bool:
 
 
 def _chosen(mesh: Any, platforms: list[str], in_cluster: Callable[[], bool]) -> str:
-    """What "auto" stands for where a daemon serves: windows wherever they can be mapped, between
-    GPUs that cannot NCCL, and XLA's collectives for what is left."""
+    """Resolves transport "auto" with a daemon: windows if they can be mapped, else NCCL, else
+    "xla"."""
     if platforms == ["cpu"]:
         return "memfd"
     devices = devices_of(mesh).ravel()

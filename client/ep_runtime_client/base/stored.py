@@ -62,8 +62,7 @@ def pytree(*parts: type) -> Callable[[Class], Class]:
 
 
 def tell_flax(cls: type) -> None:
-    """`flax.serialization`, where it is imported, takes instances of a dataclass as dicts of its
-    fields: `to_bytes` and `to_state_dict` know no pytree that nobody told them of."""
+    """Registers a dataclass with `flax.serialization`, if imported, because it needs that."""
     flax: Any = sys.modules.get("flax.serialization")
     if cls in _told_flax or not hasattr(flax, "register_serialization_state"):
         return
@@ -82,7 +81,7 @@ def tell_flax(cls: type) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """`value` as JSON has it."""
+    """Returns `value` as JSON stores it."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, tuple | list):

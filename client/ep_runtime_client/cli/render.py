@@ -1,4 +1,4 @@
-"""What the commands write: tables for people, JSON for programs. The only place that prints."""
+"""Writes tables for people and JSON for programs. No other module prints."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def write_table(
     whole: bool = False,
     headers: bool = True,
 ) -> None:
-    """Writes rows under headings, or the line `empty` where there is none.
+    """Writes rows under headings, or the line `empty` if there are none.
 
     Args:
         wide: with the columns that are only of `-o wide`, values in full; leaves no column out.

@@ -194,7 +194,7 @@ def _placed(columns: Sequence[Column], *least: Sequence[int]) -> list[PlacedColu
 
 
 def _total(block: Sequence[PlacedColumn], *, least: int | None = None) -> int:
-    """Its width; with `least` if prose takes as little as that, and other text what it must."""
+    """Returns the block's width; with `least`, the width after folding as far as allowed."""
     widths = (placed.width if least is None else _least(placed, least) for placed in block)
     return sum(widths) + len(_GAP) * (len(block) - 1)
 
@@ -205,7 +205,7 @@ def _least(placed: PlacedColumn, prose: int = _LEAST_FOLDED) -> int:
 
 
 def _chosen(placed: list[PlacedColumn], width: int) -> list[PlacedColumn]:
-    """Those that there is room for, by priority and then from the left."""
+    """Returns the columns that fit, by priority and then from the left."""
     chosen: list[PlacedColumn] = []
     for one in sorted(placed, key=lambda one: one.column.priority):
         if one.column.priority <= STATE or _total([*chosen, one], least=_LEAST_PROSE) <= width:
@@ -214,7 +214,7 @@ def _chosen(placed: list[PlacedColumn], width: int) -> list[PlacedColumn]:
 
 
 def _split(placed: list[PlacedColumn], width: int) -> Iterator[list[PlacedColumn]]:
-    """All of them, each block with those of identity; where none is, with those of text."""
+    """Splits columns into blocks, each with the identity columns; else with text columns."""
     kept = [one for one in placed if one.column.priority == IDENTITY]
     kept = kept or [one for one in placed if one.column.kind == "text"]
     block = list(kept)
@@ -273,7 +273,7 @@ def _line(block: Block, texts: Sequence[str]) -> str:
 
 
 def fold(text: str, width: int) -> list[str]:
-    """The text in lines of at most `width`, broken after spaces and commas where there are some."""
+    """Folds text into lines of at most `width`, after spaces and commas if possible."""
     if cell_len(text) <= width:
         return [text]
     lines, line = [], ""

@@ -37,7 +37,7 @@ class Address:
 
 
 def parse_address(text: str, argument: str = "address") -> Address:
-    """Reads an address as `connect` takes it.
+    """Parses an address of `connect`.
 
     Raises:
         InvalidArgumentError: none of the four forms, a relative directory, one too long, or a uid

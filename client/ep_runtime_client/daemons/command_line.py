@@ -1,4 +1,4 @@
-"""How programs of ours are started. Apart from what runs them, which takes long to import."""
+"""Command lines of our programs, without importing what runs them."""
 
 from __future__ import annotations
 

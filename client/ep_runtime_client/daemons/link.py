@@ -65,7 +65,7 @@ class Link:
         opened: session_service_pb2.OpenSessionRequest,
         callbacks: Callbacks,
     ) -> None:
-        """`opened` is what OpenSession says, every time."""
+        """`opened` is sent by every OpenSession, also after a restart."""
         self.token = ""
         self.session_id = ""
         self._runtime = runtime
@@ -118,7 +118,7 @@ class Link:
             return self._control if self._up else None
 
     def control(self, timeout_s: float) -> transport.ControlChannel:
-        """The RPCs, once the daemon is there.
+        """Returns the RPCs, once the daemon answers.
 
         Raises:
             RuntimeUnavailableError: it is not back after `timeout_s`.
@@ -238,7 +238,8 @@ class Link:
             old.close()
 
     def _catch_up(self, control: transport.ControlChannel) -> None:
-        """What was left while the daemon was away goes first: its ranks may be wanted again."""
+        """Closes groups that were left while the daemon was away, because their ranks may be
+        claimed."""
         with self._changed:
             left = list(self._left)
         for request in left:
@@ -281,7 +282,7 @@ class Link:
             _log.warning("the daemon is back after %.2f s", time.monotonic() - lost)
 
     def _follow(self) -> None:
-        """Takes events until the stream ends, for whatever reason: hello tells which."""
+        """Handles events until the stream ends; the next hello says why it ended."""
         try:
             for event in self._stream:
                 self._take(event)

@@ -40,13 +40,13 @@ class Owed:
 
 
 class PendingGoodbyes:
-    """What this process still has to say. Thread-safe; a forked child owes nothing."""
+    """Goodbyes that could not be sent yet. Thread-safe; a forked child owes none."""
 
     def __init__(self) -> None:
         self.forget()
 
     def forget(self) -> None:
-        """Owes nothing; in a forked child, whose parent says what is to be said."""
+        """Drops all goodbyes in a forked child, because its parent sends them."""
         self._changed = threading.Condition()
         self._owed: dict[str, Owed] = {}
         self._thread: threading.Thread | None = None

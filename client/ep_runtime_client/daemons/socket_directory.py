@@ -25,7 +25,7 @@ from ep_runtime.errors import (
 
 @dataclasses.dataclass(frozen=True)
 class SocketDirectory:
-    """Where a daemon is, and whose it may be.
+    """The socket directory of a daemon, and which users it may belong to.
 
     Attributes:
         directory: absolute.
@@ -38,7 +38,7 @@ class SocketDirectory:
 
     @property
     def address(self) -> str:
-        """As `connect` takes it; with the user only if the directory alone would be refused."""
+        """The address for `connect`, with the user only if it would be refused without."""
         return f"unix://{self.directory}" + (f"?uid={self.uid}" if self._needs_uid() else "")
 
     def _needs_uid(self) -> bool:
@@ -86,7 +86,7 @@ class SocketDirectory:
             raise self.unavailable(error.strerror or str(error)) from error
 
     def check(self) -> None:
-        """Raises PermissionDeniedError where a directory that is, or could be, there is no good."""
+        """Raises PermissionDeniedError if a directory, there or to come, is not safe."""
         try:
             trust.check_parents(self.directory, self._uids)
         except PermissionDeniedError as error:

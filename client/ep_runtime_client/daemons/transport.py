@@ -101,7 +101,7 @@ def _ask(
 def _receive(
     connection: socket.socket, place: SocketDirectory
 ) -> tuple[fd_socket_pb2.FdReply, list[int]]:
-    """One packet with its descriptors, which the caller owns (close-on-exec)."""
+    """Receives one packet with its descriptors, which the caller owns (close-on-exec)."""
     size = array.array("i").itemsize
     packet, ancillary, flags, _ = connection.recvmsg(
         wire.MAX_PACKET_BYTES,
@@ -252,7 +252,7 @@ class ControlChannel:
         *,
         timeout_s: float = READ_TIMEOUT_S,
     ) -> _Response:
-        """One unary RPC.
+        """Makes one unary RPC.
 
         Raises:
             EpRuntimeError: the class that the daemon names; RuntimeUnavailableError where it
@@ -286,7 +286,7 @@ class ControlChannel:
 
 
 def _ends_channel(error: grpc.RpcError, ours: EpRuntimeError) -> bool:
-    """A daemon that answers, or is only slow, keeps the channel; one that drains answers."""
+    """Returns whether an error ends the channel; slow or draining daemons do not."""
     if isinstance(ours, SessionFencedError):
         return True
     code = error.code() if isinstance(error, grpc.Call) else None

@@ -1,4 +1,4 @@
-"""What the demo was asked to do, checked before anything is started. Imports no JAX."""
+"""Options of the demo, checked before anything starts. Imports no JAX."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class DemoConfig:
 
     @property
     def num_parameters(self) -> int:
-        """Of the whole model."""
+        """Parameters of the whole model."""
         return self._parameters(self.num_experts)
 
     def _parameters(self, experts: int) -> int:

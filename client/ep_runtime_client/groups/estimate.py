@@ -1,4 +1,4 @@
-"""How much memory a group takes, before anything is allocated."""
+"""Estimates a group's memory before anything is allocated."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def _crossing_bytes(spec: specs.GroupSpec, element_bytes: int, *, brought: int) 
 def block_sizes(
     spec: specs.GroupSpec, mlp_dim: int, *, gated: bool, scaling: workspace.Scaling = "none"
 ) -> workspace.BlockSizes:
-    """Of the largest calls that a layer of the group can have."""
+    """Sizes of the largest block calls that the group's layers can have."""
     # Recipes quantize bfloat16 rows.
     wide = scaling == "none" and specs.DTYPE_BYTES[spec.max_token_dtype] >= 4
     return workspace.BlockSizes(

@@ -1,4 +1,4 @@
-"""A group that is READY as this process holds it, and how it is given to a daemon anew."""
+"""A READY group as this process holds it, and how a restarted daemon gets it back."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Held = list[tuple[types_pb2.WindowDescriptor, int]]
 
 
 class Memory:
-    """Descriptors of a group's board and windows, kept to give them to a restarted daemon.
+    """Descriptors of a group's board and windows, saved for a restarted daemon.
 
     The thread that hears the daemon's events reads the board while another one closes the group: a
     number that is closed may be another file's before it is read.
@@ -35,13 +35,13 @@ class Memory:
         return sorted(item.world_rank for item, _ in self._held if item.world_rank >= 0)
 
     def of(self, ranks: Sequence[int]) -> Held:
-        """Those of these world ranks; -1 is the board. Nobody may close the group meanwhile."""
+        """Descriptors of world ranks; -1 is the board. The group must not close meanwhile."""
         wanted = set(ranks)
         return [(item, fd) for item, fd in self._held if item.world_rank in wanted]
 
     @contextlib.contextmanager
     def lent(self, ranks: Sequence[int]) -> Iterator[Held]:
-        """The same, which stay open until the end of the block whoever closes the group."""
+        """Lends copies that stay open until the end of the block, even if the group closes."""
         with self._lock:
             lent = [(item, os.dup(fd)) for item, fd in self.of(ranks)]
         try:
@@ -50,12 +50,12 @@ class Memory:
             transport.close_all([fd for _, fd in lent])
 
     def poison(self, generation: int) -> board_file.Poison | None:
-        """Why that generation must be left, as the board itself says; None where it goes on."""
+        """Returns why the board ends that generation; None while it goes on."""
         with self._lock:
             return None if self._board is None else board_file.read_poison(self._board, generation)
 
     def left(self) -> list[int]:
-        """World ranks of this node whose processes have closed the group, as the board says."""
+        """Returns world ranks of this node that have left the group, from the board."""
         with self._lock:
             return [] if self._board is None else board_file.left_ranks(self._board)
 

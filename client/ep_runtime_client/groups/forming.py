@@ -36,7 +36,7 @@ _NOT_HERE = -1
 
 @dataclasses.dataclass(frozen=True)
 class Claim:
-    """What this process brings to a group: world ranks, and the CUDA ordinal of each on GPUs."""
+    """World ranks that this process claims, with the CUDA ordinal of each on GPUs."""
 
     ranks: tuple[int, ...]
     ordinals: tuple[int, ...] = ()
@@ -59,7 +59,7 @@ def form(client: DaemonClient, spec: specs.GroupSpec, claim: Claim, *, replace: 
 
 
 class _Formation:
-    """One call's way into a group; goes on where it was once the daemon is back.
+    """Forms one group; continues where it stopped if the daemon restarts.
 
     Whoever hears that the group is READY goes on with it. So who has mapped it must not begin
     anew because the answer to itself was lost: the others would not come again.
@@ -76,7 +76,7 @@ class _Formation:
         self._formed: Formed | None = None
 
     def attempt(self, control: transport.ControlChannel) -> Formed:
-        """From creating, or from what this process holds, to READY."""
+        """Takes the group to READY, from creation or from what this process holds."""
         if self._formed is not None and not self._goes_on(control, self._formed):
             self.leave()
         if self._formed is None:
@@ -114,7 +114,7 @@ class _Formation:
         return dataclasses.replace(formed, native_group=group)
 
     def _beside_nccl(self, control: transport.ControlChannel, formed: Formed) -> Formed:
-        """The group on windows, whose communicators are made from here on."""
+        """Starts making communicators for a group on windows."""
         held, ranks = formed.native_group, self._nccl_ranks(formed)
         if held is None or isinstance(held, beside.GroupBesideNccl):
             return formed

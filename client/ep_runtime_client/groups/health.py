@@ -32,7 +32,7 @@ class End:
 
 
 class GroupHealth:
-    """Of one group in this process, from READY to its end.
+    """The health of one group in this process, from READY to its end.
 
     Attributes:
         closed: by this process.
@@ -53,7 +53,7 @@ class GroupHealth:
 
     @property
     def is_gone(self) -> bool:
-        """True where it was closed here, taken away by the daemon, or a process of it is gone."""
+        """True if it was closed here or reclaimed, or a process of it is gone."""
         return self.closed or self._lapsed is not None or self.end is not None
 
     @property
@@ -75,7 +75,7 @@ class GroupHealth:
         self._lapsed = self._lapsed or reason
 
     def changed(self, state: types_pb2.GroupState, reason: str, lost: Sequence[Any]) -> None:
-        """The daemon says that the group changed; of one that is gone every layer is stale."""
+        """Handles the daemon's event that the group changed; every layer is stale if it is over."""
         if state not in _OVER:
             return
         self.broken = state == types_pb2.GROUP_STATE_BROKEN
@@ -128,8 +128,8 @@ class GroupHealth:
         return End(PeerLostError(text, rank=poison.rank, process=poison.pid, **self._fields))
 
     def _end_calls(self, end: End) -> None:
-        """On a thread of its own: NCCL's abort waits for what runs on the GPU, and a collective of
-        XLA's there may wait for the dead process without end. Whoever brings the news goes on."""
+        """Ends calls on a separate thread, because NCCL's abort may wait for a collective of XLA
+        that never ends."""
         native_group = self._formed.native_group
         if native_group is not None:
             threading.Thread(
@@ -137,7 +137,7 @@ class GroupHealth:
             ).start()
 
     def _reported(self) -> errors.EpRuntimeError | None:
-        """The first error of the group's calls that nobody has been told of; keeps it."""
+        """Returns the first unreported error of the group's calls, and keeps it."""
         native_group = self._formed.native_group
         if self._report is None and not self.closed:
             text = live_groups.take_report(self._name)
@@ -151,12 +151,12 @@ class GroupHealth:
         return self._report
 
     def take_report(self) -> errors.EpRuntimeError | None:
-        """The same, for the one who tells it."""
+        """Returns the first unreported error of the group's calls, and forgets it."""
         found, self._report = self._reported(), None
         return found
 
     def require_whole(self, layer: str | None) -> None:
-        """Raises where calls of the group, still open here, end: with what they end with."""
+        """Raises the error that ends the calls of a group still open here, if any."""
         end = self.end
         if end is not None and not self.closed:
             self._reported()
@@ -173,6 +173,6 @@ class GroupHealth:
 
 
 def _is_of(call: errors.EpRuntimeError, end: errors.EpRuntimeError) -> bool:
-    """Whether that end of the group failed the call. A process that replaces a group closes it
-    before it says so: a call that found it closed blames the process instead of its order."""
+    """Returns whether that end of the group failed the call. A call that finds a replaced group
+    closed blames the process, because it closes before it reports the order."""
     return type(call) is type(end) and ("rank" in end.fields or "rank" not in call.fields)

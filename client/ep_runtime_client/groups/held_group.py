@@ -63,7 +63,7 @@ class HeldGroup:
 
     @property
     def is_gone(self) -> bool:
-        """True where it was closed here, taken away by the daemon, or a process of it is gone."""
+        """True if it was closed here or reclaimed, or a process of it is gone."""
         return self._health.is_gone
 
     def register_layers(
@@ -120,7 +120,7 @@ class HeldGroup:
             return found
 
     def registered(self, name: str) -> EpLayer | LayerStack | None:
-        """As `layer`, of what this process knows; None where it knows none."""
+        """Returns a layer or stack that this process knows; else None."""
         with self._lock:
             return self._registrations.lookup(name)
 
@@ -198,18 +198,18 @@ class HeldGroup:
         self.client.require_alive()
 
     def require_whole(self, layer: str | None = None) -> None:
-        """Raises where calls of the group, still open here, end: with what they end with."""
+        """Raises the error that ends the calls of a group still open here, if any."""
         self._health.require_whole(layer)
 
     @property
     def patience_s(self) -> float | None:
-        """How long at least other processes are waited for whose calls have ended; None where
-        they have not, or no other process has a part in the group."""
+        """The least time to wait for other processes after calls ended; None if calls go on or no
+        other process takes part."""
         end, alone = self._health.end, len(self._formed.ranks) == self.spec.world_size
         return None if end is None or alone else end.patience_s
 
     def changed(self, state: types_pb2.GroupState, reason: str, lost: Sequence[Any] = ()) -> None:
-        """The daemon says that the group changed; of one that is gone every layer is stale."""
+        """Handles the daemon's event that the group changed; every layer is stale if it is over."""
         self._health.changed(state, reason, lost)
 
     def restore(self, control: transport.ControlChannel) -> None:

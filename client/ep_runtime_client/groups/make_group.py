@@ -1,4 +1,4 @@
-"""Makes a group of what a caller says: its spec, its mesh, what the daemon keeps of it."""
+"""Makes a group from a caller's spec and mesh, or from what the daemon stores of it."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def _in_cluster(client: DaemonClient) -> bool:
 
 
 def asked(spec: specs.GroupSpec) -> specs.GroupSpec:
-    """The spec as a caller says it: the daemons say where its ranks share windows."""
+    """Returns the spec without node_size, which daemons fill in."""
     return dataclasses.replace(spec, node_size=0)
 
 

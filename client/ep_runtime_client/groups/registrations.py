@@ -41,7 +41,7 @@ class Registrations:
         return sorted(self._layers)
 
     def such(self, *names: str) -> str:
-        """Layers that are missing here, for an error."""
+        """Describes layers that are missing here, for an error message."""
         return (
             f"such layer {', '.join(map(repr, names[:8]))} of group {self._group.name!r}, which "
             f"has {self.names},"
@@ -49,7 +49,7 @@ class Registrations:
 
     @property
     def items(self) -> list[wire.RegisteredLayer]:
-        """As the daemon gave them."""
+        """Registered layers as the daemon sent them."""
         return list(self._items.values())
 
     def lookup(self, name: str) -> EpLayer | LayerStack | None:
@@ -67,7 +67,8 @@ class Registrations:
     def known(
         self, wanted: layer_specs.LayerSpec, num_layers: int | None, *, replace: bool = False
     ) -> EpLayer | LayerStack | None:
-        """The registration of that name; None where there is none, or with `replace` another.
+        """Returns the registration of that name; None if there is none, or `replace` allows
+        another.
 
         Raises:
             SpecMismatchError: it has other settings, and no `replace`.
@@ -86,7 +87,7 @@ class Registrations:
     def missing(
         self, layers: Iterable[layer_specs.LayerSpec], *, replace: bool
     ) -> list[layer_specs.LayerSpec]:
-        """Those that are not registered here yet, each once.
+        """Returns the layers that are not registered here yet, each once.
 
         Raises:
             SpecMismatchError: one has the name of another layer; names field and both values.
@@ -114,11 +115,11 @@ class Registrations:
                 raise _mismatch(self._group.name, wanted.name, field, vars(found)[field], ours)
 
     def replaces(self, items: Sequence[wire.RegisteredLayer]) -> bool:
-        """Whether one of them takes the place of another of its name."""
+        """Returns whether one of them replaces another layer of its name."""
         return any(item.spec.name in self._items for item in self._new(items))
 
     def add(self, items: Sequence[wire.RegisteredLayer], add_native: AddNative | None) -> None:
-        """Takes over what the daemon registered, and tells the native library."""
+        """Adds what the daemon registered, here and in the native library."""
         new = self._new(items)
         made = [self._made(item) for item in new]
         before = [self._items[item.spec.name] for item in new if item.spec.name in self._items]
@@ -134,7 +135,7 @@ class Registrations:
             self._items[layer.name] = item
 
     def _new(self, items: Sequence[wire.RegisteredLayer]) -> list[wire.RegisteredLayer]:
-        """Those that are not here as they are."""
+        """Returns items that are new here, or differ."""
 
         def here(item: wire.RegisteredLayer) -> tuple[Any, ...]:
             return (item.spec, item.num_layers, item.base_id, item.handle_base)
@@ -163,7 +164,7 @@ class Registrations:
         )
 
     def describe(self) -> list[dict[str, Any]]:
-        """As plain values."""
+        """Returns the layers as plain values."""
         return [
             {
                 "name": layer.name,

@@ -53,7 +53,7 @@ class Member:
 
 @contextlib.contextmanager
 def reserved_coordinator() -> Iterator[str]:
-    """An address for the coordinator: held here without listening, bound beside us (REUSEPORT).
+    """Reserves an address for the coordinator, which binds it too (REUSEPORT).
 
     Held on every address, as the coordinator binds it: a port of one address alone may be one that
     a connection from another address has.
@@ -129,7 +129,7 @@ class Members:
         self._interrupted.set()
 
     def wait(self) -> int:
-        """Waits for all; gives those that are left some seconds if one has failed, none on Ctrl-C.
+        """Waits for all processes; if one fails the others get a few seconds, on Ctrl-C none.
 
         Returns:
             The exit code of the process whose failure is the cause, else 0.
@@ -194,7 +194,7 @@ def _leave(code: int) -> NoReturn:
 
 
 def run_member(work: Callable[[dict[str, Any], Member], int], name: str) -> NoReturn:
-    """The whole life of one process of a job; the command line holds what `Members` wrote there.
+    """Runs one process of a job, with the arguments that `Members` wrote.
 
     Args:
         work: (order, member) -> exit code. Imports JAX itself.
@@ -217,7 +217,7 @@ def run_member(work: Callable[[dict[str, Any], Member], int], name: str) -> NoRe
 
 
 def start_jax(devices: int, member: Member, platform: str = "cpu") -> None:
-    """Devices of this process and, where there are several processes, jax.distributed.
+    """Starts JAX with this process's devices, and jax.distributed if there are several processes.
 
     Args:
         devices: of the whole job; CPU devices are made, GPUs are there.

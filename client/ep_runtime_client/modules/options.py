@@ -34,7 +34,7 @@ NO_OPTIONS = {
 
 
 def check_module(source: Any, use_router: bool, use_expert_bias: bool) -> None:
-    """Raises InvalidArgumentError for a wrong layer_or_spec, or a bias of a router not there."""
+    """Raises InvalidArgumentError for a wrong layer_or_spec, or a bias without a router."""
     if not isinstance(source, (EpLayer, LayerStack, LayerSpec)):
         raise InvalidArgumentError(
             "layer_or_spec must be a registered layer, a layer stack (its layer comes with each "
@@ -78,7 +78,7 @@ def check_options(options: Iterable[str], own: Iterable[str]) -> None:
 def histories(
     layer_or_spec: EpLayer | LayerStack | LayerSpec, recipe: Recipes
 ) -> dict[str, jax.ShapeDtypeStruct]:
-    """The amax histories, zeros at first, that a module keeps for its recipe, by their names."""
+    """Returns shapes of the amax histories that a module needs for its recipe, by name."""
     if not any(map(keeps, recipes_of(recipe))):
         return {}
     made = jax.eval_shape(lambda: init_moe_state(layer_or_spec, recipe))
@@ -95,7 +95,7 @@ def call_moe(
     logical: Sequence[tuple[str, Any]],
     options: dict[str, Any],
 ) -> tuple[Any, dict[str, jax.Array]]:
-    """One call of a module: (what it returns, the next amax histories by their names).
+    """Calls `moe` for a module; returns its results and the next amax histories by name.
 
     Args:
         layer: from `layer_for_call`.

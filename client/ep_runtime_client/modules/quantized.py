@@ -218,7 +218,7 @@ def _quantized(
 
 
 def _back(name: str, own: Any, quantized: Any) -> Any:
-    """`quantized` with its gradient going to `own`, which is what there is of other weights."""
+    """Returns `quantized` weights whose gradient goes to `own`."""
     if not isinstance(quantized, QuantizedTensor):
         return own
     shape = list(own[0].shape if is_pair(own) else own.shape)

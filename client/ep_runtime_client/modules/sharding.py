@@ -246,7 +246,7 @@ def rules(
 
 
 def _entry(axes: tuple[str, ...]) -> Entry:
-    """As a PartitionSpec has it: None, one name, or a tuple."""
+    """Converts axes to an entry of a PartitionSpec: None, a name, or a tuple."""
     return axes if len(axes) > 1 else axes[0] if axes else None
 
 
@@ -301,7 +301,7 @@ def _of_quantized(
     mesh: Mesh,
     at: str,
 ) -> Any:
-    """Of data as of the weight, scales along where axes divide them."""
+    """Shards 8-bit data as the weight, and scales along axes that divide them."""
     packing = packing_of(q.recipe, q.ndim - stacked, rows=False)
     names = logical_axes(name, packing.ndim)
 

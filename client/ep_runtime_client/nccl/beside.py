@@ -52,7 +52,7 @@ _loading = threading.Lock()
 
 
 def load_kernels(library: nccl.NcclLibrary, ordinals: Sequence[int]) -> None:
-    """Has NCCL load its kernels on those devices of this process that have none yet.
+    """Makes NCCL load its kernels on devices of this process that lack them.
 
     Nothing where there is one device: no kernel there waits for a launch of this process.
 
@@ -69,7 +69,7 @@ def load_kernels(library: nccl.NcclLibrary, ordinals: Sequence[int]) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class GroupBesideNccl(native.OpenGroup):
-    """A group on windows as the CUDA library has it open; `beside` makes its communicators."""
+    """An open group on windows, whose NCCL communicators `beside` makes."""
 
     beside: Beside
 
@@ -125,11 +125,11 @@ class Beside:
 
     @property
     def settled(self) -> bool:
-        """They are there, or it is known why they do not come."""
+        """Whether the communicators are ready or have failed."""
         return self._settled.is_set()
 
     def await_ready(self, timeout_s: float) -> nccl.NcclGroup:
-        """The communicators, once they are there.
+        """Waits for the communicators.
 
         Raises:
             OpTimeoutError: they are not after `timeout_s`.
@@ -187,7 +187,8 @@ class Beside:
         return self._over.wait(max(0.0, self._started_s + until_s - time.monotonic()))
 
     def _watch(self, made: nccl.NcclGroup) -> None:
-        """Until the group closes or its communicators fail, which of a lost process is no news."""
+        """Watches until the group closes or a communicator fails; a lost process is reported
+        elsewhere."""
         failure = made.await_failure(float("inf"))
         if failure and not self._over.wait(communicators.TOLD_S):
             raise EpRuntimeError(failure)
@@ -232,7 +233,7 @@ class Beside:
             self._join()
 
     def close(self) -> None:
-        """Ends them: in good order where they are there, at once where they are being made."""
+        """Closes the communicators; aborts them if they are still being made."""
         with self._lock:
             ready, made = self._ready, self._made
             self._over.set()

@@ -1,4 +1,4 @@
-"""NCCL communicators of a group that forms: unique ids of the daemon's, joined beside the others.
+"""Makes NCCL communicators of a group from the daemon's unique ids.
 
 Transport "nccl" makes them before the process reports itself attached, so that READY says that
 every rank's are there. Groups whose rows go through windows get theirs later (`nccl/beside.py`).
@@ -35,7 +35,7 @@ _OVER = (types_pb2.GROUP_STATE_BROKEN, types_pb2.GROUP_STATE_CLOSED)
 
 @dataclasses.dataclass(frozen=True)
 class GroupWithNccl(native.OpenGroup):
-    """A group as the CUDA library has it open, with the communicators that rows travel over.
+    """An open group with the NCCL communicators that carry its rows.
 
     Attributes:
         nccl: the communicators.
@@ -55,7 +55,7 @@ class GroupWithNccl(native.OpenGroup):
         )
 
     def check(self) -> str | None:
-        """As `native.OpenGroup`, then what NCCL found."""
+        """Checks as `native.OpenGroup`, then asks NCCL."""
         found = super().check()
         return self.nccl.check() if found is None else found
 
@@ -120,7 +120,7 @@ class Watch:
                 return
 
     def _left_error(self) -> PeerLostError | None:
-        """Why calls with those that have left end; None where nobody has."""
+        """Returns the error of calls with ranks that left; None if nobody has."""
         why = None
         for rank in sorted({*self._left(), *self._known}):
             why = PeerLostError(
@@ -184,7 +184,7 @@ def join(
     group: nccl.NcclGroup,
     budget_s: float,
 ) -> None:
-    """`group.init`, ended as soon as the daemon says that the group is over; closed where it fails.
+    """Runs `group.init`; ends it early if the daemon reports that the group is over.
 
     Raises:
         As `make`.
@@ -248,7 +248,7 @@ def version_of(library: nccl.NcclLibrary) -> str:
 
 
 def report(control: transport.ControlChannel, ranks: nccl.Ranks, version: str, error: str) -> None:
-    """Tells the daemon what became of the communicators; "" for `error`: they are there."""
+    """Reports the communicators to the daemon; an empty `error` means that they are ready."""
     request = nccl_service_pb2.ReportCommunicatorsRequest(
         name=ranks.name, generation=ranks.generation, nccl_version=version, error=error
     )
@@ -261,7 +261,7 @@ def report(control: transport.ControlChannel, ranks: nccl.Ranks, version: str, e
 def ranks_of(
     spec: specs.GroupSpec, generation: int, world_ranks: Sequence[int], ordinals: Sequence[int]
 ) -> nccl.Ranks:
-    """What a process brings to the communicators of a group of that spec."""
+    """Returns the ranks and devices that this process adds to a group's communicators."""
     return nccl.Ranks(
         name=spec.name,
         generation=generation,

@@ -1,1 +1,1 @@
-"""What is asked of a compiled program: its collectives, what remat keeps, how it failed."""
+"""Questions about compiled programs: collectives, what remat saves, why a run failed."""

@@ -229,7 +229,7 @@ class _Instruction:
 
 
 class _Program:
-    """The instructions of a compiled program by name, and who uses what."""
+    """Instructions of a compiled program by name, with their users."""
 
     def __init__(self, text: str) -> None:
         self.instructions: dict[str, _Instruction] = {}

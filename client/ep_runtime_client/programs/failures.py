@@ -79,7 +79,7 @@ def _require_whole() -> None:
 
 
 def _ended_group(error: Exception) -> errors.EpRuntimeError | None:
-    """Whatever fails where a group is over fails for that, an assertion about NaN too.
+    """Converts any failure after a group's end to that end's error, also assertions about NaN.
 
     A collective sees a connection close before the daemons have told whose it was.
     """

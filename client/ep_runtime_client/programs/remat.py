@@ -1,4 +1,4 @@
-"""Which values of the MoE block a rematerialised backward pass keeps."""
+"""Chooses the values of the MoE block that remat saves."""
 
 from __future__ import annotations
 

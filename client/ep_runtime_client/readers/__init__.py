@@ -1,1 +1,1 @@
-"""What a daemon's admin service says, as plain values: for commands, `Group.load` and `skew`."""
+"""Reads daemons' admin services for commands, `Group.load` and `Group.skew`."""

@@ -59,11 +59,11 @@ class Source:
         self._metadata = metadata
 
     def of_node(self, node: str) -> Source:
-        """The same calls, for reading, answered by another node of the daemon's cluster."""
+        """Returns a source whose reading calls another node of the cluster answers."""
         return Source(self.directory, self._channel, self._timeout_s, node, self._metadata)
 
     def call(self, method: str, request: Any, flat: Flat = dict) -> dict[str, Any]:
-        """One RPC's answer as plain values. Raises EpRuntimeError."""
+        """Makes one RPC and returns its answer as plain values. Raises EpRuntimeError."""
         answer = self._send(method, request, self._timeout_s)
         with self._making_sense_of(method):
             return flat(plain(answer))
@@ -104,7 +104,7 @@ class Source:
         flat: Flat = dict,
         **filters: Any,
     ) -> list[dict[str, Any]]:
-        """Every row of a paged list, each as `flat` makes it.
+        """Reads all pages of a list and returns its rows, each converted by `flat`.
 
         Raises:
             EpRuntimeError: of the call, or the list has no end, or what no daemon says.
@@ -159,7 +159,7 @@ class Source:
         return self.pages("ListRanks", messages.ListRanksRequest, "ranks")
 
     def tallies(self, group: str = "", *, age_s: float | None = None) -> list[dict[str, Any]]:
-        """`age_s`: as they were that long ago; `read_s` says when that was."""
+        """Lists tallies; with `age_s`, those of that long ago, whose `read_s` is the exact time."""
         request, age = messages.ListTalliesRequest, _age(age_s)
         return self.pages(
             "ListTallies", request, "ranks", flat=_whole("now", "read_s"), group=group, age=age
@@ -195,7 +195,7 @@ def _age(age_s: float | None) -> Any:
 
 
 def _flat_group(row: dict[str, Any]) -> dict[str, Any]:
-    """One level of keys, spec included; the members stay a list."""
+    """Flattens a group and its spec to one level of keys; members stay a list."""
     group = row["group"]
     spec = group["spec"]
     axes = {axis["name"]: axis["size"] for axis in spec["mesh_axes"]}
@@ -235,7 +235,7 @@ def _with_owner(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _whole(*keys: str) -> Flat:
-    """Gives a row back that has what every daemon says; else raises ValueError."""
+    """Makes a check that returns a row with these keys, or raises ValueError."""
 
     def flat(row: dict[str, Any]) -> dict[str, Any]:
         missing = [key for key in keys if row[key] is None]
@@ -257,13 +257,13 @@ def _whole_status(row: dict[str, Any]) -> dict[str, Any]:
 
 
 class ValueBudget:
-    """How many values the messages of a list, and those inside them, may still have."""
+    """Limits the number of values in the messages of one list."""
 
     def __init__(self, most: int) -> None:
         self._most = self._left = most
 
     def take(self, count: int) -> None:
-        """Raises ValueError where those are too many."""
+        """Takes `count` values; raises ValueError if the limit is exceeded."""
         self._left -= count
         if self._left < 0:
             raise ValueError(f"it has more than {self._most} values")

@@ -34,14 +34,14 @@ def load_of(ranks: Sequence[tallies.Row | Interval], name: str, rows: int) -> di
 
 
 def ops(group: Sequence[Interval], wanted: str | None) -> list[str]:
-    """Those that ranks called or wait in, in the order of a step."""
+    """Returns the ops that ranks called or wait in, in the order of a step."""
     found = dict.fromkeys(op for one in group for op, (calls, _) in one.ops.items() if calls)
     found |= dict.fromkeys(op for one in group for op, _ in one.waits_s)
     return [op for op in found if wanted in (None, op)]
 
 
 def skew_of(group: Sequence[Interval], op: str) -> dict[str, Any]:
-    """Which ranks wait in one op, and for which others; keys are those of `ep-runtime skew`."""
+    """Returns waits and late arrivals of one op, with the keys of `ep-runtime skew`."""
     of_op = [one.ops.get(op, (0, 0.0)) for one in group]
     calls, seconds = sum(count for count, _ in of_op), sum(time_s for _, time_s in of_op)
     waits = matrix(group, op, "waits")
@@ -66,7 +66,7 @@ def skew_of(group: Sequence[Interval], op: str) -> dict[str, Any]:
 
 
 def matrix(group: Sequence[Interval], op: str | None, what: str) -> dict[int, dict[int, float]]:
-    """By rank and peer; of all ops together where `op` is None."""
+    """Returns waits or arrivals by rank and peer; of all ops together if `op` is None."""
     found: dict[int, dict[int, float]] = {}
     for one in group:
         seconds = one.waits_s if what == "waits" else one.arrivals_s

@@ -32,7 +32,7 @@ class Found:
 
 
 def everywhere(daemon: Source, read: Callable[[Source], Rows], only: str | None = None) -> Found:
-    """What `read` finds on every node that joined, or on the node `only`.
+    """Calls `read` for every node that joined, or for node `only`, and collects the rows.
 
     Raises:
         InvalidArgumentError: no node `only`.
@@ -78,7 +78,7 @@ def _named(name: str, rows: Rows) -> list[dict[str, Any]]:
 
 
 def _missing(name: str, node: Mapping[str, Any] | None, error: EpRuntimeError) -> dict[str, Any]:
-    """`node` as its cluster has it; None where it is not in there yet."""
+    """Describes a node without an answer; `node` is None if its cluster does not list it yet."""
     unreachable = isinstance(error, RuntimeUnavailableError)
     since_s = None
     if unreachable and node is not None and node["state"] == "UNREACHABLE":

@@ -1,4 +1,4 @@
-"""What ranks did between two samples of the boards: rates, shares of time, and who held up whom.
+"""Computes rates, shares of time and slow ranks from two samples of the boards.
 
 A board has sums, so everything here is a difference of two of them. A wait that goes on has not
 reached the sums yet: what a rank says of itself now is added, so a job that stands still shows.
@@ -48,7 +48,7 @@ class BoardSample:
 def sample_boards(
     daemon: Source, group: str | None, node: str | None, *, age_s: float | None = None
 ) -> BoardSample:
-    """The sums of now, or those of that long ago, of the groups of that name or of all."""
+    """Reads the boards' sums, now or `age_s` ago, of one group or all."""
     found = nodes.everywhere(daemon, lambda one: one.tallies(group or "", age_s=age_s), node)
     handles = nodes.everywhere(daemon, lambda one: one.handles(age_s=age_s), node)
     missing = {one["node"]: one for one in (*handles.missing, *found.missing)}
@@ -76,7 +76,7 @@ class Load:
 
 @dataclasses.dataclass(frozen=True)
 class Interval:
-    """What one rank did between two samples.
+    """Activity of one rank between two samples.
 
     Attributes:
         row: of the later sample.
@@ -187,7 +187,7 @@ def _layers(before: Row, after: Row) -> dict[str, Load]:
 
 
 def load_of(layer: Row) -> Load:
-    """A layer's sums as ListTallies tells them."""
+    """Converts a layer's sums from ListTallies."""
     times = layer["time_ns"] / 1e9, layer["wait_ns"] / 1e9
     return Load(layer["calls"], *times, layer["tokens"], tuple(layer["rows"]))
 
@@ -195,7 +195,7 @@ def load_of(layer: Row) -> Load:
 def growth(
     before: Sequence[Row], after: Sequence[Row], group: GroupName, key: str
 ) -> dict[str, int]:
-    """By layer: by how much a number of the group's handles grew."""
+    """Returns by layer how much a number of the group's handles grew."""
     grown = collections.Counter[str]()
     for handles, sign in ((after, 1), (before, -1)):
         for handle in handles:
@@ -205,7 +205,7 @@ def growth(
 
 
 def by_group(intervals: Iterable[Interval]) -> dict[GroupName, list[Interval]]:
-    """In the order of the ranks."""
+    """Groups intervals by group, in the order of the ranks."""
     found: dict[GroupName, list[Interval]] = {}
     for one in intervals:
         found.setdefault(one.group, []).append(one)
@@ -236,7 +236,7 @@ class Slow:
 
 
 def held_up(group: Sequence[Interval]) -> dict[int, float]:
-    """By rank: the share of the time that the ranks which meet it waited for it, on average."""
+    """Returns by rank the average share of time that other ranks waited for it."""
     waited: dict[int, float] = collections.defaultdict(float)
     ends = _ends(group)
     for one in group:
@@ -257,7 +257,7 @@ def _goes_on(one: Interval, op: str, peer: int) -> bool:
 
 
 def _ends(group: Sequence[Interval]) -> dict[int, int]:
-    """Whom each rank that waits now waits for in the end: who waits is itself held up."""
+    """Follows chains of waiting ranks to the rank that each waits for in the end."""
     waits_for = {
         one.world_rank: one.row["now"]["waiting_for"]
         for one in group

@@ -98,14 +98,14 @@ class OpenSession:
             return self._forming.setdefault(name, threading.RLock())
 
     def _restore(self, control: transport.ControlChannel) -> None:
-        """The daemon was started again: says what this process holds."""
+        """Restores groups at a restarted daemon."""
         for group in self.groups():
             if not group.is_gone:
                 group.restore(control)
                 self._watch(group)
 
     def _changed(self, event: session_service_pb2.GroupEvent) -> None:
-        """The daemon says that a group changed."""
+        """Handles the daemon's event that a group changed."""
         group = self.get(event.group)
         if group is None or group.generation != event.generation:
             return

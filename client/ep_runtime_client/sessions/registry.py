@@ -29,7 +29,7 @@ class OpenSessions:
         check: Callable[[OpenSession], None],
         make: Callable[[Address], OpenSession],
     ) -> OpenSession:
-        """The session with that daemon, made where there is none or the one there is over."""
+        """Returns the open session with that daemon, or makes one."""
         with self._lock:
             self._install()
             session, count = self._open.get(address.key, (None, 0))

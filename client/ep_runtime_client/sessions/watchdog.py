@@ -35,7 +35,7 @@ class Watchdog:
     """Counts down once a group of the session is over that others have a part in. Thread-safe."""
 
     def __init__(self, grace_s: float | None) -> None:
-        """None for `grace_s`: the program ends by itself, or goes on."""
+        """`grace_s` None never ends the process."""
         self._grace_s = grace_s
         if grace_s is not None and jax_state.num_processes() > 1:
             _name_aborts()
@@ -43,7 +43,7 @@ class Watchdog:
         self._words: queue.SimpleQueue[_Word] | None = None  # to the countdown under way
 
     def over(self, group: LiveGroup, error: EpRuntimeError, patience_s: float | None) -> None:
-        """The group is over: tells it, and begins to count, `patience_s` at least.
+        """Reports that the group is over, and starts to count, at least `patience_s`.
 
         None for `patience_s`: nobody else has a part in the group, so nothing waits for others.
         """

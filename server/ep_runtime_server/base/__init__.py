@@ -1,1 +1,1 @@
-"""What every room uses: time, turns of the loop, events and logs, systemd, bounds."""
+"""Time, pacing, events, logs, systemd and limits, for all other rooms."""

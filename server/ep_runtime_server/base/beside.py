@@ -1,4 +1,4 @@
-"""Work beside the event loop, in order, on a thread of its own: a pipe or a disk may take long."""
+"""Runs work on a thread next to the event loop, because a pipe or a disk may take long."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class SideThread:
         return self._work.full()
 
     def put(self, work: Work) -> bool:
-        """Whether there is room for it. Never waits."""
+        """Queues work; False if there is no room. Never waits."""
         try:
             self._work.put_nowait(work)
         except queue.Full:

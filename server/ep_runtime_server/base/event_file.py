@@ -1,4 +1,4 @@
-"""Events in a file, one JSON line each: what a daemon that starts again still tells.
+"""Events in a file, one JSON line each, so that a restarted daemon still lists them.
 
 Nothing depends on it. Where it cannot be written, or a line of it is none of ours, events are lost
 and the daemon goes on. It is written beside the event loop: a disk may take long.
@@ -35,7 +35,7 @@ def _line(values: Values) -> bytes:
 
 
 class EventFile:
-    """Written line by line: what a killed daemon said, and waited to be `written`, is there."""
+    """Writes events line by line; all that `written` waited for survive a kill."""
 
     def __init__(self, path: Path) -> None:
         """Raises InvalidArgumentError where something else than a file has its name."""
@@ -59,7 +59,7 @@ class EventFile:
         self._fd = files.open_regular(self._path, flags)
 
     def read(self) -> Iterator[Values]:
-        """What is there, by number; lines that are no events are left out."""
+        """Reads the file's events by number; skips other lines."""
         sequence = 0
         try:
             lines = files.read_end(self._path).splitlines()
@@ -75,7 +75,7 @@ class EventFile:
 
     @property
     def wants_rewriting(self) -> bool:
-        """Whether most of it is of events that nobody keeps any more, or some had no room."""
+        """Returns whether most of the file is outdated, or an event found no room."""
         much = self._bytes > max(REWRITE_AT_BYTES, self._rewritten_bytes)
         return (much or self._gap) and not self._rewriting and not self._beside.full
 
@@ -121,7 +121,7 @@ class EventFile:
             self._open()
 
     def close(self) -> None:
-        """Writes what is left, as far as the disk takes it in time."""
+        """Writes the rest, as far as the disk is fast enough."""
         if self._beside.end():
             self._close()
 
@@ -133,7 +133,7 @@ class EventFile:
 
 
 def _values(line: bytes) -> Values | None:
-    """The values of a line; None where it is no event."""
+    """Parses a line; None if it is not an event."""
     if not line or len(line) > MAX_LINE_BYTES:
         return None
     try:

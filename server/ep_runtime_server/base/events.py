@@ -117,7 +117,7 @@ class EventLog:
             file.rewrite([list(ring) for ring in self._rings.values()])
 
     def deny(self, kind: str, cause: object, message: str, **fields: Any) -> None:
-        """A denial, which ends in "denied"; told unless there were many of that cause, or of all.
+        """Adds a denial (kind "*.denied"), unless there were too many of that cause, or in total.
 
         Args:
             cause: for example the uid that was refused; in no event.
@@ -135,7 +135,7 @@ class EventLog:
             self._suppressed[kind] += 1
 
     def tick(self) -> None:
-        """Says now and then how many denials were not told one by one, and what the log lost."""
+        """Reports now and then how many denials and log lines were left out."""
         if self._file is not None:
             self._tidy(self._file)
         now_s = self._clock.monotonic_s()

@@ -1,4 +1,4 @@
-"""How a line of the log reads: JSON for programs, text for who sits at the terminal."""
+"""Formats log lines: JSON for programs, text for a terminal."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class JsonLines(logging.Formatter):
 
 
 class TextLines(logging.Formatter):
-    """Time, level, what happened and to whom, by this machine's clock."""
+    """Formats time (local), level, message and whom it concerns."""
 
     def __init__(self, *, colours: bool) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The log, written beside the event loop: its reader may stop, and then a full pipe waits."""
+"""Writes the log on a thread, because a full pipe would block the event loop."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MAX_LINES = 10_000
 
 
 class LogWriter(logging.Handler):
-    """Lines for which there is no room are counted, and gone."""
+    """Queues a line; counts and drops it if there is no room."""
 
     def __init__(self, fd: int, max_lines: int = MAX_LINES) -> None:
         super().__init__()
@@ -42,5 +42,5 @@ class LogWriter(logging.Handler):
             self._unwritten += 1
 
     def end(self) -> None:
-        """Writes what is left, as far as somebody takes it in time."""
+        """Writes the rest, as far as the reader is fast enough."""
         self.beside.end()

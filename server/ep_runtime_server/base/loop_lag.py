@@ -1,4 +1,4 @@
-"""How long the event loop keeps others waiting: whatever holds it holds every client."""
+"""Measures delays of the event loop, which hold up every client."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class LoopLag:
         self.worst_s = 0.0
 
     async def measure(self) -> None:
-        """Until cancelled. What holds the loop for less than a sample's time may go unseen."""
+        """Measures until cancelled; may miss delays shorter than a sample."""
         loop = asyncio.get_running_loop()
         while True:
             due_s = loop.time() + SAMPLE_EVERY_S

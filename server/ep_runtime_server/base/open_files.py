@@ -1,4 +1,4 @@
-"""Descriptors of this process: how many are open, how many may be, and for whom the last ones are.
+"""File descriptors of this process: how many are open, their limit, and the reserve.
 
 Some are kept back for the daemon itself, its cluster and `admin.sock`: without one nobody could see
 who has the others.
@@ -21,7 +21,7 @@ _HOW = "ulimit -n, LimitNOFILE= of systemd"
 
 
 def num_open() -> int:
-    """Raises OSError where there is none left to look with."""
+    """Counts open descriptors. Raises OSError if none is left for counting."""
     return len(os.listdir("/proc/self/fd")) - 1  # the listing itself holds one
 
 
@@ -30,7 +30,7 @@ def most_open() -> int:
 
 
 def raise_most_open() -> None:
-    """Soft limit of descriptors up to the hard one: a group of W ranks takes W + 2."""
+    """Raises the soft limit of descriptors to the hard one: a group of W ranks needs W + 2."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = min(hard, 1 << 16) if hard != resource.RLIM_INFINITY else 1 << 16
     if soft < wanted:
@@ -38,7 +38,7 @@ def raise_most_open() -> None:
 
 
 def most_of_nodes() -> int:
-    """How many connections other nodes of the cluster may have here; as many go to them."""
+    """Returns how many connections other nodes may have here; as many go out to them."""
     return min(2 * limits.MAX_NODES, most_open() // 8)
 
 
@@ -54,7 +54,7 @@ def for_users(*, cluster: bool) -> int:
 
 
 def is_shortage(error: OSError) -> bool:
-    """Whether there was no descriptor left, of this process or of the whole host."""
+    """Returns whether the process or the host had no descriptor left."""
     return error.errno in (errno.EMFILE, errno.ENFILE)
 
 

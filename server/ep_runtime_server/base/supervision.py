@@ -1,5 +1,5 @@
-"""Background work of the daemon. What fails there is told, shown by health, and tried again: a
-daemon whose reaper is gone looks alive and frees nothing."""
+"""Supervises background work: reports failures, shows them in health, and tries again. Otherwise a
+daemon without its reaper would look alive and free nothing."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WORKS_AFTER_S = 1.0
 
 
 def tell_failure(events: EventLog, name: str, error: BaseException) -> None:
-    """One event, and the traceback in the log. Only a fault of the daemon comes here."""
+    """Adds one event, and a traceback to the log, for a fault of the daemon itself."""
     logging.getLogger(__name__).error("%s failed", name, exc_info=error)
     events.add(
         "task.failed",
@@ -69,7 +69,7 @@ class Supervisor:
             pause_s = min(2 * pause_s, RETRY_MOST_S)
 
     def run(self, name: str, work: Callable[[], None]) -> None:
-        """Calls `work()`; a failure is told once, however often it comes again."""
+        """Calls `work()`; reports a failure once, however often it recurs."""
         try:
             work()
         except Exception as error:  # noqa: BLE001 - whatever it is, the rest of the round goes on

@@ -1,4 +1,4 @@
-"""What a foreground daemon says to systemd, and the descriptors that systemd kept for it."""
+"""Notifies systemd, and reads the descriptors that it stored for the daemon."""
 
 from __future__ import annotations
 

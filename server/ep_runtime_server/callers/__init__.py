@@ -1,1 +1,1 @@
-"""Who calls: users by the kernel's word, their sessions, and how much each may take."""
+"""Callers: users as the kernel reports them, their sessions and quotas."""

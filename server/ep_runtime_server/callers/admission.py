@@ -26,7 +26,7 @@ MAX_ANSWER_BYTES_PER_USER = 64 << 20
 
 
 class Room:
-    """Bytes that calls of one user share; who finds none waits for its turn."""
+    """Bytes that calls of one user share; a call without room waits for its turn."""
 
     def __init__(self, size_bytes: int) -> None:
         self._free = size_bytes
@@ -146,7 +146,7 @@ class Admission:
         return AdmittedCall(found, end)
 
     def health_call(self, user: str, method: str) -> AdmittedCall:
-        """As `call`, for one of the health service: it needs no room among other calls."""
+        """Admits a call of the health service, which needs no room among other calls."""
         found = self._users.setdefault(user, _User(user))
         if found.health_calls[method] >= MAX_HEALTH_CALLS_PER_USER:
             raise PoolExhaustedError(

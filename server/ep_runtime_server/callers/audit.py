@@ -1,4 +1,4 @@
-"""Orders of operators in a file, one JSON line each, kept for as long as people keep the file.
+"""Records operators' orders in a file, one JSON line each, which the daemon never deletes.
 
 Nothing depends on it: where it cannot be written, the log says so and the order is carried out.
 """
@@ -31,7 +31,7 @@ class Audit:
         self._beside = SideThread("audit", MAX_WAITING) if path is not None else None
 
     def note(self, order: GivenOrder, wall_s: float, about: dict[str, Any]) -> None:
-        """Adds a line for an order that was given; `about` says of what. Never waits."""
+        """Adds a line for an order with details `about`. Never waits."""
         if self._path is None or self._beside is None:
             return
         time = datetime.datetime.fromtimestamp(wall_s, datetime.UTC)
@@ -41,7 +41,7 @@ class Audit:
             logging.getLogger(__name__).error("no room for another line of %s", self._path)
 
     def close(self) -> None:
-        """Writes what is left, as far as the disk takes it in time."""
+        """Writes the rest, as far as the disk is fast enough."""
         if self._beside is not None:
             self._beside.end()
 

@@ -1,4 +1,4 @@
-"""Who is at the other end of a unix socket, by the kernel's word."""
+"""Identifies the process at the other end of a unix socket, by the kernel."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class GivenOrder:
 
     @property
     def note(self) -> str:
-        """What follows the command in texts."""
+        """Returns who gave the order and why, to follow the command in messages."""
         return f" on host {self.host}" + (f": {self.reason}" if self.reason else "")
 
     @property
@@ -86,7 +86,7 @@ class GivenOrder:
 
 
 def caller_of(connection: socket.socket) -> Caller:
-    """Reads the caller of an accepted unix socket, whose mode says who may connect."""
+    """Reads the caller of an accepted unix socket; its mode limits who may connect."""
     pid, uid, _ = ids_of(connection)
     return Caller(uid, pid)
 

@@ -1,4 +1,4 @@
-"""What one user may hold of the daemon, and what each does hold. Knows no socket."""
+"""Limits of a user's sessions, groups and memory, and current use. Knows no socket."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SESSION_FDS = 1 + API_CONNECTION_FDS + 1
 
 @dataclasses.dataclass(frozen=True)
 class UserLimits:
-    """Of every user, the daemon's own too.
+    """Limits of every user, the daemon's own included.
 
     Args:
         sessions: live ones.
@@ -52,14 +52,14 @@ class UserLimits:
     shared: bool = False
 
     def on_gpu(self, limit_bytes: int) -> int:
-        """Of windows on a GPU on which all users together may have `limit_bytes`."""
+        """Returns a user's limit on a GPU whose windows may have `limit_bytes` in all."""
         share = limit_bytes // 2 if self.shared else limit_bytes
         return share if self.gpu_bytes is None else self.gpu_bytes
 
 
 @dataclasses.dataclass
 class Usage:
-    """As UserLimits, with the bytes of all GPUs; what a user holds now."""
+    """What a user holds now, as UserLimits counts it."""
 
     sessions: int = 0
     groups: int = 0
@@ -148,7 +148,7 @@ class Quotas:
             )
 
     def check_retained(self, retain_s: float) -> None:
-        """Raises InvalidArgumentError where a group asks to be kept for longer than any may be."""
+        """Raises InvalidArgumentError if retain_s is above the limit."""
         longest_s = self.limits.retain_s
         if retain_s > longest_s:
             raise InvalidArgumentError(

@@ -1,4 +1,4 @@
-"""Client processes: who they are by the kernel's word, and whether they live.
+"""Sessions of client processes: their identity by the kernel, and whether they live.
 
 A session's token is bound to one process. Its end is known from the pidfd alone: a closed stream
 or a late heartbeat frees nothing, and a forked child that keeps the sockets open hides nothing.
@@ -116,7 +116,7 @@ def digest(token: str) -> str:
 
 
 def _nobody(session: SessionRecord) -> None:
-    """Who listens where no journal is kept."""
+    """A listener that does nothing, without a journal."""
 
 
 class Sessions:
@@ -148,7 +148,7 @@ class Sessions:
         self._by_id: dict[str, SessionRecord] = {}
 
     def all(self) -> list[SessionRecord]:
-        """Oldest first, with those that ended lately."""
+        """Sessions, oldest first, including recently ended ones."""
         return list(self._by_id.values())
 
     def not_over(self) -> list[SessionRecord]:
@@ -251,21 +251,21 @@ class Sessions:
         return session
 
     def authenticate_live(self, token: str, own_pid: int | None) -> SessionRecord:
-        """As `authenticate`; a session that is over raises SessionFencedError too."""
+        """Authenticates as `authenticate`; also raises SessionFencedError for an ended session."""
         session = self.authenticate(token, own_pid)
         session.check_live()
         return session
 
     def authenticate_peer(self, token: str, peer_pid: int, peer_uid: int) -> SessionRecord:
-        """As `authenticate_live`, with the kernel's word for the process."""
+        """Authenticates as `authenticate_live`, and checks the process with the kernel."""
         session = self.authenticate_live(token, None)
         if peer_pid != session.pid or peer_uid != session.uid:
             raise self._foreign(session, peer_pid)
         return session
 
     def check_user(self, session: SessionRecord, uid: int | None) -> None:
-        """Whether a connection's user may use the session: a token that leaked is worth nothing to
-        another one. Root and our own user could read it here anyway.
+        """Returns whether a connection's user may use the session, so that a leaked token is
+        useless to others. Root and our own user could read it here anyway.
 
         Raises:
             PermissionDeniedError: it is another user's, or the connection has ended (None).
@@ -286,7 +286,7 @@ class Sessions:
     def _stolen(
         self, session: SessionRecord, user: str, owner: str, hint: str = "", **fields: object
     ) -> PermissionDeniedError:
-        """`user` came with the token of `owner`: told here, and for the caller to raise."""
+        """Reports that `user` sent a token of `owner`, and returns the error to raise."""
         self._events.deny(
             "session.token_denied",
             session.session_id,

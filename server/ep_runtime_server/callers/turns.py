@@ -1,4 +1,4 @@
-"""What many connections want at once, a little at a time and one user after the other."""
+"""Serves requests of many connections in small turns, one user after the other."""
 
 from __future__ import annotations
 

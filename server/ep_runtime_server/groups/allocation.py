@@ -1,4 +1,4 @@
-"""The memory that a forming group gets: windows kept from before where they fit, else new ones."""
+"""Finds memory for a forming group: retained windows if they fit, else new ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The groups that there are, by owner, and the numbers of their generations."""
+"""Groups by owner, and their generation numbers."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class GroupBook:
         return self._generation
 
     def add(self, group: GroupRecord) -> None:
-        """A group that was there before this daemon."""
+        """Adds a group of the daemon before this one."""
         self._groups[group.owner] = group
         self.skip_to(group.generation)
         group.on_change = self.on_change

@@ -1,4 +1,4 @@
-"""What the daemon asks of a group and of who claims ranks in it, beyond `make_group_spec`."""
+"""Checks of specs and claims at the daemon, beyond `make_group_spec`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MAX_GROUP_BYTES = 1 << 60  # the wire's int64 must hold every sum
 
 
 def check_spec(spec: GroupSpec) -> None:
-    """Raises InvalidArgumentError for a spec that no group here may have."""
+    """Raises InvalidArgumentError for a spec that this daemon does not allow."""
     names = [name for name, _ in spec.mesh_axes]
     if len(set(names)) != len(names) or any(size < 1 for _, size in spec.mesh_axes):
         raise InvalidArgumentError(
@@ -44,7 +44,7 @@ def check_spec(spec: GroupSpec) -> None:
 
 
 def check_new_spec(spec: GroupSpec) -> None:
-    """As `check_spec`, of a group that is to be made here."""
+    """Checks as `check_spec`, for a new group."""
     check_spec(spec)
     device_layout.check_limits(spec)
     if spec.node_size:

@@ -1,4 +1,4 @@
-"""What makes groups change: claims, ends of sessions, time, orders."""
+"""Changes groups on claims, ends of sessions, timeouts and orders."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ class Groups(GroupBook):
         ranks: tuple[int, ...],
         difference: tuple[str, object, object],
     ) -> None:
-        """Ends the wait of those whose missing ranks come with another spec: nobody has them.
+        """Ends waits whose missing ranks come with another spec.
 
         The difference is (field, of the group, of the newcomer).
         """
@@ -243,7 +243,7 @@ class Groups(GroupBook):
     # Ends
 
     def memory_lost(self, group: GroupRecord) -> None:
-        """Nobody can give the windows back that a daemon before us allocated."""
+        """Breaks a formed group whose windows, of the daemon before, nobody can return."""
         assert group.windows is not None
         self._pool.release(group.windows)
         group.windows = None
@@ -267,7 +267,7 @@ class Groups(GroupBook):
         group.advance(Trigger.MEMBER_LOST, why)
 
     def disconnected(self, group: GroupRecord, session: SessionRecord, why: str) -> None:
-        """A process of the READY group says that it does not reach others, which may live.
+        """Breaks a READY group after a process reported that it cannot reach others.
 
         Where one of them is gone, that is told in a moment, and the board has it by name.
         """
@@ -299,7 +299,7 @@ class Groups(GroupBook):
         return freed
 
     def session_ended(self, session: SessionRecord) -> None:
-        """FENCED keeps the memory charged; CLOSED and DEAD give it back or retain it."""
+        """Handles a session's end: FENCED keeps memory charged, CLOSED and DEAD do not."""
         if session.over:
             self._pool.drop_all_of(session.session_id)
         for group in self.of_session(session):

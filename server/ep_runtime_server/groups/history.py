@@ -1,4 +1,4 @@
-"""What boards said lately: copies, by which those who look now see what happened before.
+"""Saves copies of boards, so that later readers see what happened before.
 
 One is taken of every board every SAMPLE_EVERY_S. Those of the last FINE_S are kept, of older ones
 one for every COARSE_S, and after KEPT_S none. All together have MOST_BYTES, compressed; where that
@@ -69,7 +69,7 @@ class BoardCopy:
 
 
 def parts(spec: GroupSpec, num_handles: int, ranks: Iterable[int]) -> Iterator[slice]:
-    """What of a board says anything: records of so many handles, tallies of those ranks."""
+    """Yields the used parts of a board: records of handles, tallies of ranks."""
     where, tally = board.board_layout(spec), board.tally_layout(spec)
 
     def part(offset: int, size: int) -> slice:
@@ -187,7 +187,7 @@ def _thinned(samples: list[BoardCopy], now_s: float) -> list[BoardCopy]:
 
 
 def _unpacked(spec: GroupSpec, sample: BoardCopy) -> mmap.mmap:
-    """A board with nothing but what the copy has; the rest takes no memory."""
+    """Makes a sparse board from a copy."""
     made, raw, used = mmap.mmap(-1, board.board_bytes(spec)), zlib.decompress(sample.packed), 0
     for part in parts(spec, sample.num_handles, sample.ranks):
         size = part.stop - part.start

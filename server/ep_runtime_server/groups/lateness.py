@@ -28,7 +28,7 @@ MAX_NAMED_WAITERS = 16
 
 @dataclasses.dataclass(frozen=True)
 class LateRank:
-    """One rank for which others wait; op, layer and handle are of the first who waited."""
+    """A late rank; op, layer and handle are those of the first rank that waited."""
 
     group: GroupRecord
     world_rank: int
@@ -54,7 +54,7 @@ class LateRank:
 
 
 def rank_records(group: GroupRecord) -> list[RankRecord | None]:
-    """What the board says of every rank; None where that cannot be, nothing without a board."""
+    """Reads every rank's record; None for an impossible one, empty without a board."""
     windows = group.windows
     if windows is None or windows.board is None:
         return []
@@ -62,7 +62,7 @@ def rank_records(group: GroupRecord) -> list[RankRecord | None]:
 
 
 def rank_record(group: GroupRecord, rank: int) -> RankRecord | None:
-    """What the board says of one rank; None where there is none, or it cannot be."""
+    """Reads one rank's record; None without a board or if it is impossible."""
     windows = group.windows
     if windows is None or windows.board is None:
         return None
@@ -78,7 +78,7 @@ def tell_time(groups: Iterable[GroupRecord], now_s: float) -> None:
 
 
 def _ends(waits_for: Mapping[int, int]) -> dict[int, int]:
-    """Whom each rank waits for in the end; its direct one where they wait for each other.
+    """Returns the rank that each waits for in the end; the direct one in a cycle.
 
     Every rank is walked over once, however long the chains are that a client writes.
     """
@@ -96,13 +96,13 @@ def _ends(waits_for: Mapping[int, int]) -> dict[int, int]:
 
 
 async def late_ranks(groups: Iterable[GroupRecord], now_s: float) -> list[LateRank]:
-    """Every rank for which another has waited for more than LATE_AFTER_S; the latest first."""
+    """Returns ranks that others have waited for more than LATE_AFTER_S, the latest first."""
     found = [late async for group in paced(groups) for late in late_in(group, now_s)]
     return sorted(found, key=lambda late: -late.since_s)
 
 
 def late_in(group: GroupRecord, now_s: float, *, after_s: float = LATE_AFTER_S) -> list[LateRank]:
-    """Those of one group, for which another has waited for more than `after_s`."""
+    """Returns late ranks of one group, awaited for more than `after_s`."""
     records = rank_records(group)
     waiting = {
         rank: record

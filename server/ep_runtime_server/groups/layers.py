@@ -33,7 +33,7 @@ class Handle:
 
 @dataclasses.dataclass
 class _Addition:
-    """What one call adds, until it is known that all of it fits."""
+    """Changes of one call, until all of them are known to fit."""
 
     next_handle: int
     layers: dict[str, RegisteredLayer] = dataclasses.field(default_factory=dict)
@@ -58,7 +58,7 @@ class LayerTable:
 
     @property
     def num_layers(self) -> int:
-        """Every layer of a stack counted."""
+        """Number of layers, each of a stack counted."""
         return sum(max(layer.num_layers, 1) for layer in self._layers.values())
 
     @property
@@ -81,7 +81,7 @@ class LayerTable:
         self.history_version += 1
 
     def all(self) -> list[RegisteredLayer]:
-        """In the order of registration."""
+        """Registered layers in their order."""
         return list(self._layers.values())
 
     async def register(
@@ -119,7 +119,7 @@ class LayerTable:
             self._put(layer)
 
     def _put(self, layer: RegisteredLayer) -> None:
-        """In the place of one of its name; handles that it does not take over stay unused."""
+        """Replaces a layer of the same name; handles that it does not reuse stay unused."""
         before = self._layers.pop(layer.spec.name, None)
         if before is not None:
             del self._ids[before.base_id]
@@ -130,7 +130,7 @@ class LayerTable:
         self._trim_history()
 
     async def rejoin(self, layers: Sequence[RegisteredLayer], *, takes_word: bool) -> None:
-        """Compares with what a process says; with `takes_word` takes over what is unknown here.
+        """Compares with a process's layers; with `takes_word` adds those that are unknown here.
 
         Raises:
             SpecMismatchError: one is known with other settings, ids or handles.
@@ -149,7 +149,7 @@ class LayerTable:
             self.restore(new)
 
     async def _compared(self, layers: Sequence[RegisteredLayer]) -> list[RegisteredLayer]:
-        """Those that are unknown here; the others are as they are known."""
+        """Returns layers that are unknown here, after comparing the others."""
         new = []
         async for layer in paced(layers):
             known = self._layers.get(layer.spec.name)
@@ -291,7 +291,7 @@ class LayerTable:
         return f"{stack}[{index}]"
 
     def handles(self) -> Iterator[Handle]:
-        """Every handle, by index."""
+        """Yields every handle by index."""
         for layer in self.all():
             for position in range(max(layer.num_layers, 1)):
                 name = f"{layer.spec.name}[{position}]" if layer.num_layers else layer.spec.name

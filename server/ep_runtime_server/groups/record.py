@@ -35,8 +35,8 @@ class GroupMember:
 
 @dataclasses.dataclass
 class Answered:
-    """This node's processes of a committed view whose ends the other nodes of it are still to be
-    told, by world rank; None for one that ended while no daemon was here."""
+    """Processes of this node, by world rank, whose ends other nodes do not know yet; None for a
+    process that ended without a daemon."""
 
     epoch: int
     nodes: frozenset[str]
@@ -53,11 +53,11 @@ class RemoteMember:
 
 
 def _nobody(group: GroupRecord) -> None:
-    """Who listens where no journal is kept."""
+    """A listener that does nothing, without a journal."""
 
 
 class GroupRecord:
-    """A group of one owner. Formed when every rank is claimed and the memory is there.
+    """A group of one owner, formed once every rank is claimed and its memory allocated.
 
     Attributes:
         group_id: its name in the journal; never used again.
@@ -131,7 +131,7 @@ class GroupRecord:
 
     @property
     def node_size_of_view(self) -> int:
-        """What `node_size` is to be with every rank claimed; the same on every node."""
+        """Returns `node_size` once every rank is claimed; equal on every node."""
         remote, spec = self.remote, self.spec
         if spec.transport == "nccl" and not remote:
             return 1  # over NCCL is what was asked for: these GPUs may not reach each other
@@ -147,7 +147,7 @@ class GroupRecord:
         return {rank: member for member in self.members.values() for rank in member.ranks}
 
     def member_of(self, rank: int) -> GroupMember | None:
-        """Who claims that world rank."""
+        """Returns the member that claims a world rank."""
         return next((m for m in self.members.values() if rank in m.ranks), None)
 
     @property
@@ -171,7 +171,7 @@ class GroupRecord:
 
     @property
     def awaited(self) -> tuple[str, list[int]]:
-        """Says what keeps the group from being READY, and which world ranks do."""
+        """Returns why the group is not READY, and which world ranks are missing."""
         size = self.spec.world_size
         if self.formed:
             unattached = self.unattached_ranks
@@ -183,7 +183,7 @@ class GroupRecord:
 
     @property
     def others_left(self) -> bool:
-        """Processes of other nodes closed the group; who creates it again wants a new one."""
+        """Whether processes of other nodes closed it, so that creating it again makes a new one."""
         return any(member.session_id in self.left for member in self.remote.values())
 
     @property
@@ -194,7 +194,7 @@ class GroupRecord:
         )
 
     def advance(self, event: Trigger, reason: str = "") -> None:
-        """Takes the transition, wakes who waits, tells the members."""
+        """Applies the transition, wakes waiters and notifies members."""
         before, self.state = self.state, next_state(self.state, event)
         self.last_event, self.last_reason = event, reason or event.value
         if self.state is not before:

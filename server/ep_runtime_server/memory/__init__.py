@@ -1,1 +1,1 @@
-"""Windows and boards: where they lie, who holds them, when they are freed."""
+"""Windows and boards: their devices, holders and release."""

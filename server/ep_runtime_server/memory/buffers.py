@@ -1,4 +1,4 @@
-"""One piece of a group's memory as the daemon holds it."""
+"""Buffers of a group's memory at the daemon."""
 
 from __future__ import annotations
 
@@ -24,5 +24,5 @@ class Buffer:
 
     @property
     def counted(self) -> bool:
-        """Whether it counts against the limit; what a process merely says of memory does not."""
+        """Whether it counts against the limit; memory that a process only reports does not."""
         return self.allocation is not None or self.identity is not None

@@ -47,7 +47,7 @@ class DriverGpu:
 
 
 class Driver(Protocol):
-    """What the daemon needs of the CUDA driver. Every call raises DriverError."""
+    """CUDA driver calls of the daemon. Each raises DriverError."""
 
     def gpus(self) -> list[DriverGpu]: ...
 
@@ -150,7 +150,7 @@ def uuid_text(raw: bytes) -> str:
 
 
 class CudaAllocation:
-    """One window in GPU memory. `identity` is None: descriptors of it are files of their own."""
+    """A window in GPU memory. `identity` is None, because each descriptor is a separate file."""
 
     identity = None
 
@@ -239,7 +239,7 @@ class Gpus:
         self._devices: dict[str, CudaDevice] | None = None
 
     def known(self) -> list[CudaDevice]:
-        """Those that were looked at; none before the first window."""
+        """GPUs that were opened; none before the first window."""
         return list((self._devices or {}).values())
 
     def load(self) -> dict[str, CudaDevice]:

@@ -1,4 +1,4 @@
-"""Where windows live: the host here, GPUs in `cuda_device.py`."""
+"""Devices that hold windows: the host here, GPUs in `cuda_device.py`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Allocation(Protocol):
 
     @property
     def identity(self) -> tuple[int, int] | None:
-        """What tells it from every other allocation of the host: device and inode of its file.
+        """Identifies the allocation on the host: device and inode of its file.
 
         None where descriptors of one allocation have nothing in common.
         """
@@ -51,7 +51,7 @@ class Device(Protocol):
     def limit_bytes(self) -> int: ...
 
     def allocate(self, label: str, size_bytes: int) -> Allocation:
-        """Raises PoolExhaustedError where the memory is not there."""
+        """Raises PoolExhaustedError if the memory is not available."""
 
     def adopt(self, fd: int, size_bytes: int) -> Allocation:
         """An allocation of a daemon before us, out of a descriptor that it exported.

@@ -41,7 +41,7 @@ class FdStore:
         self._stored = set(stored)
 
     def windows_changed(self, windows: WindowSet) -> None:
-        """Gives new descriptors to the store and takes those of freed sets out."""
+        """Adds new descriptors to systemd's store and removes those of freed sets."""
         if self._address is None:
             return
         gone = windows.state is WindowState.RELEASING

@@ -57,7 +57,7 @@ def left_bytes(mount: Path = MOUNT, own: Path = OWN) -> int | None:
 
 
 def _folders(mount: Path, own: Path) -> Iterator[tuple[Path, _Files]]:
-    """Ours and those above it. In a container the mount may begin at ours, whatever its name."""
+    """Yields our cgroup and its parents; a container's mount may begin at ours."""
     try:
         lines = own.read_text().splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""The memory of one group: its buffers, its board, and who may still touch them."""
+"""The memory of one group: buffers, board, and processes that may still use them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class WindowState(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class Owner:
-    """Whose memory it is: a group name inside (uid, job)."""
+    """Owner of memory: a group name within (uid, job)."""
 
     uid: int
     job: str
@@ -42,7 +42,7 @@ class Owner:
 
     @property
     def path(self) -> str:
-        """By which journals of a cluster know the group."""
+        """The group's name in a cluster's journals."""
         return f"{self.uid}/{self.job}/{self.name}"
 
 
@@ -51,7 +51,7 @@ def buffer_label(owner: Owner, generation: int, world_rank: int) -> str:
 
 
 def _nobody(windows: WindowSet) -> None:
-    """Who listens where no journal is kept."""
+    """A listener that does nothing, without a journal."""
 
 
 class WindowSet:
@@ -77,11 +77,11 @@ class WindowSet:
 
     @property
     def wanted_ranks(self) -> list[int]:
-        """World ranks, -1 for the board, of which no descriptor came back yet."""
+        """World ranks, -1 for the board, whose descriptors have not come back yet."""
         return [buffer.world_rank for buffer in self.buffers if buffer.allocation is None]
 
     def serves(self, spec: GroupSpec, ranks: Sequence[int]) -> bool:
-        """Whether it is the memory of those world ranks under that spec."""
+        """Returns whether it is the memory of these world ranks under that spec."""
         ours = [buffer.world_rank for buffer in self.buffers if buffer.world_rank >= 0]
         return self.spec == spec and ours == list(ranks)
 
@@ -90,7 +90,7 @@ class WindowSet:
         return all(b.device == uuids.get(b.world_rank, b.device) for b in self.buffers)
 
     def assume(self, uuids: Mapping[int, str]) -> None:
-        """Where a process says that windows lie which have not come back yet."""
+        """Notes on which GPUs missing windows are, as a process reports."""
         for buffer in self.buffers:
             if buffer.allocation is None:
                 buffer.device = uuids.get(buffer.world_rank, buffer.device)
@@ -102,7 +102,7 @@ class WindowSet:
             self.on_change(self)
 
     def adopt(self, found: dict[int, Allocation], mapped: mmap.mmap | None) -> None:
-        """Takes checked allocations by world rank, and the board's mapping where it is there."""
+        """Adds checked allocations by world rank, and the board's mapping if present."""
         for buffer in self.buffers:
             if buffer.world_rank in found:
                 buffer.allocation = found[buffer.world_rank]

@@ -1,4 +1,4 @@
-"""Window memory: who holds how much, who may still touch it, and when it may be freed.
+"""Window memory: holders, sizes, and when it may be freed.
 
 A `WindowSet` is the memory of one group: a board and one window per world rank of this node. Its
 holders are the sessions that fetched descriptors. Memory is freed only when no holder is left, and
@@ -80,7 +80,7 @@ class WindowPool:
         return [self._host, *self._gpus.known()]
 
     def used_bytes(self, device: str, *states: WindowState) -> int:
-        """Bytes of the sets in those states, of all with none given, reservations included."""
+        """Returns bytes of sets in these states (all by default), reservations included."""
         used = sum(s.bytes_on(device) for s in self._sets if not states or s.state in states)
         if states:
             return used
@@ -122,8 +122,8 @@ class WindowPool:
         return None
 
     async def _room(self, uid: int, demand: dict[Device, int], fds: int) -> None:
-        """Returns when there is room, also for this user. Raises PoolExhaustedError where memory
-        on its way back does not make it."""
+        """Waits until there is room, also for this user. Raises PoolExhaustedError if memory on its
+        way back does not suffice."""
         while True:
             full = self._first_full(demand)
             error = (
@@ -180,7 +180,7 @@ class WindowPool:
         return windows
 
     def add(self, windows: WindowSet) -> None:
-        """Counts a set that is there already: allocated, or restored."""
+        """Counts an existing set, allocated or restored."""
         windows.on_change = self.on_change
         self._sets.append(windows)
         self.on_change(windows)
@@ -233,7 +233,7 @@ class WindowPool:
         return self._host if name == self._host.name else self._gpus.get(name)
 
     async def load_gpus(self) -> None:
-        """Looks at the GPUs where sets from before lie on some: later that would hold the loop."""
+        """Opens GPUs that hold older sets now, because later it would block the event loop."""
         if any(b.device != self._host.name for windows in self._sets for b in windows.buffers):
             with contextlib.suppress(RuntimeUnavailableError):  # told to who returns windows
                 await asyncio.to_thread(self._gpus.load)

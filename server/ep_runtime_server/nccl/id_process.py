@@ -1,4 +1,4 @@
-"""A process that makes NCCL unique ids and stays: who joins meets in it."""
+"""A process that makes NCCL unique ids, and lives until all ranks have joined through it."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class IdProcess:
 
     @property
     def over(self) -> bool:
-        """Whether it was told to end, or has ended."""
+        """Whether it is ending or has ended."""
         return self._ended or (self._process is not None and self._process.returncode is not None)
 
     def kill(self) -> None:
@@ -95,7 +95,7 @@ def _not_started(error: OSError) -> RuntimeUnavailableError:
 
 
 async def _read(reader: int, count: int) -> UniqueIds:
-    """What the process wrote. Raises RuntimeUnavailableError."""
+    """Reads what the process wrote. Raises RuntimeUnavailableError."""
     stream = asyncio.StreamReader()
     transport, _ = await asyncio.get_running_loop().connect_read_pipe(
         lambda: asyncio.StreamReaderProtocol(stream), os.fdopen(os.dup(reader), "rb", 0)

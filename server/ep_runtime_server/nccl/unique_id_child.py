@@ -23,7 +23,7 @@ class _UniqueId(ctypes.Structure):
 
 
 def make(count: int) -> dict[str, Any]:
-    """What is written to the pipe."""
+    """The message written to the pipe."""
     path = nccl.find_library()
     try:
         library = ctypes.CDLL(path)

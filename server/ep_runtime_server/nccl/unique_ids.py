@@ -158,7 +158,7 @@ class UniqueIdBook:
     def report(
         self, session: SessionRecord, group: GroupRecord, generation: int, version: str, error: str
     ) -> None:
-        """What became of the communicators of the session's ranks.
+        """Records the state of communicators of the session's ranks.
 
         Raises:
             StaleHandleError: another generation.

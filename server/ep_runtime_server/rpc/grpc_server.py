@@ -18,7 +18,7 @@ from grpc._cython import cygrpc  # type: ignore[attr-defined]
 
 
 class _Calls(cygrpc.AioServer):  # type: ignore[misc]
-    """Overrides how it takes a call of no registered method."""
+    """gRPC's server, which refuses calls of unregistered methods at once."""
 
     async def _request_call(self) -> Any:
         refusals: set[asyncio.Task[None]] = set()
@@ -37,7 +37,7 @@ async def _refuse(call: Any) -> None:
 def make_server(
     interceptors: Sequence[grpc.aio.ServerInterceptor], options: Sequence[tuple[str, Any]]
 ) -> grpc.aio.Server:
-    """As `grpc.aio.server`, for methods that are registered, as generated code adds them."""
+    """Makes a `grpc.aio.server` for registered methods, as generated code adds them."""
     stock = cygrpc.AioServer
     if not hasattr(stock, "_request_registered_call"):  # releases that take every call by this way
         return grpc.aio.server(interceptors=interceptors, options=options)

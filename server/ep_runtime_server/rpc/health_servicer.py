@@ -19,14 +19,14 @@ _Answer = health_pb2.HealthCheckResponse
 
 
 class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
-    """NOT_SERVING until told otherwise."""
+    """Health service; NOT_SERVING until `set`."""
 
     def __init__(self) -> None:
         self._serving = False
         self._changed = asyncio.Event()
 
     def set(self, serving: bool) -> None:
-        """Every watcher hears of a change; nobody is waited for."""
+        """Sets the state and notifies all watchers without waiting."""
         if serving != self._serving:
             self._serving = serving
             self._changed.set()

@@ -1,4 +1,4 @@
-"""What holds for every RPC: a deadline, a token, a well-formed request, structured errors.
+"""Checks of every RPC: deadline, token and request; and structured errors.
 
 A caller is known before a byte of its message is read: gRPC hands a handler of streamed requests
 the call when its metadata is there, and on the wire one message is a stream of one.
@@ -56,12 +56,12 @@ def current_session() -> SessionRecord:
 
 
 def says_when_ended(text: Callable[[], str]) -> None:
-    """How "the daemon ended ..." goes on for the caller of this RPC, who waits until then."""
+    """Completes "the daemon ended ..." for a caller of this RPC that still waits."""
     _waits.set(text)
 
 
 class RpcPolicy(grpc.aio.ServerInterceptor):
-    """With `sessions` None (admin.sock, guarded by its mode) no token is asked for.
+    """Without `sessions` (admin.sock, guarded by its mode) no token is needed.
 
     Health needs none either: its answers count against nobody, its streams have a limit of their
     own.
@@ -205,7 +205,7 @@ class RpcPolicy(grpc.aio.ServerInterceptor):
         method: str,
         metadata: dict[str, Any],
     ) -> AsyncIterator[Any]:
-        """The request of a caller that may make it, read when there is room for it."""
+        """Authenticates the caller, waits for room, and reads the request."""
         if self._sessions is not None and method == _NO_TOKEN:
             yield handler.request_deserializer(b"")  # it has no fields; whatever came is not read
             return
@@ -285,7 +285,7 @@ async def _read(requests: AsyncIterator[bytes], handler: Any) -> Any:
 
 
 def _failure_of(method: str, error: Exception) -> wire.RpcFailure:
-    """What the caller hears. Raises what has been answered already, or finds no caller any more."""
+    """Returns what the caller gets. Raises again if it was answered, or the caller is gone."""
     if isinstance(error, (grpc.aio.AbortError, grpc.aio.InternalError)):
         raise error
     if isinstance(error, NotImplementedError):  # what a newer gRPC has in its services, and we not

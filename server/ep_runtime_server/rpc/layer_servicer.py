@@ -107,7 +107,7 @@ async def _register(
     *,
     replace: bool,
 ) -> tuple[list[RegisteredLayer], list[RegisteredLayer]]:
-    """As `LayerTable.register`; the journal and the log know of them then.
+    """Registers as `LayerTable.register`, and notes it in journal and log.
 
     Raises:
         PoolExhaustedError: the user's limit, or that of handles on a board.

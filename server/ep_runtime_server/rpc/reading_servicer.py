@@ -1,4 +1,4 @@
-"""AdminService as those may use it who order nothing: other nodes' daemons, and sessions."""
+"""The read-only AdminService, for other nodes' daemons and for sessions."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class SessionReadingServicer(ReadingServicer):
         return self._reads_all or uid == current_session().uid
 
     def _sessions(self) -> list[SessionRecord]:
-        """Without the one that asks: it is there for its question alone."""
+        """Sessions without the asking one, which exists for this call only."""
         return [session for session in super()._sessions() if session is not current_session()]
 
 

@@ -1,4 +1,4 @@
-"""What ranks' calls took and brought, on the wire. Reads; changes nothing."""
+"""Converts times and loads of ranks' calls to messages. Changes nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What sessions, groups and memory look like on the wire. Reads; changes nothing."""
+"""Converts sessions, groups and memory to messages. Changes nothing."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def layer_info(row: tuple[GroupRecord, RegisteredLayer]) -> pb.LayerInfo:
 
 
 def handles(groups: Iterable[GroupRecord], layer: str) -> Iterator[tuple[GroupRecord, Handle]]:
-    """Those of one layer or stack; of all with none named."""
+    """Yields handles of one layer or stack, or of all."""
     for item in groups:
         for handle in item.layers.handles():
             if not layer or layer in (handle.layer, handle.layer.rpartition("[")[0]):
@@ -179,7 +179,7 @@ def handle_info(row: tuple[GroupRecord, Handle], clock: Clock) -> pb.HandleInfo:
 
 
 def _handle_record(group: GroupRecord, index: int) -> HandleRecord | None:
-    """None where the board is not there, or a client wrote what cannot be."""
+    """Reads a handle's record; None without a board or if it is impossible."""
     windows = group.windows
     if windows is None or windows.board is None:
         return None

@@ -1,1 +1,1 @@
-"""The unix sockets: who may connect, and descriptors that come and go."""
+"""The unix sockets: their callers, and descriptors sent over them."""

@@ -1,4 +1,4 @@
-"""Takes descriptors that a client sent, and passes on those that can be had without waiting.
+"""A process that receives clients' descriptors and passes on those that cannot block.
 
     python -I -S descriptor_child.py INBOX
 

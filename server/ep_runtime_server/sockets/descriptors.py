@@ -1,4 +1,4 @@
-"""Descriptors that clients send, without those that could make the daemon wait.
+"""Receives descriptors from clients, without those that could block the daemon.
 
 Whoever has a descriptor of a file in a user's own file system waits for that user when it closes
 it, and no signal ends that. So a process of its own takes what comes, and passes memory on.
@@ -32,7 +32,7 @@ class _Asked(NamedTuple):
 
 
 class Descriptors:
-    """One packet's descriptors at a time, of one user after the other. Lives on the event loop."""
+    """Receives descriptors packet by packet, users in turn. Lives on the event loop."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -43,8 +43,7 @@ class Descriptors:
         self._closing: dict[int, subprocess.Popen[bytes]] = {}  # by uid
 
     def check(self, uid: int) -> None:
-        """Raises PoolExhaustedError where what the user sent before is no memory, and is not closed
-        yet."""
+        """Raises PoolExhaustedError while bad descriptors of this user are not closed yet."""
         before = self._closing.get(uid)
         if before is not None and before.poll() is None:
             raise PoolExhaustedError(
@@ -53,7 +52,7 @@ class Descriptors:
         self._closing.pop(uid, None)
 
     def take(self, connection: socket.socket, uid: int, then: Then) -> None:
-        """`then` hears of those of the next packet; until then nobody else reads it."""
+        """Passes the next packet's descriptors to `then`; nobody else may read until then."""
         self._waiting.put(uid, _Asked(connection, uid, then))
         self._next()
 
@@ -109,7 +108,7 @@ class Descriptors:
             asked.then(found)
 
     def _end(self) -> subprocess.Popen[bytes] | None:
-        """Another process takes what comes next."""
+        """Lets another process receive the next packets."""
         if self._child.inbox is not None:
             self._loop.remove_reader(self._child.inbox)
         return self._child.end()

@@ -37,7 +37,7 @@ def _unusable(path: Path, error: OSError) -> InvalidArgumentError:
 
 
 class SocketDirectory:
-    """A locked directory. gRPC takes a path over silently, so the lock comes before any bind."""
+    """A locked directory, locked before any bind because gRPC replaces sockets silently."""
 
     def __init__(self, path: Path, *, open_to_others: bool) -> None:
         """Creates and locks it.
@@ -79,7 +79,7 @@ class SocketDirectory:
 
     @staticmethod
     def _prepare(path: Path, *, open_to_others: bool) -> Path:
-        """A directory that was there keeps its mode: it may be more than ours, /tmp for one."""
+        """Makes the directory; an existing one, such as /tmp, keeps its mode."""
         existed = path.exists()
         directory = env.make_directory(path, mode=0o755 if open_to_others else 0o700)
         if not existed:
@@ -100,7 +100,7 @@ class SocketDirectory:
         return directory
 
     def address(self, name: str) -> str:
-        """What gRPC binds: a URI, so odd characters of the path are quoted."""
+        """Returns the URI that gRPC binds, with odd characters quoted."""
         return f"unix:{quote(str(self.path / name))}"
 
     def bind(self, name: str, kind: int) -> socket.socket:
@@ -122,7 +122,7 @@ class SocketDirectory:
             self._inodes[name] = (found.st_dev, found.st_ino)
 
     def close(self, *, remove: bool = False) -> None:
-        """Removes our sockets, not ones that somebody else put there, and unlocks.
+        """Removes our own sockets only, and unlocks.
 
         With `remove` the directory goes too: it was made for this daemon alone.
         """

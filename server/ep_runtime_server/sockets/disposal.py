@@ -49,7 +49,7 @@ class Disposal:
         await self._child.close()
 
     def hand_over(self, fds: list[int]) -> bool:
-        """Whether the process has copies, so that a close here is not the last one."""
+        """Returns whether the process holds copies, so that a close here does not block."""
         for _ in range(2):
             try:
                 socket.send_fds(self._child.start(), [b"."], fds)
@@ -61,7 +61,7 @@ class Disposal:
 
 
 def _is_harmless(connection: socket.socket) -> bool:
-    """Takes packets without descriptors away; True where no others are there."""
+    """Discards packets without descriptors; True if no others are left."""
     for _ in range(_MAX_PACKETS):
         try:
             data, ancillary, flags, _ = connection.recvmsg(

@@ -1,4 +1,4 @@
-"""What is asked on fd.sock: hello, descriptors for an attach token, descriptors that come back.
+"""Answers requests on fd.sock: hello, redeemed attach tokens, returned windows.
 
 Knows no connection; every function raises what its client is told.
 """

@@ -81,7 +81,7 @@ class FdServer:
         *,
         peer_of: Callable[..., Peer] = credentials.peer_of,
     ) -> None:
-        """`peer_of` says who connected; tests put their own there."""
+        """`peer_of` identifies connections; tests replace it."""
         self._runtime = runtime
         self._listener = listener
         self._peer_of = peer_of
@@ -140,7 +140,7 @@ class FdServer:
         self._listen(connection)
 
     def _admit(self, connection: _Connection) -> int:
-        """The uid of who connected.
+        """Returns the uid of the connected process.
 
         Raises:
             PermissionDeniedError: it is not served.
@@ -378,7 +378,7 @@ class FdServer:
         self._runtime.failpoints.hit("fd.after_send")
 
     def _send(self, connection: _Connection, reply: pb.FdReply, fds: list[int]) -> None:
-        """Never waits: who does not read its answers loses the connection."""
+        """Sends without waiting; drops a connection that does not read its answers."""
         if connection not in self._connections:
             return
         try:

@@ -1,4 +1,4 @@
-"""api.sock and admin.sock: say by the kernel's word who calls, which gRPC cannot.
+"""Fronts of api.sock and admin.sock, which identify callers by the kernel: gRPC cannot.
 
 Every connection is accepted here and passed on, byte by byte, to gRPC's own socket. The passing end
 is bound to a name of its own, and gRPC tells that name as the call's peer.
@@ -44,7 +44,7 @@ class Front:
         *,
         peer_of: Callable[..., Peer] = credentials.peer_of,
     ) -> None:
-        """`inner_path` is gRPC's socket; `peer_of` says who connected, for tests."""
+        """`inner_path` is gRPC's socket; `peer_of` identifies connections, and tests replace it."""
         self._runtime = runtime
         self._listener = listener
         self._inner_path = inner_path
@@ -176,11 +176,11 @@ class OrdersFront(Front):
         return credentials.caller_of(accepted)
 
     def _count(self, uid: int, more: int) -> None:
-        """Nothing: what is kept back of descriptors is for these."""
+        """Reserves no descriptors: these connections use the daemon's reserve."""
 
 
 class _Call:
-    """One connection and its way to gRPC and back."""
+    """One connection, relayed to gRPC and back."""
 
     def __init__(
         self,
@@ -213,7 +213,7 @@ class _Call:
 
 
 class _Way:
-    """One direction. Reads nothing more while the other side takes nothing."""
+    """Relays one direction; stops reading while the other side is full."""
 
     def __init__(
         self,
@@ -295,8 +295,7 @@ class _Way:
 
 
 def _bytes_alone(source: socket.socket) -> bytes:
-    """What came, unless descriptors are among it: nothing here takes them, and a read that leaves
-    them out would close them."""
+    """Reads data; refuses descriptors, because a plain read would close them and may block."""
     data, _, flags, _ = source.recvmsg(_PART_BYTES, 0, socket.MSG_PEEK)
     if flags & socket.MSG_CTRUNC:
         raise OSError("descriptors on api.sock")

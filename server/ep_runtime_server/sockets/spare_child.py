@@ -1,4 +1,4 @@
-"""A process for what others sent, which may hang on it: then another one takes its place."""
+"""A process that handles others' descriptors; if it hangs, a new one replaces it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class SpareChild:
         return self.inbox
 
     def end(self) -> subprocess.Popen[bytes] | None:
-        """Kills the process, which may hang from now on; the next one takes what comes."""
+        """Kills the process, which may hang; the next one goes on."""
         process, self._process = self._process, None
         if self.inbox is not None:
             self.inbox.close()
@@ -45,7 +45,7 @@ class SpareChild:
         return process
 
     async def close(self) -> None:
-        """Ends the processes; who does not end within END_S is left to init."""
+        """Ends the processes; leaves those that outlive END_S to init."""
         self.end()
         for process in self._killed:
             with contextlib.suppress(subprocess.TimeoutExpired):

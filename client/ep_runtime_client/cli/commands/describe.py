@@ -176,7 +176,7 @@ def _in_group(one: Row, group: Row) -> bool:
 
 
 def _members(group: Row, node: source.Source) -> list[Row]:
-    """The group's ranks with what the board says of those that are this node's."""
+    """Returns the group's ranks, with the board's progress for ranks of this node."""
     told = {one["world_rank"]: one for one in node.ranks() if _in_group(one, group)}
     progress = ("state", "op", "layer", "waiting_for", "since_s", "silent_s")
     return [

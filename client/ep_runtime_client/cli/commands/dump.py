@@ -96,7 +96,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _kept(missing: dict[str, str], name: str, read: Callable[[], Any]) -> Any:
-    """What `read` finds; where it fails, None and why: a bug report goes without that part."""
+    """Returns what `read` finds; if it fails, notes why and returns None: a dump goes on without
+    it."""
     try:
         return read()
     except (EpRuntimeError, OSError, ValueError, subprocess.SubprocessError) as error:
@@ -161,7 +162,7 @@ def _of_daemon(args: argparse.Namespace, missing: dict[str, str]) -> dict[str, A
 
 
 def left_events(args: argparse.Namespace) -> dict[str, Any]:
-    """Events of the file that a daemon keeps for the next one."""
+    """Returns events from the file that a daemon leaves for the next one."""
     from ep_runtime_client.daemons import addresses
 
     path = addresses.daemon_place(args.address).directory / "events"

@@ -149,7 +149,7 @@ def _write_heat(layers: Sequence[dict[str, Any]]) -> None:
 
 
 def _write_history(history: History) -> None:
-    """How rows and their balance went, interval by interval; drops where there are some."""
+    """Writes rows and balance of each interval, and drops if there are any."""
     for column in COLUMNS:
         if column.key not in _OVER_TIME:
             continue

@@ -103,7 +103,7 @@ def _write_tables(args: argparse.Namespace, seen: board_samples.BoardSamples) ->
 
 
 def _write_matrix(group: Sequence[Interval], op: str | None, what: str, *, wide: bool) -> None:
-    """Columns are peers; where not all fit, those for which others waited most."""
+    """Writes a matrix of ranks by peers; if not all fit, the peers that others waited for most."""
     kind, about = _MATRICES[what]
     matrix = figures.matrix(group, op, what)
     if not any(matrix.values()):

@@ -1,4 +1,4 @@
-"""`ep-runtime undrain`: takes `drain` back."""
+"""`ep-runtime undrain`: admits sessions and groups again after `drain`."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ def _once(args: argparse.Namespace) -> int:
 def _daemon_version(
     args: argparse.Namespace,
 ) -> tuple[str | None, RuntimeUnavailableError | None]:
-    """Its version, or why there is none."""
+    """Returns the daemon's version, or the error if there is none."""
     from ep_runtime_client.cli.daemon import source
 
     try:

@@ -22,7 +22,7 @@ _STATES = {
 
 
 def wanted(status: Row, others: Iterable[Row]) -> bool:
-    """Whether a rank is late or a process silent, here or on one of those other nodes."""
+    """Returns whether a rank is late or a process silent, on this node or one of `others`."""
     here = status["late_ranks"] or status["silent_processes"]
     return bool(here) or any(row["num_late"] or row["num_silent"] for row in others)
 
@@ -51,7 +51,7 @@ def certificates(status: Row) -> list[str]:
 
 
 def silence(process: Row) -> str:
-    """Which process is silent, for how long, and what the kernel says of it."""
+    """Describes a silent process: for how long, and its state in the kernel."""
     letter = process["process_state"] or "?"
     text = _STATES.get(letter, "its state in the kernel is {letter}")
     state = text.format(pid=process["pid"], letter=letter)

@@ -35,7 +35,7 @@ class Condition:
 
 
 def conditions(texts: Iterable[str]) -> list[Condition]:
-    """What several -l say, each one or more conditions with commas between.
+    """Parses the values of -l, each with one or more conditions between commas.
 
     Raises:
         InvalidArgumentError: one is no condition.
@@ -53,7 +53,7 @@ def conditions(texts: Iterable[str]) -> list[Condition]:
 
 
 def _texts(value: Any) -> set[str]:
-    """The ways to write a value; of a list those of its items."""
+    """Returns the texts that match a value, or any item of a list."""
     if isinstance(value, list | tuple):
         return {str(item).casefold() for item in value}
     if isinstance(value, bool):
@@ -66,7 +66,7 @@ def filtered(
     wanted: Sequence[Condition],
     columns: Sequence[tables.Column],
 ) -> list[dict[str, Any]]:
-    """Rows of which every condition holds.
+    """Returns the rows that meet every condition.
 
     Raises:
         InvalidArgumentError: a key is no field, and a label of no row.
@@ -166,7 +166,7 @@ def _joined(row: Row, key: str) -> str:
 def of_one_owner(
     kind: str, rows: Sequence[dict[str, Any]], name: str, job: str | None, uid: int | None
 ) -> list[dict[str, Any]]:
-    """The rows of a name that are of that job and user; those of any if all are of one.
+    """Returns the named rows of that job and user; without these, of the only owner.
 
     Raises:
         InvalidArgumentError: none is of that job and user, or several jobs or users have the name.

@@ -1,4 +1,4 @@
-"""One object, a line per value; what it has several of as tables below."""
+"""Writes one object: a line per value, then a table for each list."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def write(
 
 
 def write_part(title: str, rows: Sequence[Row], columns: Sequence[Column] | None = None) -> None:
-    """Writes a table under a title; its columns are the rows' keys where nobody says better."""
+    """Writes a table under a title; without `columns` the rows' keys are its columns."""
     render.out(f"\n{title}:")
     if columns is None:
         columns = [Column(key, key.upper(), tables.kind_of(key)) for key in (rows or [{}])[0]]

@@ -45,7 +45,7 @@ COLUMNS = (
 
 
 def tell_missing(missing: Rows) -> None:
-    """One line each on standard error: a list that lacks something must not look whole."""
+    """Reports missing nodes on standard error, because a list without them looks complete."""
     for node in missing:
         render.err(f"{reason(node)}: what it has is not listed")
 
@@ -61,7 +61,7 @@ def reason(missing: Mapping[str, Any]) -> str:
 
 
 def table(daemon: source.Source, status: Mapping[str, Any]) -> Found:
-    """One row per node of the cluster of `status`; a missing one has a row too."""
+    """Returns one row per node of the cluster, also for nodes that do not answer."""
     cluster = status["cluster"]
     found = everywhere(daemon, lambda node: [node.status()])
     told = {row["node"]: row for row in found.rows}

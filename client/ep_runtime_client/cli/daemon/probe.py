@@ -26,7 +26,7 @@ _NOT_NOW = re.compile(rb"\x2a[\x80-\xff]*[\x00-\x7f]\x0a[\x80-\xff]*[\x00-\x7f](
 
 
 def add_probes(parser: argparse.ArgumentParser) -> None:
-    """Adds --live and --ready, of which a call takes one."""
+    """Adds --live and --ready, which exclude each other."""
     add = parser.add_mutually_exclusive_group().add_argument
     add(
         "--live",
@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _reply(place: SocketDirectory, timeout_s: float) -> bytes:
-    """One packet; an error also is an answer. Raises RuntimeUnavailableError."""
+    """Receives one packet, which may be an error. Raises RuntimeUnavailableError."""
     with place.connected(FD_SOCKET, socket.SOCK_SEQPACKET, timeout_s) as connection:
         try:
             with contextlib.suppress(BrokenPipeError):  # turned away: why is there to read

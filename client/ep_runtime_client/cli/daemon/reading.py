@@ -1,4 +1,4 @@
-"""What the listing commands share: options, and rows of every node as the options want them."""
+"""Options of the listing commands, and the rows of every node that they select."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ def add_list_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_node_argument(parser: argparse.ArgumentParser, default: str) -> None:
-    """Whose rows to show."""
+    """Adds --node."""
     parser.add_argument("--node", metavar="NODE", help=f"ask this node only (default: {default})")
 
 
@@ -177,7 +177,7 @@ def explain(
     columns: Mapping[str, Sequence[tables.Column]],
     about: str = "",
 ) -> None:
-    """--help says what every column shows, by the title of its table; before them `about`."""
+    """Adds `about` and a description of every column to --help."""
     lines = tables.fold(about, render.width() or 100) if about else []
     for title, shown in columns.items():
         room = max(len(column.title) for column in shown) + 4

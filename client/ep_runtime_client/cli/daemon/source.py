@@ -80,7 +80,7 @@ def exact(address: str | None) -> str:
 
 @contextlib.contextmanager
 def _as_session(place: SocketDirectory, timeout_s: float) -> Iterator[Source]:
-    """What a user whom the daemon serves may read: a session that only asks."""
+    """Opens a session that only reads, for a user who may not use admin.sock."""
     token = transport.hello(place, timeout_s).session_token
     control = transport.ControlChannel(place, token)
     try:

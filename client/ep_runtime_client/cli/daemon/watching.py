@@ -1,4 +1,4 @@
-"""A command again and again: the same screen anew, or a line for what changed."""
+"""Repeats a command: draws the screen again, or writes a line for each change."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Lines:
         self._widest = ["CHANGED" if column is _CHANGE else "" for column in self._columns]
 
     def write(self, rows: Sequence[Row]) -> None:
-        """Writes rows below those before."""
+        """Writes more rows below earlier ones."""
         cells = [tables.cells(self._columns, row, wide=self._wide) for row in rows]
         if not cells:
             return
@@ -84,7 +84,7 @@ class Lines:
 
 
 class Changes:
-    """What became of the rows of a list since it was looked at last."""
+    """Compares the rows of a list with those of the call before."""
 
     def __init__(self, columns: Sequence[tables.Column], identity: Sequence[str]) -> None:
         """`identity`: keys whose values together name a row; a row of another node is another."""
@@ -112,5 +112,5 @@ class Changes:
 
 
 def with_change(columns: Sequence[tables.Column]) -> list[tables.Column]:
-    """The columns of what `Changes` tells."""
+    """Returns the columns of rows from `Changes`."""
     return [_CHANGE, *columns]

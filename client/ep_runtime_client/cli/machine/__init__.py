@@ -1,1 +1,1 @@
-"""What the commands find on this machine without a daemon: GPUs, their links, NCCL."""
+"""Reads GPUs and their links from this machine, without a daemon."""

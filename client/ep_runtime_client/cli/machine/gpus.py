@@ -1,4 +1,4 @@
-"""What `doctor` and `status` say of GPUs: who can use them, their memory, their links. No JAX."""
+"""GPUs for `doctor` and `status`: whether JAX can use them, memory, links. Imports no JAX."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ NONE: dict[str, Any] = {"driver": "", "reason": "", "items": []}
 
 
 def told(window_bytes: Mapping[str, int]) -> dict[str, Any]:
-    """What `status` shows: driver, reason (where nothing is told), and a row of COLUMNS per GPU."""
+    """Returns what `status` shows: driver, reason if NVML fails, and a row of COLUMNS per GPU."""
     machine = nvml.probe()
     rows = [
         {

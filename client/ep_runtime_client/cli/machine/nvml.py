@@ -1,4 +1,4 @@
-"""GPUs, their memory and the links between them, as NVML tells them. Never an error: a reason.
+"""Reads GPUs, their memory and links from NVML; failures become a reason, not an error.
 
 Virtual machines, containers and MIG hide parts of it; what is hidden is None or NOT_TOLD.
 """
@@ -25,7 +25,7 @@ _LINK_SPEED_FIELD = 90  # MB/s of one link, each way
 
 @dataclasses.dataclass(frozen=True)
 class Gpu:
-    """One GPU of the machine; CUDA_VISIBLE_DEVICES hides none."""
+    """One GPU of the machine, also if CUDA_VISIBLE_DEVICES hides it."""
 
     index: int
     uuid: str
@@ -39,7 +39,7 @@ class Gpu:
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """What NVML told; `reason` says why where it told nothing."""
+    """What NVML reports; `reason` says why if it reports nothing."""
 
     driver: str = ""
     gpus: tuple[Gpu, ...] = ()

@@ -1,1 +1,1 @@
-"""What `top`, `load` and `skew` make of the boards: rates, shares of time, loads of experts."""
+"""Rates, shares of time and loads of experts for `top`, `load` and `skew`."""

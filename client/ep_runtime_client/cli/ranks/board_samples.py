@@ -26,7 +26,7 @@ _ENDLESS = sys.maxsize
 
 
 class _Watch(argparse.Action):
-    """As --watch of other commands that read."""
+    """Implements --watch as other reading commands have it."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option: Any = None) -> None:
         namespace.interval = values
@@ -43,7 +43,7 @@ def add_arguments(
     samples: int | None = 1,
     wide: str = "every column",
 ) -> None:
-    """Whose ranks, over what time, and how to write what they did.
+    """Adds the options that `top`, `load` and `skew` share: group, time and output.
 
     Args:
         interval: what --interval does.
@@ -138,7 +138,7 @@ class BoardSamples:
         return f"in the last {self.interval_s:g} s" if self.interval_s else "since it formed"
 
     def about(self, group: tallies.GroupName) -> dict[str, Any]:
-        """Whose a sample is, and of how long, as documents have it."""
+        """Returns the group and duration of a sample for JSON."""
         elapsed_s = self._elapsed_s(group) if group in self.groups else None
         return {**group._asdict(), "elapsed_s": elapsed_s}
 
@@ -146,7 +146,7 @@ class BoardSamples:
         return max(one.elapsed_s for one in self.groups[group])
 
     def heading(self, group: tallies.GroupName) -> Iterator[str]:
-        """Whose ranks they are, and which of them is slow."""
+        """Yields heading lines: the group, a slow rank, silent processes."""
         yield f"{title(group)}: {len(self.groups[group])} ranks"
         slow = tallies.slow_rank(self.groups[group])
         if slow is not None:
@@ -155,17 +155,17 @@ class BoardSamples:
             yield f"SILENT: {text}"
 
     def ranks(self, group: tallies.GroupName, links: rows.Links) -> rows.Rows:
-        """Of rows.RANKS."""
+        """Returns the rows of table rows.RANKS."""
         rounds = sum(self.grown(group, "rounds").values())
         return rows.ranks(self.groups[group], rounds, links)
 
     def layers(self, group: tallies.GroupName) -> rows.Rows:
-        """Of rows.LAYERS."""
+        """Returns the rows of table rows.LAYERS."""
         rounds, dropped = self.grown(group, "rounds"), self.grown(group, "dropped_rows")
         return rows.layers(self.groups[group], rounds, dropped)
 
     def sums(self) -> dict[tallies.GroupName, list[tallies.Row]]:
-        """What ranks have since their group formed, as ListTallies tells it."""
+        """Returns sums of each group's ranks since it formed, as ListTallies reports them."""
         found: dict[tallies.GroupName, list[tallies.Row]] = {}
         for row in self._after.ranks.values():
             found.setdefault(tallies.group_of(row), []).append(row)
@@ -177,7 +177,7 @@ class BoardSamples:
         return vars(found) if found is not None else None
 
     def write_json(self, kind: str, groups: Iterable[Mapping[str, Any]], *, compact: bool) -> None:
-        """One document of a sample; `interval_s` null for all since groups formed."""
+        """Writes a sample as one JSON document; `interval_s` null: all since groups formed."""
         interval_s = self.interval_s or None
         body = {"interval_s": interval_s, **self._told(), "groups": [*groups]}
         render.write_json(kind, {**body, "unreachable": self.missing}, compact=compact)
@@ -201,7 +201,7 @@ class BoardSamples:
     def grown(
         self, group: tallies.GroupName, key: str, *, from_start: bool = False
     ) -> dict[str, int]:
-        """By layer: by how much a number of its handles grew since the sample before."""
+        """Returns by layer how much a number of its handles grew since the last sample."""
         before = [] if from_start else self._before.handles
         return tallies.growth(before, self._after.handles, group, key)
 
@@ -264,5 +264,5 @@ class PastSamples(BoardSamples):
 
 
 def columns(found: rows.Rows, of: Sequence[Column]) -> Sequence[Column]:
-    """With the node where there are several."""
+    """Adds the node's column if there are several nodes."""
     return (nodes.COLUMN, *of) if any(row["node"] for row in found) else of

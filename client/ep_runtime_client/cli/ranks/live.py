@@ -30,7 +30,7 @@ _ESCAPE_S = 0.05  # the bytes of one key come together
 
 
 def possible() -> bool:
-    """Whether somebody sits in front of a terminal that takes keys."""
+    """Returns whether input and output are a terminal."""
     return sys.stdout.isatty() and sys.stdin.isatty()
 
 
@@ -59,7 +59,7 @@ def run(
 
 
 def _text(lines: Sequence[Line], width: int) -> Text:
-    """What does not fit is cut: a line that wrapped would push others off the screen."""
+    """Cuts lines to the width, because a wrapped line would push others off the screen."""
     drawn = Text(no_wrap=True, overflow="crop")
     for number, (line, style) in enumerate(lines):
         drawn.append("\n" * bool(number))
@@ -80,7 +80,7 @@ def _keys() -> Iterator[Callable[[float], str]]:
 
 
 class _Keys:
-    """The keys of a terminal, of which some come as several bytes."""
+    """Reads keys of a terminal; some come as several bytes."""
 
     def __init__(self, stdin: int) -> None:
         self._stdin = stdin
@@ -96,7 +96,7 @@ class _Keys:
         return _NAMED.get(key, key)
 
     def _fill(self, count: int, wait_s: float) -> bool:
-        """Whether so many bytes are there, or came one after the other."""
+        """Reads until `count` bytes are there; False if they do not come in time."""
         while len(self._bytes) < count:
             if not select.select([self._stdin], [], [], wait_s)[0]:
                 return False

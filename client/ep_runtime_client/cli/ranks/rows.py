@@ -80,15 +80,15 @@ Rows = list[dict[str, Any]]
 
 
 class Links:
-    """What the links of a GPU of this machine carry one way; other machines' are not known."""
+    """Bandwidth of GPU links one way, of this machine's GPUs only."""
 
     def __init__(self, gb_s: float | None = None) -> None:
-        """`gb_s` instead of what NVML tells."""
+        """`gb_s` replaces NVML's figure."""
         self._wanted = gb_s
         self._told: dict[str, float] | None = None
 
     def gb_s(self, device: str) -> float | None:
-        """Of a GPU by its UUID; None of the host and where nobody tells."""
+        """Returns a GPU's bandwidth by UUID; None for the host or if unknown."""
         if self._wanted is not None or device == "host":
             return self._wanted
         if self._told is None:
@@ -145,7 +145,7 @@ def _moved(one: Interval, links: Links) -> dict[str, float | None]:
 
 
 def _tokens_s(one: Interval) -> float | None:
-    """None where rows came and tokens are not counted, as in a group that spans nodes."""
+    """Returns tokens per second; None if only rows are counted, as in a group over nodes."""
     most = max((load.tokens for load in one.layers.values()), default=0)
     return most / one.elapsed_s if most or not one.rows else None
 

@@ -1,4 +1,4 @@
-"""What `ep-runtime top` shows in front of a terminal, and what its keys do."""
+"""The live screen of `ep-runtime top` and its keys."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _NUMBERS = ("count", "rate", "share", "ratio", "bytes", "seconds")
 
 
 class Screen:
-    """Ranks of one group; or its layers, of which one is chosen; or the ranks in one layer."""
+    """Shows a group's ranks, its layers with one chosen, or the ranks in one layer."""
 
     def __init__(self, seen: board_samples.BoardSamples, links: rows.Links) -> None:
         self._samples, self._links = seen, links
@@ -31,7 +31,7 @@ class Screen:
         self._sort, self._reversed = 0, False
 
     def press(self, key: str) -> None:
-        """What a key does; others do nothing."""
+        """Handles a key; ignores unknown ones."""
         if key == "s":
             self._sort, self._reversed = self._sort + 1, False
         elif key == "r":
@@ -91,7 +91,7 @@ class Screen:
         return sorted(have, key=lambda row: row[column.key], reverse=falling) + without
 
     def lines(self, width: int, height: int) -> list[Line]:
-        """As many as fit."""
+        """Returns the lines of the screen that fit."""
         key = self._key
         away: list[Line] = [
             (part, "red")
