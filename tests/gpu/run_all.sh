@@ -25,7 +25,7 @@
 #   block_memcheck, block_racecheck   the same over block calls, forward and backward
 #   demo        `doctor`, the demo against its twin on plain JAX collectives, with a process for each GPU
 #   bench       dispatch and combine beside the link's ceiling and XLA's collectives
-#   figures     what results.md tells of a host: movement by tokens, routing and SMs, layers, a step, staging
+#   figures     what results.md tells of a host: movement by tokens, routing and SMs, layers, a step
 # Variables: PYTHON; PREBUILT, a folder with libep_runtime_cpu.so, libep_runtime_cuda.so and
 # kernels_main (or some of them; rows_main, block_main, plans_main too) to use as they are; BUILD_DIR; TESTS, more
 # arguments of pytest;
@@ -190,7 +190,6 @@ part_figures() {
     --sms 24,32,40 --save "$logs/movement.json"
   "${bench[@]}" moe --transports nvlink,stock-padded --cases "$cases" --save "$logs/moe.json"
   "${bench[@]}" train --transports nvlink,stock --save "$logs/train.json"
-  "${bench[@]}" staging --transports nvlink --save "$logs/staging.json"
 }
 
 limit_of() {

@@ -18,7 +18,6 @@ from ep_runtime import native
 
 TOOLS = Path(__file__).with_name("tools")
 PROGRAMS = {"nvlink": 36, "nccl": 22, "xla": 13}
-ROWS = 24  # of tests/modes/rule_rows.py
 
 
 def plugin_of(version: int) -> bool:
@@ -50,10 +49,3 @@ def run_tool(name: str, *arguments: str) -> str:
 def test_programs_compile_for_gpus_that_are_not_here(transport: str) -> None:
     told = run_tool("compile_ahead.py", transport)
     assert told.count(" calls, ") == PROGRAMS[transport], told
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(750)
-def test_weights_move_on_eight_gpus_as_the_rule_table_says() -> None:
-    told = run_tool("rows_ahead.py")
-    assert told.count(" bytes; ") == ROWS, told
