@@ -110,10 +110,9 @@ def wait_gone(pid: int) -> None:
         os.close(fd)
 
 
-PROLOGUE = """
+# JAX takes seconds of a core to import.
+WITHOUT_JAX = """
 import json, os, signal, sys
-import jax
-jax.config.update("jax_num_cpu_devices", 4)
 import ep_runtime as ep
 
 def say(**values):
@@ -121,6 +120,12 @@ def say(**values):
 
 def hear():
     return json.loads(sys.stdin.readline())
+"""
+PROLOGUE = (
+    WITHOUT_JAX
+    + """
+import jax
+jax.config.update("jax_num_cpu_devices", 4)
 
 def mesh_of(size=4):
     import numpy as np
@@ -129,6 +134,7 @@ def mesh_of(size=4):
 ARGUMENTS = dict(ep_axis="ep", num_experts=8, hidden_size=16, max_tokens_per_rank=8,
                  max_top_k=2, alignment=8, max_token_dtype="float32")
 """
+)
 
 
 class Program:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -63,8 +64,8 @@ class Node:
         shutil.rmtree(self.directory)
 
 
-@pytest.fixture
-def pair() -> Iterator[tuple[Node, Node]]:
+@contextlib.contextmanager
+def opened() -> Iterator[tuple[Node, Node]]:
     """a, which coordinates, and b, which joined; each with a group of its own."""
     address = place()
     a = Node("a", "--coordinator", address)
@@ -75,6 +76,12 @@ def pair() -> Iterator[tuple[Node, Node]]:
     yield a, b
     b.close()
     a.close()
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[tuple[Node, Node]]:
+    with opened() as nodes:
+        yield nodes
 
 
 def test_every_node_shows_the_whole_cluster(pair, capsys):
@@ -124,10 +131,14 @@ def test_status_lists_the_nodes_with_what_they_have(pair, capsys):
     assert {event["group"] for event in group["events"]} == {"right"}
 
 
-@pytest.mark.parametrize("lost", ["coordinator", pytest.param("member", marks=pytest.mark.slow)])
-def test_a_node_that_is_away_is_said_with_since_when(pair, capsys, lost):
-    a, b = pair
-    gone, left = (a, b) if lost == "coordinator" else (b, a)
+@pytest.fixture
+def parted() -> Iterator[tuple[Node, Node]]:
+    with opened() as nodes:
+        yield nodes
+
+
+def test_a_node_that_is_away_is_said_with_since_when(parted, capsys):
+    gone, left = parted
     gone.kill()
     code, text, error = left.ask(capsys, "groups")
     assert code == 3

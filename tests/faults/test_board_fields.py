@@ -127,7 +127,7 @@ def read_all(group: GroupRecord, clock: SystemClock) -> None:
     group.windows.poison(board.PoisonReason.PEER_LOST, 1)
 
 
-@pytest.mark.doses(ci=10000, full=1_000_000)
+@pytest.mark.doses(ci=3000, full=1_000_000)
 def test_any_values_in_any_fields_are_read(group_of_two, dose):
     """Several fields at a time, so that lies about one thing meet lies about another."""
     group, mapped = group_of_two

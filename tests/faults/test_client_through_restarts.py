@@ -8,26 +8,24 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from daemon_fixtures import Program, start_daemon, wait_until
+from daemon_fixtures import WITHOUT_JAX, Program, start_daemon, wait_until
 
 from ep_runtime_client.cli.daemon import source
 
 Start = Callable[..., Program]
 
 # No JAX: groups are formed as Session.create_group does it, with every rank ours.
-_PROLOGUE = """
-import json, sys
-import ep_runtime as ep
+_PROLOGUE = (
+    WITHOUT_JAX
+    + """
 from ep_runtime import layer_specs, specs
 from ep_runtime_client.groups import forming, registrations
-
-def say(**values):
-    print(json.dumps(values), flush=True)
 
 spec = specs.make_group_spec(
     name="g", mesh_axes=(("ep", 4),), ep_axis="ep", num_experts=8, hidden_size=64,
     max_tokens_per_rank=64, max_top_k=2, retain_s=60.0)
 """
+)
 _PROGRAM = """
 session = ep.connect(job="kills", timeout_s=60)
 formed = forming.form(session._client, spec, forming.Claim((0, 1, 2, 3)), replace=False)
