@@ -79,8 +79,7 @@ def pytest_itemcollected(item: pytest.Item) -> None:
     if not any(map(item.get_closest_marker, _BY_COMMAND)):
         tier = tiers.tier_of(item.nodeid)
         item.add_marker(tier)
-        if tier not in _BY_COMMAND:
-            item.add_marker("full")
+        item.add_marker("full")
 
 
 @pytest.hookimpl(trylast=True)  # of the tests that the marks leave

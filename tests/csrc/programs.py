@@ -247,7 +247,6 @@ def overflow_errors(count):
 
 
 PROGRAMS = {
-    "launches50": lambda: launches(50),
     "launches200": lambda: launches(200),
     "chained50": lambda: chained_launches(50),
     "independent12": lambda: independent(12),
@@ -255,7 +254,6 @@ PROGRAMS = {
     "microbatches4": lambda: microbatches(4, awaited=True),
     "microbatches4_unawaited": lambda: microbatches(4, awaited=False),
     "microbatches12": lambda: microbatches(12, awaited=True),
-    "psum1": lambda: with_psum(1),
     "psum50": lambda: with_psum(50),
     "train60": lambda: train_steps(60),
     "threads50": lambda: threads(50, same_program=False),

@@ -1,4 +1,4 @@
-"""The rooms of csrc/: who includes whom, and that no two types have one name."""
+"""The rooms of csrc/: who includes whom."""
 
 from __future__ import annotations
 
@@ -61,32 +61,3 @@ def test_rooms_include_only_what_lies_below() -> None:
         if _floor(included) > _floor(path.relative_to(_SOURCES))
     ]
     assert not upward
-
-
-def test_every_include_of_ours_exists() -> None:
-    roots = "|".join(sorted({floor.split("/")[0] for floor in _FLOORS}))
-    missing = [
-        f"{path.relative_to(_SOURCES)} includes {name}"
-        for path in _sources()
-        for name in re.findall(rf'^#include "((?:{roots})/[^"]+)"', path.read_text(), re.M)
-        if not (_SOURCES / name).exists()
-    ]
-    assert not missing
-
-
-# One kind of call, with host pointers in csrc/cpu and with device pointers in csrc/cuda.
-_ON_BOTH = {"PrepareParams", "DispatchParams", "CombineParams", "CombineBwdParams", "RowType"}
-
-_TYPE = re.compile(
-    r"^\s*(?:struct|class|enum class|enum)(?: alignas\(\d+\))? (\w+)[^;{}()<>]*\{", re.M
-)
-
-
-def test_no_two_types_have_one_name() -> None:
-    homes: dict[str, set[str]] = {}
-    for path in _sources():
-        for name in _TYPE.findall(path.read_text()):
-            homes.setdefault(name, set()).add(path.relative_to(_SOURCES).as_posix())
-    assert len(homes) > 200
-    twins = {name: sorted(paths) for name, paths in homes.items() if len(paths) > 1}
-    assert set(twins) == _ON_BOTH, twins

@@ -51,14 +51,12 @@ def test_a_kill_in_a_step_ends_the_others_with_its_name_and_saves_no_nan(
     step_kills.check(took, name, record_property)
 
 
-@pytest.mark.parametrize("name", ["reclaim", "fence"])
 @pytest.mark.doses(ci=2, full=40)
 def test_an_order_in_a_step_ends_all_with_who_gave_it(
     daemon_process: Callable[..., DaemonProcess],
     tmp_path: Path,
     record_property: Callable[[str, object], None],
     dose: int,
-    name: str,
 ) -> None:
     chance, took = random.Random(dose), dict[str, list[float]]()
     for number in range(dose):
@@ -77,14 +75,14 @@ def test_an_order_in_a_step_ends_all_with_who_gave_it(
                 memory=lambda daemon=daemon: memfds_of(daemon.pid),
                 states=lambda admin=admin: [row["state"] for row in admin.groups()],
                 folder=tmp_path,
-                name=name,
+                name="reclaim",
             )
-            fault = step_kills.order(name, admin)
+            fault = step_kills.order("reclaim", admin)
             found = step_kills.strike_in_steps(place, 1, chance, fault, since=number)
         daemon.close()
         for what, seconds in found.items():
             took.setdefault(what, []).extend(seconds)
-    step_kills.check(took, name, record_property)
+    step_kills.check(took, "reclaim", record_property)
 
 
 # Device 0 of process 0 has left its call, which the others' ranks never join, for a sum over all.
@@ -132,7 +130,7 @@ os._exit(0)
 """
 
 
-@pytest.mark.parametrize("name", ["reclaim", "fence", "replace"])
+@pytest.mark.parametrize("name", ["fence", "replace"])
 def test_a_process_left_in_a_collective_is_ended_by_name(
     address: str, admin: source.Source, name: str
 ) -> None:

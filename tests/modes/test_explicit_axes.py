@@ -8,7 +8,6 @@ from typing import Any
 
 import fakes
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
@@ -26,8 +25,6 @@ from mode_programs import (
     meant_grads,
     put,
 )
-
-from ep_runtime_client.moe.api import init_moe_params, moe
 
 MakeGroup = Callable[..., fakes.LocalGroup]
 
@@ -60,9 +57,15 @@ def assert_typed(typed: Any, spec: P) -> None:
     assert P(*[e for e in entries if e is not None]) == spec
 
 
-@pytest.mark.parametrize("ambient", [True, False], ids=["set_mesh", "no mesh"])
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", MESHES)
+@pytest.mark.parametrize(
+    ("name", "kind", "ambient"),
+    [
+        *((name, "explicit", True) for name in MESHES),
+        ("dp x ep", "explicit", False),
+        ("dp x ep", "auto", False),
+        ("ep", "auto", True),
+    ],
+)
 def test_values_gradients_types_and_no_collectives(
     group_of: Callable[[str, str], fakes.LocalGroup], name: str, kind: str, ambient: bool
 ) -> None:
@@ -172,26 +175,3 @@ def test_inside_a_region_of_an_explicit_mesh(
         assert_close(grads_of(mapped)(*operands), meant_grads(x, weights))
     # Below 0.12 JAX gathers operands and result at the borders of any such region, ours or not.
     assert collectives(run) in ([], ["all-gather"] * 4)
-
-
-def test_the_moe_block_on_explicit_weights(
-    group_of: Callable[[str, str], fakes.LocalGroup],
-) -> None:
-    """Gradients come back typed as the weights are."""
-    group, spec = group_of("dp x ep", "explicit"), MESHES["dp x ep"][2]
-    layer = group.register_layer("moe", top_k=2)
-    params = init_moe_params(jax.random.key(0), layer, 8)
-    x = draw()[0]
-
-    def total(x: Any, params: Any) -> Any:
-        y, aux = moe(layer, x, params, aux_loss_coeff=0.1)
-        return jnp.sin(y).sum() + aux
-
-    want = jax.jit(jax.grad(total, argnums=(0, 1)))(x, params)
-    experts = NamedSharding(group.mesh, P("ep"))
-    spread = jax.tree.map(lambda w: jax.device_put(w, experts), params)
-    with jax.set_mesh(group.mesh):
-        got = jax.jit(jax.grad(total, argnums=(0, 1)))(*put(group, spec, x), spread)
-        assert_close(got, want)
-        assert_typed(jax.typeof(got[0]), spec)
-        assert_typed(jax.typeof(got[1].wi), P("ep"))

@@ -21,16 +21,7 @@ EXPERTS, HIDDEN, MLP, TOKENS = 4, 256, 256, 64
 AXES = {"fsdp": 2, "ep": 2, "tp": 2}
 SPECS = ep.MoEParams(P(), P("ep", "fsdp", None, "tp"), P("ep", "tp", "fsdp"))
 TENSOR, BLOCK, MX = ep.recipes.TensorScaling(), ep.recipes.BlockScaling(), ep.recipes.MXFP8()
-CASES: list[Any] = [
-    pytest.param("auto", TENSOR, marks=pytest.mark.slow),
-    ("auto", BLOCK),
-    pytest.param("auto", MX, marks=pytest.mark.slow),
-    pytest.param("rule", BLOCK, marks=pytest.mark.slow),  # what auto is, asked for
-    ("shard_map", MX),
-    ("explicit", TENSOR),
-    ("manual", TENSOR),
-    pytest.param("manual", BLOCK, marks=pytest.mark.slow),
-]
+CASES = [("auto", BLOCK), ("shard_map", MX), ("explicit", TENSOR), ("manual", TENSOR)]
 
 
 class Programs:
@@ -153,11 +144,15 @@ def test_in_a_shard_map_weights_are_quantized_as_they_lie() -> None:
         programs.group.close()
 
 
-@pytest.mark.parametrize("explicit", [False, True])
 @pytest.mark.parametrize(
-    ("lead", "experts", "inner"), [("stage", "ep", "fsdp"), (None, ("ep", "fsdp"), None)], ids=repr
+    ("lead", "experts", "inner", "recipe", "sums", "explicit"),
+    [
+        ("stage", "ep", "fsdp", TENSOR, 2, True),
+        ("stage", "ep", "fsdp", BLOCK, 0, False),
+        (None, ("ep", "fsdp"), None, TENSOR, 2, False),
+    ],
+    ids=repr,
 )
-@pytest.mark.parametrize(("recipe", "sums"), [(TENSOR, 2), (BLOCK, 0)], ids=repr)
 def test_a_stack_is_quantized_where_it_lies(
     lead: Any, experts: Any, inner: Any, recipe: Any, sums: int, explicit: bool
 ) -> None:

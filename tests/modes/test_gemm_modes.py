@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import logging
-import os
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import collectives
@@ -18,7 +13,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from daemon_fixtures import package_path
 from jax.experimental import serialize_executable
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -322,24 +316,3 @@ def check_delayed(out: Any, state: Any) -> None:
     np.testing.assert_array_equal(state.w, [np.abs(rhs).max((1, 2))] * 2)
     exact = ep.grouped_gemm(lhs, rhs, sizes, recipe=recipes.TensorScaling())
     np.testing.assert_allclose(out, exact, rtol=1e-5, atol=1e-5)
-
-
-def test_the_persistent_cache_hits_for_the_same_spec_alone(tmp_path: Path) -> None:
-    here = Path(__file__).parent
-    path = os.pathsep.join([package_path(), str(here), str(here.parent)])
-
-    def child() -> Any:
-        done = subprocess.run(
-            [sys.executable, "-P", str(here / "gemm_cache_child.py"), str(tmp_path / "cache")],
-            env={**os.environ, "PYTHONPATH": path},
-            capture_output=True,
-            text=True,
-            timeout=120,
-        )
-        assert done.returncode == 0, done.stderr[-4000:]
-        return json.loads(done.stdout.splitlines()[-1])
-
-    first, second = child(), child()
-    for report, hits in ((first, 0), (second, 1)):
-        for name, each in report.items():
-            assert each == {"hits": hits, "misses": 1 - hits, "right": True}, name

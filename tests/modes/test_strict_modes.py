@@ -185,11 +185,8 @@ def test_a_block_is_evaluated_while_a_program_is_traced(make_group: MakeGroup) -
     np.testing.assert_array_equal(*seen)
 
 
-@pytest.mark.parametrize("partitioning", ["rule", "shard_map"])
-def test_a_vmap_that_batches_nothing_of_a_block(make_group: MakeGroup, partitioning: str) -> None:
-    group = make_group(
-        transport="memfd", axes={"ep": 2}, num_experts=EXPERTS, partitioning=partitioning
-    )
+def test_a_vmap_that_batches_nothing_of_a_block(make_group: MakeGroup) -> None:
+    group = make_group(transport="memfd", axes={"ep": 2}, num_experts=EXPERTS, partitioning="rule")
     op, args = of_layer(group)["moe"]
     whole = jax.jit(jax.grad(lambda x: loss(op, (x, args[1]))))
     wanted = whole(args[0])

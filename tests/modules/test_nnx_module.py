@@ -199,40 +199,6 @@ def test_a_stack_of_blocks_scans_with_remat_like_a_loop(group: fakes.LocalGroup)
         )
 
 
-def test_gradients_of_a_stack_keep_their_layout_on_explicit_axes(make_group: MakeGroup) -> None:
-    fakes.require_native()
-    mesh, depth = fakes.mesh_of({"fsdp": 2, "ep": 2}, explicit=True), 2
-    rules = ep.sharding.rules("shard-exp-on-fsdp").on(mesh)
-    group = make_group(mesh=mesh, **rules.group_axes(mesh), transport="memfd", num_experts=EXPERTS)
-    stack = group.register_layer_stack("stack", depth, top_k=2)
-
-    @nnx.split_rngs(splits=depth)
-    @nnx.vmap(transform_metadata={nnx.PARTITION_NAME: "layers"})
-    def make(rngs: Any) -> Any:
-        return ep.nnx.MoEBlock(stack, MLP, rngs=rngs)
-
-    @nnx.scan(
-        in_axes=(0, 0, nnx.Carry),
-        out_axes=nnx.Carry,
-        transform_metadata={nnx.PARTITION_NAME: "layers"},
-    )
-    @nnx.remat
-    def scanned(block: Any, index: jax.Array, x: jax.Array) -> jax.Array:
-        return x + block(x, index)[0]
-
-    def loss(blocks: Any, x: jax.Array) -> jax.Array:
-        return scanned(blocks, jnp.arange(depth), x).sum()
-
-    with jax.set_mesh(mesh), nnx.logical_axis_rules(rules.logical):
-        blocks = nnx.jit(lambda: make(nnx.Rngs(0)))()
-        x = jax.device_put(
-            jnp.ones((16, HIDDEN)), rules.shardings(("activation_batch", None), mesh)
-        )
-        grads = nnx.jit(nnx.grad(loss))(blocks, x)
-    assert jax.typeof(grads["wi"][...]) == jax.typeof(blocks.wi[...])
-    assert blocks.wi.sharding.spec == P(None, ("ep", "fsdp"), None, None, None)
-
-
 def test_the_expert_bias_is_state_that_no_optimizer_meets(group: fakes.LocalGroup) -> None:
     layer = group.register_layer("block", top_k=2)
     block = ep.nnx.MoEBlock(
@@ -307,10 +273,10 @@ def test_calls_move_the_state_of_a_delayed_recipe_unless_the_block_evaluates(
 
 
 def test_a_scan_with_remat_moves_each_layers_state_once(make_group: MakeGroup) -> None:
-    """On Explicit axes, where states lie whole and stay so."""
+    """On Explicit axes, where states lie whole and gradients as their weights."""
     fakes.require_native()
     mesh, depth = fakes.mesh_of({"fsdp": 2, "ep": 2}, explicit=True), 2
-    rules = ep.sharding.rules("fsdp+ep").on(mesh)
+    rules = ep.sharding.rules("shard-exp-on-fsdp").on(mesh)
     group = make_group(mesh=mesh, **rules.group_axes(mesh), transport="memfd", num_experts=EXPERTS)
     stack = group.register_layer_stack("stack", depth, top_k=2)
     recipe = (DELAYED, None)
@@ -343,6 +309,8 @@ def test_a_scan_with_remat_moves_each_layers_state_once(make_group: MakeGroup) -
         for _ in range(2):
             grads = train(blocks, x)
     assert jax.typeof(blocks.wi_w_amax[...]) == before
+    assert jax.typeof(grads["wi"][...]) == jax.typeof(blocks.wi[...])
+    assert blocks.wi.sharding.spec == P(None, ("ep", "fsdp"), None, None, None)
     assert {*nnx.to_pure_dict(grads)} == {"router", "wi", "wo"}
     amax = np.abs(blocks.wi[...]).max((2, 3, 4))
     np.testing.assert_array_equal(blocks.wi_w_amax[...], np.stack([amax, amax, 0 * amax], 1))

@@ -7,8 +7,6 @@ import pytest
 from multiprocess.launch import Job
 from native_memory import shared_groups
 
-LAYOUTS = pytest.mark.parametrize(("processes", "devices"), [(2, 4), (4, 1)], ids=["2x4", "4x1"])
-
 START = """
 sys.path.append(os.environ["TEST_NATIVE"])
 from multiprocess import native_job
@@ -30,15 +28,12 @@ with native_job.open_groups(num_layers=30, in_flight=2) as (group,):
 )
 
 
-@LAYOUTS
-def test_programs_end_with_the_right_values(processes: int, devices: int) -> None:
+def test_programs_end_with_the_right_values() -> None:
     with (
-        shared_groups(processes * devices, "values") as (_, groups),
-        Job(
-            _VALUES, processes=processes, devices=devices, TEST_GROUPS=groups, TEST_NATIVE=NATIVE
-        ) as job,
+        shared_groups(8, "values") as (_, groups),
+        Job(_VALUES, processes=2, devices=4, TEST_GROUPS=groups, TEST_NATIVE=NATIVE) as job,
     ):
-        assert job.heard(200) == [{"done": True}] * processes
+        assert job.heard(200) == [{"done": True}] * 2
         job.tell()
         job.finish()
 
@@ -126,15 +121,10 @@ with native_job.open_groups(debug=True) as (group,):
 )
 
 
-@LAYOUTS
-def test_an_error_in_one_process_ends_the_run_in_all_and_later_runs_work(
-    processes: int, devices: int
-) -> None:
+def test_an_error_in_one_process_ends_the_run_in_all_and_later_runs_work() -> None:
     with (
-        shared_groups(processes * devices, "failed") as (_, groups),
-        Job(
-            _FAILED, processes=processes, devices=devices, TEST_GROUPS=groups, TEST_NATIVE=NATIVE
-        ) as job,
+        shared_groups(8, "failed") as (_, groups),
+        Job(_FAILED, processes=2, devices=4, TEST_GROUPS=groups, TEST_NATIVE=NATIVE) as job,
     ):
         for said in job.heard():
             assert said["kind"] == "InvalidArgumentError", said
@@ -184,22 +174,21 @@ with native_job.open_groups() as groups:
 )
 
 
-@LAYOUTS
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("steps", [200, pytest.param(10_000, marks=pytest.mark.slow)])
-def test_two_groups_stay_right_with_random_delays(processes: int, devices: int, steps: int) -> None:
+def test_two_groups_stay_right_with_random_delays(steps: int) -> None:
     with (
-        shared_groups(processes * devices, "one", "two") as (_, groups),
+        shared_groups(8, "one", "two") as (_, groups),
         Job(
             _SOAK,
-            processes=processes,
-            devices=devices,
+            processes=2,
+            devices=4,
             life_s=1150.0,
             TEST_GROUPS=groups,
             TEST_NATIVE=NATIVE,
             TEST_STEPS=str(steps),
         ) as job,
     ):
-        assert job.heard(1100) == [{"done": True}] * processes
+        assert job.heard(1100) == [{"done": True}] * 2
         job.tell()
         job.finish()

@@ -149,16 +149,10 @@ def layers(group: fakes.LocalGroup) -> list[Any]:
     return [group.register_layer(f"layer{i}", top_k=TOP_K, in_flight=2) for i in range(2)]
 
 
-# Those that one with passes in any order has as well.
-_SLOW = {microbatches.accumulated_outside, microbatches.one_forward_one_backward}
-
-
 @pytest.mark.parametrize(
     "schedule",
-    [
-        pytest.param(each, marks=pytest.mark.slow if each in _SLOW else [], id=each.__name__)
-        for each in microbatches.SCHEDULES
-    ],
+    [microbatches.accumulated_in_the_loss, microbatches.forward_beside_backward],
+    ids=lambda each: each.__name__,
 )
 def test_microbatches_add_up_to_the_batch(
     group: fakes.LocalGroup, layers: list[Any], ways: Ways, schedule: microbatches.Schedule

@@ -62,8 +62,6 @@ def drawn(layer: Any, of_rows: Any = jnp.float32, **options: Any) -> tuple[Any, 
 
 CASES: dict[str, tuple[Any, Any, dict[str, Any], dict[str, Any]]] = {
     "tensor scales": (TENSOR, jnp.bfloat16, {}, {}),
-    "a pair": (TENSOR, jnp.float32, {"separate": True}, {"keep": "nothing"}),
-    "not gated": (TENSOR, jnp.bfloat16, {"gated": False}, {"activation": "gelu"}),
     "16-bit parameters": (
         TENSOR,
         jnp.bfloat16,
@@ -80,26 +78,20 @@ CASES: dict[str, tuple[Any, Any, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-_SLOW = {"a pair", "not gated"}
-
-
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=pytest.mark.slow if name in _SLOW else []) for name in CASES],
-)
+@pytest.mark.parametrize("name", CASES)
 def test_values_and_gradients_are_those_of_the_ops(layer: Any, ways: Ways, name: str) -> None:
     recipe, dtype, of_params, options = CASES[name]
     x, params = drawn(layer, dtype, **of_params)
-    options = {"recipe": recipe, "gated": of_params.get("gated", True), **options}
+    options = {"recipe": recipe, **options}
     want, got = ways.both(lambda x, params: graded(layer, x, params, **options), x, params)
     jax.tree.map(np.testing.assert_array_equal, got, want)
-    exact = jax.jit(lambda x, params: graded(layer, x, params, gated=options["gated"])[0])
+    exact = jax.jit(lambda x, params: graded(layer, x, params)[0])
     assert not np.array_equal(got[0], exact(x, params))  # something was rounded
 
 
 @pytest.mark.parametrize(
     "policy",
-    [None, pytest.param(("ep_plan",), marks=pytest.mark.slow), ("ep_plan", "ep_q_w")],
+    [None, ("ep_plan", "ep_q_w")],
     ids=str,
 )
 def test_scans_and_checkpoints_quantize_weights_as_often_as_the_ops(

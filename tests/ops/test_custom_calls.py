@@ -97,8 +97,9 @@ def _as_with_gpus(monkeypatch: pytest.MonkeyPatch, forgotten: None) -> None:
 
 
 @pytest.mark.usefixtures("_as_with_gpus")
-@pytest.mark.parametrize("transport", ["nvlink", "nccl/2"])
-@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: type(recipe).__name__)
+@pytest.mark.parametrize(
+    ("recipe", "transport"), [*zip(RECIPES, ["nvlink", "nccl/2"] * 2, strict=True)], ids=repr
+)
 def test_calls_on_gpus_are_held_for_all_who_use_their_results(
     make_group: Callable[..., fakes.LocalGroup], ways: Ways, recipe: Any, transport: str
 ) -> None:

@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import ep_runtime as ep
 from ep_runtime import layer_specs
 from ep_runtime_client.moe import resolve as moe_call
-from ep_runtime_client.moe.api import MoEParams, MoEStats, init_moe_params, moe
+from ep_runtime_client.moe.api import MoEParams, init_moe_params, moe
 from ep_runtime_client.ops.activation import kernels as activation_kernels
 from ep_runtime_client.programs.remat import remat_policy
 
@@ -180,32 +180,6 @@ def test_ungated_activations_and_fused_kernels(group: fakes.LocalGroup) -> None:
     ):
         run = jax.jit(lambda x, p=params, a=activation: moe(layer, x, p, activation=a)[0])
         assert worst_error(run(x), want) < 1e-5
-
-
-def test_inside_a_manual_shard_map_losses_and_stats_are_global(group: fakes.LocalGroup) -> None:
-    layer = group.register_layer("moe", top_k=TOP_K)
-    params, x = make_params(layer), draw(64)
-    rows = PartitionSpec(("dp", "ep"))
-    experts_on_ep = MoEParams(*[PartitionSpec()] + [PartitionSpec("ep")] * 4, PartitionSpec())
-
-    def local(x: Any, params: Any) -> Any:
-        return moe(layer, x, params, aux_loss_coeff=0.1, return_stats=True)
-
-    mapped = jax.shard_map(
-        local,
-        mesh=group.mesh,
-        in_specs=(rows, experts_on_ep),
-        out_specs=(rows, PartitionSpec(), MoEStats(PartitionSpec(), PartitionSpec(), rows, rows)),
-    )
-    y, aux, stats = jax.jit(mapped)(x, params)
-    wanted_y, wanted_aux, wanted = jax.jit(
-        lambda x, p: moe(layer, x, p, aux_loss_coeff=0.1, return_stats=True)
-    )(x, params)
-    np.testing.assert_allclose(y, wanted_y, rtol=1e-5, atol=1e-5)
-    np.testing.assert_allclose(aux, wanted_aux, rtol=1e-5)
-    jax.tree.map(np.testing.assert_array_equal, stats, wanted)
-    got = jax.jit(graded(lambda x, p: mapped(x, p)[:2]))(x, params)
-    assert worst_error(got, Dense(TOP_K).graded(x, params)) < 1e-5
 
 
 @pytest.mark.parametrize("sizes", [(1, 2), (1, 1)])

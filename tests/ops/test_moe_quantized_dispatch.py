@@ -89,38 +89,11 @@ def scanned(group: fakes.LocalGroup) -> Any:
     return loss, (draw(), params)
 
 
-def interleaved(group: fakes.LocalGroup) -> Any:
-    """Two layers that are alike, each on half of the tokens, neither waiting for the other."""
-    layers = [group.register_layer(name, top_k=TOP_K, in_flight=2) for name in "ab"]
-    params = [ep.init_moe_params(jax.random.key(i), layer, INNER) for i, layer in enumerate(layers)]
-
-    def loss(x: Any, params: Any) -> Any:
-        halves = [
-            ep.moe(layers[way], x[part::2], params[way], handle=part, recipe=BLOCK)[0]
-            for part in (0, 1)
-            for way in (part, 1 - part)
-        ]
-        y = jnp.concatenate(halves)
-        return loss_of(y, jnp.concatenate([x, x])), y
-
-    return loss, (draw(), params)
-
-
-CASES: dict[str, Callable[[fakes.LocalGroup], Any]] = {
-    "bf16": lambda group: plain(group, jnp.bfloat16),
-    "weights before wo, a pair, drops": lambda group: plain(
-        group, jnp.float32, weights_at="hidden", separate=True, capacity=32
-    ),
-}
-LOOPS = {"scan and remat": scanned, "interleaved": interleaved}
-
-
-def graded(loss: Any, arguments: Any, donate: bool = False) -> tuple[Any, str]:
+def graded(loss: Any, arguments: Any) -> tuple[Any, str]:
     """Loss, results and gradients; and the compiled program."""
     both = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)
-    program = jax.jit(both, donate_argnums=(0,) if donate else ())
-    made = program.lower(*arguments).compile()
-    return made(jnp.copy(arguments[0]), arguments[1]), made.as_text()
+    made = jax.jit(both).lower(*arguments).compile()
+    return made(*arguments), made.as_text()
 
 
 def rows_sent(text: str) -> list[str]:
@@ -149,26 +122,21 @@ def behind(monkeypatch: pytest.MonkeyPatch) -> Callable[[], Any]:
 
 
 @pytest.mark.usefixtures("optimized")
-@pytest.mark.parametrize("name", [pytest.param("bf16", marks=pytest.mark.slow), *[*CASES][1:]])
 def test_results_and_gradients_are_those_of_tokens_sent_as_they_are(
-    make_group: MakeGroup, behind: Callable[[], Any], name: str
+    make_group: MakeGroup, behind: Callable[[], Any]
 ) -> None:
-    check_both(*CASES[name](make(make_group)), behind, donate=name == "bf16")
+    """Weights before wo, a pair, drops."""
+    options: Any = {"weights_at": "hidden", "separate": True, "capacity": 32}
+    check_both(*plain(make(make_group), jnp.float32, **options), behind)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=[pytest.mark.slow] if n == "interleaved" else []) for n in LOOPS],
-)
-def test_so_they_are_in_loops_and_side_by_side(
-    make_group: MakeGroup, behind: Callable[[], Any], name: str
-) -> None:
-    check_both(*LOOPS[name](make(make_group)), behind)
+def test_so_they_are_in_a_scan_with_remat(make_group: MakeGroup, behind: Callable[[], Any]) -> None:
+    check_both(*scanned(make(make_group)), behind)
 
 
-def check_both(loss: Any, arguments: Any, behind: Any, donate: bool = False) -> None:
+def check_both(loss: Any, arguments: Any, behind: Any) -> None:
     """The same numbers, of as many calls."""
-    got, text = graded(loss, arguments, donate)
+    got, text = graded(loss, arguments)
     with behind():
         want, text_behind = graded(loss, arguments)
     assert_same(got, want)
@@ -187,18 +155,6 @@ def test_explicit_axes(make_group: MakeGroup, behind: Callable[[], Any]) -> None
         with behind():
             assert_same(got, graded(loss, arguments)[0])
     assert rows_sent(text)[0] == "u8"
-
-
-@pytest.mark.parametrize(
-    "partitioning", [pytest.param("rule", marks=pytest.mark.slow), "shard_map"]
-)
-def test_partitioned_either_way(
-    make_group: MakeGroup, behind: Callable[[], Any], partitioning: str
-) -> None:
-    loss, arguments = plain(make(make_group, partitioning=partitioning))
-    got, _ = graded(loss, arguments)
-    with behind():
-        assert_same(got, graded(loss, arguments)[0])
 
 
 def test_inside_a_shard_map_of_the_user(make_group: MakeGroup, behind: Callable[[], Any]) -> None:

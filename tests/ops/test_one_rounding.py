@@ -16,11 +16,10 @@ import ep_runtime as ep
 EXPERTS, ROWS, WIDTH = 2, 128, 128
 SIZES = np.full(EXPERTS, ROWS, np.int32)
 # What a program may have done to an operand before: XLA folds constant factors into others.
-MADE: dict[str, Callable[[Any], Any]] = {
-    "times a constant": lambda x: x * 0.3,
-    "over a constant": lambda x: x / 3,
-}
-RECIPES = (ep.recipes.TensorScaling(), ep.recipes.BlockScaling())
+MADE: list[tuple[Any, Callable[[Any], Any]]] = [
+    (ep.recipes.TensorScaling(), lambda x: x * 0.3),
+    (ep.recipes.BlockScaling(), lambda x: x / 3),
+]
 
 
 def near_ties(made: Callable[[Any], Any]) -> Any:
@@ -37,10 +36,10 @@ def near_ties(made: Callable[[Any], Any]) -> Any:
 
 
 @pytest.mark.usefixtures("optimized")
-@pytest.mark.parametrize("name", MADE)
-@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: type(recipe).__name__)
-def test_operands_are_rounded_as_the_reference_rounds_them(recipe: Any, name: str) -> None:
-    made = MADE[name]
+@pytest.mark.parametrize(("recipe", "made"), MADE, ids=["times a constant", "over a constant"])
+def test_operands_are_rounded_as_the_reference_rounds_them(
+    recipe: Any, made: Callable[[Any], Any]
+) -> None:
     given = near_ties(made)
     x = np.asarray(jax.jit(made)(given))
     q = reference.quantize_kernel(recipe, x)

@@ -138,28 +138,6 @@ def test_while_cond_and_donation(group: fakes.LocalGroup) -> None:
     assert_close(step(step(donated)), twice)
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
-def test_inside_a_fully_manual_shard_map_slabs_are_local(
-    group: fakes.LocalGroup, check_vma: bool
-) -> None:
-    layer = group.register_layer("moe", top_k=TOP_K)
-    x, idx, weights = draw()
-    spec = PartitionSpec("ep")
-    shapes = []
-
-    def local(x: Any, idx: Any, weights: Any) -> Any:
-        sent = ep.dispatch(layer, x, idx, weights)
-        shapes.append((sent.tokens.shape[0], sent.num_recv.shape))
-        return ep.combine(layer, sent, jnp.tanh(sent.tokens), weights=sent.weights)
-
-    mapped = jax.shard_map(
-        local, mesh=group.mesh, in_specs=(spec,) * 3, out_specs=spec, check_vma=check_vma
-    )
-    run = jax.jit(jax.value_and_grad(lambda x, w: jnp.sin(mapped(x, idx, w)).sum(), argnums=(0, 1)))
-    assert_close(run(x, weights)[1], reference_grads(x, weights))
-    assert set(shapes) == {(1, (1,))}
-
-
 def test_replicated_operands_of_a_manual_region_get_the_sum_of_gradients(
     group: fakes.LocalGroup,
 ) -> None:
@@ -276,20 +254,6 @@ def test_a_plan_is_reused_and_another_layers_is_refused(group: fakes.LocalGroup)
     plan = ep.prepare(layer, idx)
     with pytest.raises(ValueError, match="made for layer 'moe'.*the call is for layer 'other'"):
         ep.dispatch(other, x, None, plan=plan)
-
-
-def test_a_plan_made_outside_serves_inside_a_manual_region(group: fakes.LocalGroup) -> None:
-    layer = group.register_layer("moe", top_k=TOP_K)
-    x, idx, weights = draw()
-    spec = PartitionSpec("ep")
-
-    def local(x: Any, weights: Any, plan: ep.Plan) -> Any:
-        sent = ep.dispatch(layer, x, None, weights, plan=plan)
-        return ep.combine(layer, sent, sent.tokens, weights=sent.weights)
-
-    mapped = jax.shard_map(local, mesh=group.mesh, in_specs=spec, out_specs=spec)
-    out = jax.jit(lambda x, w: mapped(x, w, ep.prepare(layer, idx)))(x, weights)
-    assert_close(out, x * weights.sum(-1, keepdims=True))
 
 
 def test_one_byte_rows_travel_as_they_are(group: fakes.LocalGroup) -> None:

@@ -24,15 +24,12 @@ BLOCK = ep.recipes.BlockScaling()
 CASES = (
     cases.Case("bf16", dtype="bfloat16", hidden=256, precision="fast"),
     cases.Case("a last block that is smaller", dtype="bfloat16", hidden=200, weighted=False),
-    cases.Case("few values", hidden=7, top_k=3),
-    cases.Case("one expert gets all, others none", routing="one", hidden=130),
-    cases.Case("unused slots", routing="unused", top_k=3),
     cases.Case("a rank sends nothing", routing="silent rank"),
     cases.Case("no tokens", tokens=0),
     cases.Case("3-D over both dims", split=(("dp",), ("ep",), 2, 3), **cases.DP_EP),
     cases.Case("drops", capacity=24, top_k=4, routing="skewed", hidden=136, **cases.DP_EP),
 )
-_OF_TRANSPORT = {"memfd": CASES, "xla": (CASES[0], CASES[-1]), "memfd/2": CASES[-1:]}
+_OF_TRANSPORT = {"memfd": CASES, "xla": CASES[-1:], "memfd/2": CASES[-1:]}
 RUNS = [
     pytest.param(transport, case, id=f"{transport}-{case.name}")
     for transport, some in _OF_TRANSPORT.items()
@@ -105,7 +102,7 @@ def test_rows_and_gradients_are_those_of_rows_quantized_on_arrival(
 
 
 def test_tokens_may_come_quantized(make_group: MakeGroup) -> None:
-    for case in CASES[1], CASES[7]:
+    for case in CASES[1], CASES[4]:
         layer, inputs = prepared(make_group, case, "memfd")
 
         def made(x: Any, send: Callable[..., Any]) -> Any:

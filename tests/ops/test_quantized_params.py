@@ -97,22 +97,12 @@ def _is_program(x: Any) -> bool:
 # Recipe, dtype of tokens, what the parameters are, and whether the way is the block call.
 CASES: dict[str, tuple[Any, Any, dict[str, Any], bool]] = {
     "tensor scales": (TENSOR, jnp.bfloat16, {"param_dtype": jnp.bfloat16}, False),
-    "tensor scales, a pair": (TENSOR, jnp.float32, {"separate": True, "use_bias": True}, True),
     "blocks": (BLOCK, jnp.bfloat16, {"use_bias": True}, True),
-    "blocks, a pair": (BLOCK, jnp.bfloat16, {"separate": True, "use_bias": True}, False),
     "MX, not gated": (MX, jnp.bfloat16, {"gated": False}, False),
-    "wo alone": ((None, TENSOR), jnp.bfloat16, {}, False),
-    "two recipes": ((BLOCK, MX), jnp.bfloat16, {"separate": True}, False),
 }
 
 
-_SLOW = {"two recipes", "blocks, a pair", "tensor scales, a pair", "wo alone"}
-
-
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=pytest.mark.slow if name in _SLOW else []) for name in CASES],
-)
+@pytest.mark.parametrize("name", CASES)
 def test_values_and_gradients_are_the_bits_of_the_recipe(layer: Any, ways: Ways, name: str) -> None:
     recipe, dtype, options, as_call = CASES[name]
     x, params = drawn(layer, dtype, **options)

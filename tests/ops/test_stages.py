@@ -83,18 +83,10 @@ def assert_close(got: Any, want: Any, tolerance: float = 1e-6) -> None:
         np.testing.assert_allclose(left, right, rtol=tolerance, atol=tolerance)
 
 
-def long(*case: Any) -> Any:
-    return pytest.param(*case, marks=pytest.mark.slow)
-
-
 CASES = [
     ("ep 4", "auto", None),
     ("ep 4", "shard_map", ep.recipes.BlockScaling()),
     ("fsdp 2 x ep 2", "auto", ep.recipes.MXFP8()),
-    long("ep 4", "auto", ep.recipes.BF16()),
-    long("ep 4", "auto", ep.recipes.TensorScaling()),
-    long("fsdp 2 x ep 2", "auto", None),
-    long("fsdp 2 x ep 2", "shard_map", None),
 ]
 
 
@@ -115,7 +107,8 @@ def test_the_block_of_all_stages_is_that_of_each(
     assert "collective-permute" not in compiled.as_text()
 
 
-@pytest.mark.parametrize("transport", [long("xla"), long("memfd/2")])
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", ["xla", "memfd/2"])
 def test_other_transports(make_group: MakeGroup, transport: str) -> None:
     group = group_of(make_group, MESHES["ep 4"], transport=transport)
     layer = group.register_layer("moe", top_k=2)

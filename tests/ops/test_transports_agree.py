@@ -24,7 +24,6 @@ MakeGroup = Callable[..., fakes.LocalGroup]
 
 EXACT = (
     cases.Case("many slots per rank", top_k=6, num_experts=8, hidden=33, tokens=12),
-    cases.Case("unweighted", top_k=4, num_experts=8, hidden=40, weighted=False),
     cases.Case("drops", top_k=4, num_experts=8, capacity=24, hidden=19, **cases.DP_EP),
 )
 

@@ -120,29 +120,14 @@ def test_values_and_gradients(layer: Any, lead: tuple[int, ...], biases: bool) -
     assert worst_error(late, np.asarray(got[0], np.float64)) > 0.1
 
 
-# (recipe, worst error): as in test_moe_layouts.py.
-RECIPES = {
-    "bf16": (ep.recipes.BF16(), 0.02),
-    "tensor": (ep.recipes.TensorScaling(), 0.15),
-    "block": (ep.recipes.BlockScaling(), 0.13),
-    "mxfp8": (ep.recipes.MXFP8(), 0.15),
-}
-
-
-SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("bf16", "tensor")]
-
-
-@pytest.mark.parametrize("name", ["block", "mxfp8", *SLOW])
-def test_recipes_stay_near_f64_and_add_no_pass_over_the_slabs(layer: Any, name: str) -> None:
-    recipe, tolerance = RECIPES[name]
+def test_a_recipe_stays_near_f64_and_adds_no_pass_over_the_slabs(layer: Any) -> None:
     (x, idx, weights), params = draw(64), make_params(layer)
+    recipe = ep.recipes.MXFP8()
     run = graded(block(layer, idx, recipe=recipe, capacity=352))  # no other dim has this size
     program = jax.jit(run).lower(x, params, weights).compile()
     got = program(x, params, weights)
-    assert worst_error(got, in_f64(graded(dense(idx)), x, params, weights)) < tolerance
-    # Before 0.11 XLA itself widens bf16 slabs in front of a loop that slices them.
-    if name != "bf16" or jax.__version_info__ >= (0, 11):
-        assert hlo_scan.maps_of(program.as_text(), 352) == []
+    assert worst_error(got, in_f64(graded(dense(idx)), x, params, weights)) < 0.15
+    assert hlo_scan.maps_of(program.as_text(), 352) == []
 
 
 def test_dropped_slots_have_no_gradient(layer: Any) -> None:

@@ -3,8 +3,7 @@
 - static: checks of texts and sources, which `static.txt` lists.
 - long: `long.txt`, which tests/tools/long_tests.py writes, without those of `telling.txt`.
 - quick: all others, and those of `telling.txt`: a case of each kind that tells of a broken product.
-- slow: what is marked so, and the cases of `slow.txt`. They combine values in another way than the
-  cases that are left, which have every value.
+- slow: what is marked so.
 
 pytest without arguments runs the quick tier, `-m full` the first three, as the gate does, `-m slow`
 the last one. A path or -k without -m runs all of what it names but the last.
@@ -27,7 +26,6 @@ def lines(name: str) -> frozenset[str]:
 def tier_of(test: str) -> str:
     """The tier of a node id, by the case itself, its test or its file."""
     names = {test, test.partition("[")[0], test.partition("::")[0]}
-    for tier in ("slow", "static"):
-        if names & lines(tier):
-            return tier
+    if names & lines("static"):
+        return "static"
     return "long" if names & lines("long") and not names & lines("telling") else "quick"

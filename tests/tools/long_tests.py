@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
 import sys
 import time
 from collections import defaultdict
@@ -40,16 +39,16 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 
 
 def lines(costs: dict[str, float], seconds: float) -> list[str]:
-    """Tests that cost more on average; single cases if others of the test are far cheaper."""
-    tests: dict[str, dict[str, float]] = defaultdict(dict)
-    for case, cost_s in costs.items():
-        tests[case.partition("[")[0]][case] = cost_s
-    long = []
-    for test, cases in tests.items():
-        if statistics.mean(cases.values()) > seconds and min(cases.values()) > seconds / 2:
-            long.append(test)
-        else:
-            long += [case for case, cost_s in cases.items() if cost_s > 1.5 * seconds]
+    """Files, other tests and other cases of which two thirds or more cost more."""
+    left, long = dict(costs), []
+    for end in ("::", "[", "\n"):
+        groups: dict[str, list[str]] = defaultdict(list)
+        for case in left:
+            groups[case.partition(end)[0]].append(case)
+        for name, cases in groups.items():
+            if 3 * sum(left[case] > seconds for case in cases) >= 2 * len(cases):
+                long.append(name)
+                left = {case: cost_s for case, cost_s in left.items() if case not in cases}
     return sorted(long)
 
 
