@@ -43,26 +43,6 @@ CASES: dict[str, Any] = {
         None,
     ),
 }
-SLOW_CASES: dict[str, Any] = {
-    "fsdp on K', two copies": (
-        FSDP_EP,
-        (P(("dp", "fsdp")), P("fsdp"), P(("dp", "fsdp"))),
-        {(GATHER, "u8"): 4, (SUM, "f32"): 1, (SCATTER, "f32"): 1},
-        recipes.MXFP8(),
-    ),
-    "fsdp on N', blocks": (
-        FSDP_EP,
-        (P(("dp", "fsdp")), P(None, "fsdp"), P(("dp", "fsdp"))),
-        {(GATHER, "u8"): 2, (GATHER, "f32"): 2, (SUM, "f32"): 1, (SCATTER, "f32"): 1},
-        recipes.BlockScaling(),
-    ),
-    "a kernel's own axis inside a tuple": (
-        FSDP_EP,
-        (P("fsdp"), P(None, ("fsdp", "ep")), P("fsdp")),
-        {(GATHER, "f32"): 2, (SCATTER, "f32"): 1},
-        None,
-    ),
-}
 
 
 def draw(k: int, n: int) -> list[Any]:
@@ -78,10 +58,7 @@ def step(x: Any, kernel: Any, grad: Any, **options: Any) -> Any:
 
 @pytest.mark.parametrize(
     ("axes", "specs", "moved", "recipe"),
-    [
-        *(pytest.param(*case, id=name) for name, case in CASES.items()),
-        *(pytest.param(*c, id=n, marks=pytest.mark.slow) for n, c in SLOW_CASES.items()),
-    ],
+    [pytest.param(*case, id=name) for name, case in CASES.items()],
 )
 def test_a_kernel_is_gathered_and_activations_never_are(
     axes: Any, specs: Any, moved: Any, recipe: Any

@@ -124,17 +124,11 @@ _BIG = {"hidden_size": 16384, "max_tokens_per_rank": 8}
 
 
 @pytest.mark.parametrize("faulty", [_BIG], indirect=True, ids=["big rows"])
-@pytest.mark.parametrize(
-    "after_s",
-    [0.05, *(pytest.param(0.2 + i * 0.013, marks=pytest.mark.slow) for i in range(10))],
-)
-def test_a_process_killed_in_the_middle_of_its_work_ends_the_others(
-    faulty: Faulty, after_s: float
-) -> None:
+def test_a_process_killed_in_the_middle_of_its_work_ends_the_others(faulty: Faulty) -> None:
     before = board_records.read_ranks(faulty.group.board, faulty.group.spec)[2].calls
     faulty.job.tell("many")
     faulty.until(lambda ranks: ranks[2].calls > before + 20)
-    _tick.wait(after_s)
+    _tick.wait(0.05)
     faulty.second.kill()
     since = faulty.lose_second()
     faulty.expect_lost(faulty.first.heard(), since)
