@@ -84,7 +84,8 @@ _SUBMODULES = {
     "recipes": "ep_runtime_client.ops.quantize.formats.recipes",
     "sharding": "ep_runtime_client.modules.sharding",
 }
-# With the extras flax and optax, or for other projects; `from ep_runtime import *` leaves them out.
+# Modules that need the extras flax or optax, or other projects; `from ep_runtime import *` omits
+# them.
 _OPTIONAL_SUBMODULES = {
     "integrations": "ep_runtime_client.integrations",
     "linen": "ep_runtime_client.modules.linen",

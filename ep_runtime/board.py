@@ -152,7 +152,7 @@ class BoardLayout:
     domains_offset: int
     domain_bytes: int
     tallies_offset: int  # of world rank 0, others behind it
-    device_rows_offset: int  # 0 where windows are in host memory
+    device_rows_offset: int  # 0 if windows are in host memory
     board_bytes: int
 
 

@@ -29,7 +29,7 @@ from ep_runtime.errors import InvalidArgumentError
 from ep_runtime.specs import GroupSpec
 
 _Number = TypeVar("_Number", bound=enum.IntEnum)
-_MOST = (1 << 64) - 1  # sums of what clients wrote stay numbers of 64 bits
+_MOST = (1 << 64) - 1  # caps sums, because clients may write anything
 
 
 @dataclasses.dataclass(frozen=True)

@@ -27,7 +27,7 @@ from ep_runtime.specs import GroupSpec
 _MOST = (1 << 64) - 1
 _LOAD_WORDS = ctypes.sizeof(LoadRecordStruct) // 8
 
-# What bucket b of a histogram counts took less than BUCKET_BOUNDS_S[b]; the last has no bound.
+# Bucket b counts calls shorter than BUCKET_BOUNDS_S[b]; the last has no bound.
 BUCKET_BOUNDS_S = tuple((1 << BUCKET_BITS + bucket) / 1e9 for bucket in range(TIME_BUCKETS - 1))
 
 

@@ -20,9 +20,9 @@ from ep_runtime.specs import GroupSpec
 FLAG_LINE_BYTES = 128
 MAX_PREPARE_BLOCKS = 64
 VERDICT_SLOTS = 2
-# Ranks all of whose rows a lane has room for, if there are so many.
+# Up to this many ranks a lane has room for all their rows.
 LEAST_SOURCES = 4
-# What the kernels take, as in device_group.h.
+# Limits of the kernels, as in device_group.h.
 MAX_RANKS = 32
 MAX_TOP_K = 32
 MAX_EXPERTS = 2048
@@ -67,7 +67,7 @@ def lane_rows(spec: GroupSpec) -> int:
     through the lane in parts where they are more (`csrc/core/memory/layout.h`, LaneRoom). With
     fewer than 4 slots a token it is as with 4: little skew would make parts, and rows are few.
     """
-    # Rounded up to 2: fp32 partials of half the tokens must fit where 2-byte rows of all do.
+    # Rounded up to 2, because fp32 partials of half the tokens use the space of all 2-byte rows.
     tokens, ranks = align_up(spec.staged_tokens, 2), spec.ranks_per_node
     apart = tokens * (ranks - 1 if on_device(spec) else ranks)
     if spec.transport != "nvlink" or spec.node_size:

@@ -44,7 +44,7 @@ MAX_DIRECTORY_BYTES = 96
 
 _PRIVATE_PREFIX = "ep-runtime-"
 
-# How names of secrets end. Shorter values are no secrets, and parts of too many words.
+# Endings of secrets' names. Shorter values are not redacted: they are parts of ordinary words.
 _SECRET_ENDS = (
     *("token", "secret", "password", "passwd", "passphrase"),
     *("key", "apikey", "credential", "credentials", "auth", "authorization", "cookie"),
@@ -203,7 +203,8 @@ def make_directory(path: str | os.PathLike[str], *, mode: int = 0o700) -> Path:
     directory = check_directory(path)
     for missing in reversed([directory, *directory.parents]):
         if not missing.exists():
-            missing.mkdir(mode=mode, exist_ok=True)  # parents too: others must not write there
+            # Checks parents too, because others must not write there.
+            missing.mkdir(mode=mode, exist_ok=True)
     found = os.lstat(directory)
     owned = found.st_uid == os.geteuid()
     if not os.path.isdir(directory) or os.path.islink(directory) or not owned:
@@ -245,8 +246,8 @@ def inherited() -> dict[str, str]:
 _DAEMON_KEEPS = (
     # The packages must be found, and libcuda and libnccl, which has settings in HOME too.
     *("PATH", "HOME", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "LC_CTYPE", "GRPC_VERBOSITY"),
-    # Facts of the node, and not of who came first: the MPS that its processes share memory through,
-    # and the interface at whose address other nodes reach who makes NCCL's unique ids.
+    # Settings of the node, not of the first process: the MPS that processes share memory through,
+    # and the interface at which other nodes reach the maker of NCCL's unique ids.
     *("CUDA_MPS_PIPE_DIRECTORY", "NCCL_SOCKET_IFNAME", "NCCL_SOCKET_FAMILY", "NCCL_CONF_FILE"),
 )
 _DAEMON_KEEPS_PREFIXES = ("EP_RUNTIME_", "PYTHON")
@@ -266,10 +267,10 @@ def daemon_environment() -> dict[str, str]:
     if "PYTHONPATH" in kept:  # it runs in another directory
         entries = kept["PYTHONPATH"].split(os.pathsep)
         kept["PYTHONPATH"] = os.pathsep.join(map(os.path.abspath, entries))
-    # Of GPUs in MIG mode CUDA shows a process one instance alone: none but this one would do.
+    # CUDA shows a process only one MIG instance, so it must be this one.
     if (visible_devices() or "").startswith("MIG-"):
         kept["CUDA_VISIBLE_DEVICES"] = os.environ["CUDA_VISIBLE_DEVICES"]
-    # The process's title leaves /proc/PID/environ as it is, for who looks what a daemon was given.
+    # The process's title must leave /proc/PID/environ readable for debugging.
     return {**kept, "SPT_NOENV": "1"}
 
 

@@ -16,7 +16,7 @@ from math import ceil, isinf
 from ep_runtime.arguments import check_at_least, check_whole
 from ep_runtime.errors import InvalidArgumentError
 
-FP8_BLOCK = 128  # values of a sum that share an f32 scale, where combine_precision is "fp8"
+FP8_BLOCK = 128  # values of a sum that share an f32 scale, with combine_precision "fp8"
 
 
 def scaled_bytes(width: int, tile: int = FP8_BLOCK) -> int:

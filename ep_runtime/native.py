@@ -30,9 +30,9 @@ def library_path(platform: str = "cpu") -> Path:
 
 
 LIBRARY_PATH = library_path()
-# Built at home: what an index has first is a wheel without the kernels.
+# Built here, because an index offers the wheel without kernels first.
 BUILD_CUDA = "EP_RUNTIME_CUDA=ON pip install --force-reinstall --no-binary=ep-runtime ep-runtime"
-# Of the library that serves a transport.
+# The native library of each transport.
 PLATFORMS = {"memfd": "cpu", "nvlink": "cuda", "nccl": "cuda"}
 CLOSE_TIMEOUT_S = 10.0
 ROW_OPS = ("baseline", "avx2", "avx512")
@@ -101,7 +101,7 @@ def _options(
         name=spec.name.encode(),
         generation=generation,
         world_size=spec.world_size,
-        # To the library an EP group is what shares windows.
+        # The library's EP group is the ranks that share windows.
         ep_size=spec.ranks_per_node,
         num_experts=spec.ranks_per_node * spec.experts_per_rank,
         hidden_size=spec.hidden_size,

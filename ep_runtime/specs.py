@@ -21,7 +21,7 @@ from ep_runtime.arguments import check_at_least, check_whole
 from ep_runtime.errors import InvalidArgumentError
 
 TRANSPORTS = ("memfd", "nvlink", "nccl", "xla")
-# Those that move rows between nodes of a group by collectives and inside a node by windows.
+# Transports that move rows by windows inside a node and by collectives between nodes.
 NODE_TRANSPORTS = ("memfd", "nccl")
 ON_OVERFLOW = ("drop", "error")
 COMBINE_PRECISIONS = ("fast", "exact", "fp8")
@@ -51,7 +51,7 @@ _CHOICES = {
 }
 _WHOLE = ("num_experts", "hidden_size", "max_tokens_per_rank", "max_top_k", "alignment", "lanes")
 
-# Of a setting that changes when things happen, never what a compiled program means.
+# Marks a setting that never changes what a compiled program computes.
 _NOT_IN_PROGRAMS = {"in_programs": False}
 
 
@@ -329,7 +329,7 @@ class GroupSettings:
         self._check(mesh_axes, ep_axis, outer_axes)
         ep_size = prod(dict(mesh_axes)[axis] for axis in ep_axis)
         _check_node_size(self.node_size, ep_size, self.transport)
-        capacity = self._capacity(ep_size)  # which checks the numbers it takes
+        capacity = self._capacity(ep_size)  # checks its own numbers
         given = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         del given["capacity_factor"]
         return GroupSpec(

@@ -16,7 +16,7 @@ from ep_runtime.errors import VersionSkewError
 
 Mirrors = Mapping[str, type[ctypes.Structure]]
 _POINTERS = (ctypes.c_char_p, ctypes.c_void_p)
-# Of struct's format characters, which ctypes gives its simple types.
+# Sizes by struct's format characters, which ctypes uses for simple types.
 _SIGNED = "bhilq"
 
 

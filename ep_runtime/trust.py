@@ -120,7 +120,7 @@ def _check_parent(path: Path, about: os.stat_result, uids: Collection[int]) -> N
     writable = about.st_mode & _OTHERS_WRITE
     if writable == stat.S_IWGRP and _is_private_group(about):
         return
-    # In a sticky directory nobody can rename or remove what is another's.
+    # In a sticky directory nobody can rename or remove another user's entries.
     if writable and not about.st_mode & stat.S_ISVTX:
         raise _refused(
             path,

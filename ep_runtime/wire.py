@@ -25,7 +25,7 @@ from ep_runtime.errors import EpRuntimeError, InvalidArgumentError
 from ep_runtime.v1 import types_pb2
 
 API_VERSION = "v1"
-CLUSTER = "cluster"  # feature of a daemon that forms groups with those of other nodes
+CLUSTER = "cluster"  # feature of a daemon that belongs to a cluster
 API_SOCKET = "api.sock"
 FD_SOCKET = "fd.sock"
 ADMIN_SOCKET = "admin.sock"
@@ -37,12 +37,12 @@ ERROR_DOMAIN = "ep-runtime"
 
 # Layers and stacks of one call; a caller with more makes several calls.
 MAX_LAYERS_PER_CALL = 4096
-# Of a request: as many layers with the longest names are two thirds of it. A daemon reads no more.
+# Longest request that a daemon reads; the most layers with the longest names fill two thirds.
 MAX_REQUEST_BYTES = 1 << 20
-# Of an answer: every layer that a group can have.
+# Longest answer: every layer that a group can have.
 MAX_MESSAGE_BYTES = 16 << 20
 MAX_PACKET_BYTES = 64 << 10
-MAX_FDS_PER_PACKET = 64  # the kernel takes 253
+MAX_FDS_PER_PACKET = 64  # the kernel allows 253
 
 # Trailers over 8 KiB are refused by gRPC, so long lists and texts in an error are cut.
 _MAX_ERROR_LIST = 64

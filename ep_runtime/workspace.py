@@ -19,15 +19,15 @@ from typing import Literal, NamedTuple
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime.layout import align_up, packed_columns
 
-# Of the group setting `workspace`: "auto", a factor of the even share, or bytes.
+# Values of the setting `workspace`: "auto", a factor of the even share, or bytes.
 Setting = Literal["auto"] | float | int
 
 AUTO_FACTOR = 1.5
-# A rank's share of what a whole group sends it: no mesh has more ranks, so over it C decides.
+# More ranks than any mesh has: the workspace then holds all rows that a group can send.
 MAX_FACTOR = 1024.0
 MAX_BYTES = 1 << 60
 KEEPS = ("first", "nothing")
-# How 8-bit products scale their operands; "none" where products are of rows as they are.
+# How 8-bit matmuls scale operands; "none" for matmuls without quantization.
 Scaling = Literal["none", "tensor", "block"]
 
 # To which zones of experts are aligned in a workspace, whatever a layer's slabs have: products take
@@ -100,7 +100,7 @@ class BlockSizes:
     def rows_of_factor(self, factor: float) -> int:
         """Rows of that many even shares with their zones aligned, at most C."""
         rows = factor * self.even_share
-        if rows >= self.capacity:  # also where it is no int any more
+        if rows >= self.capacity:  # also if it is no longer an int
             return self.capacity
         return min(self.capacity, align_up(ceil(rows) + self._padding, _TILE_ROWS))
 
@@ -273,7 +273,7 @@ def forward_bytes(sizes: BlockSizes, rows: int, kept_rows: int) -> int:
     if sizes.scaling == "none":
         regions += [_weights_32(sizes), rows * m * e]
         return _common_bytes(sizes, rows) + _total(regions)
-    # Quantized activations lie where quantized tokens were.
+    # Quantized activations reuse the memory of quantized tokens.
     narrow = max(_total(_quantized(sizes, rows, width)) for width in (h, m))
     regions += [_sent(sizes), 4 * sizes.experts]
     return _common_bytes(sizes, rows) + _total(regions) + narrow

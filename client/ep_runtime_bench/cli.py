@@ -160,7 +160,7 @@ def run(args: argparse.Namespace) -> int:
     saving = Saving(args.save, options) if args.save else None
     reports: dict[str, BenchReport] = {}
     body: dict[str, Any] = {"cpus": len(os.sched_getaffinity(0)), "options": options.to_dict()}
-    # Layers first: their processes need the devices' memory, which JAX in this one keeps.
+    # Layers first, because JAX in this process would hold the devices' memory that theirs need.
     apart = (_MODULES["moe"], _MODULES["train"])
     for module in sorted(modules, key=lambda module: module not in apart):
         found = importlib.import_module(f"ep_runtime_bench.{module}").run(options)

@@ -21,7 +21,7 @@ from ep_runtime_client.cli.tables import Column
 CLIENTS = 5
 GPU_CLIENTS = 2  # each takes ten seconds and more to start JAX
 CLIENT_TIMEOUT_S = 120.0
-# What the runtime answers for; JAX's import, backend, tracing and compiling stand beside it.
+# Stages of the runtime itself, without JAX's import, backend, tracing and compiling.
 OURS = ("connect", "create_group", "register_layer", "first_call")
 COLUMNS = (
     Column("stage", "STAGE"),

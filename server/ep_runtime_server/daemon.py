@@ -114,7 +114,7 @@ class Daemon:
             settings.directory, open_to_others=settings.open_to_others
         )
         journal = Journal(self._directory.path / JOURNAL_FILE, Failpoints(settings.testing))
-        # A private daemon ends with its client, who is not there to ask its successor.
+        # A private daemon ends with its client, so nobody would ask its successor.
         kept = self._directory.path / EVENTS_FILE if settings.parent_pidfd is None else None
         log = EventLog(self._clock, kept)
         audit = Audit(kept and self._directory.path / AUDIT_FILE)

@@ -105,9 +105,9 @@ class Runtime:
         self.chunked_calls = ChunkedCalls(self.groups, self.events)
         self.history = History(self.groups, clock)
         self.failpoints = Failpoints(settings.testing)
-        self.on_health: Callable[[], None] = lambda: None  # where `healthy` may have changed
+        self.on_health: Callable[[], None] = lambda: None  # `healthy` may have changed
         self.supervisor = Supervisor(self.events, lambda: self.on_health())
-        self.cluster: Cluster | None = None  # where the daemon belongs to one
+        self.cluster: Cluster | None = None  # None without a cluster
         self.drain_order: drains.Drain | None = None
         self.ending = False
         self.loop_lag = LoopLag()
@@ -164,7 +164,7 @@ class Runtime:
             else:
                 for rank in kept.get(windows.set_id, {}):
                     names.pop(stored_name(windows.set_id, rank), None)
-        for name in names:  # of sets that are gone
+        for name in names:  # descriptors of sets that are gone
             fd_store.remove(name)
         for fd in stored.values():
             os.close(fd)
@@ -334,7 +334,7 @@ class Runtime:
         """
         check_printable("nccl_version", version, limits.MAX_VERSION_BYTES)
         self.unique_ids.report(session, group, generation, version, printable(error))
-        # Where windows carry the rows, as with transport nvlink, the group goes on.
+        # Groups that move rows by windows, as nvlink, go on without communicators.
         if error and group.spec.transport != "nvlink" and group.state is State.READY:
             self.groups.disconnected(group, session, printable(error))
 

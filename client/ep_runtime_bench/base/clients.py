@@ -25,7 +25,7 @@ from ep_runtime_client.daemons import addresses, runtime
 from ep_runtime_client.daemons.command_line import python_command
 
 READY_TIMEOUT_S = 30.0  # of a daemon
-# What processes and bench say to each other.
+# Messages between the bench and its processes.
 READY, COMPILED, GO = "ready", "compiled", "go"
 # One after the other they would take seconds each; a measurement waits until all of them are up.
 STARTED_TOGETHER = 3
@@ -129,7 +129,7 @@ class _Client:
         self._limit.cancel()
         self._limit = self._limited()
         assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # `result` tells that it has ended
+        with contextlib.suppress(BrokenPipeError):  # `result` reports that it has ended
             self._process.stdin.write(GO + "\n")
             self._process.stdin.flush()
 

@@ -25,8 +25,8 @@ import numpy.typing as npt
 from ep_runtime_bench.base.timing import median
 from ep_runtime_client.ops.kernels.ffi import ensure_registered
 
-# (token int32 [1], arrays, hold_ns) -> the token, and nanoseconds uint32 [2], low word first. The
-# token comes after the arrays are there, and whoever takes it comes after the reading and hold_ns.
+# (token int32 [1], arrays, hold_ns) -> (token, nanoseconds uint32 [2], low word first). The clock
+# is read after the arrays are ready; users of the returned token run after that and hold_ns.
 Clock = Callable[[jax.Array, Sequence[jax.Array], int], tuple[jax.Array, jax.Array]]
 # Time for the host to launch a whole chain; NCCL's own thread launches what it does.
 HOLD_NS = 500_000

@@ -21,8 +21,8 @@ ROUNDS, ENQUEUED = 5, 10
 # How the experts' matmuls quantize; the first not at all: they run in the layer's dtype.
 RECIPES = ("none", "bf16", "fp8", "fp8-block", "mxfp8")
 EIGHT_BIT = RECIPES[2:]
-# When weights of an 8-bit recipe are quantized: in every call, or once a step. That is before what
-# `moe` times, which measures one layer of many that share a step.
+# When weights of an 8-bit recipe are quantized: in every call, or once a step. `moe` does not time
+# the latter, because many layers share a step.
 QUANTIZED = ("call", "step")
 # Where the router's weights are multiplied: into the activations before wo, or in combine.
 WEIGHTS = ("hidden", "output")
@@ -56,11 +56,11 @@ CASES: dict[str, Case] = {
     "deepseek-like": Case(4096, 7168, 2048, 64, 8),
     "mixtral-like": Case(8192, 4096, 14336, 8, 2),
     "small-experts": Case(8192, 2048, 768, 128, 8),
-    "8-layers": Case(8192, 2048, 1024, 64, 8),  # of the model that `train` has under that name
+    "8-layers": Case(8192, 2048, 1024, 64, 8),  # a layer of the model "8-layers" of `train`
     "deepseek-v3-like": Case(4096, 7168, 2048, 256, 8),  # its weights want eight GPUs
 }
 DEFAULT_CASES = ("deepseek-like", "mixtral-like", "small-experts")
-# The same proportions where an expert must fit a laptop.
+# The same proportions, small enough for a laptop.
 CPU_CASES: dict[str, Case] = {
     "deepseek-like": Case(64, 128, 64, 16, 4),
     "mixtral-like": Case(64, 64, 256, 8, 2),

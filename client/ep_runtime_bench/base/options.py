@@ -35,7 +35,7 @@ STOCK = "stock"  # JAX without this package, of `moe` and `train`
 STOCK_LAYERS = ("stock-padded", "stock-dropless")  # each of the two that STOCK is in `moe`
 MODELLED = ("moe", "train")  # benches that measure other libraries' layers and models
 CEILING = "ceiling"
-PLAIN = "all-to-all"  # of NCCL alone: the same number of rows in equal blocks, beside nccl
+PLAIN = "all-to-all"  # NCCL's own all-to-all of as many rows in equal blocks, to compare nccl with
 ROW_ITEM_BYTES = 2  # bf16
 GPU_EXPERTS = 256
 # Enough to be past every cache, little enough that eight slabs fit a laptop.

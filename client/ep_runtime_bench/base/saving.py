@@ -19,7 +19,7 @@ from ep_runtime_client.cli import render
 from ep_runtime_client.cli.machine import nvml
 
 GIT_TIMEOUT_S = 10.0
-# What installs each; the first one that is here counts.
+# Packages that install each; the first installed one counts.
 _PACKAGES = {
     "jax": ("jax",),
     "jaxlib": ("jaxlib",),

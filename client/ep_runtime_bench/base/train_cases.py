@@ -13,9 +13,9 @@ from ep_runtime_bench.base.moe_cases import Case, Order, Profile
 
 FIRST = 8  # steps that report losses, before the timed steps
 ROUND = 6  # steps that follow each other, timed together
-# What backward finds again: everything, what `ep.remat_policy()` saves, or of our names alone.
+# What backward finds saved: everything, what `ep.remat_policy()` saves, or these names only.
 REMATS = ("none", "default", "plan", "rows")
-# Where tokens go: as the router says as it was initialised, or to experts drawn beforehand.
+# Experts of tokens: chosen by the initial router, or drawn beforehand.
 ROUTINGS = ("router", "uniform", "zipf", "double")
 
 
@@ -69,7 +69,7 @@ MODELS: dict[str, Model] = {
     "deepseek-like": Model(2, 7168, 56, 2048, 64, 8, 2048, 2, 32_000),
     "fsdp-ep": dataclasses.replace(_SMALL, beside="fsdp"),
     "ep-tp": dataclasses.replace(_SMALL, beside="tp"),
-    # What one rank of four has of it, for one GPU: its experts, and as many rows.
+    # One rank's share in a group of four, for one GPU: its experts, and as many rows.
     "8-layers-quarter": dataclasses.replace(_SMALL, num_experts=_SMALL.num_experts // 4),
 }
 # Small enough for a laptop.

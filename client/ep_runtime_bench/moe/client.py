@@ -50,7 +50,7 @@ from ep_runtime_client.ops.quantize.formats import recipes
 WARMUP = 2
 NUM_MASTERS = 4  # operands that have gradients: x, router, wi, wo
 ENOUGH_S = 0.5  # of each way to time: slow subjects need no more samples
-MOST_WARM = 50  # steps before those whose profile counts
+MOST_WARM = 50  # warm-up steps before the profile
 
 Clock = Callable[[], float]
 Operands = tuple[Any, ...]

@@ -40,7 +40,7 @@ from ep_runtime_client.cli import render
 from ep_runtime_client.cli.tables import Column
 
 CLIENT_TIMEOUT_S = 120.0
-SHOWN = 0.01  # of a step: kernels that take less are summed up
+SHOWN = 0.01  # share of a step; shorter kernels are summed up
 COLUMNS = (
     Column("case", "CASE"),
     Column("subject", "SUBJECT"),

@@ -83,7 +83,7 @@ def _padded(case: Case) -> Layer:
         hidden = jnp.einsum("lch,lhm->lcm", slab, wi)
         out = jnp.einsum("lcm,lmh->lch", _gated(hidden), wo)
         back = lax.all_to_all(out, AXIS, 1, 0, tiled=True).reshape(rows, -1)
-        back = jnp.pad(back, ((0, 1), (0, 0)))  # what was dropped adds nothing
+        back = jnp.pad(back, ((0, 1), (0, 0)))  # dropped slots add nothing
         of_slot = jnp.zeros(order.shape, row.dtype).at[order].set(row)
         return _summed(back[of_slot].reshape(*experts.shape, -1), weights, x.dtype)
 

@@ -24,7 +24,7 @@ from ep_runtime_client.ops.transports.windows import attributes
 
 Operands = Mapping[str, Any]
 
-# Names of the operands that each takes.
+# Operands of each op, by name.
 NEEDS: dict[str, tuple[str, ...]] = {
     "prepare": ("idx",),
     "dispatch": ("x", "weights", "plan"),

@@ -42,7 +42,7 @@ from ep_runtime_client.ops.movement.prepare import make_call
 CALLS = 10  # of one program
 SLOW_CALLS = 2  # of transports that take tens of milliseconds
 SLOW_REPEATS = 3
-PAIR_TOKENS = 512  # a pair is timed up to here: what decoding has
+PAIR_TOKENS = 512  # pairs are timed up to this many tokens, as in decoding
 OP_TIMEOUT_S = 60.0
 _CLOCK = "clock"
 
@@ -264,7 +264,7 @@ class _Case:
             return ep.dispatch(layer, given["x"], None, given["weights"], plan=plan(given))
 
         def combine(given: Operands) -> Any:
-            # Of what a dispatch returned, combine reads the plan alone.
+            # combine reads only the plan of a dispatch's result.
             rows, arrays = given["rows"], arrays_type(layer.group_spec)(*given["plan"])
             num_recv = arrays.num_recv.reshape(-1)
             sent = Dispatched(rows, rows[..., 0], arrays.group_sizes, num_recv, plan(given))

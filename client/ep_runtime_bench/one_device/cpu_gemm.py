@@ -26,7 +26,7 @@ WIDTH = 256  # K' and N'
 CAPACITY = 2048  # rows of the slab, unless tokens say otherwise
 FILLED = (0.125, 0.5, 1.0)  # of the slab
 FEW_EXPERTS = 8
-# A dense call takes seconds: more samples than this say no more.
+# A dense call takes seconds, so more samples are not worth the time.
 MAX_REPEATS = 3
 DENSE = "dense"
 RECIPES: dict[str, recipes.Recipe | None] = {

@@ -190,7 +190,7 @@ def _attention(x: jax.Array, layer: Layer, model: Model, place: Layout) -> jax.A
     heads = (x @ layer.qkv).reshape(*x.shape[:2], 3, model.heads, -1)
 
     def mixed(heads: jax.Array) -> jax.Array:
-        # cuDNN's attention takes no float32.
+        # cuDNN's attention does not support float32.
         taken = heads.astype(jnp.bfloat16) if on_gpu and heads.dtype == jnp.float32 else heads
         q, k, v = taken[:, :, 0], taken[:, :, 1], taken[:, :, 2]
         how: Any = "cudnn" if on_gpu else None

@@ -22,7 +22,7 @@ from ep_runtime_bench.base.train_cases import FIRST, ROUND, Trained, TrainOrder
 from ep_runtime_bench.moe.torch_client import drawn, expert_weights, make_layer
 
 LEARNING_RATE = 1e-5
-WEIGHT_DECAY = 1e-4  # as optax has it
+WEIGHT_DECAY = 1e-4  # optax's default
 
 Tensor = Any
 

@@ -21,8 +21,8 @@ from ep_runtime_client.base.jax_internals import backend_started, distributed, u
 
 _log = logging.getLogger("ep_runtime")
 
-# XLA:CPU below jaxlib 0.12 runs launches and what they wait for on one pool; a device may have
-# 32 launches in flight.
+# XLA:CPU below jaxlib 0.12 runs launches, and the work they wait for, on one pool; a device may
+# have 32 launches in flight.
 _MIN_CPU_THREADS = 32
 
 # How long a group's close waits for steps that are under way.
@@ -168,7 +168,7 @@ def settle(devices: Iterable[Any], within_s: float = SETTLE_S) -> bool:
         with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):  # not the caller's
             last = _launch_last(ours)
     except (RuntimeError, ImportError, AttributeError, ValueError) as error:
-        # Closing goes on where JAX does not, as after a Ctrl-C amid its imports.
+        # Closing must go on if JAX does not work, as after Ctrl-C during its import.
         _log.debug("nothing runs on these devices any more: %s", error)
         return False
     deadline = time.monotonic() + within_s
@@ -184,7 +184,7 @@ def _launch_last(devices: tuple[Any, ...]) -> list[Any]:
     """Arrays that are ready once the devices have run everything launched before."""
     jax, following = _module("jax"), _following()
     if len(devices) > 1 and devices[0].platform == "cpu":
-        # XLA:CPU keeps the order of programs for several devices, not of those for one.
+        # XLA:CPU runs multi-device programs in order, but not single-device programs.
         return [following(_spread_over(devices))]
     # A GPU runs its programs in order.
     return [following(jax.device_put(0, device)) for device in devices]
@@ -196,7 +196,7 @@ def _spread_over(devices: tuple[Any, ...]) -> Any:
     jax, np = _module("jax"), _module("numpy")
     mesh = jax.sharding.Mesh(devices, ("all",))
     spec = jax.sharding.PartitionSpec("all")
-    with jax.ensure_compile_time_eval():  # it is kept, and no tracer may be
+    with jax.ensure_compile_time_eval():  # the result is cached, so it must not be a tracer
         return jax.device_put(np.zeros(len(devices)), jax.sharding.NamedSharding(mesh, spec))
 
 

@@ -141,7 +141,7 @@ def resolve_transport(
     if transport == "memfd":
         return transport
     if platforms == ["gpu"]:
-        native.library("cuda")  # where it is missing, this says how to build it
+        native.library("cuda")  # raises, with advice how to build it, if it is missing
         if no_kernels := _no_kernels(devices_of(mesh).ravel()):
             raise RuntimeUnavailableError(
                 f'transport={transport!r}: {no_kernels}; transport="xla" serves every device'

@@ -21,7 +21,7 @@ from ep_runtime.errors import InvalidArgumentError
 
 Class = TypeVar("Class", bound=type[Any])
 _told_flax: set[type] = set()
-# Of an object in JSON: its class, beside its fields.
+# Key of an object's class in JSON, next to its fields.
 _CLASS = "class"
 
 
@@ -37,7 +37,7 @@ def pytree(*parts: type) -> Callable[[Class], Class]:
         if issubclass(cls, tuple):
             export.register_namedtuple_serialization(cls, serialized_name=name)
             return cls
-        fields = dataclasses.fields(cls)  # of a dataclass, if no named tuple
+        fields = dataclasses.fields(cls)  # a dataclass, unless it is a named tuple
         static = [field.name for field in fields if field.metadata.get("static")]
         arrays = [field.name for field in fields if field.name not in static]
         classes: tuple[type[Any], ...] = (*parts, cls)

@@ -21,10 +21,10 @@ from ep_runtime_client.cli import users
 IDENTITY, STATE, USUAL = range(3)
 
 _GAP = "  "
-_LEAST_FOLDED = 24  # a column of text narrower than that is no pleasure to read
+_LEAST_FOLDED = 24  # narrower text columns are hard to read
 _LEAST_PROSE = 44  # before other columns that may be left out
-_LEAST = 12  # of others, where nothing else is left
-_MOST_ITEMS = 3  # of a list, in a table that is not wide
+_LEAST = 12  # for other columns, as a last resort
+_MOST_ITEMS = 3  # items of a list shown without `-o wide`
 _RIGHT = ("bytes", "count", "seconds", "share", "rate", "ratio")
 _LISTS = ("list", "names")
 _FOLDING = ("prose", *_LISTS)

@@ -185,7 +185,7 @@ class Link:
         """
         request = session_service_pb2.CloseSessionRequest(failed=failed)
         control = self.now
-        self._stopped.set()  # the daemon ends the stream now; that is no loss
+        self._stopped.set()  # the daemon ends the stream on request, so the connection is not lost
         if control is not None:
             try:
                 control.call(control.sessions.CloseSession, request)

@@ -116,7 +116,7 @@ class SocketDirectory:
             self._connect(probe, pinned, name, timeout_s)
 
     def _connect(self, connection: socket.socket, pinned: int, name: str, timeout_s: float) -> None:
-        # Python's own timeout is none where many connect at once: it does not wait for a place.
+        # SO_SNDTIMEO, because Python's timeout does not wait for a place in a full backlog.
         wait_s = min(timeout_s, 1e6)
         left = struct.pack("ll", int(wait_s), int(wait_s % 1 * 1e6) or 1)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, left)

@@ -83,14 +83,15 @@ def _ask(
     fds: Sequence[int] = (),
 ) -> tuple[fd_socket_pb2.FdReply, list[int]]:
     try:
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # its reason may be there
+        # Its reason may still be readable.
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             if fds:
                 socket.send_fds(connection, [request.SerializeToString()], list(fds))
             else:
                 connection.send(request.SerializeToString())
         try:
             return _receive(connection, place)
-        except ConnectionResetError:  # told before what was sent ahead of it
+        except ConnectionResetError:  # the reset is reported before earlier packets
             return _receive(connection, place)
     except TimeoutError as error:
         raise place.unavailable(f"{wire.FD_SOCKET} gave no answer in time") from error
@@ -264,7 +265,7 @@ class ControlChannel:
         except grpc.RpcError as error:
             ours = self.translated(error)
             self.lost = self.lost or _ends_channel(error, ours)
-            raise ours from None  # it says all that gRPC's error does
+            raise ours from None  # it has everything that gRPC's error has
         except ValueError as error:  # gRPC's own type for a channel that was closed meanwhile
             self.lost = True
             raise self._place.unavailable(str(error)) from None

@@ -22,7 +22,7 @@ HEADS = 4
 VOCAB = 256  # bytes
 # Two models share the machine, so a step of a comparison takes more than twice as long.
 DEFAULT_STEPS, DEFAULT_COMPARE_STEPS = 500, 200
-# Of two cores, measured with the default sizes: tracing and compiling a step, multiply-adds.
+# Measured on two cores with the default sizes: seconds to compile a step, and FLOP/s.
 _COMPILE_S, _FLOPS = 20.0, 50e9
 
 
@@ -62,7 +62,7 @@ class DemoConfig:
         """Itself, or InvalidArgumentError naming the argument, what was wanted and what was got."""
         axes, devices, experts = self.axes, self.devices, self.num_experts
         ep, h, m = axes.get("ep", 1), self.hidden_size, self.mlp_dim
-        # Wrong unless zero, the option, what is wanted, what was given.
+        # Each: a value that must be false, option, what it must be, what was given.
         for wrong, option, wanted, got in (
             (devices % self.processes, "processes", f"a divisor of {devices=}", self.processes),
             ("ep" not in axes, "mesh", "axes with an ep among them", self.mesh),

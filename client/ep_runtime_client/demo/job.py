@@ -26,9 +26,9 @@ from ep_runtime_client.sessions.session import Session
 DIFFERENT = 3
 # Also how long create_group waits for the demo's other processes, which may still import JAX.
 CONNECT_TIMEOUT_S = 120.0
-# Steps between which a twin that may differ by rounding keeps parameters of its own: training grows
-# the last bit of an f32 to a tenth of a percent within ten steps. The second step's loss shows the
-# first one's gradients.
+# A twin that may differ by rounding copies parameters after so many steps, because training grows
+# the last bit of an f32 to a tenth of a percent within ten steps. The second step's loss depends on
+# the first one's gradients.
 STEPS_ALONE = 2
 
 

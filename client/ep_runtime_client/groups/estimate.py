@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("ep_runtime")
 
-# Above this share of a device's memory the log says what makes it less.
+# Above this share of a device's memory a warning says how to reduce it.
 WARN_SHARE = 0.10
 
-# Whose layers `ep.moe` runs as block calls; "auto" on GPUs.
+# Transports that `ep.moe` serves by block calls; "auto" on GPUs.
 _BLOCK_TRANSPORTS = ("auto", "nvlink", "nccl")
 
 
@@ -226,7 +226,7 @@ def _scaling_of(recipe: checks.Recipes) -> workspace.Scaling | None:
 def report(spec: specs.GroupSpec, device: Any, devices_per_host: int) -> None:
     """One log line with the group's sizes, and a warning where they are large for the device."""
     sizes = of_spec(spec)
-    blocks = spec.transport in _BLOCK_TRANSPORTS  # whose layers need no slab
+    blocks = spec.transport in _BLOCK_TRANSPORTS  # block calls need no slab
     _log.info(
         "group %r: capacity %d rows per rank, staging %s per rank, dispatched %s per layer and "
         "rank%s, transport %s",

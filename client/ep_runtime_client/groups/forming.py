@@ -30,7 +30,7 @@ _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = -1, -2, -4
 _NEVER = -1
 _TOP_PAD_BYTES = 64 << 20
 
-# In the place of the descriptor of a window that is another node's.
+# Stands for the descriptor of another node's window.
 _NOT_HERE = -1
 
 

@@ -48,8 +48,8 @@ class GroupHealth:
         self._fields = {"group": self._name, "generation": formed.generation}
         self._end: End | None = None
         self._lapsed: str | None = None  # why the daemon knows it no more, though its calls go on
-        self._told: errors.EpRuntimeError | None = None  # the end, as a call told it
-        self._report: errors.EpRuntimeError | None = None  # what `take_report` has to give
+        self._told: errors.EpRuntimeError | None = None  # the end, as a call reported it
+        self._report: errors.EpRuntimeError | None = None  # the next result of `take_report`
 
     @property
     def is_gone(self) -> bool:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("ep_runtime")
 
-# What still runs where a process is gone may wait for it in a collective of XLA.
+# Calls of a broken group may wait for the dead process in a collective of XLA.
 LOST_SETTLE_S = 1.0
 
 
@@ -164,7 +164,7 @@ class HeldGroup:
             except errors.EpRuntimeError:
                 self._health.take_report()  # drops the report of the failure that is raised here
                 raise
-        # What the device saw says more than that the group is gone, which follows from it.
+        # A device's report is more precise than the group's end, which follows from it.
         found = self._health.take_report()
         if found is not None:
             raise found

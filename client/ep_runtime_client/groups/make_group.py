@@ -102,10 +102,11 @@ def make_group(
     try:
         live_groups.add(group)
     except BaseException:
-        with contextlib.suppress(EpRuntimeError):  # what closing raises must not hide it
+        with contextlib.suppress(EpRuntimeError):  # errors of closing must not hide the first one
             group.close()
         raise
-    ours = meshes.rank_devices(mesh, spec)[claim.ranks[0]]  # XLA tells of its own process's alone
+    # XLA reports memory of its own process only.
+    ours = meshes.rank_devices(mesh, spec)[claim.ranks[0]]
     estimate.report(group.spec, ours, len(claim.ranks))
     return group
 
@@ -145,7 +146,7 @@ def _check_hosts(client: DaemonClient, name: str, devices: Sequence[Any]) -> Non
         InvalidArgumentError: they are on several hosts.
         GroupNotReadyError: one of them has not connected in time.
     """
-    jax_state.tell_host()  # where ep.connect() came before jax.distributed
+    jax_state.tell_host()  # needed if ep.connect() came before jax.distributed
     if _in_cluster(client):
         return
     owners = [int(device.process_index) for device in devices]

@@ -21,7 +21,7 @@ from ep_runtime_client.daemons import transport
 from ep_runtime_client.daemons.client import DaemonClient
 
 AddNative = Callable[[Sequence[Any]], None]
-# Of ids whose layer is gone: no program was compiled for it, so that all of them are told.
+# Fingerprint of replaced layers: no program has it, so every call of them fails.
 _NO_FINGERPRINT = 0
 # By which a layer is the one that is registered under its name.
 _SETTINGS = operator.attrgetter("base_id", "spec.top_k", "spec.alignment", "spec.in_flight")
@@ -34,7 +34,7 @@ class Registrations:
         self._group = group
         self._layers: dict[str, EpLayer | LayerStack] = {}
         self._items: dict[str, wire.RegisteredLayer] = {}
-        self._gone: set[str] = set()  # names of layers that were replaced by something without them
+        self._gone: set[str] = set()  # names of layers that replacements no longer have
 
     @property
     def names(self) -> list[str]:
@@ -152,7 +152,7 @@ class Registrations:
         """Raises StaleHandleError where another layer took its place."""
         current = self.lookup(layer.name)
         if current is None and layer.name not in self._gone:
-            return  # attached by name in this process, or not at all: the call says so
+            return  # unknown here: the call itself reports a missing layer
         if current is not None and _SETTINGS(current) == _SETTINGS(layer):
             return
         raise StaleHandleError(

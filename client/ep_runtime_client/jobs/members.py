@@ -116,7 +116,7 @@ class Members:
         with open(self._log(index), "wb") as log:
             return subprocess.Popen(
                 command,
-                stdin=subprocess.PIPE,  # its end tells the process that we are gone
+                stdin=subprocess.PIPE,  # EOF tells the process that this one has ended
                 stdout=None if index == 0 else log,
                 stderr=None if index == 0 else log,
                 start_new_session=True,  # Ctrl-C reaches us alone; we end them all
@@ -149,7 +149,7 @@ class Members:
         if self._interrupted.is_set():
             return INTERRUPTED
         failed = [(index, code) for index, code in enumerate(codes) if code]
-        # Where several failed, the one that died is the cause and the others' errors follow.
+        # If several failed, the killed one is the cause of the others' errors.
         failed.sort(key=lambda item: (item[1] > 0, item[0]))
         for index, code in failed:
             if index > 0 and code != INTERRUPTED:

@@ -24,7 +24,7 @@ from ep_runtime_client.ops.routing.api import update_expert_bias
 from ep_runtime_client.ops.routing.options import REMOVED
 
 EXTRA = "pip install 'ep-runtime[flax]'"
-# What a module gives to `moe` and how its users say it.
+# Arguments of `moe` that modules set themselves, with advice for users.
 NO_OPTIONS = {
     "expert_bias": "a variable of the module: pass use_expert_bias=True",
     "routing": "of one call: make the module with use_router=False and call block(x, routing=...)",

@@ -38,7 +38,7 @@ Axes = str | Sequence[str] | None
 Entry = str | tuple[str, ...] | None
 Names = Sequence[str | None]
 
-# Dims of a parameter without leading dims of a layer stack, where that is the same in every form.
+# Dims of parameters without a layer stack's leading dims, if equal in every form.
 _PLAIN_DIMS = {"wo": 3, "router": 2, "wo_bias": 2, "router_bias": 1}
 
 
@@ -284,7 +284,7 @@ def _of_params(here: Rules, params: MoEParams, mesh: Mesh, where: str) -> MoEPar
             return tuple(place(name, each, f"{at}[{i}]") for i, each in enumerate(value))
         if isinstance(value, QuantizedTensor):
             return _of_quantized(place, here, name, value, stacked, mesh, at)
-        if not hasattr(value, "shape"):  # None, or what optax puts in the place of a masked array
+        if not hasattr(value, "shape"):  # None, or optax's stand-in for a masked array
             return value
         names = (None,) * stacked + logical_axes(name, len(value.shape) - stacked)
         return _placed(here, names, value, mesh, at)

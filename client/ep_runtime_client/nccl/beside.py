@@ -39,15 +39,15 @@ IDS_AFTER_S = 1.0
 JOIN_AFTER_S = 2.0
 # For all processes to come and NCCL to join them.
 BUDGET_S = 60.0
-# For NCCL to load its kernels, before anything runs beside it.
+# A tiny call that makes NCCL load its kernels before other work runs.
 LOAD_BUDGET_S = 30.0
 # A channel has buffers for each peer: megabytes of the GPU, once something first calls NCCL.
 CHANNELS = 1
-# At most so long a close waits for the thread; NCCL takes milliseconds to give up.
+# Longest wait of a close for the thread; NCCL gives up within milliseconds.
 _END_S = 10.0
 
 
-_loaded: set[int] = set()  # CUDA ordinals where NCCL has its kernels
+_loaded: set[int] = set()  # CUDA ordinals of devices with NCCL's kernels loaded
 _loading = threading.Lock()
 
 
@@ -113,7 +113,7 @@ class Beside:
         self._rpcs = run
         self._ranks = dataclasses.replace(ranks, carries_rows=False, max_channels=channels)
         self._over = threading.Event()  # the group is: nothing more is made or said
-        self._settled = threading.Event()  # there, or known not to come
+        self._settled = threading.Event()  # ready, or failed
         self._lock = threading.Lock()
         self._made: nccl.NcclGroup | None = None
         self._ready = False

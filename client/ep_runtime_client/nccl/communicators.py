@@ -27,7 +27,7 @@ _CHECK_EVERY_S = 0.25
 # A rank that closes the group has taken part in its last call to the end. What others began with it
 # ends soon after, or waits for it in vain.
 LEFT_GRACE_S = 2.0
-# A process that is gone is told to all within this time.
+# All processes hear of a dead one within this time.
 TOLD_S = 2.0
 _WATCH_JOIN_S = 5.0
 _OVER = (types_pb2.GROUP_STATE_BROKEN, types_pb2.GROUP_STATE_CLOSED)
@@ -108,7 +108,7 @@ class Watch:
         until_s: float | None = None
         while (failure := self._made.await_failure(_CHECK_EVERY_S)) is not None:
             if failure:
-                # Of a process that is gone the daemon knows more, and tells it.
+                # The daemon's report of a dead process is better; wait for it.
                 if not self._known and not self._made.over.wait(TOLD_S):
                     self._report(failure)
                 return
@@ -254,7 +254,7 @@ def report(control: transport.ControlChannel, ranks: nccl.Ranks, version: str, e
     )
     try:
         control.call(control.nccl.ReportCommunicators, request)
-    except EpRuntimeError as failed:  # of a group that is gone nobody needs to hear
+    except EpRuntimeError as failed:  # nobody needs the report of a group that is gone
         _log.debug("group %r: NCCL not reported: %s", ranks.name, failed)
 
 

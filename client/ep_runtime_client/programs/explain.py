@@ -29,8 +29,8 @@ KINDS = (
     "reduce-scatter",
 )
 _SUMS = ("all-reduce", "reduce-scatter")
-# JAX's own collectives end an op name with their name, those of a rule's callback with the rule's;
-# the partitioner's end with anything else. Where XLA joins two into one a bracket follows.
+# Op names of JAX's collectives end with the collective's name, those of a sharding rule with the
+# rule's, and the partitioner's with anything else. A bracket follows if XLA joined two.
 _WRITTEN = re.compile(
     r"/(psum\w*|pmax|pmin|all_to_all|all_gather\w*|ppermute|pbroadcast|reduce_scatter"
     r"|ep_partitioned)\)?$"
@@ -306,7 +306,8 @@ def _why(op: str, kind: str, written: bool) -> tuple[str, str]:
 
 
 def _why_matmul(item: _Instruction, kind: str, written: bool) -> tuple[str, str]:
-    if kind not in ("all-gather", *_SUMS):  # what the partitioner adds at a rule has its name
+    # Collectives that the partitioner adds at a rule have its name.
+    if kind not in ("all-gather", *_SUMS):
         return "reshard", _MOVED_BEFORE
     if not written:
         return "reshard", _GATHERED_BEFORE if kind == "all-gather" else _MOVED_BEFORE

@@ -15,9 +15,9 @@ from collections.abc import Iterator
 from ep_runtime import errors
 from ep_runtime_client.base.layers import live_groups
 
-# A dead process is told to every node within this time.
+# Every node hears of a dead process within this time.
 TOLD_S = 2.0
-# In the text of a collective that failed.
+# Words in the error of a failed collective.
 _COLLECTIVES = ("Gloo ", "NCCL ")
 
 

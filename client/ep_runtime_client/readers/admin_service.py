@@ -29,12 +29,12 @@ _PAGE_SIZE = 1000
 MAX_LIST_PAGES = 10_000
 MAX_LIST_BYTES = 64 << 20
 MAX_LIST_VALUES = 3_000_000  # some 250 MB
-# The waits for a list's pages are at most so many times that for one answer.
+# All pages of a list may take this many times the timeout of one answer.
 LIST_WAITS = 2
 
 
 _SERVICE = messages.DESCRIPTOR.services_by_name["AdminService"]
-# What looking at values raises that are not as they must be.
+# Errors of reading values that are not as the proto says.
 _SENSELESS = (ArithmeticError, AttributeError, DecodeError, LookupError, TypeError, ValueError)
 
 Flat = Callable[[dict[str, Any]], dict[str, Any]]

@@ -59,7 +59,7 @@ def everywhere(daemon: Source, read: Callable[[Source], Rows], only: str | None 
                 raise
             return error
 
-    if cluster["node"] not in asked:  # not joined yet, and there all the same
+    if cluster["node"] not in asked:  # it answers although it has not joined yet
         asked.append(cluster["node"])
     pool = concurrent.futures.ThreadPoolExecutor(_ASKED_AT_ONCE)
     try:

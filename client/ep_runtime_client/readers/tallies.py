@@ -29,8 +29,8 @@ class GroupName(NamedTuple):
     group: str
 
 
-# A rank is slow where others waited for it for that share of the time, and for nobody else for
-# half as long: in a job without a slow rank waits are short, and every rank has its part in them.
+# A rank is slow if others waited for it for this share of the time, and for nobody else half as
+# long. Without a slow rank waits are short and spread over all ranks.
 SLOW_SHARE = 0.02
 _NEXT_SHARE = 0.5
 _WAITS = ("MEETING", "WAITING")

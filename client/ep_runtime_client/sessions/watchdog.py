@@ -106,7 +106,7 @@ def _count(
 def _end(group: LiveGroup, error: EpRuntimeError, grace_s: float) -> None:
     try:
         group.require_whole()
-    except EpRuntimeError as found:  # by now a call that waited may have named layer and op
+    except EpRuntimeError as found:  # by now a waiting call may have named layer and op
         error = found
     text = f"{type(error).__name__}: {error}"
     _exit(text, f"process {os.getpid()} still runs {grace_s:g} s later and ends now")
@@ -146,7 +146,8 @@ def _name_aborts() -> Any:
 
 def _exit(text: str, ends: str) -> None:
     os.write(2, f"ep-runtime: {text}; {ends}, with exit code {EXIT_CODE}\n".encode())
-    flush = threading.Thread(target=_flush, daemon=True)  # whoever hangs may hold the stream
+    # A hanging thread may hold the stream's lock.
+    flush = threading.Thread(target=_flush, daemon=True)
     flush.start()
     flush.join(_FLUSH_S)
     os._exit(EXIT_CODE)

@@ -21,7 +21,7 @@ from ep_runtime_server.base.event_file import EventFile
 MAX_EVENTS_PER_RING = 2000
 MAX_RINGS = 32
 
-# Denials of one cause: as many at once, then one per interval; of all causes likewise.
+# Denials of one cause, and of all: this many at once, then one per interval.
 DENIALS_AT_ONCE, DENIAL_EVERY_S = 5, 10.0
 ALL_DENIALS_AT_ONCE, ANY_DENIAL_EVERY_S = 50, 1.0
 MAX_CAUSES = 1024
@@ -73,7 +73,7 @@ class EventLog:
         self._by_cause: dict[tuple[str, object], _Allowance] = {}
         self._suppressed: collections.Counter[str] = collections.Counter()
         self._told_s = now_s
-        self.lost_lines: Callable[[], int] = lambda: 0  # of the log, since it was asked last
+        self.lost_lines: Callable[[], int] = lambda: 0  # log lines lost since the last report
         self._file = EventFile(path) if path is not None else None
         if self._file is not None:
             self._restore(self._file)

@@ -12,7 +12,7 @@ FD_CONNECTION_IDLE_S = 10.0
 ACCEPT_PAUSE_S = 0.2
 MAX_FD_CONNECTIONS = 1024
 MAX_FD_CONNECTIONS_PER_UID = 256
-# Beside one per session: those that end and begin again at once.
+# Extra connections besides one per session, for sessions that restart at once.
 SPARE_API_CONNECTIONS = 256
 REAPER_INTERVAL_S = 0.25
 DEFAULT_WAIT_S = 30.0
@@ -25,7 +25,7 @@ LATE_AFTER_S = 10.0
 NODE_REPORT_INTERVAL_S = 2.0
 NODE_LEASE_S = 10.0
 NODE_RPC_S = 4.0
-# An answer about another node is worth less than one about those that answer.
+# Waits less for another node, so that a list of the others is not late.
 NODE_READ_S = 2.0
 # A page, and its last row, which may be as long.
 NODE_READ_BYTES = 4 << 20
@@ -52,5 +52,5 @@ MAX_ASSEMBLIES = 4096
 NODE_FORGOTTEN_S = 24 * 3600.0
 MAX_NODES = 1024
 MAX_VERSION_BYTES = 256
-# Test switches; the daemon says loudly that they are on.
+# Test switches; the daemon warns that they are on.
 TESTING_SWITCHES = ("no-peer-pidfd",)

@@ -64,9 +64,9 @@ class TextLines(logging.Formatter):
         return f"{clock} {level} {text}{below}"
 
 
-# What gRPC tells as errors with a traceback, and any caller may cause at any rate: it had gone when
-# it was answered, its headers are no text, or its call was on its way when the event loop ended.
-# gRPC exports no name of the first.
+# Errors that gRPC logs with a traceback although any caller can cause them: the caller was gone,
+# its headers are not text, or the event loop ended during its call. gRPC exports no name for the
+# first.
 _CALLERS_OWN = ("ExecuteBatchError", "UnicodeDecodeError", "CancelledError")
 
 

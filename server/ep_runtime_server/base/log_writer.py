@@ -38,7 +38,7 @@ class LogWriter(logging.Handler):
         try:
             while line:
                 line = line[os.write(self._fd, line) :]
-        except OSError:  # nobody is there to read
+        except OSError:  # nobody reads the log any more
             self._unwritten += 1
 
     def end(self) -> None:

@@ -14,7 +14,7 @@ from ep_runtime.errors import InvalidArgumentError, PoolExhaustedError
 from ep_runtime_server.base import limits
 
 LEAST_FDS = 128
-# What the daemon opens itself, two packets of windows on their way, and connections to admin.sock.
+# For the daemon itself: its own files, two packets of windows, and connections to admin.sock.
 RESERVED_FDS = 256
 
 _HOW = "ulimit -n, LimitNOFILE= of systemd"

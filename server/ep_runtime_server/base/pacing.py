@@ -7,7 +7,7 @@ import time
 from collections.abc import AsyncIterator, Iterable
 from typing import TypeVar
 
-# One turn of the loop at most, next to what a single item costs.
+# Longest turn of the loop, not counting the last item.
 TURN_S = 0.01
 
 T = TypeVar("T")

@@ -17,11 +17,11 @@ from ep_runtime.errors import PoolExhaustedError
 MAX_CALLS = 16_384
 # A session has a stream open, and a few calls that wait for others.
 MAX_CALLS_PER_USER = 4096
-# Of each kind of the health service's, by callers of one user.
+# Calls of each health method by one user.
 MAX_HEALTH_CALLS_PER_USER = 64
-# Of requests that are read or worked on. A message may be 50 times as large once it is parsed.
+# Bytes of requests in work. A parsed message may be 50 times as large.
 MAX_BYTES_PER_USER = 4 << 20
-# Of answers that are not read yet; the largest one is 16 MiB.
+# Bytes of unread answers; the largest one is 16 MiB.
 MAX_ANSWER_BYTES_PER_USER = 64 << 20
 
 

@@ -201,7 +201,7 @@ def open_process(pid: int, start_s: float | None) -> int | None:
         return None
     poller = select.poll()
     poller.register(pidfd, select.POLLIN)
-    # A pid may be another process's by now; the start time may not, and an ended one is no process.
+    # The pid may have been reused, so compare the start time; an ended process does not count.
     if start_s is None or process_start_s(pid) != start_s or poller.poll(0):
         os.close(pidfd)
         return None

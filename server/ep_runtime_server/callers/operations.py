@@ -17,10 +17,10 @@ from ep_runtime_server.base.clock import Clock
 from ep_runtime_server.base.limits import OPERATION_LIFE_S
 
 MAX_OP_ID_BYTES = 64
-# Answers kept of one session, the youngest; a retry comes within seconds.
+# Latest answers saved per session; retries come within seconds.
 MAX_KEPT = 256
 MAX_KEPT_BYTES_OF_SESSION = 256 << 10
-# A bigger answer is computed anew: such calls (RegisterLayers) are idempotent by themselves.
+# Bigger answers are computed again: such calls (RegisterLayers) are idempotent.
 MAX_KEPT_BYTES = 64 << 10
 
 
@@ -87,7 +87,7 @@ class Operations:
     def _finished(self, session_id: str, key: tuple[str, str], task: asyncio.Task[Any]) -> None:
         operations = self._of_session.get(session_id, {})
         known = operations.get(key)
-        # A failure is not kept: the retry is a new attempt.
+        # Failures are not saved: a retry is a new attempt.
         failed = task.cancelled() or task.exception() is not None
         if known is None or known.task is not task:
             return

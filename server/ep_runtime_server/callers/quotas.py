@@ -16,9 +16,9 @@ DEFAULT_LAYERS = 1 << 16
 DEFAULT_JOURNAL_BYTES = 64 << 20
 DEFAULT_RETAIN_S = 24 * 3600.0
 
-# On api.sock: what is accepted, its way on to gRPC's socket, and gRPC's end of that.
+# On api.sock: the accepted socket, its connection to gRPC's socket, and gRPC's end of that.
 API_CONNECTION_FDS = 3
-# With the pidfd, and with room for its connection to both sockets.
+# The pidfd, and connections to both sockets.
 SESSION_FDS = 1 + API_CONNECTION_FDS + 1
 
 

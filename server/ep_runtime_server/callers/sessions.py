@@ -57,7 +57,7 @@ class SessionRecord:
     token: str
     uid: int
     pid: int
-    own_pid: int  # what the process itself calls its pid; differs in another pid namespace
+    own_pid: int  # the pid that the process itself sees; differs in another pid namespace
     pidfd: int
     client_version: str
     created_s: float
@@ -272,7 +272,7 @@ class Sessions:
         """
         if uid in (session.uid, 0, os.geteuid()):
             return
-        if uid is None:  # a caller that went away is no thief, and hears nothing
+        if uid is None:  # the caller is gone, so this is not theft and needs no answer
             raise PermissionDeniedError(
                 f"session {session.session_id} belongs to uid {session.uid}, not to uid None",
                 session=session.session_id,

@@ -44,7 +44,7 @@ class Turns:
         self._loop = loop
         self._waiting: FairQueue[Callable[[], None]] = FairQueue()
         self._due = False
-        self._until_s: float | None = None  # of what runs at once in this round of the loop
+        self._until_s: float | None = None  # end of work done at once in this round
 
     def now(self, uid: int, work: Callable[[], None]) -> bool:
         """`work()` at once, and True, where nobody waits and this round of the loop has time left;

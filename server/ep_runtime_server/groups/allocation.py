@@ -23,7 +23,7 @@ async def get_windows(group: GroupRecord, pool: WindowPool, events: EventLog) ->
         raise _other_nodes(group)
     group.node_size = node_size
     if windows is not None and windows.serves(group.resolved, ranks):
-        if windows.generation == group.generation:  # of a view before, given up meanwhile
+        if windows.generation == group.generation:  # from an earlier view that was given up
             return
         usable = windows.is_on(group.uuids) and not windows.wanted_ranks
         if usable and not windows.holders:
@@ -32,7 +32,7 @@ async def get_windows(group: GroupRecord, pool: WindowPool, events: EventLog) ->
             return
     elif group.formed:
         raise _other_nodes(group)
-    if windows is not None:  # somebody who claims no rank may still write to it
+    if windows is not None:  # a process without a rank may still write to it
         _say_anew(group, before, events)
         pool.release(windows)
         group.windows = None

@@ -133,7 +133,7 @@ class Groups(GroupBook):
         self._note_namesakes(group)
         if group.windows is not None:
             self._pool.lease(group.windows)
-            # Who claims again has unmapped the older generation; the contract says so.
+            # By contract, a process that claims again has unmapped the older generation.
             self._pool.drop_holder(session.session_id, group.windows)
         self.complete(group)
         return group

@@ -40,7 +40,7 @@ TRANSITIONS: dict[tuple[State, Trigger], State] = {
     (State.FORMING, Trigger.TAKEN_AWAY): State.CLOSED,
     (State.READY, Trigger.MEMBER_LOST): State.BROKEN,
     (State.READY, Trigger.CONNECTION_LOST): State.BROKEN,
-    # The others may still be inside the last call, which needs nothing more of the one who left.
+    # Others may still be in the last call, which needs nothing from the rank that left.
     (State.READY, Trigger.MEMBER_LEFT): State.READY,
     (State.READY, Trigger.EMPTIED): State.RETAINED,
     (State.READY, Trigger.EMPTIED_FOR_GOOD): State.CLOSED,

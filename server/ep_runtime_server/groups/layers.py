@@ -74,7 +74,7 @@ class LayerTable:
     def _trim_history(self) -> None:
         if len(self._history) <= 2 * len(self._layers) + MAX_REPLACED:
             return
-        # Handles are not given again after a restart either: who had the last ones stays known.
+        # Handles are never reused, also after a restart, so the last owner stays known.
         end = self._next_handle
         last = next(x for x in self._history if x.handle_base + x.num_handles == end)
         self._history = [last, *self._layers.values()]

@@ -92,20 +92,20 @@ class GroupRecord:
         self.namesakes: set[str] = set()  # other jobs in which a group of the name formed meanwhile
         self.lost: dict[
             int, SessionRecord | RemoteMember
-        ] = {}  # by world rank: whose process is gone
-        # Of a group that forms across nodes: the view of its epoch, and whether it is committed.
+        ] = {}  # by world rank: ranks with a dead process
+        # For a group across nodes: the view of its epoch, and whether it is committed.
         self.remote: dict[int, RemoteMember] = {}  # by world rank
         self.epoch = self.attempt = 0
         self.committed = False
         # Also of a view before, while processes of it live.
         self.answered: Answered | None = None
-        # Of a daemon before us, which did not hear what became of its view: epoch, the other nodes,
-        # our world ranks.
+        # A view whose fate the daemon before this one did not learn: epoch, other nodes, our world
+        # ranks.
         self.undecided: tuple[int, tuple[str, ...], tuple[int, ...]] | None = None
-        self.spans = False  # had a view under this generation: what is missing is on other nodes
+        self.spans = False  # had a view in this generation, so missing ranks are on other nodes
         self.elsewhere: frozenset[int] = frozenset()  # claimed on other nodes, without a view yet
         self.last_event: Trigger | None = None
-        self.last_reason = ""  # of that change, for people
+        self.last_reason = ""  # reason of that change, for people
         self.retained_until_s: float | None = None  # means something in RETAINED only
         self.created_s = 0.0
         self.created_wall_s = 0.0
@@ -134,7 +134,7 @@ class GroupRecord:
         """Returns `node_size` once every rank is claimed; equal on every node."""
         remote, spec = self.remote, self.spec
         if spec.transport == "nccl" and not remote:
-            return 1  # over NCCL is what was asked for: these GPUs may not reach each other
+            return 1  # NCCL was requested, because these GPUs may not reach each other
         if not remote or spec.transport not in NODE_TRANSPORTS:
             return 0
         nodes = [remote[r].node if r in remote else "" for r in range(spec.world_size)]

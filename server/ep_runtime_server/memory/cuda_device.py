@@ -158,7 +158,8 @@ class CudaAllocation:
         self._driver = driver
         self._handle = handle
         self._held = True
-        self._fd = fd  # of an exporter before us: the driver exports no handle that it imported
+        # Imported from an earlier exporter: the driver does not export imported handles.
+        self._fd = fd
         self.size_bytes = size_bytes
 
     def export_fd(self) -> int:

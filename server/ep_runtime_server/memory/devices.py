@@ -85,7 +85,7 @@ class HostAllocation:
         return mmap.mmap(self._fd, self.size_bytes)
 
     def free(self) -> None:
-        fd, self._fd = self._fd, -1  # the kernel lets go of it also where close fails
+        fd, self._fd = self._fd, -1  # the kernel releases it even if close fails
         if fd >= 0:
             os.close(fd)
 

@@ -49,15 +49,15 @@ class WindowPool:
         self._events = events
         self.on_change: Callable[[WindowSet], None] = lambda windows: None
         self._sets: list[WindowSet] = []
-        self.quotas: Quotas | None = None  # without them users share what there is
-        # What is being allocated, by user: bytes on a device, and descriptors.
+        self.quotas: Quotas | None = None  # without limits users share everything
+        # Running allocations by user: bytes on a device, and descriptors.
         self._reserved: collections.Counter[tuple[int, str]] = collections.Counter()
         self._reserved_fds: collections.Counter[int] = collections.Counter()
         self._freed = asyncio.Event()  # or tried to
         self._freeing: set[WindowSet] = set()
-        self._not_freed: dict[WindowSet, Exception] = {}  # what the last try said
+        self._not_freed: dict[WindowSet, Exception] = {}  # error of the last try
         self._admit = ThreadPoolExecutor(1, thread_name_prefix="allocate")
-        # Freeing runs beside allocation: a big group's end must not delay the next one's start.
+        # Frees on a thread, because a big group's end must not delay the next one's start.
         self._reclaim = ThreadPoolExecutor(1, thread_name_prefix="free")
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -170,7 +170,7 @@ class WindowPool:
         try:
             await loop.run_in_executor(self._admit, windows.allocate, parts)
         except Exception:
-            if windows.buffers:  # it got those before the fault
+            if windows.buffers:  # allocations that succeeded before the fault
                 self._sets.append(windows)
                 self._give_back(windows)
             raise
@@ -235,7 +235,8 @@ class WindowPool:
     async def load_gpus(self) -> None:
         """Opens GPUs that hold older sets now, because later it would block the event loop."""
         if any(b.device != self._host.name for windows in self._sets for b in windows.buffers):
-            with contextlib.suppress(RuntimeUnavailableError):  # told to who returns windows
+            # Reported to processes that return windows.
+            with contextlib.suppress(RuntimeUnavailableError):
                 await asyncio.to_thread(self._gpus.load)
 
     def _first_full(self, demand: dict[Device, int]) -> Device | None:

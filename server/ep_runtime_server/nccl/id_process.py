@@ -25,7 +25,7 @@ class UniqueIds:
     version: str
 
 
-# Of the daemon for one process: its input, its pidfd, and until it answers both ends of a pipe.
+# Descriptors per process: its input, its pidfd, and until it answers both ends of a pipe.
 PROCESS_FDS = 4
 
 

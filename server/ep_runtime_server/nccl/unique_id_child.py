@@ -18,7 +18,7 @@ from ep_runtime import nccl
 
 
 class _UniqueId(ctypes.Structure):
-    # Bytes, and not c_char: those end at the first zero.
+    # Bytes instead of c_char, which ends at the first zero.
     _fields_ = [("bytes", ctypes.c_uint8 * nccl.UNIQUE_ID_BYTES)]
 
 
@@ -46,7 +46,7 @@ def main() -> None:
     with os.fdopen(pipe, "w") as out:
         out.write(json.dumps(make(count)) + "\n")
     select.select([sys.stdin], [], [], life_s)
-    os._exit(0)  # NCCL's threads would keep a clean exit
+    os._exit(0)  # NCCL's threads would block a clean exit
 
 
 if __name__ == "__main__":

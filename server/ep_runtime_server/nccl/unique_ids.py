@@ -32,7 +32,7 @@ from ep_runtime_server.nccl.id_process import PROCESS_FDS, IdProcess, UniqueIds
 
 # How long ranks may take to join; a client waits less.
 JOIN_S = 600.0
-# Of groups whose communicators are being made; each has libnccl loaded.
+# Limit of concurrent processes; each has libnccl loaded.
 MAX_PROCESSES_PER_USER = 64
 
 
@@ -65,7 +65,7 @@ class UniqueIdBook:
         self._events = events
         self._quotas = quotas
         self._sets: dict[str, _Set] = {}  # by group id
-        # Of a group that spans nodes the coordinator makes them: (owner, epoch, domains).
+        # Asks the coordinator, which makes ids of groups over nodes: (owner, epoch, domains).
         self.of_view: Callable[[Owner, int, int], Awaitable[UniqueIds]] | None = None
 
     async def of(self, session: SessionRecord, group: GroupRecord, generation: int) -> UniqueIds:
@@ -141,7 +141,8 @@ class UniqueIdBook:
                 try:
                     return await self.of_view(group.owner, group.epoch, count)
                 except RuntimeUnavailableError as error:
-                    # With a field: to a client one without says that its own daemon is away.
+                    # Has a field, because clients read an error without fields as their own
+                    # daemon's absence.
                     raise RuntimeUnavailableError(
                         f"NCCL unique ids of the coordinator: {error}", library=nccl.LIBRARY
                     ) from error

@@ -108,7 +108,7 @@ class Membership:
                 await self._report()
                 continue
             except RuntimeUnavailableError as error:
-                # Where it never was there, nothing is lost yet.
+                # Nothing is lost if it never joined.
                 self._stand(
                     Standing.JOINING if self.link is Standing.JOINING else Standing.LOST, str(error)
                 )

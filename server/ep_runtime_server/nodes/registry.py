@@ -191,7 +191,8 @@ class Nodes:
         known = self._nodes.get(name)
         if known is not None and known.state is NodeState.JOINED:
             holder = known.identity
-        # Its id lies in its directory, which one daemon locks, on one host: no copy of it counts.
+        # The id is in the node's directory, which one daemon locks on one host; copies do not
+        # count.
         if holder is not None and (holder.node_id, holder.boot_id) != (
             identity.node_id,
             identity.boot_id,

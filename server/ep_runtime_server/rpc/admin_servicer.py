@@ -224,7 +224,7 @@ class AdminServicer(pb_grpc.AdminServiceServicer):
     async def ListEvents(  # noqa: N802
         self, request: pb.ListEventsRequest, context: Context[Any, Any]
     ) -> pb.ListEventsResponse:
-        await self._runtime.events.written()  # what is told now is told after a restart as well
+        await self._runtime.events.written()  # events listed now must be listed after a restart too
         rows = [
             event
             for event in self._runtime.events.after(request.after_sequence)

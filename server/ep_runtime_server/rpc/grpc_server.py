@@ -30,7 +30,8 @@ class _Calls(cygrpc.AioServer):  # type: ignore[misc]
 
 async def _refuse(call: Any) -> None:
     context = cygrpc._ServicerContext(call, None, None, asyncio.get_running_loop())
-    with contextlib.suppress(grpc.aio.BaseError):  # of the abort itself, or the caller has gone
+    # Raised by the abort itself, or because the caller is gone.
+    with contextlib.suppress(grpc.aio.BaseError):
         await context.abort(grpc.StatusCode.UNIMPLEMENTED, "Method not found!")
 
 
@@ -41,7 +42,7 @@ def make_server(
     stock = cygrpc.AioServer
     if not hasattr(stock, "_request_registered_call"):  # releases that take every call by this way
         return grpc.aio.server(interceptors=interceptors, options=options)
-    cygrpc.AioServer = _Calls  # gRPC's releases differ in what they make theirs of
+    cygrpc.AioServer = _Calls  # gRPC's releases derive their servers from different classes
     try:
         return grpc.aio.server(interceptors=interceptors, options=options)
     finally:

@@ -34,11 +34,11 @@ _NO_TOKEN = f"{_SERVICE}SessionService/GetServerInfo"
 _CLOSE = f"{_SERVICE}SessionService/CloseSession"
 _NEEDS_JOB = tuple(f"{_SERVICE}{name}Service/" for name in ("Group", "Layer", "Nccl"))
 
-# What has layers or ranks in it; whatever else is long makes work, and is no request of ours.
+# Requests with layers or ranks may be long; other long ones are not from our clients.
 _LONG = ("/CreateGroup", "/RestoreGroup", "/RegisterLayers", "/JoinGroup")
 MAX_SHORT_BYTES = 64 << 10
 
-# A caller has that long to send what it announced.
+# Time for a caller to send the announced request.
 READ_S = 10.0
 MAX_HEALTH_BYTES = 1024
 # A megabyte of empty messages takes 50 ms.
@@ -83,7 +83,7 @@ class RpcPolicy(grpc.aio.ServerInterceptor):
         self._sessions = sessions
         self._before_answer = before_answer
         self._admission = admission
-        self._parsing = asyncio.Lock()  # of long requests: between two of them others have turns
+        self._parsing = asyncio.Lock()  # bytes per turn of long requests, so that others get turns
         self._uid_of = uid_of
         self._seal = seal
         self._before_work = before_work
@@ -152,7 +152,7 @@ class RpcPolicy(grpc.aio.ServerInterceptor):
                 return _failure_of(method, error)
 
         async def call(requests: AsyncIterator[bytes], context: Context[Any, Any]) -> Any:
-            # gRPC keeps the frame that aborts until a collection: the request is not in this one.
+            # gRPC keeps the aborting frame until a collection, so it must not hold the request.
             answer = await answered(requests, context)
             return await _abort(context, answer) if isinstance(answer, wire.RpcFailure) else answer
 
@@ -176,7 +176,7 @@ class RpcPolicy(grpc.aio.ServerInterceptor):
                 return
             except Exception as error:  # noqa: BLE001 - the one place where errors become statuses
                 failure = _failure_of(method, error)
-            request = None  # gRPC keeps this frame until a collection
+            request = None  # gRPC keeps this frame until a collection, so free the request
             await _abort(context, failure)
 
         return call
@@ -288,7 +288,8 @@ def _failure_of(method: str, error: Exception) -> wire.RpcFailure:
     """Returns what the caller gets. Raises again if it was answered, or the caller is gone."""
     if isinstance(error, (grpc.aio.AbortError, grpc.aio.InternalError)):
         raise error
-    if isinstance(error, NotImplementedError):  # what a newer gRPC has in its services, and we not
+    # A method of a newer gRPC service that we do not have.
+    if isinstance(error, NotImplementedError):
         return wire.RpcFailure(grpc.StatusCode.UNIMPLEMENTED, f"{method} is not served", ())
     if isinstance(error, LostError):
         return wire.RpcFailure(grpc.StatusCode.UNAVAILABLE, str(error), ())

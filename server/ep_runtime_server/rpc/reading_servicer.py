@@ -11,7 +11,7 @@ from ep_runtime_server.callers.sessions import SessionRecord
 from ep_runtime_server.rpc.admin_servicer import AdminServicer
 from ep_runtime_server.rpc.interceptor import current_session
 
-# What reads, and no more, by name: an RPC that is not here is an order.
+# RPCs that only read. All others are orders.
 READINGS = frozenset(
     {
         "GetStatus",

@@ -358,7 +358,7 @@ def _add_progress(
     message.state = record.state.name
     message.epoch = record.epoch
     message.waiting_for = record.waiting_for
-    if record.state is not RankState.IDLE:  # what an idle rank did last stays on the board
+    if record.state is not RankState.IDLE:  # an idle rank's last op stays on the board
         message.op = record.op.name
         message.layer = group.layers.name_of_id(record.layer_id)
         message.handle = record.handle

@@ -22,9 +22,9 @@ MAX_FDS = 64
 
 _ANCILLARY_BYTES = socket.CMSG_SPACE(12) + socket.CMSG_SPACE(4 * MAX_FDS)  # the sender's, and fds
 
-# The number of NVIDIA's devices in Linux; the driver takes no other files for memory of its own.
+# Major number of NVIDIA's devices in Linux; GPU memory has no other files.
 _NVIDIA_MAJOR = 195
-# Linux stat.h, fcntl.h. What statx then says is what the kernel knows; it asks no file system.
+# Linux stat.h, fcntl.h. With these flags statx answers from the kernel, without the file system.
 _AT_EMPTY_PATH, _AT_STATX_DONT_SYNC, _STATX_TYPE = 0x1000, 0x4000, 0x1
 _STATX_BYTES, _MODE, _RDEV_MAJOR = 256, slice(28, 30), slice(128, 132)
 

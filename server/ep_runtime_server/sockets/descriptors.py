@@ -21,7 +21,7 @@ from ep_runtime_server.sockets.spare_child import SpareChild
 
 ANSWER_WITHIN_S = 5.0
 
-# Gets the descriptors, which are its own from then on, or why there are none.
+# Receives the descriptors, which it then owns, or the error.
 Then = Callable[[list[int] | EpRuntimeError], None]
 
 

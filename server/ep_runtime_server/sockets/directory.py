@@ -71,7 +71,7 @@ class SocketDirectory:
             ) from None
         os.ftruncate(self._lock_fd, 0)
         os.pwrite(self._lock_fd, f"{os.getpid()}\n".encode(), 0)
-        for name in SOCKETS:  # of a daemon that was killed
+        for name in SOCKETS:  # left by a killed daemon
             try:
                 files.remove_socket(self.path / name)
             except OSError as error:

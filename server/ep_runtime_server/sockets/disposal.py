@@ -15,7 +15,7 @@ from ep_runtime_server.callers import credentials
 from ep_runtime_server.sockets import disposal_child
 from ep_runtime_server.sockets.spare_child import SpareChild
 
-# A client asks and waits for the answer; who has more packets under way is no client of ours.
+# Our clients wait for each answer, so more packets are not from them.
 _MAX_PACKETS = 16
 _PART_BYTES = 64 << 10
 
@@ -30,7 +30,7 @@ class Disposal:
     def drop(self, connection: socket.socket) -> None:
         """Closes an accepted connection. Never waits."""
         with contextlib.suppress(OSError):
-            connection.shutdown(socket.SHUT_RD)  # nothing comes after what is looked at now
+            connection.shutdown(socket.SHUT_RD)  # nothing arrives after this check
         if _is_harmless(connection) or self.hand_over([connection.fileno()]):
             connection.close()
         else:
@@ -74,7 +74,7 @@ def _is_harmless(connection: socket.socket) -> bool:
             connection.recv(len(data) or 1, socket.MSG_DONTWAIT)
         except BlockingIOError:
             return True
-        except ConnectionError:  # told once; what is in the queue is still there
+        except ConnectionError:  # the error is reported once; the queue still has its packets
             continue
         except OSError:
             return False

@@ -19,7 +19,7 @@ from ep_runtime_server.groups import attachment
 from ep_runtime_server.rpc import views
 from ep_runtime_server.runtime import Runtime
 
-# What goes to the client in one packet.
+# Contents of one packet to the client.
 Packet = tuple[pb.FdReply, list[int]]
 
 

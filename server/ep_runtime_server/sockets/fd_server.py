@@ -53,7 +53,7 @@ class _Connection:
     uid: int
     idle_timer: asyncio.TimerHandle | None = None
     unread: bool = False  # the packet being answered carries descriptors that nobody took yet
-    awaited: bool = False  # somebody takes them, and nothing else is read
+    awaited: bool = False  # another process receives; read nothing meanwhile
     sent_fds: int = 0  # since the client had read all that was sent
 
     def unread_fds(self) -> int:
@@ -86,7 +86,7 @@ class FdServer:
         self._listener = listener
         self._peer_of = peer_of
         self._connections: dict[_Connection, None] = {}  # the one that was silent longest first
-        # Over for us; but what the client does not read is on its way until it closes its end.
+        # Done here, but unread packets stay queued until the client closes its end.
         self._left: list[_Connection] = []
         self._disposal = disposal
         self._turns = turns
@@ -243,7 +243,7 @@ class FdServer:
             )
             carries_fds = bool(flags & socket.MSG_CTRUNC)
             if data and not carries_fds:
-                connection.socket.recv(1)  # takes the packet away
+                connection.socket.recv(1)  # removes the packet from the queue
         except BlockingIOError:
             return
         except OSError:

@@ -54,7 +54,7 @@ class Front:
         self._name = f"ep-runtime-{secrets.token_hex(8)}"
         self._num_accepted = 0
         self._late: set[socket.socket] = set()
-        self._calls: dict[str, _Call] = {}  # by the peer that gRPC tells
+        self._calls: dict[str, _Call] = {}  # by gRPC's name of the peer
         self._loop = asyncio.get_running_loop()
         listener.setblocking(False)
         listener.listen(LISTEN_BACKLOG)
@@ -91,7 +91,7 @@ class Front:
             if not isinstance(error, PoolExhaustedError) or len(self._late) >= MAX_LATE:
                 self._drop(accepted, error)
                 return
-            # Who connects anew has just closed another one, whose end may not be heard yet.
+            # A reconnecting client has closed its old connection, which may not be noticed yet.
             self._late.add(accepted)
             self._loop.call_later(limits.ACCEPT_PAUSE_S, self._enter_late, accepted)
 
@@ -233,8 +233,8 @@ class _Way:
         self._end = end
         self._left = b""
         self._listening = False
-        # Numbers: of a socket that it does not know the loop makes a text, for an error that it
-        # then drops, and that takes longer than to pass a heartbeat on.
+        # File numbers instead of sockets, because the loop formats unknown sockets for an error
+        # that it drops, which takes longer than relaying a heartbeat.
         self._source_fd, self._target_fd = source.fileno(), target.fileno()
         self._listen()
 

@@ -29,8 +29,8 @@ _NAMES = {
     "fence": "sessions",
 }
 
-# Names are other users' text, so they are read line by line and quoted: `compgen -W` would expand
-# them, and run what they say.
+# Names are other users' text, so they are read line by line and quoted, because `compgen -W` would
+# expand them and run commands in them.
 _SCRIPT = """\
 _ep_runtime_words() {{
   local word
@@ -86,8 +86,8 @@ _ZSH = """\
 autoload -U +X bashcompinit && bashcompinit
 {bash}"""
 
-# What a command in parentheses prints fish takes as it is, line by line; what stands beside it is
-# expanded.
+# fish uses the output of a command in parentheses as it is, line by line, but expands text next to
+# it.
 _FISH = """\
 function __ep_runtime_in
   set -l words (commandline -opc)

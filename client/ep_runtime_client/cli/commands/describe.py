@@ -73,7 +73,7 @@ def _kind(text: str) -> str:
 def run(args: argparse.Namespace) -> int:
     from ep_runtime_client.cli.daemon import nodes, source
 
-    args.all = True  # of sessions, those that ended too
+    args.all = True  # also sessions that ended
     with source.open_source(args.address, timeout_s=args.timeout) as daemon:
         if args.kind == NODE:
             found, kind = _nodes(daemon), "nodes"
@@ -115,7 +115,7 @@ def _together(rows: Sequence[Row]) -> list[Row]:
 
 def _merged(rows: Sequence[Row]) -> list[Row]:
     first = rows[0]
-    if not first["epoch"]:  # of the same name, and each node's own
+    if not first["epoch"]:  # groups of one name, each of one node
         return [*rows]
     told = {(row["node"], one["world_rank"]): one for row in rows for one in row["members"]}
     members = [told.get((one["node"], one["world_rank"]), one) for one in first["members"]]

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 _CHECK_EVERY_S = 0.5
 _SHUTDOWN_S = 30.0
-# Whose sessions end with their processes, or by themselves. The daemon waits for no fenced one.
+# States of sessions that a drain waits for; it does not wait for fenced ones.
 _LIVE = ("CONNECTED", "ACTIVE", "SUSPECT")
 
 

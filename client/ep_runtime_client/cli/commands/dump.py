@@ -46,8 +46,7 @@ _PATTERNS = (
 )
 _NAMED = re.compile(r"""([\w.-]+)(["']?\s*[=:]\s*["']?)([^\s"',;&]+)""")
 
-# Lists of every node, by the method of `Source` that reads them. `ranks` and `handles` are what
-# the boards say.
+# Lists of every node, and how they are read. `ranks` and `handles` come from the boards.
 _LISTS: dict[str, Callable[[source.Source], list[dict[str, Any]]]] = {
     "sessions": lambda daemon: daemon.sessions(),
     "groups": lambda daemon: daemon.groups(),

@@ -28,7 +28,7 @@ COLUMNS = (
     Column("unused", "UNUSED", "count", wide=True, about="experts that received no row"),
     Column("num_experts", "EXPERTS", "count", wide=True, about="number of experts"),
 )
-_MOST_CELLS = 64  # of a line in a pipe
+_MOST_CELLS = 64  # width of a line without a terminal
 _LABEL = 24
 # A cell by its rows over the layer's mean: the fourth is the mean, the last twice that or more.
 CELLS = " ▁▂▃▄▅▆▇█"
@@ -137,7 +137,8 @@ def _write_heat(layers: Sequence[dict[str, Any]]) -> None:
     layers = [layer for layer in layers if layer["experts"]]
     if not layers:
         return
-    names = [shown(layer["layer"][-_LABEL:]) for layer in layers]  # ends tell layers apart
+    # Layers differ at the end of their names.
+    names = [shown(layer["layer"][-_LABEL:]) for layer in layers]
     label = max(map(len, names))
     cells = max((render.width() or _MOST_CELLS + label + 2) - label - 2, 8)
     most = max(layer["num_experts"] for layer in layers)

@@ -13,7 +13,7 @@ Row = Mapping[str, Any]
 
 _WARNED_S = 30 * 24 * 3600.0
 
-# By the letters of /proc/PID/stat.
+# By the state's letter in /proc/PID/stat.
 _STATES = {
     "T": "it is stopped (state T), and `kill -CONT {pid}` continues it",
     "t": "a debugger has stopped it (state t)",

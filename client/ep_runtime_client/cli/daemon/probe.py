@@ -65,7 +65,8 @@ def _reply(place: SocketDirectory, timeout_s: float) -> bytes:
     """Receives one packet, which may be an error. Raises RuntimeUnavailableError."""
     with place.connected(FD_SOCKET, socket.SOCK_SEQPACKET, timeout_s) as connection:
         try:
-            with contextlib.suppress(BrokenPipeError):  # turned away: why is there to read
+            # The daemon closed it; its reason can still be read.
+            with contextlib.suppress(BrokenPipeError):
                 connection.send(REQUEST)
             reply = connection.recv(1 << 16)
         except TimeoutError:

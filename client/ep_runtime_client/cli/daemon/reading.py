@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 Row = Mapping[str, Any]
 
-# Of a list also the names alone, for scripts and completion.
+# Lists can also write only names, for scripts and completion.
 LIST_OUTPUTS = (*render.OUTPUTS, "name")
 
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
@@ -85,7 +85,7 @@ class View:
                 write(
                     nodes.Found(choosing.ordered(rows, args.sort_by, self.columns), found.missing)
                 )
-                must = not args.changes  # what is gone is a change then
+                must = not args.changes  # with --changes a missing row is a change
                 return cli.PARTIAL if found.missing else cli.OK
 
             if args.changes:
@@ -200,7 +200,7 @@ def _write_list(args: argparse.Namespace, view: View) -> Callable[[nodes.Found],
             render.write_json(view.kind, body, compact=bool(args.watch))
         elif args.output == "name":
             for name in dict.fromkeys(str(row[view.keys[0]]) for row in found.rows):
-                # Programs get the name, people at a terminal what they may paste.
+                # Programs get the raw name, a terminal the quoted one that can be pasted.
                 render.out(allowed_names.shown(name) if sys.stdout.isatty() else name)
         elif args.name is not None and len(found.rows) == 1:
             describing.write(found.rows[0], view.columns)

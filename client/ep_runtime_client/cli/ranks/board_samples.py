@@ -68,7 +68,7 @@ def add_arguments(
     reading.add_daemon_arguments(parser)
 
 
-# What add_arguments says of --since, for the end of --help.
+# Explains --since at the end of --help.
 ABOUT_SINCE = (
     "A daemon copies its boards every 10 s. It keeps all copies for two minutes, then one a minute "
     "for two hours, 64 MiB at most. --since compares with the copy of that age. If there is none, "

@@ -25,7 +25,7 @@ class Screen:
     def __init__(self, seen: board_samples.BoardSamples, links: rows.Links) -> None:
         self._samples, self._links = seen, links
         self._group = 0
-        self._layers = False  # the list of layers is there, or one of them
+        self._layers = False  # shows the list of layers, or one layer
         self._opened = ""  # that layer
         self._chosen = 0
         self._sort, self._reversed = 0, False
