@@ -76,7 +76,7 @@ def test_a_block_call_takes_what_it_takes_whatever_the_alignment() -> None:
         ep.estimate_memory("g", _MESH, mlp_dim=128, **{**arguments, "alignment": rows})
         for rows in (1, 128)
     ]
-    small, large = ((x.kept_bytes_per_layer, x.workspace_bytes_per_device) for x in found)
+    small, large = ((x.saved_bytes_per_layer, x.workspace_bytes_per_device) for x in found)
     assert small == large
     assert found[0].capacity_per_rank < found[1].capacity_per_rank
 
@@ -162,7 +162,7 @@ def test_memory_of_a_layer_grows_little_with_ranks(
             max_top_k=8,
             **sizes,
         )
-        block = (found.workspace_bytes_per_device or 0) + (found.kept_bytes_per_layer or 0)
+        block = (found.workspace_bytes_per_device or 0) + (found.saved_bytes_per_layer or 0)
         return found.staging_bytes_per_rank + found.plan_bytes_per_layer + block
 
     assert held(32) < 1.25 * held(4)
@@ -199,13 +199,13 @@ def test_estimate_of_block_calls_is_of_the_workspace(dtype: str) -> None:
     assert sizes.element_bytes == _ELEMENTS[dtype]
     assert sizes.capacity == spec.recv_capacity_per_rank == found.capacity_per_rank
     assert found.workspace_bytes_per_device == block.backward_bytes > block.forward_bytes
-    assert found.kept_bytes_per_layer == block.kept_rows * 256 * _ELEMENTS[dtype]
+    assert found.saved_bytes_per_layer == block.kept_rows * 256 * _ELEMENTS[dtype]
     # It follows the setting, and what is kept follows its own.
     larger = ep.estimate_memory("g", _MESH, mlp_dim=128, workspace=3.0, keep="nothing", **wide)
     assert larger.workspace_bytes_per_device > 1.9 * found.workspace_bytes_per_device
-    assert larger.kept_bytes_per_layer == 0
+    assert larger.saved_bytes_per_layer == 0
     plain = ep.estimate_memory("g", _MESH, mlp_dim=128, gated=False, keep_factor=0.5, **wide)
-    assert plain.kept_bytes_per_layer < found.kept_bytes_per_layer / 4
+    assert plain.saved_bytes_per_layer < found.saved_bytes_per_layer / 4
 
 
 def test_estimate_of_recipes_is_of_their_workspace() -> None:
@@ -231,7 +231,7 @@ _MX = {"mlp_dim": 128, "recipe": ep.recipes.MXFP8()}
 @pytest.mark.parametrize("said", [{}, {"mlp_dim": 128, "transport": "xla"}, _MX])
 def test_no_workspace_where_there_are_no_block_calls(said: dict[str, Any]) -> None:
     found = ep.estimate_memory("g", _MESH, **said, **_ARGUMENTS)
-    assert (found.workspace_bytes_per_device, found.kept_bytes_per_layer) == (None, None)
+    assert (found.workspace_bytes_per_device, found.saved_bytes_per_layer) == (None, None)
 
 
 def test_estimate_refuses_what_block_calls_refuse() -> None:

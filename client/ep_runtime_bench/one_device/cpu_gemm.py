@@ -82,9 +82,9 @@ def _rows(experts: int, capacity: int, filled: float, repeats: int) -> list[dict
     calls: dict[str, Callable[[], object]] = {}
     for name, subject in subjects.items():
         forward, backward = jax.jit(subject.forward), jax.jit(subject.backward)
-        kept = forward(lhs, rhs, sizes)
+        saved = forward(lhs, rhs, sizes)
         calls[f"{name} forward"] = _call(forward, lhs, rhs, sizes)
-        calls[f"{name} backward"] = _call(backward, kept, grad, sizes)
+        calls[f"{name} backward"] = _call(backward, saved, grad, sizes)
     taken = in_turn(calls, warmup=1, repeats=repeats)
     times = {name: 1e3 * median(seconds) for name, seconds in taken.items()}
     dense = times[f"{DENSE} forward"] + times[f"{DENSE} backward"]
@@ -128,8 +128,8 @@ def _grouped(recipe: recipes.Recipe | None) -> _Subject:
             kernel = quantize_plain.quantize_kernel(recipe, rhs)
         return gemm_plain.forward(gemm, rows, kernel, None, sizes), rows, kernel
 
-    def backward(kept: Any, grad: Any, sizes: Any) -> Any:
-        _, rows, kernel = kept
+    def backward(saved: Any, grad: Any, sizes: Any) -> Any:
+        _, rows, kernel = saved
         if recipe is not None:
             grad = quantize_plain.quantize_rows(recipe, grad, sizes, gradient=True)
         return gemm_plain.pullback(gemm, rows, kernel, grad, sizes)
@@ -148,8 +148,8 @@ def _dense() -> _Subject:
     def forward(lhs: Any, rhs: Any, sizes: Any) -> Any:
         return product(lhs, rhs, sizes), lhs, rhs
 
-    def backward(kept: Any, grad: Any, sizes: Any) -> Any:
-        _, lhs, rhs = kept
+    def backward(saved: Any, grad: Any, sizes: Any) -> Any:
+        _, lhs, rhs = saved
         return jax.vjp(lambda x, w: product(x, w, sizes), lhs, rhs)[1](grad)
 
     return _Subject(forward, backward)

@@ -41,7 +41,7 @@ class MemoryEstimate:
             backward; all layers share it. Rows have max_token_dtype, at least 16 and at most 32
             bits, or 16 bits with a recipe that quantizes. Between nodes it includes the rows on
             their way. None without mlp_dim, or if the transport has no block calls.
-        kept_bytes_per_layer: rows of the first matmul that a block call saves for backward; None
+        saved_bytes_per_layer: rows of the first matmul that a block call saves for backward; None
             as above.
     """
 
@@ -50,7 +50,7 @@ class MemoryEstimate:
     capacity_per_rank: int
     plan_bytes_per_layer: int
     workspace_bytes_per_device: int | None = None
-    kept_bytes_per_layer: int | None = None
+    saved_bytes_per_layer: int | None = None
 
 
 def of_spec(spec: specs.GroupSpec) -> MemoryEstimate:
@@ -207,7 +207,7 @@ def estimate_memory(
             block.forward_bytes + _crossing_bytes(spec, sizes.element_bytes, brought=1),
             block.backward_bytes + _crossing_bytes(spec, sizes.element_bytes, brought=2),
         ),
-        kept_bytes_per_layer=block.kept_bytes,
+        saved_bytes_per_layer=block.kept_bytes,
     )
 
 

@@ -96,14 +96,14 @@ def _groups(args: argparse.Namespace, seen: board_samples.BoardSamples) -> Group
     found = {}
     for key, of_group in ranks.items():
         dropped = seen.grown(key, "dropped_rows", from_start=not seen.interval_s)
-        rounds = seen.grown(key, "rounds", from_start=not seen.interval_s)
+        extra_chunks = seen.grown(key, "rounds", from_start=not seen.interval_s)
         rows = seen.grown(key, "rows", from_start=not seen.interval_s)
         names = dict.fromkeys(name for one in of_group for name in tallies.layer_names(one))
         layers = [
             {
                 **_layer(of_group, name, rows.get(name, 0)),
                 "dropped": dropped.get(name, 0),
-                "rounds": rounds.get(name, 0),
+                "rounds": extra_chunks.get(name, 0),
             }
             for name in names
             if args.layer in (None, name)

@@ -156,13 +156,13 @@ class BoardSamples:
 
     def ranks(self, group: tallies.GroupName, links: rows.Links) -> rows.Rows:
         """Returns the rows of table rows.RANKS."""
-        rounds = sum(self.grown(group, "rounds").values())
-        return rows.ranks(self.groups[group], rounds, links)
+        extra_chunks = sum(self.grown(group, "rounds").values())
+        return rows.ranks(self.groups[group], extra_chunks, links)
 
     def layers(self, group: tallies.GroupName) -> rows.Rows:
         """Returns the rows of table rows.LAYERS."""
-        rounds, dropped = self.grown(group, "rounds"), self.grown(group, "dropped_rows")
-        return rows.layers(self.groups[group], rounds, dropped)
+        extra_chunks, dropped = self.grown(group, "rounds"), self.grown(group, "dropped_rows")
+        return rows.layers(self.groups[group], extra_chunks, dropped)
 
     def sums(self) -> dict[tallies.GroupName, list[tallies.Row]]:
         """Returns sums of each group's ranks since it formed, as ListTallies reports them."""

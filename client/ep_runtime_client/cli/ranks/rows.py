@@ -102,7 +102,7 @@ def _gb_s(gpu: nvml.Gpu) -> float:
     return links * (gpu.link_mb_s or 0) / 1000
 
 
-def ranks(group: Sequence[Interval], rounds: int, links: Links) -> Rows:
+def ranks(group: Sequence[Interval], extra_chunks: int, links: Links) -> Rows:
     """One row for each rank."""
     slow, holds = tallies.slow_rank(group), tallies.held_up(group)
     return [
@@ -115,7 +115,7 @@ def ranks(group: Sequence[Interval], rounds: int, links: Links) -> Rows:
             **_moved(one, links),
             "wait_share": one.share(one.wait_s),
             "holds_share": holds.get(one.world_rank, 0.0),
-            "rounds": rounds,
+            "rounds": extra_chunks,
             "op": one.row["now"]["op"],
             "layer": one.row["now"]["layer"],
             "waits": _waits(one),
@@ -162,14 +162,16 @@ def _waits(one: Interval) -> str:
     return ", ".join(f"{op.lower()} {100 * share:.1f}%" for op, share in _by_op(one).items())
 
 
-def layers(group: Sequence[Interval], rounds: dict[str, int], dropped: dict[str, int]) -> Rows:
+def layers(
+    group: Sequence[Interval], extra_chunks: dict[str, int], dropped: dict[str, int]
+) -> Rows:
     """One row for each layer that was called: sums over ranks, and means of their shares."""
     names = dict.fromkeys(name for one in group for name in one.layers)
-    return [_layer(group, name, rounds, dropped) for name in names if name]
+    return [_layer(group, name, extra_chunks, dropped) for name in names if name]
 
 
 def _layer(
-    group: Sequence[Interval], name: str, rounds: dict[str, int], dropped: dict[str, int]
+    group: Sequence[Interval], name: str, extra_chunks: dict[str, int], dropped: dict[str, int]
 ) -> dict[str, Any]:
     loads = [(one, one.layers[name]) for one in group if name in one.layers]
     experts = [*tallies.layer_rows(group, name).values()]
@@ -181,7 +183,7 @@ def _layer(
         "time_share": sum(load.time_s / one.elapsed_s for one, load in loads) / len(loads),
         "wait_share": sum(one.share(load.wait_s) for one, load in loads) / len(loads),
         "max_mean": tallies.max_mean(experts) if experts else None,
-        "rounds": rounds.get(name, 0),
+        "rounds": extra_chunks.get(name, 0),
         "dropped": dropped.get(name, 0),
     }
 
