@@ -10,12 +10,12 @@ import json
 import subprocess
 import sys
 import time
+from statistics import median
 from typing import Any
 
 from ep_runtime import env
 from ep_runtime_bench.base.clients import warm_daemon
 from ep_runtime_bench.base.options import BenchOptions, BenchReport, ConnectSizes
-from ep_runtime_bench.base.timing import median
 from ep_runtime_client.cli.tables import Column
 
 CLIENTS = 5

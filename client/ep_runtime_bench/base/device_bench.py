@@ -6,6 +6,7 @@ import dataclasses
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from statistics import median
 from typing import Any
 
 import jax
@@ -15,7 +16,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ep_runtime_bench.base import device_time, routing
 from ep_runtime_bench.base.options import BenchOptions, DeviceSample
-from ep_runtime_bench.base.timing import median
 from ep_runtime_client.cli import render
 from ep_runtime_client.sessions.session import Session
 

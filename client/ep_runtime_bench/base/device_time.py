@@ -15,6 +15,7 @@ on and off; the host is in none of the figures.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from statistics import median
 from typing import Any
 
 import jax
@@ -22,7 +23,6 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
-from ep_runtime_bench.base.timing import median
 from ep_runtime_client.ops.kernels.ffi import ensure_registered
 
 # (token int32 [1], arrays, hold_ns) -> (token, nanoseconds uint32 [2], low word first). The clock
@@ -113,4 +113,4 @@ class CallTimer:
         for _ in range(repeats + 1):
             token, now = self._read(token, program(*operands))
             readings.append(now)
-        return max(median(intervals_us(np.stack(readings)[None])[0].tolist()), 1e-3)
+        return max(float(median(intervals_us(np.stack(readings)[None])[0])), 1e-3)

@@ -197,9 +197,9 @@ class Step:
         variant: "" or REMAT.
         step_s: seconds of every step that the host waited for.
         enqueued_s: seconds of a step of many that were enqueued one after another, the median.
-        peak_bytes: most that the fullest device held so far, None where it does not say.
+        peak_bytes: most that the fullest device held so far, None if it does not say.
         planned_bytes: operands, results and temporaries of the program, of one device.
-        joules: that all devices draw in a step, None where no counter says.
+        joules: that all devices draw in a step, None if no counter says.
     """
 
     variant: str
@@ -215,7 +215,7 @@ class KernelTime:
     """Kernels of one name in one part of a step.
 
     Attributes:
-        part: forward or backward, and whose: "backward experts/grouped_gemm"; "" where the
+        part: forward or backward, and whose: "backward experts/grouped_gemm"; "" if the
             profile does not say.
         kernel: its name.
         calls: in a step.
@@ -255,7 +255,7 @@ class Measured:
         steps: of every variant.
         window_bytes: of staging per rank, which no allocator of XLA counts.
         profile: of the variant without remat; empty of stock JAX.
-        dropped: slots of a step that found no row, on all devices; None where nobody counts.
+        dropped: slots of a step that found no row, on all devices; None if nobody counts.
         given_bytes: of operands and their gradients, of one device.
         estimated_bytes: what `estimate_memory` says of group and layer; None of stock JAX.
     """

@@ -375,12 +375,12 @@ class DeviceSample:
         subject: a transport, CEILING, PLAIN or "clock".
         tokens: per rank.
         routing: of ROUTINGS.
-        precision: combine_precision of the group; "" where there is no group.
+        precision: combine_precision of the group; "" if there is no group.
         sms: as asked for.
-        blocks: that the kernel had; 0 where nobody says.
+        blocks: that the kernel had; 0 if nobody says.
         kernel_us: microseconds on the device, of the slowest rank, a reading of the clock included.
         step_s: seconds of one jitted call on the host, waited for.
-        network_rows: rows that all ranks send between nodes in one dispatch; 0 where none are.
+        network_rows: rows that all ranks send between nodes in one dispatch; 0 if none are.
         network_least: that would do: each row once per node that needs it.
     """
 

@@ -41,7 +41,7 @@ def speeds(
         step_s: seconds of a step.
         tokens: of a step, on all devices.
         flops: of a step, of one device.
-        joules: of a step, on all devices; None where no counter says.
+        joules: of a step, on all devices; None if no counter says.
         gpu: its name; MFU is None if PEAKS has no such name.
     """
     peak = PEAKS.get(gpu)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 
@@ -37,10 +36,6 @@ def in_turn(
             subject()
             seconds[name].append(time.perf_counter() - started)
     return seconds
-
-
-def median(seconds: Sequence[float]) -> float:
-    return statistics.median(seconds)
 
 
 def quantile(seconds: Sequence[float], share: float) -> float:

@@ -12,13 +12,13 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ep_runtime_bench.base import clients, energy
-from ep_runtime_bench.base.timing import median
 
 
 @dataclasses.dataclass(frozen=True)

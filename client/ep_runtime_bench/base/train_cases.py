@@ -118,11 +118,11 @@ class Trained:
     Attributes:
         step_s: seconds of a step, one figure for each round of steps that follow each other.
         losses: of the first steps.
-        peak_bytes: most that the fullest device held, None where it does not say.
+        peak_bytes: most that the fullest device held, None if it does not say.
         window_bytes: of staging per rank, which no allocator of XLA counts.
         planned_bytes: operands, results and temporaries of the program, of one device.
         profile: where a step's time goes.
-        joules: that all devices draw in a step, None where no counter says.
+        joules: that all devices draw in a step, None if no counter says.
     """
 
     step_s: Sequence[float]

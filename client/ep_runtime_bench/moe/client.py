@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from statistics import median
 from typing import Any
 
 import jax
@@ -33,7 +34,6 @@ from ep_runtime_bench.base.moe_cases import (
     Measured,
     Step,
 )
-from ep_runtime_bench.base.timing import median
 from ep_runtime_bench.moe import stock_layer
 from ep_runtime_bench.moe.measuring import (
     create_group,

@@ -18,6 +18,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Iterator, Mapping
+from statistics import median
 from typing import Any
 
 from ep_runtime_bench.base import clients, speeds
@@ -35,7 +36,7 @@ from ep_runtime_bench.base.moe_cases import (
     settings,
 )
 from ep_runtime_bench.base.options import STOCK_LAYERS, BenchOptions, BenchReport
-from ep_runtime_bench.base.timing import median, quantile
+from ep_runtime_bench.base.timing import quantile
 from ep_runtime_client.cli import render
 from ep_runtime_client.cli.tables import Column
 

@@ -13,12 +13,12 @@ import json
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any, TypeVar
 
 from ep_runtime.errors import EpRuntimeError
 from ep_runtime_bench.base.clients import warm_daemon
 from ep_runtime_bench.base.options import BenchOptions, BenchReport, Sample
-from ep_runtime_bench.base.timing import median
 from ep_runtime_bench.movement.memcpy import MEMCPY
 from ep_runtime_client.cli.tables import Column
 from ep_runtime_client.jobs.members import Member, Members, reserved_coordinator, run_member

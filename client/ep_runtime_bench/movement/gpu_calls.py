@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -30,14 +30,14 @@ from ep_runtime_bench.base.device_bench import (
 )
 from ep_runtime_bench.base.options import CEILING, PLAIN, BenchOptions, DeviceSample
 from ep_runtime_bench.movement import device_ops
-from ep_runtime_bench.movement import network as movement_network
 from ep_runtime_client.base.layers import EpLayer
 from ep_runtime_client.cli import render
 from ep_runtime_client.groups.group import Group
 from ep_runtime_client.jobs.members import Member, start_jax
-from ep_runtime_client.ops.calls.call import world_rank
+from ep_runtime_client.ops.calls.call import Call, world_rank
 from ep_runtime_client.ops.calls.plan import Dispatched, Plan, arrays_type
 from ep_runtime_client.ops.movement.prepare import make_call
+from ep_runtime_client.ops.transports import nodes_plan
 
 CALLS = 10  # of one program
 SLOW_CALLS = 2  # of transports that take tens of milliseconds
@@ -60,9 +60,10 @@ def measure_all(bench: Bench) -> list[DeviceSample]:
     """Compiles and measures: ours, then what it is compared with."""
     options = bench.options
     groups = [*_groups(options)]
-    # Plans over nodes have more arrays, so they need operands of their own.
-    leads = {min(i for i, g in enumerate(groups) if (g[0] == "nccl") == n) for n in _kinds(groups)}
-    rounds = [_Round(bench, *group, lead=i in leads) for i, group in enumerate(groups)]
+    leads: dict[bool, int] = {}  # plans over nodes have more arrays: operands of their own
+    for number, (transport, _) in enumerate(groups):
+        leads.setdefault(transport == "nccl", number)
+    rounds = [_Round(bench, *group, lead=i in leads.values()) for i, group in enumerate(groups)]
     for one in rounds:
         one.compile()
     bench.programs.wait()
@@ -82,11 +83,6 @@ def _groups(options: BenchOptions) -> Iterator[tuple[str, str]]:
             yield transport, "fast"
         else:
             yield from ((transport, precision) for precision in options.precision)
-
-
-def _kinds(groups: Sequence[tuple[str, str]]) -> set[bool]:
-    """Returns which kinds of groups there are: over nodes (True) or not (False)."""
-    return {transport == "nccl" for transport, _ in groups}
 
 
 def _may_fail(bench: Bench, name: str, measure: Callable[[], None]) -> None:
@@ -297,7 +293,7 @@ class _Case:
             "rows": array(ranks, capacity, options.hidden, dtype=dtype),
             "dst_rank": array(count, ranks),
             "dst_row": array(count, ranks),
-            "blocks": array(*movement_network.shape_of(self.bench, self.tokens), dtype=dtype),
+            "blocks": array(*_network_shape(self.bench, self.tokens), dtype=dtype),
         }
 
     def operands(self, name: str) -> Operands:
@@ -313,7 +309,7 @@ class _Case:
             "dst_row": bench.put(dst_row),
         }
         if self._plain:
-            given["blocks"] = movement_network.blocks(bench, self.tokens)
+            given["blocks"] = _network_blocks(bench, self.tokens)
         given["plan"] = tuple(self._run("prepare")(_only(given, "prepare")))
         given["rows"] = self._run("dispatch")(_only(given, "dispatch"))
         return given
@@ -342,7 +338,7 @@ class _Case:
         if self.first and op in self._steps():
             step_s = self.bench.host_s(self._run(op), _only(given, op), 2 * self._repeats)
         counted = self._transport == "nccl" and op == "dispatch"
-        network = movement_network.rows(self.bench, self._call, given) if counted else (0, 0)
+        network = _network_rows(self.bench, self._call, given) if counted else (0, 0)
         self._add(op, self._transport, name, kernel_us, step_s, network)
 
     @property
@@ -375,3 +371,30 @@ class _Case:
 def _only(given: Operands, name: str) -> dict[str, Any]:
     """The operands of that op, CEILING or the clock."""
     return {key: given[key] for key in device_ops.NEEDS[name]}
+
+
+def _network_shape(bench: Bench, tokens: int) -> tuple[int, int, int]:
+    """[N * N, rows, H]: equal blocks, in which as many rows cross as in one dispatch."""
+    options, ranks = bench.options, bench.mesh.size
+    idx = bench.idx(tokens, options.routing[0])
+    remote = routing.traffic(idx, ranks, options.num_experts).remote_rows_per_rank
+    return ranks * ranks, max(1, -(-round(remote) // max(ranks - 1, 1))), options.hidden
+
+
+def _network_blocks(bench: Bench, tokens: int) -> jax.Array:
+    """Such blocks, made on the devices."""
+    shape, dtype = _network_shape(bench, tokens), bench.options.dtype
+    made: jax.Array = jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=bench.spread)()
+    return made
+
+
+def _network_rows(bench: Bench, call: Call, given: Operands) -> tuple[int, int]:
+    """Rows that one dispatch sends between nodes, and the least that would do.
+
+    (0, 0) in a job of several processes, none of which sees the plans of all.
+    """
+    if bench.options.processes > 1:
+        return 0, 0
+    sent, least = nodes_plan.network_rows(call, arrays_type(call.group)(*given["plan"]))
+    bench.say(f"nccl: a dispatch sends {sent} rows between nodes, {least} would do")
+    return sent, least

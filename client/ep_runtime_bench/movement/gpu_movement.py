@@ -15,6 +15,7 @@ import dataclasses
 import functools
 import importlib
 from collections.abc import Iterator, Sequence
+from statistics import median
 from typing import Any
 
 from ep_runtime.layout import scaled_bytes
@@ -26,7 +27,7 @@ from ep_runtime_bench.base.options import (
     BenchReport,
     DeviceSample,
 )
-from ep_runtime_bench.base.timing import median, quantile
+from ep_runtime_bench.base.timing import quantile
 from ep_runtime_bench.movement import cpu_movement
 from ep_runtime_client.cli.tables import Column
 from ep_runtime_client.jobs.members import Member
@@ -73,15 +74,15 @@ def run(options: BenchOptions) -> BenchReport:
 
 
 def slowest(found: Sequence[Sequence[DeviceSample]]) -> list[DeviceSample]:
-    """One sample per call: the times of the process that took longest."""
-    return [_slowest(same) for same in zip(*found, strict=True)]
-
-
-def _slowest(same: Sequence[DeviceSample]) -> DeviceSample:
-    first = same[0]
-    kernel_us = [max(taken) for taken in zip(*(s.kernel_us for s in same), strict=True)]
-    step_s = [max(taken) for taken in zip(*(s.step_s for s in same), strict=True)]
-    return dataclasses.replace(first, kernel_us=kernel_us, step_s=step_s)
+    """Returns one sample per call, with the times of the slowest process."""
+    return [
+        dataclasses.replace(
+            same[0],
+            kernel_us=[max(us) for us in zip(*(s.kernel_us for s in same), strict=True)],
+            step_s=[max(taken) for taken in zip(*(s.step_s for s in same), strict=True)],
+        )
+        for same in zip(*found, strict=True)
+    ]
 
 
 def make_rows(options: BenchOptions, samples: Sequence[DeviceSample]) -> list[dict[str, Any]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from statistics import median
 from typing import Any, NamedTuple
 
 import jax
@@ -16,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ep_runtime_bench.base.options import BenchOptions, BenchReport
-from ep_runtime_bench.base.timing import in_turn, median
+from ep_runtime_bench.base.timing import in_turn
 from ep_runtime_client.cli.tables import Column
 from ep_runtime_client.ops.gemm import plain as gemm_plain
 from ep_runtime_client.ops.quantize import plain as quantize_plain

@@ -15,6 +15,7 @@ import dataclasses
 import itertools
 import re
 from collections.abc import Iterator, Mapping
+from statistics import median
 from typing import Any
 
 from ep_runtime.specs import COMBINE_PRECISIONS
@@ -29,7 +30,6 @@ from ep_runtime_bench.base.moe_cases import (
     settings,
 )
 from ep_runtime_bench.base.options import BenchOptions, BenchReport
-from ep_runtime_bench.base.timing import median
 from ep_runtime_bench.base.train_cases import (
     CPU_MODELS,
     MODELS,
