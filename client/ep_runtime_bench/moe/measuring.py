@@ -49,7 +49,7 @@ def estimated_bytes(order: Order, case: Case, mesh: Mesh, recipe: Any) -> int:
     )
     layer = found.dispatched_bytes_per_layer
     if found.workspace_bytes_per_device is not None:
-        layer = found.workspace_bytes_per_device + (found.kept_bytes_per_layer or 0)
+        layer = found.workspace_bytes_per_device + (found.saved_bytes_per_layer or 0)
     return found.staging_bytes_per_rank + found.plan_bytes_per_layer + layer
 
 
