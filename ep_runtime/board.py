@@ -338,7 +338,7 @@ def _header(buf: Any) -> Any:
 
 
 def read_header(buf: Any) -> BoardHeader:
-    """The header. Raises InvalidArgumentError where `buf` is not a formatted board."""
+    """The header. Raises InvalidArgumentError if `buf` is not a formatted board."""
     header = _header(buf)
     return BoardHeader(
         generation=header.generation,

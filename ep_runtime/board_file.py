@@ -19,7 +19,7 @@ class Poison:
     Attributes:
         reason: what the daemon said.
         rank: world rank whose process is gone or fenced; -1 where it is none, or nobody knows.
-        pid: of that process as it sees itself; 0 where it is another node's.
+        pid: of that process as it sees itself; 0 if it is another node's.
         by: whose order it was.
     """
 

@@ -152,7 +152,7 @@ def read_device_rows(
 ) -> list[tuple[int, int]] | None:
     """Returns (rows, dropped rows) by world rank, summed over the handles.
 
-    None where windows are in host memory: there ranks count into the handle itself.
+    None if windows are in host memory: there ranks count into the handle itself.
     """
     offset = board_layout(spec).device_rows_offset
     if not offset:

@@ -105,7 +105,7 @@ def _words(buf: Any, offset: int, count: int) -> list[int]:
 
 
 def read_load(buf: Any, spec: GroupSpec, rank: int, indices: Iterable[int]) -> LoadTally | None:
-    """That world rank's calls on those handles, added up; None where it has made none, and for
+    """That world rank's calls on those handles, added up; None if it has made none, and for
     handles that the board keeps no load of: MAX_LOADS and up."""
     start, where = _where(spec)
     first = start + rank * where.tally_bytes + where.loads_offset

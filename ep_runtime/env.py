@@ -56,7 +56,7 @@ _FALSE = ("", "0", "false", "no", "off")
 
 
 def _text(name: str) -> str | None:
-    """The variable, or None where it is unset or empty."""
+    """The variable, or None if it is unset or empty."""
     return os.environ.get(name) or None
 
 
@@ -71,7 +71,7 @@ def job() -> str | None:
 
 
 def _switch(name: str, default: str) -> bool:
-    """Raises InvalidArgumentError where the variable is neither on nor off."""
+    """Raises InvalidArgumentError if the variable is neither on nor off."""
     value = os.environ.get(name, default).strip().lower()
     if value in _TRUE:
         return True
@@ -81,22 +81,22 @@ def _switch(name: str, default: str) -> bool:
 
 
 def debug() -> bool:
-    """EP_RUNTIME_DEBUG. Raises InvalidArgumentError where it is neither on nor off."""
+    """EP_RUNTIME_DEBUG. Raises InvalidArgumentError if it is neither on nor off."""
     return _switch("EP_RUNTIME_DEBUG", "0")
 
 
 def keep_memory() -> bool:
-    """EP_RUNTIME_KEEP_MEMORY. Raises InvalidArgumentError where it is neither on nor off."""
+    """EP_RUNTIME_KEEP_MEMORY. Raises InvalidArgumentError if it is neither on nor off."""
     return _switch("EP_RUNTIME_KEEP_MEMORY", "1")
 
 
 def tells_progress() -> bool:
-    """EP_RUNTIME_BOARD. Raises InvalidArgumentError where it is neither on nor off."""
+    """EP_RUNTIME_BOARD. Raises InvalidArgumentError if it is neither on nor off."""
     return _switch("EP_RUNTIME_BOARD", "1")
 
 
 def wants_nccl() -> bool:
-    """EP_RUNTIME_NCCL. Raises InvalidArgumentError where it is neither on nor off."""
+    """EP_RUNTIME_NCCL. Raises InvalidArgumentError if it is neither on nor off."""
     return _switch("EP_RUNTIME_NCCL", "1")
 
 
@@ -106,7 +106,7 @@ def nccl_library() -> str | None:
 
 
 def jax_platforms() -> list[str]:
-    """JAX_PLATFORMS, empty where JAX chooses."""
+    """JAX_PLATFORMS, empty if JAX chooses."""
     return [name.strip() for name in (_text("JAX_PLATFORMS") or "").split(",") if name.strip()]
 
 
@@ -134,7 +134,7 @@ def is_secret_name(name: str) -> bool:
 
 
 def notify_socket() -> str | None:
-    """NOTIFY_SOCKET, or None where systemd did not start us."""
+    """NOTIFY_SOCKET, or None if systemd did not start us."""
     return _text("NOTIFY_SOCKET")
 
 

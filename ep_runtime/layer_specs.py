@@ -58,7 +58,7 @@ def check_stack_members(name: str, num_layers: int, known: Callable[[str], int |
 
     Args:
         name: of a layer, or of a stack of `num_layers`; 0 of a layer.
-        known: the num_layers of a registered name, None where there is none.
+        known: the num_layers of a registered name, None if there is none.
 
     Raises:
         InvalidArgumentError: one name would be two layers.

@@ -299,7 +299,7 @@ class NativeLibrary:
         """Picks the instruction set of row arithmetic, "best" or one of ROW_OPS; for tests.
 
         Returns:
-            False where this processor or build does not have it, and nothing changes.
+            False if this processor or build does not have it, and nothing changes.
         """
         return bool(self._table.use_row_ops(("best", *ROW_OPS).index(level)) == 0)
 

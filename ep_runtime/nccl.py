@@ -299,7 +299,7 @@ class NcclGroup:
         self._table.rank_left(self.number, world_rank, _text_of(why).encode())
 
     def await_failure(self, within_s: float) -> str | None:
-        """Text of the group's first error, "" where there is none in that time; None once the
+        """Text of the group's first error, "" if there is none in that time; None once the
         group closes."""
         text = _Buffer()
         found = int(self._table.await_failure(self.number, _nanoseconds(within_s), text.struct))

@@ -75,7 +75,7 @@ def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
 
 
 def check_holds_rows(argument: str, capacity: int, alignment: int, of: str = "") -> None:
-    """Raises InvalidArgumentError where a slab is too small for one expert's smallest zone."""
+    """Raises InvalidArgumentError if a slab is too small for one expert's smallest zone."""
     if capacity < alignment:
         raise InvalidArgumentError(
             f"{argument}={capacity} rows per rank are less than alignment={alignment}{of}, the "

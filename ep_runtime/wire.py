@@ -89,7 +89,7 @@ def seconds(duration: duration_pb2.Duration) -> float:
 
 
 def duration(value_s: float) -> duration_pb2.Duration:
-    """Raises InvalidArgumentError where a Duration cannot hold the value."""
+    """Raises InvalidArgumentError if a Duration cannot hold the value."""
     if not abs(value_s) < 315_576_000_000:  # also NaN
         raise InvalidArgumentError(f"{value_s} s is not a duration", argument="duration")
     whole = int(value_s)

@@ -111,14 +111,14 @@ class BlockSizes:
     def part_tokens(self, rows: int) -> int:
         """P, tokens of each rank in one part: wherever they go, no rank has over `rows` of them.
 
-        0 where `rows` are C: then no call has parts.
+        0 if `rows` are C: then no call has parts.
         """
         if rows >= self.capacity:
             return 0
         return (rows - self._padding) // self._rows_of_token
 
     def parts(self, rows: int) -> int:
-        """Parts of a call whose rows do not fit: ceil(T / P). 0 where `rows` are C."""
+        """Parts of a call whose rows do not fit: ceil(T / P). 0 if `rows` are C."""
         part = self.part_tokens(rows)
         return -(-self.tokens // part) if part else 0
 
@@ -129,8 +129,8 @@ class Workspace(NamedTuple):
     Attributes:
         rows: W, rows that a call holds at once.
         kept_rows: rows of the first product that forward keeps for backward.
-        part_tokens: P, tokens of each rank in one part; 0 where no call has parts.
-        parts: parts of a call whose rows are more than W; 0 where none can be.
+        part_tokens: P, tokens of each rank in one part; 0 if no call has parts.
+        parts: parts of a call whose rows are more than W; 0 if none can be.
         forward_bytes, backward_bytes: of the call's workspace.
         kept_bytes: of the kept rows, from forward to backward.
     """
@@ -334,7 +334,7 @@ def _quantized_backward_bytes(sizes: BlockSizes, rows: int) -> int:
 
 def _sent(sizes: BlockSizes) -> int:
     """Bytes of this rank's tokens, or of their gradients, as exchanges carry them: 8 bits and
-    behind them the scales of their blocks. 0 where they are sent as they are: with tensor scales,
+    behind them the scales of their blocks. 0 if they are sent as they are: with tensor scales,
     and where scales fill no whole copies."""
     scales = 4 * -(-sizes.hidden_size // _SCALED_VALUES)
     if sizes.scaling != "block" or sizes.hidden_size % _COPIED or scales % _COPIED:

@@ -29,7 +29,7 @@ def dtype_name(dtype: Any, argument: str) -> str:
 
 
 def as_dtype(dtype: Any, argument: str) -> Any:
-    """`dtype` as numpy's. Raises InvalidArgumentError where it is not one."""
+    """`dtype` as numpy's. Raises InvalidArgumentError if it is not one."""
     import jax.numpy as jnp
 
     try:

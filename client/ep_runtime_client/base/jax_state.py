@@ -75,7 +75,7 @@ def eager(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
 
 def coordinator() -> str | None:
-    """Address of the jax.distributed coordinator, or None where the job is not distributed."""
+    """Address of the jax.distributed coordinator, or None if the job is not distributed."""
     state = distributed()
     address = state.coordinator_address if state is not None else None
     return str(address) if address else None
@@ -160,7 +160,7 @@ def settle(devices: Iterable[Any], within_s: float = SETTLE_S) -> bool:
     some devices only, and the others hang in the next collective, which ends the process.
 
     Returns:
-        False where they were not done within `within_s`, or JAX runs nothing on them any more.
+        False if they were not done within `within_s`, or JAX runs nothing on them any more.
     """
     jax = _module("jax")
     ours = tuple(device for device in devices if device.process_index == jax.process_index())

@@ -64,7 +64,7 @@ class LiveGroups:
         self._reports: dict[str, str] = {}
 
     def add(self, group: LiveGroup) -> None:
-        """Raises InvalidArgumentError where another live group of this process has the name."""
+        """Raises InvalidArgumentError if another live group of this process has the name."""
         with self._lock:
             other = self._groups.get(group.name)
             if other is not None and other is not group:

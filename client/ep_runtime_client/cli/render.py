@@ -35,7 +35,7 @@ def err(text: str) -> None:
 
 
 def width(stream: TextIO | None = None) -> int | None:
-    """Columns of the terminal; None where the stream (standard output) is none: then lines may be
+    """Columns of the terminal; None if the stream (standard output) is none: then lines may be
     of any length."""
     return shutil.get_terminal_size().columns if (stream or sys.stdout).isatty() else None
 

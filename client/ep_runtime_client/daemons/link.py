@@ -152,7 +152,7 @@ class Link:
                 self.lose(control)
 
     def lose(self, control: transport.ControlChannel) -> None:
-        """These RPCs got no answer: connect again. Does nothing where that has happened."""
+        """These RPCs got no answer: connect again. Does nothing if that has happened."""
         with self._changed:
             if self._control is not control or not self._up:
                 return
@@ -290,7 +290,7 @@ class Link:
             return
 
     def _connect_again(self) -> bool:
-        """Tries until it works; False where the session is over or stopped."""
+        """Tries until it works; False if the session is over or stopped."""
         pause_s = 0.0
         while not self._stopped.wait(pause_s * random.uniform(0.8, 1.2)):
             try:

@@ -212,7 +212,7 @@ def estimate_memory(
 
 
 def _scaling_of(recipe: checks.Recipes) -> workspace.Scaling | None:
-    """How a block call scales its operands; None where it has not the products of `recipe`."""
+    """How a block call scales its operands; None if it has not the products of `recipe`."""
     if recipe is None:
         return "none"
     # Recipes are JAX's types, and a group is described without JAX too.
@@ -269,7 +269,7 @@ def _warn_of_large(spec: specs.GroupSpec, sizes: MemoryEstimate, total: int) -> 
 
 
 def device_memory_bytes(device: Any, devices_per_host: int) -> int:
-    """Memory of the device; for a CPU device its share of the host's. 0 where unknown."""
+    """Memory of the device; for a CPU device its share of the host's. 0 if unknown."""
     stats = device.memory_stats() if device.platform != "cpu" else None
     if stats and stats.get("bytes_limit"):
         return int(stats["bytes_limit"])

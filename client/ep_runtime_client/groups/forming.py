@@ -168,7 +168,7 @@ class _Formation:
         return True
 
     def leave(self) -> None:
-        """Gives up what is held; nothing where nothing is."""
+        """Gives up what is held; nothing if nothing is."""
         formed, self._formed = self._formed, None
         if formed is not None:
             leave(self._client, self._spec.name, formed.generation, formed.native_group)

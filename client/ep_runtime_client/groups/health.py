@@ -108,7 +108,7 @@ class GroupHealth:
         return End(StaleHandleError(f"{text}; create it again", **self._fields), patience_s)
 
     def _lost(self, rank: int, pid: int, reason: str) -> End:
-        """rank -1 where ranks live and do not reach each other, pid 0 where it is not known."""
+        """rank -1 where ranks live and do not reach each other, pid 0 if it is not known."""
         who = "a peer" if rank < 0 else f"the process of rank {rank}"
         if pid > 0:
             who = f"process {pid} of rank {rank}"
@@ -165,7 +165,7 @@ class GroupHealth:
             end.error.raise_again(layer)
 
     def require_open(self, layer: str | None) -> None:
-        """Raises also where it was closed, or the daemon knows it no more: StaleHandleError."""
+        """Raises also if it was closed, or the daemon knows it no more: StaleHandleError."""
         self.require_whole(layer)
         if self.closed or self._lapsed is not None:
             why = "was closed" if self.closed else f"is gone: {self._lapsed}"

@@ -148,7 +148,7 @@ class HeldGroup:
         self._registrations.add(registered, None if native is None else native.add_layers)
 
     def require_layer(self, layer: EpLayer) -> None:
-        """Raises StaleHandleError where the group is gone, or the layer was replaced."""
+        """Raises StaleHandleError if the group is gone, or the layer was replaced."""
         self._health.require_open(layer.name)
         self.client.require_alive()
         self._registrations.require_current(layer)
@@ -258,7 +258,7 @@ class HeldGroup:
             jax_state.settle(meshes.devices_of(self.mesh).ravel(), within_s)
 
     def _shut(self) -> bool:
-        """Refuses further use; False where that has happened."""
+        """Refuses further use; False if that has happened."""
         with self._lock:
             if self.closed:
                 return False

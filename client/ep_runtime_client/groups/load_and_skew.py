@@ -197,7 +197,7 @@ class LoadAndSkew:
         return dataclasses.replace(seen, ranks=ranks)
 
     def _square(self, cells: dict[int, dict[int, float]]) -> np.ndarray:
-        """[W, W] by rank and peer, 0 where there is nothing."""
+        """[W, W] by rank and peer, 0 if there is nothing."""
         import numpy as np
 
         found = np.zeros((self._spec.world_size, self._spec.world_size))

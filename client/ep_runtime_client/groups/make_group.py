@@ -64,7 +64,7 @@ def asked(spec: specs.GroupSpec) -> specs.GroupSpec:
 
 
 def is_same(found: HeldGroup, spec: specs.GroupSpec, mesh: Mesh, *, replace: bool) -> bool:
-    """True where create_group may return `found`; False where it must make a new one.
+    """True if create_group may return `found`; False if it must make a new one.
 
     Raises:
         SpecMismatchError: other settings, and no replace.
@@ -123,7 +123,7 @@ def _check_free(client: DaemonClient, name: str) -> None:
 
 
 def _check_shared(client: DaemonClient, spec: specs.GroupSpec, mesh: Mesh) -> None:
-    """Raises InvalidArgumentError where the mesh's other processes cannot come to the group."""
+    """Raises InvalidArgumentError if the mesh's other processes cannot come to the group."""
     name = spec.name
     processes = meshes.processes_of(mesh)
     if len(processes) > 1 and client.alone:
@@ -174,7 +174,7 @@ def _check_hosts(client: DaemonClient, name: str, devices: Sequence[Any]) -> Non
 
 
 def _claim(spec: specs.GroupSpec, mesh: Mesh) -> forming.Claim:
-    """World ranks whose devices this process drives.
+    """Returns the claim on world ranks whose devices this process drives.
 
     Raises:
         InvalidArgumentError: none of them.

@@ -100,7 +100,7 @@ class Registrations:
         return [*new.values()]
 
     def check_members(self, name: str, num_layers: int) -> None:
-        """Raises InvalidArgumentError where a name would be that of two layers."""
+        """Raises InvalidArgumentError if a name would be that of two layers."""
 
         def known(other: str) -> int | None:
             found = self._items.get(other)
@@ -149,7 +149,7 @@ class Registrations:
         return EpLayer(self._group, item.spec, item.base_id)
 
     def require_current(self, layer: EpLayer) -> None:
-        """Raises StaleHandleError where another layer took its place."""
+        """Raises StaleHandleError if another layer took its place."""
         current = self.lookup(layer.name)
         if current is None and layer.name not in self._gone:
             return  # unknown here: the call itself reports a missing layer

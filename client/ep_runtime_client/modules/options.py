@@ -139,7 +139,7 @@ def rules_in_context(
         layer: of the call.
 
     Returns:
-        None where they do not say how all parameters lie on axes of the layer's mesh.
+        None if they do not say how all parameters lie on axes of the layer's mesh.
     """
     if isinstance(layer, LayerSpec):
         return None

@@ -159,7 +159,7 @@ class Beside:
                 self._made.close()
 
     def _make(self) -> nccl.NcclGroup | None:
-        """The communicators; None where the group ended before."""
+        """The communicators; None if the group ended before."""
         if self._paused(IDS_AFTER_S):
             return None
         library, ranks = nccl.library(), self._ranks
@@ -183,7 +183,7 @@ class Beside:
         return made
 
     def _paused(self, until_s: float) -> bool:
-        """Waits until so long after the group was READY; True where it is over."""
+        """Waits until so long after the group was READY; True if it is over."""
         return self._over.wait(max(0.0, self._started_s + until_s - time.monotonic()))
 
     def _watch(self, made: nccl.NcclGroup) -> None:

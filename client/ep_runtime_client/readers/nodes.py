@@ -20,11 +20,13 @@ Rows = Sequence[Mapping[str, Any]]
 
 @dataclasses.dataclass
 class Found:
-    """Args:
-    rows: each with its `node`; "" where the daemon belongs to no cluster.
-    missing: nodes without rows: node, address, state (UNREACHABLE: no answer, FAILED: an error
-        or not a list), since_s of the UNREACHABLE (None: just now), certificate (which one has
-        ended, where that may be why), error.
+    """Rows of all nodes, and the nodes without rows.
+
+    Attributes:
+        rows: each with its `node`; "" without a cluster.
+        missing: node, address, state (UNREACHABLE: no answer, FAILED: an error or not a list),
+            since_s of the UNREACHABLE (None: just now), certificate (which one has ended, where
+            that may be why), error.
     """
 
     rows: list[dict[str, Any]]

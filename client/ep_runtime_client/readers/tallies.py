@@ -333,12 +333,12 @@ def layer_rows(group: Iterable[Row | Interval], layer: str) -> dict[int, int]:
 
 
 def max_mean(rows: Sequence[int]) -> float | None:
-    """The fullest over the mean: 1.0 where all have the same; None where nobody has any."""
+    """The fullest over the mean: 1.0 if all have the same; None if nobody has any."""
     total = sum(rows)
     return max(rows) * len(rows) / total if total else None
 
 
 def jain(rows: Sequence[int]) -> float | None:
-    """Jain's index: 1.0 where all have the same, 1 / n where one has everything."""
+    """Jain's index: 1.0 if all have the same, 1 / n where one has everything."""
     squares = sum(count * count for count in rows)
     return sum(rows) ** 2 / (len(rows) * squares) if squares else None

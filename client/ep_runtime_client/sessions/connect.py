@@ -123,7 +123,7 @@ def _connected(chosen: addresses.Address, job: str | None) -> Session:
 
 
 def _check_same_job(found: DaemonClient, job: str | None) -> None:
-    """Raises SpecMismatchError where a second connect() asks for another job."""
+    """Raises SpecMismatchError if a second connect() asks for another job."""
     if job is not None and job != found.job:
         raise SpecMismatchError(
             f"this process's session with {found.address} has job {found.job!r}, "

@@ -50,7 +50,7 @@ class OpenSessions:
             return session if session is not None and session.client.alive else None
 
     def release(self, session: OpenSession) -> bool:
-        """Counts one `close()`; True where it was the last one.
+        """Counts one `close()`; True if it was the last one.
 
         Under tracing it counts nothing, as a `connect()` there does not.
         """
@@ -67,7 +67,7 @@ class OpenSessions:
         return False
 
     def embedded(self) -> bool:
-        """True where this process has a private daemon."""
+        """True if this process has a private daemon."""
         with self._lock:
             return "embedded" in self._open
 

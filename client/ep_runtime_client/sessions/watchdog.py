@@ -114,7 +114,7 @@ def _end(group: LiveGroup, error: EpRuntimeError, grace_s: float) -> None:
 
 @functools.cache  # and its handler lives on
 def _name_aborts() -> Any:
-    """Makes C++ that gives up then say what is over; the handler, None where it cannot.
+    """Makes C++ that gives up then say what is over; the handler, None if it cannot.
 
     Gloo throws on a thread of its own where a dead peer's collectives are out of step, which ends
     the process by std::terminate, at once and by no name.

@@ -38,7 +38,7 @@ class EventFile:
     """Writes events line by line; all that `written` waited for survive a kill."""
 
     def __init__(self, path: Path) -> None:
-        """Raises InvalidArgumentError where something else than a file has its name."""
+        """Raises InvalidArgumentError if something else than a file has its name."""
         self._path = path
         self._fd = -1
         self._rewritten_bytes = 0

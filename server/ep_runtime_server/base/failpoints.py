@@ -54,7 +54,7 @@ class _Point:
 
 
 def parse(text: str) -> tuple[str, str, int]:
-    """(name, action, count) of `failpoint:NAME=ACTION[:N]`; count 0 where none is given.
+    """(name, action, count) of `failpoint:NAME=ACTION[:N]`; count 0 if none is given.
 
     Raises:
         InvalidArgumentError: no such point or action.
@@ -84,7 +84,7 @@ class Failpoints:
                 self._armed[name] = _Point(action, count, random.Random(name))
 
     def due(self, name: str) -> bool:
-        """Counts the point; True where a kill is due now. Raises OSError of an armed error."""
+        """Counts the point; True if a kill is due now. Raises OSError of an armed error."""
         point = self._armed.get(name)
         if point is None or point.count == 0:
             return False

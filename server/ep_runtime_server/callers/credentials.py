@@ -116,7 +116,7 @@ def peer_of(connection: socket.socket, *, accepted_s: float, use_peer_pidfd: boo
 
 
 def message_pid(ancillary: list[tuple[int, int, bytes]]) -> int:
-    """Pid of the process that sent a packet (SO_PASSCRED); 0 where the kernel gives none."""
+    """Pid of the process that sent a packet (SO_PASSCRED); 0 if the kernel gives none."""
     for level, kind, data in ancillary:
         if level == socket.SOL_SOCKET and kind == socket.SCM_CREDENTIALS:
             return int(UCRED.unpack_from(data)[0])
@@ -138,7 +138,7 @@ def _supplementary_gids(connection: socket.socket) -> tuple[int, ...]:
 
 
 def _peer_pidfd(connection: socket.socket) -> int | None:
-    """The peer's pidfd, or None where the kernel (before 6.5) has no SO_PEERPIDFD."""
+    """The peer's pidfd, or None if the kernel (before 6.5) has no SO_PEERPIDFD."""
     try:
         raw = connection.getsockopt(socket.SOL_SOCKET, SO_PEERPIDFD, 4)
     except OSError as error:
@@ -167,13 +167,13 @@ def _pidfd_by_pid(connection: socket.socket, pid: int, accepted_s: float) -> int
 
 
 def process_start_s(pid: int) -> float | None:
-    """When the process started, on CLOCK_BOOTTIME; None where it is gone."""
+    """When the process started, on CLOCK_BOOTTIME; None if it is gone."""
     fields = _stat(pid)
     return int(fields[19]) / os.sysconf("SC_CLK_TCK") if fields else None
 
 
 def process_state(pid: int) -> str:
-    """The state letter that the kernel gives, such as "T" for stopped; "" where it is gone."""
+    """The state letter that the kernel gives, such as "T" for stopped; "" if it is gone."""
     fields = _stat(pid)
     return fields[0] if fields else ""
 
@@ -189,7 +189,7 @@ def _stat(pid: int) -> list[str]:
 
 
 def open_process(pid: int, start_s: float | None) -> int | None:
-    """A pidfd of the process that had this pid and started then; None where it is gone."""
+    """A pidfd of the process that had this pid and started then; None if it is gone."""
     try:
         pidfd = os.pidfd_open(pid)
     except OverflowError:

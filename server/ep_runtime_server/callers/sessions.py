@@ -96,7 +96,7 @@ class SessionRecord:
         return unheard_s if late else None
 
     def check_live(self) -> None:
-        """Raises SessionFencedError where it is over, or was fenced."""
+        """Raises SessionFencedError if it is over, or was fenced."""
         if not self.live:
             raise SessionFencedError(
                 f"session {self.session_id} is over; connect again", session=self.session_id
@@ -205,7 +205,7 @@ class Sessions:
         self.on_change(session)
 
     def restore(self, session: SessionRecord) -> bool:
-        """A session out of the journal; False where its process is gone."""
+        """A session out of the journal; False if its process is gone."""
         pidfd = open_process(session.pid, session.start_s)
         if pidfd is None:
             return False
@@ -216,7 +216,7 @@ class Sessions:
         return True
 
     def resume(self, token: str, peer: Peer) -> SessionRecord | None:
-        """The session that the process had before the daemon started again; None where unknown.
+        """The session that the process had before the daemon started again; None if unknown.
 
         Raises:
             SessionFencedError: it was fenced, or is over.

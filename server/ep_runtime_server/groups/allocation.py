@@ -9,7 +9,7 @@ from ep_runtime_server.memory.windows import WindowPool
 
 
 async def get_windows(group: GroupRecord, pool: WindowPool, events: EventLog) -> None:
-    """Gives the group, whose ranks are all claimed, its windows; nothing where it needs none.
+    """Gives the group, whose ranks are all claimed, its windows; nothing if it needs none.
 
     Raises:
         StaleHandleError: its processes have mapped windows that do not fit the view any more.

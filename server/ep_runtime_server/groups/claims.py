@@ -55,7 +55,7 @@ def check_new_spec(spec: GroupSpec) -> None:
 
 
 def check_layer_count(layers: int) -> None:
-    """Raises InvalidArgumentError where one call carries more layers and stacks than it may."""
+    """Raises InvalidArgumentError if one call carries more layers and stacks than it may."""
     if layers > wire.MAX_LAYERS_PER_CALL:
         raise InvalidArgumentError(
             f"layers and stacks must be at most {wire.MAX_LAYERS_PER_CALL} per call, got {layers}",
@@ -64,7 +64,7 @@ def check_layer_count(layers: int) -> None:
 
 
 def checked_ranks(given: Sequence[int], spec: GroupSpec) -> tuple[int, ...]:
-    """World ranks, ascending. Raises InvalidArgumentError where they are none of the group's."""
+    """World ranks, ascending. Raises InvalidArgumentError if they are none of the group's."""
     ranks = tuple(given[: spec.world_size + 1])  # one too many is enough to refuse them
     wrong = [rank for rank in ranks if not 0 <= rank < spec.world_size]
     if not ranks or wrong or len(set(ranks)) != len(ranks):

@@ -172,7 +172,7 @@ class Groups(GroupBook):
     def _check_same_mesh(
         self, group: GroupRecord, session: SessionRecord, ranks: tuple[int, ...]
     ) -> None:
-        """Raises SpecMismatchError where another process of the job means the same ranks, and ends
+        """Raises SpecMismatchError if another process of the job means the same ranks, and ends
         the wait of the others: ranks follow the devices of a mesh."""
         if group.state is not State.FORMING:
             return

@@ -221,7 +221,7 @@ class LayerTable:
         return added.replace and not same and spec.name not in added.layers
 
     def _check_handles(self, layer: RegisteredLayer) -> None:
-        """Raises PoolExhaustedError where the board ends before the layer's handles do."""
+        """Raises PoolExhaustedError if the board ends before the layer's handles do."""
         free = board.MAX_HANDLES - layer.handle_base
         if layer.num_handles > free:
             raise PoolExhaustedError(
@@ -280,7 +280,7 @@ class LayerTable:
         return found
 
     def name_of_id(self, layer_id: int) -> str:
-        """The layer of an id out of a board record; empty where it is unknown."""
+        """The layer of an id out of a board record; empty if it is unknown."""
         name = self._ids.get(layer_id)
         if name is not None and not self._layers[name].num_layers:
             return name

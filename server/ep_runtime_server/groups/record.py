@@ -227,7 +227,7 @@ class GroupRecord:
         return self._changed
 
     def check_free(self, session: SessionRecord, ranks: tuple[int, ...]) -> None:
-        """Raises GroupBusyError where another live process has one of the ranks.
+        """Raises GroupBusyError if another live process has one of the ranks.
 
         Processes of other nodes have theirs for as long as this node goes by their view.
         """

@@ -12,7 +12,7 @@ class Buffer:
     """One allocation; world_rank -1 is the board.
 
     After a restart `allocation` is None until a descriptor of it came back; `identity` is None
-    too where nobody remembers it.
+    too if nobody remembers it.
     """
 
     buffer_id: str

@@ -26,7 +26,7 @@ class Allocation(Protocol):
     def identity(self) -> tuple[int, int] | None:
         """Identifies the allocation on the host: device and inode of its file.
 
-        None where descriptors of one allocation have nothing in common.
+        None if descriptors of one allocation have nothing in common.
         """
 
     def export_fd(self) -> int:
@@ -56,7 +56,7 @@ class Device(Protocol):
     def adopt(self, fd: int, size_bytes: int) -> Allocation:
         """An allocation of a daemon before us, out of a descriptor that it exported.
 
-        Takes the descriptor over where it succeeds. Raises InvalidArgumentError where it is none.
+        Takes the descriptor over where it succeeds. Raises InvalidArgumentError if it is none.
         """
 
 

@@ -161,7 +161,7 @@ class WindowSet:
     def free(self) -> None:
         """Blocking: unmapping and closing returns the pages, about 0.1 s per GiB.
 
-        Raises ExceptionGroup where some cannot be freed: those stay in `buffers`, for another try.
+        Raises ExceptionGroup if some cannot be freed: those stay in `buffers`, for another try.
         """
         faults: dict[str, Exception] = {}
         for buffer in self.buffers:

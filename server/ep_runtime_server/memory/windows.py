@@ -217,7 +217,7 @@ class WindowPool:
         ]
 
     def check_room(self, device: str, asked: int, uid: int) -> None:
-        """Raises PoolExhaustedError where the device, or the user's quota, has no room for memory
+        """Raises PoolExhaustedError if the device, or the user's quota, has no room for memory
         that comes back."""
         if not asked:
             return

@@ -181,7 +181,7 @@ class UniqueIdBook:
             self._stop(found)
 
     def state_of(self, group: GroupRecord) -> tuple[str, str]:
-        """(version, state) for people; empty where nothing was asked for."""
+        """(version, state) for people; empty if nothing was asked for."""
         found = self._sets.get(group.group_id)
         if found is None or found.generation != group.generation:
             return "", ""

@@ -28,7 +28,7 @@ _FLAGS = ("node", "listen", "epoch_at_least", "tls_cert", "tls_key", "tls_ca", "
 
 @dataclasses.dataclass(frozen=True)
 class Endpoint:
-    """HOST:PORT; port 0 where the system chooses."""
+    """HOST:PORT; port 0 if the system chooses."""
 
     host: str
     port: int
@@ -58,7 +58,7 @@ class ClusterConfig:
     """Args:
     node: our name in the cluster.
     listen: where our node service answers.
-    coordinator: where the coordinator's does; None where we are it.
+    coordinator: where the coordinator's does; None if we are it.
     coordinator_name: its name, where the cluster's file says it; empty otherwise.
     tls: None for plain TCP.
     secret: what every daemon's requests prove to know on plain TCP; `serve` wants one.
@@ -144,7 +144,7 @@ def check_node_name(name: str, argument: str) -> str:
 
 
 def make_cluster_config(arguments: argparse.Namespace) -> ClusterConfig | None:
-    """The cluster of the flags; None where they name none.
+    """The cluster of the flags; None if they name none.
 
     Raises:
         InvalidArgumentError: flags that contradict each other, files that cannot be read, an

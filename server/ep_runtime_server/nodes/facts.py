@@ -90,7 +90,7 @@ class ClusterFacts:
         return self.epoch
 
     def check_claim(self, node: str, epoch: int) -> None:
-        """Raises InvalidArgumentError where a node cannot know of that epoch: we count on from it
+        """Raises InvalidArgumentError if a node cannot know of that epoch: we count on from it
         for ever, so a lie, or another cluster's node, must not be believed."""
         if epoch > self.epoch + MAX_EPOCHS_AHEAD:
             raise InvalidArgumentError(

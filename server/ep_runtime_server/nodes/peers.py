@@ -48,7 +48,7 @@ class Peers:
     def silent_since_s(self, address: str, heard_s: float) -> float | None:
         """When the calls to it began to fail.
 
-        None where the last one got an answer, failed long ago, or it was heard of since.
+        None if the last one got an answer, failed long ago, or it was heard of since.
         """
         if address not in self._silent:
             return None

@@ -208,7 +208,7 @@ class Nodes:
             )
 
     def report(self, name: str, lease_id: str) -> None:
-        """Renews a lease. Raises StaleHandleError where it is none of ours."""
+        """Renews a lease. Raises StaleHandleError if it is none of ours."""
         node = self._nodes.get(name)
         if node is None or not lease_id or node.lease_id != lease_id:
             raise StaleHandleError(

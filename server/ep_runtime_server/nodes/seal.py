@@ -38,7 +38,7 @@ class Seal:
         return ((KEY, f"{nonce}.{self._mac(method, nonce)}.{self._mac(method, nonce, data)}"),)
 
     def check_sender(self, method: str, metadata: Mapping[str, Any]) -> None:
-        """Before the request is read. Raises PermissionDeniedError where it has no seal of ours."""
+        """Before the request is read. Raises PermissionDeniedError if it has no seal of ours."""
         nonce, of_call, _ = _parts(metadata)
         if not hmac.compare_digest(of_call, self._mac(method, nonce)) or nonce in self._seen:
             raise _refused(method)
@@ -47,7 +47,7 @@ class Seal:
             self._seen.popitem(last=False)
 
     def check_request(self, method: str, metadata: Mapping[str, Any], data: bytes) -> None:
-        """Raises PermissionDeniedError where the seal is another request's."""
+        """Raises PermissionDeniedError if the seal is another request's."""
         nonce, _, of_request = _parts(metadata)
         if not hmac.compare_digest(of_request, self._mac(method, nonce, data)):
             raise _refused(method)

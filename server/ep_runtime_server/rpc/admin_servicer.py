@@ -82,7 +82,7 @@ class AdminServicer(pb_grpc.AdminServiceServicer):
         return order
 
     def _sees(self, uid: int | None) -> bool:
-        """Whether the caller may know of what is that user's; None where it is nobody's."""
+        """Whether the caller may know of what is that user's; None if it is nobody's."""
         return True
 
     def _sessions(self) -> list[SessionRecord]:
@@ -254,7 +254,7 @@ class AdminServicer(pb_grpc.AdminServiceServicer):
     def _at_its_time(
         self, request: Any, view: Callable[[tuple[GroupRecord, T], Clock], Row]
     ) -> Callable[[tuple[GroupRecord, T]], Row | None]:
-        """Views rows as they are, or were at the request's `age`; None where nobody knows."""
+        """Views rows as they are, or were at the request's `age`; None if nobody knows."""
         runtime = self._runtime
         if not request.HasField("age"):
             return lambda row: view(row, runtime.clock)

@@ -259,7 +259,7 @@ class RpcPolicy(grpc.aio.ServerInterceptor):
 
 
 async def _next(requests: AsyncIterator[bytes]) -> bytes:
-    """The one message of a call. Raises InvalidArgumentError where none comes in time."""
+    """The one message of a call. Raises InvalidArgumentError if none comes in time."""
     try:
         async with asyncio.timeout(READ_S):
             return await anext(aiter(requests))

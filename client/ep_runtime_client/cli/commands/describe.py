@@ -203,7 +203,7 @@ def _events_of_group(node: source.Source, group: Row) -> list[Row]:
 
 
 def _owner_of(event: Row) -> tuple[Any, Any] | None:
-    """Job and user of an event's group; None where an older daemon does not say."""
+    """Job and user of an event's group; None if an older daemon does not say."""
     try:
         fields = json.loads(event["fields_json"])
         return fields["job"], fields["uid"]

@@ -141,7 +141,7 @@ def journal(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _of_daemon(args: argparse.Namespace, missing: dict[str, str]) -> dict[str, Any]:
-    """Status and lists; where no daemon answers, the events that the last one left."""
+    """Reads status and lists; if no daemon answers, the events that the last one left."""
     from ep_runtime_client.cli.daemon import nodes, source
 
     parts: dict[str, Any] = {}

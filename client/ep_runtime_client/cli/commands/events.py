@@ -93,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check_name(daemon: source.Source, name: str) -> None:
-    """Raises InvalidArgumentError where no group, no session and no event has the name.
+    """Raises InvalidArgumentError if no group, no session and no event has the name.
 
     Events outlive what they tell of, and one that lives long may have none left.
     """

@@ -85,7 +85,7 @@ class _Asked:
         self._nvml = nvml
 
     def _ask(self, name: str, *arguments: Any) -> Any:
-        """The call's answer; None where this machine or this NVML has none."""
+        """The call's answer; None if this machine or this NVML has none."""
         try:
             call: Callable[..., Any] = getattr(self._nvml, name)
             return call(*arguments)
