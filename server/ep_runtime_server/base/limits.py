@@ -35,7 +35,7 @@ NODE_RETRY_MOST_S = 1.0
 NODE_REFUSED_RETRY_S = 5.0
 # One wait of a node for the others; it asks again.
 NODE_POLL_S = 5.0
-# Times the nodes that wait: that long they wait for more to be told of.
+# Waiting nodes times this: how long news are collected before they are sent.
 NODE_NEWS_EACH_S = 0.002
 # Claims live on between two such waits.
 NODE_CLAIM_LIFE_S = 3.0

@@ -191,8 +191,10 @@ class Sessions:
         return session
 
     def _close_unanswered(self, peer: Peer) -> None:
-        """Sessions of the process that a daemon wrote down and did not live to answer for: nobody
-        has their tokens."""
+        """Closes the process's sessions whose OpenSession was journaled but never answered.
+
+        Nobody has their tokens.
+        """
         for session in self.not_over():
             unopened = session.awaited and session.state is SessionState.CONNECTED
             if unopened and (session.uid, session.pid) == (peer.uid, peer.pid):

@@ -61,7 +61,7 @@ class Device(Protocol):
 
 
 def is_memfd(fd: int) -> bool:
-    """Asks nobody but the kernel: a file of a user's own file system could make fstat wait."""
+    """Returns whether it is a memfd, without fstat, which a user's file system could block."""
     try:
         fcntl.fcntl(fd, fcntl.F_GET_SEALS)
     except OSError:

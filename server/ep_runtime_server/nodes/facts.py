@@ -43,8 +43,8 @@ class ClusterFacts:
         self._journal = journal
         self._num_put = self._num_durable = 0
         self._syncing: asyncio.Future[None] | None = None
-        # While a new file is written: by whom, and the records that it gets afterwards. Nobody
-        # else touches the journal then.
+        # The task that writes a new file, and records to add to it afterwards. Meanwhile nothing
+        # else touches the journal.
         self._anew: asyncio.Future[None] | None = None
         self._late: list[Record] = []
         facts = journal.take_facts()
@@ -223,15 +223,17 @@ class ClusterFacts:
         self._num_put += 1
 
     def _drop(self, key: str) -> None:
-        """Where that cannot be written a restart still knows it."""
+        """Removes a fact; if that cannot be written, a restart still knows it."""
         if self._anew is None:
             self._journal.append([(key, None)])
         elif len(self._late) < MAX_LATE:
             self._late.append((key, None))
 
     def _write_anew(self) -> None:
-        """Begins to put a file of what is known now in the journal's place, beside the event loop;
-        does it where there is none: then nobody is served."""
+        """Starts to replace the journal by a file of the current facts, on a thread.
+
+        Without an event loop it does so at once, because nobody is served then.
+        """
         facts = dict(self._facts)
         try:
             asyncio.get_running_loop()

@@ -21,7 +21,7 @@ from ep_runtime.errors import InvalidArgumentError, PermissionDeniedError
 KEY = "ep-node-seal"
 MIN_SECRET_BYTES = 16
 MAX_SECRET_BYTES = 4096
-# A request is not answered twice; older ones than these a lease has outlived.
+# Requests remembered so that none is answered twice; leases are over before older ones.
 _MAX_NONCES = 20_000
 
 

@@ -40,7 +40,7 @@ def make_server(
 ) -> grpc.aio.Server:
     """Makes a `grpc.aio.server` for registered methods, as generated code adds them."""
     stock = cygrpc.AioServer
-    if not hasattr(stock, "_request_registered_call"):  # releases that take every call by this way
+    if not hasattr(stock, "_request_registered_call"):  # releases where all calls use _request_call
         return grpc.aio.server(interceptors=interceptors, options=options)
     cygrpc.AioServer = _Calls  # gRPC's releases derive their servers from different classes
     try:
