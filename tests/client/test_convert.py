@@ -348,8 +348,8 @@ WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
     "another dtype": ("olmoe", {UP: np.zeros((INNER, HIDDEN), np.float32)}, f"{UP} must be bfloat"),
     "one expert too many": (
         "olmoe",
-        {"model.layers.2.mlp.experts.3.gate_proj.weight": np.zeros((INNER, HIDDEN))},
-        r"has .*experts\.3\.gate_proj.weight, but the router is of 3 experts",
+        {"model.layers.2.mlp.experts.3.down_proj.weight": np.zeros((HIDDEN, INNER))},
+        r"has .*experts\.3\.down_proj.weight, but the router is of 3 experts",
     ),
     "8 bits": (
         "deepseek_v3",

@@ -143,10 +143,10 @@ class PerExpert:
     def read(self, layer: Layer, experts: int) -> Arrays:
         names = (*self.first, self.down)
         layer.require([name.format(i) for i in range(experts) for name in names])
-        if layer.has(self.first[0].format(experts)):
+        more = self.down.format(experts)
+        if layer.has(more):
             raise InvalidArgumentError(
-                f"state_dict has {layer.prefix}{self.first[0].format(experts)}, but the router is "
-                f"of {experts} experts",
+                f"state_dict has {layer.prefix}{more}, but the router is of {experts} experts",
                 argument="state_dict",
             )
         like = layer.array(self.down.format(0), None, None)
