@@ -6,13 +6,21 @@ import json
 import os
 import subprocess
 import sys
+from typing import Any
 
 import doc_pages
 from daemon_fixtures import package_path
 
 
 def losses(*words: str, steps: int, timeout_s: float, **environment: str) -> list[float]:
-    """Every step's loss, which `python *words` prints last, in a process of its own on CPU."""
+    """Every step's loss, which `python *words` prints last."""
+    found: list[float] = last_line(*words, timeout_s=timeout_s, **environment)
+    assert len(found) == steps
+    return found
+
+
+def last_line(*words: str, timeout_s: float, **environment: str) -> Any:
+    """The JSON that `python *words` prints last, in a process of its own on CPU."""
     done = subprocess.run(
         [sys.executable, *words],
         env={
@@ -27,6 +35,4 @@ def losses(*words: str, steps: int, timeout_s: float, **environment: str) -> lis
         check=False,
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    found: list[float] = json.loads(done.stdout.splitlines()[-1])
-    assert len(found) == steps
-    return found
+    return json.loads(done.stdout.splitlines()[-1])

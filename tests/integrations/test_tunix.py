@@ -23,6 +23,7 @@ PAGE = doc_pages.ROOT / "docs/integrations/tunix.md"
 SCRIPT = Path(__file__).with_name("train_tunix.py")
 RUN_TIMEOUT_S = 600.0
 STEPS = 10
+EIGHT_DEVICES = "--xla_force_host_platform_device_count=8"
 
 COMMON: dict[str, Any] = {
     "mesh": (4, 2),  # fsdp, tp
@@ -54,7 +55,7 @@ def losses(settings: dict[str, Any]) -> list[float]:
         json.dumps(settings),
         steps=STEPS,
         timeout_s=RUN_TIMEOUT_S,
-        XLA_FLAGS="--xla_force_host_platform_device_count=8",
+        XLA_FLAGS=EIGHT_DEVICES,
     )
 
 
@@ -71,3 +72,20 @@ def test_losses_are_those_of_tunix(case: str) -> None:
     apart = np.abs(np.divide(mine, stock) - 1).max()
     _log.info("%s: losses differ by %.2g of theirs at most", case, apart)
     np.testing.assert_allclose(mine, stock, rtol=tolerance, atol=0)
+
+
+@pytest.mark.integrations
+@pytest.mark.timeout(2 * RUN_TIMEOUT_S)
+def test_grpo_replays_the_rollouts_experts_and_grades_todays_router() -> None:
+    if importlib.util.find_spec("tunix") is None:
+        pytest.skip("google-tunix is not installed")
+    settings = json.dumps({**COMMON, "replay": True})
+    found = scripts.last_line(
+        str(SCRIPT), settings, timeout_s=RUN_TIMEOUT_S, XLA_FLAGS=EIGHT_DEVICES
+    )
+    _log.info("GRPO: %s", found)
+    assert found["replayed"]
+    assert found["share_that_would_move"] > 0.1
+    np.testing.assert_allclose(*found["losses"], atol=1e-6)
+    assert found["router_gradient"] > 1e-4
+    assert found["router_gradients_apart"] < 1e-5 * found["router_gradient"]

@@ -1,6 +1,7 @@
 """`train_tunix.py SETTINGS`: ten steps of a small Qwen3-MoE with tunix' trainer; prints losses.
 
-SETTINGS is JSON, see `test_tunix.py`; with `ours` the code of the page comes first.
+SETTINGS is JSON, see `test_tunix.py`; with `ours` the code of the page comes first. With `replay`
+it prints what one step of GRPO replays instead.
 """
 
 from __future__ import annotations
@@ -17,11 +18,14 @@ import optax
 import qwix
 from flax import nnx
 from tunix.models.qwen3 import model as qwen3
+from tunix.rl import algo_core, common
+from tunix.rl.grpo import grpo_learner
 from tunix.sft import hooks, peft_trainer
 
 import ep_runtime as ep
 
 PAGE = doc_pages.ROOT / "docs/integrations/tunix.md"
+REPLAY = doc_pages.ROOT / "docs/post-training.md"
 BATCH, LENGTH, VOCAB = 16, 32, 256
 
 
@@ -95,15 +99,108 @@ def model_input(batch: Any) -> dict[str, Any]:
     }
 
 
+def page_names() -> dict[str, Any]:
+    (block,) = (one for one in doc_pages.blocks(PAGE) if one.language == "python")
+    names: dict[str, Any] = {}
+    exec(compile(block.code, str(PAGE), "exec"), names)
+    return names
+
+
+class DenseLayer(qwen3.MoELayer):
+    """Every expert on every token, by the choice that the model carries."""
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        picked = (self.chosen[...][..., None] == jnp.arange(self.num_experts)).any(-2)
+        scores = self.router(x).astype(jnp.float32)
+        shares = jax.nn.softmax(jnp.where(picked, scores, -jnp.inf))
+        gate, up = (jnp.einsum("btd,edf->btef", x, w[...]) for w in (self.gate_proj, self.up_proj))
+        return jnp.einsum("bte,btef,efd->btd", shares, jax.nn.silu(gate) * up, self.down_proj[...])
+
+
+def rollouts(model: qwen3.Qwen3, prompts: jax.Array, length: int) -> jax.Array:
+    """Tokens drawn after prompts, from forward passes over whole rows."""
+    step = nnx.jit(lambda model, tokens: model(tokens, **places(tokens))[0])
+    tokens = jnp.pad(prompts, ((0, 0), (0, length - prompts.shape[1])))
+    for place in range(prompts.shape[1], length):
+        logits = step(model, tokens)[:, place - 1, 2:]  # 0 and 1 are padding and the end
+        drawn = 2 + jax.random.categorical(jax.random.key(place), logits)
+        tokens = tokens.at[:, place].set(drawn)
+    return tokens
+
+
+def places(tokens: jax.Array) -> dict[str, Any]:
+    batch = peft_trainer.TrainingInput(input_tokens=tokens, input_mask=jnp.ones_like(tokens, bool))
+    found = model_input(batch)
+    del found["input_tokens"], found["input_mask"]
+    return {**found, "cache": None}
+
+
+def replay(settings: dict[str, Any]) -> dict[str, Any]:
+    """One step of GRPO on rollouts of an older policy, beside all experts on every token."""
+    names = {**globals(), **page_names()}
+    for block in doc_pages.blocks(REPLAY):
+        if "class MoELayer" in block.code:
+            exec(compile(block.code, str(REPLAY), "exec"), names)
+    session = ep.connect()
+    mesh = jax.make_mesh(settings["mesh"], ("fsdp", "tp"), (jax.sharding.AxisType.Auto,) * 2)
+    config = make_config(settings)
+    names["register"](session, config, mesh, BATCH * LENGTH)
+    prompt = LENGTH // 2
+    with mesh:
+        qwen3.MoELayer = names["MoELayer"]
+        older, policy = make_model(config), make_model(config)
+        for block in policy.layers:  # newer weights choose other experts
+            kernel = block.mlp.router.kernel
+            kernel[...] += 0.5 * jax.random.normal(jax.random.key(7), kernel.shape)
+        prompts = jax.random.randint(jax.random.key(1), (BATCH // 4, prompt), 2, VOCAB)
+        tokens = rollouts(older, jnp.repeat(prompts, 4, 0), LENGTH)
+        where = places(tokens)
+        how = (tokens, where["positions"], where["attention_mask"])
+        choices, todays = (names["recorded"](model, *how) for model in (older, policy))
+        rewards = (tokens[:, prompt:] % 2 == 0).mean(-1)
+        advantages = algo_core.compute_advantages(rewards, 4)
+        example = common.TrainExample(
+            prompt_ids=tokens[:, :prompt],
+            prompt_mask=jnp.ones((BATCH, prompt), bool),
+            completion_ids=tokens[:, prompt:],
+            completion_mask=jnp.ones((BATCH, LENGTH - prompt), bool),
+            advantages=advantages,
+            ref_per_token_logps=None,
+            old_per_token_logps=None,
+        )
+        algorithm = grpo_learner.GRPOConfig(num_generations=4, beta=0.0)
+        algorithm.temperature = 1.0  # which the learner sets
+
+        def loss(model: qwen3.Qwen3) -> jax.Array:
+            return algo_core.grpo_loss_fn(model, example, algorithm, 0, 1)[0]
+
+        names["replay"](policy, choices)
+        found = []
+        for kind in (names["MoELayer"], DenseLayer):
+            for block in policy.layers:
+                block.mlp.__class__ = kind
+            value, grads = nnx.jit(nnx.value_and_grad(loss))(policy)
+            routers = [grads["layers"][i]["mlp"]["router"]["kernel"][...] for i in range(2)]
+            found.append((value, jnp.stack(routers)))
+        (mine, router), (dense, wanted) = found
+        carried = [block.mlp.chosen[...] for block in policy.layers]
+    same = [bool((a == b).all()) for a, b in zip(choices, carried, strict=True)]
+    moved = [float((a != b).any(-1).mean()) for a, b in zip(choices, todays, strict=True)]
+    return {
+        "replayed": all(same),
+        "share_that_would_move": min(moved),
+        "losses": [float(mine), float(dense)],
+        "router_gradient": float(jnp.abs(wanted).max()),
+        "router_gradients_apart": float(jnp.abs(router - wanted).max()),
+    }
+
+
 def main(settings: dict[str, Any]) -> None:
     session = ep.connect() if settings["ours"] else None
     mesh = jax.make_mesh(settings["mesh"], ("fsdp", "tp"), (jax.sharding.AxisType.Auto,) * 2)
     config = make_config(settings)
     if session is not None:
-        (block,) = (one for one in doc_pages.blocks(PAGE) if one.language == "python")
-        names: dict[str, Any] = {}
-        exec(compile(block.code, str(PAGE), "exec"), names)
-        names["register"](session, config, mesh, BATCH * LENGTH)
+        page_names()["register"](session, config, mesh, BATCH * LENGTH)
     with mesh:  # where tunix looks for it
         model = make_model(config)
         if settings["lora"]:
@@ -128,4 +225,8 @@ def main(settings: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    main(json.loads(sys.argv[1]))
+    chosen = json.loads(sys.argv[1])
+    if chosen.pop("replay", False):
+        sys.stdout.write(f"{json.dumps(replay(chosen))}\n")
+    else:
+        main(chosen)
