@@ -150,9 +150,9 @@ def test_compaction_leaves_the_facts_alone(path):
     assert facts_of(path) == {"counter": 1000, "other": "x"}
 
 
-@pytest.mark.parametrize("fault", ["enospc", "eio"])
+@pytest.mark.parametrize("fault", ["enospc:3", "eio:2"])
 def test_a_full_disk_refuses_what_is_new_and_a_new_file_heals_it(path, fault):
-    journal = opened(path, f"failpoint:journal.reserve={fault}:2")
+    journal = opened(path, f"failpoint:journal.reserve={fault}")
     with pytest.raises(errors.PoolExhaustedError, match="cannot write its journal") as caught:
         journal.admit()
     assert caught.value.fields["reason"] == journal.error != ""
@@ -197,6 +197,144 @@ def test_a_full_disk_says_how_much_is_wanted_and_little_heals_it(path, free):
     assert journal.append([("a", 1)])
     journal.close()
     assert facts_of(path) == {**long, "a": 1}
+
+
+class Disk:
+    """Holds so many bytes: of a folder's files, by the blocks that they have."""
+
+    def __init__(self, folder, monkeypatch) -> None:
+        self._folder = folder
+        self._allocate = os.posix_fallocate
+        self.room_bytes = 1 << 30
+        monkeypatch.setattr(file.os, "posix_fallocate", self._allocated)
+
+    @property
+    def used_bytes(self) -> int:
+        return sum(512 * os.stat(found).st_blocks for found in self._folder.iterdir())
+
+    def _allocated(self, fd: int, start: int, size: int) -> None:
+        before = os.fstat(fd).st_size
+        self._allocate(fd, start, size)
+        if self.used_bytes > self.room_bytes:
+            os.ftruncate(fd, before)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+class KilledError(BaseException):
+    """The daemon is gone."""
+
+
+# So many facts of 32 KiB each, and as many bytes of records that say nothing any more.
+FACTS = {f"fact/{number}": f"{number}" * (16 << 10) for number in range(10, 24)}
+
+
+def long_journal(path, disk: Disk, *, free_bytes: int) -> Journal:
+    """Of FACTS, in the place of older values and between what was forgotten, on a disk that is full
+    but for so many bytes."""
+    journal = opened(path)
+    for number, (key, value) in enumerate(FACTS.items()):
+        assert journal.append([(key, "before"), (f"gone/{number}", value)])
+    for number, fact in enumerate(FACTS.items()):
+        assert journal.append([fact, (f"gone/{number}", None)])
+    journal.close()
+    journal = opened(path)
+    journal.take_facts()
+    disk.room_bytes = disk.used_bytes + free_bytes
+    return journal
+
+
+@pytest.fixture
+def disk(tmp_path, monkeypatch) -> Disk:
+    return Disk(tmp_path, monkeypatch)
+
+
+@pytest.mark.parametrize("free_bytes", [48 << 10, 240 << 10])
+def test_a_new_file_needs_little_room_where_the_old_one_gives_way(path, disk, free_bytes):
+    journal = long_journal(path, disk, free_bytes=free_bytes)
+    facts = {**FACTS, "fact/20": "now", "more": "x" * 1000}
+    before = journal.size_bytes
+    assert journal.compact(facts)
+    assert journal.size_bytes < 0.6 * before
+    journal.admit()
+    assert journal.append([("next", 1)])
+    journal.close()
+    assert [found.name for found in path.parent.iterdir()] == ["journal"]
+    assert facts_of(path) == {**facts, "next": 1}
+
+
+@pytest.mark.parametrize("call", ["ftruncate", "pwrite", "rename", "unlink"])
+def test_a_daemon_killed_while_files_give_way_loses_nothing(tmp_path, monkeypatch, call):
+    """Before and after each call that changes a file."""
+    real, count, ended = getattr(os, call), 0, False
+    while not ended:
+        for after in (False, True):
+            folder = tmp_path / f"{count}-{after}"
+            folder.mkdir()
+            with monkeypatch.context() as patched:
+                disk = Disk(folder, patched)
+                journal = long_journal(folder / "journal", disk, free_bytes=240 << 10)
+                left = count
+
+                def dying(*words, after: bool = after, **named):
+                    nonlocal left
+                    left -= 1
+                    done = real(*words, **named) if left != -1 or after else None
+                    if left == -1:
+                        raise KilledError
+                    return done
+
+                patched.setattr(file.os, call, dying)
+                try:
+                    ended = journal.compact(FACTS)
+                except KilledError:
+                    ended = False
+            journal.close()
+            again = opened(folder / "journal")
+            assert again.take_facts() == FACTS
+            assert not again.cut_bytes
+            assert again.compact(FACTS)
+            again.close()
+            assert facts_of(folder / "journal") == FACTS
+        count += 1
+    assert count > 1
+
+
+def test_a_disk_that_others_fill_meanwhile_is_waited_for(path, disk, monkeypatch):
+    journal = long_journal(path, disk, free_bytes=240 << 10)
+    cut = Journal._cut
+
+    def then_full(*words) -> None:
+        cut(*words)
+        disk.room_bytes = disk.used_bytes
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Journal, "_cut", then_full)
+        assert not journal.compact(FACTS)
+    assert not journal.try_again()
+    with pytest.raises(errors.PoolExhaustedError, match="No space left"):
+        journal.admit()
+    assert not journal.append([("new", 1)])
+    journal.close()
+    again = opened(path)
+    assert again.take_facts() == FACTS
+    disk.room_bytes += 240 << 10
+    assert again.compact({**FACTS, "new": 1})
+    again.close()
+    assert facts_of(path) == {**FACTS, "new": 1}
+
+
+def test_a_second_file_of_another_journal_is_not_read(path, disk, monkeypatch):
+    journal = long_journal(path, disk, free_bytes=240 << 10)
+    monkeypatch.setattr(Journal, "_take_place", lambda *words: os.fsync(1 << 20))
+    assert not journal.compact(FACTS)
+    journal.close()
+    second = path.with_name("journal.part")
+    kept = second.read_bytes()
+    second.unlink()  # an older daemon knows nothing of it
+    write(path, ("fact/10", "newer"))
+    second.write_bytes(kept)
+    assert facts_of(path)["fact/10"] == "newer"
+    assert not second.exists()
 
 
 def test_records_that_a_crash_may_have_lost_want_a_new_file(path, monkeypatch):

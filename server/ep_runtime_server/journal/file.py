@@ -5,6 +5,11 @@ forgets the key. The file is a magic number and records {length u32, crc32 u32, 
 payload}; it is read up to the first record that is not whole. Space for the next records is
 allocated ahead, so that a full disk is noticed before anything is promised.
 
+A new file of the facts alone takes the place of a long one. Where the disk has no room for both,
+records move to a second file, PATH.part, and the old one is cut where it says nothing more; before
+each cut a note in the second file, under the key "", says where the old one ends then. Who finds
+both reads the old one and then the second, unless no note is about an old one of that end.
+
 The daemon's own is not synced to the disk: what a host crash takes from the page cache concerned
 processes and memory that the crash took too. A killed daemon loses nothing that `write` took. What
 other hosts were told must survive this one's crash, so the cluster's is synced before they are.
@@ -35,6 +40,10 @@ MAX_RECORD_BYTES = 64 << 20
 COMPACT_AT_BYTES = 1 << 20
 COMPACT_AT_GROWTH = 4
 
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_NOTE = ""  # key of notes; no fact has it
+_SPARE_BYTES = 4096  # of a second file, for its next note
+
 _HEAD = struct.Struct("<IIQ")  # length of the payload, crc of sequence and payload, sequence
 
 Record = tuple[str, Any]  # key, value or its Encoded; None forgets the key
@@ -61,8 +70,23 @@ def _payload(record: Record) -> bytes:
     return b"[%s,%s]" % (json.dumps(key).encode(), text.text if text is not None else b"null")
 
 
-def _encode(sequence: int, record: Record) -> bytes:
-    payload = _payload(record)
+def _key_of(payload: bytes) -> str | None:
+    """None for a payload that is none of ours."""
+    try:
+        key, _ = json.loads(payload)
+    except (ValueError, TypeError, RecursionError):
+        return None
+    return key if isinstance(key, str) else None
+
+
+def _mark(end: int, payload: bytes) -> list[int]:
+    """By which a file is known whose last record ends there."""
+    return [end, zlib.crc32(payload)]
+
+
+def _encode(sequence: int, record: Record | bytes) -> bytes:
+    """`record`: or its payload."""
+    payload = record if isinstance(record, bytes) else _payload(record)
     return _HEAD.pack(len(payload), _crc(sequence, payload), sequence) + payload
 
 
@@ -83,6 +107,15 @@ def whole_records(file: BinaryIO) -> Iterator[tuple[bytes, int]]:
             return
         end += _HEAD.size + length
         yield payload, end
+
+
+def _last_records(fd: int) -> tuple[dict[str, tuple[int, bytes]], int, int]:
+    """End and payload of each key's last record, the number of records, and their end."""
+    with open(fd, "rb", closefd=False) as file:
+        file.seek(0)
+        records = [(_key_of(payload), end, payload) for payload, end in whole_records(file)]
+    found = {key: (end, payload) for key, end, payload in records if key is not None}
+    return found, len(records), records[-1][1] if records else 0
 
 
 def cut_bytes(file: BinaryIO, end: int) -> int:
@@ -131,6 +164,8 @@ class Journal:
             synced: a new file survives a crash of the host, and a record once it was synced.
         """
         self._path = path
+        self._part = path.with_name(f"{path.name}.part")
+        self._split = False  # the end of what we know is in the second file alone
         self._failpoints = failpoints
         self._name = name
         self._synced = synced
@@ -166,7 +201,7 @@ class Journal:
 
     def _read(self) -> None:
         self.was_there = os.pread(self._fd, len(MAGIC), 0) == MAGIC
-        good = len(MAGIC) if self.was_there else 0
+        good, payload = len(MAGIC) if self.was_there else 0, b""
         with open(self._fd, "rb", closefd=False) as file:
             for payload, end in whole_records(file):
                 good = end
@@ -176,17 +211,28 @@ class Journal:
         # Old bytes behind the end must not be taken for records once the end grows towards them.
         os.ftruncate(self._fd, good)
         self._end = self._allocated = good
+        with contextlib.suppress(FileNotFoundError):
+            self._read_part(_mark(good, payload))
+
+    def _read_part(self, mark: list[int]) -> None:
+        """The second file, where one is of the file that ends there. Raises OSError."""
+        with open(files.open_regular(self._part, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
+            payloads = [payload for payload, _ in whole_records(file)]
+        if _payload((_NOTE, mark)) not in payloads:
+            os.unlink(self._part)
+            return
+        for payload in payloads:
+            self._take(payload)
+        self._split, self.error = True, "it was written anew when its daemon ended"
 
     def _take(self, payload: bytes) -> None:
-        try:
-            key, value = json.loads(payload)
-        except (ValueError, TypeError, RecursionError):
-            key = value = None
-        if not isinstance(key, str):
+        key = _key_of(payload)
+        if key is None:
             self.odd_records += 1
+        if key is None or key == _NOTE:
             return
         self._facts.pop(key, None)
-        if value is not None:
+        if (value := json.loads(payload)[1]) is not None:
             self._facts[key] = value
 
     def take_facts(self) -> dict[str, Any]:
@@ -212,14 +258,14 @@ class Journal:
 
     def _failed(self, error: OSError, wanted_bytes: int) -> None:
         self.error = error.strerror or str(error)
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        if error.errno in _FULL:
             with contextlib.suppress(OSError):
                 self.error += f" ({iec(wanted_bytes)} wanted, {iec(self.free_bytes())} free)"
 
     def try_again(self) -> bool:
         """Whether the file takes records again after an `append` that failed; `append` what it did
         not take. False, and `error`: only a new file would do."""
-        if self._lost or self._fd < 0:
+        if self._lost or self._split or self._fd < 0:
             return False
         self.error = ""
         with contextlib.suppress(PoolExhaustedError):
@@ -298,34 +344,122 @@ class Journal:
         if self._fd < 0:
             self.error = "it is closed"
             return False
-        fresh = self._path.with_name(f"{self._path.name}.new")
         records = [_encode(number, fact) for number, fact in enumerate(facts.items(), start=1)]
         data = MAGIC + b"".join(records)
-        fd, needed_bytes = -1, len(data) + RESERVE_BYTES // 4
+        needed_bytes = len(data) + RESERVE_BYTES // 4
+        try:
+            try:
+                self._renew(data, len(records), needed_bytes)
+            except OSError as error:
+                if error.errno not in _FULL:
+                    raise
+                self._move(facts)
+        except OSError as error:
+            self._failed(error, needed_bytes)
+            return False
+        self._lost, self.error = False, ""
+        return True
+
+    def _renew(self, data: bytes, num_records: int, needed_bytes: int) -> None:
+        fresh = self._path.with_name(f"{self._path.name}.new")
+        fd = -1
         try:
             flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
             fd = files.open_regular(fresh, flags)
             allocated = self._allocate(fd, 0, needed_bytes, len(data) + RESERVE_BYTES)
             _write_all(fd, data, 0)
-            if self._synced:
-                os.fsync(fd)
-            self._failpoints.hit(f"{self._name}.before_rename")
-            os.rename(fresh, self._path)
-            if self._synced:
-                _sync_directory(self._path.parent)
-        except OSError as error:
-            self._failed(error, needed_bytes)
+            self._take_place(fresh, fd)
+        except OSError:
             if fd >= 0:
                 os.close(fd)
             with contextlib.suppress(OSError):
                 os.unlink(fresh)
-            return False
-        os.close(self._fd)
-        self._fd, self._sequence = fd, len(records)
+            raise
+        self._sequence, self._allocated = num_records, allocated
         self._end = self._compacted_bytes = len(data)
-        self._allocated = allocated
-        self._lost, self.error = False, ""
-        return True
+
+    def _take_place(self, fresh: Path, fd: int) -> None:
+        """A file that says everything becomes the journal."""
+        if self._synced:
+            os.fsync(fd)
+        self._failpoints.hit(f"{self._name}.before_rename")
+        os.rename(fresh, self._path)
+        if self._synced:
+            _sync_directory(self._path.parent)
+        with contextlib.suppress(OSError):  # one that stays is of another file
+            os.unlink(self._part)
+        os.close(self._fd)
+        self._fd, self._split = fd, False
+
+    def _move(self, facts: Mapping[str, Any]) -> None:
+        """As `_renew`, record by record, with what can be cut off the old file as room."""
+        os.ftruncate(self._fd, self._end)
+        self._allocated = self._end
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | (0 if self._split else os.O_TRUNC)
+        fd = files.open_regular(self._part, flags)
+        try:
+            if self._synced:
+                _sync_directory(self._path.parent)
+            sequence, end = self._fill(fd, facts)
+            self._take_place(self._part, fd)
+        except OSError:
+            os.close(fd)
+            if not self._split:
+                with contextlib.suppress(OSError):
+                    os.unlink(self._part)
+            raise
+        self._sequence = sequence
+        self._end = self._allocated = self._compacted_bytes = end
+
+    def _fill(self, fd: int, facts: Mapping[str, Any]) -> tuple[int, int]:
+        """Writes to the second file what it lacks; number and end of its records. Raises OSError.
+
+        What the old file does not have comes first, then what stands at its end.
+        """
+        old, _, _ = _last_records(self._fd)
+        new, sequence, at = _last_records(fd)
+        os.ftruncate(fd, at)
+        if not at:
+            self._allocate(fd, 0, _SPARE_BYTES, _SPARE_BYTES)
+            _write_all(fd, MAGIC, 0)
+            at = len(MAGIC)
+        keys = {**old, **new, **facts}.keys() - {_NOTE}
+        wanted = {key: _payload((key, facts.get(key))) for key in keys}
+        nowhere = (len(MAGIC), b"")
+
+        def place(key: str) -> int:
+            end, payload = old.get(key, nowhere)
+            return end if payload == wanted[key] else self._end + 1
+
+        lacks = [key for key in keys if new.get(key, nowhere)[1] != wanted[key]]
+        lacks.sort(key=place, reverse=True)
+        # From each on: the last record of the old file that is still needed.
+        needed = itertools.accumulate((old.get(key, nowhere) for key in reversed(lacks)), max)
+        for key, last in zip(lacks, reversed([*needed]), strict=True):
+            while True:
+                record = _encode(sequence + 1, wanted[key])
+                size = len(record) + _SPARE_BYTES
+                try:
+                    self._allocate(fd, at, size, size)
+                    break
+                except OSError as error:
+                    if error.errno not in _FULL or last[0] >= self._end:
+                        raise
+                    record = _encode(sequence + 1, (_NOTE, _mark(*last)))
+                    self._cut(fd, record, at, last[0])
+                    sequence, at = sequence + 1, at + len(record)
+            _write_all(fd, record, at)
+            sequence, at = sequence + 1, at + len(record)
+        return sequence, at
+
+    def _cut(self, fd: int, note: bytes, at: int, end: int) -> None:
+        """Notes in the second file that the old one ends there, and ends it."""
+        _write_all(fd, note, at)
+        if self._synced:
+            os.fsync(fd)
+        self._split = True
+        os.ftruncate(self._fd, end)
+        self._end = self._allocated = end
 
     def close(self) -> None:
         if self._fd >= 0:
