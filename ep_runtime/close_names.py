@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import itertools
 from collections.abc import Iterable
 
@@ -14,6 +13,8 @@ _MOST_COMPARED = 1000  # some 10 ms
 
 def hint(typed: str, known: Iterable[str]) -> str:
     """`; did you mean 'x'?` where a known name is close, else nothing."""
+    import difflib
+
     by_lower = {name.lower(): name for name in itertools.islice(known, _MOST_COMPARED)}
     close = difflib.get_close_matches(typed.lower(), by_lower, n=1)
     return f"; did you mean {quoted(by_lower[close[0]])}?" if close else ""

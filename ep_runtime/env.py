@@ -34,7 +34,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import tempfile
 from pathlib import Path
 
 from ep_runtime.errors import InvalidArgumentError, PermissionDeniedError
@@ -189,7 +188,7 @@ def runtime_directory() -> Path:
     parent = _text("XDG_RUNTIME_DIR")
     if parent is not None:
         return check_directory(Path(parent) / "ep-runtime")
-    return check_directory(Path(tempfile.gettempdir()) / f"ep-runtime-{os.geteuid()}")
+    return check_directory(Path(_temporary()) / f"ep-runtime-{os.geteuid()}")
 
 
 def make_directory(path: str | os.PathLike[str], *, mode: int = 0o700) -> Path:
@@ -219,6 +218,8 @@ def make_directory(path: str | os.PathLike[str], *, mode: int = 0o700) -> Path:
 
 def private_directory() -> Path:
     """A new directory of mode 0700 with a short name, for an embedded daemon."""
+    import tempfile
+
     return Path(tempfile.mkdtemp(prefix=_PRIVATE_PREFIX, dir=_private_parent()))
 
 
@@ -233,9 +234,15 @@ def private_directories() -> list[Path]:
 
 
 def _private_parent() -> Path:
-    parent = tempfile.gettempdir()
+    parent = _temporary()
     too_long = len(os.fsencode(parent)) > MAX_DIRECTORY_BYTES - 30
     return Path("/tmp") if too_long else Path(parent)
+
+
+def _temporary() -> str:
+    import tempfile  # it loads several compressors, and most commands need none of it
+
+    return tempfile.gettempdir()
 
 
 def inherited() -> dict[str, str]:

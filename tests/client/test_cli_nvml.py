@@ -195,7 +195,7 @@ def test_a_virtual_machine_that_hides_links_and_memory_is_no_error(
     said = gpus.hardware({"GPU-0": GIB})
     assert said["gpu links"].found == "not told"
     assert said["gpu memory"].found == "0: not told, windows 1.0 GiB; 1: not told"
-    assert gpus.told({"GPU-0": GIB})["items"][0]["free_bytes"] is None
+    assert nvml.told({"GPU-0": GIB})["items"][0]["free_bytes"] is None
 
 
 @pytest.mark.parametrize(
@@ -208,7 +208,7 @@ def test_where_nvml_shows_no_gpu_the_reason_is_said(
     monkeypatch.setattr(gpus, "_plugin", lambda: "jax_cuda13_plugin")
     reason = "NVML: Not Supported" if refused == "nvmlInit" else "NVML shows no GPU"
     assert gpus.hardware({})["gpu driver"] == ("WARN", f"not told: {reason}", "")
-    assert gpus.told({})["reason"] == reason
+    assert nvml.told({})["reason"] == reason
 
 
 def test_without_nvidia_ml_py_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,7 +231,7 @@ def test_windows_by_gpu_are_leased_retained_and_quarantined_ones() -> None:
         return {"device": device, **dict(zip(names, kinds, strict=True))}
 
     pools = [pool("host", 7, 0, 0), pool("GPU-a", 1, 20, 300)]
-    assert gpus.held_by_gpu({"pools": pools}) == {"GPU-a": 321}
+    assert nvml.held_by_gpu({"pools": pools}) == {"GPU-a": 321}
 
 
 def test_status_shows_memory_and_links_of_each_gpu(

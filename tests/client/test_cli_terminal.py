@@ -18,7 +18,7 @@ from ep_runtime_client import cli
 from ep_runtime_client.cli import tables
 from ep_runtime_client.cli.commands import describe, doctor, events, load, skew, status
 from ep_runtime_client.cli.daemon import describing, nodes, source
-from ep_runtime_client.cli.machine import gpus, nvml
+from ep_runtime_client.cli.machine import nvml
 from ep_runtime_client.cli.ranks import rows
 
 WIDTHS = (80, 200)  # the narrowest that is served, and one in which every table fits
@@ -73,7 +73,7 @@ SHOWN = {
 }
 # Columns of every table of a command.
 TABLES = {
-    "status": (status._POOLS, status._USERS, nodes.COLUMNS, gpus.COLUMNS),
+    "status": (status._POOLS, status._USERS, nodes.COLUMNS, nvml.COLUMNS),
     "events": (events.COLUMNS,),
     "doctor": (doctor._COLUMNS,),
     "describe": (describing.RANKS,),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TextIO
@@ -37,7 +36,11 @@ def err(text: str) -> None:
 def width(stream: TextIO | None = None) -> int | None:
     """Columns of the terminal; None if the stream (standard output) is none: then lines may be
     of any length."""
-    return shutil.get_terminal_size().columns if (stream or sys.stdout).isatty() else None
+    if not (stream or sys.stdout).isatty():
+        return None
+    import shutil
+
+    return shutil.get_terminal_size().columns
 
 
 def document(kind: str, body: Mapping[str, Any]) -> dict[str, Any]:

@@ -181,11 +181,11 @@ def _nccl() -> Finding:
 
 def _hardware(args: argparse.Namespace) -> list[Finding]:
     from ep_runtime_client.cli.daemon import source
-    from ep_runtime_client.cli.machine import gpus
+    from ep_runtime_client.cli.machine import gpus, nvml
 
     try:
         with source.open_source(source.exact(args.address), timeout_s=args.timeout) as daemon:
-            held = gpus.held_by_gpu(daemon.status())
+            held = nvml.held_by_gpu(daemon.status())
     except EpRuntimeError:
         held = {}  # what the daemon's own line says
     return [Finding(name, *line) for name, line in gpus.hardware(held).items()]

@@ -106,7 +106,7 @@ def _kept(missing: dict[str, str], name: str, read: Callable[[], Any]) -> Any:
 
 def machine(args: argparse.Namespace) -> dict[str, Any]:
     """Versions, driver, GPUs, NCCL, limits: what `doctor` finds, and every package's version."""
-    from ep_runtime_client.cli.machine import gpus
+    from ep_runtime_client.cli.machine import nvml
 
     packages = {
         str(found.metadata["Name"]): found.version for found in importlib.metadata.distributions()
@@ -117,7 +117,7 @@ def machine(args: argparse.Namespace) -> dict[str, Any]:
         "cpus": len(os.sched_getaffinity(0)),
         "packages": dict(sorted(packages.items(), key=lambda item: item[0].lower())),
         "doctor": [finding._asdict() for finding in doctor.findings(args)],
-        "gpus": gpus.told({}),
+        "gpus": nvml.told({}),
     }
 
 

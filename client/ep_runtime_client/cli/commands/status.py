@@ -46,13 +46,13 @@ _USERS = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     from ep_runtime_client.cli.daemon import nodes
-    from ep_runtime_client.cli.machine import gpus
+    from ep_runtime_client.cli.machine import nvml
 
     probe.add_probes(parser)
     reading.add_node_argument(parser, "the daemon itself, with all nodes of its cluster")
     reading.add_output_arguments(parser)
     reading.add_daemon_arguments(parser)
-    shown = {"memory": _POOLS, "users": _USERS, "GPUs": gpus.COLUMNS, "nodes": nodes.COLUMNS}
+    shown = {"memory": _POOLS, "users": _USERS, "GPUs": nvml.COLUMNS, "nodes": nodes.COLUMNS}
     reading.explain(parser, shown)
 
 
@@ -68,14 +68,14 @@ def run(args: argparse.Namespace) -> int:
 
 def _once(args: argparse.Namespace, daemon: source.Source) -> int:
     from ep_runtime_client.cli.daemon import nodes
-    from ep_runtime_client.cli.machine import gpus
+    from ep_runtime_client.cli.machine import nvml
 
     status = daemon.status()
     ill = (status["journal"] or {}).get("error") or status["failing_tasks"]
     healthy = status["state"] == "SERVING" and not ill
     code = cli.OK if healthy else cli.PARTIAL
     # Another node's GPUs are not this machine's.
-    found = gpus.NONE if args.node else gpus.told(gpus.held_by_gpu(status))
+    found = nvml.NONE if args.node else nvml.told(nvml.held_by_gpu(status))
     alone = args.node or not status["cluster"]
     others = nodes.Found([], []) if alone else nodes.table(daemon, status)
     nodes.tell_missing(others.missing)
@@ -172,13 +172,13 @@ def _write_cluster(cluster: dict[str, Any] | None, found: nodes.Found, *, wide: 
 
 def _write_gpus(status: dict[str, Any], found: dict[str, Any], *, wide: bool) -> None:
     """The machine's GPUs; where NVML tells none, the reason matters to who has windows on some."""
-    from ep_runtime_client.cli.machine import gpus
+    from ep_runtime_client.cli.machine import nvml
 
     if found["items"]:
         render.out("")
         render.out(f"NVIDIA driver {found['driver']}")
-        render.write_table(gpus.COLUMNS, found["items"], wide=wide, empty="")
-    elif found["reason"] and gpus.held_by_gpu(status):
+        render.write_table(nvml.COLUMNS, found["items"], wide=wide, empty="")
+    elif found["reason"] and nvml.held_by_gpu(status):
         render.write_text(f"memory and links of the GPUs are not told: {found['reason']}")
 
 

@@ -35,15 +35,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from ep_runtime_client.cli.daemon import source
-    from ep_runtime_client.cli.ranks import live, screen
 
     with source.open_source(args.address, timeout_s=args.timeout) as daemon:
         seen = board_samples.begin(args, daemon)
         links = rows.Links(args.link)
         now = args.samples is None and args.since is None
-        if now and args.output == "table" and live.possible():
-            shown = screen.Screen(seen, links)
-            live.run(shown.lines, shown.press, seen.again, args.interval)
+        if now and args.output == "table" and _draw(seen, links, args.interval):
             return seen.exit_code
         for _ in range(args.samples or 1):
             seen.wait()
@@ -53,6 +50,17 @@ def run(args: argparse.Namespace) -> int:
             else:
                 _write_tables(args, seen, links)
         return seen.exit_code
+
+
+def _draw(seen: board_samples.BoardSamples, links: rows.Links, every_s: float) -> bool:
+    """Draws a live screen until `q`; whether there is a terminal for it."""
+    from ep_runtime_client.cli.ranks import live, screen
+
+    possible = live.possible()
+    if possible:
+        shown = screen.Screen(seen, links)
+        live.run(shown.lines, shown.press, seen.again, every_s)
+    return possible
 
 
 def _write_tables(

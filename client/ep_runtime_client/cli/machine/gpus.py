@@ -1,17 +1,16 @@
-"""GPUs for `doctor` and `status`: whether JAX can use them, memory, links. Imports no JAX."""
+"""What `doctor` says of GPUs: who can use them, their memory, their links. No JAX."""
 
 from __future__ import annotations
 
 import importlib.util
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ep_runtime import env, native
 from ep_runtime.errors import EpRuntimeError
 from ep_runtime.units import iec
 from ep_runtime_client.cli.machine import nvml
-from ep_runtime_client.cli.tables import IDENTITY, Column
 
 _JAX_PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
 
@@ -154,48 +153,3 @@ def _links(machine: nvml.Machine) -> str:
         kind = kinds.pop()
         return kind if kind == nvml.NOT_TOLD else f"every pair {kind}{each}"
     return ", ".join(f"{a}-{b} {kind}" for (a, b), kind in sorted(pairs.items())) + each
-
-
-COLUMNS = (
-    Column("index", "GPU", "count", priority=IDENTITY, about="index in NVML's order"),
-    Column("name", "NAME", priority=4, about="product name"),
-    Column("free_bytes", "FREE", "bytes", about="memory that is free"),
-    Column("total_bytes", "TOTAL", "bytes", about="all its memory"),
-    Column("window_bytes", "WINDOWS", "bytes", about="memory in windows of the daemon"),
-    Column(
-        "links", "LINKS", "list", priority=3, about="links to other GPUs, as nvidia-smi names them"
-    ),
-    Column("uuid", "UUID", "device", priority=3, about="its UUID, as in DEVICE"),
-)
-
-
-NONE: dict[str, Any] = {"driver": "", "reason": "", "items": []}
-
-
-def told(window_bytes: Mapping[str, int]) -> dict[str, Any]:
-    """Returns what `status` shows: driver, reason if NVML fails, and a row of COLUMNS per GPU."""
-    machine = nvml.probe()
-    rows = [
-        {
-            "index": gpu.index,
-            "uuid": gpu.uuid,
-            "name": gpu.name,
-            "total_bytes": gpu.total_bytes,
-            "free_bytes": gpu.free_bytes,
-            "window_bytes": window_bytes.get(gpu.uuid, 0),
-            "link_mb_s": gpu.link_mb_s,
-            "links": {str(other): kind for other, kind in sorted(gpu.links.items())},
-        }
-        for gpu in machine.gpus
-    ]
-    return {"driver": machine.driver, "reason": machine.reason, "items": rows}
-
-
-def held_by_gpu(status: Mapping[str, Any]) -> dict[str, int]:
-    """Bytes of windows that the daemon holds by GPU UUID, of its status."""
-    kinds = ("leased_bytes", "retained_bytes", "quarantined_bytes")
-    return {
-        pool["device"]: sum(pool[kind] for kind in kinds)
-        for pool in status["pools"]
-        if pool["device"].startswith("GPU-")
-    }

@@ -9,8 +9,10 @@ import collections
 import dataclasses
 import importlib
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
+
+from ep_runtime_client.cli.tables import IDENTITY, Column
 
 NOT_TOLD = "not told"
 
@@ -155,3 +157,48 @@ def _text(value: Any) -> str:
     if value is None:
         return NOT_TOLD
     return value.decode(errors="replace") if isinstance(value, bytes) else str(value)
+
+
+COLUMNS = (
+    Column("index", "GPU", "count", priority=IDENTITY, about="index in NVML's order"),
+    Column("name", "NAME", priority=4, about="product name"),
+    Column("free_bytes", "FREE", "bytes", about="memory that is free"),
+    Column("total_bytes", "TOTAL", "bytes", about="all its memory"),
+    Column("window_bytes", "WINDOWS", "bytes", about="memory in windows of the daemon"),
+    Column(
+        "links", "LINKS", "list", priority=3, about="links to other GPUs, as nvidia-smi names them"
+    ),
+    Column("uuid", "UUID", "device", priority=3, about="its UUID, as in DEVICE"),
+)
+
+
+NONE: dict[str, Any] = {"driver": "", "reason": "", "items": []}
+
+
+def told(window_bytes: Mapping[str, int]) -> dict[str, Any]:
+    """Returns what `status` shows: driver, reason if NVML fails, and a row of COLUMNS per GPU."""
+    machine = probe()
+    rows = [
+        {
+            "index": gpu.index,
+            "uuid": gpu.uuid,
+            "name": gpu.name,
+            "total_bytes": gpu.total_bytes,
+            "free_bytes": gpu.free_bytes,
+            "window_bytes": window_bytes.get(gpu.uuid, 0),
+            "link_mb_s": gpu.link_mb_s,
+            "links": {str(other): kind for other, kind in sorted(gpu.links.items())},
+        }
+        for gpu in machine.gpus
+    ]
+    return {"driver": machine.driver, "reason": machine.reason, "items": rows}
+
+
+def held_by_gpu(status: Mapping[str, Any]) -> dict[str, int]:
+    """Bytes of windows that the daemon holds by GPU UUID, of its status."""
+    kinds = ("leased_bytes", "retained_bytes", "quarantined_bytes")
+    return {
+        pool["device"]: sum(pool[kind] for kind in kinds)
+        for pool in status["pools"]
+        if pool["device"].startswith("GPU-")
+    }
