@@ -12,6 +12,7 @@ environments, and a program's fingerprint knows none. What does is a group's set
 | EP_RUNTIME_BOARD | 1 | 0: GPUs write nothing to the board; `status` and `top` show none of them |
 | EP_RUNTIME_NCCL | 1 | 0: GPU groups of transport "nvlink" get no NCCL communicators |
 | EP_RUNTIME_NCCL_LIBRARY | unset | libnccl.so.2 for a process in which JAX has loaded none |
+| NCCL_LAUNCH_ORDER_IMPLICIT | unset | NCCL's own; `doctor` wants 1 where there are several GPUs |
 | JAX_PLATFORMS | unset | JAX's own; without cuda in it `demo` looks for no GPU |
 | CUDA_VISIBLE_DEVICES | unset | CUDA's own; a daemon that runs with it serves no other GPUs |
 | SLURM_JOB_ID | unset | the job's name where EP_RUNTIME_JOB is not set |
@@ -102,6 +103,11 @@ def wants_nccl() -> bool:
 def nccl_library() -> str | None:
     """EP_RUNTIME_NCCL_LIBRARY, or None."""
     return _text("EP_RUNTIME_NCCL_LIBRARY")
+
+
+def nccl_orders_launches() -> bool:
+    """NCCL_LAUNCH_ORDER_IMPLICIT, which NCCL itself reads."""
+    return _text("NCCL_LAUNCH_ORDER_IMPLICIT") == "1"
 
 
 def jax_platforms() -> list[str]:

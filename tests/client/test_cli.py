@@ -8,8 +8,11 @@ import subprocess
 import sys
 import tempfile
 import time
+import tomllib
 from pathlib import Path
 
+import checkout
+import fixed_daemon
 import pytest
 from daemon_fixtures import start_daemon
 
@@ -17,6 +20,9 @@ import ep_runtime as ep
 from ep_runtime import env, errors
 from ep_runtime_client import cli
 from ep_runtime_client.base import jax_state
+from ep_runtime_client.cli.commands import doctor
+from ep_runtime_client.cli.daemon import source
+from ep_runtime_client.cli.machine import gpus
 from ep_runtime_client.daemons.socket_directory import SocketDirectory
 
 _TIMEOUT_S = 60.0
@@ -173,6 +179,39 @@ def test_doctor_names_the_releases_whose_sums_between_processes_may_be_wrong(
     (packages,) = (item for item in items if item["check"] == "packages")
     assert packages["state"] == state
     assert ("psum_scatter" in packages["advice"]) == (state == "WARN")
+
+
+def test_doctor_names_the_pairs_of_python_and_jax_that_pip_installs() -> None:
+    project = tomllib.loads((checkout.ROOT / "pyproject.toml").read_text())["project"]
+    pythons = [f"Programming Language :: Python :: {a}.{b}" for a, b in doctor.JAX_OF]
+    assert [line for line in project["classifiers"] if "Python :: 3." in line] == pythons
+    (jax,) = (text for text in project["dependencies"] if text.startswith("jax>"))
+    versions = sorted({version for each in doctor.JAX_OF.values() for version in each})
+    assert jax.startswith(f"jax>={versions[0][0]}.{versions[0][1]}.")
+    assert jax.endswith(f",<{versions[-1][0]}.{versions[-1][1] + 1}")
+
+
+@pytest.mark.parametrize(("version", "state"), [((0, 9), "WARN"), ((0, 10), "OK")])
+def test_doctor_names_a_pair_of_python_and_jax_that_is_not_supported(
+    version: tuple[int, ...], state: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jax_state, "jaxlib_version", lambda: version)
+    said = doctor._python()
+    assert said.state == state
+    assert ("Python 3.12 with JAX 0.10, 0.11, 0.12" in said.advice) == (state == "WARN")
+
+
+def test_doctor_has_a_remedy_for_each_finding(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(source, "open_source", fixed_daemon.open_source)
+    monkeypatch.setattr(gpus, "usable", lambda: 8)
+    cli.main(["doctor", "-o", "json"])
+    items = json.loads(capsys.readouterr().out)["items"]
+    assert all(item["advice"] for item in items if item["state"] != "OK"), items
+    silent = [item for item in items if item["check"] == "processes"]
+    assert silent
+    assert all("ep-runtime fence" in item["advice"] for item in silent)
 
 
 @pytest.mark.parametrize("address", ["embedded", "none"])

@@ -6,10 +6,12 @@ import argparse
 import importlib.metadata
 import os
 import platform
+import re
 import resource
 import sys
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import ep_runtime
 from ep_runtime import env
@@ -19,10 +21,11 @@ from ep_runtime.errors import (
     PermissionDeniedError,
     RuntimeUnavailableError,
 )
+from ep_runtime.units import iec
 from ep_runtime_client import cli
 from ep_runtime_client.base import jax_internals, jax_state
 from ep_runtime_client.cli import render
-from ep_runtime_client.cli.daemon import reading, watching
+from ep_runtime_client.cli.daemon import attention, reading, watching
 from ep_runtime_client.cli.tables import IDENTITY, STATE, Column
 from ep_runtime_client.daemons.socket_directory import SocketDirectory
 
@@ -35,6 +38,14 @@ _COLUMNS = (
 
 # A group of 64 ranks maps 65 descriptors at once, and JAX opens its own.
 _MIN_OPEN_FILES = 1024
+_MIN_SHARED_BYTES = 1 << 30
+
+# Versions of JAX that each version of Python is supported with.
+JAX_OF = {
+    (3, 11): ((0, 10),),
+    (3, 12): ((0, 10), (0, 11), (0, 12)),
+    (3, 13): ((0, 10), (0, 11), (0, 12)),
+}
 
 
 class Finding(NamedTuple):
@@ -69,7 +80,15 @@ def findings(args: argparse.Namespace) -> list[Finding]:
         _gpus,
         _nccl,
     ]
-    return [*(check() for check in checks), *_hardware(args), _directory(args), _daemon(args)]
+    status = _status(args)
+    return [
+        *(check() for check in checks),
+        *_several_gpus(),
+        *_hardware(status),
+        _directory(args),
+        _daemon(args, status),
+        *_silent(status),
+    ]
 
 
 def _once(args: argparse.Namespace) -> int:
@@ -86,10 +105,18 @@ def _once(args: argparse.Namespace) -> int:
 
 
 def _python() -> Finding:
-    found = f"{platform.python_version()} on {sys.platform}"
+    """Whether this Python and its JAX are supported together."""
     if sys.platform != "linux":
-        return Finding("python", "FAIL", found, "the runtime needs Linux")
-    return Finding("python", "OK", found)
+        return Finding("python", "FAIL", sys.platform, "the runtime needs Linux")
+    python, jaxlib = sys.version_info[:2], jax_state.jaxlib_version()
+    found = f"{platform.python_version()} with jaxlib {'.'.join(map(str, jaxlib))}"
+    if jaxlib in JAX_OF.get(python, ()):
+        return Finding("python", "OK", found)
+    pairs = "; ".join(
+        f"Python {'.'.join(map(str, each))} with JAX {', '.join(f'{a}.{b}' for a, b in versions)}"
+        for each, versions in JAX_OF.items()
+    )
+    return Finding("python", "WARN", f"{found}: this pair is not supported", f"take {pairs}")
 
 
 def _kernel() -> Finding:
@@ -176,18 +203,93 @@ def _nccl() -> Finding:
         advice = 'install the extra cuda12 or cuda13; transport="nccl" needs it'
         return Finding("nccl", "WARN", str(error).splitlines()[0], advice)
     found = f"NCCL {nccl.version_text(version)} of {nccl.find_library()}"
+    for header, code in _nccl_headers(Path(nccl.find_library())):
+        if code != version:
+            advice = f"install the nccl.h of NCCL {nccl.version_text(version)}, or remove that one"
+            other = f"; {header} is of {nccl.version_text(code)}, for who compiles against it"
+            return Finding("nccl", "WARN", found + other, advice)
     return Finding("nccl", "OK", found)
 
 
-def _hardware(args: argparse.Namespace) -> list[Finding]:
+def _nccl_headers(library: Path) -> Iterator[tuple[Path, int]]:
+    """Each nccl.h that a compiler may find, with the version in it."""
+    for folder in (library.parent.parent / "include", Path("/usr/include")):
+        try:
+            text = (folder / "nccl.h").read_text(errors="replace")
+        except OSError:
+            continue
+        if code := re.search(r"#define\s+NCCL_VERSION_CODE\s+(\d+)", text):
+            yield folder / "nccl.h", int(code[1])
+
+
+def _several_gpus() -> list[Finding]:
+    """What NCCL needs between several GPUs of a machine; nothing of other machines."""
+    from ep_runtime_client.cli.machine import gpus
+
+    count = gpus.usable()
+    if count < 2:
+        return []
+    ordered = Finding("nccl order", "OK", "NCCL_LAUNCH_ORDER_IMPLICIT=1")
+    if not env.nccl_orders_launches():
+        ordered = Finding(
+            "nccl order",
+            "WARN",
+            f"{count} GPUs, and NCCL_LAUNCH_ORDER_IMPLICIT is not 1",
+            "set it to 1 for a process that uses several: communicators of JAX and of groups may "
+            "wait for each other without it",
+        )
+    return [ordered, _shared_memory()]
+
+
+def _shared_memory(folder: str = "/dev/shm") -> Finding:
+    """NCCL's buffers between processes of a node."""
+    try:
+        found = os.statvfs(folder)
+    except OSError as error:
+        text = f"{folder}: {error.strerror}"
+        return Finding("shared memory", "WARN", text, f"mount a tmpfs at {folder}, for NCCL")
+    free_bytes = found.f_bavail * found.f_frsize
+    text = f"{iec(free_bytes)} free in {folder}"
+    if free_bytes < _MIN_SHARED_BYTES:
+        advice = (
+            "NCCL keeps buffers there: remove old files, or mount 1 GiB or more "
+            "(docker run --shm-size=1g, an emptyDir of medium Memory)"
+        )
+        return Finding("shared memory", "WARN", text, advice)
+    return Finding("shared memory", "OK", text)
+
+
+def _status(args: argparse.Namespace) -> dict[str, Any] | EpRuntimeError:
+    """What the daemon says of itself, or why it says nothing."""
     from ep_runtime_client.cli.daemon import source
-    from ep_runtime_client.cli.machine import gpus, nvml
 
     try:
         with source.open_source(source.exact(args.address), timeout_s=args.timeout) as daemon:
-            held = nvml.held_by_gpu(daemon.status())
-    except EpRuntimeError:
-        held = {}  # what the daemon's own line says
+            return daemon.status()
+    except EpRuntimeError as error:
+        return error
+
+
+def _silent(status: dict[str, Any] | EpRuntimeError) -> list[Finding]:
+    """Processes without a heartbeat, one line each."""
+    if isinstance(status, EpRuntimeError):
+        return []
+    return [
+        Finding(
+            "processes",
+            "WARN",
+            attention.silence(process),
+            "if it does not go on, "
+            f"`ep-runtime fence {process['session_id']}` lets the others of its groups end",
+        )
+        for process in status["silent_processes"]
+    ]
+
+
+def _hardware(status: dict[str, Any] | EpRuntimeError) -> list[Finding]:
+    from ep_runtime_client.cli.machine import gpus, nvml
+
+    held = {} if isinstance(status, EpRuntimeError) else nvml.held_by_gpu(status)
     return [Finding(name, *line) for name, line in gpus.hardware(held).items()]
 
 
@@ -213,18 +315,16 @@ def _directory(args: argparse.Namespace) -> Finding:
     return Finding("directory", "OK", str(directory))
 
 
-def _daemon(args: argparse.Namespace) -> Finding:
+def _daemon(args: argparse.Namespace, status: dict[str, Any] | EpRuntimeError) -> Finding:
     from ep_runtime import wire
-    from ep_runtime_client.cli.daemon import attention, source
     from ep_runtime_client.daemons import addresses
 
-    try:
-        with source.open_source(source.exact(args.address), timeout_s=args.timeout) as daemon:
-            status = daemon.status()
-    except RuntimeUnavailableError:
+    if isinstance(status, RuntimeUnavailableError):
         return _no_daemon(args.address)
-    except PermissionDeniedError as error:
-        return Finding("daemon", "WARN", str(error), "ask as the daemon's user")
+    if isinstance(status, PermissionDeniedError):
+        return Finding("daemon", "WARN", str(status), "ask as the daemon's user")
+    if isinstance(status, EpRuntimeError):
+        return Finding("daemon", "FAIL", str(status), "look at the daemon's log")
     found = (
         f"{status['state']} at {addresses.daemon_place(args.address).address}, "
         f"version {status['server_version']}"
@@ -233,10 +333,19 @@ def _daemon(args: argparse.Namespace) -> Finding:
         advice = f"this client has version {ep_runtime.__version__}; restart the daemon with it"
         return Finding("daemon", "WARN", found, advice)
     if status["state"] != "SERVING":
-        return Finding("daemon", "FAIL", found, "it ends soon; start another one")
+        return Finding("daemon", "FAIL", found, _until_it_serves(status))
     if advice := "; ".join(attention.certificates(status)):
         return Finding("daemon", "WARN", found, advice)
     return Finding("daemon", "OK", found)
+
+
+def _until_it_serves(status: dict[str, Any]) -> str:
+    drain = status["drain"]
+    if drain is None:
+        return "`ep-runtime status` says what it waits for"
+    if drain["ends_in_s"] is None:
+        return f"drained {drain['by']}: `ep-runtime undrain` admits sessions and groups again"
+    return f"it ends, drained {drain['by']}: start another one then"
 
 
 def _no_daemon(address: str | None) -> Finding:

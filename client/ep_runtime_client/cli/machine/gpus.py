@@ -86,7 +86,8 @@ def hardware(window_bytes: Mapping[str, int]) -> dict[str, GpuFinding]:
     if not machine.gpus:
         if _plugin() is None and not native.library_path("cuda").exists():
             return {}
-        return {"gpu driver": GpuFinding("WARN", f"{nvml.NOT_TOLD}: {machine.reason}")}
+        advice = "install nvidia-ml-py and a driver; in a container, the capability utility"
+        return {"gpu driver": GpuFinding("WARN", f"{nvml.NOT_TOLD}: {machine.reason}", advice)}
     memory = [_memory(gpu, window_bytes.get(gpu.uuid, 0)) for gpu in machine.gpus]
     return {
         "gpu driver": GpuFinding("OK", f"{machine.driver}, {len(memory)} x {machine.gpus[0].name}"),
