@@ -173,6 +173,7 @@ def _groups() -> pb.ListGroupsResponse:
         late_ranks=[_late()],
         nccl_version="2.28.9",
         nccl_state="ready, 64 ranks",
+        gpus=[pb.RankGpu(world_rank=3, device=GPU, gpu_index=5)],
     )
     return pb.ListGroupsResponse(groups=[row])
 
@@ -220,6 +221,7 @@ def _buffers() -> pb.ListBuffersResponse:
         world_rank=3,
         mapped_by=range(4000, 4064),
         age=seconds(90000),
+        gpu_index=5,
     )
     return pb.ListBuffersResponse(buffers=[row])
 

@@ -253,7 +253,7 @@ class ListGroupsResponse(_message.Message):
     def __init__(self, groups: _Optional[_Iterable[_Union[GroupInfo, _Mapping]]] = ..., next_page_token: _Optional[str] = ...) -> None: ...
 
 class GroupInfo(_message.Message):
-    __slots__ = ("group", "num_layers", "num_handles", "total_bytes", "age", "poison_reason", "late_ranks", "wanted_ranks", "nccl_version", "nccl_state")
+    __slots__ = ("group", "num_layers", "num_handles", "total_bytes", "age", "poison_reason", "late_ranks", "wanted_ranks", "nccl_version", "nccl_state", "gpus")
     group: _types_pb2.Group
     num_layers: int
     num_handles: int
@@ -264,7 +264,15 @@ class GroupInfo(_message.Message):
     wanted_ranks: _containers.RepeatedScalarFieldContainer[int]
     nccl_version: str
     nccl_state: str
-    def __init__(self, group: _Optional[_Union[_types_pb2.Group, _Mapping]] = ..., num_layers: _Optional[int] = ..., num_handles: _Optional[int] = ..., total_bytes: _Optional[int] = ..., age: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., poison_reason: _Optional[str] = ..., late_ranks: _Optional[_Iterable[_Union[LateRank, _Mapping]]] = ..., wanted_ranks: _Optional[_Iterable[int]] = ..., nccl_version: _Optional[str] = ..., nccl_state: _Optional[str] = ...) -> None: ...
+    gpus: _containers.RepeatedCompositeFieldContainer[RankGpu]
+    def __init__(self, group: _Optional[_Union[_types_pb2.Group, _Mapping]] = ..., num_layers: _Optional[int] = ..., num_handles: _Optional[int] = ..., total_bytes: _Optional[int] = ..., age: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., poison_reason: _Optional[str] = ..., late_ranks: _Optional[_Iterable[_Union[LateRank, _Mapping]]] = ..., wanted_ranks: _Optional[_Iterable[int]] = ..., nccl_version: _Optional[str] = ..., nccl_state: _Optional[str] = ..., gpus: _Optional[_Iterable[_Union[RankGpu, _Mapping]]] = ...) -> None: ...
+
+class RankGpu(_message.Message):
+    __slots__ = ("world_rank", "device", "gpu_index")
+    world_rank: int
+    device: str
+    gpu_index: int
+    def __init__(self, world_rank: _Optional[int] = ..., device: _Optional[str] = ..., gpu_index: _Optional[int] = ...) -> None: ...
 
 class AdminServiceListLayersRequest(_message.Message):
     __slots__ = ("page_size", "page_token", "group", "node")
@@ -341,7 +349,7 @@ class ListBuffersResponse(_message.Message):
     def __init__(self, buffers: _Optional[_Iterable[_Union[BufferInfo, _Mapping]]] = ..., next_page_token: _Optional[str] = ...) -> None: ...
 
 class BufferInfo(_message.Message):
-    __slots__ = ("buffer_id", "bytes", "device", "kind", "state", "group", "job", "uid", "generation", "world_rank", "mapped_by", "age")
+    __slots__ = ("buffer_id", "bytes", "device", "kind", "state", "group", "job", "uid", "generation", "world_rank", "mapped_by", "age", "gpu_index")
     buffer_id: str
     bytes: int
     device: str
@@ -354,7 +362,8 @@ class BufferInfo(_message.Message):
     world_rank: int
     mapped_by: _containers.RepeatedScalarFieldContainer[int]
     age: _duration_pb2.Duration
-    def __init__(self, buffer_id: _Optional[str] = ..., bytes: _Optional[int] = ..., device: _Optional[str] = ..., kind: _Optional[_Union[_types_pb2.WindowKind, str]] = ..., state: _Optional[_Union[BufferState, str]] = ..., group: _Optional[str] = ..., job: _Optional[str] = ..., uid: _Optional[int] = ..., generation: _Optional[int] = ..., world_rank: _Optional[int] = ..., mapped_by: _Optional[_Iterable[int]] = ..., age: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+    gpu_index: int
+    def __init__(self, buffer_id: _Optional[str] = ..., bytes: _Optional[int] = ..., device: _Optional[str] = ..., kind: _Optional[_Union[_types_pb2.WindowKind, str]] = ..., state: _Optional[_Union[BufferState, str]] = ..., group: _Optional[str] = ..., job: _Optional[str] = ..., uid: _Optional[int] = ..., generation: _Optional[int] = ..., world_rank: _Optional[int] = ..., mapped_by: _Optional[_Iterable[int]] = ..., age: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., gpu_index: _Optional[int] = ...) -> None: ...
 
 class ListEventsRequest(_message.Message):
     __slots__ = ("page_size", "page_token", "after_sequence", "node")

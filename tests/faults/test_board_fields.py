@@ -113,7 +113,7 @@ def group_of_two():
 def read_all(group: GroupRecord, clock: SystemClock) -> None:
     """What the daemon makes of a board: every list, whom others wait for, and poison."""
     now_s = clock.monotonic_s()
-    views.group_info(group, clock, ("", "")).SerializeToString()
+    views.group_info(group, clock, ("", ""), lambda device: None).SerializeToString()
     for handle in views.handles([group], ""):
         views.handle_info(handle, clock).SerializeToString()
     for rank in views.ranks([group]):

@@ -10,6 +10,7 @@ from ep_runtime_server.memory.cuda_device import DriverError, DriverGpu
 GRANULARITY = 2 << 20
 GPU_BYTES = 64 << 20
 UUIDS = ("GPU-00000000-0000-0000-0000-00000000000a", "GPU-00000000-0000-0000-0000-00000000000b")
+INDICES = (5, None)  # in NVML's order
 
 
 class FileDriver:
@@ -29,7 +30,10 @@ class FileDriver:
         self._lock = threading.Lock()
 
     def gpus(self) -> list[DriverGpu]:
-        return [DriverGpu(i, uuid, "H200", self._gpu_bytes) for i, uuid in enumerate(UUIDS)]
+        return [
+            DriverGpu(i, uuid, "H200", self._gpu_bytes, index)
+            for i, (uuid, index) in enumerate(zip(UUIDS, INDICES, strict=True))
+        ]
 
     def granularity(self, ordinal: int) -> int:
         return GRANULARITY

@@ -7,11 +7,13 @@ import dataclasses
 import mmap
 import os
 import shutil
+import sys
 import threading
 import time
+import types
 
 import pytest
-from file_driver import GPU_BYTES, GRANULARITY, UUIDS, FileDriver
+from file_driver import GPU_BYTES, GRANULARITY, INDICES, UUIDS, FileDriver
 from harness import FakeClock, as_uid, eventually
 from raw_client import WAIT_S, close_fds, make_spec
 
@@ -26,6 +28,7 @@ from ep_runtime_server.memory.cuda_device import (
     CudaDevice,
     DriverError,
     Gpus,
+    nvml_indices,
     uuid_text,
 )
 from ep_runtime_server.memory.devices import HostDevice
@@ -64,6 +67,57 @@ def test_every_rank_gets_its_window_on_its_own_gpu(gpu_daemon, driver):
         UUIDS[1]: window_bytes,
     }
     close_fds(found)
+
+
+def test_gpus_have_the_index_by_which_nvidia_smi_names_them(gpu_daemon):
+    group = gpu_daemon.client().ready(SPEC, ranks=[1, 0], uuids=[UUIDS[1], UUIDS[0]])
+    (found,) = gpu_daemon.ask("ListGroups").groups
+    told = {gpu.world_rank: (gpu.device, gpu.gpu_index) for gpu in found.gpus}
+    assert told == {0: (UUIDS[0], 5), 1: (UUIDS[1], 0)}
+    assert [gpu.HasField("gpu_index") for gpu in found.gpus] == [True, False]
+    buffers = gpu_daemon.ask("ListBuffers").buffers
+    indices = {b.device: b.gpu_index if b.HasField("gpu_index") else None for b in buffers}
+    assert indices == {"host": None, **dict(zip(UUIDS, INDICES, strict=True))}
+    assert group.state == types_pb2.GROUP_STATE_READY
+
+
+def test_a_new_limit_is_of_gpus_known_and_unknown():
+    gpus = Gpus(GPU_BYTES // 2, load=FileDriver)
+    gpus.limit(GPU_BYTES // 4)
+    assert {device.limit_bytes for device in gpus.load().values()} == {GPU_BYTES // 4}
+    gpus.limit(None)
+    assert {device.limit_bytes for device in gpus.known()} == {GPU_BYTES}
+
+
+class FakeNvml(types.ModuleType):
+    NVMLError = RuntimeError
+
+    def __init__(self, refuses: str) -> None:
+        super().__init__("pynvml")
+        self._refuses = refuses
+
+    def __getattr__(self, name: str):
+        if name == self._refuses:
+            raise RuntimeError("Not Supported")
+        answers = {
+            "nvmlInit": lambda: None,
+            "nvmlShutdown": lambda: None,
+            "nvmlDeviceGetCount": lambda: 2,
+            "nvmlDeviceGetHandleByIndex": lambda index: UUIDS[1 - index],
+            "nvmlDeviceGetUUID": lambda handle: handle,
+        }
+        return answers[name]
+
+
+@pytest.mark.parametrize(
+    ("refuses", "found"),
+    [("", {UUIDS[1]: 0, UUIDS[0]: 1}), ("nvmlInit", {}), ("nvmlDeviceGetUUID", {})],
+)
+def test_indices_are_nvmls_where_it_says_them(monkeypatch, refuses, found):
+    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(refuses))
+    assert nvml_indices() == found
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert nvml_indices() == {}
 
 
 def board_time(shown: mmap.mmap) -> int:

@@ -15,7 +15,7 @@ import urllib.error
 import urllib.request
 
 import pytest
-from file_driver import FileDriver
+from file_driver import UUIDS, FileDriver
 from harness import Running, Turns
 from prometheus_client.openmetrics import parser as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
@@ -198,6 +198,10 @@ def test_labels_say_whose_it_is(metered, job) -> None:
     owner = {"uid": str(os.getuid()), "job": "job", "group": "moe", "node": socket.gethostname()}
     assert metered.value("calls_total", layer="b", **owner) == 5
     assert metered.value("rank_rows_total", rank="1", **owner) == 360
+    gpus = dict(zip(UUIDS, ("5", ""), strict=True))
+    for rank, uuid in enumerate(UUIDS):
+        told = {"rank": str(rank), "device": uuid, "gpu": gpus[uuid]}
+        assert metered.value("rank_gpu_info", **told, **owner) == 1
     assert metered.value("group_info", transport="nvlink", on_overflow="drop", **owner) == 1
     assert metered.value("group_windows_bytes", **owner) == sum(
         metered.values("windows_bytes", state="LEASED").values()
@@ -394,9 +398,9 @@ def of_job(sheet, name: str) -> int:
 
 def test_series_of_a_large_job_are_few_and_detail_is_asked_for(metered, large) -> None:
     plain, detail = metered.collect(detail=False), metered.collect(detail=True)
-    # 19 of the group, 15 of each histogram of an op, 11 of a rank, 8 of a layer.
-    assert of_job(plain, "large") == 19 + 5 * 2 * 15 + 64 * 11 + 60 * 8 == 1353
-    assert of_job(detail, "large") == of_job(plain, "large") + 2 * 64 * 60 + 256 * 60 == 24393
+    # 19 of the group, 15 of each histogram of an op, 12 of a rank, 8 of a layer.
+    assert of_job(plain, "large") == 19 + 5 * 2 * 15 + 64 * 12 + 60 * 8 == 1417
+    assert of_job(detail, "large") == of_job(plain, "large") + 2 * 64 * 60 + 256 * 60 == 24457
     assert b"layer_rank_rows_total" not in encode(plain, "", detail=False)[0]
 
 

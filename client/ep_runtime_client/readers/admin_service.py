@@ -204,7 +204,9 @@ def _flat_group(row: dict[str, Any]) -> dict[str, Any]:
     for axis in spec["ep_axis"]:
         ep_size *= axes.get(axis, 1)
     pids = sorted({member["pid"] for member in group["members"] if member["pid"]})
-    rest = {key: value for key, value in row.items() if key not in ("group", "age_s")}
+    gpus = {gpu.pop("world_rank"): gpu for gpu in row["gpus"]}
+    devices = dict.fromkeys(_gpu(**gpu) for gpu in gpus.values())
+    rest = {key: value for key, value in row.items() if key not in ("group", "age_s", "gpus")}
     about = {key: value for key, value in group.items() if key not in ("spec", "members")}
     settings = {key: value for key, value in spec.items() if key not in ("name", "mesh_axes")}
     size = [value for value in (spec["workspace"] or {}).values() if value is not None]
@@ -217,10 +219,15 @@ def _flat_group(row: dict[str, Any]) -> dict[str, Any]:
         "ep_size": ep_size,
         "mesh_axes": axes,
         "pids": pids,
+        "devices": [*devices],
         **rest,
         **settings,
-        "members": group["members"],
+        "members": [{**each, **gpus.get(each["world_rank"], {})} for each in group["members"]],
     }
+
+
+def _gpu(device: str, gpu_index: int | None) -> str:
+    return f"{'?' if gpu_index is None else gpu_index}:{device}"
 
 
 def _flat_layer(row: dict[str, Any]) -> dict[str, Any]:

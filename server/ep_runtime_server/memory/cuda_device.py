@@ -8,6 +8,7 @@ it. The driver gives no way to clear it from here: clients zero what they must.
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import mmap
 import os
 from collections.abc import Callable
@@ -38,12 +39,17 @@ class DriverError(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class DriverGpu:
-    """One GPU as the driver counts it; MIG instances are GPUs of their own."""
+    """One GPU as the driver counts it; MIG instances are GPUs of their own.
+
+    Attributes:
+        index: NVML's, by which nvidia-smi and DCGM name it; None where NVML does not say.
+    """
 
     ordinal: int
     uuid: str
     name: str
     total_bytes: int
+    index: int | None = None
 
 
 class Driver(Protocol):
@@ -94,13 +100,13 @@ class BindingsDriver:
         return values[0] if len(values) == 1 else values
 
     def gpus(self) -> list[DriverGpu]:
-        api, found = self._api, []
+        api, found, indices = self._api, [], nvml_indices()
         for ordinal in range(self._call(api.cuDeviceGetCount)):
             device = self._call(api.cuDeviceGet, ordinal)
             name = bytes(self._call(api.cuDeviceGetName, 96, device)).split(b"\0")[0].decode()
             total = int(self._call(api.cuDeviceTotalMem, device))
             uuid = uuid_text(bytes(self._call(api.cuDeviceGetUuid, device).bytes))
-            found.append(DriverGpu(ordinal, uuid, name, total))
+            found.append(DriverGpu(ordinal, uuid, name, total, indices.get(uuid)))
         return found
 
     def _properties(self, ordinal: int) -> Any:
@@ -141,6 +147,22 @@ class BindingsDriver:
 
     def release(self, handle: int) -> None:
         self._call(self._api.cuMemRelease, handle)
+
+
+def nvml_indices() -> dict[str, int]:
+    """The index of each GPU in NVML's order, by UUID; none without NVML."""
+    try:
+        nvml = importlib.import_module("pynvml")
+    except ImportError:
+        return {}
+    try:
+        nvml.nvmlInit()
+        handles = map(nvml.nvmlDeviceGetHandleByIndex, range(nvml.nvmlDeviceGetCount()))
+        uuids = [nvml.nvmlDeviceGetUUID(handle) for handle in handles]
+        nvml.nvmlShutdown()
+    except (nvml.NVMLError, OSError):
+        return {}
+    return {uuid: index for index, uuid in enumerate(uuids)}
 
 
 def uuid_text(raw: bytes) -> str:
@@ -191,7 +213,12 @@ class CudaDevice:
         self._driver = driver
         self._gpu = gpu
         self.name = gpu.uuid
-        self.limit_bytes = min(limit_bytes or gpu.total_bytes, gpu.total_bytes)
+        self.index = gpu.index
+        self.limit(limit_bytes)
+
+    def limit(self, limit_bytes: int | None) -> None:
+        """None for all of its memory."""
+        self.limit_bytes = min(limit_bytes or self._gpu.total_bytes, self._gpu.total_bytes)
 
     def allocate(self, label: str, size_bytes: int) -> CudaAllocation:
         whole_bytes = align_up(size_bytes, self._driver.granularity(self._gpu.ordinal))
@@ -238,6 +265,12 @@ class Gpus:
         self._limit_bytes = limit_bytes
         self._load = load
         self._devices: dict[str, CudaDevice] | None = None
+
+    def limit(self, limit_bytes: int | None) -> None:
+        """Of each GPU, also of those that were not looked at yet."""
+        self._limit_bytes = limit_bytes
+        for device in self.known():
+            device.limit(limit_bytes)
 
     def known(self) -> list[CudaDevice]:
         """GPUs that were opened; none before the first window."""

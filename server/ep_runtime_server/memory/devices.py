@@ -48,6 +48,10 @@ class Device(Protocol):
         """ "host", or a GPU's UUID."""
 
     @property
+    def index(self) -> int | None:
+        """A GPU's, in NVML's order; None on the host, and where NVML does not say."""
+
+    @property
     def limit_bytes(self) -> int: ...
 
     def allocate(self, label: str, size_bytes: int) -> Allocation:
@@ -94,6 +98,7 @@ class HostDevice:
     """Host memory, in memfds."""
 
     name = "host"
+    index = None
 
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes

@@ -79,6 +79,15 @@ class WindowPool:
     def devices(self) -> list[Device]:
         return [self._host, *self._gpus.known()]
 
+    def limit(self, host_bytes: int, gpu_bytes: int | None) -> None:
+        """Changes the limits of devices; what is held stays, also above them."""
+        self._host.limit_bytes = host_bytes
+        self._gpus.limit(gpu_bytes)
+
+    def gpu_index(self, device: str) -> int | None:
+        """As `Device.index`, of a device by its name."""
+        return next((each.index for each in self.devices() if each.name == device), None)
+
     def used_bytes(self, device: str, *states: WindowState) -> int:
         """Returns bytes of sets in these states (all by default), reservations included."""
         used = sum(s.bytes_on(device) for s in self._sets if not states or s.state in states)

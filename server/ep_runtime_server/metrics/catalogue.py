@@ -125,6 +125,11 @@ _OF_LAYER = (
 )
 
 _OF_RANK = (
+    _gauge(
+        "rank_gpu_info",
+        (*RANK, "device", "gpu"),
+        "Always 1: UUID and index of the rank's GPU, as DCGM's labels UUID and gpu",
+    ),
     _counter("rank_calls_total", RANK, "Calls that the rank has finished"),
     _counter("rank_rows_total", RANK, "Rows that dispatches brought to the rank"),
     _counter("rank_dropped_rows_total", RANK, "Rows that did not fit the rank's capacity"),

@@ -160,6 +160,10 @@ class Collector:
         sheet.put("group_capacity_rows", labels, spec.recv_capacity_per_rank)
         row_bytes = spec.hidden_size * DTYPE_BYTES[spec.max_token_dtype]
         sheet.put("group_row_bytes", labels, row_bytes)
+        for rank, uuid in group.uuids.items():
+            index = self._runtime.pool.gpu_index(uuid)
+            gpu = (uuid, "" if index is None else str(index))
+            sheet.put("rank_gpu_info", (*labels, str(rank), *gpu), 1.0)
 
     def _put_state(
         self, sheet: Sheet, group: GroupRecord, labels: boards.Labels, now_s: float

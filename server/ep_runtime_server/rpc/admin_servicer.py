@@ -182,7 +182,8 @@ class AdminServicer(pb_grpc.AdminServiceServicer):
         runtime = self._runtime
 
         def row(group: GroupRecord) -> pb.GroupInfo:
-            return views.group_info(group, runtime.clock, runtime.unique_ids.state_of(group))
+            nccl = runtime.unique_ids.state_of(group)
+            return views.group_info(group, runtime.clock, nccl, runtime.pool.gpu_index)
 
         found, token = await page(
             self._groups(request.name), request.page_size, request.page_token, row

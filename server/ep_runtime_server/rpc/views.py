@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from google.protobuf import timestamp_pb2
 
@@ -111,8 +111,13 @@ def session(session: SessionRecord, groups: Iterable[str], clock: Clock) -> pb.S
     return message
 
 
-def group_info(item: GroupRecord, clock: Clock, nccl: tuple[str, str]) -> pb.GroupInfo:
-    """`nccl`: version and state of its communicators."""
+def group_info(
+    item: GroupRecord,
+    clock: Clock,
+    nccl: tuple[str, str],
+    gpu_index: Callable[[str], int | None],
+) -> pb.GroupInfo:
+    """`nccl`: version and state of its communicators; `gpu_index`: of a device's name."""
     return pb.GroupInfo(
         group=group(item, clock),
         num_layers=item.layers.num_layers,
@@ -124,6 +129,10 @@ def group_info(item: GroupRecord, clock: Clock, nccl: tuple[str, str]) -> pb.Gro
         wanted_ranks=item.windows.wanted_ranks if item.windows is not None else [],
         nccl_version=nccl[0],
         nccl_state=nccl[1],
+        gpus=[
+            pb.RankGpu(world_rank=rank, device=uuid, gpu_index=gpu_index(uuid))
+            for rank, uuid in sorted(item.uuids.items())
+        ],
     )
 
 
@@ -223,6 +232,7 @@ def buffer_info(row: tuple[WindowSet, Buffer], runtime: Runtime) -> pb.BufferInf
         world_rank=buffer.world_rank,
         mapped_by=sorted(holder.pid for holder in holders if holder is not None),
         age=wire.duration(runtime.clock.monotonic_s() - windows.created_s),
+        gpu_index=runtime.pool.gpu_index(buffer.device),
     )
 
 

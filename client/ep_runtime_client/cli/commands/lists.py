@@ -104,6 +104,9 @@ GROUPS = View(
         Column("node_size", "NODESIZE", "count", wide=True, about="ranks that share windows"),
         Column("nccl_version", "NCCL", wide=True, about="version of libnccl in its processes"),
         Column("nccl_state", "NCCL-STATE", wide=True, about="state of its NCCL communicators"),
+        Column(
+            "devices", "GPUS", "device", wide=True, about="NVML's index and UUID of its ranks' GPUs"
+        ),
         Column("retain_s", "RETAIN", "seconds", wide=True, about="time it waits without processes"),
         Column("retained_left_s", "LEFT", "seconds", wide=True, about="time left of RETAIN"),
         Column("recv_capacity_per_rank", "CAPACITY", "count", wide=True, about="rows of a slab"),
@@ -183,6 +186,7 @@ BUFFERS = View(
         Column("buffer_id", "BUFFER", priority=IDENTITY, about="name, until the daemon restarts"),
         Column("bytes", "BYTES", "bytes", about="size"),
         Column("device", "DEVICE", "device", priority=4, about="host, or a GPU's UUID"),
+        Column("gpu_index", "GPU", "count", priority=4, about="that GPU's index in NVML's order"),
         Column("kind", "KIND", priority=3, about="BOARD (of a group) or WINDOW (of a rank)"),
         Column(
             "state",

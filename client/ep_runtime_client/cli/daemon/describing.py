@@ -15,6 +15,7 @@ RANKS = (
     Column("state", "STATE", priority=STATE, about="what it does, from the board"),
     Column("node", "NODE", about="node it runs on"),
     Column("pid", "PID", about="process id"),
+    Column("gpu_index", "GPU", "count", priority=4, about="its GPU's index in NVML's order"),
     Column("op", "OP", about="op it is in"),
     Column("layer", "LAYER", "name", about="layer of that op"),
     Column("waiting_for", "WAITS", "lane", about="rank it waits for"),
