@@ -81,8 +81,13 @@ def merged(
     left = []
     for key in changed:
         name = key.replace("-", "_")
-        if name in ("drain_s", "log_level"):
+        if name in ("drain_s", "log_level", "idle_exit_s", "max_bytes_per_gpu"):
             ours = dataclasses.replace(ours, **{name: getattr(theirs, name)})
+        elif name == "max_host_bytes":  # a user's share follows, unless it is given
+            host_bytes = theirs.per_user.host_bytes
+            per_user = dataclasses.replace(ours.per_user, host_bytes=host_bytes)
+            new = theirs.max_host_bytes
+            ours = dataclasses.replace(ours, max_host_bytes=new, per_user=per_user)
         elif name.endswith("_per_uid") or name == "max_retain_s":
             limit = name.removeprefix("max_").removesuffix("_per_uid")
             value = getattr(theirs.per_user, limit)

@@ -458,6 +458,7 @@ class Runtime:
         """Takes what can change while it serves; keys of the rest. Who is served already stays."""
         self.settings, left = merged(self.settings, settings, changed)
         self.quotas.limits = self.settings.per_user
+        self.pool.limit(self.settings.max_host_bytes, self.settings.max_bytes_per_gpu)
         return left
 
     # Time

@@ -74,10 +74,16 @@ def test_sighup_reads_what_can_change_and_names_what_cannot(daemon_process, tmp_
         eventually(lambda: len(daemon.event_kinds()) > before)
         return daemon.ask("ListEvents").events[-1].message
 
-    new = "allow-uid = [7, 8]\nmax-sessions-per-uid = 1\nmetrics-detail = true\n"
+    new = (
+        "allow-uid = [7, 8]\nmax-sessions-per-uid = 1\nmetrics-detail = true\n"
+        'max-host-bytes = "64M"\nidle-exit-s = 1000\n'
+    )
     said = told(new)
-    assert "changed allow-uid, max-sessions-per-uid; wants a restart: metrics-detail" in said
-    assert daemon.status().user_limits.max_sessions == 1
+    changed = "allow-uid, max-host-bytes, max-sessions-per-uid, idle-exit-s"
+    assert f"changed {changed}; wants a restart: metrics-detail" in said
+    limits = daemon.status().user_limits
+    assert (limits.max_sessions, limits.max_host_bytes) == (1, 32 << 20)
+    assert daemon.status().pools[0].limit_bytes == 64 << 20
     daemon.client()
     with pytest.raises(errors.PoolExhaustedError):
         daemon.client()

@@ -43,6 +43,8 @@ class Allocation(Protocol):
 class Device(Protocol):
     """Allocates in one memory. Calls may block and run on a thread of their own."""
 
+    limit_bytes: int
+
     @property
     def name(self) -> str:
         """ "host", or a GPU's UUID."""
@@ -50,9 +52,6 @@ class Device(Protocol):
     @property
     def index(self) -> int | None:
         """A GPU's, in NVML's order; None on the host, and where NVML does not say."""
-
-    @property
-    def limit_bytes(self) -> int: ...
 
     def allocate(self, label: str, size_bytes: int) -> Allocation:
         """Raises PoolExhaustedError if the memory is not available."""
