@@ -12,6 +12,7 @@ from typing import Any
 from google.protobuf import duration_pb2, timestamp_pb2
 
 from ep_runtime import wire
+from ep_runtime.allowed_names import quoted
 from ep_runtime.v1 import admin_service_pb2 as pb
 from ep_runtime.v1 import node_service_pb2, types_pb2
 from ep_runtime_client.cli.daemon import source
@@ -23,8 +24,8 @@ SESSION = "s-0123456789ab"
 GPU = "GPU-6f1c2a3b-1111-2222-3333-444455556666"
 NODES = ("dgx-h200-rack17-node03", "dgx-h200-rack17-node04")
 LATE_TEXT = (
-    f"rank 3 of group {GROUP} (job {JOB}, pid 4003, process 3) is late: ranks 0, 1, 2 wait for "
-    f"it in DISPATCH of {LAYER} for 17.3 s"
+    f"ranks 0, 1, 2 of group {quoted(GROUP)} wait for rank 3 (process 4003, index 3) in dispatch "
+    f"of layer {quoted(LAYER)} for 17 s"
 )
 GIB = 1 << 30
 

@@ -133,7 +133,7 @@ def test_sessions_that_ended_leave_the_list_after_a_minute(ask: Any) -> None:
 
 def test_status_has_an_exit_code_for_late_ranks(ask: Any) -> None:
     code, out, _ = ask("status")
-    assert (code, "LATE: rank 3" in out) == (cli.LATE, True)
+    assert (code, "LATE: ranks 0, 1, 2 of" in out) == (cli.LATE, True)
     code, out, _ = ask(f"status --node {fixed.NODES[1]} -o json")
     assert (code, json.loads(out)["gpus"]["items"]) == (cli.LATE, [])
 

@@ -27,7 +27,7 @@ WIDTHS = (80, 200)  # the narrowest that is served, and one in which every table
 NODE = fixed.NODES[1]
 SHOWN = {
     "status": (
-        *("SERVING", NODE, "JOINED", "host", "LATE: rank 3", "SILENT: process 4002"),
+        *("SERVING", NODE, "JOINED", "host", "LATE: ranks 0", "SILENT: process 4002"),
         "CERTIFICATE: /etc/ep-runtime/node03.pem ends in 29d",
     ),
     "status -o wide": (fixed.GPU, NODE, "10.17.3.103:7700", "141.0 GiB"),
@@ -52,7 +52,12 @@ SHOWN = {
     "events": ("1000", "session.hello", "group.ready", "rank.late"),
     "events -o wide": ("1002", "rank.late", fixed.SESSION, fixed.GROUP),
     f"describe session {fixed.SESSION}": (fixed.SESSION, "SUSPECT", fixed.GROUP, "rank.late"),
-    f"describe group {fixed.GROUP}": (fixed.GROUP, "READY", "members:", "WAITING", "SILENT"),
+    f"describe group {fixed.GROUP}": (
+        "READY",
+        "members:",
+        "ranks 0, 1, 2 wait for rank 3",
+        "SILENT",
+    ),
     f"describe layer {fixed.LAYER}": (fixed.LAYER, "handles:", "BUSY"),
     f"describe handle {fixed.LAYER}": (fixed.LAYER, "BUSY"),
     "describe buffer b-1234": ("b-1234", fixed.GPU, "QUARANTINED", "12.0 GiB"),

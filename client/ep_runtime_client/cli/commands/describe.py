@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ep_runtime import close_names
-from ep_runtime.allowed_names import shown
+from ep_runtime.allowed_names import quoted, shown
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime_client import cli
 from ep_runtime_client.cli import render, users
@@ -145,6 +145,7 @@ def _parts(kind: str, row: Row, node: source.Source) -> Row:
     if kind == "group":
         mine = [one for one in node.layers() if _in_group(one, row)]
         return {
+            "late_ranks": [_without_owner(late, row) for late in row["late_ranks"]],
             "members": _members(row, node),
             "layers": mine,
             "events": _events_of_group(node, row),
@@ -193,13 +194,18 @@ def _events(node: source.Source, key: str, name: str) -> list[Row]:
 
 
 def _events_of_group(node: source.Source, group: Row) -> list[Row]:
-    """The last ones; messages do not say again whose group it is."""
-    whose = f"group {shown(group['name'])} (uid {group['uid']}, job {shown(group['job'])})"
     return [
-        {**event, "message": event["message"].removeprefix(whose).lstrip(":, ")}
+        _without_owner(event, group)
         for event in _events(node, "group", group["name"])
         if _owner_of(event) in (None, (group["job"], group["uid"]))
     ][-MOST_EVENTS:]
+
+
+def _without_owner(row: Row, group: Row) -> Row:
+    """The row with a message that does not say again whose group it is."""
+    whose = f"group {shown(group['name'])} (uid {group['uid']}, job {shown(group['job'])})"
+    message = row["message"].removeprefix(whose).lstrip(":, ")
+    return {**row, "message": message.replace(f" of group {quoted(group['name'])}", "", 1)}
 
 
 def _owner_of(event: Row) -> tuple[Any, Any] | None:

@@ -30,7 +30,8 @@ def wanted(status: Row, others: Iterable[Row]) -> bool:
 def write(status: Row, others: Iterable[Row]) -> None:
     """Writes a line for each late rank and each silent process of the daemon's node."""
     for rank in status["late_ranks"]:
-        render.write_text(rank["message"], start="LATE: ", then="  ")
+        whose = f"job {shown(rank['job'])}, user {users.name(rank['uid'])}"
+        render.write_text(f"{rank['message']}; {whose}", start="LATE: ", then="  ")
     for process in status["silent_processes"]:
         render.write_text(silence(process), start="SILENT: ", then="  ")
     if not wanted(status, others):
