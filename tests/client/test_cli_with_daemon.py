@@ -191,7 +191,7 @@ def test_a_drained_daemon_is_unhealthy_and_lives_until_it_is_taken_back(
     assert f"by uid {os.geteuid()} (pid {os.getpid()}) with ep-runtime drain" in out
     assert "`ep-runtime undrain` admits again" in out
     assert probed() == (0, 3)
-    assert "not ready: it is draining by uid" in capsys.readouterr().err
+    assert "not ready: it is drained by uid" in capsys.readouterr().err
     assert cli.main(["doctor", "-o", "wide", "--address", address]) == 3
     assert "`ep-runtime undrain` admits sessions" in " ".join(capsys.readouterr().out.split())
     assert cli.main(["undrain", "--address", address]) == 0

@@ -79,9 +79,11 @@ def test_every_order_is_in_the_audit_file_also_one_that_was_refused(daemon):
     with pytest.raises(errors.InvalidArgumentError):
         daemon.ask("Reclaim", name="none")
     daemon.ask("Fence", session_id=client.session_id, reason="drill\n")
+    daemon.ask("Drain")
     file = daemon.directory / "audit"
-    eventually(lambda: file.exists() and file.read_text().count("\n") == 2)
-    reclaim, fence = map(json.loads, file.read_text().splitlines())
+    eventually(lambda: file.exists() and file.read_text().count("\n") == 3)
+    reclaim, fence, drain = map(json.loads, file.read_text().splitlines())
+    assert (drain["shutdown"], "deadline_s" in drain) == (False, False)  # nothing ends then
     assert file.stat().st_mode & 0o777 == 0o600
     assert (reclaim["command"], reclaim["group"]) == ("ep-runtime reclaim", "none")
     assert (fence["command"], fence["session"]) == ("ep-runtime fence", client.session_id)

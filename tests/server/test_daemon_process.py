@@ -80,7 +80,7 @@ def test_sigterm_tells_sessions_and_waits_for_them(daemon_process):
     daemon.popen.terminate()
     eventually(lambda: watcher.kinds() == ["drain"])
     assert 55 < watcher.events[0].drain.deadline.ToSeconds() <= 60
-    with pytest.raises(errors.RuntimeUnavailableError, match="draining"):
+    with pytest.raises(errors.RuntimeUnavailableError, match="drained"):
         hello(daemon.directory)
     assert daemon.popen.poll() is None
     client.goodbye()

@@ -394,11 +394,11 @@ def test_draining_is_told_and_refuses_what_is_new(daemon):
     eventually(lambda: watcher.kinds() == ["drain"])
     assert not watcher.events[0].drain.HasField("deadline")  # nothing ends
     assert heartbeat(client).state == session_service_pb2.SERVER_STATE_DRAINING
-    with pytest.raises(errors.RuntimeUnavailableError, match="draining"):
+    with pytest.raises(errors.RuntimeUnavailableError, match="drained"):
         client.create(make_spec())
-    with pytest.raises(errors.RuntimeUnavailableError, match="draining"):
+    with pytest.raises(errors.RuntimeUnavailableError, match="drained"):
         greeted.open("job")
-    with pytest.raises(errors.RuntimeUnavailableError, match="draining"):
+    with pytest.raises(errors.RuntimeUnavailableError, match="drained"):
         hello(daemon.directory)
     assert daemon.ask("Undrain").was_drained
     eventually(lambda: watcher.kinds() == ["drain", "drain"])

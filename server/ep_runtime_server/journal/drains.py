@@ -34,8 +34,8 @@ class Drain:
 
     def __str__(self) -> str:
         if self.ends_at_s is not None:
-            return f"draining {self.by}, and ends with its last session"
-        return f"draining {self.by}, until `ep-runtime undrain`"
+            return f"drained {self.by}, and ends with its last session"
+        return f"drained {self.by}, until `ep-runtime undrain`"
 
     def event(self, now_s: float) -> session_service_pb2.DrainEvent:
         """What sessions hear of it."""

@@ -273,7 +273,8 @@ class AdminServicer(pb_grpc.AdminServiceServicer):
         has_deadline = request.HasField("deadline")
         deadline_s = wire.seconds(request.deadline) if has_deadline else limits.DEFAULT_DRAIN_S
         shutdown = request.shutdown
-        order = self._order(context, "drain", shutdown=shutdown, deadline_s=deadline_s)
+        about: dict[str, Any] = {"deadline_s": deadline_s} if shutdown else {}
+        order = self._order(context, "drain", shutdown=shutdown, **about)
         self._runtime.drain(deadline_s, shutdown=shutdown, order=order)
         return pb.DrainResponse(num_sessions=len(self._runtime.sessions.not_over()))
 

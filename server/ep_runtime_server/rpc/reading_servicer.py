@@ -61,7 +61,11 @@ def refuse_orders(servicer: type[AdminServicer]) -> None:
 
 def _refused(method: str) -> Any:
     async def call(self: AdminServicer, request: Any, context: Any) -> Any:
-        raise PermissionDeniedError(f"{method} is for the node's own admin.sock", method=method)
+        raise PermissionDeniedError(
+            f"{method} is an order, and only the daemon's user and root give orders: over the "
+            "node's own admin.sock",
+            method=method,
+        )
 
     return call
 

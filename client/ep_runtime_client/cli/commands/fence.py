@@ -25,7 +25,8 @@ def run(args: argparse.Namespace) -> int:
     from ep_runtime_client.cli.daemon import source
 
     with source.open_source(source.exact(args.address), timeout_s=args.timeout) as daemon:
-        rows = {row["session_id"]: row for row in daemon.sessions()}
+        living = (row for row in daemon.sessions() if row["since_end_s"] is None)
+        rows = {row["session_id"]: row for row in living}
         found = rows.get(args.session)
         if found is None:
             raise InvalidArgumentError(
