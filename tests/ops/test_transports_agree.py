@@ -58,7 +58,9 @@ def test_rows_that_lie_closer_are_bit_equal(make_group: MakeGroup, row_alignment
         call = make_call(layer, group.mesh, idx.shape[:-1], (), handle=0, capacity=48)
         for own in (0, row_alignment):
             given = dataclasses.replace(call, own_alignment=own)
-            plan, _ = jax.jit(functools.partial(make_plan, given))(jnp.zeros(1, jnp.int32), idx)
+            prepare = jax.jit(functools.partial(make_plan, given, most=True))
+            plan, most = prepare(jnp.zeros(1, jnp.int32), idx)
+            np.testing.assert_array_equal(most[:, 0], plan.arrays.group_sizes.sum(1).max())
             plans.append(jax.device_get(plan.arrays))
     aligned, closer, *others = plans
     jax.tree.map(np.testing.assert_array_equal, others, [aligned, closer])
