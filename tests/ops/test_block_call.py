@@ -14,7 +14,7 @@ import pytest
 from block_ways import Ways, assert_close
 
 import ep_runtime as ep
-from ep_runtime import errors
+from ep_runtime import errors, workspace
 from ep_runtime_client.moe import bodies
 from ep_runtime_client.ops.kernels import row_blocks
 
@@ -107,7 +107,7 @@ def test_how_close_rows_lie_changes_no_bit(
     params, found = make_params(layer, **of_params), []
     ways.emulated()
     for rows in (128, 8, 1):
-        monkeypatch.setattr(bodies, "own_alignment", lambda name, rows=rows: rows)
+        monkeypatch.setattr(workspace, "ROW_ALIGNMENT", rows)
         run = graded(layer, **options)
         found.append(jax.device_get(jax.jit(lambda *x, run=run: run(*x))(draw(*lead), params)))
     assert (name == "drops") == (int(found[0][0][2].dropped) > 0)
