@@ -85,7 +85,13 @@ def test_a_missing_driver_is_told_in_cudas_words(machine: Any) -> None:
 
 def test_a_daemon_without_cuda_bindings_is_warned_of(machine: Any) -> None:
     assert "cuda-bindings" in machine({"jax_cuda12_plugin"}, ["GPU-a"]).advice
-    assert machine({"jax_cuda12_plugin", "cuda", "cuda.bindings"}, ["GPU-a", "GPU-b"]).state == "OK"
+    assert machine({"jax_cuda13_plugin", "cuda", "cuda.bindings"}, ["GPU-a", "GPU-b"]).state == "OK"
+
+
+def test_cuda_12_is_said_to_be_untried(machine: Any) -> None:
+    said = machine({"jax_cuda12_plugin", "cuda", "cuda.bindings"}, ["GPU-a"])
+    assert (said.state, said.found) == ("WARN", "1 GPUs: GPU-a; jax_cuda12_plugin")
+    assert "CUDA 12 was never tried on a GPU" in said.advice
 
 
 @pytest.mark.parametrize(

@@ -73,6 +73,11 @@ def check() -> GpuFinding:
         return GpuFinding(
             "WARN", f"{text}; {plugin}", f"JAX_PLATFORMS={hidden} keeps JAX from them"
         )
+    if plugin == _JAX_PLUGINS[0]:
+        advice = (
+            "CUDA 12 was never tried on a GPU: use the extra cuda13 if the driver is 580 or newer"
+        )
+        return GpuFinding("WARN", f"{text}; {plugin}", advice)
     return GpuFinding("OK", f"{text}; {plugin}")
 
 
