@@ -233,9 +233,7 @@ JAX's own imports, tracing and compiling, which take seconds.""",
         "MaxText",
         """\
 Its trainer on 8 scanned Mixtral blocks by [its own expert paths and
-ours](integrations/maxtext.md), default remat: release 0.2.5 on H100s, revision
-`e591f30` on H200s. Ring and ragged call `lax.ragged_dot`, which XLA:GPU makes into products of
-every expert with every row.""",
+ours](integrations/maxtext.md), default remat, release 0.2.5.""",
         ("maxtext",),
         (
             MACHINE,
