@@ -186,9 +186,9 @@ class Process:
             assert self._session is not None
             group = runtime.groups.get(self._session, held.spec.name)
             secret, _ = attachment.acquire(
-                runtime.tickets, self._session, group, held.generation, ()
+                runtime.attach_tokens, self._session, group, held.generation, ()
             )
-            buffers, _ = attachment.redeem(runtime.tickets, self._session, secret)
+            buffers, _ = attachment.redeem(runtime.attach_tokens, self._session, secret)
             with attachment.exported(buffers) as fds:
                 return {
                     buffer.world_rank: os.dup(fd) for buffer, fd in zip(buffers, fds, strict=True)
