@@ -130,7 +130,7 @@ def test_json_values_of_a_group(ask: Any, group: ep.Group) -> None:
         ("groups", "GROUP JOB USER STATE LATE GEN RANKS EP LAYERS HANDLES BYTES PIDS AGE"),
         ("layers", "LAYER GROUP JOB USER TOP-K ALIGN HANDLES STACK GEN"),
         ("handles", "LAYER HANDLE LANE GEN STATE JOB USER PIDS AGE LAST-OP EPOCH"),
-        ("buffers", "BUFFER BYTES DEVICE KIND STATE OWNER USER MAPPED"),
+        ("buffers", "BUFFER BYTES DEVICE GPU KIND STATE OWNER USER MAPPED"),
         ("events", "SEQ TIME KIND SESSION GROUP MESSAGE"),
     ],
 )

@@ -151,7 +151,7 @@ def test_readings_are_the_services_own():
 @pytest.mark.parametrize("method", ORDERS)
 def test_an_order_needs_admin_sock_whoever_gives_it(users, method):
     for uid in (os.geteuid(), 1001):
-        with pytest.raises(errors.PermissionDeniedError, match=f"{method} is for .* admin.sock"):
+        with pytest.raises(errors.PermissionDeniedError, match=f"{method} is an order, .* admin.sock"):
             ask(users.client(uid), method)
     assert users.daemon.status().state == session_service_pb2.SERVER_STATE_SERVING
 
@@ -165,7 +165,7 @@ def test_an_rpc_that_nobody_allowed_is_an_order(monkeypatch):
     reading_servicer.refuse_orders(Later)
     refused = {name for name in METHODS if name in vars(Later)}
     assert refused == {*ORDERS, "ListRanks"}
-    with pytest.raises(errors.PermissionDeniedError, match="ListRanks is for"):
+    with pytest.raises(errors.PermissionDeniedError, match="ListRanks is an order"):
         asyncio.run(Later(None).ListRanks(pb.ListRanksRequest(), None))
 
 
