@@ -10,12 +10,11 @@ namespace ep_runtime {
 namespace cuda {
 namespace dispatch {
 
-constexpr int kZeroBytes = 8192;        // at the start of a block's dynamic shared memory
-constexpr int kEmptyRowsPerTicket = 2;  // a few rows are shared out among all warps
+constexpr int kZeroBytes = 8192;  // at the start of a block's dynamic shared memory
+constexpr int kEmptyRowsPerTicket = 8;
 
 // Every thread calls it, and meets its block before the copy engine reads the zeros.
-__device__ inline void ClearZeros(uint8_t* zeros, uint32_t* filled) {
-  if (threadIdx.x == 0) *filled = 0;
+__device__ inline void ClearZeros(uint8_t* zeros) {
   auto* words = reinterpret_cast<uint4*>(zeros);
   for (int i = threadIdx.x; i < kZeroBytes / 16; i += blockDim.x) words[i] = make_uint4(0, 0, 0, 0);
   FenceProxyAsync();
@@ -103,13 +102,12 @@ struct EmptyJob {
 };
 
 // Writes zeros to empty rows until none is left: every warp that has nothing else to do comes here.
-// `filled`, in shared memory: who comes late need not look for what another found filled.
 __device__ inline void FillEmptyRows(const DeviceCall& call, const Plan& plan,
                                      const CallSizes& sizes, const EmptyJob& job,
-                                     const uint8_t* zeros, uint32_t* filled) {
+                                     const uint8_t* zeros) {
   const int lane = threadIdx.x % 32;
   EmptyRows empty(plan, sizes);
-  bool more = __shfl_sync(~0u, lane == 0 ? atomicOr(filled, 0u) : 0u, 0) == 0;
+  bool more = true;
   while (more) {
     const auto number = static_cast<int32_t>(TakeTicket(call, kEmptyTicket)) * kEmptyRowsPerTicket;
     for (int i = 0; more && i < kEmptyRowsPerTicket; ++i) {
@@ -125,10 +123,7 @@ __device__ inline void FillEmptyRows(const DeviceCall& call, const Plan& plan,
       WaitStoresRead<2>();
     }
   }
-  if (lane == 0) {
-    atomicOr(filled, 1u);
-    WaitStores<0>();
-  }
+  if (lane == 0) WaitStores<0>();
   __syncwarp();
 }
 

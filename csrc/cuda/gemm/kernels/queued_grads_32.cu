@@ -1,0 +1,16 @@
+#include "cuda/gemm/kernels/queued_gemm_kernel.cuh"
+
+namespace ep_runtime {
+namespace cuda {
+namespace gemm {
+namespace {
+
+constexpr Instance kInstances[] = {EP_GEMM_GRADS_32(EP_MAKE_QUEUED)};
+
+}  // namespace
+
+Instances Grads32Instances() { return {kInstances, sizeof(kInstances) / sizeof(kInstances[0])}; }
+
+}  // namespace gemm
+}  // namespace cuda
+}  // namespace ep_runtime
