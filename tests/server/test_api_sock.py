@@ -151,7 +151,9 @@ def test_readings_are_the_services_own():
 @pytest.mark.parametrize("method", ORDERS)
 def test_an_order_needs_admin_sock_whoever_gives_it(users, method):
     for uid in (os.geteuid(), 1001):
-        with pytest.raises(errors.PermissionDeniedError, match=f"{method} is an order, .* admin.sock"):
+        with pytest.raises(
+            errors.PermissionDeniedError, match=f"{method} is an order, .* admin.sock"
+        ):
             ask(users.client(uid), method)
     assert users.daemon.status().state == session_service_pb2.SERVER_STATE_SERVING
 
