@@ -51,15 +51,18 @@ session.close()
 """
 
 
-@pytest.mark.parametrize(
-    ("client", "daemon", "then"),
-    [(OLDER, OURS, NEWER), (OURS, OURS, OLDER), (NEWER, OURS, OURS), (OURS, OLDER, OURS)],
-)
-def test_a_client_keeps_its_windows_on_daemons_of_neighbouring_versions(
-    wheels, daemon_process, client, daemon, then
-):
+# Client, its daemon, and the daemon that takes that one's place.
+_MEETINGS = ((OLDER, OURS, NEWER), (OURS, OURS, OLDER), (NEWER, OURS, OURS), (OURS, OLDER, OURS))
+
+
+def test_clients_keep_their_windows_on_daemons_of_neighbouring_versions(wheels, daemon_process):
     """Also where the daemon is stopped, and one of another version takes its place."""
-    running = daemon_process(launcher=wheels[daemon])
+    for versions in _MEETINGS:  # one test, for wheels are installed by each worker
+        _meet(wheels, daemon_process, *versions)
+
+
+def _meet(wheels, start, client: str, daemon: str, then: str) -> None:
+    running = start("--drain-s", "0", launcher=wheels[daemon])
     address = {"EP_RUNTIME_ADDRESS": f"unix://{running.directory}", **JOB}
     places = [wheels[client]]
     with Job(_MATRIX, processes=1, devices=2, places=places, **address) as job:
@@ -70,7 +73,7 @@ def test_a_client_keeps_its_windows_on_daemons_of_neighbouring_versions(
         assert (session.client_version, running.status().server_version) == (client, daemon)
         assert len(running.ask("ListBuffers").buffers) == 3  # two windows and a board
         stop(running)
-        running = daemon_process(launcher=wheels[then], directory=running.directory)
+        running = start("--drain-s", "0", launcher=wheels[then], directory=running.directory)
         eventually(lambda: running.group_states() == {"g": "READY"}, within_s=WAIT_S)
         eventually(lambda: not running.status().recovery.awaited_bytes, within_s=WAIT_S)
         assert running.status().server_version == then
@@ -81,6 +84,7 @@ def test_a_client_keeps_its_windows_on_daemons_of_neighbouring_versions(
         job.tell()
         job.finish()
         eventually(lambda: not running.ask("ListBuffers").buffers, within_s=WAIT_S)
+    stop(running)
 
 
 def stop(daemon: DaemonProcess) -> None:
