@@ -72,7 +72,7 @@ CPU_CASES: dict[str, Case] = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Order:
-    """What one fresh process measures, and how.
+    """The subject and settings that one fresh process measures.
 
     Attributes:
         subject: a transport, PADDED, DROPLESS or TORCH.

@@ -218,7 +218,7 @@ class BenchOptions:
 
     @property
     def layers(self) -> dict[str, Case]:
-        """What `moe` measures, by name."""
+        """The layers that `moe` measures, by name."""
         known = CASES if self.on_gpus else CPU_CASES
         found = {name: known[name] for name in self.cases}
         if self.model is not None:

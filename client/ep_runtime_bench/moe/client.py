@@ -129,7 +129,7 @@ def _values(seed: int, shape: tuple[int, ...], fan_in: int, dtype: str) -> jax.A
 
 
 def _bytes_here(array: jax.Array) -> int:
-    """Of one device."""
+    """Bytes of the array on one device."""
     return int(array.addressable_shards[0].data.nbytes)
 
 

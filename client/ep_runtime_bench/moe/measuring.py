@@ -39,7 +39,7 @@ def _group_arguments(order: Order, case: Case, mesh: Mesh) -> dict[str, Any]:
 
 
 def estimated_bytes(order: Order, case: Case, mesh: Mesh, recipe: Any) -> int:
-    """What `estimate_memory` says that group and layer take on one rank."""
+    """Bytes of group and layer on one rank, by `estimate_memory`."""
     found = estimate.estimate_memory(
         "bench",
         mesh,

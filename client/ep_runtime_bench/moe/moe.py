@@ -166,7 +166,7 @@ def _case_rows(options: BenchOptions, found: Found, case: str) -> Iterator[dict[
 
 
 def _layer_bytes(measured: Measured, step: Step) -> int:
-    """What a step takes beside operands and their gradients."""
+    """Bytes that a step takes beside operands and their gradients."""
     whole = step.planned_bytes if step.peak_bytes is None else step.peak_bytes
     return whole + measured.window_bytes - measured.given_bytes
 

@@ -106,7 +106,7 @@ class Experts(Protocol):
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """Those of `MoEParams.to_separate` beside the router."""
+        """Names of the arrays of `MoEParams.to_separate`, without the router."""
 
     def is_in(self, layer: Layer) -> bool:
         """Whether a layer has experts by these names."""

@@ -210,7 +210,7 @@ class _Files(Mapping[str, Array]):
 
 
 def _header(path: Path) -> tuple[int, dict[str, Any]]:
-    """Where arrays start in a file, and what it says of each."""
+    """Reads a file's header: the first byte of its arrays, and the entry of each."""
     try:
         with path.open("rb") as file:
             length = int.from_bytes(file.read(_LENGTH_BYTES), "little")

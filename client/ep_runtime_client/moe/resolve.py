@@ -67,7 +67,7 @@ class Block:
 
 @dataclasses.dataclass(frozen=True)
 class Moved:
-    """What moves in one call, and how.
+    """The tokens that one call moves, their routing, and how they are laid out.
 
     Attributes:
         index: int32 [1], of the layer in its stack.

@@ -59,7 +59,7 @@ class UserLimits:
 
 @dataclasses.dataclass
 class Usage:
-    """What a user holds now, as UserLimits counts it."""
+    """Counts what a user holds now, as UserLimits does."""
 
     sessions: int = 0
     groups: int = 0

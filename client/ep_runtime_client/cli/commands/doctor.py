@@ -223,7 +223,7 @@ def _nccl_headers(library: Path) -> Iterator[tuple[Path, int]]:
 
 
 def _several_gpus() -> list[Finding]:
-    """What NCCL needs between several GPUs of a machine; nothing of other machines."""
+    """Checks what NCCL needs between several GPUs of one machine; no finding with fewer."""
     from ep_runtime_client.cli.machine import gpus
 
     count = gpus.usable()
@@ -260,7 +260,7 @@ def _shared_memory(folder: str = "/dev/shm") -> Finding:
 
 
 def _status(args: argparse.Namespace) -> dict[str, Any] | EpRuntimeError:
-    """What the daemon says of itself, or why it says nothing."""
+    """Returns the daemon's status, or the error if there is none."""
     from ep_runtime_client.cli.daemon import source
 
     try:

@@ -1,4 +1,4 @@
-"""What `doctor` says of GPUs: who can use them, their memory, their links. No JAX."""
+"""Findings of `doctor` about GPUs: who can use them, their memory, their links. No JAX."""
 
 from __future__ import annotations
 

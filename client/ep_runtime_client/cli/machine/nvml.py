@@ -41,7 +41,7 @@ class Gpu:
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """What NVML reports; `reason` says why if it reports nothing."""
+    """The report of NVML; `reason` says why if it is empty."""
 
     driver: str = ""
     gpus: tuple[Gpu, ...] = ()

@@ -121,7 +121,7 @@ class Body(Protocol):
     """The functions of a body's module."""
 
     def saved(self, call: ResolvedCall) -> tuple[Saved, ...]:
-        """What forward saves for backward, in order, unless it is told to save nothing."""
+        """Names, in order, what forward saves for backward if it is not told to save nothing."""
 
     def multiple(self, call: ResolvedCall, *, paired: bool) -> int:
         """What M of a device must be a multiple of; `paired` where gate and up come apart."""

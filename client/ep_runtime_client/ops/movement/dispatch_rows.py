@@ -47,7 +47,7 @@ def _primal(call: Call, given: Rows) -> tuple[jax.Array, jax.Array]:
 def exchange(
     at: DeviceCall, rows: jax.Array, weights: jax.Array | None, plan: AnyArrays
 ) -> tuple[jax.Array, jax.Array]:
-    """Of this device: rows [T, X], weights [T, K] -> what it receives, [C, X] and [C]."""
+    """Sends this device's rows [T, X] and weights [T, K]; returns the received [C, X], [C]."""
     made = per_device_ops(at.call.group, plan).dispatch(at, rows, weights, plan)
     received, recv_weights = (slack.cleared(x, plan.group_sizes) for x in made)
     return received, recv_weights

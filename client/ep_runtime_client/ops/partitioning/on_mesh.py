@@ -374,7 +374,7 @@ def _entries(array: Any, mesh: Mesh) -> Entries:
 
 @dataclasses.dataclass(eq=False)
 class _Asked:
-    """What XLA asks of equal calls, answered once. A serialized executable asks no more."""
+    """Answers XLA once for all equal calls. A serialized executable asks no more."""
 
     call: RuleCall | None = None
     contexts: Mapping[str, Any] = dataclasses.field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""What a transport is made of: functions of one device, and collectives between nodes.
+"""Protocols of a transport: functions of one device, and collectives between nodes.
 
 Letters: T tokens of one rank, K top_k, H hidden, C rows of a slab, N ranks of an EP group on D
 nodes of G; ep rank = node * G + local rank.
@@ -90,7 +90,7 @@ class PerDevice(Protocol[P]):
 
 
 class Collectives(Protocol):
-    """What ranks of an EP group send each other beside windows.
+    """Collectives between the ranks of an EP group, beside windows.
 
     Each runs per device, inside manual axes; every rank of the EP group makes the same calls in the
     same order, some of them inside a `lax.while_loop` whose trip count all of them agree on. Bits

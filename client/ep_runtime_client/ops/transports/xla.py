@@ -38,7 +38,7 @@ class _Receiver(NamedTuple):
 
 
 def _source(call: Call, plan: PlanArrays) -> Packed:
-    """What this device sends: its tokens' staged places at every rank."""
+    """The staged places of this device's tokens at every rank."""
     peers = jnp.arange(call.group.ep_size, dtype=jnp.int32)[:, None, None]
     return packed((plan.dst_rank == peers).any(-1))
 
