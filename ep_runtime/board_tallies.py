@@ -105,8 +105,10 @@ def _words(buf: Any, offset: int, count: int) -> list[int]:
 
 
 def read_load(buf: Any, spec: GroupSpec, rank: int, indices: Iterable[int]) -> LoadTally | None:
-    """That world rank's calls on those handles, added up; None if it has made none, and for
-    handles that the board keeps no load of: MAX_LOADS and up."""
+    """Adds up a world rank's calls on some handles. None if it has made none.
+
+    The board keeps no load of handles from MAX_LOADS on.
+    """
     start, where = _where(spec)
     first = start + rank * where.tally_bytes + where.loads_offset
     count = _LOAD_WORDS + spec.experts_per_rank

@@ -100,7 +100,7 @@ class BlockSizes:
     def rows_of_factor(self, factor: float) -> int:
         """Rows of that many even shares with their zones aligned, at most C."""
         rows = factor * self.even_share
-        if rows >= self.capacity:  # also if it is no longer an int
+        if rows >= self.capacity:  # also for a float past every integer, such as inf
             return self.capacity
         return min(self.capacity, align_up(ceil(rows) + self._padding, _TILE_ROWS))
 

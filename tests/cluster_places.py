@@ -34,8 +34,10 @@ def place() -> str:
 
 
 def make_certificates(directory: Path, *, days: int = 2, ago: int = 0, **hosts: str) -> Path:
-    """Of an authority, and of nodes with the addresses at which they are reached, anew where there
-    are some; `ago`: as many days ago."""
+    """Makes or replaces certificates of an authority and of nodes, each with its address.
+
+    They begin `ago` days ago.
+    """
     nodes = [
         certificates.CertifiedNode(name, (host,) if host else ()) for name, host in hosts.items()
     ]

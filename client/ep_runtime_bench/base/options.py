@@ -375,7 +375,7 @@ class DeviceSample:
         subject: a transport, CEILING, PLAIN or "clock".
         tokens: per rank.
         routing: of ROUTINGS.
-        precision: combine_precision of the group; "" if there is no group.
+        precision: combine_precision of the group, or "" without a group.
         sms: as asked for.
         blocks: that the kernel had; 0 if nobody says.
         kernel_us: microseconds on the device, of the slowest rank, a reading of the clock included.

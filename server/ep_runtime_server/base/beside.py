@@ -31,7 +31,7 @@ class SideThread:
         return self._work.full()
 
     def put(self, work: Work) -> bool:
-        """Queues work; False if there is no room. Never waits."""
+        """Queues work without waiting; returns False if the queue is full."""
         try:
             self._work.put_nowait(work)
         except queue.Full:

@@ -12,7 +12,7 @@ MAX_LINES = 10_000
 
 
 class LogWriter(logging.Handler):
-    """Queues a line; counts and drops it if there is no room."""
+    """Queues log lines for a writer; if the queue is full it drops a line and counts it."""
 
     def __init__(self, fd: int, max_lines: int = MAX_LINES) -> None:
         super().__init__()

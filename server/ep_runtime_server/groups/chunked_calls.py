@@ -19,7 +19,7 @@ MAX_NAMED_LAYERS = 8
 
 @dataclasses.dataclass(frozen=True)
 class _Seen:
-    """What ran in chunks at the last check: handles by index, and their reported layers."""
+    """Handles, by index, that ran in chunks at the last check, and their reported layers."""
 
     handles: frozenset[int] = frozenset()
     layers: frozenset[str] = frozenset()

@@ -267,7 +267,7 @@ class Gpus:
         self._devices: dict[str, CudaDevice] | None = None
 
     def limit(self, limit_bytes: int | None) -> None:
-        """Of each GPU, also of those that were not looked at yet."""
+        """Sets the limit of each GPU, including those that are first used later."""
         self._limit_bytes = limit_bytes
         for device in self.known():
             device.limit(limit_bytes)

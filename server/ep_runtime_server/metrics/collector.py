@@ -122,7 +122,7 @@ class Collector:
             sheet.put("certificate_seconds", (*node, path), left_s)
 
     async def _put_users(self, sheet: Sheet) -> None:
-        """What has a limit, by user; that of GPU memory is for each GPU alone."""
+        """Puts each user's use and limits, but of GPU memory, whose limit is per GPU."""
         most = dataclasses.asdict(self._runtime.quotas.limits)
         limited = [f.name for f in dataclasses.fields(Usage) if f.name != "gpu_bytes"]
         for what in limited:

@@ -127,7 +127,7 @@ def _item(der: bytes, at: int) -> tuple[int, int, int]:
 
 
 class Certificates:
-    """What a daemon uses now. Lives on the event loop's thread.
+    """The certificate, key and authority that a daemon uses now, on the event loop's thread.
 
     Attributes:
         tls: as it was read last.

@@ -233,8 +233,8 @@ class _Way:
         self._end = end
         self._left = b""
         self._listening = False
-        # File numbers instead of sockets, because the loop formats unknown sockets for an error
-        # that it drops, which takes longer than relaying a heartbeat.
+        # Give the loop file numbers: for a socket that it does not know it formats an error text,
+        # drops it, and so takes longer than relaying a heartbeat.
         self._source_fd, self._target_fd = source.fileno(), target.fileno()
         self._listen()
 

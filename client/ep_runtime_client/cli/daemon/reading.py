@@ -36,7 +36,7 @@ class View:
         fetch: the rows, each a dict of plain values.
         keys: keys of a row that the optional NAME is compared with; the first is its name.
         identity: keys whose values together name one row of a node.
-        empty: what a table says if there is no row.
+        empty: text of a table without rows.
         add_own_arguments: of this command alone.
     """
 

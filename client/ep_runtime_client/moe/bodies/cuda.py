@@ -140,7 +140,7 @@ def _call(
     scratch: int,
     held: int,
 ) -> tuple[jax.Array, ...]:
-    """The results but for one, the workspace, which is number `scratch`."""
+    """Returns the call's results without its workspace, the result at index `scratch`."""
     *operands, plan, _ = given
     bias = flat_bias(experts.wi_bias, experts.wo.shape[0])
     weights, scales = _weights(experts, forward=target == TARGETS[0])

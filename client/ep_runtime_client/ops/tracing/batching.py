@@ -90,8 +90,8 @@ def _run(*blocks: jax.Array, call_jaxpr: Any) -> Any:
         return jaxpr_as_fun(call_jaxpr)(*blocks)
 
 
-# Operands of an op as they are. A vmap that batches any of them is refused, unless it is over mesh
-# axes in `free`, (axis, size) of each; `never` says why there is no such vmap here.
+# Returns the operands of an op. A vmap that batches any of them is refused, unless it is over mesh
+# axes of `free`, pairs of (axis, size). `never` is the reason if no vmap at all is allowed.
 batched_p = Primitive("ep_batched_over")
 batched_p.multiple_results = True
 batched_p.def_impl(lambda *operands, free, never: operands)
