@@ -29,6 +29,7 @@ from ep_runtime_client.ops.gemm.api import blocks_of, with_whole_blocks
 from ep_runtime_client.ops.gemm.checks import check_experts
 from ep_runtime_client.ops.gemm.quantized_operands import origin_of, settled, with_gradient
 from ep_runtime_client.ops.kernels import serve
+from ep_runtime_client.ops.kernels.slots import as_int32
 from ep_runtime_client.ops.movement import per_device, quantized_rows
 from ep_runtime_client.ops.movement.prepare import check_width, known_specs, make_call, make_plan
 from ep_runtime_client.ops.partitioning import regions
@@ -275,9 +276,6 @@ def _resolved(
 def _placed(call: ResolvedCall, given: Operands) -> Operands:
     """Operands typed and placed for the op."""
     moved, where = call.moved, call.where
-    idx = given.topk_idx
-    if idx.dtype != jnp.int32:  # a 64-bit number must not wrap into range
-        idx = jnp.clip(idx, -1, moved.group.num_experts).astype(jnp.int32)
     origins = (origin_of(given.wi), origin_of(given.wo), given.wi_bias, given.wo_bias)
     wi, wo, wi_bias, wo_bias = (
         regions.settle(where, x, of_each(entries or ()) if isinstance(x, Pair) else entries or ())
@@ -285,7 +283,7 @@ def _placed(call: ResolvedCall, given: Operands) -> Operands:
     )
     return given._replace(
         layer_index=again.told(given.layer_index, given.plan.kept),
-        topk_idx=per_device.place(moved, "topk_idx", idx),
+        topk_idx=per_device.place(moved, "topk_idx", as_int32(given.topk_idx)),
         tokens=per_device.place_tokens(moved, given.tokens),
         weights=per_device.place(moved, "topk_weights", given.weights),
         wi=wi,
