@@ -30,8 +30,9 @@ def group_of(session: ep.Session, case: cases.Case, gpus: list[Any], **more: Any
     settings = case.group_settings | more
     axes = settings.pop("axes")
     used = np.array(gpus[: math.prod(axes.values())]).reshape([*axes.values()])
+    name = settings.pop("name", "g")
     return session.create_group(
-        "g", Mesh(used, [*axes]), transport=TRANSPORT, op_timeout_s=60.0, replace=True, **settings
+        name, Mesh(used, [*axes]), transport=TRANSPORT, op_timeout_s=60.0, replace=True, **settings
     )
 
 
@@ -63,6 +64,24 @@ def test_movement_on_gpus_equals_the_reference(
                 err_msg=name,
             )
     group.check()
+
+
+def test_a_smaller_group_leaves_a_larger_one_its_shared_memory(
+    session: ep.Session, gpus: list[Any]
+) -> None:
+    """The limit of a kernel is one for all threads, and one device's program has its own thread."""
+    large = fitted(cases.Case("large", num_experts=512), len(gpus))
+    small = fitted(cases.Case("small", axes=(("ep", 1),), num_experts=4), 1)
+    runs = []
+    for case in (large, small):
+        group = group_of(session, case, gpus, name=case.name)
+        layer = group.register_layer("moe", top_k=case.top_k)
+        inputs = movement.inputs_of(case, group.spec, movement.capacity_of(case, layer))
+        runs.append((layer, case, movement.placed(inputs, case, group)))
+    first = movement.run_ops(*runs[0])
+    movement.run_ops(*runs[1])
+    again = movement.run_ops(*runs[0])
+    np.testing.assert_array_equal(again["out"], first["out"])
 
 
 def training_step(layer: Any, group: ep.Group) -> Any:
