@@ -265,13 +265,14 @@ def forward_bytes(sizes: BlockSizes, rows: int, kept_rows: int) -> int:
 
     Tokens (in whose place the experts' outputs come), activations, and the first product unless
     all of it is kept, which an array outside the workspace holds. With block scales also this
-    rank's tokens, quantized before they are sent.
+    rank's tokens, quantized before they are sent; of f32 rows a weight, transposed.
     """
     h, m, n, e = sizes.hidden_size, sizes.mlp_dim, sizes.columns, sizes.element_bytes
     whole = kept_rows == rows and sizes.parts(rows) == 0
     regions = [rows * 4, rows * h * e, 0 if whole else rows * n * e]
     if sizes.scaling == "none":
-        return _common_bytes(sizes, rows) + _total([*regions, rows * m * e])
+        regions += [_weights_32(sizes), rows * m * e]
+        return _common_bytes(sizes, rows) + _total(regions)
     # Quantized activations reuse the memory of quantized tokens.
     narrow = max(_total(_quantized(sizes, rows, width)) for width in (h, m))
     regions += [_sent(sizes), 4 * sizes.experts]
@@ -288,8 +289,15 @@ def backward_bytes(sizes: BlockSizes, rows: int) -> int:
     h, n, e = sizes.hidden_size, sizes.columns, sizes.element_bytes
     if sizes.scaling != "none":
         return _common_bytes(sizes, rows) + _quantized_backward_bytes(sizes, rows)
-    regions = [rows * 4, rows * 4, *(rows * width * e for width in (h, h, n))]
+    regions = [rows * 4, rows * 4, *(rows * width * e for width in (h, h, n)), _weights_32(sizes)]
     return _common_bytes(sizes, rows) + _total(regions) + _inner_backward_bytes(sizes, rows)
+
+
+def _weights_32(sizes: BlockSizes) -> int:
+    """Bytes of the larger weight, transposed: of f32 rows, whose forward products take it so."""
+    if sizes.element_bytes != 4:
+        return 0
+    return 4 * sizes.experts * sizes.columns * sizes.hidden_size
 
 
 def _inner_backward_bytes(sizes: BlockSizes, rows: int) -> int:

@@ -58,10 +58,12 @@ def test_bytes_are_those_of_the_regions() -> None:
     assert workspace.backward_bytes(sizes, w) == shared + 4096 + rows
     # Of f32 a copy of H, and of M or N with activations; lines of copies have room for L tiles.
     f32, each = dataclasses.replace(sizes, element_bytes=4), w + 3 * 128
-    rows = w * 4 * (512 + 512 + 512) + each * 4 * 512
+    weight = 4 * 4 * 512 * 512  # the first one, transposed
+    rows = w * 4 * (512 + 512 + 512) + weight + each * 4 * 512
     inner = max(w * 256 + each * 256, each * 512) * 4
     assert workspace.backward_bytes(f32, w) == shared + 4096 + rows + inner
-    assert workspace.forward_bytes(f32, w, 0) == shared + w * 4 * (512 + 256 + 512)
+    rows = w * 4 * (512 + 256 + 512)
+    assert workspace.forward_bytes(f32, w, 0) == shared + weight + rows
     # Of the worst case there are no parts, and all that is kept lies elsewhere.
     assert workspace.forward_bytes(sizes, 4096, 4096) == 5120 + 4096 * 4 + 4096 * 2 * (512 + 256)
 

@@ -10,7 +10,6 @@
 
 #include "cuda/gemm/copies/transpose_tile.h"
 #include "cuda/gemm/product/groups.cuh"
-#include "cuda/gemm/tile/picked_tile.h"
 
 ThreadIndex threadIdx;
 
@@ -208,26 +207,6 @@ bool CheckFloatTile() {
   return wrong == 0;
 }
 
-// What a warpgroup picks of 64 columns: each weight of 8 lines once, from 32 banks a time.
-bool CheckPicked() {
-  int wrong = 0;
-  std::set<int> weights;
-  for (int warp = 0; warp < 4; ++warp) {
-    for (int value = 0; value < 4; ++value) {
-      std::set<int> banks;
-      for (int thread = 32 * warp; thread < 32 * (warp + 1); ++thread) {
-        const int column = PickedColumn(thread, PickedWhich(value));
-        const int offset = SwizzledOffset(PickedDepth(thread, value), column);
-        wrong += column < 0 || column >= 32;
-        banks.insert(offset / 4 % 32);
-        weights.insert(PickedBox(thread) * 4096 + offset);
-      }
-      wrong += banks.size() != 32;
-    }
-  }
-  return wrong == 0 && weights.size() == 64 * 8;
-}
-
 std::vector<Case> Cases() {
   std::vector<Case> cases = {{1, 128, {128}},           {1, 10, {3, 0, 7}},
                              {1, 400, {200, 300, 100}}, {2, 300, {100, 0, 60, 33, 200, 17}},
@@ -264,7 +243,6 @@ int main() {
   };
   check("tile", CheckTile());
   check("tile of f32", CheckFloatTile());
-  check("picked weights", CheckPicked());
   std::printf("%d of %d wrong\n", wrong, all);
   return wrong > 0;
 }

@@ -92,7 +92,7 @@ def mps(tmp_path: Path, gpus: list[Any]) -> Iterator[dict[str, str]]:
 
 
 @pytest.mark.parametrize(
-    ("share", "message"), [(40, ""), (20, r"prepare runs 32 blocks .* may use \d+ SMs")]
+    ("share", "message"), [(40, ""), (20, r"prepare runs 33 blocks .* may use \d+ SMs")]
 )
 def test_a_share_of_the_sms_is_enough_or_refused_with_both_numbers(
     mps: dict[str, str], share: int, message: str

@@ -159,13 +159,19 @@ STANDS_IN = {
 
 
 def stand_in(target: str, shapes: Any, *operands: Any, **way: Any) -> list[jax.Array]:
-    shape = (*shapes[0][:-1], len(shapes) * shapes[0][-1])
     given = [np.asarray(x) for x in operands]
     if len(given) == 5:  # the second array of a pair
         given[2] = np.concatenate([given[2], given.pop()], 2)
+    copies: list[jax.Array] = []
+    if way.get("data_grad") == 0:  # what the call keeps the transposed weights in
+        *shapes, copy = shapes
+        assert copy == np.swapaxes(given[2], 1, 2).shape
+        copies = [jnp.full(copy, jnp.nan)]
+    shape = (*shapes[0][:-1], len(shapes) * shapes[0][-1])
     made: Any = STANDS_IN[target](shape, *given, **way)
     assert made.shape == shape
-    return [jnp.asarray(part, jnp.float32) for part in np.split(made, len(shapes), -1)]
+    parts = np.split(made, len(shapes), -1)
+    return [*(jnp.asarray(part, jnp.float32) for part in parts), *copies]
 
 
 def stand_in_as(target: str, shapes: Any, dtype: Any, *operands: Any, **way: Any) -> Any:

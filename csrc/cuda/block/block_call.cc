@@ -20,7 +20,8 @@
 // side stream joins before the next one. Who computes a tile changes no bit.
 //
 // With 8-bit products: quantized_experts.h. Of f32 rows, whose products are in tf32, dwo and dwi
-// are products of transposed copies of what they are made of.
+// are products of transposed copies of what they are made of, and forward ones of such copies of
+// the weights.
 //
 // Passes: one over all tokens by the plan of all of them, where every rank's rows fit the
 // workspace; else one over each part of the tokens, by a plan made on the way. A token's sum lies
@@ -342,6 +343,7 @@ class BlockLaunches : private ExpertLaunches {
     gemm.lhs = lhs;
     gemm.rhs = first ? p_.wi : p_.wo;
     gemm.rhs_up = first ? p_.wi_up : nullptr;
+    if (product == GemmProduct::kForward) gemm.rhs_copy = at_.weights_32;
     // On all SMs too: 2 to 5% of a backward call.
     if (product != GemmProduct::kForward) gemm.tickets.words = at_.decision->tickets;
     return gemm;

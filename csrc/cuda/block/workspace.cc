@@ -178,6 +178,9 @@ int64_t LayOut(const BlockSizes& s, bool backward, uint8_t* base, Workspace* out
   regions.Take(rows(s.hidden), &out->tokens);
   if (backward) regions.Take(rows(s.hidden), &out->grads);
   if (hidden) regions.Take(rows(s.columns), &out->hidden);
+  if (TurnsRows(s)) {
+    regions.Take(int64_t{4} * s.experts * s.columns * s.hidden, &out->weights_32);
+  }
   if (backward) {
     LayOutInnerBwd(s, &regions, out);
   } else {

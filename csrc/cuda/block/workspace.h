@@ -85,6 +85,7 @@ struct Workspace {
   void* hidden;      // [W, N] the first product; backward: then its gradient. May be null
   void* inner;       // [W, M] activations
   void* d_inner;     // [W, M] backward
+  void* weights_32;  // [L, N, H] of f32 rows: a weight transposed, the first one or the second
 
   // With 8-bit products. `inner` is null then, and `grads` are where `tokens` were.
   float* amax;             // [L]

@@ -115,8 +115,7 @@ struct FlagLayout {
 
 // Bytes of device memory that the kernels of one rank use between their blocks.
 inline int64_t ScratchBytes(const GroupSizes& sizes) {
-  return 4 * (kMaxPrepareBlocks * sizes.num_experts + 3 * kMaxBlocks * kMaxRanks +
-              sizes.max_tokens_per_rank * sizes.ep_size);
+  return 4 * (kMaxPrepareBlocks * sizes.num_experts + 3 * kMaxBlocks * kMaxRanks);
 }
 
 // Of one handle, by one rank since the group was opened; calls by a node's first rank alone.

@@ -110,8 +110,8 @@ Status CudaGroup::ChooseBlocks(const std::vector<int>& devices) {
     blocks_.prepare *= 2;
   }
   // Ranks wait for as many blocks of each other's prepare as they have themselves.
-  if (blocks_.prepare > sms) {
-    return InvalidArgument("prepare runs " + std::to_string(blocks_.prepare) +
+  if (blocks_.prepare + 1 > sms) {
+    return InvalidArgument("prepare runs " + std::to_string(blocks_.prepare + 1) +
                            " blocks at once on every rank of a group, and this process may use " +
                            std::to_string(sms) + " SMs of a GPU: give it more of them " +
                            "(CUDA_MPS_ACTIVE_THREAD_PERCENTAGE, the MIG profile)");

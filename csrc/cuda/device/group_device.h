@@ -39,6 +39,12 @@ struct LaunchBlocks {
   ExchangeBlocks beside;   // other kernels
   ExchangeBlocks alone;    // of a block call, where nothing of it runs beside
   ExchangeBlocks combine;  // of combine and dispatch's backward as calls of their own
+
+  // Of a call of its own: an exchange of few tokens is over before other kernels miss the SMs.
+  const ExchangeBlocks& OfTokens(int64_t tokens, const ExchangeBlocks& of_many) const {
+    constexpr int64_t kFew = 256;
+    return tokens <= kFew ? alone : of_many;
+  }
 };
 
 // The NVIDIA side of an open group: windows mapped for every device of the process, a descriptor

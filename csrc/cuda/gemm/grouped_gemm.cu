@@ -1,4 +1,5 @@
 #include "cuda/gemm/copies/clear_slack.h"
+#include "cuda/gemm/copies/transpose.h"
 #include "cuda/gemm/grouped_gemm.h"
 #include "cuda/gemm/kernels/instances.h"
 #include "cuda/gemm/tensor_map.h"
@@ -15,7 +16,7 @@ constexpr int kHalfMultiple = 64;  // of a pair's columns: boxes of 128 bytes li
 
 bool IsNarrow(const GroupedGemmParams& params) { return BytesOf(params.type) == 1; }
 
-// Rows lie along memory where they are contracted.
+// The tensor cores take them with the contracted dim along memory alone.
 bool IsTransposed(const GroupedGemmParams& params) { return BytesOf(params.type) != 2; }
 
 // Experts of one group have one scale for all that they sum.
@@ -33,16 +34,14 @@ Summing SummingOf(const GroupedGemmParams& params) {
 }
 
 const Instance* FindInstance(const GroupedGemmParams& params) {
-  // Narrow operands have the contracted dim along memory whichever product it is.
-  const bool rows = IsNarrow(params) && params.product == GemmProduct::kDataGrad;
+  // Where the contracted dim lies along memory, data gradients are forward products.
+  const bool rows = IsTransposed(params) && params.product == GemmProduct::kDataGrad;
   const GemmProduct product = rows ? GemmProduct::kForward : params.product;
-  for (const Instances all :
-       {DirectInstances(), Queued16Instances(), Rows8Instances(), Weights8Instances(),
-        Forward32Instances(), Grads32Instances(), Weights32Instances()}) {
+  for (const Instances all : {Products16Instances(), Rows8Instances(), Weights8Instances(),
+                              Rows32Instances(), Weights32Instances()}) {
     for (const Instance* instance = all.first; instance != all.first + all.count; ++instance) {
       if (instance->product == product && instance->lhs == params.type &&
           instance->rhs == params.rhs_type && instance->out == params.out_type &&
-          instance->queued == (params.tuning.queued || IsTransposed(params)) &&
           instance->summing == SummingOf(params)) {
         return instance;
       }
@@ -79,14 +78,37 @@ bool ScalesFit(const GroupedGemmParams& p) {
   return p.scaling != GemmScaling::kNone && p.lhs_scale != nullptr && p.rhs_scale != nullptr;
 }
 
-// Direct kernels know no tickets, and so does the one of tf32 that goes forward.
 bool TicketsFit(const GroupedGemmParams& p) {
   const GemmTickets& tickets = p.tickets;
   if (tickets.words == nullptr) return true;
-  const bool forward_32 = p.type == FloatType::kTF32 && p.product == GemmProduct::kForward;
-  return (p.tuning.queued || IsTransposed(p)) && !forward_32 && tickets.blocks >= 0 &&
-         tickets.blocks % kClusterBlocks == 0 && tickets.all_blocks % kClusterBlocks == 0 &&
-         tickets.blocks <= tickets.all_blocks;
+  return tickets.blocks >= 0 && tickets.blocks % kClusterBlocks == 0 &&
+         tickets.all_blocks % kClusterBlocks == 0 && tickets.blocks <= tickets.all_blocks;
+}
+
+bool CopiesWeights(const GroupedGemmParams& p) {
+  return p.type == FloatType::kTF32 && p.product == GemmProduct::kForward;
+}
+
+// Transposes the weights to rhs_copy, which is one array even of a pair. The product is of that.
+cudaError_t CopyWeights(cudaStream_t stream, GroupedGemmParams* p) {
+  const int32_t width = p->rhs_up == nullptr ? p->out_features : p->out_features / 2;
+  auto* to = static_cast<float*>(p->rhs_copy);
+  for (const void* from : {p->rhs, p->rhs_up}) {
+    if (from == nullptr) continue;
+    const TransposedFloatPlanes planes{static_cast<const float*>(from),
+                                       to,
+                                       p->num_experts,
+                                       p->in_features,
+                                       width,
+                                       p->out_features,
+                                       p->wanted};
+    const cudaError_t error = LaunchTranspose(stream, planes);
+    if (error != cudaSuccess) return error;
+    to += int64_t{width} * p->in_features;
+  }
+  p->rhs = p->rhs_copy;
+  p->rhs_up = nullptr;
+  return cudaSuccess;
 }
 
 bool Fits(const GroupedGemmParams& p) {
@@ -97,7 +119,7 @@ bool Fits(const GroupedGemmParams& p) {
          p.out_features % multiple == 0 && p.tuning.band >= 1 &&
          (p.bias == nullptr || p.product == GemmProduct::kForward) &&
          (!p.adds || p.product == GemmProduct::kWeightGrad) && ScalesFit(p) && PairFits(p) &&
-         TicketsFit(p);
+         TicketsFit(p) && CopiesWeights(p) == (p.rhs_copy != nullptr);
 }
 
 Array LhsOf(const GroupedGemmParams& p) {
@@ -113,7 +135,7 @@ Array RhsOf(const GroupedGemmParams& p) {
     if (IsTransposed(p)) return {p.rhs, p.rhs_type, PaddedRowsOf(p), p.out_features, 1};
     return {p.rhs, p.rhs_type, p.out_features, RowsOf(p), 1};
   }
-  if (IsNarrow(p) && p.product == GemmProduct::kForward) {
+  if (IsTransposed(p) && p.product == GemmProduct::kForward) {
     return {p.rhs, p.rhs_type, p.in_features, p.out_features, p.num_experts};
   }
   return {p.rhs, p.rhs_type, WeightColumns(p), p.in_features, p.num_experts};
@@ -128,17 +150,14 @@ Array OutOf(const GroupedGemmParams& p) {
 }
 
 cudaError_t MakeMaps(const GroupedGemmParams& p, Maps* maps) {
-  // Weights that registers pick come in boxes as deep as a stage.
-  const bool picks = p.type == FloatType::kTF32 && p.product == GemmProduct::kForward;
-  const int rhs_lines = picks ? kPickedLines : kPieceSide;
   cudaError_t error = DescribeArray(LhsOf(p), kPieceSide, &maps->lhs);
-  if (error == cudaSuccess) error = DescribeArray(RhsOf(p), rhs_lines, &maps->rhs);
+  if (error == cudaSuccess) error = DescribeArray(RhsOf(p), kPieceSide, &maps->rhs);
   if (error == cudaSuccess) error = DescribeArray(OutOf(p), kStoredRows, &maps->out);
   maps->up = maps->rhs;
   if (error != cudaSuccess || !IsPair(p)) return error;
   Array up = p.rhs_up != nullptr ? RhsOf(p) : OutOf(p);
   up.data = p.rhs_up != nullptr ? p.rhs_up : p.out_up;
-  return DescribeArray(up, p.rhs_up != nullptr ? rhs_lines : kStoredRows, &maps->up);
+  return DescribeArray(up, p.rhs_up != nullptr ? kPieceSide : kStoredRows, &maps->up);
 }
 
 Groups GroupsOf(const GroupedGemmParams& p) {
@@ -216,10 +235,10 @@ GemmTuning TunedGemm(const GroupedGemmParams& params) {
   int32_t band = 8;
   if (params.scaling == GemmScaling::kTensor) band = by_expert ? 2 : 1;
   if (params.scaling == GemmScaling::kBlock) band = 2;
-  return {band, params.tickets.words != nullptr};
+  return {band};
 }
 
-cudaError_t LaunchGroupedGemm(cudaStream_t stream, const GroupedGemmParams& params) {
+cudaError_t LaunchGroupedGemm(cudaStream_t stream, GroupedGemmParams params) {
   const gemm::Instance* instance = gemm::FindInstance(params);
   if (instance == nullptr || !gemm::Fits(params)) return cudaErrorInvalidValue;
   const int64_t rows = gemm::RowsOf(params);
@@ -235,6 +254,9 @@ cudaError_t LaunchGroupedGemm(cudaStream_t stream, const GroupedGemmParams& para
   cudaError_t error = cudaGetDevice(&device);
   if (error == cudaSuccess) {
     error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
+  }
+  if (error == cudaSuccess && params.rhs_copy != nullptr) {
+    error = gemm::CopyWeights(stream, &params);
   }
   gemm::Maps maps;
   if (error == cudaSuccess) error = gemm::MakeMaps(params, &maps);

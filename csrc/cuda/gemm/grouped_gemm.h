@@ -12,9 +12,9 @@ namespace cuda {
 // tuning.
 GemmTuning TunedGemm(const GroupedGemmParams& params);
 
-// One launch, two with clear_slack; no workspace. cudaErrorInvalidValue: a limit of product.h does
-// not hold.
-cudaError_t LaunchGroupedGemm(cudaStream_t stream, const GroupedGemmParams& params);
+// One launch, two with clear_slack or a pair's copies, three with both. cudaErrorInvalidValue: a
+// limit of product.h does not hold.
+cudaError_t LaunchGroupedGemm(cudaStream_t stream, GroupedGemmParams params);
 
 }  // namespace cuda
 }  // namespace ep_runtime

@@ -7,6 +7,7 @@
 #include "cuda/fp8_values.cuh"
 #include "cuda/movement/call/row_math.cuh"
 #include "cuda/rows/quantize.h"
+#include "cuda/rows/row_groups.h"
 
 namespace ep_runtime {
 namespace cuda {
@@ -117,6 +118,18 @@ __device__ __forceinline__ uint2 Convert(const Piece<kType>& piece, Inverse inve
 
 __device__ __forceinline__ void StorePiece(uint8_t* data, int64_t index, const uint2& bytes) {
   *reinterpret_cast<uint2*>(data + index) = bytes;
+}
+
+// `launch(type, format)` with both as types of C++.
+template <typename Launch>
+cudaError_t LaunchForFp8(RowType type, Fp8Format format, const Launch& launch) {
+  return LaunchForFloat(type, [&](auto constant) {
+    if (format == Fp8Format::kE4M3) {
+      launch(constant, std::integral_constant<Fp8Format, Fp8Format::kE4M3>{});
+    } else {
+      launch(constant, std::integral_constant<Fp8Format, Fp8Format::kE5M2>{});
+    }
+  });
 }
 
 // All blocks with one blockIdx.y: bytes `from` to `end` - 1, both multiples of 8, are four times

@@ -66,36 +66,22 @@ struct QuantizeRowsParams {
 };
 cudaError_t LaunchQuantizeRows(cudaStream_t stream, const QuantizeRowsParams& params);
 
-// Blocks of kTile x kTile, cut off at the end of a dim.
-struct QuantizeBlocksParams {
-  RowType type;
-  Fp8Format format;
-  int32_t count;       // G, matrices lie one after the other
-  int32_t rows;        // K'
-  int32_t middle;      // between them: columns (k, m) of one m are a matrix
-  int32_t width;       // N'
-  const void* values;  // [G, K', middle, N'] type, device
-  bool power_of_two;
-  uint8_t* data;  // like values, device
-  float* scale;   // [G, ceil(K' / kTile), middle, ceil(N' / kTile)], device
-};
-cudaError_t LaunchQuantizeBlocks(cudaStream_t stream, const QuantizeBlocksParams& params);
-
-// Weights, and the same bytes again with K' along memory, from one read. Scales are given, or of
-// blocks as above.
+// Weights, and where it is asked for the same bytes again with K' along memory, from one read.
+// Scales are given, or of blocks of kTile x kTile, cut off at the end of a dim.
 struct QuantizeWeightsParams {
   RowType type;
   Fp8Format format;
-  int32_t count;             // G
-  int32_t rows;              // K', a multiple of kTransposedMultiple
-  int32_t middle;            // as above
+  int32_t count;             // G, matrices lie one after the other
+  int32_t rows;              // K', with `transposed` a multiple of kTransposedMultiple
+  int32_t middle;            // between them: columns (k, m) of one m are a matrix
   int32_t width;             // N', a multiple of kQuantizedMultiple
   const void* values;        // [G, K', middle, N'] type, device
   const float* given_scale;  // [G], device; null: blocks make their own
   bool power_of_two;         // scales of blocks
   uint8_t* data;             // like values, device
-  uint8_t* transposed;       // [G, middle, N', K'], device
-  float* scale;              // as above; null with given_scale
+  uint8_t* transposed;       // [G, middle, N', K'], device; or null
+  float* scale;              // [G, ceil(K' / kTile), middle, ceil(N' / kTile)], device; null with
+                             // given_scale
 };
 cudaError_t LaunchQuantizeWeights(cudaStream_t stream, const QuantizeWeightsParams& params);
 

@@ -1,5 +1,3 @@
-#include <type_traits>
-
 #include "cuda/rows/fp8.cuh"
 #include "cuda/rows/quantize.h"
 #include "cuda/rows/row_groups.cuh"
@@ -226,24 +224,6 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-template <RowType kType>
-cudaError_t LaunchRows(cudaStream_t stream, const QuantizeRowsParams& p, dim3 grid) {
-  const auto launch = [&](auto format) {
-    constexpr Fp8Format kFormat = decltype(format)::value;
-    if (p.group_scale == nullptr) {
-      QuantizeRowsKernel<kType, kFormat, true><<<grid, kThreads, 0, stream>>>(p);
-    } else {
-      QuantizeRowsKernel<kType, kFormat, false><<<grid, kThreads, 0, stream>>>(p);
-    }
-  };
-  if (p.format == Fp8Format::kE4M3) {
-    launch(std::integral_constant<Fp8Format, Fp8Format::kE4M3>{});
-  } else {
-    launch(std::integral_constant<Fp8Format, Fp8Format::kE5M2>{});
-  }
-  return cudaGetLastError();
-}
-
 bool FitsQuantize(const RowGroups& groups, const void* values, int32_t width) {
   return Fits(groups) && groups.groups_per_slab > 0 && Aligned(values) && width > 0 &&
          width % kQuantizedMultiple == 0;
@@ -284,16 +264,15 @@ cudaError_t LaunchQuantizeRows(cudaStream_t stream, const QuantizeRowsParams& p)
   dim3 grid;
   const cudaError_t error = rows::GridOf(p.groups, rows::kWarps, rows::kBlocksPerProcessor, &grid);
   if (error != cudaSuccess) return error;
-  switch (p.type) {
-    case RowType::kF32:
-      return rows::LaunchRows<RowType::kF32>(stream, p, grid);
-    case RowType::kBF16:
-      return rows::LaunchRows<RowType::kBF16>(stream, p, grid);
-    case RowType::kF16:
-      return rows::LaunchRows<RowType::kF16>(stream, p, grid);
-    default:
-      return cudaErrorInvalidValue;
-  }
+  return rows::LaunchForFp8(p.type, p.format, [&](auto type, auto format) {
+    constexpr RowType kType = decltype(type)::value;
+    constexpr Fp8Format kFormat = decltype(format)::value;
+    if (p.group_scale == nullptr) {
+      rows::QuantizeRowsKernel<kType, kFormat, true><<<grid, rows::kThreads, 0, stream>>>(p);
+    } else {
+      rows::QuantizeRowsKernel<kType, kFormat, false><<<grid, rows::kThreads, 0, stream>>>(p);
+    }
+  });
 }
 
 }  // namespace cuda

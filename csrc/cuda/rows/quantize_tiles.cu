@@ -1,5 +1,3 @@
-#include <type_traits>
-
 #include "cuda/rows/fp8.cuh"
 #include "cuda/rows/quantize.h"
 #include "cuda/rows/row_groups.cuh"
@@ -11,65 +9,6 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / 32;
-
-// A thread has one piece of every kRowsAtOnce-th row of its block.
-constexpr int kBlockLanes = kTile / 8;
-constexpr int kRowsAtOnce = kThreads / kBlockLanes;
-constexpr int kBlockParts = kTile / kRowsAtOnce;
-
-// Called by whole blocks; everybody gets the largest.
-__device__ __forceinline__ uint32_t BlockMax(uint32_t size, uint32_t* of_warps) {
-  size = __reduce_max_sync(kAllLanes, size);
-  __syncthreads();  // who read them before has them
-  if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = size;
-  __syncthreads();
-#pragma unroll
-  for (int warp = 0; warp < kWarps; ++warp) size = max(size, of_warps[warp]);
-  return size;
-}
-
-// blockIdx: column block, row block, matrix * middle.
-template <RowType kType, Fp8Format kFormat>
-__global__ void __launch_bounds__(kThreads)
-    BlocksKernel(const __grid_constant__ QuantizeBlocksParams p) {
-  __shared__ uint32_t of_warps[kWarps];
-  using M = Magnitude<kType>;
-  const int matrix = blockIdx.z / p.middle, middle = blockIdx.z % p.middle;
-  const int row = blockIdx.y * kTile + threadIdx.x / kBlockLanes;
-  const int column = blockIdx.x * kTile + threadIdx.x % kBlockLanes * 8;
-  const int64_t stride = static_cast<int64_t>(p.middle) * p.width;
-  const int64_t first = (static_cast<int64_t>(matrix) * p.rows + row) * stride +
-                        static_cast<int64_t>(middle) * p.width + column;
-  const auto there = [&](int i) { return column < p.width && row + i * kRowsAtOnce < p.rows; };
-  Piece<kType> part[kBlockParts];
-  uint32_t largest = 0;
-#pragma unroll
-  for (int i = 0; i < kBlockParts; ++i) {
-    part[i].Clear();
-    if (there(i)) part[i].Load(p.values, first + i * kRowsAtOnce * stride);
-  }
-#pragma unroll
-  for (int i = 0; i < kBlockParts; ++i) largest = max(largest, part[i].Largest());
-  largest = BlockMax(largest, of_warps);
-  if (largest >= M::kInfinity) {
-    largest = 0;
-#pragma unroll
-    for (int i = 0; i < kBlockParts; ++i) largest = max(largest, part[i].LargestFinite());
-    largest = BlockMax(largest, of_warps);
-  }
-  const float scale = Fp8<kFormat>::ScaleOf(M::ToFloat(largest), p.power_of_two);
-  const float inverse = __frcp_rn(scale);
-#pragma unroll
-  for (int i = 0; i < kBlockParts; ++i) {
-    if (!there(i)) continue;
-    StorePiece(p.data, first + i * kRowsAtOnce * stride,
-               Convert<kType, kFormat>(part[i], [=](int) { return inverse; }));
-  }
-  if (threadIdx.x == 0) {
-    const int64_t block_row = static_cast<int64_t>(matrix) * gridDim.y + blockIdx.y;
-    p.scale[(block_row * p.middle + middle) * gridDim.x + blockIdx.x] = scale;
-  }
-}
 
 // A warp has kMxTile rows of 64 values: 8 lanes side by side, 4 rows at once.
 constexpr int kMxLanes = 8;
@@ -223,50 +162,10 @@ __global__ void __launch_bounds__(kThreads, kType == RowType::kF32 ? 1 : 3)
   Fill(p.scale_columns, rest * p.width / kMxTile, end * p.width / kMxTile, kOne);
 }
 
-// `launch(type, format)` with both as constants.
-template <typename Launch>
-cudaError_t WithTypes(RowType type, Fp8Format format, Launch launch) {
-  const auto with_format = [&](auto constant) {
-    if (format == Fp8Format::kE4M3) {
-      launch(constant, std::integral_constant<Fp8Format, Fp8Format::kE4M3>{});
-    } else {
-      launch(constant, std::integral_constant<Fp8Format, Fp8Format::kE5M2>{});
-    }
-    return cudaGetLastError();
-  };
-  switch (type) {
-    case RowType::kF32:
-      return with_format(std::integral_constant<RowType, RowType::kF32>{});
-    case RowType::kBF16:
-      return with_format(std::integral_constant<RowType, RowType::kBF16>{});
-    case RowType::kF16:
-      return with_format(std::integral_constant<RowType, RowType::kF16>{});
-    default:
-      return cudaErrorInvalidValue;
-  }
-}
-
 constexpr int kMxBlocksPerProcessor = 9;
 
 }  // namespace
 }  // namespace rows
-
-cudaError_t LaunchQuantizeBlocks(cudaStream_t stream, const QuantizeBlocksParams& p) {
-  const auto blocks = [](int64_t length) {
-    return static_cast<unsigned>((length + kTile - 1) / kTile);
-  };
-  const int64_t matrices = static_cast<int64_t>(p.count) * p.middle;
-  if (!rows::Aligned(p.values) || p.width <= 0 || p.width % kQuantizedMultiple != 0 ||
-      p.rows <= 0 || matrices <= 0 || matrices > rows::kMaxSlabs ||
-      blocks(p.rows) > static_cast<unsigned>(rows::kMaxSlabs)) {
-    return cudaErrorInvalidValue;
-  }
-  const dim3 grid(blocks(p.width), blocks(p.rows), static_cast<unsigned>(matrices));
-  return rows::WithTypes(p.type, p.format, [&](auto type, auto format) {
-    rows::BlocksKernel<decltype(type)::value, decltype(format)::value>
-        <<<grid, rows::kThreads, 0, stream>>>(p);
-  });
-}
 
 cudaError_t LaunchQuantizeMx(cudaStream_t stream, const QuantizeMxParams& p) {
   if (!rows::Fits(p.groups) || !rows::Aligned(p.values) || p.width <= 0 || p.width % kMxTile != 0 ||
@@ -282,7 +181,7 @@ cudaError_t LaunchQuantizeMx(cudaStream_t stream, const QuantizeMxParams& p) {
   const int64_t most =
       (processors * rows::kMxBlocksPerProcessor + p.groups.num_slabs - 1) / p.groups.num_slabs;
   const dim3 grid(static_cast<unsigned>(useful < most ? useful : most), p.groups.num_slabs);
-  return rows::WithTypes(p.type, p.format, [&](auto type, auto format) {
+  return rows::LaunchForFp8(p.type, p.format, [&](auto type, auto format) {
     rows::MxKernel<decltype(type)::value, decltype(format)::value>
         <<<grid, rows::kThreads, 0, stream>>>(p);
   });

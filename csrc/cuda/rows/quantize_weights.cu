@@ -1,5 +1,3 @@
-#include <type_traits>
-
 #include "cuda/gemm/copies/write_columns.cuh"
 #include "cuda/rows/fp8.cuh"
 #include "cuda/rows/quantize.h"
@@ -79,29 +77,12 @@ __global__ void __launch_bounds__(kThreads) WeightsKernel(const __grid_constant_
     halves[gemm::StoredVector(line + i * kRowsAtOnce, lane / 2) * 2 + lane % 2] = bytes;
     if (there(i)) StorePiece(p.data, first + i * kRowsAtOnce * stride, bytes);
   }
+  if (p.transposed == nullptr) return;
   __syncthreads();
   const int32_t top = blockIdx.y * kTile;
   uint8_t* plane = p.transposed + static_cast<int64_t>(blockIdx.z) * p.width * p.rows;
   gemm::WriteColumns({plane + top, p.rows, p.width, min(p.rows - top, kTile)}, blockIdx.x * kTile,
                      tile);
-}
-
-template <RowType kType>
-cudaError_t Launch(cudaStream_t stream, const Params& p, dim3 grid) {
-  const auto launch = [&](auto format) {
-    constexpr Fp8Format kFormat = decltype(format)::value;
-    if (p.given_scale == nullptr) {
-      WeightsKernel<kType, kFormat, false><<<grid, kThreads, 0, stream>>>(p);
-    } else {
-      WeightsKernel<kType, kFormat, true><<<grid, kThreads, 0, stream>>>(p);
-    }
-  };
-  if (p.format == Fp8Format::kE4M3) {
-    launch(std::integral_constant<Fp8Format, Fp8Format::kE4M3>{});
-  } else {
-    launch(std::integral_constant<Fp8Format, Fp8Format::kE5M2>{});
-  }
-  return cudaGetLastError();
 }
 
 }  // namespace
@@ -113,23 +94,22 @@ cudaError_t LaunchQuantizeWeights(cudaStream_t stream, const QuantizeWeightsPara
   };
   const int64_t matrices = static_cast<int64_t>(p.count) * p.middle;
   if (!rows::Aligned(p.values) || !rows::Aligned(p.transposed) || p.width <= 0 ||
-      p.width % kQuantizedMultiple != 0 || p.rows <= 0 || p.rows % kTransposedMultiple != 0 ||
-      matrices <= 0 || matrices > rows::kMaxSlabs ||
-      blocks(p.rows) > static_cast<unsigned>(rows::kMaxSlabs) ||
+      p.width % kQuantizedMultiple != 0 || p.rows <= 0 ||
+      (p.transposed != nullptr && p.rows % kTransposedMultiple != 0) || matrices <= 0 ||
+      matrices > rows::kMaxSlabs || blocks(p.rows) > static_cast<unsigned>(rows::kMaxSlabs) ||
       (p.given_scale == nullptr) == (p.scale == nullptr)) {
     return cudaErrorInvalidValue;
   }
   const dim3 grid(blocks(p.width), blocks(p.rows), static_cast<unsigned>(matrices));
-  switch (p.type) {
-    case RowType::kF32:
-      return rows::Launch<RowType::kF32>(stream, p, grid);
-    case RowType::kBF16:
-      return rows::Launch<RowType::kBF16>(stream, p, grid);
-    case RowType::kF16:
-      return rows::Launch<RowType::kF16>(stream, p, grid);
-    default:
-      return cudaErrorInvalidValue;
-  }
+  return rows::LaunchForFp8(p.type, p.format, [&](auto type, auto format) {
+    constexpr RowType kType = decltype(type)::value;
+    constexpr Fp8Format kFormat = decltype(format)::value;
+    if (p.given_scale == nullptr) {
+      rows::WeightsKernel<kType, kFormat, false><<<grid, rows::kThreads, 0, stream>>>(p);
+    } else {
+      rows::WeightsKernel<kType, kFormat, true><<<grid, rows::kThreads, 0, stream>>>(p);
+    }
+  });
 }
 
 }  // namespace cuda

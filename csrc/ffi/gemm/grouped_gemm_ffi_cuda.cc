@@ -79,11 +79,13 @@ Status ReadBias(const Operand& bias, GroupedGemmParams* params) {
 //                    bias [G, N'] or f32 [0, 0]; data_grad=0, clear_slack) -> [S * C, N']
 //   data_grad=1: lhs [S * C, N'], no bias -> [S * C, K']
 //   with a fifth operand that and rhs are a pair, [G, K', N' / 2] each
-//   f32 operands are rounded to tf32.
+//   f32 operands are rounded to tf32; with data_grad=0 there is a second result, [G, N', K']: the
+//   weights transposed, which the product is made of
 Status LaunchProduct(const CallFrame& frame, cudaStream_t stream, int64_t data_grad,
                      int64_t clear_slack) {
   const bool pair = frame.args.size() == 5;
-  EP_RETURN_IF_ERROR(frame.CheckCount(pair ? 5 : 4, 1));
+  const bool copies = data_grad == 0 && frame.args[1].dtype == DataType::F32;
+  EP_RETURN_IF_ERROR(frame.CheckCount(pair ? 5 : 4, copies ? 2 : 1));
   const auto [group_sizes, lhs, rhs, bias] = frame.Args("group_sizes", "lhs", "rhs", "bias");
   const auto [result] = frame.Rets("out");
   GroupedGemmParams params{};
@@ -97,6 +99,11 @@ Status LaunchProduct(const CallFrame& frame, cudaStream_t stream, int64_t data_g
     const Operand up(frame.call, "rhs_up", frame.args[4]);
     EP_RETURN_IF_ERROR(up.Check(rhs.type(), rhs.dims()));
     params.rhs_up = up.data();
+  }
+  if (copies) {
+    const auto [product, copy] = frame.Rets("out", "rhs_copy");
+    EP_RETURN_IF_ERROR(copy.Check(rhs.type(), {rhs.dim(0), out, in}));
+    params.rhs_copy = copy.data();
   }
   EP_RETURN_IF_ERROR(lhs.CheckShape({rows, data_grad != 0 ? out : in}));
   EP_RETURN_IF_ERROR(result.CheckShape({rows, data_grad != 0 ? in : out}));

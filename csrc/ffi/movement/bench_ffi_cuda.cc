@@ -49,7 +49,8 @@ Status LaunchCeilingCall(const CudaCall& call) {
     return rows.CheckShape({slots[0], rows.dim(1)});
   }
   EP_RETURN_IF_ERROR(call.ReadRowBytes(rows, rows.dim(1), &params.row_bytes));
-  const cuda::ExchangeBlocks& blocks = call.group.blocks().beside;
+  const cuda::LaunchBlocks& all = call.group.blocks();
+  const cuda::ExchangeBlocks& blocks = all.OfTokens(slots[0], all.beside);
   const bool combine = call.frame.op == OpCode::kCombine;
   params.group = call.rank.group;
   params.rows = rows.data();

@@ -11,7 +11,8 @@ Status LaunchWith(const CudaCall& call, cuda::CombineParams params) {
   params.op = call.frame.op;
   params.precision = call.context.group->options().combine_precision;
   params.room = call.context.group->lane_layout().room;
-  const cuda::ExchangeBlocks& blocks = call.group.blocks().combine;
+  const cuda::LaunchBlocks& all = call.group.blocks();
+  const cuda::ExchangeBlocks& blocks = all.OfTokens(params.sizes.tokens, all.combine);
   params.grid = {blocks.reduce, blocks.sum};
   return call.Launched(cuda::LaunchCombine(call.stream, params));
 }

@@ -9,8 +9,10 @@ template <typename Params>
 void ReadCall(const CudaCall& call, Params* params) {
   params->group = call.rank.group;
   params->name = call.name;
-  params->grid.push_blocks = call.group.blocks().beside.push;
-  params->grid.place_blocks = call.group.blocks().beside.place;
+  const cuda::LaunchBlocks& all = call.group.blocks();
+  const cuda::ExchangeBlocks& blocks = all.OfTokens(params->sizes.tokens, all.beside);
+  params->grid.push_blocks = blocks.push;
+  params->grid.place_blocks = blocks.place;
   params->room = call.context.group->lane_layout().room;
 }
 

@@ -96,13 +96,13 @@ Status LaunchBlocks(const CallFrame& frame, cudaStream_t stream, int64_t format,
   EP_RETURN_IF_ERROR(frame.CheckCount(1, 2));
   const auto [values] = frame.Args("values");
   const auto [data, scale] = frame.Rets("data", "scale");
-  cuda::QuantizeBlocksParams params{};
+  cuda::QuantizeWeightsParams params{};
   Dims blocks;
   EP_RETURN_IF_ERROR(ReadMatrices(frame, values, format, &params, &blocks));
   EP_RETURN_IF_ERROR(data.Read(values.dims(), &params.data));
   EP_RETURN_IF_ERROR(scale.Read(blocks, &params.scale));
   params.power_of_two = power_of_two != 0;
-  return cuda::Check(cuda::LaunchQuantizeBlocks(stream, params), frame.call);
+  return cuda::Check(cuda::LaunchQuantizeWeights(stream, params), frame.call);
 }
 
 // ep_quantize_weights_v1(values [G, K', m, N'], scale f32 [G] or [0]) -> data u8 like values,

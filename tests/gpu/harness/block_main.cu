@@ -73,6 +73,15 @@ int CountPoison(const Results& results, size_t element_bytes) {
   return count;
 }
 
+// By which the results of two builds compare.
+unsigned long long DigestOf(const Results& results) {
+  unsigned long long digest = 0xCBF29CE484222325ull;
+  for (const auto& array : results) {
+    for (uint16_t x : array) digest = (digest ^ x) * 0x100000001B3ull;
+  }
+  return digest;
+}
+
 constexpr const char* kNames[] = {"y", "dx", "d_weights", "dwi", "dwo"};
 
 // Arrays that differ.
@@ -169,7 +178,7 @@ int RunShape(const BlockShape& shape, int gpus) {
   block.Poison();
   RunLate(world, block, ways[0], 1);  // streams that were captured serve again
   wrong += Compare(block.Results(), want) + CountFailures(world, shape.ranks);
-  std::printf("%s %s\n", wrong == 0 ? "ok  " : "FAIL", shape.name);
+  std::printf("%s %016llx %s\n", wrong == 0 ? "ok  " : "FAIL", DigestOf(want), shape.name);
   std::fflush(stdout);
   return wrong;
 }

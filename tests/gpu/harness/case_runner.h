@@ -20,7 +20,7 @@ namespace ec = ep_runtime::cuda;
 
 struct Grids {
   int prepare = 4;
-  ec::DispatchGrid dispatch{4, 4, 7, 2};
+  ec::DispatchGrid dispatch{4, 4, 7};
   ec::CombineGrid combine{4, 4};
 };
 

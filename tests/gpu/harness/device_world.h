@@ -12,6 +12,7 @@
 #include <cstring>
 #include <vector>
 
+#include "core/memory/tally.h"
 #include "cuda/device/device_group.h"
 
 namespace gpu_test {
@@ -60,6 +61,7 @@ class World {
     CHECK_CUDA(cudaHostAlloc(&records_, ranks_ * sizeof(FailRecord), cudaHostAllocPortable));
     *poison_ = 0;
     std::memset(records_, 0, ranks_ * sizeof(FailRecord));
+    boards_.resize(ranks_);
     groups_.resize(ranks_);
     scratch_.resize(ranks_);
     streams_.resize(ranks_);
@@ -68,6 +70,7 @@ class World {
       CHECK_CUDA(cudaStreamCreateWithFlags(&streams_[rank], cudaStreamNonBlocking));
       CHECK_CUDA(cudaMalloc(&scratch_[rank], ep_runtime::cuda::ScratchBytes(sizes)));
       CHECK_CUDA(cudaMalloc(&groups_[rank], sizeof(DeviceGroup)));
+      AllocateBoard(rank);
     }
     Form(1, budget_ns);
   }
@@ -79,6 +82,8 @@ class World {
       cudaStreamDestroy(streams_[rank]);
       cudaFree(scratch_[rank]);
       cudaFree(groups_[rank]);
+      cudaFreeHost(boards_[rank].host);
+      cudaFree(boards_[rank].device);
     }
     cudaFreeHost(poison_);
     cudaFreeHost(records_);
@@ -110,6 +115,7 @@ class World {
       group.budget_ns = budget_ns;
       group.poison_generation = poison_;
       group.record = records_ + rank;
+      group.progress = ProgressOf(rank);
       group.scratch = scratch_[rank];
       group.open = 1;
       CHECK_CUDA(cudaMemcpy(groups_[rank], &group, sizeof(group), cudaMemcpyHostToDevice));
@@ -152,6 +158,44 @@ class World {
   uint8_t* window(int rank) const { return reinterpret_cast<uint8_t*>(base_ + rank * stride_); }
 
  private:
+  // What a rank tells: of each record one, in host memory, and the sums behind them on the device.
+  struct Board {
+    uint8_t* host;
+    uint8_t* device;
+  };
+  static constexpr int64_t kHandleBytes =
+      ep_runtime::kMaxHandles * static_cast<int64_t>(sizeof(ep_runtime::HandleRecord));
+  static constexpr int64_t kRowsBytes =
+      ep_runtime::kMaxHandles * static_cast<int64_t>(sizeof(ep_runtime::DeviceRows));
+  static constexpr int64_t kTotalsBytes =
+      ep_runtime::kMaxHandles * static_cast<int64_t>(sizeof(ep_runtime::cuda::HandleTotals));
+
+  void AllocateBoard(int rank) {
+    const int64_t tally = ep_runtime::TallyLayout(sizes_).tally_bytes;
+    const int64_t host = ep_runtime::kPageBytes + kHandleBytes + kRowsBytes + tally;
+    CHECK_CUDA(cudaHostAlloc(&boards_[rank].host, host, cudaHostAllocPortable));
+    CHECK_CUDA(cudaMalloc(&boards_[rank].device, kTotalsBytes + tally));
+    std::memset(boards_[rank].host, 0, host);
+    CHECK_CUDA(cudaMemset(boards_[rank].device, 0, kTotalsBytes + tally));
+  }
+  ep_runtime::cuda::Progress ProgressOf(int rank) const {
+    const ep_runtime::TallyLayout layout(sizes_);
+    const Board& board = boards_[rank];
+    ep_runtime::cuda::Progress progress{};
+    progress.now_ns = reinterpret_cast<uint64_t*>(board.host);
+    progress.rank = board.host + sizeof(ep_runtime::RankRecord);
+    progress.handles = board.host + ep_runtime::kPageBytes;
+    progress.device_rows = board.host + ep_runtime::kPageBytes + kHandleBytes;
+    progress.totals = reinterpret_cast<ep_runtime::cuda::HandleTotals*>(board.device);
+    progress.counts_calls = rank == 0;
+    progress.tally.sums = board.device + kTotalsBytes;
+    progress.tally.board = board.host + ep_runtime::kPageBytes + kHandleBytes + kRowsBytes;
+    progress.tally.peers_offset = layout.peers_offset;
+    progress.tally.loads_offset = layout.loads_offset;
+    progress.tally.load_bytes = layout.load_bytes;
+    progress.tally.experts = sizes_.experts_per_rank();
+    return progress;
+  }
   void MapWindows() {
     CUmemAllocationProp prop{};
     prop.type = CU_MEM_ALLOCATION_TYPE_PINNED;
@@ -195,6 +239,7 @@ class World {
   std::vector<CUmemGenericAllocationHandle> memory_;
   uint64_t* poison_ = nullptr;
   FailRecord* records_ = nullptr;
+  std::vector<Board> boards_;
   std::vector<DeviceGroup*> groups_;
   std::vector<int32_t*> scratch_;
   std::vector<cudaStream_t> streams_;

@@ -142,12 +142,15 @@ void Data::FillOperands() {
                               row_group_);
   Fill<<<kBlocks, kThreads>>>(rhs_, c.rhs_type, rhs_rows(), out, 2, 1.0f, c.whole_numbers,
                               by_expert ? row_group_ : nullptr);
-  if (!c.transposed()) return;
   const auto poisoned = [&](int64_t bytes) {
     void* memory = Allocate(bytes);
     CHECK_CUDA(cudaMemset(memory, 0xFF, bytes));
     return memory;
   };
+  if (c.type == FloatType::kTF32 && c.product == GemmProduct::kForward) {
+    rhs_copy_ = poisoned(rhs_rows() * out * BytesOf(c.type));
+  }
+  if (!c.transposed()) return;
   const int64_t padded = c.slabs * ec::gemm::PaddedSlabRows(c.slab_rows, c.groups_per_slab());
   const int64_t each = BytesOf(c.type);
   if (by_expert) transposed_lhs_ = poisoned(lhs_width() * padded * each);
@@ -257,6 +260,7 @@ ec::GroupedGemmParams Data::Params() const {
   params.group_sizes = sizes_;
   params.lhs = transposed_lhs_ != nullptr ? transposed_lhs_ : lhs_;
   params.rhs = transposed_rhs_ != nullptr ? transposed_rhs_ : rhs_;
+  params.rhs_copy = rhs_copy_;
   params.lhs_scale = lhs_scale_;
   params.rhs_scale = rhs_scale_;
   params.bias = bias_;

@@ -55,7 +55,7 @@ struct GemmCase {
   bool can_be_pair() const {
     return out_features % 128 == 0 && (product == GemmProduct::kWeightGrad || !narrow());
   }
-  // Products want transposed copies.
+  // Products want transposed copies, which a forward one of tf32 makes itself.
   bool transposed() const {
     return product == GemmProduct::kWeightGrad ? ec::BytesOf(type) != 2
                                                : narrow() && product == GemmProduct::kForward;
@@ -132,6 +132,7 @@ class Data {
   void* rhs_ = nullptr;
   void* transposed_lhs_ = nullptr;  // transposed copies; null: the product takes the operand itself
   void* transposed_rhs_ = nullptr;
+  void* rhs_copy_ = nullptr;  // that the product makes
   float* lhs_scale_ = nullptr;
   float* rhs_scale_ = nullptr;
   void* bias_ = nullptr;

@@ -132,13 +132,6 @@ void AddWide(const GemmCase& c, std::vector<GemmCase>* all) {
       all->push_back(Tuned(other));
     }
   }
-  if (c.product == GemmProduct::kForward) return;
-  GemmCase other = c;
-  other.tuning = {8, true};
-  all->push_back(other);
-  other.type = other.rhs_type = other.out_type = FloatType::kF16;
-  other.tuning = {8, true};
-  all->push_back(other);
 }
 
 void AddNarrow(const GemmCase& c, std::vector<GemmCase>* all) {
@@ -196,8 +189,6 @@ GemmCase RandomCase(std::mt19937& random, Kind kind) {
     (c.product == GemmProduct::kWeightGrad ? c.rhs_type : c.type) = FloatType::kE5M2;
   }
   c = Tuned(c);
-  const bool queues = wide && way != 0 && c.product != GemmProduct::kForward;
-  c.tuning.queued = queues && below(2) == 0;
   c.tuning.band = 1 + below(9);
   if (c.out_features >= 128 && below(4) == 0) {
     c.out_features = c.out_features / 128 * 128;

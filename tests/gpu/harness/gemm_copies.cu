@@ -131,10 +131,12 @@ bool CheckRows(const RowCase& c, int number) {
   return Say("transposed rows", number, CountDifferent(to.Read(), want));
 }
 
+template <typename T>
 bool CheckPlanes(int planes, int lines, int width, int number) {
-  const Mirror<uint8_t> from(RandomBytes(int64_t{planes} * lines * width, number));
-  std::vector<uint8_t> want(from.host.size());
-  const Mirror<uint8_t> to(std::vector<uint8_t>(want.size(), kPoison));
+  const Mirror<T> from(RandomValues<T>(int64_t{planes} * lines * width, number));
+  std::vector<T> want(from.host.size());
+  std::memset(want.data(), kPoison, want.size() * sizeof(T));
+  const Mirror<T> to(want);
   for (int64_t p = 0; p < planes; ++p) {
     for (int64_t l = 0; l < lines; ++l) {
       for (int64_t w = 0; w < width; ++w) {
@@ -142,8 +144,14 @@ bool CheckPlanes(int planes, int lines, int width, int number) {
       }
     }
   }
-  CHECK_CUDA(ec::gemm::LaunchTranspose(
-      nullptr, ec::gemm::TransposedPlanes{from.device, to.device, planes, lines, width}));
+  if constexpr (sizeof(T) == 1) {
+    CHECK_CUDA(ec::gemm::LaunchTranspose(
+        nullptr, ec::gemm::TransposedPlanes{from.device, to.device, planes, lines, width}));
+  } else {
+    CHECK_CUDA(ec::gemm::LaunchTranspose(
+        nullptr,
+        ec::gemm::TransposedFloatPlanes{from.device, to.device, planes, lines, width, width}));
+  }
   return Say("transposed planes", number, CountDifferent(to.Read(), want));
 }
 
@@ -252,7 +260,10 @@ int CheckCopies(int* all) {
     }
   }
   const int planes[][3] = {{1, 16, 16}, {3, 128, 128}, {2, 144, 272}, {5, 400, 1024}};
-  for (const auto& p : planes) wrong += !CheckPlanes(p[0], p[1], p[2], ++number);
+  for (const auto& p : planes) {
+    wrong += !CheckPlanes<uint8_t>(p[0], p[1], p[2], ++number);
+    wrong += !CheckPlanes<float>(p[0], p[1] - 4, p[2] - 4, ++number);
+  }
   std::printf("copies: %d of %d cases failed\n", wrong, number);
   *all += number;
   return wrong;

@@ -1,6 +1,6 @@
 // Grouped products against sums in f64, and times beside one product of the same work.
 //   gemm_main check|small [16|8|32|copies]     nothing: all of them
-//   gemm_main time [16|8|32|weights|copies]
+//   gemm_main time [16|8|32|copies]
 #include <unistd.h>
 
 #include <algorithm>
@@ -26,11 +26,11 @@ void OnAlarm(int) {
 void Describe(const GemmCase& c) {
   std::printf(
       "%s, %s, %s x %s -> %s, %d x %d rows, %d experts, K' %d, N' %d, band "
-      "%d%s%s%s%s%s, "
+      "%d%s%s%s%s, "
       "sizes",
       c.name.c_str(), Name(c.product), Name(c.type), Name(c.rhs_type), Name(c.out_type), c.slabs,
       c.slab_rows, c.experts, c.in_features, c.out_features, c.tuning.band,
-      c.tuning.queued ? ", queued" : "", c.scaling == GemmScaling::kBlock ? ", block scales" : "",
+      c.scaling == GemmScaling::kBlock ? ", block scales" : "",
       c.whole_numbers ? ", whole numbers" : "", c.pair ? ", pair" : "",
       c.clear_slack ? ", slack cleared"
       : c.bias      ? ", bias"
@@ -124,7 +124,6 @@ int TimeAll(const char* part) {
   if (Wants("16", part)) TimeWide();
   if (Wants("8", part)) TimeNarrow();
   if (Wants("32", part)) TimeTf32();
-  if (Wants("weights", part)) TimeWeights();
   return 0;
 }
 

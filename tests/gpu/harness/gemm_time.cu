@@ -79,8 +79,7 @@ void PrintHeader(const char* beside) {
 
 const char* WayOf(const GemmCase& c) {
   if (c.scaling == GemmScaling::kBlock) return "block";
-  if (c.narrow()) return "promote";
-  return c.tuning.queued || c.type == FloatType::kTF32 ? "queued" : "direct";
+  return c.narrow() ? "promote" : "whole";
 }
 
 // Up to the speed, without an end of the line.
@@ -161,23 +160,6 @@ void TimeTf32() {
         for (const char* load : {"even", "zipf"}) {
           const double wide = PrintTime(CaseOf(load, product, shape, groups), 0);
           PrintTime(CaseOf(load, product, shape, groups, Kind::kTf32), wide);
-        }
-      }
-    }
-  }
-}
-
-void TimeWeights() {
-  PrintHeader("of direct");
-  for (const auto& shape : kShapes) {
-    for (const int groups : {8, 32, 128}) {
-      for (const char* load : {"even", "zipf"}) {
-        GemmCase c = CaseOf(load, GemmProduct::kWeightGrad, shape, groups);
-        c.tuning = {8, false};
-        const double direct = PrintTime(c, 0);
-        for (const int band : {1, 8}) {
-          c.tuning = {band, true};
-          PrintTime(c, direct);
         }
       }
     }

@@ -10,8 +10,6 @@ void TimeWide();
 void TimeNarrow();
 // tf32 products beside bf16 ones.
 void TimeTf32();
-// Both kernels of the weight gradient, few rows a group and many.
-void TimeWeights();
 
 }  // namespace gemm_test
 

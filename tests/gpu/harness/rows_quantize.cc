@@ -199,10 +199,11 @@ bool CheckBlocks(std::mt19937& random, const QuantizeCase& c) {
   const WeightsCase w(random, c, 1);
   const WeightsWanted want(c, w, {});
   const Memory x(w.values), data(want.data.size()), scale(w.blocks() * 4);
-  const ec::QuantizeBlocksParams params{
-      c.type,         c.format,           w.count,          w.rows, w.middle, c.width, x.as(),
-      c.power_of_two, data.as<uint8_t>(), scale.as<float>()};
-  if (!RunTwice([&] { return ec::LaunchQuantizeBlocks(nullptr, params); }, {&data, &scale},
+  const ec::QuantizeWeightsParams params{
+      c.type,  c.format,         w.count, w.rows,         w.middle,
+      c.width, x.as(),           nullptr, c.power_of_two, data.as<uint8_t>(),
+      nullptr, scale.as<float>()};
+  if (!RunTwice([&] { return ec::LaunchQuantizeWeights(nullptr, params); }, {&data, &scale},
                 c.name("blocks"))) {
     return false;
   }

@@ -232,24 +232,13 @@ void TimeKernels(Timer* timer) {
   const int64_t values = int64_t{kGroups} * kHidden * kWide;
   const auto w = Values(values);
   const Memory data(values), scale(values / 4096);
-  const ec::QuantizeBlocksParams params{
-      RowType::kBF16, Fp8Format::kE4M3,   kGroups,          kHidden, 1, kWide, w->as(),
-      false,          data.as<uint8_t>(), scale.as<float>()};
-  timer->Print("quantize 128 x 128, 32 weights", 3.0 * values,
-               [&] { return ec::LaunchQuantizeBlocks(nullptr, params); });
   const Memory transposed(values), given(std::vector<float>(kGroups, 0.01f));
-  ec::QuantizeWeightsParams both{RowType::kBF16,
-                                 Fp8Format::kE4M3,
-                                 kGroups,
-                                 kHidden,
-                                 1,
-                                 kWide,
-                                 w->as(),
-                                 nullptr,
-                                 false,
-                                 data.as<uint8_t>(),
-                                 transposed.as<uint8_t>(),
-                                 scale.as<float>()};
+  ec::QuantizeWeightsParams both{
+      RowType::kBF16, Fp8Format::kE4M3,   kGroups, kHidden,          1, kWide, w->as(), nullptr,
+      false,          data.as<uint8_t>(), nullptr, scale.as<float>()};
+  timer->Print("quantize 128 x 128, 32 weights", 3.0 * values,
+               [&] { return ec::LaunchQuantizeWeights(nullptr, both); });
+  both.transposed = transposed.as<uint8_t>();
   timer->Print("quantize 128 x 128 in both layouts, 32 weights", 4.0 * values,
                [&] { return ec::LaunchQuantizeWeights(nullptr, both); });
   both.given_scale = given.as<float>();

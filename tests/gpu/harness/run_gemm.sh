@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Builds the grouped products with their harness, checks them against sums in f64 and times them.
 #   tests/gpu/harness/run_gemm.sh build     compile only (no GPU needed)
-#   tests/gpu/harness/run_gemm.sh [check|small|time|sanitize|dense|all] [16|8|32|weights|copies]
+#   tests/gpu/harness/run_gemm.sh [check|small|time|sanitize|dense|all] [16|8|32|copies]
 # The second word picks a part of check, small and time. dense: the same work as one torch.matmul. NVCC, OBJECTS, BUILD_DIR and PYTHON may be set.
 set -euo pipefail
 cd "$(dirname "$0")/../../.."

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Builds the kernels with their harness, checks them against the reference and times them.
 #   tests/gpu/harness/run_kernels.sh build            compile only (no GPU needed)
-#   tests/gpu/harness/run_kernels.sh [check|time|quick|warps|sanitize|all] [ranks]
+#   tests/gpu/harness/run_kernels.sh [check|time|few|warps|sanitize|all] [ranks]
 # Without ranks: one per GPU; more ranks than GPUs share them. NVCC, OBJECTS and BUILD_DIR may be set.
 set -euo pipefail
 cd "$(dirname "$0")/../../.."
@@ -20,7 +20,7 @@ build_all() {
 if [ "$what" = build ] || ! [ -x "$program" ]; then build_all; fi
 case $what in
   build) ;;
-  check | time | quick | warps) "$program" "$what" $ranks ;;
+  check | time | few | warps) "$program" "$what" $ranks ;;
   sanitize)
     for tool in memcheck racecheck; do
       compute-sanitizer --tool "$tool" --error-exitcode 3 "$program" small "${ranks:-2}"
@@ -31,7 +31,7 @@ case $what in
     "$program" time $ranks
     ;;
   *)
-    echo "unknown: $what (build, check, time, quick, warps, sanitize or all)" >&2
+    echo "unknown: $what (build, check, time, few, warps, sanitize or all)" >&2
     exit 2
     ;;
 esac

@@ -2,6 +2,8 @@
 #ifndef EP_RUNTIME_TESTS_GPU_TIMED_CASE_H_
 #define EP_RUNTIME_TESTS_GPU_TIMED_CASE_H_
 
+#include <dlfcn.h>
+
 #include <algorithm>
 #include <cmath>
 #include <functional>
@@ -15,7 +17,27 @@ constexpr int kWidth = 7168;  // unless another is asked for
 constexpr int kTopK = 8;
 constexpr int kExperts = 256;
 constexpr int kIterations = 10;
-constexpr int kRepeats = 5;
+constexpr int kRepeats = 11;
+
+// What the first GPUs have drawn so far, in mJ, by NVML's counters; 0 where there are none.
+inline double DrawnMillijoules(int gpus) {
+  static void* nvml = dlopen("libnvidia-ml.so.1", RTLD_NOW);
+  if (nvml == nullptr) return 0;
+  const auto init = reinterpret_cast<int (*)()>(dlsym(nvml, "nvmlInit_v2"));
+  const auto find =
+      reinterpret_cast<int (*)(unsigned, void**)>(dlsym(nvml, "nvmlDeviceGetHandleByIndex_v2"));
+  const auto read = reinterpret_cast<int (*)(void*, unsigned long long*)>(
+      dlsym(nvml, "nvmlDeviceGetTotalEnergyConsumption"));
+  double sum = 0;
+  if (init() != 0) return 0;
+  for (int gpu = 0; gpu < gpus; ++gpu) {
+    void* device = nullptr;
+    unsigned long long drawn = 0;
+    if (find(gpu, &device) != 0 || read(device, &drawn) != 0) return 0;
+    sum += static_cast<double>(drawn);
+  }
+  return sum;
+}
 
 enum class Routing { kUniform, kZipf, kOneRank };
 
@@ -40,12 +62,16 @@ enum : uint32_t { kTokens = 100, kExpertOut = 200 };
 
 class TimedCase {
  public:
-  TimedCase(World& world, int tokens, Routing routing, int width = kWidth)
+  TimedCase(World& world, int tokens, Routing routing, int width = kWidth, int alignment = 128,
+            int row_alignment = 128)
       : world_(world), n_(world.ranks()), width_(width), routing_(routing), data_(world.ranks()) {
     const int local = kExperts / n_;
     const int64_t rows = int64_t{n_} * tokens * std::min(kTopK, local);
-    const auto capacity = static_cast<int>(ep_runtime::AlignUp(rows + 127 * local, 128));
-    c_ = {"bench", n_, tokens, width_, kTopK, kExperts, 128, capacity, RowType::kBF16, 0, false};
+    const auto capacity =
+        static_cast<int>(ep_runtime::AlignUp(rows + (alignment - 1) * local, 128));
+    c_ = {"bench",   n_,       tokens,         width_, kTopK, kExperts,
+          alignment, capacity, RowType::kBF16, 0,      false};
+    c_.given_row_alignment = row_alignment;
     std::mt19937 random(tokens);
     double sum = 0;
     for (int e = 0; e < kExperts; ++e) {
@@ -72,8 +98,8 @@ class TimedCase {
                                                     {1, nullptr, 0},
                                                     Sizes(),
                                                     kExperts,
-                                                    128,
-                                                    128,
+                                                    c_.alignment,
+                                                    c_.row_alignment(),
                                                     d.idx->as<int32_t>(),
                                                     d.plan->buffers<int32_t>(),
                                                     nullptr,
@@ -121,6 +147,12 @@ class TimedCase {
     params.op = ep_runtime::OpCode::kDispatchBwd;
     params.d_weights = d.recv_weights->as<float>();
     params.d_topk_weights = d.d_tokens->as<float>();
+    CHECK_CUDA(ec::LaunchCombine(world_.stream(r), params));
+  }
+  // Of what the last dispatch brought, as it lies there.
+  void CombineReceived(int r, const ec::CombineGrid& grid) {
+    ec::CombineParams params = CombineOf(r, grid, false, CombinePrecision::kFast);
+    params.rows = data_[r].recv->as<void>();
     CHECK_CUDA(ec::LaunchCombine(world_.stream(r), params));
   }
   void Combine(int r, const ec::CombineGrid& grid, bool weighted, CombinePrecision precision) {
@@ -172,8 +204,9 @@ class TimedCase {
          kTopK, width_ * 2, blocks, warps, d.d_weights->as<int32_t>()}));
   }
 
-  // Median us of one iteration, the slowest rank each time; replays captured iterations.
-  double Time(const std::function<void(int)>& enqueue) {
+  // Median us of one iteration, the slowest rank each time; replays captured iterations. With `mj`
+  // also how many mJ one takes on all GPUs together, 0 where nothing counts them.
+  double Time(const std::function<void(int)>& enqueue, double* mj = nullptr) {
     std::vector<cudaGraphExec_t> graphs(n_);
     std::vector<cudaEvent_t> before(n_), after(n_);
     for (int r = 0; r < n_; ++r) {
@@ -209,14 +242,16 @@ class TimedCase {
       }
       if (i > 0) times.push_back(slowest * 1e3 / kIterations);
     }
+    std::sort(times.begin(), times.end());
+    const double us = times[times.size() / 2];
+    if (mj != nullptr) *mj = CountMillijoules(graphs, us);
     for (int r = 0; r < n_; ++r) {
       world_.Use(r);
       cudaGraphExecDestroy(graphs[r]);
       cudaEventDestroy(before[r]);
       cudaEventDestroy(after[r]);
     }
-    std::sort(times.begin(), times.end());
-    return times[times.size() / 2];
+    return us;
   }
 
   // Whole plans, and a sample of rows.
@@ -244,6 +279,19 @@ class TimedCase {
   }
 
  private:
+  // The counter moves some ten times a second.
+  double CountMillijoules(const std::vector<cudaGraphExec_t>& graphs, double us) {
+    const int launches = std::max(1, static_cast<int>(300e3 / (us * kIterations)));
+    const double before = DrawnMillijoules(world_.gpus());
+    for (int i = 0; i < launches; ++i) {
+      for (int r = 0; r < n_; ++r) {
+        world_.Use(r);
+        CHECK_CUDA(cudaGraphLaunch(graphs[r], world_.stream(r)));
+      }
+    }
+    world_.Synchronize();
+    return (DrawnMillijoules(world_.gpus()) - before) / (launches * kIterations);
+  }
   int RandomExpert(std::mt19937& random) const {
     if (routing_ == Routing::kOneRank) return static_cast<int>(random() % kTopK);
     const double at = std::uniform_real_distribution<double>(0, popularity_.back())(random);

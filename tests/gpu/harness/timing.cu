@@ -38,13 +38,12 @@ class Table {
   void Dispatch(const DispatchGrid& grid) {
     const double us = timed_.Time([&](int r) { timed_.Dispatch(r, grid); });
     Row("dispatch", grid.push_blocks, grid.place_blocks, us,
-        " warps " + std::to_string(grid.warps) + " buffers " + std::to_string(grid.buffers));
+        " warps " + std::to_string(grid.warps));
   }
   // Before what the check looks at is made.
   void DispatchNarrow(const DispatchGrid& grid) {
     const double us = timed_.Time([&](int r) { timed_.DispatchNarrow(r, grid); });
-    Print("dispatch of 8-bit rows with scales, warps " + std::to_string(grid.warps) + " buffers " +
-              std::to_string(grid.buffers),
+    Print("dispatch of 8-bit rows with scales, warps " + std::to_string(grid.warps),
           std::to_string(grid.push_blocks) + "+" + std::to_string(grid.place_blocks), us,
           timed_.RemoteBytes() * (1 + 4.0 / 128) / 2);
   }
@@ -79,8 +78,26 @@ class Table {
               std::to_string(combine.sum_blocks),
           us, 0);
   }
+  // Before what the check looks at is made.
+  void Round(const DispatchGrid& dispatch, const CombineGrid& combine) {
+    const auto round = [&](int r) {
+      timed_.Prepare(r, 32);
+      timed_.Dispatch(r, dispatch);
+      timed_.CombineReceived(r, combine);
+    };
+    WithEnergy("prepare + dispatch + combine", round);
+  }
+  void DispatchWithEnergy(const DispatchGrid& grid) {
+    WithEnergy("dispatch", [&](int r) { timed_.Dispatch(r, grid); });
+  }
 
  private:
+  void WithEnergy(const char* what, const std::function<void(int)>& enqueue) {
+    double mj = 0;
+    const double us = timed_.Time(enqueue, &mj);
+    std::printf("%s: %.1f us %.2f mJ\n", what, us, mj);
+    std::fflush(stdout);
+  }
   static void Print(const std::string& what, const std::string& blocks, double us, double bytes) {
     std::printf("%s %s: %.1f us", what.c_str(), blocks.c_str(), us);
     if (bytes > 0) std::printf(" %.1f GB/s", bytes / us / 1e3);
@@ -124,14 +141,8 @@ int TimeUniform(World& world, int tokens) {
                         {20, 20},
                         {12, 36},
                         {16, 48}}) {
-    table.Dispatch({g.first, g.second, 7, 2});
+    table.Dispatch({g.first, g.second});
   }
-  table.Dispatch({10, 30, 5, 3});
-  table.Dispatch({10, 30, 5, 2});
-  table.Dispatch({8, 24, 7, 3});
-  table.Dispatch({10, 30, 7, 3});
-  table.Dispatch({12, 36, 7, 3});
-  table.Dispatch({10, 30, 6, 4});
   for (const auto& g : {std::pair<int, int>{16, 8},
                         {20, 12},
                         {24, 16},
@@ -156,40 +167,7 @@ int TimeUniform(World& world, int tokens) {
   return timed.Check();
 }
 
-// What changes with combine's blocks, in seconds.
-int TimeQuick(World& world, int tokens) {
-  TimedCase timed(world, tokens, Routing::kUniform);
-  PrintHead(timed, "uniform", world.ranks());
-  Table table(timed);
-  table.Prepare(32);
-  table.Ceilings({32, 40, 48});
-  for (const DispatchGrid& grid : {DispatchGrid{12, 28}, {16, 24}, {20, 44}}) {
-    table.DispatchNarrow(grid);
-    table.Dispatch(grid);
-  }
-  for (const auto& g : {std::pair<int, int>{20, 12},
-                        {24, 8},
-                        {24, 16},
-                        {28, 12},
-                        {30, 10},
-                        {32, 8},
-                        {36, 4},
-                        {28, 20},
-                        {34, 14},
-                        {36, 12},
-                        {40, 8}}) {
-    table.Combine({g.first, g.second});
-  }
-  table.Combine({}, true);
-  table.Combine({}, false, CombinePrecision::kExact);
-  table.Combine({}, false, CombinePrecision::kFp8);
-  table.DispatchBwd({});
-  // The check looks at the fast sums.
-  table.Combine({});
-  return timed.Check();
-}
-
-// Rows of a few KB, of 16 bits and of 8: how many warps and buffers they want.
+// Rows of a few KB, of 16 bits and of 8: how many warps they want.
 int TimeWarps(World& world, int width) {
   TimedCase timed(world, 8192, Routing::kUniform, width);
   PrintHead(timed, "uniform", world.ranks());
@@ -197,8 +175,8 @@ int TimeWarps(World& world, int width) {
   table.Prepare(32);
   table.Ceilings({40, 64, 128});
   for (const auto& g : {std::pair<int, int>{12, 28}, {20, 20}, {20, 44}, {30, 98}}) {
-    for (const auto& w : {std::pair<int, int>{7, 2}, {10, 2}, {14, 2}, {14, 4}}) {
-      const DispatchGrid grid{g.first, g.second, w.first, w.second};
+    for (int warps : {7, 10, 14}) {
+      const DispatchGrid grid{g.first, g.second, warps};
       table.DispatchNarrow(grid);
       table.Dispatch(grid);
     }
@@ -209,20 +187,29 @@ int TimeWarps(World& world, int width) {
   return timed.Check();
 }
 
-int TimeDecode(World& world) {
-  TimedCase timed(world, 128, Routing::kUniform);
-  PrintHead(timed, "uniform", world.ranks());
-  Table table(timed);
-  for (int blocks : {8, 16, 32}) table.Prepare(blocks);
-  for (const DispatchGrid& grid : {DispatchGrid{}, {4, 12}, {8, 8}, {20, 20}, {16, 48}}) {
-    table.Dispatch(grid);
+// What few tokens take, as calls of a group of alignment 8, and dispatch as block calls have it.
+int TimeFew(World& world) {
+  int wrong = 0;
+  for (int tokens : {1, 8, 32, 128}) {
+    TimedCase timed(world, tokens, Routing::kUniform, kWidth, 8, 8);
+    PrintHead(timed, "uniform", world.ranks());
+    Table table(timed);
+    table.Prepare(32);
+    table.Round({20, 44}, {38, 26});
+    table.Dispatch({20, 44});
+    table.Combine({38, 26});
+    wrong += timed.Check();
   }
-  for (const CombineGrid& grid : {CombineGrid{}, {8, 8}, {32, 32}}) table.Combine(grid);
-  table.Pair({4, 12}, {8, 8});
-  table.Pair({20, 20}, {24, 16});
-  table.Pair({16, 48}, {32, 32});
-  table.Pair({}, {});
-  return timed.Check();
+  for (int tokens : {128, 4096, 8192}) {
+    TimedCase timed(world, tokens, Routing::kUniform, kWidth, 128, 1);
+    PrintHead(timed, "uniform, rows side by side,", world.ranks());
+    Table table(timed);
+    table.Prepare(32);
+    table.DispatchWithEnergy({20, 44});
+    table.Combine({38, 26});
+    wrong += timed.Check();
+  }
+  return wrong;
 }
 
 int TimeSkewed(World& world, Routing routing, const char* name) {
@@ -246,12 +233,8 @@ int TimeAll(int ranks, int gpus, const std::string& what) {
     for (int width : {2048, 7168}) wrong += TimeWarps(world, width);
     return wrong;
   }
-  if (what == "quick") {
-    for (int tokens : {8192, 4096, 128}) wrong += TimeQuick(world, tokens);
-    return wrong;
-  }
-  wrong += TimeUniform(world, 8192);
-  wrong += TimeUniform(world, 4096) + TimeDecode(world);
+  if (what == "few") return TimeFew(world);
+  wrong += TimeUniform(world, 8192) + TimeUniform(world, 4096) + TimeFew(world);
   return wrong + TimeSkewed(world, Routing::kZipf, "Zipf") +
          TimeSkewed(world, Routing::kOneRank, "all-to-one");
 }

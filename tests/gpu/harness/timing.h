@@ -6,8 +6,8 @@
 namespace gpu_test {
 
 // Times prepare, dispatch and combine beside the link's ceiling; returns how many sampled rows are
-// wrong. `what`: "time" for all, "quick" for what changes with combine's blocks, "warps" for what
-// changes with dispatch's warps.
+// wrong. `what`: "time" for all, "few" for what few tokens take, "warps" for what changes with
+// dispatch's warps.
 int TimeAll(int ranks, int gpus, const std::string& what);
 
 }  // namespace gpu_test

@@ -88,11 +88,14 @@ def forward(
     """As `plain.forward`, but rows past the last group are undefined."""
     kernels, *up = kernel_weights.taken(rhs, cast)
     rows = _cast(lhs, cast).reshape(-1, lhs.shape[-1])
-    shape = (rows.shape[0], math.prod(rhs.shape[2:]))
+    columns = math.prod(rhs.shape[2:])
+    shapes: kernel_weights.Shapes = ((rows.shape[0], columns),)
+    if rows.dtype == jnp.float32:  # and a place for the weights as such products take them
+        shapes += ((rhs.shape[0], columns, rhs.shape[1]),)
     way = {"data_grad": 0, "clear_slack": 0}
     biases = flat_bias(bias, rhs.shape[0])
     operands = (rows, kernels, biases, *up)
-    (out,) = _calls(TARGETS[0], (shape,), out_dtype, group_sizes, *operands, **way)
+    out, *_ = _calls(TARGETS[0], shapes, out_dtype, group_sizes, *operands, **way)
     return out.reshape(*lhs.shape[:-1], *rhs.shape[2:])
 
 

@@ -7,9 +7,9 @@ own among them; for any higher one grouped GEMMs stay with XLA.
 Rows and weights may also be f32 and a 16-bit float, which tf32 holds as it is: that one is cast.
 
 The kernels take K' and N' that are multiples of 4, on GPUs that `kernels_16.py` serves, whose
-calls take f32 rows too. The weight's gradient has one of its own: the tensor cores want tf32
-operands with the contracted dim along memory, as 8-bit ones (`kernels_8.py`), and both are
-copied and transposed first.
+calls take f32 rows too, and transpose the weights going forward: the tensor cores want tf32
+operands with the contracted dim along memory, as 8-bit ones (`kernels_8.py`). The weight's
+gradient has a call of its own, for which both operands are copied and transposed first.
 
 Letters as in `kernels_16.py`.
 """

@@ -1,5 +1,4 @@
-// Copies of 8-bit values, and of rows of f32 ones, with the dim along memory that products
-// contract.
+// Copies of 8-bit and f32 values with the dim along memory that products contract.
 #ifndef EP_RUNTIME_CUDA_GEMM_COPIES_TRANSPOSE_H_
 #define EP_RUNTIME_CUDA_GEMM_COPIES_TRANSPOSE_H_
 
@@ -48,6 +47,19 @@ struct TransposedFloatRows {
   const int32_t* wanted = nullptr;  // as above
 };
 cudaError_t LaunchTranspose(cudaStream_t stream, const TransposedFloatRows& rows);
+
+// Planes of f32 values, both dims multiples of 4, to the first lines of planes of `to_lines` lines
+// each: [planes, lines, width] -> [planes, to_lines, lines].
+struct TransposedFloatPlanes {
+  const float* from;
+  float* to;
+  int32_t planes;
+  int32_t lines;
+  int32_t width;
+  int32_t to_lines;
+  const int32_t* wanted = nullptr;  // as above
+};
+cudaError_t LaunchTranspose(cudaStream_t stream, const TransposedFloatPlanes& planes);
 
 }  // namespace gemm
 }  // namespace cuda

@@ -22,6 +22,7 @@ struct FloatPlace {
   int64_t pitch;      // of `to`
   int32_t width;      // of a line of `from`
   int32_t lines;      // that there are; zeros stand for the others
+  int32_t stored;     // values of a column that are written
 };
 
 __device__ __forceinline__ void ReadTile(const FloatPlace& place, int32_t column, float4* tile) {
@@ -55,7 +56,7 @@ __device__ __forceinline__ void WriteTile(const FloatPlace& place, int32_t colum
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     const int inside = FloatColumn(threadIdx.x, i);
-    if (column + inside >= place.width) continue;
+    if (column + inside >= place.width || 4 * four >= place.stored) continue;
     *reinterpret_cast<float4*>(place.to + (column + inside) * place.pitch + 4 * four) =
         tile[TransposedVector(inside, four)];
   }
@@ -82,7 +83,19 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerProcessor)
   if (found.size == 0) return;
   const int64_t line = PaddedSlabRows(rows.groups.slab_rows, rows.groups.groups_per_slab);
   TransposeLines({rows.from + static_cast<int64_t>(found.start) * rows.width,
-                  rows.to + slab * line + at, rows.slabs * line, rows.width, found.size});
+                  rows.to + slab * line + at, rows.slabs * line, rows.width, found.size, kLines});
+}
+
+// blockIdx.x: tile of lines, .z: plane.
+__global__ void __launch_bounds__(kThreads, kBlocksPerProcessor)
+    TransposePlanes(const TransposedFloatPlanes planes) {
+  if (LeftOut(planes.wanted)) return;
+  const int32_t first = blockIdx.x * kLines;
+  const int64_t plane = blockIdx.z, pitch = planes.lines;
+  const int32_t lines = min(planes.lines - first, kLines);
+  TransposeLines({planes.from + (plane * planes.lines + first) * planes.width,
+                  planes.to + plane * planes.to_lines * pitch + first, pitch, planes.width, lines,
+                  lines});
 }
 
 dim3 Grid(int64_t lines, int32_t width, int32_t planes) {
@@ -98,6 +111,13 @@ cudaError_t LaunchTranspose(cudaStream_t stream, const TransposedFloatRows& rows
   const int64_t line = PaddedSlabRows(rows.groups.slab_rows, rows.groups.groups_per_slab);
   if (rows.slabs == 0 || line == 0 || rows.width == 0) return cudaSuccess;
   TransposeRows<<<Grid(line, rows.width, rows.slabs), kThreads, 0, stream>>>(rows);
+  return cudaGetLastError();
+}
+
+cudaError_t LaunchTranspose(cudaStream_t stream, const TransposedFloatPlanes& planes) {
+  if (planes.lines % 4 != 0 || planes.width % 4 != 0) return cudaErrorInvalidValue;
+  if (planes.planes == 0 || planes.lines == 0 || planes.width == 0) return cudaSuccess;
+  TransposePlanes<<<Grid(planes.lines, planes.width, planes.planes), kThreads, 0, stream>>>(planes);
   return cudaGetLastError();
 }
 

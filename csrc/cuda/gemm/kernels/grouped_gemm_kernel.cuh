@@ -3,51 +3,80 @@
 // A block is a warpgroup that loads and two that multiply, each 64 rows of a 128-row output tile;
 // two blocks are a cluster and load what their tiles share once. The multiplying warpgroups never
 // wait for each other: while one stores its rows the other has the tensor cores.
+//
+// The loading warp, which is ahead anyway, tells the multiplying ones through shared memory which
+// rows they sum for which tile: walking the schedule and looking for a group's rows take as long as
+// the products of some hundred rows. It may draw tickets for tiles, where other launches work at
+// the same product. Sums of 8-bit operands leave the tensor cores every stage.
 #ifndef EP_RUNTIME_CUDA_GEMM_KERNELS_GROUPED_GEMM_KERNEL_CUH_
 #define EP_RUNTIME_CUDA_GEMM_KERNELS_GROUPED_GEMM_KERNEL_CUH_
 
 #include "cuda/bulk_copy.cuh"
-#include "cuda/gemm/kernels/kernel_arguments.cuh"
-#include "cuda/gemm/product/product.h"
-#include "cuda/gemm/tile/async_copy.cuh"
+#include "cuda/gemm/kernels/instances.h"
+#include "cuda/gemm/kernels/promoted_sums.cuh"
+#include "cuda/gemm/kernels/stages.cuh"
 #include "cuda/gemm/tile/ring.cuh"
 #include "cuda/gemm/tile/store_tile.cuh"
-#include "cuda/gemm/tile/tile_schedule.cuh"
-#include "cuda/gemm/tile/wgmma.cuh"
+#include "cuda/gemm/tile/work_queue.cuh"
+#include "cuda/shared_bytes.h"
 
 namespace ep_runtime {
 namespace cuda {
 namespace gemm {
 
-constexpr int kMultipliers = 2;  // warpgroups
-constexpr int kThreads = 128 * (kMultipliers + 1);
-// Registers of a thread, which sum to what a block has.
-constexpr int kLoaderRegisters = 40;
-constexpr int kMultiplierRegisters = 232;
+// Registers of a thread, which sum to what a block has: looking for work takes more than 40.
+constexpr int kFinderRegisters = 56;
+constexpr int kSummerRegisters = 224;
+constexpr int kBlockBytes = 227 << 10;
 
-template <GemmProduct product, typename In, typename Result>
+template <GemmProduct product, typename LhsType, typename RhsType, typename Result, Summing summing>
 struct KernelTraits {
-  using T = In;
+  using Lhs = LhsType;
+  using Rhs = RhsType;
   using Out = Result;
-  static constexpr GemmProduct kProduct = product;
-  static constexpr bool kRagged = product == GemmProduct::kWeightGrad;  // the contracted dim is
-  static constexpr Along kLhs = kRagged ? Along::kOther : Along::kContracted;
+  static constexpr Summing kSumming = summing;
+  static constexpr bool kNarrow = sizeof(Lhs) == 1;
+  static constexpr bool kTransposed = sizeof(Lhs) != 2;  // the contracted dim is along memory
+  static constexpr bool kRagged = product == GemmProduct::kWeightGrad;
+  static constexpr bool kScaled = summing == Summing::kPromoted;  // at the end
+  static constexpr bool kPromotes = summing != Summing::kWhole;
+  static_assert(sizeof(Lhs) == sizeof(Rhs), "a stage has as many elements of both");
+  static_assert(kNarrow == kPromotes, "sums of other operands are f32 anyway");
+  static constexpr bool kByBlock = summing == Summing::kByBlock;
+  static constexpr bool kByTile = summing == Summing::kByTile;
+  static_assert(!kByTile || product == GemmProduct::kWeightGrad, "rows of others have scales");
+  static constexpr Along kLhs = kRagged && !kTransposed ? Along::kOther : Along::kContracted;
   static constexpr Along kRhs =
-      product == GemmProduct::kDataGrad ? Along::kContracted : Along::kOther;
+      product == GemmProduct::kDataGrad || kTransposed ? Along::kContracted : Along::kOther;
+  static constexpr int kDepth = 128 / sizeof(Lhs);  // contracted elements of a stage
   static constexpr int kLhsPieces = kTileRows / kPieceSide;
   static constexpr int kRhsPieces = kTileColumns / kPieceSide;
   static constexpr int kLhsBytes = kLhsPieces * kPieceBytes;
   static constexpr int kStageBytes = (kLhsPieces + kRhsPieces) * kPieceBytes;
-  static constexpr int kStages = (192 << 10) / kStageBytes;
+  // A warpgroup's rows of a tile.
+  static constexpr int kHalfBytes = kStoredRows * kTileColumns * sizeof(Out);
+  // f32 tiles of 256 columns would leave no room for stages. Others gain more from a fourth stage:
+  // products that stop to add up to 18%, 16-bit ones 3 to 4%.
+  static constexpr bool kStagesWhole = summing == Summing::kByGroup && kHalfBytes <= 32 << 10;
+  static constexpr int kStaged = kStagesWhole ? kHalfBytes : kStagingBytes;
+  static constexpr int kOrder = kRagged ? kMaxExperts : 1;
+  static constexpr int kScaleBytes = kByBlock ? sizeof(StageScales) : 0;  // of a stage
+  // 512: barriers and the queue.
+  static constexpr int kStages =
+      (kBlockBytes - kMultipliers * kStaged - kOrder * 2 - 512) / (kStageBytes + kScaleBytes);
 };
 
 template <class Traits>
 struct SharedMemory {
+  static constexpr int kStages = Traits::kStages;
   uint8_t stages[Traits::kStages][Traits::kStageBytes];
-  uint8_t staging[kMultipliers][kStagingBytes];
-  uint64_t full[Traits::kStages];   // the stage's bytes are there
-  uint64_t empty[Traits::kStages];  // nobody in the cluster reads the stage
-  uint16_t order[Traits::kRagged ? kMaxExperts : 1];
+  uint8_t staging[kMultipliers][Traits::kStaged];
+  StageScales scales[Traits::kByBlock ? Traits::kStages : 1];
+  WorkQueue queue;
+  uint64_t ticket;
+  uint64_t full[Traits::kStages];
+  uint64_t empty[Traits::kStages];
+  uint16_t order[Traits::kOrder];
 };
 
 template <class Traits>
@@ -62,53 +91,20 @@ __device__ __forceinline__ auto MakeSchedule(const KernelArguments& args, const 
   }
 }
 
-// Calls body(start, size) for every range of the contracted dim that a tile sums over.
+// Calls body(group, rows, last) for the ranges that a tile sums over; group -1 has none.
 template <class Traits, class Body>
-__device__ __forceinline__ void ForEachRange(const KernelArguments& args, int expert,
-                                             const Body& body) {
+__device__ __forceinline__ void ForEachWork(const KernelArguments& args, const Tile& tile,
+                                            const Body& body) {
   if constexpr (Traits::kRagged) {
-    for (int group = expert; group < args.groups.num_groups; group += args.groups.num_experts) {
-      const Rows rows = FindRows(args.groups, group);
-      // The same in all lanes, and the compiler sees it: products are not to be in divergent code.
-      body(__shfl_sync(0xFFFFFFFFu, rows.start, 0), __shfl_sync(0xFFFFFFFFu, rows.size, 0));
+    const int stride = args.groups.num_experts;
+    if (tile.expert >= args.groups.num_groups) body(-1, Rows{0, 0}, true);
+    for (int group = tile.expert; group < args.groups.num_groups; group += stride) {
+      const Rows rows = Traits::kTransposed ? FindPaddedRows(args.groups, group, Traits::kDepth)
+                                            : FindRows(args.groups, group);
+      body(group, rows, group + stride >= args.groups.num_groups);
     }
   } else {
-    body(0, args.depth);
-  }
-}
-
-// Loads one stage of a tile's operands; what the cluster shares, each block loads half of.
-template <class Traits>
-__device__ __forceinline__ void LoadStage(const CUtensorMap* lhs_map, const Halves& rhs_maps,
-                                          const Tile& tile, int32_t depth, uint32_t rank,
-                                          uint32_t stage, uint32_t full) {
-  constexpr uint16_t kBoth = 3;
-  ExpectBytes(full, Traits::kStageBytes);
-#pragma unroll
-  for (int piece = 0; piece < Traits::kLhsPieces; ++piece) {
-    const int32_t row = tile.row + piece * kPieceSide;
-    const Coordinates at = Traits::kLhs == Along::kContracted ? Coordinates{depth, row, 0}
-                                                              : Coordinates{row, depth, 0};
-    const uint32_t to = stage + piece * kPieceBytes;
-    if (!tile.share_rows) {
-      LoadBox(lhs_map, at, to, full);
-    } else if (piece / (Traits::kLhsPieces / kClusterBlocks) == rank) {
-      LoadBoxInto(kBoth, lhs_map, at, to, full);
-    }
-  }
-#pragma unroll
-  for (int piece = 0; piece < Traits::kRhsPieces; ++piece) {
-    const int32_t column = tile.column + piece * kPieceSide;
-    const int32_t plane = Traits::kRagged ? 0 : tile.expert;
-    Coordinates at = Traits::kRhs == Along::kContracted ? Coordinates{depth, column, plane}
-                                                        : Coordinates{column, depth, plane};
-    const CUtensorMap* rhs_map = Traits::kRagged ? rhs_maps.first : FindHalf(rhs_maps, &at.x);
-    const uint32_t to = stage + Traits::kLhsBytes + piece * kPieceBytes;
-    if (tile.share_rows) {
-      LoadBox(rhs_map, at, to, full);
-    } else if (piece / (Traits::kRhsPieces / kClusterBlocks) == rank) {
-      LoadBoxInto(kBoth, rhs_map, at, to, full);
-    }
+    body(tile.group, Rows{0, args.depth}, true);
   }
 }
 
@@ -119,14 +115,23 @@ __device__ __forceinline__ void LoadTiles(const KernelArguments& args, const CUt
                                           SharedMemory<Traits>* memory) {
   const bool leads = threadIdx.x % 32 == 0;
   RingPlace<Traits::kStages> place;
+  RingPlace<kQueuedWork> next;
   Tile tile;
-  while (schedule.Next(&tile)) {
-    ForEachRange<Traits>(args, tile.expert, [&](int32_t start, int32_t size) {
+  uint32_t turn = 0;
+  const auto find = [&] {
+    if (args.tickets.words == nullptr) return schedule.Next(&tile);
+    return schedule.At(DrawTicket(args.tickets, rank, ++turn, &memory->ticket), &tile);
+  };
+  while (find()) {
+    ForEachWork<Traits>(args, tile, [&](int group, const Rows& rows, bool last) {
+      PushWork(
+          {tile.row, tile.column, tile.row_end, tile.expert, group, rows.size, last, rows.start},
+          &next, &memory->queue);
 #pragma unroll 1
-      for (int32_t done = 0; done < size; done += kTileDepth, place.Advance()) {
+      for (int32_t done = 0; done < rows.size; done += Traits::kDepth, place.Advance()) {
         if (leads) {
           WaitBarrier(SharedAddress(&memory->empty[place.stage]), place.parity ^ 1);
-          LoadStage<Traits>(lhs_map, rhs_maps, tile, start + done, rank,
+          LoadStage<Traits>(lhs_map, rhs_maps, tile, rows.start + done, rank,
                             SharedAddress(memory->stages[place.stage]),
                             SharedAddress(&memory->full[place.stage]));
         }
@@ -134,76 +139,128 @@ __device__ __forceinline__ void LoadTiles(const KernelArguments& args, const CUt
       }
     });
   }
+  PushWork({0, 0, 0, -1, -1, 0, 1, 0}, &next, &memory->queue);
+  if (args.tickets.words != nullptr && rank == 0 && leads) EndTickets(args.tickets);
 }
 
-// Zeros in the lines of `pieces` pieces from `begin` on, for the products that follow in this
-// warpgroup. Another warpgroup that shares a piece writes the same.
-__device__ __forceinline__ void ClearLines(uint8_t* first_piece, int pieces, int begin) {
-  for (int piece = 0; piece < pieces; ++piece) {
-    auto* vectors = reinterpret_cast<uint4*>(first_piece + piece * kPieceBytes);
-    constexpr int kVectors = 128 / sizeof(uint4);
-    for (int i = begin * kVectors + threadIdx.x % 128; i < kPieceSide * kVectors; i += 128) {
-      vectors[i] = make_uint4(0, 0, 0, 0);
-    }
-  }
-}
-
-// Lets the cluster's loaders have the stage: one lane tells each block.
-__device__ __forceinline__ void ReleaseStage(uint32_t empty) {
-  const uint32_t lane = threadIdx.x % 32;
-  if (lane < kClusterBlocks) ArriveAt(empty, lane);
-}
-
-// sums = this warpgroup's 64 rows of the tile.
+// sums (+)= the products of one stage; `add` is of the first ones.
 template <class Traits>
-__device__ __forceinline__ void MultiplyTile(const KernelArguments& args, const Tile& tile,
-                                             int warpgroup, SharedMemory<Traits>* memory,
-                                             RingPlace<Traits::kStages>* place,
-                                             float (&sums)[kTileColumns / 2]) {
-  constexpr int kSteps = kTileDepth / kStepDepth;
-  uint32_t busy = 0;  // barrier of the stage that products may still read; 0: none
-  if constexpr (Traits::kRagged) {
-    // An expert may have no rows.
+__device__ __forceinline__ void MultiplyStage(const uint8_t* stage, int warpgroup, uint32_t add,
+                                              float (&sums)[kTileColumns / 2]) {
+  constexpr int kSteps = 128 / 32;  // bytes of a line, of one instruction
+  const uint64_t lhs =
+      DescribeOperand<Traits::kLhs>(SharedAddress(stage + warpgroup * kPieceBytes));
+  const uint64_t rhs = DescribeOperand<Traits::kRhs>(SharedAddress(stage + Traits::kLhsBytes));
+  HoldSums(sums);
+  FenceOperands();
 #pragma unroll
-    for (int i = 0; i < kTileColumns / 2; ++i) sums[i] = 0;
-  }
-  ForEachRange<Traits>(args, tile.expert, [&](int32_t, int32_t size) {
-#pragma unroll 1
-    for (int32_t done = 0; done < size; done += kTileDepth, place->Advance()) {
-      WaitBarrier(SharedAddress(&memory->full[place->stage]), place->parity);
-      uint8_t* lhs = memory->stages[place->stage] + warpgroup * kPieceBytes;
-      uint8_t* rhs = memory->stages[place->stage] + Traits::kLhsBytes;
-      if constexpr (Traits::kRagged) {
-        // Lines of other groups follow, or of nobody, with NaN in them. The products come whole:
-        // code that takes some of them only is serialized by the compiler.
-        if (size - done < kTileDepth) {
-          ClearLines(lhs, 1, size - done);
-          ClearLines(rhs, Traits::kRhsPieces, size - done);
-          FenceSharedForCopies();
-          SyncNamed(1 + warpgroup, 128);
-        }
-      }
-      const uint64_t lhs_tile = DescribeOperand<Traits::kLhs>(SharedAddress(lhs));
-      const uint64_t rhs_tile = DescribeOperand<Traits::kRhs>(SharedAddress(rhs));
-      HoldSums(sums);
-      FenceOperands();
-#pragma unroll
-      for (int step = 0; step < kSteps; ++step) {
-        Multiply<typename Traits::T, Traits::kLhs, Traits::kRhs>(
-            sums, lhs_tile + step * StepOffset<Traits::kLhs>(),
-            rhs_tile + step * StepOffset<Traits::kRhs>(), Traits::kRagged || busy != 0 || step > 0);
-      }
-      CommitProducts();
-      if (busy != 0) {
-        WaitProducts<1>();
-        ReleaseStage(busy);
-      }
-      busy = SharedAddress(&memory->empty[place->stage]);
+  for (int step = 0; step < kSteps; ++step) {
+    const uint64_t left = lhs + step * StepOffset<Traits::kLhs>();
+    const uint64_t right = rhs + step * StepOffset<Traits::kRhs>();
+    if constexpr (Traits::kTransposed) {
+      Multiply32(sums, left, right, add || step > 0);
+    } else {
+      Multiply<typename Traits::Lhs, Traits::kLhs, Traits::kRhs>(sums, left, right,
+                                                                 add || step > 0);
     }
-  });
+  }
+  CommitProducts();
+}
+
+// sums += what one range contributes, in the tensor cores.
+template <class Traits>
+__device__ __forceinline__ void SumWhole(int32_t size, int warpgroup, SharedMemory<Traits>* memory,
+                                         RingPlace<Traits::kStages>* place,
+                                         float (&sums)[kTileColumns / 2]) {
+  uint32_t busy = 0;  // barrier of the stage that products may still read; 0: none
+#pragma unroll 1
+  for (int32_t done = 0; done < size; done += Traits::kDepth, place->Advance()) {
+    WaitBarrier(SharedAddress(&memory->full[place->stage]), place->parity);
+    uint8_t* stage = memory->stages[place->stage];
+    if constexpr (Traits::kRagged && !Traits::kTransposed) {
+      if (size - done < Traits::kDepth) {
+        ClearLines(stage + warpgroup * kPieceBytes, 1, size - done);
+        ClearLines(stage + Traits::kLhsBytes, Traits::kRhsPieces, size - done);
+        FenceSharedForCopies();
+        SyncNamed(1 + warpgroup, 128);
+      }
+    }
+    MultiplyStage<Traits>(stage, warpgroup, Traits::kRagged || done > 0, sums);
+    if (busy != 0) {
+      WaitProducts<1>();
+      ReleaseStage(busy);
+    }
+    busy = SharedAddress(&memory->empty[place->stage]);
+  }
   WaitProducts<0>();
   HoldSums(sums);
   if (busy != 0) ReleaseStage(busy);
+}
+
+// Sums of a tile from the queue's next work on. Returns that; expert -1: there is none.
+template <class Traits>
+__device__ __forceinline__ Work SumTile(const KernelArguments& args, int warpgroup,
+                                        SharedMemory<Traits>* memory,
+                                        RingPlace<Traits::kStages>* place,
+                                        RingPlace<kQueuedWork>* next,
+                                        float (&sums)[kTileColumns / 2]) {
+  Work work;
+  float scales[2] = {1, 1};
+#pragma unroll
+  for (int i = 0; i < kTileColumns / 2; ++i) sums[i] = 0;
+  do {
+    work = TakeWork(next, &memory->queue);
+    if (work.expert < 0) return work;
+    if constexpr (Traits::kScaled) {
+      if (work.group >= 0) {
+        scales[0] = LoadEarly(args.scales.lhs + work.group);
+        scales[1] = LoadEarly(args.scales.rhs + (Traits::kRagged ? work.group : work.expert));
+      }
+    }
+    if constexpr (Traits::kPromotes) {
+      SumPromoted<Traits>(args, work, warpgroup, memory, place, sums);
+    } else {
+      SumWhole<Traits>(work.size, warpgroup, memory, place, sums);
+    }
+  } while (work.last == 0);
+  if constexpr (Traits::kScaled) {
+#pragma unroll
+    for (int i = 0; i < kTileColumns / 2; ++i) sums[i] = sums[i] * scales[0] * scales[1];
+  }
+  return work;
+}
+
+template <class Traits>
+__device__ __forceinline__ void MultiplyTiles(const KernelArguments& args, const Halves& out_maps,
+                                              int warpgroup, SharedMemory<Traits>* memory) {
+  RingPlace<Traits::kStages> place;
+  RingPlace<kQueuedWork> next;
+  uint32_t turn = 0;
+  while (true) {
+    float sums[kTileColumns / 2];
+    const Work work = SumTile<Traits>(args, warpgroup, memory, &place, &next, sums);
+    if (work.expert < 0) break;
+    const Tile tile{work.expert, work.group, work.row, work.column, work.row_end, false};
+    if constexpr (Traits::kStagesWhole) {
+      StoreWholeTile<typename Traits::Out>(args.out, out_maps, tile, warpgroup,
+                                           memory->staging[warpgroup], sums);
+    } else {
+      StoreTile<Traits::kRagged, typename Traits::Out>(args.out, out_maps, tile, warpgroup,
+                                                       memory->staging[warpgroup], sums, &turn);
+    }
+  }
+  if (threadIdx.x % 128 == 0) WaitStoresRead<0>();
+}
+
+template <class Traits>
+__device__ __forceinline__ void InitBarriers(SharedMemory<Traits>* memory) {
+  for (int i = 0; i < Traits::kStages; ++i) {
+    InitBarrier(SharedAddress(&memory->full[i]), Traits::kByBlock ? 1 + kScaleWarps : 1);
+    InitBarrier(SharedAddress(&memory->empty[i]), kClusterBlocks * kMultipliers * 4);
+  }
+  memory->ticket = 0;
+  InitQueue(&memory->queue, kMultipliers * 4 + (Traits::kByBlock ? kScaleWarps : 0));
+  FenceBarrierInit();
 }
 
 template <class Traits>
@@ -219,11 +276,7 @@ __global__ void __cluster_dims__(kClusterBlocks, 1, 1) __launch_bounds__(kThread
   const int warpgroup = __shfl_sync(0xFFFFFFFFu, threadIdx.x / 128, 0);
   const uint32_t rank = ClusterRank();
   if (threadIdx.x == 0) {
-    for (int i = 0; i < Traits::kStages; ++i) {
-      InitBarrier(SharedAddress(&memory->full[i]), 1);
-      InitBarrier(SharedAddress(&memory->empty[i]), kClusterBlocks * kMultipliers * 4);
-    }
-    FenceBarrierInit();
+    InitBarriers<Traits>(memory);
     PrefetchMap(&lhs_map);
     PrefetchMap(&rhs_map);
     PrefetchMap(&out_map);
@@ -234,32 +287,46 @@ __global__ void __cluster_dims__(kClusterBlocks, 1, 1) __launch_bounds__(kThread
     FenceSharedForCopies();
   }
   SyncCluster();
-  const Cluster cluster{rank, blockIdx.x / kClusterBlocks, gridDim.x / kClusterBlocks};
-  auto schedule = MakeSchedule<Traits>(args, memory->order, cluster);
-
   if (warpgroup == kMultipliers) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kLoaderRegisters));
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kFinderRegisters));
     if (threadIdx.x / 32 == 4 * kMultipliers) {
-      LoadTiles<Traits>(args, &lhs_map, Halves{&rhs_map, &up_map, args.half}, schedule, rank,
-                        memory);
+      const Cluster cluster{rank, blockIdx.x / kClusterBlocks, gridDim.x / kClusterBlocks};
+      LoadTiles<Traits>(args, &lhs_map, Halves{&rhs_map, &up_map, args.half},
+                        MakeSchedule<Traits>(args, memory->order, cluster), rank, memory);
+    }
+    if constexpr (Traits::kByBlock) {
+      const int warp = threadIdx.x / 32 - 4 * kMultipliers - 1;
+      if (warp >= 0 && warp < kScaleWarps) LoadScales(args.scales, warp, memory);
     }
   } else {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kMultiplierRegisters));
-    RingPlace<Traits::kStages> place;
-    uint32_t turn = 0;
-    Tile tile;
-    while (schedule.Next(&tile)) {
-      float sums[kTileColumns / 2];
-      MultiplyTile<Traits>(args, tile, warpgroup, memory, &place, sums);
-      StoreTile<Traits::kRagged, typename Traits::Out>(
-          args.out, Halves{&out_map, &up_map, args.half}, tile, warpgroup,
-          memory->staging[warpgroup], sums, &turn);
-    }
-    if (threadIdx.x % 128 == 0) WaitStoresRead<0>();
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kSummerRegisters));
+    MultiplyTiles<Traits>(args, Halves{&out_map, &up_map, args.half}, warpgroup, memory);
   }
   // Neither block's memory goes while the other may load into it or arrive there.
   SyncCluster();
 }
+
+template <class Traits>
+cudaError_t Launch(cudaStream_t stream, const Maps& maps, const KernelArguments& args, int blocks) {
+  constexpr int kBytes = sizeof(SharedMemory<Traits>);
+  static_assert(kBytes <= kBlockBytes, "a block has 227 KiB");
+  static_assert(Traits::kStages >= 3, "loads must be ahead");
+  const cudaError_t error = AllowSharedBytes(GroupedGemmKernel<Traits>, kBytes);
+  if (error != cudaSuccess) return error;
+  GroupedGemmKernel<Traits>
+      <<<blocks, kThreads, kBytes, stream>>>(maps.lhs, maps.rhs, maps.out, maps.up, args);
+  return cudaGetLastError();
+}
+
+template <GemmProduct product, FloatType lhs, FloatType rhs, FloatType out, Summing summing>
+constexpr Instance MakeInstance() {
+  using Traits = KernelTraits<product, Element<lhs>, Element<rhs>, Element<out>, summing>;
+  return {product, lhs, rhs, out, summing, &Launch<Traits>};
+}
+
+#define EP_MAKE_INSTANCE(product, lhs, rhs, out, summing)                            \
+  MakeInstance<GemmProduct::product, FloatType::lhs, FloatType::rhs, FloatType::out, \
+               Summing::summing>(),
 
 }  // namespace gemm
 }  // namespace cuda

@@ -39,7 +39,6 @@ struct Instance {
   FloatType lhs;
   FloatType rhs;
   FloatType out;
-  bool queued;
   Summing summing;
   cudaError_t (*launch)(cudaStream_t, const Maps&, const KernelArguments&, int blocks);
 };
@@ -49,29 +48,21 @@ struct Instances {
   size_t count;
 };
 
-// X(product, type, out type)
-#define EP_GEMM_DIRECT(X)      \
-  X(kForward, kBF16, kBF16)    \
-  X(kForward, kBF16, kF32)     \
-  X(kForward, kF16, kF16)      \
-  X(kForward, kF16, kF32)      \
-  X(kDataGrad, kBF16, kBF16)   \
-  X(kDataGrad, kBF16, kF32)    \
-  X(kDataGrad, kF16, kF16)     \
-  X(kDataGrad, kF16, kF32)     \
-  X(kWeightGrad, kBF16, kBF16) \
-  X(kWeightGrad, kBF16, kF32)  \
-  X(kWeightGrad, kF16, kF16)   \
-  X(kWeightGrad, kF16, kF32)
-Instances DirectInstances();
-
 // X(product, lhs type, rhs type, out type, summing)
-#define EP_GEMM_QUEUED_16(X)                  \
+#define EP_GEMM_16(X)                         \
+  X(kForward, kBF16, kBF16, kBF16, kWhole)    \
+  X(kForward, kBF16, kBF16, kF32, kWhole)     \
+  X(kForward, kF16, kF16, kF16, kWhole)       \
+  X(kForward, kF16, kF16, kF32, kWhole)       \
   X(kDataGrad, kBF16, kBF16, kBF16, kWhole)   \
+  X(kDataGrad, kBF16, kBF16, kF32, kWhole)    \
   X(kDataGrad, kF16, kF16, kF16, kWhole)      \
+  X(kDataGrad, kF16, kF16, kF32, kWhole)      \
   X(kWeightGrad, kBF16, kBF16, kBF16, kWhole) \
-  X(kWeightGrad, kF16, kF16, kF16, kWhole)
-Instances Queued16Instances();
+  X(kWeightGrad, kBF16, kBF16, kF32, kWhole)  \
+  X(kWeightGrad, kF16, kF16, kF16, kWhole)    \
+  X(kWeightGrad, kF16, kF16, kF32, kWhole)
+Instances Products16Instances();
 
 // Both operands have the contracted dim along memory: data gradients are forward products.
 #define EP_GEMM_ROWS_8(X)                     \
@@ -100,10 +91,9 @@ Instances Rows8Instances();
   X(kWeightGrad, kE4M3, kE5M2, kF32, kByTile)
 Instances Weights8Instances();
 
-#define EP_GEMM_GRADS_32(X) X(kDataGrad, kTF32, kTF32, kF32, kWhole)
-Instances Grads32Instances();
-// A kernel of its own, which transposes the weights in registers.
-Instances Forward32Instances();
+// Likewise: going forward, of a transposed copy of the weights.
+#define EP_GEMM_ROWS_32(X) X(kForward, kTF32, kTF32, kF32, kWhole)
+Instances Rows32Instances();
 
 #define EP_GEMM_WEIGHTS_32(X) X(kWeightGrad, kTF32, kTF32, kF32, kWhole)
 Instances Weights32Instances();

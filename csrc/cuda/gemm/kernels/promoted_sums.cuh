@@ -11,8 +11,8 @@
 #include <type_traits>
 
 #include "cuda/gemm/kernels/block_scales.cuh"
-#include "cuda/gemm/kernels/grouped_gemm_kernel.cuh"
 #include "cuda/gemm/kernels/instances.h"
+#include "cuda/gemm/kernels/stages.cuh"
 #include "cuda/gemm/tile/wgmma.cuh"
 #include "cuda/gemm/tile/work_queue.cuh"
 

@@ -5,8 +5,8 @@
 // Rows past the last group of a slab are not looked at: NaN there reaches nothing.
 //
 // The tensor cores take 8-bit and tf32 operands with the contracted dim along memory alone:
-// transposed copies (copies/transpose.h) of both operands for the weight gradient, and of 8-bit
-// weights going forward. tf32 ones are picked across their lines on their way.
+// transposed copies (copies/transpose.h) of both operands for the weight gradient, and of weights
+// going forward.
 #ifndef EP_RUNTIME_CUDA_GEMM_PRODUCT_PRODUCT_H_
 #define EP_RUNTIME_CUDA_GEMM_PRODUCT_PRODUCT_H_
 
@@ -56,12 +56,10 @@ enum class GemmScaling : int32_t {
 // Launch tuning; the numbers do not depend on it.
 struct GemmTuning {
   int32_t band = 8;  // pairs of row tiles that share their columns in L2
-  // The loading warp says which tiles there are; 8-bit and tf32 operands know no other way.
-  bool queued = false;
 };
 
 // Tiles go to whoever comes for them, of one launch or of several that do one product together on
-// streams of their own. Queued kernels alone, and not tf32's forward one.
+// streams of their own.
 struct GemmTickets {
   // [2], device: the next ticket, and the clusters that found none left. Both 0 before the first
   // launch, and again after the last one.
@@ -91,6 +89,7 @@ struct GroupedGemmParams {
   // Gate and up kept apart stand for one array of weights: N' is two halves, multiples of 64 each;
   // rhs (kWeightGrad: out) is [G, K', N' / 2], and this is the second. Null: there is one array.
   const void* rhs_up;      // 16-bit and tf32 operands alone
+  void* rhs_copy;          // tf32 kForward alone: [G, N', K'], device, written: a transposed copy
   const float* lhs_scale;  // kTensor: [S, L]; kBlock: [S * C, ceil(K' / 128)] (kDataGrad: N';
                            // kWeightGrad: [S * P / 128, ceil(K' / 128)])
   const float* rhs_scale;  // kTensor: [G] (kWeightGrad: [S, L]);

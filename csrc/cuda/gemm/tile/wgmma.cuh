@@ -24,8 +24,7 @@ enum class Along : int { kContracted = 0, kOther = 1 };
 
 constexpr int kPieceSide = 64;
 constexpr int kPieceBytes = kPieceSide * 128;
-constexpr int kPickedLines = 32;  // of a piece that registers take across its lines
-constexpr int kStepDepth = 16;    // contracted elements of one instruction
+constexpr int kStepDepth = 16;  // contracted elements of one instruction
 
 // Names an operand tile that starts at `shared`, a multiple of 1024. Offsets are in 16 bytes.
 template <Along kAlong>
@@ -84,13 +83,6 @@ __device__ __forceinline__ void HoldSums(float (&sums)[kCount]) {
   "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, " \
   "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 // clang-format on
-#define EP_PRODUCT_N128(type)                                                           \
-  asm volatile(                                                                         \
-      "{ .reg .pred add; setp.ne.b32 add, %66, 0;\n"                                    \
-      "wgmma.mma_async.sync.aligned.m64n128k16.f32." type "." type " {" EP_REGISTERS_64 \
-      "}, %64, %65, add, 1, 1, %67, %68; }"                                             \
-      : EP_SUMS_64(sums)                                                                \
-      : "l"(lhs), "l"(rhs), "r"(add), "n"(static_cast<int>(kLhs)), "n"(static_cast<int>(kRhs)))
 #define EP_PRODUCT_N256(type)                                                            \
   asm volatile(                                                                          \
       "{ .reg .pred add; setp.ne.b32 add, %130, 0;\n"                                    \
@@ -99,25 +91,17 @@ __device__ __forceinline__ void HoldSums(float (&sums)[kCount]) {
       : EP_SUMS_128(sums)                                                                \
       : "l"(lhs), "l"(rhs), "r"(add), "n"(static_cast<int>(kLhs)), "n"(static_cast<int>(kRhs)))
 
-// sums [64, kColumns] (+)= lhs [64, 16] x rhs [16, kColumns]; kSums = kColumns / 2 a thread.
-// Without `add` what was in the sums does not count.
-template <typename T, Along kLhs, Along kRhs, int kSums>
-__device__ __forceinline__ void Multiply(float (&sums)[kSums], uint64_t lhs, uint64_t rhs,
+// sums [64, 256] (+)= lhs [64, 16] x rhs [16, 256]. Without `add` what was in the sums does not
+// count.
+template <typename T, Along kLhs, Along kRhs>
+__device__ __forceinline__ void Multiply(float (&sums)[128], uint64_t lhs, uint64_t rhs,
                                          uint32_t add) {
-  static_assert(kSums == 64 || kSums == 128, "128 or 256 columns");
   constexpr bool kBf16 = std::is_same_v<T, __nv_bfloat16>;
   static_assert(kBf16 || std::is_same_v<T, __half>, "bf16 or f16");
-  if constexpr (kSums == 128) {
-    if constexpr (kBf16)
-      EP_PRODUCT_N256("bf16");
-    else
-      EP_PRODUCT_N256("f16");
-  } else {
-    if constexpr (kBf16)
-      EP_PRODUCT_N128("bf16");
-    else
-      EP_PRODUCT_N128("f16");
-  }
+  if constexpr (kBf16)
+    EP_PRODUCT_N256("bf16");
+  else
+    EP_PRODUCT_N256("f16");
 }
 
 #define EP_PRODUCT8_N128(types)                                                 \
@@ -127,40 +111,22 @@ __device__ __forceinline__ void Multiply(float (&sums)[kSums], uint64_t lhs, uin
       "}, %64, %65, add, 1, 1; }"                                               \
       : EP_SUMS_64(sums)                                                        \
       : "l"(lhs), "l"(rhs), "r"(add))
-#define EP_PRODUCT8_N256(types)                                                  \
-  asm volatile(                                                                  \
-      "{ .reg .pred add; setp.ne.b32 add, %130, 0;\n"                            \
-      "wgmma.mma_async.sync.aligned.m64n256k32.f32." types " {" EP_REGISTERS_128 \
-      "}, %128, %129, add, 1, 1; }"                                              \
-      : EP_SUMS_128(sums)                                                        \
-      : "l"(lhs), "l"(rhs), "r"(add))
-
-// The same of 8-bit operands, 32 contracted elements: as many bytes. The tensor cores keep fewer
-// bits of these sums than f32 has.
-template <typename Lhs, typename Rhs, int kSums>
-__device__ __forceinline__ void Multiply8(float (&sums)[kSums], uint64_t lhs, uint64_t rhs,
+// The same of 8-bit operands, 32 contracted elements: as many bytes. 128 columns: the tensor cores
+// keep fewer bits of these sums than f32 has, so that they go on in registers of their own.
+template <typename Lhs, typename Rhs>
+__device__ __forceinline__ void Multiply8(float (&sums)[64], uint64_t lhs, uint64_t rhs,
                                           uint32_t add) {
-  static_assert(kSums == 64 || kSums == 128, "128 or 256 columns");
   constexpr bool kNarrowLhs = std::is_same_v<Lhs, __nv_fp8_e5m2>;
   constexpr bool kNarrowRhs = std::is_same_v<Rhs, __nv_fp8_e5m2>;
   static_assert(kNarrowLhs || std::is_same_v<Lhs, __nv_fp8_e4m3>, "e4m3 or e5m2");
   static_assert(kNarrowRhs || std::is_same_v<Rhs, __nv_fp8_e4m3>, "e4m3 or e5m2");
   static_assert(!(kNarrowLhs && kNarrowRhs), "gradients are multiplied by values");
-  if constexpr (kSums == 128) {
-    if constexpr (kNarrowLhs)
-      EP_PRODUCT8_N256("e5m2.e4m3");
-    else if constexpr (kNarrowRhs)
-      EP_PRODUCT8_N256("e4m3.e5m2");
-    else
-      EP_PRODUCT8_N256("e4m3.e4m3");
-  } else {
-    if constexpr (kNarrowLhs)
-      EP_PRODUCT8_N128("e5m2.e4m3");
-    else if constexpr (kNarrowRhs)
-      EP_PRODUCT8_N128("e4m3.e5m2");
-    else
-      EP_PRODUCT8_N128("e4m3.e4m3");
-  }
+  if constexpr (kNarrowLhs)
+    EP_PRODUCT8_N128("e5m2.e4m3");
+  else if constexpr (kNarrowRhs)
+    EP_PRODUCT8_N128("e4m3.e5m2");
+  else
+    EP_PRODUCT8_N128("e4m3.e4m3");
 }
 
 #define EP_PRODUCT32_N256                                                       \
@@ -171,23 +137,11 @@ __device__ __forceinline__ void Multiply8(float (&sums)[kSums], uint64_t lhs, ui
       : EP_SUMS_128(sums)                                                       \
       : "l"(lhs), "l"(rhs), "r"(add))
 
-// The same of tf32 operands, 8 contracted elements: as many bytes. The last 13 bits of a value do
-// not count.
+// The same of tf32 operands, 8 contracted elements: as many bytes, and 256 columns. The last 13
+// bits of a value do not count.
 __device__ __forceinline__ void Multiply32(float (&sums)[128], uint64_t lhs, uint64_t rhs,
                                            uint32_t add) {
   EP_PRODUCT32_N256;
-}
-
-// sums [64, 128] += lhs [64, 8] x rhs [8, 128] of tf32. `lhs` is in registers: of a warp's 16 lines
-// lane / 4 and 8 more, of those the elements lane % 4 and 4 more.
-__device__ __forceinline__ void MultiplyPicked(float (&sums)[64], const uint32_t (&lhs)[4],
-                                               uint64_t rhs) {
-  asm volatile(
-      "{ .reg .pred add; setp.ne.b32 add, 1, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n128k8.f32.tf32.tf32 {" EP_REGISTERS_64
-      "}, {%64, %65, %66, %67}, %68, add, 1, 1; }"
-      : EP_SUMS_64(sums)
-      : "r"(lhs[0]), "r"(lhs[1]), "r"(lhs[2]), "r"(lhs[3]), "l"(rhs));
 }
 
 }  // namespace gemm

@@ -55,6 +55,14 @@ __device__ __forceinline__ void FenceSys() { asm volatile("fence.acq_rel.sys;" :
 __device__ __forceinline__ void AddReleaseGpu(uint32_t* word, uint32_t value) {
   asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
 }
+__device__ __forceinline__ uint32_t AddOrderedGpu(uint32_t* word, uint32_t value) {
+  uint32_t before;
+  asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;"
+               : "=r"(before)
+               : "l"(word), "r"(value)
+               : "memory");
+  return before;
+}
 
 // Polls between two looks at what ends a wait early: a look reads host memory.
 constexpr uint32_t kPollsPerLook = 1024;
@@ -214,6 +222,7 @@ __device__ inline bool AwaitBlocks(const DeviceCall& call, int barrier, uint32_t
 // block calls it. False: the call failed somewhere.
 __device__ inline bool MeetBlocks(const DeviceCall& call, int barrier, uint32_t blocks) {
   __syncthreads();
+  if (blocks == 1) return true;
   bool alive = true;
   if (threadIdx.x == 0) {
     AddReleaseGpu(&call.group->arrived[barrier], 1);
@@ -243,26 +252,25 @@ __device__ inline DeviceCall BeginCall(DeviceGroup* group, const CallName& name,
   call.ranks = group->ep_size;
   call.lane = static_cast<int64_t>(call.epoch % group->lanes);
   call.waits = WaitsOf(group, call.epoch);
-  const bool tallies = blockIdx.x == 0 && threadIdx.x / 32 == 1;
-  TallyNote tally;
-  if (tallies) tally = ReadTally(group, call.epoch);
-  BoardNote note;
   bool alive = true;
   if (threadIdx.x == 0) {
-    alive = !Failed(call);
-    if (alive && LoadRelaxed(&group->open) == 0) {
-      Fail(call, FailReason::kClosed, -1, 0, 0, 0);
-      alive = false;
-    } else if (alive && blockIdx.x == 0) {
-      // One block looks: the board is host memory. Both reads of it are under way together.
-      note = ReadBoard(group, BoardIndex(name));
-      alive = !Poisoned(call);
-      if (!alive) Fail(call, FailReason::kPoisoned, -1, 0, 0, 0);
-    }
+    const bool failed = Failed(call), open = LoadRelaxed(&group->open) != 0;
+    if (!failed && !open) Fail(call, FailReason::kClosed, -1, 0, 0, 0);
+    alive = !failed && open;
   }
   call.dead = !__syncthreads_and(alive);
-  if (!call.dead && blockIdx.x == 0 && threadIdx.x < call.ranks) {
-    CallLine* line = call.Line(static_cast<int>(threadIdx.x), call.me);
+  return call;
+}
+
+// One warp of every kernel tells all ranks, then the board, that the call has begun, and looks
+// whether the generation is over: reads of the board are reads of host memory. Nobody waits for
+// them but the end of the call, which a poison word fails all the same.
+__device__ inline void TellCall(const DeviceCall& call, const CallName& name) {
+  DeviceGroup* group = call.group;
+  const int lane = static_cast<int>(threadIdx.x % 32);
+  const TallyNote tally = ReadTally(group, call.epoch);
+  if (lane < call.ranks) {
+    CallLine* line = call.Line(lane, call.me);
     volatile CallLine* fields = line;
     fields->generation = call.generation;
     fields->layer_id = call.layer_id;
@@ -270,11 +278,14 @@ __device__ inline DeviceCall BeginCall(DeviceGroup* group, const CallName& name,
     fields->handle = call.handle;
     StoreReleaseSys(&line->epoch, call.epoch);
   }
-  if (!call.dead && blockIdx.x == 0 && threadIdx.x == 0) {
+  if (lane == 0) {
+    // Both reads are under way together.
+    const BoardNote note = ReadBoard(group, BoardIndex(name));
+    if (Poisoned(call)) Fail(call, FailReason::kPoisoned, -1, 0, 0, 0);
     TellBegin(group, note, call.epoch, call.layer_id, call.handle, call.op, BoardIndex(name));
   }
-  if (!call.dead && tallies) TellTally(group, tally, call.epoch);
-  return call;
+  TellTally(group, tally, call.epoch);
+  __syncwarp();
 }
 
 constexpr int kEmptyTicket = 2;  // word of DeviceGroup::arrived that hands out empty rows
@@ -330,12 +341,10 @@ __device__ inline void EndCall(const DeviceCall& call, const Output (&outputs)[k
   CallStart start{};
   if (threadIdx.x == 0) {
     start = ReadStart(group);
-    __threadfence();
     const uint32_t mine = call.dead ? 1 + kDeadBlock : 1;
-    const uint32_t ended = atomicAdd(&group->ended, mine) + mine;
+    const uint32_t ended = AddOrderedGpu(&group->ended, mine) + mine;
     last = ended % kDeadBlock == gridDim.x;
     filled = ended / kDeadBlock == gridDim.x;
-    __threadfence();
   }
   __syncthreads();
   if (!last) return;

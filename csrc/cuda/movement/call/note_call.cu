@@ -5,12 +5,13 @@ namespace ep_runtime {
 namespace cuda {
 namespace {
 
-constexpr int kThreads = 64;  // the second warp adds up the call before (tally.cuh)
+constexpr int kThreads = 64;  // the second warp tells of the call
 
 __global__ void __launch_bounds__(kThreads, 1)
     NoteCallKernel(DeviceGroup* group, const __grid_constant__ CallName name, OpCode op,
                    const int32_t* recv_count) {
   const DeviceCall call = BeginCall(group, name, op);
+  if (!call.dead && threadIdx.x >= 32) TellCall(call, name);
   if (!call.dead && recv_count != nullptr && threadIdx.x == 0) {
     CountRows(group, name, recv_count[1], max(recv_count[3], 0));
   }

@@ -1,8 +1,8 @@
 // What a rank's calls took, awaited and brought, added up on the device and stored to the board.
 //
 // A call leaves what it took in device memory as it ends, and who was late while it waits. The call
-// after it adds that up and stores the sums to the board, by one warp that nobody waits for, under
-// the read of host memory with which every call begins. So the board is one call behind.
+// after it adds that up and stores the sums to the board, by one warp that nobody waits for. So the
+// board is one call behind.
 #ifndef EP_RUNTIME_CUDA_MOVEMENT_CALL_TALLY_CUH_
 #define EP_RUNTIME_CUDA_MOVEMENT_CALL_TALLY_CUH_
 

@@ -3,20 +3,22 @@
 // One kernel: the first `sum_blocks` blocks sum this rank's tokens, the others send and then help.
 //
 //   who                   does                                         waits for
-//   sum block             IndexTokens: where every rank has staged     the other sum blocks
-//                         each token -> table in scratch               (barriers 0 and 1)
+//   sum block 0           TellTable: how many tokens each rank keeps   nobody
+//                         before some of them -> scratch (barrier 1)
+//     the last warp       TellCall                                     nobody
 //   reduce block: all     PeerSums: of a peer's token, its rows here   the last warp, where that
 //   warps but the last    in slot order -> SumPlaces;                  is 8 sums behind
 //                         d_weights -> Entries(peer, me)
 //     the last            Publish: Ready(peer, me)[staged]             the block's other warps
-//     all, then           go on as a sum block does                    the table (barrier 1)
-//   every warp            TokenSums: sums of lower ranks, own rows,    Ready(me, rank)[staged] of
+//     all, then           go on as a sum block does                    nobody
+//   every warp            waits for the table                          sum block 0
+//                         TokenSums: sums of lower ranks, own rows,    Ready(me, rank)[staged] of
 //                         sums of higher ranks -> tokens;              all peers that have a part
 //                         d_weights of all -> d_topk_weights
 //
 // F(dest, source) lies in the window of `dest`, in the lane of this call, and `source` alone writes
-// it. A token, and a staged row of a peer, has one warp: the first ones are dealt out, later ones
-// drawn from a counter.
+// it. A token, and a staged row of a peer, has one warp, or where there are few tokens one for each
+// slice of a row: the first ones are dealt out, later ones drawn from a counter.
 //
 // A token's sum has one order, whoever takes it and whatever arrives first: ranks in order, the
 // rows of a rank in slot order. Each rank's part is rounded as it travels (CombinePrecision), and
@@ -32,6 +34,8 @@
 // those of all tokens, each half of the tokens has a launch, and an epoch, of its own. Begin and
 // end of the call, and why its lane is free: call.cuh. A call that fails leaves NaN.
 
+#include <algorithm>
+
 #include "cuda/movement/combine/combine_kernels.h"
 #include "cuda/movement/combine/landed_sums.cuh"
 #include "cuda/movement/combine/part_sums.cuh"
@@ -45,7 +49,7 @@ namespace cuda {
 namespace combine {
 namespace {
 
-constexpr int kSharedBytes = kWarps * kRingBytes + sizeof(StagedIndexShared);
+constexpr int kSharedBytes = kWarps * kRingBytes;
 
 template <RowType kType, CombinePrecision kPrecision, bool kWeighted>
 __global__ void __launch_bounds__(kThreads, 1)
@@ -53,6 +57,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   extern __shared__ __align__(128) uint8_t dynamic[];
   __shared__ LoadBarrier barriers[kWarps * kMaxSlots];
   __shared__ LandedSums<kSenders> landed;
+  __shared__ TokenTable table;
   if (LeftOut(params.name.wanted)) return;
   landed.Clear();
   const DeviceCall call = BeginCall(params.group, params.name, params.op);
@@ -61,16 +66,15 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int reduce_blocks = params.grid.reduce_blocks;
   auto ring = MakeRing<kType, kPrecision>(dynamic, barriers, params.row_bytes, params.wide_tokens);
   if (!call.dead) {
+    const int32_t slices = SlicesOf(call, params, pass);
+    if (blockIdx.x == 0) TellTable(call, params, pass, &table);
     WorkNumbers numbers{kItemTicket, static_cast<uint32_t>(sum_blocks * kWarps), 0};
-    bool alive;
     if (static_cast<int>(blockIdx.x) < sum_blocks) {
-      auto* index = reinterpret_cast<StagedIndexShared*>(dynamic + kWarps * kRingBytes);
-      alive = IndexTokens(call, index, params.plan.dst_rank, params.sizes.top_k, pass.begin,
-                          pass.end, blockIdx.x, sum_blocks);
+      if (blockIdx.x == 0 && warp == kWarps - 1) TellCall(call, params.name);
       numbers.number = warp * sum_blocks + blockIdx.x;
     } else {
       if (warp < kSenders) {
-        PeerSums<kPrecision, kWeighted> peers(call, params, pass, &landed,
+        PeerSums<kPrecision, kWeighted> peers(call, params, pass, slices, &landed,
                                               warp * reduce_blocks + blockIdx.x - sum_blocks,
                                               reduce_blocks * kSenders);
         SumItems<kType, kPrecision, kWeighted, true>(ring, peers);
@@ -79,12 +83,11 @@ __global__ void __launch_bounds__(kThreads, 1)
         landed.Publish(call);
       }
       // Nothing more to send. What is left to sum waits for peers that send, never for sums.
-      alive = threadIdx.x % 32 != 0 || AwaitBlocks(call, kTableBarrier, sum_blocks);
-      alive = __all_sync(~0u, alive);
-      if (alive) numbers.Draw(call);
+      numbers.Draw(call);
     }
-    if (alive) {
-      TokenSums<kPrecision, kWeighted> tokens(call, params, pass, numbers);
+    const bool alive = threadIdx.x % 32 != 0 || AwaitBlocks(call, kTableBarrier, 1);
+    if (__all_sync(~0u, alive)) {
+      TokenSums<kPrecision, kWeighted> tokens(call, params, pass, slices, numbers);
       SumItems<kType, kPrecision, kWeighted, false>(ring, tokens);
     }
   }
@@ -98,7 +101,12 @@ __global__ void __launch_bounds__(kThreads, 1)
 }
 
 template <RowType kType, CombinePrecision kPrecision>
-cudaError_t LaunchPass(cudaStream_t stream, const CombineParams& params, const Pass& pass) {
+cudaError_t LaunchPass(cudaStream_t stream, CombineParams params, const Pass& pass) {
+  // No more blocks than there are pieces of tokens.
+  const int pieces = (params.row_bytes + kPieceBytes - 1) / kPieceBytes;
+  const int most = std::max(pass.end - pass.begin, 1) * pieces;
+  params.grid.sum_blocks = std::min(params.grid.sum_blocks, most);
+  params.grid.reduce_blocks = std::min(params.grid.reduce_blocks, most);
   const int blocks = params.grid.reduce_blocks + params.grid.sum_blocks;
   const uint32_t nan = NanPattern(params.wide_tokens ? RowType::kF32 : params.type);
   const auto kernel = params.weights != nullptr ? CombineKernel<kType, kPrecision, true>

@@ -12,7 +12,7 @@ namespace combine {
 // Where a sum went: the flag that its peer waits for.
 struct SumPlace {
   int32_t rank;
-  int32_t staged;
+  int32_t flag;
 };
 
 // Words of shared memory that warps of a block exchange without a barrier. All are atomic
@@ -39,7 +39,7 @@ struct LandedSums {
   static_assert(kSenders < 32);
   static constexpr uint32_t kPlaces = 8;  // of one warp, that wait to be published
 
-  unsigned long long places[kSenders][kPlaces];  // rank in the upper half, staged row
+  unsigned long long places[kSenders][kPlaces];  // rank in the upper half, flag
   uint32_t landed[kSenders];
   uint32_t published[kSenders];
   uint32_t ended;  // warps that send no more
@@ -55,7 +55,7 @@ struct LandedSums {
     const uint32_t number = LoadAcquireBlock(&landed[sender]);
     while (number - LoadAcquireBlock(&published[sender]) >= kPlaces) __nanosleep(100);
     const auto rank = static_cast<unsigned long long>(place.rank);
-    atomicExch(&places[sender][number % kPlaces], rank << 32 | static_cast<uint32_t>(place.staged));
+    atomicExch(&places[sender][number % kPlaces], rank << 32 | static_cast<uint32_t>(place.flag));
     AddReleaseBlock(&landed[sender], 1);
   }
   __device__ void End() { AddReleaseBlock(&ended, 1); }

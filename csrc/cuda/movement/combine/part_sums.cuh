@@ -28,15 +28,18 @@ struct Item {
   int32_t slot;    // lane i: slot of the i-th part's row
   int32_t row;     // lane i: row of the i-th part
   int32_t token;
+  int32_t slice;  // of the row, of `slices`
+
+  // The pieces that are summed.
+  __device__ int First(int pieces, int slices) const { return pieces * slice / slices; }
+  __device__ int End(int pieces, int slices) const { return pieces * (slice + 1) / slices; }
 };
 
-// A warp's place in the list of its loads: parts of piece 0, parts of piece 1, ...
+// A warp's place in the list of its loads: parts of one piece, parts of the next one, ...
 struct Cursor {
   int piece;
   int part;
-  __device__ bool Done(const Item& item, int pieces) const {
-    return item.count == 0 || piece >= pieces;
-  }
+  __device__ bool Done(const Item& item, int end) const { return item.count == 0 || piece >= end; }
   __device__ void Advance(const Item& item) {
     if (++part < item.count) return;
     part = 0;

@@ -26,16 +26,18 @@ struct PeerSums {
   int32_t count;
   int32_t most;
   int32_t partial_bytes;
+  int32_t slices;
 
   // Warp number `warp` of the `warps` that start with this work.
-  __device__ PeerSums(const DeviceCall& c, const CombineParams& p, const Pass& pass,
+  __device__ PeerSums(const DeviceCall& c, const CombineParams& p, const Pass& pass, int32_t of_row,
                       LandedSums<kSenders>* l, uint32_t warp, uint32_t warps)
       : call(c),
         params(p),
         counts(c, p.plan, p.sizes.tokens, CountColumns(pass.packed, c.ranks)),
         places(c, p, pass, threadIdx.x % 32, c.me, PartialBytes<kPrecision>(p)),
         landed(l),
-        numbers{kPeerTicket, warps, warp} {
+        numbers{kPeerTicket, warps, warp},
+        slices(of_row) {
     const int lane = threadIdx.x % 32;
     const int columns = CountColumns(pass.packed, call.ranks);
     const int32_t half = lane < call.ranks ? params.plan.recv_count[lane * columns + 2] : 0;
@@ -50,7 +52,7 @@ struct PeerSums {
   __device__ bool Fetch(Item* item) {
     const uint32_t peers = call.ranks - 1;
     for (; peers > 0; Draw()) {
-      const uint32_t number = numbers.Get();
+      const uint32_t drawn = numbers.Get(), number = drawn / slices;
       if (number / peers >= static_cast<uint32_t>(most)) return false;
       const auto staged = static_cast<int32_t>(number / peers);
       const int source = (call.me + 1 + static_cast<int>(number % peers)) % call.ranks;
@@ -72,6 +74,7 @@ struct PeerSums {
       item->weight = kWeighted && entries.row >= 0 ? params.weights[entries.row] : 1.0f;
       item->rank = source;
       item->staged = staged;
+      item->slice = static_cast<int32_t>(drawn % slices);
       item->out = PointerOf(source, places.first) + int64_t{staged} * partial_bytes;
       return true;
     }
@@ -81,12 +84,14 @@ struct PeerSums {
   __device__ bool Await(const Item&) const { return true; }
   __device__ void Finish(const Item& item) {
     const int lane = threadIdx.x % 32;
-    if (params.d_weights != nullptr && lane < item.count) {
+    if (params.d_weights != nullptr && item.slice == 0 && lane < item.count) {
       auto* sent = reinterpret_cast<float*>(call.Entries(item.rank, call.me));
       sent[int64_t{item.staged} * params.sizes.top_k + item.slot] = params.d_weights[item.row];
     }
     __syncwarp();
-    if (lane == 0) landed->Land(threadIdx.x / 32, {item.rank, item.staged});
+    if (lane == 0) {
+      landed->Land(threadIdx.x / 32, {item.rank, item.staged * slices + item.slice});
+    }
   }
 };
 

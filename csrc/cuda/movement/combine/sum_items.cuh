@@ -57,9 +57,9 @@ __device__ __forceinline__ void SumPiece(PartRing<kType, kPrecision>* ring, cons
   }
 }
 
-// Runs a warp's items. `source` has: bool Fetch(Item*) for the item that was drawn last, Draw() for
-// the next one, bool Ready(item) that does not wait, bool Await(item) that does, and Finish(item)
-// after its sums are stored.
+// Runs a warp's items. `source` has: slices of a row, bool Fetch(Item*) for the item that was drawn
+// last, Draw() for the next one, bool Ready(item) that does not wait, bool Await(item) that does,
+// and Finish(item) after its sums are stored.
 template <RowType kType, CombinePrecision kPrecision, bool kWeighted, bool kForPeer,
           typename Source>
 __device__ void SumItems(PartRing<kType, kPrecision>& ring, Source& source) {
@@ -67,28 +67,30 @@ __device__ void SumItems(PartRing<kType, kPrecision>& ring, Source& source) {
   Item item;
   if (!source.Fetch(&item) || !source.Await(item)) return;
   source.Draw();
-  Cursor at{0, 0};
+  Cursor at{item.First(pieces, source.slices), 0};
   while (true) {
-    Item next;
-    Cursor next_at{0, 0};
-    while (!ring.Full() && !at.Done(item, pieces)) {
+    const int end = item.End(pieces, source.slices);
+    while (!ring.Full() && !at.Done(item, end)) {
       ring.Issue(item, at);
       at.Advance(item);
     }
+    Item next;
     const bool more = source.Fetch(&next);
     const bool ready = more && source.Ready(next);
+    const int next_end = more ? next.End(pieces, source.slices) : 0;
+    Cursor next_at{more ? next.First(pieces, source.slices) : 0, 0};
     const auto refill = [&]() {
-      if (!at.Done(item, pieces)) {
+      if (!at.Done(item, end)) {
         ring.Issue(item, at);
         at.Advance(item);
-      } else if (ready && !next_at.Done(next, pieces)) {
+      } else if (ready && !next_at.Done(next, next_end)) {
         ring.Issue(next, next_at);
         next_at.Advance(next);
       }
     };
-    for (int piece = 0; piece < pieces; ++piece) {
+    for (int piece = item.First(pieces, source.slices); piece < end; ++piece) {
       // Late enough that a slow warp holds no more than it sums and loads.
-      if (more && piece + 1 == pieces) source.Draw();
+      if (more && piece + 1 == end) source.Draw();
       SumPiece<kType, kPrecision, kWeighted, kForPeer>(&ring, item, piece, refill);
     }
     source.Finish(item);

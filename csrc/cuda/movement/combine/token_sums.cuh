@@ -42,40 +42,47 @@ struct TokenSums {
   const Pass& pass;
   WorkNumbers numbers;
   SumPlaces places;
+  TokenCounter counter;
+  int32_t slices;
   int32_t partial_bytes;
   int32_t token_bytes;
 
   __device__ TokenSums(const DeviceCall& c, const CombineParams& p, const Pass& tokens,
-                       const WorkNumbers& first)
+                       int32_t of_row, const WorkNumbers& first)
       : call(c),
         params(p),
         pass(tokens),
         numbers(first),
-        places(c, p, tokens, c.me, threadIdx.x % 32, PartialBytes<kPrecision>(p)) {
+        places(c, p, tokens, c.me, threadIdx.x % 32, PartialBytes<kPrecision>(p)),
+        counter(ScratchBlockCounts(c), c.ranks, tokens.end - tokens.begin),
+        slices(of_row) {
     partial_bytes = PartialBytes<kPrecision>(params);
     token_bytes = TokenBytes<kPrecision>(params);
   }
 
   __device__ void Draw() { numbers.Draw(call); }
   __device__ bool Fetch(Item* item) {
-    const uint32_t number = numbers.Get();
-    if (number >= static_cast<uint32_t>(pass.end - pass.begin)) return false;
+    const int tokens = pass.end - pass.begin;
+    const uint32_t drawn = numbers.Get();
+    if (drawn >= static_cast<uint32_t>(tokens * slices)) return false;
     const int lane = threadIdx.x % 32;
-    item->token = pass.begin + static_cast<int32_t>(number);
+    const auto number = static_cast<int32_t>(drawn / slices);
+    item->slice = static_cast<int32_t>(drawn % slices);
+    item->token = pass.begin + number;
     const int64_t slot = int64_t{item->token} * params.sizes.top_k + lane;
-    item->staged = -1;
     item->rank = -1;
-    if (lane < call.ranks) {
-      item->staged = __ldcg(&StagedTable(call)[int64_t{item->token} * call.ranks + lane]);
-      if (item->staged >= places.room) item->staged = -1;
-    }
     int32_t row = -1;
+    // Before the counter waits for what it reads.
     if (lane < params.sizes.top_k) {
       item->rank = params.plan.dst_rank[slot];
-      if (item->rank >= call.ranks) item->rank = -1;
-      if (item->rank == call.me) row = params.plan.dst_row[slot];
-      if (static_cast<uint32_t>(row) >= static_cast<uint32_t>(params.sizes.capacity)) row = -1;
+      row = params.plan.dst_row[slot];
     }
+    item->staged =
+        counter.Number(DstRankOf(params, pass), params.sizes.top_k, call.ranks, tokens, number);
+    if (item->staged >= places.room) item->staged = -1;
+    if (item->rank >= call.ranks) item->rank = -1;
+    const bool good = static_cast<uint32_t>(row) < static_cast<uint32_t>(params.sizes.capacity);
+    if (item->rank != call.me || !good) row = -1;
     // Parts: lower ranks, own rows, higher ranks.
     const uint32_t own = __ballot_sync(~0u, row >= 0);
     const uint32_t ranks = __ballot_sync(~0u, item->staged >= 0) & ~(1u << call.me);
@@ -102,7 +109,7 @@ struct TokenSums {
     return item.staged >= 0 && static_cast<int>(threadIdx.x % 32) != call.me;
   }
   __device__ const uint32_t* Flag(const Item& item) const {
-    return call.Ready(call.me, threadIdx.x % 32) + item.staged;
+    return call.Ready(call.me, threadIdx.x % 32) + item.staged * slices + item.slice;
   }
   __device__ bool Ready(const Item& item) const {
     return Arrived(!Wanted(item) || LoadAcquireSys(Flag(item)) == call.tag);
@@ -123,7 +130,7 @@ struct TokenSums {
     return all;
   }
   __device__ void Finish(const Item& item) const {
-    if (params.d_weights == nullptr) return;
+    if (params.d_weights == nullptr || item.slice != 0) return;
     const int64_t slot = int64_t{item.token} * params.sizes.top_k + threadIdx.x % 32;
     ReadWeightGrads(call, params, item.rank, slot, item.staged);
   }

@@ -3,6 +3,7 @@
 #define EP_RUNTIME_CUDA_MOVEMENT_COMBINE_WORK_CUH_
 
 #include "cuda/movement/call/call.cuh"
+#include "cuda/movement/call/staged_index.cuh"
 #include "cuda/movement/call/staged_places.cuh"
 #include "cuda/movement/combine/combine_kernels.h"
 #include "cuda/movement/combine/part_sums.cuh"
@@ -23,11 +24,27 @@ struct Pass {
   bool packed;   // LaneRoom
 };
 
+// Of the pass's first token.
+__device__ inline const int32_t* DstRankOf(const CombineParams& params, const Pass& pass) {
+  return params.plan.dst_rank + int64_t{pass.begin} * params.sizes.top_k;
+}
+
 template <CombinePrecision kPrecision>
 __device__ int32_t PartialBytes(const CombineParams& params) {
   if (kPrecision == CombinePrecision::kExact) return params.sizes.width * 4;
   if (kPrecision == CombinePrecision::kFast) return params.row_bytes;
   return Fp8Bytes(params.sizes.width, kPieceBytes / (params.row_bytes / params.sizes.width));
+}
+
+// Among how many warps a row's pieces are shared out, where tokens are fewer than warps. Each has a
+// flag of its own: word staged * slices + slice of those that are a staged row's. The same on all
+// ranks.
+__device__ inline int32_t SlicesOf(const DeviceCall& call, const CombineParams& params,
+                                   const Pass& pass) {
+  constexpr int64_t kSlices = 1024;  // of a pass
+  const int32_t pieces = (params.row_bytes + kPieceBytes - 1) / kPieceBytes;
+  const auto each = min(kSlices, call.group->max_tokens) / max(pass.end - pass.begin, 1);
+  return max(min(pieces, static_cast<int32_t>(each)), 1);
 }
 
 // Where partial sums of a pass lie; lane r of a warp holds rank r's. Of tokens of `owner` those
@@ -55,6 +72,21 @@ struct SumPlaces {
     room = static_cast<int32_t>(max(params.room.bytes / partial_bytes - before, int64_t{0}));
   }
 };
+
+constexpr int kTableBarrier = 1;  // that one block comes to
+
+// The first block tells how many tokens each rank keeps before some of them, for TokenCounter.
+__device__ inline void TellTable(const DeviceCall& call, const CombineParams& params,
+                                 const Pass& pass, TokenTable* table) {
+  const int tokens = pass.end - pass.begin;
+  table->Count(DstRankOf(params, pass), params.sizes.top_k, call.ranks, tokens);
+  const int words = TokenTable::Windows(call.ranks, tokens) * call.ranks;
+  for (int i = threadIdx.x; i < words; i += blockDim.x) {
+    ScratchBlockCounts(call)[i] = table->before[i];
+  }
+  __syncthreads();
+  if (threadIdx.x == 0) AddReleaseGpu(&call.group->arrived[kTableBarrier], 1);
+}
 
 // Numbers of one kind of work: the first `warps` belong to a warp each, every later one to the warp
 // that draws next. A warp does what it drew.

@@ -12,7 +12,8 @@
 //   place block: all      PlaceRows, PlaceGrads: ReceivedPlaces,       Ready(me, source)[staged]
 //   warps but the last    and this rank's own tokens -> the slab
 //     the last            dispatch: zeros for weights past the last    nobody
-//                         zone; rows received -> the board
+//                         zone; rows received -> the board; of the
+//                         first one TellCall
 //   whoever is done       FillEmptyRows: zeros -> rows of no entry     nobody
 //
 // F(dest, source) lies in the window of `dest`, in the lane of this call, and `source` alone writes
@@ -55,9 +56,10 @@ constexpr int kRingBytes = kSharedBytes - kZeroBytes;
 constexpr int kNoRows = 0x7FFFFFFF;  // past the last staged row
 
 struct DispatchShared {
-  LoadBarrier barriers[kMaxSenders * kMaxBuffers];
+  LoadBarrier barriers[kMaxSenders * kBuffers];
   LandedTokens landed;
   TokenTable table;  // of a block that sends
+  uint32_t filled;   // 1: a warp of the block found that no empty rows are left
 };
 static_assert(kSharedBytes + sizeof(DispatchShared) <= 226 * 1024);
 
@@ -131,7 +133,6 @@ __device__ inline void CountSent(const DeviceCall& call, const PushJob& job, Tok
 }
 
 // A warp with buffers: of a block that sends, it sends its tokens and then helps to place.
-template <int kBuffers>
 __device__ void MoveRows(const DeviceCall& call, const DispatchParams& params,
                          const Staging& staging, const PartShare& part, const Ring& ring,
                          int pieces, int warps, DispatchShared* shared) {
@@ -142,17 +143,16 @@ __device__ void MoveRows(const DeviceCall& call, const DispatchParams& params,
   int first = 0;
   if (block < 0 && call.ranks > 1) {
     const WarpShare share{static_cast<int>(warp * push_blocks + blockIdx.x), push_blocks * warps};
-    first = PushRows<kBuffers>(call, JobOf(params, pieces), PlacesOf(call, params, staging, part),
-                               shared->table, ring, share, &shared->landed);
+    first = PushRows(call, JobOf(params, pieces), PlacesOf(call, params, staging, part),
+                     shared->table, ring, share, &shared->landed);
   }
   const Arriving arriving(call, params.plan, staging, part, params.sizes.tokens, params.row_bytes);
   // What arrives is shared out among the blocks that place.
   const int begin = block < 0 ? kNoRows : warp * place_blocks + block;
   StagedRows rows{call, params.plan, arriving, begin, place_blocks * warps};
-  PlaceRows<kBuffers>(call, params, ring, pieces, first, rows, part.part == 0);
+  PlaceRows(call, params, ring, pieces, first, rows, part.part == 0);
 }
 
-template <int kBuffers>
 __global__ void __launch_bounds__((kMaxSenders + 1) * 32, 1)
     DispatchKernel(const __grid_constant__ DispatchParams params,
                    const __grid_constant__ Staging staging, CopyKind kind, int piece_bytes,
@@ -163,7 +163,7 @@ __global__ void __launch_bounds__((kMaxSenders + 1) * 32, 1)
   const PartShare share = ShareOf(staging, params.plan, params.sizes);
   if (share.part >= share.parts) return;
   shared.landed.Clear();
-  ClearZeros(dynamic);
+  ClearZeros(dynamic, &shared.filled);
   const DeviceCall call = BeginCall(params.group, params.name, kind.op);
   const int warps = blockDim.x / 32 - 1;  // with buffers
   const int warp = threadIdx.x / 32;
@@ -173,20 +173,25 @@ __global__ void __launch_bounds__((kMaxSenders + 1) * 32, 1)
     const int block = static_cast<int>(blockIdx.x) - push_blocks;
     if (block < 0 && call.ranks > 1) CountSent(call, JobOf(params, pieces), &shared.table);
     if (warp < warps) {
-      const Ring ring = MakeRing(dynamic + kZeroBytes, shared.barriers, piece_bytes, kBuffers);
-      MoveRows<kBuffers>(call, params, staging, share, ring, pieces, warps, &shared);
+      const Ring ring = MakeRing(dynamic + kZeroBytes, shared.barriers, piece_bytes);
+      MoveRows(call, params, staging, share, ring, pieces, warps, &shared);
     } else if (block < 0) {
       if (call.ranks > 1) {
         PublishTokens(call, JobOf(params, pieces), &shared.landed, blockIdx.x, push_blocks, warps);
       }
-    } else if (share.part == 0) {
-      if (block == 0 && kind.op == OpCode::kDispatch) {
-        CountReceived(call, params.name, params.plan, staging.columns());
+    } else {
+      if (block == 0) TellCall(call, params.name);
+      if (share.part == 0) {
+        if (block == 0 && kind.op == OpCode::kDispatch) {
+          CountReceived(call, params.name, params.plan, staging.columns());
+        }
+        ZeroWeightsPastZones(params, block, place_blocks);
       }
-      ZeroWeightsPastZones(params, block, place_blocks);
     }
     const EmptyJob empty{RowsOf(params), params.recv_weights, kind.past_zones};
-    if (share.part == 0) FillEmptyRows(call, params.plan, params.sizes, empty, dynamic);
+    if (share.part == 0) {
+      FillEmptyRows(call, params.plan, params.sizes, empty, dynamic, &shared.filled);
+    }
   }
   const int64_t capacity = params.sizes.capacity;
   const Output outputs[] = {
@@ -208,14 +213,13 @@ template <RowType kType>
 __global__ void __launch_bounds__((kMaxPlaceWarps + 1) * 32, 1)
     CombineBwdKernel(const __grid_constant__ CombineBwdParams params,
                      const __grid_constant__ Staging staging, GradLayout layout, uint32_t nan) {
-  constexpr int kBuffers = 2;
   extern __shared__ __align__(128) uint8_t dynamic[];
   __shared__ DispatchShared shared;
   if (LeftOut(params.name.wanted)) return;
   const PartShare part = ShareOf(staging, params.plan, params.sizes);
   if (part.part >= part.parts) return;
   shared.landed.Clear();
-  ClearZeros(dynamic);
+  ClearZeros(dynamic, &shared.filled);
   const DeviceCall call = BeginCall(params.group, params.name, OpCode::kCombineBwd);
   const int warp = threadIdx.x / 32;
   const int push_blocks = params.grid.push_blocks;
@@ -224,11 +228,11 @@ __global__ void __launch_bounds__((kMaxPlaceWarps + 1) * 32, 1)
   const PushJob job = JobOf(params, layout.pieces);
   if (!call.dead && push) CountSent(call, job, &shared.table);
   if (!call.dead && push && warp < layout.push_warps) {
-    const Ring ring = MakeRing(rest, shared.barriers, layout.piece_bytes, kBuffers);
+    const Ring ring = MakeRing(rest, shared.barriers, layout.piece_bytes);
     const WarpShare share{static_cast<int>(warp * push_blocks + blockIdx.x),
                           push_blocks * layout.push_warps};
-    PushRows<kBuffers>(call, job, PlacesOf(call, params, staging, part), shared.table, ring, share,
-                       &shared.landed);
+    PushRows(call, job, PlacesOf(call, params, staging, part), shared.table, ring, share,
+             &shared.landed);
     // The buffers are free now.
     if (layout.tree_bytes <= kBuffers * layout.piece_bytes) {
       PlaceGrads<kType>(call, params, staging, part, reinterpret_cast<float*>(ring.data));
@@ -238,12 +242,16 @@ __global__ void __launch_bounds__((kMaxPlaceWarps + 1) * 32, 1)
   } else if (!call.dead && !push && warp + 1 < static_cast<int>(blockDim.x / 32)) {
     auto* tree = reinterpret_cast<float*>(rest + warp * layout.tree_bytes);
     PlaceGrads<kType>(call, params, staging, part, tree);
+  } else if (!call.dead && static_cast<int>(blockIdx.x) == push_blocks) {
+    TellCall(call, params.name);
   }
   // In a block that sends, warps without a part of it stay out of the copy engine's way.
   if (!call.dead && (!push || warp <= layout.push_warps)) {
     const SlabArrays rows{static_cast<uint8_t*>(params.d_expert_out), nullptr, params.row_bytes, 0};
     const EmptyJob empty{rows, params.d_weights, params.clear_slack};
-    if (part.part == 0) FillEmptyRows(call, params.plan, params.sizes, empty, dynamic);
+    if (part.part == 0) {
+      FillEmptyRows(call, params.plan, params.sizes, empty, dynamic, &shared.filled);
+    }
   }
   const Output outputs[] = {
       {params.d_expert_out, int64_t{params.sizes.capacity} * params.row_bytes, nan},
@@ -257,7 +265,7 @@ bool GoodSizes(const CallSizes& sizes, const DispatchGrid& grid, int32_t row_byt
   return scale_bytes >= 0 && scale_bytes < row_bytes && scale_bytes % 16 == 0 && sizes.top_k >= 1 &&
          sizes.top_k <= kMaxTopK && row_bytes > 0 && row_bytes % 16 == 0 && sizes.tokens >= 0 &&
          grid.push_blocks >= 1 && grid.place_blocks >= 1 && grid.push_blocks <= kMaxBlocks &&
-         grid.warps >= 1 && grid.buffers >= 2 && grid.buffers <= kMaxBuffers;
+         grid.warps >= 1;
 }
 
 template <typename Kernel, typename... Args>
@@ -267,6 +275,13 @@ cudaError_t Launch(Kernel* kernel, int blocks, int threads, int shared_bytes, cu
   if (error != cudaSuccess) return error;
   kernel<<<blocks, threads, shared_bytes, stream>>>(args...);
   return cudaGetLastError();
+}
+
+// As many blocks as the grid has, but no more than there may be tokens to send and rows to write.
+DispatchGrid GridOf(DispatchGrid grid, const CallSizes& sizes) {
+  grid.push_blocks = std::min(grid.push_blocks, std::max(sizes.tokens, 1));
+  grid.place_blocks = std::min(grid.place_blocks, std::max(sizes.capacity, 1));
+  return grid;
 }
 
 // One launch for each part that there may be.
@@ -280,35 +295,33 @@ cudaError_t InParts(const LaneRoom& room, int32_t tokens, const Go& launch) {
   return cudaSuccess;
 }
 
-cudaError_t LaunchCopies(cudaStream_t stream, const DispatchParams& params, CopyKind kind) {
-  const DispatchGrid& grid = params.grid;
+cudaError_t LaunchCopies(cudaStream_t stream, DispatchParams params, CopyKind kind) {
+  const DispatchGrid grid = params.grid = GridOf(params.grid, params.sizes);
   const int piece_bytes = std::min(params.row_bytes, kPieceBytes);
   const int pieces = (params.row_bytes + piece_bytes - 1) / piece_bytes;
-  const int warp_bytes = grid.buffers * piece_bytes;
+  const int warp_bytes = kBuffers * piece_bytes;
   const int warps = std::min({grid.warps, kMaxSenders, kRingBytes / warp_bytes});
-  const auto kernel = grid.buffers == 2   ? DispatchKernel<2>
-                      : grid.buffers == 3 ? DispatchKernel<3>
-                                          : DispatchKernel<4>;
   return InParts(params.room, params.sizes.tokens, [&](const Staging& staging) {
-    return Launch(kernel, grid.push_blocks + grid.place_blocks, (warps + 1) * 32,
+    return Launch(DispatchKernel, grid.push_blocks + grid.place_blocks, (warps + 1) * 32,
                   kZeroBytes + warps * warp_bytes, stream, params, staging, kind, piece_bytes,
                   pieces, NanPattern(params.type));
   });
 }
 
 template <RowType kType>
-cudaError_t LaunchGrads(cudaStream_t stream, const CombineBwdParams& params) {
-  const DispatchGrid& grid = params.grid;
+cudaError_t LaunchGrads(cudaStream_t stream, CombineBwdParams params) {
+  const DispatchGrid grid = params.grid = GridOf(params.grid, params.sizes);
   GradLayout layout{};
   layout.piece_bytes = std::min(params.row_bytes, kPieceBytes);
   layout.pieces = (params.row_bytes + layout.piece_bytes - 1) / layout.piece_bytes;
-  layout.push_warps = std::min({grid.warps, kMaxSenders, kRingBytes / (2 * layout.piece_bytes)});
+  layout.push_warps =
+      std::min({grid.warps, kMaxSenders, kRingBytes / (kBuffers * layout.piece_bytes)});
   layout.tree_bytes =
       static_cast<int>(AlignUp(TreeFloats<kType>(params.sizes.width) * int64_t{4}, 128));
   const int place_warps = std::min(kMaxPlaceWarps, kRingBytes / layout.tree_bytes);
   const int warps = std::max(layout.push_warps, place_warps);
   const int rest_bytes =
-      std::max(layout.push_warps * 2 * layout.piece_bytes, warps * layout.tree_bytes);
+      std::max(layout.push_warps * kBuffers * layout.piece_bytes, warps * layout.tree_bytes);
   return InParts(params.room, params.sizes.tokens, [&](const Staging& staging) {
     return Launch(CombineBwdKernel<kType>, grid.push_blocks + grid.place_blocks, (warps + 1) * 32,
                   kZeroBytes + rest_bytes, stream, params, staging, layout,

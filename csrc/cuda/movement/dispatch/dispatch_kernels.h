@@ -12,8 +12,7 @@ namespace cuda {
 struct DispatchGrid {
   int32_t push_blocks = 12;  // a link needs few; the slab takes three times a link's bytes
   int32_t place_blocks = 28;
-  int32_t warps = 14;   // of a block; fewer where the buffers do not fit
-  int32_t buffers = 2;  // row buffers of a warp: 2, 3 or 4
+  int32_t warps = 14;  // of a block; fewer where their buffers do not fit
 };
 
 struct DispatchParams {

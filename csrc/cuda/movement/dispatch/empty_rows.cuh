@@ -10,11 +10,12 @@ namespace ep_runtime {
 namespace cuda {
 namespace dispatch {
 
-constexpr int kZeroBytes = 8192;  // at the start of a block's dynamic shared memory
-constexpr int kEmptyRowsPerTicket = 8;
+constexpr int kZeroBytes = 8192;        // at the start of a block's dynamic shared memory
+constexpr int kEmptyRowsPerTicket = 2;  // a few rows are shared out among all warps
 
 // Every thread calls it, and meets its block before the copy engine reads the zeros.
-__device__ inline void ClearZeros(uint8_t* zeros) {
+__device__ inline void ClearZeros(uint8_t* zeros, uint32_t* filled) {
+  if (threadIdx.x == 0) *filled = 0;
   auto* words = reinterpret_cast<uint4*>(zeros);
   for (int i = threadIdx.x; i < kZeroBytes / 16; i += blockDim.x) words[i] = make_uint4(0, 0, 0, 0);
   FenceProxyAsync();
@@ -102,12 +103,13 @@ struct EmptyJob {
 };
 
 // Writes zeros to empty rows until none is left: every warp that has nothing else to do comes here.
+// `filled`, in shared memory: who comes late need not look for what another found filled.
 __device__ inline void FillEmptyRows(const DeviceCall& call, const Plan& plan,
                                      const CallSizes& sizes, const EmptyJob& job,
-                                     const uint8_t* zeros) {
+                                     const uint8_t* zeros, uint32_t* filled) {
   const int lane = threadIdx.x % 32;
   EmptyRows empty(plan, sizes);
-  bool more = true;
+  bool more = __shfl_sync(~0u, lane == 0 ? atomicOr(filled, 0u) : 0u, 0) == 0;
   while (more) {
     const auto number = static_cast<int32_t>(TakeTicket(call, kEmptyTicket)) * kEmptyRowsPerTicket;
     for (int i = 0; more && i < kEmptyRowsPerTicket; ++i) {
@@ -123,7 +125,10 @@ __device__ inline void FillEmptyRows(const DeviceCall& call, const Plan& plan,
       WaitStoresRead<2>();
     }
   }
-  if (lane == 0) WaitStores<0>();
+  if (lane == 0) {
+    atomicOr(filled, 1u);
+    WaitStores<0>();
+  }
   __syncwarp();
 }
 

@@ -105,7 +105,6 @@ __device__ inline void StorePiece(const PlaceItem& item, const DispatchParams& p
 // Copies a warp's items to their slab rows. The next one is loaded while this one is stored.
 // `first`: pieces that went through the ring before; no copies of theirs are under way. `own`:
 // this rank's tokens are among the items.
-template <int kBuffers>
 __device__ void PlaceRows(const DeviceCall& call, const DispatchParams& params, const Ring& ring,
                           int pieces, int first, StagedRows& rows, bool own) {
   const int lane = threadIdx.x % 32;

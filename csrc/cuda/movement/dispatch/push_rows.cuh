@@ -12,8 +12,8 @@ namespace cuda {
 namespace dispatch {
 
 constexpr int kPieceBytes = 8192;  // most that one buffer holds of a row
-constexpr int kMaxBuffers = 4;
-constexpr int kMaxSenders = 14;  // sending warps of a block
+constexpr int kBuffers = 2;        // of a warp
+constexpr int kMaxSenders = 14;    // sending warps of a block
 
 // Which tokens of each sending warp of a block have landed. A flag needs a fence of system scope
 // before it, and that waits for the stores of the whole multiprocessor. So no sending warp executes
@@ -66,13 +66,12 @@ struct Ring {
 };
 
 // One warp's part of the block's dynamic shared memory; initialises its barriers.
-__device__ inline Ring MakeRing(uint8_t* dynamic, LoadBarrier* barriers, uint32_t piece_bytes,
-                                int buffers) {
+__device__ inline Ring MakeRing(uint8_t* dynamic, LoadBarrier* barriers, uint32_t piece_bytes) {
   const int warp = threadIdx.x / 32;
-  Ring ring{dynamic + static_cast<size_t>(warp) * buffers * piece_bytes,
-            barriers + warp * kMaxBuffers, piece_bytes};
+  Ring ring{dynamic + static_cast<size_t>(warp) * kBuffers * piece_bytes,
+            barriers + warp * kBuffers, piece_bytes};
   if (threadIdx.x % 32 == 0) {
-    for (int i = 0; i < buffers; ++i) ring.barriers[i].Init();
+    for (int i = 0; i < kBuffers; ++i) ring.barriers[i].Init();
     FenceBarrierInit();
   }
   __syncwarp();
@@ -186,7 +185,6 @@ __device__ inline void CountLanded(LandedTokens* landed) {
 
 // Sends the tokens of one warp; all warps together send them in order, so rows arrive in order.
 // Returns how many pieces went through the ring.
-template <int kBuffers>
 __device__ int PushRows(const DeviceCall& call, const PushJob& job, const StagedPlaces& places,
                         const TokenTable& table, const Ring& ring, const WarpShare& share,
                         LandedTokens* landed) {
@@ -201,7 +199,7 @@ __device__ int PushRows(const DeviceCall& call, const PushJob& job, const Staged
     ring.barriers[slot].Load(ring.Buffer(slot), job.rows + token * job.row_bytes + offset, bytes);
   };
   if (lane == 0 && total > 0) load(0);
-  TokenCounter counter(table);
+  TokenCounter counter(table.before, call.ranks, job.tokens);
   TokenSlots slots{-1, nullptr, -1, -1, 1.0f};
   if (count > 0) slots = ReadSlots(call, job, places, &counter, share.Token(0));
   for (int i = 0; i < count; ++i) {

@@ -37,19 +37,21 @@ __device__ inline void CountSlots(const DeviceCall& call, const PrepareParams& p
       experts.counts[w * num_experts + e] = static_cast<uint16_t>(sum);
       sum += count;
     }
-    histogram[e] = sum;
+    histogram[e] = experts.first[e] = sum;
   }
 }
 
 // Sums over blocks; the first block sends the count row to every rank, this one included.
-__device__ inline void SendCounts(const DeviceCall& call, const Experts& experts, int num_experts) {
+__device__ inline void SendCounts(const DeviceCall& call, const PrepareParams& params,
+                                  const Experts& experts, int num_experts) {
   const int32_t* histograms = ScratchHistograms(call);
   for (int e = threadIdx.x; e < num_experts; e += kThreads) {
+    const int32_t own = experts.first[e];
     int32_t before = 0;
     int32_t all = 0;
 #pragma unroll 8
-    for (int b = 0; b < gridDim.x; ++b) {
-      const int32_t count = __ldcg(&histograms[b * num_experts + e]);
+    for (int b = 0; b < params.blocks; ++b) {
+      const int32_t count = b == blockIdx.x ? own : __ldcg(&histograms[b * num_experts + e]);
       before += b < blockIdx.x ? count : 0;
       all += count;
     }

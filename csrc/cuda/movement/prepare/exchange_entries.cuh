@@ -68,10 +68,10 @@ __device__ inline void SendEntries(const DeviceCall& call, const PrepareParams& 
 __device__ inline bool AwaitEntries(const DeviceCall& call, const PrepareParams& params,
                                     PrepareShared* shared) {
   bool alive = true;
-  const int flags = call.ranks * static_cast<int>(gridDim.x);
+  const int flags = call.ranks * params.blocks;
   for (int i = threadIdx.x; i < flags && alive; i += kThreads) {
-    const int source = i / gridDim.x;
-    alive = AwaitWord(call, call.EntriesFlag(call.me, source, i % gridDim.x), call.tag, source);
+    const int source = i / params.blocks;
+    alive = AwaitWord(call, call.EntriesFlag(call.me, source, i % params.blocks), call.tag, source);
   }
   if (!__syncthreads_and(alive)) return false;
   if (threadIdx.x < 32) {
@@ -97,7 +97,7 @@ __device__ inline bool AwaitEntries(const DeviceCall& call, const PrepareParams&
 __device__ inline void WriteReceived(const DeviceCall& call, const PrepareParams& params,
                                      int columns, const PrepareShared& shared) {
   const MutablePlan& plan = params.plan;
-  const int stride = gridDim.x * kThreads;
+  const int stride = params.blocks * kThreads;
   const int start = blockIdx.x * kThreads + threadIdx.x;
   const int32_t entries = shared.entries_before[call.ranks];
   const int32_t staged = shared.staged_before[call.ranks];

@@ -9,6 +9,8 @@ namespace ep_runtime {
 namespace cuda {
 namespace prepare {
 
+constexpr int kSlotsAtOnce = 8;  // of a lane, whose loads are on their way together
+
 struct PrepareShared {
   int32_t warp_counts[kWarps][kMaxRanks];  // entries of each warp to each rank
   int32_t warp_staged[kWarps][kMaxRanks];
@@ -62,13 +64,20 @@ __device__ inline void PlaceSlots(const DeviceCall& call, const PrepareParams& p
   for (int start = range.begin; start < range.end; start += 32) {
     const int64_t token = start + lane;
     uint32_t mask = 0;
-    for (int k = 0; k < top_k; ++k) {
-      const int32_t rank =
-          token < range.end ? __ldcg(&params.plan.dst_rank[token * top_k + k]) : -1;
-      if (rank >= 0) mask |= 1u << rank;
-      for (int r = 0; r < call.ranks; ++r) {
-        const int32_t found = __popc(__ballot_sync(~0u, rank == r));
-        if (lane == r) entries += found;
+    for (int first = 0; first < top_k; first += kSlotsAtOnce) {
+      int32_t ranks[kSlotsAtOnce];
+#pragma unroll
+      for (int k = 0; k < kSlotsAtOnce; ++k) {
+        const bool real = token < range.end && first + k < top_k;
+        ranks[k] = real ? __ldcg(&params.plan.dst_rank[token * top_k + first + k]) : -1;
+      }
+#pragma unroll
+      for (int32_t rank : ranks) {
+        if (rank >= 0) mask |= 1u << rank;
+        for (int r = 0; r < call.ranks; ++r) {
+          const int32_t found = __popc(__ballot_sync(~0u, rank == r));
+          if (lane == r) entries += found;
+        }
       }
     }
     for (int r = 0; r < call.ranks; ++r) {
@@ -86,15 +95,16 @@ __device__ inline void PlaceSlots(const DeviceCall& call, const PrepareParams& p
   __syncthreads();
 }
 
-// Block sums over warps go to scratch; the warps' become sums over earlier warps. [3][blocks][32].
-__device__ inline void SumBlock(const DeviceCall& call, PrepareShared* shared) {
+// Block sums over warps go to scratch, [3][blocks][32], and to the threads that add up those of all
+// blocks; the warps' become sums over earlier warps.
+__device__ inline int32_t SumBlock(const DeviceCall& call, PrepareShared* shared) {
   const int lane = threadIdx.x % 32;
   const int which = threadIdx.x / 32;
+  int32_t sum = 0;
   if (which < 3) {
     auto* counts = which == 0   ? shared->warp_counts
                    : which == 1 ? shared->warp_staged
                                 : shared->warp_halves;
-    int32_t sum = 0;
     for (int w = 0; w < kWarps; ++w) {
       const int32_t count = counts[w][lane];
       counts[w][lane] = sum;
@@ -102,6 +112,7 @@ __device__ inline void SumBlock(const DeviceCall& call, PrepareShared* shared) {
     }
     ScratchBlockCounts(call)[(which * kMaxBlocks + blockIdx.x) * kMaxRanks + lane] = sum;
   }
+  return sum;
 }
 
 // Where `source` tells `dest` how many staged rows it has for each rank, then of the first half.
@@ -109,9 +120,11 @@ __device__ inline int32_t* PairCountsAt(const DeviceCall& call, int dest, int so
   return call.Counts(dest, source) + call.group->num_experts;
 }
 
-// Sums over earlier blocks. The first block also tells every rank what this one sends it: the
-// words after the entries flags' line of the counts flag; of a packed call what it sends to all.
-__device__ inline void SumBlocks(const DeviceCall& call, bool packed, PrepareShared* shared) {
+// Sums over earlier blocks; `own` is what SumBlock returned. The first block also tells every rank
+// what this one sends it: the words after the entries flags' line of the counts flag; of a packed
+// call what it sends to all.
+__device__ inline void SumBlocks(const DeviceCall& call, int blocks, bool packed, int32_t own,
+                                 PrepareShared* shared) {
   const int lane = threadIdx.x % 32;
   const int which = threadIdx.x / 32;
   if (which < 3) {
@@ -119,8 +132,8 @@ __device__ inline void SumBlocks(const DeviceCall& call, bool packed, PrepareSha
     int32_t before = 0;
     int32_t all = 0;
 #pragma unroll 8
-    for (int b = 0; b < gridDim.x; ++b) {
-      const int32_t count = __ldcg(&counts[b * kMaxRanks + lane]);
+    for (int b = 0; b < blocks; ++b) {
+      const int32_t count = b == blockIdx.x ? own : __ldcg(&counts[b * kMaxRanks + lane]);
       before += b < blockIdx.x ? count : 0;
       all += count;
     }

@@ -4,6 +4,9 @@
 // by sums over earlier ranks, blocks and warps, so a plan is the same every time.
 //
 //   phase            who                   reads -> writes
+//     TellCall       one more block        -> call lines, the board: host memory is far, and
+//     others'
+//                                          fences would wait for what is stored there
 //   1 CountSlots     every warp            topk_idx -> the block's slots by expert: scratch
 //     all blocks of this rank meet (barrier 0)
 //   2 SendCounts     every block           scratch -> slots of earlier blocks: shared memory
@@ -18,8 +21,8 @@
 //                    block 0               scratch -> totals, beside CountsFlag(dest, me), of a
 //                                          packed call all of them behind Counts(dest, me)
 //     SendEntries    every warp            dst_rank, dst_row -> Entries(dest, me)
-//     WriteSizes     block 0, warp 0       -> kept, group_sizes, num_recv
-//     GatherVerdict  block 0, warp 0       -> verdict, where on_overflow="error": it waits for
+//     WriteSizes     block 0, last warp    -> kept, group_sizes, num_recv
+//     GatherVerdict  block 0, last warp    -> verdict, where on_overflow="error": it waits for
 //                                          the verdict lines of all ranks of the world
 //     every block waits for EntriesFlag(me, source, block) of all sources' blocks
 //   6 WriteReceived  all blocks, by rows   Entries(me, source), totals -> recv_count,
@@ -38,6 +41,8 @@
 // Waits form no circle: nobody waits for a phase later than its own, on any rank. Begin and end of
 // the call, and why its lane is free: call.cuh. A call that fails leaves zeros.
 
+#include <algorithm>
+
 #include "cuda/movement/prepare/check_indices.cuh"
 #include "cuda/movement/prepare/count_slots.cuh"
 #include "cuda/movement/prepare/exchange_entries.cuh"
@@ -52,13 +57,13 @@ namespace cuda {
 namespace prepare {
 namespace {
 
-// Sizes of this rank's zones, by the first warp of the first block.
+// Sizes of this rank's zones, by one warp of the first block.
 __device__ void WriteSizes(const DeviceCall& call, const PrepareParams& params,
                            const Experts& experts) {
-  const int first = call.me * params.sizes.experts;
+  const int first = call.me * params.sizes.experts, lane = threadIdx.x % 32;
   int64_t demand = 0;
   int32_t dropped = 0;
-  for (int e = threadIdx.x; e < params.sizes.experts; e += 32) {
+  for (int e = lane; e < params.sizes.experts; e += 32) {
     const int32_t kept = experts.kept[first + e];
     dropped += experts.demand[first + e] - kept;
     params.plan.kept[e] = kept;
@@ -69,42 +74,43 @@ __device__ void WriteSizes(const DeviceCall& call, const PrepareParams& params,
   dropped = __reduce_add_sync(~0u, dropped);
   CountLoad(call.group, params.name, params.sizes.tokens, experts.kept + first,
             params.sizes.experts);
-  if (threadIdx.x == 0) {
+  if (lane == 0) {
     CountRows(call.group, params.name, 0, dropped);
     params.plan.num_recv[0] = static_cast<int32_t>(min(demand, int64_t{INT32_MAX}));
   }
 }
 
-// The rows of the fullest slab, by the first warp of the first block: all ranks find the same.
+// The rows of the fullest slab, by one warp of the first block: all ranks find the same.
 __device__ void WriteMost(const DeviceCall& call, const PrepareParams& params,
                           const Experts& experts) {
+  const int lane = threadIdx.x % 32;
   int32_t most = 0;
   for (int rank = 0; rank < call.ranks; ++rank) {
     int32_t rows = 0;
-    for (int e = threadIdx.x; e < params.sizes.experts; e += 32) {
+    for (int e = lane; e < params.sizes.experts; e += 32) {
       rows += UpTo(experts.kept[rank * params.sizes.experts + e], params.row_alignment);
     }
     most = max(most, static_cast<int32_t>(__reduce_add_sync(~0u, rows)));
   }
-  if (threadIdx.x == 0) *params.most = most;
+  if (lane == 0) *params.most = most;
 }
 
 // False: the call failed on the way.
 __device__ bool Route(const DeviceCall& call, const PrepareParams& params, const Experts& experts,
                       int num_experts, int columns, PrepareShared* shared) {
   const TokenRange range(params.sizes.tokens, blockIdx.x * kWarps + threadIdx.x / 32,
-                         gridDim.x * kWarps);
+                         params.blocks * kWarps);
   CountSlots(call, params, experts, num_experts, range);
-  if (!MeetBlocks(call, 0, gridDim.x)) return false;
-  SendCounts(call, experts, num_experts);
+  if (!MeetBlocks(call, 0, params.blocks)) return false;
+  SendCounts(call, params, experts, num_experts);
   if (!AwaitCounts(call)) return false;
   LayOutRows(call, params, experts, num_experts);
   PlaceSlots(call, params, experts, num_experts, range, shared);
-  SumBlock(call, shared);
-  if (!MeetBlocks(call, 1, gridDim.x)) return false;
-  SumBlocks(call, columns > 4, shared);
+  const int32_t own = SumBlock(call, shared);
+  if (!MeetBlocks(call, 1, params.blocks)) return false;
+  SumBlocks(call, params.blocks, columns > 4, own, shared);
   SendEntries(call, params, range, *shared);
-  if (blockIdx.x == 0 && threadIdx.x < 32) {
+  if (blockIdx.x == 0 && threadIdx.x / 32 == kWarps - 1) {  // the first warp stores flags
     WriteSizes(call, params, experts);
     if (params.most != nullptr) WriteMost(call, params, experts);
     if (params.verdict != nullptr) GatherVerdict(call, params, experts);
@@ -123,7 +129,11 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int num_experts = params.num_experts;
   const Experts experts(dynamic, num_experts);
   if (!call.dead && params.group->bad_index != nullptr) CheckIndices(call, params, num_experts);
-  if (!call.dead) Route(call, params, experts, num_experts, columns, &shared);
+  if (!call.dead && static_cast<int>(blockIdx.x) < params.blocks) {
+    Route(call, params, experts, num_experts, columns, &shared);
+  } else if (!call.dead && threadIdx.x < 32) {
+    TellCall(call, params.name);
+  }
   const MutablePlan& plan = params.plan;
   const int64_t slots = int64_t{params.sizes.tokens} * params.sizes.top_k * 4;
   const int64_t local = int64_t{params.sizes.experts} * 4;
@@ -144,7 +154,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 }  // namespace
 }  // namespace prepare
 
-cudaError_t LaunchPrepare(cudaStream_t stream, const PrepareParams& params) {
+cudaError_t LaunchPrepare(cudaStream_t stream, PrepareParams params) {
   const CallSizes& sizes = params.sizes;
   if (sizes.top_k < 1 || sizes.top_k > kMaxTopK || sizes.tokens < 0 || sizes.experts < 1 ||
       params.num_experts > kMaxExperts || params.num_experts % sizes.experts != 0 ||
@@ -153,14 +163,19 @@ cudaError_t LaunchPrepare(cudaStream_t stream, const PrepareParams& params) {
       params.blocks > kMaxPrepareBlocks) {
     return cudaErrorInvalidValue;
   }
+  // By static sizes alone, so that all ranks run as many. One block meets no others.
+  constexpr int64_t kSlots = 1024;  // of a block: to meet others takes as long as half of them
+  const int64_t slots = int64_t{sizes.tokens} * sizes.top_k;
+  const auto wanted = static_cast<int32_t>((slots + kSlots - 1) / kSlots);
+  params.blocks = std::min(std::max(wanted, 1), params.blocks);
   const int64_t block_tokens = (sizes.tokens + params.blocks - 1) / params.blocks;
   if (block_tokens * sizes.top_k > kMaxBlockSlots) return cudaErrorInvalidValue;
   const size_t shared_bytes = prepare::Experts::Bytes(params.num_experts);
   const cudaError_t error = AllowSharedBytes(prepare::PrepareKernel, shared_bytes);
   if (error != cudaSuccess) return error;
   const auto columns = static_cast<int>(params.room.CountColumns(sizes.tokens));
-  prepare::PrepareKernel<<<params.blocks, prepare::kThreads, shared_bytes, stream>>>(params,
-                                                                                     columns);
+  prepare::PrepareKernel<<<params.blocks + 1, prepare::kThreads, shared_bytes, stream>>>(params,
+                                                                                         columns);
   return cudaGetLastError();
 }
 

@@ -19,14 +19,14 @@ struct PrepareParams {
                             // the EP group is an unused slot
   MutablePlan plan;         // written whole
   DeviceVerdict* verdict;   // [1] device or host-mapped; null: on_overflow="drop", no exchange
-  int32_t blocks = 32;      // at most kMaxPrepareBlocks, all resident at once
+  int32_t blocks = 32;      // at most, and one more; of kMaxPrepareBlocks, all resident at once
   LaneRoom room{};          // says whether recv_count has the counts of all pairs of ranks
   int32_t* most = nullptr;  // [1] device: rows of the zones of the fullest slab of all; or null
 };
 
 // Routes this rank's slots: counts travel to all peers, then one entry per kept row to the rank
 // that gets it. All ranks take the same decisions from the same count matrix.
-cudaError_t LaunchPrepare(cudaStream_t stream, const PrepareParams& params);
+cudaError_t LaunchPrepare(cudaStream_t stream, PrepareParams params);
 
 }  // namespace cuda
 }  // namespace ep_runtime

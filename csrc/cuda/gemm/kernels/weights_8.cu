@@ -1,11 +1,11 @@
-#include "cuda/gemm/kernels/queued_gemm_kernel.cuh"
+#include "cuda/gemm/kernels/grouped_gemm_kernel.cuh"
 
 namespace ep_runtime {
 namespace cuda {
 namespace gemm {
 namespace {
 
-constexpr Instance kInstances[] = {EP_GEMM_WEIGHTS_8(EP_MAKE_QUEUED)};
+constexpr Instance kInstances[] = {EP_GEMM_WEIGHTS_8(EP_MAKE_INSTANCE)};
 
 }  // namespace
 
