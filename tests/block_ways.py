@@ -51,7 +51,8 @@ class Emulated:
             kept, made = saved
             again = jnp.where(made[0] != 0, kept, hidden[: kept.shape[0]])
             hidden = hidden.at[: kept.shape[0]].set(again)
-        return composed.backward(whole, given, experts, (*rows, hidden), dy, grads, over)
+        found = composed.backward(whole, given, experts, (*rows, hidden), dy, grads, over)
+        return found if grads.wanted else found._replace(wi=None, wo=None)
 
 
 def _all_saved(static: Any) -> Any:

@@ -75,6 +75,27 @@ def test_values_and_gradients_are_as_near_as_those_of_slabs(blocks: Blocks, name
     compare(blocks, layer, blocks.params(layer, **of_params), given, dtype, **options)
 
 
+@pytest.mark.parametrize("name", ["gated", "a pair", "f32", *(n for n in CASES if "fp8" in n)])
+def test_gradients_of_rows_are_those_of_trained_experts_where_they_are_frozen(
+    blocks: Blocks, name: str
+) -> None:
+    dtype, of_params, options = CASES[name]
+    hidden = SENT if "sent" in name else HIDDEN
+    layer = blocks.layer(hidden=hidden)
+    x, weights, idx = blocks.drawn(lambda idx, experts: idx, hidden)
+    params = blocks.params(layer, **of_params)
+    blocks.call()
+    trained = functools.partial(graded, layer, jnp.dtype(dtype), **options)
+    y, (d_x, d_weights, _) = ran(trained, x, weights, idx, params)
+
+    def frozen(*given: Any) -> Any:
+        y, (d_x, d_weights, _) = trained(*given)
+        return y, d_x, d_weights
+
+    found = ran(frozen, x, weights, idx, params)
+    jax.tree.map(np.testing.assert_array_equal, found, (y, d_x, d_weights))
+
+
 ROUTINGS: dict[str, Callable[[Any, int], Any]] = {
     "everything to one rank": lambda idx, experts: experts - 1 - np.arange(TOP_K) + 0 * idx,
     "everything to one expert": lambda idx, experts: (

@@ -14,6 +14,7 @@ import microbatches
 import numpy as np
 import pytest
 from block_ways import Ways, assert_close
+from jax.interpreters import partial_eval as pe
 from jax.sharding import NamedSharding, PartitionSpec
 
 import ep_runtime as ep
@@ -55,7 +56,9 @@ def draw(*lead: int) -> Any:
     return jax.random.normal(jax.random.key(7), (*lead, HIDDEN))
 
 
-def scanned(stack: Any, policy: Any, x: Any, params: Any, **options: Any) -> Any:
+def scanned(
+    stack: Any, policy: Any, x: Any, params: Any, *, wanted: Any = (0, 1), **options: Any
+) -> Any:
     """Loss and gradients of layers in a scan; `policy` of what a checkpoint keeps, or None."""
 
     def step(x: Any, each: Any) -> Any:
@@ -66,7 +69,7 @@ def scanned(stack: Any, policy: Any, x: Any, params: Any, **options: Any) -> Any
     def loss(x: Any, params: Any) -> Any:
         return jnp.sin(jax.lax.scan(run, x, (jnp.arange(COUNT), params))[0]).sum()
 
-    return jax.value_and_grad(loss, argnums=(0, 1))(x, params)
+    return jax.value_and_grad(loss, argnums=wanted)(x, params)
 
 
 POLICIES = {
@@ -120,14 +123,33 @@ def test_rows_are_kept_where_a_gradient_reads_them(stack: Any, ways: Ways) -> No
     one = jax.tree.map(lambda x: x[0], params)
     forward = jax.jit(lambda x, p: ep.moe(stack[0], x, p)[0])
     assert "name=ep_kept" not in str(forward.trace(x, one).jaxpr)
-    # Tokens, rows and whether they were made; tokens alone; what stands for rows, not made.
-    for policy, results in (("no checkpoint", [3]), ("plan", [1, 2])):
+    # Tokens, rows and whether they were made; tokens alone; what stands for rows, not made. Then
+    # gradients of tokens and their weights, of wi and wo.
+    for policy, results in (("no checkpoint", [3, 4]), ("plan", [1, 2, 4])):
         run = jax.jit(functools.partial(scanned, stack, POLICIES[policy]))
         assert [*results_of_calls(run.trace(x, params).jaxpr)] == results, policy
 
 
+@pytest.mark.parametrize("policy", ["no checkpoint", "plan"])
+def test_frozen_experts_take_no_gradient(stack: Any, ways: Ways, policy: str) -> None:
+    ways.emulated()
+    x, params = draw(TOKENS), stacked(stack)
+    trained = functools.partial(scanned, stack, POLICIES[policy])
+    _, (want, _) = jax.jit(trained)(x, params)
+
+    def dropped(x: Any, params: Any) -> Any:
+        return trained(x, params)[1][0]  # as of an optimizer that skips the experts
+
+    for frozen in (lambda *x: trained(*x, wanted=0)[1], dropped):
+        run = jax.jit(frozen)
+        jaxpr = run.trace(x, params).jaxpr.jaxpr
+        lowered, _ = pe.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))  # as lowering does
+        assert [*results_of_calls(lowered)][-1] == 2
+        np.testing.assert_array_equal(run(x, params), want)
+
+
 def results_of_calls(jaxpr: Any) -> Iterator[int]:
-    """Of each forward call how many results it has."""
+    """Of each call how many results it has."""
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "ep_unless_unused":
             yield len(eqn.outvars)

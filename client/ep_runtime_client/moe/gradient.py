@@ -7,6 +7,7 @@ is made once more instead: it has numbers for every row of the worst case, which
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -163,16 +164,26 @@ def _pullback(
     op = BlockBackward(call.where, found, **common, dtypes=(of_wi, of_wo))
     slab: Entries = (call.moved.group.token_axes,)
     arrived = [*_arrived(op), *[slab] * len(saved), call.moved.layout.entries()]
+
+    def way(op: BlockBackward) -> Callable[..., Any]:
+        return lambda *arrays: on_mesh.run_on_mesh(op, arrived, *arrays)
+
+    arrays = (*jax.tree.leaves(packed), *saved, dy)
     with scope("block_bwd", call.moved.layer):
-        made = on_mesh.run_on_mesh(op, arrived, *jax.tree.leaves(packed), *saved, dy)
+        if call.workspace is None:
+            made = way(op)(*arrays)  # XLA drops what nobody reads of ops that it sees
+        else:
+            frozen = way(dataclasses.replace(op, frozen=True))
+            made = unless_unused(way(op), frozen, None, *arrays)
     return (_by_operand(call, operands, made),)
 
 
 def _by_operand(call: ResolvedCall, operands: Operands, made: Sequence[jax.Array]) -> Operands:
     """Sorts the results of the backward op by the operands whose gradients they are."""
     d_tokens, d_weights, *others = made
-    wi: Any = Pair(others.pop(0), others.pop(0)) if call.paired else others.pop(0)
-    wo, rest = others[0], iter(others[1:])
+    wo, last = others.pop(), others.pop()
+    wi: Any = Pair(others.pop(), last) if call.paired else last
+    rest = iter(others)
     nothing: Any = None
     wi_bias = None if operands.wi_bias is None else next(rest)
     wo_bias = None if operands.wo_bias is None else next(rest)

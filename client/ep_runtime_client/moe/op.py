@@ -296,14 +296,16 @@ class BlockForward(BlockOp):
 
 @dataclasses.dataclass(frozen=True)
 class BlockBackward(BlockOp):
-    """Operands, what is saved, dy like tokens -> gradients of tokens and weights, of wi (of a pair
-    two), wo, the biases and the values as they are.
+    """Operands, what is saved, dy like tokens -> gradients of tokens and weights, of the biases and
+    the values as they are, of wi (of a pair two) and wo.
 
     Attributes:
         dtypes: of the gradients of wi and wo.
+        frozen: without the gradients of wi and wo.
     """
 
     dtypes: tuple[Any, Any] = (None, None)
+    frozen: bool = False
 
     name: ClassVar[str] = "block_bwd"
 
@@ -330,15 +332,15 @@ class BlockBackward(BlockOp):
             mine, (given, experts) = self._by_name(blocks), self.opened(place, blocks)
             *saved, dy = blocks[self.tree.num_leaves :]
             saved, dy = [x[0] for x in saved], dy.reshape(-1, dy.shape[-1])
-            grads = WeightGrads(call.paired, self._made(shared))
+            grads = WeightGrads(call.paired, self._made(shared), wanted=not self.frozen)
             made = bodies.BODIES[call.body].backward(
                 call, given, experts, tuple(saved), dy, grads, place.over
             )
             d_tokens = _added_up(sums, made.tokens, place.inner).reshape(mine.tokens.shape)
             d_weights = sums.total(made.weights, place.inner).reshape(mine.weights.shape)
-            off = self._each(wi_place.taken_off)
-            wi = [back(x, off, self.dtypes[0]) for x in jax.tree.leaves(made.wi)]
-            wo = back(made.wo, wo_place.taken_off, self.dtypes[1])
+            wi_off, wo_off = self._each(wi_place.taken_off), wo_place.taken_off
+            kernels = [back(x, wi_off, self.dtypes[0]) for x in jax.tree.leaves(made.wi)]
+            kernels += [back(x, wo_off, self.dtypes[1]) for x in jax.tree.leaves(made.wo)]
             biases = []
             if place.wi_bias is not None:
                 biases.append(back(made.wi_bias, place.wi_bias.gathered, mine.wi_bias.dtype))
@@ -351,11 +353,11 @@ class BlockBackward(BlockOp):
                 jnp.zeros_like(x) if d is None else sums.total(d, everywhere)
                 for d, x in zip(made.values, experts.values, strict=True)
             ]
-            return d_tokens, d_weights, *wi, wo, *biases, *values
+            return d_tokens, d_weights, *biases, *values, *kernels
 
         given, tokens = place.operands, call.moved.layout.entries()
-        weights = [self._each(wi_place.lies)] * (1 + call.paired) + [wo_place.lies]
-        results = (tokens, tokens, *weights, *self._by_name(given).others)
+        kernels = [self._each(wi_place.lies)] * (1 + call.paired) + [wo_place.lies]
+        results = (tokens, tokens, *self._by_name(given).others, *self._wanted(kernels))
         return Resolved((*given, *self.saved_entries(roles, place), tokens), results, local)
 
     def _themselves(self, roles: Roles, place: Placed, shapes: Any) -> tuple[Weight, Weight]:
@@ -368,6 +370,9 @@ class BlockBackward(BlockOp):
         found = [expert_weight(roles, e, s, blocks=packing.blocks) for e, s, packing in given]
         wi, wo = (each.before for each in found)
         return dataclasses.replace(place.wi, before=wi), dataclasses.replace(place.wo, before=wo)
+
+    def _wanted(self, of_kernels: list[Any]) -> list[Any]:
+        return [] if self.frozen else of_kernels
 
     def _each(self, values: Sequence[Value]) -> tuple[Value, ...]:
         """What there is per dim of wi as one array, per dim of one of its arrays."""
@@ -385,17 +390,17 @@ class BlockBackward(BlockOp):
     def _shapes(self, blocks: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
         mine, (first, second) = self._by_name(blocks), self.dtypes
         wi = self._each(self.wi.of_values(mine.wi[0].shape, 2))
-        weights = [jnp.zeros(wi, first)] * (1 + self.call.paired)
-        weights.append(jnp.zeros(mine.wo[0].shape, second))
-        rows = map(jnp.zeros_like, (mine.tokens, mine.weights))
-        return (*rows, *weights, *map(jnp.zeros_like, mine.others))
+        kernels = [jnp.zeros(wi, first)] * (1 + self.call.paired)
+        kernels.append(jnp.zeros(mine.wo[0].shape, second))
+        others = map(jnp.zeros_like, (mine.tokens, mine.weights, *mine.others))
+        return (*others, *self._wanted(kernels))
 
     def factors(self) -> tuple[list[str], list[str]]:
         given = self.shared_factors
         wi = " ".join(self._each(["e", "h", *self._columns]))
-        weights = [*[wi] * (1 + self.call.paired), "e m o", *given.others]
+        kernels = self._wanted([*[wi] * (1 + self.call.paired), "e m o"])
         operands = [*jax.tree.leaves(given), *self.saved_factors(), given.tokens]
-        return operands, [given.tokens, given.weights, *weights]
+        return operands, [given.tokens, given.weights, *given.others, *kernels]
 
 
 def _on(weight: Weight, dim: int, inner: Axes) -> Weight:

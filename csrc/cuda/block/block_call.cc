@@ -27,7 +27,8 @@
 // workspace; else one over each part of the tokens, by a plan made on the way. A token's sum lies
 // in one pass, so that y and dx are the same bits either way; gradients of weights add up, rounded
 // once a part. Backward is the same for weights multiplied early and late: y = sum (w * act) @ wo +
-// w * bias.
+// w * bias. A program with frozen weights asks for neither dwo nor dwi: their products are left
+// out.
 
 #include "cuda/block/block_call.h"
 
@@ -167,9 +168,11 @@ class BlockLaunches : private ExpertLaunches {
       EP_RETURN_IF_CUDA_ERROR(ActivateBwd(rows, rows.places[i]));
     }
     EP_RETURN_IF_CUDA_ERROR(SumBiases(rows));
-    EP_RETURN_IF_CUDA_ERROR(TurnBoth(rows, /*first=*/false));
-    EP_RETURN_IF_CUDA_ERROR(Multiply(WeightGrad(rows, /*first=*/false)));
-    EP_RETURN_IF_CUDA_ERROR(TurnBoth(rows, /*first=*/true));
+    if (WantsWeightGrads()) {
+      EP_RETURN_IF_CUDA_ERROR(TurnBoth(rows, /*first=*/false));
+      EP_RETURN_IF_CUDA_ERROR(Multiply(WeightGrad(rows, /*first=*/false)));
+      EP_RETURN_IF_CUDA_ERROR(TurnBoth(rows, /*first=*/true));
+    }
     EP_RETURN_IF_CUDA_ERROR(
         Multiply(Product(GemmProduct::kDataGrad, rows, at_.hidden, at_.grads, /*first=*/true)));
     return CombineBeside(pass, WeightGrad(rows, /*first=*/true));
@@ -179,6 +182,7 @@ class BlockLaunches : private ExpertLaunches {
     return p_.beside.dispatch.push_blocks + p_.beside.dispatch.place_blocks;
   }
   cudaError_t CombineBeside(const TokenPass& pass, const GroupedGemmParams& gemm) {
+    if (!WantsWeightGrads()) return LaunchCombine(stream_, Sums(pass, p_.alone));
     const auto combine = [&](cudaStream_t stream, const ExchangeGrids& grids) {
       return LaunchCombine(stream, Sums(pass, grids));
     };

@@ -71,7 +71,7 @@ struct BlockParams {
   void* dx;               // [T, H] as y
   float* d_weights;       // [T, K]
   FloatType weight_type;  // of the next three: of rows, or kF32 of 8-bit products
-  void* dwi;              // as wi, [L, H, N]; two of a pair
+  void* dwi;              // as wi, [L, H, N]; two of a pair; null, as dwo, where nobody wants it
   void* dwi_up;           // as wi_up
   void* dwo;
   float* d_wi_bias;  // [L, N] with wi_bias, else null

@@ -71,6 +71,7 @@ class ExpertLaunches {
     return activation;
   }
   cudaError_t ActivateBwd(const PassRows& rows, const Hidden& hidden) const;
+  bool WantsWeightGrads() const { return p_.dwo != nullptr; }
   // Gradients of both biases, where there are any.
   cudaError_t SumBiases(const PassRows& rows) const;
 

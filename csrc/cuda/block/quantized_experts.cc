@@ -86,8 +86,10 @@ cudaError_t QuantizedExperts::Backward(const PassRows& rows) const {
     EP_RETURN_IF_CUDA_ERROR(Activate(rows, rows.places[i], /*weighted=*/true));
   }
   EP_RETURN_IF_CUDA_ERROR(NeedsWide() ? WideHiddenGrads(rows) : HiddenGrads(rows));
-  EP_RETURN_IF_CUDA_ERROR(
-      TurnBoth(rows, at_.q_tokens, s_.hidden, at_.q_hidden, s_.columns, at_.of_first));
+  if (WantsWeightGrads()) {
+    EP_RETURN_IF_CUDA_ERROR(
+        TurnBoth(rows, at_.q_tokens, s_.hidden, at_.q_hidden, s_.columns, at_.of_first));
+  }
   return Multiply(DataGrad(rows, at_.q_hidden, at_.grads, /*first=*/true));
 }
 
@@ -96,6 +98,7 @@ GroupedGemmParams QuantizedExperts::FirstWeightGrad(const PassRows& rows) const 
 }
 
 cudaError_t QuantizedExperts::SecondWeightGrad(const PassRows& rows) const {
+  if (!WantsWeightGrads()) return cudaSuccess;
   EP_RETURN_IF_CUDA_ERROR(
       TurnBoth(rows, at_.q_inner, s_.inner, at_.q_grads, s_.hidden, at_.of_second));
   return Multiply(WeightGrad(rows, at_.q_inner, at_.q_grads, at_.of_second, /*first=*/false));

@@ -199,10 +199,12 @@ Status ReadTokens(const CudaCall& call, const Operand& tokens, DataType type, vo
                      {params->sizes.tokens, params->sizes.hidden}, out);
 }
 
-// Gradients of weights: of the tokens' type, or with 8-bit products f32 too; of a pair two.
+// Gradients of weights: of the tokens' type, or with 8-bit products f32 too; of a pair two. All of
+// them are [0, 0, 0] where the program uses none.
 Status ReadWeightGrads(const Operand& dwi, const Operand& dwi_up, const Operand& dwo, DataType type,
                        BlockParams* params) {
   const cuda::block::BlockSizes& sizes = params->sizes;
+  if (dwi.absent(3) && dwi_up.absent(3) && dwo.absent(3)) return Status();
   if (sizes.scaling != cuda::GemmScaling::kNone && dwi.type() == DataType::F32) {
     type = DataType::F32;
     params->weight_type = cuda::FloatType::kF32;
@@ -239,8 +241,8 @@ Status LaunchBlockCall(const CudaCall& call) {
 
 // ep_block_bwd_v1(those of ep_block_v1, kept, made s32 [1], dy [T, H] [, wo_bias]; rows, function,
 //                 gated, early, scaling=0, row_alignment=the layer's)
-//   -> dx [T, H], d_weights f32 [T, K], dwi like wi, dwi_up like wi_up, dwo like wo,
-//      d_wi_bias f32 [L, N] or [0, 0], workspace u8 [, d_wo_bias f32 [L, H]]
+//   -> dx [T, H], d_weights f32 [T, K], dwi like wi, dwi_up like wi_up, dwo like wo (or all three
+//      [0, 0, 0]), d_wi_bias f32 [L, N] or [0, 0], workspace u8 [, d_wo_bias f32 [L, H]]
 // scaling=1, 2: as above, but wi and wo are not transposed, and dwi, dwi_up and dwo may be f32
 Status LaunchBlockBwdCall(const CudaCall& call) {
   constexpr size_t kArgs = kForwardArgs + 3;

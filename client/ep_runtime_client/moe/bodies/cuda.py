@@ -97,13 +97,14 @@ def backward(
     count, bias, pair = experts.wo.shape[0], experts.wi_bias, grads.paired
     wo_bias = _as_taken(experts.wo_bias, dtype)
     weight_dtype = dtype if grads.dtype is None else _made(grads.dtype)
-    first = (count, hidden, columns // 2 if pair else columns)
+    nothing, wanted = (0, 0, 0), grads.wanted
+    first = (count, hidden, columns // 2 if pair else columns) if wanted else nothing
     results = (
         jax.ShapeDtypeStruct(given.tokens.shape, call.sums or dtype),
         jax.ShapeDtypeStruct(given.weights.shape, jnp.float32),
         jax.ShapeDtypeStruct(first, weight_dtype),
-        jax.ShapeDtypeStruct(first if pair else (0, 0, 0), weight_dtype),
-        jax.ShapeDtypeStruct((count, inner, hidden), weight_dtype),
+        jax.ShapeDtypeStruct(first if pair else nothing, weight_dtype),
+        jax.ShapeDtypeStruct((count, inner, hidden) if wanted else nothing, weight_dtype),
         jax.ShapeDtypeStruct((0, 0) if bias is None else (count, columns), jnp.float32),
         _bytes(workspace.backward_bytes(room.here(inner), room.rows)),
         *(jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in wo_bias),
@@ -120,11 +121,12 @@ def backward(
         scratch=6,
         held=2,
     )
+    of_wi = Pair(d_wi, d_up) if pair or not wanted else d_wi.reshape(experts.wi.shape)
     return Gradients(
         d_tokens,
         d_weights,
-        Pair(d_wi, d_up) if pair else d_wi.reshape(experts.wi.shape),
-        d_wo,
+        of_wi if wanted else None,
+        d_wo if wanted else None,
         None if bias is None else d_bias.reshape(bias.shape),
         d_wo_bias[0] if d_wo_bias else None,
     )

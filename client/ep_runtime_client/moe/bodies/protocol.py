@@ -84,10 +84,13 @@ class WeightGrads(NamedTuple):
     Attributes:
         paired: gate and up of wi apart.
         dtype: theirs; None is that of rows.
+        wanted: whether the program uses them; only bodies with a workspace are told that it does
+            not, and make none.
     """
 
     paired: bool
     dtype: Any = None
+    wanted: bool = True
 
 
 class Forwarded(NamedTuple):
@@ -110,8 +113,8 @@ class Gradients(NamedTuple):
 
     tokens: jax.Array
     weights: jax.Array
-    wi: jax.Array | Pair
-    wo: jax.Array
+    wi: jax.Array | Pair | None
+    wo: jax.Array | None
     wi_bias: jax.Array | None
     wo_bias: jax.Array | None
     values: tuple[jax.Array | None, ...] = ()

@@ -1,8 +1,9 @@
-"""Ways to compute a value and what is beside it: both, or the one of them that somebody uses.
+"""Ways to compute two sets of results: both, or only the set that the program uses.
 
-A gradient that keeps a large array from its forward pass makes it in a program's first pass too,
-where `jax.checkpoint` throws it away; in the second one it makes the value, which nobody uses
-there. Which it is only dead code elimination knows.
+A gradient that saves a large array in its forward pass makes it in a program's first pass too,
+where `jax.checkpoint` throws it away. In the second pass it makes the value, which nobody uses
+there. And a backward pass makes gradients of weights that a program may have frozen. Only dead code
+elimination knows which results are used.
 """
 
 from __future__ import annotations
@@ -20,15 +21,15 @@ from ep_runtime_client.base.jax_internals import usual_options
 
 def unless_unused(
     full: Callable[..., Sequence[jax.Array]],
-    lean: Callable[..., jax.Array],
-    bare: Callable[..., Sequence[jax.Array]],
+    first: Callable[..., Sequence[jax.Array]],
+    rest: Callable[..., Sequence[jax.Array]] | None,
     *operands: jax.Array,
 ) -> list[jax.Array]:
-    """`full(*operands)`: a value, and what is beside it.
+    """`full(*operands)`: the results of `first`, and the rest behind them.
 
-    Where nothing of the program uses the rest it is `lean`, the value alone; where nothing uses the
-    value `bare`, which makes the rest, or something in its stead. Not differentiable."""
-    ways = [jax.make_jaxpr(function)(*operands) for function in (full, lean, bare)]
+    Where the program uses nothing of the rest, `first` is called instead; where it uses nothing but
+    the rest, `rest`, which may make something in its stead; None is `full`. Not differentiable."""
+    ways = [jax.make_jaxpr(way)(*operands) for way in (full, first, rest) if way is not None]
     results: list[jax.Array] = _either_p.bind(*operands, ways=tuple(ways))
     return results
 
@@ -43,10 +44,11 @@ def _without_unused(used: list[bool], *more: Any) -> tuple[list[bool], Any]:
     ways = eqn.params["ways"]
     if not any(used):
         return [False] * len(eqn.invars), None
-    if len(ways) > 1 and not any(used[1:]):
-        eqn = eqn.replace(outvars=eqn.outvars[:1], params={"ways": ways[1:2]})
-    elif len(ways) > 1 and not used[0]:
-        eqn = eqn.replace(outvars=eqn.outvars[1:], params={"ways": ways[2:]})
+    count = len(ways[1].out_avals) if len(ways) > 1 else len(used)
+    if not any(used[count:]) and len(ways) > 1:
+        eqn = eqn.replace(outvars=eqn.outvars[:count], params={"ways": ways[1:2]})
+    elif not any(used[:count]) and len(ways) > 2:
+        eqn = eqn.replace(outvars=eqn.outvars[count:], params={"ways": ways[2:]})
     return [True] * len(eqn.invars), eqn
 
 
