@@ -11,15 +11,12 @@ import grpc
 from raw_packets import WAIT_S, close_fds, connect, give_back, hello, make_spec, receive, redeem
 from raw_process import Process
 
-from ep_runtime import wire
+from ep_runtime import services, wire
 from ep_runtime.v1 import (
-    admin_service_pb2_grpc,
+    admin_service_pb2,
     group_service_pb2,
-    group_service_pb2_grpc,
     layer_service_pb2,
-    layer_service_pb2_grpc,
     session_service_pb2,
-    session_service_pb2_grpc,
 )
 
 __all__ = [
@@ -50,10 +47,10 @@ class Stubs:
             f"unix:{directory}/{socket_name}", options=wire.channel_options()
         )
         self.metadata = tuple(metadata)
-        self.sessions = session_service_pb2_grpc.SessionServiceStub(self.channel)
-        self.groups = group_service_pb2_grpc.GroupServiceStub(self.channel)
-        self.layers = layer_service_pb2_grpc.LayerServiceStub(self.channel)
-        self.admin = admin_service_pb2_grpc.AdminServiceStub(self.channel)
+        self.sessions = services.stub(self.channel, session_service_pb2.DESCRIPTOR)
+        self.groups = services.stub(self.channel, group_service_pb2.DESCRIPTOR)
+        self.layers = services.stub(self.channel, layer_service_pb2.DESCRIPTOR)
+        self.admin = services.stub(self.channel, admin_service_pb2.DESCRIPTOR)
 
     def call(self, method, request, *, timeout=WAIT_S):
         try:

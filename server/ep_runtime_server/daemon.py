@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import os
 import select
 import signal
 import socket
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import grpc
-from grpc_health.v1 import health_pb2_grpc
+from grpc_health.v1 import health_pb2
 
-from ep_runtime import env, trust, wire
+from ep_runtime import env, services, trust, wire
 from ep_runtime.errors import PermissionDeniedError
 from ep_runtime.v1 import (
-    admin_service_pb2_grpc,
-    group_service_pb2_grpc,
-    layer_service_pb2_grpc,
-    nccl_service_pb2_grpc,
-    session_service_pb2_grpc,
+    admin_service_pb2,
+    group_service_pb2,
+    layer_service_pb2,
+    nccl_service_pb2,
+    session_service_pb2,
 )
 from ep_runtime_server.base import limits, open_files, systemd
 from ep_runtime_server.base.clock import Clock, SystemClock
@@ -216,8 +216,7 @@ class Daemon:
         cluster.start(server, runtime.groups, runtime.recovery.take_restored())
         assert cluster.coordination is not None  # `start` makes it
         runtime.unique_ids.of_view = cluster.coordination.unique_ids
-        add: Any = server
-        admin_service_pb2_grpc.add_AdminServiceServicer_to_server(ReadingServicer(runtime), add)
+        services.add_to_server(server, admin_service_pb2.DESCRIPTOR, ReadingServicer(runtime))
         runtime.cluster = cluster
         return server
 
@@ -239,21 +238,19 @@ class Daemon:
         )
         self._policies.append(policy)
         server = make_server([policy], SERVER_OPTIONS)
-        add: Any = server
+        add = functools.partial(services.add_to_server, server)
         if sessions_guard:
-            session_service_pb2_grpc.add_SessionServiceServicer_to_server(
-                SessionServicer(runtime), add
-            )
-            group_service_pb2_grpc.add_GroupServiceServicer_to_server(GroupServicer(runtime), add)
-            layer_service_pb2_grpc.add_LayerServiceServicer_to_server(LayerServicer(runtime), add)
-            nccl_service_pb2_grpc.add_NcclServiceServicer_to_server(NcclServicer(runtime), add)
+            add(session_service_pb2.DESCRIPTOR, SessionServicer(runtime))
+            add(group_service_pb2.DESCRIPTOR, GroupServicer(runtime))
+            add(layer_service_pb2.DESCRIPTOR, LayerServicer(runtime))
+            add(nccl_service_pb2.DESCRIPTOR, NcclServicer(runtime))
         admin: AdminServicer = (
             SessionReadingServicer(runtime)
             if sessions_guard
             else AdminServicer(runtime, lambda peer: self._orders.caller_of(peer))
         )
-        admin_service_pb2_grpc.add_AdminServiceServicer_to_server(admin, add)
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, add)
+        add(admin_service_pb2.DESCRIPTOR, admin)
+        add(health_pb2.DESCRIPTOR, self._health)
         return server
 
     def _uid_of(self, peer: str) -> int | None:

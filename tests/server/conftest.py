@@ -18,7 +18,7 @@ from harness import (  # noqa: F401 - fixtures are found by name
 from raw_client import WAIT_S
 from spanning import nodes, pool  # noqa: F401 - fixtures are found by name
 
-from ep_runtime import wire
+from ep_runtime import services, wire
 from ep_runtime_server.config import ServerConfig
 from ep_runtime_server.daemon import Daemon
 
@@ -76,10 +76,10 @@ def clocked(start_daemon) -> Running:
 
 @pytest.fixture
 def call_node():
-    """call_node(address, stub class, method, request): an RPC over TCP; errors come as ours."""
+    """call_node(address, messages, method, request): an RPC over TCP; errors come as ours."""
     channels = []
 
-    def call(address, stub_class, method, request, *, credentials=None, name=""):
+    def call(address, messages, method, request, *, credentials=None, name=""):
         options = wire.channel_options([("grpc.ssl_target_name_override", name)] if name else [])
         channel = (
             grpc.secure_channel(address, credentials, options)
@@ -88,7 +88,9 @@ def call_node():
         )
         channels.append(channel)
         try:
-            return getattr(stub_class(channel), method)(request, timeout=WAIT_S)
+            return getattr(services.stub(channel, messages.DESCRIPTOR), method)(
+                request, timeout=WAIT_S
+            )
         except grpc.RpcError as error:
             raise wire.error_from_rpc(error) from None
 

@@ -17,12 +17,7 @@ from raw_client import WAIT_S, make_spec
 import ep_runtime
 from ep_runtime import errors, wire
 from ep_runtime.v1 import admin_service_pb2 as pb
-from ep_runtime.v1 import (
-    admin_service_pb2_grpc,
-    node_service_pb2,
-    node_service_pb2_grpc,
-    session_service_pb2,
-)
+from ep_runtime.v1 import node_service_pb2, session_service_pb2
 from ep_runtime_server import daemon as daemon_module
 from ep_runtime_server.base import limits
 from ep_runtime_server.nodes.certificates import read_tls
@@ -59,10 +54,6 @@ def states(daemon) -> dict[str, str]:
 
 def joined(daemon, within_s: float = BACK_S) -> None:
     eventually(lambda: link(daemon) == "JOINED", within_s=within_s, what=cluster_of(daemon).error)
-
-
-NODE = node_service_pb2_grpc.NodeServiceStub
-ADMIN = admin_service_pb2_grpc.AdminServiceStub
 
 
 def identity(node: str, **more) -> node_service_pb2.NodeIdentity:
@@ -182,10 +173,10 @@ def test_other_nodes_order_nothing_and_ask_nothing_on(start_daemon, call_node):
         with pytest.raises(
             errors.PermissionDeniedError, match=f"{method} is an order, .*admin.sock"
         ):
-            call_node(address, ADMIN, method, request)
+            call_node(address, pb, method, request)
     assert a.group_states() == {"moe": "READY"}
     with pytest.raises(errors.InvalidArgumentError, match="this is node 'a', asked of node 'b'"):
-        call_node(address, ADMIN, "ListGroups", pb.ListGroupsRequest(node="b"))
+        call_node(address, pb, "ListGroups", pb.ListGroupsRequest(node="b"))
 
 
 def test_a_second_daemon_of_a_name_is_refused_and_says_who_has_it(start_daemon):
@@ -221,13 +212,13 @@ def test_a_report_is_answered_with_the_nodes_only_where_one_changed(start_daemon
 
     def join(name):
         request = node_service_pb2.JoinClusterRequest(identity=identity(name, address=place()))
-        return call_node(address, NODE, "JoinCluster", request)
+        return call_node(address, node_service_pb2, "JoinCluster", request)
 
     def report(version):
         request = node_service_pb2.ReportNodeRequest(
             node="x", lease_id=joined_as.lease_id, nodes_version=version
         )
-        return call_node(address, NODE, "ReportNode", request)
+        return call_node(address, node_service_pb2, "ReportNode", request)
 
     def names(answer):
         return [node.identity.node for node in answer.nodes]
@@ -244,14 +235,14 @@ def test_a_silent_node_is_shown_with_the_time_since_it_was_heard(start_daemon, c
     address = place()
     a = start_daemon(clock=FakeClock(), cluster=coordinates(address))
     request = node_service_pb2.JoinClusterRequest(identity=identity("x", address=place()))
-    lease = call_node(address, NODE, "JoinCluster", request).lease_id
+    lease = call_node(address, node_service_pb2, "JoinCluster", request).lease_id
     a.clock.advance(limits.NODE_LEASE_S + 4)
     eventually(lambda: states(a) == {"a": "JOINED", "x": "UNREACHABLE"})
     assert cluster_of(a).nodes[1].since.ToSeconds() == limits.NODE_LEASE_S + 4
     with pytest.raises(errors.RuntimeUnavailableError, match="node 'x' at .* does not answer"):
         a.ask("ListGroups", node="x")
     report = node_service_pb2.ReportNodeRequest(node="x", lease_id=lease)
-    call_node(address, NODE, "ReportNode", report)
+    call_node(address, node_service_pb2, "ReportNode", report)
     a.clock.advance(3)
     with pytest.raises(errors.RuntimeUnavailableError) as caught:
         a.ask("ListGroups", node="x")
@@ -277,7 +268,7 @@ def test_what_no_daemon_of_ours_says_is_refused(start_daemon, call_node, fields,
     a = start_daemon(cluster=coordinates(address))
     request = node_service_pb2.JoinClusterRequest(identity=identity(**{"node": "x", **fields}))
     with pytest.raises(error, match=match):
-        call_node(address, NODE, "JoinCluster", request)
+        call_node(address, node_service_pb2, "JoinCluster", request)
     refused = {"x": "REFUSED"} if error is errors.VersionSkewError else {}
     assert states(a) == {"a": "JOINED", **refused}
 
@@ -316,7 +307,7 @@ def test_a_node_hears_nothing_that_is_not_on_the_disk(start_daemon, call_node, m
     monkeypatch.setattr(os, "fdatasync", sync)
     request = node_service_pb2.JoinClusterRequest(identity=identity("x", address=place()))
     with ThreadPoolExecutor(1) as pool:
-        joining = pool.submit(call_node, address, NODE, "JoinCluster", request)
+        joining = pool.submit(call_node, address, node_service_pb2, "JoinCluster", request)
         assert asked.wait(WAIT_S)
         assert a.status().cluster.nodes  # others are answered
         assert not joining.done()
@@ -333,7 +324,7 @@ def test_an_epoch_of_a_node_that_lies_spoils_nothing(start_daemon, call_node):
             identity=identity("x", address=place()), epoch=epoch
         )
         with pytest.raises(errors.InvalidArgumentError, match="nobody is .* epochs ahead"):
-            call_node(address, NODE, "JoinCluster", request)
+            call_node(address, node_service_pb2, "JoinCluster", request)
     assert cluster_of(a).epoch == before
     assert states(a) == {"a": "JOINED", "x": "REFUSED"}
     joined(start_daemon(cluster=joins(address)))
@@ -355,7 +346,7 @@ def test_a_node_whose_lease_is_not_known_joins_again(start_daemon, call_node):
     joined(b)
     own = cluster_of(b).nodes[1].identity  # who says it is b takes b's place; plain TCP lets it
     request = node_service_pb2.JoinClusterRequest(identity=own)
-    call_node(address, NODE, "JoinCluster", request)
+    call_node(address, node_service_pb2, "JoinCluster", request)
     eventually(
         lambda: a.event_kinds().count("cluster.node_joined") == 3,
         within_s=limits.NODE_REPORT_INTERVAL_S + 1,
@@ -371,7 +362,7 @@ def test_a_node_that_does_not_coordinate_says_who_does(start_daemon, call_node):
     joined(b)
     request = node_service_pb2.JoinClusterRequest(identity=identity("x"))
     with pytest.raises(errors.StaleHandleError, match=f"the coordinator is at {address}"):
-        call_node(cluster_of(b).nodes[1].identity.address, NODE, "JoinCluster", request)
+        call_node(cluster_of(b).nodes[1].identity.address, node_service_pb2, "JoinCluster", request)
 
 
 @pytest.mark.slow
@@ -425,12 +416,17 @@ def test_with_certificates_nobody_else_joins_or_reads(daemon_process, pki, call_
     for stranger in (None, trusting_us, credentials(base / "theirs", "b")):
         with pytest.raises(errors.RuntimeUnavailableError):
             call_node(
-                address, ADMIN, "GetStatus", pb.GetStatusRequest(), credentials=stranger, name="a"
+                address, pb, "GetStatus", pb.GetStatusRequest(), credentials=stranger, name="a"
             )
     request = node_service_pb2.JoinClusterRequest(identity=identity("c"))
     with pytest.raises(errors.PermissionDeniedError, match=r"node 'c'.*certificate is for .*'b'"):
         call_node(
-            address, NODE, "JoinCluster", request, credentials=credentials(ours, "b"), name="a"
+            address,
+            node_service_pb2,
+            "JoinCluster",
+            request,
+            credentials=credentials(ours, "b"),
+            name="a",
         )
     assert states(a) == {"a": "JOINED", "b": "JOINED"}
 

@@ -21,8 +21,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from harness import Watcher, eventually
 from raw_client import WAIT_S, Stubs, close_fds, hello, make_spec
 
-from ep_runtime import errors, wire
-from ep_runtime.v1 import nccl_service_pb2, nccl_service_pb2_grpc, session_service_pb2
+from ep_runtime import errors, services, wire
+from ep_runtime.v1 import nccl_service_pb2, session_service_pb2
 
 
 def test_it_says_when_and_where_it_is_ready(daemon_process):
@@ -130,7 +130,7 @@ def test_who_waits_for_a_daemon_that_ends_hears_what_for(daemon_process, what, t
         close_fds(client.fetch(group))
         method, request = client.groups.ReportAttached, client.attached_request(group)
     if what == "unique ids":
-        method = nccl_service_pb2_grpc.NcclServiceStub(client.channel).GetUniqueIds
+        method = services.stub(client.channel, nccl_service_pb2.DESCRIPTOR).GetUniqueIds
         request = nccl_service_pb2.GetUniqueIdsRequest(name="moe", generation=group.generation)
     call = method.future(request, **client.how())
     client.call(client.sessions.Heartbeat, session_service_pb2.HeartbeatRequest())  # it is there

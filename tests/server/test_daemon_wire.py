@@ -12,12 +12,11 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from harness import eventually
 from raw_client import WAIT_S, connect, hello, make_spec, new_op_id, receive
 
-from ep_runtime import errors, wire
+from ep_runtime import errors, services, wire
 from ep_runtime.v1 import (
     fd_socket_pb2,
     group_service_pb2,
     nccl_service_pb2,
-    nccl_service_pb2_grpc,
     session_service_pb2,
 )
 
@@ -225,7 +224,7 @@ def test_a_clients_version_is_text_that_prints(daemon, version):
 def test_what_a_client_says_went_wrong_is_kept_as_text_that_prints(daemon):
     client = daemon.client()
     group = client.ready(make_spec())
-    nccl = nccl_service_pb2_grpc.NcclServiceStub(client.channel)
+    nccl = services.stub(client.channel, nccl_service_pb2.DESCRIPTOR)
 
     def report(**said):
         request = nccl_service_pb2.ReportCommunicatorsRequest(

@@ -13,9 +13,8 @@ from raw_client import WAIT_S
 from spanning import TOLD_S, all_ready, group_of, members, spec_of, state
 from test_cluster import cluster_of, coordinates, identity, joined, joins
 
-from ep_runtime import errors, wire
+from ep_runtime import errors, services, wire
 from ep_runtime.v1 import node_service_pb2
-from ep_runtime.v1.node_service_pb2_grpc import NodeServiceStub
 from ep_runtime_server.base import limits
 from ep_runtime_server.cluster import messages as cluster_messages
 from ep_runtime_server.cluster.views import NodeClaim
@@ -258,11 +257,11 @@ def test_another_node_speaks_for_its_own_ranks_only(nodes, pool, call_node):
     for node, ranks in (("c", [1]), ("b", [0])):
         request = node_service_pb2.TellGroupRequest(node=node, lost_ranks=ranks, **fields)
         with pytest.raises(errors.PermissionDeniedError, match=f"is not of node '{node}'"):
-            call_node(address, NodeServiceStub, "TellGroup", request)
+            call_node(address, node_service_pb2, "TellGroup", request)
     old = node_service_pb2.TellGroupRequest(
         node="b", lost_ranks=[1], key=key, epoch=group.epoch - 1
     )
-    call_node(address, NodeServiceStub, "TellGroup", old)
+    call_node(address, node_service_pb2, "TellGroup", old)
     assert state(a) == "READY"
 
 
@@ -272,7 +271,7 @@ def test_a_node_that_is_unreachable_while_a_group_forms_ends_the_attempt(
     address = place()
     a = start_daemon(clock=FakeClock(), cluster=coordinates(address))
     join = node_service_pb2.JoinClusterRequest(identity=identity("x"))
-    lease = call_node(address, NodeServiceStub, "JoinCluster", join).lease_id
+    lease = call_node(address, node_service_pb2, "JoinCluster", join).lease_id
     client = a.client()
     waiting = pool.submit(client.create, spec_of(), ranks=[0])
     eventually(lambda: state(a) == "FORMING")
@@ -286,7 +285,7 @@ def test_a_node_that_is_unreachable_while_a_group_forms_ends_the_attempt(
         generation=1,
         wait=wire.duration(WAIT_S),
     )
-    view = call_node(address, NodeServiceStub, "JoinGroup", request).view
+    view = call_node(address, node_service_pb2, "JoinGroup", request).view
     group = waiting.result(WAIT_S).group
     assert (group.epoch, group.members[1].node) == (view.epoch, "x")
     attached = pool.submit(client.attached, group, wait_s=0.5)
@@ -300,7 +299,7 @@ def test_a_node_that_waits_for_a_coordinator_that_ends_hears_so(start_daemon):
     address = place()
     a = start_daemon(cluster=coordinates(address))
     with grpc.insecure_channel(address) as channel:
-        stub = NodeServiceStub(channel)
+        stub = services.stub(channel, node_service_pb2.DESCRIPTOR)
         join = node_service_pb2.JoinClusterRequest(identity=identity("x"))
         request = node_service_pb2.JoinGroupRequest(
             node="x",

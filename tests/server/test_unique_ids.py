@@ -11,7 +11,7 @@ import pytest
 from nccl_builds import fake_library
 from raw_client import WAIT_S, Client, make_spec
 
-from ep_runtime import wire
+from ep_runtime import services, wire
 from ep_runtime.errors import (
     EpRuntimeError,
     PermissionDeniedError,
@@ -19,7 +19,7 @@ from ep_runtime.errors import (
     RuntimeUnavailableError,
     StaleHandleError,
 )
-from ep_runtime.v1 import admin_service_pb2, nccl_service_pb2, nccl_service_pb2_grpc
+from ep_runtime.v1 import admin_service_pb2, nccl_service_pb2
 from ep_runtime_server.nccl import unique_ids
 from ep_runtime_server.nccl.id_process import PROCESS_FDS, IdProcess
 
@@ -37,7 +37,7 @@ def client(nccl_library, daemon):
 
 
 def ask(client, group):
-    stub = nccl_service_pb2_grpc.NcclServiceStub(client.channel)
+    stub = services.stub(client.channel, nccl_service_pb2.DESCRIPTOR)
     request = nccl_service_pb2.GetUniqueIdsRequest(
         name=group.spec.name, generation=group.generation
     )
@@ -45,7 +45,7 @@ def ask(client, group):
 
 
 def report(client, group, error=""):
-    stub = nccl_service_pb2_grpc.NcclServiceStub(client.channel)
+    stub = services.stub(client.channel, nccl_service_pb2.DESCRIPTOR)
     request = nccl_service_pb2.ReportCommunicatorsRequest(
         name=group.spec.name, generation=group.generation, nccl_version="2.28.9", error=error
     )

@@ -12,7 +12,7 @@ from spanning import group_of, spec_of
 from test_unique_ids import ask, children
 
 from ep_runtime.errors import StaleHandleError
-from ep_runtime.v1 import node_service_pb2, node_service_pb2_grpc
+from ep_runtime.v1 import node_service_pb2
 
 
 @pytest.fixture(autouse=True)
@@ -64,5 +64,5 @@ def test_who_is_not_in_the_cluster_gets_none(nodes, pool, call_node):
     )
     address = next(node.identity.address for node in a.status().cluster.nodes if node.coordinator)
     with pytest.raises(StaleHandleError):
-        call_node(address, node_service_pb2_grpc.NodeServiceStub, "GetViewIds", request)
+        call_node(address, node_service_pb2, "GetViewIds", request)
     assert not children()

@@ -1,10 +1,10 @@
-"""Writes the gRPC stubs of `proto/` into OUT/ep_runtime/v1 (OUT defaults to the repository).
+"""Writes the messages of `proto/` into OUT/ep_runtime/v1 (OUT defaults to the repository).
 
     python tests/tools/generate_stubs.py [OUT]
     python tests/tools/generate_stubs.py --check      exit 1 where the committed stubs differ
 
-Made with the oldest supported grpcio-tools, so that newer runtimes load the result. Parts that
-nothing uses are left out: the EXPERIMENTAL class of each service, and field numbers in the types.
+Made with the oldest supported grpcio-tools, so that newer runtimes load the result. Field numbers
+in the types are left out, as nothing uses them. `ep_runtime/services.py` makes the stubs of RPCs.
 """
 
 from __future__ import annotations
@@ -19,13 +19,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 TOOLS_VERSION = "1.80.0"
-# By the end of a file's name. The experimental class of a service reaches to the next one's stub.
-UNUSED = {
-    "_pb2_grpc.py": re.compile(
-        r"\n\n # This class is part of an EXPERIMENTAL API.*?(?=\n\nclass |\Z)", re.S
-    ),
-    "_pb2.pyi": re.compile(r"^ +\w+_FIELD_NUMBER: _ClassVar\[int\]\n", re.M),
-}
+FIELD_NUMBERS = re.compile(r"^ +\w+_FIELD_NUMBER: _ClassVar\[int\]\n", re.M)
 
 
 def generate(out: Path) -> list[Path]:
@@ -46,19 +40,13 @@ def generate(out: Path) -> list[Path]:
             f"-I{well_known}",
             f"--python_out={out}",
             f"--pyi_out={out}",
-            f"--grpc_python_out={out}",
             *map(str, sources),
         ]
     )
     if code != 0:
         raise SystemExit(code)
-    services = [source for source in sources if "service " in source.read_text()]
-    for source in sources:
-        if source not in services:  # protoc writes an empty one
-            (out / "ep_runtime/v1" / f"{source.stem}_pb2_grpc.py").unlink()
-    for ending, unused in UNUSED.items():
-        for path in (out / "ep_runtime/v1").glob(f"*{ending}"):
-            path.write_text(unused.sub("", path.read_text()))
+    for path in (out / "ep_runtime/v1").glob("*_pb2.pyi"):
+        path.write_text(FIELD_NUMBERS.sub("", path.read_text()))
     return sorted(path.relative_to(out) for path in (out / "ep_runtime/v1").glob("*_pb2*"))
 
 

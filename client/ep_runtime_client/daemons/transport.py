@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import grpc
 
 import ep_runtime
-from ep_runtime import wire
+from ep_runtime import services, wire
 from ep_runtime.errors import (
     EpRuntimeError,
     InvalidArgumentError,
@@ -23,10 +23,10 @@ from ep_runtime.errors import (
 )
 from ep_runtime.v1 import (
     fd_socket_pb2,
-    group_service_pb2_grpc,
-    layer_service_pb2_grpc,
-    nccl_service_pb2_grpc,
-    session_service_pb2_grpc,
+    group_service_pb2,
+    layer_service_pb2,
+    nccl_service_pb2,
+    session_service_pb2,
     types_pb2,
 )
 from ep_runtime_client.daemons.socket_directory import SocketDirectory, path_of
@@ -241,10 +241,10 @@ class ControlChannel:
         self.metadata: Metadata = ((wire.TOKEN_KEY, token), (wire.PID_KEY, str(os.getpid())))
         self._slots = threading.BoundedSemaphore(_MAX_IN_FLIGHT)
         self.lost = False
-        self.sessions: Any = session_service_pb2_grpc.SessionServiceStub(channel)
-        self.groups: Any = group_service_pb2_grpc.GroupServiceStub(channel)
-        self.layers: Any = layer_service_pb2_grpc.LayerServiceStub(channel)
-        self.nccl: Any = nccl_service_pb2_grpc.NcclServiceStub(channel)
+        self.sessions = services.stub(channel, session_service_pb2.DESCRIPTOR)
+        self.groups = services.stub(channel, group_service_pb2.DESCRIPTOR)
+        self.layers = services.stub(channel, layer_service_pb2.DESCRIPTOR)
+        self.nccl = services.stub(channel, nccl_service_pb2.DESCRIPTOR)
 
     def call(
         self,

@@ -14,7 +14,7 @@ from typing import Any
 import grpc
 
 import ep_runtime
-from ep_runtime import wire
+from ep_runtime import services, wire
 from ep_runtime.errors import (
     EpRuntimeError,
     InvalidArgumentError,
@@ -22,7 +22,7 @@ from ep_runtime.errors import (
     StaleHandleError,
 )
 from ep_runtime.files import boot_id
-from ep_runtime.v1 import admin_service_pb2, node_service_pb2, node_service_pb2_grpc
+from ep_runtime.v1 import admin_service_pb2, node_service_pb2
 from ep_runtime_server.base import limits
 from ep_runtime_server.base.clock import Clock
 from ep_runtime_server.base.events import EventLog
@@ -144,8 +144,7 @@ class Cluster:
             self._clock,
             lambda: self.coordinator_address,
         )
-        add: Any = server
-        node_service_pb2_grpc.add_NodeServiceServicer_to_server(servicer, add)
+        services.add_to_server(server, node_service_pb2.DESCRIPTOR, servicer)
         self._listen_to(groups, self.spanning)
         self.spanning.ends.tell_owed()
         for group in restored:

@@ -16,7 +16,6 @@ from ep_runtime.errors import (
 )
 from ep_runtime.text import printable
 from ep_runtime.v1 import node_service_pb2 as pb
-from ep_runtime.v1 import node_service_pb2_grpc
 from ep_runtime_server.base import limits
 from ep_runtime_server.base.clock import Clock
 from ep_runtime_server.cluster import messages
@@ -56,7 +55,7 @@ def check_certificate(context: Context[Any, Any], node: str) -> None:
         )
 
 
-class NodeServicer(node_service_pb2_grpc.NodeServiceServicer):
+class NodeServicer:
     """See node_service.proto."""
 
     def __init__(

@@ -14,7 +14,6 @@ from ep_runtime import wire
 from ep_runtime.errors import InvalidArgumentError, PermissionDeniedError
 from ep_runtime.text import printable
 from ep_runtime.v1 import admin_service_pb2 as pb
-from ep_runtime.v1 import admin_service_pb2_grpc as pb_grpc
 from ep_runtime_server.base import limits, open_files
 from ep_runtime_server.base.clock import Clock
 from ep_runtime_server.base.pacing import paced
@@ -58,7 +57,7 @@ def of_any_node(method: Reading) -> Reading:
     return call
 
 
-class AdminServicer(pb_grpc.AdminServiceServicer):
+class AdminServicer:
     """See admin_service.proto."""
 
     may_forward = True

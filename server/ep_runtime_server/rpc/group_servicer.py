@@ -8,7 +8,6 @@ import grpc
 
 from ep_runtime import wire
 from ep_runtime.v1 import group_service_pb2 as pb
-from ep_runtime.v1 import group_service_pb2_grpc as pb_grpc
 from ep_runtime_server.base import limits
 from ep_runtime_server.base.pacing import paced
 from ep_runtime_server.callers.sessions import SessionRecord
@@ -35,7 +34,7 @@ def _wait_s(message: pb.CreateGroupRequest | pb.ReportAttachedRequest) -> float:
     return checked_wait(wire.seconds(message.wait) if given else limits.DEFAULT_WAIT_S)
 
 
-class GroupServicer(pb_grpc.GroupServiceServicer):
+class GroupServicer:
     """See group_service.proto."""
 
     def __init__(self, runtime: Runtime) -> None:

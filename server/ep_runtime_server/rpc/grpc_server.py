@@ -38,7 +38,7 @@ async def _refuse(call: Any) -> None:
 def make_server(
     interceptors: Sequence[grpc.aio.ServerInterceptor], options: Sequence[tuple[str, Any]]
 ) -> grpc.aio.Server:
-    """Makes a `grpc.aio.server` for registered methods, as generated code adds them."""
+    """Makes a `grpc.aio.server` for registered methods, as `services.add_to_server` adds them."""
     stock = cygrpc.AioServer
     if not hasattr(stock, "_request_registered_call"):  # releases where all calls use _request_call
         return grpc.aio.server(interceptors=interceptors, options=options)

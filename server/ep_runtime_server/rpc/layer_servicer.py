@@ -10,7 +10,6 @@ import grpc
 from ep_runtime import wire
 from ep_runtime.layer_specs import LayerSpec
 from ep_runtime.v1 import layer_service_pb2 as pb
-from ep_runtime.v1 import layer_service_pb2_grpc as pb_grpc
 from ep_runtime.v1 import types_pb2
 from ep_runtime.wire import LayerStackSpec, RegisteredLayer
 from ep_runtime_server.base.pacing import paced
@@ -26,7 +25,7 @@ Context = grpc.aio.ServicerContext
 _JOURNAL_GROWTH = 5
 
 
-class LayerServicer(pb_grpc.LayerServiceServicer):
+class LayerServicer:
     """See layer_service.proto."""
 
     def __init__(self, runtime: Runtime) -> None:

@@ -7,14 +7,13 @@ from typing import Any
 import grpc
 
 from ep_runtime.v1 import nccl_service_pb2 as pb
-from ep_runtime.v1 import nccl_service_pb2_grpc as pb_grpc
 from ep_runtime_server.rpc.interceptor import current_session
 from ep_runtime_server.runtime import Runtime
 
 Context = grpc.aio.ServicerContext
 
 
-class NcclServicer(pb_grpc.NcclServiceServicer):
+class NcclServicer:
     """See nccl_service.proto."""
 
     def __init__(self, runtime: Runtime) -> None:

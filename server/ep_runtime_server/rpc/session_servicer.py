@@ -13,7 +13,6 @@ import ep_runtime
 from ep_runtime import wire
 from ep_runtime.errors import EpRuntimeError, RuntimeUnavailableError, SessionFencedError
 from ep_runtime.v1 import session_service_pb2 as pb
-from ep_runtime.v1 import session_service_pb2_grpc as pb_grpc
 from ep_runtime_server.base import limits
 from ep_runtime_server.callers.sessions import SessionState
 from ep_runtime_server.rpc.interceptor import current_session
@@ -28,7 +27,7 @@ class NewerStreamError(EpRuntimeError):
     grpc_code = "ABORTED"
 
 
-class SessionServicer(pb_grpc.SessionServiceServicer):
+class SessionServicer:
     """See session_service.proto."""
 
     def __init__(self, runtime: Runtime) -> None:
