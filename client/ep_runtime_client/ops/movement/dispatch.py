@@ -5,8 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from ep_runtime.errors import InvalidArgumentError
@@ -113,7 +111,16 @@ def dispatch(
             )
         weights = as_weights(call, topk_weights)
     index = again.told(index, plan.arrays.kept)
-    return _dispatched(call, Rows(index, tokens, weights, plan.arrays), plan, recipe)
+    rows, recv_weights = dispatch_rows.send(
+        dispatch_rows.Sending(call, recipe), Rows(index, tokens, weights, plan.arrays)
+    )
+    return Dispatched(
+        tokens=rows,
+        weights=recv_weights,
+        group_sizes=plan.arrays.group_sizes,
+        num_recv=plan.arrays.num_recv.reshape(-1),
+        plan=plan,
+    )
 
 
 def _values_of(
@@ -145,22 +152,3 @@ def _check_reuse(call: Call, handle: int, capacity: int | None) -> None:
             f"capacity={capacity} was given with a plan made for {call.capacity}",
             argument="capacity",
         )
-
-
-def _dispatched(call: Call, given: Rows, plan: Plan, recipe: Recipe | None) -> Dispatched:
-    rows: Any
-    if recipe is not None:
-        rows, weights = quantized_rows.send(quantized_rows.Sending(call, recipe), given)
-    elif call.layout.tokens_per_rank == 0:
-        shape = (call.num_slabs, call.capacity)
-        rows = jnp.zeros((*shape, given.values.shape[-1]), given.values.dtype)
-        weights = jnp.zeros(shape, jnp.float32)
-    else:
-        rows, weights = dispatch_rows.move(call, given)
-    return Dispatched(
-        tokens=rows if recipe is not None else checkpoint_name(rows, "ep_recv"),
-        weights=checkpoint_name(weights, "ep_recv"),
-        group_sizes=plan.arrays.group_sizes,
-        num_recv=plan.arrays.num_recv.reshape(-1),
-        plan=plan,
-    )
