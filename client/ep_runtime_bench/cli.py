@@ -33,7 +33,7 @@ _MODULES = {
     # Measured together, on the same operands.
     "dispatch": "movement.{}_movement",
     "combine": "movement.{}_movement",
-    "gemm": "one_device.{}_gemm",
+    "gemm": "gemm",
     "moe": "moe.moe",
     "train": "train.train",
     "connect": "connect",

@@ -1,4 +1,4 @@
-"""The bench of grouped GEMM on GPUs without a GPU: its programs on a CPU device."""
+"""The bench of grouped GEMM, on a CPU device."""
 
 from __future__ import annotations
 
@@ -12,21 +12,17 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from host_clock import host_clock
 
+from ep_runtime_bench import gemm
 from ep_runtime_bench.base.options import BenchOptions
-from ep_runtime_bench.one_device import gpu_gemm
 
 OPTIONS = BenchOptions(benches=("gemm",), tokens_per_rank=32, top_k=4, hidden=16, repeats=2)
 
 
 def test_every_product_and_load_has_a_row_beside_dense_and_ragged_dot() -> None:
-    found = [*gpu_gemm.measure(OPTIONS, host_clock, groups=(4,), inner=8)]
+    found = [*gemm.measure(OPTIONS, gemm.HostTimer(), groups=(4,), inner=8)]
     assert [(r["in_features"], r["groups"], r["load"], r["product"]) for r in found] == [
-        (k, 4, load, product)
-        for k in (16, 8)
-        for load in gpu_gemm.LOADS
-        for product in gpu_gemm.PRODUCTS
+        (k, 4, load, product) for k in (16, 8) for load in gemm.LOADS for product in gemm.PRODUCTS
     ]
     for row in found:
         assert row["rows"] == (64 if row["load"] == "half-empty" else 128)
@@ -49,9 +45,9 @@ def test_tokamax_has_a_column_where_it_is_installed(
     module.__spec__ = importlib.machinery.ModuleSpec("tokamax", None)
     monkeypatch.setattr(module, "ragged_dot", ragged_dot, raising=False)
     monkeypatch.setitem(sys.modules, "tokamax", module)
-    monkeypatch.setattr(gpu_gemm, "LOADS", ("zipf",))
-    monkeypatch.setattr(gpu_gemm, "PRODUCTS", ("data grad",))
-    found = [*gpu_gemm.measure(OPTIONS, host_clock, groups=(4,), inner=8)]
+    monkeypatch.setattr(gemm, "LOADS", ("zipf",))
+    monkeypatch.setattr(gemm, "PRODUCTS", ("data grad",))
+    found = [*gemm.measure(OPTIONS, gemm.HostTimer(), groups=(4,), inner=8)]
     assert len(found) == 2
     for row in found:
         assert (row["tokamax_tflops"] is None) == refuses
@@ -64,25 +60,25 @@ def test_tokamax_has_a_column_where_it_is_installed(
 def test_recipes_have_rows_of_their_own_beside_what_they_quantize(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(gpu_gemm, "LOADS", ("zipf",))
+    monkeypatch.setattr(gemm, "LOADS", ("zipf",))
     options = dataclasses.replace(OPTIONS, hidden=32)
-    measured = gpu_gemm.measure(options, host_clock, groups=(4,), inner=32, narrow=gpu_gemm.NARROW)
+    measured = gemm.measure(options, gemm.HostTimer(), groups=(4,), inner=32, narrow=gemm.NARROW)
     found = [row for row in measured if row["out_features"] == 64]
-    names = (None, *gpu_gemm.NARROW)
+    names = (None, *gemm.NARROW)
     assert [(row["recipe"], row["product"]) for row in found] == [
-        (name, product) for name in names for product in gpu_gemm.PRODUCTS
+        (name, product) for name in names for product in gemm.PRODUCTS
     ]
     for row in found:
         assert (row["ratio_to_wide"] is None) == (row["recipe"] is None)
-        assert {*row} == {column.key for column in gpu_gemm.COLUMNS}
+        assert {*row} == {column.key for column in gemm.COLUMNS}
 
 
 @pytest.mark.parametrize("groups", [8, 32, 128])
 @pytest.mark.parametrize(("name", "total"), [("uniform", 1), ("zipf", 1), ("half-empty", 0.5)])
 def test_loads_fill_the_slab_as_they_say(groups: int, name: str, total: float) -> None:
-    sizes = gpu_gemm.loads(name, groups, gpu_gemm.ROWS)
+    sizes = gemm.loads(name, groups, gemm.ROWS)
     assert (sizes.dtype, sizes.shape) == (np.dtype(np.int32), (groups,))
-    assert sizes.sum() == total * gpu_gemm.ROWS
+    assert sizes.sum() == total * gemm.ROWS
     assert (sizes % 128 == 0).all()
-    spread = sizes.max() / gpu_gemm.ROWS * groups
+    spread = sizes.max() / gemm.ROWS * groups
     assert spread > 2 if name == "zipf" else spread == total

@@ -1,14 +1,16 @@
-"""Grouped GEMM on one GPU, beside a dense product of the same work and `jax.lax.ragged_dot`, and
-where it is installed Tokamax's (https://github.com/openxla/tokamax), which needs Python 3.12.
+"""Times grouped GEMMs on one device, next to a dense product of the same work and
+`jax.lax.ragged_dot`, and where it is installed Tokamax's (https://github.com/openxla/tokamax),
+which needs Python 3.12.
 
-Recipes are measured beside it on the same values, quantized before: what their products take, the
-copies included that they make of their operands.
+Recipes are measured on the same values, quantized before: the figures are of their products, with
+the copies that these make of their operands.
 
-Each subject is a program of its own, which takes much longer than its launch. Between calls the
-device's clock is read, in the order of the stream: an interval is one call, one reading and the
-launches of both, some microseconds more than the call. Subjects of a case come one after the other,
-each warmed before. TFLOP/s count 2 * rows * K' * N' of the rows that groups have. The dense product
-has as many rows and one weight. Both layers of an expert are measured: K' is H, then M.
+Each subject is a program of its own, which takes much longer than its launch. On a GPU the device's
+clock is read between calls, in the order of the stream: an interval is one call, one reading and
+the launches of both, some microseconds more than the call. On CPU the host waits for each call.
+Subjects of a case come one after the other, each warmed before. TFLOP/s count 2 * rows * K' * N' of
+the rows that groups have. The dense product has as many rows and one weight. Both layers of an
+expert are measured: K' is H, then M.
 """
 
 from __future__ import annotations
@@ -17,16 +19,18 @@ import dataclasses
 import importlib
 import importlib.util
 from collections.abc import Callable, Iterator, Mapping
+from statistics import median
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ep_runtime_bench.base.device_time import CallTimer, Clock, gpu_clock
+from ep_runtime_bench.base.device_time import WARMUP, CallTimer, gpu_clock
 from ep_runtime_bench.base.options import BenchOptions, BenchReport
+from ep_runtime_bench.base.timing import in_turn
 from ep_runtime_client.cli import render
 from ep_runtime_client.cli.tables import Column
 from ep_runtime_client.ops.gemm import kernels_32
@@ -38,6 +42,9 @@ from ep_runtime_client.ops.quantize.formats.tiles import bits, from_bits
 ROWS = 32768  # unless tokens say otherwise
 INNER = 2048  # M of an expert: N' of the first layer is gate and up, 2 * M
 GROUPS = (8, 32, 128)
+# Small enough for a laptop.
+CPU_HIDDEN, CPU_INNER, CPU_ROWS, CPU_REPEATS = 256, 128, 2048, 3
+FEW_EXPERTS = 8
 LOADS = ("uniform", "zipf", "half-empty")
 ALIGNMENT = 128
 # ragged_dot takes many times as long, and memory that grows with the groups.
@@ -86,11 +93,45 @@ class Shape:
     groups: int
 
 
+class Timer(Protocol):
+    """Measures calls of one program at a time."""
+
+    def call_us(
+        self, program: Callable[..., Any], operands: tuple[Any, ...], repeats: int
+    ) -> float:
+        """Returns microseconds of one call, the median of `repeats`."""
+
+
+class HostTimer:
+    """Times calls that the host waits for."""
+
+    def call_us(
+        self, program: Callable[..., Any], operands: tuple[Any, ...], repeats: int
+    ) -> float:
+        call = {"": lambda: jax.block_until_ready(program(*operands))}
+        return 1e6 * median(in_turn(call, warmup=WARMUP, repeats=repeats)[""])
+
+
 def run(options: BenchOptions) -> BenchReport:
-    """Measures every product, load and number of groups on the first GPU."""
-    device = jax.devices("cuda")[0]
+    """Measures every product, load and number of groups on the first device."""
+    sizes: dict[str, Any] = {}
+    timer: Timer
+    if options.on_gpus:
+        device, timer = jax.devices("cuda")[0], CallTimer(gpu_clock)
+    else:
+        jax.config.update("jax_platforms", "cpu")
+        device, timer = jax.devices("cpu")[0], HostTimer()
+        experts = options.num_experts
+        sizes = {"groups": (*sorted({min(FEW_EXPERTS, experts), experts}),), "inner": CPU_INNER}
+        options = dataclasses.replace(
+            options,
+            hidden=CPU_HIDDEN,
+            dtype="float32",
+            tokens_per_rank=options.tokens_per_rank or CPU_ROWS // options.top_k,
+            repeats=min(options.repeats, CPU_REPEATS),
+        )
     with jax.default_device(device):
-        rows = [*measure(options, gpu_clock, narrow=_fitting(options))]
+        rows = [*measure(options, timer, **sizes, narrow=_fitting(options))]
     title = (
         f"grouped GEMM on {device.device_kind}: {options.dtype}, medians of {options.repeats}; "
         "dense is one product of as many rows"
@@ -106,14 +147,13 @@ def _fitting(options: BenchOptions) -> dict[str, recipes.Recipe]:
 
 def measure(
     options: BenchOptions,
-    clock: Clock,
+    timer: Timer,
     groups: tuple[int, ...] = GROUPS,
     inner: int = INNER,
     narrow: Mapping[str, recipes.Recipe] = MappingProxyType({}),
 ) -> Iterator[dict[str, Any]]:
-    """Rows of the table, by any clock; `narrow` are recipes that are measured too."""
+    """Yields rows of the table; `narrow` are recipes that are measured too."""
     capacity = options.tokens_per_rank * options.top_k or ROWS
-    timer = CallTimer(clock)
     for k, n in ((options.hidden, 2 * inner), (inner, options.hidden)):
         dense = {count: _dense(options, timer, count, k, n) for count in (capacity, capacity // 2)}
         for count in groups:
@@ -141,7 +181,7 @@ def _draw(seed: int, dtype: str, *shape: int) -> jax.Array:
     return drawn
 
 
-def _dense(options: BenchOptions, timer: CallTimer, rows: int, k: int, n: int) -> dict[str, float]:
+def _dense(options: BenchOptions, timer: Timer, rows: int, k: int, n: int) -> dict[str, float]:
     """Microseconds of every product as one matmul."""
     x, grad, w = (_draw(0, options.dtype, *shape) for shape in ((rows, k), (rows, n), (k, n)))
     operands = {"forward": (x, w), "data grad": (grad, w), "weight grad": (x, grad)}
@@ -192,7 +232,7 @@ def _ragged(ragged_dot: Callable[..., jax.Array]) -> dict[str, Program]:
 
 def _case(
     options: BenchOptions,
-    timer: CallTimer,
+    timer: Timer,
     shape: Shape,
     dense: dict[int, dict[str, float]],
     narrow: Mapping[str, recipes.Recipe],
@@ -279,7 +319,7 @@ def _of_raw(program: Program, dtypes: Any) -> Program:
 
 
 def _us_if_it_runs(
-    name: str, timer: CallTimer, program: Program, operands: tuple[Any, ...], repeats: int
+    name: str, timer: Timer, program: Program, operands: tuple[Any, ...], repeats: int
 ) -> float | None:
     """Microseconds of one call of a peer; None if it refuses the operands or lacks memory."""
     try:
@@ -290,4 +330,4 @@ def _us_if_it_runs(
 
 
 def _tflops(rows: int, k: int, n: int, us: float | None) -> float | None:
-    return None if us is None else round(2 * rows * k * n / us / 1e6, 1)
+    return None if us is None else float(f"{2 * rows * k * n / us / 1e6:.4g}")

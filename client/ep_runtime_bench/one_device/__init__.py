@@ -1,1 +1,0 @@
-"""`gemm`: grouped products of one device, beside dense ones."""
