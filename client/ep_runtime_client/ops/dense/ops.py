@@ -17,7 +17,14 @@ from ep_runtime_client.ops.dense.placement import Dense
 from ep_runtime_client.ops.gemm.plain import wide
 from ep_runtime_client.ops.partitioning.placement import Weight, fitting, whole_blocks
 from ep_runtime_client.ops.partitioning.regions import Partitioning
-from ep_runtime_client.ops.partitioning.resolved import Resolved, Sums
+from ep_runtime_client.ops.partitioning.resolved import (
+    Arrived,
+    Resolved,
+    Shapes,
+    Sizes,
+    Sums,
+    Wanted,
+)
 from ep_runtime_client.ops.partitioning.roles import Entries, Roles, flat
 from ep_runtime_client.ops.partitioning.scatter import scatter
 from ep_runtime_client.ops.quantize import plain as quantize_plain
@@ -27,8 +34,6 @@ from ep_runtime_client.ops.quantize.ops import raw_leaves
 from ep_runtime_client.ops.quantize.packing import Packing, gather, unpack
 from ep_runtime_client.ops.quantize.quantized_tensor import QuantizedTensor
 from ep_runtime_client.ops.tracing.varying import Axes
-
-Shapes = Sequence[tuple[int, ...]]
 
 
 def leaf_entries(packing: Packing, entries: Entries) -> list[Entries]:
@@ -66,9 +71,7 @@ class _DenseOp:
         """Manual axes that may split the rows: all, or what a shard_map that tracks it says."""
         return self.where.varying or self.where.manual
 
-    def roles(
-        self, sizes: tuple[tuple[str, int], ...], arrived: Sequence[Entries], shapes: Shapes
-    ) -> Roles:
+    def roles(self, sizes: Sizes, arrived: Arrived, shapes: Shapes) -> Roles:
         return Roles(sizes)
 
 
@@ -79,13 +82,7 @@ class QuantizeX(_DenseOp):
     recipe: Recipe
     packing: Packing
 
-    def resolve(
-        self,
-        roles: Roles,
-        arrived: Sequence[Entries],
-        shapes: Shapes,
-        wanted: Sequence[Entries] | None,
-    ) -> Resolved:
+    def resolve(self, roles: Roles, arrived: Arrived, shapes: Shapes, wanted: Wanted) -> Resolved:
         lead = placement.dividing(roles, arrived[0][:-1], shapes[0])
         last = tuple(axis for axis in roles.real(arrived[0][-1]) if axis not in sum(lead, ()))
         blocks = (1,) * (len(shapes[0]) - 1) + (self.packing.tile,)
@@ -161,13 +158,7 @@ class QuantizeW(_DenseOp):
     recipe: Recipe
     packing: Packing
 
-    def resolve(
-        self,
-        roles: Roles,
-        arrived: Sequence[Entries],
-        shapes: Shapes,
-        wanted: Sequence[Entries] | None,
-    ) -> Resolved:
+    def resolve(self, roles: Roles, arrived: Arrived, shapes: Shapes, wanted: Wanted) -> Resolved:
         taken, before = [], []
         for dim, axes in enumerate(arrived[0]):
             blocks = (self.packing.tile,) * 2
@@ -249,13 +240,7 @@ class _Matmul(_DenseOp):
 class DenseForward(_Matmul):
     """x leaves, kernel leaves, bias -> (y [..., N'],)."""
 
-    def resolve(
-        self,
-        roles: Roles,
-        arrived: Sequence[Entries],
-        shapes: Shapes,
-        wanted: Sequence[Entries] | None,
-    ) -> Resolved:
+    def resolve(self, roles: Roles, arrived: Arrived, shapes: Shapes, wanted: Wanted) -> Resolved:
         place = self.place(roles, arrived, shapes, None if wanted is None else wanted[0])
         sums = Sums(roles, self.where.manual)
 
@@ -292,13 +277,7 @@ class DenseBackward(_Matmul):
     kernel_dtype: Any
     bias_dtype: Any
 
-    def resolve(
-        self,
-        roles: Roles,
-        arrived: Sequence[Entries],
-        shapes: Shapes,
-        wanted: Sequence[Entries] | None,
-    ) -> Resolved:
+    def resolve(self, roles: Roles, arrived: Arrived, shapes: Shapes, wanted: Wanted) -> Resolved:
         place = self.place(roles, arrived, shapes)
         sums = Sums(roles, self.where.manual)
         crossed = place.summed + place.columns + self.manual

@@ -14,7 +14,14 @@ from ep_runtime_client.ops.gemm import plain
 from ep_runtime_client.ops.gemm.plain import Gemm, wide
 from ep_runtime_client.ops.partitioning.placement import Grouped, expert_weight, grouped
 from ep_runtime_client.ops.partitioning.regions import Partitioning
-from ep_runtime_client.ops.partitioning.resolved import Resolved, Sums
+from ep_runtime_client.ops.partitioning.resolved import (
+    Arrived,
+    Resolved,
+    Shapes,
+    Sizes,
+    Sums,
+    Wanted,
+)
 from ep_runtime_client.ops.partitioning.roles import Entries, Roles
 from ep_runtime_client.ops.quantize import plain as quantize_plain
 from ep_runtime_client.ops.quantize.formats.recipes import Recipe
@@ -49,19 +56,12 @@ class _GemmOp:
         """Which operand is the first of the weight's."""
         return len(self.lhs)
 
-    def roles(
-        self,
-        sizes: tuple[tuple[str, int], ...],
-        arrived: Sequence[Entries],
-        shapes: Sequence[tuple[int, ...]],
-    ) -> Roles:
+    def roles(self, sizes: Sizes, arrived: Arrived, shapes: Shapes) -> Roles:
         groups = shapes[len(self.lhs) + len(self.rhs) + int(self.has_bias)]
         experts = shapes[self._weight][0]
         return rows_roles(sizes, arrived[0], groups, experts)
 
-    def place(
-        self, roles: Roles, arrived: Sequence[Entries], shapes: Sequence[tuple[int, ...]]
-    ) -> Grouped:
+    def place(self, roles: Roles, arrived: Arrived, shapes: Shapes) -> Grouped:
         first, after = self._weight, self._weight + len(self.rhs)
         return grouped(
             roles,
@@ -108,13 +108,7 @@ class _GemmOp:
 class GemmForward(_GemmOp):
     """lhs leaves, rhs leaves, bias, group_sizes -> (out [R, C, *N'],)."""
 
-    def resolve(
-        self,
-        roles: Roles,
-        arrived: Sequence[Entries],
-        shapes: Sequence[tuple[int, ...]],
-        wanted: Sequence[Entries] | None,
-    ) -> Resolved:
+    def resolve(self, roles: Roles, arrived: Arrived, shapes: Shapes, wanted: Wanted) -> Resolved:
         place = self.place(roles, arrived, shapes)
         sums = Sums(roles, self.where.manual)
         split = sums.free(place.contracted)
@@ -156,13 +150,7 @@ class GemmBackward(_GemmOp):
     has_rhs: bool = False
     paired: bool = False
 
-    def resolve(
-        self,
-        roles: Roles,
-        arrived: Sequence[Entries],
-        shapes: Sequence[tuple[int, ...]],
-        wanted: Sequence[Entries] | None,
-    ) -> Resolved:
+    def resolve(self, roles: Roles, arrived: Arrived, shapes: Shapes, wanted: Wanted) -> Resolved:
         place = self.place(roles, arrived, shapes)
         sums = Sums(roles, self.where.manual)
         summed = sums.free(place.columns)

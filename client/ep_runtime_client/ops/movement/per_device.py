@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -20,8 +20,8 @@ from ep_runtime_client.ops.calls.plan import AnyArrays
 from ep_runtime_client.ops.calls.token_layout import say_reshard
 from ep_runtime_client.ops.partitioning import on_mesh, regions
 from ep_runtime_client.ops.partitioning.on_mesh import LayerOp, Pinned
-from ep_runtime_client.ops.partitioning.resolved import Resolved
-from ep_runtime_client.ops.partitioning.roles import Entries, Roles, flat, say_once
+from ep_runtime_client.ops.partitioning.resolved import Arrived, Resolved, Shapes, Wanted
+from ep_runtime_client.ops.partitioning.roles import Roles, flat, say_once
 from ep_runtime_client.ops.partitioning.specs import entry_axes, explicit_axes, known_spec, placed
 from ep_runtime_client.ops.tracing.ambient import check_devices
 from ep_runtime_client.ops.tracing.varying import spread_over
@@ -147,13 +147,7 @@ class _Watch(LayerOp):
 
     name: ClassVar[str] = "dispatch"
 
-    def resolve(
-        self,
-        roles: Roles,
-        arrived: Sequence[Entries],
-        shapes: Sequence[tuple[int, ...]],
-        wanted: Sequence[Entries] | None,
-    ) -> Resolved:
+    def resolve(self, roles: Roles, arrived: Arrived, shapes: Shapes, wanted: Wanted) -> Resolved:
         others = [axis for axis in roles.real(flat(arrived[0])) if axis not in roles.slab]
         if others:
             say_once(

@@ -38,7 +38,7 @@ from ep_runtime.errors import InvalidArgumentError
 from ep_runtime_client.base import jax_internals
 from ep_runtime_client.base.jax_internals import RuleCall, usual_options
 from ep_runtime_client.ops.partitioning.regions import Partitioning, whole_shape
-from ep_runtime_client.ops.partitioning.resolved import Resolved
+from ep_runtime_client.ops.partitioning.resolved import Arrived, Resolved, Shapes, Sizes, Wanted
 from ep_runtime_client.ops.partitioning.roles import Entries, Roles, entries_of, say_once
 from ep_runtime_client.ops.partitioning.specs import (
     as_auto,
@@ -67,18 +67,10 @@ class Op(Protocol):
     def name(self) -> str:
         """Of the scope in compiled programs."""
 
-    def roles(
-        self, sizes: tuple[tuple[str, int], ...], arrived: Sequence[Entries], shapes: Any
-    ) -> Roles:
+    def roles(self, sizes: Sizes, arrived: Arrived, shapes: Shapes) -> Roles:
         """What the axes of a mesh are for, where no layer says it."""
 
-    def resolve(
-        self,
-        roles: Roles,
-        arrived: Sequence[Entries],
-        shapes: Sequence[tuple[int, ...]],
-        wanted: Sequence[Entries] | None,
-    ) -> Resolved:
+    def resolve(self, roles: Roles, arrived: Arrived, shapes: Shapes, wanted: Wanted) -> Resolved:
         """Placement and per-device function for operands that arrive like this."""
 
     def factors(self) -> tuple[list[str], list[str]]:
@@ -88,9 +80,7 @@ class Op(Protocol):
 class LayerOp:
     """An op that always has a layer."""
 
-    def roles(
-        self, sizes: tuple[tuple[str, int], ...], arrived: Sequence[Entries], shapes: Any
-    ) -> Roles:
+    def roles(self, sizes: Sizes, arrived: Arrived, shapes: Shapes) -> Roles:
         raise AssertionError("the roles of axes come with the layer")
 
 
@@ -115,13 +105,7 @@ class Pinned(LayerOp):
     results: tuple[Entries, ...]
     body: Callable[..., tuple[jax.Array, ...]] = dataclasses.field(compare=False, repr=False)
 
-    def resolve(
-        self,
-        roles: Roles,
-        arrived: Sequence[Entries],
-        shapes: Sequence[tuple[int, ...]],
-        wanted: Sequence[Entries] | None,
-    ) -> Resolved:
+    def resolve(self, roles: Roles, arrived: Arrived, shapes: Shapes, wanted: Wanted) -> Resolved:
         return Resolved(self.operands, self.results, self.body)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -13,6 +13,11 @@ from jax import lax
 from ep_runtime_client.ops.partitioning.roles import Entries, Roles
 from ep_runtime_client.ops.partitioning.scatter import cut, scatter
 from ep_runtime_client.ops.tracing.varying import Axes
+
+Sizes = tuple[tuple[str, int], ...]  # of mesh axes by name
+Arrived = Sequence[Entries]  # how the operands of an op arrive
+Wanted = Sequence[Entries] | None  # how its results are to lie; None where nobody says
+Shapes = Sequence[tuple[int, ...]]  # of the operands on all devices
 
 
 @dataclasses.dataclass(frozen=True)

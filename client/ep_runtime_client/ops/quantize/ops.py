@@ -14,7 +14,7 @@ from ep_runtime_client.ops.kernels import serve as kernels_serve
 from ep_runtime_client.ops.partitioning import on_mesh
 from ep_runtime_client.ops.partitioning.placement import expert_weight
 from ep_runtime_client.ops.partitioning.regions import Partitioning
-from ep_runtime_client.ops.partitioning.resolved import Resolved
+from ep_runtime_client.ops.partitioning.resolved import Arrived, Resolved, Shapes, Sizes, Wanted
 from ep_runtime_client.ops.partitioning.roles import (
     Entries,
     Roles,
@@ -67,21 +67,10 @@ class QuantizeRows:
     def packing(self) -> Packing:
         return packing_of(self.recipe, self.ndim, rows=True)
 
-    def roles(
-        self,
-        sizes: tuple[tuple[str, int], ...],
-        arrived: Sequence[Entries],
-        shapes: Sequence[tuple[int, ...]],
-    ) -> Roles:
+    def roles(self, sizes: Sizes, arrived: Arrived, shapes: Shapes) -> Roles:
         return rows_roles(sizes, arrived[0], shapes[1], self.num_experts)
 
-    def resolve(
-        self,
-        roles: Roles,
-        arrived: Sequence[Entries],
-        shapes: Sequence[tuple[int, ...]],
-        wanted: Sequence[Entries] | None,
-    ) -> Resolved:
+    def resolve(self, roles: Roles, arrived: Arrived, shapes: Shapes, wanted: Wanted) -> Resolved:
         entries = self._entries(roles, arrived[0], shapes[0])
         over = tuple(dict.fromkeys(roles.real(roles.outer) + flat(entries[2:])))
         experts = None if self.num_experts is None else self.num_experts // roles.size(roles.ep)
@@ -143,21 +132,10 @@ class QuantizeKernel:
         dtypes = (*packing.dtypes, packing.dtypes[0])
         return dataclasses.replace(packing, names=(*packing.names, "transposed"), dtypes=dtypes)
 
-    def roles(
-        self,
-        sizes: tuple[tuple[str, int], ...],
-        arrived: Sequence[Entries],
-        shapes: Sequence[tuple[int, ...]],
-    ) -> Roles:
+    def roles(self, sizes: Sizes, arrived: Arrived, shapes: Shapes) -> Roles:
         return Roles(sizes, (), arrived[0][0])
 
-    def resolve(
-        self,
-        roles: Roles,
-        arrived: Sequence[Entries],
-        shapes: Sequence[tuple[int, ...]],
-        wanted: Sequence[Entries] | None,
-    ) -> Resolved:
+    def resolve(self, roles: Roles, arrived: Arrived, shapes: Shapes, wanted: Wanted) -> Resolved:
         given, shape = arrived[0], shapes[0]
         if self.paired:
             given, shape = of_both(given, ()), of_both(shape, 2)

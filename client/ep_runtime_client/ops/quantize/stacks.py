@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
 from typing import ClassVar
 
 import jax
 
 from ep_runtime_client.ops.partitioning.regions import Partitioning
-from ep_runtime_client.ops.partitioning.resolved import Resolved
-from ep_runtime_client.ops.partitioning.roles import Entries, Roles, flat
+from ep_runtime_client.ops.partitioning.resolved import Arrived, Resolved, Shapes, Sizes, Wanted
+from ep_runtime_client.ops.partitioning.roles import Roles, flat
 from ep_runtime_client.ops.quantize.ops import QuantizeKernel
 from ep_runtime_client.ops.quantize.packing import Packing
 
@@ -39,21 +38,10 @@ class QuantizeStack:
         """Of one layer's leaves."""
         return self.kernel.packing
 
-    def roles(
-        self,
-        sizes: tuple[tuple[str, int], ...],
-        arrived: Sequence[Entries],
-        shapes: Sequence[tuple[int, ...]],
-    ) -> Roles:
+    def roles(self, sizes: Sizes, arrived: Arrived, shapes: Shapes) -> Roles:
         return Roles(sizes, (), arrived[0][self.dims])
 
-    def resolve(
-        self,
-        roles: Roles,
-        arrived: Sequence[Entries],
-        shapes: Sequence[tuple[int, ...]],
-        wanted: Sequence[Entries] | None,
-    ) -> Resolved:
+    def resolve(self, roles: Roles, arrived: Arrived, shapes: Shapes, wanted: Wanted) -> Resolved:
         dims = self.dims
         each = self.kernel.resolve(
             roles, [x[dims:] for x in arrived], [x[dims:] for x in shapes], None
