@@ -19,7 +19,7 @@ from ep_runtime_client.moe.api import moe
 from ep_runtime_client.moe.checks import Recipes, recipes_of
 from ep_runtime_client.moe.params import LOGICAL_AXES, MoEParams
 from ep_runtime_client.moe.state import MoEState, init_moe_state, keeps, to_named
-from ep_runtime_client.ops.partitioning.specs import entry_axes
+from ep_runtime_client.ops.partitioning.roles import entry_axes
 from ep_runtime_client.ops.routing.api import update_expert_bias
 from ep_runtime_client.ops.routing.options import REMOVED
 

@@ -18,8 +18,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime_client.moe.params import LOGICAL_AXES, MoEParams, logical_axes
-from ep_runtime_client.ops.partitioning.roles import say_once
-from ep_runtime_client.ops.partitioning.specs import entry_axes
+from ep_runtime_client.ops.partitioning.roles import entry_axes, say_once
 from ep_runtime_client.ops.quantize.ops import packing_of
 from ep_runtime_client.ops.quantize.packing import FIELDS
 from ep_runtime_client.ops.quantize.pair import is_pair

@@ -17,8 +17,7 @@ from jax.sharding import PartitionSpec
 
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime.specs import GroupSpec
-from ep_runtime_client.ops.partitioning.roles import Entries
-from ep_runtime_client.ops.partitioning.specs import entry_axes
+from ep_runtime_client.ops.partitioning.roles import Entries, entry_axes
 from ep_runtime_client.ops.tracing.varying import Axes
 
 _log = logging.getLogger("ep_runtime")

@@ -21,8 +21,15 @@ from ep_runtime_client.ops.calls.token_layout import say_reshard
 from ep_runtime_client.ops.partitioning import on_mesh, regions
 from ep_runtime_client.ops.partitioning.on_mesh import LayerOp, Pinned
 from ep_runtime_client.ops.partitioning.resolved import Arrived, Resolved, Shapes, Wanted
-from ep_runtime_client.ops.partitioning.roles import Roles, flat, say_once
-from ep_runtime_client.ops.partitioning.specs import entry_axes, explicit_axes, known_spec, placed
+from ep_runtime_client.ops.partitioning.roles import (
+    Roles,
+    entry_axes,
+    explicit_axes,
+    flat,
+    known_spec,
+    placed,
+    say_once,
+)
 from ep_runtime_client.ops.tracing.ambient import check_devices
 from ep_runtime_client.ops.tracing.varying import spread_over
 from ep_runtime_client.ops.transports.protocol import DeviceCall

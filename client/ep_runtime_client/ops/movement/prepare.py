@@ -24,7 +24,7 @@ from ep_runtime_client.ops.calls.plan import Plan, arrays_type, check_plan, plan
 from ep_runtime_client.ops.kernels.slots import as_int32
 from ep_runtime_client.ops.movement import per_device
 from ep_runtime_client.ops.partitioning import regions
-from ep_runtime_client.ops.partitioning.specs import known_spec
+from ep_runtime_client.ops.partitioning.roles import known_spec
 from ep_runtime_client.ops.tracing import again, eager
 from ep_runtime_client.ops.tracing.ambient import manual_axes, open_layer
 from ep_runtime_client.ops.tracing.scopes import scope

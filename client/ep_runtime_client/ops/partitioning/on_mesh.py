@@ -39,11 +39,14 @@ from ep_runtime_client.base import jax_internals
 from ep_runtime_client.base.jax_internals import RuleCall, usual_options
 from ep_runtime_client.ops.partitioning.regions import Partitioning, whole_shape
 from ep_runtime_client.ops.partitioning.resolved import Arrived, Resolved, Shapes, Sizes, Wanted
-from ep_runtime_client.ops.partitioning.roles import Entries, Roles, entries_of, say_once
-from ep_runtime_client.ops.partitioning.specs import (
+from ep_runtime_client.ops.partitioning.roles import (
+    Entries,
+    Roles,
     as_auto,
     decode,
+    entries_of,
     is_explicit,
+    say_once,
     spec_of,
     typed,
 )

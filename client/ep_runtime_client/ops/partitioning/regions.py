@@ -14,8 +14,14 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime.specs import GroupSpec
 from ep_runtime_client.base.layers import EpLayer, TracedLayer, resolve
-from ep_runtime_client.ops.partitioning.roles import Entries, Roles, entries_of
-from ep_runtime_client.ops.partitioning.specs import explicit_axes, known_spec, spec_of
+from ep_runtime_client.ops.partitioning.roles import (
+    Entries,
+    Roles,
+    entries_of,
+    explicit_axes,
+    known_spec,
+    spec_of,
+)
 from ep_runtime_client.ops.tracing.ambient import manual_axes, open_layer
 from ep_runtime_client.ops.tracing.batching import NO_LAYER, RULED, batched_p
 from ep_runtime_client.ops.tracing.scopes import label

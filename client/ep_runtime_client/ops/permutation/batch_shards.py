@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from ep_runtime.errors import InvalidArgumentError
-from ep_runtime_client.ops.partitioning.specs import (
+from ep_runtime_client.ops.partitioning.roles import (
     as_auto,
     entry_axes,
     explicit_axes,
