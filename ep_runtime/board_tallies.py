@@ -71,7 +71,7 @@ def _where(spec: GroupSpec) -> tuple[int, TallyLayout]:
 
 
 def read_ops(buf: Any, spec: GroupSpec, rank: int) -> dict[OpCode, OpTally]:
-    """That world rank's calls by op, of the ops that it has called."""
+    """Reads a world rank's calls by op, of the ops that it has called."""
     first, where = _where(spec)
     start, size = first + rank * where.tally_bytes, ctypes.sizeof(OpRecordStruct)
     found = {}

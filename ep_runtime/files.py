@@ -56,7 +56,7 @@ def open_regular(path: str | os.PathLike[str], flags: int = os.O_RDONLY, mode: i
 
 
 def read(path: str | os.PathLike[str], most_bytes: int = MOST_BYTES) -> bytes:
-    """All of a regular file. Raises as `open_regular`, and OSError where it has more."""
+    """Reads all of a regular file. Raises as `open_regular`, and OSError if it is too long."""
     with open(open_regular(path), "rb") as file:
         data = file.read(most_bytes + 1)
         if len(data) > most_bytes:

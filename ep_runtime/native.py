@@ -164,7 +164,7 @@ class NativeLibrary:
         return version.decode()
 
     def targets(self) -> list[Target]:
-        """Every custom call target, in a fixed order."""
+        """Lists every custom call target, in a fixed order."""
         found = (self._table.targets[i] for i in range(self._table.num_targets))
         return [
             Target(t.name.decode(), _address(t.instantiate), _address(t.execute)) for t in found

@@ -151,7 +151,7 @@ def _is_private_group(about: os.stat_result) -> bool:
 
 
 def _sees_all_uids() -> bool:
-    """False in a user namespace, where root's own files show as the overflow uid's."""
+    """Returns False in a user namespace, where root's own files show as the overflow uid's."""
     try:
         lines = Path("/proc/self/uid_map").read_text().splitlines()
     except OSError:

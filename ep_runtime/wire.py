@@ -314,7 +314,8 @@ def error_to_status(error: EpRuntimeError) -> RpcFailure:
 
 
 def error_from_rpc(error: grpc.RpcError) -> EpRuntimeError:
-    """Our error out of a failed call; what carries none becomes the class nearest to its code."""
+    """Converts a failed call to our error. A failure without our details becomes the class nearest
+    to its code."""
     message = _call(error, "details") or str(error)
     for key, value in _call(error, "trailing_metadata") or ():
         if key == STATUS_DETAILS_KEY:

@@ -207,7 +207,7 @@ def _ours(shape: Shape, dtype: str) -> dict[str, Program]:
 
 
 def _tokamax() -> Callable[..., jax.Array] | None:
-    """Its ragged_dot, which has JAX's arguments; None if it is not installed."""
+    """Returns Tokamax's ragged_dot, which has JAX's arguments; None if it is not installed."""
     if importlib.util.find_spec("tokamax") is None:
         return None
     found: Callable[..., jax.Array] = importlib.import_module("tokamax").ragged_dot

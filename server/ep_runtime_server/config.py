@@ -107,7 +107,7 @@ def default_max_host_bytes() -> int:
 
 
 def parse_metrics(text: str) -> Endpoint:
-    """Where `--metrics` wants its endpoint: HOST:PORT, or PORT on loopback.
+    """Parses the address of `--metrics`: HOST:PORT, or PORT on loopback.
 
     Raises:
         InvalidArgumentError: no address, or prometheus-client is not installed.

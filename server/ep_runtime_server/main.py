@@ -183,7 +183,7 @@ def _count(text: str) -> int:
 def _user_limits(
     arguments: argparse.Namespace, max_host_bytes: int, *, others: bool, cluster: bool
 ) -> UserLimits:
-    """One user may hold half of what all share, the only one nearly all of it."""
+    """Computes a user's limits: half of what all users share, or nearly all for the only one."""
     all_fds = open_files.for_users(cluster=cluster)
     given = {
         "sessions": arguments.max_sessions_per_uid,

@@ -464,7 +464,7 @@ class Runtime:
     # Time
 
     def tick(self) -> None:
-        """Does what is due, every REAPER_INTERVAL_S. A failure of one part stops no other."""
+        """Runs periodic work every REAPER_INTERVAL_S; failed parts do not stop others."""
         run = self.supervisor.run
         run("expiry of groups", self.groups.expire)
         run(FREEING, self.pool.free_again)

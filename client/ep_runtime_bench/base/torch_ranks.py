@@ -66,7 +66,7 @@ class Rank:
         return float(found)
 
     def peak_bytes(self) -> int | None:
-        """Most that the fullest device held so far; None on CPU."""
+        """Returns the most bytes that the fullest device held so far; None on CPU."""
         if not self.on_gpu:
             return None
         return int(self.largest(torch.cuda.max_memory_allocated()))

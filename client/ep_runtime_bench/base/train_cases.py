@@ -49,7 +49,7 @@ class Model:
 
     @property
     def case(self) -> Case:
-        """One of its MoE layers."""
+        """The sizes of one of its MoE layers."""
         tokens = self.batch * self.sequence
         return Case(tokens, self.hidden, self.inner, self.num_experts, self.top_k)
 

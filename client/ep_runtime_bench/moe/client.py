@@ -145,7 +145,7 @@ def _quantized(order: LayerOrder, layer: Any, operands: Operands) -> Any:
 
 
 def _run(order: LayerOrder, layer: Any, *operands: Any) -> Any:
-    """Our layer's (y, aux, stats) of (x, router, wi, wo), and weights quantized before if any."""
+    """Runs our layer on x, router, wi, wo and weights quantized before; returns (y, aux, stats)."""
     x, router, wi, wo, *given = operands
     params = ep.MoEParams(router, wi, wo)
     if given:
@@ -215,7 +215,7 @@ def _compiled(loss: Loss, operands: Operands) -> Any:
 def _peaks(
     programs: Mapping[str, Any], operands: Operands, order: LayerOrder
 ) -> dict[str, int | None]:
-    """Most that the fullest device held in the programs' first steps, by variant.
+    """Returns by variant the most bytes that the fullest device held in the program's first steps.
 
     The program that needs least is first: a process's peak never falls. It also counts steps that
     are enqueued later, several of which hold their results at once.

@@ -54,7 +54,7 @@ def estimated_bytes(order: Order, case: Case, mesh: Mesh, recipe: Any) -> int:
 
 
 def peak_bytes(platform: str, count: int) -> int | None:
-    """Most that the fullest of the first devices held so far; None if they do not say."""
+    """Returns the most bytes that any of the first devices held so far; None if they do not say."""
     stats = [device.memory_stats() or {} for device in jax.devices(platform)[:count]]
     peaks = [int(each["peak_bytes_in_use"]) for each in stats if "peak_bytes_in_use" in each]
     return max(peaks, default=None)

@@ -125,7 +125,7 @@ def expert_weights(rank: Rank, dtype: str, case: Case) -> list[Tensor]:
 
 
 def measure(rank: Rank, order: LayerOrder) -> Measured:
-    """One case: forward and backward."""
+    """Times one case, forward and backward."""
     case = order.case
     torch.manual_seed(rank.index)
     x = drawn(rank, order.dtype, 1.0, case.tokens, case.hidden)

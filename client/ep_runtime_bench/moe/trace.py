@@ -111,7 +111,7 @@ class _Busy:
 
 
 def _window(ordered: list[_Event], warm: int, steps: int) -> tuple[int, int] | None:
-    """When the last `steps` steps began and ended, in nanoseconds; None if that is not known.
+    """Finds when the last `steps` steps began and ended, in nanoseconds; None if that is not known.
 
     Of the kernels that ran equally often in every step the one that took longest marks them. Others
     may run far ahead of their step: a copy to the device waits for nothing. Without steps before

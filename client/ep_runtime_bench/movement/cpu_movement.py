@@ -87,7 +87,7 @@ def measure_together(options: BenchOptions, kind: Callable[..., _Sample]) -> lis
 
 
 def slowest(found: Sequence[Sequence[Sample]]) -> list[Sample]:
-    """One sample per call: the seconds of the process that took longest."""
+    """Returns one sample per call, with the seconds of the slowest process."""
     return [
         Sample(same[0].op, same[0].subject, same[0].row_bytes, [max(s) for s in seconds])
         for same in zip(*found, strict=True)
@@ -134,7 +134,7 @@ def _row(
 
 
 def work(order: dict[str, Any], member: Member) -> int:
-    """One process of several: measures, and leaves the samples for the parent."""
+    """Runs in one process of several: measures, and leaves the samples for the parent."""
     said: dict[str, Any] = {
         k: tuple(v) if isinstance(v, list) else v for k, v in order["options"].items()
     }

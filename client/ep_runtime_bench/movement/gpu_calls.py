@@ -382,7 +382,7 @@ def _network_shape(bench: Bench, tokens: int) -> tuple[int, int, int]:
 
 
 def _network_blocks(bench: Bench, tokens: int) -> jax.Array:
-    """Such blocks, made on the devices."""
+    """Makes the blocks of NCCL's all-to-all on the devices."""
     shape, dtype = _network_shape(bench, tokens), bench.options.dtype
     made: jax.Array = jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=bench.spread)()
     return made

@@ -124,7 +124,7 @@ def _like(shapes: Any, params: Any, shardings: Any) -> Any:
 
 
 def _again(order: TrainOrder) -> Callable[[Any], Any]:
-    """How a layer's body is wrapped: what backward does not find again is computed again."""
+    """Returns a function that wraps a layer's body in the order's remat."""
     if order.remat == "none":
         return lambda body: body
     if order.is_stock:

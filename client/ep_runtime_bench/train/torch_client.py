@@ -87,7 +87,7 @@ class _Training:
         self._before, self._after, self._head = dense
 
     def _mine(self, array: Any) -> Tensor:
-        """This rank's part of what all have, int64."""
+        """Returns this rank's part of an array that every rank has whole, as int64."""
         part = np.array_split(array, self._rank.count)[self._rank.index]
         return torch.tensor(part, device=self._rank.device, dtype=torch.int64)
 

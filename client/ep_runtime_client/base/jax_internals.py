@@ -115,7 +115,7 @@ def _takes(function: Callable[..., Any], arguments: int) -> bool:
 
 
 def under_tracing() -> bool:
-    """True inside jit, grad, shard_map and the like."""
+    """Returns whether the caller is inside jit, grad, shard_map or the like."""
     clean = _at("core:trace_state_clean")
     return clean is not None and not clean()
 

@@ -230,7 +230,7 @@ def _no_library(devices: Any, platforms: list[str]) -> str:
 
 
 def _no_kernels(devices: Any) -> str:
-    """Which GPUs this package has no kernels for; "" if it has them for all."""
+    """Names the GPUs that this package has no kernels for; "" if it has kernels for all."""
     library = native.library("cuda")
     other = sorted(
         kind

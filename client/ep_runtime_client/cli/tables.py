@@ -79,7 +79,7 @@ Block = tuple[PlacedColumn, ...]
 
 
 def kind_of(key: str) -> str:
-    """How a value without a column is shown, by the name of its key."""
+    """Chooses the kind of a value without a column, by the name of its key."""
     if key in _NAMED:
         return "name"
     if key in _NAMED_LISTS:
@@ -94,12 +94,12 @@ def kind_of(key: str) -> str:
 
 
 def cells(columns: Sequence[Column], row: Mapping[str, Any], *, wide: bool) -> list[str]:
-    """One row's texts."""
+    """Returns the texts of one row."""
     return [cell(row.get(column.key), column.kind, wide=wide) for column in columns]
 
 
 def cell(value: Any, kind: str, *, wide: bool = True) -> str:
-    """One value as a table shows it, in one line."""
+    """Returns one value as a table shows it, in one line."""
     return printable(_cell(value, kind, wide).replace("\n", " "))
 
 
@@ -292,7 +292,7 @@ def fold(text: str, width: int) -> list[str]:
 
 
 def _fitting(text: str, width: int) -> int:
-    """How many characters fit, one at least: some take two columns."""
+    """Counts how many characters fit, at least one; some characters take two columns."""
     used = 0
     for count, char in enumerate(text):
         used += cell_len(char)

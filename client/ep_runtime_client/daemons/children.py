@@ -152,7 +152,7 @@ def _on_all_cores() -> Iterator[None]:
 
 
 def answers(place: SocketDirectory, timeout_s: float) -> bool:
-    """True if a daemon listens on both of the directory's sockets.
+    """Returns whether a daemon listens on both of the directory's sockets.
 
     Raises:
         PermissionDeniedError: somebody else could listen there.

@@ -275,7 +275,7 @@ class ControlChannel:
         return method(request, metadata=self.metadata)
 
     def translated(self, error: grpc.RpcError) -> EpRuntimeError:
-        """Our error out of a failed call, with the address where the daemon did not answer."""
+        """Converts a failed call to our error, with the address if the daemon did not answer."""
         ours = wire.error_from_rpc(error)
         if isinstance(ours, RuntimeUnavailableError) and not ours.fields:
             return self._place.unavailable(str(ours))

@@ -114,7 +114,7 @@ class Trainer:
             self._step = step.lower(self._state, window).compile(compiler_options=options)
 
     def step(self, window: Array) -> StepResult:
-        """One optimizer step on `window`, [batch, seq + 1] int32; waits for it."""
+        """Runs one optimizer step on `window`, [batch, seq + 1] int32, and waits for it."""
         started = time.perf_counter()
         self._state, metrics = self._step(self._state, self._placed(window))
         loss, dropped = jax.device_get(metrics)

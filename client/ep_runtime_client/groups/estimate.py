@@ -212,7 +212,7 @@ def estimate_memory(
 
 
 def _scaling_of(recipe: checks.Recipes) -> workspace.Scaling | None:
-    """How a block call scales its operands; None if it has not the products of `recipe`."""
+    """Returns how a block call scales its operands; None if it has no products of `recipe`."""
     if recipe is None:
         return "none"
     # Recipes are JAX's types, and a group is described without JAX too.
@@ -224,7 +224,7 @@ def _scaling_of(recipe: checks.Recipes) -> workspace.Scaling | None:
 
 
 def report(spec: specs.GroupSpec, device: Any, devices_per_host: int) -> None:
-    """One log line with the group's sizes, and a warning where they are large for the device."""
+    """Logs one line with the group's sizes, and a warning if they are large for the device."""
     sizes = of_spec(spec)
     blocks = spec.transport in _BLOCK_TRANSPORTS  # block calls need no slab
     _log.info(

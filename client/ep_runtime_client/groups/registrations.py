@@ -196,7 +196,7 @@ def _members(item: wire.RegisteredLayer) -> list[tuple[int, str]]:
 
 
 def _native_rows(layer: EpLayer | LayerStack, item: wire.RegisteredLayer) -> list[Any]:
-    """One entry of the native library per layer; a stack gives one for each of its layers."""
+    """Makes one entry of the native library per layer; a stack gives one for each of its layers."""
     from ep_runtime import native
 
     first = layer if isinstance(layer, EpLayer) else layer[0]

@@ -45,7 +45,7 @@ class Layer:
         raise InvalidArgumentError(f"state_dict lacks {shown}{rest}{remedy}", argument="state_dict")
 
     def array(self, name: str, *shape: int | None, like: Array | None = None) -> Array:
-        """One of them on the host; None in `shape` is any size, `like` has the dtype wanted."""
+        """Returns one array on the host; None in `shape` is any size, `like` has its dtype."""
         self.require([name])
         key = self.prefix + name
         if f"{key}_scale_inv" in self.state_dict:

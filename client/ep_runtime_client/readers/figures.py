@@ -11,7 +11,7 @@ from ep_runtime_client.readers.tallies import Interval
 
 
 def load_of(ranks: Sequence[tallies.Row | Interval], name: str, rows: int) -> dict[str, Any]:
-    """How evenly one layer's experts are loaded, by the keys that `ep-runtime load` shows.
+    """Computes how evenly one layer's experts are loaded, by the keys that `ep-runtime load` shows.
 
     `rows`: of the layer's handles, which count where nobody counts by expert.
     """

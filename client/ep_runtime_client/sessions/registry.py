@@ -67,7 +67,7 @@ class OpenSessions:
         return False
 
     def embedded(self) -> bool:
-        """True if this process has a private daemon."""
+        """Returns whether this process has a private daemon."""
         with self._lock:
             return "embedded" in self._open
 

@@ -56,7 +56,7 @@ class SideThread:
             work()
 
     def end(self) -> bool:
-        """Does what is left, as far as it gets in time; whether that was all of it."""
+        """Finishes queued work as far as time allows; returns whether all of it was done."""
         try:
             self._work.put(None, timeout=END_S)
         except queue.Full:

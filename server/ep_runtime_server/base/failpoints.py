@@ -98,7 +98,7 @@ class Failpoints:
         raise OSError(_ERRORS[point.action], os.strerror(_ERRORS[point.action]))
 
     def hit(self, name: str) -> None:
-        """Does what the point is armed with; nothing in a daemon that nobody tests.
+        """Runs the point's armed failure; does nothing in a daemon without --testing.
 
         Raises:
             OSError: of an armed error.

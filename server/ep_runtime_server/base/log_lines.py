@@ -71,7 +71,7 @@ _CALLERS_OWN = ("ExecuteBatchError", "UnicodeDecodeError", "CancelledError")
 
 
 def _is_failure(record: logging.LogRecord) -> bool:
-    """False for what callers do to themselves inside gRPC."""
+    """Returns False for errors that callers cause inside gRPC."""
     error = record.exc_info[0] if record.exc_info else None
     if error is None or not record.name.startswith("grpc."):
         return True

@@ -43,7 +43,7 @@ def most_of_nodes() -> int:
 
 
 def for_users(*, cluster: bool) -> int:
-    """How many all users together may have. Raises InvalidArgumentError below LEAST_FDS."""
+    """Returns the descriptors of all users. Raises InvalidArgumentError below LEAST_FDS."""
     most = most_open()
     if most < LEAST_FDS:
         raise InvalidArgumentError(

@@ -167,7 +167,7 @@ def _pidfd_by_pid(connection: socket.socket, pid: int, accepted_s: float) -> int
 
 
 def process_start_s(pid: int) -> float | None:
-    """When the process started, on CLOCK_BOOTTIME; None if it is gone."""
+    """Returns when the process started, on CLOCK_BOOTTIME; None if it is gone."""
     fields = _stat(pid)
     return int(fields[19]) / os.sysconf("SC_CLK_TCK") if fields else None
 

@@ -191,7 +191,7 @@ class Assemblies:
             proposal.ended |= own.intersection(ranks)
 
     async def outcome(self, owner: Owner, epoch: int, wait_s: float) -> tuple[Outcome, str]:
-        """What became of a view, and why."""
+        """Returns what became of a view, and why."""
         found = self._proposal(owner, epoch)
         if found is not None:
             assembly, proposal = found
@@ -287,7 +287,7 @@ def _check_ranks(assembly: Assembly, owner: Owner, part: NodePart) -> None:
 
 
 def _mismatch(owner: Owner, other: NodePart, part: NodePart) -> SpecMismatchError | None:
-    """What the part hears of the other's spec; None where it is the same."""
+    """Describes how the other part's spec differs; None if it is the same."""
     difference = other.spec.difference(part.spec)
     if difference is None:
         return None

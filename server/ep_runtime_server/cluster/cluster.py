@@ -255,7 +255,7 @@ class Cluster:
         return str(self.settings.coordinator or self.address)
 
     def view(self) -> list[Node]:
-        """Every node, the coordinator first; whom we cannot reach ourselves is UNREACHABLE."""
+        """Lists every node, the coordinator first; one that we cannot reach is UNREACHABLE."""
         if self.nodes is not None:
             found = self.nodes.all()
         else:
@@ -281,7 +281,7 @@ class Cluster:
 
     @property
     def link(self) -> Standing:
-        """How we stand with the coordinator."""
+        """State of the link to the coordinator."""
         return Standing.COORDINATOR if self.membership is None else self.membership.link
 
     def status(self) -> admin_service_pb2.ClusterStatus:
@@ -348,7 +348,7 @@ class Cluster:
         return answer
 
     def tick(self) -> None:
-        """What is due by the clock."""
+        """Does what is due by the clock."""
         if self.certificates is not None and self.certificates.look():
             self._renewing = asyncio.ensure_future(self.peers.renew())
         if self.nodes is not None:
@@ -367,7 +367,7 @@ class Cluster:
 
 
 def _credentials(certificates: Certificates) -> grpc.ServerCredentials:
-    """By what the certificates are when a connection begins; gRPC asks on threads of its own."""
+    """Makes gRPC read the certificates when a connection begins; gRPC asks on its own threads."""
 
     def now() -> grpc.ServerCertificateConfiguration:
         tls = certificates.tls

@@ -103,7 +103,7 @@ class Ends:
         self._start(self._tell_all(key, word, why))
 
     def tell_owed(self) -> None:
-        """What the daemon before us did not live to tell."""
+        """Sends the news that the daemon before this one did not live to send."""
         for key, word in self._facts.owed.items():
             self._start(self._tell_all(key, word, ""))
 

@@ -88,7 +88,7 @@ class NodeServicer:
         return self._nodes
 
     def _all(self, nodes: Nodes) -> list[pb.NodeInfo]:
-        """Every node; what was told a moment ago serves the next who ask."""
+        """Lists every node; a list made a moment ago serves later callers too."""
         now = self._clock.monotonic_s()
         version, made_s, found = self._listed
         if version != nodes.version or now - made_s > LISTED_ANEW_S:

@@ -294,8 +294,8 @@ class Spanning:
                 pause_s = min(2 * pause_s, limits.NODE_RETRY_MOST_S)
 
     def _withdraw(self, owner: Owner, view: GroupView) -> tuple[Outcome, str]:
-        """This node cannot use the view any more. It may be committed already, or be committed by a
-        coordinator that does not answer now: so the other nodes hear of it too."""
+        """Tells the other nodes that this node cannot use the view any more. The view may be
+        committed already, or be committed by a coordinator that does not answer now."""
         why = f"a process of node {self._node!r} ended"
         self.ends.say(owner, lambda: self._coordination.report(owner, view.epoch, why))
         ours = [member.rank for member in view.members if member.node == self._node]

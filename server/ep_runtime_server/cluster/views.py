@@ -205,7 +205,7 @@ class Assembly:
         return next((p for p in free if p.spec.difference(part.spec) is not None), None)
 
     def others(self, part: NodePart) -> list[NodePart]:
-        """Those of other nodes. Their specs are equal."""
+        """Returns the parts of other nodes. Their specs are equal."""
         return [other for other in self.parts.values() if other.node != part.node]
 
     def unclaimed_elsewhere(self, part: NodePart) -> bool:

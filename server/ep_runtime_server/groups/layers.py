@@ -92,7 +92,7 @@ class LayerTable:
         *,
         replace: bool = False,
     ) -> tuple[list[RegisteredLayer], list[RegisteredLayer]]:
-        """All or none of them; an equal registration is answered with what it got before.
+        """Registers all or none; an equal registration gets the same answer as before.
 
         Args:
             admit: raises where there may not be so many more of them.

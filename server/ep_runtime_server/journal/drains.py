@@ -38,7 +38,7 @@ class Drain:
         return f"drained {self.by}, until `ep-runtime undrain`"
 
     def event(self, now_s: float) -> session_service_pb2.DrainEvent:
-        """What sessions hear of it."""
+        """Makes the event that sessions get about the order."""
         left_s = None if self.ends_at_s is None else max(self.ends_at_s - now_s, 0.0)
         return session_service_pb2.DrainEvent(
             deadline=duration(left_s) if left_s is not None else None
@@ -46,7 +46,7 @@ class Drain:
 
     @property
     def record(self) -> dict[str, Any] | None:
-        """What the journal keeps of it."""
+        """The journal's record of the order; None if a restarted daemon does not drain."""
         return {"by": self.by, "since_wall_s": self.since_wall_s} if self.held else None
 
 

@@ -56,7 +56,7 @@ class Encoded(NamedTuple):
 
 
 def encoded(value: Any) -> Encoded | None:
-    """None for None."""
+    """Encodes a value as JSON; None stays None."""
     return Encoded(json.dumps(value, separators=(",", ":")).encode()) if value is not None else None
 
 
@@ -71,7 +71,7 @@ def _payload(record: Record) -> bytes:
 
 
 def _key_of(payload: bytes) -> str | None:
-    """None for a payload that is none of ours."""
+    """Returns the key of a record's payload; None if the payload is not one of ours."""
     try:
         key, _ = json.loads(payload)
     except (ValueError, TypeError, RecursionError):
@@ -80,7 +80,7 @@ def _key_of(payload: bytes) -> str | None:
 
 
 def _mark(end: int, payload: bytes) -> list[int]:
-    """By which a file is known whose last record ends there."""
+    """Identifies a file by the end and checksum of its last record."""
     return [end, zlib.crc32(payload)]
 
 
@@ -195,7 +195,7 @@ class Journal:
         return self._end
 
     def free_bytes(self) -> int:
-        """What its file system has left for the daemon. Raises OSError."""
+        """Returns the bytes that the file system has left for the daemon. Raises OSError."""
         found = os.statvfs(self._path.parent)
         return found.f_bavail * found.f_frsize
 
@@ -236,7 +236,7 @@ class Journal:
             self._facts[key] = value
 
     def take_facts(self) -> dict[str, Any]:
-        """What was read at the start, once: the daemon's state takes its place."""
+        """Hands over the facts read at the start, once; the daemon's state takes their place."""
         facts, self._facts = self._facts, {}
         return facts
 
@@ -319,8 +319,9 @@ class Journal:
         self._end += len(data)
 
     def begin_sync(self) -> Callable[[], None]:
-        """What to call, blocking and on whatever thread: then what `append` took before survives a
-        crash of the host, or `error` says why not, and a new file has to take its place."""
+        """Returns a blocking function for any thread. After it, records that `append` took before
+        survive a crash of the host. Else `error` says why not, and a new file has to take this
+        one's place."""
         fd = os.dup(self._fd)  # a new file may take its place meanwhile
 
         def sync() -> None:

@@ -177,7 +177,7 @@ class Recorder:
             yield from self._layer_records(item, gone=value is None)
 
     def _layer_records(self, group: GroupRecord, *, gone: bool) -> Iterator[Record]:
-        """Those that are not in the file; they are written once, however long the list grows."""
+        """Yields layers that are not in the file yet; each is written once."""
         key = f"{LAYERS}{group.group_id}/"
         if gone:
             self._layers.pop(group.group_id, None)
@@ -262,7 +262,7 @@ class Recorder:
                 yield from self._layer_records(item, gone=False)
 
     def _tell(self) -> None:
-        """One event where the journal begins to fail, and one where it works again."""
+        """Adds one event when the journal begins to fail, and one when it works again."""
         failed = bool(self._journal.error)
         if failed == self._failed:
             return
@@ -278,7 +278,7 @@ class Recorder:
             self._events.add("journal.written", "the journal is written again")
 
     def stop(self) -> None:
-        """Nothing is written any more: the end of the daemon is not the end of its groups."""
+        """Stops writing, because the end of the daemon is not the end of its groups."""
         self._stopped = True
 
     def require(self, *, all_of_it: bool) -> None:

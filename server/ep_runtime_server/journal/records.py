@@ -19,7 +19,7 @@ from ep_runtime_server.memory.windows import Owner, WindowSet, WindowState
 
 
 def of_session(session: SessionRecord) -> dict[str, Any] | None:
-    """None for a session that is over: a restarted daemon need not know it."""
+    """Converts a session; None if it is over: a restarted daemon need not know it."""
     if session.over:
         return None
     return {
@@ -59,7 +59,7 @@ def _of_owner(owner: Owner) -> list[Any]:
 
 
 def _of_spec(spec: GroupSpec) -> dict[str, Any]:
-    """Without the settings that have their defaults: a daemon of before reads those too."""
+    """Converts a spec, without defaults so that older daemons can read it."""
     fields = dataclasses.fields(spec)
     return {f.name: v for f in fields if (v := getattr(spec, f.name)) != f.default}
 
@@ -76,7 +76,7 @@ def _to_spec(value: Mapping[str, Any]) -> GroupSpec:
 
 
 def of_windows(windows: WindowSet) -> dict[str, Any] | None:
-    """None for a set that is being freed."""
+    """Converts a window set to a record; None for a set that is being freed."""
     if windows.state is WindowState.RELEASING:
         return None
     return {
@@ -113,7 +113,8 @@ def to_windows(set_id: str, value: Mapping[str, Any]) -> WindowSet:
 
 
 def of_group(group: GroupRecord) -> dict[str, Any] | None:
-    """Without its layers. None for a group that is gone, or that had nothing but claims."""
+    """Converts a group without its layers to a record; None for a group that is gone, or that had
+    only claims."""
     if group.state is State.CLOSED:
         return None
     return {

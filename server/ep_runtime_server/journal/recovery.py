@@ -222,8 +222,8 @@ class Recovery:
         self.settle()
 
     def holds_nothing(self, session: SessionRecord, owner: Owner) -> None:
-        """Who creates a group instead of restoring it has nothing of it to give back: it was about
-        to fetch, or to receive, the windows when the daemon was killed."""
+        """Notes that a process has no windows to give back. A process that creates a group instead
+        of restoring it was about to fetch or receive them when the daemon was killed."""
         for windows in self._pool.sets:
             if windows.owner == owner and windows.wanted_ranks:
                 self._pool.drop_holder(session.session_id, windows)

@@ -254,7 +254,7 @@ class Rejoin:
         return allocation
 
     def _check_distinct(self, allocations: Mapping[int, Allocation]) -> None:
-        """One file is one window of one group."""
+        """Checks that each file is one window of one group."""
         taken = {
             buffer.identity
             for windows in self._pool.sets

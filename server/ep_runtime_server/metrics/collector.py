@@ -55,7 +55,7 @@ class Collector:
         self._detail = detail
 
     async def collect(self) -> Sheet:
-        """Every series as it is now."""
+        """Reads every series as it is now."""
         started_s = time.monotonic()
         answer = Sheet(0)
         self._put_daemon(answer)
@@ -109,7 +109,7 @@ class Collector:
         sheet.put("handles", node, sum(group.layers.num_handles for group in groups))
 
     def _put_cluster(self, sheet: Sheet) -> None:
-        """Its place among other nodes; nothing of a daemon alone."""
+        """Puts the daemon's place among other nodes; nothing for a daemon without a cluster."""
         cluster, node = self._runtime.cluster, (self._node,)
         if cluster is None:
             return

@@ -28,7 +28,7 @@ class _Families:
         self._detail = detail
 
     def collect(self) -> Iterator[Any]:
-        """Every metric, those without series too: what there is shows before there is any."""
+        """Yields every metric, also without series: a scraper sees all names from the start."""
         for metric in METRICS.values():
             if metric.detail and not self._detail:
                 continue

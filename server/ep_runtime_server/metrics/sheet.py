@@ -38,7 +38,7 @@ class Sheet:
         return self.size + more <= self._limit
 
     def put(self, name: str, labels: tuple[str, ...], value: float) -> None:
-        """One series; `labels` in the catalogue's order."""
+        """Adds one series; `labels` in the catalogue's order."""
         assert len(labels) == len(METRICS[name].labels), name
         self.rows.setdefault(name, []).append((labels, value))
         self.size += 1
@@ -46,7 +46,7 @@ class Sheet:
     def put_histogram(
         self, name: str, labels: tuple[str, ...], counts: Sequence[int], sum_s: float
     ) -> None:
-        """One histogram; `counts` by the board's buckets."""
+        """Adds one histogram; `counts` by the board's buckets."""
         assert len(labels) == len(METRICS[name].labels), name
         up_to = [*itertools.accumulate(counts)]
         row = Histogram((*up_to[: len(BUCKET_BOUNDS_S) : 2], up_to[-1]), sum_s)

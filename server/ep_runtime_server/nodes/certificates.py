@@ -179,7 +179,7 @@ class Certificates:
         return True
 
     def _warn(self) -> None:
-        """One event where a certificate comes near its end."""
+        """Adds one event when a certificate comes near its end."""
         near = [(path, left_s) for path, left_s in self.left() if left_s < WARNED_S]
         names = " ".join(path for path, _ in near)
         if names != self._warned and near:

@@ -236,7 +236,7 @@ def local_address_towards(target: Endpoint) -> str:
 
 
 def _read_secret(arguments: argparse.Namespace) -> bytes:
-    """What stands in for certificates. Local users reach a loopback address as they like."""
+    """Reads the secret that stands in for certificates: local users reach any loopback address."""
     if arguments.allow_uid or arguments.allow_gid:
         raise InvalidArgumentError(
             "--insecure is for one user's own daemons, and --allow-uid and --allow-gid let others "

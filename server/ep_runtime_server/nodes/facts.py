@@ -128,7 +128,7 @@ class ClusterFacts:
             self._drop(_NODE + node)
 
     def committed_epoch(self, group: str) -> int:
-        """Of the group's last committed view; 0 for none."""
+        """Returns the epoch of the group's last committed view; 0 if there is none."""
         return int(self._facts.get(_COMMITTED + group, 0))
 
     def commit(self, group: str, epoch: int) -> None:
@@ -142,7 +142,7 @@ class ClusterFacts:
 
     @property
     def owed(self) -> Mapping[str, list[Any]]:
-        """What a daemon before us had still to tell other nodes, by key."""
+        """News that an earlier daemon still had to send to other nodes, by key."""
         return {
             key.removeprefix(_OWED): value
             for key, value in self._facts.items()
@@ -173,7 +173,7 @@ class ClusterFacts:
             await asyncio.shield(self._syncing)
 
     async def _sync(self) -> None:
-        """One for all who wait. A disk may take long, and the event loop does not wait for it."""
+        """Syncs once for all who wait, on a thread because a disk may take long."""
         try:
             await self._settled()
             journal, count = self._journal, self._num_put

@@ -70,8 +70,8 @@ class Membership:
         self._doubted = asyncio.Event()
 
     def doubt(self) -> None:
-        """What we know is old: the lease is not known any more, or a node is none of ours. Reports
-        now, and joins again where that is so."""
+        """Makes the node report now, because its list is old: its lease is unknown, or a node is
+        not in the list. It joins again if the report is refused."""
         self._doubted.set()
 
     def nodes(self) -> list[Node]:
@@ -162,7 +162,7 @@ class Membership:
         self._nodes = [messages.node_from_proto(message, now) for message in nodes]
 
     def _stand(self, link: Standing, error: str) -> None:
-        """One event where it changes, none where it goes on."""
+        """Adds one event when the standing changes."""
         before, self.error = self.link, error
         if link is before:
             return

@@ -23,7 +23,7 @@ _ADMIN_SERVICE = admin_service_pb2.DESCRIPTOR.services_by_name["AdminService"]
 
 
 async def _at_once() -> None:
-    """Where nothing has to be written first."""
+    """Waits for nothing, for a daemon that has nothing to write first."""
 
 
 class Peers:
@@ -46,7 +46,7 @@ class Peers:
         self._silent: dict[str, tuple[float, float]] = {}  # first and last failure in a row
 
     def silent_since_s(self, address: str, heard_s: float) -> float | None:
-        """When the calls to it began to fail.
+        """Returns when calls to the node began to fail.
 
         None if the last one got an answer, failed long ago, or it was heard of since.
         """

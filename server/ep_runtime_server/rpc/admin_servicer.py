@@ -72,7 +72,8 @@ class AdminServicer:
     def _order(
         self, context: Context[Any, Any], command: str, *, reason: str = "", **about: Any
     ) -> GivenOrder:
-        """Who gives the order, which goes into the audit file with what it is `about`."""
+        """Identifies the caller who gives the order, and writes the order to the audit file with
+        its details `about`."""
         caller = self._caller_of(context.peer())
         if caller is None:
             raise PermissionDeniedError(f"{command}: the connection that asked for it has ended")

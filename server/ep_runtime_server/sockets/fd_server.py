@@ -57,7 +57,7 @@ class _Connection:
     sent_fds: int = 0  # since the client had read all that was sent
 
     def unread_fds(self) -> int:
-        """How many of `sent_fds` may still be on their way."""
+        """Counts how many of `sent_fds` may still be on their way."""
         if self.sent_fds and not _bytes_on_way(self.socket):
             self.sent_fds = 0
         return self.sent_fds

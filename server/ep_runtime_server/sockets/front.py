@@ -204,7 +204,7 @@ class _Call:
         )
 
     def end(self) -> None:
-        """Both ways, once."""
+        """Ends both directions, once."""
         if not self._over:
             self._over = True
             for way in self._ways:

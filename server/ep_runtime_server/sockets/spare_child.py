@@ -27,7 +27,7 @@ class SpareChild:
         self.inbox: socket.socket | None = None
 
     def start(self) -> socket.socket:
-        """Its inbox. Raises OSError if the process cannot be started."""
+        """Returns the process's inbox, and starts the process if none runs. Raises OSError."""
         if self.inbox is None:
             self._killed = [process for process in self._killed if process.poll() is None]
             self._process, self.inbox = _started(self._script)

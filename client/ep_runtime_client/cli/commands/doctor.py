@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def findings(args: argparse.Namespace) -> list[Finding]:
-    """All that is checked, in order."""
+    """Runs all checks, in order."""
     checks: list[Callable[[], Finding]] = [
         _python,
         _kernel,
@@ -349,7 +349,7 @@ def _until_it_serves(status: dict[str, Any]) -> str:
 
 
 def _no_daemon(address: str | None) -> Finding:
-    """What jobs do without one: those of a named directory fail, and take no other daemon."""
+    """Says what jobs do without a daemon: those with a named directory take no other one."""
     from ep_runtime_client.daemons import addresses
 
     named = address if address is not None else env.address()

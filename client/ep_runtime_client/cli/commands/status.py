@@ -125,7 +125,7 @@ def _descriptors(status: dict[str, Any]) -> str:
 
 
 def _write_users(status: dict[str, Any], *, wide: bool) -> None:
-    """What each user holds, and what each may hold at most."""
+    """Writes what each user holds, and the limits of each user."""
     limits = status.get("user_limits")
     if not status["users"] or limits is None:
         return
@@ -183,7 +183,7 @@ def _write_gpus(status: dict[str, Any], found: dict[str, Any], *, wide: bool) ->
 
 
 def _loop_lag(status: dict[str, Any]) -> str:
-    """How late the daemon's event loop was; an older daemon tells one figure only."""
+    """Says how late the daemon's event loop was; an older daemon reports one figure only."""
     p99, minute, worst = (
         f"{(status.get(name) or 0) * 1e3:.1f} ms"
         for name in ("loop_lag_p99_s", "loop_lag_s", "loop_lag_worst_s")
@@ -208,7 +208,7 @@ def _drain(drain: dict[str, Any] | None) -> list[tuple[str, str]]:
 
 
 def _restarts(status: dict[str, Any]) -> list[tuple[str, str]]:
-    """What lets a restarted daemon go on, and what this one found at its start."""
+    """Describes the journal, and what this daemon found in it at its start."""
     journal, found = status["journal"], status["recovery"]
     rows = []
     if journal is not None:

@@ -21,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_output_argument(parser: argparse.ArgumentParser) -> None:
-    """How an order writes what was done."""
+    """Adds the option for how an order writes its result."""
     parser.add_argument("-o", "--output", choices=("table", "json"), default="table")
 
 

@@ -121,7 +121,7 @@ def span(text: str) -> float:
 
 
 def add_daemon_arguments(parser: argparse.ArgumentParser) -> None:
-    """Which daemon to ask, and for how long."""
+    """Adds the options for which daemon to ask, and for how long."""
     parser.add_argument(
         "--address",
         metavar="unix:///DIR",
@@ -136,7 +136,7 @@ def add_daemon_arguments(parser: argparse.ArgumentParser) -> None:
 def add_output_arguments(
     parser: argparse.ArgumentParser, outputs: Sequence[str] = render.OUTPUTS
 ) -> None:
-    """How to write the answer."""
+    """Adds the options for how to write the answer."""
     parser.add_argument(
         "-o",
         "--output",
@@ -148,7 +148,7 @@ def add_output_arguments(
 
 
 def add_list_arguments(parser: argparse.ArgumentParser) -> None:
-    """Which rows, in what order."""
+    """Adds the options for which rows to show, and in what order."""
     add = parser.add_argument
     add(
         "-l",

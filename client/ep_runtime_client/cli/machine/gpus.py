@@ -24,7 +24,7 @@ class GpuFinding(NamedTuple):
 
 
 def usable() -> int:
-    """How many GPUs JAX and this package can both use; without JAX."""
+    """Counts the GPUs that both JAX and this package can use, without importing JAX."""
     if _hidden_from_jax() or _plugin() is None or not native.library_path("cuda").exists():
         return 0
     try:
@@ -104,7 +104,7 @@ def hardware(window_bytes: Mapping[str, int]) -> dict[str, GpuFinding]:
 
 
 def _kernels(machine: nvml.Machine) -> dict[str, GpuFinding]:
-    """Which GPUs have kernels of this package, where it has any."""
+    """Says which GPUs this package has kernels for; nothing if it was built without CUDA."""
     if not native.library_path("cuda").exists():
         return {}
     try:
@@ -125,7 +125,7 @@ def _kernels(machine: nvml.Machine) -> dict[str, GpuFinding]:
 
 
 def _matmuls() -> GpuFinding:
-    """Which products of grouped_gemm have kernels."""
+    """Says which products of grouped_gemm have kernels."""
     if not native.library_path("cuda").exists():
         return GpuFinding("WARN", "all of grouped_gemm is plain JAX", native.BUILD_CUDA)
     wide = "bf16 and f16 by kernels for Hopper where K and N are multiples of 8"
@@ -143,7 +143,7 @@ def _memory(gpu: nvml.Gpu, window_bytes: int) -> str:
 
 
 def _links(machine: nvml.Machine) -> str:
-    """How pairs are linked: once where all are alike."""
+    """Describes how pairs of GPUs are linked, once if all pairs are alike."""
     pairs = {
         (gpu.index, other): kind
         for gpu in machine.gpus

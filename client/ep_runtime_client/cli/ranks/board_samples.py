@@ -84,7 +84,7 @@ def begin(args: argparse.Namespace, daemon: source.Source) -> BoardSamples:
 
 
 def title(group: tallies.GroupName) -> str:
-    """Which group it is, for people."""
+    """Names a group for people."""
     job, user = shown(group.job), users.name(group.uid)
     return f"group {shown(group.group)} of job {job}, user {user}"
 

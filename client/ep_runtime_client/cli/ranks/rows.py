@@ -103,7 +103,7 @@ def _gb_s(gpu: nvml.Gpu) -> float:
 
 
 def ranks(group: Sequence[Interval], extra_chunks: int, links: Links) -> Rows:
-    """One row for each rank."""
+    """Makes one row for each rank."""
     slow, holds = tallies.slow_rank(group), tallies.held_up(group)
     return [
         {
@@ -165,7 +165,7 @@ def _waits(one: Interval) -> str:
 def layers(
     group: Sequence[Interval], extra_chunks: dict[str, int], dropped: dict[str, int]
 ) -> Rows:
-    """One row for each layer that was called: sums over ranks, and means of their shares."""
+    """Makes one row for each layer that was called: sums over ranks, and means of their shares."""
     names = dict.fromkeys(name for one in group for name in one.layers)
     return [_layer(group, name, extra_chunks, dropped) for name in names if name]
 
@@ -189,7 +189,7 @@ def _layer(
 
 
 def ranks_of_layer(group: Sequence[Interval], name: str) -> Rows:
-    """One row for each rank, of that layer alone."""
+    """Makes one row for each rank, of that layer only."""
     slow = tallies.slow_rank(group)
     rows = []
     for one in group:

@@ -107,7 +107,7 @@ def _quantized(
 
 
 def _rows(static: QuantizedActivation, *operands: Any) -> tuple[jax.Array, jax.Array | None]:
-    """What is quantized, and the gradient of row_weights."""
+    """Computes the rows that are quantized, and the gradient of row_weights."""
     *given, grad = operands
     if grad is None:
         return plain.forward(static.activation, *given), None

@@ -75,7 +75,7 @@ AnyArrays = PlanArrays | NodePlanArrays
 
 
 def arrays_type(group: GroupSpec) -> type[PlanArrays] | type[NodePlanArrays]:
-    """Which of the two the group's plans have."""
+    """Returns which of the two types the group's plans have."""
     return NodePlanArrays if group.node_size else PlanArrays
 
 

@@ -126,7 +126,7 @@ def _strongest_hint(
 
 
 def _assignments(token_axes: Axes, dims: int, hint: tuple[Axes, ...]) -> list[tuple[Axes, ...]]:
-    """Every way to put the token axes on `dims` dims, best first.
+    """Lists every way to put the token axes on `dims` dims, best first.
 
     Hinted axes stay where they are; the others go to dim 0 first, the later axes to later dims
     first when dim 0 is too small. If no such way divides, unhinted ways follow.

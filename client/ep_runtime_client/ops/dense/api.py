@@ -154,7 +154,7 @@ def _primal(call: DenseCall, x: jax.Array, kernel: jax.Array, bias: jax.Array | 
 
 
 def _multiplied(call: DenseCall, x: jax.Array, kernel: jax.Array) -> tuple[Matrix, Matrix]:
-    """What the GEMM multiplies: quantized where there is a recipe, with 8-bit floats as uint8."""
+    """Returns what the GEMM multiplies: quantized by a recipe, with 8-bit floats as uint8."""
     if call.recipe is None:
         return x, kernel
     packing = quantize_ops.packing_of(call.recipe, 3, rows=False)

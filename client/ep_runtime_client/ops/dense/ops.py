@@ -103,7 +103,7 @@ class QuantizeX(_DenseOp):
 def quantize_rows(
     recipe: Recipe, x: jax.Array, over: Axes, *, gradient: bool = False
 ) -> QuantizedTensor:
-    """All local rows of x [..., K'] as one group; leaves have x's leading dims."""
+    """Quantizes all local rows of x [..., K'] as one group; leaves have x's leading dims."""
     form = format_of(recipe)
     if form.columns and x.shape[-2] % form.tile:
         raise InvalidArgumentError(

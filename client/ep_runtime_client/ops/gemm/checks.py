@@ -131,7 +131,7 @@ def check_experts(
 
 
 def _remedy(where: Partitioning) -> str:
-    """What to do inside a shard_map of the user, where rhs is a part of the weight."""
+    """Advises a caller inside a shard_map, where rhs is a part of the weight."""
     if not where.manual or where.roles is None:
         return ""
     ep = where.roles.named(axis for axis in where.roles.ep if axis in where.manual)

@@ -301,7 +301,7 @@ def _dequantized(
 
 
 def _made(out_dtype: Any) -> Any:
-    """What the kernels store on the way to `out_dtype`."""
+    """Returns the dtype that the kernels store, before a cast to `out_dtype`."""
     wanted = jnp.dtype(out_dtype)
     return wanted if wanted == jnp.bfloat16 else jnp.dtype(jnp.float32)
 

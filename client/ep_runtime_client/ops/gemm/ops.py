@@ -53,7 +53,7 @@ class _GemmOp:
 
     @property
     def _weight(self) -> int:
-        """Which operand is the first of the weight's."""
+        """Position of the weight's first leaf among the operands."""
         return len(self.lhs)
 
     def roles(self, sizes: Sizes, arrived: Arrived, shapes: Shapes) -> Roles:
@@ -197,7 +197,7 @@ class GemmBackward(_GemmOp):
         return Resolved(operands, (place.lhs, *lies, *bias), local)
 
     def _each(self, values: Sequence[Value]) -> tuple[Value, ...]:
-        """What there is per dim of the weight, per dim of one of its arrays."""
+        """Takes values per dim of the weight; returns those of one array of a pair."""
         return of_each(values) if self.paired else tuple(values)
 
     def factors(self) -> tuple[list[str], list[str]]:

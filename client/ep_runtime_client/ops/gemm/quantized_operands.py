@@ -26,14 +26,14 @@ from ep_runtime_client.ops.tracing import eager
 
 
 def origin_of(x: Kernel) -> jax.Array | Pair | None:
-    """Where the gradient of an operand goes."""
+    """Returns the array that the gradient of an operand goes to."""
     origin: jax.Array | Pair | None
     origin = paired(x.origin, "rhs") if isinstance(x, QuantizedTensor) else x
     return origin
 
 
 def settled(where: Partitioning, x: Any, entries: Entries) -> QuantizedTensor | None:
-    """What products read of a quantized operand, typed and placed; None of a plain one."""
+    """Types and places the leaves that products read of a quantized operand; else None."""
     if not isinstance(x, QuantizedTensor):
         return None
     bare = dataclasses.replace(x, origin=None, amax=None, group_sizes=None, transposed=None)

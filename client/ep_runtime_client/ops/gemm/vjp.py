@@ -85,7 +85,7 @@ def _multiplied(
     group_sizes: jax.Array,
     scales: tuple[jax.Array, jax.Array] | None,
 ) -> tuple[Matrix, Kernel, Amax]:
-    """What the GEMM multiplies: quantized here where there is a recipe for plain operands."""
+    """Returns what the GEMM multiplies; a recipe quantizes plain operands here."""
     rows: Any = lhs if q_lhs is None else q_lhs
     kernel: Any = rhs if q_rhs is None else q_rhs
     if call.recipe is None:

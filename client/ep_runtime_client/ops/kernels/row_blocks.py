@@ -92,7 +92,7 @@ class Blocks:
     end: jax.Array
 
     def expert(self, block: RowBlock, num_experts: int) -> jax.Array:
-        """Which expert a block's group is: its number modulo the experts."""
+        """Returns the expert of a block's group: the group's number modulo the experts."""
         if self.end.shape[0] == num_experts:
             return block.group
         return lax.rem(block.group, jnp.int32(num_experts))

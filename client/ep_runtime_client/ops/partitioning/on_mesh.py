@@ -68,10 +68,10 @@ class Op(Protocol):
 
     @property
     def name(self) -> str:
-        """Of the scope in compiled programs."""
+        """Name of the op's scope in compiled programs."""
 
     def roles(self, sizes: Sizes, arrived: Arrived, shapes: Shapes) -> Roles:
-        """What the axes of a mesh are for, where no layer says it."""
+        """Finds the roles of the mesh's axes if no layer says them."""
 
     def resolve(self, roles: Roles, arrived: Arrived, shapes: Shapes, wanted: Wanted) -> Resolved:
         """Placement and per-device function for operands that arrive like this."""
@@ -169,8 +169,9 @@ def _in_shard_map(
 def _in_export(
     op: AnyOp, arrived: Sequence[Entries], *operands: jax.Array, vmapped: Axes = ()
 ) -> tuple[jax.Array, ...]:
-    """Stands for the rule where nothing tells how operands are sharded: in an exported program,
-    under a vmap over the axes `vmapped`, and in a JAX that `unsupported_reason` names.
+    """Runs the op in a shard_map in place of the rule if nothing says how operands are sharded: in
+    an exported program, under a vmap over the axes `vmapped`, and in a JAX that
+    `unsupported_reason` names.
 
     Raises:
         InvalidArgumentError: there is no layer either, which would say on which mesh.
@@ -251,8 +252,8 @@ def ask(op: AnyOp, mapped: Callable[..., Any], *operands: jax.Array) -> tuple[ja
 
 
 def _held(op: AnyOp) -> Iterable[Iterable[NamedSharding | None]]:
-    """How operands and results are held to what their layer says: slabs, tokens, and all of a
-    pinned op; None of an array stays as it is.
+    """Returns the shardings that operands and results are constrained to: of slabs, tokens, and
+    every array of a pinned op. An array with None stays as it is.
 
     So no weight's fsdp axis reaches rows, also where nobody reads the rows that come out.
     """
@@ -352,7 +353,7 @@ def _mesh(op: AnyOp, mesh: Mesh) -> Mesh:
 
 
 def _entries(array: Any, mesh: Mesh) -> Entries:
-    """How an operand arrives, in terms of the mesh's axes."""
+    """Returns how an operand arrives, in terms of the mesh's axes."""
     sharding, ndim = array.sharding, len(array.shape)
     if isinstance(sharding, NamedSharding) and sharding.mesh.axis_names == mesh.axis_names:
         return entries_of(sharding.spec, ndim)

@@ -93,7 +93,7 @@ class Grouped:
 
     @property
     def sizes(self) -> Entries:
-        """Of group_sizes."""
+        """Entries of group_sizes."""
         return (self.roles.slab, ())
 
     def say_cut(self) -> None:
@@ -189,7 +189,7 @@ def expert_weight(
     blocks: tuple[int, ...] | None = None,
     ruled: bool = False,
 ) -> Weight:
-    """How a weight [E, K', *N'] is taken; `grouped` says what is raised."""
+    """Decides how a weight [E, K', *N'] is taken; raises as `grouped`."""
     given = padded(entries, len(shape))
     taken, gathered, before = [], [], []
     for dim, axes in enumerate(given):
@@ -282,7 +282,7 @@ def fitting(
     blocks: tuple[int, ...] | None,
     dim: int,
 ) -> tuple[Axes, Axes]:
-    """Those axes that leave whole blocks on every shard; the others are gathered before the op."""
+    """Returns axes that leave whole blocks on every shard. The op gathers over the others first."""
     before = kept + gone
     while (kept or gone) and not _divides(roles, size, kept + gone, blocks, dim):
         kept, gone = (kept, gone[:-1]) if gone else (kept[:-1], gone)

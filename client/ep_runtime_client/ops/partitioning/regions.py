@@ -87,7 +87,7 @@ def of_layer(
     known: bool,
     slabs: bool = False,
 ) -> Partitioning:
-    """Where an op of a layer runs.
+    """Decides where an op of a layer runs.
 
     Args:
         layer: the layer.
@@ -160,7 +160,7 @@ def check_slabs(where: Partitioning, name: str, num_slabs: int) -> None:
 
 
 def of_operands(operands: Sequence[Any], rhs_spec: PartitionSpec | None) -> Partitioning:
-    """Where an op without a layer runs; its roles, unless it is local, are still to be read off."""
+    """Decides where an op without a layer runs. Its roles are read off later unless it is local."""
     ambient = jax.sharding.get_abstract_mesh()
     if ambient.manual_axes:
         manual = tuple(axis for axis in ambient.axis_names if axis in ambient.manual_axes)

@@ -62,7 +62,7 @@ class Roles:
         return prod(sizes[axis] for axis in axes)
 
     def real(self, axes: Iterable[str]) -> Axes:
-        """Those of `axes` that divide anything here."""
+        """Returns the axes that divide something: the mesh has more than one device along them."""
         sizes = dict(self.sizes)
         return tuple(axis for axis in axes if sizes.get(axis, 1) > 1)
 
@@ -82,7 +82,7 @@ class Roles:
 
 
 def flat(entries: Iterable[Axes]) -> Axes:
-    """All axes of some dims."""
+    """Returns the axes of all dims in one tuple."""
     return tuple(axis for entry in entries for axis in entry)
 
 
@@ -179,7 +179,7 @@ def explicit_axes(mesh: Any) -> frozenset[str]:
 
 
 def placed(spec: PartitionSpec, axes: Collection[str]) -> list[tuple[str, ...]]:
-    """Which of `axes` lie on each dim, without the dims behind the last of them."""
+    """Returns which of `axes` are on each dim, without the dims behind the last of them."""
     entries = [tuple(a for a in entry_axes(entry) if a in axes) for entry in spec]
     while entries and not entries[-1]:
         entries.pop()

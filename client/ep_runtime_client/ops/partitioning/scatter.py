@@ -32,7 +32,7 @@ def scatter(x: jax.Array, axes: Axes, dim: int) -> jax.Array:
 
 
 def cut(x: jax.Array, axes: Axes, dim: int) -> jax.Array:
-    """This device's part of `dim`, of what all devices along `axes` have."""
+    """Cuts this device's part of `dim` out of an array that all devices along `axes` have."""
     size = x.shape[dim] // int(lax.psum(1, axes))
     part: jax.Array = lax.dynamic_slice_in_dim(x, lax.axis_index(axes) * size, size, dim)
     return part

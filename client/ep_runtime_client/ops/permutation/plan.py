@@ -135,7 +135,7 @@ def _zones(meta: PermutationMeta, counts: jax.Array) -> _Zones:
 
 
 def _places(meta: PermutationMeta, zones: _Zones) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Of every row its expert, its place among the expert's rows, and whether a slot fills it."""
+    """Finds each row's expert, its place among the expert's rows, and whether a slot fills it."""
     row = like(jnp.arange(meta.rows, dtype=jnp.int32), zones.base)
     expert = jnp.searchsorted(zones.base + zones.sizes, row, side="right").astype(jnp.int32)
     expert = jnp.minimum(expert, meta.num_experts - 1)

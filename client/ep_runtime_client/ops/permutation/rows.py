@@ -69,7 +69,7 @@ def of_slots(values: jax.Array, slot_row: jax.Array) -> jax.Array:
 def summed(
     rows: jax.Array, arrays: PermutationArrays, weights: jax.Array | None = None
 ) -> jax.Array:
-    """Every token's rows [rows, H], times weights [T, S], added in slot order: [T, H].
+    """Adds every token's rows [rows, H], times weights [T, S], in slot order: [T, H].
 
     In f32, f64 for f64 rows; rounded to the dtype of the rows once.
     """
@@ -182,7 +182,7 @@ def weighed_with_products(
 
 
 def products(rows: jax.Array, grads: jax.Array, source: jax.Array, slots: int) -> jax.Array:
-    """Of every row, its product with its token's grads [T, H], in f32: [rows]."""
+    """Multiplies each row by its token's grads [T, H], summed over H in f32: [rows]."""
     wide = sum_dtype(rows.dtype)
     of_row = copied(grads, source, slots).astype(wide)
     return (rows.astype(wide) * of_row).sum(1)

@@ -76,7 +76,7 @@ class Delayed:
         lhs: Entries,
         rhs: Entries,
     ) -> Delayed:
-        """Of a call whose rows and kernels lie so."""
+        """Makes it for a call whose rows and kernels have these entries."""
         roles = where.roles or Roles()
 
         def manual(axes: Collection[str]) -> Axes:

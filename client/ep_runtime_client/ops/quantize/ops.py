@@ -254,7 +254,7 @@ def raw_leaves(q: QuantizedTensor) -> tuple[jax.Array, ...]:
 
 
 def tagged(q: Kernel, name: str) -> QuantizedTensor:
-    """What forward saves of `q` for backward, as `checkpoint_name`: 8-bit floats are uint8."""
+    """Tags what forward saves of `q` for backward by `checkpoint_name`; 8-bit floats are uint8."""
     assert isinstance(q, QuantizedTensor)
     bare = dataclasses.replace(q, amax=None, group_sizes=None)
     saved: QuantizedTensor = jax.tree.map(lambda leaf: checkpoint_name(bits(leaf), name), bare)
@@ -262,7 +262,7 @@ def tagged(q: Kernel, name: str) -> QuantizedTensor:
 
 
 def from_raw(x: Kernel, *, rows: bool) -> Kernel:
-    """What `tagged` was given, for what this package quantized; anything else as it is."""
+    """Undoes `tagged` for what this package quantized; returns anything else unchanged."""
     if not isinstance(x, QuantizedTensor) or x.data.dtype != jax.numpy.uint8:
         return x
     packing = packing_of(x.recipe, x.ndim, rows=rows)

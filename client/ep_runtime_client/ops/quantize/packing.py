@@ -69,7 +69,7 @@ class Packing:
 
     @functools.cached_property
     def dims(self) -> Mapping[str, tuple[int, ...]]:
-        """By the name of a leaf, the dim of the values that each of its dims is.
+        """For each leaf, by name, the dims of the values that its dims stand for.
 
         Tensor scales have one value per group of rows, or per kernel.
         """
@@ -85,7 +85,8 @@ class Packing:
         return [tuple(entries[dim] for dim in self.dims[name]) for name in self.names]
 
     def of_values(self, leaf: Sequence[Value], between: Value) -> tuple[Value, ...]:
-        """What there is per dim of the first leaf, per dim of the values; `between` gate and up."""
+        """Converts values per dim of the first leaf to values per dim of the operand; `between` is
+        for the dim of gate and up."""
         return of_both(leaf, between) if self.paired else tuple(leaf)
 
     def factors(self, values: Sequence[str]) -> list[str]:
@@ -150,7 +151,7 @@ def unpack(
 
 
 def gather(leaf: jax.Array, gathered: Entries) -> jax.Array:
-    """All shards of `leaf` over the axes that each dim is gathered over.
+    """Gathers `leaf` over the axes of each dim.
 
     2-byte floats travel as uint16: XLA on CPU widens an all-gather of them to f32.
     """

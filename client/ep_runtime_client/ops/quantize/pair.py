@@ -74,10 +74,10 @@ def paired(given: Any, name: str, stack: int = 0) -> Any:
 
 
 def of_each(values: Sequence[Value]) -> tuple[Value, ...]:
-    """What there is per dim of [E, K', 2, M], per dim of gate or of up."""
+    """Converts values per dim of [E, K', 2, M] to values per dim of gate, and of up."""
     return (*values[:DIM], *values[DIM + 1 :])
 
 
 def of_both(values: Sequence[Value], between: Value) -> tuple[Value, ...]:
-    """What there is per dim of gate or of up, per dim of [E, K', 2, M]."""
+    """Converts values per dim of gate, or of up, to values per dim of [E, K', 2, M]."""
     return (*values[:DIM], between, *values[DIM:])

@@ -35,7 +35,7 @@ class QuantizeStack:
 
     @property
     def packing(self) -> Packing:
-        """Of one layer's leaves."""
+        """Packing of one layer's leaves."""
         return self.kernel.packing
 
     def roles(self, sizes: Sizes, arrived: Arrived, shapes: Shapes) -> Roles:

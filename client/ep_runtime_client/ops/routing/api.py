@@ -153,7 +153,7 @@ def _route(
 
 
 def _scores(router: Router, logits: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """What experts are chosen by, without bias, and every expert's share."""
+    """Computes the scores that experts are chosen by, without bias, and every expert's share."""
     if router.score_function == "softmax":
         probs = jax.nn.softmax(logits, axis=-1)
         return (probs if router.use_pre_softmax else logits), probs
@@ -191,7 +191,7 @@ def _part_of(total: jax.Array, values: jax.Array) -> jax.Array:
 
 
 def _in_best_groups(choice: jax.Array, router: Router, top_k: int) -> jax.Array:
-    """Which experts are in the token's best routing groups, bool [..., E]."""
+    """Finds which experts are in the token's best routing groups, bool [..., E]."""
     num_groups, group_topk = router.num_groups, router.group_topk
     assert num_groups is not None
     assert group_topk is not None

@@ -34,7 +34,7 @@ def marked(index: jax.Array) -> jax.Array:
 
 
 def layer_of(index: jax.Array) -> jax.Array:
-    """Which layer of the stack a marked index, or any, stands for."""
+    """Returns the layer of the stack that an index, marked or not, stands for."""
     return jax.numpy.where(index >= _MADE_AGAIN, index - _MADE_AGAIN, index)
 
 

@@ -19,7 +19,7 @@ def ep_axes(call: Call) -> tuple[str, ...]:
 
 
 def ep_rank(call: Call) -> jax.Array:
-    """This device's rank in its EP group, int32 []."""
+    """Returns this device's rank in its EP group, int32 []."""
     axes = ep_axes(call)
     return lax.axis_index(axes) if axes else jnp.int32(0)
 

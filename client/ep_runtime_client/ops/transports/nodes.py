@@ -87,7 +87,7 @@ def _in_chunks(
     here: tuple[jax.Array, ...],
     take: Callable[[jax.Array, int], tuple[jax.Array, ...]],
 ) -> tuple[jax.Array, ...]:
-    """What the rail peers send, [D, T, ...] each: block m from the one on node m.
+    """Exchanges rows with the rail peers, [D, T, ...] each: block m comes from the peer on node m.
 
     Args:
         call: the call.

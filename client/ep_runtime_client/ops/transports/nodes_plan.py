@@ -32,7 +32,7 @@ COUNTED_SHARE_OF_RANKS = 0.75
 
 
 def collectives(call: Call) -> Collectives:
-    """By which ranks of the call's transport send each other what windows do not."""
+    """Returns the collectives of the call's transport that move data between nodes."""
     return between_nccl if call.group.transport == "nccl" else between_xla
 
 

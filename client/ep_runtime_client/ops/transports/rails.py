@@ -110,7 +110,8 @@ def _blocks(call: Call, tokens: int, width: int, dtype: Any) -> ShapeDtypeStruct
 
 
 def _crossing(call: Call, tokens: int, width: int, dtype: Any) -> tuple[ShapeDtypeStruct, ...]:
-    """What sums cross in: as rows twice, or as rows once and as data and scales twice."""
+    """Returns the shapes of arrays that sums cross the network in: rows twice, or rows once and
+    data with scales twice."""
     rows, none = _blocks(call, tokens, width, dtype), (0, 0, 0)
     if call.group.combine_precision != "fp8":
         scaled = (ShapeDtypeStruct(none, jnp.uint8), ShapeDtypeStruct(none, jnp.float32))

@@ -58,7 +58,7 @@ def native_call(
 
 
 def attributes(call: Call) -> dict[str, np.int64]:
-    """What every call of a layer is told by."""
+    """Returns the attributes that every custom call of a layer has."""
     return {
         "layer_id": np.int64(call.layer.base_id),
         "fingerprint": np.int64(call.layer.fingerprint),

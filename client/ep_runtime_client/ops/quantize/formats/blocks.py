@@ -58,7 +58,7 @@ class BlockFormat(Format):
     def row_reader(
         self, operand: Any, lead: int, *, columns: bool = False
     ) -> Callable[[RowBlock], Part]:
-        """Where the rows are contracted a block of them is quantized once more."""
+        """Reads rows as they are; if rows are contracted, quantizes each block once more."""
         read = super().row_reader(operand, lead, columns=columns)
         if not columns:
             return read

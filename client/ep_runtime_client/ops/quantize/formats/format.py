@@ -174,7 +174,7 @@ class Format(abc.ABC):
 
 
 def flat(array: jax.Array, lead: int) -> jax.Array:
-    """All slabs' rows as one dim 0."""
+    """Joins the rows of all slabs in dim 0."""
     return array.reshape(math.prod(array.shape[:lead]), *array.shape[lead:])
 
 
