@@ -93,7 +93,7 @@ def merged(
             value = getattr(theirs.per_user, limit)
             per_user = dataclasses.replace(ours.per_user, **{limit: value})
             ours = dataclasses.replace(ours, per_user=per_user)
-        # The directory's mode, and a user's share, are other ones where nobody else is served.
+        # Without other users the directory's mode and a user's share differ.
         elif name in ("allow_uid", "allow_gid") and ours.open_to_others and theirs.open_to_others:
             ours = dataclasses.replace(ours, **{f"{name}s": getattr(theirs, f"{name}s")})
         else:

@@ -300,7 +300,7 @@ class _Reloading:
         if "log-level" in changed:
             logging.getLogger().setLevel(settings.log_level.upper())
         done = [key for key in changed if key not in left]
-        for key in done:  # what is left is told again the next time
+        for key in done:  # the rest is reported again the next time
             name = key.replace("-", "_")
             setattr(self._arguments, name, getattr(arguments, name))
         told = f"{arguments.config}: changed {', '.join(done) or 'nothing'}"

@@ -48,7 +48,7 @@ from ep_runtime_client.jobs.members import Member, start_jax
 from ep_runtime_client.ops.quantize.formats import recipes
 
 WARMUP = 2
-NUM_MASTERS = 4  # operands that have gradients: x, router, wi, wo
+NUM_MASTERS = 4  # x, router, wi and wo have gradients
 ENOUGH_S = 0.5  # of each way to time: slow subjects need no more samples
 MOST_WARM = 50  # warm-up steps before the profile
 
@@ -195,7 +195,7 @@ def _losses(order: LayerOrder, mesh: Mesh, layer: Any) -> dict[str, Loss]:
         return {"": _loss(jax.shard_map(body, mesh=mesh, check_vma=False, **settings))}
 
     def block(*operands: Any) -> jax.Array:
-        # The stats are nobody's result: not computed.
+        # Nothing returns the stats, so XLA computes none.
         y: jax.Array = _run(order, layer, *operands)[0]
         return y
 

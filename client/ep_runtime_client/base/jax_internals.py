@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-# Of jax._src: what is used, with how many arguments it is called; None for a value.
+# Names used of jax._src, with the number of arguments of the call; None for a value.
 _PRIVATE = {
     "core:trace_state_clean": 0,
     "distributed:global_state.client": None,

@@ -49,7 +49,7 @@ COMMANDS = {
     "version": "show the versions of client and daemon",
 }
 
-# Commands with packages of their own, which are imported when they are typed, as all are.
+# Commands with packages of their own; like all, they are imported when typed.
 _ELSEWHERE = {"demo": "ep_runtime_client.demo.cli", "bench": "ep_runtime_bench.cli"}
 _LISTS = ("sessions", "groups", "layers", "handles", "buffers")
 # Commands whose parsers are not part of this package, or take long to import.

@@ -261,7 +261,7 @@ def _write(path: Path, data: bytes, mode: int) -> None:
     fd = os.open(fresh, flags, mode)
     try:
         with open(fd, "wb") as file:
-            os.fchmod(fd, mode)  # whatever the umask
+            os.fchmod(fd, mode)  # overrides the umask
             file.write(data)
         os.rename(fresh, path)
     except BaseException:

@@ -159,7 +159,7 @@ class Link:
             self._up = False
             stream = self._stream
             self._changed.notify_all()
-        stream.cancel()  # wakes the thread that connects again
+        stream.cancel()  # wakes the thread that reconnects
 
     def say_left(self, request: group_service_pb2.CloseGroupRequest) -> None:
         """CloseGroup, now or once the daemon is back; an error of it is logged."""

@@ -83,7 +83,7 @@ def _ask(
     fds: Sequence[int] = (),
 ) -> tuple[fd_socket_pb2.FdReply, list[int]]:
     try:
-        # Its reason may still be readable.
+        # The daemon's reason may still be readable.
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             if fds:
                 socket.send_fds(connection, [request.SerializeToString()], list(fds))

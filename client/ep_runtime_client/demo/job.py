@@ -48,7 +48,7 @@ def stop_on_interrupt() -> Iterator[Stop]:
         if stop.requested:
             raise KeyboardInterrupt
         stop.requested = True
-        # Not through a stream: the signal may have come in the middle of a write to it.
+        # Write to the descriptor, because the signal may have interrupted a write to the stream.
         os.write(2, b"\nstopping after what is under way; Ctrl-C again ends at once\n")
 
     previous = signal.signal(signal.SIGINT, note)

@@ -254,7 +254,7 @@ def report(control: transport.ControlChannel, ranks: nccl.Ranks, version: str, e
     )
     try:
         control.call(control.nccl.ReportCommunicators, request)
-    except EpRuntimeError as failed:  # nobody needs the report of a group that is gone
+    except EpRuntimeError as failed:  # a group that is gone needs no report
         _log.debug("group %r: NCCL not reported: %s", ranks.name, failed)
 
 

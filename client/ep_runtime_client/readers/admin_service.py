@@ -29,7 +29,7 @@ _PAGE_SIZE = 1000
 MAX_LIST_PAGES = 10_000
 MAX_LIST_BYTES = 64 << 20
 MAX_LIST_VALUES = 3_000_000  # some 250 MB
-# All pages of a list may take this many times the timeout of one answer.
+# Limit for all pages of a list, in timeouts of one answer.
 LIST_WAITS = 2
 
 

@@ -106,7 +106,7 @@ def _count(
 def _end(group: LiveGroup, error: EpRuntimeError, grace_s: float) -> None:
     try:
         group.require_whole()
-    except EpRuntimeError as found:  # by now a waiting call may have named layer and op
+    except EpRuntimeError as found:  # a waiting call may name layer and op by now
         error = found
     text = f"{type(error).__name__}: {error}"
     _exit(text, f"process {os.getpid()} still runs {grace_s:g} s later and ends now")

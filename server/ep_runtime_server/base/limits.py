@@ -18,7 +18,7 @@ REAPER_INTERVAL_S = 0.25
 DEFAULT_WAIT_S = 30.0
 MAX_WAIT_S = 3600.0
 DEFAULT_DRAIN_S = 30.0
-# How long a restarted daemon waits for processes of before; a client reconnects within seconds.
+# How long a restarted daemon waits for earlier processes; a client reconnects within seconds.
 DEFAULT_RECOVERY_S = 30.0
 LATE_AFTER_S = 10.0
 # Between the daemons of a cluster: a report may be late by several before the lease is over.
@@ -35,7 +35,7 @@ NODE_RETRY_MOST_S = 1.0
 NODE_REFUSED_RETRY_S = 5.0
 # One wait of a node for the others; it asks again.
 NODE_POLL_S = 5.0
-# Waiting nodes times this: how long news are collected before they are sent.
+# News are collected for this long per waiting node before they are sent.
 NODE_NEWS_EACH_S = 0.002
 # Claims live on between two such waits.
 NODE_CLAIM_LIFE_S = 3.0

@@ -39,7 +39,7 @@ class Supervisor:
         self._events = events
         self._on_change = on_change
         self._tasks: list[asyncio.Task[None]] = []
-        self._failures: dict[str, str] = {}  # by name: the last one, as it was told
+        self._failures: dict[str, str] = {}  # last failure by name, as it was reported
 
     @property
     def failing(self) -> list[str]:

@@ -195,7 +195,7 @@ def open_process(pid: int, start_s: float | None) -> int | None:
     except OverflowError:
         return None
     except OSError as error:
-        # No process has the number: nobody at all, or by now a thread.
+        # The number is free, or a thread has it now.
         if error.errno not in (errno.ESRCH, errno.EINVAL, errno.ENOENT):
             raise
         return None

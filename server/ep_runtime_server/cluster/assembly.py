@@ -226,7 +226,7 @@ class Assemblies:
             proposal = assembly.proposal
             if proposal is not None and node in proposal.view.nodes:
                 self._give_up(assembly, owner, f"node {node!r} is gone")
-                # Its processes may live; where they do not, the job must be able to go elsewhere.
+                # Its processes may live. If not, the job must be able to move to another node.
                 proposal.ended |= {m.rank for m in proposal.view.members if m.node == node}
 
     def tick(self) -> None:

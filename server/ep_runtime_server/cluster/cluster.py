@@ -165,7 +165,7 @@ class Cluster:
         if settings.coordinator is None:
             facts.found()
             facts.heard(settings.epoch_at_least)
-            facts.next_epoch()  # none of before is given again, whatever was lost
+            facts.next_epoch()  # no earlier epoch is given again, whatever was lost
             self.nodes = Nodes(
                 identity,
                 settings.expected,

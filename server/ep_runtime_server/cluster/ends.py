@@ -98,7 +98,7 @@ class Ends:
         """
         key = f"{owner.path}/{epoch}/{min([*lost, *left], default=-1)}"
         word = [owner.uid, owner.job, owner.name, epoch, sorted(nodes), lost, left]
-        with contextlib.suppress(PoolExhaustedError):  # it is told in any case
+        with contextlib.suppress(PoolExhaustedError):  # peers are told even if this is not saved
             self._facts.owe(key, word)
         self._start(self._tell_all(key, word, why))
 
@@ -139,7 +139,7 @@ class Ends:
                     f"rank {rank} of group {owner.name!r} is not of node {node!r}", node=node
                 )
         gone = [group.remote[rank].session_id for rank in left]
-        # Who left in order is not lost, whatever a daemon says that started again since.
+        # A process that left in order is not lost, whatever a restarted daemon says.
         known = group.lost.keys() | {
             rank for rank in lost if group.remote[rank].session_id in group.left
         }

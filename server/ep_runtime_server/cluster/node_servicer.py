@@ -30,7 +30,7 @@ from ep_runtime_server.nodes.registry import Nodes
 
 Context = grpc.aio.ServicerContext
 
-# Nodes' times in their states are that old at most when they are told.
+# Longest age of a list of nodes that is sent.
 LISTED_ANEW_S = 0.25
 MAX_MADE = 16
 

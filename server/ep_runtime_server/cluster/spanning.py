@@ -156,7 +156,7 @@ class Spanning:
         """Joins until the group is formed everywhere, or needs nobody else any more."""
         try:
             await self._join(group)
-        except Exception:  # a bug, which `_ended` tells of; nobody is to sit the wait out
+        except Exception:  # a bug, which `_ended` reports; end the wait now
             if group.state is State.FORMING:
                 error = EpRuntimeError(f"the daemon could not form group {group.owner}")
                 self._groups.fail(group, error)

@@ -23,7 +23,7 @@ class ViewIds:
 
     def __init__(self, assemblies: Assemblies) -> None:
         self._assemblies = assemblies
-        # By owner and epoch: ids to be, and the task that ends their process with the attempt.
+        # Ids that are being made, and the task that ends their process; by owner and epoch.
         self._made: dict[tuple[Owner, int], asyncio.Task[UniqueIds]] = {}
         self._watches: set[asyncio.Task[None]] = set()
 

@@ -71,7 +71,7 @@ class NodePart:
     claims: tuple[NodeClaim, ...]
     generation: int = 0  # of the group there
     waits: bool = True
-    until_s: float = 0.0  # once nobody waits
+    until_s: float = 0.0  # when no process waits any more
     refused_s: float = 0.0
     view: GroupView | None = None
     error: EpRuntimeError | None = None

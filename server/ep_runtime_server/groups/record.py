@@ -82,7 +82,7 @@ class GroupRecord:
         # Members of the older generation that neither claimed again nor went away: their ranks
         # cannot be claimed by others.
         self.previous: dict[str, GroupMember] = {}
-        self.left: set[str] = set()  # closed it while others go on
+        self.left: set[str] = set()  # processes that closed the group while others go on
         self.windows: WindowSet | None = None
         self.uuids: dict[int, str] = {}  # by world rank: its GPU; empty on the host
         self.formed = False
@@ -97,7 +97,7 @@ class GroupRecord:
         self.remote: dict[int, RemoteMember] = {}  # by world rank
         self.epoch = self.attempt = 0
         self.committed = False
-        # Also of a view before, while processes of it live.
+        # Also of an earlier view, while its processes live.
         self.answered: Answered | None = None
         # A view whose fate the daemon before this one did not learn: epoch, other nodes, our world
         # ranks.
@@ -105,7 +105,7 @@ class GroupRecord:
         self.spans = False  # had a view in this generation, so missing ranks are on other nodes
         self.elsewhere: frozenset[int] = frozenset()  # claimed on other nodes, without a view yet
         self.last_event: Trigger | None = None
-        self.last_reason = ""  # reason of that change, for people
+        self.last_reason = ""  # why the state changed, for people
         self.retained_until_s: float | None = None  # means something in RETAINED only
         self.created_s = 0.0
         self.created_wall_s = 0.0

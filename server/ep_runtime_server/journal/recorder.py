@@ -61,9 +61,9 @@ class Recorder:
         self._clock = clock
         self._changed: dict[str, SessionRecord | GroupRecord | WindowSet] = {}
         self._unwritten: dict[str, Any] = {}  # records that the file did not take yet, by key
-        # By key of the item: its record in the file. A new file costs no new JSON.
+        # Each item's record by key, so that a new file needs no new JSON.
         self._texts: dict[str, Encoded] = {}
-        # By key of the item, layers too: its user, and bytes of its records.
+        # Each item's user and record bytes by key; layers have a key too.
         self._bytes: dict[str, tuple[int, int]] = {}
         self._bytes_by: collections.Counter[int] = collections.Counter()  # by uid
         self._layers: dict[str, _LayerParts] = {}  # by group id
@@ -107,7 +107,7 @@ class Recorder:
         self._changed[key] = item
         if not self._flush_scheduled:
             self._flush_scheduled = True
-            # What no RPC waits for (a process ended, time passed) is written soon all the same.
+            # Write soon also changes that no RPC waits for: a process ended, time passed.
             asyncio.get_running_loop().call_soon(self.flush)
 
     def generation(self, generation: int) -> None:

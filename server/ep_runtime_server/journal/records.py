@@ -70,8 +70,8 @@ def _to_spec(value: Mapping[str, Any]) -> GroupSpec:
     for name in ("ep_axis", "outer_axes"):
         fields[name] = tuple(fields[name])
     spec = make_group_spec(**fields)
-    board.board_layout(spec)  # refuses what no daemon admits
-    group_spec_to_proto(spec)  # refuses what no answer can carry
+    board.board_layout(spec)  # raises if no daemon admits it
+    group_spec_to_proto(spec)  # raises if no answer can carry it
     return spec
 
 

@@ -37,7 +37,7 @@ from ep_runtime_server.memory.windows import Owner, WindowPool, WindowSet, Windo
 
 _Item = TypeVar("_Item")
 
-# What a record raises that is whole and says odd things.
+# Errors of a whole record with impossible values.
 _ODD = (EpRuntimeError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 
 
@@ -239,7 +239,7 @@ class Recovery:
             if not missing or windows.holders or windows.state is WindowState.RELEASING:
                 continue
             group = by_set.get(windows)
-            if group is None or group.formed:  # else nobody had them yet
+            if group is None or group.formed:  # else no process has them yet
                 self.lost_bytes += missing
                 self._events.add(
                     "windows.lost",

@@ -97,7 +97,7 @@ class Rejoin:
     def _group_of(self, session: SessionRecord, claim: Holding) -> GroupRecord:
         group = self._groups.find(Owner(session.uid, session.job, claim.spec.name))
         known = group.generation if group is not None else 0
-        # Of a formation that the journal has under way, who was in it knows how it ended.
+        # Processes of a formation that the journal has under way know how it ended.
         ended = group is not None and not group.formed and not group.members
         least = known if ended else known + 1
         if self._recovery.takes_word and least <= claim.generation <= shapes.MAX_GENERATION:
@@ -277,7 +277,7 @@ def _checked_board(allocation: Allocation, windows: WindowSet) -> mmap.mmap:
         header = board.read_header(mapped)
         # A board that nobody maps is formatted before it is used, so its header does not matter.
         wanted = windows.generation if windows.holders else header.generation
-        # What is read off it is found by the spec, so it is the spec that must fit the file.
+        # Reads of the board go by the spec, so the spec must fit the file.
         size_bytes = board.board_bytes(windows.spec)
         if (header.generation, allocation.size_bytes) != (wanted, size_bytes):
             raise InvalidArgumentError(

@@ -30,7 +30,7 @@ from ep_runtime_server.nodes.membership import Standing
 from ep_runtime_server.nodes.registry import NodeState
 from ep_runtime_server.runtime import Runtime
 
-# What a user's groups and layers may take of an answer, so that nobody's push out another's.
+# Most series of a user's groups and layers, so that one user's do not push out another's.
 MAX_SERIES_PER_USER = 50_000
 
 _DAEMON_STATES = ("SERVING", "DRAINING", "RECOVERING")

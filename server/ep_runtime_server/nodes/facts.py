@@ -17,7 +17,7 @@ _NODE_ID, _CLUSTER_ID, _EPOCH, _NODE = "node_id", "cluster_id", "epoch", "node/"
 _COMMITTED = "committed/"
 _OWED = "owed/"
 
-# No cluster counts that far: a larger one is a lie, or a file that somebody else wrote.
+# No cluster counts that far: a larger epoch is a lie, or the file is not ours.
 MAX_EPOCH = 1 << 62
 # What a node may know more than a coordinator that lost its file: a formation a second for half a
 # year.

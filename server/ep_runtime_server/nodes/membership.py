@@ -108,7 +108,7 @@ class Membership:
                 await self._report()
                 continue
             except RuntimeUnavailableError as error:
-                # Nothing is lost if it never joined.
+                # A node that never joined loses nothing.
                 self._stand(
                     Standing.JOINING if self.link is Standing.JOINING else Standing.LOST, str(error)
                 )

@@ -255,7 +255,7 @@ class Nodes:
             elif node.state is NodeState.UNREACHABLE and silent_s >= limits.NODE_FORGOTTEN_S:
                 self._remove(name)
             elif node.state is NodeState.REFUSED and silent_s >= limits.NODE_LEASE_S:
-                self._remove(name)  # it asked again every few seconds, and has ended
+                self._remove(name)  # the node asked every few seconds, and has ended
 
     def _log(self, kind: str, node: Node, what: str, *, level: int = logging.INFO) -> None:
         identity = node.identity

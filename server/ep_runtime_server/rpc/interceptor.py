@@ -185,7 +185,7 @@ class RpcPolicy(grpc.aio.ServerInterceptor):
         """The call, until its answer is read or its caller is gone. Raises PoolExhaustedError."""
         peer = context.peer()
         uid = self._uid_of(peer)
-        # A host of the cluster, or whoever may order.
+        # The caller is a host of the cluster, or a user who may give orders.
         user = f"uid {uid}" if uid is not None else peer.rpartition(":")[0]
         if method.startswith(_SERVICE):
             call = self._admission.call(user)
@@ -301,7 +301,7 @@ def _failure_of(method: str, error: Exception) -> wire.RpcFailure:
         failure = wire.error_to_status(ours)
     else:
         failure = wire.error_to_status(error)
-    # Its frames hold the request, and are held in circles until a collection looks for them.
+    # The error's frames hold the request, in cycles that only a collection frees.
     error.__traceback__ = error.__cause__ = error.__context__ = None
     return failure
 

@@ -83,7 +83,7 @@ class SocketDirectory:
         existed = path.exists()
         directory = env.make_directory(path, mode=0o755 if open_to_others else 0o700)
         if not existed:
-            os.chmod(directory, 0o755 if open_to_others else 0o700)  # whatever the umask
+            os.chmod(directory, 0o755 if open_to_others else 0o700)  # overrides the umask
         mode = os.stat(directory).st_mode & 0o777
         if mode & 0o022:
             raise PermissionDeniedError(

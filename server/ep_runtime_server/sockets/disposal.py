@@ -39,7 +39,7 @@ class Disposal:
     def close_listener(self, listener: socket.socket) -> None:
         """Closes a listening socket and the connections that nobody accepted."""
         listener.shutdown(socket.SHUT_RDWR)
-        with contextlib.suppress(OSError):  # until there is none left
+        with contextlib.suppress(OSError):  # until no connection is left
             while True:
                 self.drop(listener.accept()[0])
         listener.close()

@@ -52,7 +52,7 @@ class _Connection:
     accepted_s: float  # CLOCK_BOOTTIME
     uid: int
     idle_timer: asyncio.TimerHandle | None = None
-    unread: bool = False  # the packet being answered carries descriptors that nobody took yet
+    unread: bool = False  # the packet's descriptors are not received yet
     awaited: bool = False  # another process receives; read nothing meanwhile
     sent_fds: int = 0  # since the client had read all that was sent
 
@@ -255,7 +255,7 @@ class FdServer:
         self._arm(connection)
         connection.unread = carries_fds
         self._take(connection, data, flags, credentials.message_pid(ancillary))
-        if connection.unread:  # nobody will take these descriptors
+        if connection.unread:  # these descriptors will not be received
             self._drop(connection)
 
     def _take(self, connection: _Connection, data: bytes, flags: int, sender_pid: int) -> None:

@@ -169,7 +169,7 @@ def left_events(args: argparse.Namespace) -> dict[str, Any]:
     for line in files.read_end(path).splitlines():
         try:
             items.append(dict(zip(_EVENT_KEYS, json.loads(line), strict=True)))
-        except (ValueError, TypeError):  # torn, or none of ours
+        except (ValueError, TypeError):  # a torn line, or not an event
             continue
     return {"items": items, "unreachable": []}
 

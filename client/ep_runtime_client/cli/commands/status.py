@@ -59,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from ep_runtime_client.cli.daemon import source
 
-    if args.live or args.ready:  # abbreviated, or beside other options
+    if args.live or args.ready:  # abbreviated, or with other options
         return probe.run(args)
     with source.open_source(args.address, timeout_s=args.timeout) as asked:
         daemon = asked.of_node(args.node) if args.node else asked
@@ -118,7 +118,7 @@ def _write(status: dict[str, Any], found: dict[str, Any], *, wide: bool) -> None
 
 def _descriptors(status: dict[str, Any]) -> str:
     limits = status.get("user_limits") or {}
-    most = limits.get("max_fds_of_all")  # a daemon of before has none
+    most = limits.get("max_fds_of_all")  # an older daemon sends none
     held = sum(user["num_fds"] for user in status["users"])
     users = f"; users hold {held} of {most}" if most else ""
     return f"{status['num_fds']} of {status['max_fds']}{users}"

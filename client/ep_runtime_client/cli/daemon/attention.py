@@ -13,7 +13,7 @@ Row = Mapping[str, Any]
 
 _WARNED_S = 30 * 24 * 3600.0
 
-# By the state's letter in /proc/PID/stat.
+# Advice by the letter of a process's state in /proc/PID/stat.
 _STATES = {
     "T": "it is stopped (state T), and `kill -CONT {pid}` continues it",
     "t": "a debugger has stopped it (state t)",
@@ -42,7 +42,7 @@ def certificates(status: Row) -> list[str]:
     """A line for each certificate of the daemon that cannot be read again, or ends soon."""
     cluster = status["cluster"] or {}
     found = [cluster["certificates_error"]] if cluster.get("certificates_error") else []
-    for item in cluster.get("certificates") or ():  # a daemon of before tells of none
+    for item in cluster.get("certificates") or ():  # an older daemon sends none
         if item["left_s"] <= 0:
             found.append(f"{item['path']} has ENDED; put a new one in its place")
         elif item["left_s"] < _WARNED_S:

@@ -131,7 +131,7 @@ def _call(
         known = x_entries is not None and kernel_entries is not None
         where = regions.of_layer(layer, operands, known=known)
         if where.manual:
-            # Axes that are not manual are the partitioner's: it knows how x lies on them.
+            # The partitioner shards x over axes that are not manual.
             varying = tuple(sorted(varied_axes(*operands)))
             where = dataclasses.replace(where, mode="local", varying=varying)
         elif x_entries is None and where.roles is not None:

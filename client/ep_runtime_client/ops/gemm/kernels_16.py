@@ -164,7 +164,7 @@ def _calls(
     values = {name: np.int64(value) for name, value in attributes.items()}
     results = tuple(jax.ShapeDtypeStruct(shape, made) for shape in shapes)
     outs = tuple(jax.ffi.ffi_call(target, results)(*bound(sizes, *operands), **values))
-    if target != TARGETS[1]:  # gradients of weights nobody uses but a stack, into which they go
+    if target != TARGETS[1]:  # only a scan's stack uses gradients of weights
         outs = once(outs)
     return [out.astype(wanted) for out in outs]
 

@@ -182,7 +182,7 @@ class GemmBackward(_GemmOp):
             gemm = self.gemm
             if summed:
                 gemm = dataclasses.replace(gemm, out_dtype=wide(grad, rhs))
-            # What is added up over devices stays wide.
+            # Values that are added over devices stay wide.
             dtype = None if shared else self.weight_dtype
             d_lhs, d_rhs = plain.pullback(gemm, lhs, rhs, grad, sizes, dtype, paired=self.paired)
             d_lhs = sums.total(slack.cleared(d_lhs, sizes), summed)

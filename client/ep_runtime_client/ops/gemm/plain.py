@@ -229,7 +229,7 @@ def _gradients(
     lead = group_sizes.ndim
     blocks = _cut(gemm, grad, group_sizes, 0 if lhs is None else _contracted_rows(lhs, grad))
     read = functools.partial(_row_reader, lead=lead, dtype=gemm.compute_dtype)
-    # One step per gradient, so that the gradient's rows are read once for both.
+    # One step computes both gradients, so that rows are read once.
     outs: list[Any] = []
     steps: list[Callable[[RowBlock, Any], Any]] = []
     if rhs is not None:
@@ -333,7 +333,7 @@ def _dot(lhs: Part, rhs: Part, contract: tuple[int, int]) -> jax.Array:
 
 
 def _scaled(result: jax.Array, part: Part) -> jax.Array:
-    # One scale after the other: the product of two small scales is no f32.
+    # One scale after the other, because the product of two small scales underflows f32.
     return result if part.scale is None else result * part.scale
 
 
@@ -375,7 +375,7 @@ def _kernel_reader(
         dtype: what an array is cast to; None leaves it.
     """
     if isinstance(operand, Pair):
-        # One expert's at a time: sums over N' then run as those of the one array do.
+        # Join one expert's halves at a time, so that sums over N' run as for one array.
         halves = [_kernel_reader(half, dtype=dtype) for half in (operand.gate, operand.up)]
         return lambda expert: Part(jnp.concatenate([read(expert).values for read in halves], 1))
     if not isinstance(operand, QuantizedTensor):

@@ -31,7 +31,7 @@ Operands = tuple[
     jax.Array,
     tuple[jax.Array, jax.Array] | None,
 ]
-Amax = tuple[jax.Array, jax.Array] | None  # of rows [R, L] and kernels [E], where scales are given
+Amax = tuple[jax.Array, jax.Array] | None  # given scales of rows [R, L] and kernels [E]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,7 +140,7 @@ def _packed(
 def _fwd(call: GemmCall, *operands: Any) -> Any:
     out, (rows, kernel, _, _, likes) = eager.shared(_forward_and_saved, call, *operands)
     lhs, rhs, bias, q_lhs, q_rhs, group_sizes, _ = operands
-    # What is saved as it came is the argument itself: a scan that has it saves no copy of it.
+    # Save the argument itself if it is unchanged: a scan then saves no copy of it.
     if q_lhs is not None or call.recipe is None:
         rows = lhs if q_lhs is None else q_lhs
     if q_rhs is not None or call.recipe is None:

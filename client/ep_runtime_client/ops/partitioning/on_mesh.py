@@ -185,7 +185,7 @@ def _in_export(
             argument="layer",
         )
     others = any(axis not in roles.ep + vmapped for axis, size in roles.sizes if size > 1)
-    # Of a changed JAX a warning of its own says that.
+    # A changed JAX has its own warning.
     if others and not changed and not isinstance(op, Pinned):
         who = f"a vmap over {', '.join(vmapped)}" if vmapped else "an exported program"
         say_once(
@@ -232,7 +232,7 @@ def ask(op: AnyOp, mapped: Callable[..., Any], *operands: jax.Array) -> tuple[ja
     where = op.where
     given, made = _held(op)
     pinned = [*map(_constrained, operands, given)]
-    # What the rule's callback depends on, in the same words in every process: a mesh names devices.
+    # Spell out what the callback depends on, because a mesh's repr differs between processes.
     roles = where.roles and (where.roles.sizes, where.roles.outer, where.roles.ep)
     placed = repr((where.mode, roles, where.manual, where.identity, where.tokens))
     settings: Any = op
@@ -408,7 +408,7 @@ def _lower(ctx: Any, *operands: Any, ruled: Any, mapped: Callable[..., Any], ide
     # the rule's body reads is in it.
     config: Any = jax.config
     contexts = jax_internals.contexts()
-    # `scatter` asks the last one.
+    # `scatter` reads `gloo`.
     gloo = "cpu" in call.platforms and jax.distributed.is_initialized()
     read = (slack.checked(), config.jax_default_matmul_precision, config.jax_enable_x64, gloo)
     parts = repr((call.mesh, call.platforms, read, sorted(contexts.items())))

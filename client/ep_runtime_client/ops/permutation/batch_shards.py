@@ -256,7 +256,7 @@ def per_shard(
     mapped = jax.shard_map(
         body,
         mesh=mesh if ambient.empty else None,
-        # Types say that nothing lies on the other Explicit axes. Inside the body they would have
+        # Types say that the other Explicit axes shard nothing. Inside the body they would have
         # to be said again for every gather, so they are manual too.
         axis_names={*shards.batch_axes, *shards.feature} | stated,
         in_specs=tuple(in_specs),

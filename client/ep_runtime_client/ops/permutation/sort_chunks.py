@@ -153,7 +153,7 @@ def _one_list(
         return jnp.zeros_like(x)
     sizes, order = sizes.astype(jnp.int32), order.astype(jnp.int32)
     ordered = rows_at(sizes, order)
-    # Where each chunk lies before and after, in the numbering of the side that is written.
+    # Start of each chunk before and after, by the numbers of the side that is written.
     if inverse:
         back = jnp.argsort(order)
         written, start = sizes, rows_at(exclusive_sum(ordered), back)

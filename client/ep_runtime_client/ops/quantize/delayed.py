@@ -82,7 +82,7 @@ class Delayed:
         def manual(axes: Collection[str]) -> Axes:
             return tuple(axis for axis in axes if axis in where.manual)
 
-        over = {*roles.slab, *flat((*lhs[2:], *rhs))}  # what an amax is over, and ep
+        over = {*roles.slab, *flat((*lhs[2:], *rhs))}  # axes that an amax is taken over, and ep
         return cls(
             recipe,
             num_experts,

@@ -95,7 +95,7 @@ class Packing:
         for name in self.names:
             leaf = [values[dim] for dim in self.dims[name]]
             if self.rows and len(leaf) == 2:
-                leaf[1] = "l"  # groups are no dim of rows
+                leaf[1] = "l"  # rows have no dim of groups
             elif self.rows and name == "scale_columns":
                 leaf[1] = "c32"
             found.append(" ".join(leaf))

@@ -106,5 +106,5 @@ _alone_p.def_effectful_abstract_eval(
     lambda *blocks, call_jaxpr: (call_jaxpr.out_avals, call_jaxpr.effects)
 )
 batching.fancy_primitive_batchers[_alone_p] = _squeezed
-pe.dce_rules[_alone_p] = pe.dce_jaxpr_closed_call_rule  # what nobody uses is not called
+pe.dce_rules[_alone_p] = pe.dce_jaxpr_closed_call_rule  # drop calls without users
 mlir.register_lowering(_alone_p, mlir.lower_fun(_run, multiple_results=True))

@@ -10,14 +10,14 @@ from ep_runtime_client.ops.calls.plan import AnyArrays, NodePlanArrays, PlanArra
 from ep_runtime_client.ops.transports import nodes, windows, xla
 from ep_runtime_client.ops.transports.protocol import PerDevice
 
-# Of plans between ranks that map each other's windows.
+# Transports of ranks that map each other's windows.
 _TRANSPORTS: dict[str, PerDevice[PlanArrays]] = {
     "xla": xla,
     "memfd": windows,
     "nvlink": windows,
     "nccl": windows,
 }
-# Of plans between nodes.
+# Transports whose plans span nodes.
 _OVER_NODES: dict[str, PerDevice[NodePlanArrays]] = {"memfd": nodes, "nccl": nodes}
 
 

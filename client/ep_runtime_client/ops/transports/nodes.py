@@ -111,7 +111,7 @@ def _in_chunks(
         return tuple(lax.dynamic_update_slice_in_dim(x, y, first, 1) for x, y in pairs)
 
     arrays: tuple[jax.Array, ...]
-    # What a lost rank left of the count must not keep the loop going.
+    # A lost rank may leave a wrong count, which must not keep the loop going.
     count = jnp.minimum(plan.chunks[0], -(-tokens // rows))
     _, arrays = lax.while_loop(
         lambda state: state[0] < count,

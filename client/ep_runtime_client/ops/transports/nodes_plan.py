@@ -27,7 +27,7 @@ MIN_CHUNK_ROWS = 64
 # Above this share of nodes that need a token, by uniform routing, all rows cross on a GPU, where
 # the host must read a count: that takes some 50 us, in which 50 GB/s carry 2.5 MB.
 COUNTED_SHARE = 0.95
-# Where nodes are one rank each, what `rails.py` does beside its exchanges is lost too.
+# If each node has one rank, the overlap of `rails.py` is lost too.
 COUNTED_SHARE_OF_RANKS = 0.75
 
 

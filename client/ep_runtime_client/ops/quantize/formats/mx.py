@@ -78,7 +78,7 @@ class MxFormat(Format):
     ) -> Callable[[RowBlock], Part]:
         if not columns:
             return super().row_reader(operand, lead)
-        # One scale per 32 rows; blocks need not begin where such a tile does.
+        # One scale per 32 rows; a block may begin inside such a tile.
         data = flat(bits(operand.data_columns), lead)
         scales = flat(bits(operand.scale_columns), lead)
         scale_dtype = operand.scale_columns.dtype
