@@ -1,4 +1,4 @@
-"""Two daemons in network namespaces of their own, a link between them that tests cut and mend."""
+"""Two daemons in network namespaces of their own, over a cable that tests cut, mend and spoil."""
 
 from __future__ import annotations
 
@@ -17,25 +17,42 @@ from ep_runtime_server.base import limits
 
 pytestmark = pytest.mark.slow
 
+LOST_S = limits.NODE_LEASE_S + 2 * limits.NODE_RPC_S
 # A packet that got lost is sent again after a while, and that while doubles.
 MENDED_S = 20.0
 
 
-@pytest.fixture
-def nodes(net, daemon_process, tmp_path):
+class Nodes:
     """a, which coordinates, and b; they trust each other by certificates."""
-    pki = make_certificates(tmp_path / "pki", **HOSTS)
-    address = f"{HOSTS['a']}:7700"
-    a = daemon_process(
-        *("--coordinator", address, "--node", "a"),
-        *tls_flags(pki, "a"),
-        launcher=net.launcher("a"),
-    )
-    b = daemon_process(
-        *("--join", address, "--node", "b"), *tls_flags(pki, "b"), launcher=net.launcher("b")
-    )
-    joined(b)
-    return a, b
+
+    def __init__(self, net, daemon_process, folder) -> None:
+        self._net, self._start = net, daemon_process
+        pki = make_certificates(folder / "pki", **HOSTS)
+        address = f"{HOSTS['a']}:7700"
+        self._flags = {
+            "a": ["--coordinator", address, "--node", "a", *tls_flags(pki, "a")],
+            "b": ["--join", address, "--node", "b", *tls_flags(pki, "b")],
+        }
+        self.a, self.b = self.start("a"), self.start("b")
+        joined(self.b)
+
+    def start(self, name: str, directory=None):
+        flags, launcher = self._flags[name], self._net.launcher(name)
+        return self._start(*flags, launcher=launcher, directory=directory)
+
+    def b_starts_again(self) -> None:
+        self.b.kill()
+        self.b = self.start("b", self.b.directory)
+
+    def whole(self) -> None:
+        """The cluster is one again, and both say the same of it."""
+        joined(self.b, within_s=MENDED_S)
+        eventually(lambda: states(self.a) == {"a": "JOINED", "b": "JOINED"}, within_s=MENDED_S)
+
+
+@pytest.fixture
+def nodes(lossy_net, daemon_process, tmp_path) -> Nodes:
+    return Nodes(lossy_net, daemon_process, tmp_path)
 
 
 @pytest.fixture
@@ -48,15 +65,37 @@ def spec_of(name: str = "moe"):
     return make_spec(name, transport="xla")
 
 
-def test_a_partition_ends_no_group_and_lets_none_form(net, nodes, pool):
-    a, b = nodes
+BAD = {
+    "a third lost": {"a": {"lost": 0.3}, "b": {"lost": 0.3}},
+    "300 ms late": {"a": {"late_s": 0.3}, "b": {"late_s": 0.3}},
+    "late one way, lost the other": {"a": {"late_s": 0.5}, "b": {"lost": 0.2}},
+}
+
+
+@pytest.mark.parametrize("how", BAD)
+def test_groups_form_and_deaths_are_told_over_a_bad_link(lossy_net, nodes, pool, how):
+    lossy_net.now(**BAD[how])
+    first, dying = nodes.a.client(), nodes.b.client(process=True)
+    watcher = Watcher(first)
+    groups = all_ready(pool, spec_of(), (first, [0]), (dying, [1]))
+    assert groups[0].epoch == groups[1].epoch
+    assert members(groups[0]) == members(groups[1])
+    dying.process.kill()
+    eventually(lambda: state(nodes.a) == "BROKEN", within_s=MENDED_S)
+    eventually(lambda: any(list(e.group.lost_ranks) == [1] for e in watcher.events))
+    lossy_net.mend()
+    nodes.whole()
+
+
+@pytest.mark.parametrize("silent", ["a", "b", "ab"])
+def test_a_cable_that_is_cut_one_way_or_both_ends_no_group_and_lets_none_form(
+    lossy_net, nodes, pool, silent
+):
+    a, b = nodes.a, nodes.b
     first, second = a.client(), b.client()
     groups = all_ready(pool, spec_of(), (first, [0]), (second, [1]))
-    net.cut()
-    eventually(
-        lambda: (link(b), states(a)["b"]) == ("LOST", "UNREACHABLE"),
-        within_s=limits.NODE_LEASE_S + 2 * limits.NODE_RPC_S,
-    )
+    lossy_net.now(**{side: {"lost": 1.0} for side in silent})
+    eventually(lambda: (link(b), states(a)["b"]) == ("LOST", "UNREACHABLE"), within_s=LOST_S)
     assert (state(a), state(b)) == ("READY", "READY")
     for daemon, away in ((a, "b"), (b, "a")):
         with pytest.raises(errors.RuntimeUnavailableError, match=f"node '{away}' at"):
@@ -71,40 +110,52 @@ def test_a_partition_ends_no_group_and_lets_none_form(net, nodes, pool):
         assert caught.value.fields["missing_ranks"] == [1 - rank]
     for client in (first, second):  # what needs one node alone goes on
         assert client.ready(make_spec("alone", ranks=1)).state == 2
-    net.mend()
-    joined(b, within_s=MENDED_S)
-    assert states(a) == {"a": "JOINED", "b": "JOINED"}
+    lossy_net.mend()
+    nodes.whole()
     assert (state(a), state(b)) == ("READY", "READY")
     later = all_ready(pool, spec_of("later"), (first, [0]), (second, [1]))
     assert later[0].epoch == later[1].epoch > groups[0].epoch
     assert members(later[0]) == members(later[1])
 
 
-def test_a_process_that_dies_behind_a_partition_is_told_once_it_is_over(net, nodes, pool):
-    a, b = nodes
-    first, dying = a.client(), b.client(process=True)
+def test_a_process_that_dies_behind_a_cut_is_told_once_it_is_over(lossy_net, nodes, pool):
+    first, dying = nodes.a.client(), nodes.b.client(process=True)
     watcher = Watcher(first)
     groups = all_ready(pool, spec_of(), (first, [0]), (dying, [1]))
-    net.cut()
+    lossy_net.cut()
     dying.process.kill()
-    eventually(lambda: state(b) != "READY")
-    assert state(a) == "READY"
-    net.mend()
-    eventually(lambda: state(a) == "BROKEN", within_s=MENDED_S)
+    eventually(lambda: state(nodes.b) != "READY")
+    assert state(nodes.a) == "READY"
+    lossy_net.mend()
+    eventually(lambda: state(nodes.a) == "BROKEN", within_s=MENDED_S)
     eventually(lambda: any(list(e.group.lost_ranks) == [1] for e in watcher.events))
-    again = all_ready(pool, spec_of(), (first, [0]), (b.client(), [1]))
+    again = all_ready(pool, spec_of(), (first, [0]), (nodes.b.client(), [1]))
     assert again[0].epoch > groups[0].epoch
 
 
-def test_a_partition_while_a_group_forms_leaves_nobody_with_half_of_it(net, nodes, pool):
-    a, b = nodes
+def test_a_node_that_starts_again_behind_a_cut_takes_its_place(lossy_net, nodes, pool):
+    """Nobody tells a that b's end of every connection is gone: they are half open."""
+    first = nodes.a.client()
+    groups = all_ready(pool, spec_of(), (first, [0]), (nodes.b.client(process=True), [1]))
+    lossy_net.cut()
+    nodes.b_starts_again()
+    lossy_net.mend()
+    nodes.whole()
+    newcomer = nodes.b.client(process=True)
+    again = all_ready(pool, spec_of("next"), (first, [0]), (newcomer, [1]))
+    assert again[0].epoch == again[1].epoch > groups[0].epoch
+    assert group_of(nodes.b, "next").epoch == again[0].epoch
+
+
+def test_a_cut_while_a_group_forms_leaves_nobody_with_half_of_it(lossy_net, nodes, pool):
+    a, b = nodes.a, nodes.b
     first, second = a.client(), b.client()
     made = [
         pool.submit(client.create, spec_of(), ranks=[rank])
         for rank, client in enumerate((first, second))
     ]
     groups = [future.result(WAIT_S).group for future in made]
-    net.cut()
+    lossy_net.cut()
     waiting = [
         pool.submit(client.attached, group, wait_s=60.0)
         for client, group in zip((first, second), groups, strict=True)
@@ -113,7 +164,7 @@ def test_a_partition_while_a_group_forms_leaves_nobody_with_half_of_it(net, node
     eventually(lambda: group_of(a).epoch == 0, within_s=limits.NODE_LEASE_S + 2.0)
     assert not any(future.done() for future in waiting)
     assert (state(a), state(b)) == ("FORMING", "FORMING")
-    net.mend()
+    lossy_net.mend()
     found = [future.result(WAIT_S + MENDED_S) for future in waiting]
     assert {(group.state, group.epoch) for group in found} == {(2, found[0].epoch)}
     assert found[0].epoch > groups[0].epoch
