@@ -1,4 +1,4 @@
-"""Environments with wheels of this tree that say another version, for daemons beside clients of
+"""Environments with this tree's packages that say another version, for daemons beside clients of
 others. Their native library is the one that is loaded here, with the version written over."""
 
 from __future__ import annotations
@@ -17,19 +17,6 @@ from ep_runtime import native
 
 INSTALL_S = 120.0
 _FOLDERS = {"": "ep_runtime", "server": "ep_runtime_server", "client": "ep_runtime_client"}
-_PROJECT = """
-[build-system]
-requires = ["setuptools"]
-build-backend = "setuptools.build_meta"
-[project]
-name = "ep-runtime"
-version = "{version}"
-[tool.setuptools]
-include-package-data = false
-[tool.setuptools.packages.find]
-[tool.setuptools.package-data]
-"*" = ["*.so", "*.pyi"]
-"""
 
 
 def minor(step: int) -> str:
@@ -39,27 +26,23 @@ def minor(step: int) -> str:
 
 
 def install(folder: Path, version: str) -> tuple[str, ...]:
-    """Builds and installs a wheel; a command that ends in running its arguments as Python's, behind
-    the name of another Python, in that environment."""
-    source, made = folder / "source", folder / "environment"
-    for place, package in _FOLDERS.items():
-        skipped = shutil.ignore_patterns("__pycache__", "_native")
-        shutil.copytree(ROOT / place / package, source / package, ignore=skipped)
-    (source / "pyproject.toml").write_text(_PROJECT.format(version=version))
-    text = (source / "ep_runtime/__init__.py").read_text()
-    changed = re.sub('^__version__ = ".*"$', f'__version__ = "{version}"', text, flags=re.M)
-    (source / "ep_runtime/__init__.py").write_text(changed)
-    _stamp(source / "ep_runtime/_native", version)
+    """Makes the environment; a command that ends in running its arguments as Python's, behind the
+    name of another Python, in that environment."""
+    made = folder / "environment"
     run = {"check": True, "capture_output": True, "timeout": INSTALL_S}
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", made], **run)
-    python = made / "bin/python"
-    places = {kind: sysconfig.get_path(kind) for kind in ("purelib", "platlib")}
     (own,) = made.glob("lib/python*/site-packages")
+    for place, package in _FOLDERS.items():
+        skipped = shutil.ignore_patterns("__pycache__", "_native")
+        shutil.copytree(ROOT / place / package, own / package, ignore=skipped)
+    text = (own / "ep_runtime/__init__.py").read_text()
+    changed = re.sub('^__version__ = ".*"$', f'__version__ = "{version}"', text, flags=re.M)
+    (own / "ep_runtime/__init__.py").write_text(changed)
+    _stamp(own / "ep_runtime/_native", version)
     # A path alone: what an editable install there would put before ours is not run.
-    (own / "outer.pth").write_text("\n".join(dict.fromkeys(places.values())))
-    options = ("--quiet", "--no-deps", "--no-index", "--no-build-isolation", "--ignore-installed")
-    options += ("--no-compile",)
-    subprocess.run([python, "-P", "-m", "pip", "install", *options, source], cwd=folder, **run)
+    others = {sysconfig.get_path(kind): None for kind in ("purelib", "platlib")}
+    (own / "outer.pth").write_text("\n".join(others))
+    python = made / "bin/python"
     return ("sh", "-c", f'shift; PYTHONPATH={ROOT / "tests"} exec {python} -P "$@"', "sh")
 
 

@@ -1,5 +1,4 @@
-"""Daemons and training processes of neighbouring minor versions, from wheels in environments of
-their own."""
+"""Daemons and training processes of neighbouring minor versions, in environments of their own."""
 
 from __future__ import annotations
 
@@ -20,9 +19,9 @@ JOB = {"EP_RUNTIME_JOB": "versions"}
 
 
 @pytest.fixture(scope="module")
-def wheels(tmp_path_factory) -> dict[str, tuple[str, ...]]:
+def environments(tmp_path_factory) -> dict[str, tuple[str, ...]]:
     """By version, what `launcher` and `places` take."""
-    return {v: install(tmp_path_factory.mktemp("wheel"), v) for v in VERSIONS}
+    return {v: install(tmp_path_factory.mktemp("version"), v) for v in VERSIONS}
 
 
 _MATRIX = """
@@ -55,16 +54,18 @@ session.close()
 _MEETINGS = ((OLDER, OURS, NEWER), (OURS, OURS, OLDER), (NEWER, OURS, OURS), (OURS, OLDER, OURS))
 
 
-def test_clients_keep_their_windows_on_daemons_of_neighbouring_versions(wheels, daemon_process):
+def test_clients_keep_their_windows_on_daemons_of_neighbouring_versions(
+    environments, daemon_process
+):
     """Also where the daemon is stopped, and one of another version takes its place."""
-    for versions in _MEETINGS:  # one test, for wheels are installed by each worker
-        _meet(wheels, daemon_process, *versions)
+    for versions in _MEETINGS:
+        _meet(environments, daemon_process, *versions)
 
 
-def _meet(wheels, start, client: str, daemon: str, then: str) -> None:
-    running = start("--drain-s", "0", launcher=wheels[daemon])
+def _meet(environments, start, client: str, daemon: str, then: str) -> None:
+    running = start("--drain-s", "0", launcher=environments[daemon])
     address = {"EP_RUNTIME_ADDRESS": f"unix://{running.directory}", **JOB}
-    places = [wheels[client]]
+    places = [environments[client]]
     with Job(_MATRIX, processes=1, devices=2, places=places, **address) as job:
         (said,) = job.heard()
         assert said["version"] == client
@@ -73,7 +74,7 @@ def _meet(wheels, start, client: str, daemon: str, then: str) -> None:
         assert (session.client_version, running.status().server_version) == (client, daemon)
         assert len(running.ask("ListBuffers").buffers) == 3  # two windows and a board
         stop(running)
-        running = start("--drain-s", "0", launcher=wheels[then], directory=running.directory)
+        running = start("--drain-s", "0", launcher=environments[then], directory=running.directory)
         eventually(lambda: running.group_states() == {"g": "READY"}, within_s=WAIT_S)
         eventually(lambda: not running.status().recovery.awaited_bytes, within_s=WAIT_S)
         assert running.status().server_version == then
@@ -96,10 +97,10 @@ def stop(daemon: DaemonProcess) -> None:
 class Nodes:
     """Daemons a, which coordinates, b and c; `change` starts one again from another wheel."""
 
-    def __init__(self, start, wheels) -> None:
+    def __init__(self, start, environments) -> None:
         address = place()
         roles = {"a": "--coordinator", "b": "--join", "c": "--join"}
-        self._start, self._wheels = start, wheels
+        self._start, self._environments = start, environments
         self._flags = {
             name: (role, address, "--node", name, *plain_tcp(), "--drain-s", "0")
             for name, role in roles.items()
@@ -110,7 +111,7 @@ class Nodes:
         self.whole()
 
     def _serve(self, name: str, version: str, **more) -> None:
-        flags, launcher = self._flags[name], self._wheels[version]
+        flags, launcher = self._flags[name], self._environments[version]
         self.daemons[name] = self._start(*flags, launcher=launcher, **more)
 
     def change(self, name: str, version: str) -> None:
@@ -131,8 +132,8 @@ class Nodes:
 
 
 @pytest.fixture
-def nodes(wheels, daemon_process) -> Nodes:
-    return Nodes(daemon_process, wheels)
+def nodes(environments, daemon_process) -> Nodes:
+    return Nodes(daemon_process, environments)
 
 
 _TRAINS = """
@@ -156,7 +157,7 @@ def goes_on(worker: Worker) -> None:
 
 
 def test_a_rolling_upgrade_and_rollback_of_three_daemons_lose_no_step(
-    nodes: Nodes, wheels, tmp_path: Path
+    nodes: Nodes, environments, tmp_path: Path
 ):
     own = [{"EP_RUNTIME_ADDRESS": f"unix://{nodes.daemons[name].directory}"} for name in ("b", "c")]
     with Job(
@@ -164,7 +165,7 @@ def test_a_rolling_upgrade_and_rollback_of_three_daemons_lose_no_step(
         processes=2,
         devices=1,
         own=own,
-        places=[wheels[OURS]] * 2,
+        places=[environments[OURS]] * 2,
         TEST_SAVED=str(tmp_path),
         **JOB,
     ) as job:
