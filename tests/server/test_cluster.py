@@ -70,10 +70,30 @@ def identity(node: str, **more) -> node_service_pb2.NodeIdentity:
     return node_service_pb2.NodeIdentity(node=node, **fields)
 
 
+@pytest.fixture
+def join(call_node):
+    """join(address, identity): asks the coordinator there, as a daemon would."""
+
+    def asked(address: str, who: node_service_pb2.NodeIdentity, epoch: int = 0, **how):
+        request = node_service_pb2.JoinClusterRequest(identity=who, epoch=epoch)
+        return call_node(address, node_service_pb2, "JoinCluster", request, **how)
+
+    return asked
+
+
 def features(daemon) -> list[str]:
     client = daemon.client()
     request = session_service_pb2.GetServerInfoRequest()
     return list(client.call(client.sessions.GetServerInfo, request).features)
+
+
+@pytest.fixture
+def pair(start_daemon):
+    """(address, a, b): a coordinates there, and b has joined."""
+    address = place()
+    a, b = (start_daemon(cluster=role(address)) for role in (coordinates, joins))
+    joined(b)
+    return address, a, b
 
 
 def test_a_daemon_alone_has_no_cluster(daemon):
@@ -83,11 +103,8 @@ def test_a_daemon_alone_has_no_cluster(daemon):
         daemon.ask("ListGroups", node="b")
 
 
-def test_a_node_that_joins_is_seen_from_both(start_daemon):
-    address = place()
-    a = start_daemon(cluster=coordinates(address))
-    b = start_daemon(cluster=joins(address))
-    joined(b)
+def test_a_node_that_joins_is_seen_from_both(pair):
+    address, a, b = pair
     assert link(a) == "COORDINATOR"
     assert states(a) == states(b) == {"a": "JOINED", "b": "JOINED"}
     ours, theirs = cluster_of(a), cluster_of(b)
@@ -99,11 +116,8 @@ def test_a_node_that_joins_is_seen_from_both(start_daemon):
     assert wire.CLUSTER in features(b)
 
 
-def test_every_reading_call_goes_to_the_node_that_it_names(start_daemon):
-    address = place()
-    a = start_daemon(cluster=coordinates(address))
-    b = start_daemon(cluster=joins(address))
-    joined(b)
+def test_every_reading_call_goes_to_the_node_that_it_names(pair):
+    a, b = pair[1:]
     client = b.client()
     client.ready(make_spec())
     for here, there in ((a, "b"), (b, "b")):
@@ -135,7 +149,7 @@ def test_every_reading_call_goes_to_the_node_that_it_names(start_daemon):
     ids=["a bug", "an error", "a long answer", "one over gRPC's limit", "no message", "nothing"],
 )
 def test_a_node_that_answers_anything_is_named_and_waited_for_within_bounds(
-    start_daemon, monkeypatch, answer, match
+    request, monkeypatch, answer, match
 ):
     async def anything(self, request, context):
         if isinstance(answer, Exception):
@@ -150,10 +164,7 @@ def test_a_node_that_answers_anything_is_named_and_waited_for_within_bounds(
     monkeypatch.setattr(
         daemon_module, "SERVER_OPTIONS", [*daemon_module.SERVER_OPTIONS[:-4], sends]
     )
-    address = place()
-    a = start_daemon(cluster=coordinates(address))
-    b = start_daemon(cluster=joins(address))
-    joined(b)
+    a, b = request.getfixturevalue("pair")[1:]
     with pytest.raises(errors.EpRuntimeError, match=match):
         a.ask("ListGroups", node="b")
     assert a.ask("GetStatus", node="b").directory == str(b.directory)
@@ -179,11 +190,8 @@ def test_other_nodes_order_nothing_and_ask_nothing_on(start_daemon, call_node):
         call_node(address, pb, "ListGroups", pb.ListGroupsRequest(node="b"))
 
 
-def test_a_second_daemon_of_a_name_is_refused_and_says_who_has_it(start_daemon):
-    address = place()
-    a = start_daemon(cluster=coordinates(address))
-    b = start_daemon(cluster=joins(address))
-    joined(b)
+def test_a_second_daemon_of_a_name_is_refused_and_says_who_has_it(pair, start_daemon):
+    address, a, b = pair
     other = start_daemon(cluster=joins(address))
     eventually(lambda: link(other) == "REFUSED")
     status = cluster_of(other)
@@ -196,23 +204,16 @@ def test_a_second_daemon_of_a_name_is_refused_and_says_who_has_it(start_daemon):
     other.client().ready(make_spec())  # it serves its own node all the same
 
 
-def test_a_node_that_ends_well_leaves_at_once(start_daemon):
-    address = place()
-    a = start_daemon(cluster=coordinates(address))
-    b = start_daemon(cluster=joins(address))
-    joined(b)
+def test_a_node_that_ends_well_leaves_at_once(pair):
+    a, b = pair[1:]
     b.close()
     eventually(lambda: states(a) == {"a": "JOINED"})
     b.close = lambda: None
 
 
-def test_a_report_is_answered_with_the_nodes_only_where_one_changed(start_daemon, call_node):
+def test_a_report_is_answered_with_the_nodes_only_where_one_changed(start_daemon, call_node, join):
     address = place()
     start_daemon(cluster=coordinates(address))
-
-    def join(name):
-        request = node_service_pb2.JoinClusterRequest(identity=identity(name, address=place()))
-        return call_node(address, node_service_pb2, "JoinCluster", request)
 
     def report(version):
         request = node_service_pb2.ReportNodeRequest(
@@ -223,19 +224,18 @@ def test_a_report_is_answered_with_the_nodes_only_where_one_changed(start_daemon
     def names(answer):
         return [node.identity.node for node in answer.nodes]
 
-    joined_as = join("x")
+    joined_as = join(address, identity("x", address=place()))
     assert names(joined_as) == names(report(0)) == ["a", "x"]
     same = report(joined_as.nodes_version)
     assert (names(same), same.nodes_version) == ([], joined_as.nodes_version)
-    join("y")
+    join(address, identity("y", address=place()))
     assert names(report(same.nodes_version)) == ["a", "x", "y"]
 
 
-def test_a_silent_node_is_shown_with_the_time_since_it_was_heard(start_daemon, call_node):
+def test_a_silent_node_is_shown_with_the_time_since_it_was_heard(start_daemon, call_node, join):
     address = place()
     a = start_daemon(clock=FakeClock(), cluster=coordinates(address))
-    request = node_service_pb2.JoinClusterRequest(identity=identity("x", address=place()))
-    lease = call_node(address, node_service_pb2, "JoinCluster", request).lease_id
+    lease = join(address, identity("x", address=place())).lease_id
     a.clock.advance(limits.NODE_LEASE_S + 4)
     eventually(lambda: states(a) == {"a": "JOINED", "x": "UNREACHABLE"})
     assert cluster_of(a).nodes[1].since.ToSeconds() == limits.NODE_LEASE_S + 4
@@ -263,12 +263,11 @@ def test_a_silent_node_is_shown_with_the_time_since_it_was_heard(start_daemon, c
         ({"api_versions": ["v1"] * 99}, errors.InvalidArgumentError, "at most 16"),
     ],
 )
-def test_what_no_daemon_of_ours_says_is_refused(start_daemon, call_node, fields, error, match):
+def test_what_no_daemon_of_ours_says_is_refused(start_daemon, join, fields, error, match):
     address = place()
     a = start_daemon(cluster=coordinates(address))
-    request = node_service_pb2.JoinClusterRequest(identity=identity(**{"node": "x", **fields}))
     with pytest.raises(error, match=match):
-        call_node(address, node_service_pb2, "JoinCluster", request)
+        join(address, identity(**{"node": "x", **fields}))
     refused = {"x": "REFUSED"} if error is errors.VersionSkewError else {}
     assert states(a) == {"a": "JOINED", **refused}
 
@@ -296,7 +295,7 @@ def test_a_node_of_another_version_is_refused_on_every_screen_and_still_read(
     assert [name for name, now in b.metrics("cluster_link").items() if now] == ["REFUSED"]
 
 
-def test_a_node_hears_nothing_that_is_not_on_the_disk(start_daemon, call_node, monkeypatch):
+def test_a_node_hears_nothing_that_is_not_on_the_disk(start_daemon, join, monkeypatch):
     address, taken, asked = place(), threading.Event(), threading.Event()
     a = start_daemon(cluster=coordinates(address))
 
@@ -305,9 +304,8 @@ def test_a_node_hears_nothing_that_is_not_on_the_disk(start_daemon, call_node, m
         assert taken.wait(WAIT_S)
 
     monkeypatch.setattr(os, "fdatasync", sync)
-    request = node_service_pb2.JoinClusterRequest(identity=identity("x", address=place()))
     with ThreadPoolExecutor(1) as pool:
-        joining = pool.submit(call_node, address, node_service_pb2, "JoinCluster", request)
+        joining = pool.submit(join, address, identity("x", address=place()))
         assert asked.wait(WAIT_S)
         assert a.status().cluster.nodes  # others are answered
         assert not joining.done()
@@ -315,16 +313,13 @@ def test_a_node_hears_nothing_that_is_not_on_the_disk(start_daemon, call_node, m
         assert joining.result(WAIT_S).lease_id
 
 
-def test_an_epoch_of_a_node_that_lies_spoils_nothing(start_daemon, call_node):
+def test_an_epoch_of_a_node_that_lies_spoils_nothing(start_daemon, join):
     address = place()
     a = start_daemon(cluster=coordinates(address))
     before = cluster_of(a).epoch
     for epoch in (2**64 - 1, before + (1 << 30)):
-        request = node_service_pb2.JoinClusterRequest(
-            identity=identity("x", address=place()), epoch=epoch
-        )
         with pytest.raises(errors.InvalidArgumentError, match="nobody is .* epochs ahead"):
-            call_node(address, node_service_pb2, "JoinCluster", request)
+            join(address, identity("x", address=place()), epoch)
     assert cluster_of(a).epoch == before
     assert states(a) == {"a": "JOINED", "x": "REFUSED"}
     joined(start_daemon(cluster=joins(address)))
@@ -339,14 +334,10 @@ def test_a_coordinator_that_lost_its_file_counts_on_from_what_the_operator_says(
 
 
 @pytest.mark.slow
-def test_a_node_whose_lease_is_not_known_joins_again(start_daemon, call_node):
-    address = place()
-    a = start_daemon(cluster=coordinates(address))
-    b = start_daemon(cluster=joins(address))
-    joined(b)
+def test_a_node_whose_lease_is_not_known_joins_again(pair, join):
+    address, a, b = pair
     own = cluster_of(b).nodes[1].identity  # who says it is b takes b's place; plain TCP lets it
-    request = node_service_pb2.JoinClusterRequest(identity=own)
-    call_node(address, node_service_pb2, "JoinCluster", request)
+    join(address, own)
     eventually(
         lambda: a.event_kinds().count("cluster.node_joined") == 3,
         within_s=limits.NODE_REPORT_INTERVAL_S + 1,
@@ -355,14 +346,10 @@ def test_a_node_whose_lease_is_not_known_joins_again(start_daemon, call_node):
     assert "cluster.coordinator_lost" not in b.event_kinds()
 
 
-def test_a_node_that_does_not_coordinate_says_who_does(start_daemon, call_node):
-    address = place()
-    start_daemon(cluster=coordinates(address))
-    b = start_daemon(cluster=joins(address))
-    joined(b)
-    request = node_service_pb2.JoinClusterRequest(identity=identity("x"))
+def test_a_node_that_does_not_coordinate_says_who_does(pair, join):
+    address, _, b = pair
     with pytest.raises(errors.StaleHandleError, match=f"the coordinator is at {address}"):
-        call_node(cluster_of(b).nodes[1].identity.address, node_service_pb2, "JoinCluster", request)
+        join(cluster_of(b).nodes[1].identity.address, identity("x"))
 
 
 @pytest.mark.slow
@@ -375,14 +362,6 @@ def test_one_address_has_one_daemon(daemon_process):
     assert code == 2
     assert f"cannot listen on {address}" in text
     assert "Traceback" not in text
-
-
-@pytest.mark.slow
-def test_plain_tcp_is_refused_with_the_exit_code_of_wrong_usage(daemon_process):
-    refused = daemon_process("--coordinator", place())
-    code, text = refused.ended(within_s=5.0)
-    assert code == 1
-    assert "--insecure" in text
 
 
 @pytest.fixture(scope="module")
@@ -402,7 +381,7 @@ def credentials(directory, name: str) -> grpc.ChannelCredentials:
     return grpc.ssl_channel_credentials(authority, key, certificate)
 
 
-def test_with_certificates_nobody_else_joins_or_reads(daemon_process, pki, call_node):
+def test_with_certificates_nobody_else_joins_or_reads(daemon_process, pki, call_node, join):
     base, address = pki
     ours = base / "ours"
     a = daemon_process("--coordinator", address, "--node", "a", *tls_flags(ours, "a"))
@@ -418,16 +397,8 @@ def test_with_certificates_nobody_else_joins_or_reads(daemon_process, pki, call_
             call_node(
                 address, pb, "GetStatus", pb.GetStatusRequest(), credentials=stranger, name="a"
             )
-    request = node_service_pb2.JoinClusterRequest(identity=identity("c"))
     with pytest.raises(errors.PermissionDeniedError, match=r"node 'c'.*certificate is for .*'b'"):
-        call_node(
-            address,
-            node_service_pb2,
-            "JoinCluster",
-            request,
-            credentials=credentials(ours, "b"),
-            name="a",
-        )
+        join(address, identity("c"), credentials=credentials(ours, "b"), name="a")
     assert states(a) == {"a": "JOINED", "b": "JOINED"}
 
 
@@ -500,29 +471,6 @@ def test_the_coordinators_death_stops_nothing_and_its_return_is_noticed(daemon_p
         "cluster.joined",
     ]
     assert a.ask("ListGroups", node="b").groups
-
-
-@pytest.mark.slow
-def test_a_node_may_be_there_before_its_coordinator(daemon_process):
-    address = place()
-    b = daemon_process("--join", address, *plain_tcp(), "--node", "b")
-    eventually(lambda: cluster_of(b).error)
-    assert link(b) == "JOINING"
-    daemon_process("--coordinator", address, *plain_tcp(), "--node", "a")
-    joined(b)
-
-
-@pytest.mark.slow
-def test_a_node_that_is_killed_takes_its_place_again(daemon_process, restarted):
-    address = place()
-    a = daemon_process("--coordinator", address, *plain_tcp(), "--node", "a")
-    flags = ("--join", address, *plain_tcp(), "--node", "b")
-    b = daemon_process(*flags)
-    joined(b)
-    b = restarted(b, *flags)
-    joined(b)
-    assert states(a) == {"a": "JOINED", "b": "JOINED"}
-    assert a.ask("GetStatus", node="b").pid == b.pid
 
 
 @pytest.mark.parametrize("point", ["before_write", "torn_write", "after_write"])
