@@ -80,6 +80,7 @@ _NAMES_OF = {
 _MODULE_OF = {name: module for module, names in _NAMES_OF.items() for name in names}
 _SUBMODULES = {
     "convert": "ep_runtime_client.modules.convert",
+    "distributed": "ep_runtime_client.distributed",
     "errors": "ep_runtime.errors",
     "recipes": "ep_runtime_client.ops.quantize.formats.recipes",
     "sharding": "ep_runtime_client.modules.sharding",

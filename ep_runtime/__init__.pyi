@@ -16,6 +16,7 @@ from ep_runtime.errors import VersionSkewError as VersionSkewError
 from ep_runtime.layer_specs import LayerSpec as LayerSpec
 from ep_runtime.layout import recv_capacity as recv_capacity
 from ep_runtime.specs import GroupSpec as GroupSpec
+from ep_runtime_client import distributed as distributed
 from ep_runtime_client.base.layers import EpLayer as EpLayer
 from ep_runtime_client.base.layers import LayerStack as LayerStack
 from ep_runtime_client.base.layers import layer as layer

@@ -67,7 +67,16 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
 
 
 def test_submodules_show_their_public_names_alone() -> None:
-    for name in ("convert", "errors", "linen", "nnx", "optax", "recipes", "sharding"):
+    for name in (
+        "convert",
+        "distributed",
+        "errors",
+        "linen",
+        "nnx",
+        "optax",
+        "recipes",
+        "sharding",
+    ):
         module = getattr(ep_runtime, name)
         assert dir(module) == sorted(module.__all__)
         assert all(hasattr(module, each) for each in module.__all__)
