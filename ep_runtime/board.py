@@ -50,7 +50,7 @@ from ep_runtime.board_abi import (
 from ep_runtime.device_layout import flag_bytes, lane_rows, on_device
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime.layout import align_up
-from ep_runtime.specs import DTYPE_BYTES, GroupSpec
+from ep_runtime.specs import DTYPE_BYTES, STATE, GroupSpec
 from ep_runtime.text import printable
 
 __all__ = [
@@ -218,7 +218,12 @@ def lane_bytes(spec: GroupSpec) -> int:
 
 
 def window_bytes(spec: GroupSpec) -> int:
-    """Bytes of one world rank's window: lanes, and on a device its flags behind them."""
+    """Bytes of one world rank's window: lanes, and on a device its flags behind them.
+
+    A window of a job's state is one row of `hidden_size` bytes per token.
+    """
+    if spec.transport == STATE:
+        return spec.max_tokens_per_rank * spec.hidden_size
     return spec.lanes * lane_bytes(spec) + (flag_bytes(spec) if on_device(spec) else 0)
 
 

@@ -21,6 +21,8 @@ from ep_runtime.arguments import check_at_least, check_whole
 from ep_runtime.errors import InvalidArgumentError
 
 TRANSPORTS = ("memfd", "nvlink", "nccl", "xla")
+# In the place of a transport: windows hold a copy of a job's state, and no rows move.
+STATE = "state"
 # Transports that move rows by windows inside a node and by collectives between nodes.
 NODE_TRANSPORTS = ("memfd", "nccl")
 ON_OVERFLOW = ("drop", "error")
@@ -46,7 +48,7 @@ _CHOICES = {
     "max_token_dtype": tuple(DTYPE_BYTES),
     "on_overflow": ON_OVERFLOW,
     "combine_precision": COMBINE_PRECISIONS,
-    "transport": TRANSPORTS,
+    "transport": (*TRANSPORTS, STATE),
     "partitioning": PARTITIONINGS,
 }
 _WHOLE = ("num_experts", "hidden_size", "max_tokens_per_rank", "max_top_k", "alignment", "lanes")
@@ -102,7 +104,7 @@ class GroupSpec:
         alignment: the rows of each expert are padded to a multiple of this number.
         lanes: number of calls of the group that may move rows at once.
         on_overflow, combine_precision, partitioning: as in `Session.create_group`.
-        transport: how rows move; never "auto".
+        transport: how rows move, or STATE; never "auto".
         op_timeout_s, retain_s: seconds.
         num_sms: SMs that one kernel uses on a GPU; 0: the fastest number in our measurements.
         node_size: G, number of consecutive EP ranks that share windows, in a group over nodes; else

@@ -18,6 +18,7 @@ class Transport(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     TRANSPORT_NVLINK: _ClassVar[Transport]
     TRANSPORT_NCCL: _ClassVar[Transport]
     TRANSPORT_XLA: _ClassVar[Transport]
+    TRANSPORT_STATE: _ClassVar[Transport]
 
 class OnOverflow(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -58,6 +59,7 @@ TRANSPORT_MEMFD: Transport
 TRANSPORT_NVLINK: Transport
 TRANSPORT_NCCL: Transport
 TRANSPORT_XLA: Transport
+TRANSPORT_STATE: Transport
 ON_OVERFLOW_UNSPECIFIED: OnOverflow
 ON_OVERFLOW_DROP: OnOverflow
 ON_OVERFLOW_ERROR: OnOverflow

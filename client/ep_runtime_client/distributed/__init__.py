@@ -2,8 +2,9 @@
 
 from ep_runtime_client.distributed.fit_mesh import FittedMesh as FittedMesh
 from ep_runtime_client.distributed.fit_mesh import fit_mesh as fit_mesh
+from ep_runtime_client.distributed.state import State as State
 
-__all__ = ["FittedMesh", "fit_mesh"]
+__all__ = ["FittedMesh", "State", "fit_mesh"]
 
 
 def __dir__() -> list[str]:

@@ -148,6 +148,7 @@ class _Formation:
         try:
             if answer.group.window_bytes:
                 memory = fetch(self._client, control, spec.name, generation)
+            if spec.transport in native.PLATFORMS:
                 here = [int(m.world_rank) for m in answer.group.members if not m.node]
                 native_group = _map(spec, generation, memory, self._claim, here, self._client.job)
         except BaseException:

@@ -95,7 +95,8 @@ def make_group(
 ) -> HeldGroup:
     """Forms the group and makes it this process's live group of that name."""
     _check_free(client, spec.name)
-    _check_shared(client, spec, mesh)
+    owners = [int(device.process_index) for device in meshes.rank_devices(mesh, spec)]
+    check_shared(client, spec.name, owners)
     claim = _claim(spec, mesh)
     group = HeldGroup(client, mesh, forming.form(client, spec, claim, replace=replace))
     group.group = Group(group)
@@ -122,10 +123,10 @@ def _check_free(client: DaemonClient, name: str) -> None:
         )
 
 
-def _check_shared(client: DaemonClient, spec: specs.GroupSpec, mesh: Mesh) -> None:
-    """Raises InvalidArgumentError if the mesh's other processes cannot come to the group."""
-    name = spec.name
-    processes = meshes.processes_of(mesh)
+def check_shared(client: DaemonClient, name: str, owners: Sequence[int]) -> None:
+    """Raises InvalidArgumentError if the other processes of the ranks' `owners` cannot come to the
+    group."""
+    processes = sorted(set(owners))
     if len(processes) > 1 and client.alone:
         raise InvalidArgumentError(
             f"group {name!r} spans the processes {processes}, but ep.connect() came before "
@@ -136,11 +137,11 @@ def _check_shared(client: DaemonClient, spec: specs.GroupSpec, mesh: Mesh) -> No
             processes=processes,
         )
     if len(processes) > 1 and client.has_daemon:
-        _check_hosts(client, name, meshes.rank_devices(mesh, spec))
+        _check_hosts(client, name, owners)
 
 
-def _check_hosts(client: DaemonClient, name: str, devices: Sequence[Any]) -> None:
-    """Raises where the processes of the devices, in rank order, are on hosts without a cluster.
+def _check_hosts(client: DaemonClient, name: str, owners: Sequence[int]) -> None:
+    """Raises where the processes, in rank order, are on hosts without a cluster.
 
     Raises:
         InvalidArgumentError: they are on several hosts.
@@ -149,7 +150,6 @@ def _check_hosts(client: DaemonClient, name: str, devices: Sequence[Any]) -> Non
     jax_state.tell_host()  # needed if ep.connect() came before jax.distributed
     if _in_cluster(client):
         return
-    owners = [int(device.process_index) for device in devices]
     hosts = jax_state.hosts_of(dict.fromkeys(owners), client.timeout_s)
     by_host: dict[str, list[int]] = {}
     for process, host in sorted(hosts.items()):
@@ -197,6 +197,13 @@ def _claim(spec: specs.GroupSpec, mesh: Mesh) -> forming.Claim:
     return forming.Claim(tuple(ours), tuple(ordinals) if device_layout.on_device(spec) else ())
 
 
+def is_state(name: str) -> InvalidArgumentError:
+    """The error for a copy of a job's state where a group of tokens is asked for."""
+    return InvalidArgumentError(
+        f"group {name!r} is a copy of the job's state; `State.restore` reads it", argument="name"
+    )
+
+
 def stored_spec(client: DaemonClient, name: str) -> specs.GroupSpec:
     """The spec that the daemon keeps for a group of the session's job.
 
@@ -210,7 +217,10 @@ def stored_spec(client: DaemonClient, name: str) -> specs.GroupSpec:
         )
     control = client.control
     answer = control.call(control.groups.GetGroup, group_service_pb2.GetGroupRequest(name=name))
-    return asked(wire.group_spec_from_proto(answer.group.spec))
+    spec = asked(wire.group_spec_from_proto(answer.group.spec))
+    if spec.transport == specs.STATE:
+        raise is_state(name)
+    return spec
 
 
 def default_mesh(spec: specs.GroupSpec) -> Mesh:

@@ -32,7 +32,7 @@ _SPANNING = (*NODE_TRANSPORTS, "xla")
 
 def _cannot_span(group: GroupRecord, view: GroupView) -> InvalidArgumentError:
     return InvalidArgumentError(
-        f"transport={group.spec.transport!r} moves rows between GPUs of one node, and the ranks of "
+        f"transport={group.spec.transport!r} serves the ranks of one node, and the ranks of "
         f"group {group.owner.name!r} are on the nodes {sorted(view.nodes)}; choose "
         'transport="nccl" or transport="xla"',
         argument="transport",

@@ -33,10 +33,10 @@ def acquire(
     Without `world_ranks` it stands for every window here.
 
     Raises:
-        StaleHandleError, PermissionDeniedError: see GroupRecord.member.
+        StaleHandleError, PermissionDeniedError: see GroupRecord.check_reader.
         InvalidArgumentError: a rank out of range, or a group without windows.
     """
-    group.member(session, generation)
+    group.check_reader(session, generation)
     if not group.has_windows:
         raise InvalidArgumentError(
             f"group {group.owner.name!r} has transport {group.spec.transport!r}, which needs no "
@@ -74,7 +74,7 @@ def redeem(tokens: AttachTokens, session: SessionRecord, secret: str) -> tuple[l
     """
     token = tokens.take(secret, session)
     group, windows = token.group, token.group.windows
-    group.member(session, token.generation)
+    group.check_reader(session, token.generation)
     if windows is None or group.state is State.CLOSED:
         raise StaleHandleError(f"group {group.owner.name!r} is gone", group=group.owner.name)
     by_rank = {buffer.world_rank: buffer for buffer in windows.buffers}

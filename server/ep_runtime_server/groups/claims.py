@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 from ep_runtime import board, device_layout, wire
 from ep_runtime.errors import InvalidArgumentError
-from ep_runtime.specs import GroupSpec
+from ep_runtime.specs import STATE, TRANSPORTS, GroupSpec
 from ep_runtime.text import check_printable
 from ep_runtime.units import iec
 from ep_runtime_server.base import limits
 
-SERVED_TRANSPORTS = ("memfd", "nvlink", "nccl", "xla")
+SERVED_TRANSPORTS = (*TRANSPORTS, STATE)
 MAX_LANES = 64
 MAX_UUID_BYTES = 64
 MAX_GROUP_BYTES = 1 << 60  # the wire's int64 must hold every sum

@@ -289,7 +289,10 @@ class Groups(GroupBook):
         owner = Owner(session.uid, session.job, name)
         group = self.find(owner)
         if group is not None and group.generation == generation:
-            return self.leave(session, group) if session.session_id in group.members else 0
+            if session.session_id in group.members:
+                return self.leave(session, group)
+            held = group.windows  # a process that read a job's state
+            return self._pool.drop_holder(session.session_id, held) if held is not None else 0
         freed = 0
         for windows in self._pool.sets:
             if windows.owner == owner and windows.generation == generation:

@@ -15,7 +15,7 @@ from ep_runtime.errors import (
     PermissionDeniedError,
     StaleHandleError,
 )
-from ep_runtime.specs import NODE_TRANSPORTS, GroupSpec
+from ep_runtime.specs import NODE_TRANSPORTS, STATE, GroupSpec
 from ep_runtime.v1 import session_service_pb2, types_pb2
 from ep_runtime_server.callers.credentials import GivenOrder
 from ep_runtime_server.callers.sessions import SessionRecord
@@ -291,6 +291,14 @@ class GroupRecord:
                 group=self.owner.name,
             )
         return member
+
+    def check_reader(self, session: SessionRecord, generation: int) -> None:
+        """Checks that the session may have the memory: every process of the job may read its state,
+        because a process may be gone or new. Raises as `member`."""
+        if self.spec.transport == STATE:
+            self.check_generation(generation)
+        else:
+            self.member(session, generation)
 
     def check_generation(self, generation: int) -> None:
         """Raises StaleHandleError naming both generations."""
