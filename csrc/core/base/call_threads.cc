@@ -1,3 +1,4 @@
+// CallThreads: starts, reuses and parks threads.
 #include "core/base/call_threads.h"
 
 #include <pthread.h>
@@ -49,8 +50,8 @@ void CallThreads::Start(std::function<void()> work) {
     start.release();
     return;
   }
-  // No thread to be had: run here. The call may then hold up the thread that would have brought
-  // its peers, but its wait is bounded and ends with an error that names them.
+  // No thread could be started, so run the work here. The call may then hold up the thread that
+  // would have brought its peers, but its wait is bounded and ends with an error that names them.
   start->work();
 }
 

@@ -1,3 +1,4 @@
+// CallThreads: threads that CPU calls run on.
 #ifndef EP_RUNTIME_CORE_BASE_CALL_THREADS_H_
 #define EP_RUNTIME_CORE_BASE_CALL_THREADS_H_
 

@@ -1,4 +1,4 @@
-// How a thread rounds numbers next to zero.
+// Flushes subnormal numbers to zero in the calling thread.
 #ifndef EP_RUNTIME_CORE_BASE_FLOAT_MODE_H_
 #define EP_RUNTIME_CORE_BASE_FLOAT_MODE_H_
 
@@ -9,9 +9,9 @@
 
 namespace ep_runtime {
 
-// Subnormal operands and results count as zero in this thread from here on: so compute XLA's
-// threads, and both transports must give the same bits. A new thread starts with the mode of
-// whichever thread made it.
+// From here on this thread treats subnormal operands and results as zero. XLA's threads do the
+// same, and both transports must give the same bits. A new thread inherits the mode of the thread
+// that created it.
 inline void FlushSubnormals() {
 #if defined(__SSE__)
   constexpr uint32_t kFlushToZero = 0x8000;

@@ -1,3 +1,4 @@
+// Futexes and a lock for memory that processes share.
 #ifndef EP_RUNTIME_CORE_BASE_FUTEX_H_
 #define EP_RUNTIME_CORE_BASE_FUTEX_H_
 
@@ -22,7 +23,7 @@ inline int64_t NowNs() {
 }
 
 // Sleeps while `word` holds `seen`, at most `timeout_ns`. May return early. The futexes are not
-// private: processes meet on the board.
+// private, because processes share the board.
 inline void FutexWait(Word* word, uint32_t seen, int64_t timeout_ns) {
   timespec timeout{timeout_ns / 1000000000, timeout_ns % 1000000000};
   syscall(SYS_futex, reinterpret_cast<uint32_t*>(word), FUTEX_WAIT, seen, &timeout, nullptr, 0);
@@ -44,8 +45,8 @@ class SharedLock {
  public:
   explicit SharedLock(Word* word) : word_(word) {}
 
-  // False when the lock stayed taken for `timeout_ns`, or `abandoned()` says that nobody needs
-  // it any more: its holder is stopped or dead.
+  // Returns false if the lock stays taken for `timeout_ns`, or once `abandoned()` says that nobody
+  // needs the lock any more. In both cases its holder is stopped or dead.
   template <typename Abandoned>
   bool Lock(int64_t timeout_ns, Abandoned abandoned) {
     uint32_t free = 0;

@@ -1,6 +1,6 @@
-// What the operand `layer_index` of a call says: which layer of a stack, and whether the call has
-// been made before in this step and is made again, as the backward pass of a rematerialised layer
-// does. Such a call moves rows as any other and counts none.
+// The operand `layer_index` of a call: the layer's index in its stack, plus kMadeAgain if the step
+// has made this call before, as the backward pass of a rematerialised layer does. A call made again
+// moves rows like any other, but its rows are not counted.
 
 #ifndef EP_RUNTIME_CORE_BASE_LAYER_INDEX_H_
 #define EP_RUNTIME_CORE_BASE_LAYER_INDEX_H_

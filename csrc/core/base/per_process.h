@@ -1,4 +1,4 @@
-// What one process has once.
+// One object of a type for each process.
 #ifndef EP_RUNTIME_CORE_BASE_PER_PROCESS_H_
 #define EP_RUNTIME_CORE_BASE_PER_PROCESS_H_
 
@@ -9,11 +9,11 @@
 
 namespace ep_runtime {
 
-// This process's T, made when it is first asked for. A forked child gets a fresh one: its parent's
-// threads are gone and its mappings too, so it must open groups of its own.
+// Returns this process's T, created on first use. A forked child gets a new one, because its
+// parent's threads and mappings are gone: it must open groups of its own.
 //
-// Never destroyed: XLA's threads may still end calls while the process exits. What a fork abandons
-// leaks in the child for the same reason.
+// T is never destroyed, because XLA's threads may still end calls while the process exits. For the
+// same reason the object of the parent leaks in a forked child.
 template <typename T>
 T& OfThisProcess() {
   static std::atomic<T*> made{nullptr};

@@ -1,3 +1,4 @@
+// RecentMap: a map that forgets its oldest entries.
 #ifndef EP_RUNTIME_CORE_BASE_RECENT_MAP_H_
 #define EP_RUNTIME_CORE_BASE_RECENT_MAP_H_
 
@@ -8,11 +9,11 @@
 
 namespace ep_runtime {
 
-// A map of at most `kMost` entries: where there are more, the one that was added first goes.
+// A map of at most `kMost` entries. When it is full, a new entry replaces the oldest one.
 template <typename Key, typename Value, size_t kMost>
 class RecentMap {
  public:
-  // The value of `key`, made of `args` where it is new; and whether it is.
+  // Returns the value of `key`, made of `args` if the key is new, and whether the key is new.
   template <typename... Args>
   std::pair<Value&, bool> Add(const Key& key, Args&&... args) {
     auto [found, is_new] = entries_.try_emplace(key, std::forward<Args>(args)...);
@@ -25,7 +26,7 @@ class RecentMap {
     }
     return {found->second, is_new};
   }
-  // Null where it is not there, or no more.
+  // Returns null if `key` was never added or has been forgotten.
   const Value* Find(const Key& key) const {
     auto found = entries_.find(key);
     return found == entries_.end() ? nullptr : &found->second;

@@ -1,3 +1,4 @@
+// Settings: a group's settings by name.
 #ifndef EP_RUNTIME_CORE_BASE_SETTINGS_H_
 #define EP_RUNTIME_CORE_BASE_SETTINGS_H_
 
@@ -9,19 +10,19 @@
 
 namespace ep_runtime {
 
-// A group's settings by the names that `GroupSpec` in ep_runtime/specs.py gives them, so that one
-// more needs nothing but its reader here. Seconds ("op_timeout_s") are whole nanoseconds
-// ("op_timeout_ns"), for no locale of the process changes how those are written.
+// A group's settings by the names of `GroupSpec` in ep_runtime/specs.py, so that a new setting
+// needs only a reader here. Seconds ("op_timeout_s") arrive as whole nanoseconds ("op_timeout_ns"),
+// because a process's locale cannot change how integers are written.
 class Settings {
  public:
-  // A line for each, "name=value".
+  // `lines` has one line "name=value" for each setting.
   explicit Settings(std::string lines) : lines_("\n" + std::move(lines) + "\n") {}
 
-  // Each is an error where nobody gave that setting.
+  // Each Read fails if the group has no such setting.
   Status Read(const char* name, std::string* value) const;
   Status Read(const char* name, int64_t* value) const;
 
-  // Equal where every setting is.
+  // Equal for two groups if all their settings are equal.
   const std::string& lines() const { return lines_; }
 
  private:

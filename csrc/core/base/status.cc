@@ -1,3 +1,4 @@
+// Status and Error: texts of errors.
 #include "core/base/status.h"
 
 #include <cstdio>

@@ -1,3 +1,4 @@
+// Status, and Error that builds one.
 #ifndef EP_RUNTIME_CORE_BASE_STATUS_H_
 #define EP_RUNTIME_CORE_BASE_STATUS_H_
 
@@ -41,7 +42,7 @@ class Error {
   Error(Code code, const char* class_name) : code_(code), class_name_(class_name) {}
 
   Error& Says(std::string message);
-  // Where it happened, before the message.
+  // Puts `where` in front of the message.
   Error& In(const std::string& where);
   Error& With(const char* field, int64_t value);
   Error& With(const char* field, double value);

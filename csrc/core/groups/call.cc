@@ -1,3 +1,4 @@
+// Call: one rank's part of a call on CPU.
 #include "core/groups/call.h"
 
 #include <algorithm>
@@ -47,8 +48,8 @@ Status Call::TimedOut(int64_t waited_ns, int64_t waiting_for) const {
       .With("waited_s", waited_s);
 }
 
-// What ends a wait besides its word. A closed group only ends meetings that are not complete:
-// a call with all ranks inside finishes by itself.
+// Returns the error that ends a wait early, if there is one. A closed group ends only meetings that
+// are incomplete: a call that all ranks have joined finishes.
 Status Call::Look(int64_t started_ns, bool gathering, int64_t waiting_for) const {
   EP_RETURN_IF_ERROR(group().RunFailure(context_.run));
   EP_RETURN_IF_ERROR(
@@ -59,20 +60,20 @@ Status Call::Look(int64_t started_ns, bool gathering, int64_t waiting_for) const
   return TimedOut(waited_ns, waiting_for);
 }
 
-// Sleeps end at the budget, and often enough to see a poison or a failed run.
+// Returns how long a wait may sleep: until its budget ends, and briefly enough to notice poison or
+// a failed run.
 int64_t Call::SliceNs(int64_t started_ns) const {
   const int64_t left_ns = started_ns + group().options().op_timeout_ns - NowNs();
   return std::clamp(left_ns, int64_t{100'000}, kWaitSliceNs);
 }
 
-// What shows, while ranks of several processes gather, that some will not come. A rank that is
-// only late is waited for; where the wait ends at its budget, calls that missed each other are
-// named.
+// While ranks of several processes gather, looks for ranks that will never join. Late ranks are
+// waited for. If the wait reaches its budget, the error names the calls that missed each other.
 Status Call::LookForAbsent(MeetingPlace& place, const MeetingSlot& slot, int64_t first_rank,
                            int64_t started_ns) const {
   if (!group().several_processes()) return Status();
   for (int rank = 0; rank < place.ranks(); ++rank) {
-    // In this order: a rank joins its last call before its process leaves.
+    // HasLeft before Joined, because a rank joins its last call before its process leaves.
     if (group().HasLeft(first_rank + rank) && !place.Joined(slot, rank)) {
       return group().LeftError(context_.layer.name, context_.op, first_rank + rank);
     }
@@ -95,7 +96,7 @@ Status Call::LookForAbsent(MeetingPlace& place, const MeetingSlot& slot, int64_t
           .With("layer", context_.layer.name)
           .With("op", std::string(OpName(context_.op)))
           .With("calls", misfit.text);
-  group().FailElsewhere(misfit.other, error);  // by our names those who wait there do not find it
+  group().FailElsewhere(misfit.other, error);  // its ranks do not know this run's name
   return error;
 }
 
@@ -109,7 +110,7 @@ Status Call::FailedOnPeer(int64_t rank) const {
       .With("epoch", static_cast<int64_t>(record_.epoch));
 }
 
-// Records the error for the other calls of this run before anybody is woken to look for it.
+// Records the error for the other calls of this run, before any of them wakes up to look for it.
 Status Call::Failed(Status error) {
   group().FailRun(context_.run, error);
   return error;
@@ -125,7 +126,7 @@ Status Call::Meet(MeetingPlace& place, int rank, int64_t first_rank, const Verdi
   MeetingSlot* slot = nullptr;
   Status joined = place.Join(tag, rank, verdict, &slot);
   if (!joined.ok()) {
-    EP_RETURN_IF_ERROR(Look(started_ns, /*gathering=*/true, -1));  // a poison says more
+    EP_RETURN_IF_ERROR(Look(started_ns, /*gathering=*/true, -1));  // poison gives the better error
     return joined;
   }
   for (;;) {
@@ -149,8 +150,8 @@ Status Call::Meet(MeetingPlace& place, int rank, int64_t first_rank, const Verdi
   return Status();
 }
 
-// Who came after this rank, of a call that all have come to. The others of a rank wait for the last
-// one alone, so the wait is that one's.
+// Tallies the peers that came after this rank to a call that all ranks have joined. A rank waits
+// until the last peer has come, so the whole wait is charged to that peer.
 void Call::TallyArrivals() {
   int64_t last = -1;
   int64_t longest_ns = 0;
@@ -219,7 +220,7 @@ Status Call::Await(int64_t source, uint32_t phase) {
   for (;;) {
     const uint32_t seen = word.load(std::memory_order_acquire);
     if (seen >= phase) break;
-    // In this order: a peer tells its error before it says that it failed.
+    // `failed` before Look, because a peer publishes its error before it sets `failed`.
     const bool peer_failed = failed.load(std::memory_order_acquire) != 0;
     EP_RETURN_IF_ERROR(Look(started_ns, /*gathering=*/false, first_rank_ + source));
     if (peer_failed) return FailedOnPeer(first_rank_ + source);

@@ -1,3 +1,4 @@
+// Call: one rank's part of a call on CPU.
 #ifndef EP_RUNTIME_CORE_GROUPS_CALL_H_
 #define EP_RUNTIME_CORE_GROUPS_CALL_H_
 
@@ -13,18 +14,18 @@
 
 namespace ep_runtime {
 
-// Everything that names one rank's part of a call.
+// Everything that identifies one rank's part of a call.
 struct CallContext {
   std::shared_ptr<Group> group;
   LayerEntry layer;
   OpCode op = OpCode::kNone;
   int64_t world_rank = 0;
   uint32_t handle = 0;
-  int64_t row_alignment = 1;  // of zones as they lie in this call's slab; it divides the layer's
+  int64_t row_alignment = 1;  // of zones in this call's slab; divides the layer's alignment
   CallKey key{};
-  uint64_t run = 0;  // as XLA names it here
+  uint64_t run = 0;  // XLA's id of the run in this process
   CallSite site{};
-  bool counts = true;  // rows; a call that a step makes again counts none
+  bool counts = true;  // false: rows are not counted, because the step makes the call again
 };
 
 // One rank's part of one call. Between Run's meeting and its end the ranks of the domain share a
@@ -38,19 +39,19 @@ class Call {
   Call(const Call&) = delete;
   Call& operator=(const Call&) = delete;
 
-  // Meets the peers, runs `body` with the lane, and gives the lane back. An error of any rank
-  // ends the call on all of them.
+  // Meets the peers, runs `body` with the lane, and gives the lane back. An error of any rank ends
+  // the call on all ranks.
   Status Run(const std::function<Status(Call&)>& body);
 
-  // After Run, in a group with on_overflow="error": tells every rank of the world what this one
-  // demanded. All of them return the same CapacityOverflowError, or none does.
+  // Exchanges the demand of every rank of the world, after Run, in a group with
+  // on_overflow="error". Either all ranks return the same CapacityOverflowError, or none does.
   Status GatherVerdict(int64_t demand, int64_t capacity);
 
-  // Tells the peers that this rank's writes of `phase` (1, 2, ...) are in their windows.
+  // Tells the peers that this rank has finished writing `phase` (1, 2, ...) to their windows.
   void Signal(uint32_t phase);
   // Waits until EP rank `source` has signalled `phase`.
   Status Await(int64_t source, uint32_t phase);
-  // Removes from `pending` a source that has signalled `phase`; waits only when none has.
+  // Removes from `pending` a source that has signalled `phase`. Waits only if no source has.
   Status NextReady(std::vector<int64_t>* pending, uint32_t phase, int64_t* source);
 
   Group& group() const { return *context_.group; }
@@ -58,10 +59,10 @@ class Call {
   Alignments alignments() const { return {layer().alignment, context_.row_alignment}; }
   int64_t ep_rank() const { return ep_rank_; }
   int64_t ep_size() const { return ep_size_; }
-  // Sources or destinations, this rank first, then round the ring.
+  // All EP ranks, this rank first and then around the ring: the order of sources and destinations.
   std::vector<int64_t> Ring() const;
 
-  // Lane parts of EP rank `dest` that `source` writes.
+  // Parts of EP rank `dest`'s lane that `source` writes.
   uint8_t* Rows(int64_t dest, int64_t source) const {
     return group().Rows(first_rank_ + dest, record_.lane, source);
   }
@@ -72,13 +73,13 @@ class Call {
     return group().Counts(first_rank_ + dest, record_.lane, source);
   }
 
-  // Reported to the board when the call ends.
+  // Counts rows that the call reports to the board when it ends.
   void CountRows(int64_t rows, int64_t dropped_rows) {
     if (!context_.counts) return;
     rows_ = rows;
     dropped_rows_ = dropped_rows;
   }
-  // What a prepare found: this rank's tokens, and the rows of each of its experts.
+  // Adds the load of a prepare: this rank's tokens, and the rows of each of its experts.
   void CountLoad(int64_t tokens, const int64_t* rows) {
     if (context_.counts) tally_.AddLoad(index(), tokens, rows);
   }

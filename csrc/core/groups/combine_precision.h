@@ -1,9 +1,10 @@
+// CombinePrecision: the type in which combine sends sums.
 #ifndef EP_RUNTIME_CORE_GROUPS_COMBINE_PRECISION_H_
 #define EP_RUNTIME_CORE_GROUPS_COMBINE_PRECISION_H_
 
 namespace ep_runtime {
 
-// How a rank's sum of a token's rows travels back to the token, and is rounded for that.
+// How the sum of a token's rows on one rank is rounded for its way back to the token.
 enum class CombinePrecision {
   kFast,   // in the type of the rows
   kExact,  // in f32 (f64 of f64 rows)

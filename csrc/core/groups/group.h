@@ -1,3 +1,4 @@
+// Group: an open group of this process.
 #ifndef EP_RUNTIME_CORE_GROUPS_GROUP_H_
 #define EP_RUNTIME_CORE_GROUPS_GROUP_H_
 
@@ -28,29 +29,30 @@ struct GroupOptions {
   uint64_t generation;
   GroupSizes sizes;
   Settings settings;
-  // Of the settings, what calls look at.
+  // Settings that calls read.
   int64_t op_timeout_ns;
   bool error_on_overflow;
   CombinePrecision combine_precision;
-  bool debug;                        // checks indices, fills undefined memory with 0xFF
+  bool debug;                        // check indices, and fill undefined memory with 0xFF
   std::vector<int64_t> local_ranks;  // world ranks that this process drives
-  int64_t window_bytes = 0;          // of windows that a GroupDevice maps; 0: in host memory
-  bool tell_progress = true;         // devices write what they do to the board
+  int64_t window_bytes =
+      0;  // size of windows that a GroupDevice maps; 0: windows are in host memory
+  bool tell_progress = true;  // devices write their progress to the board
 };
 
-// What a group has on devices other than the CPU. Made before the group's first call.
+// The part of a group on devices other than the CPU. It is created before the group's first call.
 class GroupDevice {
  public:
   virtual ~GroupDevice() = default;
-  // No call is running any more: memory may be unmapped.
+  // Unmaps memory. Called once no call is running.
   virtual void Close() = 0;
-  // The first error that a device left since the last time this was asked, or "".
+  // Returns the first error that a device left since the last TakeError, or "".
   virtual std::string TakeError() = 0;
   virtual void FillStaging(int byte) = 0;
 };
 
-// One open group of this process: its board and every window it may write. Calls hold it by
-// shared_ptr, so memory stays mapped until the last one has returned.
+// One open group of this process: its board and every window it may write. Calls hold the group by
+// shared_ptr, so memory stays mapped until the last call has returned.
 class Group {
  public:
   // Maps board and windows (one fd per world rank, -1 for a rank of another node, no fds for
@@ -68,7 +70,7 @@ class Group {
   RankTally& tally(int64_t world_rank) { return tallies_[world_rank]; }
   HandleRecord& handle_record(uint32_t index) { return handles_[index]; }
 
-  // Parts of `lane` of that world rank's window that EP rank `source` writes.
+  // Parts of `lane` in the window of `world_rank` that EP rank `source` writes.
   uint8_t* Rows(int64_t world_rank, int lane, int64_t source) const {
     return LaneStart(world_rank, lane) + source * lane_layout_.source_rows_bytes;
   }
@@ -81,9 +83,9 @@ class Group {
                                       source * lane_layout_.source_counts_bytes);
   }
 
-  // True where other processes drive some of the ranks: of this node, where windows tell which.
+  // True if other processes drive some ranks of this node, or, without window fds, of the world.
   bool several_processes() const { return num_local_ < num_here_; }
-  // The lowest world rank of this node: it counts the calls for the board.
+  // The lowest world rank of this node, whose process counts calls on the board.
   int64_t first_here() const { return first_here_; }
   bool IsLocal(int64_t world_rank) const { return local_[world_rank]; }
   // True once the rank's process has closed the group, after its last call has ended.
@@ -92,12 +94,13 @@ class Group {
   }
   Status LeftError(const std::string& layer_name, OpCode op, int64_t world_rank) const;
 
-  // Success while the generation may be used; else the error by which every call leaves it.
+  // Success while the generation may be used, otherwise the error with which every call leaves it.
   Status Alive(const std::string& layer_name, OpCode op, int64_t epoch) const;
-  // As Alive, of the first call of that run in this process: a run that began whole goes on to its
-  // end, or some devices would wait in a collective of XLA for others whose calls had failed.
+  // Like Alive, for the first call of `run` in this process. A run that began before the poison
+  // goes on to its end; otherwise some devices would wait in an XLA collective for devices whose
+  // calls failed.
   Status AtStart(uint64_t run, const std::string& layer_name, OpCode op);
-  // True once the generation must be left.
+  // True once every call must leave the generation.
   bool Poisoned() const;
   bool closed() const { return calls_.closed(); }
   Status ClosedError(const std::string& layer_name) const;
@@ -108,24 +111,24 @@ class Group {
   // Refuses further calls and waits, at most `timeout_ns`, for the running ones.
   void Close(int64_t timeout_ns);
 
-  // The error of a failed run, also where it failed in another process.
+  // Returns the error of a failed run, even if it failed in another process.
   Status RunFailure(uint64_t run);
   // Ends that run everywhere with `error`, unless it has failed already.
   void FailRun(uint64_t run, const Status& error);
-  // The same of a run that this process has no part in.
+  // Ends a run that only other processes take part in.
   void FailElsewhere(const Launches::Reached& reached, const Status& error) {
     failures_.Publish(reached, error);
   }
 
   void RecordError(const std::string& text);
-  // The first error since the last time this was asked, or "".
+  // Returns the first error since the last TakeError, or "".
   std::string TakeError();
 
-  // Fills every lane of every window; for tests that prove that stale bytes do not leak.
+  // Fills every lane of every window. Tests prove with it that stale bytes do not leak.
   void FillStaging(int byte);
 
   const BoardHeader& header() const { return *header_; }
-  // For records that devices write: their clocks are not the host's.
+  // Writes the host's time to the board, because devices write records but their clocks differ.
   void TellTime() {
     header_->now_ns.store(static_cast<uint64_t>(NowNs()), std::memory_order_relaxed);
   }

@@ -1,3 +1,4 @@
+// LayerTable: open groups and their layers.
 #ifndef EP_RUNTIME_CORE_GROUPS_LAYER_TABLE_H_
 #define EP_RUNTIME_CORE_GROUPS_LAYER_TABLE_H_
 
@@ -14,8 +15,9 @@
 
 namespace ep_runtime {
 
-// Open groups by number and their layers by id: programs carry layer ids only, calls resolve them
-// here. A `LayerOf` has id, name and fingerprint, a `GroupOf` options() with name and generation.
+// Open groups by number and their layers by id. Programs carry layer ids only, and calls resolve
+// them here. A `LayerOf` has id, name and fingerprint; a `GroupOf` has options() with name and
+// generation.
 template <typename LayerOf, typename GroupOf>
 class LayerTable {
  public:
@@ -25,14 +27,15 @@ class LayerTable {
     return last_group_id_;
   }
 
-  // Null where that group is not open.
+  // Returns null if that group is not open.
   std::shared_ptr<GroupOf> FindGroup(int64_t id) const {
     std::shared_lock<std::shared_mutex> lock(mutex_);
     auto found = groups_.find(id);
     return found == groups_.end() ? nullptr : found->second;
   }
 
-  // The group, open no more, or null. Its layers stay known: their calls say that it is closed.
+  // Removes and returns the group, or returns null. Its layers stay known, so that their calls can
+  // say that the group is closed.
   std::shared_ptr<GroupOf> RemoveGroup(int64_t id) {
     std::unique_lock<std::shared_mutex> lock(mutex_);
     auto found = groups_.find(id);
@@ -45,7 +48,7 @@ class LayerTable {
     return group;
   }
 
-  // All of them or, where an id is another open group's, none.
+  // Adds all layers, or none if one of the ids belongs to another open group.
   Status AddLayers(int64_t group_id, const std::vector<LayerOf>& layers) {
     std::unique_lock<std::shared_mutex> lock(mutex_);
     auto found = groups_.find(group_id);
@@ -78,14 +81,14 @@ class LayerTable {
     }
   }
 
-  // The name of a layer, also of one that was closed; its number where nobody knows it.
+  // Returns the name of a layer, open or closed, or its id if the layer is unknown.
   std::string LayerName(uint64_t layer_id) const {
     std::shared_lock<std::shared_mutex> lock(mutex_);
     auto found = layers_.find(layer_id);
     return found == layers_.end() ? std::to_string(layer_id) : found->second.layer.name;
   }
 
-  // The open layer and its group, or the StaleHandleError that says why there is none.
+  // Finds the open layer and its group, or returns the StaleHandleError that says why it cannot.
   Status Resolve(uint64_t layer_id, uint64_t fingerprint, LayerOf* layer,
                  std::shared_ptr<GroupOf>* group) const {
     std::shared_lock<std::shared_mutex> lock(mutex_);
@@ -108,7 +111,7 @@ class LayerTable {
   struct Registered {
     LayerOf layer;
     int64_t group_id;
-    std::shared_ptr<GroupOf> group;  // null once closed; the rest stays, to name it in errors
+    std::shared_ptr<GroupOf> group;  // null once closed; the other fields stay for errors
     std::string group_name;
     uint64_t generation;
   };

@@ -1,3 +1,4 @@
+// Registry: open groups over windows.
 #include "core/groups/registry.h"
 
 #include "core/base/per_process.h"

@@ -1,3 +1,4 @@
+// Registry: open groups over windows.
 #ifndef EP_RUNTIME_CORE_GROUPS_REGISTRY_H_
 #define EP_RUNTIME_CORE_GROUPS_REGISTRY_H_
 
@@ -18,13 +19,13 @@ struct LayerEntry {
   int64_t top_k = 0;
   int64_t alignment = 1;
   int64_t in_flight = 1;
-  uint32_t handle_base = 0;  // index of its handle 0 on the board
+  uint32_t handle_base = 0;  // board index of the layer's handle 0
 };
 
-// What this process has open over windows.
+// Open groups of this process whose rows travel through windows, and their layers.
 class Registry : public LayerTable<LayerEntry, Group> {
  public:
-  // Also an error where handles of a layer have no place on the board.
+  // Also fails if the board has no room for a layer's handles.
   Status AddLayers(int64_t group_id, const std::vector<LayerEntry>& layers);
 };
 

@@ -1,3 +1,4 @@
+// RunningCalls: counts the running calls of a group.
 #ifndef EP_RUNTIME_CORE_GROUPS_RUNNING_CALLS_H_
 #define EP_RUNTIME_CORE_GROUPS_RUNNING_CALLS_H_
 
@@ -9,10 +10,10 @@
 
 namespace ep_runtime {
 
-// The calls of a group that are running: who closes it waits for them.
+// Counts the running calls of a group, so that closing the group can wait for them.
 class RunningCalls {
  public:
-  // False once closed.
+  // Returns false once the group is closed.
   bool Begin() {
     std::lock_guard<std::mutex> lock(mutex_);
     if (closed()) return false;
@@ -23,8 +24,8 @@ class RunningCalls {
     std::lock_guard<std::mutex> lock(mutex_);
     if (--running_ == 0) none_.notify_all();
   }
-  // Refuses further calls and waits, at most `timeout_ns`, for the running ones; false where some
-  // still run.
+  // Refuses further calls and waits at most `timeout_ns` for the running ones. Returns false if
+  // some still run.
   bool Close(int64_t timeout_ns) {
     std::unique_lock<std::mutex> lock(mutex_);
     closed_.store(true, std::memory_order_release);

@@ -1,3 +1,4 @@
+// FailureRing: failed runs on the board.
 #include "core/meeting/failure_ring.h"
 
 #include <algorithm>
@@ -7,7 +8,8 @@
 namespace ep_runtime {
 namespace {
 
-// Cut where it does not fit, with the fields left off so that the rest can still be read.
+// Cuts `text` to `bytes` if it is longer. Drops its JSON fields, so that readers can still parse
+// it.
 std::string Fitting(const std::string& text, size_t bytes) {
   static const std::string kNoFields = " {}";
   if (text.size() <= bytes) return text;
@@ -44,7 +46,7 @@ void FailureRing::Import(FailedRuns* runs) {
   for (; next < claimed; ++next) {
     const FailureRecord& record = records_[next % kFailureRecords];
     const uint64_t ticket = record.ticket.load(std::memory_order_acquire);
-    if (ticket < next + 1) break;  // its writer is about to finish it
+    if (ticket < next + 1) break;  // the writer is about to finish this record
     if (ticket > next + 1) continue;
     const Launches::Reached reached{record.site_name, record.launch};
     const auto code = static_cast<Code>(record.code);

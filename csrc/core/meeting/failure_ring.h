@@ -1,3 +1,4 @@
+// FailureRing: failed runs on the board.
 #ifndef EP_RUNTIME_CORE_MEETING_FAILURE_RING_H_
 #define EP_RUNTIME_CORE_MEETING_FAILURE_RING_H_
 
@@ -16,12 +17,12 @@ class FailureRing {
  public:
   FailureRing() = default;
 
-  // Later failures count, earlier ones belong to runs that are over.
+  // Reads failures published from now on only, because earlier runs are over.
   void Bind(BoardHeader* header, FailureRecord* records);
 
-  // `reached` names the run: a call site that this process has reached in it.
+  // `reached` identifies the run by a call site that this process has reached in it.
   void Publish(const Launches::Reached& reached, const Status& error);
-  // Adds what was published since the last time.
+  // Adds failures published since the last Import to `runs`.
   void Import(FailedRuns* runs);
 
  private:

@@ -1,3 +1,4 @@
+// MeetingPlace: joining, granting lanes and leaving.
 #include "core/meeting/meeting.h"
 
 #include <unistd.h>
@@ -7,7 +8,7 @@
 namespace ep_runtime {
 namespace {
 
-// Critical sections are microseconds long; a lock held longer has a stopped or dead holder.
+// Critical sections last microseconds. If a lock is held longer, its holder is stopped or dead.
 constexpr int64_t kLockBudgetNs = 20'000'000'000;
 
 uint32_t HashOf(const CallKey& key) {
@@ -17,7 +18,8 @@ uint32_t HashOf(const CallKey& key) {
 
 class Locked {
  public:
-  // A dead holder's lock is never taken again: its peers leave with the poison of its death.
+  // Nobody takes over the lock of a dead holder. Its peers leave when its death poisons the
+  // generation.
   Locked(Control* control, const PoisonWatch& poison)
       : lock_(&control->lock), held_(lock_.Lock(kLockBudgetNs, [&] { return poison.poisoned(); })) {
     if (held_) control->owner.store(static_cast<uint32_t>(getpid()), std::memory_order_relaxed);
@@ -142,7 +144,7 @@ Status MeetingPlace::Join(const CallTag& tag, int rank, const Verdict& verdict, 
     slot->verdict_capacity = verdict.capacity;
   }
   mask.fetch_or(bit, std::memory_order_release);
-  // In a failed meeting ranks only leave; who joins late sees the state and leaves too.
+  // Ranks can only leave a failed meeting. A rank that joins late sees the state and leaves too.
   if (slot->state.load(std::memory_order_relaxed) == kSlotGathering && slot->inside == ranks_) {
     GrantOrQueue(slot);
   }

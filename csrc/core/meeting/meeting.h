@@ -1,7 +1,7 @@
-// Where the ranks of one call find each other.
+// The place where the ranks of one call find each other.
 //
-// Devices start independent calls in different orders, so ranks meet by the call's key, and only
-// the last rank to arrive takes a lane: a lane taken on the way to a meeting would be a deadlock.
+// Devices start independent calls in different orders. So ranks meet by the call's key, and only
+// the last rank to arrive takes a lane: ranks that took lanes before all have met could deadlock.
 #ifndef EP_RUNTIME_CORE_MEETING_MEETING_H_
 #define EP_RUNTIME_CORE_MEETING_MEETING_H_
 
@@ -18,20 +18,21 @@ namespace ep_runtime {
 // Names one call of one program run, the same on every rank.
 struct CallKey {
   uint64_t call;    // call site, and how often it ran before in this run
-  uint64_t launch;  // of the program, by number; by XLA's name where one process drives all ranks
+  uint64_t launch;  // number of the launch; XLA's run id if one process drives all ranks
 };
 
-// The call site behind a key, as all processes name it; zeros where one process drives all ranks.
+// The call site behind a key, by the name all processes share. Zeros if one process drives all
+// ranks.
 struct CallSite {
   uint64_t name;
-  uint32_t ordinal;     // among this process's sites of one layer, handle and op
-  uint32_t repetition;  // in this run
+  uint32_t ordinal;     // index among this process's sites of the same layer, handle and op
+  uint32_t repetition;  // how often the site ran before in this run
 };
 
-// What a call is; ranks that meet under one key must agree on it.
+// Description of a call. Ranks that meet under one key must agree on it.
 struct CallTag {
   CallKey key;
-  uint64_t run;  // as XLA names it here
+  uint64_t run;  // XLA's id of the run in this process
   CallSite site;
   OpCode op;
   uint64_t layer_id;
@@ -44,25 +45,25 @@ struct Verdict {
   int64_t capacity = 0;
 };
 
-// The word that ends every wait of a generation.
+// The word that ends every wait of a generation, and the generation.
 struct PoisonWatch {
   const Word64* word;
   uint64_t generation;
   bool poisoned() const { return word->load(std::memory_order_acquire) >= generation; }
 };
 
-// A meeting place on the board: a domain's, whose grants carry a lane, or the group's, which has
-// no lanes and gathers a verdict. Pointers stay valid as long as the board is mapped.
+// A meeting place on the board. A domain's place grants lanes. The group's place has no lanes and
+// gathers a verdict. Pointers stay valid as long as the board is mapped.
 class MeetingPlace {
  public:
-  // What moved in this time is not looked at for misfits.
+  // Meetings that changed more recently than this are not searched for misfits.
   static constexpr int64_t kMisfitNs = 4'000'000'000;
 
   MeetingPlace() = default;
   MeetingPlace(uint8_t* control, PoisonWatch poison);
 
-  // Joins the meeting of `tag.key` as `rank`, without waiting. The slot is held until Leave.
-  // Verdicts of the ranks are merged: the lowest rank with one wins.
+  // Joins the meeting of `tag.key` as `rank`, without waiting. The slot is held until Leave. The
+  // meeting keeps the verdict of the lowest rank that has one.
   Status Join(const CallTag& tag, int rank, const Verdict& verdict, MeetingSlot** slot);
 
   // Leaves a joined slot; the last one out frees the lane and grants the next meeting.
@@ -70,7 +71,8 @@ class MeetingPlace {
 
   Lane& lane(int index) const { return lanes_[index]; }
   Word& phase(int lane, int rank) const { return phases_[lane * ranks_ + rank].phase; }
-  // When that rank came to the call that holds the lane; of an earlier one until it has signalled.
+  // Time when that rank came to the call that holds the lane. Before the rank's first signal it may
+  // still be the time of an earlier call.
   Word64& joined_ns(int lane, int rank) const { return phases_[lane * ranks_ + rank].joined_ns; }
   int ranks() const { return static_cast<int>(ranks_); }
 
@@ -80,18 +82,19 @@ class MeetingPlace {
     return slot.arrived[rank / 64].load(std::memory_order_acquire) >> (rank % 64) & 1;
   }
 
-  // Another meeting of the same layer, handle and op, in which the ranks wait that are missing in
-  // `slot`; both have stood still for kMisfitNs.
+  // Another meeting of the same layer, handle and op, where the ranks wait that `slot` misses. Both
+  // meetings have not changed for kMisfitNs.
   struct Misfit {
-    std::string text;  // names both meetings; "" where there is none
+    std::string text;  // names both meetings; "" if there is no misfit
     Launches::Reached other{};
-    // This process's part of the run has no such call, so nobody will ever join both. Otherwise
-    // the ranks may only have reached two independent calls in another order.
+    // True if this process's part of the run has no such call, so that neither meeting can ever be
+    // complete. If false, the ranks may only have reached two independent calls in different
+    // orders.
     bool certain = false;
   };
   Misfit FindMisfit(const MeetingSlot& slot);
 
-  // Runs under the lock each time a lane is granted; debug mode poisons the lane here.
+  // Runs under the lock each time a lane is granted. Debug mode fills the lane here.
   std::function<void(int lane)> on_grant;
 
  private:

@@ -1,4 +1,4 @@
-// Calls that will never meet: processes whose programs differ give one call different names.
+// Finds calls that can never meet. Processes whose programs differ give one call different names.
 
 #include <algorithm>
 #include <array>
@@ -64,8 +64,8 @@ MeetingPlace::Misfit MeetingPlace::FindMisfit(const MeetingSlot& slot) {
     }
     found.text = Describe(slot) + ", " + Describe(each);
     found.other = {each.site_name, static_cast<uint32_t>(each.key[1])};
-    // Every site of this run's program has a name here by now, so a name that has not is of
-    // another program. Where XLA names one run differently, the budget decides.
+    // By now every site of this run's program has a name here, so an unknown name belongs to
+    // another program. If XLA's ids of the run differ, only the wait's budget decides.
     found.certain = each.run == slot.run && !ThisProcessRuns().site_names.Contains(each.site_name);
   }
   lock.Unlock();

@@ -1,3 +1,4 @@
+// RankTelemetry: a rank's record on the board.
 #include "core/meeting/telemetry.h"
 
 #include <algorithm>
@@ -5,7 +6,7 @@
 namespace ep_runtime {
 namespace {
 
-// Readers take nothing meanwhile.
+// Marks a record as being written, so that readers wait.
 class Writing {
  public:
   explicit Writing(RankRecord* record)
@@ -53,7 +54,7 @@ void RankTelemetry::Granted(CallRecord* call, int32_t lane, uint64_t epoch) {
 void RankTelemetry::Close(CallRecord* call, int64_t rows, int64_t dropped_rows, int64_t now_ns) {
   std::lock_guard<std::mutex> lock(mutex_);
   open_.erase(std::remove(open_.begin(), open_.end(), call), open_.end());
-  // The last call stays visible, as what the rank did last.
+  // While no call is open, the record shows the last one.
   last_ = CallRecord();
   last_.state = RankState::kIdle;
   last_.op = call->op;

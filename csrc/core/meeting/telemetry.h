@@ -1,3 +1,4 @@
+// RankTelemetry: a rank's record on the board.
 #ifndef EP_RUNTIME_CORE_MEETING_TELEMETRY_H_
 #define EP_RUNTIME_CORE_MEETING_TELEMETRY_H_
 
@@ -9,7 +10,7 @@
 
 namespace ep_runtime {
 
-// What the board says about one call while it runs.
+// The board's record of one running call.
 struct CallRecord {
   RankState state = RankState::kMeeting;
   OpCode op = OpCode::kNone;
@@ -21,15 +22,15 @@ struct CallRecord {
   int64_t since_ns = 0;
 };
 
-// The record of one rank. A rank may have several calls open; its record shows the oldest.
+// Writes the record of one rank. A rank may have several calls open; its record shows the oldest.
 class RankTelemetry {
  public:
   explicit RankTelemetry(RankRecord* record) : record_(record) {}
 
   void Open(CallRecord* call);
   void Update(CallRecord* call, RankState state, int32_t waiting_for);
-  // The call has a lane and runs. Other calls of the rank read the record meanwhile: nobody writes
-  // to it but here.
+  // Says that the call has a lane and runs. Other calls of the rank may read `call` meanwhile, but
+  // only these methods write it.
   void Granted(CallRecord* call, int32_t lane, uint64_t epoch);
   void Close(CallRecord* call, int64_t rows, int64_t dropped_rows, int64_t now_ns);
 
@@ -40,7 +41,7 @@ class RankTelemetry {
   std::mutex mutex_;
   RankRecord* record_;
   std::vector<CallRecord*> open_;
-  CallRecord last_;  // that ended, shown while none is open
+  CallRecord last_;  // the last call that ended
 };
 
 }  // namespace ep_runtime

@@ -1,5 +1,6 @@
-// The shared board of a group. `ep_runtime/board_abi.py` repeats these structs field by field and
-// a test compares sizes and offsets; the daemon formats the board, clients write records and meet.
+// The shared board of a group. `ep_runtime/board_abi.py` repeats these structs field by field, and
+// a test compares sizes and offsets. The daemon formats the board; clients write records and meet
+// on it.
 #ifndef EP_RUNTIME_CORE_MEMORY_BOARD_H_
 #define EP_RUNTIME_CORE_MEMORY_BOARD_H_
 
@@ -13,7 +14,7 @@ namespace ep_runtime {
 constexpr uint64_t kBoardMagic = 0x3144'5241'4F42'5045;  // "EPBOARD1" in memory
 constexpr uint32_t kBoardVersion = 4;
 constexpr uint32_t kMaxHandles = 16384;
-constexpr uint32_t kMaxLoads = 1024;   // handles whose load the board has, from the first
+constexpr uint32_t kMaxLoads = 1024;   // the first handles so many have their load on the board
 constexpr uint32_t kTallyOps = 8;      // one for each OpCode
 constexpr uint32_t kTimeBuckets = 24;  // see BucketOf
 constexpr uint32_t kBucketBits = 12;
@@ -41,7 +42,7 @@ enum class OpCode : uint32_t {
   kCombine = 3,
   kDispatchBwd = 4,
   kCombineBwd = 5,
-  kBlock = 6,  // of this and the next, records hold the parts: the ops above
+  kBlock = 6,  // for this and the next, records show the ops above that a block call runs
   kBlockBwd = 7
 };
 
@@ -78,19 +79,20 @@ struct BoardHeader {
   uint64_t domain_bytes;
   uint64_t failures_offset;
   Word64 failures;  // failure records claimed so far
-  // CLOCK_MONOTONIC as the daemon and the processes last wrote it: a device knows no other.
+  // CLOCK_MONOTONIC as the daemon and the processes last wrote it, for devices, which cannot read
+  // it.
   Word64 now_ns;
-  uint64_t device_rows_offset;  // [W][kMaxHandles] DeviceRows; 0 where windows are in host memory
-  uint64_t tallies_offset;      // [W] tallies of `tally_bytes` each: memory/tally.h
+  uint64_t device_rows_offset;  // [W][kMaxHandles] DeviceRows; 0 if windows are in host memory
+  uint64_t tallies_offset;      // [W] tallies of `tally_bytes` each, see memory/tally.h
   uint64_t tally_bytes;
-  // Who had it poisoned, both 0 where nobody says: whoever gave an order, or replaced the group.
+  // Process that gave the order or replaced the group; both 0 if unknown.
   std::atomic<uint32_t> poison_uid;
   std::atomic<uint32_t> poison_pid;
   char poison_note[80];  // host and reason, UTF-8 with a zero at its end
 };
 static_assert(sizeof(BoardHeader) == 256);
 
-// Written by the one process that drives the rank; `sequence` is odd while it writes.
+// The one process that drives the rank writes this. `sequence` is odd while it writes.
 struct RankRecord {
   Word sequence;
   uint32_t state;
@@ -106,15 +108,16 @@ struct RankRecord {
   uint64_t rows;
   uint64_t dropped_rows;
   uint32_t open_calls;
-  uint32_t pid;  // of the process that drives the rank, as it sees itself
+  uint32_t pid;  // of the process that drives the rank, in its own pid namespace
   Word left;     // 1 once that process has closed the group: the rank joins no further call
   uint8_t reserved[36];
 };
 static_assert(sizeof(RankRecord) == 128);
 
-// Written by every rank of the group, so counters are atomic and the rest is last-writer-wins.
-// Devices only store: calls where they drive a node's first rank, rounds where they drive an EP
-// group's first rank and the word is less, rows and dropped_rows never.
+// Every rank of the group writes this, so counters are atomic; of other fields the last write
+// stays. Devices can only store. They store `calls` if they drive a node's first rank, and `rounds`
+// if they drive an EP group's first rank and the word is smaller, but never `rows` or
+// `dropped_rows`.
 struct HandleRecord {
   Word state;
   Word last_op;
@@ -125,49 +128,50 @@ struct HandleRecord {
   Word64 rows;
   Word64 dropped_rows;
   Word64 updated_ns;
-  // Parts that calls ran beyond one each, as a rank had more rows than their workspace holds; of
-  // the EP group that ran the most.
+  // Chunks that calls ran beyond one each, because a rank had more rows than its workspace holds.
+  // Counts the EP group that ran the most.
   Word64 rounds;
 };
 static_assert(sizeof(HandleRecord) == 64);
 
-// What one rank on a device adds to a handle's record: it cannot add to a word of host memory.
+// Rows that one rank on a device adds to a handle's record, because a device cannot add to a word
+// of host memory.
 struct DeviceRows {
   uint64_t rows;
   uint64_t dropped_rows;
 };
 static_assert(sizeof(DeviceRows) == 16, "stored at once");
 
-// What the calls of one op took on one rank since the group was formed. `wait_ns` of it they waited
-// for peers.
+// Time of one op's calls on one rank since the group formed. For `wait_ns` of it they waited for
+// peers.
 struct OpRecord {
   Word64 calls;
   Word64 time_ns;
   Word64 wait_ns;
   uint64_t reserved[5];
-  Word64 times[kTimeBuckets];  // calls by their time
-  Word64 waits[kTimeBuckets];  // and by their wait
+  Word64 times[kTimeBuckets];  // histogram of calls by time
+  Word64 waits[kTimeBuckets];  // histogram of calls by wait
 };
 static_assert(sizeof(OpRecord) == 448);
 
-// Of what one rank's calls of one op waited for one peer.
+// How long one rank's calls of one op waited for one peer.
 struct PeerRecord {
-  Word64 arrival_ns;  // by how much the peer came after this rank, added up
-  Word64 wait_ns;     // of the rank's wait what this peer ended, as the last to come
+  Word64 arrival_ns;  // sum of how much later than this rank the peer came
+  Word64 wait_ns;     // share of the rank's wait that this peer ended, as the last to come
 };
 static_assert(sizeof(PeerRecord) == 16, "stored at once");
 
-// What one handle's calls took and brought on one rank; rows by local expert follow, u64 [L].
+// Load of one handle's calls on one rank. u64 [L] follow: rows of each local expert.
 struct LoadRecord {
   Word64 calls;
   Word64 time_ns;
   Word64 wait_ns;
-  Word64 tokens;  // that the rank has sent on their way: of calls of prepare
+  Word64 tokens;  // tokens that prepare has routed
 };
 static_assert(sizeof(LoadRecord) == 32);
 
-// Bucket b of a histogram counts what took less than 2^(kBucketBits + b) ns, and no less than half
-// of it; the last one whatever took longer.
+// Bucket b counts times below 2^(kBucketBits + b) ns and not below half of that. The last bucket
+// also counts all longer times.
 constexpr uint32_t BucketOf(uint64_t ns) {
   uint32_t bucket = 0;
   for (uint64_t left = ns >> kBucketBits; left != 0 && bucket < kTimeBuckets - 1; left >>= 1) {
@@ -176,19 +180,20 @@ constexpr uint32_t BucketOf(uint64_t ns) {
   return bucket;
 }
 
-// One failed run, told to the other processes. A ring: record n lies at n mod kFailureRecords.
+// One failed run, for other processes to read. Records are a ring: failure n is record n mod
+// kFailureRecords.
 struct FailureRecord {
-  Word64 ticket;       // n + 1 once the rest is written
-  uint64_t site_name;  // a call site that the run had reached, as all processes name it
-  uint32_t launch;     // of the program that has it
+  Word64 ticket;       // n + 1 once the other fields are written
+  uint64_t site_name;  // a call site that the run reached, by the name all processes share
+  uint32_t launch;     // of the program with that site
   uint32_t code;
   uint32_t bytes;
   char text[996];
 };
 static_assert(sizeof(FailureRecord) == 1024);
 
-// Head of a meeting place; lanes, phase words, hash heads and slots follow. Indices into slots
-// are stored plus one, so that a zeroed board is an empty one.
+// Head of a meeting place. Lanes, phase words, hash heads and slots follow it. Slot indices are
+// stored plus one, so that a zeroed board is empty.
 struct Control {
   Word lock;
   uint32_t ranks;
@@ -213,11 +218,11 @@ struct Lane {
 };
 static_assert(sizeof(Lane) == 64);
 
-// How far one source is inside the call that holds a lane.
+// Progress of one source in the call that holds a lane.
 struct PhaseWord {
   Word phase;
   uint32_t reserved0;
-  Word64 joined_ns;  // when it came to that call
+  Word64 joined_ns;  // when the source came to that call
   uint8_t reserved[48];
 };
 static_assert(sizeof(PhaseWord) == 64);
@@ -225,13 +230,13 @@ static_assert(sizeof(PhaseWord) == 64);
 enum SlotState : uint32_t {
   kSlotFree = 0,
   kSlotGathering = 1,
-  kSlotQueued = 2,  // everybody is here, no lane is free
+  kSlotQueued = 2,  // all ranks are here, but no lane is free
   kSlotGranted = 3,
   kSlotFailed = 4
 };
 
 struct MeetingSlot {
-  Word state;  // the futex word of the ranks that wait here
+  Word state;  // futex word that the slot's ranks wait on
   uint32_t inside;
   uint64_t key[2];
   uint64_t layer_id;
@@ -246,11 +251,11 @@ struct MeetingSlot {
   int64_t verdict_demand;
   int64_t verdict_capacity;
   Word64 arrived[kMaxMeetingRanks / 64];
-  uint64_t changed_ns;  // the last arrival
-  uint64_t site_name;   // the same in every process, 0 where one process drives all ranks
+  uint64_t changed_ns;  // time of the last arrival
+  uint64_t site_name;   // the same in every process; 0 if one process drives all ranks
   uint32_t site_ordinal;
   uint32_t repetition;
-  uint64_t run;  // as XLA names it in the process that came first; another may name it otherwise
+  uint64_t run;  // XLA's id in the process that came first; other processes may have another
   uint8_t reserved[8];
 };
 static_assert(sizeof(MeetingSlot) == 256);

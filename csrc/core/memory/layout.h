@@ -23,7 +23,7 @@ struct GroupSizes {
   int64_t max_tokens_per_rank;
   int64_t recv_capacity_per_rank;
   int64_t max_top_k;
-  int64_t max_token_bytes;  // of one element
+  int64_t max_token_bytes;  // bytes of one element
   int64_t lanes;
   int64_t lane_rows;  // staged rows that a lane holds, of all sources together
 
@@ -31,38 +31,42 @@ struct GroupSizes {
   int64_t experts_per_rank() const { return num_experts / ep_size; }
 };
 
-// Rounded up to 2: fp32 partials of half the tokens must fit where 2-byte rows of all do.
+// Rounds up to 2: f32 partials of half the tokens must fit where 2-byte rows of all tokens do.
 constexpr int64_t EvenTokens(int64_t tokens) { return AlignUp(tokens, 2); }
 
-// Of a packed call's recv_count: the counts of all pairs of ranks too.
+// Columns of a packed call's recv_count, which also has the counts of all pairs of ranks.
 constexpr int64_t PackedColumns(int64_t ranks) { return 4 + 2 * ranks; }
 
-// How the staged rows of a call lie in a lane. Apart: each source has room for all its tokens, on
-// GPUs all but this rank, whose rows do not travel. Packed, where the lane has not that much: one
-// source's rows behind the other's, by the counts that the plan has of all ranks.
+// How the staged rows of a call are placed in a lane.
+// - Apart: each source has room for all its tokens. On GPUs this rank has none, because its own
+//   rows do
+// not travel.
+// - Packed, if the lane has less room: each source's rows follow the previous source's, by the
+//   counts
+// of all ranks in the plan.
 struct LaneRoom {
   int32_t ranks;
-  int32_t rows;   // of the widest
-  int64_t bytes;  // of all rows
+  int32_t rows;   // rows of the widest type
+  int64_t bytes;  // bytes of all rows
 
-  // Whether calls of so many tokens a rank are packed.
+  // Whether calls with so many tokens per rank are packed.
   constexpr bool Packs(int64_t tokens) const { return (ranks - 1) * EvenTokens(tokens) > rows; }
-  // In how many parts a rank receives that many tokens of every other at most. A source's share of
-  // a part is rounded.
+  // The most parts in which a rank receives so many tokens from each other rank. Each source's
+  // share of a part is rounded.
   constexpr int64_t MostParts(int64_t tokens) const {
     const int64_t each = rows - (ranks - 1);
     return Packs(tokens) ? ((ranks - 1) * tokens + each - 1) / each : 1;
   }
-  // Of the plan's recv_count.
+  // Columns of the plan's recv_count.
   constexpr int64_t CountColumns(int64_t tokens) const {
     return Packs(tokens) ? PackedColumns(ranks) : 4;
   }
 };
 
-// Where the parts of one lane lie. Each source writes only its own part of each region.
+// Offsets in one lane. Each source writes only its own part of each region.
 struct LaneLayout {
   LaneRoom room;
-  int64_t source_rows_bytes;  // apart
+  int64_t source_rows_bytes;  // if sources' rows are apart
   int64_t source_entries_bytes;
   int64_t source_counts_bytes;
   int64_t entries_offset;

@@ -1,3 +1,4 @@
+// Mapping: maps a memfd.
 #include "core/memory/mapping.h"
 
 #include <sys/mman.h>
@@ -28,7 +29,7 @@ Status Mapping::Map(int fd, int64_t bytes, const char* what, Mapping* out) {
     return Internal(std::string("cannot map ") + std::to_string(bytes) + " bytes of " + what +
                     ": " + std::strerror(errno));
   }
-  // A forked child drives no rank; a stray write of it must not reach the peers.
+  // A forked child drives no rank, so its stray writes must not reach the peers.
   madvise(data, bytes, MADV_DONTFORK);
   out->data_ = static_cast<uint8_t*>(data);
   out->bytes_ = bytes;

@@ -1,3 +1,4 @@
+// Mapping: a shared mapping of a memfd.
 #ifndef EP_RUNTIME_CORE_MEMORY_MAPPING_H_
 #define EP_RUNTIME_CORE_MEMORY_MAPPING_H_
 
@@ -20,7 +21,7 @@ class Mapping {
   }
   ~Mapping();
 
-  // Fails where the file behind `fd` is not at least `bytes` long. `what` names it in errors.
+  // Fails if the file behind `fd` is shorter than `bytes`. `what` names the file in errors.
   static Status Map(int fd, int64_t bytes, const char* what, Mapping* out);
 
   uint8_t* data() const { return data_; }

@@ -1,3 +1,4 @@
+// Integer arithmetic of routing.
 #include "core/memory/plan.h"
 
 #include <algorithm>
@@ -22,7 +23,7 @@ void KeptRows(const int64_t* demand, int64_t experts, int64_t capacity, int64_t 
     std::copy(demand, demand + experts, kept);
     return;
   }
-  // Zones grow in whole blocks, so the largest level that drops anything is a multiple of one.
+  // Zones grow by whole blocks, so the largest level that drops rows is a multiple of a block.
   int64_t low = 0;
   int64_t high = most / alignment + 1;
   while (high - low > 1) {

@@ -1,4 +1,4 @@
-// Integer arithmetic of routing: the same on every rank, from the same count matrix.
+// Integer arithmetic of routing. Every rank computes the same from the same count matrix.
 #ifndef EP_RUNTIME_CORE_MEMORY_PLAN_H_
 #define EP_RUNTIME_CORE_MEMORY_PLAN_H_
 
@@ -7,28 +7,29 @@
 
 namespace ep_runtime {
 
-// Rows each local expert keeps of `demand`; the rule is `kept_rows` of ep_runtime/layout.py.
+// Fills `kept` with the rows of `demand` that each local expert keeps, by the rule of `kept_rows`
+// in ep_runtime/layout.py.
 void KeptRows(const int64_t* demand, int64_t experts, int64_t capacity, int64_t alignment,
               int64_t* kept);
 
-// What the whole count matrix says about every expert of the EP group.
+// Rows of every expert of the EP group, computed from the whole count matrix.
 struct RowLayout {
-  std::vector<int64_t> demand;  // [E] rows asked, all sources
+  std::vector<int64_t> demand;  // [E] rows demanded by all sources
   std::vector<int64_t> kept;    // [E] rows kept
   std::vector<int64_t> base;    // [E] first row of the expert in its rank's slab
 };
 
-// To which multiples of rows zones of experts are rounded up.
+// Zones of experts are rounded up to multiples of these rows.
 struct Alignments {
-  int64_t kept;  // as demand is held against the capacity
-  int64_t rows;  // as they lie in a slab; it divides `kept`
+  int64_t kept;  // to compare demand with the capacity
+  int64_t rows;  // to place zones in a slab; divides `kept`
 };
 
-// Fills `layout` from `counts`, one row of E per source: counts[source * stride + expert].
+// Computes the layout from `counts`, one row of E per source: counts[source * stride + expert].
 RowLayout LayOutRows(const int32_t* counts, int64_t stride, int64_t sources, int64_t num_experts,
                      int64_t experts_per_rank, int64_t capacity, const Alignments& alignments);
 
-// One row that a source sends to a rank, in the order the rank learns them: token, then slot.
+// One row that a source sends to a rank. The rank gets entries in order of token, then slot.
 struct Entry {
   int32_t row;         // in the receiver's slab
   int32_t token_slot;  // token * K + slot

@@ -1,5 +1,5 @@
-// Where a rank's tally lies on the board: what its calls took, for whom they waited, what they
-// brought. `ep_runtime/board.py` repeats the arithmetic.
+// Layout of a rank's tally on the board: times of its calls, waits for peers, and load.
+// `ep_runtime/board.py` repeats the arithmetic.
 #ifndef EP_RUNTIME_CORE_MEMORY_TALLY_H_
 #define EP_RUNTIME_CORE_MEMORY_TALLY_H_
 
@@ -10,13 +10,13 @@
 
 namespace ep_runtime {
 
-// ops [kTallyOps] OpRecord, peers [kTallyOps][N] PeerRecord, loads [kMaxLoads], of which each is a
-// LoadRecord and L words of rows.
+// ops [kTallyOps] OpRecord, peers [kTallyOps][N] PeerRecord, loads [kMaxLoads]; each load is a
+// LoadRecord followed by L words of rows.
 struct TallyLayout {
   int64_t peers_offset;
   int64_t loads_offset;
   int64_t load_bytes;
-  int64_t tally_bytes;  // whole pages, as devices map them
+  int64_t tally_bytes;  // whole pages, because devices map them
 
   explicit TallyLayout(const GroupSizes& sizes) {
     peers_offset = kTallyOps * sizeof(OpRecord);
@@ -28,22 +28,22 @@ struct TallyLayout {
   }
 };
 
-// The tally of one rank that this process drives. Calls of a rank may run side by side, so all of
-// it is added to and nothing is locked.
+// The tally of one rank that this process drives. Calls of a rank may overlap, so all writes are
+// atomic additions and nothing is locked.
 class RankTally {
  public:
   RankTally(uint8_t* start, const GroupSizes& sizes)
       : start_(start), ranks_(sizes.ep_size), experts_(sizes.experts_per_rank()), layout_(sizes) {}
 
-  // By how much that EP rank came after this one.
+  // Adds how much later than this rank EP rank `source` came.
   void AddArrival(OpCode op, int64_t source, int64_t arrival_ns) {
     Add(&Peer(op, source).arrival_ns, arrival_ns);
   }
-  // A wait that this EP rank ended.
+  // Adds a wait that EP rank `source` ended.
   void AddWait(OpCode op, int64_t source, int64_t wait_ns) {
     Add(&Peer(op, source).wait_ns, wait_ns);
   }
-  // A call that is over. `index`: of the handle's record.
+  // Adds a finished call. `index` is the handle's record.
   void AddCall(OpCode op, uint32_t index, int64_t time_ns, int64_t wait_ns) {
     OpRecord& record = reinterpret_cast<OpRecord*>(start_)[static_cast<uint32_t>(op)];
     Add(&record.calls, 1);
@@ -57,7 +57,7 @@ class RankTally {
     Add(&load.time_ns, time_ns);
     Add(&load.wait_ns, wait_ns);
   }
-  // What a prepare found: this rank's tokens, and rows of its experts, [L].
+  // Adds the load of a prepare: this rank's tokens, and the rows [L] of its experts.
   void AddLoad(uint32_t index, int64_t tokens, const int64_t* rows) {
     if (index >= kMaxLoads) return;
     LoadRecord& load = Load(index);

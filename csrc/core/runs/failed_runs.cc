@@ -1,3 +1,4 @@
+// FailedRuns: runs in which a call failed.
 #include "core/runs/failed_runs.h"
 
 namespace ep_runtime {

@@ -1,3 +1,4 @@
+// FailedRuns: runs in which a call failed.
 #ifndef EP_RUNTIME_CORE_RUNS_FAILED_RUNS_H_
 #define EP_RUNTIME_CORE_RUNS_FAILED_RUNS_H_
 
@@ -13,19 +14,19 @@
 
 namespace ep_runtime {
 
-// Program runs of this process in which a call failed, with the first error of each. XLA cannot
-// cancel the other devices of a run, so their calls look here and end with the same error.
-// XLA counts run ids per program and goes on where a program is compiled again, so none comes
-// back while it is remembered. Bounded: the oldest are forgotten, long after their last call.
+// Runs of this process in which a call failed, with the first error of each. XLA cannot cancel the
+// run's other devices, so their calls look here and end with the same error. XLA counts run ids per
+// program and goes on counting if a program is compiled again, so no id returns while it is
+// remembered. The oldest runs are forgotten, long after their last call.
 class FailedRuns {
  public:
-  // Unless the run is known to have failed: its first error stays. `publish` tells other processes
-  // before this one's devices can see the error, because a device that sees it leaves its call, and
-  // its peers elsewhere then look for the reason.
+  // Records `error` unless the run has failed already: its first error stays. `publish` tells other
+  // processes before this process's devices can see the error, because a device that sees it leaves
+  // its call, and peers in other processes then look for the reason.
   void Add(uint64_t run, const Status& error, const std::function<void()>& publish = [] {});
-  // The same of a run of another process, which names it by a call site that it reached.
+  // Like Add, for a run that another process identifies by a call site it reached.
   void AddElsewhere(const Launches::Reached& reached, const Status& error);
-  // The error of that run here or elsewhere, or success.
+  // Returns the error of that run, from this or another process, or success.
   Status Get(uint64_t run, const Launches& launches) const;
 
  private:

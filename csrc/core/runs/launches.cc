@@ -1,3 +1,4 @@
+// Launches: numbers an executable's launches alike in all processes.
 #include "core/runs/launches.h"
 
 #include <algorithm>
@@ -5,7 +6,7 @@
 namespace ep_runtime {
 namespace {
 
-// Launches of one count may pass without reaching any call site, and fewer than these do at a time.
+// Launches of one count that reach no call site may be many in all, but fewer than this in a row.
 constexpr int32_t kMaxGap = 1024;
 
 int32_t After(uint32_t run, uint32_t earlier) { return static_cast<int32_t>(run - earlier); }

@@ -1,3 +1,4 @@
+// RunStarts: whether a run may go on.
 #ifndef EP_RUNTIME_CORE_RUNS_RUN_STARTS_H_
 #define EP_RUNTIME_CORE_RUNS_RUN_STARTS_H_
 
@@ -9,11 +10,11 @@
 
 namespace ep_runtime {
 
-// Whether a run may go on, as its first call in this process found: that decides for all devices.
-// One that left a run which the others stay in would hang XLA's next collective.
+// Whether a run may go on. The run's first call in this process decides for all devices, because a
+// device that left a run while others stayed would hang XLA's next collective.
 class RunStarts {
  public:
-  // What `look()` says where this is the run's first call; what it said then where it is not.
+  // Calls `look()` for the run's first call, and returns the same for its later calls.
   template <typename Look>
   Status Decide(uint64_t run, const Look& look) {
     std::lock_guard<std::mutex> lock(mutex_);

@@ -1,3 +1,4 @@
+// The runs of this process.
 #include "core/runs/runs.h"
 
 #include "core/base/per_process.h"

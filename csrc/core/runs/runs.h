@@ -1,3 +1,4 @@
+// Runs: names and failures of this process's runs.
 #ifndef EP_RUNTIME_CORE_RUNS_RUNS_H_
 #define EP_RUNTIME_CORE_RUNS_RUNS_H_
 
@@ -7,8 +8,7 @@
 
 namespace ep_runtime {
 
-// What this process knows of its programs' runs: by which names all processes know them, and which
-// of them failed.
+// Runs of this process's programs: the names all processes know them by, and which of them failed.
 struct Runs {
   FailedRuns failed_runs;
   SiteNames site_names;

@@ -1,3 +1,4 @@
+// SiteNames: names of call sites.
 #include "core/runs/site_names.h"
 
 namespace ep_runtime {

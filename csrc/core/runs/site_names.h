@@ -1,3 +1,4 @@
+// SiteNames: names of call sites that all processes share.
 #ifndef EP_RUNTIME_CORE_RUNS_SITE_NAMES_H_
 #define EP_RUNTIME_CORE_RUNS_SITE_NAMES_H_
 
@@ -11,7 +12,7 @@
 
 namespace ep_runtime {
 
-// What a call site says of itself, the same in every process that compiled its program.
+// Description of a call site, the same in every process that compiled its program.
 struct SiteKind {
   OpCode op;
   uint64_t layer_id;
@@ -23,10 +24,10 @@ struct SiteKind {
   }
 };
 
-// Names call sites alike in all processes of a job: by kind, and by how many sites of that kind
-// this process has compiled before. Processes of one job compile the same programs in the same
-// order; where they did not, names differ and the meeting place says so. Numbers are never given
-// back: which executables still live differs between processes.
+// Names call sites alike in all processes of a job: by kind, and by how many sites of that kind the
+// process compiled before. Processes of a job compile the same programs in the same order. If they
+// did not, names differ and the meeting place reports it. Numbers are never reused, because
+// processes differ in which executables still live.
 class SiteNames {
  public:
   struct Name {
