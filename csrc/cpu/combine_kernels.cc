@@ -1,3 +1,4 @@
+// combine on CPU.
 #include "cpu/combine_kernels.h"
 
 #include <algorithm>
@@ -9,7 +10,7 @@
 namespace ep_runtime {
 namespace {
 
-// Phases of pass p: partials of the pass written, then read by their source.
+// Phases of pass p: ranks have written partials of the pass; then sources have read them.
 constexpr uint32_t Written(int pass) { return static_cast<uint32_t>(2 * pass + 1); }
 constexpr uint32_t Consumed(int pass) { return static_cast<uint32_t>(2 * pass + 2); }
 
@@ -20,14 +21,14 @@ int64_t PartialBytes(const CombineParams& params, CombinePrecision precision) {
   return width * (params.type == kF64 ? 8 : 4);
 }
 
-// Sums of a rank's rows, as they travel.
+// Sums of a rank's rows, in the type that travels.
 ReduceFn PartialSum(RowType type, CombinePrecision precision) {
   const RowOps& ops = GetRowOps();
   if (precision == CombinePrecision::kFp8) return ops.reduce_to_fp8[type];
   return (precision == CombinePrecision::kExact ? ops.reduce_to_wide : ops.reduce)[type];
 }
 
-// Sums of what travelled.
+// Sums of partials that have arrived.
 ReduceFn FinalSum(const CombineParams& params, CombinePrecision precision) {
   const RowOps& ops = GetRowOps();
   const bool wide = precision == CombinePrecision::kExact;
@@ -46,7 +47,7 @@ struct Passes {
   Passes(const Call& call, const CombineParams& params) {
     precision = call.group().options().combine_precision;
     partial_bytes = PartialBytes(params, precision);
-    // From static sizes alone, so that every rank makes the same number of passes.
+    // Passes follow from static sizes alone, so that every rank makes equally many.
     const int64_t lane_rows_bytes = call.group().lane_layout().source_rows_bytes;
     count = params.sizes.tokens * partial_bytes <= lane_rows_bytes ? 1 : 2;
   }

@@ -1,3 +1,4 @@
+// dispatch, and combine's backward, on CPU.
 #include "cpu/dispatch_kernels.h"
 
 #include <algorithm>
@@ -77,8 +78,8 @@ void ZeroEmptyGrads(const CombineBwdParams& params) {
   VisitEmptyRows(params.sizes, params.plan, zero, zero);
 }
 
-// Brings in the part of a slab that will be written, while the peers push their rows: one system
-// call instead of a page fault for every page.
+// Brings in the part of a slab that will be written, while peers push their rows. One system call
+// replaces a page fault for every page.
 void BringInSlab(void* rows, const Sizes& sizes, const Plan& plan, int64_t row_bytes) {
   int64_t used = 0;
   for (int64_t e = 0; e < sizes.experts; ++e) used += plan.group_sizes[e];

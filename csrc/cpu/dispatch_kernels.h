@@ -1,3 +1,4 @@
+// dispatch, and combine's backward, on CPU.
 #ifndef EP_RUNTIME_CPU_DISPATCH_KERNELS_H_
 #define EP_RUNTIME_CPU_DISPATCH_KERNELS_H_
 
@@ -28,11 +29,11 @@ struct CombineBwdParams {
   const void* expert_out;  // [C, H], or null: no d_weights
   const float* weights;    // [C], or null: weights of 1
   Plan plan;
-  void* d_expert_out;  // [C, H] zeros wherever no row is
-  float* d_weights;    // [C] zeros wherever no row is; null with expert_out
+  void* d_expert_out;  // [C, H] zeros in places without a row
+  float* d_weights;    // [C] zeros in places without a row; null with expert_out
 };
 
-// Sends each token's gradient like a dispatch; a row's is weight * grad, its weight's is
+// Sends each token's gradient like a dispatch. A row's gradient is weight * grad, its weight's is
 // grad . expert_out.
 Status RunCombineBwd(Call& call, const CombineBwdParams& params);
 

@@ -1,3 +1,4 @@
+// The arrays of a plan.
 #ifndef EP_RUNTIME_CPU_PLAN_VIEW_H_
 #define EP_RUNTIME_CPU_PLAN_VIEW_H_
 
@@ -18,11 +19,11 @@ enum : int64_t {
 // one source that keeps at least one row here; it has one or more *entries*, one per kept row.
 template <typename Int>
 struct PlanArrays {
-  Int* dst_rank;      // [T, K] EP rank of the slot's row, -1 unused or dropped
-  Int* dst_row;       // [T, K] row in that rank's slab, -1 unused or dropped
-  Int* recv_count;    // [N, 4] per source: staged rows, entries, staged rows of the first
-                      // ceil(T / 2) tokens, and 0; dispatch counts that of source 0 as dropped
-                      // slots, where another prepare than this library's made the plan
+  Int* dst_rank;    // [T, K] EP rank of the slot's row, -1 unused or dropped
+  Int* dst_row;     // [T, K] row in that rank's slab, -1 unused or dropped
+  Int* recv_count;  // [N, 4] per source: staged rows, entries, staged rows of the first ceil(T / 2)
+                    // tokens, and 0. If another library made the plan, dispatch counts the last
+                    // number of source 0 as dropped slots
   Int* staged_start;  // [N * T + 1] first entry of each staged row, sources in order; the unused
                       // tail holds the number of entries
   Int* staged_row;    // [C] slab row of each entry; unused tail -1

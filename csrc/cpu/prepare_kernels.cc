@@ -1,3 +1,4 @@
+// prepare on CPU.
 #include "cpu/prepare_kernels.h"
 
 #include <algorithm>
@@ -12,8 +13,8 @@ namespace {
 
 enum : uint32_t { kCountsWritten = 1, kEntriesWritten = 2 };
 
-// Writes each slot's rank among this source's slots of its expert to `order` (-1 for unused
-// slots), and returns how many slots each expert has.
+// Writes each slot's position among this source's slots of the same expert to `order` (-1 for
+// unused slots), and returns the number of slots of each expert.
 std::vector<int32_t> CountSlots(const PrepareParams& params, int64_t num_experts, int32_t* order) {
   std::vector<int32_t> counts(num_experts, 0);
   const int64_t slots = params.sizes.tokens * params.sizes.top_k;
@@ -65,7 +66,8 @@ void SendEntries(const PrepareParams& params, const Call& call, const RowLayout&
   }
 }
 
-// Rows of `source` that this rank keeps: the first kept[e] of each expert, sources in order.
+// Counts the rows of `source` that this rank keeps: the first kept[e] of each expert, sources in
+// order.
 int64_t CountEntries(const Call& call, const RowLayout& layout, int64_t experts,
                      std::vector<int64_t>* earlier, const int32_t* counts) {
   const int64_t first = call.ep_rank() * experts;
@@ -165,7 +167,7 @@ Status RunPrepare(Call& call, const PrepareParams& params) {
   SendEntries(params, call, layout, before);
   call.Signal(kEntriesWritten);
 
-  // In source order, because the numbers of a source's staged rows follow the earlier ones'.
+  // In source order, because staged rows are numbered source by source.
   StagedWriter writer(params);
   std::vector<int64_t> earlier(params.sizes.experts, 0);
   for (int64_t source = 0; source < call.ep_size(); ++source) {

@@ -1,3 +1,4 @@
+// Copies of rows between ranks, for dispatch and combine on CPU.
 #include "cpu/row_exchange.h"
 
 #include <string>
@@ -7,7 +8,8 @@
 namespace ep_runtime {
 namespace {
 
-// Above this, what the ranks of a machine write in one call leaves the caches before it is read.
+// If a machine's ranks write more bytes than this in a call, rows leave the caches before they are
+// read.
 constexpr int64_t kStreamBytes = 4 << 20;
 
 Status BadPlan(const Call& call, const char* what) {

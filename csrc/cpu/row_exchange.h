@@ -1,3 +1,4 @@
+// Copies of rows between ranks, for dispatch and combine on CPU.
 #ifndef EP_RUNTIME_CPU_ROW_EXCHANGE_H_
 #define EP_RUNTIME_CPU_ROW_EXCHANGE_H_
 
@@ -10,24 +11,24 @@
 
 namespace ep_runtime {
 
-// A plan is an ordinary array that a program may have changed: nothing is written by its numbers
-// before this has looked at them.
+// Checks the numbers of a plan before anything is written by them, because a plan is an ordinary
+// array that a program may have changed.
 Status CheckPlan(const Call& call, const Sizes& sizes, const Plan& plan);
 
-// Staged rows and entries of all sources before each one: [N + 1] prefix sums.
+// Prefix sums [N + 1] over sources: staged rows, and entries, before each source.
 struct SourceOffsets {
   std::vector<int64_t> staged;
   std::vector<int64_t> entries;
   SourceOffsets(const Plan& plan, int64_t sources);
 };
 
-// Copies rows, past the caches where a call moves so many bytes that they would not stay there
-// until they are read.
+// Copies rows. If a call moves more bytes than the caches keep until rows are read, copies go past
+// the caches.
 class RowCopy {
  public:
   RowCopy(int64_t row_bytes, int64_t call_bytes);
-  // Ends with the copies in sight of whoever is told of them next: streaming stores are not
-  // ordered by the store that tells.
+  // Makes the copies visible to peers before this rank signals: a later store does not order
+  // streaming stores.
   ~RowCopy();
   RowCopy(const RowCopy&) = delete;
   RowCopy& operator=(const RowCopy&) = delete;
@@ -45,13 +46,13 @@ class RowCopy {
   void (*stream_)(void* to, const void* from, int64_t bytes);
 };
 
-// Sends rows [T, row_bytes] once to every rank that keeps a row of them and, where `weights`
-// [T, K] is given, the weight of each entry.
+// Sends each of the rows [T, row_bytes] once to every rank that keeps a row of it, and the weight
+// of each entry if `weights` [T, K] is given.
 void SendRows(const Call& call, const Sizes& sizes, const Plan& plan, const void* rows,
               int64_t row_bytes, const float* weights);
 
-// Calls `fill(first_row, rows)` for the padding of every expert's zone, then once for the rows
-// past the last zone; returns nothing else than where rows are not.
+// Calls `padding(first_row, rows)` for the padding of every expert's zone, then `slack` once for
+// the rows past the last zone.
 template <typename Padding, typename Slack>
 void VisitEmptyRows(const Sizes& sizes, const Plan& plan, Padding padding, Slack slack) {
   int64_t base = 0;

@@ -1,3 +1,4 @@
+// Chooses the row arithmetic for this processor.
 #include "cpu/row_ops.h"
 
 #include <atomic>
@@ -18,8 +19,7 @@ bool HasAvx512() {
 
 bool HasAvx2() {
 #if defined(__x86_64__)
-  // The flags of that file also allow FMA, BMI2 and F16C, which every processor with the first
-  // two has.
+  // row_ops_avx2.cc is compiled with BMI2 and F16C too. Every processor with AVX2 and FMA has both.
   return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
          __builtin_cpu_supports("bmi2");
 #else
@@ -27,7 +27,7 @@ bool HasAvx2() {
 #endif
 }
 
-// Null where this processor or build does not have that level.
+// Returns null if this processor or build lacks that level.
 const RowOps* OfLevel(RowOpsLevel level) {
   switch (level) {
     case kAvx512:

@@ -13,17 +13,18 @@ namespace ep_runtime {
 
 enum RowType : int { kF32 = 0, kBF16 = 1, kF16 = 2, kF64 = 3, kNumRowTypes = 4 };
 
-// dst[i] = sum over r of rows[r][i], each times weights[r] first where `weights` is given.
-// No rows: zeros.
+// dst[i] = sum over r of rows[r][i], each multiplied by weights[r] first if `weights` is given.
+// Without rows: zeros.
 using ReduceFn = void (*)(void* dst, const void* const* rows, const float* weights, int64_t count,
                           int64_t width);
 // dst[i] = weight * src[i]
 using ScaleFn = void (*)(void* dst, const void* src, float weight, int64_t width);
-// Halving tree over the products a[i] * b[i]; `scratch` has room for (width + 1) / 2 doubles.
+// Adds up the products a[i] * b[i] as a halving tree. `scratch` has room for (width + 1) / 2
+// doubles.
 using DotFn = float (*)(const void* a, const void* b, void* scratch, int64_t width);
 
-// A sum as 8-bit floats: `width` values, from here on their scales, and bytes of both. A copy of
-// each per file, for the linker must not take the one of a newer processor.
+// Layout of a sum as 8-bit floats: `width` values, then, from Fp8ScalesAt on, their scales; and the
+// bytes of both. Static, because the linker could pick the copy compiled for a newer processor.
 static constexpr int64_t Fp8ScalesAt(int64_t width) { return (width + 3) / 4 * 4; }
 static constexpr int64_t Fp8SumBytes(int64_t width) {
   return Fp8ScalesAt(width) + (width + kFp8Block - 1) / kFp8Block * 4;
@@ -37,7 +38,7 @@ struct RowOps {
   ReduceFn reduce_from_fp8[kNumRowTypes];   // rows as 8-bit floats, no weights; null for f64
   ScaleFn scale[kNumRowTypes];
   DotFn dot[kNumRowTypes];
-  // Copies past the cache: for rows that are read again only after much else.
+  // Copies past the caches, for rows that are read only after much other memory.
   void (*stream)(void* dst, const void* src, int64_t bytes);
 };
 
@@ -45,10 +46,10 @@ struct RowOps {
 const RowOps& GetRowOps();
 
 enum RowOpsLevel : int { kBestRowOps = 0, kBaseline = 1, kAvx2 = 2, kAvx512 = 3 };
-// False where this processor or build does not have that level.
+// Returns false if this processor or build lacks that level.
 bool UseRowOps(RowOpsLevel level);
 
-// One per instruction set; the ones this build has no compiler flags for are null.
+// One table per instruction set; null if this build has no compiler flags for it.
 const RowOps* RowOpsBaseline();
 const RowOps* RowOpsAvx2();
 const RowOps* RowOpsAvx512();

@@ -1,3 +1,4 @@
+// Row arithmetic compiled for AVX-512.
 #include "cpu/row_ops_impl.h"
 
 namespace ep_runtime {

@@ -1,6 +1,6 @@
-// Body of RowOps, included by one file per instruction set, each in an anonymous namespace. It
-// includes no standard C++ header with inline functions: the linker could keep the copy made for
-// a newer processor than the one it then runs on.
+// Body of RowOps. One file per instruction set includes it, each in an anonymous namespace. It
+// includes no standard C++ header with inline functions, because the linker could keep a copy made
+// for a newer processor than the one the library runs on.
 
 #if defined(__SSE2__)
 #include <immintrin.h>
@@ -57,7 +57,7 @@ struct BF16 {
   }
 };
 
-// The same element type, wide: partial sums between ranks.
+// Type of partial sums between ranks, for rows of type T.
 template <typename T>
 struct WideOf {
   using Storage = typename T::Wide;
@@ -66,7 +66,7 @@ struct WideOf {
   static Storage Store(Wide x) { return x; }
 };
 
-// One more row of a sum, its product rounded before it is added.
+// Adds one row to a sum. The product is rounded before it is added.
 template <typename In>
 inline typename In::Wide Add(typename In::Wide sum, typename In::Storage x, const float* weight) {
   if (weight == nullptr) return sum + In::Load(x);
@@ -110,7 +110,7 @@ inline void SumColumns(typename In::Wide* __restrict sum, const void* const* row
   }
 }
 
-// Columns that are summed at a time: the accumulators stay in the first-level cache.
+// Columns summed at a time, so few that the accumulators stay in the first-level cache.
 constexpr int64_t kBlock = 512;
 
 template <typename In, typename Out>
@@ -125,7 +125,7 @@ void ReduceMany(typename Out::Storage* __restrict out, const void* const* rows,
   }
 }
 
-// The sum of one row is the row itself, with 0 for -0 and subnormals, and quiet NaNs.
+// The sum of one row: the row itself, with 0 for -0 and subnormals, and with quiet NaNs.
 template <typename T>
 void CopySum(typename T::Storage* __restrict out, const void* row, int64_t width) {
   const auto* in = static_cast<const typename T::Storage*>(row);
@@ -199,7 +199,7 @@ float Dot(const void* a, const void* b, void* scratch, int64_t width) {
   const auto* y = static_cast<const typename T::Storage*>(b);
   auto* sum = static_cast<Wide*>(scratch);
   if (width == 1) return static_cast<float>(T::Load(x[0]) * T::Load(y[0]));
-  // The first level makes the products on the way, so the scratch is half a row.
+  // The first level multiplies as it adds, so the scratch holds only half a row.
   int64_t half = (width + 1) / 2;
   const int64_t pairs = width - half;
   for (int64_t i = 0; i < pairs; ++i) {
