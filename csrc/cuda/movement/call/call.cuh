@@ -1,13 +1,14 @@
 // One rank's part of a call on the device: epoch and lane, flags, bounded waits, and the end.
 //
-// A group's calls on one rank run one after another. Each has an epoch, one more than the last, and
-// lane epoch % lanes of every window. Call e begins by telling all ranks so (CallLine), and ends
-// only once all ranks have begun it, and so have ended e - 1. Who begins call e therefore knows
-// that e - 2 is over everywhere: with two lanes or more, nobody reads what it overwrites. Flags are
-// not cleared: they hold the tag of a call, which has its epoch and name in it.
+// A group's calls on one rank run one after another. Each call has an epoch, one more than the
+// last, and uses lane epoch % lanes of every window. Call e first tells all ranks that it has begun
+// (CallLine), and ends only once all ranks have begun it and so have ended e - 1. A rank that
+// begins call e therefore knows that e - 2 is over everywhere: with two lanes or more, nobody reads
+// what it overwrites. Flags are not cleared: they hold the tag of a call, made of its epoch and
+// name.
 //
-// Every wait for another block or rank looks, now and then, at what ends it early: a failure of
-// this rank, a poisoned generation, a closed group, the budget, a peer that runs another call.
+// Every wait for another block or rank regularly checks what ends it early: a failure of this rank,
+// a poisoned generation, a closed group, the budget, a peer that runs another call.
 #ifndef EP_RUNTIME_CUDA_MOVEMENT_CALL_CALL_CUH_
 #define EP_RUNTIME_CUDA_MOVEMENT_CALL_CALL_CUH_
 
@@ -64,11 +65,10 @@ __device__ __forceinline__ uint32_t AddOrderedGpu(uint32_t* word, uint32_t value
   return before;
 }
 
-// Polls between two looks at what ends a wait early: a look reads host memory.
+// Polls between two checks of what ends a wait early, because each check reads host memory.
 constexpr uint32_t kPollsPerLook = 1024;
 
-// Every thread of a block has the same one. Reads of `dead` are only a start value: waits ask the
-// group.
+// Equal in every thread of a block. `dead` is only the state at the start: waits ask the group.
 struct DeviceCall {
   DeviceGroup* group;
   uint64_t epoch;
@@ -76,7 +76,7 @@ struct DeviceCall {
   uint64_t layer_id;
   uint32_t handle;
   uint32_t op;
-  uint32_t tag;  // flag word of this call: 24 bits of its epoch, 8 of its name
+  uint32_t tag;  // flag word of this call: 24 bits of epoch, 8 of name
   int32_t me;
   int32_t ranks;
   int64_t lane;
@@ -125,7 +125,7 @@ __device__ inline bool Poisoned(const DeviceCall& call) {
   return poison >= call.generation;
 }
 
-// The first one to fail tells the host; everybody else sees `failed` and ends too.
+// The first wait to fail tells the host. All others see `failed` and end too.
 __device__ inline void Fail(const DeviceCall& call, FailReason reason, int source, uint32_t seen,
                             uint32_t expected, uint64_t waited_ns) {
   if (atomicCAS(&call.group->failed, 0u, 1u) != 0) return;
@@ -158,10 +158,10 @@ __device__ inline bool PeerRunsAnother(const DeviceCall& call, int source) {
          seen->generation != call.generation;
 }
 
-// Calls that all ranks have begun end long before this; a rank whose group is closed begins none.
+// Calls that all ranks have begun end long before this, and a rank with a closed group begins none.
 constexpr uint64_t kClosedWaitNs = 500'000'000;
 
-// Looks at everything that ends a wait early; false: the wait is over and has been recorded.
+// Checks everything that ends a wait early. False: the wait is over and has been recorded.
 __device__ inline bool KeepWaiting(const DeviceCall& call, int source, uint32_t seen,
                                    uint32_t expected, uint64_t started_ns) {
   if (Failed(call)) return false;
@@ -208,7 +208,7 @@ __device__ __forceinline__ bool AwaitWord(const DeviceCall& call, const uint32_t
   return AwaitWordSlowly(call, word, expected, source);
 }
 
-// One thread waits until `blocks` blocks have come to a barrier. False: the call failed.
+// One thread waits until `blocks` blocks have reached a barrier. False: the call failed.
 __device__ inline bool AwaitBlocks(const DeviceCall& call, int barrier, uint32_t blocks) {
   const uint32_t* arrived = &call.group->arrived[barrier];
   const uint64_t started_ns = GlobalTimerNs();
@@ -218,8 +218,8 @@ __device__ inline bool AwaitBlocks(const DeviceCall& call, int barrier, uint32_t
   return true;
 }
 
-// Meets `blocks` blocks of this kernel; all of them must be resident at once. Every thread of the
-// block calls it. False: the call failed somewhere.
+// Meets `blocks` blocks of this kernel, all of which must be resident at once. Every thread of the
+// block calls this. False: the call failed somewhere.
 __device__ inline bool MeetBlocks(const DeviceCall& call, int barrier, uint32_t blocks) {
   __syncthreads();
   if (blocks == 1) return true;
@@ -236,9 +236,9 @@ __device__ inline uint32_t TagOf(uint64_t epoch, uint64_t layer_id, uint32_t han
   return static_cast<uint32_t>(epoch << 8) | static_cast<uint32_t>(name >> 56);
 }
 
-// First thing of every kernel; before it alone whether the launch is left out (LeftOut), which all
-// ranks find alike: then it takes no epoch. The epoch lives in device memory so that a replayed
-// graph takes a new one.
+// Every kernel calls this first. Only LeftOut may come before: it decides, alike on all ranks, that
+// the launch takes no epoch. The epoch is in device memory, so that a replayed graph takes a new
+// one.
 __device__ inline DeviceCall BeginCall(DeviceGroup* group, const CallName& name, OpCode op) {
   DeviceCall call;
   call.group = group;
@@ -262,9 +262,9 @@ __device__ inline DeviceCall BeginCall(DeviceGroup* group, const CallName& name,
   return call;
 }
 
-// One warp of every kernel tells all ranks, then the board, that the call has begun, and looks
-// whether the generation is over: reads of the board are reads of host memory. Nobody waits for
-// them but the end of the call, which a poison word fails all the same.
+// One warp of every kernel tells all ranks, then the board, that the call has begun. It also checks
+// whether the generation is over, because reads of the board are reads of host memory. Only the end
+// of the call waits for this warp, and a poison word fails that wait too.
 __device__ inline void TellCall(const DeviceCall& call, const CallName& name) {
   DeviceGroup* group = call.group;
   const int lane = static_cast<int>(threadIdx.x % 32);
@@ -279,7 +279,7 @@ __device__ inline void TellCall(const DeviceCall& call, const CallName& name) {
     StoreReleaseSys(&line->epoch, call.epoch);
   }
   if (lane == 0) {
-    // Both reads are under way together.
+    // Issue both reads before using either.
     const BoardNote note = ReadBoard(group, BoardIndex(name));
     if (Poisoned(call)) Fail(call, FailReason::kPoisoned, -1, 0, 0, 0);
     TellBegin(group, note, call.epoch, call.layer_id, call.handle, call.op, BoardIndex(name));
@@ -288,23 +288,23 @@ __device__ inline void TellCall(const DeviceCall& call, const CallName& name) {
   __syncwarp();
 }
 
-constexpr int kEmptyTicket = 2;  // word of DeviceGroup::arrived that hands out empty rows
-constexpr int kItemTicket = 3;   // and other work
+constexpr int kEmptyTicket = 2;  // counter in DeviceGroup::arrived that hands out empty rows
+constexpr int kItemTicket = 3;   // counter that hands out other work
 
-// The next number of a counter that starts from 0 in every call.
+// The next number of a counter that starts at 0 in every call. One lane calls this.
 __device__ inline uint32_t TakeTicketAlone(const DeviceCall& call, int which) {
   return atomicAdd(&call.group->arrived[which], 1u);
 }
-// The same for the whole warp.
+// The next number of a counter, for a whole warp.
 __device__ inline uint32_t TakeTicket(const DeviceCall& call, int which) {
   uint32_t ticket = 0;
   if (threadIdx.x % 32 == 0) ticket = TakeTicketAlone(call, which);
   return __shfl_sync(~0u, ticket, 0);
 }
 
-// Waits until `source` has begun this call, and so has ended the one before. A rank that neither
-// sends to this one nor gets anything waits for nothing else: without this one of the two could run
-// ahead by a round of lanes, and write what the other still reads.
+// Waits until `source` has begun this call, and so has ended the one before. Two ranks that
+// exchange no rows have no other wait for each other. Without this wait one of them could run ahead
+// by a round of lanes, and write what the other still reads.
 __device__ inline void AwaitBegun(const DeviceCall& call, int source) {
   const uint64_t* epoch = &call.Line(call.me, source)->epoch;
   const uint64_t started_ns = GlobalTimerNs();
@@ -319,11 +319,12 @@ __device__ inline void AwaitBegun(const DeviceCall& call, int source) {
   }
 }
 
-constexpr uint32_t kDeadBlock = 1u << 16;  // in DeviceGroup::ended, beside the blocks that ended
+constexpr uint32_t kDeadBlock =
+    1u << 16;  // added to DeviceGroup::ended by a block whose call was dead at the start
 
-// Last thing of every kernel, called by every thread. The last block to end advances the epoch;
-// after a failure it also overwrites all outputs, so that no half-made result survives. Blocks of a
-// call that was dead from the start share that work, because nothing else writes the outputs.
+// Every thread of every kernel calls this last. The last block to end advances the epoch. After a
+// failure it also overwrites all outputs, so that no half-made result survives. If the call was
+// dead from the start, its blocks share that work, because nothing else writes the outputs.
 template <int kOutputs>
 __device__ inline void EndCall(const DeviceCall& call, const Output (&outputs)[kOutputs]) {
   __shared__ bool last, filled;
@@ -348,7 +349,8 @@ __device__ inline void EndCall(const DeviceCall& call, const Output (&outputs)[k
   }
   __syncthreads();
   if (!last) return;
-  // A spoiled rank's plans stay whole: its calls go on, or its peers would wait for them.
+  // A rank with a bad index keeps its plans whole: its calls go on, because its peers wait for
+  // them.
   const bool failed = Failed(call);
   const bool spoiled = LoadRelaxed(&group->spoiled) != 0;
   if (!filled && (failed || (spoiled && call.op != static_cast<uint32_t>(OpCode::kPrepare)))) {

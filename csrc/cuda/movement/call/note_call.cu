@@ -1,3 +1,4 @@
+// Reports a call whose rows no window carries.
 #include "cuda/movement/call/call.cuh"
 #include "cuda/movement/call/note_call.h"
 
@@ -5,7 +6,7 @@ namespace ep_runtime {
 namespace cuda {
 namespace {
 
-constexpr int kThreads = 64;  // the second warp tells of the call
+constexpr int kThreads = 64;  // the second warp reports the call
 
 __global__ void __launch_bounds__(kThreads, 1)
     NoteCallKernel(DeviceGroup* group, const __grid_constant__ CallName name, OpCode op,

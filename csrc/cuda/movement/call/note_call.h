@@ -1,3 +1,4 @@
+// Reports a call whose rows no window carries.
 #ifndef EP_RUNTIME_CUDA_MOVEMENT_CALL_NOTE_CALL_H_
 #define EP_RUNTIME_CUDA_MOVEMENT_CALL_NOTE_CALL_H_
 
@@ -11,9 +12,9 @@ enum class OpCode : uint32_t;
 
 namespace cuda {
 
-// Tells the board of a call whose rows no window carries, of a group whose nodes are one rank each:
-// that it ran, and of a dispatch the rows in `recv_count` [1, 4] (device), or null. The time that
-// is told is this launch's own.
+// Reports on the board a call whose rows no window carries, in a group whose nodes are one rank
+// each: that the call ran, and for a dispatch the rows in `recv_count` [1, 4] (device) or null. The
+// reported time is this launch's own.
 cudaError_t LaunchNoteCall(cudaStream_t stream, DeviceGroup* group, const CallName& name, OpCode op,
                            const int32_t* recv_count);
 

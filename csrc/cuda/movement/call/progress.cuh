@@ -1,5 +1,5 @@
-// What a rank's kernels tell on the board while they run: one thread stores, nobody waits for it.
-// Records may be read half new; every field of 16 bytes or less is whole.
+// Progress that a rank's kernels write to the board while they run. One thread stores; nobody waits
+// for it. Readers may see a record half updated, but every field of 16 bytes or less is whole.
 #ifndef EP_RUNTIME_CUDA_MOVEMENT_CALL_PROGRESS_CUH_
 #define EP_RUNTIME_CUDA_MOVEMENT_CALL_PROGRESS_CUH_
 
@@ -20,7 +20,7 @@ __device__ __forceinline__ uint64_t GlobalTimerNs() {
   return now;
 }
 
-// Shorter waits are not worth a word.
+// Shorter waits are not reported.
 constexpr uint64_t kTellWaitNs = 1'000'000'000;
 
 __device__ __forceinline__ void StoreBoard(void* record, size_t offset, uint32_t a, uint32_t b,
@@ -40,7 +40,7 @@ __device__ __forceinline__ void StoreBoard(void* record, size_t offset, uint64_t
   *reinterpret_cast<volatile uint64_t*>(static_cast<uint8_t*>(record) + offset) = value;
 }
 
-// Fields that are stored together.
+// Fields that one store writes.
 static_assert(offsetof(RankRecord, sequence) == 0 && offsetof(RankRecord, state) == 4 &&
               offsetof(RankRecord, op) == 8 && offsetof(RankRecord, waiting_for) == 12);
 static_assert(offsetof(RankRecord, handle) == offsetof(RankRecord, layer_id) + 8 &&
@@ -64,13 +64,13 @@ __device__ __forceinline__ void TellHandle(const Progress& progress, uint32_t in
              static_cast<uint32_t>(lane), 0);
 }
 
-// Which layer of its stack the call is of, as ReadLayerIndex.
+// Index of the call's layer in its stack, as in ReadLayerIndex.
 __device__ inline int32_t LayerOf(const CallName& name) {
   const int32_t operand = name.layer_index != nullptr ? *name.layer_index : 0;
   return operand >= kMadeAgain ? operand - kMadeAgain : operand;
 }
 
-// Whether a step makes the call again, which then counts no rows.
+// Whether a step makes the call again, so that its rows are not counted.
 __device__ inline bool MadeAgain(const CallName& name) {
   return name.layer_index != nullptr && *name.layer_index >= kMadeAgain;
 }
@@ -79,9 +79,9 @@ __device__ inline uint32_t BoardIndex(const CallName& name) {
   return name.board_index + LayerOf(name) * name.board_stride;
 }
 
-// What the thread that tells reads before it needs it: host memory is far.
+// Values that the reporting thread reads early, because host memory is far away.
 struct BoardNote {
-  uint64_t timer_ns = 0;  // before it read: other blocks do not wait for that
+  uint64_t timer_ns = 0;  // taken before the slow reads, because other blocks do not wait for them
   uint64_t now_ns = 0;
   uint64_t calls = 0;
   bool tells = false;
@@ -98,7 +98,7 @@ __device__ __forceinline__ BoardNote ReadBoard(const DeviceGroup* group, uint32_
   return note;
 }
 
-// By one thread of the kernel, as the call begins. `index`: of the handle's record.
+// One thread of the kernel calls this when the call begins. `index` is the handle's record.
 __device__ inline void TellBegin(DeviceGroup* group, const BoardNote& note, uint64_t epoch,
                                  uint64_t layer_id, uint32_t handle, uint32_t op, uint32_t index) {
   if (!note.tells) return;
@@ -116,7 +116,7 @@ __device__ inline void TellBegin(DeviceGroup* group, const BoardNote& note, uint
              note.calls + 1);
 }
 
-// Rows of the running call, by one thread that nobody waits for.
+// Counts rows of the running call. One thread calls this, and nobody waits for it.
 __device__ inline void CountRows(DeviceGroup* group, const CallName& name, uint64_t rows,
                                  uint64_t dropped_rows) {
   Progress& progress = group->progress;
@@ -133,8 +133,8 @@ __device__ inline void CountRows(DeviceGroup* group, const CallName& name, uint6
   StoreBoard(progress.rank, offsetof(RankRecord, rows), progress.rows, progress.dropped_rows);
 }
 
-// Parts beyond one that a block call runs, by one thread of an EP group's first rank. The board
-// has those of the EP group that ran the most.
+// Counts chunks beyond one that a block call runs. One thread of an EP group's first rank calls
+// this. The board shows the EP group that ran the most.
 __device__ inline void CountRounds(DeviceGroup* group, uint32_t index, uint64_t rounds) {
   Progress& progress = group->progress;
   const bool open = *static_cast<const volatile uint32_t*>(&group->open) != 0;
@@ -147,14 +147,15 @@ __device__ inline void CountRounds(DeviceGroup* group, uint32_t index, uint64_t 
   if (*told < totals.rounds) StoreBoard(progress.handles, at, totals.rounds);
 }
 
-// How the running call began. The first block wrote it, so other blocks read past the L1 cache.
+// Reads the start of the running call. The first block wrote it, so other blocks read past the L1
+// cache.
 __device__ __forceinline__ CallStart ReadStart(const DeviceGroup* group) {
   const CallStart& start = group->progress.start;
   return {__ldcg(&start.epoch), __ldcg(&start.now_ns), __ldcg(&start.timer_ns),
           __ldcg(&start.index)};
 }
 
-// A wait that has lasted since `started_ns` of the device's clock; `source` is an EP rank.
+// Reports a wait that has lasted since `started_ns` of the device's clock. `source` is an EP rank.
 __device__ inline void TellWait(const DeviceGroup* group, uint32_t op, int source,
                                 uint64_t started_ns) {
   const Progress& progress = group->progress;
@@ -166,15 +167,16 @@ __device__ inline void TellWait(const DeviceGroup* group, uint32_t op, int sourc
   TellState(progress, RankState::kWaiting, op, group->first_rank + source);
 }
 
-// After a wait long enough to have been told. Others of the rank that still wait tell it again.
+// Reports the end of a wait that was long enough to be reported. Blocks of the rank that still wait
+// report theirs again.
 __device__ inline void TellArrived(const DeviceGroup* group, uint32_t op, uint64_t started_ns) {
   const Progress& progress = group->progress;
   if (progress.rank == nullptr || GlobalTimerNs() - started_ns < kTellWaitNs) return;
   TellState(progress, RankState::kRunning, op, -1);
 }
 
-// By one thread of the last block that ends, before the epoch advances. `start` as this block read
-// it while it ended; it is of an earlier call where the first block was later than that.
+// One thread of the last block to end calls this, before the epoch advances. `start` is what this
+// block read when it ended. If the first block was later than that, it is an earlier call's.
 __device__ inline void TellEnd(DeviceGroup* group, CallStart start, uint64_t epoch, uint32_t op) {
   Progress& progress = group->progress;
   if (progress.rank == nullptr) return;

@@ -1,4 +1,4 @@
-// Which staged row of which rank a token is, from the plan's dst_rank.
+// Numbers the staged rows of tokens, from the plan's dst_rank.
 #ifndef EP_RUNTIME_CUDA_MOVEMENT_CALL_STAGED_INDEX_CUH_
 #define EP_RUNTIME_CUDA_MOVEMENT_CALL_STAGED_INDEX_CUH_
 
@@ -8,15 +8,15 @@
 namespace ep_runtime {
 namespace cuda {
 
-// Scratch of the group, in words.
+// Words of the group's scratch: histograms [kMaxPrepareBlocks, E].
 __device__ __forceinline__ int32_t* ScratchHistograms(const DeviceCall& call) {
-  return call.group->scratch;  // [kMaxPrepareBlocks, E]
+  return call.group->scratch;
 }
 __device__ __forceinline__ int32_t* ScratchBlockCounts(const DeviceCall& call) {
   return call.group->scratch + kMaxPrepareBlocks * call.group->num_experts;  // [3][blocks][ranks]
 }
 
-// Bit r: a slot of the token keeps a row on rank r.
+// Returns a mask: bit r is set if a slot of the token keeps a row on rank r.
 __device__ inline uint32_t RanksOfToken(const int32_t* dst_rank, int top_k, int ranks) {
   uint32_t mask = 0;
   const auto add = [&](int32_t rank) {
@@ -36,8 +36,8 @@ __device__ inline uint32_t RanksOfToken(const int32_t* dst_rank, int top_k, int 
   return mask;
 }
 
-// How many tokens each rank keeps before each of some windows. A block counts them once, so that
-// none of its warps goes through all tokens.
+// Counts of tokens that each rank keeps before each window of tokens. A block counts them once, so
+// that none of its warps goes through all tokens.
 struct TokenTable {
   static constexpr int kWords = 2048;
 
@@ -53,11 +53,11 @@ struct TokenTable {
   __device__ static int Windows(int ranks, int tokens) {
     return ((tokens + 31) / 32 >> Shift(ranks, tokens)) + 1;
   }
-  // Every thread of the block calls it.
+  // Every thread of the block calls this.
   __device__ void Count(const int32_t* dst_rank, int top_k, int ranks, int tokens) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int warps = blockDim.x / 32;
-    const int pieces = (tokens + 31) / 32;  // of 32 tokens
+    const int pieces = (tokens + 31) / 32;  // pieces of 32 tokens
     const int log = Shift(ranks, tokens), windows = Windows(ranks, tokens);
     for (int i = threadIdx.x; i < windows * ranks; i += blockDim.x) before[i] = 0;
     __syncthreads();
@@ -90,9 +90,9 @@ struct TokenTable {
   }
 
  private:
-  static constexpr int kAtOnce = 4;  // tokens of a lane whose loads are on their way together
+  static constexpr int kAtOnce = 4;  // tokens that a lane loads at once
 
-  // Of tokens first, first + step, ...; none where there are no more.
+  // Reads masks of tokens first, first + step, ...; past the last token masks are 0.
   __device__ static void ReadMasks(const int32_t* dst_rank, int top_k, int ranks, int tokens,
                                    int first, int step, uint32_t (&masks)[kAtOnce]) {
     const bool fours = top_k % 4 == 0 && reinterpret_cast<uintptr_t>(dst_rank) % 16 == 0;
@@ -123,18 +123,19 @@ struct TokenTable {
 };
 
 // Numbers the tokens that each rank keeps, for a warp that takes tokens in increasing order and
-// passes over those of other warps.
+// skips tokens of other warps.
 struct TokenCounter {
-  const int32_t* table;  // what a TokenTable counted
+  const int32_t* table;  // counts of a TokenTable
   int shift;
-  int32_t start = -32;  // of the 32 tokens that are looked at
+  int32_t start = -32;  // first of the 32 tokens in view
   uint32_t kept = 0;    // lane r, bit i: rank r keeps token start + i
   int32_t before = 0;   // lane r: tokens before `start` that rank r keeps
 
   __device__ TokenCounter(const int32_t* counted, int ranks, int tokens)
       : table(counted), shift(TokenTable::Shift(ranks, tokens)) {}
 
-  // Lane r gets the token's number among those that rank r keeps, -1 where it keeps none.
+  // Lane r returns the token's number among the tokens that rank r keeps, -1 if it keeps none of
+  // them.
   __device__ int32_t Number(const int32_t* dst_rank, int top_k, int ranks, int tokens, int token) {
     const int lane = threadIdx.x % 32;
     const int window = token >> (5 + shift);

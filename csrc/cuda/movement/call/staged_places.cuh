@@ -1,4 +1,4 @@
-// Where staged rows of a launch lie in lanes: apart or packed, all at once or in parts (LaneRoom).
+// Places of a launch's staged rows in lanes: apart or packed, all at once or in parts (LaneRoom).
 #ifndef EP_RUNTIME_CUDA_MOVEMENT_CALL_STAGED_PLACES_CUH_
 #define EP_RUNTIME_CUDA_MOVEMENT_CALL_STAGED_PLACES_CUH_
 
@@ -8,23 +8,23 @@
 namespace ep_runtime {
 namespace cuda {
 
-// Of the plan's recv_count.
+// Columns of the plan's recv_count.
 __device__ __forceinline__ int CountColumns(bool packed, int ranks) {
   return packed ? 4 + 2 * ranks : 4;  // PackedColumns
 }
 
-// What the host says of it, the same on every rank.
+// The host's choice of places, the same on every rank.
 struct Staging {
   LaneRoom room;
   bool packed;
-  int32_t part = 0;        // of this launch
-  int32_t most_parts = 1;  // launches that there are
+  int32_t part = 0;        // part that this launch moves
+  int32_t most_parts = 1;  // launches in all
 
   __device__ int columns() const { return CountColumns(packed, room.ranks); }
 };
 
-// Staged rows of every pair of ranks, as a packed plan has them. A plan is an ordinary array: they
-// are as many as there can be, whatever it holds.
+// Staged rows of every pair of ranks, read from a packed plan. A plan is an ordinary array, so
+// counts are clamped to the possible.
 struct PairCounts {
   const int32_t* recv_count;
   int32_t ranks;
@@ -54,8 +54,8 @@ struct PartShare {
   }
 };
 
-// In how many parts dispatch sends: the fewest in which what any rank receives fits its lane. By
-// one whole warp; all ranks find the same.
+// In how many parts dispatch sends: the fewest with which the rows that any rank receives fit its
+// lane. A whole warp calls this; all ranks get the same.
 __device__ inline int32_t CountParts(const PairCounts& counts, const Staging& staging) {
   const int lane = threadIdx.x % 32;
   int32_t rows = 0;
@@ -67,33 +67,33 @@ __device__ inline int32_t CountParts(const PairCounts& counts, const Staging& st
   return min(max((most + each - 1) / each, 1), staging.most_parts);
 }
 
-// Lane `rank`'s, by a whole warp that may ask for one or each lane for its own.
+// Pointer of lane `rank`. A whole warp calls this, for one `rank` or a different one in each lane.
 __device__ __forceinline__ uint8_t* PointerOf(int rank, uint8_t* pointer) {
   const auto value = reinterpret_cast<unsigned long long>(pointer);
   return reinterpret_cast<uint8_t*>(__shfl_sync(~0u, value, rank));
 }
 
-// Staged rows that travel between this rank and one other in a launch; lane r holds rank r's.
+// Staged rows that travel between this rank and another in a launch. Lane r holds rank r's.
 struct StagedPlaces {
-  int32_t begin;  // number of the first
+  int32_t begin;  // number of the first row
   int32_t count;
-  uint8_t* first;  // where it lies; the others follow
+  uint8_t* first;  // address of the first row; the others follow
 
-  // The whole warp asks for one rank's row, that is there.
+  // Address of rank `rank`'s row, which must exist. A whole warp calls this.
   __device__ uint8_t* At(int rank, int32_t staged, int32_t row_bytes) const {
     const int32_t before = __shfl_sync(~0u, begin, rank);
     return PointerOf(rank, first) + int64_t{staged - before} * row_bytes;
   }
 };
 
-// Where rows of `source` begin in the lane of `dest`, which has no room for its own, if each source
-// has room for `tokens` of them.
+// Where rows of `source` begin in the lane of `dest`, if each source has room for `tokens` rows.
+// `dest` itself has no room there.
 __device__ inline uint8_t* RoomApart(const DeviceCall& call, int dest, int source, int32_t tokens,
                                      int32_t row_bytes) {
   return call.Lane(dest) + (source - (source > dest ? 1 : 0)) * int64_t{tokens} * row_bytes;
 }
 
-// Rows from `before` on that fit the lane of `rank`; all of those that a prepare counted do.
+// Rows from `before` on that fit the lane of `rank`. All rows of a plan that prepare made fit.
 __device__ inline StagedPlaces PackedPlaces(const DeviceCall& call, const Staging& staging,
                                             int rank, int32_t begin, int32_t before, int32_t count,
                                             int32_t row_bytes) {
@@ -102,7 +102,7 @@ __device__ inline StagedPlaces PackedPlaces(const DeviceCall& call, const Stagin
           call.Lane(rank) + int64_t{before} * row_bytes};
 }
 
-// What this rank sends to rank r, of tokens that the plan routes.
+// Rows that this rank sends to rank r, for tokens that the plan routes.
 __device__ inline StagedPlaces SentPlaces(const DeviceCall& call, const Staging& staging,
                                           const PairCounts& counts, const PartShare& share,
                                           int32_t row_bytes) {
@@ -120,7 +120,7 @@ __device__ inline StagedPlaces SentPlaces(const DeviceCall& call, const Staging&
                       row_bytes);
 }
 
-// What rank r sends to this one, `staged` rows in all parts together.
+// Rows that rank r sends to this one, `staged` rows in all parts together.
 __device__ inline StagedPlaces ReceivedPlaces(const DeviceCall& call, const Staging& staging,
                                               int32_t tokens, const PartShare& share,
                                               int32_t staged, int32_t row_bytes) {

@@ -1,4 +1,4 @@
-// Staged rows, as a plan has them: how many each source sends, and which entries one has.
+// Staged rows of a plan: how many each source sends, and the entries of each.
 #ifndef EP_RUNTIME_CUDA_MOVEMENT_CALL_STAGED_ROWS_CUH_
 #define EP_RUNTIME_CUDA_MOVEMENT_CALL_STAGED_ROWS_CUH_
 
@@ -9,7 +9,7 @@
 namespace ep_runtime {
 namespace cuda {
 
-// Lane j holds source j's counts; the staged rows of all sources are numbered through.
+// Lane j holds source j's counts. The staged rows of all sources share one numbering.
 struct SourceCounts {
   int32_t staged;
   int32_t first;  // staged rows of earlier sources
@@ -22,11 +22,11 @@ struct SourceCounts {
   }
 };
 
-// Those that arrive in a launch of dispatch.
+// Staged rows that arrive in a launch of dispatch.
 struct Arriving {
   SourceCounts counts;
   StagedPlaces places;
-  int32_t most;  // of any one peer
+  int32_t most;  // the most from any peer
 
   __device__ Arriving(const DeviceCall& call, const Plan& plan, const Staging& staging,
                       const PartShare& share, int tokens, int32_t row_bytes)
@@ -35,7 +35,7 @@ struct Arriving {
         most(__reduce_max_sync(~0u, places.count)) {}
 };
 
-// A staged row of a peer and its entries; lane i holds the i-th.
+// A staged row of a peer and its entries. Lane i holds the i-th entry.
 struct StagedRow {
   int32_t source;
   int32_t staged;  // -1: there is none
@@ -45,8 +45,8 @@ struct StagedRow {
   int32_t row;  // -1: no entry
   int32_t slot;
 
-  // Number `item` of all peers' staged rows, sources in turn, which is about the order of arrival;
-  // none where that source has fewer. Reads where its entries are.
+  // Finds number `item` of all peers' staged rows. Sources take turns, which is about the order of
+  // arrival. `staged` is -1 if that source has fewer. Reads the bounds of its entries.
   __device__ void Find(const DeviceCall& call, const Plan& plan, const Arriving& arriving,
                        int item) {
     const int peers = call.ranks - 1;
@@ -58,7 +58,7 @@ struct StagedRow {
     const int64_t at = __shfl_sync(~0u, arriving.counts.first, source) + int64_t{staged};
     if (staged >= 0) ReadBounds(plan, at);
   }
-  // `at`: the staged row's number among those of all sources.
+  // `at` is the staged row's number among those of all sources.
   __device__ void ReadBounds(const Plan& plan, int64_t at) {
     begin = plan.staged_start[at];
     end = plan.staged_start[at + 1];
@@ -70,7 +70,7 @@ struct StagedRow {
     row = lane < count ? plan.staged_row[begin + lane] : -1;
     slot = lane < count ? plan.staged_slot[begin + lane] : 0;
   }
-  // A plan is an ordinary array: nothing is written by its numbers unseen.
+  // A plan is an ordinary array, so check its numbers before anything is written by them.
   __device__ void CheckEntries(const CallSizes& sizes) {
     if (static_cast<uint32_t>(row) >= static_cast<uint32_t>(sizes.capacity) ||
         static_cast<uint32_t>(slot) >= static_cast<uint32_t>(sizes.top_k)) {

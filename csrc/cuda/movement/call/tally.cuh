@@ -1,7 +1,7 @@
-// What a rank's calls took, awaited and brought, added up on the device and stored to the board.
+// Times, waits and load of a rank's calls, added up on the device and stored to the board.
 //
-// A call leaves what it took in device memory as it ends, and who was late while it waits. The call
-// after it adds that up and stores the sums to the board, by one warp that nobody waits for. So the
+// A call leaves its time in device memory when it ends, and its late peers while it waits. The next
+// call adds both up and stores the sums to the board, by one warp that nobody waits for. So the
 // board is one call behind.
 #ifndef EP_RUNTIME_CUDA_MOVEMENT_CALL_TALLY_CUH_
 #define EP_RUNTIME_CUDA_MOVEMENT_CALL_TALLY_CUH_
@@ -17,7 +17,7 @@
 namespace ep_runtime {
 namespace cuda {
 
-// Shorter waits for a peer's word are what its way takes, and are not counted.
+// Shorter waits are only a word's travel time, so they are not counted.
 constexpr uint64_t kCountedWaitNs = uint64_t{1} << kBucketBits;
 
 static_assert(offsetof(OpRecord, calls) == 0 && offsetof(OpRecord, time_ns) == 8 &&
@@ -26,18 +26,18 @@ static_assert(offsetof(LoadRecord, calls) == 0 && offsetof(LoadRecord, time_ns) 
               offsetof(LoadRecord, wait_ns) == 16 && offsetof(LoadRecord, tokens) == 24);
 static_assert(offsetof(PeerRecord, wait_ns) == 8);
 
-// Where the running call notes by how much its peers come later, [N]; null where nothing is told.
+// Where the running call notes how much later its peers come, [N]; null if nothing is reported.
 __device__ __forceinline__ uint32_t* WaitsOf(DeviceGroup* group, uint64_t epoch) {
   return group->progress.rank != nullptr ? group->progress.tally.waits[epoch % 2] : nullptr;
 }
 
-// A wait for a word of `source` that is over.
+// Notes a finished wait for a word of `source`.
 __device__ __forceinline__ void NoteWait(uint32_t* waits, int source, uint64_t waited_ns) {
   if (waits == nullptr || waited_ns < kCountedWaitNs) return;
   atomicMax(&waits[source], static_cast<uint32_t>(min(waited_ns, uint64_t{UINT32_MAX})));
 }
 
-// Rows of this rank's experts, [L], and its tokens; by one warp, which waits for nothing.
+// Adds rows [L] of this rank's experts, and its tokens. One warp calls this; it waits for nothing.
 __device__ inline void CountLoad(DeviceGroup* group, const CallName& name, int32_t tokens,
                                  const int32_t* rows, int32_t experts) {
   const DeviceTally& tally = group->progress.tally;
@@ -52,14 +52,14 @@ __device__ inline void CountLoad(DeviceGroup* group, const CallName& name, int32
   }
 }
 
-// One lane's part of what the call before adds to the rank's sums.
+// One lane's share of what the previous call adds to the rank's sums.
 struct TallyNote {
   bool tells = false;
   bool of_prepare = false;
-  uint32_t index = 0;  // of the handle's record
-  int64_t word = -1;   // offset of a sum, and what it is now
+  uint32_t index = 0;  // the handle's record
+  int64_t word = -1;   // offset of a sum, and its present value
   uint64_t sum = 0;
-  int64_t peer = -1;  // the same of a PeerRecord
+  int64_t peer = -1;  // offset of a PeerRecord, and its present values
   ulonglong2 peer_sums{};
 };
 
@@ -67,13 +67,14 @@ __device__ __forceinline__ uint64_t ReadSum(const DeviceTally& tally, int64_t of
   return __ldcg(reinterpret_cast<const unsigned long long*>(tally.sums + offset));
 }
 
-// BucketOf of board.h.
+// BucketOf of board.h, for the device.
 __device__ __forceinline__ uint32_t DeviceBucketOf(uint64_t ns) {
   const uint64_t left = ns >> kBucketBits;
   return left == 0 ? 0 : min(64 - static_cast<uint32_t>(__clzll(left)), kTimeBuckets - 1);
 }
 
-// The sum that a lane keeps: five lanes have words of the op's record, three of the handle's.
+// Chooses the sum that each lane updates: five lanes have words of the op's record, three of the
+// handle's.
 __device__ inline void NoteSum(const DeviceTally& tally, const LastCall& last, uint32_t wait_ns,
                                TallyNote* note) {
   const int lane = static_cast<int>(threadIdx.x % 32);
@@ -94,7 +95,7 @@ __device__ inline void NoteSum(const DeviceTally& tally, const LastCall& last, u
   if (note->word >= 0) note->sum = ReadSum(tally, note->word) + more;
 }
 
-// By one warp as call `epoch` begins, before it waits: reads alone.
+// One warp calls this when call `epoch` begins, before the call waits. It only reads.
 __device__ inline TallyNote ReadTally(DeviceGroup* group, uint64_t epoch) {
   TallyNote note;
   const DeviceTally& tally = group->progress.tally;
@@ -109,7 +110,7 @@ __device__ inline TallyNote ReadTally(DeviceGroup* group, uint64_t epoch) {
   note.index = last.index;
   const uint32_t most = __reduce_max_sync(~0u, waited);
   const int ended_by = __ffs(__ballot_sync(~0u, waited == most)) - 1;
-  // A block may begin to wait before the first one, whose time the call's is.
+  // A block may begin to wait before the first block, which sets the call's time.
   const auto longest = static_cast<uint32_t>(min(uint64_t{most}, last.took_ns));
   NoteSum(tally, last, longest, &note);
   if (waited == 0) return note;
@@ -121,12 +122,12 @@ __device__ inline TallyNote ReadTally(DeviceGroup* group, uint64_t epoch) {
   return note;
 }
 
-// By the same warp once the call runs.
+// The same warp calls this while the call runs.
 __device__ inline void TellTally(DeviceGroup* group, const TallyNote& note, uint64_t epoch) {
   if (group->progress.rank == nullptr) return;
   DeviceTally& tally = group->progress.tally;
   const int lane = static_cast<int>(threadIdx.x % 32);
-  tally.waits[(epoch - 1) % 2][lane] = 0;  // the call after this one notes there
+  tally.waits[(epoch - 1) % 2][lane] = 0;  // the next call notes there
   if (!note.tells) return;
   if (note.word >= 0) {
     *reinterpret_cast<uint64_t*>(tally.sums + note.word) = note.sum;

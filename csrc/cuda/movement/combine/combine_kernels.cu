@@ -1,4 +1,4 @@
-// combine, and dispatch's backward, which is a combine of d_recv that carries d_weights too.
+// combine, and dispatch's backward: a combine of d_recv that carries d_weights too.
 //
 // One kernel: the first `sum_blocks` blocks sum this rank's tokens, the others send and then help.
 //
@@ -6,33 +6,35 @@
 //   sum block 0           TellTable: how many tokens each rank keeps   nobody
 //                         before some of them -> scratch (barrier 1)
 //     the last warp       TellCall                                     nobody
-//   reduce block: all     PeerSums: of a peer's token, its rows here   the last warp, where that
+//   reduce block: all     PeerSums: of a peer's token, its rows here   the last warp, if that
 //   warps but the last    in slot order -> SumPlaces;                  is 8 sums behind
 //                         d_weights -> Entries(peer, me)
 //     the last            Publish: Ready(peer, me)[staged]             the block's other warps
-//     all, then           go on as a sum block does                    nobody
+//     all, then           go on like a sum block                       nobody
 //   every warp            waits for the table                          sum block 0
 //                         TokenSums: sums of lower ranks, own rows,    Ready(me, rank)[staged] of
 //                         sums of higher ranks -> tokens;              all peers that have a part
 //                         d_weights of all -> d_topk_weights
 //
-// F(dest, source) lies in the window of `dest`, in the lane of this call, and `source` alone writes
-// it. A token, and a staged row of a peer, has one warp, or where there are few tokens one for each
-// slice of a row: the first ones are dealt out, later ones drawn from a counter.
+// F(dest, source) is in the window of `dest`, in the lane of this call, and only `source` writes
+// it. One warp sums a token, or a staged row of a peer. With few tokens one warp sums each slice of
+// a row. The first ones are dealt out; later ones are drawn from a counter.
 //
-// A token's sum has one order, whoever takes it and whatever arrives first: ranks in order, the
-// rows of a rank in slot order. Each rank's part is rounded as it travels (CombinePrecision), and
-// this rank's own is rounded alike: runs are equal bit for bit.
+// A token's sum has one order, whichever warp takes it and whatever arrives first: ranks in order,
+// the rows of a rank in slot order. Each rank's part is rounded as it travels (CombinePrecision),
+// and this rank's own part is rounded alike. So runs are equal bit for bit.
 //
-// Order: a sum is in the peer's window before its flag is. The warp stores it, meets, and counts it
-// with release. The last warp acquires the count, executes one fence of system scope for all it
-// found, and stores the flags. Of a warp that sums a token each lane acquires the flag of one rank;
-// they meet, and pass to the copy engine's proxy (FenceProxyAsync), which loads the parts.
+// Order: a sum is in the peer's window before its flag. The warp stores the sum, meets, and counts
+// it with release. The last warp acquires the count, executes one fence of system scope for all
+// sums it found, and stores their flags. In a warp that sums a token, each lane acquires the flag
+// of one rank. The lanes meet, and pass to the copy engine's proxy (FenceProxyAsync), which loads
+// the parts.
 //
-// Waits form no circle: sums for peers wait for no peer, sums of tokens for those alone, the table
-// for no peer either. All blocks are resident at once. Of exact sums, where a lane does not hold
-// those of all tokens, each half of the tokens has a launch, and an epoch, of its own. Begin and
-// end of the call, and why its lane is free: call.cuh. A call that fails leaves NaN.
+// Waits cannot deadlock: sums for peers wait for no peer, sums of tokens wait only for sums from
+// peers, and the table waits for no peer either. All blocks are resident at once. If a lane does
+// not hold the exact sums of all tokens, each half of the tokens has a launch and an epoch of its
+// own. For begin and end of the call, and why its lane is free, see call.cuh. A call that fails
+// leaves NaN.
 
 #include <algorithm>
 
@@ -82,7 +84,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       } else {
         landed.Publish(call);
       }
-      // Nothing more to send. What is left to sum waits for peers that send, never for sums.
+      // Nothing more to send. The remaining sums wait for peers that send, never for sums.
       numbers.Draw(call);
     }
     const bool alive = threadIdx.x % 32 != 0 || AwaitBlocks(call, kTableBarrier, 1);
@@ -91,7 +93,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       SumItems<kType, kPrecision, kWeighted, false>(ring, tokens);
     }
   }
-  // All tokens, also after the second half failed: the first half's must not survive it.
+  // All tokens, even if the second half failed: then the first half's sums must not survive.
   const Output outputs[] = {
       {params.tokens, int64_t{params.sizes.tokens} * TokenBytes<kPrecision>(params), nan},
       {params.d_topk_weights,
@@ -128,8 +130,8 @@ cudaError_t LaunchPasses(cudaStream_t stream, const CombineParams& params) {
   if (params.precision == CombinePrecision::kFast || kType == RowType::kF32) {
     return LaunchPass<kType, CombinePrecision::kFast>(stream, params, all);
   }
-  // From static sizes alone, so that every rank makes the same number of passes. Packed, a token
-  // has a sum of as many ranks as it has slots at most.
+  // Passes follow from static sizes alone, so that every rank makes equally many. In a packed call,
+  // a token has at most one sum for each of its slots.
   const int64_t sums = packed ? params.sizes.top_k : params.room.ranks - 1;
   if (sums * tokens * params.sizes.width * 4 <= params.room.bytes) {
     return LaunchPass<kType, CombinePrecision::kExact>(stream, params, all);

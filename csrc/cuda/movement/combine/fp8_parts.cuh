@@ -1,8 +1,8 @@
-// Partial sums that travel as 8-bit floats, and their conversion a vector per lane at a time.
+// Partial sums that travel as 8-bit floats, and their conversion, one vector per lane at a time.
 //
-// Of each piece of a row first its data lie there, e4m3, then an f32 scale for each kFp8Block
-// values, then what makes it a multiple of 16 bytes: the copy engine loads a piece at once, and a
-// piece's scales are stored at once. Rounding is that of rows/quantize.h.
+// Each piece of a row has first its e4m3 data, then an f32 scale for each kFp8Block values, then
+// padding to a multiple of 16 bytes. So the copy engine loads a piece at once, and a piece's scales
+// are stored at once. Rounding is that of rows/quantize.h.
 #ifndef EP_RUNTIME_CUDA_MOVEMENT_COMBINE_FP8_PARTS_CUH_
 #define EP_RUNTIME_CUDA_MOVEMENT_COMBINE_FP8_PARTS_CUH_
 
@@ -16,7 +16,7 @@ namespace combine {
 
 using E4M3 = Fp8<Fp8Format::kE4M3>;
 
-// Bytes of a row's first `values`, in pieces of piece_values.
+// Bytes of a row's first `values` values, in pieces of piece_values.
 __device__ __forceinline__ int32_t Fp8Bytes(int32_t values, int32_t piece_values) {
   const int32_t rest = values % piece_values;
   const int32_t scales = (rest + kFp8Block - 1) / kFp8Block * 4;
@@ -24,7 +24,7 @@ __device__ __forceinline__ int32_t Fp8Bytes(int32_t values, int32_t piece_values
          (rest + scales + 15) / 16 * 16;
 }
 
-// Four values in a word, the first one lowest. None is infinite.
+// Converts four finite values to one word, the first value in the lowest byte.
 __device__ __forceinline__ uint32_t ToFp8(const float* x, float inverse_scale) {
   float y[4];
 #pragma unroll

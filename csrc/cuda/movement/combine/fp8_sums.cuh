@@ -1,4 +1,4 @@
-// Scales of a piece's sums as 8-bit floats, by all lanes of a warp together.
+// Scales of a piece's sums as 8-bit floats, computed by all lanes of a warp together.
 #ifndef EP_RUNTIME_CUDA_MOVEMENT_COMBINE_FP8_SUMS_CUH_
 #define EP_RUNTIME_CUDA_MOVEMENT_COMBINE_FP8_SUMS_CUH_
 
@@ -9,33 +9,33 @@ namespace ep_runtime {
 namespace cuda {
 namespace combine {
 
-// Of a piece whose lanes have kPer neighbouring values of each of kVectors vectors: the lanes of a
-// block are neighbours too. Every lane divides for one block, not for all that it has values of.
+// Scales of a piece whose lanes have kPer neighbouring values of each of kVectors vectors. Lanes of
+// a block are neighbours too. Every lane computes one scale, not the scales of all its values.
 template <int kPer>
 struct PieceScales {
-  static constexpr int kLanes = kFp8Block / kPer;  // of a block
-  static constexpr int kBlocks = 32 / kLanes;      // of a vector
+  static constexpr int kLanes = kFp8Block / kPer;  // lanes of a block
+  static constexpr int kBlocks = 32 / kLanes;      // blocks of a vector
   static_assert(kVectors == 4 && kLanes >= 4);
 
-  // Of the vector that the lane keeps, in the block that it has values of.
+  // Scale of this lane's block, in the vector that the lane keeps.
   float scale;
   float inverse;
 
-  // Lanes of a block whose numbers have these lowest two bits have the scale of vector `u`.
+  // The scale of vector `u` is in the lanes of a block whose numbers end with these two bits.
   __device__ static int LaneOf(int u) { return u >> 1 | (u & 1) << 1; }
   __device__ float Of(float mine, int u) const {
     const int block = static_cast<int>(threadIdx.x % 32) / kLanes * kLanes;
     return __shfl_sync(~0u, mine, block + LaneOf(u));
   }
-  // Lane i: of block i of the piece.
+  // Lane i gets the scale of block i of the piece.
   __device__ float Stored() const {
     const int lane = threadIdx.x % 32;
     return __shfl_sync(~0u, scale, lane % kBlocks * kLanes + LaneOf(lane / kBlocks % kVectors));
   }
 };
 
-// The largest of a block's values, of the vector that the lane keeps: each step halves what a lane
-// has, or the lanes that have it.
+// The largest value of this lane's block in the vector that the lane keeps. Each step halves a
+// lane's values, or the lanes that hold them.
 template <int kPer>
 __device__ __forceinline__ float LargestOfBlock(const float (&largest)[kVectors]) {
   const int lane = threadIdx.x % 32;
@@ -60,14 +60,14 @@ __device__ __forceinline__ float LargestOf(const float (&sums)[kVectors][kPer]) 
   float largest[kVectors];
 #pragma unroll
   for (int u = 0; u < kVectors; ++u) {
-    largest[u] = 0.0f;  // of NaN and a number fmaxf takes the number
+    largest[u] = 0.0f;  // fmaxf ignores NaN
 #pragma unroll
     for (int j = 0; j < kPer; ++j) largest[u] = fmaxf(largest[u], fabsf(sums[u][j]));
   }
   return LargestOfBlock<kPer>(largest);
 }
 
-// Scales by the finite values. All lanes call it; what is infinite becomes NaN.
+// Computes scales from the finite values, and makes infinities NaN. All lanes call this.
 template <int kPer>
 __device__ __forceinline__ PieceScales<kPer> ScalesOf(float (&sums)[kVectors][kPer]) {
   float largest = LargestOf<kPer>(sums);

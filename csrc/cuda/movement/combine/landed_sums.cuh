@@ -1,4 +1,4 @@
-// Tells peers which sums of a block are in their windows: one warp for all of the block.
+// Tells peers which sums of a block are in their windows: one warp reports for all of the block.
 #ifndef EP_RUNTIME_CUDA_MOVEMENT_COMBINE_LANDED_SUMS_CUH_
 #define EP_RUNTIME_CUDA_MOVEMENT_COMBINE_LANDED_SUMS_CUH_
 
@@ -9,14 +9,14 @@ namespace ep_runtime {
 namespace cuda {
 namespace combine {
 
-// Where a sum went: the flag that its peer waits for.
+// A sum's destination: the flag that its peer waits for.
 struct SumPlace {
   int32_t rank;
   int32_t flag;
 };
 
-// Words of shared memory that warps of a block exchange without a barrier. All are atomic
-// operations, reads too: so compute-sanitizer can tell them from races.
+// Words of shared memory that warps of a block exchange without a barrier. Reads are atomic
+// operations too, so that compute-sanitizer can tell them from races.
 __device__ __forceinline__ uint32_t LoadAcquireBlock(const uint32_t* shared) {
   uint32_t value;
   asm volatile("atom.acquire.cta.shared::cta.or.b32 %0, [%1], 0;"
@@ -31,26 +31,26 @@ __device__ __forceinline__ void AddReleaseBlock(uint32_t* shared, uint32_t value
                : "memory");
 }
 
-// Sums that have landed, of each sending warp of a block, in shared memory. A flag needs a fence of
-// system scope before it, and that waits for the stores of the whole multiprocessor. So no sending
-// warp executes one: the publishing warp stores the flags of all that landed behind one fence.
+// Sums of each sending warp of a block that have landed, in shared memory. A flag needs a fence of
+// system scope before it, which waits for the stores of the whole multiprocessor. So sending warps
+// execute no fence: the publishing warp stores the flags of all landed sums behind one fence.
 template <int kSenders>
 struct LandedSums {
   static_assert(kSenders < 32);
-  static constexpr uint32_t kPlaces = 8;  // of one warp, that wait to be published
+  static constexpr uint32_t kPlaces = 8;  // of one warp, waiting to be published
 
   unsigned long long places[kSenders][kPlaces];  // rank in the upper half, flag
   uint32_t landed[kSenders];
   uint32_t published[kSenders];
-  uint32_t ended;  // warps that send no more
+  uint32_t ended;  // warps that have sent everything
 
-  // Every thread calls it, and meets its block before anything else here.
+  // Every thread calls this, and meets its block before it uses anything else here.
   __device__ void Clear() {
     if (threadIdx.x < kSenders) landed[threadIdx.x] = published[threadIdx.x] = 0;
     if (threadIdx.x == 0) ended = 0;
   }
-  // One thread of a sending warp: a sum of the warp is there, and what the warp stored before it
-  // last met. Waits for the publishing warp alone, which waits for nobody.
+  // One thread of a sending warp reports a sum that the warp stored before it last met. Waits only
+  // for the publishing warp, which waits for nobody.
   __device__ void Land(int sender, const SumPlace& place) {
     const uint32_t number = LoadAcquireBlock(&landed[sender]);
     while (number - LoadAcquireBlock(&published[sender]) >= kPlaces) __nanosleep(100);
@@ -60,7 +60,7 @@ struct LandedSums {
   }
   __device__ void End() { AddReleaseBlock(&ended, 1); }
 
-  // The publishing warp, until all sending warps have ended.
+  // The publishing warp runs this until all sending warps have ended.
   __device__ void Publish(const DeviceCall& call) {
     const int lane = threadIdx.x % 32;
     uint32_t done = 0;  // lane i: sums of warp i

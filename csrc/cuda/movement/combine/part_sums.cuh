@@ -1,4 +1,5 @@
-// What one warp sums, how sums travel, and the ring that it loads the parts through.
+// Item: the parts that one warp sums. Sent: how sums travel. PartRing: the ring that parts are
+// loaded through.
 #ifndef EP_RUNTIME_CUDA_MOVEMENT_COMBINE_PART_SUMS_CUH_
 #define EP_RUNTIME_CUDA_MOVEMENT_COMBINE_PART_SUMS_CUH_
 
@@ -10,27 +11,27 @@ namespace ep_runtime {
 namespace cuda {
 namespace combine {
 
-constexpr int kVectors = 4;                      // of a row that a lane sums at a time
-constexpr int kPieceBytes = 32 * 16 * kVectors;  // of a row that a warp sums at a time
-constexpr int kRingBytes = 12 * 1024;            // of a warp
+constexpr int kVectors = 4;                      // vectors of a row that a lane sums at a time
+constexpr int kPieceBytes = 32 * 16 * kVectors;  // bytes of a row that a warp sums at a time
+constexpr int kRingBytes = 12 * 1024;            // of one warp
 constexpr int kMaxSlots = kRingBytes / kPieceBytes;
 
-// What one warp sums: rows of this rank, in slot order, and partial sums of other ranks, in rank
-// order around them. Lane i holds the i-th part.
+// The parts that one warp sums: rows of this rank in slot order, and partial sums of other ranks
+// before and after them in rank order. Lane i holds the i-th part.
 struct Item {
   const uint8_t* part;
   float weight;
   uint32_t own;  // bit i: the part is a row of this rank
   int count;
   uint8_t* out;
-  int32_t rank;    // of the peer that gets the sum; lane k: rank of the token's slot k
-  int32_t staged;  // there; lane r: staged row on rank r
+  int32_t rank;    // the peer that gets the sum; for a token, lane k: rank of slot k
+  int32_t staged;  // the peer's staged row; for a token, lane r: staged row on rank r
   int32_t slot;    // lane i: slot of the i-th part's row
   int32_t row;     // lane i: row of the i-th part
   int32_t token;
-  int32_t slice;  // of the row, of `slices`
+  int32_t slice;  // of the row's `slices`
 
-  // The pieces that are summed.
+  // The pieces that this item sums.
   __device__ int First(int pieces, int slices) const { return pieces * slice / slices; }
   __device__ int End(int pieces, int slices) const { return pieces * (slice + 1) / slices; }
 };
@@ -47,7 +48,7 @@ struct Cursor {
   }
 };
 
-// How a sum travels. kPer: values that a lane has of a piece in one vector.
+// How a sum travels. kPer is the number of a lane's values in one vector.
 template <RowType kType, CombinePrecision kPrecision>
 struct Sent {
   static constexpr int kPer = Element<kType>::kPerVector;
@@ -55,7 +56,7 @@ struct Sent {
   static constexpr bool kFp8 = kPrecision == CombinePrecision::kFp8;
   static constexpr int kPieceValues = kPieceBytes / 16 * kPer;
 
-  // Bytes of what `row_bytes` of a row become; of whole pieces, and of them and a rest.
+  // Bytes that `row_bytes` of a row become: of whole pieces, or of whole pieces and a rest.
   __device__ static int64_t Bytes(int64_t row_bytes) {
     if constexpr (kFp8) return Fp8Bytes(static_cast<int32_t>(row_bytes / 16) * kPer, kPieceValues);
     return row_bytes * (kWide ? 2 : 1);
@@ -72,7 +73,7 @@ struct PartRing {
   uint8_t* data;
   LoadBarrier* barriers;
   int row_bytes;
-  bool wide_out;  // the sums that stay here are stored in f32; with kExact alone
+  bool wide_out;  // sums that stay here are stored in f32; only with kExact
   int issued;
   int used;
 
@@ -95,7 +96,7 @@ struct PartRing {
   }
 };
 
-// One warp's share of what the block has; initialises its barriers.
+// One warp's share of the block's rings. Initialises the warp's barriers.
 template <RowType kType, CombinePrecision kPrecision>
 __device__ PartRing<kType, kPrecision> MakeRing(uint8_t* rings, LoadBarrier* barriers,
                                                 int row_bytes, bool wide_out) {

@@ -1,4 +1,4 @@
-// What combine sums for peers: the rows that this rank has of their tokens.
+// combine's sums for peers: this rank's rows of their tokens.
 #ifndef EP_RUNTIME_CUDA_MOVEMENT_COMBINE_PEER_SUMS_CUH_
 #define EP_RUNTIME_CUDA_MOVEMENT_COMBINE_PEER_SUMS_CUH_
 
@@ -11,7 +11,7 @@ namespace ep_runtime {
 namespace cuda {
 namespace combine {
 
-constexpr int kPeerTicket = kEmptyTicket;  // combine has no empty rows
+constexpr int kPeerTicket = kEmptyTicket;  // combine has no empty rows, so their counter is free
 
 // Sums that peers wait for: all their tokens of this pass, sources in turn.
 template <CombinePrecision kPrecision, bool kWeighted>
@@ -28,7 +28,7 @@ struct PeerSums {
   int32_t partial_bytes;
   int32_t slices;
 
-  // Warp number `warp` of the `warps` that start with this work.
+  // For warp number `warp` of the `warps` warps that start with this work.
   __device__ PeerSums(const DeviceCall& c, const CombineParams& p, const Pass& pass, int32_t of_row,
                       LandedSums<kSenders>* l, uint32_t warp, uint32_t warps)
       : call(c),
@@ -63,7 +63,7 @@ struct PeerSums {
       entries.ReadEntries(params.plan, params.sizes);
       entries.CheckEntries(params.sizes);
       const bool real = static_cast<int>(threadIdx.x % 32) < entries.count;
-      // A row that no prepare wrote: the item is left empty.
+      // A row that no prepare wrote leaves the item empty.
       const bool good = __all_sync(~0u, !real || entries.row >= 0);
       item->count = good ? entries.count : 0;
       item->own = ~0u;

@@ -1,4 +1,4 @@
-// Sums of a piece of a row in the registers of a warp: parts added, rounded, stored.
+// Sums of a piece of a row in the registers of a warp: adds parts, rounds and stores them.
 #ifndef EP_RUNTIME_CUDA_MOVEMENT_COMBINE_PIECE_SUMS_CUH_
 #define EP_RUNTIME_CUDA_MOVEMENT_COMBINE_PIECE_SUMS_CUH_
 
@@ -90,7 +90,7 @@ struct Fp8Vectors {
   }
 };
 
-// sums += a part's piece that travelled.
+// sums += the piece of a part that travelled.
 template <RowType kType, CombinePrecision kPrecision, typename Done>
 __device__ __forceinline__ void AddSent(const uint8_t* part, int vectors, const Done& done,
                                         Sums<kType>& sums) {
@@ -107,7 +107,7 @@ __device__ __forceinline__ void AddSent(const uint8_t* part, int vectors, const 
   }
 }
 
-// Rounds the sum as one that travels is rounded.
+// Rounds a sum like one that travels.
 template <RowType kType, CombinePrecision kPrecision>
 __device__ __forceinline__ void RoundAsSent(Sums<kType>& own) {
   using E = Element<kType>;
@@ -128,7 +128,7 @@ __device__ __forceinline__ void RoundAsSent(Sums<kType>& own) {
   }
 }
 
-// sums += own, rounded as a partial sum that travels is rounded.
+// sums += own, rounded like a partial sum that travels.
 template <RowType kType, CombinePrecision kPrecision>
 __device__ __forceinline__ void AddOwn(Sums<kType>& own, Sums<kType>& sums) {
   RoundAsSent<kType, kPrecision>(own);
@@ -141,7 +141,7 @@ __device__ __forceinline__ void AddOwn(Sums<kType>& own, Sums<kType>& sums) {
   }
 }
 
-// Stores the sums of a piece: in f32 where `wide`, else in the row type.
+// Stores the sums of a piece, in f32 if `wide`, else in the row type.
 template <RowType kType, bool kWide>
 __device__ __forceinline__ void StoreSums(const Sums<kType>& sums, uint8_t* out, int vectors) {
   using E = Element<kType>;
@@ -159,7 +159,7 @@ __device__ __forceinline__ void StoreSums(const Sums<kType>& sums, uint8_t* out,
   }
 }
 
-// Stores the sums of a piece as 8-bit floats; what is infinite becomes NaN.
+// Stores the sums of a piece as 8-bit floats; infinities become NaN.
 template <RowType kType>
 __device__ __forceinline__ void StoreFp8Sums(Sums<kType>& sums, uint8_t* out, int vectors) {
   constexpr int kPer = Element<kType>::kPerVector;
@@ -184,7 +184,7 @@ __device__ __forceinline__ void StoreFp8Sums(Sums<kType>& sums, uint8_t* out, in
   if (lane * kFp8Block < values) reinterpret_cast<float*>(out + values)[lane] = stored;
 }
 
-// Stores the sums of a piece as they travel.
+// Stores the sums of a piece in the type that travels.
 template <RowType kType, CombinePrecision kPrecision>
 __device__ __forceinline__ void StoreSent(Sums<kType>& sums, uint8_t* out, int vectors) {
   if constexpr (kPrecision == CombinePrecision::kFp8) {

@@ -1,4 +1,4 @@
-// A warp sums the parts of its items, and loads those of the next one meanwhile.
+// A warp sums the parts of its items, and loads the next item's parts meanwhile.
 #ifndef EP_RUNTIME_CUDA_MOVEMENT_COMBINE_SUM_ITEMS_CUH_
 #define EP_RUNTIME_CUDA_MOVEMENT_COMBINE_SUM_ITEMS_CUH_
 
@@ -9,7 +9,7 @@ namespace ep_runtime {
 namespace cuda {
 namespace combine {
 
-// Sums one piece of an item, keeping the ring full with `refill` on the way.
+// Sums one piece of an item, and keeps the ring full with `refill` meanwhile.
 template <RowType kType, CombinePrecision kPrecision, bool kWeighted, bool kForPeer,
           typename Refill>
 __device__ __forceinline__ void SumPiece(PartRing<kType, kPrecision>* ring, const Item& item,
@@ -57,9 +57,9 @@ __device__ __forceinline__ void SumPiece(PartRing<kType, kPrecision>* ring, cons
   }
 }
 
-// Runs a warp's items. `source` has: slices of a row, bool Fetch(Item*) for the item that was drawn
-// last, Draw() for the next one, bool Ready(item) that does not wait, bool Await(item) that does,
-// and Finish(item) after its sums are stored.
+// Runs a warp's items. `source` has: the slices of a row; bool Fetch(Item*) for the item drawn
+// last; Draw() for the next one; bool Ready(item), which does not wait; bool Await(item), which
+// waits; and Finish(item), after its sums are stored.
 template <RowType kType, CombinePrecision kPrecision, bool kWeighted, bool kForPeer,
           typename Source>
 __device__ void SumItems(PartRing<kType, kPrecision>& ring, Source& source) {
@@ -89,7 +89,8 @@ __device__ void SumItems(PartRing<kType, kPrecision>& ring, Source& source) {
       }
     };
     for (int piece = item.First(pieces, source.slices); piece < end; ++piece) {
-      // Late enough that a slow warp holds no more than it sums and loads.
+      // Draw this late, so that a slow warp holds no more than the item it sums and the item it
+      // loads.
       if (more && piece + 1 == end) source.Draw();
       SumPiece<kType, kPrecision, kWeighted, kForPeer>(&ring, item, piece, refill);
     }
@@ -98,7 +99,7 @@ __device__ void SumItems(PartRing<kType, kPrecision>& ring, Source& source) {
     item = next;
     at = next_at;
   }
-  // Loads that were issued must land before the ring is used again, or given away.
+  // Issued loads must land before the ring is used again or given away.
   for (; ring.used < ring.issued; ++ring.used) ring.Await();
 }
 

@@ -1,4 +1,4 @@
-// What combine sums of its own tokens: peers' sums as they arrive, and its own rows.
+// combine's sums of its own tokens: peers' sums as they arrive, and its own rows.
 #ifndef EP_RUNTIME_CUDA_MOVEMENT_COMBINE_TOKEN_SUMS_CUH_
 #define EP_RUNTIME_CUDA_MOVEMENT_COMBINE_TOKEN_SUMS_CUH_
 
@@ -72,7 +72,7 @@ struct TokenSums {
     const int64_t slot = int64_t{item->token} * params.sizes.top_k + lane;
     item->rank = -1;
     int32_t row = -1;
-    // Before the counter waits for what it reads.
+    // Read these before the counter waits for its own reads.
     if (lane < params.sizes.top_k) {
       item->rank = params.plan.dst_rank[slot];
       row = params.plan.dst_row[slot];
@@ -83,7 +83,7 @@ struct TokenSums {
     if (item->rank >= call.ranks) item->rank = -1;
     const bool good = static_cast<uint32_t>(row) < static_cast<uint32_t>(params.sizes.capacity);
     if (item->rank != call.me || !good) row = -1;
-    // Parts: lower ranks, own rows, higher ranks.
+    // Parts in order: lower ranks, own rows, higher ranks.
     const uint32_t own = __ballot_sync(~0u, row >= 0);
     const uint32_t ranks = __ballot_sync(~0u, item->staged >= 0) & ~(1u << call.me);
     const uint32_t lower = ranks & ((1u << call.me) - 1);
@@ -121,8 +121,8 @@ struct TokenSums {
     }
     return Arrived(alive);
   }
-  // Partial sums are stored by peers' threads and loaded by the copy engine here, by other lanes
-  // than the ones that saw the flags.
+  // Peers' threads store partial sums, and the copy engine loads them here for other lanes than the
+  // ones that saw the flags. So lanes meet and change proxy.
   __device__ bool Arrived(bool here) const {
     const bool all = __all_sync(~0u, here);
     __syncwarp();

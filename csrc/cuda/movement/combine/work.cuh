@@ -1,4 +1,4 @@
-// Who takes which sums of a launch.
+// Which warp takes which sums of a launch.
 #ifndef EP_RUNTIME_CUDA_MOVEMENT_COMBINE_WORK_CUH_
 #define EP_RUNTIME_CUDA_MOVEMENT_COMBINE_WORK_CUH_
 
@@ -14,17 +14,18 @@ namespace combine {
 
 constexpr int kThreads = 512;
 constexpr int kWarps = kThreads / 32;
-constexpr int kSenders = kWarps - 1;  // of a block that reduces; its last warp publishes
+constexpr int kSenders =
+    kWarps - 1;  // sending warps of a block that reduces; its last warp publishes
 
 // The tokens of one launch: all, or one half.
 struct Pass {
   int32_t begin;
   int32_t end;
   int32_t half;  // 0: all, 1: first, 2: second
-  bool packed;   // LaneRoom
+  bool packed;   // LaneRoom::Packs
 };
 
-// Of the pass's first token.
+// Ranks of the slots of the pass's first token.
 __device__ inline const int32_t* DstRankOf(const CombineParams& params, const Pass& pass) {
   return params.plan.dst_rank + int64_t{pass.begin} * params.sizes.top_k;
 }
@@ -36,22 +37,21 @@ __device__ int32_t PartialBytes(const CombineParams& params) {
   return Fp8Bytes(params.sizes.width, kPieceBytes / (params.row_bytes / params.sizes.width));
 }
 
-// Among how many warps a row's pieces are shared out, where tokens are fewer than warps. Each has a
-// flag of its own: word staged * slices + slice of those that are a staged row's. The same on all
-// ranks.
+// Number of warps that share a row's pieces, if there are fewer tokens than warps. Each slice of a
+// staged row has a flag of its own, word staged * slices + slice. The same on all ranks.
 __device__ inline int32_t SlicesOf(const DeviceCall& call, const CombineParams& params,
                                    const Pass& pass) {
-  constexpr int64_t kSlices = 1024;  // of a pass
+  constexpr int64_t kSlices = 1024;  // the most in a pass
   const int32_t pieces = (params.row_bytes + kPieceBytes - 1) / kPieceBytes;
   const auto each = min(kSlices, call.group->max_tokens) / max(pass.end - pass.begin, 1);
   return max(min(pieces, static_cast<int32_t>(each)), 1);
 }
 
-// Where partial sums of a pass lie; lane r of a warp holds rank r's. Of tokens of `owner` those
-// that `rank` sends, in the owner's lane: behind the ones of lower ranks where they are packed.
+// Where partial sums of a pass lie; lane r of a warp holds rank r's. `rank` sends its sums of
+// `owner`'s tokens to the owner's lane. If packed, they follow the sums of lower ranks.
 struct SumPlaces {
   uint8_t* first = nullptr;
-  int32_t room = 0;  // for so many: all of those that a prepare counted
+  int32_t room = 0;  // number of sums that fit; all sums of a plan that prepare made do
 
   __device__ SumPlaces(const DeviceCall& call, const CombineParams& params, const Pass& pass,
                        int owner, int rank, int32_t partial_bytes) {
@@ -73,9 +73,9 @@ struct SumPlaces {
   }
 };
 
-constexpr int kTableBarrier = 1;  // that one block comes to
+constexpr int kTableBarrier = 1;  // only one block arrives at it
 
-// The first block tells how many tokens each rank keeps before some of them, for TokenCounter.
+// The first block counts how many tokens each rank keeps before some tokens, for TokenCounter.
 __device__ inline void TellTable(const DeviceCall& call, const CombineParams& params,
                                  const Pass& pass, TokenTable* table) {
   const int tokens = pass.end - pass.begin;
@@ -88,12 +88,12 @@ __device__ inline void TellTable(const DeviceCall& call, const CombineParams& pa
   if (threadIdx.x == 0) AddReleaseGpu(&call.group->arrived[kTableBarrier], 1);
 }
 
-// Numbers of one kind of work: the first `warps` belong to a warp each, every later one to the warp
-// that draws next. A warp does what it drew.
+// Numbers of one kind of work. The first `warps` numbers belong to one warp each; every later one
+// to the warp that draws it. A warp must do the work it drew.
 struct WorkNumbers {
-  int which;  // counter
+  int which;  // which counter
   uint32_t warps;
-  uint32_t number;  // lane 0's
+  uint32_t number;  // in lane 0
 
   __device__ void Draw(const DeviceCall& call) {
     if (threadIdx.x % 32 == 0) number = warps + TakeTicketAlone(call, which);

@@ -1,4 +1,4 @@
-// Which staged rows arrive for a warp, by which flags it knows, and which tokens stay on this rank.
+// Finds the staged rows that arrive for a warp, and the tokens that stay on this rank.
 #ifndef EP_RUNTIME_CUDA_MOVEMENT_DISPATCH_ARRIVALS_CUH_
 #define EP_RUNTIME_CUDA_MOVEMENT_DISPATCH_ARRIVALS_CUH_
 
@@ -12,7 +12,7 @@ __device__ inline const uint32_t* FlagOf(const DeviceCall& call, const StagedRow
   return call.Ready(call.me, row.source) + row.staged;
 }
 
-// The staged rows of one warp of `step` warps, in the order of their numbers.
+// The staged rows of one warp, every `step`-th, in the order of their numbers.
 struct StagedRows {
   const DeviceCall& call;
   const Plan& plan;
@@ -32,17 +32,17 @@ struct StagedRows {
   }
 };
 
-// Tokens of this rank, in order; every warp that has time takes the next. Reads run ahead of use.
+// Tokens of this rank, in order. Every warp that has time takes the next token, and reads ahead.
 struct OwnTokens {
   const DeviceCall& call;
   const Plan& plan;
   const CallSizes& sizes;
-  uint32_t ticket;     // lane 0's
+  uint32_t ticket;     // in lane 0
   int32_t token = -1;  // -1: there is none
-  int32_t rank = -1;   // lane k: of slot k
+  int32_t rank = -1;   // lane k: rank of slot k
   int32_t row = -1;
 
-  // `all`: else none, as another launch of the call has them.
+  // Without `all` there are none, because another launch of the call places them.
   __device__ OwnTokens(const DeviceCall& c, const Plan& p, const CallSizes& s, bool all)
       : call(c), plan(p), sizes(s), ticket(0) {
     if (!all) return;
@@ -68,7 +68,7 @@ struct OwnTokens {
       row = plan.dst_row[slot];
     }
   }
-  // Lane k: the row of slot k where it is one of this rank, else -1.
+  // Lane k: the row of slot k if it is on this rank, else -1.
   __device__ int32_t OwnRow() const {
     const bool good = static_cast<uint32_t>(row) < static_cast<uint32_t>(sizes.capacity);
     return rank == call.me && good ? row : -1;

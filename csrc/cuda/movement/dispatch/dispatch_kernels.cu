@@ -1,6 +1,6 @@
 // dispatch, and combine's backward, which is a dispatch of the gradient.
 //
-// One kernel: the first `push_blocks` blocks send, the others place what arrives, side by side.
+// One kernel: the first `push_blocks` blocks send, while the others place what arrives.
 //
 //   who                   does                                         waits for
 //   push block: warps     PushRows: a token's row, once to each peer   its own copies
@@ -8,33 +8,36 @@
 //                         Entries(dest, me)
 //     the warp after      PublishTokens: Ready(dest, me)[staged]       the block's senders
 //     senders, then       place this rank's own tokens -> the slab;    (as place blocks)
-//                         of combine's backward also what arrives
+//                         in combine's backward also arriving rows
 //   place block: all      PlaceRows, PlaceGrads: ReceivedPlaces,       Ready(me, source)[staged]
 //   warps but the last    and this rank's own tokens -> the slab
 //     the last            dispatch: zeros for weights past the last    nobody
-//                         zone; rows received -> the board; of the
+//                         zone; rows received -> the board; in the
 //                         first one TellCall
-//   whoever is done       FillEmptyRows: zeros -> rows of no entry     nobody
+//   a warp that is done   FillEmptyRows: zeros -> rows of no entry     nobody
 //
-// F(dest, source) lies in the window of `dest`, in the lane of this call, and `source` alone writes
+// F(dest, source) is in the window of `dest`, in the lane of this call, and only `source` writes
 // it. A row of the slab has one writer: the warp that took its token, or that drew its number among
-// the empty ones. This rank's tokens are drawn from a counter, as is all that combine's backward
-// places; what arrives for dispatch is dealt out in advance. Who takes what changes no bit.
+// the empty rows. This rank's tokens are drawn from a counter, and so are all rows that combine's
+// backward places; rows that arrive for dispatch are dealt out in advance. A row's bits do not
+// depend on the warp that takes it.
 //
-// Order: a row is in the peer's window before its flag is. The sender waits until its copies have
+// Order: a row is in the peer's window before its flag. The sender waits until its copies have
 // landed, passes from the copy engine's proxy to its own (FenceProxyAsync), and counts the token
-// with release. The warp after acquires the count, executes one fence of system scope for all it
-// found, and stores the flags. Who places acquires the flag, and passes to the copy engine's proxy
-// before it loads the row. Staged rows are numbered as prepare numbered them, by token, and tokens
-// are sent in about that order: who goes by the numbers waits for few.
+// with release. The warp after the senders acquires the count, executes one fence of system scope
+// for all tokens it found, and stores their flags. A placing warp acquires the flag, and passes to
+// the copy engine's proxy before it loads the row. Staged rows have prepare's numbers, by token,
+// and tokens are sent in about that order. So a warp that places rows by number waits for few of
+// them.
 //
-// Waits form no circle: sending waits for no peer, placing for peers' sending alone. But push
-// blocks must run while place blocks wait, on every rank: all are resident at once. Begin and end
-// of the call, and why its lane is free: call.cuh. A call that fails leaves NaN, zeros of bytes.
+// Waits cannot deadlock: sending waits for no peer, and placing only for peers' sending. But push
+// blocks must run while place blocks wait, on every rank: all blocks are resident at once. For
+// begin and end of the call, and why its lane is free, see call.cuh. A call that fails leaves NaN,
+// or zeros in kBytes rows.
 //
-// Where rows are packed and what a rank receives is more than its lane holds, they go in parts: a
-// launch each, of so many of a pair's staged rows, and an epoch of its own. Launches that no part
-// is left for end at once, on all ranks. The first one also places what does not travel.
+// If rows are packed and a rank receives more than its lane holds, rows go in parts. Each part has
+// a launch with so many of a pair's staged rows, and an epoch of its own. Launches beyond the last
+// part end at once, on all ranks. The first launch also places rows that do not travel.
 
 #include <algorithm>
 
@@ -50,27 +53,27 @@ namespace cuda {
 namespace dispatch {
 namespace {
 
-constexpr int kMaxPlaceWarps = 14;        // of combine's backward
+constexpr int kMaxPlaceWarps = 14;        // in combine's backward
 constexpr int kSharedBytes = 202 * 1024;  // of 227 KB; barriers and counts need the rest
 constexpr int kRingBytes = kSharedBytes - kZeroBytes;
-constexpr int kNoRows = 0x7FFFFFFF;  // past the last staged row
+constexpr int kNoRows = 0x7FFFFFFF;  // a number past the last staged row
 
 struct DispatchShared {
   LoadBarrier barriers[kMaxSenders * kBuffers];
   LandedTokens landed;
-  TokenTable table;  // of a block that sends
+  TokenTable table;  // in a block that sends
   uint32_t filled;   // 1: a warp of the block found that no empty rows are left
 };
 static_assert(kSharedBytes + sizeof(DispatchShared) <= 226 * 1024);
 
-// What differs between dispatch and the backward of an unweighted combine, which copies rows too.
+// The difference between dispatch and the backward of an unweighted combine, which copies rows too.
 struct CopyKind {
   OpCode op;
-  bool past_zones;  // zeros there too
+  bool past_zones;  // zeros past the last zone too
 };
 
-// Tells the board how many rows this rank receives, and how many were dropped where another prepare
-// than this library's made the plan; by one whole warp.
+// Reports how many rows this rank receives, and, if another prepare made the plan, how many it
+// dropped. One whole warp calls this.
 __device__ inline void CountReceived(const DeviceCall& call, const CallName& name, const Plan& plan,
                                      int columns) {
   const int lane = threadIdx.x % 32;
@@ -111,7 +114,7 @@ __device__ inline PushJob JobOf(const CombineBwdParams& params, int pieces) {
           pieces};
 }
 
-// By a whole warp.
+// A whole warp calls this.
 __device__ inline PartShare ShareOf(const Staging& staging, const Plan& plan,
                                     const CallSizes& sizes) {
   if (!staging.packed) return {0, 1};
@@ -119,7 +122,7 @@ __device__ inline PartShare ShareOf(const Staging& staging, const Plan& plan,
   return {staging.part, CountParts(counts, staging)};
 }
 
-// Where a warp of this rank sends.
+// Where a warp of this rank sends rows.
 template <typename Params>
 __device__ StagedPlaces PlacesOf(const DeviceCall& call, const Params& params,
                                  const Staging& staging, const PartShare& share) {
@@ -127,12 +130,12 @@ __device__ StagedPlaces PlacesOf(const DeviceCall& call, const Params& params,
   return SentPlaces(call, staging, counts, share, params.row_bytes);
 }
 
-// Every thread of a block that sends calls it.
+// Every thread of a block that sends calls this.
 __device__ inline void CountSent(const DeviceCall& call, const PushJob& job, TokenTable* table) {
   table->Count(job.dst_rank, job.top_k, call.ranks, job.tokens);
 }
 
-// A warp with buffers: of a block that sends, it sends its tokens and then helps to place.
+// A warp with buffers. In a block that sends, it sends its tokens and then helps to place.
 __device__ void MoveRows(const DeviceCall& call, const DispatchParams& params,
                          const Staging& staging, const PartShare& part, const Ring& ring,
                          int pieces, int warps, DispatchShared* shared) {
@@ -147,7 +150,7 @@ __device__ void MoveRows(const DeviceCall& call, const DispatchParams& params,
                      shared->table, ring, share, &shared->landed);
   }
   const Arriving arriving(call, params.plan, staging, part, params.sizes.tokens, params.row_bytes);
-  // What arrives is shared out among the blocks that place.
+  // Rows that arrive are shared out among the blocks that place.
   const int begin = block < 0 ? kNoRows : warp * place_blocks + block;
   StagedRows rows{call, params.plan, arriving, begin, place_blocks * warps};
   PlaceRows(call, params, ring, pieces, first, rows, part.part == 0);
@@ -165,7 +168,7 @@ __global__ void __launch_bounds__((kMaxSenders + 1) * 32, 1)
   shared.landed.Clear();
   ClearZeros(dynamic, &shared.filled);
   const DeviceCall call = BeginCall(params.group, params.name, kind.op);
-  const int warps = blockDim.x / 32 - 1;  // with buffers
+  const int warps = blockDim.x / 32 - 1;  // warps with buffers
   const int warp = threadIdx.x / 32;
   const int push_blocks = params.grid.push_blocks;
   const int place_blocks = params.grid.place_blocks;
@@ -206,7 +209,7 @@ struct GradLayout {
   int piece_bytes;
   int pieces;
   int push_warps;
-  int tree_bytes;  // of a warp that places
+  int tree_bytes;  // of one placing warp
 };
 
 template <RowType kType>
@@ -245,7 +248,7 @@ __global__ void __launch_bounds__((kMaxPlaceWarps + 1) * 32, 1)
   } else if (!call.dead && static_cast<int>(blockIdx.x) == push_blocks) {
     TellCall(call, params.name);
   }
-  // In a block that sends, warps without a part of it stay out of the copy engine's way.
+  // In a block that sends, warps without work in sending stay out of the copy engine's way.
   if (!call.dead && (!push || warp <= layout.push_warps)) {
     const SlabArrays rows{static_cast<uint8_t*>(params.d_expert_out), nullptr, params.row_bytes, 0};
     const EmptyJob empty{rows, params.d_weights, params.clear_slack};
@@ -277,14 +280,14 @@ cudaError_t Launch(Kernel* kernel, int blocks, int threads, int shared_bytes, cu
   return cudaGetLastError();
 }
 
-// As many blocks as the grid has, but no more than there may be tokens to send and rows to write.
+// As many blocks as the grid has, but no more than there are tokens to send and rows to write.
 DispatchGrid GridOf(DispatchGrid grid, const CallSizes& sizes) {
   grid.push_blocks = std::min(grid.push_blocks, std::max(sizes.tokens, 1));
   grid.place_blocks = std::min(grid.place_blocks, std::max(sizes.capacity, 1));
   return grid;
 }
 
-// One launch for each part that there may be.
+// Makes one launch for each part that there may be.
 template <typename Go>
 cudaError_t InParts(const LaneRoom& room, int32_t tokens, const Go& launch) {
   Staging staging{room, room.Packs(tokens), 0, static_cast<int32_t>(room.MostParts(tokens))};

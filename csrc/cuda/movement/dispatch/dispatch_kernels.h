@@ -1,3 +1,4 @@
+// dispatch, and combine's backward, on GPUs.
 #ifndef EP_RUNTIME_CUDA_MOVEMENT_DISPATCH_DISPATCH_KERNELS_H_
 #define EP_RUNTIME_CUDA_MOVEMENT_DISPATCH_DISPATCH_KERNELS_H_
 
@@ -8,11 +9,11 @@
 namespace ep_runtime {
 namespace cuda {
 
-// All blocks of a kernel must be resident at once, beside whatever else runs: keep them few.
+// All blocks of a kernel must be resident at once, next to whatever else runs, so keep them few.
 struct DispatchGrid {
-  int32_t push_blocks = 12;  // a link needs few; the slab takes three times a link's bytes
+  int32_t push_blocks = 12;  // a link needs few blocks; the slab takes three times a link's bytes
   int32_t place_blocks = 28;
-  int32_t warps = 14;  // of a block; fewer where their buffers do not fit
+  int32_t warps = 14;  // of a block; fewer if their buffers do not fit
 };
 
 struct DispatchParams {
@@ -20,46 +21,46 @@ struct DispatchParams {
   CallName name;
   CallSizes sizes;
   RowType type;
-  int32_t row_bytes;     // H * element bytes, a multiple of 16; with scales behind them, theirs too
+  int32_t row_bytes;     // H * element bytes, plus scale_bytes; a multiple of 16
   const void* tokens;    // [T, H] type, device, written by XLA
   const float* weights;  // [T, K] f32, device, written by XLA; null: weights of 1
   Plan plan;
   void* recv;           // [C, H] type, device; written: rows, and zeros in padding
-  float* recv_weights;  // [C] f32, device; written whole, zeros where no row is
+  float* recv_weights;  // [C] f32, device; all written, zeros without a row
   DispatchGrid grid;
   LaneRoom room;
-  // Rows that end with scales, `type` kBytes: these go to an array of their own, and `recv` is
-  // [C, row_bytes - scale_bytes].
+  // If rows end with scales, `type` is kBytes, scales go to recv_scale, and `recv` is [C, row_bytes
+  // - scale_bytes].
   int32_t scale_bytes = 0;     // of row_bytes, a multiple of 16; 0: rows have none
-  void* recv_scale = nullptr;  // [C, scale_bytes], device; likewise
+  void* recv_scale = nullptr;  // [C, scale_bytes], device; written like `recv`
 };
 
-// Sends each token once to every rank that keeps a row of it; placement runs while rows arrive. Of
-// packed calls one launch for each part that there may be.
+// Sends each token once to every rank that keeps a row of it, and places rows while they arrive. A
+// packed call makes one launch for each part that there may be.
 cudaError_t LaunchDispatch(cudaStream_t stream, const DispatchParams& params);
 
 struct CombineBwdParams {
   DeviceGroup* group;  // device, never freed
   CallName name;
   CallSizes sizes;
-  RowType type;  // kF32, kBF16 or kF16; of rows that end with scales kBytes, with neither
-                 // expert_out nor weights
+  RowType
+      type;  // kF32, kBF16 or kF16; kBytes if rows end with scales, without expert_out and weights
   int32_t row_bytes;
   const void* grad;        // [T, H] type, device, written by XLA
   const void* expert_out;  // [C, H] type, device, written by XLA; null: no d_weights
   const float* weights;    // [C] f32, device, written by XLA; null: weights of 1
   Plan plan;
-  // Past the last zone both hold zeros, or without `clear_slack` what was there.
+  // With `clear_slack` both hold zeros past the last zone; without it nothing is written there.
   void* d_expert_out;  // [C, H] type, device; written: weight * grad, zeros in padding
   float* d_weights;    // [C] f32, device; written likewise; null with expert_out
   DispatchGrid grid;
   LaneRoom room;
   bool clear_slack = true;
-  int32_t scale_bytes = 0;  // as of dispatch
+  int32_t scale_bytes = 0;  // like DispatchParams::scale_bytes
   void* d_scale = nullptr;  // [C, scale_bytes], device
 };
 
-// A dispatch of the gradient: a row's is weight * grad, its weight's is grad . expert_out.
+// A dispatch of the gradient: a row's gradient is weight * grad, its weight's is grad . expert_out.
 cudaError_t LaunchCombineBwd(cudaStream_t stream, const CombineBwdParams& params);
 
 }  // namespace cuda

@@ -1,4 +1,4 @@
-// Zeros for the rows of a slab that no entry fills: padding, and what follows the last zone.
+// Writes zeros to the rows of a slab that no entry fills: padding, and rows past the last zone.
 #ifndef EP_RUNTIME_CUDA_MOVEMENT_DISPATCH_EMPTY_ROWS_CUH_
 #define EP_RUNTIME_CUDA_MOVEMENT_DISPATCH_EMPTY_ROWS_CUH_
 
@@ -11,9 +11,9 @@ namespace cuda {
 namespace dispatch {
 
 constexpr int kZeroBytes = 8192;        // at the start of a block's dynamic shared memory
-constexpr int kEmptyRowsPerTicket = 2;  // a few rows are shared out among all warps
+constexpr int kEmptyRowsPerTicket = 2;  // few, so that all warps share them
 
-// Every thread calls it, and meets its block before the copy engine reads the zeros.
+// Every thread calls this, and meets its block before the copy engine reads the zeros.
 __device__ inline void ClearZeros(uint8_t* zeros, uint32_t* filled) {
   if (threadIdx.x == 0) *filled = 0;
   auto* words = reinterpret_cast<uint4*>(zeros);
@@ -22,23 +22,23 @@ __device__ inline void ClearZeros(uint8_t* zeros, uint32_t* filled) {
 }
 
 // Finds empty rows by number: padding in order of experts, then the rows past the last zone. The
-// whole warp calls it, with numbers in increasing order.
+// whole warp calls this, with increasing numbers.
 struct EmptyRows {
   const Plan& plan;
   const CallSizes& sizes;
-  int first = -32;         // expert whose zone lane 0 holds
-  int32_t kept = 0;        // of a lane's expert
-  int32_t padding = 0;     // likewise
-  int32_t pad_before = 0;  // of earlier lanes
+  int first = -32;         // expert of lane 0
+  int32_t kept = 0;        // rows of a lane's expert
+  int32_t padding = 0;     // padding of a lane's expert
+  int32_t pad_before = 0;  // padding of earlier lanes
   int32_t row_before = 0;
-  int32_t lanes_padding = 0;  // of all lanes
+  int32_t lanes_padding = 0;  // padding of all lanes
   int32_t lanes_rows = 0;
   int32_t base = 0;  // first row of lane 0's expert
-  int32_t seen = 0;  // padding of earlier experts than that
+  int32_t seen = 0;  // padding of experts before lane 0's
 
   __device__ EmptyRows(const Plan& p, const CallSizes& s) : plan(p), sizes(s) {}
 
-  // Whether the row that was found last is of a zone.
+  // Whether the last row found is in a zone.
   __device__ bool InZones() const { return first < sizes.experts; }
   __device__ int32_t Row(int32_t number) {
     while (InZones() && number - seen >= lanes_padding) {
@@ -51,26 +51,26 @@ struct EmptyRows {
     const int owner = __ffs(__ballot_sync(~0u, at < pad_before + padding)) - 1;
     return base + __shfl_sync(~0u, row_before + kept - pad_before, owner) + at;
   }
-  // End of the last zone; no row is found after it.
+  // End of the last zone. Call this after all rows are found.
   __device__ int32_t End() { return Row(0x7FFFFFFF), base; }
 
  private:
-  // The next 32 experts.
+  // Moves on to the next 32 experts.
   __device__ void Read() {
     const int lane = threadIdx.x % 32;
     first += 32;
     const bool real = first + lane < sizes.experts;
     kept = real ? plan.kept[first + lane] : 0;
     int32_t size = real ? plan.group_sizes[first + lane] : 0;
-    // A plan is an ordinary array: nothing is written by its numbers unseen.
+    // A plan is an ordinary array, so check its numbers before anything is written by them.
     if (kept < 0 || size < kept || size > sizes.capacity - base) kept = size = 0;
     padding = size - kept;
     row_before = Before(size, sizes.capacity - base, &lanes_rows);
-    // What exceeds the slab has neither rows nor padding.
+    // An expert beyond the slab has neither rows nor padding.
     if (row_before + size > sizes.capacity - base) kept = padding = 0;
     pad_before = Before(padding, sizes.capacity, &lanes_padding);
   }
-  // Sums over earlier lanes, and of all, none above `most`.
+  // Sums over earlier lanes, and over all lanes, at most `most`.
   __device__ static int32_t Before(int32_t value, int32_t most, int32_t* all) {
     const auto sum = WarpScan(int64_t{value});
     *all = static_cast<int32_t>(min(__shfl_sync(~0u, sum, 31), int64_t{most}));
@@ -78,7 +78,7 @@ struct EmptyRows {
   }
 };
 
-// Rows as a slab holds them: where they end with scales, these in an array of their own.
+// Arrays of a slab. Scales at the end of rows go to a separate array.
 struct SlabArrays {
   uint8_t* data;    // [C, row_bytes - scale_bytes]
   uint8_t* scales;  // [C, scale_bytes]
@@ -86,9 +86,9 @@ struct SlabArrays {
   int32_t scale_bytes;
 
   __device__ int32_t DataBytes() const { return row_bytes - scale_bytes; }
-  // One thread: bytes [at, at + bytes) of a row, from shared memory.
+  // Copies bytes [at, at + bytes) of a row from shared memory. One thread calls this.
   __device__ void Store(int64_t row, int32_t at, const uint8_t* from, int32_t bytes) const {
-    const int32_t left = DataBytes() - at;  // of the data
+    const int32_t left = DataBytes() - at;  // bytes left of the data
     if (left > 0) BulkStore(data + row * DataBytes() + at, from, min(bytes, left));
     if (bytes <= left) return;
     const int32_t before = max(left, 0);
@@ -99,11 +99,11 @@ struct SlabArrays {
 struct EmptyJob {
   SlabArrays rows;
   float* weights;   // [C] or null
-  bool past_zones;  // also the rows past the last zone
+  bool past_zones;  // also zero the rows past the last zone
 };
 
-// Writes zeros to empty rows until none is left: every warp that has nothing else to do comes here.
-// `filled`, in shared memory: who comes late need not look for what another found filled.
+// Writes zeros to empty rows until none is left. Every warp calls this when it has nothing else to
+// do. `filled`, in shared memory, tells late warps that another warp found none left.
 __device__ inline void FillEmptyRows(const DeviceCall& call, const Plan& plan,
                                      const CallSizes& sizes, const EmptyJob& job,
                                      const uint8_t* zeros, uint32_t* filled) {
@@ -121,7 +121,7 @@ __device__ inline void FillEmptyRows(const DeviceCall& call, const Plan& plan,
         job.rows.Store(row, at, zeros, min(kZeroBytes, job.rows.row_bytes - at));
       }
       CommitStores();
-      // Rows that arrive share the engine: they do not queue behind many of these.
+      // Arriving rows share the copy engine, so they must not queue behind many of these stores.
       WaitStoresRead<2>();
     }
   }

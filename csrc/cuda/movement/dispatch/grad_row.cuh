@@ -1,4 +1,4 @@
-// One row of combine's backward: weight * grad, and grad . expert_out over the halving tree.
+// One row of combine's backward: weight * grad, and grad . expert_out summed over the halving tree.
 #ifndef EP_RUNTIME_CUDA_MOVEMENT_DISPATCH_GRAD_ROW_CUH_
 #define EP_RUNTIME_CUDA_MOVEMENT_DISPATCH_GRAD_ROW_CUH_
 
@@ -8,7 +8,7 @@ namespace ep_runtime {
 namespace cuda {
 namespace dispatch {
 
-constexpr int kParts = 8;  // of a row, whose first three levels of the tree stay in registers
+constexpr int kParts = 8;  // parts of a row; the tree's first three levels stay in registers
 
 // Whether a row splits into parts of whole vectors.
 template <RowType kType>
@@ -26,7 +26,7 @@ template <RowType kType>
 struct GradRow {
   using E = Element<kType>;
   const uint4* grad;
-  const uint4* expert_out;  // or null: no dot product
+  const uint4* expert_out;  // null: no dot product
   uint4* out;
   int width;
   bool scale;
@@ -65,7 +65,7 @@ struct GradRow {
     }
   }
 
-  // sum[i]: three levels of the tree; on the way the scaled row is written.
+  // Computes sum[i] over three levels of the tree, and writes the scaled row on the way.
   __device__ __forceinline__ void ScaleAndSumParts(float* sum) const {
     constexpr int kPer = E::kPerVector;
     const int part = width / kPer / kParts;
@@ -79,7 +79,7 @@ struct GradRow {
       float total[kPer];
 #pragma unroll
       for (int p = 0; p < kParts / 4; ++p) {
-        // Parts p, p + 4, p + 2 and p + 6: elements of one quarter of the tree.
+        // Parts p, p + 4, p + 2 and p + 6 are elements of one quarter of the tree.
         float a[kPer], b[kPer], c[kPer], d[kPer];
         Multiply(g[p], x[p], a);
         Multiply(g[p + 4], x[p + 4], b);
@@ -101,7 +101,7 @@ struct GradRow {
     }
   }
 
-  // sum[i]: one level, for widths that do not split.
+  // Computes sum[i] over one level, for widths that do not split.
   __device__ __forceinline__ void SumHalves(float* sum) const {
     using Storage = typename E::Storage;
     const auto* g = reinterpret_cast<const volatile Storage*>(grad);
@@ -116,7 +116,8 @@ struct GradRow {
     }
   }
 
-  // Writes the row; returns the dot product where it is asked for. `tree`: TreeFloats of this warp.
+  // Writes the row, and returns the dot product if there is expert_out. `tree` has this warp's
+  // TreeFloats.
   __device__ __noinline__ float Write(float* tree) const {
     if (expert_out == nullptr) {
       Scale();

@@ -1,5 +1,4 @@
-// The receiving half of dispatch: rows that arrive, and this rank's own, to their places in the
-// slab.
+// The receiving half of dispatch: places arriving rows, and this rank's own, in the slab.
 #ifndef EP_RUNTIME_CUDA_MOVEMENT_DISPATCH_PLACE_COPIES_CUH_
 #define EP_RUNTIME_CUDA_MOVEMENT_DISPATCH_PLACE_COPIES_CUH_
 
@@ -14,14 +13,14 @@ namespace ep_runtime {
 namespace cuda {
 namespace dispatch {
 
-// A row to copy to the slab rows of the lanes that have one.
+// A row to copy to the slab rows of all lanes that have one.
 struct PlaceItem {
   const uint8_t* from;
   int32_t row;  // -1: none
   float weight;
 };
 
-// What a warp copies: its staged rows as they arrive, and this rank's own tokens between them.
+// Items that a warp copies: its staged rows as they arrive, and this rank's own tokens in between.
 struct PlaceItems {
   const DeviceCall& call;
   const DispatchParams& params;
@@ -37,8 +36,8 @@ struct PlaceItems {
     after = rows.Next();
   }
 
-  // The next item that is here. Where there is none yet, waits for it, or returns false; false
-  // after a wait: all are done, or the call failed.
+  // Takes the next item that is here. If none is here yet, waits for one, or returns false without
+  // `wait`. False after a wait: all items are done, or the call failed.
   __device__ bool Take(bool wait, PlaceItem* item) {
     if (arrival.staged >= 0 && Arrived()) return TakeArrival(item);
     for (; own.token >= 0; own.Advance()) {
@@ -90,7 +89,7 @@ __device__ inline SlabArrays RowsOf(const DispatchParams& params) {
           params.row_bytes, params.scale_bytes};
 }
 
-// Stores one piece of an item from `buffer` to every row of it.
+// Stores one piece of an item from `buffer` to every slab row of the item.
 __device__ inline void StorePiece(const PlaceItem& item, const DispatchParams& params,
                                   uint32_t offset, const uint8_t* buffer, uint32_t bytes) {
   const int lane = threadIdx.x % 32;
@@ -102,8 +101,8 @@ __device__ inline void StorePiece(const PlaceItem& item, const DispatchParams& p
   if (lane == 0) CommitStores();
 }
 
-// Copies a warp's items to their slab rows. The next one is loaded while this one is stored.
-// `first`: pieces that went through the ring before; no copies of theirs are under way. `own`:
+// Copies a warp's items to their slab rows. Loads the next item while this one is stored. `first`
+// is the number of pieces that have left the ring before, none of which is still copied. `own`:
 // this rank's tokens are among the items.
 __device__ void PlaceRows(const DeviceCall& call, const DispatchParams& params, const Ring& ring,
                           int pieces, int first, StagedRows& rows, bool own) {

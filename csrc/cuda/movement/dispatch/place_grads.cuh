@@ -1,4 +1,5 @@
-// The receiving half of combine's backward: gradients of the rows whose tokens' gradients are here.
+// The receiving half of combine's backward: computes gradients of rows whose token's gradient is
+// here.
 #ifndef EP_RUNTIME_CUDA_MOVEMENT_DISPATCH_PLACE_GRADS_CUH_
 #define EP_RUNTIME_CUDA_MOVEMENT_DISPATCH_PLACE_GRADS_CUH_
 
@@ -12,7 +13,7 @@ namespace ep_runtime {
 namespace cuda {
 namespace dispatch {
 
-// The gradients of one token's rows here; a bit of `mine` per lane whose `row` is one.
+// Writes the gradients of one token's rows here. `mine` has a bit for each lane whose `row` is one.
 template <RowType kType>
 __device__ void WriteGrads(const CombineBwdParams& params, const void* grad, uint32_t mine,
                            int32_t lane_row, float* tree) {
@@ -34,7 +35,7 @@ __device__ void WriteGrads(const CombineBwdParams& params, const void* grad, uin
   }
 }
 
-// Gradients of this rank's own tokens, then of what arrives; warps take what is next.
+// Writes gradients of this rank's own tokens, then of tokens that arrive. Each warp takes the next.
 template <RowType kType>
 __device__ void PlaceGrads(const DeviceCall& call, const CombineBwdParams& params,
                            const Staging& staging, const PartShare& share, float* tree) {

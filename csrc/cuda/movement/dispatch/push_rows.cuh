@@ -11,34 +11,35 @@ namespace ep_runtime {
 namespace cuda {
 namespace dispatch {
 
-constexpr int kPieceBytes = 8192;  // most that one buffer holds of a row
+constexpr int kPieceBytes = 8192;  // most bytes of a row in one buffer
 constexpr int kBuffers = 2;        // of a warp
 constexpr int kMaxSenders = 14;    // sending warps of a block
 
-// Which tokens of each sending warp of a block have landed. A flag needs a fence of system scope
-// before it, and that waits for the stores of the whole multiprocessor. So no sending warp executes
-// one: it counts, and the publishing warp stores the flags of all that landed behind one fence.
+// Tokens of each sending warp of a block that have landed. A flag needs a fence of system scope
+// before it, which waits for the stores of the whole multiprocessor. So sending warps execute no
+// fence: they count tokens, and the publishing warp stores the flags of all landed tokens behind
+// one fence.
 //
-// All that warps exchange here are atomic operations, reads too: so compute-sanitizer can tell them
-// from races.
+// Warps exchange everything here by atomic operations, also for reads, so that compute-sanitizer
+// can tell them from races.
 struct LandedTokens {
-  static constexpr uint32_t kPlaces = 8;  // tokens of a warp that are on their way or unpublished
+  static constexpr uint32_t kPlaces = 8;  // most tokens of a warp on their way or unpublished
 
-  int32_t staged[kMaxSenders][kPlaces][kMaxRanks];  // on each rank, -1: not sent there
+  int32_t staged[kMaxSenders][kPlaces][kMaxRanks];  // place on each rank; -1: not sent there
   uint32_t landed[kMaxSenders];
   uint32_t published[kMaxSenders];
 
-  // Every thread calls it, and meets its block before anything else here.
+  // Every thread calls this, and meets its block before it uses anything else here.
   __device__ void Clear() {
     if (threadIdx.x < kMaxSenders) landed[threadIdx.x] = published[threadIdx.x] = 0;
   }
-  // A sending warp: where its token `number` goes, lane r has rank r's. Waits for the publishing
-  // warp, which waits for tokens that were noted kPlaces before.
+  // A sending warp notes the destination of its token `number`; lane r has the place on rank r.
+  // Waits for the publishing warp, which waits for tokens noted kPlaces before.
   __device__ void Note(int sender, uint32_t number, int32_t place) {
     while (number - Read(&published[sender]) >= kPlaces) __nanosleep(50);
     atomicExch(&staged[sender][number % kPlaces][threadIdx.x % 32], place);
   }
-  // One thread of a sending warp: one more, and what the warp stored before it last met.
+  // One thread of a sending warp counts one more token, which the warp stored before it last met.
   __device__ void Add(int sender) { AddRelease(&landed[sender], 1); }
 
   __device__ static uint32_t Read(const uint32_t* shared) {
@@ -65,7 +66,7 @@ struct Ring {
   __device__ uint8_t* Buffer(int slot) const { return data + slot * piece_bytes; }
 };
 
-// One warp's part of the block's dynamic shared memory; initialises its barriers.
+// One warp's share of the block's dynamic shared memory. Initialises the warp's barriers.
 __device__ inline Ring MakeRing(uint8_t* dynamic, LoadBarrier* barriers, uint32_t piece_bytes) {
   const int warp = threadIdx.x / 32;
   Ring ring{dynamic + static_cast<size_t>(warp) * kBuffers * piece_bytes,
@@ -90,7 +91,7 @@ struct PushJob {
   int32_t pieces;
 };
 
-// Who sends which tokens: warp `index` of `count` takes tokens index, index + count, ...
+// The tokens that a warp sends: warp `index` of `count` takes tokens index, index + count, ...
 struct WarpShare {
   int index;
   int count;
@@ -100,9 +101,9 @@ struct WarpShare {
   }
 };
 
-// What the lanes of a warp know of one token: lane r its staged row on rank r, lane k its slot k.
+// One token in the lanes of a warp: lane r has its staged row on rank r, lane k its slot k.
 struct TokenSlots {
-  int32_t staged;  // -1: none, or of another part
+  int32_t staged;  // -1: no staged row, or one of another part
   uint8_t* to;
   int32_t rank;
   int32_t row;
@@ -130,7 +131,7 @@ __device__ inline TokenSlots ReadSlots(const DeviceCall& call, const PushJob& jo
   return slots;
 }
 
-// The weights of a token's rows go beside its staged row, indexed by slot.
+// Sends the weights of a token's rows next to its staged row, indexed by slot.
 __device__ inline void SendWeights(const DeviceCall& call, const PushJob& job,
                                    const TokenSlots& slots) {
   const int lane = threadIdx.x % 32;
@@ -140,13 +141,13 @@ __device__ inline void SendWeights(const DeviceCall& call, const PushJob& job,
   entries[int64_t{staged} * job.top_k + lane] = slots.weight;
 }
 
-// The publishing warp of a sending block: tells the peers which staged rows are in their windows.
-// The block's j-th token is warp j % senders' one; they are published in order.
+// The publishing warp of a sending block tells peers which staged rows are in their windows. The
+// block's j-th token belongs to warp j % senders. Tokens are published in order.
 __device__ inline void PublishTokens(const DeviceCall& call, const PushJob& job,
                                      LandedTokens* landed, int block, int blocks, int senders) {
   const int lane = threadIdx.x % 32;
   const int tokens = WarpShare{block, blocks}.Tokens(job.tokens);
-  uint32_t told = 0;  // lane i: tokens of warp i
+  uint32_t told = 0;  // lane i: published tokens of warp i
   for (int j = 0; j < tokens;) {
     int end = tokens;
     if (lane < senders) {
@@ -159,7 +160,7 @@ __device__ inline void PublishTokens(const DeviceCall& call, const PushJob& job,
     }
     __syncwarp();
     FenceSys();
-    // As many flags at once as there are lanes.
+    // Stores one flag per lane at a time.
     for (int i = j * call.ranks + lane; i < end * call.ranks; i += 32) {
       const int token = i / call.ranks, rank = i - token * call.ranks;
       const int sender = token % senders;
@@ -175,7 +176,7 @@ __device__ inline void PublishTokens(const DeviceCall& call, const PushJob& job,
   }
 }
 
-// Copies of one more token of the warp have landed.
+// Counts one more token of the warp whose copies have landed.
 __device__ inline void CountLanded(LandedTokens* landed) {
   __syncwarp();
   if (threadIdx.x % 32 != 0) return;
@@ -183,7 +184,7 @@ __device__ inline void CountLanded(LandedTokens* landed) {
   landed->Add(threadIdx.x / 32);
 }
 
-// Sends the tokens of one warp; all warps together send them in order, so rows arrive in order.
+// Sends the tokens of one warp. All warps together send tokens in order, so rows arrive in order.
 // Returns how many pieces went through the ring.
 __device__ int PushRows(const DeviceCall& call, const PushJob& job, const StagedPlaces& places,
                         const TokenTable& table, const Ring& ring, const WarpShare& share,
@@ -218,7 +219,7 @@ __device__ int PushRows(const DeviceCall& call, const PushJob& job, const Staged
         }
         ring.barriers[q % kBuffers].Wait(q / kBuffers & 1);
       }
-      // Round the ring from this rank on, so that no peer is everybody's first.
+      // Around the ring from this rank on, so that ranks begin with different peers.
       for (int step = 1; step < call.ranks; ++step) {
         const int dest = call.me + step < call.ranks ? call.me + step : call.me + step - call.ranks;
         uint8_t* to = PointerOf(dest, slots.to);

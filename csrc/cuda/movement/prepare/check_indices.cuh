@@ -1,5 +1,5 @@
-// EP_RUNTIME_DEBUG=1: expert indices that name no expert. They are unused slots all the same, so
-// that the ranks' calls still meet; the outputs of later calls become NaN and the host hears of it.
+// EP_RUNTIME_DEBUG=1: finds expert indices that name no expert. Their slots stay unused, so that
+// the ranks' calls still meet. Outputs of later calls become NaN, and the host gets the index.
 #ifndef EP_RUNTIME_CUDA_MOVEMENT_PREPARE_CHECK_INDICES_CUH_
 #define EP_RUNTIME_CUDA_MOVEMENT_PREPARE_CHECK_INDICES_CUH_
 
@@ -10,7 +10,7 @@ namespace ep_runtime {
 namespace cuda {
 namespace prepare {
 
-// By every thread of prepare's kernel.
+// Every thread of prepare's kernel calls this.
 __device__ inline void CheckIndices(const DeviceCall& call, const PrepareParams& params,
                                     int num_experts) {
   DeviceGroup* group = call.group;

@@ -9,7 +9,7 @@ namespace ep_runtime {
 namespace cuda {
 namespace prepare {
 
-// Counts the slots of each warp and turns them into sums over earlier warps; the block's own
+// Counts the slots of each warp, and turns the counts into sums over earlier warps. The block's
 // counts go to the group's scratch.
 __device__ inline void CountSlots(const DeviceCall& call, const PrepareParams& params,
                                   const Experts& experts, int num_experts,
@@ -41,7 +41,7 @@ __device__ inline void CountSlots(const DeviceCall& call, const PrepareParams& p
   }
 }
 
-// Sums over blocks; the first block sends the count row to every rank, this one included.
+// Sums over blocks. The first block sends the count row to every rank, this one included.
 __device__ inline void SendCounts(const DeviceCall& call, const PrepareParams& params,
                                   const Experts& experts, int num_experts) {
   const int32_t* histograms = ScratchHistograms(call);

@@ -1,4 +1,4 @@
-// Phases 5 and 6 of prepare: one entry per kept row travels to the rank that gets the row.
+// Phases 5 and 6 of prepare: sends one entry per kept row to the rank that gets the row.
 #ifndef EP_RUNTIME_CUDA_MOVEMENT_PREPARE_EXCHANGE_ENTRIES_CUH_
 #define EP_RUNTIME_CUDA_MOVEMENT_PREPARE_EXCHANGE_ENTRIES_CUH_
 
@@ -9,10 +9,10 @@ namespace ep_runtime {
 namespace cuda {
 namespace prepare {
 
-// One kept row on its way to the rank that gets it: 8 bytes, as the window has per slot.
+// An entry as it is sent: 8 bytes, the room that the window has for each slot.
 struct SentEntry {
   int32_t row;
-  uint32_t staged;  // number of its staged row * 64 + 32 if it is that row's first entry + slot
+  uint32_t staged;  // staged row's number * 64 + 32 if this is its first entry + slot
 };
 static_assert(sizeof(SentEntry) == sizeof(uint2), "stored at once");
 
@@ -22,7 +22,7 @@ __device__ inline void SendEntries(const DeviceCall& call, const PrepareParams& 
   const int warp = threadIdx.x / 32;
   const int lane = threadIdx.x % 32;
   const int top_k = params.sizes.top_k;
-  // Lane r holds the next entry and staged row of rank r. A step takes the whole tokens that fit.
+  // Lane r counts entries and staged rows of rank r. A step takes the whole tokens that fit a warp.
   int32_t next_entry = shared.block_entries[lane] + shared.warp_counts[warp][lane];
   int32_t next_staged = shared.block_staged[lane] + shared.warp_staged[warp][lane];
   const int step = 32 / top_k;
@@ -63,8 +63,8 @@ __device__ inline void SendEntries(const DeviceCall& call, const PrepareParams& 
   }
 }
 
-// Waits for all entries of all sources, then reads what each sent. A peer's words are as small as
-// they may be, whatever it wrote: they become offsets into arrays.
+// Waits for all entries of all sources, then reads how many each sent. Whatever a peer wrote, its
+// words are clamped to the possible, because they become offsets into arrays.
 __device__ inline bool AwaitEntries(const DeviceCall& call, const PrepareParams& params,
                                     PrepareShared* shared) {
   bool alive = true;
@@ -93,7 +93,7 @@ __device__ inline bool AwaitEntries(const DeviceCall& call, const PrepareParams&
   return true;
 }
 
-// The receiver's side of the plan; all blocks share it.
+// Writes the receiver's side of the plan. All blocks share the work.
 __device__ inline void WriteReceived(const DeviceCall& call, const PrepareParams& params,
                                      int columns, const PrepareShared& shared) {
   const MutablePlan& plan = params.plan;

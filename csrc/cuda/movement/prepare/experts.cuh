@@ -1,4 +1,4 @@
-// What a block of prepare counts, and which tokens its warps own.
+// Counts of a block of prepare, and the tokens that its warps own.
 #ifndef EP_RUNTIME_CUDA_MOVEMENT_PREPARE_EXPERTS_CUH_
 #define EP_RUNTIME_CUDA_MOVEMENT_PREPARE_EXPERTS_CUH_
 
@@ -12,14 +12,14 @@ namespace prepare {
 constexpr int kThreads = 512;
 constexpr int kWarps = kThreads / 32;
 
-// Arrays over experts lie in dynamic shared memory.
+// Arrays over experts, in dynamic shared memory.
 struct Experts {
-  int32_t* demand;   // [E] rows asked, all sources
-  int32_t* kept;     // [E]
+  int32_t* demand;   // [E] rows demanded by all sources
+  int32_t* kept;     // [E] rows kept
   int32_t* base;     // [E] first row of the expert in its rank's slab
   int32_t* first;    // [E] rows of earlier sources and of this rank's earlier blocks
-  int32_t* sources;  // [E] rows of earlier sources alone
-  uint16_t* counts;  // [kWarps, E] slots of each warp, then of the earlier warps
+  int32_t* sources;  // [E] rows of earlier sources only
+  uint16_t* counts;  // [kWarps, E] slots of each warp, later of the earlier warps
 
   static size_t Bytes(int experts) { return AlignUp(experts * int64_t{5 * 4 + kWarps * 2}, 16); }
   __device__ Experts(uint8_t* shared, int experts) {
@@ -32,7 +32,7 @@ struct Experts {
   }
 };
 
-// Warps own whole tokens, in order: no other warp or block has slots between a warp's own.
+// Warps own whole tokens, in order: no other warp or block has slots in between.
 struct TokenRange {
   int32_t begin;
   int32_t end;

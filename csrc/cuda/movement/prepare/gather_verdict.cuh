@@ -1,4 +1,4 @@
-// on_overflow="error": who is over its capacity, told to all ranks of the world.
+// on_overflow="error": tells all ranks of the world which rank exceeds its capacity.
 #ifndef EP_RUNTIME_CUDA_MOVEMENT_PREPARE_GATHER_VERDICT_CUH_
 #define EP_RUNTIME_CUDA_MOVEMENT_PREPARE_GATHER_VERDICT_CUH_
 
@@ -8,8 +8,9 @@ namespace ep_runtime {
 namespace cuda {
 namespace prepare {
 
-// Tells all ranks of all domains the first rank of this domain that is over its capacity, by one
-// warp, and takes the lowest of all. Its own sequence, in two slots: domains share no epochs.
+// One warp tells all ranks of all domains the first rank of this domain that exceeds its capacity,
+// and takes the lowest rank of all domains. It has its own sequence, in two slots, because domains
+// share no epochs.
 __device__ inline void GatherVerdict(const DeviceCall& call, const PrepareParams& params,
                                      const Experts& experts) {
   const int lane = threadIdx.x % 32;
@@ -25,7 +26,7 @@ __device__ inline void GatherVerdict(const DeviceCall& call, const PrepareParams
     mine.demand = static_cast<int32_t>(min(demand, int64_t{INT32_MAX}));
   }
   const auto line = [&](int dest, int source) {
-    // Windows of other domains lie on the same stride as this one's.
+    // Windows of other domains have the same stride as this domain's.
     uint8_t* window = group->windows + int64_t{dest - group->first_rank} * group->window_stride;
     return reinterpret_cast<VerdictLine*>(window + group->verdicts_offset) + slot + source;
   };

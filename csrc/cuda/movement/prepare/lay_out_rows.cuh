@@ -1,4 +1,4 @@
-// Phase 3 of prepare: from the count matrix, what every expert keeps and where its rows lie.
+// Phase 3 of prepare: computes from the count matrix how many rows every expert keeps, and where.
 #ifndef EP_RUNTIME_CUDA_MOVEMENT_PREPARE_LAY_OUT_ROWS_CUH_
 #define EP_RUNTIME_CUDA_MOVEMENT_PREPARE_LAY_OUT_ROWS_CUH_
 
@@ -13,7 +13,7 @@ __device__ inline int32_t UpTo(int32_t value, int32_t alignment) {
   return (value + alignment - 1) / alignment * alignment;
 }
 
-// Aligned rows of one rank's experts, none above `level`.
+// Aligned rows of one rank's experts if each keeps at most `level` rows.
 __device__ inline int64_t Zones(const int32_t* demand, int experts, int64_t level,
                                 int32_t alignment) {
   int64_t rows = 0;
@@ -24,7 +24,7 @@ __device__ inline int64_t Zones(const int32_t* demand, int experts, int64_t leve
   return rows;
 }
 
-// The rule of KeptRows in core/memory/plan.cc, by one warp.
+// The rule of KeptRows in core/memory/plan.cc, computed by one warp.
 __device__ inline void KeepRows(const int32_t* demand, int experts, int32_t capacity,
                                 int32_t alignment, int32_t* kept) {
   const int lane = threadIdx.x % 32;
@@ -43,7 +43,7 @@ __device__ inline void KeepRows(const int32_t* demand, int experts, int32_t capa
         middle;
   }
   const int32_t level = low * alignment;
-  // The first experts above the level get one block more each, while blocks are left.
+  // The first experts above the level get one more block each, while blocks are left.
   int32_t left =
       static_cast<int32_t>(capacity - Zones(demand, experts, level, alignment)) / alignment;
   for (int start = 0; start < experts; start += 32) {
@@ -56,13 +56,13 @@ __device__ inline void KeepRows(const int32_t* demand, int experts, int32_t capa
   }
 }
 
-// From the count matrix, what LayOutRows of core/memory/plan.cc computes, and where this block's
-// rows start.
+// Computes the same as LayOutRows of core/memory/plan.cc from the count matrix, and where this
+// block's rows start.
 __device__ inline void LayOutRows(const DeviceCall& call, const PrepareParams& params,
                                   const Experts& experts, int num_experts) {
   const int64_t stride = call.group->source_counts_bytes / 4;
   const int32_t* matrix = call.Counts(call.me, 0);
-  const int32_t most = params.sizes.tokens * params.sizes.top_k;  // whatever a peer wrote
+  const int32_t most = params.sizes.tokens * params.sizes.top_k;  // a bound, whatever a peer wrote
   for (int e = threadIdx.x; e < num_experts; e += kThreads) {
     int32_t demand = 0;
     int32_t before = 0;

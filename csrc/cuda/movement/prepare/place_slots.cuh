@@ -1,4 +1,4 @@
-// Phase 4 of prepare: where the rows of this rank's slots go, and how many go to each rank.
+// Phase 4 of prepare: places the rows of this rank's slots, and counts the rows for each rank.
 #ifndef EP_RUNTIME_CUDA_MOVEMENT_PREPARE_PLACE_SLOTS_CUH_
 #define EP_RUNTIME_CUDA_MOVEMENT_PREPARE_PLACE_SLOTS_CUH_
 
@@ -9,21 +9,21 @@ namespace ep_runtime {
 namespace cuda {
 namespace prepare {
 
-constexpr int kSlotsAtOnce = 8;  // of a lane, whose loads are on their way together
+constexpr int kSlotsAtOnce = 8;  // slots that a lane loads at once
 
 struct PrepareShared {
   int32_t warp_counts[kWarps][kMaxRanks];  // entries of each warp to each rank
   int32_t warp_staged[kWarps][kMaxRanks];
   int32_t warp_halves[kWarps][kMaxRanks];
-  int32_t block_entries[kMaxRanks];  // of earlier blocks
+  int32_t block_entries[kMaxRanks];  // entries of earlier blocks
   int32_t block_staged[kMaxRanks];
-  int32_t received[kMaxRanks][4];  // what recv_count gets
+  int32_t received[kMaxRanks][4];  // rows of recv_count
   int32_t entries_before[kMaxRanks + 1];
   int32_t staged_before[kMaxRanks + 1];
 };
 
-// Writes dst_rank and dst_row of the warp's slots and counts, per rank (lane r), its entries and
-// staged rows, and those of the first half of the tokens.
+// Writes dst_rank and dst_row of the warp's slots. Counts for each rank (lane r) its entries, its
+// staged rows, and the staged rows of the first half of the tokens.
 __device__ inline void PlaceSlots(const DeviceCall& call, const PrepareParams& params,
                                   const Experts& experts, int num_experts, const TokenRange& range,
                                   PrepareShared* shared) {
@@ -95,8 +95,8 @@ __device__ inline void PlaceSlots(const DeviceCall& call, const PrepareParams& p
   __syncthreads();
 }
 
-// Block sums over warps go to scratch, [3][blocks][32], and to the threads that add up those of all
-// blocks; the warps' become sums over earlier warps.
+// Sums over the block's warps go to scratch, [3][blocks][32], and to the threads that add up all
+// blocks. The warps' counts become sums over earlier warps.
 __device__ inline int32_t SumBlock(const DeviceCall& call, PrepareShared* shared) {
   const int lane = threadIdx.x % 32;
   const int which = threadIdx.x / 32;
@@ -115,14 +115,15 @@ __device__ inline int32_t SumBlock(const DeviceCall& call, PrepareShared* shared
   return sum;
 }
 
-// Where `source` tells `dest` how many staged rows it has for each rank, then of the first half.
+// Where `source` tells `dest` how many staged rows it has for each rank, in all and in the first
+// half.
 __device__ inline int32_t* PairCountsAt(const DeviceCall& call, int dest, int source) {
   return call.Counts(dest, source) + call.group->num_experts;
 }
 
-// Sums over earlier blocks; `own` is what SumBlock returned. The first block also tells every rank
-// what this one sends it: the words after the entries flags' line of the counts flag; of a packed
-// call what it sends to all.
+// Sums over earlier blocks. `own` is SumBlock's result. The first block also tells every rank how
+// many rows it gets from this one, in words after the entries flags on the line of the counts flag;
+// in a packed call, how many all ranks get.
 __device__ inline void SumBlocks(const DeviceCall& call, int blocks, bool packed, int32_t own,
                                  PrepareShared* shared) {
   const int lane = threadIdx.x % 32;
@@ -140,7 +141,7 @@ __device__ inline void SumBlocks(const DeviceCall& call, int blocks, bool packed
     if (which == 0) shared->block_entries[lane] = before;
     if (which == 1) shared->block_staged[lane] = before;
     if (blockIdx.x == 0 && lane < call.ranks) {
-      // Column order of recv_count: staged rows, entries, staged rows of the first half.
+      // Column order in recv_count: staged rows, entries, staged rows of the first half.
       const int column = which == 0 ? 1 : which == 1 ? 0 : 2;
       reinterpret_cast<int32_t*>(call.CountsFlag(lane, call.me))[4 + column] = all;
       for (int dest = 0; packed && which > 0 && dest < call.ranks; ++dest) {

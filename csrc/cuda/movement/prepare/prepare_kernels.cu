@@ -1,45 +1,44 @@
-// prepare: which row of which rank every slot gets, and what each rank will receive.
+// prepare: decides which row of which rank every slot gets, and what each rank will receive.
 //
-// One kernel whose blocks are all resident. A warp owns whole tokens, in order: rows are numbered
+// One kernel whose blocks are all resident. A warp owns whole tokens, in order. Rows are numbered
 // by sums over earlier ranks, blocks and warps, so a plan is the same every time.
 //
 //   phase            who                   reads -> writes
-//     TellCall       one more block        -> call lines, the board: host memory is far, and
-//     others'
-//                                          fences would wait for what is stored there
+//     TellCall       one more block        -> call lines, the board. Not in another block, because
+//                                          its fences would wait for these stores to host memory
 //   1 CountSlots     every warp            topk_idx -> the block's slots by expert: scratch
 //     all blocks of this rank meet (barrier 0)
 //   2 SendCounts     every block           scratch -> slots of earlier blocks: shared memory
 //                    block 0               scratch -> this rank's count row: Counts(dest, me)
 //     every block waits for CountsFlag(me, source) of all sources, this rank included
-//   3 LayOutRows     every block, alike    Counts(me, source) -> what every expert keeps, and
-//                                          where its rows begin: shared memory
+//   3 LayOutRows     every block, alike    Counts(me, source) -> rows that every expert keeps, and
+//                                          where they begin: shared memory
 //   4 PlaceSlots     every warp            topk_idx -> dst_rank, dst_row
 //     SumBlock       every block           -> its entries and staged rows for each rank: scratch
 //     all blocks of this rank meet (barrier 1)
 //   5 SumBlocks      every block           scratch -> those of earlier blocks: shared memory
-//                    block 0               scratch -> totals, beside CountsFlag(dest, me), of a
-//                                          packed call all of them behind Counts(dest, me)
+//                    block 0               scratch -> totals, next to CountsFlag(dest, me); in a
+//                                          packed call all totals, behind Counts(dest, me)
 //     SendEntries    every warp            dst_rank, dst_row -> Entries(dest, me)
 //     WriteSizes     block 0, last warp    -> kept, group_sizes, num_recv
-//     GatherVerdict  block 0, last warp    -> verdict, where on_overflow="error": it waits for
-//                                          the verdict lines of all ranks of the world
+//     GatherVerdict  block 0, last warp    -> verdict, with on_overflow="error": it waits for the
+//                                          verdict lines of all ranks of the world
 //     every block waits for EntriesFlag(me, source, block) of all sources' blocks
 //   6 WriteReceived  all blocks, by rows   Entries(me, source), totals -> recv_count,
 //                                          staged_start, staged_row, staged_slot
 //
-// F(dest, source) lies in the window of `dest`, in the lane of this call, and `source` alone writes
-// it. All ranks run the same number of blocks: a receiver waits for as many flags of a source as it
-// has blocks itself.
+// F(dest, source) is in the window of `dest`, in the lane of this call, and only `source` writes
+// it. All ranks run the same number of blocks, because a receiver waits for as many flags of a
+// source as it has blocks itself.
 //
-// Order: a flag is stored with release of system scope, by a thread that has met its block since
-// the block stored what is behind the flag: block 0's count row behind CountsFlag, a block's
-// entries behind its EntriesFlag, and the totals behind that of block 0. A thread that waits
-// acquires the flag and then meets its own block, all of which may read now. What peers wrote is
-// read past the L1 cache (__ldcg), which may hold the bytes of an earlier call.
+// Order: a thread stores a flag with release of system scope. Before that it has met its block,
+// after the block stored the data of the flag: block 0's count row for CountsFlag, a block's
+// entries for its EntriesFlag, and the totals for the EntriesFlag of block 0. A waiting thread
+// acquires the flag and then meets its block, whose threads may all read then. They read past the
+// L1 cache (__ldcg), which may hold bytes of an earlier call.
 //
-// Waits form no circle: nobody waits for a phase later than its own, on any rank. Begin and end of
-// the call, and why its lane is free: call.cuh. A call that fails leaves zeros.
+// Waits cannot deadlock: nobody waits for a phase later than its own, on any rank. For begin and
+// end of the call, and why its lane is free, see call.cuh. A call that fails leaves zeros.
 
 #include <algorithm>
 
@@ -57,7 +56,7 @@ namespace cuda {
 namespace prepare {
 namespace {
 
-// Sizes of this rank's zones, by one warp of the first block.
+// Writes the sizes of this rank's zones. One warp of the first block calls this.
 __device__ void WriteSizes(const DeviceCall& call, const PrepareParams& params,
                            const Experts& experts) {
   const int first = call.me * params.sizes.experts, lane = threadIdx.x % 32;
@@ -80,7 +79,8 @@ __device__ void WriteSizes(const DeviceCall& call, const PrepareParams& params,
   }
 }
 
-// The rows of the fullest slab, by one warp of the first block: all ranks find the same.
+// Writes the rows of the fullest slab, the same on all ranks. One warp of the first block calls
+// this.
 __device__ void WriteMost(const DeviceCall& call, const PrepareParams& params,
                           const Experts& experts) {
   const int lane = threadIdx.x % 32;
@@ -95,7 +95,7 @@ __device__ void WriteMost(const DeviceCall& call, const PrepareParams& params,
   if (lane == 0) *params.most = most;
 }
 
-// False: the call failed on the way.
+// Returns false if the call failed.
 __device__ bool Route(const DeviceCall& call, const PrepareParams& params, const Experts& experts,
                       int num_experts, int columns, PrepareShared* shared) {
   const TokenRange range(params.sizes.tokens, blockIdx.x * kWarps + threadIdx.x / 32,
@@ -163,8 +163,10 @@ cudaError_t LaunchPrepare(cudaStream_t stream, PrepareParams params) {
       params.blocks > kMaxPrepareBlocks) {
     return cudaErrorInvalidValue;
   }
-  // By static sizes alone, so that all ranks run as many. One block meets no others.
-  constexpr int64_t kSlots = 1024;  // of a block: to meet others takes as long as half of them
+  // From static sizes alone, so that all ranks run equally many blocks. A single block meets no
+  // others.
+  constexpr int64_t kSlots =
+      1024;  // of a block: meeting other blocks takes as long as half of these slots
   const int64_t slots = int64_t{sizes.tokens} * sizes.top_k;
   const auto wanted = static_cast<int32_t>((slots + kSlots - 1) / kSlots);
   params.blocks = std::min(std::max(wanted, 1), params.blocks);

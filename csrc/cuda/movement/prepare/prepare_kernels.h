@@ -1,3 +1,4 @@
+// prepare on GPUs.
 #ifndef EP_RUNTIME_CUDA_MOVEMENT_PREPARE_PREPARE_KERNELS_H_
 #define EP_RUNTIME_CUDA_MOVEMENT_PREPARE_PREPARE_KERNELS_H_
 
@@ -13,19 +14,19 @@ struct PrepareParams {
   CallName name;
   CallSizes sizes;
   int32_t num_experts;      // E of the EP group, at most kMaxExperts
-  int32_t alignment;        // rows; every expert's zone is a multiple of it, held against C
-  int32_t row_alignment;    // and of this one as it lies in the slab; it divides the other
-  const int32_t* topk_idx;  // [T, K] int32, device, written by XLA; anything else than an expert of
-                            // the EP group is an unused slot
-  MutablePlan plan;         // written whole
+  int32_t alignment;        // rows; zones are rounded up to it for comparison with C
+  int32_t row_alignment;    // rows; zones in the slab are rounded up to it; divides `alignment`
+  const int32_t* topk_idx;  // [T, K] int32, device, written by XLA; a number that is not an expert
+                            // of the EP group is an unused slot
+  MutablePlan plan;         // all written
   DeviceVerdict* verdict;   // [1] device or host-mapped; null: on_overflow="drop", no exchange
-  int32_t blocks = 32;      // at most, and one more; of kMaxPrepareBlocks, all resident at once
-  LaneRoom room{};          // says whether recv_count has the counts of all pairs of ranks
-  int32_t* most = nullptr;  // [1] device: rows of the zones of the fullest slab of all; or null
+  int32_t blocks = 32;      // at most, plus one; up to kMaxPrepareBlocks, all resident at once
+  LaneRoom room{};          // decides whether recv_count has the counts of all pairs of ranks
+  int32_t* most = nullptr;  // [1] device: rows in the zones of the fullest slab; or null
 };
 
-// Routes this rank's slots: counts travel to all peers, then one entry per kept row to the rank
-// that gets it. All ranks take the same decisions from the same count matrix.
+// Routes this rank's slots. Counts travel to all peers, then one entry per kept row to the rank
+// that gets the row. All ranks decide alike from the same count matrix.
 cudaError_t LaunchPrepare(cudaStream_t stream, PrepareParams params);
 
 }  // namespace cuda
