@@ -1,3 +1,4 @@
+// Checks a product, picks its kernel and launches it.
 #include "cuda/gemm/copies/clear_slack.h"
 #include "cuda/gemm/copies/transpose.h"
 #include "cuda/gemm/grouped_gemm.h"
@@ -11,15 +12,16 @@ namespace cuda {
 namespace gemm {
 namespace {
 
-constexpr int kBlockValues = 128;  // that share a scale, along each dim
-constexpr int kHalfMultiple = 64;  // of a pair's columns: boxes of 128 bytes lie in one half
+constexpr int kBlockValues = 128;  // values that share a scale, along each dim
+constexpr int kHalfMultiple =
+    64;  // columns of one of a pair: boxes of 128 bytes then lie in one half
 
 bool IsNarrow(const GroupedGemmParams& params) { return BytesOf(params.type) == 1; }
 
-// The tensor cores take them with the contracted dim along memory alone.
+// The tensor cores take 8-bit and tf32 operands only with the contracted dim along memory.
 bool IsTransposed(const GroupedGemmParams& params) { return BytesOf(params.type) != 2; }
 
-// Experts of one group have one scale for all that they sum.
+// Each expert has one group, so one scale serves its whole sum.
 bool HasGroupEach(const GroupedGemmParams& p) {
   return p.num_slabs * p.groups_per_slab == p.num_experts;
 }
@@ -34,7 +36,7 @@ Summing SummingOf(const GroupedGemmParams& params) {
 }
 
 const Instance* FindInstance(const GroupedGemmParams& params) {
-  // Where the contracted dim lies along memory, data gradients are forward products.
+  // With the contracted dim along memory, data gradients are forward products.
   const bool rows = IsTransposed(params) && params.product == GemmProduct::kDataGrad;
   const GemmProduct product = rows ? GemmProduct::kForward : params.product;
   for (const Instances all : {Products16Instances(), Rows8Instances(), Weights8Instances(),
@@ -52,7 +54,7 @@ const Instance* FindInstance(const GroupedGemmParams& params) {
 
 bool IsPair(const GroupedGemmParams& p) { return p.rhs_up != nullptr || p.out_up != nullptr; }
 
-// Columns of one array of weights.
+// Columns of one array of weights, which may be one of a pair.
 int32_t WeightColumns(const GroupedGemmParams& p) {
   return IsPair(p) ? p.out_features / 2 : p.out_features;
 }
@@ -68,7 +70,7 @@ int64_t RowsOf(const GroupedGemmParams& p) {
   return static_cast<int64_t>(p.num_slabs) * p.slab_rows;
 }
 
-// Elements along memory of a transposed copy of the rows.
+// Elements along memory in a transposed copy of the rows.
 int64_t PaddedRowsOf(const GroupedGemmParams& p) {
   return p.num_slabs * PaddedSlabRows(p.slab_rows, p.groups_per_slab);
 }
@@ -89,7 +91,8 @@ bool CopiesWeights(const GroupedGemmParams& p) {
   return p.type == FloatType::kTF32 && p.product == GemmProduct::kForward;
 }
 
-// Transposes the weights to rhs_copy, which is one array even of a pair. The product is of that.
+// Transposes the weights to rhs_copy, one array even for a pair, and makes that the product's
+// operand.
 cudaError_t CopyWeights(cudaStream_t stream, GroupedGemmParams* p) {
   const int32_t width = p->rhs_up == nullptr ? p->out_features : p->out_features / 2;
   auto* to = static_cast<float*>(p->rhs_copy);
@@ -180,7 +183,7 @@ Scales ScalesOf(const GroupedGemmParams& p) {
   scales.last_row = static_cast<int32_t>(RowsOf(p)) - 1;
   scales.lhs_width = backward ? out : in;
   scales.rhs_plane = in * out;
-  // [K' / 128, N' / 128]: which of them is contracted is the product's.
+  // [K' / 128, N' / 128]; the product decides which dim is contracted.
   scales.rhs_column = backward ? out : 1;
   scales.rhs_depth = backward ? 1 : out;
   scales.last_column = (backward ? in : out) - 1;
@@ -195,7 +198,7 @@ KernelArguments MakeArguments(const GroupedGemmParams& p, int32_t blocks) {
   args.band = p.tuning.band;
   args.half = IsPair(p) ? WeightColumns(p) : INT32_MAX;
   args.out.data = p.out;
-  // Where groups are rows of the output they say themselves how many.
+  // If output rows are the groups' rows, the groups say how many there are.
   args.out.rows = p.in_features;
   args.out.columns = backward ? p.in_features : p.out_features;
   args.out.bias = p.bias;
@@ -208,7 +211,7 @@ KernelArguments MakeArguments(const GroupedGemmParams& p, int32_t blocks) {
   return args;
 }
 
-// Output without products: there are no rows at all, or nothing to contract.
+// Fills an output without products: there are no rows, or nothing is contracted.
 cudaError_t StoreZeros(cudaStream_t stream, const GroupedGemmParams& p) {
   if (p.product != GemmProduct::kWeightGrad) return cudaErrorInvalidValue;
   const size_t bytes =
@@ -229,9 +232,8 @@ cudaError_t ClearSlackOf(cudaStream_t stream, const GroupedGemmParams& p, int pr
 
 GemmTuning TunedGemm(const GroupedGemmParams& params) {
   const bool by_expert = params.product == GemmProduct::kWeightGrad;
-  // Of 16-bit and tf32 operands: in steps that follow each other power is short, and bands that
-  // read memory less beat those that are a little faster for a while, by up to 7% where there are
-  // many columns.
+  // Bands for 16-bit and tf32 operands: in consecutive steps power is short. Bands that read less
+  // memory then beat bands that are slightly faster for a while, by up to 7% with many columns.
   int32_t band = 8;
   if (params.scaling == GemmScaling::kTensor) band = by_expert ? 2 : 1;
   if (params.scaling == GemmScaling::kBlock) band = 2;

@@ -1,3 +1,4 @@
+// Launches grouped matrix products.
 #ifndef EP_RUNTIME_CUDA_GEMM_GROUPED_GEMM_H_
 #define EP_RUNTIME_CUDA_GEMM_GROUPED_GEMM_H_
 
@@ -8,11 +9,11 @@
 namespace ep_runtime {
 namespace cuda {
 
-// What measured best for these operands on an H200; reads everything of `params` but pointers and
-// tuning.
+// The tuning that measured best for these operands on an H200. Reads everything in `params` except
+// pointers and tuning.
 GemmTuning TunedGemm(const GroupedGemmParams& params);
 
-// One launch, two with clear_slack or a pair's copies, three with both. cudaErrorInvalidValue: a
+// Makes one launch; one more with clear_slack, and one more with rhs_copy. cudaErrorInvalidValue: a
 // limit of product.h does not hold.
 cudaError_t LaunchGroupedGemm(cudaStream_t stream, GroupedGemmParams params);
 

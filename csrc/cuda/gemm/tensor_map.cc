@@ -1,3 +1,4 @@
+// Makes and remembers tensor maps.
 #include "cuda/gemm/tensor_map.h"
 
 #include <tuple>
@@ -11,7 +12,8 @@ namespace {
 
 using EncodeFn = decltype(&cuTensorMapEncodeTiled);
 
-// Null where the driver has no such function. Looked up by name: nothing here links the driver.
+// Returns null if the driver has no such function. Looked up by name, because nothing here links
+// the driver.
 EncodeFn FindEncode() {
   void* found = nullptr;
   cudaDriverEntryPointQueryResult result = cudaDriverEntryPointSymbolNotFound;
@@ -61,7 +63,7 @@ cudaError_t Encode(const Array& array, int box_lines, CUtensorMap* map) {
 cudaError_t DescribeArray(const Array& array, int box_lines, CUtensorMap* map) {
   using Key = std::tuple<const void*, FloatType, int64_t, int64_t, int64_t, int>;
   constexpr size_t kMost = 512;
-  // Parts of a block call name the arrays of the first one, and steps mostly those of the last.
+  // All chunks of a block call use the same arrays, and a step mostly the arrays of the last step.
   thread_local RecentMap<Key, CUtensorMap, kMost> known;
   const Key key{array.data, array.type, array.width, array.lines, array.planes, box_lines};
   if (const CUtensorMap* found = known.Find(key)) {

@@ -13,7 +13,7 @@ namespace ep_runtime {
 namespace cuda {
 namespace gemm {
 
-// [planes, lines, width], dense.
+// A dense array [planes, lines, width].
 struct Array {
   const void* data;  // device, 16-byte aligned
   FloatType type;
@@ -22,8 +22,8 @@ struct Array {
   int64_t planes;
 };
 
-// Boxes of `box_lines` lines of 128 bytes, swizzled over 128 bytes in shared memory; zeros are read
-// outside of the array.
+// Makes a map of boxes of `box_lines` lines of 128 bytes, swizzled over 128 bytes in shared memory.
+// Reads outside the array give zeros.
 cudaError_t DescribeArray(const Array& array, int box_lines, CUtensorMap* map);
 
 }  // namespace gemm

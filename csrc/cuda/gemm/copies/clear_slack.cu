@@ -1,3 +1,4 @@
+// Zeros rows behind the last group of every slab.
 #include "cuda/gemm/copies/clear_slack.h"
 #include "cuda/gemm/product/groups.cuh"
 
@@ -9,7 +10,7 @@ namespace {
 constexpr int kThreads = 512;
 constexpr int kBlocksPerProcessor = 4;
 
-// blockIdx.y: the slab.
+// blockIdx.y is the slab.
 __global__ void __launch_bounds__(kThreads)
     ClearSlackKernel(const Groups groups, uint4* rows, int64_t row_vectors) {
   const int slab = blockIdx.y;

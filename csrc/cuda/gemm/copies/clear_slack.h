@@ -1,4 +1,4 @@
-// Zeros for the rows behind the last group of every slab.
+// Zeros rows behind the last group of every slab.
 #ifndef EP_RUNTIME_CUDA_GEMM_COPIES_CLEAR_SLACK_H_
 #define EP_RUNTIME_CUDA_GEMM_COPIES_CLEAR_SLACK_H_
 

@@ -1,3 +1,4 @@
+// 8-bit values times their scales, in bf16.
 #include <cuda_bf16.h>
 
 #include "cuda/fp8_values.cuh"
@@ -10,10 +11,10 @@ namespace gemm {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kVector = 16;            // values
-constexpr int kBlocksPerPlane = 1024;  // at most; together they take every so many-th vector
+constexpr int kVector = 16;            // values that a thread has at a time
+constexpr int kBlocksPerPlane = 1024;  // at most; together a plane's blocks take all its vectors
 
-// 2^(byte - 127), NaN for 255; 2^-127 is no normal f32.
+// 2^(byte - 127), NaN for 255. 2^-127 is subnormal in f32.
 __device__ __forceinline__ float PowerOf(uint32_t byte) {
   if (byte == 0) return __uint_as_float(0x00400000u);
   return __uint_as_float(byte == 255 ? 0x7FC00000u : byte << 23);
@@ -40,7 +41,7 @@ __device__ __forceinline__ void Widen(const uint4& data, const float (&scales)[k
   out[1] = make_uint4(pairs[4], pairs[5], pairs[6], pairs[7]);
 }
 
-// Of the 16 values from `column` on; `line` is of the scales.
+// Loads the scales of the 16 values from `column` on. `line` counts lines of scales.
 __device__ __forceinline__ void LoadScales(const DequantizeParams& p, int64_t line, int32_t column,
                                            float (&scales)[kVector]) {
   const int64_t width = (p.width + p.column_values - 1) / p.column_values;
@@ -59,7 +60,7 @@ __device__ __forceinline__ void LoadScales(const DequantizeParams& p, int64_t li
   for (int i = 0; i < kVector; ++i) scales[i] = PowerOf(words[i / 4] >> (i % 4 * 8) & 0xFF);
 }
 
-// blockIdx.y: the plane.
+// blockIdx.y is the plane.
 __global__ void __launch_bounds__(kThreads) DequantizeKernel(const DequantizeParams p) {
   const int plane = blockIdx.y;
   int32_t lines = p.lines;

@@ -1,5 +1,4 @@
-// 8-bit values times their scales, in bf16: what the tensor cores multiply where they know no such
-// scales.
+// 8-bit values times their scales, in bf16, for scales that the tensor cores cannot apply.
 #ifndef EP_RUNTIME_CUDA_GEMM_COPIES_DEQUANTIZE_H_
 #define EP_RUNTIME_CUDA_GEMM_COPIES_DEQUANTIZE_H_
 
@@ -14,15 +13,15 @@ namespace ep_runtime {
 namespace cuda {
 namespace gemm {
 
-// [planes, lines, width] with a scale of line_values x column_values values; e8m0 ones are powers
-// of two, and the result is exact but for what is too small for bf16. Others round once.
+// [planes, lines, width] values; line_values x column_values of them share a scale. e8m0 scales are
+// powers of two, so the result is exact, except values too small for bf16. Other scales round once.
 struct DequantizeParams {
-  Groups groups;      // sizes null: all lines are meant. Otherwise planes are slabs: lines past the
-                      // last group are neither read nor written
-  const void* data;   // [planes, lines, width] type, device, 16-byte aligned
-  FloatType type;     // kE4M3 or kE5M2
+  Groups groups;     // sizes null: all lines are copied. Otherwise planes are slabs, and lines past
+                     // the last group are neither read nor written
+  const void* data;  // [planes, lines, width] type, device, 16-byte aligned
+  FloatType type;    // kE4M3 or kE5M2
   const void* scale;  // [planes, ceil(lines / line_values), ceil(width / column_values)], device
-  bool e8m0;          // scales are; f32 otherwise
+  bool e8m0;          // true: scales are e8m0; false: f32
   int32_t planes;
   int32_t lines;
   int32_t width;  // a multiple of 16

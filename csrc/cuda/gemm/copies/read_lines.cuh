@@ -1,4 +1,4 @@
-// A tile of 128 lines of 128 bytes, from memory to shared memory.
+// Reads a tile of 128 lines of 128 bytes from memory to shared memory.
 #ifndef EP_RUNTIME_CUDA_GEMM_COPIES_READ_LINES_CUH_
 #define EP_RUNTIME_CUDA_GEMM_COPIES_READ_LINES_CUH_
 
@@ -12,18 +12,18 @@ namespace ep_runtime {
 namespace cuda {
 namespace gemm {
 
-constexpr int kSide = 128;  // bytes, and lines
+constexpr int kSide = 128;  // bytes in a line, and lines
 constexpr int kTileThreads = 256;
 
 struct Lines {
-  const uint8_t* from;  // the first one
-  int32_t width;        // of a line
-  int32_t count;        // that there are; zeros stand for the others
+  const uint8_t* from;  // first line
+  int32_t width;        // bytes of a line
+  int32_t count;        // lines that exist; zeros stand for the others
 };
 
-// kTileThreads threads; the tile comes to lie as `transpose_tile.h` says. The line's 16-byte
-// vectors come in an order of their own, so that a warp's reads of 16 lines each meet no bank
-// twice.
+// All kTileThreads threads call this. The tile is laid out as `transpose_tile.h` says. The order of
+// a line's 16-byte vectors depends on the line, so that a warp's reads of 16 lines each have no
+// bank conflict.
 __device__ __forceinline__ void ReadLines(const Lines& lines, int32_t column, uint4* tile) {
   constexpr int kTurns = kSide * kSide / 16 / kTileThreads;
   uint4 vectors[kTurns];

@@ -1,3 +1,4 @@
+// Transposed copies of 8-bit values.
 #include "cuda/gemm/copies/read_lines.cuh"
 #include "cuda/gemm/copies/transpose.h"
 #include "cuda/gemm/copies/write_columns.cuh"
@@ -12,18 +13,18 @@ namespace {
 static_assert(kSide == kPaddedTo, "a tile of rows is one group's");
 constexpr int kThreads = kTileThreads;
 constexpr int kBlocksPerProcessor = 4;  // some read while others write
-// Of blocks beside each other in a line; each takes every kAcross-th tile, and looks for its rows
+// Blocks next to each other in a line. Each takes every kAcross-th tile, and looks for its rows
 // once.
 constexpr int kAcross = 8;
 
 struct BytePlace {
   Lines lines;
-  uint8_t* to;     // where its first column's values go
-  int64_t pitch;   // of `to`
+  uint8_t* to;     // where the first column's values go
+  int64_t pitch;   // bytes from line to line of `to`
   int32_t stored;  // values of a column that are written
 };
 
-// All threads of a block: every kAcross-th tile of the lines that `place` names.
+// All threads of a block transpose every kAcross-th tile of the lines that `place` names.
 __device__ __forceinline__ void TransposeLines(const BytePlace& place) {
   __shared__ uint4 tile[kSide * kSide / 16];
   for (int32_t column = blockIdx.y * kSide; column < place.lines.width; column += kAcross * kSide) {
@@ -34,7 +35,7 @@ __device__ __forceinline__ void TransposeLines(const BytePlace& place) {
   }
 }
 
-// blockIdx.x: tile of lines, .z: plane.
+// blockIdx.x is the tile of lines, blockIdx.z the plane.
 __global__ void __launch_bounds__(kThreads, kBlocksPerProcessor)
     TransposePlanes(const TransposedPlanes planes) {
   if (LeftOut(planes.wanted)) return;
@@ -48,7 +49,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerProcessor)
        lines});
 }
 
-// blockIdx.x: tile of a slab's line in the result, .z: slab.
+// blockIdx.x is the tile of a slab's line in the result, blockIdx.z the slab.
 __global__ void __launch_bounds__(kThreads, kBlocksPerProcessor)
     TransposeRows(const TransposedRows rows) {
   if (LeftOut(rows.wanted)) return;

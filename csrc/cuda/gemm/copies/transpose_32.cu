@@ -1,3 +1,4 @@
+// Transposed copies of f32 values.
 #include "cuda/gemm/copies/transpose.h"
 #include "cuda/gemm/copies/transpose_tile.h"
 #include "cuda/gemm/product/groups.cuh"
@@ -8,20 +9,20 @@ namespace cuda {
 namespace gemm {
 namespace {
 
-constexpr int kLines = kPaddedTo;       // of a tile: it is one group's
-constexpr int kColumns = 32;            // of a tile
+constexpr int kLines = kPaddedTo;       // lines of a tile, which belong to one group
+constexpr int kColumns = 32;            // columns of a tile
 constexpr int kThreads = 256;           // each transposes 4 x 4 values
 constexpr int kBlocksPerProcessor = 5;  // some read while others write
-// Of blocks beside each other in a line; each takes every kAcross-th tile, and looks for its rows
+// Blocks next to each other in a line. Each takes every kAcross-th tile, and looks for its rows
 // once.
 constexpr int kAcross = 8;
 
 struct FloatPlace {
   const float* from;  // the tile's first line
-  float* to;          // where its first column's values go
-  int64_t pitch;      // of `to`
-  int32_t width;      // of a line of `from`
-  int32_t lines;      // that there are; zeros stand for the others
+  float* to;          // where the first column's values go
+  int64_t pitch;      // values from line to line of `to`
+  int32_t width;      // values of a line of `from`
+  int32_t lines;      // lines that exist; zeros stand for the others
   int32_t stored;     // values of a column that are written
 };
 
@@ -62,7 +63,7 @@ __device__ __forceinline__ void WriteTile(const FloatPlace& place, int32_t colum
   }
 }
 
-// All threads of a block: every kAcross-th tile of the lines that `place` names.
+// All threads of a block transpose every kAcross-th tile of the lines that `place` names.
 __device__ __forceinline__ void TransposeLines(const FloatPlace& place) {
   __shared__ float4 tile[kLines / 4 * kColumns];
   for (int32_t column = blockIdx.y * kColumns; column < place.width; column += kAcross * kColumns) {
@@ -73,7 +74,7 @@ __device__ __forceinline__ void TransposeLines(const FloatPlace& place) {
   }
 }
 
-// blockIdx.x: tile of a slab's line in the result, .z: slab.
+// blockIdx.x is the tile of a slab's line in the result, blockIdx.z the slab.
 __global__ void __launch_bounds__(kThreads, kBlocksPerProcessor)
     TransposeRows(const TransposedFloatRows rows) {
   if (LeftOut(rows.wanted)) return;
@@ -86,7 +87,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerProcessor)
                   rows.to + slab * line + at, rows.slabs * line, rows.width, found.size, kLines});
 }
 
-// blockIdx.x: tile of lines, .z: plane.
+// blockIdx.x is the tile of lines, blockIdx.z the plane.
 __global__ void __launch_bounds__(kThreads, kBlocksPerProcessor)
     TransposePlanes(const TransposedFloatPlanes planes) {
   if (LeftOut(planes.wanted)) return;

@@ -1,7 +1,8 @@
-// Scales of 128 contracted values, on their way from memory to the sums they belong to.
+// Brings scales of 128 contracted values from memory to the sums that they multiply.
 //
-// Two warps of their own read them, four blocks of a row at a time, and put those of one block
-// beside the operands of a stage: each visit of a row takes of the memory pipe that products need.
+// Two extra warps read the scales, four blocks of a row at a time, and put one block's scales next
+// to the operands of a stage. They read several at a time, because each access takes bandwidth from
+// the memory pipe that products need.
 #ifndef EP_RUNTIME_CUDA_GEMM_KERNELS_BLOCK_SCALES_CUH_
 #define EP_RUNTIME_CUDA_GEMM_KERNELS_BLOCK_SCALES_CUH_
 
@@ -20,20 +21,20 @@ namespace ep_runtime {
 namespace cuda {
 namespace gemm {
 
-constexpr int kScaledValues = 128;               // along each dim of a weight that share a scale
-constexpr int kTileParts = 256 / kScaledValues;  // of a tile's columns
-constexpr int kReadBlocks = 4;                   // at a time
+constexpr int kScaledValues = 128;               // of a weight, along each dim, that share a scale
+constexpr int kTileParts = 256 / kScaledValues;  // in which a tile's columns are summed
+constexpr int kReadBlocks = 4;                   // that are read at a time
 constexpr int kScaleWarps = 2;
 constexpr int kWarpRows = kTileRows / kScaleWarps;
 
-// Of one stage.
+// Scales of one stage.
 struct StageScales {
   float rows[kTileRows];
   float weight[kTileParts];
-  float unused[4 - kTileParts];  // a multiple of 16 bytes
+  float unused[4 - kTileParts];  // pads to a multiple of 16 bytes
 };
 
-// Not moved behind later waits: it is there when it is needed.
+// Loads now. The compiler cannot move the load behind later waits, so the value is there in time.
 __device__ __forceinline__ float LoadEarly(const float* from) {
   float value;
   asm volatile("ld.global.nc.f32 %0, [%1];" : "=f"(value) : "l"(from));
@@ -45,11 +46,11 @@ __device__ __forceinline__ void LoadEarly(const float* from, float (&values)[4])
                : "l"(from));
 }
 
-// What one warp reads of a tile's scales: every lane has two rows, the first ones of the first warp
-// a block of the weight in a part too.
+// The scales of a tile that one warp reads: each lane reads two rows' scales, and the first lanes
+// of the first warp also read the weight's scales, a block per lane.
 class ScaleSource {
  public:
-  // Of kReadBlocks blocks.
+  // Scales of kReadBlocks blocks.
   struct Read {
     float rows[kWarpRows / 32][kReadBlocks];
     float weight;
@@ -70,7 +71,7 @@ class ScaleSource {
         (reinterpret_cast<uintptr_t>(scales.lhs) | static_cast<uint32_t>(blocks_) * 4) % 16 == 0;
   }
 
-  // Of blocks `first` and on.
+  // Reads the scales of blocks from `first` on.
   __device__ __forceinline__ void Begin(int32_t first, Read* read) const {
 #pragma unroll
     for (int i = 0; i < kWarpRows / 32; ++i) {
@@ -90,7 +91,7 @@ class ScaleSource {
     }
   }
 
-  // Those of the j-th block.
+  // Puts the scales of the j-th block into `stage`.
   __device__ __forceinline__ void Put(const Read& read, int j, StageScales* stage) const {
 #pragma unroll
     for (int i = 0; i < kWarpRows / 32; ++i) stage->rows[line_ + i * 32] = read.rows[i][j];
@@ -101,16 +102,16 @@ class ScaleSource {
 
  private:
   const float* const lhs_;
-  const int32_t line_;  // of the tile, the first of this lane's
+  const int32_t line_;  // this lane's first row in the tile
   const int32_t row_;
   const int32_t last_row_;
   const float* rhs_;
-  const int32_t blocks_;  // contracted
+  const int32_t blocks_;  // contracted blocks
   const int32_t rhs_step_;
-  bool whole_;  // 16 bytes of a row's scales are one read
+  bool whole_;  // true: one 16-byte read takes four scales of a row
 };
 
-// One of the warps, all its lanes: puts the scales of all work in the queue beside its operands.
+// One of the two warps, all its lanes: puts scales of all queued work next to its operands.
 template <class Memory>
 __device__ __forceinline__ void LoadScales(const Scales& scales, int warp, Memory* memory) {
   RingPlace<kQueuedWork> next;
@@ -139,7 +140,7 @@ __device__ __forceinline__ void LoadScales(const Scales& scales, int warp, Memor
   }
 }
 
-// What sums of a block are multiplied by: those of this thread's two rows, which are 8 apart.
+// Factors of a block's sums, for this thread's two rows, which are 8 apart.
 struct Factors {
   float of[2];
 };

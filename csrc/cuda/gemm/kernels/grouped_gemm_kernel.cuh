@@ -1,13 +1,13 @@
 // One persistent kernel for the products of product.h.
 //
-// A block is a warpgroup that loads and two that multiply, each 64 rows of a 128-row output tile;
-// two blocks are a cluster and load what their tiles share once. The multiplying warpgroups never
-// wait for each other: while one stores its rows the other has the tensor cores.
+// A block has one warpgroup that loads and two that multiply. Each multiplies 64 rows of a 128-row
+// output tile. Two blocks are a cluster, and load once what their tiles share. The multiplying
+// warpgroups never wait for each other: while one stores its rows, the other uses the tensor cores.
 //
-// The loading warp, which is ahead anyway, tells the multiplying ones through shared memory which
-// rows they sum for which tile: walking the schedule and looking for a group's rows take as long as
-// the products of some hundred rows. It may draw tickets for tiles, where other launches work at
-// the same product. Sums of 8-bit operands leave the tensor cores every stage.
+// The loading warp runs ahead. Through shared memory it tells the multiplying warpgroups which rows
+// to sum for which tile, because walking the schedule and finding a group's rows take as long as
+// the products of some hundred rows. If other launches share the product, it draws tickets for
+// tiles. Sums of 8-bit operands leave the tensor cores every stage.
 #ifndef EP_RUNTIME_CUDA_GEMM_KERNELS_GROUPED_GEMM_KERNEL_CUH_
 #define EP_RUNTIME_CUDA_GEMM_KERNELS_GROUPED_GEMM_KERNEL_CUH_
 
@@ -24,7 +24,7 @@ namespace ep_runtime {
 namespace cuda {
 namespace gemm {
 
-// Registers of a thread, which sum to what a block has: looking for work takes more than 40.
+// Registers of a thread, which add up to a block's registers. Finding work takes more than 40.
 constexpr int kFinderRegisters = 56;
 constexpr int kSummerRegisters = 224;
 constexpr int kBlockBytes = 227 << 10;
@@ -38,7 +38,8 @@ struct KernelTraits {
   static constexpr bool kNarrow = sizeof(Lhs) == 1;
   static constexpr bool kTransposed = sizeof(Lhs) != 2;  // the contracted dim is along memory
   static constexpr bool kRagged = product == GemmProduct::kWeightGrad;
-  static constexpr bool kScaled = summing == Summing::kPromoted;  // at the end
+  static constexpr bool kScaled =
+      summing == Summing::kPromoted;  // sums are multiplied by scales at the end
   static constexpr bool kPromotes = summing != Summing::kWhole;
   static_assert(sizeof(Lhs) == sizeof(Rhs), "a stage has as many elements of both");
   static_assert(kNarrow == kPromotes, "sums of other operands are f32 anyway");
@@ -53,15 +54,17 @@ struct KernelTraits {
   static constexpr int kRhsPieces = kTileColumns / kPieceSide;
   static constexpr int kLhsBytes = kLhsPieces * kPieceBytes;
   static constexpr int kStageBytes = (kLhsPieces + kRhsPieces) * kPieceBytes;
-  // A warpgroup's rows of a tile.
+  // Bytes of one warpgroup's rows of a tile.
   static constexpr int kHalfBytes = kStoredRows * kTileColumns * sizeof(Out);
-  // f32 tiles of 256 columns would leave no room for stages. Others gain more from a fourth stage:
-  // products that stop to add up to 18%, 16-bit ones 3 to 4%.
+  // Whether a warpgroup stages its whole tile. f32 tiles of 256 columns would leave no room for
+  // stages. Other products gain more from a fourth stage: up to 18% if they stop to add up, 3 to 4%
+  // with 16-bit operands.
   static constexpr bool kStagesWhole = summing == Summing::kByGroup && kHalfBytes <= 32 << 10;
   static constexpr int kStaged = kStagesWhole ? kHalfBytes : kStagingBytes;
   static constexpr int kOrder = kRagged ? kMaxExperts : 1;
-  static constexpr int kScaleBytes = kByBlock ? sizeof(StageScales) : 0;  // of a stage
-  // 512: barriers and the queue.
+  static constexpr int kScaleBytes =
+      kByBlock ? sizeof(StageScales) : 0;  // bytes of a stage's scales
+  // 512 bytes are for barriers and the queue.
   static constexpr int kStages =
       (kBlockBytes - kMultipliers * kStaged - kOrder * 2 - 512) / (kStageBytes + kScaleBytes);
 };
@@ -91,7 +94,7 @@ __device__ __forceinline__ auto MakeSchedule(const KernelArguments& args, const 
   }
 }
 
-// Calls body(group, rows, last) for the ranges that a tile sums over; group -1 has none.
+// Calls body(group, rows, last) for each range that a tile sums over. Group -1 is an empty range.
 template <class Traits, class Body>
 __device__ __forceinline__ void ForEachWork(const KernelArguments& args, const Tile& tile,
                                             const Body& body) {
@@ -108,7 +111,7 @@ __device__ __forceinline__ void ForEachWork(const KernelArguments& args, const T
   }
 }
 
-// The loading warp, all its lanes.
+// Runs in all lanes of the loading warp.
 template <class Traits, class Schedule>
 __device__ __forceinline__ void LoadTiles(const KernelArguments& args, const CUtensorMap* lhs_map,
                                           const Halves& rhs_maps, Schedule schedule, uint32_t rank,
@@ -143,11 +146,11 @@ __device__ __forceinline__ void LoadTiles(const KernelArguments& args, const CUt
   if (args.tickets.words != nullptr && rank == 0 && leads) EndTickets(args.tickets);
 }
 
-// sums (+)= the products of one stage; `add` is of the first ones.
+// sums (+)= the products of one stage. Without `add` the first products replace the sums.
 template <class Traits>
 __device__ __forceinline__ void MultiplyStage(const uint8_t* stage, int warpgroup, uint32_t add,
                                               float (&sums)[kTileColumns / 2]) {
-  constexpr int kSteps = 128 / 32;  // bytes of a line, of one instruction
+  constexpr int kSteps = 128 / 32;  // bytes of a line / bytes of one instruction
   const uint64_t lhs =
       DescribeOperand<Traits::kLhs>(SharedAddress(stage + warpgroup * kPieceBytes));
   const uint64_t rhs = DescribeOperand<Traits::kRhs>(SharedAddress(stage + Traits::kLhsBytes));
@@ -167,7 +170,7 @@ __device__ __forceinline__ void MultiplyStage(const uint8_t* stage, int warpgrou
   CommitProducts();
 }
 
-// sums += what one range contributes, in the tensor cores.
+// sums += the products of one range, kept in the tensor cores.
 template <class Traits>
 __device__ __forceinline__ void SumWhole(int32_t size, int warpgroup, SharedMemory<Traits>* memory,
                                          RingPlace<Traits::kStages>* place,
@@ -197,7 +200,7 @@ __device__ __forceinline__ void SumWhole(int32_t size, int warpgroup, SharedMemo
   if (busy != 0) ReleaseStage(busy);
 }
 
-// Sums of a tile from the queue's next work on. Returns that; expert -1: there is none.
+// Sums a tile, from the next work in the queue on. Returns that work; expert -1: there is none.
 template <class Traits>
 __device__ __forceinline__ Work SumTile(const KernelArguments& args, int warpgroup,
                                         SharedMemory<Traits>* memory,
@@ -302,7 +305,7 @@ __global__ void __cluster_dims__(kClusterBlocks, 1, 1) __launch_bounds__(kThread
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kSummerRegisters));
     MultiplyTiles<Traits>(args, Halves{&out_map, &up_map, args.half}, warpgroup, memory);
   }
-  // Neither block's memory goes while the other may load into it or arrive there.
+  // Neither block may free its memory while the other can load into it or arrive there.
   SyncCluster();
 }
 

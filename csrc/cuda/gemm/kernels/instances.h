@@ -1,4 +1,4 @@
-// Every kernel there is, in one list; sources of their own compile parts of it side by side.
+// The list of all kernels. Several source files compile parts of the list in parallel.
 #ifndef EP_RUNTIME_CUDA_GEMM_KERNELS_INSTANCES_H_
 #define EP_RUNTIME_CUDA_GEMM_KERNELS_INSTANCES_H_
 
@@ -22,16 +22,16 @@ struct Maps {
   CUtensorMap lhs;
   CUtensorMap rhs;
   CUtensorMap out;
-  CUtensorMap up;  // of a pair's second array of weights, whether it is read or written
+  CUtensorMap up;  // second array of weights of a pair, read or written
 };
 
-// How sums of a tile come about.
+// How a tile is summed.
 enum class Summing : int32_t {
-  kWhole = 0,     // 16-bit and tf32: in the tensor cores, from first to last contracted element
-  kPromoted = 1,  // 8-bit: every 128 contracted elements they are added to f32 sums
-  kByGroup = 2,   // likewise, times their group's scales: experts have several groups
-  kByBlock = 3,   // likewise, times the block's scales
-  kByTile = 4,    // likewise, times what both operands' 128 x 128 values have
+  kWhole = 0,     // 16-bit and tf32: in the tensor cores, over all contracted elements
+  kPromoted = 1,  // 8-bit: every 128 contracted elements are added to f32 sums
+  kByGroup = 2,   // like kPromoted, times the group's scales: experts have several groups
+  kByBlock = 3,   // like kPromoted, times the block's scales
+  kByTile = 4,    // like kPromoted, times the scales of both operands' 128 x 128 values
 };
 
 struct Instance {
@@ -64,7 +64,7 @@ struct Instances {
   X(kWeightGrad, kF16, kF16, kF32, kWhole)
 Instances Products16Instances();
 
-// Both operands have the contracted dim along memory: data gradients are forward products.
+// Both operands have the contracted dim along memory, so data gradients are forward products.
 #define EP_GEMM_ROWS_8(X)                     \
   X(kForward, kE4M3, kE4M3, kBF16, kPromoted) \
   X(kForward, kE4M3, kE4M3, kF32, kPromoted)  \
@@ -91,19 +91,19 @@ Instances Rows8Instances();
   X(kWeightGrad, kE4M3, kE5M2, kF32, kByTile)
 Instances Weights8Instances();
 
-// Likewise: going forward, of a transposed copy of the weights.
+// Forward multiplies a transposed copy of the weights, so that the same holds here.
 #define EP_GEMM_ROWS_32(X) X(kForward, kTF32, kTF32, kF32, kWhole)
 Instances Rows32Instances();
 
 #define EP_GEMM_WEIGHTS_32(X) X(kWeightGrad, kTF32, kTF32, kF32, kWhole)
 Instances Weights32Instances();
 
-// f32 in memory; copies to shared memory round it to 10 bits behind the point.
+// f32 in memory. Copies to shared memory round it to 10 fraction bits.
 struct Tf32 {
   float value;
 };
 
-// The C++ type of one of `FloatType`.
+// The C++ type of a `FloatType`.
 template <FloatType type>
 struct ElementOf;
 template <>

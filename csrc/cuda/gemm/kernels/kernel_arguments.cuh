@@ -1,4 +1,4 @@
-// What a kernel is told of a product beside its tensor maps.
+// A kernel's arguments of a product, except tensor maps.
 #ifndef EP_RUNTIME_CUDA_GEMM_KERNELS_KERNEL_ARGUMENTS_CUH_
 #define EP_RUNTIME_CUDA_GEMM_KERNELS_KERNEL_ARGUMENTS_CUH_
 
@@ -13,27 +13,27 @@ namespace ep_runtime {
 namespace cuda {
 namespace gemm {
 
-// Of 8-bit operands. A block's scales are at: lhs[row * lhs_width + depth / 128],
-// rhs[expert * rhs_plane + column / 128 * rhs_column + depth / 128 * rhs_depth].
-// Those of a weight gradient: lhs[depth / 128 * lhs_width + row / 128],
-// rhs[depth / 128 * rhs_depth + column / 128].
+// Scales of 8-bit operands. A block's scales are at lhs[row * lhs_width + depth / 128] and
+// rhs[expert * rhs_plane + column / 128 * rhs_column + depth / 128 * rhs_depth]. In a weight
+// gradient they are at lhs[depth / 128 * lhs_width + row / 128] and rhs[depth / 128 * rhs_depth +
+// column / 128].
 struct Scales {
   const float* lhs;
   const float* rhs;
-  int32_t last_row;   // of lhs; tiles may go past it
-  int32_t lhs_width;  // blocks
-  int32_t rhs_plane;  // floats
+  int32_t last_row;   // of lhs; tiles may extend past it
+  int32_t lhs_width;  // in blocks
+  int32_t rhs_plane;  // in floats
   int32_t rhs_column;
   int32_t rhs_depth;
-  int32_t last_column;  // block; tiles may lie past it
+  int32_t last_column;  // in blocks; tiles may extend past it
 };
 
 struct KernelArguments {
   Groups groups;
   OutShape out;
-  int32_t depth;  // contracted elements, where the groups do not say it
+  int32_t depth;  // contracted elements, if the groups do not say it
   int32_t band;
-  int32_t half;  // columns of the first of a pair's arrays; INT32_MAX: there is one array
+  int32_t half;  // columns of a pair's first array; INT32_MAX: there is one array
   Scales scales;
   const int32_t* wanted;  // [1] or null
   Tickets tickets;

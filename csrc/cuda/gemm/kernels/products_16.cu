@@ -1,3 +1,4 @@
+// Kernels of all products of 16-bit operands.
 #include "cuda/gemm/kernels/grouped_gemm_kernel.cuh"
 
 namespace ep_runtime {

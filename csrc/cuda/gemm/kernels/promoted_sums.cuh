@@ -1,10 +1,10 @@
-// Sums of 8-bit products in f32: what the tensor cores add up of 128 contracted elements leaves
-// them, is multiplied by its scales where blocks have some, and is added to sums of a thread's own.
+// Adds 8-bit products up in f32. Sums of 128 contracted elements leave the tensor cores, are
+// multiplied by their scales if blocks have scales, and are added to sums in a thread's registers.
 //
-// A tile's columns are multiplied in parts of 128, one after the other: a warpgroup's registers
-// have room for the sums of a whole tile and the products of one part. Tiles of 128 columns are
-// bound by what they load. The warpgroups do not take turns: that costs more than adding at the
-// same time does.
+// A tile's columns are multiplied in parts of 128, one after another: a warpgroup's registers have
+// room for the sums of a whole tile and the products of one part. Tiles of 128 columns would be
+// bound by their loads. The warpgroups do not take turns, because that costs more than adding at
+// the same time.
 #ifndef EP_RUNTIME_CUDA_GEMM_KERNELS_PROMOTED_SUMS_CUH_
 #define EP_RUNTIME_CUDA_GEMM_KERNELS_PROMOTED_SUMS_CUH_
 
@@ -21,13 +21,13 @@ namespace cuda {
 namespace gemm {
 
 constexpr int kPartColumns = kScaledValues;
-constexpr int kPartSums = kPartColumns / 2;  // of a thread
+constexpr int kPartSums = kPartColumns / 2;  // sums of a thread
 constexpr uint64_t kPartOffset = (kPartColumns / kPieceSide * kPieceBytes) >> 4;
 
-// Begins sums = the products of one stage with 128 columns.
+// Starts sums = the products of one stage with 128 columns.
 template <class Traits>
 __device__ __forceinline__ void BeginPart(uint64_t lhs, uint64_t rhs, float (&sums)[kPartSums]) {
-  constexpr int kSteps = 128 / 32;  // bytes of a line, of one instruction
+  constexpr int kSteps = 128 / 32;  // bytes of a line / bytes of one instruction
   constexpr uint64_t kStep = StepOffset<Along::kContracted>();
   HoldSums(sums);
   FenceOperands();
@@ -39,14 +39,14 @@ __device__ __forceinline__ void BeginPart(uint64_t lhs, uint64_t rhs, float (&su
   CommitProducts();
 }
 
-// total += sums, times what belongs to them.
+// total += sums, times their factors.
 template <Summing kSumming>
 __device__ __forceinline__ void Promote(const float (&sums)[kPartSums], const Factors& factors,
                                         float* total) {
 #pragma unroll
   for (int i = 0; i < kPartSums; ++i) {
-    // One scale after the other: the product of two small ones is no f32. Where each block has two,
-    // there is no time for that.
+    // One scale after the other, because the product of two small scales may not be an f32. With
+    // two scales for each block, there is no time for that.
     if constexpr (kSumming == Summing::kByGroup) {
       total[i] += sums[i] * factors.of[0] * factors.of[1];
     } else if constexpr (kSumming == Summing::kByBlock) {
@@ -63,7 +63,7 @@ struct Nothing {
   __device__ Nothing(const Scales&, const Work&) {}
 };
 
-// What a tile's products of one stage are multiplied by, a stage after the other; read ahead.
+// Factors of a tile's products, stage by stage, read one stage ahead.
 class TileScales {
  public:
   __device__ TileScales(const Scales& scales, const Work& work)
@@ -76,7 +76,7 @@ class TileScales {
     for (int part = 0; part < kTileParts; ++part) {
       column_[part] = min(work.column / kScaledValues + part, scales.rhs_depth - 1);
     }
-    // A tile may lie past the last row.
+    // A tile may be past the last row.
     if (work.row / kScaledValues >= scales.lhs_width) lhs_ = scales.lhs;
     Read();
   }
@@ -112,7 +112,7 @@ class TileScales {
   float of_columns_[kTileParts];
 };
 
-// total += what one range contributes, stage by stage.
+// total += the products of one range, stage by stage.
 template <class Traits, class Memory>
 __device__ __forceinline__ void SumPromoted(const KernelArguments& args, const Work& work,
                                             int warpgroup, Memory* memory,

@@ -1,3 +1,4 @@
+// Kernels of tf32 products whose output rows are the groups' rows.
 #include "cuda/gemm/kernels/grouped_gemm_kernel.cuh"
 
 namespace ep_runtime {

@@ -1,5 +1,5 @@
-// Stages of a tile's operands in shared memory: loaded for a cluster, read by its warpgroups, let
-// go.
+// Stages of a tile's operands in shared memory: a cluster loads them, its warpgroups read them,
+// then release them.
 #ifndef EP_RUNTIME_CUDA_GEMM_KERNELS_STAGES_CUH_
 #define EP_RUNTIME_CUDA_GEMM_KERNELS_STAGES_CUH_
 
@@ -11,10 +11,11 @@ namespace ep_runtime {
 namespace cuda {
 namespace gemm {
 
-constexpr int kMultipliers = 2;  // warpgroups
+constexpr int kMultipliers = 2;  // multiplying warpgroups
 constexpr int kThreads = 128 * (kMultipliers + 1);
 
-// Loads one stage of a tile's operands; what the cluster shares, each block loads half of.
+// Loads one stage of a tile's operands. Each block loads half of the operand that the cluster
+// shares.
 template <class Traits>
 __device__ __forceinline__ void LoadStage(const CUtensorMap* lhs_map, const Halves& rhs_maps,
                                           const Tile& tile, int32_t depth, uint32_t rank,
@@ -49,8 +50,8 @@ __device__ __forceinline__ void LoadStage(const CUtensorMap* lhs_map, const Halv
   }
 }
 
-// Zeros in the lines of `pieces` pieces from `begin` on, for the products that follow in this
-// warpgroup. Another warpgroup that shares a piece writes the same.
+// Zeros the lines from `begin` on of `pieces` pieces, before this warpgroup's next products.
+// Another warpgroup that shares a piece writes the same zeros.
 __device__ __forceinline__ void ClearLines(uint8_t* first_piece, int pieces, int begin) {
   for (int piece = 0; piece < pieces; ++piece) {
     auto* vectors = reinterpret_cast<uint4*>(first_piece + piece * kPieceBytes);
@@ -61,7 +62,7 @@ __device__ __forceinline__ void ClearLines(uint8_t* first_piece, int pieces, int
   }
 }
 
-// Lets the cluster's loaders have the stage: one lane tells each block.
+// Releases the stage to the cluster's loaders: one lane arrives in each block.
 __device__ __forceinline__ void ReleaseStage(uint32_t empty) {
   const uint32_t lane = threadIdx.x % 32;
   if (lane < kClusterBlocks) ArriveAt(empty, lane);

@@ -1,3 +1,4 @@
+// Kernels of weight gradients with tf32 operands.
 #include "cuda/gemm/kernels/grouped_gemm_kernel.cuh"
 
 namespace ep_runtime {

@@ -1,3 +1,4 @@
+// Kernels of weight gradients with 8-bit operands.
 #include "cuda/gemm/kernels/grouped_gemm_kernel.cuh"
 
 namespace ep_runtime {

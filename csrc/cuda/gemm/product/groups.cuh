@@ -1,4 +1,4 @@
-// Which rows the groups have, as the device reads it off their sizes.
+// Finds the rows of groups on the device, from the groups' sizes.
 #ifndef EP_RUNTIME_CUDA_GEMM_PRODUCT_GROUPS_CUH_
 #define EP_RUNTIME_CUDA_GEMM_PRODUCT_GROUPS_CUH_
 
@@ -16,7 +16,7 @@ __device__ __forceinline__ int32_t GroupSize(const Groups& groups, int group, in
   return min(max(__ldg(groups.sizes + group), 0), left);
 }
 
-// Called by whole warps. `start` is counted from the first row of all slabs.
+// Call this with whole warps. `start` counts from the first row of all slabs.
 __device__ inline Rows FindRows(const Groups& groups, int group) {
   const int slab = group / groups.groups_per_slab;
   int32_t before = 0;
@@ -28,17 +28,17 @@ __device__ inline Rows FindRows(const Groups& groups, int group) {
 }
 
 struct PaddedRows {
-  Rows rows;   // counted from the slab's first row
+  Rows rows;   // `start` counts from the slab's first row
   int32_t at;  // where they begin in the slab's line of the copy
 };
 
-// Rows of a slab before some group of it.
+// Rows of a slab before one of its groups.
 struct RowsBefore {
   uint32_t rows;
   uint32_t padded;
 };
 
-// Inclusive sums over a warp's lanes that end at `limit`; no value is above it.
+// Inclusive sums over a warp's lanes, cut at `limit`. No value may exceed it.
 __device__ __forceinline__ uint32_t SumLanes(uint32_t value, uint32_t limit) {
 #pragma unroll
   for (int step = 1; step < 32; step *= 2) {
@@ -48,7 +48,8 @@ __device__ __forceinline__ uint32_t SumLanes(uint32_t value, uint32_t limit) {
   return value;
 }
 
-// Of group first + lane of the slab; `before` goes on to the next 32. Called by whole warps.
+// Rows of group first + lane of the slab. `before` advances to the next 32 groups. Call this with
+// whole warps.
 __device__ inline PaddedRows PlaceRows(const Groups& groups, int slab, int first,
                                        RowsBefore* before) {
   const int lane = threadIdx.x % 32;
@@ -68,8 +69,8 @@ __device__ inline PaddedRows PlaceRows(const Groups& groups, int slab, int first
           static_cast<int32_t>(padded_end - padded)};
 }
 
-// Where a group lies in the copy, with zeros up to a multiple of `depth`, which divides kPaddedTo.
-// Called by whole warps.
+// Place of a group in the transposed copy, with zeros up to a multiple of `depth`, which divides
+// kPaddedTo. Call this with whole warps.
 __device__ inline Rows FindPaddedRows(const Groups& groups, int group, int32_t depth = kPaddedTo) {
   const int slab = group / groups.groups_per_slab;
   const int inside = group % groups.groups_per_slab;
@@ -82,8 +83,8 @@ __device__ inline Rows FindPaddedRows(const Groups& groups, int group, int32_t d
           (size + depth - 1) / depth * depth};
 }
 
-// The rows that belong at `at`, a multiple of kPaddedTo, of the slab's line of the copy: up to
-// kPaddedTo of one group, none past the last group. Called by whole warps.
+// Rows that belong at `at`, a multiple of kPaddedTo, in the slab's line of the copy: up to
+// kPaddedTo rows of one group, none past the last group. Call this with whole warps.
 __device__ inline Rows FindRowsAt(const Groups& groups, int slab, int32_t at) {
   RowsBefore before{0, 0};
   for (int first = 0; first < groups.groups_per_slab; first += 32) {

@@ -1,4 +1,4 @@
-// Groups of rows, as kernels are told of them.
+// Groups of rows, as arguments of kernels.
 #ifndef EP_RUNTIME_CUDA_GEMM_PRODUCT_GROUPS_H_
 #define EP_RUNTIME_CUDA_GEMM_PRODUCT_GROUPS_H_
 
@@ -12,7 +12,7 @@ namespace gemm {
 
 struct Groups {
   const int32_t* sizes;  // [slabs, groups_per_slab]
-  int32_t num_groups;    // of all slabs
+  int32_t num_groups;    // in all slabs
   int32_t groups_per_slab;
   int32_t num_experts;
   int32_t slab_rows;
@@ -23,15 +23,15 @@ struct Rows {
   int32_t size;
 };
 
-// A transposed copy of rows has them along memory, where products of 8-bit and tf32 values want the
-// contracted dim. Each group begins at a multiple of kPaddedTo there and has zeros up to the next
-// one: products take whole stages and see nobody else's rows.
+// A transposed copy has rows along memory, because products of 8-bit and tf32 values need the
+// contracted dim there. In the copy each group begins at a multiple of kPaddedTo, with zeros up to
+// the next group. So products take whole stages and never read another group's rows.
 constexpr int32_t kPaddedTo = 128;
 
 __host__ __device__ constexpr int32_t PadRows(int32_t rows) {
   return (rows + kPaddedTo - 1) / kPaddedTo * kPaddedTo;
 }
-// Elements of a slab's line in such a copy, whatever the sizes are.
+// Elements of a slab's line in such a copy, for any sizes of groups.
 __host__ __device__ constexpr int64_t PaddedSlabRows(int64_t slab_rows, int64_t groups_per_slab) {
   const int64_t groups = groups_per_slab < slab_rows ? groups_per_slab : slab_rows;
   return (slab_rows + (kPaddedTo - 1) * groups) / kPaddedTo * kPaddedTo;

@@ -1,3 +1,4 @@
+// RingPlace: a place in a ring of buffers.
 #ifndef EP_RUNTIME_CUDA_GEMM_TILE_RING_CUH_
 #define EP_RUNTIME_CUDA_GEMM_TILE_RING_CUH_
 
@@ -9,7 +10,7 @@ namespace ep_runtime {
 namespace cuda {
 namespace gemm {
 
-// Place in the ring of buffers, and how often it went round.
+// A place in a ring of buffers, and the parity of its round.
 template <int kStages>
 struct RingPlace {
   int stage = 0;

@@ -1,4 +1,4 @@
-// From a warpgroup's sums to 64 rows of the output, through shared memory.
+// Writes a warpgroup's sums to 64 rows of the output, through shared memory.
 #ifndef EP_RUNTIME_CUDA_GEMM_TILE_STORE_TILE_CUH_
 #define EP_RUNTIME_CUDA_GEMM_TILE_STORE_TILE_CUH_
 
@@ -17,8 +17,8 @@ namespace cuda {
 namespace gemm {
 
 constexpr int kStoredRows = 64;
-constexpr int kChunkBytes = kStoredRows * 128;  // lines of 128 bytes, swizzled as tensor copies do
-constexpr int kStagingBytes = 2 * kChunkBytes;  // one is written while the other is read
+constexpr int kChunkBytes = kStoredRows * 128;  // lines of 128 bytes, swizzled like tensor copies
+constexpr int kStagingBytes = 2 * kChunkBytes;  // one chunk is written while the other is read
 
 struct OutShape {
   void* data;
@@ -26,7 +26,7 @@ struct OutShape {
   int32_t columns;
   const void* bias;  // [experts, columns] or null
   FloatType bias_type;
-  bool adds;  // by expert alone: tiles are added to what is there
+  bool adds;  // only by expert: tiles are added to the output
 };
 
 __device__ __forceinline__ float2 LoadPair(const void* values, FloatType type, int64_t index) {
@@ -54,14 +54,15 @@ __device__ __forceinline__ uint32_t RoundPair(float first, float second) {
   }
 }
 
-// A product leaves thread t with rows t / 4 and t / 4 + 8 of its warp's 16, and of every 8 columns
-// those at 2 * (t % 4): four sums per 8 columns. `sums` are those of the chunk's columns.
+// Writes the sums of a chunk's columns to shared memory. A product leaves thread t with rows t / 4
+// and t / 4 + 8 of its warp's 16, and with columns 2 * (t % 4) and the next of every 8: four sums
+// per 8 columns.
 template <typename Out>
 __device__ __forceinline__ void WriteChunk(uint32_t chunk, const float* sums) {
   const uint32_t lane = threadIdx.x % 32;
   const uint32_t warp_rows = threadIdx.x % 128 / 32 * 16;
   if constexpr (sizeof(Out) == 2) {
-    // Lane l names a line of matrix l / 8: rows below or above 8 first, then the next 8 columns.
+    // Lane l names a line of matrix l / 8: rows above and below 8 first, then the next 8 columns.
     const uint32_t line = warp_rows + lane / 8 % 2 * 8 + lane % 8;
 #pragma unroll
     for (int pair = 0; pair < 4; ++pair) {
@@ -88,7 +89,7 @@ __device__ __forceinline__ void WriteChunk(uint32_t chunk, const float* sums) {
   }
 }
 
-// The first `rows` lines of a chunk to the output, columns past its last left out.
+// Copies the first `rows` lines of a chunk to the output, without columns past its last.
 template <typename Out>
 __device__ __forceinline__ void CopyChunk(const OutShape& out, uint32_t chunk, int32_t row,
                                           int32_t rows, int32_t column) {
@@ -109,7 +110,7 @@ __device__ __forceinline__ void CopyChunk(const OutShape& out, uint32_t chunk, i
   }
 }
 
-// To the sums of the chunk that starts at `column`.
+// Adds the bias to the sums of the chunk that starts at `column`.
 template <int kSums>
 __device__ __forceinline__ void AddBias(const OutShape& out, int32_t expert, int32_t column,
                                         float (&sums)[kSums]) {
@@ -135,10 +136,9 @@ __device__ __forceinline__ void PutBox(const OutShape& out, const CUtensorMap* m
   }
 }
 
-// Stores this warpgroup's rows of a tile; the copies may still read `staging` when it returns.
-// kByExpert: the output is [experts, rows, columns], of two halves where it is a pair, and a map
-// knows where a plane ends; else it is one array. `turn` counts this warpgroup's chunks, of all
-// tiles.
+// Stores this warpgroup's rows of a tile. Copies may still read `staging` when this returns. With
+// kByExpert the output is [experts, rows, columns], or two halves for a pair, and its map ends each
+// plane; otherwise it is one array. `turn` counts this warpgroup's chunks of all tiles.
 template <bool kByExpert, typename Out, int kSums>
 __device__ __forceinline__ void StoreTile(const OutShape& out, const Halves& maps, const Tile& tile,
                                           int warpgroup, uint8_t* staging,
@@ -174,15 +174,15 @@ __device__ __forceinline__ void StoreTile(const OutShape& out, const Halves& map
             StoreBox(maps.first, at, chunk);
           }
         }
-        // An empty one too: waits count one group a chunk.
+        // Commit an empty group too, because waits count one group per chunk.
         CommitStores();
       }
     }
   }
 }
 
-// Stores this warpgroup's rows of a tile of [experts, rows, columns] at once; `staging` has room
-// for them, and its copies go on while the warpgroup multiplies.
+// Stores this warpgroup's rows of a tile of [experts, rows, columns] at once. `staging` has room
+// for all of them, and copies run on while the warpgroup multiplies.
 template <typename Out, int kSums>
 __device__ __forceinline__ void StoreWholeTile(const OutShape& out, const Halves& maps,
                                                const Tile& tile, int warpgroup, uint8_t* staging,

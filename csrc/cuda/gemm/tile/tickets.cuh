@@ -1,5 +1,5 @@
-// Which pair of tiles a cluster takes next where several launches share a product's: the number
-// that it draws from a counter in device memory. Its first block draws, and tells the second.
+// Which pair of tiles a cluster takes next if several launches share a product: the number that it
+// draws from a counter in device memory. The cluster's first block draws, and tells the second.
 #ifndef EP_RUNTIME_CUDA_GEMM_TILE_TICKETS_CUH_
 #define EP_RUNTIME_CUDA_GEMM_TILE_TICKETS_CUH_
 
@@ -14,12 +14,12 @@ namespace cuda {
 namespace gemm {
 
 struct Tickets {
-  uint32_t* words;    // [2]: as GemmTickets; null: clusters take turns
+  uint32_t* words;    // [2], like GemmTickets::words; null: clusters take turns
   uint32_t clusters;  // of all launches
 };
 
-// Words of a cluster's shared memory that both blocks access. A word says all there is to say, so
-// that nothing has to be ordered with it. Reads and writes are atomic operations, so that
+// Words of a cluster's shared memory that both blocks access. A word carries all its information,
+// so no other access needs to be ordered with it. Reads and writes are atomic operations, so that
 // compute-sanitizer can tell them from races.
 __device__ __forceinline__ uint64_t LoadWord(uint32_t word) {
   uint64_t value;
@@ -37,9 +37,10 @@ __device__ __forceinline__ void StoreWordAt(uint32_t word, uint32_t rank, uint64
       : "memory");
 }
 
-// The same in all lanes of a warp of each block; `turn` counts a block's tickets from 1. `word` is
-// this block's, 0 at first. That of the second block gets the ticket with its turn above it, that
-// of the first how many of them the second has read: it is told the next only then.
+// Returns the same ticket in all lanes of one warp in each block. `turn` counts a block's tickets
+// from 1. `word` is this block's word, 0 at first. The second block's word gets the ticket, with
+// its turn in the upper half. The first block's word gets the number of tickets that the second has
+// read; the first block writes the next ticket only after that.
 __device__ __forceinline__ uint32_t DrawTicket(const Tickets& tickets, uint32_t rank, uint32_t turn,
                                                const uint64_t* word) {
   uint32_t ticket = 0;
@@ -62,8 +63,8 @@ __device__ __forceinline__ uint32_t DrawTicket(const Tickets& tickets, uint32_t 
   return __shfl_sync(~0u, ticket, 0);
 }
 
-// Once by every cluster, one thread, after it found no ticket left: the last one leaves the words
-// as the next product wants them.
+// One thread of every cluster calls this once, after it found no ticket left. The last cluster
+// resets the words for the next product.
 __device__ __forceinline__ void EndTickets(const Tickets& tickets) {
   __threadfence();
   if (atomicAdd(tickets.words + 1, 1u) + 1 != tickets.clusters) return;

@@ -1,9 +1,10 @@
-// Which output tiles a cluster of two blocks computes, in which order.
+// Order in which clusters of two blocks compute output tiles.
 //
-// A cluster takes two tiles at a time: two under each other, which share their columns' operand, or
-// where only one row tile of a group is left, two beside each other, which share their rows'. Every
-// block walks the list by itself from the group sizes; nothing is written. Next gives a cluster its
-// turns among those of one launch; At the pair of any number, and numbers only grow.
+// A cluster takes two tiles at a time. They are one below the other and share their columns'
+// operand; or, if only one row tile of a group is left, they are side by side and share their rows'
+// operand. Every block walks the list alone, from the group sizes, and writes nothing. Next gives a
+// cluster its turn among the clusters of one launch. At gives the pair of any number; numbers must
+// grow.
 #ifndef EP_RUNTIME_CUDA_GEMM_TILE_TILE_SCHEDULE_CUH_
 #define EP_RUNTIME_CUDA_GEMM_TILE_TILE_SCHEDULE_CUH_
 
@@ -25,20 +26,20 @@ constexpr int kClusterBlocks = 2;
 
 struct Tile {
   int32_t expert;
-  int32_t group;    // whose rows these are; of no meaning where the output is the experts'
-  int32_t row;      // of the output
-  int32_t column;   // may lie past the last column: nothing is stored then
-  int32_t row_end;  // rows from here on belong to others
-  bool share_rows;  // the cluster's other block has the same rows; otherwise the same columns
+  int32_t group;    // whose rows the tile has; unused if output rows are features
+  int32_t row;      // first row in the output
+  int32_t column;   // may be past the last column: then nothing is stored
+  int32_t row_end;  // rows from here on are not the group's
+  bool share_rows;  // true: the cluster's two blocks have the same rows; false: the same columns
 };
 
 struct Cluster {
-  uint32_t rank;   // of this block in it
-  uint32_t index;  // of all clusters
+  uint32_t rank;   // of this block in the cluster
+  uint32_t index;  // among all clusters
   uint32_t count;
 };
 
-// The tiles of one matrix of `rows` rows, two by two.
+// The tiles of a matrix of `rows` rows, in pairs.
 struct TilePairs {
   int32_t row_tiles;
   int32_t column_tiles;
@@ -48,7 +49,7 @@ struct TilePairs {
   __device__ uint32_t Count() const {
     return row_tiles / 2 * column_tiles + (row_tiles & 1) * ((column_tiles + 1) / 2);
   }
-  // Tile coordinates of block `rank` in pair `index`; bands of row tiles go over all columns.
+  // Tile coordinates of block `rank` in pair `index`. Bands of row tiles go over all columns.
   __device__ void Locate(uint32_t index, uint32_t rank, int32_t band, int32_t* row_tile,
                          int32_t* column_tile, bool* share_rows) const {
     const uint32_t pairs = row_tiles / 2;
@@ -66,7 +67,7 @@ struct TilePairs {
   }
 };
 
-// Output rows are the groups' rows: all tiles cost the same, clusters take them in turn.
+// Output rows are the groups' rows. All tiles cost the same, so clusters take them in turn.
 class RowTileSchedule {
  public:
   __device__ RowTileSchedule(const Groups& groups, int32_t column_tiles, int32_t band,
@@ -121,9 +122,9 @@ class RowTileSchedule {
   uint32_t next_;
 };
 
-// Output rows are features, and a tile costs as much as its expert has rows. Experts come in order
-// of falling cost, and every other round of clusters runs backwards: sums of the clusters' costs
-// differ by little.
+// Output rows are features, and a tile costs as much as its expert has rows. Experts come by
+// falling cost, and every other round of clusters runs backwards, so that the clusters' total costs
+// differ little.
 class ExpertTileSchedule {
  public:
   __device__ ExpertTileSchedule(const uint16_t* order, int32_t num_experts, int32_t rows,
@@ -164,8 +165,8 @@ class ExpertTileSchedule {
   uint32_t round_ = 0;
 };
 
-// Writes experts to `order`, those with most rows first; `cost` has room for them. All threads of a
-// block; both are whole after the block's next barrier.
+// Writes experts to `order`, the ones with most rows first; `cost` has room for their rows. All
+// threads of a block call this. Both arrays are complete after the block's next barrier.
 __device__ inline void OrderExperts(const Groups& groups, uint32_t* cost, uint16_t* order) {
   for (int expert = threadIdx.x; expert < groups.num_experts; expert += blockDim.x) {
     uint32_t steps = 0;

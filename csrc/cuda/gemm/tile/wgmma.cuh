@@ -1,9 +1,9 @@
 // Matrix products of a warpgroup: operands in shared memory, sums in registers.
 //
-// Operand tiles lie in pieces of 64 lines of 128 bytes, as a tensor copy with a 128-byte swizzle
-// writes them: 64 x 64 16-bit elements, lines of the contracting dim where that is not the one
-// along memory, or 64 x 128 8-bit ones or 64 x 32 tf32 ones, whose contracting dim is always along
-// memory.
+// Operand tiles are in pieces of 64 lines of 128 bytes, as a tensor copy with a 128-byte swizzle
+// writes them. A piece has 64 x 64 16-bit elements, 64 x 128 8-bit ones or 64 x 32 tf32 ones. 8-bit
+// and tf32 pieces have the contracted dim along memory. In 16-bit pieces a line may also be one
+// contracted element.
 #ifndef EP_RUNTIME_CUDA_GEMM_TILE_WGMMA_CUH_
 #define EP_RUNTIME_CUDA_GEMM_TILE_WGMMA_CUH_
 
@@ -26,16 +26,17 @@ constexpr int kPieceSide = 64;
 constexpr int kPieceBytes = kPieceSide * 128;
 constexpr int kStepDepth = 16;  // contracted elements of one instruction
 
-// Names an operand tile that starts at `shared`, a multiple of 1024. Offsets are in 16 bytes.
+// Describes an operand tile that starts at `shared`, a multiple of 1024. Offsets count 16 bytes.
 template <Along kAlong>
 __device__ __forceinline__ uint64_t DescribeOperand(uint32_t shared) {
   constexpr uint64_t kSwizzle128 = 1ull << 62;
   constexpr uint64_t kEightLines = 1024 >> 4;
-  // From one piece to the next of the other dim. Lines of the contracted dim have no use for it.
+  // Offset from one piece to the next of the other dim. Unused if the contracted dim is along
+  // memory.
   constexpr uint64_t kNextPiece = kAlong == Along::kOther ? kPieceBytes >> 4 : 1;
   return kSwizzle128 | kEightLines << 32 | kNextPiece << 16 | (shared & 0x3FFFF) >> 4;
 }
-// What to add to go on by kStepDepth contracted elements.
+// Offset to the next kStepDepth contracted elements.
 template <Along kAlong>
 __device__ constexpr uint64_t StepOffset() {
   return (kAlong == Along::kOther ? kStepDepth * 128 : kStepDepth * 2) >> 4;
@@ -47,12 +48,13 @@ __device__ __forceinline__ void FenceOperands() {
 __device__ __forceinline__ void CommitProducts() {
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
-// At most kPending groups of products are still at work.
+// Waits until at most kPending groups of products are running.
 template <int kPending>
 __device__ __forceinline__ void WaitProducts() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
-// Keeps reads of the sums behind the wait before it: they depend on the product alone otherwise.
+// Keeps reads of the sums behind the wait before this, because the compiler sees only their
+// dependence on the product.
 template <int kCount>
 __device__ __forceinline__ void HoldSums(float (&sums)[kCount]) {
 #pragma unroll
@@ -91,8 +93,7 @@ __device__ __forceinline__ void HoldSums(float (&sums)[kCount]) {
       : EP_SUMS_128(sums)                                                                \
       : "l"(lhs), "l"(rhs), "r"(add), "n"(static_cast<int>(kLhs)), "n"(static_cast<int>(kRhs)))
 
-// sums [64, 256] (+)= lhs [64, 16] x rhs [16, 256]. Without `add` what was in the sums does not
-// count.
+// sums [64, 256] (+)= lhs [64, 16] x rhs [16, 256]. Without `add` the old sums do not count.
 template <typename T, Along kLhs, Along kRhs>
 __device__ __forceinline__ void Multiply(float (&sums)[128], uint64_t lhs, uint64_t rhs,
                                          uint32_t add) {
@@ -111,8 +112,9 @@ __device__ __forceinline__ void Multiply(float (&sums)[128], uint64_t lhs, uint6
       "}, %64, %65, add, 1, 1; }"                                               \
       : EP_SUMS_64(sums)                                                        \
       : "l"(lhs), "l"(rhs), "r"(add))
-// The same of 8-bit operands, 32 contracted elements: as many bytes. 128 columns: the tensor cores
-// keep fewer bits of these sums than f32 has, so that they go on in registers of their own.
+// Like Multiply with 8-bit operands: 32 contracted elements, which are as many bytes, and 128
+// columns. The tensor cores keep fewer bits of these sums than f32 has, so the sums go on in
+// separate registers.
 template <typename Lhs, typename Rhs>
 __device__ __forceinline__ void Multiply8(float (&sums)[64], uint64_t lhs, uint64_t rhs,
                                           uint32_t add) {
@@ -137,8 +139,8 @@ __device__ __forceinline__ void Multiply8(float (&sums)[64], uint64_t lhs, uint6
       : EP_SUMS_128(sums)                                                       \
       : "l"(lhs), "l"(rhs), "r"(add))
 
-// The same of tf32 operands, 8 contracted elements: as many bytes, and 256 columns. The last 13
-// bits of a value do not count.
+// Like Multiply with tf32 operands: 8 contracted elements, which are as many bytes, and 256
+// columns. The last 13 bits of a value do not count.
 __device__ __forceinline__ void Multiply32(float (&sums)[128], uint64_t lhs, uint64_t rhs,
                                            uint32_t add) {
   EP_PRODUCT32_N256;

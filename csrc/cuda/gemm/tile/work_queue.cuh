@@ -1,4 +1,4 @@
-// What the loading warp tells the multiplying ones, through shared memory.
+// Work that the loading warp queues for the multiplying warpgroups, in shared memory.
 #ifndef EP_RUNTIME_CUDA_GEMM_TILE_WORK_QUEUE_CUH_
 #define EP_RUNTIME_CUDA_GEMM_TILE_WORK_QUEUE_CUH_
 
@@ -21,21 +21,21 @@ struct Work {
   int32_t row;
   int32_t column;
   int32_t row_end;
-  int32_t expert;  // -1: there is no more
+  int32_t expert;  // -1: the queue has ended
   int32_t group;
-  int32_t size;   // of the range
-  int32_t last;   // of the tile
-  int32_t start;  // of the range
+  int32_t size;   // contracted elements of the range
+  int32_t last;   // 1: the last range of the tile
+  int32_t start;  // first contracted element of the range
 };
 static_assert(sizeof(Work) == 2 * sizeof(int4), "as it is read");
 
 struct WorkQueue {
   int4 work[kQueuedWork][2];
   uint64_t full[kQueuedWork];
-  uint64_t empty[kQueuedWork];  // every reading warp has it
+  uint64_t empty[kQueuedWork];  // every reading warp has taken it
 };
 
-// One thread, before the block's first barrier.
+// One thread calls this, before the block's first barrier.
 __device__ __forceinline__ void InitQueue(WorkQueue* queue, uint32_t reading_warps) {
   for (int i = 0; i < kQueuedWork; ++i) {
     InitBarrier(SharedAddress(&queue->full[i]), 1);
@@ -43,7 +43,7 @@ __device__ __forceinline__ void InitQueue(WorkQueue* queue, uint32_t reading_war
   }
 }
 
-// Tells the multiplying warpgroups of one range. The loading warp, all its lanes.
+// Queues one range. All lanes of the loading warp call this.
 __device__ __forceinline__ void PushWork(const Work& work, RingPlace<kQueuedWork>* place,
                                          WorkQueue* queue) {
   if (threadIdx.x % 32 == 0) {
@@ -56,13 +56,13 @@ __device__ __forceinline__ void PushWork(const Work& work, RingPlace<kQueuedWork
   place->Advance();
 }
 
-// The same in all lanes, and the compiler sees it.
+// Tells the compiler that the value is the same in all lanes.
 __device__ __forceinline__ int4 SameInWarp(int4 value) {
   return make_int4(__shfl_sync(0xFFFFFFFFu, value.x, 0), __shfl_sync(0xFFFFFFFFu, value.y, 0),
                    __shfl_sync(0xFFFFFFFFu, value.z, 0), __shfl_sync(0xFFFFFFFFu, value.w, 0));
 }
 
-// All threads of a warpgroup.
+// All threads of a warpgroup call this.
 __device__ __forceinline__ Work TakeWork(RingPlace<kQueuedWork>* place, WorkQueue* queue) {
   WaitBarrier(SharedAddress(&queue->full[place->stage]), place->parity);
   const int4 tile = SameInWarp(queue->work[place->stage][0]);
