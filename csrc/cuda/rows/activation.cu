@@ -1,3 +1,4 @@
+// Activations of rows, and their gradients.
 #include "cuda/movement/call/row_math.cuh"
 #include "cuda/rows/activation.h"
 #include "cuda/rows/activation_values.cuh"
@@ -11,13 +12,13 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kBlocksPerProcessor = 32;
-constexpr int kUnroll = 2;  // vectors of a lane on their way at once, of each operand
+constexpr int kUnroll = 2;  // vectors of each operand that a lane loads at once
 
 struct ActivationArguments {
   ActivationFunction function;
   RowGroups groups;
-  int32_t vectors;  // of M
-  int32_t lanes;    // that share a row: a power of two up to 32
+  int32_t vectors;  // vectors of M
+  int32_t lanes;    // lanes that share a row: a power of two up to 32
   const uint4* hidden;
   const float* weights;
   const uint4* grad;
@@ -26,13 +27,13 @@ struct ActivationArguments {
   const int32_t* wanted;
 };
 
-// Where a row's vectors lie.
+// Where a row's vectors begin.
 template <bool kGated>
 struct RowAt {
   __device__ RowAt(const ActivationArguments& a, int64_t row)
       : hidden(row * a.vectors * (kGated ? 2 : 1)), inner(row * a.vectors) {}
-  int64_t hidden;  // first vector of the row of hidden; the up half begins a.vectors later
-  int64_t inner;   // of a row [M]
+  int64_t hidden;  // of the row of hidden; the up half begins a.vectors later
+  int64_t inner;   // of the row [M]
 };
 
 template <RowType kType, bool kGated>
@@ -57,7 +58,7 @@ __device__ __forceinline__ void ForwardRow(const ActivationArguments& a, int64_t
   }
 }
 
-// Returns the lane's part of the gradient of the row's weight.
+// Returns the lane's share of the gradient of the row's weight.
 template <RowType kType, bool kGated>
 __device__ __forceinline__ float BackwardRow(const ActivationArguments& a, int64_t row, int lane) {
   const RowAt<kGated> at(a, row);
@@ -69,7 +70,7 @@ __device__ __forceinline__ float BackwardRow(const ActivationArguments& a, int64
     for (int u = 0; u < kUnroll; ++u) {
       const int v = base + u * a.lanes;
       if (v >= a.vectors) break;
-      // The memory may be that of `out`: not through the read-only cache.
+      // Not through the read-only cache, because `out` may be the same memory.
       gate[u] = LoadShared(a.hidden + at.hidden + v);
       if (kGated) up[u] = LoadShared(a.hidden + at.hidden + a.vectors + v);
       grad[u] = LoadStream(a.grad + at.inner + v);
@@ -86,7 +87,8 @@ __device__ __forceinline__ float BackwardRow(const ActivationArguments& a, int64
   return sum;
 }
 
-// Gradient of the weight of a row whose lanes have summed parts of it. Called by whole warps.
+// Stores the gradient of the weight of a row, of which each lane has a partial sum. Call this with
+// whole warps.
 __device__ __forceinline__ void StoreSum(const ActivationArguments& a, int64_t row, bool there,
                                          int lane, float sum) {
   for (int step = a.lanes / 2; step > 0; step /= 2) {
@@ -95,7 +97,7 @@ __device__ __forceinline__ void StoreSum(const ActivationArguments& a, int64_t r
   if (there && lane == 0) a.d_weights[row] = sum;
 }
 
-// blockIdx.y: the slab. Rows are dealt to groups of `lanes` lanes; sums have one order.
+// blockIdx.y is the slab. Rows are dealt to groups of `lanes` lanes. Sums have one order.
 template <RowType kType, bool kGated, bool kBackward>
 __global__ void __launch_bounds__(kThreads)
     ActivationKernel(const __grid_constant__ ActivationArguments a) {
@@ -105,7 +107,7 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t first = static_cast<int64_t>(slab) * a.groups.slab_rows;
   const int lane = threadIdx.x % a.lanes;
   const int rows_per_block = kThreads / a.lanes;
-  // Whole warps go round together: lanes of other rows take part in the sums.
+  // Whole warps take each turn together, because lanes of other rows take part in the sums.
   const int in_warp = threadIdx.x % 32 / a.lanes;
   const int64_t start =
       static_cast<int64_t>(blockIdx.x) * rows_per_block + threadIdx.x / a.lanes - in_warp;

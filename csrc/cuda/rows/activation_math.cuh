@@ -1,4 +1,4 @@
-// Activation functions and their derivatives, as `ops/activation/plain.py` names them.
+// Activation functions and their derivatives, by the names of `ops/activation/plain.py`.
 #ifndef EP_RUNTIME_CUDA_ROWS_ACTIVATION_MATH_CUH_
 #define EP_RUNTIME_CUDA_ROWS_ACTIVATION_MATH_CUH_
 
@@ -17,7 +17,7 @@ struct Derived {
 };
 
 __device__ __forceinline__ float Logistic(float x) {
-  return __fdividef(1.0f, 1.0f + expf(-x));  // of infinity: 0
+  return __fdividef(1.0f, 1.0f + expf(-x));  // 0 for infinity
 }
 
 struct Silu {
@@ -69,7 +69,7 @@ struct Linear {
   __device__ static Derived At(float x) { return {x, 1.0f}; }
 };
 
-// `visit(Function{})`: one branch for many values.
+// Calls `visit(Function{})`, so that many values share one branch.
 template <typename Visit>
 __device__ __forceinline__ void WithFunction(ActivationFunction function, Visit&& visit) {
   switch (function) {

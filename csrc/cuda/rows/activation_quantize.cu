@@ -1,3 +1,4 @@
+// Activations of rows, and their gradients, as 8-bit floats.
 #include <type_traits>
 
 #include "cuda/rows/activation_quantize.h"
@@ -14,18 +15,18 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / 32;
 constexpr int kBlocksPerProcessor = 32;
-constexpr int kAmaxBlocksPerProcessor = 8;  // rows of a warp follow each other
+constexpr int kAmaxBlocksPerProcessor = 8;  // few, because a warp takes consecutive rows
 constexpr int kTileLanes = kTile / 8;       // a lane has one piece of 8 values
 
 enum class Way { kAmax, kScale, kTiles };
 
 using Params = QuantizedActivationParams;
 
-// What a lane reads, and what becomes of it.
+// The operands that a lane reads, and the values it computes from them.
 template <RowType kType, bool kGated, bool kBackward>
 struct Source {
-  static constexpr int kOut = kGated && kBackward ? 2 : 1;  // of gate and up, or of their product
-  // Vectors of a lane on their way at once, of each operand.
+  static constexpr int kOut = kGated && kBackward ? 2 : 1;  // gate and up, or their product
+  // Vectors of each operand that a lane loads at once.
   static constexpr int kUnroll = kGated || kBackward ? 2 : 4;
   uint4 gate, up, grad;
 
@@ -58,16 +59,17 @@ struct Source {
   }
 };
 
-// Pieces of a lane's turn, output o of vector u at u * kOut + o, and where in a row they are.
+// Pieces of one turn of a lane, with output o of vector u at u * kOut + o, and their place in a
+// row.
 template <RowType kType, int kUnroll, int kOut>
 struct TurnPieces {
   static constexpr int kPieces = kUnroll * kOut;
-  int64_t row;  // of all slabs
+  int64_t row;  // among all slabs
   int first;    // vector of the warp's first lane
   Piece<kType> out[kPieces];
 };
 
-// The largest magnitudes of pieces 2w and 2w + 1, or of the only one.
+// Largest magnitudes of pieces 2w and 2w + 1, or of a single piece.
 template <bool kFinite, typename T>
 __device__ __forceinline__ uint32_t Largest(const T& turn, int w) {
   const auto of = [&](int i) {
@@ -76,8 +78,8 @@ __device__ __forceinline__ uint32_t Largest(const T& turn, int w) {
   return T::kPieces == 1 ? of(0) : of(2 * w) | of((2 * w + 1) % T::kPieces) << 16;
 }
 
-// The magnitude of the tile of piece lane % kPieces, over the lanes of a tile; called by whole
-// warps.
+// Largest magnitude of the tile of piece lane % kPieces, over the lanes of that tile. Call this
+// with whole warps.
 template <RowType kType, typename T>
 __device__ __forceinline__ uint32_t TileLargest(const T& turn) {
   constexpr int kWords = (T::kPieces + 1) / 2;
@@ -102,13 +104,13 @@ __device__ __forceinline__ uint32_t TileLargest(const T& turn) {
   return over(std::true_type{});
 }
 
-// Stores a turn as 8-bit floats; called by whole warps.
+// Stores a turn as 8-bit floats. Call this with whole warps.
 template <RowType kType, Fp8Format kFormat, bool kTiled, int kOut, typename T>
 __device__ __forceinline__ void Store(const Params& p, float inverse, const T& turn) {
   const int lane = threadIdx.x % 32, vectors = p.width / 8;
   float inverses = 0.0f;
   if (kTiled) {
-    // A division and an inverse for every tile, not for every lane of it.
+    // One division and one inverse for every tile, instead of one in every lane.
     const float amax = Magnitude<kType>::ToFloat(TileLargest<kType>(turn));
     const float scale = Fp8<kFormat>::ScaleOf(amax, p.power_of_two);
     inverses = __frcp_rn(scale);
@@ -129,8 +131,8 @@ __device__ __forceinline__ void Store(const Params& p, float inverse, const T& t
   }
 }
 
-// Goes over a row, vectors dealt to the lanes of a warp as `ActivationKernel` does: sums have that
-// order. `take(turn)` is called by whole warps, with zeros behind the end of the row.
+// Visits a row with vectors dealt to the lanes of a warp as in `ActivationKernel`, so that sums
+// have the same order. Whole warps call `take(turn)`, with zeros behind the end of the row.
 template <RowType kType, bool kGated, bool kBackward, typename Take>
 __device__ __forceinline__ float OverRow(const Params& p, int64_t row, Take take) {
   using S = Source<kType, kGated, kBackward>;
@@ -160,7 +162,7 @@ __device__ __forceinline__ float OverRow(const Params& p, int64_t row, Take take
   return sum;
 }
 
-// Of rows first to last - 1 of a slab; called by whole warps.
+// Amax of rows first to last - 1 of a slab. Call this with whole warps.
 template <RowType kType, bool kGated, bool kBackward>
 __device__ __forceinline__ float RowsAmax(const Params& p, int64_t first, int64_t last) {
   uint32_t largest = 0;
@@ -186,7 +188,7 @@ __global__ void ClearAmax(float* values, int count, const int32_t* wanted) {
   for (int i = threadIdx.x; i < count; i += blockDim.x) values[i] = 0.0f;
 }
 
-// blockIdx.y: the slab. A warp has rows that follow each other, and so few groups.
+// blockIdx.y is the slab. A warp has consecutive rows, which belong to few groups.
 template <RowType kType, bool kGated, bool kBackward>
 __global__ void __launch_bounds__(kThreads) AmaxOfActivation(const __grid_constant__ Params p) {
   __shared__ int32_t ends[kMaxGroupsPerSlab];
@@ -205,12 +207,12 @@ __global__ void __launch_bounds__(kThreads) AmaxOfActivation(const __grid_consta
     row = last;
     if (threadIdx.x % 32 != 0) continue;
     const int64_t number = static_cast<int64_t>(slab) * groups + group;
-    // Bits of what is not negative are ordered as it is.
+    // Bits of non-negative floats have the order of their values.
     atomicMax(reinterpret_cast<unsigned*>(p.amax + number % p.num_experts), __float_as_uint(amax));
   }
 }
 
-// blockIdx.y: the slab. Rows are dealt to warps.
+// blockIdx.y is the slab. Rows are dealt to warps.
 template <RowType kType, bool kGated, bool kBackward, Fp8Format kFormat, bool kTiled>
 __global__ void __launch_bounds__(kThreads) QuantizeActivation(const __grid_constant__ Params p) {
   using S = Source<kType, kGated, kBackward>;

@@ -1,5 +1,5 @@
-// What stands between the experts' two products, as 8-bit floats: values of rows, or gradients of
-// hidden, that are rounded to the rows' type and then quantized, in no memory between.
+// The activation between the experts' two products, or its gradient, as 8-bit floats: rounded to
+// the rows' type and then quantized, without a pass through memory in between.
 //
 // The bits are those of `activation.h` followed by `quantize.h`.
 #ifndef EP_RUNTIME_CUDA_ROWS_ACTIVATION_QUANTIZE_H_
@@ -15,8 +15,8 @@
 namespace ep_runtime {
 namespace cuda {
 
-// Letters: S slabs of C rows, L groups of a slab, M values of an activated row, W of a row of what
-// is quantized: M, or 2 * M of gradients of gated rows.
+// Letters: S slabs of C rows, L groups of a slab, M values of an activated row, W of a quantized
+// row: M, or 2 * M for gradients of gated rows.
 struct QuantizedActivationParams {
   ActivationFunction function;
   RowType type;  // kBF16 or kF16
@@ -24,26 +24,26 @@ struct QuantizedActivationParams {
   rows::RowGroups groups;
   int32_t width;         // M, a multiple of kQuantizedMultiple
   const void* hidden;    // [S * C, M], gated [S * C, 2 * M] (gate, then up), device
-  const float* weights;  // [S * C], device, times the values; null: none
+  const float* weights;  // [S * C], device, factors of the values; null: none
   const void* grad;      // [S * C, M], device: quantizes gradients of hidden; null: values
 
-  // Alone, where not null: the largest finite magnitudes of what would be quantized.
+  // If not null, only computes this: the largest finite magnitudes of the values to quantize.
   float* amax;          // [num_experts], device
   int32_t num_experts;  // group l of slab s is of expert (s * L + l) % num_experts
 
   Fp8Format format;
-  const float* group_scale;  // [S * L], device; null: tiles make their own
-  bool power_of_two;         // scales of tiles
+  const float* group_scale;  // [S * L], device; null: each tile has its own scale
+  bool power_of_two;         // round scales of tiles to powers of two
   uint8_t* data;             // [S * C, W], device
-  // [S * C, ceil(M / kTile) * (W / M)], device: tiles end with the M of gate and up; null with
+  // [S * C, ceil(M / kTile) * (W / M)], device. Tiles end with the M of gate and of up. Null with
   // group_scale.
   float* tile_scale;
-  float* d_weights;  // [S * C], gradients with weights: of slack rows zeros; else null
-  const int32_t* wanted = nullptr;  // [1], device: 0 where the launch has nothing to do; or null
+  float* d_weights;  // [S * C], gradients with weights, zeros for slack rows; else null
+  const int32_t* wanted = nullptr;  // [1], device: 0 if the launch has nothing to do; or null
 };
 
-// Slack rows are not read, and those of `data` and `tile_scale` stay as they are. One launch, two
-// for an amax. cudaErrorInvalidValue: a limit above does not hold.
+// Slack rows are not read, and slack rows of `data` and `tile_scale` do not change. Makes one
+// launch, two for an amax. cudaErrorInvalidValue: a limit above does not hold.
 cudaError_t LaunchQuantizedActivation(cudaStream_t stream, const QuantizedActivationParams& params);
 
 }  // namespace cuda

@@ -1,4 +1,4 @@
-// Eight values of a row at a time: their magnitude, and themselves as 8-bit floats.
+// Eight values of a row: their magnitudes, and their conversion to 8-bit floats.
 #ifndef EP_RUNTIME_CUDA_ROWS_FP8_CUH_
 #define EP_RUNTIME_CUDA_ROWS_FP8_CUH_
 
@@ -13,8 +13,8 @@ namespace ep_runtime {
 namespace cuda {
 namespace rows {
 
-// Magnitudes are bits without their sign, which are ordered as the values are. 16-bit types hold
-// two in a word.
+// A magnitude is a value's bits without the sign, which have the order of the values. 16-bit types
+// have two magnitudes in a word.
 template <RowType kType>
 struct Magnitude {
   static constexpr bool kPacked = kType != RowType::kF32;
@@ -23,7 +23,7 @@ struct Magnitude {
                                                                   : 0x7C00u;
 
   __device__ static uint32_t Of(uint32_t word) { return word & (kPacked ? 0x7FFF7FFFu : ~0u >> 1); }
-  // The same, 0 where it is not finite.
+  // Magnitudes of a word, 0 for values that are not finite.
   __device__ static uint32_t OfFinite(uint32_t word) {
     const uint32_t size = Of(word);
     if (!kPacked) return size < kInfinity ? size : 0u;
@@ -35,7 +35,7 @@ struct Magnitude {
   __device__ static uint32_t Single(uint32_t word) {
     return kPacked ? max(word >> 16, word & 0xFFFFu) : word;
   }
-  // Of a single one.
+  // The float of a single magnitude.
   __device__ static float ToFloat(uint32_t size) {
     if (kType == RowType::kF16) return __half2float(__ushort_as_half(size));
     const float value = __uint_as_float(kPacked ? size << 16 : size);
@@ -54,13 +54,13 @@ struct Piece {
 #pragma unroll
     for (int i = 0; i < kWords; ++i) words[i] = 0;
   }
-  // The piece at value `index`, a multiple of kValues.
+  // Loads the piece at value `index`, a multiple of kValues.
   __device__ void Load(const void* values, int64_t index) {
     const auto* from =
         static_cast<const uint4*>(values) + static_cast<uint64_t>(index) / kValues * (kWords / 4);
 #pragma unroll
     for (int i = 0; i < kWords / 4; ++i) {
-      // Two halves of a sector come one after the other: that one stays in L1.
+      // The two halves of a sector are loaded in turn, so keep the sector in L1.
       const uint4 v = kWords == 4 ? LoadStream(from) : __ldg(from + i);
       words[4 * i] = v.x;
       words[4 * i + 1] = v.y;
@@ -91,7 +91,7 @@ struct Piece {
   }
 };
 
-// `inverse(i)` is 1 / scale of value i.
+// Converts the values; `inverse(i)` is 1 / scale of value i.
 template <RowType kType, Fp8Format kFormat, typename Inverse>
 __device__ __forceinline__ uint2 Convert(const Piece<kType>& piece, Inverse inverse) {
   using F = Fp8<kFormat>;
@@ -120,7 +120,7 @@ __device__ __forceinline__ void StorePiece(uint8_t* data, int64_t index, const u
   *reinterpret_cast<uint2*>(data + index) = bytes;
 }
 
-// `launch(type, format)` with both as types of C++.
+// Calls `launch(type, format)` with both as C++ types.
 template <typename Launch>
 cudaError_t LaunchForFp8(RowType type, Fp8Format format, const Launch& launch) {
   return LaunchForFloat(type, [&](auto constant) {
@@ -132,13 +132,13 @@ cudaError_t LaunchForFp8(RowType type, Fp8Format format, const Launch& launch) {
   });
 }
 
-// All blocks with one blockIdx.y: bytes `from` to `end` - 1, both multiples of 8, are four times
-// the low byte of `byte`.
+// All blocks with one blockIdx.y fill bytes `from` to `end` - 1, both multiples of 8, with the low
+// byte of `byte`.
 __device__ __forceinline__ void Fill(uint8_t* data, int64_t from, int64_t end, uint32_t byte) {
   const uint32_t word = byte * 0x01010101u;
   const int64_t thread = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
   const int64_t step = static_cast<int64_t>(gridDim.x) * blockDim.x;
-  // Vectors want 16 bytes; an odd half is left at either end.
+  // Vectors must be 16-byte aligned, so an odd half is left at either end.
   const int64_t first = (from + 15) / 16, last = end / 16;
   auto* vectors = reinterpret_cast<uint4*>(data);
   for (int64_t i = first + thread; i < last; i += step) {

@@ -1,3 +1,4 @@
+// Sums of the rows of every expert.
 #include "cuda/movement/call/row_math.cuh"
 #include "cuda/rows/group_sums.h"
 #include "cuda/rows/row_groups.cuh"
@@ -9,18 +10,18 @@ namespace rows {
 namespace {
 
 constexpr int kThreads = 512;
-// Lanes side by side on a row: the fewer, the more blocks share the rows of one group, as those of
-// a large one must, and the less of a row comes at once.
+// Lanes side by side on a row. With fewer lanes more blocks share the rows of one group, which
+// large groups need, but each load gets less of a row.
 constexpr int kRowLanes = 16;
-constexpr int kStrips = kThreads / kRowLanes;  // every kStrips-th row is of one of them
-constexpr int kUnroll = 4;                     // rows of a strip on their way at once
+constexpr int kStrips = kThreads / kRowLanes;  // every kStrips-th row belongs to a strip
+constexpr int kUnroll = 4;                     // rows that a strip loads at once
 
 struct GroupRows {
-  int64_t first;  // of all slabs
+  int64_t first;  // among all slabs
   int32_t count;
 };
 
-// Called by whole warps.
+// Call this with whole warps.
 __device__ inline GroupRows FindGroup(const RowGroups& groups, int group) {
   const int slab = group / groups.groups_per_slab;
   int32_t before = 0;
@@ -60,7 +61,7 @@ __device__ __forceinline__ void AddRows(const GroupSumsParams& p, const GroupRow
   }
 }
 
-// blockIdx: kRowLanes vectors side by side, expert. Strips share the rows and add up in their
+// blockIdx is (kRowLanes vectors side by side, expert). Strips share the rows, and are added up in
 // order.
 template <RowType kType>
 __global__ void __launch_bounds__(kThreads)

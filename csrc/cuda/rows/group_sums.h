@@ -1,4 +1,4 @@
-// Sums of the rows of every expert: the gradient of a bias.
+// Sums of the rows of every expert, which are the gradient of a bias.
 #ifndef EP_RUNTIME_CUDA_ROWS_GROUP_SUMS_H_
 #define EP_RUNTIME_CUDA_ROWS_GROUP_SUMS_H_
 
@@ -18,13 +18,13 @@ struct GroupSumsParams {
   int32_t width;                    // W; 16 bytes divide a row of it
   int32_t num_experts;              // G: group l of slab s is of expert (s * L + l) % G
   const void* values;               // [S * C, W] type, device
-  const float* weights = nullptr;   // [S * C], device, times the rows; null: none
-  float* sums;                      // [G, W], device: in an order of their own, always the same
-  bool adds = false;                // to what `sums` holds
-  const int32_t* wanted = nullptr;  // [1], device: 0 where the launch has nothing to do; or null
+  const float* weights = nullptr;   // [S * C], device, factors of the rows; null: none
+  float* sums;                      // [G, W], device: summed in a fixed order
+  bool adds = false;                // add to the values in `sums`
+  const int32_t* wanted = nullptr;  // [1], device: 0 if the launch has nothing to do; or null
 };
 
-// One launch. Slack rows are not read; experts without rows get zeros.
+// Makes one launch. Slack rows are not read; experts without rows get zeros.
 cudaError_t LaunchGroupSums(cudaStream_t stream, const GroupSumsParams& params);
 
 }  // namespace cuda

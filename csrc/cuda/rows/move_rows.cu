@@ -1,3 +1,4 @@
+// Gathers, spreads and sums rows of a permutation.
 #include "cuda/movement/call/row_math.cuh"
 #include "cuda/rows/move_rows.h"
 #include "cuda/rows/row_groups.cuh"
@@ -7,10 +8,10 @@ namespace cuda {
 namespace rows {
 namespace {
 
-constexpr int kMaxThreads = 128;  // that share a row
-constexpr int kUnroll = 4;        // vectors of a thread on their way at once
+constexpr int kMaxThreads = 128;  // threads that share a row
+constexpr int kUnroll = 4;        // vectors that a thread loads at once
 
-// blockIdx.x: the row. Rows of any type, as they are.
+// blockIdx.x is the row. Copies rows of any type bit by bit.
 __global__ void __launch_bounds__(kMaxThreads)
     CopyKernel(const __grid_constant__ GatherRowsParams p) {
   const int64_t vectors = p.row_bytes / kVectorBytes;
@@ -34,7 +35,7 @@ __global__ void __launch_bounds__(kMaxThreads)
   }
 }
 
-// What the row of slot `at` is multiplied by.
+// Factor of the row of slot `at`.
 template <typename Params>
 __device__ __forceinline__ float SlotWeight(const Params& p, int32_t rows, bool there, int64_t at,
                                             int32_t row) {
@@ -43,8 +44,8 @@ __device__ __forceinline__ float SlotWeight(const Params& p, int32_t rows, bool 
   return row >= 0 && row < rows ? __ldg(p.weights + row) : 1.0f;
 }
 
-// Stores a lane's vectors of a token, `step` apart from `v` on, for up to 32 slots, one in each
-// lane. Called by whole warps.
+// Stores a lane's vectors of a token, from `v` on and `step` apart, for up to 32 slots, one in each
+// lane. Call this with whole warps.
 template <RowType kType>
 __device__ __forceinline__ void StoreSlots(const SpreadRowsParams& p, const uint4* part, int64_t v,
                                            int32_t row, float weight) {
@@ -73,7 +74,7 @@ __device__ __forceinline__ void StoreSlots(const SpreadRowsParams& p, const uint
   }
 }
 
-// Zeros for those of kMaxThreads rows from `first` on that no slot has; whole blocks.
+// Zeros rows that no slot has, among kMaxThreads rows from `first` on. Call this with whole blocks.
 __device__ __forceinline__ void ClearUnused(const SpreadRowsParams& p, int64_t first) {
   const int64_t vectors = p.row_bytes / kVectorBytes;
   const int64_t end = min(first + kMaxThreads, static_cast<int64_t>(p.rows));
@@ -87,7 +88,7 @@ __device__ __forceinline__ void ClearUnused(const SpreadRowsParams& p, int64_t f
   }
 }
 
-// blockIdx.x: the token, or behind them kMaxThreads rows to look for unused ones in.
+// blockIdx.x is the token. Blocks behind the tokens look for unused rows, kMaxThreads each.
 template <RowType kType>
 __global__ void __launch_bounds__(kMaxThreads)
     SpreadKernel(const __grid_constant__ SpreadRowsParams p) {
@@ -116,7 +117,7 @@ __global__ void __launch_bounds__(kMaxThreads)
   }
 }
 
-// Called by whole blocks: the sum of all threads in one order, in thread 0.
+// Sums all threads' values in a fixed order; thread 0 gets the sum. Call this with whole blocks.
 __device__ __forceinline__ float BlockSum(float sum) {
   __shared__ float of_warps[kMaxThreads / 32];
 #pragma unroll
@@ -128,8 +129,8 @@ __device__ __forceinline__ float BlockSum(float sum) {
   return sum;
 }
 
-// Called by whole blocks: a row of a token times its weight, and the product with another row.
-// Without a token it is zeros.
+// Writes a token's row times its weight, and the row's product with another row. Writes zeros
+// without a token. Call this with whole blocks.
 template <RowType kType, typename Params>
 __device__ __forceinline__ void WeighRow(const Params& p, int64_t row, int32_t source,
                                          int64_t weight_at) {
@@ -156,7 +157,7 @@ __device__ __forceinline__ void WeighRow(const Params& p, int64_t row, int32_t s
       if (p.others != nullptr) product += x[i] * y[i];
       x[i] = __fmul_rn(x[i], weight);
     }
-    // Without weights rows pass bit by bit, NaNs too.
+    // Without weights rows are copied bit by bit, NaNs too.
     StoreVector(to + v, p.weights != nullptr ? E::Pack(x) : part);
   }
   if (p.products == nullptr) return;
@@ -164,7 +165,7 @@ __device__ __forceinline__ void WeighRow(const Params& p, int64_t row, int32_t s
   if (threadIdx.x == 0) p.products[row] = product;
 }
 
-// blockIdx.x: the row.
+// blockIdx.x is the row.
 template <RowType kType>
 __global__ void __launch_bounds__(kMaxThreads)
     WeighKernel(const __grid_constant__ GatherRowsParams p) {
@@ -172,8 +173,8 @@ __global__ void __launch_bounds__(kMaxThreads)
   WeighRow<kType>(p, blockIdx.x, source, source);
 }
 
-// blockIdx.x: the slot, those of a token side by side, who find its row in L2; or behind them
-// kMaxThreads rows to look for unused ones in.
+// blockIdx.x is the slot. Slots of a token follow each other, so that they find the token's row in
+// L2. Blocks behind the slots look for unused rows, kMaxThreads each.
 template <RowType kType>
 __global__ void __launch_bounds__(kMaxThreads)
     CompareKernel(const __grid_constant__ SpreadRowsParams p) {
@@ -188,7 +189,7 @@ __global__ void __launch_bounds__(kMaxThreads)
   WeighRow<kType>(p, row, static_cast<int32_t>(blockIdx.x), weight_at);
 }
 
-// Adds the rows of up to 32 slots, one in each lane, to `total`. Called by whole warps.
+// Adds the rows of up to 32 slots, one in each lane, to `total`. Call this with whole warps.
 template <RowType kType>
 __device__ __forceinline__ void AddSlots(const SumRowsParams& p, int32_t row, float weight,
                                          int64_t v, float* total) {
@@ -224,7 +225,7 @@ __device__ __forceinline__ void AddSlots(const SumRowsParams& p, int32_t row, fl
   }
 }
 
-// blockIdx.x: the token. Lanes hold slots, and vectors of the sum.
+// blockIdx.x is the token. Lanes hold slots, and vectors of the sum.
 template <RowType kType>
 __global__ void __launch_bounds__(kMaxThreads) SumKernel(const __grid_constant__ SumRowsParams p) {
   using E = Element<kType>;
@@ -298,7 +299,7 @@ cudaError_t LaunchSpreadRows(cudaStream_t stream, const SpreadRowsParams& p) {
   }
   const int threads = rows::ThreadsFor(p.row_bytes / rows::kVectorBytes, rows::kMaxThreads);
   const auto grid = static_cast<unsigned>(blocks);
-  // Without weights rows pass bit by bit, NaNs too.
+  // Without weights rows are copied bit by bit, NaNs too.
   switch (p.weights == nullptr && !compared ? RowType::kBytes : p.type) {
     case RowType::kBytes:
       if (compared) return cudaErrorInvalidValue;

@@ -1,5 +1,5 @@
-// Rows of a permutation: copied out of tokens, and summed back. Places come from the plan of
-// `ops/permutation/plan.py`.
+// Moves rows of a permutation: copies tokens to rows, and sums rows into tokens. Places come from
+// the plan of `ops/permutation/plan.py`.
 #ifndef EP_RUNTIME_CUDA_ROWS_MOVE_ROWS_H_
 #define EP_RUNTIME_CUDA_ROWS_MOVE_ROWS_H_
 
@@ -13,40 +13,41 @@ namespace ep_runtime {
 namespace cuda {
 
 struct GatherRowsParams {
-  RowType type;           // kBytes: rows that only move
+  RowType type;           // kBytes: rows are only copied
   int32_t rows;           // of `out`
   int32_t tokens;         // of `values`
   int32_t slots;          // of a token
   int64_t row_bytes;      // a multiple of 16
   const int32_t* source;  // [rows], device: token * slots + slot; negative: none, a row of zeros
   const void* values;     // [tokens, row_bytes], device
-  const float* weights;   // [tokens * slots], device, times the slot's row; null: none
+  const float* weights;   // [tokens * slots], device, factors of slots' rows; null: none
   const void* others;     // [rows, row_bytes], device; null: none
   void* out;              // [rows, row_bytes], device
-  float* products;        // [rows], device: of each row of `others` with its token; 0 without one
+  float* products;  // [rows], device: product of each row of `others` and its token; 0 without one
 };
-// One launch. `weights`, `others` and `products` want a float type.
+// Makes one launch. `weights`, `others` and `products` need a float type.
 cudaError_t LaunchGatherRows(cudaStream_t stream, const GatherRowsParams& params);
 
-// The same rows, read once a token and stored for every slot: `source` and `slot_row` are inverse
-// to each other.
+// Gathers the same rows, but reads a token once and stores its row for every slot. `source` and
+// `slot_row` must be inverse to each other.
 struct SpreadRowsParams {
-  RowType type;       // kBytes: rows that only move
+  RowType type;       // kBytes: rows are only copied
   int32_t rows;       // of `out`
   int32_t tokens;     // of `values`
   int32_t slots;      // of a token
   int64_t row_bytes;  // a multiple of 16
-  // [rows], device: negative: no slot has it, a row of zeros; null: such rows stay as they are
+  // [rows], device; negative: no slot has the row, which becomes zeros. Null: such rows do not
+  // change
   const int32_t* source;
   const int32_t* slot_row;   // [tokens, slots], device: negative: the slot has no row
   const void* values;        // [tokens, row_bytes], device
-  const float* weights;      // [tokens, slots], device, times the slot's row; null: none
+  const float* weights;      // [tokens, slots], device, factors of slots' rows; null: none
   const void* others;        // [rows, row_bytes], device; null: none
   void* out;                 // [rows, row_bytes], device
-  float* products;           // [rows], device: as of GatherRowsParams
+  float* products;           // [rows], device: like GatherRowsParams
   bool row_weights = false;  // `weights` is [rows]
 };
-// One launch. `weights`, `others` and `products` want a float type.
+// Makes one launch. `weights`, `others` and `products` need a float type.
 cudaError_t LaunchSpreadRows(cudaStream_t stream, const SpreadRowsParams& params);
 
 struct SumRowsParams {
@@ -57,11 +58,11 @@ struct SumRowsParams {
   int64_t row_bytes;         // a multiple of 16
   const int32_t* slot_row;   // [tokens, S], device: negative: the slot has no row
   const void* rows;          // [num_rows, row_bytes], device
-  const float* weights;      // [tokens, S], device, times the slot's row; null: none
+  const float* weights;      // [tokens, S], device, factors of slots' rows; null: none
   void* out;                 // [tokens, row_bytes], device: sums in slot order
   bool row_weights = false;  // `weights` is [num_rows]
 };
-// One launch.
+// Makes one launch.
 cudaError_t LaunchSumRows(cudaStream_t stream, const SumRowsParams& params);
 
 }  // namespace cuda

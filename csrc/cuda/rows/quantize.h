@@ -1,11 +1,11 @@
-// Quantization to 8-bit floats, as `ops/quantize/plain.py` defines it bit by bit.
+// Quantization to 8-bit floats, bit by bit as in `ops/quantize/plain.py`.
 //
 // Letters: S slabs of C rows, W values of a row, G experts. amax is the largest finite magnitude;
-// below 2^-126 it counts as 0, and so does every value. Data are value * (1 / scale), to nearest
-// even, saturating; what is not finite stays so with its sign.
+// values below 2^-126 count as 0. Data are value * (1 / scale), rounded to nearest even,
+// saturating. Values that are not finite stay so, with their sign.
 //
-// Slack rows are not read. With clear_slack they come out as zeros with scales of 1, else as
-// anything.
+// Slack rows are not read. With clear_slack they become zeros with scales of 1; without it their
+// result is undefined.
 #ifndef EP_RUNTIME_CUDA_ROWS_QUANTIZE_H_
 #define EP_RUNTIME_CUDA_ROWS_QUANTIZE_H_
 
@@ -20,8 +20,8 @@
 namespace ep_runtime {
 namespace cuda {
 
-constexpr int kQuantizedMultiple = 8;    // W: what a lane converts at once
-constexpr int kTransposedMultiple = 16;  // K': what is stored at once along it
+constexpr int kQuantizedMultiple = 8;    // W: values that a lane converts at once
+constexpr int kTransposedMultiple = 16;  // K': values that are stored at once along it
 constexpr int kTile = 128;               // values along each blocked dim that share an f32 scale
 constexpr int kMxTile = 32;              // values that share an e8m0 scale
 
@@ -32,18 +32,18 @@ struct AmaxParams {
   int32_t num_experts;              // group l of slab s is of expert (s * L + l) % num_experts
   const void* values;               // [S * C, W] type, device
   float* amax;                      // [num_experts], device
-  const int32_t* wanted = nullptr;  // [1], device: 0 where the launch has nothing to do; or null
+  const int32_t* wanted = nullptr;  // [1], device: 0 if the launch has nothing to do; or null
 };
-// Two launches.
+// Makes two launches.
 cudaError_t LaunchGroupAmax(cudaStream_t stream, const AmaxParams& params);
 
-// What amax says of scales, one of each group.
+// Scales computed from amax, one of each group.
 struct GroupScalesParams {
   Fp8Format format;
-  int32_t count;                    // of groups
+  int32_t count;                    // number of groups
   const float* amax;                // [count], device
   float* scale;                     // [count], device
-  const int32_t* wanted = nullptr;  // [1], device: 0 where the launch has nothing to do; or null
+  const int32_t* wanted = nullptr;  // [1], device: 0 if the launch has nothing to do; or null
 };
 cudaError_t LaunchGroupScales(cudaStream_t stream, const GroupScalesParams& params);
 
@@ -53,43 +53,43 @@ struct QuantizeRowsParams {
   rows::RowGroups groups;
   int32_t width;             // W
   const void* values;        // [S * C, W] type, device
-  const float* group_scale;  // [S * L], device; null: tiles make their own
-  bool power_of_two;         // scales of tiles
+  const float* group_scale;  // [S * L], device; null: each tile has its own scale
+  bool power_of_two;         // round scales of tiles to powers of two
   bool clear_slack;
-  uint8_t* data;                    // [S * C, W], device
-  float* tile_scale;                // [S * C, ceil(W / kTile)], device; null with group_scale or
-                                    // where rows are packed
-  const int32_t* wanted = nullptr;  // [1], device: 0 where the launch has nothing to do; or null
-  // The scales of a row's tiles stand behind its data: [S * C, W + 4 * ceil(W / kTile)] bytes. Not
-  // with clear_slack.
+  uint8_t* data;      // [S * C, W], device
+  float* tile_scale;  // [S * C, ceil(W / kTile)], device; null with group_scale or packed rows
+  const int32_t* wanted = nullptr;  // [1], device: 0 if the launch has nothing to do; or null
+  // The scales of a row's tiles follow its data: [S * C, W + 4 * ceil(W / kTile)] bytes. Not with
+  // clear_slack.
   bool packed = false;
 };
 cudaError_t LaunchQuantizeRows(cudaStream_t stream, const QuantizeRowsParams& params);
 
-// Weights, and where it is asked for the same bytes again with K' along memory, from one read.
-// Scales are given, or of blocks of kTile x kTile, cut off at the end of a dim.
+// Quantizes weights and, if `transposed` is given, writes the same bytes with K' along memory too,
+// from one read. Scales are given, or belong to blocks of kTile x kTile, cut off at the end of a
+// dim.
 struct QuantizeWeightsParams {
   RowType type;
   Fp8Format format;
-  int32_t count;             // G, matrices lie one after the other
+  int32_t count;             // G consecutive matrices
   int32_t rows;              // K', with `transposed` a multiple of kTransposedMultiple
-  int32_t middle;            // between them: columns (k, m) of one m are a matrix
+  int32_t middle;            // dim between them: columns (k, m) of one m are a matrix
   int32_t width;             // N', a multiple of kQuantizedMultiple
   const void* values;        // [G, K', middle, N'] type, device
-  const float* given_scale;  // [G], device; null: blocks make their own
-  bool power_of_two;         // scales of blocks
+  const float* given_scale;  // [G], device; null: each block has its own scale
+  bool power_of_two;         // round scales of blocks to powers of two
   uint8_t* data;             // like values, device
   uint8_t* transposed;       // [G, middle, N', K'], device; or null
-  float* scale;              // [G, ceil(K' / kTile), middle, ceil(N' / kTile)], device; null with
-                             // given_scale
+  float* scale;  // [G, ceil(K' / kTile), middle, ceil(N' / kTile)], device; null with given_scale
 };
 cudaError_t LaunchQuantizeWeights(cudaStream_t stream, const QuantizeWeightsParams& params);
 
-// Twice from one read: tiles along the rows' values, and tiles across kMxTile rows.
+// Quantizes rows twice from one read: by tiles along the rows' values, and by tiles across kMxTile
+// rows.
 struct QuantizeMxParams {
   RowType type;
   Fp8Format format;
-  rows::RowGroups groups;  // C a multiple of kMxTile
+  rows::RowGroups groups;  // C is a multiple of kMxTile
   int32_t width;           // W, a multiple of kMxTile
   const void* values;      // [S * C, W] type, device
   bool clear_slack;

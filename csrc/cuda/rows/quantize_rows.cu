@@ -1,3 +1,4 @@
+// Quantizes rows by tensor scales or block scales.
 #include "cuda/rows/fp8.cuh"
 #include "cuda/rows/quantize.h"
 #include "cuda/rows/row_groups.cuh"
@@ -11,11 +12,11 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / 32;
 constexpr int kBlocksPerProcessor = 32;
-constexpr int kAmaxBlocksPerProcessor = 4;     // rows of a warp follow each other
-constexpr int kUnroll = 4;                     // pieces of a lane on their way at once
-constexpr int kTileLanes = kTile / 8;          // that share a tile
-constexpr int kTilesAtOnce = 32 / kTileLanes;  // of a warp
-// The scales of a warp's turn, side by side, leave it at once.
+constexpr int kAmaxBlocksPerProcessor = 4;     // few, because a warp takes consecutive rows
+constexpr int kUnroll = 4;                     // pieces that a lane loads at once
+constexpr int kTileLanes = kTile / 8;          // lanes that share a tile
+constexpr int kTilesAtOnce = 32 / kTileLanes;  // tiles of a warp
+// The scales of a warp's turn are neighbours and are stored at once.
 constexpr int kTilesOfTurn = kTilesAtOnce * kUnroll;
 
 __global__ void ClearKernel(float* values, int count, const int32_t* wanted) {
@@ -57,7 +58,7 @@ __device__ __forceinline__ uint32_t RowAmax(const AmaxParams& p, int64_t row, in
   return largest;
 }
 
-// blockIdx.y: the slab. A warp has rows that follow each other, and so few groups.
+// blockIdx.y is the slab. A warp has consecutive rows, which belong to few groups.
 template <RowType kType>
 __global__ void __launch_bounds__(kThreads) AmaxKernel(const __grid_constant__ AmaxParams p) {
   __shared__ int32_t ends[kMaxGroupsPerSlab];
@@ -82,13 +83,13 @@ __global__ void __launch_bounds__(kThreads) AmaxKernel(const __grid_constant__ A
     if (lane != 0) continue;
     const int64_t number = static_cast<int64_t>(slab) * groups + group;
     const float amax = Magnitude<kType>::ToFloat(largest);
-    // Bits of what is not negative are ordered as it is.
+    // Bits of non-negative floats have the order of their values.
     atomicMax(reinterpret_cast<unsigned*>(p.amax + number % p.num_experts), __float_as_uint(amax));
   }
 }
 
-// The largest magnitudes of the tiles of a turn, in every lane of a tile; called by whole warps.
-// 16-bit types have those of two tiles in a word.
+// Largest magnitudes of the tiles of a turn, in every lane of a tile. 16-bit types have two tiles'
+// magnitudes in a word. Call this with whole warps.
 template <RowType kType>
 struct TileLargest {
   using M = Magnitude<kType>;
@@ -119,7 +120,7 @@ struct TileLargest {
   }
 };
 
-// Scales of its own for every tile. Called by whole warps.
+// Quantizes with a scale for every tile. Call this with whole warps.
 template <RowType kType, Fp8Format kFormat>
 __device__ __forceinline__ void QuantizeTiles(const QuantizeRowsParams& p, int64_t row, int lane) {
   const int pieces = p.width / 8;
@@ -141,7 +142,7 @@ __device__ __forceinline__ void QuantizeTiles(const QuantizeRowsParams& p, int64
     TileLargest<kType> largest;
     largest.template Of<false>(part);
     if (!__all_sync(kAllLanes, largest.AllFinite())) largest.template Of<true>(part);
-    // A division and an inverse for every tile, not for every lane of it.
+    // One division and one inverse for every tile, instead of one in every lane.
     float amax = largest.Amax(0);
 #pragma unroll
     for (int u = 1; u < kUnroll; ++u) {
@@ -160,7 +161,7 @@ __device__ __forceinline__ void QuantizeTiles(const QuantizeRowsParams& p, int64
   }
 }
 
-// By 1 / scale of the row's group.
+// Quantizes by 1 / scale of the row's group.
 template <RowType kType, Fp8Format kFormat>
 __device__ __forceinline__ void ScaleRow(const QuantizeRowsParams& p, int64_t row, float inverse,
                                          int lane) {
@@ -186,7 +187,7 @@ __device__ __forceinline__ void ScaleRow(const QuantizeRowsParams& p, int64_t ro
   }
 }
 
-// blockIdx.y: the slab. Rows are dealt to warps.
+// blockIdx.y is the slab. Rows are dealt to warps.
 template <RowType kType, Fp8Format kFormat, bool kTiled>
 __global__ void __launch_bounds__(kThreads)
     QuantizeRowsKernel(const __grid_constant__ QuantizeRowsParams p) {

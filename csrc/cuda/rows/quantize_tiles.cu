@@ -1,3 +1,4 @@
+// Quantizes rows by MX scales, both ways.
 #include "cuda/rows/fp8.cuh"
 #include "cuda/rows/quantize.h"
 #include "cuda/rows/row_groups.cuh"
@@ -10,7 +11,7 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / 32;
 
-// A warp has kMxTile rows of 64 values: 8 lanes side by side, 4 rows at once.
+// A warp has kMxTile rows of 64 values: 8 lanes side by side, on 4 rows at once.
 constexpr int kMxLanes = 8;
 constexpr int kMxRowsAtOnce = 32 / kMxLanes;
 constexpr int kMxParts = kMxTile / kMxRowsAtOnce;
@@ -20,12 +21,12 @@ __device__ __forceinline__ uint8_t ExponentOf(float power_of_two) {
   return static_cast<uint8_t>(__float_as_uint(power_of_two) >> 23);
 }
 
-// 1 / scale of a power of two up to 2^126, exactly.
+// 1 / scale, exactly, for a power of two up to 2^126.
 __device__ __forceinline__ float InverseOf(float power_of_two) {
   return __uint_as_float((254u << 23) - __float_as_uint(power_of_two));
 }
 
-// Magnitudes of words of a lane's columns, over the rows of the warp's tile.
+// Magnitudes of a lane's columns, word by word, over the rows of the warp's tile.
 template <RowType kType>
 struct ColumnMax {
   using M = Magnitude<kType>;
@@ -48,7 +49,7 @@ struct ColumnMax {
       words[w] = size;
     }
   }
-  // Of value i of a lane's eight.
+  // The amax of value i of a lane's eight.
   __device__ float Amax(int i) const {
     if (!M::kPacked) return M::ToFloat(words[i]);
     return M::ToFloat(words[i / 2] >> i % 2 * 16 & 0xFFFFu);
@@ -63,10 +64,10 @@ struct ColumnMax {
 
 template <RowType kType>
 struct MxTile {
-  int64_t row;  // first one, of all slabs
-  int column;   // first one of the lane
+  int64_t row;  // first row, among all slabs
+  int column;   // first column of the lane
   bool inside;  // the lane has columns
-  bool finite;  // all values of the warp
+  bool finite;  // all values of the warp are finite
   Piece<kType> part[kMxParts];
 
   __device__ int64_t RowAt(int i, int lane) const {
@@ -87,7 +88,8 @@ __device__ __forceinline__ void AlongRows(const QuantizeMxParams& p, const MxTil
       size = max(size, __shfl_xor_sync(kAllLanes, size, step));
     }
     const float scale = Fp8<kFormat>::ScaleOf(M::ToFloat(size), true);
-    // InverseOf here lets the compiler hold all parts at once, in more registers than there are.
+    // InverseOf here would let the compiler hold all parts at once, in more registers than there
+    // are.
     const float inverse = __frcp_rn(scale);
     const uint2 bytes = Convert<kType, kFormat>(part, [=](int) { return inverse; });
     if (!tile.inside) continue;
@@ -122,8 +124,8 @@ __device__ __forceinline__ void AcrossRows(const QuantizeMxParams& p, const MxTi
   }
 }
 
-// blockIdx.y: the slab. Tiles are dealt to warps; slack rows count as zeros. Three blocks of a
-// multiprocessor keep enough reads on their way; f32 has no registers for them.
+// blockIdx.y is the slab. Tiles are dealt to warps; slack rows count as zeros. Three blocks of a
+// multiprocessor keep enough reads under way; f32 has no registers for three.
 template <RowType kType, Fp8Format kFormat>
 __global__ void __launch_bounds__(kThreads, kType == RowType::kF32 ? 1 : 3)
     MxKernel(const __grid_constant__ QuantizeMxParams p) {

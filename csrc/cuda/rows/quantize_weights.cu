@@ -1,3 +1,4 @@
+// Quantizes weights, and transposes them.
 #include "cuda/gemm/copies/write_columns.cuh"
 #include "cuda/rows/fp8.cuh"
 #include "cuda/rows/quantize.h"
@@ -17,7 +18,7 @@ constexpr int kParts = kTile / kRowsAtOnce;
 
 using Params = QuantizeWeightsParams;
 
-// Called by whole blocks: the largest finite magnitude of their pieces.
+// The largest finite magnitude of a block's pieces. Call this with whole blocks.
 template <RowType kType>
 __device__ __forceinline__ float BlockAmax(const Piece<kType>* part) {
   __shared__ uint32_t of_warps[2][kWarps];
@@ -42,7 +43,7 @@ __device__ __forceinline__ float BlockAmax(const Piece<kType>* part) {
   return Magnitude<kType>::ToFloat(largest);
 }
 
-// blockIdx: column block, row block, matrix * middle.
+// blockIdx is (column block, row block, matrix * middle).
 template <RowType kType, Fp8Format kFormat, bool kGiven>
 __global__ void __launch_bounds__(kThreads) WeightsKernel(const __grid_constant__ Params p) {
   __shared__ uint4 tile[kTile * kTile / 16];

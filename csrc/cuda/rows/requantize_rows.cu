@@ -1,3 +1,4 @@
+// Quantizes 8-bit rows once more, across rows.
 #include <cuda_pipeline_primitives.h>
 
 #include "cuda/gemm/copies/read_lines.cuh"
@@ -16,17 +17,17 @@ using gemm::kSide;
 
 constexpr int kThreads = gemm::kTileThreads;
 constexpr int kBlocksPerProcessor = 3;
-constexpr int kAcross = 4;  // of blocks beside each other in a line, so that each has some tiles
-constexpr int kLines = 16;  // of a thread, which has four columns
+constexpr int kAcross = 4;  // blocks side by side in a line, so that each has several tiles
+constexpr int kLines = 16;  // lines of a thread, which has four columns
 static_assert(kSide == kTile, "a tile is what shares a scale, either way");
 
-// What is not finite, by bytes of a word whose bits these are not all.
+// Finds values that are not finite. A byte of a word is finite unless these bits are all set.
 template <Fp8Format kFormat>
 struct Exponents {
   static constexpr bool kWide = kFormat == Fp8Format::kE5M2;
   static constexpr uint32_t kMask = kWide ? 0x7C7C7C7Cu : 0x7F7F7F7Fu;
   static constexpr uint32_t kLowest = kWide ? 0x04040404u : 0x01010101u;
-  // Bit 7 of a byte: it is not finite. Other bits are anything.
+  // Bit 7 of a byte is set if the byte is not finite. Its other bits are undefined.
   __device__ static uint32_t AllSet(uint32_t word) { return (word & kMask) + kLowest; }
 };
 
@@ -60,7 +61,7 @@ class ThreadColumns {
     finite_ = (not_finite & 0x80808080u) == 0;
   }
 
-  // The largest finite magnitude. A factor leaves a line's values in their order.
+  // The largest finite magnitude. A line's scale does not change the order of its values.
   __device__ float Amax() {
     float amax = 0.0f;
 #pragma unroll
@@ -73,7 +74,7 @@ class ThreadColumns {
     return finite_ ? amax : FiniteAmax();
   }
 
-  // One vector of kLines bytes for each column; after Amax.
+  // Quantizes to one vector of kLines bytes for each column. Call it after Amax.
   __device__ void Quantize(float inverse, uint4 (&out)[4]) const {
     uint32_t bytes[4][kLines / 4];
 #pragma unroll
@@ -94,7 +95,7 @@ class ThreadColumns {
   }
 
  private:
-  // Four values of a line, by the line's scale.
+  // Four values of a line, multiplied by the line's scale.
   __device__ void Widen(int line, float (&values)[4]) const {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -134,12 +135,12 @@ class ThreadColumns {
 
   __half2 pairs_[kLines][2];
   float factors_[kLines];
-  bool finite_;  // all values
+  bool finite_;  // all values are finite
 };
 
-// The largest of all threads' values, which are not negative; called by whole blocks.
+// The largest of all threads' values, which must not be negative. Call this with whole blocks.
 __device__ __forceinline__ float BlockMax(float value, float* of_warps) {
-  // Bits of what is not negative are ordered as it is.
+  // Bits of non-negative floats have the order of their values.
   const uint32_t size = __reduce_max_sync(kAllLanes, __float_as_uint(value));
   if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = __uint_as_float(size);
   __syncthreads();
@@ -149,12 +150,12 @@ __device__ __forceinline__ float BlockMax(float value, float* of_warps) {
   return largest;
 }
 
-// A tile on its way to shared memory, and the scales of its rows.
+// A tile that is being loaded to shared memory, and the scales of its rows.
 struct StagedTile {
   uint4 tile[kSide * kSide / 16];
   float factors[kSide];
 
-  // Begins, by all threads; rows that are not there are zeros.
+  // Begins the load. All threads call this; rows that do not exist are zeros.
   __device__ void Load(const RequantizeRowsParams& p, const gemm::Rows& found, int32_t column) {
     constexpr int kTurns = kSide * kSide / 16 / kThreads;
     const int32_t tiles = (p.width + kTile - 1) / kTile;
@@ -176,8 +177,8 @@ struct StagedTile {
   }
 };
 
-// blockIdx.x: tile of a slab's line in the result, .z: slab. While a tile is worked on the next one
-// is on its way.
+// blockIdx.x is the tile of a slab's line in the result, blockIdx.z the slab. The next tile is
+// loaded while a tile is quantized.
 template <Fp8Format kFormat>
 __global__ void __launch_bounds__(kThreads, kBlocksPerProcessor)
     RequantizeRowsKernel(const __grid_constant__ RequantizeRowsParams p) {
@@ -196,7 +197,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerProcessor)
   staged[0].Load(p, found, first);
   __pipeline_commit();
   for (int turn = 0; first < p.width; first += step, turn ^= 1) {
-    // All threads have read what lay there: they met since.
+    // The buffer is free: all threads have met since they read it.
     if (first + step < p.width) staged[turn ^ 1].Load(p, found, first + step);
     __pipeline_commit();
     __pipeline_wait_prior(1);

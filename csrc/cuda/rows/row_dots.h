@@ -1,4 +1,5 @@
-// Rows times a vector of their expert: what a bias that is weighted adds to weights' gradients.
+// Products of rows with a vector of their expert: the part of the weights' gradients that comes
+// from a weighted bias.
 #ifndef EP_RUNTIME_CUDA_ROWS_ROW_DOTS_H_
 #define EP_RUNTIME_CUDA_ROWS_ROW_DOTS_H_
 
@@ -18,12 +19,12 @@ struct RowDotsParams {
   int32_t width;                    // W; 16 bytes divide a row of it
   const void* values;               // [S * C, W] type, device
   const void* vectors;              // [S * L, W], device
-  RowType vector_type;              // that of rows, or kF32
-  float* dots;                      // [S * C], device: added to; slack rows are left as they are
-  const int32_t* wanted = nullptr;  // [1], device: 0 where the launch has nothing to do; or null
+  RowType vector_type;              // the rows' type, or kF32
+  float* dots;                      // [S * C], device: added to; slack rows do not change
+  const int32_t* wanted = nullptr;  // [1], device: 0 if the launch has nothing to do; or null
 };
 
-// One launch.
+// Makes one launch.
 cudaError_t LaunchRowDots(cudaStream_t stream, const RowDotsParams& params);
 
 }  // namespace cuda

@@ -1,3 +1,4 @@
+// Sums of 8-bit rows.
 #include "cuda/rows/fp8.cuh"
 #include "cuda/rows/scaled_sums.h"
 
@@ -8,9 +9,9 @@ namespace {
 
 using E4M3 = Fp8<Fp8Format::kE4M3>;
 
-constexpr int kMaxThreads = 256;  // that share a token
-constexpr int kUnroll = 4;        // rows of a token on their way at once
-constexpr int kValues = 8;        // of a lane
+constexpr int kMaxThreads = 256;  // threads that share a token
+constexpr int kUnroll = 4;        // rows of a token that are loaded at once
+constexpr int kValues = 8;        // values of a lane
 
 __device__ __forceinline__ uint2 LoadBytes(const uint8_t* p) {
   uint2 v;
@@ -29,7 +30,7 @@ __device__ __forceinline__ void AddScaled(uint32_t word, float scale, float* tot
   }
 }
 
-// blockIdx.x: the token.
+// blockIdx.x is the token.
 template <RowType kType>
 __global__ void __launch_bounds__(kMaxThreads)
     SumScaledKernel(const __grid_constant__ SumScaledRowsParams p) {

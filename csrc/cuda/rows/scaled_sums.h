@@ -1,4 +1,4 @@
-// Sums of rows of 8-bit values with a scale for every tile of them.
+// Sums of 8-bit rows that have a scale for every tile.
 #ifndef EP_RUNTIME_CUDA_ROWS_SCALED_SUMS_H_
 #define EP_RUNTIME_CUDA_ROWS_SCALED_SUMS_H_
 
@@ -22,7 +22,7 @@ struct SumScaledRowsParams {
   const float* scale;       // [num_rows, ceil(W / kTile)], device
   void* out;                // [tokens, W], device: sums in slot order
 };
-// One launch.
+// Makes one launch.
 cudaError_t LaunchSumScaledRows(cudaStream_t stream, const SumScaledRowsParams& params);
 
 }  // namespace cuda
