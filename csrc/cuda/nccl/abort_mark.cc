@@ -1,3 +1,4 @@
+// CudaAbortMark: an abort mark in device memory.
 #include "cuda/nccl/abort_mark.h"
 
 #include <cuda_runtime.h>
@@ -15,14 +16,14 @@ namespace ep_runtime {
 namespace nccl {
 namespace {
 
-// A device that takes longer to copy four bytes does not get to the kernels behind them either.
+// A device that takes longer to copy four bytes does not reach the kernels behind them either.
 constexpr std::chrono::milliseconds kSetWithin(200);
 constexpr int kWordsOfPage = 1024;
 
-// What the marks of one device share. Nothing is freed: a kernel that a hanging device runs late
-// must still find its word.
+// Words that the marks of one device share. They are never freed, because a kernel that a hanging
+// device runs late must still find its word.
 struct DeviceWords {
-  uint32_t* one = nullptr;  // host: what is copied
+  uint32_t* one = nullptr;  // in host memory: the source of the copy
   cudaStream_t stream = nullptr;
   uint32_t* page = nullptr;
   int used = kWordsOfPage;
@@ -49,8 +50,8 @@ struct DeviceWords {
   }
 };
 
-// A word in device memory, which a kernel reads in a microsecond: one of the host's takes ten times
-// as long, behind every exchange. The copy engine sets it, and waits for no kernel.
+// A mark in device memory, which a kernel reads in a microsecond. A word in host memory would take
+// ten times as long, behind every exchange. The copy engine sets the mark, and waits for no kernel.
 class CudaAbortMark : public AbortMark {
  public:
   Status Open() {

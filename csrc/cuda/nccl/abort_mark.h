@@ -1,3 +1,4 @@
+// AbortMark: tells kernels that their communicator is aborted.
 #ifndef EP_RUNTIME_CUDA_NCCL_ABORT_MARK_H_
 #define EP_RUNTIME_CUDA_NCCL_ABORT_MARK_H_
 
@@ -9,18 +10,19 @@
 namespace ep_runtime {
 namespace nccl {
 
-// A word by which kernels behind a communicator's exchanges know that it is aborted: NCCL's kernels
-// leave their waits then, and copy what their buffers hold of other calls. Thread-safe.
+// A mark that tells kernels behind a communicator's exchanges that it is aborted. NCCL's kernels
+// then leave their waits, and copy bytes of other calls from their buffers. Thread-safe.
 class AbortMark {
  public:
   virtual ~AbortMark() = default;
-  // The communicator is about to be aborted; its device is current. Waits for the device, shortly.
+  // Call it before the communicator is aborted, with its device current. Waits shortly for the
+  // device.
   virtual void Set() = 0;
-  // Behind an exchange on `stream`: where the mark is set, the array is filled with `byte`.
+  // Put it behind an exchange on `stream`: fills the array with `byte` if the mark is set.
   virtual Status Guard(Stream stream, void* array, int64_t bytes, uint8_t byte) = 0;
 };
 
-// Of CUDA, for the current device.
+// Makes CUDA's mark for the current device.
 Status MakeCudaAbortMark(std::unique_ptr<AbortMark>* out);
 
 }  // namespace nccl

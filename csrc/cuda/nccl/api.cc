@@ -1,10 +1,11 @@
+// Loads NCCL.
 #include "cuda/nccl/api.h"
 
 #include <dlfcn.h>
 
 #include <mutex>
 
-// Tests have one of another name, beside the one that JAX may load.
+// Tests have a library of another name, next to the one that JAX may load.
 #ifndef EP_RUNTIME_NCCL_SONAME
 #define EP_RUNTIME_NCCL_SONAME "libnccl.so.2"
 #endif
@@ -56,7 +57,7 @@ Status CheckVersion(Api* api) {
 }
 
 Status Open(const std::string& path, void** library) {
-  // By its name, so that whatever copy JAX loaded first is the one.
+  // By name, so that this finds the copy that JAX loaded first.
   *library = dlopen(kSoname, RTLD_NOW | RTLD_NOLOAD);
   if (*library != nullptr) return Status();
   if (!path.empty()) *library = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
@@ -69,7 +70,7 @@ Status Open(const std::string& path, void** library) {
 }
 
 Status LoadOnce(const std::string& path, Api* api) {
-  void* library = nullptr;  // never closed: communicators may outlive whoever asked
+  void* library = nullptr;  // never closed, because communicators may outlive the caller
   EP_RETURN_IF_ERROR(Open(path, &library));
   EP_RETURN_IF_ERROR(FindAll(library, api));
   return CheckVersion(api);

@@ -1,5 +1,5 @@
-// NCCL by its public ABI, found at run time: a process has one libnccl, the one JAX loaded, and a
-// second copy corrupts its communicators. So nothing here links or includes NCCL.
+// NCCL by its public ABI, found at run time. A process must have one libnccl, the one JAX loaded,
+// because a second copy corrupts its communicators. So nothing here links or includes NCCL.
 #ifndef EP_RUNTIME_CUDA_NCCL_API_H_
 #define EP_RUNTIME_CUDA_NCCL_API_H_
 
@@ -12,7 +12,7 @@
 namespace ep_runtime {
 namespace nccl {
 
-struct Comm;  // NCCL's own
+struct Comm;  // NCCL's own type
 
 struct UniqueId {
   char bytes[128];
@@ -27,19 +27,19 @@ enum Result : int {
   kInProgress = 7,
 };
 
-// ncclDataType_t and ncclRedOp_t. Rows travel as bytes whatever they are.
+// ncclDataType_t and ncclRedOp_t. Rows travel as bytes whatever their type.
 constexpr int kInt8 = 0;
 constexpr int kInt32 = 2;
 constexpr int kSum = 0;
 
-// ncclConfig_t as of 2.18. NCCL reads `size` bytes and takes its own defaults for what came later,
-// so the struct need not grow with the library.
+// ncclConfig_t of 2.18. NCCL reads `size` bytes and takes its defaults for later fields, so the
+// struct need not grow with the library.
 struct Config {
   size_t size = sizeof(Config);
   unsigned int magic = 0xcafebeef;
   unsigned int version = 21801;
   int blocking = 0;
-  int cga_cluster_size = INT_MIN;  // NCCL's mark of what is not set
+  int cga_cluster_size = INT_MIN;  // NCCL's mark of a field that is not set
   int min_ctas = INT_MIN;
   int max_ctas = INT_MIN;
   const char* net_name = nullptr;
@@ -48,11 +48,11 @@ struct Config {
 static_assert(sizeof(UniqueId) == 128);
 static_assert(sizeof(Config) == 48 && offsetof(Config, net_name) == 32);
 
-// Below, non-blocking communicators or parts of Config are missing.
+// Earlier versions lack non-blocking communicators or fields of Config.
 constexpr int kLeastVersion = 21801;
 constexpr int kFirstUnknownVersion = 30000;
 
-// A CUDA stream, as NCCL takes it; here a pointer, so that this code builds without CUDA.
+// A CUDA stream, as NCCL takes it. It is a pointer here, so that this code builds without CUDA.
 using Stream = void*;
 
 struct Api {
@@ -75,17 +75,18 @@ struct Api {
                     Stream stream);
 };
 
-// The libnccl.so.2 that the process has loaded; else `path`, which is then the process's, and which
-// a later dlopen of that name finds. "" for `path`: only what is loaded.
+// Loads the libnccl.so.2 that the process has loaded. If there is none, loads `path`, which becomes
+// the process's libnccl and is found by a later dlopen of that name. With "" for `path` uses only a
+// loaded one.
 //
-// Fails where there is none, or one of a version that this code was not written for. Loaded once:
-// a success is kept.
+// Fails without a library, or with a version that this code was not written for. Keeps the first
+// success.
 Status Load(const std::string& path, const Api** out);
 
-// "2.28.9" of 22809.
+// "2.28.9" for 22809.
 std::string VersionText(int version);
 
-// What NCCL says of `result`, and of the communicator where there is one.
+// An error with NCCL's words on `result`, and on the communicator if there is one.
 Status Failed(const Api& api, const std::string& what, int result, Comm* comm);
 
 }  // namespace nccl

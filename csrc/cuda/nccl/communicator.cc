@@ -1,3 +1,4 @@
+// Communicator: one NCCL communicator.
 #include "cuda/nccl/communicator.h"
 
 #include <algorithm>
@@ -12,7 +13,7 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 // NCCL's background thread takes tens of microseconds for a call whose peers are connected, and a
-// sleep as long again: so long nobody sleeps.
+// sleep takes as long again. So waits spin at first.
 constexpr std::chrono::microseconds kSpinning(400);
 constexpr std::chrono::microseconds kPause(50);
 constexpr std::chrono::microseconds kLongestPause(2000);
@@ -53,7 +54,7 @@ Status Communicator::Issue(const std::function<int(Comm*)>& issue) {
   const int started = api_.group_start();
   if (!IsFine(started)) return Failed(api_, "ncclGroupStart", started, comm_);
   const int issued = issue(comm_);
-  const int ended = api_.group_end();  // in any case: it closes the thread's group
+  const int ended = api_.group_end();  // in any case, because it closes the thread's group
   if (!IsFine(issued)) return Failed(api_, "a send or receive", issued, comm_);
   if (!IsFine(ended)) return Failed(api_, "ncclGroupEnd", ended, comm_);
   return Status();
@@ -120,7 +121,7 @@ void Communicator::Finalize(int64_t budget_ns, const Alive& alive) {
     std::lock_guard<std::mutex> lock(mutex_);
     if (comm_ == nullptr || !IsFine(api_.finalize(comm_))) return;
   }
-  Wait("finalize", budget_ns, alive);  // whatever comes of it, the abort follows
+  Wait("finalize", budget_ns, alive);  // ignore its error, because the abort follows
 }
 
 void Communicator::Abort() {

@@ -1,3 +1,4 @@
+// Communicator: one NCCL communicator.
 #ifndef EP_RUNTIME_CUDA_NCCL_COMMUNICATOR_H_
 #define EP_RUNTIME_CUDA_NCCL_COMMUNICATOR_H_
 
@@ -13,20 +14,20 @@
 namespace ep_runtime {
 namespace nccl {
 
-// One rank of an EP domain that this process drives.
+// One rank of an EP domain, driven by this process.
 struct Place {
   int64_t world_rank;
   int device;   // CUDA ordinal
-  int ranks;    // N of the domain
-  int rank;     // EP rank in it
-  UniqueId id;  // the domain's
+  int ranks;    // N, ranks of the domain
+  int rank;     // EP rank in the domain
+  UniqueId id;  // of the domain
 };
 
-// Whether the group goes on; its error ends every wait.
+// Whether the group goes on. An error ends every wait.
 using Alive = std::function<Status()>;
 
-// One non-blocking NCCL communicator. Any thread may use it; every call of NCCL on it is under one
-// lock and returns at once, so aborting it never waits for another thread's wait.
+// One non-blocking NCCL communicator. Any thread may use it. Every NCCL call on it holds one lock
+// and returns at once, so an abort never waits for another thread's wait.
 class Communicator {
  public:
   Communicator(const Api& api, const Place& place) : api_(api), place_(place) {}
@@ -35,31 +36,31 @@ class Communicator {
 
   const Place& place() const { return place_; }
 
-  // Begins to join the others; the device must be current. Wait tells when it is done. At most so
-  // many channels, each with buffers for every peer; 0: as many as NCCL thinks fastest.
+  // Begins to join the other ranks; the device must be current. Wait returns when that is done.
+  // Uses at most `max_channels` channels, each with buffers for every peer; 0: NCCL's choice.
   Status Start(int max_channels);
-  // Begins what `issue` calls on the communicator, as one NCCL group; a thread of NCCL's puts it on
-  // its stream. Wait comes before anything else of this communicator.
+  // Begins the calls of `issue` on the communicator, as one NCCL group. NCCL's thread puts them on
+  // their stream. Call Wait before anything else on this communicator.
   Status Issue(const std::function<int(Comm*)>& issue);
-  // Issue, and Wait: returns once all of it is on its stream. Until then XLA must not go on with
-  // that stream. The first call may wait for peers, because NCCL connects to them when it first
-  // needs them.
+  // Issue, then Wait: returns once all calls are on their stream. Until then XLA must not go on
+  // with that stream. The first call may wait for peers, because NCCL connects to them when it
+  // first needs them.
   Status Run(const std::function<int(Comm*)>& issue, int64_t budget_ns, const Alive& alive);
-  // Until NCCL has finished what it does in the background.
+  // Waits until NCCL has finished its background work.
   Status Wait(const char* what, int64_t budget_ns, const Alive& alive);
-  // For what comes behind its exchanges; null before it is given, which comes before any.
+  // Mark for kernels behind its exchanges. Null until it is given, which is before any exchange.
   AbortMark* mark() const { return mark_.get(); }
   void GiveMark(std::unique_ptr<AbortMark> mark) { mark_ = std::move(mark); }
-  // That the communicator is what was asked for.
+  // Checks that the communicator has the ranks and the device that were asked for.
   Status CheckShape();
-  // What NCCL found out meanwhile, such as a lost connection.
+  // Errors that NCCL found in the background, such as a lost connection.
   Status AsyncError();
 
-  // Waits, at most `budget_ns`, until nothing of it is under way at NCCL, sockets included. Ranks
-  // must not part before: a message that a peer still waits for would go with us.
+  // Waits at most `budget_ns` until NCCL has nothing under way, sockets included. Ranks must not
+  // leave before that: a message that a peer still waits for would be lost.
   void Finalize(int64_t budget_ns, const Alive& alive);
-  // Ends what runs on it and frees it; the device must be current. Idempotent. NCCL waits for the
-  // device's kernels here, which end because of it.
+  // Ends everything that runs on it and frees it; the device must be current. Idempotent. NCCL
+  // waits here for the device's kernels, which end because of the abort.
   void Abort();
   bool gone();
 

@@ -1,3 +1,4 @@
+// Communicators: joins, watches and aborts a group's communicators.
 #include "cuda/nccl/communicators.h"
 
 #include <utility>
@@ -6,14 +7,14 @@ namespace ep_runtime {
 namespace nccl {
 namespace {
 
-// A dead peer's group is poisoned within milliseconds; the survivors' kernels end that much later.
+// A dead peer's group is poisoned within milliseconds. The survivors' kernels end this much later.
 constexpr std::chrono::milliseconds kWatchEvery(20);
-// Where no rows travel, nobody waits for the news.
+// Without rows on the way, nobody waits for the news.
 constexpr std::chrono::milliseconds kWatchIdleEvery(500);
 constexpr std::chrono::seconds kAbortBound(10);
-// Threads of Init notice the deadline themselves; this is for one that NCCL does not give back.
+// Threads of Init notice the deadline themselves. This bounds a thread that NCCL does not return.
 constexpr std::chrono::seconds kInitGrace(2);
-// Who is gone is told to all in two seconds, mostly in a tenth of one.
+// All ranks learn who is gone within two seconds, mostly within a tenth of one.
 constexpr std::chrono::milliseconds kToldWithin(1500);
 constexpr std::chrono::milliseconds kAskEvery(5);
 
@@ -29,8 +30,8 @@ Communicators::Communicators(const Api& api, Devices devices, Alive alive, Purpo
   for (const Place& place : places) all_.push_back(std::make_shared<Communicator>(api_, place));
 }
 
-// Runs `work` for each communicator on a thread of its own, its device current. False where some
-// have not ended within `bound`: they go on without us.
+// Runs `work` for each communicator on a separate thread, with its device current. Returns false if
+// some have not ended within `bound`: they continue detached.
 bool Communicators::OnEach(std::function<Status(Communicator&)> work,
                            std::chrono::nanoseconds bound, Status* first_error) {
   const auto shared = std::make_shared<Shared>();
@@ -53,7 +54,7 @@ bool Communicators::OnEach(std::function<Status(Communicator&)> work,
 
 Status Communicators::Init(int64_t budget_ns) {
   Status error;
-  // The first that fails ends the others' waits: its peers would wait for it in vain.
+  // The first failure ends the other waits, because peers of the failed one would wait in vain.
   const auto shared_failure = std::make_shared<std::pair<std::mutex, Status>>();
   const Alive alive = [shared_failure, outer = alive_] {
     {
@@ -112,7 +113,7 @@ Status Communicators::TrySum(int64_t budget_ns) {
   return error;
 }
 
-// Until Close. Looks at the generation and at NCCL's own findings, and ends all at the first sign.
+// Until Close, checks the generation and NCCL's own findings, and aborts all at the first error.
 void Communicators::Watch() {
   for (;;) {
     {
@@ -176,7 +177,7 @@ void Communicators::Fail(const Status& error) {
 void Communicators::Abort() {
   {
     std::unique_lock<std::mutex> lock(mutex_);
-    if (std::exchange(abort_begun_, true)) {  // whoever comes second waits for the first
+    if (std::exchange(abort_begun_, true)) {  // a second caller waits for the first
       abort_ended_.wait_for(lock, kAbortBound, [&] { return abort_over_; });
       return;
     }

@@ -1,3 +1,4 @@
+// Communicators: the communicators of one group in this process.
 #ifndef EP_RUNTIME_CUDA_NCCL_COMMUNICATORS_H_
 #define EP_RUNTIME_CUDA_NCCL_COMMUNICATORS_H_
 
@@ -15,70 +16,69 @@
 namespace ep_runtime {
 namespace nccl {
 
-// What the set needs of the devices; tests give their own.
+// What Communicators needs of devices. Tests give their own.
 struct Devices {
   // Makes the device current on the calling thread.
   std::function<Status(int device)> set;
-  // Moves a few bytes between all ranks of the domain, so that what cannot connect says so while
-  // the group forms, and the first step pays for no connection.
+  // Moves a few bytes between all ranks of the domain. So a failed connection shows while the group
+  // forms, and the first step pays for no connection.
   std::function<Status(Communicator&, int64_t budget_ns, const Alive& alive)> try_out;
-  // The mark of a communicator of the current device.
+  // Makes the mark of a communicator of the current device.
   std::function<Status(std::unique_ptr<AbortMark>*)> make_mark;
-  // An all-reduce of the domain's ranks, whose sums must be exact.
+  // Runs an all-reduce over the domain's ranks, and checks its sums.
   std::function<Status(Communicator&, int64_t budget_ns, const Alive& alive)> try_sum;
 };
 
-// What communicators are for.
+// What the communicators will be used for.
 struct Purpose {
-  // Rows travel over them: they connect to all peers at once, and have abort marks. Without, NCCL
+  // Rows travel over them: they connect to all peers at once, and have abort marks. If false, NCCL
   // connects, allocates buffers and runs kernels when something first calls it.
   bool carries_rows = true;
-  int max_channels = 0;  // 0: as many as NCCL thinks fastest
+  int max_channels = 0;  // 0: NCCL's choice
 };
 
-// The communicators of one group in this process: one per local rank, made together, watched by a
-// thread, and aborted together. A communicator that is aborted alone leaves its peers' kernels
-// spinning, and a thread that aborts one after the other waits for a kernel that waits for the
-// next.
+// The communicators of one group in this process: one per local rank, created together, watched by
+// a thread, and aborted together. If one were aborted alone, its peers' kernels would spin on. A
+// thread that aborts one after another would wait for a kernel that waits for the next.
 class Communicators {
  public:
-  // `alive` says whether the generation may be used; it is asked from several threads, never after
-  // Close has returned.
+  // `alive` says whether the generation may be used. Several threads call it, but none after Close
+  // has returned.
   Communicators(const Api& api, Devices devices, Alive alive, Purpose purpose,
                 const std::vector<Place>& places);
   ~Communicators() { Close(0); }
   Communicators(const Communicators&) = delete;
   Communicators& operator=(const Communicators&) = delete;
 
-  // Joins all domains; every rank of theirs must do so meanwhile. Whatever fails, all are aborted.
+  // Joins all domains, while every rank of theirs does so. If anything fails, all are aborted.
   Status Init(int64_t budget_ns);
-  // An all-reduce over each, checked; every rank of the domains must do so meanwhile. A failure is
-  // the set's.
+  // Checks an all-reduce over each, while every rank of the domains does so. A failure fails the
+  // set.
   Status TrySum(int64_t budget_ns);
   // The communicator of a local rank, or null.
   Communicator* OfRank(int64_t world_rank) const;
-  // The first error since Init, after which nothing of the set can be used; success before.
+  // The first error since Init, after which the set cannot be used, or success.
   Status Failure() const;
-  // What came of an op, or why the generation is over, which says more. NCCL may notice that a peer
-  // is gone before those who know which process it was have said so: that is waited for, shortly.
+  // Returns an op's error, or why the generation is over, which says more. NCCL may notice a lost
+  // peer before the daemons report which process it was, so this waits shortly for their report.
   Status Explained(const Status& error);
-  // An op failed: keeps its error as the set's and has everything aborted soon.
+  // Records the error of a failed op as the set's, and has everything aborted soon.
   void Fail(const Status& error);
-  // Waits for that, at most `timeout_ns`: the failure, or success where there is none yet. False
-  // once Close has begun.
+  // Waits at most `timeout_ns` for a failure. `failure` is success if there is none yet. Returns
+  // false once Close has begun.
   bool AwaitFailure(int64_t timeout_ns, Status* failure);
   const Alive& alive() const { return alive_; }
   int version() const { return api_.version; }
 
-  // Aborts all, each on a thread of its own, and waits for that with a bound: a device that hangs
-  // must not hang us. Idempotent.
+  // Aborts all communicators, each on a separate thread, and waits for that with a bound, because a
+  // device may hang. Idempotent.
   void Abort();
-  // Waits, at most `finalize_ns`, until peers have what was sent to them; then Abort. No call may
+  // Waits at most `finalize_ns` until peers have received everything, then aborts. No call may
   // begin any more. Idempotent.
   void Close(int64_t finalize_ns);
 
  private:
-  // What threads that outlive a bound may still use.
+  // State that threads may use after a bound has passed without them.
   struct Asked {
     std::mutex mutex;
     Alive alive;  // null once closed
@@ -114,7 +114,7 @@ class Communicators {
 
 }  // namespace nccl
 
-// How the communicators reach devices: CUDA's in the library, others in tests.
+// Access to devices for communicators: CUDA's in the library, others in tests.
 nccl::Devices NcclDevices();
 
 }  // namespace ep_runtime

@@ -17,7 +17,7 @@ using nccl::Alive;
 using nccl::Comm;
 using nccl::Communicator;
 
-// Of each rank to each: small, yet through every connection that rows take later.
+// From each rank to each: few, but through every connection that rows take later.
 constexpr size_t kTryBytes = 256;
 
 const nccl::Api* TheApi() {
@@ -40,7 +40,7 @@ int ExchangeAll(const nccl::Api& api, const Communicator& communicator, uint8_t*
   return result;
 }
 
-// Never cudaStreamSynchronize: a peer that died leaves the kernel spinning until we abort.
+// Polls instead of cudaStreamSynchronize: after a peer's death its kernel spins until our abort.
 Status AwaitStream(cudaStream_t stream, int64_t budget_ns, const Alive& alive) {
   const auto deadline = std::chrono::steady_clock::now() + std::chrono::nanoseconds(budget_ns);
   for (;;) {
@@ -57,8 +57,8 @@ Status AwaitStream(cudaStream_t stream, int64_t budget_ns, const Alive& alive) {
   }
 }
 
-// Where it fails, stream and memory stay: freeing them would wait for a kernel that only the abort
-// ends, which comes after us.
+// After a failure stream and memory stay. Freeing them would wait for a kernel that only the later
+// abort ends.
 Status TryOut(Communicator& communicator, int64_t budget_ns, const Alive& alive) {
   const nccl::Api* api = TheApi();
   if (api == nullptr) return Internal("NCCL is not loaded");
@@ -75,10 +75,10 @@ Status TryOut(Communicator& communicator, int64_t budget_ns, const Alive& alive)
   return cuda::Check(cudaStreamDestroy(stream), "cudaStreamDestroy");
 }
 
-// Enough for more than one of NCCL's steps on every channel.
+// Enough for several of NCCL's steps on every channel.
 constexpr size_t kSummed = size_t{1} << 20;
 
-// What rank r gives is r times this, so sums are exact in int32 and differ at every place.
+// Rank r gives r times this, so sums are exact in int32 and differ at every place.
 int32_t Summand(size_t i) { return static_cast<int32_t>(i % 65521) + 1; }
 
 Status CheckSums(const std::vector<int32_t>& found, int ranks) {
@@ -92,7 +92,7 @@ Status CheckSums(const std::vector<int32_t>& found, int ranks) {
   return Status();
 }
 
-// As TryOut, where it fails what it allocated stays.
+// Like TryOut, keeps its memory after a failure.
 Status TrySum(Communicator& communicator, int64_t budget_ns, const Alive& alive) {
   const nccl::Api* api = TheApi();
   if (api == nullptr) return Internal("NCCL is not loaded");

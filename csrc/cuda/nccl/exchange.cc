@@ -1,3 +1,4 @@
+// Sends and receives of an exchange over NCCL.
 #include "cuda/nccl/exchange.h"
 
 namespace ep_runtime {
@@ -21,11 +22,11 @@ struct Message {
 
 bool IsFine(int result) { return result == kSuccess || result == kInProgress; }
 
-// `make` gives what goes to one peer and comes from another.
+// `make` returns the block that goes to a peer and the block that comes from it.
 template <typename Make>
 int SendAll(const Api& api, const Peers& peers, Comm* comm, Stream stream, const Make& make) {
   for (int64_t step = 1; step < peers.count; ++step) {
-    // Round the ring, so that not all ranks begin with the same one.
+    // Around the ring, so that ranks begin with different peers.
     const int64_t to = (peers.self + step) % peers.count;
     const int64_t from = (peers.self - step + peers.count) % peers.count;
     const int to_rank = static_cast<int>(peers.first + to * peers.stride);

@@ -1,3 +1,4 @@
+// NcclGroup: a group's calls over NCCL.
 #include "cuda/nccl/group.h"
 
 #include <utility>
@@ -8,7 +9,8 @@ namespace ep_runtime {
 namespace nccl {
 namespace {
 
-// Peers are at the same point of the program when a group closes; sockets drain in milliseconds.
+// Peers are at the same point of the program when a group closes, and sockets drain in
+// milliseconds.
 constexpr int64_t kFinalizeNs = 3'000'000'000;
 
 }  // namespace
@@ -16,7 +18,7 @@ constexpr int64_t kFinalizeNs = 3'000'000'000;
 std::shared_ptr<NcclGroup> NcclGroup::Make(const Api& api, Devices devices,
                                            NcclGroupOptions options) {
   std::shared_ptr<NcclGroup> made(new NcclGroup(std::move(options)));
-  // The group outlives its communicators, which ask it no more once they are closed.
+  // The group outlives its communicators, which do not call it once they are closed.
   made->communicators_ = std::make_unique<Communicators>(
       api, std::move(devices), [group = made.get()] { return group->Alive(); },
       made->options_.purpose, made->options_.places);
@@ -86,11 +88,11 @@ Status NcclGroup::Await(Communicator& communicator) {
 
 Status NcclGroup::Ended(const Status& status) {
   if (status.ok()) return status;
-  // Why the communicator went away says more than that it is gone.
+  // The reason says more than that the communicator is gone.
   const Status why = Alive();
   communicators_->Fail(why.ok() ? status : why);
-  // NCCL's own thread may still put this call's kernel on the stream. Until it cannot any more,
-  // nothing that the caller puts there comes last.
+  // NCCL's thread may still put this call's kernel on the stream. Only after the abort it cannot,
+  // so that the caller's fill comes last.
   communicators_->Abort();
   return communicators_->Failure();
 }

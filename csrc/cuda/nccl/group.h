@@ -1,3 +1,4 @@
+// NcclGroup: a group's communicators and calls.
 #ifndef EP_RUNTIME_CUDA_NCCL_GROUP_H_
 #define EP_RUNTIME_CUDA_NCCL_GROUP_H_
 
@@ -27,13 +28,14 @@ struct NcclGroupOptions {
   Purpose purpose;
 };
 
-// A group's NCCL side in this process: its communicators, and what its calls need to end together.
+// A group's NCCL side in this process: its communicators, and state with which its calls end
+// together.
 class NcclGroup {
  public:
   static std::shared_ptr<NcclGroup> Make(const Api& api, Devices devices, NcclGroupOptions options);
-  // Joins the other ranks of the domains, which do so too; Abort from another thread ends it.
+  // Joins the other ranks of the domains, which do so too. Abort from another thread ends the wait.
   Status Init(int64_t budget_ns);
-  // As of Communicators, after Init.
+  // Communicators::TrySum. Call it after Init.
   Status TrySum(int64_t budget_ns) { return communicators_->TrySum(budget_ns); }
 
   const NcclGroupOptions& options() const { return options_; }
@@ -42,40 +44,40 @@ class NcclGroup {
   // The communicator of the rank that the device drives, or null.
   Communicator* OfDevice(int device) const;
 
-  // Whether that run may go on; RunStarts says why its first call decides. For the same reason a
-  // call that fails later fills its results and says nothing to XLA.
+  // Whether that run may go on. RunStarts explains why its first call decides. For the same reason
+  // a call that fails later fills its results and reports nothing to XLA.
   Status Decide(uint64_t run);
-  // One call's part on one device: `issue` is called on the communicator inside an NCCL group, and
-  // sends to `peers` and receives from them.
+  // Runs one call's part on one device: `issue` is called on the communicator inside an NCCL group,
+  // and sends to `peers` and receives from them.
   Status Run(Communicator& communicator, const Peers& peers,
              const std::function<int(Comm*)>& issue);
-  // The same in two steps: a call may launch its kernels before it waits for NCCL to launch.
+  // Run in two steps, so that a call can launch kernels before it waits for NCCL's launch.
   Status Issue(Communicator& communicator, const Peers& peers,
                const std::function<int(Comm*)>& issue);
   Status Await(Communicator& communicator);
 
-  // Whether the generation goes on; a wait of a call asks.
+  // Whether the generation goes on. Waits of calls check it.
   const nccl::Alive& alive() const { return communicators_->alive(); }
-  // What came of a call that waited by itself: an error is the group's from then on.
+  // Reports how a call ended that waited on its own. An error becomes the group's.
   Status Ended(const Status& status);
-  // That rank's process closed the group, after its last call: further ones that need it fail.
+  // That rank's process closed the group after its last call, so later calls that need it fail.
   void RankLeft(int64_t world_rank, const Status& why);
-  // As of Communicators.
+  // Communicators::AwaitFailure.
   bool AwaitFailure(int64_t timeout_ns, Status* failure) {
     return communicators_->AwaitFailure(timeout_ns, failure);
   }
 
-  // The generation is over: every call under way and to come ends with `why`. Returns once all
+  // Ends the generation: every call, running or later, ends with `why`. Returns once all
   // communicators are aborted, or a bound is over.
   void Abort(const Status& why);
-  // Counts running calls; false once closed.
+  // Counts running calls. Returns false once the group is closed.
   bool BeginCall() { return calls_.Begin(); }
   void EndCall() { calls_.End(); }
-  // Refuses further calls, waits at most `timeout_ns` for the running ones, then ends the
-  // communicators: in good order where nothing failed.
+  // Refuses further calls, waits at most `timeout_ns` for running ones, then ends the
+  // communicators, in good order if nothing failed.
   void Close(int64_t timeout_ns);
   Status ClosedError(const std::string& layer) const;
-  // The first error since the last time this was asked, or "".
+  // The first error since the last TakeError, or "".
   std::string TakeError();
 
  private:
@@ -100,7 +102,7 @@ struct Layer {
   uint64_t fingerprint;
 };
 
-// What this process has open over NCCL.
+// Open groups of this process whose rows travel over NCCL, and their layers.
 using NcclRegistry = LayerTable<Layer, NcclGroup>;
 NcclRegistry& ThisProcessGroups();
 

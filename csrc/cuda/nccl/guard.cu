@@ -1,3 +1,4 @@
+// Fills results of exchanges that an abort spoiled.
 #include <algorithm>
 
 #include "cuda/fill.cuh"
@@ -8,7 +9,7 @@ namespace nccl {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int64_t kMaxBlocks = 16;  // nearly always they do nothing
+constexpr int64_t kMaxBlocks = 16;  // few, because they nearly always have nothing to do
 
 __global__ void __launch_bounds__(kThreads)
     GuardKernel(const uint32_t* spoiled, cuda::Output output) {

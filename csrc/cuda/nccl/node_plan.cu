@@ -1,14 +1,15 @@
-// Five kernels, each of which needs all of the one before:
+// The plan of a group over nodes, made by five kernels, each of which needs all of the one before:
 //
 //   CountKernel    slots of every part of every rank by expert
-//   LayOutKernel   a block for each rank: what its experts keep, where their rows begin, and where
-//                  those of every part do
+//   LayOutKernel   a block for each rank: rows that its experts keep, where they begin, and where
+//                  the rows of every part begin
 //   PlaceKernel    the row of every slot of every rank
 //   TallyKernel    how many of a part's rows, and of its tokens, are here
 //   ReceiveKernel  entries and staged rows in the order of the ranks of this node
 //
-// A part is a run of one rank's tokens, and a block's. A warp owns whole tokens, in order: rows are
-// numbered by sums over earlier ranks, parts and warps, so a plan is the same every time.
+// A part is a run of one rank's tokens, and belongs to one block. A warp owns whole tokens, in
+// order. Rows are numbered by sums over earlier ranks, parts and warps, so a plan is the same every
+// time.
 
 #include <algorithm>
 
@@ -28,21 +29,21 @@ using cuda::prepare::UpTo;
 
 constexpr int kThreads = 512;
 constexpr int kWarps = kThreads / 32;
-constexpr int kMaxParts = 16;       // of a rank
+constexpr int kMaxParts = 16;       // of one rank
 constexpr int kEnoughBlocks = 256;  // of all ranks
 constexpr int kAtOnce = 16;         // loads of a thread
 constexpr int kCounts = 4;  // words of a part: staged rows, entries, staged of the first half
 
 int PartsOf(int64_t ranks, int64_t tokens, int64_t top_k) {
   const int64_t wanted = std::clamp<int64_t>(kEnoughBlocks / ranks, 1, kMaxParts);
-  // A part is counted in 16 bits.
+  // A part's slots are counted in 16 bits.
   const int64_t least = 2 * tokens * top_k / cuda::kMaxBlockSlots + 1;
   return static_cast<int>(std::max(least, std::clamp<int64_t>(tokens / kWarps, 1, wanted)));
 }
 
 struct Scratch {
   int32_t* here;  // [N, T, K] row in this rank's slab, -1 for none; sources in order of arrival
-  int32_t* histogram;  // [N, parts, E] slots, then the first row of the part in its expert's zone
+  int32_t* histogram;  // [N, parts, E] slots, later the first row of the part in its expert's zone
   int32_t* kept;       // [E]
   int32_t* base;       // [E]
   int32_t* counts;     // [N, parts, kCounts], sources in order of arrival
@@ -59,13 +60,14 @@ struct Params {
     const int32_t expert = __ldg(p.idx + rank * p.tokens * p.top_k + slot);
     return expert >= 0 && expert < num_experts() ? expert : -1;
   }
-  // A rank's place among the sources of this rank's rows: by its place on its node, then by node.
+  // Position of a rank among the sources of this rank's rows: by its place on its node, then by
+  // node.
   __device__ int Arrival(int rank) const {
     return rank % p.node_size * (p.ranks / p.node_size) + rank / p.node_size;
   }
 };
 
-// blockIdx: part, rank.
+// blockIdx is (part, rank).
 __global__ void __launch_bounds__(kThreads) CountKernel(const __grid_constant__ Params q) {
   extern __shared__ int32_t counts[];  // [E]
   const int experts = q.num_experts();
@@ -82,7 +84,7 @@ __global__ void __launch_bounds__(kThreads) CountKernel(const __grid_constant__ 
   for (int e = threadIdx.x; e < experts; e += kThreads) out[e] = counts[e];
 }
 
-// blockIdx.x: the rank whose experts these are.
+// blockIdx.x is the rank of these experts.
 __global__ void __launch_bounds__(kThreads) LayOutKernel(const __grid_constant__ Params q) {
   extern __shared__ int32_t shared[];
   const int local = q.p.experts;
@@ -139,11 +141,11 @@ __global__ void __launch_bounds__(kThreads) LayOutKernel(const __grid_constant__
     q.p.num_recv[0] = static_cast<int32_t>(min(asked, int64_t{INT32_MAX}));
     q.p.chunks[0] = 1;
   }
-  // Of the first rank of the node, as `nodes_plan.py` has it.
+  // Dropped slots are counted for the first rank of the node, as in `nodes_plan.py`.
   for (int i = lane; i < q.p.node_size; i += 32) q.p.recv_count[i * 4 + 3] = i == 0 ? dropped : 0;
 }
 
-// Slots of each warp of the block by expert; then those of the earlier warps.
+// Counts slots of each warp of the block by expert, and turns them into sums over earlier warps.
 __device__ void CountWarps(const Params& q, const TokenRange& range, uint16_t* counts) {
   const int experts = q.num_experts();
   const int lane = threadIdx.x % 32;
@@ -175,7 +177,7 @@ __device__ TokenRange WarpTokens(const Params& q) {
   return TokenRange(q.p.tokens, blockIdx.x * kWarps + threadIdx.x / 32, q.parts * kWarps);
 }
 
-// blockIdx: part, rank whose slots these are.
+// blockIdx is (part, rank of these slots).
 __global__ void __launch_bounds__(kThreads) PlaceKernel(const __grid_constant__ Params q) {
   extern __shared__ uint16_t before[];  // [kWarps, E]
   const int source = blockIdx.y;
@@ -249,7 +251,7 @@ __device__ Arrivals CountTokens(const Params& q, int arrival, const TokenRange& 
   return sum;
 }
 
-// blockIdx: part, source in order of arrival.
+// blockIdx is (part, source in order of arrival).
 __global__ void __launch_bounds__(kThreads) TallyKernel(const __grid_constant__ Params q) {
   __shared__ Arrivals warps[kWarps];
   const Arrivals mine = CountTokens(q, blockIdx.y, WarpTokens(q));
@@ -268,7 +270,8 @@ __global__ void __launch_bounds__(kThreads) TallyKernel(const __grid_constant__ 
   out[2] = sum.early;
 }
 
-// Sums of parts before `part`, in order of arrival, by a whole block; all of them with the last.
+// Sums over parts before `part`, in order of arrival, computed by a whole block. The last part gets
+// all.
 __device__ Arrivals SumParts(const Params& q, int begin, int end, Arrivals* shared) {
   Arrivals sum{0, 0, 0};
   for (int i = begin + threadIdx.x; i < end; i += kThreads) {
@@ -292,7 +295,7 @@ __device__ Arrivals SumParts(const Params& q, int begin, int end, Arrivals* shar
   return *shared;
 }
 
-// The warp's tokens: their entries and staged rows, numbered from `entry` and `staged` on.
+// Writes entries and staged rows of the warp's tokens, numbered from `entry` and `staged` on.
 __device__ void WriteTokens(const Params& q, int arrival, const TokenRange& range, int32_t entry,
                             int32_t staged) {
   const int lane = threadIdx.x % 32;
@@ -319,7 +322,7 @@ __device__ void WriteTokens(const Params& q, int arrival, const TokenRange& rang
   }
 }
 
-// blockIdx: part, source in order of arrival.
+// blockIdx is (part, source in order of arrival).
 __global__ void __launch_bounds__(kThreads) ReceiveKernel(const __grid_constant__ Params q) {
   __shared__ Arrivals shared;
   __shared__ Arrivals warps[kWarps];

@@ -1,3 +1,4 @@
+// SideStream: a stream for exchanges between nodes.
 #include "cuda/nccl/side_stream.h"
 
 #include <map>

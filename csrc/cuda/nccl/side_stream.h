@@ -1,3 +1,4 @@
+// SideStream: a stream for exchanges between nodes.
 #ifndef EP_RUNTIME_CUDA_NCCL_SIDE_STREAM_H_
 #define EP_RUNTIME_CUDA_NCCL_SIDE_STREAM_H_
 
@@ -8,24 +9,26 @@
 namespace ep_runtime {
 namespace nccl {
 
-// A stream beside XLA's, on which exchanges run while kernels of the same call do the rest. One for
-// each device, of the highest priority: an exchange's few blocks must not queue behind thousands.
+// A stream next to XLA's, on which exchanges run while other kernels of the same call run. Each
+// device has one, with the highest priority: an exchange's few blocks must not queue behind
+// thousands of blocks.
 class SideStream {
  public:
-  // The current device's. Made when first asked for, never destroyed.
+  // Returns the current device's, created on first use and never destroyed.
   static Status OfDevice(SideStream** out);
 
   cudaStream_t stream() const { return stream_; }
-  // What comes here waits for what `stream` has been given by now.
+  // Later work here waits for the present work of `stream`.
   Status Follow(cudaStream_t stream);
-  // What comes on `stream` waits for what was given here by now.
+  // Later work on `stream` waits for the present work here.
   Status Join(cudaStream_t stream);
 
  private:
   Status Open();
 
   cudaStream_t stream_ = nullptr;
-  cudaEvent_t given_ = nullptr;  // recorded anew each time: a wait keeps what it found
+  cudaEvent_t given_ =
+      nullptr;  // recorded anew each time, because a wait keeps the record it found
   cudaEvent_t done_ = nullptr;
 };
 

@@ -1,3 +1,4 @@
+// Kernels on values of slots, and on rows without a slot.
 #include "cuda/nccl/slots.h"
 
 namespace ep_runtime {
@@ -6,7 +7,7 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kEmptyThreads = 128;
-constexpr int kEmptyBlocks = 32;  // that share the rows of one zone
+constexpr int kEmptyBlocks = 32;  // blocks that share the rows of one zone
 constexpr int64_t kMaxBlocks = 1024;
 
 unsigned BlocksFor(int64_t count) {
@@ -46,7 +47,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// blockIdx.y: the expert, or L for what comes behind the last zone.
+// blockIdx.y is the expert, or L for rows behind the last zone.
 __global__ void __launch_bounds__(kEmptyThreads)
     EmptyRowsKernel(const __grid_constant__ EmptyRowsParams p) {
   __shared__ int64_t bounds[2];

@@ -1,4 +1,4 @@
-// Values of one number a slot, and rows that no slot has, around an exchange between nodes.
+// Values of one number per slot, and rows without a slot, around an exchange between nodes.
 //
 // Letters: V virtual tokens of K slots (`ops/calls/plan.py`), C rows of a slab of L experts.
 #ifndef EP_RUNTIME_CUDA_NCCL_SLOTS_H_
@@ -12,19 +12,19 @@ namespace ep_runtime {
 namespace nccl {
 
 struct Slots {
-  const int32_t* row;  // [V * K], device: of the slab; others than 0 to C - 1: no row here
+  const int32_t* row;  // [V * K], device: row in the slab; not 0 to C - 1: no row here
   int64_t count;       // V * K
   int32_t capacity;    // C
 };
 
-// of_row[row of slot i] = of_slot[i], or 1 where that is null.
+// of_row[row of slot i] = of_slot[i], or 1 if of_slot is null.
 cudaError_t LaunchToRows(cudaStream_t stream, const Slots& slots, const float* of_slot,
                          float* of_row);
-// of_slot[i] = of_row[row of slot i], 0 without a row.
+// of_slot[i] = of_row[row of slot i], or 0 without a row.
 cudaError_t LaunchToSlots(cudaStream_t stream, const Slots& slots, const float* of_row,
                           float* of_slot);
-// Of what every rank says of this one's `count` slots, [ranks, count], that of the rank that holds
-// the slot's row; 0 where none does.
+// Picks for each of this rank's `count` slots the value that the rank with the slot's row sent,
+// from [ranks, count]; 0 if no rank has the row.
 cudaError_t LaunchPickSlots(cudaStream_t stream, const int32_t* dst_rank, int64_t count,
                             int32_t ranks, const float* of_ranks, float* of_slot);
 
@@ -36,7 +36,7 @@ struct EmptyRowsParams {
   int64_t row_bytes;           // a multiple of 16
   void* rows;                  // [C, row_bytes], device: zeros in padding
   float* of_row;               // [C], device: likewise, or null
-  bool past_rows;              // zeros in rows past the last zone too
+  bool past_rows;              // also zero the rows past the last zone
   bool past_of_row;
 };
 cudaError_t LaunchEmptyRows(cudaStream_t stream, const EmptyRowsParams& params);
