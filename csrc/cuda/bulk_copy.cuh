@@ -1,6 +1,6 @@
 // Bulk asynchronous copies between global memory (this device's or a peer's) and shared memory.
 //
-// One thread issues the copies of a buffer and waits for them: bulk groups belong to a thread.
+// One thread issues a buffer's copies and waits for them, because bulk groups belong to a thread.
 #ifndef EP_RUNTIME_CUDA_BULK_COPY_CUH_
 #define EP_RUNTIME_CUDA_BULK_COPY_CUH_
 
@@ -15,12 +15,12 @@ __device__ __forceinline__ uint32_t SharedAddress(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
-// Orders memory accesses of this thread with those of the copy engine.
+// Orders memory accesses of this thread with accesses of the copy engine.
 __device__ __forceinline__ void FenceProxyAsync() {
   asm volatile("fence.proxy.async;" ::: "memory");
 }
 
-// Completion of loads into one buffer.
+// Barrier for loads into one buffer.
 struct LoadBarrier {
   uint64_t word;
 
@@ -64,12 +64,12 @@ __device__ __forceinline__ void BulkStore(void* global, const void* shared, uint
 __device__ __forceinline__ void CommitStores() {
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
-// At most kPending groups still read shared memory.
+// Waits until at most kPending groups still read shared memory.
 template <int kPending>
 __device__ __forceinline__ void WaitStoresRead() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
 }
-// At most kPending groups have not arrived.
+// Waits until at most kPending groups have not arrived.
 template <int kPending>
 __device__ __forceinline__ void WaitStores() {
   asm volatile("cp.async.bulk.wait_group %0;" ::"n"(kPending) : "memory");

@@ -1,4 +1,4 @@
-// Fills arrays of a call that failed, so that no half-made result looks like one.
+// Fills results of a failed call, so that half-made results do not look like good ones.
 #ifndef EP_RUNTIME_CUDA_FILL_CUH_
 #define EP_RUNTIME_CUDA_FILL_CUH_
 
@@ -10,10 +10,10 @@ namespace cuda {
 struct Output {
   void* data;  // device, aligned to 4 bytes unless all bytes of the pattern are equal
   int64_t bytes;
-  uint32_t pattern;  // what a failed call leaves in it
+  uint32_t pattern;  // left in it by a failed call
 };
 
-// What thread number `thread` of `threads` writes of it, 16 bytes at a time.
+// Writes the part of `output` that belongs to thread `thread` of `threads`, 16 bytes at a time.
 __device__ inline void FillOutput(const Output& output, int64_t thread, int64_t threads) {
   const uint32_t pattern = output.pattern;
   auto* bytes = static_cast<uint8_t*>(output.data);

@@ -1,3 +1,4 @@
+// Fp8Format: the two 8-bit float formats.
 #ifndef EP_RUNTIME_CUDA_FP8_FORMAT_H_
 #define EP_RUNTIME_CUDA_FP8_FORMAT_H_
 

@@ -1,4 +1,4 @@
-// f32 values as 8-bit floats: scales and rounding, as on CPU.
+// f32 values as 8-bit floats, with the scales and the rounding of the CPU.
 #ifndef EP_RUNTIME_CUDA_FP8_VALUES_CUH_
 #define EP_RUNTIME_CUDA_FP8_VALUES_CUH_
 
@@ -10,7 +10,7 @@
 namespace ep_runtime {
 namespace cuda {
 
-constexpr float kSmallest = 1.17549435e-38f;  // 2^-126: what is below is 0 on CPU
+constexpr float kSmallest = 1.17549435e-38f;  // 2^-126: smaller values are 0 on CPU
 
 template <Fp8Format kFormat>
 struct Fp8 {
@@ -18,7 +18,7 @@ struct Fp8 {
   static constexpr float kLargest = kWide ? 57344.0f : 448.0f;
   static constexpr int kExponent = kWide ? 15 : 8;  // kLargest is 1.75 * 2^kExponent
   static constexpr uint32_t kNan = kWide ? 0x7Eu : 0x7Fu;
-  static constexpr uint32_t kInfinity = kWide ? 0x7Cu : 0x7Fu;  // e4m3 has none
+  static constexpr uint32_t kInfinity = kWide ? 0x7Cu : 0x7Fu;  // e4m3 has none: its NaN
 
   __device__ static float ScaleOf(float amax, bool power_of_two) {
     if (amax < kSmallest) return 1.0f;
@@ -27,12 +27,12 @@ struct Fp8 {
     const int biased = (raw >> 23) - kExponent + ((raw & 0x7FFFFF) > 0x600000);
     return __int_as_float(min(max(biased, 1), 254) << 23);
   }
-  // Saturates; two values to two bytes, the first one lowest.
+  // Rounds two values to two bytes, the first value in the lower byte. Saturates.
   __device__ static uint32_t Pair(float low, float high) {
     return __nv_cvt_float2_to_fp8x2(make_float2(low, high), __NV_SATFINITE,
                                     kWide ? __NV_E5M2 : __NV_E4M3);
   }
-  // The inverse, of the lower two bytes.
+  // The inverse of Pair, for the lower two bytes.
   __device__ static float2 Widen(uint32_t pair) {
     const __half2 exact(__nv_cvt_fp8x2_to_halfraw2(static_cast<__nv_fp8x2_storage_t>(pair),
                                                    kWide ? __NV_E5M2 : __NV_E4M3));
@@ -44,7 +44,7 @@ struct Fp8 {
   }
 };
 
-// Values and results below 2^-126 are zeros with their sign, as on CPU.
+// Operands and results below 2^-126 become zeros with their sign, as on CPU.
 __device__ __forceinline__ float MultiplyFlushed(float a, float b) {
   float product;
   asm("mul.rn.ftz.f32 %0, %1, %2;" : "=f"(product) : "f"(a), "f"(b));

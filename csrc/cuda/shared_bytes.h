@@ -1,3 +1,4 @@
+// Allows a kernel's launches to use dynamic shared memory.
 #ifndef EP_RUNTIME_CUDA_SHARED_BYTES_H_
 #define EP_RUNTIME_CUDA_SHARED_BYTES_H_
 
@@ -10,10 +11,10 @@
 namespace ep_runtime {
 namespace cuda {
 
-// Lets launches of a kernel on the current device take so many bytes of dynamic shared memory. Asks
-// the driver only where no launch took as many before: a block call has launches that only look and
-// end. The driver keeps one limit for all threads, and a smaller one would end what another thread
-// was allowed, so the largest is kept for all of them too.
+// Allows launches of a kernel on the current device to take so many bytes of dynamic shared memory.
+// Calls the driver only if no launch took as many before, because many launches of a block call
+// only check `wanted` and end. The driver has one limit for all threads, and a smaller limit would
+// revoke another thread's, so this keeps the largest for all threads too.
 template <typename Kernel>
 cudaError_t AllowSharedBytes(Kernel* kernel, size_t bytes) {
   static std::mutex mutex;

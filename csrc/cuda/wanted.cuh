@@ -1,4 +1,4 @@
-// Launches that only some data ask for: what decides is on the device, and no host waits for it.
+// Launches that only some data need. A flag on the device decides, so that the host need not wait.
 #ifndef EP_RUNTIME_CUDA_WANTED_CUH_
 #define EP_RUNTIME_CUDA_WANTED_CUH_
 
@@ -7,8 +7,8 @@
 namespace ep_runtime {
 namespace cuda {
 
-// Before anything else in a kernel: whether the whole launch has nothing to do. `wanted` is [1],
-// written by an earlier launch of the stream; null: there is something to do.
+// Whether the whole launch has nothing to do. Kernels call this first. `wanted` is [1], written by
+// an earlier launch of the stream; null: there is work.
 __device__ __forceinline__ bool LeftOut(const int32_t* wanted) {
   return wanted != nullptr && *wanted == 0;
 }

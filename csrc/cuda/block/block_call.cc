@@ -1,34 +1,34 @@
-// The launches of a block call, one after another on one stream, but for pairs in brackets: an
-// exchange and a product that do not need each other, side by side where the group overlaps and all
-// tokens go through at once.
+// The launches of a block call, one after another on one stream. Brackets hold an exchange and a
+// product that do not need each other: they overlap if the group overlaps and all tokens go through
+// at once.
 //
 //   forward, of each pass                  backward, of each pass
 //   tokens  <- dispatch x                  grads   <- dispatch dy
 //   kept    <- tokens @ wi, or hidden      [tokens <- dispatch x | d_inner <- grads @ wo^T]
-//   inner   <- activation                  hidden  <- tokens @ wi, where it was not kept
+//   inner   <- activation                  hidden  <- tokens @ wi, if it was not saved
 //   tokens  <- inner @ wo                  inner   <- activation, weighted
 //   y       <- combine                     hidden  <- activation's gradient, and of weights
 //                                          dwo     <- inner^T @ grads
 //                                          grads   <- hidden @ wi^T
 //                                          [dx     <- combine    | dwi <- tokens^T @ hidden]
 //
-// Of a pair the exchange runs on a side stream. The product's first launch leaves it as many SMs as
-// it has blocks, so that either may start first; its second one follows the exchange there, on the
-// SMs that are free then, and both draw tickets for its tiles. No circle of waits comes of it: the
-// product waits for nobody, so that blocks of the exchange get SMs in any case, here and on every
-// peer; and exchanges of a rank still run one after another, in the same order on all ranks, as the
-// side stream joins before the next one. Who computes a tile changes no bit.
+// In a pair, the exchange runs on a side stream. The product's first launch leaves free as many SMs
+// as the exchange has blocks, so that either may start first. Its second launch follows the
+// exchange on the side stream, on the SMs that are free then. Both launches draw tickets for the
+// product's tiles. This cannot deadlock: the product waits for nobody, so the exchange's blocks get
+// SMs in any case, here and on every peer. And exchanges of a rank still run one after another, in
+// the same order on all ranks, because the side stream joins before the next exchange. The bits of
+// a tile do not depend on the block that computes it.
 //
-// With 8-bit products: quantized_experts.h. Of f32 rows, whose products are in tf32, dwo and dwi
-// are products of transposed copies of what they are made of, and forward ones of such copies of
-// the weights.
+// For 8-bit products see quantized_experts.h. Products of f32 rows are in tf32: dwo and dwi
+// multiply transposed copies of rows, and forward multiplies transposed copies of the weights.
 //
-// Passes: one over all tokens by the plan of all of them, where every rank's rows fit the
-// workspace; else one over each part of the tokens, by a plan made on the way. A token's sum lies
-// in one pass, so that y and dx are the same bits either way; gradients of weights add up, rounded
-// once a part. Backward is the same for weights multiplied early and late: y = sum (w * act) @ wo +
-// w * bias. A program with frozen weights asks for neither dwo nor dwi: their products are left
-// out.
+// A call makes one pass over all tokens, by the plan of all of them, if every rank's rows fit the
+// workspace. Otherwise it makes one pass over each chunk of the tokens (`part` in code), by a plan
+// made in the call. One pass makes the whole sum of a token, so y and dx have the same bits either
+// way. Gradients of weights add up and are rounded once a chunk. Backward is the same for weights
+// multiplied early and late: y = sum (w * act) @ wo + w * bias.
+// A program with frozen weights asks for neither dwo nor dwi: their products are left out.
 
 #include "cuda/block/block_call.h"
 
@@ -59,10 +59,10 @@ Plan Const(const MutablePlan& p) {
 struct TokenPass {
   const int32_t* wanted;
   Plan plan;
-  int32_t begin;  // token
+  int32_t begin;  // first token
   int32_t tokens;
-  bool whole;  // the first product may be kept
-  bool adds;   // gradients of weights, to what is there
+  bool whole;  // all tokens, so the first product may be saved
+  bool adds;   // gradients of weights are added to the sums that are there
 };
 
 class BlockLaunches : private ExpertLaunches {
@@ -95,7 +95,7 @@ class BlockLaunches : private ExpertLaunches {
     return backward_ ? Backward(pass) : Forward(pass);
   }
 
-  // The exchanges of a pass with 8-bit products, and those between them.
+  // Exchanges of a pass with 8-bit products, and the experts between them.
   cudaError_t Quantized(const TokenPass& pass) {
     const QuantizedExperts experts(stream_, p_, at_);
     EP_RETURN_IF_CUDA_ERROR(
@@ -108,7 +108,8 @@ class BlockLaunches : private ExpertLaunches {
   cudaError_t QuantizedBwd(const TokenPass& pass) {
     const PassRows rows = RowsOf(pass);
     const QuantizedExperts experts(stream_, p_, at_);
-    // Its gradient sums rows of gradients, which lie where tokens' were: nothing may come there.
+    // d_wo_bias sums the wide rows of gradients, which lie where the tokens' wide rows were. So
+    // tokens must arrive first.
     const bool tokens_first = p_.wo_bias != nullptr;
     const auto send_tokens = [&](cudaStream_t stream, const ExchangeGrids& grids) {
       return LaunchDispatch(stream, SentTokens(pass, grids, experts));
@@ -190,15 +191,15 @@ class BlockLaunches : private ExpertLaunches {
     return RunBeside(pass, combine, beside.reduce_blocks + beside.sum_blocks, gemm);
   }
 
-  // An exchange, of so many blocks where they run side by side, and a product that needs nothing of
-  // it.
+  // Launches an exchange and a product that do not need each other. `blocks` are the exchange's if
+  // the two overlap.
   template <typename Exchange>
   cudaError_t RunBeside(const TokenPass& pass, const Exchange& exchange, int32_t blocks,
                         GroupedGemmParams gemm) {
     const auto even = [](int32_t count) { return count / 2 * 2; };
     const int32_t rest = p_.side == nullptr ? 0 : even(p_.side->processors() - blocks);
-    // With fewer SMs the product would take longer than both do in turn. Parts are rare, and where
-    // there are none each launch that is left out costs as much as another.
+    // With fewer SMs the product would take longer than both in turn. Chunks do not overlap either:
+    // they are rare, and their unused launches cost every call time.
     if (rest < blocks || !pass.whole) {
       EP_RETURN_IF_CUDA_ERROR(exchange(stream_, p_.alone));
       return Multiply(stream_, gemm);
@@ -223,7 +224,7 @@ class BlockLaunches : private ExpertLaunches {
     if (s_.kept_rows > 0) {
       rows.places[rows.count++] = {&at_.decision->kept, p_.kept, s_.kept_rows};
     }
-    // Backward may find that nobody made what is kept.
+    // Backward may find that forward did not fill `kept`.
     const bool holds_all = s_.kept_rows >= s_.rows && p_.made == nullptr;
     if (!holds_all) rows.places[rows.count++] = {&at_.decision->again, at_.hidden, s_.rows};
     return rows;
@@ -261,7 +262,7 @@ class BlockLaunches : private ExpertLaunches {
     return LaunchPrepare(stream_, prepare);
   }
 
-  // What every exchange of a pass's rows is told alike.
+  // The parameters that all exchanges of a pass share.
   template <typename Params>
   Params ExchangeOf(const TokenPass& pass) const {
     Params params{};
@@ -285,7 +286,7 @@ class BlockLaunches : private ExpertLaunches {
     return dispatch;
   }
 
-  // Gradients of the experts' outputs as they would be without weights: copies of their tokens'.
+  // Gradients of the experts' outputs without weights: copies of the tokens' gradients.
   CombineBwdParams Grads(const TokenPass& pass) const {
     auto grads = ExchangeOf<CombineBwdParams>(pass);
     grads.grad = TokensOf(pass, p_.dy);
@@ -295,7 +296,7 @@ class BlockLaunches : private ExpertLaunches {
     return grads;
   }
 
-  // Both as 8-bit products take them, where they are quantized before they are sent.
+  // Tokens and gradients as 8-bit operands, if they are quantized before they are sent.
   DispatchParams SentTokens(const TokenPass& pass, const ExchangeGrids& grids,
                             const QuantizedExperts& experts) const {
     DispatchParams dispatch = Tokens(pass, grids);
@@ -348,12 +349,12 @@ class BlockLaunches : private ExpertLaunches {
     gemm.rhs = first ? p_.wi : p_.wo;
     gemm.rhs_up = first ? p_.wi_up : nullptr;
     if (product == GemmProduct::kForward) gemm.rhs_copy = at_.weights_32;
-    // On all SMs too: 2 to 5% of a backward call.
+    // Tickets help on all SMs too: 2 to 5% of a backward call.
     if (product != GemmProduct::kForward) gemm.tickets.words = at_.decision->tickets;
     return gemm;
   }
 
-  // What a weight gradient is made of: rows [W, ...], or their copies.
+  // Operands of a weight gradient: rows [W, ...], or transposed copies of rows.
   struct GradOperands {
     const void* lhs;
     const void* grads;

@@ -1,4 +1,4 @@
-// What a block call decides on the device, before anything else, and what it does after all else.
+// Kernels that run before and after all else of a block call. The first decides which launches run.
 #ifndef EP_RUNTIME_CUDA_BLOCK_DECIDE_H_
 #define EP_RUNTIME_CUDA_BLOCK_DECIDE_H_
 
@@ -17,24 +17,24 @@ struct DecideParams {
   int32_t parts;
   const int32_t* most;         // [1], device: rows of the fullest slab of all ranks
   const int32_t* group_sizes;  // [L], device
-  const int32_t* made;         // [1], device, or null: as BlockParams
+  const int32_t* made;         // [1], device, or null: BlockParams::made
   Decision* decision;          // device
 };
-// Also counts the parts where there are more than one.
+// Also counts the chunks if there are several.
 cudaError_t LaunchDecide(cudaStream_t stream, const DecideParams& params);
 
-// Slots of a part of the tokens for its own prepare: those that the whole plan dropped stay out.
+// Copies a chunk's slots for its own prepare, without slots that the whole plan dropped.
 struct SlotsParams {
   const int32_t* wanted;    // [1], device
-  const int32_t* topk_idx;  // [slots], device, of the part
-  const int32_t* dst_rank;  // [slots], device, of the part in the whole plan
+  const int32_t* topk_idx;  // [slots], device, of the chunk
+  const int32_t* dst_rank;  // [slots], device, of the chunk in the whole plan
   int32_t slots;
   int32_t* out;  // [slots], device
 };
 cudaError_t LaunchSlots(cudaStream_t stream, const SlotsParams& params);
 
-// Fills all float results with NaN where an exchange of the call failed: products of rows that did
-// not come are finite.
+// Fills all float results with NaN if an exchange of the call failed, because products of rows that
+// never came are finite.
 cudaError_t LaunchEnd(cudaStream_t stream, const BlockParams& params, bool backward);
 
 }  // namespace block

@@ -1,3 +1,4 @@
+// Launches between a block call's exchanges, for operands of every type.
 #include "cuda/block/expert_launches.h"
 
 #include "cuda/gemm/grouped_gemm.h"
@@ -54,7 +55,8 @@ cudaError_t ExpertLaunches::ActivateBwd(const PassRows& rows, const Hidden& hidd
   return LaunchActivation(stream_, activation);
 }
 
-// That of wo's bias is weighted, and so are its own gradients: y = sum w * bias.
+// In y the bias of wo is weighted: sum w * bias. So its gradient is weighted, and the weights have
+// a gradient by it.
 cudaError_t ExpertLaunches::SumBiases(const PassRows& rows) const {
   GroupSumsParams sums{};
   sums.type = p_.type;

@@ -1,4 +1,4 @@
-// What the launches between a block call's exchanges say alike, whatever type their operands have.
+// Launches between a block call's exchanges, as far as they are equal for operands of every type.
 #ifndef EP_RUNTIME_CUDA_BLOCK_EXPERT_LAUNCHES_H_
 #define EP_RUNTIME_CUDA_BLOCK_EXPERT_LAUNCHES_H_
 
@@ -22,20 +22,20 @@ namespace ep_runtime {
 namespace cuda {
 namespace block {
 
-// Where a pass's first product lies, as one of its ways has it.
+// A place for a pass's first product, and the flag that is set if the product goes there.
 struct Hidden {
   const int32_t* wanted;
   void* rows;
-  int32_t count;  // that there is room for
+  int32_t count;  // rows that there is room for
 };
 
-// Rows of a pass, after its exchanges.
+// Rows of a pass after its exchanges.
 struct PassRows {
   const int32_t* wanted;
   const int32_t* group_sizes;  // [L]
-  bool adds;                   // gradients of weights, to what is there
-  Hidden places[2];            // of the first product; the device knows which
-  int count;                   // of places
+  bool adds;                   // gradients of weights are added to the sums that are there
+  Hidden places[2];            // for the first product; the device chooses one
+  int count;                   // number of places
 };
 
 class ExpertLaunches {
@@ -46,18 +46,18 @@ class ExpertLaunches {
   rows::RowGroups GroupsOf(const PassRows& rows, int32_t count) const {
     return {rows.group_sizes, 1, s_.experts, count};
   }
-  // A product by the first weight or the second, but for its operands.
+  // A product by the first or the second weight, without its operands.
   GroupedGemmParams ProductOf(GemmProduct product, const PassRows& rows, void* out,
                               bool first) const;
-  // The first product, where one of the ways has it, from a product of the pass.
+  // Turns `gemm`, a first product, into the launch for one of its places.
   GroupedGemmParams InPlace(GroupedGemmParams gemm, const Hidden& hidden) const;
-  // Transposed copies of them.
+  // Whether the workspace has room for transposed copies of rows.
   bool CopiesFit() const;
   gemm::Groups CopiedGroups(const PassRows& rows) const;
   static cudaError_t Multiply(cudaStream_t stream, GroupedGemmParams gemm);
   cudaError_t Multiply(const GroupedGemmParams& gemm) const { return Multiply(stream_, gemm); }
 
-  // An activation of either kind, but for its results and weights.
+  // An activation or its gradient, without results and weights.
   template <typename Params>
   Params ActivationOf(const PassRows& rows, const Hidden& hidden) const {
     Params activation{};
@@ -72,7 +72,7 @@ class ExpertLaunches {
   }
   cudaError_t ActivateBwd(const PassRows& rows, const Hidden& hidden) const;
   bool WantsWeightGrads() const { return p_.dwo != nullptr; }
-  // Gradients of both biases, where there are any.
+  // Sums the gradients of both biases, if there are any.
   cudaError_t SumBiases(const PassRows& rows) const;
 
   cudaStream_t stream_;

@@ -1,3 +1,4 @@
+// Launches of the experts whose products take 8-bit operands.
 #include "cuda/block/quantized_experts.h"
 
 #include "cuda/gemm/copies/transpose.h"
@@ -44,7 +45,8 @@ cudaError_t QuantizedExperts::Forward(const PassRows& rows) const {
   if (!SendsTokens()) {
     EP_RETURN_IF_CUDA_ERROR(Quantize(rows, at_.tokens, s_.hidden, Fp8Format::kE4M3, at_.q_tokens));
   }
-  // One way is wanted: q_inner lies where q_tokens were read by it.
+  // Only one place is wanted. q_inner may lie over q_tokens, because that place's product has read
+  // them.
   for (int i = 0; i < rows.count; ++i) {
     EP_RETURN_IF_CUDA_ERROR(FirstProduct(rows, rows.places[i], p_.wi));
     EP_RETURN_IF_CUDA_ERROR(Activate(rows, rows.places[i], p_.early));
@@ -118,7 +120,7 @@ cudaError_t QuantizedExperts::HiddenGrads(const PassRows& rows) const {
   return cudaSuccess;
 }
 
-// The same bits by rows in the type of rows, which gradients of biases are sums of.
+// The same bits, by way of wide rows, because gradients of biases are sums of wide rows.
 cudaError_t QuantizedExperts::WideHiddenGrads(const PassRows& rows) const {
   for (int i = 0; i < rows.count; ++i) {
     EP_RETURN_IF_CUDA_ERROR(ActivateBwd(rows, rows.places[i]));
@@ -129,7 +131,8 @@ cudaError_t QuantizedExperts::WideHiddenGrads(const PassRows& rows) const {
 }
 
 bool QuantizedExperts::NeedsWide() const {
-  // A tile of a fused pass ends with gate, as one of a row of both does where it ends there.
+  // The fused kernel's scale tiles end with the gate. Tiles of the whole row do so too only if the
+  // gate is whole tiles.
   const bool tiles = s_.scaling != GemmScaling::kBlock || !p_.gated || s_.inner % kTile == 0;
   return p_.wi_bias != nullptr || p_.wo_bias != nullptr || !tiles;
 }
@@ -156,7 +159,7 @@ cudaError_t QuantizedExperts::Quantize(const PassRows& rows, const void* values,
   return LaunchQuantizeRows(stream_, quantize);
 }
 
-// Of the amax that there is.
+// Computes scales from the amax in the workspace.
 cudaError_t QuantizedExperts::ScalesOf(const int32_t* wanted, Fp8Format format,
                                        float* scale) const {
   return LaunchGroupScales(stream_, {format, s_.experts, at_.amax, scale, wanted});
@@ -176,7 +179,7 @@ cudaError_t QuantizedExperts::Activate(const PassRows& rows, const Hidden& hidde
   return Activate(activation, at_.q_inner);
 }
 
-// Of values or gradients, scales included.
+// Quantizes an activation's values or gradients, with scales.
 cudaError_t QuantizedExperts::Activate(QuantizedActivationParams activation,
                                        const QuantizedRows& out) const {
   activation.num_experts = s_.experts;
@@ -219,8 +222,8 @@ GroupedGemmParams QuantizedExperts::DataGrad(const PassRows& rows, const Quantiz
   return gemm;
 }
 
-// The tensor cores want what is contracted along memory. Scales along a row's values do not serve
-// sums over rows: it is quantized once more.
+// Transposes both operands, because the tensor cores take the contracted dim along memory. Scales
+// along a row do not serve sums over rows, so block-scaled rows are quantized once more.
 cudaError_t QuantizedExperts::TurnBoth(const PassRows& rows, const QuantizedRows& lhs,
                                        int32_t lhs_width, const QuantizedRows& grads,
                                        int32_t grads_width, const Copies& copies) const {

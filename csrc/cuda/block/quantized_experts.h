@@ -1,25 +1,25 @@
-// The experts of a block call whose products take 8-bit operands: what is launched between the
-// exchanges of a pass, and what stands beside them, in brackets. Weights come quantized; rows are
-// quantized here, each as often as it is multiplied.
+// The experts of a block call whose products take 8-bit operands: launches between the exchanges of
+// a pass, and in brackets the launches that overlap an exchange. Weights come quantized. Rows are
+// quantized here, once for each product that reads them.
 //
 //   forward                                      backward
 //   q_tokens <- tokens                           q_grads  <- grads
 //   kept     <- q_tokens @ wi, or hidden         [dispatch x | d_inner <- q_grads @ wo^T]
 //   q_inner  <- activation, quantized            q_tokens <- tokens
-//   tokens   <- q_inner @ wo                     hidden   <- q_tokens @ wi, where it was not kept
+//   tokens   <- q_inner @ wo                     hidden   <- q_tokens @ wi, if it was not saved
 //                                                q_inner  <- activation, weighted and quantized
 //                                                dwo      <- q_inner^T @ q_grads
 //                                                q_hidden <- activation's gradient, quantized, and
-//                                                            that of weights
+//                                                            the gradient of weights
 //                                                grads    <- q_hidden @ wi^T
 //                                                [combine | dwi <- q_tokens^T @ q_hidden]
 //
-// Block scales are those of tokens by themselves: where a row's fill whole copies, x and dy (dy
-// without a bias of wo) are quantized before they are sent, in half of the bytes, and arrive as
-// q_tokens and q_grads. Tensor scales are those of a pass's rows on this device, so rows are
-// quantized as they arrive.
+// With block scales each token is quantized alone. So if a row's scales fill whole copies, x and dy
+// (dy without a bias of wo) are quantized before they are sent, in half of the bytes, and arrive as
+// q_tokens and q_grads. With tensor scales a scale is of all rows that a pass brings to this
+// device, so rows are quantized after they arrive.
 //
-// What gradients of weights are made of lies where rows were that nobody reads any more.
+// Operands of weight gradients lie over rows that nobody reads any more.
 #ifndef EP_RUNTIME_CUDA_BLOCK_QUANTIZED_EXPERTS_H_
 #define EP_RUNTIME_CUDA_BLOCK_QUANTIZED_EXPERTS_H_
 
@@ -40,18 +40,18 @@ class QuantizedExperts : private ExpertLaunches {
       : ExpertLaunches(stream, params, at) {}
 
   bool SendsTokens() const { return SendsQuantized(s_); }
-  // Sums of wide gradients are wanted too where there is a bias.
+  // With a bias of wo the wide gradients are needed too.
   bool SendsGrads() const { return SendsQuantized(s_) && p_.wo_bias == nullptr; }
-  // `sent` <- so many tokens' values [tokens, H], before an exchange of either.
+  // Quantizes the values [tokens, H] of so many tokens into `sent`, before their exchange.
   cudaError_t PackTokens(const int32_t* wanted, const void* values, int32_t tokens) const;
   cudaError_t PackGrads(const int32_t* wanted, const void* values, int32_t tokens) const;
 
   cudaError_t Forward(const PassRows& rows) const;
-  // Backward. The second exchange of two puts its wide rows where those of the first were.
+  // Backward. The second exchange puts its wide rows where the first exchange's were.
   cudaError_t TakeGrads(const PassRows& rows) const;
   GroupedGemmParams InnerGrad(const PassRows& rows) const;  // d_inner
   cudaError_t TakeTokens(const PassRows& rows) const;
-  // After these three: all but dwi, whose copies are made.
+  // Runs everything else except dwi, and makes dwi's operands.
   cudaError_t Backward(const PassRows& rows) const;
   GroupedGemmParams FirstWeightGrad(const PassRows& rows) const;  // dwi
 
@@ -64,7 +64,7 @@ class QuantizedExperts : private ExpertLaunches {
   cudaError_t FirstProduct(const PassRows& rows, const Hidden& hidden, const void* wi) const;
   cudaError_t Activate(const PassRows& rows, const Hidden& hidden, bool weighted) const;
   cudaError_t Activate(QuantizedActivationParams activation, const QuantizedRows& out) const;
-  // dwo and q_hidden.
+  // Makes dwo and q_hidden.
   cudaError_t HiddenGrads(const PassRows& rows) const;
   cudaError_t WideHiddenGrads(const PassRows& rows) const;
   bool NeedsWide() const;
@@ -74,7 +74,7 @@ class QuantizedExperts : private ExpertLaunches {
   GroupedGemmParams DataGrad(const PassRows& rows, const QuantizedRows& grads, void* out,
                              bool first) const;
   cudaError_t SecondWeightGrad(const PassRows& rows) const;
-  // Of copies that TurnBoth made of the same rows.
+  // A product of the copies that TurnBoth made of the same rows.
   GroupedGemmParams WeightGrad(const PassRows& rows, const QuantizedRows& lhs,
                                const QuantizedRows& grads, const Copies& copies, bool first) const;
   cudaError_t TurnBoth(const PassRows& rows, const QuantizedRows& lhs, int32_t lhs_width,

@@ -1,3 +1,4 @@
+// The layout of a block call's workspace.
 #include "cuda/block/workspace.h"
 
 #include <algorithm>
@@ -7,11 +8,11 @@ namespace cuda {
 namespace block {
 namespace {
 
-constexpr int64_t kRegionBytes = 1024;  // they begin at multiples of it
+constexpr int64_t kRegionBytes = 1024;  // regions begin at its multiples
 constexpr int64_t kDecisionBytes = 4096;
-constexpr int64_t kScaledValues = 128;  // of a row, that share a block's scale
-constexpr int64_t kPaddedTo = 128;      // rows of a group in a transposed copy
-constexpr int64_t kCopied = 16;         // bytes that copies are multiples of
+constexpr int64_t kScaledValues = 128;  // values of a row that share a block's scale
+constexpr int64_t kPaddedTo = 128;      // a transposed copy pads each group's rows to its multiples
+constexpr int64_t kCopied = 16;         // copies move multiples of so many bytes
 
 int64_t Blocks(int64_t values, int64_t each) { return (values + each - 1) / each; }
 
@@ -25,19 +26,19 @@ class Regions {
     used_ += AlignUp(bytes, kRegionBytes);
   }
   void TakeWords(int64_t words, int32_t** out) { Take(4 * words, out); }
-  // The next ones lie where those from `at` on do.
+  // The next regions begin at `at`, over the regions there.
   void BackTo(int64_t at) {
     most_ = std::max(most_, used_);
     used_ = at;
   }
-  // They lie behind all.
+  // The next regions begin behind all others.
   void PastAll() { used_ = std::max(most_, used_); }
   int64_t used() const { return used_; }
 
  private:
   uint8_t* base_;
   int64_t used_ = 0;
-  int64_t most_ = 0;  // that was ever used
+  int64_t most_ = 0;  // end of the last region that ever was
 };
 
 void TakePart(const BlockSizes& s, Regions* regions, Workspace* out) {
@@ -45,7 +46,7 @@ void TakePart(const BlockSizes& s, Regions* regions, Workspace* out) {
   regions->TakeWords(slots, &out->topk_idx);
   regions->TakeWords(slots, &out->plan.dst_rank);
   regions->TakeWords(slots, &out->plan.dst_row);
-  regions->TakeWords(PackedColumns(s.ranks) * s.ranks, &out->plan.recv_count);  // at most
+  regions->TakeWords(PackedColumns(s.ranks) * s.ranks, &out->plan.recv_count);  // an upper bound
   regions->TakeWords(s.ranks * tokens + 1, &out->plan.staged_start);
   regions->TakeWords(s.rows, &out->plan.staged_row);
   regions->TakeWords(s.rows, &out->plan.staged_slot);
@@ -71,7 +72,7 @@ void TakeCopies(const BlockSizes& s, int64_t lhs, int64_t grads, Regions* region
   take(grads, &out->grads);
 }
 
-// Rows of activations, of their gradients, and what weight gradients are made of.
+// Regions of activations, their gradients, and operands of weight gradients.
 void LayOutInnerBwd(const BlockSizes& s, Regions* regions, Workspace* out) {
   const int64_t inner = int64_t{s.inner} * s.element_bytes, copied = TransposedRowsOf(s);
   const int64_t rows = s.rows;
@@ -117,8 +118,8 @@ void LayOutQuantizedBwd(const BlockSizes& s, Regions* regions, Workspace* out) {
   regions->BackTo(wide);
   TakeCopies(s, s.hidden, s.columns, regions, &out->of_first);
   regions->PastAll();
-  // Rows as they arrive, and once they are quantized the weight, then the copies, then what combine
-  // sends while the first weight's gradient is made.
+  // This region in turn holds wide rows as they arrive; after they are quantized, the weight; then
+  // the transposed copies; then what combine sends while dwi is computed.
   const int64_t late = regions->used();
   regions->Take(int64_t{s.rows} * s.hidden * s.element_bytes, &out->tokens);
   out->grads = out->tokens;
@@ -145,7 +146,7 @@ int64_t QuantizedRowBytes(const BlockSizes& s) {
 }
 
 int32_t PartTokens(const BlockSizes& s) {
-  // All slots of a token may be rows of one rank, as an expert may be there more than once.
+  // All slots of a token may be rows of one rank, because a token may name an expert twice.
   const int64_t rows = int64_t{s.rows} - int64_t{s.experts} * (s.alignment - 1);
   return static_cast<int32_t>(rows / (int64_t{s.ranks} * s.top_k));
 }

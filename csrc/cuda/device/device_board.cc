@@ -1,3 +1,4 @@
+// DeviceBoard: maps the board for kernels.
 #include "cuda/device/device_board.h"
 
 #include <cuda_runtime.h>

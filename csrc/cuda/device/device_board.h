@@ -1,3 +1,4 @@
+// DeviceBoard: the board as kernels see it.
 #ifndef EP_RUNTIME_CUDA_DEVICE_DEVICE_BOARD_H_
 #define EP_RUNTIME_CUDA_DEVICE_DEVICE_BOARD_H_
 
@@ -10,22 +11,22 @@
 namespace ep_runtime {
 namespace cuda {
 
-// The group's board as kernels of this process see it.
+// A group's board in the addresses of this process's kernels.
 class DeviceBoard {
  public:
   // Registers the header, and with `tell_progress` also the records that ranks write.
   Status Map(const Group& group);
-  // No kernel looks at the board any more.
+  // Call it once no kernel looks at the board.
   void Unmap();
 
   // The header's word, in the devices' addresses.
   const uint64_t* poison_generation() const;
-  // What that rank writes to, but `totals` and the tally's `sums`; all null without
-  // `tell_progress`.
+  // Fills the pointers that the rank's kernels write to, except `totals` and the tally's `sums`.
+  // All are null without `tell_progress`.
   Status OpenRank(const Group& group, int64_t world_rank, Progress* out);
 
  private:
-  // Whole pages; `device` gets the devices' address of `start`.
+  // Registers whole pages. `device` gets the devices' address of `start`.
   Status OpenTally(const Group& group, int64_t world_rank, DeviceTally* out);
   Status Register(const void* start, int64_t bytes, uint8_t** device);
 

@@ -1,4 +1,4 @@
-// What a kernel knows of its group: the descriptor in device memory, the windows' layout, and the
+// A kernel's view of its group: the descriptor in device memory, the windows' layout, and the
 // record that a failing wait leaves for the host.
 #ifndef EP_RUNTIME_CUDA_DEVICE_DEVICE_GROUP_H_
 #define EP_RUNTIME_CUDA_DEVICE_DEVICE_GROUP_H_
@@ -10,29 +10,29 @@
 namespace ep_runtime {
 namespace cuda {
 
-constexpr int kMaxRanks = 32;  // of one EP group: a token's ranks are bits of one word
-constexpr int kMaxTopK = 32;   // a warp holds a token's slots in its lanes
+constexpr int kMaxRanks = 32;  // ranks of one EP group: a token's ranks are bits of one word
+constexpr int kMaxTopK = 32;   // a warp holds a token's slots, one per lane
 constexpr int kMaxPrepareBlocks = 64;
-// What a block of prepare counts in shared memory.
+// A block of prepare counts these in shared memory.
 constexpr int kMaxExperts = 2048;
-constexpr int64_t kMaxBlockSlots = 65535;  // of T * K, in 16 bits
+constexpr int64_t kMaxBlockSlots = 65535;  // slots (T * K), counted in 16 bits
 constexpr int kMaxBlocks = 256;
 constexpr int kFlagLine = 128;
 constexpr int kBarriers = 4;
 constexpr int kVerdictSlots = 2;
 
-// Element type of rows. kBytes rows move and are never added.
+// Element type of rows. kBytes rows move but are never added.
 enum class RowType : int32_t { kF32 = 0, kBF16 = 1, kF16 = 2, kBytes = 3 };
 
 enum class FailReason : uint32_t {
   kNone = 0,
-  kTimeout = 1,   // the peer is silent for longer than the budget
+  kTimeout = 1,   // the peer was silent for longer than the budget
   kPoisoned = 2,  // the board says that this generation is over
   kMismatch = 3,  // the peer runs another call in the same epoch
   kClosed = 4,    // the group was closed before the kernel ran
 };
 
-// Host-mapped. Written once per generation, by the first wait that fails; `valid` is stored last.
+// In host memory. The first wait that fails in a generation writes this, `valid` last.
 struct FailRecord {
   uint32_t valid;
   uint32_t reason;  // FailReason
@@ -44,14 +44,14 @@ struct FailRecord {
   int32_t waiting_for;  // EP rank
   uint32_t seen;        // flag word
   uint32_t expected;
-  uint32_t peer_op;  // what the peer said it runs, with kMismatch
+  uint32_t peer_op;  // op that the peer says it runs, with kMismatch
   uint32_t peer_handle;
   uint32_t reserved;
   uint64_t peer_layer_id;
   uint64_t waited_ns;
 };
 
-// Host-mapped. The first expert index that names no expert; `valid` is stored last.
+// In host memory. The first index that names no expert; `valid` is stored last.
 struct BadIndex {
   uint32_t valid;
   int32_t token;  // of the rank
@@ -60,14 +60,15 @@ struct BadIndex {
   uint64_t layer_id;
 };
 
-// What on_overflow="error" reads after prepare, the same on every rank of the group.
+// Verdict that callers read after prepare with on_overflow="error", the same on every rank of the
+// group.
 struct DeviceVerdict {
   int32_t rank;  // lowest world rank whose demand is above its capacity, or -1
   int32_t demand;
   int32_t capacity;
 };
 
-// One 128-byte line per (lane, source): what the source runs in this lane.
+// One 128-byte line per (lane, source): the call that the source runs in this lane.
 struct CallLine {
   uint64_t epoch;
   uint64_t generation;
@@ -78,7 +79,7 @@ struct CallLine {
 };
 static_assert(sizeof(CallLine) == kFlagLine);
 
-// One line per (verdict slot, world rank), of groups with on_overflow="error".
+// One line per (verdict slot, world rank), in groups with on_overflow="error".
 struct VerdictLine {
   uint64_t sequence;  // stored last
   int32_t rank;       // lowest world rank of the domain that overflowed, or -1
@@ -88,12 +89,13 @@ struct VerdictLine {
 };
 static_assert(sizeof(VerdictLine) == kFlagLine);
 
-// Flags of one lane follow all lanes; each source writes only its own part of each region.
+// Offsets of a window's flags. The flags of each lane follow all lanes; each source writes only its
+// own part of each region.
 struct FlagLayout {
   int64_t calls_offset;    // [N] CallLine
-  int64_t counts_offset;   // [N] lines, word 0: the source's count row is here
-  int64_t entries_offset;  // [N][kMaxPrepareBlocks] words: this block's entries are here
-  int64_t ready_offset;    // [N][T] words: this staged row is here
+  int64_t counts_offset;   // [N] lines, word 0: the source's count row has arrived
+  int64_t entries_offset;  // [N][kMaxPrepareBlocks] words: this block's entries have arrived
+  int64_t ready_offset;    // [N][T] words: this staged row has arrived
   int64_t ready_stride;    // bytes from source to source
   int64_t lane_bytes;
   int64_t verdicts_offset;  // from the start of the window: [kVerdictSlots][W] VerdictLine
@@ -113,12 +115,12 @@ struct FlagLayout {
   }
 };
 
-// Bytes of device memory that the kernels of one rank use between their blocks.
+// Bytes of device memory that kernels of one rank use between their blocks.
 inline int64_t ScratchBytes(const GroupSizes& sizes) {
   return 4 * (kMaxPrepareBlocks * sizes.num_experts + 3 * kMaxBlocks * kMaxRanks);
 }
 
-// Of one handle, by one rank since the group was opened; calls by a node's first rank alone.
+// Totals of one handle on one rank since the group opened. Only a node's first rank has `calls`.
 struct HandleTotals {
   uint64_t calls;
   uint64_t rows;
@@ -126,28 +128,28 @@ struct HandleTotals {
   uint64_t rounds;
 };
 
-// How a call began; one sector, so that it is read at once.
+// Start of a call: one sector, so that it is read at once.
 struct alignas(32) CallStart {
   uint64_t epoch;
-  uint64_t now_ns;    // the board's time
-  uint64_t timer_ns;  // the device's
-  uint32_t index;     // of the handle's record
+  uint64_t now_ns;    // by the board's clock
+  uint64_t timer_ns;  // by the device's clock
+  uint32_t index;     // the handle's record
 };
 
-// What the call before took.
+// Record and duration of the previous call.
 struct alignas(32) LastCall {
   uint64_t epoch;
   uint64_t took_ns;
-  uint32_t index;  // of the handle's record
+  uint32_t index;  // the handle's record
   uint32_t op;     // OpCode
 };
 
-// What a rank adds up for its tally on the board; tally.cuh does.
+// A rank's sums for its tally on the board; tally.cuh adds them up.
 struct DeviceTally {
   LastCall last;
-  // By how much each EP rank came after this one, in calls of odd and of even epochs.
+  // How much later than this rank each EP rank came, in calls of odd and of even epochs.
   uint32_t waits[2][kMaxRanks];
-  uint8_t* sums;   // the tally as it lies on the board, device
+  uint8_t* sums;   // device copy of the tally on the board
   uint8_t* board;  // host-mapped
   int64_t peers_offset;
   int64_t loads_offset;
@@ -155,8 +157,8 @@ struct DeviceTally {
   int64_t experts;  // L
 };
 
-// What a rank tells on the board; progress.cuh does. The host fills the pointers, null where
-// nothing is told.
+// Progress that a rank reports on the board; progress.cuh writes it. The host fills the pointers; a
+// null pointer reports nothing.
 struct Progress {
   CallStart start;         // of the running call
   const uint64_t* now_ns;  // host-mapped BoardHeader::now_ns
@@ -166,13 +168,13 @@ struct Progress {
   HandleTotals* totals;    // [kMaxHandles], device
   uint64_t rows;           // of all calls
   uint64_t dropped_rows;
-  bool counts_calls;  // for all ranks of the board, which is a node's
+  bool counts_calls;  // counts calls for all ranks of the board, which is a node's
   DeviceTally tally;
 };
 
 // One per (group, device), in device memory that is never freed: a replayed CUDA graph of a closed
-// group finds `open` at 0 here. Fields up to `scratch` are written by the host before the first
-// call; the state below belongs to the kernels, which one stream runs one after another.
+// group finds `open` at 0 here. The host writes fields up to `scratch` before the first call. The
+// state below belongs to the kernels, which one stream runs one after another.
 struct DeviceGroup {
   uint64_t generation;
   uint8_t* windows;       // window of EP rank r of this domain: windows + r * window_stride
@@ -181,7 +183,7 @@ struct DeviceGroup {
   int32_t ep_size;
   int32_t first_rank;  // world rank of EP rank 0 of this domain
   int32_t world_size;
-  int32_t lanes;  // at least 2: the only thing that keeps calls apart
+  int32_t lanes;  // at least 2, because only lanes keep successive calls apart
   int32_t num_experts;
   int64_t max_tokens;
   int64_t lane_bytes;
@@ -208,7 +210,7 @@ struct DeviceGroup {
   uint64_t epoch;    // of the last call that ended
   uint64_t verdicts;
   uint32_t arrived[kBarriers];
-  uint32_t ended;  // blocks of the running kernel
+  uint32_t ended;  // blocks of the running kernel that have ended
   Progress progress;
 };
 
@@ -247,12 +249,11 @@ struct CallName {
   // The handle's record on the board is board_index + layer index * board_stride.
   uint32_t board_index = 0;
   uint32_t board_stride = 0;
-  // [1], device, the same on every rank: 0 where this launch has nothing to do. Null: it has.
+  // [1], device, the same on every rank: 0 if this launch has nothing to do. Null: it always runs.
   const int32_t* wanted = nullptr;
 };
 
-// The nine arrays that prepare writes and every other op reads; cpu/plan_view.h says what they
-// hold.
+// The nine arrays that prepare writes and every other op reads; cpu/plan_view.h describes them.
 template <typename Int>
 struct PlanBuffers {
   Int* dst_rank;      // [T, K] int32, device, written by prepare

@@ -1,3 +1,4 @@
+// DeviceWindows: maps a group's windows.
 #include "cuda/device/device_windows.h"
 
 #include "core/memory/layout.h"
@@ -17,7 +18,7 @@ Status AllocationBytes(const Driver& driver, int64_t window_bytes, int device, i
   properties.location.id = device;
   properties.requestedHandleTypes = kHandleType;
   size_t granularity = 0;
-  // The daemon rounds to the same: larger pages need fewer translations.
+  // The daemon rounds to the same granularity. Larger pages need fewer translations.
   EP_RETURN_IF_DRIVER(driver, driver.get_granularity(&granularity, &properties,
                                                      CU_MEM_ALLOC_GRANULARITY_RECOMMENDED));
   *bytes = AlignUp(window_bytes, static_cast<int64_t>(granularity));
@@ -41,7 +42,7 @@ Status DeviceWindows::Map(const std::vector<int>& fds, int64_t window_bytes,
     access[i].location.id = devices[i];
     access[i].flags = CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
   }
-  // Of each run of windows: what is not mapped takes no access.
+  // Each run of windows separately, because addresses without a mapping cannot be given access.
   for (int64_t first = 0, end = 0; first < ranks; first = end + 1) {
     for (end = first; end < ranks && fds[end] >= 0;) ++end;
     if (end > first) EP_RETURN_IF_ERROR(SetAccess(first, end, access));
@@ -67,7 +68,7 @@ Status DeviceWindows::Import(int fd, int64_t world_rank) {
       *driver_, driver_->import_handle(&memory, reinterpret_cast<void*>(static_cast<intptr_t>(fd)),
                                        kHandleType));
   const CUresult result = driver_->map(base_ + world_rank * stride_, stride_, 0, memory, 0);
-  // The mapping holds the memory from here on.
+  // The mapping keeps the memory from here on.
   driver_->release(memory);
   EP_RETURN_IF_ERROR(Check(*driver_, result, "cuMemMap of a window"));
   mapped_.push_back(world_rank);

@@ -1,3 +1,4 @@
+// DeviceWindows: a group's windows in this process.
 #ifndef EP_RUNTIME_CUDA_DEVICE_DEVICE_WINDOWS_H_
 #define EP_RUNTIME_CUDA_DEVICE_DEVICE_WINDOWS_H_
 
@@ -12,9 +13,9 @@
 namespace ep_runtime {
 namespace cuda {
 
-// Windows of a group in this process's address space: that of world rank r begins at
-// base + r * stride, for every device of the process alike. The memory is the daemon's; it stays
-// when the mapping goes.
+// A group's windows in this process's address space. The window of world rank r begins at base + r
+// * stride, for every device of the process. The daemon owns the memory, which outlives the
+// mapping.
 class DeviceWindows {
  public:
   DeviceWindows() = default;
@@ -22,10 +23,10 @@ class DeviceWindows {
   DeviceWindows(const DeviceWindows&) = delete;
   DeviceWindows& operator=(const DeviceWindows&) = delete;
 
-  // Maps what the daemon exported, one fd per world rank or -1 for a rank of another node, for
-  // `devices` to read and write. The fds may be closed afterwards.
+  // Maps the windows that the daemon exported, for `devices` to read and write. `fds` has one fd
+  // per world rank, -1 for a rank of another node. The caller may close the fds afterwards.
   Status Map(const std::vector<int>& fds, int64_t window_bytes, const std::vector<int>& devices);
-  // Nothing may run on the windows any more.
+  // Call it once nothing runs on the windows.
   void Unmap();
 
   uint8_t* window(int64_t world_rank) const {
@@ -37,14 +38,14 @@ class DeviceWindows {
 
  private:
   Status Import(int fd, int64_t world_rank);
-  // Of the windows of world ranks [first, end).
+  // Gives `access` to the windows of world ranks [first, end).
   Status SetAccess(int64_t first, int64_t end, const std::vector<CUmemAccessDesc>& access);
 
   const Driver* driver_ = nullptr;
   CUdeviceptr base_ = 0;
   int64_t stride_ = 0;
   int64_t reserved_bytes_ = 0;
-  std::vector<int64_t> mapped_;  // world ranks whose windows are
+  std::vector<int64_t> mapped_;  // world ranks whose windows are mapped
 };
 
 // Bytes that the daemon allocates for a window: whole pages of the device.

@@ -1,3 +1,4 @@
+// Loads functions of the CUDA driver by name.
 #include "cuda/device/driver.h"
 
 #include <mutex>
@@ -6,7 +7,7 @@ namespace ep_runtime {
 namespace cuda {
 namespace {
 
-// The version in which all of the functions are what we compile against.
+// The driver version whose functions are declared as we compile them.
 constexpr unsigned int kDriverVersion = 12000;
 
 template <typename Function>
@@ -52,7 +53,7 @@ Status LoadDriver(const Driver** driver) {
 Status CountDevices(int* count) {
   const cudaError_t error = cudaGetDeviceCount(count);
   if (error != cudaErrorInsufficientDriver) return Check(error, "cudaGetDeviceCount");
-  int version = 0;  // stays 0 where no driver is
+  int version = 0;  // stays 0 without a driver
   EP_RETURN_IF_CUDA(cudaDriverGetVersion(&version));
   const std::string found = "a driver for CUDA " + std::to_string(version / 1000) + "." +
                             std::to_string(version % 1000 / 10);

@@ -1,5 +1,5 @@
-// Driver functions by name: the library loads where no driver is, and what it is built on has no
-// driver library to link.
+// Functions of the CUDA driver, looked up by name: the library also loads without a driver, and
+// build machines have no driver library to link.
 #ifndef EP_RUNTIME_CUDA_DEVICE_DRIVER_H_
 #define EP_RUNTIME_CUDA_DEVICE_DRIVER_H_
 
@@ -26,13 +26,15 @@ struct Driver {
   decltype(&cuGetErrorString) get_error_string;
 };
 
-// Loaded once. Fails where there is no driver, or one without virtual memory management.
+// Loads the functions once. Fails without a driver, and with one that lacks virtual memory
+// management.
 Status LoadDriver(const Driver** driver);
 
-// GPUs that this process sees. The error of an old driver names its version and the one it needs.
+// Counts the GPUs this process sees. The error of an old driver names its version and the one it
+// needs.
 Status CountDevices(int* count);
 
-// Success, or an error that names the call and CUDA's own words.
+// Returns success, or an error with the call's name and CUDA's own words.
 Status Check(cudaError_t error, const char* call);
 Status Check(const Driver& driver, CUresult result, const char* call);
 

@@ -1,3 +1,4 @@
+// CudaGroup: opening, errors and closing.
 #include "cuda/device/group_device.h"
 
 #include <algorithm>
@@ -9,10 +10,10 @@ namespace ep_runtime {
 namespace cuda {
 namespace {
 
-// As measured on H200: more blocks win little and take SMs from the GEMMs beside them.
+// Measured on H200: more blocks gain little and take SMs from overlapping GEMMs.
 constexpr LaunchBlocks kDefaultBlocks = {32, {12, 28, 24, 16}, {20, 44, 38, 26}, {}};
 
-// So many blocks of an exchange in all, at least 2, shared out as measured.
+// Shares `total` blocks of an exchange, at least 2, out in the measured proportion.
 ExchangeBlocks Share(int32_t total) {
   ExchangeBlocks blocks{};
   blocks.push = std::max(total * 3 / 10, 1);
@@ -70,8 +71,8 @@ Status CudaGroup::CheckLimits(const std::vector<int>& devices) const {
   return Status();
 }
 
-// The blocks of a kernel wait for each other, so each has an SM of its own. Under MPS and in a
-// slice of MIG the attribute counts those that this process may use.
+// The blocks of a kernel wait for each other, so each needs an SM of its own. Under MPS and in a
+// slice of MIG the attribute counts only the SMs that this process may use.
 Status CudaGroup::CountSms(const std::vector<int>& devices, int32_t* sms) const {
   *sms = kMaxBlocks;
   for (int device : devices) {
@@ -92,14 +93,14 @@ Status CudaGroup::ChooseBlocks(const std::vector<int>& devices) {
         .With("argument", std::string("num_sms"));
   }
   blocks_ = kDefaultBlocks;
-  // No rank waits for a number of another's blocks of an exchange: each chooses for itself.
+  // Exchanges do not depend on how many blocks other ranks use, so each rank chooses alone.
   if (num_sms_ > 0) {
     blocks_.alone = blocks_.beside = Share(static_cast<int32_t>(num_sms_));
   } else {
     blocks_.alone = AtMost(blocks_.alone, sms);
     blocks_.beside = AtMost(blocks_.beside, sms);
   }
-  // What is sent in 8 bits takes arithmetic, so that more SMs win more than with other sums.
+  // 8-bit sums take more arithmetic than others, so they gain more from SMs.
   const bool fp8 = group_->options().combine_precision == CombinePrecision::kFp8;
   blocks_.combine = fp8 ? blocks_.alone : blocks_.beside;
   // A block of prepare counts its slots in 16 bits.
@@ -109,7 +110,7 @@ Status CudaGroup::ChooseBlocks(const std::vector<int>& devices) {
          (slots + blocks_.prepare - 1) / blocks_.prepare > kMaxBlockSlots / 2) {
     blocks_.prepare *= 2;
   }
-  // Ranks wait for as many blocks of each other's prepare as they have themselves.
+  // A rank waits for as many blocks of each peer's prepare as its own prepare has.
   if (blocks_.prepare + 1 > sms) {
     return InvalidArgument("prepare runs " + std::to_string(blocks_.prepare + 1) +
                            " blocks at once on every rank of a group, and this process may use " +
@@ -159,7 +160,7 @@ Status CudaGroup::OpenRank(int64_t world_rank, int device) {
                                                 device, &rank));
   rank.world_rank = world_rank;
   rank.device = device;
-  ranks_.push_back(rank);  // from here on Close gives it back
+  ranks_.push_back(rank);  // from here on Close gives its memory back
   EP_RETURN_IF_ERROR(OpenSide(&ranks_.back()));
   DeviceGroup group{};
   EP_RETURN_IF_ERROR(DescribeRank(rank, &group));
@@ -232,7 +233,7 @@ Status CudaGroup::ErrorOf(const BadIndex& record) const {
       .With("argument", std::string("topk_idx"));
 }
 
-// Of a program whose group was made again with other settings.
+// The error of a program whose group was made again with other settings.
 Status CudaGroup::ReplayError(const FailRecord& record) const {
   const std::string layer = ThisProcess().registry.LayerName(record.layer_id);
   const std::string op = OpName(static_cast<OpCode>(record.op));
@@ -285,14 +286,14 @@ void CudaGroup::FillStaging(int byte) {
 void CudaGroup::Close() {
   if (std::exchange(closed_, true)) return;
   const uint32_t closed = 0;
-  // All ranks first: a kernel may be waiting for one that begins no call any more.
+  // All ranks first, because a kernel may be waiting for a rank that begins no more calls.
   for (const LocalRank& rank : ranks_) {
     const OnDevice on_device(rank.device);
     cudaMemcpy(&rank.group->open, &closed, sizeof(closed), cudaMemcpyHostToDevice);
   }
   for (const LocalRank& rank : ranks_) {
     const OnDevice on_device(rank.device);
-    // Kernels under way still use the windows; their waits end soon after the above.
+    // Running kernels still use the windows. Their waits end soon after `open` is cleared.
     cudaDeviceSynchronize();
   }
   windows_.Unmap();

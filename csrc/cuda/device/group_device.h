@@ -1,3 +1,4 @@
+// CudaGroup: an open group's state on its GPUs.
 #ifndef EP_RUNTIME_CUDA_DEVICE_GROUP_DEVICE_H_
 #define EP_RUNTIME_CUDA_DEVICE_GROUP_DEVICE_H_
 
@@ -24,7 +25,7 @@ namespace cuda {
 struct LocalRank : RankMemory {
   int64_t world_rank;
   int device;         // CUDA ordinal
-  SideStreams* side;  // null where calls overlap nothing
+  SideStreams* side;  // null if calls overlap nothing
 };
 
 struct ExchangeBlocks {
@@ -36,11 +37,12 @@ struct ExchangeBlocks {
 
 struct LaunchBlocks {
   int32_t prepare;
-  ExchangeBlocks beside;   // other kernels
-  ExchangeBlocks alone;    // of a block call, where nothing of it runs beside
-  ExchangeBlocks combine;  // of combine and dispatch's backward as calls of their own
+  ExchangeBlocks beside;   // for exchanges that overlap other kernels
+  ExchangeBlocks alone;    // for exchanges of a block call that overlap nothing
+  ExchangeBlocks combine;  // for combine and dispatch's backward as separate calls
 
-  // Of a call of its own: an exchange of few tokens is over before other kernels miss the SMs.
+  // Blocks of an exchange as a separate call. With few tokens it ends before other kernels miss the
+  // SMs.
   const ExchangeBlocks& OfTokens(int64_t tokens, const ExchangeBlocks& of_many) const {
     constexpr int64_t kFew = 256;
     return tokens <= kFew ? alone : of_many;
@@ -61,7 +63,7 @@ class CudaGroup : public GroupDevice {
   const LocalRank* OfDevice(int device) const;
   const LaunchBlocks& blocks() const { return blocks_; }
 
-  // Whether that run may go on; RunStarts says why its first call decides.
+  // Whether that run may go on. RunStarts explains why its first call decides.
   Status Decide(uint64_t run, const std::string& layer_name, OpCode op);
 
   void Close() override;
@@ -88,8 +90,9 @@ class CudaGroup : public GroupDevice {
   std::vector<LocalRank> ranks_;
   std::vector<std::unique_ptr<SideStreams>> sides_;
   LaunchBlocks blocks_{};
-  int64_t overlap_ = 1;  // 0: exchanges run beside nothing
-  int64_t num_sms_ = 0;  // of a kernel, push and placement together; 0: as measured
+  int64_t overlap_ = 1;  // 0: exchanges overlap nothing
+  int64_t num_sms_ =
+      0;  // blocks of a kernel, push and placement together; 0: the measured defaults
   bool closed_ = false;
 
   std::mutex mutex_;

@@ -1,3 +1,4 @@
+// RankMemories: takes and reuses ranks' device memory.
 #include "cuda/device/rank_memory.h"
 
 #include <atomic>
@@ -37,7 +38,7 @@ Status Allocate(const GroupSizes& sizes, RankMemory* out) {
   return AllocateDevice(ScratchBytes(sizes), &out->scratch);
 }
 
-// The host's part only after the device is done with it.
+// Clears the host's part only after the device is done with it.
 Status Clear(const GroupSizes& sizes, const RankMemory& memory) {
   EP_RETURN_IF_CUDA(cudaDeviceSynchronize());
   EP_RETURN_IF_CUDA(cudaMemset(memory.group, 0, sizeof(DeviceGroup)));
@@ -51,7 +52,7 @@ Status Clear(const GroupSizes& sizes, const RankMemory& memory) {
   return Status();
 }
 
-// All that decides what a graph holds: sizes, and what chooses kernels and their grids.
+// Everything that decides a graph's content: sizes, and settings that choose kernels and grids.
 std::string KeyOf(const GroupOptions& options, const LaunchSettings& launch, int64_t world_rank,
                   int device) {
   const GroupSizes& sizes = options.sizes;

@@ -1,5 +1,5 @@
-// What a rank has on its device beside the windows. None of it is ever freed: a CUDA graph that is
-// replayed after the group closed reads the descriptor and writes the record.
+// Memory of a rank on its device besides the windows. It is never freed, because a CUDA graph that
+// is replayed after the group closed reads the descriptor and writes the record.
 #ifndef EP_RUNTIME_CUDA_DEVICE_RANK_MEMORY_H_
 #define EP_RUNTIME_CUDA_DEVICE_RANK_MEMORY_H_
 
@@ -19,8 +19,8 @@ struct RankMemory {
   DeviceGroup* group;    // device
   int32_t* scratch;      // device, ScratchBytes
   HandleTotals* totals;  // device, [kMaxHandles]
-  uint8_t* tally;        // device, as TallyLayout has it
-  FailRecord* record;    // host memory that the device writes, like those below
+  uint8_t* tally;        // device, laid out by TallyLayout
+  FailRecord* record;    // host memory that the device writes, like the next ones
   DeviceVerdict* verdict;
   BadIndex* bad_index;
 };
@@ -31,17 +31,17 @@ struct LaunchSettings {
   int64_t overlap;
 };
 
-// Of this process. A group that is made again, equal in all that a graph holds of it, takes the
-// addresses that it had: programs that were compiled and recorded for it go on with the new one.
-// Other groups leave theirs behind, so that an old program finds its own group closed.
+// The rank memories of this process. A group that is made again, with everything that graphs hold
+// unchanged, gets its old addresses: programs compiled and recorded for it go on with the new
+// group. Other groups' memory stays unused, so that an old program finds its own group closed.
 class RankMemories {
  public:
-  // Of `world_rank` on the current device; all zeros, and no kernel uses it any more.
+  // Takes the memory of `world_rank` on the current device: all zeros, and used by no kernel.
   Status Take(const GroupOptions& options, const LaunchSettings& launch, int64_t world_rank,
               int device, RankMemory* out);
-  // Of a group that closed.
+  // Returns the memory of a closed group.
   void GiveBack(const std::string& group, const RankMemory& memory);
-  // True once after a closed group of that name was called by a replayed graph: what it was.
+  // True once after a replayed graph called a closed group of that name; `out` describes the call.
   bool TakeReplay(const std::string& group, FailRecord* out);
 
  private:
@@ -52,13 +52,13 @@ class RankMemories {
   };
 
   std::mutex mutex_;
-  std::map<const DeviceGroup*, std::string> keys_;  // of memory in use
+  std::map<const DeviceGroup*, std::string> keys_;  // keys of memory in use
   std::vector<Idle> idle_;
 };
 
 RankMemories& ProcessRankMemories();
 
-// Of a record that a device writes.
+// Whether the device has written the record.
 bool IsWritten(const uint32_t& valid);
 
 }  // namespace cuda

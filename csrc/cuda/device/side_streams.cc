@@ -1,3 +1,4 @@
+// SideStreams: streams next to XLA's.
 #include "cuda/device/side_streams.h"
 
 namespace ep_runtime {

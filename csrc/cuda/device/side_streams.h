@@ -1,5 +1,5 @@
-// Streams of a device beside those that XLA gives its calls: what a call launches on one of them
-// runs beside what it launches on XLA's, which goes on only once both are done.
+// Streams of a device next to the ones that XLA gives its calls. Launches on a side stream overlap
+// launches on XLA's stream, which goes on once both are done.
 #ifndef EP_RUNTIME_CUDA_DEVICE_SIDE_STREAMS_H_
 #define EP_RUNTIME_CUDA_DEVICE_SIDE_STREAMS_H_
 
@@ -12,8 +12,9 @@
 namespace ep_runtime {
 namespace cuda {
 
-// Of one group on one device, which is current while its methods run. Streams are made where one
-// is missing and live as long as this does; graphs that were captured on them live longer.
+// Side streams of one group on one device. The device must be current while methods run. Streams
+// are created when one is missing and live as long as this object; graphs captured on them live
+// longer.
 class SideStreams {
  public:
   SideStreams() = default;
@@ -21,7 +22,7 @@ class SideStreams {
   SideStreams(const SideStreams&) = delete;
   SideStreams& operator=(const SideStreams&) = delete;
 
-  // Makes the event and the first stream, so that no call has to.
+  // Creates the event and the first stream, so that calls need not.
   cudaError_t Open();
   // SMs of the device.
   int32_t processors() const { return processors_; }
@@ -30,30 +31,30 @@ class SideStreams {
   friend class Fork;
 
   cudaError_t Add();
-  // One that is in the capture of `main`, or in none. A stream that joined a capture stays in it
-  // until that ends, which may be after another thread's call.
+  // Finds a stream that is in the capture of `main`, or in none. A stream that joined a capture
+  // stays in it until the capture ends, which may be after another thread's call.
   cudaError_t Find(cudaStream_t main, cudaStream_t* out);
 
-  std::mutex mutex_;  // of whoever has forked
-  // Records of an event do not disturb waits for earlier ones: one serves all calls.
+  std::mutex mutex_;  // held from Fork to Join
+  // One event serves all calls, because a new record does not disturb waits for earlier ones.
   cudaEvent_t event_ = nullptr;
   std::vector<cudaStream_t> streams_;
   int32_t processors_ = 0;
 };
 
-// One call's launches beside those of `main`. Legal while `main` is captured.
+// One call's launches that overlap its launches on `main`. Legal while `main` is captured.
 class Fork {
  public:
-  // `streams` may be null: then side() is `main`, and what is launched there runs first.
+  // If `streams` is null, side() is `main`, and launches on it run first.
   Fork(SideStreams* streams, cudaStream_t main);
   ~Fork() { Join(); }
   Fork(const Fork&) = delete;
   Fork& operator=(const Fork&) = delete;
 
-  // Of the constructor. After an error side() is `main`.
+  // The constructor's error. After an error side() is `main`.
   cudaError_t error() const { return error_; }
   cudaStream_t side() const { return side_; }
-  // From here on `main` waits for all that was launched on side().
+  // Makes `main` wait for everything launched on side().
   cudaError_t Join();
 
  private:
