@@ -1,4 +1,4 @@
-// What the tables of all libraries share: groups, layers, errors.
+// Functions that the tables of all libraries share: groups, layers, errors.
 
 #include "ffi/c_table.h"
 
@@ -91,7 +91,7 @@ void EpCloseGroup(int64_t group, int64_t timeout_ns) {
   if (found != nullptr) found->Close(timeout_ns);
 }
 
-// Length of the text, 0 for none.
+// Returns the length of the text, or 0 if there is none.
 int64_t EpCheckGroup(int64_t group, EpText text) {
   std::shared_ptr<Group> found = ThisProcess().registry.FindGroup(group);
   if (found == nullptr) return 0;

@@ -1,5 +1,6 @@
-// The C edge of every native library: what `ep_runtime/native.py` reads. One exported symbol, a
-// table of plain C functions; its first two fields never change, later ones are only appended.
+// The C edge of every native library, read by `ep_runtime/native.py`. It is one exported symbol: a
+// table of plain C functions. Its first two fields never change, and later fields are only
+// appended.
 #ifndef EP_RUNTIME_FFI_C_TABLE_H_
 #define EP_RUNTIME_FFI_C_TABLE_H_
 
@@ -13,10 +14,10 @@
 
 namespace ep_runtime {
 
-// Raised when a field of the table, or of a struct it takes, changes its meaning.
+// Increased when a field of the table, or of a struct it takes, changes its meaning.
 constexpr uint32_t kTableAbi = 5;
 
-// Errors go to the caller's buffer, cut to its size; the result is then -1.
+// Buffer of the caller for an error, which is cut to its size. The result is -1 then.
 struct EpText {
   char* data;
   int64_t size;
@@ -37,7 +38,7 @@ struct EpGroupOptions {
   int64_t lane_rows;
   const char* settings;  // every setting of the group, as core/base/settings.h reads them
   int32_t debug;
-  int32_t tell_progress;  // devices write what they do to the board
+  int32_t tell_progress;  // devices write their progress to the board
   const int64_t* local_ranks;
   int64_t num_local_ranks;
   const int32_t* local_devices;  // [num_local_ranks] CUDA ordinals; null on CPU
@@ -59,7 +60,7 @@ struct EpTable {
   const char* version;
   const Target* targets;
   uint64_t num_targets;
-  void* state_type_id;  // null where targets keep no state
+  void* state_type_id;  // null if targets keep no state
   const void* state_type_info;
   int64_t (*open_group)(const EpGroupOptions*, int, const int*, int64_t, EpText);
   int64_t (*add_layers)(int64_t, const EpLayer*, int64_t, EpText);
@@ -67,15 +68,16 @@ struct EpTable {
   void (*close_group)(int64_t, int64_t);
   int64_t (*check_group)(int64_t, EpText);
   void (*fill_staging)(int64_t, int);
-  int64_t (*window_bytes)(const EpGroupOptions*);  // of one rank, flags on a device included
+  int64_t (*window_bytes)(const EpGroupOptions*);  // of one rank, with its flags on a device
   int64_t (*control_bytes)(int64_t, int64_t);
-  const char* (*structs)();  // lines of struct_lines.h, of everything that Python repeats
+  const char* (*structs)();  // lines of struct_lines.h for all structs that Python repeats
   int (*use_row_ops)(int);   // null on a device
-  // A library for devices only; null on CPU.
+  // For device libraries only; null on CPU.
   int64_t (*num_devices)(EpText);
   int64_t (*device_uuid)(int32_t, EpText);       // length of the text
-  int64_t (*reaches)(int32_t, int32_t, EpText);  // 1 where a device can map memory of a peer
-  const char* architectures;  // that kernels are compiled for, as nvcc names them: "90a 100"
+  int64_t (*reaches)(int32_t, int32_t, EpText);  // 1 if a device can map memory of a peer
+  const char*
+      architectures;  // architectures that kernels are compiled for, in nvcc's names: "90a 100"
 };
 
 int64_t Fail(const Status& status, EpText error);

@@ -1,3 +1,4 @@
+// Operands of a call: checks and their errors.
 #include "ffi/call_frame.h"
 
 #include <algorithm>

@@ -1,3 +1,4 @@
+// Operand and CallFrame: operands and results of a call.
 #ifndef EP_RUNTIME_FFI_CALL_FRAME_H_
 #define EP_RUNTIME_FFI_CALL_FRAME_H_
 
@@ -24,7 +25,7 @@ struct Buffer {
   int64_t bytes() const;
 };
 
-// What holds a `T` in memory; 8-bit floats travel as uint8.
+// The C++ type that holds a `T` in memory. 8-bit floats travel as uint8.
 template <typename T>
 constexpr xla::ffi::DataType TypeOf() {
   if (std::is_same_v<T, float>) return xla::ffi::DataType::F32;
@@ -34,7 +35,7 @@ constexpr xla::ffi::DataType TypeOf() {
   return xla::ffi::DataType::U8;
 }
 
-// That float type in any enum of row or element types; false for other types.
+// The float type `type` in any enum of row or element types. Returns false for other types.
 template <typename Enum>
 bool ToFloatType(xla::ffi::DataType type, Enum* out) {
   switch (type) {
@@ -54,14 +55,14 @@ bool ToFloatType(xla::ffi::DataType type, Enum* out) {
 
 std::string TextOf(xla::ffi::DataType type);
 
-// "<call>: <text>", of that argument.
+// An error with the text "<call>: <text>", about `argument`.
 Error Refused(const char* call, const char* argument, const std::string& text);
 
-// The program was made by a Python part that calls otherwise than this library takes.
+// An error for a program of a Python part whose calls differ from this library's.
 Error OtherVersion(const char* call, const std::string& text);
 
-// A buffer by the names of the call and of the operand or result. Errors say both, what was
-// expected and what came.
+// A buffer with the names of its call and of the operand or result. Errors have both names, and the
+// expected and the actual value.
 class Operand {
  public:
   Operand(const char* call, const char* name, const Buffer& buffer)
@@ -77,7 +78,7 @@ class Operand {
   Status CheckShape(const Dims& want) const;
   Status CheckType(xla::ffi::DataType want) const;
   Status Check(xla::ffi::DataType type, const Dims& want) const;
-  // Checks, then hands out the memory.
+  // Checks the buffer, then returns its memory.
   template <typename T>
   Status Read(const Dims& want, T** out) const {
     return Read(TypeOf<std::remove_const_t<T>>(), want, out);
@@ -88,13 +89,13 @@ class Operand {
     *out = static_cast<T*>(data());
     return Status();
   }
-  // Zeros of that many dims: nothing is given.
+  // True for zeros of that many dims, which mean that nothing is given.
   bool absent(size_t num_dims) const;
   template <typename T>
   Status ReadIfGiven(const Dims& want, T** out) const {
     return absent(want.size()) ? Status() : Read(want, out);
   }
-  // Absent unless `wanted`.
+  // Must be absent unless `wanted`.
   template <typename T>
   Status ReadIf(bool wanted, const Dims& want, T** out) const {
     if (wanted) return Read(want, out);
@@ -114,14 +115,14 @@ class Operand {
   const Buffer* buffer_;
 };
 
-// What XLA handed to one call. XLA's own frame is gone once the handler returns.
+// Operands and results that XLA gave to one call. XLA's own frame is gone once the handler returns.
 struct CallFrame {
   const char* call;           // names it in errors
-  OpCode op = OpCode::kNone;  // of a group
+  OpCode op = OpCode::kNone;  // of a group's call
   std::vector<Buffer> args;
   std::vector<Buffer> rets;
 
-  // The first operands and results, whose number is checked, in the order of these names.
+  // The first operands and results, in the order of these names. Checks their number.
   template <typename... Names>
   std::array<Operand, sizeof...(Names)> Args(Names... names) const {
     return Named(args, 0, names...);
@@ -139,7 +140,7 @@ struct CallFrame {
   Status CheckCount(size_t num_args, size_t num_rets) const;
 };
 
-// Every byte of what a call that cannot be made returns: NaN, integers 0.
+// The byte that fills results of a call that cannot be made: NaN, and 0 for integers.
 uint8_t LostByte(xla::ffi::DataType type);
 void FillLost(const CallFrame& frame);
 

@@ -1,3 +1,4 @@
+// CpuCall: one rank's part of a call on CPU.
 #ifndef EP_RUNTIME_FFI_CPU_CALL_H_
 #define EP_RUNTIME_FFI_CPU_CALL_H_
 
@@ -10,7 +11,7 @@
 
 namespace ep_runtime {
 
-// One rank's part of a call, and what the CPU's kernels take.
+// One rank's part of a call, and how the CPU's kernels take operands.
 struct CpuCall {
   const CallFrame& frame;
   const CallContext& context;
@@ -20,7 +21,7 @@ struct CpuCall {
     params->row_bytes = width * rows.element_bytes();
     return Status();
   }
-  // The type of rows that are summed; 1-byte and integer rows only travel.
+  // Reads the type of rows that are summed. 1-byte and integer rows can only travel.
   Status ReadSummed(const Operand& rows, RowType* type) const {
     *type = RowType::kF64;
     if (rows.type() == xla::ffi::DataType::F64 || ToFloatType(rows.type(), type)) return Status();
@@ -30,7 +31,7 @@ struct CpuCall {
   bool may_widen() const { return true; }
 };
 
-// Checks and runs one op. One per <op>_ffi.cc.
+// Checks and runs one op. Each is in its <op>_ffi.cc.
 Status CallPrepare(const CallFrame& frame, CallContext context);
 Status CallDispatch(const CallFrame& frame, CallContext context);
 Status CallCombine(const CallFrame& frame, CallContext context);

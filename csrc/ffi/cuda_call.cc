@@ -1,3 +1,4 @@
+// CudaCall: one device's part of a call.
 #include "ffi/cuda_call.h"
 
 #include <string>

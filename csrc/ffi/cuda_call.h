@@ -1,3 +1,4 @@
+// CudaCall: one device's part of a call.
 #ifndef EP_RUNTIME_FFI_CUDA_CALL_H_
 #define EP_RUNTIME_FFI_CUDA_CALL_H_
 
@@ -13,7 +14,7 @@
 
 namespace ep_runtime {
 
-// One device's part of a call: what to launch on, and what CUDA's kernels take.
+// One device's part of a call: the stream to launch on, and how CUDA's kernels take operands.
 struct CudaCall {
   const CallFrame& frame;
   const CallContext& context;
@@ -22,27 +23,27 @@ struct CudaCall {
   cuda::CallName name;
   cudaStream_t stream;
   const Attributes& attributes;
-  uint64_t run;  // the program's, the same on every device
+  uint64_t run;  // number of the program's run, the same on every device
 
-  // The bytes of a row: bulk copies move 16 at a time.
+  // Reads the bytes of a row. Bulk copies move 16 at a time.
   Status ReadRowBytes(const Operand& rows, int64_t width, int32_t* bytes) const;
-  // Types that kernels do not calculate with travel as bytes.
+  // Sets the row type. Rows of types that kernels cannot compute with travel as bytes.
   template <typename Params>
   Status ReadRows(const Operand& rows, int64_t width, Params* params) const {
     if (!ToFloatType(rows.type(), &params->type)) params->type = cuda::RowType::kBytes;
     return ReadRowBytes(rows, width, &params->row_bytes);
   }
-  // Rows that are summed: f32, bf16 or f16.
+  // Reads the type of rows that are summed: f32, bf16 or f16.
   Status ReadSummed(const Operand& rows, cuda::RowType* type) const;
   // Whether tokens may be f32 sums of narrower rows.
   bool may_widen() const {
     return context.group->options().combine_precision == CombinePrecision::kExact;
   }
-  // A launch that failed, by the op's name.
+  // An error for a failed launch, with the op's name.
   Status Launched(cudaError_t error) const;
 };
 
-// Checks and launches of one op. One per <op>_ffi_cuda.cc.
+// Checks one op and launches it. Each is in its <op>_ffi_cuda.cc.
 Status LaunchPrepareCall(const CudaCall& call);
 Status LaunchDispatchCall(const CudaCall& call);
 Status LaunchCombineCall(const CudaCall& call);
@@ -50,12 +51,12 @@ Status LaunchDispatchBwdCall(const CudaCall& call);
 Status LaunchCombineBwdCall(const CudaCall& call);
 Status LaunchBlockCall(const CudaCall& call);
 Status LaunchBlockBwdCall(const CudaCall& call);
-// Of groups whose nodes are one rank each: rows cross over NCCL.
+// For groups whose nodes are one rank each: rows cross over NCCL.
 Status LaunchRailDispatchCall(const CudaCall& call);
 Status LaunchRailCombineCall(const CudaCall& call);
 Status LaunchRailDispatchBwdCall(const CudaCall& call);
 Status LaunchRailCombineBwdCall(const CudaCall& call);
-// Of the bench. The clock belongs to no group.
+// For the bench. The clock belongs to no group.
 Status LaunchCeilingCall(const CudaCall& call);
 extern XLA_FFI_Handler* const kClockV1;
 

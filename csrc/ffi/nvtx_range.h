@@ -1,5 +1,5 @@
-// Names calls in profilers. NVTX is headers only and finds a profiler when the process starts under
-// one; without it, or where the toolkit has no NVTX, a range is one look at a null pointer.
+// Names calls in profilers. NVTX is headers only and finds a profiler if the process started under
+// one. Without a profiler, or if the toolkit has no NVTX, a range only checks a null pointer.
 #ifndef EP_RUNTIME_FFI_NVTX_RANGE_H_
 #define EP_RUNTIME_FFI_NVTX_RANGE_H_
 
@@ -14,7 +14,7 @@
 
 namespace ep_runtime {
 
-// As long as it lives: "<op> <layer>", in the domain ep_runtime.
+// A range "<op> <layer>" in the domain ep_runtime, for as long as this object lives.
 class NvtxRange {
  public:
 #ifdef EP_RUNTIME_HAS_NVTX

@@ -1,3 +1,4 @@
+// Reads what handlers of a group's calls need first.
 #include "ffi/read_call.h"
 
 #include <algorithm>
@@ -17,7 +18,8 @@ Buffer ToBuffer(T& buffer) {
   return {buffer.untyped_data(), buffer.element_type(), Dims(dims.begin(), dims.end())};
 }
 
-// Of any call that reads a dictionary of them. One that is not here would be lost without a word.
+// Attributes of all calls that read a dictionary of them. An attribute that is missing here would
+// be ignored silently.
 constexpr std::string_view kAttributes[] = {
     "layer_id",     "fingerprint", "handle", "clear_slack", "rows",
     "function",     "gated",       "early",  "scaling",     "e5m2",

@@ -1,4 +1,4 @@
-// What every handler takes out of XLA's call frame before anything else.
+// Reads what every handler needs from XLA's call frame first.
 #ifndef EP_RUNTIME_FFI_READ_CALL_H_
 #define EP_RUNTIME_FFI_READ_CALL_H_
 
@@ -17,16 +17,17 @@ struct Attributes {
   uint64_t layer_id;
   uint64_t fingerprint;
   uint32_t handle;
-  // Zeros also where no group is. A call that nobody follows there says no.
+  // Also zero rows of no group. Calls whose results nobody reads there say no.
   bool clear_slack = true;
-  // To which zones of experts are aligned in a slab; 0: as the layer's are.
+  // Zones in a slab are rounded up to multiples of this; 0: of the layer's alignment.
   int64_t row_alignment = 0;
-  // Of the block call alone.
+  // Only in block calls.
   int64_t rows = 0;  // of its workspace
   int64_t function = 0;
   bool gated = false;
   bool early = false;
-  // How it quantizes: a GemmScaling, gradients' format, and scales of blocks.
+  // How a block call quantizes: a GemmScaling, the gradients' format, and whether scales of blocks
+  // are powers of two.
   int64_t scaling = 0;
   bool e5m2 = false;
   bool power_of_two = false;
@@ -36,12 +37,13 @@ xla::ffi::Error ToXla(const Status& status);
 Status ReadFrame(xla::ffi::RemainingArgs& args, xla::ffi::RemainingRets& rets, CallFrame* frame);
 Status ReadAttributes(const xla::ffi::Dictionary& attrs, Attributes* out);
 
-// What `attributes` say of a call of `layer`, checked.
+// Checks the `attributes` of a call of `layer`, and makes its context.
 Status ReadContext(const LayerEntry& layer, const Attributes& attributes, CallContext* out);
-// Of a CUDA device that drives no rank of that group.
+// The error of a CUDA device that drives no rank of that group.
 Error OtherMesh(int device, const std::string& group);
 
-// What XLA hears of a call that ends before its handler returns: `launch` finds `frame` filled.
+// Runs `launch` with `frame` filled, and returns to XLA how a call ended before its handler
+// returns.
 template <typename Launch>
 xla::ffi::Error Answer(xla::ffi::RemainingArgs& args, xla::ffi::RemainingRets& rets,
                        CallFrame* frame, const Launch& launch) {

@@ -1,3 +1,4 @@
+// Site: a call site of an executable.
 #include "ffi/site.h"
 
 #include <atomic>

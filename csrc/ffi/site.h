@@ -1,3 +1,4 @@
+// Site: a call site of an executable.
 #ifndef EP_RUNTIME_FFI_SITE_H_
 #define EP_RUNTIME_FFI_SITE_H_
 
@@ -14,8 +15,8 @@
 
 namespace ep_runtime {
 
-// One call site of one executable: XLA instantiates each once, shared by all devices, so its
-// number and the run's name a call exactly within a process. Between processes its name does.
+// One call site of one executable. XLA instantiates each site once for all devices, so its number
+// and the run identify a call within a process. Between processes the site's name identifies it.
 class Site {
  public:
   explicit Site(const SiteKind& kind);
@@ -23,9 +24,9 @@ class Site {
   // One device's turn at this site.
   struct Turn {
     uint32_t launch;  // of the executable
-    // How often this site ran before on that device in that run. Loops run a site many times in
-    // one run, in the same order on every device. Counted by device and not by rank, so that two
-    // devices that claim one rank meet, and are told.
+    // How often this site ran before on that device in that run: loops run a site many times, in
+    // the same order on every device. Counted by device instead of by rank, so that two devices
+    // that claim one rank meet and get an error.
     uint32_t repetition;
   };
   Turn Next(uint64_t run, int32_t device);
@@ -39,8 +40,8 @@ class Site {
   CallSite Named(const Turn& turn) const { return {name_.name, name_.ordinal, turn.repetition}; }
 
  private:
-  // More runs than XLA keeps in flight at once (32 per device on the oldest supported jaxlib); a
-  // run's id is not used again by the same executable.
+  // More runs than XLA keeps in flight at once (32 per device on the oldest supported jaxlib). An
+  // executable never reuses a run's id.
   static constexpr size_t kMaxRuns = 4096;
 
   const uint64_t id_;
@@ -54,7 +55,7 @@ class Site {
   RecentMap<uint64_t, Calls, kMaxRuns> calls_;  // by run
 };
 
-// What XLA keeps for a call site. Calls copy the pointer: they may outlive the executable.
+// XLA's state of a call site. Calls copy the pointer, because they may outlive the executable.
 struct SiteState {
   static xla::ffi::TypeId id;
   static const XLA_FFI_TypeInfo info;

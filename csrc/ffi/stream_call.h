@@ -1,4 +1,4 @@
-// Custom calls that belong to no group: operands, attributes and a stream are all they need.
+// Custom calls that belong to no group. They need only operands, attributes and a stream.
 #ifndef EP_RUNTIME_FFI_STREAM_CALL_H_
 #define EP_RUNTIME_FFI_STREAM_CALL_H_
 
@@ -21,8 +21,8 @@ auto OnStream(const char* call,
   };
 }
 
-// Defines the handler `symbol` of the target `call`. `launch` takes the attributes named behind it
-// in their order; it neither allocates nor synchronises.
+// Defines the handler `symbol` of the target `call`. `launch` takes the attributes named after it,
+// in their order. It must neither allocate nor synchronise.
 #define EP_RUNTIME_STREAM_CALL(symbol, call, launch, ...)                     \
   XLA_FFI_DEFINE_HANDLER(symbol##Handler, OnStream(call, launch),             \
                          ::xla::ffi::Ffi::Bind()                              \

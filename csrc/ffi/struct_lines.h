@@ -1,5 +1,5 @@
-// A line for each field of a struct, as the compiler has it: "EpLayer.top_k=24 8 i64", which is
-// offset, bytes and kind. `ep_runtime/native_abi.py` writes the same lines of Python's structs.
+// Describes each field of a struct as the compiler has it: "EpLayer.top_k=24 8 i64", which is
+// offset, bytes and kind. `ep_runtime/native_abi.py` writes the same lines for Python's structs.
 #ifndef EP_RUNTIME_FFI_STRUCT_LINES_H_
 #define EP_RUNTIME_FFI_STRUCT_LINES_H_
 
@@ -11,8 +11,8 @@
 
 namespace ep_runtime {
 
-// "i" and "u" with bits, "p" of pointers, "v" of nothing, "s" with bytes of structs. A function is
-// its result and its arguments: "i64(p,i32)".
+// The kind: "i" and "u" with bits, "p" for pointers, "v" for void, "s" with bytes for structs. A
+// function is its result and its arguments: "i64(p,i32)".
 template <typename T>
 struct KindOf {
   static std::string Text() {

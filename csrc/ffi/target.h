@@ -1,3 +1,4 @@
+// Target: an XLA custom call target.
 #ifndef EP_RUNTIME_FFI_TARGET_H_
 #define EP_RUNTIME_FFI_TARGET_H_
 
@@ -7,8 +8,8 @@
 
 namespace ep_runtime {
 
-// One XLA custom call target. Names carry the version of operands and attributes: XLA keeps a
-// name bound to one pointer for the life of a process.
+// One XLA custom call target. Its name has the version of operands and attributes, because XLA
+// keeps a name bound to one pointer for the life of a process.
 struct Target {
   const char* name;
   XLA_FFI_Handler* instantiate;

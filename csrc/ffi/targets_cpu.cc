@@ -1,3 +1,4 @@
+// The custom calls on CPU.
 #include <memory>
 #include <string>
 #include <utility>
@@ -84,8 +85,8 @@ Status RunCall(const Pending& pending) {
   }
   Status status = RunInGroup(pending, layer, group, world_rank, index.again);
   if (!status.ok()) group->FailRun(pending.run, status);
-  // A run that began goes on, with NaN, because nothing calls other devices of it back that wait in
-  // a collective of XLA for this one.
+  // A run that has begun goes on, with NaN: nothing calls back the run's other devices, which may
+  // wait in an XLA collective for this one.
   if (!status.ok() && group->Poisoned() &&
       group->AtStart(pending.run, layer.name, pending.frame.op).ok()) {
     FillLost(pending.frame);
@@ -95,8 +96,8 @@ Status RunCall(const Pending& pending) {
   return status;
 }
 
-// Runs on a call thread. Completing the promise runs the rest of that device's program right
-// here, so it comes last and with nothing held.
+// Runs on a call thread. Completing the promise runs the rest of that device's program here, so do
+// it last, holding nothing.
 void Finish(std::unique_ptr<Pending> pending) {
   const Status status = RunCall(*pending);
   if (!status.ok()) ThisProcessRuns().failed_runs.Add(pending->run, status);

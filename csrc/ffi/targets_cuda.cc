@@ -1,7 +1,6 @@
-// The custom calls on NVIDIA GPUs. A handler checks, looks the group up where there is one, and
-// launches: it neither allocates nor synchronises, so XLA may record it into a command buffer. The
-// one that must look at its result, prepare of groups with on_overflow="error", has a target of its
-// own.
+// The custom calls on NVIDIA GPUs. A handler checks operands, finds the group if there is one, and
+// launches. It neither allocates nor synchronises, so XLA may record it into a command buffer. One
+// call must read its result, prepare in groups with on_overflow="error", and has a separate target.
 
 #include <cuda_runtime.h>
 
@@ -51,7 +50,7 @@ Status LaunchInGroup(const Launch& launch, const LayerEntry& layer,
   context.group = group;
   context.op = op;
   context.world_rank = rank->world_rank;
-  // The rank operand is for hosts that can read it; here the device says who it is.
+  // The rank operand is for hosts that can read it. Here the device says which rank it is.
   const cuda::CallName name{launch.attributes.layer_id, launch.layer_index,
                             launch.attributes.handle, layer.handle_base + launch.attributes.handle,
                             static_cast<uint32_t>(layer.in_flight)};
@@ -67,7 +66,8 @@ Status LaunchCall(const ffi::Dictionary& attrs, Launch& launch) {
   EP_RETURN_IF_ERROR(layer_index.Read({1}, &launch.layer_index));
   LayerEntry layer;
   std::shared_ptr<Group> group;
-  // Of a stack this is layer 0: its settings are every layer's, and only the device knows which.
+  // In a stack this is layer 0: all its layers have the same settings, and only the device knows
+  // which layer this is.
   EP_RETURN_IF_ERROR(ThisProcess().registry.Resolve(launch.attributes.layer_id,
                                                     launch.attributes.fingerprint, &layer, &group));
   if (!group->BeginCall()) return group->ClosedError(layer.name);
@@ -105,7 +105,7 @@ EP_RUNTIME_CUDA_TARGET(kBlockV1, OpCode::kBlock, LaunchBlockCall);
 EP_RUNTIME_CUDA_TARGET(kBlockBwdV1, OpCode::kBlockBwd, LaunchBlockBwdCall);
 XLA_FFI_DEFINE_HANDLER(kPrepareSyncV1, (Execute<OpCode::kPrepare, LaunchPrepareCall>),
                        EP_RUNTIME_BINDING);
-// NCCL's kernels are not recorded: nccl_ffi_cuda.cc says why.
+// NCCL's kernels cannot be recorded; nccl_ffi_cuda.cc explains why.
 #define EP_RUNTIME_RAIL_TARGET(symbol, op, launch_fn) \
   XLA_FFI_DEFINE_HANDLER(symbol, (Execute<op, launch_fn>), EP_RUNTIME_BINDING)
 EP_RUNTIME_RAIL_TARGET(kRailDispatchV1, OpCode::kDispatch, LaunchRailDispatchCall);

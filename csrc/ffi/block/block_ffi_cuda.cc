@@ -1,3 +1,4 @@
+// Targets of block calls.
 #include <cstdint>
 #include <string>
 
@@ -16,8 +17,8 @@ constexpr size_t kFirstPlan = 6;
 constexpr size_t kFirstWeight = kFirstPlan + kPlanArrays;
 constexpr size_t kForwardArgs = kFirstWeight + 4;
 
-// wi [L, H, N] or of a pair [L, H, M], wi_up [L, H, M] or [0, 0, 0], wo [L, M, H],
-// wi_bias [L, N] or [0, 0]. A wo_bias [L, H] comes behind everything else.
+// wi [L, H, N] or, for a pair, [L, H, M]; wi_up [L, H, M] or [0, 0, 0]; wo [L, M, H]; wi_bias [L,
+// N] or [0, 0]. A wo_bias [L, H] follows all other operands.
 struct WeightOperands {
   Operand wi, wi_up, wo, wi_bias;
 
@@ -57,8 +58,8 @@ Status ReadWeights(const WeightOperands& weights, DataType type, BlockParams* pa
 
 int64_t Blocks(int64_t values) { return (values + cuda::kTile - 1) / cuda::kTile; }
 
-// Weights of 8 bits with the contracted dim along memory, their scales the operands from `scales`
-// on: forward wi [L, N, H] and wo [L, H, M], backward wi [L, H, N] and wo [L, M, H].
+// Reads 8-bit weights with the contracted dim along memory, whose scales are the operands from
+// `scales` on: forward wi [L, N, H] and wo [L, H, M], backward wi [L, H, N] and wo [L, M, H].
 Status ReadQuantizedWeights(const CallFrame& frame, const WeightOperands& weights, bool backward,
                             size_t scales, BlockParams* params) {
   const cuda::block::BlockSizes& sizes = params->sizes;
@@ -104,15 +105,15 @@ void ReadGroup(const CudaCall& call, BlockParams* params) {
   params->power_of_two = call.attributes.power_of_two;
 }
 
-// Operands that all calls of a direction have, and behind them scales of 8-bit weights. The bias of
-// wo comes last, where it is there.
+// Number of operands: the `count` that all calls of a direction have, then scales of 8-bit weights,
+// then wo's bias if it is given.
 size_t CountArgs(const CudaCall& call, size_t count) {
   return count + (call.attributes.scaling != 0 ? 2 : 0);
 }
 
-// What both directions have: rank, layer_index, topk_idx s32 [T, K], tokens [T, H],
-// weights f32 [T, K], most s32 [1], the plan, and the experts' weights; behind the first `count`
-// operands their scales.
+// Reads operands that both directions have: rank, layer_index, topk_idx s32 [T, K], tokens [T, H],
+// weights f32 [T, K], most s32 [1], the plan, and the experts' weights. Scales follow the first
+// `count` operands.
 Status ReadOperands(const CudaCall& call, bool backward, size_t count, BlockParams* params) {
   const CallFrame& frame = call.frame;
   const auto [rank, layer_index, topk_idx, tokens, weights, most] =
@@ -151,7 +152,7 @@ Status ReadOperands(const CudaCall& call, bool backward, size_t count, BlockPara
   return ReadWeights(experts, tokens.type(), params);
 }
 
-// The last operand, where it is there.
+// Reads the last operand, if wo has a bias.
 Status ReadSecondBias(const CudaCall& call, size_t at, BlockParams* params) {
   if (call.frame.args.size() <= at) return Status();
   const Operand bias(call.frame.call, "wo_bias", call.frame.args[at]);
@@ -162,7 +163,7 @@ Status ReadSecondBias(const CudaCall& call, size_t at, BlockParams* params) {
   return bias.ReadFloatType(&params->wo_bias_type);
 }
 
-// [rows, N] that keep the first product, or [0, 0].
+// [rows, N] that save the first product, or [0, 0].
 Status ReadKept(const Operand& kept, DataType type, BlockParams* params) {
   if (kept.absent(2)) return Status();
   const int64_t rows = kept.dim(0);
@@ -191,7 +192,7 @@ Status ReadWorkspace(const Operand& workspace, bool backward, BlockParams* param
   return Status();
 }
 
-// [T, H] of the tokens' type, or f32 where it is narrower and the group's sums are f32.
+// [T, H] of the tokens' type, or f32 if that type is narrower and the group's sums are f32.
 Status ReadTokens(const CudaCall& call, const Operand& tokens, DataType type, void** out,
                   BlockParams* params) {
   params->wide = call.may_widen() && tokens.type() == DataType::F32 && type != DataType::F32;
@@ -199,8 +200,8 @@ Status ReadTokens(const CudaCall& call, const Operand& tokens, DataType type, vo
                      {params->sizes.tokens, params->sizes.hidden}, out);
 }
 
-// Gradients of weights: of the tokens' type, or with 8-bit products f32 too; of a pair two. All of
-// them are [0, 0, 0] where the program uses none.
+// Gradients of weights: of the tokens' type, or, with 8-bit products, f32 too. A pair has two.
+// All are [0, 0, 0] if the program uses none of them.
 Status ReadWeightGrads(const Operand& dwi, const Operand& dwi_up, const Operand& dwo, DataType type,
                        BlockParams* params) {
   const cuda::block::BlockSizes& sizes = params->sizes;
@@ -221,9 +222,9 @@ Status ReadWeightGrads(const Operand& dwi, const Operand& dwi_up, const Operand&
 
 // ep_block_v1(rank, layer_index, topk_idx, tokens, weights, most, plan, wi, wi_up, wo, wi_bias
 //             [, wo_bias]; rows, function, gated, early, scaling=0, row_alignment=the layer's)
-// scaling=1, 2: 8-bit products by tensor scales, by blocks; wi and wo are u8, transposed, wi_up is
-//   [0, 0, 0], and wi_scale and wo_scale, f32, stand behind all but wo_bias; e5m2, power_of_two
 //   -> y [T, H], kept [at most rows, N] or [0, 0], workspace u8
+// scaling=1, 2: 8-bit products with tensor scales or block scales. wi and wo are u8, transposed,
+//   wi_up is [0, 0, 0], and wi_scale and wo_scale, f32, come before wo_bias; e5m2, power_of_two
 Status LaunchBlockCall(const CudaCall& call) {
   const size_t count = CountArgs(call, kForwardArgs);
   const size_t more = call.frame.args.size() > count ? 1 : 0;
@@ -239,10 +240,10 @@ Status LaunchBlockCall(const CudaCall& call) {
   return call.Launched(cuda::LaunchBlock(call.stream, params));
 }
 
-// ep_block_bwd_v1(those of ep_block_v1, kept, made s32 [1], dy [T, H] [, wo_bias]; rows, function,
-//                 gated, early, scaling=0, row_alignment=the layer's)
-//   -> dx [T, H], d_weights f32 [T, K], dwi like wi, dwi_up like wi_up, dwo like wo (or all three
-//      [0, 0, 0]), d_wi_bias f32 [L, N] or [0, 0], workspace u8 [, d_wo_bias f32 [L, H]]
+// ep_block_bwd_v1(operands of ep_block_v1, kept, made s32 [1], dy [T, H] [, wo_bias]; rows,
+//                 function, gated, early, scaling=0, row_alignment=the layer's)
+//   -> dx [T, H], d_weights f32 [T, K], dwi like wi, dwi_up like wi_up, dwo like wo (or all
+//      three [0, 0, 0]), d_wi_bias f32 [L, N] or [0, 0], workspace u8 [, d_wo_bias f32 [L, H]]
 // scaling=1, 2: as above, but wi and wo are not transposed, and dwi, dwi_up and dwo may be f32
 Status LaunchBlockBwdCall(const CudaCall& call) {
   constexpr size_t kArgs = kForwardArgs + 3;

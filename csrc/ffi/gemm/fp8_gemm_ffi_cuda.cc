@@ -1,4 +1,4 @@
-// Products of 8-bit operands with f32 scales, and the copies that go before products.
+// Targets of products of 8-bit operands with f32 scales, and of the copies that products need.
 
 #include <cstdint>
 #include <string>
@@ -18,14 +18,14 @@ using cuda::GemmScaling;
 using cuda::GroupedGemmParams;
 using xla::ffi::DataType;
 
-constexpr int64_t kBlockValues = 128;  // along each dim that share a scale
+constexpr int64_t kBlockValues = 128;  // values along each dim that share a scale
 
 int64_t Blocks(int64_t values, int64_t each) { return (values + each - 1) / each; }
 
-// 8-bit values travel as uint8, wherever they are.
+// 8-bit values travel as uint8, so an attribute says their format.
 FloatType NarrowType(int64_t e5m2) { return e5m2 != 0 ? FloatType::kE5M2 : FloatType::kE4M3; }
 
-// group_sizes [S, L] of `rows` rows in slabs of equal size.
+// Reads group_sizes [S, L] of `rows` rows in slabs of equal size.
 Status ReadGroups(const CallFrame& frame, const Operand& sizes, int64_t rows,
                   cuda::gemm::Groups* groups) {
   const int64_t slabs = sizes.dim(0);
@@ -53,7 +53,7 @@ Status ReadSizes(const CallFrame& frame, const Operand& sizes, int64_t rows,
   return Status();
 }
 
-// Of a transposed copy of all slabs.
+// Rows of a transposed copy of all slabs.
 int64_t PaddedRows(const GroupedGemmParams& params) {
   return params.num_slabs * cuda::gemm::PaddedSlabRows(params.slab_rows, params.groups_per_slab);
 }
@@ -77,7 +77,7 @@ Status ReadScales(const Operand& sizes, const Operand& lhs_scale, const Operand&
   return rhs_scale.Read(rhs, &params->rhs_scale);
 }
 
-// What every product has.
+// Reads operands that every product has.
 Status ReadOperands(const CallFrame& frame, GroupedGemmParams* params) {
   const auto [group_sizes, lhs, rhs] = frame.Args("group_sizes", "lhs", "rhs");
   const auto [out] = frame.Rets("out");
@@ -101,8 +101,8 @@ Status ReadBias(const Operand& bias, GroupedGemmParams* params) {
 
 // ep_fp8_grouped_gemm_v1(group_sizes s32 [S, L], lhs u8 [S * C, K'], rhs u8 [G, N', K'],
 //                        lhs_scale f32 [S, L], rhs_scale f32 [G], bias [G, N'] or f32 [0, 0];
-//                        data_grad=0, clear_slack, block=0, e5m2: lhs is) -> [S * C, N'] bf16 or
-//                        f32
+//                        data_grad=0, clear_slack, block=0, e5m2: of lhs)
+//   -> [S * C, N'] bf16 or f32
 //   data_grad=1: lhs [S * C, N'], rhs [G, K', N'], no bias -> [S * C, K']
 //   block=1: lhs_scale [S * C, ceil(contracted / 128)], rhs_scale [G, ceil(K'/128), ceil(N'/128)]
 Status LaunchProduct(const CallFrame& frame, cudaStream_t stream, int64_t data_grad,
@@ -131,9 +131,9 @@ Status LaunchProduct(const CallFrame& frame, cudaStream_t stream, int64_t data_g
 }
 
 // ep_fp8_grouped_gemm_dw_v1(group_sizes s32 [S, L], lhs u8 [K', S * P], grad u8 [N', S * P],
-//                           lhs_scale f32 [S, L], rhs_scale f32 [S, L]; slab_rows=C, block=0, e5m2:
-//                           grad is)
-//   -> [G, K', N'] bf16 or f32, or of a pair two [G, K', N' / 2]; P is PaddedSlabRows(C, L)
+//                           lhs_scale f32 [S, L], rhs_scale f32 [S, L]; slab_rows=C, block=0,
+//                           e5m2: of grad)
+//   -> [G, K', N'] bf16 or f32, or for a pair two [G, K', N' / 2]; P is PaddedSlabRows(C, L)
 //   block=1: lhs_scale [S * P / 128, ceil(K' / 128)], rhs_scale [S * P / 128, ceil(N' / 128)]
 Status LaunchDw(const CallFrame& frame, cudaStream_t stream, int64_t slab_rows, int64_t block,
                 int64_t e5m2) {
@@ -156,8 +156,8 @@ Status LaunchDw(const CallFrame& frame, cudaStream_t stream, int64_t slab_rows, 
   return LaunchGemm(frame, stream, params);
 }
 
-// ep_transpose_rows_v1(group_sizes s32 [S, L], rows u8 or f32 [S * C, width]) -> [width, S * P], of
-// which only what FindPaddedRows names is written
+// ep_transpose_rows_v1(group_sizes s32 [S, L], rows u8 or f32 [S * C, width]) -> [width, S * P]
+//   Writes only the rows that FindPaddedRows names.
 template <typename Rows>
 Status LaunchRows(const CallFrame& frame, cudaStream_t stream, Rows copy) {
   const auto [group_sizes, rows] = frame.Args("group_sizes", "rows");
@@ -181,10 +181,10 @@ Status LaunchTransposeRows(const CallFrame& frame, cudaStream_t stream) {
   return LaunchRows(frame, stream, cuda::gemm::TransposedRows{});
 }
 
-// ep_requantize_rows_v1(group_sizes s32 [S, L], rows u8 [S * C, W], scale f32 [S * C, ceil(W /
-// 128)];
-//                       power_of_two, e5m2) -> u8 [W, S * P], f32 [S * P / 128, ceil(W / 128)], of
-//                       which only what FindPaddedRows names is written
+// ep_requantize_rows_v1(group_sizes s32 [S, L], rows u8 [S * C, W],
+//                       scale f32 [S * C, ceil(W / 128)]; power_of_two, e5m2)
+//   -> u8 [W, S * P], f32 [S * P / 128, ceil(W / 128)]
+//   Writes only the rows that FindPaddedRows names.
 Status LaunchRequantizeRows(const CallFrame& frame, cudaStream_t stream, int64_t power_of_two,
                             int64_t e5m2) {
   EP_RETURN_IF_ERROR(frame.CheckCount(3, 2));
@@ -222,9 +222,10 @@ Status LaunchTransposeWeights(const CallFrame& frame, cudaStream_t stream) {
   return cuda::Check(cuda::gemm::LaunchTranspose(stream, copy), frame.call);
 }
 
-// ep_dequantize_v1(group_sizes s32 [S, L] or [0, 0], data u8 [S, lines, width], scale f32 or e8m0
-// as u8 [S, ceil(lines / line_values), ceil(width / column_values)]; line_values, column_values,
-// e5m2) -> bf16 like data, rows of no group not written
+// ep_dequantize_v1(group_sizes s32 [S, L] or [0, 0], data u8 [S, lines, width], scale f32, or e8m0
+//                  as u8, [S, ceil(lines / line_values), ceil(width / column_values)];
+//                  line_values, column_values, e5m2) -> bf16 like data
+//   Rows of no group are not written.
 Status LaunchDequantize(const CallFrame& frame, cudaStream_t stream, int64_t line_values,
                         int64_t column_values, int64_t e5m2) {
   EP_RETURN_IF_ERROR(frame.CheckCount(3, 1));

@@ -1,3 +1,4 @@
+// Targets of grouped products.
 #include "ffi/gemm/grouped_gemm_ffi_cuda.h"
 
 #include <cstdint>
@@ -32,7 +33,7 @@ Status ReadWeightGrads(const CallFrame& frame, int64_t in, int64_t out, GroupedG
 
 namespace {
 
-// group_sizes [S, L] of slabs of `slab_rows` rows.
+// Reads group_sizes [S, L] of slabs of `slab_rows` rows.
 Status ReadSizes(const Operand& sizes, int64_t slab_rows, GroupedGemmParams* params) {
   EP_RETURN_IF_ERROR(sizes.Read({sizes.dim(0), sizes.dim(1)}, &params->group_sizes));
   params->num_slabs = static_cast<int32_t>(sizes.dim(0));
@@ -41,7 +42,7 @@ Status ReadSizes(const Operand& sizes, int64_t slab_rows, GroupedGemmParams* par
   return Status();
 }
 
-// lhs [S * C, ...], in slabs of equal size, and group_sizes [S, L].
+// Reads lhs [S * C, ...], in slabs of equal size, and group_sizes [S, L].
 Status ReadRows(const Operand& sizes, const Operand& lhs, GroupedGemmParams* params) {
   const int64_t slabs = sizes.dim(0);
   if (slabs < 1 || lhs.dims().size() != 2 || lhs.dim(0) % slabs != 0) {
@@ -52,7 +53,7 @@ Status ReadRows(const Operand& sizes, const Operand& lhs, GroupedGemmParams* par
   return ReadSizes(sizes, lhs.dim(0) / slabs, params);
 }
 
-// What every product has: operands of one type, the result of that or f32.
+// Reads types of a product: operands of one type, and a result of that type or f32.
 Status ReadTypes(const CallFrame& frame, GroupedGemmParams* params) {
   const auto [group_sizes, lhs, rhs] = frame.Args("group_sizes", "lhs", "rhs");
   const auto [out] = frame.Rets("out");
@@ -67,7 +68,7 @@ Status ReadTypes(const CallFrame& frame, GroupedGemmParams* params) {
   return Status();
 }
 
-// bias [G, N'], or [0, 0] where there is none.
+// Reads bias [G, N'], or [0, 0] if there is none.
 Status ReadBias(const Operand& bias, GroupedGemmParams* params) {
   if (bias.absent(2)) return Status();
   EP_RETURN_IF_ERROR(bias.CheckShape({params->num_experts, params->out_features}));
@@ -78,9 +79,9 @@ Status ReadBias(const Operand& bias, GroupedGemmParams* params) {
 // ep_grouped_gemm_v1(group_sizes s32 [S, L], lhs [S * C, K'], rhs [G, K', N'],
 //                    bias [G, N'] or f32 [0, 0]; data_grad=0, clear_slack) -> [S * C, N']
 //   data_grad=1: lhs [S * C, N'], no bias -> [S * C, K']
-//   with a fifth operand that and rhs are a pair, [G, K', N' / 2] each
-//   f32 operands are rounded to tf32; with data_grad=0 there is a second result, [G, N', K']: the
-//   weights transposed, which the product is made of
+//   With a fifth operand, rhs and it are a pair, [G, K', N' / 2] each.
+//   f32 operands are rounded to tf32. With data_grad=0 there is a second result, [G, N', K']: the
+//   transposed weights, which the product multiplies.
 Status LaunchProduct(const CallFrame& frame, cudaStream_t stream, int64_t data_grad,
                      int64_t clear_slack) {
   const bool pair = frame.args.size() == 5;
@@ -114,7 +115,7 @@ Status LaunchProduct(const CallFrame& frame, cudaStream_t stream, int64_t data_g
 }
 
 // ep_grouped_gemm_dw_v1(group_sizes s32 [S, L], lhs [S * C, K'], grad [S * C, N']) -> [G, K', N'],
-//                       or of a pair two [G, K', N' / 2]
+//                       or for a pair two [G, K', N' / 2]
 Status LaunchDw(const CallFrame& frame, cudaStream_t stream) {
   EP_RETURN_IF_ERROR(frame.CheckCount(3, CountWeightGrads(frame)));
   const auto [group_sizes, lhs, grad] = frame.Args("group_sizes", "lhs", "grad");
@@ -128,7 +129,7 @@ Status LaunchDw(const CallFrame& frame, cudaStream_t stream) {
 }
 
 // ep_tf32_grouped_gemm_dw_v1(group_sizes s32 [S, L], lhs f32 [K', S * P], grad f32 [N', S * P];
-//                            slab_rows=C) -> f32 [G, K', N'], or of a pair two [G, K', N' / 2];
+//                            slab_rows=C) -> f32 [G, K', N'], or for a pair two [G, K', N' / 2];
 //                            P is PaddedSlabRows(C, L)
 Status LaunchTf32Dw(const CallFrame& frame, cudaStream_t stream, int64_t slab_rows) {
   EP_RETURN_IF_ERROR(frame.CheckCount(3, CountWeightGrads(frame)));

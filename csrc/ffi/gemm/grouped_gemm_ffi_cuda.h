@@ -1,3 +1,4 @@
+// Handlers of grouped products, and how they read operands.
 #ifndef EP_RUNTIME_FFI_GEMM_GROUPED_GEMM_FFI_CUDA_H_
 #define EP_RUNTIME_FFI_GEMM_GROUPED_GEMM_FFI_CUDA_H_
 
@@ -12,8 +13,8 @@
 
 namespace ep_runtime {
 
-// What the tensor copies are told of an operand, its address included, is an argument of the
-// kernel: XLA captures anew where it changes.
+// Launches a product. Tensor maps, with the operands' addresses, are arguments of the kernel, so
+// XLA captures anew when an address changes.
 Status LaunchGemm(const CallFrame& frame, cudaStream_t stream, cuda::GroupedGemmParams params);
 
 inline void SetFeatures(int64_t experts, int64_t in, int64_t out, cuda::GroupedGemmParams* params) {
@@ -22,18 +23,19 @@ inline void SetFeatures(int64_t experts, int64_t in, int64_t out, cuda::GroupedG
   params->out_features = static_cast<int32_t>(out);
 }
 
-// Results of a call that makes the gradient of weights: two of a pair.
+// Results of a call that computes a weight gradient: two for a pair.
 inline size_t CountWeightGrads(const CallFrame& frame) { return frame.rets.size() == 2 ? 2 : 1; }
-// [G, in, out], or of a pair two [G, in, out / 2]; sets the features and the second result.
+// Reads [G, in, out], or for a pair two [G, in, out / 2], and sets the features and the second
+// result.
 Status ReadWeightGrads(const CallFrame& frame, int64_t in, int64_t out,
                        cuda::GroupedGemmParams* params);
 
 extern XLA_FFI_Handler* const kGroupedGemmV1;
 extern XLA_FFI_Handler* const kGroupedGemmDwV1;
-// Of f32 operands, which are rounded to tf32.
+// For f32 operands, which are rounded to tf32.
 extern XLA_FFI_Handler* const kTf32GroupedGemmDwV1;
 
-// Of 8-bit operands, in fp8_gemm_ffi_cuda.cc; and what makes operands for products.
+// For 8-bit operands, in fp8_gemm_ffi_cuda.cc; the last ones make operands of products.
 extern XLA_FFI_Handler* const kFp8GroupedGemmV1;
 extern XLA_FFI_Handler* const kFp8GroupedGemmDwV1;
 extern XLA_FFI_Handler* const kTransposeRowsV1;

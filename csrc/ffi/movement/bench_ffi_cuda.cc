@@ -1,3 +1,4 @@
+// Targets that only a bench calls.
 #include <string>
 
 #include "cuda/movement/bench/bench_kernels.h"
@@ -7,11 +8,11 @@
 namespace ep_runtime {
 namespace {
 
-constexpr int kCeilingWarps = 15;  // 4 reach the link as well, on 20 blocks and more
+constexpr int kCeilingWarps = 15;  // 4 reach the link's speed too, on 20 blocks and more
 constexpr int64_t kMaxHoldNs = 100'000'000;
 
 // ep_clock_v1(token s32 [1], anything...; hold_ns) -> token s32 [1], nanoseconds u32 [2], low word
-// first
+//   first
 Status LaunchClock(const CallFrame& frame, cudaStream_t stream, int64_t hold_ns) {
   if (frame.args.empty()) return InvalidArgument("ep_clock_v1 needs a token");
   EP_RETURN_IF_ERROR(frame.CheckCount(frame.args.size(), 2));

@@ -1,3 +1,4 @@
+// combine and dispatch's backward as targets on CPU.
 #include <utility>
 
 #include "cpu/combine_kernels.h"

@@ -1,3 +1,4 @@
+// dispatch and combine's backward as targets on CPU.
 #include <utility>
 
 #include "cpu/dispatch_kernels.h"

@@ -1,3 +1,4 @@
+// dispatch and combine's backward as targets on GPUs.
 #include "cuda/movement/dispatch/dispatch_kernels.h"
 #include "ffi/cuda_call.h"
 #include "ffi/movement/operands.h"

@@ -1,3 +1,4 @@
+// Operands of calls that move rows: a plan, and checks of sizes.
 #include "ffi/movement/operands.h"
 
 #include <string>
@@ -43,7 +44,7 @@ Status CheckSizes(const CallFrame& frame, const CallContext& context, const Size
   EP_RETURN_IF_ERROR(
       CheckEqual(frame, "experts of one rank", sizes.experts, group.experts_per_rank()));
   if (element_bytes == 0) return Status();  // no rows in this call
-  if (element_bytes == 1) {                 // values, or values and their scales
+  if (element_bytes == 1) {                 // values, or values with scales
     return CheckAtMost(frame, "bytes of a row", sizes.width, "hidden_size * max_token_dtype bytes",
                        group.hidden_size * group.max_token_bytes);
   }

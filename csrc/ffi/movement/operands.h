@@ -1,5 +1,5 @@
-// What the calls that move rows are given, in XLA's order. Read once for the kernels of the CPU and
-// of CUDA: fields of their params that come from operands have one name.
+// Operands of calls that move rows, in XLA's order. Kernels of the CPU and of CUDA share this code,
+// so fields of their params that come from operands have the same names.
 #ifndef EP_RUNTIME_FFI_MOVEMENT_OPERANDS_H_
 #define EP_RUNTIME_FFI_MOVEMENT_OPERANDS_H_
 
@@ -18,7 +18,7 @@ struct PlanOperands {
   Operand dst_rank, dst_row, recv_count, staged_start, staged_row, staged_slot, kept, group_sizes,
       num_recv;
 
-  // Their shapes follow from `sizes` and the room of a lane.
+  // Checks the plan's shapes, which follow from `sizes` and the room of a lane.
   template <typename Plan>
   Status Read(const Sizes& sizes, const LaneRoom& room, Plan* plan) const {
     const int64_t ep_size = room.ranks, columns = room.CountColumns(sizes.tokens);
@@ -35,11 +35,11 @@ struct PlanOperands {
   }
 };
 
-// Among `buffers`, from `first` on.
+// The plan among `buffers`, from `first` on.
 PlanOperands PlanAt(const CallFrame& frame, const std::vector<Buffer>& buffers, size_t first);
 
-// T, K, C, L, H against what the group and the layer allow. `element_bytes` of one row element;
-// rows of bytes may be of any width that staged rows hold.
+// Checks T, K, C, L and H against the limits of the group and the layer. `element_bytes` is of one
+// row element; rows of bytes may have any width that staged rows hold.
 Status CheckSizes(const CallFrame& frame, const CallContext& context, const Sizes& sizes,
                   int64_t element_bytes);
 
@@ -51,9 +51,9 @@ To SizesAs(const Sizes& sizes) {
           static_cast<Int>(sizes.width)};
 }
 
-// Below, a Call is a CpuCall or a CudaCall: it says which rows its kernels take.
+// Below, a Call is a CpuCall or a CudaCall, which knows the rows that its kernels take.
 
-// The sizes of a call of `rows`, and its plan.
+// Reads the sizes of a call of `rows`, and its plan.
 template <typename Call, typename Params>
 Status ReadSizes(const Call& call, const Operand& rows, const PlanOperands& plan,
                  const Sizes& sizes, Params* params) {
@@ -64,7 +64,7 @@ Status ReadSizes(const Call& call, const Operand& rows, const PlanOperands& plan
 }
 
 // ep_prepare_v1(rank, layer_index, topk_idx s32 [T, K]; row_alignment=the layer's)
-//   -> the nine plan arrays, and on NVIDIA GPUs maybe `more`, which are that call's
+//   -> the nine plan arrays, and on NVIDIA GPUs maybe `more` results of the caller's
 template <typename Call, typename Params>
 Status ReadPrepare(const Call& call, Params* params, size_t more = 0) {
   EP_RETURN_IF_ERROR(call.frame.CheckCount(3, kPlanArrays + more));
@@ -80,7 +80,7 @@ Status ReadPrepare(const Call& call, Params* params, size_t more = 0) {
 
 // ep_dispatch_v1(rank, layer_index, tokens [T, H], weights f32 [T, K] or [0, 0], plan)
 //   -> recv [C, H], recv_weights f32 [C]
-// XLA's pointer to no elements is null, yet a rank without tokens has its peers' weights:
+// XLA's pointer to no elements is null, but a rank without tokens still gets its peers' weights. So
 // `no_weights` stands for its own.
 template <typename Call, typename Params>
 Status ReadDispatch(const Call& call, const float* no_weights, Params* params) {
@@ -99,8 +99,8 @@ Status ReadDispatch(const Call& call, const float* no_weights, Params* params) {
   return recv_weights.Read({sizes.capacity}, &params->recv_weights);
 }
 
-// What combine and dispatch's backward share: rows [C, H] are summed to tokens [T, H], of their
-// type or f32.
+// Operands that combine and dispatch's backward share: rows [C, H] are summed to tokens [T, H], of
+// their type or f32.
 template <typename Call, typename Params>
 Status ReadSums(const Call& call, const Operand& rows, const Operand& tokens, Params* params) {
   const PlanOperands plan = PlanAt(call.frame, call.frame.args, 4);

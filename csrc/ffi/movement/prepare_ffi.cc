@@ -1,3 +1,4 @@
+// prepare as a target on CPU.
 #include <utility>
 
 #include "cpu/prepare_kernels.h"

@@ -1,9 +1,9 @@
 // Custom calls that move blocks between the ranks of an EP domain over the group's communicators.
 //
-// They lack the command-buffer trait: NCCL puts a non-blocking communicator's kernels on the stream
-// from a thread of its own, and a captured graph would keep a communicator in use that an abort
-// must free. What is sent is sends and receives alone, also of the all-gather: it is a row of
-// counts, and NCCL's own all-gather would connect rings, trees or NVLS multicast for it first.
+// They lack the command-buffer trait. NCCL's thread puts a non-blocking communicator's kernels on
+// the stream, and a captured graph would keep a communicator in use that an abort must free. All
+// exchanges are sends and receives. The all-gather too, because it moves a row of counts, and
+// NCCL's own all-gather would first connect rings, trees or NVLS multicast for it.
 
 #include "ffi/nccl/nccl_ffi_cuda.h"
 
@@ -37,10 +37,10 @@ struct NcclCall {
   nccl::Peers peers;
   bool gathers = false;
   std::vector<nccl::Blocks> arrays;
-  size_t first_result = 0;  // where the arrays arrive
+  size_t first_result = 0;  // index of the first array that arrives
 };
 
-// blocks [P, ...] -> [P, ...]; of an all-gather block [...] -> [P, ...].
+// Reads blocks [P, ...] -> [P, ...]; for an all-gather, block [...] -> [P, ...].
 Status ReadBlocks(const Operand& given, const Operand& result, NcclCall* call) {
   Dims want = given.dims();
   if (call->gathers) {
@@ -59,7 +59,7 @@ Status ReadBlocks(const Operand& given, const Operand& result, NcclCall* call) {
   return Status();
 }
 
-// Any number of arrays. An operand behind them is not read: benches chain calls by it.
+// Reads any number of arrays. An operand behind them is not read: benches chain calls by it.
 Status CheckArrays(NcclCall* call) {
   const CallFrame& frame = call->frame;
   const size_t count = std::max<size_t>(frame.rets.size(), 1);
@@ -72,20 +72,21 @@ Status CheckArrays(NcclCall* call) {
   return Status();
 }
 
-// Behind an exchange of that status. What failed is NaN in floats, 0 in integers, as kernels leave
-// it: it may become an index or a trip count before anybody hears of it.
+// Ends an exchange of that status. After a failure results are NaN in floats and 0 in integers, as
+// kernels leave them: they may become an index or a trip count before anybody learns of the
+// failure.
 Status Finish(nccl::Communicator& communicator, const NcclCall& call, const Buffer& result,
               const Status& status) {
   const uint8_t filling = LostByte(result.dtype);
   if (status.ok()) {
     return communicator.mark()->Guard(call.stream, result.data, result.bytes(), filling);
   }
-  // XLA hears of it at the next run, on every device of the process alike.
+  // XLA gets the error at the next run, on every device of the process alike.
   return cuda::Check(cudaMemsetAsync(result.data, filling, result.bytes(), call.stream),
                      "cudaMemsetAsync");
 }
 
-// All arrays in one NCCL group.
+// Moves all arrays in one NCCL group.
 Status Exchange(nccl::NcclGroup& group, nccl::Communicator& communicator, const NcclCall& call) {
   const nccl::Peers& peers = call.peers;
   int64_t bytes = 0;
@@ -120,11 +121,12 @@ Status MoveBlocks(nccl::NcclGroup& group, nccl::Communicator& communicator, cons
 
 constexpr std::chrono::microseconds kPause(5);
 
-// Host memory that the device copies to while a call waits for it. There is as much as calls have
-// waited for at one time, whatever threads XLA runs them on: freeing it would wait for the device.
+// Host memory that the device copies to while a call waits for it. It grows to the most that calls
+// have used at one time, on any of XLA's threads, and is never freed: freeing it would wait for the
+// device.
 class PinnedWords {
  public:
-  // Some that are free and hold so many words, or new ones.
+  // Takes free memory of so many words, or allocates it.
   Status Take(size_t count) {
     {
       std::lock_guard<std::mutex> lock(mutex_);
@@ -141,7 +143,7 @@ class PinnedWords {
     taken_ = {static_cast<int32_t*>(made), count};
     return Status();
   }
-  // Not after a wait that was given up: the device may still write.
+  // Not called after a wait that was given up, because the device may still write.
   void GiveBack() {
     std::lock_guard<std::mutex> lock(mutex_);
     free_.push_back(taken_);
@@ -159,7 +161,7 @@ class PinnedWords {
   Words taken_{};
 };
 
-// What the device has found by now, on the host. The wait is bounded as a call's is.
+// Copies `device`'s words to the host. The wait is bounded like a call's.
 Status ReadCounts(const nccl::NcclGroup& group, cudaStream_t stream, const int32_t* device,
                   std::vector<int32_t>* counts) {
   PinnedWords words;
@@ -186,8 +188,8 @@ Status ReadCounts(const nccl::NcclGroup& group, cudaStream_t stream, const int32
 }
 
 // ep_nccl_counted_v1(counts s32 [2, P], blocks [P, R, X] ...; node_size, rail) -> the same blocks
-// The first counts[0, p] rows of a block go to peer p, counts[1, p] rows come from it; a rank's own
-// block is copied. The rest of what returns holds anything.
+// The first counts[0, p] rows of a block go to peer p, and counts[1, p] rows come from it. A rank's
+// own block is copied. Other rows of the results are undefined.
 Status MoveRows(nccl::NcclGroup& group, nccl::Communicator& communicator, const ffi::Dictionary&,
                 NcclCall* call) {
   const CallFrame& frame = call->frame;
@@ -219,7 +221,7 @@ Status MoveRows(nccl::NcclGroup& group, nccl::Communicator& communicator, const 
   const nccl::Api* api = nullptr;
   EP_RETURN_IF_ERROR(nccl::Load("", &api));
   Status status = group.Ended(ReadCounts(group, call->stream, on_device, &counts));
-  // What a lost rank left of the counts must not reach past a block.
+  // Clamp counts, because a lost rank's may reach past a block.
   const auto rows = static_cast<int32_t>(frame.rets[0].dims[1]);
   for (int32_t& count : counts) count = std::clamp(count, 0, rows);
   if (status.ok()) {
@@ -239,7 +241,7 @@ Status MoveRows(nccl::NcclGroup& group, nccl::Communicator& communicator, const 
   return Status();
 }
 
-// The results that a plan has, in its order.
+// Reads the results that a plan has, in its order.
 Status ReadPlan(const CallFrame& frame, int64_t nodes, nccl::NodePlanParams* params) {
   const auto [dst_rank, dst_row, recv_count, staged_start, staged_row, staged_slot, kept,
               group_sizes, num_recv, virtual_rank, virtual_row, chunks] =
@@ -267,8 +269,8 @@ Status ReadPlan(const CallFrame& frame, int64_t nodes, nccl::NodePlanParams* par
 constexpr size_t kNodePlanArrays = 12;
 
 // ep_nccl_prepare_v1(topk_idx s32 [T, K]; node_size, alignment, row_alignment=alignment)
-//   -> the twelve arrays of a node plan, and for this call alone s32 [N, T, K] and s32 [scratch]
-// The expert indices of all ranks are all that crosses. A second operand is not read.
+//   -> the twelve arrays of a node plan, and as scratch s32 [N, T, K] and s32 [scratch]
+// Only the expert indices of all ranks cross. A second operand is not read.
 Status Prepare(nccl::NcclGroup& group, nccl::Communicator& communicator,
                const ffi::Dictionary& attrs, NcclCall* call) {
   const CallFrame& frame = call->frame;

@@ -1,3 +1,4 @@
+// Handlers of exchanges between nodes.
 #ifndef EP_RUNTIME_FFI_NCCL_NCCL_FFI_CUDA_H_
 #define EP_RUNTIME_FFI_NCCL_NCCL_FFI_CUDA_H_
 

@@ -1,3 +1,4 @@
+// The C edge of NCCL.
 #include "ffi/nccl/nccl_table.h"
 
 #include <algorithm>

@@ -1,3 +1,4 @@
+// RailCall: a call of a group whose nodes are one rank each.
 #ifndef EP_RUNTIME_FFI_NCCL_RAIL_CALL_H_
 #define EP_RUNTIME_FFI_NCCL_RAIL_CALL_H_
 
@@ -14,22 +15,22 @@
 
 namespace ep_runtime {
 
-// One call of a group whose nodes are one rank each: exchanges go on a stream of their own, beside
-// the kernels of the call.
+// One call of a group whose nodes are one rank each. Exchanges go on a separate stream, so that
+// they overlap the kernels of the call.
 class RailCall {
  public:
-  // Finds the communicator. End comes last, whatever comes of it.
+  // Finds the communicator. Call End last, even if Open or the call fails.
   Status Open(const CudaCall& call);
-  // The first `results` of a call whose communicator is aborted by the time they are there become
-  // NaN; those of one that could not be made too, and XLA hears of it at the next run, on every
-  // device of the process alike. Returns `status` of what came since Open.
+  // Ends the call. Its first `results` become NaN if the communicator is aborted by then, or if the
+  // call failed; XLA gets the error at the next run, on every device of the process alike. `status`
+  // is the result of everything since Open.
   Status End(const CudaCall& call, size_t results, Status status);
 
   int64_t me() const { return peers_.self; }
   int64_t ranks() const { return peers_.count; }
-  // The blocks cross behind what the call's stream has been given by now. Await comes next.
+  // Starts sending blocks after the present work of the call's stream. Call Await next.
   Status Begin(const std::vector<nccl::Blocks>& arrays);
-  // What the call's stream is given from here on comes behind them.
+  // Makes later work of the call's stream wait for the blocks.
   Status Await();
 
  private:
@@ -41,7 +42,7 @@ class RailCall {
   nccl::SideStream* side_ = nullptr;
   nccl::Peers peers_{};
   cudaStream_t main_ = nullptr;
-  bool begun_ = false;  // an exchange that nobody awaited yet
+  bool begun_ = false;  // an exchange has no Await yet
   bool lost_ = false;
 };
 

@@ -1,10 +1,11 @@
-// What movement of rows has in groups whose nodes are one rank each: nothing goes through windows,
-// so rows are placed and summed by kernels that take the whole GPU. What needs no peer is done
-// while rows cross, all in one exchange: in parts, with the kernels of one part beside the exchange
-// of the next, a call took as long on the device, and longer on the host, which asks NCCL for each.
+// Movement of rows in groups whose nodes are one rank each. Nothing goes through windows, so
+// kernels that take the whole GPU place and sum rows. Work that needs no peer runs while rows
+// cross, in one exchange. Splitting the exchange, with the kernels of one part next to the exchange
+// of the next part, took as long on the device, and longer on the host, which calls NCCL for each
+// part.
 //
-// Letters: T tokens of K slots, H hidden, C rows of the slab, L experts, D ranks; `virtual_row`
-// [D * T, K] is the row here of every slot of every rank's tokens, -1 for none.
+// Letters: T tokens of K slots, H hidden, C rows of the slab, L experts, D ranks; `virtual_row` [D
+// * T, K] is the row here of every slot of every rank's tokens, -1 for none.
 #ifndef EP_RUNTIME_FFI_NCCL_RAIL_MOVEMENT_H_
 #define EP_RUNTIME_FFI_NCCL_RAIL_MOVEMENT_H_
 
@@ -17,7 +18,7 @@
 
 namespace ep_runtime {
 
-// Sizes that every call has.
+// Sizes that all these calls have.
 struct RailSizes {
   int64_t ranks, tokens, top_k, capacity, row_bytes;
 
@@ -25,7 +26,7 @@ struct RailSizes {
   nccl::Slots AllSlots(const int32_t* row) const {
     return {row, ranks * slots(), static_cast<int32_t>(capacity)};
   }
-  // `bytes` of every token of a rank.
+  // Blocks of `bytes` bytes for every token of a rank.
   nccl::Blocks OfTokens(const void* sent, void* received, int64_t bytes,
                         bool gathers = false) const {
     return {static_cast<const uint8_t*>(sent), static_cast<uint8_t*>(received), tokens * bytes,
@@ -37,20 +38,20 @@ struct RailSizes {
   }
 };
 
-// The group's board is told of the call.
+// Reports the call on the group's board.
 inline Status NoteCall(const CudaCall& call, const int32_t* recv_count) {
   return call.Launched(
       cuda::LaunchNoteCall(call.stream, call.rank.group, call.name, call.frame.op, recv_count));
 }
 
-// A rank's own values among those that arrive.
+// Copies a rank's own values to their place among the arriving ones.
 inline Status KeepOwn(const CudaCall& call, const RailCall& rail, const RailSizes& sizes,
                       const float* own, float* arrived) {
   return call.Launched(cudaMemcpyAsync(arrived + rail.me() * sizes.slots(), own, sizes.slots() * 4,
                                        cudaMemcpyDeviceToDevice, call.stream));
 }
 
-// `make` takes the call and what it runs on.
+// Reads the call, opens its RailCall, and runs `make` on both.
 template <typename Make>
 Status InRail(const CudaCall& call, size_t results, const Make& make) {
   RailCall rail;

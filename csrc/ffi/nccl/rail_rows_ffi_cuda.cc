@@ -12,10 +12,10 @@ namespace {
 
 using nccl::Blocks;
 
-// Rows out: every rank's tokens to the rows of the slab.
+// Rows out: places every rank's tokens in the rows of the slab.
 struct RowsOut {
   RailSizes sizes;
-  cuda::SpreadRowsParams spread;  // of no tokens yet
+  cuda::SpreadRowsParams spread;  // parameters without tokens
   const void* tokens;             // [T, row_bytes]
   uint8_t* arrived;               // [D, T, row_bytes]
 
@@ -27,7 +27,7 @@ struct RowsOut {
     return call.Launched(cuda::LaunchSpreadRows(call.stream, params));
   }
 
-  // `crossing` goes beside the rows; `meanwhile` launches what no peer is needed for.
+  // Sends the rows, and `crossing` with them. `meanwhile` launches work that needs no peer.
   template <typename Meanwhile>
   Status Run(const CudaCall& call, RailCall* rail, std::vector<Blocks> crossing,
              const Meanwhile& meanwhile) const {
@@ -44,7 +44,7 @@ struct RowsOut {
   }
 };
 
-// What places rows: the row of every slot, and how full the zones are.
+// Operands that say where rows go: the row of every slot, and the sizes of zones.
 struct Zones {
   Operand virtual_row, kept, group_sizes;
 
@@ -75,7 +75,7 @@ struct Zones {
 // ep_nccl_dispatch_v1(rank, layer_index, tokens [T, H], weights f32 [T, K] or [0, 0],
 //                     virtual_row s32 [D * T, K], recv_count s32 [1, 4], kept s32 [L],
 //                     group_sizes s32 [L])
-//   -> recv [C, H], recv_weights f32 [C], and for this call alone [D, T, H], f32 [D, T, K]
+//   -> recv [C, H], recv_weights f32 [C], and as scratch [D, T, H], f32 [D, T, K]
 Status Dispatch(const CudaCall& call, RailCall* rail) {
   const CallFrame& frame = call.frame;
   EP_RETURN_IF_ERROR(frame.CheckCount(8, 4));

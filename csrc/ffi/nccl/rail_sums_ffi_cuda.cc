@@ -14,19 +14,20 @@ namespace {
 
 using nccl::Blocks;
 
-// Sums of 8 bits.
+// Sums as 8-bit floats with scales.
 struct ScaledRows {
   uint8_t* data;  // [D, T, H] e4m3
   float* scale;   // [D, T, tiles]
 };
 
-// Sums back: the rows of every rank's tokens here are summed, and what all ranks say of this one's.
+// Sums back: sums the rows here of every rank's tokens, and for this rank's tokens the sums of all
+// ranks.
 struct SumsBack {
   RailSizes sizes;
-  cuda::SumRowsParams sum;  // of no tokens yet: rows and weights of the slab
-  const int32_t* slot_row;  // [T, D]: row of what arrives that each rank's sum of a token is; or -1
+  cuda::SumRowsParams sum;  // parameters without tokens: rows and weights of the slab
+  const int32_t* slot_row;  // [T, D]: row among arriving sums of each rank's sum of a token, or -1
   uint8_t* partials;        // [D, T, row_bytes]
-  uint8_t* arrived;         // [D, T, row_bytes]; null where 8 bits cross
+  uint8_t* arrived;         // [D, T, row_bytes]; null if 8-bit sums cross
   int32_t width;            // H
   ScaledRows scaled, scaled_arrived;
   uint8_t* out;  // [T, row_bytes]
@@ -39,7 +40,7 @@ struct SumsBack {
     params.out = to + rank * sizes.tokens * sizes.row_bytes;
     return call.Launched(cuda::LaunchSumRows(call.stream, params));
   }
-  // Sums for `count` ranks as 8 bits.
+  // Computes 8-bit sums for `count` ranks.
   Status Scale(const CudaCall& call, int64_t rank, int64_t count, const ScaledRows& to) const {
     if (count == 0) return Status();
     const int64_t first = rank * sizes.tokens;
@@ -53,7 +54,7 @@ struct SumsBack {
     params.tile_scale = to.scale + first * tiles();
     return call.Launched(cuda::LaunchQuantizeRows(call.stream, params));
   }
-  // What the sums of what arrives have alike, as rows and as 8 bits.
+  // Parameters for summing what arrives, shared by rows and 8-bit sums.
   template <typename Params>
   Params OfRanks() const {
     Params params{};
@@ -80,7 +81,7 @@ struct SumsBack {
     return call.Launched(cuda::LaunchSumRows(call.stream, params));
   }
 
-  // As of RowsOut.
+  // Like RowsOut's.
   template <typename Meanwhile>
   Status Run(const CudaCall& call, RailCall* rail, std::vector<Blocks> crossing,
              const Meanwhile& meanwhile) const {
@@ -106,7 +107,7 @@ struct SumsBack {
   }
 };
 
-// What sums go by.
+// Operands that say where sums come from.
 struct Places {
   Operand virtual_row, slot_row;
 
@@ -130,8 +131,8 @@ struct Places {
   }
 };
 
-// What sums cross in, for this call alone: as rows [D, T, H] twice, or as rows once and as 8 bits
-// twice, u8 [D, T, H] and f32 [D, T, tiles]. What is not used is [0, 0, 0].
+// Scratch in which sums cross: as rows [D, T, H] twice; or as rows once and as 8-bit sums twice, u8
+// [D, T, H] and f32 [D, T, tiles]. Unused arrays are [0, 0, 0].
 struct Crossing {
   Operand partials, arrived, data, scale, data_arrived, scale_arrived;
 
@@ -150,7 +151,7 @@ struct Crossing {
 };
 
 // ep_nccl_combine_v1(rank, layer_index, expert_out [C, H], weights f32 [C] or [0], virtual_row,
-//                    slot_row s32 [T, D]) -> tokens [T, H], and what a Crossing has
+//                    slot_row s32 [T, D]) -> tokens [T, H], and arrays of a Crossing
 Status Combine(const CudaCall& call, RailCall* rail) {
   const CallFrame& frame = call.frame;
   EP_RETURN_IF_ERROR(frame.CheckCount(6, 7));
@@ -170,7 +171,7 @@ Status Combine(const CudaCall& call, RailCall* rail) {
 
 // ep_nccl_dispatch_bwd_v1(rank, layer_index, d_recv [C, H], d_weights f32 [C], virtual_row,
 //                         slot_row, dst_rank s32 [T, K])
-//   -> d_tokens [T, H], d_topk_weights f32 [T, K], what a Crossing has, and f32 [D, T, K] twice
+//   -> d_tokens [T, H], d_topk_weights f32 [T, K], arrays of a Crossing, and f32 [D, T, K] twice
 Status DispatchBwd(const CudaCall& call, RailCall* rail) {
   const CallFrame& frame = call.frame;
   EP_RETURN_IF_ERROR(frame.CheckCount(7, 10));

@@ -1,3 +1,4 @@
+// Targets of activations.
 #include <cstdint>
 
 #include "cuda/rows/activation.h"
@@ -11,7 +12,7 @@ namespace {
 using cuda::ActivationParams;
 using xla::ffi::DataType;
 
-// hidden [S * C, M] or gated [S * C, 2 * M]. `inner` is the shape of rows of M.
+// Reads hidden [S * C, M], or [S * C, 2 * M] if gated. `inner` is the shape of rows of M.
 template <typename Params>
 Status ReadHidden(const Operand& group_sizes, const Operand& hidden, int64_t function,
                   int64_t gated, Params* params, Dims* inner) {
@@ -46,7 +47,7 @@ Status LaunchForward(const CallFrame& frame, cudaStream_t stream, int64_t functi
 }
 
 // ep_activation_bwd_v1(group_sizes s32 [S, L], hidden, row_weights, grad [S * C, M]; function,
-//                      gated) -> like hidden and maybe its memory, like row_weights
+//                      gated) -> like hidden, maybe in its memory; like row_weights
 Status LaunchBackward(const CallFrame& frame, cudaStream_t stream, int64_t function,
                       int64_t gated) {
   EP_RETURN_IF_ERROR(frame.CheckCount(4, 2));
@@ -63,7 +64,7 @@ Status LaunchBackward(const CallFrame& frame, cudaStream_t stream, int64_t funct
   return cuda::Check(cuda::LaunchActivation(stream, params), frame.call);
 }
 
-// As above; grad [S * C, M], or [0, 0] for values.
+// Reads the same operands; grad [S * C, M], or [0, 0] for values.
 Status ReadQuantized(const CallFrame& frame, int64_t function, int64_t gated,
                      cuda::QuantizedActivationParams* params) {
   const auto [group_sizes, hidden, weights, grad] =

@@ -1,3 +1,4 @@
+// Targets that gather, spread and sum rows.
 #include <cstdint>
 
 #include "cuda/rows/move_rows.h"
@@ -9,7 +10,7 @@
 namespace ep_runtime {
 namespace {
 
-// Of what goes from tokens to rows.
+// Reads operands of calls that move tokens to rows.
 struct TokenRows {
   Operand values, weights, others, rows, products;
 

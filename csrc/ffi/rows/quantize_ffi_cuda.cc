@@ -1,4 +1,4 @@
-// 8-bit floats and scales of 8 bits travel as u8.
+// Targets of quantization. 8-bit floats and 8-bit scales travel as u8.
 
 #include <cstdint>
 #include <string>
@@ -18,7 +18,7 @@ Status ReadFormat(const CallFrame& frame, int64_t number, cuda::Fp8Format* forma
   return Refused(frame.call, "format", "format must be 0 or 1, got " + std::to_string(number));
 }
 
-// values [S * C, W], group_sizes s32 [S, L] or [S, 0]: slabs that are one group.
+// Reads values [S * C, W] and group_sizes s32 [S, L], or [S, 0] for slabs that are one group.
 template <typename Params>
 Status ReadValues(const Operand& group_sizes, const Operand& values, Params* params) {
   EP_RETURN_IF_ERROR(ReadRowGroups(group_sizes, values, &params->groups));
@@ -28,7 +28,7 @@ Status ReadValues(const Operand& group_sizes, const Operand& values, Params* par
   return Status();
 }
 
-// values [G, K', m, N'], quantized in blocks. `blocks` is the shape of their scales.
+// Reads values [G, K', m, N'] to quantize in blocks. `blocks` is the shape of their scales.
 template <typename Params>
 Status ReadMatrices(const CallFrame& frame, const Operand& values, int64_t format, Params* params,
                     Dims* blocks) {

@@ -1,3 +1,4 @@
+// Reads slabs and groups of rows.
 #include "ffi/rows/rows_ffi_cuda.h"
 
 #include <string>

@@ -1,4 +1,4 @@
-// Custom calls that go over rows, each one launch or two without workspace.
+// Custom calls that visit rows, each by one launch or two without workspace.
 #ifndef EP_RUNTIME_FFI_ROWS_ROWS_FFI_CUDA_H_
 #define EP_RUNTIME_FFI_ROWS_ROWS_FFI_CUDA_H_
 
@@ -8,11 +8,11 @@
 
 namespace ep_runtime {
 
-// Rows [S * C, width] in slabs of equal size, and group_sizes s32 [S, L], maybe [S, 0] of one group
-// of all rows.
+// Reads rows [S * C, width] in slabs of equal size, and group_sizes s32 [S, L], or [S, 0] for one
+// group of all rows.
 Status ReadRowGroups(const Operand& sizes, const Operand& rows, cuda::rows::RowGroups* groups);
 
-// One per <op>_ffi_cuda.cc.
+// Handlers, each in its <op>_ffi_cuda.cc.
 extern XLA_FFI_Handler* const kActivationV1;
 extern XLA_FFI_Handler* const kActivationBwdV1;
 extern XLA_FFI_Handler* const kActivationAmaxV1;
