@@ -1,9 +1,11 @@
-// Sizes of block calls as the native library has them. Reads lines of
+// Prints sizes of block calls from the native library. Reads lines of
+//
 //   tokens top_k capacity experts hidden inner columns ranks alignment rows kept_rows element_bytes
 //   scaling
-// and prints for each: tokens of a part, parts, bytes forward, bytes backward, and how many pairs
-// of a backward call's regions overlap or leave the workspace while both are read, where nothing is
-// quantized.
+//
+// and prints for each: tokens of a chunk, chunks, bytes forward, bytes backward, and how many pairs
+// of a backward call's regions overlap, or leave the workspace, while both are read, without
+// quantization.
 #include <cstdint>
 #include <cstdio>
 #include <vector>

@@ -1,4 +1,4 @@
-// Prints what the CUDA library says when it counts the GPUs of this machine.
+// Prints the CUDA library's answer when it counts the GPUs of this machine.
 #include <cstdio>
 
 #include "cuda/device/driver.h"

@@ -1,5 +1,5 @@
-// A device must not see an error of its process before other processes can: it leaves its call, and
-// they would find a peer that failed for no reason. Ends with 0 if it sees it only then.
+// Ends with 0 if a device sees an error of its process only after other processes can. If it saw
+// the error earlier, it would leave its call, and they would find a peer that failed for no reason.
 #include "core/runs/failed_runs.h"
 
 #include <atomic>

@@ -1,5 +1,5 @@
-// Index arithmetic of the grouped products' kernels, run on a host: where rows of groups lie, and
-// which thread of a transposing block moves what. Prints one line a check, then "N of M wrong".
+// Runs index arithmetic of the grouped products' kernels on a host: the rows of groups, and which
+// thread of a transposing block moves what. Prints one line per check, then "N of M wrong".
 #include <ucontext.h>
 
 #include <cstdio>
@@ -20,7 +20,7 @@ using namespace ep_runtime::cuda::gemm;
 constexpr int kLanes = 32;
 constexpr int kStackBytes = 64 << 10;
 
-// A warp whose lanes run until they exchange a value, one after the other.
+// A warp whose lanes run one after another, each until it exchanges a value.
 class Warp {
  public:
   void Run(const std::function<void()>& code) {
@@ -79,12 +79,12 @@ struct Case {
 };
 
 struct Place {
-  int start;  // of all slabs' rows
+  int start;  // among all slabs' rows
   int size;
-  int at;  // of all slabs' lines
+  int at;  // among all slabs' lines
 };
 
-// One after the other, as product.h says.
+// Places groups one after another, as in product.h.
 std::vector<Place> Expected(const Case& c) {
   const int groups = static_cast<int>(c.sizes.size()) / c.slabs;
   std::vector<Place> places;
@@ -111,7 +111,7 @@ bool CheckGroups(const Case& c) {
   int wrong = 0;
   for (size_t g = 0; g < want.size(); ++g) {
     const int padded = (want[g].size + 127) / 128 * 128;
-    // Inside of its slab's line, whatever the sizes are.
+    // A group must end within its slab's line, whatever the sizes are.
     wrong += want[g].at + padded > (static_cast<int>(g) / groups + 1) * line;
     warp.Run([&] {
       const Rows rows = FindRows(given, static_cast<int>(g));
@@ -137,7 +137,7 @@ bool CheckGroups(const Case& c) {
   return wrong == 0;
 }
 
-// Every byte is read once and written once, and no warp meets a bank of shared memory twice.
+// Every byte is read once and written once, and no warp has a bank conflict in shared memory.
 bool CheckTile() {
   int wrong = 0;
   std::set<int> vectors, words;
@@ -162,7 +162,8 @@ bool CheckTile() {
       }
       wrong += banks.size() != 32;
     }
-    for (int quarter = 0; quarter < 4; ++quarter) {  // what one access of 16 bytes serves at a time
+    for (int quarter = 0; quarter < 4;
+         ++quarter) {  // lanes that one 16-byte access serves at a time
       std::set<int> banks;
       for (int lane = 8 * quarter; lane < 8 * quarter + 8; ++lane) {
         const int thread = warp * 32 + lane;
@@ -174,7 +175,7 @@ bool CheckTile() {
   return wrong == 0;
 }
 
-// Banks of 16 bytes that eight threads beside each other meet.
+// Counts the 16-byte banks that eight neighbouring threads access.
 int CountBanks(int first_thread, const std::function<int(int)>& vector) {
   std::set<int> banks;
   for (int thread = first_thread; thread < first_thread + 8; ++thread) {
@@ -183,7 +184,7 @@ int CountBanks(int first_thread, const std::function<int(int)>& vector) {
   return static_cast<int>(banks.size());
 }
 
-// The same of f32 values: 32 columns of 128 lines, four lines of a column a vector.
+// CheckTile for f32 values: 32 columns of 128 lines, with four lines of a column in a vector.
 bool CheckFloatTile() {
   int wrong = 0;
   std::set<int> written, read;

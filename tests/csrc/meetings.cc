@@ -1,6 +1,9 @@
-// Meetings of one rank on lanes, by orders of standard input:
+// Holds meetings of one rank on lanes, by commands of standard input:
+//
 //   join CALL | leave CALL | fail CALL
-// and after each the calls that hold a lane, in ascending order. The number of lanes comes first.
+//
+// After each command prints the calls that hold a lane, in ascending order. The number of lanes
+// comes first.
 #include <atomic>
 #include <cstdint>
 #include <iostream>
@@ -17,7 +20,7 @@ int main() {
   std::cin >> lanes;
   const size_t bytes = sizeof(Control) + lanes * (sizeof(Lane) + sizeof(PhaseWord)) +
                        kMeetingSlots * (sizeof(uint32_t) + sizeof(MeetingSlot));
-  std::vector<Control> board(bytes / sizeof(Control) + 1);  // zeros, as a new board
+  std::vector<Control> board(bytes / sizeof(Control) + 1);  // zeros, like a new board
   board[0].ranks = 1;
   board[0].lanes = lanes;
   const Word64 poison{0};

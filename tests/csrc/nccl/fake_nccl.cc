@@ -1,5 +1,5 @@
-// A libnccl without GPUs: communicators of one process meet in memory, and switches make them fail.
-// What was called is counted, so that tests can say that nothing leaks and nothing is called twice.
+// A libnccl without GPUs. Communicators of one process meet in memory, and switches make them fail.
+// Counters of calls let tests check that nothing leaks and nothing is called twice.
 
 #include <atomic>
 #include <climits>
@@ -43,8 +43,8 @@ struct Comm {
   bool finalized = false;
   bool in_flight = false;
   std::vector<Transfer> sends, receives;
-  int* summed = nullptr;  // of an all-reduce that is posted: one int32
-  int sum = 0;            // of the ranks that have posted it
+  int* summed = nullptr;  // sum of a posted all-reduce: one int32
+  int sum = 0;            // sum of the ranks that have posted it
   int summed_by = 0;
 };
 
@@ -55,13 +55,13 @@ struct State {
   int init_result = kInProgress;
   int id_result = kSuccess;
   bool never_ready = false;
-  bool never_done = false;  // calls stay in progress
+  bool never_done = false;  // true: calls stay in progress
   bool never_final = false;
   int async_error = kSuccess;
   std::atomic<int> inits{0}, aborts{0}, finalizes{0}, ids{0}, hangs{0};
-  int max_ctas = 0;  // of the last init
+  int max_ctas = 0;  // max_ctas of the last init
   int wrong_sum = 0;
-  bool wait_for_all_aborts = false;  // as NCCL does between communicators of one process
+  bool wait_for_all_aborts = false;  // true: as NCCL does between communicators of one process
 };
 
 State& state() {
@@ -77,7 +77,8 @@ bool Complete(const Comm& comm) {
   return static_cast<int>(ranks.size()) == comm.ranks;
 }
 
-// Adds this rank's number to the others' once; true where there is no sum, or all have added.
+// Adds this rank's number to the others' once. Returns true if there is no sum, or if all have
+// added.
 bool Summed(Comm* comm) {
   if (comm->summed == nullptr) return true;
   if (comm->summed_by < comm->ranks) return false;
@@ -87,7 +88,7 @@ bool Summed(Comm* comm) {
   return true;
 }
 
-// Moves what both sides have posted; true once this one has nothing left.
+// Moves everything that both sides have posted. Returns true once `comm` has nothing left.
 bool Deliver(Comm* comm) {
   for (auto receive = comm->receives.begin(); receive != comm->receives.end();) {
     auto found = state().joined[comm->id].find(receive->peer);
@@ -172,7 +173,7 @@ EXPORT int ncclCommAbort(Comm* comm) {
     ++state().aborts;
     state().joined[comm->id].erase(comm->rank);
   }
-  // A communicator of this process that is aborted alone waits for the next one.
+  // If one communicator of this process is aborted alone, its abort waits for the next one.
   for (int spin = 0; state().wait_for_all_aborts && state().aborts < state().inits; ++spin) {
     if (spin > 100'000'000) {
       ++state().hangs;
@@ -231,7 +232,7 @@ EXPORT int ncclAllReduce(const void* from, void* to, size_t count, int, int, Com
   return kSuccess;
 }
 
-// Of tests: FakeSet("never_ready", 1), FakeGet("aborts").
+// Tests call FakeSet("never_ready", 1) and FakeGet("aborts").
 EXPORT void FakeSet(const char* name, int value) {
   const std::string field = name;
   State& now = state();

@@ -1,5 +1,5 @@
-// What the CUDA library has around communicators, without CUDA: devices that are always there, and
-// one call of an op.
+// The CUDA library's parts around communicators, without CUDA: devices that always exist, and one
+// call of an op.
 
 #include <atomic>
 #include <cstring>
@@ -58,12 +58,12 @@ nccl::Devices NcclDevices() {
 
 }  // namespace ep_runtime
 
-// All-to-all of `bytes` per peer for the rank that `device` drives, as a handler does it. The text
-// is the error's; returns 0, -1 where the run is refused, -2 where the call fails.
+// Runs an all-to-all of `bytes` per peer for the rank of `device`, like a handler. Returns 0, -1 if
+// the run is refused, or -2 if the call fails. `text` gets the error.
 extern "C" __attribute__((visibility("default"))) int64_t
 TestExchange(int64_t group, uint64_t run, int device, int64_t node_size, int rail, int gathers,
              const uint8_t* from, uint8_t* to, int64_t bytes, char* text, int64_t size) {
-  using namespace ep_runtime;  // NOLINT: as the library
+  using namespace ep_runtime;  // NOLINT: like the library
   const std::shared_ptr<nccl::NcclGroup> found = nccl::ThisProcessGroups().FindGroup(group);
   Status status = found == nullptr ? Stale("no such group") : found->Decide(run);
   const bool runs = status.ok();
@@ -74,7 +74,7 @@ TestExchange(int64_t group, uint64_t run, int device, int64_t node_size, int rai
     const nccl::Api* api = nullptr;
     status = nccl::Load("", &api);
     const nccl::Blocks blocks{from, to, bytes, gathers != 0};
-    std::memcpy(blocks.From(peers.self), blocks.For(peers.self), bytes);  // as a handler does
+    std::memcpy(blocks.From(peers.self), blocks.For(peers.self), bytes);  // like a handler
     status = found->Run(*communicator, peers, [&](nccl::Comm* comm) {
       return nccl::SendBlocks(*api, peers, blocks, comm, nullptr);
     });
@@ -83,21 +83,21 @@ TestExchange(int64_t group, uint64_t run, int device, int64_t node_size, int rai
   return status.ok() ? 0 : runs ? -2 : -1;
 }
 
-// Abort marks that there are; `none` makes further ones fail.
+// Returns the number of live abort marks. `none` makes further marks fail.
 extern "C" __attribute__((visibility("default"))) int TestMarks(int none) {
   ep_runtime::no_mark = none != 0;
   return ep_runtime::marks;
 }
 
-// Those that were set.
+// Returns the number of abort marks that were set.
 extern "C" __attribute__((visibility("default"))) int TestMarksSet() {
   return ep_runtime::set_marks;
 }
 
-// First exchanges so far.
+// Returns the number of first exchanges so far.
 extern "C" __attribute__((visibility("default"))) int TestTried() { return ep_runtime::tried; }
 
-// {first, stride, count, self}.
+// Writes {first, stride, count, self}.
 extern "C" __attribute__((visibility("default"))) void TestPeers(int64_t rank, int64_t size,
                                                                  int64_t node_size, int rail,
                                                                  int64_t* out) {

@@ -1,7 +1,7 @@
-// Calls of the CPU library from many threads, without XLA and without Python: what sanitizers
-// watch. `run.py` makes the memory, starts one of these per process of a group, and says in pairs
-// of words what the group is. Every row must come back; where a rank gives wrong operands, the
-// call of that run ends with an error on every rank, and the next run is whole again.
+// Calls of the CPU library from many threads, without XLA and Python, for sanitizers. `run.py`
+// creates the memory, starts one such program for each process of a group, and describes the group
+// by pairs of words. Every row must come back. If a rank gives wrong operands, the call of that run
+// must fail on every rank, and the next run must succeed.
 
 #include <atomic>
 #include <cstdint>
@@ -30,7 +30,7 @@ namespace ffi = xla::ffi;
 
 using OpFn = Status (*)(const CallFrame&, CallContext);
 constexpr uint64_t kFingerprint = 77;
-constexpr int kFailsEvery = 16;  // rounds
+constexpr int kFailsEvery = 16;  // a round with an error in so many
 constexpr int64_t kCloseNs = 20'000'000'000;
 
 [[noreturn]] void Die(const std::string& why) {
@@ -55,7 +55,7 @@ struct Words {
   }
 };
 
-// One operand or result of its own memory, exactly as long as it is.
+// One operand or result in memory of its own, exactly as long as the array.
 struct Array {
   std::vector<int32_t> words;
   Buffer buffer;
@@ -71,7 +71,7 @@ struct Array {
 Array Ints(Dims dims) { return Array(ffi::DataType::S32, std::move(dims)); }
 Array Floats(Dims dims) { return Array(ffi::DataType::F32, std::move(dims)); }
 
-// The calls of one layer: sites as an executable has them, for every rank of this process.
+// The calls of one layer: the sites of an executable, for every rank of this process.
 struct Program {
   Site prepare, dispatch, combine, combine_bwd, dispatch_bwd;
 
@@ -83,7 +83,7 @@ struct Program {
         dispatch_bwd({OpCode::kDispatchBwd, layer, kFingerprint, 0}) {}
 };
 
-// One rank of one layer, its arrays and its rounds.
+// One rank of one layer, with its arrays and its rounds.
 class Rank {
  public:
   Rank(const Words& words, uint64_t layer, Program* program, int64_t rank)
@@ -108,7 +108,7 @@ class Rank {
     }
   }
 
-  // True where the round was whole, and what came back is what was sent.
+  // Returns true if the round ran as it should and all rows came back.
   bool Round(uint64_t run, uint64_t round, bool fails) {
     Fill(round);
     if (fails && rank_ == 0) choices_.words[0] = static_cast<int32_t>(experts_);
@@ -175,7 +175,7 @@ class Rank {
     return status.ok();
   }
 
-  // As targets_cpu.cc does.
+  // Like targets_cpu.cc.
   Status InGroup(const CallFrame& frame, Site* site, uint64_t run, OpFn function) {
     const Site::Turn turn = site->Next(run, static_cast<int32_t>(rank_));
     CallContext context;
@@ -210,7 +210,8 @@ class Rank {
 void Rounds(Rank* rank, uint64_t layer, int64_t rounds) {
   for (int64_t round = 0; round < rounds; ++round) {
     const bool fails = round % kFailsEvery == kFailsEvery - 1;
-    const uint64_t run = (layer << 24) + static_cast<uint64_t>(round);  // as XLA: a hash, a count
+    const uint64_t run =
+        (layer << 24) + static_cast<uint64_t>(round);  // like XLA's: a hash and a count
     if (rank->Round(run, static_cast<uint64_t>(round), fails) == fails) {
       Die("round " + std::to_string(round) + (fails ? " did not fail" : ": " + rank->error()));
     }
@@ -245,7 +246,7 @@ int64_t Open(const Words& words) {
   return group;
 }
 
-// What Python's threads do meanwhile: layers come and go, errors are asked for.
+// Does what Python's threads do meanwhile: adds and removes layers, and asks for errors.
 void Meddle(int64_t group, const std::atomic<bool>& over) {
   const auto* table = static_cast<const EpTable*>(EpRuntimeTable());
   char text[4096];

@@ -1,5 +1,6 @@
+// Enough of CUDA to run a warp's code on a host.
 // Enough of CUDA to run a warp's code on a host: 32 lanes take turns, and meet where they exchange
-// values. Found before the real header where gemm_indices.cc is compiled.
+// values. gemm_indices.cc is compiled so that it finds this header before the real one.
 #ifndef EP_RUNTIME_TESTS_CSRC_WARP_CUDA_RUNTIME_H_
 #define EP_RUNTIME_TESTS_CSRC_WARP_CUDA_RUNTIME_H_
 
@@ -18,7 +19,7 @@ struct ThreadIndex {
 };
 extern ThreadIndex threadIdx;
 
-// Gives `value`, waits for all lanes, and returns what `lane` gave.
+// Gives `value`, waits for all lanes, and returns the value that `lane` gave.
 uint64_t FromLane(uint64_t value, int lane);
 
 inline int32_t __ldg(const int32_t* from) { return *from; }

@@ -13,13 +13,13 @@
 
 namespace gpu_test {
 
-constexpr int kRowAlignment = 1;  // as ROW_ALIGNMENT of ep_runtime/workspace.py
+constexpr int kRowAlignment = 1;  // like ROW_ALIGNMENT of ep_runtime/workspace.py
 
 struct BlockShape {
   const char* name;
   int ranks, tokens, hidden, inner, experts, top_k;
   double room;            // rows of the workspace, in even shares
-  double kept;            // rows that keep the first product, likewise; 0: none
+  double kept;            // rows that save the first product, in even shares; 0: none
   bool one_rank = false;  // all slots go to the first rank's experts
   ec::GemmScaling scaling = ec::GemmScaling::kNone;
   RowType type = RowType::kBF16;  // or kF32
@@ -27,7 +27,7 @@ struct BlockShape {
   int64_t element_bytes() const { return ElementBytes(type); }
 };
 
-// How exchanges run.
+// How exchanges run: alone or overlapping, and on which grids.
 struct Way {
   bool overlaps;
   ec::DispatchGrid dispatch{12, 28};
@@ -35,7 +35,7 @@ struct Way {
   ec::ExchangeGrids alone{{20, 44}, {38, 26}};
 };
 
-// bfloat16, or f32 where elements have 4 bytes.
+// Fills with bfloat16, or with f32 if elements have 4 bytes.
 static __global__ void FillRandom(void* out, int element_bytes, uint32_t what, float scale,
                                   int64_t count) {
   const int64_t stride = int64_t{gridDim.x} * blockDim.x;
@@ -52,7 +52,7 @@ static __global__ void FillRandom(void* out, int element_bytes, uint32_t what, f
   }
 }
 
-// Bits of finite e4m3 below 2 in magnitude.
+// Makes bytes finite e4m3 below 2 in magnitude.
 static __global__ void MakeFinite(uint8_t* bytes, int64_t count) {
   const int64_t stride = int64_t{gridDim.x} * blockDim.x;
   for (int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < count; i += stride) {
@@ -110,9 +110,9 @@ class BlockCase {
     Backward(r, way);
   }
 
-  // Tokens of a part, where a call runs in parts.
+  // Tokens of a chunk, if a call runs in chunks.
   int PartTokens() const { return ec::block::PartTokens(Sizes()); }
-  // Of a call in parts the first one alone, as a rank does that dies in the second.
+  // Runs only the first chunk of a call, like a rank that dies in the second.
   void ForwardFirstPart(int r) {
     world_.Use(r);
     ec::BlockParams block = Params(r, {false});
@@ -120,7 +120,7 @@ class BlockCase {
     CHECK_CUDA(ec::LaunchBlock(world_.stream(r), block));
   }
 
-  // Of backward the first exchange alone, as a rank does that dies then; not of 8-bit products.
+  // Runs only backward's first exchange, like a rank that dies after it. Not with 8-bit products.
   void DispatchGrads(int r) {
     world_.Use(r);
     const ec::BlockParams block = Params(r, {false});
@@ -153,7 +153,7 @@ class BlockCase {
     }
     return found;
   }
-  // So that what is not written again shows.
+  // Poisons results, so that missing writes show.
   void Poison() {
     for (int r = 0; r < c_.ranks; ++r) {
       world_.Use(r);
@@ -176,7 +176,7 @@ class BlockCase {
   };
 
   int Local() const { return c_.experts / c_.ranks; }
-  // Of one half of the first weight.
+  // Bytes of one half of the first weight.
   int64_t WeightBytes() const {
     return int64_t{Local()} * shape_.inner * c_.width * shape_.element_bytes();
   }
@@ -280,7 +280,7 @@ class BlockCase {
     d.dy = Random(tokens, 20 + r, 1);
     d.wi = Random(WeightBytes() * 2, 30 + r, wi_scale);
     d.wo = Random(WeightBytes(), 40 + r, 2.0f / std::sqrt(static_cast<float>(shape_.inner)));
-    // Large enough for the scales of any kind; of products that take none nobody reads them.
+    // Large enough for scales of any kind. Products without scales do not read them.
     const int64_t blocks = int64_t{Local()} * (c_.width + 127) / 128 * (2 * shape_.inner + 127);
     d.scales = std::make_unique<Memory>(std::vector<float>(blocks, wi_scale));
     if (shape_.scaling != ec::GemmScaling::kNone) {

@@ -1,5 +1,7 @@
-// Block calls whose exchanges run beside products, held bit for bit against calls that do one thing
-// at a time: ranks late at random, replayed graphs, a rank that dies in the middle; and times.
+// Compares block calls whose exchanges overlap products, bit for bit, with calls that run one
+// launch at a time: with ranks late at random, with replayed graphs, and with a rank that dies in
+// the middle. Also times them.
+//
 //   block_main check|small|time [ranks]
 #include <chrono>
 #include <cmath>
@@ -20,7 +22,7 @@ GroupSizes SizesOf(const BlockShape& s) {
                  s.element_bytes());
 }
 
-// Holds a stream up for a while, so that ranks start in another order every time.
+// Delays a stream, so that ranks start in another order every time.
 __global__ void Delay(uint64_t ns) {
   uint64_t start, now;
   asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(start));
@@ -54,14 +56,14 @@ std::vector<BlockShape> Shapes(int n) {
       {"f32, tiles for all SMs", n, 4096, 1024, 512, 8 * n, 4, 1.5, 1.5, false, kNone, kF32},
       {"f32, few tiles", n, 2048, 512, 256, 64 * n, 8, 1.5, 0, false, kNone, kF32},
       {"f32, long rows", n, 300, 4352, 128, 4 * n, 3, 1.5, 1.5, false, kNone, kF32},
-      // Of four ranks and more packed into lanes.
+      // Packed into lanes with four ranks and more.
       {"two slots", n, 300, 256, 128, 4 * n, 2, 1.5, 1.0},
       {"two slots, in parts", n, 300, 256, 128, 4 * n, 2, 0.6, 1.0},
       {"two slots, all to one rank", n, 300, 256, 128, 4 * n, 2, 1000, 0, true},
   };
 }
 
-// Elements that are as Poison left them.
+// Counts elements that still are as Poison left them.
 int CountPoison(const Results& results, size_t element_bytes) {
   int count = 0;
   for (size_t i = 0; i < results.size(); ++i) {
@@ -73,7 +75,7 @@ int CountPoison(const Results& results, size_t element_bytes) {
   return count;
 }
 
-// By which the results of two builds compare.
+// A hash to compare the results of two builds.
 unsigned long long DigestOf(const Results& results) {
   unsigned long long digest = 0xCBF29CE484222325ull;
   for (const auto& array : results) {
@@ -84,7 +86,7 @@ unsigned long long DigestOf(const Results& results) {
 
 constexpr const char* kNames[] = {"y", "dx", "d_weights", "dwi", "dwo"};
 
-// Arrays that differ.
+// Counts arrays that differ.
 int Compare(const Results& got, const Results& want) {
   int wrong = 0;
   for (size_t i = 0; i < want.size(); ++i) {
@@ -110,7 +112,7 @@ int CountFailures(const World& world, int ranks) {
   return failed;
 }
 
-// Calls of all ranks, each late by up to 0.2 ms, no sync in between.
+// Runs calls of all ranks, each late by up to 0.2 ms, without a sync in between.
 void RunLate(World& world, BlockCase& block, const Way& way, int rounds) {
   std::mt19937 random(rounds);
   for (int i = 0; i < rounds; ++i) {
@@ -150,7 +152,7 @@ void Replay(World& world, const std::vector<cudaGraphExec_t>& graphs) {
   }
 }
 
-// More than two ranks of a GPU: exchanges of all of them must be resident at once.
+// True with more than two ranks on a GPU, whose exchanges must all be resident at once.
 bool Crowded(int ranks, int gpus) { return ranks > 2 * gpus; }
 Way Narrow(bool overlaps) { return {overlaps, {5, 12}, {9, 4}, {{5, 12}, {9, 4}}}; }
 
@@ -176,7 +178,7 @@ int RunShape(const BlockShape& shape, int gpus) {
   wrong += Compare(block.Results(), want);
   for (cudaGraphExec_t graph : graphs) cudaGraphExecDestroy(graph);
   block.Poison();
-  RunLate(world, block, ways[0], 1);  // streams that were captured serve again
+  RunLate(world, block, ways[0], 1);  // captured streams serve again
   wrong += Compare(block.Results(), want) + CountFailures(world, shape.ranks);
   std::printf("%s %016llx %s\n", wrong == 0 ? "ok  " : "FAIL", DigestOf(want), shape.name);
   std::fflush(stdout);
@@ -185,7 +187,7 @@ int RunShape(const BlockShape& shape, int gpus) {
 
 constexpr uint64_t kShortBudgetNs = 50'000'000ull;
 
-// What is wrong where the last rank died: the others' calls end at `op`, in time.
+// Counts faults after the last rank died: the others' calls must end at `op`, in time.
 int CountSurvivors(World& world, ep_runtime::OpCode op, double* ms) {
   const auto started = std::chrono::steady_clock::now();
   world.Synchronize();
@@ -202,7 +204,7 @@ int CountSurvivors(World& world, ep_runtime::OpCode op, double* ms) {
   return wrong;
 }
 
-// Arrays of the ranks that live, from `first` of each one's on, that are not all NaN.
+// Counts arrays of the living ranks, from each rank's `first` on, that are not all NaN.
 int CountFinite(const Results& found, int ranks, int first, size_t element_bytes) {
   int finite = 0;
   for (int i = 0; i < (ranks - 1) * 5; ++i) {
@@ -220,7 +222,7 @@ int CountFinite(const Results& found, int ranks, int first, size_t element_bytes
   return finite;
 }
 
-// What is wrong in the next generation.
+// Counts faults in the next generation.
 int RunNext(World& world, const BlockShape& shape) {
   world.Form(2, 20'000'000'000ull);
   BlockCase again(world, shape);
@@ -238,8 +240,9 @@ int SayDeath(const BlockShape& shape, const char* where, int wrong, double ms) {
   return wrong;
 }
 
-// The last rank dies after backward's first exchange: the others' next one, which runs beside a
-// product, ends in time, and so does all that follows it: no gradient is left that looks like one.
+// The last rank dies after backward's first exchange. The others' next exchange, which overlaps a
+// product, must end in time, and so must everything after it, without any result that looks like a
+// gradient.
 int RunDeath(const BlockShape& shape, int gpus) {
   const int n = shape.ranks;
   World world(SizesOf(shape), gpus, kShortBudgetNs);
@@ -260,7 +263,8 @@ int RunDeath(const BlockShape& shape, int gpus) {
   return SayDeath(shape, "backward", wrong + RunNext(world, shape), ms);
 }
 
-// It dies after the first part of its tokens: all that both calls of the others leave is NaN.
+// The last rank dies after the first chunk of its tokens. All results of the others' two calls must
+// be NaN.
 int RunDeathInParts(const BlockShape& shape, int gpus) {
   const int n = shape.ranks;
   World world(SizesOf(shape), gpus, kShortBudgetNs);
@@ -283,7 +287,7 @@ int RunDeathInParts(const BlockShape& shape, int gpus) {
 constexpr int kIterations = 6;
 constexpr int kRepeats = 5;
 
-// Median ms of a call, the slowest rank each time.
+// Median ms of a call, with the slowest rank each time.
 double Time(World& world, bool graphs, const std::function<void(int)>& enqueue) {
   const int n = world.ranks();
   std::vector<cudaEvent_t> before(n), after(n);
@@ -299,7 +303,7 @@ double Time(World& world, bool graphs, const std::function<void(int)>& enqueue) 
   if (graphs) replayed = Capture(world, repeat);
   std::vector<double> times;
   for (int i = 0; i <= kRepeats; ++i) {
-    // Enqueued behind others, so that host launches are not in the time.
+    // Enqueue it behind others, so that the time has no host launches.
     for (int pass = 0; pass < 2; ++pass) {
       for (int r = 0; r < n; ++r) {
         world.Use(r);
@@ -380,7 +384,7 @@ int Main(const std::string& what, int ranks, int gpus) {
       for (int i : {3, 9, 15}) wrong += RunDeathInParts(shapes[i], gpus);
     }
   }
-  if (what == "small") {  // for sanitizers: a call at once, and one in parts
+  if (what == "small") {  // for sanitizers: a call in one pass, and one in chunks
     const std::vector<BlockShape> shapes = Shapes(ranks);
     for (int i : {0, 3, 8, 9, 14, 15}) wrong += RunShape(shapes[i], gpus);
   }
@@ -409,7 +413,7 @@ int Main(const std::string& what, int ranks, int gpus) {
 }  // namespace gpu_test
 
 int main(int argc, char** argv) {
-  // A lazy module load waits for kernels that wait for peers.
+  // Load modules now, because a lazy load waits for kernels that wait for peers.
   setenv("CUDA_MODULE_LOADING", "EAGER", 1);
   int gpus = 0;
   CHECK_CUDA(cudaGetDeviceCount(&gpus));

@@ -24,7 +24,7 @@ struct Grids {
   ec::CombineGrid combine{4, 4};
 };
 
-// Device memory of one rank, filled with 0xFF so that whatever is not written shows.
+// Device memory of one rank, filled with 0xFF so that missing writes show.
 class Memory {
  public:
   explicit Memory(size_t bytes) : bytes_(bytes) {
@@ -105,7 +105,7 @@ class CaseRunner {
     for (int r = 0; r < c_.ranks; ++r) Upload(r);
   }
 
-  // Enqueues all ops on one rank's stream; not `whole`: prepare and dispatch alone.
+  // Enqueues all ops on one rank's stream, or, without `whole`, prepare and dispatch only.
   void Enqueue(int rank, bool whole = true) {
     world_.Use(rank);
     RankData& d = data_[rank];
@@ -168,7 +168,7 @@ class CaseRunner {
   }
 
   const RankData& data(int rank) const { return data_[rank]; }
-  // Arrays of a rank past whose end something was written.
+  // Counts arrays of a rank that something was written behind.
   int CountOverruns(int rank) const {
     world_.Use(rank);
     const RankData& d = data_[rank];

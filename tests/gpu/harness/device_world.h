@@ -1,5 +1,5 @@
 // The ranks of one EP group in one process: a window per rank, mapped at base + rank * stride for
-// every GPU, and what a runtime would set up around the kernels. Ranks may share a GPU.
+// every GPU, and the state that the runtime sets up around the kernels. Ranks may share a GPU.
 #ifndef EP_RUNTIME_TESTS_GPU_DEVICE_WORLD_H_
 #define EP_RUNTIME_TESTS_GPU_DEVICE_WORLD_H_
 
@@ -42,7 +42,7 @@ using ep_runtime::cuda::FlagLayout;
     }                                                                         \
   } while (false)
 
-// Driver calls by name: the machine that compiles has no driver library to link.
+// A driver function by name, because the build machine has no driver library to link.
 template <typename Function>
 Function* Driver(const char* name) {
   void* entry = nullptr;
@@ -96,7 +96,7 @@ class World {
   World(const World&) = delete;
   World& operator=(const World&) = delete;
 
-  // A new generation: flags zeroed, staging poisoned, epochs from the start.
+  // Starts a new generation: zeroes flags, poisons staging, and restarts epochs.
   void Form(uint64_t generation, uint64_t budget_ns) {
     Synchronize();
     std::memset(records_, 0, ranks_ * sizeof(FailRecord));
@@ -123,7 +123,7 @@ class World {
     Synchronize();
   }
 
-  // The next call's epoch is `epoch` + 1; flags stay as they are.
+  // Makes the next call's epoch `epoch` + 1. Flags do not change.
   void SetEpoch(uint64_t epoch) {
     Synchronize();
     for (int rank = 0; rank < ranks_; ++rank) {
@@ -158,7 +158,7 @@ class World {
   uint8_t* window(int rank) const { return reinterpret_cast<uint8_t*>(base_ + rank * stride_); }
 
  private:
-  // What a rank tells: of each record one, in host memory, and the sums behind them on the device.
+  // A rank's board: one of each record, in host memory, and on the device the sums for them.
   struct Board {
     uint8_t* host;
     uint8_t* device;

@@ -1,3 +1,4 @@
+// Runs one grouped product on random data, and checks it.
 #include <algorithm>
 #include <cmath>
 
@@ -8,16 +9,17 @@
 namespace gemm_test {
 namespace {
 
-constexpr int kGuardBytes = 4096;  // after the output: nobody's
+constexpr int kGuardBytes = 4096;  // after the output; must not be written
 
 using ec::BytesOf;
 
-// Of sum(|products|), beside the result's own rounding: f32 sums in another order; 8-bit products
-// add up in the tensor cores with some 13 bits, from 128 elements or from all of them.
+// Tolerance relative to sum(|products|), besides the result's own rounding. f32 sums may have
+// another order; tensor cores add 8-bit products up with some 13 bits, over 128 elements or over
+// all of them.
 constexpr double kWideSums = 1e-5;
 constexpr double kPromotedSums = 1e-3;
 
-// Normal values, or integers of -2 to 2; NaN in rows of no group.
+// Fills with normal values, or integers of -2 to 2, and with NaN in rows of no group.
 __global__ void Fill(void* data, FloatType type, int64_t rows, int64_t width, uint32_t seed,
                      float scale, bool whole, const int* row_group) {
   const int64_t step = int64_t{gridDim.x} * blockDim.x;
@@ -32,7 +34,7 @@ __global__ void CompareAll(Check c, int64_t elements, int width, int64_t stride,
   const int64_t step = int64_t{gridDim.x} * blockDim.x;
   for (int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; i * stride < elements;
        i += step) {
-    // Spread over tiles: neighbours in the sample are a prime's distance apart.
+    // Spread the sample over tiles: its neighbours are a prime's distance apart.
     const int64_t at = stride == 1 ? i : (i * stride + Hash(i, 5) % stride) % elements;
     Sum sum;
     const bool owned = Expect(c, at / width, static_cast<int>(at % width), &sum);
@@ -131,7 +133,7 @@ Data::Data(const GemmCase& c) : case_(c), layout_(LayOut(c)) {
   Poison();
 }
 
-// The transposed copies are NaN all over at first: what the products read was written.
+// Transposed copies are NaN at first, so that products can only read what was written.
 void Data::FillOperands() {
   const GemmCase& c = case_;
   const bool by_expert = c.product == GemmProduct::kWeightGrad;
@@ -293,7 +295,7 @@ cudaError_t Data::Launch(cudaStream_t stream) const {
   if (error != cudaSuccess || !case_.pair || case_.product != GemmProduct::kWeightGrad) {
     return error;
   }
-  // As one array, which is compared; a guard that was written makes it wrong.
+  // Join both halves into the array that is compared. A guard that was written makes it wrong.
   const int64_t rows = int64_t{case_.experts} * case_.in_features;
   const size_t width = out_bytes_ / 2 / rows;
   auto* out = static_cast<uint8_t*>(out_);
@@ -339,7 +341,7 @@ unsigned long long Data::RunTwiceAndDiffer(cudaStream_t stream) {
 }
 
 unsigned long long Data::RunAsInBlocks(cudaStream_t stream) {
-  if (case_.clear_slack) return 0;  // which they do not ask for
+  if (case_.clear_slack) return 0;  // these products do not ask for it
   void* before = Allocate(out_bytes_);
   void* poison = Allocate(out_bytes_);
   CHECK_CUDA(cudaMemcpy(before, out_, out_bytes_, cudaMemcpyDeviceToDevice));
@@ -356,7 +358,7 @@ unsigned long long Data::RunAsInBlocks(cudaStream_t stream) {
   return wrong + Differ(stream, before);
 }
 
-// Count of bytes of the output that are not those of `want`.
+// Counts bytes of the output that differ from `want`.
 unsigned long long Data::Differ(cudaStream_t stream, const void* want) {
   auto* count = static_cast<unsigned long long*>(Allocate(8));
   CHECK_CUDA(cudaMemsetAsync(count, 0, 8, stream));

@@ -35,7 +35,7 @@ struct GemmCase {
   FloatType rhs_type = FloatType::kBF16;
   FloatType out_type = FloatType::kBF16;
   GemmScaling scaling = GemmScaling::kNone;
-  // Small integers, and powers of two as scales: nothing rounds but the result.
+  // Operands are small integers and scales powers of two, so that only the result rounds.
   bool whole_numbers = false;
   int slabs = 1;
   int slab_rows = 0;
@@ -45,7 +45,7 @@ struct GemmCase {
   std::vector<int> sizes;  // [slabs * groups]
   bool bias = false;
   bool clear_slack = false;
-  // The weights, or their gradient, are two arrays of half the columns.
+  // The weights, or their gradient, are a pair of arrays of half the columns.
   bool pair = false;
   ec::GemmTuning tuning;
 
@@ -55,18 +55,18 @@ struct GemmCase {
   bool can_be_pair() const {
     return out_features % 128 == 0 && (product == GemmProduct::kWeightGrad || !narrow());
   }
-  // Products want transposed copies, which a forward one of tf32 makes itself.
+  // Whether products need transposed copies. A forward one of tf32 makes them itself.
   bool transposed() const {
     return product == GemmProduct::kWeightGrad ? ec::BytesOf(type) != 2
                                                : narrow() && product == GemmProduct::kForward;
   }
 };
 
-// Group and range of every row; what exceeds a slab is cut off.
+// Group and range of every row. Rows beyond a slab are cut off.
 struct Layout {
   std::vector<int> row_group;  // [rows], -1: of no group
   std::vector<int> starts;     // [groups]
-  std::vector<int> padded;     // [groups], in transposed copies
+  std::vector<int> padded;     // [groups], starts in transposed copies
   std::vector<int> sizes;
   int64_t total = 0;
 };
@@ -74,15 +74,15 @@ Layout LayOut(const GemmCase& c);
 
 struct Mismatch {
   unsigned long long count;
-  unsigned long long first;  // index into the output
+  unsigned long long first;  // its index in the output
   float got;
   double want;
-  double worst;                      // error / tolerance where it fits
+  double worst;                      // error / tolerance of elements that fit
   unsigned long long in_rows[8];     // mismatches by 16 rows of a tile
   unsigned long long in_columns[8];  // mismatches by 32 columns of a tile
 };
 
-// Device arrays of a case: operands with NaN wherever no group has rows, a poisoned output.
+// Device arrays of a case: operands with NaN in rows of no group, and a poisoned output.
 class Data {
  public:
   explicit Data(const GemmCase& c);
@@ -91,17 +91,17 @@ class Data {
   Data& operator=(const Data&) = delete;
 
   ec::GroupedGemmParams Params() const;
-  // What 8-bit and tf32 operands need before: copies with the contracted dim along memory.
+  // Makes the copies with the contracted dim along memory that 8-bit and tf32 products need.
   void Transpose(cudaStream_t stream) const;
-  // The product, of a pair too.
+  // Launches the product.
   cudaError_t Launch(cudaStream_t stream) const;
   void Poison();
-  // Compares every `stride`-th element of the output with what it must be.
+  // Compares every `stride`-th element of the output with its expected value.
   Mismatch Compare(int64_t stride);
-  // Count of bytes in which two runs differ, transposed copies made anew.
+  // Counts bytes in which two runs differ. Each run makes its transposed copies.
   unsigned long long RunTwiceAndDiffer(cudaStream_t stream);
-  // Count of bytes that are wrong as block calls launch it: a product that nobody wants writes
-  // nothing, and one that adds to zeros gives the bytes of the run before.
+  // Counts wrong bytes of launches as block calls make them: one with wanted=0, which must write
+  // nothing, and one that adds to zeros, which must give the bytes of the run before.
   unsigned long long RunAsInBlocks(cudaStream_t stream);
   int64_t total() const { return layout_.total; }
   int64_t out_elements() const { return out_elements_; }
@@ -132,12 +132,13 @@ class Data {
   void* rhs_ = nullptr;
   void* transposed_lhs_ = nullptr;  // transposed copies; null: the product takes the operand itself
   void* transposed_rhs_ = nullptr;
-  void* rhs_copy_ = nullptr;  // that the product makes
+  void* rhs_copy_ = nullptr;  // written by the product
   float* lhs_scale_ = nullptr;
   float* rhs_scale_ = nullptr;
   void* bias_ = nullptr;
   void* out_ = nullptr;
-  void* halves_[2] = {nullptr, nullptr};  // of the weights, or of the output with guards behind
+  void* halves_[2] = {nullptr,
+                      nullptr};  // of the weights, or of the output with guards behind them
   Mismatch* result_ = nullptr;
   const int32_t* wanted_ = nullptr;
   bool adds_ = false;

@@ -1,3 +1,4 @@
+// The grouped products that are checked.
 #include "gemm_cases.h"
 
 #include <algorithm>
@@ -86,7 +87,7 @@ GemmCase MakeCase(const char* name, GemmProduct product, std::vector<int> sizes,
 
 namespace {
 
-// Features come in multiples of 16 bytes of operands.
+// Features must be multiples of 16 bytes of operands.
 int Multiple(Kind kind) { return kind == Kind::kWide ? 8 : kind == Kind::kTf32 ? 4 : 16; }
 
 std::vector<GemmCase> Shapes(GemmProduct p, Kind kind) {
@@ -121,7 +122,7 @@ std::vector<GemmCase> Shapes(GemmProduct p, Kind kind) {
   return cases;
 }
 
-// The other types, and kernels of one type, that such a case can have.
+// Adds the case with the other types, and with other kernels of one type, that it can have.
 void AddWide(const GemmCase& c, std::vector<GemmCase>* all) {
   for (const FloatType type : {FloatType::kBF16, FloatType::kF16}) {
     for (const FloatType out : {type, FloatType::kF32}) {
@@ -149,7 +150,7 @@ void AddNarrow(const GemmCase& c, std::vector<GemmCase>* all) {
   }
 }
 
-// One kernel has them; whole numbers show which products there were.
+// Adds cases of tf32, which have one kernel. Whole numbers show which products there were.
 void AddTf32(const GemmCase& c, std::vector<GemmCase>* all) {
   GemmCase other = c;
   other.whole_numbers = true;

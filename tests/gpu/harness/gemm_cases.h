@@ -1,4 +1,4 @@
-// Which products are checked: shapes, loads and types.
+// The products that are checked: shapes, loads and types.
 #ifndef EP_RUNTIME_TESTS_GPU_GEMM_CASES_H_
 #define EP_RUNTIME_TESTS_GPU_GEMM_CASES_H_
 
@@ -12,19 +12,19 @@ namespace gemm_test {
 constexpr GemmProduct kProducts[] = {GemmProduct::kForward, GemmProduct::kDataGrad,
                                      GemmProduct::kWeightGrad};
 
-// Operands of a kind: 16-bit ones, 8-bit ones with scales of groups, or of blocks, f32 ones.
+// Kinds of operands: 16-bit; 8-bit with scales of groups, or of blocks; f32.
 enum class Kind { kWide, kTensor, kBlock, kTf32 };
 
 const char* Name(GemmProduct product);
 const char* Name(FloatType type);
 const char* Name(Kind kind);
 
-// With the tuning that such a product takes.
+// Makes a case with the tuning that block calls use for it.
 GemmCase MakeCase(const char* name, GemmProduct product, std::vector<int> sizes, int rows, int in,
                   int out, Kind kind = Kind::kWide);
 GemmCase Tuned(GemmCase c);
 
-// Shapes that take every way through the kernels, in all types; `small` leaves types out.
+// Shapes that take every way through the kernels, in all types; with `small`, in fewer types.
 std::vector<GemmCase> FixedCases(GemmProduct product, Kind kind, bool small);
 std::vector<GemmCase> RandomCases(Kind kind, int count);
 

@@ -1,3 +1,4 @@
+// Checks and times the copies that products need.
 #include <cuda_bf16.h>
 #include <cuda_fp8.h>
 
@@ -22,7 +23,7 @@ using ec::gemm::PadRows;
 
 constexpr uint8_t kPoison = 0xFF;
 
-// Device memory with what it holds on the host.
+// Device memory with a copy on the host.
 template <typename T>
 class Mirror {
  public:
@@ -89,7 +90,7 @@ size_t CountDifferent(const std::vector<T>& got, const std::vector<T>& want) {
   return count;
 }
 
-// Values of any bits.
+// Values with random bits.
 template <typename T>
 std::vector<T> RandomValues(int64_t count, uint32_t seed) {
   const std::vector<uint8_t> bytes = RandomBytes(count * static_cast<int64_t>(sizeof(T)), seed);
@@ -167,7 +168,7 @@ struct ScaleCase {
   int column_values;
 };
 
-// Of rows with groups, or of planes with none.
+// Checks rows with groups, or planes without.
 bool CheckDequantize(const RowCase& c, const ScaleCase& s, bool grouped, int number) {
   const int64_t scale_lines = (c.slab_rows + s.line_values - 1) / s.line_values;
   const int64_t scale_width = (c.width + s.column_values - 1) / s.column_values;
@@ -235,7 +236,7 @@ double MedianMs(const std::function<void()>& launch) {
   return times[kRuns / 2];
 }
 
-// `bytes` are read and written together.
+// Prints a copy's speed. `bytes` counts bytes read and bytes written.
 void PrintCopy(const char* what, double bytes, double ceiling,
                const std::function<void()>& launch) {
   const double speed = bytes / MedianMs(launch) * 1e-6;

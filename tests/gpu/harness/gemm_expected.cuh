@@ -1,4 +1,4 @@
-// What an element of a product must be: a sum in f64.
+// Computes the expected value of an element of a product: a sum in f64.
 #ifndef EP_RUNTIME_TESTS_GPU_GEMM_EXPECTED_CUH_
 #define EP_RUNTIME_TESTS_GPU_GEMM_EXPECTED_CUH_
 
@@ -19,7 +19,7 @@ struct Check {
   const int *row_group, *starts, *sizes;
   const int* padded;  // where groups begin in transposed copies
   bool clear_slack;
-  double sums;  // tolerance
+  double sums;  // tolerance of sums
 };
 
 struct Sum {
@@ -31,7 +31,7 @@ struct Sum {
   }
 };
 
-// What a product of `depth` of a row's and a weight's values is multiplied by.
+// Factor of the product of a row's and a weight's value at depth `d`.
 __device__ inline double ScaleAt(const Check& c, int64_t row, int column, int64_t d) {
   if (c.scaling == GemmScaling::kNone) return 1;
   const int group = c.row_group[row], expert = group % c.experts;
@@ -64,7 +64,8 @@ __device__ inline void ExpectWeight(const Check& c, int64_t row, int column, Sum
   }
 }
 
-// `width` is of an output row. Returns whether somebody owns the element.
+// Computes the expected sum. `width` is of an output row. Returns false if the element is in no
+// group's row.
 __device__ inline bool Expect(const Check& c, int64_t row, int column, Sum* sum) {
   const int64_t k_count = c.in_features, n_count = c.out_features;
   if (c.product == GemmProduct::kWeightGrad) {
@@ -89,7 +90,7 @@ __device__ inline bool Expect(const Check& c, int64_t row, int column, Sum* sum)
   return true;
 }
 
-// What is there where no group has a row: zeros, or the poison from before.
+// Whether an element in no group's row is right: zero, or the poison from before.
 __device__ inline bool IsSlack(const Check& c, int64_t i) {
   const uint32_t want = c.clear_slack ? 0 : 0xFFFFFFFFu;
   if (c.out_type == FloatType::kF32) return static_cast<const uint32_t*>(c.out)[i] == want;

@@ -1,4 +1,5 @@
-// Grouped products against sums in f64, and times beside one product of the same work.
+// Checks grouped products against sums in f64, and times them next to one product of the same work.
+//
 //   gemm_main check|small [16|8|32|copies]     nothing: all of them
 //   gemm_main time [16|8|32|copies]
 #include <unistd.h>
@@ -14,8 +15,8 @@
 namespace gemm_test {
 namespace {
 
-constexpr int kLimitSeconds = 10;  // for one case; a kernel that hangs ends with the process
-constexpr int kMaxFailures = 6;    // shown of one kind
+constexpr int kLimitSeconds = 10;  // for one case; a hanging kernel ends with the process
+constexpr int kMaxFailures = 6;    // printed for one kind
 
 void OnAlarm(int) {
   static const char kText[] = "a case did not end\n";
@@ -51,7 +52,7 @@ void Print(const Mismatch& mismatch, int64_t width, int64_t compared) {
   std::printf("\n  ");
 }
 
-// Returns whether the case holds.
+// Returns whether the case passes.
 bool Run(const GemmCase& c, bool quiet, double* worst) {
   alarm(kLimitSeconds);
   Data data(c);

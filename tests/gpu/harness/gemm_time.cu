@@ -1,3 +1,4 @@
+// Times of grouped products.
 #include <unistd.h>
 
 #include <algorithm>
@@ -12,11 +13,11 @@
 namespace gemm_test {
 namespace {
 
-constexpr int kLimitSeconds = 10;  // for one case; a kernel that hangs ends with the process
+constexpr int kLimitSeconds = 10;  // for one case; a hanging kernel ends with the process
 constexpr int kRows = 32768;
 const int kShapes[][2] = {{7168, 4096}, {2048, 7168}};
 
-// Rows of `groups` groups in multiples of 128 that sum to `rows`.
+// Sizes of `groups` groups, multiples of 128, which add up to `rows`.
 std::vector<int> Load(const std::string& load, int groups, int rows) {
   std::vector<int> sizes(groups, rows / groups);
   if (load == "half empty") {
@@ -82,7 +83,7 @@ const char* WayOf(const GemmCase& c) {
   return c.narrow() ? "promote" : "whole";
 }
 
-// Up to the speed, without an end of the line.
+// Prints everything up to the speed, without the line's end.
 void PrintSpeed(const GemmCase& c, const Time& time, double speed) {
   std::printf("%-11s %5d %5d %4d  %-10s %-4s %-4s %-4s %4d %-7s %7.3f %7.3f  %6.1f",
               Name(c.product), c.in_features, c.out_features, c.experts, c.name.c_str(),
@@ -94,7 +95,7 @@ double SpeedOf(const GemmCase& c, const Data& data, double ms) {
   return 2.0 * data.total() * c.in_features * c.out_features / ms * 1e-9;
 }
 
-// Returns TFLOP/s; `beside` are those of what it is compared with, 0: nothing.
+// Prints and returns TFLOP/s. `beside` is the speed to compare with; 0: none.
 double PrintTime(const GemmCase& c, double beside) {
   alarm(kLimitSeconds);
   Data data(c);

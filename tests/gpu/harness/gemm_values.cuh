@@ -1,4 +1,4 @@
-// Values of operands: drawn from their index, stored and loaded as any of the types.
+// Values of operands: computed from their index, stored and loaded in any of the types.
 #ifndef EP_RUNTIME_TESTS_GPU_GEMM_VALUES_CUH_
 #define EP_RUNTIME_TESTS_GPU_GEMM_VALUES_CUH_
 
@@ -36,7 +36,7 @@ __device__ inline void StoreFloat(void* data, FloatType type, int64_t i, float v
   if (type == FloatType::kE5M2) static_cast<__nv_fp8_e5m2*>(data)[i] = __nv_fp8_e5m2(value);
 }
 
-// To 10 bits behind the point, ties to even; what is no number stays.
+// Rounds to 10 fraction bits, ties to even. NaN stays.
 __device__ inline float RoundToTf32(float value) {
   const uint32_t bits = __float_as_uint(value);
   if (!isfinite(value)) return value;

@@ -1,4 +1,6 @@
-// Kernels against the reference, failing waits, and times beside the link's ceiling.
+// Checks kernels against the reference, and waits that fail; times kernels next to the link's
+// ceiling.
+//
 //   kernels_main check|small|time|few|warps [ranks]
 #include <chrono>
 #include <cstdio>
@@ -12,7 +14,7 @@
 namespace gpu_test {
 namespace {
 
-// Holds a stream up for a while, so that ranks start in another order every time.
+// Delays a stream, so that ranks start in another order every time.
 __global__ void Delay(uint64_t ns) {
   uint64_t start, now;
   asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(start));
@@ -45,7 +47,7 @@ std::vector<Case> Cases(int n) {
        false, 1},
       {"all to one expert", n, 100, 64, 4, 8 * n, 16, 2048, T::kBF16, 2, true},
       {"all to one expert, drops", n, 100, 64, 4, 8 * n, 16, 160, T::kBF16, 2, true},
-      // Of four ranks and more their rows are packed into lanes, and go in parts.
+      // With four ranks and more, rows are packed into lanes, and go in parts.
       {"all to one expert, two slots", n, 100, 64, 2, 8 * n, 16, 2048, T::kBF16, 2, true},
       {"skewed, two slots, exact", n, 255, 64, 2, 8 * n, 4, 2048, T::kF16, 4, true, P::kExact},
       {"skewed, two slots, 8-bit", n, 255, 64, 2, 8 * n, 4, 2048, T::kBF16, 4, true, P::kFp8},
@@ -59,7 +61,8 @@ std::vector<Case> Cases(int n) {
   };
 }
 
-// Several epochs of two inputs in turn, ranks delayed at random, no sync in between.
+// Runs several epochs of two inputs in turn, with ranks delayed at random, without a sync in
+// between.
 int RunCase(const Case& c, int gpus, const Grids& grids, int rounds, uint64_t epoch = 0) {
   World world(SizesOf(c), gpus);
   CaseRunner first(world, c, 7, grids);
@@ -67,7 +70,7 @@ int RunCase(const Case& c, int gpus, const Grids& grids, int rounds, uint64_t ep
   std::mt19937 random(c.tokens);
   world.Synchronize();
   for (int i = 0; i < rounds; ++i) {
-    if (i == 1 && epoch > 0) world.SetEpoch(epoch);  // with flags of the first ones
+    if (i == 1 && epoch > 0) world.SetEpoch(epoch);  // with flags of the first epochs
     for (int r = 0; r < c.ranks; ++r) {
       world.Use(r);
       Delay<<<1, 1, 0, world.stream(r)>>>(random() % 100000);
@@ -89,8 +92,8 @@ int RunCase(const Case& c, int gpus, const Grids& grids, int rounds, uint64_t ep
   return wrong;
 }
 
-// All rows go to rank 0, a slab of more than 2^31 bytes where there are many tokens: ranks that get
-// nothing wait for no row, and must not run ahead of one that is late.
+// All rows go to rank 0, with many tokens a slab of more than 2^31 bytes. Other ranks get nothing
+// and wait for no row, but must not run ahead of a late rank.
 int RunOneSided(int n, int gpus, const Grids& grids, int tokens) {
   if (kExperts % n != 0) return 0;
   World world(GroupOf(n, kExperts, kWidth, tokens, 1, kTopK, 2), gpus);
@@ -116,7 +119,7 @@ int RunOneSided(int n, int gpus, const Grids& grids, int tokens) {
   return wrong;
 }
 
-// The same program, captured once on every rank and replayed.
+// Captures the same program once on every rank, and replays it.
 int RunGraphs(const Case& c, int gpus, const Grids& grids) {
   World world(SizesOf(c), gpus);
   CaseRunner runner(world, c, 9, grids);
@@ -160,7 +163,7 @@ bool AllNan(const Buffer& buffer) {
   return true;
 }
 
-// Arrays that are wrong in the next generation, of which all ranks run everything.
+// Counts wrong arrays in the next generation, in which all ranks run everything.
 int RunNext(World& world, const Case& c, uint32_t seed, const Grids& grids) {
   world.Form(2, 20'000'000'000ull);
   CaseRunner again(world, c, seed, grids);
@@ -169,8 +172,8 @@ int RunNext(World& world, const Case& c, uint32_t seed, const Grids& grids) {
   return again.Compare();
 }
 
-// The last rank stays away (or comes with another handle); the others must end in time with
-// the reason, NaN in floats and 0 in integers.
+// The last rank stays away (or comes with another handle). The others must end in time with the
+// reason, and with NaN in floats and 0 in integers.
 int RunFailure(int n, int gpus, const Grids& grids, ec::FailReason reason) {
   const Case c{"failure", n, 96, 256, 4, 8 * n, 16, 1024, RowType::kBF16, 0, true};
   const bool poison = reason == ec::FailReason::kPoisoned;
@@ -217,7 +220,7 @@ int RunFailure(int n, int gpus, const Grids& grids, ec::FailReason reason) {
     }
     for (int32_t x : d.plan->staged_row->read<int32_t>()) wrong += x != 0;
   }
-  // The context and the next generation work.
+  // Context and next generation must work.
   *world.poison() = 0;
   wrong += RunNext(world, c, 4, grids);
   std::printf("%s failing wait, reason %u, left after %.1f ms; next generation works\n",
@@ -226,7 +229,7 @@ int RunFailure(int n, int gpus, const Grids& grids, ec::FailReason reason) {
   return wrong;
 }
 
-// The last rank stays away from combine: warps that send and warps that sum end on the others.
+// The last rank stays away from combine. Sending warps and summing warps of the others must end.
 int RunCombineFailure(int n, int gpus, const Grids& grids) {
   const Case c{"failure", n, 500, 256, 4, 8 * n, 16, 4096, RowType::kBF16, 0, true};
   World world(SizesOf(c), gpus, 50'000'000ull);
@@ -249,13 +252,13 @@ int RunCombineFailure(int n, int gpus, const Grids& grids) {
   return wrong;
 }
 
-// A peer may write anything into a window. A whole round fills rank 0's window; then rank 0 runs
-// all ops again, alone, with one word of it changed: every `step`-th word in turn. Each call must
-// end, within its budget if a flag is gone, and write into its own arrays only.
+// A peer may write anything into a window. A whole round fills rank 0's window. Then rank 0 runs
+// all ops again, alone, with one word of the window changed: every `step`-th word in turn. Each
+// call must end, within its budget if a flag is gone, and write only into its own arrays.
 int RunFuzz(int n, int gpus, const Grids& grids, int step, uint64_t budget_ns) {
   const Case c{"one word of a window", n, 8, 16, 2, 4 * n, 4, 64, RowType::kBF16, 1, true};
   GroupSizes sizes = SizesOf(c);
-  sizes.lanes = 8;  // more than ops, so that every op's words are there
+  sizes.lanes = 8;  // more lanes than ops, so that every op's words stay
   World world(sizes, gpus, budget_ns);
   CaseRunner runner(world, c, 11, grids);
   world.Use(0);
@@ -266,7 +269,7 @@ int RunFuzz(int n, int gpus, const Grids& grids, int step, uint64_t budget_ns) {
     CHECK_CUDA(cudaMemcpyAsync(to, from, size, cudaMemcpyDeviceToDevice, stream));
   };
   copy(group.as<void>(), world.group(0), group.bytes());
-  world.Form(1, 20'000'000'000ull);  // ranks of a GPU may start one after another
+  world.Form(1, 20'000'000'000ull);  // long, because ranks of a GPU may start one after another
   for (int r = 0; r < n; ++r) runner.Enqueue(r);
   world.Synchronize();
   int wrong = runner.Compare();
@@ -278,7 +281,7 @@ int RunFuzz(int n, int gpus, const Grids& grids, int step, uint64_t budget_ns) {
     copy(world.group(0), group.as<void>(), group.bytes());
     runner.Enqueue(0);
   };
-  run_alone(0, 0, 0);  // as the window is, all of it runs
+  run_alone(0, 0, 0);  // with the window unchanged, everything runs
   world.Synchronize();
   wrong += runner.Compare() + (world.record(0).valid != 0);
   const auto started = std::chrono::steady_clock::now();
@@ -290,13 +293,13 @@ int RunFuzz(int n, int gpus, const Grids& grids, int step, uint64_t budget_ns) {
       ++words;
       if (error == cudaSuccess) continue;
       std::printf("  word at byte %zu set to %02x: %s\n", at, byte, cudaGetErrorString(error));
-      std::exit(1);  // nothing on this device works any more
+      std::exit(1);  // nothing on this device works after that
     }
   }
   const double s =
       std::chrono::duration<double>(std::chrono::steady_clock::now() - started).count();
   wrong += runner.CountOverruns(0);
-  // With the window as it was, all is as it was.
+  // With the window restored, everything works again.
   wrong += RunNext(world, c, 12, grids);
   std::printf("%s %lld rounds with one word of %zu bytes of a window wrong, %.1f s\n",
               wrong == 0 ? "ok  " : "FAIL", static_cast<long long>(words), bytes, s);
@@ -304,8 +307,8 @@ int RunFuzz(int n, int gpus, const Grids& grids, int step, uint64_t budget_ns) {
   return wrong;
 }
 
-// How long a failed call takes to fill a slab of some GB with NaN: the first one, whose last block
-// does it alone, and one after it.
+// Times how long a failed call takes to fill a slab of some GB with NaN: the first one, whose last
+// block does it alone, and a later one.
 int TimeFill(int n, int gpus, const Grids& grids) {
   const int tokens = 16384;
   World world(GroupOf(n, kExperts, kWidth, tokens, 1, kTopK, 2), gpus, 1'000'000ull);
@@ -359,7 +362,7 @@ int Main(const std::string& what, int ranks, int gpus) {
 }  // namespace gpu_test
 
 int main(int argc, char** argv) {
-  // A lazy module load waits for kernels that wait for peers.
+  // Load modules now, because a lazy load waits for kernels that wait for peers.
   setenv("CUDA_MODULE_LOADING", "EAGER", 1);
   int gpus = 0;
   CHECK_CUDA(cudaGetDeviceCount(&gpus));

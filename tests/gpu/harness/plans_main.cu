@@ -1,6 +1,8 @@
-// Plans of groups over nodes, made on one GPU for every rank in turn, against plain loops.
+// Checks plans of groups over nodes, made on one GPU for every rank in turn, against plain loops.
+//
 //   plans_main [check]
-// The expert indices of all ranks are there, as an exchange between nodes leaves them.
+//
+// The expert indices of all ranks are given, as an exchange between nodes would leave them.
 
 #include <cuda_runtime.h>
 
@@ -26,7 +28,7 @@ void Check(cudaError_t error, const char* what) {
   std::exit(2);
 }
 
-// An array of the plan: what the kernels wrote, and what they must have.
+// An array of the plan: the kernels' and the expected one.
 struct Array {
   const char* name;
   int32_t* device;
@@ -38,8 +40,7 @@ struct NodeCase {
   int node_size;
 };
 
-// In the order in which rows arrive at a node: by the place of their rank on its node, then by
-// node.
+// Ranks in the order in which their rows arrive at a node: by place on their node, then by node.
 Ints Sources(const NodeCase& c) {
   Ints sources;
   for (int local = 0; local < c.node_size; ++local) {
@@ -83,7 +84,7 @@ RankPlan Received(const NodeCase& c, const Routed& routed, int me) {
   return plan;
 }
 
-// Slots that ask for the rank and have no row.
+// Counts slots that ask for the rank and have no row.
 int32_t Dropped(const NodeCase& c, const std::vector<Ints>& idx, const RankPlan& plan, int me) {
   const int local = c.shape.experts / c.shape.ranks;
   int32_t asked = 0;

@@ -1,5 +1,5 @@
-// What the kernels must give, for all ranks at once, in plain loops. Sums as in csrc/cpu: fp32,
-// slot order, then ranks in order, every product rounded.
+// Expected results of the kernels, for all ranks at once, in plain loops. Sums are as in csrc/cpu:
+// fp32, in slot order, then ranks in order, with every product rounded.
 #ifndef EP_RUNTIME_TESTS_GPU_REFERENCE_H_
 #define EP_RUNTIME_TESTS_GPU_REFERENCE_H_
 
@@ -30,12 +30,12 @@ struct Case {
   const char* name;
   int ranks, tokens, width, top_k, experts, alignment, capacity;
   RowType type;
-  int routing;  // 0 random distinct, 1 with repeats and unused, 2 all to one expert, 3 rank 1 has
-                // nothing, 4 skewed
+  int routing;  // 0 random distinct, 1 with repeats and unused, 2 all to one expert, 3 nothing to
+                // rank 1, 4 skewed
   bool weighted;
   CombinePrecision precision = CombinePrecision::kFast;
-  bool wide = false;            // combine's result is f32, of 16-bit rows
-  int given_row_alignment = 0;  // 0: as `alignment`
+  bool wide = false;            // combine's result is f32 with 16-bit rows
+  int given_row_alignment = 0;  // 0: equal to `alignment`
 
   int row_alignment() const { return given_row_alignment == 0 ? alignment : given_row_alignment; }
 };
@@ -44,15 +44,15 @@ inline int ElementBytes(RowType type) {
   return type == RowType::kF32 ? 4 : type == RowType::kBytes ? 1 : 2;
 }
 
-// As `lane_rows` of ep_runtime/device_layout.py, but that few slots make it smaller: then few ranks
-// pack their rows.
+// Like `lane_rows` of ep_runtime/device_layout.py, but smaller with few slots, so that few ranks
+// already pack their rows.
 inline int64_t LaneRows(int64_t ranks, int64_t tokens, int64_t top_k) {
   const int64_t even = ep_runtime::EvenTokens(tokens);
   const int64_t packed = std::max(std::max<int64_t>(top_k, 2) * even, 4 * ranks);
   return std::min((ranks - 1) * even, packed);
 }
 
-// Of a group of one domain, with two lanes.
+// A group of one domain, with two lanes.
 inline ep_runtime::GroupSizes GroupOf(int ranks, int experts, int width, int tokens, int capacity,
                                       int top_k, int bytes) {
   return {ranks,    ranks, experts, width, tokens,
@@ -65,7 +65,7 @@ inline int CountColumns(const Case& c) {
   return static_cast<int>(ep_runtime::LaneLayout(SizesOf(c)).room.CountColumns(c.tokens));
 }
 
-// Of what combine returns.
+// Type of combine's result.
 inline RowType SumType(const Case& c) { return c.wide ? RowType::kF32 : c.type; }
 
 inline float Widen(RowType type, const uint8_t* p) {
@@ -116,11 +116,11 @@ struct Row {
 
 struct Routed {
   std::vector<RankPlan> plans;
-  std::vector<std::vector<Row>> rows;  // [N][C] whose row it is
+  std::vector<std::vector<Row>> rows;  // [N][C] owner of each row
   std::vector<int> zones;              // [N] end of the last zone
 };
 
-// Of packed calls: staged rows of every source for every rank, then those of the first half.
+// Adds what packed calls have: staged rows of every source for every rank, then of the first half.
 inline void AddPairCounts(const Case& c, Routed* routed) {
   const int columns = CountColumns(c);
   for (int r = 0; r < c.ranks; ++r) {
@@ -205,7 +205,7 @@ inline Routed Route(const Case& c, const std::vector<Ints>& idx) {
   return out;
 }
 
-// Through e4m3 with a scale for each kFp8Block values.
+// Rounds through e4m3 with a scale for each kFp8Block values.
 inline void RoundToFp8(Floats* values) {
   constexpr float kSmallest = 1.17549435e-38f;
   const int width = static_cast<int>(values->size());
@@ -227,14 +227,14 @@ inline void RoundToFp8(Floats* values) {
   }
 }
 
-// As one rank's sum of a token's rows travels.
+// Rounds one rank's sum of a token's rows as it travels.
 inline void RoundAsSent(const Case& c, Floats* part) {
   if (c.precision == CombinePrecision::kFp8) RoundToFp8(part);
   if (c.precision != CombinePrecision::kFast) return;
   for (float& x : *part) x = Rounded(c.type, x);
 }
 
-// What every rank's combine of `rows` [N][C, H] gives.
+// Result of every rank's combine of `rows` [N][C, H].
 inline Bytes Combine(const Case& c, const Routed& routed, const std::vector<Bytes>& rows,
                      const std::vector<Floats>* weights, int rank) {
   const int size = ElementBytes(c.type);

@@ -1,3 +1,4 @@
+// Checks activations of rows.
 #include "rows_case.h"
 
 namespace rows_test {
@@ -37,7 +38,7 @@ Floats RandomRows(std::mt19937& random, const Slabs& slabs, RowType type, int wi
   return values;
 }
 
-// `size` bounds what the value is made of.
+// Compares with a tolerance. `size` bounds the terms of the value.
 bool Close(RowType type, float got, double want, double size) {
   const double rounding = type == RowType::kF32 ? 0 : type == RowType::kBF16 ? 0x1p-8 : 0x1p-11;
   return std::fabs(got - want) <= rounding * std::fabs(want) + 4e-6 * size + 1e-7;
@@ -60,7 +61,7 @@ struct Inputs {
   }
 };
 
-// One element's share of everything.
+// One element's operands and results.
 struct Element {
   double x, up, weight, value, slope;
 
@@ -173,7 +174,7 @@ bool Backward(const ActivationCase& c, const Inputs& in) {
   if (!RunTwice(launch, {&d_hidden, &d_weights}, c.name("backward"))) return false;
   const std::vector<uint8_t> apart = d_hidden.read();
   if (!CompareGradients(c, in, Floats(c.type, apart), ReadFloats(d_weights), false)) return false;
-  // In the memory of hidden: the same where rows are somebody's, and NaN stays elsewhere.
+  // In the memory of hidden: rows of groups must be the same, and slack must stay NaN.
   params.out = hidden.as();
   if (launch() != cudaSuccess) return false;
   CHECK_CUDA(cudaDeviceSynchronize());

@@ -1,5 +1,5 @@
-// Slabs of rows, device memory that shows what is written past its end, and the checks and times
-// of rows_main.
+// Slabs of rows, device memory that shows writes past its end, and the checks and times of
+// rows_main.
 #ifndef EP_RUNTIME_TESTS_GPU_ROWS_CASE_H_
 #define EP_RUNTIME_TESTS_GPU_ROWS_CASE_H_
 
@@ -26,7 +26,7 @@ namespace rows_test {
     }                                                                    \
   } while (0)
 
-// Full of 0xFF, which is NaN in every float type; the bytes behind its end are nobody's.
+// Filled with 0xFF, which is NaN in every float type. Bytes behind its end must not change.
 class Memory {
  public:
   explicit Memory(int64_t bytes) : bytes_(bytes) {
@@ -55,7 +55,7 @@ class Memory {
     for (int64_t i = bytes_; i < bytes_ + kGuard; ++i) {
       if (host[i] != 0xFF) {
         std::printf("byte %lld past the end was written\n", static_cast<long long>(i - bytes_));
-        host.assign(1, 0);  // fits no comparison
+        host.assign(1, 0);  // fails every comparison
         return host;
       }
     }
@@ -74,7 +74,7 @@ struct Slabs {
   int rows = 1;            // C
   int groups = 1;          // L
   std::vector<int> sizes;  // [slabs * groups]
-  std::vector<int> owner;  // [slabs * rows] group of all, -1: slack
+  std::vector<int> owner;  // [slabs * rows] group among all; -1: slack
   int64_t used = 0;
 
   Slabs(int slabs, int rows, std::vector<int> sizes);
@@ -85,7 +85,7 @@ struct Slabs {
 };
 Slabs RandomSlabs(std::mt19937& random, int multiple = 1);
 
-// Runs twice on poisoned results: whether both launches went well and gave the same bytes.
+// Runs twice on poisoned results. Returns whether both launches succeeded with the same bytes.
 bool RunTwice(const std::function<cudaError_t()>& launch, const std::vector<const Memory*>& results,
               const std::string& name);
 
@@ -95,7 +95,7 @@ struct Tally {
   void Add(bool right, const std::string& name);
 };
 
-// All cases of a kind; `count` random ones.
+// Checks all cases of a kind, with `count` random ones.
 void CheckActivations(std::mt19937& random, int count, Tally* tally);
 void CheckQuantized(std::mt19937& random, int count, Tally* tally);
 void CheckFused(std::mt19937& random, int count, Tally* tally);

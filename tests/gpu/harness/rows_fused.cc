@@ -56,7 +56,7 @@ struct FusedInputs {
         weights(Weights(random, c)) {}
 };
 
-// What the kernels give one after the other, in memory that slack is zeros of.
+// Results of the two kernels one after the other, in memory with zeros for slack.
 struct Unfused {
   Memory rows, amax, data, scale, d_weights;
 
@@ -91,7 +91,7 @@ struct Unfused {
                                     false,
                                     data.as<uint8_t>(),
                                     c.tiled ? scale.as<float>() : nullptr};
-    // Tiles end with gate and up: each of them is a row then, and so are its slack's.
+    // Tiles end with gate and up, so each of them counts as a row here, and each slack row as two.
     std::vector<int> twice = c.slabs.sizes;
     for (int& size : twice) size *= c.halves();
     const Memory halves(twice);

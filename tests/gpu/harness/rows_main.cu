@@ -1,4 +1,5 @@
-// Kernels that go over rows, against plain loops on the host, and times beside a copy.
+// Checks kernels that visit rows against plain loops on the host, and times them next to a copy.
+//
 //   rows_main check|small|time
 #include <unistd.h>
 
@@ -81,7 +82,7 @@ void Tally::Add(bool right, const std::string& name) {
 
 namespace {
 
-constexpr int kLimitSeconds = 150;  // a kernel that hangs ends with the process
+constexpr int kLimitSeconds = 150;  // a hanging kernel ends with the process
 
 void OnAlarm(int) {
   static const char kText[] = "a kernel did not end\n";

@@ -1,3 +1,4 @@
+// Checks kernels that move and sum rows.
 #include "cuda/rows/group_sums.h"
 #include "cuda/rows/move_rows.h"
 #include "cuda/rows/scaled_sums.h"
@@ -61,7 +62,7 @@ bool Mismatch(const char* what, int64_t at, double got, double want) {
   return false;
 }
 
-// One rounding of an f32 that is the reference's, bit by bit.
+// Whether the value is the reference's f32, rounded once, bit by bit.
 bool SameRounded(const char* what, const Floats& got, int64_t at, float want) {
   Floats one(got.type(), 1);
   one.set(0, want);
@@ -189,7 +190,7 @@ bool CheckSum(const MoveCase& c) {
   return true;
 }
 
-// Rows of any bytes; those that no slot has are NaN, as are some others.
+// Rows have any bytes. Rows without a slot, and some others, are NaN.
 bool CheckSumScaled(std::mt19937& random, const MoveCase& c) {
   const int tiles = (c.width + ec::kTile - 1) / ec::kTile;
   std::vector<uint8_t> data(int64_t{c.rows} * c.width);
@@ -232,7 +233,7 @@ bool CheckSumScaled(std::mt19937& random, const MoveCase& c) {
   return true;
 }
 
-// Sums of every expert's rows, in f64; slack is NaN.
+// Checks sums of every expert's rows against f64. Slack is NaN.
 bool CheckGroupSums(std::mt19937& random, const Slabs& slabs, RowType type, int width,
                     const std::string& name) {
   const int groups = slabs.slabs * slabs.groups;

@@ -1,3 +1,4 @@
+// Checks quantization.
 #include "rows_case.h"
 
 namespace rows_test {
@@ -23,7 +24,7 @@ struct QuantizeCase {
   }
 };
 
-// Values of very different sizes, some of them zeros, denormal, infinite or NaN.
+// Values of very different sizes, some of them zero, denormal, infinite or NaN.
 float AnyValue(std::mt19937& random, RowType type, int exponent) {
   std::normal_distribution<float> normal;
   const bool half = type == RowType::kF16;
@@ -99,7 +100,7 @@ bool CheckTensor(std::mt19937& random, const QuantizeCase& c) {
   if (!Same("amax", amax.read(), Bytes(wanted))) return false;
   for (int g = 0; g < groups; ++g) scales[g] = ScaleOf(wanted[g % experts], c.format, false);
   if (random() % 4 == 0) {
-    for (float& scale : scales) scale *= 0.3f;  // of earlier calls: values saturate
+    for (float& scale : scales) scale *= 0.3f;  // like scales of earlier calls: values saturate
   }
   const Memory scale(scales);
   const ec::QuantizeRowsParams params{
@@ -168,7 +169,7 @@ struct WeightsWanted {
   std::vector<uint8_t> data, transposed;
   std::vector<float> scales;
 
-  // Without `given` every block makes its scale.
+  // Without `given` every block has its own scale.
   WeightsWanted(const QuantizeCase& c, const WeightsCase& w, const std::vector<float>& given)
       : data(int64_t{w.count} * w.rows * w.middle * c.width),
         transposed(data.size()),
@@ -210,7 +211,7 @@ bool CheckBlocks(std::mt19937& random, const QuantizeCase& c) {
   return Same("data", data.read(), want.data) && Same("scale", scale.read(), Bytes(want.scales));
 }
 
-// Both layouts, with scales of blocks and with given ones.
+// Checks both layouts, with scales of blocks and with given scales.
 bool CheckWeights(std::mt19937& random, const QuantizeCase& c) {
   const WeightsCase w(random, c, ec::kTransposedMultiple);
   std::vector<float> given;
@@ -241,7 +242,7 @@ bool CheckWeights(std::mt19937& random, const QuantizeCase& c) {
          (!given.empty() || Same("scale", scale.read(), Bytes(want.scales)));
 }
 
-// What MXFP8 makes of every 32 values along rows, or across them. Slack counts as zeros.
+// MXFP8 of every 32 values along rows, or across rows. Slack counts as zeros.
 struct MxWanted {
   std::vector<uint8_t> data, scale;
 

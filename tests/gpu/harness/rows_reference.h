@@ -1,4 +1,4 @@
-// What kernels that go over rows must give: 8-bit floats by tables, activations in f64.
+// Expected results of kernels that visit rows: 8-bit floats by tables, activations in f64.
 #ifndef EP_RUNTIME_TESTS_GPU_ROWS_REFERENCE_H_
 #define EP_RUNTIME_TESTS_GPU_ROWS_REFERENCE_H_
 
@@ -66,14 +66,14 @@ class Floats {
   std::vector<uint8_t> bytes_;
 };
 
-// CPUs run with denormal numbers off.
+// CPUs run with denormals off.
 inline float Flushed(float x) {
   return std::fabs(x) < 1.17549435e-38f ? std::copysign(0.0f, x) : x;
 }
 
 inline float LargestOf(Fp8Format format) { return format == Fp8Format::kE4M3 ? 448.0f : 57344.0f; }
 
-// The value of a byte without its sign, up to the largest one.
+// Value of a byte without its sign, up to the largest.
 inline double Decoded(int code, Fp8Format format) {
   const int mantissa_bits = format == Fp8Format::kE4M3 ? 3 : 2;
   const int bias = format == Fp8Format::kE4M3 ? 7 : 15;
@@ -82,12 +82,12 @@ inline double Decoded(int code, Fp8Format format) {
   return exponent == 0 ? std::ldexp(fraction, 1 - bias) : std::ldexp(1 + fraction, exponent - bias);
 }
 
-// Nearest, of two as near the even one; saturates.
+// Rounds to nearest, ties to even, and saturates.
 inline uint8_t Rounded(float x, Fp8Format format) {
   const int last = format == Fp8Format::kE4M3 ? 0x7E : 0x7B;
   const double size = std::fabs(static_cast<double>(x));
   int low = 0, high = last;
-  while (low < high) {  // the first code that is not below
+  while (low < high) {  // finds the first code that is not below
     const int middle = (low + high) / 2;
     if (Decoded(middle, format) < size) {
       low = middle + 1;
@@ -109,7 +109,7 @@ inline uint8_t Quantized(float x, float scale, Fp8Format format) {
   return Rounded(Flushed(Flushed(x) * (1.0f / scale)), format);
 }
 
-// Of an amax over finite values.
+// Scale for an amax over finite values.
 inline float ScaleOf(float amax, Fp8Format format, bool power_of_two) {
   const float smallest = std::ldexp(1.0f, -126);
   if (amax < smallest) return 1.0f;
@@ -130,7 +130,7 @@ inline uint8_t ExponentByte(float power_of_two) {
   return static_cast<uint8_t>(BitsOf(power_of_two) >> 23);
 }
 
-// f and f' in f64.
+// Computes f and f' in f64.
 inline void Activate(ActivationFunction function, double x, double* value, double* slope) {
   const auto logistic = [](double v) { return 1 / (1 + std::exp(-v)); };
   switch (function) {

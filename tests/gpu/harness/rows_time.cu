@@ -1,5 +1,5 @@
-// Times of kernels that go over rows, as bytes that they must move at least, beside copies of the
-// same run.
+// Times of kernels that visit rows, by the bytes that they must at least move, next to copies in
+// the same run.
 #include <algorithm>
 #include <memory>
 
@@ -56,7 +56,7 @@ double MedianMs(const std::function<cudaError_t()>& launch) {
 
 class Timer {
  public:
-  // GB/s of a copy of as many bytes as most of the kernels move.
+  // Prints GB/s of a copy of as many bytes as most of the kernels move.
   void Copies() {
     const Memory from(kCopied), to(kCopied);
     const int64_t vectors = kCopied / static_cast<int64_t>(sizeof(uint4));
@@ -109,7 +109,7 @@ std::unique_ptr<Memory> Values(int64_t count) {
   return memory;
 }
 
-// Bytes of one pass: what is read and written.
+// The bytes of one pass are bytes read and bytes written.
 void TimeActivation(Timer* timer, const Load& load, const Slabs& slabs, const Memory& sizes) {
   const int64_t all = slabs.all_rows();
   const auto hidden = Values(all * 2 * kInner), grad = Values(all * kInner);
@@ -133,7 +133,7 @@ void TimeActivation(Timer* timer, const Load& load, const Slabs& slabs, const Me
                [&] { return ec::LaunchActivation(nullptr, params); });
 }
 
-// Activation and quantization in one, and their share of the passes that they stand for.
+// Times activation and quantization in one kernel, and its share of the separate kernels' time.
 void TimeFused(Timer* timer, const Load& load, const Slabs& slabs, const Memory& sizes) {
   const int64_t all = slabs.all_rows();
   const auto hidden = Values(all * 2 * kInner), grad = Values(all * kInner);
@@ -192,7 +192,7 @@ void TimeQuantize(Timer* timer, const Load& load, const Slabs& slabs, const Memo
   timer->Print(name("amax of groups"), 2 * used,
                [&] { return ec::LaunchGroupAmax(nullptr, largest); });
   for (const bool clear : {false, true}) {
-    // Zeros of the slack are work too where somebody wants them.
+    // With `clear` zeros of the slack are work too.
     const double zeros = clear ? static_cast<double>(values) - used : 0.0;
     if (clear && zeros == 0.0) continue;
     const char* const also = clear ? ", slack cleared" : "";
@@ -292,7 +292,7 @@ void TimeMoves(Timer* timer) {
   sum.weights = weights.as<float>();
   timer->Print("unpermute with weights", bytes + bytes / kTopK,
                [&] { return ec::LaunchSumRows(nullptr, sum); });
-  // The same rows as bytes, whose scales are any floats.
+  // The same rows as bytes, with any floats as scales.
   const int64_t scales = int64_t{kRows} * (kHidden / ec::kTile) * 4;
   const Memory scale(scales);
   const ec::SumScaledRowsParams scaled{

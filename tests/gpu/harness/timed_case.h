@@ -1,4 +1,4 @@
-// One rank set's inputs at the sizes that are timed, every op on them, and a look at the results.
+// Inputs of all ranks at the timed sizes, every op on them, and checks of results.
 #ifndef EP_RUNTIME_TESTS_GPU_TIMED_CASE_H_
 #define EP_RUNTIME_TESTS_GPU_TIMED_CASE_H_
 
@@ -13,13 +13,13 @@
 
 namespace gpu_test {
 
-constexpr int kWidth = 7168;  // unless another is asked for
+constexpr int kWidth = 7168;  // the default
 constexpr int kTopK = 8;
 constexpr int kExperts = 256;
 constexpr int kIterations = 10;
 constexpr int kRepeats = 11;
 
-// What the first GPUs have drawn so far, in mJ, by NVML's counters; 0 where there are none.
+// Energy that the first GPUs have drawn so far, in mJ by NVML's counters; 0 without counters.
 inline double DrawnMillijoules(int gpus) {
   static void* nvml = dlopen("libnvidia-ml.so.1", RTLD_NOW);
   if (nvml == nullptr) return 0;
@@ -41,7 +41,7 @@ inline double DrawnMillijoules(int gpus) {
 
 enum class Routing { kUniform, kZipf, kOneRank };
 
-// Any element of any array, on both sides: bf16 of size 1 to 2, either sign.
+// Element of any array, for both sides: bf16 of magnitude 1 to 2, either sign.
 __host__ __device__ inline uint16_t ValueAt(uint32_t what, uint32_t row, uint32_t column) {
   uint32_t x = what * 0x9E3779B1u ^ row * 0x85EBCA77u ^ column * 0xC2B2AE3Du;
   x ^= x >> 15;
@@ -86,7 +86,7 @@ class TimedCase {
 
   ep_runtime::LaneRoom Room() const { return ep_runtime::LaneLayout(world_.sizes()).room; }
   ec::CallSizes Sizes() const { return {c_.tokens, kTopK, c_.capacity, kExperts / n_, width_}; }
-  // Of one rank, on average: each token once to every rank that wants it, and once per expert.
+  // For one rank, on average: each token once to every rank that needs it, and once per expert.
   double RemoteBytes() const { return remote_rows_ * width_ * 2.0 / n_; }
   double CopiedBytes() const { return copied_rows_ * width_ * 2.0 / n_; }
   int tokens() const { return c_.tokens; }
@@ -121,7 +121,7 @@ class TimedCase {
                                                      grid,
                                                      Room()}));
   }
-  // Of rows of 8 bits, that end with scales of 128 values each.
+  // Dispatches 8-bit rows, which end with scales of 128 values each.
   void DispatchNarrow(int r, const ec::DispatchGrid& grid) {
     RankData& d = data_[r];
     ec::DispatchParams params{};
@@ -149,7 +149,7 @@ class TimedCase {
     params.d_topk_weights = d.d_tokens->as<float>();
     CHECK_CUDA(ec::LaunchCombine(world_.stream(r), params));
   }
-  // Of what the last dispatch brought, as it lies there.
+  // Combines the last dispatch's result in place.
   void CombineReceived(int r, const ec::CombineGrid& grid) {
     ec::CombineParams params = CombineOf(r, grid, false, CombinePrecision::kFast);
     params.rows = data_[r].recv->as<void>();
@@ -193,7 +193,7 @@ class TimedCase {
                                                 weighted ? d.d_weights->as<float>() : nullptr,
                                                 grid}));
   }
-  // With `copies`, every slot's row travels, not one per rank.
+  // With `copies`, every slot's row travels, instead of one row per rank.
   void Ceiling(int r, int blocks, int warps, bool copies = false) {
     RankData& d = data_[r];
     const Buffer& rank = copies ? d.plan->dst_rank : d.d_topk;
@@ -204,8 +204,8 @@ class TimedCase {
          kTopK, width_ * 2, blocks, warps, d.d_weights->as<int32_t>()}));
   }
 
-  // Median us of one iteration, the slowest rank each time; replays captured iterations. With `mj`
-  // also how many mJ one takes on all GPUs together, 0 where nothing counts them.
+  // Median us of an iteration, with the slowest rank each time, from replayed captures. `mj` gets
+  // the mJ of an iteration on all GPUs together, 0 without counters.
   double Time(const std::function<void(int)>& enqueue, double* mj = nullptr) {
     std::vector<cudaGraphExec_t> graphs(n_);
     std::vector<cudaEvent_t> before(n_), after(n_);
@@ -224,7 +224,7 @@ class TimedCase {
     world_.Synchronize();
     std::vector<double> times;
     for (int i = 0; i <= kRepeats; ++i) {
-      // A graph ahead of the timed one, so that host launches are not in the time.
+      // A graph runs before the timed one, so that the time has no host launches.
       for (int pass = 0; pass < 2; ++pass) {
         for (int r = 0; r < n_; ++r) {
           world_.Use(r);
@@ -254,7 +254,7 @@ class TimedCase {
     return us;
   }
 
-  // Whole plans, and a sample of rows.
+  // Checks whole plans, and a sample of rows.
   int Check() {
     int wrong = 0;
     for (int r = 0; r < n_; ++r) {
@@ -279,7 +279,7 @@ class TimedCase {
   }
 
  private:
-  // The counter moves some ten times a second.
+  // The counter is updated some ten times a second.
   double CountMillijoules(const std::vector<cudaGraphExec_t>& graphs, double us) {
     const int launches = std::max(1, static_cast<int>(300e3 / (us * kIterations)));
     const double before = DrawnMillijoules(world_.gpus());
@@ -296,7 +296,7 @@ class TimedCase {
     if (routing_ == Routing::kOneRank) return static_cast<int>(random() % kTopK);
     const double at = std::uniform_real_distribution<double>(0, popularity_.back())(random);
     const auto e = std::upper_bound(popularity_.begin(), popularity_.end() - 1, at);
-    // Popular experts are neighbours nowhere.
+    // Spread popular experts, so that none are neighbours.
     return static_cast<int>(e - popularity_.begin()) * 37 % kExperts;
   }
   Ints RandomExperts(std::mt19937& random) {
@@ -328,7 +328,7 @@ class TimedCase {
     FillValues<<<1024, 256>>>(d.tokens->as<uint16_t>(), kTokens + r, c_.tokens, width_);
     FillValues<<<1024, 256>>>(d.expert_out->as<uint16_t>(), kExpertOut + r, c_.capacity, width_);
     CHECK_CUDA(cudaGetLastError());
-    // The ceiling's destinations: once per rank.
+    // The ceiling's destinations: each token once per rank.
     Ints rank(c_.tokens * kTopK, -1), row(c_.tokens * kTopK, -1), next(n_, 0);
     Ints copy(c_.tokens * kTopK, -1), copies(n_, 0);
     for (int t = 0; t < c_.tokens; ++t) {

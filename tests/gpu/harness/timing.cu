@@ -1,3 +1,4 @@
+// Times of prepare, dispatch and combine.
 #include <map>
 
 #include "timed_case.h"
@@ -40,7 +41,7 @@ class Table {
     Row("dispatch", grid.push_blocks, grid.place_blocks, us,
         " warps " + std::to_string(grid.warps));
   }
-  // Before what the check looks at is made.
+  // Runs before the inputs of the check are made.
   void DispatchNarrow(const DispatchGrid& grid) {
     const double us = timed_.Time([&](int r) { timed_.DispatchNarrow(r, grid); });
     Print("dispatch of 8-bit rows with scales, warps " + std::to_string(grid.warps),
@@ -66,7 +67,7 @@ class Table {
     Print("prepare", std::to_string(blocks), timed_.Time([&](int r) { timed_.Prepare(r, blocks); }),
           0);
   }
-  // Last, because the check looks at its results.
+  // Runs last, because the check reads its results.
   void Pair(const DispatchGrid& dispatch, const CombineGrid& combine) {
     const double us = timed_.Time([&](int r) {
       timed_.Dispatch(r, dispatch);
@@ -78,7 +79,7 @@ class Table {
               std::to_string(combine.sum_blocks),
           us, 0);
   }
-  // Before what the check looks at is made.
+  // Runs before the inputs of the check are made.
   void Round(const DispatchGrid& dispatch, const CombineGrid& combine) {
     const auto round = [&](int r) {
       timed_.Prepare(r, 32);
@@ -107,7 +108,7 @@ class Table {
   void Row(const std::string& what, int a, int b, double us, const std::string& more) {
     std::printf("%s%s %d+%d: %.1f us %.1f GB/s", what.c_str(), more.c_str(), a, b, us,
                 timed_.RemoteBytes() / us / 1e3);
-    // The nearest number of blocks that was timed and is not higher.
+    // The nearest timed number of blocks that is not higher.
     const auto above = ceilings_.upper_bound(a + b);
     if (above != ceilings_.begin()) {
       std::printf(" %.1f%% of ceiling", 100 * std::prev(above)->second / us);
@@ -167,7 +168,7 @@ int TimeUniform(World& world, int tokens) {
   return timed.Check();
 }
 
-// Rows of a few KB, of 16 bits and of 8: how many warps they want.
+// Times rows of a few KB, in 16 bits and in 8, with different numbers of warps.
 int TimeWarps(World& world, int width) {
   TimedCase timed(world, 8192, Routing::kUniform, width);
   PrintHead(timed, "uniform", world.ranks());
@@ -187,7 +188,7 @@ int TimeWarps(World& world, int width) {
   return timed.Check();
 }
 
-// What few tokens take, as calls of a group of alignment 8, and dispatch as block calls have it.
+// Times few tokens, as calls of a group of alignment 8, and dispatch as in block calls.
 int TimeFew(World& world) {
   int wrong = 0;
   for (int tokens : {1, 8, 32, 128}) {

@@ -5,9 +5,9 @@
 
 namespace gpu_test {
 
-// Times prepare, dispatch and combine beside the link's ceiling; returns how many sampled rows are
-// wrong. `what`: "time" for all, "few" for what few tokens take, "warps" for what changes with
-// dispatch's warps.
+// Times prepare, dispatch and combine next to the link's ceiling. Returns the number of wrong
+// sampled rows. `what`: "time" for everything, "few" for few tokens, "warps" for dispatch's numbers
+// of warps.
 int TimeAll(int ranks, int gpus, const std::string& what);
 
 }  // namespace gpu_test
