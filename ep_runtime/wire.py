@@ -7,15 +7,16 @@ socket. Needs grpcio and protobuf, never JAX.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import re
 from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import grpc
 from google.protobuf import any_pb2, duration_pb2
 from google.protobuf.descriptor import FieldDescriptor
-from google.protobuf.message import DecodeError
+from google.protobuf.message import DecodeError, Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 
@@ -82,6 +83,24 @@ class RegisteredLayer:
     @property
     def num_handles(self) -> int:
         return max(self.num_layers, 1) * self.spec.in_flight
+
+
+MessageT = TypeVar("MessageT", bound=Message)
+
+
+def filled(kind: type[MessageT], source: Any, **others: Any) -> MessageT:
+    """Makes a message of attributes of `source` with its fields' names, and of `others`."""
+    classes: Any = kind, type(source)
+    names = (name for name in _shared(*classes) if name not in others)
+    return kind(**{name: getattr(source, name) for name in names}, **others)
+
+
+@functools.cache
+def _shared(kind: Any, of: Any) -> tuple[str, ...]:
+    """Names of fields that attributes of a dataclass or a NamedTuple have too."""
+    declared = getattr(of, "_fields", None) or [field.name for field in dataclasses.fields(of)]
+    known = {*declared, *dir(of)}
+    return tuple(name for name in kind.DESCRIPTOR.fields_by_name if name in known)
 
 
 def seconds(duration: duration_pb2.Duration) -> float:
@@ -198,14 +217,7 @@ def group_spec_from_proto(message: types_pb2.GroupSpec) -> specs.GroupSpec:
 
 
 def layer_spec_to_proto(spec: layer_specs.LayerSpec) -> types_pb2.LayerSpec:
-    return types_pb2.LayerSpec(
-        name=spec.name,
-        top_k=spec.top_k,
-        alignment=spec.alignment,
-        in_flight=spec.in_flight,
-        num_experts=spec.num_experts,
-        hidden_size=spec.hidden_size,
-    )
+    return filled(types_pb2.LayerSpec, spec)
 
 
 def layer_spec_from_proto(message: types_pb2.LayerSpec) -> layer_specs.LayerSpec:
@@ -238,13 +250,7 @@ def stack_spec_from_proto(message: types_pb2.LayerStackSpec) -> LayerStackSpec:
 
 
 def registered_to_proto(layer: RegisteredLayer) -> types_pb2.RegisteredLayer:
-    return types_pb2.RegisteredLayer(
-        spec=layer_spec_to_proto(layer.spec),
-        num_layers=layer.num_layers,
-        base_id=layer.base_id,
-        handle_base=layer.handle_base,
-        already_registered=layer.already_registered,
-    )
+    return filled(types_pb2.RegisteredLayer, layer, spec=layer_spec_to_proto(layer.spec))
 
 
 def registered_from_proto(message: types_pb2.RegisteredLayer) -> RegisteredLayer:

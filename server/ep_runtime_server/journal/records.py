@@ -22,21 +22,8 @@ def of_session(session: SessionRecord) -> dict[str, Any] | None:
     """Converts a session; None if it is over: a restarted daemon need not know it."""
     if session.over:
         return None
-    return {
-        "token_digest": session.token_digest,
-        "uid": session.uid,
-        "pid": session.pid,
-        "own_pid": session.own_pid,
-        "start_s": session.start_s,
-        "client_version": session.client_version,
-        "created_s": session.created_s,
-        "created_wall_s": session.created_wall_s,
-        "state": session.state.value,
-        "job": session.job,
-        "labels": session.labels,
-        "process_index": session.process_index,
-        "fence_reason": session.fence_reason,
-    }
+    fields = {name: getattr(session, name) for name in shapes.SESSION}
+    return fields | {"state": session.state.value}
 
 
 def to_session(session_id: str, value: Mapping[str, Any]) -> SessionRecord:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+from typing import Any
+
 from ep_runtime import wire
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime.text import printable
@@ -15,18 +18,7 @@ MAX_API_VERSIONS = 16
 
 
 def identity_to_proto(identity: NodeIdentity) -> node_service_pb2.NodeIdentity:
-    return node_service_pb2.NodeIdentity(
-        node=identity.node,
-        node_id=identity.node_id,
-        incarnation=identity.incarnation,
-        boot_id=identity.boot_id,
-        host_name=identity.host_name,
-        uid=identity.uid,
-        pid=identity.pid,
-        address=identity.address,
-        server_version=identity.server_version,
-        api_versions=identity.api_versions,
-    )
+    return wire.filled(node_service_pb2.NodeIdentity, identity)
 
 
 def identity_from_proto(message: node_service_pb2.NodeIdentity) -> NodeIdentity:
@@ -78,20 +70,12 @@ def node_from_proto(message: node_service_pb2.NodeInfo, now_s: float) -> Node:
     known = {
         node_service_pb2.NodeState.Value(f"NODE_STATE_{state.value}"): state for state in NodeState
     }
-    identity = message.identity
+    names = [field.name for field in dataclasses.fields(NodeIdentity)]
+    told: dict[str, Any] = {name: getattr(message.identity, name) for name in names}
+    told["node"] = check_node_name(told["node"], "node")
+    told["address"] = str(parse_endpoint(told["address"], "address"))
     return Node(
-        NodeIdentity(
-            node=check_node_name(identity.node, "node"),
-            node_id=identity.node_id,
-            incarnation=identity.incarnation,
-            boot_id=identity.boot_id,
-            host_name=identity.host_name,
-            uid=identity.uid,
-            pid=identity.pid,
-            address=str(parse_endpoint(identity.address, "address")),
-            server_version=identity.server_version,
-            api_versions=tuple(identity.api_versions),
-        ),
+        NodeIdentity(**told | {"api_versions": tuple(told["api_versions"])}),
         known.get(message.state, NodeState.UNREACHABLE),
         now_s - wire.seconds(message.since),
         coordinator=message.coordinator,

@@ -24,10 +24,7 @@ def rank_tally(row: tuple[GroupRecord, int], clock: Clock) -> pb.RankTally:
     item, rank = row
     spec = item.spec
     message = pb.RankTally(
-        group=item.owner.name,
-        job=item.owner.job,
-        uid=item.owner.uid,
-        generation=item.generation,
+        **views.generation_of(item),
         world_rank=rank,
         read=wire.duration(clock.monotonic_s()),
         now=views.rank_info(row, clock),
@@ -56,26 +53,9 @@ def _add_sums(message: pb.RankTally, group: GroupRecord, rank: int) -> None:
         load = board_tallies.read_load(windows.board, windows.spec, rank, indices)
         if load is None:
             continue
-        message.layers.add(
-            layer=layer,
-            calls=load.calls,
-            time_ns=load.time_ns,
-            wait_ns=load.wait_ns,
-            tokens=load.tokens,
-            rows=load.rows,
-        )
+        message.layers.append(wire.filled(pb.LoadTally, load, layer=layer))
 
 
 def _op_tally(name: str, tally: OpTally) -> pb.OpTally:
-    return pb.OpTally(
-        op=name,
-        calls=tally.calls,
-        time_ns=tally.time_ns,
-        wait_ns=tally.wait_ns,
-        peers=[
-            pb.PeerTally(
-                world_rank=peer.world_rank, arrival_ns=peer.arrival_ns, wait_ns=peer.wait_ns
-            )
-            for peer in tally.peers
-        ],
-    )
+    peers = [wire.filled(pb.PeerTally, peer) for peer in tally.peers]
+    return wire.filled(pb.OpTally, tally, op=name, peers=peers)

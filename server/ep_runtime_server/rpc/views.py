@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 from google.protobuf import timestamp_pb2
 
@@ -90,19 +91,13 @@ def group(group: GroupRecord, clock: Clock) -> types_pb2.Group:
 
 def session(session: SessionRecord, groups: Iterable[str], clock: Clock) -> pb.SessionInfo:
     now = clock.monotonic_s()
-    message = pb.SessionInfo(
-        session_id=session.session_id,
+    message = wire.filled(
+        pb.SessionInfo,
+        session,
         state=f"SESSION_STATE_{session.state.value}",
-        uid=session.uid,
-        pid=session.pid,
-        job=session.job,
-        labels=session.labels,
-        process_index=session.process_index,
-        client_version=session.client_version,
         groups=groups,
         create_time=timestamp(session.created_wall_s),
         age=wire.duration(now - session.created_s),
-        progress=session.progress,
     )
     if session.last_beat_s is not None:
         message.since_heartbeat.CopyFrom(wire.duration(now - session.last_beat_s))
@@ -146,19 +141,24 @@ def _poison_reason(group: GroupRecord) -> str:
     return "UNREADABLE" if reason in (None, PoisonReason.NONE) else reason.name
 
 
+def generation_of(group: GroupRecord) -> dict[str, Any]:
+    """Returns the fields that name a group and its generation."""
+    owner = group.owner
+    return {
+        "group": owner.name,
+        "job": owner.job,
+        "uid": owner.uid,
+        "generation": group.generation,
+    }
+
+
 def layers(groups: Iterable[GroupRecord]) -> list[tuple[GroupRecord, RegisteredLayer]]:
     return [(item, layer) for item in groups for layer in item.layers.all()]
 
 
 def layer_info(row: tuple[GroupRecord, RegisteredLayer]) -> pb.LayerInfo:
     item, layer = row
-    return pb.LayerInfo(
-        layer=wire.registered_to_proto(layer),
-        group=item.owner.name,
-        job=item.owner.job,
-        uid=item.owner.uid,
-        generation=item.generation,
-    )
+    return pb.LayerInfo(layer=wire.registered_to_proto(layer), **generation_of(item))
 
 
 def handles(groups: Iterable[GroupRecord], layer: str) -> Iterator[tuple[GroupRecord, Handle]]:
@@ -171,14 +171,10 @@ def handles(groups: Iterable[GroupRecord], layer: str) -> Iterator[tuple[GroupRe
 
 def handle_info(row: tuple[GroupRecord, Handle], clock: Clock) -> pb.HandleInfo:
     item, handle = row
-    message = pb.HandleInfo(
-        layer=handle.layer,
-        handle=handle.handle,
-        index=handle.index,
-        group=item.owner.name,
-        job=item.owner.job,
-        uid=item.owner.uid,
-        generation=item.generation,
+    message = wire.filled(
+        pb.HandleInfo,
+        handle,
+        **generation_of(item),
         pids=sorted(member.session.pid for member in item.members.values()),
         state=HandleState(0).name,
         lane=-1,
@@ -198,13 +194,9 @@ def _handle_record(group: GroupRecord, index: int) -> HandleRecord | None:
 def _add_record(message: pb.HandleInfo, record: HandleRecord | None, clock: Clock) -> None:
     if record is None:
         return
+    for name in ("epoch", "lane", "calls", "rows", "dropped_rows", "rounds"):
+        setattr(message, name, getattr(record, name))
     message.state = record.state.name
-    message.epoch = record.epoch
-    message.lane = record.lane
-    message.calls = record.calls
-    message.rows = record.rows
-    message.dropped_rows = record.dropped_rows
-    message.rounds = record.rounds
     if record.updated_ns:
         message.last_op = OpCode(record.last_op).name
         age_s = max(0.0, clock.monotonic_s() - record.updated_ns / 1e9)
@@ -237,15 +229,8 @@ def buffer_info(row: tuple[WindowSet, Buffer], runtime: Runtime) -> pb.BufferInf
 
 
 def event(item: Event) -> pb.EventInfo:
-    return pb.EventInfo(
-        sequence=item.sequence,
-        time=timestamp(item.wall_s),
-        kind=item.kind,
-        session_id=item.session_id,
-        group=item.group,
-        message=item.message,
-        fields_json=json.dumps(item.fields, default=str),
-    )
+    fields_json = json.dumps(item.fields, default=str)
+    return wire.filled(pb.EventInfo, item, time=timestamp(item.wall_s), fields_json=fields_json)
 
 
 def ranks(groups: Iterable[GroupRecord]) -> list[tuple[GroupRecord, int]]:
@@ -257,10 +242,7 @@ def rank_info(row: tuple[GroupRecord, int], clock: Clock) -> pb.RankInfo:
     item, rank = row
     member = item.member_of(rank)
     message = pb.RankInfo(
-        group=item.owner.name,
-        job=item.owner.job,
-        uid=item.owner.uid,
-        generation=item.generation,
+        **generation_of(item),
         world_rank=rank,
         pid=member.session.pid if member is not None else 0,
         handle=-1,
@@ -276,34 +258,15 @@ def rank_info(row: tuple[GroupRecord, int], clock: Clock) -> pb.RankInfo:
 
 
 def silent_process(session: SessionRecord, silent_s: float) -> pb.SilentProcess:
-    return pb.SilentProcess(
-        session_id=session.session_id,
-        job=session.job,
-        uid=session.uid,
-        pid=session.pid,
-        process_index=session.process_index,
-        since=wire.duration(silent_s),
-        process_state=process_state(session.pid),
+    state = process_state(session.pid)
+    return wire.filled(
+        pb.SilentProcess, session, since=wire.duration(silent_s), process_state=state
     )
 
 
 def late_rank(late: LateRank) -> pb.LateRank:
-    owner = late.group.owner
-    return pb.LateRank(
-        group=owner.name,
-        job=owner.job,
-        uid=owner.uid,
-        generation=late.group.generation,
-        world_rank=late.world_rank,
-        pid=late.pid,
-        process_index=late.process_index,
-        since=wire.duration(late.since_s),
-        waiting_ranks=late.waiting_ranks,
-        layer=late.layer,
-        op=late.op,
-        handle=late.handle,
-        message=late.message,
-    )
+    since = wire.duration(late.since_s)
+    return wire.filled(pb.LateRank, late, **generation_of(late.group), since=since)
 
 
 def usage(uid: int, held: Usage) -> pb.UserUsage:
