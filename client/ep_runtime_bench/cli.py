@@ -37,6 +37,7 @@ _MODULES = {
     "moe": "moe.moe",
     "train": "train.train",
     "connect": "connect",
+    "plan": "plan",
 }
 
 
@@ -50,7 +51,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "benches",
         nargs="*",
         metavar="BENCH",
-        help=f"what to measure: {', '.join(BENCHES)}; default dispatch combine",
+        help=f"what to measure: {', '.join(BENCHES)}; default dispatch combine. `plan` measures "
+        "nothing: it computes what layers need on a cluster that is not here",
     )
     parser.add_argument(
         "--transports",
@@ -83,7 +85,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _kind(default: Any) -> tuple[Callable[[str], Any], str]:
     """The argparse type of an option's words, and how --help names them."""
-    if isinstance(default, str | int):
+    if isinstance(default, str | int | float):
         return type(default), "NAME" if isinstance(default, str) else "N"
     (kind,) = {type(value) for value in default}
     metavar = "NAME,..." if kind is str else "N,N"
@@ -130,13 +132,13 @@ def make_options(args: argparse.Namespace) -> BenchOptions:
 
 def _default_transports(benches: tuple[str, ...]) -> tuple[str, ...]:
     """Chooses GPUs if there are any; adds plain JAX for `moe` and `train`."""
-    found = ON_GPUS if gpus.usable() else ON_CPU
+    found = ON_GPUS if benches == ("plan",) or gpus.usable() else ON_CPU
     return (found[0], STOCK) if benches in (("moe",), ("train",)) else found
 
 
 def _check_devices(options: BenchOptions) -> None:
     """Raises RuntimeUnavailableError, with the reason, if there are too few GPUs."""
-    if options.on_gpus and gpus.usable() < options.devices:
+    if options.on_gpus and not options.planned and gpus.usable() < options.devices:
         found = gpus.check()
         raise RuntimeUnavailableError(
             f"--transports {','.join(options.transports)} wants {options.devices} GPUs that JAX "

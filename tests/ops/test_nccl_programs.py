@@ -13,6 +13,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import ep_runtime as ep
+from ep_runtime_bench import plan
 from ep_runtime_bench.base.options import PLAIN
 from ep_runtime_bench.movement import device_ops
 from ep_runtime_client.moe import bodies
@@ -85,9 +86,16 @@ def lowered(
     return for_gpus(step, *operands)
 
 
-def lowered_block(make_group: Callable[..., Any], node_size: int, top_k: int) -> str:
+def lowered_block(
+    make_group: Callable[..., Any],
+    node_size: int,
+    top_k: int,
+    *,
+    dtype: Any = jnp.float32,
+    **settings: Any,
+) -> str:
     """StableHLO for GPUs of a block of experts with its gradients, which are block calls there."""
-    group = over_nodes(make_group, node_size)
+    group = over_nodes(make_group, node_size, **settings)
     layer = group.register_layer("moe", top_k=top_k)
 
     def loss(x: Any, params: Any) -> Any:
@@ -95,7 +103,7 @@ def lowered_block(make_group: Callable[..., Any], node_size: int, top_k: int) ->
 
     def array(spec: Any, *dims: int) -> Any:
         sharding = NamedSharding(group.mesh, spec)
-        return jax.ShapeDtypeStruct(dims, jnp.float32, sharding=sharding)
+        return jax.ShapeDtypeStruct(dims, dtype, sharding=sharding)
 
     experts = PartitionSpec("ep")
     params = ep.MoEParams(
@@ -208,6 +216,25 @@ def test_a_block_whose_rows_are_counted_reads_counts_once_an_exchange(
         1,
         1,
     )
+
+
+@pytest.mark.parametrize("precision", ["fast", "exact", "fp8"])
+def test_rows_of_a_block_cross_in_the_bytes_that_bench_plan_counts(
+    make_group: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, precision: str
+) -> None:
+    monkeypatch.setattr(bodies, "unsupported", lambda asked: "")
+    monkeypatch.setattr(serve, "available", lambda: True)
+    settings = {"combine_precision": precision, "max_token_dtype": "bfloat16"}
+    text = lowered_block(make_group, 2, top_k=2, dtype=jnp.bfloat16, **settings)
+    crossed = []
+    for types in re.findall(r"@ep_nccl_counted_v1\(.*: \((.*)\) ->", text):
+        rows = re.findall(rf"tensor<4x{TOKENS}x(\d+)x[a-z]+(\d+)>", types)
+        crossed.append(sum(int(width) * int(bits) // 8 for width, bits in rows))
+    layer = over_nodes(make_group, 2, **settings).register_layer("moe", top_k=2)
+    lead = (RANKS * TOKENS,)
+    call = make_call(layer, layer.group.mesh, lead, (), handle=0, capacity=None)
+    passes = plan.network_bytes(plan.sizes_of(call)).values()
+    assert crossed == [size for each in passes for size in each]
 
 
 def test_programs_name_neither_ranks_nor_communicators(make_group: Callable[..., Any]) -> None:

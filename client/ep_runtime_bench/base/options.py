@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib.util
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, get_args
 
@@ -26,7 +27,7 @@ from ep_runtime_bench.base.train_cases import CPU_MODELS, MODELS, REMATS
 from ep_runtime_bench.base.train_cases import ROUTINGS as TRAIN_ROUTINGS
 from ep_runtime_client.cli.tables import Column
 
-BENCHES = ("dispatch", "combine", "gemm", "moe", "train", "connect")
+BENCHES = ("dispatch", "combine", "gemm", "moe", "train", "connect", "plan")
 Transport = Literal["memfd", "nvlink", "nccl", "xla"]
 TRANSPORTS: tuple[Transport, ...] = get_args(Transport)
 ON_CPU: tuple[Transport, ...] = ("memfd", "xla")
@@ -34,6 +35,8 @@ ON_GPUS: tuple[Transport, ...] = ("nvlink", "xla")
 STOCK = "stock"  # JAX without this package, of `moe` and `train`
 STOCK_LAYERS = ("stock-padded", "stock-dropless")  # each of the two that STOCK is in `moe`
 MODELLED = ("moe", "train")  # benches that measure other libraries' layers and models
+LAYERED = ("moe", "plan")  # benches of --cases and --config
+FITTED_DTYPES = ("bfloat16", "float16")  # whose times `plan` has a model of
 CEILING = "ceiling"
 PLAIN = "all-to-all"  # NCCL's own all-to-all of as many rows in equal blocks, to compare nccl with
 ROW_ITEM_BYTES = 2  # bf16
@@ -86,15 +89,17 @@ class BenchOptions:
         "for any routing",
     )
     routing: tuple[str, ...] = _option(
-        ROUTINGS[:1], "on GPUs: how tokens choose experts", choices=ROUTINGS
+        ROUTINGS[:1], "on GPUs, and in `plan`: how tokens choose experts", choices=ROUTINGS
     )
     precision: tuple[str, ...] = _option(
         ("fast",), "how sums travel; on CPU in `moe` and `train` only", choices=COMBINE_PRECISIONS
     )
-    cases: tuple[str, ...] = _option(DEFAULT_CASES, "layers that `moe` times", choices=CASES)
+    cases: tuple[str, ...] = _option(
+        DEFAULT_CASES, "layers that `moe` times, or `plan` computes", choices=CASES
+    )
     config: str = _option(
         "",
-        "the layer that `moe` times: sizes, router and activation in a model's Hugging Face "
+        "the layer of `moe` and `plan`: sizes, router and activation in a model's Hugging Face "
         "config.json, without biases, shared experts and weights of its own, by default those "
         "of --cases",
     )
@@ -134,7 +139,7 @@ class BenchOptions:
     hidden: int = _option(7168, "on GPUs: hidden size H")
     dtype: str = _option(
         "bfloat16",
-        "on GPUs: dtype of rows and of weights in `moe` and `train`",
+        "on GPUs: dtype of rows and of weights in `moe`, `train` and `plan`",
         choices=("bfloat16", "float16", "float32"),
     )
     tokens: tuple[int, ...] = _option(
@@ -148,6 +153,9 @@ class BenchOptions:
     top_k: int = _option(8, "experts per token")
     num_experts: int = _option(64, f"experts; on GPUs by default {GPU_EXPERTS}", flag="experts")
     repeats: int = _option(15, "timed calls of each subject")
+    nodes: int = _option(2, "nodes of the cluster of `plan`, all in one EP group")
+    gpus_per_node: int = _option(8, "GPUs of each node of `plan`")
+    network: float = _option(50.0, "GB/s that each GPU of `plan` sends to other nodes and receives")
 
     def checked(self) -> BenchOptions:
         """Itself, or InvalidArgumentError naming the argument, what was wanted and what was got."""
@@ -167,7 +175,8 @@ class BenchOptions:
                 raise InvalidArgumentError(
                     f"{argument} must be of {known}, got {values}", argument=argument
                 )
-        for argument in ("devices", "processes", "top_k", "num_experts", "repeats"):
+        least_one = ("devices", "processes", "top_k", "num_experts", "repeats")
+        for argument in (*least_one, "nodes", "gpus_per_node"):
             if getattr(self, argument) < 1:
                 raise InvalidArgumentError(
                     f"{argument} must be at least 1, got {getattr(self, argument)}",
@@ -175,6 +184,7 @@ class BenchOptions:
                 )
         self._check_gpus()
         self._check_cases()
+        self._check_plan()
         self._check_peers()
         self._check_processes()
         if any(size < ROW_ITEM_BYTES or size % ROW_ITEM_BYTES for size in self.row_bytes):
@@ -230,10 +240,11 @@ class BenchOptions:
         return found
 
     def _check_cases(self) -> None:
-        if self.config and (self.benches != ("moe",) or self.cases != DEFAULT_CASES):
+        layered = set(self.benches) <= {*LAYERED}
+        if self.config and (not layered or self.cases != DEFAULT_CASES):
             raise InvalidArgumentError(
-                "--config is for moe only and takes the place of --cases, got it with "
-                f"{','.join(self.benches)} and --cases {','.join(self.cases)}",
+                f"--config is for {' and '.join(LAYERED)} only and takes the place of --cases, got "
+                f"it with {','.join(self.benches)} and --cases {','.join(self.cases)}",
                 argument="config",
             )
         layers = self.layers
@@ -257,6 +268,43 @@ class BenchOptions:
                 argument="capacity",
             )
 
+    def _check_plan(self) -> None:
+        """Checks the cluster of `plan`, whose GPUs are all one EP group."""
+        if not self.planned:
+            return
+        if self.benches != ("plan",):
+            raise InvalidArgumentError(
+                f"plan measures nothing and runs alone, got {','.join(self.benches)}",
+                argument="BENCH",
+            )
+        if not 0 < self.network < math.inf:
+            raise InvalidArgumentError(
+                f"--network must be finite GB/s over 0, got {self.network}", argument="network"
+            )
+        if self.dtype not in FITTED_DTYPES:
+            raise InvalidArgumentError(
+                f"--dtype of plan must be of {FITTED_DTYPES}, got {self.dtype}", argument="dtype"
+            )
+        odd = {name: case.num_experts for name, case in self.layers.items()}
+        odd = {name: experts for name, experts in odd.items() if experts % self.planned_gpus}
+        if odd:
+            raise InvalidArgumentError(
+                f"--nodes times --gpus-per-node must divide the experts of every case, got "
+                f"{self.planned_gpus} with "
+                f"{', '.join(f'{experts} of {name}' for name, experts in odd.items())}",
+                argument="nodes",
+            )
+
+    @property
+    def planned(self) -> bool:
+        """Whether `plan` computes figures of GPUs that need not be here."""
+        return "plan" in self.benches
+
+    @property
+    def planned_gpus(self) -> int:
+        """GPUs of the cluster of `plan`."""
+        return self.nodes * self.gpus_per_node
+
     def _check_models(self) -> None:
         known = MODELS if self.on_gpus else CPU_MODELS
         for name in self.models if "train" in self.benches else ():
@@ -272,7 +320,7 @@ class BenchOptions:
     @property
     def on_gpus(self) -> bool:
         """Whether the devices are GPUs."""
-        return not {"nvlink", "nccl"}.isdisjoint(self.transports)
+        return self.planned or not {"nvlink", "nccl"}.isdisjoint(self.transports)
 
     @property
     def row_bytes_on_gpus(self) -> int:

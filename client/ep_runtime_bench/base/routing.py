@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 Ints = npt.NDArray[np.int32]
+Floats = npt.NDArray[Any]
 
 ROUTINGS = ("uniform", "zipf", "one")
 
@@ -27,17 +28,29 @@ def topk_idx(routing: str, tokens: int, num_experts: int, top_k: int, *, seed: i
     if routing == "one":
         return np.tile(np.arange(top_k, dtype=np.int32), (tokens, 1))
     rng = np.random.default_rng(seed)
-    share = np.ones(num_experts)
+    return drawn(rng, share_of(routing, num_experts, top_k, rng), tokens, top_k)
+
+
+def share_of(routing: str, num_experts: int, top_k: int, rng: np.random.Generator) -> Floats:
+    """By how much each expert is wanted, [E]."""
+    if routing == "one":
+        return (np.arange(num_experts) < top_k).astype(float)
     if routing == "zipf":
-        share = rng.permutation(1.0 / np.arange(1, num_experts + 1))
-    return drawn(rng, share, tokens, top_k)
+        return rng.permutation(1.0 / np.arange(1, num_experts + 1))
+    return np.ones(num_experts)
 
 
-def drawn(rng: np.random.Generator, share: npt.NDArray[Any], tokens: int, top_k: int) -> Ints:
+def logits(rng: np.random.Generator, share: Floats, tokens: int) -> Floats:
+    """Logits f32 [tokens, E], whose K largest are K draws by share without putting back."""
+    noise = rng.gumbel(size=(tokens, len(share))).astype(np.float32)
+    with np.errstate(divide="ignore"):
+        noise += np.log(share).astype(np.float32)
+    return noise
+
+
+def drawn(rng: np.random.Generator, share: Floats, tokens: int, top_k: int) -> Ints:
     """Distinct experts of every token, int32 [tokens, K], wanted by `share` [E]."""
-    # The K largest of log(share) + Gumbel noise: K draws by share without putting back.
-    keys = rng.gumbel(size=(tokens, len(share))).astype(np.float32)
-    keys += np.log(share).astype(np.float32)
+    keys = logits(rng, share, tokens)
     picked = np.argpartition(-keys, top_k - 1, axis=1)[:, :top_k]
     return picked.astype(np.int32)
 
@@ -79,9 +92,9 @@ def traffic(idx: Ints, ranks: int, num_experts: int) -> Traffic:
     Args:
         idx: [tokens, K], tokens a multiple of `ranks`.
     """
-    has = _distinct(idx, ranks, num_experts)
-    rows = has.reshape(ranks, -1, ranks).sum(axis=1).astype(np.int32)
-    return Traffic(rows, idx.size)
+    sources = idx.reshape(ranks, -1, idx.shape[1])
+    rows = [_distinct(each, ranks, num_experts).sum(axis=0) for each in sources]
+    return Traffic(np.stack(rows).astype(np.int32), idx.size)
 
 
 def destinations(idx: Ints, ranks: int, num_experts: int) -> tuple[Ints, Ints]:

@@ -1,0 +1,136 @@
+"""`bench plan`: its rows against counts one token at a time, its figures against measured ones."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+
+import ep_runtime as ep
+from ep_runtime.errors import InvalidArgumentError
+from ep_runtime_bench import cli, plan
+from ep_runtime_bench.base import routing
+from ep_runtime_bench.base.moe_cases import Case
+from ep_runtime_bench.base.options import BenchOptions
+
+TOKENS, EXPERTS = 24, 16
+SMALL = ("plan", "--nodes", "2", "--gpus-per-node", "4", "--cases", "small-experts")
+
+
+def options(**settings: Any) -> BenchOptions:
+    return BenchOptions(benches=("plan",), transports=("nvlink",), **settings).checked()
+
+
+def rows_of(cluster: BenchOptions, top_k: int, routed: str) -> plan.Rows:
+    case = Case(TOKENS, 64, 32, EXPERTS, top_k)
+    call = plan._call(cluster, case, plan._group(cluster, case, "fast"))
+    return plan.count(call, routed, ep.Router())
+
+
+def drawn(ranks: int, top_k: int, routed: str) -> list[list[int]]:
+    """Experts of every token, from the logits that `plan.count` draws."""
+    rng = np.random.default_rng(0)
+    share = routing.share_of(routed, EXPERTS, top_k, rng)
+    logits = [routing.logits(rng, share, TOKENS) for _ in range(ranks)]
+    found: list[list[int]] = np.argsort(-np.concatenate(logits), axis=1)[:, :top_k].tolist()
+    return found
+
+
+@pytest.mark.parametrize("routed", routing.ROUTINGS)
+@pytest.mark.parametrize(("nodes", "size"), [(2, 2), (4, 2), (1, 4), (4, 1)])
+def test_rows_are_those_of_a_count_one_by_one(nodes: int, size: int, routed: str) -> None:
+    ranks, top_k = nodes * size, 2
+    wanted = plan.Rows(*(np.zeros(ranks, np.int64) for _ in plan.Rows._fields))
+    for number, experts in enumerate(drawn(ranks, top_k, routed)):
+        source = number // TOKENS
+        on = {expert // (EXPERTS // ranks) for expert in experts}
+        for expert in experts:
+            wanted.experts[expert // (EXPERTS // ranks)] += 1
+        for node in {rank // size for rank in on}:
+            peer = node * size + source % size  # spreads the token on that node
+            wanted.tokens[peer] += 1
+            wanted.to_nodes[source] += peer != source
+            wanted.from_nodes[peer] += peer != source
+            for rank in {rank for rank in on if rank // size == node}:
+                wanted.own[rank] += rank == peer
+                wanted.to_ranks[peer] += rank != peer
+                wanted.from_ranks[rank] += rank != peer
+    found = rows_of(options(nodes=nodes, gpus_per_node=size), top_k, routed)
+    for name, want in wanted._asdict().items():
+        np.testing.assert_array_equal(getattr(found, name), want, err_msg=name)
+
+
+def test_all_rows_cross_if_almost_all_are_needed() -> None:
+    found = rows_of(options(nodes=2, gpus_per_node=2), 8, "one")
+    np.testing.assert_array_equal(found.to_nodes, [TOKENS] * 4)
+    np.testing.assert_array_equal(found.from_nodes, [TOKENS] * 4)
+    np.testing.assert_array_equal(found.tokens, [2 * TOKENS, 2 * TOKENS, 0, 0])
+
+
+def test_bytes_of_nvlink_are_those_measured() -> None:
+    """GB/s times microseconds of dispatch, T=8192, on the page of results."""
+    layer: dict[str, Any] = {"cases": ("deepseek-v3-like",), "tokens_per_rank": 1024}
+    for gpus, measured in ((2, 194e9 * 604e-6), (4, 316e9 * 1009e-6)):
+        _, links, _ = plan.run(options(nodes=1, gpus_per_node=gpus, **layer))
+        forward = next(row for row in links.rows if row["direction"] == "forward")
+        assert {row["link"] for row in links.rows} == {"NVLink"}
+        np.testing.assert_allclose(8 * forward["sent_mb"] * 1e6, 2 * measured, rtol=0.01)
+
+
+def test_times_are_those_measured() -> None:
+    """Of block calls on two H100s, to which the model was fitted."""
+    measured = {"8-layers": 5.33, "deepseek-like": 15.9, "small-experts": 4.65}
+    *_, times = plan.run(options(nodes=1, gpus_per_node=2, cases=tuple(measured)))
+    found = {row["case"]: row["call_ms"] for row in times.rows}
+    np.testing.assert_allclose([found[name] for name in measured], [*measured.values()], rtol=0.02)
+
+
+def run(*words: str) -> int:
+    parser = argparse.ArgumentParser()
+    cli.add_arguments(parser)
+    return cli.run(parser.parse_args(words))
+
+
+def test_every_line_says_computed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(*SMALL, "--tokens", "64", "--routing", "uniform,zipf") == 0
+    lines = [line.rstrip() for line in capsys.readouterr().out.splitlines() if line]
+    headings = [line for line in lines if line.startswith("CASE")]
+    assert len(headings) == 3
+    assert [line for line in lines if not line.endswith("computed")] == headings
+
+
+def test_json_has_memory_links_and_time(capsys: pytest.CaptureFixture[str]) -> None:
+    words = (*SMALL, "--tokens", "64", "--precision", "fast,fp8", "--network", "25", "--json")
+    assert run(*words) == 0
+    found = json.loads(capsys.readouterr().out)
+    fast, narrow = found["plan_memory"]
+    assert 0 < fast["saved_bytes"] < fast["workspace_bytes"]
+    assert fast["window_bytes"] == narrow["window_bytes"]
+    sent = {
+        (row["precision"], row["link"], row["direction"]): row["sent_mb"]
+        for row in found["plan_links"]
+    }
+    assert len(sent) == 8
+    assert sent["fp8", "network", "forward"] < sent["fast", "network", "forward"]
+    fast, narrow = found["plan_time"]
+    assert fast["network_ms"] == fast["exposed_ms"] > narrow["exposed_ms"]
+    assert fast["least_exposed_ms"] == max(0, round(fast["network_ms"] - fast["call_ms"], 2))
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"benches": ("plan", "moe")}, "plan measures nothing and runs alone, got plan,moe"),
+        ({"nodes": 0}, "nodes must be at least 1, got 0"),
+        ({"network": 0.0}, "--network must be finite GB/s over 0, got 0.0"),
+        ({"dtype": "float32"}, "--dtype of plan must be of .*, got float32"),
+        ({"nodes": 16}, "must divide the experts of every case, got 128 with 64 of deepseek-like"),
+    ],
+)
+def test_clusters_that_cannot_be_are_refused(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=words):
+        dataclasses.replace(options(cases=("deepseek-like",)), **settings).checked()
