@@ -27,6 +27,10 @@ environments, and a program's fingerprint knows none. What does is a group's set
 | NO_COLOR | unset | any text: tables of the command line have no colour |
 | GLIBC_TUNABLES | unset | with settings of glibc malloc in it (or in MALLOC_*) we make none |
 | GRPC_VERBOSITY | NONE | gRPC's own lines on the daemon's stderr, beside its log |
+| XLA_FLAGS | unset | XLA's own; `distributed.initialize` adds missing flags for NCCL's errors |
+| XLA_PYTHON_CLIENT_ABORT_COLLECTIVES_ON_FAILURE | unset | JAX's; `distributed.initialize` sets 1 |
+| XLA_PYTHON_CLIENT_USE_TFRT_GPU_CLIENT | unset | JAX's own; `distributed.initialize` sets 1 |
+| TF_CPP_MIN_LOG_LEVEL | 1 | XLA's own; `ep-runtime coordination` logs no INFO lines by default |
 | PJRT_NPROC | unset | thread count of XLA:CPU; `connect()` raises it where that must be |
 """
 
@@ -300,6 +304,11 @@ def quiet_grpc() -> None:
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 
+def quiet_xla() -> None:
+    """Sets TF_CPP_MIN_LOG_LEVEL to 1 where the user gave none, as JAX does; before jaxlib."""
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")
+
+
 def raise_pjrt_nproc(least: int) -> int:
     """Sets PJRT_NPROC where XLA:CPU would have fewer threads; how many it has without that.
 
@@ -311,3 +320,20 @@ def raise_pjrt_nproc(least: int) -> int:
     if threads < least:
         os.environ["PJRT_NPROC"] = str(least)
     return threads
+
+
+def let_collectives_end() -> None:
+    """Lets NCCL's collectives with a dead process end in an error, in the place of the process.
+
+    XLA reads these once, when the backend starts. What the user has set stays.
+    """
+    flags = _text("XLA_FLAGS") or ""
+    wanted = {
+        "xla_gpu_nccl_terminate_on_error": "false",
+        "xla_gpu_nccl_async_execution": "true",
+        "xla_gpu_nccl_blocking_communicators": "false",
+    }
+    missing = [f"--{name}={value}" for name, value in wanted.items() if name not in flags]
+    os.environ["XLA_FLAGS"] = " ".join([*flags.split(), *missing])
+    os.environ.setdefault("XLA_PYTHON_CLIENT_ABORT_COLLECTIVES_ON_FAILURE", "1")
+    os.environ.setdefault("XLA_PYTHON_CLIENT_USE_TFRT_GPU_CLIENT", "1")

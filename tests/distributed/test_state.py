@@ -199,7 +199,7 @@ def test_a_full_quota_refuses_with_numbers(directory: Path) -> None:
 
 _JOB = """
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
-session = ep.connect(job="survivors", timeout_s=60, loss_grace_s=None)
+session = ep.connect(job="survivors", timeout_s=60, on_loss="continue")
 state = ep.distributed.State(session)
 
 def abstract(processes):

@@ -89,7 +89,7 @@ def test_an_order_in_a_step_ends_all_with_who_gave_it(
 _HELD = """
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec as P
-session = ep.connect(loss_grace_s=1, timeout_s=20)
+session = ep.connect(timeout_s=20)
 settings = dict(
     ep_axis="ep", num_experts=4, hidden_size=16, max_tokens_per_rank=8, max_top_k=1,
     alignment=8, max_token_dtype="float32", op_timeout_s=float(os.environ["TEST_TIMEOUT_S"]))

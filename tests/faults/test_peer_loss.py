@@ -26,7 +26,7 @@ _JOB = """
 import contextlib
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec as P
-session = ep.connect(loss_grace_s=None)
+session = ep.connect(on_loss="continue")
 group = session.create_group(
     "g", mesh_of(), ep_axis="ep", num_experts=12, hidden_size=16, max_tokens_per_rank=8,
     max_top_k=2, alignment=8, max_token_dtype="float32", op_timeout_s=600, retain_s=60)

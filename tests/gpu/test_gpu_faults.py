@@ -23,7 +23,7 @@ _pause = threading.Event()  # never set: waits of a given length
 
 _SCRIPT = """
 from gpu.jobs import gpu_steps
-session = ep.connect(timeout_s=60, loss_grace_s=None)  # they go on without the dead
+session = ep.connect(timeout_s=60, on_loss="continue")  # they go on without the dead
 more = json.loads(os.environ.get("TEST_SETTINGS", "{}"))
 program = os.environ["TEST_PROGRAM"]
 steps = gpu_steps.of(program, session, "g", jax.devices(), **more)

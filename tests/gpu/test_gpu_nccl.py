@@ -295,7 +295,7 @@ def test_two_domains_run_two_thousand_steps(several_gpus: int, nodes: list[Daemo
 
 _KILLED = """
 from gpu.jobs import gpu_steps
-session = ep.connect(timeout_s=60, loss_grace_s=None)
+session = ep.connect(timeout_s=60, on_loss="continue")
 steps = gpu_steps.Steps(session, "killed", jax.devices())
 steps.run()
 say(generation=steps.group.generation)

@@ -65,7 +65,8 @@ def mesh_of(*sizes, names=("ep",)):
     count = int(np.prod(sizes))
     return jax.sharding.Mesh(np.array(jax.devices()[:count]).reshape(sizes), names)
 
-jax.distributed.initialize(
+initialize = distributed.pop("by", jax.distributed.initialize)
+initialize(
     os.environ["TEST_COORDINATOR"],
     num_processes=int(os.environ["TEST_PROCESSES"]),
     process_id=index,
@@ -79,7 +80,7 @@ def prologue_of(devices: str) -> str:
     """What runs before a script; `devices` is code that chooses JAX's platform and devices.
 
     It runs before a backend starts, with `json`, `os` and `jax` in its scope, and may add arguments
-    of jax.distributed.initialize to `distributed`.
+    of jax.distributed.initialize to `distributed`, and "by", what initializes in its place.
     """
     return _START + devices + _REST
 

@@ -51,7 +51,7 @@ _JOB = """
 ARGUMENTS = dict(ep_axis="ep", num_experts=8, hidden_size=16, max_tokens_per_rank=8,
                  max_top_k=2, alignment=8, max_token_dtype="float32",
                  transport=os.environ.get("TEST_TRANSPORT", "auto"))
-session = ep.connect(job="two-nodes", timeout_s=60, loss_grace_s=None)
+session = ep.connect(job="two-nodes", timeout_s=60, on_loss="continue")
 mesh = mesh_of()
 group = session.create_group("g", mesh, **ARGUMENTS)
 layer = group.register_layer("l", top_k=2)

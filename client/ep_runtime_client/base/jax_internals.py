@@ -13,6 +13,7 @@ import functools
 import importlib
 import inspect
 import re
+import struct
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -35,6 +36,14 @@ _PRIVATE = {
     "custom_partitioning:_custom_partitioning_partition": 5,
     "custom_partitioning:_sharding_callbacks.get": 1,
 }
+# Of jaxlib: names that a job needs to go on after a death, and the arguments that their signatures
+# must have. The same in 0.10, 0.11 and 0.12.
+_JAXLIB = {
+    "get_distributed_runtime_service": ("num_nodes", "heartbeat_timeout", "recoverable"),
+    "DistributedRuntimeClient.get_live_nodes": (),
+}
+# The coordination service's call by which a process says that it leaves.
+_SHUTDOWN_TASK = "/xla.coordination.CoordinationService/ShutdownTask"
 CONSEQUENCE = (
     "ops run as a shard_map in place of a partitioning rule, for which a weight is gathered over "
     "all axes but the ep axes unless rhs_spec= or params_spec= says how it lies"
@@ -131,6 +140,82 @@ def distributed() -> Any:
     if state is None and public is not None and public.is_initialized():
         raise NotImplementedError(f"{unsupported_reason()}; {remedy()}")
     return state
+
+
+def recoverability_reason() -> str | None:
+    """Names what this jaxlib lacks for jobs that go on after a death; None if it has all.
+
+    Imports jaxlib alone.
+    """
+    version = importlib.import_module("jaxlib").__version__
+    for path, wanted in _JAXLIB.items():
+        found: Any = importlib.import_module("jaxlib._jax")
+        for name in path.split("."):
+            found = getattr(found, name, None)
+        said = getattr(found, "__doc__", None) or ""
+        missing = [argument for argument in wanted if f"{argument}:" not in said]
+        if found is None or missing:
+            lacks = f" with {missing[0]}=" if missing else ""
+            return f"jaxlib {version} has no jaxlib._jax.{path}{lacks}"
+    return None
+
+
+def start_coordination(bind: str, processes: int, heartbeat_timeout_s: int) -> Any:
+    """Starts JAX's coordination service for processes that may die; `shutdown()` of it ends it.
+
+    Raises:
+        NotImplementedError: this jaxlib has it otherwise.
+    """
+    reason = recoverability_reason()
+    if reason is not None:
+        raise NotImplementedError(f"{reason}; {remedy()}")
+    return importlib.import_module("jaxlib._jax").get_distributed_runtime_service(
+        bind, processes, heartbeat_timeout=heartbeat_timeout_s, recoverable=True
+    )
+
+
+def report_death(address: str, process: int, timeout_s: float) -> None:
+    """Says to the coordination service that a process has left, in the place of the dead process.
+
+    Without this the service waits for heartbeats that do not come. It answers a request that lacks
+    its incarnation with an error that has it.
+
+    Raises:
+        RuntimeError: it answers otherwise. Its heartbeats then find the death.
+    """
+    import grpc
+
+    leaving = b"\x10" + _varint(process)  # ShutdownTaskRequest.source_task_id
+    with grpc.insecure_channel(address) as channel:
+        call: Any = channel.unary_unary(_SHUTDOWN_TASK)
+        try:
+            call(leaving, timeout=timeout_s)
+        except grpc.RpcError as error:
+            told = re.search(r"service incarnation: .*currently (\d+)", error.details() or "")
+            if told is None:
+                raise RuntimeError(f"{error.code()}: {error.details()}") from error
+            incarnation = b"\x19" + struct.pack("<Q", int(told[1]))
+        else:
+            return
+        try:
+            call(b"\x0a" + _varint(len(incarnation)) + incarnation + leaving, timeout=timeout_s)
+        except grpc.RpcError as error:
+            raise RuntimeError(f"{error.code()}: {error.details()}") from error
+
+
+def _varint(number: int) -> bytes:
+    """Protobuf's encoding of a number."""
+    low, rest = number & 127, number >> 7
+    return bytes([low | 128]) + _varint(rest) if rest else bytes([low])
+
+
+def live_processes(processes: Sequence[int]) -> dict[int, int]:
+    """Waits until each of these processes that lives asks the same; its incarnation by process.
+
+    All get the same answer. A process that was started again has another incarnation.
+    """
+    found: dict[int, int] = distributed().client.get_live_nodes(list(processes))
+    return found
 
 
 def backend_started() -> bool:

@@ -25,6 +25,7 @@ OK, USAGE, NO_DAEMON, PARTIAL, DENIED, LATE = range(6)
 
 COMMANDS = {
     "serve": "run a node's daemon in the foreground",
+    "coordination": "run JAX's coordination service for a job that goes on after deaths",
     "demo": "train a small mixture-of-experts model here, to see the runtime at work",
     "bench": "measure dispatch, combine and the control plane",
     "doctor": "check this machine and its daemon, and say what to fix",

@@ -129,18 +129,18 @@ def _open_node(address: Address, directory: Path, timeout_s: float) -> ReachedRu
     place = SocketDirectory(directory)
     place.check()
     env.make_directory(directory)
-    with _locked(directory / "start.lock", timeout_s):
+    with locked(directory / "start.lock", timeout_s):
         if children.answers(place, timeout_s):
             return ReachedRuntime(address, place)
         child = children.Child.start(
-            directory, ["--idle-exit-s", str(_IDLE_EXIT_S)], log=_own_file(directory / "daemon.log")
+            directory, ["--idle-exit-s", str(_IDLE_EXIT_S)], log=own_file(directory / "daemon.log")
         )
         child.wait_ready(timeout_s)
     _log.info("started the node's daemon, pid %d, at unix://%s", child.pid, directory)
     return ReachedRuntime(address, place, child)
 
 
-def _own_file(path: Path) -> IO[bytes]:
+def own_file(path: Path) -> IO[bytes]:
     """A file of the node's directory, to append to. Raises RuntimeUnavailableError."""
     try:
         return open(files.open_regular(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644), "a+b")
@@ -152,7 +152,7 @@ def _own_file(path: Path) -> IO[bytes]:
 
 
 @contextlib.contextmanager
-def _locked(path: Path, timeout_s: float) -> Iterator[None]:
+def locked(path: Path, timeout_s: float) -> Iterator[None]:
     """Holds an flock; the kernel lets go of it where the holder dies.
 
     Raises:
@@ -160,7 +160,7 @@ def _locked(path: Path, timeout_s: float) -> Iterator[None]:
     """
     deadline = time.monotonic() + timeout_s
     pause = threading.Event()
-    with _own_file(path) as file:
+    with own_file(path) as file:
         while True:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -2,9 +2,12 @@
 
 from ep_runtime_client.distributed.fit_mesh import FittedMesh as FittedMesh
 from ep_runtime_client.distributed.fit_mesh import fit_mesh as fit_mesh
+from ep_runtime_client.distributed.generations import Generation as Generation
+from ep_runtime_client.distributed.generations import generations as generations
+from ep_runtime_client.distributed.initialize import initialize as initialize
 from ep_runtime_client.distributed.state import State as State
 
-__all__ = ["FittedMesh", "State", "fit_mesh"]
+__all__ = ["FittedMesh", "Generation", "State", "fit_mesh", "generations", "initialize"]
 
 
 def __dir__() -> list[str]:

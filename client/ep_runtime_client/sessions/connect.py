@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from typing import Literal
 
 from ep_runtime import env
 from ep_runtime.allowed_names import check_new_labels
@@ -20,6 +21,9 @@ from ep_runtime_client.sessions.watchdog import Watchdog
 
 _log = logging.getLogger("ep_runtime")
 
+# With on_loss="end": how long a process may still run after a loss.
+_GRACE_S = 5.0
+
 
 def connect(
     address: str | None = None,
@@ -27,7 +31,7 @@ def connect(
     job: str | None = None,
     labels: Mapping[str, str] | None = None,
     timeout_s: float = 30.0,
-    loss_grace_s: float | None = 5.0,
+    on_loss: Literal["end", "continue"] = "end",
 ) -> Session:
     """Connects this process to a daemon and returns the Session that groups are created in.
 
@@ -49,11 +53,12 @@ def connect(
             the jax.distributed coordinator, else the pid. Letters, digits and . _ / : @ + -.
         labels: dict of texts (the same characters) that `ep-runtime sessions` shows.
         timeout_s: how long to wait for the daemon, and in create_group for other processes.
-        loss_grace_s: seconds until this process exits with code 1 after a process of its group died
-            or was fenced, or the group was reclaimed. Otherwise collectives of XLA could wait for
-            ever. The process stays if it has made another group by then. Once it has closed the
-            session, the seconds count from the start of its exit. After a replacement of the group
-            op_timeout_s counts if it is longer. None: never.
+        on_loss: what happens after a group is over, by a death, a fence or a reclaim. With "end"
+            the process exits with code 1 after 5 s, because collectives of XLA could wait for ever.
+            It stays if it has made another group by then. Once it has closed the session, the
+            seconds count from the start of its exit. After a replacement of the group op_timeout_s
+            counts if it is longer. With "continue" it stays, in a job that goes on by
+            `ep.distributed`.
 
     Returns:
         The process's Session; `with` closes it.
@@ -76,6 +81,10 @@ def connect(
         (True, True)
     """
     transport.check_timeout(timeout_s)
+    if on_loss not in ("end", "continue"):
+        raise InvalidArgumentError(
+            f'on_loss must be "end" or "continue", got {on_loss!r}', argument="on_loss"
+        )
     job_name(job)
     named = _checked_labels(labels)
     if jax_internals.under_tracing():
@@ -85,7 +94,7 @@ def connect(
 
     def make(chosen: addresses.Address) -> OpenSession:
         client = DaemonClient(runtimes.open_runtime(chosen, timeout_s), job, timeout_s)
-        opened = OpenSession(client, named, Watchdog(loss_grace_s))
+        opened = OpenSession(client, named, Watchdog(_GRACE_S if on_loss == "end" else None))
         client.session = Session(opened)
         return opened
 

@@ -1,0 +1,358 @@
+"""JAX's coordination service in a process of its own, which no death of a job's process ends.
+
+It is neither process 0 nor a child of the daemon. Processes on its host give it their pidfds, so it
+knows in milliseconds which of them has died. The others it knows by their heartbeats.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import os
+import selectors
+import signal
+import socket
+import struct
+import subprocess
+import threading
+import time
+import urllib.parse
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from types import FrameType
+
+from ep_runtime import env
+from ep_runtime.errors import InvalidArgumentError, RuntimeUnavailableError
+from ep_runtime_client.base import jax_internals
+from ep_runtime_client.daemons import addresses, command_line, runtime
+
+_log = logging.getLogger("ep_runtime")
+
+HEARTBEAT_TIMEOUT_S = 10
+# Ends of a job's processes do not come at one time, and one may still be on its way to register.
+_LEFT_S = 2.0
+_ANSWER_S = 5.0
+# Until all processes of this host have dealt with a death.
+_TOLD_S = 1.0
+_REGISTERED = b"registered"
+_PEER = struct.Struct("3i")  # pid, uid, gid of SO_PEERCRED
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """Host and port of HOST:PORT, where an IPv6 host may have brackets.
+
+    Raises:
+        InvalidArgumentError: the text has another form.
+    """
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or int(port) > 65535:
+        raise InvalidArgumentError(
+            f"the address must be HOST:PORT, got {address!r}", argument="address"
+        )
+    return host.strip("[]"), int(port)
+
+
+def _bound(host: str, port: int) -> socket.socket:
+    """A socket that is bound to an address of this host. Raises OSError."""
+    family, kind, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    bound = socket.socket(family, kind)
+    try:
+        bound.bind(place)
+    except OSError:
+        bound.close()
+        raise
+    return bound
+
+
+def _is_here(host: str) -> bool:
+    try:
+        _bound(host, 0).close()
+    except OSError:
+        return False
+    return True
+
+
+def _place(port: int) -> str:
+    """The abstract socket, in the network's namespace, of the service with this port."""
+    return f"\0ep-runtime-coordination-{port}"
+
+
+def _peer_uid(connection: socket.socket) -> int:
+    return int(
+        _PEER.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))[1]
+    )
+
+
+def serve(
+    bind: str,
+    processes: int,
+    *,
+    heartbeat_timeout_s: int,
+    until_left: bool,
+    ready: Callable[[str], None],
+) -> None:
+    """Serves a job's processes until SIGTERM or SIGINT.
+
+    Args:
+        bind: HOST:PORT; port 0 takes a free one.
+        processes: of the whole job.
+        heartbeat_timeout_s: a process on another host is dead after this silence, one here that
+            hangs too.
+        until_left: end also when all processes that registered are gone.
+        ready: called once with the address.
+
+    Raises:
+        InvalidArgumentError: the address cannot be bound.
+        NotImplementedError: this jaxlib has no such service.
+    """
+    host, port = split_address(bind)
+    try:
+        # gRPC would share a taken port with whoever has it, so ask without SO_REUSEPORT first.
+        with _bound(host, port) as probe:
+            port = probe.getsockname()[1]
+    except OSError as error:
+        raise InvalidArgumentError(
+            f"--bind must be a free address of this host, got {bind}: {error.strerror}",
+            argument="bind",
+        ) from error
+    address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    with contextlib.ExitStack() as stack:
+        stops = stack.enter_context(_stop_signals())
+        listener = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+        listener.bind(_place(port))
+        listener.listen()
+        env.quiet_xla()
+        service = jax_internals.start_coordination(address, processes, heartbeat_timeout_s)
+        stack.callback(service.shutdown)
+        ready(address)
+        _watch(stops, listener, address, _LEFT_S if until_left else None)
+
+
+@contextlib.contextmanager
+def _stop_signals() -> Iterator[socket.socket]:
+    """A socket that becomes readable on SIGTERM and SIGINT."""
+    ours, theirs = socket.socketpair()
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        theirs.send(b"x")
+
+    previous = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        with ours, theirs:
+            yield ours
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Member:
+    """A process of this host: its number, and the connection on which it hears of deaths."""
+
+    process: int
+    connection: socket.socket
+
+
+def _watch(
+    stops: socket.socket, listener: socket.socket, address: str, left_s: float | None
+) -> None:
+    """Takes processes' pidfds and reports each death, until it is stopped or left."""
+    members: dict[int, _Member] = {}  # by its pidfd
+    came = False
+    with selectors.DefaultSelector() as selector:
+        selector.register(stops, selectors.EVENT_READ)
+        selector.register(listener, selectors.EVENT_READ)
+        while True:
+            events = selector.select(left_s if came and not members else None)
+            if not events:
+                return
+            for key, _ in events:
+                if key.fileobj is stops:
+                    return
+                if key.fileobj is listener:
+                    registered = _register(listener)
+                    if registered is not None:
+                        came = True
+                        selector.register(registered[0], selectors.EVENT_READ)
+                        members[registered[0]] = registered[1]
+                    continue
+                selector.unregister(key.fileobj)
+                os.close(key.fd)
+                dead = members.pop(key.fd)
+                dead.connection.close()
+                if dead.process in (member.process for member in members.values()):
+                    continue  # it was started again and has registered
+                _tell(members.values(), dead.process)
+                try:
+                    jax_internals.report_death(address, dead.process, _ANSWER_S)
+                except RuntimeError as error:
+                    _log.warning("process %d died, heartbeats will tell: %s", dead.process, error)
+
+
+def _tell(members: Iterable[_Member], process: int) -> None:
+    """Tells the others, and waits until each has dealt with it, before JAX knows of the death."""
+    told = []
+    for member in members:
+        with contextlib.suppress(OSError):
+            member.connection.send(b"%d" % process)
+            told.append(member.connection)
+    deadline = time.monotonic() + _TOLD_S
+    for connection in told:
+        with contextlib.suppress(OSError):
+            connection.settimeout(max(deadline - time.monotonic(), 0.001))
+            connection.recv(16)
+
+
+def _register(listener: socket.socket) -> tuple[int, _Member] | None:
+    """The pidfd of a process of our user, and the process; None if a caller says anything else."""
+    connection, _ = listener.accept()
+    connection.settimeout(_ANSWER_S)
+    said = b""
+    fds: list[int] = []
+    with contextlib.suppress(OSError):
+        if _peer_uid(connection) in (os.geteuid(), 0):
+            said, fds, _, _ = socket.recv_fds(connection, 16, 1)
+    if len(fds) == 1 and said.isdigit():
+        with contextlib.suppress(OSError):
+            connection.send(_REGISTERED)
+            return fds[0], _Member(int(said), connection)
+    for fd in fds:
+        os.close(fd)
+    connection.close()
+    return None
+
+
+def register(address: str, process: int, lost: Callable[[], None]) -> bool:
+    """Gives the service our pidfd if it is on this host, so that it hears of our end at once.
+
+    Args:
+        address: of the service.
+        process: our number in the job.
+        lost: called on a thread when another process of this host has died, before JAX knows it.
+
+    Returns:
+        False where it is on another host, or is process 0's: it then goes by heartbeats.
+    """
+    host, port = split_address(address)
+    if not _is_here(host):
+        return False
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    connection.settimeout(_ANSWER_S)
+    ourselves = os.pidfd_open(os.getpid())
+    try:
+        connection.connect(_place(port))
+        if _peer_uid(connection) in (os.geteuid(), 0):
+            socket.send_fds(connection, [b"%d" % process], [ourselves])
+            if connection.recv(16) == _REGISTERED:
+                connection.settimeout(None)
+                threading.Thread(
+                    target=_hear,
+                    args=(connection, lost),
+                    name="ep-runtime-coordination",
+                    daemon=True,
+                ).start()
+                return True
+    except OSError as error:
+        _log.info("the coordination service at %s does not watch us: %s", address, error)
+    finally:
+        os.close(ourselves)
+    connection.close()
+    return False
+
+
+def _hear(connection: socket.socket, lost: Callable[[], None]) -> None:
+    """Calls `lost` for each death, and answers when it is done."""
+    with connection, contextlib.suppress(OSError):
+        while connection.recv(16):
+            lost()
+            connection.send(b"done")
+
+
+def cut_accepted() -> None:
+    """Shuts down the TCP connections that this process has accepted, which are those of gloo.
+
+    A collective of gloo hangs if a peer has died before it came to its part: who waits for the peer
+    hears of it, and who waits for one of those does not. Every connection has a side that has
+    accepted it, so they all end if all processes call this.
+    """
+    listening: set[int] = set()
+    connected = []
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                continue
+            one = socket.socket(fileno=os.dup(int(name)))
+            if one.family not in (socket.AF_INET, socket.AF_INET6):
+                one.close()
+            elif one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                listening.add(one.getsockname()[1])
+                one.close()
+            else:
+                connected.append(one)
+    for one in connected:
+        with one, contextlib.suppress(OSError):
+            if one.type == socket.SOCK_STREAM and one.getsockname()[1] in listening:
+                one.shutdown(socket.SHUT_RDWR)
+
+
+def of_node(job: str, processes: int, heartbeat_timeout_s: int, timeout_s: float) -> str:
+    """The address of the job's service on this node, which the first process starts.
+
+    It outlives the process that started it, and the daemon; it ends after the job's last process.
+
+    Raises:
+        RuntimeUnavailableError: it does not start within `timeout_s`.
+    """
+    directory = addresses.parse_address(addresses.NODE).directory
+    assert directory is not None
+    env.make_directory(directory)
+    name = f"coordination-{urllib.parse.quote(job, safe='')}"
+    with runtime.locked(directory / "start.lock", timeout_s):
+        file = directory / name
+        if file.exists() and _answers(file.read_text()):
+            return file.read_text()
+        options = ["--processes", str(processes), "--bind", "127.0.0.1:0", "--until-left"]
+        options += ["--heartbeat-timeout", str(heartbeat_timeout_s)]
+        address = _start(options, directory, name, timeout_s)
+        file.write_text(address)
+        return address
+
+
+def _answers(address: str) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+        connection.settimeout(_ANSWER_S)
+        try:
+            connection.connect(_place(split_address(address)[1]))
+            return _peer_uid(connection) == os.geteuid()
+        except (OSError, InvalidArgumentError):
+            return False
+
+
+def _start(options: list[str], directory: Path, name: str, timeout_s: float) -> str:
+    """Starts the command in a session of its own; the address that it prints."""
+    log = directory / f"{name}.log"
+    command = command_line.python_command("ep_runtime_client.cli", ["coordination", *options])
+    with runtime.own_file(log) as errors:
+        started = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            env=env.daemon_environment(),
+            cwd="/",
+            start_new_session=True,
+        )
+    assert started.stdout is not None
+    with started.stdout, selectors.DefaultSelector() as selector:
+        selector.register(started.stdout, selectors.EVENT_READ)
+        line = started.stdout.readline().decode() if selector.select(timeout_s) else ""
+    if not line:
+        started.kill()
+        started.wait()
+        raise RuntimeUnavailableError(
+            f"the coordination service did not start within {timeout_s:g} s; {log} says why",
+            address="node",
+        )
+    started.returncode = 0  # it outlives us: nobody waits for it, and its object must not warn
+    return line.split()[-1]

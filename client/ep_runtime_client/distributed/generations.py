@@ -1,0 +1,234 @@
+"""The loop of a job that goes on: one generation for each set of processes that live.
+
+Every process meets all others that live at the end of each step, in `live_processes` of JAX's
+coordination service. All get the same answer there, so all end a generation at the same step.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Callable, Iterator
+from types import TracebackType
+from typing import NoReturn, ParamSpec, TypeVar
+
+import jax
+
+from ep_runtime import errors
+from ep_runtime_client.base import jax_internals
+from ep_runtime_client.base.layers import live_groups
+from ep_runtime_client.programs import failures
+
+_log = logging.getLogger("ep_runtime")
+
+# Ends of a step that a death, or the end of a group, can be the reason of.
+_OF_A_LOSS = (
+    errors.PeerLostError,
+    errors.OpTimeoutError,
+    errors.StaleHandleError,
+    errors.GroupNotReadyError,
+    errors.GroupBusyError,
+)
+# Generations of the same processes in which no step was done, before the error is raised.
+_ATTEMPTS = 3
+_FINISHED = "ep_runtime/finished/"
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def generations() -> Iterator[Generation]:
+    """Yields a Generation for each set of live processes, until one ends without a loss.
+
+    Use each as a context manager. Inside, make mesh, group and compiled step for its devices, and
+    run every program that has collectives by `Generation.step`. If a process dies, the block ends
+    in all others, and the loop goes on with a generation of the devices that live. If a process
+    comes back, the block ends after the step under way.
+
+    Yields:
+        The next Generation.
+
+    Raises:
+        InvalidArgumentError: `initialize` was not called.
+
+    Cost: one meeting of all processes.
+
+    Examples:
+        >>> losses = []
+        >>> def train(generation, step=0):  # for generation in ep.distributed.generations():
+        ...     with generation:
+        ...         mesh = Mesh(generation.devices, ("ep",))  # and the group, and the state
+        ...         losses.append(generation.step(lambda: jnp.float32(1.5)))
+    """
+    if jax_internals.distributed() is None or jax_internals.distributed().client is None:
+        raise errors.InvalidArgumentError(
+            "ep.distributed.generations() needs ep.distributed.initialize() before it",
+            argument="initialize",
+        )
+    members, number, attempts = _live(), 0, 0
+    while True:
+        generation = Generation(number, members)
+        yield generation
+        if not generation.over:
+            return
+        attempts = 0 if generation.steps or generation.following != members else attempts + 1
+        if attempts == _ATTEMPTS:
+            raise generation.over[0]
+        members, number = generation.following, number + 1
+
+
+def _live() -> dict[int, int]:
+    return jax_internals.live_processes(sorted({d.process_index for d in jax.devices()}))
+
+
+class Generation:
+    """The time in which one set of processes lives, as `generations` yields it.
+
+    Attributes:
+        number: 0 for the first one of this process.
+        devices: of all processes that live, by id.
+        steps: how many calls of `step` are done.
+    """
+
+    def __init__(self, number: int, members: dict[int, int]) -> None:
+        self.number = number
+        self.devices = [d for d in jax.devices() if d.process_index in members]
+        self.steps = 0
+        self.over: list[errors.EpRuntimeError] = []  # why, once it is
+        self.following = members
+        self._members = members
+        self._built = False
+
+    def step(self, function: Callable[_P, _R], /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+        """Runs a step that all live processes do, or none.
+
+        Arguments that the function donates are gone if the step fails: take them again from
+        committed state, or from a copy.
+
+        Args:
+            function: the compiled step, or any function that runs programs with collectives.
+            args: its positional arguments.
+            kwargs: its keyword arguments.
+
+        Returns:
+            Its results, after all of them are ready in every process.
+
+        Raises:
+            PeerLostError: a process has died, or has come back. Let it leave the `with` block.
+            Exception: any other error of the function.
+
+        Cost: waits for the results, and for all processes by one RPC to the coordination service.
+        """
+        self._begin()
+        try:
+            result = function(*args, **kwargs)
+            jax.block_until_ready(result)
+            for group in live_groups.all():
+                group.require_whole()
+        except Exception as error:
+            self._failed(error)
+            raise
+        self._meet()
+        if self.following != self._members and not self._gone():
+            self._end("processes have come back")  # this step is done, the next one is theirs too
+        elif self.following != self._members:
+            raise self._end(f"processes {self._gone()} have died during a step")
+        self.steps += 1
+        return result
+
+    def wait(self) -> NoReturn:
+        """Waits while the others train, in a process that has no device in the mesh.
+
+        It returns to the loop by an error that leaves the `with` block, when the others have
+        finished or the generation is over.
+
+        Raises:
+            PeerLostError: the generation is over.
+        """
+        self._begin()
+        client = jax_internals.distributed().client
+        while self.following == self._members:
+            self._meet()
+            if client.key_value_dir_get(self._finished_key()):
+                raise _FinishedError
+        raise self._end(f"processes {self._gone()} have died")
+
+    def _begin(self) -> None:
+        """Raises if the generation is over; before the first step all meet who have built it."""
+        if self.over:
+            raise self.over[0]
+        if not self._built:
+            self._meet()
+            self._built = True
+            if self.following != self._members:
+                raise self._end("processes have died, or come back, since it began")
+
+    def _meet(self) -> None:
+        self.following = _live()
+
+    def _gone(self) -> list[int]:
+        """Processes that died since, also if they have come back."""
+        return [p for p, one in self._members.items() if self.following.get(p) != one]
+
+    def _end(self, why: str) -> errors.PeerLostError:
+        error = errors.PeerLostError(
+            f"generation {self.number} of {len(self._members)} processes is over: {why}",
+            process=next(iter(self._gone()), -1),
+        )
+        self.over.append(error)
+        _log.warning("%s; %d processes go on", error, len(self.following))
+        return error
+
+    def _failed(self, error: Exception) -> None:
+        """Ends the generation if a loss is the reason; returns if the error is another.
+
+        All others come to the meeting too, because a loss fails their steps.
+        """
+        if error in self.over:
+            return
+        told = failures.error_of(error)
+        if not isinstance(told, _OF_A_LOSS) and not (
+            told is None and isinstance(error, jax.errors.JaxRuntimeError)
+        ):
+            return
+        self._meet()
+        if self.following != self._members:
+            raise self._end(f"processes {self._gone()} have died during a step") from error
+        if isinstance(told, _OF_A_LOSS):  # a process was fenced, or a group is over
+            raise self._end(str(told)) from error
+
+    def _finished_key(self) -> str:
+        members = repr(sorted(self._members.items())).encode()
+        return _FINISHED + hashlib.sha256(members).hexdigest()
+
+    def __enter__(self) -> Generation:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> bool:
+        if error is None:
+            self._finish()
+            return False
+        if isinstance(error, _FinishedError):
+            return True
+        if isinstance(error, Exception) and error not in self.over:
+            try:
+                self._failed(error)
+            except errors.PeerLostError:
+                return True
+        return error in self.over
+
+    def _finish(self) -> None:
+        """Tells processes that wait that the others have finished."""
+        self.over.clear()
+        client = jax_internals.distributed().client
+        client.key_value_set(self._finished_key() + "/yes", "1", True)
+        self._meet()
+
+
+class _FinishedError(Exception):
+    """Leaves the block of a process that waits for others."""

@@ -1,0 +1,65 @@
+"""A job goes on after SIGKILL of processes, and computes what a job of the survivors computes."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from multiprocess import launch
+
+WAIT_S = 240.0
+_BY_US = launch.CPU + 'import ep_runtime; distributed["by"] = ep_runtime.distributed.initialize\n'
+_JOB = """
+from distributed import going_on_job
+going_on_job.run(say, hear)
+os._exit(0)
+"""
+STEPS = 4
+
+
+@pytest.fixture
+def place() -> Iterator[Path]:
+    """A runtime directory of this test's jobs."""
+    with tempfile.TemporaryDirectory(prefix="ept-") as name:
+        yield Path(name)
+
+
+def start(place: Path, processes: int, devices: int, name: str, **more: str) -> launch.Job:
+    return launch.Job(
+        _JOB,
+        processes=processes,
+        devices=devices,
+        prologue=launch.prologue_of(_BY_US),
+        own=[{"TEST_COORDINATOR": "node"}] * processes,
+        RUNTIME_DIRECTORY=str(place),
+        EP_RUNTIME_JOB=name,
+        TEST_STEPS=str(STEPS),
+        **more,
+    )
+
+
+@pytest.mark.parametrize(
+    ("victims", "devices"), [([2], 2), ([0], 1), ([1, 3], 1)], ids=["worker", "process_0", "two"]
+)
+def test_survivors_go_on_as_a_job_of_theirs_alone_would(
+    place: Path, victims: list[int], devices: int
+) -> None:
+    state = place / "state.npz"
+    with start(place, 4, devices, "whole", TEST_TO=str(state)) as job:
+        assert job.heard(WAIT_S) == [{"ready": True}] * 4
+        for victim in victims:
+            job.workers[victim].kill()
+        survivors = [worker for worker in job.workers if worker.index not in victims]
+        said = [worker.heard(WAIT_S) for worker in survivors]
+        for worker in survivors:
+            worker.tell()
+        assert [worker.finish() for worker in survivors] == [0] * len(survivors)
+    assert said == [said[0]] * len(survivors)
+    assert said[0]["devices"] == len(survivors) * devices
+    with start(place, len(survivors), devices, "alone", TEST_FROM=str(state)) as job:
+        alone = job.heard(WAIT_S)
+        job.tell()
+        job.finish()
+    assert alone == said
