@@ -14,18 +14,14 @@ import selectors
 import signal
 import socket
 import struct
-import subprocess
 import threading
 import time
-import urllib.parse
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
 from types import FrameType
 
 from ep_runtime import env
-from ep_runtime.errors import InvalidArgumentError, RuntimeUnavailableError
+from ep_runtime.errors import InvalidArgumentError
 from ep_runtime_client.base import jax_internals
-from ep_runtime_client.daemons import addresses, command_line, runtime
 
 _log = logging.getLogger("ep_runtime")
 
@@ -296,30 +292,8 @@ def cut_accepted() -> None:
                 one.shutdown(socket.SHUT_RDWR)
 
 
-def of_node(job: str, processes: int, heartbeat_timeout_s: int, timeout_s: float) -> str:
-    """The address of the job's service on this node, which the first process starts.
-
-    It outlives the process that started it, and the daemon; it ends after the job's last process.
-
-    Raises:
-        RuntimeUnavailableError: it does not start within `timeout_s`.
-    """
-    directory = addresses.parse_address(addresses.NODE).directory
-    assert directory is not None
-    env.make_directory(directory)
-    name = f"coordination-{urllib.parse.quote(job, safe='')}"
-    with runtime.locked(directory / "start.lock", timeout_s):
-        file = directory / name
-        if file.exists() and _answers(file.read_text()):
-            return file.read_text()
-        options = ["--processes", str(processes), "--bind", "127.0.0.1:0", "--until-left"]
-        options += ["--heartbeat-timeout", str(heartbeat_timeout_s)]
-        address = _start(options, directory, name, timeout_s)
-        file.write_text(address)
-        return address
-
-
-def _answers(address: str) -> bool:
+def answers(address: str) -> bool:
+    """Whether a service of this user on this host has that address."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
         connection.settimeout(_ANSWER_S)
         try:
@@ -327,32 +301,3 @@ def _answers(address: str) -> bool:
             return _peer_uid(connection) == os.geteuid()
         except (OSError, InvalidArgumentError):
             return False
-
-
-def _start(options: list[str], directory: Path, name: str, timeout_s: float) -> str:
-    """Starts the command in a session of its own; the address that it prints."""
-    log = directory / f"{name}.log"
-    command = command_line.python_command("ep_runtime_client.cli", ["coordination", *options])
-    with runtime.own_file(log) as errors:
-        started = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            env=env.daemon_environment(),
-            cwd="/",
-            start_new_session=True,
-        )
-    assert started.stdout is not None
-    with started.stdout, selectors.DefaultSelector() as selector:
-        selector.register(started.stdout, selectors.EVENT_READ)
-        line = started.stdout.readline().decode() if selector.select(timeout_s) else ""
-    if not line:
-        started.kill()
-        started.wait()
-        raise RuntimeUnavailableError(
-            f"the coordination service did not start within {timeout_s:g} s; {log} says why",
-            address="node",
-        )
-    started.returncode = 0  # it outlives us: nobody waits for it, and its object must not warn
-    return line.split()[-1]

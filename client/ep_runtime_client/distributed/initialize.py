@@ -10,7 +10,7 @@ import jax
 from ep_runtime import env
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime_client.base import jax_internals
-from ep_runtime_client.daemons import coordination
+from ep_runtime_client.daemons import coordination, node_coordination
 
 _NODE = "node"
 _START_S = 60.0
@@ -93,4 +93,4 @@ def _of_node(job: str | None, num_processes: int | None, heartbeat_timeout_s: in
             "all processes of the job find one service by it",
             argument="job",
         )
-    return coordination.of_node(job, num_processes, heartbeat_timeout_s, _START_S)
+    return node_coordination.of_node(job, num_processes, heartbeat_timeout_s, _START_S)
