@@ -1,37 +1,37 @@
 """The environment: the only file that reads or writes `os.environ`.
 
-Nothing here changes what a program traces or compiles to: processes of a job may have different
-environments, and a program's fingerprint knows none. What does is a group's setting or an argument.
+Nothing here changes what a program traces or compiles to, because processes of a job may have
+different environments. Use a group's setting or an argument for that.
 
 | variable | default | meaning |
 |---|---|---|
-| EP_RUNTIME_ADDRESS | unset | what `connect()` without an address uses; set but dead is an error |
-| EP_RUNTIME_JOB | unset | name of the job; group names live inside (uid, job) |
+| EP_RUNTIME_ADDRESS | unset | address for `connect()` without one; an error if no daemon answers |
+| EP_RUNTIME_JOB | unset | name of the job, the namespace of a user's group names |
 | EP_RUNTIME_DEBUG | 0 | 1: native libraries check indices and fill undefined rows with 0xFF (NaN) |
-| EP_RUNTIME_KEEP_MEMORY | 1 | 0: freed memory goes back to the system, not into new buffers |
-| EP_RUNTIME_BOARD | 1 | 0: GPUs write nothing to the board; `status` and `top` show none of them |
-| EP_RUNTIME_NCCL | 1 | 0: GPU groups of transport "nvlink" get no NCCL communicators |
-| EP_RUNTIME_NCCL_LIBRARY | unset | libnccl.so.2 for a process in which JAX has loaded none |
-| NCCL_LAUNCH_ORDER_IMPLICIT | unset | NCCL's own; `doctor` wants 1 where there are several GPUs |
-| JAX_PLATFORMS | unset | JAX's own; without cuda in it `demo` looks for no GPU |
-| CUDA_VISIBLE_DEVICES | unset | CUDA's own; a daemon that runs with it serves no other GPUs |
-| SLURM_JOB_ID | unset | the job's name where EP_RUNTIME_JOB is not set |
+| EP_RUNTIME_KEEP_MEMORY | 1 | 0: return freed memory to the system instead of reusing it |
+| EP_RUNTIME_BOARD | 1 | 0: GPUs write nothing to the board, so `status` and `top` omit them |
+| EP_RUNTIME_NCCL | 1 | 0: GPU groups with transport "nvlink" get no NCCL communicators |
+| EP_RUNTIME_NCCL_LIBRARY | unset | path of libnccl.so.2 if JAX has not loaded one |
+| NCCL_LAUNCH_ORDER_IMPLICIT | unset | NCCL's own; `doctor` asks for 1 if there are several GPUs |
+| JAX_PLATFORMS | unset | JAX's own; `demo` looks for GPUs only if it contains cuda or is unset |
+| CUDA_VISIBLE_DEVICES | unset | CUDA's own; a daemon started with it serves only these GPUs |
+| SLURM_JOB_ID | unset | the job's name if EP_RUNTIME_JOB is not set |
 | RUNTIME_DIRECTORY | unset | directory of the daemon's sockets, set by systemd |
-| XDG_RUNTIME_DIR | unset | parent of that directory for a user who is not root |
-| NOTIFY_SOCKET | unset | where systemd wants to hear that the daemon is ready |
-| LISTEN_PID | unset | the process that systemd kept descriptors for |
-| LISTEN_FDS | unset | how many descriptors systemd kept for the daemon |
-| LISTEN_FDNAMES | unset | their names |
-| WATCHDOG_PID | unset | the process whose silence systemd takes for a hang |
-| WATCHDOG_USEC | unset | microseconds of silence that it takes for one |
-| NO_COLOR | unset | any text: tables of the command line have no colour |
-| GLIBC_TUNABLES | unset | with settings of glibc malloc in it (or in MALLOC_*) we make none |
-| GRPC_VERBOSITY | NONE | gRPC's own lines on the daemon's stderr, beside its log |
+| XDG_RUNTIME_DIR | unset | parent of that directory for users other than root |
+| NOTIFY_SOCKET | unset | socket on which the daemon tells systemd that it is ready |
+| LISTEN_PID | unset | process for which systemd kept descriptors |
+| LISTEN_FDS | unset | number of descriptors that systemd kept for the daemon |
+| LISTEN_FDNAMES | unset | names of these descriptors |
+| WATCHDOG_PID | unset | process that systemd's watchdog observes |
+| WATCHDOG_USEC | unset | microseconds of silence after which the watchdog acts |
+| NO_COLOR | unset | any text: no colours on the command line |
+| GLIBC_TUNABLES | unset | glibc's own; malloc settings here or in MALLOC_* replace the runtime's |
+| GRPC_VERBOSITY | NONE | gRPC's own lines on the daemon's stderr, next to its log |
 | XLA_FLAGS | unset | XLA's own; `distributed.initialize` adds missing flags for NCCL's errors |
 | XLA_PYTHON_CLIENT_ABORT_COLLECTIVES_ON_FAILURE | unset | JAX's; `distributed.initialize` sets 1 |
 | XLA_PYTHON_CLIENT_USE_TFRT_GPU_CLIENT | unset | JAX's own; `distributed.initialize` sets 1 |
 | TF_CPP_MIN_LOG_LEVEL | 1 | XLA's own; `ep-runtime coordination` logs no INFO lines by default |
-| PJRT_NPROC | unset | thread count of XLA:CPU; `connect()` raises it where that must be |
+| PJRT_NPROC | unset | thread count of XLA:CPU; `connect()` raises it if necessary |
 """
 
 from __future__ import annotations

@@ -135,11 +135,11 @@ def test_every_promise_of_a_table_names_tests_that_are_there(name: str) -> None:
 
 
 def test_the_policy_has_the_versions_that_pip_takes() -> None:
-    page = doc_pages.ROOT / "docs/support-policy.md"
+    page = doc_pages.ROOT / "docs/support.md"
     project = tomllib.loads((doc_pages.ROOT / "pyproject.toml").read_text("utf-8"))["project"]
     (jax,) = (each for each in project["dependencies"] if each.startswith("jax>"))
     assert f"`{jax}`" in page.read_text(encoding="utf-8")
-    rows = doc_pages.table(page, "# Support policy")
+    rows = doc_pages.table(page, "## Support policy")
     refused = [row[0] for row in rows if row[3].endswith("pip refuses to install")]
     assert project["requires-python"] == f">={rows[0][0]},<{refused[0]}"
     said = {part.rsplit(" ", 1)[1] for part in project["classifiers"] if " :: 3." in part}

@@ -56,70 +56,76 @@ def _histogram(name: str, labels: tuple[str, ...], text: str) -> Metric:
 
 _OF_DAEMON = (
     _gauge("build_info", (*NODE, "version", "python"), "Always 1: versions of the daemon"),
-    _gauge("healthy", NODE, "1 where the health service says SERVING"),
-    _gauge("state", (*NODE, "state"), "1 for the state that the daemon is in"),
-    _gauge("failing_tasks", NODE, "Background tasks of the daemon that fail now"),
+    _gauge("healthy", NODE, "1 if the health service answers SERVING"),
+    _gauge("state", (*NODE, "state"), "1 for the daemon's current state"),
+    _gauge("failing_tasks", NODE, "The daemon's background tasks that fail now"),
     _gauge("loop_lag_max_seconds", NODE, "Longest delay of the event loop in the last minute"),
-    _gauge("loop_lag_p99_seconds", NODE, "99 of 100 delays of the last minute were not longer"),
+    _gauge("loop_lag_p99_seconds", NODE, "99th percentile of delays in the last minute"),
     _gauge("loop_lag_worst_seconds", NODE, "Longest delay of the loop since the daemon started"),
     _gauge("journal_bytes", NODE, "Size of the journal"),
     _gauge("journal_failing", NODE, "1 while the journal cannot be written"),
-    _gauge("journal_free_bytes", NODE, "What the journal's file system has left"),
-    _gauge("recovery_bytes", (*NODE, "outcome"), "Memory of before the last restart, by outcome"),
-    _gauge("cluster_link", (*NODE, "state"), "1 for how the daemon stands with its coordinator"),
+    _gauge("journal_free_bytes", NODE, "Free bytes of the journal's file system"),
+    _gauge("recovery_bytes", (*NODE, "outcome"), "Memory from before the last restart, by outcome"),
+    _gauge("cluster_link", (*NODE, "state"), "1 for the state of the link to the coordinator"),
     _gauge("cluster_nodes", (*NODE, "state"), "Nodes by state, as this daemon sees them"),
     _gauge(
-        "certificate_seconds", (*NODE, "path"), "Time until the certificate ends; negative after"
+        "certificate_seconds", (*NODE, "path"), "Time until the certificate expires; negative after"
     ),
-    _gauge("user_used", (*NODE, "uid", "what"), "What the user holds: bytes, or a number"),
-    _gauge("user_limit", (*NODE, "what"), "Most that a user may hold of it"),
+    _gauge("user_used", (*NODE, "uid", "what"), "The user's use of a resource: bytes, or a count"),
+    _gauge("user_limit", (*NODE, "what"), "Limit of the resource for each user"),
     _gauge("sessions", (*NODE, "state"), "Processes by the state of their session"),
     _gauge("groups", (*NODE, "state"), "Groups by state"),
-    _gauge("layers", NODE, "Registered layers, those of stacks counted one by one"),
+    _gauge("layers", NODE, "Registered layers, each layer of a stack counted"),
     _gauge("handles", NODE, "Handles of all layers"),
     _gauge("windows_bytes", (*NODE, "device", "state"), "Windows and boards on a device, by state"),
-    _gauge("windows_limit_bytes", (*NODE, "device"), "Most that windows may take on a device"),
-    _gauge("metrics_collection_seconds", NODE, "How long it took to collect this answer"),
-    _gauge("metrics_left_out", (*NODE, "kind"), "Groups and layers without series: too many"),
+    _gauge("windows_limit_bytes", (*NODE, "device"), "Limit of windows on a device"),
+    _gauge("metrics_collection_seconds", NODE, "Time to collect these metrics"),
+    _gauge(
+        "metrics_left_out", (*NODE, "kind"), "Groups and layers left out because there are too many"
+    ),
 )
 
 _OF_GROUP = (
     _gauge(
         "group_info",
         (*GROUP, "transport", "on_overflow", "workspace", "nccl"),
-        "Always 1: settings of create_group, and the version of NCCL where it is used",
+        "Always 1: settings of create_group, and NCCL's version if used",
     ),
-    _gauge("group_state", (*GROUP, "state"), "1 for the state that the group is in"),
-    _gauge("group_generation", GROUP, "Grows whenever the group is formed again: a restart"),
+    _gauge("group_state", (*GROUP, "state"), "1 for the group's current state"),
+    _gauge("group_generation", GROUP, "Grows whenever the group forms again"),
     _gauge("group_ranks", GROUP, "World ranks"),
     _gauge("group_ranks_missing", GROUP, "World ranks that no process claims"),
     _gauge("group_ranks_lost", GROUP, "World ranks whose process died"),
     _gauge("group_experts", GROUP, "Experts of one EP group"),
-    _gauge("group_capacity_rows", GROUP, "Rows that one slab receives at most"),
-    _gauge("group_row_bytes", GROUP, "Bytes of the widest row that the group takes"),
-    _gauge("group_windows_bytes", GROUP, "Its windows and board on this node"),
-    _gauge("group_retained_seconds", GROUP, "Time left to a group without processes; 0 otherwise"),
-    _counter("group_failed_runs_total", GROUP, "Failed runs that processes told each other of"),
+    _gauge("group_capacity_rows", GROUP, "Rows that one slab holds"),
+    _gauge("group_row_bytes", GROUP, "Bytes of the group's widest row"),
+    _gauge("group_windows_bytes", GROUP, "The group's windows and board on this node"),
+    _gauge(
+        "group_retained_seconds", GROUP, "Time until a group without processes is freed; else 0"
+    ),
+    _counter("group_failed_runs_total", GROUP, "Failed runs that processes reported to each other"),
     _gauge("group_handles", (*GROUP, "state"), "Handles by state"),
-    _gauge("group_load_max_mean_ratio", GROUP, "Rows received: the fullest rank over the mean"),
+    _gauge("group_load_max_mean_ratio", GROUP, "Rows received: fullest rank divided by the mean"),
 )
 
 _OF_OP = (
-    _histogram("op_seconds", OP, "Time of a rank's call, of all ranks of this node together"),
-    _histogram("op_wait_seconds", OP, "What of that time the call waited for peers"),
+    _histogram("op_seconds", OP, "Time of each call, over all ranks of this node"),
+    _histogram("op_wait_seconds", OP, "Part of that time spent waiting for peers"),
 )
 
 _OF_LAYER = (
     _counter("tokens_total", LAYER, "Tokens that ranks of this node sent to the layer's experts"),
     _gauge(
-        "layer_expert_load_max_mean_ratio", LAYER, "Rows of experts here: the fullest over the mean"
+        "layer_expert_load_max_mean_ratio",
+        LAYER,
+        "Rows of this node's experts: fullest divided by the mean",
     ),
     _counter("calls_total", LAYER, "Calls on the layer's handles, each counted once on a node"),
-    _counter("rows_total", LAYER, "Rows that the layer's dispatches brought to ranks of this node"),
+    _counter("rows_total", LAYER, "Rows that the layer's dispatches brought to this node's ranks"),
     _counter("dropped_rows_total", LAYER, "Rows that did not fit their rank's capacity"),
-    _counter("rounds_total", LAYER, "Parts that calls ran beyond one: the workspace was too small"),
+    _counter("rounds_total", LAYER, "Chunks beyond a call's first: the workspace was too small"),
     _gauge(
-        "layer_load_max_mean_ratio", LAYER, "As group_load_max_mean_ratio; of groups on GPUs alone"
+        "layer_load_max_mean_ratio", LAYER, "As group_load_max_mean_ratio; only for groups on GPUs"
     ),
     _gauge("layer_last_call_seconds", LAYER, "Time since the layer's last call"),
 )
@@ -133,20 +139,22 @@ _OF_RANK = (
     _counter("rank_calls_total", RANK, "Calls that the rank has finished"),
     _counter("rank_rows_total", RANK, "Rows that dispatches brought to the rank"),
     _counter("rank_dropped_rows_total", RANK, "Rows that did not fit the rank's capacity"),
-    _gauge("rank_state", (*RANK, "state", "op"), "1 for what the rank does now; others are absent"),
+    _gauge(
+        "rank_state", (*RANK, "state", "op"), "1 for the rank's current state; others are absent"
+    ),
     _gauge("rank_open_calls", RANK, "Calls that the rank has begun and not finished"),
     _gauge("rank_last_call_seconds", RANK, "Time since the rank finished a call"),
-    _gauge("rank_wait_seconds", RANK, "How long the rank has waited now; 0 where it does not"),
+    _gauge("rank_wait_seconds", RANK, "How long the rank has been waiting; 0 if it is not"),
     _counter("rank_waited_seconds_total", RANK, "Time that the rank's calls waited for peers"),
     _counter(
         "peer_waited_seconds_total", RANK, "Time that calls of other ranks waited for this one"
     ),
-    _gauge("peer_wait_seconds", RANK, "How long others have waited for this rank; 0 where none do"),
-    _gauge("peer_waiters", RANK, "Ranks that wait for this one, by way of others too"),
+    _gauge("peer_wait_seconds", RANK, "How long others have waited for this rank; 0 if none do"),
+    _gauge("peer_waiters", RANK, "Ranks that wait for this one, also through other ranks"),
     _gauge(
         "late_rank_seconds",
         (*RANK, "layer", "op"),
-        "As peer_wait_seconds with what the first waits in; after 10 s alone",
+        "peer_wait_seconds with the waiters' layer and op; only after 10 s",
     ),
 )
 
@@ -154,13 +162,13 @@ _OF_RANK_AND_LAYER = (
     _counter(
         "layer_rank_rows_total",
         (*LAYER, "rank"),
-        "Rows that dispatches of the layer brought to the rank; of groups on GPUs alone",
+        "Rows that the layer's dispatches brought to the rank; only for groups on GPUs",
         detail=True,
     ),
     _counter(
         "layer_rank_dropped_rows_total",
         (*LAYER, "rank"),
-        "Rows of the layer that did not fit the rank's capacity; of groups on GPUs alone",
+        "The layer's rows that did not fit the rank's capacity; only for groups on GPUs",
         detail=True,
     ),
 )
@@ -169,7 +177,7 @@ _OF_EXPERT = (
     _counter(
         "expert_rows_total",
         (*LAYER, "expert"),
-        "Rows of the layer that the expert got, of experts of this node's ranks",
+        "The layer's rows for the expert, for experts of this node's ranks",
         detail=True,
     ),
 )
