@@ -15,7 +15,7 @@ import functools
 from ep_runtime.board_abi import PAGE_BYTES
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime.layout import align_up, packed_columns
-from ep_runtime.specs import GroupSpec
+from ep_runtime.specs import MAX_EXPERTS, GroupSpec
 
 FLAG_LINE_BYTES = 128
 MAX_PREPARE_BLOCKS = 64
@@ -25,7 +25,6 @@ LEAST_SOURCES = 4
 # Limits of the kernels, as in device_group.h.
 MAX_RANKS = 32
 MAX_TOP_K = 32
-MAX_EXPERTS = 2048
 MIN_LANES = 2
 
 

@@ -110,6 +110,30 @@ def recv_capacity(
     return min(bound, align_up(ceil(factor * balanced), alignment))
 
 
+def spread_capacity(
+    capacity: int, *, slots: int, experts: int, spare_experts: int, alignment: int
+) -> int:
+    """Computes the rows of a slab whose experts may have copies on other ranks.
+
+    No rank is given more than an even share, of which none is over `slots` and none over what a
+    rank keeps. With a slot for each expert of a rank, none holds more than 1.03 of it.
+
+    Args:
+        capacity: C of the call, to which rows were dropped before.
+        slots: T * K of the call.
+        experts: L.
+        spare_experts: slots of a rank for copies.
+        alignment: rows; every expert's zone is a multiple of it.
+
+    Returns:
+        Rows per slab, padding included.
+    """
+    even = min(slots, capacity)
+    balanced = even + 3 * even // 100
+    padded = align_up(balanced + (alignment - 1) * (experts + spare_experts), alignment)
+    return padded if spare_experts >= experts else max(capacity, padded)
+
+
 def packed_columns(ep_size: int) -> int:
     """Returns the length of a plan's recv_count with packed rows, which has counts of all pairs."""
     return 4 + 2 * ep_size

@@ -31,6 +31,9 @@ PARTITIONINGS = ("auto", "rule", "shard_map")
 MAX_STACK_LAYERS = 1 << 20
 MAX_MESH_AXES = 32
 MAX_SMS = 256
+# Experts of one product, and of one prepare, of groups with copies of experts.
+MAX_PRODUCT_EXPERTS = 1024
+MAX_EXPERTS = 2048
 
 DTYPE_BYTES = {
     "float64": 8,
@@ -111,6 +114,7 @@ class GroupSpec:
             0.
         workspace: as in `Session.create_group`.
         overlap: as in `Session.create_group`.
+        spare_experts: slots of a rank for copies of other ranks' experts; never "auto".
     """
 
     name: str
@@ -135,6 +139,7 @@ class GroupSpec:
     node_size: int = 0
     workspace: workspaces.Setting = "auto"
     overlap: bool = dataclasses.field(default=True, metadata=_NOT_IN_PROGRAMS)
+    spare_experts: int = 0
 
     @functools.cached_property
     def axis_sizes(self) -> Mapping[str, int]:
@@ -207,6 +212,17 @@ class GroupSpec:
     def experts_per_rank(self) -> int:
         """L, the number of experts on one rank."""
         return self.num_experts // self.ep_size
+
+    @functools.cached_property
+    def physical(self) -> GroupSpec:
+        """The group as `ep.moe` sees it once it spread experts: each rank has L + spare of them.
+
+        Rows over capacity were dropped before.
+        """
+        experts = self.ep_size * (self.experts_per_rank + self.spare_experts)
+        return dataclasses.replace(
+            self, num_experts=experts, spare_experts=0, on_overflow=ON_OVERFLOW[0]
+        )
 
     @functools.cached_property
     def fingerprint(self) -> int:
@@ -289,6 +305,21 @@ def _check_node_size(node_size: int, ep_size: int, transport: str) -> None:
         )
 
 
+def _check_spare_experts(spare: Any, num_experts: int, ep_size: int) -> None:
+    check_whole("spare_experts", spare, 0)
+    experts = num_experts // ep_size
+    for got, limit, of in (
+        (experts + spare, MAX_PRODUCT_EXPERTS, "experts of a rank"),
+        (ep_size * (experts + spare), MAX_EXPERTS, "experts of all ranks"),
+    ):
+        if spare and got > limit:
+            raise InvalidArgumentError(
+                f"spare_experts={spare} with {experts} experts on each of {ep_size} ranks must "
+                f"make at most {limit} {of}, got {got}",
+                argument="spare_experts",
+            )
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GroupSettings:
     """Settings of a group from `Session.create_group`; `on` adds a mesh and makes a GroupSpec.
@@ -320,6 +351,7 @@ class GroupSettings:
     node_size: int = 0
     workspace: workspaces.Setting = "auto"
     overlap: bool = True
+    spare_experts: int | str = "auto"
 
     def on(self, mesh_axes: tuple[tuple[str, int], ...]) -> GroupSpec:
         """The spec of a group with these settings on a mesh, its capacity resolved.
@@ -332,6 +364,8 @@ class GroupSettings:
         ep_size = prod(dict(mesh_axes)[axis] for axis in ep_axis)
         _check_node_size(self.node_size, ep_size, self.transport)
         capacity = self._capacity(ep_size)  # checks its own numbers
+        spare = 0 if self.spare_experts == "auto" else self.spare_experts
+        _check_spare_experts(spare, self.num_experts, ep_size)
         given = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         del given["capacity_factor"]
         return GroupSpec(
@@ -346,6 +380,7 @@ class GroupSettings:
                 "retain_s": float(self.retain_s),
                 "num_sms": int(self.num_sms or 0),
                 "workspace": workspaces.check_setting(self.workspace),
+                "spare_experts": int(spare),
             }
         )
 

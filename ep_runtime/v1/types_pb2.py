@@ -26,43 +26,43 @@ from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb
 from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19\x65p_runtime/v1/types.proto\x12\rep_runtime.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"&\n\x08MeshAxis\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04size\x18\x02 \x01(\x03\"6\n\tWorkspace\x12\x10\n\x06\x66\x61\x63tor\x18\x01 \x01(\x01H\x00\x12\x0f\n\x05\x62ytes\x18\x02 \x01(\x03H\x00\x42\x06\n\x04size\"\xb8\x05\n\tGroupSpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12*\n\tmesh_axes\x18\x02 \x03(\x0b\x32\x17.ep_runtime.v1.MeshAxis\x12\x0f\n\x07\x65p_axis\x18\x03 \x03(\t\x12\x12\n\nouter_axes\x18\x04 \x03(\t\x12\x13\n\x0bnum_experts\x18\x05 \x01(\x03\x12\x13\n\x0bhidden_size\x18\x06 \x01(\x03\x12\x1b\n\x13max_tokens_per_rank\x18\x07 \x01(\x03\x12\x1e\n\x16recv_capacity_per_rank\x18\x08 \x01(\x03\x12\x11\n\tmax_top_k\x18\t \x01(\x03\x12\x17\n\x0fmax_token_dtype\x18\n \x01(\t\x12\x11\n\talignment\x18\x0b \x01(\x03\x12\r\n\x05lanes\x18\x0c \x01(\x03\x12.\n\x0bon_overflow\x18\r \x01(\x0e\x32\x19.ep_runtime.v1.OnOverflow\x12:\n\x11\x63ombine_precision\x18\x0e \x01(\x0e\x32\x1f.ep_runtime.v1.CombinePrecision\x12+\n\ttransport\x18\x0f \x01(\x0e\x32\x18.ep_runtime.v1.Transport\x12\x31\n\x0cpartitioning\x18\x10 \x01(\x0e\x32\x1b.ep_runtime.v1.Partitioning\x12-\n\nop_timeout\x18\x11 \x01(\x0b\x32\x19.google.protobuf.Duration\x12)\n\x06retain\x18\x12 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x0f\n\x07num_sms\x18\x13 \x01(\x03\x12\x11\n\tnode_size\x18\x14 \x01(\x03\x12+\n\tworkspace\x18\x15 \x01(\x0b\x32\x18.ep_runtime.v1.Workspace\x12\x14\n\x07overlap\x18\x16 \x01(\x08H\x00\x88\x01\x01\x42\n\n\x08_overlap\"\xb5\x01\n\tLayerSpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05top_k\x18\x02 \x01(\x03\x12\x16\n\talignment\x18\x03 \x01(\x03H\x00\x88\x01\x01\x12\x11\n\tin_flight\x18\x04 \x01(\x03\x12\x18\n\x0bnum_experts\x18\x05 \x01(\x03H\x01\x88\x01\x01\x12\x18\n\x0bhidden_size\x18\x06 \x01(\x03H\x02\x88\x01\x01\x42\x0c\n\n_alignmentB\x0e\n\x0c_num_expertsB\x0e\n\x0c_hidden_size\"M\n\x0eLayerStackSpec\x12\'\n\x05layer\x18\x01 \x01(\x0b\x32\x18.ep_runtime.v1.LayerSpec\x12\x12\n\nnum_layers\x18\x02 \x01(\x03\"\x8f\x01\n\x0fRegisteredLayer\x12&\n\x04spec\x18\x01 \x01(\x0b\x32\x18.ep_runtime.v1.LayerSpec\x12\x12\n\nnum_layers\x18\x02 \x01(\x03\x12\x0f\n\x07\x62\x61se_id\x18\x03 \x01(\x04\x12\x13\n\x0bhandle_base\x18\x04 \x01(\x03\x12\x1a\n\x12\x61lready_registered\x18\x05 \x01(\x08\"b\n\x0bGroupMember\x12\x12\n\nworld_rank\x18\x01 \x01(\x03\x12\x12\n\nsession_id\x18\x02 \x01(\t\x12\x0b\n\x03pid\x18\x03 \x01(\x03\x12\x10\n\x08\x61ttached\x18\x04 \x01(\x08\x12\x0c\n\x04node\x18\x05 \x01(\t\"\xe2\x02\n\x05Group\x12&\n\x04spec\x18\x01 \x01(\x0b\x32\x18.ep_runtime.v1.GroupSpec\x12\x0b\n\x03job\x18\x02 \x01(\t\x12\x0b\n\x03uid\x18\x03 \x01(\r\x12\x12\n\ngeneration\x18\x04 \x01(\x04\x12(\n\x05state\x18\x05 \x01(\x0e\x32\x19.ep_runtime.v1.GroupState\x12+\n\x07members\x18\x06 \x03(\x0b\x32\x1a.ep_runtime.v1.GroupMember\x12\x14\n\x0cwindow_bytes\x18\x07 \x01(\x03\x12\x13\n\x0b\x62oard_bytes\x18\x08 \x01(\x03\x12/\n\x0b\x63reate_time\x18\t \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x30\n\rretained_left\x18\n \x01(\x0b\x32\x19.google.protobuf.Duration\x12\r\n\x05\x65poch\x18\x0b \x01(\x04\x12\x0f\n\x07\x61ttempt\x18\x0c \x01(\x03\"r\n\x10WindowDescriptor\x12\'\n\x04kind\x18\x01 \x01(\x0e\x32\x19.ep_runtime.v1.WindowKind\x12\x12\n\nworld_rank\x18\x02 \x01(\x03\x12\r\n\x05\x62ytes\x18\x03 \x01(\x03\x12\x12\n\ngeneration\x18\x04 \x01(\x04\"G\n\x0b\x45rrorDetail\x12\x12\n\nclass_name\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x13\n\x0b\x66ields_json\x18\x03 \x01(\t*\x8d\x01\n\tTransport\x12\x19\n\x15TRANSPORT_UNSPECIFIED\x10\x00\x12\x13\n\x0fTRANSPORT_MEMFD\x10\x01\x12\x14\n\x10TRANSPORT_NVLINK\x10\x02\x12\x12\n\x0eTRANSPORT_NCCL\x10\x03\x12\x11\n\rTRANSPORT_XLA\x10\x04\x12\x13\n\x0fTRANSPORT_STATE\x10\x05*V\n\nOnOverflow\x12\x1b\n\x17ON_OVERFLOW_UNSPECIFIED\x10\x00\x12\x14\n\x10ON_OVERFLOW_DROP\x10\x01\x12\x15\n\x11ON_OVERFLOW_ERROR\x10\x02*\x89\x01\n\x10\x43ombinePrecision\x12!\n\x1d\x43OMBINE_PRECISION_UNSPECIFIED\x10\x00\x12\x1a\n\x16\x43OMBINE_PRECISION_FAST\x10\x01\x12\x1b\n\x17\x43OMBINE_PRECISION_EXACT\x10\x02\x12\x19\n\x15\x43OMBINE_PRECISION_FP8\x10\x03*v\n\x0cPartitioning\x12\x1c\n\x18PARTITIONING_UNSPECIFIED\x10\x00\x12\x15\n\x11PARTITIONING_AUTO\x10\x01\x12\x15\n\x11PARTITIONING_RULE\x10\x02\x12\x1a\n\x16PARTITIONING_SHARD_MAP\x10\x03*\xa3\x01\n\nGroupState\x12\x1b\n\x17GROUP_STATE_UNSPECIFIED\x10\x00\x12\x17\n\x13GROUP_STATE_FORMING\x10\x01\x12\x15\n\x11GROUP_STATE_READY\x10\x02\x12\x16\n\x12GROUP_STATE_BROKEN\x10\x03\x12\x18\n\x14GROUP_STATE_RETAINED\x10\x04\x12\x16\n\x12GROUP_STATE_CLOSED\x10\x05*X\n\nWindowKind\x12\x1b\n\x17WINDOW_KIND_UNSPECIFIED\x10\x00\x12\x15\n\x11WINDOW_KIND_BOARD\x10\x01\x12\x16\n\x12WINDOW_KIND_WINDOW\x10\x02\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19\x65p_runtime/v1/types.proto\x12\rep_runtime.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"&\n\x08MeshAxis\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04size\x18\x02 \x01(\x03\"6\n\tWorkspace\x12\x10\n\x06\x66\x61\x63tor\x18\x01 \x01(\x01H\x00\x12\x0f\n\x05\x62ytes\x18\x02 \x01(\x03H\x00\x42\x06\n\x04size\"\xcf\x05\n\tGroupSpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12*\n\tmesh_axes\x18\x02 \x03(\x0b\x32\x17.ep_runtime.v1.MeshAxis\x12\x0f\n\x07\x65p_axis\x18\x03 \x03(\t\x12\x12\n\nouter_axes\x18\x04 \x03(\t\x12\x13\n\x0bnum_experts\x18\x05 \x01(\x03\x12\x13\n\x0bhidden_size\x18\x06 \x01(\x03\x12\x1b\n\x13max_tokens_per_rank\x18\x07 \x01(\x03\x12\x1e\n\x16recv_capacity_per_rank\x18\x08 \x01(\x03\x12\x11\n\tmax_top_k\x18\t \x01(\x03\x12\x17\n\x0fmax_token_dtype\x18\n \x01(\t\x12\x11\n\talignment\x18\x0b \x01(\x03\x12\r\n\x05lanes\x18\x0c \x01(\x03\x12.\n\x0bon_overflow\x18\r \x01(\x0e\x32\x19.ep_runtime.v1.OnOverflow\x12:\n\x11\x63ombine_precision\x18\x0e \x01(\x0e\x32\x1f.ep_runtime.v1.CombinePrecision\x12+\n\ttransport\x18\x0f \x01(\x0e\x32\x18.ep_runtime.v1.Transport\x12\x31\n\x0cpartitioning\x18\x10 \x01(\x0e\x32\x1b.ep_runtime.v1.Partitioning\x12-\n\nop_timeout\x18\x11 \x01(\x0b\x32\x19.google.protobuf.Duration\x12)\n\x06retain\x18\x12 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x0f\n\x07num_sms\x18\x13 \x01(\x03\x12\x11\n\tnode_size\x18\x14 \x01(\x03\x12+\n\tworkspace\x18\x15 \x01(\x0b\x32\x18.ep_runtime.v1.Workspace\x12\x14\n\x07overlap\x18\x16 \x01(\x08H\x00\x88\x01\x01\x12\x15\n\rspare_experts\x18\x17 \x01(\x03\x42\n\n\x08_overlap\"\xb5\x01\n\tLayerSpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05top_k\x18\x02 \x01(\x03\x12\x16\n\talignment\x18\x03 \x01(\x03H\x00\x88\x01\x01\x12\x11\n\tin_flight\x18\x04 \x01(\x03\x12\x18\n\x0bnum_experts\x18\x05 \x01(\x03H\x01\x88\x01\x01\x12\x18\n\x0bhidden_size\x18\x06 \x01(\x03H\x02\x88\x01\x01\x42\x0c\n\n_alignmentB\x0e\n\x0c_num_expertsB\x0e\n\x0c_hidden_size\"M\n\x0eLayerStackSpec\x12\'\n\x05layer\x18\x01 \x01(\x0b\x32\x18.ep_runtime.v1.LayerSpec\x12\x12\n\nnum_layers\x18\x02 \x01(\x03\"\x8f\x01\n\x0fRegisteredLayer\x12&\n\x04spec\x18\x01 \x01(\x0b\x32\x18.ep_runtime.v1.LayerSpec\x12\x12\n\nnum_layers\x18\x02 \x01(\x03\x12\x0f\n\x07\x62\x61se_id\x18\x03 \x01(\x04\x12\x13\n\x0bhandle_base\x18\x04 \x01(\x03\x12\x1a\n\x12\x61lready_registered\x18\x05 \x01(\x08\"b\n\x0bGroupMember\x12\x12\n\nworld_rank\x18\x01 \x01(\x03\x12\x12\n\nsession_id\x18\x02 \x01(\t\x12\x0b\n\x03pid\x18\x03 \x01(\x03\x12\x10\n\x08\x61ttached\x18\x04 \x01(\x08\x12\x0c\n\x04node\x18\x05 \x01(\t\"\xe2\x02\n\x05Group\x12&\n\x04spec\x18\x01 \x01(\x0b\x32\x18.ep_runtime.v1.GroupSpec\x12\x0b\n\x03job\x18\x02 \x01(\t\x12\x0b\n\x03uid\x18\x03 \x01(\r\x12\x12\n\ngeneration\x18\x04 \x01(\x04\x12(\n\x05state\x18\x05 \x01(\x0e\x32\x19.ep_runtime.v1.GroupState\x12+\n\x07members\x18\x06 \x03(\x0b\x32\x1a.ep_runtime.v1.GroupMember\x12\x14\n\x0cwindow_bytes\x18\x07 \x01(\x03\x12\x13\n\x0b\x62oard_bytes\x18\x08 \x01(\x03\x12/\n\x0b\x63reate_time\x18\t \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x30\n\rretained_left\x18\n \x01(\x0b\x32\x19.google.protobuf.Duration\x12\r\n\x05\x65poch\x18\x0b \x01(\x04\x12\x0f\n\x07\x61ttempt\x18\x0c \x01(\x03\"r\n\x10WindowDescriptor\x12\'\n\x04kind\x18\x01 \x01(\x0e\x32\x19.ep_runtime.v1.WindowKind\x12\x12\n\nworld_rank\x18\x02 \x01(\x03\x12\r\n\x05\x62ytes\x18\x03 \x01(\x03\x12\x12\n\ngeneration\x18\x04 \x01(\x04\"G\n\x0b\x45rrorDetail\x12\x12\n\nclass_name\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x13\n\x0b\x66ields_json\x18\x03 \x01(\t*\x8d\x01\n\tTransport\x12\x19\n\x15TRANSPORT_UNSPECIFIED\x10\x00\x12\x13\n\x0fTRANSPORT_MEMFD\x10\x01\x12\x14\n\x10TRANSPORT_NVLINK\x10\x02\x12\x12\n\x0eTRANSPORT_NCCL\x10\x03\x12\x11\n\rTRANSPORT_XLA\x10\x04\x12\x13\n\x0fTRANSPORT_STATE\x10\x05*V\n\nOnOverflow\x12\x1b\n\x17ON_OVERFLOW_UNSPECIFIED\x10\x00\x12\x14\n\x10ON_OVERFLOW_DROP\x10\x01\x12\x15\n\x11ON_OVERFLOW_ERROR\x10\x02*\x89\x01\n\x10\x43ombinePrecision\x12!\n\x1d\x43OMBINE_PRECISION_UNSPECIFIED\x10\x00\x12\x1a\n\x16\x43OMBINE_PRECISION_FAST\x10\x01\x12\x1b\n\x17\x43OMBINE_PRECISION_EXACT\x10\x02\x12\x19\n\x15\x43OMBINE_PRECISION_FP8\x10\x03*v\n\x0cPartitioning\x12\x1c\n\x18PARTITIONING_UNSPECIFIED\x10\x00\x12\x15\n\x11PARTITIONING_AUTO\x10\x01\x12\x15\n\x11PARTITIONING_RULE\x10\x02\x12\x1a\n\x16PARTITIONING_SHARD_MAP\x10\x03*\xa3\x01\n\nGroupState\x12\x1b\n\x17GROUP_STATE_UNSPECIFIED\x10\x00\x12\x17\n\x13GROUP_STATE_FORMING\x10\x01\x12\x15\n\x11GROUP_STATE_READY\x10\x02\x12\x16\n\x12GROUP_STATE_BROKEN\x10\x03\x12\x18\n\x14GROUP_STATE_RETAINED\x10\x04\x12\x16\n\x12GROUP_STATE_CLOSED\x10\x05*X\n\nWindowKind\x12\x1b\n\x17WINDOW_KIND_UNSPECIFIED\x10\x00\x12\x15\n\x11WINDOW_KIND_BOARD\x10\x01\x12\x16\n\x12WINDOW_KIND_WINDOW\x10\x02\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'ep_runtime.v1.types_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_TRANSPORT']._serialized_start=1960
-  _globals['_TRANSPORT']._serialized_end=2101
-  _globals['_ONOVERFLOW']._serialized_start=2103
-  _globals['_ONOVERFLOW']._serialized_end=2189
-  _globals['_COMBINEPRECISION']._serialized_start=2192
-  _globals['_COMBINEPRECISION']._serialized_end=2329
-  _globals['_PARTITIONING']._serialized_start=2331
-  _globals['_PARTITIONING']._serialized_end=2449
-  _globals['_GROUPSTATE']._serialized_start=2452
-  _globals['_GROUPSTATE']._serialized_end=2615
-  _globals['_WINDOWKIND']._serialized_start=2617
-  _globals['_WINDOWKIND']._serialized_end=2705
+  _globals['_TRANSPORT']._serialized_start=1983
+  _globals['_TRANSPORT']._serialized_end=2124
+  _globals['_ONOVERFLOW']._serialized_start=2126
+  _globals['_ONOVERFLOW']._serialized_end=2212
+  _globals['_COMBINEPRECISION']._serialized_start=2215
+  _globals['_COMBINEPRECISION']._serialized_end=2352
+  _globals['_PARTITIONING']._serialized_start=2354
+  _globals['_PARTITIONING']._serialized_end=2472
+  _globals['_GROUPSTATE']._serialized_start=2475
+  _globals['_GROUPSTATE']._serialized_end=2638
+  _globals['_WINDOWKIND']._serialized_start=2640
+  _globals['_WINDOWKIND']._serialized_end=2728
   _globals['_MESHAXIS']._serialized_start=109
   _globals['_MESHAXIS']._serialized_end=147
   _globals['_WORKSPACE']._serialized_start=149
   _globals['_WORKSPACE']._serialized_end=203
   _globals['_GROUPSPEC']._serialized_start=206
-  _globals['_GROUPSPEC']._serialized_end=902
-  _globals['_LAYERSPEC']._serialized_start=905
-  _globals['_LAYERSPEC']._serialized_end=1086
-  _globals['_LAYERSTACKSPEC']._serialized_start=1088
-  _globals['_LAYERSTACKSPEC']._serialized_end=1165
-  _globals['_REGISTEREDLAYER']._serialized_start=1168
-  _globals['_REGISTEREDLAYER']._serialized_end=1311
-  _globals['_GROUPMEMBER']._serialized_start=1313
-  _globals['_GROUPMEMBER']._serialized_end=1411
-  _globals['_GROUP']._serialized_start=1414
-  _globals['_GROUP']._serialized_end=1768
-  _globals['_WINDOWDESCRIPTOR']._serialized_start=1770
-  _globals['_WINDOWDESCRIPTOR']._serialized_end=1884
-  _globals['_ERRORDETAIL']._serialized_start=1886
-  _globals['_ERRORDETAIL']._serialized_end=1957
+  _globals['_GROUPSPEC']._serialized_end=925
+  _globals['_LAYERSPEC']._serialized_start=928
+  _globals['_LAYERSPEC']._serialized_end=1109
+  _globals['_LAYERSTACKSPEC']._serialized_start=1111
+  _globals['_LAYERSTACKSPEC']._serialized_end=1188
+  _globals['_REGISTEREDLAYER']._serialized_start=1191
+  _globals['_REGISTEREDLAYER']._serialized_end=1334
+  _globals['_GROUPMEMBER']._serialized_start=1336
+  _globals['_GROUPMEMBER']._serialized_end=1434
+  _globals['_GROUP']._serialized_start=1437
+  _globals['_GROUP']._serialized_end=1791
+  _globals['_WINDOWDESCRIPTOR']._serialized_start=1793
+  _globals['_WINDOWDESCRIPTOR']._serialized_end=1907
+  _globals['_ERRORDETAIL']._serialized_start=1909
+  _globals['_ERRORDETAIL']._serialized_end=1980
 # @@protoc_insertion_point(module_scope)

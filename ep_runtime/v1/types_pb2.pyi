@@ -94,7 +94,7 @@ class Workspace(_message.Message):
     def __init__(self, factor: _Optional[float] = ..., bytes: _Optional[int] = ...) -> None: ...
 
 class GroupSpec(_message.Message):
-    __slots__ = ("name", "mesh_axes", "ep_axis", "outer_axes", "num_experts", "hidden_size", "max_tokens_per_rank", "recv_capacity_per_rank", "max_top_k", "max_token_dtype", "alignment", "lanes", "on_overflow", "combine_precision", "transport", "partitioning", "op_timeout", "retain", "num_sms", "node_size", "workspace", "overlap")
+    __slots__ = ("name", "mesh_axes", "ep_axis", "outer_axes", "num_experts", "hidden_size", "max_tokens_per_rank", "recv_capacity_per_rank", "max_top_k", "max_token_dtype", "alignment", "lanes", "on_overflow", "combine_precision", "transport", "partitioning", "op_timeout", "retain", "num_sms", "node_size", "workspace", "overlap", "spare_experts")
     name: str
     mesh_axes: _containers.RepeatedCompositeFieldContainer[MeshAxis]
     ep_axis: _containers.RepeatedScalarFieldContainer[str]
@@ -117,7 +117,8 @@ class GroupSpec(_message.Message):
     node_size: int
     workspace: Workspace
     overlap: bool
-    def __init__(self, name: _Optional[str] = ..., mesh_axes: _Optional[_Iterable[_Union[MeshAxis, _Mapping]]] = ..., ep_axis: _Optional[_Iterable[str]] = ..., outer_axes: _Optional[_Iterable[str]] = ..., num_experts: _Optional[int] = ..., hidden_size: _Optional[int] = ..., max_tokens_per_rank: _Optional[int] = ..., recv_capacity_per_rank: _Optional[int] = ..., max_top_k: _Optional[int] = ..., max_token_dtype: _Optional[str] = ..., alignment: _Optional[int] = ..., lanes: _Optional[int] = ..., on_overflow: _Optional[_Union[OnOverflow, str]] = ..., combine_precision: _Optional[_Union[CombinePrecision, str]] = ..., transport: _Optional[_Union[Transport, str]] = ..., partitioning: _Optional[_Union[Partitioning, str]] = ..., op_timeout: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., retain: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., num_sms: _Optional[int] = ..., node_size: _Optional[int] = ..., workspace: _Optional[_Union[Workspace, _Mapping]] = ..., overlap: bool = ...) -> None: ...
+    spare_experts: int
+    def __init__(self, name: _Optional[str] = ..., mesh_axes: _Optional[_Iterable[_Union[MeshAxis, _Mapping]]] = ..., ep_axis: _Optional[_Iterable[str]] = ..., outer_axes: _Optional[_Iterable[str]] = ..., num_experts: _Optional[int] = ..., hidden_size: _Optional[int] = ..., max_tokens_per_rank: _Optional[int] = ..., recv_capacity_per_rank: _Optional[int] = ..., max_top_k: _Optional[int] = ..., max_token_dtype: _Optional[str] = ..., alignment: _Optional[int] = ..., lanes: _Optional[int] = ..., on_overflow: _Optional[_Union[OnOverflow, str]] = ..., combine_precision: _Optional[_Union[CombinePrecision, str]] = ..., transport: _Optional[_Union[Transport, str]] = ..., partitioning: _Optional[_Union[Partitioning, str]] = ..., op_timeout: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., retain: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., num_sms: _Optional[int] = ..., node_size: _Optional[int] = ..., workspace: _Optional[_Union[Workspace, _Mapping]] = ..., overlap: bool = ..., spare_experts: _Optional[int] = ...) -> None: ...
 
 class LayerSpec(_message.Message):
     __slots__ = ("name", "top_k", "alignment", "in_flight", "num_experts", "hidden_size")

@@ -87,6 +87,22 @@ def test_a_capacity_factor_makes_it_smaller() -> None:
     assert part.dispatched_bytes_per_layer < whole.dispatched_bytes_per_layer
 
 
+def test_slots_for_copies_take_weights_and_bound_the_slab() -> None:
+    arguments = {**_ARGUMENTS, "max_tokens_per_rank": 1024, "mlp_dim": 128}
+    found = [ep.estimate_memory("g", _MESH, spare_experts=n, **arguments) for n in (0, 1, 2)]
+    none, one, as_many_as_experts = found
+    assert none.copies_bytes_per_device is None
+    assert one.workspace_bytes_per_device is None  # the composed body runs
+    each = 3 * 64 * 128 * 4
+    assert one.copies_bytes_per_device == (2 + 1 + 2 * 4) * each
+    assert as_many_as_experts.copies_bytes_per_device == (2 + 2 + 2 * 8) * each
+    assert none.dispatched_bytes_per_layer == one.dispatched_bytes_per_layer
+    # No rank holds more than 1.03 even shares, and the padding of four zones.
+    rows = as_many_as_experts.dispatched_bytes_per_layer // (64 * 2 + 4)
+    assert 2 * 1024 * 1.03 < rows < 2 * 1024 * 1.03 + 5 * 8
+    assert as_many_as_experts.plan_bytes_per_layer < none.plan_bytes_per_layer
+
+
 def _prepared_bytes(layer: Any, ranks: int) -> int:
     """Of the plan's arrays of all ranks, with _ARGUMENTS's tokens and top_k."""
     topk_idx = jax.ShapeDtypeStruct((ranks * 32, 2), jnp.int32)

@@ -42,6 +42,7 @@ _SETTINGS: dict[str, Any] = {
     "num_sms": 24,
     "workspace": 2.0,
     "overlap": False,
+    "spare_experts": 2,
 }
 
 
@@ -120,6 +121,7 @@ def test_the_same_spec_again_is_the_same_group(session: ep.Session, mesh: Any) -
         ({"workspace": 1.5}, "workspace", "auto", 1.5),
         ({"workspace": 1 << 30}, "workspace", "auto", 1 << 30),
         ({"overlap": False}, "overlap", True, False),
+        ({"spare_experts": 2}, "spare_experts", 0, 2),
     ],
 )
 def test_another_spec_names_the_field_and_both_values(

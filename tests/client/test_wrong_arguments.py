@@ -58,6 +58,13 @@ def refused(call: Callable[[], Any], text: str) -> None:
         ({"alignment": 8.0}, "alignment must be an integer, got 8.0"),
         ({"num_sms": 2.5}, "num_sms must be an integer, got 2.5"),
         ({"overlap": "no"}, "overlap must be True or False, got 'no'"),
+        ({"spare_experts": -1}, "spare_experts must be at least 0, got -1"),
+        ({"spare_experts": "all"}, "spare_experts must be an integer, got 'all'"),
+        (
+            {"spare_experts": 1024},
+            "spare_experts=1024 with [0-9]+ experts on each of 2 ranks must make at most 1024 "
+            "experts of a rank, got 10[0-9]+",
+        ),
         ({"op_timeout_s": NAN}, "op_timeout_s must be a number, got nan"),
         ({"retain_s": "60"}, "retain_s must be a number, got '60'"),
         ({"capacity_factor": NAN}, "capacity_factor must be a number, got nan"),

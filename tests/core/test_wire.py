@@ -49,6 +49,7 @@ class FakeRpcError(grpc.RpcError):
         {"retain_s": 59.9999999999},
         {"num_sms": 24},
         {"overlap": False},
+        {"spare_experts": 2},
         {"node_size": 2},
         {"workspace": 2.0},
         {"workspace": 1 << 53 | 1},

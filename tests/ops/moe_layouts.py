@@ -107,10 +107,9 @@ def open_group(make_group: MakeGroup, layout: Layout, **settings: Any) -> fakes.
         outer_axes=layout.outer,
         num_experts=EXPERTS,
         max_top_k=TOP_K,
-        transport="memfd",
         debug=True,
         max_tokens_per_rank=TOKENS,
-        **settings,
+        **({"transport": "memfd"} | settings),
     )
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ep_runtime import device_layout, specs, workspace
 from ep_runtime.arguments import check_whole, suggests
+from ep_runtime.layout import spread_capacity
 from ep_runtime.units import iec
 from ep_runtime_client.base import meshes
 from ep_runtime_client.base.dtypes import dtype_name
@@ -43,6 +44,9 @@ class MemoryEstimate:
             their way. None without mlp_dim, or if the transport has no block calls.
         saved_bytes_per_layer: rows of the first matmul that a block call saves for backward; None
             as above.
+        copies_bytes_per_device: with spare_experts, f32 gradients of a rank's experts and slots and
+            the slots' exchange in one call of `ep.moe`, whose weights take less before; all layers
+            share it. None without mlp_dim or spare_experts.
     """
 
     staging_bytes_per_rank: int
@@ -51,17 +55,30 @@ class MemoryEstimate:
     plan_bytes_per_layer: int
     workspace_bytes_per_device: int | None = None
     saved_bytes_per_layer: int | None = None
+    copies_bytes_per_device: int | None = None
 
 
 def of_spec(spec: specs.GroupSpec) -> MemoryEstimate:
     """The estimate of a resolved spec."""
     row_bytes = spec.hidden_size * specs.DTYPE_BYTES[spec.max_token_dtype]
-    capacity = spec.recv_capacity_per_rank
     return MemoryEstimate(
         staging_bytes_per_rank=staging_bytes(spec),
-        dispatched_bytes_per_layer=capacity * (row_bytes + 4),
-        capacity_per_rank=capacity,
+        dispatched_bytes_per_layer=_slab_rows(spec) * (row_bytes + 4),
+        capacity_per_rank=spec.recv_capacity_per_rank,
         plan_bytes_per_layer=_plan_bytes(spec),
+    )
+
+
+def _slab_rows(spec: specs.GroupSpec) -> int:
+    """Rows of the largest slab of `ep.moe`."""
+    if not spec.spare_experts:
+        return spec.recv_capacity_per_rank
+    return spread_capacity(
+        spec.recv_capacity_per_rank,
+        slots=spec.max_tokens_per_rank * spec.max_top_k,
+        experts=spec.experts_per_rank,
+        spare_experts=spec.spare_experts,
+        alignment=spec.alignment,
     )
 
 
@@ -69,9 +86,11 @@ def _plan_bytes(spec: specs.GroupSpec) -> int:
     """The arrays of `ops/calls/plan.py`'s plans, all int32, of a layer with the largest K."""
     tokens, slots = spec.max_tokens_per_rank, spec.max_tokens_per_rank * spec.max_top_k
     counts = spec.ranks_per_node * device_layout.count_columns(spec, spec.staged_tokens)
-    received = counts + spec.ep_size * tokens + 1 + 2 * spec.recv_capacity_per_rank
+    received = counts + spec.ep_size * tokens + 1 + 2 * _slab_rows(spec)
     virtual = 2 * spec.num_nodes * slots + 1 if spec.node_size else 0
-    return 4 * (2 * slots + received + 2 * spec.experts_per_rank + 1 + virtual)
+    groups = 2 * (spec.experts_per_rank + spec.spare_experts)
+    copies = spec.ep_size * spec.spare_experts
+    return 4 * (2 * slots + received + groups + 1 + virtual + copies)
 
 
 def _crossing_bytes(spec: specs.GroupSpec, element_bytes: int, *, brought: int) -> int:
@@ -196,9 +215,14 @@ def estimate_memory(
     found = of_spec(spec)
     workspace.check_keep(keep, keep_factor)
     scaling = _scaling_of(recipe)
-    if mlp_dim is None or transport not in _BLOCK_TRANSPORTS or scaling is None:
+    if mlp_dim is not None:
+        check_whole("mlp_dim", mlp_dim)
+    if mlp_dim is not None and spec.spare_experts:
+        experts = spec.experts_per_rank + (1 + 2 * spec.ep_size) * spec.spare_experts
+        weights = (3 if gated else 2) * spec.hidden_size * mlp_dim
+        return dataclasses.replace(found, copies_bytes_per_device=4 * experts * weights)
+    if mlp_dim is None or not _has_blocks(spec, transport) or scaling is None:
         return found
-    check_whole("mlp_dim", mlp_dim)
     sizes = block_sizes(spec, mlp_dim, gated=gated, scaling=scaling)
     block = workspace.of_block(sizes, spec.workspace, keep=keep, keep_factor=keep_factor)
     return dataclasses.replace(
@@ -209,6 +233,10 @@ def estimate_memory(
         ),
         saved_bytes_per_layer=block.kept_bytes,
     )
+
+
+def _has_blocks(spec: specs.GroupSpec, transport: str) -> bool:
+    return transport in _BLOCK_TRANSPORTS and not spec.spare_experts
 
 
 def _scaling_of(recipe: checks.Recipes) -> workspace.Scaling | None:
@@ -226,7 +254,7 @@ def _scaling_of(recipe: checks.Recipes) -> workspace.Scaling | None:
 def report(spec: specs.GroupSpec, device: Any, devices_per_host: int) -> None:
     """Logs one line with the group's sizes, and a warning if they are large for the device."""
     sizes = of_spec(spec)
-    blocks = spec.transport in _BLOCK_TRANSPORTS  # block calls need no slab
+    blocks = _has_blocks(spec, spec.transport)  # block calls need no slab
     _log.info(
         "group %r: capacity %d rows per rank, staging %s per rank, dispatched %s per layer and "
         "rank%s, transport %s",
@@ -252,7 +280,7 @@ def _warn_of_large(spec: specs.GroupSpec, sizes: MemoryEstimate, total: int) -> 
     """A slab counts only if layers need one: block calls have their rows in a workspace."""
     staging, slab = sizes.staging_bytes_per_rank, sizes.dispatched_bytes_per_layer
     what, hint = f"staging takes {iec(staging)},", "make it smaller"
-    if spec.transport not in _BLOCK_TRANSPORTS:
+    if not _has_blocks(spec, spec.transport):
         rows = sizes.capacity_per_rank
         what = f"staging ({iec(staging)}) and a slab ({iec(slab)}, {rows} rows) take"
         hint = "make the one smaller, capacity_factor the other"

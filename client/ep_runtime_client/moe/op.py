@@ -146,6 +146,7 @@ class BlockOp(LayerOp):
             wo_bias=wo_bias,
             scales=(slab,) * len(there.scales),
             values=(whole,) * len(there.values),
+            copies=None if there.copies is None else slab,
         )
         found: list[Entries] = self.tree.flatten_up_to(by_name)
         return found
@@ -160,9 +161,10 @@ class BlockOp(LayerOp):
         mine = self._by_name(blocks)
         rows = (mine.topk_idx, mine.tokens, mine.weights)
         idx, tokens, weights = (x.reshape(-1, x.shape[-1]) for x in rows)
-        most, plan, scales = jax.tree.map(lambda x: x[0], (mine.most, mine.plan, mine.scales))
+        of_slab = (mine.most, mine.plan, mine.scales, mine.copies)
+        most, plan, scales, copies = jax.tree.map(lambda x: x[0], of_slab)
         rank = world_rank(self.call.moved.group)
-        given = Given(rank, mine.layer_index, idx, tokens, weights, most, plan, scales)
+        given = Given(rank, mine.layer_index, idx, tokens, weights, most, plan, scales, copies)
         wi: Any = unpack(self.wi, [*map(gather, mine.wi, self.wi.spread(place.wi.gathered))])
         wo: Any = unpack(self.wo, [*map(gather, mine.wo, self.wo.spread(place.wo.gathered))])
         wi_bias = None if place.wi_bias is None else gather(mine.wi_bias, place.wi_bias.gathered)
@@ -197,6 +199,7 @@ class BlockOp(LayerOp):
             wo_bias=None if there.wo_bias is None else "e o",
             scales=("r l",) * len(there.scales),
             values=tuple(f"v{number}" for number in range(len(there.values))),
+            copies=None if there.copies is None else "r n s0",
         )
 
     @functools.cached_property

@@ -15,7 +15,7 @@ from jax.sharding import Mesh, PartitionSpec
 from ep_runtime import workspace
 from ep_runtime.workspace import BlockSizes
 from ep_runtime_client.base.layers import EpLayer, TracedLayer, resolve
-from ep_runtime_client.moe import bodies, gradient
+from ep_runtime_client.moe import bodies, copies, gradient
 from ep_runtime_client.moe.bodies.cuda import scaling_of
 from ep_runtime_client.moe.params import MoEParams
 from ep_runtime_client.moe.resolved import Operands, ResolvedCall, Weighted, WorkspaceRows
@@ -161,23 +161,26 @@ def run(
     if call.layout.tokens_per_rank == 0:
         return moved.tokens, plan, state
     recipes, dtype = block.recipes, block.activation.dtype
+    sizes, moves, arrays, spread = plan.arrays.group_sizes, call, plan.arrays, None
+    if bodies.spreads(body, call.group):
+        moves, arrays, spread = copies.spread(call, moved.index, moved.routed.topk_idx, arrays)
     given = Operands(
         moved.index,
         moved.routed.topk_idx,
         moved.tokens,
         moved.routed.topk_weights.astype(jnp.float32),
         most,
-        plan.arrays,
+        arrays,
         # In the dtype of rows but for the biases, and what a recipe quantizes or has quantized.
         wi=operand(params.wi, recipes[0], dtype),
         wo=operand(params.wo, recipes[1], dtype),
         wi_bias=None if params.wi_bias is None else bias_of(block, "wi_bias", params),
         wo_bias=None if params.wo_bias is None else bias_of(block, "wo_bias", params),
         values=tuple(x.reshape(-1) for x in block.values),
+        copies=spread,
     )
-    sizes = plan.arrays.group_sizes
     with scope("experts", call.layer):
-        resolved = _resolved(call, block, weighted, kept, body, given)
+        resolved = _resolved(moves, block, weighted, kept, body, given)
         where = resolved.where
         experts = regions.whole_shape(where, given.wo.shape, resolved.sharding[1])[0]
         check_experts(where, experts, sizes, call.group.num_experts)

@@ -137,6 +137,7 @@ class Operands(NamedTuple):
         scales: of each product whose recipe is delayed, f32 [R, L] of its rows and [E] of its
             weights; behind `run` of rows alone.
         values: that a learned activation reads, each flat.
+        copies: int32 [R, N, S], the expert of each slot of the ranks (`copies.py`), or None.
     """
 
     layer_index: jax.Array
@@ -153,6 +154,7 @@ class Operands(NamedTuple):
     wo8: QuantizedTensor | None = None
     scales: tuple[Any, ...] = (None, None)
     values: tuple[jax.Array, ...] = ()
+    copies: jax.Array | None = None
 
     @property
     def others(self) -> list[jax.Array]:

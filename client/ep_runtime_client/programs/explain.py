@@ -83,6 +83,10 @@ _BACKWARD_SUM = (
     "gradients are added up: a weight's over the outer axes that share it, the rows' over the axes "
     "that split N'"
 )
+_COPIED = (
+    "weights of experts go to slots for their copies, and gradients come home (spare_experts), or "
+    'rows move on transport "xla" and between nodes'
+)
 _SCATTERED = (
     "a weight's gradient is added up over the outer axes that the weight lies on, and left there"
 )
@@ -172,8 +176,9 @@ def explain(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
         **kwargs: likewise, by keyword.
 
     Returns:
-        An Explanation. With transport "memfd" on one node and tokens sharded as the group needs
-        them, forward has no collectives, and backward only sums gradients of replicated weights.
+        An Explanation. With transport "memfd" on one node, no spare_experts, and tokens sharded as
+        the group needs them, forward has no collectives, and backward only sums gradients of
+        replicated weights.
 
     Raises:
         TypeError: f is not callable; also any error of tracing and compiling it.
@@ -300,12 +305,17 @@ def _why(op: str, kind: str, written: bool) -> tuple[str, str]:
     if op in _OWN and (written or kind in _SUMS):
         return "sum", _OWN[op]
     if written:
-        return "own", 'JAX collectives move rows on transport "xla", and between nodes of a group'
+        return "own", (
+            'JAX collectives move rows on transport "xla" and between nodes of a group, and plan '
+            "copies of experts"
+        )
     wanted = "an operand or a result does not lie as the group wants it: the token axes on its "
     return "reshard", _RESHARD.get(op, wanted + "leading dims, every other dim whole")
 
 
 def _why_matmul(item: _Instruction, kind: str, written: bool) -> tuple[str, str]:
+    if written and kind == "all-to-all" and ".copies/" in item.op_name:
+        return "own", _COPIED
     # Collectives that the partitioner adds at a rule have its name.
     if kind not in ("all-gather", *_SUMS):
         return "reshard", _MOVED_BEFORE

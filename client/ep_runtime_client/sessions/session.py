@@ -84,6 +84,7 @@ class Session:
         num_sms: int | None = None,
         workspace: Literal["auto"] | float | int = "auto",
         overlap: bool = True,
+        spare_experts: Literal["auto"] | int = "auto",
         replace: bool = False,
     ) -> Group:
         """Creates an expert-parallel group on a mesh, with the memory that its tokens move through.
@@ -125,6 +126,10 @@ class Session:
                 rows the call runs in chunks, which costs time and drops nothing (docs/memory.md).
             overlap: on GPUs a block call overlaps exchanges with matmuls that do not need them;
                 results are the same bits either way.
+            spare_experts: slots of each rank for copies of experts from overfull ranks, for the
+                time of one `ep.moe` call: rows are spread evenly, and drops stay as they are. 0 is
+                none; "auto" is 0 in this version. As many as a rank's experts even out any
+                routing. Such groups run the composed body, on GPUs too (docs/capacity.md).
             replace: replace a group of that name that has other settings. One with the same
                 settings stays, and so do its layers.
 
@@ -185,6 +190,7 @@ class Session:
             num_sms=num_sms,
             workspace=workspace,
             overlap=overlap,
+            spare_experts=spare_experts,
         )
         spec = make_group.resolve(self._client, mesh, settings)
         created: Group = self._open.create(spec, mesh, replace=replace).group

@@ -123,6 +123,7 @@ Status ReadOperands(const CudaCall& call, bool backward, size_t count, BlockPara
   const Sizes sizes = {tokens.dim(0), topk_idx.dim(1), plan.staged_row.dim(0), plan.kept.dim(0),
                        tokens.dim(1)};
   EP_RETURN_IF_ERROR(CheckSizes(frame, call.context, sizes, tokens.element_bytes()));
+  EP_RETURN_IF_ERROR(CheckPlanned(frame, call.context, sizes));
   EP_RETURN_IF_ERROR(tokens.Read(tokens.type(), {sizes.tokens, sizes.width}, &params->tokens));
   EP_RETURN_IF_ERROR(call.ReadSummed(tokens, &params->type));
   int32_t row_bytes = 0;

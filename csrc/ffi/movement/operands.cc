@@ -39,10 +39,6 @@ Status CheckSizes(const CallFrame& frame, const CallContext& context, const Size
                                  group.max_tokens_per_rank));
   EP_RETURN_IF_ERROR(CheckEqual(frame, "top_k", sizes.top_k, context.layer.top_k));
   EP_RETURN_IF_ERROR(CheckAtMost(frame, "top_k", sizes.top_k, "max_top_k", group.max_top_k));
-  EP_RETURN_IF_ERROR(CheckAtMost(frame, "capacity", sizes.capacity, "recv_capacity_per_rank",
-                                 group.recv_capacity_per_rank));
-  EP_RETURN_IF_ERROR(
-      CheckEqual(frame, "experts of one rank", sizes.experts, group.experts_per_rank()));
   if (element_bytes == 0) return Status();  // no rows in this call
   if (element_bytes == 1) {                 // values, or values with scales
     return CheckAtMost(frame, "bytes of a row", sizes.width, "hidden_size * max_token_dtype bytes",
@@ -51,6 +47,13 @@ Status CheckSizes(const CallFrame& frame, const CallContext& context, const Size
   EP_RETURN_IF_ERROR(CheckEqual(frame, "hidden_size", sizes.width, group.hidden_size));
   return CheckAtMost(frame, "bytes of a row element", element_bytes, "max_token_dtype bytes",
                      group.max_token_bytes);
+}
+
+Status CheckPlanned(const CallFrame& frame, const CallContext& context, const Sizes& sizes) {
+  const GroupSizes& group = context.group->sizes();
+  EP_RETURN_IF_ERROR(CheckAtMost(frame, "capacity", sizes.capacity, "recv_capacity_per_rank",
+                                 group.recv_capacity_per_rank));
+  return CheckEqual(frame, "experts of one rank", sizes.experts, group.experts_per_rank());
 }
 
 }  // namespace ep_runtime

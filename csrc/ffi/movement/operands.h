@@ -43,6 +43,10 @@ PlanOperands PlanAt(const CallFrame& frame, const std::vector<Buffer>& buffers, 
 Status CheckSizes(const CallFrame& frame, const CallContext& context, const Sizes& sizes,
                   int64_t element_bytes);
 
+// C and L of a plan that the library makes. Calls that read a plan take its sizes: one made with
+// copies of experts has more groups, and other rows, than the group says.
+Status CheckPlanned(const CallFrame& frame, const CallContext& context, const Sizes& sizes);
+
 template <typename To>
 To SizesAs(const Sizes& sizes) {
   using Int = decltype(To::tokens);
@@ -74,6 +78,7 @@ Status ReadPrepare(const Call& call, Params* params, size_t more = 0) {
                        0};
   EP_RETURN_IF_ERROR(topk_idx.Read({sizes.tokens, sizes.top_k}, &params->topk_idx));
   EP_RETURN_IF_ERROR(CheckSizes(call.frame, call.context, sizes, /*element_bytes=*/0));
+  EP_RETURN_IF_ERROR(CheckPlanned(call.frame, call.context, sizes));
   params->sizes = SizesAs<decltype(params->sizes)>(sizes);
   return plan.Read(sizes, call.context.group->lane_layout().room, &params->plan);
 }

@@ -32,6 +32,7 @@ _forced: contextvars.ContextVar[str] = contextvars.ContextVar("ep_runtime_body",
 _TYPES = tuple(jnp.dtype(name) for name in ("float32", "bfloat16", "float16"))
 # Short names, which a compiled program carries, of the reasons.
 REASONS = {
+    "copies": "spare_experts of the group: the kernels do not know copies of experts yet",
     "transport": "kernels are for GPUs, over windows and NCCL",
     "gpu": "products have kernels for Hopper GPUs alone",
     "tokens": "the call has no tokens",
@@ -100,8 +101,15 @@ def has_workspace(name: str) -> bool:
     return name != COMPOSED
 
 
+def spreads(name: str, group: GroupSpec) -> bool:
+    """Whether calls of a body spread the rows of overfull ranks over copies of their experts."""
+    return name == COMPOSED and group.spare_experts > 0 and group.ep_size > 1
+
+
 def unsupported(asked: Asked) -> str:
     """Why the kernels do not take a call: a name in REASONS, or nothing."""
+    if spreads(COMPOSED, asked.group):
+        return "copies"
     if not on_gpus(asked.group):
         return "transport"
     recipe, dtype = asked.recipes[0], jnp.dtype(asked.activation.dtype)

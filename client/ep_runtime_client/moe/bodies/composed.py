@@ -23,6 +23,7 @@ from ep_runtime_client.moe.bodies.protocol import (
     Over,
     WeightGrads,
 )
+from ep_runtime_client.moe.copies import at_home, with_copies
 from ep_runtime_client.moe.resolved import ResolvedCall, Saved
 from ep_runtime_client.ops.activation import plain as activation
 from ep_runtime_client.ops.activation import quantized_plain
@@ -73,7 +74,8 @@ def multiple(call: ResolvedCall, *, paired: bool) -> int:
 
 
 def forward(call: ResolvedCall, given: Given, experts: Experts, over: Over) -> Forwarded:
-    call = _bound(call, experts)
+    call, rows_over = _bound(call, experts), over.rows
+    given, experts, over = _with_copies(call, given, experts, over)
     rows, sizes, product = _dispatched(call, given), _sizes(given), _gemm(call)
     scales = iter(given.scales)
     taken, first = _first_operand(call, rows, sizes, over, scales)
@@ -88,6 +90,9 @@ def forward(call: ResolvedCall, given: Given, experts: Experts, over: Over) -> F
     )
     made = tuple(x[0] for x in (*kept, rows.weights, slack.cleared(hidden, sizes)))
     amax = tuple(x[0] for x in (first, second) if x is not None)
+    if given.copies is not None:
+        amax = at_home(call.moved, given.copies, amax, row_blocks.max_at)
+        amax = tuple(largest(x, rows_over) for x in amax)
     return Forwarded(y, made if call.saved else (), amax)
 
 
@@ -101,6 +106,7 @@ def backward(
     over: Over,
 ) -> Gradients:
     call = _bound(call, experts)
+    given, experts, over = _with_copies(call, given, experts, over)
     sizes, product = _sizes(given), _gemm(call)
     count, to_input = experts.wo.shape[0], call.weighted == "input"
     rows = _rows_of(call, saved, sizes) if saved else _dispatched(call, given)
@@ -114,7 +120,8 @@ def backward(
     scale = given.scales[-1] if call.delayed[1] and call.weighted != "output" else None
     act, _ = _activated(call, hidden, weights, sizes, over, scale)
     d_out = _received_gradients(call, given, dy)
-    dtype = hidden.dtype if grads.dtype is None else grads.dtype
+    wanted = hidden.dtype if grads.dtype is None else grads.dtype
+    dtype = wanted if given.copies is None else call.activation.wide
     pulled = _gradient(call, 1, d_out, sizes, over.rows)
     d_act, d_wo = gemm.pullback(product, act, experts.wo, pulled, sizes, dtype)
     d_values: tuple[jax.Array | None, ...] = ()
@@ -142,8 +149,29 @@ def backward(
         d_wo_bias, d_weights = _of_weighted_bias(
             experts.wo_bias, d_out, rows.weights, d_weights, sizes
         )
+    if given.copies is not None:
+        # Gradients of copies are wide until they are added up.
+        made = (d_wi, d_wo, d_wi_bias, d_wo_bias)
+        made = at_home(call.moved, given.copies, made, row_blocks.add_at)
+        d_wi, d_wo, d_wi_bias, d_wo_bias = made
+        d_wi, d_wo = jax.tree.map(lambda x: x.astype(wanted), (d_wi, d_wo))
     d_tokens, d_topk = _returned(call, given, d_rows[0], d_weights[0])
     return Gradients(d_tokens, d_topk, d_wi, d_wo, d_wi_bias, d_wo_bias, d_values)
+
+
+def _with_copies(
+    call: ResolvedCall, given: Given, experts: Experts, over: Over
+) -> tuple[Given, Experts, Over]:
+    """What a call has whose experts have copies here: weights and scales of physical experts.
+
+    A slot's rows are of another expert in each EP domain, so a scale is of one domain's rows.
+    """
+    if given.copies is None:
+        return given, experts, over
+    moved = (experts._replace(values=()), given.scales)
+    moved = with_copies(call.moved, given.copies, moved)
+    experts = moved[0]._replace(values=experts.values)
+    return given._replace(scales=moved[1]), experts, over._replace(rows=())
 
 
 def _bound(call: ResolvedCall, experts: Experts) -> ResolvedCall:

@@ -143,7 +143,7 @@ def _call(
     held: int,
 ) -> tuple[jax.Array, ...]:
     """Returns the call's results without its workspace, the result at index `scratch`."""
-    *operands, plan, _ = given
+    *operands, plan, _, _ = given
     bias = flat_bias(experts.wi_bias, experts.wo.shape[0])
     weights, scales = _weights(experts, forward=target == TARGETS[0])
     others = (*others, *scales, *_as_taken(experts.wo_bias, given.tokens.dtype))

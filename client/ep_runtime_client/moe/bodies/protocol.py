@@ -54,6 +54,8 @@ class Given(NamedTuple):
         most: int32 [1], the most rows that the zones of any rank have whose windows this one maps.
         plan: of `prepare`; of PlanArrays where it is between ranks that map each other's windows.
         scales: f32 [L] for each product whose scales of rows are given.
+        copies: int32 [N, S], the expert of each slot of the ranks, -1 without one; None in calls
+            whose experts have no copies.
     """
 
     rank: jax.Array
@@ -64,6 +66,7 @@ class Given(NamedTuple):
     most: jax.Array
     plan: AnyArrays
     scales: tuple[jax.Array, ...] = ()
+    copies: jax.Array | None = None
 
 
 class Over(NamedTuple):

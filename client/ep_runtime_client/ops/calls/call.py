@@ -14,6 +14,7 @@ from jax import lax
 from ep_runtime.arguments import check_whole
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime.layer_specs import no_drop_rows
+from ep_runtime.layout import spread_capacity
 from ep_runtime.specs import GroupSpec, check_holds_rows
 from ep_runtime_client.base.layers import EpLayer
 from ep_runtime_client.ops.calls.token_layout import TokenLayout
@@ -57,7 +58,9 @@ class Call:
         clear_slack: somebody may look at a gradient's rows past the last group; without it a GPU
             leaves them as they are.
         own_alignment: rows to which zones are aligned if nobody sees them; 0: as the layer says.
-        layer, group, capacity: of `meta`.
+        spread: experts may have copies on other ranks: `group` and `capacity` are those of the
+            physical experts (`moe/copies.py`).
+        layer, group, capacity: of `meta`, unless spread.
         layout: how the tokens lie on the axes that are not manual.
         row_alignment: rows to which experts' zones are aligned as they lie in a slab or workspace.
             Drops and num_recv are those of the layer's alignment, which it divides.
@@ -67,6 +70,7 @@ class Call:
     where: Partitioning
     clear_slack: bool = True
     own_alignment: int = 0
+    spread: bool = False
     layer: EpLayer = _follows()
     group: GroupSpec = _follows()
     layout: TokenLayout = _follows()
@@ -77,9 +81,9 @@ class Call:
         layer, layout, manual = self.meta.layer, self.meta.layout, self.where.manual
         found = {
             "layer": layer,
-            "group": layer.group_spec,
+            "group": layer.group_spec.physical if self.spread else layer.group_spec,
             "layout": layout.within(layer.group_spec, manual) if manual else layout,
-            "capacity": self.meta.capacity,
+            "capacity": _spread_capacity(self.meta) if self.spread else self.meta.capacity,
             "row_alignment": self.own_alignment or layer.alignment,
         }
         for name, value in found.items():
@@ -97,6 +101,17 @@ class Call:
             return self
         varying = varied_over(self.group, self.where.manual, operands)
         return dataclasses.replace(self, where=dataclasses.replace(self.where, varying=varying))
+
+
+def _spread_capacity(meta: PlanMeta) -> int:
+    layer, group = meta.layer, meta.group
+    return spread_capacity(
+        meta.capacity,
+        slots=meta.layout.tokens_per_rank * layer.top_k,
+        experts=group.experts_per_rank,
+        spare_experts=group.spare_experts,
+        alignment=layer.alignment,
+    )
 
 
 def world_rank(group: GroupSpec) -> jax.Array:

@@ -40,7 +40,7 @@ def calls_host(group: GroupSpec) -> bool:
     return plain and group.on_overflow == "error"
 
 
-def _ranks_in_expert(expert: jax.Array, num_experts: int) -> tuple[jax.Array, jax.Array]:
+def ranks_in_expert(expert: jax.Array, num_experts: int) -> tuple[jax.Array, jax.Array]:
     """(rows per expert [E], each slot's rank among this source's slots of its expert [T*K]).
 
     `expert` is [T*K] with E for an unused slot.
@@ -77,7 +77,7 @@ def route(at: DeviceCall, topk_idx: jax.Array, gather: Gather) -> Routed:
     flat = topk_idx.reshape(-1)
     used = (flat >= 0) & (flat < num_experts)
     expert = jnp.where(used, flat, num_experts)
-    counts, position = _ranks_in_expert(expert, num_experts)
+    counts, position = ranks_in_expert(expert, num_experts)
     matrix = gather(call, counts)
     demand = matrix.sum(0, dtype=jnp.int32).reshape(ranks, local)
     kept = kept_rows(demand, call.capacity, alignment, ranks * flat.shape[0])

@@ -1,0 +1,251 @@
+"""Copies of experts: rows of overfull ranks go to slots of other ranks, for one call of `ep.moe`.
+
+Every rank computes the same plan from the rows that each expert keeps. Rows of an expert stay on
+its home up to a position, in order of (source rank, token, slot); those behind it go to copies. The
+physical experts of a rank are its L own ones and then its slots. Movement and products know
+physical experts alone: drops, loads and statistics were decided before, from the logical ones.
+
+Letters: N ranks of the EP group, E experts, L of a rank, S slots of a rank, T, K as elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+from ep_runtime.device_layout import count_columns
+from ep_runtime_client.ops.calls.call import Call
+from ep_runtime_client.ops.calls.plan import AnyArrays, NodePlanArrays, arrays_type
+from ep_runtime_client.ops.kernels.slots import as_int32, exclusive_sum, rows_at
+from ep_runtime_client.ops.movement import per_device
+from ep_runtime_client.ops.quantize.formats.tiles import bits, from_bits
+from ep_runtime_client.ops.tracing import again, eager
+from ep_runtime_client.ops.tracing.scopes import scope
+from ep_runtime_client.ops.tracing.varying import spread_over, varied_axes
+from ep_runtime_client.ops.transports import between_xla, nodes, xla_plan
+from ep_runtime_client.ops.transports.protocol import DeviceCall
+
+Tree = TypeVar("Tree")
+
+
+class Copies(NamedTuple):
+    """Which expert each slot of each rank has, and how many rows of it; int32 [N, S] each.
+
+    A slot without rows has none: its expert means nothing.
+    """
+
+    expert: jax.Array
+    rows: jax.Array
+
+
+def balanced(demand: jax.Array, ranks: int, spare: int) -> Copies:
+    """The copies that even out the rows of the ranks: demand int32 [E], the same on every rank.
+
+    Ranks above 1.03 of the even share give what they have over it, and others take up to it. Each
+    rank takes from one giver alone: what is over a giver's surplus in its last grant makes that
+    giver a taker of the next one (the alias method). So L slots are enough for any demand. With
+    fewer, a taker gets its largest pieces, and the others stay at home.
+    """
+    local = demand.shape[0] // ranks
+    own = demand.reshape(ranks, local)
+    load = own.sum(1, dtype=jnp.int32)
+    even = _up_to_whole(load.sum(dtype=jnp.int32), ranks)
+    gives = load > even + lax.div(even * 3, jnp.int32(100))
+    surplus = jnp.where(gives, load - even, 0)
+    lack = jnp.where(gives, 0, jnp.maximum(even - load, 0))
+    # Givers and takers by size lie on one line; grants are where their intervals overlap.
+    giver, taker = (jnp.argsort(-x, stable=True).astype(jnp.int32) for x in (surplus, lack))
+    given = jnp.cumsum(rows_at(surplus, giver), dtype=jnp.int32)
+    taken = jnp.minimum(jnp.cumsum(rows_at(lack, taker), dtype=jnp.int32), given[-1])
+    before_giver, before_taker = (
+        jnp.concatenate([jnp.zeros_like(x[:1]), x[:-1]]) for x in (given, taken)
+    )
+    last = ranks - 1
+    of_taker = jnp.minimum((given <= before_taker[:, None]).sum(1, dtype=jnp.int32), last)
+    # The taker across the end of a giver's surplus gets all from it; the next giver makes up.
+    across = jnp.minimum((taken <= given[:, None]).sum(1, dtype=jnp.int32), last)
+    over = rows_at(taken, across) - given
+    over = jnp.where((over > 0) & (rows_at(before_taker, across) < given), over, 0)
+    # Of 2N grants, to takers and then to givers: whose, and which part of what it gives.
+    numbers = jnp.arange(ranks, dtype=jnp.int32)
+    place = jnp.concatenate([of_taker, jnp.minimum(numbers + 1, last)])
+    offset = before_taker - rows_at(before_giver, of_taker)
+    start = jnp.concatenate([offset, jnp.zeros_like(over)])
+    size = jnp.concatenate([taken - before_taker, over])
+    # A giver's largest experts are given first.
+    source = rows_at(giver, place)
+    order = jnp.argsort(-own, 1, stable=True).astype(jnp.int32)
+    end_of = jnp.cumsum(jnp.take_along_axis(own, order, 1), 1, dtype=jnp.int32)
+    end_of, order = rows_at(end_of, source), rows_at(order, source)
+    start_of = jnp.concatenate([jnp.zeros_like(end_of[:, :1]), end_of[:, :-1]], 1)
+    pieces = jnp.minimum((start + size)[:, None], end_of) - jnp.maximum(start[:, None], start_of)
+    rows, expert = jnp.maximum(pieces, 0), source[:, None] * local + order
+    largest = jnp.argsort(-rows, 1, stable=True)[:, :spare]
+    rows, expert = (jnp.take_along_axis(x, largest, 1) for x in (rows, expert))
+    # A giver takes nothing if it, or one that it makes up for, gave less for lack of slots.
+    short = jnp.zeros(ranks, bool).at[place].max(rows.sum(1, dtype=jnp.int32) < size)
+    first = jnp.concatenate([jnp.zeros_like(over[:1]), over[:-1]]) == 0
+    chain = lax.cummax(jnp.where(first, numbers, 0))
+    whole = lax.cummax(jnp.where(short, numbers, -1)) < chain
+    # Back to the order of ranks, each of which is a taker or a giver.
+    places = [jnp.zeros(ranks, jnp.int32).at[x].set(numbers) for x in (taker, giver)]
+    as_giver = rows_at(over, places[1]) > 0
+    grant = jnp.where(as_giver, ranks + places[1], places[0])
+    kept = rows_at(jnp.concatenate([size[:ranks] > 0, whole]), grant)
+    found = jnp.where(kept[:, None], rows_at(rows, grant), 0)
+    missing = ((0, 0), (0, spare - found.shape[1]))
+    return Copies(*(jnp.pad(x, missing) for x in (rows_at(expert, grant), found)))
+
+
+def _up_to_whole(total: jax.Array, parts: int) -> jax.Array:
+    return lax.div(total + (parts - 1), jnp.full_like(total, parts))
+
+
+def physical_experts(
+    expert: jax.Array, position: jax.Array, demand: jax.Array, copies: Copies
+) -> jax.Array:
+    """The physical expert of each slot [X], whose row is at `position` of those of `expert`."""
+    ranks, spare = copies.rows.shape
+    local = demand.shape[0] // ranks
+    # Rows of all experts lie on one line, expert by expert: those at home, then copy by copy.
+    flat, rows = copies.expert.reshape(-1), copies.rows.reshape(-1)
+    away = jnp.zeros_like(demand).at[flat].add(rows)
+    base = exclusive_sum(demand)
+    order = jnp.argsort(flat, stable=True)
+    among = exclusive_sum(rows_at(rows, order)) - rows_at(exclusive_sum(away), rows_at(flat, order))
+    among = jnp.zeros_like(rows).at[order].set(among)
+    start = rows_at(base + demand - away, flat) + among
+    starts = jnp.concatenate([base, jnp.where(rows > 0, start, jnp.iinfo(jnp.int32).max)])
+    ids = jnp.arange(ranks * (local + spare), dtype=jnp.int32).reshape(ranks, local + spare)
+    ids = jnp.concatenate([ids[:, :local].reshape(-1), ids[:, local:].reshape(-1)])
+    by_start = jnp.argsort(starts, stable=True)  # what is empty comes before what begins there too
+    found = jnp.searchsorted(
+        rows_at(starts, by_start), rows_at(base, expert) + position, "right", method="sort"
+    )
+    return rows_at(rows_at(ids, by_start), jnp.maximum(found.astype(jnp.int32) - 1, 0))
+
+
+def spread(
+    call: Call, index: jax.Array, topk_idx: jax.Array, plan: AnyArrays
+) -> tuple[Call, AnyArrays, jax.Array]:
+    """Spreads the rows that a plan keeps.
+
+    Returns:
+        The call on physical experts, its plan, and the expert of each slot of the ranks, int32
+        [R, N, S], -1 in slots that have none.
+    """
+    with scope("prepare", call.layer):
+        call = Call(call.meta, call.where, spread=True).varied(topk_idx, index)
+        idx = per_device.place(call, "topk_idx", topk_idx)
+        made = eager.settled(_spread, call, again.told(index, idx), idx, plan)
+    *arrays, experts = (checkpoint_name(x, "ep_plan") for x in made)
+    return call, arrays_type(call.group)(*arrays), experts
+
+
+def _spread(
+    call: Call, index: jax.Array, topk_idx: jax.Array, plan: AnyArrays
+) -> tuple[jax.Array, ...]:
+    slabs, results = (plan.dst_rank, plan.recv_count), len(plan) + 1
+    tokens = (as_int32(topk_idx),)
+    return per_device.run(
+        call, "prepare", _planned, index, tokens, slabs, results, variant="spread"
+    )
+
+
+def _planned(
+    at: DeviceCall, topk_idx: jax.Array, dst_rank: jax.Array, recv_count: jax.Array
+) -> tuple[jax.Array, ...]:
+    call, group = at.call, at.call.layer.group_spec
+    kept = (dst_rank >= 0).reshape(-1)
+    expert = jnp.where(kept, topk_idx.reshape(-1), group.num_experts)
+    counts, position = xla_plan.ranks_in_expert(expert, group.num_experts)
+    matrix = between_xla.all_gather(call, counts)
+    demand = matrix.sum(0, dtype=jnp.int32)
+    copies = balanced(demand, group.ep_size, group.spare_experts)
+    me = between_xla.ep_rank(call)
+    earlier = jnp.where(jnp.arange(group.ep_size)[:, None] < me, matrix, 0)
+    safe = jnp.minimum(expert, group.num_experts - 1)
+    position = position + rows_at(earlier.sum(0, dtype=jnp.int32), safe)
+    physical = physical_experts(safe, position, demand, copies)
+    physical = jnp.where(kept, physical, -1).reshape(topk_idx.shape)
+    prepare = nodes.prepare if group.node_size else xla_plan.prepare
+    plan: AnyArrays = prepare(at, physical)[0]
+    plan = plan._replace(recv_count=_counts(call, plan, recv_count, topk_idx.shape[0]))
+    return (*plan, jnp.where(copies.rows > 0, copies.expert, -1))
+
+
+def _counts(call: Call, plan: AnyArrays, given: jax.Array, tokens: int) -> jax.Array:
+    """recv_count as the transport's own prepare has it, with the slots that were dropped before."""
+    counts = plan.recv_count.at[0, 3].set(given[0, 3])
+    if isinstance(plan, NodePlanArrays) or count_columns(call.group, tokens) == counts.shape[1]:
+        return counts
+    pairs = between_xla.all_gather(call, counts[:, 0:3:2])  # by rank, source, and half
+    return jnp.concatenate([counts, pairs.transpose(1, 2, 0).reshape(len(counts), -1)], 1)
+
+
+def with_copies(call: Call, experts: jax.Array, tree: Tree) -> Tree:
+    """Arrays [L, ...] of this rank's experts, followed by those of its slots: [L + S, ...].
+
+    `experts`: int32 [N, S], as `spread` returns it for one device.
+    """
+    group = call.layer.group_spec
+    mine, local = _mine(call, experts)
+    slots = rows_at(experts, between_xla.ep_rank(call))
+    home = lax.div(jnp.maximum(slots, 0), jnp.full_like(slots, group.experts_per_rank))
+
+    def moved(x: jax.Array) -> jax.Array:
+        raw = bits(x)
+        dims = [1] * (raw.ndim - 1)
+        sent = jnp.where(mine.reshape(*mine.shape, *dims), rows_at(raw, local), 0)
+        came = between_xla.exchange(call, sent.astype(raw.dtype))
+        taken = came.at[home, jnp.arange(group.spare_experts)].get(mode="promise_in_bounds")
+        taken = jnp.where((slots >= 0).reshape(-1, *dims), taken, 0).astype(raw.dtype)
+        return from_bits(jnp.concatenate([raw, taken]), x.dtype)
+
+    made: Tree = jax.tree.map(moved, tree)
+    return made
+
+
+def at_home(
+    call: Call,
+    experts: jax.Array,
+    tree: Tree,
+    put: Callable[[jax.Array, jax.Array, jax.Array], jax.Array],
+) -> Tree:
+    """Arrays [L + S, ...] of physical experts as [L, ...]: `put` joins what the copies have to what
+    is at home, in rank order, one copy after the other. Zeros must change nothing."""
+    group = call.layer.group_spec
+    mine, local = (x.reshape(-1) for x in _mine(call, experts))
+    slots = rows_at(experts, between_xla.ep_rank(call))
+    ranks = jnp.arange(group.ep_size, dtype=jnp.int32)[:, None] * group.experts_per_rank
+    goes = (slots >= ranks) & (slots < ranks + group.experts_per_rank)  # [N, S]
+
+    def joined(x: jax.Array) -> jax.Array:
+        own, copied = x[: group.experts_per_rank], x[group.experts_per_rank :]
+        dims = [1] * (x.ndim - 1)
+        sent = jnp.where(goes.reshape(*goes.shape, *dims), copied, 0)
+        came = between_xla.exchange(call, sent).reshape(-1, *x.shape[1:])
+        axes = tuple(sorted(varied_axes(own, came, mine)))
+
+        def step(i: jax.Array, total: jax.Array) -> jax.Array:
+            value = jnp.where(rows_at(mine, i), rows_at(came, i), 0).astype(x.dtype)
+            return put(total, rows_at(local, i), value)
+
+        result: jax.Array = lax.fori_loop(0, len(came), step, spread_over(own, axes))
+        return result
+
+    made: Tree = jax.tree.map(joined, tree)
+    return made
+
+
+def _mine(call: Call, experts: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Which slots of all ranks have an expert of this one, bool [N, S], and its number here."""
+    size = call.layer.group_spec.experts_per_rank
+    local = experts - between_xla.ep_rank(call) * size
+    mine = (experts >= 0) & (local >= 0) & (local < size)
+    return mine, jnp.where(mine, local, 0)
