@@ -38,7 +38,7 @@ struct PlanOperands {
 // The plan among `buffers`, from `first` on.
 PlanOperands PlanAt(const CallFrame& frame, const std::vector<Buffer>& buffers, size_t first);
 
-// Checks T, K, C, L and H against the limits of the group and the layer. `element_bytes` is of one
+// Checks T, K and H against the limits of the group and the layer. `element_bytes` is of one
 // row element; rows of bytes may have any width that staged rows hold.
 Status CheckSizes(const CallFrame& frame, const CallContext& context, const Sizes& sizes,
                   int64_t element_bytes);
