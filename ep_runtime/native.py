@@ -80,7 +80,7 @@ def _settings(spec: GroupSpec, job: str = "") -> str:
     lines: dict[str, int | float | str] = {"job": job} if job else {}
     for name, value in spec.to_dict().items():
         if isinstance(value, float) and name.endswith("_s"):
-            lines[name.removesuffix("_s") + "_ns"] = int(min(value, _LONGEST_S) * 1e9)
+            lines[name.removesuffix("_s") + "_ns"] = nanoseconds(value)
         elif isinstance(value, int):
             lines[name] = int(value)  # True is 1
         elif isinstance(value, float | str):
@@ -120,8 +120,28 @@ def _options(
     )
 
 
-def _raise(text: str) -> None:
-    raise parse(text) or EpRuntimeError(text)
+class TextBuffer:
+    """A buffer that a library's function writes a text to, as the last argument `struct`."""
+
+    def __init__(self) -> None:
+        self._memory = ctypes.create_string_buffer(_TEXT_BYTES)
+        data = ctypes.cast(self._memory, ctypes.c_char_p)
+        self.struct = native_abi.TextStruct(data, _TEXT_BYTES)
+
+    @property
+    def value(self) -> str:
+        return self._memory.value.decode(errors="replace")
+
+    def checked(self, result: int) -> int:
+        """Returns a function's result; raises the error in the text if it is negative."""
+        if result < 0:
+            raise parse(self.value) or EpRuntimeError(self.value)
+        return int(result)
+
+
+def nanoseconds(seconds: float) -> int:
+    """Converts seconds, cut to a number whose nanoseconds fit 64 bits."""
+    return int(min(seconds, _LONGEST_S) * 1e9)
 
 
 class NativeLibrary:
@@ -211,13 +231,11 @@ class NativeLibrary:
         fds = (ctypes.c_int * len(window_fds))(*window_fds)
         ours = range(spec.world_size) if local_ranks is None else local_ranks
         options = _options(spec, generation, debug, ours, gpus, job)
-        text = ctypes.create_string_buffer(_TEXT_BYTES)
+        text = TextBuffer()
         group = self._table.open_group(
-            ctypes.byref(options), board_fd, fds, len(window_fds), _text_of(text)
+            ctypes.byref(options), board_fd, fds, len(window_fds), text.struct
         )
-        if group < 0:
-            _raise(text.value.decode(errors="replace"))
-        return int(group)
+        return text.checked(group)
 
     def add_layers(self, group: int, layers: Sequence[NativeLayer]) -> None:
         """Makes layers known to the handlers; a layer known before gets its new settings."""
@@ -235,9 +253,8 @@ class NativeLibrary:
                 for layer in layers
             )
         )
-        text = ctypes.create_string_buffer(_TEXT_BYTES)
-        if self._table.add_layers(group, made, len(layers), _text_of(text)) < 0:
-            _raise(text.value.decode(errors="replace"))
+        text = TextBuffer()
+        text.checked(self._table.add_layers(group, made, len(layers), text.struct))
 
     def remove_layers(self, group: int, ids: Iterable[int]) -> None:
         """Later calls of these layers raise StaleHandleError."""
@@ -254,10 +271,8 @@ class NativeLibrary:
 
     def check_group(self, group: int) -> str | None:
         """Text of the first error of the group's calls since this was last asked, or None."""
-        text = ctypes.create_string_buffer(_TEXT_BYTES)
-        if self._table.check_group(group, _text_of(text)) == 0:
-            return None
-        return text.value.decode(errors="replace")
+        text = TextBuffer()
+        return text.value if self._table.check_group(group, text.struct) else None
 
     def poison_staging(self, group: int, byte: int) -> None:
         """Fills every window of the group; tests prove with it that stale bytes do not leak."""
@@ -265,15 +280,11 @@ class NativeLibrary:
 
     def devices(self) -> list[str]:
         """UUIDs of the GPUs that this process sees, by CUDA ordinal; the CUDA library alone."""
-        text = ctypes.create_string_buffer(_TEXT_BYTES)
-        count = self._table.num_devices(_text_of(text))
-        if count < 0:
-            _raise(text.value.decode(errors="replace"))
+        text = TextBuffer()
         found = []
-        for ordinal in range(count):
-            if self._table.device_uuid(ordinal, _text_of(text)) < 0:
-                _raise(text.value.decode(errors="replace"))
-            found.append(text.value.decode())
+        for ordinal in range(text.checked(self._table.num_devices(text.struct))):
+            text.checked(self._table.device_uuid(ordinal, text.struct))
+            found.append(text.value)
         return found
 
     @property
@@ -289,11 +300,8 @@ class NativeLibrary:
 
     def reaches(self, device: int, peer: int) -> bool:
         """Whether a GPU can map memory of another, both as CUDA ordinals of this process."""
-        text = ctypes.create_string_buffer(_TEXT_BYTES)
-        answer = self._table.reaches(device, peer, _text_of(text))
-        if answer < 0:
-            _raise(text.value.decode(errors="replace"))
-        return bool(answer)
+        text = TextBuffer()
+        return bool(text.checked(self._table.reaches(device, peer, text.struct)))
 
     def use_row_ops(self, level: str) -> bool:
         """Picks the instruction set of row arithmetic, "best" or one of ROW_OPS; for tests.
@@ -323,10 +331,6 @@ def _runs_on(architecture: str, capability: str) -> bool:
 
 def _address(function: Any) -> int:
     return ctypes.cast(function, ctypes.c_void_p).value or 0
-
-
-def _text_of(buffer: ctypes.Array[ctypes.c_char]) -> native_abi.TextStruct:
-    return native_abi.TextStruct(ctypes.cast(buffer, ctypes.c_char_p), len(buffer))
 
 
 @functools.cache

@@ -16,20 +16,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ep_runtime import env, native, struct_lines
-from ep_runtime.errors import EpRuntimeError, VersionSkewError, parse
+from ep_runtime.errors import EpRuntimeError, VersionSkewError
+from ep_runtime.native import TextBuffer, nanoseconds
+from ep_runtime.native_abi import TextStruct
 
 ABI = 2
 UNIQUE_ID_BYTES = 128
 LIBRARY = "libnccl.so.2"
 CLOSE_TIMEOUT_S = 10.0
-_TEXT_BYTES = 4096
-_LONGEST_S = 1e9  # in nanoseconds it still fits 64 bits
 
 _I64 = ctypes.c_int64
-
-
-class _TextStruct(ctypes.Structure):
-    _fields_ = [("data", ctypes.c_char_p), ("size", _I64)]
 
 
 class _OptionsStruct(ctypes.Structure):
@@ -61,26 +57,26 @@ class _TableStruct(ctypes.Structure):
     _fields_ = [
         ("abi", ctypes.c_uint32),
         ("bytes", ctypes.c_uint32),
-        ("version", ctypes.CFUNCTYPE(_I64, ctypes.c_char_p, _TextStruct)),
-        ("make_group", ctypes.CFUNCTYPE(_I64, ctypes.POINTER(_OptionsStruct), _TextStruct)),
-        ("init_group", ctypes.CFUNCTYPE(_I64, _I64, _I64, _TextStruct)),
+        ("version", ctypes.CFUNCTYPE(_I64, ctypes.c_char_p, TextStruct)),
+        ("make_group", ctypes.CFUNCTYPE(_I64, ctypes.POINTER(_OptionsStruct), TextStruct)),
+        ("init_group", ctypes.CFUNCTYPE(_I64, _I64, _I64, TextStruct)),
         (
             "add_layers",
-            ctypes.CFUNCTYPE(_I64, _I64, ctypes.POINTER(_LayerStruct), _I64, _TextStruct),
+            ctypes.CFUNCTYPE(_I64, _I64, ctypes.POINTER(_LayerStruct), _I64, TextStruct),
         ),
         ("abort_group", ctypes.CFUNCTYPE(None, _I64, ctypes.c_char_p)),
-        ("check_group", ctypes.CFUNCTYPE(_I64, _I64, _TextStruct)),
+        ("check_group", ctypes.CFUNCTYPE(_I64, _I64, TextStruct)),
         ("close_group", ctypes.CFUNCTYPE(None, _I64, _I64)),
-        ("await_failure", ctypes.CFUNCTYPE(_I64, _I64, _I64, _TextStruct)),
+        ("await_failure", ctypes.CFUNCTYPE(_I64, _I64, _I64, TextStruct)),
         ("rank_left", ctypes.CFUNCTYPE(None, _I64, _I64, ctypes.c_char_p)),
-        ("try_sum", ctypes.CFUNCTYPE(_I64, _I64, _I64, _TextStruct)),
+        ("try_sum", ctypes.CFUNCTYPE(_I64, _I64, _I64, TextStruct)),
         ("structs", ctypes.CFUNCTYPE(ctypes.c_char_p)),
     ]
 
 
 # By their names in C.
 _STRUCTS = {
-    "EpNcclText": _TextStruct,
+    "EpNcclText": TextStruct,
     "EpNcclOptions": _OptionsStruct,
     "EpNcclLayer": _LayerStruct,
     "EpNcclTable": _TableStruct,
@@ -177,9 +173,8 @@ class NcclLibrary:
             RuntimeUnavailableError: there is none.
             VersionSkewError: it is too old, or newer than this package knows.
         """
-        text = _Buffer()
-        found = int(self._table.version(find_library().encode(), text.struct))
-        return found if found >= 0 else _raise(text)
+        text = TextBuffer()
+        return text.checked(self._table.version(find_library().encode(), text.struct))
 
     def make_group(self, ranks: Ranks, ids: Sequence[bytes]) -> NcclGroup:
         """A group without communicators yet; `ids` has one unique id per EP domain, or none of
@@ -197,7 +192,7 @@ class NcclLibrary:
             name=ranks.name.encode(),
             generation=ranks.generation,
             ep_size=ranks.ep_size,
-            op_timeout_ns=_nanoseconds(ranks.op_timeout_s),
+            op_timeout_ns=nanoseconds(ranks.op_timeout_s),
             local_ranks=(_I64 * count)(*ranks.world_ranks),
             local_devices=(ctypes.c_int32 * count)(*ranks.ordinals),
             num_local_ranks=count,
@@ -206,9 +201,9 @@ class NcclLibrary:
             carries_rows=ranks.carries_rows,
             max_channels=ranks.max_channels,
         )
-        text = _Buffer()
-        number = int(self._table.make_group(ctypes.byref(options), text.struct))
-        return NcclGroup(self._table, number if number >= 0 else _raise(text))
+        text = TextBuffer()
+        number = text.checked(self._table.make_group(ctypes.byref(options), text.struct))
+        return NcclGroup(self._table, number)
 
     def load_kernels(self, ordinals: Sequence[int], budget_s: float) -> None:
         """Has NCCL load its kernels on these devices: by a communicator of one rank on each, which
@@ -263,9 +258,8 @@ class NcclGroup:
             OpTimeoutError: they did not join within the budget.
             EpRuntimeError: what NCCL says, or what `abort` was given meanwhile.
         """
-        text = _Buffer()
-        if self._table.init_group(self.number, _nanoseconds(budget_s), text.struct) < 0:
-            _raise(text)
+        text = TextBuffer()
+        text.checked(self._table.init_group(self.number, nanoseconds(budget_s), text.struct))
 
     def try_sum(self, budget_s: float) -> None:
         """An all-reduce of 4 MiB of int32 over each communicator, whose sums are checked.
@@ -276,18 +270,16 @@ class NcclGroup:
             OpTimeoutError: the others did not within the budget.
             EpRuntimeError: what NCCL says, or which sum was wrong; the group is of no use then.
         """
-        text = _Buffer()
-        if self._table.try_sum(self.number, _nanoseconds(budget_s), text.struct) < 0:
-            _raise(text)
+        text = TextBuffer()
+        text.checked(self._table.try_sum(self.number, nanoseconds(budget_s), text.struct))
 
     def add_layers(self, layers: Sequence[NcclLayer]) -> None:
         """Makes layers known to the custom calls."""
         made = (_LayerStruct * len(layers))(
             *(_LayerStruct(item.id, item.name.encode(), item.fingerprint) for item in layers)
         )
-        text = _Buffer()
-        if self._table.add_layers(self.number, made, len(layers), text.struct) < 0:
-            _raise(text)
+        text = TextBuffer()
+        text.checked(self._table.add_layers(self.number, made, len(layers), text.struct))
 
     def abort(self, why: EpRuntimeError) -> None:
         """Ends all running calls with this error, here and thereby on the peers."""
@@ -301,19 +293,19 @@ class NcclGroup:
     def await_failure(self, within_s: float) -> str | None:
         """Text of the group's first error, "" if there is none in that time; None once the
         group closes."""
-        text = _Buffer()
-        found = int(self._table.await_failure(self.number, _nanoseconds(within_s), text.struct))
+        text = TextBuffer()
+        found = int(self._table.await_failure(self.number, nanoseconds(within_s), text.struct))
         return text.value if found >= 0 else None
 
     def check(self) -> str | None:
         """Text of the first error since this was last asked, or None."""
-        text = _Buffer()
+        text = TextBuffer()
         return text.value if self._table.check_group(self.number, text.struct) else None
 
     def close(self) -> None:
         """Ends the communicators within a bound: in good order where nothing failed."""
         self.over.set()
-        self._table.close_group(self.number, _nanoseconds(CLOSE_TIMEOUT_S))
+        self._table.close_group(self.number, nanoseconds(CLOSE_TIMEOUT_S))
 
 
 @functools.cache
@@ -327,27 +319,7 @@ def library() -> NcclLibrary:
     return NcclLibrary(native.library_path("cuda"))
 
 
-def _nanoseconds(seconds: float) -> int:
-    return int(min(seconds, _LONGEST_S) * 1e9)
-
-
-class _Buffer:
-    """A buffer for a text of the library."""
-
-    def __init__(self) -> None:
-        self._memory = ctypes.create_string_buffer(_TEXT_BYTES)
-        self.struct = _TextStruct(ctypes.cast(self._memory, ctypes.c_char_p), _TEXT_BYTES)
-
-    @property
-    def value(self) -> str:
-        return self._memory.value.decode(errors="replace")
-
-
 def _text_of(error: EpRuntimeError) -> str:
     """Writes an error in the native library's form, for `errors.parse`."""
     message = str(error).replace("\n", " ")
     return f"EP_RUNTIME/{type(error).__name__}: {message} {json.dumps(error.fields, default=str)}"
-
-
-def _raise(text: _Buffer) -> int:
-    raise parse(text.value) or EpRuntimeError(text.value)
