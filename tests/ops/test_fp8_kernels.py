@@ -326,8 +326,8 @@ def launched(target: str, results: Any, *operands: Any, **way: Any) -> list[jax.
 def test_what_the_kernels_are_given_makes_the_products(
     recipe: Any, experts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kernels_8, "_calls", stand_in)
-    monkeypatch.setattr(kernels_8, "_launched", launched)
+    monkeypatch.setattr(kernels_8, "calls", stand_in)
+    monkeypatch.setattr(kernels_8, "launch", launched)
     monkeypatch.setattr(kernels_16, "_calls", stand_in)
     lhs, rhs, bias = (x[:experts] for x in drawn(dtype=np.float32))
     grad = np.random.default_rng(1).standard_normal((2, 192, 2, 128)).astype(np.float32)
@@ -428,8 +428,8 @@ def test_a_kernel_that_was_quantized_apart_is_transposed_by_no_product(
 def test_a_copy_with_the_contracted_dim_along_memory_is_what_is_multiplied(
     recipe: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kernels_8, "_calls", stand_in)
-    monkeypatch.setattr(kernels_8, "_launched", launched)
+    monkeypatch.setattr(kernels_8, "calls", stand_in)
+    monkeypatch.setattr(kernels_8, "launch", launched)
     monkeypatch.delitem(STANDS_IN, "ep_transpose_weights_v1")
     lhs, rhs, bias = (jnp.asarray(x) for x in drawn(dtype=np.float32))
     sizes = jnp.asarray(SIZES)

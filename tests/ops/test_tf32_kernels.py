@@ -182,7 +182,7 @@ def stand_in_as(target: str, shapes: Any, dtype: Any, *operands: Any, **way: Any
 def test_what_the_kernels_are_given_makes_the_products(
     experts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kernels_32, "_calls", stand_in)
+    monkeypatch.setattr(kernels_8, "calls", stand_in_as)
     monkeypatch.setattr(kernels_16, "_calls", stand_in_as)
     lhs, rhs, bias = (jnp.asarray(x) for x in drawn(experts=experts))
     rng = np.random.default_rng(1)
@@ -214,12 +214,12 @@ def test_a_pair_makes_the_products_of_its_one_array(
     """Read apart where the kernels can, and copied into one array elsewhere."""
     seen: list[int] = []
 
-    def counted(target: str, shapes: Any, *operands: Any, **way: Any) -> Any:
+    def counted(target: str, shapes: Any, dtype: Any, *operands: Any, **way: Any) -> Any:
         seen.append(len(shapes) + len(operands))
         return stand_in(target, shapes, *operands, **way)
 
-    monkeypatch.setattr(kernels_32, "_calls", counted)
-    monkeypatch.setattr(kernels_16, "_calls", lambda t, s, _, *x, **way: counted(t, s, *x, **way))
+    monkeypatch.setattr(kernels_8, "calls", counted)
+    monkeypatch.setattr(kernels_16, "_calls", counted)
     rng = np.random.default_rng(0)
     shapes = [(2, 192, 36), (8, 36, 2, half), (8, 2, half), (2, 192, 2, half)]
     lhs, rhs, bias, grad = (jnp.asarray(rng.standard_normal(s), jnp.float32) for s in shapes)

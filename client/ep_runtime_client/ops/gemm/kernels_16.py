@@ -17,12 +17,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from ep_runtime_client.ops.gemm import kernel_weights
 from ep_runtime_client.ops.gemm.product import GemmKernels, Product
 from ep_runtime_client.ops.kernels import platform
-from ep_runtime_client.ops.kernels.ffi import bound, once, targets
+from ep_runtime_client.ops.kernels.ffi import launch, once, targets
 from ep_runtime_client.ops.kernels.serve import sizes_of
 from ep_runtime_client.ops.quantize.pair import Pair
 from ep_runtime_client.ops.quantize.quantized_tensor import QuantizedTensor
@@ -161,9 +160,8 @@ def _calls(
     wanted = jnp.dtype(out_dtype)
     made = wanted if wanted == operands[0].dtype else jnp.dtype(jnp.float32)
     sizes = sizes_of(group_sizes)
-    values = {name: np.int64(value) for name, value in attributes.items()}
-    results = tuple(jax.ShapeDtypeStruct(shape, made) for shape in shapes)
-    outs = tuple(jax.ffi.ffi_call(target, results)(*bound(sizes, *operands), **values))
+    results = [jax.ShapeDtypeStruct(shape, made) for shape in shapes]
+    outs = launch(target, results, sizes, *operands, **attributes)
     if target != TARGETS[1]:  # only a scan's stack uses gradients of weights
         outs = once(outs)
     return [out.astype(wanted) for out in outs]

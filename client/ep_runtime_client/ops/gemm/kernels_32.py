@@ -21,7 +21,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from ep_runtime_client.ops.gemm import kernel_weights, kernels_8, kernels_16
 from ep_runtime_client.ops.gemm.product import GemmKernels, Product
@@ -72,7 +71,8 @@ def weight_grad(
     transposed = [_transposed_rows(x, slab_rows, sizes) for x in (lhs, grad)]
 
     def call(shapes: kernel_weights.Shapes) -> list[jax.Array]:
-        outs = _calls(TARGETS[0], shapes, sizes, *transposed, slab_rows=slab_rows)
+        way = {"slab_rows": slab_rows}
+        outs = kernels_8.calls(TARGETS[0], shapes, jnp.float32, sizes, *transposed, **way)
         return [out.astype(out_dtype) for out in outs]
 
     return kernel_weights.made(call, experts, transposed[0].shape[0], grad.shape[lead:], paired)
@@ -83,16 +83,8 @@ def _transposed_rows(x: jax.Array, slab_rows: int, sizes: jax.Array) -> jax.Arra
     slabs, groups = sizes.shape
     rows = x.astype(jnp.float32).reshape(slabs * slab_rows, -1)
     shape = (rows.shape[1], slabs * kernels_8.padded_rows(slab_rows, groups))
-    (out,) = _calls(kernels_8.TRANSPOSE_ROWS, (shape,), sizes, rows)
+    (out,) = kernels_8.calls(kernels_8.TRANSPOSE_ROWS, (shape,), jnp.float32, sizes, rows)
     return out
-
-
-def _calls(
-    target: str, shapes: kernel_weights.Shapes, *operands: jax.Array, **attributes: int
-) -> list[jax.Array]:
-    values = {name: np.int64(value) for name, value in attributes.items()}
-    results = tuple(jax.ShapeDtypeStruct(shape, jnp.dtype(jnp.float32)) for shape in shapes)
-    return list(jax.ffi.ffi_call(target, results)(*operands, **values))
 
 
 KERNELS: GemmKernels = GemmKernels(

@@ -26,12 +26,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from ep_runtime_client.ops.gemm import kernel_weights, kernels_16
 from ep_runtime_client.ops.gemm.product import GemmKernels, Product
 from ep_runtime_client.ops.kernels import platform
-from ep_runtime_client.ops.kernels.ffi import bound, once, targets
+from ep_runtime_client.ops.kernels.ffi import launch, once, targets
 from ep_runtime_client.ops.kernels.serve import sizes_of
 from ep_runtime_client.ops.quantize import kernels as quantize_kernels
 from ep_runtime_client.ops.quantize.formats.format import OnGpu
@@ -219,7 +218,7 @@ def weight_grad(
     }
 
     def call(shapes: kernel_weights.Shapes) -> list[jax.Array]:
-        outs = _calls(_GEMM_DW, shapes, _made(out_dtype), sizes, *transposed, *scales, **way)
+        outs = calls(_GEMM_DW, shapes, _made(out_dtype), sizes, *transposed, *scales, **way)
         return [out.astype(out_dtype) for out in outs]
 
     return kernel_weights.made(call, experts, transposed[0].shape[0], grad.shape[lead:], paired)
@@ -252,7 +251,7 @@ def _requantized_rows(x: QuantizedTensor, group_sizes: jax.Array) -> tuple[jax.A
         "e5m2": int(x.dtype == _E5M2),
     }
     operands = (sizes, rows, x.scale.reshape(rows.shape[0], -1))
-    data, scale = (once(out) for out in _launched(_REQUANTIZE, made, *operands, **way))
+    data, scale = (once(out) for out in launch(_REQUANTIZE, made, *operands, **way))
     return data, scale
 
 
@@ -309,29 +308,19 @@ def _made(out_dtype: Any) -> Any:
 def _call(
     target: str, shape: tuple[int, ...], dtype: Any, *operands: jax.Array, **attributes: int
 ) -> jax.Array:
-    (out,) = _calls(target, (shape,), dtype, *operands, **attributes)
+    (out,) = calls(target, (shape,), dtype, *operands, **attributes)
     return once(out)
 
 
-def _calls(
+def calls(
     target: str,
     shapes: kernel_weights.Shapes,
     dtype: Any,
     *operands: jax.Array,
     **attributes: int,
 ) -> list[jax.Array]:
-    results = tuple(jax.ShapeDtypeStruct(shape, dtype) for shape in shapes)
-    return _launched(target, results, *operands, **attributes)
-
-
-def _launched(
-    target: str,
-    results: tuple[jax.ShapeDtypeStruct, ...],
-    *operands: jax.Array,
-    **attributes: int,
-) -> list[jax.Array]:
-    values = {name: np.int64(value) for name, value in attributes.items()}
-    return list(jax.ffi.ffi_call(target, results)(*bound(*operands), **values))
+    results = [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
+    return launch(target, results, *operands, **attributes)
 
 
 KERNELS: GemmKernels = GemmKernels(supports, forward, data_grad, weight_grad)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from ep_runtime import native
@@ -93,6 +95,14 @@ def bound(*operands: jax.Array) -> tuple[jax.Array, ...]:
         return lax.slice(values, (0,), (0,)).astype(like.dtype).reshape(like.shape)
 
     return tuple(x if x.size else made(x) for x in operands)
+
+
+def launch(
+    target: str, results: Sequence[jax.ShapeDtypeStruct], *operands: jax.Array, **attributes: Any
+) -> list[jax.Array]:
+    """Makes a custom call whose attributes are int64; see `bound` for empty operands."""
+    values = {name: np.int64(value) for name, value in attributes.items()}
+    return list(jax.ffi.ffi_call(target, tuple(results))(*bound(*operands), **values))
 
 
 def once(results: Results) -> Results:

@@ -18,7 +18,7 @@ from jax import ShapeDtypeStruct
 from ep_runtime import native
 from ep_runtime_client.ops.calls.call import Call
 from ep_runtime_client.ops.calls.plan import PlanArrays, plan_shapes
-from ep_runtime_client.ops.kernels.ffi import bound, ensure_registered, once, targets
+from ep_runtime_client.ops.kernels.ffi import ensure_registered, launch, once, targets
 from ep_runtime_client.ops.transports.between_xla import largest
 from ep_runtime_client.ops.transports.protocol import DeviceCall
 from ep_runtime_client.ops.transports.xla_plan import zone_rows
@@ -49,8 +49,7 @@ def native_call(
     """
     platform = native.PLATFORMS[call.group.transport]
     ensure_registered(platform)
-    numbers = attributes(call) | {name: np.int64(value) for name, value in others.items()}
-    made = tuple(jax.ffi.ffi_call(target, tuple(results))(*bound(*operands), **numbers))
+    made = tuple(launch(target, results, *operands, **attributes(call), **others))
     if platform == "cpu":
         return made
     count = len(made) if held is None else held
