@@ -5,20 +5,18 @@ The run itself is by command, as in test_maxtext.py.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
 import sys
 import zipfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import doc_pages
 import pytest
 from daemon_fixtures import package_path
-from integrations import maxtext_figures, maxtext_sources, maxtext_steps
+from integrations import maxtext_figures, maxtext_sources
 
 SCRIPT = Path(__file__).with_name("maxtext_figures.py")
 RUN_TIMEOUT_S = 1200.0
@@ -44,37 +42,6 @@ def test_every_row_is_beside_the_fastest_of_theirs() -> None:
     assert maxtext_figures.beside_theirs(rows[:1]) == rows[:1]
 
 
-def test_a_path_that_there_is_not_is_refused_with_those_there_are() -> None:
-    assert maxtext_figures.chosen("ring,ours") == [VARIANTS["ring"], VARIANTS["ours"]]
-    with pytest.raises(argparse.ArgumentTypeError, match="no path 'rang': there are ours, dense"):
-        maxtext_figures.chosen("ours,rang")
-
-
-def test_an_error_is_one_line() -> None:
-    assert maxtext_steps.reason(ValueError("\n  too few\nmore")) == "ValueError: too few"
-    assert maxtext_steps.reason(KeyError()) == "KeyError"
-
-
-def test_a_process_that_only_dies_is_told_by_its_last_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    dies = tmp_path / "dies.py"
-    dies.write_text("import sys; print('fatal: no room'); sys.exit(3)")
-    monkeypatch.setattr(maxtext_figures, "STEPS", dies)
-    found = maxtext_figures.run(tmp_path, tmp_path, {}, {}, limit_s=60)
-    assert found == {"error": "exit code 3: fatal: no room"}
-
-
-def test_a_process_that_does_not_end_is_ended(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stays = tmp_path / "stays.py"
-    stays.write_text("import threading; threading.Event().wait()")
-    monkeypatch.setattr(maxtext_figures, "STEPS", stays)
-    found = maxtext_figures.run(tmp_path, tmp_path, {}, {}, limit_s=0.5)
-    assert found == {"error": "had not ended after 0.5 s"}
-
-
 def test_a_file_that_is_no_wheel_or_of_another_release_is_refused(tmp_path: Path) -> None:
     wheel = tmp_path / "maxtext.whl"
     wheel.touch()
@@ -84,36 +51,6 @@ def test_a_file_that_is_no_wheel_or_of_another_release_is_refused(tmp_path: Path
         written.writestr(maxtext_sources.CONFIG, "megablox: true\n")
     with pytest.raises(ValueError, match=r"patch of maxtext.md does not apply.*error: "):
         maxtext_sources.patched_copy(wheel, tmp_path / "to")
-
-
-RAN = {"seconds": [1.0] * 9, "loss": 1.0, "xla_bytes": None, "runtime_bytes": None}
-
-
-@pytest.mark.parametrize(
-    ("ours", "code"), [(RAN, 0), ({"error": "no room"}, 1), (KeyboardInterrupt(), 130)]
-)
-def test_the_exit_code_is_that_of_ours_and_known_rows_are_printed(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], ours: Any, code: int
-) -> None:
-    folders = []
-
-    def patched_copy(wheel: Path, to: Path) -> Path:
-        folders.append(to.parent)
-        return to
-
-    def measured(*_: object) -> Iterator[tuple[maxtext_figures.Variant, dict[str, Any]]]:
-        yield VARIANTS["dense"], RAN
-        if isinstance(ours, KeyboardInterrupt):
-            raise ours
-        yield VARIANTS["ours"], ours
-
-    monkeypatch.setattr(maxtext_figures, "patched_copy", patched_copy)
-    monkeypatch.setattr(maxtext_figures, "measured", measured)
-    machine = maxtext_figures.Machine(is_gpu=False, devices=2)
-    monkeypatch.setattr(maxtext_figures.Machine, "found", lambda _: machine)
-    assert maxtext_figures.main(["--maxtext", "."]) == code
-    assert "dense" in capsys.readouterr().out
-    assert [folder.exists() for folder in folders] == [False]
 
 
 def test_stand_ins_are_imported_called_and_derived_from() -> None:
