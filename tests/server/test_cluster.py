@@ -87,15 +87,6 @@ def features(daemon) -> list[str]:
     return list(client.call(client.sessions.GetServerInfo, request).features)
 
 
-@pytest.fixture
-def pair(start_daemon):
-    """(address, a, b): a coordinates there, and b has joined."""
-    address = place()
-    a, b = (start_daemon(cluster=role(address)) for role in (coordinates, joins))
-    joined(b)
-    return address, a, b
-
-
 def test_a_daemon_alone_has_no_cluster(daemon):
     assert not daemon.status().HasField("cluster")
     assert wire.CLUSTER not in features(daemon)
@@ -103,21 +94,21 @@ def test_a_daemon_alone_has_no_cluster(daemon):
         daemon.ask("ListGroups", node="b")
 
 
-def test_a_node_that_joins_is_seen_from_both(pair):
-    address, a, b = pair
+def test_a_node_that_joins_is_seen_from_both(nodes):
+    a, b = nodes
     assert link(a) == "COORDINATOR"
     assert states(a) == states(b) == {"a": "JOINED", "b": "JOINED"}
     ours, theirs = cluster_of(a), cluster_of(b)
     assert (ours.cluster_id, ours.epoch) == (theirs.cluster_id, theirs.epoch)
     assert (ours.node, theirs.node) == ("a", "b")
-    assert theirs.coordinator == address
+    assert theirs.coordinator == theirs.nodes[0].identity.address
     assert [node.coordinator for node in theirs.nodes] == [True, False]
     assert wire.CLUSTER in features(a)
     assert wire.CLUSTER in features(b)
 
 
-def test_every_reading_call_goes_to_the_node_that_it_names(pair):
-    a, b = pair[1:]
+def test_every_reading_call_goes_to_the_node_that_it_names(nodes):
+    a, b = nodes
     client = b.client()
     client.ready(make_spec())
     for here, there in ((a, "b"), (b, "b")):
@@ -164,7 +155,7 @@ def test_a_node_that_answers_anything_is_named_and_waited_for_within_bounds(
     monkeypatch.setattr(
         daemon_module, "SERVER_OPTIONS", [*daemon_module.SERVER_OPTIONS[:-4], sends]
     )
-    a, b = request.getfixturevalue("pair")[1:]
+    a, b = request.getfixturevalue("nodes")
     with pytest.raises(errors.EpRuntimeError, match=match):
         a.ask("ListGroups", node="b")
     assert a.ask("GetStatus", node="b").directory == str(b.directory)
@@ -190,8 +181,9 @@ def test_other_nodes_order_nothing_and_ask_nothing_on(start_daemon, call_node):
         call_node(address, pb, "ListGroups", pb.ListGroupsRequest(node="b"))
 
 
-def test_a_second_daemon_of_a_name_is_refused_and_says_who_has_it(pair, start_daemon):
-    address, a, b = pair
+def test_a_second_daemon_of_a_name_is_refused_and_says_who_has_it(nodes, start_daemon):
+    a, b = nodes
+    address = cluster_of(b).coordinator
     other = start_daemon(cluster=joins(address))
     eventually(lambda: link(other) == "REFUSED")
     status = cluster_of(other)
@@ -204,8 +196,8 @@ def test_a_second_daemon_of_a_name_is_refused_and_says_who_has_it(pair, start_da
     other.client().ready(make_spec())  # it serves its own node all the same
 
 
-def test_a_node_that_ends_well_leaves_at_once(pair):
-    a, b = pair[1:]
+def test_a_node_that_ends_well_leaves_at_once(nodes):
+    a, b = nodes
     b.close()
     eventually(lambda: states(a) == {"a": "JOINED"})
     b.close = lambda: None
@@ -334,8 +326,9 @@ def test_a_coordinator_that_lost_its_file_counts_on_from_what_the_operator_says(
 
 
 @pytest.mark.slow
-def test_a_node_whose_lease_is_not_known_joins_again(pair, join):
-    address, a, b = pair
+def test_a_node_whose_lease_is_not_known_joins_again(nodes, join):
+    a, b = nodes
+    address = cluster_of(b).coordinator
     own = cluster_of(b).nodes[1].identity  # who says it is b takes b's place; plain TCP lets it
     join(address, own)
     eventually(
@@ -346,8 +339,8 @@ def test_a_node_whose_lease_is_not_known_joins_again(pair, join):
     assert "cluster.coordinator_lost" not in b.event_kinds()
 
 
-def test_a_node_that_does_not_coordinate_says_who_does(pair, join):
-    address, _, b = pair
+def test_a_node_that_does_not_coordinate_says_who_does(nodes, join):
+    b, address = nodes[1], cluster_of(nodes[1]).coordinator
     with pytest.raises(errors.StaleHandleError, match=f"the coordinator is at {address}"):
         join(cluster_of(b).nodes[1].identity.address, identity("x"))
 

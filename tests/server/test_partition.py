@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import concurrent.futures
-
 import pytest
 from cluster_nets import HOSTS
 from cluster_places import make_certificates, tls_flags
 from harness import Watcher, eventually
 from raw_client import WAIT_S, make_spec
+from spanning import all_ready, group_of, members, spec_of, state
 from test_cluster import cluster_of, joined, link, states
-from test_spanning import all_ready, group_of, members, state
 
 from ep_runtime import errors
 from ep_runtime_server.base import limits
@@ -55,16 +53,6 @@ def nodes(lossy_net, daemon_process, tmp_path) -> Nodes:
     return Nodes(lossy_net, daemon_process, tmp_path)
 
 
-@pytest.fixture
-def pool():
-    with concurrent.futures.ThreadPoolExecutor(8) as found:
-        yield found
-
-
-def spec_of(name: str = "moe"):
-    return make_spec(name, transport="xla")
-
-
 BAD = {
     "a third lost": {"a": {"lost": 0.3}, "b": {"lost": 0.3}},
     "300 ms late": {"a": {"late_s": 0.3}, "b": {"late_s": 0.3}},
@@ -101,7 +89,7 @@ def test_a_cable_that_is_cut_one_way_or_both_ends_no_group_and_lets_none_form(
         with pytest.raises(errors.RuntimeUnavailableError, match=f"node '{away}' at"):
             daemon.ask("ListGroups", node=away)
     halves = [
-        pool.submit(client.create, spec_of("later"), ranks=[rank], wait_s=2.0)
+        pool.submit(client.create, spec_of(name="later"), ranks=[rank], wait_s=2.0)
         for rank, client in enumerate((first, second))
     ]
     for rank, half in enumerate(halves):
@@ -113,7 +101,7 @@ def test_a_cable_that_is_cut_one_way_or_both_ends_no_group_and_lets_none_form(
     lossy_net.mend()
     nodes.whole()
     assert (state(a), state(b)) == ("READY", "READY")
-    later = all_ready(pool, spec_of("later"), (first, [0]), (second, [1]))
+    later = all_ready(pool, spec_of(name="later"), (first, [0]), (second, [1]))
     assert later[0].epoch == later[1].epoch > groups[0].epoch
     assert members(later[0]) == members(later[1])
 
@@ -142,7 +130,7 @@ def test_a_node_that_starts_again_behind_a_cut_takes_its_place(lossy_net, nodes,
     lossy_net.mend()
     nodes.whole()
     newcomer = nodes.b.client(process=True)
-    again = all_ready(pool, spec_of("next"), (first, [0]), (newcomer, [1]))
+    again = all_ready(pool, spec_of(name="next"), (first, [0]), (newcomer, [1]))
     assert again[0].epoch == again[1].epoch > groups[0].epoch
     assert group_of(nodes.b, "next").epoch == again[0].epoch
 
