@@ -6,8 +6,8 @@ in it; the daemon formats it, reads records from it and poisons it, and never wa
 
 The structs are in `board_abi.py`, what is read off a board in `board_records.py`. Nothing here
 needs JAX or the native library. Letters: `layout.py`; W ranks of the world, D domains, W = D * N.
-In a group with `node_size` what shares windows is a node's part of an EP group, so here N is
-node_size, T the tokens of all ranks of a rail and E the experts of a node; a host has windows for
+In a group with `node_size`, only a node's part of an EP group shares windows. So here N is
+node_size, T the tokens of all ranks of a rail and E the experts of a node. A host has windows for
 its own ranks and one board for all.
 
 Window: `lanes` lanes. Lane: `lane_rows` rows of H * B bytes, entries [N][T * max_top_k * 8], counts
@@ -102,7 +102,7 @@ class By:
     note: str = ""
 
     def told(self, command: str) -> str:
-        """The words after what was done with that command."""
+        """Text that names who ran that command, for the end of a message."""
         who = f"uid {self.uid} (pid {self.pid})" if self.uid or self.pid else "an operator"
         return f"by {who} with {command}{self.note}"
 

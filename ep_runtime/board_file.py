@@ -30,7 +30,7 @@ class Poison:
 
 
 def read_poison(board_fd: int, generation: int) -> Poison | None:
-    """Reads the poison of that generation; None while it goes on."""
+    """Reads the poison of that generation; None if there is none."""
     header = _header(board_fd)
     if header.poison_generation < generation:
         return None

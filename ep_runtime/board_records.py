@@ -54,7 +54,7 @@ class HandleRecord:
 class RankRecord:
     """One world rank. Times are CLOCK_MONOTONIC ns; waiting_for is a world rank or -1.
 
-    pid is that of the process that drives the rank, as it sees itself; 0 before it has mapped.
+    pid is the rank's process in its own pid namespace; 0 before it has mapped.
     """
 
     state: RankState

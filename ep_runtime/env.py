@@ -273,8 +273,8 @@ _DAEMON_KEEPS_PREFIXES = ("EP_RUNTIME_", "PYTHON")
 def daemon_environment() -> dict[str, str]:
     """Environment of a daemon that this process starts, and of a daemon's own processes.
 
-    A daemon serves processes that come later too: what tells this one its rank, its GPU, a profiler
-    or a secret is not for it.
+    Leaves out this process's rank, GPU, profiler and secrets, because the daemon serves later
+    processes too.
     """
     kept = {
         name: value

@@ -142,8 +142,8 @@ def packed_columns(ep_size: int) -> int:
 def kept_rows(demand: list[int], capacity: int, alignment: int) -> list[int]:
     """Rows each local expert keeps when `demand` rows ask for a slab of `capacity` rows.
 
-    Every expert keeps its first min(demand, q) rows, q the largest level whose aligned zones fit;
-    what is left goes to experts in index order, one aligned block at a time.
+    Every expert keeps its first min(demand, q) rows; q is the largest level whose aligned zones
+    fit. Experts get the remaining room in index order, one aligned block at a time.
 
     Args:
         demand: rows asked per local expert, before any drop.

@@ -366,7 +366,7 @@ class OpenGroup:
         """
 
     def restored(self, control: Any) -> None:
-        """Reports to a restarted daemon what it cannot know of the group.
+        """Reports to a restarted daemon facts of the group that are in no journal.
 
         Args:
             control: its RPCs.

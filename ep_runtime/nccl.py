@@ -92,7 +92,7 @@ def find_library() -> str:
     """Finds libnccl.so.2 for a process without it: EP_RUNTIME_NCCL_LIBRARY, else the wheel of JAX's
     CUDA extras, else its bare name for the loader.
 
-    The wheel's path must be the one JAX itself takes, so that what is loaded first serves both.
+    Uses the wheel's path that JAX uses, so that both share one loaded library.
     """
     given = env.nccl_library()
     if given is not None:
@@ -167,7 +167,7 @@ class NcclLibrary:
         struct_lines.check(path, self._table.structs().decode(), _STRUCTS, {})
 
     def version(self) -> int:
-        """22809 of 2.28.9; loads NCCL where the process has none yet.
+        """NCCL's version as a number (22809 for 2.28.9); loads NCCL unless the process has it.
 
         Raises:
             RuntimeUnavailableError: there is none.
@@ -177,8 +177,8 @@ class NcclLibrary:
         return text.checked(self._table.version(find_library().encode(), text.struct))
 
     def make_group(self, ranks: Ranks, ids: Sequence[bytes]) -> NcclGroup:
-        """A group without communicators yet; `ids` has one unique id per EP domain, or none of
-        domains of one rank, whose ids NCCL makes here.
+        """Makes a group without communicators yet. `ids` has one unique id per EP domain, or none
+        for domains of one rank, whose ids NCCL makes here.
 
         Raises:
             As `version`; InvalidArgumentError for a domain without an id.

@@ -33,7 +33,7 @@ def open_directory(path: Path, uids: Collection[int], *, with_parents: bool = Tr
     Args:
         path: absolute. Symbolic links of `uids` may lead to it; it is none itself.
         uids: who may own it, and what leads to it.
-        with_parents: False if something else says who answers in the directory.
+        with_parents: False if the listening process is checked in another way.
 
     Raises:
         PermissionDeniedError: another user owns a part of the path or can change it; its fields are

@@ -148,8 +148,8 @@ def check_setting(workspace: Setting) -> Setting:
     """The group setting as a spec holds it, so that a factor and bytes are never equal.
 
     Args:
-        workspace: "auto"; a float over 0, which is a factor of the even share, and means the worst
-            case where it is more than that; an int over 0, which is bytes.
+        workspace: "auto"; a float over 0, a factor of the even share, at most the worst case; or
+            an int over 0, bytes.
 
     Returns:
         "auto", a float of at most MAX_FACTOR, or an int above it.

@@ -355,7 +355,7 @@ class Runtime:
         """Admits nothing new: with `shutdown` until the daemon ends, at the deadline at the latest;
         without, until `undrain`, over restarts too.
 
-        No `order`: a signal.
+        Without `order` a signal asked for it.
 
         Raises:
             PoolExhaustedError: done, but the journal does not hold it.

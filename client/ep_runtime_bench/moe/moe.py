@@ -208,7 +208,7 @@ def kernel_rows(found: Found) -> Iterator[dict[str, Any]]:
 
 
 def kernel_rows_of(profiles: Mapping[tuple[str, str], Profile]) -> Iterator[dict[str, Any]]:
-    """Yields each profile's kernels above SHOWN of a step, the sum of the others, and idle time.
+    """Yields each profile's kernels that take more than SHOWN of a step, the rest, and idle time.
 
     Copies and fills count as kernels. Those that run at the same time can sum to more than a step.
     """

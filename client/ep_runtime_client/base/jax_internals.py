@@ -293,10 +293,10 @@ class RuleCall(NamedTuple):
     """A custom call of custom_partitioning, in a module for several devices.
 
     Attributes:
-        key: by which JAX finds what answers XLA: that is gone once `info` is.
-        info: of that answer.
-        mesh: sizes of the axes it is for.
-        platforms: of the module.
+        key: JAX finds the callback for XLA by it, as long as `info` lives.
+        info: JAX's record of the callback.
+        mesh: sizes of the axes that the callback serves.
+        platforms: platforms of the module.
     """
 
     key: bytes

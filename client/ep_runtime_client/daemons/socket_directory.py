@@ -38,7 +38,7 @@ class SocketDirectory:
 
     @property
     def address(self) -> str:
-        """The address for `connect`, with the user only if it would be refused without."""
+        """The address for `connect`, with the user's id only if `connect` needs it."""
         return f"unix://{self.directory}" + (f"?uid={self.uid}" if self._needs_uid() else "")
 
     def _needs_uid(self) -> bool:

@@ -280,7 +280,7 @@ def ask(client: DaemonClient, group: str, name: str) -> wire.RegisteredLayer:
     """A layer or a stack that the daemon knows by name.
 
     Raises:
-        StaleHandleError: it knows none.
+        StaleHandleError: the daemon knows no such layer.
     """
     request = layer_service_pb2.GetLayerRequest(group=group, name=name)
     control = client.control

@@ -299,8 +299,10 @@ class BlockForward(BlockOp):
 
 @dataclasses.dataclass(frozen=True)
 class BlockBackward(BlockOp):
-    """Operands, what is saved, dy like tokens -> gradients of tokens and weights, of the biases and
-    the values as they are, of wi (of a pair two) and wo.
+    """Computes gradients from operands, saved values and dy, which has the shape of tokens.
+
+    It returns those of tokens and weights, biases, the activation's values, wi (two for a pair)
+    and wo.
 
     Attributes:
         dtypes: of the gradients of wi and wo.

@@ -64,7 +64,7 @@ class GroupWithNccl(native.OpenGroup):
         self.nccl.abort(why)
 
     def restored(self, control: transport.ControlChannel) -> None:
-        """As `native.OpenGroup`: they are there."""
+        """As in `native.OpenGroup`; reports that the communicators are ready."""
         if self.ranks is not None and not self.nccl.over.is_set():
             report(control, self.ranks, version_of(nccl.library()), "")
 

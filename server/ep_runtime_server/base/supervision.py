@@ -28,7 +28,7 @@ def tell_failure(events: EventLog, name: str, error: BaseException) -> None:
 
 
 class Supervisor:
-    """`keep` for work that lasts, `run` for one round of work that comes again.
+    """Use `keep` for work that never ends, and `run` for each round of repeated work.
 
     Attributes:
         failing: names of what does not work now.

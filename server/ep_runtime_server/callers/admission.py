@@ -84,7 +84,7 @@ class AdmittedCall:
         return self._user.room
 
     def answer(self, size_bytes: int) -> None:
-        """Counts what the caller is to read. Raises PoolExhaustedError."""
+        """Counts bytes of an answer until the caller has read them. Raises PoolExhaustedError."""
         user = self._user
         if size_bytes > MAX_ANSWER_BYTES_PER_USER - user.answer_bytes:
             raise PoolExhaustedError(

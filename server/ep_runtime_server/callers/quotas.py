@@ -78,7 +78,7 @@ class Connections:
     fd: collections.Counter[int] = dataclasses.field(default_factory=collections.Counter)
 
     def fds_of(self, uid: int, sessions: int, api: int = 0, fd: int = 0) -> int:
-        """Descriptors of a user's sessions, and of connections beyond theirs; of so many more."""
+        """Descriptors of a user's sessions and further connections, with that many more of each."""
         idle = max(0, self.api[uid] + api - sessions), max(0, self.fd[uid] + fd - sessions)
         return SESSION_FDS * sessions + API_CONNECTION_FDS * idle[0] + idle[1]
 

@@ -154,7 +154,7 @@ class Assemblies:
         """A node's word on a view; nothing where it is decided, or not known.
 
         Raises:
-            PoolExhaustedError: the decision cannot be written; the node says it again.
+            PoolExhaustedError: the decision cannot be written; the node repeats its report.
         """
         found = self._proposal(owner, epoch)
         if found is None:

@@ -1,4 +1,4 @@
-"""What a node asks its coordinator about groups; the coordinator's own node asks without a call."""
+"""A node's calls to its coordinator about groups. The coordinator's own node calls it directly."""
 
 from __future__ import annotations
 

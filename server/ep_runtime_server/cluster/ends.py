@@ -1,8 +1,8 @@
 """Ends of processes of groups that span nodes: told to the other nodes until they hear, and heard.
 
-A node answers for its processes of a committed view until each of them is gone, also where the
-group here went on to a new generation meanwhile: the coordinator gives their ranks to nobody else
-before, and processes of other nodes may still be in the view.
+A node reports on its processes of a committed view until each of them is gone, even if the group
+has a new generation here. Until then the coordinator gives their ranks to no other process, and
+processes of other nodes may still be in the view.
 """
 
 from __future__ import annotations
@@ -184,7 +184,7 @@ def _is_lost(group: GroupRecord, rank: int, session: SessionRecord | None) -> bo
 
 
 async def until_heard(say: Callable[[], Awaitable[None]], owner: Owner) -> None:
-    """Says it again for a while: the other daemon may be starting again."""
+    """Repeats the report for a while, because the other daemon may be restarting."""
     loop = asyncio.get_running_loop()
     deadline, pause_s = loop.time() + limits.NODE_TELL_S, limits.NODE_RETRY_FIRST_S
     while loop.time() < deadline:

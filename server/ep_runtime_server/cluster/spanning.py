@@ -1,8 +1,8 @@
 """This node's part in groups that form across nodes: joins, installs the view, does as decided.
 
-While a group lacks ranks on this node, one task per group joins it at the coordinator; where every
-rank is claimed here meanwhile, that task ends and nobody else hears of the group. Each node has the
-windows of its own ranks; device memory that GPUs of several nodes reach is not served.
+While a group lacks ranks on this node, one task per group joins it at the coordinator. If every
+rank is claimed here meanwhile, that task ends and other nodes do not hear of the group. Each node
+has the windows of its own ranks; windows across nodes are not supported.
 """
 
 from __future__ import annotations

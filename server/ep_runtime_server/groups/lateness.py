@@ -70,7 +70,7 @@ def rank_record(group: GroupRecord, rank: int) -> RankRecord | None:
 
 
 def tell_time(groups: Iterable[GroupRecord], now_s: float) -> None:
-    """Writes the time to the boards of groups on devices, which know no clock of this machine."""
+    """Writes the time to boards of groups on GPUs, which cannot read this machine's clock."""
     for group in groups:
         windows = group.windows
         if device_layout.on_device(group.spec) and windows is not None and windows.board:

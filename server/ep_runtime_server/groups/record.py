@@ -45,7 +45,7 @@ class Answered:
 
 @dataclasses.dataclass(frozen=True)
 class RemoteMember:
-    """A process of another node, as the view of the group's epoch names it."""
+    """A process of another node, from the view of the group's epoch."""
 
     node: str
     session_id: str

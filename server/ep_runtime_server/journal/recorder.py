@@ -131,7 +131,7 @@ class Recorder:
             self._tell()
 
     def flush(self) -> bool:
-        """Writes what changed; False where the journal does not hold it."""
+        """Writes all changes; returns False if they are not in the journal."""
         self._flush_scheduled = False
         if not (self._changed or self._unwritten) or self._stopped:
             return not self._journal.error
@@ -282,9 +282,9 @@ class Recorder:
         self._stopped = True
 
     def require(self, *, all_of_it: bool) -> None:
-        """Raises PoolExhaustedError where what was just done is not in the journal.
+        """Raises PoolExhaustedError if the latest changes are not in the journal.
 
-        With `all_of_it` also where something of it was done earlier, while a caller waited.
+        With `all_of_it`, earlier changes of the same call must be there too.
         """
         new = bool(self._changed)
         if not self.flush() and (new or all_of_it):

@@ -37,7 +37,7 @@ def _kib(path: str, names: tuple[str, ...]) -> int:
 
 
 def available_bytes() -> int:
-    """Bytes that the host can give without swapping, and limits of our cgroups let us have."""
+    """Bytes available without swapping, within the limits of the daemon's cgroups."""
     host = _kib("/proc/meminfo", ("MemAvailable",))
     left = left_bytes()
     return host if left is None else min(host, left)

@@ -139,8 +139,8 @@ class WindowSet:
             board.poison(self.board, self.generation, reason, rank, whom)
 
     def allocate(self, parts: Sequence[tuple[int, Device, int]]) -> None:
-        """Blocking; `parts` as of WindowPool. Raises PoolExhaustedError; what it got before that is
-        in `buffers`."""
+        """Allocates each part; blocking. `parts` is as in WindowPool. After a PoolExhaustedError,
+        `buffers` has the parts that were allocated."""
         for rank, device, size_bytes in parts:
             allocation = device.allocate(f"{self.owner.name}/{rank}", size_bytes)
             label, identity = buffer_label(self.owner, self.generation, rank), allocation.identity

@@ -193,7 +193,7 @@ class UniqueIdBook:
         return found.version, f"ready, {ranks} ranks" if found.is_current else "aborted"
 
     def tick(self) -> None:
-        """Ends processes whose generation is over, or that waited for long enough."""
+        """Ends processes whose generation or waiting time is over."""
         now = self._clock.monotonic_s()
         for group_id, found in list(self._sets.items()):
             if found.group.state is State.CLOSED:

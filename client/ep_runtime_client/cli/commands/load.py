@@ -185,8 +185,8 @@ def _write_pictures(args: argparse.Namespace, groups: Groups) -> None:
 
 
 def heat_line(rows: Sequence[int], width: int) -> str:
-    """The experts in order; several share a cell where they are more than `width`, and the fullest
-    of them decides it."""
+    """Draws the experts in order. If there are more than `width`, several share a cell, which
+    shows the fullest of them."""
     total = sum(rows)
     if not total:
         return CELLS[0] * min(len(rows), width)

@@ -101,7 +101,7 @@ def ordered(
 
 
 def field_of(name: str, rows: Sequence[Row], columns: Sequence[tables.Column]) -> str | None:
-    """The key of a field that a column's title or the key itself names; None for none."""
+    """The key of the field with that column title or key; None if there is none."""
     for column in columns:
         if name.casefold() in (column.title.casefold(), column.key):
             return column.key

@@ -93,8 +93,8 @@ class Changes:
         self._known: dict[tuple[str, ...], Row] = {}
 
     def since(self, rows: Sequence[Row], away: Collection[str] = ()) -> list[dict[str, Any]]:
-        """Rows with their `change`: ADDED, CHANGED, or GONE as it was last. Ages do not count, and
-        rows of nodes that are `away` are not gone."""
+        """Rows with their `change`: ADDED, CHANGED, or GONE with the last values. A new age is no
+        change, and rows of nodes that are `away` are not gone."""
         found = {tuple(str(row.get(key)) for key in self._identity): row for row in rows}
         kept = {name: row for name, row in self._known.items() if row.get("node") in away}
         found = {**kept, **found}

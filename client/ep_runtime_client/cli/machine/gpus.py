@@ -1,4 +1,4 @@
-"""Findings of `doctor` about GPUs: who can use them, their memory, their links. No JAX."""
+"""Findings of `doctor` about GPUs: access, memory and links. Uses no JAX."""
 
 from __future__ import annotations
 

@@ -107,7 +107,7 @@ def spreads(name: str, group: GroupSpec) -> bool:
 
 
 def unsupported(asked: Asked) -> str:
-    """Why the kernels do not take a call: a name in REASONS, or nothing."""
+    """Why the kernels do not support a call: a name in REASONS, or nothing if they do."""
     if spreads(COMPOSED, asked.group):
         return "copies"
     if not on_gpus(asked.group):

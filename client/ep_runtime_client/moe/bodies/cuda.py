@@ -91,7 +91,7 @@ def backward(
     grads: WeightGrads,
     over: Over,
 ) -> Gradients:
-    """Saved rows may be anything where `made`, int32 [1], is 0."""
+    """If `made`, int32 [1], is 0, the saved rows are undefined."""
     dtype, sizes, room = given.tokens.dtype, _sizes(experts), _workspace(call)
     hidden, inner, columns = sizes
     count, bias, pair = experts.wo.shape[0], experts.wi_bias, grads.paired

@@ -89,7 +89,7 @@ class Learned:
 def identified(
     function: Callable[..., jax.Array], operands: int, width: int, dtype: Any
 ) -> tuple[Fixed | Learned, tuple[jax.Array, ...]]:
-    """`function` of so many arrays [rows, width], and the traced values that it reads."""
+    """`function` for that number of arrays [rows, width], and the traced values that it reads."""
     given = (jax.ShapeDtypeStruct((2, width), dtype),) * operands
     digest, traced_values = _digest(function, given)
     if not traced_values:

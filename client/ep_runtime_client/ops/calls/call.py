@@ -24,11 +24,11 @@ from ep_runtime_client.ops.tracing.varying import settled
 
 @dataclasses.dataclass(frozen=True)
 class PlanMeta:
-    """What a plan was made for. Hashable; the static part of the Plan pytree.
+    """Settings for which a plan was made. Hashable; the static part of the Plan pytree.
 
     Attributes:
         layer: the static layer (layer 0 of a stack).
-        layout: how the tokens lie on the mesh.
+        layout: how the tokens are sharded over the mesh.
         capacity: C, rows of one slab in this call.
         handle: which of the layer's handles the call uses.
     """
@@ -61,8 +61,8 @@ class Call:
         spread: experts may have copies on other ranks: `group` and `capacity` are those of the
             physical experts (`moe/copies.py`).
         layer, group, capacity: of `meta`, unless spread.
-        layout: how the tokens lie on the axes that are not manual.
-        row_alignment: rows to which experts' zones are aligned as they lie in a slab or workspace.
+        layout: how the tokens are sharded over the axes that are not manual.
+        row_alignment: rows to which experts' zones in a slab or workspace are aligned.
             Drops and num_recv are those of the layer's alignment, which it divides.
     """
 

@@ -101,9 +101,9 @@ class DenseCall:
     Attributes:
         where: where it runs.
         recipe: how operands and gradients are quantized; None leaves them.
-        x: entries of x, where they are known.
-        kernel: entries of the kernel, likewise.
-        types: entries of x, kernel and bias that their gradients must have as types.
+        x: mesh axes on each dim of x, if known.
+        kernel: mesh axes on each dim of the kernel, if known.
+        types: mesh axes that gradients of x, kernel and bias must have in their types.
         dtype: of the result.
     """
 

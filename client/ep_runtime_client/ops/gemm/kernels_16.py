@@ -36,7 +36,7 @@ _log = logging.getLogger(__name__)
 def supports(product: Product) -> bool:
     """Whether they take a product.
 
-    A 16-bit product that they leave to plain JAX is said once.
+    Warns once of a 16-bit matmul that they leave to plain JAX.
     """
     operands = (product.left, product.right)
     if any(isinstance(x, QuantizedTensor) for x in operands):
@@ -50,8 +50,8 @@ def supports(product: Product) -> bool:
 def supports_shape(multiple: int, product: Product, rows: int) -> bool:
     """Whether kernels for features in multiples of `multiple` are there and take a shape.
 
-    What they do not take for its shape is said once, in a process that has GPUs of theirs. Where
-    there is any other GPU, they serve nothing.
+    Warns once of a shape that they do not support, in a process whose GPUs are all supported. In
+    a process with any other GPU, they support nothing.
     """
     gpus = platform.multiplying_gpus()
     if gpus is None or 0 in (rows, product.experts, *product.widths):

@@ -24,8 +24,7 @@ _DECLARED: dict[str, None] = {}
 
 
 def targets(*names: str) -> tuple[str, ...]:
-    """The names of a module's custom calls, which join the table of what programs may be exported
-    with."""
+    """Adds the names of a module's custom calls to those that exported programs may contain."""
     _DECLARED.update(dict.fromkeys(names))
     return names
 

@@ -89,7 +89,7 @@ def open_call(
     capacity: int | None,
     tokens_spec: PartitionSpec | None,
 ) -> tuple[Call, jax.Array | None]:
-    """(the call, weights in f32) of a dispatch without a plan on an open layer; it is checked."""
+    """Checks a dispatch without a plan on an open layer; returns its call and weights in f32."""
     static, index, mesh = opened
     check_tokens(static, tokens)
     check_idx(static, topk_idx)

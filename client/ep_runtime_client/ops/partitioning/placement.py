@@ -45,7 +45,7 @@ class Weight:
 
     @property
     def taken_off(self) -> Entries:
-        """On each dim, all axes that it is gathered over."""
+        """All axes over which each dim is gathered."""
         return _joined(self.gathered, self.before)
 
     @functools.cached_property

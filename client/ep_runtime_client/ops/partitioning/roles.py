@@ -195,9 +195,9 @@ def as_auto(mesh: Mesh) -> Mesh:
 
 
 def decode(sharding: Any, shape: tuple[int, ...], mesh: Mesh) -> Entries:
-    """The mesh axes on each dim of an array, read off which block each device has.
+    """The mesh axes on each dim of an array, found from the block that each device has.
 
-    What the mesh's axes cannot express counts as replicated.
+    A dim whose sharding the mesh's axes cannot express counts as replicated.
     """
     if sharding is None or sharding.is_fully_replicated:
         return ((),) * len(shape)

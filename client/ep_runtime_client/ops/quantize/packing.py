@@ -59,7 +59,7 @@ class Packing:
 
     @functools.cached_property
     def tile(self) -> int:
-        """Values that share a scale along a blocked dim; 1 where there are no blocks."""
+        """Values that share a scale along a blocked dim; 1 without blocks."""
         return format_of(self.recipe).tile
 
     @functools.cached_property

@@ -1,4 +1,4 @@
-"""Over which manual axes a value varies, where the shard_map around a call tracks that.
+"""Manual axes over which a value varies, if the shard_map around a call tracks that.
 
 A shard_map with check_vma=True types every value with the manual axes along which its devices may
 disagree. The ops keep these types as narrow as their operands': what is replicated over an axis

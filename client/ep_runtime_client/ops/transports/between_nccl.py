@@ -12,7 +12,7 @@ JAX 0.11.2 and newer can lend a custom call XLA's own communicator (the FFI coll
   process; a wait must end within 2 s here, as PeerLostError, and the group form again in place.
 - is asked for by device numbers in the Prepare stage of a program, and made when that first runs:
   on all devices at once, without a deadline of the group's, a channel limit or an id of the
-  daemon's, so neither READY nor the listing can speak of it. Nothing gives it back.
+  daemon's, so neither READY nor the listing can show it. It is never freed.
 - saves neither time nor memory. On four H200s a call that borrowed it took 0.17 to 0.19 s and
   1.35 GB of a GPU for each communication id (0.68 s and 2.7 GB for the first, with NCCL's own
   start). Ours take 0.21 to 0.24 s. An all-to-all moved 245 to 255 GB/s with blocks of 32 MiB.

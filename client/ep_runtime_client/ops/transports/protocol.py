@@ -57,8 +57,8 @@ class PerDevice(Protocol[P]):
     def prepare(
         self, at: DeviceCall, topk_idx: jax.Array, *, most: bool = False
     ) -> tuple[P, jax.Array | None]:
-        """topk_idx int32 [T, K] -> the plan; with `most` also int32 [1], the most rows that the
-        zones of any rank have whose windows this one maps."""
+        """topk_idx int32 [T, K] -> the plan. With `most` also int32 [1]: rows in the zones of the
+        fullest rank among those whose windows this one maps."""
 
     def dispatch(
         self, at: DeviceCall, tokens: jax.Array, weights: jax.Array | None, plan: P
@@ -90,7 +90,7 @@ class PerDevice(Protocol[P]):
 
 
 class Collectives(Protocol):
-    """Collectives between the ranks of an EP group, beside windows.
+    """Collectives between the ranks of an EP group, next to windows.
 
     Each runs per device, inside manual axes; every rank of the EP group makes the same calls in the
     same order, some of them inside a `lax.while_loop` whose trip count all of them agree on. Bits

@@ -73,7 +73,7 @@ def row_alignment(call: Call) -> dict[str, Any]:
 
 
 def clear_slack(call: Call) -> dict[str, Any]:
-    """The attribute of calls that leave rows past the last zone as they are; else none."""
+    """The attribute that leaves rows past the last zone as they are; empty if they are cleared."""
     return {} if call.clear_slack else {"clear_slack": 0}
 
 
