@@ -2,8 +2,8 @@
 `jax.lax.ragged_dot`, and where it is installed Tokamax's (https://github.com/openxla/tokamax),
 which needs Python 3.12.
 
-Recipes are measured on the same values, quantized before: the figures are of their products, with
-the copies that these make of their operands.
+Recipes are measured on the same values, quantized before the measurement. So the figures are those
+of their matmuls, including copies of operands.
 
 Each subject is a program of its own, which takes much longer than its launch. On a GPU the device's
 clock is read between calls, in the order of the stream: an interval is one call, one reading and

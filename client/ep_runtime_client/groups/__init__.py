@@ -11,6 +11,6 @@ A `Group` is what users hold, a `HeldGroup` what this process holds behind it:
     load_and_skew  counters of the ranks as arrays                         readers of the commands
 
 A step touches none of it: compiled programs know names and ids, and the native library the rest.
-The first error wins: a call's own words are kept where they are about the group's end, as they name
-op and layer, which neither board nor daemon knows.
+The first error wins. A call's own error about the group's end is kept, because it names op and
+layer, which neither board nor daemon knows.
 """

@@ -157,8 +157,8 @@ class EventLog:
         return list(heapq.merge(*rings, key=operator.attrgetter("sequence")))
 
     async def written(self) -> None:
-        """Returns when a daemon that starts again will tell of all that happened so far; where the
-        disk does not take it, soon."""
+        """Waits until the events so far are on disk, so that a restarted daemon has them. It does
+        not wait long if the disk fails."""
         if self._file is not None:
             await self._file.written()
 

@@ -39,6 +39,6 @@ class LoopLag:
 
     @property
     def p99_s(self) -> float:
-        """99 of 100 samples of the last minute were not later."""
+        """The 99th percentile of the samples of the last minute."""
         ordered = sorted(self._samples)
         return ordered[int(0.99 * (len(ordered) - 1))] if ordered else 0.0

@@ -1,4 +1,4 @@
-"""After a restart: what the journal says is built again, and processes of before are awaited.
+"""Recovery after a restart: rebuilds the journal's state and waits for the processes it names.
 
 Restored window sets have no descriptors yet. They count against the limits all the same, so that
 nobody else gets their bytes; they come back from their holders (`rejoin.py`) or from systemd's

@@ -1,5 +1,7 @@
-"""What a record of the journal must look like: whole records may still say odd things, of another
-version or of another hand, and the daemon must not fail on them later."""
+"""Checks of the journal's records, so that the daemon does not fail on odd ones later.
+
+A complete record may be odd if another version or another program wrote it.
+"""
 
 from __future__ import annotations
 

@@ -182,7 +182,7 @@ class Membership:
         )
 
     async def leave(self) -> None:
-        """Says goodbye, for a moment at most."""
+        """Leaves the cluster, within a short time limit."""
         if self.link is Standing.JOINED:
             request = pb.LeaveClusterRequest(node=self._identity.node, lease_id=self.lease_id)
             try:

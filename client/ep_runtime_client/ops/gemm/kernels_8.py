@@ -4,9 +4,9 @@ They serve operands that are both of one recipe, with K' and N' multiples of 16,
 `kernels_16.py` serves:
 
 - TensorScaling: the tensor cores multiply the 8-bit data, in all three products.
-- BlockScaling: likewise. The weight's gradient contracts rows, each with scales of its own along
-  its values, which serve no sum over rows: both operands are quantized once more, in blocks of 128
-  rows of a group times 128 values, as `formats/blocks.py` says.
+- BlockScaling: likewise. The weight's gradient sums over rows, so scales along a row's values
+  do not work. Both operands are quantized again, in blocks of 128 rows of a group times 128
+  values (`formats/blocks.py`).
 - MXFP8: Hopper's tensor cores know no such scales: data times scales in bf16, which is exact and
   no faster than bf16; that is said once.
 

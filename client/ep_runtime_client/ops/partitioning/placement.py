@@ -1,8 +1,8 @@
 """Which mesh axes do what in a matmul: the sharding rules as algebra on axis names.
 
-Nothing here touches arrays. From how operands arrive it follows how an op takes them, which axes
-it gathers off a weight, over which it sums, and how results lie. Both partitionings of an op (the
-rule and the shard_map) ask here, so they agree. What the axes are for: `roles.py`.
+Nothing here touches arrays. The sharding of operands decides how an op takes them, which axes it
+gathers a weight over, which it sums over, and how results are sharded. Both partitionings of an op
+(the rule and the shard_map) ask here, so they agree. `roles.py` has the roles of the axes.
 """
 
 from __future__ import annotations

@@ -65,8 +65,8 @@ class Sums:
     ) -> jax.Array:
         """The gradient of a gathered weight: this device's shard, added up over `summed`.
 
-        An axis that the weight was gathered over and that splits no rows has the same gradient
-        everywhere: its shard is cut out.
+        Along a gathered axis that does not split rows, all devices have the same gradient. There
+        the shard is a slice of it.
         """
         over = set(self.roles.real(summed))
         for dim, axes in enumerate(gathered[:dims]):

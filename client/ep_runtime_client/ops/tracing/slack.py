@@ -10,9 +10,9 @@ from jax import lax
 
 
 def checked() -> bool:
-    """Whether jax_debug_nans or jax_debug_infs is on, here while a program is traced.
+    """Whether jax_debug_nans or jax_debug_infs is on while a program is traced.
 
-    A row that nobody reads would then end a step whose values are all right.
+    An undefined row that nobody reads would then end a step, although its values are right.
     """
     options: Any = jax.config  # typed without them
     return bool(options.jax_debug_nans or options.jax_debug_infs)
