@@ -1,8 +1,10 @@
-// The arrays of a plan.
+// A plan and its sizes, as the CPU's kernels take them.
 #ifndef EP_RUNTIME_CPU_PLAN_VIEW_H_
 #define EP_RUNTIME_CPU_PLAN_VIEW_H_
 
 #include <cstdint>
+
+#include "core/memory/plan_arrays.h"
 
 namespace ep_runtime {
 
@@ -15,23 +17,6 @@ enum : int64_t {
   kRecvCountColumns = 4
 };
 
-// The nine arrays that `prepare` makes and every other op reads. A *staged row* is one token of
-// one source that keeps at least one row here; it has one or more *entries*, one per kept row.
-template <typename Int>
-struct PlanArrays {
-  Int* dst_rank;    // [T, K] EP rank of the slot's row, -1 unused or dropped
-  Int* dst_row;     // [T, K] row in that rank's slab, -1 unused or dropped
-  Int* recv_count;  // [N, 4] per source: staged rows, entries, staged rows of the first ceil(T / 2)
-                    // tokens, and 0. If another library made the plan, dispatch counts the last
-                    // number of source 0 as dropped slots
-  Int* staged_start;  // [N * T + 1] first entry of each staged row, sources in order; the unused
-                      // tail holds the number of entries
-  Int* staged_row;    // [C] slab row of each entry; unused tail -1
-  Int* staged_slot;   // [C] slot k of each entry; unused tail -1
-  Int* kept;          // [L] rows kept per local expert
-  Int* group_sizes;   // [L] the same, aligned
-  Int* num_recv;      // [1] aligned rows demanded, before any drop
-};
 using Plan = PlanArrays<const int32_t>;
 using MutablePlan = PlanArrays<int32_t>;
 

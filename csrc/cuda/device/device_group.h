@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "core/memory/layout.h"
+#include "core/memory/plan_arrays.h"
 
 namespace ep_runtime {
 namespace cuda {
@@ -253,22 +254,9 @@ struct CallName {
   const int32_t* wanted = nullptr;
 };
 
-// The nine arrays that prepare writes and every other op reads; cpu/plan_view.h describes them.
-template <typename Int>
-struct PlanBuffers {
-  Int* dst_rank;      // [T, K] int32, device, written by prepare
-  Int* dst_row;       // [T, K] int32, device, written by prepare
-  Int* recv_count;    // [N, 4] int32, device, written by prepare; packed [N, 4 + 2 * N]: then
-                      // the staged rows of source i for each rank, and those of the first half
-  Int* staged_start;  // [N * T + 1] int32, device, written by prepare
-  Int* staged_row;    // [C] int32, device, written by prepare
-  Int* staged_slot;   // [C] int32, device, written by prepare
-  Int* kept;          // [L] int32, device, written by prepare
-  Int* group_sizes;   // [L] int32, device, written by prepare
-  Int* num_recv;      // [1] int32, device, written by prepare
-};
-using Plan = PlanBuffers<const int32_t>;
-using MutablePlan = PlanBuffers<int32_t>;
+// All arrays of a plan are int32 in device memory.
+using Plan = PlanArrays<const int32_t>;
+using MutablePlan = PlanArrays<int32_t>;
 
 // Static sizes of one call.
 struct CallSizes {
