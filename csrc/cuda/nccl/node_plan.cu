@@ -23,6 +23,7 @@ namespace nccl {
 namespace {
 
 using cuda::WarpScan;
+using cuda::prepare::CountExperts;
 using cuda::prepare::KeepRows;
 using cuda::prepare::TokenRange;
 using cuda::prepare::UpTo;
@@ -154,12 +155,7 @@ __device__ void CountWarps(const Params& q, const TokenRange& range, uint16_t* c
   uint16_t* mine = counts + threadIdx.x / 32 * experts;
   const int64_t end = int64_t{range.end} * q.p.top_k;
   for (int64_t at = int64_t{range.begin} * q.p.top_k; at < end; at += 32) {
-    const int32_t expert = q.ExpertOf(blockIdx.y, at + lane, end);
-    const uint32_t same = __match_any_sync(~0u, expert);
-    if (expert >= 0 && lane == __ffs(same) - 1) {
-      mine[expert] = static_cast<uint16_t>(mine[expert] + __popc(same));
-    }
-    __syncwarp();
+    CountExperts(q.ExpertOf(blockIdx.y, at + lane, end), mine);
   }
   __syncthreads();
   for (int e = threadIdx.x; e < experts; e += kThreads) {

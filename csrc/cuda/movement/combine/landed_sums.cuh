@@ -2,7 +2,7 @@
 #ifndef EP_RUNTIME_CUDA_MOVEMENT_COMBINE_LANDED_SUMS_CUH_
 #define EP_RUNTIME_CUDA_MOVEMENT_COMBINE_LANDED_SUMS_CUH_
 
-#include "cuda/bulk_copy.cuh"
+#include "cuda/movement/call/block_words.cuh"
 #include "cuda/movement/call/call.cuh"
 
 namespace ep_runtime {
@@ -14,22 +14,6 @@ struct SumPlace {
   int32_t rank;
   int32_t flag;
 };
-
-// Words of shared memory that warps of a block exchange without a barrier. Reads are atomic
-// operations too, so that compute-sanitizer can tell them from races.
-__device__ __forceinline__ uint32_t LoadAcquireBlock(const uint32_t* shared) {
-  uint32_t value;
-  asm volatile("atom.acquire.cta.shared::cta.or.b32 %0, [%1], 0;"
-               : "=r"(value)
-               : "r"(SharedAddress(shared))
-               : "memory");
-  return value;
-}
-__device__ __forceinline__ void AddReleaseBlock(uint32_t* shared, uint32_t value) {
-  asm volatile("red.release.cta.shared::cta.add.u32 [%0], %1;" ::"r"(SharedAddress(shared)),
-               "r"(value)
-               : "memory");
-}
 
 // Sums of each sending warp of a block that have landed, in shared memory. A flag needs a fence of
 // system scope before it, which waits for the stores of the whole multiprocessor. So sending warps

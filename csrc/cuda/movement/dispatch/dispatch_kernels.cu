@@ -91,9 +91,10 @@ __device__ void ZeroWeightsPastZones(const DispatchParams& params, int part, int
   }
 }
 
-__device__ inline PushJob JobOf(const DispatchParams& params, int pieces) {
-  return {static_cast<const uint8_t*>(params.tokens),
-          params.weights,
+template <typename Params>
+__device__ PushJob JobOf(const Params& params, const void* rows, const float* weights, int pieces) {
+  return {static_cast<const uint8_t*>(rows),
+          weights,
           params.plan.dst_rank,
           params.plan.dst_row,
           params.sizes.tokens,
@@ -102,16 +103,11 @@ __device__ inline PushJob JobOf(const DispatchParams& params, int pieces) {
           params.row_bytes,
           pieces};
 }
+__device__ inline PushJob JobOf(const DispatchParams& params, int pieces) {
+  return JobOf(params, params.tokens, params.weights, pieces);
+}
 __device__ inline PushJob JobOf(const CombineBwdParams& params, int pieces) {
-  return {static_cast<const uint8_t*>(params.grad),
-          nullptr,
-          params.plan.dst_rank,
-          params.plan.dst_row,
-          params.sizes.tokens,
-          params.sizes.top_k,
-          params.sizes.capacity,
-          params.row_bytes,
-          pieces};
+  return JobOf(params, params.grad, nullptr, pieces);
 }
 
 // A whole warp calls this.

@@ -3,6 +3,7 @@
 #define EP_RUNTIME_CUDA_MOVEMENT_DISPATCH_PUSH_ROWS_CUH_
 
 #include "cuda/bulk_copy.cuh"
+#include "cuda/movement/call/block_words.cuh"
 #include "cuda/movement/call/call.cuh"
 #include "cuda/movement/call/staged_index.cuh"
 #include "cuda/movement/call/staged_places.cuh"
@@ -36,25 +37,11 @@ struct LandedTokens {
   // A sending warp notes the destination of its token `number`; lane r has the place on rank r.
   // Waits for the publishing warp, which waits for tokens noted kPlaces before.
   __device__ void Note(int sender, uint32_t number, int32_t place) {
-    while (number - Read(&published[sender]) >= kPlaces) __nanosleep(50);
+    while (number - LoadAcquireBlock(&published[sender]) >= kPlaces) __nanosleep(50);
     atomicExch(&staged[sender][number % kPlaces][threadIdx.x % 32], place);
   }
   // One thread of a sending warp counts one more token, which the warp stored before it last met.
-  __device__ void Add(int sender) { AddRelease(&landed[sender], 1); }
-
-  __device__ static uint32_t Read(const uint32_t* shared) {
-    uint32_t value;
-    asm volatile("atom.acquire.cta.shared::cta.or.b32 %0, [%1], 0;"
-                 : "=r"(value)
-                 : "r"(SharedAddress(shared))
-                 : "memory");
-    return value;
-  }
-  __device__ static void AddRelease(uint32_t* shared, uint32_t value) {
-    asm volatile("red.release.cta.shared::cta.add.u32 [%0], %1;" ::"r"(SharedAddress(shared)),
-                 "r"(value)
-                 : "memory");
-  }
+  __device__ void Add(int sender) { AddReleaseBlock(&landed[sender], 1); }
 };
 
 // The buffers of one warp.
@@ -151,7 +138,7 @@ __device__ inline void PublishTokens(const DeviceCall& call, const PushJob& job,
   for (int j = 0; j < tokens;) {
     int end = tokens;
     if (lane < senders) {
-      end = min(end, static_cast<int>(LandedTokens::Read(&landed->landed[lane])) * senders + lane);
+      end = min(end, static_cast<int>(LoadAcquireBlock(&landed->landed[lane])) * senders + lane);
     }
     end = __reduce_min_sync(~0u, end);
     if (end <= j) {
@@ -171,7 +158,7 @@ __device__ inline void PublishTokens(const DeviceCall& call, const PushJob& job,
     __syncwarp();
     j = end;
     const uint32_t done = lane < senders && j > lane ? (j - lane + senders - 1) / senders : 0;
-    if (done != told) LandedTokens::AddRelease(&landed->published[lane], done - told);
+    if (done != told) AddReleaseBlock(&landed->published[lane], done - told);
     told = done;
   }
 }

@@ -21,12 +21,7 @@ __device__ inline void CountSlots(const DeviceCall& call, const PrepareParams& p
   uint16_t* mine = experts.counts + warp * num_experts;
   const int64_t end = int64_t{range.end} * params.sizes.top_k;
   for (int64_t at = int64_t{range.begin} * params.sizes.top_k; at < end; at += 32) {
-    const int expert = ExpertOf(params, at + lane, end, num_experts);
-    const uint32_t same = __match_any_sync(~0u, expert);
-    if (expert >= 0 && lane == __ffs(same) - 1) {
-      mine[expert] = static_cast<uint16_t>(mine[expert] + __popc(same));
-    }
-    __syncwarp();
+    CountExperts(ExpertOf(params, at + lane, end, num_experts), mine);
   }
   __syncthreads();
   int32_t* histogram = ScratchHistograms(call) + blockIdx.x * num_experts;

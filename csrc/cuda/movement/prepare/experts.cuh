@@ -47,6 +47,15 @@ __device__ inline int ExpertOf(const PrepareParams& params, int64_t slot, int64_
   return expert >= 0 && expert < num_experts ? expert : -1;
 }
 
+// Counts the experts of a warp's lanes, -1 for none. Call this with whole warps.
+__device__ inline void CountExperts(int expert, uint16_t* counts) {
+  const uint32_t same = __match_any_sync(~0u, expert);
+  if (expert >= 0 && static_cast<int>(threadIdx.x % 32) == __ffs(same) - 1) {
+    counts[expert] = static_cast<uint16_t>(counts[expert] + __popc(same));
+  }
+  __syncwarp();
+}
+
 }  // namespace prepare
 }  // namespace cuda
 }  // namespace ep_runtime
