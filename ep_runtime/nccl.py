@@ -76,7 +76,7 @@ class _TableStruct(ctypes.Structure):
 
 # By their names in C.
 _STRUCTS = {
-    "EpNcclText": TextStruct,
+    "EpText": TextStruct,
     "EpNcclOptions": _OptionsStruct,
     "EpNcclLayer": _LayerStruct,
     "EpNcclTable": _TableStruct,

@@ -2,8 +2,6 @@
 
 #include "ffi/c_table.h"
 
-#include <algorithm>
-#include <cstring>
 #include <memory>
 #include <string>
 #include <utility>
@@ -12,13 +10,6 @@
 #include "core/groups/registry.h"
 
 namespace ep_runtime {
-
-int64_t Fail(const Status& status, EpText error) {
-  const auto length = std::min<int64_t>(status.text().size(), error.size - 1);
-  std::memcpy(error.data, status.text().data(), length);
-  error.data[length] = 0;
-  return -1;
-}
 
 GroupSizes ToSizes(const EpGroupOptions& options) {
   return {options.world_size,
@@ -71,6 +62,15 @@ Status ToOptions(const EpGroupOptions& options, std::unique_ptr<GroupOptions>* o
   return Status();
 }
 
+int64_t EpOpenGroup(const EpGroupOptions* options, int board_fd, const int* window_fds,
+                    int64_t num_windows, EpText error) {
+  std::shared_ptr<Group> group;
+  const Status status =
+      OpenGroup(*options, board_fd, {window_fds, window_fds + num_windows}, &group);
+  if (!status.ok()) return Fail(status, error);
+  return ThisProcess().registry.AddGroup(std::move(group));
+}
+
 int64_t EpAddLayers(int64_t group, const EpLayer* layers, int64_t count, EpText error) {
   std::vector<LayerEntry> entries;
   for (int64_t i = 0; i < count; ++i) {
@@ -94,11 +94,7 @@ void EpCloseGroup(int64_t group, int64_t timeout_ns) {
 // Returns the length of the text, or 0 if there is none.
 int64_t EpCheckGroup(int64_t group, EpText text) {
   std::shared_ptr<Group> found = ThisProcess().registry.FindGroup(group);
-  if (found == nullptr) return 0;
-  const std::string error = found->TakeError();
-  if (error.empty()) return 0;
-  Fail(Status(Code::kInternal, error), text);
-  return static_cast<int64_t>(std::strlen(text.data));
+  return found == nullptr ? 0 : Say(found->TakeError(), text);
 }
 
 void EpFillStaging(int64_t group, int byte) {

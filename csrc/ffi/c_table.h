@@ -6,7 +6,9 @@
 
 #include <cstdint>
 #include <memory>
+#include <vector>
 
+#include "core/base/c_text.h"
 #include "core/base/status.h"
 #include "core/groups/group.h"
 #include "core/memory/layout.h"
@@ -16,12 +18,6 @@ namespace ep_runtime {
 
 // Increased when a field of the table, or of a struct it takes, changes its meaning.
 constexpr uint32_t kTableAbi = 5;
-
-// Buffer of the caller for an error, which is cut to its size. The result is -1 then.
-struct EpText {
-  char* data;
-  int64_t size;
-};
 
 struct EpGroupOptions {
   const char* name;
@@ -80,10 +76,15 @@ struct EpTable {
       architectures;  // architectures that kernels are compiled for, in nvcc's names: "90a 100"
 };
 
-int64_t Fail(const Status& status, EpText error);
 GroupSizes ToSizes(const EpGroupOptions& options);
 Status ToOptions(const EpGroupOptions& options, std::unique_ptr<GroupOptions>* out);
 
+// Opens a group. Each library has its own.
+Status OpenGroup(const EpGroupOptions& options, int board_fd, const std::vector<int>& window_fds,
+                 std::shared_ptr<Group>* out);
+
+int64_t EpOpenGroup(const EpGroupOptions* options, int board_fd, const int* window_fds,
+                    int64_t num_windows, EpText error);
 int64_t EpAddLayers(int64_t group, const EpLayer* layers, int64_t count, EpText error);
 void EpRemoveLayers(int64_t group, const uint64_t* ids, int64_t count);
 void EpCloseGroup(int64_t group, int64_t timeout_ns);

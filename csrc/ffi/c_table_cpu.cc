@@ -4,13 +4,11 @@
 #include <utility>
 #include <vector>
 
-#include "core/groups/registry.h"
 #include "cpu/row_ops.h"
 #include "ffi/c_table.h"
 #include "ffi/site.h"
 
 namespace ep_runtime {
-namespace {
 
 Status OpenGroup(const EpGroupOptions& options, int board_fd, const std::vector<int>& window_fds,
                  std::shared_ptr<Group>* out) {
@@ -19,14 +17,7 @@ Status OpenGroup(const EpGroupOptions& options, int board_fd, const std::vector<
   return Group::Open(std::move(*made), board_fd, window_fds, out);
 }
 
-int64_t EpOpenGroup(const EpGroupOptions* options, int board_fd, const int* window_fds,
-                    int64_t num_windows, EpText error) {
-  std::shared_ptr<Group> group;
-  const Status status =
-      OpenGroup(*options, board_fd, {window_fds, window_fds + num_windows}, &group);
-  if (!status.ok()) return Fail(status, error);
-  return ThisProcess().registry.AddGroup(std::move(group));
-}
+namespace {
 
 int64_t EpWindowBytes(const EpGroupOptions* options) { return WindowBytes(ToSizes(*options)); }
 

@@ -8,7 +8,6 @@
 #include <utility>
 #include <vector>
 
-#include "core/groups/registry.h"
 #include "cuda/device/device_group.h"
 #include "cuda/device/driver.h"
 #include "cuda/device/group_device.h"
@@ -20,6 +19,8 @@ namespace {
 int64_t EpWindowBytes(const EpGroupOptions* options) {
   return cuda::FlagLayout(ToSizes(*options)).window_bytes;
 }
+
+}  // namespace
 
 Status OpenGroup(const EpGroupOptions& options, int board_fd, const std::vector<int>& window_fds,
                  std::shared_ptr<Group>* out) {
@@ -43,14 +44,7 @@ Status OpenGroup(const EpGroupOptions& options, int board_fd, const std::vector<
   return Status();
 }
 
-int64_t EpOpenGroup(const EpGroupOptions* options, int board_fd, const int* window_fds,
-                    int64_t num_windows, EpText error) {
-  std::shared_ptr<Group> group;
-  const Status status =
-      OpenGroup(*options, board_fd, {window_fds, window_fds + num_windows}, &group);
-  if (!status.ok()) return Fail(status, error);
-  return ThisProcess().registry.AddGroup(std::move(group));
-}
+namespace {
 
 int64_t EpNumDevices(EpText error) {
   int count = 0;
@@ -71,8 +65,7 @@ int64_t EpDeviceUuid(int32_t device, EpText text) {
     std::snprintf(byte, sizeof(byte), "%02x", static_cast<uint8_t>(properties.uuid.bytes[i]));
     uuid += byte;
   }
-  Fail(Status(Code::kInternal, uuid), text);
-  return static_cast<int64_t>(uuid.size());
+  return Say(uuid, text);
 }
 
 int64_t EpReaches(int32_t device, int32_t peer, EpText text) {

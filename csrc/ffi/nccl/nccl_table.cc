@@ -1,7 +1,6 @@
 // The C edge of NCCL.
 #include "ffi/nccl/nccl_table.h"
 
-#include <algorithm>
 #include <cstring>
 #include <memory>
 #include <string>
@@ -13,19 +12,7 @@
 namespace ep_runtime {
 namespace {
 
-int64_t Say(const std::string& text, EpNcclText out) {
-  const auto length = std::min<int64_t>(static_cast<int64_t>(text.size()), out.size - 1);
-  std::memcpy(out.data, text.data(), length);
-  out.data[length] = 0;
-  return length;
-}
-
-int64_t Fail(const Status& status, EpNcclText error) {
-  Say(status.text(), error);
-  return -1;
-}
-
-int64_t Version(const char* library, EpNcclText error) {
+int64_t Version(const char* library, EpText error) {
   const nccl::Api* api = nullptr;
   const Status status = nccl::Load(library, &api);
   return status.ok() ? api->version : Fail(status, error);
@@ -61,7 +48,7 @@ Status ReadPlaces(const nccl::Api& api, const EpNcclOptions& options,
   return Status();
 }
 
-int64_t MakeGroup(const EpNcclOptions* options, EpNcclText error) {
+int64_t MakeGroup(const EpNcclOptions* options, EpText error) {
   const nccl::Api* api = nullptr;
   Status status = nccl::Load(options->library, &api);
   nccl::NcclGroupOptions made{
@@ -73,23 +60,28 @@ int64_t MakeGroup(const EpNcclOptions* options, EpNcclText error) {
       nccl::NcclGroup::Make(*api, NcclDevices(), std::move(made)));
 }
 
-int64_t InitGroup(int64_t group, int64_t budget_ns, EpNcclText error) {
-  const std::shared_ptr<nccl::NcclGroup> found = nccl::ThisProcessGroups().FindGroup(group);
+std::shared_ptr<nccl::NcclGroup> Find(int64_t group) {
+  return nccl::ThisProcessGroups().FindGroup(group);
+}
+
+int64_t InGroup(int64_t group, EpText error, Status (nccl::NcclGroup::*run)(int64_t),
+                int64_t budget_ns) {
+  const std::shared_ptr<nccl::NcclGroup> found = Find(group);
   const Status status = found == nullptr
                             ? Stale("no open group has the number " + std::to_string(group))
-                            : found->Init(budget_ns);
+                            : (found.get()->*run)(budget_ns);
   return status.ok() ? 0 : Fail(status, error);
 }
 
-int64_t TrySum(int64_t group, int64_t budget_ns, EpNcclText error) {
-  const std::shared_ptr<nccl::NcclGroup> found = nccl::ThisProcessGroups().FindGroup(group);
-  const Status status = found == nullptr
-                            ? Stale("no open group has the number " + std::to_string(group))
-                            : found->TrySum(budget_ns);
-  return status.ok() ? 0 : Fail(status, error);
+int64_t InitGroup(int64_t group, int64_t budget_ns, EpText error) {
+  return InGroup(group, error, &nccl::NcclGroup::Init, budget_ns);
 }
 
-int64_t AddLayers(int64_t group, const EpNcclLayer* layers, int64_t count, EpNcclText error) {
+int64_t TrySum(int64_t group, int64_t budget_ns, EpText error) {
+  return InGroup(group, error, &nccl::NcclGroup::TrySum, budget_ns);
+}
+
+int64_t AddLayers(int64_t group, const EpNcclLayer* layers, int64_t count, EpText error) {
   std::vector<nccl::Layer> made;
   for (int64_t i = 0; i < count; ++i) {
     made.push_back({layers[i].id, layers[i].name, layers[i].fingerprint});
@@ -99,12 +91,12 @@ int64_t AddLayers(int64_t group, const EpNcclLayer* layers, int64_t count, EpNcc
 }
 
 void AbortGroup(int64_t group, const char* why) {
-  const std::shared_ptr<nccl::NcclGroup> found = nccl::ThisProcessGroups().FindGroup(group);
+  const std::shared_ptr<nccl::NcclGroup> found = Find(group);
   if (found != nullptr) found->Abort(Status(Code::kAborted, why));
 }
 
-int64_t CheckGroup(int64_t group, EpNcclText text) {
-  const std::shared_ptr<nccl::NcclGroup> found = nccl::ThisProcessGroups().FindGroup(group);
+int64_t CheckGroup(int64_t group, EpText text) {
+  const std::shared_ptr<nccl::NcclGroup> found = Find(group);
   return found == nullptr ? 0 : Say(found->TakeError(), text);
 }
 
@@ -113,25 +105,24 @@ void CloseGroup(int64_t group, int64_t timeout_ns) {
   if (found != nullptr) found->Close(timeout_ns);
 }
 
-int64_t AwaitFailure(int64_t group, int64_t timeout_ns, EpNcclText text) {
-  const std::shared_ptr<nccl::NcclGroup> found = nccl::ThisProcessGroups().FindGroup(group);
+int64_t AwaitFailure(int64_t group, int64_t timeout_ns, EpText text) {
+  const std::shared_ptr<nccl::NcclGroup> found = Find(group);
   Status failure;
   if (found == nullptr || !found->AwaitFailure(timeout_ns, &failure)) return -1;
   return failure.ok() ? 0 : Say(failure.text(), text);
 }
 
 void RankLeft(int64_t group, int64_t world_rank, const char* why) {
-  const std::shared_ptr<nccl::NcclGroup> found = nccl::ThisProcessGroups().FindGroup(group);
+  const std::shared_ptr<nccl::NcclGroup> found = Find(group);
   if (found != nullptr) found->RankLeft(world_rank, Status(Code::kAborted, why));
 }
 
 std::string Structs() {
-  return EP_STRUCT_LINE(EpNcclText) + EP_FIELD_LINE(EpNcclText, data) +
-         EP_FIELD_LINE(EpNcclText, size) + EP_STRUCT_LINE(EpNcclOptions) +
-         EP_FIELD_LINE(EpNcclOptions, library) + EP_FIELD_LINE(EpNcclOptions, name) +
-         EP_FIELD_LINE(EpNcclOptions, generation) + EP_FIELD_LINE(EpNcclOptions, ep_size) +
-         EP_FIELD_LINE(EpNcclOptions, op_timeout_ns) + EP_FIELD_LINE(EpNcclOptions, local_ranks) +
-         EP_FIELD_LINE(EpNcclOptions, local_devices) +
+  return EP_STRUCT_LINE(EpText) + EP_FIELD_LINE(EpText, data) + EP_FIELD_LINE(EpText, size) +
+         EP_STRUCT_LINE(EpNcclOptions) + EP_FIELD_LINE(EpNcclOptions, library) +
+         EP_FIELD_LINE(EpNcclOptions, name) + EP_FIELD_LINE(EpNcclOptions, generation) +
+         EP_FIELD_LINE(EpNcclOptions, ep_size) + EP_FIELD_LINE(EpNcclOptions, op_timeout_ns) +
+         EP_FIELD_LINE(EpNcclOptions, local_ranks) + EP_FIELD_LINE(EpNcclOptions, local_devices) +
          EP_FIELD_LINE(EpNcclOptions, num_local_ranks) + EP_FIELD_LINE(EpNcclOptions, ids) +
          EP_FIELD_LINE(EpNcclOptions, num_domains) + EP_FIELD_LINE(EpNcclOptions, carries_rows) +
          EP_FIELD_LINE(EpNcclOptions, max_channels) + EP_STRUCT_LINE(EpNcclLayer) +

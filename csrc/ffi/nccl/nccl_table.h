@@ -5,18 +5,12 @@
 
 #include <cstdint>
 
-#include "cuda/nccl/communicators.h"
+#include "core/base/c_text.h"
 
 namespace ep_runtime {
 
 // Increased when a field of the table, or of a struct it takes, changes its meaning.
 constexpr uint32_t kNcclTableAbi = 2;
-
-// Like EpText of c_table.h.
-struct EpNcclText {
-  char* data;
-  int64_t size;
-};
 
 struct EpNcclOptions {
   const char* library;  // path of libnccl.so.2 if JAX has loaded none; "": none
@@ -43,23 +37,23 @@ struct EpNcclTable {
   uint32_t abi;
   uint32_t bytes;
   // 22809 for 2.28.9. Loads NCCL if nothing has.
-  int64_t (*version)(const char* library, EpNcclText);
+  int64_t (*version)(const char* library, EpText);
   // Makes a group of this process and returns its number. Sends nothing yet.
-  int64_t (*make_group)(const EpNcclOptions*, EpNcclText);
-  int64_t (*init_group)(int64_t group, int64_t budget_ns, EpNcclText);
-  int64_t (*add_layers)(int64_t group, const EpNcclLayer*, int64_t count, EpNcclText);
+  int64_t (*make_group)(const EpNcclOptions*, EpText);
+  int64_t (*init_group)(int64_t group, int64_t budget_ns, EpText);
+  int64_t (*add_layers)(int64_t group, const EpNcclLayer*, int64_t count, EpText);
   // `why` is a status' text, carried by the calls that end because of the abort.
   void (*abort_group)(int64_t group, const char* why);
-  int64_t (*check_group)(int64_t group,
-                         EpNcclText);  // returns the length of the text, 0 if there is none
+  // Returns the length of the text, 0 if there is none.
+  int64_t (*check_group)(int64_t group, EpText);
   void (*close_group)(int64_t group, int64_t timeout_ns);
   // Waits for the group's first error. Returns the length of its text, 0 if there is none in that
   // time, and -1 once the group closes.
-  int64_t (*await_failure)(int64_t group, int64_t timeout_ns, EpNcclText);
+  int64_t (*await_failure)(int64_t group, int64_t timeout_ns, EpText);
   // Reports that the process of that world rank closed the group. `why` is like abort_group's.
   void (*rank_left)(int64_t group, int64_t world_rank, const char* why);
   // Runs an all-reduce over the communicators and checks its sums.
-  int64_t (*try_sum)(int64_t group, int64_t budget_ns, EpNcclText);
+  int64_t (*try_sum)(int64_t group, int64_t budget_ns, EpText);
   const char* (*structs)();  // lines of struct_lines.h for this header's structs
 };
 
