@@ -17,7 +17,7 @@ import pytest
 from harness import Watcher, eventually
 from raw_client import WAIT_S, close_fds, connect, hello, make_spec, receive, redeem
 
-from ep_runtime import board, errors, layer_specs
+from ep_runtime import board, errors, layer_specs, specs
 from ep_runtime.units import iec
 from ep_runtime.v1 import fd_socket_pb2, session_service_pb2
 from ep_runtime_server.base import limits
@@ -51,6 +51,26 @@ def test_members_and_daemon_see_one_memory(daemon):
         a[5] = 42
         assert b[5] == 42
     close_fds(one + two)
+
+
+def test_every_process_of_a_job_reads_its_state_and_nobody_else_does(daemon):
+    writer, reader, stranger = daemon.client(), daemon.client(), daemon.client(job="other")
+    spec = make_spec("state/0", transport=specs.STATE, retain_s=0.0)
+    state, moe = writer.create(spec).group, writer.create(make_spec()).group
+    written, found = writer.fetch(state), reader.fetch(state)
+    os.pwrite(written[1][1], b"rows", 0)
+    assert os.pread(found[1][1], 4, 0) == b"rows"
+    assert found[1][0].bytes == spec.max_tokens_per_rank * spec.hidden_size
+    close_fds(written + found)
+    with pytest.raises(errors.PermissionDeniedError, match="claims no rank"):
+        reader.fetch(moe)
+    with pytest.raises(errors.StaleHandleError, match="no group 'state/0' in job 'other'"):
+        stranger.fetch(state)
+    done = daemon.client()
+    close_fds(done.fetch(state))
+    assert done.close_group(state) == 0
+    assert writer.close_group(state) == 0  # `reader` may still map it
+    assert reader.close_group(state) == size_of(spec)
 
 
 def test_an_exhausted_pool_names_asked_free_limit_and_holders(start_daemon):
