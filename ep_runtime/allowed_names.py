@@ -63,7 +63,7 @@ def check_name(kind: str, name: str) -> None:
 
 
 def check_new_name(kind: str, name: str) -> None:
-    """Raises InvalidArgumentError for a name that nobody may give to something new.
+    """Raises InvalidArgumentError for a name that no new object may have.
 
     Args:
         kind: "group", "layer" (or stack), or "job".

@@ -1,8 +1,8 @@
 """`python -m ep_runtime_bench.moe.client`: one MoE layer by one subject, in a fresh process.
 
-Peaks of memory are of a process's whole life, so each subject and case has one of its own. It
-says "ready" once JAX is up, "compiled" once its programs are, and last what it measured; it goes
-on when it is told to, so that the next process can start meanwhile and disturbs no measurement.
+Peaks of memory cover a process's whole life, so each subject and case has its own process. It
+prints "ready" once JAX is up, "compiled" after compiling, and last its measurements. It waits for
+a line before it goes on, so that starting the next process disturbs no measurement.
 """
 
 from __future__ import annotations

@@ -67,8 +67,8 @@ class Registrations:
     def known(
         self, wanted: layer_specs.LayerSpec, num_layers: int | None, *, replace: bool = False
     ) -> EpLayer | LayerStack | None:
-        """Returns the registration of that name; None if there is none, or `replace` allows
-        another.
+        """Returns the registration of that name; None if there is none, or if it differs and
+        `replace` is set.
 
         Raises:
             SpecMismatchError: it has other settings, and no `replace`.

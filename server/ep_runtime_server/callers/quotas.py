@@ -59,7 +59,7 @@ class UserLimits:
 
 @dataclasses.dataclass
 class Usage:
-    """Counts what a user holds now, as UserLimits does."""
+    """A user's present use of each resource in UserLimits."""
 
     sessions: int = 0
     groups: int = 0

@@ -263,7 +263,7 @@ class GroupRecord:
         self.notify()
 
     def start_over(self, generation: int) -> None:
-        """A new generation on what is left of the old one. Its members claim again."""
+        """Starts a new generation with the memory of the old one. Its members claim again."""
         self.advance(Trigger.CLAIMED_AGAIN)
         self.generation = generation
         self.previous.update(self.members)

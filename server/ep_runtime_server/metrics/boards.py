@@ -1,4 +1,4 @@
-"""What a group's board says, as series: its layers, and its ranks.
+"""Series of a group's layers and ranks, from its board.
 
 A board has sums since it was formatted, and what each rank does now.
 """

@@ -1,7 +1,7 @@
 """The experts' activation as 8-bit floats on a GPU: custom calls of the CUDA library.
 
-Bit for bit the kernels of `kernels.py` followed by those of `quantize/kernels.py`, but
-what stands between them is in no memory. They serve bf16 and f16 rows and recipes without a
+Results equal those of `kernels.py` followed by `quantize/kernels.py` bit for bit, but the
+values in between are not stored. They serve bf16 and f16 rows and recipes without a
 column-wise copy. Letters as in `plain.py`, W as in `quantize/kernels.py`.
 """
 

@@ -20,8 +20,8 @@ def run(
 ) -> Any:
     """`function(call, *operands)`, compiled when every operand is concrete.
 
-    `traced` is what to call instead under a trace, and inside a shard_map of the user, where
-    constants are concrete too: the same with a gradient of its own.
+    Calls `traced` instead under a trace, and inside a shard_map of the user, where constants are
+    concrete too. `traced` computes the same and has a gradient of its own.
     """
     leaves = jax.tree.leaves(operands)
     inside = jax.sharding.get_abstract_mesh().manual_axes

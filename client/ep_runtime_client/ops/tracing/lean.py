@@ -27,8 +27,9 @@ def unless_unused(
 ) -> list[jax.Array]:
     """`full(*operands)`: the results of `first`, and the rest behind them.
 
-    Where the program uses nothing of the rest, `first` is called instead; where it uses nothing but
-    the rest, `rest`, which may make something in its stead; None is `full`. Not differentiable."""
+    If the program uses only the results of `first`, `first` is called instead. If it uses only the
+    others, `rest` is called, which may return other values for those of `first`; None means `full`.
+    Not differentiable."""
     ways = [jax.make_jaxpr(way)(*operands) for way in (full, first, rest) if way is not None]
     results: list[jax.Array] = _either_p.bind(*operands, ways=tuple(ways))
     return results
