@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -87,6 +88,18 @@ def test_times_are_those_measured() -> None:
     *_, times = plan.run(options(nodes=1, gpus_per_node=2, cases=tuple(measured)))
     found = {row["case"]: row["call_ms"] for row in times.rows}
     np.testing.assert_allclose([found[name] for name in measured], [*measured.values()], rtol=0.02)
+
+
+def test_a_config_routes_as_its_router_does(tmp_path: Path) -> None:
+    """DeepSeek-V3 takes half of its groups of experts, here a node each, for a token."""
+    released = json.loads((Path(__file__).parent.parent / "families/released.json").read_text())
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(released["DeepSeek-V3"]))
+    sent = []
+    for layer in ({"config": str(config)}, {"cases": ("deepseek-v3-like",)}):
+        _, links, _ = plan.run(options(nodes=8, tokens_per_rank=64, **layer))
+        sent.append(links.rows[0]["sent_mb"])
+    assert sent[0] < 0.8 * sent[1]
 
 
 def run(*words: str) -> int:
