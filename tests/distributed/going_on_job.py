@@ -13,11 +13,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import ep_runtime as ep
 
-HIDDEN, MLP, EXPERTS, ROWS, TOKENS = 16, 16, 12, 12, 4
+HIDDEN, MLP, ROWS, TOKENS = 16, 16, 24, 2
+EXPERTS = int(os.environ.get("TEST_EXPERTS", "12"))
 State = dict[str, np.ndarray]
 
 
@@ -32,10 +33,8 @@ def first_state() -> State:
     return {name: rng.normal(0, 0.3, shape).astype("float32") for name, shape in shapes.items()}
 
 
-def build(session: ep.Session, devices: list[Any]) -> tuple[Any, Callable[..., Any]]:
-    """The mesh, and a step (state, number) -> (loss, the next state whole on every device)."""
-    fitted = ep.distributed.fit_mesh(devices, {"ep": None}, num_experts=EXPERTS, batch=ROWS)
-    mesh = fitted.mesh
+def build(session: ep.Session, mesh: Mesh) -> Callable[..., Any]:
+    """A step (state, number) -> (loss, the next state whole on every device)."""
     group = session.create_group(
         "experts",
         mesh,
@@ -73,7 +72,7 @@ def build(session: ep.Session, devices: list[Any]) -> tuple[Any, Callable[..., A
         on_mesh = {name: put(array, where[name]) for name, array in state.items()}
         return compiled(on_mesh, put(x, split))
 
-    return mesh, step
+    return step
 
 
 def run(say: Callable[..., None], hear: Callable[[], Any]) -> None:
@@ -83,13 +82,20 @@ def run(say: Callable[..., None], hear: Callable[[], Any]) -> None:
         with np.load(later) as saved:
             state = {name: saved[name] for name in saved if name != "number"}
             number = int(saved["number"])
+    losses: list[str] = []
     for generation in ep.distributed.generations():
+        losses.clear()
         with generation:
-            mesh, step = build(session, generation.devices)
-            losses: list[str] = []
+            mesh = ep.distributed.fit_mesh(
+                generation.devices, {"ep": None}, num_experts=EXPERTS, batch=ROWS
+            ).mesh
             last = generation.number > 0 or later is not None
             if last and later is None and jax.process_index() == mesh.devices.flat[0].process_index:
                 np.savez(os.environ["TEST_TO"], number=number, **state)
+            if not mesh.local_devices:
+                say(idle=True)
+                generation.wait()
+            step = build(session, mesh)
             while not last or len(losses) < int(os.environ["TEST_STEPS"]):
                 loss, next_state = generation.step(step, state, number)
                 state = {k: np.asarray(v.addressable_data(0)) for k, v in next_state.items()}

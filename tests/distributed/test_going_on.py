@@ -27,6 +27,7 @@ def place() -> Iterator[Path]:
 
 
 def start(place: Path, processes: int, devices: int, name: str, **more: str) -> launch.Job:
+    """A job whose last generation makes STEPS steps."""
     return launch.Job(
         _JOB,
         processes=processes,
@@ -35,8 +36,7 @@ def start(place: Path, processes: int, devices: int, name: str, **more: str) -> 
         own=[{"TEST_COORDINATOR": "node"}] * processes,
         RUNTIME_DIRECTORY=str(place),
         EP_RUNTIME_JOB=name,
-        TEST_STEPS=str(STEPS),
-        **more,
+        **{"TEST_STEPS": str(STEPS), **more},
     )
 
 
@@ -63,3 +63,31 @@ def test_survivors_go_on_as_a_job_of_theirs_alone_would(
         job.tell()
         job.finish()
     assert alone == said
+
+
+def test_a_process_without_a_device_in_the_mesh_waits_for_the_end_of_the_others(
+    place: Path,
+) -> None:
+    """Four processes train; then there are three, of which 8 experts take two."""
+    with start(place, 4, 1, "whole", TEST_EXPERTS="8", TEST_TO=str(place / "state.npz")) as job:
+        assert job.heard(WAIT_S) == [{"ready": True}] * 4
+        job.workers[0].kill()
+        first, second, idle = job.workers[1:]
+        assert idle.heard(WAIT_S) == {"idle": True}
+        trained = [first.heard(WAIT_S), second.heard(WAIT_S)]
+        assert trained[0] == trained[1]
+        assert (trained[0]["devices"], len(trained[0]["losses"])) == (2, STEPS)
+        assert idle.heard(WAIT_S)["losses"] == []  # it leaves the loop too
+        for worker in (first, second, idle):
+            worker.tell()
+        assert [worker.finish() for worker in (first, second, idle)] == [0, 0, 0]
+
+
+def test_a_process_that_comes_back_is_refused_and_the_others_go_on(place: Path) -> None:
+    with start(place, 3, 1, "whole", TEST_TO=str(place / "state.npz"), TEST_STEPS="100000") as job:
+        assert job.heard(WAIT_S) == [{"ready": True}] * 3
+        job.workers[2].kill()
+        back = job.start(2)
+        assert back.finish(WAIT_S) == 1
+        assert "NotImplementedError: process 2 comes back into a job that goes on" in back.tail()
+        assert not any(worker.ended for worker in job.workers[:2])

@@ -227,15 +227,21 @@ class Job:
         with contextlib.ExitStack() as stack:
             logs = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ept-job-")))
             port = stack.enter_context(reserved_coordinator()).rpartition(":")[2]
-            environment = {**self._environment, "TEST_COORDINATOR": f"{self._host}:{port}"}
+            self._environment["TEST_COORDINATOR"] = f"{self._host}:{port}"
+            self._logs = logs
+            self._stack = stack
             for index in range(self.processes):
-                mine = {**environment, **self._own[index]}
-                log, launcher = logs / f"{index}.log", self._places[index]
-                worker = Worker(index, self._script, log, mine, launcher)
-                stack.callback(worker.close)
-                self.workers.append(worker)
+                self.workers.append(self.start(index))
             self._stack = stack.pop_all()
         return self
+
+    def start(self, index: int) -> Worker:
+        """Starts the process of that number, also another one after it has died."""
+        log = self._logs / f"{index}.log"
+        mine = {**self._environment, **self._own[index]}
+        worker = Worker(index, self._script, log, mine, self._places[index])
+        self._stack.callback(worker.close)
+        return worker
 
     def __exit__(
         self,

@@ -27,7 +27,7 @@ _log = logging.getLogger("ep_runtime")
 
 HEARTBEAT_TIMEOUT_S = 10
 # Ends of a job's processes do not come at one time, and one may still be on its way to register.
-_LEFT_S = 2.0
+_LEFT_S = 0.5
 _ANSWER_S = 5.0
 # Until all processes of this host have dealt with a death.
 _TOLD_S = 1.0
@@ -177,8 +177,6 @@ def _watch(
                 os.close(key.fd)
                 dead = members.pop(key.fd)
                 dead.connection.close()
-                if dead.process in (member.process for member in members.values()):
-                    continue  # it was started again and has registered
                 _tell(members.values(), dead.process)
                 try:
                     jax_internals.report_death(address, dead.process, _ANSWER_S)

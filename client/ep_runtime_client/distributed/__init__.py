@@ -2,9 +2,9 @@
 
 from ep_runtime_client.distributed.fit_mesh import FittedMesh as FittedMesh
 from ep_runtime_client.distributed.fit_mesh import fit_mesh as fit_mesh
-from ep_runtime_client.distributed.generations import Generation as Generation
-from ep_runtime_client.distributed.generations import generations as generations
-from ep_runtime_client.distributed.initialize import initialize as initialize
+from ep_runtime_client.distributed.loop import Generation as Generation
+from ep_runtime_client.distributed.loop import generations as generations
+from ep_runtime_client.distributed.start import initialize as initialize
 from ep_runtime_client.distributed.state import State as State
 
 __all__ = ["FittedMesh", "Generation", "State", "fit_mesh", "generations", "initialize"]

@@ -31,6 +31,8 @@ _OF_A_LOSS = (
 )
 # Generations of the same processes in which no step was done, before the error is raised.
 _ATTEMPTS = 3
+# Keys in the coordination service.
+BEGUN = "ep_runtime/begun"
 _FINISHED = "ep_runtime/finished/"
 
 _P = ParamSpec("_P")
@@ -42,8 +44,7 @@ def generations() -> Iterator[Generation]:
 
     Use each as a context manager. Inside, make mesh, group and compiled step for its devices, and
     run every program that has collectives by `Generation.step`. If a process dies, the block ends
-    in all others, and the loop goes on with a generation of the devices that live. If a process
-    comes back, the block ends after the step under way.
+    in all others, and the loop goes on with a generation of the devices that live.
 
     Yields:
         The next Generation.
@@ -66,6 +67,7 @@ def generations() -> Iterator[Generation]:
             argument="initialize",
         )
     members, number, attempts = _live(), 0, 0
+    jax_internals.distributed().client.key_value_set(BEGUN + "/yes", "1", True)
     while True:
         generation = Generation(number, members)
         yield generation
@@ -98,6 +100,7 @@ class Generation:
         self.following = members
         self._members = members
         self._built = False
+        self._meetings = 0  # of this generation, the same in all processes
 
     def step(self, function: Callable[_P, _R], /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
         """Runs a step that all live processes do, or none.
@@ -114,7 +117,7 @@ class Generation:
             Its results, after all of them are ready in every process.
 
         Raises:
-            PeerLostError: a process has died, or has come back. Let it leave the `with` block.
+            PeerLostError: a process has died. Let it leave the `with` block.
             Exception: any other error of the function.
 
         Cost: waits for the results, and for all processes by one RPC to the coordination service.
@@ -129,10 +132,8 @@ class Generation:
             self._failed(error)
             raise
         self._meet()
-        if self.following != self._members and not self._gone():
-            self._end("processes have come back")  # this step is done, the next one is theirs too
-        elif self.following != self._members:
-            raise self._end(f"processes {self._gone()} have died during a step")
+        if self.following != self._members:
+            raise self._end("during a step")
         self.steps += 1
         return result
 
@@ -149,9 +150,10 @@ class Generation:
         client = jax_internals.distributed().client
         while self.following == self._members:
             self._meet()
-            if client.key_value_dir_get(self._finished_key()):
+            last = [int(value) for _, value in client.key_value_dir_get(self._finished_key())]
+            if self._meetings in last:
                 raise _FinishedError
-        raise self._end(f"processes {self._gone()} have died")
+        raise self._end("while this one waited")
 
     def _begin(self) -> None:
         """Raises if the generation is over; before the first step all meet who have built it."""
@@ -161,19 +163,18 @@ class Generation:
             self._meet()
             self._built = True
             if self.following != self._members:
-                raise self._end("processes have died, or come back, since it began")
+                raise self._end("before its first step")
 
     def _meet(self) -> None:
         self.following = _live()
+        self._meetings += 1
 
-    def _gone(self) -> list[int]:
-        """Processes that died since, also if they have come back."""
-        return [p for p, one in self._members.items() if self.following.get(p) != one]
-
-    def _end(self, why: str) -> errors.PeerLostError:
+    def _end(self, when: str, why: str | None = None) -> errors.PeerLostError:
+        gone = [p for p, one in self._members.items() if self.following.get(p) != one]
         error = errors.PeerLostError(
-            f"generation {self.number} of {len(self._members)} processes is over: {why}",
-            process=next(iter(self._gone()), -1),
+            f"generation {self.number} of {len(self._members)} processes is over: "
+            + (why or f"processes {gone} of the job died {when}"),
+            process=next(iter(gone), -1),
         )
         self.over.append(error)
         _log.warning("%s; %d processes go on", error, len(self.following))
@@ -193,9 +194,9 @@ class Generation:
             return
         self._meet()
         if self.following != self._members:
-            raise self._end(f"processes {self._gone()} have died during a step") from error
+            raise self._end("during a step") from error
         if isinstance(told, _OF_A_LOSS):  # a process was fenced, or a group is over
-            raise self._end(str(told)) from error
+            raise self._end("", str(told)) from error
 
     def _finished_key(self) -> str:
         members = repr(sorted(self._members.items())).encode()
@@ -223,11 +224,13 @@ class Generation:
         return error in self.over
 
     def _finish(self) -> None:
-        """Tells processes that wait that the others have finished."""
+        """Tells processes that wait which meeting is the last: this one."""
         self.over.clear()
         client = jax_internals.distributed().client
-        client.key_value_set(self._finished_key() + "/yes", "1", True)
-        self._meet()
+        last = self._meetings + (1 if self._built else 2)
+        client.key_value_set(self._finished_key() + "/last", str(last), True)
+        while self._meetings < last:
+            self._meet()
 
 
 class _FinishedError(Exception):

@@ -11,6 +11,7 @@ from ep_runtime import env
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime_client.base import jax_internals
 from ep_runtime_client.daemons import coordination, node_coordination
+from ep_runtime_client.distributed import loop
 
 _NODE = "node"
 _START_S = 60.0
@@ -50,7 +51,8 @@ def initialize(
     Raises:
         InvalidArgumentError: "node" without num_processes or the job's name, or an address of
             another form.
-        NotImplementedError: this jaxlib lacks what recovery needs; the text names it.
+        NotImplementedError: this jaxlib lacks what recovery needs, which the text names; or this
+            process comes back after it has died.
         RuntimeUnavailableError: the node's service does not start.
 
     Cost: starts a process with "node". Nothing in a step.
@@ -73,7 +75,14 @@ def initialize(
         coordinator_bind_address="127.0.0.1:0",
         **options,
     )
-    coordination.register(address, jax_internals.distributed().process_id, _end_collectives)
+    state = jax_internals.distributed()
+    coordination.register(address, state.process_id, _end_collectives)
+    if state.client.key_value_dir_get(loop.BEGUN):
+        raise NotImplementedError(
+            f"process {state.process_id} comes back into a job that goes on without it: XLA keeps "
+            "connections of the mesh before, and hangs in them; end this process, and start all "
+            "again to have it"
+        )
 
 
 def _end_collectives() -> None:
