@@ -132,6 +132,16 @@ def test_the_step_before_is_there_until_the_next_is_committed(
     _check(found, 5, on)
 
 
+def test_a_session_that_is_over_writes_nothing(address: str) -> None:
+    on = _abstract(_mesh(2), "a", None)
+    with ep.connect(address, job="tests", timeout_s=WAIT_S) as session:
+        state = State(session)
+        for step in (1, 2):
+            state.commit(step, _arrays(step, on))
+    with pytest.raises(ep.RuntimeUnavailableError, match="was closed"):
+        state.commit(3, _arrays(3, on))
+
+
 def test_what_cannot_be_restored_says_why(session: ep.Session) -> None:
     on, state = _abstract(_mesh(2), "a", None), State(session)
     with pytest.raises(ep.StaleHandleError, match="no committed step of state 'state'"):

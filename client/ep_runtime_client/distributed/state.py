@@ -77,6 +77,7 @@ class State:
 
         Raises:
             InvalidArgumentError: a leaf is not an array, or the step is not a later one.
+            SessionFencedError: the session was fenced.
             PeerLostError: a process was lost before it committed the step before; call `restore`.
             GroupNotReadyError: a process did not come within the session's timeout.
             PoolExhaustedError: the daemon's memory, or the user's quota, has no room for a copy.
@@ -84,6 +85,7 @@ class State:
         Cost: a copy to pinned host memory and from there to the daemon's; both overlap the next
         steps. The first two calls, and those after a change of processes or shapes, allocate.
         """
+        self._client.require_alive()  # a fenced process must not write
         check_whole("step", step, 0)
         leaves = _leaves(state)
         layout = self._layout_of(leaves)
