@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import importlib
@@ -11,7 +12,10 @@ import os
 import signal
 import socket
 import struct
+import sys
 import threading
+from multiprocessing.connection import Connection
+from pathlib import Path
 
 from raw_packets import WAIT_S, close_fds, connect, give_back, hello, redeem
 
@@ -215,14 +219,31 @@ def _child_main(pipe) -> None:
                 pipe.send((False, error))
 
 
+# Children of one server, which has imported what takes them long.
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(["raw_process", "jax"])
+
+
+def run_script(script: str, environment: dict[str, str], log: Path, *ends: Connection) -> None:
+    """Runs it in this child as `python -c` would; `ends` become its standard input and, by the
+    descriptor in TEST_TALK_FD, what it says to a test."""
+    stdin, talk = (os.dup(end.fileno()) for end in ends)
+    output = os.open(log, os.O_WRONLY)
+    for number, fd in enumerate((stdin, output, output)):
+        os.dup2(fd, number)
+    sys.stdin = open(0, closefd=False)  # noqa: SIM115 - for the process's life
+    os.environ.clear()
+    os.environ.update(environment, TEST_TALK_FD=str(talk))
+    exec(compile(script, "<string>", "exec"), {"__name__": "__main__"})
+    atexit._run_exitfuncs()
+
+
 class Process:
     """A process of its own that does what it is told, until it is killed."""
 
     def __init__(self) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["raw_process"])
-        self._pipe, other = context.Pipe()
-        self._process = context.Process(target=_child_main, args=(other,), daemon=True)
+        self._pipe, other = FORKS.Pipe()
+        self._process = FORKS.Process(target=_child_main, args=(other,), daemon=True)
         self._process.start()
         other.close()
         self._asked = threading.Lock()

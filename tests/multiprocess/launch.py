@@ -11,6 +11,7 @@ The script talks with the test in JSON lines: `say(...)`, `hear()`. It finds `in
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import select
@@ -19,13 +20,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.connection import Connection
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import guardian
 from daemon_fixtures import package_path
+from raw_process import FORKS, run_script
 
 from ep_runtime_client.jobs.members import reserved_coordinator
 
@@ -88,6 +91,55 @@ def prologue_of(devices: str) -> str:
 PROLOGUE = prologue_of(CPU)
 
 
+# Variables that Python or JAX reads when it starts: a fork would come too late for them.
+_READ_AT_START = ("JAX_", "LD_", "XLA_")
+
+
+class _Forked:
+    """A process that need not import JAX, with what a `Worker` asks of a Popen."""
+
+    def __init__(self, script: str, environment: dict[str, str], log: Path, talk: int) -> None:
+        theirs, ours = os.pipe()
+        ends = Connection(theirs, writable=False), Connection(os.dup(talk), readable=False)
+        with ends[0], ends[1]:
+            run = (script, environment, log, *ends)
+            self._process = FORKS.Process(target=run_script, args=run, daemon=True)
+            self._process.start()
+        self.stdin = os.fdopen(ours, "wb")
+        assert self._process.pid is not None
+        self.pid = self._process.pid
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self, timeout: float) -> int:
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            raise subprocess.TimeoutExpired(f"process {self.pid}", timeout)
+        return self._process.exitcode
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+def _new(
+    launcher: Sequence[str], script: str, environment: dict[str, str], log: Path, talk: int
+) -> subprocess.Popen[bytes]:
+    with log.open("wb") as output:
+        return subprocess.Popen(
+            [*launcher, sys.executable, "-P", "-c", script],
+            stdin=subprocess.PIPE,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env={**environment, "TEST_TALK_FD": str(talk)},
+            pass_fds=[talk],
+        )
+
+
 class Worker:
     """One process of a job."""
 
@@ -97,22 +149,15 @@ class Worker:
         script: str,
         log: Path,
         environment: dict[str, str],
-        launcher: Sequence[str] = (),
+        start: Callable[[str, dict[str, str], Path, int], Any],
     ) -> None:
-        """`launcher` is a command that ends in running its arguments in its own process."""
+        """`start` is `_Forked` or the like: (script, environment, log, descriptor for `say`)."""
         self.index = index
         self.log = log
         self._heard = b""
         self._talk, theirs = os.pipe()
-        with open(log, "wb") as output:
-            self._process = subprocess.Popen(
-                [*launcher, sys.executable, "-P", "-c", script],
-                stdin=subprocess.PIPE,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env={**environment, "TEST_INDEX": str(index), "TEST_TALK_FD": str(theirs)},
-                pass_fds=[theirs],
-            )
+        log.write_bytes(b"")
+        self._process = start(script, {**environment, "TEST_INDEX": str(index)}, log, theirs)
         os.close(theirs)
         self.pid = self._process.pid
         guardian.protect(self.pid)
@@ -212,6 +257,10 @@ class Job:
         self._places = places or [()] * processes
         self._host = host
         self._script = prologue + script
+        given = [name for more in (environment, *own) for name in more]
+        self._new = (
+            places or prologue != PROLOGUE or any(n.startswith(_READ_AT_START) for n in given)
+        )
         self._environment = {
             **os.environ,
             "PYTHONPATH": os.pathsep.join([package_path(), TESTS]),
@@ -239,7 +288,8 @@ class Job:
         """Starts the process of that number, also another one after it has died."""
         log = self._logs / f"{index}.log"
         mine = {**self._environment, **self._own[index]}
-        worker = Worker(index, self._script, log, mine, self._places[index])
+        begin = functools.partial(_new, self._places[index]) if self._new else _Forked
+        worker = Worker(index, self._script, log, mine, begin)
         self._stack.callback(worker.close)
         return worker
 
