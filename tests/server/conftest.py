@@ -7,7 +7,7 @@ import threading
 
 import grpc
 import pytest
-from cluster_nets import lossy_net, net  # noqa: F401 - fixtures are found by name
+from cluster_nets import lossy_net  # noqa: F401 - fixtures are found by name
 from harness import (  # noqa: F401 - fixtures are found by name
     FakeClock,
     Running,
