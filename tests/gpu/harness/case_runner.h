@@ -83,7 +83,7 @@ struct Plan {
     num_recv = ints(1);
   }
   template <typename Int>
-  ec::PlanBuffers<Int> buffers() const {
+  ep_runtime::PlanArrays<Int> buffers() const {
     return {dst_rank->as<Int>(),     dst_row->as<Int>(),     recv_count->as<Int>(),
             staged_start->as<Int>(), staged_row->as<Int>(),  staged_slot->as<Int>(),
             kept->as<Int>(),         group_sizes->as<Int>(), num_recv->as<Int>()};
