@@ -3,7 +3,6 @@
 #define EP_RUNTIME_FFI_CPU_CALL_H_
 
 #include <cstdint>
-#include <string>
 
 #include "core/groups/call.h"
 #include "cpu/row_ops.h"

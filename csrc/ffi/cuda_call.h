@@ -10,7 +10,6 @@
 #include "cuda/device/group_device.h"
 #include "ffi/call_frame.h"
 #include "ffi/read_call.h"
-#include "ffi/target.h"
 
 namespace ep_runtime {
 

@@ -5,8 +5,6 @@
 #include <cuda_runtime.h>
 
 #include <memory>
-#include <string>
-#include <utility>
 
 #include "core/groups/registry.h"
 #include "cuda/device/driver.h"

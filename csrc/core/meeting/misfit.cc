@@ -1,6 +1,5 @@
 // Finds calls that can never meet. Processes whose programs differ give one call different names.
 
-#include <algorithm>
 #include <array>
 #include <string>
 

@@ -9,11 +9,11 @@
 #include "cuda/block/workspace.h"
 #include "cuda/device/device_group.h"
 #include "cuda/device/side_streams.h"
+#include "cuda/fp8_format.h"
 #include "cuda/gemm/product/product.h"
 #include "cuda/movement/combine/combine_kernels.h"
 #include "cuda/movement/dispatch/dispatch_kernels.h"
 #include "cuda/rows/activation.h"
-#include "cuda/rows/quantize.h"
 
 namespace ep_runtime {
 namespace cuda {

@@ -10,7 +10,6 @@
 #include "cuda/block/workspace.h"
 #include "cuda/gemm/product/groups.h"
 #include "cuda/gemm/product/product.h"
-#include "cuda/rows/activation.h"
 
 #define EP_RETURN_IF_CUDA_ERROR(launch)                   \
   do {                                                    \

@@ -6,8 +6,6 @@
 #include <cuda.h>
 #include <cuda_runtime.h>
 
-#include <string>
-
 #include "core/base/status.h"
 
 namespace ep_runtime {

@@ -53,11 +53,6 @@ Status ReadSizes(const CallFrame& frame, const Operand& sizes, int64_t rows,
   return Status();
 }
 
-// Rows of a transposed copy of all slabs.
-int64_t PaddedRows(const GroupedGemmParams& params) {
-  return params.num_slabs * cuda::gemm::PaddedSlabRows(params.slab_rows, params.groups_per_slab);
-}
-
 Status ReadScales(const Operand& sizes, const Operand& lhs_scale, const Operand& rhs_scale,
                   GroupedGemmParams* params) {
   const int64_t in = params->in_features, out = params->out_features, experts = params->num_experts;
@@ -90,13 +85,6 @@ Status ReadOperands(const CallFrame& frame, GroupedGemmParams* params) {
   params->rhs = rhs.data();
   params->out = out.data();
   return Status();
-}
-
-Status ReadBias(const Operand& bias, GroupedGemmParams* params) {
-  if (bias.absent(2)) return Status();
-  EP_RETURN_IF_ERROR(bias.CheckShape({params->num_experts, params->out_features}));
-  params->bias = bias.data();
-  return ToFloatType(bias.type(), &params->bias_type) ? Status() : bias.CheckType(DataType::F32);
 }
 
 // ep_fp8_grouped_gemm_v1(group_sizes s32 [S, L], lhs u8 [S * C, K'], rhs u8 [G, N', K'],

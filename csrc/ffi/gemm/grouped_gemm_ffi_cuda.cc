@@ -31,6 +31,17 @@ Status ReadWeightGrads(const CallFrame& frame, int64_t in, int64_t out, GroupedG
   return Status();
 }
 
+Status ReadBias(const Operand& bias, GroupedGemmParams* params) {
+  if (bias.absent(2)) return Status();
+  EP_RETURN_IF_ERROR(bias.CheckShape({params->num_experts, params->out_features}));
+  params->bias = bias.data();
+  return bias.ReadFloatType(&params->bias_type);
+}
+
+int64_t PaddedRows(const GroupedGemmParams& params) {
+  return params.num_slabs * cuda::gemm::PaddedSlabRows(params.slab_rows, params.groups_per_slab);
+}
+
 namespace {
 
 // Reads group_sizes [S, L] of slabs of `slab_rows` rows.
@@ -66,14 +77,6 @@ Status ReadTypes(const CallFrame& frame, GroupedGemmParams* params) {
   params->rhs = rhs.data();
   params->out = out.data();
   return Status();
-}
-
-// Reads bias [G, N'], or [0, 0] if there is none.
-Status ReadBias(const Operand& bias, GroupedGemmParams* params) {
-  if (bias.absent(2)) return Status();
-  EP_RETURN_IF_ERROR(bias.CheckShape({params->num_experts, params->out_features}));
-  params->bias = bias.data();
-  return bias.ReadFloatType(&params->bias_type);
 }
 
 // ep_grouped_gemm_v1(group_sizes s32 [S, L], lhs [S * C, K'], rhs [G, K', N'],
@@ -140,8 +143,7 @@ Status LaunchTf32Dw(const CallFrame& frame, cudaStream_t stream, int64_t slab_ro
   EP_RETURN_IF_ERROR(lhs.CheckType(DataType::F32));
   EP_RETURN_IF_ERROR(ReadTypes(frame, &params));
   params.type = params.rhs_type = FloatType::kTF32;
-  const int64_t padded =
-      params.num_slabs * cuda::gemm::PaddedSlabRows(slab_rows, params.groups_per_slab);
+  const int64_t padded = PaddedRows(params);
   EP_RETURN_IF_ERROR(lhs.CheckShape({lhs.dim(0), padded}));
   EP_RETURN_IF_ERROR(grad.CheckShape({grad.dim(0), padded}));
   EP_RETURN_IF_ERROR(ReadWeightGrads(frame, lhs.dim(0), grad.dim(0), &params));

@@ -30,6 +30,11 @@ inline size_t CountWeightGrads(const CallFrame& frame) { return frame.rets.size(
 Status ReadWeightGrads(const CallFrame& frame, int64_t in, int64_t out,
                        cuda::GroupedGemmParams* params);
 
+// Reads bias [G, N'], or [0, 0] if there is none.
+Status ReadBias(const Operand& bias, cuda::GroupedGemmParams* params);
+// Rows of a transposed copy of all slabs.
+int64_t PaddedRows(const cuda::GroupedGemmParams& params);
+
 extern XLA_FFI_Handler* const kGroupedGemmV1;
 extern XLA_FFI_Handler* const kGroupedGemmDwV1;
 // For f32 operands, which are rounded to tf32.

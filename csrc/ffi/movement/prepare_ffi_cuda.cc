@@ -1,5 +1,4 @@
 // prepare as a target on GPUs.
-#include <string>
 
 #include "core/base/layer_index.h"
 #include "core/groups/registry.h"
