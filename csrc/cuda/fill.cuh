@@ -10,7 +10,7 @@ namespace cuda {
 struct Output {
   void* data;  // device, aligned to 4 bytes unless all bytes of the pattern are equal
   int64_t bytes;
-  uint32_t pattern;  // left in it by a failed call
+  uint32_t pattern;  // word that a failed call fills `data` with
 };
 
 // Writes the part of `output` that belongs to thread `thread` of `threads`, 16 bytes at a time.

@@ -64,7 +64,7 @@ struct EpTable {
   void (*close_group)(int64_t, int64_t);
   int64_t (*check_group)(int64_t, EpText);
   void (*fill_staging)(int64_t, int);
-  int64_t (*window_bytes)(const EpGroupOptions*);  // of one rank, with its flags on a device
+  int64_t (*window_bytes)(const EpGroupOptions*);  // window of one rank, with its flags on a device
   int64_t (*control_bytes)(int64_t, int64_t);
   const char* (*structs)();  // lines of struct_lines.h for all structs that Python repeats
   int (*use_row_ops)(int);   // null on a device

@@ -96,7 +96,8 @@ Status Call::LookForAbsent(MeetingPlace& place, const MeetingSlot& slot, int64_t
           .With("layer", context_.layer.name)
           .With("op", std::string(OpName(context_.op)))
           .With("calls", misfit.text);
-  group().FailElsewhere(misfit.other, error);  // its ranks do not know this run's name
+  // Under the other meeting's name for the run, because its ranks do not know this one.
+  group().FailElsewhere(misfit.other, error);
   return error;
 }
 

@@ -8,7 +8,7 @@ namespace ep_runtime {
 enum class CombinePrecision {
   kFast,   // in the type of the rows
   kExact,  // in f32 (f64 of f64 rows)
-  kFp8,    // as e4m3 with an f32 scale for each kFp8Block values
+  kFp8,    // e4m3 with an f32 scale for each kFp8Block values
 };
 
 constexpr int kFp8Block = 128;

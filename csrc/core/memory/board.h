@@ -42,7 +42,7 @@ enum class OpCode : uint32_t {
   kCombine = 3,
   kDispatchBwd = 4,
   kCombineBwd = 5,
-  kBlock = 6,  // for this and the next, records show the ops above that a block call runs
+  kBlock = 6,  // while block calls run, records show the ops above
   kBlockBwd = 7
 };
 
@@ -185,7 +185,7 @@ constexpr uint32_t BucketOf(uint64_t ns) {
 struct FailureRecord {
   Word64 ticket;       // n + 1 once the other fields are written
   uint64_t site_name;  // a call site that the run reached, by the name all processes share
-  uint32_t launch;     // of the program with that site
+  uint32_t launch;     // launch of the program with that site
   uint32_t code;
   uint32_t bytes;
   char text[996];

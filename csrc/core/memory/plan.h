@@ -21,8 +21,8 @@ struct RowLayout {
 
 // Zones of experts are rounded up to multiples of these rows.
 struct Alignments {
-  int64_t kept;  // to compare demand with the capacity
-  int64_t rows;  // to place zones in a slab; divides `kept`
+  int64_t kept;  // when demand is compared with the capacity
+  int64_t rows;  // when zones are placed in a slab; divides `kept`
 };
 
 // Computes the layout from `counts`, one row of E per source: counts[source * stride + expert].

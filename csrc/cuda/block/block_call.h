@@ -36,8 +36,8 @@ struct BlockParams {
   // Settings of the group.
   int32_t num_experts;  // E
   int32_t prepare_blocks;
-  ExchangeGrids alone;   // of exchanges that do not overlap a product
-  ExchangeGrids beside;  // of exchanges that overlap a product
+  ExchangeGrids alone;   // grids of exchanges that do not overlap a product
+  ExchangeGrids beside;  // grids of exchanges that overlap a product
   CombinePrecision precision;
   LaneRoom room;
   SideStreams* side;  // null: nothing overlaps
@@ -70,7 +70,7 @@ struct BlockParams {
   const void* dy;         // [T, H] type: backward, like the fields below
   void* dx;               // [T, H] as y
   float* d_weights;       // [T, K]
-  FloatType weight_type;  // of the next three: the rows' type, or kF32 with 8-bit products
+  FloatType weight_type;  // type of the next three: the rows' type, or kF32 with 8-bit products
   void* dwi;              // [L, H, N]; of a pair the gate's, like wi; null, as dwo, if unused
   void* dwi_up;           // like wi_up
   void* dwo;

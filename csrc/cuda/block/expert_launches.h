@@ -33,7 +33,7 @@ struct PassRows {
   const int32_t* wanted;
   const int32_t* group_sizes;  // [L]
   bool adds;                   // gradients of weights are added to the sums that are there
-  Hidden places[2];            // for the first product; the device chooses one
+  Hidden places[2];            // places for the first product; the device chooses one
   int count;                   // number of places
 };
 

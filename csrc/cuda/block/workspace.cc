@@ -85,7 +85,7 @@ void LayOutInnerBwd(const BlockSizes& s, Regions* regions, Workspace* out) {
   out->of_first.lhs = out->of_second.grads;
   const int64_t at = regions->used();
   regions->Take(rows * inner, &out->inner);
-  regions->Take(copied * inner, &out->of_second.lhs.data);  // at least W
+  regions->Take(copied * inner, &out->of_second.lhs.data);  // `copied` is at least W
   out->d_inner = out->of_second.lhs.data;
   regions->BackTo(at);
   regions->Take(copied * s.columns * s.element_bytes, &out->of_first.grads.data);

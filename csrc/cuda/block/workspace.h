@@ -27,7 +27,7 @@ struct BlockSizes {
   int32_t ranks;     // R
   int32_t alignment;
   int32_t rows;       // W
-  int32_t kept_rows;  // of the result that saves the first product; 0: none
+  int32_t kept_rows;  // rows of the result that saves the first product; 0: none
   int32_t element_bytes;
   GemmScaling scaling = GemmScaling::kNone;  // not kNone: products take 8-bit operands
 };
@@ -50,7 +50,7 @@ struct Decision {
   int32_t parts;        // they do not fit: one pass over each chunk
   int32_t kept;         // `whole`, and this rank's rows fit the result that saves the first product
   int32_t again;        // `whole`, but they do not fit, or forward did not fill it
-  uint32_t tickets[2];  // of the gradient's product that is running
+  uint32_t tickets[2];  // tickets of the gradient product that is running
 };
 
 // Whether weight gradients multiply transposed copies of rows that are not quantized: the tensor

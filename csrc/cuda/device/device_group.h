@@ -99,7 +99,7 @@ struct FlagLayout {
   int64_t ready_offset;    // [N][T] words: this staged row has arrived
   int64_t ready_stride;    // bytes from source to source
   int64_t lane_bytes;
-  int64_t verdicts_offset;  // from the start of the window: [kVerdictSlots][W] VerdictLine
+  int64_t verdicts_offset;  // in the window: [kVerdictSlots][W] VerdictLine
   int64_t window_bytes;
 
   explicit FlagLayout(const GroupSizes& sizes) {

@@ -29,17 +29,17 @@ struct LocalRank : RankMemory {
 };
 
 struct ExchangeBlocks {
-  int32_t push;  // of dispatch
+  int32_t push;  // blocks of dispatch that send
   int32_t place;
-  int32_t reduce;  // of combine
+  int32_t reduce;  // blocks of combine that sum rows for peers
   int32_t sum;
 };
 
 struct LaunchBlocks {
   int32_t prepare;
-  ExchangeBlocks beside;   // for exchanges that overlap other kernels
-  ExchangeBlocks alone;    // for exchanges of a block call that overlap nothing
-  ExchangeBlocks combine;  // for combine and dispatch's backward as separate calls
+  ExchangeBlocks beside;   // blocks of exchanges that overlap other kernels
+  ExchangeBlocks alone;    // blocks of a block call's exchanges that overlap nothing
+  ExchangeBlocks combine;  // blocks of combine and dispatch's backward as separate calls
 
   // Blocks of an exchange as a separate call. With few tokens it ends before other kernels miss the
   // SMs.

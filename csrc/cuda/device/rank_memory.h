@@ -46,7 +46,7 @@ class RankMemories {
 
  private:
   struct Idle {
-    std::string group;  // its name
+    std::string group;  // name of the group that had the memory
     std::string key;
     RankMemory memory;
   };

@@ -27,7 +27,7 @@ struct Blocks {
   const uint8_t* sent;  // [count] blocks, or with `gathers` the one that every peer gets
   uint8_t* received;    // [count] blocks
   int64_t bytes;        // of one block
-  bool gathers;         // there is one block to send
+  bool gathers;         // every peer gets the same block
 
   const uint8_t* For(int64_t peer) const { return sent + (gathers ? 0 : peer * bytes); }
   uint8_t* From(int64_t peer) const { return received + peer * bytes; }

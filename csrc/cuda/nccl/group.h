@@ -92,7 +92,7 @@ class NcclGroup {
   RunStarts starts_;
   mutable std::mutex mutex_;
   Status over_;
-  std::unordered_map<int64_t, Status> left_;  // by world rank
+  std::unordered_map<int64_t, Status> left_;  // why a world rank left
   bool told_ = false;
 };
 

@@ -12,7 +12,7 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kVector = 16;            // values that a thread has at a time
-constexpr int kBlocksPerPlane = 1024;  // at most; together a plane's blocks take all its vectors
+constexpr int kBlocksPerPlane = 1024;  // most blocks that share a plane's vectors
 
 // 2^(byte - 127), NaN for 255. 2^-127 is subnormal in f32.
 __device__ __forceinline__ float PowerOf(uint32_t byte) {

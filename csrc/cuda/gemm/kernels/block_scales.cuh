@@ -21,9 +21,9 @@ namespace ep_runtime {
 namespace cuda {
 namespace gemm {
 
-constexpr int kScaledValues = 128;               // of a weight, along each dim, that share a scale
-constexpr int kTileParts = 256 / kScaledValues;  // in which a tile's columns are summed
-constexpr int kReadBlocks = 4;                   // that are read at a time
+constexpr int kScaledValues = 128;  // a weight's values along each dim that share a scale
+constexpr int kTileParts = 256 / kScaledValues;  // parts of a tile's columns, summed in turn
+constexpr int kReadBlocks = 4;                   // blocks of a row that are read at a time
 constexpr int kScaleWarps = 2;
 constexpr int kWarpRows = kTileRows / kScaleWarps;
 

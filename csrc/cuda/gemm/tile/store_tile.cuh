@@ -26,7 +26,7 @@ struct OutShape {
   int32_t columns;
   const void* bias;  // [experts, columns] or null
   FloatType bias_type;
-  bool adds;  // only by expert: tiles are added to the output
+  bool adds;  // tiles are added to the output; only with output by expert
 };
 
 __device__ __forceinline__ float2 LoadPair(const void* values, FloatType type, int64_t index) {

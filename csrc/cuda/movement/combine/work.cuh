@@ -91,7 +91,7 @@ __device__ inline void TellTable(const DeviceCall& call, const CombineParams& pa
 // Numbers of one kind of work. The first `warps` numbers belong to one warp each; every later one
 // to the warp that draws it. A warp must do the work it drew.
 struct WorkNumbers {
-  int which;  // which counter
+  int which;  // the counter that numbers are drawn from
   uint32_t warps;
   uint32_t number;  // in lane 0
 

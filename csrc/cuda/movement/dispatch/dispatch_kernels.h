@@ -31,7 +31,7 @@ struct DispatchParams {
   LaneRoom room;
   // If rows end with scales, `type` is kBytes, scales go to recv_scale, and `recv` is [C, row_bytes
   // - scale_bytes].
-  int32_t scale_bytes = 0;     // of row_bytes, a multiple of 16; 0: rows have none
+  int32_t scale_bytes = 0;     // scales' share of row_bytes, a multiple of 16; 0: rows have none
   void* recv_scale = nullptr;  // [C, scale_bytes], device; written like `recv`
 };
 

@@ -166,7 +166,7 @@ cudaError_t LaunchPrepare(cudaStream_t stream, PrepareParams params) {
   // From static sizes alone, so that all ranks run equally many blocks. A single block meets no
   // others.
   constexpr int64_t kSlots =
-      1024;  // of a block: meeting other blocks takes as long as half of these slots
+      1024;  // a block's slots: meeting other blocks takes as long as half of them
   const int64_t slots = int64_t{sizes.tokens} * sizes.top_k;
   const auto wanted = static_cast<int32_t>((slots + kSlots - 1) / kSlots);
   params.blocks = std::min(std::max(wanted, 1), params.blocks);
