@@ -32,6 +32,21 @@ __global__ void ScalesKernel(const __grid_constant__ GroupScalesParams p) {
   }
 }
 
+// Loads a lane's pieces base, base + 32, ... of the row at `from`; zeros behind its end.
+template <RowType kType>
+__device__ __forceinline__ void LoadPieces(const void* values, int64_t from, int base, int pieces,
+                                           Piece<kType> (&part)[kUnroll]) {
+#pragma unroll
+  for (int u = 0; u < kUnroll; ++u) {
+    const int at = base + 32 * u;
+    if (at < pieces) {
+      part[u].Load(values, from + at * 8);
+    } else {
+      part[u].Clear();
+    }
+  }
+}
+
 // The largest finite magnitude of a lane's part of a row.
 template <RowType kType>
 __device__ __forceinline__ uint32_t RowAmax(const AmaxParams& p, int64_t row, int lane) {
@@ -39,15 +54,7 @@ __device__ __forceinline__ uint32_t RowAmax(const AmaxParams& p, int64_t row, in
   uint32_t largest = 0;
   for (int base = lane; base < pieces; base += 32 * kUnroll) {
     Piece<kType> part[kUnroll];
-#pragma unroll
-    for (int u = 0; u < kUnroll; ++u) {
-      const int at = base + 32 * u;
-      if (at < pieces) {
-        part[u].Load(p.values, row * p.width + at * 8);
-      } else {
-        part[u].Clear();
-      }
-    }
+    LoadPieces(p.values, row * p.width, base, pieces, part);
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) {
       uint32_t size = part[u].Largest();
@@ -131,14 +138,7 @@ __device__ __forceinline__ void QuantizeTiles(const QuantizeRowsParams& p, int64
   for (int base = 0; base < tiles; base += kTilesOfTurn) {
     Piece<kType> part[kUnroll];
     const auto place = [&](int u) { return base * kTileLanes + u * 32 + lane; };
-#pragma unroll
-    for (int u = 0; u < kUnroll; ++u) {
-      if (place(u) < pieces) {
-        part[u].Load(p.values, row * p.width + place(u) * 8);
-      } else {
-        part[u].Clear();
-      }
-    }
+    LoadPieces(p.values, row * p.width, place(0), pieces, part);
     TileLargest<kType> largest;
     largest.template Of<false>(part);
     if (!__all_sync(kAllLanes, largest.AllFinite())) largest.template Of<true>(part);
@@ -168,15 +168,7 @@ __device__ __forceinline__ void ScaleRow(const QuantizeRowsParams& p, int64_t ro
   const int pieces = p.width / 8;
   for (int base = lane; base < pieces; base += 32 * kUnroll) {
     Piece<kType> part[kUnroll];
-#pragma unroll
-    for (int u = 0; u < kUnroll; ++u) {
-      const int at = base + 32 * u;
-      if (at < pieces) {
-        part[u].Load(p.values, row * p.width + at * 8);
-      } else {
-        part[u].Clear();
-      }
-    }
+    LoadPieces(p.values, row * p.width, base, pieces, part);
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) {
       const int at = base + 32 * u;
