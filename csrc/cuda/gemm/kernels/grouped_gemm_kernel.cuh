@@ -185,7 +185,7 @@ __device__ __forceinline__ void SumWhole(int32_t size, int warpgroup, SharedMemo
         ClearLines(stage + warpgroup * kPieceBytes, 1, size - done);
         ClearLines(stage + Traits::kLhsBytes, Traits::kRhsPieces, size - done);
         FenceSharedForCopies();
-        SyncNamed(1 + warpgroup, 128);
+        SyncWarpgroup(warpgroup);
       }
     }
     MultiplyStage<Traits>(stage, warpgroup, Traits::kRagged || done > 0, sums);

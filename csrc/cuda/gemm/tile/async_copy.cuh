@@ -24,9 +24,9 @@ __device__ __forceinline__ void SyncCluster() {
   asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
   asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
-// Syncs `threads` threads of this block. Id 0 is __syncthreads.
-__device__ __forceinline__ void SyncNamed(uint32_t id, uint32_t threads) {
-  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+// Syncs the 128 threads of a warpgroup of this block. Barrier 0 is __syncthreads.
+__device__ __forceinline__ void SyncWarpgroup(int warpgroup) {
+  asm volatile("bar.sync %0, 128;" ::"r"(1 + warpgroup) : "memory");
 }
 
 // Makes this thread's writes of shared memory visible to tensor copies and products.

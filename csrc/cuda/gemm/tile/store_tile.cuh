@@ -156,14 +156,14 @@ __device__ __forceinline__ void StoreTile(const OutShape& out, const Halves& map
     if (column < out.columns) {
       const uint32_t chunk = SharedAddress(staging) + (*turn)++ % 2 * kChunkBytes;
       if (leads) WaitStoresRead<1>();
-      SyncNamed(1 + warpgroup, 128);
+      SyncWarpgroup(warpgroup);
       float part[kChunkSums];
 #pragma unroll
       for (int j = 0; j < kChunkSums; ++j) part[j] = sums[i * kChunkSums + j];
       if (!kByExpert && out.bias != nullptr) AddBias(out, tile.expert, column, part);
       WriteChunk<Out>(chunk, part);
       FenceSharedForCopies();
-      SyncNamed(1 + warpgroup, 128);
+      SyncWarpgroup(warpgroup);
       if (!whole) CopyChunk<Out>(out, chunk, row, rows, column);
       if (leads) {
         if (whole) {
@@ -194,13 +194,13 @@ __device__ __forceinline__ void StoreWholeTile(const OutShape& out, const Halves
   if (row >= tile.row_end) return;
   const bool leads = threadIdx.x % 128 == 0;
   if (leads) WaitStoresRead<0>();
-  SyncNamed(1 + warpgroup, 128);
+  SyncWarpgroup(warpgroup);
 #pragma unroll
   for (int i = 0; i < kChunks; ++i) {
     WriteChunk<Out>(SharedAddress(staging) + i * kChunkBytes, sums + i * kChunkSums);
   }
   FenceSharedForCopies();
-  SyncNamed(1 + warpgroup, 128);
+  SyncWarpgroup(warpgroup);
   if (!leads) return;
 #pragma unroll
   for (int i = 0; i < kChunks; ++i) {
