@@ -91,7 +91,7 @@ def test_slots_for_copies_take_weights_and_bound_the_slab() -> None:
     arguments = {**_ARGUMENTS, "max_tokens_per_rank": 1024, "mlp_dim": 128}
     found = [ep.estimate_memory("g", _MESH, spare_experts=n, **arguments) for n in (0, 1, 2)]
     none, one, as_many_as_experts = found
-    assert none.copies_bytes_per_device is None
+    assert none.copies_bytes_per_device == 0
     assert one.workspace_bytes_per_device is None  # the composed body runs
     each = 3 * 64 * 128 * 4
     assert one.copies_bytes_per_device == (2 + 1 + 2 * 4) * each

@@ -46,7 +46,7 @@ class MemoryEstimate:
             as above.
         copies_bytes_per_device: with spare_experts, f32 gradients of a rank's experts and slots and
             the slots' exchange in one call of `ep.moe`, whose weights take less before; all layers
-            share it. None without mlp_dim or spare_experts.
+            share it. 0 without spare_experts or mlp_dim.
     """
 
     staging_bytes_per_rank: int
@@ -55,7 +55,7 @@ class MemoryEstimate:
     plan_bytes_per_layer: int
     workspace_bytes_per_device: int | None = None
     saved_bytes_per_layer: int | None = None
-    copies_bytes_per_device: int | None = None
+    copies_bytes_per_device: int = 0
 
 
 def of_spec(spec: specs.GroupSpec) -> MemoryEstimate:
