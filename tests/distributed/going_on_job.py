@@ -33,10 +33,10 @@ def first_state() -> State:
     return {name: rng.normal(0, 0.3, shape).astype("float32") for name, shape in shapes.items()}
 
 
-def build(session: ep.Session, mesh: Mesh) -> Callable[..., Any]:
+def build(session: ep.Session, mesh: Mesh, number: int) -> Callable[..., Any]:
     """A step (state, number) -> (loss, the next state whole on every device)."""
     group = session.create_group(
-        "experts",
+        f"experts-{number}",
         mesh,
         ep_axis="ep",
         num_experts=EXPERTS,
@@ -46,7 +46,6 @@ def build(session: ep.Session, mesh: Mesh) -> Callable[..., Any]:
         max_token_dtype="float32",
         alignment=8,
         retain_s=0.0,
-        replace=True,
     )
     layer = group.register_layer("moe", top_k=2)
     whole, split = NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec("ep"))
@@ -95,7 +94,7 @@ def run(say: Callable[..., None], hear: Callable[[], Any]) -> None:
             if not mesh.local_devices:
                 say(idle=True)
                 generation.wait()
-            step = build(session, mesh)
+            step = build(session, mesh, generation.number)
             while not last or len(losses) < int(os.environ["TEST_STEPS"]):
                 loss, next_state = generation.step(step, state, number)
                 state = {k: np.asarray(v.addressable_data(0)) for k, v in next_state.items()}

@@ -10,7 +10,7 @@ import hashlib
 import logging
 from collections.abc import Callable, Iterator
 from types import TracebackType
-from typing import NoReturn, ParamSpec, TypeVar
+from typing import Any, NoReturn, ParamSpec, TypeVar
 
 import jax
 
@@ -44,7 +44,8 @@ def generations() -> Iterator[Generation]:
 
     Use each as a context manager. Inside, make mesh, group and compiled step for its devices, and
     run every program that has collectives by `Generation.step`. If a process dies, the block ends
-    in all others, and the loop goes on with a generation of the devices that live.
+    in all others, and the loop closes the groups that are over and goes on with a generation of the
+    devices that live. Give a group another name in each generation.
 
     Yields:
         The next Generation.
@@ -73,10 +74,19 @@ def generations() -> Iterator[Generation]:
         yield generation
         if not generation.over:
             return
+        _close_groups()
         attempts = 0 if generation.steps or generation.following != members else attempts + 1
         if attempts == _ATTEMPTS:
             raise generation.over[0]
         members, number = generation.following, number + 1
+
+
+def _close_groups() -> None:
+    """Closes groups that a death has ended: their windows are no use to the next generation."""
+    for live in live_groups.all():
+        group: Any = live.group
+        if live.is_gone:
+            group.close()
 
 
 def _live() -> dict[int, int]:
