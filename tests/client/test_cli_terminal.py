@@ -158,7 +158,15 @@ def test_a_bench_leaves_no_figure_out(
 
 
 def test_every_command_is_rendered() -> None:
-    elsewhere = {"serve", "demo", "bench", "certs", "completion", "dump"}  # no lists
+    elsewhere = {
+        "serve",
+        "demo",
+        "bench",
+        "certs",
+        "completion",
+        "dump",
+        "coordination",
+    }  # no lists
     assert {words.split()[0] for words in SHOWN} - {"--help"} == set(cli.COMMANDS) - elsewhere
 
 
