@@ -367,12 +367,26 @@ class Cluster:
 
 
 def _credentials(certificates: Certificates) -> grpc.ServerCredentials:
-    """Makes gRPC read the certificates when a connection begins; gRPC asks on its own threads."""
+    """Makes gRPC take new certificates when a connection begins; it asks on threads of its own."""
+    given = certificates.tls
 
-    def now() -> grpc.ServerCertificateConfiguration:
-        tls = certificates.tls
+    def configuration() -> grpc.ServerCertificateConfiguration:
         return grpc.ssl_server_certificate_configuration(
-            [(tls.key, tls.certificate)], root_certificates=tls.authority
+            [(given.key, given.certificate)], root_certificates=given.authority
         )
 
-    return grpc.dynamic_ssl_server_credentials(now(), now, require_client_authentication=True)
+    def changed() -> grpc.ServerCertificateConfiguration | None:
+        # gRPC replaces what handshakes under way on other threads use, and may free it twice. So
+        # it gets the certificates only if they have changed.
+        nonlocal given
+        latest = certificates.tls
+        if latest == given:
+            return None
+        given = latest
+        return configuration()
+
+    return grpc.dynamic_ssl_server_credentials(
+        configuration(),
+        changed,  # type: ignore[arg-type]  # the types do not know of None
+        require_client_authentication=True,
+    )
