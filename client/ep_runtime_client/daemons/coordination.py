@@ -13,13 +13,12 @@ import os
 import selectors
 import signal
 import socket
-import struct
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from types import FrameType
 
-from ep_runtime import env
+from ep_runtime import env, trust
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime_client.base import jax_internals
 
@@ -32,7 +31,6 @@ _ANSWER_S = 5.0
 # Until all processes of this host have dealt with a death.
 _TOLD_S = 1.0
 _REGISTERED = b"registered"
-_PEER = struct.Struct("3i")  # pid, uid, gid of SO_PEERCRED
 
 
 def split_address(address: str) -> tuple[str, int]:
@@ -72,12 +70,6 @@ def _is_here(host: str) -> bool:
 def _place(port: int) -> str:
     """The abstract socket, in the network's namespace, of the service with this port."""
     return f"\0ep-runtime-coordination-{port}"
-
-
-def _peer_uid(connection: socket.socket) -> int:
-    return int(
-        _PEER.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))[1]
-    )
 
 
 def serve(
@@ -205,7 +197,7 @@ def _register(listener: socket.socket) -> tuple[int, _Member] | None:
     said = b""
     fds: list[int] = []
     with contextlib.suppress(OSError):
-        if _peer_uid(connection) in (os.geteuid(), 0):
+        if trust.ids_of(connection)[1] in (os.geteuid(), 0):
             said, fds, _, _ = socket.recv_fds(connection, 16, 1)
     if len(fds) == 1 and said.isdigit():
         with contextlib.suppress(OSError):
@@ -236,7 +228,7 @@ def register(address: str, process: int, lost: Callable[[], None]) -> bool:
     ourselves = os.pidfd_open(os.getpid())
     try:
         connection.connect(_place(port))
-        if _peer_uid(connection) in (os.geteuid(), 0):
+        if trust.ids_of(connection)[1] in (os.geteuid(), 0):
             socket.send_fds(connection, [b"%d" % process], [ourselves])
             if connection.recv(16) == _REGISTERED:
                 connection.settimeout(None)
@@ -296,6 +288,6 @@ def answers(address: str) -> bool:
         connection.settimeout(_ANSWER_S)
         try:
             connection.connect(_place(split_address(address)[1]))
-            return _peer_uid(connection) == os.geteuid()
+            return trust.ids_of(connection)[1] == os.geteuid()
         except (OSError, InvalidArgumentError):
             return False
