@@ -105,7 +105,7 @@ def _words(buf: Any, offset: int, count: int) -> list[int]:
 
 
 def read_load(buf: Any, spec: GroupSpec, rank: int, indices: Iterable[int]) -> LoadTally | None:
-    """Adds up a world rank's calls on some handles. None if there are no calls.
+    """Adds up a world rank's calls on some handles. Returns None without calls.
 
     The board keeps no load of handles from MAX_LOADS on.
     """

@@ -147,7 +147,7 @@ def _group(options: BenchOptions, case: Case, precision: str) -> dict[str, Any]:
 
 
 def memory_of(options: BenchOptions, case: Case, group: Mapping[str, Any]) -> dict[str, Any]:
-    """What `estimate_memory` says of a GPU of the cluster."""
+    """Estimates the memory of one GPU of the cluster by `estimate_memory`."""
     mesh = AbstractMesh((options.planned_gpus,), (AXIS,))
     found = estimate_memory(mesh=mesh, mlp_dim=case.inner, **group)
     return {
@@ -226,7 +226,7 @@ def nvlink_bytes(sizes: Sizes) -> dict[str, tuple[int, int]]:
 
 
 def link_rows(rows: Rows, sizes: Sizes) -> Iterator[dict[str, Any]]:
-    """What a GPU sends over each link in each pass, and most that one sends or receives."""
+    """Computes the mean and the largest traffic of a GPU, for each link and pass."""
     links = {
         "network": (rows.to_nodes, rows.from_nodes, network_bytes(sizes)),
         "NVLink": (rows.to_ranks, rows.from_ranks, nvlink_bytes(sizes)),
@@ -246,8 +246,8 @@ def link_rows(rows: Rows, sizes: Sizes) -> Iterator[dict[str, Any]]:
 def times_of(case: Case, call: Call, rows: Rows, gb_per_s: float) -> dict[str, Any]:
     """Milliseconds of a layer's two block calls and of its exchanges between nodes.
 
-    An exchange and a block call run one after the other, so all of the network is exposed. The
-    least would be, if they overlapped in full, what the network takes longer.
+    An exchange and a block call run one after the other, so all of the network is exposed. If
+    they overlapped in full, only the network's time beyond the block calls would be.
     """
     call_ms = float(block_ms(case, call, rows).max())
     busiest = max(rows.to_nodes.max(), rows.from_nodes.max())

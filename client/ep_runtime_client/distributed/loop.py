@@ -82,7 +82,7 @@ def generations() -> Iterator[Generation]:
 
 
 def _close_groups() -> None:
-    """Closes groups that a death has ended: their windows are no use to the next generation."""
+    """Closes groups that a death has ended. The next generation makes groups of its own."""
     for live in live_groups.all():
         group: Any = live.group
         if live.is_gone:

@@ -132,7 +132,7 @@ class State:
             (step, state).
 
         Raises:
-            StaleHandleError: there is no committed step.
+            StaleHandleError: no step of this state was committed.
             InvalidArgumentError: names, shapes or dtypes differ from those committed.
 
         Cost: this process' part is read once from memory.

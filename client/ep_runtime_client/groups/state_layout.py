@@ -76,7 +76,7 @@ class OwnPiece:
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """Where every piece of a state is.
+    """The place of every piece of a state in the windows of its processes.
 
     Attributes:
         processes: JAX's index of the process that writes the window of each rank.

@@ -85,7 +85,7 @@ class MeetingPlace {
   // Another meeting of the same layer, handle and op, where the ranks wait that `slot` misses. Both
   // meetings have not changed for kMisfitNs.
   struct Misfit {
-    std::string text;  // names both meetings; "" if there is no misfit
+    std::string text;  // names both meetings; empty without a misfit
     Launches::Reached other{};
     // True if this process's part of the run has no such call, so that neither meeting can ever be
     // complete. If false, the ranks may only have reached two independent calls in different

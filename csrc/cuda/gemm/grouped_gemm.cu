@@ -211,7 +211,7 @@ KernelArguments MakeArguments(const GroupedGemmParams& p, int32_t blocks) {
   return args;
 }
 
-// Fills an output without products: there are no rows, or nothing is contracted.
+// Fills the output with zeros. Without rows, or with an empty contracted dim, no kernel runs.
 cudaError_t StoreZeros(cudaStream_t stream, const GroupedGemmParams& p) {
   if (p.product != GemmProduct::kWeightGrad) return cudaErrorInvalidValue;
   const size_t bytes =

@@ -98,7 +98,7 @@ class Ends:
         """
         key = f"{owner.path}/{epoch}/{min([*lost, *left], default=-1)}"
         word = [owner.uid, owner.job, owner.name, epoch, sorted(nodes), lost, left]
-        with contextlib.suppress(PoolExhaustedError):  # peers are told even if this is not saved
+        with contextlib.suppress(PoolExhaustedError):  # tell peers even if the disk is full
             self._facts.owe(key, word)
         self._start(self._tell_all(key, word, why))
 

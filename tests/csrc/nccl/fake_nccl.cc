@@ -77,8 +77,8 @@ bool Complete(const Comm& comm) {
   return static_cast<int>(ranks.size()) == comm.ranks;
 }
 
-// Adds this rank's number to the others' once. Returns true if there is no sum, or if all have
-// added.
+// Ends this communicator's sum once all ranks have added to it. Returns true if the sum has ended,
+// or if there was none.
 bool Summed(Comm* comm) {
   if (comm->summed == nullptr) return true;
   if (comm->summed_by < comm->ranks) return false;

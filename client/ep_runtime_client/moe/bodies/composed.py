@@ -162,9 +162,9 @@ def backward(
 def _with_copies(
     call: ResolvedCall, given: Given, experts: Experts, over: Over
 ) -> tuple[Given, Experts, Over]:
-    """What a call has whose experts have copies here: weights and scales of physical experts.
+    """Adds the weights and scales of copies of experts to those of a rank's own experts.
 
-    A slot's rows are of another expert in each EP domain, so a scale is of one domain's rows.
+    A slot may hold another expert in each EP domain, so its scale covers one domain's rows.
     """
     if given.copies is None:
         return given, experts, over

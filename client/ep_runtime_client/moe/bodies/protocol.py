@@ -87,8 +87,8 @@ class WeightGrads(NamedTuple):
     Attributes:
         paired: gate and up of wi apart.
         dtype: theirs; None is that of rows.
-        wanted: whether the program uses them; only bodies with a workspace are told that it does
-            not, and make none.
+        wanted: False if the program does not use them, so that the body makes none. Bodies
+            without a workspace always get True.
     """
 
     paired: bool

@@ -1,7 +1,7 @@
 """Sends the rows of dispatch, as they are or quantized before they travel, with one gradient.
 
-A recipe may quantize tokens first if it quantizes every row by itself: quantizing then commutes
-with moving rows, and received rows have the bits of rows quantized on arrival. One exchange moves
+A recipe that quantizes each row on its own may quantize tokens before they are sent. Received rows
+then have the same bits as rows that are quantized on arrival. One exchange moves
 data and scales as bytes (`quantize/row_bytes.py`), so every transport serves it. Gradients go
 straight through quantization, as those of `grouped_gemm(recipe=)` do.
 """

@@ -45,8 +45,8 @@ __device__ __forceinline__ void Promote(const float (&sums)[kPartSums], const Fa
                                         float* total) {
 #pragma unroll
   for (int i = 0; i < kPartSums; ++i) {
-    // One scale after the other, because the product of two small scales may not be an f32. With
-    // two scales for each block, there is no time for that.
+    // Multiplies by one scale after the other, because the product of two small scales may not be
+    // an f32. Sums with two scales for each block multiply the scales first, which is faster.
     if constexpr (kSumming == Summing::kByGroup) {
       total[i] += sums[i] * factors.of[0] * factors.of[1];
     } else if constexpr (kSumming == Summing::kByBlock) {
