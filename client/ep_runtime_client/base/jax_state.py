@@ -48,7 +48,7 @@ def needs_eager(call: str, missing: str) -> None:
     """
     if under_tracing():
         raise InvalidArgumentError(
-            f"{call} finds no {missing} in this process, and talks to the daemon about it: "
+            f"{call} needs the daemon, because this process has no {missing} yet: "
             f"{_OUTSIDE}; under tracing the same call then returns it",
             function=call,
         )

@@ -131,7 +131,7 @@ def to_megatron(
 def expert_bias(family: str, state_dict: Mapping[str, Any], layer: int = 0) -> jax.Array:
     """Reads the bias of one layer's scores, such as DeepSeek-V3's `e_score_correction_bias`.
 
-    `ep.moe` takes it as `expert_bias`. No gradient reaches it; `ep.update_expert_bias` moves it.
+    `ep.moe` takes it as `expert_bias`. No gradient reaches it; `ep.update_expert_bias` updates it.
 
     Args:
         family: as in `from_hf`, of a model whose router has such a bias; or "megatron".

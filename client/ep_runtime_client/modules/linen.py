@@ -53,8 +53,8 @@ class MoEBlock(linen.Module):  # type: ignore[misc]
     fields, in no variable and no checkpoint.
 
     With a delayed recipe the amax histories of `ep.MoEState` are the variables `wi_x_amax`,
-    `wi_w_amax`, `wo_x_amax` and `wo_w_amax` of the collection `amax_history`. A call moves them if
-    the collection is mutable: `apply(..., mutable="amax_history")` in training, and one of
+    `wi_w_amax`, `wo_x_amax` and `wo_w_amax` of the collection `amax_history`. A call updates them
+    if the collection is mutable: `apply(..., mutable="amax_history")` in training, and one of
     `variable_axes` under `nn.scan`. In evaluation calls use the histories unchanged.
 
     Attributes:

@@ -66,9 +66,9 @@ class MoEBlock(nnx.Module):  # type: ignore[misc]
     static attribute, in no state and no checkpoint; `block.layer = other` replaces it.
 
     With a delayed recipe the amax histories of `ep.MoEState` are AmaxHistory variables `wi_x_amax`,
-    `wi_w_amax`, `wo_x_amax` and `wo_w_amax`, which each call moves. After `block.eval()`, or in an
-    `nnx.view` with use_running_average=True, calls use them unchanged, like BatchNorm;
-    `block.train()` moves them again.
+    `wi_w_amax`, `wo_x_amax` and `wo_w_amax`, which each call updates. After `block.eval()`, or in
+    an `nnx.view` with use_running_average=True, calls use them unchanged, like BatchNorm; after
+    `block.train()` they update them again.
 
     Args:
         layer_or_spec: a registered layer; a layer stack, with a layer_index in each call; or a

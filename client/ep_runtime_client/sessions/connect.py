@@ -57,8 +57,8 @@ def connect(
             the process exits with code 1 after 5 s, because collectives of XLA could wait for ever.
             It stays if it has made another group by then. Once it has closed the session, the
             seconds count from the start of its exit. After a replacement of the group op_timeout_s
-            counts if it is longer. With "continue" it stays, in a job that goes on by
-            `ep.distributed`.
+            counts if it is longer. With "continue" the process stays; use it in a job that
+            `ep.distributed` lets continue.
 
     Returns:
         The process's Session; `with` closes it.

@@ -36,7 +36,7 @@ def ranks_from_proto(ranks: Sequence[int]) -> tuple[int, ...]:
     """Raises InvalidArgumentError for more world ranks than any group has."""
     if len(ranks) > MAX_MEETING_RANKS:
         raise InvalidArgumentError(
-            f"a list of world ranks must be at most {MAX_MEETING_RANKS}, got {len(ranks)}",
+            f"a list must have at most {MAX_MEETING_RANKS} world ranks, got {len(ranks)}",
             argument="world_ranks",
         )
     return tuple(ranks)

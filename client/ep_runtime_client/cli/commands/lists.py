@@ -92,7 +92,7 @@ GROUPS = View(
         Column("world_size", "RANKS", "count", about="devices"),
         Column("ep_size", "EP", "count", priority=4, about="ranks that share one set of experts"),
         Column(
-            "num_layers", "LAYERS", "count", priority=3, about="layers, each of a stack counted"
+            "num_layers", "LAYERS", "count", priority=3, about="layers, counting all in a stack"
         ),
         Column("num_handles", "HANDLES", "count", priority=4, about="handles of its layers"),
         Column("total_bytes", "BYTES", "bytes", about="memory of its board and windows"),

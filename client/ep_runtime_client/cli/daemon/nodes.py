@@ -40,7 +40,7 @@ COLUMNS = (
     Column("num_silent", "SILENT", "count", about="processes on it without a heartbeat for 10 s"),
     Column("num_sessions", "SESSIONS", "count", priority=3, about="living sessions"),
     Column("num_groups", "GROUPS", "count", about="groups"),
-    Column("num_layers", "LAYERS", "count", priority=3, about="layers, each of a stack counted"),
+    Column("num_layers", "LAYERS", "count", priority=3, about="layers, counting all in a stack"),
 )
 
 

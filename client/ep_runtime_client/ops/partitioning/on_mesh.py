@@ -208,7 +208,7 @@ def _mesh_here(where: Partitioning, operands: Sequence[Any]) -> Any:
         if roles is not None and dict(ambient.shape) != dict(roles.sizes):
             raise InvalidArgumentError(
                 f"an op of {roles.owner} is used under a mesh with the axes "
-                f"{dict(ambient.shape)}, its own has {dict(roles.sizes)}",
+                f"{dict(ambient.shape)}, but its own mesh has {dict(roles.sizes)}",
                 argument="mesh",
             )
         return ambient

@@ -21,7 +21,7 @@ def _fail(argument: str, message: str) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Router:
-    """How experts are chosen by router logits, and weighted: for `moe`, `route` and flax's modules.
+    """Says how `moe`, `route` and flax's modules choose and weight experts by the router's logits.
 
     Frozen and hashable: its values are static in a program. It is checked when it is made.
 
@@ -29,8 +29,9 @@ class Router:
         score_function: the score of an expert: "softmax" is its logit (with use_pre_softmax its
             share of the softmax over all E), "sigmoid" is sigmoid(logit), and "sqrtsoftplus" is
             sqrt(log(1 + exp(logit))).
-        use_pre_softmax: softmax over all E before the choice. With top_k=1 the router has a
-            gradient only with it, because the softmax over one logit is 1; a warning says so once.
+        use_pre_softmax: softmax over all E before the choice. With top_k=1 the router
+            gets a gradient only if this is True, because the softmax over one logit is 1; if it is
+            False, a warning appears once.
         num_groups: number of routing groups of E / num_groups experts each; needs group_topk.
         group_topk: number of routing groups that a token may use; those of the highest score.
         group_score_topk: a group's score is the sum of this many of its highest biased scores.

@@ -88,6 +88,6 @@ def check_ambient(group: GroupSpec, shape: Mapping[str, int]) -> None:
     if dict(shape) != wanted:
         raise InvalidArgumentError(
             f"group {group.name!r} is used under a mesh with the axes {dict(shape)}, "
-            f"its own has {wanted}",
+            f"but its own mesh has {wanted}",
             argument="mesh",
         )
