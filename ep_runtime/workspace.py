@@ -78,6 +78,16 @@ class BlockSizes:
         return self.mlp_dim * (2 if self.gated else 1)
 
     @property
+    def packed_bytes(self) -> int:
+        """Bytes of a token, or of its gradient, that is quantized before it is sent: 8 bits and
+        behind them the scales of their blocks. 0 if rows are sent as they are: with tensor scales,
+        and where scales fill no whole copies."""
+        scales = 4 * -(-self.hidden_size // _SCALED_VALUES)
+        if self.scaling != "block" or self.hidden_size % _COPIED or scales % _COPIED:
+            return 0
+        return self.hidden_size + scales
+
+    @property
     def even_share(self) -> int:
         """Rows that every rank receives where the routing is even, zones not yet aligned: T * K of
         its own T, whatever the nodes."""
@@ -333,13 +343,9 @@ def _quantized_backward_bytes(sizes: BlockSizes, rows: int) -> int:
 
 
 def _sent(sizes: BlockSizes) -> int:
-    """Bytes of this rank's tokens, or of their gradients, as exchanges carry them: 8 bits and
-    behind them the scales of their blocks. 0 if they are sent as they are: with tensor scales,
-    and where scales fill no whole copies."""
-    scales = 4 * -(-sizes.hidden_size // _SCALED_VALUES)
-    if sizes.scaling != "block" or sizes.hidden_size % _COPIED or scales % _COPIED:
-        return 0
-    return sizes.tokens * (sizes.hidden_size + scales)
+    """Bytes of this rank's tokens, or of their gradients, that the call quantizes before it sends
+    them. Those that came from other nodes are quantized already."""
+    return sizes.tokens * sizes.packed_bytes if sizes.nodes == 1 else 0
 
 
 def _quantized(sizes: BlockSizes, rows: int, width: int) -> list[int]:

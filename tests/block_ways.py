@@ -19,18 +19,22 @@ from ep_runtime_client.moe.bodies import composed, cuda, cuda_nodes
 from ep_runtime_client.moe.bodies.protocol import Forwarded
 from ep_runtime_client.moe.resolve import bias_of, operand
 from ep_runtime_client.moe.state import MoEState
+from ep_runtime_client.ops.quantize.formats.recipes import TILE
+from ep_runtime_client.ops.quantize.formats.tiles import from_bits, spread_tiles, widen
 
 
 class Emulated:
     """A body that has a workspace, as kernels do, of the ops that they stand for.
 
-    It saves rows of the first product alone, and makes the others again.
+    It saves rows of the first product alone, and makes the others again. Packed rows it widens, and
+    quantizes again where they arrive: to the same values by scales that are powers of two.
     """
 
     saved, multiple = staticmethod(cuda.saved), staticmethod(composed.multiple)
 
     @staticmethod
     def forward(static: Any, given: Any, experts: Any, over: Any) -> Any:
+        given = given._replace(tokens=_widened(static, given.tokens))
         y, (*_, hidden), _ = composed.forward(_all_saved(static), given, experts, over)
         count = static.workspace.saved
         return Forwarded(y, (hidden[:count], jnp.ones(1, jnp.int32)) if count else ())
@@ -46,6 +50,8 @@ class Emulated:
         over: Any,
     ) -> Any:
         whole = _all_saved(static)
+        given = given._replace(tokens=_widened(static, given.tokens))
+        dy = _widened(static, dy, gradient=True)
         *rows, hidden = composed.forward(whole, given, experts, over).saved
         if saved:
             kept, made = saved
@@ -57,6 +63,17 @@ class Emulated:
 
 def _all_saved(static: Any) -> Any:
     return dataclasses.replace(static, workspace=None, saved=composed.saved(static))
+
+
+def _widened(static: Any, rows: Any, *, gradient: bool = False) -> Any:
+    """Rows [T, H] as the values that they stand for, if they came packed."""
+    if rows.dtype != jnp.uint8:
+        return rows
+    hidden = static.moved.group.hidden_size
+    data = from_bits(rows[:, :hidden], static.recipes[0].data_dtype(gradient))
+    scale = rows[:, hidden:].reshape(len(rows), -1, 4)
+    scale = spread_tiles(jax.lax.bitcast_convert_type(scale, jnp.float32), 1, TILE, hidden)
+    return (widen(data) * scale).astype(static.activation.dtype)
 
 
 class Ways:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from pathlib import Path
 from typing import Any
@@ -157,6 +158,28 @@ def test_between_nodes_rows_that_cross_are_counted() -> None:
     assert of(1).staging_bytes_per_rank < of(2).staging_bytes_per_rank
     with pytest.raises(ep.InvalidArgumentError, match="node_size must be 0 or divide the ep size"):
         of(3)
+
+
+def test_between_nodes_rows_are_counted_in_8_bits_where_they_cross_so() -> None:
+    """With tensor scales they cross wide; with blocks' scales neither node quantizes them again."""
+    wide = {**_ARGUMENTS, "hidden_size": 512, "max_tokens_per_rank": 8192, "num_experts": 64}
+
+    def beside(node_size: int, scaling: workspace.Scaling, recipe: Any) -> int:
+        of = {**wide, "transport": "nccl", "node_size": node_size}
+        spec = specs.make_group_spec(name="g", mesh_axes=(("dp", 2), ("ep", 4)), **of)
+        sizes = estimate.block_sizes(spec, 512, gated=True, scaling=scaling)
+        found = ep.estimate_memory("g", _MESH, mlp_dim=512, recipe=recipe, **of)
+        assert found.workspace_bytes_per_device is not None
+        alone = dataclasses.replace(sizes, nodes=1)
+        saved = workspace.backward_bytes(alone, 1024) - workspace.backward_bytes(sizes, 1024)
+        packed = sizes.tokens * (512 + 16) if scaling == "block" else 0
+        assert saved == (packed if node_size < 4 else 0)
+        return found.workspace_bytes_per_device - workspace.of_block(sizes).backward_bytes
+
+    tensor, block = ep.recipes.TensorScaling(), ep.recipes.BlockScaling()
+    assert beside(4, "block", block) == 0
+    assert beside(2, "block", block) == 2 * 8192 * (2 * (512 + 16) + 1024)
+    assert beside(2, "tensor", tensor) == 2 * 8192 * 3 * 1024
 
 
 @pytest.mark.parametrize(

@@ -27,10 +27,12 @@ from test_block_call import (
     routed,
 )
 
+import ep_runtime as ep
 from ep_runtime_client.ops.movement.prepare import make_call, make_plan
 from ep_runtime_client.ops.transports import nodes, nodes_plan
 
 SIZES = (1, 2)  # of nodes, four ranks in all
+SENT = 512  # of rows whose scales fill whole copies
 
 
 def make_group(node_size: int, **settings: Any) -> fakes.LocalGroup:
@@ -42,10 +44,9 @@ def make_group(node_size: int, **settings: Any) -> fakes.LocalGroup:
         debug=True,
         outer_axes="dp",
         num_experts=EXPERTS,
-        hidden_size=HIDDEN,
         max_top_k=TOP_K,
         max_tokens_per_rank=64,
-        **settings,
+        **{"hidden_size": HIDDEN} | settings,
     )
 
 
@@ -122,6 +123,41 @@ def test_sums_of_a_node_are_as_precise_as_the_group_says(by_node: Ways, precisio
     group.close()
     jax.tree.map(np.testing.assert_array_equal, got[0], want[0])
     np.testing.assert_array_equal(got[1][0], want[1][0])
+
+
+PACKED = ep.recipes.BlockScaling(power_of_two_scales=True, gradient_dtype="float8_e5m2")
+
+
+@pytest.mark.parametrize("use_bias", [False, True])
+@pytest.mark.parametrize("counted", [False, True])
+def test_rows_that_are_sent_in_8_bits_cross_the_network_so(
+    by_node: Ways, monkeypatch: pytest.MonkeyPatch, counted: bool, use_bias: bool
+) -> None:
+    """Tokens, and gradients unless a bias of wo needs them wide: the bits of the composed body."""
+    for module in (nodes_plan, nodes):
+        monkeypatch.setattr(module, "counts_chunks", lambda call: counted)
+    crossed = []
+
+    def to_nodes(call: Any, plan: Any, *sent: Any) -> Any:
+        crossed.append([(x.dtype.name, x.shape[1]) for x in sent if x.shape[1] >= SENT])
+        return into(call, plan, *sent)
+
+    into = nodes.to_nodes
+    monkeypatch.setattr(nodes, "to_nodes", to_nodes)
+    group = make_group(2, hidden_size=SENT, max_token_dtype="bfloat16")
+    layer = group.register_layer("moe", top_k=TOP_K)
+    x = jax.random.normal(jax.random.key(7), (64, SENT), jnp.bfloat16)
+    params = make_params(layer, use_bias=use_bias)
+    run = graded(layer, recipe=PACKED, weights_at="output", compute_dtype=jnp.bfloat16)
+    by_node.body("composed")
+    want = jax.device_get(jax.jit(lambda *given: run(*given))(x, params))
+    crossed.clear()
+    by_node.emulated()
+    got = jax.device_get(jax.jit(lambda *given: run(*given))(x, params))
+    group.close()
+    packed, wide = ("uint8", SENT + SENT // 32), ("bfloat16", SENT)
+    assert crossed == [[packed], [packed, wide if use_bias else packed]]
+    jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
 def test_the_number_that_decides_on_parts_is_a_nodes(layer: Any) -> None:

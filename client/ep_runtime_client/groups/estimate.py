@@ -93,13 +93,14 @@ def _plan_bytes(spec: specs.GroupSpec) -> int:
     return 4 * (2 * slots + received + groups + 1 + virtual + copies)
 
 
-def _crossing_bytes(spec: specs.GroupSpec, element_bytes: int, *, brought: int) -> int:
+def _crossing_bytes(spec: specs.GroupSpec, sizes: workspace.BlockSizes, *, brought: int) -> int:
     """Rows between nodes that lie beside a block call's workspace: so many that came of each
     token, and the sum that will go back."""
     if spec.num_nodes == 1:
         return 0
-    sums = 4 if spec.combine_precision == "exact" else element_bytes
-    return spec.staged_tokens * spec.hidden_size * (brought * element_bytes + sums)
+    row = sizes.packed_bytes or spec.hidden_size * sizes.element_bytes
+    sums = 4 if spec.combine_precision == "exact" else sizes.element_bytes
+    return spec.staged_tokens * (brought * row + spec.hidden_size * sums)
 
 
 def block_sizes(
@@ -228,8 +229,8 @@ def estimate_memory(
     return dataclasses.replace(
         found,
         workspace_bytes_per_device=max(
-            block.forward_bytes + _crossing_bytes(spec, sizes.element_bytes, brought=1),
-            block.backward_bytes + _crossing_bytes(spec, sizes.element_bytes, brought=2),
+            block.forward_bytes + _crossing_bytes(spec, sizes, brought=1),
+            block.backward_bytes + _crossing_bytes(spec, sizes, brought=2),
         ),
         saved_bytes_per_layer=block.kept_bytes,
     )

@@ -301,7 +301,7 @@ class BlockLaunches : private ExpertLaunches {
                             const QuantizedExperts& experts) const {
     DispatchParams dispatch = Tokens(pass, grids);
     if (!experts.SendsTokens()) return dispatch;
-    dispatch.tokens = at_.sent;
+    dispatch.tokens = PackedOf(pass, p_.tokens);
     dispatch.recv = at_.q_tokens.data;
     dispatch.recv_scale = at_.q_tokens.scale;
     SendPacked(&dispatch);
@@ -310,11 +310,15 @@ class BlockLaunches : private ExpertLaunches {
   CombineBwdParams SentGrads(const TokenPass& pass, const QuantizedExperts& experts) const {
     CombineBwdParams grads = Grads(pass);
     if (!experts.SendsGrads()) return grads;
-    grads.grad = at_.sent;
+    grads.grad = PackedOf(pass, p_.dy);
     grads.d_expert_out = at_.q_grads.data;
     grads.d_scale = at_.q_grads.scale;
     SendPacked(&grads);
     return grads;
+  }
+  const void* PackedOf(const TokenPass& pass, const void* given) const {
+    if (!s_.packed) return at_.sent;
+    return static_cast<const uint8_t*>(given) + pass.begin * QuantizedRowBytes(s_);
   }
   template <typename Params>
   void SendPacked(Params* params) const {

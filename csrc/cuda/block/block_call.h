@@ -43,7 +43,7 @@ struct BlockParams {
   SideStreams* side;  // null: nothing overlaps
 
   const int32_t* topk_idx;  // [T, K]
-  const void* tokens;       // [T, H]
+  const void* tokens;       // [T, H]; packed: u8 [T, QuantizedRowBytes]
   const float* weights;     // [T, K]
   const int32_t* most;      // [1]
   Plan plan;                // of all tokens, with C rows
@@ -67,7 +67,7 @@ struct BlockParams {
   uint8_t* workspace;
 
   void* y;                // [T, H] type, or f32 if `wide`: forward
-  const void* dy;         // [T, H] type: backward, like the fields below
+  const void* dy;         // [T, H] type, or packed without wo_bias: backward, like those below
   void* dx;               // [T, H] as y
   float* d_weights;       // [T, K]
   FloatType weight_type;  // type of the next three: the rows' type, or kF32 with 8-bit products

@@ -18,12 +18,14 @@ FloatType ToFloatType(Fp8Format format) {
 
 cudaError_t QuantizedExperts::PackTokens(const int32_t* wanted, const void* values,
                                          int32_t tokens) const {
-  return SendsTokens() ? Pack(wanted, values, tokens, Fp8Format::kE4M3) : cudaSuccess;
+  if (!SendsTokens() || s_.packed) return cudaSuccess;
+  return Pack(wanted, values, tokens, Fp8Format::kE4M3);
 }
 
 cudaError_t QuantizedExperts::PackGrads(const int32_t* wanted, const void* values,
                                         int32_t tokens) const {
-  return SendsGrads() ? Pack(wanted, values, tokens, Gradients()) : cudaSuccess;
+  if (!SendsGrads() || s_.packed) return cudaSuccess;
+  return Pack(wanted, values, tokens, Gradients());
 }
 
 cudaError_t QuantizedExperts::Pack(const int32_t* wanted, const void* values, int32_t tokens,

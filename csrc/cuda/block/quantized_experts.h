@@ -42,7 +42,8 @@ class QuantizedExperts : private ExpertLaunches {
   bool SendsTokens() const { return SendsQuantized(s_); }
   // With a bias of wo the wide gradients are needed too.
   bool SendsGrads() const { return SendsQuantized(s_) && p_.wo_bias == nullptr; }
-  // Quantizes the values [tokens, H] of so many tokens into `sent`, before their exchange.
+  // Quantizes the values [tokens, H] of so many tokens into `sent`, before their exchange. Does
+  // nothing with packed rows.
   cudaError_t PackTokens(const int32_t* wanted, const void* values, int32_t tokens) const;
   cudaError_t PackGrads(const int32_t* wanted, const void* values, int32_t tokens) const;
 

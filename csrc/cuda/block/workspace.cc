@@ -171,7 +171,7 @@ int64_t LayOut(const BlockSizes& s, bool backward, uint8_t* base, Workspace* out
   if (parts) TakePart(s, &regions, out);
   regions.Take(int64_t{4} * s.rows, &out->weights);
   if (backward) regions.Take(int64_t{4} * s.rows, &out->d_weights);
-  if (SendsQuantized(s)) regions.Take(s.tokens * QuantizedRowBytes(s), &out->sent);
+  if (SendsQuantized(s) && !s.packed) regions.Take(s.tokens * QuantizedRowBytes(s), &out->sent);
   if (s.scaling != GemmScaling::kNone) {
     backward ? LayOutQuantizedBwd(s, &regions, out) : LayOutQuantized(s, hidden, &regions, out);
     return regions.used();

@@ -30,6 +30,7 @@ struct BlockSizes {
   int32_t kept_rows;  // rows of the result that saves the first product; 0: none
   int32_t element_bytes;
   GemmScaling scaling = GemmScaling::kNone;  // not kNone: products take 8-bit operands
+  bool packed = false;  // the rows to send are quantized already; only with SendsQuantized
 };
 
 // Whether exchanges carry rows as 8-bit operands, followed by their block scales. True if each
@@ -89,8 +90,8 @@ struct Workspace {
   void* weights_32;  // [L, N, H] with f32 rows: a transposed copy of the first or the second weight
 
   // With 8-bit products. `inner` is null then, and `grads` lie where `tokens` were.
-  float* amax;             // [L]
-  uint8_t* sent;           // [T, QuantizedRowBytes] tokens, later dy; null: rows are sent wide
+  float* amax;    // [L]
+  uint8_t* sent;  // [T, QuantizedRowBytes] tokens, later dy; null: sent wide, or given packed
   QuantizedRows q_tokens;  // width H
   QuantizedRows q_grads;   // width H, backward
   QuantizedRows q_inner;   // width M; forward: where q_tokens were

@@ -111,21 +111,43 @@ size_t CountArgs(const CudaCall& call, size_t count) {
   return count + (call.attributes.scaling != 0 ? 2 : 0);
 }
 
-// Reads operands that both directions have: rank, layer_index, topk_idx s32 [T, K], tokens [T, H],
-// weights f32 [T, K], most s32 [1], the plan, and the experts' weights. Scales follow the first
-// `count` operands.
+// The type of rows. Packed rows stand for bfloat16.
+DataType RowsTypeOf(const CudaCall& call) {
+  const DataType given = call.frame.args[3].dtype;
+  return given == DataType::U8 ? DataType::BF16 : given;
+}
+
+// Reads rows that are sent, [T, H] of `type` or, if `packed`, u8 [T, QuantizedRowBytes].
+Status ReadSent(const Operand& rows, DataType type, bool packed,
+                const cuda::block::BlockSizes& sizes, const void** out) {
+  if (!packed) return rows.Read(type, {sizes.tokens, sizes.hidden}, out);
+  if (!cuda::block::SendsQuantized(sizes)) {
+    return rows.MustBe("wide where tokens are not quantized before they are sent");
+  }
+  return rows.Read(DataType::U8, {sizes.tokens, cuda::block::QuantizedRowBytes(sizes)}, out);
+}
+
+// Reads operands that both directions have: rank, layer_index, topk_idx s32 [T, K], tokens [T, H]
+// or packed, weights f32 [T, K], most s32 [1], the plan, and the experts' weights. Scales follow
+// the first `count` operands.
 Status ReadOperands(const CudaCall& call, bool backward, size_t count, BlockParams* params) {
   const CallFrame& frame = call.frame;
   const auto [rank, layer_index, topk_idx, tokens, weights, most] =
       frame.Args("rank", "layer_index", "topk_idx", "tokens", "weights", "most");
   const PlanOperands plan = PlanAt(frame, frame.args, kFirstPlan);
   const WeightOperands experts = WeightsOf(frame);
+  const DataType type = RowsTypeOf(call);
+  const bool packed = type != tokens.type(), quantized = call.attributes.scaling != 0;
+  const int64_t element_bytes = static_cast<int64_t>(xla::ffi::ByteWidth(type));
+  // 8-bit wo is transposed forward.
+  const bool transposed = quantized && !backward;
   const Sizes sizes = {tokens.dim(0), topk_idx.dim(1), plan.staged_row.dim(0), plan.kept.dim(0),
-                       tokens.dim(1)};
-  EP_RETURN_IF_ERROR(CheckSizes(frame, call.context, sizes, tokens.element_bytes()));
+                       packed ? experts.wo.dim(transposed ? 1 : 2) : tokens.dim(1)};
+  EP_RETURN_IF_ERROR(CheckSizes(frame, call.context, sizes, element_bytes));
   EP_RETURN_IF_ERROR(CheckPlanned(frame, call.context, sizes));
-  EP_RETURN_IF_ERROR(tokens.Read(tokens.type(), {sizes.tokens, sizes.width}, &params->tokens));
-  EP_RETURN_IF_ERROR(call.ReadSummed(tokens, &params->type));
+  if (!ToFloatType(type, &params->type) || !ToFloatType(type, &params->weight_type)) {
+    return tokens.MustBe("float32, bfloat16 or float16 on NVIDIA GPUs");
+  }
   int32_t row_bytes = 0;
   EP_RETURN_IF_ERROR(call.ReadRowBytes(tokens, sizes.width, &row_bytes));
   EP_RETURN_IF_ERROR(topk_idx.Read({sizes.tokens, sizes.top_k}, &params->topk_idx));
@@ -139,18 +161,18 @@ Status ReadOperands(const CudaCall& call, bool backward, size_t count, BlockPara
   block.capacity = static_cast<int32_t>(sizes.capacity);
   block.experts = static_cast<int32_t>(sizes.experts);
   block.hidden = static_cast<int32_t>(sizes.width);
-  const bool quantized = call.attributes.scaling != 0;
-  block.inner = static_cast<int32_t>(experts.wo.dim(quantized && !backward ? 2 : 1));
+  block.inner = static_cast<int32_t>(experts.wo.dim(transposed ? 2 : 1));
   block.columns =
       static_cast<int32_t>(quantized ? block.inner * (params->gated ? 2 : 1) : experts.columns());
   block.ranks = static_cast<int32_t>(call.context.group->sizes().ep_size);
   block.alignment = static_cast<int32_t>(call.context.row_alignment);
   block.rows = static_cast<int32_t>(call.attributes.rows);
-  block.element_bytes = static_cast<int32_t>(tokens.element_bytes());
+  block.element_bytes = static_cast<int32_t>(element_bytes);
   block.scaling = static_cast<cuda::GemmScaling>(call.attributes.scaling);
-  if (!ToFloatType(tokens.type(), &params->weight_type)) return tokens.CheckType(DataType::BF16);
+  block.packed = packed;
+  EP_RETURN_IF_ERROR(ReadSent(tokens, type, packed, block, &params->tokens));
   if (quantized) return ReadQuantizedWeights(frame, experts, backward, count, params);
-  return ReadWeights(experts, tokens.type(), params);
+  return ReadWeights(experts, type, params);
 }
 
 // Reads the last operand, if wo has a bias.
@@ -159,7 +181,7 @@ Status ReadSecondBias(const CudaCall& call, size_t at, BlockParams* params) {
   const Operand bias(call.frame.call, "wo_bias", call.frame.args[at]);
   if (params->early) return bias.MustBe("absent where weights multiply activations");
   EP_RETURN_IF_ERROR(bias.CheckShape({params->sizes.experts, params->sizes.hidden}));
-  if (bias.type() != DataType::F32) EP_RETURN_IF_ERROR(bias.CheckType(call.frame.args[3].dtype));
+  if (bias.type() != DataType::F32) EP_RETURN_IF_ERROR(bias.CheckType(RowsTypeOf(call)));
   params->wo_bias = bias.data();
   return bias.ReadFloatType(&params->wo_bias_type);
 }
@@ -225,12 +247,14 @@ Status ReadWeightGrads(const Operand& dwi, const Operand& dwi_up, const Operand&
 //             [, wo_bias]; rows, function, gated, early, scaling=0, row_alignment=the layer's)
 //   -> y [T, H], kept [at most rows, N] or [0, 0], workspace u8
 // scaling=1, 2: 8-bit products with tensor scales or block scales. wi and wo are u8, transposed,
-//   wi_up is [0, 0, 0], and wi_scale and wo_scale, f32, come before wo_bias; e5m2, power_of_two
+//   wi_up is [0, 0, 0], and wi_scale and wo_scale, f32, come before wo_bias; e5m2, power_of_two.
+//   Tokens, and dy without wo_bias, may come packed: u8 [T, H + 4 * ceil(H / 128)], where the call
+//   itself would quantize them so before it sends them
 Status LaunchBlockCall(const CudaCall& call) {
   const size_t count = CountArgs(call, kForwardArgs);
   const size_t more = call.frame.args.size() > count ? 1 : 0;
   EP_RETURN_IF_ERROR(call.frame.CheckCount(count + more, 3));
-  const DataType type = call.frame.args[3].dtype;
+  const DataType type = RowsTypeOf(call);
   const auto [y, kept, workspace] = call.frame.Rets("y", "kept", "workspace");
   BlockParams params{};
   EP_RETURN_IF_ERROR(ReadOperands(call, /*backward=*/false, kForwardArgs, &params));
@@ -251,7 +275,7 @@ Status LaunchBlockBwdCall(const CudaCall& call) {
   const size_t count = CountArgs(call, kArgs);
   const size_t more = call.frame.args.size() > count ? 1 : 0;
   EP_RETURN_IF_ERROR(call.frame.CheckCount(count + more, 7 + more));
-  const DataType type = call.frame.args[3].dtype;
+  const DataType type = RowsTypeOf(call);
   const auto [kept, made, dy] =
       call.frame.Named(call.frame.args, kForwardArgs, "kept", "made", "dy");
   const auto [dx, d_weights, dwi, dwi_up, dwo, d_wi_bias, workspace] =
@@ -262,7 +286,8 @@ Status LaunchBlockBwdCall(const CudaCall& call) {
   EP_RETURN_IF_ERROR(ReadKept(kept, type, &params));
   EP_RETURN_IF_ERROR(made.Read({1}, &params.made));
   EP_RETURN_IF_ERROR(ReadSecondBias(call, count, &params));
-  EP_RETURN_IF_ERROR(dy.Read(type, {sizes.tokens, sizes.hidden}, &params.dy));
+  const bool packed = sizes.packed && params.wo_bias == nullptr;
+  EP_RETURN_IF_ERROR(ReadSent(dy, type, packed, sizes, &params.dy));
   EP_RETURN_IF_ERROR(ReadTokens(call, dx, type, &params.dx, &params));
   EP_RETURN_IF_ERROR(d_weights.Read({sizes.tokens, sizes.top_k}, &params.d_weights));
   EP_RETURN_IF_ERROR(ReadWeightGrads(dwi, dwi_up, dwo, type, &params));

@@ -73,17 +73,23 @@ Status LaunchScaleRows(const CallFrame& frame, cudaStream_t stream, int64_t form
 }
 
 // ep_quantize_tiles_v1(group_sizes, values) -> data u8 [S * C, W], f32 [S * C, ceil(W / 128)]
+//   or packed, with clear_slack=0: u8 [S * C, W + 4 * ceil(W / 128)], scales behind a row's data
 Status LaunchTiles(const CallFrame& frame, cudaStream_t stream, int64_t format,
                    int64_t power_of_two, int64_t clear_slack) {
-  EP_RETURN_IF_ERROR(frame.CheckCount(2, 2));
+  const bool packed = frame.rets.size() == 1;
+  EP_RETURN_IF_ERROR(frame.CheckCount(2, packed ? 1 : 2));
   const auto [group_sizes, values] = frame.Args("group_sizes", "values");
-  const auto [data, scale] = frame.Rets("data", "scale");
+  const auto [data] = frame.Rets("data");
+  const int64_t rows = values.dim(0), width = values.dim(1), tiles = Tiles(width, cuda::kTile);
   cuda::QuantizeRowsParams params{};
   EP_RETURN_IF_ERROR(ReadValues(group_sizes, values, &params));
   EP_RETURN_IF_ERROR(ReadFormat(frame, format, &params.format));
-  EP_RETURN_IF_ERROR(data.Read(values.dims(), &params.data));
-  EP_RETURN_IF_ERROR(
-      scale.Read({values.dim(0), Tiles(values.dim(1), cuda::kTile)}, &params.tile_scale));
+  EP_RETURN_IF_ERROR(data.Read({rows, packed ? width + 4 * tiles : width}, &params.data));
+  if (!packed) {
+    const Operand scale(frame.call, "scale", frame.rets[1]);
+    EP_RETURN_IF_ERROR(scale.Read({rows, tiles}, &params.tile_scale));
+  }
+  params.packed = packed;
   params.power_of_two = power_of_two != 0;
   params.clear_slack = clear_slack != 0;
   return cuda::Check(cuda::LaunchQuantizeRows(stream, params), frame.call);

@@ -69,10 +69,16 @@ def _workspace(call: ResolvedCall) -> WorkspaceRows:
     return call.workspace
 
 
+def packs(call: ResolvedCall) -> bool:
+    """Whether tokens are quantized before they are sent; gradients too, without a bias of wo."""
+    return _workspace(call).sizes.packed_bytes > 0
+
+
 def forward(call: ResolvedCall, given: Given, experts: Experts, over: Over) -> Forwarded:
-    dtype, sizes, room = given.tokens.dtype, _sizes(experts), _workspace(call)
+    """Tokens may come packed (`quantized_rows.packed`) if the call `packs`."""
+    dtype, sizes, room = call.activation.dtype, _sizes(experts), _workspace(call)
     results = (
-        jax.ShapeDtypeStruct(given.tokens.shape, call.sums or dtype),
+        jax.ShapeDtypeStruct((len(given.tokens), sizes[0]), call.sums or dtype),
         jax.ShapeDtypeStruct(_saved_shape(room, sizes), dtype),
         _bytes(workspace.forward_bytes(room.here(sizes[1]), room.rows, room.saved)),
     )
@@ -91,8 +97,9 @@ def backward(
     grads: WeightGrads,
     over: Over,
 ) -> Gradients:
-    """If `made`, int32 [1], is 0, the saved rows are undefined."""
-    dtype, sizes, room = given.tokens.dtype, _sizes(experts), _workspace(call)
+    """If `made`, int32 [1], is 0, the saved rows are undefined. With packed tokens dy is packed too
+    if it is sent so."""
+    dtype, sizes, room = call.activation.dtype, _sizes(experts), _workspace(call)
     hidden, inner, columns = sizes
     count, bias, pair = experts.wo.shape[0], experts.wi_bias, grads.paired
     wo_bias = _as_taken(experts.wo_bias, dtype)
@@ -100,7 +107,7 @@ def backward(
     nothing, wanted = (0, 0, 0), grads.wanted
     first = (count, hidden, columns // 2 if pair else columns) if wanted else nothing
     results = (
-        jax.ShapeDtypeStruct(given.tokens.shape, call.sums or dtype),
+        jax.ShapeDtypeStruct((len(given.tokens), hidden), call.sums or dtype),
         jax.ShapeDtypeStruct(given.weights.shape, jnp.float32),
         jax.ShapeDtypeStruct(first, weight_dtype),
         jax.ShapeDtypeStruct(first if pair else nothing, weight_dtype),
@@ -146,7 +153,7 @@ def _call(
     *operands, plan, _, _ = given
     bias = flat_bias(experts.wi_bias, experts.wo.shape[0])
     weights, scales = _weights(experts, forward=target == TARGETS[0])
-    others = (*others, *scales, *_as_taken(experts.wo_bias, given.tokens.dtype))
+    others = (*others, *scales, *_as_taken(experts.wo_bias, call.activation.dtype))
     function = activation_kernels.attributes_of(call.activation)
     numbers = {"rows": _workspace(call).rows, **function}
     numbers |= {"early": int(call.weighted == "hidden"), **_numbers(call.recipes[0])}

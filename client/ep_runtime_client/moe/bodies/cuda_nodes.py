@@ -3,6 +3,8 @@
 Tokens come from the rail peers on all nodes, as in `transports/nodes.py`; the call is then that of
 a group of the node's ranks, with D*T virtual tokens each, and its sums go back the same way. Where
 rows of a node do not fit the workspace it goes over its tokens in parts, whatever other nodes do.
+Rows that a call quantizes before it sends them are quantized before they cross: in half the bytes,
+once for all nodes, and to the same bits, as each has scales of its own.
 
 Letters: `protocol.py`, `transports/nodes_plan.py`.
 """
@@ -27,10 +29,11 @@ from ep_runtime_client.moe.bodies.protocol import (
 )
 from ep_runtime_client.moe.resolved import ResolvedCall
 from ep_runtime_client.ops.calls.plan import NodePlanArrays
+from ep_runtime_client.ops.movement import quantized_rows
 from ep_runtime_client.ops.transports import nodes
 from ep_runtime_client.ops.transports.nodes_plan import my_node
 
-saved, multiple = cuda.saved, cuda.multiple
+saved, multiple, packs = cuda.saved, cuda.multiple, cuda.packs
 
 
 def forward(call: ResolvedCall, given: Given, experts: Experts, over: Over) -> Forwarded:
@@ -51,6 +54,8 @@ def backward(
 ) -> Gradients:
     """Tokens cross once more, together with dy."""
     moved, dtype = call.moved, given.tokens.dtype
+    if experts.wo_bias is None:
+        dy = _packed(call, given, dy, gradient=True)
     plan, here, (dy,) = _on_node(call, given, dy)
     found = cuda.backward(_partial(call, dtype), here, experts, saved, dy, grads, over)
     d_tokens, d_weights = nodes.gradients(moved, plan, found.tokens, found.weights, dtype)
@@ -62,6 +67,16 @@ def _partial(call: ResolvedCall, dtype: Any) -> ResolvedCall:
     return dataclasses.replace(call, sums=nodes.partial_dtype(call.moved, dtype))
 
 
+def _packed(
+    call: ResolvedCall, given: Given, rows: jax.Array, *, gradient: bool = False
+) -> jax.Array:
+    """Rows [T, H] as the node's call sends them: in 8 bits if that quantizes them before."""
+    recipe = call.recipes[0]
+    if recipe is None or not packs(call):
+        return rows
+    return quantized_rows.packed(recipe, rows, given.plan, gradient=gradient)
+
+
 def _on_node(
     call: ResolvedCall, given: Given, *rows: jax.Array
 ) -> tuple[NodePlanArrays, Given, tuple[jax.Array, ...]]:
@@ -70,7 +85,7 @@ def _on_node(
     moved, plan, top_k = call.moved, given.plan, given.topk_idx.shape[1]
     assert isinstance(plan, NodePlanArrays)
     slots = [lax.bitcast_convert_type(given.weights, jnp.int32), given.topk_idx]
-    sent = (given.tokens, jnp.concatenate(slots, 1), *rows)
+    sent = (_packed(call, given, given.tokens), jnp.concatenate(slots, 1), *rows)
     tokens, virtual_slots, *rows_here = nodes.to_nodes(moved, plan, *sent)
     weights = lax.bitcast_convert_type(virtual_slots[:, :top_k], jnp.float32)
     first = my_node(moved) * (moved.group.ranks_per_node * moved.group.experts_per_rank)

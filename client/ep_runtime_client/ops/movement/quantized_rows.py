@@ -6,13 +6,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime.specs import DTYPE_BYTES, GroupSpec
-from ep_runtime_client.ops.quantize import plain
+from ep_runtime_client.ops.kernels.serve import either
+from ep_runtime_client.ops.quantize import kernels, plain
 from ep_runtime_client.ops.quantize.formats.recipes import Recipe, check_recipe
 from ep_runtime_client.ops.quantize.formats.table import format_of
-from ep_runtime_client.ops.quantize.formats.tiles import num_tiles
+from ep_runtime_client.ops.quantize.formats.tiles import bits, num_tiles
 from ep_runtime_client.ops.quantize.quantized_tensor import QuantizedTensor
 from ep_runtime_client.ops.quantize.row_bytes import row_bytes
 
@@ -69,7 +71,9 @@ def _check_quantized(tokens: QuantizedTensor) -> None:
         )
 
 
-def quantized(recipe: Recipe, tokens: jax.Array, plan: Any) -> tuple[jax.Array, jax.Array]:
+def quantized(
+    recipe: Recipe, tokens: jax.Array, plan: Any, *, gradient: bool = False
+) -> tuple[jax.Array, jax.Array]:
     """Quantizes this device's tokens [T, H]; returns data and scales.
 
     A size that no compiler knows keeps the rows' loop a loop. Otherwise XLA would fuse parts of the
@@ -77,6 +81,22 @@ def quantized(recipe: Recipe, tokens: jax.Array, plan: Any) -> tuple[jax.Array, 
     """
     hidden_zero = plan.num_recv >> 31
     sizes = hidden_zero + jnp.int32(tokens.shape[0])
-    q = plain.quantize_rows(recipe, tokens, sizes)
+    q = plain.quantize_rows(recipe, tokens, sizes, gradient=gradient)
     assert q.scale is not None
     return q.data, q.scale
+
+
+def packed(recipe: Recipe, rows: jax.Array, plan: Any, *, gradient: bool) -> jax.Array:
+    """Rows [T, H] as a block call sends them, by `BlockScaling`: uint8 data, then f32 scales."""
+    dtype, two = recipe.data_dtype(gradient), format_of(recipe).power_of_two(recipe)
+
+    def plain_bytes(rows: jax.Array, plan: Any) -> jax.Array:
+        data, scale = quantized(recipe, rows, plan, gradient=gradient)
+        scale_bytes = lax.bitcast_convert_type(scale, jnp.uint8).reshape(len(rows), -1)
+        return jnp.concatenate([bits(data), scale_bytes], 1)
+
+    def by_kernel(rows: jax.Array, plan: Any) -> jax.Array:
+        return kernels.packed_rows(dtype, two, rows)
+
+    served = kernels.supports(rows[None], jnp.zeros((1, 1), jnp.int32))
+    return either(served, by_kernel, plain_bytes, rows, plan)

@@ -115,6 +115,15 @@ def tile_rows(
     return from_bits(data, dtype).reshape(x.shape), scale.reshape(*lead, -1)
 
 
+def packed_rows(dtype: Any, power_of_two: bool, x: jax.Array) -> jax.Array:
+    """Rows [R, H] as `tile_rows` quantizes them, uint8: a row's data, then its scales."""
+    rows, width = x.shape
+    results = (_struct((rows, width + _F32.itemsize * num_tiles(width, TILE))),)
+    operands = (jnp.zeros((1, 0), jnp.int32), x)
+    (packed,) = kernels_serve.call(_TILES, results, operands, _way(dtype, power_of_two, False))
+    return packed
+
+
 def tile_kernel(dtype: Any, power_of_two: bool, w: jax.Array) -> Quantized:
     """Data like w and f32 scales of `BlockScaling`, in blocks of dim 1 and the last."""
     shape, middle = w.shape, w.shape[2:-1]
