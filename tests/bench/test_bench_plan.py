@@ -134,6 +134,19 @@ def test_json_has_memory_links_and_time(capsys: pytest.CaptureFixture[str]) -> N
     assert fast["least_exposed_ms"] == max(0, round(fast["network_ms"] - fast["call_ms"], 2))
 
 
+def test_block_scales_halve_what_crosses_before_the_experts() -> None:
+    """Bytes of rows: of three exchanges in five."""
+    cluster = options(nodes=4, cases=("deepseek-v3-like",), recipes=("none", "fp8", "fp8-block"))
+    case = cluster.layers["deepseek-v3-like"]
+    call = plan._call(cluster, case, plan._group(cluster, case, "fast"))
+    wide, tensor, block = (plan.sizes_of(call, recipe) for recipe in cluster.recipes)
+    assert tensor == wide == (2 * 7168, 2 * 7168, 8 * 8)
+    assert block == wide._replace(row=7168 + 4 * 56)
+    (out, back), (again, _) = plan.network_bytes(block).values()
+    assert (out + again) / (3 * wide.row) < 0.55
+    assert back == wide.total
+
+
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
@@ -141,6 +154,8 @@ def test_json_has_memory_links_and_time(capsys: pytest.CaptureFixture[str]) -> N
         ({"nodes": 0}, "nodes must be at least 1, got 0"),
         ({"network": 0.0}, "--network must be finite GB/s over 0, got 0.0"),
         ({"dtype": "float32"}, "--dtype of plan must be of .*, got float32"),
+        ({"recipes": ("none", "mxfp8")}, "--recipe of plan must be of .*, got none,mxfp8"),
+        ({"recipes": ("fp8",), "dtype": "float16"}, "of .'none',. with --dtype float16, got fp8"),
         ({"nodes": 16}, "must divide the experts of every case, got 128 with 64 of deepseek-like"),
     ],
 )

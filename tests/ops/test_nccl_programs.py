@@ -36,10 +36,9 @@ def over_nodes(make_group: Callable[..., Any], node_size: int, **settings: Any) 
         transport="nccl",
         node_size=node_size,
         num_experts=16,
-        hidden_size=HIDDEN,
         max_tokens_per_rank=TOKENS,
         max_top_k=12,
-        **settings,
+        **{"hidden_size": HIDDEN} | settings,
     )
 
 
@@ -92,14 +91,15 @@ def lowered_block(
     top_k: int,
     *,
     dtype: Any = jnp.float32,
+    recipe: Any = None,
     **settings: Any,
 ) -> str:
     """StableHLO for GPUs of a block of experts with its gradients, which are block calls there."""
     group = over_nodes(make_group, node_size, **settings)
-    layer = group.register_layer("moe", top_k=top_k)
+    layer, hidden = group.register_layer("moe", top_k=top_k), group.spec.hidden_size
 
     def loss(x: Any, params: Any) -> Any:
-        return ep.moe(layer, x, params)[0].sum()
+        return ep.moe(layer, x, params, recipe=recipe)[0].sum()
 
     def array(spec: Any, *dims: int) -> Any:
         sharding = NamedSharding(group.mesh, spec)
@@ -107,12 +107,12 @@ def lowered_block(
 
     experts = PartitionSpec("ep")
     params = ep.MoEParams(
-        array(PartitionSpec(), HIDDEN, 16),
-        array(experts, 16, HIDDEN, 2, 64),
-        array(experts, 16, 64, HIDDEN),
+        array(PartitionSpec(), hidden, 16),
+        array(experts, 16, hidden, 2, 64),
+        array(experts, 16, 64, hidden),
     )
     step = jax.value_and_grad(loss, argnums=(0, 1))
-    return for_gpus(step, array(experts, RANKS * TOKENS, HIDDEN), params)
+    return for_gpus(step, array(experts, RANKS * TOKENS, hidden), params)
 
 
 def calls(text: str) -> Counter[str]:
@@ -218,14 +218,18 @@ def test_a_block_whose_rows_are_counted_reads_counts_once_an_exchange(
     )
 
 
+@pytest.mark.parametrize("recipe", plan.RECIPES)
 @pytest.mark.parametrize("precision", ["fast", "exact", "fp8"])
 def test_rows_of_a_block_cross_in_the_bytes_that_bench_plan_counts(
-    make_group: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, precision: str
+    make_group: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, precision: str, recipe: str
 ) -> None:
     monkeypatch.setattr(bodies, "unsupported", lambda asked: "")
     monkeypatch.setattr(serve, "available", lambda: True)
-    settings = {"combine_precision": precision, "max_token_dtype": "bfloat16"}
-    text = lowered_block(make_group, 2, top_k=2, dtype=jnp.bfloat16, **settings)
+    settings = {"combine_precision": precision, "max_token_dtype": "bfloat16", "hidden_size": 512}
+    way = {"dtype": jnp.bfloat16, "recipe": plan.RECIPES[recipe]}
+    text = lowered_block(make_group, 2, 2, **way, **settings)
+    packed = re.findall(rf"@ep_quantize_tiles_v1\(.*-> tensor<{TOKENS}x528xui8>", text)
+    assert len(packed) == (3 if recipe == "fp8-block" else 0)  # a rank's own: x, x again and dy
     crossed = []
     for types in re.findall(r"@ep_nccl_counted_v1\(.*: \((.*)\) ->", text):
         rows = re.findall(rf"tensor<4x{TOKENS}x(\d+)x[a-z]+(\d+)>", types)
@@ -233,7 +237,7 @@ def test_rows_of_a_block_cross_in_the_bytes_that_bench_plan_counts(
     layer = over_nodes(make_group, 2, **settings).register_layer("moe", top_k=2)
     lead = (RANKS * TOKENS,)
     call = make_call(layer, layer.group.mesh, lead, (), handle=0, capacity=None)
-    passes = plan.network_bytes(plan.sizes_of(call)).values()
+    passes = plan.network_bytes(plan.sizes_of(call, recipe)).values()
     assert crossed == [size for each in passes for size in each]
 
 

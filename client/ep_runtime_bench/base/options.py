@@ -37,6 +37,7 @@ STOCK_LAYERS = ("stock-padded", "stock-dropless")  # each of the two that STOCK 
 MODELLED = ("moe", "train")  # benches that measure other libraries' layers and models
 LAYERED = ("moe", "plan")  # benches of --cases and --config
 FITTED_DTYPES = ("bfloat16", "float16")  # whose times `plan` has a model of
+PLANNED_RECIPES = ("none", "fp8", "fp8-block")  # that block calls have, of bfloat16 rows
 CEILING = "ceiling"
 PLAIN = "all-to-all"  # NCCL's own all-to-all of as many rows in equal blocks, to compare nccl with
 ROW_ITEM_BYTES = 2  # bf16
@@ -105,7 +106,7 @@ class BenchOptions:
     )
     recipes: tuple[str, ...] = _option(
         RECIPES[:1],
-        "recipes of the matmuls of `moe` and `train`; none computes in --dtype",
+        "recipes of the matmuls of `moe`, `train` and `plan`; none computes in --dtype",
         flag="recipe",
         choices=RECIPES,
     )
@@ -284,6 +285,13 @@ class BenchOptions:
         if self.dtype not in FITTED_DTYPES:
             raise InvalidArgumentError(
                 f"--dtype of plan must be of {FITTED_DTYPES}, got {self.dtype}", argument="dtype"
+            )
+        known = PLANNED_RECIPES if self.dtype == "bfloat16" else PLANNED_RECIPES[:1]
+        if not {*self.recipes} <= {*known}:
+            raise InvalidArgumentError(
+                f"--recipe of plan must be of {known} with --dtype {self.dtype}, got "
+                f"{','.join(self.recipes)}",
+                argument="recipe",
             )
         odd = {name: case.num_experts for name, case in self.layers.items()}
         odd = {name: experts for name, experts in odd.items() if experts % self.planned_gpus}
