@@ -53,7 +53,7 @@ class _Signer:
 
 @dataclasses.dataclass(frozen=True)
 class Paths:
-    """Where a certificate and its key lie."""
+    """Paths of a certificate and its key."""
 
     certificate: Path
     key: Path

@@ -239,7 +239,7 @@ def _map(
 
 
 def on_gpus(claim: Claim) -> native.OnGpus:
-    """How this process drives its ranks."""
+    """Says how this process drives its ranks."""
     return native.OnGpus(tuple(claim.ordinals), tell_progress=env.tells_progress())
 
 

@@ -44,7 +44,7 @@ class LayerLoad:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class GroupLoad:
-    """How even the experts of a group are loaded, from `Group.load`.
+    """Shows how evenly the experts of a group are loaded; `Group.load` returns it.
 
     Attributes:
         layers: by name, "stack[i]" for a layer of a stack; those that were called.
@@ -57,7 +57,7 @@ class GroupLoad:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class OpSkew:
-    """Which ranks wait in one op, and for whom. W is the world size.
+    """Shows which ranks wait in one op, and for which rank. W is the world size.
 
     Attributes:
         calls_s: calls of a rank per second.
@@ -82,7 +82,7 @@ class OpSkew:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class GroupSkew:
-    """Which rank the others of a group wait for, from `Group.skew`.
+    """Shows which rank the others of a group wait for; `Group.skew` returns it.
 
     Attributes:
         elapsed_s: the time that all shares are of.

@@ -1,4 +1,4 @@
-"""How checkpoints name and store the router and experts of a layer, for `ep.convert`.
+"""Describes how checkpoints name and store a layer's router and experts, for `ep.convert`.
 
 Letters of shapes: E experts, H hidden size, M inner size.
 """
@@ -102,7 +102,7 @@ def _module_of(tensor: Any) -> Any:
 
 
 class Experts(Protocol):
-    """How the experts of a layer are stored."""
+    """Describes how a checkpoint stores the experts of a layer."""
 
     @property
     def parts(self) -> tuple[str, ...]:

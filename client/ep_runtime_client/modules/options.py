@@ -1,4 +1,4 @@
-"""What the flax modules `ep.nnx.MoEBlock` and `ep.linen.MoEBlock` share; needs no flax."""
+"""Code that `ep.nnx.MoEBlock` and `ep.linen.MoEBlock` share; it does not import flax."""
 
 from __future__ import annotations
 

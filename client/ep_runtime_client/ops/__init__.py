@@ -1,4 +1,4 @@
-"""The ops, a room for each family; `ep` brings what users call.
+"""The ops, one folder per family; `ep` exports those that users call.
 
 Shape letters in every docstring: T tokens (global), B batch, S sequence, H hidden, M expert FFN
 width, K top-k, E experts (global), L experts on one rank, N ranks of one EP group, R slabs (one

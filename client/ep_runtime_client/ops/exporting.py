@@ -1,4 +1,4 @@
-"""What `jax.export` must be told about programs that use our ops."""
+"""Gives `jax.export` the checks to disable for programs that use our ops."""
 
 from __future__ import annotations
 

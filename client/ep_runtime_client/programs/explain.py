@@ -1,4 +1,4 @@
-"""Which collectives of a compiled program our ops cause, and why.
+"""Finds the collectives of a compiled program that our ops cause, and says why.
 
 The compiled HLO is read, not the traced program: the partitioner adds collectives where operands
 do not lie as an op wants them. A collective is ours when its metadata names one of our scopes, or
@@ -125,7 +125,7 @@ class Collective:
 
 @dataclasses.dataclass(frozen=True)
 class MoEPath:
-    """How `moe` runs the experts of one layer, and why.
+    """Says how `moe` runs the experts of one layer, and why.
 
     Attributes:
         layer: the layer's name (for a stack that of its layer 0), with "." for "/".

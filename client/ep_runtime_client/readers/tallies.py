@@ -22,7 +22,7 @@ Row = Mapping[str, Any]
 
 
 class GroupName(NamedTuple):
-    """Which group it is, by the names that documents have."""
+    """Names a group as documents do."""
 
     uid: int
     job: str

@@ -1,1 +1,1 @@
-"""How the commands ask a daemon, or break something of it: rows, nodes, options in common."""
+"""Helps commands to ask a daemon or give it orders: options, rows, nodes."""

@@ -1,4 +1,4 @@
-"""Which rows of a list are shown, and in what order: NAME, -l and --sort-by."""
+"""Selects and sorts the rows of a list: NAME, -l and --sort-by."""
 
 from __future__ import annotations
 

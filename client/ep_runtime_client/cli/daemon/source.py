@@ -1,4 +1,4 @@
-"""Which daemon a command asks, and how it is reached."""
+"""Finds the daemon that a command asks, and connects to it."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The experts' activation, of 16- and 32-bit rows and of 8-bit ones."""
+"""Computes the experts' activation, in 16 or 32 bits or quantized to 8."""

@@ -1,4 +1,4 @@
-"""What the experts' activation computes of a row: a function by name, or a user's own."""
+"""Describes the experts' activation: a function by name, or a user's own."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ GATED_UNITS = {"swiglu": "silu", "geglu": "gelu", "reglu": "relu", "glu": "sigmo
 
 @dataclasses.dataclass(frozen=True)
 class Activation:
-    """What is computed of a row. Hashable: a static argument.
+    """Describes what an activation computes from a row. Hashable: a static argument.
 
     Attributes:
         function: a name of ACTIVATIONS, or f(gate), f(gate, up), or f(h) where not gated.
@@ -46,7 +46,7 @@ class Activation:
     values: tuple[jax.Array, ...] = dataclasses.field(default=(), hash=False, compare=False)
 
     def __repr__(self) -> str:
-        """Equal in every process of a job, and for functions that compute the same."""
+        """Returns a text that is equal for functions that compute the same, in every process."""
         return f"Activation({self.function}, gated={self.gated}, {jnp.dtype(self.dtype).name})"
 
     @property
@@ -71,8 +71,10 @@ class Activation:
 def activation_of(
     function: Function, gated: bool, dtype: Any, width: int
 ) -> tuple[Activation, tuple[jax.Array, ...]]:
-    """The activation of one call with M = `width`, which computes what `function` does now; and the
-    traced values that it reads."""
+    """Returns the activation of a call with M = `width`, and the traced values that it reads.
+
+    The activation computes what `function` computes now.
+    """
     if isinstance(function, str):
         return Activation(function, gated, dtype), ()
     operands = 2 if gated and _takes_two(function) else 1

@@ -1,4 +1,4 @@
-"""A user's function of rows as a static argument: by what it computes, not by where it lies.
+"""Makes a user's function of rows a static argument: equal functions compute the same.
 
 Every process of a job must name a program alike, or a persistent cache never hits. And a function
 that reads something else by now must not get the program of what it read before.
@@ -23,7 +23,7 @@ _ADDRESS = re.compile(r" at 0x[0-9a-f]+| id=\d+")
 
 @dataclasses.dataclass(frozen=True)
 class Fixed:
-    """A function of rows, and what it computed of them when the call was made. Hashable.
+    """A function of rows, with a digest of what it computed when the call was made. Hashable.
 
     Attributes:
         function: the user's.
@@ -36,11 +36,11 @@ class Fixed:
     digest: str
 
     def __repr__(self) -> str:
-        """Equal in every process of a job, and for functions that compute the same."""
+        """Returns a text that is equal for functions that compute the same, in every process."""
         return f"{_name(self.function)} {self.digest}"
 
     def __call__(self, *rows: jax.Array) -> jax.Array:
-        """The function of `rows`, traced at any time after the call was made.
+        """Calls the function on `rows`, at any time after the call was made.
 
         Raises:
             InvalidArgumentError: it computes something else by now.
@@ -72,11 +72,11 @@ class Learned:
     digest: str
 
     def __repr__(self) -> str:
-        """Equal in every process of a job, and for functions that compute the same."""
+        """Returns a text that is equal for functions that compute the same, in every process."""
         return f"learned {self.digest}"
 
     def __call__(self, values: tuple[jax.Array, ...], *rows: jax.Array) -> jax.Array:
-        """The function of `rows` [block, M] and of its operands, flat."""
+        """Calls the function on `rows` [block, M] and its operands, which are flat."""
         left, consts = iter(values), []
         variables = self.program.jaxpr.constvars
         for const, learned, var in zip(self.program.consts, self.learned, variables, strict=True):
@@ -89,7 +89,7 @@ class Learned:
 def identified(
     function: Callable[..., jax.Array], operands: int, width: int, dtype: Any
 ) -> tuple[Fixed | Learned, tuple[jax.Array, ...]]:
-    """`function` for that number of arrays [rows, width], and the traced values that it reads."""
+    """Returns `function` of so many arrays [rows, width], and the traced values that it reads."""
     given = (jax.ShapeDtypeStruct((2, width), dtype),) * operands
     digest, traced_values = _digest(function, given)
     if not traced_values:
@@ -105,7 +105,7 @@ def identified(
 def _digest(
     function: Callable[..., jax.Array], given: tuple[jax.ShapeDtypeStruct, ...]
 ) -> tuple[str, bool]:
-    """Digest of a function and of its derivative; and whether the function reads traced values."""
+    """Returns a digest of a function and its derivative, and whether it reads traced values."""
 
     def with_derivative(*rows: jax.Array) -> Any:
         out, pull = jax.vjp(function, *rows)

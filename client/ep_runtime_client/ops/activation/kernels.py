@@ -35,7 +35,7 @@ FUNCTIONS = {
 def supports(
     static: Activation, hidden: jax.Array | None = None, group_sizes: jax.Array | None = None
 ) -> bool:
-    """Whether the kernels take it, should its program be lowered for a GPU.
+    """Whether the kernels support it in a program that is lowered for a GPU.
 
     Without rows: whether they know the function, in programs for this process's GPUs.
     """
@@ -98,6 +98,6 @@ def weights_of(row_weights: jax.Array | None) -> jax.Array:
 
 
 def attributes_of(static: Activation) -> dict[str, int]:
-    """The attributes that say what is computed."""
+    """Returns the attributes that describe the computation."""
     assert isinstance(static.function, str)
     return {"function": FUNCTIONS[static.function], "gated": int(static.gated)}

@@ -1,4 +1,4 @@
-"""The experts' activation on one device, over the rows that are there.
+"""Computes the experts' activation on one device, over existing rows only.
 
 Zones follow each other from row 0 of a slab, so the rows of all experts are a prefix of it: a loop
 with a dynamic trip count walks it in blocks, forward and backward. Nothing past the last zone is
@@ -58,7 +58,7 @@ def forward(
 
 
 def _on_platform(function: Callable[..., Result], static: Activation, *operands: Any) -> Result:
-    """`function(static, on_gpu, *operands)` for the platform that the program is lowered for."""
+    """Calls `function(static, on_gpu, *operands)` for the platform of the lowered program."""
     here = functools.partial(function, static, False)
     if not register_for_gpus():
         return here(*operands)
@@ -81,10 +81,10 @@ def _forward(
 
 
 def after(group_sizes: jax.Array, rows: jax.Array) -> jax.Array:
-    """`group_sizes`, which nobody has before `rows` are computed.
+    """Returns `group_sizes` as a value that XLA computes only after `rows`.
 
-    The pullback takes the memory of hidden. Where it could run before what else reads hidden, XLA
-    copies all rows of a slab: in a rematerialised block nothing else says which is first.
+    The pullback writes into the memory of hidden. If it could run before another reader of hidden,
+    XLA would copy all rows of a slab: in a rematerialised block nothing else orders the two.
     """
     if rows.size == 0:
         return group_sizes
@@ -206,7 +206,7 @@ def _walk(
     rows_to_rows: Callable[..., Any],
     on_gpu: bool,
 ) -> tuple[jax.Array, ...]:
-    """`outs` with a function of their and the inputs' rows over the rows that the zones cover."""
+    """Applies a function to rows of `outs` and the inputs that zones cover; returns new `outs`."""
     slabs, capacity = outs[0].shape[:2]
     totals = group_sizes.sum(-1, keepdims=True, dtype=jnp.int32)
     rows = GPU_BLOCK_ROWS if on_gpu else row_blocks.MAX_BLOCK_ROWS

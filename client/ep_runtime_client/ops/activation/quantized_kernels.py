@@ -30,7 +30,7 @@ _F32 = jnp.dtype(jnp.float32)
 
 @dataclasses.dataclass(frozen=True)
 class ActivationOperands:
-    """What is activated.
+    """The operands of one activation that is quantized.
 
     Attributes:
         activation: how.
@@ -48,7 +48,7 @@ class ActivationOperands:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of what is quantized."""
+        """Shape of the array that is quantized."""
         if self.grad is not None:
             return tuple(self.hidden.shape)
         return (*self.hidden.shape[:2], self.width)
@@ -75,7 +75,7 @@ def supports(
     *,
     gradient: bool = False,
 ) -> bool:
-    """Whether the kernels take it, should its program be lowered for a GPU.
+    """Whether the kernels support it in a program that is lowered for a GPU.
 
     Without group_sizes: whether there are kernels for hidden of its dtype, whatever its shape.
     """

@@ -1,4 +1,4 @@
-"""The experts' activation, quantized for the matmul behind it, on one device.
+"""Computes the experts' activation, quantized for the matmul after it, on one device.
 
 On a GPU one pass reads hidden and writes 8-bit data with scales (`quantized_kernels.py`)
 where it can, after one that finds the amax of tensor scales; everywhere else, and bit for bit, this
@@ -32,7 +32,7 @@ from ep_runtime_client.ops.tracing import slack
 
 @dataclasses.dataclass(frozen=True)
 class QuantizedActivation:
-    """What is made of activated rows. Hashable.
+    """Describes an activation whose results are quantized. Hashable.
 
     Attributes:
         activation: what is computed.

@@ -1,1 +1,1 @@
-"""What every device of a program agrees on: an op call, its plan, how its tokens lie."""
+"""Describes one op call, equal on every device: its settings, its plan, its tokens' sharding."""

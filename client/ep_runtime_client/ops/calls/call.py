@@ -91,12 +91,12 @@ class Call:
 
     @functools.cached_property
     def num_slabs(self) -> int:
-        """Slabs on dim 0 of arrays here: R over the token axes that are not manual."""
+        """Number of slabs on dim 0 of arrays here: R over the token axes that are not manual."""
         free = (axis for axis in self.group.token_axes if axis not in self.where.manual)
         return prod(self.group.axis_sizes[axis] for axis in free)
 
     def varied(self, *operands: Any) -> Call:
-        """The call with the manual axes that its operands and results vary over."""
+        """Returns the call with the manual axes that its operands and results vary over."""
         if not self.where.manual:
             return self
         varying = varied_over(self.group, self.where.manual, operands)

@@ -1,4 +1,4 @@
-"""Plans and dispatched rows: what lives between the calls of one step.
+"""Plans and dispatched rows, which live between the calls of one step.
 
 A plan is the result of one prepare as ordinary arrays. It holds both sides: where each slot's row
 goes (source), and which rows each staged row fills (receiver). Everything later, backward passes
@@ -45,8 +45,9 @@ class PlanArrays(NamedTuple):
 
 @stored.pytree()
 class NodePlanArrays(NamedTuple):
-    """The arrays of a plan between nodes (`nodes.py`): the first nine as in PlanArrays, but that
-    the receiver's four speak of the ranks of its node alone.
+    """The arrays of a plan between nodes (`nodes.py`).
+
+    The first nine are as in PlanArrays, but the receiver's four cover only ranks of its node.
 
     Local rank s stages *virtual tokens* for its node: D blocks of T, block m the tokens of ep rank
     m * G + s that keep a row on the node, in order; -1 past the last of them.
@@ -141,7 +142,7 @@ class Dispatched:
 
 
 def check_plan(plan: Plan, layer: EpLayer) -> PlanMeta:
-    """The plan's meta.
+    """Checks that a plan is for a layer; returns its meta.
 
     Raises:
         InvalidArgumentError: not a plan, or made for another layer.

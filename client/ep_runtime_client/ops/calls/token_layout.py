@@ -1,4 +1,4 @@
-"""How the leading dims of tokens are spread over the mesh.
+"""Finds how the leading dims of tokens are sharded over the mesh.
 
 Tokens are [T, H] or [B, S, H]. The group's token axes (*outer, ep) shard dim 0, or, for 3-D
 tokens, lie on dims 0 and 1 in any way. Every shard's block is flattened to the T tokens of one
@@ -52,7 +52,7 @@ class TokenLayout:
         return PartitionSpec(*(axes or None for axes in self.axes), *([None] * trailing))
 
     def within(self, group: GroupSpec, manual: Axes) -> TokenLayout:
-        """The same layout as seen where `manual` axes are manual: they divide the dims no more."""
+        """Returns the layout inside `manual` axes, which no longer divide the dims."""
         sizes = group.axis_sizes
         taken = [tuple(a for a in axes if a in manual) for axes in self.axes]
         lead = tuple(

@@ -1,1 +1,1 @@
-"""A product without groups, by the same rules and recipes."""
+"""Multiplies without groups of experts, by the same sharding rules and recipes."""

@@ -181,7 +181,7 @@ class QuantizeW(_DenseOp):
 
 @dataclasses.dataclass(frozen=True)
 class _Matmul(_DenseOp):
-    """What forward and backward share.
+    """Holds what the forward and backward ops share.
 
     Attributes:
         x: leaves of x [..., K'].

@@ -1,4 +1,4 @@
-"""How dense's operands and results lie: the part of the sharding rules without experts."""
+"""Decides how operands and results of `dense` are sharded: the rules without experts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ep_runtime_client.ops.tracing.varying import Axes
 
 @dataclasses.dataclass(frozen=True)
 class Dense:
-    """How dense's operands and results lie.
+    """Says how operands and results of `dense` are sharded.
 
     Attributes:
         lead: axes on each leading dim of x and of the output.

@@ -208,7 +208,7 @@ def _call(
 def with_whole_blocks(
     where: Partitioning, given: Entries, shape: tuple[int, ...], blocks: tuple[int, ...]
 ) -> Entries:
-    """Entries of a weight once a recipe quantized it: off the axes that leave no whole blocks.
+    """Returns a quantized weight's entries, without axes that leave no whole blocks.
 
     Raises:
         InvalidArgumentError: a shard_map has cut it over such an axis, and rows too.
@@ -229,7 +229,7 @@ def with_whole_blocks(
 
 
 def blocks_of(recipe: Recipe | None, rhs: Kernel) -> tuple[int, ...]:
-    """Per dim of rhs, what a recipe needs its size on a device to be a multiple of."""
+    """Returns, per dim of rhs, the number that must divide its size on a device."""
     return packing.blocks_of(rhs.recipe if isinstance(rhs, QuantizedTensor) else recipe, rhs.ndim)
 
 
@@ -279,6 +279,6 @@ def _run(
 
 
 def _summed_outside(call: GemmCall, out: jax.Array) -> jax.Array:
-    """Over a manual axis on K' JAX's own sum is taken, which knows how its gradient is counted."""
+    """Sums over manual axes on K' with JAX's own sum, which counts the gradient correctly."""
     on_k = tuple(axis for axis in call.lhs[2] if axis in call.where.manual)
     return jax.lax.psum(out, on_k) if on_k else out

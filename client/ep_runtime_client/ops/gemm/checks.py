@@ -70,10 +70,10 @@ def _check_shapes(lhs: tuple[int, ...], rhs: tuple[int, ...], sizes: tuple[int, 
 
 
 def check_slabs_share(rhs: tuple[int, ...], sizes: tuple[int, ...]) -> None:
-    """Without a layer group l of slab r is of expert (r * L + l) % E.
+    """Raises InvalidArgumentError unless slabs [R, L] have each expert of rhs equally often.
 
-    Raises InvalidArgumentError unless slabs [R, L] have every expert of rhs [E, ...] equally often,
-    each slab L that follow each other."""
+    Without a layer, group l of slab r belongs to expert (r * L + l) % E.
+    """
     if len(sizes) != 2 or 0 in sizes or 0 in rhs[:1]:
         return
     (slabs, groups), experts = sizes, rhs[0]

@@ -1,4 +1,4 @@
-"""Grouped GEMM on a GPU: custom calls of the CUDA library, for what its kernels take.
+"""Grouped GEMM on a GPU: custom calls of the CUDA library, for products it supports.
 
 They serve arrays of bf16 or f16, both operands alike, with K' and N' multiples of 8;
 `kernels_32.py` serves f32 ones, `kernels_8.py` quantized ones. Everything else runs as plain
@@ -34,7 +34,7 @@ _log = logging.getLogger(__name__)
 
 
 def supports(product: Product) -> bool:
-    """Whether they take a product.
+    """Whether these kernels support a product.
 
     Warns once of a 16-bit matmul that they leave to plain JAX.
     """

@@ -43,7 +43,7 @@ def allowed() -> bool:
 
 
 def supports(product: Product) -> bool:
-    """Whether they take a product."""
+    """Whether these kernels support a product."""
     operands = (product.left, product.right)
     if not product.tf32 or any(isinstance(x, QuantizedTensor) for x in operands):
         return False

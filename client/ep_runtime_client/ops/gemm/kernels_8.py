@@ -56,7 +56,7 @@ _log = logging.getLogger(__name__)
 
 
 def supports(product: Product) -> bool:
-    """Whether they take a product.
+    """Whether these kernels support a product.
 
     Products of recipes that they leave to plain JAX for their shape are said once each, in a
     process that has GPUs of theirs.
@@ -238,7 +238,10 @@ def _transposed_rows(x: QuantizedTensor, group_sizes: jax.Array) -> tuple[jax.Ar
 
 
 def _requantized_rows(x: QuantizedTensor, group_sizes: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The same, quantized again in blocks of 128 x 128; scales [S * padded rows / 128, W / 128]."""
+    """As `_transposed_rows`, quantized again in blocks of 128 x 128.
+
+    Scales are [S * padded rows / 128, W / 128].
+    """
     assert x.scale is not None
     sizes = sizes_of(group_sizes)
     rows, shape = _rows_to_transpose(x, sizes, x.shape[group_sizes.ndim - 1])

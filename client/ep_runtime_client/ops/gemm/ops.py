@@ -33,7 +33,7 @@ from ep_runtime_client.ops.tracing import slack
 
 @dataclasses.dataclass(frozen=True)
 class _GemmOp:
-    """What forward and backward share. Hashable.
+    """Holds what the forward and backward ops share. Hashable.
 
     Attributes:
         where: where it runs.

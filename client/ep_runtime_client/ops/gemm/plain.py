@@ -1,4 +1,4 @@
-"""Grouped GEMM on one device, in plain JAX: one dot per row block of the rows that are there.
+"""Grouped GEMM on one device, in plain JAX: one dot per block of existing rows.
 
 On a GPU the kernels of `kernels_16.py`, `kernels_32.py` and `kernels_8.py` stand in for what
 they take.
@@ -46,7 +46,7 @@ FAMILIES = (kernels_16.KERNELS, kernels_32.KERNELS, kernels_8.KERNELS)
 
 @dataclasses.dataclass(frozen=True)
 class Gemm:
-    """What is static about a grouped GEMM. Hashable.
+    """Holds the static settings of a grouped GEMM. Hashable.
 
     Attributes:
         out_dtype: dtype of the rows that `forward` and `data_grad` return.
@@ -306,14 +306,14 @@ def wide(*operands: Any) -> Any:
 def _served_by(
     gemm: Gemm, rows: Any, other: Any, kernel: tuple[int, ...], group_sizes: jax.Array
 ) -> GemmKernels | None:
-    """Whose GPU kernels take a product of weights of the shape `kernel`; None: nobody's."""
+    """Returns the GPU kernels that support weights of the shape `kernel`, or None."""
     static = (gemm.compute_dtype, gemm.tf32)
     product = Product(rows, other, group_sizes.shape, kernel[0], kernel[1:], *static)
     return next((each for each in FAMILIES if each.supports(product)), None)
 
 
 def _cut(gemm: Gemm, rows: Any, group_sizes: jax.Array, exactly: int = 0) -> Blocks:
-    """Blocks of rows of each group; of `exactly` so many but for the last one, where it is said."""
+    """Cuts each group's rows into blocks; all have `exactly` rows, if given, except the last."""
     capacity = rows.shape[group_sizes.ndim - 1]
     if exactly:
         return row_blocks.cut(capacity, group_sizes, exactly, most=exactly)
@@ -355,7 +355,7 @@ def _row_reader(
 
 
 def _contracted_rows(*operands: Any) -> int:
-    """Rows that a block has at most where a GEMM contracts those of `operands`; 0: any number."""
+    """Returns the most rows of a block if a GEMM contracts rows of `operands`; 0: no limit."""
     wanted = [
         format_of(each.recipe).contracted_rows
         for each in operands

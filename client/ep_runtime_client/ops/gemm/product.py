@@ -1,4 +1,4 @@
-"""What GPU kernels are asked, and `GemmKernels`: how all of them are asked and called."""
+"""Describes a product to GPU kernels; `GemmKernels` asks and calls each kind of them."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Operands that come quantized: what products read of them, and where their gradients go; and
-kernels quantized once for many products, in the layouts that those take."""
+"""Reads operands that come quantized, and routes their gradients to their origins.
+
+Also quantizes kernels once for many products, in the layouts that these read."""
 
 from __future__ import annotations
 
@@ -42,7 +43,7 @@ def settled(where: Partitioning, x: Any, entries: Entries) -> QuantizedTensor | 
 
 
 def for_backward(kernel: Kernel) -> Kernel:
-    """A kernel as it is saved: quantized, without the copy that forward's products take."""
+    """Returns a kernel to save for backward: without the copy that only forward reads."""
     if not isinstance(kernel, QuantizedTensor):
         return kernel
     return dataclasses.replace(kernel, transposed=None)
@@ -56,7 +57,7 @@ def quantize_weight(
     spec: PartitionSpec | None = None,
     stack: int = 0,
 ) -> QuantizedTensor:
-    """Kernels of experts as `grouped_gemm` with the recipe quantizes them, bit for bit.
+    """Quantizes kernels of experts as `grouped_gemm` does with the recipe, bit for bit.
 
     Args:
         w: [*stack, E, K', *N'], or (gate, up) of [*stack, E, K', M], which come out as one
@@ -120,7 +121,7 @@ def _run(
 
 
 def with_gradient(q: QuantizedTensor) -> QuantizedTensor:
-    """`q`, of which nobody takes a gradient that goes nowhere."""
+    """Returns `q`; without an origin, differentiating it raises an error."""
     return q if q.origin is not None else dataclasses.replace(q, data=_undifferentiated(q.data))
 
 

@@ -20,8 +20,9 @@ from ep_runtime_client.ops.tracing.varying import Axes
 
 
 def known(rhs: Kernel, spec: PartitionSpec | None = None) -> Entries | None:
-    """Entries of a weight by its rhs_spec, or where they are known without; those of a pair per
-    dim of [E, K', 2, M].
+    """Returns a weight's entries, from its rhs_spec or its sharding; None if unknown.
+
+    Those of a pair are per dim of [E, K', 2, M].
 
     Raises:
         InvalidArgumentError: gate and up of a pair are sharded in two ways.
@@ -35,7 +36,7 @@ def known(rhs: Kernel, spec: PartitionSpec | None = None) -> Entries | None:
 
 
 def of_alike(arrays: Sequence[jax.Array], name: str) -> Entries | None:
-    """Entries of each of one or two arrays, where they are known.
+    """Returns the entries that one or two arrays share; None if unknown.
 
     Raises:
         InvalidArgumentError: they are not the same.
@@ -50,7 +51,7 @@ def of_alike(arrays: Sequence[jax.Array], name: str) -> Entries | None:
 
 
 def told(rhs: Kernel, spec: PartitionSpec | None) -> Entries:
-    """Entries of a weight by its rhs_spec; that of a pair is of each."""
+    """Returns a weight's entries from its rhs_spec; the spec of a pair describes each half."""
     if isinstance(rhs, Pair):
         return of_both(entries_of(spec, rhs.ndim - 1), ())
     return entries_of(spec, rhs.ndim)
@@ -81,5 +82,5 @@ def with_manual_experts(where: Partitioning, entries: Entries) -> Entries:
 
 
 def values_of(x: Kernel) -> Any:
-    """The array of a weight or of rows that has their shape and layout."""
+    """Returns the array that has the shape and sharding of a weight or of rows."""
     return x.data if isinstance(x, QuantizedTensor) else x

@@ -1,1 +1,1 @@
-"""The library's calls, which arrays they take, and the row machinery that rooms share."""
+"""Calls the native library for arrays it supports; holds the loops over rows that ops share."""

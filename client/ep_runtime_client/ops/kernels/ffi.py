@@ -30,7 +30,7 @@ def targets(*names: str) -> tuple[str, ...]:
 
 
 def declared() -> tuple[str, ...]:
-    """The names in the table, of the modules that are imported."""
+    """Returns the names that imported modules have added to the table."""
     return (*_DECLARED,)
 
 
@@ -77,12 +77,12 @@ def register_for_gpus() -> tuple[str, ...]:
 
 
 def bound(*operands: jax.Array) -> tuple[jax.Array, ...]:
-    """Operands of a custom call, the empty ones made of the others.
+    """Returns operands of a custom call in which empty ones depend on the others.
 
-    Optional operands that are not there travel as empty arrays. As constants they would be taken
-    out of a scan's body, and so out of one shard_map into another; XLA drops empty arrays there
-    before its partitioner runs, which then ends the process (a segmentation fault in JAX 0.11.2's
-    `ManualComputationUnusedInputsPattern`). What depends on the other operands stays beside them.
+    A missing optional operand is an empty array. JAX moves constants out of a scan's body, and so
+    out of one shard_map into another. XLA drops empty arrays there before its partitioner runs,
+    which then ends the process (a segmentation fault in JAX 0.11.2's
+    `ManualComputationUnusedInputsPattern`). An array that depends on other operands is not moved.
     """
     some = [x for x in operands if x.size]
     if not some or len(some) == len(operands):
@@ -105,12 +105,12 @@ def launch(
 
 
 def once(results: Results) -> Results:
-    """`results` of a custom call on a GPU, held where XLA would run it for each who uses them.
+    """Keeps XLA from running a GPU's custom call twice; returns its `results`.
 
-    XLA of JAX 0.11 clones a call whose result `scan` stacks, to write into the stack at once, and
-    where the result is also used both run: prepare, dispatch and the products of a forward pass.
-    It does not look through a barrier. What is stacked is then copied, beside the next calls. XLA
-    of 0.10 clones nothing; that of 0.12 neither, and reads no slice in place for a call so held.
+    XLA of JAX 0.11 clones a call whose result `scan` stacks, to write into the stack directly. If
+    the result has another user, both clones run: prepare, dispatch and matmuls of a forward pass.
+    XLA does not look through a barrier. It then copies the stacked result while the next calls run.
+    XLA of 0.10 and 0.12 clone nothing; behind a barrier that of 0.12 reads no slice in place.
     """
     if not XLA_CLONES_CALLS:
         return results

@@ -23,7 +23,7 @@ _BYTES = ("bool", "int8", "uint8", "float8")  # int4 and the like share theirs
 
 
 def supports(values: jax.Array, places: jax.Array, *, moves: bool = False) -> bool:
-    """Whether the kernels take rows [rows, ...] and their places, lowered for a GPU.
+    """Whether the kernels support rows [rows, ...] and their places, lowered for a GPU.
 
     `moves`: the rows are neither weighed nor summed.
     """
@@ -41,7 +41,7 @@ def supports(values: jax.Array, places: jax.Array, *, moves: bool = False) -> bo
 
 
 def takes_scaled(dtype: Any, data: jax.Array, places: jax.Array) -> bool:
-    """Whether `summed_scaled` takes data [rows, H] and their places, lowered for a GPU."""
+    """Whether `summed_scaled` supports data [rows, H] and their places, lowered for a GPU."""
     limits = max(places.size, data.shape[0]) < 2**31 and data.size > 0 and places.size > 0
     multiple = kernels_serve.CONVERTED_MULTIPLE
     right = jnp.dtype(dtype) in kernels_serve.FLOATS and data.shape[1] % multiple == 0

@@ -1,4 +1,4 @@
-"""The kernels of the CUDA library or plain JAX, by the platform a program is lowered for."""
+"""Chooses the CUDA library's kernels or plain JAX by the platform of the lowered program."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Result = TypeVar("Result")
 
 
 def installed() -> bool:
-    """Whether this package has the CUDA library; without it nothing here serves anybody."""
+    """Whether this package has the CUDA library, which all other functions here need."""
     return native.library_path("cuda").exists()
 
 
@@ -35,7 +35,7 @@ def gpus() -> tuple[str, ...] | None:
 
 
 def multiplying_gpus() -> tuple[str, ...] | None:
-    """The same of kernels that multiply matrices."""
+    """As `gpus`, for kernels that multiply matrices."""
     found = gpus()
     return found if found is not None and {*found} <= {PRODUCTS} else None
 
@@ -46,7 +46,7 @@ def _has_kernels(capability: str) -> bool:
 
 
 def choose(kernel: Callable[..., Result], plain: Callable[..., Result], *operands: Any) -> Result:
-    """`kernel(*operands)` where the program is lowered for a GPU, else `plain(*operands)`."""
+    """Calls `kernel(*operands)` if the program is lowered for a GPU, else `plain(*operands)`."""
     axes = tuple(sorted(varied_axes(operands)))
 
     def typed(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,4 +1,4 @@
-"""Loops over the rows that are there: row blocks of every group, and nothing else.
+"""Loops over the row blocks of every group, and over no other rows.
 
 Rows lie group after group from row 0 of a slab on; what comes after the last group is slack. Each
 group is cut into ceil(size / block) blocks, and one loop with a dynamic trip count runs over all
@@ -98,7 +98,10 @@ class Blocks:
         return lax.rem(block.group, jnp.int32(num_experts))
 
     def at(self, place: jax.Array) -> tuple[RowBlock, jax.Array]:
-        """The first block from row `place` on, which begins a block or is slack; the row after."""
+        """Returns the first block at or after row `place`, and the row after the block.
+
+        `place` begins a block or is slack.
+        """
         group, end = jnp.int32(0), self.end[0]
         if self.end.shape[0] > 1:
             group = (place >= self.end).sum(dtype=jnp.int32)

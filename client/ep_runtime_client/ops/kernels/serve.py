@@ -1,4 +1,4 @@
-"""When kernels of the CUDA library go over rows instead of XLA: activation, quantization, moves."""
+"""Decides when kernels of the CUDA library replace XLA: activation, quantization, row moves."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ FLOATS = tuple(jnp.dtype(name) for name in ("float32", "bfloat16", "float16"))
 
 
 def available() -> bool:
-    """Whether this process has GPUs, all of kinds that the kernels are for."""
+    """Whether this process has GPUs, and the kernels support all of them."""
     return bool(platform.gpus())
 
 
 def multiplying() -> bool:
-    """`available`, and kernels that multiply matrices are for these GPUs too."""
+    """Whether `available` kernels that multiply matrices support these GPUs too."""
     return available() and {*(platform.gpus() or ())} <= {platform.PRODUCTS}
 
 
@@ -53,7 +53,7 @@ def either(
     plain: Callable[..., Result],
     *operands: Any,
 ) -> Result:
-    """`kernel(*operands)` where it is served and the program is for a GPU, else `plain`'s."""
+    """Calls `kernel(*operands)` if it is supported and the program is for a GPU, else `plain`."""
     return platform.choose(kernel, plain, *operands) if served else plain(*operands)
 
 

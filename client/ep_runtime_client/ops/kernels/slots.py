@@ -1,4 +1,4 @@
-"""Rows and slots of arrays with static shapes: what is kept, where it lies."""
+"""Counts and places rows and slots in arrays of static shapes."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from ep_runtime_client.ops.tracing.varying import like
 
 
 def as_int32(index: jax.Array) -> jax.Array:
-    """Integers of any width as int32: comparisons with sizes come after. What int32 does not hold
-    is its end on that side, and does not wrap into range."""
+    """Casts integers of any width to int32, before they are compared with sizes.
+
+    A value outside int32's range becomes its nearest end, and does not wrap.
+    """
     if index.dtype == jnp.int32:
         return index
     own, held = jnp.iinfo(index.dtype), jnp.iinfo(jnp.int32)
@@ -32,7 +34,7 @@ def rows_at(array: jax.Array, index: jax.Array) -> jax.Array:
 
 
 class Packed(NamedTuple):
-    """Which tokens go to each of X places, and in which order.
+    """Lists the tokens that go to each of X places, in order.
 
     Attributes:
         has: bool [X, T], the token goes there.

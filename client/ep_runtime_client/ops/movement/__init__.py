@@ -1,1 +1,1 @@
-"""Tokens to their experts and back: prepare, dispatch, combine, and where they run."""
+"""Moves tokens to their experts and back: prepare, dispatch, combine, and where they run."""

@@ -126,7 +126,7 @@ def dispatch(
 def _values_of(
     layer: EpLayer, tokens: jax.Array | QuantizedTensor, recipe: Recipe | None
 ) -> tuple[jax.Array, Recipe | None]:
-    """The array that has the tokens' shape, and how rows are quantized; both are checked."""
+    """Checks tokens; returns the array with their shape, and how rows are quantized."""
     if not isinstance(tokens, QuantizedTensor):
         if recipe is not None:
             quantized_rows.check(layer.group_spec, recipe, tokens)

@@ -128,8 +128,10 @@ def _primal(sending: Sending, given: Rows) -> tuple[Sent, jax.Array]:
 
 
 def _of_arrays(sending: Sending, given: Rows, *, origin: Any = None) -> tuple[Sent, jax.Array]:
-    """`_primal` of arrays that are there: quantized rows without values unless `origin`, the dtype
-    of these values, asks for them."""
+    """Computes `_primal` of arrays that `_ready` has placed.
+
+    Quantized rows get values only if `origin`, the dtype of these values, is given.
+    """
     call, recipe = sending
 
     def body(at: DeviceCall, sent: Sent, weights: Any, plan: AnyArrays) -> Any:

@@ -1,4 +1,4 @@
-"""Where the ops of a call run, and their functions of one device's blocks.
+"""Runs the ops of a call on the mesh: finds the shard_map, and each device's function.
 
 Users never write a shard_map: the mesh and the specs come from the layer. Inside a shard_map of the
 user an op's is nested, over exactly the axes that are not manual yet; where none is missing, the
@@ -98,8 +98,9 @@ def run(
 
 
 def place(call: Call, name: str, array: jax.Array, spec: PartitionSpec | None = None) -> jax.Array:
-    """`array` typed as the call's operands are, and moved to `spec`, or as the tokens are laid out,
-    where it is known to lie elsewhere; said once with both specs.
+    """Types `array` as the call's operands are, and moves it to `spec`, by default the tokens'.
+
+    Logs once, with both specs, that an array of known sharding is moved.
 
     A tracer in Auto mode is left to the partitioner, which reshards it at the op. The transpose of
     the cast sums the gradient of an operand that was replicated, so it comes before the op and not
@@ -170,8 +171,11 @@ class _Watch(LayerOp):
 
 
 def place_tokens(call: Call, tokens: jax.Array) -> jax.Array:
-    """`tokens` placed. Where nothing tells before, the program's partitioner says where they lie
-    over a mesh axis that the group does not count among theirs."""
+    """Places tokens as `place` does.
+
+    If neither a type nor a shard_map says how they are sharded over other mesh axes than the
+    group's token axes, the program's partitioner does.
+    """
     tokens = place(call, "tokens", tokens)
     group, where = call.group, call.where
     others = any(size > 1 and axis not in group.token_axes for axis, size in group.mesh_axes)

@@ -101,7 +101,7 @@ def open_call(
 
 
 def known_specs(tokens_spec: PartitionSpec | None, *arrays: Any) -> tuple[PartitionSpec, ...]:
-    """The specs that tell how tokens lie: the caller's alone, or what the arrays are known by."""
+    """Returns specs that say how tokens are sharded: the caller's, else those of the arrays."""
     if tokens_spec is not None:
         return (tokens_spec,)
     specs = (known_spec(x) for x in arrays if x is not None)
@@ -119,7 +119,7 @@ def make_call(
     capacity: int | None,
     remedy: str = token_layout.PAD_TOKENS,
 ) -> Call:
-    """The static side of a call on `operands`, whose tokens have the leading dims `lead`."""
+    """Makes the static side of a call on `operands`, whose tokens have the leading dims `lead`."""
     group = layer.group_spec
     layout = token_layout.choose(group, lead, hints, manual_axes(group), remedy=remedy)
     tokens = layout.tokens_per_rank
@@ -135,7 +135,7 @@ def make_call(
 
 
 def call_on(meta: PlanMeta, mesh: Mesh, operands: Sequence[Any] = ()) -> Call:
-    """The call that a plan stands for in the region where it is used, on these operands.
+    """Makes the call of a plan's meta on these operands, in the region that uses the plan.
 
     The layer says how they are sharded, so only a group with partitioning="rule" asks for the rule.
     A host callback in it ends the process, so there, and on one device, the shard_map runs.
@@ -147,15 +147,18 @@ def call_on(meta: PlanMeta, mesh: Mesh, operands: Sequence[Any] = ()) -> Call:
 
 
 def call_of_plan(layer: EpLayer, mesh: Mesh, plan: Plan, *operands: Any) -> Call:
-    """The call that a plan stands for in the region where it is used, on these operands."""
+    """Checks that a plan is for a layer; returns its call as `call_on` does."""
     return call_on(check_plan(plan, layer), mesh, (*operands, plan.arrays))
 
 
 def make_plan(
     call: Call, index: jax.Array, topk_idx: jax.Array, *, most: bool = False
 ) -> tuple[Plan, jax.Array | None]:
-    """The plan of a checked call; with `most` also int32 [R, 1], the most rows that the zones of
-    any rank of the EP group have, of groups over nodes any rank of the node."""
+    """Makes the plan of a checked call.
+
+    With `most` also returns int32 [R, 1]: the most rows that the zones of any rank of the EP group
+    have, or of any rank of the node in a group over nodes.
+    """
     kind = arrays_type(call.group)
     if call.layout.tokens_per_rank == 0:
         return Plan(kind(*_without_tokens(call, kind._fields)), call.meta), None
@@ -171,8 +174,10 @@ def make_plan(
 def prepared(
     static: tuple[Call, bool], index: jax.Array, topk_idx: jax.Array
 ) -> tuple[jax.Array, ...]:
-    """The arrays of a plan, which no checkpoint keeps, of topk_idx [..., K]; with True in `static`
-    also the most rows, as `make_plan` says."""
+    """Makes the arrays of a plan from topk_idx [..., K], without names for `jax.checkpoint`.
+
+    With True in `static` also returns the most rows, as `make_plan` does.
+    """
     call, most = static
     body = functools.partial(per_device_ops(call.group).prepare, most=most)
     results = len(arrays_type(call.group)._fields) + most
@@ -180,7 +185,7 @@ def prepared(
 
 
 def _without_tokens(call: Call, names: tuple[str, ...]) -> Iterator[jax.Array]:
-    """The arrays of a plan where no rank has a token: nothing is called."""
+    """Makes the arrays of a plan without a call, for ranks that have no token."""
     shapes = plan_shapes(call, 0, call.layer.top_k)
     for name, dims in zip(names, shapes, strict=True):
         value = -1 if name.startswith(_PLACES) else 0

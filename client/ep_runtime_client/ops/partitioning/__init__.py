@@ -1,1 +1,1 @@
-"""How operands lie on the mesh: their roles, the sharding rules, the collectives they cost."""
+"""Shards operands over the mesh: roles of axes, sharding rules, and the collectives they need."""

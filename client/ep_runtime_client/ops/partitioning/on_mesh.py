@@ -118,7 +118,7 @@ AnyOp = Op | Pinned
 def run_on_mesh(
     op: AnyOp, arrived: Sequence[Entries], *operands: jax.Array
 ) -> tuple[jax.Array, ...]:
-    """The op's results.
+    """Runs the op on its mesh and returns its results.
 
     Args:
         op: what is computed, and where.
@@ -136,7 +136,7 @@ def run_on_mesh(
 def _in_shard_map(
     op: AnyOp, roles: Roles | None, arrived: Sequence[Entries], operands: Sequence[jax.Array]
 ) -> tuple[jax.Array, ...]:
-    """The op in a shard_map over the axes that are not manual yet, if any is not."""
+    """Runs the op in a shard_map over the axes that are not manual yet, or directly."""
     where = op.where
     assert roles is not None, "a known layout comes with the roles of its axes"
     given = zip(operands, arrived, strict=True)
@@ -197,7 +197,7 @@ def _in_export(
 
 
 def _mesh_here(where: Partitioning, operands: Sequence[Any]) -> Any:
-    """The mesh of a shard_map: the one around, the operands' explicit one, or the layer's.
+    """Returns the mesh of a shard_map: the one around, the operands' explicit one, or the layer's.
 
     Raises:
         InvalidArgumentError: the one around has other axes.
@@ -221,7 +221,7 @@ def _mesh_here(where: Partitioning, operands: Sequence[Any]) -> Any:
 
 
 def ask(op: AnyOp, mapped: Callable[..., Any], *operands: jax.Array) -> tuple[jax.Array, ...]:
-    """The op's results by its rule: the partitioner decides how operands are sharded.
+    """Runs the op by its rule: the partitioner decides how operands are sharded.
 
     Args:
         op: what is computed.
@@ -283,7 +283,7 @@ def _constrained(x: jax.Array, sharding: NamedSharding | None) -> jax.Array:
 
 
 def _whole(op: AnyOp, *operands: jax.Array) -> tuple[jax.Array, ...]:
-    """The op where there is one device, and the shapes of its results everywhere."""
+    """Runs the op on one device; on several it only serves to find the results' shapes."""
     if isinstance(op, Pinned):
         return _in_export(op, op.operands, *operands)
     shapes = [x.shape for x in operands]
@@ -302,7 +302,7 @@ def _shardy_rule(op: AnyOp, mesh: Any, operands: Any, results: Any) -> str:
 
 
 def _apart(prefix: str, arrays: Sequence[Any]) -> list[str]:
-    """A factor of its own for every dim of every array."""
+    """Gives every dim of every array a factor of its own."""
     shapes = enumerate(x.shape for x in arrays)
     return [" ".join(f"{prefix}{n}x{dim}" for dim in range(len(shape))) for n, shape in shapes]
 
@@ -341,7 +341,7 @@ def _partition(op: AnyOp, mesh: Mesh, operands: Any, results: Any) -> Any:
 
 
 def _mesh(op: AnyOp, mesh: Mesh) -> Mesh:
-    """The layer's mesh, else the one that the partitioner found; never with Explicit axes."""
+    """Returns the layer's mesh, else the partitioner's; never one with Explicit axes."""
     own = op.where.mesh
     found = own if isinstance(own, Mesh) else mesh
     if found.empty:
@@ -426,7 +426,7 @@ def _run_here(*operands: jax.Array, ruled: Any, mapped: Any, identity: int) -> A
 
 
 def _vmapped(axis: Any, operands: Any, dims: Any, *, ruled: Any, mapped: Any, identity: int) -> Any:
-    """The op under a vmap that `unbatched` lets through."""
+    """Runs the op under a vmap that `unbatched` allows."""
     if all(dim is None for dim in dims):
         held = {"ruled": ruled, "mapped": mapped, "identity": identity}
         return _partitioned_p.bind(*operands, **held), (None,) * len(ruled.out_avals)

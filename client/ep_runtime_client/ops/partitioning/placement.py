@@ -1,4 +1,4 @@
-"""Which mesh axes do what in a matmul: the sharding rules as algebra on axis names.
+"""Decides what each mesh axis does in a matmul: sharding rules as algebra on axis names.
 
 Nothing here touches arrays. The sharding of operands decides how an op takes them, which axes it
 gathers a weight over, which it sums over, and how results are sharded. Both partitionings of an op
@@ -25,7 +25,7 @@ from ep_runtime_client.ops.tracing.varying import Axes
 
 @dataclasses.dataclass(frozen=True)
 class Weight:
-    """How an op takes a weight.
+    """Says how an op shards and gathers a weight.
 
     Attributes:
         entries: axes on each dim as the op takes it.
@@ -40,7 +40,7 @@ class Weight:
 
     @property
     def lies(self) -> Entries:
-        """Axes on each dim of the weight itself, and of its gradient."""
+        """The axes on each dim of the weight itself, and of its gradient."""
         return _joined(self.entries, self.before)
 
     @property
@@ -61,7 +61,7 @@ class Weight:
 
 @dataclasses.dataclass(frozen=True)
 class Grouped:
-    """How grouped_gemm's operands and results lie.
+    """Says how operands and results of grouped_gemm are sharded.
 
     Attributes:
         roles: what the axes are for.
@@ -97,7 +97,7 @@ class Grouped:
         return (self.roles.slab, ())
 
     def say_cut(self) -> None:
-        """Says where rows that come whole are taken in parts."""
+        """Warns once if each device uses only a part of rows that come whole."""
         if self.contracted:
             say_once(
                 f"rhs: {self.roles.named(self.contracted)} of {self.roles.owner} on K', where rows "
@@ -162,7 +162,7 @@ def grouped(
 def expert_bias(
     roles: Roles, weight: Weight, entries: Sequence[Axes], rhs_shape: tuple[int, ...]
 ) -> Weight:
-    """A bias lies over what the weight keeps, and is gathered off whatever else it lies over."""
+    """Shards a bias as the weight is after its gather; the op gathers it over all other axes."""
     kept = (weight.kept[0], *weight.kept[2:])
     shape = (rhs_shape[0], *rhs_shape[2:])
     taken, gathered = [], []
@@ -212,8 +212,10 @@ def expert_weight(
 
 
 def _refuse_order(roles: Roles, dim: int, kept: Axes, gone: Axes) -> None:
-    """Slabs have the gathered axes on dim 0: the partitioner drops what lies inside them here, and
-    would gather rows over it."""
+    """Raises InvalidArgumentError, because the partitioner would gather rows.
+
+    Slabs have the gathered axes on dim 0; the partitioner drops an axis inside of these.
+    """
     raise InvalidArgumentError(
         f"rhs dim {dim} must have {roles.named(gone)} behind {roles.named(kept)}, got it in front: "
         f"gathering rhs over it would gather rows over {roles.named(kept)}. Shard the dim over "

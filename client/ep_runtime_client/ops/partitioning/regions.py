@@ -1,4 +1,4 @@
-"""Where a matmul op runs: on which mesh, with which roles of its axes, by which partitioning."""
+"""Decides where a matmul op runs: the mesh, the roles of its axes, and the partitioning."""
 
 from __future__ import annotations
 
@@ -55,8 +55,9 @@ class Partitioning:
     tokens: tuple[Axes, ...] = ()
 
     def unbatched(self, *operands: jax.Array) -> tuple[jax.Array, ...]:
-        """`operands` of the op. A vmap that batches any of them ends here, unless it is over mesh
-        axes outside the layer's group.
+        """Returns `operands`, unless a vmap batches any of them.
+
+        A vmap may batch them over mesh axes outside the layer's group.
 
         Raises:
             NotImplementedError: gives the reason.
@@ -178,7 +179,7 @@ def of_operands(operands: Sequence[Any], rhs_spec: PartitionSpec | None) -> Part
 
 
 def mesh_of(operands: Sequence[Any]) -> Mesh | AbstractMesh | None:
-    """The mesh of more than one device that operands are known to lie on.
+    """Returns the mesh of more than one device that operands are known to be on.
 
     Raises:
         InvalidArgumentError: they lie on different ones.
@@ -209,7 +210,7 @@ def _sizes(mesh: Mesh | AbstractMesh) -> tuple[tuple[str, int], ...]:
 
 
 def explicit(operands: Sequence[Any]) -> bool:
-    """Whether the types of operands, or of anything here, say how they lie."""
+    """Whether the types of operands, or of all arrays here, have shardings."""
     ambient = jax.sharding.get_abstract_mesh()
     if AxisType.Explicit in tuple(ambient.axis_types):
         return True
@@ -221,7 +222,7 @@ def explicit(operands: Sequence[Any]) -> bool:
 
 
 def type_of(x: Any) -> Entries | None:
-    """Entries that the type of an array says; None where types say nothing."""
+    """Returns the entries in the type of an array; None if types have no shardings."""
     sharding = None if x is None else getattr(jax.typeof(x), "sharding", None)
     if sharding is None or sharding.mesh.empty:
         return None
@@ -231,7 +232,7 @@ def type_of(x: Any) -> Entries | None:
 
 
 def whole_shape(where: Partitioning, shape: tuple[int, ...], entries: Entries) -> tuple[int, ...]:
-    """The shape that an operand has without the manual axes around."""
+    """Returns the shape of an operand outside the manual axes."""
     if not where.manual:
         return shape
     roles = where.roles or Roles()
@@ -240,7 +241,7 @@ def whole_shape(where: Partitioning, shape: tuple[int, ...], entries: Entries) -
 
 
 def settle(where: Partitioning, x: Any, entries: Entries) -> Any:
-    """`x` (an array, a QuantizedTensor, or None) typed and placed for an op.
+    """Types and places `x` (an array, a QuantizedTensor, or None) for an op.
 
     Values vary over what the op's results do: the transpose of this cast sums the gradient of an
     operand that was replicated. A concrete array that is committed to fewer devices is moved.
@@ -260,7 +261,7 @@ def settle(where: Partitioning, x: Any, entries: Entries) -> Any:
 
 
 def typed_as(x: jax.Array | None, entries: Entries | None) -> jax.Array | None:
-    """`x` with the layout in its type, where types say layouts and `entries` gives one."""
+    """Puts the sharding of `entries` into the type of `x`, if types have shardings."""
     mesh = None if x is None else jax.typeof(x).sharding.mesh
     if entries is None or mesh is None or mesh.empty:
         return x

@@ -1,4 +1,4 @@
-"""What an op is on one device: how its operands are taken, and the function of their blocks."""
+"""Describes an op on one device: how it gets its operands, and the function of their blocks."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Sums:
         return tuple(axis for axis in self.roles.real(axes) if axis not in self.manual)
 
     def total(self, x: jax.Array, axes: Axes) -> jax.Array:
-        """`x` added up over `axes`."""
+        """Sums `x` over `axes`."""
         over = self.free(axes)
         if self.roles.apart:
             for axis in reversed(over):
@@ -63,7 +63,7 @@ class Sums:
     def back(
         self, x: jax.Array, gathered: tuple[Axes, ...], summed: Axes, dims: int | None = None
     ) -> jax.Array:
-        """The gradient of a gathered weight: this device's shard, added up over `summed`.
+        """Returns this device's shard of a gathered weight's gradient, summed over `summed`.
 
         Along a gathered axis that does not split rows, all devices have the same gradient. There
         the shard is a slice of it.

@@ -1,4 +1,4 @@
-"""Says what the axes of a mesh are for, and reads from PartitionSpecs and shardings how arrays lie.
+"""Says what each mesh axis shards, and reads how arrays are sharded from specs and shardings.
 
 Roles need no names of their own. The ep axes are the group's. An outer axis (one that shards
 tokens) on a weight is FSDP there: the weight is gathered over it. An axis that shards no tokens is
@@ -35,7 +35,7 @@ def say_once(text: str) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Roles:
-    """What the axes of a mesh are for. Hashable.
+    """Says what each axis of a mesh shards. Hashable.
 
     Attributes:
         sizes: (axis, size) of every axis that can shard an operand here, mesh order.
@@ -67,7 +67,7 @@ class Roles:
         return tuple(axis for axis in axes if sizes.get(axis, 1) > 1)
 
     def without(self, axes: Collection[str]) -> Roles:
-        """The roles where `axes` are manual: they shard the operands no more."""
+        """Returns the roles inside manual `axes`, which no longer shard the operands."""
 
         def rest(given: Axes) -> Axes:
             return tuple(axis for axis in given if axis not in axes)
@@ -76,7 +76,7 @@ class Roles:
         return dataclasses.replace(self, sizes=sizes, outer=rest(self.outer), ep=rest(self.ep))
 
     def named(self, axes: Iterable[str]) -> str:
-        """The axes with their sizes, for messages."""
+        """Returns the axes with their sizes as a text for messages."""
         sizes = dict(self.sizes)
         return ", ".join(f"{axis}={sizes.get(axis, '?')}" for axis in axes)
 
@@ -155,7 +155,7 @@ def known_spec(array: Any) -> PartitionSpec | None:
 
 
 def typed(mesh: Any, x: jax.Array, spec: PartitionSpec) -> jax.Array:
-    """`x` with the type that `spec` asks for on an explicit mesh.
+    """Returns `x` with the type that `spec` gives it on an explicit mesh.
 
     One that has it stays as it is: beside Auto axes a reshard would also fix the order of axes.
     """

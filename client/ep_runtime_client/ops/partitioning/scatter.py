@@ -1,4 +1,4 @@
-"""Sums over mesh axes of which each device keeps one part, and the gather they are gradients of."""
+"""Sums over mesh axes of which each device keeps one part; and gathers, whose gradient this is."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ep_runtime_client.ops.tracing.varying import Axes
 
 
 def scatter(x: jax.Array, axes: Axes, dim: int) -> jax.Array:
-    """`x` added up over `axes`; of `dim` this device keeps its part.
+    """Sums `x` over `axes`; this device keeps its part of `dim`.
 
     Between processes on CPU all of the sum is made and the part cut out, because the reduce-scatter
     that XLA takes from gloo there before jaxlib 0.12 overwrites what it still sends: rank 0 may get
@@ -40,7 +40,7 @@ def cut(x: jax.Array, axes: Axes, dim: int) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def gather(x: jax.Array, axes: Axes, dim: int) -> jax.Array:
-    """The parts of `dim` on `axes` put together; its gradient is `scatter`."""
+    """Joins the parts of `dim` over `axes`; the gradient is `scatter`."""
     whole: jax.Array = lax.all_gather(x, axes, axis=dim, tiled=True)
     return whole
 

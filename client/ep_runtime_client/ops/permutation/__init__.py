@@ -1,1 +1,1 @@
-"""Rows of one device by expert and back, and chunks of rows in another order."""
+"""Sorts rows of one device by expert and back, and reorders chunks of rows."""

@@ -1,4 +1,4 @@
-"""How the batch of an op without a layer is cut into shards, and the shard_map over them.
+"""Cuts the batch of an op without a layer into shards, and runs a shard_map over them.
 
 There is no group that would name token axes here: they are read off the operands, or given. The
 number of shards is part of the results' shapes, so it must be known while tracing.
@@ -52,12 +52,12 @@ class BatchShards:
 
     @property
     def num_shards(self) -> int:
-        """n: into how many shards arrays here are cut."""
+        """n, the number of shards that arrays here are cut into."""
         return prod(self._sizes(self.batch_axes))
 
     @property
     def per_dim(self) -> tuple[int, ...]:
-        """Into how many parts each leading dim is cut."""
+        """Number of parts that each leading dim is cut into."""
         return tuple(prod(self._sizes(axes)) for axes in self.axes)
 
     def _sizes(self, axes: Axes) -> list[int]:
@@ -77,7 +77,7 @@ class BatchShards:
         return self.feature if feature and self.feature else None
 
     def here(self, *operands: Any) -> BatchShards:
-        """The same as seen from this point: axes that are manual cut nothing more."""
+        """Returns the shards as seen from this point, where manual axes no longer cut."""
         manual = jax.sharding.get_abstract_mesh().manual_axes
 
         def free(axes: Axes) -> Axes:
@@ -122,7 +122,7 @@ def find(spec: Spec | None, dims: int, operands: Sequence[Any]) -> BatchShards:
 
 
 def find_rows(spec: Spec | None, *operands: Any) -> BatchShards:
-    """The shards of arrays whose dims 0 lie alike; other dims are left alone. As `find`."""
+    """As `find`, for arrays whose dims 0 are sharded alike; other dims stay as they are."""
     if spec is not None:
         entries = spec.spec if isinstance(spec, NamedSharding) else spec
         short = PartitionSpec(*entries[:1])
@@ -218,7 +218,7 @@ def settled(
 
 
 def _stated(mesh: Any) -> frozenset[str]:
-    """Axes that types name, but for those that are manual already."""
+    """Returns the axes that types name, except those that are manual already."""
     found: frozenset[str] = explicit_axes(mesh) - {*jax.sharding.get_abstract_mesh().manual_axes}
     return found
 

@@ -1,4 +1,4 @@
-"""What permute and unpermute accept, and how many rows a permutation gets."""
+"""Checks the arguments of permute and unpermute, and counts the rows of a permutation."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def rows_of(
 def check_unpermute(
     plan: PermutationPlan, rows: jax.Array, merging_probs: jax.Array | None
 ) -> PermutationMeta:
-    """The plan's meta as seen from here.
+    """Checks the arguments of unpermute; returns the plan's meta as seen from here.
 
     Raises:
         InvalidArgumentError: rows or merging_probs do not fit the plan.

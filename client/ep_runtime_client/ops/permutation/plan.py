@@ -1,4 +1,4 @@
-"""Where every slot's row goes when tokens are sorted by expert on one shard.
+"""Plans where every slot's row goes when one shard's tokens are sorted by expert.
 
 Sorts, binary searches and gathers over all slots at once: no loop over experts, and nothing whose
 result depends on the order in which threads come. Everything here works on one shard's block.
@@ -22,7 +22,7 @@ from ep_runtime_client.ops.tracing.varying import like
 
 @dataclasses.dataclass(frozen=True)
 class PermutationMeta:
-    """What a permutation was made for. Hashable; the static part of the plan.
+    """Holds the settings that a permutation was made for. Hashable; the static part of the plan.
 
     Attributes:
         shards: how the batch is cut.
@@ -39,7 +39,7 @@ class PermutationMeta:
     from_map: bool
 
     def here(self, *operands: object) -> PermutationMeta:
-        """The same as seen from this point."""
+        """Returns the meta as seen from this point."""
         return dataclasses.replace(self, shards=self.shards.here(*operands))
 
 
@@ -54,11 +54,11 @@ class PermutationArrays(NamedTuple):
     row_count: jax.Array | None  # [...] int32, from a map: rows of the token
 
     def flat(self) -> PermutationArrays:
-        """The same with one leading dim [T] of tokens."""
+        """Returns the arrays with one leading dim [T] of tokens."""
         return self.with_lead((-1,))
 
     def with_lead(self, lead: tuple[int, ...]) -> PermutationArrays:
-        """The same with these leading dims of tokens."""
+        """Returns the arrays with these leading dims of tokens."""
         slots = self.slot_row.shape[-1]
         count = None if self.row_count is None else self.row_count.reshape(lead)
         return self._replace(slot_row=self.slot_row.reshape(*lead, slots), row_count=count)

@@ -158,7 +158,7 @@ def _weighed(slots: int, grads: jax.Array, source: jax.Array, weights: jax.Array
 def weighed_with_products(
     rows: jax.Array, grads: jax.Array, arrays: PermutationArrays, weights: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """`weighed` of grads, and `products` of rows and grads. Rows without a token have any."""
+    """`weighed` of grads, and `products` of rows and grads; undefined for rows without a token."""
     slots = arrays.slot_row.shape[1]
     by_token = slots <= kernels.MAX_COMPARED_SLOTS
 

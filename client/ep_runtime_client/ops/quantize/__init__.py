@@ -1,1 +1,1 @@
-"""8-bit rows and weights: scales, copies, the grouped quantize of each recipe."""
+"""Quantizes rows and weights to 8 bits: scales, copies, the grouped quantize of each recipe."""

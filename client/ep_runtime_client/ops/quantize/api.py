@@ -122,7 +122,7 @@ def _where(
 
 
 def _run_tokens(recipe: Recipe, x: jax.Array) -> QuantizedTensor:
-    """Rows that know nothing of each other: no layout is wrong, and nothing moves."""
+    """Quantizes rows that are independent of each other: any sharding will do, and none moves."""
     form, kind = format_of(recipe), jnp.finfo(x.dtype)
     # XLA may leave out a rounding that a cast back to f32 follows.
     x = jax.lax.reduce_precision(x, exponent_bits=kind.nexp, mantissa_bits=kind.nmant)

@@ -45,7 +45,7 @@ def check_state(recipe: Recipe, state: Any, num_experts: int, name: str = "state
 
 @dataclasses.dataclass(frozen=True)
 class Delayed:
-    """Whose histories are used where.
+    """Maps amax histories to the devices and groups of one call.
 
     Attributes:
         recipe: the recipe.
@@ -125,7 +125,7 @@ class Delayed:
 
 
 def _mine(values: jax.Array, axes: Axes) -> jax.Array:
-    """The part of [E] that this device has of what manual `axes` split."""
+    """Returns this device's part of an [E] that manual `axes` split."""
     if not axes:
         return values
     here = values.shape[0] // lax.axis_size(axes)
@@ -134,7 +134,7 @@ def _mine(values: jax.Array, axes: Axes) -> jax.Array:
 
 
 def _typed_whole(x: jax.Array) -> jax.Array:
-    """`x` on every device, where types say how it lies."""
+    """Gives `x` the type of an array that every device has, if types have shardings."""
     return _typed(x, None if type_of(x) is None else padded((), x.ndim))
 
 

@@ -231,8 +231,10 @@ def transposes(recipe: Recipe, shape: Sequence[int]) -> bool:
 
 
 def uneven(where: Partitioning, shape: tuple[int, ...], blocks: tuple[int, ...]) -> tuple[int, ...]:
-    """Dims of a kernel that some axis would leave no whole blocks of: quantized, it does not lie
-    there as it did."""
+    """Returns the dims of a kernel that some axis would cut into incomplete blocks.
+
+    Quantization changes the sharding of these dims.
+    """
     sizes = (
         [] if where.roles is None else [n for a, n in where.roles.sizes if a not in where.roles.ep]
     )
@@ -246,7 +248,7 @@ def uneven(where: Partitioning, shape: tuple[int, ...], blocks: tuple[int, ...])
 def rows(
     op: QuantizeRows, arrived: Entries, x: jax.Array, sizes: jax.Array, *scale: jax.Array
 ) -> QuantizedTensor:
-    """The op on rows."""
+    """Makes the op that quantizes rows."""
     groups = padded((arrived[0],), 2)
     leaves = on_mesh.run_on_mesh(op, (arrived, groups, *([groups] * len(scale))), x, sizes, *scale)
     result = unpack(op.packing, leaves, sizes)
@@ -257,7 +259,7 @@ def rows(
 def kernel(
     op: QuantizeKernel, arrived: Entries, w: jax.Array | Pair, *scale: jax.Array
 ) -> QuantizedTensor:
-    """The op on kernels; `arrived` per dim of the op's shape."""
+    """Makes the op that quantizes kernels; `arrived` per dim of the op's shape."""
     arrays = jax.tree.leaves(w)
     lies = of_each(arrived) if op.paired else arrived
     given = (*[lies] * len(arrays), *[arrived[:1]] * len(scale))
@@ -301,7 +303,7 @@ def rows_roles(
 
 
 def raw_leaves(q: QuantizedTensor) -> tuple[jax.Array, ...]:
-    """The leaves of what was quantized, 8-bit floats as uint8."""
+    """Returns the leaves of a quantized operand, 8-bit floats as uint8."""
     leaves, _ = pack_fields(q, FIELDS, rows=q.is_rows)
     return tuple(leaves)
 

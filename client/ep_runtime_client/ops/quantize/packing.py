@@ -29,14 +29,14 @@ FIELDS = ("data", "scale", "amax", "data_columns", "scale_columns", "transposed"
 
 
 def blocks_of(recipe: Recipe | None, ndim: int) -> tuple[int, ...]:
-    """Per dim of a kernel [E, K', *mid, N'], what a recipe needs its shards to be multiples of."""
+    """Returns, per dim of a kernel [E, K', *mid, N'], the number that must divide its shards."""
     tile = format_of(recipe).tile
     return tuple(tile if dim in (1, ndim - 1) else 1 for dim in range(ndim))
 
 
 @dataclasses.dataclass(frozen=True)
 class Packing:
-    """How leaves make up an operand. Hashable.
+    """Says how leaves form an operand. Hashable.
 
     Attributes:
         names: the QuantizedTensor's field of each leaf; one "" for a plain array, two for a pair.
@@ -64,7 +64,7 @@ class Packing:
 
     @functools.cached_property
     def blocks(self) -> tuple[int, ...]:
-        """Per dim of a kernel [E, K', *mid, N'], what shards must be multiples of."""
+        """Per dim of a kernel [E, K', *mid, N'], the number that must divide its shards."""
         return blocks_of(self.recipe, self.ndim)
 
     @functools.cached_property
@@ -103,7 +103,7 @@ class Packing:
 
 
 def pack(x: Kernel, *, rows: bool, columns: bool = False) -> tuple[list[jax.Array], Packing]:
-    """The leaves that one direction of a GEMM reads.
+    """Returns the leaves that one direction of a GEMM reads.
 
     Args:
         x: an array, a Pair or a QuantizedTensor; rows have the slab dim in front.
@@ -126,7 +126,7 @@ def pack(x: Kernel, *, rows: bool, columns: bool = False) -> tuple[list[jax.Arra
 def pack_fields(
     x: QuantizedTensor, names: Sequence[str], *, rows: bool
 ) -> tuple[list[jax.Array], Packing]:
-    """The named leaves, those that are None left out."""
+    """Returns the named leaves, without those that are None."""
     leaves = {name: getattr(x, name) for name in names if getattr(x, name) is not None}
     dtypes = tuple(leaf.dtype for leaf in leaves.values())
     packing = Packing(tuple(leaves), dtypes, x.recipe, x.ndim, rows)
@@ -136,7 +136,7 @@ def pack_fields(
 def unpack(
     packing: Packing, leaves: Sequence[jax.Array], group_sizes: jax.Array | None = None
 ) -> Kernel:
-    """The operand that leaves stand for; rows get the group sizes that they are grouped by."""
+    """Makes an operand from its leaves; rows get the group sizes that they are grouped by."""
     raw = zip(leaves, packing.dtypes, strict=True)
     values = [from_bits(leaf, dtype) for leaf, dtype in raw]
     if packing.recipe is None:

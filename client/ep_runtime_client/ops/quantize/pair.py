@@ -43,13 +43,13 @@ class Pair:
 
 
 def is_pair(given: Any) -> bool:
-    """Whether a parameter is (gate, up): a tuple or list, and no PartitionSpec."""
+    """Whether a parameter is (gate, up): a tuple or list, but not a PartitionSpec."""
     plain = isinstance(given, tuple | list) and not isinstance(given, jax.sharding.PartitionSpec)
     return plain and not hasattr(given, "_fields")
 
 
 def paired(given: Any, name: str, stack: int = 0) -> Any:
-    """(gate, up) as a Pair; anything else as it is.
+    """Makes a Pair of (gate, up); returns anything else unchanged.
 
     `stack`: how many dims of a stack of layers both have in front.
 

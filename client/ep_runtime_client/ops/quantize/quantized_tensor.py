@@ -119,7 +119,7 @@ class QuantizedTensor:
         return straight_through(_laid_as(origin, values), values, self.group_sizes)
 
     def _cleared(self, values: jax.Array) -> jax.Array:
-        """Zeros past the rows of all groups, where dispatch leaves anything."""
+        """Zeroes the rows past those of all groups, which dispatch leaves undefined."""
         if self.group_sizes is None:
             return values
         return slack.zeroed(values, self.group_sizes)
@@ -140,7 +140,7 @@ class QuantizedTensor:
 
 
 def _laid_as(x: jax.Array, other: jax.Array) -> jax.Array:
-    """`x` with the layout that the type of `other` says, where types say layouts."""
+    """Returns `x` with the sharding in the type of `other`, if types have shardings."""
     wanted = jax.typeof(other).sharding
     explicit = jax.sharding.AxisType.Explicit in tuple(wanted.mesh.axis_types)
     if not explicit or jax.typeof(x).sharding == wanted:
@@ -153,7 +153,7 @@ def _laid_as(x: jax.Array, other: jax.Array) -> jax.Array:
 def straight_through(
     origin: jax.Array, values: jax.Array, group_sizes: jax.Array | None = None
 ) -> jax.Array:
-    """`values`, whose gradient goes to `origin` as it is; zeros past the rows of all groups."""
+    """Returns `values` whose gradient goes to `origin` unchanged; zeros past all groups' rows."""
     return values
 
 

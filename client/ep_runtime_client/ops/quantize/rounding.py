@@ -32,8 +32,11 @@ def scale_of(amax: jax.Array, dtype: Any, power_of_two: bool = False) -> jax.Arr
 
 
 def _over_max(amax: jax.Array, dtype: Any) -> jax.Array:
-    """amax / max to the nearest f32, at least SMALLEST, by integers: max is 7 * 2^shift for both
-    dtypes. XLA divides by a constant through its inverse, and on GPUs to two bits of the last."""
+    """Divides amax by max to the nearest f32, at least SMALLEST, in integers.
+
+    max is 7 * 2^shift for both dtypes. XLA would multiply by the constant's inverse, and on GPUs
+    its division is exact only up to the last two bits.
+    """
     shift = math.frexp(float(jnp.finfo(dtype).max))[1] - 3
     raw = lax.bitcast_convert_type(amax, jnp.int32)
     mantissa = (raw & _MANTISSA) | _IMPLICIT

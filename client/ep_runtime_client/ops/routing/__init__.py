@@ -1,1 +1,1 @@
-"""Which experts a token goes to, and the router's product."""
+"""Chooses the experts of each token, and computes the router's matmul."""

@@ -1,4 +1,4 @@
-"""The router: which experts a token goes to, with which weights.
+"""The router: chooses and weights the experts of each token.
 
 Plain JAX over any leading dims; every function works per token, so a sharded batch stays where
 it is. Letters: `ops/__init__.py`.

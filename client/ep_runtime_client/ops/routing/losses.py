@@ -157,7 +157,7 @@ def z_loss(
 
 
 def _scalar(coeff: float | jax.Array) -> float | jax.Array:
-    """A coefficient as losses multiply it. Raises InvalidArgumentError unless it is a scalar."""
+    """Returns a coefficient as an array. Raises InvalidArgumentError unless it is a scalar."""
     if isinstance(coeff, int | float):
         return coeff
     if jnp.shape(coeff):

@@ -35,7 +35,7 @@ def router_logits(x: jax.Array, router: jax.Array) -> jax.Array:
 
 
 def _is_explicit(*arrays: jax.Array) -> bool:
-    """Whether types say layouts: what contracts a sharded dim must say its result's then."""
+    """Whether types have shardings; a product over a sharded dim must then state its result's."""
     meshes = (jax.typeof(x).sharding.mesh for x in arrays)
     return any(AxisType.Explicit in tuple(mesh.axis_types) for mesh in meshes)
 

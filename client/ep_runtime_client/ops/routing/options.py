@@ -1,4 +1,4 @@
-"""What a router is: `ep.Router`, its checks, and spellings from before it."""
+"""Defines `ep.Router`, its checks, and the older arguments that it replaced."""
 
 from __future__ import annotations
 

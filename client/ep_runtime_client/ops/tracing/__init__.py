@@ -1,1 +1,1 @@
-"""What every op's traced program needs: the layer and mesh around it, scopes, varying types."""
+"""Helps every op to trace: the layer and mesh around it, scopes, varying types."""

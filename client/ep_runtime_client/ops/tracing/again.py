@@ -19,17 +19,16 @@ _MADE_AGAIN = 1 << 30  # kMadeAgain of csrc/core/base/layer_index.h
 
 
 def told(index: jax.Array, after: jax.Array) -> jax.Array:
-    """The operand `layer_index` of a call: `index` [1], which in a forward pass that runs again
-    says so.
+    """Returns a call's operand `layer_index`: `index` [1], marked if the forward pass runs again.
 
-    `after`: integers that the call reads. A scan takes what depends on no carry out of its loop.
+    `after`: integers that the call reads. A scan moves what depends on no carry out of its loop.
     """
     marked: jax.Array = _index_p.bind(index, after, again=False)
     return marked
 
 
 def marked(index: jax.Array) -> jax.Array:
-    """`index` of a call that has been made before in this step."""
+    """Marks `index` of a call that this step has made before."""
     return index | _MADE_AGAIN
 
 

@@ -32,8 +32,10 @@ def open_layer(layer: EpLayer | TracedLayer) -> tuple[EpLayer, jax.Array, Mesh]:
 
 
 def constant(value: Any, mesh: Mesh) -> jax.Array:
-    """An array of numpy's as JAX's. Eagerly every device gets it, whatever `jax.transfer_guard`
-    says: it is none of the values that a user watches."""
+    """Converts an array of numpy's to one of JAX's; if eager, on every device.
+
+    `jax.transfer_guard` does not apply to it, because users guard only their own values.
+    """
     if under_tracing():
         return jnp.asarray(value)
     everywhere = NamedSharding(mesh, PartitionSpec())

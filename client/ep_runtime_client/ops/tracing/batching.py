@@ -1,4 +1,4 @@
-"""What vmap may batch: an axis of the mesh outside the group, one index per device. Nothing else.
+"""Lets vmap batch only a mesh axis outside the group, with one index per device.
 
 An axis that is neither ep nor outer forms EP groups of its own. `jax.vmap(spmd_axis_name=axis)` of
 a batch as large as that axis gives each of them its own operands, as the stages of a pipeline

@@ -1,4 +1,4 @@
-"""Calls of concrete arrays, compiled; and those that every equal call of a program shares."""
+"""Compiles calls on concrete arrays, and traces equal calls of a program once."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def run(
     *operands: Any,
     traced: Callable[..., Any] | None = None,
 ) -> Any:
-    """`function(call, *operands)`, compiled when every operand is concrete.
+    """Calls `function(call, *operands)`, compiled if every operand is concrete.
 
     Calls `traced` instead under a trace, and inside a shard_map of the user, where constants are
     concrete too. `traced` computes the same and has a gradient of its own.
@@ -37,7 +37,7 @@ def settled(
     *operands: Any,
     traced: Callable[..., Any] | None = None,
 ) -> Any:
-    """As `run`, of what other ranks take part in: waits for results that are concrete.
+    """As `run`, for calls that other ranks take part in: waits for concrete results.
 
     Raises:
         EpRuntimeError: what the program failed with, as its class.
@@ -52,14 +52,14 @@ def settled(
 
 
 def shared(function: Callable[..., Any], call: Hashable, *operands: Any) -> Any:
-    """`function(call, *operands)` as a function of its own, traced once for all equal calls."""
+    """Calls `function(call, *operands)` as a jitted function, traced once for all equal calls."""
     return _compiled(function, call, slack.checked(), *operands)
 
 
 def _call_function(
     function: Callable[..., Any], call: Hashable, checked: bool, *operands: Any
 ) -> Any:
-    """`checked`: what `slack.checked` says, by which programs differ."""
+    """Calls the function; programs differ by `checked`, the result of `slack.checked`."""
     with usual_options():
         return function(call, *operands)
 

@@ -1,4 +1,4 @@
-"""Gradients of their own that have none: who differentiates them again is told so."""
+"""Defines gradients that cannot be differentiated again, with an error that says so."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 
 def defvjp(name: str, op: Any, fwd: Callable[..., Any], bwd: Callable[..., Any]) -> None:
-    """`op.defvjp(fwd, bwd)` for an op with one static argument, called `ep.NAME` in the error.
+    """Calls `op.defvjp(fwd, bwd)` of an op with one static argument, `ep.NAME` in the error.
 
     A first derivative calls `fwd` and `bwd` with values alone. Operands or cotangents that carry
     tangents are those of a second one: without this it would end inside of shard_map or of a loop.

@@ -1,4 +1,4 @@
-"""Ways to compute two sets of results: both, or only the set that the program uses.
+"""Computes two sets of results, or only the set that the program uses.
 
 A gradient that saves a large array in its forward pass makes it in a program's first pass too,
 where `jax.checkpoint` throws it away. In the second pass it makes the value, which nobody uses
@@ -25,7 +25,7 @@ def unless_unused(
     rest: Callable[..., Sequence[jax.Array]] | None,
     *operands: jax.Array,
 ) -> list[jax.Array]:
-    """`full(*operands)`: the results of `first`, and the rest behind them.
+    """Calls `full(*operands)`, which returns the results of `first` and then the rest.
 
     If the program uses only the results of `first`, `first` is called instead. If it uses only the
     others, `rest` is called, which may return other values for those of `first`; None means `full`.

@@ -1,4 +1,4 @@
-"""Rows past the last group: undefined, unless JAX looks at everything that programs return."""
+"""Clears rows past the last group only if JAX checks everything that programs return."""
 
 from __future__ import annotations
 

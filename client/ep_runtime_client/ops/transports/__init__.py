@@ -1,1 +1,1 @@
-"""What moves rows on a device: windows, XLA's collectives, NCCL, and nodes of several."""
+"""Moves rows between devices: by windows, XLA's collectives, NCCL, and over several nodes."""

@@ -42,7 +42,7 @@ def all_gather(call: Call, x: jax.Array) -> jax.Array:
 
 
 def exchange(call: Call, blocks: jax.Array, *after: jax.Array) -> jax.Array:
-    """A call begins when the array `after` is there, if one is given."""
+    """Exchanges blocks; the call begins after `after` is computed, if it is given."""
     return _between(call, EXCHANGE, _shapes([blocks]), blocks, *after)[0]
 
 
@@ -54,14 +54,14 @@ def node(call: Call, blocks: jax.Array) -> jax.Array:
 
 
 def rail(call: Call, *arrays: jax.Array) -> tuple[jax.Array, ...]:
-    """In one exchange."""
+    """Moves all arrays in one exchange."""
     if call.group.num_nodes == 1:
         return arrays
     return _rails(call, EXCHANGE, _shapes(arrays), *arrays)
 
 
 def rail_gather(call: Call, *arrays: jax.Array) -> tuple[jax.Array, ...]:
-    """In one exchange."""
+    """Moves all arrays in one exchange."""
     nodes = call.group.num_nodes
     if nodes == 1:
         return tuple(x[None] for x in arrays)
@@ -71,8 +71,10 @@ def rail_gather(call: Call, *arrays: jax.Array) -> tuple[jax.Array, ...]:
 def rail_counted(
     call: Call, sent: jax.Array, received: jax.Array, *blocks: jax.Array
 ) -> tuple[jax.Array, ...]:
-    """Arrays [D, R, X] as by `rail`, but of block m only the first sent[m] rows go to node m, and
-    received[m] rows come from it, int32 [D] both; behind them stands anything.
+    """Moves arrays [D, R, X] as `rail` does, but only the rows that counts name.
+
+    The first sent[m] rows of block m go to node m, and received[m] rows come from it, int32 [D]
+    both. Rows after these are undefined.
 
     The host reads both once, and waits for the device until they are there.
     """

@@ -22,7 +22,7 @@ _OVER_NODES: dict[str, PerDevice[NodePlanArrays]] = {"memfd": nodes, "nccl": nod
 
 
 def on_gpus(group: GroupSpec) -> bool:
-    """Whether its custom calls are those of the CUDA library."""
+    """Whether the group's custom calls are those of the CUDA library."""
     return native.PLATFORMS.get(group.transport) == "cuda"
 
 

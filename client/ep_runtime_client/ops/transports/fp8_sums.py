@@ -1,4 +1,4 @@
-"""Partial sums on their way where combine_precision is "fp8": e4m3, an f32 scale per 128 values.
+"""Packs partial sums to send with combine_precision="fp8": e4m3, an f32 scale per 128 values.
 
 Rounding is that of `ep.recipes`: scales are largest finite magnitude / 448, values to nearest even;
 what is not finite comes out as NaN. So a sum is off by 2^-4 of each value at most, or by 2^-10 of

@@ -78,7 +78,7 @@ def clear_slack(call: Call) -> dict[str, Any]:
 
 
 def or_empty(array: jax.Array | None, *dims: int) -> jax.Array:
-    """A missing operand travels as an f32 array of size 0."""
+    """Replaces a missing operand by an f32 array of size 0."""
     return jnp.zeros(dims, jnp.float32) if array is None else array
 
 
@@ -120,7 +120,7 @@ def combine(
     plan: PlanArrays,
     dtype: Any = None,
 ) -> jax.Array:
-    """As every transport's, of `dtype` if it is given."""
+    """As every transport's; the result has `dtype` if it is given."""
     shape = (plan.dst_rank.shape[0], expert_out.shape[1])
     results = (ShapeDtypeStruct(shape, dtype or expert_out.dtype),)
     operands = (at.rank, at.layer_index, expert_out, or_empty(weights, 0), *plan)
@@ -134,7 +134,7 @@ def dispatch_bwd(
     plan: PlanArrays,
     dtype: Any = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """As every transport's, d_tokens of `dtype` if it is given."""
+    """As every transport's; d_tokens has `dtype` if it is given."""
     results = (
         ShapeDtypeStruct((plan.dst_rank.shape[0], d_recv.shape[1]), dtype or d_recv.dtype),
         ShapeDtypeStruct(plan.dst_rank.shape, jnp.float32),

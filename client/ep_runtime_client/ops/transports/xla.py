@@ -28,7 +28,7 @@ prepare = xla_plan.prepare
 
 
 class _Receiver(NamedTuple):
-    """What this device got: which lane row each entry and each slab row came from."""
+    """Tells which lane row each entry and each slab row of this device came from."""
 
     lane: jax.Array  # [C] of each entry: source * T + place; 0 beyond the last entry
     slot: jax.Array  # [C] of each entry
@@ -65,7 +65,7 @@ def _receiver(call: Call, plan: PlanArrays) -> _Receiver:
 
 
 def _sealed(plan: PlanArrays, body: Callable[[], Any]) -> Any:
-    """`body()` in a computation of its own: XLA fuses nothing across its borders.
+    """Runs `body()` in a computation of its own, across whose borders XLA fuses nothing.
 
     The predicate always holds, which no compiler can know: rows demanded are not negative.
     """
@@ -78,7 +78,7 @@ def _sealed(plan: PlanArrays, body: Callable[[], Any]) -> Any:
 
 
 def _rounded(product: jax.Array, plan: PlanArrays) -> jax.Array:
-    """`product` as a rounded number, so that adding it cannot become an FMA.
+    """Rounds `product`, so that adding it cannot become an FMA.
 
     Its bits are xored with a zero that the compiler cannot know.
     """

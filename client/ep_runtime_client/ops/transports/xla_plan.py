@@ -55,7 +55,7 @@ def ranks_in_expert(expert: jax.Array, num_experts: int) -> tuple[jax.Array, jax
 
 
 class Routed(NamedTuple):
-    """What the counts of all ranks decide: the fields of PlanArrays of the same names.
+    """Holds the fields of PlanArrays that follow from the counts of all ranks.
 
     `dropped` is int32 []: slots that ask for this rank and get no row.
     """
@@ -152,8 +152,10 @@ def receiver_side(
 
 
 def _passed(at: DeviceCall, demand: jax.Array) -> jax.Array:
-    """int32 [] zero, once every rank of the group fits the call's capacity; the program fails where
-    one does not. `demand`: int32 [], aligned rows that this rank is asked to hold."""
+    """Returns int32 [] zero if every rank fits the call's capacity; else the program fails.
+
+    `demand`: int32 [], aligned rows that this rank needs.
+    """
     call, rank, layer_index = at
     axes = tuple(axis for axis, size in call.group.mesh_axes if size > 1)
     world = call.group.world_size

@@ -1,1 +1,1 @@
-"""What a recipe makes of operands: one `Format` per recipe, one file each, in `table.py`."""
+"""Formats that recipes store operands in: one `Format` per recipe, one file each."""

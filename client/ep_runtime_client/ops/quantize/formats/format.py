@@ -25,7 +25,7 @@ Leaves = dict[str, jax.Array]  # by their fields of a QuantizedTensor
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """What a block multiplies.
+    """The values that a row block multiplies, and their scale.
 
     Attributes:
         values: [rows or K', everything else].
@@ -38,7 +38,7 @@ class Part:
 
 @dataclasses.dataclass(frozen=True)
 class RowOptions:
-    """How rows are quantized; the arguments of `plain.quantize_rows`."""
+    """Says how to quantize rows: the arguments of `plain.quantize_rows`."""
 
     reduce_axes: Axes = ()
     gradient: bool = False
@@ -48,7 +48,7 @@ class RowOptions:
 
 @dataclasses.dataclass(frozen=True)
 class OnGpu:
-    """What the kernels of the CUDA library do with a format.
+    """Says what the kernels of the CUDA library do with a format.
 
     Attributes:
         rows: tensor cores multiply the data as it is, forward and for the rows' gradient, of
@@ -63,7 +63,7 @@ class OnGpu:
 
 
 class Format(abc.ABC):
-    """How operands of one kind of recipe are stored, made, read and multiplied. Stateless.
+    """Stores, makes, reads and multiplies the operands of one kind of recipe. Stateless.
 
     Attributes:
         tile: values that share a scale along a blocked dim; 1 where there are no blocks.

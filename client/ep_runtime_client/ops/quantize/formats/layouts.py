@@ -1,5 +1,7 @@
-"""8-bit kernels as they lie and with K' along memory too, which GPUs multiply forward; and those
-of gate and up as one."""
+"""Quantizes kernels to 8 bits in both layouts: as given, and with K' along memory.
+
+GPUs multiply the second one forward. The kernels of gate and up become one.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,7 @@ def both_layouts(
 
 
 def of_halves(made: Callable[[jax.Array], Leaves], w: Pair) -> Leaves:
-    """Leaves of kernels [G, K', 2, M] whose halves `made` quantizes by themselves.
+    """Joins gate and up, which `made` quantizes separately, to leaves of kernels [G, K', 2, M].
 
     Products of 8-bit kernels take one array. It is what quantization writes anyway; the weights
     themselves stay apart.

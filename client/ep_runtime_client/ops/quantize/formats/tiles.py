@@ -1,4 +1,4 @@
-"""8-bit data and the scales of its tiles: widened, spread, moved as bytes."""
+"""Widens 8-bit data, spreads the scales of its tiles, and casts data to bytes."""
 
 from __future__ import annotations
 
