@@ -108,14 +108,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def module(name: str) -> Any:
-    """Imports a command's module; of a list its view."""
+    """Imports a command's module; returns it, or the view of a listing command."""
     if name in _LISTS:
         return importlib.import_module("ep_runtime_client.cli.commands.lists").VIEWS[name]
     return importlib.import_module(_ELSEWHERE.get(name, f"ep_runtime_client.cli.commands.{name}"))
 
 
 def make_parser(name: str) -> Parser:
-    """The parser of a command's words. `serve` has none: its options are the daemon's."""
+    """Makes the parser of a command's words. `serve` has none: its options are the daemon's."""
     parser = Parser(prog=f"ep-runtime {name}", description=COMMANDS[name])
     module(name).add_arguments(parser)
     return parser

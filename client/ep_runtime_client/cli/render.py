@@ -18,7 +18,7 @@ OUTPUTS = ("table", "json", "wide")
 
 
 def out(text: str, *, stream: TextIO | None = None) -> None:
-    """Writes a line to standard output; what others put into it orders the terminal nothing."""
+    """Writes a line to standard output; escapes control characters of others' texts."""
     stream = stream or sys.stdout
     stream.write(printable(text) + "\n")
     stream.flush()
@@ -34,8 +34,10 @@ def err(text: str) -> None:
 
 
 def width(stream: TextIO | None = None) -> int | None:
-    """Columns of the terminal; None if the stream (standard output) is none: then lines may be
-    of any length."""
+    """Returns the columns of the terminal.
+
+    None if the stream, by default standard output, is not a terminal: lines may have any length.
+    """
     if not (stream or sys.stdout).isatty():
         return None
     import shutil
@@ -44,12 +46,12 @@ def width(stream: TextIO | None = None) -> int | None:
 
 
 def document(kind: str, body: Mapping[str, Any]) -> dict[str, Any]:
-    """The JSON document of a command: version and kind first."""
+    """Makes the JSON document of a command: version and kind first."""
     return {"schema_version": SCHEMA_VERSION, "kind": kind, **body}
 
 
 def write_json(kind: str, body: Mapping[str, Any], *, compact: bool = False) -> None:
-    """Writes one JSON document; one line of it where `compact`."""
+    """Writes one JSON document, on one line if `compact`."""
     indent = None if compact else 2
     text = json.dumps(document(kind, body), indent=indent, ensure_ascii=False)
     if printable(text) != text:  # all in strings, so JSON's own escapes will do
@@ -110,7 +112,7 @@ def write_pairs(pairs: Sequence[tuple[str, str]]) -> None:
 
 
 def write_text(text: str, *, start: str = "", then: str = "") -> None:
-    """Writes a text behind `start`; what the terminal has no room for goes on behind `then`."""
+    """Writes a text after `start`; folds it to the terminal's width, with `then` before others."""
     text = printable(text.replace("\n", " "))
     room = width()
     lines = [text] if room is None else tables.fold(text, max(room - len(start), 20))

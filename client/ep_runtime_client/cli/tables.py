@@ -1,4 +1,4 @@
-"""Tables as lines of text: which columns a terminal has room for, and how wide each is.
+"""Makes lines of text from tables: chooses the columns that fit a terminal, and their widths.
 
 Columns of identity and state are always there and never cut. The others are there by priority, as
 far as the terminal has room; `-o wide` shows all, in several blocks where one is too wide, each
@@ -155,7 +155,7 @@ def _listed(items: list[str], kind: str, wide: bool) -> str:
 
 
 def local_time(text: str, *, whole: bool) -> str:
-    """A time of the daemon, ISO 8601, by this machine's clock; of another day with its date."""
+    """Converts a daemon's ISO 8601 time to this machine's; adds the date if it is not today."""
     try:
         found = datetime.datetime.fromisoformat(text).astimezone()
     except (ValueError, OverflowError):
@@ -167,7 +167,7 @@ def local_time(text: str, *, whole: bool) -> str:
 
 
 def place(columns: Sequence[Column], rows: Cells, width: int | None, *, whole: bool) -> list[Block]:
-    """The columns at their widths, in one block, or in several where all are wanted (`whole`).
+    """Places columns at their widths in one block, or in several if all are wanted (`whole`).
 
     Args:
         columns: of the rows.
@@ -228,8 +228,7 @@ def _split(placed: list[PlacedColumn], width: int) -> Iterator[list[PlacedColumn
 
 
 def _shrunk(block: list[PlacedColumn], width: int) -> Block:
-    """Folding columns give way first, then all but identity, and where even that is not enough,
-    that folds too."""
+    """Narrows columns until they fit: first those that fold, then all but identity, then it too."""
     floors: list[Callable[[PlacedColumn], int]] = [
         _least,
         lambda one: one.width if one.column.priority == IDENTITY else min(one.width, _LEAST),
@@ -248,14 +247,14 @@ def _shrunk(block: list[PlacedColumn], width: int) -> Block:
 
 
 def heading(block: Block) -> list[str]:
-    """The lines of titles: more than one where a title folds, which then ends in the last."""
+    """Returns the lines of titles; a title that folds ends in the last one."""
     folded = [fold(one.column.title, one.width) for one in block]
     most = max(map(len, folded))
     return list(_lines(block, [[""] * (most - len(title)) + title for title in folded]))
 
 
 def draw(block: Block, row: Sequence[str]) -> list[str]:
-    """The lines of one row: more than one where a text folds."""
+    """Returns the lines of one row; more than one if a text folds."""
     return list(_lines(block, [fold(row[one.index], one.width) for one in block]))
 
 
@@ -302,7 +301,7 @@ def _fitting(text: str, width: int) -> int:
 
 
 def cell_len(text: str) -> int:
-    """Columns of the terminal that the text takes."""
+    """Returns the columns of the terminal that the text takes."""
     if text.isascii():
         return len(text)
     from rich.cells import cell_len as of_rich

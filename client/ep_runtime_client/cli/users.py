@@ -9,7 +9,7 @@ import pwd
 
 @functools.cache
 def name(uid: int) -> str:
-    """The user's name, or the number where this system knows none."""
+    """Returns the user's name, or the number if this system does not know one."""
     try:
         return pwd.getpwuid(uid).pw_name
     except (KeyError, OverflowError):

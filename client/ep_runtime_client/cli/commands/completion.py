@@ -123,7 +123,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def script() -> str:
-    """The script of bash."""
+    """Returns the script for bash."""
     values, options = [], []
     for name in cli.COMMANDS:
         if name in cli.APART:
@@ -144,7 +144,7 @@ def script() -> str:
 
 
 def fish() -> str:
-    """The script of fish."""
+    """Returns the script for fish."""
     lines = []
     for name, about in cli.COMMANDS.items():
         command = "complete -c ep-runtime"
@@ -176,7 +176,7 @@ def _quoted(words: Iterable[str]) -> str:
 
 
 def _options(name: str) -> tuple[list[str], list[tuple[str, list[str]]]]:
-    """A command's options, and the words that may follow some."""
+    """Returns a command's options, and the words that may follow some of them."""
     actions = cli.make_parser(name)._actions
     flags = [flag for action in actions for flag in action.option_strings]
     return flags, [

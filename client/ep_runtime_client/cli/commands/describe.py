@@ -106,7 +106,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _together(rows: Sequence[Row]) -> list[Row]:
-    """A group of several nodes as one: members as their own nodes tell of them, events of all."""
+    """Merges the rows of one group: each member as its own node reports it, events of all nodes."""
     found: dict[tuple[Any, ...], list[Row]] = {}
     for row in rows:
         found.setdefault((row["uid"], row["job"], row["name"], row["epoch"]), []).append(row)
@@ -141,7 +141,7 @@ def _nodes(daemon: source.Source) -> nodes.Found:
 
 
 def _parts(kind: str, row: Row, node: source.Source) -> Row:
-    """Rows that belong to one object of the node."""
+    """Returns the rows that belong to one object of the node."""
     if kind == "group":
         mine = [one for one in node.layers() if _in_group(one, row)]
         return {
@@ -202,14 +202,14 @@ def _events_of_group(node: source.Source, group: Row) -> list[Row]:
 
 
 def _without_owner(row: Row, group: Row) -> Row:
-    """The row with a message that does not say again whose group it is."""
+    """Removes the group's owner from a row's message, because the page shows it already."""
     whose = f"group {shown(group['name'])} (uid {group['uid']}, job {shown(group['job'])})"
     message = row["message"].removeprefix(whose).lstrip(":, ")
     return {**row, "message": message.replace(f" of group {quoted(group['name'])}", "", 1)}
 
 
 def _owner_of(event: Row) -> tuple[Any, Any] | None:
-    """Job and user of an event's group; None if an older daemon does not say."""
+    """Returns job and user of an event's group; None if an older daemon does not say."""
     try:
         fields = json.loads(event["fields_json"])
         return fields["job"], fields["uid"]

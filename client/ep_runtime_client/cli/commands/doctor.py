@@ -192,7 +192,7 @@ def _gpus() -> Finding:
 
 
 def _nccl() -> Finding:
-    """NCCL as a client finds it; a daemon of this machine does likewise."""
+    """Checks the NCCL that a client finds; a daemon of this machine finds the same."""
     from ep_runtime import native, nccl
 
     if not native.library_path("cuda").exists():
@@ -212,7 +212,7 @@ def _nccl() -> Finding:
 
 
 def _nccl_headers(library: Path) -> Iterator[tuple[Path, int]]:
-    """Each nccl.h that a compiler may find, with the version in it."""
+    """Finds each nccl.h that a compiler may use, and the version in it."""
     for folder in (library.parent.parent / "include", Path("/usr/include")):
         try:
             text = (folder / "nccl.h").read_text(errors="replace")
@@ -242,7 +242,7 @@ def _several_gpus() -> list[Finding]:
 
 
 def _shared_memory(folder: str = "/dev/shm") -> Finding:
-    """NCCL's buffers between processes of a node."""
+    """Checks shared memory, which holds NCCL's buffers between processes of a node."""
     try:
         found = os.statvfs(folder)
     except OSError as error:
@@ -271,7 +271,7 @@ def _status(args: argparse.Namespace) -> dict[str, Any] | EpRuntimeError:
 
 
 def _silent(status: dict[str, Any] | EpRuntimeError) -> list[Finding]:
-    """Processes without a heartbeat, one line each."""
+    """Lists the processes without a heartbeat, one line each."""
     if isinstance(status, EpRuntimeError):
         return []
     return [
@@ -294,7 +294,7 @@ def _hardware(status: dict[str, Any] | EpRuntimeError) -> list[Finding]:
 
 
 def _directory(args: argparse.Namespace) -> Finding:
-    """The directory of the daemon that is asked; else the one in which a daemon would start."""
+    """Returns the directory of the daemon that answers, or in which one would start."""
     from ep_runtime_client.daemons import addresses
 
     try:

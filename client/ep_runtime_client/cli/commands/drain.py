@@ -70,7 +70,7 @@ def _consequences(args: argparse.Namespace, status: dict[str, Any]) -> list[str]
 
 
 def _wait(args: argparse.Namespace, daemon: source.Source) -> int:
-    """Tells what is left where that changes, until nothing is."""
+    """Waits until the drain is over; reports what is left whenever that changes."""
     give_up_s = math.inf if args.shutdown else time.monotonic() + (args.deadline or math.inf)
     told = ""
     try:

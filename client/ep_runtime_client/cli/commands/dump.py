@@ -105,7 +105,7 @@ def _kept(missing: dict[str, str], name: str, read: Callable[[], Any]) -> Any:
 
 
 def machine(args: argparse.Namespace) -> dict[str, Any]:
-    """Versions, driver, GPUs, NCCL, limits: what `doctor` finds, and every package's version."""
+    """Collects what `doctor` finds (driver, GPUs, NCCL, limits), and each package's version."""
     from ep_runtime_client.cli.machine import nvml
 
     packages = {
@@ -122,7 +122,7 @@ def machine(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def journal(args: argparse.Namespace) -> dict[str, Any]:
-    """The daemon's journal in numbers, and the files of its directory by size; no content."""
+    """Describes the journal in numbers, and the sizes of files in its directory; no content."""
     from ep_runtime_client.daemons import addresses, command_line
 
     directory = addresses.daemon_place(args.address).directory
@@ -175,7 +175,7 @@ def left_events(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def write(path: Path, parts: dict[str, Any]) -> int:
-    """Makes the archive, readable by its owner alone; its bytes.
+    """Writes the archive, which only its owner can read; returns its size in bytes.
 
     Raises:
         InvalidArgumentError: the file is there, or cannot be made.
@@ -207,14 +207,14 @@ def _tell(args: argparse.Namespace, path: Path, size_bytes: int, about: dict[str
 
 
 class Redaction:
-    """Takes out of values what may be a secret, because others read a dump; counts what it took."""
+    """Removes possible secrets from values, because others read a dump; counts them."""
 
     def __init__(self) -> None:
         self._values = env.secret_values()
         self.count = 0
 
     def of(self, value: Any) -> Any:
-        """The value, JSON of any depth, with REDACTED in the place of secrets."""
+        """Returns the value, JSON of any depth, with REDACTED in the place of secrets."""
         if isinstance(value, dict):
             return {self.of(key): self._under(str(key), item) for key, item in value.items()}
         if isinstance(value, list | tuple):
@@ -228,7 +228,7 @@ class Redaction:
         return self.of(value)
 
     def of_text(self, text: str) -> str:
-        """The text without keys, tokens, passwords and values of secret variables."""
+        """Returns the text without keys, tokens, passwords and values of secret variables."""
         for secret in self._values:
             self.count += text.count(secret)
             text = text.replace(secret, REDACTED)

@@ -15,7 +15,7 @@ LATELY_S = 60.0
 
 
 def _fetch_sessions(daemon: source.Source, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Sessions that live or ended lately; all of them with --all or a name."""
+    """Fetches sessions that live or ended lately; all of them with --all or a name."""
     rows = daemon.sessions()
     if args.all or args.name is not None:
         return rows

@@ -89,7 +89,7 @@ History = dict[tuple[tallies.GroupName, str], list[dict[str, Any]]]
 
 
 def _groups(args: argparse.Namespace, seen: board_samples.BoardSamples) -> Groups:
-    """Layers by group: what they got in the interval, or since the group formed."""
+    """Returns the layers of each group with their rows in the interval, or since it formed."""
     ranks: Mapping[tallies.GroupName, Sequence[Any]] = (
         seen.groups if seen.interval_s else seen.sums()
     )
@@ -131,7 +131,7 @@ def _write(args: argparse.Namespace, seen: board_samples.BoardSamples, groups: G
 
 
 def _write_heat(layers: Sequence[dict[str, Any]]) -> None:
-    """A line of cells for each layer, as wide as the terminal."""
+    """Writes a line of cells for each layer, as wide as the terminal."""
     if any(layer["rows"] and not layer["experts"] for layer in layers):
         render.write_text("rows by expert are not counted in a group that spans nodes")
     layers = [layer for layer in layers if layer["experts"]]

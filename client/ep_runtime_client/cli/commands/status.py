@@ -143,7 +143,7 @@ def _write_users(status: dict[str, Any], *, wide: bool) -> None:
 
 
 def _write_cluster(cluster: dict[str, Any] | None, found: nodes.Found, *, wide: bool) -> None:
-    """The daemon's place in its cluster, and every node with what it has."""
+    """Writes the daemon's place in its cluster, and what every node has."""
     from ep_runtime_client.cli.daemon import nodes
 
     if cluster is None:
@@ -171,7 +171,7 @@ def _write_cluster(cluster: dict[str, Any] | None, found: nodes.Found, *, wide: 
 
 
 def _write_gpus(status: dict[str, Any], found: dict[str, Any], *, wide: bool) -> None:
-    """The machine's GPUs; where NVML tells none, the reason matters to who has windows on some."""
+    """Writes the machine's GPUs, or why NVML finds none if the daemon has windows on some."""
     from ep_runtime_client.cli.machine import nvml
 
     if found["items"]:
@@ -197,7 +197,7 @@ def _failing(status: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _drain(drain: dict[str, Any] | None) -> list[tuple[str, str]]:
-    """A row that says who drained the daemon, and how the drain ends."""
+    """Makes a row that says who drained the daemon, and how the drain ends."""
     if drain is None:
         return []
     left_s = drain["ends_in_s"]

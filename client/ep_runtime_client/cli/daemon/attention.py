@@ -39,7 +39,7 @@ def write(status: Row, others: Iterable[Row]) -> None:
 
 
 def certificates(status: Row) -> list[str]:
-    """A line for each certificate of the daemon that cannot be read again, or ends soon."""
+    """Makes a line for each certificate of the daemon that cannot be read again, or ends soon."""
     cluster = status["cluster"] or {}
     found = [cluster["certificates_error"]] if cluster.get("certificates_error") else []
     for item in cluster.get("certificates") or ():  # an older daemon sends none

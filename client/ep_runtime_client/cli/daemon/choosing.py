@@ -82,7 +82,7 @@ def filtered(
 def ordered(
     rows: Sequence[dict[str, Any]], sort_by: str | None, columns: Sequence[tables.Column]
 ) -> list[dict[str, Any]]:
-    """The rows by a field, smallest first; with "-" before its name largest first. Rows without a
+    """Sorts rows by a field, smallest first; with "-" before its name largest first. Rows without a
     value come last.
 
     Raises:
@@ -101,7 +101,7 @@ def ordered(
 
 
 def field_of(name: str, rows: Sequence[Row], columns: Sequence[tables.Column]) -> str | None:
-    """The key of the field with that column title or key; None if there is none."""
+    """Returns the key of the field with that column title or key; None if there is none."""
     for column in columns:
         if name.casefold() in (column.title.casefold(), column.key):
             return column.key
@@ -121,7 +121,7 @@ def _unknown(argument: str, name: str, known: set[str]) -> InvalidArgumentError:
 
 
 def _sortable(value: Any) -> tuple[int, Any]:
-    """Numbers by size, texts as people count: layer2 before layer10."""
+    """Makes a sort key: numbers by size, texts as people count (layer2 before layer10)."""
     if isinstance(value, int | float):
         return (0, value)
     text = ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
@@ -139,7 +139,7 @@ def select(
     *,
     must: bool = True,
 ) -> list[dict[str, Any]]:
-    """The rows that have `name` under one of the keys, or all without one.
+    """Returns the rows that have `name` under one of the keys; all rows without a name.
 
     Raises:
         InvalidArgumentError: no row has that name, and one `must`; says which there are.
@@ -159,7 +159,7 @@ def select(
 
 
 def _joined(row: Row, key: str) -> str:
-    """A key's value; of "job/name" both with "/" between."""
+    """Returns a key's value; for "job/name" both values with "/" between."""
     return "/".join(str(row.get(part, "")) for part in key.split("/"))
 
 

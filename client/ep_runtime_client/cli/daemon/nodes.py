@@ -51,7 +51,7 @@ def tell_missing(missing: Rows) -> None:
 
 
 def reason(missing: Mapping[str, Any]) -> str:
-    """Why a node has no rows."""
+    """Says why a node has no rows."""
     where = f"node {missing['node'] or '?'} at {missing['address']}"
     if missing["state"] == "FAILED":
         return f"{where} failed ({missing['error']})"

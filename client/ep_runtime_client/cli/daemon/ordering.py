@@ -12,7 +12,7 @@ from ep_runtime_client.cli.daemon import reading
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of a command that breaks something."""
+    """Adds the options of a command that breaks something."""
     parser.add_argument(
         "--yes", action="store_true", help="do it; without --yes only say what would happen"
     )

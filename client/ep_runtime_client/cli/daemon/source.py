@@ -17,7 +17,7 @@ from ep_runtime_client.readers.admin_service import Source as Source
 
 
 def default_place(timeout_s: float) -> SocketDirectory:
-    """The daemon that reading commands ask without --address.
+    """Returns the daemon that reading commands ask without --address.
 
     $EP_RUNTIME_ADDRESS names it; else it is the node's daemon if that answers, else the only
     private daemon of this user.
@@ -44,7 +44,7 @@ def default_place(timeout_s: float) -> SocketDirectory:
 
 @contextlib.contextmanager
 def open_source(address: str | None, *, timeout_s: float) -> Iterator[Source]:
-    """The admin service at an address; over api.sock, with what is ours, where we may not order.
+    """Opens the admin service at an address; without admin rights, over api.sock.
 
     Without an address it is that of `default_place`; a line on stderr names a private daemon.
 
@@ -74,7 +74,7 @@ def open_source(address: str | None, *, timeout_s: float) -> Iterator[Source]:
 
 
 def exact(address: str | None) -> str:
-    """The address itself, or that of the default daemon: no private one stands in for it."""
+    """Returns the address, by default the default daemon's; never that of a private daemon."""
     return addresses.daemon_place(address).address
 
 

@@ -56,7 +56,7 @@ def interrupted() -> Iterator[threading.Event]:
 
 
 class Lines:
-    """Rows that come bit by bit under one heading, which comes again only where widths change."""
+    """Writes rows as they come under one heading, which it repeats only if widths change."""
 
     def __init__(self, columns: Sequence[tables.Column], *, wide: bool, headers: bool) -> None:
         self._columns = [column for column in columns if wide or not column.wide]
@@ -93,8 +93,10 @@ class Changes:
         self._known: dict[tuple[str, ...], Row] = {}
 
     def since(self, rows: Sequence[Row], away: Collection[str] = ()) -> list[dict[str, Any]]:
-        """Rows with their `change`: ADDED, CHANGED, or GONE with the last values. A new age is no
-        change, and rows of nodes that are `away` are not gone."""
+        """Returns rows with their `change`: ADDED, CHANGED, or GONE with the last values.
+
+        A new age is not a change, and rows of nodes that are `away` are not gone.
+        """
         found = {tuple(str(row.get(key)) for key in self._identity): row for row in rows}
         kept = {name: row for name, row in self._known.items() if row.get("node") in away}
         found = {**kept, **found}

@@ -38,7 +38,7 @@ def _plugin() -> str | None:
 
 
 def _hidden_from_jax() -> str:
-    """The JAX_PLATFORMS that keep JAX from GPUs, or ""."""
+    """Returns the JAX_PLATFORMS that keep JAX from GPUs, or ""."""
     wanted = env.jax_platforms()
     return "" if not wanted or {"cuda", "gpu"} & set(wanted) else ",".join(wanted)
 
@@ -82,7 +82,7 @@ def check() -> GpuFinding:
 
 
 def hardware(window_bytes: Mapping[str, int]) -> dict[str, GpuFinding]:
-    """Lines of `doctor` by their name; none on a machine that has nothing to do with GPUs.
+    """Returns lines of `doctor` by name; none on a machine where nothing for GPUs is installed.
 
     Args:
         window_bytes: what the daemon holds, by GPU UUID.

@@ -58,7 +58,7 @@ class _Handle:
     to_gpus: collections.Counter[str]
 
     def links_to(self, other: _Handle) -> int:
-        """Links that reach the other GPU; through switches all of them do."""
+        """Counts the links that reach the other GPU; through switches all of them do."""
         return self.to_switches or self.to_gpus[other.bus]
 
 
@@ -87,7 +87,7 @@ class _Asked:
         self._nvml = nvml
 
     def _ask(self, name: str, *arguments: Any) -> Any:
-        """The call's answer; None if this machine or this NVML has none."""
+        """Returns the call's answer; None if this machine or this NVML has none."""
         try:
             call: Callable[..., Any] = getattr(self._nvml, name)
             return call(*arguments)
@@ -153,7 +153,7 @@ class _Asked:
 
 
 def _text(value: Any) -> str:
-    """NVML's strings, which older versions give as bytes."""
+    """Decodes a string of NVML, which older versions give as bytes."""
     if value is None:
         return NOT_TOLD
     return value.decode(errors="replace") if isinstance(value, bytes) else str(value)
@@ -195,7 +195,7 @@ def told(window_bytes: Mapping[str, int]) -> dict[str, Any]:
 
 
 def held_by_gpu(status: Mapping[str, Any]) -> dict[str, int]:
-    """Bytes of windows that the daemon holds by GPU UUID, of its status."""
+    """Returns the bytes of windows that the daemon holds, by GPU UUID, from its status."""
     kinds = ("leased_bytes", "retained_bytes", "quarantined_bytes")
     return {
         pool["device"]: sum(pool[kind] for kind in kinds)

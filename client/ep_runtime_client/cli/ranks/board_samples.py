@@ -1,4 +1,4 @@
-"""Samples of the boards, one after the other, and how commands show what groups did in between."""
+"""Samples boards repeatedly, and shows what groups did between two samples."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ ABOUT_SINCE = (
 
 
 def begin(args: argparse.Namespace, daemon: source.Source) -> BoardSamples:
-    """The first sample, as the options of `add_arguments` want it."""
+    """Takes the first sample as the options of `add_arguments` say."""
     if args.since is not None:
         return PastSamples(daemon, args.group, args.node, args.since, args.samples or 1)
     return BoardSamples(daemon, args.group, args.node, args.interval or 0.0)
@@ -109,7 +109,7 @@ class BoardSamples:
 
     @property
     def missing(self) -> list[dict[str, Any]]:
-        """Nodes that are missing in either sample."""
+        """Returns the nodes that are missing in either sample."""
         both = (*self._before.missing, *self._after.missing)
         return [*{node["node"]: node for node in both}.values()]
 
@@ -134,7 +134,7 @@ class BoardSamples:
         self._tell_missing()
 
     def when(self, group: tallies.GroupName) -> str:
-        """The time between the samples."""
+        """Says over which time the samples count."""
         return f"in the last {self.interval_s:g} s" if self.interval_s else "since it formed"
 
     def about(self, group: tallies.GroupName) -> dict[str, Any]:
@@ -172,7 +172,7 @@ class BoardSamples:
         return found
 
     def slow(self, group: tallies.GroupName) -> dict[str, Any] | None:
-        """The slow rank, as documents have it."""
+        """Returns the slow rank as JSON documents have it."""
         found = tallies.slow_rank(self.groups[group])
         return vars(found) if found is not None else None
 
@@ -186,8 +186,10 @@ class BoardSamples:
         return {}
 
     def apart(self, groups: Mapping[tallies.GroupName, T]) -> Iterator[tuple[tallies.GroupName, T]]:
-        """Groups whose tables follow each other: writes an empty line between two, also where the
-        samples before wrote the first."""
+        """Yields groups, and writes an empty line between the tables of two.
+
+        The first of the two may belong to the samples before.
+        """
         for key, group in groups.items():
             if self._written:
                 render.out("")

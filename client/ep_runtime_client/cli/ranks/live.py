@@ -69,7 +69,7 @@ def _text(lines: Sequence[Line], width: int) -> Text:
 
 @contextlib.contextmanager
 def _keys() -> Iterator[Callable[[float], str]]:
-    """Gives what waits that long for a key; "" if none came."""
+    """Yields a function that waits so many seconds for a key; it returns "" if none came."""
     stdin = sys.stdin.fileno()
     before = termios.tcgetattr(stdin)
     tty.setcbreak(stdin)

@@ -82,7 +82,7 @@ class Screen:
         return shown, self._sorted(shown, found)
 
     def _sorted(self, columns: Sequence[tables.Column], found: rows.Rows) -> rows.Rows:
-        """Numbers from the largest; names of things, and texts, from the smallest."""
+        """Sorts numbers from the largest, and names and texts from the smallest."""
         column = columns[self._sort % len(columns)]
         counts = column.kind in _NUMBERS and column.priority != tables.IDENTITY
         falling = counts != self._reversed
