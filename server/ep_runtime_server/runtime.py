@@ -300,7 +300,7 @@ class Runtime:
             if session.job != job:
                 raise SpecMismatchError(
                     f"session {session.session_id} belongs to job {session.job!r}, "
-                    f"the call says {job!r}",
+                    f"but the call names job {job!r}",
                     object=session.session_id,
                     field="job",
                     theirs=session.job,

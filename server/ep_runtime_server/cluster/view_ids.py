@@ -42,7 +42,7 @@ class ViewIds:
         outcome, reason = await self._assemblies.outcome(owner, epoch, 0.0)
         if outcome is not Outcome.UNSPECIFIED:
             raise PeerLostError(
-                f"group {owner.name!r}, epoch {epoch}, forms no more: {reason or outcome.value}",
+                f"group {owner.name!r}, epoch {epoch}, cannot form: {reason or outcome.value}",
                 group=owner.name,
                 epoch=epoch,
             )
