@@ -94,8 +94,9 @@ def peers(row: Row) -> bool:
 
 def narrow(row: Row) -> bool:
     """Rows of 8-bit weights that are quantized once, and of remat in whole steps."""
-    remat = row["bench"] == "train" and "remat" in row["subject"]
-    wanted = "weights once" in row["subject"] or (remat and "fp8" not in row["subject"])
+    remat, step = "remat" in row["subject"], row["bench"] == "train"
+    once = "weights once" in row["subject"] and (step or not remat)
+    wanted = once or (step and remat and "fp8" not in row["subject"])
     return wanted and "plan" not in row["subject"] and not over_nccl(row)
 
 
@@ -150,9 +151,8 @@ more rows than others, plain JAX drops them.""",
     Table(
         "8-bit matmuls, and remat",
         """\
-`bench train` and `bench moe` with `--recipe none,fp8-block --quantized step`: weights are quantized
-once a step, in a layer before what is timed. Remat `default` saves what `ep.remat_policy()`
-says.""",
+`bench train` and `bench moe`, `--recipe none,fp8-block --quantized step`: weights are quantized
+once a step, in a layer before the timing. Remat `default` saves what `ep.remat_policy()` says.""",
         ("train", "moe"),
         (
             MACHINE,
@@ -248,17 +248,25 @@ ours](integrations/maxtext.md), default remat, release 0.2.5.""",
         ),
     ),
     Table(
-        "Losses with sums in 8 bits",
+        "What recipes learn",
         """\
-Loss after 200 steps of the [demo](demo.md), and held out, by recipe and `--combine-precision`.""",
-        ("sums",),
+Losses of the [demo](demo.md)'s model of 52 million parameters, in nats per byte: 2,000 steps of
+8,192 bytes of Python's library, one GPU a run, means of 4 seeds. A seed sets initial values and
+batches. Plain JAX multiplies every token by every expert. Between seeds, held-out losses have a
+standard deviation of 0.008, so a gap has a standard error of 0.006, which no gap exceeds.
+Sums in 8 bits ended 200 steps at 1.394 instead of 1.384 in bf16, at 1.361 instead of 1.384 in
+fp8-block; held out 1.245 and 1.251, 1.240 and 1.236 (1x H100, 2026-11-24).""",
+        ("convergence",),
         (
-            MODEL,
             ("recipe", "recipe", "text"),
-            ("exact sums", "exact", "3"),
-            ("held out", "exact_held_out", "3"),
-            ("8-bit sums", "fp8", "3"),
-            ("held out", "fp8_held_out", "3"),
+            ("step 250", "at_250", "3"),
+            ("500", "at_500", "3"),
+            ("1,000", "at_1000", "3"),
+            ("1,500", "at_1500", "3"),
+            ("last 100 of 2,000", "last_100", "3"),
+            ("held out", "held_out", "3"),
+            ("minus plain JAX", "gap", "text"),
+            ("by seed", "gaps", "text"),
         ),
     ),
 )
