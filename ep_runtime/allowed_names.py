@@ -1,4 +1,4 @@
-"""Names that other users read: which may be made, and how any is shown.
+"""Checks names that other users read, and shows any name safely.
 
 Whoever operates a daemon sees, completes and pastes names that its users chose. So what is new must
 consist of characters that neither a shell nor an option parser reads. A name that an older version

@@ -81,7 +81,7 @@ def _known(kind: type[_Number], number: int) -> _Number | None:
 
 
 def read_poison(buf: Any) -> tuple[int, PoisonReason | None]:
-    """The youngest poisoned generation, 0 for none, and why; None for a reason that is none."""
+    """Reads the youngest poisoned generation, 0 for none, and why; None for an unknown reason."""
     header = BoardHeaderStruct.from_buffer(buf)
     return header.poison_generation, _known(PoisonReason, header.poison_reason)
 

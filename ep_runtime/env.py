@@ -120,14 +120,14 @@ def jax_platforms() -> list[str]:
 
 
 def malloc_is_set() -> bool:
-    """The user has given glibc's allocator settings of their own."""
+    """Whether the user has set glibc's allocator options."""
     tunables = _text("GLIBC_TUNABLES") or ""
     names = ("MMAP_MAX_", "MMAP_THRESHOLD_", "TRIM_THRESHOLD_", "TOP_PAD_")
     return "glibc.malloc." in tunables or any(_text(f"MALLOC_{name}") for name in names)
 
 
 def no_color() -> bool:
-    """NO_COLOR is set to any text."""
+    """Whether NO_COLOR is set to any text."""
     return _text("NO_COLOR") is not None
 
 

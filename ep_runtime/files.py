@@ -1,4 +1,4 @@
-"""Opens regular files alone, and reads no more of them than they may have.
+"""Opens only regular files, and limits how much of them is read.
 
 To open a FIFO waits for its other end, and to read /dev/zero or a sparse file fills the memory.
 """
@@ -29,7 +29,7 @@ class KindError(OSError):
 
 
 def kind_error(mode: int, wanted: int) -> KindError:
-    """Says of what kind a file of that `st_mode` is, and is to be (a stat.S_IF...)."""
+    """Makes the error that names a file's kind by `st_mode`, and the wanted one (stat.S_IF...)."""
     kind = _KINDS.get(stat.S_IFMT(mode), "of no kind that is known")
     return KindError(errno.EINVAL, f"it is {kind}, and must be {_KINDS[wanted]}")
 
@@ -84,7 +84,7 @@ def remove_socket(path: Path) -> None:
 
 
 def boot_id() -> str:
-    """New with every start of the host: processes and memory of another one are gone."""
+    """Returns the id of this start of the host; a restart ends all processes and memory."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:  # hidden

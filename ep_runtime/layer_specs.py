@@ -136,7 +136,7 @@ no_drop_rows = functools.lru_cache(maxsize=256)(layout.recv_capacity)
 
 
 def _check_capacity(group: GroupSpec, layer: LayerSpec) -> None:
-    """A slab holds rows of the layer, and of a no-drop group all of them."""
+    """Raises if a slab has no room for a row of the layer or, in a no-drop group, for all rows."""
     sizes = {
         "num_experts": group.num_experts,
         "max_tokens_per_rank": group.max_tokens_per_rank,

@@ -64,7 +64,7 @@ class NativeLayer:
 
 @dataclasses.dataclass(frozen=True)
 class OnGpus:
-    """How a process drives its ranks of a group on GPUs.
+    """Says how a process drives its ranks of a group on GPUs.
 
     Attributes:
         ordinals: CUDA ordinal of each local rank.
@@ -257,7 +257,7 @@ class NativeLibrary:
         text.checked(self._table.add_layers(group, made, len(layers), text.struct))
 
     def remove_layers(self, group: int, ids: Iterable[int]) -> None:
-        """Later calls of these layers raise StaleHandleError."""
+        """Makes later calls of these layers raise StaleHandleError."""
         wanted = list(ids)
         self._table.remove_layers(group, (ctypes.c_uint64 * len(wanted))(*wanted), len(wanted))
 
@@ -270,7 +270,7 @@ class NativeLibrary:
         self._table.close_group(group, int(timeout_s * 1e9))
 
     def check_group(self, group: int) -> str | None:
-        """Text of the first error of the group's calls since this was last asked, or None."""
+        """Returns the first error of the group's calls since the last call of this, or None."""
         text = TextBuffer()
         return text.value if self._table.check_group(group, text.struct) else None
 
@@ -373,7 +373,7 @@ class OpenGroup:
         """
 
     def stop_making(self) -> None:
-        """The process ends: gives up what is still being made in the background, with a bound."""
+        """Gives up what is being made in the background, within a bound: the process ends."""
 
     def close(self) -> None:
         """As `NativeLibrary.close_group`, within CLOSE_TIMEOUT_S."""

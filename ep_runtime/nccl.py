@@ -298,7 +298,7 @@ class NcclGroup:
         return text.value if found >= 0 else None
 
     def check(self) -> str | None:
-        """Text of the first error since this was last asked, or None."""
+        """Returns the first error since the last call of this, or None."""
         text = TextBuffer()
         return text.value if self._table.check_group(self.number, text.struct) else None
 

@@ -215,7 +215,7 @@ class GroupSpec:
 
     @functools.cached_property
     def physical(self) -> GroupSpec:
-        """The group as `ep.moe` sees it once it spread experts: each rank has L + spare of them.
+        """Returns the group after `ep.moe` spread its experts: each rank has L + spare of them.
 
         Rows over capacity were dropped before.
         """

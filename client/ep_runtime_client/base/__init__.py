@@ -1,1 +1,1 @@
-"""Layers, meshes, dtypes and JAX's state, for all other rooms; imports none of them."""
+"""Layers, meshes, dtypes and JAX's state for all other folders, none of which it imports."""

@@ -70,7 +70,7 @@ def unsupported_reason() -> str | None:
 
 
 def remedy() -> str:
-    """The command that installs a JAX without the difference that `unsupported_reason` names."""
+    """Returns the command that installs a JAX for which `unsupported_reason` is None."""
     import importlib.metadata  # costs 20 ms, which the command line does not spend
 
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -81,7 +81,7 @@ def remedy() -> str:
 
 
 def fallback() -> str:
-    """`unsupported_reason` with its consequence and the remedy; empty where there is none."""
+    """Returns `unsupported_reason` with its consequence and the remedy; empty if there is none."""
     reason = unsupported_reason()
     return "" if reason is None else f"{reason}: {CONSEQUENCE}; {remedy()}"
 
@@ -210,7 +210,7 @@ def _varint(number: int) -> bytes:
 
 
 def live_processes(processes: Sequence[int]) -> dict[int, int]:
-    """Waits until each of these processes that lives asks the same; its incarnation by process.
+    """Waits until every living one of these processes asks the same; returns their incarnations.
 
     All get the same answer. A process that was started again has another incarnation.
     """

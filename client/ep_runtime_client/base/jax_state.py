@@ -130,7 +130,7 @@ def jaxlib_version() -> tuple[int, ...]:
 
 @functools.cache
 def prepare_cpu_pool() -> None:
-    """Gives XLA:CPU the threads that many launches in flight need; warns where it is too late.
+    """Gives XLA:CPU the threads that many launches in flight need; warns if it is too late.
 
     Ends when jaxlib 0.12, which has a pool of its own for launches, is the oldest supported.
     """
@@ -181,7 +181,7 @@ def settle(devices: Iterable[Any], within_s: float = SETTLE_S) -> bool:
 
 
 def _launch_last(devices: tuple[Any, ...]) -> list[Any]:
-    """Arrays that are ready once the devices have run everything launched before."""
+    """Returns arrays that are ready once the devices have run everything launched before."""
     jax, following = _module("jax"), _following()
     if len(devices) > 1 and devices[0].platform == "cpu":
         # XLA:CPU runs multi-device programs in order, but not single-device programs.

@@ -111,8 +111,10 @@ class LiveGroups:
         return group
 
     def report(self, name: str, text: str) -> None:
-        """Keeps an error of a group's call that the native library does not know of, written as it
-        writes its own; the first one that nobody has taken."""
+        """Saves an error of a group's call that the native library does not know of.
+
+        The text has the library's form. A saved error stays until it is taken.
+        """
         with self._lock:
             self._reports.setdefault(name, text)
 

@@ -186,7 +186,7 @@ def _chosen(mesh: Any, platforms: list[str], in_cluster: Callable[[], bool]) -> 
 
 
 def _no_nccl(devices: Any, platforms: list[str], in_cluster: Callable[[], bool]) -> str:
-    """Why no communicators can be made for the devices; "" if they can."""
+    """Says why no communicators can be made for the devices; "" if they can."""
     if why := _no_library(devices, platforms):
         return why
     if _spans_hosts(devices) and not in_cluster():
@@ -204,7 +204,7 @@ def _spans_hosts(devices: Any) -> bool:
 
 
 def _no_windows(devices: Any, platforms: list[str]) -> str:
-    """Why the devices cannot map each other's memory; "" if they can.
+    """Says why the devices cannot map each other's memory; "" if they can.
 
     Every process of a job must come to the same answer: what is asked holds for the whole host.
     """
@@ -223,7 +223,7 @@ def _no_windows(devices: Any, platforms: list[str]) -> str:
 
 
 def _no_library(devices: Any, platforms: list[str]) -> str:
-    """Why nothing of this package's own moves rows between the devices; "" if something does."""
+    """Says why nothing of this package can move rows between the devices; "" if something can."""
     if platforms != ["gpu"]:
         return f"no windows are made for {platforms} devices"
     return _no_kernels(devices)

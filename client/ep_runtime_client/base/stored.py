@@ -1,4 +1,4 @@
-"""Our pytree classes in stored programs: how `jax.export` writes and reads what they hold.
+"""Lets `jax.export` write and read our pytree classes in stored programs.
 
 An exported program keeps the structure of its arguments and results. What is static there, such as
 the layer of a plan or a recipe, is written as JSON, never pickled: reading a program runs nothing.

@@ -1,4 +1,4 @@
-"""Daemons as a process reaches them: found or started, and talked to.
+"""Finds, starts and calls daemons.
 
     runtime           addresses; starts a private daemon or the node's (`children`)
     socket_directory  checks whose directory and process it is, before a byte is sent

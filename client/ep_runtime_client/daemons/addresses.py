@@ -1,4 +1,4 @@
-"""Addresses of daemons as people write them, and the place that each one means."""
+"""Parses addresses of daemons, and finds the socket directory that each one means."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def parse_address(text: str, argument: str = "address") -> Address:
 
 
 def daemon_place(text: str | None) -> SocketDirectory:
-    """The daemon that the command line asks: `text`, $EP_RUNTIME_ADDRESS, the default.
+    """Finds the daemon that the command line asks: `text`, $EP_RUNTIME_ADDRESS, the default.
 
     Raises:
         InvalidArgumentError: `text` names no daemon that another process could reach.

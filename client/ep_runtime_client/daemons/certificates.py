@@ -67,7 +67,7 @@ def paths(directory: Path, name: str) -> Paths:
 
 
 def parse_node(text: str) -> CertifiedNode:
-    """`NAME` or `NAME=HOST,HOST`.
+    """Parses `NAME` or `NAME=HOST,HOST`.
 
     Raises:
         InvalidArgumentError: a name or host that no certificate can carry.
@@ -139,7 +139,7 @@ def make(
 
 
 def _authority(directory: Path, days: int) -> _Signer:
-    """The directory's, made now where there is none."""
+    """Reads the directory's authority; makes one if there is none."""
     place = paths(directory, AUTHORITY)
     there = place.existing()
     if len(there) == 1:
@@ -255,7 +255,7 @@ def _write_pair(
 
 
 def _write(path: Path, data: bytes, mode: int) -> None:
-    """Whole or not at all, and never readable by more than `mode` says."""
+    """Writes a file whole or not at all; no user that `mode` excludes can ever read it."""
     fresh = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     fd = os.open(fresh, flags, mode)

@@ -116,7 +116,7 @@ class Child:
         )
 
     def log_tail(self, lines: int = 15) -> str:
-        """The last lines of the daemon's log; after `stop` of what it wrote till then."""
+        """Returns the last lines of the daemon's log; after `stop`, as they then were."""
         if not self._log.closed:
             size = os.fstat(self._log.fileno()).st_size
             start = max(0, size - _LOG_TAIL_BYTES)
@@ -124,7 +124,7 @@ class Child:
         return "\n".join(self._tail.decode(errors="replace").splitlines()[-lines:])
 
     def stop(self) -> int:
-        """Ends the daemon and returns its exit code; kills it where it does not end in time."""
+        """Ends the daemon and returns its exit code; kills it if it does not end in time."""
         with self._lock:
             if self._process.poll() is None:
                 self._process.send_signal(signal.SIGTERM)

@@ -25,7 +25,7 @@ _Result = TypeVar("_Result")
 
 
 def job_name(given: str | None) -> str:
-    """The job that `connect(job=given)` means.
+    """Returns the job that `connect(job=given)` means.
 
     Raises:
         InvalidArgumentError: no job may be called so.
@@ -100,7 +100,7 @@ class DaemonClient:
 
     @property
     def is_private(self) -> bool:
-        """Nothing outlives this process here, so retaining memory has no meaning."""
+        """Whether the daemon ends with this process, so that it cannot retain memory."""
         return self._runtime.is_private
 
     @property
@@ -110,7 +110,7 @@ class DaemonClient:
 
     @property
     def alone(self) -> str:
-        """Why groups of this session cannot span processes; "" if they can."""
+        """Says why groups of this session cannot span processes; "" if they can."""
         if self.has_daemon and self.is_private:
             return f"a private daemon of its own (this one's is at {self.address})"
         if self.has_daemon and self._job_is_ours_alone:
@@ -129,7 +129,7 @@ class DaemonClient:
 
     @property
     def link(self) -> Link:
-        """The connection. Raises where the session is over, forked or has no daemon."""
+        """Returns the connection. Raises if the session is over, forked or has no daemon."""
         self.require_alive()
         if self._link is None:
             raise _no_daemon()
@@ -141,11 +141,11 @@ class DaemonClient:
         return self.link.control(self.timeout_s)
 
     def run(self, work: Callable[[transport.ControlChannel], _Result]) -> _Result:
-        """`work` with the daemon's RPCs; again from its start where the daemon was restarted."""
+        """Calls `work` with the daemon's RPCs, and again if the daemon was restarted meanwhile."""
         return self.link.run(work, self.timeout_s)
 
     def require_alive(self) -> None:
-        """Raises where the session was closed, fenced or inherited through fork."""
+        """Raises if the session was closed, fenced or inherited through fork."""
         if os.getpid() != self.pid:
             raise PermissionDeniedError(
                 f"this session belongs to pid {self.pid}; pid {os.getpid()} was forked from it "
@@ -164,7 +164,7 @@ class DaemonClient:
             )
 
     def end(self, error: EpRuntimeError) -> None:
-        """The daemon ended the session, for that reason."""
+        """Handles that the daemon ended the session, for that reason."""
         self._ended = self._ended or error
 
     def say_goodbye(self, *, failed: bool) -> None:

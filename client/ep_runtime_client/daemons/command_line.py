@@ -1,4 +1,4 @@
-"""Command lines of our programs, without importing what runs them."""
+"""Makes command lines of our programs without importing these."""
 
 from __future__ import annotations
 

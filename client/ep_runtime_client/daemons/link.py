@@ -1,4 +1,4 @@
-"""A session's connection to its daemon: heartbeats out, events in, made again where it is lost.
+"""A session's connection to its daemon: sends heartbeats, gets events, and reconnects.
 
 A daemon that was restarted knows the session out of its journal, or takes the client's word: the
 connection says hello with the token of before, and the session's owner then says what it holds.
@@ -113,7 +113,7 @@ class Link:
 
     @property
     def now(self) -> transport.ControlChannel | None:
-        """The RPCs; None while the daemon is away."""
+        """Returns the RPCs; None while the daemon is away."""
         with self._changed:
             return self._control if self._up else None
 
@@ -131,7 +131,7 @@ class Link:
         raise self._place.unavailable(f"the connection is lost for {timeout_s:g} s")
 
     def run(self, work: Callable[[transport.ControlChannel], _Result], timeout_s: float) -> _Result:
-        """`work` with the RPCs; again from its start where the daemon went away meanwhile.
+        """Calls `work` with the RPCs, and again if the daemon went away meanwhile.
 
         Raises:
             EpRuntimeError: of `work`; RuntimeUnavailableError where the daemon is not back in time.
@@ -152,7 +152,7 @@ class Link:
                 self.lose(control)
 
     def lose(self, control: transport.ControlChannel) -> None:
-        """These RPCs got no answer: connect again. Does nothing if that has happened."""
+        """Starts to reconnect because these RPCs got no answer; does nothing if that has begun."""
         with self._changed:
             if self._control is not control or not self._up:
                 return
@@ -162,7 +162,7 @@ class Link:
         stream.cancel()  # wakes the thread that reconnects
 
     def say_left(self, request: group_service_pb2.CloseGroupRequest) -> None:
-        """CloseGroup, now or once the daemon is back; an error of it is logged."""
+        """Calls CloseGroup, now or once the daemon is back; logs an error."""
         control = self.now
         try:
             if control is not None:
@@ -176,7 +176,7 @@ class Link:
             self._left.append(request)
 
     def say_goodbye(self, *, failed: bool = False) -> None:
-        """CloseSession, now or once the daemon is back; an error of it is logged.
+        """Calls CloseSession, now or once the daemon is back; logs an error.
 
         Nothing is owed to a private daemon: it ends with the session.
 
@@ -290,7 +290,7 @@ class Link:
             return
 
     def _connect_again(self) -> bool:
-        """Tries until it works; False if the session is over or stopped."""
+        """Reconnects, with pauses until it works; False if the session is over or stopped."""
         pause_s = 0.0
         while not self._stopped.wait(pause_s * random.uniform(0.8, 1.2)):
             try:

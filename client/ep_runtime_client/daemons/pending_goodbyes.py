@@ -1,4 +1,4 @@
-"""Goodbyes to daemons that were away when a session ended: said once they are back.
+"""Ends sessions at daemons that were away when a session ended, once they are back.
 
 A daemon that is started again awaits the sessions of its journal as long as their processes live.
 One that ended meanwhile has to say so, or its groups would stay claimed.
@@ -62,7 +62,7 @@ class PendingGoodbyes:
                 self._thread.start()
 
     def say(self, place: SocketDirectory) -> None:
-        """Says now what is owed to that daemon: a new session may want the ranks.
+        """Sends that daemon its goodbyes now, because a new session may want the ranks.
 
         Raises:
             RuntimeUnavailableError: it is away still, or again.

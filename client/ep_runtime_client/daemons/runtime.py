@@ -1,4 +1,4 @@
-"""Finds the daemon at an address, and starts one where the address asks for that."""
+"""Finds the daemon at an address, and starts one if the address asks for that."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class ReachedRuntime:
 
     @property
     def is_private(self) -> bool:
-        """Nothing outlives this process here, so retaining memory has no meaning."""
+        """Whether the daemon ends with this process, so that it cannot retain memory."""
         return self.address.kind in (EMBEDDED, NONE)
 
     def revive(self, timeout_s: float) -> None:
@@ -71,7 +71,7 @@ class ReachedRuntime:
 
 
 def open_runtime(address: Address, timeout_s: float) -> ReachedRuntime:
-    """The daemon at an address, started where the address asks for that.
+    """Opens the daemon at an address, and starts it if the address asks for that.
 
     Raises:
         RuntimeUnavailableError: nobody answers, or a started daemon does not come up.
@@ -112,7 +112,7 @@ def _open_embedded(address: Address, timeout_s: float) -> ReachedRuntime:
 
 
 def _start_with_lifeline(directory: Path) -> children.Child:
-    """The child watches a pidfd of ours, so that it ends with us even on SIGKILL.
+    """Starts a daemon that watches a pidfd of ours, so that it ends with us even on SIGKILL.
 
     Not PR_SET_PDEATHSIG: that follows the thread that started the child, not the process.
     """
@@ -125,7 +125,7 @@ def _start_with_lifeline(directory: Path) -> children.Child:
 
 
 def _open_node(address: Address, directory: Path, timeout_s: float) -> ReachedRuntime:
-    """The first process starts the daemon under a lock; it ends by itself after the last one."""
+    """Starts the node's daemon if it does not run, under a lock; it ends after its last process."""
     place = SocketDirectory(directory)
     place.check()
     env.make_directory(directory)
@@ -141,7 +141,7 @@ def _open_node(address: Address, directory: Path, timeout_s: float) -> ReachedRu
 
 
 def own_file(path: Path) -> IO[bytes]:
-    """A file of the node's directory, to append to. Raises RuntimeUnavailableError."""
+    """Opens a file of the node's directory to append to. Raises RuntimeUnavailableError."""
     try:
         return open(files.open_regular(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644), "a+b")
     except OSError as error:
@@ -153,7 +153,7 @@ def own_file(path: Path) -> IO[bytes]:
 
 @contextlib.contextmanager
 def locked(path: Path, timeout_s: float) -> Iterator[None]:
-    """Holds an flock; the kernel lets go of it where the holder dies.
+    """Holds an flock, which the kernel releases if the holder dies.
 
     Raises:
         RuntimeUnavailableError: another process holds it for longer than `timeout_s`.

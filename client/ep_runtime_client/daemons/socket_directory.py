@@ -1,4 +1,4 @@
-"""A daemon's socket directory as a client sees it: nothing in it is trusted that was not checked.
+"""Checks a daemon's socket directory before a client trusts anything in it.
 
 Whoever serves these sockets gets our groups and what they move. Before a byte is sent, the
 directory must be our user's, root's, or that of a user whom the caller named, and so must the
@@ -55,7 +55,7 @@ class SocketDirectory:
         return {0, os.geteuid()} | ({self.uid} if self.uid is not None else set())
 
     def unavailable(self, reason: str) -> RuntimeUnavailableError:
-        """The error of a daemon that does not answer."""
+        """Makes the error of a daemon that does not answer."""
         return RuntimeUnavailableError(
             f"no daemon answers at {self.address}: {reason}; start one with "
             f"`ep-runtime serve --dir {self.directory}`",
@@ -64,7 +64,7 @@ class SocketDirectory:
         )
 
     def open(self) -> int:
-        """A descriptor of the directory; the caller closes it. `path_of` names sockets in it.
+        """Opens a descriptor of the directory; the caller closes it. `path_of` names sockets in it.
 
         Raises:
             PermissionDeniedError: the directory could be another user's doing.
@@ -86,7 +86,7 @@ class SocketDirectory:
             raise self.unavailable(error.strerror or str(error)) from error
 
     def check(self) -> None:
-        """Raises PermissionDeniedError if a directory, there or to come, is not safe."""
+        """Raises PermissionDeniedError if the directory, existing or not yet made, is not safe."""
         try:
             trust.check_parents(self.directory, self._uids)
         except PermissionDeniedError as error:
@@ -96,7 +96,7 @@ class SocketDirectory:
 
     @contextlib.contextmanager
     def connected(self, name: str, kind: int, timeout_s: float) -> Iterator[socket.socket]:
-        """A connection to one of the directory's sockets. Raises as `open` and `check_listener`."""
+        """Connects to one of the directory's sockets. Raises as `open` and `check_listener`."""
         pinned = self.open()
         try:
             with socket.socket(socket.AF_UNIX, kind) as connection:
@@ -106,7 +106,7 @@ class SocketDirectory:
             os.close(pinned)
 
     def check_listener(self, pinned: int, name: str, timeout_s: float) -> None:
-        """Whether somebody listens on a stream socket of the opened directory, and who.
+        """Checks that a trusted user's process listens on a stream socket of the opened directory.
 
         Raises:
             PermissionDeniedError: we may not connect, or another user's process listens.
@@ -148,5 +148,5 @@ class SocketDirectory:
 
 
 def path_of(pinned: int, name: str) -> str:
-    """A socket's path through a directory's descriptor, which no rename leads elsewhere."""
+    """Returns a socket's path through a directory's descriptor, which no rename can redirect."""
     return f"/proc/self/fd/{pinned}/{name}"

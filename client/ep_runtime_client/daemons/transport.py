@@ -71,7 +71,7 @@ class RpcChannel:
 
 @contextlib.contextmanager
 def fd_socket(place: SocketDirectory, timeout_s: float) -> Iterator[socket.socket]:
-    """A connection to fd.sock. Raises as `SocketDirectory.connected`."""
+    """Connects to fd.sock. Raises as `SocketDirectory.connected`."""
     with place.connected(wire.FD_SOCKET, socket.SOCK_SEQPACKET, timeout_s) as connection:
         yield connection
 
@@ -168,7 +168,7 @@ def hello(
 def redeem(
     place: SocketDirectory, token: str, attach_token: str, timeout_s: float
 ) -> list[tuple[types_pb2.WindowDescriptor, int]]:
-    """The descriptors that an attach token is for, in its order; the caller closes them.
+    """Gets the descriptors that an attach token is for, in its order; the caller closes them.
 
     Raises:
         PermissionDeniedError: the attach token is used, expired or another process's.

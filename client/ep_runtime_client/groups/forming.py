@@ -98,7 +98,7 @@ class _Formation:
         )
 
     def _with_nccl(self, control: transport.ControlChannel, formed: Formed) -> Formed:
-        """The group with the communicators that its rows travel over."""
+        """Returns the group with the communicators that its rows travel over."""
         held = formed.native_group
         if held is None or isinstance(held, communicators.GroupWithNccl):
             return formed
@@ -169,7 +169,7 @@ class _Formation:
         return True
 
     def leave(self) -> None:
-        """Gives up what is held; nothing if nothing is."""
+        """Leaves the group if this process holds it."""
         formed, self._formed = self._formed, None
         if formed is not None:
             leave(self._client, self._spec.name, formed.generation, formed.native_group)
@@ -177,7 +177,7 @@ class _Formation:
 
 
 def _left(formed: Formed) -> list[int]:
-    """Ranks that have left, of the EP groups that this process has ranks of."""
+    """Returns the ranks that have left an EP group in which this process has ranks."""
     size = formed.spec.ep_size
     ours = {rank // size for rank in formed.ranks}
     return [
@@ -186,7 +186,7 @@ def _left(formed: Formed) -> list[int]:
 
 
 def _say_failed(client: DaemonClient, ranks: nccl.Ranks, error: str) -> None:
-    """A communicator failed without a process of the group being gone."""
+    """Reports that a communicator failed although no process of the group is gone."""
     if not client.has_daemon:
         return
     with contextlib.suppress(EpRuntimeError):  # the group's calls say it in any case
@@ -195,7 +195,7 @@ def _say_failed(client: DaemonClient, ranks: nccl.Ranks, error: str) -> None:
 
 
 def _uuids(spec: specs.GroupSpec, claim: Claim) -> tuple[str, ...]:
-    """The GPUs of the ranks: ordinals differ between processes, UUIDs do not."""
+    """Returns the UUIDs of the ranks' GPUs, because ordinals differ between processes."""
     if not device_layout.on_device(spec):
         return ()
     found = native.library("cuda").devices()
@@ -253,14 +253,14 @@ def leave(
 
 
 def unmap(native_group: native.OpenGroup | None) -> None:
-    """Unmaps the windows once running calls are over, which is waited for with a bound."""
+    """Unmaps the windows after running calls, for which it waits with a bound."""
     if native_group is not None:
         native_group.close()
 
 
 @functools.cache
 def keep_freed_memory() -> bool:
-    """Tells glibc to keep freed memory for the next buffers; whether it does. Logged once.
+    """Tells glibc to keep freed memory for the next buffers; returns whether it does. Logs once.
 
     XLA:CPU allocates every large result from glibc, which returns what is above 32 MiB to the
     system at once and so clears every page of it for the next call: with rows of 4 KiB as dear as

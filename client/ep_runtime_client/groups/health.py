@@ -1,4 +1,4 @@
-"""Whether a group can go on, as its board, the daemon's events and its own calls say."""
+"""Decides from board, daemon's events and own calls whether a group can go on."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _OVER = (types_pb2.GROUP_STATE_BROKEN, types_pb2.GROUP_STATE_CLOSED)
 
 @dataclasses.dataclass(frozen=True)
 class End:
-    """Why a group is over that this process has not closed.
+    """The reason for the end of a group that this process has not closed.
 
     Attributes:
         error: what calls raise again.
@@ -58,7 +58,7 @@ class GroupHealth:
 
     @property
     def end(self) -> End | None:
-        """Why its calls end, where this process has not closed it."""
+        """Returns why the group's calls end; None if they go on or this process closed it."""
         if not self.closed and self._end is None:
             # The board says it before the daemon's event.
             poison = self._formed.memory.poison(self._formed.generation)
@@ -71,7 +71,7 @@ class GroupHealth:
         return "CLOSED" if self.closed else "BROKEN" if self.is_gone else "READY"
 
     def give_up(self, reason: str) -> None:
-        """The daemon does not know it any more, for that reason; calls go on."""
+        """Notes why the daemon no longer knows the group, whose calls go on."""
         self._lapsed = self._lapsed or reason
 
     def changed(self, state: types_pb2.GroupState, reason: str, lost: Sequence[Any]) -> None:
@@ -108,7 +108,7 @@ class GroupHealth:
         return End(StaleHandleError(f"{text}; create it again", **self._fields), patience_s)
 
     def _lost(self, rank: int, pid: int, reason: str) -> End:
-        """rank -1 where ranks live and do not reach each other, pid 0 if it is not known."""
+        """Makes the end by a lost process: rank -1 if only the link is lost, pid 0 if unknown."""
         who = "a peer" if rank < 0 else f"the process of rank {rank}"
         if pid > 0:
             who = f"process {pid} of rank {rank}"

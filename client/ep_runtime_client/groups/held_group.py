@@ -187,7 +187,7 @@ class HeldGroup:
         }
 
     def require_open(self, layer: str | None = None) -> None:
-        """Raises where the group cannot be used any more.
+        """Raises if the group can no longer be used.
 
         Raises:
             PeerLostError: a process of it is gone or fenced.
@@ -245,7 +245,7 @@ class HeldGroup:
             self.close()
 
     def abandon(self) -> None:
-        """Unmaps the windows without a word to the daemon, which goes on keeping them."""
+        """Unmaps the windows without telling the daemon, which keeps them."""
         self._settle()
         if self._shut():
             forming.unmap(self.native_group)
@@ -258,7 +258,7 @@ class HeldGroup:
             jax_state.settle(meshes.devices_of(self.mesh).ravel(), within_s)
 
     def _shut(self) -> bool:
-        """Refuses further use; False if that has happened."""
+        """Refuses further use; returns False if it does so already."""
         with self._lock:
             if self.closed:
                 return False

@@ -113,7 +113,7 @@ def make_group(
 
 
 def _check_free(client: DaemonClient, name: str) -> None:
-    """Layers find their group by name, so a name is open once in a process."""
+    """Raises if the name is open here, because layers find their group by name."""
     other = live_groups.get(name)
     if other is not None and other.client is not client:
         raise InvalidArgumentError(
@@ -198,14 +198,14 @@ def _claim(spec: specs.GroupSpec, mesh: Mesh) -> forming.Claim:
 
 
 def is_state(name: str) -> InvalidArgumentError:
-    """The error for a copy of a job's state where a group of tokens is asked for."""
+    """Makes the error for a name of a job's state copy instead of a group of tokens."""
     return InvalidArgumentError(
         f"group {name!r} is a copy of the job's state; `State.restore` reads it", argument="name"
     )
 
 
 def stored_spec(client: DaemonClient, name: str) -> specs.GroupSpec:
-    """The spec that the daemon keeps for a group of the session's job.
+    """Returns the spec that the daemon keeps for a group of the session's job.
 
     Raises:
         StaleHandleError: it knows none of that name.

@@ -53,7 +53,7 @@ class Registrations:
         return list(self._items.values())
 
     def lookup(self, name: str) -> EpLayer | LayerStack | None:
-        """A layer, a stack, or with "stack[i]" one layer of it."""
+        """Finds a layer, a stack, or with "stack[i]" one layer of it."""
         found = self._layers.get(name)
         if found is not None or not name.endswith("]"):
             return found
@@ -277,7 +277,7 @@ def _ask_to_register(
 
 
 def ask(client: DaemonClient, group: str, name: str) -> wire.RegisteredLayer:
-    """A layer or a stack that the daemon knows by name.
+    """Asks the daemon for a layer or a stack by name.
 
     Raises:
         StaleHandleError: the daemon knows no such layer.

@@ -1,4 +1,4 @@
-"""Jobs of several processes on this machine, for our own commands: started, watched, ended.
+"""Starts, watches and ends jobs of several processes on this machine, for our own commands.
 
 A job is one module of ours that runs in P processes under jax.distributed. The first one writes
 to our terminal, the others to logs whose end is shown where one fails. Imports no JAX.
@@ -172,14 +172,14 @@ class Members:
 
 
 def _end_with_parent() -> None:
-    """Standard input ends when the parent does, however it ended."""
+    """Waits for the end of standard input, which is the parent's, and then ends this process."""
     while os.read(sys.stdin.fileno(), 4096):
         pass
     os._exit(1)
 
 
 def _keep_output_ours(member: Member) -> None:
-    """Gloo's C++ code writes to file descriptor 1; what Python writes stays where it was."""
+    """Sends to a log what Gloo's C++ code writes to file descriptor 1, but not what Python does."""
     ours = os.fdopen(os.dup(1), "w", buffering=1)
     with open(Path(member.directory) / f"{member.index}.native.log", "wb") as log:
         os.dup2(log.fileno(), 1)
@@ -187,7 +187,7 @@ def _keep_output_ours(member: Member) -> None:
 
 
 def _leave(code: int) -> NoReturn:
-    """Ends without goodbye: jax.distributed would wait for processes that may be gone."""
+    """Ends at once, because jax.distributed's goodbye would wait for processes that may be gone."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

@@ -309,7 +309,7 @@ _GATE_CORRECTION = f"gate.{_CORRECTION}"
 
 
 def _both(block: str, experts: Experts, memory: str = "", **others: Any) -> tuple[Layout, ...]:
-    """The layout of files, and of what transformers 5 makes of it in memory."""
+    """Returns the layout of files, and the one that transformers 5 makes of it in memory."""
     return Layout(block, experts, **others), Layout(memory or block, Stacked(), **others)
 
 
@@ -386,6 +386,6 @@ MEGATRON = (
 
 
 def layout_in(layouts: tuple[Layout, ...], state_dict: Mapping[str, Any], layer: int) -> Layout:
-    """The one whose experts are there; the first, whose names errors show, if none is."""
+    """Returns the layout whose experts are there; else the first, whose names errors show."""
     found = (each for each in layouts if each.experts.is_in(each.of(state_dict, layer)))
     return next(found, layouts[0])

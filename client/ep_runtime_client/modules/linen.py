@@ -178,7 +178,7 @@ class MoEBlock(linen.Module):  # type: ignore[misc]
         return results
 
     def update_expert_bias(self, tokens_per_expert: jax.Array, rate: float) -> None:
-        """Moves the block's `expert_bias` as `ep.update_expert_bias` does.
+        """Updates the block's `expert_bias` as `ep.update_expert_bias` does.
 
         Call it by `apply(..., method="update_expert_bias", mutable="expert_bias")`.
 

@@ -216,7 +216,7 @@ class MoEBlock(nnx.Module):  # type: ignore[misc]
             self.use_running_average = use_running_average
 
     def update_expert_bias(self, tokens_per_expert: jax.Array, rate: float) -> None:
-        """Moves the block's `expert_bias` as `ep.update_expert_bias` does.
+        """Updates the block's `expert_bias` as `ep.update_expert_bias` does.
 
         Args:
             tokens_per_expert: int32 [E], from the stats of a call with return_stats.

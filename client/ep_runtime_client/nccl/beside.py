@@ -86,7 +86,7 @@ class GroupBesideNccl(native.OpenGroup):
         self.beside.stop_making()
 
     def close(self) -> None:
-        """The communicators first."""
+        """Closes the communicators, then the group."""
         self.beside.close()
         super().close()
 
@@ -217,7 +217,7 @@ class Beside:
         communicators.report(control, self._ranks, version, error)
 
     def end(self, why: EpRuntimeError) -> None:
-        """The group broke: what NCCL has under way ends with `why`."""
+        """Ends NCCL's running calls with `why`, because the group broke."""
         self._over.set()
         with self._lock:
             made, self._error = self._made, self._error or why
@@ -225,7 +225,7 @@ class Beside:
             made.abort(why)
 
     def stop_making(self) -> None:
-        """The process ends: threads of NCCL that still join must not see it unload."""
+        """Stops before the process ends, because NCCL must not unload while its threads run."""
         with self._lock:
             ready = self._ready
         if not ready:
@@ -244,7 +244,7 @@ class Beside:
         self._join()
 
     def _join(self) -> None:
-        """Waits for the thread where NCCL has it, which gives it back; not where the daemon has."""
+        """Waits for the thread if it is in NCCL, which returns; not if it waits for the daemon."""
         if self._made is not None and self._thread is not threading.current_thread():
             self._thread.join(_END_S)
 

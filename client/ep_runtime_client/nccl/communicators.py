@@ -60,7 +60,7 @@ class GroupWithNccl(native.OpenGroup):
         return self.nccl.check() if found is None else found
 
     def end(self, why: EpRuntimeError) -> None:
-        """As `native.OpenGroup`: NCCL's calls wait for a rank that will not come."""
+        """As `native.OpenGroup`; also ends NCCL's calls, which would wait for a lost rank."""
         self.nccl.abort(why)
 
     def restored(self, control: transport.ControlChannel) -> None:
@@ -69,7 +69,7 @@ class GroupWithNccl(native.OpenGroup):
             report(control, self.ranks, version_of(nccl.library()), "")
 
     def close(self) -> None:
-        """The communicators first: what still runs on them would keep the windows mapped."""
+        """Closes the communicators first, because what runs on them keeps the windows mapped."""
         self.nccl.close()
         if self.watch is not None:
             self.watch.join()

@@ -1,1 +1,1 @@
-"""Questions about compiled programs: collectives, what remat saves, why a run failed."""
+"""Answers questions about compiled programs: their collectives, remat, and failures."""

@@ -1,4 +1,4 @@
-"""Errors that come out of compiled programs: XLA's own type around our text.
+"""Converts errors of compiled programs, which are XLA's own type around our text.
 
 A handler of the native library fails a program with one line of text, `EP_RUNTIME/<class>: ...`,
 which XLA wraps in an error type of its own. These two functions find our error in it again. Between

@@ -85,7 +85,7 @@ class Source:
 
     @contextlib.contextmanager
     def _making_sense_of(self, method: str) -> Iterator[None]:
-        """Values of a node's answer may be any. Raises EpRuntimeError."""
+        """Raises EpRuntimeError if the values of a node's answer make no sense."""
         try:
             yield
         except _SENSELESS as error:
@@ -147,7 +147,7 @@ class Source:
         return self.pages("ListLayers", request, "layers", flat=_flat_layer)
 
     def handles(self, *, age_s: float | None = None) -> list[dict[str, Any]]:
-        """`age_s`: as they were that long ago."""
+        """Lists handles; with `age_s`, as they were that long ago."""
         request = messages.ListHandlesRequest
         return self.pages("ListHandles", request, "handles", age=_age(age_s))
 
@@ -319,7 +319,7 @@ def _single(field: Any, value: Any, budget: ValueBudget | None) -> Any:
 
 
 def enum_name(enum: EnumDescriptor, number: int) -> str:
-    """GROUP_STATE_READY of GroupState is READY; a number this version does not know stays one."""
+    """Returns READY for GROUP_STATE_READY of GroupState; an unknown number stays a number."""
     found = enum.values_by_number.get(number)
     if found is None:
         return str(number)

@@ -1,4 +1,4 @@
-"""Rows of every node of the daemon's cluster, and the nodes that gave none."""
+"""Reads rows of every node of the daemon's cluster, and lists nodes without an answer."""
 
 from __future__ import annotations
 

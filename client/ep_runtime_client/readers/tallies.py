@@ -115,7 +115,7 @@ class Interval:
 
 
 def between(before: BoardSample, after: BoardSample) -> list[Interval]:
-    """The interval of every rank that both samples have in the same generation of its group."""
+    """Returns the interval of every rank that both samples have in one generation of its group."""
     found = []
     for key, row in after.ranks.items():
         earlier = before.ranks.get(key)
@@ -274,7 +274,7 @@ def _ends(group: Sequence[Interval]) -> dict[int, int]:
 
 
 def slow_rank(group: Sequence[Interval]) -> Slow | None:
-    """The rank that held up the others of its group, where one did so more than any other."""
+    """Returns the rank that held up its group more than any other; None if none stands out."""
     shares = held_up(group)
     if not shares:
         return None
@@ -295,7 +295,7 @@ def slow_rank(group: Sequence[Interval]) -> Slow | None:
 
 
 def silences(group: Sequence[Interval]) -> Iterator[str]:
-    """A line for each process that sends no heartbeat, with its ranks."""
+    """Makes a line for each process that sends no heartbeat, with its ranks."""
     silent: dict[tuple[str, int], list[Interval]] = {}
     for one in group:
         if one.row["now"]["silent_s"] is not None:
@@ -333,12 +333,12 @@ def layer_rows(group: Iterable[Row | Interval], layer: str) -> dict[int, int]:
 
 
 def max_mean(rows: Sequence[int]) -> float | None:
-    """The fullest over the mean: 1.0 if all have the same; None if nobody has any."""
+    """Divides the largest by the mean: 1.0 if all are equal; None if all are 0."""
     total = sum(rows)
     return max(rows) * len(rows) / total if total else None
 
 
 def jain(rows: Sequence[int]) -> float | None:
-    """Jain's index: 1.0 if all have the same, 1 / n where one has everything."""
+    """Computes Jain's index: 1.0 if all are equal, 1 / n if one has everything."""
     squares = sum(count * count for count in rows)
     return sum(rows) ** 2 / (len(rows) * squares) if squares else None

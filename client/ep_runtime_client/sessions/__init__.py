@@ -1,4 +1,4 @@
-"""Sessions: `connect()`, what it returns, and how a process ends that lost a peer.
+"""Sessions: `connect()`, the Session it returns, and the end of a process that lost a peer.
 
 `connect` finds or makes the one session with a daemon in `registry`, which counts `connect()` calls
 and drops what a forked child inherits. A `Session` is what users hold. Behind it is an

@@ -1,4 +1,4 @@
-"""`connect()`: which session a process gets, and how it is made."""
+"""`connect()`: finds or makes the session of a process."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def _checked_labels(labels: Mapping[str, str] | None) -> dict[str, str]:
 
 
 def _connected(chosen: addresses.Address, job: str | None) -> Session:
-    """The open session with a daemon, under tracing."""
+    """Returns the open session with a daemon, under tracing."""
     found = registry.sessions.find(chosen)
     if found is None:
         at = chosen.kind if chosen.directory is None else f"unix://{chosen.directory}"
@@ -145,7 +145,7 @@ def _check_same_job(found: DaemonClient, job: str | None) -> None:
 
 
 def choose(address: str | None, *, ask: bool = True) -> addresses.Address:
-    """The address that `connect(address)` uses; starts nothing.
+    """Returns the address that `connect(address)` uses; starts nothing.
 
     Without `ask` nobody is asked whether the node's default daemon answers: it does where this
     process has a session with it.

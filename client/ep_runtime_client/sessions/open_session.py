@@ -63,7 +63,7 @@ class OpenSession:
         return here.spec.transport if here is not None and said == "auto" else said
 
     def create(self, spec: specs.GroupSpec, mesh: Mesh, *, replace: bool) -> HeldGroup:
-        """The group as `Session.create_group` returns it."""
+        """Creates the group as `Session.create_group` does."""
         with self._forming_lock(spec.name):
             self.client.require_alive()
             found = self.get(spec.name)
@@ -79,7 +79,7 @@ class OpenSession:
             return group
 
     def find(self, name: str, mesh: Mesh | None) -> HeldGroup:
-        """The group as `Session.group` returns it."""
+        """Finds the group as `Session.group` does."""
         with self._forming_lock(name):
             self.client.require_alive()
             found = self.get(name)
@@ -113,7 +113,7 @@ class OpenSession:
         self._watch(group)
 
     def _end(self, error: EpRuntimeError) -> None:
-        """The daemon ended the session, and with it the groups that say so."""
+        """Handles that the daemon ended the session, and groups with it."""
         self.client.end(error)
         _log.error("%s: %s", type(error).__name__, error)
         for group in self.groups():
@@ -145,7 +145,7 @@ class OpenSession:
         self.client.stop()
 
     def at_exit(self) -> None:
-        """The interpreter ends: no goodbye, so that retained windows wait for the next start."""
+        """Stops at the interpreter's end without a goodbye, so that windows are retained."""
         if self.client.is_ours and not self._closed:
             self._closed = True
             for group in self.groups():

@@ -78,7 +78,7 @@ class OpenSessions:
             atexit.register(self._at_exit)
 
     def _after_fork(self) -> None:
-        """The child's copies are the parent's: forgotten, but never destroyed.
+        """Forgets the sessions in a forked child; they are the parent's, so none is destroyed.
 
         Another thread may have held the lock, and a gRPC channel must not be torn down by a
         process that lacks the threads which serve it.

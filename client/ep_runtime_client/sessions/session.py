@@ -1,4 +1,4 @@
-"""A process's session with one daemon, and the groups made in it. Made by `connecting.py`."""
+"""A process's session with one daemon, and the groups made in it. Made by `connect.py`."""
 
 from __future__ import annotations
 

@@ -71,14 +71,14 @@ class Watchdog:
         thread.start()
 
     def stop(self) -> None:
-        """The program goes on: it has made another group."""
+        """Stops counting, because the program has made another group."""
         with self._lock:
             if self._words is not None:
                 self._words.put(_Word.GOES_ON)
             self._words = None
 
     def closed(self) -> None:
-        """The program goes on without the session; counts again where it exits, as JAX waits."""
+        """Stops counting until the process exits, when JAX may wait for others."""
         with self._lock:
             if self._words is not None:
                 self._words.put(_Word.CLOSED)
