@@ -1,4 +1,4 @@
-"""`python -m ep_runtime_server`: what `ep-runtime serve` starts."""
+"""`python -m ep_runtime_server`: the program that `ep-runtime serve` starts."""
 
 import sys
 

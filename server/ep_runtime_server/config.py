@@ -1,4 +1,4 @@
-"""What the daemon was told, resolved and validated once."""
+"""The daemon's configuration, resolved and validated once."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class ServerConfig:
 
     @property
     def open_to_others(self) -> bool:
-        """Whether users beside the daemon's own may connect."""
+        """Whether users other than the daemon's own may connect."""
         return bool(self.allow_uids or self.allow_gids)
 
     def check_served(self, peer: Peer) -> None:
@@ -102,7 +102,7 @@ def merged(
 
 
 def default_max_host_bytes() -> int:
-    """Half of what the host could give without swapping."""
+    """Returns half of the memory that the host could give without swapping."""
     return available_bytes() // 2
 
 

@@ -23,7 +23,7 @@ def keys(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:
 
 
 def read(parser: argparse.ArgumentParser, path: Path) -> None:
-    """Makes what the file says the parser's defaults: a flag wins, and repeated flags add to lists.
+    """Makes the file's values the parser's defaults: a flag wins, and repeated flags add to lists.
 
     Raises:
         InvalidArgumentError: naming the key that is unknown or has a wrong value.
@@ -69,7 +69,7 @@ def _scalar(action: argparse.Action, value: Any) -> Any:
 
 
 def text_of(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> str:
-    """A file that says the same as `arguments`; what is not set is a comment."""
+    """Makes the text of a file equal to `arguments`; keys that are not set are comments."""
     lines: list[str] = []
     for key, action in keys(parser).items():
         if action.help == argparse.SUPPRESS:
@@ -83,7 +83,7 @@ def text_of(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> s
 def changes(
     parser: argparse.ArgumentParser, before: argparse.Namespace, after: argparse.Namespace
 ) -> list[str]:
-    """Keys of what differs."""
+    """Returns the keys of values that differ."""
     return [
         key
         for key, action in keys(parser).items()

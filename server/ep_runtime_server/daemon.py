@@ -158,7 +158,7 @@ class Daemon:
         )
 
     def _open_doors(self) -> None:
-        """fd.sock, and api.sock and admin.sock before gRPC."""
+        """Opens fd.sock, and api.sock and admin.sock in front of gRPC."""
         directory, kind = self._directory, socket.SOCK_SEQPACKET
         self._disposal = Disposal()
         turns = Turns(asyncio.get_running_loop())
@@ -262,7 +262,7 @@ class Daemon:
         self._health.set(not self.runtime.refusal)
 
     def handle_signals(self) -> None:
-        """SIGTERM and SIGINT drain; the second one ends at once."""
+        """Makes SIGTERM and SIGINT drain the daemon; a second one ends it at once."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._signalled)

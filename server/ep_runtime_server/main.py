@@ -256,7 +256,7 @@ def _tell_ready(settings: ServerConfig, daemon: Daemon) -> None:
 
 
 def _take_signals_back() -> None:
-    """Signals that whoever started the daemon blocks or ignores are its own again.
+    """Takes back the signals that the daemon's parent blocked or ignored.
 
     SIGTERM ends it, and the kernel tells it of its processes' ends.
     """
@@ -269,7 +269,7 @@ def _take_signals_back() -> None:
 
 
 def _parse(argv: Sequence[str] | None) -> tuple[argparse.ArgumentParser, argparse.Namespace]:
-    """The flags, on top of what their file says. Raises InvalidArgumentError."""
+    """Parses the flags, which override their file. Raises InvalidArgumentError."""
     parser = build_parser()
     arguments = parser.parse_args(argv)
     if arguments.config:
@@ -279,7 +279,7 @@ def _parse(argv: Sequence[str] | None) -> tuple[argparse.ArgumentParser, argpars
 
 
 class _Reloading:
-    """What SIGHUP does: reads the flags' file again, and changes what can be changed."""
+    """Handles SIGHUP: reads the flags' file again, and changes what can be changed."""
 
     def __init__(self, argv: Sequence[str] | None, arguments: argparse.Namespace) -> None:
         self._argv = argv

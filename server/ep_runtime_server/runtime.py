@@ -230,7 +230,7 @@ class Runtime:
 
     @property
     def refusal(self) -> str:
-        """Why nothing new is admitted, or would not work; empty while all is well."""
+        """Says why nothing new is admitted or would work; empty while all is well."""
         if self.draining:
             return f"it is {self.drain_order or 'draining: it ends'}"
         if self.recovery.under_way:

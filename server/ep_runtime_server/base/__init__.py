@@ -1,1 +1,1 @@
-"""Time, pacing, events, logs, systemd and limits, for all other rooms."""
+"""Time, pacing, events, logs, systemd and limits, for all other folders."""

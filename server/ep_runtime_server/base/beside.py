@@ -14,7 +14,7 @@ Work = Callable[[], None]
 
 
 class SideThread:
-    """Does one piece of work after the other. What is put in raises nothing."""
+    """Does one piece of work after the other. The work must not raise."""
 
     def __init__(self, name: str, most_waiting: int) -> None:
         self._work: queue.Queue[Work | None] = queue.Queue(most_waiting)
@@ -39,7 +39,7 @@ class SideThread:
         return True
 
     async def settle(self, within_s: float) -> None:
-        """Returns when all that was put in before is done, or after that time."""
+        """Waits until all work queued before is done, or for that time."""
         loop, done = asyncio.get_running_loop(), asyncio.Event()
 
         def tell() -> None:

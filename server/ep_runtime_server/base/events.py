@@ -61,7 +61,7 @@ class _Allowance:
 
 
 class EventLog:
-    """Never given a session or attach token."""
+    """The daemon's events. Callers never pass it a session token or attach token."""
 
     def __init__(self, clock: Clock, path: Path | None = None) -> None:
         """`path` is of the file that outlives the daemon; None for none."""

@@ -43,7 +43,7 @@ _ERRORS = {"enospc": errno.ENOSPC, "eio": errno.EIO}
 
 
 class LostError(ConnectionResetError):
-    """A request or an answer is lost on its way; its caller hears nothing but the end."""
+    """Raised to lose a request or an answer: its caller only sees the call end."""
 
 
 @dataclasses.dataclass
@@ -75,7 +75,7 @@ class Failpoints:
     """The points of one daemon."""
 
     def __init__(self, switches: Iterable[str] = ()) -> None:
-        """`switches` that do not begin with `failpoint:` are somebody else's."""
+        """Arms the `switches` that begin with `failpoint:`; the others have other readers."""
         self._armed: dict[str, _Point] = {}
         for text in switches:
             if text.startswith(PREFIX):

@@ -79,7 +79,7 @@ def _is_failure(record: logging.LogRecord) -> bool:
 
 
 def start_logging(level: str) -> LogWriter:
-    """Lines of `level` and above on stderr: text on a terminal, JSON for whatever else reads it."""
+    """Logs lines of `level` and above to stderr: text on a terminal, else JSON."""
     terminal = os.isatty(_STDERR)
     writer = LogWriter(_STDERR)
     writer.setFormatter(TextLines(colours=not env.no_color()) if terminal else JsonLines())

@@ -27,7 +27,7 @@ class LogWriter(logging.Handler):
             self._refused += 1
 
     def take_lost(self) -> int:
-        """Lines that were lost since it was asked last; 0 while the next one would be lost too."""
+        """Returns the lines lost since the last call; 0 while the next one would be lost too."""
         if self.beside.full:
             return 0
         lost = self._refused + self._unwritten

@@ -59,7 +59,7 @@ def is_shortage(error: OSError) -> bool:
 
 
 def exhausted(what: str, error: OSError) -> PoolExhaustedError:
-    """The error for a kernel that refused `what`, with the numbers of a shortage."""
+    """Makes the error for a kernel that refused `what`, with the numbers of a shortage."""
     if not is_shortage(error):
         return PoolExhaustedError(f"{what}: {error.strerror}; retry")
     most = most_open()

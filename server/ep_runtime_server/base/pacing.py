@@ -1,4 +1,4 @@
-"""Long work in short turns: nobody's request holds the event loop from everybody else's."""
+"""Does long work in short turns, so that no request blocks the event loop for others."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 async def paced(items: Iterable[T]) -> AsyncIterator[T]:
-    """`items`, which must not change meanwhile; gives the loop back whenever a turn is over."""
+    """Yields `items`, which must not change meanwhile; lets the loop go on after each turn."""
     until_s = time.monotonic() + TURN_S
     for item in items:
         yield item

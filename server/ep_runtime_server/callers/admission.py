@@ -1,4 +1,4 @@
-"""How much of the daemon one user may take with calls under way: their number, and their bytes.
+"""Limits the running calls of one user: their number and their bytes.
 
 A call is under way until its caller has the answer, or is gone: who does not read holds memory.
 Nobody's calls keep out those of another user: each has limits of their own, and the daemon's limit
@@ -80,7 +80,7 @@ class AdmittedCall:
 
     @property
     def room(self) -> Room:
-        """For the request; of all calls of the user."""
+        """Room for the request, which all calls of the user share."""
         return self._user.room
 
     def answer(self, size_bytes: int) -> None:

@@ -55,7 +55,7 @@ class Caller:
 
 @dataclasses.dataclass(frozen=True)
 class GivenOrder:
-    """Whoever ends a group or a session that others use, with what command or call, and why.
+    """An order that ends a group or session of others: who gave it, by which command, and why.
 
     Orders come over unix sockets, so their host is the daemon's.
     """

@@ -50,7 +50,7 @@ class Operations:
         request: Message,
         work: Callable[[], Awaitable[Any]],
     ) -> Any:
-        """`work()`'s answer, run once per (session, op id, kind of request).
+        """Returns the answer of `work()`, called once per (session, op id, kind of request).
 
         A caller that goes away does not end the work, so a retry finds it.
 

@@ -1,4 +1,4 @@
-"""Sessions of client processes: their identity by the kernel, and whether they live.
+"""Sessions of client processes: checks their identity with the kernel, and whether they live.
 
 A session's token is bound to one process. Its end is known from the pidfd alone: a closed stream
 or a late heartbeat frees nothing, and a forked child that keeps the sockets open hides nothing.
@@ -165,7 +165,7 @@ class Sessions:
         return self._by_id.get(session_id)
 
     def hello(self, peer: Peer, own_pid: int, client_version: str) -> SessionRecord:
-        """A new session for the connected process. Takes the peer's pidfd over.
+        """Makes a session for the connected process. Takes the peer's pidfd over.
 
         Raises:
             PoolExhaustedError: the user has as many sessions as allowed.
@@ -207,7 +207,7 @@ class Sessions:
         self.on_change(session)
 
     def restore(self, session: SessionRecord) -> bool:
-        """A session out of the journal; False if its process is gone."""
+        """Restores a session from the journal; False if its process is gone."""
         pidfd = open_process(session.pid, session.start_s)
         if pidfd is None:
             return False
@@ -218,7 +218,7 @@ class Sessions:
         return True
 
     def resume(self, token: str, peer: Peer) -> SessionRecord | None:
-        """The session that the process had before the daemon started again; None if unknown.
+        """Finds the session that the process had before the daemon restarted; None if unknown.
 
         Raises:
             SessionFencedError: it was fenced, or is over.
@@ -234,7 +234,7 @@ class Sessions:
         return session
 
     def authenticate(self, token: str, own_pid: int | None) -> SessionRecord:
-        """The session of that token, over or not.
+        """Finds the session of that token, even if it is over.
 
         Raises:
             SessionFencedError: no such token, or the session was fenced.
@@ -308,7 +308,7 @@ class Sessions:
         self.heard(session)
 
     def heard(self, session: SessionRecord) -> None:
-        """The process said something: it is not SUSPECT."""
+        """Notes a message of the process, which is then not SUSPECT."""
         session.last_beat_s = self._clock.monotonic_s()
         session.awaited = False
         if session.state is SessionState.SUSPECT:
@@ -316,7 +316,7 @@ class Sessions:
             self._log("session.active", f"process {session.pid} is heard again", session)
 
     def mark_suspects(self) -> None:
-        """ACTIVE sessions whose heartbeat is late become SUSPECT; that frees nothing."""
+        """Marks ACTIVE sessions with a late heartbeat SUSPECT, which frees nothing."""
         now = self._clock.monotonic_s()
         for session in self._by_id.values():
             unheard_s = session.unheard_s(now)
@@ -332,7 +332,7 @@ class Sessions:
                 )
 
     def close(self, session: SessionRecord, *, failed: bool = False) -> None:
-        """The process said goodbye, or that it leaves by an error: no goodbye, though it lives."""
+        """Ends a session whose process says goodbye or, with `failed`, leaves after an error."""
         if session.live:
             self._end(session, SessionState.DEAD if failed else SessionState.CLOSED)
 

@@ -14,7 +14,7 @@ _Item = TypeVar("_Item")
 
 
 class FairQueue(Generic[_Item]):
-    """First in, first out for each user, and one user after the other."""
+    """Queues work first in, first out for each user, and serves users in turn."""
 
     def __init__(self) -> None:
         self._of_user: dict[int, collections.deque[_Item]] = {}  # by uid, in turn
@@ -47,8 +47,10 @@ class Turns:
         self._until_s: float | None = None  # end of work done at once in this round
 
     def now(self, uid: int, work: Callable[[], None]) -> bool:
-        """`work()` at once, and True, where nobody waits and this round of the loop has time left;
-        else as `add`."""
+        """Calls `work()` now and returns True if nobody waits and this round has time left.
+
+        Else queues it as `add` does.
+        """
         if self._until_s is None:
             self._until_s = time.monotonic() + TURN_S
             self._loop.call_soon(self._next_round)
@@ -62,7 +64,7 @@ class Turns:
         self._until_s = None
 
     def add(self, uid: int, work: Callable[[], None]) -> None:
-        """`work()` soon, after what the user asked for before."""
+        """Queues `work()` after the user's earlier requests."""
         self._waiting.put(uid, work)
         self._call()
 

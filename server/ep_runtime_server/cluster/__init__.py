@@ -1,1 +1,1 @@
-"""Groups that form across nodes: claims, views, and who tells whom."""
+"""Forms groups across nodes: claims, views, and messages between daemons."""

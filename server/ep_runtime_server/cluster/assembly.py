@@ -91,7 +91,7 @@ class Assemblies:
     def differ(
         self, node: str, owner: Owner, spec: GroupSpec, claims: tuple[NodeClaim, ...]
     ) -> None:
-        """The node refused these processes for their spec: who differs elsewhere hears of it.
+        """Ends waits elsewhere that differ from a spec whose processes the node refused.
 
         Raises:
             PoolExhaustedError: too many groups form.
@@ -151,7 +151,7 @@ class Assemblies:
         return assembly, assembly.proposal
 
     def report(self, node: str, owner: Owner, epoch: int, error: str) -> None:
-        """A node's word on a view; nothing where it is decided, or not known.
+        """Takes a node's report on a view; ignores it if the view is decided or unknown.
 
         Raises:
             PoolExhaustedError: the decision cannot be written; the node repeats its report.
@@ -174,7 +174,7 @@ class Assemblies:
             assembly.notify()
 
     def ended(self, node: str, owner: Owner, epoch: int, ranks: Iterable[int]) -> None:
-        """Processes of the node ended, or left the group: their ranks can be claimed anywhere.
+        """Frees the ranks of the node's processes that ended or left the group.
 
         Epoch 0: it claims nothing any more, and can use no view that is not decided.
         """
@@ -211,13 +211,13 @@ class Assemblies:
         assembly.notify()
 
     def _give_up_view_of(self, assembly: Assembly, owner: Owner, node: str, why: str) -> None:
-        """A node that joins again has not got the view, or cannot use it."""
+        """Gives up the view of a node that joins again and so lacks it, or cannot use it."""
         proposal = assembly.proposal
         if proposal is not None and node in proposal.view.nodes:
             self._give_up(assembly, owner, f"node {node!r} {why}")
 
     def node_gone(self, node: str) -> None:
-        """It left, was not heard of for a lease's time, or started again."""
+        """Drops a node that left, lost its lease, or started again."""
         for owner, assembly in list(self._all.items()):
             assembly.refused.pop(node, None)
             part = assembly.parts.get(node)
@@ -230,7 +230,7 @@ class Assemblies:
                 proposal.ended |= {m.rank for m in proposal.view.members if m.node == node}
 
     def tick(self) -> None:
-        """Drops claims that nobody renewed, and views that nobody decided."""
+        """Drops claims that nobody renewed and views that nobody decided."""
         now = self._clock.monotonic_s()
         for owner, assembly in list(self._all.items()):
             for part in list(assembly.parts.values()):
@@ -259,8 +259,10 @@ class Assemblies:
 
 
 def _refuse_others(assembly: Assembly, owner: Owner, part: NodePart, now_s: float) -> None:
-    """Ends the waits of those that differ from the part; of none where other nodes have its ranks:
-    the group may form without it."""
+    """Ends the waits of parts that differ from this one.
+
+    Ends none if other nodes have its ranks, because the group may then form without it.
+    """
     if assembly.unclaimed_elsewhere(part):
         for other in assembly.others(part):
             error = _mismatch(owner, part, other)

@@ -1,4 +1,4 @@
-"""This daemon among those of other nodes: its node service, its place, its view of the others."""
+"""This daemon's part in a cluster: its node service, its place, and its view of other nodes."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ class Cluster:
         )
 
     def _take_part(self) -> Coordination:
-        """As coordinator, or as a node that joins one."""
+        """Begins as coordinator, or as a node that joins one."""
         settings, facts, identity = self.settings, self.facts, self._identity()
         if settings.coordinator is None:
             facts.found()
@@ -188,7 +188,7 @@ class Cluster:
 
     @staticmethod
     def _listen_to(groups: Groups, spanning: Spanning) -> None:
-        """After the journal's: what other nodes are told is written before."""
+        """Listens after the journal, so that changes are written before other nodes hear them."""
         before = groups.on_change
 
         def both(group: GroupRecord) -> None:
@@ -232,7 +232,7 @@ class Cluster:
         await self.peers.ask(node, address, "TellGroup", request, within_s=limits.NODE_RPC_S)
 
     def begin(self, supervisor: Supervisor) -> None:
-        """The server answers: the coordinator may hear of us."""
+        """Joins the coordinator, now that the server answers."""
         if self.membership is not None:
             supervisor.keep("membership", self.membership.run)
 

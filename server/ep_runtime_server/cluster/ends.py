@@ -1,4 +1,4 @@
-"""Ends of processes of groups that span nodes: told to the other nodes until they hear, and heard.
+"""Exchanges with other nodes which processes of groups over nodes ended.
 
 A node reports on its processes of a committed view until each of them is gone, even if the group
 has a new generation here. Until then the coordinator gives their ranks to no other process, and
@@ -58,8 +58,11 @@ class Ends:
         self._tell_gone(group)
 
     def restored(self, group: GroupRecord) -> None:
-        """A group out of the journal, which may have lost its processes since. One whose view was
-        not decided before the daemon ended goes on without it, and the others may have it."""
+        """Tells other nodes which processes a group from the journal has lost.
+
+        A group whose view was undecided when the daemon ended continues without the view, which
+        the other nodes may have.
+        """
         if group.undecided is not None:
             epoch, nodes, ranks = group.undecided
             group.undecided = None
@@ -92,7 +95,7 @@ class Ends:
         left: list[int],
         why: str = "",
     ) -> None:
-        """The view's other nodes break or mark their groups; the coordinator frees the ranks.
+        """Tells the view's other nodes, which break or mark their groups, and the coordinator.
 
         `why` says who ended the lost ones, as far as this daemon knows; the next one does not.
         """
@@ -129,7 +132,7 @@ class Ends:
         left: list[int],
         why: str = "",
     ) -> None:
-        """Another node tells of its processes. Raises PermissionDeniedError for others' ranks."""
+        """Takes another node's report. Raises PermissionDeniedError for ranks it does not have."""
         group = self._groups.find(owner)
         if group is None or group.epoch != epoch:
             return
@@ -166,7 +169,7 @@ class Ends:
 
 
 def _answer_for(group: GroupRecord) -> None:
-    """From the commit of a view on, for this node's processes in it."""
+    """Makes this node answer for its processes in a view from the view's commit on."""
     known, claims = group.answered, group.claims
     if group.committed and group.remote and (known is None or known.epoch != group.epoch):
         group.answered = Answered(
@@ -177,7 +180,7 @@ def _answer_for(group: GroupRecord) -> None:
 
 
 def _is_lost(group: GroupRecord, rank: int, session: SessionRecord | None) -> bool:
-    """Whether the rank's process left without a word, or its memory was taken from it."""
+    """Whether the rank's process ended without leaving, or lost its memory by an order."""
     taken = group.state is State.CLOSED and group.last_event is Trigger.TAKEN_AWAY
     dead = session is not None and session.state in (SessionState.DEAD, SessionState.FENCED)
     return taken or dead or rank in group.lost

@@ -170,7 +170,7 @@ class NodeServicer:
         )
 
     def _view(self, view: GroupView) -> pb.GroupView:
-        """Made once for all nodes of the view."""
+        """Converts a view, once for all its nodes."""
         if view.epoch not in self._made:
             self._made[view.epoch] = messages.view_to_proto(view)
             if len(self._made) > MAX_MADE:

@@ -1,4 +1,4 @@
-"""This node's part in groups that form across nodes: joins, installs the view, does as decided.
+"""This node's part in forming groups across nodes: joins, installs the view, commits it.
 
 While a group lacks ranks on this node, one task per group joins it at the coordinator. If every
 rank is claimed here meanwhile, that task ends and other nodes do not hear of the group. Each node
@@ -59,14 +59,14 @@ async def _done_or_changed(call: asyncio.Future[Any], group: GroupRecord) -> Non
 
 
 async def _end(call: asyncio.Future[Any]) -> None:
-    """Cancels it. An error of one that had ended is looked at, or asyncio would log that."""
+    """Cancels a task. Reads the error of one that has ended, which asyncio would log else."""
     call.cancel()
     with contextlib.suppress(asyncio.CancelledError, EpRuntimeError):
         await call
 
 
 def _wants_others(group: GroupRecord) -> bool:
-    """Whether it forms and needs processes of other nodes."""
+    """Whether the group forms and needs processes of other nodes."""
     open_view = bool(group.remote) and not group.committed
     return (
         group.state is State.FORMING
@@ -125,7 +125,7 @@ class Spanning:
     # Forming
 
     def _unequal(self, owner: Owner, spec: GroupSpec, members: Iterable[GroupMember]) -> None:
-        """Processes here were refused for their spec: who waits elsewhere is to hear of it too."""
+        """Reports processes that were refused here for their spec, to end waits elsewhere."""
         self._start(self._differ(owner, spec, _claims_of(members)))
 
     async def _differ(self, owner: Owner, spec: GroupSpec, claims: tuple[NodeClaim, ...]) -> None:
@@ -144,7 +144,7 @@ class Spanning:
         return group is not None and group.group_id in self._drivers
 
     def _claim_nothing(self, owner: Owner) -> None:
-        """Between two calls the coordinator keeps what we claimed in the last one."""
+        """Tells the coordinator that we claim nothing now, because it keeps our last claim."""
 
         async def say() -> None:
             if not self._claims(owner):  # else the coordinator hears that
@@ -199,7 +199,7 @@ class Spanning:
                     self._groups.fail(group, error)
 
     async def _while_same(self, group: GroupRecord, call: Coroutine[Any, Any, Any]) -> Any:
-        """The call's answer; None, and the call cancelled, where the claims change before."""
+        """Returns the call's answer; cancels it and returns None if the claims change before."""
         before = group.generation, _claims(group)
         task = asyncio.ensure_future(call)
         try:
@@ -248,7 +248,7 @@ class Spanning:
                 group.notify()
 
     def _install(self, group: GroupRecord, view: GroupView) -> bool:
-        """Whether the view says of this node what is true here."""
+        """Installs the view if it is right about this node; returns whether it is."""
         theirs = {m.rank: m.session_id for m in view.members if m.node == self._node}
         ours = {rank: member.session.session_id for rank, member in group.claims.items()}
         whole = [member.rank for member in view.members] == list(range(group.spec.world_size))
@@ -269,7 +269,7 @@ class Spanning:
     async def _decision(
         self, group: GroupRecord, view: GroupView, holds: Callable[[], bool]
     ) -> tuple[Outcome, str]:
-        """Says once that the processes attached, or that they cannot; then waits for the others.
+        """Reports once whether the processes attached; then waits for the others.
 
         A coordinator that is away is waited for: nobody but it knows what was decided.
         """

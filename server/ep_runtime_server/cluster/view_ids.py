@@ -57,7 +57,7 @@ class ViewIds:
         return await asyncio.shield(self._made[key])
 
     async def _watch(self, key: tuple[Owner, int], process: IdProcess) -> None:
-        """Until the attempt is over, whatever it came to."""
+        """Waits until the attempt is over, whatever its outcome."""
         try:
             await asyncio.wait({self._made[key]})
             await self._assemblies.outcome(*key, JOIN_S)

@@ -1,4 +1,4 @@
-"""What a coordinator knows of one group that forms across nodes: claims, the view, its fate."""
+"""One group that forms across nodes, at the coordinator: claims, the view, its outcome."""
 
 from __future__ import annotations
 
@@ -104,19 +104,19 @@ class Proposal:
 
     @property
     def lives(self) -> bool:
-        """It is committed, and processes of it are there."""
+        """Whether the view is committed and has living processes."""
         everybody = {member.rank for member in self.view.members}
         return self.outcome is Outcome.COMMITTED and self.ended != everybody
 
     def holder(self, rank: int) -> ViewMember | None:
-        """Whose process has the rank, so that no other node may claim it."""
+        """Returns the member that has the rank, so that no other node may claim it."""
         members = self.view.members  # by rank, without a gap
         if self.outcome is Outcome.ABORTED or rank in self.ended or rank >= len(members):
             return None
         return members[rank]
 
     def awaits(self, node: str, spec: GroupSpec, claims: tuple[NodeClaim, ...]) -> bool:
-        """Made between two calls of that node, which still claims what it claimed."""
+        """Whether the view was made between two calls of that node, whose claims are the same."""
         if not self.open or node in self.delivered or self.spec.difference(spec) is not None:
             return False
         theirs = {(rank, claim.session_id) for claim in claims for rank in claim.ranks}
@@ -146,7 +146,7 @@ class Assembly:
         self._gathered = asyncio.Event()
 
     def put(self, part: NodePart) -> None:
-        """The node's part, in the place of the one before."""
+        """Replaces the node's part."""
         before = self.parts.get(part.node)
         waits = before is not None and before.waits
         if before is not None:
@@ -182,7 +182,7 @@ class Assembly:
                 del self.refused[node]
 
     def hear(self, part: NodePart) -> None:
-        """Raises what the same group there was refused for before, whoever claims in it by now."""
+        """Raises the error that this group of the node was refused with before, if there is one."""
         for before in self.refused.get(part.node, ()):
             if before.error is not None and before.generation == part.generation:
                 raise before.error
@@ -219,7 +219,7 @@ class Assembly:
         return any(all(map(free, claim.ranks)) for claim in part.claims)
 
     def clear(self) -> None:
-        """A view has them."""
+        """Forgets all claims, because a view has them."""
         self.parts, self.claimed, self.missing = {}, {}, []
 
     def _unclaim(self, part: NodePart) -> None:
@@ -236,7 +236,7 @@ class Assembly:
             self._gathered = asyncio.Event()
 
     def notify(self) -> None:
-        """A view, a decision, an error, or a node's newer call."""
+        """Wakes waiters after a view, a decision, an error, or a node's newer call."""
         self._decided.set()
         self._decided = asyncio.Event()
         self._gathered.set()

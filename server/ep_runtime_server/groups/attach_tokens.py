@@ -33,7 +33,7 @@ class AttachTokens:
         self._tokens: dict[str, AttachToken] = {}
 
     def give(self, session: SessionRecord, group: GroupRecord, world_ranks: tuple[int, ...]) -> str:
-        """The new token's secret. Too many void the session's oldest, and nobody else's."""
+        """Makes a token and returns its secret. Too many void only the session's oldest."""
         self.expire()
         own = [known for known, token in self._tokens.items() if token.session is session]
         if len(own) >= MAX_ATTACH_TOKENS_PER_SESSION:
@@ -44,7 +44,7 @@ class AttachTokens:
         return secret
 
     def take(self, secret: str, session: SessionRecord) -> AttachToken:
-        """Uses the token up, whoever asks.
+        """Removes the token, whoever asks.
 
         Raises:
             PermissionDeniedError: unknown, used, expired or another session's.

@@ -1,4 +1,4 @@
-"""How a process gets at a formed group's memory: attach token, descriptors, report."""
+"""Gives a process a formed group's memory: attach token, descriptors, report."""
 
 from __future__ import annotations
 

@@ -23,11 +23,11 @@ class GroupBook:
 
     @property
     def generation(self) -> int:
-        """The newest one that was given."""
+        """The newest generation number that was given."""
         return self._generation
 
     def skip_to(self, generation: int) -> None:
-        """The next generation is larger than this one."""
+        """Makes the next generation larger than this one."""
         self._generation = max(self._generation, generation)
 
     def _next_generation(self) -> int:

@@ -192,7 +192,7 @@ class Groups(GroupBook):
                 other.namesakes.add(group.owner.job)
 
     def _check_formed(self, group: GroupRecord, task: asyncio.Task[None]) -> None:
-        """A bug in forming ends the wait of its callers instead of letting them sit it out."""
+        """Ends the waits of a group's callers at once if forming had a bug."""
         error = None if task.cancelled() else task.exception()
         if error is not None and group.state is not State.CLOSED:
             tell_failure(self._events, f"forming {group.owner}", error)
@@ -205,7 +205,7 @@ class Groups(GroupBook):
         return group
 
     def begin(self, group: GroupRecord) -> None:
-        """A group whose claims follow."""
+        """Adds a group; its claims follow."""
         self.add(group)
         self._stamp(group)
 
@@ -254,7 +254,7 @@ class Groups(GroupBook):
         group.notify()
 
     def give_up(self, group: GroupRecord) -> None:
-        """Not every process of a group came back in time after a restart."""
+        """Breaks a group whose processes did not all come back in time after a restart."""
         missing = group.missing_ranks or group.unattached_ranks or [-1]
         group.poison(PoisonReason.PEER_LOST, missing[0])
         why = f"ranks {missing} did not come back after the daemon started again"
@@ -262,7 +262,7 @@ class Groups(GroupBook):
         self._log("group.broken", group, why)
 
     def lost_elsewhere(self, group: GroupRecord, why: str) -> None:
-        """Processes of other nodes are gone, which `group.lost` names."""
+        """Breaks a group whose processes on other nodes, in `group.lost`, are gone."""
         group.poison(PoisonReason.PEER_LOST, group.lost_ranks[0])
         group.advance(Trigger.MEMBER_LOST, why)
 
@@ -276,13 +276,13 @@ class Groups(GroupBook):
         self._log("group.broken", group, why)
 
     def leave(self, session: SessionRecord, group: GroupRecord) -> int:
-        """The process unmapped the group in good order; bytes on their way back."""
+        """Notes that the process unmapped the group in good order; returns bytes being freed."""
         if group.windows is not None:
             self._pool.drop_holder(session.session_id, group.windows)
         return self._depart(group, session, Trigger.MEMBER_LEFT)
 
     def close(self, session: SessionRecord, name: str, generation: int) -> int:
-        """The process unmapped that generation of the group; bytes on their way back.
+        """Notes that the process unmapped that generation; returns bytes being freed.
 
         What is gone, or never was, is closed.
         """
@@ -326,7 +326,7 @@ class Groups(GroupBook):
     def _depart(
         self, group: GroupRecord, session: SessionRecord, event: Trigger, why: str = ""
     ) -> int:
-        """Takes the session out of the group; bytes on their way back."""
+        """Takes the session out of the group; returns bytes being freed."""
         member = group.members.pop(session.session_id, None)
         group.previous.pop(session.session_id, None)
         alone = not group.members and not group.previous
@@ -366,7 +366,7 @@ class Groups(GroupBook):
     def take_away(
         self, group: GroupRecord, reason: PoisonReason, why: str, order: GivenOrder | None = None
     ) -> int:
-        """Poisons the group and forgets it; bytes on their way back now."""
+        """Poisons the group and forgets it; returns bytes being freed."""
         group.poison(reason, by=order)
         fields: dict[str, Any] = order.fields if order is not None else {}
         if order is not None and str(order) not in why:
@@ -411,7 +411,7 @@ class Groups(GroupBook):
 def _mismatch(
     group: GroupRecord, session: SessionRecord, field: str, theirs: object, ours: object
 ) -> SpecMismatchError:
-    """The error for a session whose spec differs from the group's."""
+    """Makes the error for a session whose spec differs from the group's."""
     name = group.spec.name
     others = [member.session for member in group.members.values() if member.session is not session]
     if group.state is State.FORMING and others:

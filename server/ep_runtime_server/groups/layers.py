@@ -58,7 +58,7 @@ class LayerTable:
 
     @property
     def num_layers(self) -> int:
-        """Number of layers, each of a stack counted."""
+        """Number of layers, counting all in a stack."""
         return sum(max(layer.num_layers, 1) for layer in self._layers.values())
 
     @property
@@ -114,7 +114,7 @@ class LayerTable:
         return answer, stack_answer
 
     def restore(self, layers: Iterable[RegisteredLayer]) -> None:
-        """Layers as they were registered before, in that order."""
+        """Restores layers as they were registered before, in that order."""
         for layer in layers:
             self._put(layer)
 
@@ -216,7 +216,7 @@ class LayerTable:
     def _gives_way(
         self, known: RegisteredLayer, spec: LayerSpec, num_layers: int, added: _Addition
     ) -> bool:
-        """Whether the caller wants another layer in its place; not twice in one call."""
+        """Whether the caller replaces the layer by another one; not twice in one call."""
         same = (known.spec, known.num_layers) == (spec, num_layers)
         return added.replace and not same and spec.name not in added.layers
 

@@ -121,7 +121,7 @@ class GroupRecord:
 
     @property
     def resolved(self) -> GroupSpec:
-        """The spec that its memory and its programs have."""
+        """The spec that the group's memory and programs have."""
         return dataclasses.replace(self.spec, node_size=self.node_size)
 
     @property
@@ -275,7 +275,7 @@ class GroupRecord:
         self.leave_view()
 
     def leave_view(self) -> None:
-        """The epoch is over for this node."""
+        """Forgets the view, because its epoch is over for this node."""
         self.remote = {}
         self.epoch = self.attempt = 0
         self.committed = False

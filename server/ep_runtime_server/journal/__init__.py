@@ -1,1 +1,1 @@
-"""What outlives the daemon: the file, its records, and what a restart makes of them."""
+"""Keeps state over restarts of the daemon: the file, its records, and the recovery."""

@@ -1,4 +1,4 @@
-"""An order to admit nothing new: an operator's holds over restarts, a signal's ends the daemon."""
+"""A drain order: an operator's lasts over restarts, a signal's ends the daemon."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _RECORD: Mapping[str, shapes.Shape] = {"by": shapes.text, "since_wall_s": shapes
 
 @dataclasses.dataclass(frozen=True)
 class Drain:
-    """The order as it stands.
+    """The current drain order.
 
     Attributes:
         by: who gave it first, and how.
@@ -57,7 +57,7 @@ def ordered(
     wall_s: float,
     ends_at_s: float | None,
 ) -> Drain:
-    """The order `before` with a new one on top; no `order`: a signal."""
+    """Combines the order `before` with a new one; without `order` a signal drains."""
     drain = before or Drain(str(order or "by a signal"), wall_s)
     if ends_at_s is None:
         return dataclasses.replace(drain, held=True)
@@ -66,7 +66,7 @@ def ordered(
 
 
 def restored(record: Any) -> Drain | None:
-    """The order of a daemon of before. Raises what `shapes.check` raises, and LookupError."""
+    """Restores an earlier daemon's order. Raises LookupError, or as `shapes.check`."""
     if record is None:
         return None
     shapes.check(record, _RECORD)

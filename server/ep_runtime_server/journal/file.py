@@ -278,7 +278,7 @@ class Journal:
             self._allocated = self._allocate(self._fd, self._end, needed_bytes, wish_bytes)
 
     def _allocate(self, fd: int, start: int, needed_bytes: int, wish_bytes: int) -> int:
-        """Makes room from `start` on, as much as wished where the disk has it; where it ends."""
+        """Allocates from `start` on, as much as wished if the disk has it; returns the end."""
         self._failpoints.hit(f"{self._name}.reserve")
         try:
             os.posix_fallocate(fd, start, wish_bytes)
@@ -380,7 +380,7 @@ class Journal:
         self._end = self._compacted_bytes = len(data)
 
     def _take_place(self, fresh: Path, fd: int) -> None:
-        """A file that says everything becomes the journal."""
+        """Renames a complete file to the journal."""
         if self._synced:
             os.fsync(fd)
         self._failpoints.hit(f"{self._name}.before_rename")

@@ -80,7 +80,7 @@ class Recorder:
         windows_changed: Callable[[WindowSet], None],
         word_counts_until_s: Callable[[], float | None],
     ) -> None:
-        """From now on every change is written; `windows_changed` hears of memory too."""
+        """Starts to write every change; calls `windows_changed` for changes of memory."""
         self._word_counts_until_s = word_counts_until_s
 
         def both(windows: WindowSet) -> None:
@@ -196,7 +196,7 @@ class Recorder:
             parts.num_written = parts.ends[parts.num_written]
 
     def _encode_layers(self, group: GroupRecord, parts: _LayerParts) -> None:
-        """The next part of what is not JSON yet."""
+        """Encodes the next layers that are not JSON yet."""
         first = parts.num_layers
         part = group.layers.history[first : first + MAX_LAYERS_PER_RECORD]
         value = encoded([records.of_layer(layer) for layer in part])

@@ -80,7 +80,7 @@ def of_windows(windows: WindowSet) -> dict[str, Any] | None:
 
 
 def to_windows(set_id: str, value: Mapping[str, Any]) -> WindowSet:
-    """A set whose descriptors all are still to come back."""
+    """Converts a record to a window set, whose descriptors are all still missing."""
     shapes.check(value, shapes.WINDOWS)
     windows = WindowSet(
         Owner(*value["owner"]), _to_spec(value["spec"]), value["generation"], value["created_s"]

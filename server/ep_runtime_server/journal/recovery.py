@@ -132,7 +132,7 @@ class Recovery:
         self.found_any = bool(sessions or sets or self._groups.all())
 
     def _plain(self, facts: Mapping[str, Any], key: str, shape: Shape, default: _Item) -> _Item:
-        """A fact that is one value; the default where it is none of ours."""
+        """Returns a fact that is one value; the default if we cannot read it."""
         value: _Item = facts.get(key, default)
         if shape(value):
             return value
@@ -146,7 +146,7 @@ class Recovery:
     def _readable(
         self, values: Mapping[str, Any], make: Callable[[str, Any], _Item]
     ) -> dict[str, _Item]:
-        """The items of a kind. What another version wrote and we cannot read is left out."""
+        """Returns the items of a kind, without those of other versions that we cannot read."""
         found = {}
         for key, value in values.items():
             try:
@@ -162,7 +162,7 @@ class Recovery:
         return found
 
     def _restore_group(self, group: GroupRecord) -> None:
-        """A formation that was under way is over: its callers ask again.
+        """Restores a group. One that was forming ends, because its callers ask again.
 
         Where the end of the journal is cut, so is one whose memory nobody had fetched by then: who
         fetched it since knows more (`rejoin.py`), and nobody else has anything of it.
@@ -217,7 +217,7 @@ class Recovery:
     # While it lasts
 
     def adopted(self, size_bytes: int) -> None:
-        """Descriptors of that many bytes came back."""
+        """Notes that descriptors of that many bytes came back."""
         self.adopted_bytes += size_bytes
         self.settle()
 

@@ -1,4 +1,4 @@
-"""A process that comes back after the daemon started again: its groups, and its descriptors."""
+"""Takes back groups and descriptors of processes after the daemon restarted."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from ep_runtime_server.memory.windows import Owner, WindowPool, WindowSet, Windo
 
 @dataclasses.dataclass(frozen=True)
 class Holding:
-    """What a process says that it holds."""
+    """The memory that a process reports to hold."""
 
     spec: GroupSpec
     generation: int
@@ -49,7 +49,7 @@ class Rejoin:
     async def restore_group(
         self, session: SessionRecord, claim: Holding
     ) -> tuple[GroupRecord, list[int]]:
-        """The group that goes on, and the world ranks whose windows are wanted; -1 is the board.
+        """Restores the group; also returns the world ranks whose windows are wanted, -1 the board.
 
         Raises:
             StaleHandleError: the group is gone, or at another generation.
@@ -125,7 +125,7 @@ class Rejoin:
         return group
 
     def _make(self, session: SessionRecord, claim: Holding) -> GroupRecord:
-        """A group that we know from its processes alone; it is READY once all of it is back."""
+        """Makes a group known only from its processes; it is READY once all its memory is back."""
         owner = Owner(session.uid, session.job, claim.spec.name)
         asked = dataclasses.replace(claim.spec, node_size=0)
         group = GroupRecord(owner, asked, claim.generation)
@@ -177,7 +177,7 @@ class Rejoin:
         return taken, windows.wanted_ranks
 
     def adopt(self, windows: WindowSet, fds: Mapping[int, int]) -> int:
-        """Takes duplicates of the wanted descriptors; how many.
+        """Takes duplicates of the wanted descriptors; returns their number.
 
         Raises:
             InvalidArgumentError: one is not the set's memory.

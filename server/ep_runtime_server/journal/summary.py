@@ -1,4 +1,4 @@
-"""What is in a journal, in numbers; for a bug report, beside a daemon that runs or is gone.
+"""Describes a journal in numbers for a bug report, whether or not its daemon runs.
 
 python -m ep_runtime_server.journal.summary FILE
 """
@@ -17,7 +17,7 @@ from ep_runtime_server.journal.file import cut_bytes, whole_records
 
 
 def summary(path: Path) -> dict[str, Any]:
-    """Bytes and records, and how many of a kind say something or forget it. No value of any.
+    """Counts bytes and records, and facts and removals of each kind, without any value.
 
     Raises:
         OSError: it cannot be read.

@@ -96,7 +96,7 @@ class WindowSet:
                 buffer.device = uuids.get(buffer.world_rank, buffer.device)
 
     def hold(self, session_id: str) -> None:
-        """The session has descriptors from now on."""
+        """Notes that the session has descriptors from now on."""
         if session_id not in self.holders:
             self.holders.add(session_id)
             self.on_change(self)

@@ -342,14 +342,14 @@ class WindowPool:
         )
 
     def free_again(self) -> None:
-        """Begins another try to free what could not be, and raises what the last one said."""
+        """Tries again to free what could not be freed, and raises the last try's error."""
         for windows in self._not_freed.keys() - self._freeing:
             self._try_to_free(windows)
         for error in self._not_freed.values():
             raise error
 
     def drop_holder(self, session_id: str, windows: WindowSet) -> int:
-        """`session_id` maps the set no more; bytes on their way back now."""
+        """Notes that `session_id` no longer maps the set; returns bytes being freed."""
         if session_id not in windows.holders:
             return 0
         windows.holders.discard(session_id)
@@ -357,7 +357,7 @@ class WindowPool:
         return self.release(windows) if windows.state is WindowState.QUARANTINED else 0
 
     def drop_all_of(self, session_id: str) -> None:
-        """`session_id` maps nothing more."""
+        """Notes that `session_id` no longer maps anything."""
         for windows in self.sets:
             self.drop_holder(session_id, windows)
 

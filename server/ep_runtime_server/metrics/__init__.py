@@ -1,1 +1,1 @@
-"""What Prometheus reads of the daemon: which metrics there are, their values, and the endpoint."""
+"""The daemon's metrics for Prometheus: their catalogue, their values, and the endpoint."""

@@ -21,7 +21,7 @@ _BOUNDS = [*map(str, BOUNDS_S), "+Inf"]
 
 
 class _Families:
-    """What prometheus-client's encoders take for a registry."""
+    """A registry for prometheus-client's encoders."""
 
     def __init__(self, sheet: Sheet, *, detail: bool) -> None:
         self._sheet = sheet

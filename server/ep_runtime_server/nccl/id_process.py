@@ -82,7 +82,7 @@ class IdProcess:
                 self._process.kill()
 
     async def close(self) -> None:
-        """`kill`, and waits until it is gone."""
+        """Kills the process and waits until it is gone."""
         self.kill()
         if self._process is not None:
             await self._process.wait()

@@ -1,1 +1,1 @@
-"""Which nodes a cluster has: who they are, how they are reached, whether they live."""
+"""Nodes of a cluster: their identities and addresses, and whether they live."""

@@ -193,7 +193,7 @@ def _in_days(left_s: float) -> str:
 
 
 def _stamp(paths: tuple[str, ...]) -> list[tuple[int, ...]]:
-    """Changes with the files, which may be links that come to name others."""
+    """Returns a stamp that changes with the files, also if links come to name others."""
     found: list[tuple[int, ...]] = []
     for path in paths:
         try:

@@ -1,4 +1,4 @@
-"""What `serve` was told about the cluster: addresses, certificates, and what plain TCP may do."""
+"""The options of `serve` about the cluster: addresses, certificates, plain TCP."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Endpoint:
 
     @property
     def is_any(self) -> bool:
-        """It means every address of the host."""
+        """Whether it means every address of the host."""
         return _flag(self.host, "is_unspecified")
 
     @property
@@ -144,7 +144,7 @@ def check_node_name(name: str, argument: str) -> str:
 
 
 def make_cluster_config(arguments: argparse.Namespace) -> ClusterConfig | None:
-    """The cluster of the flags; None if they name none.
+    """Makes the cluster's configuration from the flags; None if they name no cluster.
 
     Raises:
         InvalidArgumentError: flags that contradict each other, files that cannot be read, an

@@ -1,4 +1,4 @@
-"""What a daemon must know of its cluster after a restart, on the disk before anybody is told."""
+"""Facts of its cluster that a daemon needs after a restart, on disk before others hear them."""
 
 from __future__ import annotations
 
@@ -118,12 +118,12 @@ class ClusterFacts:
             self._put(_CLUSTER_ID, cluster_id)
 
     def remember(self, node: str, identity: Mapping[str, Any]) -> None:
-        """A node joined. Raises PoolExhaustedError."""
+        """Saves that a node joined. Raises PoolExhaustedError."""
         if self._facts.get(_NODE + node) != identity:
             self._put(_NODE + node, dict(identity))
 
     def forget(self, node: str) -> None:
-        """A node left. Where that cannot be written a restart takes it for unreachable."""
+        """Saves that a node left. If that fails, the node is unreachable after a restart."""
         if self._facts.pop(_NODE + node, None) is not None:
             self._drop(_NODE + node)
 
@@ -132,7 +132,7 @@ class ClusterFacts:
         return int(self._facts.get(_COMMITTED + group, 0))
 
     def commit(self, group: str, epoch: int) -> None:
-        """The group's view of that epoch holds, whatever happens. Raises PoolExhaustedError."""
+        """Saves that the group's view of that epoch holds for good. Raises PoolExhaustedError."""
         self._put(_COMMITTED + group, epoch)
         known = [key for key in self._facts if key.startswith(_COMMITTED)]
         if len(known) > MAX_COMMITTED:
@@ -155,7 +155,7 @@ class ClusterFacts:
         self._put(_OWED + key, word)
 
     def told(self, key: str) -> None:
-        """Everybody heard it. Where that cannot be written a restart says it again."""
+        """Removes news that every node has heard. If that fails, a restart sends it again."""
         if self._facts.pop(_OWED + key, None) is not None:
             self._drop(_OWED + key)
 
@@ -195,7 +195,7 @@ class ClusterFacts:
             self._syncing = None
 
     def _put(self, key: str, value: Any) -> None:
-        """Written before it counts, and told to others once it is `durable`."""
+        """Writes a fact before it counts; others may hear of it once it is `durable`."""
         journal = self._journal
         if self._anew is None and journal.wants_compaction:
             failed = bool(journal.error)
@@ -277,7 +277,7 @@ def _is_fact(key: str, value: Any) -> bool:
 
 
 def _is_word(value: Any) -> bool:
-    """Whether a journal's value is what `owe` is given."""
+    """Whether a journal's value has the form that `owe` writes."""
     if not isinstance(value, list) or [type(x) for x in value] != [int, str, str, int, *[list] * 3]:
         return False
     *_, nodes, lost, left = value

@@ -1,4 +1,4 @@
-"""What a daemon says of itself to those of other nodes, and the journal keeps of them."""
+"""A daemon's identity as it tells other nodes, and as the journal keeps it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True)
 class NodeIdentity:
-    """What a daemon says of itself; see node_service.proto."""
+    """A daemon's own description; see node_service.proto."""
 
     node: str
     node_id: str = ""

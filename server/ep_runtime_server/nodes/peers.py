@@ -141,7 +141,7 @@ class Peers:
         return self._certificates.ended if refused and self._certificates is not None else ""
 
     async def renew(self) -> None:
-        """Calls go by the certificates of now; those under way end on their connections."""
+        """Uses current certificates for new calls; running calls end on their old connections."""
         channels, self._channels = self._channels, {}
         await asyncio.gather(*(c.close(limits.NODE_LEASE_S) for c in channels.values()))
 

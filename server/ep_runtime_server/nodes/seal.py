@@ -1,4 +1,4 @@
-"""What stands in for certificates on plain TCP: every request shows that its sender has a secret.
+"""Replaces certificates on plain TCP: every request proves that its sender has a secret.
 
 The secret itself never travels: whoever listens at an address in a daemon's place learns requests
 that he can send once more, and makes none of his own.
@@ -38,7 +38,7 @@ class Seal:
         return ((KEY, f"{nonce}.{self._mac(method, nonce)}.{self._mac(method, nonce, data)}"),)
 
     def check_sender(self, method: str, metadata: Mapping[str, Any]) -> None:
-        """Before the request is read. Raises PermissionDeniedError if it has no seal of ours."""
+        """Checks a call's seal before its request is read. Raises PermissionDeniedError."""
         nonce, of_call, _ = _parts(metadata)
         if not hmac.compare_digest(of_call, self._mac(method, nonce)) or nonce in self._seen:
             raise _refused(method)

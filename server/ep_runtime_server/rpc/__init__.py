@@ -1,1 +1,1 @@
-"""gRPC: one servicer per service, what holds for every call, and answers as messages."""
+"""gRPC: one servicer per service, the rules of every call, and answers as messages."""

@@ -91,7 +91,7 @@ class RpcPolicy(grpc.aio.ServerInterceptor):
         self._ending = False
 
     def end(self) -> None:
-        """Calls that wait end with RuntimeUnavailableError; the server is to be stopped next."""
+        """Ends waiting calls with RuntimeUnavailableError, before the server is stopped."""
         self._ending = True
         for task in self._under_way:
             task.cancel()
@@ -182,7 +182,7 @@ class RpcPolicy(grpc.aio.ServerInterceptor):
         return call
 
     def _counted(self, context: Context[Any, Any], method: str) -> AdmittedCall:
-        """The call, until its answer is read or its caller is gone. Raises PoolExhaustedError."""
+        """Counts a call until its answer is read or its caller ends. Raises PoolExhaustedError."""
         peer = context.peer()
         uid = self._uid_of(peer)
         # The caller is a host of the cluster, or a user who may give orders.
@@ -259,7 +259,7 @@ class RpcPolicy(grpc.aio.ServerInterceptor):
 
 
 async def _next(requests: AsyncIterator[bytes]) -> bytes:
-    """The one message of a call. Raises InvalidArgumentError if none comes in time."""
+    """Reads the one message of a call. Raises InvalidArgumentError if none comes in time."""
     try:
         async with asyncio.timeout(READ_S):
             return await anext(aiter(requests))
@@ -277,7 +277,7 @@ def _parsed(method: str, handler: Any, data: bytes) -> Any:
 
 
 async def _read(requests: AsyncIterator[bytes], handler: Any) -> Any:
-    """A request of the health service, from whoever it is."""
+    """Reads a request of the health service, whoever sent it."""
     data = await _next(requests)
     if len(data) > MAX_HEALTH_BYTES:
         raise InvalidArgumentError(f"a health request is at most {MAX_HEALTH_BYTES} bytes")

@@ -78,7 +78,7 @@ class Descriptors:
         return inbox
 
     def _heard(self) -> None:
-        """The process answered, ended, or is late."""
+        """Handles that the process answered, ended, or is late."""
         asked, word = self._asked, b""
         fds: list[int] = []
         if self._child.inbox is not None:

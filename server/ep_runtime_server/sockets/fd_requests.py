@@ -24,7 +24,7 @@ Packet = tuple[pb.FdReply, list[int]]
 
 
 def hello(runtime: Runtime, peer: Peer, asked: pb.Hello) -> pb.FdReply:
-    """A session for the process, or the one that it had."""
+    """Makes a session for the process, or finds the one that it had."""
     if wire.API_VERSION not in asked.api_versions:
         raise VersionSkewError(
             f"the daemon speaks {wire.API_VERSION}, the client {list(asked.api_versions)}",
