@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 
-# Of the table, and of every struct that its functions take.
+# Version of the table and of every struct that its functions take.
 ABI = 5
 
 

@@ -383,8 +383,8 @@ def channel_options(extra: Iterable[tuple[str, Any]] = ()) -> list[tuple[str, An
     """Channel arguments of a client: bounded reconnect, dead daemons noticed within 15 s."""
     return [
         ("grpc.initial_reconnect_backoff_ms", 100),
-        # How long one attempt may take, handshake included; a busy machine needs more than the
-        # pause between two. Where nobody listens an attempt on a unix socket fails at once.
+        # Limit of one attempt with its handshake; a busy machine needs more than the pause between
+        # two. If nobody listens, an attempt on a unix socket fails at once.
         ("grpc.min_reconnect_backoff_ms", 5_000),
         ("grpc.max_reconnect_backoff_ms", 1000),
         ("grpc.keepalive_time_ms", 10_000),

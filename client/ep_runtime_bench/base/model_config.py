@@ -14,7 +14,7 @@ from ep_runtime.errors import InvalidArgumentError
 from ep_runtime_bench.base.moe_cases import Case
 from ep_runtime_client.ops.routing import families
 
-# Where configs have a size: the first name that is there.
+# Names of each size in configs; the first name that a config has counts.
 _NAMES: Mapping[str, tuple[str, ...]] = {
     "hidden": ("hidden_size", "d_model"),
     "inner": (

@@ -18,13 +18,13 @@ TORCH = "torch"  # PyTorch, of `moe` and `train`
 REMAT = "remat"
 # Rounds of steps that are enqueued one after another, and steps of a round.
 ROUNDS, ENQUEUED = 5, 10
-# How the experts' matmuls quantize; the first not at all: they run in the layer's dtype.
+# Number formats of the experts' matmuls; "none" is the layer's dtype.
 RECIPES = ("none", "bf16", "fp8", "fp8-block", "mxfp8")
 EIGHT_BIT = RECIPES[2:]
 # When weights of an 8-bit recipe are quantized: in every call, or once a step. `moe` does not time
 # the latter, because many layers share a step.
 QUANTIZED = ("call", "step")
-# Where the router's weights are multiplied: into the activations before wo, or in combine.
+# Factors of the router's weights: the activations before wo, or the outputs in combine.
 WEIGHTS = ("hidden", "output")
 
 

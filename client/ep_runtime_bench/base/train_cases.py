@@ -13,7 +13,7 @@ from ep_runtime_bench.base.moe_cases import Case, Order, Profile
 
 FIRST = 8  # steps that report losses, before the timed steps
 ROUND = 6  # steps that follow each other, timed together
-# What backward finds saved: everything, what `ep.remat_policy()` saves, or these names only.
+# Values saved for backward: all, those of `ep.remat_policy()`, or only those of these names.
 REMATS = ("none", "default", "plan", "rows")
 # Experts of tokens: chosen by the initial router, or drawn beforehand.
 ROUTINGS = ("router", "uniform", "zipf", "double")

@@ -36,8 +36,8 @@ _PRIVATE = {
     "custom_partitioning:_custom_partitioning_partition": 5,
     "custom_partitioning:_sharding_callbacks.get": 1,
 }
-# Of jaxlib: names that a job needs to go on after a death, and the arguments that their signatures
-# must have. The same in 0.10, 0.11 and 0.12.
+# Names in jaxlib that a job needs to go on after a death, and the arguments that their signatures
+# must have. They are the same in 0.10, 0.11 and 0.12.
 _JAXLIB = {
     "get_distributed_runtime_service": ("num_nodes", "heartbeat_timeout", "recoverable"),
     "DistributedRuntimeClient.get_live_nodes": (),

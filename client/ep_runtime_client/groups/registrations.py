@@ -23,7 +23,7 @@ from ep_runtime_client.daemons.client import DaemonClient
 AddNative = Callable[[Sequence[Any]], None]
 # Fingerprint of replaced layers: no program has it, so every call of them fails.
 _NO_FINGERPRINT = 0
-# By which a layer is the one that is registered under its name.
+# A layer is registered if these settings equal those under its name.
 _SETTINGS = operator.attrgetter("base_id", "spec.top_k", "spec.alignment", "spec.in_flight")
 
 

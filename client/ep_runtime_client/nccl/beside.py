@@ -112,7 +112,7 @@ class Beside:
     ) -> None:
         self._rpcs = run
         self._ranks = dataclasses.replace(ranks, carries_rows=False, max_channels=channels)
-        self._over = threading.Event()  # the group is: nothing more is made or said
+        self._over = threading.Event()  # the group is over: make and report nothing more
         self._settled = threading.Event()  # ready, or failed
         self._lock = threading.Lock()
         self._made: nccl.NcclGroup | None = None

@@ -25,7 +25,7 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "tanh": jnp.tanh,
     "linear": lambda x: x,
 }
-# What others call a gated activation, and the activation of its gate.
+# Names of gated activations elsewhere, and the activation of each one's gate.
 GATED_UNITS = {"swiglu": "silu", "geglu": "gelu", "reglu": "relu", "glu": "sigmoid"}
 
 

@@ -230,7 +230,7 @@ class _Matmul(_DenseOp):
         return unpack(self.x, blocks[:first]), unpack(self.kernel, leaves), bias
 
     def shared_factors(self) -> list[str]:
-        # x's K' has a factor of its own: the kernel's would bring its fsdp axis to activations.
+        # Give x's K' a factor of its own, because the kernel's would shard activations over fsdp.
         x = _leaf_factors(self.x, [*_lead(self.x.ndim), "j"], rows=True)
         kernel = _leaf_factors(self.kernel, ["k", "n"])
         return [*x, *kernel, *(["n"] if self.has_bias else [])]

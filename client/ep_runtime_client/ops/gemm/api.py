@@ -156,7 +156,7 @@ def _call(
     rhs_spec: PartitionSpec | None,
 ) -> GemmCall:
     """The static side of a call."""
-    # How operands are sharded, and so in which way the op runs.
+    # Find how operands are sharded, because that decides how the op runs.
     operands = [x for x in (values_of(lhs), values_of(rhs), bias, group_sizes) if x is not None]
     known = weight_entries.known(rhs)
     given = known if rhs_spec is None else weight_entries.told(rhs, rhs_spec)

@@ -32,7 +32,7 @@ from ep_runtime_client.ops.quantize.quantized_tensor import QuantizedTensor
 TARGETS = targets("ep_tf32_grouped_gemm_dw_v1")
 _TYPES = tuple(jnp.dtype(name) for name in ("float32", "bfloat16", "float16"))
 MULTIPLE = 4  # of features: tensor copies move 16 bytes at a time
-# Of jax.default_matmul_precision: those that say DEFAULT, and tf32 by its name.
+# Values of jax.default_matmul_precision that mean DEFAULT or name tf32.
 _PRECISIONS = (None, "default", "bfloat16", "tensorfloat32", "TF32_TF32_F32")
 
 

@@ -92,9 +92,9 @@ class _GemmOp:
         """Factors of the operands up to group_sizes."""
         kernel = kernel_factors(self.rhs.ndim)
         bias = [" ".join([kernel[0], *kernel[2:]])] if self.has_bias else []
-        # Plain rows arrive as they lie, which may be said; quantized ones are cut as the weight is,
-        # so that no device quantizes what another one does. Without a layer nothing holds either to
-        # the slabs' layout.
+        # Plain rows keep their sharding, which a type may give. Quantized ones are cut as the
+        # weight is, so that no two devices quantize the same rows. Without a layer nothing
+        # constrains either to the slabs' sharding.
         own = self.where.roles is None or self.lhs.recipe is None
         rows = self.lhs.factors(row_factors(3, "j" if own else "k"))
         return [*rows, *self.rhs.factors(kernel), *bias, "r l"]

@@ -87,7 +87,7 @@ def bound(*operands: jax.Array) -> tuple[jax.Array, ...]:
     some = [x for x in operands if x.size]
     if not some or len(some) == len(operands):
         return operands
-    # A value of each, and none of these: an empty part of one operand could be taken out by itself.
+    # Depend on every operand, because JAX could move an empty part of a single one out of a loop.
     values = jnp.concatenate([x.reshape(-1)[:1].astype(jnp.float32) for x in some])
 
     def made(like: jax.Array) -> jax.Array:

@@ -135,7 +135,7 @@ def cut(
     end = jnp.minimum(jnp.cumsum(slabs, axis=-1, dtype=jnp.int32), capacity)
     if slabs.shape[0] > 1:
         base = capacity * jnp.arange(slabs.shape[0], dtype=jnp.int32)[:, None]
-        # Groups before a slab's first row end where the slab before it does: nobody looks at them.
+        # Empty groups before a slab's first row end with the slab before it; no loop reads them.
         end = lax.cummax(jnp.where(end > 0, base + end, 0).reshape(-1))
     return Blocks(rows, capacity, num_rows, end.reshape(-1))
 

@@ -55,8 +55,8 @@ from ep_runtime_client.ops.tracing.batching import one_each
 from ep_runtime_client.ops.tracing.varying import Axes, spread_over
 
 TARGET = "ep_runtime.partitioned"  # of the custom call that a rule is
-# Factors of dims that are sharded alike in every op: that of slabs, of what is inside one, and of
-# the first dim of tokens.
+# Factors of dims that are sharded alike in every op: slabs, dims inside a slab, and the first dim
+# of tokens.
 SLABS, ROWS, TOKENS = "r", ("c", "c32", "l"), "t0"
 
 
@@ -404,8 +404,8 @@ def _lower(ctx: Any, *operands: Any, ruled: Any, mapped: Callable[..., Any], ide
     results, call = lowered
     if call is None:
         return results
-    # The call becomes one of ours. Its name is the same for calls with one answer: what a trace of
-    # the rule's body reads is in it.
+    # Replace JAX's call by one of ours. Calls with the same answer share a name, so the name has
+    # everything that a trace of the rule's body reads.
     config: Any = jax.config
     contexts = jax_internals.contexts()
     # `scatter` reads `gloo`.

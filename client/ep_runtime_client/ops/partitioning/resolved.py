@@ -16,7 +16,7 @@ from ep_runtime_client.ops.tracing.varying import Axes
 
 Sizes = tuple[tuple[str, int], ...]  # of mesh axes by name
 Arrived = Sequence[Entries]  # how the operands of an op arrive
-Wanted = Sequence[Entries] | None  # how its results are to lie; None where nobody says
+Wanted = Sequence[Entries] | None  # wanted shardings of its results, if anybody gives them
 Shapes = Sequence[tuple[int, ...]]  # of the operands on all devices
 
 

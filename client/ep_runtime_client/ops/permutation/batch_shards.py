@@ -256,8 +256,8 @@ def per_shard(
     mapped = jax.shard_map(
         body,
         mesh=mesh if ambient.empty else None,
-        # Types say that the other Explicit axes shard nothing. Inside the body they would have
-        # to be said again for every gather, so they are manual too.
+        # By their types the other Explicit axes shard nothing. Make them manual too, or every
+        # gather inside the body would have to state that again.
         axis_names={*shards.batch_axes, *shards.feature} | stated,
         in_specs=tuple(in_specs),
         out_specs=out_specs,

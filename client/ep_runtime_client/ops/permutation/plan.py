@@ -192,7 +192,7 @@ def _first_that_has(seen: jax.Array, expert: jax.Array, wanted: jax.Array) -> ja
 
     low = jnp.zeros_like(expert)
     bounds = (low, jnp.full_like(expert, tokens - 1))
-    # A step halves what is left and leaves a range of one token as it is, but for a token without
-    # enough, where low passes it.
+    # A step halves the range, and leaves a range of one token unchanged unless that token has not
+    # enough; low then passes it.
     low, _ = lax.fori_loop(0, tokens.bit_length(), halve, bounds)
     return jnp.minimum(low, tokens - 1)

@@ -128,7 +128,7 @@ def _moved(
         blocks = x.reshape(lists, x.shape[0] // lists, *x.shape[1:])
         if lists == 1:
             return _one_list(copied, x, sizes[0], order[0], inverse=inverse)
-        # Over many lists the partitioner still has to find the shards: it cuts XLA's own ops.
+        # With several lists the partitioner must find the shards, and it cuts only XLA's own ops.
         one = jax.vmap(lambda *each: _one_list(gathered, *each, inverse=inverse))
         return one(blocks, sizes, order).reshape(x.shape)
 

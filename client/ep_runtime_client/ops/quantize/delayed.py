@@ -118,7 +118,7 @@ class Delayed:
         amax = settled(_typed_whole(amax), self.alike)
         pushed = jnp.concatenate([amax[None], _typed_whole(history)[:-1]])
         if type_of(pushed) is None and self.mesh is not None:
-            # Left to XLA it would lie otherwise than it came, and the next step compile again.
+            # XLA could choose another sharding than the input's, and the next step would recompile.
             whole = NamedSharding(self.mesh, PartitionSpec())
             pushed = lax.with_sharding_constraint(pushed, whole)
         return _typed(pushed, type_of(history))

@@ -24,7 +24,7 @@ from ep_runtime_client.ops.quantize.quantized_tensor import QuantizedTensor
 Matrix = jax.Array | QuantizedTensor
 Kernel = Matrix | Pair
 Value = TypeVar("Value")
-# Of a QuantizedTensor, what quantization makes.
+# Fields of a QuantizedTensor that quantization makes.
 FIELDS = ("data", "scale", "amax", "data_columns", "scale_columns", "transposed")
 
 

@@ -67,8 +67,8 @@ def round_scaled(x: jax.Array, scale: jax.Array, dtype: Any) -> jax.Array:
     """f32 x * (1 / scale) in `dtype`: nearest even, saturating, non-finite values as they are."""
     limit = float(jnp.finfo(dtype).max)
     finite = jnp.isfinite(x)
-    # Selected before it is multiplied: of an x that is itself y * 0.1 or y / 3, XLA would make
-    # y * (0.1 / scale), which rounds otherwise.
+    # Select before multiplying. If x is y * 0.1 or y / 3, XLA would else fold it into
+    # y * (0.1 / scale), which rounds differently.
     scaled = jnp.clip(jnp.where(finite, x, 0) * (1 / scale), -limit, limit)
     rounded: jax.Array = jnp.where(finite, scaled, x).astype(dtype)
     return rounded

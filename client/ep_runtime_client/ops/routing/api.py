@@ -27,7 +27,7 @@ from ep_runtime_client.ops.routing.options import (
 )
 from ep_runtime_client.ops.tracing import eager
 
-# What keeps a sum of scores from being zero: DeepSeek's, and of softmax shares Ernie's smallest.
+# Keep a sum of scores above zero: DeepSeek's addend, and Ernie's least sum of softmax shares.
 _ADDED, _LEAST_SHARES = 1e-20, 1e-12
 # Below it softplus(x) is exp(x) in f32, whose root has a derivative down to 0.
 _SOFTPLUS_IS_EXP = -20.0
@@ -257,7 +257,7 @@ def largest(
     bits = lax.bitcast_convert_type(wide, f"int{8 * wide.dtype.itemsize}")
     most = jnp.iinfo(bits.dtype).max
     left = jnp.where(jnp.isnan(wide), most, jnp.where(bits < 0, bits ^ most, bits))
-    # The largest of what is left, k times.
+    # Pick the largest that is left, k times.
     picked = []
     least = jnp.iinfo(left.dtype).min
     if allowed is not None:

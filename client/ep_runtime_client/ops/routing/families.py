@@ -24,7 +24,7 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 }
 # Names that some configs have instead.
 _ALSO = {"n_group": "num_expert_group", "norm_topk_prob": "moe_renormalize"}
-# Where configs of whole models have those options.
+# Keys under which configs of whole models have these options.
 _PARTS = {"dbrx": "ffn_config", "gemma4": "text_config", "llama4": "text_config"}
 
 

@@ -10,7 +10,7 @@ import jax
 
 from ep_runtime_client.base.layers import EpLayer
 
-# What separates the parts of a scope in op names.
+# Replaces the characters that separate parts of a scope in op names.
 _SEPARATORS = str.maketrans({"/": ".", "(": "[", ")": "]"})
 _SCOPE = re.compile(
     r"\bep_(prepare|dispatch_bwd|dispatch|combine_bwd|combine|block_bwd|block|experts|router|aux_loss|"

@@ -71,8 +71,8 @@ def _all_to_all(call: Call, blocks: jax.Array, groups: list[list[int]] | None) -
 
 
 def _move(blocks: jax.Array, axes: Any, groups: list[list[int]] | None) -> jax.Array:
-    # vmap asks lax.all_to_all between groups for a rule even where it batches nothing of it, and
-    # has none. What is batched was refused before.
+    # vmap asks for a rule of lax.all_to_all between groups even if it batches no operand, and JAX
+    # has none. Batched operands were refused before.
     @custom_vmap
     def moved(blocks: jax.Array) -> jax.Array:
         got: jax.Array = lax.all_to_all(blocks, axes, 0, 0, axis_index_groups=groups)

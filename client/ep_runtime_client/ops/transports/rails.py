@@ -35,7 +35,7 @@ TARGETS = targets(
     "ep_nccl_combine_bwd_v1",
 )
 PREPARE, DISPATCH, COMBINE, DISPATCH_BWD, COMBINE_BWD = TARGETS
-# Of the kernels: csrc/cuda/nccl/node_plan.cu.
+# Limits of the kernels in csrc/cuda/nccl/node_plan.cu.
 MAX_EXPERTS, MAX_TOP_K = 2048, 32
 MAX_PARTS, KEPT_COUNTS, ENOUGH_BLOCKS, WARPS, PART_SLOTS = 16, 4, 256, 16, 65535
 

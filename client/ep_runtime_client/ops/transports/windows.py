@@ -31,7 +31,7 @@ TARGETS = targets(
     "ep_combine_bwd_v1",
 )
 PREPARE, DISPATCH, COMBINE, DISPATCH_BWD, COMBINE_BWD = TARGETS
-# On GPUs, where it must wait for its verdict.
+# The prepare on GPUs that waits for its verdict.
 (PREPARE_SYNC,) = targets("ep_prepare_sync_v1")
 
 

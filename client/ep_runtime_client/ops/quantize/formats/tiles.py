@@ -29,7 +29,7 @@ def row_scales(capacity: int, group_sizes: jax.Array, scale: jax.Array) -> jax.A
     ends = jnp.cumsum(group_sizes, axis=-1, dtype=jnp.int32)[..., None, :]
     sizes, scale = group_sizes[..., None, :], scale[..., None, :]
     rows = jnp.arange(capacity, dtype=jnp.int32)[:, None]
-    # No gather: indices that are sharded along the slabs have no layout of their own to give.
+    # Not a gather, because JAX finds no sharding for one whose indices are sharded over slabs.
     inside = (rows >= ends - sizes) & (rows < ends)
     return jnp.where(inside, scale, 0).sum(-1)
 
