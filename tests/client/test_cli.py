@@ -106,7 +106,7 @@ def test_without_a_default_daemon_the_only_private_one_is_read(
         assert f"unix://{second.directory}" in text
         second.stop()
     assert cli.main(["sessions"]) == 2
-    assert "no private one of yours does" in capsys.readouterr().err
+    assert "you have no private one" in capsys.readouterr().err
 
 
 def test_the_address_of_a_private_daemon_names_the_user_where_others_may_write(

@@ -130,8 +130,8 @@ def check_shared(client: DaemonClient, name: str, owners: Sequence[int]) -> None
     if len(processes) > 1 and client.alone:
         raise InvalidArgumentError(
             f"group {name!r} spans the processes {processes}, but ep.connect() came before "
-            f"jax.distributed.initialize, so that each of them has {client.alone} and never "
-            "meets the others. Call jax.distributed.initialize first, then ep.connect(), in every "
+            f"jax.distributed.initialize: each process has {client.alone}, and none can reach "
+            "the others. Call jax.distributed.initialize first, then ep.connect(), in every "
             "process",
             argument="mesh",
             processes=processes,

@@ -33,7 +33,7 @@ def default_place(timeout_s: float) -> SocketDirectory:
     if len(private) == 1:
         return private[0]
     if not private:
-        raise place.unavailable("none runs there, and no private one of yours does")
+        raise place.unavailable("none runs there, and you have no private one")
     raise RuntimeUnavailableError(
         f"no daemon answers at {place.address}, but {len(private)} private ones of yours do; "
         "choose by --address " + " or ".join(shlex.quote(each.address) for each in private),
