@@ -129,7 +129,7 @@ def test_connecting_before_jax_distributed_is_said_at_once_with_what_to_type(
     ) as job:
         for row in job.heard():
             assert "spans the processes [0, 1]" in row["text"]
-            assert f"each of them has a {own}" in row["text"]
+            assert f"each process has a {own}" in row["text"]
             assert "jax.distributed.initialize first, then ep.connect()" in row["text"]
             assert row["lasted"] < 5
         job.tell()
