@@ -22,6 +22,9 @@ MAX_PREPARE_BLOCKS = 64
 VERDICT_SLOTS = 2
 # Up to this many ranks a lane has room for all their rows.
 LEAST_SOURCES = 4
+# Shares of nodes that need a token, by uniform routing, above which all rows cross.
+COUNTED_SHARE = 0.95
+COUNTED_SHARE_OF_RANKS = 0.75  # of nodes of one rank, which overlap more (`rails.py`)
 # Limits of the kernels, as in device_group.h.
 MAX_RANKS = 32
 MAX_TOP_K = 32
@@ -57,6 +60,17 @@ def check_limits(spec: GroupSpec) -> None:
         )
 
 
+def counts_rows(spec: GroupSpec, top_k: int) -> bool:
+    """Whether ranks of nodes of GPUs send each other the rows they must, and not always all.
+
+    The host must read counts for it, some 50 us in which 50 GB/s carry 2.5 MB. So all rows cross
+    where uniform routing needs almost all of them.
+    """
+    share = 1 - (1 - 1 / spec.num_nodes) ** top_k
+    enough = COUNTED_SHARE_OF_RANKS if spec.ranks_per_node == 1 else COUNTED_SHARE
+    return spec.transport == "nccl" and share < enough
+
+
 def lane_rows(spec: GroupSpec) -> int:
     """Staged rows that one lane of a window holds, of the widest dtype, of all sources together.
 
@@ -65,25 +79,37 @@ def lane_rows(spec: GroupSpec) -> int:
     sums of its own tokens comes from so many ranks a token, and rows that a rank receives go
     through the lane in parts where they are more (`csrc/core/memory/layout.h`, LaneRoom). With
     fewer than 4 slots a token it is as with 4: little skew would make parts, and rows are few.
+
+    Between nodes that count their rows it does not grow with nodes either. For the tokens of all
+    nodes a rank gets at most T * K sums if nodes are equally full. There is room for half as many
+    more; calls with more go in parts.
     """
     # Rounded up to 2, because fp32 partials of half the tokens use the space of all 2-byte rows.
     tokens, ranks = align_up(spec.staged_tokens, 2), spec.ranks_per_node
     apart = tokens * (ranks - 1 if on_device(spec) else ranks)
-    if spec.transport != "nvlink" or spec.node_size:
+    counted = counts_rows(spec, spec.max_top_k)
+    if not counted and (spec.transport != "nvlink" or spec.node_size):
         return apart
+    slots = max(spec.max_top_k, LEAST_SOURCES) * align_up(spec.max_tokens_per_rank, 2)
     # Parts are shared out with up to a row of every rank in excess.
-    return min(apart, max(max(spec.max_top_k, LEAST_SOURCES) * tokens, 4 * ranks))
+    return min(apart, max(slots * 3 // 2 if counted else slots, 4 * ranks))
 
 
 @functools.lru_cache(maxsize=256)
-def count_columns(spec: GroupSpec, tokens: int) -> int:
-    """Returns the length of a plan's recv_count for that many tokens per rank.
+def packs(spec: GroupSpec, tokens: int) -> bool:
+    """Whether a lane lacks room for all rows of calls with so many staged tokens of a rank."""
+    return (spec.ranks_per_node - 1) * align_up(tokens, 2) > lane_rows(spec)
 
-    Four, and counts of all pairs of ranks where the lane has no room for all tokens of every other.
+
+def count_columns(spec: GroupSpec, tokens: int) -> int:
+    """Returns the length of a plan's recv_count for so many staged tokens of a rank.
+
+    Four, and if rows are packed counts of all pairs of ranks; between nodes also of each node's.
     """
-    ranks = spec.ranks_per_node
-    packs = (ranks - 1) * align_up(tokens, 2) > lane_rows(spec)
-    return packed_columns(ranks) if packs else 4
+    if not packs(spec, tokens):
+        return 4
+    columns = packed_columns(spec.ranks_per_node)
+    return columns + (spec.num_nodes * (columns - 4) if spec.node_size else 0)
 
 
 def flag_bytes(spec: GroupSpec) -> int:

@@ -57,6 +57,7 @@ class BlockSizes:
         element_bytes: of a row's elements; products of 4 bytes are in tf32.
         scaling: of 8-bit products.
         nodes: D, 1 where no rows cross between nodes.
+        lane_rows: rows of a lane, which the sums of a rank's tokens arrive in.
     """
 
     tokens: int
@@ -71,6 +72,7 @@ class BlockSizes:
     element_bytes: int = 2
     scaling: Scaling = "none"
     nodes: int = 1
+    lane_rows: int = 2**31 - 1
 
     @property
     def columns(self) -> int:
@@ -119,16 +121,20 @@ class BlockSizes:
         return self.experts * (self.alignment - 1)
 
     def part_tokens(self, rows: int) -> int:
-        """P, tokens of each rank in one part: wherever they go, no rank has over `rows` of them.
+        """P, tokens of each rank in one part: wherever they go, no rank has over `rows` of them, or
+        more sums than its lane holds.
 
-        0 if `rows` are C: then no call has parts.
+        0 if `rows` are C and a lane holds all sums: then no call has parts.
         """
-        if rows >= self.capacity:
-            return 0
-        return (rows - self._padding) // self._rows_of_token
+        sums = min(self.top_k, self.ep_size - 1)  # of a token, that come from other ranks
+        # Even: half of them may have sums that take two rows each.
+        summed = self.lane_rows // sums // 2 * 2 if sums > 0 else self.tokens
+        if rows < self.capacity:
+            return min((rows - self._padding) // self._rows_of_token, summed)
+        return summed if summed < self.tokens else 0
 
     def parts(self, rows: int) -> int:
-        """Parts of a call whose rows do not fit: ceil(T / P). 0 if `rows` are C."""
+        """Parts of a call whose rows do not fit: ceil(T / P). 0 if all always fit."""
         part = self.part_tokens(rows)
         return -(-self.tokens // part) if part else 0
 

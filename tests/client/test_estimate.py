@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 from pathlib import Path
 from typing import Any
@@ -205,6 +206,33 @@ def test_memory_of_a_layer_grows_little_with_ranks(
         return found.staging_bytes_per_rank + found.plan_bytes_per_layer + block
 
     assert held(32) < 1.25 * held(4)
+
+
+@pytest.mark.parametrize(("nodes", "gib"), [(4, 1.6), (16, 2.0), (72, 3.0)])
+def test_windows_grow_little_with_nodes(nodes: int, gib: float) -> None:
+    """4,096 tokens of 7,168 values a rank, nodes of 8. All nodes' tokens took 3.1 to 55 GiB."""
+    mesh = AbstractMesh((8 * nodes,), ("ep",))
+    sizes = {"num_experts": 576 if nodes > 32 else 256, "hidden_size": 7168, "max_top_k": 8}
+    sizes |= {"max_tokens_per_rank": 4096, "node_size": 8}
+    found = ep.estimate_memory("g", mesh, ep_axis="ep", transport="nccl", **sizes)
+    assert found.staging_bytes_per_rank < gib * 2**30
+
+
+def test_lanes_have_room_for_all_rows_where_all_cross() -> None:
+    """Three slots a node and more. Those plans have no counts of pairs, small calls' need none."""
+
+    def of(nodes: int, transport: Any = "nccl") -> specs.GroupSpec:
+        more = {"outer_axes": (), "num_experts": 8 * nodes, "max_top_k": 6, "transport": transport}
+        return specs.make_group_spec(
+            name="g", mesh_axes=(("ep", 8 * nodes),), node_size=8, **(_ARGUMENTS | more)
+        )
+
+    rows = 32 * 6 * 3 // 2
+    assert [device_layout.lane_rows(of(nodes)) for nodes in (2, 3, 8)] == [7 * 2 * 32, rows, rows]
+    assert device_layout.lane_rows(of(8, "memfd")) == 8 * 8 * 32
+    columns = functools.partial(device_layout.count_columns, of(3))
+    assert (columns(3 * 32), columns(40)) == (4 + 16 + 3 * 16, 4)
+    assert device_layout.count_columns(of(2), 64) == 4
 
 
 def test_a_plan_has_counts_of_all_pairs_where_lanes_hold_less_than_all_rows() -> None:

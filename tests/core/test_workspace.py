@@ -122,10 +122,15 @@ def test_no_part_has_more_rows_than_the_workspace(seed: int) -> None:
     for sizes in random_sizes(seed):
         found = workspace.of_block(sizes, random_setting(draw))
         assert found.rows <= sizes.capacity
+        sums = min(sizes.top_k, sizes.ep_size - 1)
         if found.parts == 0:
             assert found.rows == sizes.capacity
+            assert sizes.tokens * sums <= sizes.lane_rows
             continue
         assert found.parts * found.part_tokens >= sizes.tokens
+        assert found.part_tokens * sums <= sizes.lane_rows
+        if found.rows == sizes.capacity:
+            continue
         # All go to one rank, over as many of its experts as leave the most zones half empty.
         tokens, k = sizes.ep_size * found.part_tokens, min(sizes.top_k, sizes.experts)
         even = np.bincount(np.arange(tokens * k) % sizes.experts, minlength=sizes.experts)

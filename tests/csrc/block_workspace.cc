@@ -1,7 +1,7 @@
 // Prints sizes of block calls from the native library. Reads lines of
 //
 //   tokens top_k capacity experts hidden inner columns ranks alignment rows kept_rows element_bytes
-//   scaling
+//   scaling lane_rows packed
 //
 // and prints for each: tokens of a chunk, chunks, bytes forward, bytes backward, and how many pairs
 // of a backward call's regions overlap, or leave the workspace, while both are read, without
@@ -63,10 +63,12 @@ int CountOverlaps(const BlockSizes& s) {
 
 int main() {
   BlockSizes s{};
-  int scaling = 0;
-  while (std::scanf("%d %d %d %d %d %d %d %d %d %d %d %d %d", &s.tokens, &s.top_k, &s.capacity,
-                    &s.experts, &s.hidden, &s.inner, &s.columns, &s.ranks, &s.alignment, &s.rows,
-                    &s.kept_rows, &s.element_bytes, &scaling) == 13) {
+  int scaling = 0, packed = 0;
+  while (std::scanf("%d %d %d %d %d %d %d %d %d %d %d %d %d %d %d", &s.tokens, &s.top_k,
+                    &s.capacity, &s.experts, &s.hidden, &s.inner, &s.columns, &s.ranks,
+                    &s.alignment, &s.rows, &s.kept_rows, &s.element_bytes, &scaling, &s.lane_rows,
+                    &packed) == 15) {
+    s.packed = packed != 0;
     s.scaling = static_cast<ep_runtime::cuda::GemmScaling>(scaling);
     Workspace unused;
     const auto bytes = [&](bool backward) {

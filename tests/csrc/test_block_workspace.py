@@ -31,6 +31,8 @@ def line(sizes: BlockSizes, found: Workspace) -> str:
         found.kept_rows,
         sizes.element_bytes,
         get_args(workspace.Scaling).index(sizes.scaling),
+        sizes.lane_rows,
+        int(sizes.nodes > 1 and sizes.packed_bytes > 0),
     )
     return " ".join(map(str, numbers))
 

@@ -28,6 +28,7 @@ from test_block_call import (
 )
 
 import ep_runtime as ep
+from ep_runtime import device_layout
 from ep_runtime_client.ops.movement.prepare import make_call, make_plan
 from ep_runtime_client.ops.transports import nodes, nodes_plan
 
@@ -160,13 +161,42 @@ def test_rows_that_are_sent_in_8_bits_cross_the_network_so(
     jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
+def most_rows(layer: Any, idx: Any) -> Any:
+    call = make_call(layer, fakes.mesh_of({"dp": 2, "ep": 4}), (64,), (), handle=0, capacity=None)
+    _, most = jax.jit(lambda idx: make_plan(call, jnp.zeros(1, jnp.int32), idx, most=True))(idx)
+    return np.asarray(most)[:, 0]
+
+
+ONE_EXPERT = jnp.zeros((64, TOP_K), jnp.int32).at[:, 1:].set(-1)
+
+
 def test_the_number_that_decides_on_parts_is_a_nodes(layer: Any) -> None:
     """The most rows of any rank there: whatever other nodes have, they need not agree with it."""
     spec = layer.group_spec
-    idx = jnp.zeros((64, TOP_K), jnp.int32).at[:, 1:].set(-1)  # all to one expert
-    call = make_call(layer, fakes.mesh_of({"dp": 2, "ep": 4}), (64,), (), handle=0, capacity=None)
-    _, most = jax.jit(lambda idx: make_plan(call, jnp.zeros(1, jnp.int32), idx, most=True))(idx)
     first = np.arange(spec.ep_size) < spec.ranks_per_node
     rows = 64 // 2  # of one EP group
     want = np.tile(np.where(first, -(-rows // spec.alignment) * spec.alignment, 0), 2)
-    np.testing.assert_array_equal(np.asarray(most)[:, 0], want)
+    np.testing.assert_array_equal(most_rows(layer, ONE_EXPERT), want)
+
+
+@pytest.mark.parametrize("layer", [(2, True)], indirect=True, ids=["2-counted"])
+@pytest.mark.parametrize("precision", ["exact", "fast"])
+def test_a_node_whose_sums_overflow_a_lane_goes_in_parts(
+    layer: Any, monkeypatch: pytest.MonkeyPatch, precision: str
+) -> None:
+    """Rank 0 sends rank 1 the sums of 8 tokens, all of its second node. In f32 halves of the tokens
+    take turns, and a sum takes the room of two rows."""
+    spec = dataclasses.replace(
+        layer.group_spec, combine_precision=precision, max_token_dtype="bfloat16"
+    )
+    layer = dataclasses.replace(layer, group_spec=spec)
+    idx = jnp.where((jnp.arange(64) % 32 < 16)[:, None], -1, ONE_EXPERT)
+    fits = most_rows(layer, idx)
+    assert fits.max() == 16
+    monkeypatch.setattr(device_layout, "packs", lambda spec, tokens: tokens > 8)
+    needed = 16 if precision == "exact" else 8
+    for rows in (needed, needed - 1):
+        monkeypatch.setattr(nodes_plan, "lane_rows", lambda spec, rows=rows: rows)
+        overflows = np.tile(np.arange(4) < 2, 2) & (rows < needed)
+        want = np.where(overflows, 2**31 - 1, fits)
+        np.testing.assert_array_equal(most_rows(layer, idx), want)

@@ -13,6 +13,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import ep_runtime as ep
+from ep_runtime import device_layout
 from ep_runtime_bench import plan
 from ep_runtime_bench.base.options import PLAIN
 from ep_runtime_bench.movement import device_ops
@@ -37,8 +38,7 @@ def over_nodes(make_group: Callable[..., Any], node_size: int, **settings: Any) 
         node_size=node_size,
         num_experts=16,
         max_tokens_per_rank=TOKENS,
-        max_top_k=12,
-        **{"hidden_size": HIDDEN} | settings,
+        **{"hidden_size": HIDDEN, "max_top_k": 12} | settings,
     )
 
 
@@ -216,6 +216,29 @@ def test_a_block_whose_rows_are_counted_reads_counts_once_an_exchange(
         1,
         1,
     )
+
+
+def test_plans_of_lanes_without_room_for_all_count_pairs_of_ranks(
+    make_group: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A block call has them too. Combine needs none, for the tokens of one node after the other."""
+    monkeypatch.setattr(device_layout, "LEAST_SOURCES", 1)
+    monkeypatch.setattr(device_layout, "packs", device_layout.packs.__wrapped__)
+    monkeypatch.setattr(bodies, "unsupported", lambda asked: "")
+    settings: dict[str, Any] = {"max_top_k": 2}
+
+    def counts_of(text: str) -> dict[str, str]:
+        found = re.findall(r"@(ep_\w+_v1)\(.*?: \(.*?tensor<2x(4|8|40)xi32>.*\) ->", text)
+        return {name: columns for name, columns in found if "nccl" not in name}
+
+    assert counts_of(lowered(make_group, 2, gradient=True, **settings)) == {
+        "ep_dispatch_v1": "8",
+        "ep_combine_bwd_v1": "8",
+        "ep_dispatch_bwd_v1": "4",
+    }
+    assert counts_of(lowered(make_group, 2, **settings))["ep_combine_v1"] == "4"
+    found = counts_of(lowered_block(make_group, 2, 2, **settings))
+    assert found == {"ep_block_v1": "8", "ep_block_bwd_v1": "8"}
 
 
 @pytest.mark.parametrize("recipe", plan.RECIPES)

@@ -16,7 +16,8 @@ import pytest
 from test_token_movement import SHARED, check_case
 
 import ep_runtime as ep
-from ep_runtime import board_records
+from ep_runtime import board_records, device_layout
+from ep_runtime_client.ops.calls.plan import NodePlanArrays
 from ep_runtime_client.ops.movement.prepare import call_on
 from ep_runtime_client.ops.transports import nodes, nodes_plan
 
@@ -86,6 +87,46 @@ def test_slabs_are_those_of_one_node_bit_for_bit(
     chunks = np.asarray(got["plan"]["chunks"])
     assert (chunks == chunks[0]).all()
     assert chunks[0] >= 2 if node_size < 8 else chunks[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("ranks", "node_size", "precision", "routing"),
+    [(8, 4, "exact", "skewed"), (8, 2, "fast", "unused"), (6, 2, "exact", "skip rank")],
+)
+def test_sums_of_one_node_after_the_other_have_the_bits_of_all_at_once(
+    make_group: MakeGroup,
+    monkeypatch: pytest.MonkeyPatch,
+    ranks: int,
+    node_size: int,
+    precision: str,
+    routing: str,
+) -> None:
+    """As on GPUs, where a lane may lack room for the sums of all nodes' tokens."""
+    case = dataclasses.replace(
+        cases.Case("", tokens=37, top_k=3, routing=routing, precision=precision),
+        axes=(("ep", ranks),),
+        num_experts=2 * ranks,
+    )
+    settings = {"transport": "memfd", "node_size": node_size}
+    at_once = run(make_group, case, **settings)
+    inside = NodePlanArrays.inside.fget
+    assert inside is not None
+    monkeypatch.setattr(device_layout, "packs", lambda spec, tokens: tokens > 37)
+    monkeypatch.setattr(
+        NodePlanArrays,
+        "inside",
+        property(lambda plan: (made := inside(plan))._replace(recv_count=made.recv_count[:, :4])),
+    )
+    got = run(make_group, case, **settings)
+    for name in ("row_weights", "out", "d_tokens", "d_weights"):
+        np.testing.assert_array_equal(got[name], at_once[name], err_msg=name)
+    one, packed = (np.asarray(x["plan"]["recv_count"]) for x in (at_once, got))
+    np.testing.assert_array_equal(packed[..., :4], one)
+    # Of each source its staged rows for every rank, then those of the first half of its tokens.
+    domains = one.reshape(-1, node_size, node_size, 4)[..., [0, 2]]  # [node, rank, source, half]
+    pairs = domains.transpose(0, 2, 3, 1).reshape(-1, 1, node_size, 2 * node_size)
+    whole = packed.reshape(-1, node_size, node_size, packed.shape[2])
+    np.testing.assert_array_equal(whole[..., 4 : 4 + 2 * node_size], pairs.repeat(node_size, 1))
 
 
 @pytest.mark.slow

@@ -114,6 +114,7 @@ def block_sizes(
         top_k=spec.max_top_k,
         ep_size=spec.ranks_per_node,
         nodes=spec.num_nodes,
+        lane_rows=device_layout.lane_rows(spec),
         experts=spec.experts_per_rank,
         capacity=spec.recv_capacity_per_rank,
         alignment=workspace.ROW_ALIGNMENT,

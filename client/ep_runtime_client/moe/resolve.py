@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
-from ep_runtime import workspace
+from ep_runtime import device_layout, workspace
 from ep_runtime.workspace import BlockSizes
 from ep_runtime_client.base.layers import EpLayer, TracedLayer, resolve
 from ep_runtime_client.moe import bodies, copies, gradient
@@ -356,6 +356,7 @@ def _workspace(call: Call, block: Block, given: Operands, kept: Kept) -> Workspa
         top_k=layer.top_k,
         ep_size=group.ranks_per_node,
         nodes=group.num_nodes,
+        lane_rows=device_layout.lane_rows(group),
         experts=group.experts_per_rank,
         capacity=call.capacity,
         alignment=call.row_alignment,

@@ -72,6 +72,13 @@ void TakeCopies(const BlockSizes& s, int64_t lhs, int64_t grads, Regions* region
   take(grads, &out->grads);
 }
 
+// Tokens of a rank whose sums fit its lane, whatever the routing; even, because half of them may
+// have sums that take two rows each.
+int32_t SummedTokens(const BlockSizes& s) {
+  const int32_t sums = std::min(s.top_k, s.ranks - 1);  // of a token, from other ranks
+  return sums < 1 ? s.tokens : s.lane_rows / sums / 2 * 2;
+}
+
 // Regions of activations, their gradients, and operands of weight gradients.
 void LayOutInnerBwd(const BlockSizes& s, Regions* regions, Workspace* out) {
   const int64_t inner = int64_t{s.inner} * s.element_bytes, copied = TransposedRowsOf(s);
@@ -146,13 +153,14 @@ int64_t QuantizedRowBytes(const BlockSizes& s) {
 }
 
 int32_t PartTokens(const BlockSizes& s) {
+  if (s.rows >= s.capacity) return SummedTokens(s);
   // All slots of a token may be rows of one rank, because a token may name an expert twice.
   const int64_t rows = int64_t{s.rows} - int64_t{s.experts} * (s.alignment - 1);
-  return static_cast<int32_t>(rows / (int64_t{s.ranks} * s.top_k));
+  return std::min(static_cast<int32_t>(rows / (int64_t{s.ranks} * s.top_k)), SummedTokens(s));
 }
 
 int32_t NumParts(const BlockSizes& s) {
-  if (s.rows >= s.capacity) return 0;
+  if (s.rows >= s.capacity && s.tokens <= SummedTokens(s)) return 0;
   const int32_t tokens = PartTokens(s);
   return tokens < 1 ? 0 : (s.tokens + tokens - 1) / tokens;
 }

@@ -30,6 +30,7 @@ struct BlockSizes {
   int32_t kept_rows;  // rows of the result that saves the first product; 0: none
   int32_t element_bytes;
   GemmScaling scaling = GemmScaling::kNone;  // not kNone: products take 8-bit operands
+  int32_t lane_rows = INT32_MAX;  // rows of a lane, which the sums of a rank's tokens arrive in
   bool packed = false;  // the rows to send are quantized already; only with SendsQuantized
 };
 
@@ -39,10 +40,10 @@ bool SendsQuantized(const BlockSizes& sizes);
 // Bytes of such a row.
 int64_t QuantizedRowBytes(const BlockSizes& sizes);
 
-// Tokens of a chunk: so few that no routing brings any rank more than W rows. Below 1 if W is too
-// small for one token of every rank.
+// Tokens of a chunk: so few that no routing brings any rank more than W rows, or more sums than its
+// lane holds. Below 1 if W is too small for one token of every rank.
 int32_t PartTokens(const BlockSizes& sizes);
-// The most chunks of a call; 0 if W holds the rows of every plan.
+// The most chunks of a call; 0 if W holds the rows of every plan, and a lane all sums.
 int32_t NumParts(const BlockSizes& sizes);
 
 // Flags on the device that say which launches are wanted.

@@ -169,6 +169,7 @@ Status ReadOperands(const CudaCall& call, bool backward, size_t count, BlockPara
   block.rows = static_cast<int32_t>(call.attributes.rows);
   block.element_bytes = static_cast<int32_t>(element_bytes);
   block.scaling = static_cast<cuda::GemmScaling>(call.attributes.scaling);
+  block.lane_rows = params->room.rows;
   block.packed = packed;
   EP_RETURN_IF_ERROR(ReadSent(tokens, type, packed, block, &params->tokens));
   if (quantized) return ReadQuantizedWeights(frame, experts, backward, count, params);

@@ -23,6 +23,8 @@ struct BlockShape {
   bool one_rank = false;  // all slots go to the first rank's experts
   ec::GemmScaling scaling = ec::GemmScaling::kNone;
   RowType type = RowType::kBF16;  // or kF32
+  // Less: calls run in chunks whose sums fit so many rows of a lane, as between nodes.
+  int lane_rows = INT32_MAX;
 
   int64_t element_bytes() const { return ElementBytes(type); }
 };
@@ -95,6 +97,8 @@ class BlockCase {
     params.most = d.most->as<int32_t>();
     params.room = ep_runtime::LaneLayout(world_.sizes()).room;
     CHECK_CUDA(ec::LaunchPrepare(world_.stream(r), params));
+    if (shape_.lane_rows == INT32_MAX) return;
+    CHECK_CUDA(cudaMemsetAsync(params.most, 0x7F, 4, world_.stream(r)));
   }
   void Forward(int r, const Way& way) {
     world_.Use(r);
@@ -204,6 +208,7 @@ class BlockCase {
     sizes.kept_rows = shape_.kept == 0 ? 0 : std::min(sizes.rows, share(shape_.kept));
     sizes.element_bytes = static_cast<int32_t>(shape_.element_bytes());
     sizes.scaling = shape_.scaling;
+    sizes.lane_rows = shape_.lane_rows;
     return sizes;
   }
 

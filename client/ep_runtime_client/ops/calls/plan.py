@@ -15,6 +15,7 @@ import jax
 from ep_runtime.device_layout import count_columns
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime.layer_specs import LayerSpec
+from ep_runtime.layout import packed_columns
 from ep_runtime.specs import GroupSpec
 from ep_runtime_client.base import stored
 from ep_runtime_client.base.layers import EpLayer
@@ -55,7 +56,9 @@ class NodePlanArrays(NamedTuple):
 
     dst_rank: jax.Array  # [T, K]
     dst_row: jax.Array  # [T, K]
-    recv_count: jax.Array  # [G, 4], slots dropped here in the last place of the first row
+    # [G, 4], slots dropped here in the last place of the first row. Where rows are packed into a
+    # lane [G, 4 + 2 * G + D * 2 * G]: then as in PlanArrays, and the same of each node's tokens.
+    recv_count: jax.Array
     staged_start: jax.Array  # [G*D*T+1]
     staged_row: jax.Array  # [C]
     staged_slot: jax.Array  # [C]
@@ -69,7 +72,9 @@ class NodePlanArrays(NamedTuple):
     @property
     def inside(self) -> PlanArrays:
         """The plan of the node: its ranks as an EP group of their own, on virtual tokens."""
-        return PlanArrays(self.virtual_rank, self.virtual_row, *self[2:9])
+        ranks, columns = self.recv_count.shape[-2:]
+        counts = self.recv_count[..., : packed_columns(ranks) if columns > 4 else 4]
+        return PlanArrays(self.virtual_rank, self.virtual_row, counts, *self[3:9])
 
 
 AnyArrays = PlanArrays | NodePlanArrays
@@ -84,7 +89,7 @@ def plan_shapes(call: Call, tokens: int, top_k: int) -> list[tuple[int, ...]]:
     """Dims of the arrays of a plan for so many tokens a rank, without the slab dim."""
     group = call.group
     ranks, virtual, local = group.ranks_per_node, group.num_nodes * tokens, group.experts_per_rank
-    columns = 4 if group.node_size else count_columns(group, tokens)
+    columns = count_columns(group, virtual)
     slots, rows, experts = (tokens, top_k), (call.capacity,), (local,)
     staged = ((ranks, columns), (ranks * virtual + 1,), rows, rows)
     shapes = [slots, slots, *staged, experts, experts, (1,)]

@@ -19,8 +19,10 @@ The windows' call starts when all rows are there. With network and windows at wo
 parts of the rows at once, as calls of their own, every part cost its calls some fixed time and
 nothing was gained, over NVLink.
 
-Beside the windows, which are as large as those of one node, XLA holds D*T rows per rank while they
-cross, of fp32 in combine where it is exact.
+Windows of nodes that count rows do not grow with D (`device_layout.lane_rows`): their lanes hold
+the rows of any dispatch, in parts, but not the sums of any routing. A block call with more goes
+in parts; combine goes over the tokens of one node after the other (`_by_node`). Beside the windows
+XLA holds D*T rows per rank while they cross, of fp32 in combine where it is exact.
 
 The slabs are those of the other transports bit for bit. combine equals theirs within the rounding
 of f32, as sums are grouped by node; with combine_precision "fast" a node's sum is rounded to the
@@ -44,7 +46,7 @@ from jax import lax
 
 from ep_runtime_client.base.dtypes import sum_dtype
 from ep_runtime_client.ops.calls.call import Call
-from ep_runtime_client.ops.calls.plan import NodePlanArrays
+from ep_runtime_client.ops.calls.plan import NodePlanArrays, PlanArrays
 from ep_runtime_client.ops.kernels import move_rows as kernels
 from ep_runtime_client.ops.kernels.serve import FLOATS, either
 from ep_runtime_client.ops.kernels.slots import Packed, rows_at
@@ -57,14 +59,19 @@ from ep_runtime_client.ops.transports.nodes_plan import (
     counts_chunks,
     counts_rows,
     my_node,
+    of_node,
     packing,
+    packs,
     row_counts,
     slot_nodes,
     sum_index,
+    sums_fit,
 )
 from ep_runtime_client.ops.transports.protocol import DeviceCall
 from ep_runtime_client.ops.transports.xla import round_to
 from ep_runtime_client.ops.transports.xla_plan import zone_rows
+
+_MOST = 2**31 - 1  # rows
 
 
 def prepare(
@@ -78,7 +85,8 @@ def prepare(
     if not most:
         return plan, None
     rows = jnp.broadcast_to(zone_rows(plan, topk_idx), (call.group.ranks_per_node, 1))
-    return plan, collectives(call).node(call, rows).max(0)
+    # More than any workspace has, so that the call goes in parts, where a lane lacks room for sums.
+    return plan, jnp.where(sums_fit(call, plan), collectives(call).node(call, rows).max(0), _MOST)
 
 
 def _in_chunks(
@@ -197,7 +205,8 @@ def combine(
     call, dtype = at.call, expert_out.dtype
     if rails.takes(call, expert_out, plan.dst_rank.shape[0], sums=True):
         return rails.combine(at, expert_out, weights, plan)
-    sums = windows.combine(at, expert_out, weights, plan.inside, partial_dtype(call, dtype))
+    way = functools.partial(windows.combine, at, expert_out, weights)
+    sums = _by_node(call, plan, lambda part: way(part, partial_dtype(call, dtype)))
     return added_up(call, plan, sums, dtype)
 
 
@@ -213,8 +222,19 @@ def dispatch_bwd(
     call, dtype = at.call, d_recv.dtype
     if rails.takes(call, d_recv, plan.dst_rank.shape[0], sums=True):
         return rails.dispatch_bwd(at, d_recv, d_weights, plan)
-    sums = windows.dispatch_bwd(at, d_recv, d_weights, plan.inside, partial_dtype(call, dtype))
-    return gradients(call, plan, *sums, dtype)
+    way = functools.partial(windows.dispatch_bwd, at, d_recv, d_weights)
+    d_tokens, d_slots = _by_node(call, plan, lambda part: way(part, partial_dtype(call, dtype)))
+    return gradients(call, plan, d_tokens, d_slots, dtype)
+
+
+def _by_node(call: Call, plan: NodePlanArrays, sum_up: Callable[[PlanArrays], Any]) -> Any:
+    """Sums of virtual tokens, by their plan. Where rows are packed into a lane that may lack room
+    for the sums of all, it goes over the tokens of one node after the other: they always fit."""
+    if not packs(plan):
+        return sum_up(plan.inside)
+    parts = jnp.arange(call.group.num_nodes, dtype=jnp.int32)
+    made = lax.map(lambda node: sum_up(of_node(call, plan, node)), parts)
+    return jax.tree.map(_flat, made)
 
 
 def gradients(

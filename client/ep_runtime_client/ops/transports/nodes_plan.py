@@ -13,9 +13,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ep_runtime import device_layout
+from ep_runtime.device_layout import lane_rows
+from ep_runtime.layout import packed_columns
+from ep_runtime.specs import DTYPE_BYTES
 from ep_runtime_client.ops.calls.call import Call
-from ep_runtime_client.ops.calls.plan import AnyArrays, NodePlanArrays
-from ep_runtime_client.ops.kernels.slots import Packed, packed
+from ep_runtime_client.ops.calls.plan import AnyArrays, NodePlanArrays, PlanArrays
+from ep_runtime_client.ops.kernels.slots import Packed, exclusive_sum, packed, rows_at
+from ep_runtime_client.ops.tracing.varying import like
 from ep_runtime_client.ops.transports import between_nccl, between_xla
 from ep_runtime_client.ops.transports.protocol import Collectives, DeviceCall
 from ep_runtime_client.ops.transports.xla_plan import receiver_side, route
@@ -24,11 +29,6 @@ from ep_runtime_client.ops.transports.xla_plan import receiver_side, route
 # for the network more often. Chunks have at least so many rows, where the rank has them.
 MAX_CHUNKS = 16
 MIN_CHUNK_ROWS = 64
-# Above this share of nodes that need a token, by uniform routing, all rows cross on a GPU, where
-# the host must read a count: that takes some 50 us, in which 50 GB/s carry 2.5 MB.
-COUNTED_SHARE = 0.95
-# If each node has one rank, the overlap of `rails.py` is lost too.
-COUNTED_SHARE_OF_RANKS = 0.75
 
 
 def collectives(call: Call) -> Collectives:
@@ -47,9 +47,7 @@ def counts_chunks(call: Call) -> bool:
     A loop on CPU reads its count in place. On a GPU the host reads it, which must be worth it.
     """
     group = call.group
-    share = 1 - (1 - 1 / group.num_nodes) ** call.layer.top_k
-    enough = COUNTED_SHARE_OF_RANKS if group.ranks_per_node == 1 else COUNTED_SHARE
-    return bool(group.transport == "memfd" or share < enough)
+    return group.transport == "memfd" or device_layout.counts_rows(group, call.layer.top_k)
 
 
 def counts_rows(call: Call) -> bool:
@@ -107,16 +105,95 @@ def prepare(at: DeviceCall, topk_idx: jax.Array) -> NodePlanArrays:
     locals_ = jnp.arange(group.ranks_per_node, dtype=jnp.int32)[:, None, None]
     arriving = ops.node(call, jnp.where(virtual_rank == locals_, virtual_row, -1))
     received = receiver_side(arriving, call.capacity)
-    recv_count = received[0].at[0, 3].set(routed.dropped)
     return NodePlanArrays(
         *routed[:2],
-        recv_count,
+        _counts(call, arriving, received[0].at[0, 3].set(routed.dropped)),
         *received[1:],
         *routed[2:5],
         virtual_rank,
         virtual_row,
         _chunks(call, tokens),
     )
+
+
+def _counts(call: Call, arriving: jax.Array, counts: jax.Array) -> jax.Array:
+    """recv_count [G, 4] and, where rows are packed, the counts of all pairs of ranks."""
+    nodes = call.group.num_nodes
+    size, virtual, _ = arriving.shape
+    if not device_layout.packs(call.group, virtual):
+        return counts
+    staged = (arriving >= 0).any(-1).reshape(size, nodes, -1)
+    half = (staged.shape[2] + 1) // 2
+    here = jnp.stack([x.sum(2, dtype=jnp.int32) for x in (staged, staged[..., :half])], 2)
+    pairs = collectives(call).node(call, jnp.broadcast_to(here.reshape(1, -1), (size, here.size)))
+    by_node = pairs.reshape(size, size, nodes, 2).transpose(1, 2, 3, 0)  # [source, D, half, rank]
+    both = by_node[:, :, 0].sum(1, dtype=jnp.int32)
+    first = by_node[:, : nodes // 2, 0].sum(1, dtype=jnp.int32)
+    if nodes % 2:
+        first = first + by_node[:, nodes // 2, 1]
+    return jnp.concatenate([counts, both, first, by_node.reshape(size, -1)], 1)
+
+
+def packs(plan: NodePlanArrays) -> bool:
+    """Whether rows of the plan's calls are packed into lanes without room for all of them."""
+    return plan.recv_count.shape[-1] > 4
+
+
+def sums_fit(call: Call, plan: NodePlanArrays) -> jax.Array:
+    """bool []: whether the lane of every rank of the node holds the sums of its virtual tokens."""
+    if not packs(plan):
+        return jnp.array(True)
+    group = call.group
+    size = group.ranks_per_node
+    of_pairs = plan.recv_count[:, 4 : packed_columns(size)].reshape(size, 2, size)
+    others = jnp.where(jnp.eye(size, dtype=bool)[:, None], 0, of_pairs).sum(2, dtype=jnp.int32)
+    sums, first = others[:, 0], others[:, 1]
+    if group.combine_precision == "exact" and DTYPE_BYTES[group.max_token_dtype] < 4:
+        # In f32 they take two rows each, and halves of the tokens take turns.
+        sums = 2 * jnp.maximum(first, sums - first)
+    fits: jax.Array = (sums <= lane_rows(group)).all()
+    return fits
+
+
+def of_node(call: Call, plan: NodePlanArrays, node: jax.Array) -> PlanArrays:
+    """The part of a packed plan that has the virtual tokens of one node, int32 []."""
+    group = call.group
+    nodes, size = group.num_nodes, group.ranks_per_node
+    tokens = len(plan.virtual_rank) // nodes
+    by_node = plan.recv_count[:, packed_columns(size) :].reshape(size, nodes, 2, size)
+    me = lax.rem(between_xla.ep_rank(call), like(jnp.int32(size), plan.recv_count))
+    here = rows_at(by_node.T, me)  # [half, D, source]
+    staged, first_half = (rows_at(x, node) for x in here)
+    earlier = jnp.where(jnp.arange(nodes)[:, None] < node, here[0], 0).sum(0, dtype=jnp.int32)
+    first = exclusive_sum(plan.recv_count[:, 0]) + earlier  # staged row of every source
+    entry = rows_at(plan.staged_start, first)
+    entries = rows_at(plan.staged_start, first + staged) - entry
+    counts = jnp.stack([staged, entries, first_half, jnp.zeros_like(staged)], 1)
+    if device_layout.packs(group, tokens):
+        pairs = rows_at(by_node.swapaxes(0, 1), node).reshape(size, -1)
+        counts = jnp.concatenate([counts, pairs], 1)
+    start, source = _joined(plan.staged_start, first, staged, size * tokens + 1)
+    shift = rows_at(exclusive_sum(entries) - entry, source)
+    start = jnp.where(start < 0, entries.sum(dtype=jnp.int32), start + shift)
+    row, slot = (_joined(x, entry, entries, len(x))[0] for x in (plan.staged_row, plan.staged_slot))
+    rank, at = (
+        lax.dynamic_slice_in_dim(x, node * tokens, tokens)
+        for x in (plan.virtual_rank, plan.virtual_row)
+    )
+    return PlanArrays(rank, at, counts, start, row, slot, *plan.inside[6:])
+
+
+def _joined(
+    values: jax.Array, first: jax.Array, lengths: jax.Array, count: int
+) -> tuple[jax.Array, jax.Array]:
+    """Runs of values [first, first + length), one behind the other: int32 [count], -1 past the
+    last; and of which run each is."""
+    ends = jnp.cumsum(lengths, dtype=jnp.int32)
+    at = jnp.arange(count, dtype=jnp.int32)
+    run = (at[:, None] >= ends).sum(1, dtype=jnp.int32)
+    real, run = run < len(ends), jnp.minimum(run, len(ends) - 1)
+    place = jnp.where(real, rows_at(first - (ends - lengths), run) + at, 0)
+    return jnp.where(real, rows_at(values, place), -1), run
 
 
 def _virtual_tokens(
