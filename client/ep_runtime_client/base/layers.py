@@ -54,6 +54,8 @@ class LiveGroup(Protocol):
 
     def require_whole(self, layer: str | None = None) -> None: ...
 
+    def settle(self) -> None: ...
+
 
 class LiveGroups:
     """The groups of this process by name. Thread-safe."""

@@ -53,7 +53,7 @@ def generations() -> Iterator[Generation]:
     Raises:
         InvalidArgumentError: `initialize` was not called.
 
-    Cost: one meeting of all processes.
+    Cost: one meeting of all processes, and two after a loss.
 
     Examples:
         >>> losses = []
@@ -74,18 +74,20 @@ def generations() -> Iterator[Generation]:
         yield generation
         if not generation.over:
             return
-        _close_groups()
+        _settle_groups()
         attempts = 0 if generation.steps or generation.following != members else attempts + 1
         if attempts == _ATTEMPTS:
             raise generation.over[0]
-        members, number = generation.following, number + 1
+        # All meet again, so that nobody reads a copy of the state that another still writes.
+        members, number = _live(), number + 1
 
 
-def _close_groups() -> None:
-    """Closes groups that a death has ended. The next generation makes groups of its own."""
+def _settle_groups() -> None:
+    """Closes groups that a death has ended, and waits for copies of the state under way."""
     for live in live_groups.all():
-        group: Any = live.group
-        if live.is_gone:
+        live.settle()
+        if live.is_gone:  # never a copy of the state, which is no group of users
+            group: Any = live.group
             group.close()
 
 

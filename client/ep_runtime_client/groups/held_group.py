@@ -143,7 +143,7 @@ class HeldGroup:
     def adopt(self, registered: Sequence[wire.RegisteredLayer]) -> None:
         """Makes registrations, defaults filled in, usable: ours by name, the library's by id."""
         if self._registrations.replaces(registered):
-            self._settle()
+            self.settle()
         native = self.native_group
         self._registrations.add(registered, None if native is None else native.add_layers)
 
@@ -246,12 +246,12 @@ class HeldGroup:
 
     def abandon(self) -> None:
         """Unmaps the windows without telling the daemon, which keeps them."""
-        self._settle()
+        self.settle()
         if self._shut():
             forming.unmap(self.native_group)
             self._formed.memory.close()
 
-    def _settle(self) -> None:
+    def settle(self) -> None:
         """Waits, bounded, for calls under way."""
         if self.native_group is not None and not self.closed and self.client.is_ours:
             within_s = LOST_SETTLE_S if self.is_gone else jax_state.SETTLE_S
@@ -268,7 +268,7 @@ class HeldGroup:
 
     def close(self) -> None:
         """As `Group.close`."""
-        self._settle()
+        self.settle()
         if self._shut():
             forming.leave(self.client, self.name, self.generation, self.native_group)
             self._formed.memory.close()

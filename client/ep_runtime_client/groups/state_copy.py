@@ -143,7 +143,8 @@ class HeldCopy(HeldGroup):
         """Raises InvalidArgumentError: it is not a group of tokens."""
         raise make_group.is_state(self.name)
 
-    def _settle(self) -> None:
+    def settle(self) -> None:
+        """Waits for the write under way."""
         if self.writing is not None and self.client.is_ours:
             self.writing.exception()
 
