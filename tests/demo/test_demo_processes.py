@@ -38,6 +38,25 @@ def test_two_processes_train_together_and_one_reports(environment: dict[str, str
     assert "block0/moe" in done.stdout.split("step 3/3")[1]
 
 
+def test_the_others_train_on_after_the_last_process_has_died(environment: dict[str, str]) -> None:
+    words = [*COMMAND, "8", "--survive"]
+    done = subprocess.run(
+        words, capture_output=True, text=True, timeout=TIMEOUT_S, check=False, env=environment
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    before, _, after = done.stdout.partition("process 1 (pid ")
+    assert before.splitlines()[-1].startswith("step 5/8  loss ")
+    victim = after.split(")")[0]
+    assert "was killed in step 6; 1 processes go on with 2 devices" in after
+    went_on = r"^step (3|5) is done \d+\.\d s after the kill, .* loss (\S+), the first time (\S+);"
+    found = re.search(went_on, after, re.M)
+    assert found is not None, done.stdout
+    assert abs(float(found[2]) - float(found[3])) < 0.1  # fewer ranks may drop other tokens
+    assert "step 8/8  loss " in after
+    assert re.search(rf"session\.dead .* process {victim} ended without goodbye", after)
+    assert after.splitlines()[-1].startswith("8 steps in ")
+
+
 @pytest.fixture
 def endless(environment: dict[str, str]) -> Iterator[Endless]:
     """endless(start): a demo of two processes that has said a line which starts so."""

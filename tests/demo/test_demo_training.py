@@ -43,7 +43,7 @@ def run(*losses: Sequence[float], platform: str = "cpu") -> tuple[Report, list[A
     windows = itertools.repeat(np.zeros((1, 2), np.int32))
     reporter = Reporter(config)
     with reporter.training():
-        return train(config, trainers, windows, reporter, Stop()), trainers
+        return train(config, trainers, windows, reporter, Stop(), Report()), trainers
 
 
 def test_the_loop_counts_steps_drops_and_seconds_and_prints_lines(capsys: Any) -> None:
@@ -84,6 +84,11 @@ def test_twins_on_gpus_agree_within_a_tolerance_and_go_on_from_the_models_state(
         ("--mesh dp=4,fsdp=2", "--mesh must be axes with an ep among them, got"),
         ("--mesh pp=2,ep=4", "--mesh must be as dp=2,fsdp=2,ep=2 with axes of"),
         ("--processes 3", "--processes must be a divisor of devices=8, got 3"),
+        ("--survive", "--processes must be at least 2 with --survive, got 1"),
+        ("--survive --processes 2 --steps 7", "--steps must be at least 8 with --survive, got 7"),
+        ("--survive --processes 2 --mesh ep=8", "--mesh must be left to fit_mesh with --survive"),
+        ("--survive --processes 2 --compare", "--compare must be off with --survive, got True"),
+        ("--survive --processes 2 --address none", "--address must be a daemon's, which keeps"),
     ],
 )
 def test_options_that_do_not_fit_are_named(options: str, text: str) -> None:

@@ -34,6 +34,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "takes over the parameters every other step. The exit code is 3 if a step differs"
     )
     add("--compare", action="store_true", help=text)
+    text = (
+        "kill the last process half way, and train on in the others, from a copy of the state in "
+        "memory. Shows the loss before and after, and what the daemon saw"
+    )
+    add("--survive", action="store_true", help=text)
     text = f"optimizer steps; default {default.steps}, "
     text += f"with --compare {defaults.DEFAULT_COMPARE_STEPS}"
     add("--steps", type=count, metavar="N", help=text)

@@ -22,6 +22,8 @@ HEADS = 4
 VOCAB = 256  # bytes
 # Two models share the machine, so a step of a comparison takes more than twice as long.
 DEFAULT_STEPS, DEFAULT_COMPARE_STEPS = 500, 200
+# Enough for a copy of the state before the death and for steps after it.
+MIN_SURVIVE_STEPS = 8
 # Measured on two cores with the default sizes: seconds to compile a step, and FLOP/s.
 _COMPILE_S, _FLOPS = 20.0, 50e9
 
@@ -35,6 +37,7 @@ class DemoConfig:
         compare: train a twin on transport "xla" and compare every step's loss: bit by bit on CPU
             devices, else within `loss_tolerance`, and the twin continues from the model's state
             every other step.
+        survive: the last process kills itself half way, and the others train on.
         devices, batch: over all processes.
         program: how the user called `ep-runtime`, for hints to paste.
     """
@@ -47,6 +50,7 @@ class DemoConfig:
     recipe: str = RECIPES[0]
     transport: Transport = "auto"
     compare: bool = False
+    survive: bool = False
     batch: int = 16
     seq: int = 128
     num_experts: int = 8
@@ -77,6 +81,21 @@ class DemoConfig:
         ):
             if wrong:
                 _refuse(option, wanted, got)
+        if self.survive:
+            for wrong, option, wanted, got in (
+                (self.processes < 2, "processes", "at least 2", self.processes),
+                (
+                    self.steps < MIN_SURVIVE_STEPS,
+                    "steps",
+                    f"at least {MIN_SURVIVE_STEPS}",
+                    self.steps,
+                ),
+                (self.mesh is not None, "mesh", "left to fit_mesh", self.mesh),
+                (self.compare, "compare", "off", self.compare),
+                (self.address == "none", "address", "a daemon's, which keeps the state", "none"),
+            ):
+                if wrong:
+                    _refuse(option, f"{wanted} with --survive", got)
         if _SERVES.get(self.transport, self.platform) != self.platform:
             served = [name for name in TRANSPORTS if _SERVES.get(name) in (None, self.platform)]
             _refuse("transport", f"one of {served} with --platform {self.platform}", self.transport)
@@ -108,6 +127,8 @@ class DemoConfig:
         """
         if self.mesh is not None:
             return parse_mesh(self.mesh)
+        if self.survive:
+            return {"ep": self.devices}
         groups = 2 if self.devices >= 4 and self.devices % 2 == 0 else 1
         return {"dp": groups, "ep": self.devices // groups}
 
@@ -119,11 +140,6 @@ class DemoConfig:
     def loss_tolerance(self) -> float:
         """Largest relative difference of losses; 0 but on GPUs, where XLA tunes each program."""
         return 1e-3 if self.platform == "gpu" else 0.0
-
-    @property
-    def tokens_per_rank(self) -> int:
-        """Devices along tp hold the same tokens."""
-        return self.tokens_per_step * self.axes.get("tp", 1) // self.devices
 
 
 def parse_mesh(text: str) -> dict[str, int]:

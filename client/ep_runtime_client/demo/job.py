@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+import itertools
+import operator
 import os
 import signal
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pydoc_data.topics import topics
 from types import FrameType
 from typing import Any
@@ -19,10 +22,12 @@ import ep_runtime as ep
 from ep_runtime_client import cli
 from ep_runtime_client.demo.config import DemoConfig
 from ep_runtime_client.demo.reporter import Report, Reporter
-from ep_runtime_client.demo.trainer import Trainer, make_mesh
+from ep_runtime_client.demo.survive import Death
+from ep_runtime_client.demo.trainer import StepResult, Trainer, make_mesh
 from ep_runtime_client.jobs.members import INTERRUPTED, Member, start_jax
 from ep_runtime_client.sessions.session import Session
 
+Step = Callable[[], list[StepResult]]
 DIFFERENT = 3
 # Also how long create_group waits for the demo's other processes, which may still import JAX.
 CONNECT_TIMEOUT_S = 120.0
@@ -65,19 +70,30 @@ def run(config: DemoConfig, member: Member | None = None) -> int:
         The exit code: 0, 3 if a twin's loss differed, or 130 after Ctrl-C.
     """
     member = member or Member()
-    start_jax(config.devices, member, config.platform)
+    start_jax(config.devices, member, config.platform, survive=config.survive)
     reporter = Reporter(config)
+    death = Death(config, member, reporter)
     alone = member.processes == 1  # several processes cannot stop at one step; they end at once
     with (
         stop_on_interrupt() if alone else contextlib.nullcontext(Stop()) as stop,
-        ep.connect(config.address, timeout_s=CONNECT_TIMEOUT_S) as session,
+        ep.connect(
+            config.address,
+            timeout_s=CONNECT_TIMEOUT_S,
+            job=member.name if config.survive else None,
+            on_loss="continue" if config.survive else "end",
+        ) as session,
         ep.translate_errors(),
     ):
-        report = _train(config, session, reporter, stop)
+        if config.survive:
+            report = _train_surviving(config, session, reporter, death)
+        else:
+            report = _train(config, session, reporter, stop)
         if session.address != "none" and member.index == 0:
             # The layers of a twin have the same names; wide shows the groups.
             wide = ["-o", "wide"] if config.compare else []
             cli.main(["handles", "--address", session.address, *wide])
+            if config.survive:
+                death.show_events(session.address)
     reporter.summary(report)
     if report.difference is not None:
         return DIFFERENT
@@ -90,11 +106,56 @@ def _train(config: DemoConfig, session: Session, reporter: Reporter, stop: Stop)
     reporter.runtime(session, trainers[0].group)
     if config.compare:
         trainers.append(Trainer(config, session, mesh, name="demo-xla", transport="xla"))
-    batches = training_batches(load_text(), batch=config.batch, seq=config.seq, seed=config.seed)
     with reporter.training():
         for trainer in trainers:
             trainer.compile()
-        return train(config, trainers, batches, reporter, stop)
+        return train(config, trainers, _batches(config), reporter, stop, Report())
+
+
+def _train_surviving(
+    config: DemoConfig, session: Session, reporter: Reporter, death: Death
+) -> Report:
+    report, state = Report(), ep.distributed.State(session, retain_s=0)
+    sizes: dict[str, Any] = {"num_experts": config.num_experts, "batch": config.batch}
+    with reporter.training():
+        for generation in ep.distributed.generations():
+            with generation:
+                fitted = ep.distributed.fit_mesh(generation.devices, {"ep": None}, **sizes)
+                if not fitted.mesh.local_devices:
+                    generation.wait()
+                started = time.perf_counter()
+                name, transport = f"demo-{generation.number}", config.transport
+                trainer = Trainer(config, session, fitted.mesh, name=name, transport=transport)
+                if state.committed is None:
+                    reporter.runtime(session, trainer.group)
+                    trainer.compile()
+                    state.commit(0, trainer.state)
+                else:
+                    death.say_who(generation, fitted)
+                    done = trainer.compile(state.restore)
+                    death.made(report, time.perf_counter() - started)
+                    report.rewind(done)
+                run = functools.partial(_step, generation, trainer, state, report, death)
+                train(config, [trainer], _batches(config), reporter, Stop(), report, run)
+    state.release()
+    return report
+
+
+def _step(
+    generation: ep.distributed.Generation,
+    trainer: Trainer,
+    state: ep.distributed.State,
+    report: Report,
+    death: Death,
+    step: Step,
+) -> list[StepResult]:
+    """A step that all processes do or none, and now and then a copy of the state."""
+    death.strike(len(report.losses))
+    results, done = generation.step(step), len(report.losses) + 1
+    if done % death.every == 0:
+        state.commit(done, trainer.state)
+    death.say_how_it_went_on(done, results[0].loss)
+    return results
 
 
 def train(
@@ -103,19 +164,21 @@ def train(
     batches: Iterable[npt.NDArray[Any]],
     reporter: Reporter,
     stop: Stop,
+    report: Report,
+    run: Callable[[Step], list[StepResult]] = operator.call,
 ) -> Report:
-    """Steps every trainer on the same batches: one, or a model and its twin.
+    """Steps every trainer on the same batches: one, or a model and its twin; `run` does a step.
 
-    Ends at the first loss that differs. `stop` is asked before every step.
+    Goes on after the steps of `report`. Ends at the first loss that differs. `stop` is asked before
+    every step.
     """
-    report = Report()
-    started = time.perf_counter()
-    for _, window in zip(range(config.steps), batches, strict=False):
+    started = time.perf_counter() - report.seconds
+    for window in itertools.islice(batches, len(report.losses), config.steps):
         if stop.requested:
             break
-        results = [trainer.step(window) for trainer in trainers]
+        results = run(lambda: [trainer.step(window) for trainer in trainers])  # noqa: B023
         report.losses.append(results[0].loss)
-        report.dropped += results[0].dropped
+        report.drops.append(results[0].dropped)
         report.step_seconds.append([result.seconds for result in results])
         report.seconds = time.perf_counter() - started
         reporter.step(report, results[0])
@@ -134,6 +197,10 @@ def _agree(ours: np.float32, twins: np.float32, tolerance: float) -> bool:
     if tolerance == 0:
         return ours.tobytes() == twins.tobytes()
     return bool(abs(ours - twins) <= tolerance * abs(twins))
+
+
+def _batches(config: DemoConfig) -> Iterator[npt.NDArray[np.int32]]:
+    return training_batches(load_text(), batch=config.batch, seq=config.seq, seed=config.seed)
 
 
 def load_text() -> npt.NDArray[np.uint8]:

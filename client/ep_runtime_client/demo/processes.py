@@ -30,6 +30,7 @@ def run(config: DemoConfig) -> int:
             processes=config.processes,
             directory=Path(directory),
             coordinator=coordinator,
+            may_die=config.processes - 1 if config.survive else None,
         ) as started,
     ):
         return started.wait()

@@ -33,14 +33,25 @@ class Report:
     Attributes:
         losses: of every step, nats per byte.
         step_seconds: of every step, one number for the model and one for its twin.
+        drops: of every step, how many slots found no room.
+        seconds: in which the steps ran.
         difference: (model's, twin's) last loss if they differ; None otherwise.
     """
 
     losses: list[np.float32] = dataclasses.field(default_factory=list)
     step_seconds: list[list[float]] = dataclasses.field(default_factory=list)
+    drops: list[int] = dataclasses.field(default_factory=list)
     seconds: float = 0.0
-    dropped: int = 0
     difference: tuple[np.float32, np.float32] | None = None
+
+    @property
+    def dropped(self) -> int:
+        return sum(self.drops)
+
+    def rewind(self, step: int) -> None:
+        """Forgets the steps after `step`, which are done again."""
+        for each in (self.losses, self.step_seconds, self.drops):
+            del each[step:]
 
     def tokens_per_s(self, tokens_per_step: int) -> list[float]:
         """Speeds of the model and of its twin; they leave out the first step, which warms up."""

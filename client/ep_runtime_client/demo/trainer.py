@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -75,12 +76,14 @@ class Trainer:
             rules=self._rules,
             num_experts=config.num_experts,
             hidden_size=config.hidden_size,
-            max_tokens_per_rank=config.tokens_per_rank,
+            # Devices along tp hold the same tokens.
+            max_tokens_per_rank=config.tokens_per_step * mesh.shape.get("tp", 1) // mesh.size,
             capacity_factor=CAPACITY_FACTOR,
             max_top_k=config.top_k,
             max_token_dtype="float32",
             alignment=32,
             transport=transport,
+            retain_s=0.0,
         )
         self._layers = [
             self.group.register_layer(f"block{i}/moe", top_k=config.top_k)
@@ -94,14 +97,32 @@ class Trainer:
         )
         self._optimizer = make_optimizer(config.steps)
         self._rows = NamedSharding(mesh, self._rules.spec(("activation_batch",)))
-        self._state: Any = None
+        self.state: Any = None  # parameters and the optimizer's state
         self._step: Any = None
 
-    def compile(self) -> None:
-        """Initialises the parameters and compiles the step."""
+    def compile(self, restore: Callable[[Any], tuple[int, Any]] | None = None) -> int:
+        """Initialises the parameters, or restores them, and compiles the step.
+
+        Args:
+            restore: (abstract state) -> (steps done, the state).
+
+        Returns:
+            How many steps are done.
+        """
         key = jax.random.key(self._config.seed)
-        layout = self._rules.shardings(jax.eval_shape(self._init, key), self._mesh)
-        self._state = jax.jit(self._init, out_shardings=layout)(key)
+        abstract = jax.eval_shape(self._init, key)
+        layout = self._rules.shardings(abstract, self._mesh)
+        done = 0
+        if restore is None:
+            self.state = jax.jit(self._init, out_shardings=layout)(key)
+        else:
+            done, self.state = restore(
+                jax.tree.map(
+                    lambda x, on: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on),
+                    abstract,
+                    layout,
+                )
+            )
         everywhere = NamedSharding(self._mesh, PartitionSpec())
         step = jax.jit(self._train_step, donate_argnums=0, out_shardings=(layout, everywhere))
         size = (self._config.batch, self._config.seq + 1)
@@ -111,19 +132,20 @@ class Trainer:
         options: dict[str, str | bool] | None
         options = {"xla_gpu_deterministic_ops": True} if exact else None
         with jax.default_matmul_precision("highest" if exact else None):
-            self._step = step.lower(self._state, window).compile(compiler_options=options)
+            self._step = step.lower(self.state, window).compile(compiler_options=options)
+        return done
 
     def step(self, window: Array) -> StepResult:
         """Runs one optimizer step on `window`, [batch, seq + 1] int32, and waits for it."""
         started = time.perf_counter()
-        self._state, metrics = self._step(self._state, self._placed(window))
+        self.state, metrics = self._step(self.state, self._placed(window))
         loss, dropped = jax.device_get(metrics)
         self.group.check()
         return StepResult(np.float32(loss), int(dropped), time.perf_counter() - started)
 
     def follow(self, other: Trainer) -> None:
         """Goes on from a copy of the parameters and the optimizer's state of `other`."""
-        self._state = jax.tree.map(jnp.copy, other._state)
+        self.state = jax.tree.map(jnp.copy, other.state)
 
     def _placed(self, window: Array) -> jax.Array:
         """The rows of this process's devices; every process has the whole window."""

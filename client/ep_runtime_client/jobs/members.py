@@ -43,12 +43,17 @@ class Member:
         processes: how many there are.
         coordinator: of jax.distributed.
         directory: of the parent; where processes leave word.
+        name: of the job.
     """
 
     index: int = 0
     processes: int = 1
     coordinator: str = ""
     directory: str = ""
+
+    @property
+    def name(self) -> str:
+        return Path(self.directory).name
 
 
 @contextlib.contextmanager
@@ -76,6 +81,7 @@ class Members:
         processes: P.
         directory: exists as long as the block.
         coordinator: of jax.distributed.
+        may_die: a process whose SIGKILL ends nothing.
     """
 
     def __init__(
@@ -86,12 +92,14 @@ class Members:
         processes: int,
         directory: Path,
         coordinator: str,
+        may_die: int | None = None,
     ) -> None:
         self._module = module
         self._order = order
         self._processes = processes
         self._directory = directory
         self._coordinator = coordinator
+        self._may_die = may_die
         self._started: list[subprocess.Popen[bytes]] = []
         self._interrupted = threading.Event()
 
@@ -137,6 +145,8 @@ class Members:
         deadline: float | None = None
         while True:
             codes = [process.poll() for process in self._started]
+            if self._may_die is not None and codes[self._may_die] == -signal.SIGKILL:
+                codes[self._may_die] = 0
             if None not in codes or self._interrupted.is_set():
                 return self._verdict(codes)
             if deadline is None and any(codes):
@@ -216,15 +226,20 @@ def run_member(work: Callable[[dict[str, Any], Member], int], name: str) -> NoRe
         _leave(1)
 
 
-def start_jax(devices: int, member: Member, platform: str = "cpu") -> None:
+def start_jax(
+    devices: int, member: Member, platform: str = "cpu", *, survive: bool = False
+) -> None:
     """Starts JAX with this process's devices, and jax.distributed if there are several processes.
 
     Args:
         devices: of the whole job; CPU devices are made, GPUs are there.
         member: which of its processes this is; it drives its part of the GPUs in order.
         platform: "cpu", whose processes meet over gloo, or "gpu".
+        survive: by `ep.distributed`, so that the others go on when a process dies.
     """
     import jax
+
+    from ep_runtime_client import distributed
 
     here = devices // member.processes
     ours = None
@@ -237,9 +252,8 @@ def start_jax(devices: int, member: Member, platform: str = "cpu") -> None:
     if member.processes > 1:
         if platform == "cpu":
             jax.config.update("jax_cpu_collectives_implementation", "gloo")
-        jax.distributed.initialize(
-            member.coordinator,
-            num_processes=member.processes,
-            process_id=member.index,
-            local_device_ids=ours,
-        )
+        numbers: dict[str, Any] = {"num_processes": member.processes, "process_id": member.index}
+        if survive:
+            distributed.initialize("node", **numbers, local_device_ids=ours, job=member.name)
+        else:
+            jax.distributed.initialize(member.coordinator, **numbers, local_device_ids=ours)
