@@ -1,7 +1,7 @@
 """A small training job that goes on: what each of its processes runs.
 
 Variables: TEST_FROM is a file with the state to start from, TEST_TO the file for the state that a
-later generation starts from, TEST_STEPS how many steps that generation makes.
+later generation restores, TEST_STEPS how many steps that generation makes.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ import ep_runtime as ep
 
 HIDDEN, MLP, ROWS, TOKENS = 16, 16, 24, 2
 EXPERTS = int(os.environ.get("TEST_EXPERTS", "12"))
-State = dict[str, np.ndarray]
+READY = 3  # steps after which a process may die
+Arrays = dict[str, Any]
 
 
-def first_state() -> State:
+def first_state() -> Arrays:
     rng = np.random.default_rng(0)
     shapes = {
         "dense": (HIDDEN, HIDDEN),
@@ -33,8 +34,29 @@ def first_state() -> State:
     return {name: rng.normal(0, 0.3, shape).astype("float32") for name, shape in shapes.items()}
 
 
+def put(arrays: Arrays, shardings: dict[str, NamedSharding]) -> Arrays:
+    return {
+        name: jax.make_array_from_callback(x.shape, shardings[name], lambda part, x=x: x[part])
+        for name, x in arrays.items()
+    }
+
+
+def abstract(shardings: dict[str, NamedSharding]) -> Arrays:
+    return {
+        name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=shardings[name])
+        for name, x in first_state().items()
+    }
+
+
+def layout(mesh: Mesh, experts: PartitionSpec) -> dict[str, NamedSharding]:
+    whole = NamedSharding(mesh, PartitionSpec())
+    return {"dense": whole, "router": whole} | dict.fromkeys(
+        ("wi", "wo"), NamedSharding(mesh, experts)
+    )
+
+
 def build(session: ep.Session, mesh: Mesh, number: int) -> Callable[..., Any]:
-    """A step (state, number) -> (loss, the next state whole on every device)."""
+    """A step (state, number) -> (loss, the next state)."""
     group = session.create_group(
         f"experts-{number}",
         mesh,
@@ -50,9 +72,6 @@ def build(session: ep.Session, mesh: Mesh, number: int) -> Callable[..., Any]:
     layer = group.register_layer("moe", top_k=2)
     whole, split = NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec("ep"))
 
-    def put(array: np.ndarray, sharding: NamedSharding) -> jax.Array:
-        return jax.make_array_from_callback(array.shape, sharding, lambda part: array[part])
-
     def train_step(state: Any, x: jax.Array) -> tuple[jax.Array, Any]:
         def loss(state: Any) -> jax.Array:
             hidden = jnp.tanh(x @ state["dense"])
@@ -63,24 +82,20 @@ def build(session: ep.Session, mesh: Mesh, number: int) -> Callable[..., Any]:
         value, gradient = jax.value_and_grad(loss)(state)
         return value, jax.tree.map(lambda a, b: a - 0.1 * b, state, gradient)
 
-    compiled = jax.jit(train_step, out_shardings=(whole, whole))
-    where = {"dense": whole, "router": whole, "wi": split, "wo": split}
+    sharded = layout(mesh, PartitionSpec("ep"))
+    compiled = jax.jit(train_step, out_shardings=(whole, sharded), donate_argnums=0)
 
-    def step(state: State, number: int) -> tuple[jax.Array, Any]:
+    def step(state: Arrays, number: int) -> tuple[jax.Array, Any]:
         x = np.random.default_rng(number).normal(size=(ROWS * TOKENS, HIDDEN)).astype("float32")
-        on_mesh = {name: put(array, where[name]) for name, array in state.items()}
-        return compiled(on_mesh, put(x, split))
+        return compiled(state, put({"x": x}, {"x": split})["x"])
 
     return step
 
 
 def run(say: Callable[..., None], hear: Callable[[], Any]) -> None:
     session = ep.connect(os.environ.get("TEST_ADDRESS", "node"), on_loss="continue", timeout_s=60)
-    state, number, later = first_state(), 0, os.environ.get("TEST_FROM")
-    if later is not None:
-        with np.load(later) as saved:
-            state = {name: saved[name] for name in saved if name != "number"}
-            number = int(saved["number"])
+    kept = ep.distributed.State(session, retain_s=0)
+    before = os.environ.get("TEST_FROM")
     losses: list[str] = []
     for generation in ep.distributed.generations():
         losses.clear()
@@ -88,22 +103,37 @@ def run(say: Callable[..., None], hear: Callable[[], Any]) -> None:
             mesh = ep.distributed.fit_mesh(
                 generation.devices, {"ep": None}, num_experts=EXPERTS, batch=ROWS
             ).mesh
-            last = generation.number > 0 or later is not None
-            if last and later is None and jax.process_index() == mesh.devices.flat[0].process_index:
-                np.savez(os.environ["TEST_TO"], number=number, **state)
+            last = generation.number > 0 or before is not None
             if not mesh.local_devices:
                 say(idle=True)
                 generation.wait()
+            whole, split = layout(mesh, PartitionSpec()), layout(mesh, PartitionSpec("ep"))
+            if generation.number > 0:
+                number, state = kept.restore(abstract(whole))
+                if jax.process_index() == mesh.devices.flat[0].process_index:
+                    np.savez(os.environ["TEST_TO"], number=number, **state)
+                number, state = kept.restore(abstract(split))
+            elif before is not None:
+                with np.load(before) as saved:
+                    number = int(saved["number"])
+                    state = put({name: saved[name] for name in whole}, split)
+            else:
+                number, state = 0, put(first_state(), split)
             step = build(session, mesh, generation.number)
             while not last or len(losses) < int(os.environ["TEST_STEPS"]):
-                loss, next_state = generation.step(step, state, number)
-                state = {k: np.asarray(v.addressable_data(0)) for k, v in next_state.items()}
+                loss, state = generation.step(step, state, number)
                 number += 1
+                kept.commit(number, state)
                 losses.append(float(loss).hex())
-                if not last and len(losses) == 3:
+                if not last and len(losses) == READY:
                     say(ready=True)
-    digest = {
-        name: float(np.abs(array).sum(dtype="float64")).hex() for name, array in state.items()
-    }
-    say(losses=losses, number=number, devices=mesh.size, digest=digest)
+            gathered = jax.jit(lambda state: state, out_shardings=whole)
+            state = generation.step(gathered, state)
+            digest = {
+                name: float(np.abs(array).sum(dtype="float64")).hex()
+                for name, array in state.items()
+            }
+            say(losses=losses, number=number, devices=mesh.size, digest=digest)
+    if not losses:
+        say(losses=losses)  # it waited for the others
     hear()

@@ -43,7 +43,7 @@ def start(place: Path, processes: int, devices: int, name: str, **more: str) -> 
 @pytest.mark.parametrize(
     ("victims", "devices"), [([2], 2), ([0], 1), ([1, 3], 1)], ids=["worker", "process_0", "two"]
 )
-def test_survivors_go_on_as_a_job_of_theirs_alone_would(
+def test_survivors_restore_and_go_on_as_a_job_of_theirs_alone_would(
     place: Path, victims: list[int], devices: int
 ) -> None:
     state = place / "state.npz"
