@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import cases
@@ -266,6 +267,39 @@ def test_two_domains_equal_the_reference(
         _CASES, nodes, several_gpus, layout, TEST_CASES=json.dumps(names), EP_RUNTIME_DEBUG="1"
     ) as job:
         assert job.heard(270) == [{"done": names}] * job.processes
+        job.tell()
+        job.finish()
+
+
+_NARROW = "from ep_runtime import device_layout; device_layout.LEAST_SOURCES = 1\n"
+
+
+@pytest.fixture
+def narrow_lanes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lanes of daemons, and of jobs that begin with _NARROW, are as narrow as top_k allows."""
+    (tmp_path / "sitecustomize.py").write_text(_NARROW)
+    monkeypatch.syspath_prepend(tmp_path)
+
+
+_LANES = (
+    _NARROW
+    + """
+from gpu.jobs import gpu_lanes
+with ep.connect(timeout_s=60) as session:
+    say(packs=gpu_lanes.run(session))
+hear()
+"""
+)
+
+
+def test_two_domains_whose_lanes_lack_room_for_all_rows(
+    several_gpus: int, narrow_lanes: None, nodes: list[DaemonProcess]
+) -> None:
+    """Rows go in parts, and sums of one node's tokens after the other's, also all to one rank."""
+    if several_gpus < 4:
+        pytest.skip("nodes of one rank have no lanes")
+    with two_domains(_LANES, nodes, several_gpus, _TWO, EP_RUNTIME_DEBUG="1") as job:
+        assert job.heard(270) == [{"packs": not layouts.TRIAL}] * 2
         job.tell()
         job.finish()
 
