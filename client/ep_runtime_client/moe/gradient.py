@@ -138,7 +138,7 @@ def _fwd(call: ResolvedCall, given: Operands) -> Any:
 
 
 def _tag(call: ResolvedCall, name: str) -> str:
-    """By which a checkpoint's policy knows what is saved."""
+    """Returns the name under which a checkpoint's policy knows a saved array."""
     if call.workspace is not None:
         return "ep_kept"
     return "ep_wi" if name == "hidden" else "ep_recv"

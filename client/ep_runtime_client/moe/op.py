@@ -37,7 +37,7 @@ _PLAN_NDIMS = (3, 3, 3, 2, 2, 2, 2, 2, 2, 3, 3, 2)  # of a plan's arrays, with t
 
 @dataclasses.dataclass(frozen=True)
 class Placed:
-    """How the weights of a block are taken.
+    """Describes the layout in which the op takes a block's weights.
 
     Attributes:
         wi: of [E, H, *N'], per dim of the one array.
@@ -62,7 +62,7 @@ class Placed:
 
 @dataclasses.dataclass(frozen=True)
 class BlockOp(LayerOp):
-    """What forward and backward share. Hashable. Their first operands are the leaves of Operands.
+    """Base of the forward and backward ops. Hashable. Leaves of Operands are the first operands.
 
     Attributes:
         where: where it runs, as the call.
@@ -87,7 +87,7 @@ class BlockOp(LayerOp):
     def place(
         self, roles: Roles, arrived: Sequence[Entries], shapes: Sequence[tuple[int, ...]]
     ) -> Placed:
-        """How the weights are taken, which arrive like this."""
+        """Chooses the layout of the weights, given how they arrive."""
         lies, given = self._by_name(arrived), self._by_name(shapes)
         ruled = self.where.mode == "rule"
         shape, wo_shape = self.wi.of_values(given.wi[0], 2), given.wo[0]
@@ -366,7 +366,7 @@ class BlockBackward(BlockOp):
         return Resolved((*given, *self.saved_entries(roles, place), tokens), results, local)
 
     def _themselves(self, roles: Roles, place: Placed, shapes: Any) -> tuple[Weight, Weight]:
-        """How the weights are sharded that the leaves were quantized of."""
+        """Returns the shardings of the weights from which the leaves were quantized."""
         own = self.call.sharding[:2]
         if own == self.call.multiplied:
             return place.wi, place.wo
@@ -380,12 +380,15 @@ class BlockBackward(BlockOp):
         return [] if self.frozen else of_kernels
 
     def _each(self, values: Sequence[Value]) -> tuple[Value, ...]:
-        """What there is per dim of wi as one array, per dim of one of its arrays."""
+        """Converts values per dim of the whole wi to values per dim of each of its arrays."""
         return of_each(values) if self.call.paired else tuple(values)
 
     def _made(self, shared: Axes) -> Any:
-        """What gradients of weights are made in: as they are wanted, but wide where they are added
-        up over devices; kernels of products that quantize nothing make them in the rows' dtype."""
+        """Returns the dtype in which the body makes gradients of weights; None is the rows' dtype.
+
+        It is the wanted dtype, or a wide one if devices add up their gradients. Kernels of products
+        that quantize nothing use the rows' dtype.
+        """
         call = self.call
         if call.workspace is not None and call.recipes[0] is None:
             return None

@@ -298,7 +298,7 @@ def initializers(
     kernel_init: KernelInit | None,
     separate: bool,
 ) -> dict[str, Callable[[jax.Array], jax.Array]]:
-    """What makes each parameter out of a key, by its name; arguments as in `init_moe_params`.
+    """Returns each parameter's function of a key, by name; arguments as in `init_moe_params`.
 
     Names are fields of MoEParams; separate ones are wi_0 and wi_1, wi_0_bias and wi_1_bias.
     """

@@ -229,7 +229,7 @@ def _planned(layer: EpLayer, moved: Moved, body: str) -> tuple[Call, Plan, jax.A
 def _resolved(
     call: Call, block: Block, weighted: Weighted, kept: Kept, body: str, given: Operands
 ) -> ResolvedCall:
-    """What is static about a call on these operands."""
+    """Computes the static part of a call on these operands."""
     mesh, recipes = call.where.mesh, block.recipes
     assert isinstance(mesh, Mesh)
     kernels = tuple(zip(given.kernels, (block.specs["wi"], block.specs["wo"]), strict=True))

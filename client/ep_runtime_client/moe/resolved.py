@@ -46,7 +46,7 @@ class WorkspaceRows:
 
 @dataclasses.dataclass(frozen=True)
 class ResolvedCall:
-    """What is static about one call of `moe`, computed once. Hashable.
+    """Holds the static part of one call of `moe`, computed once. Hashable.
 
     Attributes:
         where: where its op runs.

@@ -1,4 +1,4 @@
-"""What delayed scaling of a block's two products keeps from one call to the next."""
+"""Keeps the scaling history of a block's two products from one call to the next."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def checked(state: Any, recipes: RecipePair, num_experts: int) -> MoEState | Non
 
 
 def to_named(state: MoEState) -> dict[str, jax.Array]:
-    """Its arrays by names for modules, which keep every array in a variable of its own."""
+    """Returns the state's arrays by name, because modules keep each array in its own variable."""
     return {
         f"{product}_{operand}_amax": getattr(getattr(state, product), operand)
         for product in _PRODUCTS
@@ -136,7 +136,7 @@ def to_named(state: MoEState) -> dict[str, jax.Array]:
 
 
 def of_named(named: Mapping[str, jax.Array]) -> MoEState:
-    """The inverse of `to_named`."""
+    """Makes a state from arrays by name, as `to_named` returns them."""
 
     def one(product: str) -> DelayedState | None:
         names = [f"{product}_{operand}_amax" for operand in _OPERANDS]

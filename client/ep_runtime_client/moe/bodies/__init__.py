@@ -50,7 +50,7 @@ REASONS = {
 
 @dataclasses.dataclass(frozen=True)
 class Asked:
-    """What a call of `ep.moe` is, as far as the choice goes.
+    """Describes a call of `ep.moe`, as far as the choice of a body needs it.
 
     Attributes:
         group: of its layer.

@@ -1,4 +1,4 @@
-"""What a body of `ep.moe` is: one device's forward and backward, from tokens to their sums.
+"""Defines a body of `ep.moe`: one device's forward and backward, from tokens to their sums.
 
 The op around it (`op.py`) places operands, gathers weights and adds up what axes split; a body sees
 local blocks without the slab dim. `composed.py` is made of the ops one by one and takes everything;
@@ -43,7 +43,7 @@ class Experts(NamedTuple):
 
 
 class Given(NamedTuple):
-    """What both directions take of one device.
+    """Operands of one device, in both directions.
 
     Attributes:
         rank: int32 [1].
@@ -82,7 +82,7 @@ class Over(NamedTuple):
 
 
 class WeightGrads(NamedTuple):
-    """How the gradients of wi and wo are made.
+    """Tells a body how to make the gradients of wi and wo.
 
     Attributes:
         paired: gate and up of wi apart.
@@ -97,7 +97,7 @@ class WeightGrads(NamedTuple):
 
 
 class Forwarded(NamedTuple):
-    """What forward makes.
+    """Results of forward on one device.
 
     Attributes:
         y: [T, H].
@@ -130,7 +130,7 @@ class Body(Protocol):
         """Names, in order, what forward saves for backward if it is not told to save nothing."""
 
     def multiple(self, call: ResolvedCall, *, paired: bool) -> int:
-        """What M of a device must be a multiple of; `paired` where gate and up come apart."""
+        """Returns the divisor that a device's M needs; `paired` if gate and up come apart."""
 
     def forward(self, call: ResolvedCall, given: Given, experts: Experts, over: Over) -> Forwarded:
         """Tokens to their experts on all ranks and back, summed."""
