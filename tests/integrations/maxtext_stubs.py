@@ -22,7 +22,7 @@ PIPELINES = (
 DASHBOARDS = (
     "cloud_accelerator_diagnostics drjax google_cloud_mldiagnostics google_crc32c "
     "ml_goodput_measurement opentelemetry pathwaysutils proto tensorboard "
-    "tensorboard_plugin_profile tensorboardX uvloop xprof"
+    "tensorboard_plugin_profile tensorboardX xprof"
 )
 _NAMES = frozenset((*PIPELINES.split(), *DASHBOARDS.split()))
 # A namespace that others share: protobuf is in it.

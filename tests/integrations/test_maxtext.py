@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -287,22 +288,40 @@ def test_losses_are_those_of_maxtext(patched: Path, tmp_path: Path, case: str) -
 
 
 @pytest.mark.integrations
-@pytest.mark.timeout(4 * RUN_TIMEOUT_S)
-def test_a_checkpoint_goes_on_on_another_mesh(patched: Path, tmp_path: Path) -> None:
-    """By orbax: five steps on fsdp x ep, five on ep alone; once what MaxText saved, by ours."""
+@pytest.mark.timeout(7 * RUN_TIMEOUT_S)
+@pytest.mark.parametrize("case", ["fsdp and ep", "deepseek3"])
+def test_checkpoints_work_both_ways(patched: Path, tmp_path: Path, case: str) -> None:
+    """Orbax's checkpoint of step 5, by MaxText or by ours, is restored by each and on another mesh.
+
+    The same trainer goes on bit for bit; another one or another mesh within 1e-6 of the losses.
+    """
     saving = {"enable_checkpointing": True, "async_checkpointing": False, "checkpoint_period": 5}
-    other = {**saving, "ici_fsdp_parallelism": 1, "ici_expert_parallelism": 8}
-    found = {}
-    for first, then in ((False, False), (True, True), (False, True)):
-        out = tmp_path / f"{first} {then}"
-        out.mkdir()
-        losses(patched, out, {**saving, "steps": 5, "ep_runtime": first})
-        (out / "metrics").unlink()
-        found[first, then] = losses(patched, out, {**other, "ep_runtime": then})["learning/loss"]
-    stock = found[False, False]
-    assert len(stock) < COMMON["steps"]
-    for ours in (found[True, True], found[False, True]):
-        np.testing.assert_allclose(ours, stock, rtol=1e-6, atol=0)
+    settings = {**CASES[case], **saving}
+    other_mesh = {"ici_fsdp_parallelism": 1, "ici_expert_parallelism": 8}
+
+    def trained(name: str, saved: Path | None = None, **more: Any) -> list[float]:
+        out = tmp_path / name
+        checkpoints = out / "test/checkpoints"
+        if saved:
+            shutil.copytree(saved / "5", checkpoints / "5")
+        else:
+            out.mkdir()
+        return losses(patched, out, {**settings, **more})["learning/loss"]
+
+    whole = {ours: trained(f"whole {ours}", ep_runtime=ours) for ours in (False, True)}
+    for first in (False, True):
+        saved = tmp_path / f"whole {first}/test/checkpoints"
+        for then in (False, True):
+            restored = trained(f"{first} {then}", saved, ep_runtime=then)
+            assert len(restored) == 4
+            tolerance = 0.0 if first == then else 1e-6
+            np.testing.assert_allclose(restored, whole[then][6:], rtol=tolerance, atol=0)
+            apart = np.abs(np.subtract(restored, whole[then][6:])).max()
+            _log.info("%s, ours %s then %s: losses differ by %.2g", case, first, then, apart)
+    moved = trained(
+        "moved", tmp_path / "whole False/test/checkpoints", ep_runtime=True, **other_mesh
+    )
+    np.testing.assert_allclose(moved, whole[False][6:], rtol=1e-6, atol=0)
 
 
 @pytest.mark.integrations
