@@ -2,11 +2,10 @@
 # Builds, checks and times everything that needs GPUs, in one call, with a table at the end.
 #   tests/gpu/run_all.sh LOGS [part ...]
 # Every part has a time limit and a log in the folder LOGS. Without parts, all but `cases`, `shared`, `kills`, `nccl*`,
-# `block_*`, `figures`:
+# `block_*`, `rows_memcheck`, `figures`:
 #   build       both native libraries and the kernels' harness
 #   kernels     every kernel against the reference, without JAX
 #   gemm        grouped products against sums in f64, without JAX
-#   rows        activation, quantization and moves of rows against plain loops, and their times
 #   block       block calls that overlap exchanges with products beside those that do not, and times
 #   tests       this folder's tests
 #   plain       the same without XLA's command buffers
@@ -23,11 +22,12 @@
 #   processes   5,000 of them, one process for each GPU
 #   memcheck, racecheck   compute-sanitizer on small shapes, two ranks on one GPU
 #   block_memcheck, block_racecheck   the same over block calls, forward and backward
+#   rows_memcheck   the same over drawn layouts of rows, each array in memory of its own
 #   demo        `doctor`, the demo against its twin on plain JAX collectives, with a process for each GPU
 #   bench       dispatch and combine beside the link's ceiling and XLA's collectives
 #   figures     what results.md tells of a host: movement by tokens, routing and SMs, layers, a step
 # Variables: PYTHON; PREBUILT, a folder with libep_runtime_cpu.so, libep_runtime_cuda.so and
-# kernels_main (or some of them; rows_main, block_main, plans_main too) to use as they are; BUILD_DIR; TESTS, more
+# kernels_main (or some of them; block_main, plans_main too) to use as they are; BUILD_DIR; TESTS, more
 # arguments of pytest;
 # BENCH, arguments of `ep-runtime bench`; DOSE, kills of each job; TEST_GPU_COUNT=8, all of eight GPUs, of which
 # the parts with Python take four otherwise. Exits with 1 where a part failed.
@@ -37,7 +37,7 @@ logs=${1:?folder for the logs}
 shift
 parts=("$@")
 if [ ${#parts[@]} = 0 ]; then
-  parts=(build kernels gemm rows block tests plain soak processes memcheck racecheck demo bench)
+  parts=(build kernels gemm block tests plain soak processes memcheck racecheck demo bench)
 fi
 mkdir -p "$logs"
 logs=$(cd "$logs" && pwd)
@@ -88,15 +88,6 @@ part_gemm() {
   else
     BUILD_DIR=$build/gemm tests/gpu/harness/run_gemm.sh check
   fi
-}
-part_rows() {
-  local what program=$build/rows/rows_main
-  if [ -n "$prebuilt" ] && [ -x "$prebuilt/rows_main" ]; then
-    program=$prebuilt/rows_main
-  else
-    BUILD_DIR=$build/rows tests/gpu/harness/run_rows.sh build
-  fi
-  for what in time check; do "$program" "$what"; done
 }
 part_block() {
   local what program=$build/block/block_main
@@ -167,6 +158,11 @@ block_sanitized() {
     BUILD_DIR=$build/block OBJECTS=$build tests/gpu/harness/run_block.sh build
   fi
   CUDA_VISIBLE_DEVICES=0 compute-sanitizer --tool "$1" --error-exitcode 3 "$program" small 2
+}
+part_rows_memcheck() {
+  CUDA_VISIBLE_DEVICES=0 XLA_PYTHON_CLIENT_ALLOCATOR=platform compute-sanitizer --tool memcheck \
+    --report-api-errors no --error-exitcode 3 "$python" -m pytest -q -p no:cacheprovider \
+    tests/gpu/test_gpu_rows.py -k any_layout
 }
 part_block_memcheck() { block_sanitized memcheck; }
 part_block_racecheck() { block_sanitized racecheck; }

@@ -15,7 +15,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import ep_runtime as ep
 from ep_runtime_client.ops.activation import kernels as activation_kernels
 from ep_runtime_client.ops.activation import plain as activation_plain
+from ep_runtime_client.ops.activation import quantized_plain
 from ep_runtime_client.ops.activation.function import ACTIVATIONS, Activation
+from ep_runtime_client.ops.activation.quantized_plain import QuantizedActivation
 from ep_runtime_client.ops.gemm import kernels_bias
 from ep_runtime_client.ops.gemm import plain as gemm_plain
 from ep_runtime_client.ops.kernels import move_rows
@@ -161,6 +163,64 @@ def test_quantized_rows_are_those_of_cpu_bit_by_bit(gpus: list[Any], recipe: Any
     jax.tree.map(_same_bits, *_both(gpus, run, drawn, _SIZES))
 
 
+def _drawn_layout(seed: int) -> tuple[Any, int, int]:
+    """Sizes [3, S, L] of three calls, rows of a slab and a width, all drawn."""
+    rng = np.random.default_rng(seed)
+    alignment = 1 << rng.integers(6)
+    slabs, groups = (1, 200) if seed == 4 else (rng.choice([1, 2, 3]), rng.integers(1, 13))
+    sizes = rng.integers(0, 40, (3, slabs, groups)) // alignment * alignment
+    sizes[rng.random(sizes.shape) < 1 / 3] = 0
+    # In half of them the last groups have more rows than there are.
+    rows = max(1, sizes.sum(-1).max() + rng.integers(60) - (10 if seed % 2 else 0))
+    rows = -(-rows // 32) * 32 if seed % 3 == 0 else rows  # as MXFP8 needs
+    return sizes.astype(np.int32), int(rows), int(32 * rng.integers(1, 13) + 8 * (seed % 3))
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_any_layout_of_rows_is_that_of_cpu(gpus: list[Any], seed: int) -> None:
+    sizes, rows, width = _drawn_layout(seed)
+    dtype, name = _TYPES[seed // 3], sorted(ACTIVATIONS)[seed % len(ACTIVATIONS)]
+    gated, of_groups = seed % 5 > 0, sizes.shape[2] if seed % 2 else None
+    static = Activation(name, gated, jnp.dtype(dtype))
+    kinds = [recipes.TensorScaling(), recipes.BlockScaling(seed % 4 > 1)]
+    kinds += [recipes.MXFP8()] * (rows % 32 == 0 and width % 32 == 0)
+    gemm = gemm_plain.Gemm(jnp.dtype(dtype))
+
+    def run(hidden: Any, weights: Any, grad: Any, odd: Any, sizes: Any) -> Any:
+        used = jnp.arange(rows) < sizes.sum(-1, keepdims=True)
+        operands = (hidden, weights, sizes)
+        out = activation_plain.forward(static, *operands)
+        back, d_weights = activation_plain.pullback(static, *operands, grad)
+        found = [jnp.where(used[..., None], x.reshape(*used.shape, -1), 0) for x in (out, back)]
+        near = [*found, d_weights, gemm_plain.bias_grad(gemm, grad, sizes)]
+        exact, pairs, options = [], [], {"num_experts": of_groups}
+        for recipe in kinds:
+            exact.append(quantize_plain.quantize_rows(recipe, odd, sizes, **options))
+            if recipe in kinds[:2] and dtype != "float32":
+                fused = QuantizedActivation(static, recipe, of_groups)
+                one = quantized_plain.forward(fused, *operands)
+                pairs.append((one, quantize_plain.quantize_rows(recipe, out, sizes, **options)))
+        return near, *jax.tree.map(bits, (exact, pairs)), used
+
+    for call, each in enumerate(sizes):
+        slack = np.arange(rows) >= each.sum(-1, keepdims=True)
+        shape = (*slack.shape, *([2, width] if gated else [width]))
+        drawn = [_drawn(seed + call, *of, dtype=dtype) for of in (shape, (*slack.shape, width))]
+        odd = _odd_values(seed + call, *slack.shape, width, dtype=dtype)
+        weights = _drawn(seed + call, *slack.shape, dtype="float32")
+        for x in (*drawn, odd, weights):
+            x[slack] = np.nan
+        (near, exact, pairs, used), want = _both(gpus, run, drawn[0], weights, drawn[1], odd, each)
+        for got, meant in zip(near, want[0], strict=True):
+            _near(got, meant, max(1.0, float(np.abs(np.asarray(meant, np.float64)).max(initial=0))))
+        jax.tree.map(_same_bits, exact, want[1])
+        for one, two in pairs:
+            for left, right in zip(jax.tree.leaves(one), jax.tree.leaves(two), strict=True):
+                of_rows = left.shape[:2] == used.shape
+                mine = np.asarray(used) if of_rows else np.ones(left.shape, bool)
+                _same_bits(np.asarray(left)[mine], np.asarray(right)[mine])
+
+
 @pytest.mark.parametrize("hidden", [1312, 8])
 @pytest.mark.parametrize("dtype", _TYPES)
 def test_sums_of_8_bits_are_those_of_cpu_bit_by_bit(
@@ -212,10 +272,11 @@ def _routed(seed: int, tokens: int, slots: int, experts: int) -> Any:
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("from_map", [False, True], ids=["indices", "map"])
+@pytest.mark.parametrize(("tokens", "hidden"), [(200, 48), (37, 1000)])
 def test_permutations_and_their_gradients_are_those_of_cpu(
-    gpus: list[Any], from_map: bool, dtype: str
+    gpus: list[Any], tokens: int, hidden: int, from_map: bool, dtype: str
 ) -> None:
-    tokens, experts = 200, 40
+    experts = 40
     choice = _routed(1, tokens, 3, experts)
     slots = 3
     if from_map:
@@ -235,7 +296,8 @@ def test_permutations_and_their_gradients_are_those_of_cpu(
         (out, moved), pull = jax.vjp(sorted_and_back, tokens, weights)
         return out, moved, pull((factors, jnp.zeros_like(moved)))
 
-    operands = (_drawn(4, tokens, 48, dtype=dtype), weights, _drawn(5, tokens, 48, dtype=dtype))
+    rows = (_drawn(seed, tokens, hidden, dtype=dtype) for seed in (4, 5))
+    operands = (next(rows), weights, next(rows))
     got, want = _both(gpus, run, *operands)
     _same_bits(got[1], want[1], "rows")
     _near(got[0], want[0], 8, "tokens")

@@ -1,4 +1,4 @@
-# Sourced by run_kernels.sh, run_gemm.sh and run_rows.sh: compiles kernels with their harness.
+# Sourced by the run_*.sh files: compiles kernels with their harness.
 #   build_harness PROGRAM SOURCE...
 # Objects lie beside PROGRAM and are made anew where the source or a header is newer. NVCC may be
 # set, and OBJECTS: a build folder of the CUDA library, whose objects are then linked as they are.
