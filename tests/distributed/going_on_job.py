@@ -6,8 +6,10 @@ later generation restores, TEST_STEPS how many steps that generation makes.
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -19,7 +21,7 @@ import ep_runtime as ep
 
 HIDDEN, MLP, ROWS, TOKENS = 16, 16, 24, 2
 EXPERTS = int(os.environ.get("TEST_EXPERTS", "12"))
-READY = 3  # steps after which a process may die
+READY = 3  # steps until a process may die, or to the next copy of the state
 Arrays = dict[str, Any]
 
 
@@ -90,6 +92,34 @@ def build(session: ep.Session, mesh: Mesh, number: int) -> Callable[..., Any]:
         return compiled(state, put({"x": x}, {"x": split})["x"])
 
     return step
+
+
+def train(say: Callable[..., None], hear: Callable[[], Any]) -> None:
+    """Trains TEST_STEPS steps or until it is killed, writes every loss to a file in the folder
+    TEST_TO, and says the first step of each generation."""
+    session = ep.connect("node", on_loss="continue", timeout_s=60)
+    kept, steps = ep.distributed.State(session, retain_s=0), int(os.environ["TEST_STEPS"])
+    log = Path(os.environ["TEST_TO"]) / f"{jax.process_index()}.jsonl"
+    with log.open("w", buffering=1) as losses:
+        for generation in ep.distributed.generations():
+            with generation:
+                mesh = ep.distributed.fit_mesh(
+                    generation.devices, {"ep": None}, num_experts=EXPERTS, batch=ROWS
+                ).mesh
+                split = layout(mesh, PartitionSpec("ep"))
+                step = build(session, mesh, generation.number)
+                if kept.committed is None:
+                    number, state = 0, put(first_state(), split)
+                else:
+                    number, state = kept.restore(abstract(split))
+                while number < steps:
+                    loss, state = generation.step(step, state, number)
+                    losses.write(json.dumps([mesh.size, number, float(loss).hex()]) + "\n")
+                    number += 1
+                    if number % READY == 0:
+                        kept.commit(number, state)
+                    if generation.steps == 1:
+                        say(devices=mesh.size)
 
 
 def run(say: Callable[..., None], hear: Callable[[], Any]) -> None:

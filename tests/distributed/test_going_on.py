@@ -11,7 +11,7 @@ from multiprocess import launch
 
 WAIT_S = 240.0
 _BY_US = launch.CPU + 'import ep_runtime; distributed["by"] = ep_runtime.distributed.initialize\n'
-_JOB = """
+JOB = """
 from distributed import going_on_job
 going_on_job.run(say, hear)
 os._exit(0)
@@ -26,10 +26,12 @@ def place() -> Iterator[Path]:
         yield Path(name)
 
 
-def start(place: Path, processes: int, devices: int, name: str, **more: str) -> launch.Job:
+def start(
+    place: Path, processes: int, devices: int, name: str, script: str = JOB, **more: str
+) -> launch.Job:
     """A job whose last generation makes STEPS steps."""
     return launch.Job(
-        _JOB,
+        script,
         processes=processes,
         devices=devices,
         prologue=launch.prologue_of(_BY_US),

@@ -1,0 +1,93 @@
+"""Processes of jobs that go on die at random moments, one or two at once, until one is left."""
+
+from __future__ import annotations
+
+import collections
+import json
+import math
+import random
+import signal
+import threading
+from pathlib import Path
+
+import pytest
+from distributed.test_going_on import JOB, place, start  # noqa: F401 - a fixture by name
+from multiprocess import launch
+
+PROCESSES = 4
+HANG_S = 120.0
+MOMENTS_S = 1.0  # of the steps in which a process dies
+MESHES = 0.25  # how often the next one dies while the others still make the mesh
+ALONE_STEPS = 1000
+# Sums over other meshes differ in last bits, which the steps let grow.
+TOLERANCE = 1e-2
+Losses = dict[tuple[int, int], set[str]]
+
+
+def losses_of(place: Path) -> Losses:  # noqa: F811 - the fixture
+    """By devices and step: what the processes had, without a line that a death cut."""
+    found: Losses = collections.defaultdict(set)
+    for log in sorted(place.glob("*.jsonl")):
+        for line in log.read_text().splitlines():
+            if line.endswith("]"):
+                devices, step, loss = json.loads(line)
+                found[devices, step].add(loss)
+    return found
+
+
+def lose(running: launch.Job, rng: random.Random, most: int) -> int:
+    """Kills processes of a job until one is left; how often."""
+    live, lost = list(running.workers), 0
+    while True:
+        for worker in live:
+            try:
+                while worker.heard(HANG_S)["devices"] != len(live):
+                    pass
+            except AssertionError:
+                worker.send(signal.SIGABRT)  # faulthandler writes where it waits
+                raise
+        while len(live) > 1 and lost < most:
+            threading.Event().wait(rng.uniform(0, MOMENTS_S))
+            victims = rng.sample(live, min(rng.choice([1, 1, 2]), len(live) - 1))
+            for victim in victims:
+                victim.send(signal.SIGKILL)
+                live.remove(victim)
+            lost += 1
+            if rng.random() > MESHES:
+                break
+        else:
+            return lost
+
+
+@pytest.mark.doses(ci=3, full=200)
+def test_no_loss_hangs_or_gives_a_wrong_number(
+    place: Path,  # noqa: F811 - the fixture
+    dose: int,
+) -> None:
+    rng, lost = random.Random(dose), 0
+    train = JOB.replace("run(", "train(")
+    cache = {
+        "JAX_COMPILATION_CACHE_DIR": str(place / "cache"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    }
+
+    def job(name: str, processes: int, steps: int) -> launch.Job:
+        (place / name).mkdir()
+        more = {"TEST_TO": str(place / name), "TEST_STEPS": str(steps), **cache}
+        return start(place, processes, 1, name, train, **more)
+
+    with job("alone", 1, ALONE_STEPS) as running:
+        assert running.heard(HANG_S) == [{"devices": 1}]
+        running.finish(HANG_S)
+    alone = {step: float.fromhex(*loss) for (_, step), loss in losses_of(place / "alone").items()}
+    assert len(alone) == ALONE_STEPS
+    while lost < dose:
+        name = f"after-{lost}"
+        with job(name, PROCESSES, 10**9) as running:
+            lost += lose(running, rng, dose - lost)
+        for (devices, step), losses in losses_of(place / name).items():
+            where = f"{name}: step {step} on {devices} devices"
+            assert len(losses) == 1, f"{where}: processes differ, {losses}"
+            loss = float.fromhex(*losses)
+            assert math.isfinite(loss), where
+            assert math.isclose(loss, alone.get(step, loss), rel_tol=TOLERANCE), where
