@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -11,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from daemon_fixtures import directory, package_path  # noqa: F401 - a fixture by name
-from doc_pages import ROOT
+from doc_pages import ROOT, named
 from harness import DaemonProcess, daemon_process  # noqa: F401 - a fixture by name
 
 from ep_runtime_client.jobs.members import reserved_coordinator
@@ -24,18 +26,22 @@ SAVED_AT, STEPS = 3, 5
 TOLERANCE = 1e-2
 
 
+def variables(**more: str) -> dict[str, str]:
+    return {
+        **{name: os.environ[name] for name in COMPILED_BY if name in os.environ},
+        "JAX_PLATFORMS": "cpu",
+        "PATH": os.environ["PATH"],
+        "PYTHONPATH": package_path(),
+        **more,
+    }
+
+
 def train(script: str, folder: Path, *options: str, **environment: str) -> dict[int, float]:
     """Losses by step of one run; no warning may come up in it."""
     sizes = ("--steps", str(STEPS), "--save-every", str(SAVED_AT))
     done = subprocess.run(
         [sys.executable, "-W", "error", EXAMPLES / script, "--folder", folder, *sizes, *options],
-        env={
-            **{name: os.environ[name] for name in COMPILED_BY if name in os.environ},
-            "JAX_PLATFORMS": "cpu",
-            "PATH": os.environ["PATH"],
-            "PYTHONPATH": package_path(),
-            **environment,
-        },
+        env=variables(**environment),
         capture_output=True,
         text=True,
         timeout=TIMEOUT_S,
@@ -91,3 +97,74 @@ def test_one_process_goes_on_from_the_checkpoint_of_two(
             RUNTIME_DIRECTORY=str(directory),
         )
     check_goes_on(whole, train("train_nnx.py", tmp_path, EP_RUNTIME_ADDRESS="embedded"))
+
+
+def changed(script: str, diff: str) -> str:
+    """The script with each part of the diff applied to lines alike but for their indentation."""
+    lines = script.splitlines()
+    for part in diff.split("\n\n"):
+        old = [line[1:].strip() for line in part.splitlines() if line[0] != "+"]
+        new = [line[1:] for line in part.splitlines() if line[0] != "-"]
+        stripped = [line.strip() for line in lines]
+        [at] = [i for i in range(len(lines)) if stripped[i : i + len(old)] == old]
+        lines[at : at + len(old)] = new
+    return "\n".join(lines) + "\n"
+
+
+def test_the_example_goes_on_with_fifteen_other_lines(
+    directory: Path,  # noqa: F811 - the fixture
+    tmp_path: Path,
+) -> None:
+    diff = named(ROOT / "docs/going-on.md", "diff of train_jax.py").code
+    assert sum(line.startswith("+") for line in diff.splitlines()) <= 15
+    script = changed((EXAMPLES / "train_jax.py").read_text(), diff)
+    processes = 3
+    with contextlib.ExitStack() as running:
+
+        def start(*words: str, **more: str) -> subprocess.Popen[str]:
+            process = running.enter_context(
+                subprocess.Popen(
+                    [sys.executable, "-P", *words],
+                    stdout=subprocess.PIPE,
+                    text=True,
+                    env=variables(RUNTIME_DIRECTORY=str(directory), **more),
+                )
+            )
+            running.callback(process.kill)
+            return process
+
+        service = start(
+            *("-m", "ep_runtime_client.cli", "coordination", "--processes", str(processes))
+        )
+        assert service.stdout is not None
+        address = service.stdout.readline().split()[-1]
+        script = script.replace("node-0:8477", address).replace(
+            'cpu_devices", 8', 'cpu_devices", 2'
+        )
+        (tmp_path / "train.py").write_text(script)
+        slurm = {"JOB_ID": "7", "STEP_NODELIST": "node-0", "NTASKS": str(processes)}
+        job = [
+            start(
+                *(str(tmp_path / "train.py"), "--folder", str(tmp_path)),
+                *("--steps", "20", "--save-every", "3"),
+                SLURM_PROCID=str(index),
+                SLURM_LOCALID=str(index),
+                **{f"SLURM_{name}": value for name, value in slurm.items()},
+            )
+            for index in range(processes)
+        ]
+        outputs = [process.stdout for process in job]
+        assert outputs[0] is not None
+        losses: list[tuple[int, float]] = []
+        for line in outputs[0]:
+            found = re.match(r"step (\d+) loss (\S+)$", line)
+            if found is not None:
+                losses.append((int(found[1]), float(found[2])))
+                if len(losses) == 8:
+                    job[1].send_signal(signal.SIGKILL)
+        assert [process.wait(TIMEOUT_S) for process in job] == [0, -signal.SIGKILL, 0]
+    again = next(i for i in range(1, len(losses)) if losses[i][0] <= losses[i - 1][0])
+    first = dict(losses[:again])
+    assert [step for step, _ in losses[again:]] == [*range(losses[again][0], 20)]
+    assert losses[again][1] == pytest.approx(first[losses[again][0]], rel=TOLERANCE)
+    assert losses[-1][1] < losses[0][1] / 2
