@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import inspect
 import re
+import textwrap
 from collections.abc import Iterator
 from typing import Any
 
@@ -48,7 +49,7 @@ class Public:
     def section(self, title: str) -> str | None:
         """The indented lines under `title:`, or None."""
         found = re.search(rf"^{title}:\n((?:    .*\n|\n)+)", self.doc + "\n", re.MULTILINE)
-        return None if found is None else inspect.cleandoc(found[1])
+        return None if found is None else textwrap.dedent(found[1]).strip()
 
     def paragraph(self, title: str) -> str | None:
         """The text after `title: ` up to the next empty line, or None."""

@@ -107,3 +107,16 @@ class CloseSessionRequest(_message.Message):
 class CloseSessionResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class EndPeerRequest(_message.Message):
+    __slots__ = ("session_id", "reason")
+    session_id: str
+    reason: str
+    def __init__(self, session_id: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class EndPeerResponse(_message.Message):
+    __slots__ = ("pid", "killed", "awaited")
+    pid: int
+    killed: bool
+    awaited: str
+    def __init__(self, pid: _Optional[int] = ..., killed: bool = ..., awaited: _Optional[str] = ...) -> None: ...

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import logging
 import os
 import secrets
@@ -38,7 +39,7 @@ from ep_runtime_server.groups.chunked_calls import ChunkedCalls
 from ep_runtime_server.groups.formation import Groups
 from ep_runtime_server.groups.fsm import State
 from ep_runtime_server.groups.history import History
-from ep_runtime_server.groups.lateness import LateRanks
+from ep_runtime_server.groups.lateness import LateRanks, late_in
 from ep_runtime_server.groups.record import GroupRecord
 from ep_runtime_server.journal import drains
 from ep_runtime_server.journal.file import Journal
@@ -419,6 +420,37 @@ class Runtime:
         names = [group.owner.name for group in self.groups.of_session(session)]
         self.sessions.fence(session, order)
         return names
+
+    def end_peer(
+        self, caller: SessionRecord, session_id: str, order: GivenOrder
+    ) -> tuple[int, bool, str] | None:
+        """Fences a session of the caller's job, and kills its process where we may.
+
+        Returns:
+            Its pid, whether it was sent SIGKILL, and who waited for it where; None if it is over or
+            not ours.
+
+        Raises:
+            PermissionDeniedError: it is of another user or job.
+            InvalidArgumentError: it is the caller's own.
+        """
+        session = self.sessions.get(session_id)
+        if session is None or session.over:
+            return None
+        if (session.uid, session.job) != (caller.uid, caller.job):
+            raise PermissionDeniedError(
+                f"session {session_id} is not of job {caller.job!r} of uid {caller.uid}",
+                session=session_id,
+            )
+        if session is caller:
+            raise InvalidArgumentError("a session cannot end itself", argument="session_id")
+        now_s, groups = self.clock.monotonic_s(), self.groups.of_session(session)
+        late = [x for group in groups for x in late_in(group, now_s, after_s=0.0)]
+        awaited = next((x.message for x in late if x.pid == session.pid), "")
+        if awaited:
+            order = dataclasses.replace(order, reason=f"{order.reason}; {awaited}")
+        self.sessions.fence(session, order)
+        return session.pid, self.sessions.kill(session), awaited
 
     def reclaim(
         self, name: str, job: str, uid: int | None, *, all_retained: bool, order: GivenOrder

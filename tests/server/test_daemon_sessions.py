@@ -479,3 +479,57 @@ def test_stopped_processes_are_suspect_and_those_that_were_fenced_are_told(start
     for client in fenced:
         client.process.kill()
     eventually(lambda: daemon.used_bytes == used * len(others) // len(clients))
+
+
+class TestEndPeer:
+    @staticmethod
+    def end(client, session_id):
+        request = session_service_pb2.EndPeerRequest(session_id=session_id, reason="it is stuck")
+        return client.call(client.sessions.EndPeer, request)
+
+    def test_fences_and_kills_a_process_of_the_job(self, daemon):
+        ours, peer = daemon.client(), daemon.client(process=True)
+        both_ready(ours, peer, make_spec())
+        answer = self.end(ours, peer.session_id)
+        assert (answer.pid, answer.killed) == (peer.pid, True)
+        eventually(lambda: daemon.session_state(peer.session_id) == "DEAD")
+        assert daemon.group_states() == {"moe": "BROKEN"}
+        (info,) = daemon.ask("ListGroups").groups
+        assert info.poison_reason == "FENCED"
+        events = daemon.ask("ListEvents").events
+        (told,) = [item.message for item in events if item.kind == "session.fenced"]
+        assert f"process {peer.pid} was fenced by uid {os.getuid()} (pid {os.getpid()})" in told
+        assert told.endswith(
+            "with ep.distributed on host " + socket.gethostname() + ": it is stuck"
+        )
+        assert self.end(ours, peer.session_id).pid == 0
+
+    def test_a_process_that_may_not_be_killed_wakes_up_fenced(self, daemon, monkeypatch):
+        def denied(pidfd, number):
+            raise PermissionError
+
+        monkeypatch.setattr(signal, "pidfd_send_signal", denied)
+        ours, peer = daemon.client(), daemon.client(process=True)
+        both_ready(ours, peer, make_spec())
+        group = peer.create(make_spec(), [1]).group
+        peer.fetch(group)
+        used = daemon.used_bytes
+        os.kill(peer.pid, signal.SIGSTOP)
+        try:
+            answer = self.end(ours, peer.session_id)
+            assert (answer.pid, answer.killed) == (peer.pid, False)
+        finally:
+            os.kill(peer.pid, signal.SIGCONT)
+        with pytest.raises(errors.SessionFencedError, match="was fenced"):
+            heartbeat(peer)
+        assert peer.process.do("board")[1] != 0  # its calls end
+        assert daemon.used_bytes == used  # and nobody else gets what it may still map
+
+    def test_is_for_sessions_of_the_job_alone(self, daemon):
+        ours, other = daemon.client(), daemon.client(process=True, job="other")
+        with pytest.raises(errors.PermissionDeniedError, match="is not of job 'job'"):
+            self.end(ours, other.session_id)
+        with pytest.raises(errors.InvalidArgumentError, match="cannot end itself"):
+            self.end(ours, ours.session_id)
+        assert self.end(ours, "s-none").pid == 0
+        assert daemon.session_state(other.session_id) == "ACTIVE"

@@ -44,6 +44,10 @@ _JAXLIB = {
 }
 # The coordination service's call by which a process says that it leaves.
 _SHUTDOWN_TASK = "/xla.coordination.CoordinationService/ShutdownTask"
+# Its call that answers once the state of any process has changed; the state of one that lives, and
+# of one whose heartbeats have stopped. The same in 0.10, 0.11 and 0.12.
+_WATCH_TASKS = "/xla.coordination.CoordinationService/WatchTasks"
+_CONNECTED, _DROPPED = 3, 4
 CONSEQUENCE = (
     "ops run as a shard_map in place of a partitioning rule, for which a weight is gathered over "
     "all axes but the ep axes unless rhs_spec= or params_spec= says how it lies"
@@ -175,10 +179,10 @@ def start_coordination(bind: str, processes: int, heartbeat_timeout_s: int) -> A
 
 
 def report_death(address: str, process: int, timeout_s: float) -> None:
-    """Says to the coordination service that a process has left, in the place of the dead process.
+    """Says to the coordination service that a process has left, in the place of that process.
 
-    Without this the service waits for heartbeats that do not come. It answers a request that lacks
-    its incarnation with an error that has it.
+    Without this the service waits for heartbeats that do not come. A process that lives is ended by
+    its own JAX at its next heartbeat.
 
     Raises:
         RuntimeError: it answers otherwise. Its heartbeats then find the death.
@@ -187,26 +191,92 @@ def report_death(address: str, process: int, timeout_s: float) -> None:
 
     leaving = b"\x10" + _varint(process)  # ShutdownTaskRequest.source_task_id
     with grpc.insecure_channel(address) as channel:
-        call: Any = channel.unary_unary(_SHUTDOWN_TASK)
-        try:
-            call(leaving, timeout=timeout_s)
-        except grpc.RpcError as error:
-            told = re.search(r"service incarnation: .*currently (\d+)", error.details() or "")
-            if told is None:
-                raise RuntimeError(f"{error.code()}: {error.details()}") from error
-            incarnation = b"\x19" + struct.pack("<Q", int(told[1]))
-        else:
-            return
-        try:
-            call(b"\x0a" + _varint(len(incarnation)) + incarnation + leaving, timeout=timeout_s)
-        except grpc.RpcError as error:
+        _ask(channel.unary_unary(_SHUTDOWN_TASK), leaving, timeout_s)
+
+
+def watch_departures(address: str) -> Iterator[dict[int, bool]]:
+    """Waits for processes that the coordination service counts as dead, or that have left it.
+
+    Yields:
+        Nobody, once the service has answered; then the processes of each change, and whether it
+        has dropped them for want of heartbeats. Waits without a limit.
+
+    Raises:
+        RuntimeError: it does not answer, or not so.
+    """
+    import grpc
+
+    connected: set[int] = set()
+    version = -1
+    with grpc.insecure_channel(address) as channel:
+        while True:
+            # WatchTasksRequest.version_number: of the last answer. A later one ends the service.
+            asked = b"\x10" + _varint(version % (1 << 64))
+            answer = _ask(channel.unary_unary(_WATCH_TASKS), asked, None)
+            states: dict[int, int] = {}
+            version = 0
+            for number, value in _fields(answer):
+                if number == 1:
+                    task = dict(_fields(value))  # TaskInfo: task_id is 1, state is 2
+                    states[task.get(1, 0)] = task.get(2, 0)
+                elif number == 2:
+                    version = value
+            now = {process for process, state in states.items() if state == _CONNECTED}
+            yield {process: states.get(process) == _DROPPED for process in connected - now}
+            connected = now
+
+
+def _ask(call: Any, request: bytes, timeout_s: float | None) -> bytes:
+    """Calls the coordination service, which answers a request that lacks its incarnation with an
+    error that has it. Raises RuntimeError."""
+    import grpc
+
+    try:
+        answer: bytes = call(request, timeout=timeout_s)
+    except grpc.RpcError as error:
+        told = re.search(r"service incarnation: .*currently (\d+)", error.details() or "")
+        if told is None:
             raise RuntimeError(f"{error.code()}: {error.details()}") from error
+        incarnation = b"\x19" + struct.pack("<Q", int(told[1]))
+    else:
+        return answer
+    try:
+        found: bytes = call(
+            b"\x0a" + _varint(len(incarnation)) + incarnation + request, timeout=timeout_s
+        )
+    except grpc.RpcError as error:
+        raise RuntimeError(f"{error.code()}: {error.details()}") from error
+    return found
 
 
 def _varint(number: int) -> bytes:
     """Protobuf's encoding of a number."""
     low, rest = number & 127, number >> 7
     return bytes([low | 128]) + _varint(rest) if rest else bytes([low])
+
+
+def _fields(message: bytes) -> Iterator[tuple[int, Any]]:
+    """Numbers and values of an encoded protobuf message: int, or the bytes of any other type."""
+    at = 0
+
+    def varint() -> int:
+        nonlocal at
+        value, shift = 0, 0
+        while True:
+            byte = message[at]
+            value |= (byte & 127) << shift
+            at, shift = at + 1, shift + 7
+            if byte < 128:
+                return value
+
+    while at < len(message):
+        number, kind = divmod(varint(), 8)
+        if kind == 0:
+            yield number, varint()
+        else:
+            size = {1: 8, 5: 4}[kind] if kind != 2 else varint()
+            at += size
+            yield number, message[at - size : at]
 
 
 def live_processes(processes: Sequence[int]) -> dict[int, int]:

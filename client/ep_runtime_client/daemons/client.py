@@ -23,6 +23,9 @@ from ep_runtime_client.daemons.socket_directory import SocketDirectory
 
 _Result = TypeVar("_Result")
 
+# How long a job waits for the daemon before it goes on without a process that is not fenced.
+_END_PEER_S = 5.0
+
 
 def job_name(given: str | None) -> str:
     """Returns the job that `connect(job=given)` means.
@@ -155,6 +158,22 @@ class DaemonClient:
             )
         if self._ended is not None:
             self._ended.raise_again()
+
+    def end_peer(self, session_id: str, reason: str) -> session_service_pb2.EndPeerResponse:
+        """Has the daemon fence another session of this job and kill its process where it may.
+
+        Raises:
+            PermissionDeniedError: it is of another user or job.
+            RuntimeUnavailableError: the daemon is not back in time.
+        """
+        request = session_service_pb2.EndPeerRequest(session_id=session_id, reason=reason)
+
+        def ask(control: transport.ControlChannel) -> session_service_pb2.EndPeerResponse:
+            answer: session_service_pb2.EndPeerResponse
+            answer = control.call(control.sessions.EndPeer, request)
+            return answer
+
+        return self.link.run(ask, _END_PEER_S)
 
     def say_left(self, name: str, generation: int) -> None:
         """Tells the daemon, now or once it is back, that this process unmapped a group."""

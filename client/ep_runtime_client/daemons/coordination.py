@@ -7,15 +7,12 @@ knows in milliseconds which of them has died. The others it knows by their heart
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import logging
 import os
 import selectors
 import signal
 import socket
-import threading
-import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
 
 from ep_runtime import env, trust
@@ -28,8 +25,6 @@ HEARTBEAT_TIMEOUT_S = 10
 # Ends of a job's processes do not come at one time, and one may still be on its way to register.
 _LEFT_S = 0.5
 _ANSWER_S = 5.0
-# Until all processes of this host have dealt with a death.
-_TOLD_S = 1.0
 _REGISTERED = b"registered"
 
 
@@ -134,19 +129,11 @@ def _stop_signals() -> Iterator[socket.socket]:
             signal.signal(number, handler)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Member:
-    """A process of this host: its number, and the connection on which it hears of deaths."""
-
-    process: int
-    connection: socket.socket
-
-
 def _watch(
     stops: socket.socket, listener: socket.socket, address: str, left_s: float | None
 ) -> None:
     """Takes processes' pidfds and reports each death, until it is stopped or left."""
-    members: dict[int, _Member] = {}  # by its pidfd
+    members: dict[int, int] = {}  # numbers of processes of this host, by pidfd
     came = False
     with selectors.DefaultSelector() as selector:
         selector.register(stops, selectors.EVENT_READ)
@@ -168,54 +155,35 @@ def _watch(
                 selector.unregister(key.fileobj)
                 os.close(key.fd)
                 dead = members.pop(key.fd)
-                dead.connection.close()
-                _tell(members.values(), dead.process)
                 try:
-                    jax_internals.report_death(address, dead.process, _ANSWER_S)
+                    jax_internals.report_death(address, dead, _ANSWER_S)
                 except RuntimeError as error:
-                    _log.warning("process %d died, heartbeats will tell: %s", dead.process, error)
+                    _log.warning("process %d died, heartbeats will tell: %s", dead, error)
 
 
-def _tell(members: Iterable[_Member], process: int) -> None:
-    """Tells the others, and waits until each has dealt with it, before JAX knows of the death."""
-    told = []
-    for member in members:
-        with contextlib.suppress(OSError):
-            member.connection.send(b"%d" % process)
-            told.append(member.connection)
-    deadline = time.monotonic() + _TOLD_S
-    for connection in told:
-        with contextlib.suppress(OSError):
-            connection.settimeout(max(deadline - time.monotonic(), 0.001))
-            connection.recv(16)
-
-
-def _register(listener: socket.socket) -> tuple[int, _Member] | None:
-    """The pidfd of a process of our user, and the process; None if a caller says anything else."""
+def _register(listener: socket.socket) -> tuple[int, int] | None:
+    """The pidfd of a process of our user, and its number; None if a caller says anything else."""
     connection, _ = listener.accept()
     connection.settimeout(_ANSWER_S)
     said = b""
     fds: list[int] = []
-    with contextlib.suppress(OSError):
+    with connection, contextlib.suppress(OSError):
         if trust.ids_of(connection)[1] in (os.geteuid(), 0):
             said, fds, _, _ = socket.recv_fds(connection, 16, 1)
-    if len(fds) == 1 and said.isdigit():
-        with contextlib.suppress(OSError):
+        if len(fds) == 1 and said.isdigit():
             connection.send(_REGISTERED)
-            return fds[0], _Member(int(said), connection)
+            return fds[0], int(said)
     for fd in fds:
         os.close(fd)
-    connection.close()
     return None
 
 
-def register(address: str, process: int, lost: Callable[[], None]) -> bool:
+def register(address: str, process: int) -> bool:
     """Gives the service our pidfd if it is on this host, so that it hears of our end at once.
 
     Args:
         address: of the service.
         process: our number in the job.
-        lost: called on a thread when another process of this host has died, before JAX knows it.
 
     Returns:
         False where it is on another host, or is process 0's: it then goes by heartbeats.
@@ -223,36 +191,20 @@ def register(address: str, process: int, lost: Callable[[], None]) -> bool:
     host, port = split_address(address)
     if not _is_here(host):
         return False
-    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    connection.settimeout(_ANSWER_S)
     ourselves = os.pidfd_open(os.getpid())
     try:
-        connection.connect(_place(port))
-        if trust.ids_of(connection)[1] in (os.geteuid(), 0):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+            connection.settimeout(_ANSWER_S)
+            connection.connect(_place(port))
+            if trust.ids_of(connection)[1] not in (os.geteuid(), 0):
+                return False
             socket.send_fds(connection, [b"%d" % process], [ourselves])
-            if connection.recv(16) == _REGISTERED:
-                connection.settimeout(None)
-                threading.Thread(
-                    target=_hear,
-                    args=(connection, lost),
-                    name="ep-runtime-coordination",
-                    daemon=True,
-                ).start()
-                return True
+            return connection.recv(16) == _REGISTERED
     except OSError as error:
         _log.info("the coordination service at %s does not watch us: %s", address, error)
+        return False
     finally:
         os.close(ourselves)
-    connection.close()
-    return False
-
-
-def _hear(connection: socket.socket, lost: Callable[[], None]) -> None:
-    """Calls `lost` for each death, and answers when it is done."""
-    with connection, contextlib.suppress(OSError):
-        while connection.recv(16):
-            lost()
-            connection.send(b"done")
 
 
 def cut_accepted() -> None:

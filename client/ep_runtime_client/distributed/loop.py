@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from types import TracebackType
 from typing import Any, NoReturn, ParamSpec, TypeVar
 
@@ -17,6 +17,7 @@ import jax
 from ep_runtime import errors
 from ep_runtime_client.base import jax_internals
 from ep_runtime_client.base.layers import live_groups
+from ep_runtime_client.distributed.peers import For, peers
 from ep_runtime_client.programs import failures
 
 _log = logging.getLogger("ep_runtime")
@@ -39,7 +40,7 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 
-def generations() -> Iterator[Generation]:
+def generations(*, stuck_after_s: float | None = 1800.0) -> Iterator[Generation]:
     """Yields a Generation for each set of live processes, until one ends without a loss.
 
     Use each as a context manager. Inside, make mesh, group and compiled step for its devices, and
@@ -47,11 +48,18 @@ def generations() -> Iterator[Generation]:
     in all others, and the loop closes the groups that are over and goes on with a generation of the
     devices that live. Give a group another name in each generation.
 
-    Yields:
-        The next Generation.
+    Args:
+        stuck_after_s: a process that lives is fenced and killed once all others have waited for it
+            for so long, for the results of a step or at its end. They may wait for work that it
+            does alone, so take longer than the longest compilation, checkpoint or read of data. The
+            default is 30 minutes because it cannot know these. None waits for as long as the
+            process lives.
+
+    Returns:
+        An iterator of generations.
 
     Raises:
-        InvalidArgumentError: `initialize` was not called.
+        InvalidArgumentError: `initialize` was not called, or `stuck_after_s` is not positive.
 
     Cost: one meeting of all processes, and two after a loss.
 
@@ -67,19 +75,25 @@ def generations() -> Iterator[Generation]:
             "ep.distributed.generations() needs ep.distributed.initialize() before it",
             argument="initialize",
         )
-    members, number, attempts = _live(), 0, 0
-    jax_internals.distributed().client.key_value_set(BEGUN + "/yes", "1", True)
-    while True:
-        generation = Generation(number, members)
-        yield generation
-        if not generation.over:
-            return
-        _settle_groups()
-        attempts = 0 if generation.steps or generation.following != members else attempts + 1
-        if attempts == _ATTEMPTS:
-            raise generation.over[0]
-        # All meet again, so that nobody reads a copy of the state that another still writes.
-        members, number = _live(), number + 1
+    if stuck_after_s is not None and not stuck_after_s > 0:
+        raise errors.InvalidArgumentError(
+            f"stuck_after_s must be positive or None, got {stuck_after_s}", argument="stuck_after_s"
+        )
+    with peers.watched(stuck_after_s):
+        members, number, attempts = _live(For.OTHERS, "begin", _every()), 0, 0
+        jax_internals.distributed().client.key_value_set(BEGUN + "/yes", "1", True)
+        while True:
+            generation = Generation(number, members)
+            yield generation
+            if not generation.over:
+                return
+            _settle_groups()
+            attempts = 0 if generation.steps or generation.following != members else attempts + 1
+            if attempts == _ATTEMPTS:
+                raise generation.over[0]
+            # All meet again, so that nobody reads a copy of the state that another still writes.
+            members = _live(For.OTHERS, f"{generation.key}/over", generation.following)
+            number += 1
 
 
 def _settle_groups() -> None:
@@ -91,8 +105,17 @@ def _settle_groups() -> None:
             group.close()
 
 
-def _live() -> dict[int, int]:
-    return jax_internals.live_processes(sorted({d.process_index for d in jax.devices()}))
+def _every() -> list[int]:
+    return sorted({d.process_index for d in jax.devices()})
+
+
+def _live(what: For, meeting: str, members: Collection[int]) -> dict[int, int]:
+    """Meets all who live, of which `members` come to this meeting."""
+    with peers.waiting(what, meeting, members):
+        live = jax_internals.live_processes(_every())
+    if len(live) != len(members):
+        peers.passed({*_every()} - live.keys())
+    return live
 
 
 class Generation:
@@ -111,6 +134,8 @@ class Generation:
         self.over: list[errors.EpRuntimeError] = []  # why, once it is
         self.following = members
         self._members = members
+        # Names these processes, the same in all of them.
+        self.key = hashlib.sha256(repr(sorted(members.items())).encode()).hexdigest()
         self._built = False
         self._meetings = 0  # of this generation, the same in all processes
 
@@ -137,7 +162,8 @@ class Generation:
         self._begin()
         try:
             result = function(*args, **kwargs)
-            jax.block_until_ready(result)
+            with peers.waiting(For.RESULTS, self._meeting, self._members):
+                jax.block_until_ready(result)
             for group in live_groups.all():
                 group.require_whole()
         except Exception as error:
@@ -161,7 +187,7 @@ class Generation:
         self._begin()
         client = jax_internals.distributed().client
         while self.following == self._members:
-            self._meet()
+            self._meet(For.STEPS)
             last = [int(value) for _, value in client.key_value_dir_get(self._finished_key())]
             if self._meetings in last:
                 raise _FinishedError
@@ -172,13 +198,20 @@ class Generation:
         if self.over:
             raise self.over[0]
         if not self._built:
+            peers.publish()
             self._meet()
             self._built = True
+            peers.learn()
             if self.following != self._members:
                 raise self._end("before its first step")
 
-    def _meet(self) -> None:
-        self.following = _live()
+    @property
+    def _meeting(self) -> str:
+        """A name of the next meeting, the same in all processes."""
+        return f"{self.key}/{self._meetings}"
+
+    def _meet(self, what: For = For.OTHERS) -> None:
+        self.following = _live(what, self._meeting, self._members)
         self._meetings += 1
 
     def _end(self, when: str, why: str | None = None) -> errors.PeerLostError:
@@ -211,8 +244,7 @@ class Generation:
             raise self._end("", str(told)) from error
 
     def _finished_key(self) -> str:
-        members = repr(sorted(self._members.items())).encode()
-        return _FINISHED + hashlib.sha256(members).hexdigest()
+        return _FINISHED + self.key
 
     def __enter__(self) -> Generation:
         return self

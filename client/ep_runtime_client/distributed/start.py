@@ -12,6 +12,7 @@ from ep_runtime.errors import InvalidArgumentError
 from ep_runtime_client.base import jax_internals
 from ep_runtime_client.daemons import coordination, node_coordination
 from ep_runtime_client.distributed import loop
+from ep_runtime_client.distributed.peers import peers
 
 _NODE = "node"
 _START_S = 60.0
@@ -76,19 +77,20 @@ def initialize(
         **options,
     )
     state = jax_internals.distributed()
-    coordination.register(address, state.process_id, _end_collectives)
+    coordination.register(address, state.process_id)
+    try:
+        peers.follow(address)
+    except RuntimeError as error:
+        raise NotImplementedError(
+            f"the coordination service at {address} does not tell who has died ({error}); "
+            + jax_internals.remedy()
+        ) from error
     if state.client.key_value_dir_get(loop.BEGUN):
         raise NotImplementedError(
             f"process {state.process_id} comes back into a job that goes on without it: XLA keeps "
             "connections of the mesh before, and hangs in them; end this process, and start all "
             "again to have it"
         )
-
-
-def _end_collectives() -> None:
-    """Ends gloo's collectives that a dead process leaves hanging; NCCL's end by JAX's own abort."""
-    if jax_internals.backend_started() and jax.default_backend() == "cpu":
-        coordination.cut_accepted()
 
 
 def _of_node(job: str | None, num_processes: int | None, heartbeat_timeout_s: int) -> str:

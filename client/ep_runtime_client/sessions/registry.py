@@ -66,6 +66,29 @@ class OpenSessions:
                     return True
         return False
 
+    def ids(self) -> list[str]:
+        """Names of the sessions that are open, at their daemons."""
+        with self._lock:
+            return [x.client.session_id for x, _ in self._open.values() if x.client.session_id]
+
+    def end_peer(self, session_id: str, reason: str) -> list[str]:
+        """Has each daemon fence another session of the job and kill its process where it may; what
+        it did, of the daemon that has that session.
+
+        Raises:
+            EpRuntimeError: a daemon does not answer, or refuses.
+        """
+        with self._lock:
+            clients = [x.client for x, _ in self._open.values() if x.client.session_id]
+        answers = [client.end_peer(session_id, reason) for client in clients]
+        return [
+            f"process {answer.pid} is fenced"
+            + (" and killed" if answer.killed else ", and the daemon may not kill it")
+            + (f"; {answer.awaited}" if answer.awaited else "")
+            for answer in answers
+            if answer.pid
+        ]
+
     def embedded(self) -> bool:
         """Returns whether this process has a private daemon."""
         with self._lock:

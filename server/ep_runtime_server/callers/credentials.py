@@ -20,6 +20,9 @@ from ep_runtime.trust import UCRED, ids_of
 SO_PEERGROUPS = 59
 SO_PEERPIDFD = 77
 
+# Characters of an order's reason.
+MAX_REASON = 200
+
 # Room for the sender of a packet (SO_PASSCRED), and none for descriptors.
 SENDER_BYTES = socket.CMSG_SPACE(UCRED.size)
 

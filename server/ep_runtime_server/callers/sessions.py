@@ -13,6 +13,7 @@ import hashlib
 import logging
 import os
 import secrets
+import signal
 from collections.abc import Callable
 from typing import Any
 
@@ -351,6 +352,16 @@ class Sessions:
                 **order.fields,
             )
             self._on_end(session)
+
+    def kill(self, session: SessionRecord) -> bool:
+        """Sends SIGKILL to the session's process; False where we may not."""
+        try:
+            signal.pidfd_send_signal(session.pidfd, signal.SIGKILL)
+        except PermissionError:
+            return False
+        except ProcessLookupError:
+            pass  # its end is about to be noticed
+        return True
 
     def _on_exit(self, session: SessionRecord) -> None:
         self._end(session, SessionState.DEAD)

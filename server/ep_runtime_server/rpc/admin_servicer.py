@@ -17,7 +17,7 @@ from ep_runtime.v1 import admin_service_pb2 as pb
 from ep_runtime_server.base import limits, open_files
 from ep_runtime_server.base.clock import Clock
 from ep_runtime_server.base.pacing import paced
-from ep_runtime_server.callers.credentials import Caller, GivenOrder
+from ep_runtime_server.callers.credentials import MAX_REASON, Caller, GivenOrder
 from ep_runtime_server.callers.sessions import SessionRecord
 from ep_runtime_server.groups.record import GroupRecord
 from ep_runtime_server.memory import host_memory
@@ -28,7 +28,6 @@ from ep_runtime_server.runtime import Runtime
 
 Context = grpc.aio.ServicerContext
 Reading = Callable[[Any, Any, Any], Coroutine[Any, Any, Any]]
-MAX_REASON = 200
 
 T = TypeVar("T")
 Row = TypeVar("Row")

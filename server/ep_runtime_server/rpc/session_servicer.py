@@ -12,8 +12,10 @@ import grpc
 import ep_runtime
 from ep_runtime import wire
 from ep_runtime.errors import EpRuntimeError, RuntimeUnavailableError, SessionFencedError
+from ep_runtime.text import printable
 from ep_runtime.v1 import session_service_pb2 as pb
 from ep_runtime_server.base import limits
+from ep_runtime_server.callers.credentials import MAX_REASON, Caller, GivenOrder
 from ep_runtime_server.callers.sessions import SessionState
 from ep_runtime_server.rpc.interceptor import current_session
 from ep_runtime_server.runtime import Runtime
@@ -94,3 +96,16 @@ class SessionServicer:
     ) -> pb.CloseSessionResponse:
         self._runtime.sessions.close(current_session(), failed=request.failed)
         return pb.CloseSessionResponse()
+
+    async def EndPeer(  # noqa: N802
+        self, request: pb.EndPeerRequest, context: Context[Any, Any]
+    ) -> pb.EndPeerResponse:
+        ours = current_session()
+        order = GivenOrder(
+            Caller(ours.uid, ours.pid), "ep.distributed", printable(request.reason[:MAX_REASON])
+        )
+        ended = self._runtime.end_peer(ours, request.session_id, order)
+        if ended is None:
+            return pb.EndPeerResponse()
+        pid, killed, awaited = ended
+        return pb.EndPeerResponse(pid=pid, killed=killed, awaited=awaited)

@@ -1,0 +1,201 @@
+"""What a process of a job that goes on does about others that live, but do not come along.
+
+A process that has waited for `stuck_after_s` says so in the coordination service. Once all others
+have said it of one meeting, those that are missing are stuck. They are fenced and killed through
+the daemon, and the coordination service counts them as dead. The same is done with processes that
+the coordination service has dropped, because their heartbeats have stopped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import logging
+import threading
+import time
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import jax
+
+from ep_runtime import errors
+from ep_runtime_client.base import jax_internals
+from ep_runtime_client.daemons import coordination
+from ep_runtime_client.sessions import registry
+
+_log = logging.getLogger("ep_runtime")
+
+# Keys in the coordination service, each followed by the number of a process.
+_SESSIONS = "ep_runtime/sessions/"
+_WAITS = "ep_runtime/waits/"
+_LOOK_S = 0.5
+_ANSWER_S = 5.0
+
+
+class For(enum.Enum):
+    """What a process waits for."""
+
+    RESULTS = "results"  # of a step's programs
+    OTHERS = "others"  # at the end of a step
+    STEPS = "steps"  # of others, as it has no device in the mesh
+
+
+class _Wait(NamedTuple):
+    """A wait of this process: what for, in which meeting of which processes, and since when."""
+
+    what: For
+    meeting: str
+    members: Collection[int]
+    since_s: float
+
+
+class Peers:
+    """The other processes of the job, as this one sees them."""
+
+    def __init__(self) -> None:
+        self._sessions: dict[int, list[str]] = {}
+        self._wait: _Wait | None = None
+        self._lock = threading.Lock()
+        self._passed: set[int] = set()
+
+    def follow(self, address: str) -> None:
+        """Begins to act on departures that the coordination service tells.
+
+        Raises:
+            RuntimeError: it does not tell them.
+        """
+        departures = jax_internals.watch_departures(address)
+        next(departures)
+        threading.Thread(
+            target=self._follow, args=(departures,), name="ep-runtime-departures", daemon=True
+        ).start()
+
+    def _follow(self, departures: Iterator[dict[int, bool]]) -> None:
+        try:
+            for left in departures:
+                for process in left:
+                    self._end_collectives(process)
+                dropped = [process for process, was_dropped in left.items() if was_dropped]
+                for text in self._end(dropped, "its heartbeats have stopped"):
+                    _log.error("heartbeats of a process of the job have stopped: %s", text)
+        except RuntimeError as error:  # JAX ends this process if the service is gone
+            _log.info("departures are not told any more: %s", error)
+
+    def _end_collectives(self, process: int) -> None:
+        """Ends gloo's collectives that a dead process leaves hanging; NCCL's end by JAX's abort."""
+        with self._lock:
+            if process in self._passed:  # the connections are of the generation after it
+                return
+            if jax_internals.backend_started() and jax.default_backend() == "cpu":
+                coordination.cut_accepted()
+
+    def passed(self, processes: Iterable[int]) -> None:
+        """All who live have met, without these processes: no collective waits for them."""
+        with self._lock:
+            self._passed = set(processes)
+
+    def publish(self) -> None:
+        """Tells the others this process' sessions; `learn` after the next meeting."""
+        value = " ".join(registry.sessions.ids())
+        _client().key_value_set(f"{_SESSIONS}{_ours()}", value, True)
+
+    def learn(self) -> None:
+        """Learns the sessions that all have published."""
+        self._sessions = {process: told.split() for process, told in _read(_SESSIONS).items()}
+
+    def _end(self, processes: Iterable[int], reason: str) -> list[str]:
+        """Has the daemon fence processes and kill those that it may; what it did."""
+        said: list[str] = []
+        for process in processes:
+            for session_id in self._sessions.get(process, ()) if process != _ours() else ():
+                try:
+                    said += registry.sessions.end_peer(session_id, reason)
+                except errors.EpRuntimeError as error:
+                    _log.warning("process %d of the job is not fenced: %s", process, error)
+        return said
+
+    @contextlib.contextmanager
+    def waiting(self, what: For, meeting: str, members: Collection[int]) -> Iterator[None]:
+        """Inside, this process waits."""
+        self._wait = _Wait(what, meeting, members, time.monotonic())
+        try:
+            yield
+        finally:
+            self._wait = None
+
+    @contextlib.contextmanager
+    def watched(self, stuck_after_s: float | None) -> Iterator[None]:
+        """Inside, processes that keep all others waiting for so long are ended; None: never."""
+        over = threading.Event()
+        if stuck_after_s is not None:
+            threading.Thread(
+                target=self._watch, args=(stuck_after_s, over), name="ep-runtime-stuck", daemon=True
+            ).start()
+        try:
+            yield
+        finally:
+            over.set()
+
+    def _watch(self, stuck_after_s: float, over: threading.Event) -> None:
+        said = None
+        while not over.wait(_LOOK_S):
+            wait = self._wait
+            if wait is not None and time.monotonic() - wait.since_s < stuck_after_s:
+                wait = None
+            try:
+                if wait is not said:
+                    if wait is None:
+                        _client().key_value_delete(f"{_WAITS}{_ours()}")
+                    else:
+                        text = f"{wait.meeting} {wait.what.value}"
+                        _client().key_value_set(f"{_WAITS}{_ours()}", text, True)
+                    said = wait
+                if wait is not None:
+                    self._look(wait, stuck_after_s)
+            except RuntimeError as error:  # JAX ends this process if the service is gone
+                _log.info("looking for stuck processes: %s", error)
+
+    def _look(self, ours: _Wait, stuck_after_s: float) -> None:
+        told = {p: told.split() for p, told in _read(_WAITS).items() if p in ours.members}
+        waits = {p: For(what) for p, (meeting, what) in told.items() if meeting == ours.meeting}
+        stuck = stuck_of(waits, ours.members)
+        if not stuck or self._wait is not ours:
+            return
+        reason = f"all others of the job have waited for it for {stuck_after_s:g} s"
+        said = self._end(stuck, reason)
+        _log.error("%s", "; ".join([f"processes {stuck} of the job are stuck: {reason}", *said]))
+        if _ours() == min(waits.keys() - {*stuck}):
+            for process in stuck:
+                address = jax_internals.distributed().coordinator_address
+                jax_internals.report_death(address, process, _ANSWER_S)
+
+
+def stuck_of(waits: Mapping[int, For], members: Collection[int]) -> list[int]:
+    """Processes that all others wait for; empty if there is none, or they are the more numerous.
+
+    Those are the ones that do not wait. If all wait, they are those that wait for their results
+    while others, whose devices take part too, have theirs.
+    """
+    stuck = sorted({*members} - waits.keys())
+    waiting = sum(what is not For.STEPS for what in waits.values())
+    if not stuck:
+        stuck = sorted(process for process, what in waits.items() if what is For.RESULTS)
+        waiting -= len(stuck)
+    return stuck if len(stuck) <= waiting else []
+
+
+def _client() -> Any:
+    return jax_internals.distributed().client
+
+
+def _ours() -> int:
+    return int(jax_internals.distributed().process_id)
+
+
+def _read(key: str) -> dict[int, str]:
+    """Values under a key of the coordination service, by process."""
+    found = _client().key_value_dir_get(key)
+    return {int(name.rpartition("/")[2]): value for name, value in found}
+
+
+peers = Peers()
