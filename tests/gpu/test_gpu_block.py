@@ -172,14 +172,15 @@ def test_how_much_is_kept_and_held_changes_no_output(blocks: Blocks, dtype: str)
 
 @pytest.mark.skipif(TRANSPORT != "nccl", reason="windows count nothing")
 @pytest.mark.parametrize("workspace", [1e-6, "auto"], ids=str)
+@pytest.mark.parametrize("recipe", [None, TILES], ids=["bfloat16", "8 bits"])
 def test_rows_that_are_counted_before_they_cross(
-    blocks: Blocks, monkeypatch: pytest.MonkeyPatch, workspace: Any
+    blocks: Blocks, monkeypatch: pytest.MonkeyPatch, workspace: Any, recipe: Any
 ) -> None:
     for module in (nodes_plan, nodes):
         monkeypatch.setattr(module, "counts_chunks", lambda call: True)
-    layer = blocks.layer("counted", workspace=workspace)
-    given = blocks.drawn(ROUTINGS["unused slots"])
-    compare(blocks, layer, blocks.params(layer), given, "bfloat16")
+    layer = blocks.layer("counted", SENT, workspace=workspace)
+    given = blocks.drawn(ROUTINGS["unused slots"], SENT)
+    compare(blocks, layer, blocks.params(layer), given, "bfloat16", recipe=recipe)
 
 
 def scanned(

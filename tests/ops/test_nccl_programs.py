@@ -255,7 +255,9 @@ def test_rows_of_a_block_cross_in_the_bytes_that_bench_plan_counts(
     assert len(packed) == (3 if recipe == "fp8-block" else 0)  # a rank's own: x, x again and dy
     crossed = []
     for types in re.findall(r"@ep_nccl_counted_v1\(.*: \((.*)\) ->", text):
-        rows = re.findall(rf"tensor<4x{TOKENS}x(\d+)x[a-z]+(\d+)>", types)
+        # Blocks of four nodes' rows, or the rows of a rank's own tokens, which two nodes need.
+        lead = f"(?:4x{TOKENS}|{2 * TOKENS})"
+        rows = re.findall(rf"tensor<{lead}x(\d+)x[a-z]+(\d+)>", types)
         crossed.append(sum(int(width) * int(bits) // 8 for width, bits in rows))
     layer = over_nodes(make_group, 2, **settings).register_layer("moe", top_k=2)
     lead = (RANKS * TOKENS,)

@@ -19,7 +19,7 @@ import ep_runtime as ep
 from ep_runtime import board_records, device_layout
 from ep_runtime_client.ops.calls.plan import NodePlanArrays
 from ep_runtime_client.ops.movement.prepare import call_on
-from ep_runtime_client.ops.transports import nodes, nodes_plan
+from ep_runtime_client.ops.transports import between_nccl, between_xla, nodes, nodes_plan
 
 MakeGroup = Callable[..., fakes.LocalGroup]
 
@@ -127,6 +127,54 @@ def test_sums_of_one_node_after_the_other_have_the_bits_of_all_at_once(
     pairs = domains.transpose(0, 2, 3, 1).reshape(-1, 1, node_size, 2 * node_size)
     whole = packed.reshape(-1, node_size, node_size, packed.shape[2])
     np.testing.assert_array_equal(whole[..., 4 : 4 + 2 * node_size], pairs.repeat(node_size, 1))
+
+
+def rail_counted(call: Any, sent: Any, received: Any, *arrays: Any, rows: int) -> Any:
+    """As NCCL's: arrays of blocks become lined up, and the other way round; NaN in other rows."""
+    nodes = call.group.num_nodes
+
+    def moved(x: Any) -> Any:
+        other = np.nan if jnp.issubdtype(x.dtype, jnp.floating) else 0
+        inside = jnp.arange(rows if x.ndim == 2 else x.shape[1])
+        first = jnp.cumsum(sent) - sent
+        if x.ndim == 2:
+            place = jnp.where(inside < sent[:, None], first[:, None] + inside, len(x))
+            return between_xla.rail(call, x.at[place].get(mode="fill", fill_value=other))[0]
+        blocks = between_xla.rail(call, jnp.where((inside < sent[:, None])[..., None], x, other))[0]
+        first = jnp.cumsum(received) - received
+        place = jnp.where(inside < received[:, None], first[:, None] + inside, rows)
+        empty = jnp.full((rows, x.shape[2]), other, x.dtype)
+        return empty.at[place.reshape(-1)].set(blocks.reshape(nodes * len(inside), -1), mode="drop")
+
+    return tuple(map(moved, arrays))
+
+
+@pytest.mark.parametrize(
+    ("node_size", "precision", "routing"),
+    [
+        (4, "exact", "skewed"),
+        (2, "fp8", "unused"),
+        (2, "fast", "skip rank"),
+        (1, "fast", "uniform"),
+    ],
+)
+def test_rows_of_own_tokens_that_are_lined_up_have_the_bits_of_blocks(
+    make_group: MakeGroup,
+    monkeypatch: pytest.MonkeyPatch,
+    node_size: int,
+    precision: str,
+    routing: str,
+) -> None:
+    """As on GPUs, where just the rows cross that must: so many as nodes or slots, if fewer."""
+    case = cases.Case("", tokens=37, top_k=3, hidden=24, routing=routing, precision=precision)
+    settings = {"transport": "memfd", "node_size": node_size}
+    want = run(make_group, case, **settings)
+    for module in (nodes_plan, nodes):
+        monkeypatch.setattr(module, "counts_rows", lambda call: True)
+    monkeypatch.setattr(between_nccl, "rail_counted", rail_counted)
+    got = run(make_group, case, **settings)
+    for name in ("row_weights", "out", "d_tokens", "d_weights"):
+        np.testing.assert_array_equal(got[name], want[name], err_msg=name)
 
 
 @pytest.mark.slow

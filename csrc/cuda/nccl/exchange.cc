@@ -64,13 +64,12 @@ int SendArrays(const Api& api, const Peers& peers, const std::vector<Blocks>& ar
   return kSuccess;
 }
 
-int SendRows(const Api& api, const Peers& peers, const CountedBlocks& counted, Comm* comm,
+int SendRows(const Api& api, const Peers& peers, const CountedRows& rows, Comm* comm,
              Stream stream) {
-  const Blocks& blocks = counted.blocks;
+  const auto bytes = [&](int32_t count) { return static_cast<size_t>(count * rows.row_bytes); };
   return SendAll(api, peers, comm, stream, [&](int64_t to, int64_t from) {
-    return Message{blocks.For(to), static_cast<size_t>(counted.sent[to] * counted.row_bytes),
-                   blocks.From(from),
-                   static_cast<size_t>(counted.received[from] * counted.row_bytes)};
+    return Message{rows.For(to), bytes(rows.sent_count[to]), rows.From(from),
+                   bytes(rows.received_count[from])};
   });
 }
 

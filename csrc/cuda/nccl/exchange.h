@@ -33,16 +33,23 @@ struct Blocks {
   uint8_t* From(int64_t peer) const { return received + peer * bytes; }
 };
 
-// Blocks of which only the first rows travel: as many as the sender has for that peer.
-struct CountedBlocks {
-  Blocks blocks;  // blocks of rows of row_bytes
+// Rows that travel, as many as the sender has for each peer. Row numbers and counts are host
+// memory.
+struct CountedRows {
+  const uint8_t* sent;
+  uint8_t* received;
   int64_t row_bytes;
-  const int32_t* sent;      // [count] rows to each peer, host
-  const int32_t* received;  // [count] rows from each peer, host
+  const int64_t* sent_first;      // [count] first row to each peer
+  const int32_t* sent_count;      // [count]
+  const int64_t* received_first;  // [count] first row from each peer
+  const int32_t* received_count;  // [count]
+
+  const uint8_t* For(int64_t peer) const { return sent + sent_first[peer] * row_bytes; }
+  uint8_t* From(int64_t peer) const { return received + received_first[peer] * row_bytes; }
 };
 
 // Like SendBlocks, but sends only those rows, and nothing if there are none.
-int SendRows(const Api& api, const Peers& peers, const CountedBlocks& counted, Comm* comm,
+int SendRows(const Api& api, const Peers& peers, const CountedRows& rows, Comm* comm,
              Stream stream);
 
 // Sends to and receives from all peers except this rank, inside the caller's NCCL group. Returns

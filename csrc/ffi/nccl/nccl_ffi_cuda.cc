@@ -187,9 +187,44 @@ Status ReadCounts(const nccl::NcclGroup& group, cudaStream_t stream, const int32
   return Status();
 }
 
-// ep_nccl_counted_v1(counts s32 [2, P], blocks [P, R, X] ...; node_size, rail) -> the same blocks
-// The first counts[0, p] rows of a block go to peer p, and counts[1, p] rows come from it. A rank's
-// own block is copied. Other rows of the results are undefined.
+// Rows of one side of a counted exchange: blocks [P, R, X], or lined up [N, X], where each peer's
+// follow those of lower peers.
+struct CountedSide {
+  int64_t rows;  // of a block, or all
+  bool lined_up;
+  std::vector<int32_t> counts;  // [P]
+  std::vector<int64_t> first;   // [P]
+
+  Status Read(const Operand& array, int64_t peers) {
+    lined_up = array.dims().size() == 2;
+    rows = array.dim(lined_up ? 0 : 1);
+    counts.resize(peers);
+    first.resize(peers);
+    if (rows >= 1 && (lined_up || (array.dims().size() == 3 && array.dim(0) == peers))) {
+      return Status();
+    }
+    return array.MustBe("[" + std::to_string(peers) + ", rows, X] or [rows, X]");
+  }
+  Dims DimsOf(int64_t width) const {
+    const auto peers = static_cast<int64_t>(counts.size());
+    return lined_up ? Dims{rows, width} : Dims{peers, rows, width};
+  }
+  // Limits counts to the rows there are, because those of a lost rank may reach past them.
+  void Take(const int32_t* given) {
+    int64_t before = 0;
+    for (size_t peer = 0; peer < counts.size(); ++peer) {
+      first[peer] = lined_up ? before : static_cast<int64_t>(peer) * rows;
+      const int64_t most = lined_up ? rows - before : rows;
+      counts[peer] = static_cast<int32_t>(std::clamp<int64_t>(given[peer], 0, most));
+      before += counts[peer];
+    }
+  }
+};
+
+// ep_nccl_counted_v1(counts s32 [2, P], rows ...; node_size, rail) -> rows ...
+// counts[0, p] rows go to peer p, and counts[1, p] rows come from it. What goes is blocks
+// [P, R, X] whose first rows travel, or rows [N, X] of one peer after the other; and so is what
+// comes. A rank's own rows are copied. Other rows of the results are undefined.
 Status MoveRows(nccl::NcclGroup& group, nccl::Communicator& communicator, const ffi::Dictionary&,
                 NcclCall* call) {
   const CallFrame& frame = call->frame;
@@ -199,35 +234,42 @@ Status MoveRows(nccl::NcclGroup& group, nccl::Communicator& communicator, const 
   const auto [counts_given] = frame.Args("counts");
   const int32_t* on_device = nullptr;
   EP_RETURN_IF_ERROR(counts_given.Read({2, peers.count}, &on_device));
-  std::vector<int32_t> counts(2 * peers.count);
-  std::vector<nccl::CountedBlocks> moved;
+  CountedSide sent, received;
+  std::vector<nccl::CountedRows> moved;
   for (size_t i = 0; i < frame.rets.size(); ++i) {
-    const Operand blocks(frame.call, "blocks", frame.args[i + 1]);
+    const Operand rows(frame.call, "rows", frame.args[i + 1]);
     const Operand result(frame.call, "result", frame.rets[i]);
-    if (blocks.dims().size() < 2 || blocks.dim(0) != peers.count || blocks.dim(1) < 1) {
-      return blocks.MustBe("[" + std::to_string(peers.count) + ", rows, ...]");
+    if (i == 0) {
+      EP_RETURN_IF_ERROR(sent.Read(rows, peers.count));
+      EP_RETURN_IF_ERROR(received.Read(result, peers.count));
     }
-    nccl::CountedBlocks one{};
-    EP_RETURN_IF_ERROR(result.Read(blocks.type(), blocks.dims(), &one.blocks.received));
-    one.blocks.sent = static_cast<const uint8_t*>(blocks.data());
-    one.blocks.bytes = frame.rets[i].bytes() / peers.count;
-    one.row_bytes = one.blocks.bytes / blocks.dim(1);
-    one.sent = counts.data();
-    one.received = counts.data() + peers.count;
-    EP_RETURN_IF_CUDA(cudaMemcpyAsync(one.blocks.From(peers.self), one.blocks.For(peers.self),
-                                      one.blocks.bytes, cudaMemcpyDeviceToDevice, call->stream));
+    const int64_t width = rows.dim(sent.lined_up ? 1 : 2);
+    nccl::CountedRows one{};
+    EP_RETURN_IF_ERROR(rows.Read(rows.type(), sent.DimsOf(width), &one.sent));
+    EP_RETURN_IF_ERROR(result.Read(rows.type(), received.DimsOf(width), &one.received));
+    one.row_bytes = width * rows.element_bytes();
+    one.sent_first = sent.first.data();
+    one.sent_count = sent.counts.data();
+    one.received_first = received.first.data();
+    one.received_count = received.counts.data();
     moved.push_back(one);
   }
   const nccl::Api* api = nullptr;
   EP_RETURN_IF_ERROR(nccl::Load("", &api));
+  std::vector<int32_t> counts(2 * peers.count);
   Status status = group.Ended(ReadCounts(group, call->stream, on_device, &counts));
-  // Clamp counts, because a lost rank's may reach past a block.
-  const auto rows = static_cast<int32_t>(frame.rets[0].dims[1]);
-  for (int32_t& count : counts) count = std::clamp(count, 0, rows);
+  sent.Take(counts.data());
+  received.Take(counts.data() + peers.count);
   if (status.ok()) {
+    const int32_t own = std::min(sent.counts[peers.self], received.counts[peers.self]);
+    for (const nccl::CountedRows& one : moved) {
+      EP_RETURN_IF_CUDA(cudaMemcpyAsync(one.From(peers.self), one.For(peers.self),
+                                        own * one.row_bytes, cudaMemcpyDeviceToDevice,
+                                        call->stream));
+    }
     status = group.Run(communicator, peers, [&](nccl::Comm* comm) {
       int result = nccl::kSuccess;
-      for (const nccl::CountedBlocks& one : moved) {
+      for (const nccl::CountedRows& one : moved) {
         if (result == nccl::kSuccess) {
           result = nccl::SendRows(*api, peers, one, comm, call->stream);
         }

@@ -69,16 +69,22 @@ def rail_gather(call: Call, *arrays: jax.Array) -> tuple[jax.Array, ...]:
 
 
 def rail_counted(
-    call: Call, sent: jax.Array, received: jax.Array, *blocks: jax.Array
+    call: Call, sent: jax.Array, received: jax.Array, *arrays: jax.Array, rows: int
 ) -> tuple[jax.Array, ...]:
-    """Moves arrays [D, R, X] as `rail` does, but only the rows that counts name.
+    """Moves arrays as `rail` does, but only the rows that counts name.
 
-    The first sent[m] rows of block m go to node m, and received[m] rows come from it, int32 [D]
-    both. Rows after these are undefined.
+    sent[m] rows go to node m, and received[m] rows come from it, int32 [D] both. Rows of a rank's
+    own tokens are lined up: those of one node after the other. Rows of other ranks' tokens are
+    blocks. Rows after these are undefined.
 
-    The host reads both once, and waits for the device until they are there.
+Arrays lined up [N, X] arrive as blocks [D, rows, X], blocks [D, R, X] lined up [rows, X].
+
+    The host reads both counts once, and waits for the device until they are there.
     """
-    return _rails(call, COUNTED, _shapes(blocks), jnp.stack([sent, received]), *blocks)
+    dims = [(call.group.num_nodes, rows) if x.ndim == 2 else (rows,) for x in arrays]
+    pairs = zip(dims, arrays, strict=True)
+    results = [ShapeDtypeStruct((*lead, x.shape[-1]), x.dtype) for lead, x in pairs]
+    return _rails(call, COUNTED, results, jnp.stack([sent, received]), *arrays)
 
 
 _between = functools.partial(native_call, node_size=0, rail=0)

@@ -58,6 +58,8 @@ from ep_runtime_client.ops.transports.nodes_plan import (
     collectives,
     counts_chunks,
     counts_rows,
+    lined_up,
+    lined_up_rows,
     my_node,
     of_node,
     packing,
@@ -137,10 +139,10 @@ def to_nodes(call: Call, plan: NodePlanArrays, *sent: jax.Array) -> tuple[jax.Ar
     tokens = packing(call, plan.dst_rank)
     if counts_rows(call):
         to, from_ = row_counts(call, plan, tokens.has)
-        moved = between_nccl.rail_counted(
-            call, to, from_, *(_lined_up(call, x, tokens.token) for x in sent)
-        )
-        return tuple(x.reshape(-1, x.shape[-1]) for x in moved)
+        index = lined_up(tokens, lined_up_rows(plan.dst_rank, call.group.num_nodes))
+        ready = (_lined_up(call, x, index) for x in sent)
+        moved = between_nccl.rail_counted(call, to, from_, *ready, rows=sent[0].shape[0])
+        return tuple(map(_flat, moved))
     mine = my_node(call)
     own = rows_at(tokens.token, mine)
 
@@ -157,19 +159,20 @@ def to_nodes(call: Call, plan: NodePlanArrays, *sent: jax.Array) -> tuple[jax.Ar
 
 
 def _from_nodes(call: Call, plan: NodePlanArrays, *sent: jax.Array) -> tuple[jax.Array, ...]:
-    """Arrays [D*T, X] of virtual tokens -> [D, T, X]: what each node has for this rank's tokens."""
+    """Arrays [D*T, X] of virtual tokens -> what the nodes have for this rank's tokens, by
+    `sum_index`."""
     # Results of custom calls are typed as varying over nothing.
     typed = (like(x, plan.chunks) for x in sent)
     blocks = tuple(x.reshape(call.group.num_nodes, -1, x.shape[-1]) for x in typed)
     if counts_rows(call):
         from_, to = row_counts(call, plan, packing(call, plan.dst_rank).has)
-        moved: tuple[jax.Array, ...] = between_nccl.rail_counted(call, to, from_, *blocks)
-        return moved
+        rows = lined_up_rows(plan.dst_rank, call.group.num_nodes)
+        return between_nccl.rail_counted(call, to, from_, *blocks, rows=rows)
 
     def take(first: jax.Array, rows: int) -> tuple[jax.Array, ...]:
         return tuple(lax.dynamic_slice_in_dim(x, first, rows, 1) for x in blocks)
 
-    return _in_chunks(call, plan, blocks, take)
+    return tuple(map(_flat, _in_chunks(call, plan, blocks, take)))
 
 
 def partial_dtype(call: Call, dtype: Any) -> Any:
@@ -245,11 +248,9 @@ def gradients(
     partials, (by_node,) = _sums_of_nodes(call, plan, d_tokens, d_slots)
     tokens = packing(call, plan.dst_rank)
     count, top_k = plan.dst_rank.shape
-    node = slot_nodes(call, plan.dst_rank)
-    token = jnp.arange(count, dtype=jnp.int32)[:, None]
-    position = rows_at(tokens.position.reshape(-1), node * count + token)
-    at = (node * count + position) * top_k + jnp.arange(top_k, dtype=jnp.int32)
-    at = jnp.where(plan.dst_rank >= 0, at, 0)
+    token = jnp.arange(count, dtype=jnp.int32)[:, None] * call.group.num_nodes
+    row = rows_at(sum_index(call, tokens).reshape(-1), token + slot_nodes(call, plan.dst_rank))
+    at = jnp.where(plan.dst_rank >= 0, row * top_k + jnp.arange(top_k, dtype=jnp.int32), 0)
     d_topk = jnp.where(plan.dst_rank >= 0, rows_at(by_node.reshape(-1), at), 0.0)
     return _sum_nodes(call, tokens, partials, dtype), d_topk
 
@@ -279,15 +280,13 @@ def _lined_up(call: Call, rows: jax.Array, index: jax.Array) -> jax.Array:
 def _sum_nodes(
     call: Call, tokens: Packed, partials: jax.Array | ScaledRows, dtype: Any
 ) -> jax.Array:
-    """Sums [D, R, H] of the nodes, each in its own order -> tokens [T, H], in node order."""
-    values = partials.data if isinstance(partials, ScaledRows) else partials
-    slot_row = sum_index(tokens, values.shape[1])
+    """Sums [R, H] that came back from the nodes, by `sum_index` -> tokens [T, H], in node order."""
+    slot_row = sum_index(call, tokens)
     if isinstance(partials, ScaledRows):
-        return sum_scaled(ScaledRows(*map(_flat, partials)), slot_row, dtype)
-    flat = _flat(partials)
-    served = call.group.transport == "nccl" and kernels.supports(flat, slot_row)
+        return sum_scaled(partials, slot_row, dtype)
+    served = call.group.transport == "nccl" and kernels.supports(partials, slot_row)
     ways = (functools.partial(way, dtype) for way in (_summed_by_kernel, _summed))
-    return either(served, *ways, flat, slot_row)
+    return either(served, *ways, partials, slot_row)
 
 
 def _flat(rows: jax.Array) -> jax.Array:

@@ -84,11 +84,28 @@ def packing(call: Call, dst_rank: jax.Array) -> Packed:
     return Packed(has, place, place)
 
 
-def sum_index(tokens: Packed, rows: int) -> jax.Array:
-    """[T, D]: which of the nodes' sums of so many rows each, [D * rows], are each token's; -1 where
-    a node has none."""
-    first = jnp.arange(tokens.has.shape[0], dtype=jnp.int32)[:, None] * rows
-    return jnp.where(tokens.has, first + tokens.position, -1).T
+def lined_up_rows(dst_rank: jax.Array, nodes: int) -> int:
+    """Most rows that a rank's tokens have on all nodes, by dst_rank [T, K] of a plan."""
+    tokens, top_k = dst_rank.shape
+    return tokens * min(nodes, top_k)
+
+
+def lined_up(tokens: Packed, rows: int) -> jax.Array:
+    """int32 [rows]: the tokens of one node after the other, in order; 0 past the last."""
+    nodes, count = tokens.has.shape
+    first = jnp.arange(nodes, dtype=jnp.int32) * count
+    counts = tokens.has.sum(1, dtype=jnp.int32)
+    return jnp.maximum(_joined(tokens.token.reshape(-1), first, counts, rows)[0], 0)
+
+
+def sum_index(call: Call, tokens: Packed) -> jax.Array:
+    """[T, D]: which of the sums that came back is each token's from each node; -1 where a node has
+    none. They are lined up where rows are counted, else each node's have room for all tokens."""
+    nodes, count = tokens.has.shape
+    first = jnp.arange(nodes, dtype=jnp.int32) * count
+    if counts_rows(call):
+        first = exclusive_sum(tokens.has.sum(1, dtype=jnp.int32))
+    return jnp.where(tokens.has, first[:, None] + tokens.position, -1).T
 
 
 def prepare(at: DeviceCall, topk_idx: jax.Array) -> NodePlanArrays:

@@ -122,7 +122,7 @@ def _crossing(call: Call, tokens: int, width: int, dtype: Any) -> tuple[ShapeDty
 
 
 def _sum_rows(call: Call, plan: NodePlanArrays) -> jax.Array:
-    return sum_index(packing(call, plan.dst_rank), plan.dst_rank.shape[0])
+    return sum_index(call, packing(call, plan.dst_rank))
 
 
 def dispatch(
