@@ -80,8 +80,7 @@ def _client(address: str, options: BenchOptions, environment: dict[str, str]) ->
     )
     if done.returncode:
         raise RuntimeError(f"the client ended with exit code {done.returncode}:\n{done.stderr}")
-    found: Stages = json.loads(done.stdout.splitlines()[-1])
-    return found
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 class _Watch:

@@ -177,8 +177,7 @@ def loads(name: str, groups: int, rows: int) -> np.ndarray[Any, np.dtype[np.int3
 
 def _draw(seed: int, dtype: str, *shape: int) -> jax.Array:
     draw = jax.jit(lambda: jax.random.normal(jax.random.key(seed), shape, jnp.dtype(dtype)))
-    drawn: jax.Array = draw()
-    return drawn
+    return draw()
 
 
 def _dense(options: BenchOptions, timer: Timer, rows: int, k: int, n: int) -> dict[str, float]:
@@ -210,16 +209,14 @@ def _tokamax() -> Callable[..., jax.Array] | None:
     """Returns Tokamax's ragged_dot, which has JAX's arguments; None if it is not installed."""
     if importlib.util.find_spec("tokamax") is None:
         return None
-    found: Callable[..., jax.Array] = importlib.import_module("tokamax").ragged_dot
-    return found
+    return importlib.import_module("tokamax").ragged_dot
 
 
 def _ragged(ragged_dot: Callable[..., jax.Array]) -> dict[str, Program]:
     def pullback(of: int) -> Program:
         def run(x: Any, grad: Any, w: Any, sizes: Any) -> jax.Array:
             _, pull = jax.vjp(lambda x, w: ragged_dot(x, w, sizes), x, w)
-            found: jax.Array = pull(grad)[of]
-            return found
+            return pull(grad)[of]
 
         return run
 

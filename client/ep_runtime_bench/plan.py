@@ -291,5 +291,4 @@ def block_ms(case: Case, call: Call, rows: Rows) -> npt.NDArray[np.float64]:
     experts = rows.experts * (6 * hidden + 20 * inner) + 3 * weights
     moved = 3 * dispatch + 2 * combine + experts
     flops = case.flops / (case.tokens * case.top_k) * rows.experts
-    found: npt.NDArray[np.float64] = MS_PER_TFLOP * flops / 1e12 + MS_PER_GB * moved / 1e9
-    return found
+    return MS_PER_TFLOP * flops / 1e12 + MS_PER_GB * moved / 1e9

@@ -37,8 +37,7 @@ def drawn(ranks: int, top_k: int, routed: str) -> list[list[int]]:
     rng = np.random.default_rng(0)
     share = routing.share_of(routed, EXPERTS, top_k, rng)
     logits = [routing.logits(rng, share, TOKENS) for _ in range(ranks)]
-    found: list[list[int]] = np.argsort(-np.concatenate(logits), axis=1)[:, :top_k].tolist()
-    return found
+    return np.argsort(-np.concatenate(logits), axis=1)[:, :top_k].tolist()
 
 
 @pytest.mark.parametrize("routed", routing.ROUTINGS)

@@ -64,8 +64,7 @@ def found_by(measure: Any, order: Any, monkeypatch: pytest.MonkeyPatch) -> dict[
     monkeypatch.setattr(clients, "tell", lambda stage: None)
     with contextlib.redirect_stdout(io.StringIO()) as out:
         assert torch_ranks.main(measure, order) == 0
-    found: dict[str, Any] = json.loads(out.getvalue())
-    return found
+    return json.loads(out.getvalue())
 
 
 def test_the_layer_and_its_gradients_are_those_of_all_experts_dense(

@@ -109,8 +109,7 @@ class _Build:
             limit.cancel()
         if not text:
             raise SystemExit(f"the process of {self._root} has ended, see above")
-        told: dict[str, Any] = json.loads(text)
-        return told
+        return json.loads(text)
 
 
 def _say(text: str) -> None:

@@ -40,8 +40,7 @@ def round_trip(group: NativeGroup, idx: jax.Array, x: jax.Array, **options: Any)
     """Every slot comes back once: x times TOP_K, scaled back to x."""
     plan = group.prepare(idx, **options)
     recv, _ = group.dispatch(x, None, plan, **options)
-    back: jax.Array = group.combine(recv, None, plan, **options) / TOP_K
-    return back
+    return group.combine(recv, None, plan, **options) / TOP_K
 
 
 def expect(got: jax.Array, want: Any) -> None:

@@ -163,8 +163,7 @@ def test_what_cannot_be_restored_says_why(session: ep.Session) -> None:
 
 
 def _buffers(admin: source.Source) -> list[Any]:
-    found: list[Any] = admin.call("ListBuffers", messages.ListBuffersRequest())["buffers"]
-    return found
+    return admin.call("ListBuffers", messages.ListBuffersRequest())["buffers"]
 
 
 def test_a_restarted_daemon_has_the_copies(directory: Path) -> None:

@@ -191,8 +191,7 @@ class GemmaBlock(torch.nn.Module):
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         _, weights, index = self.router(residual[0])
-        y: torch.Tensor = self.experts(x[0], index, weights)
-        return y
+        return self.experts(x[0], index, weights)
 
 
 def run(name: str, block: torch.nn.Module, w: SimpleNamespace) -> Array:

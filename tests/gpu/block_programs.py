@@ -72,8 +72,7 @@ class Blocks:
         weights = rng.random((count, TOP_K), np.float32)
         x = rng.standard_normal((count, hidden), np.float32)
         rows = NamedSharding(self.mesh, PartitionSpec("ep"))
-        given: Any = jax.device_put((x, weights, change(idx, experts)), rows)
-        return given
+        return jax.device_put((x, weights, change(idx, experts)), rows)
 
     def call(self) -> None:
         """Programs take the block call from here on."""

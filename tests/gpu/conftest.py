@@ -65,8 +65,7 @@ def job_gpus(request: pytest.FixtureRequest, gpus: list[Any]) -> int:
     """Ranks of a job's processes: as many as GPUs, or those that share the GPUs there are."""
     if layouts.RANKS:
         return layouts.RANKS
-    count: int = request.getfixturevalue("several_gpus")
-    return count
+    return request.getfixturevalue("several_gpus")
 
 
 @pytest.fixture

@@ -62,8 +62,7 @@ def run_steps(session: ep.Session, gpus: list[Any], idx: Any) -> ep.Group:
 
 def listed(session: ep.Session, kind: str) -> list[dict[str, Any]]:
     with source.open_source(session.address, timeout_s=10.0) as daemon:
-        rows: list[dict[str, Any]] = getattr(daemon, kind)()
-        return rows
+        return getattr(daemon, kind)()
 
 
 def test_calls_rows_and_drops_reach_the_board(session: ep.Session, gpus: list[Any]) -> None:

@@ -255,8 +255,7 @@ def run(
         except subprocess.TimeoutExpired:
             return {"error": f"had not ended after {limit_s:g} s"}
     if result.exists():
-        found: dict[str, Any] = json.loads(result.read_text(encoding="utf-8"))
-        return found
+        return json.loads(result.read_text(encoding="utf-8"))
     lines = (out / "log").read_text(encoding="utf-8", errors="replace").splitlines()
     return {"error": f"exit code {code}: {next(filter(None, reversed(lines)), 'no word')}"}
 

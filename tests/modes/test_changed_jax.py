@@ -25,8 +25,7 @@ def run(fault: str) -> dict[str, Any]:
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE.parent), *sys.path])},
     )
     assert done.returncode == 0, done.stderr
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def test_this_jax_needs_no_fallback() -> None:

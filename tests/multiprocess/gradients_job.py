@@ -203,5 +203,4 @@ def run_model(calls: int, *, transport: str, dtype: str, tolerance: float) -> li
 
 def times_full() -> int:
     """How often a socket of this process was full, by full_sockets.c."""
-    found: int = ctypes.CDLL(None).times_full()
-    return found
+    return ctypes.CDLL(None).times_full()

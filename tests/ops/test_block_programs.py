@@ -48,8 +48,7 @@ def stack(group: fakes.LocalGroup) -> Any:
 def stacked(stack: Any) -> ep.MoEParams:
     keys = jax.random.split(jax.random.key(0), COUNT)
     each = [ep.init_moe_params(key, stack[0], INNER) for key in keys]
-    params: ep.MoEParams = jax.tree.map(lambda *leaves: jnp.stack(leaves), *each)
-    return params
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *each)
 
 
 def draw(*lead: int) -> Any:

@@ -221,8 +221,7 @@ def test_a_stacks_unused_routings_are_not_kept(make_group: MakeGroup) -> None:
             return x + y, stats
 
         run = jax.jit(lambda x: result(jax.lax.scan(one, x, jnp.arange(5))[1]))
-        text: str = run.lower(x).compile().as_text()
-        return text
+        return run.lower(x).compile().as_text()
 
     assert "f32[5,32," not in program(lambda stats: stats.tokens_per_expert)
     assert "f32[5,32," in program(lambda stats: (stats.tokens_per_expert, stats.routing))

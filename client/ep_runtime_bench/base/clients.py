@@ -137,8 +137,7 @@ class _Client:
         """Returns what the process measured; None, with a line that says why, if it failed."""
         out, _ = self._process.communicate()
         if self._process.returncode == 0:
-            found: dict[str, Any] = json.loads(out)
-            return found
+            return json.loads(out)
         order, code = self._order, self._process.returncode
         render.err(f"{order.name}: {order.label}: no figures, it ended with exit code {code}")
         return None

@@ -60,8 +60,7 @@ class Programs:
 
 
 def _compiled(function: Program, operands: Any) -> Program:
-    compiled: Program = jax.jit(function).lower(operands).compile()
-    return compiled
+    return jax.jit(function).lower(operands).compile()
 
 
 @dataclasses.dataclass
@@ -179,5 +178,4 @@ def token_rows(bench: Bench, tokens: int) -> jax.Array:
         wide: jax.Array = (bits >> 8).astype(jnp.float32) / (1 << 23) - 1
         return wide.astype(bench.options.dtype)
 
-    x: jax.Array = jax.jit(values, out_shardings=bench.spread)()
-    return x
+    return jax.jit(values, out_shardings=bench.spread)()

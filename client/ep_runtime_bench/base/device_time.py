@@ -79,15 +79,13 @@ def intervals_us(readings: npt.NDArray[np.uint32]) -> npt.NDArray[np.float64]:
     """Readings [N, calls + 2, 2] -> microseconds [N, calls]."""
     words = readings.astype(np.int64)
     nanoseconds = words[..., 0] + (words[..., 1] << 32)
-    taken: npt.NDArray[np.float64] = np.diff(nanoseconds, axis=1)[:, 1:] / 1e3
-    return taken
+    return np.diff(nanoseconds, axis=1)[:, 1:] / 1e3
 
 
 def slowest_rank_us(readings: jax.Array) -> list[float]:
     """Returns microseconds of each call on the slowest device of this process."""
     parts = [np.asarray(shard.data) for shard in readings.addressable_shards]
-    found: list[float] = intervals_us(np.concatenate(parts)).max(axis=0).tolist()
-    return found
+    return intervals_us(np.concatenate(parts)).max(axis=0).tolist()
 
 
 class CallTimer:

@@ -36,8 +36,7 @@ class Rank:
     def compiled(self, function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
         """Compiles by torch.compile; returns the function itself on CPU, where compiling takes a
         minute."""
-        made: Callable[..., Any] = torch.compile(function, **options) if self.on_gpu else function
-        return made
+        return torch.compile(function, **options) if self.on_gpu else function
 
     def wait(self) -> None:
         """Waits until this device has finished its work."""

@@ -124,8 +124,7 @@ def _values(seed: int, shape: tuple[int, ...], fan_in: int, dtype: str) -> jax.A
     for factor in (0x85EBCA6B, 0xC2B2AE35):
         bits = (bits ^ bits >> 16) * jnp.uint32(factor)
     wide = ((bits ^ bits >> 16) >> 8).astype(jnp.float32) / (1 << 23) - 1
-    values: jax.Array = (wide * (3 / fan_in) ** 0.5).astype(dtype)
-    return values
+    return (wide * (3 / fan_in) ** 0.5).astype(dtype)
 
 
 def _bytes_here(array: jax.Array) -> int:
@@ -196,8 +195,7 @@ def _losses(order: LayerOrder, mesh: Mesh, layer: Any) -> dict[str, Loss]:
 
     def block(*operands: Any) -> jax.Array:
         # Nothing returns the stats, so XLA computes none.
-        y: jax.Array = _run(order, layer, *operands)[0]
-        return y
+        return _run(order, layer, *operands)[0]
 
     return {REMAT: _loss(jax.checkpoint(block, policy=ep.remat_policy())), "": _loss(block)}
 

@@ -384,8 +384,7 @@ def _network_shape(bench: Bench, tokens: int) -> tuple[int, int, int]:
 def _network_blocks(bench: Bench, tokens: int) -> jax.Array:
     """Makes the blocks of NCCL's all-to-all on the devices."""
     shape, dtype = _network_shape(bench, tokens), bench.options.dtype
-    made: jax.Array = jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=bench.spread)()
-    return made
+    return jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=bench.spread)()
 
 
 def _network_rows(bench: Bench, call: Call, given: Operands) -> tuple[int, int]:

@@ -99,8 +99,7 @@ class _Training:
     def step(self) -> jax.Array:
         """Enqueues one; its loss."""
         self._params, self._state, loss = self.program(*self._next())
-        value: jax.Array = loss
-        return value
+        return loss
 
     def run(self, steps: int) -> None:
         """Makes steps that follow each other, and waits for them."""

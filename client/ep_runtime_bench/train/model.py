@@ -67,10 +67,9 @@ class Layout:
         embedding, layers = self.specs()
         stacked = Layer(*(P(None, *spec) for spec in layers))
         specs = Params(embedding, stacked)
-        placed: Params = jax.tree.map(
+        return jax.tree.map(
             lambda spec: NamedSharding(self.mesh, spec), specs, is_leaf=lambda x: isinstance(x, P)
         )
-        return placed
 
 
 def make_params(model: Model, dtype: Any, place: Layout) -> Params:
@@ -80,8 +79,7 @@ def make_params(model: Model, dtype: Any, place: Layout) -> Params:
     def made(key: jax.Array) -> Params:
         def drawn(number: int, shape: tuple[int, ...], fan_in: int) -> jax.Array:
             values = jax.random.normal(jax.random.fold_in(key, number), shape) * fan_in**-0.5
-            narrow: jax.Array = values.astype(dtype)
-            return narrow
+            return values.astype(dtype)
 
         layers = Layer(
             drawn(1, (many, h, 3 * h), h),
@@ -93,8 +91,7 @@ def make_params(model: Model, dtype: Any, place: Layout) -> Params:
         )
         return Params(drawn(0, (model.vocabulary, h), 2500), layers)
 
-    params: Params = jax.jit(made, out_shardings=place.shardings())(jax.random.key(0))
-    return params
+    return jax.jit(made, out_shardings=place.shardings())(jax.random.key(0))
 
 
 def batches(model: Model, place: Layout, devices: int) -> list[jax.Array]:
@@ -174,8 +171,7 @@ def stock_block(model: Model, place: Layout) -> Block:
         mapped = jax.shard_map(
             local, mesh=place.mesh, in_specs=in_specs, out_specs=rows, check_vma=False
         )
-        y: jax.Array = mapped(x, layer.router, layer.wi, layer.wo, *given)
-        return y
+        return mapped(x, layer.router, layer.wi, layer.wo, *given)
 
     return block
 
@@ -199,8 +195,7 @@ def _attention(x: jax.Array, layer: Layer, model: Model, place: Layout) -> jax.A
 
     rows = P(place.rows)
     spread = jax.shard_map(mixed, mesh=place.mesh, in_specs=rows, out_specs=rows, check_vma=False)
-    y: jax.Array = spread(heads).reshape(x.shape) @ layer.out
-    return y
+    return spread(heads).reshape(x.shape) @ layer.out
 
 
 def make_step(
@@ -229,8 +224,7 @@ def make_step(
         x, _ = lax.scan(lambda x, given: body(x, (*given, experts)), x, (layers, numbers))
         logits = (x @ params.embedding.T).astype(jnp.float32)
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
-        mean: jax.Array = losses.mean()
-        return mean
+        return losses.mean()
 
     def step(params: Params, state: Any, tokens: jax.Array, experts: Any) -> Any:
         value, gradients = jax.value_and_grad(loss)(params, tokens, experts)

@@ -284,8 +284,7 @@ def live_processes(processes: Sequence[int]) -> dict[int, int]:
 
     All get the same answer. A process that was started again has another incarnation.
     """
-    found: dict[int, int] = distributed().client.get_live_nodes(list(processes))
-    return found
+    return distributed().client.get_live_nodes(list(processes))
 
 
 def backend_started() -> bool:

@@ -220,14 +220,12 @@ def _balance_loss(
     is_inference = config.model_call_mode == "inference"
     if config.load_balance_loss_weight <= 0 or is_inference or block.is_hash_routing:
         return None
-    loss: jax.Array
     if _functions(block).uses_megatron_seq_aux_loss(config):
-        scores = gate_logits if pre_bias_logits is None else pre_bias_logits
-        loss = block.megatron_seq_aux_loss(scores)
-    else:
-        shares = jax.nn.softmax(gate_logits.astype(jnp.float32), axis=-1).astype(block.dtype)
-        loss = block.load_balance_loss(experts, shares)
-    return loss
+        return block.megatron_seq_aux_loss(
+            gate_logits if pre_bias_logits is None else pre_bias_logits
+        )
+    shares = jax.nn.softmax(gate_logits.astype(jnp.float32), axis=-1).astype(block.dtype)
+    return block.load_balance_loss(experts, shares)
 
 
 def _bias_updates(block: Any, experts: jax.Array) -> jax.Array | None:
@@ -235,13 +233,10 @@ def _bias_updates(block: Any, experts: jax.Array) -> jax.Array | None:
     if not block.should_update_load_balance():
         return None
     config, functions = block.config, _functions(block)
-    updates: jax.Array
     if config.gradient_accumulation_steps > 1:
-        updates = functions.calculate_expert_counts(experts, config.num_experts)
-    else:
-        rate = config.routed_bias_update_rate
-        updates = functions.calculate_load_balance_updates(experts, config.num_experts, rate)
-    return updates
+        return functions.calculate_expert_counts(experts, config.num_experts)
+    rate = config.routed_bias_update_rate
+    return functions.calculate_load_balance_updates(experts, config.num_experts, rate)
 
 
 def _functions(block: Any) -> Any:

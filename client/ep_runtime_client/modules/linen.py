@@ -215,5 +215,4 @@ MoEBlock.__init__ = _with_checked_options(MoEBlock.__init__)  # type: ignore[met
 def _boxed(name: str, make: Callable[[jax.Array], jax.Array]) -> Callable[..., Any]:
     """`make` with its result in a box of logical names."""
     ndim = jax.eval_shape(make, jax.random.key(0)).ndim
-    boxed: Callable[..., Any] = linen.with_logical_partitioning(make, logical_axes(name, ndim))
-    return boxed
+    return linen.with_logical_partitioning(make, logical_axes(name, ndim))

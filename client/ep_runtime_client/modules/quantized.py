@@ -87,8 +87,7 @@ def quantize_params(
         return _quantized(x, recipes, layer, params_spec, weights_only)
 
     _check_tree(params, "params")
-    made: Tree = jax.tree.map(one, params, is_leaf=_is_params)
-    return made
+    return jax.tree.map(one, params, is_leaf=_is_params)
 
 
 def straight_through(masters: Tree, params8: Any) -> Tree:

@@ -153,8 +153,7 @@ def _one_spec(name: str, spec: Any) -> PartitionSpec | None:
         InvalidArgumentError: those of a pair differ.
     """
     if not is_pair(spec):
-        found: PartitionSpec | None = spec
-        return found
+        return spec
     if len({*spec}) != 1:
         raise InvalidArgumentError(
             f"{name} of params_spec must have one spec for gate and up, got {spec}",

@@ -203,8 +203,7 @@ def _by_operand(call: ResolvedCall, operands: Operands, made: Sequence[jax.Array
     )
     leaves, tree = jax.tree.flatten(grads)
     typed = [regions.typed_as(*each) for each in zip(leaves, call.types, strict=True)]
-    found: Operands = jax.tree.unflatten(tree, typed)
-    return found
+    return jax.tree.unflatten(tree, typed)
 
 
 def _packed(operands: Operands, *, columns: bool = False) -> tuple[Operands, dict[str, Any]]:

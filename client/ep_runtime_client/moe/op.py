@@ -148,8 +148,7 @@ class BlockOp(LayerOp):
             values=(whole,) * len(there.values),
             copies=None if there.copies is None else slab,
         )
-        found: list[Entries] = self.tree.flatten_up_to(by_name)
-        return found
+        return self.tree.flatten_up_to(by_name)
 
     def saved_entries(self, roles: Roles, place: Placed) -> list[Entries]:
         """Entries of what is saved: slabs, those of hidden with the axes on N'."""

@@ -387,8 +387,7 @@ def bias_of(block: Block, name: str, params: MoEParams) -> jax.Array:
     wi: Any = params.wi
     if name == "wi_bias" and bias.ndim != wi.ndim - 1:
         bias = bias.reshape(bias.shape[0], *wi.shape[2:])
-    found: jax.Array = bias
-    return found
+    return bias
 
 
 def _gathered(block: Block, name: str, bias: jax.Array) -> jax.Array:

@@ -43,10 +43,7 @@ def results_of(spec: LayerSpec, x: jax.Array, num_experts: int, state: Any) -> t
     """
     shapes = ((), jnp.float32), ((num_experts,), jnp.int32), ((), jnp.int32), ((1,), jnp.int32)
     like = (x, *(jnp.zeros(*each) for each in shapes), jax.lax.stop_gradient(state))
-    results: tuple[Any, ...] = jax.tree.map(
-        lambda leaf: _without_values.bind(leaf, name=spec.name), like
-    )
-    return results
+    return jax.tree.map(lambda leaf: _without_values.bind(leaf, name=spec.name), like)
 
 
 def _refuse(*_: Any, name: str) -> Any:

@@ -218,8 +218,7 @@ def join(
 
 def _group(control: transport.ControlChannel, ranks: nccl.Ranks) -> types_pb2.Group:
     request = group_service_pb2.GetGroupRequest(name=ranks.name)
-    found: types_pb2.Group = control.call(control.groups.GetGroup, request).group
-    return found
+    return control.call(control.groups.GetGroup, request).group
 
 
 def _over(

@@ -99,8 +99,7 @@ def connect(
         return opened
 
     check = lambda found: _check_same_job(found.client, job)  # noqa: E731
-    session: Session = registry.sessions.acquire(choose(address), check, make).client.session
-    return session
+    return registry.sessions.acquire(choose(address), check, make).client.session
 
 
 def _checked_labels(labels: Mapping[str, str] | None) -> dict[str, str]:
@@ -127,8 +126,7 @@ def _connected(chosen: addresses.Address, job: str | None) -> Session:
         jax_state.needs_eager("connect", f"session with {at!r}")
     assert found is not None
     _check_same_job(found.client, job)
-    session: Session = found.client.session
-    return session
+    return found.client.session
 
 
 def _check_same_job(found: DaemonClient, job: str | None) -> None:

@@ -193,8 +193,7 @@ class Session:
             spare_experts=spare_experts,
         )
         spec = make_group.resolve(self._client, mesh, settings)
-        created: Group = self._open.create(spec, mesh, replace=replace).group
-        return created
+        return self._open.create(spec, mesh, replace=replace).group
 
     def group(self, name: str, *, mesh: Mesh | None = None) -> Group:
         """Returns a group by name: one of this process, or one that the daemon keeps for the job.
@@ -214,8 +213,7 @@ class Session:
         Cost: none for a group of this process; else as create_group, without a new allocation.
         """
         check_name("group", name)
-        found: Group = self._open.find(name, mesh).group
-        return found
+        return self._open.find(name, mesh).group
 
     def close(self) -> None:
         """Undoes one `connect()`; undoing the last one frees the session's groups and windows.

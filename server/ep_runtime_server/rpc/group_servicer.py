@@ -76,10 +76,7 @@ class GroupServicer:
             message = views.group(group, self._runtime.clock)
             return pb.CreateGroupResponse(group=message, reattached=group.reattached)
 
-        answer: pb.CreateGroupResponse = await self._runtime.operations.run(
-            session.session_id, request.op_id, request, work
-        )
-        return answer
+        return await self._runtime.operations.run(session.session_id, request.op_id, request, work)
 
     async def AcquireWindows(  # noqa: N802
         self, request: pb.AcquireWindowsRequest, context: Context[Any, Any]

@@ -56,10 +56,7 @@ class LayerServicer:
                 stacks=[wire.registered_to_proto(stack) async for stack in paced(stacks)],
             )
 
-        answer: pb.RegisterLayersResponse = await self._runtime.operations.run(
-            session.session_id, request.op_id, request, work
-        )
-        return answer
+        return await self._runtime.operations.run(session.session_id, request.op_id, request, work)
 
     async def GetLayer(  # noqa: N802
         self, request: pb.GetLayerRequest, context: Context[Any, Any]

@@ -81,8 +81,7 @@ class Steps:
 
     def start(self) -> jax.Array:
         """Enqueues a step."""
-        out: jax.Array = self._step(self.tokens, self.topk_idx)
-        return out
+        return self._step(self.tokens, self.topk_idx)
 
     def shards_of(self, out: jax.Array) -> list[tuple[Any, Any]]:
         """(values, wanted values) of every shard that this process holds."""

@@ -126,8 +126,7 @@ class Soak:
             return big
 
         summed = jax.shard_map(local, mesh=self.mesh, in_specs=_SPEC, out_specs=_SPEC)
-        sums: jax.Array = summed(x)
-        return sums
+        return summed(x)
 
     def _make_delay(self) -> Callable[[Any], Any]:
         """turns int32 [R]: keeps every device busy for a while of its own."""

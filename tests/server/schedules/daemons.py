@@ -129,8 +129,7 @@ class Life:
             async with asyncio.timeout(within_s):
                 found = await handler.unary_unary(handler.request_deserializer(data), _Context())
                 await self.cluster.answering(method)
-            answer: bytes = handler.response_serializer(found)
-            return answer
+            return handler.response_serializer(found)
         except EpRuntimeError as error:
             raise failure_of(error) from None
         except TimeoutError:

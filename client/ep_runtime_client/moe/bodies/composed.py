@@ -334,26 +334,21 @@ def _exchanged(call: ResolvedCall, given: Given, rows: jax.Array) -> tuple[jax.A
 def _combined(
     call: ResolvedCall, given: Given, out: jax.Array, weights: jax.Array | None
 ) -> jax.Array:
-    y: jax.Array = _ops(call, given).combine(
-        _at(call, given), out, weights, given.plan, **_sums(call)
-    )
-    return y
+    return _ops(call, given).combine(_at(call, given), out, weights, given.plan, **_sums(call))
 
 
 def _received_gradients(call: ResolvedCall, given: Given, dy: jax.Array) -> jax.Array:
     """dy [T, H] as gradients of the experts' outputs, [1, C, H], not weighted."""
     d_out, _ = _ops(call, given).combine_bwd(_at(call, given), dy, None, None, given.plan)
-    rows: jax.Array = d_out[None]
-    return rows
+    return d_out[None]
 
 
 def _returned(
     call: ResolvedCall, given: Given, d_rows: jax.Array, d_weights: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    made: tuple[jax.Array, jax.Array] = _ops(call, given).dispatch_bwd(
+    return _ops(call, given).dispatch_bwd(
         _at(call, given), d_rows, d_weights, given.plan, **_sums(call)
     )
-    return made
 
 
 def _sums(call: ResolvedCall) -> dict[str, Any]:

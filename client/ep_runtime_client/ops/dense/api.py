@@ -65,8 +65,7 @@ def dense(
         regions.settle(call.where, array, entries)
         for array, entries in ((x, call.x), (kernel, call.kernel), (bias, padded((), 1)))
     ]
-    y: jax.Array = eager.run(_primal, call, *operands, traced=_dense)
-    return y
+    return eager.run(_primal, call, *operands, traced=_dense)
 
 
 def _check(x: Any, kernel: Any, bias: Any, recipe: Any) -> None:

@@ -135,8 +135,7 @@ def _flat(x: jax.Array) -> jax.Array:
 def widened(x: Any, *, rows: bool, columns: bool = False) -> jax.Array:
     """An operand as an array [rows, K'] or [K', N'], a quantized one in f32."""
     if not isinstance(x, QuantizedTensor):
-        plain: jax.Array = _flat(x) if rows else x
-        return plain
+        return _flat(x) if rows else x
     columns = columns and x.data_columns is not None
     fields = {}
     for name in ("data", "scale", "data_columns", "scale_columns"):

@@ -118,8 +118,7 @@ def data_grad(gemm: Gemm, grad: Any, rhs: Any, group_sizes: jax.Array) -> jax.Ar
     """
 
     def plain(grad: Any, rhs: Any, group_sizes: jax.Array) -> jax.Array:
-        d_lhs: jax.Array = _gradients(gemm, None, rhs, grad, group_sizes)[0]
-        return d_lhs
+        return _gradients(gemm, None, rhs, grad, group_sizes)[0]
 
     by = _served_by(gemm, grad, rhs, rhs.shape, group_sizes)
     if by is None:

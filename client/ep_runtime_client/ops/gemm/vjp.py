@@ -66,8 +66,7 @@ class GemmCall:
 
 def run(call: GemmCall, operands: Operands) -> tuple[jax.Array, Amax]:
     """[R, C, *N'], differentiable in the first three operands, and this call's amax."""
-    result: tuple[jax.Array, Amax] = eager.run(_primal, call, *operands, traced=_gemm)
-    return result
+    return eager.run(_primal, call, *operands, traced=_gemm)
 
 
 def _primal(call: GemmCall, *operands: Any) -> tuple[jax.Array, Amax]:

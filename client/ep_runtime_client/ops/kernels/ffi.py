@@ -114,8 +114,7 @@ def once(results: Results) -> Results:
     """
     if not XLA_CLONES_CALLS:
         return results
-    held: Results = lax.optimization_barrier(results)
-    return held
+    return lax.optimization_barrier(results)
 
 
 def _capsule(pointer: int) -> Any:

@@ -53,5 +53,4 @@ def choose(kernel: Callable[..., Result], plain: Callable[..., Result], *operand
         return lambda *given: jax.tree.map(lambda x: spread_over(x, axes), function(*given))
 
     branches = {"cuda": typed(kernel), "default": typed(plain)}
-    chosen: Result = lax.platform_dependent(*operands, **branches)
-    return chosen
+    return lax.platform_dependent(*operands, **branches)

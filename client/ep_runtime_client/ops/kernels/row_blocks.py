@@ -163,8 +163,7 @@ def loop(
         block, after = blocks.at(walked[0])
         return spread_over(after, axes), step(block, walked[1])
 
-    result: Carry = lax.while_loop(lambda walked: walked[0] < blocks.end[-1], body, started)[1]
-    return result
+    return lax.while_loop(lambda walked: walked[0] < blocks.end[-1], body, started)[1]
 
 
 def pick(array: jax.Array, group: jax.Array) -> jax.Array:
@@ -188,7 +187,4 @@ def max_at(array: jax.Array, group: jax.Array, values: jax.Array) -> jax.Array:
 
 
 def _put(array: jax.Array, group: jax.Array, values: jax.Array) -> jax.Array:
-    put: jax.Array = lax.dynamic_update_index_in_dim(
-        array, values, group, 0, allow_negative_indices=False
-    )
-    return put
+    return lax.dynamic_update_index_in_dim(array, values, group, 0, allow_negative_indices=False)

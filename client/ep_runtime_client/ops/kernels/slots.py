@@ -29,8 +29,7 @@ def exclusive_sum(counts: jax.Array, axis: int = -1) -> jax.Array:
 
 def rows_at(array: jax.Array, index: jax.Array) -> jax.Array:
     """array[index] along dim 0 where every index is in range: no wrap-around to compile."""
-    rows: jax.Array = array.at[index].get(mode="promise_in_bounds")
-    return rows
+    return array.at[index].get(mode="promise_in_bounds")
 
 
 class Packed(NamedTuple):

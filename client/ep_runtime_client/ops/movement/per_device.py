@@ -125,8 +125,7 @@ def place(call: Call, name: str, array: jax.Array, spec: PartitionSpec | None = 
     devices = set(mesh.devices.flat)
     if array.sharding.device_set == devices or not array.committed:
         return array
-    moved: jax.Array = jax.device_put(array, NamedSharding(mesh, spec))
-    return moved
+    return jax.device_put(array, NamedSharding(mesh, spec))
 
 
 def _same(known: PartitionSpec, wanted: PartitionSpec, call: Call) -> bool:
@@ -183,8 +182,7 @@ def place_tokens(call: Call, tokens: jax.Array) -> jax.Array:
     if told or not others or not isinstance(tokens, jax.core.Tracer):
         return tokens
     op = _Watch(dataclasses.replace(where, mode="rule"), tokens.ndim)
-    seen: jax.Array = _watch(op, tokens)
-    return seen
+    return _watch(op, tokens)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))

@@ -289,8 +289,7 @@ def _whole(op: AnyOp, *operands: jax.Array) -> tuple[jax.Array, ...]:
     shapes = [x.shape for x in operands]
     nothing = [((),) * len(shape) for shape in shapes]
     local = op.resolve(Roles(), nothing, shapes, None).local
-    results: tuple[jax.Array, ...] = local(*operands)
-    return results
+    return local(*operands)
 
 
 def _shardy_rule(op: AnyOp, mesh: Any, operands: Any, results: Any) -> str:

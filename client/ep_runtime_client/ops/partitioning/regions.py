@@ -254,8 +254,7 @@ def settle(where: Partitioning, x: Any, entries: Entries) -> Any:
         if not leaf.committed or leaf.sharding.device_set == set(where.mesh.devices.flat):
             return leaf
         sharding = NamedSharding(where.mesh, spec_of(entries[: leaf.ndim]))
-        moved: jax.Array = jax.device_put(leaf, sharding)
-        return moved
+        return jax.device_put(leaf, sharding)
 
     return jax.tree.map(one, x)
 
@@ -266,5 +265,4 @@ def typed_as(x: jax.Array | None, entries: Entries | None) -> jax.Array | None:
     if entries is None or mesh is None or mesh.empty:
         return x
     others = tuple({*mesh.axis_names} - explicit_axes(mesh))
-    typed: jax.Array = jax.sharding.reshard(x, NamedSharding(mesh, spec_of(entries, others)))
-    return typed
+    return jax.sharding.reshard(x, NamedSharding(mesh, spec_of(entries, others)))

@@ -168,8 +168,7 @@ def typed(mesh: Any, x: jax.Array, spec: PartitionSpec) -> jax.Array:
     ):
         return x
     entries = (tuple(a for a in entry_axes(e) if a in named) or None for e in spec)
-    moved: jax.Array = jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec(*entries)))
-    return moved
+    return jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec(*entries)))
 
 
 def explicit_axes(mesh: Any) -> frozenset[str]:

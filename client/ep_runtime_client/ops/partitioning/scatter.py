@@ -19,30 +19,26 @@ def scatter(x: jax.Array, axes: Axes, dim: int) -> jax.Array:
     """
 
     def reduce_scatter(x: jax.Array) -> jax.Array:
-        part: jax.Array = lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True)
-        return part
+        return lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True)
 
     # Only processes under jax.distributed use gloo; devices of one process never do.
     if not jax.distributed.is_initialized():
         return reduce_scatter(x)
-    part: jax.Array = lax.platform_dependent(
+    return lax.platform_dependent(
         x, cpu=lambda x: cut(lax.psum(x, axes), axes, dim), default=reduce_scatter
     )
-    return part
 
 
 def cut(x: jax.Array, axes: Axes, dim: int) -> jax.Array:
     """Cuts this device's part of `dim` out of an array that all devices along `axes` have."""
     size = x.shape[dim] // int(lax.psum(1, axes))
-    part: jax.Array = lax.dynamic_slice_in_dim(x, lax.axis_index(axes) * size, size, dim)
-    return part
+    return lax.dynamic_slice_in_dim(x, lax.axis_index(axes) * size, size, dim)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def gather(x: jax.Array, axes: Axes, dim: int) -> jax.Array:
     """Joins the parts of `dim` over `axes`; the gradient is `scatter`."""
-    whole: jax.Array = lax.all_gather(x, axes, axis=dim, tiled=True)
-    return whole
+    return lax.all_gather(x, axes, axis=dim, tiled=True)
 
 
 gather.defvjp(

@@ -177,8 +177,7 @@ def unpermute(
 
 def _varied(shards: BatchShards, arrays: PermutationArrays) -> PermutationArrays:
     """The plan typed as varying over what any operand varies over."""
-    varied: PermutationArrays = jax.tree.map(lambda x: spread_over(x, shards.varying), arrays)
-    return varied
+    return jax.tree.map(lambda x: spread_over(x, shards.varying), arrays)
 
 
 def _make_plan(meta: PermutationMeta, choice: jax.Array) -> tuple[PermutationArrays, jax.Array]:
@@ -191,10 +190,7 @@ def _make_plan(meta: PermutationMeta, choice: jax.Array) -> tuple[PermutationArr
         return made.with_lead(block), sizes
 
     specs = (_plan_specs(meta), shards.row_spec())
-    result: tuple[PermutationArrays, jax.Array] = batch_shards.per_shard(
-        shards, body, (choice,), (shards.token_spec(),), specs
-    )
-    return result
+    return batch_shards.per_shard(shards, body, (choice,), (shards.token_spec(),), specs)
 
 
 def _plan_specs(meta: PermutationMeta) -> Any:
@@ -253,10 +249,7 @@ def _permute_primal(
 
     given = ((tokens, shards.token_spec(feature=True)), (probs, shards.token_spec()))
     prob_spec = None if probs is None else shards.row_spec(trailing=0)
-    result: tuple[jax.Array, jax.Array | None] = _per_shard(
-        meta, body, arrays, given, (shards.row_spec(feature=True), prob_spec)
-    )
-    return result
+    return _per_shard(meta, body, arrays, given, (shards.row_spec(feature=True), prob_spec))
 
 
 def _permute_fwd(
@@ -306,8 +299,7 @@ def _permute_pullback(
         None if d_rows is None else shards.token_spec(feature=True),
         None if d_row_probs is None else shards.token_spec(),
     )
-    result: tuple[jax.Array | None, jax.Array | None] = _per_shard(meta, body, arrays, given, specs)
-    return result
+    return _per_shard(meta, body, arrays, given, specs)
 
 
 _permute = jax.custom_vjp(_permute_primal, nondiff_argnums=(0,))
@@ -326,8 +318,7 @@ def _unpermute_primal(
         return total.reshape(*lead, rows.shape[1])
 
     given = ((rows, shards.row_spec(feature=True)), (weights, shards.token_spec()))
-    total: jax.Array = _per_shard(meta, body, arrays, given, shards.token_spec(feature=True))
-    return total
+    return _per_shard(meta, body, arrays, given, shards.token_spec(feature=True))
 
 
 def _unpermute_fwd(
@@ -374,8 +365,7 @@ def _unpermute_pullback(
     row = shards.row_spec(feature=True)
     given = ((grad, wide), (rows, row), (weights, slot))
     out_specs = (row, None if weights is None else slot)
-    result: tuple[jax.Array, jax.Array | None] = _per_shard(meta, body, arrays, given, out_specs)
-    return result
+    return _per_shard(meta, body, arrays, given, out_specs)
 
 
 _unpermute = jax.custom_vjp(_unpermute_primal, nondiff_argnums=(0,))

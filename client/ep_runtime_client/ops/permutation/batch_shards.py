@@ -219,8 +219,7 @@ def settled(
 
 def _stated(mesh: Any) -> frozenset[str]:
     """Returns the axes that types name, except those that are manual already."""
-    found: frozenset[str] = explicit_axes(mesh) - {*jax.sharding.get_abstract_mesh().manual_axes}
-    return found
+    return explicit_axes(mesh) - {*jax.sharding.get_abstract_mesh().manual_axes}
 
 
 def per_shard(

@@ -129,8 +129,7 @@ def _entry(arrays: PermutationArrays, first: jax.Array | None, number: Any) -> _
 def _weights_of(weights: jax.Array, slot: Any) -> jax.Array:
     """weights [T, S] at a slot that is one for all tokens or [T]: [T]."""
     if jnp.ndim(slot) == 0:
-        picked: jax.Array = lax.dynamic_index_in_dim(weights, slot, axis=1, keepdims=False)
-        return picked
+        return lax.dynamic_index_in_dim(weights, slot, axis=1, keepdims=False)
     return jnp.take_along_axis(weights, slot[:, None], axis=1)[:, 0]
 
 

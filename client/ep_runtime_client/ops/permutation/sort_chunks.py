@@ -133,10 +133,7 @@ def _moved(
         return one(blocks, sizes, order).reshape(x.shape)
 
     rows, per_list = shards.row_spec(trailing=x.ndim - 1), shards.row_spec()
-    result: jax.Array = batch_shards.per_shard(
-        shards, body, (x, sizes, order), (rows, per_list, per_list), rows
-    )
-    return result
+    return batch_shards.per_shard(shards, body, (x, sizes, order), (rows, per_list, per_list), rows)
 
 
 def _one_list(

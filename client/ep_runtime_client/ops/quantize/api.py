@@ -68,8 +68,7 @@ def grouped_quantize(
         quantized = _quantize_kernel(values, recipe, layer)
     else:
         quantized = _quantize_rows(values, group_sizes.astype(jnp.int32), recipe, layer)
-    tracked: QuantizedTensor = dataclasses.replace(quantized, origin=x)
-    return tracked
+    return dataclasses.replace(quantized, origin=x)
 
 
 def _quantize_kernel(
@@ -84,8 +83,7 @@ def _quantize_kernel(
         where = dataclasses.replace(where, roles=Roles(where.roles.sizes, (), entries[0]))
     shape = tuple(w.shape)
     op = ops.QuantizeKernel(where, recipe, shape, transposed=ops.transposes(recipe, shape))
-    quantized: QuantizedTensor = eager.run(_run_kernel, (op, entries), w)
-    return quantized
+    return eager.run(_run_kernel, (op, entries), w)
 
 
 def _quantize_rows(

@@ -129,8 +129,7 @@ def _mine(values: jax.Array, axes: Axes) -> jax.Array:
     if not axes:
         return values
     here = values.shape[0] // lax.axis_size(axes)
-    part: jax.Array = lax.dynamic_slice_in_dim(values, lax.axis_index(axes) * here, here)
-    return part
+    return lax.dynamic_slice_in_dim(values, lax.axis_index(axes) * here, here)
 
 
 def _typed_whole(x: jax.Array) -> jax.Array:

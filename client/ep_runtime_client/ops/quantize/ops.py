@@ -312,8 +312,7 @@ def tagged(q: Kernel, name: str) -> QuantizedTensor:
     """Tags what forward saves of `q` for backward by `checkpoint_name`; 8-bit floats are uint8."""
     assert isinstance(q, QuantizedTensor)
     bare = dataclasses.replace(q, amax=None, group_sizes=None)
-    saved: QuantizedTensor = jax.tree.map(lambda leaf: checkpoint_name(bits(leaf), name), bare)
-    return saved
+    return jax.tree.map(lambda leaf: checkpoint_name(bits(leaf), name), bare)
 
 
 def from_raw(x: Kernel, *, rows: bool) -> Kernel:

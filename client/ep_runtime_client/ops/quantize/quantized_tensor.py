@@ -145,8 +145,7 @@ def _laid_as(x: jax.Array, other: jax.Array) -> jax.Array:
     explicit = jax.sharding.AxisType.Explicit in tuple(wanted.mesh.axis_types)
     if not explicit or jax.typeof(x).sharding == wanted:
         return x
-    moved: jax.Array = jax.sharding.reshard(x, wanted)
-    return moved
+    return jax.sharding.reshard(x, wanted)
 
 
 @jax.custom_vjp

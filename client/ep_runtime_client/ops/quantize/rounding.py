@@ -59,8 +59,7 @@ def _power_of_two(amax: jax.Array, dtype: Any) -> jax.Array:
 def to_e8m0(scale: jax.Array) -> jax.Array:
     """Powers of two in f32 as e8m0, exactly."""
     raw = (lax.bitcast_convert_type(scale, jnp.int32) >> 23).astype(jnp.uint8)
-    stored: jax.Array = lax.bitcast_convert_type(raw, SCALE_DTYPE)
-    return stored
+    return lax.bitcast_convert_type(raw, SCALE_DTYPE)
 
 
 def round_scaled(x: jax.Array, scale: jax.Array, dtype: Any) -> jax.Array:
@@ -70,8 +69,7 @@ def round_scaled(x: jax.Array, scale: jax.Array, dtype: Any) -> jax.Array:
     # Select before multiplying. If x is y * 0.1 or y / 3, XLA would else fold it into
     # y * (0.1 / scale), which rounds differently.
     scaled = jnp.clip(jnp.where(finite, x, 0) * (1 / scale), -limit, limit)
-    rounded: jax.Array = jnp.where(finite, scaled, x).astype(dtype)
-    return rounded
+    return jnp.where(finite, scaled, x).astype(dtype)
 
 
 def quantize_tiles(

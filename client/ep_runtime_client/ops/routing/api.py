@@ -100,8 +100,7 @@ def route(
             "aux_loss's: ep.Router(use_pre_softmax=True), without normalize_weights=True, weighs "
             "by the expert's share of the softmax over all"
         )
-    routing: Routing = eager.run(_route, (router, top_k), logits, expert_bias, token_mask)
-    return routing
+    return eager.run(_route, (router, top_k), logits, expert_bias, token_mask)
 
 
 def checked_mask(token_mask: Any, lead: tuple[int, ...]) -> jax.Array | None:
@@ -235,8 +234,7 @@ def top_k(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
         raise InvalidArgumentError(
             f"k must be 1 to the last dim of x {list(shape)}, got {k}", argument="k"
         )
-    found: tuple[jax.Array, jax.Array] = eager.run(_largest, k, jnp.asarray(x))
-    return found
+    return eager.run(_largest, k, jnp.asarray(x))
 
 
 def _largest(k: int, x: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -73,8 +73,7 @@ def balance(
         shares, slots = lax.psum(shares, axis_name), lax.psum(slots, axis_name)
         tokens = lax.psum(tokens, axis_name)
     scale = _scalar(coeff) * experts / (top_k * _at_least_one(tokens) ** 2)
-    loss: jax.Array = scale * (shares * lax.stop_gradient(slots)).sum()
-    return loss
+    return scale * (shares * lax.stop_gradient(slots)).sum()
 
 
 def sequence_aux_loss(
@@ -117,8 +116,7 @@ def sequence_aux_loss(
     shares = routing.probs.astype(jnp.float32).sum(1) / length
     sequences = _at_least_one(counted.any(1).sum(dtype=jnp.int32))
     total = (shares * lax.stop_gradient(load)).sum()
-    loss: jax.Array = _scalar(coeff) * (experts / top_k) * total / sequences
-    return loss
+    return _scalar(coeff) * (experts / top_k) * total / sequences
 
 
 def z_loss(
@@ -152,8 +150,7 @@ def z_loss(
     assert routing.logits is not None
     squares = jnp.square(jax.nn.logsumexp(routing.logits.astype(jnp.float32), axis=-1))
     total = jnp.where(counted, squares, jnp.zeros_like(squares)).sum()
-    loss: jax.Array = _scalar(coeff) * total / _at_least_one(counted.sum(dtype=jnp.int32))
-    return loss
+    return _scalar(coeff) * total / _at_least_one(counted.sum(dtype=jnp.int32))
 
 
 def _scalar(coeff: float | jax.Array) -> float | jax.Array:

@@ -30,8 +30,7 @@ def router_logits(x: jax.Array, router: jax.Array) -> jax.Array:
     if x.dtype != _NARROW or router.dtype not in (_NARROW, jnp.float32) or _is_explicit(x, router):
         return _wide(x, router)
     axes = tuple(sorted(varied_axes(x, router)))
-    logits: jax.Array = _matmul(spread_over(x, axes), spread_over(router, axes))
-    return logits
+    return _matmul(spread_over(x, axes), spread_over(router, axes))
 
 
 def _is_explicit(*arrays: jax.Array) -> bool:

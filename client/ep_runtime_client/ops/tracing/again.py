@@ -23,8 +23,7 @@ def told(index: jax.Array, after: jax.Array) -> jax.Array:
 
     `after`: integers that the call reads. A scan moves what depends on no carry out of its loop.
     """
-    marked: jax.Array = _index_p.bind(index, after, again=False)
-    return marked
+    return _index_p.bind(index, after, again=False)
 
 
 def marked(index: jax.Array) -> jax.Array:

@@ -31,8 +31,7 @@ def unless_unused(
     others, `rest` is called, which may return other values for those of `first`; None means `full`.
     Not differentiable."""
     ways = [jax.make_jaxpr(way)(*operands) for way in (full, first, rest) if way is not None]
-    results: list[jax.Array] = _either_p.bind(*operands, ways=tuple(ways))
-    return results
+    return _either_p.bind(*operands, ways=tuple(ways))
 
 
 def _run(*operands: jax.Array, ways: tuple[ClosedJaxpr, ...]) -> Any:
@@ -60,8 +59,7 @@ def _vmapped(axis: Any, operands: Any, dims: Any, *, ways: tuple[ClosedJaxpr, ..
 
     def each(way: ClosedJaxpr) -> Callable[..., Any]:
         options = {"axis_size": axis.size, "spmd_axis_name": axis.spmd_name}
-        run_each: Callable[..., Any] = jax.vmap(jaxpr_as_fun(way), dims, **options)
-        return run_each
+        return jax.vmap(jaxpr_as_fun(way), dims, **options)
 
     made = tuple(jax.make_jaxpr(each(way))(*operands) for way in ways)
     results = _either_p.bind(*operands, ways=made)

@@ -45,8 +45,7 @@ def settled(x: jax.Array, axes: Axes) -> jax.Array:
     """
     if not varied_axes(x) & {*axes}:
         return x
-    result: jax.Array = _settle_p.bind(x, axes=axes)
-    return result
+    return _settle_p.bind(x, axes=axes)
 
 
 def _settled_type(x: Any, *, axes: Axes) -> Any:

@@ -77,7 +77,7 @@ def rail_counted(
     own tokens are lined up: those of one node after the other. Rows of other ranks' tokens are
     blocks. Rows after these are undefined.
 
-Arrays lined up [N, X] arrive as blocks [D, rows, X], blocks [D, R, X] lined up [rows, X].
+    Arrays lined up [N, X] arrive as blocks [D, rows, X], blocks [D, R, X] lined up [rows, X].
 
     The host reads both counts once, and waits for the device until they are there.
     """

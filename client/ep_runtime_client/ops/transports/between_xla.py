@@ -27,14 +27,12 @@ def ep_rank(call: Call) -> jax.Array:
 def largest(call: Call, x: jax.Array) -> jax.Array:
     """The largest x of any rank of the EP group."""
     axes = ep_axes(call)
-    found: jax.Array = lax.pmax(x, axes) if axes else x
-    return found
+    return lax.pmax(x, axes) if axes else x
 
 
 def all_gather(call: Call, x: jax.Array) -> jax.Array:
     axes = ep_axes(call)
-    gathered: jax.Array = lax.all_gather(x, axes) if axes else x[None]
-    return gathered
+    return lax.all_gather(x, axes) if axes else x[None]
 
 
 def exchange(call: Call, blocks: jax.Array) -> jax.Array:
@@ -75,12 +73,10 @@ def _move(blocks: jax.Array, axes: Any, groups: list[list[int]] | None) -> jax.A
     # has none. Batched operands were refused before.
     @custom_vmap
     def moved(blocks: jax.Array) -> jax.Array:
-        got: jax.Array = lax.all_to_all(blocks, axes, 0, 0, axis_index_groups=groups)
-        return got
+        return lax.all_to_all(blocks, axes, 0, 0, axis_index_groups=groups)
 
     @moved.def_vmap
     def _refuse(*_: Any) -> Any:
         raise NotImplementedError("ep ops cannot run under vmap")
 
-    result: jax.Array = moved(blocks)
-    return result
+    return moved(blocks)

@@ -117,8 +117,7 @@ def dispatch(
         blank = jnp.zeros(call.capacity, jnp.float32)
         return rows, blank.at[receiver.row].set(per_entry, mode="drop")
 
-    result: tuple[jax.Array, jax.Array] = _sealed(plan, body)
-    return result
+    return _sealed(plan, body)
 
 
 def _reduce_rows(
@@ -162,8 +161,7 @@ def _reduce_rows(
 def combine(
     at: DeviceCall, expert_out: jax.Array, weights: jax.Array | None, plan: PlanArrays
 ) -> jax.Array:
-    result: jax.Array = _sealed(plan, lambda: _reduce_rows(at.call, plan, expert_out, weights))
-    return result
+    return _sealed(plan, lambda: _reduce_rows(at.call, plan, expert_out, weights))
 
 
 def dispatch_bwd(
@@ -188,8 +186,7 @@ def dispatch_bwd(
         d_topk = rows_at(back.reshape(-1), at_slot)
         return d_tokens, jnp.where(plan.dst_row >= 0, d_topk, 0.0)
 
-    result: tuple[jax.Array, jax.Array] = _sealed(plan, body)
-    return result
+    return _sealed(plan, body)
 
 
 def _halving_sum(products: jax.Array) -> jax.Array:
@@ -222,5 +219,4 @@ def combine_bwd(
         d_weights = jnp.where(filled, _halving_sum(products), 0).astype(jnp.float32)
         return d_expert_out, d_weights
 
-    result: tuple[jax.Array, jax.Array | None] = _sealed(plan, body)
-    return result
+    return _sealed(plan, body)

@@ -38,16 +38,14 @@ def bits(data: jax.Array) -> jax.Array:
     """1-byte floats as uint8, which every collective and slice moves as bytes."""
     if data.dtype.itemsize != 1 or data.dtype == jnp.uint8:
         return data
-    raw: jax.Array = jax.lax.bitcast_convert_type(data, jnp.uint8)
-    return raw
+    return jax.lax.bitcast_convert_type(data, jnp.uint8)
 
 
 def from_bits(raw: jax.Array, dtype: Any) -> jax.Array:
     """The inverse of `bits`."""
     if raw.dtype == dtype:
         return raw
-    data: jax.Array = jax.lax.bitcast_convert_type(raw, dtype)
-    return data
+    return jax.lax.bitcast_convert_type(raw, dtype)
 
 
 def num_tiles(length: int, tile: int) -> int:
