@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import json
 import os
 import select
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -23,6 +26,7 @@ from ep_runtime_client.daemons import children
 
 READY_TIMEOUT_S = 60.0
 WAIT_S = 60.0
+TALK_S = 120.0  # of processes, most of which start JAX, several at once
 
 
 def package_path() -> str:
@@ -137,47 +141,87 @@ ARGUMENTS = dict(ep_axis="ep", num_experts=8, hidden_size=16, max_tokens_per_ran
 )
 
 
-class Program:
-    """A Python program in a process of its own that says and hears JSON lines."""
+class Talker:
+    """A process that says JSON lines to a test and hears some from it.
 
-    def __init__(self, text: str, *, prologue: str = PROLOGUE, **environment: str) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", "-c", prologue + text],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env={**os.environ, **environment},
-            text=True,
-        )
-        assert self._process.stdout is not None
-        self._said = self._process.stdout.fileno()
-        self._heard = b""
-        self.pid = self._process.pid
+    Args:
+        name: the process in messages.
+        process: a Popen, or the like; its standard input hears.
+        said: descriptor of what it says, closed with this.
+    """
+
+    def __init__(self, name: str, process: Any, said: int) -> None:
+        self._name, self._process, self._heard = name, process, b""
+        self._said = open(said, "rb", buffering=0)  # noqa: SIM115 - `close` closes it
+        self.pid = process.pid
         guardian.protect(self.pid)
 
-    def heard(self, within_s: float = WAIT_S) -> Any:
-        """The next line that the program says."""
-        import json
+    @property
+    def ended(self) -> bool:
+        return self._process.poll() is not None
 
+    def heard(self, within_s: float = TALK_S) -> Any:
+        """The next line that the process says."""
         # Read from the descriptor: lines in a reader's buffer are none that poll() tells of.
         poll = select.poll()
         poll.register(self._said, select.POLLIN)
         deadline = time.monotonic() + within_s
         while b"\n" not in self._heard:
             left_s = max(deadline - time.monotonic(), 0.0)
-            assert poll.poll(left_s * 1000), f"the program said nothing within {within_s:g} s"
-            part = os.read(self._said, 1 << 16)
-            assert part, f"the program ended with {self._process.wait(WAIT_S)}"
+            assert poll.poll(left_s * 1000), f"{self._name} said nothing within {within_s:g} s"
+            part = self._said.read(1 << 16)
+            assert part, f"{self._name} ended with {self._process.wait(TALK_S)}"
             self._heard += part
         line, _, self._heard = self._heard.partition(b"\n")
         return json.loads(line)
 
-    def tell(self, value: Any = None) -> None:
-        """Sends a line to the program."""
-        import json
+    def silent(self) -> bool:
+        """True if the process has said nothing since."""
+        poll = select.poll()
+        poll.register(self._said, select.POLLIN)
+        return not self._heard and not poll.poll(0)
 
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(value) + "\n")
+    def tell(self, value: Any = None) -> None:
+        """Sends a line to the process."""
+        self._process.stdin.write(json.dumps(value).encode() + b"\n")
         self._process.stdin.flush()
+
+    def kill(self) -> None:
+        """SIGKILL, and waits until the process is gone."""
+        self._process.kill()
+        assert self._process.wait(TALK_S) == -signal.SIGKILL
+
+    def finish(self, within_s: float = TALK_S) -> int:
+        """Waits for the process's own end; its exit code."""
+        self._hang_up()
+        return self._process.wait(within_s)
+
+    def close(self) -> None:
+        """Ends the process whatever it does, for teardown."""
+        if not self.ended:
+            self._process.kill()
+            self._process.wait(TALK_S)
+        self._hang_up()
+        self._said.close()
+
+    def _hang_up(self) -> None:
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
+
+
+class Program(Talker):
+    """A Python program in a process of its own."""
+
+    def __init__(self, text: str, *, prologue: str = PROLOGUE, **environment: str) -> None:
+        said, theirs = os.pipe()
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-c", prologue + text],
+            stdin=subprocess.PIPE,
+            stdout=theirs,
+            env={**os.environ, **environment},
+        )
+        os.close(theirs)
+        super().__init__("the program", process, said)
 
     def ended_within(self, seconds: float) -> bool:
         """Waits for the program's end, at most that long."""
@@ -186,26 +230,6 @@ class Program:
         except subprocess.TimeoutExpired:
             return False
         return True
-
-    def kill(self) -> None:
-        """SIGKILL."""
-        self._process.kill()
-        assert self._process.wait(WAIT_S) == -9
-
-    def finish(self) -> int:
-        """Waits for the program's own end."""
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        return self._process.wait(WAIT_S)
-
-    def close(self) -> None:
-        """Ends the program whatever it does, for teardown."""
-        if self._process.poll() is None:
-            self._process.kill()
-            self._process.wait(WAIT_S)
-        for pipe in (self._process.stdin, self._process.stdout):
-            if pipe is not None:
-                pipe.close()
 
 
 @pytest.fixture

@@ -12,9 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -26,13 +24,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import guardian
-from daemon_fixtures import package_path
+from daemon_fixtures import TALK_S, Talker, package_path
 from raw_process import FORKS, run_script
 
 from ep_runtime_client.jobs.members import reserved_coordinator
 
-WAIT_S = 120.0
 # The processes' own limit: they end even where nobody is left to kill them.
 LIFE_S = 280.0
 TAIL_LINES = 30
@@ -140,7 +136,7 @@ def _new(
         )
 
 
-class Worker:
+class Worker(Talker):
     """One process of a job."""
 
     def __init__(
@@ -154,75 +150,20 @@ class Worker:
         """`start` is `_Forked` or the like: (script, environment, log, descriptor for `say`)."""
         self.index = index
         self.log = log
-        self._heard = b""
-        self._talk, theirs = os.pipe()
+        said, theirs = os.pipe()
         log.write_bytes(b"")
-        self._process = start(script, {**environment, "TEST_INDEX": str(index)}, log, theirs)
+        process = start(script, {**environment, "TEST_INDEX": str(index)}, log, theirs)
         os.close(theirs)
-        self.pid = self._process.pid
-        guardian.protect(self.pid)
-
-    @property
-    def ended(self) -> bool:
-        return self._process.poll() is not None
-
-    def heard(self, within_s: float = WAIT_S) -> Any:
-        """The next line that the process says."""
-        deadline = time.monotonic() + within_s
-        poll = select.poll()
-        poll.register(self._talk, select.POLLIN)
-        while b"\n" not in self._heard:
-            left_s = deadline - time.monotonic()
-            ready = left_s > 0 and poll.poll(left_s * 1000)
-            assert ready, f"process {self.index} said nothing within {within_s:g} s"
-            part = os.read(self._talk, 1 << 16)
-            assert part, f"process {self.index} ended with {self._process.wait(WAIT_S)}"
-            self._heard += part
-        line, _, self._heard = self._heard.partition(b"\n")
-        return json.loads(line)
-
-    def silent(self) -> bool:
-        """True where the process has said nothing since."""
-        poll = select.poll()
-        poll.register(self._talk, select.POLLIN)
-        return not self._heard and not poll.poll(0)
-
-    def tell(self, value: Any = None) -> None:
-        """Sends a line to the process."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(value).encode() + b"\n")
-        self._process.stdin.flush()
+        super().__init__(f"process {index}", process, said)
 
     def send(self, number: signal.Signals) -> None:
         """Sends a signal."""
         self._process.send_signal(number)
 
-    def kill(self) -> None:
-        """SIGKILL, and waits until the process is gone."""
-        self._process.kill()
-        assert self._process.wait(WAIT_S) == -signal.SIGKILL
-
-    def finish(self, within_s: float = WAIT_S) -> int:
-        """Waits for the process's own end; its exit code."""
-        assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.close()
-        return self._process.wait(within_s)
-
     def tail(self) -> str:
         """The last lines of its log."""
         lines = self.log.read_text(errors="replace").splitlines()
         return "\n".join(lines[-TAIL_LINES:])
-
-    def close(self) -> None:
-        """Ends the process whatever it does."""
-        if not self.ended:
-            self._process.kill()
-            self._process.wait(WAIT_S)
-        if self._process.stdin is not None:
-            with contextlib.suppress(BrokenPipeError):
-                self._process.stdin.close()
-        os.close(self._talk)
 
 
 class Job:
@@ -303,7 +244,7 @@ class Job:
             sys.stderr.write(self.tails())
         self._stack.close()
 
-    def heard(self, within_s: float = WAIT_S) -> list[Any]:
+    def heard(self, within_s: float = TALK_S) -> list[Any]:
         """The next line of every process, in order."""
         deadline = time.monotonic() + within_s
         return [worker.heard(max(deadline - time.monotonic(), 0.1)) for worker in self.workers]
@@ -313,7 +254,7 @@ class Job:
         for worker in self.workers:
             worker.tell(value)
 
-    def finish(self, within_s: float = WAIT_S) -> None:
+    def finish(self, within_s: float = TALK_S) -> None:
         """Waits for every process's own end; each must end with 0."""
         deadline = time.monotonic() + within_s
         codes = [worker.finish(max(deadline - time.monotonic(), 0.1)) for worker in self.workers]
