@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 from collections.abc import Callable
@@ -10,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from daemon_fixtures import WITHOUT_JAX, Program, start_daemon, wait_gone, wait_until
+from harness import memfds_of
 
 import ep_runtime as ep
 from ep_runtime_client.cli.daemon import source
@@ -124,16 +124,6 @@ hear()
 """
 
 
-def _memfds(pid: int) -> set[int]:
-    """Inodes of the anonymous files that a process holds open: new memory is a new inode."""
-    found = set()
-    for entry in Path(f"/proc/{pid}/fd").iterdir():
-        with contextlib.suppress(FileNotFoundError):  # closed since it was listed
-            if os.readlink(entry).startswith("/memfd:"):
-                found.add(entry.stat().st_ino)
-    return found
-
-
 _BY_NAME = """
 session = ep.connect(job="training")
 group = session.group("g")
@@ -153,7 +143,7 @@ def test_a_killed_client_comes_back_to_its_windows(
     before = first.heard()
     assert not before["reattached"]
     buffers = {(row["buffer_id"], row["bytes"]) for row in admin.buffers()}
-    memory = _memfds(daemon.pid)
+    memory = memfds_of(daemon.pid)
     assert len(memory) == 5  # four windows and a board
     first.kill()
     wait_until(lambda: admin.groups()[0]["state"] == "RETAINED", "the group is retained")
@@ -166,7 +156,7 @@ def test_a_killed_client_comes_back_to_its_windows(
     now = admin.buffers()
     assert len(now) == len(buffers)
     assert sum(row["bytes"] for row in now) == sum(size for _, size in buffers)
-    assert _memfds(daemon.pid) == memory
+    assert memfds_of(daemon.pid) == memory
     second.kill()
     wait_until(lambda: admin.groups()[0]["state"] == "RETAINED", "the group is retained")
     third = run_program(_BY_NAME, EP_RUNTIME_ADDRESS=address)

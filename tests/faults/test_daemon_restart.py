@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import sys
@@ -13,6 +12,7 @@ from typing import Any
 
 import pytest
 from daemon_fixtures import Program, start_daemon, wait_gone, wait_until
+from harness import memfds_of
 from multiprocess.launch import Job
 
 from ep_runtime_client.cli.daemon import source
@@ -95,15 +95,6 @@ os._exit(0)
 )
 
 
-def _memory(pid: int) -> set[int]:
-    found = set()
-    for entry in Path(f"/proc/{pid}/fd").iterdir():
-        with contextlib.suppress(FileNotFoundError):
-            if os.readlink(entry).startswith("/memfd:"):
-                found.add(entry.stat().st_ino)
-    return found
-
-
 @pytest.fixture
 def daemons(directory: Path) -> Iterator[list[children.Child]]:
     """Daemons on one directory, the last of them alive; it must end well after the test."""
@@ -132,7 +123,7 @@ def test_a_killed_daemon_costs_no_step_and_comes_back_with_everything(
         _TRAIN + _AFTER, processes=processes, devices=devices, EP_RUNTIME_ADDRESS=address
     ) as job:
         before = job.heard()
-        memory = _memory(daemons[0].pid)
+        memory = memfds_of(daemons[0].pid)
         assert len(memory) == processes * devices + 1
         _steps(job, 1)
         os.kill(daemons[0].pid, signal.SIGKILL)
@@ -144,7 +135,7 @@ def test_a_killed_daemon_costs_no_step_and_comes_back_with_everything(
         with source.open_source(address, timeout_s=60) as admin:
             wait_until(lambda: _all_back(admin, processes), "the sessions are back")
             back_s = time.monotonic() - begun
-            assert _memory(daemons[1].pid) == memory
+            assert memfds_of(daemons[1].pid) == memory
             job.tell("stop")
             after = _said_after(job)
             for was, now in zip(before, after, strict=True):
@@ -206,7 +197,7 @@ def test_many_killed_daemons_cost_no_step_and_leak_nothing(
         EP_RUNTIME_ADDRESS=address,
     ) as job:
         job.heard()
-        memory = _memory(daemons[0].pid)
+        memory = memfds_of(daemons[0].pid)
         for _ in range(dose):
             _steps(job, 1)
             os.kill(daemons[-1].pid, signal.SIGKILL)
@@ -216,7 +207,7 @@ def test_many_killed_daemons_cost_no_step_and_leak_nothing(
             with source.open_source(address, timeout_s=60) as admin:
                 wait_until(lambda admin=admin: _all_back(admin, 2), "the sessions are back")
             slowest_s = max(slowest_s, time.monotonic() - begun)
-            assert _memory(daemons[-1].pid) == memory
+            assert memfds_of(daemons[-1].pid) == memory
             files = files or _descriptors(job)
             # Connections to the daemon before may end a moment after those to this one are there.
             wait_until(
@@ -235,7 +226,7 @@ def test_a_daemon_without_its_journal_takes_the_clients_word(
     address = f"unix://{directory}"
     with Job(_TRAIN + _AFTER, processes=2, devices=1, EP_RUNTIME_ADDRESS=address) as job:
         before = job.heard()
-        memory = _memory(daemons[0].pid)
+        memory = memfds_of(daemons[0].pid)
         os.kill(daemons[0].pid, signal.SIGKILL)
         daemons[0].stop()
         for path in directory.iterdir():
@@ -243,7 +234,7 @@ def test_a_daemon_without_its_journal_takes_the_clients_word(
         daemons.append(start_daemon(directory))
         with source.open_source(address, timeout_s=60) as admin:
             wait_until(lambda: _all_back(admin, 2), "the sessions are back")
-            assert _memory(daemons[1].pid) == memory
+            assert memfds_of(daemons[1].pid) == memory
         job.tell("stop")
         assert {row["generation"] for row in _said_after(job)} == {before[0]["generation"]}
         job.finish()

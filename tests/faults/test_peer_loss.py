@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import doc_pages
 import pytest
 from daemon_fixtures import Program, wait_until
 from faults import members
+from harness import memfds_of
 from multiprocess.launch import Job
 
 from ep_runtime_client.cli.daemon import source
@@ -80,16 +79,6 @@ session.close()
 """
 
 
-def _memfds(pid: int) -> set[int]:
-    """Inodes of the anonymous files that a process holds open: new memory is a new inode."""
-    found = set()
-    for entry in Path(f"/proc/{pid}/fd").iterdir():
-        with contextlib.suppress(FileNotFoundError):  # closed since it was listed
-            if os.readlink(entry).startswith("/memfd:"):
-                found.add(entry.stat().st_ino)
-    return found
-
-
 def _lose(job: Job, devices: int, admin: source.Source) -> tuple[float, list[Any]]:
     """Kills the last process while all others wait for it: seconds until all know."""
     *others, victim = job.workers
@@ -130,7 +119,7 @@ def test_a_dead_process_ends_the_waits_and_the_restarted_job_reattaches(
     with Job(_JOB, processes=2, devices=2, **environment) as job:
         before = job.heard()[0]
         assert not before["reattached"]
-        memory = _memfds(daemon.pid)
+        memory = memfds_of(daemon.pid)
         assert len(memory) == 5
         took_s, _ = _lose(job, 2, admin)
         assert took_s < NOTIFY_S
@@ -140,7 +129,7 @@ def test_a_dead_process_ends_the_waits_and_the_restarted_job_reattaches(
             assert after["reattached"]
             assert after["generation"] > before["generation"]
             assert after["id"] == before["id"]
-        assert _memfds(daemon.pid) == memory
+        assert memfds_of(daemon.pid) == memory
         job.tell("go on")
         job.tell()
         job.finish()
@@ -156,7 +145,7 @@ def test_a_survivor_forms_the_group_anew_with_whoever_takes_the_dead_ones_place(
 
     survivor, other = member(0), member(2)
     generation = members.met([survivor, other])["generation"]
-    memory = _memfds(daemon.pid)
+    memory = memfds_of(daemon.pid)
     for _ in range(dose):
         other.kill()
         wait_until(lambda: admin.groups()[0]["state"] == "BROKEN", "the loss is seen")
@@ -166,7 +155,7 @@ def test_a_survivor_forms_the_group_anew_with_whoever_takes_the_dead_ones_place(
         assert after["reattached"]
         assert after["generation"] > generation
         generation = after["generation"]
-        assert _memfds(daemon.pid) == memory  # not a byte is allocated anew
+        assert memfds_of(daemon.pid) == memory  # not a byte is allocated anew
     for program in (survivor, other):
         program.tell("end")
         assert program.finish() == 0
@@ -187,8 +176,8 @@ def test_many_lost_processes_leak_nothing(
     for turn in range(dose):
         with Job(_JOB, processes=2, devices=1, **environment) as job:
             assert {row["reattached"] for row in job.heard()} == {turn > 0}
-            memory = memory or _memfds(daemon.pid)
-            assert _memfds(daemon.pid) == memory
+            memory = memory or memfds_of(daemon.pid)
+            assert memfds_of(daemon.pid) == memory
             slowest_s = max(slowest_s, _lose(job, 1, admin)[0])
         wait_until(lambda: admin.groups()[0]["state"] == "RETAINED", "the group is retained")
         open_files = len(os.listdir(f"/proc/{daemon.pid}/fd"))
