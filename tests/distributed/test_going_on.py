@@ -38,6 +38,8 @@ def start(
         own=[{"TEST_COORDINATOR": "node"}] * processes,
         RUNTIME_DIRECTORY=str(place),
         EP_RUNTIME_JOB=name,
+        JAX_COMPILATION_CACHE_DIR=str(place / "cache"),
+        JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0",
         **{"TEST_STEPS": str(STEPS), **more},
     )
 
@@ -58,6 +60,8 @@ def test_survivors_restore_and_go_on_as_a_job_of_theirs_alone_would(
         for worker in survivors:
             worker.tell()
         assert [worker.finish() for worker in survivors] == [0] * len(survivors)
+    # Every process finds its programs there, whoever has died.
+    assert len([*(place / "cache").glob("jit_train_step-*-cache")]) == 4 + len(survivors)
     assert said == [said[0]] * len(survivors)
     assert said[0]["devices"] == len(survivors) * devices
     with start(place, len(survivors), devices, "alone", TEST_FROM=str(state)) as job:

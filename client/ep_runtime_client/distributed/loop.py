@@ -129,6 +129,7 @@ class Generation:
 
     def __init__(self, number: int, members: dict[int, int]) -> None:
         self.number = number
+        jax_internals.write_programs(min(members))
         self.devices = [d for d in jax.devices() if d.process_index in members]
         self.steps = 0
         self.over: list[errors.EpRuntimeError] = []  # why, once it is
