@@ -85,6 +85,7 @@ class Order:
         capacity_factor: of our slabs, in even shares of all slots; 0 is room for any routing.
         recipe: of RECIPES.
         overlap: whether exchanges overlap matmuls, "on" or "off".
+        spare_experts: slots of each rank for copies of experts.
         precision: combine_precision of the group.
         quantized: of QUANTIZED.
         config: options of a model's config.json, which has router and activation of ours; None has
@@ -101,6 +102,7 @@ class Order:
     capacity_factor: float = 0.0
     recipe: str = RECIPES[0]
     overlap: str = "on"
+    spare_experts: int = 0
     precision: str = COMBINE_PRECISIONS[0]
     quantized: str = QUANTIZED[0]
     config: Mapping[str, Any] | None = None
@@ -118,6 +120,7 @@ class Order:
         words += [f"{self.capacity_factor:g}x"] * (self.capacity_factor != 0)
         words += [self.own_label] * bool(self.own_label)
         words += [f"overlap {self.overlap}"] * (self.overlap != "on")
+        words += [f"{self.spare_experts} spare"] * (self.spare_experts != 0)
         words += [f"{self.precision} sums"] * (self.precision != COMBINE_PRECISIONS[0])
         words += ["weights once"] * (self.quantized != QUANTIZED[0])
         return " ".join(words)
@@ -166,6 +169,7 @@ def settings(options: Any, **own: Sequence[Any]) -> list[dict[str, Any]]:
         "capacity_factor": options.capacity,
         **own,
         "overlap": options.overlap,
+        "spare_experts": options.spare_experts,
         "precision": options.precision,
         "quantized": options.quantized,
     }

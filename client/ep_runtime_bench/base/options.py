@@ -120,6 +120,9 @@ class BenchOptions:
         "on GPUs: exchanges of `moe` and `train` overlap matmuls",
         choices=("on", "off"),
     )
+    spare_experts: tuple[int, ...] = _option(
+        (0,), "slots of each rank for copies of overfull experts, in `moe` and `train`"
+    )
     models: tuple[str, ...] = _option(
         tuple(MODELS)[:1], "models that `train` trains", choices=MODELS
     )
@@ -344,7 +347,7 @@ class BenchOptions:
                 f"--transports {','.join(self.transports)}",
                 argument="transports",
             )
-        lowest = {"tokens": 1, "hidden": 8, "sms": 0}
+        lowest = {"tokens": 1, "hidden": 8, "sms": 0, "spare_experts": 0}
         for name, least in lowest.items():
             values = getattr(self, name)
             values = values if isinstance(values, tuple) else (values,)

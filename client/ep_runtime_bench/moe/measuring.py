@@ -34,6 +34,7 @@ def _group_arguments(order: Order, case: Case, mesh: Mesh) -> dict[str, Any]:
         "capacity_factor": order.capacity_factor or None,
         "transport": order.subject,
         "overlap": order.overlap == "on",
+        "spare_experts": order.spare_experts,
         "combine_precision": order.precision,
     }
 

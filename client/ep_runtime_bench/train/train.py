@@ -161,6 +161,7 @@ def _peer_of(order: TrainOrder, subject: str, remat: str) -> TrainOrder:
         capacity_factor=0.0,
         remat=remat,
         overlap="on",
+        spare_experts=0,
         quantized=QUANTIZED[0],
         precision=COMBINE_PRECISIONS[0],
     )
