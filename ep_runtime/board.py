@@ -213,7 +213,8 @@ def lane_bytes(spec: GroupSpec) -> int:
     tokens, sources = spec.staged_tokens, spec.ranks_per_node
     rows = _line(lane_rows(spec) * spec.hidden_size * DTYPE_BYTES[spec.max_token_dtype])
     entries = sources * _line(tokens * spec.max_top_k * 8)
-    counts = sources * _line(sources * (spec.experts_per_rank + 2) * 4)
+    experts = spec.experts_per_rank + spec.spare_experts
+    counts = sources * _line(sources * (experts + 2) * 4)
     return align_up(rows + entries + counts, PAGE_BYTES)
 
 

@@ -13,7 +13,7 @@ MAGIC = int.from_bytes(b"EPBOARD1", "little")
 VERSION = 4
 MAX_HANDLES = 16384
 MAX_LOADS = 1024  # handles whose load the board has, from the first
-TALLY_OPS = 8  # one for each OpCode
+TALLY_OPS = 8  # one for each OpCode before COPIES
 TIME_BUCKETS = 24
 BUCKET_BITS = 12  # bucket b counts calls shorter than 2 ** (BUCKET_BITS + b) ns
 MEETING_SLOTS = 4096
@@ -44,6 +44,7 @@ class OpCode(enum.IntEnum):
     COMBINE_BWD = 5
     BLOCK = 6
     BLOCK_BWD = 7
+    COPIES = 8
 
 
 class HandleState(enum.IntEnum):

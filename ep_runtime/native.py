@@ -111,6 +111,7 @@ def _options(
         max_token_bytes=DTYPE_BYTES[spec.max_token_dtype],
         lanes=spec.lanes,
         lane_rows=lane_rows(spec),
+        spare_experts=spec.spare_experts,
         settings=_settings(spec, job).encode(),
         debug=debug,
         tell_progress=gpus is not None and gpus.tell_progress,

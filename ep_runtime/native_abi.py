@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 
 # Version of the table and of every struct that its functions take.
-ABI = 5
+ABI = 6
 
 
 class TextStruct(ctypes.Structure):
@@ -30,6 +30,7 @@ class GroupOptionsStruct(ctypes.Structure):
         ("max_token_bytes", ctypes.c_int64),
         ("lanes", ctypes.c_int64),
         ("lane_rows", ctypes.c_int64),
+        ("spare_experts", ctypes.c_int64),
         ("settings", ctypes.c_char_p),
         ("debug", ctypes.c_int32),
         ("tell_progress", ctypes.c_int32),

@@ -27,7 +27,7 @@ std::vector<int32_t> CountSlots(const PrepareParams& params, int64_t num_experts
 }
 
 Status CheckIndices(const PrepareParams& params, const Call& call) {
-  const int64_t num_experts = call.group().sizes().num_experts;
+  const int64_t num_experts = params.sizes.experts * call.ep_size();
   const int64_t slots = params.sizes.tokens * params.sizes.top_k;
   for (int64_t i = 0; i < slots; ++i) {
     const int32_t expert = params.topk_idx[i];
@@ -139,6 +139,8 @@ void WriteSizes(const PrepareParams& params, Call& call, const RowLayout& layout
   }
   params.plan.num_recv[0] = static_cast<int32_t>(std::min<int64_t>(demand, INT32_MAX));
   call.CountRows(0, dropped);
+  // Of physical experts loads were counted before.
+  if (params.sizes.experts != call.group().sizes().experts_per_rank()) return;
   call.CountLoad(params.sizes.tokens, layout.kept.data() + first);
 }
 
@@ -146,9 +148,9 @@ void WriteSizes(const PrepareParams& params, Call& call, const RowLayout& layout
 
 Status RunPrepare(Call& call, const PrepareParams& params) {
   if (call.group().options().debug) EP_RETURN_IF_ERROR(CheckIndices(params, call));
-  const GroupSizes& group = call.group().sizes();
+  const int64_t num_experts = params.sizes.experts * call.ep_size();
   const int64_t me = call.ep_rank();
-  const std::vector<int32_t> mine = CountSlots(params, group.num_experts, params.plan.dst_row);
+  const std::vector<int32_t> mine = CountSlots(params, num_experts, params.plan.dst_row);
   for (int64_t dest : call.Ring()) {
     std::memcpy(call.Counts(dest, me), mine.data(), mine.size() * sizeof(int32_t));
   }
@@ -158,11 +160,11 @@ Status RunPrepare(Call& call, const PrepareParams& params) {
   const int32_t* matrix = call.Counts(me, 0);
   const int64_t stride = call.group().lane_layout().source_counts_bytes / 4;
   const RowLayout layout =
-      LayOutRows(matrix, stride, call.ep_size(), group.num_experts, params.sizes.experts,
+      LayOutRows(matrix, stride, call.ep_size(), num_experts, params.sizes.experts,
                  params.sizes.capacity, call.alignments());
-  std::vector<int64_t> before(group.num_experts, 0);
+  std::vector<int64_t> before(num_experts, 0);
   for (int64_t source = 0; source < me; ++source) {
-    for (int64_t e = 0; e < group.num_experts; ++e) before[e] += matrix[source * stride + e];
+    for (int64_t e = 0; e < num_experts; ++e) before[e] += matrix[source * stride + e];
   }
   SendEntries(params, call, layout, before);
   call.Signal(kEntriesWritten);

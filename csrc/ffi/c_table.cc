@@ -21,7 +21,8 @@ GroupSizes ToSizes(const EpGroupOptions& options) {
           options.max_top_k,
           options.max_token_bytes,
           options.lanes,
-          options.lane_rows};
+          options.lane_rows,
+          options.spare_experts};
 }
 
 Status ToCombinePrecision(const std::string& name, CombinePrecision* out) {

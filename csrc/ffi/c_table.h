@@ -17,7 +17,7 @@
 namespace ep_runtime {
 
 // Increased when a field of the table, or of a struct it takes, changes its meaning.
-constexpr uint32_t kTableAbi = 5;
+constexpr uint32_t kTableAbi = 6;
 
 struct EpGroupOptions {
   const char* name;
@@ -32,6 +32,7 @@ struct EpGroupOptions {
   int64_t max_token_bytes;
   int64_t lanes;
   int64_t lane_rows;
+  int64_t spare_experts;
   const char* settings;  // every setting of the group, as core/base/settings.h reads them
   int32_t debug;
   int32_t tell_progress;  // devices write their progress to the board

@@ -19,8 +19,9 @@ std::string TableStructs() {
          EP_FIELD_LINE(EpGroupOptions, recv_capacity_per_rank) +
          EP_FIELD_LINE(EpGroupOptions, max_top_k) + EP_FIELD_LINE(EpGroupOptions, max_token_bytes) +
          EP_FIELD_LINE(EpGroupOptions, lanes) + EP_FIELD_LINE(EpGroupOptions, lane_rows) +
-         EP_FIELD_LINE(EpGroupOptions, settings) + EP_FIELD_LINE(EpGroupOptions, debug) +
-         EP_FIELD_LINE(EpGroupOptions, tell_progress) + EP_FIELD_LINE(EpGroupOptions, local_ranks) +
+         EP_FIELD_LINE(EpGroupOptions, spare_experts) + EP_FIELD_LINE(EpGroupOptions, settings) +
+         EP_FIELD_LINE(EpGroupOptions, debug) + EP_FIELD_LINE(EpGroupOptions, tell_progress) +
+         EP_FIELD_LINE(EpGroupOptions, local_ranks) +
          EP_FIELD_LINE(EpGroupOptions, num_local_ranks) +
          EP_FIELD_LINE(EpGroupOptions, local_devices) + EP_STRUCT_LINE(EpLayer) +
          EP_FIELD_LINE(EpLayer, id) + EP_FIELD_LINE(EpLayer, name) +

@@ -48,6 +48,8 @@ Status LaunchDispatchCall(const CudaCall& call);
 Status LaunchCombineCall(const CudaCall& call);
 Status LaunchDispatchBwdCall(const CudaCall& call);
 Status LaunchCombineBwdCall(const CudaCall& call);
+Status LaunchPushCopiesCall(const CudaCall& call);
+Status LaunchReturnCopiesCall(const CudaCall& call);
 Status LaunchBlockCall(const CudaCall& call);
 Status LaunchBlockBwdCall(const CudaCall& call);
 // For groups whose nodes are one rank each: rows cross over NCCL.

@@ -99,6 +99,8 @@ EP_RUNTIME_CUDA_TARGET(kDispatchV1, OpCode::kDispatch, LaunchDispatchCall);
 EP_RUNTIME_CUDA_TARGET(kCombineV1, OpCode::kCombine, LaunchCombineCall);
 EP_RUNTIME_CUDA_TARGET(kDispatchBwdV1, OpCode::kDispatchBwd, LaunchDispatchBwdCall);
 EP_RUNTIME_CUDA_TARGET(kCombineBwdV1, OpCode::kCombineBwd, LaunchCombineBwdCall);
+EP_RUNTIME_CUDA_TARGET(kPushCopiesV1, OpCode::kCopies, LaunchPushCopiesCall);
+EP_RUNTIME_CUDA_TARGET(kReturnCopiesV1, OpCode::kCopies, LaunchReturnCopiesCall);
 EP_RUNTIME_CUDA_TARGET(kBlockV1, OpCode::kBlock, LaunchBlockCall);
 EP_RUNTIME_CUDA_TARGET(kBlockBwdV1, OpCode::kBlockBwd, LaunchBlockBwdCall);
 XLA_FFI_DEFINE_HANDLER(kPrepareSyncV1, (Execute<OpCode::kPrepare, LaunchPrepareCall>),
@@ -122,6 +124,8 @@ const Target kTargets[] = {
     {"ep_combine_v1", nullptr, kCombineV1},
     {"ep_dispatch_bwd_v1", nullptr, kDispatchBwdV1},
     {"ep_combine_bwd_v1", nullptr, kCombineBwdV1},
+    {"ep_push_copies_v1", nullptr, kPushCopiesV1},
+    {"ep_return_copies_v1", nullptr, kReturnCopiesV1},
     {"ep_block_v1", nullptr, kBlockV1},
     {"ep_block_bwd_v1", nullptr, kBlockBwdV1},
     {"ep_dispatch_ceiling_v1", nullptr, kDispatchCeilingV1},

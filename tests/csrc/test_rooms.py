@@ -21,6 +21,7 @@ _FLOORS = (
     "cuda/movement/prepare",
     "cuda/movement/dispatch",
     "cuda/movement/combine",
+    "cuda/movement/copies",
     "cuda/movement/bench",
     "cuda/gemm/product",
     "cuda/gemm/tile",

@@ -105,6 +105,19 @@ ROUTINGS: dict[str, Callable[[Any, int], Any]] = {
     "unused slots": lambda idx, experts: np.where(idx % 3 == 0, -1, idx),
     "nothing": lambda idx, experts: np.full_like(idx, -1),
 }
+COPIED = ("gated", "a pair", "biases", "f32", "fp8, biases", "fp8 by blocks, biases", "drops")
+
+
+@pytest.mark.skipif(TRANSPORT == "nccl", reason="copies go through windows")
+@pytest.mark.parametrize("routing", [name for name in ROUTINGS if name != "nothing"])
+@pytest.mark.parametrize("name", COPIED)
+def test_copies_of_experts(blocks: Blocks, name: str, routing: str) -> None:
+    dtype, of_params, options = CASES[name]
+    layer = blocks.layer(spare_experts=LOCAL)
+    given = blocks.drawn(ROUTINGS[routing])
+    compare(blocks, layer, blocks.params(layer, **of_params), given, dtype, **options)
+
+
 KEPT = {"fits nowhere": 0.01, "fits on some ranks": 1.0, "fits": 8.0}
 
 

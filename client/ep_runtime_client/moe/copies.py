@@ -10,6 +10,7 @@ Letters: N ranks of the EP group, E experts, L of a rank, S slots of a rank, T, 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import NamedTuple, TypeVar
 
@@ -18,16 +19,15 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from ep_runtime.device_layout import count_columns
 from ep_runtime_client.ops.calls.call import Call
-from ep_runtime_client.ops.calls.plan import AnyArrays, NodePlanArrays, arrays_type
-from ep_runtime_client.ops.kernels.slots import as_int32, exclusive_sum, rows_at
+from ep_runtime_client.ops.calls.plan import AnyArrays, arrays_type
+from ep_runtime_client.ops.kernels.slots import _up, as_int32, exclusive_sum, rows_at
 from ep_runtime_client.ops.movement import per_device
 from ep_runtime_client.ops.quantize.formats.tiles import bits, from_bits
 from ep_runtime_client.ops.tracing import again, eager
 from ep_runtime_client.ops.tracing.scopes import scope
-from ep_runtime_client.ops.tracing.varying import spread_over, varied_axes
-from ep_runtime_client.ops.transports import between_xla, nodes, xla_plan
+from ep_runtime_client.ops.transports import between_xla, windows
+from ep_runtime_client.ops.transports.choice import per_device_ops
 from ep_runtime_client.ops.transports.protocol import DeviceCall
 
 Tree = TypeVar("Tree")
@@ -125,7 +125,7 @@ def physical_experts(
     ids = jnp.concatenate([ids[:, :local].reshape(-1), ids[:, local:].reshape(-1)])
     by_start = jnp.argsort(starts, stable=True)  # what is empty comes before what begins there too
     found = jnp.searchsorted(
-        rows_at(starts, by_start), rows_at(base, expert) + position, "right", method="sort"
+        rows_at(starts, by_start), rows_at(base, expert) + position, "right", method="compare_all"
     )
     return rows_at(rows_at(ids, by_start), jnp.maximum(found.astype(jnp.int32) - 1, 0))
 
@@ -140,7 +140,7 @@ def spread(
         [R, N, S], -1 in slots that have none.
     """
     with scope("prepare", call.layer):
-        call = Call(call.meta, call.where, spread=True).varied(topk_idx, index)
+        call = dataclasses.replace(call, spread=True).varied(topk_idx, index)
         idx = per_device.place(call, "topk_idx", topk_idx)
         made = eager.settled(_spread, call, again.told(index, idx), idx, plan)
     *arrays, experts = (checkpoint_name(x, "ep_plan") for x in made)
@@ -150,7 +150,7 @@ def spread(
 def _spread(
     call: Call, index: jax.Array, topk_idx: jax.Array, plan: AnyArrays
 ) -> tuple[jax.Array, ...]:
-    slabs, results = (plan.dst_rank, plan.recv_count), len(plan) + 1
+    slabs, results = (plan.dst_row, plan.recv_count, plan.kept), len(plan) + 1
     tokens = (as_int32(topk_idx),)
     return per_device.run(
         call, "prepare", _planned, index, tokens, slabs, results, variant="spread"
@@ -158,41 +158,34 @@ def _spread(
 
 
 def _planned(
-    at: DeviceCall, topk_idx: jax.Array, dst_rank: jax.Array, recv_count: jax.Array
+    at: DeviceCall,
+    topk_idx: jax.Array,
+    dst_row: jax.Array,
+    recv_count: jax.Array,
+    kept: jax.Array,
 ) -> tuple[jax.Array, ...]:
     call, group = at.call, at.call.layer.group_spec
-    kept = (dst_rank >= 0).reshape(-1)
-    expert = jnp.where(kept, topk_idx.reshape(-1), group.num_experts)
-    counts, position = xla_plan.ranks_in_expert(expert, group.num_experts)
-    matrix = between_xla.all_gather(call, counts)
-    demand = matrix.sum(0, dtype=jnp.int32)
+    of_rank = between_xla.all_gather(call, kept)  # [N, L]
+    demand = of_rank.reshape(-1)
     copies = balanced(demand, group.ep_size, group.spare_experts)
-    me = between_xla.ep_rank(call)
-    earlier = jnp.where(jnp.arange(group.ep_size)[:, None] < me, matrix, 0)
-    safe = jnp.minimum(expert, group.num_experts - 1)
-    position = position + rows_at(earlier.sum(0, dtype=jnp.int32), safe)
-    physical = physical_experts(safe, position, demand, copies)
-    physical = jnp.where(kept, physical, -1).reshape(topk_idx.shape)
-    prepare = nodes.prepare if group.node_size else xla_plan.prepare
-    plan: AnyArrays = prepare(at, physical)[0]
-    plan = plan._replace(recv_count=_counts(call, plan, recv_count, topk_idx.shape[0]))
-    return (*plan, jnp.where(copies.rows > 0, copies.expert, -1))
+    base = exclusive_sum(_up(of_rank, call.row_alignment)).reshape(-1)
+    has_row = (dst_row >= 0).reshape(-1)
+    expert = jnp.where(has_row, topk_idx.reshape(-1), 0)
+    position = dst_row.reshape(-1) - rows_at(base, expert)
+    physical = physical_experts(expert, position, demand, copies)
+    physical = jnp.where(has_row, physical, -1).reshape(topk_idx.shape)
+    plan: AnyArrays = per_device_ops(call.group).prepare(at, physical)[0]
+    # Dropped slots are those of the first plan.
+    counts = plan.recv_count.at[0, 3].set(recv_count[0, 3])
+    return (*plan._replace(recv_count=counts), jnp.where(copies.rows > 0, copies.expert, -1))
 
 
-def _counts(call: Call, plan: AnyArrays, given: jax.Array, tokens: int) -> jax.Array:
-    """recv_count as the transport's own prepare has it, with the slots that were dropped before."""
-    counts = plan.recv_count.at[0, 3].set(given[0, 3])
-    if isinstance(plan, NodePlanArrays) or count_columns(call.group, tokens) == counts.shape[1]:
-        return counts
-    pairs = between_xla.all_gather(call, counts[:, 0:3:2])  # by rank, source, and half
-    return jnp.concatenate([counts, pairs.transpose(1, 2, 0).reshape(len(counts), -1)], 1)
-
-
-def with_copies(call: Call, experts: jax.Array, tree: Tree) -> Tree:
+def with_copies(at: DeviceCall, experts: jax.Array, tree: Tree) -> Tree:
     """Arrays [L, ...] of this rank's experts, followed by those of its slots: [L + S, ...].
 
     `experts`: int32 [N, S], as `spread` returns it for one device.
     """
+    call = at.call
     group = call.layer.group_spec
     mine, local = _mine(call, experts)
     slots = rows_at(experts, between_xla.ep_rank(call))
@@ -201,6 +194,9 @@ def with_copies(call: Call, experts: jax.Array, tree: Tree) -> Tree:
     def moved(x: jax.Array) -> jax.Array:
         raw = bits(x)
         dims = [1] * (raw.ndim - 1)
+        if windows.carries_copies(call, raw):
+            room = jnp.pad(raw, [(0, group.spare_experts), *[(0, 0)] * (raw.ndim - 1)])
+            return from_bits(windows.push_copies(at, experts, room), x.dtype)
         sent = jnp.where(mine.reshape(*mine.shape, *dims), rows_at(raw, local), 0)
         came = between_xla.exchange(call, sent.astype(raw.dtype))
         taken = came.at[home, jnp.arange(group.spare_experts)].get(mode="promise_in_bounds")
@@ -212,32 +208,36 @@ def with_copies(call: Call, experts: jax.Array, tree: Tree) -> Tree:
 
 
 def at_home(
-    call: Call,
+    at: DeviceCall,
     experts: jax.Array,
     tree: Tree,
-    put: Callable[[jax.Array, jax.Array, jax.Array], jax.Array],
+    join: Callable[[jax.Array, jax.Array], jax.Array],
 ) -> Tree:
-    """Arrays [L + S, ...] of physical experts as [L, ...]: `put` joins what the copies have to what
-    is at home, in rank order, one copy after the other. Zeros must change nothing."""
+    """Arrays [L + S, ...] of physical experts as [L, ...]: `join` makes one value of what is at
+    home and what a copy has, in rank order, in f32 or wider."""
+    call = at.call
     group = call.layer.group_spec
-    mine, local = (x.reshape(-1) for x in _mine(call, experts))
+    mine, local = _mine(call, experts)
     slots = rows_at(experts, between_xla.ep_rank(call))
     ranks = jnp.arange(group.ep_size, dtype=jnp.int32)[:, None] * group.experts_per_rank
     goes = (slots >= ranks) & (slots < ranks + group.experts_per_rank)  # [N, S]
+    # Each rank has at most one copy of an expert: in which slot, for [N, L].
+    is_copy = mine[:, None] & (local[:, None] == jnp.arange(group.experts_per_rank)[:, None])
+    there, slot = is_copy.any(-1), jnp.argmax(is_copy, -1).astype(jnp.int32)
 
     def joined(x: jax.Array) -> jax.Array:
         own, copied = x[: group.experts_per_rank], x[group.experts_per_rank :]
         dims = [1] * (x.ndim - 1)
-        sent = jnp.where(goes.reshape(*goes.shape, *dims), copied, 0)
-        came = between_xla.exchange(call, sent).reshape(-1, *x.shape[1:])
-        axes = tuple(sorted(varied_axes(own, came, mine)))
-
-        def step(i: jax.Array, total: jax.Array) -> jax.Array:
-            value = jnp.where(rows_at(mine, i), rows_at(came, i), 0).astype(x.dtype)
-            return put(total, rows_at(local, i), value)
-
-        result: jax.Array = lax.fori_loop(0, len(came), step, spread_over(own, axes))
-        return result
+        if windows.carries_copies(call, x):
+            came = windows.return_copies(at, experts, x)
+        else:
+            sent = jnp.where(goes.reshape(*goes.shape, *dims), copied, 0)
+            came = between_xla.exchange(call, sent)
+        total = own.astype(jnp.promote_types(x.dtype, jnp.float32))
+        for rank in range(group.ep_size):
+            value = rows_at(came[rank], slot[rank]).astype(total.dtype)
+            total = jnp.where(there[rank].reshape(-1, *dims), join(total, value), total)
+        return total.astype(x.dtype)
 
     made: Tree = jax.tree.map(joined, tree)
     return made

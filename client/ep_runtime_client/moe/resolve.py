@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Mapping
@@ -43,7 +44,7 @@ from ep_runtime_client.ops.quantize.pair import Pair, is_pair, of_each, paired
 from ep_runtime_client.ops.quantize.quantized_tensor import QuantizedTensor
 from ep_runtime_client.ops.routing.api import Routing
 from ep_runtime_client.ops.tracing import again, eager
-from ep_runtime_client.ops.tracing.scopes import scope
+from ep_runtime_client.ops.tracing.scopes import COPIED, scope
 from ep_runtime_client.ops.tracing.varying import Axes
 
 
@@ -162,8 +163,9 @@ def run(
         return moved.tokens, plan, state
     recipes, dtype = block.recipes, block.activation.dtype
     sizes, moves, arrays, spread = plan.arrays.group_sizes, call, plan.arrays, None
-    if bodies.spreads(body, call.group):
+    if bodies.spreads(call.group):
         moves, arrays, spread = copies.spread(call, moved.index, moved.routed.topk_idx, arrays)
+        most = arrays.num_recv  # no rank has more than the workspace
     given = Operands(
         moved.index,
         moved.routed.topk_idx,
@@ -179,7 +181,8 @@ def run(
         values=tuple(x.reshape(-1) for x in block.values),
         copies=spread,
     )
-    with scope("experts", call.layer):
+    copied = contextlib.nullcontext() if spread is None else jax.named_scope(COPIED)
+    with scope("experts", call.layer), copied:
         resolved = _resolved(moves, block, weighted, kept, body, given)
         where = resolved.where
         experts = regions.whole_shape(where, given.wo.shape, resolved.sharding[1])[0]
@@ -219,9 +222,10 @@ def _planned(layer: EpLayer, moved: Moved, body: str) -> tuple[Call, Plan, jax.A
         capacity=moved.capacity,
         remedy=moved.remedy,
     )
-    with_most = bodies.has_workspace(body)
-    if with_most:
+    with_workspace = bodies.has_workspace(body)
+    if with_workspace:
         call = dataclasses.replace(call, own_alignment=workspace.ROW_ALIGNMENT)
+    with_most = with_workspace and not bodies.spreads(call.group)
     plan, most = make_plan(call, moved.index, routed.topk_idx, most=with_most)
     return call, plan, plan.arrays.num_recv if most is None else most
 
@@ -366,7 +370,9 @@ def _workspace(call: Call, block: Block, given: Operands, kept: Kept) -> Workspa
         element_bytes=jnp.dtype(activation.dtype).itemsize,
         scaling=scaling_of(block.recipes[0]),
     )
-    found = workspace.of_block(sizes, group.workspace, keep=kept.keep, keep_factor=kept.factor)
+    # Spread rows need no more room than the capacity, which is balanced.
+    setting = float(call.capacity) if call.spread else group.workspace
+    found = workspace.of_block(sizes, setting, keep=kept.keep, keep_factor=kept.factor)
     return WorkspaceRows(sizes, found.rows, found.kept_rows)
 
 

@@ -314,7 +314,7 @@ def _why(op: str, kind: str, written: bool) -> tuple[str, str]:
 
 
 def _why_matmul(item: _Instruction, kind: str, written: bool) -> tuple[str, str]:
-    if written and kind == "all-to-all" and ".copies/" in item.op_name:
+    if written and kind == "all-to-all" and scopes.COPIED in item.op_name:
         return "own", _COPIED
     # Collectives that the partitioner adds at a rule have its name.
     if kind not in ("all-gather", *_SUMS):

@@ -129,7 +129,7 @@ class Session:
             spare_experts: slots of each rank for copies of experts from overfull ranks, for the
                 time of one `ep.moe` call: rows are spread evenly, and drops stay as they are. 0 is
                 none; "auto" is 0 in this version. As many as a rank's experts even out any
-                routing. Such groups run the composed body, on GPUs too (docs/capacity.md).
+                routing. With fewer, or over nodes, GPUs run the composed body (docs/capacity.md).
             replace: replace a group of that name that has other settings. One with the same
                 settings stays, and so do its layers.
 

@@ -15,7 +15,7 @@ constexpr uint64_t kBoardMagic = 0x3144'5241'4F42'5045;  // "EPBOARD1" in memory
 constexpr uint32_t kBoardVersion = 4;
 constexpr uint32_t kMaxHandles = 16384;
 constexpr uint32_t kMaxLoads = 1024;   // the first handles so many have their load on the board
-constexpr uint32_t kTallyOps = 8;      // one for each OpCode
+constexpr uint32_t kTallyOps = 8;      // one for each OpCode before kCopies
 constexpr uint32_t kTimeBuckets = 24;  // see BucketOf
 constexpr uint32_t kBucketBits = 12;
 constexpr uint32_t kMeetingSlots = 4096;
@@ -43,12 +43,14 @@ enum class OpCode : uint32_t {
   kDispatchBwd = 4,
   kCombineBwd = 5,
   kBlock = 6,  // while block calls run, records show the ops above
-  kBlockBwd = 7
+  kBlockBwd = 7,
+  kCopies = 8  // weights of copied experts, or their gradients
 };
 
 inline const char* OpName(OpCode op) {
-  static constexpr const char* kNames[] = {"none",         "prepare",     "dispatch", "combine",
-                                           "dispatch_bwd", "combine_bwd", "block",    "block_bwd"};
+  static constexpr const char* kNames[] = {"none",    "prepare",      "dispatch",
+                                           "combine", "dispatch_bwd", "combine_bwd",
+                                           "block",   "block_bwd",    "copies"};
   return kNames[static_cast<uint32_t>(op)];
 }
 

@@ -25,10 +25,13 @@ struct GroupSizes {
   int64_t max_top_k;
   int64_t max_token_bytes;  // bytes of one element
   int64_t lanes;
-  int64_t lane_rows;  // staged rows that a lane holds, of all sources together
+  int64_t lane_rows;          // staged rows that a lane holds, of all sources together
+  int64_t spare_experts = 0;  // slots of one rank for copies of experts
 
   int64_t num_domains() const { return world_size / ep_size; }
   int64_t experts_per_rank() const { return num_experts / ep_size; }
+  // Experts and slots of the EP group: the most that a plan has.
+  int64_t physical_experts() const { return num_experts + ep_size * spare_experts; }
 };
 
 // Rounds up to 2: f32 partials of half the tokens must fit where 2-byte rows of all tokens do.
@@ -78,7 +81,7 @@ struct LaneLayout {
     const int64_t row_bytes = sizes.hidden_size * sizes.max_token_bytes;
     source_rows_bytes = EvenTokens(tokens) * row_bytes;
     source_entries_bytes = AlignUp(tokens * sizes.max_top_k * 8, kLineBytes);
-    source_counts_bytes = AlignUp((sizes.num_experts + 2 * sizes.ep_size) * 4, kLineBytes);
+    source_counts_bytes = AlignUp((sizes.physical_experts() + 2 * sizes.ep_size) * 4, kLineBytes);
     entries_offset = AlignUp(sizes.lane_rows * row_bytes, kLineBytes);
     room = {static_cast<int32_t>(sizes.ep_size), static_cast<int32_t>(sizes.lane_rows),
             entries_offset};

@@ -118,7 +118,7 @@ struct FlagLayout {
 
 // Bytes of device memory that kernels of one rank use between their blocks.
 inline int64_t ScratchBytes(const GroupSizes& sizes) {
-  return 4 * (kMaxPrepareBlocks * sizes.num_experts + 3 * kMaxBlocks * kMaxRanks);
+  return 4 * (kMaxPrepareBlocks * sizes.physical_experts() + 3 * kMaxBlocks * kMaxRanks);
 }
 
 // Totals of one handle on one rank since the group opened. Only a node's first rank has `calls`.
@@ -185,7 +185,7 @@ struct DeviceGroup {
   int32_t first_rank;  // world rank of EP rank 0 of this domain
   int32_t world_size;
   int32_t lanes;  // at least 2, because only lanes keep successive calls apart
-  int32_t num_experts;
+  int32_t num_experts;  // with slots for copies
   int64_t max_tokens;
   int64_t lane_bytes;
   int64_t source_entries_bytes;
@@ -226,7 +226,7 @@ inline void SetSizes(const GroupSizes& sizes, int64_t first_rank, int64_t ep_ran
   group->first_rank = static_cast<int32_t>(first_rank);
   group->world_size = static_cast<int32_t>(sizes.world_size);
   group->lanes = static_cast<int32_t>(sizes.lanes);
-  group->num_experts = static_cast<int32_t>(sizes.num_experts);
+  group->num_experts = static_cast<int32_t>(sizes.physical_experts());
   group->max_tokens = sizes.max_tokens_per_rank;
   group->lane_bytes = lane.lane_bytes;
   group->source_entries_bytes = lane.source_entries_bytes;

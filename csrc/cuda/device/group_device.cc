@@ -57,7 +57,7 @@ Status CudaGroup::CheckLimits(const std::vector<int>& devices) const {
   const GroupSizes& sizes = group_->sizes();
   EP_RETURN_IF_ERROR(CheckAtMost("ep_size", sizes.ep_size, kMaxRanks));
   EP_RETURN_IF_ERROR(CheckAtMost("max_top_k", sizes.max_top_k, kMaxTopK));
-  EP_RETURN_IF_ERROR(CheckAtMost("num_experts", sizes.num_experts, kMaxExperts));
+  EP_RETURN_IF_ERROR(CheckAtMost("num_experts", sizes.physical_experts(), kMaxExperts));
   if (sizes.lanes < 2) {
     return InvalidArgument("transport nvlink needs lanes of at least 2, got " +
                            std::to_string(sizes.lanes))

@@ -62,7 +62,7 @@ std::string KeyOf(const GroupOptions& options, const LaunchSettings& launch, int
         int64_t{options.error_on_overflow}, static_cast<int64_t>(options.combine_precision),
         int64_t{options.debug}, sizes.world_size, sizes.ep_size, sizes.num_experts,
         sizes.hidden_size, sizes.max_tokens_per_rank, sizes.recv_capacity_per_rank, sizes.max_top_k,
-        sizes.max_token_bytes, sizes.lanes}) {
+        sizes.max_token_bytes, sizes.lanes, sizes.spare_experts}) {
     key += '/';
     key += std::to_string(value);
   }

@@ -45,6 +45,10 @@ Status CheckSizes(const CallFrame& frame, const CallContext& context, const Size
 
 // C and L of a plan that the library makes. Calls that read a plan take its sizes: one made with
 // copies of experts has more groups, and other rows, than the group says.
+// Whether a plan is of physical experts: a rank's own and its slots for copies.
+inline bool IsSpread(const Sizes& sizes, const GroupSizes& group) {
+  return group.spare_experts > 0 && sizes.experts == group.experts_per_rank() + group.spare_experts;
+}
 Status CheckPlanned(const CallFrame& frame, const CallContext& context, const Sizes& sizes);
 
 template <typename To>

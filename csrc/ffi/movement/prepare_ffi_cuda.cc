@@ -39,12 +39,13 @@ Status LaunchPrepareCall(const CudaCall& call) {
   }
   params.group = call.rank.group;
   params.name = call.name;
-  params.num_experts = static_cast<int32_t>(options.sizes.num_experts);
+  params.num_experts = static_cast<int32_t>(params.sizes.experts * options.sizes.ep_size);
+  params.spread = params.sizes.experts != options.sizes.experts_per_rank();
   params.alignment = static_cast<int32_t>(call.context.layer.alignment);
   params.row_alignment = static_cast<int32_t>(call.context.row_alignment);
   params.blocks = call.group.blocks().prepare;
   params.room = call.context.group->lane_layout().room;
-  if (!options.error_on_overflow) {
+  if (!options.error_on_overflow || params.spread) {
     return call.Launched(cuda::LaunchPrepare(call.stream, params));
   }
   params.verdict = call.rank.verdict;

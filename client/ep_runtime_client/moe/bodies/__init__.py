@@ -32,7 +32,8 @@ _forced: contextvars.ContextVar[str] = contextvars.ContextVar("ep_runtime_body",
 _TYPES = tuple(jnp.dtype(name) for name in ("float32", "bfloat16", "float16"))
 # Short names, which a compiled program carries, of the reasons.
 REASONS = {
-    "copies": "spare_experts of the group: the kernels do not know copies of experts yet",
+    "copies": "copies of experts: the kernels need as many spare_experts as a rank has experts, "
+    "in one NVLink domain",
     "transport": "kernels are for GPUs, over windows and NCCL",
     "gpu": "products have kernels for Hopper GPUs alone",
     "tokens": "the call has no tokens",
@@ -101,17 +102,19 @@ def has_workspace(name: str) -> bool:
     return name != COMPOSED
 
 
-def spreads(name: str, group: GroupSpec) -> bool:
-    """Whether calls of a body spread the rows of overfull ranks over copies of their experts."""
-    return name == COMPOSED and group.spare_experts > 0 and group.ep_size > 1
+def spreads(group: GroupSpec) -> bool:
+    """Whether calls spread the rows of overfull ranks over copies of their experts."""
+    return group.spare_experts > 0 and group.ep_size > 1
 
 
 def unsupported(asked: Asked) -> str:
     """Why the kernels do not support a call: a name in REASONS, or nothing if they do."""
-    if spreads(COMPOSED, asked.group):
-        return "copies"
-    if not on_gpus(asked.group):
+    group = asked.group
+    if not on_gpus(group):
         return "transport"
+    # With fewer slots rows could be more than a workspace has, and chunks have no plan with copies.
+    if spreads(group) and (group.node_size or group.spare_experts < group.experts_per_rank):
+        return "copies"
     recipe, dtype = asked.recipes[0], jnp.dtype(asked.activation.dtype)
     whole = cuda.multiple_of(dtype, recipe, paired=asked.paired)
     sizes = asked.hidden % cuda.multiple_of(dtype, recipe, paired=False) or asked.inner % whole

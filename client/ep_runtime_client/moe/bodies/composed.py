@@ -91,7 +91,7 @@ def forward(call: ResolvedCall, given: Given, experts: Experts, over: Over) -> F
     made = tuple(x[0] for x in (*kept, rows.weights, slack.cleared(hidden, sizes)))
     amax = tuple(x[0] for x in (first, second) if x is not None)
     if given.copies is not None:
-        amax = at_home(call.moved, given.copies, amax, row_blocks.max_at)
+        amax = at_home(_at(call, given), given.copies, amax, jnp.maximum)
         amax = tuple(largest(x, rows_over) for x in amax)
     return Forwarded(y, made if call.saved else (), amax)
 
@@ -152,7 +152,7 @@ def backward(
     if given.copies is not None:
         # Gradients of copies are wide until they are added up.
         made = (d_wi, d_wo, d_wi_bias, d_wo_bias)
-        made = at_home(call.moved, given.copies, made, row_blocks.add_at)
+        made = at_home(_at(call, given), given.copies, made, jnp.add)
         d_wi, d_wo, d_wi_bias, d_wo_bias = made
         d_wi, d_wo = jax.tree.map(lambda x: x.astype(wanted), (d_wi, d_wo))
     d_tokens, d_topk = _returned(call, given, d_rows[0], d_weights[0])
@@ -169,7 +169,7 @@ def _with_copies(
     if given.copies is None:
         return given, experts, over
     moved = (experts._replace(values=()), given.scales)
-    moved = with_copies(call.moved, given.copies, moved)
+    moved = with_copies(_at(call, given), given.copies, moved)
     experts = moved[0]._replace(values=experts.values)
     return given._replace(scales=moved[1]), experts, over._replace(rows=())
 

@@ -24,6 +24,7 @@ from ep_runtime_client.moe.bodies.protocol import (
     Over,
     WeightGrads,
 )
+from ep_runtime_client.moe.copies import at_home, with_copies
 from ep_runtime_client.moe.resolved import ResolvedCall, Saved, WorkspaceRows
 from ep_runtime_client.ops.activation import kernels as activation_kernels
 from ep_runtime_client.ops.gemm import kernel_weights, kernels_8, kernels_16, kernels_32
@@ -35,6 +36,7 @@ from ep_runtime_client.ops.quantize.formats.tiles import bits
 from ep_runtime_client.ops.quantize.pair import Pair
 from ep_runtime_client.ops.quantize.quantized_tensor import QuantizedTensor
 from ep_runtime_client.ops.transports import windows
+from ep_runtime_client.ops.transports.protocol import DeviceCall
 
 TARGETS = targets("ep_block_v1", "ep_block_bwd_v1")
 _SCALINGS = get_args(Scaling)
@@ -76,6 +78,7 @@ def packs(call: ResolvedCall) -> bool:
 
 def forward(call: ResolvedCall, given: Given, experts: Experts, over: Over) -> Forwarded:
     """Tokens may come packed (`quantized_rows.packed`) if the call `packs`."""
+    experts = _with_copies(call, given, experts)
     dtype, sizes, room = call.activation.dtype, _sizes(experts), _workspace(call)
     results = (
         jax.ShapeDtypeStruct((len(given.tokens), sizes[0]), call.sums or dtype),
@@ -99,6 +102,7 @@ def backward(
 ) -> Gradients:
     """If `made`, int32 [1], is 0, the saved rows are undefined. With packed tokens dy is packed too
     if it is sent so."""
+    experts = _with_copies(call, given, experts)
     dtype, sizes, room = call.activation.dtype, _sizes(experts), _workspace(call)
     hidden, inner, columns = sizes
     count, bias, pair = experts.wo.shape[0], experts.wi_bias, grads.paired
@@ -116,7 +120,7 @@ def backward(
         _bytes(workspace.backward_bytes(room.here(inner), room.rows)),
         *(jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in wo_bias),
     )
-    kept, made = saved or (jnp.zeros(0, dtype), jnp.zeros(1, jnp.int32))
+    kept, filled = saved or (jnp.zeros(0, dtype), jnp.zeros(1, jnp.int32))
     kept = kept.reshape(_saved_shape(room, sizes))
     d_tokens, d_weights, d_wi, d_up, d_wo, d_bias, *d_wo_bias = _call(
         TARGETS[1],
@@ -124,19 +128,31 @@ def backward(
         results,
         given,
         experts,
-        *(kept, made, dy),
+        *(kept, filled, dy),
         scratch=6,
         held=2,
     )
     of_wi = Pair(d_wi, d_up) if pair or not wanted else d_wi.reshape(experts.wi.shape)
-    return Gradients(
-        d_tokens,
-        d_weights,
+    made = (
         of_wi if wanted else None,
         d_wo if wanted else None,
         None if bias is None else d_bias.reshape(bias.shape),
         d_wo_bias[0] if d_wo_bias else None,
     )
+    if given.copies is not None:
+        made = at_home(_at(call, given), given.copies, made, jnp.add)
+    return Gradients(d_tokens, d_weights, *made)
+
+
+def _with_copies(call: ResolvedCall, given: Given, experts: Experts) -> Experts:
+    if given.copies is None:
+        return experts
+    made: Experts = with_copies(_at(call, given), given.copies, experts)
+    return made
+
+
+def _at(call: ResolvedCall, given: Given) -> DeviceCall:
+    return DeviceCall(call.moved, given.rank, given.layer_index)
 
 
 def _call(

@@ -17,6 +17,7 @@ _SCOPE = re.compile(
     r"stats|grouped_gemm|grouped_quantize|dense)"
     r"/([^/()]+)"
 )
+COPIED = "ep_copies"  # around experts that have copies
 _WAY = re.compile(r"\bep_moe\.(\w+)\.(\w+)/([^/()]+)")
 
 

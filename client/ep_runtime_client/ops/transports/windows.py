@@ -7,6 +7,7 @@ when the call runs.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,6 +17,8 @@ import numpy as np
 from jax import ShapeDtypeStruct
 
 from ep_runtime import native
+from ep_runtime.device_layout import lane_rows
+from ep_runtime.specs import DTYPE_BYTES
 from ep_runtime_client.ops.calls.call import Call
 from ep_runtime_client.ops.calls.plan import PlanArrays, plan_shapes
 from ep_runtime_client.ops.kernels.ffi import ensure_registered, launch, once, targets
@@ -30,6 +33,12 @@ TARGETS = targets(
     "ep_dispatch_bwd_v1",
     "ep_combine_bwd_v1",
 )
+# On GPUs, of whole experts.
+PUSH_COPIES, RETURN_COPIES = targets("ep_push_copies_v1", "ep_return_copies_v1")
+# As in copy_experts.cu.
+_CHUNK_BYTES, _MOST_SPARE = 64 << 10, 256
+# More launches in a row would cost more than a collective of XLA.
+_MOST_LAUNCHES = 64
 PREPARE, DISPATCH, COMBINE, DISPATCH_BWD, COMBINE_BWD = TARGETS
 # The prepare on GPUs that waits for its verdict.
 (PREPARE_SYNC,) = targets("ep_prepare_sync_v1")
@@ -160,3 +169,30 @@ def combine_bwd(
     operands = (at.rank, at.layer_index, grad, rows, or_empty(weights, 0), *plan)
     made = native_call(call, COMBINE_BWD, results, *operands, **clear_slack(call))
     return made[0], made[1] if weighted else None
+
+
+def carries_copies(call: Call, blocks: jax.Array) -> bool:
+    """Whether blocks [L + S or L, ...] of experts can move through the windows."""
+    group = call.layer.group_spec
+    if group.transport != "nvlink" or group.node_size or group.spare_experts > _MOST_SPARE:
+        return False
+    size = math.prod(blocks.shape[1:]) * blocks.dtype.itemsize
+    lane = lane_rows(group) * group.hidden_size * DTYPE_BYTES[group.max_token_dtype]
+    chunks = min(lane // (group.ep_size - 1) // _CHUNK_BYTES, group.max_tokens_per_rank)
+    if size == 0 or size % 16 or chunks == 0:
+        return False
+    return group.spare_experts * -(-size // _CHUNK_BYTES) <= _MOST_LAUNCHES * chunks
+
+
+def push_copies(at: DeviceCall, experts: jax.Array, blocks: jax.Array) -> jax.Array:
+    """Blocks [L + S, ...] whose slots have the blocks of their experts (int32 [N, S])."""
+    result = ShapeDtypeStruct(blocks.shape, blocks.dtype)
+    ensure_registered("cuda")
+    call = jax.ffi.ffi_call(PUSH_COPIES, result, input_output_aliases={3: 0})
+    return once(call(at.rank, at.layer_index, experts, blocks, **attributes(at.call)))
+
+
+def return_copies(at: DeviceCall, experts: jax.Array, blocks: jax.Array) -> jax.Array:
+    """Blocks [N, S, ...] of all slots that have an expert of this rank; others are undefined."""
+    result = (ShapeDtypeStruct((*experts.shape, *blocks.shape[1:]), blocks.dtype),)
+    return native_call(at.call, RETURN_COPIES, result, at.rank, at.layer_index, experts, blocks)[0]

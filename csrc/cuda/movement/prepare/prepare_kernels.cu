@@ -71,8 +71,10 @@ __device__ void WriteSizes(const DeviceCall& call, const PrepareParams& params,
   }
   for (int step = 16; step > 0; step /= 2) demand += __shfl_xor_sync(~0u, demand, step);
   dropped = __reduce_add_sync(~0u, dropped);
-  CountLoad(call.group, params.name, params.sizes.tokens, experts.kept + first,
-            params.sizes.experts);
+  if (!params.spread) {
+    CountLoad(call.group, params.name, params.sizes.tokens, experts.kept + first,
+              params.sizes.experts);
+  }
   if (lane == 0) {
     CountRows(call.group, params.name, 0, dropped);
     params.plan.num_recv[0] = static_cast<int32_t>(min(demand, int64_t{INT32_MAX}));

@@ -14,6 +14,7 @@ struct PrepareParams {
   CallName name;
   CallSizes sizes;
   int32_t num_experts;      // E of the EP group, at most kMaxExperts
+  bool spread = false;      // of experts and slots: loads were counted before
   int32_t alignment;        // rows; zones are rounded up to it for comparison with C
   int32_t row_alignment;    // rows; zones in the slab are rounded up to it; divides `alignment`
   const int32_t* topk_idx;  // [T, K] int32, device, written by XLA; a number that is not an expert

@@ -1,0 +1,236 @@
+// Copies of experts, in chunks through the lanes.
+//
+//   who            does                                              waits for
+//   push block     a chunk of an expert -> Rows(dest, me), then      its own copies
+//                  Ready(dest, me)[chunk]
+//   place block    Rows(me, source) -> the slot, or the gradient's   Ready(me, source)[chunk]
+//                  place at home; the first one TellCall
+//
+// All ranks have the same list of slots. What one rank sends to another is a stream of chunks: the
+// experts between the two in order of slots, each in the same number of chunks. A source's part of
+// a lane holds so many chunks; one launch, with an epoch of its own, moves that part of every
+// stream. Launches beyond the longest stream end at once, on all ranks.
+//
+// Order: threads of a block store a chunk and meet; one of them then makes the stores visible to
+// the system and stores the flag with release. A placing block acquires the flag, meets, and reads
+// the chunk from L2, which no cache of an earlier call can have. Waits cannot deadlock, as in
+// dispatch: sending waits for nobody. For begin and end of the call see call.cuh.
+
+#include <algorithm>
+
+#include "cuda/movement/call/call.cuh"
+#include "cuda/movement/copies/copy_experts.h"
+
+namespace ep_runtime {
+namespace cuda {
+namespace copies {
+namespace {
+
+constexpr int kThreads = 512;
+constexpr int kUnroll = 8;  // 16-byte words of a thread in a chunk
+constexpr int64_t kChunkBytes = int64_t{kThreads} * kUnroll * 16;
+
+// How streams are cut.
+struct Cut {
+  int64_t part_bytes;    // of a lane, for one source
+  int32_t part_chunks;   // chunks of a part
+  int32_t block_chunks;  // chunks of an expert
+};
+
+Cut CutOf(const LaneRoom& room, int64_t max_tokens, int64_t block_bytes) {
+  const int64_t part = room.bytes / std::max(room.ranks - 1, 1);
+  // A chunk has one flag, and a source has as many flags as a rank has tokens.
+  const int64_t chunks = std::min(part / kChunkBytes, max_tokens);
+  return {chunks * kChunkBytes, static_cast<int32_t>(chunks),
+          static_cast<int32_t>((block_bytes + kChunkBytes - 1) / kChunkBytes)};
+}
+
+// Slots between this rank and each other one, in order.
+struct Streams {
+  int32_t count[kMaxRanks];
+  int16_t slot[kMaxRanks][kMaxSpare];
+
+  // Those of rank `holder`'s slots that have an expert of rank `owner`. One thread calls this.
+  __device__ void Fill(int rank, const CopyExpertsParams& params, int holder, int owner) {
+    const int32_t first = owner * params.local;
+    int32_t found = 0;
+    for (int32_t s = 0; s < params.spare; ++s) {
+      const int32_t expert = params.experts[holder * params.spare + s];
+      if (expert >= first && expert < first + params.local) {
+        slot[rank][found++] = static_cast<int16_t>(s);
+      }
+    }
+    count[rank] = holder == owner ? 0 : found;
+  }
+};
+
+struct Shared {
+  Streams streams;
+  int32_t longest;  // slots with experts, of the rank that has the most
+};
+
+__device__ __forceinline__ void CopyChunk(uint8_t* to, const uint8_t* from, int32_t bytes) {
+  const int32_t words = bytes / 16;
+  const auto* source = reinterpret_cast<const uint4*>(from);
+  auto* dest = reinterpret_cast<uint4*>(to);
+  uint4 held[kUnroll];
+#pragma unroll
+  for (int i = 0; i < kUnroll; ++i) {
+    const int32_t word = i * kThreads + static_cast<int32_t>(threadIdx.x);
+    if (word < words) held[i] = __ldcg(source + word);
+  }
+#pragma unroll
+  for (int i = 0; i < kUnroll; ++i) {
+    const int32_t word = i * kThreads + static_cast<int32_t>(threadIdx.x);
+    if (word < words) dest[word] = held[i];
+  }
+}
+
+// A chunk of this launch: whose, where in its part, and which bytes of which slot's expert.
+struct Chunk {
+  int rank;
+  int32_t place;
+  int32_t slot;
+  int64_t offset;
+  int32_t bytes;
+};
+
+// Calls `move` with each chunk of this block, until it returns false.
+template <typename Move>
+__device__ void EachChunk(const DeviceCall& call, const CopyExpertsParams& params, const Cut& cut,
+                          int launch, const Streams& streams, int block, int blocks,
+                          const Move& move) {
+  const int others = call.ranks - 1;
+  int32_t most = 0;
+  for (int rank = 0; rank < call.ranks; ++rank) most = max(most, streams.count[rank]);
+  const int32_t first = launch * cut.part_chunks;
+  const int32_t end = min(most * cut.block_chunks - first, cut.part_chunks);
+  for (int item = block; item < end * others; item += blocks) {
+    const int rank = (call.me + 1 + item % others) % call.ranks;
+    const int32_t place = item / others;
+    const int32_t number = first + place, index = number / cut.block_chunks;
+    if (index >= streams.count[rank]) continue;
+    const int64_t offset = int64_t{number % cut.block_chunks} * kChunkBytes;
+    const int64_t left = params.block_bytes - offset;
+    const Chunk chunk{rank, place, streams.slot[rank][index], offset,
+                      static_cast<int32_t>(left < kChunkBytes ? left : kChunkBytes)};
+    if (!move(chunk)) return;
+  }
+}
+
+// Where `source` puts a chunk in `dest`'s lane.
+__device__ uint8_t* PlaceIn(const DeviceCall& call, const Cut& cut, int dest, int source,
+                            int32_t place) {
+  const int part = source < dest ? source : source - 1;
+  return call.Lane(dest) + part * cut.part_bytes + int64_t{place} * kChunkBytes;
+}
+
+__device__ void Push(const DeviceCall& call, const CopyExpertsParams& params, const Cut& cut,
+                     int launch, const Streams& streams) {
+  const auto* from = static_cast<const uint8_t*>(params.from);
+  EachChunk(
+      call, params, cut, launch, streams, blockIdx.x, params.push_blocks, [&](const Chunk& chunk) {
+        const int64_t block = params.home ? params.local + chunk.slot
+                                          : params.experts[chunk.rank * params.spare + chunk.slot] -
+                                                call.me * params.local;
+        CopyChunk(PlaceIn(call, cut, chunk.rank, call.me, chunk.place),
+                  from + block * params.block_bytes + chunk.offset, chunk.bytes);
+        __syncthreads();
+        if (threadIdx.x == 0) {
+          FenceSys();
+          StoreReleaseSys(call.Ready(chunk.rank, call.me) + chunk.place, call.tag);
+        }
+        return true;
+      });
+}
+
+__device__ void Place(const DeviceCall& call, const CopyExpertsParams& params, const Cut& cut,
+                      int launch, const Streams& streams) {
+  auto* to = static_cast<uint8_t*>(params.to);
+  const int block = static_cast<int>(blockIdx.x) - params.push_blocks;
+  EachChunk(call, params, cut, launch, streams, block, params.place_blocks,
+            [&](const Chunk& chunk) {
+              bool alive = true;
+              if (threadIdx.x == 0) {
+                const uint32_t* ready = call.Ready(call.me, chunk.rank) + chunk.place;
+                alive = AwaitWord(call, ready, call.tag, chunk.rank);
+              }
+              if (!__syncthreads_and(alive)) return false;
+              const int64_t at = params.home ? int64_t{chunk.rank} * params.spare + chunk.slot
+                                             : params.local + chunk.slot;
+              CopyChunk(to + at * params.block_bytes + chunk.offset,
+                        PlaceIn(call, cut, call.me, chunk.rank, chunk.place), chunk.bytes);
+              return true;
+            });
+}
+
+__global__ void __launch_bounds__(kThreads, 1)
+    CopyExpertsKernel(const __grid_constant__ CopyExpertsParams params, Cut cut, int launch) {
+  __shared__ Shared shared;
+  const int ranks = params.group->ep_size, me = params.group->ep_rank;
+  const int thread = static_cast<int>(threadIdx.x);
+  const bool push = static_cast<int>(blockIdx.x) < params.push_blocks;
+  if (thread == 0) shared.longest = 0;
+  __syncthreads();
+  if (thread < ranks) {
+    int32_t held = 0;
+    for (int32_t s = 0; s < params.spare; ++s) {
+      held += params.experts[thread * params.spare + s] >= 0 ? 1 : 0;
+    }
+    atomicMax(&shared.longest, held);
+  }
+  __syncthreads();
+  if (int64_t{launch} * cut.part_chunks >= int64_t{shared.longest} * cut.block_chunks) return;
+  if (thread < ranks) {
+    // Weights go from owner to holder, gradients back.
+    const bool theirs = push != params.home;
+    shared.streams.Fill(thread, params, theirs ? thread : me, theirs ? me : thread);
+  }
+  __syncthreads();
+  const DeviceCall call = BeginCall(params.group, params.name, OpCode::kCopies);
+  if (!call.dead) {
+    if (push) {
+      Push(call, params, cut, launch, shared.streams);
+    } else {
+      if (static_cast<int>(blockIdx.x) == params.push_blocks && thread < 32) {
+        TellCall(call, params.name);
+      }
+      Place(call, params, cut, launch, shared.streams);
+    }
+  }
+  const int64_t blocks =
+      params.home ? int64_t{ranks} * params.spare : int64_t{params.local} + params.spare;
+  const Output outputs[] = {{params.to, blocks * params.block_bytes, params.lost}};
+  EndCall(call, outputs);
+}
+
+}  // namespace
+}  // namespace copies
+
+int64_t CopyExpertsLaunches(const LaneRoom& room, int64_t max_tokens, int64_t spare,
+                            int64_t block_bytes) {
+  const copies::Cut cut = copies::CutOf(room, max_tokens, block_bytes);
+  if (cut.part_chunks == 0) return 0;
+  return (spare * cut.block_chunks + cut.part_chunks - 1) / cut.part_chunks;
+}
+
+cudaError_t LaunchCopyExperts(cudaStream_t stream, const CopyExpertsParams& params,
+                              int64_t max_tokens) {
+  const copies::Cut cut = copies::CutOf(params.room, max_tokens, params.block_bytes);
+  const int64_t launches =
+      CopyExpertsLaunches(params.room, max_tokens, params.spare, params.block_bytes);
+  if (params.spare < 1 || params.spare > kMaxSpare || params.block_bytes < 16 ||
+      params.block_bytes % 16 != 0 || launches < 1 || params.room.ranks > kMaxRanks) {
+    return cudaErrorInvalidValue;
+  }
+  for (int launch = 0; launch < launches; ++launch) {
+    copies::CopyExpertsKernel<<<params.push_blocks + params.place_blocks, copies::kThreads, 0,
+                                stream>>>(params, cut, launch);
+    const cudaError_t error = cudaGetLastError();
+    if (error != cudaSuccess) return error;
+  }
+  return cudaSuccess;
+}
+
+}  // namespace cuda
+}  // namespace ep_runtime

@@ -1,0 +1,72 @@
+// Copies of experts as targets on GPUs.
+#include <string>
+
+#include "cuda/movement/copies/copy_experts.h"
+#include "ffi/cuda_call.h"
+#include "ffi/movement/operands.h"
+
+namespace ep_runtime {
+namespace {
+
+// Reads experts s32 [N, S] and blocks [L + S, ...] of a direction, and launches it.
+Status LaunchCopies(const CudaCall& call, bool home) {
+  EP_RETURN_IF_ERROR(call.frame.CheckCount(4, 1));
+  const auto [rank, layer_index, experts, from] =
+      call.frame.Args("rank", "layer_index", "experts", "from");
+  const auto [to] = call.frame.Rets("to");
+  const GroupSizes& sizes = call.context.group->sizes();
+  const int64_t spare = experts.dim(1), local = sizes.experts_per_rank();
+  cuda::CopyExpertsParams params{};
+  EP_RETURN_IF_ERROR(experts.Read({sizes.ep_size, spare}, &params.experts));
+  if (from.dim(0) != local + spare) {
+    return from.MustBe("[" + std::to_string(local + spare) + ", ...], got " +
+                       std::to_string(from.dim(0)) + " experts");
+  }
+  Dims dims = from.dims();
+  if (home) {
+    dims[0] = spare;
+    dims.insert(dims.begin(), sizes.ep_size);
+  }
+  EP_RETURN_IF_ERROR(to.Check(from.type(), dims));
+  if (!home && to.data() != from.data()) return to.MustBe("the memory of from");
+  params.block_bytes = from.element_bytes();
+  for (size_t dim = 1; dim < from.dims().size(); ++dim) params.block_bytes *= from.dim(dim);
+  params.group = call.rank.group;
+  params.name = call.name;
+  params.room = call.context.group->lane_layout().room;
+  const cuda::ExchangeBlocks& blocks = call.group.blocks().alone;
+  params.push_blocks = blocks.push;
+  params.place_blocks = blocks.place;
+  params.local = static_cast<int32_t>(local);
+  params.spare = static_cast<int32_t>(spare);
+  params.home = home;
+  params.from = from.data();
+  params.to = to.data();
+  params.lost = LostByte(from.type()) * 0x01010101u;
+  if (spare < 1 || spare > cuda::kMaxSpare) {
+    return experts.MustBe("[N, 1 to " + std::to_string(cuda::kMaxSpare) + "], got " +
+                          std::to_string(spare) + " slots");
+  }
+  if (params.block_bytes % 16 != 0 ||
+      cuda::CopyExpertsLaunches(params.room, sizes.max_tokens_per_rank, spare,
+                                params.block_bytes) == 0) {
+    return from.MustBe(
+        "experts of a multiple of 16 bytes in a group whose lanes have 64 KiB for "
+        "each source, got experts of " +
+        std::to_string(params.block_bytes) + " bytes and lanes of " +
+        std::to_string(params.room.bytes));
+  }
+  return call.Launched(cuda::LaunchCopyExperts(call.stream, params, sizes.max_tokens_per_rank));
+}
+
+}  // namespace
+
+// ep_push_copies_v1(rank, layer_index, experts s32 [N, S], from [L + S, ...])
+//   -> to, in the memory of `from`: slots have the experts' blocks
+Status LaunchPushCopiesCall(const CudaCall& call) { return LaunchCopies(call, /*home=*/false); }
+
+// ep_return_copies_v1(rank, layer_index, experts s32 [N, S], from [L + S, ...])
+//   -> to [N, S, ...]: blocks of slots that have experts of this rank; others are undefined
+Status LaunchReturnCopiesCall(const CudaCall& call) { return LaunchCopies(call, /*home=*/true); }
+
+}  // namespace ep_runtime
