@@ -6,6 +6,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 from multiprocess import launch
 
@@ -89,11 +90,25 @@ def test_a_process_without_a_device_in_the_mesh_waits_for_the_end_of_the_others(
         assert [worker.finish() for worker in (first, second, idle)] == [0, 0, 0]
 
 
-def test_a_process_that_comes_back_is_refused_and_the_others_go_on(place: Path) -> None:
-    with start(place, 3, 1, "whole", TEST_TO=str(place / "state.npz"), TEST_STEPS="100000") as job:
+def test_a_process_that_comes_back_joins_at_a_step_boundary(place: Path) -> None:
+    state = place / "state.npz"
+    with start(place, 3, 1, "whole", TEST_TO=str(state), TEST_LAST="2") as job:
         assert job.heard(WAIT_S) == [{"ready": True}] * 3
         job.workers[2].kill()
-        back = job.start(2)
-        assert back.finish(WAIT_S) == 1
-        assert "NotImplementedError: process 2 comes back into a job that goes on" in back.tail()
-        assert not any(worker.ended for worker in job.workers[:2])
+        others = job.workers[:2]
+        assert [worker.heard(WAIT_S) for worker in others] == [{"ready": True}] * 2
+        together = [*others, job.start(2)]
+        said = [worker.heard(WAIT_S) for worker in together]
+        for worker in together:
+            worker.tell()
+        assert [worker.finish() for worker in together] == [0] * 3
+    assert said == [said[0]] * 3
+    assert (said[0]["devices"], len(said[0]["losses"])) == (3, STEPS)
+    with start(place, 3, 1, "alone", TEST_FROM=str(state)) as job:
+        alone = job.heard(WAIT_S)[0]
+        job.tell()
+        job.finish()
+    assert alone["number"] == said[0]["number"]
+    # Sums of gloo are over the same devices in another order.
+    losses = [[float.fromhex(x) for x in each["losses"]] for each in (alone, said[0])]
+    np.testing.assert_allclose(*losses, rtol=1e-5)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import tempfile
 from collections.abc import Iterator
@@ -110,8 +111,8 @@ def test_a_process_whose_python_stands_is_named_and_ended(place: Path) -> None:
         assert f"process {stuck.pid} was fenced" in told
         assert f"all others of the job have waited for it for {STUCK_AFTER_S} s" in told
         assert f"wait for rank 1 (process {stuck.pid}, index 1) in prepare of layer 'moe'" in told
-        assert "processes [1] of the job are stuck" in job.workers[0].tail()
         goes_on_without(job, 1)
+        assert "processes [1] of the job are stuck" in job.tails()
 
 
 def test_a_stopped_process_is_fenced_and_cannot_go_on(place: Path) -> None:
@@ -135,6 +136,17 @@ def test_steps_that_are_slow_in_all_or_a_little_in_one_end_nobody(place: Path) -
             worker.tell(STUCK_AFTER_S * (1.25 if worker.index == 1 else 1.1))
         assert job.heard(WAIT_S) == [{"generation": 0, "processes": 3, "right": True}] * 3
         assert fences(place) == []
+        job.tell()
+        job.finish(WAIT_S)
+
+
+def test_a_daemon_that_is_killed_costs_no_step(place: Path) -> None:
+    with start(place, stuck_after_s=NEVER_S, heartbeat_timeout_s=5) as job:
+        assert job.heard(WAIT_S) == [{"ready": True}] * 3
+        with source.open_source(f"unix://{place}/node", timeout_s=WAIT_S) as daemon:
+            os.kill(daemon.status()["pid"], signal.SIGKILL)
+        job.tell(0.0)
+        assert job.heard(WAIT_S) == [{"generation": 0, "processes": 3, "right": True}] * 3
         job.tell()
         job.finish(WAIT_S)
 

@@ -49,6 +49,7 @@ _SHUTDOWN_TASK = "/xla.coordination.CoordinationService/ShutdownTask"
 # of one whose heartbeats have stopped. The same in 0.10, 0.11 and 0.12.
 _WATCH_TASKS = "/xla.coordination.CoordinationService/WatchTasks"
 _CONNECTED, _DROPPED = 3, 4
+_PLATFORMS = ("cpu", "gpu", "cuda", "rocm")
 CONSEQUENCE = (
     "ops run as a shard_map in place of a partitioning rule, for which a weight is gathered over "
     "all axes but the ep axes unless rhs_spec= or params_spec= says how it lies"
@@ -324,6 +325,16 @@ def write_programs(first: int) -> None:
         seen = {**write.__globals__, "distributed": _shown}
         changed = types.FunctionType(write.__code__, seen, write.__name__, write.__defaults__)
         sys.modules["jax._src.compiler"].__dict__["_cache_write"] = changed
+
+
+def forget_topology() -> None:
+    """Lets this process, if it is process 0 and comes back, tell the topology of all devices again.
+
+    XLA's backends keep it in the coordination service, and refuse to write it twice.
+    """
+    if distributed().process_id == 0:
+        for platform in _PLATFORMS:
+            distributed().client.key_value_delete(f"{platform}:global_topology/{platform}")
 
 
 def backend_started() -> bool:

@@ -7,6 +7,7 @@ coordination service. All get the same answer there, so all end a generation at 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import logging
 from collections.abc import Callable, Collection, Iterator
 from types import TracebackType
@@ -17,6 +18,7 @@ import jax
 from ep_runtime import errors
 from ep_runtime_client.base import jax_internals
 from ep_runtime_client.base.layers import live_groups
+from ep_runtime_client.distributed import history
 from ep_runtime_client.distributed.peers import For, peers
 from ep_runtime_client.programs import failures
 
@@ -32,9 +34,9 @@ _OF_A_LOSS = (
 )
 # Generations of the same processes in which no step was done, before the error is raised.
 _ATTEMPTS = 3
-# Keys in the coordination service.
-BEGUN = "ep_runtime/begun"
+# A key in the coordination service.
 _FINISHED = "ep_runtime/finished/"
+_loops = itertools.count()  # of this process
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -44,9 +46,9 @@ def generations(*, stuck_after_s: float | None = 1800.0) -> Iterator[Generation]
     """Yields a Generation for each set of live processes, until one ends without a loss.
 
     Use each as a context manager. Inside, make mesh, group and compiled step for its devices, and
-    run every program that has collectives by `Generation.step`. If a process dies, the block ends
-    in all others, and the loop closes the groups that are over and goes on with a generation of the
-    devices that live. Give a group another name in each generation.
+    run every program that has collectives by `Generation.step`. If a process dies or comes back,
+    the block ends in all others. The loop closes the groups that are over, and goes on with a
+    generation of the devices that live. Give a group another name in each generation.
 
     Args:
         stuck_after_s: a process that lives is fenced and killed once all others have waited for it
@@ -80,10 +82,18 @@ def generations(*, stuck_after_s: float | None = 1800.0) -> Iterator[Generation]
             f"stuck_after_s must be positive or None, got {stuck_after_s}", argument="stuck_after_s"
         )
     with peers.watched(stuck_after_s):
-        members, number, attempts = _live(For.OTHERS, "begin", _every()), 0, 0
-        jax_internals.distributed().client.key_value_set(BEGUN + "/yes", "1", True)
+        begun = next(_loops) == 0 and history.read() is not None
+        members, attempts = _live(For.OTHERS, "begin", _every()), 0
+        if begun:  # the others meet again after this process has come back
+            members = _settled("back", members)
+        else:
+            history.begin()
         while True:
-            generation = Generation(number, members)
+            past = history.read() or history.History()
+            if past.finished:
+                _log.warning("the others have finished the loop, so this process leaves it too")
+                return
+            generation = Generation(len(past.past), members, past.turn(members))
             yield generation
             if not generation.over:
                 return
@@ -91,9 +101,9 @@ def generations(*, stuck_after_s: float | None = 1800.0) -> Iterator[Generation]
             attempts = 0 if generation.steps or generation.following != members else attempts + 1
             if attempts == _ATTEMPTS:
                 raise generation.over[0]
+            past.add(members)
             # All meet again, so that nobody reads a copy of the state that another still writes.
-            members = _live(For.OTHERS, f"{generation.key}/over", generation.following)
-            number += 1
+            members = _settled(generation.key, generation.following)
 
 
 def _settle_groups() -> None:
@@ -118,19 +128,45 @@ def _live(what: For, meeting: str, members: Collection[int]) -> dict[int, int]:
     return live
 
 
+def _settled(meeting: str, members: dict[int, int]) -> dict[int, int]:
+    """Meets until the same processes have come twice, so that those who come back meet alike."""
+    while True:
+        live = _live(For.OTHERS, f"{meeting}/over", members)
+        if live == members:
+            return live
+        members = live
+
+
+def _in_turn(devices: list[Any], turn: int) -> list[Any]:
+    """The devices in an order that no generation before has had.
+
+    XLA keeps gloo's connections for each order of devices, also those to a process that has died.
+    """
+    if jax.default_backend() != "cpu":
+        return devices
+    order = next(itertools.islice(itertools.permutations(devices), turn, None), None)
+    if order is None:
+        raise NotImplementedError(
+            f"these processes have come together {turn} times before, and {len(devices)} CPU "
+            "devices have no other order, which XLA's connections need; start the job again"
+        )
+    return list(order)
+
+
 class Generation:
     """The time in which one set of processes lives, as `generations` yields it.
 
     Attributes:
-        number: 0 for the first one of this process.
-        devices: of all processes that live, by id.
+        number: 0 for the first one of the job.
+        devices: of all processes that live, in the same order in all of them.
         steps: how many calls of `step` are done.
     """
 
-    def __init__(self, number: int, members: dict[int, int]) -> None:
+    def __init__(self, number: int, members: dict[int, int], turn: int) -> None:
+        """`turn` says how often these processes have come together before."""
         self.number = number
         jax_internals.write_programs(min(members))
-        self.devices = [d for d in jax.devices() if d.process_index in members]
+        self.devices = _in_turn([d for d in jax.devices() if d.process_index in members], turn)
         self.steps = 0
         self.over: list[errors.EpRuntimeError] = []  # why, once it is
         self.following = members
@@ -155,7 +191,7 @@ class Generation:
             Its results, after all of them are ready in every process.
 
         Raises:
-            PeerLostError: a process has died. Let it leave the `with` block.
+            PeerLostError: a process has died, or came back. Let it leave the `with` block.
             Exception: any other error of the function.
 
         Cost: waits for the results, and for all processes by one RPC to the coordination service.
@@ -171,8 +207,10 @@ class Generation:
             self._failed(error)
             raise
         self._meet()
-        if self.following != self._members:
+        if self._gone:
             raise self._end("during a step")
+        if self.following != self._members:
+            self._end("after a step")  # the next one raises it
         self.steps += 1
         return result
 
@@ -215,11 +253,17 @@ class Generation:
         self.following = _live(what, self._meeting, self._members)
         self._meetings += 1
 
+    @property
+    def _gone(self) -> list[int]:
+        return [p for p, one in self._members.items() if self.following.get(p) != one]
+
     def _end(self, when: str, why: str | None = None) -> errors.PeerLostError:
-        gone = [p for p, one in self._members.items() if self.following.get(p) != one]
+        gone, back = self._gone, sorted(self.following.keys() - self._members.keys())
+        changed = [f"processes {gone} of the job died"] if gone else []
+        changed += [f"processes {back} of the job came back"] if back else []
         error = errors.PeerLostError(
             f"generation {self.number} of {len(self._members)} processes is over: "
-            + (why or f"processes {gone} of the job died {when}"),
+            + (why or f"{' and '.join(changed)} {when}"),
             process=next(iter(gone), -1),
         )
         self.over.append(error)
@@ -272,6 +316,7 @@ class Generation:
         """Tells processes that wait which meeting is the last: this one."""
         self.over.clear()
         client = jax_internals.distributed().client
+        history.finish()
         last = self._meetings + (1 if self._built else 2)
         client.key_value_set(self._finished_key() + "/last", str(last), True)
         while self._meetings < last:

@@ -159,15 +159,19 @@ class Peers:
         told = {p: told.split() for p, told in _read(_WAITS).items() if p in ours.members}
         waits = {p: For(what) for p, (meeting, what) in told.items() if meeting == ours.meeting}
         stuck = stuck_of(waits, ours.members)
+        if waits.keys() == {*ours.members} and For.RESULTS not in waits.values():
+            # Only one that comes back can be missing: the others are here.
+            stuck = sorted({*range(jax_internals.distributed().num_processes)} - waits.keys())
         if not stuck or self._wait is not ours:
             return
         reason = f"all others of the job have waited for it for {stuck_after_s:g} s"
         said = self._end(stuck, reason)
         _log.error("%s", "; ".join([f"processes {stuck} of the job are stuck: {reason}", *said]))
         if _ours() == min(waits.keys() - {*stuck}):
+            address = jax_internals.distributed().coordinator_address
             for process in stuck:
-                address = jax_internals.distributed().coordinator_address
-                jax_internals.report_death(address, process, _ANSWER_S)
+                with contextlib.suppress(RuntimeError):  # it is gone already
+                    jax_internals.report_death(address, process, _ANSWER_S)
 
 
 def stuck_of(waits: Mapping[int, For], members: Collection[int]) -> list[int]:

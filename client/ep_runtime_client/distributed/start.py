@@ -11,7 +11,6 @@ from ep_runtime import env
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime_client.base import jax_internals
 from ep_runtime_client.daemons import coordination, node_coordination
-from ep_runtime_client.distributed import loop
 from ep_runtime_client.distributed.peers import peers
 
 _NODE = "node"
@@ -52,8 +51,7 @@ def initialize(
     Raises:
         InvalidArgumentError: "node" without num_processes or the job's name, or an address of
             another form.
-        NotImplementedError: this jaxlib lacks what recovery needs, which the text names; or this
-            process comes back after it has died.
+        NotImplementedError: this jaxlib lacks what recovery needs, which the text names.
         RuntimeUnavailableError: the node's service does not start.
 
     Cost: starts a process with "node". Nothing in a step.
@@ -77,6 +75,7 @@ def initialize(
         **options,
     )
     state = jax_internals.distributed()
+    jax_internals.forget_topology()
     coordination.register(address, state.process_id)
     try:
         peers.follow(address)
@@ -85,12 +84,6 @@ def initialize(
             f"the coordination service at {address} does not tell who has died ({error}); "
             + jax_internals.remedy()
         ) from error
-    if state.client.key_value_dir_get(loop.BEGUN):
-        raise NotImplementedError(
-            f"process {state.process_id} comes back into a job that goes on without it: XLA keeps "
-            "connections of the mesh before, and hangs in them; end this process, and start all "
-            "again to have it"
-        )
 
 
 def _of_node(job: str | None, num_processes: int | None, heartbeat_timeout_s: int) -> str:

@@ -1,0 +1,41 @@
+"""What a job remembers of its generations, and the orders of devices that follow from it."""
+
+from __future__ import annotations
+
+import jax
+import pytest
+
+from ep_runtime_client.distributed.history import History
+from ep_runtime_client.distributed.loop import _in_turn
+
+ALL = {0: 10, 1: 11, 2: 12}
+TWO = {0: 10, 1: 11}
+BACK = {0: 10, 1: 11, 2: 22}  # process 2 was started again
+
+
+@pytest.mark.parametrize(
+    ("past", "members", "turn"),
+    [
+        ([], ALL, 0),
+        ([ALL], TWO, 0),
+        ([ALL], ALL, 0),  # a group was fenced: no process has died
+        ([ALL, TWO], BACK, 1),
+        ([ALL], BACK, 1),  # it came back before the others met without it
+        ([ALL, TWO, BACK], BACK, 1),
+        ([ALL, TWO, BACK], TWO, 1),
+        ([ALL, TWO, BACK, TWO], {**BACK, 2: 32}, 2),
+    ],
+)
+def test_a_turn_is_how_often_the_processes_have_come_together(
+    past: list[dict[int, int]], members: dict[int, int], turn: int
+) -> None:
+    assert History(past).turn(members) == turn
+
+
+def test_each_turn_has_an_order_of_its_own_until_there_is_none() -> None:
+    devices = jax.devices()[:3]
+    orders = [_in_turn(devices, turn) for turn in range(6)]
+    assert orders[0] == devices
+    assert len({tuple(order) for order in orders}) == 6
+    with pytest.raises(NotImplementedError, match="come together 6 times before, and 3 CPU"):
+        _in_turn(devices, 6)
