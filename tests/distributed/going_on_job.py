@@ -1,13 +1,15 @@
 """A small training job that goes on: what each of its processes runs.
 
 Variables: TEST_FROM is a file with the state to start from, TEST_TO the file for the state that a
-later generation restores, TEST_STEPS how many steps that generation makes.
+later generation restores, TEST_STEPS how many steps that generation makes, TEST_DIES a process and
+the generation before whose group it dies.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -124,7 +126,7 @@ def train(say: Callable[..., None], hear: Callable[[], Any]) -> None:
 
 
 def run(say: Callable[..., None], hear: Callable[[], Any]) -> None:
-    session = ep.connect(os.environ.get("TEST_ADDRESS", "node"), on_loss="continue", timeout_s=60)
+    session = ep.connect(os.environ.get("TEST_ADDRESS", "node"), on_loss="continue", timeout_s=600)
     kept = ep.distributed.State(session, retain_s=0)
     before = os.environ.get("TEST_FROM")
     losses: list[str] = []
@@ -150,6 +152,8 @@ def run(say: Callable[..., None], hear: Callable[[], Any]) -> None:
                     state = put({name: saved[name] for name in whole}, split)
             else:
                 number, state = 0, put(first_state(), split)
+            if os.environ.get("TEST_DIES") == f"{jax.process_index()} in {generation.number}":
+                os.kill(os.getpid(), signal.SIGKILL)  # the others wait for it in create_group
             step = build(session, mesh, generation.number)
             while not last or len(losses) < int(os.environ["TEST_STEPS"]):
                 loss, state = generation.step(step, state, number)

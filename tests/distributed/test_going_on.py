@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -70,6 +71,17 @@ def test_survivors_restore_and_go_on_as_a_job_of_theirs_alone_would(
         job.tell()
         job.finish()
     assert alone == said
+
+
+def test_nobody_waits_for_a_process_that_died_before_its_group_formed(place: Path) -> None:
+    with start(place, 3, 1, "whole", TEST_DIES="1 in 1", TEST_TO=str(place / "state.npz")) as job:
+        assert job.heard(WAIT_S) == [{"ready": True}] * 3
+        job.workers[2].kill()
+        first, second, _ = job.workers
+        assert second.finish(WAIT_S) == -signal.SIGKILL
+        assert first.heard(WAIT_S)["devices"] == 1
+        first.tell()
+        assert first.finish() == 0
 
 
 def test_a_process_without_a_device_in_the_mesh_waits_for_the_end_of_the_others(

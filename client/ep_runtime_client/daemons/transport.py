@@ -29,6 +29,7 @@ from ep_runtime.v1 import (
     session_service_pb2,
     types_pb2,
 )
+from ep_runtime_client.daemons.departures import departures
 from ep_runtime_client.daemons.socket_directory import SocketDirectory, path_of
 
 READ_TIMEOUT_S = 5.0
@@ -252,15 +253,22 @@ class ControlChannel:
         request: Any,
         *,
         timeout_s: float = READ_TIMEOUT_S,
+        for_all: bool = False,
     ) -> _Response:
-        """Makes one unary RPC.
+        """Makes one unary RPC. `for_all`: the daemon waits for all processes of a group in it.
 
         Raises:
+            PeerLostError: with `for_all`, a process of the job has died.
             EpRuntimeError: the class that the daemon names; RuntimeUnavailableError where it
                 gives no answer within the timeout.
         """
         try:
             with self._slots:
+                if for_all:
+                    call = method.future(request, timeout=timeout_s, metadata=self.metadata)  # type: ignore[attr-defined]
+                    with departures.ending(call):
+                        answer: _Response = call.result()
+                        return answer
                 return method(request, timeout=timeout_s, metadata=self.metadata)
         except grpc.RpcError as error:
             ours = self.translated(error)

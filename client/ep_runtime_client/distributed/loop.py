@@ -18,6 +18,7 @@ import jax
 from ep_runtime import errors
 from ep_runtime_client.base import jax_internals
 from ep_runtime_client.base.layers import live_groups
+from ep_runtime_client.daemons.departures import departures
 from ep_runtime_client.distributed import history
 from ep_runtime_client.distributed.peers import For, peers
 from ep_runtime_client.programs import failures
@@ -166,6 +167,7 @@ class Generation:
         """`turn` says how often these processes have come together before."""
         self.number = number
         jax_internals.write_programs(min(members))
+        departures.keep(members)
         self.devices = _in_turn([d for d in jax.devices() if d.process_index in members], turn)
         self.steps = 0
         self.over: list[errors.EpRuntimeError] = []  # why, once it is

@@ -21,6 +21,7 @@ import jax
 from ep_runtime import errors
 from ep_runtime_client.base import jax_internals
 from ep_runtime_client.daemons import coordination
+from ep_runtime_client.daemons.departures import departures
 from ep_runtime_client.sessions import registry
 
 _log = logging.getLogger("ep_runtime")
@@ -64,16 +65,17 @@ class Peers:
         Raises:
             RuntimeError: it does not tell them.
         """
-        departures = jax_internals.watch_departures(address)
-        next(departures)
+        told = jax_internals.watch_departures(address)
+        next(told)
         threading.Thread(
-            target=self._follow, args=(departures,), name="ep-runtime-departures", daemon=True
+            target=self._follow, args=(told,), name="ep-runtime-departures", daemon=True
         ).start()
 
-    def _follow(self, departures: Iterator[dict[int, bool]]) -> None:
+    def _follow(self, told: Iterator[dict[int, bool]]) -> None:
         try:
-            for left in departures:
+            for left in told:
                 for process in left:
+                    departures.add(process)
                     self._end_collectives(process)
                 dropped = [process for process, was_dropped in left.items() if was_dropped]
                 for text in self._end(dropped, "its heartbeats have stopped"):

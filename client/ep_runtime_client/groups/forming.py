@@ -141,7 +141,9 @@ class _Formation:
             replace=self._replace,
             wait=wire.duration(wait_s),
         )
-        answer = control.call(control.groups.CreateGroup, request, timeout_s=wait_s + _GRACE_S)
+        answer = control.call(
+            control.groups.CreateGroup, request, timeout_s=wait_s + _GRACE_S, for_all=True
+        )
         generation = int(answer.group.generation)
         spec = dataclasses.replace(self._spec, node_size=int(answer.group.spec.node_size))
         memory, native_group = Memory([]), None
