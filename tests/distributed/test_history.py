@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import jax
+from typing import NamedTuple
+
 import pytest
 
+from ep_runtime_client.distributed.fit_mesh import _spread
 from ep_runtime_client.distributed.history import History
 from ep_runtime_client.distributed.loop import _in_turn
 
@@ -32,10 +34,19 @@ def test_a_turn_is_how_often_the_processes_have_come_together(
     assert History(past).turn(members) == turn
 
 
+class Device(NamedTuple):
+    process_index: int
+    id: int
+
+
 def test_each_turn_has_an_order_of_its_own_until_there_is_none() -> None:
-    devices = jax.devices()[:3]
+    devices = [Device(process, number) for process in range(3) for number in range(2)]
     orders = [_in_turn(devices, turn) for turn in range(6)]
     assert orders[0] == devices
-    assert len({tuple(order) for order in orders}) == 6
-    with pytest.raises(NotImplementedError, match="come together 6 times before, and 3 CPU"):
+    # Of as many devices as a mesh may take, one of each process first.
+    for taken in range(2, 7):
+        meshes = {tuple(_spread(order, taken)[0]) for order in orders}
+        assert len(meshes) == 6, taken
+    with pytest.raises(NotImplementedError, match="come together 6 times before, and 3 have no"):
         _in_turn(devices, 6)
+    assert _in_turn(devices[:2], 7) == devices[:2]

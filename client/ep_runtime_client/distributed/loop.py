@@ -139,19 +139,21 @@ def _settled(meeting: str, members: dict[int, int]) -> dict[int, int]:
 
 
 def _in_turn(devices: list[Any], turn: int) -> list[Any]:
-    """The devices in an order that no generation before has had.
+    """The devices in an order of their processes that no generation before has had.
 
     XLA keeps gloo's connections for each order of devices, also those to a process that has died.
+    The first processes change first, because a mesh may leave out devices of the last ones.
     """
-    if jax.default_backend() != "cpu":
+    processes = sorted({device.process_index for device in devices}, reverse=True)
+    if jax.default_backend() != "cpu" or len(processes) == 1:
         return devices
-    order = next(itertools.islice(itertools.permutations(devices), turn, None), None)
-    if order is None:
+    last_first = next(itertools.islice(itertools.permutations(processes), turn, None), None)
+    if last_first is None:
         raise NotImplementedError(
-            f"these processes have come together {turn} times before, and {len(devices)} CPU "
-            "devices have no other order, which XLA's connections need; start the job again"
+            f"these processes have come together {turn} times before, and {len(processes)} have no "
+            "other order, which XLA's connections on CPU need; start the job again"
         )
-    return list(order)
+    return sorted(devices, key=lambda device: -last_first.index(device.process_index))
 
 
 class Generation:
