@@ -294,13 +294,12 @@ class _Shown:
 
     Attributes:
         first: the process that writes what all have under one key.
+        global_state: itself.
     """
 
-    first = 0
-
-    @property
-    def global_state(self) -> _Shown:
-        return self
+    def __init__(self) -> None:
+        self.first = 0
+        self.global_state = self
 
     @property
     def process_id(self) -> int:
