@@ -14,7 +14,6 @@ struct PrepareParams {
   CallName name;
   CallSizes sizes;
   int32_t num_experts;      // E of the EP group, at most kMaxExperts
-  bool spread = false;      // of experts and slots: loads were counted before
   int32_t alignment;        // rows; zones are rounded up to it for comparison with C
   int32_t row_alignment;    // rows; zones in the slab are rounded up to it; divides `alignment`
   const int32_t* topk_idx;  // [T, K] int32, device, written by XLA; a number that is not an expert
@@ -24,6 +23,7 @@ struct PrepareParams {
   int32_t blocks = 32;      // most blocks, without the one that reports; all resident at once
   LaneRoom room{};          // decides whether recv_count has the counts of all pairs of ranks
   int32_t* most = nullptr;  // [1] device: rows in the zones of the fullest slab; or null
+  bool spread = false;      // of experts and slots for copies: loads were counted before
 };
 
 // Routes this rank's slots. Counts travel to all peers, then one entry per kept row to the rank
