@@ -6,9 +6,11 @@ from typing import NamedTuple
 
 import pytest
 
+from ep_runtime_client.daemons.departures import departures
 from ep_runtime_client.distributed.fit_mesh import _spread
 from ep_runtime_client.distributed.history import History
 from ep_runtime_client.distributed.loop import _in_turn
+from ep_runtime_client.distributed.peers import Peers
 
 ALL = {0: 10, 1: 11, 2: 12}
 TWO = {0: 10, 1: 11}
@@ -50,3 +52,25 @@ def test_each_turn_has_an_order_of_its_own_until_there_is_none() -> None:
     with pytest.raises(NotImplementedError, match="come together 6 times before, and 3 have no"):
         _in_turn(devices, 6)
     assert _in_turn(devices[:2], 7) == devices[:2]
+
+
+class Waiting:
+    """An RPC in which the daemon waits for all processes of a group."""
+
+    cancelled = False
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+
+def test_a_death_ends_groups_that_form_unless_the_others_have_met_without_it() -> None:
+    followed, before, after = Peers(), Waiting(), Waiting()
+    departures.keep(ALL)
+    with departures.ending(before):
+        followed._end_waits(2)
+    assert before.cancelled
+    followed.passed({2})
+    departures.keep(TWO)
+    with departures.ending(after):
+        followed._end_waits(2)  # told late
+    assert not after.cancelled

@@ -75,19 +75,20 @@ class Peers:
         try:
             for left in told:
                 for process in left:
-                    departures.add(process)
-                    self._end_collectives(process)
+                    self._end_waits(process)
                 dropped = [process for process, was_dropped in left.items() if was_dropped]
                 for text in self._end(dropped, "its heartbeats have stopped"):
                     _log.error("heartbeats of a process of the job have stopped: %s", text)
         except RuntimeError as error:  # JAX ends this process if the service is gone
             _log.info("departures are not told any more: %s", error)
 
-    def _end_collectives(self, process: int) -> None:
-        """Ends gloo's collectives that a dead process leaves hanging; NCCL's end by JAX's abort."""
+    def _end_waits(self, process: int) -> None:
+        """Ends what a dead process leaves waiting: groups that form, and gloo's collectives. NCCL's
+        end by JAX's abort."""
         with self._lock:
-            if process in self._passed:  # the connections are of the generation after it
+            if process in self._passed:  # groups and connections are of the generation after it
                 return
+            departures.add(process)
             if jax_internals.backend_started() and jax.default_backend() == "cpu":
                 coordination.cut_accepted()
 
