@@ -180,11 +180,13 @@ def _planned(
     return (*plan._replace(recv_count=counts), jnp.where(copies.rows > 0, copies.expert, -1))
 
 
-def with_copies(at: DeviceCall, experts: jax.Array, tree: Tree) -> Tree:
+def with_copies(at: DeviceCall, experts: jax.Array | None, tree: Tree) -> Tree:
     """Arrays [L, ...] of this rank's experts, followed by those of its slots: [L + S, ...].
 
-    `experts`: int32 [N, S], as `spread` returns it for one device.
+    `experts`: int32 [N, S], as `spread` returns it for one device; without it nothing changes.
     """
+    if experts is None:
+        return tree
     call = at.call
     group = call.layer.group_spec
     mine, local = _mine(call, experts)
@@ -209,12 +211,14 @@ def with_copies(at: DeviceCall, experts: jax.Array, tree: Tree) -> Tree:
 
 def at_home(
     at: DeviceCall,
-    experts: jax.Array,
+    experts: jax.Array | None,
     tree: Tree,
     join: Callable[[jax.Array, jax.Array], jax.Array],
 ) -> Tree:
     """Arrays [L + S, ...] of physical experts as [L, ...]: `join` makes one value of what is at
-    home and what a copy has, in rank order, in f32 or wider."""
+    home and what a copy has, in rank order, in f32 or wider. Without `experts` nothing changes."""
+    if experts is None:
+        return tree
     call = at.call
     group = call.layer.group_spec
     mine, local = _mine(call, experts)

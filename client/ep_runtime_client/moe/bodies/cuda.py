@@ -78,7 +78,7 @@ def packs(call: ResolvedCall) -> bool:
 
 def forward(call: ResolvedCall, given: Given, experts: Experts, over: Over) -> Forwarded:
     """Tokens may come packed (`quantized_rows.packed`) if the call `packs`."""
-    experts = _with_copies(call, given, experts)
+    experts = with_copies(_at(call, given), given.copies, experts)
     dtype, sizes, room = call.activation.dtype, _sizes(experts), _workspace(call)
     results = (
         jax.ShapeDtypeStruct((len(given.tokens), sizes[0]), call.sums or dtype),
@@ -102,7 +102,7 @@ def backward(
 ) -> Gradients:
     """If `made`, int32 [1], is 0, the saved rows are undefined. With packed tokens dy is packed too
     if it is sent so."""
-    experts = _with_copies(call, given, experts)
+    experts = with_copies(_at(call, given), given.copies, experts)
     dtype, sizes, room = call.activation.dtype, _sizes(experts), _workspace(call)
     hidden, inner, columns = sizes
     count, bias, pair = experts.wo.shape[0], experts.wi_bias, grads.paired
@@ -139,16 +139,8 @@ def backward(
         None if bias is None else d_bias.reshape(bias.shape),
         d_wo_bias[0] if d_wo_bias else None,
     )
-    if given.copies is not None:
-        made = at_home(_at(call, given), given.copies, made, jnp.add)
+    made = at_home(_at(call, given), given.copies, made, jnp.add)
     return Gradients(d_tokens, d_weights, *made)
-
-
-def _with_copies(call: ResolvedCall, given: Given, experts: Experts) -> Experts:
-    if given.copies is None:
-        return experts
-    made: Experts = with_copies(_at(call, given), given.copies, experts)
-    return made
 
 
 def _at(call: ResolvedCall, given: Given) -> DeviceCall:

@@ -32,8 +32,7 @@ constexpr int64_t kChunkBytes = int64_t{kThreads} * kUnroll * 16;
 
 // How streams are cut.
 struct Cut {
-  int64_t part_bytes;    // of a lane, for one source
-  int32_t part_chunks;   // chunks of a part
+  int32_t part_chunks;   // chunks of one source's part of a lane
   int32_t block_chunks;  // chunks of an expert
 };
 
@@ -41,7 +40,7 @@ Cut CutOf(const LaneRoom& room, int64_t max_tokens, int64_t block_bytes) {
   const int64_t part = room.bytes / std::max(room.ranks - 1, 1);
   // A chunk has one flag, and a source has as many flags as a rank has tokens.
   const int64_t chunks = std::min(part / kChunkBytes, max_tokens);
-  return {chunks * kChunkBytes, static_cast<int32_t>(chunks),
+  return {static_cast<int32_t>(chunks),
           static_cast<int32_t>((block_bytes + kChunkBytes - 1) / kChunkBytes)};
 }
 
@@ -122,7 +121,7 @@ __device__ void EachChunk(const DeviceCall& call, const CopyExpertsParams& param
 __device__ uint8_t* PlaceIn(const DeviceCall& call, const Cut& cut, int dest, int source,
                             int32_t place) {
   const int part = source < dest ? source : source - 1;
-  return call.Lane(dest) + part * cut.part_bytes + int64_t{place} * kChunkBytes;
+  return call.Lane(dest) + (int64_t{part} * cut.part_chunks + place) * kChunkBytes;
 }
 
 __device__ void Push(const DeviceCall& call, const CopyExpertsParams& params, const Cut& cut,
