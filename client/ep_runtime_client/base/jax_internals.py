@@ -45,8 +45,8 @@ _JAXLIB = {
 }
 # The coordination service's call by which a process says that it leaves.
 _SHUTDOWN_TASK = "/xla.coordination.CoordinationService/ShutdownTask"
-# Its call that answers once the state of any process has changed; the state of one that lives, and
-# of one whose heartbeats have stopped. The same in 0.10, 0.11 and 0.12.
+# Its call that answers once the state of any process has changed. _CONNECTED is the state of a
+# process that lives, _DROPPED of a process without heartbeats. JAX 0.10 to 0.12 have the same.
 _WATCH_TASKS = "/xla.coordination.CoordinationService/WatchTasks"
 _CONNECTED, _DROPPED = 3, 4
 _PLATFORMS = ("cpu", "gpu", "cuda", "rocm")

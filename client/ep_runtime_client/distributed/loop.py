@@ -111,7 +111,7 @@ def _settle_groups() -> None:
     """Closes groups that a death has ended, and waits for copies of the state under way."""
     for live in live_groups.all():
         live.settle()
-        if live.is_gone:  # never a copy of the state, which is no group of users
+        if live.is_gone:  # copies of the state never are, so `group` is there
             group: Any = live.group
             group.close()
 

@@ -1,4 +1,4 @@
-"""What a process of a job that goes on does about others that live, but do not come along.
+"""Ends processes of a job that live, but keep all others waiting.
 
 A process that has waited for `stuck_after_s` says so in the coordination service. Once all others
 have said it of one meeting, those that are missing are stuck. They are fenced and killed through
@@ -34,7 +34,7 @@ _ANSWER_S = 5.0
 
 
 class For(enum.Enum):
-    """What a process waits for."""
+    """Names what a process waits for."""
 
     RESULTS = "results"  # of a step's programs
     OTHERS = "others"  # at the end of a step

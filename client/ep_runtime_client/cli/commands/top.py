@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _draw(seen: board_samples.BoardSamples, links: rows.Links, every_s: float) -> bool:
-    """Draws a live screen until `q`; returns False if there is no terminal for it."""
+    """Draws a live screen until the user presses `q`; returns False without a terminal."""
     from ep_runtime_client.cli.ranks import live, screen
 
     possible = live.possible()

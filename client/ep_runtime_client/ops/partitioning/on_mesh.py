@@ -55,8 +55,8 @@ from ep_runtime_client.ops.tracing.batching import one_each
 from ep_runtime_client.ops.tracing.varying import Axes, spread_over
 
 TARGET = "ep_runtime.partitioned"  # of the custom call that a rule is
-# Factors of dims that are sharded alike in every op: slabs, dims inside a slab, and the first dim
-# of tokens.
+# Each op shards these dims in the same way. They are named by their factors: slabs, dims inside a
+# slab, and the first dim of token arrays.
 SLABS, ROWS, TOKENS = "r", ("c", "c32", "l"), "t0"
 
 
