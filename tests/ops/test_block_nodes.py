@@ -132,7 +132,7 @@ PACKED = ep.recipes.BlockScaling(power_of_two_scales=True, gradient_dtype="float
 @pytest.mark.parametrize("use_bias", [False, True])
 @pytest.mark.parametrize("counted", [False, True])
 def test_rows_that_are_sent_in_8_bits_cross_the_network_so(
-    by_node: Ways, monkeypatch: pytest.MonkeyPatch, counted: bool, use_bias: bool
+    by_node: Ways, uncached: None, monkeypatch: pytest.MonkeyPatch, counted: bool, use_bias: bool
 ) -> None:
     """Tokens, and gradients unless a bias of wo needs them wide: the bits of the composed body."""
     for module in (nodes_plan, nodes):
@@ -154,7 +154,6 @@ def test_rows_that_are_sent_in_8_bits_cross_the_network_so(
     want = jax.device_get(jax.jit(lambda *given: run(*given))(x, params))
     crossed.clear()
     by_node.emulated()
-    jax.clear_caches()  # of the same block, which another test may have traced
     got = jax.device_get(jax.jit(lambda *given: run(*given))(x, params))
     group.close()
     packed, wide = ("uint8", SENT + SENT // 32), ("bfloat16", SENT)
