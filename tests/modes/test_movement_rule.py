@@ -84,6 +84,22 @@ def test_rule_and_shard_map_give_the_same_bits(
         assert counts[0] == Counter({("all-reduce", "f32"): 1})  # the loss
 
 
+def test_other_sources_give_a_program_another_key(
+    make_group: MakeGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rule runs after JAX asks its cache, so a program's text must follow from the rule."""
+    group = make_group(
+        axes=AXES, outer_axes="dp", transport="memfd", num_experts=8, partitioning="rule"
+    )
+    layer = group.register_layer("moe", top_k=2)
+    texts = []
+    for digest in "ab":
+        monkeypatch.setattr(on_mesh, "_sources", lambda digest=digest: digest)
+        jax.clear_caches()  # ops are traced once
+        texts.append(program(layer).lower(*draw()).as_text())
+    assert texts[0] != texts[1]
+
+
 @pytest.mark.slow
 def test_the_rule_works_under_remat_scan_and_in_explain(make_group: MakeGroup) -> None:
     group = make_group(

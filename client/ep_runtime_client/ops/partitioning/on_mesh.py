@@ -12,17 +12,20 @@ lowered, not while it is traced: the op of a program holds both forms.
 
 JAX's own custom call asks anew for every call of a program, and names what it asks by an address.
 Ours has a name that every process gives alike: the layers of a model share one answer, and a
-persistent cache may key on the program's text.
+persistent cache may key on the program's text. The name follows from our sources too, so no cache
+gives a program that older ones have made.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
 import json
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import repeat
+from pathlib import Path
 from typing import Any, Protocol
 
 import jax
@@ -33,6 +36,7 @@ from jax.interpreters import batching, mlir
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 import ep_runtime
+import ep_runtime_client
 from ep_runtime import specs
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime_client.base import jax_internals
@@ -241,7 +245,7 @@ def ask(op: AnyOp, mapped: Callable[..., Any], *operands: jax.Array) -> tuple[ja
         for field in dataclasses.fields(settings)
         if field.repr and field.name != "where"
     ]
-    name = (ep_runtime.__version__, type(op).__name__, placed)
+    name = (_sources(), type(op).__name__, placed)
     results = _partitioned_p.bind(
         *pinned,
         ruled=jax.make_jaxpr(functools.partial(_rule, op))(*pinned),
@@ -249,6 +253,18 @@ def ask(op: AnyOp, mapped: Callable[..., Any], *operands: jax.Array) -> tuple[ja
         identity=specs.stable_id("rule", *name, *parts),
     )
     return tuple(map(_constrained, results, made))
+
+
+@functools.cache
+def _sources() -> str:
+    """A digest of all that rules run."""
+    client = Path(ep_runtime_client.__path__[0])
+    folders = (Path(ep_runtime.__path__[0]), client / "base", client / "moe", client / "ops")
+    digest = hashlib.sha256()
+    for folder in folders:
+        for path in sorted(folder.rglob("*.py")):
+            digest.update(path.read_bytes())
+    return digest.hexdigest()
 
 
 def _held(op: AnyOp) -> Iterable[Iterable[NamedSharding | None]]:
