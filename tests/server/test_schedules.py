@@ -13,9 +13,13 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
+from raw_client import make_spec
+from schedules.cluster import simulated
+from schedules.links import Links
 from schedules.schedule import Schedule, Slot, first_fault, make_lives, make_schedule, run
 
 from ep_runtime.errors import GroupBusyError
+from ep_runtime.v1 import node_service_pb2
 from ep_runtime_server.callers.sessions import Sessions
 from ep_runtime_server.cluster import spanning
 from ep_runtime_server.cluster.ends import Ends
@@ -200,6 +204,36 @@ def test_an_answer_that_nobody_wants_any_more_leaves_no_error_behind(monkeypatch
 
     asyncio.run(main())
     assert left == []
+
+
+def test_a_node_is_told_in_one_call_of_all_processes_that_end_together(monkeypatch):
+    """With many nodes and ranks each call is one of nodes x nodes, after every loss."""
+    told = []
+    call = Links.call
+
+    async def counted(links, source, target, method, data, within_s):
+        if method == "TellGroup":
+            told.append((source.name, target, node_service_pb2.TellGroupRequest.FromString(data)))
+        return await call(links, source, target, method, data, within_s)
+
+    monkeypatch.setattr(Links, "call", counted)
+    with simulated(1, ABC) as cluster:
+
+        async def main():
+            for node in ABC:
+                cluster.start(node)
+            await asyncio.sleep(1.0)
+            made = [cluster.process("abc"[rank // 4], (rank,)) for rank in range(12)]
+            spec = make_spec(ranks=len(made), transport="xla")
+            assert {*await asyncio.gather(*(p.form(spec, 30.0) for p in made))} == {"READY"}
+            for process in made[4:8]:
+                process.die()
+            await asyncio.sleep(1.0)
+
+        cluster.loop.run_until_complete(main())
+        assert cluster.faults == []
+    assert [(source, target) for source, target, _ in told] == [("b", "a"), ("b", "a"), ("b", "c")]
+    assert {tuple(sorted(word.lost_ranks)) for *_, word in told} == {(4, 5, 6, 7)}
 
 
 def test_the_same_schedule_runs_the_same_way_again():

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
+import dataclasses
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from typing import Any
@@ -30,6 +30,23 @@ from ep_runtime_server.nodes.facts import ClusterFacts
 Teller = Callable[[str, Owner, int, list[int], list[int], str], Awaitable[None]]
 
 _MOST_WHY = 400  # characters of another daemon's text
+_COORDINATOR = ""  # among places; no node has this name
+
+
+@dataclasses.dataclass(frozen=True)
+class _Word:
+    """Which ranks of a view are gone.
+
+    Attributes:
+        key: of the fact that it is owed.
+        unheard: nodes that have not heard it.
+    """
+
+    key: str
+    lost: list[int]
+    left: list[int]
+    why: str
+    unheard: set[str]
 
 
 class Ends:
@@ -51,6 +68,7 @@ class Ends:
         self._tell = tell
         self._start = start
         self._events = events
+        self._unsent: dict[tuple[str, Owner, int], list[_Word]] = {}
 
     def changed(self, group: GroupRecord) -> None:
         if group.state is not State.CLOSED:
@@ -100,25 +118,49 @@ class Ends:
         `why` says who ended the lost ones, as far as this daemon knows; the next one does not.
         """
         key = f"{owner.path}/{epoch}/{min([*lost, *left], default=-1)}"
-        word = [owner.uid, owner.job, owner.name, epoch, sorted(nodes), lost, left]
+        fact = [owner.uid, owner.job, owner.name, epoch, sorted(nodes), lost, left]
         with contextlib.suppress(PoolExhaustedError):  # tell peers even if the disk is full
-            self._facts.owe(key, word)
-        self._start(self._tell_all(key, word, why))
+            self._facts.owe(key, fact)
+        self._tell_all(key, fact, why)
 
     def tell_owed(self) -> None:
         """Sends the news that the daemon before this one did not live to send."""
-        for key, word in self._facts.owed.items():
-            self._start(self._tell_all(key, word, ""))
+        for key, fact in self._facts.owed.items():
+            self._tell_all(key, fact, "")
 
-    async def _tell_all(self, key: str, word: list[Any], why: str) -> None:
-        uid, job, name, epoch, nodes, lost, left = word
-        owner = Owner(uid, job, name)
-        tells: list[Callable[[], Awaitable[None]]] = [
-            functools.partial(self._tell, node, owner, epoch, lost, left, why) for node in nodes
-        ]
-        tells.append(functools.partial(self._coordination.ended, owner, epoch, lost, left, why))
-        await asyncio.gather(*(until_heard(tell, owner) for tell in tells))
-        self._facts.told(key)
+    def _tell_all(self, key: str, fact: list[Any], why: str) -> None:
+        uid, job, name, epoch, nodes, lost, left = fact
+        word = _Word(key, lost, left, why, {*nodes, _COORDINATOR})
+        for place in sorted(word.unheard):
+            about = place, Owner(uid, job, name), epoch
+            unsent = self._unsent.setdefault(about, [])
+            unsent.append(word)
+            if len(unsent) == 1:
+                self._start(self._send(*about))
+
+    async def _send(self, place: str, owner: Owner, epoch: int) -> None:
+        """Tells one node all that it has not heard of a view; one call says what came meanwhile."""
+        unsent = self._unsent[place, owner, epoch]
+        told: list[_Word] = []
+
+        async def say() -> None:
+            told[:] = unsent
+            lost = sorted({rank for word in told for rank in word.lost})
+            left = sorted({rank for word in told for rank in word.left}.difference(lost))
+            why = "; ".join(dict.fromkeys(word.why for word in told if word.why))
+            if place == _COORDINATOR:
+                await self._coordination.ended(owner, epoch, lost, left, why)
+            else:
+                await self._tell(place, owner, epoch, lost, left, why)
+
+        while unsent:
+            await until_heard(say, owner)
+            del unsent[: len(told)]
+            for word in told:
+                word.unheard.remove(place)
+                if not word.unheard:
+                    self._facts.told(word.key)
+        del self._unsent[place, owner, epoch]
 
     def say(self, owner: Owner, say: Callable[[], Awaitable[None]]) -> None:
         self._start(until_heard(say, owner))
