@@ -178,7 +178,7 @@ network. It has not been measured on a real one.""",
 device, GB/s that cross a link per GPU and direction. The ceiling is a kernel that only copies
 these rows. "one" sends every token to one expert. Sums are bf16 unless said: `exact` sends
 float32, `fp8` 8 bits. XLA is the same op by its own collectives.
-By `tests/gpu/harness/run_kernels.sh few`, as `ep.moe` calls them (2x H100, 2026-11-27): prepare,
+By `tests/gpu/harness/run.sh kernels few`, as `ep.moe` calls them (2x H100, 2026-11-27): prepare,
 dispatch and combine of 1, 8, 32 and 128 tokens a rank take 55, 58, 64 and 78 us together; dispatch
 alone 25, 278 and 532 us of 128, 4,096 and 8,192.""",
         ("movement",),

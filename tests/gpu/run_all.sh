@@ -26,9 +26,8 @@
 #   demo        `doctor`, the demo against its twin on plain JAX collectives, with a process for each GPU
 #   bench       dispatch and combine beside the link's ceiling and XLA's collectives
 #   figures     what results.md tells of a host: movement by tokens, routing and SMs, layers, a step
-# Variables: PYTHON; PREBUILT, a folder with libep_runtime_cpu.so, libep_runtime_cuda.so and
-# kernels_main (or some of them; block_main, plans_main too) to use as they are; BUILD_DIR; TESTS, more
-# arguments of pytest;
+# Variables: PYTHON; PREBUILT, a folder with libep_runtime_cpu.so, libep_runtime_cuda.so and programs of
+# harness/ (or some of them) to use as they are; BUILD_DIR; TESTS, more arguments of pytest;
 # BENCH, arguments of `ep-runtime bench`; DOSE, kills of each job; TEST_GPU_COUNT=8, all of eight GPUs, of which
 # the parts with Python take four otherwise. Exits with 1 where a part failed.
 set -uo pipefail
@@ -54,12 +53,10 @@ export XLA_PYTHON_CLIENT_PREALLOCATE=false PYTHONUNBUFFERED=1
 export XLA_FLAGS="${XLA_FLAGS:-} --xla_gpu_autotune_level=0"
 export PYTHONPATH="$PWD:$PWD/server:$PWD/client:$PWD/tests${PYTHONPATH:+:$PYTHONPATH}"
 
-harness() {  # the kernels' harness; one that was built before is used as it is
-  if [ -n "$prebuilt" ] && [ -x "$prebuilt/kernels_main" ]; then
-    echo "$prebuilt/kernels_main"
-  else
-    echo "$build/kernels/kernels_main"
-  fi
+harness() {  # a program of harness/: PREBUILT's, or built here
+  local at=$build/$1
+  if [ -n "$prebuilt" ] && [ -x "$prebuilt/$1_main" ]; then at=$prebuilt; fi
+  BUILD_DIR=$at OBJECTS=$build tests/gpu/harness/run.sh "$@"
 }
 part_build() {
   mkdir -p ep_runtime/_native
@@ -71,33 +68,15 @@ part_build() {
     cmake --build "$build"
     cp "$build"/cpu/libep_runtime_cpu.so "$build"/cuda/libep_runtime_cuda.so ep_runtime/_native/
   fi
-  if ! [ -x "$(harness)" ]; then BUILD_DIR=$build/kernels tests/gpu/harness/run_kernels.sh build; fi
-  ls -l ep_runtime/_native "$(harness)"
+  if ! [ -x "$prebuilt/kernels_main" ]; then harness kernels build; fi
+  ls -l ep_runtime/_native
 }
 part_kernels() {
-  "$(harness)" check
-  if [ -n "$prebuilt" ] && [ -x "$prebuilt/plans_main" ]; then
-    "$prebuilt/plans_main"
-  else
-    BUILD_DIR=$build/plans tests/gpu/harness/run_plans.sh check
-  fi
+  harness kernels check
+  harness plans check
 }
-part_gemm() {
-  if [ -n "$prebuilt" ] && [ -x "$prebuilt/gemm_main" ]; then
-    "$prebuilt/gemm_main" check
-  else
-    BUILD_DIR=$build/gemm tests/gpu/harness/run_gemm.sh check
-  fi
-}
-part_block() {
-  local what program=$build/block/block_main
-  if [ -n "$prebuilt" ] && [ -x "$prebuilt/block_main" ]; then
-    program=$prebuilt/block_main
-  else
-    BUILD_DIR=$build/block OBJECTS=$build tests/gpu/harness/run_block.sh build
-  fi
-  for what in check time; do "$program" "$what"; done
-}
+part_gemm() { harness gemm check; }
+part_block() { harness block all; }
 gpu_tests() {
   # 5: the options choose none of these files' tests.
   "$python" -m pytest -q -p no:cacheprovider -p no:benchmark --durations=12 --timeout=200 "$@" \
@@ -145,27 +124,15 @@ part_kills() {
 }
 part_soak() { "$python" tests/gpu/tools/soak.py --limit-s 150; }
 part_processes() { "$python" tests/gpu/tools/soak.py --steps 5000 --limit-s 100 --gpus "$soak_gpus"; }
-sanitized() {
-  CUDA_VISIBLE_DEVICES=0 compute-sanitizer --tool "$1" --error-exitcode 3 "$(harness)" small 2
-}
-part_memcheck() { sanitized memcheck; }
-part_racecheck() { sanitized racecheck; }
-block_sanitized() {
-  local program=$build/block/block_main
-  if [ -n "$prebuilt" ] && [ -x "$prebuilt/block_main" ]; then
-    program=$prebuilt/block_main
-  else
-    BUILD_DIR=$build/block OBJECTS=$build tests/gpu/harness/run_block.sh build
-  fi
-  CUDA_VISIBLE_DEVICES=0 compute-sanitizer --tool "$1" --error-exitcode 3 "$program" small 2
-}
+part_memcheck() { CUDA_VISIBLE_DEVICES=0 harness kernels memcheck 2; }
+part_racecheck() { CUDA_VISIBLE_DEVICES=0 harness kernels racecheck 2; }
+part_block_memcheck() { CUDA_VISIBLE_DEVICES=0 harness block memcheck 2; }
+part_block_racecheck() { CUDA_VISIBLE_DEVICES=0 harness block racecheck 2; }
 part_rows_memcheck() {
   CUDA_VISIBLE_DEVICES=0 XLA_PYTHON_CLIENT_ALLOCATOR=platform compute-sanitizer --tool memcheck \
     --report-api-errors no --error-exitcode 3 "$python" -m pytest -q -p no:cacheprovider \
     tests/gpu/test_gpu_rows.py -k any_layout
 }
-part_block_memcheck() { block_sanitized memcheck; }
-part_block_racecheck() { block_sanitized racecheck; }
 part_demo() {
   "$python" -m ep_runtime_client.cli doctor
   local demo=("$python" -m ep_runtime_client.cli demo --platform gpu --layers 1)
