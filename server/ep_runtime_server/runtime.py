@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import collections
-import dataclasses
 import logging
 import os
 import secrets
 from collections.abc import Callable, Iterable, Mapping
 
 from ep_runtime.allowed_names import check_new_labels, check_new_name
-from ep_runtime.board import PoisonReason
 from ep_runtime.errors import (
     EpRuntimeError,
     InvalidArgumentError,
@@ -19,9 +17,7 @@ from ep_runtime.errors import (
     RuntimeUnavailableError,
     SpecMismatchError,
 )
-from ep_runtime.text import check_printable, printable
 from ep_runtime.v1 import session_service_pb2
-from ep_runtime_server.base import limits
 from ep_runtime_server.base.clock import Clock
 from ep_runtime_server.base.events import EventLog
 from ep_runtime_server.base.failpoints import Failpoints
@@ -37,10 +33,8 @@ from ep_runtime_server.config import ServerConfig, merged
 from ep_runtime_server.groups.attach_tokens import AttachTokens
 from ep_runtime_server.groups.chunked_calls import ChunkedCalls
 from ep_runtime_server.groups.formation import Groups
-from ep_runtime_server.groups.fsm import State
 from ep_runtime_server.groups.history import History
-from ep_runtime_server.groups.lateness import LateRanks, late_in
-from ep_runtime_server.groups.record import GroupRecord
+from ep_runtime_server.groups.lateness import LateRanks
 from ep_runtime_server.journal import drains
 from ep_runtime_server.journal.file import Journal
 from ep_runtime_server.journal.recorder import DRAIN, Recorder
@@ -324,21 +318,6 @@ class Runtime:
             job=job,
         )
 
-    def communicators_made(
-        self, session: SessionRecord, group: GroupRecord, generation: int, version: str, error: str
-    ) -> None:
-        """Records that a process has its NCCL communicators, or the `error` why not.
-
-        Raises:
-            InvalidArgumentError: no version of NCCL.
-            StaleHandleError, PermissionDeniedError: see GroupRecord.member.
-        """
-        check_printable("nccl_version", version, limits.MAX_VERSION_BYTES)
-        self.unique_ids.report(session, group, generation, version, printable(error))
-        # Groups that move rows by windows, as nvlink, go on without communicators.
-        if error and group.spec.transport != "nvlink" and group.state is State.READY:
-            self.groups.disconnected(group, session, printable(error))
-
     def _session_ended(self, session: SessionRecord) -> None:
         self.operations.forget_session(session.session_id)
         if session.state is SessionState.FENCED:
@@ -407,84 +386,6 @@ class Runtime:
         for session in self.sessions.not_over():
             session.tell(session_service_pb2.WatchSessionResponse(drain=event))
         self.on_health()
-
-    def fence(self, session_id: str, order: GivenOrder) -> list[str]:
-        """Cuts a session off; names of the groups that this poisoned.
-
-        Raises:
-            InvalidArgumentError: no such session.
-        """
-        session = self.sessions.get(session_id)
-        if session is None:
-            raise InvalidArgumentError(f"no session {session_id!r}", argument="session_id")
-        names = [group.owner.name for group in self.groups.of_session(session)]
-        self.sessions.fence(session, order)
-        return names
-
-    def end_peer(
-        self, caller: SessionRecord, session_id: str, order: GivenOrder
-    ) -> tuple[int, bool, str] | None:
-        """Fences a session of the caller's job, and kills its process where we may.
-
-        Returns:
-            Its pid, whether it was sent SIGKILL, and who waited for it where; None if it is over or
-            not ours.
-
-        Raises:
-            PermissionDeniedError: it is of another user or job.
-            InvalidArgumentError: it is the caller's own.
-        """
-        session = self.sessions.get(session_id)
-        if session is None or session.over:
-            return None
-        if (session.uid, session.job) != (caller.uid, caller.job):
-            raise PermissionDeniedError(
-                f"session {session_id} is not of job {caller.job!r} of uid {caller.uid}",
-                session=session_id,
-            )
-        if session is caller:
-            raise InvalidArgumentError("a session cannot end itself", argument="session_id")
-        now_s, groups = self.clock.monotonic_s(), self.groups.of_session(session)
-        late = [x for group in groups for x in late_in(group, now_s, after_s=0.0)]
-        awaited = next((x.message for x in late if x.pid == session.pid), "")
-        if awaited:
-            order = dataclasses.replace(order, reason=f"{order.reason}; {awaited}")
-        self.sessions.fence(session, order)
-        return session.pid, self.sessions.kill(session), awaited
-
-    def reclaim(
-        self, name: str, job: str, uid: int | None, *, all_retained: bool, order: GivenOrder
-    ) -> tuple[list[GroupRecord], int, int]:
-        """Poisons groups and takes their memory: (groups, bytes freed, bytes quarantined).
-
-        Raises:
-            InvalidArgumentError: no group, or more than one, is meant.
-        """
-        if all_retained == bool(name):
-            raise InvalidArgumentError("give a name or all_retained, not both", argument="name")
-        if all_retained:
-            found = [g for g in self.groups.all() if g.state is State.RETAINED]
-        else:
-            found = [
-                g
-                for g in self.groups.all()
-                if g.owner.name == name
-                and (not job or g.owner.job == job)
-                and (uid is None or g.owner.uid == uid)
-            ]
-            if len(found) != 1:
-                raise InvalidArgumentError(
-                    f"{len(found)} groups are named {name!r}"
-                    + ("; give job and uid" if found else ""),
-                    argument="name",
-                )
-        freed = quarantined = 0
-        for group in found:
-            windows = group.windows
-            held = windows.size_bytes if windows is not None else 0
-            gone = self.groups.take_away(group, PoisonReason.RECLAIMED, "was reclaimed", order)
-            freed, quarantined = freed + gone, quarantined + held - gone
-        return found, freed, quarantined
 
     def reconfigure(self, settings: ServerConfig, changed: Iterable[str]) -> list[str]:
         """Takes what can change while it serves; keys of the rest. Who is served already stays."""

@@ -11,6 +11,7 @@ import grpc
 
 import ep_runtime
 from ep_runtime import wire
+from ep_runtime.board import PoisonReason
 from ep_runtime.errors import InvalidArgumentError, PermissionDeniedError
 from ep_runtime.text import printable
 from ep_runtime.v1 import admin_service_pb2 as pb
@@ -19,6 +20,7 @@ from ep_runtime_server.base.clock import Clock
 from ep_runtime_server.base.pacing import paced
 from ep_runtime_server.callers.credentials import MAX_REASON, Caller, GivenOrder
 from ep_runtime_server.callers.sessions import SessionRecord
+from ep_runtime_server.groups.fsm import State
 from ep_runtime_server.groups.record import GroupRecord
 from ep_runtime_server.memory import host_memory
 from ep_runtime_server.memory.windows import WindowState
@@ -287,28 +289,44 @@ class AdminServicer:
     async def Fence(  # noqa: N802
         self, request: pb.FenceRequest, context: Context[Any, Any]
     ) -> pb.FenceResponse:
-        session_id = request.session_id
+        session_id, runtime = request.session_id, self._runtime
         order = self._order(context, "fence", reason=request.reason, session=session_id)
-        groups = self._runtime.fence(session_id, order)
-        return pb.FenceResponse(groups=groups)
+        session = runtime.sessions.get(session_id)
+        if session is None:
+            raise InvalidArgumentError(f"no session {session_id!r}", argument="session_id")
+        names = [group.owner.name for group in runtime.groups.of_session(session)]
+        runtime.sessions.fence(session, order)
+        return pb.FenceResponse(groups=names)
 
     async def Reclaim(  # noqa: N802
         self, request: pb.ReclaimRequest, context: Context[Any, Any]
     ) -> pb.ReclaimResponse:
+        name, job, runtime = request.name, request.job, self._runtime
         uid = request.uid if request.HasField("uid") else None
-        about: dict[str, Any] = {"group": request.name, "job": request.job, "uid": uid}
+        about: dict[str, Any] = {"group": name, "job": job, "uid": uid}
         if request.all_retained:
             about = {"all_retained": True}
         order = self._order(context, "reclaim", **about)
-        groups, freed, quarantined = self._runtime.reclaim(
-            request.name,
-            request.job,
-            uid,
-            all_retained=request.all_retained,
-            order=order,
-        )
+        if request.all_retained == bool(name):
+            raise InvalidArgumentError("give a name or all_retained, not both", argument="name")
+        groups = runtime.groups.all()
+        if request.all_retained:
+            groups = [group for group in groups if group.state is State.RETAINED]
+        else:
+            groups = [group for group in groups if group.owner.name == name]
+            groups = [group for group in groups if not job or group.owner.job == job]
+            groups = [group for group in groups if uid is None or group.owner.uid == uid]
+            if len(groups) != 1:
+                more = "; give job and uid" if groups else ""
+                raise InvalidArgumentError(
+                    f"{len(groups)} groups are named {name!r}{more}", argument="name"
+                )
+        freed = held = 0
+        for group in groups:
+            held += group.windows.size_bytes if group.windows is not None else 0
+            freed += runtime.groups.take_away(group, PoisonReason.RECLAIMED, "was reclaimed", order)
         return pb.ReclaimResponse(
             groups=[group.owner.name for group in groups],
             freed_bytes=freed,
-            quarantined_bytes=quarantined,
+            quarantined_bytes=held - freed,
         )

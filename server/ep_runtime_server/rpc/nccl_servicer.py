@@ -6,7 +6,10 @@ from typing import Any
 
 import grpc
 
+from ep_runtime.text import check_printable, printable
 from ep_runtime.v1 import nccl_service_pb2 as pb
+from ep_runtime_server.base import limits
+from ep_runtime_server.groups.fsm import State
 from ep_runtime_server.rpc.interceptor import current_session
 from ep_runtime_server.runtime import Runtime
 
@@ -30,9 +33,12 @@ class NcclServicer:
     async def ReportCommunicators(  # noqa: N802
         self, request: pb.ReportCommunicatorsRequest, context: Context[Any, Any]
     ) -> pb.ReportCommunicatorsResponse:
-        session = current_session()
-        group = self._runtime.groups.get(session, request.name)
-        self._runtime.communicators_made(
-            session, group, request.generation, request.nccl_version, request.error
-        )
+        session, runtime = current_session(), self._runtime
+        group = runtime.groups.get(session, request.name)
+        version, error = request.nccl_version, printable(request.error)
+        check_printable("nccl_version", version, limits.MAX_VERSION_BYTES)
+        runtime.unique_ids.report(session, group, request.generation, version, error)
+        # Groups that move rows by windows, as nvlink, go on without communicators.
+        if error and group.spec.transport != "nvlink" and group.state is State.READY:
+            runtime.groups.disconnected(group, session, error)
         return pb.ReportCommunicatorsResponse()

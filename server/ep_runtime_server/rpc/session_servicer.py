@@ -11,12 +11,19 @@ import grpc
 
 import ep_runtime
 from ep_runtime import wire
-from ep_runtime.errors import EpRuntimeError, RuntimeUnavailableError, SessionFencedError
+from ep_runtime.errors import (
+    EpRuntimeError,
+    InvalidArgumentError,
+    PermissionDeniedError,
+    RuntimeUnavailableError,
+    SessionFencedError,
+)
 from ep_runtime.text import printable
 from ep_runtime.v1 import session_service_pb2 as pb
 from ep_runtime_server.base import limits
 from ep_runtime_server.callers.credentials import MAX_REASON, Caller, GivenOrder
 from ep_runtime_server.callers.sessions import SessionState
+from ep_runtime_server.groups.lateness import late_in
 from ep_runtime_server.rpc.interceptor import current_session
 from ep_runtime_server.runtime import Runtime
 
@@ -100,12 +107,22 @@ class SessionServicer:
     async def EndPeer(  # noqa: N802
         self, request: pb.EndPeerRequest, context: Context[Any, Any]
     ) -> pb.EndPeerResponse:
-        ours = current_session()
-        order = GivenOrder(
-            Caller(ours.uid, ours.pid), "ep.distributed", printable(request.reason[:MAX_REASON])
-        )
-        ended = self._runtime.end_peer(ours, request.session_id, order)
-        if ended is None:
+        ours, runtime, session_id = current_session(), self._runtime, request.session_id
+        peer = runtime.sessions.get(session_id)
+        if peer is None or peer.over:
             return pb.EndPeerResponse()
-        pid, killed, awaited = ended
-        return pb.EndPeerResponse(pid=pid, killed=killed, awaited=awaited)
+        if (peer.uid, peer.job) != (ours.uid, ours.job):
+            raise PermissionDeniedError(
+                f"session {session_id} is not of job {ours.job!r} of uid {ours.uid}",
+                session=session_id,
+            )
+        if peer is ours:
+            raise InvalidArgumentError("a session cannot end itself", argument="session_id")
+        now_s, groups = runtime.clock.monotonic_s(), runtime.groups.of_session(peer)
+        late = [rank for group in groups for rank in late_in(group, now_s, after_s=0.0)]
+        awaited = next((rank.message for rank in late if rank.pid == peer.pid), "")
+        reason = printable(request.reason[:MAX_REASON]) + (f"; {awaited}" if awaited else "")
+        caller = Caller(ours.uid, ours.pid)
+        runtime.sessions.fence(peer, GivenOrder(caller, "ep.distributed", reason))
+        killed = runtime.sessions.kill(peer)
+        return pb.EndPeerResponse(pid=peer.pid, killed=killed, awaited=awaited)

@@ -267,7 +267,7 @@ class Process:
         life = self.life
         if life is None or life is not self.cluster.life(self.node):
             return True
-        life.do(life.runtime.fence, self.session_id, ORDER)
+        life.do(life.runtime.sessions.fence, self._session, ORDER)
         try:
             life.runtime.sessions.authenticate_live(self._token, None)
         except errors.SessionFencedError:
