@@ -196,5 +196,10 @@ class Client(Stubs):
         registered = wire.registered_from_proto
         return [registered(x) for x in answer.layers], [registered(x) for x in answer.stacks]
 
+    def beat(self, progress: int = 0) -> session_service_pb2.HeartbeatResponse:
+        """A heartbeat; its answer."""
+        request = session_service_pb2.HeartbeatRequest(progress=progress)
+        return self.call(self.sessions.Heartbeat, request)
+
     def goodbye(self) -> None:
         self.call(self.sessions.CloseSession, session_service_pb2.CloseSessionRequest())

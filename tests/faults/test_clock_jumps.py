@@ -15,8 +15,6 @@ from harness import eventually, memfds_of, preloaded
 from raw_client import make_spec
 from raw_jobs import come_back, ready_pair
 
-from ep_runtime.v1 import session_service_pb2
-
 HOUR_S = 3600
 YEAR_S = 365 * 24 * HOUR_S
 JUMPS = (HOUR_S, -HOUR_S, YEAR_S, -YEAR_S)
@@ -44,7 +42,7 @@ def clock(tmp_path) -> Clock:
 
 
 def heartbeat(client) -> None:
-    client.call(client.sessions.Heartbeat, session_service_pb2.HeartbeatRequest())
+    client.beat()
 
 
 def newest_event_s(daemon) -> float:

@@ -8,7 +8,6 @@ from raw_client import make_spec
 from raw_jobs import SPEC, come_back, ready_pair
 
 from ep_runtime import errors, layer_specs
-from ep_runtime.v1 import session_service_pb2
 
 # Every attempt to get space fails, as often as the case says; the daemon tries every second.
 FULL_AFTER_START = "failpoint:journal.before_write=enospc:1"
@@ -33,7 +32,7 @@ def test_a_disk_that_is_full_from_the_restart_on_disturbs_no_job(daemon_process,
     again = restarted(daemon, "--testing", f"failpoint:journal.reserve={fault}")
     answer = come_back(clients, group, layers)
     assert answer.group.state == group.state
-    clients[0].call(clients[0].sessions.Heartbeat, session_service_pb2.HeartbeatRequest())
+    clients[0].beat()
     assert clients[1].attached(group).generation == group.generation
     for refused in (
         lambda: clients[0].register(group, [layer_specs.LayerSpec("new", top_k=1)]),

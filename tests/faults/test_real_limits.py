@@ -18,7 +18,6 @@ from raw_client import close_fds, make_spec
 from raw_jobs import ready_pair
 
 from ep_runtime import errors, layer_specs
-from ep_runtime.v1 import session_service_pb2
 
 MIB = 1 << 20
 HEALED_S = 4.0
@@ -28,7 +27,7 @@ MORE = make_spec("more", ranks=1, hidden_size=4096, max_tokens_per_rank=12_000)
 
 
 def heartbeat(client) -> None:
-    client.call(client.sessions.Heartbeat, session_service_pb2.HeartbeatRequest())
+    client.beat()
 
 
 def goes_on(daemon: DaemonProcess, clients) -> None:

@@ -142,7 +142,7 @@ def test_a_session_is_suspect_until_its_process_says_something(daemon_process, r
     client = daemon.client(process=True)
     again = restarted(daemon)
     assert again.session_state(client.session_id) == "SUSPECT"
-    beat = client.call(client.sessions.Heartbeat, session_service_pb2.HeartbeatRequest())
+    beat = client.beat()
     assert beat.incarnation == again.status().incarnation
     assert again.session_state(client.session_id) == "ACTIVE"
     assert client.resume()

@@ -19,7 +19,7 @@ from raw_client import WAIT_S, close_fds, connect, hello, make_spec, receive, re
 
 from ep_runtime import board, errors, layer_specs, specs
 from ep_runtime.units import iec
-from ep_runtime.v1 import fd_socket_pb2, session_service_pb2
+from ep_runtime.v1 import fd_socket_pb2
 from ep_runtime_server.base import limits
 from ep_runtime_server.memory import devices
 from ep_runtime_server.memory.devices import HostDevice
@@ -146,8 +146,7 @@ def live_until(daemon, step: int) -> None:
         watcher = Watcher(client)
     if step == Step.CLAIM:
         client.groups.CreateGroup.future(client.create_request(make_spec(), [1]), **client.how())
-        heartbeat = session_service_pb2.HeartbeatRequest()
-        client.call(client.sessions.Heartbeat, heartbeat)  # the call before it is there
+        client.beat()  # the call before it is there
     if step >= Step.CREATE:
         group = client.create(make_spec()).group
     if step == Step.TICKET:

@@ -133,7 +133,7 @@ def test_who_waits_for_a_daemon_that_ends_hears_what_for(daemon_process, what, t
         method = services.stub(client.channel, nccl_service_pb2.DESCRIPTOR).GetUniqueIds
         request = nccl_service_pb2.GetUniqueIdsRequest(name="moe", generation=group.generation)
     call = method.future(request, **client.how())
-    client.call(client.sessions.Heartbeat, session_service_pb2.HeartbeatRequest())  # it is there
+    client.beat()  # it is there
     daemon.popen.terminate()
     with pytest.raises(grpc.RpcError) as caught:
         call.result(WAIT_S)

@@ -28,12 +28,6 @@ from ep_runtime_server.groups import attach_tokens
 KNOWN_DEAD_S = 0.1
 
 
-def heartbeat(client, progress=0):
-    return client.call(
-        client.sessions.Heartbeat, session_service_pb2.HeartbeatRequest(progress=progress)
-    )
-
-
 def test_hello_names_this_process_by_the_kernels_word(daemon):
     client = daemon.client(job=None)
     opened = client.open("job", labels={"run": "7"}, process_index=3)
@@ -63,7 +57,7 @@ def test_a_missing_or_unknown_token_is_refused(daemon, token):
     client = daemon.client()
     client.metadata = () if token is None else ((wire.TOKEN_KEY, token),)
     with pytest.raises(errors.SessionFencedError):
-        heartbeat(client)
+        client.beat()
 
 
 def test_a_token_of_a_dead_process_is_stale(daemon):
@@ -71,14 +65,14 @@ def test_a_token_of_a_dead_process_is_stale(daemon):
     client.process.kill()
     eventually(lambda: daemon.session_state(client.session_id) == "DEAD")
     with pytest.raises(errors.SessionFencedError, match="is over"):
-        heartbeat(client)
+        client.beat()
 
 
 def test_a_token_in_a_forked_child_is_refused_by_its_pid(daemon):
     client = daemon.client()
     client.metadata = ((wire.TOKEN_KEY, client.token), (wire.PID_KEY, str(os.getpid() + 1)))
     with pytest.raises(errors.PermissionDeniedError, match="forked child must connect"):
-        heartbeat(client)
+        client.beat()
     assert "session.token_denied" in daemon.event_kinds()
 
 
@@ -167,7 +161,7 @@ class TestForeignUsers:
     def test_are_served_when_allowed_but_order_nothing(self, start_daemon, tmp_path, allowed):
         daemon = self.start(start_daemon, tmp_path, **{k: frozenset(v) for k, v in allowed.items()})
         client = daemon.client()
-        heartbeat(client)
+        client.beat()
         with pytest.raises(errors.PermissionDeniedError, match="own admin.sock"):
             client.call(client.admin.Drain, admin_service_pb2.DrainRequest())
         modes = {
@@ -267,7 +261,7 @@ def test_a_number_that_no_process_has_is_that_of_one_that_is_gone():
 def test_a_late_heartbeat_makes_a_session_suspect_and_frees_nothing(clocked):
     client = clocked.client()
     client.ready(make_spec())
-    heartbeat(client, progress=5)
+    client.beat(progress=5)
     used = clocked.used_bytes
     clocked.clock.advance(11)
     eventually(lambda: clocked.session_state(client.session_id) == "SUSPECT")
@@ -275,7 +269,7 @@ def test_a_late_heartbeat_makes_a_session_suspect_and_frees_nothing(clocked):
     (silent,) = clocked.status().silent_processes
     assert (silent.pid, silent.job, silent.since.seconds) == (client.pid, "job", 11)
     assert {rank.silent.seconds for rank in clocked.ask("ListRanks").ranks} == {11}
-    heartbeat(client, progress=6)
+    client.beat(progress=6)
     assert clocked.session_state(client.session_id) == "ACTIVE"
     assert not clocked.status().silent_processes
     assert not any(rank.HasField("silent") for rank in clocked.ask("ListRanks").ranks)
@@ -301,7 +295,7 @@ def test_goodbye_frees_at_once_and_is_idempotent(daemon):
     eventually(lambda: daemon.used_bytes == 0)
     assert daemon.session_state(client.session_id) == "CLOSED"
     with pytest.raises(errors.SessionFencedError):
-        heartbeat(client)
+        client.beat()
 
 
 @pytest.mark.parametrize("end", ["goodbye", "fence"])
@@ -318,7 +312,7 @@ def test_a_request_that_comes_after_its_sessions_end_changes_nothing(daemon, end
     for path in ("GroupService/CreateGroup", "SessionService/WatchSession"):
         call = client.channel.stream_stream(f"/ep_runtime.v1.{path}")
         answers.append(call(requests(), timeout=WAIT_S, metadata=client.metadata))
-    heartbeat(client)  # the calls before it are there
+    client.beat()  # the calls before it are there
     if end == "fence":
         daemon.ask("Fence", session_id=client.session_id)
     else:
@@ -371,7 +365,7 @@ def test_a_fence_reaches_the_stream_and_voids_the_token(daemon):
     assert order == (os.getuid(), os.getpid(), host, "drill")
     assert watcher.code is grpc.StatusCode.UNAUTHENTICATED
     with pytest.raises(errors.SessionFencedError, match="was fenced"):
-        heartbeat(client)
+        client.beat()
     with pytest.raises(errors.InvalidArgumentError):
         daemon.ask("Fence", session_id="s-none")
 
@@ -393,7 +387,7 @@ def test_draining_is_told_and_refuses_what_is_new(daemon):
     assert daemon.ask("Drain").num_sessions == 2
     eventually(lambda: watcher.kinds() == ["drain"])
     assert not watcher.events[0].drain.HasField("deadline")  # nothing ends
-    assert heartbeat(client).state == session_service_pb2.SERVER_STATE_DRAINING
+    assert client.beat().state == session_service_pb2.SERVER_STATE_DRAINING
     with pytest.raises(errors.RuntimeUnavailableError, match="drained"):
         client.create(make_spec())
     with pytest.raises(errors.RuntimeUnavailableError, match="drained"):
@@ -469,67 +463,13 @@ def test_stopped_processes_are_suspect_and_those_that_were_fenced_are_told(start
             os.kill(client.pid, signal.SIGCONT)
     for client in fenced:
         with pytest.raises(errors.SessionFencedError, match="was fenced"):
-            heartbeat(client)
+            client.beat()
         assert client.process.do("board")[1] != 0  # its calls end with it, too
     for client in others:
-        heartbeat(client)
+        client.beat()
         assert daemon.session_state(client.session_id) == "ACTIVE"
         assert client.process.do("board")[1] == 0
     assert daemon.used_bytes == used
     for client in fenced:
         client.process.kill()
     eventually(lambda: daemon.used_bytes == used * len(others) // len(clients))
-
-
-class TestEndPeer:
-    @staticmethod
-    def end(client, session_id):
-        request = session_service_pb2.EndPeerRequest(session_id=session_id, reason="it is stuck")
-        return client.call(client.sessions.EndPeer, request)
-
-    def test_fences_and_kills_a_process_of_the_job(self, daemon):
-        ours, peer = daemon.client(), daemon.client(process=True)
-        both_ready(ours, peer, make_spec())
-        answer = self.end(ours, peer.session_id)
-        assert (answer.pid, answer.killed) == (peer.pid, True)
-        eventually(lambda: daemon.session_state(peer.session_id) == "DEAD")
-        assert daemon.group_states() == {"moe": "BROKEN"}
-        (info,) = daemon.ask("ListGroups").groups
-        assert info.poison_reason == "FENCED"
-        events = daemon.ask("ListEvents").events
-        (told,) = [item.message for item in events if item.kind == "session.fenced"]
-        assert f"process {peer.pid} was fenced by uid {os.getuid()} (pid {os.getpid()})" in told
-        assert told.endswith(
-            "with ep.distributed on host " + socket.gethostname() + ": it is stuck"
-        )
-        assert self.end(ours, peer.session_id).pid == 0
-
-    def test_a_process_that_may_not_be_killed_wakes_up_fenced(self, daemon, monkeypatch):
-        def denied(pidfd, number):
-            raise PermissionError
-
-        monkeypatch.setattr(signal, "pidfd_send_signal", denied)
-        ours, peer = daemon.client(), daemon.client(process=True)
-        both_ready(ours, peer, make_spec())
-        group = peer.create(make_spec(), [1]).group
-        peer.fetch(group)
-        used = daemon.used_bytes
-        os.kill(peer.pid, signal.SIGSTOP)
-        try:
-            answer = self.end(ours, peer.session_id)
-            assert (answer.pid, answer.killed) == (peer.pid, False)
-        finally:
-            os.kill(peer.pid, signal.SIGCONT)
-        with pytest.raises(errors.SessionFencedError, match="was fenced"):
-            heartbeat(peer)
-        assert peer.process.do("board")[1] != 0  # its calls end
-        assert daemon.used_bytes == used  # and nobody else gets what it may still map
-
-    def test_is_for_sessions_of_the_job_alone(self, daemon):
-        ours, other = daemon.client(), daemon.client(process=True, job="other")
-        with pytest.raises(errors.PermissionDeniedError, match="is not of job 'job'"):
-            self.end(ours, other.session_id)
-        with pytest.raises(errors.InvalidArgumentError, match="cannot end itself"):
-            self.end(ours, ours.session_id)
-        assert self.end(ours, "s-none").pid == 0
-        assert daemon.session_state(other.session_id) == "ACTIVE"

@@ -64,7 +64,7 @@ def test_a_connection_carries_thousands_of_calls_that_work_and_that_fail(daemon)
     client = daemon.client()
     unknown = group_service_pb2.GetGroupRequest(name="none")
     for _ in range(1000):
-        client.call(client.sessions.Heartbeat, session_service_pb2.HeartbeatRequest())
+        client.beat()
         with pytest.raises(errors.StaleHandleError):
             client.call(client.groups.GetGroup, unknown)
 

@@ -98,7 +98,7 @@ def test_what_a_session_is_counted_for_is_what_it_costs(daemon_process):
     daemon.status()
     before = len(os.listdir(f"/proc/{daemon.pid}/fd"))
     client = daemon.client()
-    client.call(client.sessions.Heartbeat, session_service_pb2.HeartbeatRequest())
+    client.beat()
     with connect(daemon.directory):
         eventually(
             lambda: (

@@ -11,15 +11,13 @@ import pytest
 from harness import eventually
 from raw_client import WAIT_S, make_spec
 
-from ep_runtime.v1 import session_service_pb2
-
 # Of other clients' calls while the work stands still; of what the loop may do meanwhile.
 ANSWERED_S, LAG_S = 0.5, 0.3
 
 
 def heartbeat_s(client) -> float:
     started_s = time.monotonic()
-    client.call(client.sessions.Heartbeat, session_service_pb2.HeartbeatRequest())
+    client.beat()
     return time.monotonic() - started_s
 
 
