@@ -57,6 +57,30 @@ def test_a_model_equals_its_formula(
     assert random_block.error(case.run(group), case.oracle()) < TOLERANCE
 
 
+def test_as_many_experts_and_choices_as_public_models_have(
+    functions: dict[str, Callable[..., Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fakes.require_native()
+    monkeypatch.setattr(random_block, "EXPERTS", 896)
+    (values,) = models.grouped((1, 1, 16), scale=2.827)
+    case = models.Case(
+        "Kimi-K2", functions["Kimi-K2"], SimpleNamespace(model_type="kimi_k2", **values)
+    )
+    group = fakes.local_group(
+        {"ep": 4},
+        transport="memfd",
+        num_experts=896,
+        hidden_size=random_block.HIDDEN,
+        max_tokens_per_rank=random_block.TOKENS // 4,
+        max_top_k=16,
+        max_token_dtype="float32",
+    )
+    try:
+        assert random_block.error(case.run(group), case.oracle()) < TOLERANCE
+    finally:
+        group.close()
+
+
 def test_a_router_is_made_from_objects_files_and_parts() -> None:
     v3 = ep.Router("sigmoid", False, 8, 4, 2, True, 2.5)
     assert ep.Router.from_hf({"model_type": "deepseek_v3"}) == v3
