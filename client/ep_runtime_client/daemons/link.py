@@ -169,7 +169,7 @@ class Link:
                 _close_group(control, request)
                 return
         except errors.EpRuntimeError as error:
-            _log.info("on the way out: %s", error)
+            _log.info("closing the group failed: %s", error)
             if control is not None and not control.lost:
                 return
         with self._changed:
@@ -191,7 +191,7 @@ class Link:
                 control.call(control.sessions.CloseSession, request)
                 return
             except errors.EpRuntimeError as error:
-                _log.info("on the way out: %s", error)
+                _log.info("ending the session failed: %s", error)
                 if not control.lost:
                     return
         self._owed = None if self._runtime.is_private else request

@@ -92,7 +92,8 @@ class PendingGoodbyes:
         except RuntimeUnavailableError:
             raise
         except EpRuntimeError as error:
-            _log.info("on the way out: %s", error)  # it knows no such session: nothing is owed
+            # The daemon does not know the session, so nothing is owed.
+            _log.info("ending the session failed: %s", error)
         with self._changed:
             self._owed.pop(token, None)
 

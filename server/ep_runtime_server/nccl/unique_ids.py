@@ -144,7 +144,8 @@ class UniqueIdBook:
                     # Has a field, because clients read an error without fields as their own
                     # daemon's absence.
                     raise RuntimeUnavailableError(
-                        f"NCCL unique ids of the coordinator: {error}", library=nccl.LIBRARY
+                        f"cannot get NCCL unique ids from the coordinator: {error}",
+                        library=nccl.LIBRARY,
                     ) from error
             found.process = IdProcess()
             return await found.process.make(count, JOIN_S)

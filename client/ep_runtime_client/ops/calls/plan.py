@@ -135,7 +135,7 @@ class Dispatched:
             or a QuantizedTensor if `dispatch` got a recipe or quantized tokens.
         weights: [R, C] f32. Weight of each row, 0 in padding.
         group_sizes: [R, L] int32. Aligned rows per local expert.
-        num_recv: [R] int32. Aligned rows demanded before any drop; compare with C.
+        num_recv: [R] int32. Aligned rows that the routing needs, before drops; compare with C.
         plan: the Plan, for `combine` and backward.
     """
 

@@ -62,7 +62,7 @@ def _apart(half: int) -> bool:
 def _say_copied(half: int) -> None:
     _log.warning(
         "a pair (gate, up) must have M in multiples of %d for the GPU kernels, got %d; every "
-        "matmul copies the pair into one array, and its gradient out of one",
+        "matmul then copies the pair into one array, and splits the gradient of that array",
         MULTIPLE,
         half,
     )

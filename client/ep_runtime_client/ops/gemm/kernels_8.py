@@ -92,7 +92,7 @@ def supports(product: Product) -> bool:
 def _say_plain(recipe: str, features: tuple[int, ...]) -> None:
     _log.warning(
         "a grouped GEMM of %s with K'=%d and N'=%s runs as plain JAX, many times slower; the GPU "
-        "kernels need K' and N' in multiples of %d, and whole blocks in the last of several dims",
+        "kernels need K' and N' in multiples of %d, whole blocks in its last dim if N' has several",
         recipe,
         features[0],
         list(features[1:]),

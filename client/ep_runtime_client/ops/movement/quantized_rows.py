@@ -64,9 +64,9 @@ def _check_quantized(tokens: QuantizedTensor) -> None:
     found = None if tokens.scale is None else tuple(tokens.scale.shape)
     if found != wanted or tokens.dtype.itemsize != 1 or not tokens.is_rows:
         raise InvalidArgumentError(
-            f"tokens must be rows of 1-byte data [..., H] with scales {list(wanted)} "
-            f"(grouped_quantize makes them of rows with group_sizes), got {tokens.dtype} "
-            f"{list(tokens.shape)} with {'none' if found is None else list(found)}",
+            f"tokens must be rows of 1-byte data [..., H] with scales {list(wanted)}, as "
+            f"grouped_quantize makes with group_sizes; got {tokens.dtype} "
+            f"{list(tokens.shape)} with scales {'none' if found is None else list(found)}",
             argument="tokens",
         )
 

@@ -84,8 +84,8 @@ def _check(x: jax.Array, split_sizes: jax.Array, order: jax.Array) -> None:
             )
     if order.shape not in (split_sizes.shape, split_sizes.shape[-1:]):
         raise InvalidArgumentError(
-            f"order must be like split_sizes {list(split_sizes.shape)} or one list of it, "
-            f"got {list(order.shape)}",
+            f"order must have the shape {list(split_sizes.shape)} of split_sizes, or "
+            f"{list(split_sizes.shape[-1:])}, got {list(order.shape)}",
             argument="order",
         )
     lists = 1 if split_sizes.ndim == 1 else split_sizes.shape[0]

@@ -57,8 +57,8 @@ def _check(axis: Any, free: tuple[tuple[str, int], ...], never: str) -> None:
     other = [name for name in names if name not in sizes]
     if other:
         raise NotImplementedError(
-            f"{_REASON} spmd_axis_name={names} names {', '.join(other)}; the mesh axes outside "
-            f"the group here are {sizes or 'none'}"
+            f"{_REASON} spmd_axis_name={names} must name mesh axes outside the group, here "
+            f"{sizes or 'none'}, got {', '.join(other)}"
         )
     if axis.size != prod(sizes[name] for name in names):
         raise NotImplementedError(
