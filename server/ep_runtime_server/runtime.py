@@ -273,8 +273,8 @@ class Runtime:
         began_s = self.clock.monotonic_s()
         if not await self.recovery.wait_over(owner, wait_s):
             raise RuntimeUnavailableError(
-                f"the daemon at {self.settings.directory} started again and waits for processes "
-                f"of before, {self.recovery.left_s:.0f} s at most; retry",
+                f"the daemon at {self.settings.directory} started again and waits for earlier "
+                f"processes, {self.recovery.left_s:.0f} s at most; retry",
                 address=f"unix://{self.settings.directory}",
             )
         return self.clock.monotonic_s() - began_s

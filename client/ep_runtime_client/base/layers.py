@@ -166,7 +166,7 @@ def layer(name: str) -> EpLayer | LayerStack:
     if len(found) > 1:
         raise InvalidArgumentError(
             f"{name!r} is a layer of each of the groups {sorted(group.name for group, _ in found)}"
-            "; group.layer(name) takes the one that is meant",
+            "; choose one by group.layer(name)",
             argument="name",
         )
     if not live_groups.all():

@@ -158,7 +158,11 @@ def _watch(
                 try:
                     jax_internals.report_death(address, dead, _ANSWER_S)
                 except RuntimeError as error:
-                    _log.warning("process %d died, heartbeats will tell: %s", dead, error)
+                    _log.warning(
+                        "process %d died; the service learns it from missing heartbeats: %s",
+                        dead,
+                        error,
+                    )
 
 
 def _register(listener: socket.socket) -> tuple[int, int] | None:

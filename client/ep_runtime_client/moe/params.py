@@ -135,7 +135,7 @@ class MoEParams:
         for name in ("wi", "wo"):
             if isinstance(getattr(self, name), QuantizedTensor):
                 raise InvalidArgumentError(
-                    f"{name} is quantized: take the masters apart, which checkpoints hold",
+                    f"{name} is quantized; call this on the masters, which checkpoints hold",
                     argument="params",
                 )
         inner = self.wo.shape[1]

@@ -47,6 +47,6 @@ def _once(name: str, x: jax.Array) -> jax.Array:
 def _refuse(name: str, primals: Any, tangents: Any) -> Any:
     raise NotImplementedError(
         f"ep.{name} has no second derivatives (permute, unpermute and sort_chunks have): a "
-        "gradient through it cannot be differentiated again; jax.lax.stop_gradient keeps an outer "
-        "one out"
+        "gradient through it cannot be differentiated again; if the outer gradient is not needed, "
+        "use jax.lax.stop_gradient"
     )
