@@ -6,12 +6,11 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-import fakes
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec
+from ops.kernel_programs import SIZES, calls, drawn, graded, loss, lowered, spread
 
 import ep_runtime as ep
 from ep_runtime_client.ops.gemm import kernels_8, kernels_16
@@ -23,43 +22,14 @@ from ep_runtime_client.ops.quantize.formats import recipes
 from ep_runtime_client.ops.quantize.quantized_tensor import QuantizedTensor
 from ep_runtime_client.ops.quantize.rounding import quantize_tiles
 
-SIZES = np.int32([[5, 0, 40, 3], [1, 33, 2, 130]])
 TENSOR, BLOCK, MX = recipes.TensorScaling(), recipes.BlockScaling(), recipes.MXFP8()
 RECIPES = pytest.mark.parametrize("recipe", [TENSOR, BLOCK, MX], ids=["tensor", "block", "mx"])
-TARGETS = (*kernels_16.TARGETS, *kernels_8.TARGETS)
 
 
 @pytest.fixture(autouse=True)
 def _installed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The library need not be there to lower for it."""
     monkeypatch.setattr(platform, "installed", lambda: True)
-
-
-def drawn(k: int = 160, n: tuple[int, ...] = (2, 128), dtype: Any = jnp.bfloat16) -> Any:
-    rng = np.random.default_rng(0)
-    shapes = ((2, 192, k), (8, k, *n), (8, *n))
-    lhs, rhs, bias = (rng.standard_normal(shape).astype(dtype) for shape in shapes)
-    for slab, used in enumerate(SIZES.sum(-1)):
-        lhs[slab, used:] = np.nan
-    return lhs, rhs, bias
-
-
-def loss(lhs: Any, rhs: Any, bias: Any, **options: Any) -> Any:
-    mine = jnp.arange(lhs.shape[1]) < SIZES.sum(-1)[:, None]
-    out = ep.grouped_gemm(lhs, rhs, SIZES, bias=bias, **options)
-    mine = mine.reshape(*mine.shape, *([1] * (out.ndim - 2)))
-    return jnp.sin(jnp.where(mine, out, 0).astype(jnp.float32)).sum()
-
-
-def calls(function: Any, *operands: Any, platform: str = "cuda") -> dict[str, int]:
-    """How often which of TARGETS are in the program."""
-    text = jax.jit(function).trace(*operands).lower(lowering_platforms=(platform,)).as_text()
-    found = {name: text.count(f"@{name}(") for name in TARGETS}
-    return {name: count for name, count in found.items() if count}
-
-
-def graded(**options: Any) -> Any:
-    return jax.grad(functools.partial(loss, **options), argnums=(0, 1, 2))
 
 
 WANTED = {
@@ -149,19 +119,7 @@ def test_gpus_of_another_kind_leave_programs_to_xla(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("checked", [True, False], ids=["check_vma", "unchecked"])
 def test_a_shard_map_of_the_user_keeps_the_kernels(checked: bool) -> None:
-    mesh, spec = fakes.mesh_of({"ep": 2}), PartitionSpec("ep")
-    lhs, rhs, bias = drawn()
-
-    def part(lhs: Any, rhs: Any, bias: Any, sizes: Any) -> Any:
-        return ep.grouped_gemm(lhs, rhs, sizes, bias=bias, recipe=TENSOR)
-
-    spread = jax.shard_map(part, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=checked)
-
-    def both(lhs: Any, rhs: Any, bias: Any) -> Any:
-        out, pull = jax.vjp(lambda *args: spread(*args, SIZES), lhs, rhs, bias)
-        return out, pull(jnp.cos(out))
-
-    assert calls(both, lhs, rhs, bias) == WANTED[TENSOR]
+    assert calls(spread(checked, recipe=TENSOR), *drawn()) == WANTED[TENSOR]
 
 
 @RECIPES
@@ -397,8 +355,7 @@ def test_kernels_come_from_the_quantizer_in_both_layouts(
     found = calls(graded(recipe=recipe), *operands)
     wanted = {name: n for name, n in WANTED[recipe].items() if name != "ep_transpose_weights_v1"}
     assert found == wanted
-    text = jax.jit(graded(recipe=recipe)).trace(*operands).lower(lowering_platforms=("cuda",))
-    assert text.as_text().count("@ep_quantize_weights_v1(") == 1
+    assert lowered(graded(recipe=recipe), *operands).count("@ep_quantize_weights_v1(") == 1
     both = jax.jit(graded(recipe=recipe))(*operands)
     for left, right in zip(both, alone, strict=True):
         np.testing.assert_array_equal(np.asarray(left), np.asarray(right))

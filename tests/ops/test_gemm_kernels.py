@@ -5,12 +5,12 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-import fakes
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec
+from ops import kernel_programs
+from ops.kernel_programs import SIZES, calls, graded, loss, lowered, pulled, spread
 
 import ep_runtime as ep
 from ep_runtime_client.ops.gemm import kernel_weights, kernels_16
@@ -18,8 +18,6 @@ from ep_runtime_client.ops.gemm import plain as gemm_plain
 from ep_runtime_client.ops.gemm.product import Product
 from ep_runtime_client.ops.kernels import platform
 from ep_runtime_client.ops.quantize.formats import recipes
-
-SIZES = np.int32([[5, 0, 9, 3], [1, 13, 2, 0]])
 
 
 @pytest.fixture(autouse=True)
@@ -29,50 +27,27 @@ def _installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gemm_plain, "FAMILIES", (kernels_16.KERNELS,))
 
 
-def loss(lhs: Any, rhs: Any, bias: Any, **options: Any) -> Any:
-    mine = jnp.arange(lhs.shape[1]) < SIZES.sum(-1)[:, None]
-    out = ep.grouped_gemm(lhs, rhs, SIZES, bias=bias, **options)
-    mine = mine.reshape(*mine.shape, *([1] * (out.ndim - 2)))
-    return jnp.sin(jnp.where(mine, out, 0).astype(jnp.float32)).sum()
+def drawn(dtype: Any = jnp.bfloat16, k: int = 104, n: int = 88) -> Any:
+    return kernel_programs.drawn(k, (n,), dtype)
 
 
-# Sizes that no other test has: JAX keeps what it traced with or without the library.
-def drawn(dtype: Any = jnp.bfloat16, k: int = 104, n: int = 88) -> tuple[Any, Any, Any]:
-    rng = np.random.default_rng(0)
-    shapes = ((2, 24, k), (8, k, n), (8, n))
-    lhs, rhs, bias = (rng.standard_normal(shape).astype(dtype) for shape in shapes)
-    return lhs, rhs, bias
-
-
-def calls(function: Any, *operands: Any, platform: str = "cuda") -> list[int]:
-    """How often each of gemm_kernels.TARGETS is in the program."""
-    text = jax.jit(function).trace(*operands).lower(lowering_platforms=(platform,)).as_text()
-    return [text.count(f"@{name}(") for name in kernels_16.TARGETS]
-
-
-def graded(**options: Any) -> Any:
-    return jax.grad(functools.partial(loss, **options), argnums=(0, 1, 2))
+FORWARD = {kernels_16.TARGETS[0]: 1}
+GRADED = {kernels_16.TARGETS[0]: 2, kernels_16.TARGETS[1]: 1}
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_gpus_get_the_kernels_and_cpus_do_not(dtype: Any) -> None:
     operands = drawn(dtype)
-    assert calls(graded(), *operands) == [2, 1]
-    assert calls(graded(), *operands, platform="cpu") == [0, 0]
-    assert calls(jax.checkpoint(loss), *operands) == [1, 0]
+    assert calls(graded(), *operands) == GRADED
+    assert calls(graded(), *operands, platform="cpu") == {}
+    assert calls(jax.checkpoint(loss), *operands) == FORWARD
 
 
 @pytest.mark.parametrize(
-    ("operands", "options"),
-    [
-        (drawn(jnp.float32), {}),
-        (drawn(k=100), {}),
-        (drawn(n=84), {}),
-    ],
-    ids=["f32", "K' of 100", "N' of 84"],
+    "operands", [drawn(jnp.float32), drawn(k=100), drawn(n=84)], ids=["f32", "K'", "N'"]
 )
-def test_what_the_kernels_do_not_take_is_plain_jax(operands: Any, options: Any) -> None:
-    assert calls(graded(**options), *operands) == [0, 0]
+def test_what_the_kernels_do_not_take_is_plain_jax(operands: Any) -> None:
+    assert calls(graded(), *operands) == {}
 
 
 @pytest.mark.parametrize(("experts", "taken"), [(1024, True), (1025, False)])
@@ -83,10 +58,10 @@ def test_the_kernels_take_so_many_experts(experts: int, taken: bool) -> None:
 
 
 def test_the_bf16_recipe_takes_the_kernels_for_f32_parameters() -> None:
-    assert calls(graded(recipe=recipes.BF16()), *drawn(jnp.float32)) == [2, 1]
+    assert calls(graded(recipe=recipes.BF16()), *drawn(jnp.float32)) == GRADED
     # f32 gradients times bf16 operands are f32 products.
     wide = graded(recipe=recipes.BF16(), out_dtype=jnp.float32)
-    assert calls(wide, *drawn(jnp.float32)) == [1, 0]
+    assert calls(wide, *drawn(jnp.float32)) == FORWARD
 
 
 @pytest.mark.parametrize("half", [64, 40])
@@ -98,8 +73,8 @@ def test_the_kernels_read_and_make_a_pair_where_it_lies(
     lhs, rhs, bias = drawn(n=2 * half)
     pair = (rhs[..., :half], rhs[..., half:])
     operands = (lhs, pair, bias.reshape(8, 2, half))
-    assert calls(graded(), *operands) == [2, 1]
-    text = jax.jit(graded()).trace(*operands).lower(lowering_platforms=("cuda",)).as_text()
+    assert calls(graded(), *operands) == GRADED
+    text = lowered(graded(), *operands)
     copied = half % 64 != 0
     one = f"tensor<8x104x{2 * half}xbf16>", f"tensor<8x104x2x{half}xbf16>"
     assert any(array in text for array in one) == copied
@@ -109,7 +84,7 @@ def test_the_kernels_read_and_make_a_pair_where_it_lies(
 
 def test_gpus_of_another_kind_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(platform, "_has_kernels", lambda capability: capability != "8.0")
-    of_each = (("9.0", "9.0"), [2, 1]), (("9.0", "8.0"), [0, 0]), (("9.0", "10.0"), [0, 0])
+    of_each = (("9.0", "9.0"), GRADED), (("9.0", "8.0"), {}), (("9.0", "10.0"), {})
     for found, wanted in of_each:
         monkeypatch.setattr(platform, "register_for_gpus", lambda found=found: found)
         assert calls(graded(), *drawn(n=40 + 8 * len(set(found)))) == wanted
@@ -117,39 +92,24 @@ def test_gpus_of_another_kind_are_left_alone(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_rows_of_no_group_get_a_gradient_of_zero_unless_nobody_looks() -> None:
     _, rhs, _ = drawn()
-    grad = jnp.zeros((*SIZES.shape[:1], 104, rhs.shape[-1]), rhs.dtype)
+    grad = jnp.zeros((2, 192, rhs.shape[-1]), rhs.dtype)
     for clear in (True, False):
         static = gemm_plain.Gemm(rhs.dtype, clear_slack=clear)
-        run = jax.jit(functools.partial(gemm_plain.data_grad, static))
-        text = run.trace(grad, rhs, SIZES).lower(lowering_platforms=("cuda",)).as_text()
+        text = lowered(functools.partial(gemm_plain.data_grad, static), grad, rhs, SIZES)
         assert f"clear_slack = {int(clear)} : i64, data_grad = 1" in text
 
 
 def test_without_the_library_every_program_is_plain_jax(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(platform, "installed", lambda: False)
-    assert calls(graded(), *drawn(k=136)) == [0, 0]
+    assert calls(graded(), *drawn(k=136)) == {}
 
 
 @pytest.mark.parametrize("checked", [True, False], ids=["check_vma", "unchecked"])
 def test_a_shard_map_of_the_user_gives_the_same_numbers(checked: bool) -> None:
-    mesh, spec = fakes.mesh_of({"ep": 2}), PartitionSpec("ep")
-    lhs, rhs, bias = drawn()
-
-    def part(lhs: Any, rhs: Any, bias: Any, sizes: Any) -> Any:
-        return ep.grouped_gemm(lhs, rhs, sizes, bias=bias)
-
-    spread = jax.shard_map(part, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=checked)
-
-    def both(lhs: Any, rhs: Any, bias: Any) -> Any:
-        out, pull = jax.vjp(lambda *args: spread(*args, SIZES), lhs, rhs, bias)
-        return out, pull(jnp.cos(out))
-
-    def whole(lhs: Any, rhs: Any, bias: Any) -> Any:
-        out, pull = jax.vjp(lambda *args: part(*args, SIZES), lhs, rhs, bias)
-        return out, pull(jnp.cos(out))
-
-    assert calls(both, lhs, rhs, bias) == [2, 1]
-    got, want = jax.jit(both)(lhs, rhs, bias), jax.jit(whole)(lhs, rhs, bias)
+    operands, run = drawn(), spread(checked)
+    assert calls(run, *operands) == GRADED
+    whole = pulled(lambda lhs, rhs, bias: ep.grouped_gemm(lhs, rhs, SIZES, bias=bias))
+    got, want = jax.jit(run)(*operands), jax.jit(whole)(*operands)
     jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
@@ -174,6 +134,6 @@ def test_a_weight_gradient_is_rounded_where_it_is_summed() -> None:
 
     made = [eqn.outvars[0].aval for eqn in jax.make_jaxpr(run)(lhs, rhs).eqns]
     assert made[-1].dtype == jnp.bfloat16
-    text = jax.jit(graded()).trace(*drawn()).lower(lowering_platforms=("cuda",)).as_text()
+    text = lowered(graded(), *drawn())
     line = next(line for line in text.splitlines() if "@ep_grouped_gemm_dw_v1(" in line)
     assert line.rstrip().endswith("-> tensor<8x104x88xbf16>")

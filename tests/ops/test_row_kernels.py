@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from ops.kernel_programs import lowered
 
 import ep_runtime as ep
 from ep_runtime_client.ops.activation import function
@@ -31,10 +32,6 @@ BF16 = jnp.dtype(jnp.bfloat16)
 def _available(monkeypatch: pytest.MonkeyPatch, forgotten: None) -> None:
     """No GPU need be there to lower for one."""
     monkeypatch.setattr(serve, "available", lambda: True)
-
-
-def lowered(function: Any, *operands: Any, platform: str = "cuda") -> str:
-    return jax.jit(function).trace(*operands).lower(lowering_platforms=(platform,)).as_text()
 
 
 def calls(function: Any, *operands: Any, platform: str = "cuda") -> list[str]:

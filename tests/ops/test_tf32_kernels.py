@@ -3,13 +3,14 @@ given makes the products. Stand-ins multiply in NumPy what the calls' own words 
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from ops import kernel_programs
+from ops.kernel_programs import SIZES, calls, graded, loss
 from ops.test_fp8_kernels import ranges, transpose_rows, wide_rows
 
 import ep_runtime as ep
@@ -18,8 +19,6 @@ from ep_runtime_client.ops.gemm import plain as gemm_plain
 from ep_runtime_client.ops.kernels import platform
 from ep_runtime_client.ops.quantize.pair import Pair
 
-SIZES = np.int32([[5, 0, 40, 3], [1, 33, 2, 130]])
-TARGETS = (*kernels_16.TARGETS, *kernels_32.TARGETS, *kernels_8.TARGETS)
 GRADED = {
     "ep_grouped_gemm_v1": 2,
     "ep_tf32_grouped_gemm_dw_v1": 1,
@@ -33,31 +32,8 @@ def _installed(monkeypatch: pytest.MonkeyPatch, forgotten: None) -> None:
     monkeypatch.setattr(platform, "installed", lambda: True)
 
 
-def drawn(k: int = 36, n: tuple[int, ...] = (2, 14), experts: int = 8, dtype: Any = None) -> Any:
-    rng = np.random.default_rng(0)
-    shapes = ((2, 192, k), (experts, k, *n), (experts, *n))
-    lhs, rhs, bias = (rng.standard_normal(shape).astype(dtype or np.float32) for shape in shapes)
-    for slab, used in enumerate(SIZES.sum(-1)):
-        lhs[slab, used:] = np.nan
-    return lhs, rhs, bias
-
-
-def loss(lhs: Any, rhs: Any, bias: Any, **options: Any) -> Any:
-    mine = jnp.arange(lhs.shape[1]) < SIZES.sum(-1)[:, None]
-    out = ep.grouped_gemm(lhs, rhs, SIZES, bias=bias, **options)
-    mine = mine.reshape(*mine.shape, *([1] * (out.ndim - 2)))
-    return jnp.sin(jnp.where(mine, out, 0).astype(jnp.float32)).sum()
-
-
-def graded(**options: Any) -> Any:
-    return jax.grad(functools.partial(loss, **options), argnums=(0, 1, 2))
-
-
-def calls(function: Any, *operands: Any, platform: str = "cuda") -> dict[str, int]:
-    """How often which of TARGETS are in the program."""
-    text = jax.jit(function).trace(*operands).lower(lowering_platforms=(platform,)).as_text()
-    found = {name: text.count(f"@{name}(") for name in TARGETS}
-    return {name: count for name, count in found.items() if count}
+def drawn(k: int = 36, n: tuple[int, ...] = (2, 14), dtype: Any = np.float32, **more: Any) -> Any:
+    return kernel_programs.drawn(k, n, dtype, **more)
 
 
 def test_gpus_get_the_kernels_and_cpus_do_not() -> None:
