@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import custom_calls
@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from block_ways import Ways
+from jax.extend.core import jaxprs_in_params
 from jax.sharding import NamedSharding, PartitionSpec
 
 import ep_runtime as ep
@@ -34,13 +35,16 @@ FREE = {
 }
 
 
-def scanned(group: fakes.LocalGroup, recipe: Any = None, dtype: Any = jnp.float32) -> Any:
+def scanned(
+    group: fakes.LocalGroup, recipe: Any = None, dtype: Any = jnp.float32, weights_at: Any = None
+) -> Any:
     """Value and gradients of scanned blocks, rematerialized; and shapes of its operands."""
     stack = group.register_layer_stack("moe", COUNT, top_k=TOP_K)
 
     def loss(x: Any, params: Any) -> Any:
         def step(x: Any, each: Any) -> Any:
-            return x + ep.moe(stack[each[0]], x, each[1], recipe=recipe)[0], None
+            options = {"recipe": recipe, "weights_at": weights_at}
+            return x + ep.moe(stack[each[0]], x, each[1], **options)[0], None
 
         kept = jax.checkpoint(step, policy=ep.remat_policy(("ep_plan", "ep_recv", "ep_wi")))
         return jax.lax.scan(kept, x, (jnp.arange(COUNT), params))[0].astype(jnp.float32).sum()
@@ -133,6 +137,36 @@ def test_gpus_that_map_windows_get_block_calls(
     calls = custom_calls.traced(jaxpr, "cuda")
     moved = {"ep_dispatch_v1", "ep_combine_v1"}  # by block calls themselves
     assert {*calls} & (moved | {*block.TARGETS}) == ({*block.TARGETS} if taken else moved)
+
+
+def equations(jaxpr: Any) -> Iterator[Any]:
+    for equation in jaxpr.eqns:
+        yield equation
+        for inner in jaxprs_in_params(equation.params):
+            yield from equations(inner)
+
+
+@pytest.mark.usefixtures("_as_with_gpus")
+@pytest.mark.parametrize("transport", ["nvlink", "nccl/1", "xla"])
+@pytest.mark.parametrize(
+    ("recipe", "weights_at"),
+    [(None, "output"), (ep.recipes.TensorScaling(), "hidden"), (ep.recipes.MXFP8(), "output")],
+    ids=repr,
+)
+def test_no_empty_array_crosses_a_shard_map(
+    make_group: Callable[..., fakes.LocalGroup], transport: str, recipe: Any, weights_at: Any
+) -> None:
+    """One that does ends the process in XLA's partitioner: `bound` in `ops/kernels/ffi.py`."""
+    group = make(make_group, axes={"ep": 2}, transport=transport, partitioning="shard_map")
+    run, operands = scanned(group, recipe, jnp.bfloat16, weights_at)
+    found = list(equations(run.trace(*operands).jaxpr.jaxpr))
+    maps = [each for each in found if each.primitive.name == "shard_map"]
+    calls = [each for each in found if each.primitive.name == "ffi_call"]
+    assert len(maps) >= 5
+    assert any(0 in x.aval.shape for each in calls for x in each.invars)
+    for each in maps:
+        crossing = [x.aval for x in (*each.invars, *each.outvars) if 0 in x.aval.shape]
+        assert not crossing, each.source_info
 
 
 def test_a_call_too_many_or_too_few_is_found() -> None:
