@@ -53,7 +53,7 @@ def test_operands_that_lie_elsewhere_are_named_with_the_op(group: fakes.LocalGro
     assert found(direct) == found(after) == [("all-to-all", "dispatch", "reshard")]
     assert direct.collectives[0].layer == "blocks.3.moe"
     assert direct.collectives[0].bytes == 4 * 16 * 4
-    assert "does not lie as the group wants it" in str(direct)
+    assert "is not sharded as the group needs it" in str(direct)
     crossed = put(group, P(("ep", "dp")), *draw())
     assert found(ep.explain(lambda *args: loss(layer, *args), *crossed)) == [
         ("collective-permute", "dispatch", "reshard"),

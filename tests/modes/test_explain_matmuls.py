@@ -76,8 +76,8 @@ def test_a_quantized_gemm_names_every_collective(make_group: MakeGroup, partitio
         ("all-reduce", "grouped_quantize", "amax"),
         ("reduce-scatter", "grouped_gemm", "sum"),
     }
-    assert "gathered off them; these are its 1-byte data" in whys(seen, "all-gather", "own")
-    assert "left there" in whys(seen, "reduce-scatter", "sum")
+    assert "gathered over them; these are its 1-byte data" in whys(seen, "all-gather", "own")
+    assert "stays sharded" in whys(seen, "reduce-scatter", "sum")
     sums = whys(seen, "all-reduce", "sum").splitlines()
     assert len(sums) == 2  # d_weight over dp, d_rows over tp
     assert all("a weight's over the outer axes" in why for why in sums)
@@ -124,7 +124,7 @@ def test_plain_weights_over_fsdp_are_gathered_by_the_op(make_group: MakeGroup) -
         lambda *args: ep.grouped_gemm(*args, layer=layer), *operands(group, P("ep", "fsdp"))
     )
     assert found(seen) == [("all-gather", "grouped_gemm", "own")]
-    assert "a weight lies over outer axes" in str(seen)
+    assert "a weight is sharded over outer axes" in str(seen)
 
 
 def test_matmuls_that_are_alike_have_the_names_of_their_blocks(make_group: MakeGroup) -> None:

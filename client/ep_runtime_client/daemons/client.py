@@ -50,7 +50,7 @@ class DaemonClient:
 
     Attributes:
         job: namespace of the session's groups.
-        timeout_s: how long calls that wait for others wait.
+        timeout_s: longest wait of a call for other processes.
         pid: of the process that connected.
         session: the `Session` that users have.
     """

@@ -67,17 +67,17 @@ _OWN = {
     "stats": "the statistics sum over the global batch",
 }
 _RESHARD = {
-    "experts": "an expert weight, its gradient, or the rows do not lie on dim 0 over the ep axes",
+    "experts": "an expert weight, its gradient or the rows are not sharded over ep on dim 0",
     "router": "logits or the router's weights are resharded",
 }
 _MATMUL = frozenset({"grouped_gemm", "grouped_quantize", "dense", "block", "block_bwd"})
 _AMAX = "the amax of a scale is the largest over the axes that split the values which share it"
-_GATHERED = "a weight lies over outer axes, which split the tokens: it is gathered off them"
+_GATHERED = "a weight is sharded over outer axes, which split the tokens: it is gathered over them"
 _GATHERED_BEFORE = (
-    "an operand is gathered before the op: a weight that lies over outer axes, or rows that do not "
-    "lie as the group wants them"
+    "an operand is gathered before the op: a weight sharded over outer axes, or rows not sharded "
+    "as the group needs them"
 )
-_MOVED_BEFORE = "an operand or a result does not lie as the sharding rules take it"
+_MOVED_BEFORE = "an operand or a result is not sharded as the sharding rules need it"
 _FORWARD_SUM = "products are added up over the axes that split the contracted dim K'"
 _BACKWARD_SUM = (
     "gradients are added up: a weight's over the outer axes that share it, the rows' over the axes "
@@ -87,9 +87,7 @@ _COPIED = (
     "weights of experts go to slots for their copies, and gradients come home (spare_experts), or "
     'rows move on transport "xla" and between nodes'
 )
-_SCATTERED = (
-    "a weight's gradient is added up over the outer axes that the weight lies on, and left there"
-)
+_SCATTERED = "a weight's gradient is added up over the weight's outer axes, and stays sharded"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,7 +99,7 @@ class Collective:
         op: prepare, dispatch, combine, dispatch_bwd, combine_bwd, block, block_bwd, grouped_gemm,
             grouped_quantize, dense, router, aux_loss or stats; "experts" for the rest
             of `moe`.
-        layer: the layer's name (for a stack that of its layer 0), with "." for "/"; "-" without a
+        layer: the layer's name (layer 0's name for a stack), with "." for "/"; "-" without a
             layer.
         cause: "own" (the op consists of it), "sum" (it adds up partial results), "amax" (a scale
             needs the largest value of all devices) or "reshard". A reshard changes an operand or a
@@ -128,7 +126,7 @@ class MoEPath:
     """Says how `moe` runs the experts of one layer, and why.
 
     Attributes:
-        layer: the layer's name (for a stack that of its layer 0), with "." for "/".
+        layer: the layer's name (layer 0's name for a stack), with "." for "/".
         path: the body that runs them: "cuda" or "cuda_nodes" (one custom call forward and one
             backward), or "composed" (separate ops, on arrays that have room for the worst case).
         why: the reason for "composed"; empty for the others.
@@ -309,7 +307,7 @@ def _why(op: str, kind: str, written: bool) -> tuple[str, str]:
             'JAX collectives move rows on transport "xla" and between nodes of a group, and plan '
             "copies of experts"
         )
-    wanted = "an operand or a result does not lie as the group wants it: the token axes on its "
+    wanted = "an operand or a result is not sharded as the group needs it: token axes on its "
     return "reshard", _RESHARD.get(op, wanted + "leading dims, every other dim whole")
 
 

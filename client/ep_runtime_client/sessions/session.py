@@ -28,7 +28,7 @@ class Session:
 
     Attributes:
         job: namespace of the session's groups.
-        timeout_s: how long calls that wait for others wait.
+        timeout_s: longest wait of a call for other processes.
     """
 
     def __init__(self, opened: OpenSession) -> None:
