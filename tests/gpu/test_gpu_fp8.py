@@ -12,18 +12,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from gpu import gemm_programs
+from gpu.gemm_programs import SIZES, graded, loss, multiply, same_every_time, scanned, spread
 from gpu.jobs.layouts import TRIAL
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ops import grouped_cases as cases
 
-import ep_runtime as ep
 from ep_runtime_client.ops.gemm import kernels_8, kernels_16
 from ep_runtime_client.ops.gemm import plain as gemm_plain
 from ep_runtime_client.ops.quantize import plain as quantize_plain
 from ep_runtime_client.ops.quantize.formats import recipes
 from ep_runtime_client.ops.quantize.rounding import quantize_tiles
 
-_AGAIN = 20
 _RECIPES = {
     "tensor": recipes.TensorScaling(),
     "tensor, e4m3 gradients": recipes.TensorScaling(gradient_dtype="float8_e4m3fn"),
@@ -159,58 +158,22 @@ def test_products_are_those_of_cpu_for_any_sizes(
             np.testing.assert_array_equal(mine[kept], before[kept])
 
 
-# What follows runs whole programs: rows [R, C, K'], two experts a slab.
-_RANKS, _ROWS, _IN, _OUT = 4, 96, 128, 128
-_SIZES = np.int32([[5, 80], [0, 33], [96, 0], [0, 0]])
-
-
-def _drawn() -> tuple[Any, Any, Any, Any]:
-    rng = np.random.default_rng(1)
-    x = rng.standard_normal((_RANKS, _ROWS, _IN)).astype(jnp.bfloat16)
-    for slab, used in enumerate(_SIZES.sum(-1)):
-        x[slab, used:] = np.nan
-    kernel = (rng.standard_normal((2 * _RANKS, _IN, _OUT)) / 8).astype(jnp.bfloat16)
-    bias = rng.standard_normal((2 * _RANKS, _OUT)).astype(jnp.bfloat16)
-    return x, kernel, bias, _SIZES
-
-
-def _loss(multiply: Any, x: Any, kernel: Any, bias: Any, sizes: Any) -> Any:
-    out = multiply(x, kernel, sizes, bias)
-    mine = jnp.arange(x.shape[1]) < sizes.sum(-1)[:, None]
-    return jnp.sin(jnp.where(mine[..., None], out, 0).astype(jnp.float32)).sum()
-
-
-def _multiply(recipe: Any, x: Any, kernel: Any, sizes: Any, bias: Any) -> Any:
-    return ep.grouped_gemm(x, kernel, sizes, bias=bias, recipe=recipe)
-
-
-def _scanned(recipe: Any, x: Any, kernel: Any, sizes: Any, bias: Any) -> Any:
-    """Three times in a row, with remat."""
-
-    def step(x: Any, scale: Any) -> Any:
-        return jnp.tanh(_multiply(recipe, x, kernel * scale, sizes, bias)), None
-
-    scales = jnp.asarray([1, 0.5, 2], jnp.bfloat16)
-    return jax.lax.scan(jax.checkpoint(step), x, scales)[0]
+# What follows runs whole programs.
+_drawn = functools.partial(gemm_programs.drawn, 128)
 
 
 @_EACH
 @pytest.mark.parametrize(
     ("program", "limits"),
-    [(_multiply, _ONE), (_scanned, _THREE)],
+    [(multiply, _ONE), (scanned, _THREE)],
     ids=["plain", "scan with remat"],
 )
 def test_programs_give_what_they_give_on_cpu_every_time(
     gpus: list[Any], program: Any, limits: tuple[float, float], recipe: Any
 ) -> None:
-    loss = functools.partial(_loss, functools.partial(program, recipe))
-    run = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2)))
-    operands = jax.device_put(_drawn(), gpus[0])
-    got = jax.block_until_ready(run(*operands))
+    run = graded(functools.partial(program, recipe=recipe))
+    got = same_every_time(run, jax.device_put(_drawn(), gpus[0]))
     _compare(got, run(*jax.device_put(_drawn(), jax.devices("cpu")[0])), limits)
-    for _ in range(_AGAIN):  # replays what was captured
-        again = run(*operands)
-    jax.tree.map(np.testing.assert_array_equal, jax.block_until_ready(again), got)
 
 
 def _compare(got: Any, want: Any, limits: tuple[float, float] = _ONE) -> None:
@@ -226,7 +189,7 @@ def _compare(got: Any, want: Any, limits: tuple[float, float] = _ONE) -> None:
         norm = limits[1] * max(float(np.linalg.norm(theirs)), 1e-9)
         np.testing.assert_allclose(mine, theirs, rtol=0, atol=single, err_msg=name)
         np.testing.assert_array_less(np.linalg.norm(mine - theirs), norm, err_msg=name)
-    for slab, used in enumerate(_SIZES.sum(-1)):
+    for slab, used in enumerate(SIZES.sum(-1)):
         np.testing.assert_array_equal(np.asarray(got[1][0])[slab, used:], 0)
 
 
@@ -234,28 +197,16 @@ def _compare(got: Any, want: Any, limits: tuple[float, float] = _ONE) -> None:
 @pytest.mark.parametrize("mode", ["shard_map", "rule"])
 def test_spread_over_gpus(gpus: list[Any], mode: str, recipe: Any) -> None:
     """Slabs and experts lie on all of them."""
-    mesh, spec = Mesh(np.array(gpus), ("ep",)), PartitionSpec("ep")
-    multiply = functools.partial(_multiply, recipe)
-    loss: Any = functools.partial(_loss, multiply)
-
-    def part(*blocks: Any) -> Any:
-        return jax.lax.psum(_loss(multiply, *blocks), "ep")
-
-    if mode == "shard_map":
-        loss = jax.shard_map(part, mesh=mesh, in_specs=spec, out_specs=PartitionSpec())
-    put = [jax.device_put(x, NamedSharding(mesh, spec)) for x in _drawn()]
-    run = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2)))
-    got = jax.block_until_ready(run(*put))
-    alone = jax.jit(jax.value_and_grad(functools.partial(_loss, multiply), argnums=(0, 1, 2)))
-    _compare(got, alone(*jax.device_put(_drawn(), jax.devices("cpu")[0])))
-    jax.tree.map(np.testing.assert_array_equal, jax.block_until_ready(run(*put)), got)
+    product = functools.partial(multiply, recipe=recipe)
+    want = graded(product)(*jax.device_put(_drawn(), jax.devices("cpu")[0]))
+    _compare(spread(gpus, mode, product, _drawn()), want)
 
 
 @_ON_GPUS
 @_EACH
 def test_compiled_programs_hold_the_calls(gpus: list[Any], recipe: Any) -> None:
-    loss = functools.partial(_loss, functools.partial(_multiply, recipe))
-    run = jax.jit(jax.grad(loss, argnums=(0, 1)))
+    product = functools.partial(multiply, recipe=recipe)
+    run = jax.jit(jax.grad(functools.partial(loss, product), argnums=(0, 1)))
     text = run.lower(*jax.device_put(_drawn(), gpus[0])).compile().as_text()
     products = (*kernels_8.TARGETS[:2], *kernels_16.TARGETS)
     found = sum(text.count(f'custom_call_target="{name}"') for name in products)

@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from gpu import gemm_programs
+from gpu.gemm_programs import SIZES, graded, loss, multiply, same_every_time, scanned, spread
 from gpu.jobs.layouts import TRIAL
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ops import grouped_cases as cases
@@ -21,7 +23,6 @@ from ep_runtime_client.ops.activation.function import Activation
 from ep_runtime_client.ops.gemm import kernels_16, kernels_32
 from ep_runtime_client.ops.gemm import plain as gemm_plain
 
-_AGAIN = 20
 # Of the largest value: the result's own rounding, and f32 sums in another order.
 _ROUNDING = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 0.0}
 _SUMS = 1e-5
@@ -133,16 +134,13 @@ def _f64(given: cases.Operands, sizes: Any) -> Any:
 
 @pytest.mark.usefixtures("tf32")
 @pytest.mark.parametrize("precision", ["default", "highest"])
-def test_f32_programs_multiply_in_tf32_where_they_may(gpus: list[Any], precision: str) -> None:
+def test_f32_programsmultiply_in_tf32_where_they_may(gpus: list[Any], precision: str) -> None:
     x, kernel, bias = (a.astype(np.float32) for a in _drawn()[:3])
-    run = jax.jit(jax.value_and_grad(functools.partial(_loss, _scanned), argnums=(0, 1, 2)))
+    run = graded(scanned)
     with jax.default_matmul_precision(precision):
-        operands = _on(gpus[0], x, kernel, bias, _SIZES)
-        got = jax.block_until_ready(run(*operands))
-        _compare(got, run(*_on(jax.devices("cpu")[0], x, kernel, bias, _SIZES)))
-        for _ in range(_AGAIN):  # replays what was captured
-            again = run(*operands)
-        jax.tree.map(np.testing.assert_array_equal, jax.block_until_ready(again), got)
+        operands = _on(gpus[0], x, kernel, bias, SIZES)
+        got = same_every_time(run, operands)
+        _compare(got, run(*_on(jax.devices("cpu")[0], x, kernel, bias, SIZES)))
         text = run.lower(*operands).compile().as_text()
     wanted = (kernels_16.TARGETS[0], *kernels_32.TARGETS)
     found = [f'custom_call_target="{name}"' in text for name in wanted]
@@ -189,58 +187,21 @@ def _assert_near(got: Any, want: Any, tolerance: float, note: str = "") -> None:
     np.testing.assert_allclose(got, want, rtol=0, atol=tolerance, err_msg=note)
 
 
-# What follows runs whole programs: rows [R, C, K'], two experts a slab.
-_RANKS, _ROWS, _IN, _OUT = 4, 96, 64, 64
-_SIZES = np.int32([[5, 80], [0, 33], [96, 0], [0, 0]])
-
-
-def _drawn() -> tuple[Any, Any, Any, Any]:
-    rng = np.random.default_rng(1)
-    x = rng.standard_normal((_RANKS, _ROWS, _IN)).astype(jnp.bfloat16)
-    for slab, used in enumerate(_SIZES.sum(-1)):
-        x[slab, used:] = np.nan
-    kernel = (rng.standard_normal((2 * _RANKS, _IN, _OUT)) / 8).astype(jnp.bfloat16)
-    bias = rng.standard_normal((2 * _RANKS, _OUT)).astype(jnp.bfloat16)
-    return x, kernel, bias, _SIZES
-
-
-def _loss(multiply: Any, x: Any, kernel: Any, bias: Any, sizes: Any) -> Any:
-    out = multiply(x, kernel, sizes, bias)
-    mine = jnp.arange(x.shape[1]) < sizes.sum(-1)[:, None]
-    return jnp.sin(jnp.where(mine[..., None], out, 0).astype(jnp.float32)).sum()
-
-
-def _multiply(x: Any, kernel: Any, sizes: Any, bias: Any, **options: Any) -> Any:
-    return ep.grouped_gemm(x, kernel, sizes, bias=bias, **options)
-
-
-def _scanned(x: Any, kernel: Any, sizes: Any, bias: Any) -> Any:
-    """Three times in a row, with remat."""
-
-    def step(x: Any, scale: Any) -> Any:
-        return jnp.tanh(_multiply(x, kernel * scale, sizes, bias)), None
-
-    scales = jnp.asarray([1, 0.5, 2], x.dtype)
-    return jax.lax.scan(jax.checkpoint(step), x, scales)[0]
-
-
+# What follows runs whole programs.
+_drawn = functools.partial(gemm_programs.drawn, 64)
 _PROGRAMS = {
-    "plain": _multiply,
-    "remat": jax.checkpoint(_multiply),
-    "scan with remat": _scanned,
-    "f32 out": functools.partial(_multiply, out_dtype=jnp.float32),
+    "plain": multiply,
+    "remat": jax.checkpoint(multiply),
+    "scan with remat": scanned,
+    "f32 out": functools.partial(multiply, out_dtype=jnp.float32),
 }
 
 
-@pytest.mark.parametrize("multiply", _PROGRAMS.values(), ids=_PROGRAMS)
-def test_programs_give_what_they_give_on_cpu_every_time(gpus: list[Any], multiply: Any) -> None:
-    run = jax.jit(jax.value_and_grad(functools.partial(_loss, multiply), argnums=(0, 1, 2)))
-    operands = _on(gpus[0], *_drawn())
-    got = jax.block_until_ready(run(*operands))
+@pytest.mark.parametrize("product", _PROGRAMS.values(), ids=_PROGRAMS)
+def test_programs_give_what_they_give_on_cpu_every_time(gpus: list[Any], product: Any) -> None:
+    run = graded(product)
+    got = same_every_time(run, _on(gpus[0], *_drawn()))
     _compare(got, run(*_on(jax.devices("cpu")[0], *_drawn())))
-    for _ in range(_AGAIN):  # replays what was captured
-        again = run(*operands)
-    jax.tree.map(np.testing.assert_array_equal, jax.block_until_ready(again), got)
 
 
 def _compare(got: Any, want: Any) -> None:
@@ -249,14 +210,14 @@ def _compare(got: Any, want: Any) -> None:
     for name, mine, theirs in zip(("x", "kernel", "bias"), got[1], want[1], strict=True):
         largest = float(np.abs(np.asarray(theirs, np.float64)).max())
         _assert_near(mine, theirs, 2.0**-5 * largest, name)
-    for slab, used in enumerate(_SIZES.sum(-1)):
+    for slab, used in enumerate(SIZES.sum(-1)):
         np.testing.assert_array_equal(np.asarray(got[1][0])[slab, used:], 0)
 
 
 def test_compiled_programs_hold_the_calls_and_choose_nothing_at_run_time(gpus: list[Any]) -> None:
     if TRIAL:
         pytest.skip("the calls are those of GPUs")
-    run = jax.jit(jax.grad(functools.partial(_loss, _multiply), argnums=(0, 1)))
+    run = jax.jit(jax.grad(functools.partial(loss, multiply), argnums=(0, 1)))
     text = run.lower(*_on(gpus[0], *_drawn())).compile().as_text()
     assert [text.count(f'custom_call_target="{name}"') for name in kernels_16.TARGETS] == [2, 1]
     assert " conditional(" not in text
@@ -264,7 +225,7 @@ def test_compiled_programs_hold_the_calls_and_choose_nothing_at_run_time(gpus: l
 
 def test_other_buffers_than_those_that_were_captured(gpus: list[Any]) -> None:
     """Addresses are in what a command buffer holds: new ones must get there."""
-    run = jax.jit(jax.grad(functools.partial(_loss, _multiply), argnums=(0, 1)))
+    run = jax.jit(jax.grad(functools.partial(loss, multiply), argnums=(0, 1)))
     x, kernel, bias, sizes = _drawn()
     x[np.isnan(x)] = 0  # other rows belong to groups each time
     kept = []
@@ -279,29 +240,10 @@ def test_other_buffers_than_those_that_were_captured(gpus: list[Any]) -> None:
             _assert_near(mine, theirs, 2.0**-5 * largest, f"turn {turn}")
 
 
-def _sharded(gpus: list[Any], mode: str) -> Any:
-    """value and gradients of the loss with slabs and experts spread over the GPUs."""
-    mesh = Mesh(np.array(gpus), ("ep",))
-    spec = PartitionSpec("ep")
-    put = [jax.device_put(x, NamedSharding(mesh, spec)) for x in _drawn()]
-    loss: Any = functools.partial(_loss, _multiply)
-
-    def part(*blocks: Any) -> Any:
-        return jax.lax.psum(_loss(_multiply, *blocks), "ep")
-
-    if mode == "shard_map":
-        loss = jax.shard_map(part, mesh=mesh, in_specs=spec, out_specs=PartitionSpec())
-    run = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2)))
-    return jax.block_until_ready(run(*put))
-
-
 @pytest.mark.parametrize("mode", ["shard_map", "rule"])
 def test_spread_over_gpus(gpus: list[Any], mode: str) -> None:
-    run = jax.jit(jax.value_and_grad(functools.partial(_loss, _multiply), argnums=(0, 1, 2)))
-    want = run(*_on(jax.devices("cpu")[0], *_drawn()))
-    got = _sharded(gpus, mode)
-    _compare(got, want)
-    jax.tree.map(np.testing.assert_array_equal, _sharded(gpus, mode), got)
+    want = graded(multiply)(*_on(jax.devices("cpu")[0], *_drawn()))
+    _compare(spread(gpus, mode, multiply, _drawn()), want)
 
 
 def test_known_layouts_and_a_weight_that_is_gathered(gpus: list[Any]) -> None:
@@ -314,7 +256,7 @@ def test_known_layouts_and_a_weight_that_is_gathered(gpus: list[Any]) -> None:
     put = [jax.device_put(a, rows) for a in (x, sizes)]
 
     def grads(x: Any, kernel: Any, sizes: Any) -> Any:
-        run = functools.partial(_loss, lambda x, k, s, _: ep.grouped_gemm(x, k, s))
+        run = functools.partial(loss, lambda x, k, s, _: ep.grouped_gemm(x, k, s))
         return jax.grad(run, argnums=(0, 1))(x, kernel, None, sizes)
 
     got = grads(put[0], jax.device_put(kernel, columns), put[1])
