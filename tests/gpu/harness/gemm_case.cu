@@ -30,12 +30,9 @@ __global__ void Fill(void* data, FloatType type, int64_t rows, int64_t width, ui
   }
 }
 
-__global__ void CompareAll(Check c, int64_t elements, int width, int64_t stride, Mismatch* result) {
+__global__ void CompareAll(Check c, int64_t elements, int width, Mismatch* result) {
   const int64_t step = int64_t{gridDim.x} * blockDim.x;
-  for (int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; i * stride < elements;
-       i += step) {
-    // Spread the sample over tiles: its neighbours are a prime's distance apart.
-    const int64_t at = stride == 1 ? i : (i * stride + Hash(i, 5) % stride) % elements;
+  for (int64_t at = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; at < elements; at += step) {
     Sum sum;
     const bool owned = Expect(c, at / width, static_cast<int>(at % width), &sum);
     const float got = LoadFloat(c.out, c.out_type, at);
@@ -93,7 +90,6 @@ Layout LayOut(const GemmCase& c) {
         layout.row_group[int64_t{slab} * c.slab_rows + start + r] = group;
       }
       start += size;
-      layout.total += size;
     }
   }
   return layout;
@@ -309,7 +305,7 @@ cudaError_t Data::Launch(cudaStream_t stream) const {
   return cudaSuccess;
 }
 
-Mismatch Data::Compare(int64_t stride) {
+Mismatch Data::Compare() {
   const GemmCase& c = case_;
   const bool backward = c.product == GemmProduct::kDataGrad;
   const double sums = c.whole_numbers ? 0 : c.narrow() ? kPromotedSums : kWideSums;
@@ -322,7 +318,7 @@ Mismatch Data::Compare(int64_t stride) {
   Mismatch result{0, ~0ull, 0, 0, 0, {}, {}};
   CHECK_CUDA(cudaMemcpy(result_, &result, sizeof(result), cudaMemcpyHostToDevice));
   CompareAll<<<kBlocks, kThreads>>>(check, out_elements_, backward ? c.in_features : c.out_features,
-                                    stride, result_);
+                                    result_);
   CHECK_CUDA(cudaMemcpy(&result, result_, sizeof(result), cudaMemcpyDeviceToHost));
   std::vector<uint8_t> guard(kGuardBytes);
   CHECK_CUDA(cudaMemcpy(guard.data(), static_cast<uint8_t*>(out_) + out_bytes_, kGuardBytes,

@@ -50,6 +50,8 @@ const char* Name(Kind kind) {
   return "?";
 }
 
+namespace {
+
 GemmCase Tuned(GemmCase c) {
   ec::GroupedGemmParams params{};
   params.product = c.product;
@@ -84,8 +86,6 @@ GemmCase MakeCase(const char* name, GemmProduct product, std::vector<int> sizes,
   }
   return Tuned(c);
 }
-
-namespace {
 
 // Features must be multiples of 16 bytes of operands.
 int Multiple(Kind kind) { return kind == Kind::kWide ? 8 : kind == Kind::kTf32 ? 4 : 16; }

@@ -19,11 +19,6 @@ const char* Name(GemmProduct product);
 const char* Name(FloatType type);
 const char* Name(Kind kind);
 
-// Makes a case with the tuning that block calls use for it.
-GemmCase MakeCase(const char* name, GemmProduct product, std::vector<int> sizes, int rows, int in,
-                  int out, Kind kind = Kind::kWide);
-GemmCase Tuned(GemmCase c);
-
 // Shapes that take every way through the kernels, in all types; with `small`, in fewer types.
 std::vector<GemmCase> FixedCases(GemmProduct product, Kind kind, bool small);
 std::vector<GemmCase> RandomCases(Kind kind, int count);

@@ -1,11 +1,10 @@
-// Checks and times the copies that products need.
+// Checks the copies that products need.
 #include <cuda_bf16.h>
 #include <cuda_fp8.h>
 
 #include <algorithm>
 #include <cmath>
 #include <cstring>
-#include <functional>
 #include <random>
 #include <type_traits>
 
@@ -217,32 +216,6 @@ bool CheckDequantize(const RowCase& c, const ScaleCase& s, bool grouped, int num
   return Say("dequantized", number, different);
 }
 
-double MedianMs(const std::function<void()>& launch) {
-  constexpr int kRuns = 9;
-  std::vector<float> times(kRuns);
-  cudaEvent_t begin, end;
-  CHECK_CUDA(cudaEventCreate(&begin));
-  CHECK_CUDA(cudaEventCreate(&end));
-  for (float& time : times) {
-    CHECK_CUDA(cudaEventRecord(begin));
-    launch();
-    CHECK_CUDA(cudaEventRecord(end));
-    CHECK_CUDA(cudaDeviceSynchronize());
-    CHECK_CUDA(cudaEventElapsedTime(&time, begin, end));
-  }
-  cudaEventDestroy(begin);
-  cudaEventDestroy(end);
-  std::sort(times.begin(), times.end());
-  return times[kRuns / 2];
-}
-
-// Prints a copy's speed. `bytes` counts bytes read and bytes written.
-void PrintCopy(const char* what, double bytes, double ceiling,
-               const std::function<void()>& launch) {
-  const double speed = bytes / MedianMs(launch) * 1e-6;
-  std::printf("%-36s %7.1f GB/s  %.2f of a copy\n", what, speed, speed / ceiling);
-}
-
 }  // namespace
 
 int CheckCopies(int* all) {
@@ -268,43 +241,6 @@ int CheckCopies(int* all) {
   std::printf("copies: %d of %d cases failed\n", wrong, number);
   *all += number;
   return wrong;
-}
-
-void TimeCopies() {
-  constexpr int kRows = 32768, kGroups = 32, kIn = 7168, kOut = 4096;
-  const int64_t rows_bytes = int64_t{kRows} * kIn, planes_bytes = int64_t{kGroups} * kIn * kOut;
-  const int64_t line = PaddedSlabRows(kRows, kGroups);
-  uint8_t *from, *to;
-  CHECK_CUDA(cudaMalloc(&from, planes_bytes));
-  CHECK_CUDA(cudaMalloc(&to, 2 * planes_bytes));
-  CHECK_CUDA(cudaMemset(from, 1, planes_bytes));
-  const Mirror<int32_t> sizes(std::vector<int32_t>(kGroups, kRows / kGroups));
-  const Mirror<uint8_t> scales(std::vector<uint8_t>(planes_bytes / 32, 120));
-  const Groups groups{sizes.device, kGroups, kGroups, kGroups, kRows};
-  const double copied = 2.0 * planes_bytes;
-  const double ceiling =
-      copied * 1e-6 / MedianMs([&] {
-        CHECK_CUDA(cudaMemcpyAsync(to, from, planes_bytes, cudaMemcpyDeviceToDevice, nullptr));
-      });
-  std::printf("%-36s %7.1f GB/s\n", "copy", ceiling);
-  PrintCopy("transposed weights", copied, ceiling, [&] {
-    CHECK_CUDA(ec::gemm::LaunchTranspose(nullptr,
-                                         ec::gemm::TransposedPlanes{from, to, kGroups, kIn, kOut}));
-  });
-  if (line * kIn > 2 * planes_bytes) return;
-  PrintCopy("transposed rows", 2.0 * rows_bytes, ceiling, [&] {
-    CHECK_CUDA(
-        ec::gemm::LaunchTranspose(nullptr, ec::gemm::TransposedRows{groups, from, to, 1, kIn}));
-  });
-  ec::gemm::DequantizeParams params{
-      {}, from, FloatType::kE4M3, scales.device, true, kGroups, kIn, kOut, 32, 1, to};
-  PrintCopy("dequantized weights", (3 + 1.0 / 32) * planes_bytes, ceiling,
-            [&] { CHECK_CUDA(ec::gemm::LaunchDequantize(nullptr, params)); });
-  params = {groups, from, FloatType::kE4M3, scales.device, true, 1, kRows, kIn, 1, 32, to};
-  PrintCopy("dequantized rows", (3 + 1.0 / 32) * rows_bytes, ceiling,
-            [&] { CHECK_CUDA(ec::gemm::LaunchDequantize(nullptr, params)); });
-  cudaFree(from);
-  cudaFree(to);
 }
 
 }  // namespace gemm_test

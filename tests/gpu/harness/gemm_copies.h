@@ -8,8 +8,6 @@ namespace gemm_test {
 // Checks copies byte by byte against the host. Returns the number of wrong cases, and adds the
 // number of all cases to `all`.
 int CheckCopies(int* all);
-// Times copies next to a plain copy of as many bytes.
-void TimeCopies();
 
 }  // namespace gemm_test
 

@@ -1,7 +1,6 @@
-// Checks grouped products against sums in f64, and times them next to one product of the same work.
+// Checks grouped products against sums in f64. `ep-runtime bench gemm` times them.
 //
 //   gemm_main check|small [16|8|32|copies]     nothing: all of them
-//   gemm_main time [16|8|32|copies]
 #include <unistd.h>
 
 #include <algorithm>
@@ -10,7 +9,6 @@
 
 #include "gemm_cases.h"
 #include "gemm_copies.h"
-#include "gemm_time.h"
 
 namespace gemm_test {
 namespace {
@@ -66,7 +64,7 @@ bool Run(const GemmCase& c, bool quiet, double* worst) {
     if (ended != cudaSuccess) std::exit(4);
     return false;
   }
-  const Mismatch mismatch = data.Compare(1);
+  const Mismatch mismatch = data.Compare();
   const unsigned long long different = data.RunTwiceAndDiffer(nullptr);
   const unsigned long long in_blocks = data.RunAsInBlocks(nullptr);
   *worst = std::max(*worst, mismatch.worst);
@@ -120,14 +118,6 @@ int CheckAll(bool small, const char* part) {
   return count.wrong > 0 || count.all == 0;
 }
 
-int TimeAll(const char* part) {
-  if (Wants("copies", part)) TimeCopies();
-  if (Wants("16", part)) TimeWide();
-  if (Wants("8", part)) TimeNarrow();
-  if (Wants("32", part)) TimeTf32();
-  return 0;
-}
-
 }  // namespace
 }  // namespace gemm_test
 
@@ -138,7 +128,6 @@ int main(int argc, char** argv) {
   const char* part = argc > 2 ? argv[2] : "";
   if (std::strcmp(what, "check") == 0) return gemm_test::CheckAll(false, part);
   if (std::strcmp(what, "small") == 0) return gemm_test::CheckAll(true, part);
-  if (std::strcmp(what, "time") == 0) return gemm_test::TimeAll(part);
-  std::fprintf(stderr, "unknown: %s (check, small or time)\n", what);
+  std::fprintf(stderr, "unknown: %s (check or small)\n", what);
   return 2;
 }

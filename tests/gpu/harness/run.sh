@@ -3,12 +3,12 @@
 #   tests/gpu/harness/run.sh NAME build      compile only (no GPU needed)
 #   tests/gpu/harness/run.sh block [check|small|time|memcheck|racecheck|all] [ranks]
 #   tests/gpu/harness/run.sh kernels [check|small|time|few|warps|memcheck|racecheck|all] [ranks]
-#   tests/gpu/harness/run.sh gemm [check|small|time|memcheck|dense|all] [16|8|32|copies]
+#   tests/gpu/harness/run.sh gemm [check|small|memcheck|all] [16|8|32|copies]
 #   tests/gpu/harness/run.sh plans [check|all]
 # block: calls that overlap give the bits of calls that do not. kernels: dispatch and combine. gemm: grouped matmuls
-# against sums in f64; `dense` is the same work as one torch.matmul. plans: plans of exchanges between nodes.
+# against sums in f64. plans: plans of exchanges between nodes.
 # Without ranks: one per GPU; more ranks than GPUs share them.
-# Variables: NVCC; PYTHON; BUILD_DIR, the folder of the program and its objects; OBJECTS, a build folder of the CUDA
+# Variables: NVCC; BUILD_DIR, the folder of the program and its objects; OBJECTS, a build folder of the CUDA
 # library, whose objects are linked as they are.
 set -euo pipefail
 cd "$(dirname "$0")/../../.."
@@ -26,9 +26,9 @@ case $name in
     sources=("$cuda"/movement/*/*_kernels.cu csrc/core/memory/plan.cc "$here"/timing.cu)
     known='build check small time few warps memcheck racecheck all' ;;
   gemm)
-    sources=("$cuda"/gemm/*.cu "$cuda"/gemm/*/*.cu "$cuda"/gemm/*.cc "$here"/gemm_{case,copies,time}.cu
+    sources=("$cuda"/gemm/*.cu "$cuda"/gemm/*/*.cu "$cuda"/gemm/*.cc "$here"/gemm_{case,copies}.cu
       "$here"/gemm_cases.cc)
-    known='build check small time memcheck dense all' ;;
+    known='build check small memcheck all' ;;
   plans)
     sources=("$cuda"/nccl/node_plan.cu csrc/core/memory/plan.cc)
     known='build check all' ;;
@@ -66,18 +66,15 @@ if [ "$what" = build ] || ! [ -x "$program" ]; then
   "${nvcc[0]}" -cudart static "${objects[@]}" -o "$program"
 fi
 
-dense() { "${PYTHON:-python3}" tests/gpu/tools/dense_gemm.py; }
 case $what in
   build) ;;
   memcheck | racecheck)
     if [ "$name" != gemm ]; then more=("${more[0]:-2}"); fi
     compute-sanitizer --tool "$what" --error-exitcode 3 "$program" small "${more[@]}"
     ;;
-  dense) dense ;;
   all)
     "$program" check "${more[@]}"
-    if [ "$name" = gemm ]; then dense; fi
-    if [ "$name" != plans ]; then "$program" time "${more[@]}"; fi
+    if [[ " $known " == *" time "* ]]; then "$program" time "${more[@]}"; fi
     ;;
   *) "$program" "$what" "${more[@]}" ;;
 esac
