@@ -6,5 +6,6 @@ from daemon_fixtures import (  # noqa: F401 - fixtures are found by name
     admin,
     daemon,
     directory,
+    run_program,
 )
 from harness import daemon_process, restarted  # noqa: F401 - the same

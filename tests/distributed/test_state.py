@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from daemon_fixtures import WAIT_S, start_daemon, wait_until
+from daemon_fixtures import WAIT_S, WITHOUT_JAX, Program, start_daemon, wait_until
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from multiprocess.launch import CPU, Job, prologue_of
 
@@ -316,6 +316,7 @@ def test_survivors_and_a_restarted_job_have_the_newest_step_of_all(
         for step in (31, 41):
             _tell(job, survivors, "commit", step=step)
             assert _heard(job, survivors) == [{"wrote": step}] * 3
+        wait_until(lambda: len(_buffers(admin)) == 2 * 4, "windows of four are given back")
         for worker in (job.workers[index] for index in survivors):
             worker.kill()
     wait_until(
@@ -332,3 +333,48 @@ def test_survivors_and_a_restarted_job_have_the_newest_step_of_all(
         for worker in job.workers:
             worker.finish()
     wait_until(lambda: not _buffers(admin), "both copies are given back")
+
+
+_COPY = """
+from ep_runtime_client.groups.forming import Claim, form
+from ep_runtime_client.groups.state_copy import HeldCopy, spec_of
+from ep_runtime_client.groups.state_layout import Layout
+client, held = ep.connect(job="tests", timeout_s=60)._open.client, None
+while True:
+    generation, processes, here = hear()
+    if held is not None:
+        held.close()
+    spec = spec_of("state/0", Layout(tuple(processes), 4096, b"", ()), 0.0, generation)
+    claim = Claim((processes.index(here),))
+    held = HeldCopy(client, form(client, spec, claim, replace=True))
+    say(generation=generation)
+"""
+
+
+def test_a_copy_forms_if_one_that_came_back_is_the_first(
+    address: str, admin: source.Source, run_program: Callable[..., Program]
+) -> None:
+    """Process 3 takes rank 2, which was that of process 2 until process 1 died."""
+    processes = [
+        run_program(_COPY, prologue=WITHOUT_JAX, EP_RUNTIME_ADDRESS=address) for _ in range(4)
+    ]
+    for index in (0, 1, 2):
+        processes[index].tell([0, [0, 1, 2], index])
+    assert [process.heard() for process in processes[:3]] == [{"generation": 0}] * 3
+    processes[1].kill()
+    back = processes[3]
+    back.tell([1, [0, 2, 3], 3])
+
+    def forms() -> bool:
+        groups = admin.call("ListGroups", messages.ListGroupsRequest())["groups"]
+        return back.ended or any(group["group"]["state"] == "FORMING" for group in groups)
+
+    wait_until(forms, "process 3 waits for the others")
+    assert not back.ended
+    for index in (2, 0):
+        processes[index].tell([1, [0, 2, 3], index])
+    assert [processes[index].heard() for index in (0, 2, 3)] == [{"generation": 1}] * 3
+    wait_until(
+        lambda: {buffer["generation"] for buffer in _buffers(admin)} == {2},
+        "the windows before are given back",
+    )

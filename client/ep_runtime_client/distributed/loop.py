@@ -170,6 +170,7 @@ class Generation:
         self.number = number
         jax_internals.write_programs(min(members))
         departures.keep(members)
+        peers.generation = number
         self.devices = _in_turn([d for d in jax.devices() if d.process_index in members], turn)
         self.steps = 0
         self.over: list[errors.EpRuntimeError] = []  # why, once it is

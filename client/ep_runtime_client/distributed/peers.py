@@ -51,9 +51,14 @@ class _Wait(NamedTuple):
 
 
 class Peers:
-    """The other processes of the job, as this one sees them."""
+    """The other processes of the job, as this one sees them.
+
+    Attributes:
+        generation: number of the loop's generation; 0 without a loop.
+    """
 
     def __init__(self) -> None:
+        self.generation = 0
         self._sessions: dict[int, list[str]] = {}
         self._wait: _Wait | None = None
         self._lock = threading.Lock()

@@ -13,6 +13,7 @@ from ep_runtime.allowed_names import check_name
 from ep_runtime.arguments import check_at_least, check_whole
 from ep_runtime.errors import InvalidArgumentError, StaleHandleError
 from ep_runtime_client.base import jax_state
+from ep_runtime_client.distributed.peers import peers
 from ep_runtime_client.groups.state_copy import (
     CopyMemory,
     HeldCopy,
@@ -205,12 +206,12 @@ class State:
     def _writable(self, name: str, layout: Layout) -> HeldCopy:
         import jax
 
-        spec = spec_of(name, layout, self._retain_s)
+        spec = spec_of(name, layout, self._retain_s, peers.generation)
         held = self._held.get(name)
         if held is not None and not held.closed and held.whole and held.spec == spec:
             return held
         if held is not None and not held.closed:
-            held.step_aside()
+            held.close()  # also a broken one: no process forms it again
         self._held[name] = make_copy(self._client, spec, layout, jax.process_index())
         return self._held[name]
 

@@ -51,13 +51,18 @@ _NO_MESH: Any = None
 _MOST_AT_ONCE = 1 << 30
 
 
-def spec_of(name: str, layout: Layout, retain_s: float) -> specs.GroupSpec:
-    """The group whose windows are the copy `name`: one expert of one byte rows per process."""
+def spec_of(name: str, layout: Layout, retain_s: float, generation: int) -> specs.GroupSpec:
+    """The group whose windows are the copy `name`: one expert of one byte rows per process.
+
+    `generation` of the job makes a spec of its own, which takes the place of any group of processes
+    before: those may be as many, with other ranks, which the daemon would keep for them.
+    """
     processes = len(layout.processes)
+    axis = f"process.{generation}"
     return specs.make_group_spec(
         name=name,
-        mesh_axes=(("process", processes),),
-        ep_axis=("process",),
+        mesh_axes=((axis, processes),),
+        ep_axis=(axis,),
         num_experts=processes,
         hidden_size=PAGE_BYTES,
         max_tokens_per_rank=layout.window_bytes // PAGE_BYTES,
