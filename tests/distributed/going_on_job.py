@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import ep_runtime as ep
 
-HIDDEN, MLP, ROWS, TOKENS = 16, 16, 24, 2
+ROWS, TOKENS = 24, 2
+HIDDEN, MLP = int(os.environ.get("TEST_HIDDEN", "16")), int(os.environ.get("TEST_MLP", "16"))
 EXPERTS = int(os.environ.get("TEST_EXPERTS", "12"))
 LAST = int(os.environ.get("TEST_LAST", "1"))
 READY = 3  # steps until a process may die, or to the next copy of the state
@@ -99,12 +101,16 @@ def build(session: ep.Session, mesh: Mesh, number: int) -> Callable[..., Any]:
 
 def train(say: Callable[..., None], hear: Callable[[], Any]) -> None:
     """Trains TEST_STEPS steps or until it is killed, writes every loss to a file in the folder
-    TEST_TO, and says the first step of each generation."""
+    TEST_TO, and says when it connected and when each generation had its first step. Its Python
+    stands after SIGUSR1."""
+    signal.signal(signal.SIGUSR1, lambda *_: os.read(os.pipe()[0], 1))
+    connected = time.monotonic()
     session = ep.connect("node", on_loss="continue", timeout_s=60)
     kept, steps = ep.distributed.State(session, retain_s=0), int(os.environ["TEST_STEPS"])
     log = Path(os.environ["TEST_TO"]) / f"{jax.process_index()}.jsonl"
-    with log.open("w", buffering=1) as losses:
-        for generation in ep.distributed.generations():
+    stuck_after_s = float(os.environ.get("TEST_STUCK_AFTER", "1800"))
+    with log.open("a", buffering=1) as losses:
+        for generation in ep.distributed.generations(stuck_after_s=stuck_after_s):
             with generation:
                 mesh = ep.distributed.fit_mesh(
                     generation.devices, {"ep": None}, num_experts=EXPERTS, batch=ROWS
@@ -117,12 +123,13 @@ def train(say: Callable[..., None], hear: Callable[[], Any]) -> None:
                     number, state = kept.restore(abstract(split))
                 while number < steps:
                     loss, state = generation.step(step, state, number)
-                    losses.write(json.dumps([mesh.size, number, float(loss).hex()]) + "\n")
+                    line = [generation.number, number, float(loss).hex()]
+                    losses.write(json.dumps(line) + "\n")
                     number += 1
                     if number % READY == 0:
                         kept.commit(number, state)
                     if generation.steps == 1:
-                        say(devices=mesh.size)
+                        say(devices=mesh.size, at=time.monotonic(), connected=connected)
 
 
 def run(say: Callable[..., None], hear: Callable[[], Any]) -> None:

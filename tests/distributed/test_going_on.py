@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import signal
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -12,20 +10,20 @@ import pytest
 from multiprocess import launch
 
 WAIT_S = 240.0
-_BY_US = launch.CPU + 'import ep_runtime; distributed["by"] = ep_runtime.distributed.initialize\n'
+_BY_US = (
+    launch.CPU
+    + """
+import functools, ep_runtime
+beats = {"heartbeat_timeout_s": int(x) for x in [os.environ.get("TEST_BEATS")] if x}
+distributed["by"] = functools.partial(ep_runtime.distributed.initialize, **beats)
+"""
+)
 JOB = """
 from distributed import going_on_job
 going_on_job.run(say, hear)
 os._exit(0)
 """
 STEPS = 4
-
-
-@pytest.fixture
-def place() -> Iterator[Path]:
-    """A runtime directory of this test's jobs."""
-    with tempfile.TemporaryDirectory(prefix="ept-") as name:
-        yield Path(name)
 
 
 def start(

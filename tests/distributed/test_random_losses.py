@@ -11,7 +11,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from distributed.test_going_on import JOB, place, start  # noqa: F401 - a fixture by name
+from distributed.test_going_on import JOB, start
 from multiprocess import launch
 
 PROCESSES = 4
@@ -24,15 +24,25 @@ TOLERANCE = 1e-2
 Losses = dict[tuple[int, int], set[str]]
 
 
-def losses_of(place: Path) -> Losses:  # noqa: F811 - the fixture
-    """By devices and step: what the processes had, without a line that a death cut."""
+def losses_of(place: Path) -> Losses:
+    """By generation and step: what the processes had, without a line that a death cut."""
     found: Losses = collections.defaultdict(set)
     for log in sorted(place.glob("*.jsonl")):
         for line in log.read_text().splitlines():
             if line.endswith("]"):
-                devices, step, loss = json.loads(line)
-                found[devices, step].add(loss)
+                generation, step, loss = json.loads(line)
+                found[generation, step].add(loss)
     return found
+
+
+def check_losses(place: Path, alone: dict[int, float]) -> None:
+    """All processes had the same losses, which are those of a process alone."""
+    for (generation, step), losses in losses_of(place).items():
+        where = f"{place.name}: step {step} of generation {generation}"
+        assert len(losses) == 1, f"{where}: processes differ, {losses}"
+        loss = float.fromhex(*losses)
+        assert math.isfinite(loss), where
+        assert math.isclose(loss, alone.get(step, loss), rel_tol=TOLERANCE), where
 
 
 def lose(running: launch.Job, rng: random.Random, most: int) -> int:
@@ -60,10 +70,7 @@ def lose(running: launch.Job, rng: random.Random, most: int) -> int:
 
 
 @pytest.mark.doses(ci=3, full=200)
-def test_no_loss_hangs_or_gives_a_wrong_number(
-    place: Path,  # noqa: F811 - the fixture
-    dose: int,
-) -> None:
+def test_no_loss_hangs_or_gives_a_wrong_number(place: Path, dose: int) -> None:
     rng, lost = random.Random(dose), 0
     train = JOB.replace("run(", "train(")
 
@@ -73,7 +80,7 @@ def test_no_loss_hangs_or_gives_a_wrong_number(
         return start(place, processes, 1, name, train, **more)
 
     with job("alone", 1, ALONE_STEPS) as running:
-        assert running.heard(HANG_S) == [{"devices": 1}]
+        assert [said["devices"] for said in running.heard(HANG_S)] == [1]
         running.finish(HANG_S)
     alone = {step: float.fromhex(*loss) for (_, step), loss in losses_of(place / "alone").items()}
     assert len(alone) == ALONE_STEPS
@@ -81,9 +88,4 @@ def test_no_loss_hangs_or_gives_a_wrong_number(
         name = f"after-{lost}"
         with job(name, PROCESSES, 10**9) as running:
             lost += lose(running, rng, dose - lost)
-        for (devices, step), losses in losses_of(place / name).items():
-            where = f"{name}: step {step} on {devices} devices"
-            assert len(losses) == 1, f"{where}: processes differ, {losses}"
-            loss = float.fromhex(*losses)
-            assert math.isfinite(loss), where
-            assert math.isclose(loss, alone.get(step, loss), rel_tol=TOLERANCE), where
+        check_losses(place / name, alone)

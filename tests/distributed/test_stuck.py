@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from distributed import test_going_on
 from multiprocess import launch
 
 from ep_runtime_client.cli.daemon import source
@@ -18,15 +17,6 @@ WAIT_S = 240.0
 # More than processes of a test come apart while they compile.
 STUCK_AFTER_S = 8
 NEVER_S = 3600
-_BY_US = (
-    launch.CPU
-    + """
-import functools, ep_runtime
-distributed["by"] = functools.partial(
-    ep_runtime.distributed.initialize, heartbeat_timeout_s=int(os.environ["TEST_BEATS"])
-)
-"""
-)
 # After three steps each process hears what to do before or in the next one.
 _JOB = """
 from distributed import going_on_job as job
@@ -62,26 +52,10 @@ os._exit(0)
 """
 
 
-@pytest.fixture
-def place() -> Iterator[Path]:
-    """A runtime directory of this test's jobs."""
-    with tempfile.TemporaryDirectory(prefix="ept-") as name:
-        yield Path(name)
-
-
 def start(place: Path, *, stuck_after_s: float, heartbeat_timeout_s: int) -> launch.Job:
     """A job of three processes with one device each."""
-    return launch.Job(
-        _JOB,
-        processes=3,
-        devices=1,
-        prologue=launch.prologue_of(_BY_US),
-        own=[{"TEST_COORDINATOR": "node"}] * 3,
-        RUNTIME_DIRECTORY=str(place),
-        EP_RUNTIME_JOB="stuck",
-        TEST_STUCK_AFTER=str(stuck_after_s),
-        TEST_BEATS=str(heartbeat_timeout_s),
-    )
+    waits = {"TEST_STUCK_AFTER": str(stuck_after_s), "TEST_BEATS": str(heartbeat_timeout_s)}
+    return test_going_on.start(place, 3, 1, "stuck", _JOB, **waits)
 
 
 def fences(place: Path) -> list[str]:

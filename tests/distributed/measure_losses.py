@@ -1,0 +1,134 @@
+"""Measures how long a job of 4 processes with 2 CPU devices each takes to go on after a loss.
+
+    PYTHONPATH=.:server:client:tests python tests/distributed/measure_losses.py [--full]
+
+Prints seconds with a warm cache of programs, and the machine's load. The losses of every step must
+be those of a process alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import os
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from distributed.test_going_on import JOB, start
+from distributed.test_random_losses import ALONE_STEPS, HANG_S, check_losses, losses_of
+from multiprocess import launch
+
+PROCESSES, DEVICES = 4, 2
+STUCK_AFTER_S = 3
+TIMES, FULL_TIMES = 2, 8
+_TRAIN = JOB.replace("run(", "train(")
+
+
+class Measurement:
+    """Jobs of one runtime directory and cache, and the seconds that they took."""
+
+    def __init__(self, place: Path) -> None:
+        self.place = place
+        self.jobs = 0
+        self.taken_s: dict[str, list[float]] = collections.defaultdict(list)
+        with self.job(processes=1, steps=ALONE_STEPS) as alone:
+            alone.heard(HANG_S)
+            alone.finish(HANG_S)
+        losses = losses_of(self.folder)
+        self.alone = {step: float.fromhex(*loss) for (_, step), loss in losses.items()}
+
+    @property
+    def folder(self) -> Path:
+        """Losses of the last job."""
+        return self.place / str(self.jobs)
+
+    def job(self, processes: int = PROCESSES, steps: int = 10**9, **more: str) -> launch.Job:
+        """The next job."""
+        self.jobs += 1
+        self.folder.mkdir()
+        more |= {"TEST_EXPERTS": "24", "TEST_STEPS": str(steps), "TEST_TO": str(self.folder)}
+        return start(self.place, processes, DEVICES, str(self.jobs), _TRAIN, **more)
+
+    def all_died_and_came_back(self) -> None:
+        """Processes 2 and 0 are killed, and come back, one after the other."""
+        with self.job() as job:
+            _first_steps(job.workers)
+            for victim in (2, 0):
+                began = time.monotonic()
+                job.workers[victim].send(signal.SIGKILL)
+                others = [worker for worker in job.workers if worker.index != victim]
+                ended, _ = _first_steps(others)
+                self.note(f"SIGKILL of process {victim} to the next right step", ended - began)
+                began = time.monotonic()
+                job.workers[victim] = job.start(victim)
+                ended, connected = _first_steps(job.workers)
+                self.note("comes back: from its connect to its first right step", ended - connected)
+                self.note("comes back: from its start to its first right step", ended - began)
+        check_losses(self.folder, self.alone)
+
+    def stands(self, what: str, number: signal.Signals, **more: str) -> None:
+        """A process does not go on after a signal."""
+        with self.job(**more) as job:
+            _first_steps(job.workers)
+            began = time.monotonic()
+            first, victim, *rest = job.workers
+            victim.send(number)
+            assert victim.finish(HANG_S) == -signal.SIGKILL
+            self.note(f"{what} to the end of the process", time.monotonic() - began)
+            ended, _ = _first_steps([first, *rest])
+            self.note(f"{what} to the next right step", ended - began)
+        check_losses(self.folder, self.alone)
+
+    def note(self, what: str, seconds: float) -> None:
+        _say(f"{what}: {seconds:.1f}")
+        self.taken_s[what].append(seconds)
+
+    def measure(self, stuck_after_s: int) -> None:
+        """Measures each loss once."""
+        self.all_died_and_came_back()
+        stuck = {"TEST_STUCK_AFTER": str(stuck_after_s)}
+        self.stands(f"Python stands, stuck_after_s={stuck_after_s}", signal.SIGUSR1, **stuck)
+        self.stands("SIGSTOP", signal.SIGSTOP)
+
+
+def _first_steps(workers: list[launch.Worker]) -> tuple[float, float]:
+    """Waits until these processes have done a step together; the latest end of it, and the latest
+    start of a `connect`."""
+    ended, connected = [], []
+    for worker in workers:
+        said = worker.heard(HANG_S)
+        while said["devices"] != len(workers) * DEVICES:
+            said = worker.heard(HANG_S)
+        ended.append(said["at"])
+        connected.append(said["connected"])
+    return max(ended), max(connected)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--full", action="store_true", help=f"{FULL_TIMES} times each")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="ept-") as name:
+        measured = Measurement(Path(name))
+        measured.measure(stuck_after_s=30)  # fills the cache
+        measured.taken_s.clear()
+        for _ in range(FULL_TIMES if options.full else TIMES):
+            measured.measure(STUCK_AFTER_S)
+    _say(f"\nload of the machine: {os.getloadavg()}, {os.cpu_count()} cores\n")
+    _say("| seconds | times | min | median | max |\n|---|---|---|---|---|")
+    for what, taken in measured.taken_s.items():
+        figures = f"{min(taken):.1f} | {statistics.median(taken):.1f} | {max(taken):.1f}"
+        _say(f"| {what} | {len(taken)} | {figures} |")
+
+
+def _say(line: str) -> None:
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()
