@@ -11,6 +11,7 @@ from distributed import test_going_on
 from multiprocess import launch
 
 from ep_runtime_client.cli.daemon import source
+from ep_runtime_client.distributed import peers
 from ep_runtime_client.distributed.peers import For, stuck_of
 
 WAIT_S = 240.0
@@ -143,3 +144,21 @@ def test_a_daemon_that_is_killed_costs_no_step(place: Path) -> None:
 )
 def test_who_is_stuck(waits: dict[int, For], stuck: list[int]) -> None:
     assert stuck_of(waits, range(4)) == stuck
+
+
+@pytest.mark.parametrize(("waited_s", "stuck"), [(0.5, [1, 2]), (1.0, []), (3.0, [1])])
+def test_a_process_that_came_late_to_the_wait_is_not_stuck(
+    monkeypatch: pytest.MonkeyPatch, waited_s: float, stuck: list[int]
+) -> None:
+    """Processes 0 and 3 have waited for three seconds, 2 for `waited_s`, and 1 stands."""
+    ended: list[int] = []
+    ours = peers._Wait(For.RESULTS, "met", range(4), 0.0)
+    told = {p: ours.told(s, 3.0) for p, s in ((0, 3.0), (2, waited_s), (3, 3.0))}
+    monkeypatch.setattr(peers, "_read", lambda key: {p: text for p, text in told.items() if text})
+    monkeypatch.setattr(peers, "_ours", lambda: 3)
+    followed = peers.Peers()
+    monkeypatch.setattr(followed, "_end", lambda processes, reason: ended.extend(processes) or [])
+    with followed.waiting(For.RESULTS, "met", range(4)):
+        followed._wait = ours
+        followed._look(ours, 3.0)
+    assert ended == stuck

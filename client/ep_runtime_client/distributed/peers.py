@@ -1,9 +1,10 @@
 """Ends processes of a job that live, but keep all others waiting.
 
-A process that has waited for `stuck_after_s` says so in the coordination service. Once all others
-have said it of one meeting, those that are missing are stuck. They are fenced and killed through
-the daemon, and the coordination service counts them as dead. The same is done with processes that
-the coordination service has dropped, because their heartbeats have stopped.
+A process that waits says so in the coordination service, and again once it has waited for
+`stuck_after_s`. If all that wait in one meeting have said both, those that are missing are stuck.
+They are fenced and killed through the daemon, and the coordination service counts them as dead. The
+same is done with processes that the coordination service has dropped, because their heartbeats have
+stopped.
 """
 
 from __future__ import annotations
@@ -30,6 +31,10 @@ _log = logging.getLogger("ep_runtime")
 _SESSIONS = "ep_runtime/sessions/"
 _WAITS = "ep_runtime/waits/"
 _LOOK_S = 0.5
+# Processes come to a wait at different times. So each says that it waits long before it says that
+# it has waited for too long, unless the wait is short: most are.
+_SAY_S = 10.0
+_WAITS_YET, _TOO_LONG = "yet", "too-long"
 _ANSWER_S = 5.0
 
 
@@ -48,6 +53,14 @@ class _Wait(NamedTuple):
     meeting: str
     members: Collection[int]
     since_s: float
+
+    def told(self, now_s: float, stuck_after_s: float) -> str | None:
+        """What this process says of the wait; None while it is short."""
+        waited_s = now_s - self.since_s
+        if waited_s < min(stuck_after_s / 4, _SAY_S):
+            return None
+        state = _WAITS_YET if waited_s < stuck_after_s else _TOO_LONG
+        return f"{self.meeting} {self.what.value} {state}"
 
 
 class Peers:
@@ -148,24 +161,26 @@ class Peers:
         said = None
         while not over.wait(_LOOK_S):
             wait = self._wait
-            if wait is not None and time.monotonic() - wait.since_s < stuck_after_s:
-                wait = None
+            told = wait.told(time.monotonic(), stuck_after_s) if wait is not None else None
             try:
-                if wait is not said:
-                    if wait is None:
-                        _client().key_value_delete(f"{_WAITS}{_ours()}")
-                    else:
-                        text = f"{wait.meeting} {wait.what.value}"
-                        _client().key_value_set(f"{_WAITS}{_ours()}", text, True)
-                    said = wait
-                if wait is not None:
+                if told is None and said is not None:
+                    _client().key_value_delete(f"{_WAITS}{_ours()}")
+                elif told is not None and told != said:
+                    _client().key_value_set(f"{_WAITS}{_ours()}", told, True)
+                said = told
+                if wait is not None and told is not None and told.endswith(_TOO_LONG):
                     self._look(wait, stuck_after_s)
             except RuntimeError as error:  # JAX ends this process if the service is gone
                 _log.info("looking for stuck processes: %s", error)
 
     def _look(self, ours: _Wait, stuck_after_s: float) -> None:
-        told = {p: told.split() for p, told in _read(_WAITS).items() if p in ours.members}
-        waits = {p: For(what) for p, (meeting, what) in told.items() if meeting == ours.meeting}
+        read = {p: told.split() for p, told in _read(_WAITS).items() if p in ours.members}
+        here = {
+            p: (For(what), state) for p, (met, what, state) in read.items() if met == ours.meeting
+        }
+        if any(state == _WAITS_YET for _, state in here.values()):
+            return
+        waits = {process: what for process, (what, _) in here.items()}
         stuck = stuck_of(waits, ours.members)
         if waits.keys() == {*ours.members} and For.RESULTS not in waits.values():
             # Only one that comes back can be missing: the others are here.
