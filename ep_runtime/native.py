@@ -374,7 +374,7 @@ class OpenGroup:
         """
 
     def stop_making(self) -> None:
-        """Gives up what is being made in the background, within a bound: the process ends."""
+        """Stops background work in bounded time, because the process is about to exit."""
 
     def close(self) -> None:
         """As `NativeLibrary.close_group`, within CLOSE_TIMEOUT_S."""

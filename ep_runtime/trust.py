@@ -140,7 +140,7 @@ def _refused(path: Path, about: os.stat_result, what: str) -> PermissionDeniedEr
 
 
 def _is_private_group(about: os.stat_result) -> bool:
-    """Root's group, or the one that many systems make for each user, with nobody else in it."""
+    """Whether the file's group is root's, or its owner's private group without other members."""
     if about.st_gid == 0:
         return True
     try:

@@ -317,7 +317,7 @@ def _weights_32(sizes: BlockSizes) -> int:
 
 
 def _inner_backward_bytes(sizes: BlockSizes, rows: int) -> int:
-    """Activations and their gradients, and of f32 rows what weight gradients are made of.
+    """Bytes for activations and their gradients, and with f32 rows for transposed copies.
 
     Products in tf32 sum over rows that lie along memory: over copies. Those of tokens and of
     outputs' gradients share a place; that of activations lies where their gradients were, and that

@@ -12,7 +12,7 @@ from typing import Any
 from ep_runtime import close_names, files
 from ep_runtime.errors import InvalidArgumentError
 
-# About one process, and no file.
+# Flags for one process only; a config file may not set them.
 _FLAGS_ALONE = ("help", "config", "print-config", "parent-pidfd", "ready-fd")
 
 

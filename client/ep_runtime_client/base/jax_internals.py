@@ -350,7 +350,7 @@ def usual_options() -> contextlib.AbstractContextManager[Any]:
     import jax
 
     usual = contextlib.ExitStack()
-    options: Any = jax.config  # typed without them
+    options: Any = jax.config  # JAX's annotations lack these options
     if options.jax_numpy_rank_promotion != "allow":
         usual.enter_context(jax.numpy_rank_promotion("allow"))
     if options.jax_numpy_dtype_promotion != "standard":
@@ -381,7 +381,7 @@ def register(target: str, partition: Callable[..., Any]) -> None:
     """Lets XLA ask `partition` what custom calls of a target become, on backends to come too."""
 
     def as_it_is(sharding: Any, shape: Any, name: bytes) -> Any:
-        return sharding  # Shardy propagates by the rule's factors
+        return sharding  # unchanged: Shardy propagates by our sharding rule instead
 
     def never(*_: Any) -> Any:
         raise AssertionError("Shardy does not call this")

@@ -165,7 +165,7 @@ def settle(devices: Iterable[Any], within_s: float = SETTLE_S) -> bool:
     jax = _module("jax")
     ours = tuple(device for device in devices if device.process_index == jax.process_index())
     try:
-        with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):  # not the caller's
+        with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):  # no mesh
             last = _launch_last(ours)
     except (RuntimeError, ImportError, AttributeError, ValueError) as error:
         # Closing must go on if JAX does not work, as after Ctrl-C during its import.

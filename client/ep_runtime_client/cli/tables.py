@@ -228,7 +228,7 @@ def _split(placed: list[PlacedColumn], width: int) -> Iterator[list[PlacedColumn
 
 
 def _shrunk(block: list[PlacedColumn], width: int) -> Block:
-    """Narrows columns until they fit: first those that fold, then all but identity, then it too."""
+    """Narrows columns until they fit: first those that fold, then others, identity columns last."""
     floors: list[Callable[[PlacedColumn], int]] = [
         _least,
         lambda one: one.width if one.column.priority == IDENTITY else min(one.width, _LEAST),

@@ -220,7 +220,7 @@ class Generation:
         return result
 
     def wait(self) -> NoReturn:
-        """Waits while the others train, in a process that has no device in the mesh.
+        """Waits while other processes train, because this one has no device in the mesh.
 
         It returns to the loop by an error that leaves the `with` block, when the others have
         finished or the generation is over.

@@ -156,7 +156,7 @@ class HeldGroup:
     def check(self, arrays: Any) -> Any:
         """As `Group.check`."""
         if arrays is not None:
-            import jax  # a control plane without JAX has no arrays
+            import jax  # not at the top: a control plane runs without JAX
 
             try:
                 with failures.translate_errors():

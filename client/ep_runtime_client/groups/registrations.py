@@ -34,7 +34,7 @@ class Registrations:
         self._group = group
         self._layers: dict[str, EpLayer | LayerStack] = {}
         self._items: dict[str, wire.RegisteredLayer] = {}
-        self._gone: set[str] = set()  # names of layers that replacements no longer have
+        self._gone: set[str] = set()  # layer names that a replacement removed
 
     @property
     def names(self) -> list[str]:

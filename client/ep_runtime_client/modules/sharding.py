@@ -255,7 +255,7 @@ def _is_variable(leaf: Any) -> bool:
 
 
 def _is_box(leaf: Any) -> bool:
-    """A box of flax.linen: value and names."""
+    """Whether it is a box of flax.linen, which holds a value and its axis names."""
     return hasattr(leaf, "unbox") and hasattr(leaf, "names")
 
 

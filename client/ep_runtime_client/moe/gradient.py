@@ -127,7 +127,7 @@ def _fwd(call: ResolvedCall, given: Operands) -> Any:
         saved = saved._replace(plan=None, most=None)  # type: ignore[arg-type]
     names, full = call.saved, way(_forward, call)
     if not names or call.workspace is None:
-        # XLA drops what nobody reads of ops that it sees.
+        # XLA sees the separate ops and removes unused ones.
         y, *rows = full(*leaves)
     else:
         lean, bare = way(_forward, call.saving_nothing()), way(_without_tokens, call)
@@ -171,7 +171,7 @@ def _pullback(
     arrays = (*jax.tree.leaves(packed), *saved, dy)
     with scope("block_bwd", call.moved.layer):
         if call.workspace is None:
-            made = way(op)(*arrays)  # XLA drops what nobody reads of ops that it sees
+            made = way(op)(*arrays)  # XLA sees the separate ops and removes unused ones
         else:
             frozen = way(dataclasses.replace(op, frozen=True))
             made = unless_unused(way(op), frozen, None, *arrays)

@@ -156,7 +156,7 @@ class BlockOp(LayerOp):
         return [hidden if name == "hidden" else (roles.slab,) for name in self.call.saved]
 
     def opened(self, place: Placed, blocks: Sequence[jax.Array]) -> tuple[Given, Experts]:
-        """Local blocks of the operands as one device takes them, weights gathered."""
+        """Unpacks one device's blocks of the operands, and gathers the weights."""
         mine = self._by_name(blocks)
         rows = (mine.topk_idx, mine.tokens, mine.weights)
         idx, tokens, weights = (x.reshape(-1, x.shape[-1]) for x in rows)

@@ -163,7 +163,7 @@ class Operands(NamedTuple):
 
     @property
     def kernels(self) -> tuple[Kernel, Kernel]:
-        """wi and wo as they are multiplied, or will be quantized."""
+        """wi and wo: the quantized weights that the caller gave, else the plain ones."""
         return (
             self.wi if self.wi8 is None else self.wi8,
             self.wo if self.wo8 is None else self.wo8,

@@ -29,8 +29,8 @@ KINDS = (
     "reduce-scatter",
 )
 _SUMS = ("all-reduce", "reduce-scatter")
-# Op names of JAX's collectives end with the collective's name, those of a sharding rule with the
-# rule's, and the partitioner's with anything else. A bracket follows if XLA joined two.
+# An op name ends with a collective's name if the program called it, and with "ep_partitioned" if a
+# sharding rule did. Other names are the partitioner's. A ")" follows if XLA merged two ops.
 _WRITTEN = re.compile(
     r"/(psum\w*|pmax|pmin|all_to_all|all_gather\w*|ppermute|pbroadcast|reduce_scatter"
     r"|ep_partitioned)\)?$"

@@ -78,7 +78,7 @@ class Watchdog:
             self._words = None
 
     def closed(self) -> None:
-        """Stops counting until the process exits, when JAX may wait for others."""
+        """Pauses the countdown until the process exits, because JAX then may wait for others."""
         with self._lock:
             if self._words is not None:
                 self._words.put(_Word.CLOSED)

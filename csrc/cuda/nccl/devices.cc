@@ -17,7 +17,7 @@ using nccl::Alive;
 using nccl::Comm;
 using nccl::Communicator;
 
-// From each rank to each: few, but through every connection that rows take later.
+// From every rank to every rank: a small message that opens each connection rows use later.
 constexpr size_t kTryBytes = 256;
 
 const nccl::Api* TheApi() {

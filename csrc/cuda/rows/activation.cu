@@ -107,7 +107,7 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t first = static_cast<int64_t>(slab) * a.groups.slab_rows;
   const int lane = threadIdx.x % a.lanes;
   const int rows_per_block = kThreads / a.lanes;
-  // Whole warps take each turn together, because lanes of other rows take part in the sums.
+  // All lanes of a warp run every iteration, because StoreSum shuffles across the whole warp.
   const int in_warp = threadIdx.x % 32 / a.lanes;
   const int64_t start =
       static_cast<int64_t>(blockIdx.x) * rows_per_block + threadIdx.x / a.lanes - in_warp;

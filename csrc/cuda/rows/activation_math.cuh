@@ -1,4 +1,4 @@
-// Activation functions and their derivatives, by the names of `ops/activation/plain.py`.
+// Activation functions and their derivatives, named as in `ops/activation/plain.py`.
 #ifndef EP_RUNTIME_CUDA_ROWS_ACTIVATION_MATH_CUH_
 #define EP_RUNTIME_CUDA_ROWS_ACTIVATION_MATH_CUH_
 

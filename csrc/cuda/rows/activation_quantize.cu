@@ -15,7 +15,7 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / 32;
 constexpr int kBlocksPerProcessor = 32;
-constexpr int kAmaxBlocksPerProcessor = 8;  // few, because a warp takes consecutive rows
+constexpr int kAmaxBlocksPerProcessor = 8;  // few: a warp with more rows needs fewer atomics
 constexpr int kTileLanes = kTile / 8;       // a lane has one piece of 8 values
 
 enum class Way { kAmax, kScale, kTiles };

@@ -11,7 +11,7 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / 32;
 
-// A warp has kMxTile rows of 64 values: 8 lanes side by side, on 4 rows at once.
+// A warp quantizes a tile of kMxTile rows and 64 columns: 8 lanes per row, 4 rows at a time.
 constexpr int kMxLanes = 8;
 constexpr int kMxRowsAtOnce = 32 / kMxLanes;
 constexpr int kMxParts = kMxTile / kMxRowsAtOnce;
@@ -157,7 +157,7 @@ __global__ void __launch_bounds__(kThreads, kType == RowType::kF32 ? 1 : 3)
   }
   if (!p.clear_slack) return;
   const int64_t rest = first + down * kMxTile, end = first + p.groups.slab_rows;
-  constexpr uint32_t kOne = 127;  // a scale of 1
+  constexpr uint32_t kOne = 127;  // E8M0 for a scale of 1
   Fill(p.data, rest * p.width, end * p.width, 0);
   Fill(p.scale, rest * p.width / kMxTile, end * p.width / kMxTile, kOne);
   Fill(p.data_columns, rest * p.width, end * p.width, 0);

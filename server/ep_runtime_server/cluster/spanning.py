@@ -129,7 +129,7 @@ class Spanning:
         self._start(self._differ(owner, spec, _claims_of(members)))
 
     async def _differ(self, owner: Owner, spec: GroupSpec, claims: tuple[NodeClaim, ...]) -> None:
-        """Says so for a moment, unless a group that forms here by then is compared itself."""
+        """Reports the claims within NODE_DIFFERS_S, unless the group forms here by then."""
 
         async def say() -> None:
             if not self._claims(owner):

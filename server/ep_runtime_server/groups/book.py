@@ -67,7 +67,7 @@ class GroupBook:
         return group
 
     def of_session(self, session: SessionRecord) -> list[GroupRecord]:
-        """Groups in which the session is a member, or was under the generation before."""
+        """Groups that the session is a member of, or was in the previous generation."""
         key = session.session_id
         return [g for g in self._groups.values() if key in g.members or key in g.previous]
 

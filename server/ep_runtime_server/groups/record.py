@@ -35,8 +35,8 @@ class GroupMember:
 
 @dataclasses.dataclass
 class Answered:
-    """Processes of this node, by world rank, whose ends other nodes do not know yet; None for a
-    process that ended without a daemon."""
+    """This node's sessions, by world rank, until their ends are reported to other nodes. None
+    stands for a process that ended while no daemon ran."""
 
     epoch: int
     nodes: frozenset[str]

@@ -35,7 +35,7 @@ class Holding:
     ranks: tuple[int, ...]
     layers: tuple[RegisteredLayer, ...]
     uuids: tuple[str, ...] = ()  # of the ranks' GPUs
-    windows: tuple[int, ...] = ()  # world ranks whose windows it holds; all where empty
+    windows: tuple[int, ...] = ()  # world ranks whose windows it holds; empty: all
 
 
 class Rejoin:

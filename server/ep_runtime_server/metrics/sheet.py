@@ -56,7 +56,7 @@ class Sheet:
     def put_one_of(
         self, name: str, labels: tuple[str, ...], states: Iterable[str], now: str
     ) -> None:
-        """A series for each state: 1 for that of now, 0 for the others."""
+        """Adds one series per state: 1 for the current state `now`, 0 for the others."""
         for state in states:
             self.put(name, (*labels, state), float(state == now))
 

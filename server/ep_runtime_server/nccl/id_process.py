@@ -75,7 +75,7 @@ class IdProcess:
         return self._ended or (self._process is not None and self._process.returncode is not None)
 
     def kill(self) -> None:
-        """Ends it; asyncio reaps it."""
+        """Kills the process without waiting; asyncio reaps it."""
         self._ended = True
         if self._process is not None and self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):

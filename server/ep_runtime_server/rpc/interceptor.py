@@ -104,7 +104,7 @@ class RpcPolicy(grpc.aio.ServerInterceptor):
         try:
             return await work
         except asyncio.CancelledError:
-            if not self._ending:  # the caller has gone
+            if not self._ending:  # cancelled because the caller has gone
                 raise
             task.uncancel()
             text = _waits.get(lambda: f"before it answered {method.rpartition('/')[2]}")()

@@ -1,4 +1,4 @@
-"""`ep-runtime dump`: writes one archive for a bug report, without what may be a secret."""
+"""`ep-runtime dump`: writes one archive for a bug report, and leaves possible secrets out."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ COLUMNS = (
     Column("fields_json", "FIELDS", "prose", wide=True, about="names and numbers"),
 )
 
-_LONGEST_S = 1e9  # clocks began later
+_LONGEST_S = 1e9  # 30 years, so that the start is a valid datetime
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -122,5 +122,5 @@ def _asked_for(
 
 
 def _is_kind(kind: str, wanted: str) -> bool:
-    """`group` is every change of groups, `group.ready` one of them, `*.denied` a pattern."""
+    """Whether `wanted` selects `kind`: an exact kind, a prefix ("group"), or a pattern."""
     return kind == wanted or kind.startswith(f"{wanted}.") or fnmatch.fnmatchcase(kind, wanted)

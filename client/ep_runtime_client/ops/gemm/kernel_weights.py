@@ -24,7 +24,7 @@ _log = logging.getLogger(__name__)
 
 
 def taken(rhs: jax.Array | Pair, cast: Any) -> tuple[jax.Array, ...]:
-    """Kernels [G, K', N'], or gate and up [G, K', M], cast to a dtype unless that is None."""
+    """Returns kernels [G, K', N'], or gate and up [G, K', M], in dtype `cast` if one is given."""
 
     def narrowed(x: jax.Array) -> jax.Array:
         return x if cast is None else x.astype(cast)

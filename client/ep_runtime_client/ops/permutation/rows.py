@@ -59,7 +59,7 @@ def gathered(values: jax.Array, source: jax.Array, slots: int) -> jax.Array:
 
 
 def of_slots(values: jax.Array, slot_row: jax.Array) -> jax.Array:
-    """values [rows] of each slot's row, zero where it has none: like slot_row."""
+    """Returns each slot's element of `values` [rows], by slot_row; 0 for slots without a row."""
     if not values.size:
         return like(like(jnp.zeros(slot_row.shape, values.dtype), values), slot_row)
     picked = rows_at(values, jnp.maximum(slot_row, 0))

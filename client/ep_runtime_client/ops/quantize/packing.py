@@ -36,7 +36,7 @@ def blocks_of(recipe: Recipe | None, ndim: int) -> tuple[int, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class Packing:
-    """Says how leaves form an operand. Hashable.
+    """Describes the leaf arrays that an operand is packed into. Hashable.
 
     Attributes:
         names: the QuantizedTensor's field of each leaf; one "" for a plain array, two for a pair.

@@ -20,7 +20,7 @@ constexpr int kAcross = 8;
 struct FloatPlace {
   const float* from;  // the tile's first line
   float* to;          // where the first column's values go
-  int64_t pitch;      // values from line to line of `to`
+  int64_t pitch;      // values between starts of lines in `to`
   int32_t width;      // values of a line of `from`
   int32_t lines;      // lines that exist; zeros stand for the others
   int32_t stored;     // values of a column that are written

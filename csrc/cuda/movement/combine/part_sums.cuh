@@ -48,7 +48,7 @@ struct Cursor {
   }
 };
 
-// How a sum travels. kPer is the number of a lane's values in one vector.
+// The format in which a sum is sent to another rank. kPer: values in one 16-byte vector.
 template <RowType kType, CombinePrecision kPrecision>
 struct Sent {
   static constexpr int kPer = Element<kType>::kPerVector;

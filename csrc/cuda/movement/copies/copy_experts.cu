@@ -85,7 +85,7 @@ __device__ __forceinline__ void CopyChunk(uint8_t* to, const uint8_t* from, int3
   }
 }
 
-// A chunk of this launch: whose, where in its part, and which bytes of which slot's expert.
+// A chunk of this launch: peer rank, index in the peer's part, slot, and bytes of its expert.
 struct Chunk {
   int rank;
   int32_t place;

@@ -22,7 +22,7 @@ __device__ inline void SendEntries(const DeviceCall& call, const PrepareParams& 
   const int warp = threadIdx.x / 32;
   const int lane = threadIdx.x % 32;
   const int top_k = params.sizes.top_k;
-  // Lane r counts entries and staged rows of rank r. A step takes the whole tokens that fit a warp.
+  // Lane r counts entries and staged rows for rank r. An iteration sends 32 / top_k whole tokens.
   int32_t next_entry = shared.block_entries[lane] + shared.warp_counts[warp][lane];
   int32_t next_staged = shared.block_staged[lane] + shared.warp_staged[warp][lane];
   const int step = 32 / top_k;

@@ -20,7 +20,7 @@ struct PrepareParams {
                             // of the EP group is an unused slot
   MutablePlan plan;         // all written
   DeviceVerdict* verdict;   // [1] device or host-mapped; null: on_overflow="drop", no exchange
-  int32_t blocks = 32;      // most blocks, without the one that reports; all resident at once
+  int32_t blocks = 32;      // upper bound, without the reporting block; all must be resident
   LaneRoom room{};          // decides whether recv_count has the counts of all pairs of ranks
   int32_t* most = nullptr;  // [1] device: rows in the zones of the fullest slab; or null
   bool spread = false;      // of experts and slots for copies: loads were counted before

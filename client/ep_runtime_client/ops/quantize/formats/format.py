@@ -20,7 +20,7 @@ from ep_runtime_client.ops.quantize.formats.recipes import Recipe
 from ep_runtime_client.ops.quantize.formats.tiles import bits, from_bits, spread_tiles, widen
 
 Axes = tuple[str, ...]
-Leaves = dict[str, jax.Array]  # by their fields of a QuantizedTensor
+Leaves = dict[str, jax.Array]  # by field name of QuantizedTensor
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,7 +99,7 @@ class Format(abc.ABC):
         """`plain.quantize_kernel`; formats with one scale per kernel take a Pair too."""
 
     def tiles(self, ndim: int, lead: int | None, *, columns: bool = False) -> dict[int, int]:
-        """Values per scale of the axes that have fewer scales than values.
+        """Returns how many values share a scale, for each axis on which several do.
 
         Args:
             ndim: dims of the values.
