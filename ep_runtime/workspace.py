@@ -299,8 +299,8 @@ def backward_bytes(sizes: BlockSizes, rows: int) -> int:
     """Bytes of the backward call's workspace with W = `rows`.
 
     Weights of rows and their gradients, tokens, gradients of outputs and then of tokens, gradients
-    of the first product, activations and their gradients; of f32 rows what weight gradients are
-    made of.
+    of the first product, activations and their gradients; with f32 rows also the transposed copies
+    for weight gradients.
     """
     h, n, e = sizes.hidden_size, sizes.columns, sizes.element_bytes
     if sizes.scaling != "none":
@@ -319,9 +319,9 @@ def _weights_32(sizes: BlockSizes) -> int:
 def _inner_backward_bytes(sizes: BlockSizes, rows: int) -> int:
     """Bytes for activations and their gradients, and with f32 rows for transposed copies.
 
-    Products in tf32 sum over rows that lie along memory: over copies. Those of tokens and of
-    outputs' gradients share a place; that of activations lies where their gradients were, and that
-    of the first product where all three were.
+    The tf32 matmuls of weight gradients read transposed copies. Those of tokens and of outputs'
+    gradients share a place; that of activations replaces their gradients, and that of the first
+    product's gradients replaces all three.
     """
     h, m, n, e = sizes.hidden_size, sizes.mlp_dim, sizes.columns, sizes.element_bytes
     if e != 4:
@@ -334,10 +334,10 @@ def _inner_backward_bytes(sizes: BlockSizes, rows: int) -> int:
 def _quantized_backward_bytes(sizes: BlockSizes, rows: int) -> int:
     """Returns `backward_bytes` for 8-bit matmuls.
 
-    Quantized gradients of the first product lie where those of outputs and activations were. What
-    the gradient of the first weight is made of lies where the first product and the gradient of
-    activations were; that weight with its dims swapped, and what the second's is made of, where
-    tokens were and their gradients will be.
+    Quantized gradients of the first product replace those of outputs and activations. Operands of
+    the first weight's gradient replace the first product and the gradients of activations. The
+    transposed first weight, and operands of the second weight's gradient, replace the tokens, whose
+    place later holds their gradients.
     """
     h, m, n, e = sizes.hidden_size, sizes.mlp_dim, sizes.columns, sizes.element_bytes
     first, tokens, outer, inner = (_quantized(sizes, rows, width) for width in (n, h, h, m))

@@ -71,7 +71,7 @@ def balanced(demand: jax.Array, ranks: int, spare: int) -> Copies:
     across = jnp.minimum((taken <= given[:, None]).sum(1, dtype=jnp.int32), last)
     over = rows_at(taken, across) - given
     over = jnp.where((over > 0) & (rows_at(before_taker, across) < given), over, 0)
-    # Of 2N grants, to takers and then to givers: whose, and which part of what it gives.
+    # 2N grants, for takers and then for givers: the giver, and the part of its rows it grants.
     numbers = jnp.arange(ranks, dtype=jnp.int32)
     place = jnp.concatenate([of_taker, jnp.minimum(numbers + 1, last)])
     offset = before_taker - rows_at(before_giver, of_taker)

@@ -93,7 +93,7 @@ def _quantized(call: ResolvedCall, given: Operands) -> tuple[Operands, list[Any]
 def _forward(
     call: ResolvedCall, operands: Operands, *, bare: bool = False
 ) -> tuple[jax.Array, ...]:
-    """y, what is saved, and amax of rows; what is saved alone if `bare`."""
+    """Returns y, the arrays saved for backward, and amax of rows; only the saved ones if `bare`."""
     packed, common = _packed(operands)
     op = BlockForward(call.where, call, **common, bare=bare)
     with scope("block", call.moved.layer):
@@ -101,7 +101,7 @@ def _forward(
 
 
 def _without_tokens(call: ResolvedCall, operands: Operands) -> tuple[jax.Array, ...]:
-    """Makes what backward needs, without y."""
+    """Makes the arrays that backward reads, without y."""
     return _forward(call, operands, bare=True)
 
 

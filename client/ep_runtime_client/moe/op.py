@@ -151,7 +151,7 @@ class BlockOp(LayerOp):
         return self.tree.flatten_up_to(by_name)
 
     def saved_entries(self, roles: Roles, place: Placed) -> list[Entries]:
-        """Entries of what is saved: slabs, those of hidden with the axes on N'."""
+        """Entries of the arrays saved for backward: slabs; those of hidden have the axes on N'."""
         hidden: Entries = (roles.slab, (), *place.wi.kept[2:])
         return [hidden if name == "hidden" else (roles.slab,) for name in self.call.saved]
 
@@ -209,7 +209,7 @@ class BlockOp(LayerOp):
         return ["n" if self.call.activation.gated else "m"]
 
     def saved_factors(self) -> list[str]:
-        """Factors of what is saved."""
+        """Shardy factors of the arrays saved for backward."""
         named = {
             "rows": "r c x",
             "data": "r c x",
@@ -221,7 +221,7 @@ class BlockOp(LayerOp):
         return [named[name] for name in self.call.saved]
 
     def saved_shapes(self, shapes: Any, rows: Any) -> list[Any]:
-        """Shapes and dtypes of what is saved, from whole operands; `rows`: dtype of rows."""
+        """Shapes and dtypes of the saved arrays, from whole operands; `rows`: dtype of rows."""
         call, hidden, room = self.call, shapes.tokens[-1], self.call.workspace
         count = call.moved.capacity if room is None else room.saved
         columns = self.wi.of_values(shapes.wi[0], 2)[2:]
@@ -239,7 +239,7 @@ class BlockOp(LayerOp):
 
 @dataclasses.dataclass(frozen=True)
 class BlockForward(BlockOp):
-    """-> (y like tokens, what is saved, amax [R, L] of rows for each delayed recipe).
+    """The forward op -> (y like tokens, saved arrays, amax [R, L] of rows per delayed recipe).
 
     Attributes:
         bare: only what is saved is asked for. A body that has a workspace makes such rows sooner
@@ -275,7 +275,7 @@ class BlockForward(BlockOp):
         return Resolved(tuple(place.operands), tuple(results), local)
 
     def _nothing(self, experts: Experts, dtype: Any) -> tuple[jax.Array, ...]:
-        """Blocks of what is saved, not made."""
+        """Zeros in place of the saved arrays, marked as not made."""
         room = self.call.workspace
         assert room is not None
         rows = jnp.zeros((1, room.saved, *experts.wi.shape[2:]), dtype)

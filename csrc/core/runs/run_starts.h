@@ -1,4 +1,4 @@
-// RunStarts: whether a run may go on.
+// RunStarts: decides whether a run starts.
 #ifndef EP_RUNTIME_CORE_RUNS_RUN_STARTS_H_
 #define EP_RUNTIME_CORE_RUNS_RUN_STARTS_H_
 
@@ -10,7 +10,7 @@
 
 namespace ep_runtime {
 
-// Whether a run may go on. The run's first call in this process decides for all devices, because a
+// Decides whether a run starts. Its first call in this process decides for all devices, because a
 // device that left a run while others stayed would hang XLA's next collective.
 class RunStarts {
  public:

@@ -44,8 +44,8 @@ class NcclGroup {
   // The communicator of the rank that the device drives, or null.
   Communicator* OfDevice(int device) const;
 
-  // Whether that run may go on. RunStarts explains why its first call decides. For the same reason
-  // a call that fails later fills its results and reports nothing to XLA.
+  // Decides whether that run starts. RunStarts explains why its first call decides. For the same
+  // reason a call that fails later fills its results and reports nothing to XLA.
   Status Decide(uint64_t run);
   // Runs one call's part on one device: `issue` is called on the communicator inside an NCCL group,
   // and sends to `peers` and receives from them.
@@ -56,7 +56,7 @@ class NcclGroup {
                const std::function<int(Comm*)>& issue);
   Status Await(Communicator& communicator);
 
-  // Whether the generation goes on. Waits of calls check it.
+  // Returns an error once the generation is over. Waits of calls check it.
   const nccl::Alive& alive() const { return communicators_->alive(); }
   // Reports how a call ended that waited on its own. An error becomes the group's.
   Status Ended(const Status& status);

@@ -72,7 +72,7 @@ class SessionRecord:
     progress: int = 0
     ended_s: float | None = None
     fence_reason: str = ""  # who fenced it, with what, and why
-    fenced_by: GivenOrder | None = None  # unless a daemon before us did it
+    fenced_by: GivenOrder | None = None  # None: not fenced, or by a previous daemon
     watcher: asyncio.Queue[Any] | None = None
     token_digest: str = ""  # what the journal keeps of the token
     start_s: float | None = None  # of the process, on CLOCK_BOOTTIME; with the pid its identity

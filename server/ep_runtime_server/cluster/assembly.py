@@ -110,7 +110,7 @@ class Assemblies:
         return self._all.setdefault(owner, Assembly())
 
     def _check_spec(self, assembly: Assembly, owner: Owner, part: NodePart) -> None:
-        """Raises SpecMismatchError where the spec of another node is another."""
+        """Raises SpecMismatchError if the spec differs from another node's."""
         now = self._clock.monotonic_s()
         for other in (*assembly.others(part)[:1], assembly.differing(part, now)):
             error = _mismatch(owner, other, part) if other is not None else None

@@ -270,8 +270,8 @@ class Cluster:
         return dataclasses.replace(node, state=NodeState.UNREACHABLE, since_s=silent_since_s)
 
     async def answering(self, method: str) -> None:
-        """An RPC of another daemon did its work. Raises PoolExhaustedError where the disk does not
-        take what it is to hear."""
+        """Waits until our facts are on disk, before another daemon's RPC gets its answer. Raises
+        PoolExhaustedError if the disk does not take them."""
         await self.facts.durable()
         self._num_answered += 1
 

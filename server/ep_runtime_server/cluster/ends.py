@@ -124,7 +124,7 @@ class Ends:
         self._tell_all(key, fact, why)
 
     def tell_owed(self) -> None:
-        """Sends the news that the daemon before this one did not live to send."""
+        """Sends the reports that the previous daemon could not send before it ended."""
         for key, fact in self._facts.owed.items():
             self._tell_all(key, fact, "")
 

@@ -36,7 +36,7 @@ class GroupBook:
         return self._generation
 
     def add(self, group: GroupRecord) -> None:
-        """Adds a group of the daemon before this one."""
+        """Adds a group that the previous daemon had."""
         self._groups[group.owner] = group
         self.skip_to(group.generation)
         group.on_change = self.on_change

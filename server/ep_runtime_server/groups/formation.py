@@ -243,7 +243,7 @@ class Groups(GroupBook):
     # Ends
 
     def memory_lost(self, group: GroupRecord) -> None:
-        """Breaks a formed group whose windows, of the daemon before, nobody can return."""
+        """Breaks a formed group whose windows from the previous daemon nobody can return."""
         assert group.windows is not None
         self._pool.release(group.windows)
         group.windows = None

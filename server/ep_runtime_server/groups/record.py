@@ -99,8 +99,8 @@ class GroupRecord:
         self.committed = False
         # Also of an earlier view, while its processes live.
         self.answered: Answered | None = None
-        # A view whose fate the daemon before this one did not learn: epoch, other nodes, our world
-        # ranks.
+        # A view that was undecided when the previous daemon ended: epoch, other nodes, this node's
+        # world ranks.
         self.undecided: tuple[int, tuple[str, ...], tuple[int, ...]] | None = None
         self.spans = False  # had a view in this generation, so missing ranks are on other nodes
         self.elsewhere: frozenset[int] = frozenset()  # claimed on other nodes, without a view yet

@@ -215,7 +215,7 @@ class Journal:
             self._read_part(_mark(good, payload))
 
     def _read_part(self, mark: list[int]) -> None:
-        """The second file, where one is of the file that ends there. Raises OSError."""
+        """Reads the second file if it continues the first one; else deletes it. Raises OSError."""
         with open(files.open_regular(self._part, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
             payloads = [payload for payload, _ in whole_records(file)]
         if _payload((_NOTE, mark)) not in payloads:
@@ -290,7 +290,7 @@ class Journal:
         return start + wish_bytes
 
     def append(self, records: Iterable[Record]) -> bool:
-        """Writes the records, all or none; False, and `error`, where they are not in the file."""
+        """Writes all records or none; returns False, with a reason in `error`, if none."""
         if self.error:
             return False
         sequence, chunks = self._sequence, []

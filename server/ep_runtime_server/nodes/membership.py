@@ -131,7 +131,7 @@ class Membership:
         self._stand(Standing.JOINED, "")
 
     async def _report(self) -> None:
-        """Renews the lease; returns where the coordinator does not know it, having restarted."""
+        """Renews the lease; returns if the coordinator restarted and no longer knows it."""
         while True:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(limits.NODE_REPORT_INTERVAL_S):

@@ -84,7 +84,7 @@ class Lines:
 
 
 class Changes:
-    """Compares the rows of a list with those of the call before."""
+    """Compares the rows of a list with the rows of the previous call."""
 
     def __init__(self, columns: Sequence[tables.Column], identity: Sequence[str]) -> None:
         """`identity`: keys whose values together name a row; a row of another node is another."""

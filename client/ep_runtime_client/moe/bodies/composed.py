@@ -175,7 +175,7 @@ def _with_copies(
 
 
 def _bound(call: ResolvedCall, experts: Experts) -> ResolvedCall:
-    """With an activation that reads the experts' values."""
+    """Returns the call with the experts' values bound to its activation."""
     bound = dataclasses.replace(call.activation, values=experts.values)
     return dataclasses.replace(call, activation=bound)
 
@@ -225,7 +225,7 @@ def _made(
     axes: Axes,
     scale: jax.Array | None,
 ) -> tuple[Any, jax.Array | None]:
-    """A function of rows as a product takes it: where there is a recipe, in one pass on GPUs."""
+    """Activates rows and quantizes them by `recipe`: in one pass on GPUs unless `scale` is set."""
     if recipe is None or scale is not None:
         made = activation.forward(function, rows, weights, sizes)
         return _quantized(recipe, made, sizes, axes, scale)
@@ -248,7 +248,7 @@ def _quantized(
 
 
 def _gradient(call: ResolvedCall, which: int, rows: jax.Array, sizes: jax.Array, axes: Axes) -> Any:
-    """Gradients of the result of a product as its own gradients take them."""
+    """Gradient of a matmul's result, in the form that its backward matmuls read."""
     recipe = call.recipes[which]
     if recipe is None:
         return rows
@@ -257,14 +257,14 @@ def _gradient(call: ResolvedCall, which: int, rows: jax.Array, sizes: jax.Array,
 
 
 def _current(recipe: Recipe) -> Recipe:
-    """`recipe`, scaled by what is there instead of by what was."""
+    """Returns `recipe` with current scaling instead of delayed scaling."""
     return dataclasses.replace(recipe, delayed=False) if recipe.delayed else recipe  # type: ignore[call-arg]
 
 
 def _of_weighted_bias(
     bias: jax.Array, d_out: jax.Array, weights: jax.Array, d_weights: jax.Array, sizes: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Gradients of a bias [L, H] that weights [1, C] multiply, and of these beside `d_weights`."""
+    """Gradient of a bias [L, H] times weights [1, C]; `d_weights` plus the weights' gradient."""
     capacity = d_out.shape[1]
     blocks = row_blocks.cut(capacity, sizes)
     wide = jnp.promote_types(d_out.dtype, jnp.float32)
@@ -301,7 +301,7 @@ def _at(call: ResolvedCall, given: Given) -> DeviceCall:
 
 
 def _dispatched(call: ResolvedCall, given: Given) -> _Rows:
-    """Rows of this device's experts, quantized where they are sent so."""
+    """Rows of this device's experts; quantized if they were sent quantized."""
     recipe, sizes = call.sent_by, _sizes(given)
     if recipe is None:
         return _Rows(*_exchanged(call, given, given.tokens))
@@ -318,7 +318,7 @@ def _sent(recipe: Recipe, data: jax.Array, scale: jax.Array, sizes: jax.Array) -
 
 
 def _rows_of(call: ResolvedCall, saved: tuple[jax.Array, ...], sizes: jax.Array) -> _Rows:
-    """Rows as forward saved them."""
+    """The received rows and their weights, which forward saved."""
     first, *scales, weights, _ = (x[None] for x in saved)
     if call.sent_by is None:
         return _Rows(first, weights)

@@ -111,8 +111,8 @@ class Forwarded(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """Of one device; those of weights as `Experts` has them, of biases f32. Integers among the
-    values have none."""
+    """Gradients on one device: of weights as `Experts` has them, of biases in f32. Integers among
+    the values have none."""
 
     tokens: jax.Array
     weights: jax.Array

@@ -22,7 +22,7 @@ from ep_runtime_client.ops.tracing.varying import Axes
 
 _log = logging.getLogger("ep_runtime")
 
-PAD_TOKENS = "ep.pad_tokens pads with unused slots"  # what callers do whose tokens do not divide
+PAD_TOKENS = "ep.pad_tokens pads with unused slots"  # advice if tokens do not divide
 
 
 @dataclasses.dataclass(frozen=True)

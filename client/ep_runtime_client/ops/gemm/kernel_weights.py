@@ -1,7 +1,7 @@
 """Weights as the GPU kernels take and make them: one array, or gate and up of a pair.
 
-Boxes of the kernels' copies must lie in one half, so that halves are multiples of MULTIPLE wide;
-others are copied into one array first, and gradients out of one, which is said once.
+A kernel copies boxes that lie in one half, so a half must be a multiple of MULTIPLE wide. Other
+pairs are first copied into one array, and gradients out of one; a warning reports it once.
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@ They serve operands that are both of one recipe, with K' and N' multiples of 16,
 - BlockScaling: likewise. The weight's gradient sums over rows, so scales along a row's values
   do not work. Both operands are quantized again, in blocks of 128 rows of a group times 128
   values (`formats/blocks.py`).
-- MXFP8: Hopper's tensor cores know no such scales: data times scales in bf16, which is exact and
-  no faster than bf16; that is said once.
+- MXFP8: Hopper's tensor cores do not support such scales. Kernels multiply data times scales in
+  bf16, which is exact and no faster than bf16; a warning reports it once.
 
 The tensor cores want 8-bit data with the contracted dim along memory: data laid out otherwise are
 transposed first, the rows of groups each to a multiple of PADDED. Kernels that grouped_gemm itself
@@ -58,8 +58,8 @@ _log = logging.getLogger(__name__)
 def supports(product: Product) -> bool:
     """Whether these kernels support a product.
 
-    Products of recipes that they leave to plain JAX for their shape are said once each, in a
-    process that has GPUs of theirs.
+    Warns once for each shape of quantized operands that they leave to plain JAX, in a process that
+    has GPUs which these kernels support.
     """
     left, right, features = product.left, product.right, product.features
     if not isinstance(left, QuantizedTensor) or not isinstance(right, QuantizedTensor):

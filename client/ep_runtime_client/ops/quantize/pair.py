@@ -10,7 +10,7 @@ import jax
 
 from ep_runtime.errors import InvalidArgumentError
 
-DIM = 2  # that gate and up are on where they are one array
+DIM = 2  # dim of gate and up if they are one array
 Value = TypeVar("Value")
 
 

@@ -74,8 +74,8 @@ def slot_nodes(call: Call, dst_rank: jax.Array) -> jax.Array:
 
 
 def packing(call: Call, dst_rank: jax.Array) -> Packed:
-    """dst_rank [T, K] of a plan -> its tokens by node [D, T], those that keep a row there; at their
-    own places where all cross."""
+    """From dst_rank [T, K] of a plan, packs by node [D, T] the tokens that keep a row there; tokens
+    keep their own places if all of them cross."""
     nodes = jnp.arange(call.group.num_nodes, dtype=jnp.int32)[:, None, None]
     has = ((dst_rank >= 0) & (slot_nodes(call, dst_rank) == nodes)).any(-1)
     if counts_chunks(call):
@@ -99,8 +99,8 @@ def lined_up(tokens: Packed, rows: int) -> jax.Array:
 
 
 def sum_index(call: Call, tokens: Packed) -> jax.Array:
-    """[T, D]: which of the sums that came back is each token's from each node; -1 where a node has
-    none. They are lined up where rows are counted, else each node's have room for all tokens."""
+    """[T, D]: index of each token's sum from each node among the sums received; -1 if a node has
+    none. Sums are contiguous if rows are counted; else each node has room for all tokens."""
     nodes, count = tokens.has.shape
     first = jnp.arange(nodes, dtype=jnp.int32) * count
     if counts_rows(call):

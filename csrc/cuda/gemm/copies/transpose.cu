@@ -20,7 +20,7 @@ constexpr int kAcross = 8;
 struct BytePlace {
   Lines lines;
   uint8_t* to;     // where the first column's values go
-  int64_t pitch;   // bytes from line to line of `to`
+  int64_t pitch;   // bytes between starts of lines in `to`
   int32_t stored;  // values of a column that are written
 };
 

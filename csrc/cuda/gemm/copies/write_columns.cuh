@@ -14,7 +14,7 @@ namespace gemm {
 
 struct Columns {
   uint8_t* to;    // where column 0 goes
-  int64_t pitch;  // bytes from line to line of `to`, a multiple of 16
+  int64_t pitch;  // bytes between starts of lines in `to`, a multiple of 16
   int32_t count;  // number of all columns, a multiple of 4
   int32_t lines;  // lines of the tile to write, a multiple of 16
 };
