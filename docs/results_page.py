@@ -303,7 +303,7 @@ def _completed(row: Row, rows: list[Row]) -> Row:
 
 
 def _by(subject: str) -> str:
-    """The name that readers know, and what of the settings is said beside it."""
+    """The subject with the name that readers know, followed by its settings."""
     name = next((name for name in BY if subject.startswith(name)), "")
     return f"{BY.get(name, '')}{subject.removeprefix(name)}"
 

@@ -59,7 +59,7 @@ class ServerConfig:
         return bool(self.allow_uids or self.allow_gids)
 
     def check_served(self, peer: Peer) -> None:
-        """Raises PermissionDeniedError where the user may not connect."""
+        """Raises PermissionDeniedError if the user may not connect."""
         served = (
             peer.uid in (0, os.geteuid())
             or peer.uid in self.allow_uids

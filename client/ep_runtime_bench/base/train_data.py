@@ -9,7 +9,7 @@ import numpy as np
 from ep_runtime_bench.base import routing
 from ep_runtime_bench.base.train_cases import Model
 
-BATCHES = 4  # that go round
+BATCHES = 4  # used again in the same order
 
 
 def batches(model: Model, groups: int) -> list[Any]:

@@ -55,7 +55,7 @@ CONSEQUENCE = (
     "all axes but the ep axes unless rhs_spec= or params_spec= says how it lies"
 )
 _NOTHING = object()
-_found_later: list[str] = []  # what no name shows, but a lowering
+_found_later: list[str] = []  # gaps that only a lowering shows
 
 
 def _at(path: str, default: Any = None) -> Any:

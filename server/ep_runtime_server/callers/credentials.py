@@ -182,7 +182,7 @@ def process_state(pid: int) -> str:
 
 
 def _stat(pid: int) -> list[str]:
-    """Fields 3 and up of /proc/PID/stat; none where the process is gone."""
+    """Fields 3 and up of /proc/PID/stat; empty if the process is gone."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):

@@ -135,7 +135,7 @@ class Sessions:
         admit: Callable[[int], None],
         on_end: Callable[[SessionRecord], None],
     ) -> None:
-        """`admit(uid)` raises where the user has as many sessions as allowed.
+        """`admit(uid)` raises if the user has as many sessions as allowed.
 
         `on_end(session)` runs once, after the state became FENCED, CLOSED or DEAD; a fenced
         session gets it again when its process is gone.

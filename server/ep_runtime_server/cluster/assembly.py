@@ -271,7 +271,7 @@ def _refuse_others(assembly: Assembly, owner: Owner, part: NodePart, now_s: floa
 
 
 def _check_ranks(assembly: Assembly, owner: Owner, part: NodePart) -> None:
-    """Raises GroupBusyError where another node's process has one of the ranks."""
+    """Raises GroupBusyError if another node's process has one of the ranks."""
     for rank in sorted(part.ranks):
         holder = assembly.proposal.holder(rank) if assembly.proposal is not None else None
         # A node knows its own processes better.

@@ -61,7 +61,7 @@ class Cluster:
         events: EventLog,
         failpoints: Failpoints,
     ) -> None:
-        """Raises PoolExhaustedError where the journal cannot be written."""
+        """Raises PoolExhaustedError if the journal cannot be written."""
         self.settings = settings
         self._incarnation = incarnation
         self._clock = clock
@@ -337,7 +337,7 @@ class Cluster:
             answer = await self.peers.ask_on(name, address, method, own, within_s=within_s)
         except EpRuntimeError as error:
             if isinstance(error, RuntimeUnavailableError) and error.fields.get("node") == name:
-                raise  # it gave no answer, and is named
+                raise  # the node did not answer, and the error names it
             raise type(error)(f"node {name!r} at {address}: {error}", node=name) from error
         if len(answer) > limits.NODE_READ_BYTES:
             raise EpRuntimeError(

@@ -43,7 +43,7 @@ def ranks_from_proto(ranks: Sequence[int]) -> tuple[int, ...]:
 
 
 def claims_from_proto(messages: Sequence[pb.NodeClaim], spec: GroupSpec) -> tuple[NodeClaim, ...]:
-    """Raises InvalidArgumentError where they are not distinct ranks of the group."""
+    """Raises InvalidArgumentError if they are not distinct ranks of the group."""
     claims = tuple(
         NodeClaim(message.session_id, message.pid, ranks_from_proto(message.world_ranks))
         for message in messages[: spec.world_size + 1]  # one too many is enough to refuse them

@@ -235,10 +235,10 @@ class Spanning:
         if outcome is Outcome.COMMITTED and holds():
             group.committed = True
             group.advance(Trigger.ALL_ATTACHED)
-            if group.lost:  # who had heard of it told us before
+            if group.lost:  # a node that learned of the commit earlier reported it
                 self._groups.lost_elsewhere(group, "a process of another node is gone")
             return
-        if outcome is Outcome.COMMITTED:  # its word crossed with the end of a process here
+        if outcome is Outcome.COMMITTED:  # a process ended here before the answer came
             self._withdraw(group.owner, view)
         if group.epoch == view.epoch and not group.committed:
             self._log("cluster.attempt_over", group, reason or "given up here")

@@ -157,7 +157,7 @@ class Journal:
     def __init__(
         self, path: Path, failpoints: Failpoints, *, name: str = "journal", synced: bool = False
     ) -> None:
-        """Raises PoolExhaustedError where the file cannot be made.
+        """Raises PoolExhaustedError if the file cannot be made.
 
         Args:
             name: begins the names of its failpoints.

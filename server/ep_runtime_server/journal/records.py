@@ -158,8 +158,8 @@ def to_group(
     sessions: Mapping[str, SessionRecord],
     sets: Mapping[str, WindowSet],
 ) -> GroupRecord:
-    """The group with its members and its set. Raises LookupError where one is not there: then the
-    processes know better than what is left of the journal."""
+    """The group with its members and its set. Raises LookupError if one is missing: its processes
+    then know more than the rest of the journal."""
     shapes.check(value, shapes.GROUP)
     group = GroupRecord(Owner(*value["owner"]), _to_spec(value["spec"]), value["generation"])
     group.group_id = group_id

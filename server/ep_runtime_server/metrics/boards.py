@@ -33,7 +33,7 @@ _WAITING = (RankState.MEETING, RankState.WAITING)
 
 
 def max_mean_ratio(rows: Sequence[int]) -> float | None:
-    """1.0 where all have the same; None where nobody has any."""
+    """Largest by mean rows: 1.0 if all are equal, None if all are 0."""
     total = sum(rows)
     return max(rows) * len(rows) / total if total else None
 

@@ -76,7 +76,7 @@ def _read_pem(flag: str, path: str) -> bytes:
 
 
 def _check_pair(certificate: str, key: str) -> None:
-    """Raises InvalidArgumentError where the key is not the certificate's."""
+    """Raises InvalidArgumentError if the key is not the certificate's."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.set_ciphers("DEFAULT:@SECLEVEL=0")  # how strong they are is gRPC's to say
     try:

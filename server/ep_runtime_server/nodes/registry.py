@@ -222,7 +222,7 @@ class Nodes:
             self._log("cluster.node_back", node, "is reachable again")
 
     def leave(self, name: str, lease_id: str) -> None:
-        """Frees the name at once; nothing happens where the lease is none of ours."""
+        """Frees the name at once; does nothing unless the node has this lease."""
         node = self._nodes.get(name)
         if node is None or not lease_id or node.lease_id != lease_id:
             return

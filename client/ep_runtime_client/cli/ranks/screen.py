@@ -26,7 +26,7 @@ class Screen:
         self._samples, self._links = seen, links
         self._group = 0
         self._layers = False  # shows the list of layers, or one layer
-        self._opened = ""  # that layer
+        self._opened = ""  # the layer it shows; empty: the list
         self._chosen = 0
         self._sort, self._reversed = 0, False
 

@@ -267,7 +267,7 @@ def _rows_to_transpose(
 
 
 def _wide_rows(x: QuantizedTensor, group_sizes: jax.Array, columns: bool = False) -> jax.Array:
-    """bf16 rows in the shape of `x`; those of no group are undefined."""
+    """bf16 rows in the shape of `x`; rows outside all groups are undefined."""
     sizes, lead = sizes_of(group_sizes), group_sizes.ndim
     flat = (sizes.shape[0], x.shape[lead - 1], math.prod(x.shape[lead:]))
     form = format_of(x.recipe)

@@ -172,7 +172,7 @@ def _at_least_one(count: Any) -> Any:
 
 
 def _check_probs(loss: str, routing: Routing) -> jax.Array:
-    """The routing's probs. Raises InvalidArgumentError for none, or those of other tokens."""
+    """Returns routing.probs. Raises InvalidArgumentError if it is None or has other dims."""
     if routing.probs is None:
         raise InvalidArgumentError(
             f"{loss} needs routing.probs [..., E], every expert's share of every token, got None",

@@ -87,7 +87,7 @@ def prepare(
     if not most:
         return plan, None
     rows = jnp.broadcast_to(zone_rows(plan, topk_idx), (call.group.ranks_per_node, 1))
-    # More than any workspace has, so that the call goes in parts, where a lane lacks room for sums.
+    # If a lane lacks room for sums: more than any workspace has, so that the call runs in chunks.
     return plan, jnp.where(sums_fit(call, plan), collectives(call).node(call, rows).max(0), _MOST)
 
 

@@ -25,8 +25,8 @@ from ep_runtime_client.ops.transports import between_nccl, between_xla
 from ep_runtime_client.ops.transports.protocol import Collectives, DeviceCall
 from ep_runtime_client.ops.transports.xla_plan import receiver_side, route
 
-# All tokens of a rank are so many chunks at most: more would waste less of the last one, and wait
-# for the network more often. Chunks have at least so many rows, where the rank has them.
+# The most chunks of a rank's tokens: more would waste less of the last chunk, and wait for the
+# network more often. A chunk has at least MIN_CHUNK_ROWS rows, if the rank has so many.
 MAX_CHUNKS = 16
 MIN_CHUNK_ROWS = 64
 
@@ -37,7 +37,7 @@ def collectives(call: Call) -> Collectives:
 
 
 def chunk_rows(tokens: int) -> int:
-    """Rows of one chunk between two ranks, where each rank has that many tokens."""
+    """Rows of one chunk between two ranks, if each rank has that many tokens."""
     return -(-tokens // max(1, min(MAX_CHUNKS, tokens // MIN_CHUNK_ROWS)))
 
 
