@@ -158,7 +158,7 @@ def test_programs_do_not_grow_with_the_chunks() -> None:
     ("x", "sizes", "order", "text"),
     [
         (np.ones(4), np.ones(2), np.arange(2), r"split_sizes must be \[m\] or \[n, m\]"),
-        (np.ones(4), np.ones(2, int), np.arange(3), r"order must be like split_sizes \[2\]"),
+        (np.ones(4), np.ones(2, int), np.arange(3), r"order must have the shape \[2\]"),
         (np.ones(5), np.ones((2, 2), int), np.arange(2), "n=2"),
     ],
 )
