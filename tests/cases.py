@@ -9,6 +9,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+# Settings of `create_group` that most tests of groups have.
+SMALL: dict[str, Any] = {
+    "ep_axis": "ep",
+    "num_experts": 8,
+    "hidden_size": 16,
+    "max_tokens_per_rank": 8,
+    "max_top_k": 2,
+    "alignment": 8,
+}
+
 
 @dataclasses.dataclass(frozen=True)
 class Case:

@@ -1,4 +1,5 @@
-"""Ends pytest, when imported, where a package would not come from what is to be tested.
+"""Ends pytest, when imported, where a package would not come from what is to be tested; processes
+that tests start import the same packages, and modules of this folder.
 
 With this checkout on the path, which pytest's own `pythonpath` puts there, it is what is tested: an
 editable install of another one would come before it. Without, it is the wheel that this interpreter
@@ -8,6 +9,7 @@ has.
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
 import sysconfig
 from pathlib import Path
@@ -24,6 +26,7 @@ _FOLDERS = {
 def _check() -> None:
     installed = {Path(sysconfig.get_path(kind)).resolve() for kind in ("purelib", "platlib")}
     on_path = ROOT in {Path(entry).resolve() for entry in sys.path}
+    path = []
     for name, folder in _FOLDERS.items():
         spec = importlib.util.find_spec(name)
         origin = Path(spec.origin).resolve().parents[1] if spec and spec.origin else None
@@ -38,6 +41,10 @@ def _check() -> None:
                 ".venv/bin/python -m pytest\n"
                 "To test an installed wheel: python -P -m pytest -o pythonpath=tests"
             )
+        path.append(str(origin))
+    # What is on it already stays, behind: packages that ours need may be installed there.
+    path += [str(ROOT / "tests"), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(filter(None, path)))
 
 
 def _listed(folders: set[Path]) -> str:

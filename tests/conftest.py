@@ -23,6 +23,9 @@ import fakes
 import jax
 import pytest
 import tiers
+from child_programs import run_program  # noqa: F401 - fixtures are found by name
+from daemon_fixtures import address, admin, daemon, directory  # noqa: F401 - likewise
+from harness import daemon_process, restarted  # noqa: F401 - likewise
 from jax._src import compiler
 from jax.experimental.compilation_cache import compilation_cache
 
@@ -35,6 +38,10 @@ _FLAGS = ["--xla_cpu_parallel_codegen_split_count=1"]
 if _CHOOSES_FUSION and os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] == "1":
     _FLAGS += [f"--{_FUSION}=false"]
 os.environ["XLA_FLAGS"] = " ".join([*_FLAGS, os.environ.get("XLA_FLAGS", "")])
+
+# Of who runs the tests; none is for the daemons and jobs that tests start.
+for _name in ("EP_RUNTIME_ADDRESS", "EP_RUNTIME_JOB", "EP_RUNTIME_DEBUG", "SLURM_JOB_ID"):
+    os.environ.pop(_name, None)
 
 if TYPE_CHECKING:
     from block_ways import Ways

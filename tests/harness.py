@@ -204,7 +204,6 @@ class DaemonProcess(Served):
         self.told_s = time.monotonic()
         self.popen = subprocess.Popen(
             [*command, "--ready-fd", str(writer), *options],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
             pass_fds=(writer, *pass_fds),
             stderr=stderr,
             text=True,

@@ -7,12 +7,12 @@ import functools
 import hashlib
 import os
 import shutil
-import subprocess
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
+from child_programs import run_to_end
 
 from ep_runtime import nccl
 
@@ -41,10 +41,7 @@ def _compile(name: str, sources: list[Path], *options: str) -> Path:
         pytest.skip("needs a C++ compiler")
     fresh = folder / f"{name}.{os.getpid()}"
     command = [compiler, "-std=c++17", "-shared", "-fPIC", "-pthread", *options, "-o", str(fresh)]
-    result = subprocess.run(
-        [*command, *map(str, sources)], capture_output=True, text=True, timeout=240, check=False
-    )
-    assert result.returncode == 0, result.stderr
+    run_to_end(*command, *sources)
     fresh.replace(made)
     return made
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from typing import Any
 
 import pytest
+from child_programs import command, run_to_end
 
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime_bench.base import timing
@@ -15,19 +14,9 @@ from ep_runtime_bench.base.options import BenchOptions, Sample
 from ep_runtime_bench.movement import cpu_movement
 from ep_runtime_bench.movement.memcpy import Memcpy
 
-COMMAND = [sys.executable, "-P", "-m", "ep_runtime_client.cli", "bench"]
-TIMEOUT_S = 240.0
-
-
-def bench(*options: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*COMMAND, *options], capture_output=True, text=True, timeout=TIMEOUT_S, check=False
-    )
-
 
 def figures(*options: str) -> dict[str, Any]:
-    done = bench(*options, "-o", "json")
-    assert done.returncode == 0, done.stderr
+    done = run_to_end(*command("bench", *options, "-o", "json"))
     document: dict[str, Any] = json.loads(done.stdout)
     assert document["schema_version"] == 1
     return document
@@ -73,8 +62,8 @@ def test_a_call_of_several_processes_took_as_long_as_the_slowest() -> None:
 
 def test_one_transport_alone_has_no_ratio_to_xla() -> None:
     sizes = ["--devices", "2", "--experts", "2", "--top-k", "1", "--tokens", "4"]
-    done = bench("dispatch", "--transports", "memfd", *sizes, "--row-bytes", "64", "--repeats", "1")
-    assert done.returncode == 0, done.stderr
+    words = ["--transports", "memfd", *sizes, "--row-bytes", "64", "--repeats", "1"]
+    done = run_to_end(*command("bench", "dispatch", *words))
     assert "X MEMCPY" in done.stdout
 
 
@@ -94,9 +83,7 @@ def test_connect_shows_every_stage_and_their_sum() -> None:
 
 
 def test_wrong_names_are_exit_code_1() -> None:
-    done = bench("dispatsch")
-    assert done.returncode == 1
-    assert "BENCH must be of" in done.stderr
+    assert "BENCH must be of" in run_to_end(*command("bench", "dispatsch"), code=1).stderr
 
 
 def test_odd_row_sizes_are_refused() -> None:

@@ -7,7 +7,6 @@ import contextlib
 import dataclasses
 import itertools
 import json
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from child_programs import command, run_to_end
 from jax.sharding import Mesh
 
 import ep_runtime as ep
@@ -441,15 +441,7 @@ def test_a_process_that_fails_is_fatal_only_where_it_is_ours(
 @pytest.mark.slow
 def test_the_command_writes_all_tables() -> None:
     words = ["--devices", "2", "--repeats", "2", "--cases", "small-experts", "-o", "json"]
-    command = [sys.executable, "-P", "-m", "ep_runtime_client.cli", "bench", "moe", *words]
-    done = subprocess.run(
-        [*command, "--transports", "memfd,stock"],
-        capture_output=True,
-        text=True,
-        timeout=240.0,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    done = run_to_end(*command("bench", "moe", *words, "--transports", "memfd,stock"))
     found = json.loads(done.stdout)
     subjects = [row["subject"] for row in found["moe"]]
     assert subjects == ["memfd", "memfd remat", PADDED]

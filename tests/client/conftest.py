@@ -1,4 +1,4 @@
-"""Eight CPU devices, and the fixtures around a real daemon."""
+"""Eight CPU devices."""
 
 from __future__ import annotations
 
@@ -6,15 +6,7 @@ from typing import Any
 
 import jax
 import pytest
-from daemon_fixtures import (  # noqa: F401 - fixtures are found by name
-    _children_import_what_we_import,
-    address,
-    admin,
-    daemon,
-    directory,
-    run_program,
-)
-from nccl_ranks import fake, ranks  # noqa: F401 - likewise
+from nccl_ranks import fake, ranks  # noqa: F401 - fixtures are found by name
 
 jax.config.update("jax_num_cpu_devices", 8)
 

@@ -6,9 +6,6 @@ import ctypes
 import logging
 import os
 import signal
-import subprocess
-import sys
-import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -16,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from daemon_fixtures import package_path, start_daemon
-from harness import daemon_process  # noqa: F401 - fixtures are found by name
+from child_programs import run_python
+from daemon_fixtures import start_daemon
 from nccl_builds import FakeNccl, edge_library, fake_library
 from nccl_ranks import SPEC, WAIT_S, Rank
 
@@ -354,19 +351,6 @@ while fake.count("inits") < 2:
 """
 
 
-def test_a_process_that_ends_amid_the_join_ends_at_once(
-    fake: FakeNccl,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    paths = f"{package_path()}:{Path(__file__).parents[1]}"
-    monkeypatch.setenv("PYTHONPATH", paths)
-    monkeypatch.setenv("EP_RUNTIME_NCCL_LIBRARY", str(fake_library()))
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(_EXITS)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+def test_a_process_that_ends_amid_the_join_ends_at_once(fake: FakeNccl) -> None:
+    done = run_python("-c", _EXITS, limit_s=60, EP_RUNTIME_NCCL_LIBRARY=str(fake_library()))
     assert done.stdout.split() == ["2", "2"], done.stderr

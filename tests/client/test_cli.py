@@ -14,6 +14,7 @@ from pathlib import Path
 import checkout
 import fixed_daemon
 import pytest
+from child_programs import command, run_python, run_to_end
 from daemon_fixtures import start_daemon
 
 import ep_runtime as ep
@@ -25,16 +26,9 @@ from ep_runtime_client.cli.daemon import source
 from ep_runtime_client.cli.machine import gpus
 from ep_runtime_client.daemons.socket_directory import SocketDirectory
 
-_TIMEOUT_S = 60.0
-
 
 def _run(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-P", "-m", "ep_runtime_client.cli", *words],
-        timeout=_TIMEOUT_S,
-        capture_output=True,
-        text=True,
-    )
+    return run_to_end(*command(*words), code=None)
 
 
 def test_help_lists_every_command_and_the_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
@@ -236,10 +230,7 @@ def test_no_command_imports_jax_and_help_needs_no_grpc() -> None:
         "found = {'jax', 'jaxlib', 'optax'} & set(sys.modules)\n"
         "sys.exit(f'loaded {found}' if found else 0)\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", program], timeout=_TIMEOUT_S, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
+    run_python("-c", program)
 
 
 def test_start_times(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
+from child_programs import run_to_end
 
 from ep_runtime_client import cli
 
@@ -184,15 +185,9 @@ def offered_by_fish(
         pytest.skip("fish is not installed")
     lines = [f"source {printed('fish', folder, capsys)}"]
     lines += [f"complete -C 'ep-runtime {one}'; echo" for one in typed]
-    done = subprocess.run(
-        ["fish", "--no-config", "-c", "\n".join(lines)],
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-        env=environment(folder),
-        cwd=folder,
-    )
-    assert (done.returncode, done.stderr) == (0, "")
+    words = ("fish", "--no-config", "-c", "\n".join(lines))
+    done = run_to_end(*words, env=environment(folder), cwd=folder)
+    assert done.stderr == ""
     *answers, _ = done.stdout.split("\n\n")
     return [[line.partition("\t")[0] for line in answer.splitlines()] for answer in answers]
 
@@ -220,10 +215,8 @@ def test_the_bash_script_bears_strict_shells(
         "COMP_WORDS=(ep-runtime nothing x); COMP_CWORD=2",
         "_ep_runtime; echo ${#COMPREPLY[@]}",
     ]
-    done = subprocess.run(
-        ["bash", "-c", "\n".join(lines)], capture_output=True, text=True, timeout=TIMEOUT_S
-    )
-    assert (done.returncode, done.stdout, done.stderr) == (0, "0\n", "")
+    done = run_to_end("bash", "-c", "\n".join(lines))
+    assert (done.stdout, done.stderr) == ("0\n", "")
 
 
 def test_other_shells_are_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,7 +10,6 @@ import re
 import select
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -19,7 +18,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from daemon_fixtures import WAIT_S, package_path, start_daemon, wait_until
+from child_programs import command
+from daemon_fixtures import WAIT_S, start_daemon, wait_until
 from ranked_job import HIDDEN, RANKS, TOKENS, Job
 
 import ep_runtime as ep
@@ -29,8 +29,7 @@ from ep_runtime_client.cli.daemon import source
 
 @pytest.fixture(scope="module")
 def module_address() -> Iterator[str]:
-    with tempfile.TemporaryDirectory(prefix="ept-") as directory, pytest.MonkeyPatch.context() as m:
-        m.setenv("PYTHONPATH", package_path())
+    with tempfile.TemporaryDirectory(prefix="ept-") as directory:
         child = start_daemon(Path(directory))
         yield f"unix://{directory}"
         assert child.stop() == 0, child.log_tail(50)
@@ -204,8 +203,8 @@ def test_what_was_is_remembered(job: Job, ask: Any, module_address: str) -> None
 
 
 def test_an_unknown_group_is_an_error(job: Job, ask: Any) -> None:
-    for command in ("top", "load", "skew"):
-        code, text = ask(command, "mow")
+    for name in ("top", "load", "skew"):
+        code, text = ask(name, "mow")
         assert code == cli.USAGE
         assert "did you mean 'moe'?" in text
 
@@ -217,7 +216,7 @@ class Terminal:
         environment = {**os.environ, "COLUMNS": "100", "LINES": "24", "TERM": "xterm"}
         self.fd, theirs = pty.openpty()
         self.popen = subprocess.Popen(
-            [sys.executable, "-m", "ep_runtime_client.cli", *words],
+            command(*words),
             stdin=theirs,
             stdout=theirs,
             stderr=theirs,
@@ -241,20 +240,16 @@ class Terminal:
         os.write(self.fd, keys.encode())
 
 
-@pytest.mark.parametrize("command", ["top", "load", "skew"])
-def test_watch_takes_samples_until_interrupted(job: Job, module_address: str, command: str) -> None:
-    words = [command, "--watch", "0.1", "-o", "json", "--address", module_address]
-    process = subprocess.Popen(
-        [sys.executable, "-P", "-m", "ep_runtime_client.cli", *words],
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+@pytest.mark.parametrize("name", ["top", "load", "skew"])
+def test_watch_takes_samples_until_interrupted(job: Job, module_address: str, name: str) -> None:
+    words = [name, "--watch", "0.1", "-o", "json", "--address", module_address]
+    process = subprocess.Popen(command(*words), stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     with process.stdout:
         found = [json.loads(process.stdout.readline()) for _ in range(3)]
         process.send_signal(signal.SIGINT)
         assert process.wait(WAIT_S) == 0
-    assert [(each["kind"], each["interval_s"]) for each in found] == [(command, 0.1)] * 3
+    assert [(each["kind"], each["interval_s"]) for each in found] == [(name, 0.1)] * 3
 
 
 def test_keys_sort_open_a_layer_and_end(job: Job, module_address: str) -> None:

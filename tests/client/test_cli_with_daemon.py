@@ -9,7 +9,6 @@ import pwd
 import re
 import signal
 import subprocess
-import sys
 import tempfile
 import textwrap
 from collections.abc import Iterator
@@ -18,6 +17,8 @@ from typing import Any
 
 import pytest
 import raw_client
+from cases import SMALL
+from child_programs import command, run_python, run_to_end
 from daemon_fixtures import WAIT_S, start_daemon, wait_until
 
 import ep_runtime as ep
@@ -57,18 +58,8 @@ _KEYS = {
 @pytest.fixture
 def group(address: str, mesh: Any) -> Iterator[ep.Group]:
     with ep.connect(address, job="tests", timeout_s=WAIT_S) as session:
-        group = session.create_group(
-            "moe",
-            mesh,
-            ep_axis="ep",
-            outer_axes="dp",
-            num_experts=8,
-            hidden_size=16,
-            max_tokens_per_rank=8,
-            max_top_k=2,
-            alignment=8,
-            workspace=1.25,
-        )
+        settings = SMALL | {"outer_axes": "dp", "workspace": 1.25}
+        group = session.create_group("moe", mesh, **settings)
         group.register_layer("first", top_k=2, in_flight=2)
         group.register_layer_stack("stack", 2, top_k=1)
         yield group
@@ -209,7 +200,7 @@ def test_a_probe_loads_neither_grpc_nor_protobuf_and_writes_what_the_stubs_would
         f"code = cli.main(['status', '--ready', '--address', '{address}']); "
         f"print(code, [name for name in {heavy} if name in sys.modules])"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    done = run_python("-c", program)
     assert (done.stdout, done.stderr) == ("ready\n0 []\n", "")
     request = fd_socket_pb2.FdRequest(probe=fd_socket_pb2.Probe())
     admits = fd_socket_pb2.FdReply(condition=fd_socket_pb2.Condition())
@@ -227,10 +218,9 @@ def test_drain_waits_for_the_last_session_says_what_is_left_and_ends_with_ctrl_c
     address: str,
 ) -> None:
     words = ["drain", "--yes", "--wait", "--address", address]
-    command = [sys.executable, "-P", "-m", "ep_runtime_client.cli", *words]
 
     def start() -> tuple[subprocess.Popen[str], str]:
-        waiting = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        waiting = subprocess.Popen(command(*words), stderr=subprocess.PIPE, text=True)
         assert waiting.stderr is not None
         return waiting, next(line for line in waiting.stderr if line.startswith("draining:"))
 
@@ -304,10 +294,8 @@ def test_reclaim_of_a_live_group_counts_its_bytes(ask: Any, group: ep.Group) -> 
 
 
 def test_watch_repeats_until_interrupted(address: str, group: ep.Group) -> None:
-    command = [sys.executable, "-P", "-m", "ep_runtime_client.cli", "handles", "--watch", "0.05"]
-    process = subprocess.Popen(
-        [*command, "-o", "json", "--address", address], stdout=subprocess.PIPE, text=True
-    )
+    words = command("handles", "--watch", "0.05", "-o", "json", "--address", address)
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     with process.stdout:
         documents = [json.loads(process.stdout.readline()) for _ in range(3)]
@@ -317,13 +305,9 @@ def test_watch_repeats_until_interrupted(address: str, group: ep.Group) -> None:
 
 
 def test_a_closed_pipe_is_no_error(address: str, group: ep.Group) -> None:
-    command = [sys.executable, "-P", "-m", "ep_runtime_client.cli", "events", "--watch", "0.05"]
-    process = subprocess.Popen(
-        [*command, "-o", "json", "--address", address],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    words = command("events", "--watch", "0.05", "-o", "json", "--address", address)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    process = subprocess.Popen(words, text=True, **pipes)
     assert process.stdout is not None
     process.stdout.readline()
     process.stdout.close()
@@ -345,12 +329,7 @@ def _then_as_nobody(program: str, address: str) -> subprocess.CompletedProcess[s
         f"os.setgroups([]); os.setgid({_NOBODY}); os.setuid({_NOBODY})\n"
         "program()\n"
     )
-    return subprocess.run(
-        [sys.executable, "-P", "-c", words, address],
-        timeout=WAIT_S,
-        capture_output=True,
-        text=True,
-    )
+    return run_python("-c", words, address)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root becomes another user")
@@ -359,7 +338,6 @@ def test_another_user_is_denied(address: str, daemon: Any) -> None:
         "code = cli.main(['status', '--address', sys.argv[1]])\nprint(code, file=sys.stderr)",
         address,
     )
-    assert done.returncode == 0, done.stderr
     served, *denied, code = done.stderr.splitlines()
     assert (served, code) == ("0", "4"), done.stderr
     assert "may not open" in " ".join(denied)
@@ -371,7 +349,7 @@ def test_another_user_is_denied(address: str, daemon: Any) -> None:
         "    print(error.fields['uid'])",
         address,
     )
-    assert (done.returncode, done.stdout.split()) == (0, ["served", f"{_NOBODY}"]), done.stderr
+    assert done.stdout.split() == ["served", f"{_NOBODY}"], done.stderr
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root becomes another user")
@@ -388,7 +366,6 @@ def test_a_user_who_is_served_reads_and_orders_nothing() -> None:
             f"unix://{daemon.directory}",
         )
         assert daemon.stop() == 0
-    assert done.returncode == 0, done.stderr
     theirs = done.stderr.split("version 0\n", 1)[1]
     for said in ("status 0", "handles 0", "sessions 0", "drain --yes 4", "admin.sock", "version 0"):
         assert said in theirs
@@ -411,10 +388,8 @@ def test_version_asks_the_daemon(ask: Any, daemon: Any) -> None:
 
 
 def test_serve_becomes_the_daemon_and_ends_on_sigterm(directory: Path) -> None:
-    command = [sys.executable, "-P", "-m", "ep_runtime_client.cli", "serve"]
-    process = subprocess.Popen(
-        [*command, "--dir", str(directory), "--max-host-bytes", "64M"], stderr=subprocess.PIPE
-    )
+    words = command("serve", "--dir", directory, "--max-host-bytes", "64M")
+    process = subprocess.Popen(words, stderr=subprocess.PIPE)
     try:
         address = f"unix://{directory}"
         wait_until(
@@ -437,7 +412,4 @@ def test_serve_becomes_the_daemon_and_ends_on_sigterm(directory: Path) -> None:
     "words", [["--nonsense"], ["--max-host-bytes", "some"], ["--dir", "/" + "d" * 101]]
 )
 def test_serve_with_wrong_usage_is_exit_code_1(words: list[str]) -> None:
-    command = [sys.executable, "-P", "-m", "ep_runtime_client.cli", "serve", *words]
-    done = subprocess.run(command, timeout=WAIT_S, capture_output=True, text=True)
-    assert done.returncode == 1
-    assert done.stderr
+    assert run_to_end(*command("serve", *words), code=1).stderr

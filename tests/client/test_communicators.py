@@ -11,7 +11,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from harness import daemon_process  # noqa: F401 - fixtures are found by name
 from nccl_builds import FakeNccl, edge_library, fake_library
 from nccl_ranks import SPEC, WAIT_S, Rank
 from raw_client import make_spec
@@ -117,7 +116,7 @@ def test_a_process_that_closes_in_good_order_ends_the_others_calls(
 
 def test_a_daemon_without_libnccl_is_the_error(
     fake: FakeNccl,
-    daemon_process: Any,  # noqa: F811
+    daemon_process: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("EP_RUNTIME_NCCL_LIBRARY", "/nowhere/libnccl.so.2")

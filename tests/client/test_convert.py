@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-import subprocess
 import sys
 import types
 from pathlib import Path
@@ -16,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from child_programs import run_python
 
 import ep_runtime as ep
 
@@ -479,13 +479,6 @@ def test_a_checkpoint_is_converted_in_the_memory_of_a_few_layers(tmp_path: Path)
         names = (f"experts.{expert}.{name}" for expert in range(experts) for name in W)
         arrays |= dict.fromkeys((f"{start}.{name}.weight" for name in names), matrix)
         safetensors(tmp_path / f"model-{layer:05}.safetensors", arrays)
-    done = subprocess.run(
-        [sys.executable, "-c", STREAM, str(tmp_path), str(layers)],
-        capture_output=True,
-        text=True,
-        timeout=240.0,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    done = run_python("-c", STREAM, tmp_path, layers)
     layer_bytes = experts * 3 * matrix.nbytes
     assert json.loads(done.stdout) < layers / 2 * layer_bytes

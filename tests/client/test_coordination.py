@@ -5,21 +5,18 @@ from __future__ import annotations
 import signal
 import socket
 import subprocess
-import sys
 
 import pytest
-from daemon_fixtures import package_path
+from child_programs import command
 
 from ep_runtime_client.base import jax_internals
 
 _WAIT_S = 60.0
-_COMMAND = [sys.executable, "-P", "-m", "ep_runtime_client.cli", "coordination", "--processes", "2"]
 
 
 def _start(*options: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [*_COMMAND, *options],
-        env={"PYTHONPATH": package_path()},
+        command("coordination", "--processes", 2, *options),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 
 import pytest
+from child_programs import run_python
 
 _PROGRAM = """
 import json
@@ -36,14 +35,7 @@ print(json.dumps([kept, resident_mib() - before]))
 )
 def test_freed_memory_is_kept(environment: dict[str, str], kept: bool) -> None:
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("MALLOC_", "GLIBC_"))}
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", _PROGRAM],
-        env={**clean, **environment},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-    )
+    done = run_python("-c", _PROGRAM, env=clean, **environment)
     said, grown_mib = json.loads(done.stdout)
     assert said == [kept, kept]
     assert (grown_mib > 60) == kept

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import threading
 from typing import Any
 
@@ -12,23 +10,14 @@ import fakes
 import jax
 import numpy as np
 import pytest
+from child_programs import run_python
 
 import ep_runtime as ep
 from ep_runtime_client.base import jax_internals, jax_state
 
 
 def _run(program: str, **environment: str) -> str:
-    import os
-
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", program],
-        timeout=120,
-        capture_output=True,
-        text=True,
-        env={**os.environ, **environment},
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return run_python("-c", program, **environment).stdout
 
 
 @pytest.mark.parametrize("wrap", [jax.jit, jax.grad, jax.vmap, jax.checkpoint])

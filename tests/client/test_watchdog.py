@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
-from daemon_fixtures import package_path
+from child_programs import run_python
 
 _SCRIPT = """
 import atexit, sys, threading
@@ -52,15 +49,7 @@ thread.join()
 
 
 def test_an_abort_of_cpp_after_a_loss_says_who_was_lost() -> None:
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", _ABORT],
-        env={"PYTHONPATH": package_path()},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert done.returncode == 1, done.stderr
+    done = run_python("-c", _ABORT, code=1)
     assert "PeerLostError: process 7 of rank 3 is gone" in done.stderr
 
 
@@ -79,15 +68,7 @@ def test_an_abort_of_cpp_after_a_loss_says_who_was_lost() -> None:
 def test_a_process_that_does_not_go_on_is_ended(
     grace_s: float | None, patience_s: float | None, word: str | None, out: str, code: int
 ) -> None:
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", _SCRIPT, repr((grace_s, patience_s, word))],
-        env={"PYTHONPATH": package_path()},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert done.returncode == code, done.stderr
+    done = run_python("-c", _SCRIPT, repr((grace_s, patience_s, word)), code=code)
     assert done.stdout == out
     assert "PeerLostError: process 7 of rank 3 is gone" in done.stderr  # at once
     assert ("PeerLostError: prepare of layer a" in done.stderr) == (code == 1)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import shutil
 import string
-import subprocess
 from pathlib import Path
 
 import pytest
+from child_programs import run_to_end
 
 from ep_runtime.allowed_names import (
     MAX_LABEL_BYTES,
@@ -143,13 +143,7 @@ def test_old_names_are_shown_as_a_word_that_runs_nothing(shell: str, tmp_path: P
         word = shown(name)
         assert word == quoted(name)
         assert word.isprintable()
-        done = subprocess.run(
-            [shell, "-c", f"printf %s {word}"],
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
+        done = run_to_end(shell, "-c", f"printf %s {word}", cwd=tmp_path, code=None)
         assert [*tmp_path.iterdir()] == [], name
         if shell in ("bash", "zsh") or not word.startswith("$"):
             assert done.stdout == name

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import ast
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from child_programs import run_python
 
 import ep_runtime
 
@@ -35,8 +34,7 @@ def test_importing_loads_neither_jax_nor_native_nor_grpc() -> None:
         "found = {'jax', 'jaxlib', 'numpy', 'grpc', 'ep_runtime.native'} & set(sys.modules)\n"
         "sys.exit(f'loaded {found}' if found else 0)\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], timeout=60, capture_output=True)
-    assert done.returncode == 0, done.stderr
+    run_python("-c", program)
 
 
 def test_connecting_without_a_daemon_loads_no_jax() -> None:
@@ -45,8 +43,7 @@ def test_connecting_without_a_daemon_loads_no_jax() -> None:
         "with ep.connect('none'):\n"
         "    sys.exit('loaded jax' if 'jax' in sys.modules else 0)\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], timeout=60, capture_output=True)
-    assert done.returncode == 0, done.stderr
+    run_python("-c", program)
 
 
 def test_a_training_job_loads_no_bench() -> None:
@@ -57,8 +54,7 @@ def test_a_training_job_loads_no_bench() -> None:
         "    found = [name for name in sys.modules if name.startswith('ep_runtime_bench')]\n"
         "    sys.exit(f'loaded {found}' if found else 0)\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], timeout=60, capture_output=True)
-    assert done.returncode == 0, done.stderr
+    run_python("-c", program)
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:

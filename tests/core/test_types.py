@@ -6,11 +6,10 @@ import importlib
 import importlib.resources
 import inspect
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from child_programs import run_python
 
 import ep_runtime as ep
 
@@ -83,10 +82,8 @@ def test_the_stub_takes_every_name_from_where_it_is() -> None:
 
 def test_dir_shows_the_public_names_alone() -> None:
     program = "import ep_runtime as ep; ep.moe; print(*dir(ep))"
-    found = subprocess.run(
-        [sys.executable, "-c", program], timeout=60, capture_output=True, text=True, check=True
-    )
-    assert found.stdout.split() == sorted([*ep.__all__, "integrations", "linen", "nnx", "optax"])
+    found = run_python("-c", program).stdout
+    assert found.split() == sorted([*ep.__all__, "integrations", "linen", "nnx", "optax"])
 
 
 def test_the_options_that_checkers_know_are_those_of_moe() -> None:
@@ -110,13 +107,7 @@ def test_a_script_with_wrong_arguments_fails_under_mypy(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     options = ["--no-error-summary", "--hide-error-context", "--no-pretty", "--config-file"]
-    found = subprocess.run(
-        [sys.executable, "-m", "mypy", *options, str(ROOT / "pyproject.toml"), str(script)],
-        timeout=250,
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
+    found = run_python("-m", "mypy", *options, ROOT / "pyproject.toml", script, cwd=ROOT, code=1)
     errors: dict[int, str] = {}
     for number, text in re.findall(r"script\.py:(\d+): error: (.*)", found.stdout):
         errors[int(number)] = errors.get(int(number), "") + text
@@ -128,4 +119,3 @@ def test_a_script_with_wrong_arguments_fails_under_mypy(tmp_path: Path) -> None:
     assert errors.keys() == wanted.keys(), found.stdout + found.stderr
     for number, text in wanted.items():
         assert re.search(text, errors[number]), (number, errors[number])
-    assert found.returncode == 1

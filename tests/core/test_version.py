@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import importlib.metadata
-import os
 import re
-import subprocess
-import sys
 import tomllib
 
 import doc_pages
 import pytest
-from daemon_fixtures import package_path
+from child_programs import command, run_to_end
 
 import ep_runtime
 from ep_runtime import native
@@ -39,14 +36,7 @@ def test_the_native_libraries_say_it(platform: str) -> None:
 
 
 def test_the_command_says_it() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "ep_runtime_client.cli", "version", "--client", "-o", "json"],
-        env={**os.environ, "PYTHONPATH": package_path()},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-    )
+    done = run_to_end(*command("version", "--client", "-o", "json"))
     assert f'"client_version": "{VERSION}"' in done.stdout
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
 from pathlib import Path
+
+from child_programs import run_to_end
 
 HERE = Path(__file__).parent
 CSRC = HERE.parents[1] / "csrc"
-_COMPILE_S = 120
 
 
 def compiled(folder: Path, name: str, *sources: str, flags: tuple[str, ...] = ()) -> Path:
@@ -18,5 +18,5 @@ def compiled(folder: Path, name: str, *sources: str, flags: tuple[str, ...] = ()
     program = folder / name
     files = [str(HERE / f"{name}.cc"), *(str(CSRC / source) for source in sources)]
     strict = ["-std=c++17", "-Wall", "-Wextra", "-Werror", *flags, f"-I{CSRC}"]
-    subprocess.run([compiler, *strict, *files, "-o", program], check=True, timeout=_COMPILE_S)
+    run_to_end(compiler, *strict, *files, "-o", program)
     return program

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import random
-import subprocess
 from pathlib import Path
 from typing import get_args
 
 from block_sizes import random_setting, random_sizes
+from child_programs import run_to_end
 from host_programs import compiled
 
 from ep_runtime import workspace
 from ep_runtime.workspace import BlockSizes, Workspace
-
-_RUN_S = 60
 
 
 def line(sizes: BlockSizes, found: Workspace) -> str:
@@ -45,14 +43,8 @@ def test_both_sides_agree_on_parts_and_bytes_and_no_regions_meet(tmp_path: Path)
         factor = draw.choice([0.5, 1.25, 64.0])
         setting = random_setting(draw)
         asked.append((sizes, workspace.of_block(sizes, setting, keep=keep, keep_factor=factor)))
-    run = subprocess.run(
-        [compiled(tmp_path, "block_workspace", "cuda/block/workspace.cc")],
-        input="\n".join(line(*each) for each in asked),
-        capture_output=True,
-        text=True,
-        timeout=_RUN_S,
-        check=True,
-    )
+    program = compiled(tmp_path, "block_workspace", "cuda/block/workspace.cc")
+    run = run_to_end(program, given="\n".join(line(*each) for each in asked))
     native = [tuple(map(int, text.split())) for text in run.stdout.splitlines()]
     assert native == [
         (found.part_tokens, found.parts, found.forward_bytes, found.backward_bytes, 0)

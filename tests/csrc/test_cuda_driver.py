@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
+from child_programs import run_to_end
 from host_programs import CSRC, HERE
 
-_RUN_S = 120
 # As much of libcuda.so.1 as the CUDA runtime asks for before it refuses an old driver.
 _OLD_DRIVER = 'extern "C" int cuDriverGetVersion(int* version) { *version = 11080; return 0; }\n'
 
@@ -18,16 +16,7 @@ _OLD_DRIVER = 'extern "C" int cuDriverGetVersion(int* version) { *version = 1108
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc's headers and runtime")
 def test_an_old_driver_is_named_with_the_version_it_must_support(tmp_path: Path) -> None:
     def run(*command: object, **environment: str) -> str:
-        done = subprocess.run(
-            [str(word) for word in command],
-            env={**os.environ, **environment},
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            timeout=_RUN_S,
-            check=True,
-        )
-        return done.stdout
+        return run_to_end(*command, cwd=tmp_path, **environment).stdout
 
     (tmp_path / "driver.cc").write_text(_OLD_DRIVER)
     run("nvcc", "-shared", "-Xcompiler=-fPIC", "-cudart=none", "-o=libcuda.so.1", "driver.cc")

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from child_programs import run_to_end
 from programs import PROGRAMS
 
-HERE = Path(__file__).parent
-ROOT = HERE.parents[1]
 LIMIT_S = 90
 # The ones that once needed several cores' worth of threads to get through.
 # On one core the others end as those do; -m slow runs them.
@@ -22,18 +20,8 @@ ON_ONE_CORE = ("microbatches4", "psum50", "overflow20")
 
 def run(name: str, *prefix: str) -> None:
     """Runs a program; fails with its output unless it ends well in time."""
-    roots = [ROOT, ROOT / "server", ROOT / "client", ROOT / "tests"]
-    environment = dict(os.environ, PYTHONPATH=os.pathsep.join(map(str, roots)))
-    done = subprocess.run(
-        [*prefix, sys.executable, "programs.py", name],
-        cwd=HERE,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    words = [*prefix, sys.executable, "programs.py", name]
+    done = run_to_end(*words, cwd=Path(__file__).parent, limit_s=LIMIT_S)
     assert done.stdout.endswith("done\n")
 
 

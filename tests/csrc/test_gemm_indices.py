@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
 from pathlib import Path
 
 import pytest
+from child_programs import run_to_end
 from host_programs import HERE, compiled
-
-_RUN_S = 120
 
 
 @pytest.mark.slow
@@ -16,6 +14,4 @@ def test_rows_of_groups_and_bytes_of_tiles_are_where_they_belong(tmp_path: Path)
     # The warp's own cuda_runtime.h comes first.
     flags = ("-O1", "-Wno-unknown-pragmas", f"-I{HERE / 'warp'}")
     program = compiled(tmp_path, "gemm_indices", flags=flags)
-    run = subprocess.run([program], capture_output=True, text=True, timeout=_RUN_S)
-    assert run.returncode == 0, run.stdout
-    assert run.stdout.endswith("0 of 21 wrong\n")
+    assert run_to_end(program).stdout.endswith("0 of 21 wrong\n")

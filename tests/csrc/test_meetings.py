@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import random
-import subprocess
 from pathlib import Path
 
+from child_programs import run_to_end
 from host_programs import compiled
-
-_RUN_S = 60
 
 
 def orders_and_lanes(lanes: int, count: int, draw: random.Random) -> tuple[list[str], list[str]]:
@@ -39,18 +37,11 @@ def test_calls_get_the_lanes_in_turn_however_often_the_queue_runs_dry(tmp_path: 
     for lanes in (1, 2, 3):
         orders, wanted = orders_and_lanes(lanes, 300, random.Random(lanes))
         assert wanted.count("") > 1  # it ran dry
-        run = subprocess.run(
-            [program],
-            input="\n".join([str(lanes), *orders]),
-            capture_output=True,
-            text=True,
-            timeout=_RUN_S,
-            check=True,
-        )
+        run = run_to_end(program, given="\n".join([str(lanes), *orders]))
         assert run.stdout.splitlines() == wanted
 
 
 def test_a_device_sees_an_error_after_other_processes_can(tmp_path: Path) -> None:
     sources = ("core/runs/failed_runs.cc", "core/runs/launches.cc", "core/base/status.cc")
     program = compiled(tmp_path, "failed_runs", *sources, flags=("-pthread",))
-    subprocess.run([program], timeout=_RUN_S, check=True)
+    run_to_end(program)

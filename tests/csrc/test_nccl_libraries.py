@@ -6,26 +6,13 @@ import importlib.metadata
 import json
 import os
 import subprocess
-import sys
 
 import pytest
+from child_programs import run_python
 from nccl_builds import edge_library, fake_library
 
 from ep_runtime import nccl
 from ep_runtime.errors import VersionSkewError
-
-
-def _in_new_process(code: str, **environment: str) -> str:
-    result = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **environment},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr
-    return result.stdout.strip()
 
 
 def test_an_old_nccl_is_refused_by_its_version():
@@ -38,7 +25,7 @@ try:
 except errors.VersionSkewError as error:
     print(error)
 """
-    said = _in_new_process(code, EP_RUNTIME_NCCL_LIBRARY="/nowhere")
+    said = run_python("-c", code, EP_RUNTIME_NCCL_LIBRARY="/nowhere").stdout
     assert "2.18.1 or newer" in said
     assert "2.17.7" in said
 
@@ -52,7 +39,7 @@ try:
 except errors.RuntimeUnavailableError as error:
     print(error)
 """
-    said = _in_new_process(code, EP_RUNTIME_NCCL_LIBRARY="/nowhere/libnccl.so.2")
+    said = run_python("-c", code, EP_RUNTIME_NCCL_LIBRARY="/nowhere/libnccl.so.2").stdout
     assert "libnccl.so.2" in said
     assert "/nowhere" in said
 
@@ -87,16 +74,7 @@ os._exit(0)  # NCCL's threads would keep a clean exit
 """
     path = str(installed.locate_file(f"nvidia/nccl/lib/{nccl.LIBRARY}"))
     chosen = {"EP_RUNTIME_NCCL_LIBRARY": path, "NCCL_SOCKET_IFNAME": "lo"}
-    result = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **chosen},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr
-    said = json.loads(result.stdout.splitlines()[-1])
+    said = json.loads(run_python("-c", code, **chosen).stdout.splitlines()[-1])
     assert "error" not in said, said
     # The version is read behind a look for every symbol that we call.
     assert nccl.version_text(said["read"]) == installed.version

@@ -7,20 +7,13 @@ import pty
 import re
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from child_programs import command, run_python, run_to_end
 
-COMMAND = [sys.executable, "-P", "-m", "ep_runtime_client.cli", "demo"]
-SMALL = [*("--platform", "cpu"), *("--devices", "4"), *("--seq", "32"), *("--layers", "1")]
+SMALL = ["demo", "--platform", "cpu", "--devices", "4", "--seq", "32", "--layers", "1"]
 TIMEOUT_S = 240.0
-
-
-def demo(*options: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*COMMAND, *SMALL, *options], capture_output=True, text=True, timeout=TIMEOUT_S, check=False
-    )
 
 
 def runtime_directory(output: str) -> Path:
@@ -30,8 +23,7 @@ def runtime_directory(output: str) -> Path:
 
 
 def test_a_demo_trains_reports_lists_its_handles_and_is_bit_equal_to_plain_jax() -> None:
-    done = demo("--steps", "20", "--compare")
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = run_to_end(*command(*SMALL, "--steps", 20, "--compare"))
     assert done.stdout.startswith("training a ")
     losses = [float(loss) for loss in re.findall(r"^step \d+/20  loss (\S+)", done.stdout, re.M)]
     assert len(losses) == 20
@@ -46,7 +38,7 @@ def test_a_demo_trains_reports_lists_its_handles_and_is_bit_equal_to_plain_jax()
 def test_a_terminal_gets_a_bar_without_a_daemon_on_a_mesh_and_recipe_of_ones_own() -> None:
     words = ["--address", "none", "--mesh", "fsdp=2,ep=2", "--recipe", "bf16", "--transport", "xla"]
     ours, theirs = pty.openpty()
-    with subprocess.Popen([*COMMAND, *SMALL, "--steps", "2", *words], stdout=theirs) as process:
+    with subprocess.Popen(command(*SMALL, "--steps", 2, *words), stdout=theirs) as process:
         os.close(theirs)
         text = b""
         try:
@@ -69,8 +61,7 @@ def test_a_terminal_gets_a_bar_without_a_daemon_on_a_mesh_and_recipe_of_ones_own
     ],
 )
 def test_a_demo_that_cannot_start_says_why(options: str, code: int, text: str) -> None:
-    done = demo("--steps", "1", *options.split())
-    assert done.returncode == code
+    done = run_to_end(*command(*SMALL, "--steps", 1, *options.split()), code=code)
     assert text in done.stderr
 
 
@@ -78,7 +69,7 @@ def interrupted(line_start: str, signals: int) -> tuple[int, str, str]:
     """Exit code and output of a long demo that gets SIGINTs once a line starts so."""
     # In a group of its own, and the signal to all of it, as a terminal does.
     with subprocess.Popen(
-        [*COMMAND, *SMALL, "--steps", "100000"],
+        command(*SMALL, "--steps", 100000),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -111,11 +102,11 @@ def test_ctrl_c_ends_with_what_was_trained_and_leaves_no_daemon(
     assert not runtime_directory(output).exists()
 
 
-@pytest.mark.parametrize("command", ["demo", "bench"])
-def test_the_options_are_there_without_jax(command: str) -> None:
+@pytest.mark.parametrize("name", ["demo", "bench"])
+def test_the_options_are_there_without_jax(name: str) -> None:
     code = (
         "import sys; from ep_runtime_client.cli import main; "
-        f"code = main([{command!r}, '--help']); "
+        f"code = main([{name!r}, '--help']); "
         "assert 'jax' not in sys.modules; sys.exit(code)"
     )
-    subprocess.run([sys.executable, "-c", code], timeout=60, check=True)
+    run_python("-c", code)

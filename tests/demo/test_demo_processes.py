@@ -7,43 +7,29 @@ import os
 import re
 import signal
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from daemon_fixtures import directory, package_path, wait_gone  # noqa: F401 - a fixture by name
+from child_programs import command, run_to_end
+from daemon_fixtures import wait_gone
 
-COMMAND = [sys.executable, "-P", "-m", "ep_runtime_client.cli", "demo", "--platform", "cpu"]
-COMMAND += ["--devices", "4", "--seq", "32", "--layers", "1", "--processes", "2", "--steps"]
+WORDS = ["demo", "--platform", "cpu", "--devices", "4", "--seq", "32", "--layers", "1"]
+WORDS += ["--processes", "2", "--steps"]
 TIMEOUT_S = 240.0
 Endless = Callable[[str], subprocess.Popen[str]]
 
 
-@pytest.fixture
-def environment(directory: Path) -> dict[str, str]:  # noqa: F811 - the fixture
-    given = {name: value for name, value in os.environ.items() if name != "EP_RUNTIME_ADDRESS"}
-    return {**given, "PYTHONPATH": package_path(), "RUNTIME_DIRECTORY": str(directory)}
-
-
-def test_two_processes_train_together_and_one_reports(environment: dict[str, str]) -> None:
-    words = [*COMMAND, "3"]
-    done = subprocess.run(
-        words, capture_output=True, text=True, timeout=TIMEOUT_S, check=False, env=environment
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+def test_two_processes_train_together_and_one_reports(directory: Path) -> None:
+    done = run_to_end(*command(*WORDS, 3), RUNTIME_DIRECTORY=str(directory))
     assert done.stdout.count("step 3/3  loss ") == 1
     assert "/node, transport memfd" in done.stdout
     assert "Gloo" not in done.stdout
     assert "block0/moe" in done.stdout.split("step 3/3")[1]
 
 
-def test_the_others_train_on_after_the_last_process_has_died(environment: dict[str, str]) -> None:
-    words = [*COMMAND, "8", "--survive"]
-    done = subprocess.run(
-        words, capture_output=True, text=True, timeout=TIMEOUT_S, check=False, env=environment
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+def test_the_others_train_on_after_the_last_process_has_died(directory: Path) -> None:
+    done = run_to_end(*command(*WORDS, 8, "--survive"), RUNTIME_DIRECTORY=str(directory))
     before, _, after = done.stdout.partition("process 1 (pid ")
     assert before.splitlines()[-1].startswith("step 5/8  loss ")
     victim = after.split(")")[0]
@@ -58,15 +44,16 @@ def test_the_others_train_on_after_the_last_process_has_died(environment: dict[s
 
 
 @pytest.fixture
-def endless(environment: dict[str, str]) -> Iterator[Endless]:
+def endless(directory: Path) -> Iterator[Endless]:
     """endless(start): a demo of two processes that has said a line which starts so."""
     with contextlib.ExitStack() as running:
 
         def run(start: str) -> subprocess.Popen[str]:
-            how = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "env": environment}
-            words = [*COMMAND, "100000"]
+            how = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+            words = command(*WORDS, 100000)
+            variables = {**os.environ, "RUNTIME_DIRECTORY": str(directory)}
             process = running.enter_context(
-                subprocess.Popen(words, text=True, start_new_session=True, **how)
+                subprocess.Popen(words, text=True, start_new_session=True, env=variables, **how)
             )
             running.callback(process.kill)
             assert process.stdout is not None

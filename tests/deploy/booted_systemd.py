@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import guardian
-from daemon_fixtures import package_path
+from child_programs import run_to_end
 from harness import eventually
 
 BOOT_TIMEOUT_S = 30.0
@@ -77,16 +77,13 @@ def why_not() -> str | None:
         return "systemd or unshare is not installed"
     if _cgroups() is None:
         return "no cgroup2 here"
-    tried = subprocess.run(
-        ["unshare", "--pid", "--fork", "--mount", "--cgroup", "sh", "-c",
-         "d=$(mktemp -d) && mount -t tmpfs t $d && cd $d && mkdir u w r && "
-         "mount -t overlay o -o lowerdir=/,upperdir=u,workdir=w r; s=$?; cd /; umount -l $d; "
-         "rmdir $d; exit $s"],
-        capture_output=True,
-        text=True,
-        timeout=BOOT_TIMEOUT_S,
-        check=False,
-    )  # fmt: skip
+    script = (
+        "d=$(mktemp -d) && mount -t tmpfs t $d && cd $d && mkdir u w r && "
+        "mount -t overlay o -o lowerdir=/,upperdir=u,workdir=w r; s=$?; cd /; umount -l $d; "
+        "rmdir $d; exit $s"
+    )
+    words = ("unshare", "--pid", "--fork", "--mount", "--cgroup", "sh", "-c", script)
+    tried = run_to_end(*words, code=None, limit_s=BOOT_TIMEOUT_S)
     return None if tried.returncode == 0 else f"no namespaces here: {tried.stderr.strip()}"
 
 
@@ -221,11 +218,11 @@ def _removed(folder: str) -> bool:
 
 def boot() -> System:
     """A system that has `ep-runtime` where the units look for it, and our Python's packages."""
-    paths = [*package_path().split(":"), sys.prefix, sys.base_prefix, *sys.path]
+    paths = [*os.environ["PYTHONPATH"].split(":"), sys.prefix, sys.base_prefix, *sys.path]
     system = System([*{Path(path).resolve(): None for path in paths if Path(path).is_dir()}])
     # A checkout may be root's alone, down to its files; only those are touched, as each is copied.
     private = ("-not", "-perm", "-o=r", "-not", "-type", "l")
-    for path in package_path().split(":"):
+    for path in os.environ["PYTHONPATH"].split(":"):
         system.run("find", path, *private, "-exec", "chmod", "go+rX", "{}", "+")
     system.write("/opt/ep-runtime/bin/ep-runtime", program_text(), 0o755)
     return system
@@ -234,6 +231,6 @@ def boot() -> System:
 def program_text() -> str:
     """A script that is `ep-runtime` with the packages of this process."""
     return (
-        f"#!/bin/sh\nPYTHONPATH={package_path()} "
+        f"#!/bin/sh\nPYTHONPATH={os.environ['PYTHONPATH']} "
         f'exec {sys.executable} -m ep_runtime_client.cli "$@"\n'
     )

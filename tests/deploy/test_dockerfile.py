@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import subprocess
 import tomllib
 
 import checkers
 import doc_pages
 import pytest
 import yaml
+from child_programs import run_to_end
 from packaging.specifiers import SpecifierSet
 
 from ep_runtime_client import cli
@@ -32,14 +32,7 @@ def words(instruction: str) -> list[str]:
 
 @pytest.mark.skipif(checkers.HADOLINT is None, reason="the extra dev is not installed")
 def test_hadolint_finds_nothing() -> None:
-    done = subprocess.run(
-        [str(checkers.HADOLINT), str(PATH)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout
+    run_to_end(checkers.HADOLINT, PATH)
 
 
 def test_stages_build_on_what_was_built_before() -> None:

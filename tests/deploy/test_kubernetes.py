@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import socket
 import subprocess
@@ -16,7 +17,6 @@ import doc_pages
 import pods
 import pytest
 import yaml
-from daemon_fixtures import package_path
 from harness import eventually
 
 FOLDER = doc_pages.ROOT / "docs/deploy/kubernetes"
@@ -122,7 +122,7 @@ def node() -> Iterator[booted_systemd.System]:
         pytest.skip(why)
     system = booted_systemd.boot()
     system.write("/usr/local/bin/ep-runtime", booted_systemd.program_text(), 0o755)
-    python = f'#!/bin/sh\nPYTHONPATH={package_path()} exec {sys.executable} "$@"\n'
+    python = f'#!/bin/sh\nPYTHONPATH={os.environ["PYTHONPATH"]} exec {sys.executable} "$@"\n'
     system.write("/usr/local/bin/python3", python, 0o755)
     # Of the cluster, and what a kubelet writes: a pod knows its own host's name.
     names = ["localhost", "ep-runtime-coordinator.ep-runtime", "pretrain-trainer-0-0.pretrain"]

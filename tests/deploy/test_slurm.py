@@ -15,7 +15,7 @@ import checkers
 import doc_pages
 import guardian
 import pytest
-from daemon_fixtures import package_path
+from child_programs import run_to_end
 
 FOLDER = doc_pages.ROOT / "docs/deploy/slurm"
 HERE = Path(__file__).parent
@@ -43,7 +43,6 @@ class Site:
             **{name: value for name, value in os.environ.items() if not name.startswith("SLURM")},
             "STUBS": str(folder),
             "PATH": f"{programs}:{os.environ['PATH']}",
-            "PYTHONPATH": package_path(),
             "JAX_PLATFORMS": "cpu",
             "EP_RUNTIME_PREFIX": str(folder / "prefix"),
             "EP_RUNTIME_KEY": str(folder / "key"),
@@ -65,15 +64,9 @@ class Site:
         self, script: str, *words: str, node: str = NODES[0]
     ) -> subprocess.CompletedProcess[str]:
         own = {"SLURMD_NODENAME": node, "EP_RUNTIME_JOBS": str(self.jobs(node))}
-        return subprocess.run(
-            ["bash", str(FOLDER / script), *words],
-            env=self.environment | own,
-            cwd=self.folder,
-            capture_output=True,
-            text=True,
-            timeout=TIMEOUT_S,
-            check=False,
-        )
+        words = ("bash", FOLDER / script, *words)
+        how = {"env": self.environment | own, "cwd": self.folder}
+        return run_to_end(*words, code=None, limit_s=TIMEOUT_S, **how)
 
     def daemons(self) -> list[int]:
         return [int(path.read_text()) for path in sorted(self.folder.glob("*.pid"))]
@@ -133,11 +126,4 @@ def test_a_daemon_that_does_not_start_fails_the_prolog(site: Site) -> None:
 @pytest.mark.skipif(checkers.SHELLCHECK is None, reason="the extra dev is not installed")
 @pytest.mark.parametrize("script", sorted(FOLDER.iterdir()), ids=lambda path: path.name)
 def test_shellcheck_finds_nothing(script: Path) -> None:
-    done = subprocess.run(
-        [str(checkers.SHELLCHECK), str(script)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout
+    run_to_end(checkers.SHELLCHECK, script)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sys
 from collections.abc import Iterator
@@ -11,7 +12,6 @@ from pathlib import Path
 import booted_systemd
 import doc_pages
 import pytest
-from daemon_fixtures import package_path
 from harness import eventually
 
 FOLDER = doc_pages.ROOT / "docs/deploy/slurm"
@@ -58,7 +58,7 @@ def cluster() -> Iterator[booted_systemd.System]:
         system.run("hostname", NODE)
         system.run("ip", "address", "add", f"{ADDRESS}/24", "dev", "lo")
         system.write("/etc/hosts", f"127.0.0.1 localhost\n{ADDRESS} {NODE}\n")
-        python = f'#!/bin/sh\nPYTHONPATH={package_path()} exec {sys.executable} "$@"\n'
+        python = f'#!/bin/sh\nPYTHONPATH={os.environ["PYTHONPATH"]} exec {sys.executable} "$@"\n'
         system.write("/usr/local/bin/python3", python, 0o755)
         system.write("/etc/slurm/slurm.conf", _CONF)
         system.write("/etc/slurm/cgroup.conf", "CgroupPlugin=cgroup/v1\n")  # unused

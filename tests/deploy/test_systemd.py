@@ -6,8 +6,8 @@ The second part boots a systemd (`booted_systemd`), for the node's unit and for 
 from __future__ import annotations
 
 import json
+import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +15,7 @@ from pathlib import Path
 import booted_systemd
 import doc_pages
 import pytest
-from daemon_fixtures import package_path
+from child_programs import run_to_end
 from harness import eventually
 
 FOLDER = doc_pages.ROOT / "docs/deploy/systemd"
@@ -26,6 +26,7 @@ RESTART_S = 20.0
 
 # A client that leaves a group with memory behind; and what a later one finds.
 _CLIENT = """
+import os
 import sys
 from pathlib import Path
 from raw_client import Client, make_spec
@@ -48,15 +49,9 @@ def test_systemd_finds_nothing_wrong(unit: Path, tmp_path: Path) -> None:
     copy = tmp_path / unit.name
     copy.write_text(text.replace(program.split()[0], f"ExecStart={sys.executable}"))
     who = "--user" if unit == USER_UNIT else "--system"
-    done = subprocess.run(
-        ["systemd-analyze", who, "--man=no", "--recursive-errors=no", "verify", str(copy)],
-        env={"PATH": "/usr/bin:/bin", "XDG_RUNTIME_DIR": str(tmp_path), "HOME": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert (done.returncode, done.stderr) == (0, "")
+    words = ("systemd-analyze", who, "--man=no", "--recursive-errors=no", "verify", copy)
+    env = {"PATH": "/usr/bin:/bin", "XDG_RUNTIME_DIR": str(tmp_path), "HOME": str(tmp_path)}
+    assert run_to_end(*words, env=env).stderr == ""
 
 
 @pytest.fixture(scope="module")
@@ -71,12 +66,8 @@ def system() -> Iterator[booted_systemd.System]:
 
 def leave_memory(system: booted_systemd.System, directory: str) -> bool:
     """A client of the user comes and goes; whether it found the group that the last one left."""
-    tests = str(doc_pages.ROOT / "tests")
-    done = system.run(
-        *(sys.executable, "-c", _CLIENT, directory),
-        user=USER,
-        PYTHONPATH=f"{package_path()}:{tests}",
-    )
+    words = (sys.executable, "-c", _CLIENT, directory)
+    done = system.run(*words, user=USER, PYTHONPATH=os.environ["PYTHONPATH"])
     return bool(int(done.stdout))
 
 

@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from daemon_fixtures import address, daemon, directory, package_path  # noqa: F401 - fixtures
 
 
 @pytest.fixture
@@ -18,4 +17,4 @@ def environment(tmp_path: Path) -> dict[str, str]:
     program.write_text(f'#!/bin/sh\nexec {sys.executable} -m ep_runtime_client.cli "$@"\n')
     program.chmod(0o755)
     path = f"{program.parent}:{os.environ['PATH']}"
-    return {**os.environ, "PATH": path, "PYTHONPATH": package_path()}
+    return {**os.environ, "PATH": path}

@@ -6,7 +6,6 @@ import argparse
 import itertools
 import re
 import shlex
-import subprocess
 import sys
 import textwrap
 import tomllib
@@ -16,12 +15,12 @@ import doc_pages
 import pytest
 import run_examples
 import run_page
+from child_programs import run_to_end
 
 from ep_runtime_client import cli
 from ep_runtime_client.demo.cli import make_config
 from ep_runtime_server.main import build_parser
 
-PAGE_TIMEOUT_S = 240.0
 # Before a page's commands: what they leave in the background ends with them.
 ENDS_ITS_JOBS = "trap 'kill $(jobs -p) 2> /dev/null || true' EXIT"
 LANGUAGES = {"python", "bash", "toml", "text", "diff", ""}
@@ -40,27 +39,14 @@ def test_the_python_of_a_page_runs(page: Path, tmp_path: Path, environment: dict
     # A process of its own, as a reader's: connect() comes before JAX starts its backends.
     script = str(doc_pages.TESTS / "run_page.py")
     command = [sys.executable, "-W", "error", script, str(page)]
-    runs(command, tmp_path, {**environment, **run_page.CHEAP})
+    run_to_end(*command, cwd=tmp_path, env=environment, **run_page.CHEAP)
 
 
 @pytest.mark.parametrize("page", pages("bash"), ids=lambda page: page.stem)
 def test_the_shell_of_a_page_runs(page: Path, tmp_path: Path, environment: dict[str, str]) -> None:
     blocks = [b.code for b in doc_pages.blocks(page) if b.runs and b.language == "bash"]
     script = "\n".join([ENDS_ITS_JOBS, *blocks])
-    runs(["bash", "-euo", "pipefail", "-c", script], tmp_path, environment)
-
-
-def runs(command: list[str], folder: Path, environment: dict[str, str]) -> None:
-    done = subprocess.run(
-        command,
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=PAGE_TIMEOUT_S,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_to_end("bash", "-euo", "pipefail", "-c", script, cwd=tmp_path, env=environment)
 
 
 def test_blocks_that_do_not_run_say_why() -> None:

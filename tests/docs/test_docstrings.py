@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import os
 import re
-import subprocess
-import sys
 
 import doc_pages
+from child_programs import run_python
 from public_names import CALLABLES, OF_A_FRAMEWORK, PUBLIC, Public
 from run_examples import FIRST_MET
 from run_page import CHEAP
 
 import ep_runtime as ep
 
-EXAMPLES_TIMEOUT_S = 240.0
 REFERENCE = doc_pages.ROOT / "docs/reference"
 # No argument makes these fail.
 NEVER_RAISE = {"error_of", "export_checks", "Group.describe", "Session.close", "Session.describe"}
@@ -52,15 +49,7 @@ def test_fields_are_described() -> None:
 def test_the_calls_that_users_meet_first_have_examples_that_run() -> None:
     examples = {item.name for item in PUBLIC if "\nExamples:\n    >>> " in item.doc}
     assert set(FIRST_MET) <= examples
-    done = subprocess.run(
-        [sys.executable, "-W", "error", str(doc_pages.TESTS / "run_examples.py")],
-        env={**os.environ, **CHEAP},
-        capture_output=True,
-        text=True,
-        timeout=EXAMPLES_TIMEOUT_S,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_python("-W", "error", doc_pages.TESTS / "run_examples.py", **CHEAP)
 
 
 def test_the_reference_has_every_name() -> None:

@@ -8,7 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from daemon_fixtures import Program, wait_gone, wait_until
+from child_programs import Program
+from daemon_fixtures import wait_gone, wait_until
 
 from ep_runtime import env
 
@@ -28,8 +29,7 @@ sys.stdin.readline()
 
 
 def test_processes_of_a_killed_test_run_end(run_program: Start) -> None:
-    paths = f"{os.environ['PYTHONPATH']}{os.pathsep}{Path(__file__).resolve().parents[1]}"
-    program = run_program(_PROTECTS, prologue="", PYTHONPATH=paths)
+    program = run_program(_PROTECTS, prologue="")
     child = program.heard()
     os.kill(child, 0)  # is there
     program.kill()

@@ -9,7 +9,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from daemon_fixtures import Program, wait_until
+from child_programs import Program
+from daemon_fixtures import wait_until
 
 from ep_runtime_client.cli.daemon import source
 from ep_runtime_client.daemons import children

@@ -8,7 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from daemon_fixtures import WITHOUT_JAX, Program, start_daemon, wait_gone, wait_until
+from child_programs import WITHOUT_JAX, Program
+from daemon_fixtures import start_daemon, wait_gone, wait_until
 from harness import memfds_of
 
 import ep_runtime as ep

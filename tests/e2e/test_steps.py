@@ -7,7 +7,8 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from daemon_fixtures import Program, wait_until
+from child_programs import Program
+from daemon_fixtures import wait_until
 from harness import memfds_of
 
 from ep_runtime.v1 import admin_service_pb2 as messages

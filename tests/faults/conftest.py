@@ -1,12 +1,3 @@
-"""The fixtures around a real daemon, and daemons that are killed and started again."""
+"""Daemons that draws of calls and bytes are sent to."""
 
-from daemon_fixtures import (  # noqa: F401 - fixtures are found by name
-    _children_import_what_we_import,
-    address,
-    admin,
-    daemon,
-    directory,
-    run_program,
-)
-from fuzzing import fuzzed_daemon  # noqa: F401 - the same
-from harness import daemon_process, restarted  # noqa: F401 - the same
+from fuzzing import fuzzed_daemon  # noqa: F401 - fixtures are found by name

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from daemon_fixtures import Program
+from child_programs import Program
 
 RANKS = 4
 SCRIPT = """

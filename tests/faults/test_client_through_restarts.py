@@ -8,7 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from daemon_fixtures import WITHOUT_JAX, Program, start_daemon, wait_until
+from child_programs import WITHOUT_JAX, Program
+from daemon_fixtures import start_daemon, wait_until
 
 from ep_runtime_client.cli.daemon import source
 

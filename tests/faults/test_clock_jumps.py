@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from daemon_fixtures import Program
+from child_programs import Program
 from harness import eventually, memfds_of, preloaded
 from raw_client import make_spec
 from raw_jobs import come_back, ready_pair

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from daemon_fixtures import Program, start_daemon, wait_gone, wait_until
+from child_programs import Program
+from daemon_fixtures import start_daemon, wait_gone, wait_until
 from harness import memfds_of
 from multiprocess.launch import Job
 

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from daemon_fixtures import Program, wait_until
+from child_programs import Program
+from daemon_fixtures import wait_until
 from faults import members
 from harness import memfds_of
 

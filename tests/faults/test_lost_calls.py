@@ -10,7 +10,7 @@ from pathlib import Path
 
 import grpc
 import pytest
-from daemon_fixtures import Program
+from child_programs import Program
 from harness import DaemonProcess, eventually, memfds_of
 from raw_client import Client, make_spec, new_op_id
 

@@ -9,7 +9,8 @@ from typing import Any
 
 import doc_pages
 import pytest
-from daemon_fixtures import Program, wait_until
+from child_programs import Program
+from daemon_fixtures import wait_until
 from faults import members
 from harness import memfds_of
 from multiprocess.launch import Job

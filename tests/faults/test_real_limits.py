@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from daemon_fixtures import Program
+from child_programs import Program
 from harness import DaemonProcess, eventually, memfds_of
 from memory_limits import memory_cgroup, on_small_disk
 from raw_client import close_fds, make_spec

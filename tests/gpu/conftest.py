@@ -10,16 +10,8 @@ import jax
 import numpy as np
 import pytest
 from block_ways import Ways
-from daemon_fixtures import (  # noqa: F401 - fixtures are found by name
-    _children_import_what_we_import,
-    address,
-    admin,
-    daemon,
-    directory,
-)
 from gpu.block_programs import Blocks
 from gpu.jobs import layouts
-from harness import daemon_process, restarted  # noqa: F401 - the same
 from jax.sharding import Mesh
 
 import ep_runtime as ep

@@ -6,13 +6,10 @@ Each runs every call of ours as often as it was traced, and in a scope of ours.
 from __future__ import annotations
 
 import importlib.util
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from daemon_fixtures import package_path
+from child_programs import run_python
 
 from ep_runtime import native
 
@@ -31,16 +28,7 @@ def run_tool(name: str, *arguments: str) -> str:
         pytest.skip("JAX's CUDA plugin is not installed")
     if not native.library_path("cuda").exists():
         pytest.skip("built without EP_RUNTIME_CUDA=ON")
-    done = subprocess.run(
-        [sys.executable, "-P", str(TOOLS / name), *arguments],
-        capture_output=True,
-        text=True,
-        timeout=700,
-        check=False,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([package_path(), str(TOOLS.parents[1])])},
-    )
-    assert done.returncode == 0, done.stdout + done.stderr[-4000:]
-    return done.stdout
+    return run_python(TOOLS / name, *arguments, limit_s=700).stdout
 
 
 @pytest.mark.slow

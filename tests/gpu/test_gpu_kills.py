@@ -17,7 +17,7 @@ import pytest
 from faults import step_kills
 from gpu.jobs import layouts
 from gpu.test_gpu_nccl import nodes, two_domains  # noqa: F401 - a fixture is found by name
-from harness import DaemonProcess, daemon_process  # noqa: F401 - the same
+from harness import DaemonProcess
 
 from ep_runtime_client.cli.daemon import source
 

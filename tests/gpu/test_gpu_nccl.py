@@ -16,7 +16,7 @@ from cluster_places import place, plain_tcp
 from daemon_fixtures import wait_until
 from gpu.jobs import gpu_cases, gpu_steps, layouts
 from gpu.test_gpu_movement import fitted
-from harness import DaemonProcess, daemon_process, eventually  # noqa: F401 - found by name
+from harness import DaemonProcess, eventually
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from multiprocess.launch import Job
 
@@ -223,7 +223,7 @@ def test_several_processes_equal_the_reference(
 
 
 @pytest.fixture
-def nodes(daemon_process: Any) -> Iterator[list[DaemonProcess]]:  # noqa: F811
+def nodes(daemon_process: Any) -> Iterator[list[DaemonProcess]]:
     """Two daemons of one cluster, which see the same GPUs."""
     address = place()
     made = []

@@ -6,7 +6,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from child_programs import run_python
 from gpu.jobs import layouts
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -98,14 +98,8 @@ def test_a_share_of_the_sms_is_enough_or_refused_with_both_numbers(
     mps: dict[str, str], share: int, message: str
 ) -> None:
     environment = {**mps, "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": str(share)}
-    done = subprocess.run(
-        [sys.executable, "-c", "import gpu.test_gpu_settings as test; test.move_rows()"],
-        env=environment,
-        timeout=_LIMIT_S,
-        capture_output=True,
-        text=True,
-        cwd=Path(__file__).parents[1],
-    )
+    program = "import gpu.test_gpu_settings as test; test.move_rows()"
+    done = run_python("-c", program, code=None, limit_s=_LIMIT_S, env=environment)
     assert (done.returncode == 0) == (not message), done.stderr
     assert re.search(message, done.stderr)
 

@@ -18,7 +18,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from daemon_fixtures import package_path
 from gpu.jobs.layouts import TRANSPORT
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -71,10 +70,7 @@ def places(gpus: list[Any]) -> Iterator[dict[str, Place]]:
     if len(gpus) < 2:
         pytest.skip(f"needs 2 or 4 GPUs, JAX sees {len(gpus)}")
     ranks = 2 if len(gpus) >= 4 else 1
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", package_path())
-        session = ep.connect("embedded", timeout_s=60.0)
-    with session:
+    with ep.connect("embedded", timeout_s=60.0) as session:
         made = {}
         for axes, sizes in ((FSDP_EP, (2, ranks)), (EP_TP, (ranks, 2))):
             group = session.create_group(

@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from daemon_fixtures import package_path
 from gpu.jobs.gpu_programs import EXPERTS, HIDDEN, PROGRAMS, TOKENS, TOP_K, Layers, layers_on
 from gpu.jobs.layouts import TRANSPORT
 from jax import lax
@@ -43,10 +42,8 @@ def _layers(session: ep.Session, gpus: list[Any], transport: str) -> Layers:
 @pytest.fixture(scope="module")
 def both(gpus: list[Any]) -> Iterator[tuple[Layers, Layers]]:
     """The same layers on windows and on XLA's collectives."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", package_path())
-        with ep.connect("embedded", timeout_s=60.0) as session:
-            yield _layers(session, gpus, TRANSPORT), _layers(session, gpus, "xla")
+    with ep.connect("embedded", timeout_s=60.0) as session:
+        yield _layers(session, gpus, TRANSPORT), _layers(session, gpus, "xla")
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
@@ -80,10 +77,7 @@ def test_programs_give_what_they_give_over_collectives(
 @pytest.mark.parametrize("recipe", [None, *_RECIPES], ids=lambda recipe: type(recipe).__name__)
 def test_scanned_layers_give_what_layers_in_a_row_give(gpus: list[Any], recipe: Any) -> None:
     tokens, hidden, width, count = 128, 256, 128, 3
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", package_path())
-        session = ep.connect("embedded", timeout_s=60.0)
-    with session:
+    with ep.connect("embedded", timeout_s=60.0) as session:
         group = session.create_group(
             "scanned",
             Mesh(np.array(gpus), ("ep",)),

@@ -13,17 +13,14 @@ import logging
 import os
 import re
 import shutil
-import subprocess
-import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import doc_pages
 import numpy as np
 import pytest
-from daemon_fixtures import package_path
+from child_programs import run_python
 from integrations import maxtext_sources
 from integrations.train_maxtext import REPLAYED
 
@@ -238,21 +235,9 @@ def read(out: Path) -> dict[str, list[float]]:
 
 def run(patched: Path, words: Sequence[str], **environment: str) -> None:
     """`python words...` in the patched copy, to its end."""
-    done = subprocess.run(
-        [sys.executable, *words],
-        cwd=patched,
-        env={
-            **os.environ,
-            "PYTHONPATH": f"{patched}:{package_path()}:{doc_pages.ROOT / 'tests'}",
-            "JAX_PLATFORMS": "cpu",
-            **environment,
-        },
-        capture_output=True,
-        text=True,
-        timeout=RUN_TIMEOUT_S,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    path = f"{patched}:{os.environ['PYTHONPATH']}"
+    how = {"PYTHONPATH": path, "JAX_PLATFORMS": "cpu", **environment}
+    run_python(*words, cwd=patched, limit_s=RUN_TIMEOUT_S, **how)
 
 
 def losses(patched: Path, out: Path, settings: dict[str, Any]) -> dict[str, list[float]]:

@@ -7,15 +7,12 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import zipfile
 from pathlib import Path
 from typing import Any
 
-import doc_pages
 import pytest
-from daemon_fixtures import package_path
+from child_programs import run_python
 from integrations import maxtext_figures, maxtext_sources
 
 SCRIPT = Path(__file__).with_name("maxtext_figures.py")
@@ -65,12 +62,7 @@ Mine(1).encode("text")
 gfile.exists("nowhere")
 assert google.protobuf.message.__file__
 """
-    subprocess.run(
-        [sys.executable, "-c", uses],
-        env={**os.environ, "PYTHONPATH": f"{doc_pages.ROOT / 'tests'}:{package_path()}"},
-        timeout=60,
-        check=True,
-    )
+    run_python("-c", uses)
 
 
 @pytest.mark.integrations
@@ -80,19 +72,8 @@ def test_a_small_run_has_every_path_in_one_table() -> None:
     if not given:
         pytest.skip("TEST_MAXTEXT does not name a wheel of MaxText")
     words = f"{SMALL} --vocab 256 --steps 2 --paths ours,dense,ring,ragged -o json"
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), "--maxtext", given, *words.split()],
-        env={
-            **os.environ,
-            "PYTHONPATH": f"{doc_pages.ROOT / 'tests'}:{package_path()}",
-            "JAX_PLATFORMS": "cpu",
-        },
-        capture_output=True,
-        text=True,
-        timeout=RUN_TIMEOUT_S,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    how = {"limit_s": RUN_TIMEOUT_S, "JAX_PLATFORMS": "cpu"}
+    done = run_python(SCRIPT, "--maxtext", given, *words.split(), **how)
     rows: dict[str, dict[str, Any]] = {row["name"]: row for row in json.loads(done.stdout)["rows"]}
     assert [*rows] == ["ours", "dense", "ring", "ragged"]
     # Nothing drops at this size but past 1.25 shares; one seed, one set of batches.

@@ -16,7 +16,7 @@ from typing import Any
 import doc_pages
 import numpy as np
 import pytest
-from integrations import scripts
+from child_programs import run_python
 
 _log = logging.getLogger(__name__)
 PAGE = doc_pages.ROOT / "docs/integrations/tunix.md"
@@ -48,15 +48,11 @@ def test_lines_are_those_that_the_page_says() -> None:
     assert f"{len(lines)} lines" in PAGE.read_text(encoding="utf-8")
 
 
-def losses(settings: dict[str, Any]) -> list[float]:
-    """Every step's loss, of a process of its own."""
-    return scripts.losses(
-        str(SCRIPT),
-        json.dumps(settings),
-        steps=STEPS,
-        timeout_s=RUN_TIMEOUT_S,
-        XLA_FLAGS=EIGHT_DEVICES,
-    )
+def last_line(**settings: Any) -> Any:
+    """The JSON that the script prints last, in a process of its own: each step's loss, mostly."""
+    how = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": EIGHT_DEVICES}
+    done = run_python(SCRIPT, json.dumps({**COMMON, **settings}), limit_s=RUN_TIMEOUT_S, **how)
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 @pytest.mark.integrations
@@ -66,7 +62,8 @@ def test_losses_are_those_of_tunix(case: str) -> None:
     if importlib.util.find_spec("tunix") is None:
         pytest.skip("google-tunix is not installed")
     assert f"google-tunix {importlib.metadata.version('google-tunix')}" in PAGE.read_text("utf-8")
-    stock, mine = (losses({**COMMON, **CASES[case], "ours": ours}) for ours in (False, True))
+    stock, mine = (last_line(**CASES[case], ours=ours) for ours in (False, True))
+    assert len(stock) == STEPS
     assert stock[-1] < stock[0]
     tolerance = 1e-6 if CASES[case].get("dtype") is None else 1e-3
     apart = np.abs(np.divide(mine, stock) - 1).max()
@@ -79,10 +76,7 @@ def test_losses_are_those_of_tunix(case: str) -> None:
 def test_grpo_replays_the_rollouts_experts_and_grades_todays_router() -> None:
     if importlib.util.find_spec("tunix") is None:
         pytest.skip("google-tunix is not installed")
-    settings = json.dumps({**COMMON, "replay": True})
-    found = scripts.last_line(
-        str(SCRIPT), settings, timeout_s=RUN_TIMEOUT_S, XLA_FLAGS=EIGHT_DEVICES
-    )
+    found = last_line(replay=True)
     _log.info("GRPO: %s", found)
     assert found["replayed"]
     assert found["share_that_would_move"] > 0.1

@@ -4,27 +4,18 @@ from __future__ import annotations
 
 import functools
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from child_programs import run_python
 
 HERE = Path(__file__).parent
 
 
 @functools.cache
 def run(fault: str) -> dict[str, Any]:
-    done = subprocess.run(
-        [sys.executable, "-P", str(HERE / "changed_jax_child.py"), fault],
-        timeout=180,
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE.parent), *sys.path])},
-    )
-    assert done.returncode == 0, done.stderr
+    done = run_python(Path(__file__).with_name("changed_jax_child.py"), fault)
     return json.loads(done.stdout.splitlines()[-1])
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from daemon_fixtures import Program
+from child_programs import Program
 
 # Traces and compiles the same program with the cache on, and runs it.
 BODY = """

@@ -8,8 +8,6 @@ import json
 import os
 import pickle
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from daemon_fixtures import package_path
+from child_programs import run_python
 from jax.experimental import serialize_executable
 from jax.sharding import NamedSharding
 from mode_programs import (
@@ -41,21 +39,12 @@ import ep_runtime as ep
 from ep_runtime import native
 from ep_runtime_client.ops.transports import windows as transports_windows
 
-CHILD_TIMEOUT_S = 120.0
-
 
 def child(task: str, *arguments: str) -> Any:
     """What stored_child.py prints for a task, in a process of its own."""
     here = Path(__file__).parent
-    path = os.pathsep.join([package_path(), str(here), str(here.parent)])
-    done = subprocess.run(
-        [sys.executable, "-P", str(here / "stored_child.py"), task, *arguments],
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        timeout=CHILD_TIMEOUT_S,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    path = f"{os.environ['PYTHONPATH']}{os.pathsep}{here}"
+    done = run_python(here / "stored_child.py", task, *arguments, PYTHONPATH=path)
     return json.loads(done.stdout.splitlines()[-1])
 
 

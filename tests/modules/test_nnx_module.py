@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import functools
 import pickle
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +15,7 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
+from child_programs import run_python
 from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -404,9 +403,7 @@ def test_without_flax_the_error_names_the_extra() -> None:
         "    except ImportError as error:\n"
         "        print(error)\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program], timeout=60, capture_output=True, text=True, check=False
-    )
+    done = run_python("-c", program)
     assert done.stdout.splitlines() == [
         f"ep.{name} needs flax: pip install 'ep-runtime[flax]'" for name in ("nnx", "linen")
     ], done.stderr

@@ -1,12 +1,3 @@
-"""The fixtures around a real daemon."""
+"""A network between two hosts."""
 
 from cluster_nets import net  # noqa: F401 - fixtures are found by name
-from daemon_fixtures import (  # noqa: F401 - fixtures are found by name
-    _children_import_what_we_import,
-    address,
-    admin,
-    daemon,
-    directory,
-    run_program,
-)
-from harness import daemon_process, restarted  # noqa: F401

@@ -24,7 +24,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from daemon_fixtures import TALK_S, Talker, package_path
+from child_programs import TALK_S, Talker
 from raw_process import FORKS, run_script
 
 from ep_runtime_client.jobs.members import reserved_coordinator
@@ -204,7 +204,6 @@ class Job:
         )
         self._environment = {
             **os.environ,
-            "PYTHONPATH": os.pathsep.join([package_path(), TESTS]),
             "TEST_PROCESSES": str(processes),
             "TEST_DEVICES": str(devices),
             "TEST_LIFE_S": str(life_s),

@@ -8,13 +8,7 @@ import threading
 import grpc
 import pytest
 from cluster_nets import lossy_net  # noqa: F401 - fixtures are found by name
-from harness import (  # noqa: F401 - fixtures are found by name
-    FakeClock,
-    Running,
-    daemon_process,
-    eventually,
-    restarted,
-)
+from harness import FakeClock, Running, eventually
 from raw_client import WAIT_S
 from spanning import nodes, pool  # noqa: F401 - fixtures are found by name
 

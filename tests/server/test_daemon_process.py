@@ -15,6 +15,7 @@ import time
 import fuzz_frames
 import grpc
 import pytest
+from child_programs import run_python
 from cluster_places import loopback, make_certificates, tls_flags
 from google.protobuf import duration_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -35,8 +36,7 @@ def test_it_says_when_and_where_it_is_ready(daemon_process):
 
 def test_it_loads_no_jax():
     code = "import sys, ep_runtime_server.main; sys.exit('jax' in sys.modules)"
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    assert subprocess.run([sys.executable, "-c", code], env=environment, timeout=60).returncode == 0
+    run_python("-c", code)
 
 
 def test_a_second_daemon_on_the_directory_ends_and_harms_nothing(daemon_process):

@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 import os
 import shlex
-import subprocess
 import sys
 
 import pytest
+from child_programs import run_to_end
 from raw_client import close_fds, make_spec
 
 from ep_runtime import errors, layer_specs
@@ -101,18 +101,8 @@ def test_what_a_journal_has_is_taken_back_listed_quoted_and_completed(
         'COMP_WORDS=(ep-runtime reclaim ""); COMP_CWORD=2',
         '_ep_runtime; printf "%s\\n" "${COMPREPLY[@]}"',
     ]
-    done = subprocess.run(
-        ["bash", "-c", "\n".join(lines)],
-        cwd=tmp_path,
-        env={
-            **os.environ,
-            "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}",
-            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-            "EP_RUNTIME_ADDRESS": place,
-        },
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+    how = {"cwd": tmp_path, "PATH": path, "EP_RUNTIME_ADDRESS": place}
+    done = run_to_end("bash", "-c", "\n".join(lines), **how)
     assert shlex.split(done.stdout) == [OLD_GROUP]
     assert not (tmp_path / "run").exists()

@@ -12,9 +12,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from daemon_fixtures import directory, package_path  # noqa: F401 - a fixture by name
+from child_programs import run_to_end
 from doc_pages import ROOT, named
-from harness import DaemonProcess, daemon_process  # noqa: F401 - a fixture by name
+from harness import DaemonProcess
 
 from ep_runtime_client.jobs.members import reserved_coordinator
 
@@ -31,7 +31,7 @@ def variables(**more: str) -> dict[str, str]:
         **{name: os.environ[name] for name in COMPILED_BY if name in os.environ},
         "JAX_PLATFORMS": "cpu",
         "PATH": os.environ["PATH"],
-        "PYTHONPATH": package_path(),
+        "PYTHONPATH": os.environ["PYTHONPATH"],
         **more,
     }
 
@@ -39,15 +39,8 @@ def variables(**more: str) -> dict[str, str]:
 def train(script: str, folder: Path, *options: str, **environment: str) -> dict[int, float]:
     """Losses by step of one run; no warning may come up in it."""
     sizes = ("--steps", str(STEPS), "--save-every", str(SAVED_AT))
-    done = subprocess.run(
-        [sys.executable, "-W", "error", EXAMPLES / script, "--folder", folder, *sizes, *options],
-        env=variables(**environment),
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    words = ["-W", "error", EXAMPLES / script, "--folder", folder, *sizes, *options]
+    done = run_to_end(sys.executable, *words, env=variables(**environment))
     found = re.findall(r"^step (\d+) loss (\S+)$", done.stdout, re.MULTILINE)
     losses = {int(step): float(loss) for step, loss in found}
     saved_now = SAVED_AT - 1 in losses
@@ -66,7 +59,7 @@ def check_goes_on(whole: dict[int, float], resumed: dict[int, float]) -> None:
 # train_nnx.py is what two_processes.py runs, below.
 @pytest.mark.parametrize("script", ["train_linen.py", "train_jax.py"])
 def test_a_job_goes_on_from_its_checkpoint_on_another_mesh_and_daemon(
-    daemon_process: Callable[..., DaemonProcess],  # noqa: F811 - the fixture
+    daemon_process: Callable[..., DaemonProcess],
     tmp_path: Path,
     script: str,
 ) -> None:
@@ -79,7 +72,7 @@ def test_a_job_goes_on_from_its_checkpoint_on_another_mesh_and_daemon(
 
 
 def test_one_process_goes_on_from_the_checkpoint_of_two(
-    directory: Path,  # noqa: F811 - the fixture
+    directory: Path,
     tmp_path: Path,
 ) -> None:
     """The first run spreads the experts over both axes, the second as rules do by default."""
@@ -112,7 +105,7 @@ def changed(script: str, diff: str) -> str:
 
 
 def test_the_example_goes_on_with_fifteen_other_lines(
-    directory: Path,  # noqa: F811 - the fixture
+    directory: Path,
     tmp_path: Path,
 ) -> None:
     diff = named(ROOT / "docs/going-on.md", "diff of train_jax.py").code

@@ -32,7 +32,7 @@ def recipe() -> dict[str, Any]:
 
 
 @pytest.fixture
-def layer(make_group: Callable[..., fakes.LocalGroup]) -> Any:
+def layer(make_group: fakes.MakeGroup) -> Any:
     group = make_group(
         transport="xla",
         axes={"ep": 4},
