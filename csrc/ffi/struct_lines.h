@@ -63,8 +63,19 @@ std::string FieldLine(const char* name, size_t offset) {
 
 }  // namespace ep_runtime
 
-#define EP_STRUCT_LINE(type) ::ep_runtime::SizeLine<type>(#type)
-#define EP_FIELD_LINE(type, field) \
-  ::ep_runtime::FieldLine<decltype(type::field)>(#type "." #field, offsetof(type, field))
+// All lines of a struct: EP_STRUCT_LINES(EpText, data, size).
+#define EP_STRUCT_LINES(type, ...) \
+  (::ep_runtime::SizeLine<type>(#type) EP_EXPAND_4(EP_FIELD_LINES(type, __VA_ARGS__)))
+#define EP_FIELD_LINES(type, field, ...)                                                   \
+  +::ep_runtime::FieldLine<decltype(type::field)>(#type "." #field, offsetof(type, field)) \
+      __VA_OPT__(EP_MORE_LINES EP_NOTHING()()(type, __VA_ARGS__))
+// A macro does not expand itself: each pass of EP_EXPAND_4 takes one more field, 81 at most.
+#define EP_MORE_LINES() EP_FIELD_LINES
+#define EP_NOTHING()
+#define EP_EXPAND_4(...) EP_EXPAND_3(EP_EXPAND_3(EP_EXPAND_3(__VA_ARGS__)))
+#define EP_EXPAND_3(...) EP_EXPAND_2(EP_EXPAND_2(EP_EXPAND_2(__VA_ARGS__)))
+#define EP_EXPAND_2(...) EP_EXPAND_1(EP_EXPAND_1(EP_EXPAND_1(__VA_ARGS__)))
+#define EP_EXPAND_1(...) EP_EXPAND_0(EP_EXPAND_0(EP_EXPAND_0(__VA_ARGS__)))
+#define EP_EXPAND_0(...) __VA_ARGS__
 
 #endif  // EP_RUNTIME_FFI_STRUCT_LINES_H_

@@ -118,23 +118,14 @@ void RankLeft(int64_t group, int64_t world_rank, const char* why) {
 }
 
 std::string Structs() {
-  return EP_STRUCT_LINE(EpText) + EP_FIELD_LINE(EpText, data) + EP_FIELD_LINE(EpText, size) +
-         EP_STRUCT_LINE(EpNcclOptions) + EP_FIELD_LINE(EpNcclOptions, library) +
-         EP_FIELD_LINE(EpNcclOptions, name) + EP_FIELD_LINE(EpNcclOptions, generation) +
-         EP_FIELD_LINE(EpNcclOptions, ep_size) + EP_FIELD_LINE(EpNcclOptions, op_timeout_ns) +
-         EP_FIELD_LINE(EpNcclOptions, local_ranks) + EP_FIELD_LINE(EpNcclOptions, local_devices) +
-         EP_FIELD_LINE(EpNcclOptions, num_local_ranks) + EP_FIELD_LINE(EpNcclOptions, ids) +
-         EP_FIELD_LINE(EpNcclOptions, num_domains) + EP_FIELD_LINE(EpNcclOptions, carries_rows) +
-         EP_FIELD_LINE(EpNcclOptions, max_channels) + EP_STRUCT_LINE(EpNcclLayer) +
-         EP_FIELD_LINE(EpNcclLayer, id) + EP_FIELD_LINE(EpNcclLayer, name) +
-         EP_FIELD_LINE(EpNcclLayer, fingerprint) + EP_STRUCT_LINE(EpNcclTable) +
-         EP_FIELD_LINE(EpNcclTable, abi) + EP_FIELD_LINE(EpNcclTable, bytes) +
-         EP_FIELD_LINE(EpNcclTable, version) + EP_FIELD_LINE(EpNcclTable, make_group) +
-         EP_FIELD_LINE(EpNcclTable, init_group) + EP_FIELD_LINE(EpNcclTable, add_layers) +
-         EP_FIELD_LINE(EpNcclTable, abort_group) + EP_FIELD_LINE(EpNcclTable, check_group) +
-         EP_FIELD_LINE(EpNcclTable, close_group) + EP_FIELD_LINE(EpNcclTable, await_failure) +
-         EP_FIELD_LINE(EpNcclTable, rank_left) + EP_FIELD_LINE(EpNcclTable, try_sum) +
-         EP_FIELD_LINE(EpNcclTable, structs);
+  return EP_STRUCT_LINES(EpText, data, size) +
+         EP_STRUCT_LINES(EpNcclOptions, library, name, generation, ep_size, op_timeout_ns,
+                         local_ranks, local_devices, num_local_ranks, ids, num_domains,
+                         carries_rows, max_channels) +
+         EP_STRUCT_LINES(EpNcclLayer, id, name, fingerprint) +
+         EP_STRUCT_LINES(EpNcclTable, abi, bytes, version, make_group, init_group, add_layers,
+                         abort_group, check_group, close_group, await_failure, rank_left, try_sum,
+                         structs);
 }
 
 const char* StructLines() {
