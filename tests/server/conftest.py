@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import threading
 
 import grpc
@@ -17,6 +18,17 @@ from ep_runtime_server.config import ServerConfig
 from ep_runtime_server.daemon import Daemon
 
 MAX_HOST_BYTES = 64 << 20
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Runs a test that is a coroutine, in an event loop of its own."""
+    if not inspect.iscoroutinefunction(pyfuncitem.function):
+        return None
+    names = inspect.signature(pyfuncitem.function).parameters
+    test = pyfuncitem.function(**{name: pyfuncitem.funcargs[name] for name in names})
+    asyncio.run(asyncio.wait_for(test, WAIT_S))
+    return True
 
 
 @pytest.fixture(scope="session")

@@ -248,19 +248,16 @@ def test_one_user_cannot_take_the_calls_of_another(monkeypatch):
             pass
 
 
-def test_room_is_given_in_turn_and_comes_back_from_who_goes_away():
-    async def scene():
-        room = admission.Room(10)
-        await room.take(8)
-        big = asyncio.ensure_future(room.take(5))
-        small = asyncio.ensure_future(room.take(1))
-        gone = asyncio.ensure_future(room.take(9))
-        await asyncio.sleep(0)
-        assert not small.done()  # it came later than the big one
-        gone.cancel()
-        room.give(8)
-        await asyncio.gather(big, small)
-        room.give(6)
-        await room.take(10)
-
-    asyncio.run(asyncio.wait_for(scene(), WAIT_S))
+async def test_room_is_given_in_turn_and_comes_back_from_who_goes_away():
+    room = admission.Room(10)
+    await room.take(8)
+    big = asyncio.ensure_future(room.take(5))
+    small = asyncio.ensure_future(room.take(1))
+    gone = asyncio.ensure_future(room.take(9))
+    await asyncio.sleep(0)
+    assert not small.done()  # it came later than the big one
+    gone.cancel()
+    room.give(8)
+    await asyncio.gather(big, small)
+    room.give(6)
+    await room.take(10)

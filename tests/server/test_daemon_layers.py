@@ -227,19 +227,15 @@ def test_ids_of_board_records_name_their_layers():
     assert table.name_of_id(12345) == ""
 
 
-def test_layers_that_are_replaced_again_and_again_leave_a_bounded_trace():
+async def test_layers_that_are_replaced_again_and_again_leave_a_bounded_trace():
     table = LayerTable(make_spec(lanes=4))
-
-    async def replace_often():
-        await table.register([LayerSpec("wide", top_k=1, in_flight=4)], [])
-        await table.register([LayerSpec("wide", top_k=2, in_flight=2)], [], replace=True)
-        for number in range(3 * layers.MAX_REPLACED):
-            spec = LayerSpec("a", top_k=1 + number % 2)
-            await table.register([spec], [], replace=True)
-        # It takes its first handles over, and those of "a" behind them stay given.
-        await table.register([LayerSpec("wide", top_k=1, in_flight=2)], [], replace=True)
-
-    asyncio.run(replace_often())
+    await table.register([LayerSpec("wide", top_k=1, in_flight=4)], [])
+    await table.register([LayerSpec("wide", top_k=2, in_flight=2)], [], replace=True)
+    for number in range(3 * layers.MAX_REPLACED):
+        spec = LayerSpec("a", top_k=1 + number % 2)
+        await table.register([spec], [], replace=True)
+    # It takes its first handles over, and those of "a" behind them stay given.
+    await table.register([LayerSpec("wide", top_k=1, in_flight=2)], [], replace=True)
     assert len(table.history) <= 2 * len(table) + layers.MAX_REPLACED + 1
     assert table.history_version > 0
     again = LayerTable(make_spec(lanes=4))

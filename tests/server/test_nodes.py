@@ -287,22 +287,18 @@ def test_a_disk_that_was_full_for_a_moment_is_forgiven(tmp_path):
     coordinator.facts.close()
 
 
-def test_a_slow_disk_holds_who_asks_and_not_the_loop(coordinator, monkeypatch):
+async def test_a_slow_disk_holds_who_asks_and_not_the_loop(coordinator, monkeypatch):
     facts, taken = coordinator.facts, threading.Event()
     monkeypatch.setattr(os, "fdatasync", lambda fd: taken.wait(10.0))
-
-    async def scene() -> None:
-        epoch = facts.next_epoch()  # known here
-        telling = [asyncio.ensure_future(facts.durable()) for _ in range(3)]
-        for _ in range(100):
-            await asyncio.sleep(0)
-        assert not any(done.done() for done in telling)  # and told to nobody
-        assert facts.next_epoch() == epoch + 1
-        taken.set()
-        await asyncio.gather(*telling)
-        await facts.durable()
-
-    asyncio.run(scene())
+    epoch = facts.next_epoch()  # known here
+    telling = [asyncio.ensure_future(facts.durable()) for _ in range(3)]
+    for _ in range(100):
+        await asyncio.sleep(0)
+    assert not any(done.done() for done in telling)  # and told to nobody
+    assert facts.next_epoch() == epoch + 1
+    taken.set()
+    await asyncio.gather(*telling)
+    await facts.durable()
 
 
 def test_nor_does_one_on_which_the_file_is_written_anew(coordinator, monkeypatch):

@@ -23,7 +23,7 @@ def told(monkeypatch):
     return supervisor, lambda: [event.kind for event in events.after(0)], changes
 
 
-def test_work_that_fails_is_started_again_until_it_works(told):
+async def test_work_that_fails_is_started_again_until_it_works(told):
     supervisor, kinds, changes = told
     starts = []
 
@@ -33,19 +33,16 @@ def test_work_that_fails_is_started_again_until_it_works(told):
             raise OverflowError("as ctypes has it")
         await asyncio.Event().wait()
 
-    async def scene():
-        supervisor.keep("reaper", work)
-        while not starts or supervisor.failing:
-            await asyncio.sleep(0.001)
-        assert len(starts) == 4
-        await supervisor.stop()
-
-    asyncio.run(asyncio.wait_for(scene(), 10))
+    supervisor.keep("reaper", work)
+    while not starts or supervisor.failing:
+        await asyncio.sleep(0.001)
+    assert len(starts) == 4
+    await supervisor.stop()
     assert kinds() == ["task.failed", "task.works"]  # the same failure is told once
     assert changes == [["reaper"], []]
 
 
-def test_pauses_between_starts_grow_to_a_bound(told, monkeypatch):
+async def test_pauses_between_starts_grow_to_a_bound(told, monkeypatch):
     supervisor, _, _ = told
     pauses = []
 
@@ -57,12 +54,9 @@ def test_pauses_between_starts_grow_to_a_bound(told, monkeypatch):
     async def work():
         raise ValueError
 
-    async def scene():
-        monkeypatch.setattr(supervision.asyncio, "sleep", sleep)
-        supervisor.keep("reaper", work)
-        await asyncio.gather(*supervisor._tasks, return_exceptions=True)
-
-    asyncio.run(scene())
+    monkeypatch.setattr(supervision.asyncio, "sleep", sleep)
+    supervisor.keep("reaper", work)
+    await asyncio.gather(*supervisor._tasks, return_exceptions=True)
     assert pauses == sorted(pauses)
     assert (pauses[0], pauses[-1]) == (supervision.RETRY_FIRST_S, supervision.RETRY_MOST_S)
 
