@@ -6,6 +6,7 @@ calls in different orders, so any of them finds a wait that depends on an order.
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import threading
@@ -15,13 +16,11 @@ os.environ.setdefault("PJRT_NPROC", "32")
 import jax
 import jax.numpy as jnp
 import numpy as np
-from round_trips import HIDDEN, TOKENS, TOP_K, expect, inputs, round_trip
-from round_trips import open_group as open_any_group
+import round_trips
+from round_trips import HIDDEN, TOKENS, TOP_K, expect, round_trip
 
-
-def open_group(**settings):
-    """Waits end long before the process is killed, so that a hang says where it was."""
-    return open_any_group(**({"op_timeout_s": 20.0} | settings))
+# Waits end long before the process is killed, so that a hang says where it was.
+opened = functools.partial(round_trips.opened, op_timeout_s=20.0)
 
 
 def error_of(launch):
@@ -35,9 +34,7 @@ def error_of(launch):
 
 def launches(count):
     """`count` launches without waiting for any of them."""
-    with open_group() as group:
-        idx, x = inputs(group)
-        run = group.sharded(lambda idx, x: round_trip(group, idx, x))
+    with opened() as (group, run, idx, x):
         scaled = [x * float(i) for i in range(count)]
         outs = [run(idx, each) for each in scaled]
         for out, each in zip(outs, scaled, strict=True):
@@ -46,9 +43,7 @@ def launches(count):
 
 def chained_launches(count):
     """`count` launches, each on the result of the one before."""
-    with open_group() as group:
-        idx, x = inputs(group)
-        run = group.sharded(lambda idx, x: round_trip(group, idx, x))
+    with opened() as (group, run, idx, x):
         out = x
         for _ in range(count):
             out = run(idx, out)
@@ -57,8 +52,7 @@ def chained_launches(count):
 
 def independent(count):
     """`count` calls in one program that do not depend on each other."""
-    with open_group() as group:
-        idx, x = inputs(group)
+    with opened() as (group, _, idx, x):
 
         def program(idx, x):
             return [round_trip(group, idx, x * float(i + 1)) for i in range(count)]
@@ -70,8 +64,7 @@ def independent(count):
 
 def microbatches(count, awaited):
     """`count` independent chains of matmul, dispatch, matmul, combine in one program."""
-    with open_group() as group:
-        idx, x = inputs(group)
+    with opened() as (group, _, idx, x):
         eye = jnp.eye(HIDDEN)
 
         def program(idx, x):
@@ -99,8 +92,7 @@ def microbatches(count, awaited):
 
 def with_psum(count):
     """EP calls between and beside XLA's own collectives, `count` un-awaited launches."""
-    with open_group() as group:
-        idx, x = inputs(group)
+    with opened() as (group, _, idx, x):
 
         def program(idx, x):
             total = jax.lax.psum(x, "ep")
@@ -120,8 +112,7 @@ def with_psum(count):
 
 def train_steps(count):
     """Four layers with remat and gradients, `count` steps without waiting."""
-    with open_group(num_layers=4, combine_precision="exact") as group:
-        idx, x = inputs(group)
+    with opened(num_layers=4, combine_precision="exact") as (group, _, idx, x):
 
         @jax.custom_vjp
         def dispatch(x, layer, plan):
@@ -176,8 +167,7 @@ def train_steps(count):
 
 def threads(count, same_program):
     """Two Python threads that launch one or two programs without waiting."""
-    with open_group() as group:
-        idx, x = inputs(group)
+    with opened() as (group, _, idx, x):
         failures = []
         shared = group.sharded(lambda idx, x, scale: round_trip(group, idx, x * scale))
 
@@ -206,8 +196,7 @@ def threads(count, same_program):
 
 def loops():
     """scan inside while inside cond: one call site runs many times in one launch."""
-    with open_group() as group:
-        idx, x = inputs(group)
+    with opened() as (group, _, idx, x):
 
         def program(idx, x):
             def turn(x, _):
@@ -227,8 +216,7 @@ def loops():
 
 def overflow_errors(count):
     """on_overflow="error": every launch fails cleanly, with a psum after it; then a good one."""
-    with open_group(on_overflow="error", recv_capacity_per_rank=40) as group:
-        idx, x = inputs(group)
+    with opened(on_overflow="error", recv_capacity_per_rank=40) as (group, _, idx, x):
         bad = group.put(np.zeros((8, TOKENS, TOP_K), np.int32) + np.arange(TOP_K, dtype=np.int32))
 
         def program(idx, x):

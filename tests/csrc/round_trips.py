@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -41,6 +43,13 @@ def round_trip(group: NativeGroup, idx: jax.Array, x: jax.Array, **options: Any)
     plan = group.prepare(idx, **options)
     recv, _ = group.dispatch(x, None, plan, **options)
     return group.combine(recv, None, plan, **options) / TOP_K
+
+
+@contextlib.contextmanager
+def opened(**settings: Any) -> Iterator[tuple[NativeGroup, Any, jax.Array, jax.Array]]:
+    """A group, the program of its `round_trip`, and `inputs` of it."""
+    with open_group(**settings) as group:
+        yield group, group.sharded(lambda idx, x: round_trip(group, idx, x)), *inputs(group)
 
 
 def expect(got: jax.Array, want: Any) -> None:

@@ -6,14 +6,13 @@ import time
 
 import jax
 import numpy as np
-from round_trips import EXPERTS, TOKENS, inputs, open_group, round_trip
+from round_trips import EXPERTS, TOKENS, opened, round_trip
 
 from ep_runtime import board, board_records, board_tallies
 
 
 def test_the_board_counts_calls_rows_and_drops():
-    with open_group(recv_capacity_per_rank=10, in_flight=2) as group:
-        idx, x = inputs(group)
+    with opened(recv_capacity_per_rank=10, in_flight=2) as (group, _, idx, x):
         run = group.sharded(lambda idx, x: round_trip(group, idx, x, handle=1))
         jax.block_until_ready(run(idx, x))
         counts = np.bincount(np.asarray(idx).ravel() // 2, minlength=8)
@@ -33,8 +32,7 @@ def test_the_board_counts_calls_rows_and_drops():
 
 
 def test_the_board_tallies_calls_waits_and_experts():
-    with open_group(recv_capacity_per_rank=10, in_flight=2) as group:
-        idx, x = inputs(group)
+    with opened(recv_capacity_per_rank=10, in_flight=2) as (group, _, idx, x):
         run = group.sharded(lambda idx, x: round_trip(group, idx, x, handle=1))
         for _ in range(3):
             jax.block_until_ready(run(idx, x))
@@ -64,8 +62,7 @@ def test_the_board_tallies_calls_waits_and_experts():
 
 def test_who_is_late_is_charged_with_the_waits_of_all():
     late, times, delay_s = 5, 4, 0.05
-    with open_group() as group:
-        idx, x = inputs(group)
+    with opened() as (group, _, idx, x):
 
         def wait(rank: np.ndarray, value: np.ndarray) -> np.ndarray:
             if rank == late:

@@ -13,7 +13,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from native_group import FINGERPRINT, PLAN_NAMES, NativeGroup
-from round_trips import EXPERTS, HIDDEN, TOKENS, TOP_K, expect, inputs, open_group, round_trip
+from round_trips import (
+    EXPERTS,
+    HIDDEN,
+    TOKENS,
+    TOP_K,
+    expect,
+    inputs,
+    open_group,
+    opened,
+    round_trip,
+)
 
 from ep_runtime import board, board_records, errors, native
 
@@ -65,8 +75,7 @@ def test_a_setting_that_the_library_cannot_read_is_named(monkeypatch, given, tex
 
 
 def test_a_program_compiled_again_after_its_error_runs():
-    with open_group(on_overflow="error", recv_capacity_per_rank=40) as group:
-        idx, x = inputs(group)
+    with opened(on_overflow="error", recv_capacity_per_rank=40) as (group, _, idx, x):
         bad = group.put(np.zeros((8, TOKENS, TOP_K), np.int32))
         for _ in range(3):
             run = group.sharded(lambda idx, x: round_trip(group, idx, x))
@@ -121,8 +130,7 @@ def test_closed_groups_and_removed_layers_are_stale():
 
 
 def test_a_program_of_another_spec_is_stale():
-    with open_group() as group:
-        idx, x = inputs(group)
+    with opened() as (group, _, idx, x):
         run = group.sharded(lambda idx, x: round_trip(group, idx, x, fingerprint=FINGERPRINT + 1))
         error = failure_of(run, idx, x)
         assert isinstance(error, errors.StaleHandleError)
@@ -141,8 +149,7 @@ def test_a_program_of_another_spec_is_stale():
     ],
 )
 def test_poison_ends_calls_that_wait(reason, kind):
-    with open_group(generation=5) as group:
-        idx, x = inputs(group)
+    with opened(generation=5) as (group, _, idx, x):
         run = without_rank(group, 3, lambda out: (out, jax.lax.psum(out, "ep")))
         out, total = run(idx, x)
         waiting = {0, 1, 2, 4, 5, 6, 7}
@@ -191,23 +198,20 @@ def test_closing_a_group_ends_calls_that_wait():
 
 
 def test_a_missing_rank_is_named_after_the_time_out_and_later_calls_work():
-    with open_group(op_timeout_s=0.5) as group:
-        idx, x = inputs(group)
+    with opened(op_timeout_s=0.5) as (group, run, idx, x):
         error = failure_of(without_rank(group, 3), idx, x)
         assert isinstance(error, errors.OpTimeoutError)
         assert error.fields["rank"] == 3
         assert error.fields["layer"] == "moe[0]"
         assert error.fields["op"] == "prepare"
         assert error.fields["waited_s"] >= 0.5
-        run = group.sharded(lambda idx, x: round_trip(group, idx, x))
         for _ in range(3):
             expect(run(idx, x), x)
 
 
 @pytest.mark.parametrize("wrong", [-1, 8, 99])
 def test_an_error_of_one_rank_releases_its_peers(wrong):
-    with open_group() as group:
-        idx, x = inputs(group)
+    with opened() as (group, run, idx, x):
 
         def program(idx, x):
             me = jax.lax.axis_index("ep")
@@ -216,13 +220,11 @@ def test_an_error_of_one_rank_releases_its_peers(wrong):
         error = failure_of(group.sharded(program), idx, x)
         assert isinstance(error, errors.InvalidArgumentError)
         assert "rank must be in [0, 8)" in str(error)
-        good = group.sharded(lambda idx, x: round_trip(group, idx, x))
-        expect(good(idx, x), x)
+        expect(run(idx, x), x)
 
 
 def test_two_devices_of_one_rank_are_refused():
-    with open_group() as group:
-        idx, x = inputs(group)
+    with opened() as (group, _, idx, x):
 
         def program(idx, x):
             return round_trip(group, idx, x, rank=jax.lax.axis_index("ep") // 2)
@@ -231,8 +233,7 @@ def test_two_devices_of_one_rank_are_refused():
 
 
 def test_calls_of_different_layers_never_mix():
-    with open_group(num_layers=8) as group:
-        idx, x = inputs(group)
+    with opened(num_layers=8) as (group, _, idx, x):
         mixed = group.sharded(
             lambda idx, x: round_trip(group, idx, x, index=jax.lax.axis_index("ep") // 7)
         )
@@ -254,8 +255,7 @@ ONE_TOO_MANY = {
 @pytest.mark.parametrize("name", ONE_TOO_MANY)
 def test_an_error_inside_a_call_releases_its_peers(name):
     array = PLAN_NAMES.index(name)
-    with open_group() as group:
-        idx, x = inputs(group)
+    with opened() as (group, run, idx, x):
 
         def program(idx, x):
             plan = list(group.prepare(idx))
@@ -266,15 +266,13 @@ def test_an_error_inside_a_call_releases_its_peers(name):
         error = failure_of(group.sharded(program), idx, x)
         assert isinstance(error, errors.InvalidArgumentError)
         assert f"the plan's {name} is not" in str(error)
-        good = group.sharded(lambda idx, x: round_trip(group, idx, x))
         for _ in range(3):
-            expect(good(idx, x), x)
+            expect(run(idx, x), x)
 
 
 @pytest.mark.parametrize("array", range(9))
 def test_plans_that_were_changed_never_reach_memory_beyond_the_buffers(array):
-    with open_group(capacity_factor=None) as group:
-        idx, x = inputs(group)
+    with opened(capacity_factor=None) as (group, run, idx, x):
         for value in (-(2**31), -2, 2**31 - 1, 1000):
 
             def program(idx, x, value=value):
@@ -285,13 +283,11 @@ def test_plans_that_were_changed_never_reach_memory_beyond_the_buffers(array):
 
             with contextlib.suppress(jax.errors.JaxRuntimeError):
                 jax.block_until_ready(group.sharded(program)(idx, x))
-        good = group.sharded(lambda idx, x: round_trip(group, idx, x))
-        expect(good(idx, x), x)
+        expect(run(idx, x), x)
 
 
 def test_a_program_of_another_version_is_refused_by_its_call():
-    with open_group() as group:
-        idx, x = inputs(group)
+    with opened() as (group, _, idx, x):
 
         def more_operands(idx, x):
             rows, _ = group.dispatch(x, None, group.prepare(idx))
@@ -311,8 +307,7 @@ def test_a_program_of_another_version_is_refused_by_its_call():
 
 
 def test_wrong_operands_are_named():
-    with open_group() as group:
-        idx, x = inputs(group)
+    with opened() as (group, _, idx, x):
 
         def message(program, *args):
             return str(failure_of(group.sharded(program), *args))
@@ -346,11 +341,9 @@ def test_wrong_operands_are_named():
 
 
 def test_debug_mode_checks_expert_indices():
-    with open_group(debug=True) as group:
-        idx, x = inputs(group)
+    with opened(debug=True) as (group, run, idx, x):
         bad = np.asarray(idx).copy()
         bad[2, 3, 1] = EXPERTS
-        run = group.sharded(lambda idx, x: round_trip(group, idx, x))
         error = failure_of(run, group.put(bad), x)
         assert isinstance(error, errors.InvalidArgumentError)
         assert "[-1, 16), got 16 at token 3 slot 1" in str(error)
@@ -358,9 +351,7 @@ def test_debug_mode_checks_expert_indices():
 
 
 def test_a_full_meeting_table_is_an_error_with_advice():
-    with open_group() as group:
-        idx, x = inputs(group)
-        run = group.sharded(lambda idx, x: round_trip(group, idx, x))
+    with opened() as (group, run, idx, x):
         expect(run(idx, x), x)
         where = board.board_layout(group.spec).domains_offset
         control = board.ControlStruct.from_buffer(group.board, where)
@@ -373,9 +364,7 @@ def test_a_full_meeting_table_is_an_error_with_advice():
 
 
 def test_calls_outlive_the_executable_they_belong_to():
-    with open_group() as group:
-        idx, x = inputs(group)
-        run = group.sharded(lambda idx, x: round_trip(group, idx, x))
+    with opened() as (group, run, idx, x):
         outs = [run(idx, x) for _ in range(20)]
         del run
         jax.clear_caches()
@@ -385,9 +374,7 @@ def test_calls_outlive_the_executable_they_belong_to():
 
 
 def test_a_forked_child_starts_with_nothing_and_the_parent_goes_on():
-    with open_group() as group:
-        idx, x = inputs(group)
-        run = group.sharded(lambda idx, x: round_trip(group, idx, x))
+    with opened() as (group, run, idx, x):
         expect(run(idx, x), x)
         child = os.fork()
         if child == 0:
@@ -401,10 +388,8 @@ def test_a_forked_child_starts_with_nothing_and_the_parent_goes_on():
 
 
 def test_lanes_are_given_back_after_every_kind_of_error():
-    with open_group(lanes=1, on_overflow="error", recv_capacity_per_rank=40) as group:
-        idx, x = inputs(group)
+    with opened(lanes=1, on_overflow="error", recv_capacity_per_rank=40) as (group, run, idx, x):
         bad = group.put(np.zeros((8, TOKENS, TOP_K), np.int32))
-        run = group.sharded(lambda idx, x: round_trip(group, idx, x))
         for _ in range(3):
             failure_of(run, bad, x)
             expect(run(idx, x), x)
@@ -417,9 +402,8 @@ def test_lanes_are_given_back_after_every_kind_of_error():
 
 
 def test_ranks_of_other_processes_are_refused_here():
-    with open_group(local_ranks=[0, 1, 2, 3, 4, 5, 6]) as group:
-        idx, x = inputs(group)
-        error = failure_of(group.sharded(lambda idx, x: round_trip(group, idx, x)), idx, x)
+    with opened(local_ranks=[0, 1, 2, 3, 4, 5, 6]) as (_, run, idx, x):
+        error = failure_of(run, idx, x)
         assert isinstance(error, errors.InvalidArgumentError)
         assert "rank 7 is driven by another process" in str(error)
 
