@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from cases import SMALL
 from jax.sharding import AbstractMesh
 
 import ep_runtime as ep
@@ -20,15 +21,7 @@ from ep_runtime_server.groups import claims
 
 _ROOT = Path(__file__).parents[2]
 _MESH = AbstractMesh((2, 4), ("dp", "ep"))
-_ARGUMENTS: dict[str, Any] = {
-    "ep_axis": "ep",
-    "outer_axes": "dp",
-    "num_experts": 8,
-    "hidden_size": 64,
-    "max_tokens_per_rank": 32,
-    "max_top_k": 2,
-    "alignment": 8,
-}
+_ARGUMENTS = SMALL | {"outer_axes": "dp", "hidden_size": 64, "max_tokens_per_rank": 32}
 
 
 def test_estimate_needs_no_session_and_counts_window_and_rows() -> None:

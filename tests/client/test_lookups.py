@@ -9,21 +9,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import SMALL
 from jax import lax
 from jax.sharding import Mesh
 
 import ep_runtime as ep
 from ep_runtime_client.base import jax_internals
 
-ARGUMENTS: dict[str, Any] = {
-    "ep_axis": "ep",
-    "outer_axes": "dp",
-    "num_experts": 8,
-    "hidden_size": 16,
-    "max_tokens_per_rank": 8,
-    "max_top_k": 4,
-    "alignment": 8,
-}
+ARGUMENTS = SMALL | {"outer_axes": "dp", "max_top_k": 4}
 
 
 @pytest.fixture

@@ -12,21 +12,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import SMALL
 from daemon_fixtures import WAIT_S, start_daemon
 
 import ep_runtime as ep
 from ep_runtime_client.cli.daemon import source
 
-_ARGUMENTS: dict[str, Any] = {
-    "ep_axis": "ep",
-    "outer_axes": "dp",
-    "num_experts": 8,
-    "hidden_size": 16,
-    "max_tokens_per_rank": 8,
-    "max_top_k": 2,
-    "max_token_dtype": "float32",
-    "alignment": 8,
-}
+_ARGUMENTS = SMALL | {"outer_axes": "dp", "max_token_dtype": "float32"}
 X = np.ones((64, 16), np.float32)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from cases import SMALL
 from daemon_fixtures import WAIT_S, start_daemon, wait_until
 from jax.sharding import Mesh
 
@@ -22,15 +23,7 @@ from ep_runtime.v1 import types_pb2
 from ep_runtime_client.cli.daemon import source
 from ep_runtime_client.daemons import transport
 
-_ARGUMENTS: dict[str, Any] = {
-    "ep_axis": "ep",
-    "outer_axes": "dp",
-    "num_experts": 8,
-    "hidden_size": 16,
-    "max_tokens_per_rank": 8,
-    "max_top_k": 2,
-    "alignment": 8,
-}
+_ARGUMENTS = SMALL | {"outer_axes": "dp"}
 
 
 @pytest.fixture

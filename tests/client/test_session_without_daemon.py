@@ -11,20 +11,13 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from cases import SMALL
 from jax.sharding import AbstractMesh, Mesh
 
 import ep_runtime as ep
 from ep_runtime_client.daemons.client import DaemonClient
 
-_ARGUMENTS: dict[str, Any] = {
-    "ep_axis": "ep",
-    "outer_axes": "dp",
-    "num_experts": 8,
-    "hidden_size": 16,
-    "max_tokens_per_rank": 8,
-    "max_top_k": 4,
-    "alignment": 8,
-}
+_ARGUMENTS = SMALL | {"outer_axes": "dp", "max_top_k": 4}
 
 
 # Of every setting of create_group one that is not its default.

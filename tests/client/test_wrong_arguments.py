@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import SMALL
 from flax import nnx
 from jax._src import dispatch
 
@@ -21,15 +22,7 @@ from ep_runtime_client.base import jax_state, layers
 from ep_runtime_client.daemons.client import job_name
 
 NAN, INF = float("nan"), float("inf")
-SIZES: dict[str, Any] = {
-    "ep_axis": "ep",
-    "num_experts": 8,
-    "hidden_size": 16,
-    "max_tokens_per_rank": 8,
-    "max_top_k": 2,
-    "max_token_dtype": "float32",
-    "alignment": 8,
-}
+SIZES = SMALL | {"max_token_dtype": "float32"}
 
 
 @pytest.fixture(scope="module")

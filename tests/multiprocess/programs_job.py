@@ -11,19 +11,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from cases import SMALL
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import ep_runtime as ep
 
-SETTINGS: dict[str, Any] = {
-    "num_experts": 8,
-    "hidden_size": 16,
-    "max_tokens_per_rank": 8,
-    "max_top_k": 2,
-    "alignment": 8,
-    "max_token_dtype": "float32",
-    "op_timeout_s": 60,
-}
+SETTINGS = SMALL | {"max_token_dtype": "float32", "op_timeout_s": 60}
 
 
 class World:
@@ -31,7 +24,7 @@ class World:
 
     def __init__(self, session: Any, name: str = "g", **settings: Any) -> None:
         self.mesh = Mesh(np.array(jax.devices()), ("ep",))
-        self.group = session.create_group(name, self.mesh, ep_axis="ep", **{**SETTINGS, **settings})
+        self.group = session.create_group(name, self.mesh, **(SETTINGS | settings))
         self.ranks = len(jax.devices())
 
     def put(self, array: Any) -> jax.Array:
