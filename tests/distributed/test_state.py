@@ -13,7 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from daemon_fixtures import WAIT_S, WITHOUT_JAX, Program, start_daemon, wait_until
+from child_programs import WITHOUT_JAX, Program
+from daemon_fixtures import WAIT_S, start_daemon, wait_until
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from multiprocess.launch import CPU, Job, prologue_of
 
