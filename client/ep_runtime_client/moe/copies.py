@@ -124,10 +124,10 @@ def physical_experts(
     ids = jnp.arange(ranks * (local + spare), dtype=jnp.int32).reshape(ranks, local + spare)
     ids = jnp.concatenate([ids[:, :local].reshape(-1), ids[:, local:].reshape(-1)])
     by_start = jnp.argsort(starts, stable=True)  # what is empty comes before what begins there too
-    found = jnp.searchsorted(
-        rows_at(starts, by_start), rows_at(base, expert) + position, "right", method="compare_all"
-    )
-    return rows_at(rows_at(ids, by_start), jnp.maximum(found.astype(jnp.int32) - 1, 0))
+    # Newer versions of JAX have a searchsorted that no primitive of another package can hold.
+    begun = rows_at(starts, by_start) <= (rows_at(base, expert) + position)[:, None]
+    found = begun.sum(1, dtype=jnp.int32) - 1
+    return rows_at(rows_at(ids, by_start), jnp.maximum(found, 0))
 
 
 def spread(
