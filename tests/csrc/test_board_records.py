@@ -83,6 +83,6 @@ def test_who_is_late_is_charged_with_the_waits_of_all():
             arrivals[rank] = [peer.arrival_ns for peer in op.peers]
             if rank != late:
                 assert op.peers[late].wait_ns > times * delay_s * 1e9 / 2
-                assert sum(op.waits[13:]) >= times  # of 16 ms and more
+                assert sum(op.waits[13:]) >= times / 2  # of 16 ms and more
         assert arrivals.sum(0).argmax() == late
         assert arrivals[late].sum() < arrivals[:, late].sum() / 8
