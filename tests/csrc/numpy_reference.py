@@ -1,128 +1,32 @@
-"""What the custom calls mean, written slowly in numpy for one EP group.
+"""What the custom calls mean for one EP group, in numpy and to the last bit.
 
-Arrays have a leading rank dim. Only the drop rule comes from the package (`layout.kept_rows`).
-Sums run in fp32 (fp64 for f64) in the order the contract fixes, so results are compared exactly.
+Plans are those of `references.movement`. Sums run in fp32 (fp64 for f64) in the order the contract
+fixes, so results are compared exactly.
 """
 
 from __future__ import annotations
 
-import dataclasses
-
 import ml_dtypes
 import numpy as np
-
-from ep_runtime.layout import align_up, kept_rows
-
-
-@dataclasses.dataclass(frozen=True)
-class Row:
-    """One kept row of a slab."""
-
-    dest: int
-    row: int
-    expert: int
-    source: int
-    token: int
-    slot: int
-
-
-@dataclasses.dataclass(frozen=True)
-class Routed:
-    """Every kept row, plus sizes: what all other functions read."""
-
-    rows: list[Row]
-    ranks: int
-    tokens: int
-    top_k: int
-    capacity: int
-    kept: np.ndarray  # [N, L]
-    group_sizes: np.ndarray  # [N, L]
-    num_recv: np.ndarray  # [N]
-
-
-def route(
-    topk_idx: np.ndarray,
-    num_experts: int,
-    capacity: int,
-    alignment: int,
-    row_alignment: int | None = None,
-) -> Routed:
-    """topk_idx [N, T, K] -> the kept rows; zones lie aligned to `row_alignment` if it is given."""
-    ranks, tokens, top_k = topk_idx.shape
-    local = num_experts // ranks
-    rows = []
-    kept = np.zeros((ranks, local), np.int32)
-    sizes = np.zeros_like(kept)
-    num_recv = np.zeros(ranks, np.int32)
-    for dest in range(ranks):
-        wanted = [
-            [tuple(at) for at in np.argwhere(topk_idx == dest * local + e)] for e in range(local)
-        ]
-        demand = [len(slots) for slots in wanted]
-        num_recv[dest] = sum(align_up(n, alignment) for n in demand)
-        kept[dest] = kept_rows(demand, capacity, alignment)
-        base = 0
-        for e in range(local):
-            for position, (source, token, slot) in enumerate(wanted[e][: kept[dest, e]]):
-                rows.append(Row(dest, base + position, e, source, token, slot))
-            sizes[dest, e] = align_up(int(kept[dest, e]), row_alignment or alignment)
-            base += sizes[dest, e]
-    return Routed(rows, ranks, tokens, top_k, capacity, kept, sizes, num_recv)
-
-
-def plan_arrays(routed: Routed) -> tuple[np.ndarray, ...]:
-    """The nine plan arrays, each with a leading rank dim."""
-    n, t, k, c = routed.ranks, routed.tokens, routed.top_k, routed.capacity
-    dst_rank = np.full((n, t, k), -1, np.int32)
-    dst_row = np.full((n, t, k), -1, np.int32)
-    recv_count = np.zeros((n, n, 4), np.int32)
-    staged_start = np.zeros((n, n * t + 1), np.int32)
-    staged_row = np.full((n, c), -1, np.int32)
-    staged_slot = np.full((n, c), -1, np.int32)
-    for r in routed.rows:
-        dst_rank[r.source, r.token, r.slot] = r.dest
-        dst_row[r.source, r.token, r.slot] = r.row
-    for dest in range(n):
-        mine = sorted(
-            (r for r in routed.rows if r.dest == dest),
-            key=lambda r: (r.source, r.token, r.slot),
-        )
-        starts = []
-        last = None
-        for i, r in enumerate(mine):
-            staged_row[dest, i], staged_slot[dest, i] = r.row, r.slot
-            recv_count[dest, r.source, 1] += 1
-            if (r.source, r.token) != last:
-                last = (r.source, r.token)
-                starts.append(i)
-                recv_count[dest, r.source, 0] += 1
-                recv_count[dest, r.source, 2] += r.token < (t + 1) // 2
-        staged_start[dest] = len(mine)
-        staged_start[dest, : len(starts)] = starts
-    sizes = (routed.kept, routed.group_sizes, routed.num_recv[:, None])
-    return (dst_rank, dst_row, recv_count, staged_start, staged_row, staged_slot, *sizes)
-
-
-def used_rows(routed: Routed) -> np.ndarray:
-    """[N, C] 1 row kept here, 0 padding of a zone, -1 past the last zone."""
-    state = np.full((routed.ranks, routed.capacity), -1)
-    for dest in range(routed.ranks):
-        state[dest, : routed.group_sizes[dest].sum()] = 0
-    for r in routed.rows:
-        state[r.dest, r.row] = 1
-    return state
+from references.movement import ReferencePlan
 
 
 def dispatch(
-    routed: Routed, tokens: np.ndarray, weights: np.ndarray | None
+    plan: ReferencePlan, tokens: np.ndarray, weights: np.ndarray | None
 ) -> tuple[np.ndarray, np.ndarray]:
     """tokens [N, T, H], weights [N, T, K] -> recv [N, C, H] (0 where undefined), [N, C]."""
-    recv = np.zeros((routed.ranks, routed.capacity, tokens.shape[-1]), tokens.dtype)
-    out = np.zeros((routed.ranks, routed.capacity), np.float32)
-    for r in routed.rows:
-        recv[r.dest, r.row] = tokens[r.source, r.token]
-        out[r.dest, r.row] = 1 if weights is None else weights[r.source, r.token, r.slot]
-    return recv, out
+    used = plan.source >= 0
+    out = used.astype(np.float32)
+    if weights is not None:
+        out[used] = weights.reshape(-1)[plan.source[used]]
+    return _of_tokens(plan, tokens), out
+
+
+def _of_tokens(plan: ReferencePlan, tokens: np.ndarray) -> np.ndarray:
+    """tokens [N, T, H] -> the one of every row [N, C, H]; 0 where there is none."""
+    rows, used = np.zeros((*plan.source.shape, tokens.shape[-1]), tokens.dtype), plan.source >= 0
+    rows[used] = tokens.reshape(-1, tokens.shape[-1])[plan.source[used] // plan.slab.shape[-1]]
+    return rows
 
 
 def _wide(dtype: np.dtype) -> type:
@@ -146,35 +50,34 @@ def through_fp8(sums: np.ndarray) -> np.ndarray:
 
 
 def combine(
-    routed: Routed, rows: np.ndarray, weights: np.ndarray | None, precision: str
+    plan: ReferencePlan, rows: np.ndarray, weights: np.ndarray | None, precision: str
 ) -> np.ndarray:
     """rows [N, C, H], weights [N, C] -> [N, T, H]."""
     wide = _wide(rows.dtype)
-    shape = (routed.ranks, routed.tokens, routed.ranks, rows.shape[-1])
-    partial = np.zeros(shape, wide)
-    for r in sorted(routed.rows, key=lambda r: r.slot):
-        value = rows[r.dest, r.row].astype(wide)
+    ranks, tokens, _ = plan.slab.shape
+    partial = np.zeros((ranks, tokens, ranks, rows.shape[-1]), wide)
+    for source, token, slot in np.argwhere(plan.slab >= 0):
+        at = plan.slab[source, token, slot], plan.row[source, token, slot]
+        value = rows[at].astype(wide)
         if weights is not None:
-            value = wide(weights[r.dest, r.row]) * value
-        partial[r.source, r.token, r.dest] += value
+            value = wide(weights[at]) * value
+        partial[source, token, at[0]] += value
     if precision == "fast":
         partial = partial.astype(rows.dtype).astype(wide)
     elif precision == "fp8":
         partial = through_fp8(partial)
-    total = np.zeros((routed.ranks, routed.tokens, rows.shape[-1]), wide)
-    for dest in range(routed.ranks):
+    total = np.zeros((ranks, tokens, rows.shape[-1]), wide)
+    for dest in range(ranks):
         total += partial[:, :, dest]
     return total.astype(rows.dtype)
 
 
 def dispatch_bwd(
-    routed: Routed, d_recv: np.ndarray, d_weights: np.ndarray, precision: str
+    plan: ReferencePlan, d_recv: np.ndarray, d_weights: np.ndarray, precision: str
 ) -> tuple[np.ndarray, np.ndarray]:
     """d_recv [N, C, H], d_weights [N, C] -> d_tokens [N, T, H], d_topk_weights [N, T, K]."""
-    d_topk = np.zeros((routed.ranks, routed.tokens, routed.top_k), np.float32)
-    for r in routed.rows:
-        d_topk[r.source, r.token, r.slot] = d_weights[r.dest, r.row]
-    return combine(routed, d_recv, None, precision), d_topk
+    d_topk = np.where(plan.slab >= 0, d_weights[plan.slab, plan.row], np.float32(0))
+    return combine(plan, d_recv, None, precision), d_topk
 
 
 def halving_sum(values: np.ndarray) -> np.ndarray:
@@ -189,17 +92,13 @@ def halving_sum(values: np.ndarray) -> np.ndarray:
 
 
 def combine_bwd(
-    routed: Routed, grad: np.ndarray, rows: np.ndarray | None, weights: np.ndarray | None
+    plan: ReferencePlan, grad: np.ndarray, rows: np.ndarray | None, weights: np.ndarray | None
 ) -> tuple[np.ndarray, np.ndarray]:
     """grad [N, T, H], rows [N, C, H], weights [N, C] -> d_rows [N, C, H], d_weights [N, C]."""
-    wide = _wide(grad.dtype)
-    d_rows = np.zeros((routed.ranks, routed.capacity, grad.shape[-1]), grad.dtype)
-    d_weights = np.zeros((routed.ranks, routed.capacity), np.float32)
-    for r in routed.rows:
-        g = grad[r.source, r.token].astype(wide)
-        scale = wide(1) if weights is None else wide(weights[r.dest, r.row])
-        d_rows[r.dest, r.row] = (scale * g).astype(grad.dtype)
-        if rows is not None:
-            products = g * rows[r.dest, r.row].astype(wide)
-            d_weights[r.dest, r.row] = halving_sum(products)
-    return d_rows, d_weights
+    wide, used = _wide(grad.dtype), plan.source >= 0
+    given = _of_tokens(plan, grad).astype(wide)
+    d_rows = given if weights is None else weights[..., None].astype(wide) * given
+    d_weights = np.zeros(used.shape, np.float32)
+    if rows is not None:
+        d_weights[used] = halving_sum(given[used] * rows[used].astype(wide))
+    return d_rows.astype(grad.dtype), d_weights

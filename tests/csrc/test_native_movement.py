@@ -9,6 +9,7 @@ import numpy as np
 import numpy_reference as reference
 import pytest
 from native_group import PLAN_NAMES, NativeGroup
+from references import movement
 
 from ep_runtime import native
 
@@ -64,15 +65,19 @@ def check_all(
         check_domain(group, *part, rows, weighted, row_alignment)
 
 
+def routed_of(idx, capacity, alignment=1, row_alignment=None, num_experts=16):
+    more = {"alignment": alignment, "row_alignment": row_alignment, "capacity": capacity}
+    return movement.plan(idx, num_experts=num_experts, ep_size=len(idx), **more)
+
+
 def check_domain(group, got, args, rows, weighted, row_alignment):
     precision = group.spec.combine_precision
     idx, x, w, y, rw, g, dw = jax.tree.map(np.asarray, args)
     plan, (recv, recv_weights), combined, (d_x, d_w), (d_y, d_rw) = got
-    valid = np.where((idx >= 0) & (idx < group.spec.num_experts), idx, -1)
-    routed = reference.route(valid, group.spec.num_experts, rows, group.alignment, row_alignment)
-    for name, mine, theirs in zip(PLAN_NAMES, plan, reference.plan_arrays(routed), strict=True):
-        np.testing.assert_array_equal(mine, theirs, err_msg=name)
-    defined = reference.used_rows(routed) >= 0
+    routed = routed_of(idx, rows, group.alignment, row_alignment, group.spec.num_experts)
+    for name, mine in zip(PLAN_NAMES, plan, strict=True):
+        np.testing.assert_array_equal(mine, routed.arrays[name], err_msg=name)
+    defined = routed.in_zone
     want_recv, want_weights = reference.dispatch(routed, x, w)
     equal(recv[defined], want_recv[defined])
     equal(recv_weights, want_weights)
@@ -116,7 +121,7 @@ def test_rows_over_capacity_are_dropped(alignment, row_alignment, capacity_cut):
     """By the layer's alignment, however close the rows that are kept lie."""
     rng = np.random.default_rng(capacity_cut)
     idx = random_idx(rng, 8, 9, 4, 16, unused=0)
-    full = reference.route(idx, 16, 10**6, alignment).num_recv.max()
+    full = routed_of(idx, 10_000, alignment).arrays["num_recv"].max()
     with small_group(top_k=4, alignment=alignment) as group:
         check_all(group, idx, capacity=int(full) - capacity_cut, row_alignment=row_alignment)
 
@@ -244,7 +249,7 @@ def test_sums_of_any_number_of_rows_keep_the_bits_of_special_values(dtype, weigh
         w = rng.choice(np.float32([1, -1, 0.5]), (1, rows)) if weighted else None
         run = group.sharded(lambda idx, y, w: group.combine(y, w, group.prepare(idx)))
         got = np.asarray(run(*jax.tree.map(group.put, (idx, y, w))))
-    routed = reference.route(idx, 16, rows, 1)
+    routed = routed_of(idx, rows)
     if dtype != "float16":  # fp32 sums take subnormals for zero, as XLA's own
         y = np.where(np.abs(y.astype(np.float32)) < limits.tiny, kind.type(0), y)
     with np.errstate(all="ignore"):
@@ -281,9 +286,9 @@ def test_one_byte_rows_only_travel(dtype):
     with small_group(top_k=2, max_token_dtype=dtype) as group:
         run = group.sharded(lambda idx, x: group.dispatch(x, None, group.prepare(idx)))
         recv, weights = jax.tree.map(np.asarray, run(group.put(idx), group.put(x)))
-    routed = reference.route(idx, 16, group.spec.recv_capacity_per_rank, 1)
+    routed = routed_of(idx, group.spec.recv_capacity_per_rank)
     want, want_weights = reference.dispatch(routed, x.view(np.uint8), None)
-    defined = reference.used_rows(routed) >= 0
+    defined = routed.in_zone
     np.testing.assert_array_equal(recv.view(np.uint8)[defined], want[defined])
     np.testing.assert_array_equal(weights, want_weights)
 
@@ -302,7 +307,7 @@ def test_debug_mode_shows_undefined_rows_and_gives_the_same_results():
         check_all(group, idx)
         run = group.sharded(lambda idx, x: group.dispatch(x, None, group.prepare(idx))[0])
         recv = np.asarray(run(group.put(idx), group.put(np.zeros((8, 9, 24), np.float32))))
-    slack = reference.used_rows(reference.route(idx, 16, 200, 8)) < 0
+    slack = ~routed_of(idx, 200, 8).in_zone
     assert slack.any()
     assert np.isnan(recv[slack]).all()
 

@@ -46,9 +46,18 @@ class ReferencePlan:
 
 
 def plan(
-    topk_idx: Any, *, num_experts: int, ep_size: int, alignment: int, capacity: int
+    topk_idx: Any,
+    *,
+    num_experts: int,
+    ep_size: int,
+    alignment: int,
+    capacity: int,
+    row_alignment: int | None = None,
 ) -> ReferencePlan:
-    """The plan of topk_idx [R, T, K] over R / ep_size independent EP groups."""
+    """The plan of topk_idx [R, T, K] over R / ep_size independent EP groups.
+
+    Zones lie aligned to `row_alignment` if it is given.
+    """
     idx = np.asarray(topk_idx)
     slabs, tokens, top_k = idx.shape
     local = num_experts // ep_size
@@ -76,7 +85,7 @@ def plan(
                 slab[origin, token, slot] = dest
                 row[origin, token, slot] = base + position
                 source[dest, base + position] = (origin * tokens + token) * top_k + slot
-            zone = align_up(kept[expert], alignment)
+            zone = align_up(kept[expert], row_alignment or alignment)
             in_zone[dest, base : base + zone] = True
             sizes["kept"][dest, expert], sizes["group_sizes"][dest, expert] = kept[expert], zone
             base += zone
