@@ -19,10 +19,10 @@ import grpc
 import guardian
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from raw_client import WAIT_S, Client, Process, Stubs, new_op_id
+from raw_client import WAIT_S, Client, Process, Stubs
 
 from ep_runtime import wire
-from ep_runtime.v1 import admin_service_pb2, group_service_pb2, session_service_pb2
+from ep_runtime.v1 import admin_service_pb2, session_service_pb2
 from ep_runtime_server.callers import credentials
 from ep_runtime_server.daemon import Daemon
 from ep_runtime_server.metrics.collector import Collector
@@ -288,34 +288,6 @@ class Watcher:
     def ended(self) -> bool:
         self._thread.join(WAIT_S)
         return not self._thread.is_alive()
-
-
-def both_ready(first, second, spec):
-    """Two processes, rank 0 and rank 1."""
-    requests = [
-        client.groups.CreateGroup.future(
-            group_service_pb2.CreateGroupRequest(
-                op_id=new_op_id(), spec=wire.group_spec_to_proto(spec), world_ranks=[rank]
-            ),
-            timeout=WAIT_S,
-            metadata=client.metadata,
-        )
-        for rank, client in enumerate((first, second))
-    ]
-    groups = [request.result(WAIT_S).group for request in requests]
-    assert groups[0].generation == groups[1].generation
-    for client, group in zip((first, second), groups, strict=True):
-        client.fetch(group)
-    reports = [
-        client.groups.ReportAttached.future(
-            group_service_pb2.ReportAttachedRequest(name="moe", generation=group.generation),
-            timeout=WAIT_S,
-            metadata=client.metadata,
-        )
-        for client, group in zip((first, second), groups, strict=True)
-    ]
-    assert [report.result(WAIT_S).group.state for report in reports] == [2, 2]
-    return groups[0]
 
 
 @pytest.fixture

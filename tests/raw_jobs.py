@@ -11,21 +11,32 @@ LAYERS = [layer_specs.LayerSpec(f"moe/{i}", top_k=2, in_flight=2) for i in range
 STACKS = [wire.LayerStackSpec(layer_specs.LayerSpec("blocks", top_k=1), 4)]
 
 
-def attached_pair(clients, spec=SPEC):
-    """The READY group of two processes with one rank each."""
+def created(clients, spec=SPEC):
+    """Answers to CreateGroup of processes with one rank each, at once."""
     requests = [
         client.groups.CreateGroup.future(client.create_request(spec, [rank]), **client.how())
         for rank, client in enumerate(clients)
     ]
-    groups = [request.result().group for request in requests]
-    for client, group in zip(clients, groups, strict=True):
-        client.fetch(group)
+    return [request.result() for request in requests]
+
+
+def attached(clients, answers):
+    """The READY group of processes that have these answers and map their windows."""
+    for client, answer in zip(clients, answers, strict=True):
+        client.fetch(answer.group)
     reports = [
-        client.groups.ReportAttached.future(client.attached_request(group), **client.how())
-        for client, group in zip(clients, groups, strict=True)
+        client.groups.ReportAttached.future(client.attached_request(answer.group), **client.how())
+        for client, answer in zip(clients, answers, strict=True)
     ]
-    group, _ = [report.result().group for report in reports]
-    return group
+    groups = [report.result().group for report in reports]
+    assert [group.state for group in groups] == [2, 2]
+    assert groups[0].generation == groups[1].generation
+    return groups[0]
+
+
+def attached_pair(clients, spec=SPEC):
+    """The READY group of two processes with one rank each."""
+    return attached(clients, created(clients, spec))
 
 
 def ready_pair(daemon, spec=SPEC):

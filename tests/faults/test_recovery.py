@@ -10,7 +10,7 @@ import time
 import pytest
 from harness import Watcher, eventually, memfds_of
 from raw_client import make_spec
-from raw_jobs import LAYERS, SPEC, come_back, ready_pair
+from raw_jobs import LAYERS, SPEC, come_back, created, ready_pair
 
 from ep_runtime import errors, layer_specs
 from ep_runtime.v1 import session_service_pb2
@@ -175,11 +175,7 @@ def test_survivor_and_newcomer_form_again_with_the_same_windows(daemon_process, 
     clients[1].process.kill()
     eventually(lambda: again.group_states() == {"moe": "BROKEN"})
     newcomer = again.client(process=True)
-    requests = [
-        client.groups.CreateGroup.future(client.create_request(SPEC, [rank]), **client.how())
-        for rank, client in enumerate((clients[0], newcomer))
-    ]
-    answers = [request.result() for request in requests]
+    answers = created([clients[0], newcomer])
     assert [answer.reattached for answer in answers] == [True, True]
     assert answers[0].group.generation > group.generation
     assert memfds_of(again.pid) == inodes

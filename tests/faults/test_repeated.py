@@ -11,7 +11,7 @@ import signal
 
 import pytest
 from harness import DaemonProcess, eventually, memfds_of
-from raw_jobs import SPEC, come_back, ready_pair
+from raw_jobs import attached, come_back, created, ready_pair
 
 from ep_runtime import errors, layer_specs
 
@@ -100,21 +100,9 @@ def test_killed_peers_that_come_back(daemon_process, dose):
         clients[gone].close()
         eventually(lambda: daemon.group_states() == {"moe": "BROKEN"}, within_s=1.0)
         clients[gone] = daemon.client(process=True)
-        requests = [
-            client.groups.CreateGroup.future(client.create_request(SPEC, [rank]), **client.how())
-            for rank, client in enumerate(clients)
-        ]
-        answers = [request.result() for request in requests]
+        answers = created(clients)
         assert all(answer.reattached for answer in answers)
         assert answers[0].group.generation > generation
         generation = answers[0].group.generation
-        for client, answer in zip(clients, answers, strict=True):
-            client.fetch(answer.group)
-        reports = [
-            client.groups.ReportAttached.future(
-                client.attached_request(answer.group), **client.how()
-            )
-            for client, answer in zip(clients, answers, strict=True)
-        ]
-        assert [report.result().group.state for report in reports] == [2, 2]
+        attached(clients, answers)
         footprint.check(daemon)

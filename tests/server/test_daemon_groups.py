@@ -7,8 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import doc_pages
 import pytest
-from harness import both_ready, eventually
+from harness import eventually
 from raw_client import WAIT_S, close_fds, make_spec, new_op_id
+from raw_jobs import attached_pair
 
 from ep_runtime import board, errors, layer_specs
 from ep_runtime.v1 import group_service_pb2, types_pb2
@@ -120,7 +121,7 @@ def test_names_live_inside_a_job(daemon):
 
 
 def test_two_processes_form_one_group(daemon):
-    group = both_ready(daemon.client(process=True), daemon.client(process=True), make_spec())
+    group = attached_pair([daemon.client(process=True), daemon.client(process=True)], make_spec())
     (info,) = daemon.ask("ListGroups", name="moe").groups
     assert info.group.state == READY
     assert [(m.world_rank, m.attached) for m in info.group.members] == [(0, True), (1, True)]
@@ -175,7 +176,7 @@ def test_a_claimant_that_dies_before_forming_frees_its_ranks(daemon):
 def test_a_peer_that_dies_breaks_the_group_poisons_it_and_can_be_replaced(daemon):
     spec = make_spec(retain_s=60.0)
     first, second = daemon.client(process=True), daemon.client(process=True)
-    old = both_ready(first, second, spec)
+    old = attached_pair([first, second], spec)
     second.process.kill()
     eventually(lambda: daemon.group_states() == {"moe": "BROKEN"})
     (info,) = daemon.ask("ListGroups").groups
@@ -187,7 +188,7 @@ def test_a_peer_that_dies_breaks_the_group_poisons_it_and_can_be_replaced(daemon
         third.create(spec, [0], wait_s=0.05)
     assert daemon.group_states() == {"moe": "BROKEN"}
     used = daemon.used_bytes
-    group = both_ready(first, third, spec)
+    group = attached_pair([first, third], spec)
     assert group.generation > old.generation
     assert daemon.used_bytes == used
     (info,) = daemon.ask("ListGroups").groups
@@ -232,7 +233,7 @@ def test_who_waits_for_attachment_hears_of_a_death(daemon):
 
 def test_a_member_that_closes_in_good_order_does_not_disturb_the_others(daemon):
     first, second = daemon.client(process=True), daemon.client(process=True)
-    group = both_ready(first, second, make_spec(retain_s=60.0))
+    group = attached_pair([first, second], make_spec(retain_s=60.0))
     assert first.close_group(group) == 0
     assert daemon.group_states() == {"moe": "READY"}
     (info,) = daemon.ask("ListGroups").groups
@@ -244,7 +245,7 @@ def test_a_member_that_closes_in_good_order_does_not_disturb_the_others(daemon):
 def test_a_claimant_that_is_fenced_poisons_nothing_of_the_generation_before(daemon):
     first, second = daemon.client(process=True), daemon.client(process=True)
     spec = make_spec()
-    first.close_group(both_ready(first, second, spec))
+    first.close_group(attached_pair([first, second], spec))
     newcomer = daemon.client()
     with ThreadPoolExecutor(1) as pool:
         refused = pool.submit(newcomer.create, spec, [0])

@@ -8,8 +8,9 @@ import os
 import socket
 
 import pytest
-from harness import Watcher, both_ready, eventually
+from harness import Watcher, eventually
 from raw_client import close_fds, make_spec
+from raw_jobs import attached_pair
 
 from ep_runtime import board, errors, layer_specs
 from ep_runtime.v1 import types_pb2
@@ -106,7 +107,7 @@ def test_a_note_is_cut_to_whole_characters_of_what_a_board_holds():
 
 def test_quarantine_ends_with_the_last_of_several_processes(daemon):
     first, second = daemon.client(process=True), daemon.client(process=True)
-    both_ready(first, second, make_spec())
+    attached_pair([first, second], make_spec())
     quarantined = daemon.ask("Reclaim", name="moe").quarantined_bytes
     first.process.kill()
     eventually(lambda: daemon.session_state(first.session_id) == "DEAD")
@@ -118,12 +119,12 @@ def test_quarantine_ends_with_the_last_of_several_processes(daemon):
 def test_memory_that_a_fenced_process_maps_is_not_used_again(daemon):
     spec = make_spec(retain_s=60.0)
     first, fenced, third = (daemon.client(process=True) for _ in range(3))
-    both_ready(first, fenced, spec)
+    attached_pair([first, fenced], spec)
     daemon.ask("Fence", session_id=fenced.session_id)
     assert daemon.group_states() == {"moe": "BROKEN"}
     (info,) = daemon.ask("ListGroups").groups
     assert info.poison_reason == "FENCED"
-    both_ready(first, third, spec)
+    attached_pair([first, third], spec)
     (pool,) = daemon.status().pools
     assert pool.quarantined_bytes == pool.leased_bytes > 0
     fenced.process.kill()

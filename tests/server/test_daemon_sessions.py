@@ -15,8 +15,9 @@ import time
 import grpc
 import pytest
 from google.protobuf import duration_pb2
-from harness import FakeClock, Watcher, both_ready, eventually
+from harness import FakeClock, Watcher, eventually
 from raw_client import WAIT_S, hello, make_spec, redeem
+from raw_jobs import attached_pair
 from raw_packets import connect, receive
 
 from ep_runtime import errors, wire
@@ -410,7 +411,7 @@ def test_a_drain_that_is_refused_drains_nothing(daemon):
 def test_a_group_event_tells_a_member_that_another_died(daemon):
     spec = make_spec()
     first, second = daemon.client(process=True), daemon.client(process=True)
-    both_ready(first, second, spec)
+    attached_pair([first, second], spec)
     watcher = Watcher(first)
     second.process.kill()
     eventually(lambda: "group" in watcher.kinds())

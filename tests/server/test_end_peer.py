@@ -7,8 +7,9 @@ import signal
 import socket
 
 import pytest
-from harness import both_ready, eventually
+from harness import eventually
 from raw_client import make_spec
+from raw_jobs import attached_pair
 
 from ep_runtime import errors
 from ep_runtime.v1 import session_service_pb2
@@ -21,7 +22,7 @@ def end(client, session_id):
 
 def test_fences_and_kills_a_process_of_the_job(daemon):
     ours, peer = daemon.client(), daemon.client(process=True)
-    both_ready(ours, peer, make_spec())
+    attached_pair([ours, peer], make_spec())
     answer = end(ours, peer.session_id)
     assert (answer.pid, answer.killed) == (peer.pid, True)
     eventually(lambda: daemon.session_state(peer.session_id) == "DEAD")
@@ -41,7 +42,7 @@ def test_a_process_that_may_not_be_killed_wakes_up_fenced(daemon, monkeypatch):
 
     monkeypatch.setattr(signal, "pidfd_send_signal", denied)
     ours, peer = daemon.client(), daemon.client(process=True)
-    both_ready(ours, peer, make_spec())
+    attached_pair([ours, peer], make_spec())
     group = peer.create(make_spec(), [1]).group
     peer.fetch(group)
     used = daemon.used_bytes
