@@ -179,8 +179,11 @@ class Program(Talker):
         return True
 
 
+Start = Callable[..., Program]  # the fixture `run_program`
+
+
 @pytest.fixture
-def run_program() -> Iterator[Callable[..., Program]]:
+def run_program() -> Iterator[Start]:
     """Starts programs; none outlives the test."""
     started: list[Program] = []
 

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from child_programs import Program
+from child_programs import Start
 from daemon_fixtures import wait_gone, wait_until
 
 from ep_runtime import env
-
-Start = Callable[..., Program]
 
 _tick = threading.Event()  # never set: lets a moment of a daemon's start pass
 

@@ -9,13 +9,11 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from child_programs import Program
+from child_programs import Start
 from daemon_fixtures import wait_until
 
 from ep_runtime_client.cli.daemon import source
 from ep_runtime_client.daemons import children
-
-Start = Callable[..., Program]
 
 # No JAX: groups are formed as Session.create_group does it, with every rank ours.
 _PROLOGUE = """

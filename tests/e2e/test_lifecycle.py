@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from child_programs import WITHOUT_JAX, Program
+from child_programs import WITHOUT_JAX, Start
 from daemon_fixtures import start_daemon, wait_gone, wait_until
 from harness import memfds_of
 
 import ep_runtime as ep
 from ep_runtime_client.cli.daemon import source
 from ep_runtime_client.daemons import children
-
-Start = Callable[..., Program]
 
 _EMBEDDED = """
 session = ep.connect("embedded")

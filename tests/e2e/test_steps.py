@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 
 import numpy as np
 import pytest
-from child_programs import Program
+from child_programs import Start
 from daemon_fixtures import wait_until
 from harness import memfds_of
 
 from ep_runtime.v1 import admin_service_pb2 as messages
 from ep_runtime_client.cli.daemon import source
 from ep_runtime_client.daemons import children
-
-Start = Callable[..., Program]
 
 _PROGRAM = """
 import jax.numpy as jnp, numpy as np

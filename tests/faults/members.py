@@ -3,10 +3,9 @@ end with any of their processes: groups are formed as Session.create_group does 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-from child_programs import Program
+from child_programs import Program, Start
 
 RANKS = 4
 SCRIPT = """
@@ -41,7 +40,7 @@ session.close()
 """
 
 
-def start(run_program: Callable[..., Program], address: str, ranks: list[int]) -> Program:
+def start(run_program: Start, address: str, ranks: list[int]) -> Program:
     """A process that claims these ranks, and again when it is told so; it leaves at "end"."""
     program = run_program(SCRIPT, prologue="", EP_RUNTIME_ADDRESS=address)
     program.tell(ranks)

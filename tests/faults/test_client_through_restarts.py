@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from child_programs import WITHOUT_JAX, Program
+from child_programs import WITHOUT_JAX, Start
 from daemon_fixtures import start_daemon, wait_until
 
 from ep_runtime_client.cli.daemon import source
-
-Start = Callable[..., Program]
 
 # No JAX: groups are formed as Session.create_group does it, with every rank ours.
 _PROLOGUE = (

@@ -6,11 +6,10 @@ import mmap
 import os
 import struct
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from child_programs import Program
+from child_programs import Start
 from harness import eventually, memfds_of, preloaded
 from raw_client import make_spec
 from raw_jobs import come_back, ready_pair
@@ -116,7 +115,7 @@ session.close()
 
 
 def test_waits_and_deadlines_of_a_client_are_what_they_were(
-    daemon_process, run_program: Callable[..., Program], clock
+    daemon_process, run_program: Start, clock
 ):
     daemon = daemon_process()
     address = {"EP_RUNTIME_ADDRESS": f"unix://{daemon.directory}"}

@@ -11,15 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from child_programs import Program
+from child_programs import Start
 from daemon_fixtures import start_daemon, wait_gone, wait_until
 from harness import memfds_of
 from multiprocess.launch import Job
 
 from ep_runtime_client.cli.daemon import source
 from ep_runtime_client.daemons import children
-
-Start = Callable[..., Program]
 
 BACK_S = 10.0  # on a busy machine; the figure itself is printed
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from child_programs import Program
+from child_programs import Program, Start
 from daemon_fixtures import wait_until
 from faults import members
 from harness import memfds_of
@@ -37,7 +37,7 @@ _ALL = [(plan, how) for plan in PLANS for how in ("killed", "leaves")]
 )
 @pytest.mark.doses(ci=1, full=40)
 def test_ranks_come_back_in_place(
-    run_program: Callable[..., Program],
+    run_program: Start,
     address: str,
     admin: source.Source,
     daemon: children.Child,

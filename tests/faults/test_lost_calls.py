@@ -10,7 +10,7 @@ from pathlib import Path
 
 import grpc
 import pytest
-from child_programs import Program
+from child_programs import Start
 from harness import DaemonProcess, eventually, memfds_of
 from raw_client import Client, make_spec, new_op_id
 
@@ -194,7 +194,7 @@ sys.stdin.readline()
 
 @pytest.mark.doses(ci=2, full=20)
 def test_the_client_library_asks_again(
-    daemon_process, run_program: Callable[..., Program], dose: int, tmp_path: Path
+    daemon_process, run_program: Start, dose: int, tmp_path: Path
 ):
     daemon = daemon_process(*TESTING, "--log-level", "error", directory=tmp_path / "d")
     address = f"unix://{daemon.directory}"

@@ -9,7 +9,7 @@ from typing import Any
 
 import doc_pages
 import pytest
-from child_programs import Program
+from child_programs import Program, Start
 from daemon_fixtures import wait_until
 from faults import members
 from harness import memfds_of
@@ -17,8 +17,6 @@ from multiprocess.launch import Job
 
 from ep_runtime_client.cli.daemon import source
 from ep_runtime_client.daemons import children
-
-Start = Callable[..., Program]
 
 NOTIFY_S = 2.0
 

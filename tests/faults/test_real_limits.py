@@ -7,11 +7,11 @@ import errno
 import os
 import resource
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from child_programs import Program
+from child_programs import Start
 from harness import DaemonProcess, eventually, memfds_of
 from memory_limits import memory_cgroup, on_small_disk
 from raw_client import close_fds, make_spec
@@ -174,9 +174,7 @@ sys.stdin.readline()
 """
 
 
-def test_a_client_without_descriptors_says_so_and_keeps_none(
-    daemon_process, run_program: Callable[..., Program]
-):
+def test_a_client_without_descriptors_says_so_and_keeps_none(daemon_process, run_program: Start):
     daemon = daemon_process()
     address = f"unix://{daemon.directory}"
     program = run_program(_STARVED, prologue="", EP_RUNTIME_ADDRESS=address)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from child_programs import Program
+from child_programs import Start
 
 # Traces and compiles the same program with the cache on, and runs it.
 BODY = """
@@ -79,7 +78,7 @@ def environment(address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_client_that_attached_by_name_runs_the_cached_program(
-    run_program: Callable[..., Program], environment: dict[str, str]
+    run_program: Start, environment: dict[str, str]
 ) -> None:
     """The first client dies; its windows are kept, and another program attaches to them."""
     environment |= {"EP_RUNTIME_JOB": "identity"}
