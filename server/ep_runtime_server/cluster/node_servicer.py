@@ -28,14 +28,14 @@ from ep_runtime_server.nodes import messages as nodes_messages
 from ep_runtime_server.nodes.facts import ClusterFacts
 from ep_runtime_server.nodes.registry import Nodes
 
-Context = grpc.aio.ServicerContext
+Context = grpc.aio.ServicerContext[Any, Any]
 
 # Longest age of a list of nodes that is sent.
 LISTED_ANEW_S = 0.25
 MAX_MADE = 16
 
 
-def check_certificate(context: Context[Any, Any], node: str) -> None:
+def check_certificate(context: Context, node: str) -> None:
     """Whether the caller's certificate is the node's. Plain TCP has none, and proves nothing.
 
     Raises:
@@ -96,8 +96,8 @@ class NodeServicer:
             self._listed = nodes.version, now, found
         return found
 
-    async def JoinCluster(  # noqa: N802
-        self, request: pb.JoinClusterRequest, context: Context[Any, Any]
+    async def JoinCluster(
+        self, request: pb.JoinClusterRequest, context: Context
     ) -> pb.JoinClusterResponse:
         nodes = self._list()
         identity = nodes_messages.identity_from_proto(request.identity)
@@ -119,8 +119,8 @@ class NodeServicer:
             nodes_version=nodes.version,
         )
 
-    async def ReportNode(  # noqa: N802
-        self, request: pb.ReportNodeRequest, context: Context[Any, Any]
+    async def ReportNode(
+        self, request: pb.ReportNodeRequest, context: Context
     ) -> pb.ReportNodeResponse:
         nodes = self._list()
         check_certificate(context, request.node)
@@ -133,21 +133,21 @@ class NodeServicer:
             nodes_version=nodes.version,
         )
 
-    async def LeaveCluster(  # noqa: N802
-        self, request: pb.LeaveClusterRequest, context: Context[Any, Any]
+    async def LeaveCluster(
+        self, request: pb.LeaveClusterRequest, context: Context
     ) -> pb.LeaveClusterResponse:
         nodes = self._list()
         check_certificate(context, request.node)
         nodes.leave(request.node, request.lease_id)
         return pb.LeaveClusterResponse()
 
-    def _check_lease(self, request: Any, context: Context[Any, Any]) -> None:
+    def _check_lease(self, request: Any, context: Context) -> None:
         nodes = self._list()
         check_certificate(context, request.node)
         nodes.report(request.node, request.lease_id)
 
-    async def JoinGroup(  # noqa: N802
-        self, request: pb.JoinGroupRequest, context: Context[Any, Any]
+    async def JoinGroup(
+        self, request: pb.JoinGroupRequest, context: Context
     ) -> pb.JoinGroupResponse:
         self._check_lease(request, context)
         owner = messages.key_from_proto(request.key)
@@ -177,16 +177,16 @@ class NodeServicer:
                 del self._made[next(iter(self._made))]
         return self._made[view.epoch]
 
-    async def ReportInit(  # noqa: N802
-        self, request: pb.ReportInitRequest, context: Context[Any, Any]
+    async def ReportInit(
+        self, request: pb.ReportInitRequest, context: Context
     ) -> pb.ReportInitResponse:
         self._check_lease(request, context)
         owner = messages.key_from_proto(request.key)
         self._assemblies.report(request.node, owner, request.epoch, printable(request.error))
         return pb.ReportInitResponse()
 
-    async def AwaitGroup(  # noqa: N802
-        self, request: pb.AwaitGroupRequest, context: Context[Any, Any]
+    async def AwaitGroup(
+        self, request: pb.AwaitGroupRequest, context: Context
     ) -> pb.AwaitGroupResponse:
         self._check_lease(request, context)
         owner = messages.key_from_proto(request.key)
@@ -194,16 +194,16 @@ class NodeServicer:
         outcome, reason = await self._assemblies.outcome(owner, request.epoch, wait_s)
         return pb.AwaitGroupResponse(outcome=f"VIEW_OUTCOME_{outcome.value}", reason=reason)
 
-    async def GetViewIds(  # noqa: N802
-        self, request: pb.GetViewIdsRequest, context: Context[Any, Any]
+    async def GetViewIds(
+        self, request: pb.GetViewIdsRequest, context: Context
     ) -> pb.GetViewIdsResponse:
         self._check_lease(request, context)
         owner = messages.key_from_proto(request.key)
         made = await self._view_ids.of(owner, request.epoch, request.num_domains)
         return pb.GetViewIdsResponse(unique_ids=made.ids, nccl_version=made.version)
 
-    async def TellGroup(  # noqa: N802
-        self, request: pb.TellGroupRequest, context: Context[Any, Any]
+    async def TellGroup(
+        self, request: pb.TellGroupRequest, context: Context
     ) -> pb.TellGroupResponse:
         check_certificate(context, request.node)
         owner = messages.key_from_proto(request.key)

@@ -28,7 +28,7 @@ from ep_runtime_server.rpc import tallies, views
 from ep_runtime_server.rpc.paging import page
 from ep_runtime_server.runtime import Runtime
 
-Context = grpc.aio.ServicerContext
+Context = grpc.aio.ServicerContext[Any, Any]
 Reading = Callable[[Any, Any, Any], Coroutine[Any, Any, Any]]
 
 T = TypeVar("T")
@@ -39,7 +39,7 @@ def of_any_node(method: Reading) -> Reading:
     """A reading RPC whose request may name the node that is to answer."""
 
     @functools.wraps(method)
-    async def call(self: AdminServicer, request: Any, context: Context[Any, Any]) -> Any:
+    async def call(self: AdminServicer, request: Any, context: Context) -> Any:
         cluster, node = self._runtime.cluster, request.node
         if not node or (cluster is not None and node == cluster.settings.node):
             return await method(self, request, context)
@@ -71,7 +71,7 @@ class AdminServicer:
         self._caller_of = caller_of
 
     def _order(
-        self, context: Context[Any, Any], command: str, *, reason: str = "", **about: Any
+        self, context: Context, command: str, *, reason: str = "", **about: Any
     ) -> GivenOrder:
         """Identifies the caller who gives the order, and writes the order to the audit file with
         its details `about`."""
@@ -97,8 +97,8 @@ class AdminServicer:
         ]
 
     @of_any_node
-    async def GetStatus(  # noqa: N802
-        self, request: pb.GetStatusRequest, context: Context[Any, Any]
+    async def GetStatus(
+        self, request: pb.GetStatusRequest, context: Context
     ) -> pb.GetStatusResponse:
         runtime = self._runtime
         groups = self._groups("")
@@ -164,8 +164,8 @@ class AdminServicer:
         ]
 
     @of_any_node
-    async def ListSessions(  # noqa: N802
-        self, request: pb.ListSessionsRequest, context: Context[Any, Any]
+    async def ListSessions(
+        self, request: pb.ListSessionsRequest, context: Context
     ) -> pb.ListSessionsResponse:
         runtime = self._runtime
         by_session = await runtime.groups.by_session()
@@ -177,8 +177,8 @@ class AdminServicer:
         return pb.ListSessionsResponse(sessions=found, next_page_token=token)
 
     @of_any_node
-    async def ListGroups(  # noqa: N802
-        self, request: pb.ListGroupsRequest, context: Context[Any, Any]
+    async def ListGroups(
+        self, request: pb.ListGroupsRequest, context: Context
     ) -> pb.ListGroupsResponse:
         runtime = self._runtime
 
@@ -192,16 +192,16 @@ class AdminServicer:
         return pb.ListGroupsResponse(groups=found, next_page_token=token)
 
     @of_any_node
-    async def ListLayers(  # noqa: N802
-        self, request: pb.AdminServiceListLayersRequest, context: Context[Any, Any]
+    async def ListLayers(
+        self, request: pb.AdminServiceListLayersRequest, context: Context
     ) -> pb.AdminServiceListLayersResponse:
         rows = views.layers(self._groups(request.group))
         found, token = await page(rows, request.page_size, request.page_token, views.layer_info)
         return pb.AdminServiceListLayersResponse(layers=found, next_page_token=token)
 
     @of_any_node
-    async def ListHandles(  # noqa: N802
-        self, request: pb.ListHandlesRequest, context: Context[Any, Any]
+    async def ListHandles(
+        self, request: pb.ListHandlesRequest, context: Context
     ) -> pb.ListHandlesResponse:
         rows = views.handles(self._groups(request.group), request.layer)
         row = self._at_its_time(request, views.handle_info)
@@ -209,8 +209,8 @@ class AdminServicer:
         return pb.ListHandlesResponse(handles=filter(None, found), next_page_token=token)
 
     @of_any_node
-    async def ListBuffers(  # noqa: N802
-        self, request: pb.ListBuffersRequest, context: Context[Any, Any]
+    async def ListBuffers(
+        self, request: pb.ListBuffersRequest, context: Context
     ) -> pb.ListBuffersResponse:
         sets = [
             windows
@@ -223,8 +223,8 @@ class AdminServicer:
         return pb.ListBuffersResponse(buffers=found, next_page_token=token)
 
     @of_any_node
-    async def ListEvents(  # noqa: N802
-        self, request: pb.ListEventsRequest, context: Context[Any, Any]
+    async def ListEvents(
+        self, request: pb.ListEventsRequest, context: Context
     ) -> pb.ListEventsResponse:
         await self._runtime.events.written()  # events listed now must be listed after a restart too
         rows = [
@@ -236,8 +236,8 @@ class AdminServicer:
         return pb.ListEventsResponse(events=found, next_page_token=token)
 
     @of_any_node
-    async def ListRanks(  # noqa: N802
-        self, request: pb.ListRanksRequest, context: Context[Any, Any]
+    async def ListRanks(
+        self, request: pb.ListRanksRequest, context: Context
     ) -> pb.ListRanksResponse:
         row = functools.partial(views.rank_info, clock=self._runtime.clock)
         rows = views.ranks(self._groups(request.group))
@@ -245,8 +245,8 @@ class AdminServicer:
         return pb.ListRanksResponse(ranks=found, next_page_token=token)
 
     @of_any_node
-    async def ListTallies(  # noqa: N802
-        self, request: pb.ListTalliesRequest, context: Context[Any, Any]
+    async def ListTallies(
+        self, request: pb.ListTalliesRequest, context: Context
     ) -> pb.ListTalliesResponse:
         rows = tallies.ranks(self._groups(request.group))
         row = self._at_its_time(request, tallies.rank_tally)
@@ -268,9 +268,7 @@ class AdminServicer:
 
         return viewed
 
-    async def Drain(  # noqa: N802
-        self, request: pb.DrainRequest, context: Context[Any, Any]
-    ) -> pb.DrainResponse:
+    async def Drain(self, request: pb.DrainRequest, context: Context) -> pb.DrainResponse:
         has_deadline = request.HasField("deadline")
         deadline_s = wire.seconds(request.deadline) if has_deadline else limits.DEFAULT_DRAIN_S
         shutdown = request.shutdown
@@ -279,16 +277,12 @@ class AdminServicer:
         self._runtime.drain(deadline_s, shutdown=shutdown, order=order)
         return pb.DrainResponse(num_sessions=len(self._runtime.sessions.not_over()))
 
-    async def Undrain(  # noqa: N802
-        self, request: pb.UndrainRequest, context: Context[Any, Any]
-    ) -> pb.UndrainResponse:
+    async def Undrain(self, request: pb.UndrainRequest, context: Context) -> pb.UndrainResponse:
         return pb.UndrainResponse(
             was_drained=self._runtime.undrain(self._order(context, "undrain"))
         )
 
-    async def Fence(  # noqa: N802
-        self, request: pb.FenceRequest, context: Context[Any, Any]
-    ) -> pb.FenceResponse:
+    async def Fence(self, request: pb.FenceRequest, context: Context) -> pb.FenceResponse:
         session_id, runtime = request.session_id, self._runtime
         order = self._order(context, "fence", reason=request.reason, session=session_id)
         session = runtime.sessions.get(session_id)
@@ -298,9 +292,7 @@ class AdminServicer:
         runtime.sessions.fence(session, order)
         return pb.FenceResponse(groups=names)
 
-    async def Reclaim(  # noqa: N802
-        self, request: pb.ReclaimRequest, context: Context[Any, Any]
-    ) -> pb.ReclaimResponse:
+    async def Reclaim(self, request: pb.ReclaimRequest, context: Context) -> pb.ReclaimResponse:
         name, job, runtime = request.name, request.job, self._runtime
         uid = request.uid if request.HasField("uid") else None
         about: dict[str, Any] = {"group": name, "job": job, "uid": uid}

@@ -26,7 +26,7 @@ from ep_runtime_server.rpc import views
 from ep_runtime_server.rpc.interceptor import current_session, says_when_ended
 from ep_runtime_server.runtime import Runtime
 
-Context = grpc.aio.ServicerContext
+Context = grpc.aio.ServicerContext[Any, Any]
 
 
 def _wait_s(message: pb.CreateGroupRequest | pb.ReportAttachedRequest) -> float:
@@ -48,8 +48,8 @@ class GroupServicer:
 
         says_when_ended(text)
 
-    async def CreateGroup(  # noqa: N802
-        self, request: pb.CreateGroupRequest, context: Context[Any, Any]
+    async def CreateGroup(
+        self, request: pb.CreateGroupRequest, context: Context
     ) -> pb.CreateGroupResponse:
         session = current_session()
         self._runtime.check_serving()
@@ -78,8 +78,8 @@ class GroupServicer:
 
         return await self._runtime.operations.run(session.session_id, request.op_id, request, work)
 
-    async def AcquireWindows(  # noqa: N802
-        self, request: pb.AcquireWindowsRequest, context: Context[Any, Any]
+    async def AcquireWindows(
+        self, request: pb.AcquireWindowsRequest, context: Context
     ) -> pb.AcquireWindowsResponse:
         session = current_session()
         group = self._runtime.groups.get(session, request.name)
@@ -99,8 +99,8 @@ class GroupServicer:
             time_to_live=wire.duration(limits.ATTACH_TOKEN_LIFE_S),
         )
 
-    async def ReportAttached(  # noqa: N802
-        self, request: pb.ReportAttachedRequest, context: Context[Any, Any]
+    async def ReportAttached(
+        self, request: pb.ReportAttachedRequest, context: Context
     ) -> pb.ReportAttachedResponse:
         session = current_session()
         group = self._runtime.groups.get(session, request.name)
@@ -108,8 +108,8 @@ class GroupServicer:
         await attachment.report_attached(session, group, request.generation, _wait_s(request))
         return pb.ReportAttachedResponse(group=views.group(group, self._runtime.clock))
 
-    async def RestoreGroup(  # noqa: N802
-        self, request: pb.RestoreGroupRequest, context: Context[Any, Any]
+    async def RestoreGroup(
+        self, request: pb.RestoreGroupRequest, context: Context
     ) -> pb.RestoreGroupResponse:
         check_layer_count(len(request.layers))
         spec = wire.group_spec_from_proto(request.spec)
@@ -128,16 +128,14 @@ class GroupServicer:
             group=views.group(group, self._runtime.clock), wanted_ranks=wanted
         )
 
-    async def CloseGroup(  # noqa: N802
-        self, request: pb.CloseGroupRequest, context: Context[Any, Any]
+    async def CloseGroup(
+        self, request: pb.CloseGroupRequest, context: Context
     ) -> pb.CloseGroupResponse:
         session = current_session()
         freed = self._runtime.groups.close(session, request.name, request.generation)
         return pb.CloseGroupResponse(freed_bytes=freed)
 
-    async def GetGroup(  # noqa: N802
-        self, request: pb.GetGroupRequest, context: Context[Any, Any]
-    ) -> pb.GetGroupResponse:
+    async def GetGroup(self, request: pb.GetGroupRequest, context: Context) -> pb.GetGroupResponse:
         group = self._runtime.groups.get(current_session(), request.name)
         return pb.GetGroupResponse(
             group=views.group(group, self._runtime.clock),

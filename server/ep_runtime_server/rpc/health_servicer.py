@@ -37,14 +37,12 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
             return _Answer.SERVICE_UNKNOWN
         return _Answer.SERVING if self._serving else _Answer.NOT_SERVING
 
-    async def Check(  # noqa: N802
-        self, request: Any, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> Any:
+    async def Check(self, request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
         if request.service not in SERVICES:
             await context.abort(grpc.StatusCode.NOT_FOUND)
         return _Answer(status=self._status(request.service))
 
-    async def Watch(  # noqa: N802
+    async def Watch(
         self, request: Any, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[Any]:
         while True:

@@ -44,7 +44,7 @@ MAX_HEALTH_BYTES = 1024
 # A megabyte of empty messages takes 50 ms.
 PARSED_AT_ONCE_BYTES = 32 << 10
 
-Context = grpc.aio.ServicerContext
+Context = grpc.aio.ServicerContext[Any, Any]
 
 _current: contextvars.ContextVar[SessionRecord] = contextvars.ContextVar("session")
 _waits: contextvars.ContextVar[Callable[[], str]] = contextvars.ContextVar("waits")
@@ -131,7 +131,7 @@ class RpcPolicy(grpc.aio.ServerInterceptor):
         return grpc.stream_unary_rpc_method_handler(self._unary(handler, method, metadata))
 
     def _unary(self, handler: Any, method: str, metadata: dict[str, Any]) -> Any:
-        async def answered(requests: AsyncIterator[bytes], context: Context[Any, Any]) -> Any:
+        async def answered(requests: AsyncIterator[bytes], context: Context) -> Any:
             try:
                 counted = self._counted(context, method)
                 if not method.startswith(_SERVICE):  # Health.Check
@@ -151,7 +151,7 @@ class RpcPolicy(grpc.aio.ServerInterceptor):
             except Exception as error:  # noqa: BLE001 - the one place where errors become statuses
                 return _failure_of(method, error)
 
-        async def call(requests: AsyncIterator[bytes], context: Context[Any, Any]) -> Any:
+        async def call(requests: AsyncIterator[bytes], context: Context) -> Any:
             # gRPC keeps the aborting frame until a collection, so it must not hold the request.
             answer = await answered(requests, context)
             return await _abort(context, answer) if isinstance(answer, wire.RpcFailure) else answer
@@ -159,9 +159,7 @@ class RpcPolicy(grpc.aio.ServerInterceptor):
         return call
 
     def _streaming(self, handler: Any, method: str, metadata: dict[str, Any]) -> Any:
-        async def call(
-            requests: AsyncIterator[bytes], context: Context[Any, Any]
-        ) -> AsyncIterator[Any]:
+        async def call(requests: AsyncIterator[bytes], context: Context) -> AsyncIterator[Any]:
             try:
                 counted = self._counted(context, method)
                 if not method.startswith(_SERVICE):  # Health.Watch
@@ -181,7 +179,7 @@ class RpcPolicy(grpc.aio.ServerInterceptor):
 
         return call
 
-    def _counted(self, context: Context[Any, Any], method: str) -> AdmittedCall:
+    def _counted(self, context: Context, method: str) -> AdmittedCall:
         """Counts a call until its answer is read or its caller ends. Raises PoolExhaustedError."""
         peer = context.peer()
         uid = self._uid_of(peer)
@@ -200,7 +198,7 @@ class RpcPolicy(grpc.aio.ServerInterceptor):
         self,
         call: AdmittedCall,
         requests: AsyncIterator[bytes],
-        context: Context[Any, Any],
+        context: Context,
         handler: Any,
         method: str,
         metadata: dict[str, Any],
@@ -306,7 +304,7 @@ def _failure_of(method: str, error: Exception) -> wire.RpcFailure:
     return failure
 
 
-async def _abort(context: Context[Any, Any], failure: wire.RpcFailure) -> None:
+async def _abort(context: Context, failure: wire.RpcFailure) -> None:
     """Tells the caller; one that went away in the meantime hears nothing, and nothing is logged."""
     if context.done():
         raise asyncio.CancelledError

@@ -20,7 +20,7 @@ from ep_runtime_server.rpc.interceptor import current_session
 from ep_runtime_server.rpc.paging import page
 from ep_runtime_server.runtime import Runtime
 
-Context = grpc.aio.ServicerContext
+Context = grpc.aio.ServicerContext[Any, Any]
 # A layer is some 40 bytes on the wire and some 160 in the journal.
 _JOURNAL_GROWTH = 5
 
@@ -31,10 +31,10 @@ class LayerServicer:
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
 
-    async def RegisterLayers(  # noqa: N802
+    async def RegisterLayers(
         self,
         request: pb.RegisterLayersRequest,
-        context: Context[Any, Any],
+        context: Context,
     ) -> pb.RegisterLayersResponse:
         session = current_session()
         check_layer_count(len(request.layers) + len(request.stacks))
@@ -58,15 +58,13 @@ class LayerServicer:
 
         return await self._runtime.operations.run(session.session_id, request.op_id, request, work)
 
-    async def GetLayer(  # noqa: N802
-        self, request: pb.GetLayerRequest, context: Context[Any, Any]
-    ) -> pb.GetLayerResponse:
+    async def GetLayer(self, request: pb.GetLayerRequest, context: Context) -> pb.GetLayerResponse:
         group = self._runtime.groups.get(current_session(), request.group)
         layer: types_pb2.RegisteredLayer = wire.registered_to_proto(group.layers.get(request.name))
         return pb.GetLayerResponse(layer=layer)
 
-    async def ListLayers(  # noqa: N802
-        self, request: pb.ListLayersRequest, context: Context[Any, Any]
+    async def ListLayers(
+        self, request: pb.ListLayersRequest, context: Context
     ) -> pb.ListLayersResponse:
         group = self._runtime.groups.get(current_session(), request.group)
         found, token = await page(

@@ -13,7 +13,7 @@ from ep_runtime_server.groups.fsm import State
 from ep_runtime_server.rpc.interceptor import current_session
 from ep_runtime_server.runtime import Runtime
 
-Context = grpc.aio.ServicerContext
+Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class NcclServicer:
@@ -22,16 +22,16 @@ class NcclServicer:
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
 
-    async def GetUniqueIds(  # noqa: N802
-        self, request: pb.GetUniqueIdsRequest, context: Context[Any, Any]
+    async def GetUniqueIds(
+        self, request: pb.GetUniqueIdsRequest, context: Context
     ) -> pb.GetUniqueIdsResponse:
         session = current_session()
         group = self._runtime.groups.get(session, request.name)
         made = await self._runtime.unique_ids.of(session, group, request.generation)
         return pb.GetUniqueIdsResponse(unique_ids=made.ids, nccl_version=made.version)
 
-    async def ReportCommunicators(  # noqa: N802
-        self, request: pb.ReportCommunicatorsRequest, context: Context[Any, Any]
+    async def ReportCommunicators(
+        self, request: pb.ReportCommunicatorsRequest, context: Context
     ) -> pb.ReportCommunicatorsResponse:
         session, runtime = current_session(), self._runtime
         group = runtime.groups.get(session, request.name)

@@ -27,7 +27,7 @@ from ep_runtime_server.groups.lateness import late_in
 from ep_runtime_server.rpc.interceptor import current_session
 from ep_runtime_server.runtime import Runtime
 
-Context = grpc.aio.ServicerContext
+Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class NewerStreamError(EpRuntimeError):
@@ -42,8 +42,8 @@ class SessionServicer:
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
 
-    async def GetServerInfo(  # noqa: N802
-        self, request: pb.GetServerInfoRequest, context: Context[Any, Any]
+    async def GetServerInfo(
+        self, request: pb.GetServerInfoRequest, context: Context
     ) -> pb.GetServerInfoResponse:
         return pb.GetServerInfoResponse(
             server_version=ep_runtime.__version__,
@@ -54,8 +54,8 @@ class SessionServicer:
             pid=os.getpid(),
         )
 
-    async def OpenSession(  # noqa: N802
-        self, request: pb.OpenSessionRequest, context: Context[Any, Any]
+    async def OpenSession(
+        self, request: pb.OpenSessionRequest, context: Context
     ) -> pb.OpenSessionResponse:
         session = current_session()
         self._runtime.open_session(session, request.job, request.labels, request.process_index)
@@ -66,16 +66,16 @@ class SessionServicer:
             pid=session.pid,
         )
 
-    async def Heartbeat(  # noqa: N802
-        self, request: pb.HeartbeatRequest, context: Context[Any, Any]
+    async def Heartbeat(
+        self, request: pb.HeartbeatRequest, context: Context
     ) -> pb.HeartbeatResponse:
         self._runtime.sessions.beat(current_session(), request.progress)
         return pb.HeartbeatResponse(
             state=self._runtime.server_state, incarnation=self._runtime.incarnation
         )
 
-    async def WatchSession(  # noqa: N802
-        self, request: pb.WatchSessionRequest, context: Context[Any, Any]
+    async def WatchSession(
+        self, request: pb.WatchSessionRequest, context: Context
     ) -> AsyncIterator[pb.WatchSessionResponse]:
         session = current_session()
         queue: asyncio.Queue[Any] = asyncio.Queue()
@@ -98,15 +98,13 @@ class SessionServicer:
         if session.live:
             raise RuntimeUnavailableError("the daemon ends")
 
-    async def CloseSession(  # noqa: N802
-        self, request: pb.CloseSessionRequest, context: Context[Any, Any]
+    async def CloseSession(
+        self, request: pb.CloseSessionRequest, context: Context
     ) -> pb.CloseSessionResponse:
         self._runtime.sessions.close(current_session(), failed=request.failed)
         return pb.CloseSessionResponse()
 
-    async def EndPeer(  # noqa: N802
-        self, request: pb.EndPeerRequest, context: Context[Any, Any]
-    ) -> pb.EndPeerResponse:
+    async def EndPeer(self, request: pb.EndPeerRequest, context: Context) -> pb.EndPeerResponse:
         ours, runtime, session_id = current_session(), self._runtime, request.session_id
         peer = runtime.sessions.get(session_id)
         if peer is None or peer.over:
