@@ -2,30 +2,25 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 import mmap
-import os
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+import native_memory
 import numpy as np
+import pytest
 from jax.sharding import Mesh
 
-from ep_runtime import layer_specs, specs
+from ep_runtime import layer_specs, native, specs
+from ep_runtime.errors import StaleHandleError
 from ep_runtime_client.base import jax_state
 from ep_runtime_client.base.layers import EpLayer, LayerStack, layer_name, live_groups
+from ep_runtime_client.ops.kernels import ffi
 
 _generations = itertools.count(1)
-
-
-@functools.cache
-def require_native() -> None:
-    """Fails, and says how to build it, where the CPU library is missing."""
-    from ep_runtime import native
-
-    native.library()
 
 
 def mesh_of(axes: dict[str, int], *, explicit: bool = False) -> Mesh:
@@ -52,33 +47,12 @@ class LocalGroup:
         self._handles = 0
         self._layers: dict[str, EpLayer | LayerStack] = {}
         if spec.transport == "memfd":
-            self.native_group = self._open_windows(debug)
+            ffi.ensure_registered()
+            opened = native_memory.open_group(spec, self.generation, debug=debug)
+            self.board, self.native_group = opened
         live_groups.add(self)  # type: ignore[arg-type]
 
-    def _open_windows(self, debug: bool) -> int:
-        from ep_runtime import board, native
-        from ep_runtime_client.ops.kernels import ffi
-
-        ffi.ensure_registered()
-        sizes = [board.window_bytes(self.spec)] * self.spec.world_size
-        fds = [_memfd(size) for size in [board.board_bytes(self.spec), *sizes]]
-        try:
-            self.board = mmap.mmap(fds[0], 0)
-            board.format_board(memoryview(self.board), self.spec, self.generation)
-            return native.library().open_group(
-                self.spec,
-                generation=self.generation,
-                board_fd=fds[0],
-                window_fds=fds[1:],
-                debug=debug,
-            )
-        finally:
-            for fd in fds:
-                os.close(fd)
-
     def require_layer(self, layer: EpLayer) -> None:
-        from ep_runtime.errors import StaleHandleError
-
         if self.closed:
             raise StaleHandleError(f"layer {layer.name!r}: group {self.name!r} was closed")
 
@@ -104,8 +78,6 @@ class LocalGroup:
         first = layer if isinstance(layer, EpLayer) else layer[0]
         if self.native_group is None or not isinstance(first, EpLayer):
             return
-        from ep_runtime import native
-
         rows = []
         for layer_id, name in ids:
             rows.append(
@@ -130,15 +102,10 @@ class LocalGroup:
         self.closed = True
         live_groups.remove(self)  # type: ignore[arg-type]
         if self.native_group is not None:
-            from ep_runtime import native
-
             native.library().close_group(self.native_group)
 
 
-def _memfd(size: int) -> int:
-    fd = os.memfd_create("ep-runtime-test")
-    os.ftruncate(fd, size)
-    return fd
+MakeGroup = Callable[..., LocalGroup]  # the fixture `make_group`
 
 
 def local_group(
@@ -172,3 +139,15 @@ def local_group(
         given["node_size"] = math.gcd(given["node_size"], math.prod(sizes))
     spec = specs.make_group_spec(mesh_axes=mesh_axes, **given)
     return LocalGroup(spec, mesh, debug=debug)
+
+
+def module_group(axes: dict[str, int], **settings: Any) -> Any:
+    """A fixture: `local_group` over memfd for the tests of one module."""
+
+    @pytest.fixture(scope="module")
+    def group() -> Iterator[LocalGroup]:
+        made = local_group(axes, transport="memfd", **settings)
+        yield made
+        made.close()
+
+    return group

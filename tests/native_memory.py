@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-from ep_runtime import board, specs
+from ep_runtime import board, native, specs
 
 Memory = tuple[int, list[int]]  # fds of a board and of every window
 
@@ -42,6 +42,20 @@ def make_memory(spec: specs.GroupSpec, generation: int) -> Memory:
     with mmap.mmap(fds[0], 0) as pages:
         board.format_board(pages, spec, generation)
     return fds[0], fds[1:]
+
+
+def open_group(
+    spec: specs.GroupSpec, generation: int, memory: Memory | None = None, **options: Any
+) -> tuple[mmap.mmap, int]:
+    """Opens a group in this process, on `memory` or on new one: its board and its number."""
+    board_fd, window_fds = memory or make_memory(spec, generation)
+    given = {"generation": generation, "board_fd": board_fd, "window_fds": window_fds}
+    try:
+        number = native.library().open_group(spec, **given, **options)
+        return mmap.mmap(board_fd, 0), number
+    finally:
+        for fd in (board_fd, *window_fds):
+            os.close(fd)
 
 
 class SharedGroup:

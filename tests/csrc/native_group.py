@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import mmap
-import os
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
-from native_memory import Memory, make_memory, make_spec
+from native_memory import Memory, make_spec, open_group
 
 from ep_runtime import layer_specs, native
 from ep_runtime_client.ops.kernels.ffi import ensure_registered
@@ -64,24 +62,9 @@ class NativeGroup:
         self.mesh = Mesh(devices.reshape([*axes.values()]), [*axes])
         self.layer_id = layer_specs.layer_id(self.spec.name, "moe")
         ensure_registered()
-        self._map(generation, debug, memory or make_memory(self.spec, generation), local_ranks)
+        given = {"debug": debug, "local_ranks": local_ranks}
+        self.board, self.number = open_group(self.spec, generation, memory, **given)
         self.add_layers(in_flight, num_layers)
-
-    def _map(
-        self, generation: int, debug: bool, memory: Memory, local_ranks: list[int] | None
-    ) -> None:
-        board_fd, window_fds = memory
-        self.board = mmap.mmap(board_fd, 0)
-        self.number = native.library().open_group(
-            self.spec,
-            generation=generation,
-            board_fd=board_fd,
-            window_fds=window_fds,
-            debug=debug,
-            local_ranks=local_ranks,
-        )
-        for fd in (board_fd, *window_fds):
-            os.close(fd)
 
     def add_layers(self, in_flight: int = 1, num_layers: int = 1) -> None:
         layers = [

@@ -13,7 +13,6 @@ import random_block
 
 @pytest.fixture(scope="session")
 def group() -> Iterator[fakes.LocalGroup]:
-    fakes.require_native()
     made = fakes.local_group(
         {"ep": 2},
         transport="memfd",

@@ -7,11 +7,11 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-import fakes
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from fakes import MakeGroup
 
 import ep_runtime as ep
 from ep_runtime_client.integrations import maxtext
@@ -121,9 +121,6 @@ class RoutedMoE:
 
     def apply_ffn_activation(self, gate: Any, up: Any) -> Any:
         return jnp.tanh(gate) * up
-
-
-MakeGroup = Callable[..., fakes.LocalGroup]
 
 
 @pytest.fixture

@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import fakes
 import jax
 import jax.numpy as jnp
 import pytest
+from fakes import MakeGroup
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from mode_programs import EXPERTS, SPLIT, block, draw, loss, put
 
 import ep_runtime as ep
 
-MakeGroup = Callable[..., fakes.LocalGroup]
-
 
 @pytest.fixture
 def group(make_group: MakeGroup) -> fakes.LocalGroup:
-    fakes.require_native()
     axes = {"dp": 2, "ep": 4}
     return make_group(axes=axes, outer_axes="dp", transport="memfd", num_experts=EXPERTS)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import fakes
@@ -10,13 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from fakes import MakeGroup
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import ep_runtime as ep
 from ep_runtime_client.ops.tracing.scopes import scope
 
-MakeGroup = Callable[..., fakes.LocalGroup]
 AXES = {"dp": 2, "fsdp": 2, "tp": 2, "ep": 1}
 
 

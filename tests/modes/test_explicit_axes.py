@@ -10,6 +10,7 @@ import fakes
 import jax
 import numpy as np
 import pytest
+from fakes import MakeGroup
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from mode_programs import (
@@ -26,8 +27,6 @@ from mode_programs import (
     put,
 )
 
-MakeGroup = Callable[..., fakes.LocalGroup]
-
 KINDS = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
 
 
@@ -39,8 +38,6 @@ def mesh_of(axes: dict[str, int], *kinds: AxisType) -> Mesh:
 
 @pytest.fixture
 def group_of(make_group: MakeGroup) -> Callable[[str, str], fakes.LocalGroup]:
-    fakes.require_native()
-
     def make(name: str, kind: str) -> fakes.LocalGroup:
         axes, settings, _ = MESHES[name]
         mesh = mesh_of(axes, KINDS[kind])
@@ -127,7 +124,6 @@ def test_auto_axes_around_an_op(group_of: Callable[[str, str], fakes.LocalGroup]
 
 
 def test_explicit_and_auto_axes_in_one_mesh(make_group: MakeGroup) -> None:
-    fakes.require_native()
     x, idx, weights = draw()
     for kinds in ((AxisType.Explicit, AxisType.Auto), (AxisType.Auto, AxisType.Explicit)):
         mesh = mesh_of({"dp": 2, "ep": 4}, *kinds)

@@ -28,7 +28,6 @@ class Programs:
     """A step by `recipe=`, the quantization, and a step with its result, of one mode."""
 
     def __init__(self, mode: str, recipe: Any) -> None:
-        fakes.require_native()
         self.recipe, self.mode = recipe, mode
         self.group = fakes.local_group(
             mesh=fakes.mesh_of(AXES, explicit=mode == "explicit"),

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from fakes import MakeGroup
 from jax.experimental import serialize_executable
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -20,8 +21,6 @@ from jax.sharding import PartitionSpec as P
 import ep_runtime as ep
 from ep_runtime_client.ops.partitioning import on_mesh, roles
 from ep_runtime_client.ops.quantize.formats import recipes
-
-MakeGroup = Callable[..., fakes.LocalGroup]
 
 AXES = {"dp": 2, "fsdp": 2, "ep": 2}
 SLAB = P(("dp", "fsdp", "ep"))

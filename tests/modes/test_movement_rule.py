@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 import cases
 import collectives
-import fakes
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from fakes import MakeGroup
 from jax.sharding import NamedSharding, PartitionSpec
 
 import ep_runtime as ep
 from ep_runtime_client.ops.partitioning import on_mesh
 from ep_runtime_client.programs.explain import explain_text
-
-MakeGroup = Callable[..., fakes.LocalGroup]
 
 AXES = {"dp": 2, "ep": 4}
 

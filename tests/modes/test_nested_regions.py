@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from fakes import MakeGroup
 from jax.sharding import PartitionSpec as P
 from mode_programs import (
     EXPERTS,
@@ -28,8 +29,6 @@ from mode_programs import (
 
 import ep_runtime as ep
 from ep_runtime_client.moe.api import init_moe_params, moe
-
-MakeGroup = Callable[..., fakes.LocalGroup]
 
 DP_EP = {"axes": {"dp": 2, "ep": 4}, "outer_axes": "dp"}
 THREE = {"axes": {"dp": 2, "fsdp": 2, "ep": 2}, "outer_axes": ("dp", "fsdp")}
@@ -81,7 +80,6 @@ def region(
 
 @pytest.mark.parametrize("name", REGIONS)
 def test_values_and_gradients_in_a_region(make_group: MakeGroup, name: str) -> None:
-    fakes.require_native()
     settings, manual, spec, whole, slabs = REGIONS[name]
     check = name not in UNCHECKED
     group = make_group(transport="memfd", num_experts=EXPERTS, **settings)
@@ -123,7 +121,6 @@ def test_the_moe_block_and_its_weights_gradients(
     make_group: MakeGroup, name: str, check: bool
 ) -> None:
     """The region's gradients of replicated and of ep-sharded weights are those of no region."""
-    fakes.require_native()
     settings, manual, spec, whole, _ = REGIONS[name]
     group = make_group(transport="memfd", num_experts=EXPERTS, **settings)
     layer = group.register_layer("moe", top_k=2)
@@ -159,7 +156,6 @@ def test_the_moe_block_and_its_weights_gradients(
 
 
 def test_a_plan_made_outside_serves_inside(make_group: MakeGroup) -> None:
-    fakes.require_native()
     group = make_group(transport="memfd", num_experts=EXPERTS, **DP_EP)
     layer = group.register_layer("moe", top_k=2)
     x, idx, weights = put(group, P(("dp", "ep")), *draw())
@@ -177,7 +173,6 @@ def test_a_plan_made_outside_serves_inside(make_group: MakeGroup) -> None:
 
 
 def test_loops_and_remat_inside_a_region(make_group: MakeGroup) -> None:
-    fakes.require_native()
     group = make_group(transport="memfd", num_experts=EXPERTS, **TP)
     stack = group.register_layer_stack("stack", 3, top_k=2)
     x, idx, weights = draw()
@@ -199,7 +194,6 @@ def test_loops_and_remat_inside_a_region(make_group: MakeGroup) -> None:
 
 def test_a_fully_manual_region_without_jit(make_group: MakeGroup) -> None:
     """A partly manual one needs jit: JAX 0.10 nests no shard_map outside of it."""
-    fakes.require_native()
     group = make_group(transport="memfd", num_experts=EXPERTS, **TP)
     layer = group.register_layer("moe", top_k=2)
     x, idx, weights = draw()

@@ -9,22 +9,19 @@ from __future__ import annotations
 import functools
 import logging
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 import collectives
-import fakes
 import jax
 import numpy as np
 import pytest
+from fakes import MakeGroup
 from jax.sharding import NamedSharding, PartitionSpec
 from rule_rows import DP_FSDP_EP, EP_TP, FSDP_EP, GATHER, ROWS, SCATTER, SLOW_ROWS, SUM, Row
 
 import ep_runtime as ep
 from ep_runtime_client.ops.partitioning import roles
 from ep_runtime_client.ops.quantize.formats import recipes
-
-MakeGroup = Callable[..., fakes.LocalGroup]
 
 ALL_ROWS = [
     *(pytest.param(row, id=name) for name, row in ROWS.items()),

@@ -50,7 +50,6 @@ def child(task: str, *arguments: str) -> Any:
 
 @pytest.fixture
 def layer() -> Any:
-    fakes.require_native()
     group, layer = open_group()
     yield layer
     group.close()
@@ -67,7 +66,6 @@ def exported(layer: Any, function: Callable[..., Any]) -> Any:
 
 
 def test_export_checks_name_every_custom_call() -> None:
-    fakes.require_native()
     assert {target.name for target in native.library().targets()} == {*transports_windows.TARGETS}
     named = [check.is_custom_call() for check in ep.export_checks()]
     table = Path(__file__).parents[2] / "csrc/ffi/targets_cuda.cc"
@@ -126,8 +124,7 @@ def test_our_classes_cross_an_export_as_arguments_and_results(layer: Any) -> Non
 
 
 @pytest.mark.parametrize("name", MESHES)
-def test_every_mesh_exports(make_group: Callable[..., fakes.LocalGroup], name: str) -> None:
-    fakes.require_native()
+def test_every_mesh_exports(make_group: fakes.MakeGroup, name: str) -> None:
     axes, settings, spec = MESHES[name]
     group = make_group(
         axes=axes, transport="memfd", num_experts=EXPERTS, max_tokens_per_rank=32, **settings
@@ -173,7 +170,6 @@ def test_stored_programs_run_in_a_process_that_never_traced_them(
 
 def test_the_persistent_cache_hits_for_the_same_spec_alone(tmp_path: Path) -> None:
     """Programs of equal shapes but of other specs are compiled anew, and all values are right."""
-    fakes.require_native()
     first, second = (child("cache", str(tmp_path / "cache")) for _ in range(2))
     texts = [run["texts"] for run in first]
     assert [run["texts"] for run in second] == texts

@@ -10,12 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from fakes import MakeGroup
 from jax.sharding import NamedSharding, PartitionSpec
 
 import ep_runtime as ep
 from ep_runtime_client.base import jax_internals
 
-MakeGroup = Callable[..., fakes.LocalGroup]
 HIDDEN, INNER, EXPERTS, TOKENS, TOP_K = 16, 8, 4, 16, 2
 
 MODES: dict[str, Callable[[], Any]] = {

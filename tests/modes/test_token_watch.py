@@ -6,15 +6,14 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-import fakes
 import jax
 import pytest
+from fakes import MakeGroup
 from jax.sharding import PartitionSpec as P
 from mode_programs import EXPERTS, assert_close, draw, grads_of, loss, meant_grads, put
 
 from ep_runtime_client.ops.partitioning import roles
 
-MakeGroup = Callable[..., fakes.LocalGroup]
 AXES = {"dp": 2, "ep": 2}
 WORDS = "tokens of layer 'moe' lie over dp=2"
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import fakes
@@ -10,14 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from fakes import MakeGroup
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import ep_runtime as ep
 from ep_runtime import errors
 from ep_runtime_client.moe.params import MoEParams, init_moe_params
-
-MakeGroup = Callable[..., fakes.LocalGroup]
 
 EXPERTS, TOKENS, TOP_K = 4, 32, 2
 BLOCKS = ep.recipes.BlockScaling()

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from fakes import MakeGroup
 from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -21,7 +22,6 @@ from optax.contrib import MuonDimensionNumbers
 import ep_runtime as ep
 from ep_runtime_client.modules.sharding import Rules
 
-MakeGroup = Callable[..., fakes.LocalGroup]
 EXPERTS, HIDDEN, MLP, TOKENS, STEPS = 8, 16, 8, 64, 10
 AXES = {"dp": 2, "fsdp": 2, "ep": 2}
 KINDS = ("fsdp+ep", "shard-exp-on-fsdp")
@@ -91,8 +91,6 @@ class Training:
 
 @pytest.fixture
 def training(make_group: MakeGroup) -> Callable[..., Training]:
-    fakes.require_native()
-
     def make(
         kind: str,
         optimizer: str,

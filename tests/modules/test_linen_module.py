@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+from fakes import MakeGroup
 from flax import serialization
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -23,7 +23,6 @@ from jax.sharding import PartitionSpec as P
 import ep_runtime as ep
 from ep_runtime.errors import InvalidArgumentError
 
-MakeGroup = Callable[..., fakes.LocalGroup]
 HIDDEN, EXPERTS, MLP = 16, 4, 8
 SPEC = ep.LayerSpec("block", top_k=2, num_experts=EXPERTS, hidden_size=HIDDEN)
 RULES = ep.sharding.rules("fsdp+ep", tp=None, dp=None).logical
@@ -32,7 +31,6 @@ KEY = jax.random.key(0)
 
 @pytest.fixture
 def group(make_group: MakeGroup) -> fakes.LocalGroup:
-    fakes.require_native()
     return make_group(axes={"ep": 2}, transport="memfd", num_experts=EXPERTS)
 
 

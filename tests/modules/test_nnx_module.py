@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import pickle
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ import optax
 import orbax.checkpoint as ocp
 import pytest
 from child_programs import run_python
+from fakes import MakeGroup
 from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -24,7 +24,6 @@ import ep_runtime as ep
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime_client.modules.options import rules_in_context
 
-MakeGroup = Callable[..., fakes.LocalGroup]
 HIDDEN, EXPERTS, MLP = 16, 4, 8
 SPEC = ep.LayerSpec("block", top_k=2, num_experts=EXPERTS, hidden_size=HIDDEN)
 RULES = ep.sharding.rules("fsdp+ep", tp=None, dp=None).logical
@@ -32,7 +31,6 @@ RULES = ep.sharding.rules("fsdp+ep", tp=None, dp=None).logical
 
 @pytest.fixture
 def group(make_group: MakeGroup) -> fakes.LocalGroup:
-    fakes.require_native()
     return make_group(axes={"ep": 2}, transport="memfd", num_experts=EXPERTS)
 
 
@@ -273,7 +271,6 @@ def test_calls_move_the_state_of_a_delayed_recipe_unless_the_block_evaluates(
 
 def test_a_scan_with_remat_moves_each_layers_state_once(make_group: MakeGroup) -> None:
     """On Explicit axes, where states lie whole and gradients as their weights."""
-    fakes.require_native()
     mesh, depth = fakes.mesh_of({"fsdp": 2, "ep": 2}, explicit=True), 2
     rules = ep.sharding.rules("shard-exp-on-fsdp").on(mesh)
     group = make_group(mesh=mesh, **rules.group_axes(mesh), transport="memfd", num_experts=EXPERTS)

@@ -13,13 +13,13 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
+from fakes import MakeGroup
 from flax import linen, nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import ep_runtime as ep
 
-MakeGroup = Callable[..., fakes.LocalGroup]
 HIDDEN, EXPERTS, MLP, TOKENS = 64, 4, 32, 32
 RECIPE = ep.recipes.MXFP8()
 RULES = ep.sharding.rules("fsdp+ep", tp=None, dp=None)
@@ -27,8 +27,6 @@ RULES = ep.sharding.rules("fsdp+ep", tp=None, dp=None)
 
 @pytest.fixture
 def open_layer(make_group: MakeGroup) -> Callable[..., Any]:
-    fakes.require_native()
-
     def made(axes: dict[str, int], **settings: Any) -> tuple[fakes.LocalGroup, Any]:
         outer = tuple(axis for axis in axes if axis != "ep")
         sizes = {"num_experts": EXPERTS, "hidden_size": HIDDEN, "max_tokens_per_rank": TOKENS}

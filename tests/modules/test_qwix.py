@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import types
-from collections.abc import Callable
 from typing import Any
 
 import fakes
@@ -19,7 +18,7 @@ from ep_runtime_client.ops.partitioning import roles
 
 
 @pytest.fixture
-def layer(make_group: Callable[..., fakes.LocalGroup]) -> Any:
+def layer(make_group: fakes.MakeGroup) -> Any:
     group = make_group(mesh=fakes.mesh_of({"ep": 1}), num_experts=4, hidden_size=32)
     roles.say_once.cache_clear()
     return group.register_layer("blocks/moe", top_k=2)

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import fakes
 import jax
+from fakes import MakeGroup
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ep_runtime_client.moe.api import MoEParams, init_moe_params
 
-MakeGroup = Callable[..., fakes.LocalGroup]
 Spec = PartitionSpec
 
 HIDDEN, INNER, EXPERTS, TOP_K, TOKENS = 16, 8, 8, 2, 64
@@ -101,7 +100,6 @@ def place(group: fakes.LocalGroup, layout: Layout, params: MoEParams) -> tuple[A
 
 
 def open_group(make_group: MakeGroup, layout: Layout, **settings: Any) -> fakes.LocalGroup:
-    fakes.require_native()
     return make_group(
         mesh=fakes.mesh_of(layout.axes, explicit=settings.pop("explicit", False)),
         outer_axes=layout.outer,

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import fakes
 import hlo_scan
 import jax
 import jax.numpy as jnp
@@ -15,8 +14,6 @@ import pytest
 from ep_runtime_client.ops.activation import plain as activation_plain
 from ep_runtime_client.ops.activation.function import Activation, activation_of
 from ep_runtime_client.ops.kernels import platform
-
-MakeGroup = Callable[..., fakes.LocalGroup]
 
 F32, INNER = jnp.dtype(jnp.float32), 6
 FORMS = {

@@ -6,11 +6,11 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-import fakes
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from fakes import MakeGroup
 from jax import export
 from jax.sharding import Mesh, PartitionSpec
 
@@ -19,12 +19,9 @@ from ep_runtime_client.base.layers import EpLayer
 from ep_runtime_client.moe.api import init_moe_params, moe
 from ep_runtime_client.programs.remat import remat_policy
 
-MakeGroup = Callable[..., fakes.LocalGroup]
-
 
 @pytest.fixture
 def layer(make_group: MakeGroup) -> EpLayer:
-    fakes.require_native()
     group = make_group(transport="memfd", max_token_dtype="bfloat16", max_top_k=4, lanes=2)
     return group.register_layer("moe", top_k=2, in_flight=2)
 
@@ -102,7 +99,6 @@ def test_layers_of_closed_and_of_remade_groups_are_stale(make_group: MakeGroup) 
 
 
 def test_a_program_of_a_closed_group_names_layer_and_generation(make_group: MakeGroup) -> None:
-    fakes.require_native()
     group = make_group(transport="memfd")
     layer = group.register_layer("moe", top_k=2)
     run = jax.jit(lambda idx: ep.prepare(layer, idx).arrays.num_recv)

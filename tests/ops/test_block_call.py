@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import fakes
@@ -21,21 +21,15 @@ from ep_runtime_client.ops.kernels import row_blocks
 HIDDEN, INNER, EXPERTS, TOP_K = 16, 8, 8, 3
 
 
-@pytest.fixture(scope="module")
-def group() -> Iterator[fakes.LocalGroup]:
-    fakes.require_native()
-    made = fakes.local_group(
-        {"dp": 2, "ep": 4},
-        transport="memfd",
-        debug=True,
-        outer_axes="dp",
-        num_experts=EXPERTS,
-        hidden_size=HIDDEN,
-        max_top_k=TOP_K,
-        max_tokens_per_rank=64,
-    )
-    yield made
-    made.close()
+group = fakes.module_group(
+    {"dp": 2, "ep": 4},
+    debug=True,
+    outer_axes="dp",
+    num_experts=EXPERTS,
+    hidden_size=HIDDEN,
+    max_top_k=TOP_K,
+    max_tokens_per_rank=64,
+)
 
 
 @pytest.fixture(scope="module")

@@ -37,7 +37,6 @@ SENT = 512  # of rows whose scales fill whole copies
 
 
 def make_group(node_size: int, **settings: Any) -> fakes.LocalGroup:
-    fakes.require_native()
     return fakes.local_group(
         {"dp": 2, "ep": 4},
         transport="memfd",

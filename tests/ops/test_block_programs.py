@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import custom_calls
@@ -24,20 +24,14 @@ from ep_runtime_client.moe.resolved import ResolvedCall
 COUNT, TOKENS, HIDDEN, INNER, TOP_K = 3, 32, 16, 8, 2
 
 
-@pytest.fixture(scope="module")
-def group() -> Iterator[fakes.LocalGroup]:
-    fakes.require_native()
-    made = fakes.local_group(
-        {"ep": 4},
-        transport="memfd",
-        debug=True,
-        num_experts=8,
-        hidden_size=HIDDEN,
-        max_tokens_per_rank=COUNT * TOKENS // 4,
-        max_top_k=TOP_K,
-    )
-    yield made
-    made.close()
+group = fakes.module_group(
+    {"ep": 4},
+    debug=True,
+    num_experts=8,
+    hidden_size=HIDDEN,
+    max_tokens_per_rank=COUNT * TOKENS // 4,
+    max_top_k=TOP_K,
+)
 
 
 @pytest.fixture(scope="module")
@@ -233,7 +227,6 @@ def test_a_layer_at_two_depths_beside_one_of_another_group(layers: list[Any], wa
 
 
 def test_stages_of_a_pipeline_give_what_each_gives_alone(ways: Ways) -> None:
-    fakes.require_native()
     settings: Any = {"num_experts": 4, "hidden_size": HIDDEN, "max_top_k": TOP_K}
     group = fakes.local_group({"stage": 2, "ep": 4}, transport="memfd", **settings)
     try:
@@ -254,7 +247,6 @@ def test_stages_of_a_pipeline_give_what_each_gives_alone(ways: Ways) -> None:
 
 @pytest.mark.parametrize("axes", [{"ep": 1}, {"dp": 2, "ep": 1}], ids=str)
 def test_groups_of_one_rank(ways: Ways, axes: dict[str, int]) -> None:
-    fakes.require_native()
     group = fakes.local_group(axes, transport="memfd", outer_axes=[*axes][:-1], hidden_size=HIDDEN)
     try:
         layer = group.register_layer("moe", top_k=TOP_K)
@@ -306,7 +298,7 @@ def test_a_plan_that_takes_much_memory_is_made_again(
 
 
 def test_plans_are_made_again_where_they_outgrow_tokens(
-    make_group: Callable[..., fakes.LocalGroup], ways: Ways, monkeypatch: pytest.MonkeyPatch
+    make_group: fakes.MakeGroup, ways: Ways, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen = []
 

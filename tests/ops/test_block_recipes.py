@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,20 +24,14 @@ HIDDEN, INNER, EXPERTS, TOP_K, TOKENS = 48, 32, 4, 2, 24
 TENSOR, BLOCK = ep.recipes.TensorScaling(), ep.recipes.BlockScaling()
 
 
-@pytest.fixture(scope="module")
-def group() -> Iterator[fakes.LocalGroup]:
-    fakes.require_native()
-    made = fakes.local_group(
-        {"ep": 2},
-        transport="memfd",
-        debug=True,
-        num_experts=EXPERTS,
-        hidden_size=HIDDEN,
-        max_top_k=TOP_K,
-        max_tokens_per_rank=TOKENS,
-    )
-    yield made
-    made.close()
+group = fakes.module_group(
+    {"ep": 2},
+    debug=True,
+    num_experts=EXPERTS,
+    hidden_size=HIDDEN,
+    max_top_k=TOP_K,
+    max_tokens_per_rank=TOKENS,
+)
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from typing import Any
 
 import fakes
@@ -11,14 +10,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from fakes import MakeGroup
 from jax._src import dispatch
 
 import ep_runtime as ep
 from ep_runtime import layout
 from ep_runtime_client.ops.kernels import slots
 from ep_runtime_client.programs.failures import error_of, translate_errors
-
-MakeGroup = Callable[..., fakes.LocalGroup]
 
 
 def all_on_rank_zero(tokens: int) -> Any:

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
-import fakes
 import jax
 import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 import pytest
 from dense_moe import Dense, graded, worst_error
+from fakes import MakeGroup
 from moe_layouts import EXPERTS, LAYOUTS, TOKENS, TOP_K, make_params, open_group, place
 
 import ep_runtime as ep
@@ -22,7 +21,6 @@ from ep_runtime_client.moe.api import moe
 from ep_runtime_client.ops.movement.prepare import call_of_plan
 from ep_runtime_client.programs.explain import explain_text
 
-MakeGroup = Callable[..., fakes.LocalGroup]
 Ints = npt.NDArray[np.int64]
 SPARE = 2
 

@@ -21,9 +21,8 @@ Block = Callable[..., jax.Array]
 
 
 @pytest.fixture
-def group(make_group: Callable[..., fakes.LocalGroup]) -> fakes.LocalGroup:
+def group(make_group: fakes.MakeGroup) -> fakes.LocalGroup:
     """Of two ranks that drop what does not fit."""
-    fakes.require_native()
     sizes = {"num_experts": EXPERTS, "max_top_k": 1, "max_tokens_per_rank": TOKENS // 2}
     return make_group(axes={"ep": 2}, transport="memfd", capacity_factor=1.0, alignment=1, **sizes)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import custom_calls
@@ -62,7 +62,7 @@ def scanned(
     return jax.jit(jax.value_and_grad(loss, argnums=(0, 1))), (x, params)
 
 
-def make(make_group: Callable[..., fakes.LocalGroup], **settings: Any) -> fakes.LocalGroup:
+def make(make_group: fakes.MakeGroup, **settings: Any) -> fakes.LocalGroup:
     return make_group(
         num_experts=EXPERTS,
         hidden_size=HIDDEN,
@@ -74,10 +74,9 @@ def make(make_group: Callable[..., fakes.LocalGroup], **settings: Any) -> fakes.
 
 
 def test_compiled_programs_run_every_call_as_often_as_it_was_traced(
-    make_group: Callable[..., fakes.LocalGroup],
+    make_group: fakes.MakeGroup,
 ) -> None:
     """And each is in a scope of ours, by which profiles and `ep.explain` name it."""
-    fakes.require_native()
     run, operands = scanned(make(make_group, axes={"ep": 4}, transport="memfd"))
     traced = run.trace(*operands)
     calls = custom_calls.traced(traced.jaxpr, "cpu")
@@ -105,7 +104,7 @@ def _as_with_gpus(monkeypatch: pytest.MonkeyPatch, forgotten: None) -> None:
     ("recipe", "transport"), [*zip(RECIPES, ["nvlink", "nccl/2"] * 2, strict=True)], ids=repr
 )
 def test_calls_on_gpus_are_held_for_all_who_use_their_results(
-    make_group: Callable[..., fakes.LocalGroup], ways: Ways, recipe: Any, transport: str
+    make_group: fakes.MakeGroup, ways: Ways, recipe: Any, transport: str
 ) -> None:
     """XLA of JAX 0.11 runs others twice; `gpu/tools/compile_ahead.py` counts what it compiles."""
     ways.body("composed")  # others are not held for all of their results
@@ -128,7 +127,7 @@ def test_calls_on_gpus_are_held_for_all_who_use_their_results(
     ],
 )
 def test_gpus_that_map_windows_get_block_calls(
-    make_group: Callable[..., fakes.LocalGroup], dtype: str, precision: str, taken: bool
+    make_group: fakes.MakeGroup, dtype: str, precision: str, taken: bool
 ) -> None:
     group = make(make_group, axes={"ep": 4}, transport="nvlink", max_token_dtype=dtype)
     run, operands = scanned(group, None, jnp.dtype(dtype))
@@ -154,7 +153,7 @@ def equations(jaxpr: Any) -> Iterator[Any]:
     ids=repr,
 )
 def test_no_empty_array_crosses_a_shard_map(
-    make_group: Callable[..., fakes.LocalGroup], transport: str, recipe: Any, weights_at: Any
+    make_group: fakes.MakeGroup, transport: str, recipe: Any, weights_at: Any
 ) -> None:
     """One that does ends the process in XLA's partitioner: `bound` in `ops/kernels/ffi.py`."""
     group = make(make_group, axes={"ep": 2}, transport=transport, partitioning="shard_map")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import fakes
@@ -18,9 +17,8 @@ TOKENS, HIDDEN, EXPERTS, TOP_K = 8, 16, 4, 2
 
 
 @pytest.fixture
-def layer(make_group: Callable[..., fakes.LocalGroup]) -> Any:
+def layer(make_group: fakes.MakeGroup) -> Any:
     """Of a group that fills what is undefined with 0xFF bytes, as EP_RUNTIME_DEBUG=1 does."""
-    fakes.require_native()
     settings = {"num_experts": EXPERTS, "hidden_size": HIDDEN, "max_top_k": TOP_K}
     group = make_group(
         axes={"ep": 2}, transport="memfd", debug=True, max_tokens_per_rank=TOKENS, **settings

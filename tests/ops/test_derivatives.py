@@ -18,7 +18,7 @@ SIZES = jnp.full(EXPERTS, TOKENS // EXPERTS, jnp.int32)
 
 
 @pytest.fixture
-def layer(make_group: Callable[..., fakes.LocalGroup]) -> Any:
+def layer(make_group: fakes.MakeGroup) -> Any:
     settings = {"num_experts": EXPERTS, "hidden_size": HIDDEN, "max_top_k": TOP_K}
     group = make_group(axes={"ep": 2}, max_tokens_per_rank=TOKENS, **settings)
     return group.register_layer("moe", top_k=TOP_K)

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import collectives
-import fakes
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from fakes import MakeGroup
 from jax.sharding import NamedSharding, PartitionSpec
 
 import ep_runtime as ep
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime_client.ops.quantize import row_bytes
-
-MakeGroup = Callable[..., fakes.LocalGroup]
 
 RANKS, TOKENS, TOP_K, HIDDEN = 8, 16, 4, 328
 

@@ -21,7 +21,6 @@ COUNT, TOKENS, HIDDEN = 3, 32, 16
 @pytest.fixture(scope="module")
 def plain() -> Iterator[tuple[Any, Any, Any]]:
     """(layers, operands, what the batch at once gives)."""
-    fakes.require_native()
     group = fakes.local_group(
         {"ep": 4},
         transport="memfd",

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from dense_moe import Dense, graded, worst_error
+from fakes import MakeGroup
 from jax.sharding import NamedSharding, PartitionSpec
 
 import ep_runtime as ep
@@ -20,8 +21,6 @@ from ep_runtime_client.moe import resolve as moe_call
 from ep_runtime_client.moe.api import MoEParams, init_moe_params, moe
 from ep_runtime_client.ops.activation import kernels as activation_kernels
 from ep_runtime_client.programs.remat import remat_policy
-
-MakeGroup = Callable[..., fakes.LocalGroup]
 
 F32 = jnp.dtype(jnp.float32)
 HIDDEN, INNER, EXPERTS, TOP_K = 16, 24, 8, 3
@@ -46,7 +45,6 @@ def draw(*lead: int) -> Any:
 
 @pytest.fixture
 def group(make_group: MakeGroup) -> fakes.LocalGroup:
-    fakes.require_native()
     return make_group(
         transport="memfd",
         debug=True,
@@ -287,7 +285,6 @@ def test_a_layer_spec_stands_for_a_layer_in_eval_shape_alone() -> None:
 
 
 def test_axes_on_gate_and_up_in_one_dim_are_refused_by_name(make_group: MakeGroup) -> None:
-    fakes.require_native()
     group = make_group(axes={"ep": 4, "tp": 2}, num_experts=EXPERTS, transport="memfd")
     layer = group.register_layer("moe", top_k=TOP_K)
     params = make_params(layer, biases=False)
@@ -307,7 +304,6 @@ def test_axes_on_gate_and_up_in_one_dim_are_refused_by_name(make_group: MakeGrou
 
 
 def test_only_the_block_leaves_gradients_past_the_last_group_alone(make_group: MakeGroup) -> None:
-    fakes.require_native()
     sizes = {"num_experts": EXPERTS, "hidden_size": HIDDEN, "max_top_k": TOP_K}
     group = make_group(transport="memfd", partitioning="shard_map", **sizes)
     layer = group.register_layer("block", top_k=TOP_K)

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from fakes import MakeGroup
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -20,15 +21,12 @@ import ep_runtime as ep
 from ep_runtime_client.moe import resolve as moe_call
 from ep_runtime_client.ops.kernels import serve
 
-MakeGroup = Callable[..., fakes.LocalGroup]
-
 BLOCK = ep.recipes.BlockScaling()
 HIDDEN, INNER, EXPERTS, TOP_K, TOKENS = 136, 40, 8, 3, 8
 SPEC = PartitionSpec(("dp", "ep"))
 
 
 def make(make_group: MakeGroup, **settings: Any) -> fakes.LocalGroup:
-    fakes.require_native()
     wanted: dict[str, Any] = {
         "outer_axes": "dp",
         "transport": "memfd",

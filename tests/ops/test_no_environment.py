@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import fakes
 import jax
 import jax.numpy as jnp
 import pytest
+from fakes import MakeGroup
 
 import ep_runtime
 import ep_runtime as ep
@@ -27,7 +27,6 @@ from ep_runtime_client.ops.kernels import platform, serve
 from ep_runtime_client.ops.quantize.formats import recipes
 from ep_runtime_client.ops.transports import windows as transports_windows
 
-MakeGroup = Callable[..., fakes.LocalGroup]
 TOKENS, HIDDEN, INNER = 32, 128, 128
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import cases
@@ -13,6 +12,7 @@ import jax.numpy as jnp
 import movement
 import numpy as np
 import pytest
+from fakes import MakeGroup
 from test_token_movement import SHARED, check_case
 
 import ep_runtime as ep
@@ -20,13 +20,6 @@ from ep_runtime import board_records, device_layout
 from ep_runtime_client.ops.calls.plan import NodePlanArrays
 from ep_runtime_client.ops.movement.prepare import call_on
 from ep_runtime_client.ops.transports import between_nccl, between_xla, nodes, nodes_plan
-
-MakeGroup = Callable[..., fakes.LocalGroup]
-
-
-@pytest.fixture(autouse=True)
-def _native() -> None:
-    fakes.require_native()
 
 
 def run(make_group: MakeGroup, case: cases.Case, **settings: Any) -> dict[str, Any]:

@@ -19,7 +19,7 @@ INNER = 6
 
 
 @pytest.fixture
-def block(make_group: Callable[..., fakes.LocalGroup]) -> Callable[..., jax.Array]:
+def block(make_group: fakes.MakeGroup) -> Callable[..., jax.Array]:
     """y of a block with this activation, of tokens x."""
     group = make_group(transport="memfd", axes={"ep": 2}, num_experts=4, max_top_k=2)
     layer = group.register_layer("moe", top_k=2)

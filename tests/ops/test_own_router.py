@@ -12,19 +12,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from dense_moe import Dense, in_f64, worst_error
+from fakes import MakeGroup
 from jax.sharding import PartitionSpec as P
 
 import ep_runtime as ep
 from ep_runtime_client.moe.checks import specs_of
 
-MakeGroup = Callable[..., fakes.LocalGroup]
 HIDDEN, INNER, EXPERTS, TOP_K, COEFF = 16, 24, 8, 3, 0.1
 DENSE, SIGMOID = Dense(TOP_K), ep.Router("sigmoid")
 
 
 @pytest.fixture
 def group(make_group: MakeGroup) -> fakes.LocalGroup:
-    fakes.require_native()
     return make_group(
         transport="memfd",
         debug=True,

@@ -15,12 +15,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from fakes import MakeGroup
 from jax.sharding import NamedSharding, PartitionSpec
 
 import ep_runtime as ep
 from ep_runtime_client.moe.api import init_moe_params, moe
-
-MakeGroup = Callable[..., fakes.LocalGroup]
 
 TOKENS, HIDDEN = 32, 16
 
@@ -43,7 +42,6 @@ def meant(x: Any, weights: Any) -> Any:
 
 @pytest.fixture(params=["memfd", pytest.param("memfd/2", marks=pytest.mark.slow)])
 def group(make_group: MakeGroup, request: pytest.FixtureRequest) -> fakes.LocalGroup:
-    fakes.require_native()
     return make_group(transport=request.param, debug=True, max_top_k=4, lanes=2)
 
 

@@ -11,13 +11,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from fakes import MakeGroup
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 import ep_runtime as ep
 from ep_runtime_client.programs.remat import remat_policy
-
-MakeGroup = Callable[..., fakes.LocalGroup]
 
 TOKENS, HIDDEN, TOP_K = 64, 16, 2
 
@@ -72,7 +71,6 @@ def test_eager_calls_and_eager_gradients(group: fakes.LocalGroup) -> None:
 def test_concrete_arrays_elsewhere_are_moved_and_it_is_said_once(
     make_group: MakeGroup, caplog: pytest.LogCaptureFixture
 ) -> None:
-    fakes.require_native()
     group = make_group(transport="memfd", max_top_k=TOP_K)
     layer = group.register_layer("moe", top_k=TOP_K)
     x, idx, weights = draw()
@@ -174,7 +172,6 @@ def count(text: str, target: str) -> int:
 
 def test_remat_keeps_the_plan_and_the_rows_that_the_policy_names(make_group: MakeGroup) -> None:
     """Counted under a scan: in straight code XLA merges a recomputed call with the first one."""
-    fakes.require_native()
     group = make_group(transport="memfd", max_top_k=TOP_K)
     stack = group.register_layer_stack("stack", 3, top_k=TOP_K)
     x, idx, weights = draw()
@@ -202,7 +199,6 @@ COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "
 
 
 def test_token_movement_causes_no_collectives(make_group: MakeGroup) -> None:
-    fakes.require_native()
     group = make_group(transport="memfd", axes={"dp": 2, "ep": 4}, outer_axes="dp", max_top_k=TOP_K)
     layer = group.register_layer("moe", top_k=TOP_K)
     x, idx, weights = draw()

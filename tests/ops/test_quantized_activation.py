@@ -137,7 +137,6 @@ def test_exports_may_hold_every_call() -> None:
 
 
 def test_the_block_gives_the_same_bits(make_group: Any, process: Process) -> None:
-    fakes.require_native()
     group = make_group(
         mesh=fakes.mesh_of({"ep": 4, "tp": 2}),
         num_experts=8,

@@ -7,18 +7,16 @@ from collections.abc import Callable
 from typing import Any
 
 import cases
-import fakes
 import jax
 import jax.numpy as jnp
 import movement
 import numpy as np
 import pytest
+from fakes import MakeGroup
 
 import ep_runtime as ep
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime_client.ops.quantize import row_bytes
-
-MakeGroup = Callable[..., fakes.LocalGroup]
 
 BLOCK = ep.recipes.BlockScaling()
 CASES = (
@@ -39,8 +37,6 @@ RUNS = [
 
 def prepared(make_group: MakeGroup, case: cases.Case, transport: str) -> tuple[Any, Any]:
     """The layer of a case and its inputs; what nobody wrote holds NaNs."""
-    if transport != "xla":
-        fakes.require_native()
     group = make_group(transport=transport, debug=True, **case.group_settings)
     layer = group.register_layer("moe", top_k=case.top_k)
     inputs = movement.inputs_of(case, group.spec, movement.capacity_of(case, layer))

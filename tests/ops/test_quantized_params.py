@@ -23,20 +23,14 @@ _KEY = jax.eval_shape(jax.random.key, 0)
 _WEIGHTS = {(HIDDEN, 2, INNER), (HIDDEN, INNER), (INNER, HIDDEN)}
 
 
-@pytest.fixture(scope="module")
-def group() -> Iterator[fakes.LocalGroup]:
-    fakes.require_native()
-    made = fakes.local_group(
-        {"ep": 2},
-        transport="memfd",
-        num_experts=EXPERTS,
-        hidden_size=HIDDEN,
-        max_top_k=TOP_K,
-        max_tokens_per_rank=4 * TOKENS,
-        alignment=32,
-    )
-    yield made
-    made.close()
+group = fakes.module_group(
+    {"ep": 2},
+    num_experts=EXPERTS,
+    hidden_size=HIDDEN,
+    max_top_k=TOP_K,
+    max_tokens_per_rank=4 * TOKENS,
+    alignment=32,
+)
 
 
 @pytest.fixture(scope="module")

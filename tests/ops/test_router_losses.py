@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import fakes
@@ -103,7 +102,7 @@ def test_balance_of_layers_is_its_formula() -> None:
 
 
 def test_a_scan_over_layers_stacks_what_they_read(
-    make_group: Callable[..., fakes.LocalGroup],
+    make_group: fakes.MakeGroup,
 ) -> None:
     group = make_group(
         axes={"ep": 2},

@@ -13,12 +13,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from fakes import MakeGroup
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 import ep_runtime as ep
 
-MakeGroup = Callable[..., fakes.LocalGroup]
 P = PartitionSpec
 
 STAGES, TOKENS, HIDDEN, WIDTH = 2, 32, 32, 32

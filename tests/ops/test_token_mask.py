@@ -12,12 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from dense_moe import Dense, in_f64, worst_error
+from fakes import MakeGroup
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import ep_runtime as ep
 
-MakeGroup = Callable[..., fakes.LocalGroup]
 HIDDEN, EXPERTS, TOP_K, TOKENS = 16, 8, 3, 64
 ROWS = P(("dp", "ep"))
 
@@ -25,7 +25,6 @@ ROWS = P(("dp", "ep"))
 @pytest.fixture(params=["memfd", "xla", "memfd explicit"])
 def layer(request: pytest.FixtureRequest, make_group: MakeGroup) -> Any:
     transport, _, explicit = request.param.partition(" ")
-    fakes.require_native()
     group = make_group(
         transport=transport,
         mesh=fakes.mesh_of({"dp": 2, "ep": 4}, explicit=bool(explicit)),

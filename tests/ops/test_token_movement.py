@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import cases
-import fakes
 import jax
 import movement
 import numpy as np
 import pytest
+from fakes import MakeGroup
 
 import ep_runtime as ep
-
-MakeGroup = Callable[..., fakes.LocalGroup]
 
 SHARED = ("dst_rank", "dst_row", "kept", "group_sizes", "num_recv")
 TOLERANCE = {"float32": 2e-6, "bfloat16": 4e-2, "float16": 6e-3, "float64": 1e-12}

@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import cases
-import fakes
 import jax
 import jax.numpy as jnp
 import movement
 import numpy as np
 import pytest
+from fakes import MakeGroup
 
 from ep_runtime_client.moe.api import init_moe_params, moe
 from ep_runtime_client.ops.movement.prepare import make_call, make_plan
 
 pytestmark = pytest.mark.usefixtures("optimized")
 
-MakeGroup = Callable[..., fakes.LocalGroup]
 
 EXACT = (
     cases.Case("many slots per rank", top_k=6, num_experts=8, hidden=33, tokens=12),
@@ -34,7 +32,6 @@ def _bits(tree: Any) -> list[Any]:
 
 @pytest.mark.parametrize("case", EXACT, ids=lambda case: case.name)
 def test_movement_is_bit_equal(make_group: MakeGroup, case: cases.Case) -> None:
-    fakes.require_native()
     results = []
     for transport in ("memfd", "xla"):
         group = make_group(transport=transport, **case.group_settings)
@@ -49,7 +46,6 @@ def test_movement_is_bit_equal(make_group: MakeGroup, case: cases.Case) -> None:
 @pytest.mark.parametrize("row_alignment", [1, 4])
 def test_rows_that_lie_closer_are_bit_equal(make_group: MakeGroup, row_alignment: int) -> None:
     """Drops and num_recv are those of the layer's alignment."""
-    fakes.require_native()
     idx = jax.random.randint(jax.random.key(1), (8 * 12, 4), -1, 8)
     plans = []
     for transport in ("memfd", "xla"):
@@ -73,7 +69,6 @@ def test_rows_that_lie_closer_are_bit_equal(make_group: MakeGroup, row_alignment
 
 def test_a_model_around_the_block_is_bit_equal(make_group: MakeGroup) -> None:
     """Elementwise code beside the ops must not fuse differently: XLA would contract to FMA."""
-    fakes.require_native()
     results = []
     for transport in ("memfd", "xla"):
         group = make_group(

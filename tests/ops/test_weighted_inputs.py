@@ -6,19 +6,18 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-import fakes
 import hlo_scan
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from dense_moe import Dense, in_f64, worst_error
+from fakes import MakeGroup
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import ep_runtime as ep
 
-MakeGroup = Callable[..., fakes.LocalGroup]
 HIDDEN, INNER, EXPERTS, TOP_K = 32, 32, 8, 3
 MESHES: dict[str, tuple[dict[str, int], str | tuple[str, ...]]] = {
     "dp2 ep4": ({"dp": 2, "ep": 4}, "dp"),
@@ -29,7 +28,6 @@ ON_TP = ep.MoEParams(None, P("ep", None, None, "tp"), P("ep", "tp"))
 
 @pytest.fixture
 def layer(make_group: MakeGroup, request: pytest.FixtureRequest) -> Any:
-    fakes.require_native()
     axes, outer = MESHES[getattr(request, "param", "dp2 ep4")]
     group = make_group(
         transport="memfd",
