@@ -8,6 +8,26 @@ from typing import Any
 from child_programs import Program, Start
 
 RANKS = 4
+# For jobs of `multiprocess.launch` with a `group` and its `layer`: a step that doubles tokens.
+STEP = """
+from jax.sharding import NamedSharding, PartitionSpec as P
+def put(x):
+    sharding = NamedSharding(group.mesh, P("ep"))
+    return jax.make_array_from_callback(x.shape, sharding, lambda i: x[i])
+n = group.spec.world_size
+tokens = put(np.arange(8 * n * 16, dtype="float32").reshape(-1, 16))
+idx = put((np.arange(8 * n, dtype="int32") % group.spec.num_experts)[:, None])
+
+@jax.jit
+def step(tokens, idx):
+    sent = ep.dispatch(layer, tokens, idx)
+    return ep.combine(layer, sent, sent.tokens * 2)
+
+def run():
+    out = step(tokens, idx)
+    for got, given in zip(out.addressable_shards, tokens.addressable_shards):
+        np.testing.assert_array_equal(got.data, np.asarray(given.data) * 2)
+"""
 SCRIPT = """
 import json, sys, time
 import ep_runtime as ep

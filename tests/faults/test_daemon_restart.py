@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from child_programs import Start
 from daemon_fixtures import start_daemon, wait_gone, wait_until
+from faults import members
 from harness import memfds_of
 from multiprocess.launch import Job
 
@@ -24,31 +25,15 @@ BACK_S = 10.0  # on a busy machine; the figure itself is printed
 _TRAIN = """
 import threading
 from jax.experimental import multihost_utils
-from jax.sharding import NamedSharding, PartitionSpec as P
 session = ep.connect(timeout_s=60)
 SETTINGS = dict(ep_axis="ep", num_experts=8, hidden_size=16, max_tokens_per_rank=8, max_top_k=2,
                 alignment=8, max_token_dtype="float32", op_timeout_s=600, retain_s=60)
 group = session.create_group("g", mesh_of(), **SETTINGS)
 layer = group.register_layer("moe/0", top_k=1)
 stack = group.register_layer_stack("s", 3, top_k=2)
-def put(x):
-    sharding = NamedSharding(group.mesh, P("ep"))
-    return jax.make_array_from_callback(x.shape, sharding, lambda i: x[i])
-n = group.spec.world_size
-tokens = put(np.arange(8 * n * 16, dtype="float32").reshape(-1, 16))
-idx = put((np.arange(8 * n, dtype="int32") % 8)[:, None])
-
-@jax.jit
-def step(tokens, idx):
-    sent = ep.dispatch(layer, tokens, idx)
-    return ep.combine(layer, sent, sent.tokens * 2)
-
-def run():
-    out = step(tokens, idx)
-    for got, given in zip(out.addressable_shards, tokens.addressable_shards):
-        np.testing.assert_array_equal(got.data, np.asarray(given.data) * 2)
-    group.check()
-
+"""
+_TRAIN += members.STEP
+_TRAIN += """
 run()
 say(generation=group.generation, session=session.session_id, ids=[layer.id, stack[2].id])
 orders, steps, said = [], 0, 0.0
@@ -59,6 +44,7 @@ threading.Thread(target=listen, daemon=True).start()
 while not multihost_utils.broadcast_one_to_all(np.int32(len(orders))):  # all stop together
     for _ in range(50):
         run()
+        group.check()
     steps += 50
     if time.monotonic() - said > 0.25:  # all of it fits into the pipe of a slow reader
         said = time.monotonic()

@@ -23,29 +23,14 @@ NOTIFY_S = 2.0
 _JOB = """
 import contextlib
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec as P
 session = ep.connect(on_loss="continue")
 group = session.create_group(
     "g", mesh_of(), ep_axis="ep", num_experts=12, hidden_size=16, max_tokens_per_rank=8,
     max_top_k=2, alignment=8, max_token_dtype="float32", op_timeout_s=600, retain_s=60)
 layer = group.register_layer("moe/0", top_k=1)
-def put(x):
-    sharding = NamedSharding(group.mesh, P("ep"))
-    return jax.make_array_from_callback(x.shape, sharding, lambda i: x[i])
-n = group.spec.world_size
-tokens = put(np.arange(8 * n * 16, dtype="float32").reshape(-1, 16))
-idx = put((np.arange(8 * n, dtype="int32") % 12)[:, None])
-
-@jax.jit
-def step(tokens, idx):
-    sent = ep.dispatch(layer, tokens, idx)
-    return ep.combine(layer, sent, sent.tokens * 2)
-
-def run():
-    out = step(tokens, idx)
-    for got, given in zip(out.addressable_shards, tokens.addressable_shards):
-        np.testing.assert_array_equal(got.data, np.asarray(given.data) * 2)
-
+"""
+_JOB += members.STEP
+_JOB += """
 run()
 say(generation=group.generation, reattached=group.reattached, id=layer.id)
 order = hear()
