@@ -7,9 +7,11 @@
 #include <cuda_runtime.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <string>
 #include <vector>
 
 #include "core/memory/tally.h"
@@ -244,6 +246,16 @@ class World {
   std::vector<int32_t*> scratch_;
   std::vector<cudaStream_t> streams_;
 };
+
+// Calls `main` with what to do and the number of ranks, of the command line, and of GPUs.
+inline int Run(int (*main)(const std::string&, int, int), int argc, char** argv) {
+  // Load modules now, because a lazy load waits for kernels that wait for peers.
+  setenv("CUDA_MODULE_LOADING", "EAGER", 1);
+  int gpus = 0;
+  CHECK_CUDA(cudaGetDeviceCount(&gpus));
+  const int ranks = argc > 2 ? std::atoi(argv[2]) : gpus;
+  return main(argc > 1 ? argv[1] : "check", ranks, std::min(ranks, gpus));
+}
 
 }  // namespace gpu_test
 

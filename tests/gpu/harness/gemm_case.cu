@@ -241,20 +241,27 @@ T* Data::Upload(const std::vector<T>& values) {
   return to;
 }
 
+ec::GroupedGemmParams GemmCase::Params() const {
+  ec::GroupedGemmParams params{};
+  params.product = product;
+  params.type = type;
+  params.rhs_type = rhs_type;
+  params.out_type = out_type;
+  params.scaling = scaling;
+  params.num_slabs = slabs;
+  params.slab_rows = slab_rows;
+  params.groups_per_slab = groups_per_slab();
+  params.num_experts = experts;
+  params.in_features = in_features;
+  params.out_features = out_features;
+  params.clear_slack = clear_slack;
+  params.tuning = tuning;
+  return params;
+}
+
 ec::GroupedGemmParams Data::Params() const {
   const GemmCase& c = case_;
-  ec::GroupedGemmParams params{};
-  params.product = c.product;
-  params.type = c.type;
-  params.rhs_type = c.rhs_type;
-  params.out_type = c.out_type;
-  params.scaling = c.scaling;
-  params.num_slabs = c.slabs;
-  params.slab_rows = c.slab_rows;
-  params.groups_per_slab = c.groups_per_slab();
-  params.num_experts = c.experts;
-  params.in_features = c.in_features;
-  params.out_features = c.out_features;
+  ec::GroupedGemmParams params = c.Params();
   params.group_sizes = sizes_;
   params.lhs = transposed_lhs_ != nullptr ? transposed_lhs_ : lhs_;
   params.rhs = transposed_rhs_ != nullptr ? transposed_rhs_ : rhs_;
@@ -271,10 +278,8 @@ ec::GroupedGemmParams Data::Params() const {
     params.rhs = halves_[0];
     params.rhs_up = halves_[1];
   }
-  params.clear_slack = c.clear_slack;
   params.adds = adds_;
   params.wanted = wanted_;
-  params.tuning = c.tuning;
   return params;
 }
 

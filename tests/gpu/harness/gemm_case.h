@@ -55,6 +55,8 @@ struct GemmCase {
   bool can_be_pair() const {
     return out_features % 128 == 0 && (product == GemmProduct::kWeightGrad || !narrow());
   }
+  // What the product is, without its arrays.
+  ec::GroupedGemmParams Params() const;
   // Whether products need transposed copies. A forward one of tf32 makes them itself.
   bool transposed() const {
     return product == GemmProduct::kWeightGrad ? ec::BytesOf(type) != 2

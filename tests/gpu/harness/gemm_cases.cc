@@ -53,17 +53,7 @@ const char* Name(Kind kind) {
 namespace {
 
 GemmCase Tuned(GemmCase c) {
-  ec::GroupedGemmParams params{};
-  params.product = c.product;
-  params.type = c.type;
-  params.rhs_type = c.rhs_type;
-  params.out_type = c.out_type;
-  params.scaling = c.scaling;
-  params.num_slabs = c.slabs;
-  params.slab_rows = c.slab_rows;
-  params.groups_per_slab = c.groups_per_slab();
-  params.num_experts = c.experts;
-  c.tuning = ec::TunedGemm(params);
+  c.tuning = ec::TunedGemm(c.Params());
   return c;
 }
 

@@ -361,13 +361,4 @@ int Main(const std::string& what, int ranks, int gpus) {
 
 }  // namespace gpu_test
 
-int main(int argc, char** argv) {
-  // Load modules now, because a lazy load waits for kernels that wait for peers.
-  setenv("CUDA_MODULE_LOADING", "EAGER", 1);
-  int gpus = 0;
-  CHECK_CUDA(cudaGetDeviceCount(&gpus));
-  const std::string what = argc > 1 ? argv[1] : "check";
-  const int ranks = argc > 2 ? std::atoi(argv[2]) : gpus;
-  if (gpus > ranks) gpus = ranks;
-  return gpu_test::Main(what, ranks, gpus);
-}
+int main(int argc, char** argv) { return gpu_test::Run(gpu_test::Main, argc, argv); }
