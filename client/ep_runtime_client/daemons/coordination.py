@@ -21,7 +21,9 @@ from ep_runtime_client.base import jax_internals
 
 _log = logging.getLogger("ep_runtime")
 
-HEARTBEAT_TIMEOUT_S = 10
+# Only processes that are stopped, or on a dead node, wait for it. With 10 s a loaded host drops
+# processes that live.
+HEARTBEAT_TIMEOUT_S = 30
 # Ends of a job's processes do not come at one time, and one may still be on its way to register.
 _LEFT_S = 0.5
 _ANSWER_S = 5.0
