@@ -48,7 +48,7 @@ def generations(*, stuck_after_s: float | None = 1800.0) -> Iterator[Generation]
 
     Use each as a context manager. Inside, make mesh, group and compiled step for its devices, and
     run every program that has collectives by `Generation.step`. If a process dies or comes back,
-    the block ends in all others. The loop closes the groups that are over, and goes on with a
+    the block ends in all others. The loop closes the groups made inside, and goes on with a
     generation of the devices that live. Give a group another name in each generation.
 
     Args:
@@ -94,11 +94,12 @@ def generations(*, stuck_after_s: float | None = 1800.0) -> Iterator[Generation]
             if past.finished:
                 _log.warning("the others have finished the loop, so this process leaves it too")
                 return
+            before = live_groups.all()
             generation = Generation(len(past.past), members, past.turn(members))
             yield generation
             if not generation.over:
                 return
-            _settle_groups()
+            _settle_groups(before)
             attempts = 0 if generation.steps or generation.following != members else attempts + 1
             if attempts == _ATTEMPTS:
                 raise generation.over[0]
@@ -107,12 +108,13 @@ def generations(*, stuck_after_s: float | None = 1800.0) -> Iterator[Generation]
             members = _settled(generation.key, generation.following)
 
 
-def _settle_groups() -> None:
-    """Closes groups that a death has ended, and waits for copies of the state under way."""
+def _settle_groups(before: Collection[Any]) -> None:
+    """Closes groups that are over, and all made since `before`: calls of others in them end too.
+    Waits for copies of the state under way."""
     for live in live_groups.all():
         live.settle()
-        if live.is_gone:  # copies of the state never are, so `group` is there
-            group: Any = live.group
+        group = getattr(live, "group", None)  # copies of the state have none
+        if group is not None and (live.is_gone or live not in before):
             group.close()
 
 
