@@ -21,6 +21,7 @@ from multiprocess.launch import CPU, Job, prologue_of
 import ep_runtime as ep
 from ep_runtime.v1 import admin_service_pb2 as messages
 from ep_runtime_client.cli.daemon import source
+from ep_runtime_client.distributed.peers import peers
 from ep_runtime_client.groups import state_copy
 
 State = ep.distributed.State
@@ -131,6 +132,22 @@ def test_the_step_before_is_there_until_the_next_is_committed(
     step, found = state.restore(on)
     assert step == 5
     _check(found, 5, on)
+
+
+def test_a_first_step_that_a_loss_left_uncommitted_is_committed_again(
+    session: ep.Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on, state = _abstract(_mesh(2), "a", None), State(session)
+    with monkeypatch.context() as patch:
+        patch.setattr(state_copy.os, "pwrite", _fails_at_the_second())
+        state.commit(3, _arrays(3, on))
+        with pytest.raises(OSError, match="on purpose"):
+            state.wait()
+    assert state.committed is None
+    monkeypatch.setattr(peers, "generation", peers.generation + 1)
+    state.commit(3, _arrays(3, on))
+    state.wait()
+    assert state.committed == 3
 
 
 def test_a_session_that_is_over_writes_nothing(address: str) -> None:

@@ -59,6 +59,7 @@ class State:
         self._names = (f"{name}/0", f"{name}/1")
         self._held: dict[str, HeldCopy] = {}
         self._last: tuple[str, int] | None = None  # the copy last written here, and its step
+        self._generation = peers.generation  # of the job, when `_last` was written
         self._layout: tuple[Any, Layout] | None = None
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="ep-runtime-state")
         self._writing: Future[None] | None = None
@@ -93,6 +94,8 @@ class State:
         if not layout.own and not layout.table:  # no device of this process has a part
             return
         self.wait()
+        if self._generation != peers.generation:  # no step was committed, so there was no restore
+            self._begin()
         name = self._next_copy(step)
         held = self._writable(name, layout)
         staged = [_to_host(list(leaves.values())[p.leaf], p.device) for p in layout.own]
@@ -143,10 +146,7 @@ class State:
         wanted = _leaves(abstract_state)
         with contextlib.suppress(OSError):  # that step is not committed
             self.wait()
-        self._last = None
-        for held in self._held.values():
-            if not held.closed:
-                held.forget_uncommitted()
+        self._begin()
         with self._copies() as copies:
             newest = _newest(copies)
             if newest is None:
@@ -169,6 +169,13 @@ class State:
         held, self._held, self._last = self._held, {}, None
         for copy in held.values():
             copy.close()
+
+    def _begin(self) -> None:
+        """Forgets steps that a loss has left uncommitted."""
+        self._generation, self._last = peers.generation, None
+        for held in self._held.values():
+            if not held.closed:
+                held.forget_uncommitted()
 
     def _layout_of(self, leaves: Mapping[str, Any]) -> Layout:
         """The layout, computed once for arrays alike."""
