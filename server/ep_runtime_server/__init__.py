@@ -1,1 +1,1 @@
-"""The daemon: owns sessions, groups, layers and their memory. Never imports JAX."""
+"""The daemon, which owns sessions, groups, layers and their memory. Never imports JAX."""

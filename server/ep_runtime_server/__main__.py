@@ -4,7 +4,7 @@ import sys
 
 from ep_runtime import env
 
-env.quiet_grpc()  # gRPC reads it when it is imported
+env.quiet_grpc()  # gRPC reads this setting at import
 
 from ep_runtime_server.main import main  # noqa: E402
 

@@ -18,22 +18,24 @@ from ep_runtime_server.nodes.config import ClusterConfig, Endpoint, parse_endpoi
 
 @dataclasses.dataclass(frozen=True)
 class ServerConfig:
-    """Args:
-    directory: where the sockets live, made absolute.
-    allow_uids: users served beside the daemon's own and root.
-    allow_gids: groups whose members are served.
-    max_host_bytes: most bytes of host windows and boards together.
-    max_bytes_per_gpu: most bytes of windows on one GPU; None for all of it.
-    per_user: what one user may hold.
-    drain_s: how long SIGTERM waits for sessions.
-    idle_exit_s: end after that long without a session; None to stay.
-    parent_pidfd: end when this process is gone.
-    ready_fd: gets one line of JSON when the sockets answer, then is closed.
-    recovery_s: how long a restarted daemon waits for processes of before.
-    testing: names of TESTING_SWITCHES, or failpoints.
-    cluster: None for a daemon of one node alone.
-    metrics: where Prometheus reads; None for nowhere.
-    metrics_detail: with series of every rank and expert of every layer.
+    """All settings of one daemon.
+
+    Args:
+        directory: the absolute path of the directory of the sockets.
+        allow_uids: users served in addition to the daemon's own and root.
+        allow_gids: groups whose members are served.
+        max_host_bytes: limit of the bytes of host windows and boards together.
+        max_bytes_per_gpu: limit of the bytes of windows on one GPU; None for the whole GPU.
+        per_user: limits of one user.
+        drain_s: how long the daemon waits for sessions to end after SIGTERM.
+        idle_exit_s: end after this long without a session; None to never end.
+        parent_pidfd: pidfd of a process; the daemon ends when that process is gone.
+        ready_fd: receives one line of JSON once the sockets answer, then is closed.
+        recovery_s: how long a restarted daemon waits for processes it knew before.
+        testing: names of TESTING_SWITCHES, or failpoints.
+        cluster: settings of the cluster; None for a single node.
+        metrics: address that Prometheus reads; None for no metrics.
+        metrics_detail: whether metrics include series for each rank and expert of each layer.
     """
 
     directory: Path
@@ -55,7 +57,7 @@ class ServerConfig:
 
     @property
     def open_to_others(self) -> bool:
-        """Whether users other than the daemon's own may connect."""
+        """Returns whether users other than the daemon's own may connect."""
         return bool(self.allow_uids or self.allow_gids)
 
     def check_served(self, peer: Peer) -> None:
@@ -77,13 +79,13 @@ class ServerConfig:
 def merged(
     ours: ServerConfig, theirs: ServerConfig, changed: Iterable[str]
 ) -> tuple[ServerConfig, list[str]]:
-    """`ours` with what a daemon that serves can take of `theirs`, and the keys of the rest."""
+    """Merges changed keys of `theirs` into `ours`, and returns the keys that need a restart."""
     left = []
     for key in changed:
         name = key.replace("-", "_")
         if name in ("drain_s", "log_level", "idle_exit_s", "max_bytes_per_gpu"):
             ours = dataclasses.replace(ours, **{name: getattr(theirs, name)})
-        elif name == "max_host_bytes":  # a user's share follows, unless it is given
+        elif name == "max_host_bytes":  # a user's share follows this limit, unless it was set
             host_bytes = theirs.per_user.host_bytes
             per_user = dataclasses.replace(ours.per_user, host_bytes=host_bytes)
             new = theirs.max_host_bytes
@@ -93,7 +95,7 @@ def merged(
             value = getattr(theirs.per_user, limit)
             per_user = dataclasses.replace(ours.per_user, **{limit: value})
             ours = dataclasses.replace(ours, per_user=per_user)
-        # Without other users the directory's mode and a user's share differ.
+        # Not if other users are first allowed or no longer: the directory's mode would differ.
         elif name in ("allow_uid", "allow_gid") and ours.open_to_others and theirs.open_to_others:
             ours = dataclasses.replace(ours, **{f"{name}s": getattr(theirs, f"{name}s")})
         else:
@@ -102,7 +104,7 @@ def merged(
 
 
 def default_max_host_bytes() -> int:
-    """Returns half of the memory that the host could give without swapping."""
+    """Returns half of the memory that the host can provide without swapping."""
     return available_bytes() // 2
 
 
@@ -110,7 +112,7 @@ def parse_metrics(text: str) -> Endpoint:
     """Parses the address of `--metrics`: HOST:PORT, or PORT on loopback.
 
     Raises:
-        InvalidArgumentError: no address, or prometheus-client is not installed.
+        InvalidArgumentError: `text` is not an address, or prometheus-client is not installed.
     """
     if importlib.util.find_spec("prometheus_client") is None:
         raise InvalidArgumentError(
@@ -121,7 +123,7 @@ def parse_metrics(text: str) -> Endpoint:
 
 
 def parse_bytes(text: str) -> int:
-    """'1073741824', '512M', '2GiB' as bytes.
+    """Parses a size such as '1073741824', '512M' or '2GiB', and returns bytes.
 
     Raises:
         InvalidArgumentError: not a positive size.

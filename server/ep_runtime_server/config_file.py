@@ -1,4 +1,4 @@
-"""`serve --config FILE`: a key for every flag. The parser is the one table of both."""
+"""Reads and writes the file of `serve --config FILE`; its keys are the parser's flags."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ _FLAGS_ALONE = ("help", "config", "print-config", "parent-pidfd", "ready-fd")
 
 
 def keys(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:
-    """The flags that a file may set, by key."""
+    """Returns the flags that a file may set, by key."""
     named = {action.option_strings[-1].removeprefix("--"): action for action in parser._actions}
     return {key: action for key, action in named.items() if key not in _FLAGS_ALONE}
 
 
 def read(parser: argparse.ArgumentParser, path: Path) -> None:
-    """Makes the file's values the parser's defaults: a flag wins, and repeated flags add to lists.
+    """Makes the file's values the parser's defaults: flags override them, or add to lists.
 
     Raises:
-        InvalidArgumentError: naming the key that is unknown or has a wrong value.
+        InvalidArgumentError: a key is unknown or has a wrong value; the message names the key.
     """
     try:
         content = tomllib.loads(files.read(path).decode())
@@ -69,7 +69,7 @@ def _scalar(action: argparse.Action, value: Any) -> Any:
 
 
 def text_of(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> str:
-    """Makes the text of a file equal to `arguments`; keys that are not set are comments."""
+    """Returns the text of a file that sets `arguments`; keys without a value are comments."""
     lines: list[str] = []
     for key, action in keys(parser).items():
         if action.help == argparse.SUPPRESS:
@@ -83,7 +83,7 @@ def text_of(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> s
 def changes(
     parser: argparse.ArgumentParser, before: argparse.Namespace, after: argparse.Namespace
 ) -> list[str]:
-    """Returns the keys of values that differ."""
+    """Returns the keys whose values differ between `before` and `after`."""
     return [
         key
         for key, action in keys(parser).items()

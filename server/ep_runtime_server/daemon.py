@@ -1,4 +1,4 @@
-"""Wiring: sockets, servers, timers and signals around one `Runtime`."""
+"""Connects one `Runtime` to sockets, servers, timers and signals."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ from ep_runtime_server.sockets.disposal import Disposal
 from ep_runtime_server.sockets.fd_server import FdServer
 from ep_runtime_server.sockets.front import Front, OrdersFront
 
-# Callers of a stopped server get that long to read their last event or error.
+# How long callers of a stopped server have to read their last event or error.
 STOP_GRACE_S = 0.5
 
 SERVER_OPTIONS = [
@@ -70,7 +70,7 @@ SERVER_OPTIONS = [
     # keepalive_timeout_ms alone does nothing in current gRPC; the ping timeout decides.
     ("grpc.http2.ping_timeout_ms", 5_000),
     ("grpc.keepalive_permit_without_calls", 1),
-    # The C macro is called MIN_RECV_PING...; a wrong key is ignored without a word.
+    # The C macro is GRPC_ARG_HTTP2_MIN_RECV_PING_...; gRPC silently ignores a wrong key.
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.server_handshake_timeout_ms", 2_000),
@@ -93,7 +93,7 @@ class Daemon:
         stored_fds: Mapping[str, int] | None = None,
         gpus: Gpus | None = None,
     ) -> None:
-        """`stored_fds` by name are systemd's; `clock`, `peer_of` and `gpus` are for tests."""
+        """`stored_fds` has systemd's descriptors by name. Tests set `clock`, `peer_of`, `gpus`."""
         self._gpus = gpus
         self._stored_fds = stored_fds or {}
         self._settings = settings
@@ -114,7 +114,7 @@ class Daemon:
             settings.directory, open_to_others=settings.open_to_others
         )
         journal = Journal(self._directory.path / JOURNAL_FILE, Failpoints(settings.testing))
-        # A private daemon ends with its client, so nobody would ask its successor.
+        # A private daemon ends with its client, so no later daemon needs its events.
         kept = self._directory.path / EVENTS_FILE if settings.parent_pidfd is None else None
         log = EventLog(self._clock, kept)
         audit = Audit(kept and self._directory.path / AUDIT_FILE)
@@ -158,7 +158,7 @@ class Daemon:
         )
 
     def _open_doors(self) -> None:
-        """Opens fd.sock, and api.sock and admin.sock in front of gRPC."""
+        """Opens fd.sock, api.sock and admin.sock; the last two forward to gRPC."""
         directory, kind = self._directory, socket.SOCK_SEQPACKET
         self._disposal = Disposal()
         turns = Turns(asyncio.get_running_loop())
@@ -197,7 +197,10 @@ class Daemon:
             )
 
     def _make_node_server(self) -> grpc.aio.Server | None:
-        """Starts the port of other nodes' daemons; None without a cluster. Raises as Cluster."""
+        """Starts the server for other nodes' daemons; None without a cluster.
+
+        Raises what Cluster raises.
+        """
         runtime = self.runtime
         if self._settings.cluster is None:
             return None
@@ -214,14 +217,14 @@ class Daemon:
         server = make_server([self._node_policy], [*SERVER_OPTIONS, most])
         cluster.listen(server)
         cluster.start(server, runtime.groups, runtime.recovery.take_restored())
-        assert cluster.coordination is not None  # `start` makes it
+        assert cluster.coordination is not None  # set by `start`
         runtime.unique_ids.of_view = cluster.coordination.unique_ids
         services.add_to_server(server, admin_service_pb2.DESCRIPTOR, ReadingServicer(runtime))
         runtime.cluster = cluster
         return server
 
     def _make_metrics(self) -> MetricsEndpoint | None:
-        """Raises what MetricsEndpoint raises."""
+        """Starts the endpoint of metrics, if one is set. Raises what MetricsEndpoint raises."""
         listen = self._settings.metrics
         if listen is None:
             return None
@@ -254,7 +257,7 @@ class Daemon:
         return server
 
     def _uid_of(self, peer: str) -> int | None:
-        """The user behind a connection of sessions."""
+        """Returns the uid of a caller of api.sock; None if its connection has ended."""
         caller = self._front.caller_of(peer)
         return caller.uid if caller is not None else None
 
@@ -289,7 +292,7 @@ class Daemon:
         while True:
             await asyncio.sleep(limits.REAPER_INTERVAL_S)
             self.runtime.tick()
-            self._tell_health()  # the recovery ends by the clock
+            self._tell_health()  # a recovery may have run out of time
             if self.runtime.should_stop or self._parent_is_gone():
                 self._stop_now.set()
 
@@ -301,8 +304,7 @@ class Daemon:
             await asyncio.sleep(watchdog_s / 3)
 
     def _parent_is_gone(self) -> bool:
-        """Checks the parent regularly, because nobody else ends a private daemon without its
-        client."""
+        """Returns whether the parent has ended, which must end its private daemon."""
         if self._settings.parent_pidfd is None:
             return False
         poll = select.poll()
@@ -310,12 +312,12 @@ class Daemon:
         return bool(poll.poll(0))
 
     async def run_until_stopped(self) -> None:
-        """Returns when told to end: signal, drained, idle, or the parent gone."""
+        """Waits until the daemon must end: a signal, drained, idle, or its parent has ended."""
         await self._stop_now.wait()
 
     async def stop(self) -> None:
-        """Ends every server. Clients keep what they mapped; boards are left alone, so that a
-        running step is not disturbed by an upgrade of the daemon."""
+        """Ends every server. Clients keep their mapped memory, and boards stay unchanged, so that
+        an upgrade of the daemon does not disturb a running step."""
         loop = asyncio.get_running_loop()
         for number in self._signals:
             loop.remove_signal_handler(number)

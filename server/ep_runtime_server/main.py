@@ -31,13 +31,13 @@ if TYPE_CHECKING:
 
 PROCESS_TITLE = "ep-runtimed"
 
-# Exit codes of the command line: 0 ok, 1 usage, 2 no daemon (here: it could not start).
+# Exit codes of the command line: 0 ok, 1 usage, 2 no daemon (for `serve`: could not start).
 EXIT_USAGE = 1
 EXIT_CANNOT_SERVE = 2
 
 
 class ServeParser(argparse.ArgumentParser):
-    """argparse with the command line's exit code for wrong usage."""
+    """An argument parser that ends with EXIT_USAGE on wrong usage."""
 
     def error(self, message: str) -> NoReturn:
         self.print_usage(sys.stderr)
@@ -45,7 +45,7 @@ class ServeParser(argparse.ArgumentParser):
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The flags of `ep-runtime serve`; the command line shows the same help."""
+    """Builds the parser of `ep-runtime serve`, whose help the command line shows too."""
     parser = ServeParser(prog="ep-runtime serve", description="Runs the daemon in the foreground.")
     add = parser.add_argument
     add(
@@ -183,7 +183,7 @@ def _count(text: str) -> int:
 def _user_limits(
     arguments: argparse.Namespace, max_host_bytes: int, *, others: bool, cluster: bool
 ) -> UserLimits:
-    """Computes a user's limits: half of what all users share, or nearly all for the only one."""
+    """Computes a user's limits: half of each total, or nearly all of it for a single user."""
     all_fds = open_files.for_users(cluster=cluster)
     given = {
         "sessions": arguments.max_sessions_per_uid,
@@ -217,7 +217,7 @@ def _check_testing(switches: Sequence[str]) -> frozenset[str]:
 
 
 def make_config(arguments: argparse.Namespace) -> ServerConfig:
-    """Raises InvalidArgumentError naming the flag's value that does not work."""
+    """Makes the configuration of parsed flags. Raises InvalidArgumentError for a wrong value."""
     max_host_bytes = _size(arguments.max_host_bytes) or config.default_max_host_bytes()
     others = bool(arguments.allow_uid or arguments.allow_gid)
     cluster = cluster_config.make_cluster_config(arguments)
@@ -256,9 +256,9 @@ def _tell_ready(settings: ServerConfig, daemon: Daemon) -> None:
 
 
 def _take_signals_back() -> None:
-    """Takes back the signals that the daemon's parent blocked or ignored.
+    """Restores the signals that the daemon's parent blocked or ignored.
 
-    SIGTERM ends it, and the kernel tells it of its processes' ends.
+    The daemon needs SIGTERM to end, and SIGCHLD to notice that its child processes ended.
     """
     shells = {signal.SIGHUP, signal.SIGQUIT}  # of `nohup ep-runtime serve &`
     pythons = {signal.SIGPIPE, signal.SIGXFSZ}
@@ -269,7 +269,7 @@ def _take_signals_back() -> None:
 
 
 def _parse(argv: Sequence[str] | None) -> tuple[argparse.ArgumentParser, argparse.Namespace]:
-    """Parses the flags, which override their file. Raises InvalidArgumentError."""
+    """Parses the flags and their config file; flags override it. Raises InvalidArgumentError."""
     parser = build_parser()
     arguments = parser.parse_args(argv)
     if arguments.config:
@@ -279,28 +279,28 @@ def _parse(argv: Sequence[str] | None) -> tuple[argparse.ArgumentParser, argpars
 
 
 class _Reloading:
-    """Handles SIGHUP: reads the flags' file again, and changes what can be changed."""
+    """Handles SIGHUP: reads the config file again, and applies settings that may change."""
 
     def __init__(self, argv: Sequence[str] | None, arguments: argparse.Namespace) -> None:
         self._argv = argv
         self._arguments = arguments
 
     def reload(self, daemon: Daemon) -> None:
-        """Logs what changed, and what waits for a restart."""
+        """Applies changed settings, and logs which ones changed and which need a restart."""
         try:
             parser, arguments = _parse(self._argv)
             settings = make_config(arguments)
         except EpRuntimeError as error:
             daemon.runtime.events.add("server.config_refused", f"{error}", level=logging.ERROR)
             return
-        except SystemExit:  # a parser's, of an argv that it took before
+        except SystemExit:  # raised by argparse, which already printed the reason
             return
         changed = config_file.changes(parser, self._arguments, arguments)
         left = daemon.runtime.reconfigure(settings, changed)
         if "log-level" in changed:
             logging.getLogger().setLevel(settings.log_level.upper())
         done = [key for key in changed if key not in left]
-        for key in done:  # the rest is reported again the next time
+        for key in done:  # the next reload reports the other keys again
             name = key.replace("-", "_")
             setattr(self._arguments, name, getattr(arguments, name))
         told = f"{arguments.config}: changed {', '.join(done) or 'nothing'}"
@@ -314,7 +314,7 @@ async def serve(
     settings: ServerConfig, log: LogWriter, reloading: _Reloading | None = None
 ) -> None:
     """Runs a daemon until it is told to end. Raises what Daemon.start raises."""
-    from ep_runtime_server.daemon import Daemon  # late: --help and wrong options need none of it
+    from ep_runtime_server.daemon import Daemon  # imported late, because --help does not need it
 
     daemon = Daemon(settings, stored_fds=systemd.stored_fds(*env.stored_fds()))
     await daemon.start()
@@ -333,7 +333,7 @@ async def serve(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit code."""
+    """Runs `ep-runtime serve`, and returns its exit code."""
     try:
         parser, arguments = _parse(argv)
         if arguments.print_config:
@@ -343,7 +343,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except EpRuntimeError as error:
         sys.stderr.write(f"ep-runtime serve: {error}\n")
         return EXIT_USAGE
-    _take_signals_back()  # before any thread runs, which would have the mask too
+    _take_signals_back()  # before any thread starts: threads inherit the mask
     log = log_lines.start_logging(arguments.log_level)
     open_files.raise_most_open()
     try:
@@ -352,7 +352,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"ep-runtime serve: {error}\n")
         return EXIT_USAGE
     setproctitle.setproctitle(PROCESS_TITLE)
-    # Before any thread runs and any socket is bound: gRPC takes the mode from the umask alone.
+    # Before any socket is bound: gRPC sockets take their mode from the umask.
     os.umask(0o077)
     try:
         asyncio.run(serve(settings, log, _Reloading(argv, arguments) if arguments.config else None))
@@ -361,5 +361,5 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_CANNOT_SERVE
     finally:
         log.end()
-        gc.collect()  # gRPC takes 2 s to end a TLS server that only the interpreter's end lets go
+        gc.collect()  # else the exit frees a TLS server, which takes gRPC 2 s
     return 0

@@ -1,4 +1,4 @@
-"""All state of the daemon that is not a socket; servicers and fd server call into it."""
+"""The daemon's state apart from sockets; the gRPC servicers and the fd server call it."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ from ep_runtime_server.memory.fd_store import FdStore, by_set, stored_name
 from ep_runtime_server.memory.windows import FREEING, Owner, WindowPool
 from ep_runtime_server.nccl.unique_ids import UniqueIdBook
 
-# RPCs whose answer promises something that a restarted daemon must know.
+# RPCs that create something that a restarted daemon must know.
 _MAKES_NEW = ("OpenSession", "CreateGroup", "RegisterLayers")
 
 _ADMIN = ".AdminService/"
 
 
 class Runtime:
-    """Sessions, groups, memory, and the orders of an operator."""
+    """Holds sessions, groups and memory, and carries out an operator's orders."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class Runtime:
         events: EventLog | None = None,
         audit: Audit | None = None,
     ) -> None:
-        """`restore` comes next; `gpus` are for tests."""
+        """Call `restore` next. Tests set `gpus`."""
         self.settings = settings
         self.clock = clock
         self.journal = journal
@@ -109,11 +109,11 @@ class Runtime:
         self._idle_since_s = self.started_s
 
     def restore(self, fd_store: FdStore, stored: Mapping[str, int]) -> None:
-        """Takes over what the journal says and what systemd kept, and begins a journal of its own.
+        """Restores state from the journal and from systemd's descriptors, and begins a new journal.
 
         Args:
-            fd_store: gets every descriptor from now on.
-            stored: systemd's descriptors by name; closed here.
+            fd_store: stores the descriptors of every window set from now on.
+            stored: systemd's descriptors by name; this call closes them.
         """
         journal, recovery = self.journal, self.recovery
         incomplete = not journal.was_there or journal.cut_bytes > 0 or journal.odd_records > 0
@@ -159,13 +159,13 @@ class Runtime:
             else:
                 for rank in kept.get(windows.set_id, {}):
                     names.pop(stored_name(windows.set_id, rank), None)
-        for name in names:  # descriptors of sets that are gone
+        for name in names:  # descriptors of sets that no longer exist
             fd_store.remove(name)
         for fd in stored.values():
             os.close(fd)
 
     def usage(self, uid: int) -> Usage:
-        """Returns what the user holds now."""
+        """Returns the user's present use of each limited resource."""
         groups = self.groups.of_user(uid)
         sessions = sum(session.uid == uid for session in self.sessions.not_over())
         host, *gpus = (self.pool.held_by(uid, device.name) for device in self.pool.devices())
@@ -180,7 +180,7 @@ class Runtime:
         )
 
     def fds(self) -> collections.Counter[int]:
-        """Returns descriptors by uid, of users that have any."""
+        """Returns how many descriptors each user has, by uid."""
         sessions = collections.Counter(session.uid for session in self.sessions.not_over())
         connections = self.connections
         held = self.pool.fds() + self.unique_ids.fds()
@@ -189,7 +189,7 @@ class Runtime:
         return +held
 
     def admit(self, uid: int, *, sessions: int = 0, api: int = 0, fd: int = 0) -> None:
-        """Checks whether a user may have more sessions and connections to both sockets.
+        """Checks that a user may have this many more sessions and connections to both sockets.
 
         Raises:
             PoolExhaustedError: see Quotas.check.
@@ -200,13 +200,13 @@ class Runtime:
         self.quotas.check(uid, sessions=sessions, fds=after - before)
 
     def tell_refused(self, door: str, error: EpRuntimeError) -> None:
-        """Adds an event for a caller at socket `door` that is not served or finds no room."""
+        """Adds an event for a caller that socket `door` refused for its user or a limit."""
         if isinstance(error, (PermissionDeniedError, PoolExhaustedError)):
             cause = error.fields.get("uid")
             self.events.deny(f"{door}.denied", cause, str(error), **error.fields)
 
     def users(self) -> list[int]:
-        """Uids that hold anything."""
+        """Returns the uids that have a session, a group or a descriptor."""
         sessions = {session.uid for session in self.sessions.not_over()}
         groups = {group.owner.uid for group in self.groups.all()}
         return sorted(sessions | groups | set(self.fds()))
@@ -225,7 +225,7 @@ class Runtime:
 
     @property
     def refusal(self) -> str:
-        """Says why nothing new is admitted or would work; empty while all is well."""
+        """Returns why the daemon admits nothing new or does not work; empty if it is healthy."""
         if self.draining:
             return f"it is {self.drain_order or 'draining: it ends'}"
         if self.recovery.under_way:
@@ -244,10 +244,10 @@ class Runtime:
             )
 
     async def before_answer(self, method: str) -> None:
-        """Waits until the journal has an RPC's changes, before it is answered.
+        """Writes an RPC's changes to the journal, before the daemon answers the RPC.
 
         Raises:
-            PoolExhaustedError: it is not, and the call made something new.
+            PoolExhaustedError: the journal cannot be written, and the call created something.
         """
         if _ADMIN not in method:
             self.failpoints.hit("rpc.before_answer")
@@ -260,7 +260,7 @@ class Runtime:
             self.failpoints.hit("rpc.answer")
 
     async def claims_allowed(self, session: SessionRecord, name: str, wait_s: float) -> float:
-        """Waits until groups may be created; how much of `wait_s` that took.
+        """Waits until groups may be created; returns how much of `wait_s` that took.
 
         Raises:
             RuntimeUnavailableError: draining, or still recovering after `wait_s`.
@@ -282,12 +282,12 @@ class Runtime:
     def open_session(
         self, session: SessionRecord, job: str, labels: Mapping[str, str], process_index: int
     ) -> None:
-        """Names the job of a session.
+        """Sets the job and labels of a session.
 
         Raises:
-            SpecMismatchError: opened before with another job.
-            InvalidArgumentError: a job or label that no session may have.
-            RuntimeUnavailableError: draining.
+            SpecMismatchError: the session was opened with another job.
+            InvalidArgumentError: the job or a label is not a valid name.
+            RuntimeUnavailableError: the daemon is draining.
             PoolExhaustedError: the journal cannot be written.
         """
         if session.state is not SessionState.CONNECTED:
@@ -332,14 +332,14 @@ class Runtime:
     # Orders
 
     def drain(self, deadline_s: float, *, shutdown: bool, order: GivenOrder | None = None) -> None:
-        """Admits nothing new: with `shutdown` until the daemon ends, at the deadline at the latest;
-        without, until `undrain`, over restarts too.
+        """Admits nothing new.
 
-        Without `order` a signal asked for it.
+        With `shutdown` the daemon ends, at the deadline at the latest. Without it, the drain lasts
+        until `undrain`, also after restarts. `order` is None if a signal asked for the drain.
 
         Raises:
-            PoolExhaustedError: done, but the journal does not hold it.
-            InvalidArgumentError: a deadline in the past, or that no client can be told of.
+            PoolExhaustedError: the order is in force, but the journal cannot record it.
+            InvalidArgumentError: the deadline is negative, or too large for a message to clients.
         """
         if deadline_s < 0:
             raise InvalidArgumentError(
@@ -362,11 +362,11 @@ class Runtime:
             self.recorder.require(all_of_it=True)
 
     def undrain(self, order: GivenOrder) -> bool:
-        """Admits sessions and groups again; whether it did not before.
+        """Admits sessions and groups again; returns whether the daemon was draining.
 
         Raises:
-            InvalidArgumentError: a signal ends the daemon.
-            PoolExhaustedError: done, but the journal does not hold it.
+            InvalidArgumentError: a signal asked for the drain, which ends the daemon.
+            PoolExhaustedError: the order is in force, but the journal cannot record it.
         """
         drain, self.drain_order = self.drain_order, None
         if drain is None:
@@ -388,7 +388,10 @@ class Runtime:
         self.on_health()
 
     def reconfigure(self, settings: ServerConfig, changed: Iterable[str]) -> list[str]:
-        """Takes what can change while it serves; keys of the rest. Who is served already stays."""
+        """Applies settings that can change now; returns the keys that need a restart.
+
+        The new settings concern new callers only.
+        """
         self.settings, left = merged(self.settings, settings, changed)
         self.quotas.limits = self.settings.per_user
         self.pool.limit(self.settings.max_host_bytes, self.settings.max_bytes_per_gpu)
@@ -397,7 +400,7 @@ class Runtime:
     # Time
 
     def tick(self) -> None:
-        """Runs periodic work every REAPER_INTERVAL_S; failed parts do not stop others."""
+        """Runs all periodic work once; a failure of one part does not stop the others."""
         run = self.supervisor.run
         run("expiry of groups", self.groups.expire)
         run(FREEING, self.pool.free_again)
@@ -412,14 +415,14 @@ class Runtime:
         if self.cluster is not None:
             run("cluster", self.cluster.tick)
         if self.sessions.not_over() or self.groups.all():
-            self._idle_since_s = self.clock.monotonic_s()  # retained memory waits for its job
+            self._idle_since_s = self.clock.monotonic_s()  # a retained group waits for its job
 
     @property
     def should_stop(self) -> bool:
-        """Drained and empty, past the deadline, or idle for longer than wanted."""
+        """Returns whether the daemon is drained, past its deadline, or idle for `idle_exit_s`."""
         now = self.clock.monotonic_s()
         empty = not self.sessions.not_over()
-        # A fenced session can do nothing more, so nobody waits for its process.
+        # A fenced session cannot make calls, so do not wait for its process.
         quiet = not any(session.live for session in self.sessions.not_over())
         stop_at_s = self.drain_order.ends_at_s if self.drain_order is not None else None
         if stop_at_s is not None and (quiet or now >= stop_at_s):

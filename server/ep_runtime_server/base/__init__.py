@@ -1,1 +1,1 @@
-"""Time, pacing, events, logs, systemd and limits, for all other folders."""
+"""Modules that all other folders use: time, pacing, events, logs, systemd and limits."""

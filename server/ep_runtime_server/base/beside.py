@@ -14,7 +14,7 @@ Work = Callable[[], None]
 
 
 class SideThread:
-    """Does one piece of work after the other. The work must not raise."""
+    """Runs queued functions one after the other on a thread. The functions must not raise."""
 
     def __init__(self, name: str, most_waiting: int) -> None:
         self._work: queue.Queue[Work | None] = queue.Queue(most_waiting)
@@ -23,7 +23,7 @@ class SideThread:
 
     @property
     def empty(self) -> bool:
-        """Whether nothing waits; the last piece may still be under way."""
+        """Returns whether the queue is empty; the last function may still be running."""
         return self._work.empty()
 
     @property
@@ -31,7 +31,7 @@ class SideThread:
         return self._work.full()
 
     def put(self, work: Work) -> bool:
-        """Queues work without waiting; returns False if the queue is full."""
+        """Queues a function without waiting; returns False if the queue is full."""
         try:
             self._work.put_nowait(work)
         except queue.Full:
@@ -39,7 +39,7 @@ class SideThread:
         return True
 
     async def settle(self, within_s: float) -> None:
-        """Waits until all work queued before is done, or for that time."""
+        """Waits until all work queued so far is done, but at most `within_s`."""
         loop, done = asyncio.get_running_loop(), asyncio.Event()
 
         def tell() -> None:
@@ -56,7 +56,7 @@ class SideThread:
             work()
 
     def end(self) -> bool:
-        """Finishes queued work as far as time allows; returns whether all of it was done."""
+        """Finishes queued work as far as END_S allows; returns whether all of it was done."""
         try:
             self._work.put(None, timeout=END_S)
         except queue.Full:

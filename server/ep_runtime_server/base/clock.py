@@ -1,4 +1,4 @@
-"""Time as the daemon sees it, so that tests can set it."""
+"""The daemon's clock, which tests can replace."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Protocol
 
 
 class Clock(Protocol):
-    """Durations come from `monotonic_s` only; `wall_s` is for people."""
+    """A source of time: measure durations with `monotonic_s`, and show `wall_s` to people."""
 
     def monotonic_s(self) -> float: ...
 
@@ -15,7 +15,7 @@ class Clock(Protocol):
 
 
 class SystemClock:
-    """CLOCK_MONOTONIC and CLOCK_REALTIME."""
+    """Reads CLOCK_MONOTONIC and CLOCK_REALTIME."""
 
     def monotonic_s(self) -> float:
         return time.monotonic()

@@ -1,7 +1,7 @@
-"""Events in a file, one JSON line each, so that a restarted daemon still lists them.
+"""Stores events in a file, one JSON line each, so that a restarted daemon still lists them.
 
-Nothing depends on it. Where it cannot be written, or a line of it is none of ours, events are lost
-and the daemon goes on. It is written beside the event loop: a disk may take long.
+Nothing depends on the file. If the daemon cannot write it, or finds a malformed line in it, events
+are lost and the daemon keeps serving. A thread writes the file, because a disk may take long.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ def _line(values: Values) -> bytes:
 
 
 class EventFile:
-    """Writes events line by line; all that `written` waited for survive a kill."""
+    """Writes events line by line; those that `written` waited for survive a kill of the daemon."""
 
     def __init__(self, path: Path) -> None:
-        """Raises InvalidArgumentError if something else than a file has its name."""
+        """Opens the file. Raises InvalidArgumentError if `path` is not a regular file."""
         self._path = path
         self._fd = -1
         self._rewritten_bytes = 0
@@ -50,7 +50,8 @@ class EventFile:
             ) from error
         except OSError:
             pass  # events are lost
-        self._bytes = os.fstat(self._fd).st_size if self._fd >= 0 else 0  # since it was rewritten
+        # Bytes since the file was last rewritten.
+        self._bytes = os.fstat(self._fd).st_size if self._fd >= 0 else 0
         self._gap = self._rewriting = False
         self._beside = SideThread("events", MAX_WAITING)
 
@@ -59,7 +60,7 @@ class EventFile:
         self._fd = files.open_regular(self._path, flags)
 
     def read(self) -> Iterator[Values]:
-        """Reads the file's events by number; skips other lines."""
+        """Yields the file's events in order of their numbers; skips malformed lines."""
         sequence = 0
         try:
             lines = files.read_end(self._path).splitlines()
@@ -70,17 +71,17 @@ class EventFile:
             if values is not None and values[0] > sequence:
                 sequence = values[0]
                 yield values
-        if lines:  # the last one may be torn
+        if lines:  # the last line may be incomplete
             self._write(b"\n")
 
     @property
     def wants_rewriting(self) -> bool:
-        """Returns whether most of the file is outdated, or an event found no room."""
+        """Returns whether most of the file is outdated, or an event did not fit in the queue."""
         much = self._bytes > max(REWRITE_AT_BYTES, self._rewritten_bytes)
         return (much or self._gap) and not self._rewriting and not self._beside.full
 
     def append(self, values: Values) -> None:
-        """Never waits."""
+        """Queues an event for the file without waiting."""
         line = _line(values)
         if len(line) <= MAX_LINE_BYTES:
             self._bytes += len(line)
@@ -92,13 +93,11 @@ class EventFile:
                 os.write(self._fd, data)
 
     async def written(self) -> None:
-        """Returns when a daemon that starts again will know what was appended so far, or after
-        WRITTEN_WITHIN_S."""
+        """Waits until all appended events are in the file, but at most WRITTEN_WITHIN_S."""
         await self._beside.settle(WRITTEN_WITHIN_S)
 
     def rewrite(self, rings: Sequence[Sequence[Values]]) -> None:
-        """Puts a file of the events of these lists alone in the place of the old one. Never
-        waits."""
+        """Queues the replacement of the file by one that has only the events of `rings`."""
         if self._beside.put(functools.partial(self._rewrite, rings)):
             self._gap, self._rewriting, self._bytes = False, True, 0
 
@@ -112,7 +111,7 @@ class EventFile:
             with os.fdopen(fd, "wb") as file:
                 file.write(data)
             os.rename(fresh, self._path)
-        except OSError:  # the old one goes on
+        except OSError:  # keep using the old file
             return
         finally:
             self._rewritten_bytes, self._rewriting = len(data), False
@@ -121,14 +120,14 @@ class EventFile:
             self._open()
 
     def close(self) -> None:
-        """Writes the rest, as far as the disk is fast enough."""
+        """Writes the queued events, as far as the disk is fast enough."""
         if self._beside.end():
             self._close()
 
     def _close(self) -> None:
         fd, self._fd = self._fd, -1
         if fd >= 0:
-            with contextlib.suppress(OSError):  # the thread that writes must not end by it
+            with contextlib.suppress(OSError):  # an error must not end the writing thread
                 os.close(fd)
 
 

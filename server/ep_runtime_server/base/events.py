@@ -1,8 +1,8 @@
-"""State changes: bounded logs for `ListEvents`, and one line each in the daemon's log.
+"""Records state changes as events: in bounded rings for `ListEvents`, and in the daemon's log.
 
-Every kind of thing (sessions, groups, ...) has a ring of its own, so that what happens often, or
-what somebody does often, pushes nothing else out. Denials are rate-limited besides: strangers
-cause them. Events live on in a file, with their numbers, for a daemon that starts again.
+Each kind of object (session, group and so on) has its own ring, so that frequent events of one kind
+do not push out events of another. Denials are also rate-limited, because any caller can cause
+them. A file keeps the events and their numbers for a restarted daemon.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ep_runtime_server.base.event_file import EventFile
 MAX_EVENTS_PER_RING = 2000
 MAX_RINGS = 32
 
-# Denials of one cause, and of all: this many at once, then one per interval.
+# Denials of one cause, and of all causes: this many at once, then one per interval.
 DENIALS_AT_ONCE, DENIAL_EVERY_S = 5, 10.0
 ALL_DENIALS_AT_ONCE, ANY_DENIAL_EVERY_S = 50, 1.0
 MAX_CAUSES = 1024
@@ -43,7 +43,7 @@ class Event(NamedTuple):
 
 
 class _Allowance:
-    """A number of things at once, then one per interval."""
+    """A rate limit: allows `at_once` events, then one per `every_s`."""
 
     def __init__(self, at_once: int, every_s: float, now_s: float) -> None:
         self._at_once = at_once
@@ -61,10 +61,10 @@ class _Allowance:
 
 
 class EventLog:
-    """The daemon's events. Callers never pass it a session token or attach token."""
+    """Collects the daemon's events. Callers must not pass a session token or attach token."""
 
     def __init__(self, clock: Clock, path: Path | None = None) -> None:
-        """`path` is of the file that outlives the daemon; None for none."""
+        """Reads earlier events from the file at `path`, and appends new ones; None for no file."""
         self._clock = clock
         self._rings: dict[str, collections.deque[Event]] = {}
         self._sequence = 0
@@ -117,10 +117,10 @@ class EventLog:
             file.rewrite([list(ring) for ring in self._rings.values()])
 
     def deny(self, kind: str, cause: object, message: str, **fields: Any) -> None:
-        """Adds a denial (kind "*.denied"), unless there were too many of that cause, or in total.
+        """Adds a denial (kind "*.denied"), unless this cause or all causes had too many.
 
         Args:
-            cause: for example the uid that was refused; in no event.
+            cause: what denials are counted by, such as the refused uid; not part of the event.
         """
         now_s = self._clock.monotonic_s()
         allowance = self._by_cause.pop((kind, cause), None)
@@ -128,14 +128,14 @@ class EventLog:
             allowance = _Allowance(DENIALS_AT_ONCE, DENIAL_EVERY_S, now_s)
             if len(self._by_cause) >= MAX_CAUSES:
                 del self._by_cause[next(iter(self._by_cause))]
-        self._by_cause[kind, cause] = allowance  # the longest unused one is the first
+        self._by_cause[kind, cause] = allowance  # the least recently used one is first
         if allowance.take(now_s) and self._denials.take(now_s):
             self.add(kind, message, level=logging.WARNING, **fields)
         else:
             self._suppressed[kind] += 1
 
     def tick(self) -> None:
-        """Reports now and then how many denials and log lines were left out."""
+        """Reports the number of suppressed denials and lost log lines, at most every 10 s."""
         if self._file is not None:
             self._tidy(self._file)
         now_s = self._clock.monotonic_s()
@@ -150,15 +150,14 @@ class EventLog:
             self.add(kind, f"{count} more of these", level=logging.WARNING, suppressed=count)
 
     def after(self, sequence: int) -> list[Event]:
-        """Events with a larger sequence number, oldest first."""
+        """Returns the events after number `sequence`, oldest first."""
         rings = [
             [event for event in ring if event.sequence > sequence] for ring in self._rings.values()
         ]
         return list(heapq.merge(*rings, key=operator.attrgetter("sequence")))
 
     async def written(self) -> None:
-        """Waits until the events so far are on disk, so that a restarted daemon has them. It does
-        not wait long if the disk fails."""
+        """Waits briefly until the events so far are in the file, for a restarted daemon."""
         if self._file is not None:
             await self._file.written()
 

@@ -1,9 +1,9 @@
 """Named points at which tests make the daemon fail. Off unless `--testing failpoint:...` is given.
 
-failpoint:NAME=kill[:N]      SIGKILL ourselves at the N-th time (default 1) the point is reached
-failpoint:NAME=enospc[:N]    raise ENOSPC there, N times; without N always
-failpoint:NAME=eio[:N]       the same with EIO
-failpoint:NAME=lost:P        lose what comes by there in P of 100 cases, the same ones in every life
+failpoint:NAME=kill[:N]      SIGKILL the daemon when the point is reached the N-th time (default 1)
+failpoint:NAME=enospc[:N]    raise ENOSPC at the point, N times; without N always
+failpoint:NAME=eio[:N]       raise EIO at the point, N times; without N always
+failpoint:NAME=lost:P        lose the message in P of 100 cases; a restart repeats the same cases
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _ERRORS = {"enospc": errno.ENOSPC, "eio": errno.EIO}
 
 
 class LostError(ConnectionResetError):
-    """Raised to lose a request or an answer: its caller only sees the call end."""
+    """Loses a request or an answer: the caller sees only that its call ended."""
 
 
 @dataclasses.dataclass
@@ -54,10 +54,10 @@ class _Point:
 
 
 def parse(text: str) -> tuple[str, str, int]:
-    """(name, action, count) of `failpoint:NAME=ACTION[:N]`; count 0 if none is given.
+    """Parses `failpoint:NAME=ACTION[:N]` into (name, action, count); count is 0 without N.
 
     Raises:
-        InvalidArgumentError: no such point or action.
+        InvalidArgumentError: the point or action does not exist.
     """
     name, _, rest = text.removeprefix(PREFIX).partition("=")
     action, _, count = rest.partition(":")
@@ -72,10 +72,10 @@ def parse(text: str) -> tuple[str, str, int]:
 
 
 class Failpoints:
-    """The points of one daemon."""
+    """The armed failpoints of one daemon."""
 
     def __init__(self, switches: Iterable[str] = ()) -> None:
-        """Arms the `switches` that begin with `failpoint:`; the others have other readers."""
+        """Arms the `switches` that begin with `failpoint:`, and ignores the rest."""
         self._armed: dict[str, _Point] = {}
         for text in switches:
             if text.startswith(PREFIX):
@@ -84,7 +84,7 @@ class Failpoints:
                 self._armed[name] = _Point(action, count, random.Random(name))
 
     def due(self, name: str) -> bool:
-        """Counts the point; True if a kill is due now. Raises OSError of an armed error."""
+        """Counts a pass of the point; returns whether a kill is due. Raises an armed OSError."""
         point = self._armed.get(name)
         if point is None or point.count == 0:
             return False
@@ -101,7 +101,7 @@ class Failpoints:
         """Runs the point's armed failure; does nothing in a daemon without --testing.
 
         Raises:
-            OSError: of an armed error.
+            OSError: the point is armed with an error.
         """
         if self.due(name):
             os.kill(os.getpid(), signal.SIGKILL)

@@ -21,36 +21,36 @@ DEFAULT_DRAIN_S = 30.0
 # How long a restarted daemon waits for earlier processes; a client reconnects within seconds.
 DEFAULT_RECOVERY_S = 30.0
 LATE_AFTER_S = 10.0
-# Between the daemons of a cluster: a report may be late by several before the lease is over.
+# Reports between the daemons of a cluster; a node may miss several before its lease ends.
 NODE_REPORT_INTERVAL_S = 2.0
 NODE_LEASE_S = 10.0
 NODE_RPC_S = 4.0
-# Waits less for another node, so that a list of the others is not late.
+# Shorter than NODE_RPC_S, so that one slow node does not delay a list over all nodes.
 NODE_READ_S = 2.0
-# A page, and its last row, which may be as long.
+# Largest answer read from another node: one page, plus a last row that may be as long.
 NODE_READ_BYTES = 4 << 20
 NODE_LEAVE_S = 1.0
 NODE_RETRY_FIRST_S = 0.1
 NODE_RETRY_MOST_S = 1.0
 NODE_REFUSED_RETRY_S = 5.0
-# One wait of a node for the others; it asks again.
+# How long one call of a node waits for the other nodes; the node then calls again.
 NODE_POLL_S = 5.0
-# News are collected for this long per waiting node before they are sent.
+# The coordinator collects news for this long per waiting node before it sends them.
 NODE_NEWS_EACH_S = 0.002
-# Claims live on between two such waits.
+# How long the coordinator keeps a node's claims after one such call, until the next call.
 NODE_CLAIM_LIFE_S = 3.0
-# A spec that is not that of the others is known for so long: their claims may be on the way.
+# How long a refused spec counts as differing, because other nodes' claims may be on the way.
 NODE_DIFFERS_S = 1.0
-# A node that was refused hears it in its next calls too: an answer may be lost on its way.
+# How long a refused node's next calls get the refusal too, because an answer may get lost.
 NODE_REFUSAL_LIFE_S = 15.0
-# Of a node: as many processes of a job as may come with other specs within a moment.
+# Refusals remembered per node: many processes of a job may send differing specs at once.
 MAX_REFUSED = 16
-# From a view to every node's word on it: processes may have windows to map.
+# From proposing a view to every node's answer, because processes may have windows to map.
 NODE_INIT_S = 600.0
 NODE_TELL_S = 600.0
 MAX_ASSEMBLIES = 4096
 NODE_FORGOTTEN_S = 24 * 3600.0
 MAX_NODES = 1024
 MAX_VERSION_BYTES = 256
-# Test switches; the daemon warns that they are on.
+# Test switches; the daemon warns if one is on.
 TESTING_SWITCHES = ("no-peer-pidfd",)

@@ -20,7 +20,7 @@ _PLAIN = "\x1b[0m"
 
 
 class JsonLines(logging.Formatter):
-    """One JSON object per line: ts, level, event, message, session, group, fields."""
+    """Formats one JSON object per line: ts, level, event, message, session, group, fields."""
 
     def format(self, record: logging.LogRecord) -> str:
         line: dict[str, Any] = {
@@ -41,7 +41,7 @@ class JsonLines(logging.Formatter):
 
 
 class TextLines(logging.Formatter):
-    """Formats time (local), level, message and whom it concerns."""
+    """Formats local time, level, message, and the session and group that it concerns."""
 
     def __init__(self, *, colours: bool) -> None:
         super().__init__()
@@ -58,20 +58,20 @@ class TextLines(logging.Formatter):
         level = f"{record.levelname:<7}"
         if self._colours and record.levelname in _COLOURS:
             level = f"{_COLOURS[record.levelname]}{level}{_PLAIN}"
-        # Callers' names stand in the text: they order the terminal nothing, and make no lines.
+        # The text has callers' names, so drop control characters and line breaks.
         text = printable(" ".join(part for part in parts if part).replace("\n", " "))
         below = f"\n{printable(self.formatException(record.exc_info))}" if record.exc_info else ""
         return f"{clock} {level} {text}{below}"
 
 
-# Errors that gRPC logs with a traceback although any caller can cause them: the caller was gone,
-# its headers are not text, or the event loop ended during its call. gRPC exports no name for the
-# first.
+# Errors that gRPC logs with a traceback although any caller can cause them: the caller
+# disconnected, its headers are not text, or the event loop ended during its call. They are
+# compared by name because gRPC does not export ExecuteBatchError.
 _CALLERS_OWN = ("ExecuteBatchError", "UnicodeDecodeError", "CancelledError")
 
 
 def _is_failure(record: logging.LogRecord) -> bool:
-    """Returns False for errors that callers cause inside gRPC."""
+    """Returns whether a record is a failure of ours, not an error that a caller causes in gRPC."""
     error = record.exc_info[0] if record.exc_info else None
     if error is None or not record.name.startswith("grpc."):
         return True

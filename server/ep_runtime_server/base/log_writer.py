@@ -12,7 +12,7 @@ MAX_LINES = 10_000
 
 
 class LogWriter(logging.Handler):
-    """Queues log lines for a writer; if the queue is full it drops a line and counts it."""
+    """Queues log lines for a writing thread; if the queue is full, drops and counts lines."""
 
     def __init__(self, fd: int, max_lines: int = MAX_LINES) -> None:
         super().__init__()
@@ -21,13 +21,13 @@ class LogWriter(logging.Handler):
         self.beside = SideThread("log", max_lines)
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Never waits."""
+        """Queues the record's line without waiting, or counts it as lost."""
         line = f"{self.format(record)}\n".encode(errors="replace")
         if not self.beside.put(functools.partial(self._write, line)):
             self._refused += 1
 
     def take_lost(self) -> int:
-        """Returns the lines lost since the last call; 0 while the next one would be lost too."""
+        """Returns how many lines were lost since the last call; 0 while the queue is full."""
         if self.beside.full:
             return 0
         lost = self._refused + self._unwritten
@@ -38,9 +38,9 @@ class LogWriter(logging.Handler):
         try:
             while line:
                 line = line[os.write(self._fd, line) :]
-        except OSError:  # nobody reads the log any more
+        except OSError:  # the log's reader is gone
             self._unwritten += 1
 
     def end(self) -> None:
-        """Writes the rest, as far as the reader is fast enough."""
+        """Writes the queued lines, as far as the log's reader is fast enough."""
         self.beside.end()

@@ -10,8 +10,10 @@ WINDOW_S = 60.0
 
 
 class LoopLag:
-    """Attributes:
-    worst_s: the largest delay since the daemon started.
+    """The measured delays of the event loop.
+
+    Attributes:
+        worst_s: the largest delay since the daemon started.
     """
 
     def __init__(self) -> None:
@@ -21,7 +23,7 @@ class LoopLag:
         self.worst_s = 0.0
 
     async def measure(self) -> None:
-        """Measures until cancelled; may miss delays shorter than a sample."""
+        """Samples the delay until cancelled; may miss delays shorter than SAMPLE_EVERY_S."""
         loop = asyncio.get_running_loop()
         while True:
             due_s = loop.time() + SAMPLE_EVERY_S
@@ -34,11 +36,11 @@ class LoopLag:
 
     @property
     def recent_worst_s(self) -> float:
-        """The largest delay of the last minute."""
+        """Returns the largest delay of the last minute."""
         return max(self._samples, default=0.0)
 
     @property
     def p99_s(self) -> float:
-        """The 99th percentile of the samples of the last minute."""
+        """Returns the 99th percentile of the delays of the last minute."""
         ordered = sorted(self._samples)
         return ordered[int(0.99 * (len(ordered) - 1))] if ordered else 0.0

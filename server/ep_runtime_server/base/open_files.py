@@ -1,7 +1,7 @@
-"""File descriptors of this process: how many are open, their limit, and the reserve.
+"""Counts and limits this process's file descriptors.
 
-Some are kept back for the daemon itself, its cluster and `admin.sock`: without one nobody could see
-who has the others.
+Some are reserved for the daemon itself, its cluster and `admin.sock`. Without this reserve, users
+who hold all descriptors would also keep an operator from connecting.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from ep_runtime.errors import InvalidArgumentError, PoolExhaustedError
 from ep_runtime_server.base import limits
 
 LEAST_FDS = 128
-# For the daemon itself: its own files, two packets of windows, and connections to admin.sock.
+# The daemon's own: its files, two packets of windows, and connections to admin.sock.
 RESERVED_FDS = 256
 
 _HOW = "ulimit -n, LimitNOFILE= of systemd"
 
 
 def num_open() -> int:
-    """Counts open descriptors. Raises OSError if none is left for counting."""
-    return len(os.listdir("/proc/self/fd")) - 1  # the listing itself holds one
+    """Counts open descriptors. Raises OSError if none is left to list them with."""
+    return len(os.listdir("/proc/self/fd")) - 1  # minus the descriptor of the listing
 
 
 def most_open() -> int:
@@ -38,12 +38,15 @@ def raise_most_open() -> None:
 
 
 def most_of_nodes() -> int:
-    """Returns how many connections other nodes may have here; as many go out to them."""
+    """Returns how many connections other nodes may open; the daemon opens as many to them."""
     return min(2 * limits.MAX_NODES, most_open() // 8)
 
 
 def for_users(*, cluster: bool) -> int:
-    """Returns the descriptors of all users. Raises InvalidArgumentError below LEAST_FDS."""
+    """Returns how many descriptors all users may have together.
+
+    Raises InvalidArgumentError if the limit of open files is below LEAST_FDS.
+    """
     most = most_open()
     if most < LEAST_FDS:
         raise InvalidArgumentError(
@@ -54,12 +57,12 @@ def for_users(*, cluster: bool) -> int:
 
 
 def is_shortage(error: OSError) -> bool:
-    """Returns whether the process or the host had no descriptor left."""
+    """Returns whether an error says that the process or the host ran out of descriptors."""
     return error.errno in (errno.EMFILE, errno.ENFILE)
 
 
 def exhausted(what: str, error: OSError) -> PoolExhaustedError:
-    """Makes the error for a kernel that refused `what`, with the numbers of a shortage."""
+    """Makes the error for a `what` that the kernel refused; gives counts if fds ran out."""
     if not is_shortage(error):
         return PoolExhaustedError(f"{what}: {error.strerror}; retry")
     most = most_open()

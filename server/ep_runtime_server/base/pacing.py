@@ -7,14 +7,14 @@ import time
 from collections.abc import AsyncIterator, Iterable
 from typing import TypeVar
 
-# Longest turn of the loop, not counting the last item.
+# Longest turn on the event loop, not counting the turn's last item.
 TURN_S = 0.01
 
 T = TypeVar("T")
 
 
 async def paced(items: Iterable[T]) -> AsyncIterator[T]:
-    """Yields `items`, which must not change meanwhile; lets the loop go on after each turn."""
+    """Yields `items`, which must not change meanwhile; runs other tasks every TURN_S."""
     until_s = time.monotonic() + TURN_S
     for item in items:
         yield item

@@ -1,5 +1,7 @@
-"""Supervises background work: reports failures, shows them in health, and tries again. Otherwise a
-daemon without its reaper would look alive and free nothing."""
+"""Supervises background work: reports failures, shows them in health, and tries again.
+
+Without supervision, a daemon whose periodic work failed would look alive and free nothing.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +14,12 @@ from ep_runtime_server.base.events import EventLog
 
 RETRY_FIRST_S = 0.1
 RETRY_MOST_S = 5.0
-# Work that failed and then ran for that long works again.
+# Failed work counts as recovered once it has run for this long.
 WORKS_AFTER_S = 1.0
 
 
 def tell_failure(events: EventLog, name: str, error: BaseException) -> None:
-    """Adds one event, and a traceback to the log, for a fault of the daemon itself."""
+    """Reports a fault of the daemon: adds an event, and writes a traceback to the log."""
     logging.getLogger(__name__).error("%s failed", name, exc_info=error)
     events.add(
         "task.failed",
@@ -28,25 +30,25 @@ def tell_failure(events: EventLog, name: str, error: BaseException) -> None:
 
 
 class Supervisor:
-    """Use `keep` for work that never ends, and `run` for each round of repeated work.
+    """Runs background work: `keep` restarts endless work, `run` does one round of repeated work.
 
     Attributes:
-        failing: names of what does not work now.
+        failing: names of the work whose last try failed.
     """
 
     def __init__(self, events: EventLog, on_change: Callable[[], None]) -> None:
-        """`on_change()` is called when `failing` changed."""
+        """Calls `on_change()` when `failing` has changed."""
         self._events = events
         self._on_change = on_change
         self._tasks: list[asyncio.Task[None]] = []
-        self._failures: dict[str, str] = {}  # last failure by name, as it was reported
+        self._failures: dict[str, str] = {}  # last reported failure, by name
 
     @property
     def failing(self) -> list[str]:
         return sorted(self._failures)
 
     def keep(self, name: str, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Runs `work()` in a task until it returns; starts it again where it fails."""
+        """Runs `work()` in a task until it returns; starts it again after a failure."""
         self._tasks.append(asyncio.get_running_loop().create_task(self._keep(name, work)))
 
     async def _keep(self, name: str, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -59,7 +61,7 @@ class Supervisor:
                 await work()
                 self._works(name)
                 return
-            except Exception as error:  # noqa: BLE001 - whatever it is, the daemon goes on
+            except Exception as error:  # noqa: BLE001 - no error may end the daemon
                 if loop.time() - started_s >= WORKS_AFTER_S:
                     pause_s = RETRY_FIRST_S
                 self._failed(name, error)
@@ -72,7 +74,7 @@ class Supervisor:
         """Calls `work()`; reports a failure once, however often it recurs."""
         try:
             work()
-        except Exception as error:  # noqa: BLE001 - whatever it is, the rest of the round goes on
+        except Exception as error:  # noqa: BLE001 - no error may stop the round
             self._failed(name, error)
         else:
             self._works(name)
@@ -92,7 +94,7 @@ class Supervisor:
             self._on_change()
 
     def in_callback(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """An event loop's exception handler: what a callback or a forgotten task raised."""
+        """Reports an error of a callback or a forgotten task; an event loop's exception handler."""
         error = context.get("exception")
         if isinstance(error, Exception):
             tell_failure(self._events, str(context.get("message", "a callback")), error)

@@ -11,7 +11,7 @@ FIRST_FD = 3  # SD_LISTEN_FDS_START
 
 
 def stored_fds(count: int, names: Sequence[str]) -> dict[str, int]:
-    """{name: fd} of the `count` descriptors that systemd passed; marked close-on-exec."""
+    """Returns {name: fd} of the `count` descriptors from systemd; marks them close-on-exec."""
     found = {}
     for position in range(count):
         os.set_inheritable(FIRST_FD + position, False)
@@ -21,11 +21,11 @@ def stored_fds(count: int, names: Sequence[str]) -> dict[str, int]:
 
 
 def notify(address: str | None, *assignments: str, fds: Sequence[int] = ()) -> None:
-    """Sends `READY=1` and the like to systemd; nothing without `$NOTIFY_SOCKET`."""
+    """Sends assignments such as `READY=1` to systemd; does nothing if `address` is empty."""
     if not address:
         return
     target = f"\0{address[1:]}" if address.startswith("@") else address
-    # Under a broken $NOTIFY_SOCKET the daemon serves all the same; systemd reports its own timeout.
+    # The daemon also serves if $NOTIFY_SOCKET is broken; systemd then reports a timeout.
     with (
         contextlib.suppress(OSError),
         socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sender,

@@ -1,8 +1,8 @@
-"""Limits the running calls of one user: their number and their bytes.
+"""Limits the number and the bytes of each user's running calls.
 
-A call is under way until its caller has the answer, or is gone: who does not read holds memory.
-Nobody's calls keep out those of another user: each has limits of their own, and the daemon's limit
-is larger than any of them.
+A call runs until its caller has read the answer or disconnected, because an unread answer takes
+memory. One user's calls cannot shut out another user's: each user has its own limits, and the
+daemon's limit is larger than any of them.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from types import TracebackType
 from ep_runtime.errors import PoolExhaustedError
 
 MAX_CALLS = 16_384
-# A session has a stream open, and a few calls that wait for others.
+# Enough for many sessions, each with one open stream and a few waiting calls.
 MAX_CALLS_PER_USER = 4096
-# Calls of each health method by one user.
+# Limit of one user's calls of each health method.
 MAX_HEALTH_CALLS_PER_USER = 64
-# Bytes of requests in work. A parsed message may be 50 times as large.
+# Bytes of requests being handled; a parsed message may be 50 times as large.
 MAX_BYTES_PER_USER = 4 << 20
 # Bytes of unread answers; the largest one is 16 MiB.
 MAX_ANSWER_BYTES_PER_USER = 64 << 20
 
 
 class Room:
-    """Bytes that calls of one user share; a call without room waits for its turn."""
+    """A budget of bytes that one user's calls share; a call waits until its bytes fit."""
 
     def __init__(self, size_bytes: int) -> None:
         self._free = size_bytes
@@ -71,7 +71,7 @@ class _User:
 
 
 class AdmittedCall:
-    """One call from its begin to its `end`, which may come twice."""
+    """One running call; calling `end` again does nothing."""
 
     def __init__(self, user: _User, end: Callable[[], None]) -> None:
         self._user = user
@@ -80,11 +80,11 @@ class AdmittedCall:
 
     @property
     def room(self) -> Room:
-        """Room for the request, which all calls of the user share."""
+        """The budget of request bytes, which all calls of the user share."""
         return self._user.room
 
     def answer(self, size_bytes: int) -> None:
-        """Counts bytes of an answer until the caller has read them. Raises PoolExhaustedError."""
+        """Counts bytes of an answer until the call ends. Raises PoolExhaustedError."""
         user = self._user
         if size_bytes > MAX_ANSWER_BYTES_PER_USER - user.answer_bytes:
             raise PoolExhaustedError(
@@ -116,17 +116,17 @@ class AdmittedCall:
 
 
 class Admission:
-    """The calls that are under way, by user."""
+    """Counts and limits running calls by user."""
 
     def __init__(self) -> None:
         self._users: dict[str, _User] = {}
         self._calls = 0
 
     def call(self, user: str) -> AdmittedCall:
-        """Counts a call until it ends.
+        """Admits a call, and counts it until its `end`.
 
         Raises:
-            PoolExhaustedError: the user has too many under way, or all users together.
+            PoolExhaustedError: the user or all users together have too many running calls.
         """
         found = self._users.setdefault(user, _User(user))
         if found.calls >= MAX_CALLS_PER_USER or self._calls >= MAX_CALLS:
@@ -146,7 +146,7 @@ class Admission:
         return AdmittedCall(found, end)
 
     def health_call(self, user: str, method: str) -> AdmittedCall:
-        """Admits a call of the health service, which needs no room among other calls."""
+        """Admits a call of the health service, which does not count among the other calls."""
         found = self._users.setdefault(user, _User(user))
         if found.health_calls[method] >= MAX_HEALTH_CALLS_PER_USER:
             raise PoolExhaustedError(

@@ -1,6 +1,6 @@
-"""Records operators' orders in a file, one JSON line each, which the daemon never deletes.
+"""Records operators' orders in a file that the daemon never deletes, one JSON line each.
 
-Nothing depends on it: where it cannot be written, the log says so and the order is carried out.
+If the file cannot be written, the daemon logs a warning and still carries out the order.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ _FLAGS = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
 
 
 class Audit:
-    """Opened for every line, so that the file may be rotated at any time."""
+    """Appends to the audit file, and opens it for each line so that it may be rotated."""
 
     def __init__(self, path: Path | None) -> None:
-        """`path` None writes nothing."""
+        """Writes nothing if `path` is None."""
         self._path = path
         self._beside = SideThread("audit", MAX_WAITING) if path is not None else None
 
     def note(self, order: GivenOrder, wall_s: float, about: dict[str, Any]) -> None:
-        """Adds a line for an order with details `about`. Never waits."""
+        """Queues a line for an order with details `about`, without waiting."""
         if self._path is None or self._beside is None:
             return
         time = datetime.datetime.fromtimestamp(wall_s, datetime.UTC)
@@ -41,7 +41,7 @@ class Audit:
             logging.getLogger(__name__).error("no room for another line of %s", self._path)
 
     def close(self) -> None:
-        """Writes the rest, as far as the disk is fast enough."""
+        """Writes the queued lines, as far as the disk is fast enough."""
         if self._beside is not None:
             self._beside.end()
 

@@ -1,4 +1,4 @@
-"""Identifies the process at the other end of a unix socket, by the kernel."""
+"""Asks the kernel which process is at the other end of a unix socket."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from typing import Any
 from ep_runtime.errors import PermissionDeniedError
 from ep_runtime.trust import UCRED, ids_of
 
-# asm-generic/socket.h; the socket module names none of them in Python 3.11.
+# From asm-generic/socket.h, because Python 3.11's socket module lacks these names.
 SO_PEERGROUPS = 59
 SO_PEERPIDFD = 77
 
-# Characters of an order's reason.
+# Limit of the characters of an order's reason.
 MAX_REASON = 200
 
-# Room for the sender of a packet (SO_PASSCRED), and none for descriptors.
+# Ancillary bytes for a packet's sender (SO_PASSCRED), without space for descriptors.
 SENDER_BYTES = socket.CMSG_SPACE(UCRED.size)
 
 
 @dataclasses.dataclass
 class Peer:
-    """The process that connected. Owns a pidfd until `take_pidfd`."""
+    """The process that connected, with a pidfd that this object owns until `take_pidfd`."""
 
     pid: int
     uid: int
@@ -58,7 +58,7 @@ class Caller:
 
 @dataclasses.dataclass(frozen=True)
 class GivenOrder:
-    """An order that ends a group or session of others: who gave it, by which command, and why.
+    """An operator's order: who gave it, by which command, and why.
 
     Orders come over unix sockets, so their host is the daemon's.
     """
@@ -73,12 +73,12 @@ class GivenOrder:
 
     @property
     def note(self) -> str:
-        """Returns who gave the order and why, to follow the command in messages."""
+        """Returns the order's host and reason, which messages append to the command."""
         return f" on host {self.host}" + (f": {self.reason}" if self.reason else "")
 
     @property
     def fields(self) -> dict[str, Any]:
-        """Fields of the event that reports the order."""
+        """Returns the fields of the event that reports the order."""
         found = {
             "by_uid": self.caller.uid,
             "by_pid": self.caller.pid,
@@ -89,22 +89,22 @@ class GivenOrder:
 
 
 def caller_of(connection: socket.socket) -> Caller:
-    """Reads the caller of an accepted unix socket; its mode limits who may connect."""
+    """Reads the caller of an accepted unix socket, whose mode limits who may connect."""
     pid, uid, _ = ids_of(connection)
     return Caller(uid, pid)
 
 
 def peer_of(connection: socket.socket, *, accepted_s: float, use_peer_pidfd: bool = True) -> Peer:
-    """The peer of an accepted SOCK_SEQPACKET or SOCK_STREAM unix socket.
+    """Returns the peer of an accepted SOCK_SEQPACKET or SOCK_STREAM unix socket.
 
     Args:
         connection: the accepted socket.
-        accepted_s: CLOCK_BOOTTIME when it was accepted; the fallback needs it.
-        use_peer_pidfd: False forces the fallback of kernels before 6.5.
+        accepted_s: CLOCK_BOOTTIME when the socket was accepted; used by the fallback.
+        use_peer_pidfd: False forces the fallback for kernels before 6.5.
 
     Raises:
-        PermissionDeniedError: the process is gone, or is in a pid namespace that ours cannot see.
-        OSError: out of file descriptors.
+        PermissionDeniedError: the process has ended, or its pid namespace is hidden from ours.
+        OSError: no file descriptors are left.
     """
     pid, uid, gid = ids_of(connection)
     if pid <= 0:
@@ -119,7 +119,7 @@ def peer_of(connection: socket.socket, *, accepted_s: float, use_peer_pidfd: boo
 
 
 def message_pid(ancillary: list[tuple[int, int, bytes]]) -> int:
-    """Pid of the process that sent a packet (SO_PASSCRED); 0 if the kernel gives none."""
+    """Returns the pid of a packet's sender (SO_PASSCRED); 0 if the kernel gives none."""
     for level, kind, data in ancillary:
         if level == socket.SOL_SOCKET and kind == socket.SCM_CREDENTIALS:
             return int(UCRED.unpack_from(data)[0])
@@ -133,7 +133,7 @@ def boottime_s() -> float:
 def _supplementary_gids(connection: socket.socket) -> tuple[int, ...]:
     try:
         raw = connection.getsockopt(socket.SOL_SOCKET, SO_PEERGROUPS, 4096)
-    except OSError:  # more than 1024 groups, or a kernel before 4.13: the primary one decides
+    except OSError:  # over 1024 groups, or a kernel before 4.13: use the primary group
         return ()
     gids = array.array("I")
     gids.frombytes(raw[: len(raw) // 4 * 4])
@@ -141,7 +141,7 @@ def _supplementary_gids(connection: socket.socket) -> tuple[int, ...]:
 
 
 def _peer_pidfd(connection: socket.socket) -> int | None:
-    """The peer's pidfd, or None if the kernel (before 6.5) has no SO_PEERPIDFD."""
+    """Returns the peer's pidfd; None if the kernel (before 6.5) lacks SO_PEERPIDFD."""
     try:
         raw = connection.getsockopt(socket.SOL_SOCKET, SO_PEERPIDFD, 4)
     except OSError as error:
@@ -154,7 +154,7 @@ def _peer_pidfd(connection: socket.socket) -> int | None:
 
 
 def _pidfd_by_pid(connection: socket.socket, pid: int, accepted_s: float) -> int:
-    """pidfd_open, then proof that the pid was not recycled since the connection was accepted."""
+    """Opens a pidfd by pid, and checks that the pid was not reused since the connect."""
     try:
         pidfd = os.pidfd_open(pid)
     except ProcessLookupError as error:
@@ -170,35 +170,35 @@ def _pidfd_by_pid(connection: socket.socket, pid: int, accepted_s: float) -> int
 
 
 def process_start_s(pid: int) -> float | None:
-    """Returns when the process started, on CLOCK_BOOTTIME; None if it is gone."""
+    """Returns when a process started, on CLOCK_BOOTTIME; None if the process has ended."""
     fields = _stat(pid)
     return int(fields[19]) / os.sysconf("SC_CLK_TCK") if fields else None
 
 
 def process_state(pid: int) -> str:
-    """The state letter that the kernel gives, such as "T" for stopped; "" if it is gone."""
+    """Returns the kernel's state letter, such as "T" for stopped; "" for an ended process."""
     fields = _stat(pid)
     return fields[0] if fields else ""
 
 
 def _stat(pid: int) -> list[str]:
-    """Fields 3 and up of /proc/PID/stat; empty if the process is gone."""
+    """Returns the fields of /proc/PID/stat from the third on; empty if the process has ended."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
         return []
-    # The name in parentheses may contain anything, so count from the last one.
+    # The process's name may contain parentheses, so count fields from the last one.
     return stat.rpartition(")")[2].split()
 
 
 def open_process(pid: int, start_s: float | None) -> int | None:
-    """A pidfd of the process that had this pid and started then; None if it is gone."""
+    """Opens a pidfd of the process with this pid and start time; None if it has ended."""
     try:
         pidfd = os.pidfd_open(pid)
     except OverflowError:
         return None
     except OSError as error:
-        # The number is free, or a thread has it now.
+        # The pid is free, or is now a thread's id.
         if error.errno not in (errno.ESRCH, errno.EINVAL, errno.ENOENT):
             raise
         return None

@@ -1,4 +1,4 @@
-"""Results of mutations by op id, so that a retry after a lost answer gets the same answer."""
+"""Stores results of mutations by op id, so that a retry of a call gets the same answer."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from ep_runtime_server.base.clock import Clock
 from ep_runtime_server.base.limits import OPERATION_LIFE_S
 
 MAX_OP_ID_BYTES = 64
-# Latest answers saved per session; retries come within seconds.
+# Latest answers saved per session, which is enough because clients retry within seconds.
 MAX_KEPT = 256
 MAX_KEPT_BYTES_OF_SESSION = 256 << 10
-# Bigger answers are computed again: such calls (RegisterLayers) are idempotent.
+# Larger answers are not saved but computed again: such calls (RegisterLayers) are idempotent.
 MAX_KEPT_BYTES = 64 << 10
 
 
@@ -32,12 +32,12 @@ class _Operation:
     kept_bytes: int = 0
 
 
-# By kind of request and op id, the oldest first.
+# Operations by (kind of request, op id), the oldest first.
 _OfSession = dict[tuple[str, str], _Operation]
 
 
 class Operations:
-    """Running and finished operations of all sessions."""
+    """The running and finished operations of all sessions."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -52,10 +52,10 @@ class Operations:
     ) -> Any:
         """Returns the answer of `work()`, called once per (session, op id, kind of request).
 
-        A caller that goes away does not end the work, so a retry finds it.
+        The work continues if its caller disconnects, so that a retry finds it.
 
         Raises:
-            InvalidArgumentError: no op id, or one that another request used.
+            InvalidArgumentError: the op id is missing, or another request used it.
         """
         if not 1 <= len(op_id.encode()) <= MAX_OP_ID_BYTES:
             raise InvalidArgumentError(
@@ -79,7 +79,7 @@ class Operations:
         try:
             return await asyncio.shield(known.task)
         except asyncio.CancelledError:
-            if not known.task.cancelled():  # it is the caller that goes away; the work goes on
+            if not known.task.cancelled():  # the caller disconnected; the work continues
                 known.task.add_done_callback(functools.partial(_log_fault, request.DESCRIPTOR.name))
                 raise
             raise SessionFencedError("the session ended while this call ran") from None
@@ -107,17 +107,17 @@ class Operations:
             kept_bytes -= operations.pop(key).kept_bytes
 
     def forget_session(self, session_id: str) -> None:
-        """Drops results, and cancels what still runs for a session that is over."""
+        """Drops the results and cancels the running operations of an ended session."""
         for operation in self._of_session.pop(session_id, {}).values():
             operation.task.cancel()
 
     def expire(self) -> None:
-        """Drops old results."""
+        """Drops results older than OPERATION_LIFE_S."""
         now = self._clock.monotonic_s()
         for session_id, operations in list(self._of_session.items()):
             for key, operation in list(operations.items()):
                 if now - operation.started_s < OPERATION_LIFE_S:
-                    break  # insertion order is age order
+                    break  # the rest are younger
                 if operation.task.done():
                     del operations[key]
             if not operations:
@@ -129,7 +129,7 @@ async def _as_coroutine(work: Callable[[], Awaitable[Any]]) -> Any:
 
 
 def _log_fault(name: str, task: asyncio.Task[Any]) -> None:
-    """Logs a fault of ours, because its caller may be gone."""
+    """Logs an unexpected error of an operation whose caller has disconnected."""
     error = None if task.cancelled() else task.exception()
     if error is not None and not isinstance(error, EpRuntimeError):
         logging.getLogger(__name__).error(

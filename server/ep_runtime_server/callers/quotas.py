@@ -1,4 +1,4 @@
-"""Limits of a user's sessions, groups and memory, and current use. Knows no socket."""
+"""Limits and present use of each user's sessions, groups, memory and descriptors."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ DEFAULT_LAYERS = 1 << 16
 DEFAULT_JOURNAL_BYTES = 64 << 20
 DEFAULT_RETAIN_S = 24 * 3600.0
 
-# On api.sock: the accepted socket, its connection to gRPC's socket, and gRPC's end of that.
+# Per api.sock connection: the accepted socket, and both ends of its connection to gRPC's socket.
 API_CONNECTION_FDS = 3
-# The pidfd, and connections to both sockets.
+# Per session: its pidfd, a connection to api.sock, and one to fd.sock.
 SESSION_FDS = 1 + API_CONNECTION_FDS + 1
 
 
@@ -27,17 +27,18 @@ class UserLimits:
     """Limits of every user, the daemon's own included.
 
     Args:
-        sessions: live ones.
-        groups: in any state but CLOSED.
+        sessions: sessions that have not ended.
+        groups: groups in any state except CLOSED.
         layers: registered layers and stacks, of all groups together.
-        host_bytes: of windows and boards in host memory.
-        gpu_bytes: of windows on one GPU; None for what the daemon may take there, or half of that.
+        host_bytes: bytes of windows and boards in host memory.
+        gpu_bytes: bytes of windows on one GPU; None for the daemon's limit there, or for half of
+            this limit if `shared`.
         fds: descriptors that the daemon holds for the user: windows, boards, processes and
             connections.
-        all_fds: of all users together; the others are the daemon's own and its operator's.
-        journal_bytes: of records that a restarted daemon needs.
-        retain_s: how long a group may ask to be kept after its last process.
-        shared: the daemon serves other users.
+        all_fds: descriptors of all users together; others are for the daemon and its operator.
+        journal_bytes: bytes of records that a restarted daemon needs.
+        retain_s: how long a group may ask to be retained after its last process.
+        shared: whether the daemon serves users other than its own.
     """
 
     sessions: int = DEFAULT_SESSIONS
@@ -52,7 +53,7 @@ class UserLimits:
     shared: bool = False
 
     def on_gpu(self, limit_bytes: int) -> int:
-        """Returns a user's limit on a GPU whose windows may have `limit_bytes` in all."""
+        """Returns a user's limit on a GPU on which all users together may have `limit_bytes`."""
         share = limit_bytes // 2 if self.shared else limit_bytes
         return share if self.gpu_bytes is None else self.gpu_bytes
 
@@ -72,19 +73,19 @@ class Usage:
 
 @dataclasses.dataclass
 class Connections:
-    """Open connections by uid; the sockets count them."""
+    """Counts of open connections by uid, which the servers of both sockets keep up to date."""
 
     api: collections.Counter[int] = dataclasses.field(default_factory=collections.Counter)
     fd: collections.Counter[int] = dataclasses.field(default_factory=collections.Counter)
 
     def fds_of(self, uid: int, sessions: int, api: int = 0, fd: int = 0) -> int:
-        """Descriptors of a user's sessions and further connections, with that many more of each."""
+        """Returns a user's descriptors, given its sessions and `api` and `fd` more connections."""
         idle = max(0, self.api[uid] + api - sessions), max(0, self.fd[uid] + fd - sessions)
         return SESSION_FDS * sessions + API_CONNECTION_FDS * idle[0] + idle[1]
 
 
 class Quotas:
-    """Refuses what is over a limit; whoever holds it counts it."""
+    """Refuses requests that would exceed a user's limits. Does not count resources itself."""
 
     def __init__(
         self,
@@ -92,16 +93,16 @@ class Quotas:
         usage: Callable[[int], Usage],
         fds: Callable[[], Mapping[int, int]],
     ) -> None:
-        """`usage(uid)` is what a user holds, `fds()` descriptors alone, of every user."""
+        """`usage(uid)` returns a user's present use; `fds()` returns each user's descriptors."""
         self.limits = limits
         self.usage = usage
         self._fds = fds
 
     def check(self, uid: int, *, fds: int = 0, **more: int) -> None:
-        """Whether the user may hold so much more: check(uid, groups=1).
+        """Checks that the user may have this much more, as in check(uid, groups=1).
 
         Raises:
-            PoolExhaustedError: it is over the user's limit; names what, asked, held and limit.
+            PoolExhaustedError: over the user's limit; has fields resource, asked, held and limit.
         """
         for what, asked in more.items():
             if asked:
@@ -128,11 +129,11 @@ class Quotas:
             )
 
     def check_unread(self, uid: int, asked: int, unread: Mapping[int, int]) -> None:
-        """Whether so many descriptors may be sent on top of those by uid that nobody has read yet.
-        The kernel counts them for the daemon's own user, up to its limit of open files.
+        """Checks that `asked` more descriptors may be sent, given the `unread` ones of each uid.
+        The kernel counts unread descriptors for the daemon's user, up to its limit of open files.
 
         Raises:
-            PoolExhaustedError: it is over the limit of the user's descriptors, or of all users'.
+            PoolExhaustedError: over the limit of the user's descriptors, or of all users'.
         """
         held, all_held = unread.get(uid, 0), sum(unread.values())
         if asked > min(self.limits.fds - held, self.limits.all_fds - all_held):
@@ -148,7 +149,7 @@ class Quotas:
             )
 
     def check_retained(self, retain_s: float) -> None:
-        """Raises InvalidArgumentError if retain_s is above the limit."""
+        """Raises InvalidArgumentError if `retain_s` is above the limit."""
         longest_s = self.limits.retain_s
         if retain_s > longest_s:
             raise InvalidArgumentError(
@@ -157,8 +158,10 @@ class Quotas:
             )
 
     def check_gpu(self, uid: int, uuid: str, asked: int, held: int, limit_bytes: int) -> None:
-        """Whether windows of `asked` bytes may join `held` ones of the user on a GPU on which all
-        users may have `limit_bytes`. Raises PoolExhaustedError as `check`."""
+        """Checks that a user with `held` bytes of windows on a GPU may have `asked` bytes more.
+
+        All users together may have `limit_bytes` there. Raises PoolExhaustedError as `check`.
+        """
         self._check(uid, "gpu_bytes", asked, held, self.limits.on_gpu(limit_bytes), f" on {uuid}")
 
     def _check(

@@ -1,7 +1,8 @@
-"""Sessions of client processes: checks their identity with the kernel, and whether they live.
+"""Sessions of client processes, whose identity and end the daemon learns from the kernel.
 
-A session's token is bound to one process. Its end is known from the pidfd alone: a closed stream
-or a late heartbeat frees nothing, and a forked child that keeps the sockets open hides nothing.
+A session's token is bound to one process. Only the pidfd tells that the process ended: a closed
+stream or a late heartbeat frees nothing, and a forked child that keeps the sockets open does not
+hide the end.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ MAX_QUEUED_EVENTS = 1000
 
 
 class SessionState(enum.Enum):
-    """Values are the names on the wire."""
+    """States of a session; the values are the protocol's names."""
 
     CONNECTED = "CONNECTED"
     ACTIVE = "ACTIVE"
@@ -52,13 +53,13 @@ OVER = (SessionState.CLOSED, SessionState.DEAD)
 
 @dataclasses.dataclass(eq=False)
 class SessionRecord:
-    """One client process."""
+    """One session, of one client process."""
 
     session_id: str
     token: str
     uid: int
     pid: int
-    own_pid: int  # the pid that the process itself sees; differs in another pid namespace
+    own_pid: int  # the pid that the process sees itself; differs in another pid namespace
     pidfd: int
     client_version: str
     created_s: float
@@ -68,15 +69,15 @@ class SessionRecord:
     labels: dict[str, str] = dataclasses.field(default_factory=dict)
     process_index: int = 0
     last_beat_s: float | None = None
-    restored_s: float | None = None  # when this daemon took it out of the journal
+    restored_s: float | None = None  # when this daemon restored the session from the journal
     progress: int = 0
     ended_s: float | None = None
-    fence_reason: str = ""  # who fenced it, with what, and why
+    fence_reason: str = ""  # who fenced the session, by which command, and why
     fenced_by: GivenOrder | None = None  # None: not fenced, or by a previous daemon
     watcher: asyncio.Queue[Any] | None = None
-    token_digest: str = ""  # what the journal keeps of the token
-    start_s: float | None = None  # of the process, on CLOCK_BOOTTIME; with the pid its identity
-    awaited: bool = False  # out of the journal, and not heard since
+    token_digest: str = ""  # digest of the token, which the journal stores
+    start_s: float | None = None  # the process's start, on CLOCK_BOOTTIME
+    awaited: bool = False  # restored from the journal, and silent since
 
     @property
     def live(self) -> bool:
@@ -87,28 +88,28 @@ class SessionRecord:
         return self.state in OVER
 
     def unheard_s(self, now_s: float) -> float:
-        """Time since the last heartbeat that this daemon could hear, or since hello."""
+        """Returns the time since the last heartbeat, or else since the restore or the hello."""
         return now_s - (self.last_beat_s or self.restored_s or self.created_s)
 
     def silent_s(self, now_s: float) -> float | None:
-        """Time since the last heartbeat of a SUSPECT session, if it was late at `now_s` too."""
+        """Returns `unheard_s` of a session that is SUSPECT and still late; else None."""
         unheard_s = self.unheard_s(now_s)
         late = self.state is SessionState.SUSPECT and unheard_s > limits.SUSPECT_AFTER_S
         return unheard_s if late else None
 
     def check_live(self) -> None:
-        """Raises SessionFencedError if it is over, or was fenced."""
+        """Raises SessionFencedError if the session has ended or was fenced."""
         if not self.live:
             raise SessionFencedError(
                 f"session {self.session_id} is over; connect again", session=self.session_id
             )
 
     def tell(self, event: Any) -> None:
-        """Queues an event for the session's stream; without a stream it is dropped."""
+        """Queues an event for the session's stream, or drops the event if there is no stream."""
         if self.watcher is None:
             return
         if self.watcher.qsize() >= MAX_QUEUED_EVENTS:
-            self.watcher.get_nowait()  # a client that does not read loses the oldest
+            self.watcher.get_nowait()  # a client that does not read loses its oldest event
         self.watcher.put_nowait(event)
 
 
@@ -121,10 +122,10 @@ def _nobody(session: SessionRecord) -> None:
 
 
 class Sessions:
-    """Every session of the daemon. Lives on the event loop's thread.
+    """All sessions of the daemon. Use it on the event loop's thread only.
 
     Attributes:
-        on_change: called after every change that a restarted daemon must know.
+        on_change: called with the session after each change that a restarted daemon must know.
     """
 
     def __init__(
@@ -135,10 +136,10 @@ class Sessions:
         admit: Callable[[int], None],
         on_end: Callable[[SessionRecord], None],
     ) -> None:
-        """`admit(uid)` raises if the user has as many sessions as allowed.
+        """`admit(uid)` must raise if the user has as many sessions as allowed.
 
-        `on_end(session)` runs once, after the state became FENCED, CLOSED or DEAD; a fenced
-        session gets it again when its process is gone.
+        `on_end(session)` runs after the state became FENCED, CLOSED or DEAD. It runs again for a
+        fenced session when its process has ended.
         """
         self._clock = clock
         self._events = events
@@ -149,14 +150,14 @@ class Sessions:
         self._by_id: dict[str, SessionRecord] = {}
 
     def all(self) -> list[SessionRecord]:
-        """Sessions, oldest first, including recently ended ones."""
+        """Returns all sessions, oldest first, including recently ended ones."""
         return list(self._by_id.values())
 
     def not_over(self) -> list[SessionRecord]:
         return [session for session in self._by_id.values() if not session.over]
 
     def silent(self) -> list[tuple[SessionRecord, float]]:
-        """Sessions without a heartbeat for too long, and for how long; the longest first."""
+        """Returns sessions with late heartbeats and their silent time, the longest first."""
         now_s = self._clock.monotonic_s()
         found = [(session, session.silent_s(now_s)) for session in self._by_id.values()]
         late = [(session, silent_s) for session, silent_s in found if silent_s is not None]
@@ -166,7 +167,7 @@ class Sessions:
         return self._by_id.get(session_id)
 
     def hello(self, peer: Peer, own_pid: int, client_version: str) -> SessionRecord:
-        """Makes a session for the connected process. Takes the peer's pidfd over.
+        """Makes a session for the connected process, and takes over the peer's pidfd.
 
         Raises:
             PoolExhaustedError: the user has as many sessions as allowed.
@@ -208,7 +209,7 @@ class Sessions:
         self.on_change(session)
 
     def restore(self, session: SessionRecord) -> bool:
-        """Restores a session from the journal; False if its process is gone."""
+        """Restores a session from the journal; returns False if its process has ended."""
         pidfd = open_process(session.pid, session.start_s)
         if pidfd is None:
             return False
@@ -219,11 +220,11 @@ class Sessions:
         return True
 
     def resume(self, token: str, peer: Peer) -> SessionRecord | None:
-        """Finds the session that the process had before the daemon restarted; None if unknown.
+        """Finds the session that the process had before a restart of the daemon; None if unknown.
 
         Raises:
-            SessionFencedError: it was fenced, or is over.
-            PermissionDeniedError: it is another process's.
+            SessionFencedError: the session was fenced or has ended.
+            PermissionDeniedError: the session belongs to another process.
         """
         session = self._by_token.get(digest(token))
         if session is None:
@@ -235,7 +236,7 @@ class Sessions:
         return session
 
     def authenticate(self, token: str, own_pid: int | None) -> SessionRecord:
-        """Finds the session of that token, even if it is over.
+        """Finds the session of a token, even if the session has ended.
 
         Raises:
             SessionFencedError: no such token, or the session was fenced.
@@ -254,28 +255,29 @@ class Sessions:
         return session
 
     def authenticate_live(self, token: str, own_pid: int | None) -> SessionRecord:
-        """Authenticates as `authenticate`; also raises SessionFencedError for an ended session."""
+        """Works as `authenticate`, but raises SessionFencedError if the session has ended."""
         session = self.authenticate(token, own_pid)
         session.check_live()
         return session
 
     def authenticate_peer(self, token: str, peer_pid: int, peer_uid: int) -> SessionRecord:
-        """Authenticates as `authenticate_live`, and checks the process with the kernel."""
+        """Works as `authenticate_live`, and checks the pid and uid that the kernel gave."""
         session = self.authenticate_live(token, None)
         if peer_pid != session.pid or peer_uid != session.uid:
             raise self._foreign(session, peer_pid)
         return session
 
     def check_user(self, session: SessionRecord, uid: int | None) -> None:
-        """Returns whether a connection's user may use the session, so that a leaked token is
-        useless to others. Root and our own user could read it here anyway.
+        """Checks that a connection's user may use the session: others cannot use a leaked token.
+
+        Root and the daemon's user may, because they could read the token in its memory anyway.
 
         Raises:
-            PermissionDeniedError: it is another user's, or the connection has ended (None).
+            PermissionDeniedError: the session is another user's, or the connection ended (None).
         """
         if uid in (session.uid, 0, os.geteuid()):
             return
-        if uid is None:  # the caller is gone, so this is not theft and needs no answer
+        if uid is None:  # the caller has disconnected, so do not report a theft
             raise PermissionDeniedError(
                 f"session {session.session_id} belongs to uid {session.uid}, not to uid None",
                 session=session.session_id,
@@ -289,7 +291,7 @@ class Sessions:
     def _stolen(
         self, session: SessionRecord, user: str, owner: str, hint: str = "", **fields: object
     ) -> PermissionDeniedError:
-        """Reports that `user` sent a token of `owner`, and returns the error to raise."""
+        """Reports that `user` sent the token of `owner`, and returns the error to raise."""
         self._events.deny(
             "session.token_denied",
             session.session_id,
@@ -309,7 +311,7 @@ class Sessions:
         self.heard(session)
 
     def heard(self, session: SessionRecord) -> None:
-        """Notes a message of the process, which is then not SUSPECT."""
+        """Notes a message of the process; a SUSPECT session becomes ACTIVE."""
         session.last_beat_s = self._clock.monotonic_s()
         session.awaited = False
         if session.state is SessionState.SUSPECT:
@@ -333,12 +335,12 @@ class Sessions:
                 )
 
     def close(self, session: SessionRecord, *, failed: bool = False) -> None:
-        """Ends a session whose process says goodbye or, with `failed`, leaves after an error."""
+        """Ends a session whose process closes it, or with `failed` leaves after an error."""
         if session.live:
             self._end(session, SessionState.DEAD if failed else SessionState.CLOSED)
 
     def fence(self, session: SessionRecord, order: GivenOrder) -> None:
-        """Voids the token; memory that the process maps waits for its pidfd."""
+        """Makes the token invalid; memory that the process maps stays until the process ends."""
         if session.live:
             session.state = SessionState.FENCED
             session.fence_reason = str(order)
@@ -354,13 +356,13 @@ class Sessions:
             self._on_end(session)
 
     def kill(self, session: SessionRecord) -> bool:
-        """Sends SIGKILL to the session's process; False where we may not."""
+        """Sends SIGKILL to the session's process; returns False if the daemon may not."""
         try:
             signal.pidfd_send_signal(session.pidfd, signal.SIGKILL)
         except PermissionError:
             return False
         except ProcessLookupError:
-            pass  # its end is about to be noticed
+            pass  # it has ended, which the daemon is about to notice
         return True
 
     def _on_exit(self, session: SessionRecord) -> None:

@@ -17,7 +17,7 @@ class FairQueue(Generic[_Item]):
     """Queues work first in, first out for each user, and serves users in turn."""
 
     def __init__(self) -> None:
-        self._of_user: dict[int, collections.deque[_Item]] = {}  # by uid, in turn
+        self._of_user: dict[int, collections.deque[_Item]] = {}  # by uid, in serving order
 
     def __bool__(self) -> bool:
         return bool(self._of_user)
@@ -30,26 +30,26 @@ class FairQueue(Generic[_Item]):
         own = self._of_user.pop(uid)
         item = own.popleft()
         if own:
-            self._of_user[uid] = own  # behind the others
+            self._of_user[uid] = own  # behind the other users
         return item
 
 
 class Turns:
-    """Runs callbacks for at most TURN_S, next to what the last one costs, and lets others go on.
+    """Runs callbacks in turns of TURN_S plus the last callback, between other events of the loop.
 
-    An event loop alone runs all that is ready before it looks again.
+    Without turns, an event loop runs all ready callbacks before it polls again.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._waiting: FairQueue[Callable[[], None]] = FairQueue()
         self._due = False
-        self._until_s: float | None = None  # end of work done at once in this round
+        self._until_s: float | None = None  # end of this round; None between rounds
 
     def now(self, uid: int, work: Callable[[], None]) -> bool:
-        """Calls `work()` now and returns True if nobody waits and this round has time left.
+        """Calls `work()` and returns True if no work waits and this round has time left.
 
-        Else queues it as `add` does.
+        Else queues `work()` as `add` does, and returns False.
         """
         if self._until_s is None:
             self._until_s = time.monotonic() + TURN_S

@@ -1,1 +1,1 @@
-"""NCCL unique ids, made by processes of their own."""
+"""NCCL unique ids, which separate processes make."""

@@ -13,7 +13,7 @@ from ep_runtime import env, nccl
 from ep_runtime.errors import RuntimeUnavailableError
 
 _CHILD = "ep_runtime_server.nccl.unique_id_child"
-# Loading libnccl, 400 MB, from a cold disk.
+# Time to make ids, which includes loading libnccl (400 MB) from a cold disk.
 MAKE_S = 30.0
 
 
@@ -25,23 +25,23 @@ class UniqueIds:
     version: str
 
 
-# Descriptors per process: its input, its pidfd, and until it answers both ends of a pipe.
+# Descriptors per process: its input, its pidfd, and both ends of a pipe until it answers.
 PROCESS_FDS = 4
 
 
 class IdProcess:
-    """`make`, then `kill` or `close`. Lives on the event loop's thread."""
+    """One process that makes ids: call `make`, then `kill` or `close`, on the event loop."""
 
     def __init__(self) -> None:
         self._process: asyncio.subprocess.Process | None = None
         self._ended = False
 
     async def make(self, count: int, life_s: float) -> UniqueIds:
-        """Starts the process, which ends after `life_s` at the latest.
+        """Starts the process, which lives at most `life_s`, and returns its ids.
 
         Raises:
-            RuntimeUnavailableError: libnccl is missing, or the process cannot be started, or it
-                does not answer.
+            RuntimeUnavailableError: libnccl is missing, the process cannot be started, or it does
+                not answer.
         """
         try:
             reader, writer = os.pipe()
@@ -63,7 +63,7 @@ class IdProcess:
             finally:
                 os.close(writer)
             self._process = process
-            if self._ended:  # meanwhile
+            if self._ended:  # killed while it started
                 self.kill()
             return await _read(reader, count)
         finally:
@@ -71,7 +71,7 @@ class IdProcess:
 
     @property
     def over(self) -> bool:
-        """Whether it is ending or has ended."""
+        """Returns whether the process was killed or has ended."""
         return self._ended or (self._process is not None and self._process.returncode is not None)
 
     def kill(self) -> None:
@@ -95,7 +95,7 @@ def _not_started(error: OSError) -> RuntimeUnavailableError:
 
 
 async def _read(reader: int, count: int) -> UniqueIds:
-    """Reads what the process wrote. Raises RuntimeUnavailableError."""
+    """Reads the ids that the process wrote. Raises RuntimeUnavailableError."""
     stream = asyncio.StreamReader()
     transport, _ = await asyncio.get_running_loop().connect_read_pipe(
         lambda: asyncio.StreamReaderProtocol(stream), os.fdopen(os.dup(reader), "rb", 0)

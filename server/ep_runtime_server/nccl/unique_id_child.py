@@ -1,8 +1,8 @@
-"""Makes NCCL unique ids and waits: the bootstrap root lives in the process that made an id.
+"""Makes NCCL unique ids and stays alive, because NCCL's bootstrap root runs in this process.
 
 `python -m ep_runtime_server.nccl.unique_id_child FD COUNT LIFE_S`: writes one JSON line to FD,
-{"version": 22809, "ids": ["<hex>", ...]} or {"error": "..."}, and ends when its standard input
-does, or after LIFE_S. Needs no GPU and loads no JAX. NCCL may print; who starts it discards that.
+{"version": 22809, "ids": ["<hex>", ...]} or {"error": "..."}. Ends after LIFE_S, or earlier when
+its standard input is closed. Needs no GPU and loads no JAX. The daemon discards NCCL's output.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from ep_runtime import nccl
 
 
 class _UniqueId(ctypes.Structure):
-    # Bytes instead of c_char, which ends at the first zero.
+    # An array of bytes, because ctypes cuts an array of c_char at the first zero.
     _fields_ = [("bytes", ctypes.c_uint8 * nccl.UNIQUE_ID_BYTES)]
 
 
 def make(count: int) -> dict[str, Any]:
-    """The message written to the pipe."""
+    """Makes `count` ids, and returns the message for the pipe."""
     path = nccl.find_library()
     try:
         library = ctypes.CDLL(path)

@@ -1,8 +1,8 @@
-"""NCCL unique ids of groups: one set per generation, made by a process that ends with it.
+"""NCCL unique ids of groups: one set per generation, made by a separate process.
 
-That process is the bootstrap root. It waits for every rank without a bound of its own and ends on a
-rank that joins twice, so it is neither the daemon nor a client, and no set of ids is used again.
-Ids are secrets: they are in this process's memory and in answers to members, nowhere else.
+The process is the bootstrap root and ends with its generation. NCCL's root waits without a timeout
+for each rank, and fails if a rank joins twice. So it is neither the daemon nor a client, and no
+set of ids is used twice. Ids are secrets: only the daemon, the process and members hold them.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from ep_runtime_server.groups.record import GroupRecord
 from ep_runtime_server.memory.windows import Owner
 from ep_runtime_server.nccl.id_process import PROCESS_FDS, IdProcess, UniqueIds
 
-# How long ranks may take to join; a client waits less.
+# How long ranks may take to join; clients give up earlier.
 JOIN_S = 600.0
-# Limit of concurrent processes; each has libnccl loaded.
+# Limit of concurrent processes, because each loads libnccl.
 MAX_PROCESSES_PER_USER = 64
 
 
 @dataclasses.dataclass(eq=False)
 class _Set:
-    """The ids of one generation, and what became of them."""
+    """The ids of one generation, and the state of their communicators."""
 
     group: GroupRecord
     generation: int
@@ -47,7 +47,7 @@ class _Set:
     making: asyncio.Task[UniqueIds] = dataclasses.field(init=False)
     process: IdProcess | None = None
     version: str = ""
-    ready: set[int] = dataclasses.field(default_factory=set)  # world ranks
+    ready: set[int] = dataclasses.field(default_factory=set)  # world ranks that have joined
     error: str = ""
 
     @property
@@ -58,24 +58,25 @@ class _Set:
 
 
 class UniqueIdBook:
-    """Lives on the event loop's thread."""
+    """Keeps the unique ids of all groups. Use it on the event loop's thread only."""
 
     def __init__(self, clock: Clock, events: EventLog, quotas: Quotas) -> None:
         self._clock = clock
         self._events = events
         self._quotas = quotas
         self._sets: dict[str, _Set] = {}  # by group id
-        # Asks the coordinator, which makes ids of groups over nodes: (owner, epoch, domains).
+        # Asks the coordinator for ids of a group over nodes: (owner, epoch, number of domains).
         self.of_view: Callable[[Owner, int, int], Awaitable[UniqueIds]] | None = None
 
     async def of(self, session: SessionRecord, group: GroupRecord, generation: int) -> UniqueIds:
-        """The ids of the group's generation, made when the first process asks.
+        """Returns the ids of a group's generation; the first call makes them.
 
         Raises:
-            StaleHandleError: another generation, not formed yet, or a process failed with the ids.
-            PermissionDeniedError: the session is no member.
-            RuntimeUnavailableError: no libnccl here, or its process does not answer.
-            PoolExhaustedError: the user has too many such processes, or no descriptors for one.
+            StaleHandleError: the generation is not current, the group is not formed, or a process
+                failed to use the ids.
+            PermissionDeniedError: the session is not a member.
+            RuntimeUnavailableError: libnccl is missing, or the process does not answer.
+            PoolExhaustedError: the user has too many such processes, or too few descriptors left.
         """
         group.member(session, generation)
         if not group.formed:
@@ -98,7 +99,7 @@ class UniqueIdBook:
         return made
 
     def _processes(self) -> collections.Counter[int]:
-        """Processes that live, or are about to, by uid."""
+        """Counts running and starting processes by uid."""
         return collections.Counter(
             found.group.owner.uid
             for found in self._sets.values()
@@ -106,7 +107,7 @@ class UniqueIdBook:
         )
 
     def fds(self) -> collections.Counter[int]:
-        """Descriptors for every user's processes, by uid."""
+        """Returns the number of descriptors of each user's processes, by uid."""
         return collections.Counter(
             {uid: PROCESS_FDS * count for uid, count in self._processes().items()}
         )
@@ -141,8 +142,8 @@ class UniqueIdBook:
                 try:
                     return await self.of_view(group.owner, group.epoch, count)
                 except RuntimeUnavailableError as error:
-                    # Has a field, because clients read an error without fields as their own
-                    # daemon's absence.
+                    # Set a field, because clients take an error without fields as a sign that
+                    # their own daemon is gone.
                     raise RuntimeUnavailableError(
                         f"cannot get NCCL unique ids from the coordinator: {error}",
                         library=nccl.LIBRARY,
@@ -160,15 +161,15 @@ class UniqueIdBook:
     def report(
         self, session: SessionRecord, group: GroupRecord, generation: int, version: str, error: str
     ) -> None:
-        """Records the state of communicators of the session's ranks.
+        """Records that the session's ranks have made their communicators, or failed to.
 
         Raises:
             StaleHandleError: another generation.
-            PermissionDeniedError: the session is no member.
+            PermissionDeniedError: the session is not a member.
         """
         member = group.member(session, generation)
         found = self._sets.get(group.group_id)
-        if found is None or found.generation != generation:  # it could not get any
+        if found is None or found.generation != generation:  # the process got no ids
             found = self._sets[group.group_id] = _without_ids(group, error)
         if error:
             found.error = found.error or f"rank {member.ranks[0]}: {error[:300]}"
@@ -182,7 +183,7 @@ class UniqueIdBook:
             self._stop(found)
 
     def state_of(self, group: GroupRecord) -> tuple[str, str]:
-        """(version, state) for people; empty if nothing was asked for."""
+        """Returns (NCCL version, state) for people; empty if nobody asked for ids."""
         found = self._sets.get(group.group_id)
         if found is None or found.generation != group.generation:
             return "", ""
@@ -194,7 +195,7 @@ class UniqueIdBook:
         return found.version, f"ready, {ranks} ranks" if found.is_current else "aborted"
 
     def tick(self) -> None:
-        """Ends processes whose generation or waiting time is over."""
+        """Ends processes whose generation has ended or whose JOIN_S has passed."""
         now = self._clock.monotonic_s()
         for group_id, found in list(self._sets.items()):
             if found.group.state is State.CLOSED:
@@ -212,7 +213,7 @@ class UniqueIdBook:
             found.process.kill()
 
     async def close(self) -> None:
-        """Ends every process. The daemon is about to end."""
+        """Ends every process, at the end of the daemon."""
         sets, self._sets = list(self._sets.values()), {}
         for found in sets:
             found.making.cancel()
@@ -232,7 +233,7 @@ class UniqueIdBook:
 
 
 def _take_error(task: asyncio.Task[UniqueIds]) -> None:
-    """Marks the error as seen, because nobody may wait for the task; the set has it."""
+    """Marks a task's error as retrieved: `_Set.error` has it, and maybe nobody awaits the task."""
     if not task.cancelled():
         task.exception()
 
