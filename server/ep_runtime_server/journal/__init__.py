@@ -1,1 +1,1 @@
-"""Keeps state over restarts of the daemon: the file, its records, and the recovery."""
+"""Keeps the daemon's state over restarts: the journal's file, its records, and the recovery."""

@@ -1,4 +1,4 @@
-"""A drain order: an operator's lasts over restarts, a signal's ends the daemon."""
+"""Drain orders: an operator's order lasts over restarts, and a signal's ends the daemon."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class Drain:
     """The current drain order.
 
     Attributes:
-        by: who gave it first, and how.
-        since_wall_s: when.
-        held: a restarted daemon drains too.
-        ends_at_s: when the daemon ends, sessions or not, on the monotonic clock; None: it stays.
-        signalled: the end cannot be taken back, because whoever sent the signal waits for it.
+        by: who gave the first order, and how.
+        since_wall_s: when the first order was given.
+        held: whether a restarted daemon drains too.
+        ends_at_s: when the daemon ends even with sessions, on the monotonic clock; None: never.
+        signalled: whether a signal asked for the end, which then cannot be taken back.
     """
 
     by: str
@@ -38,7 +38,7 @@ class Drain:
         return f"drained {self.by}, until `ep-runtime undrain`"
 
     def event(self, now_s: float) -> session_service_pb2.DrainEvent:
-        """Makes the event that sessions get about the order."""
+        """Makes the event that reports the order to sessions."""
         left_s = None if self.ends_at_s is None else max(self.ends_at_s - now_s, 0.0)
         return session_service_pb2.DrainEvent(
             deadline=duration(left_s) if left_s is not None else None
@@ -46,7 +46,7 @@ class Drain:
 
     @property
     def record(self) -> dict[str, Any] | None:
-        """The journal's record of the order; None if a restarted daemon does not drain."""
+        """Returns the journal's record of the order; None if a restart ends the drain."""
         return {"by": self.by, "since_wall_s": self.since_wall_s} if self.held else None
 
 
@@ -57,7 +57,7 @@ def ordered(
     wall_s: float,
     ends_at_s: float | None,
 ) -> Drain:
-    """Combines the order `before` with a new one; without `order` a signal drains."""
+    """Combines the drain `before` with a new order; `order` is None for a signal."""
     drain = before or Drain(str(order or "by a signal"), wall_s)
     if ends_at_s is None:
         return dataclasses.replace(drain, held=True)
@@ -66,7 +66,10 @@ def ordered(
 
 
 def restored(record: Any) -> Drain | None:
-    """Restores an earlier daemon's order. Raises LookupError, or as `shapes.check`."""
+    """Restores the drain order of an earlier daemon; None if there was none.
+
+    Raises LookupError, or what `shapes.check` raises.
+    """
     if record is None:
         return None
     shapes.check(record, _RECORD)

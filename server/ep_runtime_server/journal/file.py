@@ -1,18 +1,19 @@
-"""An append-only file of facts, for a daemon that is killed and starts again.
+"""An append-only file of facts, which a killed daemon leaves to the next one.
 
-A fact is a key with a JSON value; the last record of a key counts, and a record without a value
-forgets the key. The file is a magic number and records {length u32, crc32 u32, sequence u64,
-payload}; it is read up to the first record that is not whole. Space for the next records is
-allocated ahead, so that a full disk is noticed before anything is promised.
+A fact is a key with a JSON value. The last record of a key counts, and a record without a value
+deletes the key. The file has a magic number and then records {length u32, crc32 u32, sequence u64,
+payload}; reading stops at the first incomplete record. The daemon allocates space for the next
+records ahead, so that it notices a full disk before it answers a call.
 
-A new file of the facts alone takes the place of a long one. Where the disk has no room for both,
-records move to a second file, PATH.part, and the old one is cut where it says nothing more; before
-each cut a note in the second file, under the key "", says where the old one ends then. Who finds
-both reads the old one and then the second, unless no note is about an old one of that end.
+When the file is long, a new file of only the present facts replaces it. If the disk cannot hold
+both, the daemon moves records to a second file, PATH.part, and cuts the moved end off the old file.
+Before each cut it writes a note to the second file, under the key "", with the old file's new end.
+A daemon that finds both files reads the old one and then the second. It deletes the second file if
+none of its notes names the old file's end.
 
-The daemon's own is not synced to the disk: what a host crash takes from the page cache concerned
-processes and memory that the crash took too. A killed daemon loses nothing that `write` took. What
-other hosts were told must survive this one's crash, so the cluster's is synced before they are.
+The daemon's own journal is not synced to the disk, because a crash of the host also ends the
+processes and memory that its facts are about. A killed daemon loses nothing that `write` accepted.
+The cluster's journal is synced before an answer to another host, which survives this host's crash.
 """
 
 from __future__ import annotations
@@ -41,16 +42,16 @@ COMPACT_AT_BYTES = 1 << 20
 COMPACT_AT_GROWTH = 4
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
-_NOTE = ""  # key of notes; no fact has it
-_SPARE_BYTES = 4096  # of a second file, for its next note
+_NOTE = ""  # key of notes; no fact uses it
+_SPARE_BYTES = 4096  # space kept in a second file for its next note
 
 _HEAD = struct.Struct("<IIQ")  # length of the payload, crc of sequence and payload, sequence
 
-Record = tuple[str, Any]  # key, value or its Encoded; None forgets the key
+Record = tuple[str, Any]  # key, and value or its Encoded; None deletes the key
 
 
 class Encoded(NamedTuple):
-    """A value that is JSON already."""
+    """A value that is already encoded as JSON."""
 
     text: bytes
 
@@ -71,7 +72,7 @@ def _payload(record: Record) -> bytes:
 
 
 def _key_of(payload: bytes) -> str | None:
-    """Returns the key of a record's payload; None if the payload is not one of ours."""
+    """Returns the key of a record's payload; None if the payload is malformed."""
     try:
         key, _ = json.loads(payload)
     except (ValueError, TypeError, RecursionError):
@@ -80,18 +81,18 @@ def _key_of(payload: bytes) -> str | None:
 
 
 def _mark(end: int, payload: bytes) -> list[int]:
-    """Identifies a file by the end and checksum of its last record."""
+    """Makes the mark of a file: its last record's end and checksum."""
     return [end, zlib.crc32(payload)]
 
 
 def _encode(sequence: int, record: Record | bytes) -> bytes:
-    """`record`: or its payload."""
+    """Encodes a record, or the payload of one, with its sequence number and checksum."""
     payload = record if isinstance(record, bytes) else _payload(record)
     return _HEAD.pack(len(payload), _crc(sequence, payload), sequence) + payload
 
 
 def whole_records(file: BinaryIO) -> Iterator[tuple[bytes, int]]:
-    """Payload and end of every record of a journal, up to the first that is not whole."""
+    """Yields (payload, end) of each record of a journal, up to the first incomplete one."""
     if file.read(len(MAGIC)) != MAGIC:
         return
     end = len(MAGIC)
@@ -110,7 +111,7 @@ def whole_records(file: BinaryIO) -> Iterator[tuple[bytes, int]]:
 
 
 def _last_records(fd: int) -> tuple[dict[str, tuple[int, bytes]], int, int]:
-    """End and payload of each key's last record, the number of records, and their end."""
+    """Returns {key: (end, payload) of its last record}, the number of records, and their end."""
     with open(fd, "rb", closefd=False) as file:
         file.seek(0)
         records = [(_key_of(payload), end, payload) for payload, end in whole_records(file)]
@@ -119,11 +120,13 @@ def _last_records(fd: int) -> tuple[dict[str, tuple[int, bytes]], int, int]:
 
 
 def cut_bytes(file: BinaryIO, end: int) -> int:
-    """Bytes behind the last whole record that are not room for the next ones; of a file that is
-    longer than any of ours, how many of those that a record may have."""
+    """Returns how many bytes of an incomplete record follow `end`; 0 if only zeros follow.
+
+    Reads at most MAX_RECORD_BYTES, because another program may have written a larger file.
+    """
     try:
-        start = os.lseek(file.fileno(), end, os.SEEK_DATA)  # a hole may be as large as one likes
-    except OSError:  # there is only a hole
+        start = os.lseek(file.fileno(), end, os.SEEK_DATA)  # skips a hole of any size
+    except OSError:  # only a hole follows
         return 0
     file.seek(start)
     found = len(file.read(MAX_RECORD_BYTES).rstrip(b"\0"))
@@ -145,27 +148,27 @@ def _sync_directory(path: Path) -> None:
 
 
 class Journal:
-    """The facts of one directory; one process at a time, the directory's lock sees to it.
+    """The journal of one directory; the directory's lock allows one process at a time.
 
     Attributes:
-        was_there: a journal was found.
-        cut_bytes: bytes behind the first record that was not whole; 0 for a clean end.
-        odd_records: whole ones that are no key with a value; left out.
-        error: why the last write failed; empty when the file holds everything.
+        was_there: whether the file existed.
+        cut_bytes: bytes of an incomplete record at the end; 0 for a clean end.
+        odd_records: how many complete records are not a key with a value; they are ignored.
+        error: why the last write failed; empty if the file has everything.
     """
 
     def __init__(
         self, path: Path, failpoints: Failpoints, *, name: str = "journal", synced: bool = False
     ) -> None:
-        """Raises PoolExhaustedError if the file cannot be made.
+        """Opens and reads the file, or creates it. Raises PoolExhaustedError on failure.
 
         Args:
-            name: begins the names of its failpoints.
-            synced: a new file survives a crash of the host, and a record once it was synced.
+            name: prefix of the names of its failpoints.
+            synced: sync each new file to the disk; call `begin_sync` to sync appended records.
         """
         self._path = path
         self._part = path.with_name(f"{path.name}.part")
-        self._split = False  # the end of what we know is in the second file alone
+        self._split = False  # the old file was cut, so the second one is needed
         self._failpoints = failpoints
         self._name = name
         self._synced = synced
@@ -174,7 +177,7 @@ class Journal:
         self._end = 0  # where the next record goes
         self._allocated = 0
         self._compacted_bytes = 0
-        self._lost = False  # records that `append` took may not be in the file
+        self._lost = False  # a sync failed, so appended records may be missing
         self._facts: dict[str, Any] = {}
         self.was_there = False
         self.cut_bytes = 0
@@ -191,11 +194,11 @@ class Journal:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of its records."""
+        """Returns the size of the file's records in bytes."""
         return self._end
 
     def free_bytes(self) -> int:
-        """Returns the bytes that the file system has left for the daemon. Raises OSError."""
+        """Returns how many bytes the file system has free for the daemon. Raises OSError."""
         found = os.statvfs(self._path.parent)
         return found.f_bavail * found.f_frsize
 
@@ -208,14 +211,14 @@ class Journal:
                 self._sequence += 1
                 self._take(payload)
             self.cut_bytes = cut_bytes(file, good)
-        # Old bytes behind the end must not be taken for records once the end grows towards them.
+        # Remove old bytes behind the end, so that they are not read as records after later appends.
         os.ftruncate(self._fd, good)
         self._end = self._allocated = good
         with contextlib.suppress(FileNotFoundError):
             self._read_part(_mark(good, payload))
 
     def _read_part(self, mark: list[int]) -> None:
-        """Reads the second file if it continues the first one; else deletes it. Raises OSError."""
+        """Reads the second file if it continues the old one; else deletes it. Raises OSError."""
         with open(files.open_regular(self._part, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
             payloads = [payload for payload, _ in whole_records(file)]
         if _payload((_NOTE, mark)) not in payloads:
@@ -236,12 +239,12 @@ class Journal:
             self._facts[key] = value
 
     def take_facts(self) -> dict[str, Any]:
-        """Hands over the facts read at the start, once; the daemon's state takes their place."""
+        """Returns the facts read at the start, and drops them to free their memory."""
         facts, self._facts = self._facts, {}
         return facts
 
     def admit(self, more_bytes: int = 0) -> None:
-        """Makes sure that the next changes can be written. Raises PoolExhaustedError."""
+        """Reserves space for the next changes. Raises PoolExhaustedError if there is none."""
         wanted_bytes = RESERVE_BYTES // 4 + more_bytes
         if not self.error:
             try:
@@ -263,8 +266,10 @@ class Journal:
                 self.error += f" ({iec(wanted_bytes)} wanted, {iec(self.free_bytes())} free)"
 
     def try_again(self) -> bool:
-        """Whether the file takes records again after an `append` that failed; `append` what it did
-        not take. False, and `error`: only a new file would do."""
+        """Returns whether the file accepts records again after a failed `append`.
+
+        If it does, append the missing records again. If not, only `compact` can help.
+        """
         if self._lost or self._split or self._fd < 0:
             return False
         self.error = ""
@@ -278,7 +283,11 @@ class Journal:
             self._allocated = self._allocate(self._fd, self._end, needed_bytes, wish_bytes)
 
     def _allocate(self, fd: int, start: int, needed_bytes: int, wish_bytes: int) -> int:
-        """Allocates from `start` on, as much as wished if the disk has it; returns the end."""
+        """Allocates `wish_bytes` from `start`, or `needed_bytes` if the disk is full.
+
+        Returns:
+            The end of the allocated space.
+        """
         self._failpoints.hit(f"{self._name}.reserve")
         try:
             os.posix_fallocate(fd, start, wish_bytes)
@@ -290,7 +299,7 @@ class Journal:
         return start + wish_bytes
 
     def append(self, records: Iterable[Record]) -> bool:
-        """Writes all records or none; returns False, with a reason in `error`, if none."""
+        """Writes all records or none; returns whether it did, and sets `error` if not."""
         if self.error:
             return False
         sequence, chunks = self._sequence, []
@@ -319,10 +328,12 @@ class Journal:
         self._end += len(data)
 
     def begin_sync(self) -> Callable[[], None]:
-        """Returns a blocking function for any thread. After it, records that `append` took before
-        survive a crash of the host. Else `error` says why not, and a new file has to take this
-        one's place."""
-        fd = os.dup(self._fd)  # a new file may take its place meanwhile
+        """Returns a blocking function that syncs the appended records, for use on any thread.
+
+        The synced records survive a crash of the host. If the sync fails, the function sets
+        `error`, and `compact` must replace the file.
+        """
+        fd = os.dup(self._fd)  # `compact` may replace the file before the sync
 
         def sync() -> None:
             try:
@@ -336,12 +347,12 @@ class Journal:
 
     @property
     def wants_compaction(self) -> bool:
-        """Whether the file is much longer than its facts, or failed."""
+        """Returns whether the file is much longer than its facts, or its last write failed."""
         grown = self._end > max(COMPACT_AT_BYTES, COMPACT_AT_GROWTH * self._compacted_bytes)
         return grown or bool(self.error)
 
     def compact(self, facts: Mapping[str, Any]) -> bool:
-        """Puts a file of these facts alone in the place of the old one; False where that fails."""
+        """Replaces the file with one of only these facts; returns whether that succeeded."""
         if self._fd < 0:
             self.error = "it is closed"
             return False
@@ -380,20 +391,20 @@ class Journal:
         self._end = self._compacted_bytes = len(data)
 
     def _take_place(self, fresh: Path, fd: int) -> None:
-        """Renames a complete file to the journal."""
+        """Renames a complete new file to the journal's path, and uses it from now on."""
         if self._synced:
             os.fsync(fd)
         self._failpoints.hit(f"{self._name}.before_rename")
         os.rename(fresh, self._path)
         if self._synced:
             _sync_directory(self._path.parent)
-        with contextlib.suppress(OSError):  # one that stays is of another file
+        with contextlib.suppress(OSError):  # a remaining one has no note for the new file
             os.unlink(self._part)
         os.close(self._fd)
         self._fd, self._split = fd, False
 
     def _move(self, facts: Mapping[str, Any]) -> None:
-        """As `_renew`, record by record, with what can be cut off the old file as room."""
+        """Does what `_renew` does, record by record, and cuts the old file to make room."""
         os.ftruncate(self._fd, self._end)
         self._allocated = self._end
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | (0 if self._split else os.O_TRUNC)
@@ -413,9 +424,10 @@ class Journal:
         self._end = self._allocated = self._compacted_bytes = end
 
     def _fill(self, fd: int, facts: Mapping[str, Any]) -> tuple[int, int]:
-        """Writes to the second file what it lacks; number and end of its records. Raises OSError.
+        """Writes the missing facts to the second file; returns the number and end of its records.
 
-        What the old file does not have comes first, then what stands at its end.
+        Facts that the old file lacks come first, then facts from the old file's end backwards,
+        so that the old file can be cut. Raises OSError.
         """
         old, _, _ = _last_records(self._fd)
         new, sequence, at = _last_records(fd)
@@ -434,7 +446,7 @@ class Journal:
 
         lacks = [key for key in keys if new.get(key, nowhere)[1] != wanted[key]]
         lacks.sort(key=place, reverse=True)
-        # From each on: the last record of the old file that is still needed.
+        # For each key: the last record of the old file that this or a later key still needs.
         needed = itertools.accumulate((old.get(key, nowhere) for key in reversed(lacks)), max)
         for key, last in zip(lacks, reversed([*needed]), strict=True):
             while True:
@@ -454,7 +466,7 @@ class Journal:
         return sequence, at
 
     def _cut(self, fd: int, note: bytes, at: int, end: int) -> None:
-        """Notes in the second file that the old one ends there, and ends it."""
+        """Writes a note of the old file's new end to the second file, and cuts the old file."""
         _write_all(fd, note, at)
         if self._synced:
             os.fsync(fd)

@@ -1,5 +1,7 @@
-"""Keeps the journal equal to what the daemon knows: notes what changed, writes before anybody is
-told of it, starts a new file when the old one is long or could not be written."""
+"""Writes the daemon's changes of state to the journal, before an RPC that made them is answered.
+
+Compacts the journal when it is long or a write failed.
+"""
 
 from __future__ import annotations
 
@@ -31,18 +33,18 @@ MAX_LAYERS_PER_RECORD = 512
 
 @dataclasses.dataclass
 class _LayerParts:
-    """A group's layers as they are in the file, so that a new file costs no new JSON."""
+    """A group's layers as encoded for the journal, so that compaction does not encode again."""
 
-    version: int  # of the history
-    texts: dict[int, Encoded] = dataclasses.field(default_factory=dict)  # by first layer
-    ends: dict[int, int] = dataclasses.field(default_factory=dict)  # by the same: the next one
+    version: int  # version of the group's layer history
+    texts: dict[int, Encoded] = dataclasses.field(default_factory=dict)  # by index of first layer
+    ends: dict[int, int] = dataclasses.field(default_factory=dict)  # index past the last, by first
     num_layers: int = 0
     num_written: int = 0
     num_bytes: int = 0
 
 
 class Recorder:
-    """Listens to sessions, groups and memory. Lives on the event loop's thread."""
+    """Records changes of sessions, groups and memory. Use it on the event loop's thread only."""
 
     def __init__(
         self,
@@ -60,10 +62,10 @@ class Recorder:
         self._events = events
         self._clock = clock
         self._changed: dict[str, SessionRecord | GroupRecord | WindowSet] = {}
-        self._unwritten: dict[str, Any] = {}  # records that the file did not take yet, by key
-        # Each item's record by key, so that a new file needs no new JSON.
+        self._unwritten: dict[str, Any] = {}  # records not in the file yet, by key
+        # Each item's encoded record by key, so that compaction does not encode again.
         self._texts: dict[str, Encoded] = {}
-        # Each item's user and record bytes by key; layers have a key too.
+        # Each item's (uid, bytes of its record) by key; a group's layers have one key.
         self._bytes: dict[str, tuple[int, int]] = {}
         self._bytes_by: collections.Counter[int] = collections.Counter()  # by uid
         self._layers: dict[str, _LayerParts] = {}  # by group id
@@ -80,7 +82,7 @@ class Recorder:
         windows_changed: Callable[[WindowSet], None],
         word_counts_until_s: Callable[[], float | None],
     ) -> None:
-        """Starts to write every change; calls `windows_changed` for changes of memory."""
+        """Starts to write each change; also calls `windows_changed` if a window set changes."""
         self._word_counts_until_s = word_counts_until_s
 
         def both(windows: WindowSet) -> None:
@@ -107,31 +109,31 @@ class Recorder:
         self._changed[key] = item
         if not self._flush_scheduled:
             self._flush_scheduled = True
-            # Write soon also changes that no RPC waits for: a process ended, time passed.
+            # Flush soon, because no RPC waits for some changes, such as the end of a process.
             asyncio.get_running_loop().call_soon(self.flush)
 
     def generation(self, generation: int) -> None:
-        """Writes a generation that is about to be given. Raises PoolExhaustedError."""
+        """Writes a new generation before a group gets it. Raises PoolExhaustedError."""
         self.admit()
         if self._journal.append([(GENERATION, generation)]):
             self._generation_written = generation
         self.admit()
 
     def keep_drain(self, record: dict[str, Any] | None) -> None:
-        """Writes the order that a restarted daemon follows; None for none."""
+        """Writes the drain order that a restarted daemon follows; None for none."""
         if record != self._drain:
             self._drain = self._unwritten[DRAIN] = record
             self.flush()
 
     def admit(self, more_bytes: int = 0) -> None:
-        """Raises PoolExhaustedError where something new could not be written."""
+        """Raises PoolExhaustedError if `more_bytes` of new records could not be written."""
         try:
             self._journal.admit(more_bytes)
         finally:
             self._tell()
 
     def flush(self) -> bool:
-        """Writes all changes; returns False if they are not in the journal."""
+        """Writes all changes; returns whether the journal has them."""
         self._flush_scheduled = False
         if not (self._changed or self._unwritten) or self._stopped:
             return not self._journal.error
@@ -148,7 +150,7 @@ class Recorder:
             self._unwritten.update(self._records(key, item))
 
     def bytes_of(self, uid: int) -> int:
-        """Bytes of the records that a restarted daemon needs of a user."""
+        """Returns the size of a user's records in bytes."""
         return self._bytes_by[uid]
 
     def _count(self, key: str, uid: int, size_bytes: int) -> None:
@@ -177,7 +179,7 @@ class Recorder:
             yield from self._layer_records(item, gone=value is None)
 
     def _layer_records(self, group: GroupRecord, *, gone: bool) -> Iterator[Record]:
-        """Yields layers that are not in the file yet; each is written once."""
+        """Yields records of layers that are not in the file yet, so that each is written once."""
         key = f"{LAYERS}{group.group_id}/"
         if gone:
             self._layers.pop(group.group_id, None)
@@ -196,7 +198,7 @@ class Recorder:
             parts.num_written = parts.ends[parts.num_written]
 
     def _encode_layers(self, group: GroupRecord, parts: _LayerParts) -> None:
-        """Encodes the next layers that are not JSON yet."""
+        """Encodes the next layers that are not encoded yet, at most MAX_LAYERS_PER_RECORD."""
         first = parts.num_layers
         part = group.layers.history[first : first + MAX_LAYERS_PER_RECORD]
         value = encoded([records.of_layer(layer) for layer in part])
@@ -208,7 +210,7 @@ class Recorder:
         self._count(key, group.owner.uid, parts.num_bytes)
 
     async def prepare(self, group: GroupRecord) -> None:
-        """Makes the records of many new layers in turns; the next flush only writes them."""
+        """Encodes many new layers in turns, so that the next flush only has to write them."""
         parts = self._layers.get(group.group_id)
         while (
             parts is not None
@@ -220,7 +222,7 @@ class Recorder:
             await asyncio.sleep(0)
 
     def tick(self) -> None:
-        """Makes good what failed, and starts a new file where that is due; every second."""
+        """Retries failed writes, and compacts the journal if due; at most every RETRY_S."""
         now = self._clock.monotonic_s()
         if self._journal.wants_compaction and now - self._tried_s >= RETRY_S:
             self._tried_s = now
@@ -229,8 +231,10 @@ class Recorder:
             self._tell()
 
     def compact(self) -> None:
-        """Puts a file of what is known now in the place of the journal. Where the disk has no room
-        for both, the old one goes on as long as it can grow."""
+        """Replaces the journal with a file of only the present state.
+
+        If that fails, keeps using the old file as long as it accepts records.
+        """
         self._collect()
         for parts in self._layers.values():
             parts.num_written = 0
@@ -262,7 +266,7 @@ class Recorder:
                 yield from self._layer_records(item, gone=False)
 
     def _tell(self) -> None:
-        """Adds one event when the journal begins to fail, and one when it works again."""
+        """Adds an event when writes begin to fail, and one when they succeed again."""
         failed = bool(self._journal.error)
         if failed == self._failed:
             return
@@ -278,13 +282,13 @@ class Recorder:
             self._events.add("journal.written", "the journal is written again")
 
     def stop(self) -> None:
-        """Stops writing, because the end of the daemon is not the end of its groups."""
+        """Stops writing, because groups that close with the daemon must stay in the journal."""
         self._stopped = True
 
     def require(self, *, all_of_it: bool) -> None:
-        """Raises PoolExhaustedError if the latest changes are not in the journal.
+        """Writes all changes; raises PoolExhaustedError if the latest ones could not be written.
 
-        With `all_of_it`, earlier changes of the same call must be there too.
+        With `all_of_it` it also raises if earlier changes are still not written.
         """
         new = bool(self._changed)
         if not self.flush() and (new or all_of_it):

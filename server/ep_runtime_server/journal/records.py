@@ -1,4 +1,4 @@
-"""Sessions, groups and window sets as JSON values of the journal, and back. Knows no file."""
+"""Converts sessions, groups and window sets to JSON values of the journal, and back."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ep_runtime_server.memory.windows import Owner, WindowSet, WindowState
 
 
 def of_session(session: SessionRecord) -> dict[str, Any] | None:
-    """Converts a session; None if it is over: a restarted daemon need not know it."""
+    """Converts a session to a record; None for an ended one, which the journal drops."""
     if session.over:
         return None
     fields = {name: getattr(session, name) for name in shapes.SESSION}
@@ -27,7 +27,7 @@ def of_session(session: SessionRecord) -> dict[str, Any] | None:
 
 
 def to_session(session_id: str, value: Mapping[str, Any]) -> SessionRecord:
-    """A session that was opened is SUSPECT until its process says something."""
+    """Converts a record to a session, which is SUSPECT until its process sends a message."""
     shapes.check(value, shapes.SESSION)
     fields = dict(value)
     state = SessionState(fields.pop("state"))
@@ -46,7 +46,7 @@ def _of_owner(owner: Owner) -> list[Any]:
 
 
 def _of_spec(spec: GroupSpec) -> dict[str, Any]:
-    """Converts a spec, without defaults so that older daemons can read it."""
+    """Converts a spec; leaves out default values so that older daemons can read it."""
     fields = dataclasses.fields(spec)
     return {f.name: v for f in fields if (v := getattr(spec, f.name)) != f.default}
 
@@ -57,8 +57,8 @@ def _to_spec(value: Mapping[str, Any]) -> GroupSpec:
     for name in ("ep_axis", "outer_axes"):
         fields[name] = tuple(fields[name])
     spec = make_group_spec(**fields)
-    board.board_layout(spec)  # raises if no daemon admits it
-    group_spec_to_proto(spec)  # raises if no answer can carry it
+    board.board_layout(spec)  # raises if a daemon would refuse the spec
+    group_spec_to_proto(spec)  # raises if the spec does not fit the protocol
     return spec
 
 
@@ -80,7 +80,7 @@ def of_windows(windows: WindowSet) -> dict[str, Any] | None:
 
 
 def to_windows(set_id: str, value: Mapping[str, Any]) -> WindowSet:
-    """Converts a record to a window set, whose descriptors are all still missing."""
+    """Converts a record to a window set, whose descriptors must still come back."""
     shapes.check(value, shapes.WINDOWS)
     windows = WindowSet(
         Owner(*value["owner"]), _to_spec(value["spec"]), value["generation"], value["created_s"]
@@ -100,8 +100,10 @@ def to_windows(set_id: str, value: Mapping[str, Any]) -> WindowSet:
 
 
 def of_group(group: GroupRecord) -> dict[str, Any] | None:
-    """Converts a group without its layers to a record; None for a group that is gone, or that had
-    only claims."""
+    """Converts a group, without its layers, to a record; None if the journal should drop it.
+
+    The journal drops closed groups, and groups that had only claims.
+    """
     if group.state is State.CLOSED:
         return None
     return {
@@ -119,8 +121,7 @@ def of_group(group: GroupRecord) -> dict[str, Any] | None:
         "retained_until_s": group.retained_until_s,
         "created_s": group.created_s,
         "created_wall_s": group.created_wall_s,
-        # A view that was not committed is nothing to a daemon that starts again, but that others
-        # may have it.
+        # A restarted daemon needs an uncommitted view only because other nodes may have it.
         "undecided": _of_undecided(group),
         "spans": group.spans,
         "epoch": group.epoch if group.committed else 0,
@@ -158,8 +159,10 @@ def to_group(
     sessions: Mapping[str, SessionRecord],
     sets: Mapping[str, WindowSet],
 ) -> GroupRecord:
-    """The group with its members and its set. Raises LookupError if one is missing: its processes
-    then know more than the rest of the journal."""
+    """Converts a record to a group with its members and its window set.
+
+    Raises LookupError if the journal lacks one of them; then only the processes know the group.
+    """
     shapes.check(value, shapes.GROUP)
     group = GroupRecord(Owner(*value["owner"]), _to_spec(value["spec"]), value["generation"])
     group.group_id = group_id
@@ -189,7 +192,7 @@ _LAYER_FIELDS = tuple(field.name for field in dataclasses.fields(LayerSpec))
 
 
 def of_layer(layer: RegisteredLayer) -> list[Any]:
-    spec = {name: getattr(layer.spec, name) for name in _LAYER_FIELDS}  # asdict takes 8 times that
+    spec = {name: getattr(layer.spec, name) for name in _LAYER_FIELDS}  # 8 times as fast as asdict
     return [spec, layer.num_layers, layer.base_id, layer.handle_base]
 
 

@@ -1,8 +1,8 @@
-"""Recovery after a restart: rebuilds the journal's state and waits for the processes it names.
+"""Recovers after a restart: rebuilds state from the journal, and waits for its processes.
 
-Restored window sets have no descriptors yet. They count against the limits all the same, so that
-nobody else gets their bytes; they come back from their holders (`rejoin.py`) or from systemd's
-store, and are lost once no holder is left that could give them back.
+Restored window sets have no descriptors yet, but count against the limits, so that no other set
+gets their bytes. Their descriptors come back from their holders (`rejoin.py`) or from systemd's
+store. A set is lost once it has no holder left to give them back.
 """
 
 from __future__ import annotations
@@ -37,17 +37,18 @@ from ep_runtime_server.memory.windows import Owner, WindowPool, WindowSet, Windo
 
 _Item = TypeVar("_Item")
 
-# Errors of a whole record with impossible values.
+# Errors that a complete record with impossible values may raise.
 _ODD = (EpRuntimeError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 
 
 class Recovery:
-    """What was found at the start, and what is still to come back.
+    """The recovery of one daemon: what it restored, and what it still waits for.
 
     Attributes:
-        found_any: the journal named sessions, groups or memory.
-        num_sessions: sessions of the journal whose processes live.
-        adopted_bytes, lost_bytes: of windows and boards that came back, or never will.
+        found_any: whether the journal named sessions, groups or memory.
+        num_sessions: the number of the journal's sessions whose processes still run.
+        adopted_bytes: bytes of windows and boards that came back.
+        lost_bytes: bytes of windows and boards that are lost.
     """
 
     def __init__(
@@ -82,17 +83,17 @@ class Recovery:
 
     @property
     def under_way(self) -> bool:
-        """Whether processes of before are awaited before anything new is admitted."""
+        """Returns whether the daemon still waits for earlier processes, and admits nothing new."""
         return self._waits
 
     @property
     def takes_word(self) -> bool:
-        """Whether a process may tell us of a group that the journal does not know."""
+        """Returns whether a process may report a group that the journal lacks."""
         return self._incomplete_journal and self.left_s > 0
 
     @property
     def word_counts_until_s(self) -> float | None:
-        """For the journal: a daemon killed in the meantime still takes what processes say."""
+        """Returns until when `takes_word` is true, which the journal records for a next daemon."""
         return self._until_s if self.takes_word else None
 
     @property
@@ -106,7 +107,7 @@ class Recovery:
     # At the start
 
     def restore(self, facts: Mapping[str, Any], *, incomplete: bool) -> None:
-        """Builds sessions, sets and groups. `incomplete`: the journal is new, or its end is cut."""
+        """Builds sessions, sets and groups. `incomplete`: the journal is new or its end was cut."""
         self._incomplete_journal = incomplete
         until_s = self._plain(facts, WORD_COUNTS_UNTIL, shapes.seconds, 0.0)
         if until_s > self._clock.monotonic_s():
@@ -132,7 +133,7 @@ class Recovery:
         self.found_any = bool(sessions or sets or self._groups.all())
 
     def _plain(self, facts: Mapping[str, Any], key: str, shape: Shape, default: _Item) -> _Item:
-        """Returns a fact that is one value; the default if we cannot read it."""
+        """Returns the value of a fact; the default if the fact is missing or malformed."""
         value: _Item = facts.get(key, default)
         if shape(value):
             return value
@@ -146,7 +147,7 @@ class Recovery:
     def _readable(
         self, values: Mapping[str, Any], make: Callable[[str, Any], _Item]
     ) -> dict[str, _Item]:
-        """Returns the items of a kind, without those of other versions that we cannot read."""
+        """Converts the records of one kind, and leaves out and reports unreadable ones."""
         found = {}
         for key, value in values.items():
             try:
@@ -162,10 +163,10 @@ class Recovery:
         return found
 
     def _restore_group(self, group: GroupRecord) -> None:
-        """Restores a group. One that was forming ends, because its callers ask again.
+        """Restores a group. A group that was still forming ends, because its callers ask again.
 
-        Where the end of the journal is cut, so is one whose memory nobody had fetched by then: who
-        fetched it since knows more (`rejoin.py`), and nobody else has anything of it.
+        If the journal's end was cut, a group whose memory it shows as not fetched ends too. Any
+        process that fetched memory after the cut reports the group itself (`rejoin.py`).
         """
         self._restored.append(group)
         fetched = group.windows is None or group.windows.holders
@@ -179,16 +180,19 @@ class Recovery:
             if group.state is State.RETAINED:
                 group.retained_until_s = self._clock.monotonic_s() + group.spec.retain_s
         elif self._incomplete_journal and group.missing_ranks and not group.spans:
-            group.restoring = True  # the cut took the rest of its members
+            group.restoring = True  # the cut end had its other members
         self._groups.add(group)
 
     def take_restored(self) -> list[GroupRecord]:
-        """The groups of the journal, also those whose last processes are gone; once."""
+        """Returns the journal's groups once, including groups without remaining processes."""
         found, self._restored = self._restored, []
         return found
 
     def begin(self) -> None:
-        """After systemd's descriptors were adopted: buries the dead, and waits for the others."""
+        """Ends sessions of ended processes, and starts to wait for the others.
+
+        Call this after systemd's descriptors were adopted.
+        """
         for session in self._dead:
             session.state = SessionState.DEAD
             self._groups.session_ended(session)
@@ -217,21 +221,24 @@ class Recovery:
     # While it lasts
 
     def adopted(self, size_bytes: int) -> None:
-        """Notes that descriptors of that many bytes came back."""
+        """Notes that descriptors of `size_bytes` of memory came back."""
         self.adopted_bytes += size_bytes
         self.settle()
 
     def holds_nothing(self, session: SessionRecord, owner: Owner) -> None:
-        """Notes that a process has no windows to give back. A process that creates a group instead
-        of restoring it was about to fetch or receive them when the daemon was killed."""
+        """Notes that a process has no windows of a group to give back.
+
+        A process that creates a group instead of restoring it had not received its windows yet
+        when the daemon was killed.
+        """
         for windows in self._pool.sets:
             if windows.owner == owner and windows.wanted_ranks:
                 self._pool.drop_holder(session.session_id, windows)
         self.settle()
 
     def drop_lost(self) -> None:
-        """Gives up memory that nobody is left to give back."""
-        if not self._begun:  # systemd may still have it
+        """Gives up memory that has no holder left to give it back."""
+        if not self._begun:  # systemd's store may still have the memory
             return
         by_set = {group.windows: group for group in self._groups.all() if group.windows}
         for windows in self._pool.sets:
@@ -239,7 +246,7 @@ class Recovery:
             if not missing or windows.holders or windows.state is WindowState.RELEASING:
                 continue
             group = by_set.get(windows)
-            if group is None or group.formed:  # else no process has them yet
+            if group is None or group.formed:  # else no process had received the memory
                 self.lost_bytes += missing
                 self._events.add(
                     "windows.lost",
@@ -253,7 +260,7 @@ class Recovery:
                 self._pool.release(windows)
 
     def settle(self) -> None:
-        """Looks whether anything is still awaited; called after every return and every tick."""
+        """Ends the recovery once nothing is awaited or its time has passed."""
         self.drop_lost()
         over = not self.left_s
         for group in self._groups.all():
@@ -275,13 +282,13 @@ class Recovery:
         self._changed = asyncio.Event()
 
     async def wait_over(self, owner: Owner | None, wait_s: float) -> bool:
-        """Waits until new claims (of `owner`'s group) may be taken; False at the deadline."""
+        """Waits until recovery ends and `owner`'s group is restored; returns whether in time."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + wait_s
         while self._waits or self._restoring(owner):
             try:
-                # Not wait_for: before Python 3.12 that loses a cancellation that comes with a
-                # change, and the daemon would not end before its recovery is over.
+                # Not wait_for, which before Python 3.12 can lose a cancellation that coincides with
+                # a change; the daemon could then not end before its recovery does.
                 async with asyncio.timeout_at(deadline):
                     await self._changed.wait()
             except TimeoutError:

@@ -1,4 +1,4 @@
-"""Takes back groups and descriptors of processes after the daemon restarted."""
+"""Takes back groups and descriptors from processes after a restart of the daemon."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ from ep_runtime_server.memory.windows import Owner, WindowPool, WindowSet, Windo
 
 @dataclasses.dataclass(frozen=True)
 class Holding:
-    """The memory that a process reports to hold."""
+    """The group, layers and windows that a process reports that it holds."""
 
     spec: GroupSpec
     generation: int
     ranks: tuple[int, ...]
     layers: tuple[RegisteredLayer, ...]
     uuids: tuple[str, ...] = ()  # of the ranks' GPUs
-    windows: tuple[int, ...] = ()  # world ranks whose windows it holds; empty: all
+    windows: tuple[int, ...] = ()  # world ranks of the held windows; empty for all
 
 
 class Rejoin:
-    """RestoreGroup and ReturnWindows."""
+    """Carries out RestoreGroup and ReturnWindows."""
 
     def __init__(self, groups: Groups, pool: WindowPool, recovery: Recovery) -> None:
         self._groups = groups
@@ -49,14 +49,14 @@ class Rejoin:
     async def restore_group(
         self, session: SessionRecord, claim: Holding
     ) -> tuple[GroupRecord, list[int]]:
-        """Restores the group; also returns the world ranks whose windows are wanted, -1 the board.
+        """Restores a process's membership; also returns the world ranks whose windows are missing.
 
         Raises:
-            StaleHandleError: the group is gone, or at another generation.
-            SpecMismatchError: spec or layers differ.
+            StaleHandleError: the group no longer exists, or is at another generation.
+            SpecMismatchError: the spec or the layers differ.
             GroupBusyError: another process has one of the ranks.
-            InvalidArgumentError: the process claims other ranks than before.
-            SessionFencedError: the session ended while its request was read.
+            InvalidArgumentError: the process claims other ranks than before the restart.
+            SessionFencedError: the session ended while the daemon parsed its request.
         """
         session.check_live()
         group = self._group_of(session, claim)
@@ -77,12 +77,12 @@ class Rejoin:
                 argument="world_ranks",
             )
         await group.layers.rejoin(claim.layers, takes_word=self._recovery.takes_word)
-        group.member(session, claim.generation)  # others had their turns
+        group.member(session, claim.generation)  # other calls ran meanwhile
         member.attached = True
         if group.windows is not None:
             if group.restoring:
                 group.windows.assume(dict(zip(claim.ranks, claim.uuids, strict=False)))
-            group.windows.hold(session.session_id)  # a torn journal may not say so
+            group.windows.hold(session.session_id)  # a cut journal may lack the holder
         self._settle(group)
         return group, self._wanted(group)
 
@@ -97,7 +97,7 @@ class Rejoin:
     def _group_of(self, session: SessionRecord, claim: Holding) -> GroupRecord:
         group = self._groups.find(Owner(session.uid, session.job, claim.spec.name))
         known = group.generation if group is not None else 0
-        # Processes of a formation that the journal has under way know how it ended.
+        # The journal may have a formation without its end, which the group's processes know.
         ended = group is not None and not group.formed and not group.members
         least = known if ended else known + 1
         if self._recovery.takes_word and least <= claim.generation <= shapes.MAX_GENERATION:
@@ -125,7 +125,7 @@ class Rejoin:
         return group
 
     def _make(self, session: SessionRecord, claim: Holding) -> GroupRecord:
-        """Makes a group known only from its processes; it is READY once all its memory is back."""
+        """Makes a group that only its processes know; READY once all its memory has come back."""
         owner = Owner(session.uid, session.job, claim.spec.name)
         asked = dataclasses.replace(claim.spec, node_size=0)
         group = GroupRecord(owner, asked, claim.generation)
@@ -149,7 +149,10 @@ class Rejoin:
     def check_return(
         self, session: SessionRecord, name: str, generations: Sequence[int]
     ) -> GroupRecord:
-        """Whether the session may return windows of those generations. Raises as below."""
+        """Checks that the session may return windows of these generations; returns the group.
+
+        Raises what `return_windows` raises.
+        """
         group = self._groups.get(session, name)
         for generation in generations:
             group.member(session, generation)
@@ -158,13 +161,16 @@ class Rejoin:
     def return_windows(
         self, session: SessionRecord, name: str, found: Sequence[tuple[int, int, int]]
     ) -> tuple[int, list[int]]:
-        """Adopts (world rank, generation, fd); (how many were taken, ranks still wanted).
+        """Adopts windows given as (world rank, generation, fd).
 
-        The descriptors stay the caller's. Either all of the wanted ones are taken or none.
+        The descriptors stay the caller's. Adopts either all of the missing windows or none.
+
+        Returns:
+            The number of adopted windows, and the world ranks still missing.
 
         Raises:
-            StaleHandleError: no such group or generation.
-            PermissionDeniedError: not a member.
+            StaleHandleError: the group or generation does not exist.
+            PermissionDeniedError: the session is not a member.
             InvalidArgumentError: a descriptor is not the group's memory.
         """
         group = self.check_return(session, name, [generation for _, generation, _ in found])
@@ -177,11 +183,11 @@ class Rejoin:
         return taken, windows.wanted_ranks
 
     def adopt(self, windows: WindowSet, fds: Mapping[int, int]) -> int:
-        """Takes duplicates of the wanted descriptors; returns their number.
+        """Adopts duplicates of the missing windows' descriptors; returns how many.
 
         Raises:
-            InvalidArgumentError: one is not the set's memory.
-            PoolExhaustedError: the journal did not know of it, and it is over the limit.
+            InvalidArgumentError: a descriptor is not the set's memory.
+            PoolExhaustedError: a window that the journal lacks would exceed a limit.
         """
         by_rank = {buffer.world_rank: buffer for buffer in windows.buffers}
         unknown = sorted(set(fds) - set(by_rank))
@@ -207,7 +213,7 @@ class Rejoin:
             for allocation in allocations.values():
                 try:
                     allocation.free()
-                except Exception:  # noqa: BLE001 - it is the process's, and no set's: nothing counts
+                except Exception:  # noqa: BLE001 - no set counts this memory
                     logging.getLogger(__name__).exception("memory that came back is not let go")
             raise
         windows.adopt(allocations, mapped)
@@ -216,8 +222,10 @@ class Rejoin:
         return len(allocations)
 
     def _forget_elsewhere(self, windows: WindowSet) -> None:
-        """Memory that came back for a group is not awaited for a set without one as well: a torn
-        journal may know the set and not the group."""
+        """Stops awaiting the returned memory for quarantined sets without a group.
+
+        A cut journal may name such a set but lack its group, which then came back as a new set.
+        """
         ours = {b.identity for b in windows.buffers if b.allocation is not None} - {None}
         for other in self._pool.sets:
             if other is windows or other.state is not WindowState.QUARANTINED:
@@ -232,7 +240,7 @@ class Rejoin:
     def _checked(self, buffer: Buffer, fd: int) -> Allocation:
         device = self._pool.device(buffer.device)
         if isinstance(device, HostDevice) and not is_memfd(fd):
-            # Said before there is a copy of it: to close a file of others may wait.
+            # Check before the dup, because closing a copy of another file may block.
             raise InvalidArgumentError(
                 "the descriptor is not the group's memory: it is not a memfd"
             )
@@ -254,7 +262,7 @@ class Rejoin:
         return allocation
 
     def _check_distinct(self, allocations: Mapping[int, Allocation]) -> None:
-        """Checks that each file is one window of one group."""
+        """Checks that no file is used as two windows."""
         taken = {
             buffer.identity
             for windows in self._pool.sets
@@ -262,7 +270,7 @@ class Rejoin:
             if buffer.allocation is not None
         }
         for rank, allocation in allocations.items():
-            if allocation.identity is None:  # of a device, which told its own already
+            if allocation.identity is None:  # GPU memory, which `device.adopt` has checked
                 continue
             if allocation.identity in taken:
                 raise InvalidArgumentError(
@@ -275,9 +283,9 @@ def _checked_board(allocation: Allocation, windows: WindowSet) -> mmap.mmap:
     mapped = allocation.map()
     try:
         header = board.read_header(mapped)
-        # A board that nobody maps is formatted before it is used, so its header does not matter.
+        # A board without holders gets a new header before its next use, so accept any generation.
         wanted = windows.generation if windows.holders else header.generation
-        # Reads of the board go by the spec, so the spec must fit the file.
+        # The spec gives the offsets for reading the board, so it must fit the file's size.
         size_bytes = board.board_bytes(windows.spec)
         if (header.generation, allocation.size_bytes) != (wanted, size_bytes):
             raise InvalidArgumentError(
@@ -286,7 +294,7 @@ def _checked_board(allocation: Allocation, windows: WindowSet) -> mmap.mmap:
                 argument="fd",
             )
     except BaseException:
-        with contextlib.suppress(BufferError):  # the traceback may hold a view; it goes with it
+        with contextlib.suppress(BufferError):  # the traceback may hold a view
             mapped.close()
         raise
     return mapped

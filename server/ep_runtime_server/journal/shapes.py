@@ -1,6 +1,6 @@
-"""Checks of the journal's records, so that the daemon does not fail on odd ones later.
+"""Checks the journal's records, so that the daemon does not fail on malformed ones later.
 
-A complete record may be odd if another version or another program wrote it.
+A complete record may be malformed if another version or another program wrote it.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 
 Shape = Callable[[Any], bool]
 
-# Generations of groups; more than any daemon counts to.
+# Limit of a group's generation, which no daemon reaches.
 MAX_GENERATION = 1 << 62
 
 
@@ -27,7 +27,7 @@ def flag(value: Any) -> bool:
 
 
 def seconds(value: Any) -> bool:
-    return type(value) in (int, float) and abs(value) < 1e12  # NaN is not
+    return type(value) in (int, float) and abs(value) < 1e12  # False for NaN
 
 
 def maybe(shape: Shape) -> Shape:
@@ -105,7 +105,7 @@ GROUP: Mapping[str, Shape] = {
 
 
 def check(value: Any, shapes: Mapping[str, Shape]) -> None:
-    """Raises TypeError naming the first field that is there and is none of ours."""
+    """Raises TypeError naming the first present field whose value has a wrong shape."""
     if not isinstance(value, Mapping):
         raise TypeError("it is not an object")
     for name, shape in shapes.items():

@@ -1,4 +1,4 @@
-"""Describes a journal in numbers for a bug report, whether or not its daemon runs.
+"""Summarizes a journal in numbers for a bug report, whether or not its daemon runs.
 
 python -m ep_runtime_server.journal.summary FILE
 """
@@ -17,10 +17,10 @@ from ep_runtime_server.journal.file import cut_bytes, whole_records
 
 
 def summary(path: Path) -> dict[str, Any]:
-    """Counts bytes and records, and facts and removals of each kind, without any value.
+    """Counts bytes and records, and facts and removals of each kind; shows no values.
 
     Raises:
-        OSError: it cannot be read.
+        OSError: the file cannot be read.
     """
     good = records = odd = 0
     facts: dict[str, bool] = {}
@@ -46,7 +46,7 @@ def summary(path: Path) -> dict[str, Any]:
 
 
 def main(words: list[str]) -> int:
-    """Writes the summary of one file as JSON."""
+    """Prints the summary of one file as JSON."""
     sys.stdout.write(json.dumps(summary(Path(words[0]))) + "\n")
     return 0
 

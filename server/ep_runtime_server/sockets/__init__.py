@@ -1,1 +1,1 @@
-"""The unix sockets: their callers, and descriptors sent over them."""
+"""The daemon's unix sockets, the processes that connect, and descriptors sent over them."""

@@ -1,12 +1,13 @@
-"""A process that receives clients' descriptors and passes on those that cannot block.
+"""A process that receives clients' descriptors and passes on only those of memory.
 
     python -I -S descriptor_child.py INBOX
 
-For every connection that comes on the socket INBOX it takes the next packet's descriptors, and
-answers with one of the words below, MEMORY with the descriptors. Then it closes its own copies; of
-a file of a user's own file system that lasts as long as the user likes, and no signal ends it.
+For each connection received on the socket INBOX, the process takes the next packet's descriptors.
+It answers with one of the words below, and sends the descriptors with MEMORY. Then it closes its
+own copies. Closing a file of a user's own file system (FUSE) may hang for as long as the user
+likes, and no signal ends that.
 
-Takes nothing from the package: it starts while a client waits.
+Imports nothing from the package, so that it starts fast, because a client waits for it.
 """
 
 import array
@@ -20,17 +21,17 @@ import sys
 MEMORY, FOREIGN, TOO_MANY = b"memory", b"foreign", b"too many"
 MAX_FDS = 64
 
-_ANCILLARY_BYTES = socket.CMSG_SPACE(12) + socket.CMSG_SPACE(4 * MAX_FDS)  # the sender's, and fds
+_ANCILLARY_BYTES = socket.CMSG_SPACE(12) + socket.CMSG_SPACE(4 * MAX_FDS)  # sender and fds
 
-# Major number of NVIDIA's devices in Linux; GPU memory has no other files.
+# Linux's major number of NVIDIA's devices; files of GPU memory always have this number.
 _NVIDIA_MAJOR = 195
-# Linux stat.h, fcntl.h. With these flags statx answers from the kernel, without the file system.
+# From Linux's stat.h and fcntl.h. With these flags statx does not ask the file system.
 _AT_EMPTY_PATH, _AT_STATX_DONT_SYNC, _STATX_TYPE = 0x1000, 0x4000, 0x1
 _STATX_BYTES, _MODE, _RDEV_MAJOR = 256, slice(28, 30), slice(128, 132)
 
 
 def is_memory(fd: int) -> bool:
-    """A memfd, or NVIDIA's driver, which exports memory of GPUs as its own device."""
+    """Returns whether a descriptor is a memfd, or GPU memory exported by NVIDIA's driver."""
     try:
         fcntl.fcntl(fd, fcntl.F_GET_SEALS)
     except OSError:
@@ -48,7 +49,7 @@ def _is_of_nvidia(fd: int) -> bool:
 
 
 def _taken(connection: socket.socket) -> tuple[bytes, list[int]]:
-    """The word for the next packet, and its descriptors."""
+    """Receives the next packet; returns the answer's word and the packet's descriptors."""
     _, ancillary, flags, _ = connection.recvmsg(
         1, _ANCILLARY_BYTES, socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC
     )
@@ -71,7 +72,7 @@ def main() -> None:
             with socket.socket(fileno=copies[0]) as connection:
                 try:
                     word, fds = _taken(connection)
-                except OSError:  # it went away
+                except OSError:  # the client disconnected
                     word = FOREIGN
             socket.send_fds(inbox, [word], fds if word == MEMORY else [])
             for fd in fds:

@@ -1,7 +1,7 @@
-"""Receives descriptors from clients, without those that could block the daemon.
+"""Receives descriptors from clients, and refuses those that could block the daemon.
 
-Whoever has a descriptor of a file in a user's own file system waits for that user when it closes
-it, and no signal ends that. So a process of its own takes what comes, and passes memory on.
+Closing a file of a user's own file system (FUSE) may hang for as long as the user likes, and no
+signal ends that. So a child process receives all descriptors, and passes on only those of memory.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ep_runtime_server.sockets.spare_child import SpareChild
 
 ANSWER_WITHIN_S = 5.0
 
-# Receives the descriptors, which it then owns, or the error.
+# A callback that gets the descriptors, and then owns them, or an error.
 Then = Callable[[list[int] | EpRuntimeError], None]
 
 
@@ -32,7 +32,7 @@ class _Asked(NamedTuple):
 
 
 class Descriptors:
-    """Receives descriptors packet by packet, users in turn. Lives on the event loop."""
+    """Receives descriptors packet by packet, and serves users in turn. For the event loop."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -43,7 +43,7 @@ class Descriptors:
         self._closing: dict[int, subprocess.Popen[bytes]] = {}  # by uid
 
     def check(self, uid: int) -> None:
-        """Raises PoolExhaustedError while bad descriptors of this user are not closed yet."""
+        """Raises PoolExhaustedError while a process still closes bad descriptors of this user."""
         before = self._closing.get(uid)
         if before is not None and before.poll() is None:
             raise PoolExhaustedError(
@@ -52,14 +52,14 @@ class Descriptors:
         self._closing.pop(uid, None)
 
     def take(self, connection: socket.socket, uid: int, then: Then) -> None:
-        """Passes the next packet's descriptors to `then`; nobody else may read until then."""
+        """Passes the next packet's descriptors to `then`; do not read `connection` before that."""
         self._waiting.put(uid, _Asked(connection, uid, then))
         self._next()
 
     def _next(self) -> None:
         while self._asked is None and self._waiting:
             asked = self._waiting.take()
-            if asked.connection.fileno() < 0:  # dropped meanwhile
+            if asked.connection.fileno() < 0:  # dropped while it waited
                 continue
             self._asked = asked
             try:
@@ -78,7 +78,7 @@ class Descriptors:
         return inbox
 
     def _heard(self) -> None:
-        """Handles that the process answered, ended, or is late."""
+        """Handles the process's answer, its end, or its missing answer after ANSWER_WITHIN_S."""
         asked, word = self._asked, b""
         fds: list[int] = []
         if self._child.inbox is not None:
@@ -93,7 +93,7 @@ class Descriptors:
         else:
             for fd in fds:  # memory
                 os.close(fd)
-            process = self._end()  # it may hang from now on
+            process = self._end()  # the process may hang from now on
             if asked is not None and process is not None:
                 self._closing[asked.uid] = process
             self._answer(_refusal(word))
@@ -108,13 +108,13 @@ class Descriptors:
             asked.then(found)
 
     def _end(self) -> subprocess.Popen[bytes] | None:
-        """Lets another process receive the next packets."""
+        """Gives up the process, so that a new one receives the next packets."""
         if self._child.inbox is not None:
             self._loop.remove_reader(self._child.inbox)
         return self._child.end()
 
     async def close(self) -> None:
-        """Ends the processes."""
+        """Ends the child processes."""
         self._end()
         if self._late is not None:
             self._late.cancel()

@@ -1,4 +1,4 @@
-"""The socket directory: one daemon at a time, and no socket left behind or stolen."""
+"""The socket directory, which one daemon at a time locks and cleans up."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ JOURNAL_FILE = "journal"
 CLUSTER_FILE = "cluster"
 EVENTS_FILE = "events"
 AUDIT_FILE = "audit"
-RPC_SOCKET = "rpc.sock"  # gRPC's own, behind api.sock
-ORDERS_SOCKET = "ops.sock"  # the same, behind admin.sock
+RPC_SOCKET = "rpc.sock"  # gRPC's socket behind api.sock
+ORDERS_SOCKET = "ops.sock"  # gRPC's socket behind admin.sock
 SOCKETS = (wire.API_SOCKET, wire.FD_SOCKET, wire.ADMIN_SOCKET, RPC_SOCKET, ORDERS_SOCKET)
 _OURS_ALONE = (wire.ADMIN_SOCKET, RPC_SOCKET, ORDERS_SOCKET)
 
 
 class DirectoryBusyError(EpRuntimeError):
-    """Another daemon serves the directory. `fields`: directory, pid."""
+    """Raised if another daemon serves the directory. `fields`: directory, pid."""
 
     grpc_code = "UNAVAILABLE"
 
@@ -37,16 +37,16 @@ def _unusable(path: Path, error: OSError) -> InvalidArgumentError:
 
 
 class SocketDirectory:
-    """A locked directory, locked before any bind because gRPC replaces sockets silently."""
+    """A directory locked before any bind, because gRPC silently replaces existing sockets."""
 
     def __init__(self, path: Path, *, open_to_others: bool) -> None:
-        """Creates and locks it.
+        """Creates and locks the directory.
 
         Raises:
-            DirectoryBusyError: another daemon has it; names its pid.
-            PermissionDeniedError: it belongs to another user, or others can write to it.
-            InvalidArgumentError: it cannot be created or reached, its name is too long, or
-                something else has the name of one of its files.
+            DirectoryBusyError: another daemon serves the directory; the error has its pid.
+            PermissionDeniedError: another user owns the directory or can write to it.
+            InvalidArgumentError: the directory cannot be created or reached, its name is too long,
+                or one of its file names is taken by something else.
         """
         try:
             self.path = self._prepare(path, open_to_others=open_to_others)
@@ -71,7 +71,7 @@ class SocketDirectory:
             ) from None
         os.ftruncate(self._lock_fd, 0)
         os.pwrite(self._lock_fd, f"{os.getpid()}\n".encode(), 0)
-        for name in SOCKETS:  # left by a killed daemon
+        for name in SOCKETS:  # remove sockets of a killed daemon
             try:
                 files.remove_socket(self.path / name)
             except OSError as error:
@@ -79,7 +79,7 @@ class SocketDirectory:
 
     @staticmethod
     def _prepare(path: Path, *, open_to_others: bool) -> Path:
-        """Makes the directory; an existing one, such as /tmp, keeps its mode."""
+        """Creates the directory if missing; an existing one, such as /tmp, keeps its mode."""
         existed = path.exists()
         directory = env.make_directory(path, mode=0o755 if open_to_others else 0o700)
         if not existed:
@@ -100,11 +100,11 @@ class SocketDirectory:
         return directory
 
     def address(self, name: str) -> str:
-        """Returns the URI that gRPC binds, with odd characters quoted."""
+        """Returns the URI that gRPC binds, with special characters quoted."""
         return f"unix:{quote(str(self.path / name))}"
 
     def bind(self, name: str, kind: int) -> socket.socket:
-        """A socket that does not listen yet. Raises InvalidArgumentError."""
+        """Returns a bound socket that does not listen yet. Raises InvalidArgumentError."""
         listener = socket.socket(socket.AF_UNIX, kind)
         try:
             listener.bind(str(self.path / name))
@@ -114,7 +114,7 @@ class SocketDirectory:
         return listener
 
     def sockets_bound(self) -> None:
-        """Sets the modes of the sockets and remembers which files are ours."""
+        """Sets the modes of the sockets, and notes which files this daemon made."""
         for name in SOCKETS:
             others = self._open_to_others and name not in _OURS_ALONE
             os.chmod(self.path / name, 0o666 if others else 0o600)
@@ -122,9 +122,9 @@ class SocketDirectory:
             self._inodes[name] = (found.st_dev, found.st_ino)
 
     def close(self, *, remove: bool = False) -> None:
-        """Removes our own sockets only, and unlocks.
+        """Removes this daemon's sockets, and unlocks the directory.
 
-        With `remove` the directory goes too: it was made for this daemon alone.
+        With `remove` the directory is removed too, because it was made only for this daemon.
         """
         for name, inode in self._inodes.items():
             with contextlib.suppress(FileNotFoundError):

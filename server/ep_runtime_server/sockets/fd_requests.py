@@ -1,6 +1,6 @@
-"""Answers requests on fd.sock: hello, redeemed attach tokens, returned windows.
+"""Answers requests on fd.sock: hello, attach tokens to redeem, and returned windows.
 
-Knows no connection; every function raises what its client is told.
+The functions do not use the connection; the client gets the errors that they raise.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from ep_runtime_server.groups import attachment
 from ep_runtime_server.rpc import views
 from ep_runtime_server.runtime import Runtime
 
-# Contents of one packet to the client.
+# The reply and descriptors of one packet to the client.
 Packet = tuple[pb.FdReply, list[int]]
 
 
 def hello(runtime: Runtime, peer: Peer, asked: pb.Hello) -> pb.FdReply:
-    """Makes a session for the process, or finds the one that it had."""
+    """Makes a session for the process, or finds its session from before a restart."""
     if wire.API_VERSION not in asked.api_versions:
         raise VersionSkewError(
             f"the daemon speaks {wire.API_VERSION}, the client {list(asked.api_versions)}",
@@ -53,8 +53,10 @@ def hello(runtime: Runtime, peer: Peer, asked: pb.Hello) -> pb.FdReply:
 def redeem(
     runtime: Runtime, peer: Peer, request: pb.RedeemTicket, admit: Callable[[int], None]
 ) -> Generator[Packet, None, None]:
-    """The packets with a group's descriptors, which are open until the next packet is asked for.
-    `admit` may refuse their number."""
+    """Yields packets with a group's descriptors, which stay open until the next iteration.
+
+    `admit(count)` may raise to refuse the number of descriptors.
+    """
     session = runtime.sessions.authenticate_peer(request.session_token, peer.pid, peer.uid)
     buffers, generation = attachment.redeem(runtime.attach_tokens, session, request.ticket)
     admit(len(buffers))
@@ -77,7 +79,7 @@ def redeem(
 def return_windows(
     runtime: Runtime, session: SessionRecord, request: pb.ReturnWindows, fds: list[int]
 ) -> pb.FdReply:
-    """Takes duplicates of the descriptors, which stay the caller's."""
+    """Adopts duplicates of returned descriptors; the given ones stay the caller's."""
     if len(fds) != len(request.descriptors):
         raise InvalidArgumentError(
             f"{len(request.descriptors)} descriptors were named and {len(fds)} came",

@@ -1,7 +1,8 @@
-"""fd.sock: its connections and packets. One packet in, packets out, no waiting anywhere.
+"""Serves fd.sock: answers each request packet with one or more packets, and never waits.
 
-Who is not served gets no further than `accept`. Descriptors of a packet are taken only from a
-session that may return windows, and only where they are memory: to close others may wait.
+Users that the daemon does not serve are refused right after `accept`. The server takes descriptors
+only from a session that may return windows, and only descriptors of memory, because closing other
+files may block.
 """
 
 from __future__ import annotations
@@ -52,19 +53,19 @@ class _Connection:
     accepted_s: float  # CLOCK_BOOTTIME
     uid: int
     idle_timer: asyncio.TimerHandle | None = None
-    unread: bool = False  # the packet's descriptors are not received yet
-    awaited: bool = False  # another process receives; read nothing meanwhile
-    sent_fds: int = 0  # since the client had read all that was sent
+    unread: bool = False  # whether the packet's descriptors are not received yet
+    awaited: bool = False  # whether a child process reads this socket now
+    sent_fds: int = 0  # descriptors sent since the client had last read everything
 
     def unread_fds(self) -> int:
-        """Counts how many of `sent_fds` may still be on their way."""
+        """Returns how many sent descriptors the client may not have read yet."""
         if self.sent_fds and not _bytes_on_way(self.socket):
             self.sent_fds = 0
         return self.sent_fds
 
 
 def _bytes_on_way(connection: socket.socket) -> int:
-    """Bytes of packets that were sent and not read, which the kernel holds."""
+    """Returns the kernel's number of bytes that were sent but not read yet."""
     told = fcntl.ioctl(connection, termios.TIOCOUTQ, bytes(4))
     return int.from_bytes(told, sys.byteorder)
 
@@ -81,21 +82,21 @@ class FdServer:
         *,
         peer_of: Callable[..., Peer] = credentials.peer_of,
     ) -> None:
-        """`peer_of` identifies connections; tests replace it."""
+        """`peer_of` identifies a connection's process; tests replace it."""
         self._runtime = runtime
         self._listener = listener
         self._peer_of = peer_of
-        self._connections: dict[_Connection, None] = {}  # the one that was silent longest first
-        # Done here, but unread packets stay queued until the client closes its end.
+        self._connections: dict[_Connection, None] = {}  # least recently active first
+        # Dropped connections whose last packets the client has not read yet.
         self._left: list[_Connection] = []
         self._disposal = disposal
         self._turns = turns
         self._loop = asyncio.get_running_loop()
         self._descriptors = Descriptors(self._loop)
         listener.setblocking(False)
-        # SO_PEERCRED names who connected; a forked child may send on the same connection, so each
-        # packet carries its sender too. Connections have the option from here: set after `accept`,
-        # a packet that came before it would carry none.
+        # SO_PEERCRED names the process that connected, but a forked child may send on the same
+        # connection, so each packet must name its sender too. Connections inherit SO_PASSCRED from
+        # the listener; if set after `accept`, an earlier packet would not name its sender.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
         listener.listen(LISTEN_BACKLOG)
         self._loop.add_reader(listener, self._accept)
@@ -117,8 +118,8 @@ class FdServer:
         except OSError as error:
             if error.errno not in (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS):
                 raise
-            # The listener stays readable: without a pause this would spin until a descriptor
-            # comes back.
+            # Pause, because the listener stays readable: without a pause, the loop would call this
+            # function in a busy loop until a descriptor is free.
             told = open_files.exhausted(f"{wire.FD_SOCKET} cannot accept", error)
             self._runtime.tell_refused("fd", told)
             self._loop.remove_reader(self._listener)
@@ -140,12 +141,12 @@ class FdServer:
         self._listen(connection)
 
     def _admit(self, connection: _Connection) -> int:
-        """Returns the uid of the connected process.
+        """Returns the uid of the connected process, or refuses the connection.
 
         Raises:
-            PermissionDeniedError: it is not served.
-            RuntimeUnavailableError: it has as many connections as one user may have.
-            PoolExhaustedError: no descriptors are left for one that no session needs.
+            PermissionDeniedError: the daemon does not serve this user.
+            RuntimeUnavailableError: the user has as many connections as one user may have.
+            PoolExhaustedError: the user has no descriptor left for another connection.
         """
         peer = self._peer(connection)
         peer.close()
@@ -209,7 +210,7 @@ class FdServer:
         self._disposal.drop(connection.socket)
 
     def _unread(self) -> collections.Counter[int]:
-        """Descriptors on their way by uid; ends connections whose clients have read theirs."""
+        """Counts unread descriptors by uid; ends dropped connections that have none left."""
         left, self._left = self._left, []
         for connection in left:
             if connection.unread_fds():
@@ -255,7 +256,7 @@ class FdServer:
         self._arm(connection)
         connection.unread = carries_fds
         self._take(connection, data, flags, credentials.message_pid(ancillary))
-        if connection.unread:  # these descriptors will not be received
+        if connection.unread:  # the packet's descriptors will not be received
             self._drop(connection)
 
     def _take(self, connection: _Connection, data: bytes, flags: int, sender_pid: int) -> None:
@@ -267,7 +268,7 @@ class FdServer:
         self._try(connection, work)
 
     def _try(self, connection: _Connection, work: Callable[[], None]) -> None:
-        """Tells the client what went wrong."""
+        """Calls `work()`, and reports its error to the client."""
         try:
             work()
         except EpRuntimeError as error:
@@ -329,7 +330,7 @@ class FdServer:
         def came(found: list[int] | EpRuntimeError) -> None:
             connection.awaited = False
             self._try(connection, lambda: self._came(connection, session, request, found))
-            if isinstance(found, EpRuntimeError):  # the packet may still be there
+            if isinstance(found, EpRuntimeError):  # the packet may still be queued
                 self._drop(connection)
             self._listen(connection)
 

@@ -1,7 +1,7 @@
-"""Fronts of api.sock and admin.sock, which identify callers by the kernel: gRPC cannot.
+"""Fronts of api.sock and admin.sock, which ask the kernel who calls, because gRPC cannot.
 
-Every connection is accepted here and passed on, byte by byte, to gRPC's own socket. The passing end
-is bound to a name of its own, and gRPC tells that name as the call's peer.
+A front accepts each connection and relays its bytes to gRPC's own socket. It binds its end of the
+relay to a unique name, which gRPC reports as the call's peer.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ep_runtime_server.sockets.disposal import Disposal
 
 LISTEN_BACKLOG = 512
 _PART_BYTES = 64 << 10
-# Connections without a place that are looked at once more, ACCEPT_PAUSE_S later.
+# How many connections over a limit may wait for one more try, after ACCEPT_PAUSE_S.
 MAX_LATE = 16
 
 
@@ -32,7 +32,7 @@ class Front:
     """Serves an already bound SOCK_STREAM socket until `close`."""
 
     name = wire.API_SOCKET
-    door = "api"  # in events
+    door = "api"  # the socket's name in events
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class Front:
         *,
         peer_of: Callable[..., Peer] = credentials.peer_of,
     ) -> None:
-        """`inner_path` is gRPC's socket; `peer_of` identifies connections, and tests replace it."""
+        """`inner_path` is gRPC's socket; `peer_of` identifies callers, and tests replace it."""
         self._runtime = runtime
         self._listener = listener
         self._inner_path = inner_path
@@ -54,14 +54,14 @@ class Front:
         self._name = f"ep-runtime-{secrets.token_hex(8)}"
         self._num_accepted = 0
         self._late: set[socket.socket] = set()
-        self._calls: dict[str, _Call] = {}  # by gRPC's name of the peer
+        self._calls: dict[str, _Call] = {}  # by the peer name that gRPC reports
         self._loop = asyncio.get_running_loop()
         listener.setblocking(False)
         listener.listen(LISTEN_BACKLOG)
         self._loop.add_reader(listener, self._accept)
 
     def caller_of(self, peer: str) -> Caller | None:
-        """The caller behind `ServicerContext.peer()`; None if it did not come through here."""
+        """Returns the caller for a `ServicerContext.peer()`; None if the connection has ended."""
         call = self._calls.get(peer)
         return call.caller if call is not None else None
 
@@ -78,7 +78,7 @@ class Front:
             accepted, _ = self._listener.accept()
         except (BlockingIOError, ConnectionAbortedError):
             return
-        except OSError as error:  # out of descriptors: the listener stays readable
+        except OSError as error:  # out of descriptors; pause, because the listener stays readable
             told = open_files.exhausted(f"{self.name} cannot accept", error)
             self._runtime.tell_refused(self.door, told)
             self._loop.remove_reader(self._listener)
@@ -91,7 +91,8 @@ class Front:
             if not isinstance(error, PoolExhaustedError) or len(self._late) >= MAX_LATE:
                 self._drop(accepted, error)
                 return
-            # A reconnecting client has closed its old connection, which may not be noticed yet.
+            # Try once more: a client that reconnects has closed its old connection, but the daemon
+            # may not have noticed that yet.
             self._late.add(accepted)
             self._loop.call_later(limits.ACCEPT_PAUSE_S, self._enter_late, accepted)
 
@@ -122,11 +123,12 @@ class Front:
             self._loop.add_reader(self._listener, self._accept)
 
     def _admit(self, accepted: socket.socket) -> Caller:
-        """Returns the process that connected.
+        """Returns the process that connected, or refuses the connection.
 
         Raises:
-            PermissionDeniedError: it is not served, or has more connections than sessions need.
-            PoolExhaustedError: no descriptors are left for one that no session needs.
+            PermissionDeniedError: the daemon does not serve the user, or the user has too many
+                connections.
+            PoolExhaustedError: the user has no descriptor left for another connection.
         """
         peer = self._peer_of(accepted, accepted_s=credentials.boottime_s())
         peer.close()
@@ -167,7 +169,7 @@ class Front:
 
 
 class OrdersFront(Front):
-    """admin.sock, which its mode guards: whoever reaches it may give orders."""
+    """The front of admin.sock; the socket's mode decides who may connect and give orders."""
 
     name = wire.ADMIN_SOCKET
     door = "admin"
@@ -176,7 +178,7 @@ class OrdersFront(Front):
         return credentials.caller_of(accepted)
 
     def _count(self, uid: int, more: int) -> None:
-        """Reserves no descriptors: these connections use the daemon's reserve."""
+        """Does not count connections of operators, which use the daemon's reserve."""
 
 
 class _Call:
@@ -204,7 +206,7 @@ class _Call:
         )
 
     def end(self) -> None:
-        """Ends both directions, once."""
+        """Ends both directions; a second call does nothing."""
         if not self._over:
             self._over = True
             for way in self._ways:
@@ -213,7 +215,7 @@ class _Call:
 
 
 class _Way:
-    """Relays one direction; stops reading while the other side is full."""
+    """Relays one direction of a connection; stops reading while the target is full."""
 
     def __init__(
         self,
@@ -233,8 +235,8 @@ class _Way:
         self._end = end
         self._left = b""
         self._listening = False
-        # Give the loop file numbers: for a socket that it does not know it formats an error text,
-        # drops it, and so takes longer than relaying a heartbeat.
+        # Pass file numbers to the loop: for a socket object it formats and drops an error text,
+        # which takes longer than relaying a heartbeat.
         self._source_fd, self._target_fd = source.fileno(), target.fileno()
         self._listen()
 
@@ -250,7 +252,7 @@ class _Way:
 
     def _readable(self) -> None:
         if not self._in_turn(self._read):
-            self._pause()  # its turn comes later
+            self._pause()  # the queued turn reads later
 
     def stop(self) -> None:
         self._over = True

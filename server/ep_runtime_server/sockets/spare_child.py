@@ -1,4 +1,4 @@
-"""A process that handles others' descriptors; if it hangs, a new one replaces it."""
+"""A process that handles clients' descriptors; if it hangs, a new one replaces it."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ END_S = 1.0
 
 
 class SpareChild:
-    """`python SCRIPT FD`, started when it is first needed. Lives on the event loop's thread.
+    """Runs `python SCRIPT FD`, started on first use. For the event loop's thread.
 
     Attributes:
-        inbox: the other end of its socket FD, which never waits; None while no process runs.
+        inbox: the non-blocking other end of the socket FD; None while no process runs.
     """
 
     def __init__(self, script: str) -> None:
@@ -27,14 +27,14 @@ class SpareChild:
         self.inbox: socket.socket | None = None
 
     def start(self) -> socket.socket:
-        """Returns the process's inbox, and starts the process if none runs. Raises OSError."""
+        """Starts the process if none runs, and returns its inbox. Raises OSError."""
         if self.inbox is None:
             self._killed = [process for process in self._killed if process.poll() is None]
             self._process, self.inbox = _started(self._script)
         return self.inbox
 
     def end(self) -> subprocess.Popen[bytes] | None:
-        """Kills the process, which may hang; the next one goes on."""
+        """Kills the process, and returns it because it may hang; `start` starts the next one."""
         process, self._process = self._process, None
         if self.inbox is not None:
             self.inbox.close()
@@ -45,7 +45,7 @@ class SpareChild:
         return process
 
     async def close(self) -> None:
-        """Ends the processes; leaves those that outlive END_S to init."""
+        """Kills the processes; leaves those that still run after END_S to init."""
         self.end()
         for process in self._killed:
             with contextlib.suppress(subprocess.TimeoutExpired):
