@@ -1,1 +1,1 @@
-"""Groups and their layers: claims, states from forming to closed, attach tokens, late ranks."""
+"""Groups and their layers: claims, states, attach tokens, layers and late ranks."""

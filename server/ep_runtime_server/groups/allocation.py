@@ -1,4 +1,4 @@
-"""Finds memory for a forming group: retained windows if they fit, else new ones."""
+"""Gives a forming group its memory: retained windows if they fit, else new ones."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from ep_runtime_server.memory.windows import WindowPool
 
 
 async def get_windows(group: GroupRecord, pool: WindowPool, events: EventLog) -> None:
-    """Gives the group, whose ranks are all claimed, its windows; nothing if it needs none.
+    """Gives a fully claimed group its windows, if it needs any.
 
     Raises:
-        StaleHandleError: its processes have mapped windows that do not fit the view any more.
-        PoolExhaustedError, InvalidArgumentError, RuntimeUnavailableError: as WindowPool.allocate.
+        StaleHandleError: processes of the group have mapped windows that no longer fit its view.
+        PoolExhaustedError, InvalidArgumentError, RuntimeUnavailableError: see WindowPool.allocate.
     """
     if not group.has_windows:
         return
@@ -23,7 +23,7 @@ async def get_windows(group: GroupRecord, pool: WindowPool, events: EventLog) ->
         raise _other_nodes(group)
     group.node_size = node_size
     if windows is not None and windows.serves(group.resolved, ranks):
-        if windows.generation == group.generation:  # from an earlier view that was given up
+        if windows.generation == group.generation:  # allocated for an earlier view
             return
         usable = windows.is_on(group.uuids) and not windows.wanted_ranks
         if usable and not windows.holders:
@@ -32,7 +32,7 @@ async def get_windows(group: GroupRecord, pool: WindowPool, events: EventLog) ->
             return
     elif group.formed:
         raise _other_nodes(group)
-    if windows is not None:  # a process without a rank may still write to it
+    if windows is not None:  # a former member may still write to the old windows
         _say_anew(group, before, events)
         pool.release(windows)
         group.windows = None

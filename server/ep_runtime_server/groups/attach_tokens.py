@@ -1,4 +1,4 @@
-"""Single-use attach tokens that turn an RPC's permission into descriptors on fd.sock."""
+"""Single-use attach tokens: an RPC gives one, and fd.sock exchanges it for descriptors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MAX_ATTACH_TOKENS_PER_SESSION = 64
 
 @dataclasses.dataclass(frozen=True)
 class AttachToken:
-    """`world_ranks` in the order of the descriptors; -1 is the board."""
+    """A token for the buffers of `world_ranks`, in the order of descriptors; -1 is the board."""
 
     session: SessionRecord
     group: GroupRecord
@@ -26,14 +26,14 @@ class AttachToken:
 
 
 class AttachTokens:
-    """Attach tokens that were given and not redeemed."""
+    """The attach tokens that have not been redeemed yet."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._tokens: dict[str, AttachToken] = {}
 
     def give(self, session: SessionRecord, group: GroupRecord, world_ranks: tuple[int, ...]) -> str:
-        """Makes a token and returns its secret. Too many void only the session's oldest."""
+        """Makes a token and returns its secret; over the limit, drops the session's oldest."""
         self.expire()
         own = [known for known, token in self._tokens.items() if token.session is session]
         if len(own) >= MAX_ATTACH_TOKENS_PER_SESSION:
@@ -44,10 +44,10 @@ class AttachTokens:
         return secret
 
     def take(self, secret: str, session: SessionRecord) -> AttachToken:
-        """Removes the token, whoever asks.
+        """Removes and returns a token. Removes it even if another session sent the secret.
 
         Raises:
-            PermissionDeniedError: unknown, used, expired or another session's.
+            PermissionDeniedError: the token is unknown, used, expired or another session's.
         """
         self.expire()
         token = self._tokens.pop(secret, None)

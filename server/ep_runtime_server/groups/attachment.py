@@ -1,4 +1,4 @@
-"""Gives a process a formed group's memory: attach token, descriptors, report."""
+"""Attaches a process to a formed group's memory: attach token, descriptors, then a report."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def acquire(
     generation: int,
     world_ranks: tuple[int, ...],
 ) -> tuple[str, list[Buffer]]:
-    """Gives an attach token, and what it stands for: the board, then windows of this node.
+    """Makes an attach token; also returns its buffers: the board, then windows of this node.
 
-    Without `world_ranks` it stands for every window here.
+    If `world_ranks` is empty, the token gives all windows of this node.
 
     Raises:
         StaleHandleError, PermissionDeniedError: see GroupRecord.check_reader.
-        InvalidArgumentError: a rank out of range, or a group without windows.
+        InvalidArgumentError: a rank is out of range, or the group has no windows.
     """
     group.check_reader(session, generation)
     if not group.has_windows:
@@ -63,14 +63,14 @@ def acquire(
 
 
 def redeem(tokens: AttachTokens, session: SessionRecord, secret: str) -> tuple[list[Buffer], int]:
-    """Returns the buffers an attach token stands for, and their generation.
+    """Returns the buffers of an attach token, and their generation.
 
-    From now on the session holds that memory.
+    From this call on, the session is a holder of the window set.
 
     Raises:
         PermissionDeniedError: see AttachTokens.take.
-        StaleHandleError: the group closed or formed again since.
-        RuntimeUnavailableError: the daemon started again and the windows did not come back yet.
+        StaleHandleError: the group was closed or formed again in the meantime.
+        RuntimeUnavailableError: the windows have not come back yet after a restart.
     """
     token = tokens.take(secret, session)
     group, windows = token.group, token.group.windows
@@ -85,18 +85,18 @@ def redeem(tokens: AttachTokens, session: SessionRecord, secret: str) -> tuple[l
             "retry",
             group=group.owner.name,
         )
-    # Before the first byte is sent: a process that dies while receiving may hold a descriptor.
+    # Note the holder before sending, because a process may end while it receives.
     windows.hold(session.session_id)
     return buffers, token.generation
 
 
 @contextlib.contextmanager
 def exported(buffers: Sequence[Buffer]) -> Iterator[list[int]]:
-    """New descriptors of the buffers, closed at the end.
+    """Yields new descriptors of the buffers, and closes them at the end.
 
     Raises:
-        PoolExhaustedError: the daemon has no descriptors left.
-        RuntimeUnavailableError: the driver gives none.
+        PoolExhaustedError: the daemon has no file descriptors left.
+        RuntimeUnavailableError: the driver cannot export a window.
     """
     with contextlib.ExitStack() as opened:
         fds = []
@@ -113,13 +113,13 @@ def exported(buffers: Sequence[Buffer]) -> Iterator[list[int]]:
 async def report_attached(
     session: SessionRecord, group: GroupRecord, generation: int, wait_s: float
 ) -> None:
-    """Marks the process attached and waits for the others.
+    """Marks the process as attached, and waits until all others have attached.
 
     Raises:
         StaleHandleError, PermissionDeniedError: see GroupRecord.member.
-        InvalidArgumentError: the process never fetched its windows.
-        PeerLostError: a member died meanwhile.
-        GroupNotReadyError: members are missing at the deadline.
+        InvalidArgumentError: the process has not fetched its windows.
+        PeerLostError: a member ended during the wait.
+        GroupNotReadyError: members have not attached within `wait_s`.
     """
     member = group.member(session, generation)
     windows = group.windows

@@ -1,4 +1,4 @@
-"""Groups by owner, and their generation numbers."""
+"""A table of groups by owner, which also counts generations."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from ep_runtime_server.memory.windows import Owner
 
 
 class GroupBook:
-    """Finds groups; `Groups` makes, changes and ends them. Lives on the event loop's thread."""
+    """Finds groups; the subclass `Groups` changes them. For the event loop's thread only."""
 
     def __init__(self) -> None:
         self.on_change: Callable[[GroupRecord], None] = lambda group: None
-        # Called with a generation before anybody hears of it; it may refuse by raising.
+        # Called with a new generation before a group gets it; raises to refuse it.
         self.on_generation: Callable[[int], None] = lambda generation: None
         self._groups: dict[Owner, GroupRecord] = {}
         self._generation = 0
 
     @property
     def generation(self) -> int:
-        """The newest generation number that was given."""
+        """Returns the latest generation that a group got."""
         return self._generation
 
     def skip_to(self, generation: int) -> None:
-        """Makes the next generation larger than this one."""
+        """Makes all later generations larger than `generation`."""
         self._generation = max(self._generation, generation)
 
     def _next_generation(self) -> int:
@@ -36,7 +36,7 @@ class GroupBook:
         return self._generation
 
     def add(self, group: GroupRecord) -> None:
-        """Adds a group that the previous daemon had."""
+        """Adds a group, new or restored."""
         self._groups[group.owner] = group
         self.skip_to(group.generation)
         group.on_change = self.on_change
@@ -56,7 +56,7 @@ class GroupBook:
         return [group for group in self._groups.values() if group.owner.uid == uid]
 
     def get(self, session: SessionRecord, name: str) -> GroupRecord:
-        """The group of that name in the session's (uid, job). Raises StaleHandleError."""
+        """Finds a group by name in the session's (uid, job). Raises StaleHandleError."""
         group = self._groups.get(Owner(session.uid, session.job, name))
         if group is None:
             raise StaleHandleError(
@@ -67,12 +67,12 @@ class GroupBook:
         return group
 
     def of_session(self, session: SessionRecord) -> list[GroupRecord]:
-        """Groups that the session is a member of, or was in the previous generation."""
+        """Returns groups of which the session is a member, now or in the previous generation."""
         key = session.session_id
         return [g for g in self._groups.values() if key in g.members or key in g.previous]
 
     async def by_session(self) -> dict[str, list[str]]:
-        """Names of the groups of every session, as `of_session` finds them."""
+        """Returns the names of each session's groups by session id, as `of_session` finds them."""
         found: dict[str, list[str]] = {}
         async for group in paced(self.all()):
             for session_id in group.members.keys() | group.previous.keys():

@@ -1,4 +1,4 @@
-"""Reports layers whose calls run in chunks: results are the same, at a cost in time."""
+"""Reports layers whose calls run in chunks, which is slower but gives the same results."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ MAX_NAMED_LAYERS = 8
 
 @dataclasses.dataclass(frozen=True)
 class _Seen:
-    """Handles, by index, that ran in chunks at the last check, and their reported layers."""
+    """Handle indices that had run in chunks at the last check, and the reported layers."""
 
     handles: frozenset[int] = frozenset()
     layers: frozenset[str] = frozenset()
 
 
 class ChunkedCalls:
-    """Reports every layer once if a call of it ran in chunks."""
+    """Reports each layer once after one of its calls ran in chunks."""
 
     def __init__(self, groups: GroupBook, events: EventLog) -> None:
         self._groups = groups
@@ -34,13 +34,13 @@ class ChunkedCalls:
         self._seen: dict[tuple[str, int], _Seen] = {}
 
     async def watch(self) -> None:
-        """Checks once a second until cancelled."""
+        """Checks every CHECK_EVERY_S until cancelled."""
         while True:
             await self.check()
             await asyncio.sleep(CHECK_EVERY_S)
 
     async def check(self) -> None:
-        """Adds an event for layers that ran in chunks for the first time."""
+        """Adds an event for each layer that ran in chunks for the first time."""
         seen = {}
         async for group in paced(self._groups.all()):
             key = (group.group_id, group.generation)

@@ -1,4 +1,4 @@
-"""Checks of specs and claims at the daemon, beyond `make_group_spec`."""
+"""Checks specs and claims for the daemon, in addition to `make_group_spec`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ep_runtime_server.base import limits
 SERVED_TRANSPORTS = (*TRANSPORTS, STATE)
 MAX_LANES = 64
 MAX_UUID_BYTES = 64
-MAX_GROUP_BYTES = 1 << 60  # the wire's int64 must hold every sum
+MAX_GROUP_BYTES = 1 << 60  # so that the protocol's int64 can hold sums
 
 
 def check_spec(spec: GroupSpec) -> None:
@@ -34,7 +34,7 @@ def check_spec(spec: GroupSpec) -> None:
         raise InvalidArgumentError(
             f"lanes must be at most {MAX_LANES}, got {spec.lanes}", argument="lanes"
         )
-    board.board_layout(spec)  # refuses a mesh of too many devices
+    board.board_layout(spec)  # raises for a mesh of too many devices
     if spec.world_size * board.window_bytes(spec) > MAX_GROUP_BYTES:
         raise InvalidArgumentError(
             f"windows of {iec(board.window_bytes(spec))} on {spec.world_size} ranks are more than "
@@ -44,7 +44,7 @@ def check_spec(spec: GroupSpec) -> None:
 
 
 def check_new_spec(spec: GroupSpec) -> None:
-    """Checks as `check_spec`, for a new group."""
+    """Checks the spec of a new group, as `check_spec` and for limits of devices."""
     check_spec(spec)
     device_layout.check_limits(spec)
     if spec.node_size:
@@ -55,7 +55,7 @@ def check_new_spec(spec: GroupSpec) -> None:
 
 
 def check_layer_count(layers: int) -> None:
-    """Raises InvalidArgumentError if one call carries more layers and stacks than it may."""
+    """Raises InvalidArgumentError if a call has too many layers and stacks."""
     if layers > wire.MAX_LAYERS_PER_CALL:
         raise InvalidArgumentError(
             f"layers and stacks must be at most {wire.MAX_LAYERS_PER_CALL} per call, got {layers}",
@@ -64,8 +64,8 @@ def check_layer_count(layers: int) -> None:
 
 
 def checked_ranks(given: Sequence[int], spec: GroupSpec) -> tuple[int, ...]:
-    """World ranks, ascending. Raises InvalidArgumentError if they are none of the group's."""
-    ranks = tuple(given[: spec.world_size + 1])  # one too many is enough to refuse them
+    """Returns world ranks in ascending order. Raises InvalidArgumentError for wrong ones."""
+    ranks = tuple(given[: spec.world_size + 1])  # one rank too many suffices to refuse
     wrong = [rank for rank in ranks if not 0 <= rank < spec.world_size]
     if not ranks or wrong or len(set(ranks)) != len(ranks):
         raise InvalidArgumentError(
@@ -77,10 +77,10 @@ def checked_ranks(given: Sequence[int], spec: GroupSpec) -> tuple[int, ...]:
 
 
 def checked_uuids(uuids: Sequence[str], ranks: Sequence[int], spec: GroupSpec) -> tuple[str, ...]:
-    """The GPUs of `ranks`, in the order of `checked_ranks`; none for windows on the host.
+    """Returns the GPUs of `ranks`, ordered as `checked_ranks`; empty for host windows.
 
     Raises:
-        InvalidArgumentError: not one for each rank of a group on GPUs, or no name of one.
+        InvalidArgumentError: a group on GPUs lacks a GPU for a rank, or a UUID is malformed.
     """
     wanted = len(ranks) if device_layout.on_device(spec) else 0
     if len(uuids) != wanted:
@@ -95,7 +95,7 @@ def checked_uuids(uuids: Sequence[str], ranks: Sequence[int], spec: GroupSpec) -
 
 
 def checked_wait(wait_s: float) -> float:
-    """`wait_s`. Raises InvalidArgumentError for a wait that is too long, or none."""
+    """Returns `wait_s`. Raises InvalidArgumentError if it is negative or too long."""
     if not 0 <= wait_s <= limits.MAX_WAIT_S:
         raise InvalidArgumentError(
             f"wait must be 0 to {limits.MAX_WAIT_S:.0f} s, got {wait_s}", argument="wait"

@@ -1,4 +1,4 @@
-"""Changes groups on claims, ends of sessions, timeouts and orders."""
+"""Forms groups from claims, and changes them on ends of sessions, timeouts and orders."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ from ep_runtime_server.memory.windows import Owner, WindowPool
 
 
 class Groups(GroupBook):
-    """The book, and what changes groups. Only formation awaits."""
+    """The table of groups with the methods that change groups. Only forming a group awaits."""
 
     def __init__(
         self, pool: WindowPool, clock: Clock, events: EventLog, quotas: Quotas | None = None
     ) -> None:
-        """Without `quotas` a user may have any number of groups."""
+        """Allows a user any number of groups if `quotas` is None."""
         super().__init__()
-        # Called with processes that are refused here for their spec, which is not that of others
-        # of a group that forms, or may again.
+        # Called with processes that are refused because their spec differs from others' in a
+        # group that forms or may form again.
         self.on_unequal: Callable[[Owner, GroupSpec, Iterable[GroupMember]], None]
         self.on_unequal = lambda owner, spec, members: None
         self._quotas = quotas
@@ -58,14 +58,17 @@ class Groups(GroupBook):
         wait_s: float,
         waited_s: float = 0.0,
     ) -> GroupRecord:
-        """Claims the ranks, which these GPUs drive, and waits until the group formed; so long was
-        waited before.
+        """Claims ranks for a session, and waits until the group has formed.
+
+        Args:
+            uuids: the GPUs of the ranks; empty for windows on the host.
+            waited_s: how much of `wait_s` the caller has already waited.
 
         Raises:
-            SpecMismatchError, GroupBusyError, InvalidArgumentError: at once, nothing is claimed.
-            GroupNotReadyError: at the deadline; the claim is given up.
-            PoolExhaustedError: the memory is not there.
-            StaleHandleError: the group was replaced, reclaimed or fenced meanwhile.
+            SpecMismatchError, GroupBusyError, InvalidArgumentError: the claim is refused at once.
+            GroupNotReadyError: the group did not form in time; the claim is given up.
+            PoolExhaustedError: there is not enough memory.
+            StaleHandleError: the group was closed, replaced or reclaimed while it formed.
         """
         group = self._claim(session, spec, ranks, uuids, replace=replace)
         key, generation = session.session_id, group.generation
@@ -139,13 +142,13 @@ class Groups(GroupBook):
         return group
 
     def complete(self, group: GroupRecord) -> None:
-        """Gets the memory of a group whose ranks are all claimed; else nothing."""
+        """Starts to form a group if all its ranks are claimed."""
         if not group.missing_ranks and (group.formation is None or group.formation.done()):
             group.formation = asyncio.get_running_loop().create_task(self._form(group))
             group.formation.add_done_callback(lambda task: self._check_formed(group, task))
 
     def fail(self, group: GroupRecord, error: EpRuntimeError) -> None:
-        """Ends the forming of a group, and its callers' waits, with that error."""
+        """Ends the forming of a group; its callers' waits end with `error`."""
         group.failure = error
         self._close(group, Trigger.FAILED, str(error))
 
@@ -157,9 +160,9 @@ class Groups(GroupBook):
         ranks: tuple[int, ...],
         difference: tuple[str, object, object],
     ) -> None:
-        """Ends waits whose missing ranks come with another spec.
+        """Ends the forming of a group whose missing ranks are claimed with another spec.
 
-        The difference is (field, of the group, of the newcomer).
+        `difference` is (field, the group's value, the newcomer's value).
         """
         if group.state is not State.FORMING and not group.can_form_again:
             return
@@ -172,8 +175,10 @@ class Groups(GroupBook):
     def _check_same_mesh(
         self, group: GroupRecord, session: SessionRecord, ranks: tuple[int, ...]
     ) -> None:
-        """Raises SpecMismatchError if another process of the job means the same ranks, and ends
-        the wait of the others: ranks follow the devices of a mesh."""
+        """Raises SpecMismatchError if another process of the job claims one of the ranks.
+
+        The two processes must have built different meshes, so forming the group fails too.
+        """
         if group.state is not State.FORMING:
             return
         for member in group.members.values():
@@ -184,7 +189,10 @@ class Groups(GroupBook):
             raise _other_mesh(group.spec.name, other, member.ranks, ranks)
 
     def _note_namesakes(self, group: GroupRecord) -> None:
-        """Groups of the name that form in other jobs of the user: mostly it is one job."""
+        """Notes groups of this name that form in the user's other jobs, for the error's hint.
+
+        Processes of one job may have given different job names by mistake.
+        """
         for other in self.of_user(group.owner.uid):
             alike = other.owner.name == group.owner.name and other is not group
             if alike and State.FORMING is group.state is other.state:
@@ -192,7 +200,7 @@ class Groups(GroupBook):
                 other.namesakes.add(group.owner.job)
 
     def _check_formed(self, group: GroupRecord, task: asyncio.Task[None]) -> None:
-        """Ends the waits of a group's callers at once if forming had a bug."""
+        """Ends the waits of a group's callers if forming raised an unexpected error."""
         error = None if task.cancelled() else task.exception()
         if error is not None and group.state is not State.CLOSED:
             tell_failure(self._events, f"forming {group.owner}", error)
@@ -205,7 +213,7 @@ class Groups(GroupBook):
         return group
 
     def begin(self, group: GroupRecord) -> None:
-        """Adds a group; its claims follow."""
+        """Adds a new group, which has no claims yet."""
         self.add(group)
         self._stamp(group)
 
@@ -215,7 +223,7 @@ class Groups(GroupBook):
         self._log("group.forming", group, f"generation {group.generation} begins to form")
 
     async def _form(self, group: GroupRecord) -> None:
-        """Gets the memory of a fully claimed group; at most one runs per group."""
+        """Allocates the memory of a fully claimed group; at most one such task runs per group."""
         try:
             while True:
                 wanted = group.generation, group.epoch
@@ -243,18 +251,18 @@ class Groups(GroupBook):
     # Ends
 
     def memory_lost(self, group: GroupRecord) -> None:
-        """Breaks a formed group whose windows from the previous daemon nobody can return."""
+        """Breaks a formed group whose windows were lost in a restart of the daemon."""
         assert group.windows is not None
         self._pool.release(group.windows)
         group.windows = None
-        if group.formed and group.members:  # else the next formation allocates
+        if group.formed and group.members:  # else the next formation allocates new memory
             why = "its memory was lost when the daemon started again"
             group.advance(Trigger.MEMBER_LOST, why)
             self._log("group.broken", group, why)
         group.notify()
 
     def give_up(self, group: GroupRecord) -> None:
-        """Breaks a group whose processes did not all come back in time after a restart."""
+        """Breaks a group if some of its processes did not come back in time after a restart."""
         missing = group.missing_ranks or group.unattached_ranks or [-1]
         group.poison(PoisonReason.PEER_LOST, missing[0])
         why = f"ranks {missing} did not come back after the daemon started again"
@@ -262,36 +270,37 @@ class Groups(GroupBook):
         self._log("group.broken", group, why)
 
     def lost_elsewhere(self, group: GroupRecord, why: str) -> None:
-        """Breaks a group whose processes on other nodes, in `group.lost`, are gone."""
+        """Breaks a group that lost processes on other nodes, which `group.lost` has."""
         group.poison(PoisonReason.PEER_LOST, group.lost_ranks[0])
         group.advance(Trigger.MEMBER_LOST, why)
 
     def disconnected(self, group: GroupRecord, session: SessionRecord, why: str) -> None:
         """Breaks a READY group after a process reported that it cannot reach others.
 
-        Where one of them is gone, that is told in a moment, and the board has it by name.
+        If one of those processes has ended, the daemon soon learns of it and poisons the board
+        with its rank.
         """
         group.poison(PoisonReason.PEER_LOST)
         group.advance(Trigger.CONNECTION_LOST, f"process {session.pid}: {why}")
         self._log("group.broken", group, why)
 
     def leave(self, session: SessionRecord, group: GroupRecord) -> int:
-        """Notes that the process unmapped the group in good order; returns bytes being freed."""
+        """Notes that the process unmapped the group and left; returns bytes being freed."""
         if group.windows is not None:
             self._pool.drop_holder(session.session_id, group.windows)
         return self._depart(group, session, Trigger.MEMBER_LEFT)
 
     def close(self, session: SessionRecord, name: str, generation: int) -> int:
-        """Notes that the process unmapped that generation; returns bytes being freed.
+        """Notes that the process unmapped a group's generation; returns bytes being freed.
 
-        What is gone, or never was, is closed.
+        Does nothing for a group or generation that does not exist (any more).
         """
         owner = Owner(session.uid, session.job, name)
         group = self.find(owner)
         if group is not None and group.generation == generation:
             if session.session_id in group.members:
                 return self.leave(session, group)
-            held = group.windows  # a process that read a job's state
+            held = group.windows  # of a process that only read the group's state
             return self._pool.drop_holder(session.session_id, held) if held is not None else 0
         freed = 0
         for windows in self._pool.sets:
@@ -326,7 +335,7 @@ class Groups(GroupBook):
     def _depart(
         self, group: GroupRecord, session: SessionRecord, event: Trigger, why: str = ""
     ) -> int:
-        """Takes the session out of the group; returns bytes being freed."""
+        """Removes the session from the group; returns bytes being freed."""
         member = group.members.pop(session.session_id, None)
         group.previous.pop(session.session_id, None)
         alone = not group.members and not group.previous
@@ -366,7 +375,7 @@ class Groups(GroupBook):
     def take_away(
         self, group: GroupRecord, reason: PoisonReason, why: str, order: GivenOrder | None = None
     ) -> int:
-        """Poisons the group and forgets it; returns bytes being freed."""
+        """Poisons and removes the group; returns bytes being freed."""
         group.poison(reason, by=order)
         fields: dict[str, Any] = order.fields if order is not None else {}
         if order is not None and str(order) not in why:
@@ -374,7 +383,7 @@ class Groups(GroupBook):
         return self._close(group, Trigger.TAKEN_AWAY, why, **fields)
 
     def expire(self) -> None:
-        """Frees groups whose retained time is over."""
+        """Frees retained groups whose time is over."""
         now = self._clock.monotonic_s()
         for group in self.all():
             until = group.retained_until_s
@@ -390,7 +399,7 @@ class Groups(GroupBook):
         self._log("group.closed", group, why, **fields)
         freed = 0
         forming = group.formation is not None and not group.formation.done()
-        if group.windows is not None and not forming:  # else the formation releases them
+        if group.windows is not None and not forming:  # else the running formation releases them
             freed = self._pool.release(group.windows)
             group.windows = None
         group.notify()
@@ -411,7 +420,7 @@ class Groups(GroupBook):
 def _mismatch(
     group: GroupRecord, session: SessionRecord, field: str, theirs: object, ours: object
 ) -> SpecMismatchError:
-    """Makes the error for a session whose spec differs from the group's."""
+    """Makes the error for a session that claims ranks with another spec than the group's."""
     name = group.spec.name
     others = [member.session for member in group.members.values() if member.session is not session]
     if group.state is State.FORMING and others:
@@ -454,7 +463,7 @@ def _other_mesh(
 
 
 def _namesakes_of(group: GroupRecord) -> str:
-    """Hint for the error of missing ranks: their processes may have given another job."""
+    """Returns a hint for the error of missing ranks if the group forms in another job too."""
     if not group.namesakes:
         return ""
     return (

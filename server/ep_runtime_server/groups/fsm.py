@@ -1,4 +1,4 @@
-"""The life of a group as a table: (state, event) -> state. What is not in it is a bug."""
+"""The state machine of a group: a table (state, event) -> state of all allowed changes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import enum
 
 
 class State(enum.Enum):
-    """Values are the names on the wire."""
+    """States of a group; the values are the protocol's names."""
 
     FORMING = "FORMING"
     READY = "READY"
@@ -40,7 +40,7 @@ TRANSITIONS: dict[tuple[State, Trigger], State] = {
     (State.FORMING, Trigger.TAKEN_AWAY): State.CLOSED,
     (State.READY, Trigger.MEMBER_LOST): State.BROKEN,
     (State.READY, Trigger.CONNECTION_LOST): State.BROKEN,
-    # Others may still be in the last call, which needs nothing from the rank that left.
+    # Other ranks may still finish their last call, which does not need the rank that left.
     (State.READY, Trigger.MEMBER_LEFT): State.READY,
     (State.READY, Trigger.EMPTIED): State.RETAINED,
     (State.READY, Trigger.EMPTIED_FOR_GOOD): State.CLOSED,
@@ -59,7 +59,7 @@ TRANSITIONS: dict[tuple[State, Trigger], State] = {
 
 
 def next_state(state: State, event: Trigger) -> State:
-    """Raises RuntimeError for an event that cannot happen in that state: a bug of the daemon."""
+    """Returns the state after an event. Raises RuntimeError if the table lacks it: a bug."""
     try:
         return TRANSITIONS[state, event]
     except KeyError:

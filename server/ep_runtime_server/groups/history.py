@@ -1,10 +1,10 @@
-"""Saves copies of boards, so that later readers see what happened before.
+"""Saves copies of boards, so that readers can see a group's past state.
 
-One is taken of every board every SAMPLE_EVERY_S. Those of the last FINE_S are kept, of older ones
-one for every COARSE_S, and after KEPT_S none. All together have MOST_BYTES, compressed; where that
-is not enough, the user who has most loses his oldest. A board of more than MOST_RAW_BYTES is not
-copied: that, and unpacking it, would hold the loop. Copies are not in the journal: a daemon that
-starts again begins anew.
+The daemon copies each board every SAMPLE_EVERY_S. It keeps all copies of the last FINE_S, then one
+per COARSE_S, and none older than KEPT_S. All copies together may have MOST_BYTES, compressed; above
+that, the user with the most bytes loses the oldest copy. Boards of more than MOST_RAW_BYTES are not
+copied, because copying and unpacking them would block the event loop. The journal does not hold
+copies, so a restarted daemon has none.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ COARSE_S = 60.0
 KEPT_S = 2 * 3600.0
 MOST_BYTES = 64 << 20
 MOST_RAW_BYTES = 16 << 20
-_LEVEL = 1  # numbers of 64 bits, most of them small: more effort finds little more
+_LEVEL = 1  # low, because mostly small 64-bit numbers gain little from more
 
-# A group as it was, and the clock of that time.
+# A group in a past state, and a clock stopped at that time.
 Past = tuple[GroupRecord, Clock]
 
 
 @dataclasses.dataclass(frozen=True)
 class StoppedClock:
-    """A clock that shows one time."""
+    """A clock that always shows the same time."""
 
     now_s: float
     now_wall_s: float
@@ -56,7 +56,10 @@ class StoppedClock:
 
 @dataclasses.dataclass(frozen=True)
 class BoardCopy:
-    """A board as it was at `taken_s`, and still at `until_s`; `packed` are its `parts`."""
+    """A copy of a board that did not change from `taken_s` to `until_s`.
+
+    `packed` holds the compressed `parts` of the board.
+    """
 
     uid: int
     generation: int
@@ -69,7 +72,7 @@ class BoardCopy:
 
 
 def parts(spec: GroupSpec, num_handles: int, ranks: Iterable[int]) -> Iterator[slice]:
-    """Yields the used parts of a board: records of handles, tallies of ranks."""
+    """Yields the used parts of a board: records of ranks and handles, and tallies of ranks."""
     where, tally = board.board_layout(spec), board.tally_layout(spec)
 
     def part(offset: int, size: int) -> slice:
@@ -87,25 +90,25 @@ def parts(spec: GroupSpec, num_handles: int, ranks: Iterable[int]) -> Iterator[s
 
 
 class History:
-    """Takes copies of the boards of all groups; lives on the event loop's thread."""
+    """Copies the boards of all groups. For the event loop's thread only."""
 
     def __init__(self, groups: GroupBook, clock: Clock) -> None:
         self._groups = groups
         self._clock = clock
-        self._samples: dict[str, list[BoardCopy]] = {}  # by group_id, the oldest first
+        self._samples: dict[str, list[BoardCopy]] = {}  # by group_id, oldest first
 
     @property
     def size_bytes(self) -> int:
         return sum(self._bytes_by_user().values())
 
     async def watch(self) -> None:
-        """Copies boards until cancelled."""
+        """Copies boards every SAMPLE_EVERY_S until cancelled."""
         while True:
             await self.copy_boards()
             await asyncio.sleep(SAMPLE_EVERY_S)
 
     async def copy_boards(self) -> None:
-        """Takes one more copy of every board that changed."""
+        """Copies each board that changed since its last copy."""
         groups = self._groups.all()
         known = {group.group_id for group in groups}
         self._samples = {key: kept for key, kept in self._samples.items() if key in known}
@@ -133,7 +136,7 @@ class History:
         self._samples[group.group_id] = _thinned(kept, now_s)
 
     def _of(self, group: GroupRecord) -> list[BoardCopy]:
-        """The copies of the group's generation."""
+        """Returns the copies of the group's present generation."""
         kept = self._samples.get(group.group_id, [])
         return [sample for sample in kept if sample.generation == group.generation]
 
@@ -153,8 +156,11 @@ class History:
             held[uid] -= len(oldest.pop(0).packed)
 
     def back(self, age_s: float) -> Callable[[GroupRecord], Past | None]:
-        """Gives groups as they were that long ago: by the youngest copy that is as old, else the
-        oldest; None of a group without a copy. Keeps the last group that it was asked for."""
+        """Returns a function from a group to its state `age_s` ago; None for one without copies.
+
+        The function uses the youngest copy that is old enough, or else the oldest copy. It caches
+        its last result.
+        """
         then_s = self._clock.monotonic_s() - age_s
 
         @functools.lru_cache(maxsize=1)
@@ -187,7 +193,7 @@ def _thinned(samples: list[BoardCopy], now_s: float) -> list[BoardCopy]:
 
 
 def _unpacked(spec: GroupSpec, sample: BoardCopy) -> mmap.mmap:
-    """Makes a sparse board from a copy."""
+    """Makes a board from a copy; unused parts are zero."""
     made, raw, used = mmap.mmap(-1, board.board_bytes(spec)), zlib.decompress(sample.packed), 0
     for part in parts(spec, sample.num_handles, sample.ranks):
         size = part.stop - part.start

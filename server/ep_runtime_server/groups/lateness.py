@@ -1,7 +1,8 @@
-"""Ranks that let others wait, as the boards tell it. Shown, never punished: a process may compile.
+"""Finds late ranks on the boards: ranks that others wait for.
 
-A waiting rank names whom it waits for. Whoever waits for a rank that waits itself waits for the
-end of that chain: the rank that nobody else holds up.
+The daemon only reports late ranks, because a late process may just be compiling. A waiting rank
+writes which rank it waits for. If that rank waits too, the late rank is the end of the chain: the
+rank that does not wait for another.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ MAX_NAMED_WAITERS = 16
 
 @dataclasses.dataclass(frozen=True)
 class LateRank:
-    """A late rank; op, layer and handle are those of the first rank that waited."""
+    """A late rank, with the op, layer and handle of the rank that first waited for it."""
 
     group: GroupRecord
     world_rank: int
@@ -54,7 +55,7 @@ class LateRank:
 
 
 def rank_records(group: GroupRecord) -> list[RankRecord | None]:
-    """Reads every rank's record; None for an impossible one, empty without a board."""
+    """Reads each rank's record; None for a malformed record, an empty list without a board."""
     windows = group.windows
     if windows is None or windows.board is None:
         return []
@@ -62,7 +63,7 @@ def rank_records(group: GroupRecord) -> list[RankRecord | None]:
 
 
 def rank_record(group: GroupRecord, rank: int) -> RankRecord | None:
-    """Reads one rank's record; None without a board or if it is impossible."""
+    """Reads one rank's record; None if there is no board or the record is malformed."""
     windows = group.windows
     if windows is None or windows.board is None:
         return None
@@ -70,7 +71,7 @@ def rank_record(group: GroupRecord, rank: int) -> RankRecord | None:
 
 
 def tell_time(groups: Iterable[GroupRecord], now_s: float) -> None:
-    """Writes the time to boards of groups on GPUs, which cannot read this machine's clock."""
+    """Writes the time to boards of groups on GPUs, because GPUs cannot read the host's clock."""
     for group in groups:
         windows = group.windows
         if device_layout.on_device(group.spec) and windows is not None and windows.board:
@@ -78,11 +79,11 @@ def tell_time(groups: Iterable[GroupRecord], now_s: float) -> None:
 
 
 def _ends(waits_for: Mapping[int, int]) -> dict[int, int]:
-    """Returns the rank that each waits for in the end; the direct one in a cycle.
+    """Returns the end of each waiting rank's chain; the next rank for ranks in a cycle.
 
-    Every rank is walked over once, however long the chains are that a client writes.
+    The loop visits each rank once, even if clients write long chains.
     """
-    ends: dict[int, int | None] = {}  # None: in a circle, or before one
+    ends: dict[int, int | None] = {}  # None: in a cycle, or leading to one
     for rank in waits_for:
         path, current = [], rank
         while current in waits_for and current not in ends:
@@ -96,13 +97,13 @@ def _ends(waits_for: Mapping[int, int]) -> dict[int, int]:
 
 
 async def late_ranks(groups: Iterable[GroupRecord], now_s: float) -> list[LateRank]:
-    """Returns ranks that others have waited for more than LATE_AFTER_S, the latest first."""
+    """Returns ranks that others have awaited for over LATE_AFTER_S, longest wait first."""
     found = [late async for group in paced(groups) for late in late_in(group, now_s)]
     return sorted(found, key=lambda late: -late.since_s)
 
 
 def late_in(group: GroupRecord, now_s: float, *, after_s: float = LATE_AFTER_S) -> list[LateRank]:
-    """Returns late ranks of one group, awaited for more than `after_s`."""
+    """Returns the ranks of one group that others have awaited for over `after_s`."""
     records = rank_records(group)
     waiting = {
         rank: record
@@ -148,7 +149,7 @@ def _describe(
 
 
 class LateRanks:
-    """Says once that a rank is late, and once that it came."""
+    """Reports a late rank once, and once more when others no longer wait for it."""
 
     def __init__(self, groups: GroupBook, events: EventLog, clock: Clock) -> None:
         self._groups = groups
@@ -157,17 +158,17 @@ class LateRanks:
         self._known: dict[tuple[str, int, int], LateRank] = {}
 
     async def now(self) -> list[LateRank]:
-        """The ranks that are late now, the latest first."""
+        """Returns the ranks that are late now, longest wait first."""
         return await late_ranks(self._groups.all(), self._clock.monotonic_s())
 
     async def watch(self) -> None:
-        """Checks once a second until cancelled."""
+        """Checks every CHECK_EVERY_S until cancelled."""
         while True:
             await self.check()
             await asyncio.sleep(CHECK_EVERY_S)
 
     async def check(self) -> None:
-        """Adds an event for each rank that became late, or came, since the last check."""
+        """Adds an event for each rank that became late, or is no longer late."""
         tell_time(self._groups.all(), self._clock.monotonic_s())
         now = await self.now()
         found = {(x.group.group_id, x.group.generation, x.world_rank): x for x in now}

@@ -1,4 +1,4 @@
-"""Registrations of one group: names, ids in programs, and handle indices on the board."""
+"""Registered layers of a group: their names, ids in programs, and handles on the board."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MAX_REPLACED = 1024
 
 @dataclasses.dataclass(frozen=True)
 class Handle:
-    """One place in a layer's pipeline."""
+    """One of a layer's handles, of which each call in flight uses one."""
 
     layer: str
     handle: int
@@ -33,7 +33,7 @@ class Handle:
 
 @dataclasses.dataclass
 class _Addition:
-    """Changes of one call, until all of them are known to fit."""
+    """The registrations of one call, before they are checked and added together."""
 
     next_handle: int
     layers: dict[str, RegisteredLayer] = dataclasses.field(default_factory=dict)
@@ -42,7 +42,7 @@ class _Addition:
 
 
 class LayerTable:
-    """Layers and stacks of a group. Handle indices are dense and never given back singly."""
+    """Layers and stacks of a group. Handle indices are dense; no other layer reuses an index."""
 
     def __init__(self, group: GroupSpec) -> None:
         self._group = group
@@ -51,14 +51,14 @@ class LayerTable:
         self._next_handle = 0
         self._history: list[RegisteredLayer] = []
         self.history_version = 0
-        self._changing = asyncio.Lock()  # a long list is looked through in several turns
+        self._changing = asyncio.Lock()  # because checks of a long list await in between
 
     def __len__(self) -> int:
         return len(self._layers)
 
     @property
     def num_layers(self) -> int:
-        """Number of layers, counting all in a stack."""
+        """Returns the number of layers, counting each layer of a stack."""
         return sum(max(layer.num_layers, 1) for layer in self._layers.values())
 
     @property
@@ -67,21 +67,24 @@ class LayerTable:
 
     @property
     def history(self) -> Sequence[RegisteredLayer]:
-        """Registrations in order; the last one of a name counts. It grows at its end, until most
-        of it does not count: then it begins anew, under another `history_version`."""
+        """Returns registrations in order, in which a later one of a name replaces earlier ones.
+
+        Registrations are appended until most entries are replaced ones. Then the list is rebuilt
+        without those, under a new `history_version`.
+        """
         return self._history
 
     def _trim_history(self) -> None:
         if len(self._history) <= 2 * len(self._layers) + MAX_REPLACED:
             return
-        # Handles are never reused, also after a restart, so the last owner stays known.
+        # Keep the layer with the last handles, so that a restarted daemon does not reuse them.
         end = self._next_handle
         last = next(x for x in self._history if x.handle_base + x.num_handles == end)
         self._history = [last, *self._layers.values()]
         self.history_version += 1
 
     def all(self) -> list[RegisteredLayer]:
-        """Registered layers in their order."""
+        """Returns the registered layers in order."""
         return list(self._layers.values())
 
     async def register(
@@ -92,15 +95,15 @@ class LayerTable:
         *,
         replace: bool = False,
     ) -> tuple[list[RegisteredLayer], list[RegisteredLayer]]:
-        """Registers all or none; an equal registration gets the same answer as before.
+        """Registers all layers and stacks, or none; known equal ones keep their ids and handles.
 
         Args:
-            admit: raises where there may not be so many more of them.
+            admit: called with the number of new registrations; raises to refuse them.
 
         Raises:
-            InvalidArgumentError: one does not fit the group.
-            SpecMismatchError: a name is taken by other settings, and no `replace`.
-            PoolExhaustedError: the board has not as many handles.
+            InvalidArgumentError: a layer or stack does not fit the group.
+            SpecMismatchError: a name is registered with other settings, and `replace` is False.
+            PoolExhaustedError: the board does not have enough handles left.
         """
         async with self._changing:
             added = _Addition(self._next_handle, replace=replace)
@@ -114,12 +117,12 @@ class LayerTable:
         return answer, stack_answer
 
     def restore(self, layers: Iterable[RegisteredLayer]) -> None:
-        """Restores layers as they were registered before, in that order."""
+        """Restores layers of the journal, in the order of their registration."""
         for layer in layers:
             self._put(layer)
 
     def _put(self, layer: RegisteredLayer) -> None:
-        """Replaces a layer of the same name; handles that it does not reuse stay unused."""
+        """Adds a layer, or replaces one of its name; the old one's other handles stay unused."""
         before = self._layers.pop(layer.spec.name, None)
         if before is not None:
             del self._ids[before.base_id]
@@ -130,12 +133,12 @@ class LayerTable:
         self._trim_history()
 
     async def rejoin(self, layers: Sequence[RegisteredLayer], *, takes_word: bool) -> None:
-        """Compares with a process's layers; with `takes_word` adds those that are unknown here.
+        """Compares a process's layers with the group's; with `takes_word`, adds unknown ones.
 
         Raises:
-            SpecMismatchError: one is known with other settings, ids or handles.
-            StaleHandleError: one is unknown, and the process's word does not count.
-            InvalidArgumentError: one cannot have been registered so.
+            SpecMismatchError: the group has a layer with other settings, ids or handles.
+            StaleHandleError: the group lacks a layer, and `takes_word` is False.
+            InvalidArgumentError: a layer's values are impossible.
         """
         async with self._changing:
             new = await self._compared(layers)
@@ -149,7 +152,7 @@ class LayerTable:
             self.restore(new)
 
     async def _compared(self, layers: Sequence[RegisteredLayer]) -> list[RegisteredLayer]:
-        """Returns layers that are unknown here, after comparing the others."""
+        """Compares known layers with the group's, and returns the unknown ones."""
         new = []
         async for layer in paced(layers):
             known = self._layers.get(layer.spec.name)
@@ -216,12 +219,12 @@ class LayerTable:
     def _gives_way(
         self, known: RegisteredLayer, spec: LayerSpec, num_layers: int, added: _Addition
     ) -> bool:
-        """Whether the caller replaces the layer by another one; not twice in one call."""
+        """Returns whether the call replaces the layer; a second change in one call does not."""
         same = (known.spec, known.num_layers) == (spec, num_layers)
         return added.replace and not same and spec.name not in added.layers
 
     def _check_handles(self, layer: RegisteredLayer) -> None:
-        """Raises PoolExhaustedError if the board ends before the layer's handles do."""
+        """Raises PoolExhaustedError if the layer's handles do not fit on the board."""
         free = board.MAX_HANDLES - layer.handle_base
         if layer.num_handles > free:
             raise PoolExhaustedError(
@@ -250,20 +253,21 @@ class LayerTable:
                 )
 
     def _check_names(self, name: str, num_layers: int, added: _Addition) -> None:
-        """A plain layer "s[3]" and layer 3 of a stack "s" would be one name for two layers."""
+        """Refuses a layer "s[3]" next to a stack "s", whose layer 3 has the same name."""
 
         def known(other: str) -> int | None:
             found = self._layers.get(other) or added.layers.get(other)
             return None if found is None else found.num_layers
 
-        # A larger stack finds no handles; to look for all of its members would hold the loop.
+        # Check at most MAX_HANDLES members: a larger stack is refused anyway, and checking all of
+        # its names would block the event loop.
         check_stack_members(name, min(num_layers, board.MAX_HANDLES), known)
 
     def get(self, name: str) -> RegisteredLayer:
-        """A layer or stack; "s[3]" gives stack s.
+        """Finds a layer or stack by name; "s[3]" finds stack "s".
 
         Raises:
-            StaleHandleError: not registered.
+            StaleHandleError: the name is not registered.
         """
         found = self._layers.get(name)
         if found is None:
@@ -280,7 +284,7 @@ class LayerTable:
         return found
 
     def name_of_id(self, layer_id: int) -> str:
-        """The layer of an id out of a board record; empty if it is unknown."""
+        """Returns the name of the layer with an id from a board record; empty if unknown."""
         name = self._ids.get(layer_id)
         if name is not None and not self._layers[name].num_layers:
             return name
@@ -291,7 +295,7 @@ class LayerTable:
         return f"{stack}[{index}]"
 
     def handles(self) -> Iterator[Handle]:
-        """Yields every handle by index."""
+        """Yields each layer's handles, in order of registration."""
         for layer in self.all():
             for position in range(max(layer.num_layers, 1)):
                 name = f"{layer.spec.name}[{position}]" if layer.num_layers else layer.spec.name

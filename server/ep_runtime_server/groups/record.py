@@ -1,4 +1,4 @@
-"""One group: its claims, its state, its memory. `formation.py` drives it; nothing here awaits."""
+"""One group's claims, state and memory, which `formation.py` changes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from ep_runtime_server.memory.windows import Owner, WindowSet
 
 @dataclasses.dataclass(eq=False)
 class GroupMember:
-    """A process in a group under its current generation."""
+    """A process that claims ranks of a group's current generation."""
 
     session: SessionRecord
     ranks: tuple[int, ...]
@@ -35,8 +35,10 @@ class GroupMember:
 
 @dataclasses.dataclass
 class Answered:
-    """This node's sessions, by world rank, until their ends are reported to other nodes. None
-    stands for a process that ended while no daemon ran."""
+    """This node's sessions in a view, whose ends must still be reported to other nodes.
+
+    Sessions are by world rank; None is a process that ended while no daemon ran.
+    """
 
     epoch: int
     nodes: frozenset[str]
@@ -45,7 +47,7 @@ class Answered:
 
 @dataclasses.dataclass(frozen=True)
 class RemoteMember:
-    """A process of another node, from the view of the group's epoch."""
+    """A process on another node, known from the view of the group's epoch."""
 
     node: str
     session_id: str
@@ -60,12 +62,12 @@ class GroupRecord:
     """A group of one owner, formed once every rank is claimed and its memory allocated.
 
     Attributes:
-        group_id: its name in the journal; never used again.
-        spec: what its creators ask for.
-        node_size: ranks that share windows since the memory of this generation is there; 0: all of
-            an EP group.
+        group_id: the group's unique name in the journal.
+        spec: the spec that its creators asked for.
+        node_size: how many ranks share windows, set once the generation has memory; 0 for all
+            ranks of an EP group.
         on_change: called after every change.
-        restoring: made of what processes say of it, because the daemon lost its journal.
+        restoring: being rebuilt from its processes' reports, because the journal lacks parts.
     """
 
     def __init__(self, owner: Owner, spec: GroupSpec, generation: int) -> None:
@@ -79,34 +81,34 @@ class GroupRecord:
         self.state = State.FORMING
         self.layers = LayerTable(spec)
         self.members: dict[str, GroupMember] = {}
-        # Members of the older generation that neither claimed again nor went away: their ranks
-        # cannot be claimed by others.
+        # Members of the older generation that have neither claimed again nor left. Other processes
+        # cannot claim their ranks.
         self.previous: dict[str, GroupMember] = {}
-        self.left: set[str] = set()  # processes that closed the group while others go on
+        self.left: set[str] = set()  # session ids that closed the group while others use it
         self.windows: WindowSet | None = None
-        self.uuids: dict[int, str] = {}  # by world rank: its GPU; empty on the host
+        self.uuids: dict[int, str] = {}  # GPU by world rank; empty on the host
         self.formed = False
         self.reattached = False
         self.formation: asyncio.Task[None] | None = None
         self.failure: EpRuntimeError | None = None
-        self.namesakes: set[str] = set()  # other jobs in which a group of the name formed meanwhile
+        self.namesakes: set[str] = set()  # other jobs in which a group of this name forms too
         self.lost: dict[
             int, SessionRecord | RemoteMember
-        ] = {}  # by world rank: ranks with a dead process
+        ] = {}  # by world rank, of processes that ended
         # For a group across nodes: the view of its epoch, and whether it is committed.
         self.remote: dict[int, RemoteMember] = {}  # by world rank
         self.epoch = self.attempt = 0
         self.committed = False
-        # Also of an earlier view, while its processes live.
+        # May be of an earlier view while that view's processes run.
         self.answered: Answered | None = None
-        # A view that was undecided when the previous daemon ended: epoch, other nodes, this node's
-        # world ranks.
+        # A view that was undecided when the previous daemon ended: (epoch, other nodes, world ranks
+        # of this node).
         self.undecided: tuple[int, tuple[str, ...], tuple[int, ...]] | None = None
-        self.spans = False  # had a view in this generation, so missing ranks are on other nodes
-        self.elsewhere: frozenset[int] = frozenset()  # claimed on other nodes, without a view yet
+        self.spans = False  # had a view in this generation: missing ranks are on other nodes
+        self.elsewhere: frozenset[int] = frozenset()  # ranks claimed on other nodes, before a view
         self.last_event: Trigger | None = None
         self.last_reason = ""  # why the state changed, for people
-        self.retained_until_s: float | None = None  # means something in RETAINED only
+        self.retained_until_s: float | None = None  # only used in RETAINED
         self.created_s = 0.0
         self.created_wall_s = 0.0
         self._changed = asyncio.Event()
@@ -121,17 +123,17 @@ class GroupRecord:
 
     @property
     def resolved(self) -> GroupSpec:
-        """The spec that the group's memory and programs have."""
+        """Returns the spec with the `node_size` that the group's memory and programs use."""
         return dataclasses.replace(self.spec, node_size=self.node_size)
 
     @property
     def local_ranks(self) -> list[int]:
-        """World ranks that no other node has."""
+        """Returns the world ranks that are not on another node."""
         return [rank for rank in range(self.spec.world_size) if rank not in self.remote]
 
     @property
     def node_size_of_view(self) -> int:
-        """Returns `node_size` once every rank is claimed; equal on every node."""
+        """Computes `node_size` from the view of a fully claimed group; equal on every node."""
         remote, spec = self.remote, self.spec
         if spec.transport == "nccl" and not remote:
             return 1  # NCCL was requested, because these GPUs may not reach each other
@@ -139,7 +141,7 @@ class GroupRecord:
             return 0
         nodes = [remote[r].node if r in remote else "" for r in range(spec.world_size)]
         size = layout.node_size(nodes, spec.ep_size)
-        # Verdicts go to every slab of the group, so they cannot stay in windows.
+        # With on_overflow="error", verdicts go to slabs on all nodes, so windows cannot carry them.
         return 0 if size == spec.ep_size and spec.on_overflow != "error" else size
 
     @property
@@ -147,7 +149,7 @@ class GroupRecord:
         return {rank: member for member in self.members.values() for rank in member.ranks}
 
     def member_of(self, rank: int) -> GroupMember | None:
-        """Returns the member that claims a world rank."""
+        """Returns the member that claims a world rank; None if there is none."""
         return next((m for m in self.members.values() if rank in m.ranks), None)
 
     @property
@@ -183,12 +185,12 @@ class GroupRecord:
 
     @property
     def others_left(self) -> bool:
-        """Whether processes of other nodes closed it, so that creating it again makes a new one."""
+        """Returns whether processes of other nodes closed the group; create then starts anew."""
         return any(member.session_id in self.left for member in self.remote.values())
 
     @property
     def can_form_again(self) -> bool:
-        """Whether a claim starts a new generation."""
+        """Returns whether a claim starts a new generation."""
         return self.state in (State.BROKEN, State.RETAINED) or bool(
             self.state is State.READY and self.left
         )
@@ -223,13 +225,13 @@ class GroupRecord:
 
     @property
     def changed(self) -> asyncio.Event:
-        """Set at the next change; take it before looking at what may change."""
+        """An event that the next change sets; get it before you read the state to wait for."""
         return self._changed
 
     def check_free(self, session: SessionRecord, ranks: tuple[int, ...]) -> None:
         """Raises GroupBusyError if another live process has one of the ranks.
 
-        Processes of other nodes have theirs for as long as this node goes by their view.
+        Processes of other nodes keep their ranks while this node uses their view.
         """
         for member in (*self.members.values(), *self.previous.values()):
             taken = sorted(set(member.ranks).intersection(ranks))
@@ -256,14 +258,14 @@ class GroupRecord:
     def claim(
         self, session: SessionRecord, ranks: tuple[int, ...], uuids: tuple[str, ...] = ()
     ) -> None:
-        """Makes the session a member under the current generation; `uuids` of the ranks' GPUs."""
+        """Makes the session a member of the current generation; `uuids` are the ranks' GPUs."""
         self.previous.pop(session.session_id, None)
         self.uuids.update(zip(ranks, uuids, strict=False))
         self.members[session.session_id] = GroupMember(session, ranks)
         self.notify()
 
     def start_over(self, generation: int) -> None:
-        """Starts a new generation with the memory of the old one. Its members claim again."""
+        """Starts a new generation, which uses the old memory and whose members must claim again."""
         self.advance(Trigger.CLAIMED_AGAIN)
         self.generation = generation
         self.previous.update(self.members)
@@ -275,14 +277,17 @@ class GroupRecord:
         self.leave_view()
 
     def leave_view(self) -> None:
-        """Forgets the view, because its epoch is over for this node."""
+        """Forgets the view, because its epoch has ended for this node."""
         self.remote = {}
         self.epoch = self.attempt = 0
         self.committed = False
         self.elsewhere = frozenset()
 
     def member(self, session: SessionRecord, generation: int) -> GroupMember:
-        """Raises StaleHandleError for another generation, PermissionDeniedError for a stranger."""
+        """Returns the session's membership in a generation.
+
+        Raises StaleHandleError for another generation, PermissionDeniedError for a non-member.
+        """
         self.check_generation(generation)
         member = self.members.get(session.session_id)
         if member is None:
@@ -293,15 +298,17 @@ class GroupRecord:
         return member
 
     def check_reader(self, session: SessionRecord, generation: int) -> None:
-        """Checks that the session may have the memory: every process of the job may read its state,
-        because a process may be gone or new. Raises as `member`."""
+        """Checks that the session may read the group's memory. Raises as `member`.
+
+        Each process of the job may, because a member may have ended or been replaced.
+        """
         if self.spec.transport == STATE:
             self.check_generation(generation)
         else:
             self.member(session, generation)
 
     def check_generation(self, generation: int) -> None:
-        """Raises StaleHandleError naming both generations."""
+        """Raises StaleHandleError, naming both generations, if `generation` is not current."""
         if generation != self.generation:
             raise StaleHandleError(
                 f"group {self.owner.name!r} is at generation {self.generation}, "
@@ -312,19 +319,20 @@ class GroupRecord:
             )
 
     def poison(self, reason: PoisonReason, rank: int = -1, by: GivenOrder | None = None) -> None:
-        # Before it formed no client knows the generation, and the board still has the older one.
+        # Before the group has formed, its board still has the older generation, and no client
+        # uses the new one.
         if self.windows is not None and self.formed:
             self.windows.poison(reason, rank, by)
 
 
 async def wait_until(group: GroupRecord, done: Callable[[], bool], wait_s: float) -> bool:
-    """Waits for `done`, looked at whenever the group changes; False at the deadline."""
+    """Waits until `done()`, called after each change of the group; False at the deadline."""
     loop = asyncio.get_running_loop()
     deadline = loop.time() + wait_s
     while not done():
         changed = group.changed
         try:
-            # Not wait_for: before Python 3.12 that loses a cancellation that comes with a change.
+            # Not wait_for, which before Python 3.12 can lose a cancellation during a change.
             async with asyncio.timeout_at(deadline):
                 await changed.wait()
         except TimeoutError:

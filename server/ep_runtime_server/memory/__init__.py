@@ -1,1 +1,1 @@
-"""Windows and boards: their devices, holders and release."""
+"""Memory of windows and boards: devices, allocation, holders and release."""

@@ -1,4 +1,4 @@
-"""Buffers of a group's memory at the daemon."""
+"""A buffer of a window set: the board or one window."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from ep_runtime_server.memory.devices import Allocation
 
 @dataclasses.dataclass
 class Buffer:
-    """One allocation; world_rank -1 is the board.
+    """One allocation of a window set; world_rank -1 is the board.
 
-    After a restart `allocation` is None until a descriptor of it came back; `identity` is None
-    too if nobody remembers it.
+    After a restart `allocation` is None until a descriptor comes back. `identity` is None too
+    if the journal lacks it.
     """
 
     buffer_id: str
@@ -24,5 +24,5 @@ class Buffer:
 
     @property
     def counted(self) -> bool:
-        """Whether it counts against the limit; memory that a process only reports does not."""
+        """Returns whether the buffer counts against limits; one that is only reported does not."""
         return self.allocation is not None or self.identity is not None

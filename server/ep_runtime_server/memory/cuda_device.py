@@ -1,8 +1,8 @@
-"""Windows in GPU memory: allocated by the driver API alone, without a CUDA context.
+"""Windows in GPU memory, allocated through the driver API without a CUDA context.
 
-A daemon that never makes a context costs no GPU memory beside the windows, and dies without
-disturbing a kernel. Memory is made with a POSIX descriptor as its handle; clients import and map
-it. The driver gives no way to clear it from here: clients zero what they must.
+A daemon without a context uses no GPU memory except the windows, and can end without disturbing a
+kernel. The daemon exports memory as a POSIX descriptor, which clients import and map. Without a
+context the daemon cannot clear memory, so clients zero the parts that need it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class DriverError(Exception):
     """A call of the driver failed.
 
     Attributes:
-        out_of_memory: the device has no room.
+        out_of_memory: whether the device had too little free memory.
     """
 
     def __init__(self, message: str, *, out_of_memory: bool = False) -> None:
@@ -39,10 +39,10 @@ class DriverError(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class DriverGpu:
-    """One GPU as the driver counts it; MIG instances are GPUs of their own.
+    """One GPU as the driver lists it; each MIG instance is a separate GPU.
 
     Attributes:
-        index: NVML's, by which nvidia-smi and DCGM name it; None where NVML does not say.
+        index: the index in NVML's order, which nvidia-smi and DCGM use; None if unknown.
     """
 
     ordinal: int
@@ -53,26 +53,26 @@ class DriverGpu:
 
 
 class Driver(Protocol):
-    """CUDA driver calls of the daemon. Each raises DriverError."""
+    """The CUDA driver calls that the daemon makes. Each may raise DriverError."""
 
     def gpus(self) -> list[DriverGpu]: ...
 
     def granularity(self, ordinal: int) -> int:
-        """Bytes that allocations on the GPU are multiples of."""
+        """Returns the number of bytes that allocation sizes must be multiples of."""
 
     def create(self, ordinal: int, size_bytes: int) -> int:
-        """A handle of new memory."""
+        """Allocates memory and returns its handle."""
 
     def export_fd(self, handle: int) -> int: ...
 
     def adopt(self, fd: int) -> tuple[int, int]:
-        """(handle, ordinal) of memory that an earlier process exported."""
+        """Imports memory that an earlier process exported; returns (handle, ordinal)."""
 
     def release(self, handle: int) -> None: ...
 
 
 class BindingsDriver:
-    """The driver through cuda-bindings. Calls cuInit and nothing that makes a context.
+    """Calls the driver through cuda-bindings, and never makes a context.
 
     Raises:
         RuntimeUnavailableError: cuda-bindings or the driver is not installed, or has no GPU.
@@ -89,7 +89,7 @@ class BindingsDriver:
         self._api: Any = driver
         try:
             self._call(driver.cuInit, 0)
-        except Exception as error:  # noqa: BLE001 - a missing libcuda raises a class of its own
+        except Exception as error:  # noqa: BLE001 - a missing libcuda raises various errors
             raise RuntimeUnavailableError(f"no CUDA driver answers: {error}") from error
 
     def _call(self, function: Callable[..., Any], *arguments: Any) -> Any:
@@ -123,7 +123,7 @@ class BindingsDriver:
         return self._api.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
 
     def granularity(self, ordinal: int) -> int:
-        # The client rounds to the same (csrc/cuda/device/device_windows.cc).
+        # The client rounds sizes the same way (csrc/cuda/device/device_windows.cc).
         flags = self._api.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_RECOMMENDED
         properties = self._properties(ordinal)
         return int(self._call(self._api.cuMemGetAllocationGranularity, properties, flags))
@@ -150,7 +150,7 @@ class BindingsDriver:
 
 
 def nvml_indices() -> dict[str, int]:
-    """The index of each GPU in NVML's order, by UUID; none without NVML."""
+    """Returns each GPU's index in NVML's order, by UUID; empty without NVML."""
     try:
         nvml = importlib.import_module("pynvml")
     except ImportError:
@@ -166,7 +166,7 @@ def nvml_indices() -> dict[str, int]:
 
 
 def uuid_text(raw: bytes) -> str:
-    """The 16 bytes of a UUID as NVML and the client's library write them."""
+    """Formats the 16 bytes of a UUID as NVML and the client's library do."""
     text = raw.hex()
     return f"GPU-{text[:8]}-{text[8:12]}-{text[12:16]}-{text[16:20]}-{text[20:]}"
 
@@ -180,7 +180,7 @@ class CudaAllocation:
         self._driver = driver
         self._handle = handle
         self._held = True
-        # Imported from an earlier exporter: the driver does not export imported handles.
+        # The descriptor of an imported handle, because the driver cannot export such a handle.
         self._fd = fd
         self.size_bytes = size_bytes
 
@@ -207,7 +207,7 @@ class CudaAllocation:
 
 
 class CudaDevice:
-    """One GPU. `limit_bytes` is of windows: XLA's memory is not ours to count."""
+    """One GPU. `limit_bytes` limits the windows only, not other memory such as XLA's."""
 
     def __init__(self, driver: Driver, gpu: DriverGpu, limit_bytes: int | None) -> None:
         self._driver = driver
@@ -217,7 +217,7 @@ class CudaDevice:
         self.limit(limit_bytes)
 
     def limit(self, limit_bytes: int | None) -> None:
-        """None for all of its memory."""
+        """Sets the limit of windows; None for the GPU's whole memory."""
         self.limit_bytes = min(limit_bytes or self._gpu.total_bytes, self._gpu.total_bytes)
 
     def allocate(self, label: str, size_bytes: int) -> CudaAllocation:
@@ -257,7 +257,7 @@ class CudaDevice:
 
 
 class Gpus:
-    """The GPUs of the host by UUID. The driver is loaded when the first window asks for it."""
+    """The GPUs of the host by UUID. Loads the driver when the first window needs it."""
 
     def __init__(
         self, limit_bytes: int | None = None, load: Callable[[], Driver] = BindingsDriver
@@ -273,11 +273,11 @@ class Gpus:
             device.limit(limit_bytes)
 
     def known(self) -> list[CudaDevice]:
-        """GPUs that were opened; none before the first window."""
+        """Returns the GPUs, or an empty list before `load`."""
         return list((self._devices or {}).values())
 
     def load(self) -> dict[str, CudaDevice]:
-        """All of them. Blocking the first time, some 0.1 s.
+        """Returns all GPUs by UUID. The first call blocks for about 0.1 s.
 
         Raises:
             RuntimeUnavailableError: there is no driver.
@@ -292,11 +292,11 @@ class Gpus:
         return self._devices
 
     def get(self, uuid: str) -> CudaDevice:
-        """Blocking the first time, as `load`.
+        """Finds a GPU by its UUID. The first call blocks, as `load`.
 
         Raises:
             RuntimeUnavailableError: there is no driver.
-            InvalidArgumentError: the host has no such GPU; names those that it has.
+            InvalidArgumentError: the host has no such GPU; the message names its GPUs.
         """
         devices = self.load()
         if uuid not in devices:

@@ -1,4 +1,4 @@
-"""Devices that hold windows: the host here, GPUs in `cuda_device.py`."""
+"""Devices that hold windows: their interface, and the host (GPUs are in `cuda_device.py`)."""
 
 from __future__ import annotations
 
@@ -12,59 +12,61 @@ from ep_runtime.units import iec
 from ep_runtime_server.base import open_files
 from ep_runtime_server.memory.host_memory import available_bytes
 
-# Linux fcntl.h; the fcntl module has them from Python 3.8 on, typeshed on Linux only.
+# Keep clients from resizing a memfd; typeshed defines the names on Linux only.
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 class Allocation(Protocol):
-    """One window or board. Its contents outlive every client."""
+    """The memory of one window or board, which outlives each client."""
 
     @property
     def size_bytes(self) -> int: ...
 
     @property
     def identity(self) -> tuple[int, int] | None:
-        """Identifies the allocation on the host: device and inode of its file.
+        """Returns device and inode of the allocation's file, which identify it on the host.
 
-        None if descriptors of one allocation have nothing in common.
+        None if descriptors of one allocation are different files.
         """
 
     def export_fd(self) -> int:
-        """A new descriptor for a client; the caller closes it after sending."""
+        """Returns a new descriptor for a client; the caller closes it after sending."""
 
     def map(self) -> mmap.mmap:
-        """Writable mapping in the daemon. Only boards are mapped; a device may refuse."""
+        """Maps the allocation for writing. Only boards are mapped; a device may refuse."""
 
     def free(self) -> None:
-        """Gives the memory back once the last descriptor and mapping elsewhere are gone. Where it
-        raises it may be called again."""
+        """Frees the memory, as soon as clients have no descriptors and mappings of it.
+
+        May be called again after an error.
+        """
 
 
 class Device(Protocol):
-    """Allocates in one memory. Calls may block and run on a thread of their own."""
+    """Allocates in one device's memory. Calls may block, so a separate thread makes them."""
 
     limit_bytes: int
 
     @property
     def name(self) -> str:
-        """ "host", or a GPU's UUID."""
+        """Returns "host" or a GPU's UUID."""
 
     @property
     def index(self) -> int | None:
-        """A GPU's, in NVML's order; None on the host, and where NVML does not say."""
+        """Returns a GPU's index in NVML's order; None for the host, or if NVML lacks the GPU."""
 
     def allocate(self, label: str, size_bytes: int) -> Allocation:
-        """Raises PoolExhaustedError if the memory is not available."""
+        """Allocates `size_bytes`. Raises PoolExhaustedError if the memory is not available."""
 
     def adopt(self, fd: int, size_bytes: int) -> Allocation:
-        """An allocation of a daemon before us, out of a descriptor that it exported.
+        """Makes an allocation from a descriptor that an earlier daemon exported.
 
-        Takes the descriptor over where it succeeds. Raises InvalidArgumentError if it is none.
+        Takes over the descriptor on success. Raises InvalidArgumentError if it is something else.
         """
 
 
 def is_memfd(fd: int) -> bool:
-    """Returns whether it is a memfd, without fstat, which a user's file system could block."""
+    """Returns whether `fd` is a memfd. Avoids fstat, which a user's file system could block."""
     try:
         fcntl.fcntl(fd, fcntl.F_GET_SEALS)
     except OSError:
@@ -73,7 +75,7 @@ def is_memfd(fd: int) -> bool:
 
 
 class HostAllocation:
-    """A memfd, fully backed and sealed: neither side can shrink it under the other's mapping."""
+    """A memfd with all its pages allocated, sealed so that no process can resize it."""
 
     def __init__(self, fd: int, size_bytes: int) -> None:
         self._fd = fd
@@ -88,7 +90,7 @@ class HostAllocation:
         return mmap.mmap(self._fd, self.size_bytes)
 
     def free(self) -> None:
-        fd, self._fd = self._fd, -1  # the kernel releases it even if close fails
+        fd, self._fd = self._fd, -1  # closed even if os.close raises
         if fd >= 0:
             os.close(fd)
 
@@ -106,7 +108,7 @@ class HostDevice:
         try:
             available = available_bytes()
             if size_bytes > available:
-                # A memfd of more than the host has does not fail: it wakes the OOM killer.
+                # Check first: allocating too large a memfd does not fail but starts the OOM killer.
                 raise PoolExhaustedError(
                     f"{label}: asked for {iec(size_bytes)}, the host or our cgroup has "
                     f"{iec(available)} available",
@@ -141,7 +143,7 @@ def _not_ours(why: str) -> InvalidArgumentError:
 def _sealed_memfd(label: str, size_bytes: int) -> HostAllocation:
     fd = os.memfd_create(f"ep-runtime:{label}"[:200], os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
-        # Sparse memory would turn a full host into SIGBUS in the middle of a step.
+        # Without allocated pages, a step on a full host would get SIGBUS.
         os.posix_fallocate(fd, 0, size_bytes)
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
     except OSError:

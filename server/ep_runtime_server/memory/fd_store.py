@@ -1,6 +1,6 @@
-"""systemd's file descriptor store: memory that outlives the daemon without any client's help.
+"""Stores descriptors of windows with systemd, which keeps the memory without the daemon.
 
-Without systemd, or with a unit that has no FileDescriptorStoreMax, nothing here does anything.
+The store does nothing without systemd, or if the unit does not set FileDescriptorStoreMax.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ _BOARD = "board"
 
 
 def stored_name(set_id: str, world_rank: int) -> str:
-    """The name of a descriptor in the store."""
+    """Returns the name of a buffer's descriptor in the store."""
     return f"{_PREFIX}{set_id}-{_BOARD if world_rank < 0 else world_rank}"
 
 
 def by_set(stored: Mapping[str, int]) -> dict[str, dict[int, int]]:
-    """Descriptors by name as {set id: {world rank: fd}}; names of others are left out."""
+    """Sorts descriptors by name into {set id: {world rank: fd}}; ignores other names."""
     found: dict[str, dict[int, int]] = {}
     for name, fd in stored.items():
         set_id, _, rank = name.removeprefix(_PREFIX).rpartition("-")
@@ -33,15 +33,15 @@ def by_set(stored: Mapping[str, int]) -> dict[str, dict[int, int]]:
 
 
 class FdStore:
-    """Keeps the store equal to the sets that the daemon has."""
+    """Keeps the descriptors of all present window sets in systemd's store."""
 
     def __init__(self, address: str | None, stored: Mapping[str, int]) -> None:
-        """`address` of systemd's socket, or None; `stored` is what systemd gave at the start."""
+        """`address` is systemd's socket or None; `stored` are its descriptors at the start."""
         self._address = address
         self._stored = set(stored)
 
     def windows_changed(self, windows: WindowSet) -> None:
-        """Adds new descriptors to systemd's store and removes those of freed sets."""
+        """Adds a set's new descriptors to systemd's store, or removes a freed set's."""
         if self._address is None:
             return
         gone = windows.state is WindowState.RELEASING
@@ -52,18 +52,18 @@ class FdStore:
             elif not gone and name not in self._stored and buffer.allocation is not None:
                 try:
                     self._add(name, buffer.allocation.export_fd())
-                except (OSError, RuntimeUnavailableError) as error:  # clients give it back too
+                except (OSError, RuntimeUnavailableError) as error:  # clients can return it too
                     logging.getLogger(__name__).warning("%s is not stored: %s", name, error)
 
     def _add(self, name: str, fd: int) -> None:
         try:
-            # A memfd cannot be polled; systemd would refuse it without FDPOLL=0.
+            # FDPOLL=0, because systemd refuses descriptors that cannot be polled, as a memfd.
             systemd.notify(self._address, "FDSTORE=1", f"FDNAME={name}", "FDPOLL=0", fds=[fd])
             self._stored.add(name)
         finally:
             os.close(fd)
 
     def remove(self, name: str) -> None:
-        """Takes one descriptor out of the store."""
+        """Removes one descriptor from the store."""
         systemd.notify(self._address, "FDSTOREREMOVE=1", f"FDNAME={name}")
         self._stored.discard(name)

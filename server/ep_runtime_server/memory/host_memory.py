@@ -1,7 +1,7 @@
-"""Memory of the host, of this process, and what the limits of its cgroups leave.
+"""Reads the memory that the host and the daemon's cgroups have left.
 
-Memory over a limit of a cgroup does not fail: the kernel kills a process of the cgroup. Containers
-and batch systems set limits, so what the host has available says nothing there.
+An allocation over a cgroup's limit does not fail; instead the kernel kills a process of the cgroup.
+Containers and batch systems set such limits, so the host's available memory is not enough to check.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ OWN = Path("/proc/self/cgroup")
 
 @dataclasses.dataclass(frozen=True)
 class _Files:
-    """Names of one version: limit, use, and what of `memory.stat` the kernel takes back first."""
+    """Names of one cgroup version's files: limit, use, and reclaimable `memory.stat` fields."""
 
     limit: str
     used: str
@@ -37,19 +37,19 @@ def _kib(path: str, names: tuple[str, ...]) -> int:
 
 
 def available_bytes() -> int:
-    """Bytes available without swapping, within the limits of the daemon's cgroups."""
+    """Returns the bytes available without swapping, within the limits of our cgroups."""
     host = _kib("/proc/meminfo", ("MemAvailable",))
     left = left_bytes()
     return host if left is None else min(host, left)
 
 
 def own_rss_bytes() -> int:
-    """Resident bytes of this process without shared memory, that is without the boards."""
+    """Returns this process's resident bytes without shared memory, so without boards."""
     return _kib("/proc/self/status", ("RssAnon", "RssFile"))
 
 
 def left_bytes(mount: Path = MOUNT, own: Path = OWN) -> int | None:
-    """Bytes that the tightest limit of our cgroups leaves; None if none is set or seen."""
+    """Returns the bytes that the tightest limit of our cgroups leaves; None without a limit."""
     found = [
         left for folder, files in _folders(mount, own) if (left := _left(folder, files)) is not None
     ]
@@ -57,7 +57,7 @@ def left_bytes(mount: Path = MOUNT, own: Path = OWN) -> int | None:
 
 
 def _folders(mount: Path, own: Path) -> Iterator[tuple[Path, _Files]]:
-    """Yields our cgroup and its parents; a container's mount may begin at ours."""
+    """Yields the folders of our cgroup and its parents, as far as the mount shows them."""
     try:
         lines = own.read_text().splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""The memory of one group: buffers, board, and processes that may still use them."""
+"""The memory of one group: its buffers and board, and the sessions that may use them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class WindowState(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class Owner:
-    """Owner of memory: a group name within (uid, job)."""
+    """The owner of memory: a group name within (uid, job)."""
 
     uid: int
     job: str
@@ -37,12 +37,12 @@ class Owner:
 
     @property
     def fields(self) -> dict[str, Any]:
-        """Arguments of an event about the group."""
+        """Returns the fields of an event about the group."""
         return {"group": self.name, "job": self.job, "uid": self.uid}
 
     @property
     def path(self) -> str:
-        """The group's name in a cluster's journals."""
+        """Returns the group's name in a cluster's journals."""
         return f"{self.uid}/{self.job}/{self.name}"
 
 
@@ -58,7 +58,7 @@ class WindowSet:
     """The memory of one group under one generation at a time.
 
     Attributes:
-        set_id: its name in the journal; never used again.
+        set_id: the set's unique name in the journal.
         on_change: called after every change that a restarted daemon must know.
     """
 
@@ -77,26 +77,26 @@ class WindowSet:
 
     @property
     def wanted_ranks(self) -> list[int]:
-        """World ranks, -1 for the board, whose descriptors have not come back yet."""
+        """Returns world ranks (-1 for the board) whose descriptors have not come back yet."""
         return [buffer.world_rank for buffer in self.buffers if buffer.allocation is None]
 
     def serves(self, spec: GroupSpec, ranks: Sequence[int]) -> bool:
-        """Returns whether it is the memory of these world ranks under that spec."""
+        """Returns whether the set is the memory of these world ranks under this spec."""
         ours = [buffer.world_rank for buffer in self.buffers if buffer.world_rank >= 0]
         return self.spec == spec and ours == list(ranks)
 
     def is_on(self, uuids: Mapping[int, str]) -> bool:
-        """Whether every window is on the GPU that its rank has now."""
+        """Returns whether each window is on the GPU that its rank uses now."""
         return all(b.device == uuids.get(b.world_rank, b.device) for b in self.buffers)
 
     def assume(self, uuids: Mapping[int, str]) -> None:
-        """Notes on which GPUs missing windows are, as a process reports."""
+        """Sets the GPUs of missing windows, as a process reports them."""
         for buffer in self.buffers:
             if buffer.allocation is None:
                 buffer.device = uuids.get(buffer.world_rank, buffer.device)
 
     def hold(self, session_id: str) -> None:
-        """Notes that the session has descriptors from now on."""
+        """Makes a session a holder, because it has or will get descriptors."""
         if session_id not in self.holders:
             self.holders.add(session_id)
             self.on_change(self)
@@ -119,7 +119,7 @@ class WindowSet:
 
     @property
     def num_fds(self) -> int:
-        """Descriptors that the daemon holds for it, or awaits; the board's mapping has its own."""
+        """Returns the descriptors that the daemon holds or awaits, two of them for the board."""
         return len(self.buffers) + any(buffer.world_rank < 0 for buffer in self.buffers)
 
     def bytes_on(self, device: str) -> int:
@@ -128,8 +128,10 @@ class WindowSet:
     def poison(
         self, reason: board.PoisonReason, rank: int = -1, by: GivenOrder | None = None
     ) -> None:
-        """Ends the waits and calls of this generation. A board that did not come back yet is
-        poisoned as soon as it does."""
+        """Poisons the board, which ends the waits and calls of this generation.
+
+        If the board has not come back yet, it is poisoned as soon as it has.
+        """
         if self.board is None:
             self._poison = self._poison or (reason, rank, by)
         else:
@@ -139,8 +141,10 @@ class WindowSet:
             board.poison(self.board, self.generation, reason, rank, whom)
 
     def allocate(self, parts: Sequence[tuple[int, Device, int]]) -> None:
-        """Allocates each part; blocking. `parts` is as in WindowPool. After a PoolExhaustedError,
-        `buffers` has the parts that were allocated."""
+        """Allocates each of the `parts`, as WindowPool lists them. Blocks.
+
+        After an error, `buffers` has the parts that were allocated.
+        """
         for rank, device, size_bytes in parts:
             allocation = device.allocate(f"{self.owner.name}/{rank}", size_bytes)
             label, identity = buffer_label(self.owner, self.generation, rank), allocation.identity
@@ -151,7 +155,7 @@ class WindowSet:
         board.format_board(self.board, self.spec, self.generation)
 
     def format_again(self, generation: int) -> None:
-        """Blocking. The set under a new generation; only while it has no holders."""
+        """Formats the board for a new generation, if the set has no holders. Blocks."""
         assert not self.holders
         assert self.board is not None
         board.format_board(self.board, self.spec, generation)
@@ -159,19 +163,19 @@ class WindowSet:
         self._poison = None
 
     def free(self) -> None:
-        """Blocking: unmapping and closing returns the pages, about 0.1 s per GiB.
+        """Frees all buffers. Blocks for about 0.1 s per GiB.
 
-        Raises ExceptionGroup if some cannot be freed: those stay in `buffers`, for another try.
+        Raises ExceptionGroup if some cannot be freed; these stay in `buffers` for another try.
         """
         faults: dict[str, Exception] = {}
         for buffer in self.buffers:
             try:
                 if buffer.world_rank < 0 and self.board is not None:
-                    self.board.close()  # BufferError while somebody reads it
+                    self.board.close()  # raises BufferError while a reader uses the board
                     self.board = None
                 if buffer.allocation is not None:
                     buffer.allocation.free()
-            except Exception as error:  # noqa: BLE001 - the others are freed all the same
+            except Exception as error:  # noqa: BLE001 - free the others too
                 faults[buffer.buffer_id] = error
         self.buffers = [buffer for buffer in self.buffers if buffer.buffer_id in faults]
         if faults:

@@ -1,8 +1,8 @@
-"""Window memory: holders, sizes, and when it may be freed.
+"""Window memory: allocates window sets, counts their bytes, and frees them.
 
 A `WindowSet` is the memory of one group: a board and one window per world rank of this node. Its
-holders are the sessions that fetched descriptors. Memory is freed only when no holder is left, and
-a holder leaves only by saying that it unmapped or by its pidfd proving that its process is gone:
+holders are the sessions that fetched descriptors. The daemon frees a set only if no holder is left.
+A session stops being a holder if it reports that it unmapped the set, or if its process has ended:
 LEASED -> RETAINED -> LEASED ..., LEASED -> QUARANTINED -> freed.
 """
 
@@ -34,7 +34,7 @@ FREEING = "freeing of memory"
 
 
 class WindowPool:
-    """Every window set, and the limit per device. Lives on the event loop's thread."""
+    """All window sets, and the limits of devices. For the event loop's thread only."""
 
     def __init__(
         self,
@@ -49,15 +49,15 @@ class WindowPool:
         self._events = events
         self.on_change: Callable[[WindowSet], None] = lambda windows: None
         self._sets: list[WindowSet] = []
-        self.quotas: Quotas | None = None  # without limits users share everything
-        # Running allocations by user: bytes on a device, and descriptors.
+        self.quotas: Quotas | None = None  # None: users have no limits
+        # Reservations of running allocations: bytes by (uid, device), and descriptors by uid.
         self._reserved: collections.Counter[tuple[int, str]] = collections.Counter()
         self._reserved_fds: collections.Counter[int] = collections.Counter()
-        self._freed = asyncio.Event()  # or tried to
+        self._freed = asyncio.Event()  # set after each try to free
         self._freeing: set[WindowSet] = set()
-        self._not_freed: dict[WindowSet, Exception] = {}  # error of the last try
+        self._not_freed: dict[WindowSet, Exception] = {}  # with the last try's error
         self._admit = ThreadPoolExecutor(1, thread_name_prefix="allocate")
-        # Frees on a thread, because a big group's end must not delay the next one's start.
+        # A separate thread frees, so that freeing a big group does not delay an allocation.
         self._reclaim = ThreadPoolExecutor(1, thread_name_prefix="free")
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -66,13 +66,13 @@ class WindowPool:
         return list(self._sets)
 
     def close(self) -> None:
-        """Closes the daemon's descriptors, all that can be; clients keep what they mapped."""
+        """Frees all sets, and reports failures; clients keep their mapped memory."""
         self._admit.shutdown(wait=True)
         self._reclaim.shutdown(wait=True)
         for windows in self._sets:
             try:
                 windows.free()
-            except Exception as error:  # noqa: BLE001 - the others are freed all the same
+            except Exception as error:  # noqa: BLE001 - free the others too
                 tell_failure(self._events, FREEING, error)
         self._sets = []
 
@@ -80,39 +80,39 @@ class WindowPool:
         return [self._host, *self._gpus.known()]
 
     def limit(self, host_bytes: int, gpu_bytes: int | None) -> None:
-        """Changes the limits of devices; what is held stays, also above them."""
+        """Changes the limits of devices; existing sets stay, even above the new limits."""
         self._host.limit_bytes = host_bytes
         self._gpus.limit(gpu_bytes)
 
     def gpu_index(self, device: str) -> int | None:
-        """As `Device.index`, of a device by its name."""
+        """Returns `Device.index` of the device with this name."""
         return next((each.index for each in self.devices() if each.name == device), None)
 
     def used_bytes(self, device: str, *states: WindowState) -> int:
-        """Returns bytes of sets in these states (all by default), reservations included."""
+        """Returns the bytes of sets in these states; of all sets and reservations by default."""
         used = sum(s.bytes_on(device) for s in self._sets if not states or s.state in states)
         if states:
             return used
         return used + sum(more for (_, where), more in self._reserved.items() if where == device)
 
     def held_by(self, uid: int, device: str) -> int:
-        """Bytes of a user's sets on a device, reservations included."""
+        """Returns the bytes of a user's sets and reservations on a device."""
         own = sum(windows.bytes_on(device) for windows in self._sets if windows.owner.uid == uid)
         return own + self._reserved[uid, device]
 
     def fds(self) -> collections.Counter[int]:
-        """Descriptors of every user's sets by uid, reservations included."""
+        """Returns the descriptors of each user's sets and reservations, by uid."""
         held = self._reserved_fds.copy()
         for windows in self._sets:
             held[windows.owner.uid] += windows.num_fds
         return held
 
     def _reserve(self, uid: int, demand: Mapping[Device, int], fds: int) -> None:
-        """Counts what is about to be allocated; negative numbers take it back."""
+        """Adds to the reservations of running allocations; negative numbers reduce them."""
         for device, asked in demand.items():
             self._reserved[uid, device.name] += asked
         self._reserved_fds[uid] += fds
-        self._reserved += collections.Counter()  # without zeros
+        self._reserved += collections.Counter()  # drops zeros
         self._reserved_fds += collections.Counter()
 
     def _over_quota(
@@ -131,8 +131,10 @@ class WindowPool:
         return None
 
     async def _room(self, uid: int, demand: dict[Device, int], fds: int) -> None:
-        """Waits until there is room, also for this user. Raises PoolExhaustedError if memory on its
-        way back does not suffice."""
+        """Waits until the demand fits the limits of devices and of the user.
+
+        Raises PoolExhaustedError if it will not fit even after running frees.
+        """
         while True:
             full = self._first_full(demand)
             error = (
@@ -156,30 +158,30 @@ class WindowPool:
         uuids: Mapping[int, str] | None = None,
         ranks: Sequence[int] | None = None,
     ) -> WindowSet:
-        """A new set, its board formatted; windows on the host are zeroed.
+        """Allocates a new set with a formatted board; windows on the host are zeroed.
 
         Args:
-            owner, spec, generation: of the group.
-            uuids: the GPU of each world rank; None for windows on the host.
-            ranks: world ranks, ascending, that get a window; None for all.
+            owner, spec, generation: the group's.
+            uuids: GPU by world rank; None for windows on the host.
+            ranks: world ranks that get a window, in ascending order; None for all.
 
         Raises:
-            PoolExhaustedError: over a limit, also after memory being freed came back.
-            InvalidArgumentError: there is no such GPU here.
-            RuntimeUnavailableError: there is no CUDA driver here.
+            PoolExhaustedError: the set exceeds a limit, even after running frees.
+            InvalidArgumentError: the host does not have a GPU of `uuids`.
+            RuntimeUnavailableError: the host has no CUDA driver.
         """
         loop = asyncio.get_running_loop()
         parts = await loop.run_in_executor(self._admit, self._parts, spec, uuids or {}, ranks)
         on = dict.fromkeys(device for _, device, _ in parts)
         demand = {device: sum(size for _, d, size in parts if d is device) for device in on}
-        fds = len(parts) + 1  # the board's mapping holds one of its own
+        fds = len(parts) + 1  # mmap duplicates the board's descriptor
         await self._room(owner.uid, demand, fds)
         self._reserve(owner.uid, demand, fds)
         windows = WindowSet(owner, spec, generation, self._clock.monotonic_s())
         try:
             await loop.run_in_executor(self._admit, windows.allocate, parts)
         except Exception:
-            if windows.buffers:  # allocations that succeeded before the fault
+            if windows.buffers:  # buffers allocated before the error
                 self._sets.append(windows)
                 self._give_back(windows)
             raise
@@ -189,7 +191,7 @@ class WindowPool:
         return windows
 
     def add(self, windows: WindowSet) -> None:
-        """Counts an existing set, allocated or restored."""
+        """Adds an allocated or restored set, whose bytes then count."""
         windows.on_change = self.on_change
         self._sets.append(windows)
         self.on_change(windows)
@@ -197,12 +199,12 @@ class WindowPool:
     def expect(
         self, owner: Owner, spec: GroupSpec, generation: int, ranks: Sequence[int]
     ) -> WindowSet:
-        """A set of a daemon before us, known from its processes; its descriptors follow.
+        """Adds a set of an earlier daemon that a process reports; descriptors come later.
 
-        Windows count as the host's until `assume` says more.
+        Its windows are taken to be on the host until `WindowSet.assume` gives their GPUs.
 
         Raises:
-            PoolExhaustedError: the user's quota, or the daemon, has no room for the descriptors.
+            PoolExhaustedError: over the limit of the user's descriptors, or of all users'.
         """
         error = self._over_quota(owner.uid, {}, len(ranks) + 2)
         if error is not None:
@@ -218,7 +220,7 @@ class WindowPool:
     def _parts(
         self, spec: GroupSpec, uuids: Mapping[int, str], ranks: Sequence[int] | None
     ) -> list[tuple[int, Device, int]]:
-        """(world rank, device, bytes); the board, -1, first."""
+        """Returns (world rank, device, bytes) of the board, as rank -1, then of each window."""
         window_bytes = board.window_bytes(spec)
         return [(-1, self._host, board.board_bytes(spec))] + [
             (rank, self.device(uuids.get(rank, self._host.name)), window_bytes)
@@ -226,8 +228,7 @@ class WindowPool:
         ]
 
     def check_room(self, device: str, asked: int, uid: int) -> None:
-        """Raises PoolExhaustedError if the device, or the user's quota, has no room for memory
-        that comes back."""
+        """Raises PoolExhaustedError if memory that comes back would exceed a limit."""
         if not asked:
             return
         found = self.device(device)
@@ -238,13 +239,13 @@ class WindowPool:
             raise error
 
     def device(self, name: str) -> Device:
-        """The host, or a GPU by its UUID. Raises as `Gpus.get`."""
+        """Returns the host device, or the GPU with this UUID. Raises as `Gpus.get`."""
         return self._host if name == self._host.name else self._gpus.get(name)
 
     async def load_gpus(self) -> None:
-        """Opens GPUs that hold older sets now, because later it would block the event loop."""
+        """Opens the GPUs on a thread if restored sets use any, so the event loop never has to."""
         if any(b.device != self._host.name for windows in self._sets for b in windows.buffers):
-            # Reported to processes that return windows.
+            # Processes that return windows get this error later.
             with contextlib.suppress(RuntimeUnavailableError):
                 await asyncio.to_thread(self._gpus.load)
 
@@ -255,7 +256,7 @@ class WindowPool:
         return None
 
     def _exhausted(self, device: Device, asked: int, uid: int) -> PoolExhaustedError:
-        """Names the user's own groups; of other users only how much they hold together."""
+        """Makes an error that names the user's own groups, and sums up other users' memory."""
         free = max(0, device.limit_bytes - self.used_bytes(device.name))
         held = sorted(self._sets, key=lambda s: s.bytes_on(device.name), reverse=True)
         own = [s for s in held if s.owner.uid == uid]
@@ -289,7 +290,7 @@ class WindowPool:
         self.on_change(windows)
 
     def release(self, windows: WindowSet) -> int:
-        """Frees the set, or quarantines it while it has holders; bytes on their way back now."""
+        """Frees the set, or quarantines it while it has holders; returns bytes being freed."""
         if windows.state is WindowState.RELEASING:
             return 0
         if windows.holders:
@@ -307,7 +308,7 @@ class WindowPool:
         return self._give_back(windows)
 
     def _give_back(self, windows: WindowSet) -> int:
-        """Begins to free a set that nobody uses; its bytes."""
+        """Begins to free a set without holders; returns its bytes."""
         size_bytes = windows.size_bytes
         windows.state = WindowState.RELEASING
         self._try_to_free(windows)
@@ -325,7 +326,7 @@ class WindowPool:
         started, size_bytes = self._clock.monotonic_s(), windows.size_bytes
         try:
             await asyncio.get_running_loop().run_in_executor(self._reclaim, windows.free)
-        except Exception as error:  # noqa: BLE001 - `free_again` tells of it
+        except Exception as error:  # noqa: BLE001 - `free_again` reports it
             self._not_freed[windows] = error
             return
         finally:
@@ -342,7 +343,7 @@ class WindowPool:
         )
 
     def free_again(self) -> None:
-        """Tries again to free what could not be freed, and raises the last try's error."""
+        """Retries failed frees, and raises the error of an earlier try, if any."""
         for windows in self._not_freed.keys() - self._freeing:
             self._try_to_free(windows)
         for error in self._not_freed.values():
@@ -357,7 +358,7 @@ class WindowPool:
         return self.release(windows) if windows.state is WindowState.QUARANTINED else 0
 
     def drop_all_of(self, session_id: str) -> None:
-        """Notes that `session_id` no longer maps anything."""
+        """Notes that `session_id` no longer maps any set."""
         for windows in self.sets:
             self.drop_holder(session_id, windows)
 
@@ -365,6 +366,6 @@ class WindowPool:
         return any(session_id in windows.holders for windows in self._sets)
 
     async def settle(self) -> None:
-        """Returns when no try to free is under way."""
+        """Waits until no free is running."""
         while self._tasks:
             await asyncio.wait(set(self._tasks))
