@@ -1,1 +1,1 @@
-"""Forms groups across nodes: claims, views, and messages between daemons."""
+"""Forming groups across nodes: claims, views, and messages between daemons."""

@@ -1,9 +1,9 @@
-"""The coordinator's part in forming groups across nodes: collects claims, gives views, decides.
+"""The coordinator's part in forming groups across nodes: collects claims, and decides on views.
 
-A view is prepared, then committed: every node gets the same one under an epoch that was written
-before, every node says that its processes attached, and the decision is written before anybody
-hears of it. An epoch without a written decision is given up, also by a coordinator that starts
-again. Knows no socket; lives on the event loop's thread.
+Forming is a two-phase commit. The coordinator saves a new epoch and gives all nodes the same view.
+Each node reports that its processes attached. Then the coordinator saves the decision before it
+answers. It gives up an epoch without a saved decision, also after a restart. For the event loop's
+thread only.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from ep_runtime_server.nodes.facts import ClusterFacts
 
 
 class Assemblies:
-    """Every group that forms across nodes, by owner."""
+    """All groups that form across nodes, by owner."""
 
     def __init__(self, facts: ClusterFacts, clock: Clock, events: EventLog) -> None:
         self._facts = facts
@@ -53,15 +53,15 @@ class Assemblies:
         known_missing: list[int],
         wait_s: float,
     ) -> tuple[GroupView | None, list[int]]:
-        """The view, or the ranks that are missing once these are others than the known ones.
+        """Adds a node's claims; returns the view, or missing ranks once they are not as known.
 
         Args:
-            generation: of the group on the node; another one of it was not refused yet.
+            generation: the group's generation on the node; a refusal is for one generation.
 
         Raises:
-            SpecMismatchError: the other nodes' differs; their calls end with it too.
+            SpecMismatchError: another node's spec differs; its calls end with this error too.
             GroupBusyError: a rank is claimed on another node.
-            PoolExhaustedError: too many groups form, or the epoch cannot be written.
+            PoolExhaustedError: too many groups form, or the epoch cannot be saved.
         """
         assembly = self._all.get(owner) or self._new(owner)
         proposal = assembly.proposal
@@ -77,7 +77,7 @@ class Assemblies:
         try:
             self._propose(assembly, owner)
             await view_or_news(assembly, part, known_missing, wait_s)
-        except BaseException:  # the node is gone, or wants something else
+        except BaseException:  # the node cancelled its call, or the epoch cannot be saved
             assembly.drop(part)
             raise
         if part.error is not None:
@@ -91,7 +91,7 @@ class Assemblies:
     def differ(
         self, node: str, owner: Owner, spec: GroupSpec, claims: tuple[NodeClaim, ...]
     ) -> None:
-        """Ends waits elsewhere that differ from a spec whose processes the node refused.
+        """Ends other nodes' waits whose specs differ from that of processes the node refused.
 
         Raises:
             PoolExhaustedError: too many groups form.
@@ -120,7 +120,7 @@ class Assemblies:
                 raise error
 
     def _propose(self, assembly: Assembly, owner: Owner) -> None:
-        """Gives every node the view, once no rank is missing."""
+        """Makes a view for all nodes once no rank is missing."""
         if assembly.missing:
             return
         epoch = self._facts.next_epoch()
@@ -151,10 +151,10 @@ class Assemblies:
         return assembly, assembly.proposal
 
     def report(self, node: str, owner: Owner, epoch: int, error: str) -> None:
-        """Takes a node's report on a view; ignores it if the view is decided or unknown.
+        """Takes a node's report on a view; ignores reports on decided or unknown views.
 
         Raises:
-            PoolExhaustedError: the decision cannot be written; the node repeats its report.
+            PoolExhaustedError: the decision cannot be saved; the node will repeat its report.
         """
         found = self._proposal(owner, epoch)
         if found is None:
@@ -176,7 +176,7 @@ class Assemblies:
     def ended(self, node: str, owner: Owner, epoch: int, ranks: Iterable[int]) -> None:
         """Frees the ranks of the node's processes that ended or left the group.
 
-        Epoch 0: it claims nothing any more, and can use no view that is not decided.
+        With epoch 0, the node withdraws all its claims and cannot use an undecided view.
         """
         assembly = self._all.get(owner)
         if assembly is not None and not epoch:
@@ -191,7 +191,7 @@ class Assemblies:
             proposal.ended |= own.intersection(ranks)
 
     async def outcome(self, owner: Owner, epoch: int, wait_s: float) -> tuple[Outcome, str]:
-        """Returns what became of a view, and why."""
+        """Waits for the decision on a view; returns the outcome and the reason."""
         found = self._proposal(owner, epoch)
         if found is not None:
             assembly, proposal = found
@@ -211,13 +211,13 @@ class Assemblies:
         assembly.notify()
 
     def _give_up_view_of(self, assembly: Assembly, owner: Owner, node: str, why: str) -> None:
-        """Gives up the view of a node that joins again and so lacks it, or cannot use it."""
+        """Gives up an undecided view that includes a node which cannot use it, for reason `why`."""
         proposal = assembly.proposal
         if proposal is not None and node in proposal.view.nodes:
             self._give_up(assembly, owner, f"node {node!r} {why}")
 
     def node_gone(self, node: str) -> None:
-        """Drops a node that left, lost its lease, or started again."""
+        """Drops the claims and views of a node that left, lost its lease, or restarted."""
         for owner, assembly in list(self._all.items()):
             assembly.refused.pop(node, None)
             part = assembly.parts.get(node)
@@ -226,11 +226,11 @@ class Assemblies:
             proposal = assembly.proposal
             if proposal is not None and node in proposal.view.nodes:
                 self._give_up(assembly, owner, f"node {node!r} is gone")
-                # Its processes may live. If not, the job must be able to move to another node.
+                # Free its ranks, so that the job can move to another node if the processes ended.
                 proposal.ended |= {m.rank for m in proposal.view.members if m.node == node}
 
     def tick(self) -> None:
-        """Drops claims that nobody renewed and views that nobody decided."""
+        """Drops expired claims, and gives up views that were not decided in time."""
         now = self._clock.monotonic_s()
         for owner, assembly in list(self._all.items()):
             for part in list(assembly.parts.values()):
@@ -242,7 +242,7 @@ class Assemblies:
                 if proposal.open:
                     waited = sorted(proposal.view.nodes - proposal.attached)
                     self._give_up(assembly, owner, f"nodes {waited} said nothing")
-                    proposal.until_s = now + limits.NODE_INIT_S  # who asks hears why
+                    proposal.until_s = now + limits.NODE_INIT_S  # nodes may ask for the reason
                 else:
                     assembly.proposal = None
             if not assembly.parts and not assembly.refused and assembly.proposal is None:
@@ -259,9 +259,9 @@ class Assemblies:
 
 
 def _refuse_others(assembly: Assembly, owner: Owner, part: NodePart, now_s: float) -> None:
-    """Ends the waits of parts that differ from this one.
+    """Ends the waits of other nodes whose specs differ from the part's.
 
-    Ends none if other nodes have its ranks, because the group may then form without it.
+    Ends no waits if other nodes claim the part's ranks, because the group may form without it.
     """
     if assembly.unclaimed_elsewhere(part):
         for other in assembly.others(part):
@@ -271,10 +271,10 @@ def _refuse_others(assembly: Assembly, owner: Owner, part: NodePart, now_s: floa
 
 
 def _check_ranks(assembly: Assembly, owner: Owner, part: NodePart) -> None:
-    """Raises GroupBusyError if another node's process has one of the ranks."""
+    """Raises GroupBusyError if a process of another node holds one of the ranks."""
     for rank in sorted(part.ranks):
         holder = assembly.proposal.holder(rank) if assembly.proposal is not None else None
-        # A node knows its own processes better.
+        # Ignore holders on the part's own node, which checks its own processes.
         taken = assembly.claimed.get(rank) or (holder and (holder.node, holder.pid))
         if taken and taken[0] != part.node:
             node, pid = taken
@@ -289,7 +289,7 @@ def _check_ranks(assembly: Assembly, owner: Owner, part: NodePart) -> None:
 
 
 def _mismatch(owner: Owner, other: NodePart, part: NodePart) -> SpecMismatchError | None:
-    """Describes how the other part's spec differs; None if it is the same."""
+    """Makes the error for two parts with different specs; None if the specs are equal."""
     difference = other.spec.difference(part.spec)
     if difference is None:
         return None

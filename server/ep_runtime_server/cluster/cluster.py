@@ -1,4 +1,4 @@
-"""This daemon's part in a cluster: its node service, its place, and its view of other nodes."""
+"""This daemon's part in a cluster: its node service, its role, and its list of other nodes."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ from ep_runtime_server.nodes.seal import Seal
 
 
 class Cluster:
-    """`start`, then `stop`. Lives on the event loop's thread."""
+    """A daemon's part in its cluster. For the event loop's thread only."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class Cluster:
         events: EventLog,
         failpoints: Failpoints,
     ) -> None:
-        """Raises PoolExhaustedError if the journal cannot be written."""
+        """Opens the cluster's journal. Raises PoolExhaustedError if it cannot be written."""
         self.settings = settings
         self._incarnation = incarnation
         self._clock = clock
@@ -87,13 +87,13 @@ class Cluster:
         self.nodes: Nodes | None = None
         self.membership: Membership | None = None
         self._started_s = clock.monotonic_s()
-        self.address = ""  # HOST:PORT at which others reach us, once started
+        self.address = ""  # HOST:PORT at which other nodes reach us, after `listen`
 
     def listen(self, server: grpc.aio.Server) -> None:
         """Binds the address of the configuration.
 
         Raises:
-            InvalidArgumentError: it cannot be bound, or the certificate is none.
+            InvalidArgumentError: the address cannot be bound, or the certificate is invalid.
         """
         wanted, certificates = self.settings.listen, self.certificates
         try:
@@ -118,8 +118,11 @@ class Cluster:
     def start(
         self, server: grpc.aio.Server, groups: Groups, restored: Iterable[GroupRecord] = ()
     ) -> None:
-        """Begins to coordinate, or to join; `server` is the one that listens, `restored` are the
-        groups of the journal, also those that are over since.
+        """Starts to coordinate the cluster, or prepares to join it.
+
+        Args:
+            server: the server that listens for other nodes.
+            restored: groups of the journal, including groups that have ended since.
 
         Raises:
             PoolExhaustedError: the journal cannot be written.
@@ -160,12 +163,12 @@ class Cluster:
         )
 
     def _take_part(self) -> Coordination:
-        """Begins as coordinator, or as a node that joins one."""
+        """Takes the role of coordinator, or of a node that joins a coordinator."""
         settings, facts, identity = self.settings, self.facts, self._identity()
         if settings.coordinator is None:
             facts.found()
             facts.heard(settings.epoch_at_least)
-            facts.next_epoch()  # no earlier epoch is given again, whatever was lost
+            facts.next_epoch()  # skip one, so that no epoch is used twice
             self.nodes = Nodes(
                 identity,
                 settings.expected,
@@ -188,7 +191,7 @@ class Cluster:
 
     @staticmethod
     def _listen_to(groups: Groups, spanning: Spanning) -> None:
-        """Listens after the journal, so that changes are written before other nodes hear them."""
+        """Calls `spanning` after the journal's listener, so that the journal has changes first."""
         before = groups.on_change
 
         def both(group: GroupRecord) -> None:
@@ -219,7 +222,7 @@ class Cluster:
         address = next((n.identity.address for n in self.view() if n.identity.node == node), None)
         if not address:
             if self.membership is not None:
-                self.membership.doubt()  # it joined after our last report
+                self.membership.doubt()  # the node may have joined after our last report
             raise RuntimeUnavailableError(f"node {node!r} is not in the cluster now", node=node)
         request = node_service_pb2.TellGroupRequest(
             node=self.settings.node,
@@ -232,7 +235,7 @@ class Cluster:
         await self.peers.ask(node, address, "TellGroup", request, within_s=limits.NODE_RPC_S)
 
     def begin(self, supervisor: Supervisor) -> None:
-        """Joins the coordinator, now that the server answers."""
+        """Starts to join the coordinator; call this once our server answers."""
         if self.membership is not None:
             supervisor.keep("membership", self.membership.run)
 
@@ -255,7 +258,7 @@ class Cluster:
         return str(self.settings.coordinator or self.address)
 
     def view(self) -> list[Node]:
-        """Lists every node, the coordinator first; one that we cannot reach is UNREACHABLE."""
+        """Lists all nodes, the coordinator first; nodes that we cannot reach are UNREACHABLE."""
         if self.nodes is not None:
             found = self.nodes.all()
         else:
@@ -270,8 +273,10 @@ class Cluster:
         return dataclasses.replace(node, state=NodeState.UNREACHABLE, since_s=silent_since_s)
 
     async def answering(self, method: str) -> None:
-        """Waits until our facts are on disk, before another daemon's RPC gets its answer. Raises
-        PoolExhaustedError if the disk does not take them."""
+        """Waits until our facts are on disk, before we answer another daemon's RPC.
+
+        Raises PoolExhaustedError if they cannot be written.
+        """
         await self.facts.durable()
         self._num_answered += 1
 
@@ -281,7 +286,7 @@ class Cluster:
 
     @property
     def link(self) -> Standing:
-        """State of the link to the coordinator."""
+        """Returns the state of the link to the coordinator."""
         return Standing.COORDINATOR if self.membership is None else self.membership.link
 
     def status(self) -> admin_service_pb2.ClusterStatus:
@@ -307,13 +312,14 @@ class Cluster:
         )
 
     async def ask_node(self, name: str, method: str, request: Any, left_s: float) -> bytes:
-        """Another node's answer to a reading RPC of AdminService. It is passed on unread: it may be
-        anything, and whoever asked has to look at it in any case.
+        """Returns another node's answer to a read-only RPC of AdminService, as bytes.
+
+        Does not parse the answer, because the client has to check it anyway.
 
         Raises:
-            InvalidArgumentError: no such node.
-            RuntimeUnavailableError: it does not answer; names node and since when.
-            EpRuntimeError: what it raised, or its answer is too long; names the node.
+            InvalidArgumentError: the cluster has no such node.
+            RuntimeUnavailableError: the node does not answer; the error says since when.
+            EpRuntimeError: the node raised it, or its answer is too long; the error names the node.
         """
         view = self.view()
         node = next((node for node in view if node.identity.node == name), None)
@@ -337,7 +343,7 @@ class Cluster:
             answer = await self.peers.ask_on(name, address, method, own, within_s=within_s)
         except EpRuntimeError as error:
             if isinstance(error, RuntimeUnavailableError) and error.fields.get("node") == name:
-                raise  # the node did not answer, and the error names it
+                raise  # the error already names the node
             raise type(error)(f"node {name!r} at {address}: {error}", node=name) from error
         if len(answer) > limits.NODE_READ_BYTES:
             raise EpRuntimeError(
@@ -348,7 +354,7 @@ class Cluster:
         return answer
 
     def tick(self) -> None:
-        """Does what is due by the clock."""
+        """Does periodic work: renews certificates, and checks leases and claims."""
         if self.certificates is not None and self.certificates.look():
             self._renewing = asyncio.ensure_future(self.peers.renew())
         if self.nodes is not None:
@@ -356,7 +362,7 @@ class Cluster:
             self.assemblies.tick()
 
     async def stop(self) -> None:
-        """Leaves the cluster, once nothing joins it any more; the node's groups go on."""
+        """Stops joining groups, and leaves the cluster; the node's groups stay."""
         if self.spanning is not None:
             await self.spanning.stop()
         await self.view_ids.close()
@@ -367,7 +373,10 @@ class Cluster:
 
 
 def _credentials(certificates: Certificates) -> grpc.ServerCredentials:
-    """Makes gRPC take new certificates when a connection begins; it asks on threads of its own."""
+    """Makes server credentials from which gRPC reads current certificates per connection.
+
+    gRPC calls `changed` on threads of its own.
+    """
     given = certificates.tls
 
     def configuration() -> grpc.ServerCertificateConfiguration:
@@ -376,8 +385,8 @@ def _credentials(certificates: Certificates) -> grpc.ServerCredentials:
         )
 
     def changed() -> grpc.ServerCertificateConfiguration | None:
-        # gRPC replaces what handshakes under way on other threads use, and may free it twice. So
-        # it gets the certificates only if they have changed.
+        # Return certificates only if they have changed: gRPC replaces the ones that concurrent
+        # handshakes use, and may free them twice.
         nonlocal given
         latest = certificates.tls
         if latest == given:
@@ -387,6 +396,6 @@ def _credentials(certificates: Certificates) -> grpc.ServerCredentials:
 
     return grpc.dynamic_ssl_server_credentials(
         configuration(),
-        changed,  # type: ignore[arg-type]  # the types do not know of None
+        changed,  # type: ignore[arg-type]  # the stubs do not allow None
         require_client_authentication=True,
     )

@@ -1,4 +1,4 @@
-"""A node's calls to its coordinator about groups. The coordinator's own node calls it directly."""
+"""A node's calls to the coordinator about groups: direct calls on its own node, else RPCs."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from ep_runtime_server.memory.windows import Owner
 from ep_runtime_server.nccl.id_process import MAKE_S, UniqueIds
 from ep_runtime_server.nodes.membership import Membership
 
-# What a call may meet while daemons come and go; who asks again may have more luck.
+# Errors that may occur while daemons start and end, after which a call may be repeated.
 TRY_AGAIN = (RuntimeUnavailableError, StaleHandleError, PoolExhaustedError)
 
 
 class Coordination(Protocol):
-    """See node_service.proto; every call may raise RuntimeUnavailableError."""
+    """Calls to the coordinator; see node_service.proto. Each may raise RuntimeUnavailableError."""
 
     async def join(
         self,
@@ -50,7 +50,7 @@ class Coordination(Protocol):
 
 
 class OwnCoordination:
-    """On the coordinator's own node."""
+    """Calls the coordinator directly, on its own node."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class OwnCoordination:
         view_ids: ViewIds,
         durable: Callable[[], Awaitable[None]],
     ) -> None:
-        """`durable()` returns once what was decided may be told."""
+        """`durable()` waits until decisions are on disk, before a caller gets them."""
         self._durable = durable
         self._node = node
         self._assemblies = assemblies
@@ -107,12 +107,12 @@ class OwnCoordination:
 
 
 class RemoteCoordination:
-    """On every other node."""
+    """Calls the coordinator by RPC, on all other nodes."""
 
     def __init__(
         self, node: str, membership: Membership, ask: Callable[[str, Any, float], Any]
     ) -> None:
-        """`ask(method, request, within_s)` is one call to the coordinator."""
+        """`ask(method, request, within_s)` makes one RPC to the coordinator."""
         self._node = node
         self._membership = membership
         self._ask = ask

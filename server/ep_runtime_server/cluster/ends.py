@@ -1,8 +1,8 @@
-"""Exchanges with other nodes which processes of groups over nodes ended.
+"""Reports ended processes of groups over nodes to the other nodes, and takes their reports.
 
-A node reports on its processes of a committed view until each of them is gone, even if the group
-has a new generation here. Until then the coordinator gives their ranks to no other process, and
-processes of other nodes may still be in the view.
+A node reports on its processes of a committed view until each has ended or left, even if the group
+has a new generation on this node. Until then the coordinator does not give their ranks to other
+processes, and processes of other nodes may still use the view.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from ep_runtime_server.groups.record import Answered, GroupRecord
 from ep_runtime_server.memory.windows import Owner
 from ep_runtime_server.nodes.facts import ClusterFacts
 
-# (node, owner, epoch, lost ranks, left ranks, why) to that node's daemon.
+# Sends (node, owner, epoch, lost ranks, left ranks, why) to this node's daemon.
 Teller = Callable[[str, Owner, int, list[int], list[int], str], Awaitable[None]]
 
-_MOST_WHY = 400  # characters of another daemon's text
-_COORDINATOR = ""  # among places; no node has this name
+_MOST_WHY = 400  # limit of characters of another daemon's text
+_COORDINATOR = ""  # stands for the coordinator; no node has this name
 
 
 @dataclasses.dataclass(frozen=True)
 class _Word:
-    """Which ranks of a view are gone.
+    """One report: ranks of a view whose processes were lost or left.
 
     Attributes:
-        key: of the fact that it is owed.
-        unheard: nodes that have not heard it.
+        key: key of the journal's fact that the report is still to be sent.
+        unheard: nodes that have not received the report.
     """
 
     key: str
@@ -50,7 +50,7 @@ class _Word:
 
 
 class Ends:
-    """Lives on the event loop's thread. `changed` hears of every change of a group."""
+    """Sends and takes reports, on the event loop. Call `changed` after each change of a group."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class Ends:
         facts: ClusterFacts,
         events: EventLog,
     ) -> None:
-        """`start(work)` lets it run beside; `facts` keep what is to be told over a restart."""
+        """`start(work)` runs work as a task; `facts` keep unsent reports over a restart."""
         self._facts = facts
         self._coordination = coordination
         self._groups = groups
@@ -76,10 +76,10 @@ class Ends:
         self._tell_gone(group)
 
     def restored(self, group: GroupRecord) -> None:
-        """Tells other nodes which processes a group from the journal has lost.
+        """Reports the processes that a restored group has lost.
 
-        A group whose view was undecided when the daemon ended continues without the view, which
-        the other nodes may have.
+        If the group's view was undecided when the daemon ended, the group drops the view. Other
+        nodes may have it, so this node's ranks are reported as lost.
         """
         if group.undecided is not None:
             epoch, nodes, ranks = group.undecided
@@ -89,7 +89,7 @@ class Ends:
         self._tell_gone(group)
 
     def _tell_gone(self, group: GroupRecord) -> None:
-        """Tells the other nodes of processes that ended or left, once each."""
+        """Reports each process that ended or left to the other nodes, once."""
         ours = group.answered
         if ours is None:
             return
@@ -113,13 +113,13 @@ class Ends:
         left: list[int],
         why: str = "",
     ) -> None:
-        """Tells the view's other nodes, which break or mark their groups, and the coordinator.
+        """Sends a report to a view's other nodes, which update their groups, and the coordinator.
 
-        `why` says who ended the lost ones, as far as this daemon knows; the next one does not.
+        `why` says who ended the lost processes; `facts` do not keep it for a restarted daemon.
         """
         key = f"{owner.path}/{epoch}/{min([*lost, *left], default=-1)}"
         fact = [owner.uid, owner.job, owner.name, epoch, sorted(nodes), lost, left]
-        with contextlib.suppress(PoolExhaustedError):  # tell peers even if the disk is full
+        with contextlib.suppress(PoolExhaustedError):  # report even if the disk is full
             self._facts.owe(key, fact)
         self._tell_all(key, fact, why)
 
@@ -139,7 +139,7 @@ class Ends:
                 self._start(self._send(*about))
 
     async def _send(self, place: str, owner: Owner, epoch: int) -> None:
-        """Tells one node all that it has not heard of a view; one call says what came meanwhile."""
+        """Sends one node its unsent reports of a view, several of them in one call."""
         unsent = self._unsent[place, owner, epoch]
         told: list[_Word] = []
 
@@ -174,7 +174,7 @@ class Ends:
         left: list[int],
         why: str = "",
     ) -> None:
-        """Takes another node's report. Raises PermissionDeniedError for ranks it does not have."""
+        """Takes a node's report. Raises PermissionDeniedError for ranks of other nodes."""
         group = self._groups.find(owner)
         if group is None or group.epoch != epoch:
             return
@@ -184,7 +184,7 @@ class Ends:
                     f"rank {rank} of group {owner.name!r} is not of node {node!r}", node=node
                 )
         gone = [group.remote[rank].session_id for rank in left]
-        # A process that left in order is not lost, whatever a restarted daemon says.
+        # Ignore that a restarted daemon reports a process as lost that had left before.
         known = group.lost.keys() | {
             rank for rank in lost if group.remote[rank].session_id in group.left
         }
@@ -211,7 +211,7 @@ class Ends:
 
 
 def _answer_for(group: GroupRecord) -> None:
-    """Makes this node answer for its processes in a view from the view's commit on."""
+    """Starts to watch this node's processes of a view once the view is committed."""
     known, claims = group.answered, group.claims
     if group.committed and group.remote and (known is None or known.epoch != group.epoch):
         group.answered = Answered(
@@ -222,14 +222,14 @@ def _answer_for(group: GroupRecord) -> None:
 
 
 def _is_lost(group: GroupRecord, rank: int, session: SessionRecord | None) -> bool:
-    """Whether the rank's process ended without leaving, or lost its memory by an order."""
+    """Returns whether a rank's process ended without leaving, or lost its memory by an order."""
     taken = group.state is State.CLOSED and group.last_event is Trigger.TAKEN_AWAY
     dead = session is not None and session.state in (SessionState.DEAD, SessionState.FENCED)
     return taken or dead or rank in group.lost
 
 
 async def until_heard(say: Callable[[], Awaitable[None]], owner: Owner) -> None:
-    """Repeats the report for a while, because the other daemon may be restarting."""
+    """Repeats a report for up to NODE_TELL_S, because the other daemon may be restarting."""
     loop = asyncio.get_running_loop()
     deadline, pause_s = loop.time() + limits.NODE_TELL_S, limits.NODE_RETRY_FIRST_S
     while loop.time() < deadline:

@@ -1,4 +1,4 @@
-"""Claims and views of groups that form across nodes as protobuf messages, and back."""
+"""Converts claims and views of groups that form across nodes to protobuf messages, and back."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def key_to_proto(owner: Owner) -> pb.GroupKey:
 
 
 def key_from_proto(message: pb.GroupKey) -> Owner:
-    """Raises InvalidArgumentError for a name that no group has."""
+    """Converts a group's key. Raises InvalidArgumentError for an invalid name."""
     check_name("group", message.name)
     check_name("job", message.job)
     return Owner(message.uid, message.job, message.name)
@@ -33,7 +33,7 @@ def claims_to_proto(claims: Iterable[NodeClaim]) -> list[pb.NodeClaim]:
 
 
 def ranks_from_proto(ranks: Sequence[int]) -> tuple[int, ...]:
-    """Raises InvalidArgumentError for more world ranks than any group has."""
+    """Converts world ranks. Raises InvalidArgumentError if there are too many for any group."""
     if len(ranks) > MAX_MEETING_RANKS:
         raise InvalidArgumentError(
             f"a list must have at most {MAX_MEETING_RANKS} world ranks, got {len(ranks)}",
@@ -43,10 +43,10 @@ def ranks_from_proto(ranks: Sequence[int]) -> tuple[int, ...]:
 
 
 def claims_from_proto(messages: Sequence[pb.NodeClaim], spec: GroupSpec) -> tuple[NodeClaim, ...]:
-    """Raises InvalidArgumentError if they are not distinct ranks of the group."""
+    """Converts claims. Raises InvalidArgumentError unless they are distinct ranks of the group."""
     claims = tuple(
         NodeClaim(message.session_id, message.pid, ranks_from_proto(message.world_ranks))
-        for message in messages[: spec.world_size + 1]  # one too many is enough to refuse them
+        for message in messages[: spec.world_size + 1]  # one claim too many suffices to refuse
     )
     ranks = [rank for claim in claims for rank in claim.ranks]
     within = all(0 <= rank < spec.world_size for rank in ranks)
@@ -75,7 +75,7 @@ def view_to_proto(view: GroupView) -> pb.GroupView:
 
 
 def view_from_proto(message: pb.GroupView) -> GroupView:
-    """Raises InvalidArgumentError for a node's name that none has."""
+    """Converts a view. Raises InvalidArgumentError for an invalid node name."""
     members = tuple(
         ViewMember(
             member.world_rank, check_node_name(member.node, "node"), member.session_id, member.pid

@@ -1,4 +1,4 @@
-"""NodeService: convert, call, convert."""
+"""Answers the RPCs of NodeService: converts requests, calls the cluster, converts answers."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ from ep_runtime_server.nodes.registry import Nodes
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
-# Longest age of a list of nodes that is sent.
+# How long a list of nodes is reused for later answers.
 LISTED_ANEW_S = 0.25
 MAX_MADE = 16
 
 
 def check_certificate(context: Context, node: str) -> None:
-    """Whether the caller's certificate is the node's. Plain TCP has none, and proves nothing.
+    """Checks that the caller's certificate names the node. Accepts any caller on plain TCP.
 
     Raises:
-        PermissionDeniedError: it is another's; names both.
+        PermissionDeniedError: the certificate names other nodes; the error has all names.
     """
     about = context.auth_context()
     if b"ssl" not in about.get("transport_security_type", ()):
         return
-    # DNS names alone: a URI or an address that reads like a node's name is none.
+    # Compare DNS names only, because a URI or an address could look like a node's name.
     names = [name.decode(errors="replace") for name in about.get("peer_dns", ())]
     if node not in names:
         raise PermissionDeniedError(
@@ -56,7 +56,7 @@ def check_certificate(context: Context, node: str) -> None:
 
 
 class NodeServicer:
-    """See node_service.proto."""
+    """Implements NodeService; see node_service.proto."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class NodeServicer:
         clock: Clock,
         coordinator: Callable[[], str],
     ) -> None:
-        """`nodes` is None where we are not the coordinator, which is at `coordinator()`."""
+        """`nodes` is None unless we coordinate; `coordinator()` is the coordinator's address."""
         self._nodes = nodes
         self._assemblies = assemblies
         self._view_ids = view_ids
@@ -76,8 +76,8 @@ class NodeServicer:
         self._facts = facts
         self._clock = clock
         self._coordinator = coordinator
-        self._made: dict[int, pb.GroupView] = {}  # by epoch, the last ones asked for
-        self._listed: tuple[int, float, list[pb.NodeInfo]] = (0, 0.0, [])  # version, when, nodes
+        self._made: dict[int, pb.GroupView] = {}  # converted views by epoch, the last MAX_MADE
+        self._listed: tuple[int, float, list[pb.NodeInfo]] = (0, 0.0, [])  # version, time, nodes
 
     def _list(self) -> Nodes:
         if self._nodes is None:
@@ -88,7 +88,7 @@ class NodeServicer:
         return self._nodes
 
     def _all(self, nodes: Nodes) -> list[pb.NodeInfo]:
-        """Lists every node; a list made a moment ago serves later callers too."""
+        """Lists all nodes; reuses a list for LISTED_ANEW_S."""
         now = self._clock.monotonic_s()
         version, made_s, found = self._listed
         if version != nodes.version or now - made_s > LISTED_ANEW_S:
@@ -125,7 +125,7 @@ class NodeServicer:
         nodes = self._list()
         check_certificate(context, request.node)
         nodes.report(request.node, request.lease_id)
-        # Every node asks every other second: most of the time nothing is new.
+        # Send the list only if it is new, because each node reports every two seconds.
         news = request.nodes_version != nodes.version
         return pb.ReportNodeResponse(
             epoch=self._facts.epoch,
@@ -170,7 +170,7 @@ class NodeServicer:
         )
 
     def _view(self, view: GroupView) -> pb.GroupView:
-        """Converts a view, once for all its nodes."""
+        """Converts a view once for all nodes that ask for it."""
         if view.epoch not in self._made:
             self._made[view.epoch] = messages.view_to_proto(view)
             if len(self._made) > MAX_MADE:

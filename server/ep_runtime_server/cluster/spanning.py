@@ -1,8 +1,9 @@
-"""This node's part in forming groups across nodes: joins, installs the view, commits it.
+"""This node's part in forming groups across nodes: joins, installs a view, and commits it.
 
-While a group lacks ranks on this node, one task per group joins it at the coordinator. If every
-rank is claimed here meanwhile, that task ends and other nodes do not hear of the group. Each node
-has the windows of its own ranks; windows across nodes are not supported.
+While ranks of a group are not claimed on this node, one task sends the group's claims to the
+coordinator. If all ranks are claimed on this node before there is a view, the task ends and other
+nodes take no part. Each node has the windows of its own ranks; windows across nodes are not
+supported.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def _claims_of(members: Iterable[GroupMember]) -> tuple[NodeClaim, ...]:
 
 
 async def _done_or_changed(call: asyncio.Future[Any], group: GroupRecord) -> None:
-    """Returns when the call is done or the group changed; leaves nothing that waits."""
+    """Waits until the call is done or the group has changed."""
     change = asyncio.ensure_future(group.changed.wait())
     try:
         await asyncio.wait({call, change}, return_when=asyncio.FIRST_COMPLETED)
@@ -59,14 +60,14 @@ async def _done_or_changed(call: asyncio.Future[Any], group: GroupRecord) -> Non
 
 
 async def _end(call: asyncio.Future[Any]) -> None:
-    """Cancels a task. Reads the error of one that has ended, which asyncio would log else."""
+    """Cancels a task. Reads the error of an ended task, which asyncio would log otherwise."""
     call.cancel()
     with contextlib.suppress(asyncio.CancelledError, EpRuntimeError):
         await call
 
 
 def _wants_others(group: GroupRecord) -> bool:
-    """Whether the group forms and needs processes of other nodes."""
+    """Returns whether the group is forming and needs processes of other nodes."""
     open_view = bool(group.remote) and not group.committed
     return (
         group.state is State.FORMING
@@ -77,7 +78,7 @@ def _wants_others(group: GroupRecord) -> bool:
 
 
 class Spanning:
-    """Lives on the event loop's thread. `changed` hears of every change of a group."""
+    """Forms groups across nodes, on the event loop. Call `changed` after each change of a group."""
 
     def __init__(
         self,
@@ -89,7 +90,7 @@ class Spanning:
         facts: ClusterFacts,
         events: EventLog,
     ) -> None:
-        """`heard_epoch` writes it down: a coordinator that lost its file learns it from us."""
+        """`heard_epoch(epoch)` saves an epoch for a coordinator that may lose its own file."""
         self._heard_epoch = heard_epoch
         self._node = node
         self._coordination = coordination
@@ -125,11 +126,11 @@ class Spanning:
     # Forming
 
     def _unequal(self, owner: Owner, spec: GroupSpec, members: Iterable[GroupMember]) -> None:
-        """Reports processes that were refused here for their spec, to end waits elsewhere."""
+        """Reports processes that this node refused for their spec, to end waits on other nodes."""
         self._start(self._differ(owner, spec, _claims_of(members)))
 
     async def _differ(self, owner: Owner, spec: GroupSpec, claims: tuple[NodeClaim, ...]) -> None:
-        """Reports the claims within NODE_DIFFERS_S, unless the group forms here by then."""
+        """Reports refused claims within NODE_DIFFERS_S, unless this node joins the group again."""
 
         async def say() -> None:
             if not self._claims(owner):
@@ -144,19 +145,19 @@ class Spanning:
         return group is not None and group.group_id in self._drivers
 
     def _claim_nothing(self, owner: Owner) -> None:
-        """Tells the coordinator that we claim nothing now, because it keeps our last claim."""
+        """Withdraws this node's last claims, which the coordinator would still keep for a while."""
 
         async def say() -> None:
-            if not self._claims(owner):  # else the coordinator hears that
+            if not self._claims(owner):  # a new claim replaces the old one anyway
                 await self._coordination.ended(owner, 0, [], [])
 
         self.ends.say(owner, say)
 
     async def _drive(self, group: GroupRecord) -> None:
-        """Joins until the group is formed everywhere, or needs nobody else any more."""
+        """Joins until the group is committed, or no longer needs processes of other nodes."""
         try:
             await self._join(group)
-        except Exception:  # a bug, which `_ended` reports; end the wait now
+        except Exception:  # a bug, which `_ended` reports; end the callers' wait now
             if group.state is State.FORMING:
                 error = EpRuntimeError(f"the daemon could not form group {group.owner}")
                 self._groups.fail(group, error)
@@ -199,7 +200,7 @@ class Spanning:
                     self._groups.fail(group, error)
 
     async def _while_same(self, group: GroupRecord, call: Coroutine[Any, Any, Any]) -> Any:
-        """Returns the call's answer; cancels it and returns None if the claims change before."""
+        """Returns the call's answer, or cancels the call and returns None if claims change."""
         before = group.generation, _claims(group)
         task = asyncio.ensure_future(call)
         try:
@@ -214,10 +215,10 @@ class Spanning:
     async def _attempt(
         self, group: GroupRecord, generation: int, claims: tuple[NodeClaim, ...], view: GroupView
     ) -> None:
-        """Installs the view, reports, and does what the coordinator decides.
+        """Installs a view, reports the result, and carries out the coordinator's decision.
 
         Raises:
-            InvalidArgumentError: the group's transport serves one node alone.
+            InvalidArgumentError: the group's transport works within one node only.
         """
         if group.spec.transport not in _SPANNING:
             error = _cannot_span(group, view)
@@ -235,10 +236,10 @@ class Spanning:
         if outcome is Outcome.COMMITTED and holds():
             group.committed = True
             group.advance(Trigger.ALL_ATTACHED)
-            if group.lost:  # a node that learned of the commit earlier reported it
+            if group.lost:  # reported by a node that learned of the commit earlier
                 self._groups.lost_elsewhere(group, "a process of another node is gone")
             return
-        if outcome is Outcome.COMMITTED:  # a process ended here before the answer came
+        if outcome is Outcome.COMMITTED:  # a process of this node ended in the meantime
             self._withdraw(group.owner, view)
         if group.epoch == view.epoch and not group.committed:
             self._log("cluster.attempt_over", group, reason or "given up here")
@@ -248,7 +249,7 @@ class Spanning:
                 group.notify()
 
     def _install(self, group: GroupRecord, view: GroupView) -> bool:
-        """Installs the view if it is right about this node; returns whether it is."""
+        """Installs the view if it matches this node's claims; returns whether it did."""
         theirs = {m.rank: m.session_id for m in view.members if m.node == self._node}
         ours = {rank: member.session.session_id for rank, member in group.claims.items()}
         whole = [member.rank for member in view.members] == list(range(group.spec.world_size))
@@ -269,9 +270,9 @@ class Spanning:
     async def _decision(
         self, group: GroupRecord, view: GroupView, holds: Callable[[], bool]
     ) -> tuple[Outcome, str]:
-        """Reports once whether the processes attached; then waits for the others.
+        """Reports once that this node's processes attached, and waits for the decision.
 
-        A coordinator that is away is waited for: nobody but it knows what was decided.
+        Keeps waiting while the coordinator is unreachable, because only it knows the decision.
         """
         reported, pause_s = False, limits.NODE_RETRY_FIRST_S
         while True:
@@ -294,8 +295,10 @@ class Spanning:
                 pause_s = min(2 * pause_s, limits.NODE_RETRY_MOST_S)
 
     def _withdraw(self, owner: Owner, view: GroupView) -> tuple[Outcome, str]:
-        """Tells the other nodes that this node cannot use the view any more. The view may be
-        committed already, or be committed by a coordinator that does not answer now."""
+        """Tells the other nodes that this node can no longer use the view.
+
+        The coordinator may have committed the view already, or may commit it while unreachable.
+        """
         why = f"a process of node {self._node!r} ended"
         self.ends.say(owner, lambda: self._coordination.report(owner, view.epoch, why))
         ours = [member.rank for member in view.members if member.node == self._node]
@@ -303,7 +306,7 @@ class Spanning:
         return Outcome.ABORTED, why
 
     async def _next_word(self, group: GroupRecord, view: GroupView) -> tuple[Outcome, str]:
-        """The coordinator's, or UNSPECIFIED where something changed here."""
+        """Returns the coordinator's decision; UNSPECIFIED if there is none or the group changed."""
         call = asyncio.ensure_future(self._coordination.outcome(group.owner, view.epoch))
         try:
             await _done_or_changed(call, group)

@@ -1,7 +1,7 @@
-"""NCCL unique ids of groups that form across nodes: the coordinator makes them, per view.
+"""NCCL unique ids of groups that form across nodes, which the coordinator makes per view.
 
-They are no part of the view, which is written down and told to whoever asks; a node that is to make
-communicators asks for them, and a view that is given up takes its ids along.
+The ids are secret, so they are not part of the view. A node asks for them when it makes
+communicators. When a view is decided or given up, the process of its ids ends.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ MAX_DOMAINS = 4096
 
 
 class ViewIds:
-    """Lives on the event loop's thread of the coordinator."""
+    """Makes and shares the ids of each view, on the coordinator's event loop."""
 
     def __init__(self, assemblies: Assemblies) -> None:
         self._assemblies = assemblies
-        # Ids that are being made, and the task that ends their process; by owner and epoch.
+        # Tasks that make ids, by owner and epoch; and the tasks that end the ids' processes.
         self._made: dict[tuple[Owner, int], asyncio.Task[UniqueIds]] = {}
         self._watches: set[asyncio.Task[None]] = set()
 
     async def of(self, owner: Owner, epoch: int, count: int) -> UniqueIds:
-        """The ids of a view that is being decided, the same for every node of it.
+        """Returns the ids of an undecided view, the same for each of its nodes.
 
         Raises:
-            InvalidArgumentError: no number of EP domains.
-            PeerLostError: the view is given up, or committed already.
-            RuntimeUnavailableError: as IdProcess.make.
+            InvalidArgumentError: `count` is not a possible number of EP domains.
+            PeerLostError: the view was given up, or is already committed.
+            RuntimeUnavailableError: see IdProcess.make.
         """
         if not 1 <= count <= MAX_DOMAINS:
             raise InvalidArgumentError(
@@ -57,7 +57,7 @@ class ViewIds:
         return await asyncio.shield(self._made[key])
 
     async def _watch(self, key: tuple[Owner, int], process: IdProcess) -> None:
-        """Waits until the attempt is over, whatever its outcome."""
+        """Waits until the view is decided or JOIN_S has passed, then ends the process."""
         try:
             await asyncio.wait({self._made[key]})
             await self._assemblies.outcome(*key, JOIN_S)

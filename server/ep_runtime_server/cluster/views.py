@@ -1,4 +1,4 @@
-"""One group that forms across nodes, at the coordinator: claims, the view, its outcome."""
+"""The coordinator's state of one group that forms across nodes: claims, view and outcome."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ep_runtime_server.base import limits
 
 @dataclasses.dataclass(frozen=True)
 class NodeClaim:
-    """A process of a node and the world ranks that it claims."""
+    """A process on a node, and the world ranks that it claims."""
 
     session_id: str
     pid: int
@@ -25,7 +25,7 @@ class NodeClaim:
 
 @dataclasses.dataclass(frozen=True)
 class ViewMember:
-    """One world rank of a view."""
+    """One world rank of a view, and the process that has it."""
 
     rank: int
     node: str
@@ -35,7 +35,7 @@ class ViewMember:
 
 @dataclasses.dataclass(frozen=True)
 class GroupView:
-    """Who makes up a group; members by world rank."""
+    """The processes and nodes that form a group; `members` are by world rank."""
 
     epoch: int
     attempt: int
@@ -47,7 +47,7 @@ class GroupView:
 
     @functools.cached_property
     def of_node(self) -> dict[str, set[tuple[int, str]]]:
-        """(rank, session) of every member, by node."""
+        """Returns the (rank, session id) pairs of all members, by node."""
         found: dict[str, set[tuple[int, str]]] = {}
         for member in self.members:
             found.setdefault(member.node, set()).add((member.rank, member.session_id))
@@ -55,7 +55,7 @@ class GroupView:
 
 
 class Outcome(enum.Enum):
-    """Values are the names on the wire."""
+    """The decision on a view; the values are the protocol's names."""
 
     UNSPECIFIED = "UNSPECIFIED"
     COMMITTED = "COMMITTED"
@@ -64,14 +64,14 @@ class Outcome(enum.Enum):
 
 @dataclasses.dataclass(eq=False)
 class NodePart:
-    """One node's claims on a group that forms."""
+    """One node's claims in a forming group, as its last call sent them."""
 
     node: str
     spec: GroupSpec
     claims: tuple[NodeClaim, ...]
-    generation: int = 0  # of the group there
-    waits: bool = True
-    until_s: float = 0.0  # when no process waits any more
+    generation: int = 0  # the group's generation on the node
+    waits: bool = True  # whether the node's call still waits
+    until_s: float = 0.0  # when the claims expire after the call
     refused_s: float = 0.0
     view: GroupView | None = None
     error: EpRuntimeError | None = None
@@ -87,14 +87,14 @@ class NodePart:
 
 @dataclasses.dataclass(eq=False)
 class Proposal:
-    """A view that every node was given, and what became of it."""
+    """A view that all its nodes get, and its outcome."""
 
     view: GroupView
     spec: GroupSpec
     until_s: float
     delivered: set[str] = dataclasses.field(default_factory=set)
     attached: set[str] = dataclasses.field(default_factory=set)
-    ended: set[int] = dataclasses.field(default_factory=set)  # ranks whose processes are gone
+    ended: set[int] = dataclasses.field(default_factory=set)  # ranks whose processes ended or left
     outcome: Outcome = Outcome.UNSPECIFIED
     reason: str = ""
 
@@ -104,19 +104,19 @@ class Proposal:
 
     @property
     def lives(self) -> bool:
-        """Whether the view is committed and has living processes."""
+        """Returns whether the view is committed and not all its processes have ended."""
         everybody = {member.rank for member in self.view.members}
         return self.outcome is Outcome.COMMITTED and self.ended != everybody
 
     def holder(self, rank: int) -> ViewMember | None:
-        """Returns the member that has the rank, so that no other node may claim it."""
-        members = self.view.members  # by rank, without a gap
+        """Returns the member that holds a rank, which other nodes cannot claim; None if free."""
+        members = self.view.members  # one per rank, in order
         if self.outcome is Outcome.ABORTED or rank in self.ended or rank >= len(members):
             return None
         return members[rank]
 
     def awaits(self, node: str, spec: GroupSpec, claims: tuple[NodeClaim, ...]) -> bool:
-        """Whether the view was made between two calls of that node, whose claims are the same."""
+        """Returns whether the node's next call, with unchanged claims, should get this view."""
         if not self.open or node in self.delivered or self.spec.difference(spec) is not None:
             return False
         theirs = {(rank, claim.session_id) for claim in claims for rank in claim.ranks}
@@ -124,14 +124,14 @@ class Proposal:
 
 
 class Assembly:
-    """One group on its way to a view, and its last view.
+    """The present claims of one group that forms across nodes, and its last view.
 
     Attributes:
-        parts: by node; only `put`, `drop` and `clear` change them.
-        missing: ranks that nobody claims, ascending; none where there is no part.
-        claimed: (node, pid) of the others, by rank.
-        refused: by node, parts that were refused lately, the newest last: the same one hears it
-            again, and those of nodes that were on their way hear it too.
+        parts: claims by node; only `put`, `drop` and `clear` change them.
+        missing: unclaimed ranks in ascending order; empty if there are no claims.
+        claimed: (node, pid) of claimed ranks, by rank.
+        refused: lately refused parts by node, the newest last. They refuse repeated claims, and
+            claims of other nodes that arrive later.
     """
 
     def __init__(self) -> None:
@@ -140,13 +140,13 @@ class Assembly:
         self.claimed: dict[int, tuple[str, int]] = {}
         self.missing: list[int] = []
         self.proposal: Proposal | None = None
-        self.attempts = 0  # given up since the last one that was committed
-        # Apart, as every node's claim changes what is missing for all that wait.
+        self.attempts = 0  # views given up since the last committed one
+        # Two events, because each node's claim changes `missing`, which few waiters need.
         self._decided = asyncio.Event()
         self._gathered = asyncio.Event()
 
     def put(self, part: NodePart) -> None:
-        """Replaces the node's part."""
+        """Adds a part, or replaces the node's earlier part, whose call ends."""
         before = self.parts.get(part.node)
         waits = before is not None and before.waits
         if before is not None:
@@ -166,7 +166,7 @@ class Assembly:
             self.notify()
 
     def refuse(self, part: NodePart, error: EpRuntimeError, now_s: float) -> None:
-        """Ends the part's call with the error, and every later one for the same."""
+        """Ends the part's call, and later calls for the same group, with the error."""
         part.error = error
         self.drop(part)
         self.note_refused(part, now_s)
@@ -182,17 +182,16 @@ class Assembly:
                 del self.refused[node]
 
     def hear(self, part: NodePart) -> None:
-        """Raises the error that this group of the node was refused with before, if there is one."""
+        """Raises the error with which this generation of the node's group was refused, if any."""
         for before in self.refused.get(part.node, ()):
             if before.error is not None and before.generation == part.generation:
                 raise before.error
 
     def differing(self, part: NodePart, now_s: float) -> NodePart | None:
-        """Another node's that was refused a moment ago, has another spec, and has not come again;
-        its ranks are nobody's by now.
+        """Finds another node's lately refused part with a different spec and still unclaimed ranks.
 
-        None for processes that were refused a moment ago as well: they know, and try again; nor
-        where their node was, and they come with a spec that it has not had.
+        None if the part's processes were lately refused too, because they know and try again. Also
+        None if their node was lately refused and the part has a spec that was not refused.
         """
         known = (p for parts in self.refused.values() for p in parts)
         late = [p for p in known if now_s - p.refused_s < limits.NODE_DIFFERS_S]
@@ -205,12 +204,11 @@ class Assembly:
         return next((p for p in free if p.spec.difference(part.spec) is not None), None)
 
     def others(self, part: NodePart) -> list[NodePart]:
-        """Returns the parts of other nodes. Their specs are equal."""
+        """Returns the parts of other nodes, which all have the same spec."""
         return [other for other in self.parts.values() if other.node != part.node]
 
     def unclaimed_elsewhere(self, part: NodePart) -> bool:
-        """Whether a process of the part has ranks that no other node has; what its own claimed
-        before is over."""
+        """Returns whether no other node claims any rank of some process of the part."""
 
         def free(rank: int) -> bool:
             holder = self.claimed.get(rank)
@@ -219,7 +217,7 @@ class Assembly:
         return any(all(map(free, claim.ranks)) for claim in part.claims)
 
     def clear(self) -> None:
-        """Forgets all claims, because a view has them."""
+        """Forgets all claims, because a view has them now."""
         self.parts, self.claimed, self.missing = {}, {}, []
 
     def _unclaim(self, part: NodePart) -> None:
@@ -236,7 +234,7 @@ class Assembly:
             self._gathered = asyncio.Event()
 
     def notify(self) -> None:
-        """Wakes waiters after a view, a decision, an error, or a node's newer call."""
+        """Wakes all waiters: after a view, a decision, an error, or a node's newer call."""
         self._decided.set()
         self._decided = asyncio.Event()
         self._gathered.set()
@@ -245,8 +243,10 @@ class Assembly:
     async def wait(
         self, done: Callable[[], bool], wait_s: float, *, claims_too: bool = False
     ) -> None:
-        """Until `done`, looked at after every decision, and every claim where wanted, or the time
-        is over."""
+        """Waits until `done()`, but at most `wait_s`.
+
+        Calls `done` after each decision, and with `claims_too` after each change of claims.
+        """
         try:
             async with asyncio.timeout(wait_s):
                 while not done():
@@ -258,8 +258,10 @@ class Assembly:
 async def view_or_news(
     assembly: Assembly, part: NodePart, known_missing: list[int], wait_s: float
 ) -> None:
-    """Until the part has its view, an error or a successor, or other ranks are missing than those
-    known. The more nodes wait, the later they hear of that: or each claim would call all of them.
+    """Waits until the part has a view, an error or a successor, or `missing` has changed.
+
+    The more nodes wait, the later a change of `missing` ends the wait, because otherwise each claim
+    would end the calls of all nodes.
     """
 
     def over() -> bool:

@@ -1,1 +1,1 @@
-"""The daemon's metrics for Prometheus: their catalogue, their values, and the endpoint."""
+"""The daemon's metrics for Prometheus: their catalogue, values and HTTP endpoint."""

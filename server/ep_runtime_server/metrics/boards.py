@@ -1,6 +1,6 @@
-"""Series of a group's layers and ranks, from its board.
+"""Reads the series of a group's layers and ranks from its board.
 
-A board has sums since it was formatted, and what each rank does now.
+A board has sums since it was formatted, and the present state of each rank.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Labels = tuple[str, ...]
 SERIES_OF_RANK = sum(metric.labels[: len(RANK)] == RANK for metric in METRICS.values())
 SERIES_OF_LAYER = sum(metric.labels == LAYER for metric in METRICS.values())
 SERIES_OF_LAYER_AND_RANK = sum(metric.detail for metric in METRICS.values())
-# A group calls prepare, and dispatch and combine with their backward passes.
+# Five ops: prepare, and dispatch and combine with their backward passes.
 SERIES_OF_OPS = (
     5 * SERIES_OF_HISTOGRAM * sum(metric.kind == HISTOGRAM for metric in METRICS.values())
 )
@@ -33,13 +33,13 @@ _WAITING = (RankState.MEETING, RankState.WAITING)
 
 
 def max_mean_ratio(rows: Sequence[int]) -> float | None:
-    """Largest by mean rows: 1.0 if all are equal, None if all are 0."""
+    """Returns the largest value divided by the mean: 1.0 if all are equal, None if all are 0."""
     total = sum(rows)
     return max(rows) * len(rows) / total if total else None
 
 
 async def put_ranks(sheet: Sheet, group: GroupRecord, labels: Labels, now_s: float) -> None:
-    """Series of every rank of this node, and the group's balance."""
+    """Puts series of this node's ranks, of ranks that they wait for, and of the group's balance."""
     records = rank_records(group)
     here = [rank for rank in group.local_ranks if rank < len(records)]
     found = {rank: record for rank in here if (record := records[rank]) is not None}
@@ -47,7 +47,7 @@ async def put_ranks(sheet: Sheet, group: GroupRecord, labels: Labels, now_s: flo
     if ratio is not None:
         sheet.put("group_load_max_mean_ratio", labels, ratio)
     waited_for = {peer.world_rank: peer for peer in late_in(group, now_s, after_s=0.0)}
-    async for rank in paced(dict.fromkeys([*found, *waited_for])):  # also other nodes' ranks
+    async for rank in paced(dict.fromkeys([*found, *waited_for])):  # may include other nodes' ranks
         of_rank = (*labels, str(rank))
         if rank in found:
             _put_rank(sheet, of_rank, found[rank], now_s)
@@ -79,7 +79,7 @@ def _since(then_ns: int, now_s: float) -> float:
 
 
 async def put_ops(sheet: Sheet, group: GroupRecord, labels: Labels) -> None:
-    """Histograms of the calls of this node's ranks, and who waited for whom."""
+    """Puts histograms of the calls of this node's ranks, and their sums of waiting times."""
     times: dict[OpCode, list[OpTally]] = collections.defaultdict(list)
     waited_ns, waited_for_ns = collections.Counter[int](), collections.Counter[int]()
     async for rank in paced(group.local_ranks):
@@ -107,7 +107,7 @@ async def put_ops(sheet: Sheet, group: GroupRecord, labels: Labels) -> None:
 async def put_layers(
     sheet: Sheet, group: GroupRecord, labels: Labels, now_s: float, *, detail: bool
 ) -> int:
-    """Series of every layer; returns how many layers the sheet has no room for."""
+    """Puts series of each layer; returns how many layers did not fit on the sheet."""
     ranks = group.local_ranks
     experts = sorted({expert for rank in ranks for expert in _experts(group, rank)})
     cost = SERIES_OF_LAYER
@@ -145,7 +145,7 @@ async def put_layers(
 
 
 def _experts(group: GroupRecord, rank: int) -> range:
-    """The experts that the rank has."""
+    """Returns the indices of the rank's experts."""
     first = board_tallies.first_expert(group.spec, rank)
     return range(first, first + group.spec.experts_per_rank)
 
@@ -176,7 +176,7 @@ def _put_loads(
     *,
     detail: bool,
 ) -> None:
-    """`loads`: (rows, dropped rows) of the layer by world rank."""
+    """Puts a layer's load series; `loads` has (rows, dropped rows) by world rank."""
     ratio = max_mean_ratio([loads[rank][0] for rank in ranks])
     if ratio is not None:
         sheet.put("layer_load_max_mean_ratio", labels, ratio)

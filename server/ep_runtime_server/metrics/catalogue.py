@@ -1,7 +1,7 @@
-"""Every metric that the endpoint exports: the table that code, docs and dashboards agree on.
+"""The table of all exported metrics, which code, docs and dashboards must match.
 
-Names end in their unit, counters in `_total`. A counter is a number of a group's board, so it
-starts again at 0 under a new generation of the group, as one does when a process starts again.
+Names end in their unit, or in `_total` for counters. A counter is read from a group's board, so it
+restarts at 0 in a new generation of the group, as counters do when a process restarts.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import dataclasses
 PREFIX = "ep_runtime_"
 
 NODE = ("node",)
-GROUP = (*NODE, "uid", "job", "group")  # who owns a group, as the daemon tells groups apart
+GROUP = (*NODE, "uid", "job", "group")  # identifies a group at the daemon
 LAYER = (*GROUP, "layer")
 RANK = (*GROUP, "rank")
 
@@ -22,12 +22,14 @@ COUNTER, GAUGE, HISTOGRAM = "counter", "gauge", "histogram"
 
 @dataclasses.dataclass(frozen=True)
 class Metric:
-    """Args:
-    name: without the prefix that all have.
-    kind: COUNTER, GAUGE or HISTOGRAM.
-    labels: in the order of their values.
-    help: what it is, with what is special about it.
-    detail: exported with `serve --metrics-detail` alone.
+    """One metric of the catalogue.
+
+    Args:
+        name: the name without PREFIX.
+        kind: COUNTER, GAUGE or HISTOGRAM.
+        labels: names of the labels, in the order of their values.
+        help: a description for users.
+        detail: exported only with `serve --metrics-detail`.
     """
 
     name: str
@@ -38,7 +40,7 @@ class Metric:
 
     @property
     def full_name(self) -> str:
-        """As it is exported."""
+        """Returns the exported name."""
         return PREFIX + self.name
 
 

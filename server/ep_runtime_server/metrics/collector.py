@@ -1,7 +1,7 @@
-"""Reads what `status`, `groups` and `handles` read, and makes series of it.
+"""Collects series from the state that `ep-runtime status`, `groups` and `handles` show.
 
-Runs on the event loop in short turns. Nothing is remembered between two scrapes, so a group that is
-gone leaves with its series, and every scraper sees the same.
+Runs on the event loop in short turns. Keeps no values between scrapes, so the series of a closed
+group end with it, and all scrapers see the same values.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ep_runtime_server.nodes.membership import Standing
 from ep_runtime_server.nodes.registry import NodeState
 from ep_runtime_server.runtime import Runtime
 
-# Most series of a user's groups and layers, so that one user's do not push out another's.
+# Limit of series of one user's groups and layers.
 MAX_SERIES_PER_USER = 50_000
 
 _DAEMON_STATES = ("SERVING", "DRAINING", "RECOVERING")
@@ -46,7 +46,7 @@ _SERIES_OF_GROUP = sum(metric.labels[: len(GROUP)] == GROUP for metric in METRIC
 
 
 class Collector:
-    """The daemon's series, `detail` with those of every rank and expert of every layer."""
+    """Collects the daemon's series; with `detail`, also of each layer's ranks and experts."""
 
     def __init__(self, runtime: Runtime, *, detail: bool) -> None:
         cluster = runtime.cluster
@@ -55,7 +55,7 @@ class Collector:
         self._detail = detail
 
     async def collect(self) -> Sheet:
-        """Reads every series as it is now."""
+        """Reads the present values of all series."""
         started_s = time.monotonic()
         answer = Sheet(0)
         self._put_daemon(answer)
@@ -109,7 +109,7 @@ class Collector:
         sheet.put("handles", node, sum(group.layers.num_handles for group in groups))
 
     def _put_cluster(self, sheet: Sheet) -> None:
-        """Puts the daemon's place among other nodes; nothing for a daemon without a cluster."""
+        """Puts the series of the daemon's cluster, if it has one."""
         cluster, node = self._runtime.cluster, (self._node,)
         if cluster is None:
             return
@@ -122,7 +122,7 @@ class Collector:
             sheet.put("certificate_seconds", (*node, path), left_s)
 
     async def _put_users(self, sheet: Sheet) -> None:
-        """Puts each user's use and limits, but of GPU memory, whose limit is per GPU."""
+        """Puts each user's use and limits, except of GPU memory, whose limit is per GPU."""
         most = dataclasses.asdict(self._runtime.quotas.limits)
         limited = [f.name for f in dataclasses.fields(Usage) if f.name != "gpu_bytes"]
         for what in limited:
@@ -141,7 +141,7 @@ class Collector:
                 sheet.put("windows_bytes", (*where, name), pool.used_bytes(device.name, *states))
 
     async def _put_group(self, sheet: Sheet, group: GroupRecord) -> int:
-        """Returns how many of its layers have no series."""
+        """Puts a group's series; returns how many of its layers did not fit."""
         owner, now_s = group.owner, self._runtime.clock.monotonic_s()
         labels = (self._node, str(owner.uid), owner.job, owner.name)
         self._put_settings(sheet, group, labels)

@@ -1,7 +1,7 @@
-"""The HTTP endpoint of `serve --metrics`: GET /metrics, and nothing else.
+"""The HTTP endpoint of `serve --metrics`, which only answers GET /metrics.
 
-Collected on the event loop in short turns, made text of on a thread. One scrape at a time; requests
-and connections are bounded, since whoever reaches the address may send anything.
+The event loop collects values in short turns, and a thread encodes them. The endpoint answers one
+scrape at a time, and limits requests and connections, because anybody may reach the address.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from ep_runtime_server.runtime import Runtime
 PATH = "/metrics"
 MAX_REQUEST_BYTES = 8 << 10
 MAX_CONNECTIONS = 16
-REQUEST_S = 5.0  # to send a request, and again to take the answer
+REQUEST_S = 5.0  # time limit to send a request, and again to read the answer
 
-# What callers do to themselves: gone, too slow, or more than a request may have.
+# Errors that callers cause: they disconnect, are too slow, or send too long a request.
 _CALLERS_OWN = (
     ConnectionError,
     TimeoutError,
@@ -32,10 +32,10 @@ _CALLERS_OWN = (
 
 
 class MetricsEndpoint:
-    """`start`, then it answers until `stop`. Attributes: `address`, with the port in use."""
+    """Answers scrapes from `start` until `stop`; `address` has the port in use."""
 
     def __init__(self, runtime: Runtime, listen: Endpoint, *, detail: bool) -> None:
-        """Binds the address; needs the extra `metrics`.
+        """Binds the address. Needs the pip extra `metrics`.
 
         Raises:
             InvalidArgumentError: the address cannot be bound.
@@ -53,7 +53,7 @@ class MetricsEndpoint:
         self._server: asyncio.Server | None = None
 
     async def start(self) -> None:
-        """Answers from now on, and says where."""
+        """Starts to answer, and adds an event with the address."""
         self._server = await asyncio.start_server(
             self._connected, sock=self._socket, limit=MAX_REQUEST_BYTES
         )
@@ -68,7 +68,7 @@ class MetricsEndpoint:
         )
 
     async def stop(self) -> None:
-        """Ends every connection and frees the port."""
+        """Ends all connections and frees the port."""
         if self._server is not None:
             self._server.close()
         for task in self._connections:
@@ -94,7 +94,7 @@ class MetricsEndpoint:
                 await writer.wait_closed()
         except _CALLERS_OWN:
             pass
-        except Exception as error:  # noqa: BLE001 - whatever it is, the daemon goes on
+        except Exception as error:  # noqa: BLE001 - no error may end the daemon
             tell_failure(self._runtime.events, "metrics", error)
         finally:
             writer.transport.abort()

@@ -1,4 +1,4 @@
-"""A sheet as text, by prometheus-client: the one module that needs the extra `metrics`."""
+"""Encodes a sheet with prometheus-client; only this module needs the pip extra `metrics`."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _BOUNDS = [*map(str, BOUNDS_S), "+Inf"]
 
 
 class _Families:
-    """A registry for prometheus-client's encoders."""
+    """A sheet in the form of a registry, for prometheus-client's encoders."""
 
     def __init__(self, sheet: Sheet, *, detail: bool) -> None:
         self._sheet = sheet
         self._detail = detail
 
     def collect(self) -> Iterator[Any]:
-        """Yields every metric, also without series: a scraper sees all names from the start."""
+        """Yields all metrics, even without series, so that scrapers see all names at once."""
         for metric in METRICS.values():
             if metric.detail and not self._detail:
                 continue
@@ -45,6 +45,6 @@ class _Families:
 
 
 def encode(sheet: Sheet, accept: str, *, detail: bool) -> tuple[bytes, str]:
-    """(body, content type) in the format that a scraper's Accept header asks for."""
+    """Returns (body, content type) in the format of a scraper's Accept header."""
     encoder, content_type = choose_encoder(accept)
     return encoder(_Families(sheet, detail=detail)), content_type

@@ -1,4 +1,4 @@
-"""Values of one scrape, before they are text."""
+"""The values of one scrape, before they are encoded as text."""
 
 from __future__ import annotations
 
@@ -9,14 +9,18 @@ from collections.abc import Iterable, Sequence
 from ep_runtime.board_tallies import BUCKET_BOUNDS_S
 from ep_runtime_server.metrics.catalogue import METRICS
 
-# Bounds of histograms: each second one of the board's; what is above the last has no bound.
+# Bounds of histograms: every other bound of the board; the last bucket has no bound.
 BOUNDS_S = BUCKET_BOUNDS_S[::2]
-SERIES_OF_HISTOGRAM = len(BOUNDS_S) + 3  # the one without bound, sum and count
+SERIES_OF_HISTOGRAM = len(BOUNDS_S) + 3  # plus the bucket without a bound, sum and count
 
 
 @dataclasses.dataclass(frozen=True)
 class Histogram:
-    """counts: of what was no more than each of BOUNDS_S, and of all; sum_s: of the values."""
+    """A histogram's series.
+
+    `counts` has the number of values up to each of BOUNDS_S, then of all values; `sum_s` is the
+    sum of the values.
+    """
 
     counts: tuple[int, ...]
     sum_s: float
@@ -26,7 +30,7 @@ Row = tuple[tuple[str, ...], float | Histogram]
 
 
 class Sheet:
-    """Series by metric, at most `limit` of them where whoever fills it asks `fits`."""
+    """Series by metric. Callers must ask `fits` to stay below `limit` series."""
 
     def __init__(self, limit: int) -> None:
         self.rows: dict[str, list[Row]] = {}
@@ -34,11 +38,11 @@ class Sheet:
         self._limit = limit
 
     def fits(self, more: int) -> bool:
-        """Whether there is room for so many more series."""
+        """Returns whether `more` series stay within the limit."""
         return self.size + more <= self._limit
 
     def put(self, name: str, labels: tuple[str, ...], value: float) -> None:
-        """Adds one series; `labels` in the catalogue's order."""
+        """Adds one series; `labels` must be in the catalogue's order."""
         assert len(labels) == len(METRICS[name].labels), name
         self.rows.setdefault(name, []).append((labels, value))
         self.size += 1
@@ -46,7 +50,7 @@ class Sheet:
     def put_histogram(
         self, name: str, labels: tuple[str, ...], counts: Sequence[int], sum_s: float
     ) -> None:
-        """Adds one histogram; `counts` by the board's buckets."""
+        """Adds one histogram; `counts` are of the board's buckets."""
         assert len(labels) == len(METRICS[name].labels), name
         up_to = [*itertools.accumulate(counts)]
         row = Histogram((*up_to[: len(BUCKET_BOUNDS_S) : 2], up_to[-1]), sum_s)
@@ -61,7 +65,7 @@ class Sheet:
             self.put(name, (*labels, state), float(state == now))
 
     def take(self, other: Sheet) -> None:
-        """Adds the series of another sheet, limits or not."""
+        """Adds the series of another sheet, without checking the limit."""
         for name, rows in other.rows.items():
             self.rows.setdefault(name, []).extend(rows)
         self.size += other.size

@@ -1,1 +1,1 @@
-"""Nodes of a cluster: their identities and addresses, and whether they live."""
+"""Nodes of a cluster: their identities, addresses and leases, and calls to them."""

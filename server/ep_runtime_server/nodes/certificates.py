@@ -1,4 +1,4 @@
-"""The files of --tls-cert, --tls-key and --tls-ca: when they end, and new ones in their place."""
+"""Reads the files of --tls-cert, --tls-key and --tls-ca, again if they change, and their ends."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from ep_runtime_server.base.events import EventLog
 
 WARNED_S = 30 * 24 * 3600.0
 _PEM = re.compile("-----BEGIN CERTIFICATE-----.+?-----END CERTIFICATE-----", re.DOTALL)
-_UTC_TIME = 0x17  # else GeneralizedTime, which has four digits of the year
+_UTC_TIME = 0x17  # DER tag; else GeneralizedTime, with a four-digit year
 
 
 @dataclasses.dataclass(frozen=True)
 class Tls:
-    """PEM texts of our certificate, its key, and the authority that every node trusts.
+    """PEM texts of our certificate, its key, and the authority that all nodes trust.
 
     Args:
-        paths: of the three files.
+        paths: the paths of the three files.
     """
 
     paths: tuple[str, str, str]
@@ -34,13 +34,13 @@ class Tls:
     authority: bytes = b""
 
     def ends(self) -> Iterator[tuple[str, float]]:
-        """(path, Unix time of its end): the first of our chain's, and the last authority's."""
+        """Yields (path, Unix time) of our chain's earliest end and the authorities' latest."""
         yield self.paths[0], min(_ends(self.certificate))
         yield self.paths[2], max(_ends(self.authority))
 
 
 def read_tls(certificate: str, key: str, authority: str) -> Tls:
-    """Raises InvalidArgumentError: they cannot be read, or do not belong together."""
+    """Reads the files. Raises InvalidArgumentError if unreadable or not belonging together."""
     paths = certificate, key, authority
     flags = "--tls-cert", "--tls-key", "--tls-ca"
     tls = Tls(paths, *(_read_pem(flag, path) for flag, path in zip(flags, paths, strict=True)))
@@ -78,10 +78,10 @@ def _read_pem(flag: str, path: str) -> bytes:
 def _check_pair(certificate: str, key: str) -> None:
     """Raises InvalidArgumentError if the key is not the certificate's."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.set_ciphers("DEFAULT:@SECLEVEL=0")  # how strong they are is gRPC's to say
+    context.set_ciphers("DEFAULT:@SECLEVEL=0")  # gRPC checks their strength
     try:
         context.load_cert_chain(certificate, key, password="")
-    except OSError as error:  # of ssl too
+    except OSError as error:  # ssl.SSLError is an OSError
         mismatch = getattr(error, "reason", "") == "KEY_VALUES_MISMATCH"
         why = (
             "they do not belong together: it is the key of another certificate"
@@ -94,7 +94,7 @@ def _check_pair(certificate: str, key: str) -> None:
 
 
 def _ends(pem: bytes) -> list[float]:
-    """Unix times of `notAfter`, of which the ssl module tells only where it trusts a peer."""
+    """Returns each certificate's `notAfter` as Unix time; `ssl` has no function for that."""
     found = _PEM.findall(pem.decode("ascii", errors="replace"))
     if not found:
         raise ValueError("it does not come to an END line")
@@ -102,12 +102,14 @@ def _ends(pem: bytes) -> list[float]:
 
 
 def _not_after(der: bytes) -> float:
-    """RFC 5280: the certificate's `tbsCertificate` has `validity` behind version, serial number,
-    signature and issuer."""
+    """Returns the Unix time of `notAfter` in a certificate.
+
+    By RFC 5280, `validity` follows version, serial number, signature and issuer.
+    """
     _, at, _ = _item(der, 0)
     _, at, _ = _item(der, at)
     tag, _, end = _item(der, at)
-    for _ in range(4 if tag == 0xA0 else 3):  # a version may be left out
+    for _ in range(4 if tag == 0xA0 else 3):  # the version is optional
         at = end
         _, start, end = _item(der, at)
     _, _, at = _item(der, start)  # notBefore
@@ -118,7 +120,7 @@ def _not_after(der: bytes) -> float:
 
 
 def _item(der: bytes, at: int) -> tuple[int, int, int]:
-    """(tag, start, end) of the value that begins at `at`."""
+    """Returns (tag, start, end) of the DER value that begins at `at`."""
     length, start = der[at + 1], at + 2
     if length & 0x80:
         start += length & 0x7F
@@ -127,11 +129,11 @@ def _item(der: bytes, at: int) -> tuple[int, int, int]:
 
 
 class Certificates:
-    """The certificate, key and authority that a daemon uses now, on the event loop's thread.
+    """The certificate, key and authority that a daemon uses now. For the event loop's thread.
 
     Attributes:
-        tls: as it was read last.
-        error: why the files that are there now cannot be used; empty where they are.
+        tls: the certificates read last.
+        error: why the present files cannot be used; empty if they can.
     """
 
     def __init__(self, tls: Tls, clock: Clock, events: EventLog) -> None:
@@ -143,19 +145,21 @@ class Certificates:
         self.error = ""
 
     def left(self) -> list[tuple[str, float]]:
-        """(path, seconds until it ends) of our certificate and of the authority."""
+        """Returns (path, seconds until its end) of our certificate and of the authority."""
         now_s = self._clock.wall_s()
         return [(path, ends_s - now_s) for path, ends_s in self.tls.ends()]
 
     @property
     def ended(self) -> str:
-        """Says which of ours has ended; empty where none has."""
+        """Returns a text that names an ended certificate; empty if none has ended."""
         over = [path for path, left_s in self.left() if left_s <= 0]
         return f"our own certificate {over[0]} has ended" if over else ""
 
     def look(self) -> bool:
-        """Whether there are others now. Files are read when they stay the same from one look to the
-        next: whoever writes them is done."""
+        """Reads the files again if they changed; returns whether it read new certificates.
+
+        Waits until the files are the same in two calls, because their writer is then done.
+        """
         stamp = _stamp(self.tls.paths)
         changed = stamp != self._seen and stamp == self._changing and self._read_again()
         if stamp == self._changing:
@@ -179,7 +183,7 @@ class Certificates:
         return True
 
     def _warn(self) -> None:
-        """Adds one event when a certificate comes near its end."""
+        """Adds one event when a certificate ends in less than WARNED_S."""
         near = [(path, left_s) for path, left_s in self.left() if left_s < WARNED_S]
         names = " ".join(path for path, _ in near)
         if names != self._warned and near:
@@ -193,7 +197,7 @@ def _in_days(left_s: float) -> str:
 
 
 def _stamp(paths: tuple[str, ...]) -> list[tuple[int, ...]]:
-    """Returns a stamp that changes with the files, also if links come to name others."""
+    """Returns a stamp that changes if a file changes or a link points to another file."""
     found: list[tuple[int, ...]] = []
     for path in paths:
         try:

@@ -1,4 +1,4 @@
-"""The options of `serve` about the cluster: addresses, certificates, plain TCP."""
+"""Options of `serve` for a cluster: addresses, certificates and plain TCP."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _FLAGS = ("node", "listen", "epoch_at_least", "tls_cert", "tls_key", "tls_ca", "
 
 @dataclasses.dataclass(frozen=True)
 class Endpoint:
-    """HOST:PORT; port 0 if the system chooses."""
+    """An address HOST:PORT; with port 0 the system chooses the port."""
 
     host: str
     port: int
@@ -38,7 +38,7 @@ class Endpoint:
 
     @property
     def is_any(self) -> bool:
-        """Whether it means every address of the host."""
+        """Returns whether the host part stands for all addresses of the host."""
         return _flag(self.host, "is_unspecified")
 
     @property
@@ -55,15 +55,17 @@ def _flag(host: str, name: str) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class ClusterConfig:
-    """Args:
-    node: our name in the cluster.
-    listen: where our node service answers.
-    coordinator: where the coordinator's does; None if we are it.
-    coordinator_name: its name, where the cluster's file says it; empty otherwise.
-    tls: None for plain TCP.
-    secret: what every daemon's requests prove to know on plain TCP; `serve` wants one.
-    expected: names and addresses of the cluster's file; empty without one.
-    epoch_at_least: of a coordinator: gives only larger ones.
+    """A daemon's settings for its cluster.
+
+    Args:
+        node: this daemon's node name.
+        listen: the address of this daemon's node service.
+        coordinator: the address of the coordinator's node service; None on the coordinator.
+        coordinator_name: the coordinator's node name if the cluster's file has it, else empty.
+        tls: certificates and key; None for plain TCP.
+        secret: the secret that requests must prove on plain TCP, which `serve` requires.
+        expected: addresses by node name, from the cluster's file; empty without a file.
+        epoch_at_least: a coordinator uses only larger epochs.
     """
 
     node: str
@@ -77,7 +79,7 @@ class ClusterConfig:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of a daemon that belongs to a cluster."""
+    """Adds the flags of a daemon that belongs to a cluster."""
     group = parser.add_argument_group(
         "cluster", "daemons of several nodes that form groups together; one of them coordinates"
     )
@@ -113,10 +115,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def parse_endpoint(text: str, argument: str, *, default_host: str = "") -> Endpoint:
-    """Reads HOST:PORT or [IPV6]:PORT; :PORT and PORT where there is a default host.
+    """Parses HOST:PORT or [IPV6]:PORT; also :PORT and PORT if `default_host` is set.
 
     Raises:
-        InvalidArgumentError: neither.
+        InvalidArgumentError: `text` has none of these forms.
     """
     host, _, port = text.rpartition(":")
     if host.startswith("[") and host.endswith("]") and _flag(host[1:-1], "version"):
@@ -133,7 +135,7 @@ def parse_endpoint(text: str, argument: str, *, default_host: str = "") -> Endpo
 
 
 def check_node_name(name: str, argument: str) -> str:
-    """Raises InvalidArgumentError unless a certificate can carry the name."""
+    """Returns `name`. Raises InvalidArgumentError if it is not a lower-case DNS name."""
     if len(name) > MAX_NODE_BYTES or not _NAME.fullmatch(name):
         raise InvalidArgumentError(
             f"{argument} must be a lower-case DNS name of at most {MAX_NODE_BYTES} bytes, "
@@ -215,10 +217,10 @@ def _joining(arguments: argparse.Namespace, name: str, tls: Tls | None) -> Clust
 
 
 def local_address_towards(target: Endpoint) -> str:
-    """The address of this host from which it reaches `target`; nothing is sent.
+    """Returns the address from which this host reaches `target`, without sending anything.
 
     Raises:
-        InvalidArgumentError: the name is unknown, or there is no route.
+        InvalidArgumentError: the target's name is unknown, or there is no route to it.
     """
     try:
         family, kind, _, _, place = socket.getaddrinfo(
@@ -236,7 +238,7 @@ def local_address_towards(target: Endpoint) -> str:
 
 
 def _read_secret(arguments: argparse.Namespace) -> bytes:
-    """Reads the secret that stands in for certificates: local users reach any loopback address."""
+    """Reads the secret for plain TCP, needed because all local users can reach loopback."""
     if arguments.allow_uid or arguments.allow_gid:
         raise InvalidArgumentError(
             "--insecure is for one user's own daemons, and --allow-uid and --allow-gid let others "
@@ -276,7 +278,7 @@ def _read_tls(arguments: argparse.Namespace) -> Tls | None:
 
 
 def _from_file(path: Path, name: str, tls: Tls | None) -> ClusterConfig:
-    """Raises InvalidArgumentError naming the key of the file that is wrong."""
+    """Reads the cluster's file. Raises InvalidArgumentError, naming a wrong key."""
     try:
         content = tomllib.loads(files.read(path).decode())
     except (OSError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""Facts of its cluster that a daemon needs after a restart, on disk before others hear them."""
+"""Facts of the cluster that a daemon needs after a restart, saved before others learn them."""
 
 from __future__ import annotations
 
@@ -17,34 +17,36 @@ _NODE_ID, _CLUSTER_ID, _EPOCH, _NODE = "node_id", "cluster_id", "epoch", "node/"
 _COMMITTED = "committed/"
 _OWED = "owed/"
 
-# No cluster counts that far: a larger epoch is a lie, or the file is not ours.
+# Limit of epochs, which no cluster reaches; a larger one is malformed.
 MAX_EPOCH = 1 << 62
-# What a node may know more than a coordinator that lost its file: a formation a second for half a
-# year.
+# How far a node's epoch may be ahead of a coordinator that lost its file: one formation per second
+# for half a year.
 MAX_EPOCHS_AHEAD = 1 << 24
 
-# Of groups whose last view was committed; who still asks about an older one was away for long.
+# Groups whose last committed epoch is kept; nodes do not ask about older ones.
 MAX_COMMITTED = 4096
 
-# Records that wait while a new file is written.
+# Limit of records that wait while a new file is written.
 MAX_LATE = 4096
 
 
 class ClusterFacts:
-    """Attributes:
-    node_id: of this directory; another directory has another.
-    cluster_id: made by the coordinator's first life; empty before a node's first join.
-    epoch: the newest one that was given, or heard of. None is ever given twice.
-    unreadable: keys of the journal whose values are none that a daemon writes; left out.
+    """The facts of a daemon's cluster, and the journal that keeps them.
+
+    Attributes:
+        node_id: a unique id of this daemon's directory.
+        cluster_id: the id that the first coordinator made; empty before a node's first join.
+        epoch: the largest epoch that was used or reported; an epoch is never used twice.
+        unreadable: keys of malformed records of the journal, which are ignored.
     """
 
     def __init__(self, journal: Journal) -> None:
-        """Reads the journal, which is ours from now on. Raises PoolExhaustedError."""
+        """Takes over the journal and reads its facts. Raises PoolExhaustedError."""
         self._journal = journal
         self._num_put = self._num_durable = 0
         self._syncing: asyncio.Future[None] | None = None
-        # The task that writes a new file, and records to add to it afterwards. Meanwhile nothing
-        # else touches the journal.
+        # The task that writes a new file, and the records to append afterwards. Nothing else uses
+        # the journal while the task runs.
         self._anew: asyncio.Future[None] | None = None
         self._late: list[Record] = []
         facts = journal.take_facts()
@@ -52,7 +54,7 @@ class ClusterFacts:
         self._facts: dict[str, Any] = {
             key: value for key, value in facts.items() if key not in self.unreadable
         }
-        if _EPOCH in self.unreadable:  # those of committed groups were given in any case
+        if _EPOCH in self.unreadable:  # committed groups have used epochs
             known = [value for key, value in self._facts.items() if key.startswith(_COMMITTED)]
             self._put(_EPOCH, max(known, default=0))
         if _NODE_ID not in self._facts:
@@ -72,7 +74,7 @@ class ClusterFacts:
 
     @property
     def nodes(self) -> Mapping[str, Mapping[str, Any]]:
-        """Fields of the identities of nodes that joined, by name."""
+        """Returns the identities of joined nodes as dicts, by name."""
         return {
             key.removeprefix(_NODE): value
             for key, value in self._facts.items()
@@ -80,18 +82,20 @@ class ClusterFacts:
         }
 
     def found(self) -> None:
-        """Gives a cluster its id, unless it has one. Raises PoolExhaustedError."""
+        """Makes the cluster's id if it has none. Raises PoolExhaustedError."""
         if not self.cluster_id:
             self._put(_CLUSTER_ID, secrets.token_hex(8))
 
     def next_epoch(self) -> int:
-        """An epoch that nobody has seen; on the disk already. Raises PoolExhaustedError."""
+        """Returns a new epoch, which the journal already has. Raises PoolExhaustedError."""
         self._put(_EPOCH, self.epoch + 1)
         return self.epoch
 
     def check_claim(self, node: str, epoch: int) -> None:
-        """Raises InvalidArgumentError if a node cannot know of that epoch: we count on from it
-        for ever, so a lie, or another cluster's node, must not be believed."""
+        """Raises InvalidArgumentError if a node's epoch is impossibly large.
+
+        The coordinator continues from a node's epoch, so it must not accept another cluster's.
+        """
         if epoch > self.epoch + MAX_EPOCHS_AHEAD:
             raise InvalidArgumentError(
                 f"node {node!r} knows of epoch {epoch}, the coordinator of {self.epoch}: nobody is "
@@ -102,11 +106,11 @@ class ClusterFacts:
             )
 
     def heard(self, epoch: int, cluster_id: str = "") -> None:
-        """The coordinator gave that epoch, or a node that may know of it; or it is that cluster.
+        """Saves an epoch or cluster id that the coordinator or a node reported.
 
         Raises:
-            InvalidArgumentError: no cluster counts that far.
-            PoolExhaustedError: it cannot be written.
+            InvalidArgumentError: the epoch is larger than MAX_EPOCH.
+            PoolExhaustedError: the journal cannot be written.
         """
         if epoch > MAX_EPOCH:
             raise InvalidArgumentError(
@@ -123,7 +127,7 @@ class ClusterFacts:
             self._put(_NODE + node, dict(identity))
 
     def forget(self, node: str) -> None:
-        """Saves that a node left. If that fails, the node is unreachable after a restart."""
+        """Removes a node that left. If that fails, a restarted daemon lists it as UNREACHABLE."""
         if self._facts.pop(_NODE + node, None) is not None:
             self._drop(_NODE + node)
 
@@ -132,7 +136,7 @@ class ClusterFacts:
         return int(self._facts.get(_COMMITTED + group, 0))
 
     def commit(self, group: str, epoch: int) -> None:
-        """Saves that the group's view of that epoch holds for good. Raises PoolExhaustedError."""
+        """Saves that the group's view of this epoch is committed. Raises PoolExhaustedError."""
         self._put(_COMMITTED + group, epoch)
         known = [key for key in self._facts if key.startswith(_COMMITTED)]
         if len(known) > MAX_COMMITTED:
@@ -142,7 +146,7 @@ class ClusterFacts:
 
     @property
     def owed(self) -> Mapping[str, list[Any]]:
-        """News that an earlier daemon still had to send to other nodes, by key."""
+        """Returns the reports that an earlier daemon had not sent to all nodes, by key."""
         return {
             key.removeprefix(_OWED): value
             for key, value in self._facts.items()
@@ -150,21 +154,24 @@ class ClusterFacts:
         }
 
     def owe(self, key: str, word: list[Any]) -> None:
-        """[uid, job, group, epoch, nodes, lost ranks, left ranks] is to be told. Raises
-        PoolExhaustedError."""
+        """Saves a report that is still to be sent. Raises PoolExhaustedError.
+
+        `word` is [uid, job, group, epoch, nodes, lost ranks, left ranks].
+        """
         self._put(_OWED + key, word)
 
     def told(self, key: str) -> None:
-        """Removes news that every node has heard. If that fails, a restart sends it again."""
+        """Removes a report that all nodes have. If that fails, a restarted daemon resends it."""
         if self._facts.pop(_OWED + key, None) is not None:
             self._drop(_OWED + key)
 
     async def durable(self) -> None:
-        """Returns once all that is known now survives a crash of the host: who was told must find
-        it true afterwards, so whoever tells others waits for this before.
+        """Waits until all present facts would survive a crash of the host.
+
+        Await this before other nodes learn a fact, so that the fact holds after a crash too.
 
         Raises:
-            PoolExhaustedError: the disk does not take it.
+            PoolExhaustedError: the facts cannot be written.
         """
         wanted = self._num_put
         while self._num_durable < wanted:
@@ -173,7 +180,7 @@ class ClusterFacts:
             await asyncio.shield(self._syncing)
 
     async def _sync(self) -> None:
-        """Syncs once for all who wait, on a thread because a disk may take long."""
+        """Syncs once for all callers that wait, on a thread because a disk may take long."""
         try:
             await self._settled()
             journal, count = self._journal, self._num_put
@@ -195,7 +202,7 @@ class ClusterFacts:
             self._syncing = None
 
     def _put(self, key: str, value: Any) -> None:
-        """Writes a fact before it counts; others may hear of it once it is `durable`."""
+        """Writes a fact, then uses it; other nodes may learn the fact after `durable`."""
         journal = self._journal
         if self._anew is None and journal.wants_compaction:
             failed = bool(journal.error)
@@ -223,16 +230,16 @@ class ClusterFacts:
         self._num_put += 1
 
     def _drop(self, key: str) -> None:
-        """Removes a fact; if that cannot be written, a restart still knows it."""
+        """Removes a fact; if the journal cannot be written, a restarted daemon still has it."""
         if self._anew is None:
             self._journal.append([(key, None)])
         elif len(self._late) < MAX_LATE:
             self._late.append((key, None))
 
     def _write_anew(self) -> None:
-        """Starts to replace the journal by a file of the current facts, on a thread.
+        """Starts to replace the journal with a file of the current facts, on a thread.
 
-        Without an event loop it does so at once, because nobody is served then.
+        Without an event loop it blocks instead, because nobody is served yet.
         """
         facts = dict(self._facts)
         try:
@@ -248,7 +255,7 @@ class ClusterFacts:
         finally:
             self._anew = None
             late, self._late = self._late, []
-            if late:  # where that fails the next new file has them
+            if late:  # if this fails, the next new file has these records
                 self._journal.append(late)
 
     async def _settled(self) -> None:
@@ -256,7 +263,7 @@ class ClusterFacts:
             await asyncio.shield(self._anew)
 
     async def end(self) -> None:
-        """Closes the journal; a new file that takes longer than END_S is left to init."""
+        """Closes the journal; waits at most END_S for a new file that is being written."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(END_S):
                 await self._settled()
@@ -277,7 +284,7 @@ def _is_fact(key: str, value: Any) -> bool:
 
 
 def _is_word(value: Any) -> bool:
-    """Whether a journal's value has the form that `owe` writes."""
+    """Returns whether a journal's value has the form that `owe` writes."""
     if not isinstance(value, list) or [type(x) for x in value] != [int, str, str, int, *[list] * 3]:
         return False
     *_, nodes, lost, left = value

@@ -1,4 +1,4 @@
-"""A daemon's identity as it tells other nodes, and as the journal keeps it."""
+"""A daemon's identity, which it sends to other nodes and the journal keeps."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True)
 class NodeIdentity:
-    """A daemon's own description; see node_service.proto."""
+    """A daemon's description of itself; see node_service.proto."""
 
     node: str
     node_id: str = ""
@@ -37,7 +37,7 @@ def fact_of_identity(identity: NodeIdentity) -> dict[str, Any]:
 
 
 def is_identity(fields: Any) -> bool:
-    """Whether a journal's value is what `fact_of_identity` makes."""
+    """Returns whether a journal's value has the form that `fact_of_identity` writes."""
     if not isinstance(fields, dict):
         return False
     wanted = fact_of_identity(NodeIdentity(""))

@@ -1,6 +1,6 @@
-"""A node's place in the cluster: joins the coordinator, reports, and joins again after a loss.
+"""A node's membership of a cluster: joins the coordinator, reports, and rejoins after a loss.
 
-Nothing here can end the daemon: a node whose coordinator is away serves its own jobs.
+A node whose coordinator is unreachable still serves its own jobs.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ep_runtime_server.nodes.registry import Node, NodeState
 
 
 class Standing(enum.Enum):
-    """How a daemon stands with its coordinator. Values are the names on the wire."""
+    """States of a daemon's link to the coordinator; the values are the protocol's names."""
 
     COORDINATOR = "COORDINATOR"
     JOINING = "JOINING"
@@ -38,9 +38,13 @@ class Standing(enum.Enum):
 
 
 class Membership:
-    """Attributes:
-    link, since_s, error: how we stand with the coordinator, since when, and why.
-    lease_id: of the last join; empty before.
+    """A node's membership of the coordinator's cluster.
+
+    Attributes:
+        link: the state of the link to the coordinator.
+        since_s: since when the link has this state.
+        error: the reason for the state; empty if the node has joined.
+        lease_id: the lease of the last join; empty before the first join.
     """
 
     def __init__(
@@ -70,12 +74,14 @@ class Membership:
         self._doubted = asyncio.Event()
 
     def doubt(self) -> None:
-        """Makes the node report now, because its list is old: its lease is unknown, or a node is
-        not in the list. It joins again if the report is refused."""
+        """Makes the node report at once, because its lease or its list of nodes may be outdated.
+
+        The node joins again if the coordinator refuses the report.
+        """
         self._doubted.set()
 
     def nodes(self) -> list[Node]:
-        """As the coordinator told lately; of itself and of us we know better."""
+        """Returns the coordinator's latest list, with our own states of it and of this node."""
         found = [node for node in self._nodes if not node.coordinator]
         ours = Node(self._identity, NodeState.JOINED, self.since_s)
         if self.link in (Standing.JOINING, Standing.REFUSED):
@@ -108,7 +114,7 @@ class Membership:
                 await self._report()
                 continue
             except RuntimeUnavailableError as error:
-                # A node that never joined loses nothing.
+                # LOST is only for a node that had joined.
                 self._stand(
                     Standing.JOINING if self.link is Standing.JOINING else Standing.LOST, str(error)
                 )
@@ -116,7 +122,7 @@ class Membership:
             except EpRuntimeError as error:
                 self._stand(Standing.REFUSED, str(error))
                 wait_s, pause_s = limits.NODE_REFUSED_RETRY_S, limits.NODE_RETRY_FIRST_S
-            # Nodes that lost the same coordinator must not come back in one moment.
+            # Wait a random time, so that not all nodes of a lost coordinator rejoin at once.
             await asyncio.sleep(wait_s * random.uniform(0.8, 1.2))
 
     async def _join(self) -> None:
@@ -131,7 +137,7 @@ class Membership:
         self._stand(Standing.JOINED, "")
 
     async def _report(self) -> None:
-        """Renews the lease; returns if the coordinator restarted and no longer knows it."""
+        """Renews the lease until the coordinator no longer knows it, as after a restart."""
         while True:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(limits.NODE_REPORT_INTERVAL_S):
@@ -162,7 +168,7 @@ class Membership:
         self._nodes = [messages.node_from_proto(message, now) for message in nodes]
 
     def _stand(self, link: Standing, error: str) -> None:
-        """Adds one event when the standing changes."""
+        """Sets the link's state, and adds an event if it changed."""
         before, self.error = self.link, error
         if link is before:
             return
@@ -182,7 +188,7 @@ class Membership:
         )
 
     async def leave(self) -> None:
-        """Leaves the cluster, within a short time limit."""
+        """Leaves the cluster within NODE_LEAVE_S."""
         if self.link is Standing.JOINED:
             request = pb.LeaveClusterRequest(node=self._identity.node, lease_id=self.lease_id)
             try:
@@ -193,5 +199,5 @@ class Membership:
                     request,
                     within_s=limits.NODE_LEAVE_S,
                 )
-            except EpRuntimeError as error:  # the lease ends by itself
+            except EpRuntimeError as error:  # the lease will expire
                 logging.getLogger(__name__).info("no goodbye: %s", error)

@@ -1,4 +1,4 @@
-"""Nodes as protobuf messages, and back; what another daemon sent may be anything."""
+"""Converts nodes to protobuf messages, and back; checks messages of other daemons."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def identity_to_proto(identity: NodeIdentity) -> node_service_pb2.NodeIdentity:
 
 
 def identity_from_proto(message: node_service_pb2.NodeIdentity) -> NodeIdentity:
-    """Raises InvalidArgumentError naming the field that no daemon sends."""
+    """Converts an identity. Raises InvalidArgumentError naming a malformed field."""
     versions = tuple(message.api_versions[: MAX_API_VERSIONS + 1])
     texts = {
         name: getattr(message, name)
@@ -66,7 +66,7 @@ def node_to_proto(node: Node, now_s: float) -> node_service_pb2.NodeInfo:
 
 
 def node_from_proto(message: node_service_pb2.NodeInfo, now_s: float) -> Node:
-    """As the coordinator tells of it; a state that this version does not know is UNREACHABLE."""
+    """Converts a node of the coordinator's list; an unknown state becomes UNREACHABLE."""
     known = {
         node_service_pb2.NodeState.Value(f"NODE_STATE_{state.value}"): state for state in NodeState
     }

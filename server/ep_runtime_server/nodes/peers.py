@@ -1,4 +1,4 @@
-"""Calls to the daemons of other nodes: one channel each, our certificate, bounded waits."""
+"""Calls other nodes' daemons, on one channel per node, with our certificate and a time limit."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _ADMIN_SERVICE = admin_service_pb2.DESCRIPTOR.services_by_name["AdminService"]
 
 
 async def _at_once() -> None:
-    """Waits for nothing, for a daemon that has nothing to write first."""
+    """Returns at once, for a daemon that has nothing to write before it calls."""
 
 
 class Peers:
-    """Lives on the event loop's thread."""
+    """The channels to other nodes' daemons. For the event loop's thread only."""
 
     def __init__(
         self,
@@ -36,8 +36,7 @@ class Peers:
         seal: Seal | None = None,
         before_asking: Callable[[], Awaitable[None]] = _at_once,
     ) -> None:
-        """`seal` goes on every request of plain TCP, where there is one; `before_asking()` returns
-        once what we know may be told."""
+        """`seal` seals requests on plain TCP, if set; each call first awaits `before_asking()`."""
         self._seal = seal
         self._before_asking = before_asking
         self._certificates = certificates
@@ -46,9 +45,9 @@ class Peers:
         self._silent: dict[str, tuple[float, float]] = {}  # first and last failure in a row
 
     def silent_since_s(self, address: str, heard_s: float) -> float | None:
-        """Returns when calls to the node began to fail.
+        """Returns since when calls to an address have failed, on the monotonic clock.
 
-        None if the last one got an answer, failed long ago, or it was heard of since.
+        None if the last call got an answer or failed long ago, or the node reported since then.
         """
         if address not in self._silent:
             return None
@@ -67,7 +66,7 @@ class Peers:
             return grpc.aio.insecure_channel(address, options=wire.channel_options([]))
         tls = self._certificates.tls
         credentials = grpc.ssl_channel_credentials(tls.authority, tls.key, tls.certificate)
-        # The certificate says which node it is; by which address it is reached says less.
+        # Check the node's name in the certificate, not the address that we call.
         extra = [("grpc.ssl_target_name_override", name)] if name else []
         options = wire.channel_options(extra)
         return grpc.aio.secure_channel(address, credentials, options=options)
@@ -75,10 +74,10 @@ class Peers:
     async def ask(
         self, name: str, address: str, method: str, request: Any, *, within_s: float
     ) -> Any:
-        """The answer of one unary RPC of NodeService, as `ask_on` gives its bytes.
+        """Calls a unary RPC of NodeService, and returns the parsed answer.
 
         Raises:
-            EpRuntimeError: as `ask_on`, or the answer is none.
+            EpRuntimeError: see `ask_on`; or the answer cannot be parsed.
         """
         data = await self.ask_on(name, address, method, request, within_s=within_s)
         method_type = _NODE_SERVICE.methods_by_name[method]
@@ -92,15 +91,15 @@ class Peers:
     async def ask_on(
         self, name: str, address: str, method: str, request: Any, *, within_s: float
     ) -> bytes:
-        """The answer's bytes of a unary RPC: NodeService's, or a reading one of AdminService.
+        """Calls a unary RPC of NodeService or AdminService, and returns the answer's bytes.
 
         Args:
-            name: which node must answer; "" for whoever has a certificate for the address.
+            name: the node that must answer; "" for any daemon with a certificate for the address.
 
         Raises:
-            RuntimeUnavailableError: no answer; `fields` has node, address and since_s, the time
-                since the calls to that address began to fail.
-            EpRuntimeError: what the other daemon raised.
+            RuntimeUnavailableError: no answer; `fields` has node, address and since_s, for how
+                long calls to this address have failed.
+            EpRuntimeError: the other daemon raised it.
         """
         await self._before_asking()
         channel: Any = self._channel(name, address)
@@ -114,7 +113,7 @@ class Peers:
         except grpc.aio.AioRpcError as error:
             ours = wire.error_from_rpc(error)
             if not isinstance(ours, RuntimeUnavailableError) or ours.fields:
-                self._silent.pop(address, None)  # it did answer
+                self._silent.pop(address, None)  # the daemon did answer
                 raise ours from error
             now = self._clock.monotonic_s()
             first_s, _ = self._silent.get(address, (now, now))
@@ -134,14 +133,14 @@ class Peers:
         return answer
 
     def _ended(self, error: grpc.aio.AioRpcError) -> str:
-        """Whose certificate has ended, where that may be why a call failed; else empty."""
+        """Returns a reason if a call may have failed because a certificate ended; else ""."""
         if "certificate has expired" in (error.details() or ""):
             return "its certificate has ended, by this host's clock"
-        refused = error.code() is grpc.StatusCode.UNAVAILABLE  # TLS closes the connection unheard
+        refused = error.code() is grpc.StatusCode.UNAVAILABLE  # TLS closes the connection
         return self._certificates.ended if refused and self._certificates is not None else ""
 
     async def renew(self) -> None:
-        """Uses current certificates for new calls; running calls end on their old connections."""
+        """Uses current certificates for new calls; running calls finish on old connections."""
         channels, self._channels = self._channels, {}
         await asyncio.gather(*(c.close(limits.NODE_LEASE_S) for c in channels.values()))
 

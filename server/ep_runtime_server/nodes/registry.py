@@ -1,4 +1,4 @@
-"""The coordinator's list of nodes: who may join, whose lease runs. Knows no socket."""
+"""The coordinator's list of nodes: checks which nodes may join, and watches their leases."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from ep_runtime_server.nodes.identity import NodeIdentity, fact_of_identity, ide
 
 
 class NodeState(enum.Enum):
-    """Values are the names on the wire."""
+    """States of a node; the values are the protocol's names."""
 
     JOINED = "JOINED"
     UNREACHABLE = "UNREACHABLE"
@@ -36,8 +36,10 @@ class NodeState(enum.Enum):
 
 @dataclasses.dataclass
 class Node:
-    """A node as the coordinator knows it; `since_s` and `heard_s` are monotonic, `why` says why it
-    is REFUSED."""
+    """A node in the coordinator's list.
+
+    `since_s` and `heard_s` are monotonic times; `why` is the reason for state REFUSED.
+    """
 
     identity: NodeIdentity
     state: NodeState
@@ -49,11 +51,12 @@ class Node:
 
 
 def check_versions(ours: NodeIdentity, theirs: NodeIdentity) -> None:
-    """Whether two daemons may form groups together: one protocol version, and releases that
-    `wire.work_together`.
+    """Checks that two daemons may form groups together.
+
+    They must share a protocol version, and `wire.work_together` must accept their releases.
 
     Raises:
-        VersionSkewError: names both nodes, the field and both values.
+        VersionSkewError: they may not; the error has both nodes, the field and both values.
     """
     fields: list[tuple[str, Any, Any, bool]] = [
         (
@@ -83,7 +86,7 @@ def check_versions(ours: NodeIdentity, theirs: NodeIdentity) -> None:
 
 
 class Nodes:
-    """Every node but the coordinator joins here, and reports before its lease is over."""
+    """The nodes of the cluster, which join and must report before their leases end."""
 
     def __init__(
         self,
@@ -94,11 +97,11 @@ class Nodes:
         events: EventLog,
         on_gone: Callable[[str], None] = lambda node: None,
     ) -> None:
-        """A coordinator that starts again gives the nodes of before a whole lease's time.
+        """Gives each earlier node a full lease after a restart of the coordinator.
 
-        `version` changes with what `all` says, but for the times.
+        `version` changes with each change of `all()`, except if only times change.
 
-        `on_gone(node)`: it left, is unreachable, or its daemon started again.
+        `on_gone(node)` is called if a node left, is unreachable, or its daemon restarted.
         """
         self._on_gone = on_gone
         self.version = 1
@@ -126,17 +129,17 @@ class Nodes:
         return Node(identity, NodeState.ABSENT, self._clock.monotonic_s())
 
     def all(self) -> list[Node]:
-        """The coordinator first, then by name."""
+        """Returns the coordinator, then all other nodes by name."""
         return [self._self, *(self._nodes[name] for name in sorted(self._nodes))]
 
     def join(self, identity: NodeIdentity) -> Node:
-        """Gives the node a new lease.
+        """Adds a node, or renews its entry, with a new lease.
 
         Raises:
-            InvalidArgumentError: a name that the cluster's file does not have.
+            InvalidArgumentError: the cluster's file lacks the node's name.
             VersionSkewError: see check_versions.
-            GroupBusyError: another daemon of that name lives, or may.
-            PoolExhaustedError: too many nodes, or the journal cannot be written.
+            GroupBusyError: another daemon of this name runs, or may still run.
+            PoolExhaustedError: there are too many nodes, or the journal cannot be written.
         """
         name = identity.node
         check_versions(self._own, identity)
@@ -157,14 +160,14 @@ class Nodes:
         self.version += 1
         again = before is not None and before.identity.incarnation == identity.incarnation
         if again and before is not None and before.state is NodeState.JOINED:
-            node.since_s = before.since_s  # the coordinator was away, not the node
+            node.since_s = before.since_s  # only the coordinator restarted
         if not again:
             self._on_gone(name)
         self._log("cluster.node_joined", node, "joined again" if again else "joined")
         return node
 
     def refused(self, identity: NodeIdentity, why: str) -> None:
-        """A daemon may not join; it is listed with the reason, unless the name is another's."""
+        """Lists a refused daemon with the reason, unless another daemon has the name."""
         name, now = identity.node, self._clock.monotonic_s()
         try:
             self._check_free(identity)
@@ -191,8 +194,8 @@ class Nodes:
         known = self._nodes.get(name)
         if known is not None and known.state is NodeState.JOINED:
             holder = known.identity
-        # The id is in the node's directory, which one daemon locks on one host; copies do not
-        # count.
+        # A daemon with the same ids is the same node restarted: only one daemon at a time can lock
+        # the directory that has the node id. The boot id detects a copy on another host.
         if holder is not None and (holder.node_id, holder.boot_id) != (
             identity.node_id,
             identity.boot_id,
@@ -208,7 +211,7 @@ class Nodes:
             )
 
     def report(self, name: str, lease_id: str) -> None:
-        """Renews a lease. Raises StaleHandleError if it is none of ours."""
+        """Renews a lease. Raises StaleHandleError if the lease is unknown."""
         node = self._nodes.get(name)
         if node is None or not lease_id or node.lease_id != lease_id:
             raise StaleHandleError(
@@ -222,7 +225,7 @@ class Nodes:
             self._log("cluster.node_back", node, "is reachable again")
 
     def leave(self, name: str, lease_id: str) -> None:
-        """Frees the name at once; does nothing unless the node has this lease."""
+        """Removes a node if it has this lease."""
         node = self._nodes.get(name)
         if node is None or not lease_id or node.lease_id != lease_id:
             return
@@ -238,7 +241,7 @@ class Nodes:
             self._nodes[name] = self._absent(name, self._expected[name])
 
     def tick(self) -> None:
-        """Marks who was not heard of, forgets who never came back."""
+        """Marks nodes without reports as UNREACHABLE, and removes those silent for too long."""
         now = self._clock.monotonic_s()
         for name, node in list(self._nodes.items()):
             silent_s = now - node.heard_s
@@ -255,7 +258,7 @@ class Nodes:
             elif node.state is NodeState.UNREACHABLE and silent_s >= limits.NODE_FORGOTTEN_S:
                 self._remove(name)
             elif node.state is NodeState.REFUSED and silent_s >= limits.NODE_LEASE_S:
-                self._remove(name)  # the node asked every few seconds, and has ended
+                self._remove(name)  # it would have asked again if it still ran
 
     def _log(self, kind: str, node: Node, what: str, *, level: int = logging.INFO) -> None:
         identity = node.identity

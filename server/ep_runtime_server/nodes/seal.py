@@ -1,7 +1,7 @@
-"""Replaces certificates on plain TCP: every request proves that its sender has a secret.
+"""Seals requests on plain TCP, which prove without certificates that the sender has a secret.
 
-The secret itself never travels: whoever listens at an address in a daemon's place learns requests
-that he can send once more, and makes none of his own.
+The secret is never sent. An attacker who listens in place of a daemon can only repeat the requests
+it receives, but cannot make new ones.
 """
 
 from __future__ import annotations
@@ -21,24 +21,25 @@ from ep_runtime.errors import InvalidArgumentError, PermissionDeniedError
 KEY = "ep-node-seal"
 MIN_SECRET_BYTES = 16
 MAX_SECRET_BYTES = 4096
-# Requests remembered so that none is answered twice; leases are over before older ones.
+# Remembered nonces, so that no request is answered twice. The leases of older requests have ended
+# by the time their nonces are dropped.
 _MAX_NONCES = 20_000
 
 
 class Seal:
-    """Puts a seal on requests, and looks at those of others."""
+    """Seals our requests, and checks the seals of others' requests."""
 
     def __init__(self, secret: bytes) -> None:
         self._secret = secret
         self._seen: collections.OrderedDict[str, None] = collections.OrderedDict()
 
     def of(self, method: str, data: bytes) -> tuple[tuple[str, str], ...]:
-        """The metadata of a call of `method`, a full name, with these bytes."""
+        """Returns the metadata that seals a call of `method` (its full name) with `data`."""
         nonce = secrets.token_hex(16)
         return ((KEY, f"{nonce}.{self._mac(method, nonce)}.{self._mac(method, nonce, data)}"),)
 
     def check_sender(self, method: str, metadata: Mapping[str, Any]) -> None:
-        """Checks a call's seal before its request is read. Raises PermissionDeniedError."""
+        """Checks the seal of a call before its request is read. Raises PermissionDeniedError."""
         nonce, of_call, _ = _parts(metadata)
         if not hmac.compare_digest(of_call, self._mac(method, nonce)) or nonce in self._seen:
             raise _refused(method)
@@ -47,7 +48,7 @@ class Seal:
             self._seen.popitem(last=False)
 
     def check_request(self, method: str, metadata: Mapping[str, Any], data: bytes) -> None:
-        """Raises PermissionDeniedError if the seal is another request's."""
+        """Checks that the seal is for this request's bytes. Raises PermissionDeniedError."""
         nonce, _, of_request = _parts(metadata)
         if not hmac.compare_digest(of_request, self._mac(method, nonce, data)):
             raise _refused(method)
@@ -75,10 +76,11 @@ def _refused(method: str) -> PermissionDeniedError:
 
 
 def read_secret(path: str) -> bytes:
-    """The secret of a file that is its owner's alone.
+    """Reads the secret from a file that only its owner can read.
 
     Raises:
-        InvalidArgumentError: it cannot be read, others can read it, or it is too short or long.
+        InvalidArgumentError: the file cannot be read, other users can read it, or its secret is
+            too short or too long.
     """
     try:
         with open(files.open_regular(path), "rb") as file:

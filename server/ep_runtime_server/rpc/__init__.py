@@ -1,1 +1,1 @@
-"""gRPC: one servicer per service, the rules of every call, and answers as messages."""
+"""The gRPC servers: a servicer per service, checks of each call, and conversion to messages."""

@@ -1,4 +1,4 @@
-"""AdminService: convert, call, convert."""
+"""Answers the RPCs of AdminService: converts requests, calls the runtime, converts answers."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ Row = TypeVar("Row")
 
 
 def of_any_node(method: Reading) -> Reading:
-    """A reading RPC whose request may name the node that is to answer."""
+    """Wraps a read-only RPC, and forwards requests that name another node to its daemon."""
 
     @functools.wraps(method)
     async def call(self: AdminServicer, request: Any, context: Context) -> Any:
@@ -59,22 +59,21 @@ def of_any_node(method: Reading) -> Reading:
 
 
 class AdminServicer:
-    """See admin_service.proto."""
+    """Implements AdminService; see admin_service.proto."""
 
     may_forward = True
 
     def __init__(
         self, runtime: Runtime, caller_of: Callable[[str], Caller | None] = lambda peer: None
     ) -> None:
-        """`caller_of(peer)` gives orders, by the kernel's word."""
+        """`caller_of(peer)` returns the process that gives an order, as the kernel reports it."""
         self._runtime = runtime
         self._caller_of = caller_of
 
     def _order(
         self, context: Context, command: str, *, reason: str = "", **about: Any
     ) -> GivenOrder:
-        """Identifies the caller who gives the order, and writes the order to the audit file with
-        its details `about`."""
+        """Makes an order of the caller, and writes it to the audit file with details `about`."""
         caller = self._caller_of(context.peer())
         if caller is None:
             raise PermissionDeniedError(f"{command}: the connection that asked for it has ended")
@@ -83,7 +82,7 @@ class AdminServicer:
         return order
 
     def _sees(self, uid: int | None) -> bool:
-        """Whether the caller may know of what is that user's; None if it is nobody's."""
+        """Returns whether the caller may see objects of a user; `uid` None is for no user."""
         return True
 
     def _sessions(self) -> list[SessionRecord]:
@@ -226,7 +225,7 @@ class AdminServicer:
     async def ListEvents(
         self, request: pb.ListEventsRequest, context: Context
     ) -> pb.ListEventsResponse:
-        await self._runtime.events.written()  # events listed now must be listed after a restart too
+        await self._runtime.events.written()  # a restart must not lose listed events
         rows = [
             event
             for event in self._runtime.events.after(request.after_sequence)
@@ -256,7 +255,7 @@ class AdminServicer:
     def _at_its_time(
         self, request: Any, view: Callable[[tuple[GroupRecord, T], Clock], Row]
     ) -> Callable[[tuple[GroupRecord, T]], Row | None]:
-        """Views rows as they are, or were at the request's `age`; None if nobody knows."""
+        """Returns a function that shows rows as of now, or of `age` ago; None if unknown."""
         runtime = self._runtime
         if not request.HasField("age"):
             return lambda row: view(row, runtime.clock)

@@ -1,4 +1,4 @@
-"""GroupService: convert, call, convert."""
+"""Answers the RPCs of GroupService: converts requests, calls the runtime, converts answers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _wait_s(message: pb.CreateGroupRequest | pb.ReportAttachedRequest) -> float:
 
 
 class GroupServicer:
-    """See group_service.proto."""
+    """Implements GroupService; see group_service.proto."""
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime

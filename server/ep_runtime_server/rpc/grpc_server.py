@@ -1,9 +1,8 @@
-"""gRPC's server, such that no path of a request ends it.
+"""Makes gRPC servers that an invalid request path cannot stop.
 
-grpc.aio decodes the path of a call that no registered method takes in the one task that takes all
-calls. Where it is no text, that task ends, and nobody is answered any more: one request of any
-caller, before it shows a token, a seal or anything else. Here such calls never reach that task:
-every method of ours is a registered one, and all others are refused without a look at their names.
+In grpc.aio a single task accepts all calls, and decodes the paths of unregistered methods. A path
+that is not UTF-8 ends this task, so one request without any token would stop the server. This
+module registers all our methods with gRPC, and refuses all other calls without decoding paths.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ class _Calls(cygrpc.AioServer):  # type: ignore[misc]
 
 async def _refuse(call: Any) -> None:
     context = cygrpc._ServicerContext(call, None, None, asyncio.get_running_loop())
-    # Raised by the abort itself, or because the caller is gone.
+    # Raised by the abort itself, or because the caller has disconnected.
     with contextlib.suppress(grpc.aio.BaseError):
         await context.abort(grpc.StatusCode.UNIMPLEMENTED, "Method not found!")
 
@@ -40,9 +39,9 @@ def make_server(
 ) -> grpc.aio.Server:
     """Makes a `grpc.aio.server` for registered methods, as `services.add_to_server` adds them."""
     stock = cygrpc.AioServer
-    if not hasattr(stock, "_request_registered_call"):  # releases where all calls use _request_call
+    if not hasattr(stock, "_request_registered_call"):  # older gRPC: all calls use _request_call
         return grpc.aio.server(interceptors=interceptors, options=options)
-    cygrpc.AioServer = _Calls  # gRPC's releases derive their servers from different classes
+    cygrpc.AioServer = _Calls  # `grpc.aio.server` makes the server from this class
     try:
         return grpc.aio.server(interceptors=interceptors, options=options)
     finally:

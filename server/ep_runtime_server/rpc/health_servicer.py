@@ -1,7 +1,7 @@
-"""grpc.health.v1: whether the daemon admits sessions, for probes that have no token.
+"""Answers grpc.health.v1: whether the daemon admits sessions, for probes without a token.
 
-Not the one of grpcio-health-checking: there a watcher that does not read keeps the lock that every
-change of the state needs.
+Does not use the servicer of grpcio-health-checking, in which a watcher that does not read holds the
+lock that each change of state needs.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _Answer = health_pb2.HealthCheckResponse
 
 
 class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
-    """Health service; NOT_SERVING until `set`."""
+    """The health service, which reports NOT_SERVING until `set(True)`."""
 
     def __init__(self) -> None:
         self._serving = False

@@ -1,7 +1,8 @@
-"""Checks of every RPC: deadline, token and request; and structured errors.
+"""Checks the deadline, token and request of each RPC, and makes errors structured.
 
-A caller is known before a byte of its message is read: gRPC hands a handler of streamed requests
-the call when its metadata is there, and on the wire one message is a stream of one.
+The checks identify a caller before any byte of its message is read. So all methods are registered
+as streams of requests, because gRPC calls such handlers once the metadata is there. On the wire a
+single message is a stream of one.
 """
 
 from __future__ import annotations
@@ -34,14 +35,14 @@ _NO_TOKEN = f"{_SERVICE}SessionService/GetServerInfo"
 _CLOSE = f"{_SERVICE}SessionService/CloseSession"
 _NEEDS_JOB = tuple(f"{_SERVICE}{name}Service/" for name in ("Group", "Layer", "Nccl"))
 
-# Requests with layers or ranks may be long; other long ones are not from our clients.
+# Methods whose requests may be long, because they have layers or ranks.
 _LONG = ("/CreateGroup", "/RestoreGroup", "/RegisterLayers", "/JoinGroup")
 MAX_SHORT_BYTES = 64 << 10
 
-# Time for a caller to send the announced request.
+# Time limit for a caller to send its request after the metadata.
 READ_S = 10.0
 MAX_HEALTH_BYTES = 1024
-# A megabyte of empty messages takes 50 ms.
+# Longer requests are parsed one per turn, because parsing 1 MB of empty messages takes 50 ms.
 PARSED_AT_ONCE_BYTES = 32 << 10
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -51,20 +52,20 @@ _waits: contextvars.ContextVar[Callable[[], str]] = contextvars.ContextVar("wait
 
 
 def current_session() -> SessionRecord:
-    """The session of the RPC being handled on api.sock."""
+    """Returns the session of the present RPC on api.sock."""
     return _current.get()
 
 
 def says_when_ended(text: Callable[[], str]) -> None:
-    """Completes "the daemon ended ..." for a caller of this RPC that still waits."""
+    """Sets how "the daemon ended ..." continues in the error if it ends during this RPC."""
     _waits.set(text)
 
 
 class RpcPolicy(grpc.aio.ServerInterceptor):
-    """Without `sessions` (admin.sock, guarded by its mode) no token is needed.
+    """Checks each call before its handler runs, and converts errors after it.
 
-    Health needs none either: its answers count against nobody, its streams have a limit of their
-    own.
+    Calls need a session token only if `sessions` is set; the mode of admin.sock guards it instead.
+    Health calls need no token either, and have their own limit.
     """
 
     def __init__(
@@ -76,14 +77,20 @@ class RpcPolicy(grpc.aio.ServerInterceptor):
         seal: Seal | None = None,
         before_work: Callable[[], None] = lambda: None,
     ) -> None:
-        """`before_answer(method)` runs when a unary call did its work; it may still refuse, as
-        `before_work()` may before anything is looked at.
-        `uid_of(peer)` is the user behind a connection of sessions, by the kernel's word;
-        every request has the `seal`, where there is one."""
+        """Sets the checks.
+
+        Args:
+            sessions: authenticates callers; None if no token is needed.
+            before_answer: called after a unary call's work; may raise to refuse.
+            admission: counts and limits calls.
+            uid_of: returns the user of a connection of sessions, as the kernel reports it.
+            seal: checks the seal of each request, if set.
+            before_work: called before a unary call; may raise to refuse.
+        """
         self._sessions = sessions
         self._before_answer = before_answer
         self._admission = admission
-        self._parsing = asyncio.Lock()  # bytes per turn of long requests, so that others get turns
+        self._parsing = asyncio.Lock()  # parse one long request at a time
         self._uid_of = uid_of
         self._seal = seal
         self._before_work = before_work
@@ -91,24 +98,24 @@ class RpcPolicy(grpc.aio.ServerInterceptor):
         self._ending = False
 
     def end(self) -> None:
-        """Ends waiting calls with RuntimeUnavailableError, before the server is stopped."""
+        """Ends running calls with RuntimeUnavailableError, before the server is stopped."""
         self._ending = True
         for task in self._under_way:
             task.cancel()
 
     async def _handled(self, method: str, work: Awaitable[Any]) -> Any:
-        """Returns what `work` returns; RuntimeUnavailableError if the daemon ends before."""
+        """Awaits `work`; raises RuntimeUnavailableError if the daemon ends first."""
         task = asyncio.current_task()
         assert task is not None
         self._under_way.add(task)
         try:
             return await work
         except asyncio.CancelledError:
-            if not self._ending:  # cancelled because the caller has gone
+            if not self._ending:  # cancelled because the caller disconnected
                 raise
             task.uncancel()
             text = _waits.get(lambda: f"before it answered {method.rpartition('/')[2]}")()
-            # Without fields, as of a daemon that does not answer: clients look for the next one.
+            # Without fields, so that clients treat the daemon as gone and look for the next one.
             raise RuntimeUnavailableError(f"the daemon ended {text}") from None
         finally:
             self._under_way.discard(task)
@@ -152,7 +159,8 @@ class RpcPolicy(grpc.aio.ServerInterceptor):
                 return _failure_of(method, error)
 
         async def call(requests: AsyncIterator[bytes], context: Context) -> Any:
-            # gRPC keeps the aborting frame until a collection, so it must not hold the request.
+            # gRPC keeps the frame that aborts until a garbage collection, so that frame must not
+            # hold the request.
             answer = await answered(requests, context)
             return await _abort(context, answer) if isinstance(answer, wire.RpcFailure) else answer
 
@@ -174,16 +182,16 @@ class RpcPolicy(grpc.aio.ServerInterceptor):
                 return
             except Exception as error:  # noqa: BLE001 - the one place where errors become statuses
                 failure = _failure_of(method, error)
-            request = None  # gRPC keeps this frame until a collection, so free the request
+            request = None  # free it: gRPC keeps this frame until a garbage collection
             await _abort(context, failure)
 
         return call
 
     def _counted(self, context: Context, method: str) -> AdmittedCall:
-        """Counts a call until its answer is read or its caller ends. Raises PoolExhaustedError."""
+        """Counts a call until the caller has its answer or ends. Raises PoolExhaustedError."""
         peer = context.peer()
         uid = self._uid_of(peer)
-        # The caller is a host of the cluster, or a user who may give orders.
+        # Without a uid the caller is a host of the cluster, or a user who may give orders.
         user = f"uid {uid}" if uid is not None else peer.rpartition(":")[0]
         if method.startswith(_SERVICE):
             call = self._admission.call(user)
@@ -205,7 +213,7 @@ class RpcPolicy(grpc.aio.ServerInterceptor):
     ) -> AsyncIterator[Any]:
         """Authenticates the caller, waits for room, and reads the request."""
         if self._sessions is not None and method == _NO_TOKEN:
-            yield handler.request_deserializer(b"")  # it has no fields; whatever came is not read
+            yield handler.request_deserializer(b"")  # has no fields, so do not read it
             return
         session = None
         if self._sessions is not None:
@@ -233,7 +241,7 @@ class RpcPolicy(grpc.aio.ServerInterceptor):
             else:
                 request = _parsed(method, handler, data)
             if session is not None and method != _CLOSE:
-                session.check_live()  # it may have ended while its request was on its way
+                session.check_live()  # may have ended while we read the request
             yield request
         finally:
             call.room.give(held)
@@ -275,7 +283,7 @@ def _parsed(method: str, handler: Any, data: bytes) -> Any:
 
 
 async def _read(requests: AsyncIterator[bytes], handler: Any) -> Any:
-    """Reads a request of the health service, whoever sent it."""
+    """Reads and parses a request of the health service, from any caller."""
     data = await _next(requests)
     if len(data) > MAX_HEALTH_BYTES:
         raise InvalidArgumentError(f"a health request is at most {MAX_HEALTH_BYTES} bytes")
@@ -283,10 +291,10 @@ async def _read(requests: AsyncIterator[bytes], handler: Any) -> Any:
 
 
 def _failure_of(method: str, error: Exception) -> wire.RpcFailure:
-    """Returns what the caller gets. Raises again if it was answered, or the caller is gone."""
+    """Converts an error to a status; raises it if the caller was answered or disconnected."""
     if isinstance(error, (grpc.aio.AbortError, grpc.aio.InternalError)):
         raise error
-    # A method of a newer gRPC service that we do not have.
+    # A method of a gRPC service that we do not implement, such as in a newer health service.
     if isinstance(error, NotImplementedError):
         return wire.RpcFailure(grpc.StatusCode.UNIMPLEMENTED, f"{method} is not served", ())
     if isinstance(error, LostError):
@@ -299,13 +307,13 @@ def _failure_of(method: str, error: Exception) -> wire.RpcFailure:
         failure = wire.error_to_status(ours)
     else:
         failure = wire.error_to_status(error)
-    # The error's frames hold the request, in cycles that only a collection frees.
+    # Drop the error's frames, which hold the request in cycles until a garbage collection.
     error.__traceback__ = error.__cause__ = error.__context__ = None
     return failure
 
 
 async def _abort(context: Context, failure: wire.RpcFailure) -> None:
-    """Tells the caller; one that went away in the meantime hears nothing, and nothing is logged."""
+    """Sends a failure to the caller; does not log if the caller has disconnected."""
     if context.done():
         raise asyncio.CancelledError
     await context.abort(*failure)

@@ -1,4 +1,4 @@
-"""LayerService: convert, check what a user may register, call, convert."""
+"""Answers the RPCs of LayerService, and checks a user's limits before layers are registered."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from ep_runtime_server.rpc.interceptor import current_session
 from ep_runtime_server.rpc.paging import page
 from ep_runtime_server.runtime import Runtime
 
-Context = grpc.aio.ServicerContext[Any, Any]
-# A layer is some 40 bytes on the wire and some 160 in the journal.
+Context = grpc.aio.ServicerContext
+# A layer has about 40 bytes in a request and about 160 in the journal.
 _JOURNAL_GROWTH = 5
 
 
 class LayerServicer:
-    """See layer_service.proto."""
+    """Implements LayerService; see layer_service.proto."""
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
@@ -80,11 +80,11 @@ def _admit(
     generation: int,
     request_bytes: int,
 ) -> None:
-    """Whether the session may register as many layers as take `request_bytes` on the wire.
+    """Checks that the session may register the layers of a request of `request_bytes`.
 
     Raises:
         StaleHandleError, PermissionDeniedError: see GroupRecord.member.
-        PoolExhaustedError: the user's limit, or the journal's.
+        PoolExhaustedError: over the user's limit, or the journal has no space.
     """
     group.member(session, generation)
     growth = _JOURNAL_GROWTH * request_bytes
@@ -101,11 +101,11 @@ async def _register(
     *,
     replace: bool,
 ) -> tuple[list[RegisteredLayer], list[RegisteredLayer]]:
-    """Registers as `LayerTable.register`, and notes it in journal and log.
+    """Registers layers as `LayerTable.register`, and adds them to the journal and the events.
 
     Raises:
-        PoolExhaustedError: the user's limit, or that of handles on a board.
-        InvalidArgumentError, SpecMismatchError: as `LayerTable.register`.
+        PoolExhaustedError: over the user's limit, or the board has too few handles left.
+        InvalidArgumentError, SpecMismatchError: see `LayerTable.register`.
     """
     before = len(group.layers.history)
     answer = await group.layers.register(

@@ -1,4 +1,4 @@
-"""NcclService: convert, call, convert."""
+"""Answers the RPCs of NcclService: converts requests, calls the runtime, converts answers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class NcclServicer:
-    """See nccl_service.proto."""
+    """Implements NcclService; see nccl_service.proto."""
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
@@ -38,7 +38,7 @@ class NcclServicer:
         version, error = request.nccl_version, printable(request.error)
         check_printable("nccl_version", version, limits.MAX_VERSION_BYTES)
         runtime.unique_ids.report(session, group, request.generation, version, error)
-        # Groups that move rows by windows, as nvlink, go on without communicators.
+        # Groups with transport="nvlink" work without communicators: windows carry their rows.
         if error and group.spec.transport != "nvlink" and group.state is State.READY:
             runtime.groups.disconnected(group, session, error)
         return pb.ReportCommunicatorsResponse()

@@ -1,4 +1,4 @@
-"""Pages of a list. A token is the position behind the page; lists only grow at their ends."""
+"""Splits lists into pages. A page token is the index of the next item."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ep_runtime_server.base.pacing import paced
 
 DEFAULT_PAGE = 1000
 MAX_PAGE = 10_000
-# A page ends with the row that reaches it: rows of large groups are long.
+# A page ends with the row that reaches this size, because rows of large groups are long.
 PAGE_BYTES = 2 << 20
 
 T = TypeVar("T")
@@ -23,15 +23,14 @@ Row = TypeVar("Row", bound=Message | None)
 async def page(
     items: Iterable[T], page_size: int, page_token: str, to_row: Callable[[T], Row]
 ) -> tuple[list[Row], str]:
-    """Rows of one page of `items`, PAGE_BYTES or the last of them more, and the token of the next;
-    "" behind the last.
+    """Returns the rows of one page of `items`, and the next page's token ("" after the last).
 
     Args:
-        items: must not change meanwhile: others have their turns between two rows.
-        to_row: only called for items of the page.
+        items: must not change during the call, which awaits between rows.
+        to_row: converts an item; called only for the items of the page.
 
     Raises:
-        InvalidArgumentError: a size or token that no answer carried.
+        InvalidArgumentError: the size is out of range, or the token is not from an answer.
     """
     if not 0 <= page_size <= MAX_PAGE:
         raise InvalidArgumentError(

@@ -1,4 +1,4 @@
-"""The read-only AdminService, for other nodes' daemons and for sessions."""
+"""A read-only AdminService, for other nodes' daemons and for sessions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ep_runtime_server.callers.sessions import SessionRecord
 from ep_runtime_server.rpc.admin_servicer import AdminServicer
 from ep_runtime_server.rpc.interceptor import current_session
 
-# RPCs that only read. All others are orders.
+# RPCs that only read; all other RPCs are orders.
 READINGS = frozenset(
     {
         "GetStatus",
@@ -28,13 +28,16 @@ READINGS = frozenset(
 
 
 class ReadingServicer(AdminServicer):
-    """Other nodes' daemons read, and order nothing; nothing is asked on of a third node."""
+    """AdminService for other nodes' daemons: refuses orders, and does not forward to a node."""
 
     may_forward = False
 
 
 class SessionReadingServicer(ReadingServicer):
-    """Over api.sock a user reads what is his, and root and the daemon's own user all of it."""
+    """AdminService on api.sock: users see only their own objects.
+
+    Root and the daemon's user see all of them.
+    """
 
     @property
     def may_forward(self) -> bool:  # type: ignore[override]
@@ -48,12 +51,12 @@ class SessionReadingServicer(ReadingServicer):
         return self._reads_all or uid == current_session().uid
 
     def _sessions(self) -> list[SessionRecord]:
-        """Sessions without the asking one, which exists for this call only."""
+        """Returns all sessions except the caller's, which exists for this call only."""
         return [session for session in super()._sessions() if session is not current_session()]
 
 
 def refuse_orders(servicer: type[AdminServicer]) -> None:
-    """Makes every RPC of the service but READINGS one that is refused."""
+    """Makes all RPCs of the service raise PermissionDeniedError, except READINGS."""
     for method in pb.DESCRIPTOR.services_by_name["AdminService"].methods:
         if method.name not in READINGS:
             setattr(servicer, method.name, _refused(method.name))

@@ -1,4 +1,4 @@
-"""SessionService: convert, call, convert."""
+"""Answers the RPCs of SessionService: converts requests, calls the runtime, converts answers."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class NewerStreamError(EpRuntimeError):
-    """The session has another stream by now. The client knows the code alone."""
+    """Ends a stream because the session has a newer one; clients see only the gRPC code."""
 
     grpc_code = "ABORTED"
 
 
 class SessionServicer:
-    """See session_service.proto."""
+    """Implements SessionService; see session_service.proto."""
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime

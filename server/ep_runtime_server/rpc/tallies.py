@@ -1,4 +1,4 @@
-"""Converts times and loads of ranks' calls to messages. Changes nothing."""
+"""Converts times and loads of ranks' calls to messages."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ep_runtime_server.rpc import views
 
 
 def ranks(groups: Iterable[GroupRecord]) -> list[tuple[GroupRecord, int]]:
-    """World ranks of this node whose groups have a board."""
+    """Returns (group, world rank) of this node's ranks whose groups have a board."""
     return [row for row in views.ranks(groups) if row[0].has_windows]
 
 

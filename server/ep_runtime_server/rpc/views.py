@@ -1,4 +1,4 @@
-"""Converts sessions, groups and memory to messages. Changes nothing."""
+"""Converts sessions, groups and memory to messages."""
 
 from __future__ import annotations
 
@@ -112,7 +112,10 @@ def group_info(
     nccl: tuple[str, str],
     gpu_index: Callable[[str], int | None],
 ) -> pb.GroupInfo:
-    """`nccl`: version and state of its communicators; `gpu_index`: of a device's name."""
+    """Converts a group to a message.
+
+    `nccl` is (version, state) of its communicators; `gpu_index(name)` returns a GPU's index.
+    """
     return pb.GroupInfo(
         group=group(item, clock),
         num_layers=item.layers.num_layers,
@@ -142,7 +145,7 @@ def _poison_reason(group: GroupRecord) -> str:
 
 
 def generation_of(group: GroupRecord) -> dict[str, Any]:
-    """Returns the fields that name a group and its generation."""
+    """Returns a message's fields that name a group and its generation."""
     owner = group.owner
     return {
         "group": owner.name,
@@ -162,7 +165,7 @@ def layer_info(row: tuple[GroupRecord, RegisteredLayer]) -> pb.LayerInfo:
 
 
 def handles(groups: Iterable[GroupRecord], layer: str) -> Iterator[tuple[GroupRecord, Handle]]:
-    """Yields handles of one layer or stack, or of all."""
+    """Yields the handles of one layer or stack; of all if `layer` is empty."""
     for item in groups:
         for handle in item.layers.handles():
             if not layer or layer in (handle.layer, handle.layer.rpartition("[")[0]):
@@ -184,7 +187,7 @@ def handle_info(row: tuple[GroupRecord, Handle], clock: Clock) -> pb.HandleInfo:
 
 
 def _handle_record(group: GroupRecord, index: int) -> HandleRecord | None:
-    """Reads a handle's record; None without a board or if it is impossible."""
+    """Reads a handle's record; None if there is no board or the record is malformed."""
     windows = group.windows
     if windows is None or windows.board is None:
         return None
@@ -234,7 +237,7 @@ def event(item: Event) -> pb.EventInfo:
 
 
 def ranks(groups: Iterable[GroupRecord]) -> list[tuple[GroupRecord, int]]:
-    """World ranks that are not other nodes', whose boards tell of them."""
+    """Returns (group, world rank) of this node's ranks, which its boards have."""
     return [(item, rank) for item in groups for rank in item.local_ranks]
 
 
