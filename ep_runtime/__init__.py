@@ -1,8 +1,8 @@
-"""Expert parallelism for JAX with windows that a daemon owns: `import ep_runtime as ep`.
+"""Expert parallelism for JAX, with a daemon that owns the shared memory of MoE layers.
 
-Importing this package loads neither JAX nor native code; a name does so when it is first used.
-The names, by the module that brings them, are the table below; `__init__.pyi` repeats it for type
-checkers and editors.
+Import it as `import ep_runtime as ep`. The import loads neither JAX nor native code; the first use
+of a name loads its module. The table below lists the names by module, and `__init__.pyi` repeats
+them for type checkers and editors.
 """
 
 from __future__ import annotations
@@ -85,8 +85,8 @@ _SUBMODULES = {
     "recipes": "ep_runtime_client.ops.quantize.formats.recipes",
     "sharding": "ep_runtime_client.modules.sharding",
 }
-# Modules that need the extras flax or optax, or other projects; `from ep_runtime import *` omits
-# them.
+# Modules that need the pip extras flax or optax, or other projects. `from ep_runtime import *`
+# omits them.
 _OPTIONAL_SUBMODULES = {
     "integrations": "ep_runtime_client.integrations",
     "linen": "ep_runtime_client.modules.linen",

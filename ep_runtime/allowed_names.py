@@ -1,8 +1,8 @@
-"""Checks names that other users read, and shows any name safely.
+"""Checks names that users choose, and shows names safely to other users.
 
-Whoever operates a daemon sees, completes and pastes names that its users chose. So what is new must
-consist of characters that neither a shell nor an option parser reads. A name that an older version
-allowed stays valid; people see it quoted.
+Operators of a daemon see, complete and paste names of its users. So new names may only have
+characters that are special neither to a shell nor to an option parser. Other names that an older
+version allowed stay valid, and are shown quoted.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ MAX_NAME_BYTES = 120
 MAX_LABELS = 32
 MAX_LABEL_BYTES = 256
 
-# Letters and marks that no terminal draws.
+# Letters and marks that terminals do not draw.
 _UNSEEN = (
     "\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180d\u180f\u3164\ufe00-\ufe0f\uffa0"
     "\U000e0100-\U000e01ef"
 )
-_MARK = "\u0300"  # stands for every mark; a pile of them is drawn over other lines
+_MARK = "\u0300"  # stands for any mark; many marks on one letter are drawn over other lines
 _CHAR = rf"(?:[^\W{_UNSEEN}]{_MARK}{{0,3}}|[.:/@+-])"
 _START = "(?![:@+-])"
 _PLAIN = rf"{_START}{_CHAR}+"
@@ -51,7 +51,7 @@ def _is_mark(char: str) -> bool:
 
 
 def check_name(kind: str, name: str) -> None:
-    """Raises InvalidArgumentError unless `name` is printable text, non-empty and short enough."""
+    """Raises InvalidArgumentError unless `name` is non-empty printable text, not too long."""
     if not isinstance(name, str):
         raise InvalidArgumentError(f"{kind} name must be text, got {name!r}", argument="name")
     if not 1 <= len(name.encode(errors="replace")) <= MAX_NAME_BYTES or not name.isprintable():
@@ -63,11 +63,11 @@ def check_name(kind: str, name: str) -> None:
 
 
 def check_new_name(kind: str, name: str) -> None:
-    """Raises InvalidArgumentError for a name that no new object may have.
+    """Raises InvalidArgumentError if a new object may not have this name.
 
     Args:
         kind: "group", "layer" (or stack), or "job".
-        name: what it is to be called.
+        name: the new object's name.
     """
     check_name(kind, name)
     if not _matches(_PATTERNS[kind], name):
@@ -79,7 +79,7 @@ def check_new_name(kind: str, name: str) -> None:
 
 
 def check_new_labels(labels: Mapping[str, str]) -> None:
-    """Raises InvalidArgumentError for labels that no new session may have."""
+    """Raises InvalidArgumentError if a new session may not have these labels."""
     if len(labels) > MAX_LABELS:
         raise InvalidArgumentError(
             f"labels must be at most {MAX_LABELS}, got {len(labels)}", argument="labels"
@@ -95,19 +95,19 @@ def check_new_labels(labels: Mapping[str, str]) -> None:
 
 
 def shown(name: str) -> str:
-    """The name as people see it: quoted where it is none that could be made now."""
+    """Returns a name for people: quoted if `check_new_name` would refuse it."""
     return name if _matches(_SHOWN, name) else quoted(name)
 
 
 def quoted(name: str) -> str:
-    """The name as one word of a shell line that runs nothing, in bash, zsh and fish.
+    """Quotes a name as one safe word for bash, zsh and fish.
 
-    bash and zsh read it as the name; fish refuses the line where the name has a quote, a backslash
-    or a character that does not print.
+    bash and zsh read the word as the name. fish refuses it if the name has a quote, a backslash or
+    a character that does not print.
     """
     if name.isprintable() and not {"'", "\\"} & {*name}:
         return f"'{name}'"
-    # fish ends '...' at \\', so nothing in it may be a backslash before a quote.
+    # In fish, \\' is an escaped backslash and the end of '...', so escape both characters.
     return "$'" + "".join(_escaped(char) for char in name) + "'"
 
 

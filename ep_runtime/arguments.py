@@ -1,4 +1,4 @@
-"""Arguments that users give: names that exist, numbers of the right kind and size."""
+"""Checks arguments of users: known keywords, and numbers of the right kind and size."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _R = TypeVar("_R")
 def suggests(
     also: Iterable[str] = (), *, removed: Mapping[str, str] = MappingProxyType({})
 ) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
-    """Makes the TypeError of an unknown keyword name the closest one.
+    """Decorates a function so that its TypeError for an unknown keyword suggests a known one.
 
     Args:
-        also: keywords that the function takes as `**arguments`.
-        removed: keywords that it had once, and what to write instead; see `refuse_removed`.
+        also: keywords that the function accepts through `**arguments`.
+        removed: former keywords, and what to write instead; see `refuse_removed`.
     """
 
     def decorate(function: Callable[_P, _R]) -> Callable[_P, _R]:
@@ -49,7 +49,7 @@ def suggests(
 
 
 def refuse_removed(name: str, removed: Mapping[str, str]) -> None:
-    """Raises InvalidArgumentError with the new spelling if `removed` has the keyword."""
+    """Raises InvalidArgumentError, with what to write instead, for a removed keyword."""
     if name in removed:
         raise InvalidArgumentError(
             f"{name}= is gone since version 0.2; write {removed[name]}", argument=name
@@ -57,10 +57,10 @@ def refuse_removed(name: str, removed: Mapping[str, str]) -> None:
 
 
 def check_whole(argument: str, value: Any, least: int = 1) -> int:
-    """`value` as an int.
+    """Returns `value` as an int.
 
     Raises:
-        InvalidArgumentError: no integer, or less than `least`.
+        InvalidArgumentError: `value` is not an integer, or less than `least`.
     """
     whole = as_int(argument, value)
     check_at_least(argument, whole, least)
@@ -78,7 +78,7 @@ def as_int(argument: str, value: Any) -> int:
 
 
 def check_at_least(argument: str, value: Any, least: float) -> None:
-    """Raises InvalidArgumentError unless `value` is a number of at least `least`; no NaN."""
+    """Raises InvalidArgumentError unless `value` is a number (not NaN) of at least `least`."""
     if not isinstance(value, numbers.Real) or math.isnan(value):
         raise InvalidArgumentError(f"{argument} must be a number, got {value!r}", argument=argument)
     if value < least:

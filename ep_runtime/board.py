@@ -1,17 +1,19 @@
-"""Geometry of a group's shared memory, and the daemon's side of its board.
+"""Layout of a group's shared memory, and the daemon's writes to its board.
 
-A group owns one *window* per world rank (the rank's staging memory) and one *board*: a page set
-that every process of the group and the daemon map. Clients write telemetry to the board and meet
-in it; the daemon formats it, reads records from it and poisons it, and never waits on it.
+A group has one *window* per world rank (the rank's staging memory) and one *board*: memory that the
+daemon and all processes of the group map. Clients write telemetry to the board and synchronize
+through it. The daemon formats the board, reads records from it and poisons it, but never waits for
+it.
 
-The structs are in `board_abi.py`, what is read off a board in `board_records.py`. Nothing here
-needs JAX or the native library. Letters: `layout.py`; W ranks of the world, D domains, W = D * N.
-In a group with `node_size`, only a node's part of an EP group shares windows. So here N is
-node_size, T the tokens of all ranks of a rail and E the experts of a node. A host has windows for
-its own ranks and one board for all.
+`board_abi.py` has the structs, and `board_records.py` reads records. This module does not need JAX
+or the native library. Letters: `layout.py`; W ranks of the world, D domains, W = D * N.
+In a group with `node_size`, only the ranks of an EP group on one node share windows. In this module
+N is then node_size, T the tokens of all ranks of a rail, and E the experts of a node. A host has
+windows of its own ranks, and one board.
 
-Window: `lanes` lanes. Lane: `lane_rows` rows of H * B bytes, entries [N][T * max_top_k * 8], counts
-[N][(E + 2 * N) * 4]; each source's entries and counts start on a 64-byte line, each lane on a page.
+A window has `lanes` lanes. A lane has `lane_rows` rows of H * B bytes, then entries
+[N][T * max_top_k * 8], then counts [N][(E + 2 * N) * 4]. Each source's entries and counts start on
+a 64-byte line, each lane on a page.
 """
 
 from __future__ import annotations
@@ -95,14 +97,17 @@ __all__ = [
 
 @dataclasses.dataclass(frozen=True)
 class By:
-    """The process that had a generation poisoned, both 0 if unknown; `note` has host and reason."""
+    """The process that ordered a poison; uid and pid are 0 if unknown.
+
+    `note` has the order's host and reason.
+    """
 
     uid: int
     pid: int
     note: str = ""
 
     def told(self, command: str) -> str:
-        """Text that names who ran that command, for the end of a message."""
+        """Returns a text that says who ran `command`, for the end of a message."""
         who = f"uid {self.uid} (pid {self.pid})" if self.uid or self.pid else "an operator"
         return f"by {who} with {command}{self.note}"
 
@@ -112,7 +117,7 @@ NOBODY = By(0, 0)
 
 @dataclasses.dataclass(frozen=True)
 class BoardHeader:
-    """Fields of a group's board header."""
+    """The fields of a board's header."""
 
     generation: int
     poison_generation: int
@@ -129,10 +134,10 @@ class BoardHeader:
 
 @dataclasses.dataclass(frozen=True)
 class TallyLayout:
-    """Offsets in one rank's tally: ops, waits for peers, loads of experts.
+    """Offsets in one rank's tally, of ops, waits for peers and loads of experts.
 
-    Its ops [TALLY_OPS] come first; peers [TALLY_OPS][N] and loads [MAX_LOADS], each with the rows
-    of L experts, follow.
+    The ops [TALLY_OPS] come first. Peers [TALLY_OPS][N] and loads [MAX_LOADS] follow; each load
+    has the rows of L experts.
     """
 
     peers_offset: int
@@ -143,7 +148,7 @@ class TallyLayout:
 
 @dataclasses.dataclass(frozen=True)
 class BoardLayout:
-    """Byte offsets of a board's parts."""
+    """Byte offsets of the parts of a board."""
 
     ranks_offset: int
     handles_offset: int
@@ -151,7 +156,7 @@ class BoardLayout:
     world_offset: int
     domains_offset: int
     domain_bytes: int
-    tallies_offset: int  # of world rank 0, others behind it
+    tallies_offset: int  # tally of world rank 0, which the other ranks' tallies follow
     device_rows_offset: int  # 0 if windows are in host memory
     board_bytes: int
 
@@ -161,7 +166,7 @@ def _line(value: int) -> int:
 
 
 def control_bytes(ranks: int, lanes: int) -> int:
-    """Bytes of one meeting place of `ranks` ranks and `lanes` lanes, whole pages."""
+    """Returns bytes, in whole pages, of the control block of `ranks` ranks and `lanes` lanes."""
     head = ctypes.sizeof(ControlStruct) + lanes * ctypes.sizeof(LaneStruct)
     phases = lanes * ranks * LINE_BYTES
     slots = MEETING_SLOTS * (4 + ctypes.sizeof(MeetingSlotStruct))
@@ -173,7 +178,7 @@ def tally_layout(spec: GroupSpec) -> TallyLayout:
     peers = TALLY_OPS * ctypes.sizeof(OpRecordStruct)
     loads = _line(peers + TALLY_OPS * spec.ranks_per_node * ctypes.sizeof(PeerRecordStruct))
     load = _line(ctypes.sizeof(LoadRecordStruct) + spec.experts_per_rank * 8)
-    # Whole pages, as devices map them.
+    # Whole pages, because devices map tallies.
     return TallyLayout(peers, loads, load, align_up(loads + MAX_LOADS * load, PAGE_BYTES))
 
 
@@ -181,7 +186,7 @@ def board_layout(spec: GroupSpec) -> BoardLayout:
     """Returns the offsets of the parts of a group's board.
 
     Raises:
-        InvalidArgumentError: the mesh has more devices than one meeting can hold.
+        InvalidArgumentError: the mesh has more devices than MAX_MEETING_RANKS.
     """
     if spec.world_size > MAX_MEETING_RANKS:
         raise InvalidArgumentError(
@@ -204,12 +209,12 @@ def board_layout(spec: GroupSpec) -> BoardLayout:
 
 
 def board_bytes(spec: GroupSpec) -> int:
-    """Bytes of the group's board memfd."""
+    """Returns the bytes of the group's board."""
     return board_layout(spec).board_bytes
 
 
 def lane_bytes(spec: GroupSpec) -> int:
-    """Bytes of one lane of one rank's window."""
+    """Returns the bytes of one lane of one rank's window."""
     tokens, sources = spec.staged_tokens, spec.ranks_per_node
     rows = _line(lane_rows(spec) * spec.hidden_size * DTYPE_BYTES[spec.max_token_dtype])
     entries = sources * _line(tokens * spec.max_top_k * 8)
@@ -219,9 +224,9 @@ def lane_bytes(spec: GroupSpec) -> int:
 
 
 def window_bytes(spec: GroupSpec) -> int:
-    """Bytes of one world rank's window: lanes, and on a device its flags behind them.
+    """Returns the bytes of one world rank's window: its lanes, and on a device also its flags.
 
-    A window of a job's state is one row of `hidden_size` bytes per token.
+    A window with transport STATE has one row of `hidden_size` bytes per token.
     """
     if spec.transport == STATE:
         return spec.max_tokens_per_rank * spec.hidden_size
@@ -233,12 +238,12 @@ def _at(buf: Any, kind: type[ctypes.Structure], offset: int) -> Any:
 
 
 def format_board(buf: Any, spec: GroupSpec, generation: int) -> None:
-    """Zeroes a board and writes its header. Only while no client of the group is alive.
+    """Zeroes a board and writes its header. Call only while no client maps the board.
 
     Args:
         buf: writable buffer (mmap or memoryview) of at least `board_bytes(spec)` bytes.
         spec: the group.
-        generation: of the group, positive; a later poison names it.
+        generation: the group's positive generation, which a later poison names.
 
     Raises:
         InvalidArgumentError: `buf` is too small.
@@ -282,7 +287,7 @@ def format_board(buf: Any, spec: GroupSpec, generation: int) -> None:
     for rank in range(spec.world_size):
         record = _at(buf, RankRecordStruct, _rank_offset(where.ranks_offset, rank))
         record.waiting_for = record.lane = -1
-    header.magic = MAGIC  # last: a reader that sees it sees the rest
+    header.magic = MAGIC  # written last, so that readers that see it see the rest
 
 
 def _rank_offset(ranks_offset: int, rank: int) -> int:
@@ -292,29 +297,29 @@ def _rank_offset(ranks_offset: int, rank: int) -> int:
 def poison(
     buf: Any, generation: int, reason: PoisonReason, rank: int = -1, by: By = NOBODY
 ) -> None:
-    """Ends every wait and call of `generation` and older, within the clients' wait slice.
+    """Ends all waits and calls of `generation` and older ones, within the clients' wait slice.
 
-    Poison is never taken back and only grows: a later generation lives on the same board.
+    Poison is never removed; a later generation uses the same board.
 
     Args:
         buf: the board.
-        generation: to leave.
-        reason: which error the clients raise.
-        rank: a world rank of the process that is lost or fenced, else -1.
-        by: whose order it was.
+        generation: the latest generation to end.
+        reason: selects the error that clients raise.
+        rank: a world rank of the process that was lost or fenced, else -1.
+        by: the process that gave the order.
     """
-    header = _at(buf, BoardHeaderStruct, 0)  # whatever a client made of the rest of it
+    header = _at(buf, BoardHeaderStruct, 0)  # unchecked, because clients may have overwritten it
     if header.poison_generation >= generation:
         return
     header.poison_reason = int(reason)
     header.poison_rank = rank
     header.poison_uid, header.poison_pid = by.uid, by.pid
     header.poison_note = _cut(by.note)
-    header.poison_generation = generation  # last: clients look at this word
+    header.poison_generation = generation  # written last, because clients poll this word
 
 
 def _cut(note: str) -> bytes:
-    """Cuts a note to what the header holds, in whole characters."""
+    """Encodes a note, cut at a whole character to fit the header."""
     data, most = note.encode(), BoardHeaderStruct.poison_note.size - 1
     if len(data) <= most:
         return data
@@ -322,13 +327,13 @@ def _cut(note: str) -> bytes:
 
 
 def poisoned_by(header: BoardHeaderStruct) -> By:
-    """Reads who ordered the poison of a header."""
+    """Reads from a header which process ordered the poison."""
     note = printable(header.poison_note.decode(errors="replace"))
     return By(header.poison_uid, header.poison_pid, note)
 
 
 def tell_time(buf: Any, now_ns: int) -> None:
-    """Writes CLOCK_MONOTONIC for devices: records that they write are as exact as this is often."""
+    """Writes CLOCK_MONOTONIC for devices, which use the latest value in their records."""
     _at(buf, BoardHeaderStruct, 0).now_ns = now_ns
 
 
@@ -344,7 +349,7 @@ def _header(buf: Any) -> Any:
 
 
 def read_header(buf: Any) -> BoardHeader:
-    """The header. Raises InvalidArgumentError if `buf` is not a formatted board."""
+    """Reads a board's header. Raises InvalidArgumentError if `buf` is not a formatted board."""
     header = _header(buf)
     return BoardHeader(
         generation=header.generation,

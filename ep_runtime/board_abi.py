@@ -1,7 +1,7 @@
-"""The structs, enums and constants of a group's board: the mirror of `csrc/core/memory/board.h`.
+"""The structs, enums and constants of a group's board, which mirror `csrc/core/memory/board.h`.
 
-The native library's are compared with these when it is loaded. All integers are little-endian and
-naturally aligned; every struct is a whole number of 64-byte lines.
+Loading the native library compares its structs with these. All integers are little-endian and
+naturally aligned. Each struct is a multiple of 64-byte lines.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import enum
 MAGIC = int.from_bytes(b"EPBOARD1", "little")
 VERSION = 4
 MAX_HANDLES = 16384
-MAX_LOADS = 1024  # handles whose load the board has, from the first
+MAX_LOADS = 1024  # the board has loads of the first MAX_LOADS handles
 TALLY_OPS = 8  # one for each OpCode before COPIES
 TIME_BUCKETS = 24
 BUCKET_BITS = 12  # bucket b counts calls shorter than 2 ** (BUCKET_BITS + b) ns
@@ -24,7 +24,7 @@ PAGE_BYTES = 4096
 
 
 class PoisonReason(enum.IntEnum):
-    """Why a generation must be left."""
+    """Reasons for poisoning a generation."""
 
     NONE = 0
     CLOSED = 1
@@ -34,7 +34,7 @@ class PoisonReason(enum.IntEnum):
 
 
 class OpCode(enum.IntEnum):
-    """Ops of calls."""
+    """Operations that calls run."""
 
     NONE = 0
     PREPARE = 1
@@ -50,18 +50,18 @@ class OpCode(enum.IntEnum):
 class HandleState(enum.IntEnum):
     """States of a handle."""
 
-    IDLE = 0  # never used, or combined
-    OPEN = 1  # prepared or dispatched, not yet combined
-    BUSY = 2  # a call on it runs now
+    IDLE = 0  # never used, or combined again
+    OPEN = 1  # prepared or dispatched, not combined yet
+    BUSY = 2  # a call on this handle is running
 
 
 class RankState(enum.IntEnum):
     """States of a rank."""
 
     IDLE = 0
-    MEETING = 1  # waits for peers to arrive at its call, or for a lane
+    MEETING = 1  # waits for peers to arrive at a call, or for a lane
     RUNNING = 2
-    WAITING = 3  # inside a call, for a peer's rows
+    WAITING = 3  # waits inside a call, for a peer's rows
 
 
 class BoardHeaderStruct(ctypes.Structure):
@@ -100,7 +100,7 @@ class BoardHeaderStruct(ctypes.Structure):
 
 class RankRecordStruct(ctypes.Structure):
     _fields_ = [
-        ("sequence", ctypes.c_uint32),  # odd while its owner writes
+        ("sequence", ctypes.c_uint32),  # odd while the record is being written
         ("state", ctypes.c_uint32),
         ("op", ctypes.c_uint32),
         ("waiting_for", ctypes.c_int32),
@@ -115,7 +115,7 @@ class RankRecordStruct(ctypes.Structure):
         ("dropped_rows", ctypes.c_uint64),
         ("open_calls", ctypes.c_uint32),
         ("pid", ctypes.c_uint32),
-        ("left", ctypes.c_uint32),  # its process has closed the group
+        ("left", ctypes.c_uint32),  # 1 once the rank's process has closed the group
         ("reserved", ctypes.c_uint8 * 36),
     ]
 
@@ -136,13 +136,16 @@ class HandleRecordStruct(ctypes.Structure):
 
 
 class DeviceRowsStruct(ctypes.Structure):
-    """A device rank's rows of a handle, because devices cannot add to host memory."""
+    """Rows of one handle that a rank on a device counts itself.
+
+    Devices cannot add atomically to a handle's record, which is in host memory.
+    """
 
     _fields_ = [("rows", ctypes.c_uint64), ("dropped_rows", ctypes.c_uint64)]
 
 
 class OpRecordStruct(ctypes.Structure):
-    """Time of one rank's calls of one op, and their waits for peers."""
+    """Times of one rank's calls of one op, and their waits for peers."""
 
     _fields_ = [
         ("calls", ctypes.c_uint64),
@@ -161,7 +164,7 @@ class PeerRecordStruct(ctypes.Structure):
 
 
 class LoadRecordStruct(ctypes.Structure):
-    """Time and tokens of one handle's calls on one rank; rows by local expert follow, u64."""
+    """Times and tokens of one handle's calls on one rank; u64 rows per local expert follow."""
 
     _fields_ = [
         ("calls", ctypes.c_uint64),
@@ -183,10 +186,10 @@ class FailureRecordStruct(ctypes.Structure):
 
 
 class ControlStruct(ctypes.Structure):
-    """Head of one meeting place: a domain's, or the group-wide one (which has no lanes).
+    """Head of the memory in which ranks meet: one per domain, and one per group without lanes.
 
-    Lanes [lanes], phase words [lanes][ranks], hash heads u32 [MEETING_SLOTS] and meeting slots
-    [MEETING_SLOTS] follow, each on a new line.
+    The head is followed by lanes [lanes], phase words [lanes][ranks], hash heads u32
+    [MEETING_SLOTS] and meeting slots [MEETING_SLOTS], each starting on a new line.
     """
 
     _fields_ = [
@@ -240,7 +243,7 @@ class MeetingSlotStruct(ctypes.Structure):
     ]
 
 
-# By their names in C.
+# The structs by their C names.
 STRUCTS = {
     "BoardHeader": BoardHeaderStruct,
     "RankRecord": RankRecordStruct,

@@ -14,13 +14,13 @@ _RECORD_BYTES = ctypes.sizeof(RankRecordStruct)
 
 @dataclasses.dataclass(frozen=True)
 class Poison:
-    """Why a generation must be left.
+    """The poison of a generation: why its calls must end.
 
     Attributes:
-        reason: what the daemon said.
-        rank: world rank whose process is gone or fenced; -1 where it is none, or nobody knows.
-        pid: of that process as it sees itself; 0 if it is another node's.
-        by: whose order it was.
+        reason: the daemon's reason.
+        rank: world rank of the process that ended or was fenced; -1 if there is none, or unknown.
+        pid: this process's pid in its own pid namespace; 0 if it is on another node.
+        by: the process that gave the order.
     """
 
     reason: PoisonReason
@@ -30,7 +30,7 @@ class Poison:
 
 
 def read_poison(board_fd: int, generation: int) -> Poison | None:
-    """Reads the poison of that generation; None if there is none."""
+    """Reads a generation's poison; None if it is not poisoned."""
     header = _header(board_fd)
     if header.poison_generation < generation:
         return None
@@ -44,7 +44,7 @@ def read_poison(board_fd: int, generation: int) -> Poison | None:
 
 
 def left_ranks(board_fd: int) -> list[int]:
-    """World ranks of this node whose process closed the group, after its last call."""
+    """Reads world ranks of this node whose processes closed the group, after their last call."""
     header = _header(board_fd)
     records = os.pread(board_fd, header.world_size * _RECORD_BYTES, header.ranks_offset)
     return [

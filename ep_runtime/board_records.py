@@ -1,8 +1,7 @@
 """Reads records of ranks and handles from a group's board.
 
-Every client of the group can write every byte of its board, header included. So records are found
-by the reader's own spec, never by what the board says of itself, and one that nobody could have
-written is left out.
+Any client of the group can write any byte of the board, including the header. So a reader finds
+records with its own spec, not with the board's header, and ignores malformed records.
 """
 
 from __future__ import annotations
@@ -29,14 +28,14 @@ from ep_runtime.errors import InvalidArgumentError
 from ep_runtime.specs import GroupSpec
 
 _Number = TypeVar("_Number", bound=enum.IntEnum)
-_MOST = (1 << 64) - 1  # caps sums, because clients may write anything
+_MOST = (1 << 64) - 1  # limit of sums, because clients may write any numbers
 
 
 @dataclasses.dataclass(frozen=True)
 class HandleRecord:
-    """One handle's record; calls, rows and dropped_rows are sums over ranks.
+    """One handle's record; `calls`, `rows` and `dropped_rows` are sums over ranks.
 
-    rounds: parts that block calls ran beyond one each; of the EP group that ran the most.
+    `rounds` counts the parts of block calls beyond one per call, in the EP group with the most.
     """
 
     state: HandleState
@@ -52,9 +51,10 @@ class HandleRecord:
 
 @dataclasses.dataclass(frozen=True)
 class RankRecord:
-    """One world rank. Times are CLOCK_MONOTONIC ns; waiting_for is a world rank or -1.
+    """One world rank's record. Times are CLOCK_MONOTONIC in ns.
 
-    pid is the rank's process in its own pid namespace; 0 before it has mapped.
+    `waiting_for` is a world rank or -1. `pid` is the process's pid in its own pid namespace; 0
+    before the process has mapped the board.
     """
 
     state: RankState
@@ -81,16 +81,16 @@ def _known(kind: type[_Number], number: int) -> _Number | None:
 
 
 def read_poison(buf: Any) -> tuple[int, PoisonReason | None]:
-    """Reads the youngest poisoned generation, 0 for none, and why; None for an unknown reason."""
+    """Reads (latest poisoned generation or 0, reason); the reason is None if unknown."""
     header = BoardHeaderStruct.from_buffer(buf)
     return header.poison_generation, _known(PoisonReason, header.poison_reason)
 
 
 def read_handles(buf: Any, spec: GroupSpec, indices: Iterable[int]) -> list[HandleRecord | None]:
-    """Reads records of handles by index; None for an impossible record.
+    """Reads records of handles by index; None for a malformed record.
 
     Raises:
-        InvalidArgumentError: there is no such index.
+        InvalidArgumentError: an index is out of range.
     """
     where = board_layout(spec)
     size = ctypes.sizeof(HandleRecordStruct)
@@ -126,7 +126,7 @@ def read_handles(buf: Any, spec: GroupSpec, indices: Iterable[int]) -> list[Hand
 
 
 def read_extra_chunks(buf: Any, spec: GroupSpec, num_handles: int) -> dict[int, int]:
-    """Returns extra chunks by handle index, of the first `num_handles` handles that have any."""
+    """Returns nonzero numbers of extra chunks by index, for the first `num_handles` handles."""
     size = ctypes.sizeof(HandleRecordStruct) // 8
     first = (board_layout(spec).handles_offset + HandleRecordStruct.rounds.offset) // 8
     with memoryview(buf) as view, view.cast("Q") as words:
@@ -135,7 +135,7 @@ def read_extra_chunks(buf: Any, spec: GroupSpec, num_handles: int) -> dict[int, 
 
 
 def _device_rows(buf: Any, offset: int, spec: GroupSpec, index: int) -> tuple[list[int], list[int]]:
-    """(rows, dropped rows) of a handle by world rank, as ranks on devices count them."""
+    """Reads a handle's (rows, dropped rows) by world rank, which ranks on devices count."""
     size = ctypes.sizeof(DeviceRowsStruct)
     first, stride = offset + index * size, MAX_HANDLES * size
     last = first + spec.world_size * stride
@@ -152,7 +152,7 @@ def read_device_rows(
 ) -> list[tuple[int, int]] | None:
     """Returns (rows, dropped rows) by world rank, summed over the handles.
 
-    None if windows are in host memory: there ranks count into the handle itself.
+    None if windows are in host memory, because such ranks add to the handle's own record.
     """
     offset = board_layout(spec).device_rows_offset
     if not offset:
@@ -169,12 +169,12 @@ def read_device_rows(
 
 
 def read_failures(buf: Any) -> int:
-    """Counts failed runs that the group's processes reported to each other."""
+    """Reads the number of failed runs that the group's processes reported to each other."""
     return int(BoardHeaderStruct.from_buffer(buf).failures)
 
 
 def _stable_copy(buf: Any, offset: int) -> RankRecordStruct:
-    """Reads a rank's record until it is not torn; after some tries returns the last one."""
+    """Copies a rank's record while it is not being written; gives up after some tries."""
     live = RankRecordStruct.from_buffer(buf, offset)
     copy = RankRecordStruct.from_buffer_copy(live)
     for _ in range(16):
@@ -187,7 +187,7 @@ def _stable_copy(buf: Any, offset: int) -> RankRecordStruct:
 def read_ranks(
     buf: Any, spec: GroupSpec, ranks: Iterable[int] | None = None
 ) -> list[RankRecord | None]:
-    """Reads records of world ranks, all by default; None for an impossible record."""
+    """Reads records of world ranks, all by default; None for a malformed record."""
     first, size = board_layout(spec).ranks_offset, ctypes.sizeof(RankRecordStruct)
     records: list[RankRecord | None] = []
     for rank in range(spec.world_size) if ranks is None else ranks:

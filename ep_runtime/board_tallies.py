@@ -1,7 +1,7 @@
 """Reads times, waits and loads of ranks' calls from a group's board.
 
-Sums since the board was formatted. As `board_records.py` it finds them by the reader's own spec,
-and a client may have written anything: numbers stay numbers of 64 bits.
+Tallies are sums since the board was formatted. As in `board_records.py`, the reader's own spec
+gives their offsets. Clients may write any numbers, so sums are limited to 64 bits.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ BUCKET_BOUNDS_S = tuple((1 << BUCKET_BITS + bucket) / 1e9 for bucket in range(TI
 
 @dataclasses.dataclass(frozen=True)
 class PeerTally:
-    """A peer in one rank's calls of one op: how much later it came, and the wait that it ended."""
+    """One peer in a rank's calls of one op: how late it arrived, and how long the rank waited."""
 
     world_rank: int
     arrival_ns: int
@@ -42,8 +42,11 @@ class PeerTally:
 
 @dataclasses.dataclass(frozen=True)
 class OpTally:
-    """One rank's calls of one op. times and waits count calls by bucket; peers are all that share
-    windows with the rank, itself included."""
+    """One rank's calls of one op.
+
+    `times` and `waits` count calls by bucket. `peers` are all ranks that share windows with this
+    rank, including itself.
+    """
 
     calls: int
     time_ns: int
@@ -55,7 +58,7 @@ class OpTally:
 
 @dataclasses.dataclass(frozen=True)
 class LoadTally:
-    """One rank's calls on some handles: tokens it sent on their way, rows by its experts [L]."""
+    """One rank's calls on some handles: the tokens it sent, and rows per local expert [L]."""
 
     calls: int
     time_ns: int
@@ -66,12 +69,12 @@ class LoadTally:
 
 @functools.lru_cache(maxsize=256)
 def _where(spec: GroupSpec) -> tuple[int, TallyLayout]:
-    """Returns the offset of the first rank's tally, and of the parts of each."""
+    """Returns the offset of the first rank's tally, and the layout of each tally."""
     return board_layout(spec).tallies_offset, tally_layout(spec)
 
 
 def read_ops(buf: Any, spec: GroupSpec, rank: int) -> dict[OpCode, OpTally]:
-    """Reads a world rank's calls by op, of the ops that it has called."""
+    """Reads a world rank's tallies by op, for ops that it has called."""
     first, where = _where(spec)
     start, size = first + rank * where.tally_bytes, ctypes.sizeof(OpRecordStruct)
     found = {}
@@ -105,9 +108,9 @@ def _words(buf: Any, offset: int, count: int) -> list[int]:
 
 
 def read_load(buf: Any, spec: GroupSpec, rank: int, indices: Iterable[int]) -> LoadTally | None:
-    """Adds up a world rank's calls on some handles. Returns None without calls.
+    """Sums up a world rank's calls on some handles; returns None if there were none.
 
-    The board keeps no load of handles from MAX_LOADS on.
+    Ignores handles from MAX_LOADS on, whose loads the board does not have.
     """
     start, where = _where(spec)
     first = start + rank * where.tally_bytes + where.loads_offset
@@ -125,5 +128,5 @@ def read_load(buf: Any, spec: GroupSpec, rank: int, indices: Iterable[int]) -> L
 
 
 def first_expert(spec: GroupSpec, rank: int) -> int:
-    """The expert that is that world rank's first; its others follow."""
+    """Returns the index of a world rank's first expert, which its other experts follow."""
     return rank % spec.ep_size * spec.experts_per_rank

@@ -8,11 +8,11 @@ from collections.abc import Iterable
 from ep_runtime.allowed_names import quoted, shown
 
 _MOST_LISTED = 20
-_MOST_COMPARED = 1000  # some 10 ms
+_MOST_COMPARED = 1000  # takes about 10 ms
 
 
 def hint(typed: str, known: Iterable[str]) -> str:
-    """`; did you mean 'x'?` where a known name is close, else nothing."""
+    """Returns `; did you mean 'x'?` if a known name is similar, else an empty text."""
     import difflib
 
     by_lower = {name.lower(): name for name in itertools.islice(known, _MOST_COMPARED)}
@@ -21,6 +21,6 @@ def hint(typed: str, known: Iterable[str]) -> str:
 
 
 def listed(known: Iterable[str]) -> str:
-    """The names for an error's text, not all of very many."""
+    """Lists names for an error's text; at most _MOST_LISTED of them."""
     names = [shown(name) for name in sorted(set(known))]
     return ", ".join(names[:_MOST_LISTED]) + (", ..." if len(names) > _MOST_LISTED else "")

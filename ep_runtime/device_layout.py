@@ -1,11 +1,10 @@
-"""Layout of windows in device memory: rows of a lane, and flags.
+"""Layout of windows in device memory: the rows of a lane, and the flags behind the lanes.
 
-Flags lie behind the lanes, as `csrc/cuda/device/device_group.h` says.
-
-On a GPU ranks meet by flags in each other's windows and not on the board. Flags of one lane, each
-part of a source written by that source alone: calls [N] lines, counts [N] lines, entries
-[N][blocks of prepare] words, ready [N][T] words. Behind all lanes the verdicts of groups with
-on_overflow="error": [2][W] lines. Letters: `board.py`.
+`csrc/cuda/device/device_group.h` has the same layout of flags. On a GPU, ranks synchronize through
+flags in each other's windows, not on the board. Each lane has these flags, and each source writes
+only its own part of them: calls [N] lines, counts [N] lines, entries [N][blocks of prepare] words,
+ready [N][T] words. Verdicts of groups with on_overflow="error" follow all lanes: [2][W] lines.
+Letters: `board.py`.
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ from ep_runtime.specs import MAX_EXPERTS, GroupSpec
 FLAG_LINE_BYTES = 128
 MAX_PREPARE_BLOCKS = 64
 VERDICT_SLOTS = 2
-# Up to this many ranks a lane has room for all their rows.
+# A lane has room for all rows of at least this many ranks.
 LEAST_SOURCES = 4
-# Shares of nodes that need a token, by uniform routing, above which all rows cross.
+# If uniform routing sends a token to more than this share of the nodes, all rows are sent.
 COUNTED_SHARE = 0.95
-COUNTED_SHARE_OF_RANKS = 0.75  # of nodes of one rank, which overlap more (`rails.py`)
+COUNTED_SHARE_OF_RANKS = 0.75  # for nodes of one rank, which overlap more (`rails.py`)
 # Limits of the kernels, as in device_group.h.
 MAX_RANKS = 32
 MAX_TOP_K = 32
@@ -32,15 +31,15 @@ MIN_LANES = 2
 
 
 def on_device(spec: GroupSpec) -> bool:
-    """Whether the group's windows are memory of GPUs."""
+    """Returns whether the group's windows are in GPU memory."""
     return spec.transport in ("nvlink", "nccl")
 
 
 def check_limits(spec: GroupSpec) -> None:
-    """Raises InvalidArgumentError for a group on GPUs with sizes that kernels do not support."""
+    """Raises InvalidArgumentError if the kernels do not support a group's sizes on GPUs."""
     if not on_device(spec):
         return
-    # Between nodes the daemons say later which ranks share windows.
+    # In a group over nodes, the daemons decide later which ranks share windows.
     together = spec.ranks_per_node if spec.transport == "nvlink" or spec.node_size else 1
     most = f'transport="{spec.transport}" on GPUs takes at most'
     for argument, got, limit, of in (
@@ -61,10 +60,10 @@ def check_limits(spec: GroupSpec) -> None:
 
 
 def counts_rows(spec: GroupSpec, top_k: int) -> bool:
-    """Whether ranks of nodes of GPUs send each other the rows they must, and not always all.
+    """Returns whether ranks on different nodes count rows and send only the needed ones.
 
-    The host must read counts for it, some 50 us in which 50 GB/s carry 2.5 MB. So all rows cross
-    where uniform routing needs almost all of them.
+    Reading the counts costs the host some 50 us, in which a link of 50 GB/s carries 2.5 MB. So
+    if uniform routing needs almost all rows, ranks send all of them.
     """
     share = 1 - (1 - 1 / spec.num_nodes) ** top_k
     enough = COUNTED_SHARE_OF_RANKS if spec.ranks_per_node == 1 else COUNTED_SHARE
@@ -72,17 +71,19 @@ def counts_rows(spec: GroupSpec, top_k: int) -> bool:
 
 
 def lane_rows(spec: GroupSpec) -> int:
-    """Staged rows that one lane of a window holds, of the widest dtype, of all sources together.
+    """Returns the number of staged rows of the widest dtype in one lane, of all sources together.
 
-    Room for all tokens of every rank, on a device of every other one, whose rows do not travel.
-    Where ranks map each other's windows it does not grow with them past max_top_k: what a rank
-    sums of its own tokens comes from so many ranks a token, and rows that a rank receives go
-    through the lane in parts where they are more (`csrc/core/memory/layout.h`, LaneRoom). With
-    fewer than 4 slots a token it is as with 4: little skew would make parts, and rows are few.
+    A lane has at most room for all tokens of each rank; on a device of each other rank, because
+    a rank's rows to itself do not use the lane.
 
-    Between nodes that count their rows it does not grow with nodes either. For the tokens of all
-    nodes a rank gets at most T * K sums if nodes are equally full. There is room for half as many
-    more; calls with more go in parts.
+    If ranks map each other's windows, a lane does not grow beyond max_top_k ranks: a token's
+    sums come from at most max_top_k ranks. If a rank receives more rows than fit, the call runs
+    in parts (`csrc/core/memory/layout.h`, LaneRoom). Lanes are sized for at least 4 slots per
+    token, because otherwise little skew would cause parts.
+
+    Between nodes that count rows, a lane does not grow with the nodes either. For the tokens of
+    all nodes, a rank gets at most T * K sums if nodes are equally full. A lane has room for half
+    as many more; calls with more sums run in parts.
     """
     # Rounded up to 2, because fp32 partials of half the tokens use the space of all 2-byte rows.
     tokens, ranks = align_up(spec.staged_tokens, 2), spec.ranks_per_node
@@ -91,20 +92,21 @@ def lane_rows(spec: GroupSpec) -> int:
     if not counted and (spec.transport != "nvlink" or spec.node_size):
         return apart
     slots = max(spec.max_top_k, LEAST_SOURCES) * align_up(spec.max_tokens_per_rank, 2)
-    # Parts are shared out with up to a row of every rank in excess.
+    # Dividing tokens into parts may add one row of each rank, so have room for these.
     return min(apart, max(slots * 3 // 2 if counted else slots, 4 * ranks))
 
 
 @functools.lru_cache(maxsize=256)
 def packs(spec: GroupSpec, tokens: int) -> bool:
-    """Whether a lane lacks room for all rows of calls with so many staged tokens of a rank."""
+    """Returns whether a call with `tokens` staged tokens per rank may not fit a lane."""
     return (spec.ranks_per_node - 1) * align_up(tokens, 2) > lane_rows(spec)
 
 
 def count_columns(spec: GroupSpec, tokens: int) -> int:
-    """Returns the length of a plan's recv_count for so many staged tokens of a rank.
+    """Returns the length of a plan's recv_count for `tokens` staged tokens per rank.
 
-    Four, and if rows are packed counts of all pairs of ranks; between nodes also of each node's.
+    The length is four, plus counts of all pairs of ranks if rows are packed. Between nodes,
+    packed rows also need the counts of each node's pairs.
     """
     if not packs(spec, tokens):
         return 4
@@ -113,7 +115,7 @@ def count_columns(spec: GroupSpec, tokens: int) -> int:
 
 
 def flag_bytes(spec: GroupSpec) -> int:
-    """Bytes behind the lanes of one world rank's window."""
+    """Returns the number of bytes behind the lanes of one world rank's window."""
     ready = align_up(spec.staged_tokens * 4, FLAG_LINE_BYTES)
     source = 2 * FLAG_LINE_BYTES + MAX_PREPARE_BLOCKS * 4 + ready
     lane = align_up(spec.ranks_per_node * source, PAGE_BYTES)

@@ -1,7 +1,7 @@
-"""The environment: the only file that reads or writes `os.environ`.
+"""Reads and sets environment variables; no other file uses `os.environ`.
 
-Nothing here changes what a program traces or compiles to, because processes of a job may have
-different environments. Use a group's setting or an argument for that.
+No variable may change how a program is traced or compiled, because processes of a job may have
+different environments. Such a setting must be a group's setting or an argument.
 
 | variable | default | meaning |
 |---|---|---|
@@ -48,7 +48,8 @@ MAX_DIRECTORY_BYTES = 96
 
 _PRIVATE_PREFIX = "ep-runtime-"
 
-# Endings of secrets' names. Shorter values are not redacted: they are parts of ordinary words.
+# Last words of secrets' names. Values below _MIN_SECRET are not redacted, because ordinary words
+# may contain them.
 _SECRET_ENDS = (
     *("token", "secret", "password", "passwd", "passphrase"),
     *("key", "apikey", "credential", "credentials", "auth", "authorization", "cookie"),
@@ -60,22 +61,22 @@ _FALSE = ("", "0", "false", "no", "off")
 
 
 def _text(name: str) -> str | None:
-    """The variable, or None if it is unset or empty."""
+    """Returns a variable's value, or None if it is unset or empty."""
     return os.environ.get(name) or None
 
 
 def address() -> str | None:
-    """EP_RUNTIME_ADDRESS, or None."""
+    """Returns EP_RUNTIME_ADDRESS, or None."""
     return _text("EP_RUNTIME_ADDRESS")
 
 
 def job() -> str | None:
-    """The job's name from EP_RUNTIME_JOB, else SLURM_JOB_ID, else None."""
+    """Returns the job's name: EP_RUNTIME_JOB, else SLURM_JOB_ID, else None."""
     return _text("EP_RUNTIME_JOB") or _text("SLURM_JOB_ID")
 
 
 def _switch(name: str, default: str) -> bool:
-    """Raises InvalidArgumentError if the variable is neither on nor off."""
+    """Returns whether a variable is on. Raises InvalidArgumentError if neither on nor off."""
     value = os.environ.get(name, default).strip().lower()
     if value in _TRUE:
         return True
@@ -85,49 +86,49 @@ def _switch(name: str, default: str) -> bool:
 
 
 def debug() -> bool:
-    """EP_RUNTIME_DEBUG. Raises InvalidArgumentError if it is neither on nor off."""
+    """Returns whether EP_RUNTIME_DEBUG is on. Raises InvalidArgumentError as `_switch`."""
     return _switch("EP_RUNTIME_DEBUG", "0")
 
 
 def keep_memory() -> bool:
-    """EP_RUNTIME_KEEP_MEMORY. Raises InvalidArgumentError if it is neither on nor off."""
+    """Returns whether EP_RUNTIME_KEEP_MEMORY is on. Raises InvalidArgumentError as `_switch`."""
     return _switch("EP_RUNTIME_KEEP_MEMORY", "1")
 
 
 def tells_progress() -> bool:
-    """EP_RUNTIME_BOARD. Raises InvalidArgumentError if it is neither on nor off."""
+    """Returns whether EP_RUNTIME_BOARD is on. Raises InvalidArgumentError as `_switch`."""
     return _switch("EP_RUNTIME_BOARD", "1")
 
 
 def wants_nccl() -> bool:
-    """EP_RUNTIME_NCCL. Raises InvalidArgumentError if it is neither on nor off."""
+    """Returns whether EP_RUNTIME_NCCL is on. Raises InvalidArgumentError as `_switch`."""
     return _switch("EP_RUNTIME_NCCL", "1")
 
 
 def nccl_library() -> str | None:
-    """EP_RUNTIME_NCCL_LIBRARY, or None."""
+    """Returns EP_RUNTIME_NCCL_LIBRARY, or None."""
     return _text("EP_RUNTIME_NCCL_LIBRARY")
 
 
 def nccl_orders_launches() -> bool:
-    """NCCL_LAUNCH_ORDER_IMPLICIT, which NCCL itself reads."""
+    """Returns whether NCCL_LAUNCH_ORDER_IMPLICIT, which NCCL reads, is 1."""
     return _text("NCCL_LAUNCH_ORDER_IMPLICIT") == "1"
 
 
 def jax_platforms() -> list[str]:
-    """JAX_PLATFORMS, empty if JAX chooses."""
+    """Returns the names in JAX_PLATFORMS; empty if JAX chooses."""
     return [name.strip() for name in (_text("JAX_PLATFORMS") or "").split(",") if name.strip()]
 
 
 def malloc_is_set() -> bool:
-    """Whether the user has set glibc's allocator options."""
+    """Returns whether the user has set glibc's allocator options."""
     tunables = _text("GLIBC_TUNABLES") or ""
     names = ("MMAP_MAX_", "MMAP_THRESHOLD_", "TRIM_THRESHOLD_", "TOP_PAD_")
     return "glibc.malloc." in tunables or any(_text(f"MALLOC_{name}") for name in names)
 
 
 def no_color() -> bool:
-    """Whether NO_COLOR is set to any text."""
+    """Returns whether NO_COLOR is set to any text."""
     return _text("NO_COLOR") is not None
 
 
@@ -143,12 +144,12 @@ def is_secret_name(name: str) -> bool:
 
 
 def notify_socket() -> str | None:
-    """NOTIFY_SOCKET, or None if systemd did not start us."""
+    """Returns NOTIFY_SOCKET, or None if systemd did not start us."""
     return _text("NOTIFY_SOCKET")
 
 
 def stored_fds() -> tuple[int, list[str]]:
-    """LISTEN_FDS and LISTEN_FDNAMES where systemd means this process; else (0, [])."""
+    """Returns LISTEN_FDS and LISTEN_FDNAMES if they are for this process, else (0, [])."""
     count = _text("LISTEN_FDS")
     if _text("LISTEN_PID") != str(os.getpid()) or count is None or not count.isdecimal():
         return 0, []
@@ -156,7 +157,7 @@ def stored_fds() -> tuple[int, list[str]]:
 
 
 def watchdog_s() -> float | None:
-    """WATCHDOG_USEC in seconds where systemd means this process; else None."""
+    """Returns WATCHDOG_USEC in seconds if it is for this process, else None."""
     microseconds = _text("WATCHDOG_USEC")
     ours = _text("WATCHDOG_PID") in (None, str(os.getpid()))
     if not ours or microseconds is None or not microseconds.isdecimal():
@@ -165,10 +166,10 @@ def watchdog_s() -> float | None:
 
 
 def check_directory(path: str | os.PathLike[str]) -> Path:
-    """`path` made absolute.
+    """Makes a socket directory's path absolute, and checks its length.
 
     Raises:
-        InvalidArgumentError: a socket in it would have a name longer than Linux takes.
+        InvalidArgumentError: the path is too long for Linux to have a socket in it.
     """
     absolute = Path(os.path.abspath(path))
     size = len(os.fsencode(absolute))
@@ -184,15 +185,15 @@ def check_directory(path: str | os.PathLike[str]) -> Path:
 def runtime_directory() -> Path:
     """Returns the socket directory of the node's default daemon; creates nothing.
 
-    $RUNTIME_DIRECTORY; /run/ep-runtime for root; $XDG_RUNTIME_DIR/ep-runtime; else a directory of
-    the user in the temporary directory, which `make_directory` creates with mode 0700.
+    The first of: $RUNTIME_DIRECTORY; /run/ep-runtime for root; $XDG_RUNTIME_DIR/ep-runtime; a
+    directory per user in the temporary directory, which `make_directory` creates with mode 0700.
 
     Raises:
         InvalidArgumentError: the name is too long for a socket.
     """
     given = _text("RUNTIME_DIRECTORY")
     if given is not None:
-        return check_directory(given.split(":")[0])  # systemd joins several with ":"
+        return check_directory(given.split(":")[0])  # systemd separates several by ":"
     if os.geteuid() == 0:
         return Path("/run/ep-runtime")
     parent = _text("XDG_RUNTIME_DIR")
@@ -206,13 +207,13 @@ def make_directory(path: str | os.PathLike[str], *, mode: int = 0o700) -> Path:
 
     Raises:
         InvalidArgumentError: the name is too long for a socket.
-        PermissionDeniedError: it belongs to another user, or is no directory. A stranger's
-            directory under a guessable name in /tmp would hand that user our clients.
+        PermissionDeniedError: the path is another user's, or not a directory. In another user's
+            directory, such as one with a guessable name in /tmp, that user could serve our clients.
     """
     directory = check_directory(path)
     for missing in reversed([directory, *directory.parents]):
         if not missing.exists():
-            # Checks parents too, because others must not write there.
+            # Check the parents too, because other users must not be able to write there.
             missing.mkdir(mode=mode, exist_ok=True)
     found = os.lstat(directory)
     owned = found.st_uid == os.geteuid()
@@ -227,14 +228,14 @@ def make_directory(path: str | os.PathLike[str], *, mode: int = 0o700) -> Path:
 
 
 def private_directory() -> Path:
-    """A new directory of mode 0700 with a short name, for an embedded daemon."""
+    """Creates a directory of mode 0700 with a short name, for an embedded daemon."""
     import tempfile
 
     return Path(tempfile.mkdtemp(prefix=_PRIVATE_PREFIX, dir=_private_parent()))
 
 
 def private_directories() -> list[Path]:
-    """Returns the existing private directories of this user."""
+    """Returns the existing directories of this user that `private_directory` created."""
     found = []
     for path in sorted(_private_parent().glob(f"{_PRIVATE_PREFIX}*")):
         with contextlib.suppress(OSError):
@@ -250,28 +251,28 @@ def _private_parent() -> Path:
 
 
 def _temporary() -> str:
-    import tempfile  # it loads several compressors, and most commands need none of it
+    import tempfile  # imported late, because it is slow to load and most commands do not need it
 
     return tempfile.gettempdir()
 
 
 def inherited() -> dict[str, str]:
-    """Environment of a process that does work of this one: a copy of ours."""
+    """Returns a copy of our environment, for a child process that works for this one."""
     return dict(os.environ)
 
 
 _DAEMON_KEEPS = (
-    # The packages must be found, and libcuda and libnccl, which has settings in HOME too.
+    # To find the packages, libcuda and libnccl; HOME also has NCCL's settings.
     *("PATH", "HOME", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "LC_CTYPE", "GRPC_VERBOSITY"),
-    # Settings of the node, not of the first process: the MPS that processes share memory through,
-    # and the interface at which other nodes reach the maker of NCCL's unique ids.
+    # Settings of the node, not of the first process: MPS, through which processes share a GPU,
+    # and the interface at which other nodes reach the process that makes NCCL's unique ids.
     *("CUDA_MPS_PIPE_DIRECTORY", "NCCL_SOCKET_IFNAME", "NCCL_SOCKET_FAMILY", "NCCL_CONF_FILE"),
 )
 _DAEMON_KEEPS_PREFIXES = ("EP_RUNTIME_", "PYTHON")
 
 
 def daemon_environment() -> dict[str, str]:
-    """Environment of a daemon that this process starts, and of a daemon's own processes.
+    """Returns the environment for a daemon that we start, and for a daemon's child processes.
 
     Leaves out this process's rank, GPU, profiler and secrets, because the daemon serves later
     processes too.
@@ -281,38 +282,39 @@ def daemon_environment() -> dict[str, str]:
         for name, value in os.environ.items()
         if name in _DAEMON_KEEPS or name.startswith(_DAEMON_KEEPS_PREFIXES)
     }
-    if "PYTHONPATH" in kept:  # it runs in another directory
+    if "PYTHONPATH" in kept:  # make paths absolute, because the daemon runs in another directory
         entries = kept["PYTHONPATH"].split(os.pathsep)
         kept["PYTHONPATH"] = os.pathsep.join(map(os.path.abspath, entries))
-    # CUDA shows a process only one MIG instance, so it must be this one.
+    # CUDA shows only one MIG instance to a process, so the daemon must use this one.
     if (visible_devices() or "").startswith("MIG-"):
         kept["CUDA_VISIBLE_DEVICES"] = os.environ["CUDA_VISIBLE_DEVICES"]
-    # The process's title must leave /proc/PID/environ readable for debugging.
+    # Keeps setproctitle from overwriting /proc/PID/environ, which helps debugging.
     return {**kept, "SPT_NOENV": "1"}
 
 
 def visible_devices() -> str | None:
-    """CUDA_VISIBLE_DEVICES, or None; empty hides all GPUs."""
+    """Returns CUDA_VISIBLE_DEVICES, or None if unset; an empty value hides all GPUs."""
     return os.environ.get("CUDA_VISIBLE_DEVICES")
 
 
 def quiet_grpc() -> None:
-    """Sets GRPC_VERBOSITY to NONE where the user gave none; for a daemon, before it imports gRPC.
+    """Sets GRPC_VERBOSITY to NONE unless it is set; call this before importing gRPC.
 
-    Its core writes a line for every odd frame of a caller, whatever limits the log has.
+    Otherwise gRPC's core writes a line for each malformed frame, without a limit.
     """
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 
 def quiet_xla() -> None:
-    """Sets TF_CPP_MIN_LOG_LEVEL to 1 where the user gave none, as JAX does; before jaxlib."""
+    """Sets TF_CPP_MIN_LOG_LEVEL to 1 unless it is set, as JAX does; call before jaxlib loads."""
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")
 
 
 def raise_pjrt_nproc(least: int) -> int:
-    """Sets PJRT_NPROC where XLA:CPU would have fewer threads; how many it has without that.
+    """Sets PJRT_NPROC to `least` if XLA:CPU would have fewer threads.
 
-    XLA:CPU reads it once, when the backend starts; later it has no effect.
+    XLA:CPU reads the variable only when its backend starts. Returns the number of threads that
+    XLA:CPU would have without this call.
     """
     current = _text("PJRT_NPROC")
     given = int(current) if current is not None and current.isdecimal() else 0
@@ -323,9 +325,9 @@ def raise_pjrt_nproc(least: int) -> int:
 
 
 def let_collectives_end() -> None:
-    """Lets NCCL's collectives with a dead process end in an error, in the place of the process.
+    """Makes NCCL collectives with an ended process raise an error instead of ending ours.
 
-    XLA reads these once, when the backend starts. What the user has set stays.
+    XLA reads these variables only when its backend starts. Keeps values that the user has set.
     """
     flags = _text("XLA_FLAGS") or ""
     wanted = {

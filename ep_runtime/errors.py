@@ -1,26 +1,26 @@
-"""Every error of the runtime, in one tree.
+"""All errors of the runtime, as one tree of classes.
 
     Exception
     └── EpRuntimeError                  base; carries `fields`, a dict of names and numbers
         ├── InvalidArgumentError        (also ValueError) the caller's argument is wrong
-        ├── SpecMismatchError           two processes, or two calls, described one name differently
-        ├── CapacityOverflowError       more rows for a rank than its slab holds, in error mode
-        ├── GroupNotReadyError          members are missing at the deadline; names the ranks
-        ├── PeerLostError               a member's process died, or was fenced, while others waited
+        ├── SpecMismatchError           two processes or calls gave one name different settings
+        ├── CapacityOverflowError       a rank's slab is too small, with on_overflow="error"
+        ├── GroupNotReadyError          members are missing at the deadline; names their ranks
+        ├── PeerLostError               a member's process ended, or was fenced, while others waited
         ├── OpTimeoutError              a live member did not arrive within op_timeout_s
-        ├── StaleHandleError            the layer or group of this handle is gone or was re-created
+        ├── StaleHandleError            a handle's layer or group was closed or re-created
         ├── SessionFencedError          an operator cut this session off
-        ├── GroupBusyError              a rank is claimed by a process that lives
+        ├── GroupBusyError              a running process already has a rank
         ├── RuntimeUnavailableError     no daemon answers at the address
-        ├── PermissionDeniedError       not served: the wrong user, or another process's token
-        ├── PoolExhaustedError          a limit of memory, or of the user; names asked and held
-        └── VersionSkewError            client, daemon or native library are of different versions
+        ├── PermissionDeniedError       the wrong user, or another process's token
+        ├── PoolExhaustedError          a limit of memory or of the user; names asked and held
+        └── VersionSkewError            client, daemon or native library have incompatible versions
 
-A call that this platform lacks raises a plain NotImplementedError.
+A call that this platform does not support raises Python's NotImplementedError.
 
-Every class fixes its gRPC status code and says if a retry may help. `wire.py` maps them to and
-from gRPC; the native library writes `EP_RUNTIME/<class name>: text {json fields}` into XLA's error
-text, which `parse` reads back.
+Each class has a gRPC status code, and its docstring says if a retry may help. `wire.py` converts
+errors to and from gRPC. The native library writes `EP_RUNTIME/<class name>: text {json fields}`
+into XLA's error text, which `parse` reads.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from typing import Any, ClassVar, NoReturn
 
 
 class EpRuntimeError(Exception):
-    """Base class of every error that the runtime raises.
+    """Base class of all errors that the runtime raises.
 
     Attributes:
-        fields: the names and numbers of this error as plain values (str, int, float, bool, list).
-        grpc_code: name of the gRPC status code this class travels as.
+        fields: details of this error by name, as plain values (str, int, float, bool, list).
+        grpc_code: name of the gRPC status code that stands for this class.
     """
 
     grpc_code: ClassVar[str] = "INTERNAL"
@@ -48,10 +48,10 @@ class EpRuntimeError(Exception):
         """Raises a copy of this error, with this one as its cause.
 
         Args:
-            layer: a layer whose name goes before the message and into `fields`.
+            layer: name of a layer to put before the message and into `fields`.
 
         Raises:
-            EpRuntimeError: of this error's class.
+            EpRuntimeError: always; an error of this error's class.
 
         Cost: none.
         """
@@ -212,18 +212,18 @@ def _rebuild(cls: type[EpRuntimeError], message: str, fields: dict[str, Any]) ->
 
 
 def from_name(class_name: str, message: str, fields: dict[str, Any]) -> EpRuntimeError:
-    """The error of that class name; an unknown name gives the base class."""
+    """Makes an error from its class's name; an unknown name gives the base class."""
     return _all_classes().get(class_name, EpRuntimeError)(message, **fields)
 
 
-# The native library writes one line: EP_RUNTIME/<Class>: <message> {"layer": "moe/0", ...}
+# The native library writes a line: EP_RUNTIME/<Class>: <message> {"layer": "moe/0", ...}
 _NATIVE_TEXT = re.compile(
     r"EP_RUNTIME/(?P<cls>\w+): (?P<message>[^\n]*?) (?P<fields>\{[^\n]*?\})(?=\s|$)"
 )
 
 
 def parse(text: str) -> EpRuntimeError | None:
-    """The first of our errors inside a longer text (XLA wraps handler errors), or None."""
+    """Finds the first of our errors in a text, because XLA wraps handler errors; or None."""
     match = _NATIVE_TEXT.search(text)
     if match is None:
         return None

@@ -1,6 +1,6 @@
-"""Opens only regular files, and limits how much of them is read.
+"""Opens only regular files, and limits how many bytes are read.
 
-To open a FIFO waits for its other end, and to read /dev/zero or a sparse file fills the memory.
+Opening a FIFO would wait for its other end; reading /dev/zero or a sparse file would fill memory.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ _KINDS = {
 
 
 class KindError(OSError):
-    """Another kind of file has the name; `strerror` says which."""
+    """Raised if a path is another kind of file; `strerror` says which kind."""
 
 
 def kind_error(mode: int, wanted: int) -> KindError:
-    """Makes the error that names a file's kind by `st_mode`, and the wanted one (stat.S_IF...)."""
+    """Makes the error for a file of kind `mode` (st_mode) instead of `wanted` (stat.S_IFREG...)."""
     kind = _KINDS.get(stat.S_IFMT(mode), "of no kind that is known")
     return KindError(errno.EINVAL, f"it is {kind}, and must be {_KINDS[wanted]}")
 
 
 def open_regular(path: str | os.PathLike[str], flags: int = os.O_RDONLY, mode: int = 0o600) -> int:
-    """A descriptor of a regular file, as os.open gives; never waits.
+    """Opens a regular file without waiting; returns its descriptor, as os.open.
 
     Raises:
-        KindError: it is not a regular file, or with O_NOFOLLOW it is a symbolic link.
-        OSError: it cannot be opened.
+        KindError: the path is not a regular file, or with O_NOFOLLOW a symbolic link.
+        OSError: the file cannot be opened.
     """
     try:
         fd = os.open(path, flags | os.O_CLOEXEC | os.O_NOCTTY | os.O_NONBLOCK, mode)
@@ -56,7 +56,7 @@ def open_regular(path: str | os.PathLike[str], flags: int = os.O_RDONLY, mode: i
 
 
 def read(path: str | os.PathLike[str], most_bytes: int = MOST_BYTES) -> bytes:
-    """Reads all of a regular file. Raises as `open_regular`, and OSError if it is too long."""
+    """Reads a whole regular file. Raises as `open_regular`, and OSError if it is too long."""
     with open(open_regular(path), "rb") as file:
         data = file.read(most_bytes + 1)
         if len(data) > most_bytes:
@@ -66,7 +66,7 @@ def read(path: str | os.PathLike[str], most_bytes: int = MOST_BYTES) -> bytes:
 
 
 def read_end(path: str | os.PathLike[str], most_bytes: int = MOST_BYTES_OF_END) -> bytes:
-    """The last `most_bytes` of a regular file. Raises as `open_regular`."""
+    """Reads the last `most_bytes` of a regular file. Raises as `open_regular`."""
     with open(open_regular(path), "rb") as file:
         file.seek(max(0, os.fstat(file.fileno()).st_size - most_bytes))
         return file.read(most_bytes)
@@ -84,8 +84,8 @@ def remove_socket(path: Path) -> None:
 
 
 def boot_id() -> str:
-    """Returns the id of this start of the host; a restart ends all processes and memory."""
+    """Returns the id of the host's current boot; a reboot ends all processes and memory."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:  # hidden
+    except OSError:  # /proc is hidden
         return "unknown"

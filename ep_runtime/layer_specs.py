@@ -1,4 +1,4 @@
-"""Specs of a group's layers: frozen, hashable, checked against the group. Letters: `layout.py`."""
+"""Specs of layers: frozen, hashable, and checked against their group. Letters: `layout.py`."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class LayerSpec:
     """The settings of a layer: its name, and how many experts each token uses.
 
     Args:
-        name: unique in the group.
+        name: the layer's name, unique in the group.
         top_k: K, experts per token, at most the group's max_top_k.
-        alignment: as in `Session.create_group`; None takes the group's.
+        alignment: as in `Session.create_group`; None for the group's alignment.
         in_flight: dispatches of this layer that may be open at once, at most the group's lanes.
         num_experts: E; needed only if the spec is used instead of a layer (by initialisers, modules
             and `moe` under `jax.eval_shape`).
@@ -49,7 +49,7 @@ class LayerSpec:
                 check_whole(argument, value)
 
 
-# Layer 3 of a stack "s" by name.
+# Matches names such as "s[3]", which is layer 3 of stack "s".
 STACK_MEMBER = re.compile(r"(?P<stack>.*)\[(?P<index>[0-9]{1,7})\]", re.DOTALL)
 
 
@@ -57,11 +57,12 @@ def check_stack_members(name: str, num_layers: int, known: Callable[[str], int |
     """Rejects a plain layer or stack named "s[3]" next to layer 3 of a stack "s".
 
     Args:
-        name: of a layer, or of a stack of `num_layers`; 0 of a layer.
-        known: the num_layers of a registered name, None if there is none.
+        name: the name of a plain layer or a stack.
+        num_layers: the number of a stack's layers; 0 for a plain layer.
+        known: returns the num_layers of a registered name; None for an unknown name.
 
     Raises:
-        InvalidArgumentError: one name would be two layers.
+        InvalidArgumentError: two layers would have the same name.
     """
     member = STACK_MEMBER.fullmatch(name)
     if member is not None and (num_layers or known(member["stack"])):
@@ -80,20 +81,20 @@ def check_stack_members(name: str, num_layers: int, known: Callable[[str], int |
 
 
 def layer_id(group_name: str, layer_name: str) -> int:
-    """The 63-bit id that a plain layer has in compiled programs."""
+    """Returns the 63-bit id of a plain layer in compiled programs."""
     return stable_id("layer", group_name, layer_name)
 
 
 def stack_base_id(group_name: str, stack_name: str) -> int:
-    """Id of layer 0 of a stack; layer i has base + i (the low 20 bits of a base are zero)."""
+    """Returns the id of a stack's layer 0; layer i has base + i (a base's low 20 bits are 0)."""
     return stable_id("stack", group_name, stack_name) & ~(MAX_STACK_LAYERS - 1)
 
 
 def check_layer(group: GroupSpec, layer: LayerSpec) -> LayerSpec:
-    """`layer` with the group's defaults filled in.
+    """Checks a layer's spec, and fills in defaults from the group.
 
     Raises:
-        InvalidArgumentError: the layer asks for more than the group has, with both numbers.
+        InvalidArgumentError: the layer needs more than the group has; names both numbers.
     """
     if layer.top_k > group.max_top_k:
         raise InvalidArgumentError(
@@ -131,12 +132,12 @@ def check_layer(group: GroupSpec, layer: LayerSpec) -> LayerSpec:
     return filled
 
 
-# Thousands of layers of a group differ in their names alone.
+# Cached, because a group's layers often differ only in their names.
 no_drop_rows = functools.lru_cache(maxsize=256)(layout.recv_capacity)
 
 
 def _check_capacity(group: GroupSpec, layer: LayerSpec) -> None:
-    """Raises if a slab has no room for a row of the layer or, in a no-drop group, for all rows."""
+    """Raises if a slab has no room for a row of the layer, or all rows in a no-drop group."""
     sizes = {
         "num_experts": group.num_experts,
         "max_tokens_per_rank": group.max_tokens_per_rank,

@@ -1,7 +1,7 @@
-"""Integer arithmetic of slabs and lanes: the rank of each expert, and rows that fit.
+"""Computes sizes of slabs and lanes in rows.
 
-Pure Python integers, no array library: the same functions serve the client, the daemon and the
-tests. The native library repeats the parts that run per step in `csrc/core/memory/layout.h`.
+The client, the daemon and the tests use these functions, which need only Python integers. The
+native library repeats the functions that run per step in `csrc/core/memory/layout.h`.
 
 Shape letters: T tokens of one rank, K top_k, E experts, N ranks of one EP group, L experts of one
 rank, C rows of one slab.
@@ -16,28 +16,28 @@ from math import ceil, isinf
 from ep_runtime.arguments import check_at_least, check_whole
 from ep_runtime.errors import InvalidArgumentError
 
-FP8_BLOCK = 128  # values of a sum that share an f32 scale, with combine_precision "fp8"
+FP8_BLOCK = 128  # with combine_precision "fp8", values of a sum that share an f32 scale
 
 
 def scaled_bytes(width: int, tile: int = FP8_BLOCK) -> int:
-    """Bytes of `width` 8-bit values and, from a multiple of 4 on, an f32 scale per `tile`."""
+    """Returns bytes of `width` 8-bit values and, aligned to 4, an f32 scale per `tile`."""
     return align_up(width, 4) + ceil(width / tile) * 4
 
 
 def align_up(value: int, alignment: int) -> int:
-    """`value` rounded up to a multiple of `alignment`."""
+    """Rounds `value` up to a multiple of `alignment`."""
     return -(-value // alignment) * alignment
 
 
 def node_size(nodes: Sequence[str], ep_size: int) -> int:
-    """G, consecutive ranks of an EP group that can share windows, which are memory of one node.
+    """Returns G, how many consecutive ranks of an EP group share windows, by their nodes.
 
     Args:
-        nodes: node of every world rank.
-        ep_size: N, which divides their number; N consecutive world ranks are one EP group.
+        nodes: the node of each world rank.
+        ep_size: N, which divides the number of ranks; N consecutive world ranks are an EP group.
 
     Returns:
-        The largest divisor of N such that each aligned block of so many ranks lies on one node.
+        The largest divisor of N for which each aligned block of G ranks is on one node.
     """
 
     def fits(size: int) -> bool:
@@ -57,18 +57,18 @@ def recv_capacity(
     alignment: int,
     capacity_factor: float | None = None,
 ) -> int:
-    """Computes C, the number of rows that the slab of one rank needs.
+    """Computes C, the number of rows of one rank's slab.
 
-    Without a factor this is the no-drop bound: no routing with distinct experts per token can
-    demand more. With a factor it is that multiple of the balanced load, never above the bound.
+    Without a factor, C is the no-drop bound: no routing with distinct experts per token needs
+    more. With a factor, C is this multiple of the balanced load, but at most the bound.
 
     Args:
-        num_experts: E, experts of the whole EP group; a multiple of ep_size.
+        num_experts: E, the experts of the whole EP group; a multiple of ep_size.
         top_k: K, experts per token.
-        max_tokens_per_rank: T.
-        ep_size: N.
+        max_tokens_per_rank: T, tokens of one rank.
+        ep_size: N, ranks of the EP group.
         alignment: rows; every expert's zone is a multiple of it.
-        capacity_factor: None, or at least 1.0.
+        capacity_factor: at least 1.0; None for the no-drop bound.
 
     Returns:
         Rows per slab.
@@ -105,7 +105,7 @@ def recv_capacity(
             "capacity_factor must be finite, got inf; None is room for any routing",
             argument="capacity_factor",
         )
-    factor = Fraction(str(1 * capacity_factor))  # 1.1 of 100 rows are 110, which no float is
+    factor = Fraction(str(1 * capacity_factor))  # exact: 1.1 * 100 must be 110
     balanced = experts * align_up(ceil(max_tokens_per_rank * top_k / experts), alignment)
     return min(bound, align_up(ceil(factor * balanced), alignment))
 
@@ -115,14 +115,14 @@ def spread_capacity(
 ) -> int:
     """Computes the rows of a slab whose experts may have copies on other ranks.
 
-    No rank is given more than an even share, of which none is over `slots` and none over what a
-    rank keeps. With a slot for each expert of a rank, none holds more than 1.03 of it.
+    Copies even out the load, so that a rank gets about an even share: at most `slots` and at most
+    `capacity` rows. With a spare slot for each of its experts, a rank gets at most 1.03 shares.
 
     Args:
-        capacity: C of the call, to which rows were dropped before.
+        capacity: C of the call, above which rows were dropped before.
         slots: T * K of the call.
-        experts: L.
-        spare_experts: slots of a rank for copies.
+        experts: L, experts of one rank.
+        spare_experts: slots of a rank for copies of experts.
         alignment: rows; every expert's zone is a multiple of it.
 
     Returns:
@@ -135,23 +135,23 @@ def spread_capacity(
 
 
 def packed_columns(ep_size: int) -> int:
-    """Returns the length of a plan's recv_count with packed rows, which has counts of all pairs."""
+    """Returns the length of a plan's recv_count if rows are packed: with counts of all pairs."""
     return 4 + 2 * ep_size
 
 
 def kept_rows(demand: list[int], capacity: int, alignment: int) -> list[int]:
-    """Rows each local expert keeps when `demand` rows ask for a slab of `capacity` rows.
+    """Returns how many rows each local expert keeps of `demand` in a slab of `capacity` rows.
 
     Every expert keeps its first min(demand, q) rows; q is the largest level whose aligned zones
     fit. Experts get the remaining room in index order, one aligned block at a time.
 
     Args:
-        demand: rows asked per local expert, before any drop.
+        demand: rows routed to each local expert, before any drop.
         capacity: rows of the slab.
         alignment: rows of one block.
 
     Returns:
-        Rows kept per expert; its aligned zones sum to at most `capacity`.
+        Kept rows per expert; the sum of their aligned zones is at most `capacity`.
     """
 
     def zones(level: int) -> int:
@@ -159,7 +159,7 @@ def kept_rows(demand: list[int], capacity: int, alignment: int) -> list[int]:
 
     if zones(max(demand, default=0)) <= capacity:
         return list(demand)
-    # Zones grow in whole blocks, so the largest level that drops anything is a multiple of one.
+    # Zones grow in whole blocks, so search only levels that are multiples of a block.
     low, high = 0, max(demand) // alignment + 1
     while high - low > 1:
         middle = (low + high) // 2

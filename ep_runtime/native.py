@@ -1,7 +1,7 @@
-"""The native libraries: finds them, reads their tables of C functions, and wraps them. No JAX.
+"""Finds the native libraries, and wraps their tables of C functions. Does not use JAX.
 
-One library per platform, "cpu" and "cuda", and one table in each: `EpRuntimeTable()`, whose structs
-`native_abi.py` repeats.
+There is one library per platform, "cpu" and "cuda". `EpRuntimeTable()` of each returns its table,
+whose structs `native_abi.py` mirrors.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ from ep_runtime.specs import DTYPE_BYTES, GroupSpec
 
 
 def library_path(platform: str = "cpu") -> Path:
-    """Returns the path of the library, also before it is built. Editable installs have another."""
+    """Returns the path of a library, even before it is built."""
     name = f"libep_runtime_{platform}.so"
     places = [Path(folder) / "_native" / name for folder in ep_runtime.__path__]
     return next((place for place in places if place.exists()), places[-1])
 
 
 LIBRARY_PATH = library_path()
-# Built here, because an index offers the wheel without kernels first.
+# Builds from source, because pip would prefer a wheel without kernels.
 BUILD_CUDA = "EP_RUNTIME_CUDA=ON pip install --force-reinstall --no-binary=ep-runtime ep-runtime"
 # The native library of each transport.
 PLATFORMS = {"memfd": "cpu", "nvlink": "cuda", "nccl": "cuda"}
 CLOSE_TIMEOUT_S = 10.0
 ROW_OPS = ("baseline", "avx2", "avx512")
 _TEXT_BYTES = 4096
-_LONGEST_S = 1e9  # in nanoseconds it still fits 64 bits; an endless timeout is cut to it
+_LONGEST_S = 1e9  # limit of timeouts, whose nanoseconds fit 64 bits
 
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """One custom call target: its name and the addresses of its handlers."""
+    """A custom call target: its name and the addresses of its handlers."""
 
     name: str
     instantiate_ptr: int
@@ -51,7 +51,7 @@ class Target:
 
 @dataclasses.dataclass(frozen=True)
 class NativeLayer:
-    """One layer for the native handlers; `handle_base` is the board index of its first handle."""
+    """A layer for the native handlers; `handle_base` is the board index of its first handle."""
 
     id: int
     name: str
@@ -64,11 +64,11 @@ class NativeLayer:
 
 @dataclasses.dataclass(frozen=True)
 class OnGpus:
-    """Says how a process drives its ranks of a group on GPUs.
+    """How a process runs its ranks of a group on GPUs.
 
     Attributes:
         ordinals: CUDA ordinal of each local rank.
-        tell_progress: kernels write what they do to the board.
+        tell_progress: whether kernels write their progress to the board.
     """
 
     ordinals: tuple[int, ...]
@@ -76,7 +76,7 @@ class OnGpus:
 
 
 def _settings(spec: GroupSpec, job: str = "") -> str:
-    """A line for each setting of one value, as `csrc/core/base/settings.h` reads them."""
+    """Writes scalar settings as lines, which `csrc/core/base/settings.h` reads."""
     lines: dict[str, int | float | str] = {"job": job} if job else {}
     for name, value in spec.to_dict().items():
         if isinstance(value, float) and name.endswith("_s"):
@@ -101,7 +101,7 @@ def _options(
         name=spec.name.encode(),
         generation=generation,
         world_size=spec.world_size,
-        # The library's EP group is the ranks that share windows.
+        # For the library, an EP group is the ranks that share windows.
         ep_size=spec.ranks_per_node,
         num_experts=spec.ranks_per_node * spec.experts_per_rank,
         hidden_size=spec.hidden_size,
@@ -122,7 +122,7 @@ def _options(
 
 
 class TextBuffer:
-    """A buffer that a library's function writes a text to, as the last argument `struct`."""
+    """A buffer for a text from a library's function, which gets `struct` as its last argument."""
 
     def __init__(self) -> None:
         self._memory = ctypes.create_string_buffer(_TEXT_BYTES)
@@ -134,24 +134,24 @@ class TextBuffer:
         return self._memory.value.decode(errors="replace")
 
     def checked(self, result: int) -> int:
-        """Returns a function's result; raises the error in the text if it is negative."""
+        """Returns a function's result; if it is negative, raises the error in the text."""
         if result < 0:
             raise parse(self.value) or EpRuntimeError(self.value)
         return int(result)
 
 
 def nanoseconds(seconds: float) -> int:
-    """Converts seconds, cut to a number whose nanoseconds fit 64 bits."""
+    """Converts seconds to nanoseconds, cut to a number that fits 64 bits."""
     return int(min(seconds, _LONGEST_S) * 1e9)
 
 
 class NativeLibrary:
-    """The loaded library. Get it from `library()`: handlers and groups are process-wide."""
+    """A loaded library. Use `library()` to get it, because handlers and groups are process-wide."""
 
     def __init__(self, path: Path = LIBRARY_PATH) -> None:
         if not path.exists():
             with_cuda, built = "", ""
-            if path == library_path("cuda"):  # an index's wheel for every machine has none
+            if path == library_path("cuda"):  # prebuilt wheels have no kernels
                 with_cuda, built = "EP_RUNTIME_CUDA=ON ", " --no-binary=ep-runtime"
             raise RuntimeUnavailableError(
                 f"the native library is missing at {path}; run `{with_cuda}{sys.executable} -m pip "
@@ -185,14 +185,14 @@ class NativeLibrary:
         return version.decode()
 
     def targets(self) -> list[Target]:
-        """Lists every custom call target, in a fixed order."""
+        """Lists all custom call targets, in a fixed order."""
         found = (self._table.targets[i] for i in range(self._table.num_targets))
         return [
             Target(t.name.decode(), _address(t.instantiate), _address(t.execute)) for t in found
         ]
 
     def state_type(self) -> tuple[int, int]:
-        """Addresses of the FFI type id and type info; register them before the targets."""
+        """Returns the addresses of the FFI type id and type info; register these before targets."""
         return self._table.state_type_id, self._table.state_type_info
 
     def open_group(
@@ -211,22 +211,22 @@ class NativeLibrary:
 
         Args:
             spec: the group.
-            generation: as the board says.
-            board_fd: memfd of `board.board_bytes(spec)` bytes, formatted.
+            generation: the board's generation.
+            board_fd: memfd of a formatted board of `board.board_bytes(spec)` bytes.
             window_fds: one descriptor of `board.window_bytes(spec)` bytes per world rank: a memfd,
                 or exported device memory; -1 for ranks of other nodes.
             debug: check indices and fill undefined memory with 0xFF.
-            local_ranks: world ranks that this process drives; None for all. Where there are
-                others, calls meet by names that all processes give alike.
-            gpus: that drive the local ranks; None on CPU.
-            job: that errors name.
+            local_ranks: world ranks of this process; None for all. If other processes have ranks,
+                calls are matched by names that all processes must use alike.
+            gpus: the GPUs of the local ranks; None on CPU.
+            job: the job's name, for errors.
 
         Returns:
             The group's number in this process.
 
         Raises:
-            InvalidArgumentError: a file is missing or too small, a local rank is not one of the
-                group, or one that it shares windows with has none.
+            InvalidArgumentError: a file is missing or too small, a local rank is not in the group,
+                or a rank with shared windows has no descriptor.
             SpecMismatchError, StaleHandleError, VersionSkewError: the board is another group's.
         """
         fds = (ctypes.c_int * len(window_fds))(*window_fds)
@@ -239,7 +239,7 @@ class NativeLibrary:
         return text.checked(group)
 
     def add_layers(self, group: int, layers: Sequence[NativeLayer]) -> None:
-        """Makes layers known to the handlers; a layer known before gets its new settings."""
+        """Adds layers for the handlers, or updates the settings of known layers."""
         made = (native_abi.LayerStruct * len(layers))(
             *(
                 native_abi.LayerStruct(
@@ -263,24 +263,24 @@ class NativeLibrary:
         self._table.remove_layers(group, (ctypes.c_uint64 * len(wanted))(*wanted), len(wanted))
 
     def close_group(self, group: int, *, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
-        """Ends a group: later calls raise StaleHandleError naming layer and generation.
+        """Ends a group; later calls raise StaleHandleError with layer and generation.
 
-        Calls that all ranks have joined finish; calls that still wait for a rank fail. Waits for
-        them at most `timeout_s`; memory is unmapped when the last one has returned.
+        Calls that all ranks have joined finish; calls that still wait for a rank fail. Waits at
+        most `timeout_s` for these calls. The memory is unmapped when the last call has returned.
         """
         self._table.close_group(group, int(timeout_s * 1e9))
 
     def check_group(self, group: int) -> str | None:
-        """Returns the first error of the group's calls since the last call of this, or None."""
+        """Returns the first error of the group's calls since the last `check_group`, or None."""
         text = TextBuffer()
         return text.value if self._table.check_group(group, text.struct) else None
 
     def poison_staging(self, group: int, byte: int) -> None:
-        """Fills every window of the group; tests prove with it that stale bytes do not leak."""
+        """Fills all windows of the group, for tests that stale bytes do not leak."""
         self._table.fill_staging(group, byte)
 
     def devices(self) -> list[str]:
-        """UUIDs of the GPUs that this process sees, by CUDA ordinal; the CUDA library alone."""
+        """Lists UUIDs of the visible GPUs by CUDA ordinal. Only in the CUDA library."""
         text = TextBuffer()
         found = []
         for ordinal in range(text.checked(self._table.num_devices(text.struct))):
@@ -290,42 +290,41 @@ class NativeLibrary:
 
     @property
     def architectures(self) -> tuple[str, ...]:
-        """Architectures of the compiled kernels, as nvcc names them: "90a". Only in the CUDA
-        library."""
+        """Lists the kernels' architectures by nvcc's names, as "90a". Only in the CUDA library."""
         names: bytes = self._table.architectures
         return tuple(names.decode().split())
 
     def has_kernels_for(self, capability: str) -> bool:
-        """Whether they run on GPUs of a compute capability, "9.0"."""
+        """Returns whether the compiled kernels run on a compute capability, such as "9.0"."""
         return any(_runs_on(name, capability) for name in self.architectures)
 
     def reaches(self, device: int, peer: int) -> bool:
-        """Whether a GPU can map memory of another, both as CUDA ordinals of this process."""
+        """Returns whether a GPU can map another's memory, both as CUDA ordinals."""
         text = TextBuffer()
         return bool(text.checked(self._table.reaches(device, peer, text.struct)))
 
     def use_row_ops(self, level: str) -> bool:
-        """Picks the instruction set of row arithmetic, "best" or one of ROW_OPS; for tests.
+        """Selects the instruction set of row arithmetic, "best" or one of ROW_OPS; for tests.
 
         Returns:
-            False if this processor or build does not have it, and nothing changes.
+            False, without a change, if this processor or build does not support it.
         """
         return bool(self._table.use_row_ops(("best", *ROW_OPS).index(level)) == 0)
 
     def window_bytes(self, spec: GroupSpec) -> int:
-        """`board.window_bytes` as the library computes it."""
+        """Returns `board.window_bytes(spec)` as the library computes it."""
         return int(self._table.window_bytes(ctypes.byref(_options(spec, 0, False))))
 
     def control_bytes(self, ranks: int, lanes: int) -> int:
-        """`board.control_bytes` as the library computes it."""
+        """Returns `board.control_bytes(ranks, lanes)` as the library computes it."""
         return int(self._table.control_bytes(ranks, lanes))
 
 
 def _runs_on(architecture: str, capability: str) -> bool:
-    """Machine code of "100" runs on 10.0 and what comes after it of 10.x; of "90a" on 9.0 alone."""
+    """Returns whether code of "100" (10.0 and later 10.x) or "90a" (only 9.0) runs on a GPU."""
     number = architecture.rstrip("a")
     wanted, least = number[:-1], number[-1]
-    major, _, minor = capability.partition(".")  # other makers' have no minor number
+    major, _, minor = capability.partition(".")  # non-NVIDIA capabilities may have no minor number
     later = number == architecture and minor.isdecimal() and int(minor) > int(least)
     return major == wanted and (minor == least or later)
 
@@ -336,46 +335,46 @@ def _address(function: Any) -> int:
 
 @functools.cache
 def library(platform: str = "cpu") -> NativeLibrary:
-    """The native library of "cpu" or "cuda", loaded on first use.
+    """Returns the native library of "cpu" or "cuda", which the first call loads.
 
     Raises:
-        RuntimeUnavailableError: it is not installed; the message says where it is expected.
-        VersionSkewError: it belongs to another version of this package.
+        RuntimeUnavailableError: the library is not installed; the message has the expected path.
+        VersionSkewError: the library belongs to another version of this package.
     """
     return NativeLibrary(library_path(platform))
 
 
 @dataclasses.dataclass(frozen=True)
 class OpenGroup:
-    """A group that a native library has open under a number."""
+    """An open group of a native library, with its number there."""
 
     library: NativeLibrary
     number: int
 
     def add_layers(self, layers: Sequence[NativeLayer]) -> None:
-        """As `NativeLibrary.add_layers`."""
+        """Calls `NativeLibrary.add_layers` for this group."""
         self.library.add_layers(self.number, layers)
 
     def check(self) -> str | None:
-        """As `NativeLibrary.check_group`."""
+        """Calls `NativeLibrary.check_group` for this group."""
         return self.library.check_group(self.number)
 
     def end(self, why: EpRuntimeError) -> None:
-        """Ends calls after the daemon reported that the group broke, with error `why`.
+        """Ends running calls with error `why`, after the daemon reported that the group broke.
 
-        Calls on windows hear of it from the board.
+        Does nothing by default, because calls on windows read the poison on the board.
         """
 
     def restored(self, control: Any) -> None:
-        """Reports to a restarted daemon facts of the group that are in no journal.
+        """Reports state of the group to a restarted daemon, which its journal lacks.
 
         Args:
-            control: its RPCs.
+            control: the RPCs of the daemon.
         """
 
     def stop_making(self) -> None:
-        """Stops background work in bounded time, because the process is about to exit."""
+        """Stops background work within a time limit, because the process is about to exit."""
 
     def close(self) -> None:
-        """As `NativeLibrary.close_group`, within CLOSE_TIMEOUT_S."""
+        """Calls `NativeLibrary.close_group` for this group, with CLOSE_TIMEOUT_S."""
         self.library.close_group(self.number)

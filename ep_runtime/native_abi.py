@@ -1,7 +1,7 @@
-"""The structs of the native libraries' C edge, field by field as in `csrc/ffi/c_table.h`.
+"""The structs of the native libraries' C interface, which mirror `csrc/ffi/c_table.h`.
 
-A library whose structs differ is refused when it is loaded (`struct_lines.py`). The first fields
-of the table never change, so one of another version is refused with an error and not with a crash.
+Loading a library with different structs raises an error (`struct_lines.py`). The first fields of
+the table never change, so that a library of another version raises an error and does not crash.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class TableStruct(ctypes.Structure):
     ]
 
 
-# By their names in C.
+# The structs by their C names.
 STRUCTS = {
     "EpText": TextStruct,
     "EpGroupOptions": GroupOptionsStruct,

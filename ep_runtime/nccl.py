@@ -1,7 +1,7 @@
-"""NCCL through the CUDA library: finds libnccl, and makes, aborts and closes communicators. No JAX.
+"""Finds libnccl, and makes, aborts and closes communicators through the CUDA library.
 
-A process has one libnccl, the one that JAX loaded: two copies corrupt each other's communicators.
-Structs as in `csrc/ffi/nccl/nccl_table.h`.
+A process must use the libnccl that JAX loaded, because two copies corrupt each other's
+communicators. The structs mirror `csrc/ffi/nccl/nccl_table.h`. This module does not use JAX.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class _TableStruct(ctypes.Structure):
     ]
 
 
-# By their names in C.
+# The structs by their C names.
 _STRUCTS = {
     "EpText": TextStruct,
     "EpNcclOptions": _OptionsStruct,
@@ -84,20 +84,20 @@ _STRUCTS = {
 
 
 def version_text(version: int) -> str:
-    """ "2.28.9" of 22809."""
+    """Formats NCCL's version number, such as 22809 as "2.28.9"."""
     return f"{version // 10000}.{version // 100 % 100}.{version % 100}"
 
 
 def find_library() -> str:
-    """Finds libnccl.so.2 for a process without it: EP_RUNTIME_NCCL_LIBRARY, else the wheel of JAX's
-    CUDA extras, else its bare name for the loader.
+    """Returns the path of libnccl.so.2 for a process that has not loaded it.
 
-    Uses the wheel's path that JAX uses, so that both share one loaded library.
+    The path is EP_RUNTIME_NCCL_LIBRARY, else that of the wheel of JAX's CUDA extras, else the bare
+    name for the loader. JAX uses the same path in the wheel, so that both share one library.
     """
     given = env.nccl_library()
     if given is not None:
         return given
-    # A namespace package of several wheels; importing it would run nothing either.
+    # A namespace package of several wheels, so there is nothing to import.
     try:
         spec = importlib.util.find_spec("nvidia.nccl")
     except ModuleNotFoundError:
@@ -111,18 +111,19 @@ def find_library() -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Ranks:
-    """Ranks and devices of this process in a group's communicators.
+    """This process's ranks and devices in a group's communicators.
 
     Attributes:
-        name: of the group.
-        generation: of the group.
+        name: the group's name.
+        generation: the group's generation.
         ep_size: N, ranks of one EP domain, each with a communicator of N ranks.
-        world_ranks: of this process.
-        ordinals: CUDA ordinal of each.
+        world_ranks: world ranks of this process.
+        ordinals: CUDA ordinals of these ranks.
         op_timeout_s: how long one call may wait for its peers.
-        carries_rows: rows travel over them, so they connect to every peer when they are made;
-            else NCCL connects and allocates buffers when something first calls it.
-        max_channels: of a communicator, each with buffers for every peer; 0: NCCL's choice.
+        carries_rows: whether communicators move rows, so that they connect to all peers at once;
+            else NCCL connects and allocates buffers on first use.
+        max_channels: limit of channels of a communicator, each with buffers for all peers; 0 for
+            NCCL's default.
     """
 
     name: str
@@ -137,7 +138,7 @@ class Ranks:
 
 @dataclasses.dataclass(frozen=True)
 class NcclLayer:
-    """A layer's id, name and fingerprint in calls."""
+    """A layer's id, name and fingerprint, which calls contain."""
 
     id: int
     name: str
@@ -145,10 +146,10 @@ class NcclLayer:
 
 
 class NcclLibrary:
-    """The NCCL side of the loaded CUDA library. Get it from `library()`."""
+    """The NCCL functions of the loaded CUDA library. Use `library()` to get them."""
 
     def __init__(self, path: Path) -> None:
-        """Raises as `native.NativeLibrary`."""
+        """Loads the library. Raises as `native.NativeLibrary`."""
         if not path.exists():
             native.NativeLibrary(path)  # its error says how to build it
         loaded = ctypes.CDLL(str(path))
@@ -167,18 +168,20 @@ class NcclLibrary:
         struct_lines.check(path, self._table.structs().decode(), _STRUCTS, {})
 
     def version(self) -> int:
-        """NCCL's version as a number (22809 for 2.28.9); loads NCCL unless the process has it.
+        """Returns NCCL's version number (22809 for 2.28.9); loads NCCL if necessary.
 
         Raises:
-            RuntimeUnavailableError: there is none.
-            VersionSkewError: it is too old, or newer than this package knows.
+            RuntimeUnavailableError: NCCL is not installed.
+            VersionSkewError: NCCL is older or newer than this package supports.
         """
         text = TextBuffer()
         return text.checked(self._table.version(find_library().encode(), text.struct))
 
     def make_group(self, ranks: Ranks, ids: Sequence[bytes]) -> NcclGroup:
-        """Makes a group without communicators yet. `ids` has one unique id per EP domain, or none
-        for domains of one rank, whose ids NCCL makes here.
+        """Makes a group, whose `init` then makes the communicators.
+
+        `ids` has one unique id per EP domain. It may be empty if domains have one rank, because
+        this process can make their ids itself.
 
         Raises:
             As `version`; InvalidArgumentError for a domain without an id.
@@ -206,20 +209,19 @@ class NcclLibrary:
         return NcclGroup(self._table, number)
 
     def load_kernels(self, ordinals: Sequence[int], budget_s: float) -> None:
-        """Has NCCL load its kernels on these devices: by a communicator of one rank on each, which
-        ends again.
+        """Makes NCCL load its kernels on devices, with a temporary communicator on each.
 
-        Nothing on the devices may wait for another of them meanwhile: the driver makes launches on
-        all devices of a process wait while it loads a kernel, and waits itself for what runs.
+        During this call, no work on a device may wait for another device. While the driver loads a
+        kernel, it blocks launches on all devices of the process, and waits for running kernels.
 
         Args:
             ordinals: CUDA ordinals.
-            budget_s: for NCCL to be done.
+            budget_s: time limit for NCCL.
 
         Raises:
             As `make_group` and `NcclGroup.init`.
 
-        Cost: some tenths of a second and 190 MiB of each device for the process, once.
+        Cost: some tenths of a second, and 190 MiB on each device, once per process.
         """
         ranks = Ranks(
             name="load NCCL's kernels",
@@ -242,8 +244,8 @@ class NcclGroup:
     """A group's communicators in this process. Thread-safe.
 
     Attributes:
-        number: as the library knows it.
-        over: set by `abort` and `close`: what fails from then on may be their doing.
+        number: the group's number in the library.
+        over: set by `abort` and `close`, which may cause all later failures.
     """
 
     def __init__(self, table: _TableStruct, number: int) -> None:
@@ -252,29 +254,29 @@ class NcclGroup:
         self.over = threading.Event()
 
     def init(self, budget_s: float) -> None:
-        """Joins the other ranks; if rows use these communicators, moves the first bytes.
+        """Makes the communicators with the other ranks; if they carry rows, sends first bytes.
 
         Raises:
-            OpTimeoutError: they did not join within the budget.
-            EpRuntimeError: what NCCL says, or what `abort` was given meanwhile.
+            OpTimeoutError: the other ranks did not join within `budget_s`.
+            EpRuntimeError: NCCL failed, or `abort` was called with this error.
         """
         text = TextBuffer()
         text.checked(self._table.init_group(self.number, nanoseconds(budget_s), text.struct))
 
     def try_sum(self, budget_s: float) -> None:
-        """An all-reduce of 4 MiB of int32 over each communicator, whose sums are checked.
+        """Runs an all-reduce of 4 MiB of int32 on each communicator, and checks the sums.
 
-        Every process of the group must ask for it. After `init`; NCCL may connect and allocate.
+        All processes of the group must call this, after `init`. NCCL may connect and allocate.
 
         Raises:
-            OpTimeoutError: the others did not within the budget.
-            EpRuntimeError: what NCCL says, or which sum was wrong; the group is of no use then.
+            OpTimeoutError: the other ranks did not take part within `budget_s`.
+            EpRuntimeError: NCCL failed, or a sum was wrong; the group cannot be used any more.
         """
         text = TextBuffer()
         text.checked(self._table.try_sum(self.number, nanoseconds(budget_s), text.struct))
 
     def add_layers(self, layers: Sequence[NcclLayer]) -> None:
-        """Makes layers known to the custom calls."""
+        """Adds layers for the custom calls."""
         made = (_LayerStruct * len(layers))(
             *(_LayerStruct(item.id, item.name.encode(), item.fingerprint) for item in layers)
         )
@@ -282,44 +284,46 @@ class NcclGroup:
         text.checked(self._table.add_layers(self.number, made, len(layers), text.struct))
 
     def abort(self, why: EpRuntimeError) -> None:
-        """Ends all running calls with this error, here and thereby on the peers."""
+        """Ends all running calls of this process with error `why`, which ends peers' calls too."""
         self.over.set()
         self._table.abort_group(self.number, _text_of(why).encode())
 
     def rank_left(self, world_rank: int, why: EpRuntimeError) -> None:
-        """Makes later calls that need this rank, and the group, end with this error."""
+        """Makes later calls that need this rank fail with error `why`, which ends the group."""
         self._table.rank_left(self.number, world_rank, _text_of(why).encode())
 
     def await_failure(self, within_s: float) -> str | None:
-        """Text of the group's first error, "" if there is none in that time; None once the
-        group closes."""
+        """Waits for the group's first error, and returns its text.
+
+        Returns "" if there is none within `within_s`, and None once the group closes.
+        """
         text = TextBuffer()
         found = int(self._table.await_failure(self.number, nanoseconds(within_s), text.struct))
         return text.value if found >= 0 else None
 
     def check(self) -> str | None:
-        """Returns the first error since the last call of this, or None."""
+        """Returns the first error since the last `check`, or None."""
         text = TextBuffer()
         return text.value if self._table.check_group(self.number, text.struct) else None
 
     def close(self) -> None:
-        """Ends the communicators within a bound: in good order where nothing failed."""
+        """Ends the communicators within CLOSE_TIMEOUT_S; aborts them if a call has failed."""
         self.over.set()
         self._table.close_group(self.number, nanoseconds(CLOSE_TIMEOUT_S))
 
 
 @functools.cache
 def library() -> NcclLibrary:
-    """NCCL of the CUDA library.
+    """Returns the NCCL functions of the CUDA library, which the first call loads.
 
     Raises:
         RuntimeUnavailableError: the CUDA library is not installed.
-        VersionSkewError: it belongs to another version of this package.
+        VersionSkewError: the CUDA library belongs to another version of this package.
     """
     return NcclLibrary(native.library_path("cuda"))
 
 
 def _text_of(error: EpRuntimeError) -> str:
-    """Writes an error in the native library's form, for `errors.parse`."""
+    """Formats an error as the native library does, for `errors.parse`."""
     message = str(error).replace("\n", " ")
     return f"EP_RUNTIME/{type(error).__name__}: {message} {json.dumps(error.fields, default=str)}"

@@ -1,6 +1,6 @@
-"""Makes client stubs and adds server handlers for the gRPC service of a proto file.
+"""Makes client stubs and server handlers for the gRPC service of a proto file.
 
-The descriptor of the file names every RPC and its messages, so no generated gRPC code is needed.
+The file's descriptor lists all RPCs with their messages, so generated gRPC code is not needed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from google.protobuf.message_factory import GetMessageClass
 
 
 def stub(channel: grpc.Channel, file: FileDescriptor) -> Any:
-    """Returns an object that has one callable per RPC, under the RPC's name."""
+    """Returns an object with one callable per RPC, named like the RPC."""
     service = _service(file)
     made = SimpleNamespace()
     for method, request, answer in _methods(service):
@@ -27,7 +27,7 @@ def stub(channel: grpc.Channel, file: FileDescriptor) -> Any:
 
 
 def add_to_server(server: grpc.aio.Server, file: FileDescriptor, servicer: object) -> None:
-    """Lets a server answer each RPC by the servicer's method of the same name."""
+    """Makes a server answer each RPC with the servicer's method of the same name."""
     service = _service(file)
     handlers: dict[str, Any] = {}
     for method, request, answer in _methods(service):

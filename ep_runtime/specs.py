@@ -1,7 +1,7 @@
-"""Specs of groups: frozen, hashable, validated once, equal in every process.
+"""Specs of groups: frozen, hashable, validated once, and equal in all processes.
 
-A spec holds names and static sizes only (no devices, pids, pointers, epochs), so that two
-processes with equal specs trace the same program. Letters: `layout.py`.
+A spec has only names and static sizes, not devices, pids, pointers or epochs. So two processes with
+equal specs trace the same program. Letters: `layout.py`.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from ep_runtime.arguments import check_at_least, check_whole
 from ep_runtime.errors import InvalidArgumentError
 
 TRANSPORTS = ("memfd", "nvlink", "nccl", "xla")
-# In the place of a transport: windows hold a copy of a job's state, and no rows move.
+# A value of `transport`: windows hold a copy of a job's state instead of rows.
 STATE = "state"
-# Transports that move rows by windows inside a node and by collectives between nodes.
+# Transports that use windows within a node, and collectives between nodes.
 NODE_TRANSPORTS = ("memfd", "nccl")
 ON_OVERFLOW = ("drop", "error")
 COMBINE_PRECISIONS = ("fast", "exact", "fp8")
@@ -31,7 +31,7 @@ PARTITIONINGS = ("auto", "rule", "shard_map")
 MAX_STACK_LAYERS = 1 << 20
 MAX_MESH_AXES = 32
 MAX_SMS = 256
-# Experts of one product, and of one prepare, of groups with copies of experts.
+# Limits of experts: of one matmul, and of one prepare in a group with copies of experts.
 MAX_PRODUCT_EXPERTS = 1024
 MAX_EXPERTS = 2048
 
@@ -46,7 +46,7 @@ DTYPE_BYTES = {
     "float8_e5m2": 1,
 }
 
-# Settings with a few values, and those that are integers.
+# Settings with a fixed set of values, and integer settings.
 _CHOICES = {
     "max_token_dtype": tuple(DTYPE_BYTES),
     "on_overflow": ON_OVERFLOW,
@@ -56,18 +56,18 @@ _CHOICES = {
 }
 _WHOLE = ("num_experts", "hidden_size", "max_tokens_per_rank", "max_top_k", "alignment", "lanes")
 
-# Marks a setting that never changes what a compiled program computes.
+# Marks a setting that does not change a compiled program.
 _NOT_IN_PROGRAMS = {"in_programs": False}
 
 
 def stable_id(*parts: str) -> int:
-    """A 63-bit id of a name, equal in every process and run (sha256, not Python's hash)."""
+    """Returns a 63-bit id of a name, equal in all processes and runs (unlike Python's hash)."""
     digest = hashlib.sha256("\0".join(parts).encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 1
 
 
 def check_axis_count(count: int) -> None:
-    """Raises InvalidArgumentError for more axes than a mesh of ours may have."""
+    """Raises InvalidArgumentError if a mesh has more than MAX_MESH_AXES axes."""
     if count > MAX_MESH_AXES:
         raise InvalidArgumentError(
             f"mesh_axes must be at most {MAX_MESH_AXES}, got {count}", argument="mesh_axes"
@@ -80,7 +80,7 @@ def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
 
 
 def check_holds_rows(argument: str, capacity: int, alignment: int, of: str = "") -> None:
-    """Raises InvalidArgumentError if a slab is too small for one expert's smallest zone."""
+    """Raises InvalidArgumentError if a slab is too small for the smallest zone of an expert."""
     if capacity < alignment:
         raise InvalidArgumentError(
             f"{argument}={capacity} rows per rank are less than alignment={alignment}{of}, the "
@@ -93,28 +93,29 @@ def check_holds_rows(argument: str, capacity: int, alignment: int, of: str = "")
 class GroupSpec:
     """All settings of a group, with defaults filled in, as `Group.spec` returns them.
 
-    `GroupSettings.on` makes it, and validates.
+    `GroupSettings.on` makes and validates a spec.
 
     Attributes:
-        name: unique among the groups of the user and job.
-        mesh_axes: every axis of the mesh with its size, in mesh order.
-        ep_axis, outer_axes: axes that shard the experts, and further axes that shard tokens.
-        num_experts, hidden_size: E of one EP group; H.
-        max_tokens_per_rank: most tokens of one rank in a call.
+        name: the group's name, unique within the user's job.
+        mesh_axes: all axes of the mesh with their sizes, in mesh order.
+        ep_axis: axes that shard the experts.
+        outer_axes: further axes that shard tokens.
+        num_experts: E, experts of one EP group.
+        hidden_size: H, values of a token.
+        max_tokens_per_rank: limit of the tokens of one rank in a call.
         recv_capacity_per_rank: C, rows of one slab.
-        max_top_k: largest K of a layer.
-        max_token_dtype: name of the widest dtype of a token.
+        max_top_k: largest K of the group's layers.
+        max_token_dtype: name of the widest dtype of tokens.
         alignment: the rows of each expert are padded to a multiple of this number.
-        lanes: number of calls of the group that may move rows at once.
+        lanes: how many calls of the group may move rows at once.
         on_overflow, combine_precision, partitioning: as in `Session.create_group`.
-        transport: how rows move, or STATE; never "auto".
-        op_timeout_s, retain_s: seconds.
-        num_sms: SMs that one kernel uses on a GPU; 0: the fastest number in our measurements.
-        node_size: G, number of consecutive EP ranks that share windows, in a group over nodes; else
-            0.
+        transport: how rows move, or STATE; "auto" is already resolved.
+        op_timeout_s, retain_s: as in `Session.create_group`.
+        num_sms: SMs that one kernel uses on a GPU; 0 for the fastest number in our measurements.
+        node_size: G, how many consecutive EP ranks share windows in a group over nodes; else 0.
         workspace: as in `Session.create_group`.
         overlap: as in `Session.create_group`.
-        spare_experts: slots of a rank for copies of other ranks' experts; never "auto".
+        spare_experts: slots of a rank for copies of other ranks' experts; "auto" is resolved.
     """
 
     name: str
@@ -143,22 +144,22 @@ class GroupSpec:
 
     @functools.cached_property
     def axis_sizes(self) -> Mapping[str, int]:
-        """Size of every mesh axis by name, in mesh order."""
+        """Sizes of the mesh axes by name, in mesh order."""
         return dict(self.mesh_axes)
 
     @functools.cached_property
     def ep_size(self) -> int:
-        """N, the number of ranks in one EP group."""
+        """N, the number of ranks of one EP group."""
         return prod(self.axis_sizes[axis] for axis in self.ep_axis)
 
     @functools.cached_property
     def ranks_per_node(self) -> int:
-        """Number of EP ranks on one node, whose windows each rank maps; N with one node."""
+        """Number of EP ranks on one node, which map each other's windows; N with one node."""
         return self.node_size or self.ep_size
 
     @functools.cached_property
     def num_nodes(self) -> int:
-        """D, the number of nodes in one EP group.
+        """D, the number of nodes of one EP group.
 
         EP rank = node * ranks_per_node + local rank.
         """
@@ -166,9 +167,9 @@ class GroupSpec:
 
     @functools.cached_property
     def staged_tokens(self) -> int:
-        """Largest number of tokens that one rank puts into its window in one call.
+        """Largest number of tokens that one rank writes into its window in one call.
 
-        In a group over several nodes these include tokens from other nodes.
+        In a group over several nodes, this includes tokens from other nodes.
         """
         return self.num_nodes * self.max_tokens_per_rank
 
@@ -179,17 +180,17 @@ class GroupSpec:
 
     @functools.cached_property
     def num_slabs(self) -> int:
-        """R, the number of slabs: one for each shard of the tokens."""
+        """R, the number of slabs, one per shard of the tokens."""
         return self.outer_size * self.ep_size
 
     @functools.cached_property
     def token_axes(self) -> tuple[str, ...]:
-        """The mesh axes that shard dim 0 of tokens and slabs, major first."""
+        """The mesh axes that shard dimension 0 of tokens and slabs, major first."""
         return self.outer_axes + self.ep_axis
 
     @functools.cached_property
     def domain_axes(self) -> tuple[str, ...]:
-        """Every mesh axis except the ep axes, in mesh order.
+        """All mesh axes except the ep axes, in mesh order.
 
         Each combination of coordinates on them is one EP group.
         """
@@ -197,7 +198,7 @@ class GroupSpec:
 
     @functools.cached_property
     def world_size(self) -> int:
-        """Number of devices in the mesh.
+        """W, the number of devices in the mesh.
 
         World rank = domain * ep_size + EP rank.
         """
@@ -210,14 +211,14 @@ class GroupSpec:
 
     @functools.cached_property
     def experts_per_rank(self) -> int:
-        """L, the number of experts on one rank."""
+        """L, the number of experts of one rank."""
         return self.num_experts // self.ep_size
 
     @functools.cached_property
     def physical(self) -> GroupSpec:
-        """Returns the group after `ep.moe` spread its experts: each rank has L + spare of them.
+        """Returns the spec after `ep.moe` copied experts, with L + spare_experts on each rank.
 
-        Rows over capacity were dropped before.
+        In such a group, rows over capacity have already been dropped.
         """
         experts = self.ep_size * (self.experts_per_rank + self.spare_experts)
         return dataclasses.replace(
@@ -226,7 +227,7 @@ class GroupSpec:
 
     @functools.cached_property
     def fingerprint(self) -> int:
-        """A 63-bit id of all settings that change a compiled program."""
+        """A 63-bit hash of all settings that change a compiled program."""
         fields = {
             field.name: getattr(self, field.name)
             for field in dataclasses.fields(self)
@@ -322,11 +323,11 @@ def _check_spare_experts(spare: Any, num_experts: int, ep_size: int) -> None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GroupSettings:
-    """Settings of a group from `Session.create_group`; `on` adds a mesh and makes a GroupSpec.
+    """The settings of `Session.create_group`; `on` adds a mesh and makes a GroupSpec.
 
     Attributes:
         name, ep_axis, outer_axes, ...: as in `Session.create_group`.
-        node_size: as in GroupSpec, where 0 stands for all ranks on one node.
+        node_size: as in GroupSpec; 0 if all ranks are on one node.
     """
 
     name: str
@@ -354,7 +355,7 @@ class GroupSettings:
     spare_experts: int | str = "auto"
 
     def on(self, mesh_axes: tuple[tuple[str, int], ...]) -> GroupSpec:
-        """The spec of a group with these settings on a mesh, its capacity resolved.
+        """Makes the spec of a group with these settings on a mesh, and resolves its capacity.
 
         Raises:
             InvalidArgumentError: names the argument, what was wanted and what was given.
@@ -363,7 +364,7 @@ class GroupSettings:
         self._check(mesh_axes, ep_axis, outer_axes)
         ep_size = prod(dict(mesh_axes)[axis] for axis in ep_axis)
         _check_node_size(self.node_size, ep_size, self.transport)
-        capacity = self._capacity(ep_size)  # checks its own numbers
+        capacity = self._capacity(ep_size)  # also checks its arguments
         spare = 0 if self.spare_experts == "auto" else self.spare_experts
         _check_spare_experts(spare, self.num_experts, ep_size)
         given = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
@@ -410,7 +411,7 @@ class GroupSettings:
             raise InvalidArgumentError(
                 f"op_timeout_s must be positive, got {op_timeout_s}", argument="op_timeout_s"
             )
-        if self.num_sms and not 2 <= self.num_sms <= MAX_SMS:  # 0 is how None travels
+        if self.num_sms and not 2 <= self.num_sms <= MAX_SMS:  # 0 stands for None
             raise InvalidArgumentError(
                 f"num_sms must be None or 2 to {MAX_SMS}, got {self.num_sms}", argument="num_sms"
             )
@@ -446,7 +447,7 @@ def _axes_of(axes: str | tuple[str, ...]) -> tuple[str, ...]:
 
 
 def make_group_spec(*, mesh_axes: tuple[tuple[str, int], ...], **settings: Any) -> GroupSpec:
-    """The GroupSpec of GroupSettings on a mesh.
+    """Makes the GroupSpec of these settings on a mesh.
 
     Raises:
         InvalidArgumentError: names the argument, what was wanted and what was given.

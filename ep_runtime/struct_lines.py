@@ -1,7 +1,7 @@
-"""Compares ctypes structs with those of a native library, field by field.
+"""Compares our ctypes structs with a native library's structs, field by field.
 
-A line is "EpLayer.top_k=24 8 i64": offset, bytes and kind, as `csrc/ffi/struct_lines.h` writes what
-the compiler has; "EpLayer=56" is a size.
+The library describes its structs in lines, which `csrc/ffi/struct_lines.h` writes. A line
+"EpLayer.top_k=24 8 i64" has a field's offset, bytes and kind; "EpLayer=56" is a struct's size.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ep_runtime.errors import VersionSkewError
 
 Mirrors = Mapping[str, type[ctypes.Structure]]
 _POINTERS = (ctypes.c_char_p, ctypes.c_void_p)
-# Sizes by struct's format characters, which ctypes uses for simple types.
+# Format characters of signed integers, which ctypes shares with the struct module.
 _SIGNED = "bhilq"
 
 
@@ -24,8 +24,8 @@ def check(path: Path, text: str, mirrors: Mirrors, constants: Mapping[str, int])
     """Compares the library's description of its structs with the ctypes `mirrors`.
 
     Raises:
-        VersionSkewError: the first struct, field or constant that one of them lacks or has
-            otherwise.
+        VersionSkewError: a struct, field or constant differs or is missing; the message names
+            the first one.
     """
     theirs = dict(line.split("=", 1) for line in text.splitlines() if "=" in line)
     ours = {**dict(_lines(mirrors)), **{name: str(value) for name, value in constants.items()}}

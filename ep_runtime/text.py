@@ -1,4 +1,4 @@
-"""Makes others' text safe for terminals: removes control sequences."""
+"""Makes text from other users safe for terminals."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from ep_runtime.errors import InvalidArgumentError
 
 
 def printable(text: str) -> str:
-    """The text with escapes, as in Python, for everything but what prints and new lines."""
+    """Returns text with Python escapes for all characters that do not print, except newlines."""
     if all(line.isprintable() for line in text.split("\n")):
         return text
     return "".join(
@@ -16,7 +16,7 @@ def printable(text: str) -> str:
 
 
 def check_printable(argument: str, text: str, max_bytes: int) -> None:
-    """Raises InvalidArgumentError unless the text prints and is short enough."""
+    """Raises InvalidArgumentError unless `text` is printable and has at most `max_bytes`."""
     if not text.isprintable() or len(text.encode()) > max_bytes:
         raise InvalidArgumentError(
             f"{argument} must be printable text of at most {max_bytes} bytes, got {text[:80]!r}",

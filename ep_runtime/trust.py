@@ -1,8 +1,8 @@
-"""Checks who could own a socket's path, by its directories and the kernel's credentials.
+"""Checks which users control a socket: by the path's directories, and the kernel's credentials.
 
-A name in a file system is worth as much as the users who can change what it means. `open_directory`
-walks it once, looks at every step, and returns a descriptor: what is reached through that
-descriptor stays the directory that was checked, whatever happens to the name.
+A path is only as trustworthy as the users who can change it. `open_directory` walks a path once,
+checks each step, and returns a descriptor. The descriptor stays that of the checked directory, even
+if the path changes later.
 """
 
 from __future__ import annotations
@@ -21,24 +21,25 @@ from pathlib import Path
 from ep_runtime.errors import PermissionDeniedError
 
 _PATH_ONLY = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
-_MAX_LINKS = 40  # as the kernel
+_MAX_LINKS = 40  # the kernel's limit too
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _ALL_UIDS = 2**32 - 1
-UCRED = struct.Struct("iII")  # of SO_PEERCRED and SCM_CREDENTIALS: pid, uid, gid
+UCRED = struct.Struct("iII")  # pid, uid, gid; of SO_PEERCRED and SCM_CREDENTIALS
 
 
 def open_directory(path: Path, uids: Collection[int], *, with_parents: bool = True) -> int:
-    """An O_PATH descriptor of a directory that only `uids` can have put there; close it.
+    """Opens a directory that only `uids` can have made; returns an O_PATH descriptor to close.
 
     Args:
-        path: absolute. Symbolic links of `uids` may lead to it; it is none itself.
-        uids: who may own it, and what leads to it.
-        with_parents: False if the listening process is checked in another way.
+        path: an absolute path. It may contain symbolic links of `uids`, but not as its last part.
+        uids: users who may own the directory and all parts of its path.
+        with_parents: check the path's other parts too; pass False if the caller checks the
+            listening process in another way.
 
     Raises:
-        PermissionDeniedError: another user owns a part of the path or can change it; its fields are
-            path and uid (of that part and its owner).
-        OSError: it cannot be reached.
+        PermissionDeniedError: another user owns a part of the path or can change it; `fields` has
+            path and uid of this part.
+        OSError: the directory cannot be reached.
     """
     found = _walk(path, uids) if with_parents else os.open(path, _PATH_ONLY)
     try:
@@ -50,21 +51,20 @@ def open_directory(path: Path, uids: Collection[int], *, with_parents: bool = Tr
 
 
 def check_parents(path: Path, uids: Collection[int]) -> None:
-    """Checks every directory that leads to `path`, as far as they exist. Raises as
-    `open_directory`."""
+    """Checks all existing directories on the way to `path`. Raises as `open_directory`."""
     with contextlib.suppress(FileNotFoundError):
         os.close(_walk(path, uids))
 
 
 def ids_of(connection: socket.socket) -> tuple[int, int, int]:
-    """pid, uid and gid of the process at the other end of a unix socket, by the kernel's word."""
+    """Returns pid, uid and gid of a unix socket's other end, as the kernel reports them."""
     raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, UCRED.size)
     pid, uid, gid = UCRED.unpack(raw)
     return pid, uid, gid
 
 
 def check_peer(connection: socket.socket, path: Path, uids: Collection[int]) -> None:
-    """Raises PermissionDeniedError unless one of `uids` listens at the socket's other end."""
+    """Raises PermissionDeniedError unless the socket's other end belongs to one of `uids`."""
     _, uid, _ = ids_of(connection)
     if uid not in uids:
         raise PermissionDeniedError(
@@ -73,7 +73,7 @@ def check_peer(connection: socket.socket, path: Path, uids: Collection[int]) -> 
 
 
 def _walk(path: Path, uids: Collection[int]) -> int:
-    """Opens the path step by step; all but its end is checked."""
+    """Opens the path step by step, and checks each part except the last."""
     with contextlib.ExitStack() as opened:
 
         def open_part(name: str, at: int | None = None) -> int:
@@ -140,7 +140,7 @@ def _refused(path: Path, about: os.stat_result, what: str) -> PermissionDeniedEr
 
 
 def _is_private_group(about: os.stat_result) -> bool:
-    """Whether the file's group is root's, or its owner's private group without other members."""
+    """Returns whether a file's group is root's, or its owner's group without other members."""
     if about.st_gid == 0:
         return True
     try:
@@ -151,7 +151,7 @@ def _is_private_group(about: os.stat_result) -> bool:
 
 
 def _sees_all_uids() -> bool:
-    """Returns False in a user namespace, where root's own files show as the overflow uid's."""
+    """Returns whether all uids are mapped; else root's files show as the overflow uid's."""
     try:
         lines = Path("/proc/self/uid_map").read_text().splitlines()
     except OSError:

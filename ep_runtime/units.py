@@ -1,4 +1,4 @@
-"""Bytes and seconds as people read them."""
+"""Formats bytes, seconds and counts for people."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ _AGES = (("d", 86400), ("h", 3600), ("m", 60), ("s", 1))
 
 
 def iec(count: int) -> str:
-    """`count` bytes in IEC units: 12.0 MiB."""
+    """Formats bytes in IEC units: 12.0 MiB."""
     value, unit = float(count), "B"
     for larger in ("KiB", "MiB", "GiB", "TiB"):
         if value < 1024:
@@ -16,7 +16,7 @@ def iec(count: int) -> str:
 
 
 def duration(seconds: float) -> str:
-    """An age in its two largest units: 3d4h, 5m12s, 4.2s."""
+    """Formats seconds in their two largest units: 3d4h, 5m12s, 4.2s."""
     if seconds < 60:
         return f"{max(seconds, 0.0):.1f}s"
     whole = int(seconds)
@@ -26,7 +26,7 @@ def duration(seconds: float) -> str:
 
 
 def si(value: float) -> str:
-    """A number by thousands: 950, 12.3k, 4.5M."""
+    """Formats a number in thousands: 950, 12.3k, 4.5M."""
     for unit in ("", "k", "M", "G"):
         if abs(value) < 999.5 or unit == "G":
             break

@@ -1,7 +1,7 @@
-"""The one place where objects become protobuf messages and errors become gRPC statuses, and back.
+"""Converts specs to protobuf messages and errors to gRPC statuses, and back.
 
-Conversions from protobuf validate: what a peer sent may be anything. No function here talks to a
-socket. Needs grpcio and protobuf, never JAX.
+Conversions from protobuf validate all fields, because a peer may send anything. The functions do
+not use sockets. The module needs grpcio and protobuf, but not JAX.
 """
 
 from __future__ import annotations
@@ -36,23 +36,26 @@ PID_KEY = "ep-session-pid"
 STATUS_DETAILS_KEY = "grpc-status-details-bin"
 ERROR_DOMAIN = "ep-runtime"
 
-# Layers and stacks of one call; a caller with more makes several calls.
+# Limit of layers and stacks in one call; callers with more make several calls.
 MAX_LAYERS_PER_CALL = 4096
-# Longest request that a daemon reads; the most layers with the longest names fill two thirds.
+# Longest request that a daemon reads; MAX_LAYERS_PER_CALL layers with the longest names use two
+# thirds of this size.
 MAX_REQUEST_BYTES = 1 << 20
-# Longest answer: every layer that a group can have.
+# Longest answer, for all layers that a group can have.
 MAX_MESSAGE_BYTES = 16 << 20
 MAX_PACKET_BYTES = 64 << 10
 MAX_FDS_PER_PACKET = 64  # the kernel allows 253
 
-# Trailers over 8 KiB are refused by gRPC, so long lists and texts in an error are cut.
+# Limits of lists and texts in an error, because gRPC refuses trailers over 8 KiB.
 _MAX_ERROR_LIST = 64
 _MAX_ERROR_TEXT = 1500
 
 
 def work_together(one: str, other: str) -> bool:
-    """Whether daemons, or a daemon and a client, of these package versions do: the first numbers
-    are equal, and the second ones at most one apart."""
+    """Returns whether daemons and clients of two package versions work together.
+
+    The major versions must be equal, and the minor versions at most one apart.
+    """
     ours, theirs = (re.match(r"(\d+)\.(\d+)", version) for version in (one, other))
     if ours is None or theirs is None:
         return one == other
@@ -61,7 +64,7 @@ def work_together(one: str, other: str) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class LayerStackSpec:
-    """`num_layers` layers alike; the spec's name is the stack's."""
+    """A stack of `num_layers` equal layers; the spec's name is the stack's name."""
 
     spec: layer_specs.LayerSpec
     num_layers: int
@@ -69,7 +72,7 @@ class LayerStackSpec:
 
 @dataclasses.dataclass(frozen=True)
 class RegisteredLayer:
-    """A layer (num_layers 0) or stack that a daemon registered.
+    """A registered layer (with num_layers 0) or stack.
 
     Handle h of layer i has the index handle_base + i * spec.in_flight + h on the group's board.
     """
@@ -89,7 +92,7 @@ MessageT = TypeVar("MessageT", bound=Message)
 
 
 def filled(kind: type[MessageT], source: Any, **others: Any) -> MessageT:
-    """Makes a message of attributes of `source` with its fields' names, and of `others`."""
+    """Makes a message from attributes of `source` named like its fields, and from `others`."""
     classes: Any = kind, type(source)
     names = (name for name in _shared(*classes) if name not in others)
     return kind(**{name: getattr(source, name) for name in names}, **others)
@@ -97,7 +100,7 @@ def filled(kind: type[MessageT], source: Any, **others: Any) -> MessageT:
 
 @functools.cache
 def _shared(kind: Any, of: Any) -> tuple[str, ...]:
-    """Names of fields that attributes of a dataclass or a NamedTuple have too."""
+    """Returns the message's field names that a dataclass or NamedTuple has as attributes."""
     declared = getattr(of, "_fields", None) or [field.name for field in dataclasses.fields(of)]
     known = {*declared, *dir(of)}
     return tuple(name for name in kind.DESCRIPTOR.fields_by_name if name in known)
@@ -108,12 +111,12 @@ def seconds(duration: duration_pb2.Duration) -> float:
 
 
 def duration(value_s: float) -> duration_pb2.Duration:
-    """Raises InvalidArgumentError if a Duration cannot hold the value."""
+    """Converts seconds to a Duration. Raises InvalidArgumentError if it cannot hold them."""
     if not abs(value_s) < 315_576_000_000:  # also NaN
         raise InvalidArgumentError(f"{value_s} s is not a duration", argument="duration")
     whole = int(value_s)
     nanos = round((value_s - whole) * 1e9)
-    if abs(nanos) == 1_000_000_000:  # the fraction rounded up to a whole second
+    if abs(nanos) == 1_000_000_000:  # the fraction was rounded up to a second
         whole, nanos = whole + (1 if nanos > 0 else -1), 0
     return duration_pb2.Duration(seconds=whole, nanos=nanos)
 
@@ -122,7 +125,7 @@ def duration(value_s: float) -> duration_pb2.Duration:
 
 
 def _spec_fields() -> Iterator[tuple[str, FieldDescriptor]]:
-    """Pairs every setting of a group with its message field, named alike without "_s"."""
+    """Yields each setting's name with its message field, which has the name without "_s"."""
     fields: Any = types_pb2.GroupSpec.DESCRIPTOR.fields_by_name
     for setting in dataclasses.fields(specs.GroupSpec):
         yield setting.name, fields.get(setting.name) or fields[setting.name.removesuffix("_s")]
@@ -134,12 +137,12 @@ def _is_duration(field: FieldDescriptor) -> bool:
 
 
 def _is_absent(message: types_pb2.GroupSpec, field: FieldDescriptor) -> bool:
-    """Reads a setting that older messages lack."""
+    """Returns whether a message lacks a setting, because an older version sent it."""
     return field.message_type is None and field.has_presence and not message.HasField(field.name)
 
 
 def _setting_to_proto(field: FieldDescriptor, value: Any) -> Any:
-    if field.enum_type is not None:  # of ON_OVERFLOW_DROP, "drop"
+    if field.enum_type is not None:  # "drop" becomes ON_OVERFLOW_DROP
         return field.enum_type.values_by_name[f"{field.name}_{value}".upper()].number
     if _is_duration(field):
         return duration(value)
@@ -191,11 +194,11 @@ def group_spec_to_proto(spec: specs.GroupSpec) -> types_pb2.GroupSpec:
 
 
 def group_spec_from_proto(message: types_pb2.GroupSpec) -> specs.GroupSpec:
-    """Absent settings have their defaults.
+    """Converts a group's spec; absent settings get their defaults.
 
     Raises:
-        InvalidArgumentError: names a bad field.
-        VersionSkewError: it has settings that only a newer version knows.
+        InvalidArgumentError: a field is invalid; the message names the field.
+        VersionSkewError: the message has settings of a newer version.
     """
     if unknown := sorted(_unknown_fields(message) | _unknown_fields(message.workspace)):
         raise errors.VersionSkewError(
@@ -221,7 +224,7 @@ def layer_spec_to_proto(spec: layer_specs.LayerSpec) -> types_pb2.LayerSpec:
 
 
 def layer_spec_from_proto(message: types_pb2.LayerSpec) -> layer_specs.LayerSpec:
-    """Raises InvalidArgumentError naming the field that no spec may have."""
+    """Converts a layer's spec. Raises InvalidArgumentError naming an invalid field."""
     return layer_specs.LayerSpec(
         name=message.name,
         top_k=message.top_k,
@@ -239,7 +242,7 @@ def stack_spec_to_proto(stack: LayerStackSpec) -> types_pb2.LayerStackSpec:
 
 
 def stack_spec_from_proto(message: types_pb2.LayerStackSpec) -> LayerStackSpec:
-    """Raises InvalidArgumentError naming the field that no stack may have."""
+    """Converts a stack's spec. Raises InvalidArgumentError naming an invalid field."""
     if not 1 <= message.num_layers <= specs.MAX_STACK_LAYERS:
         raise InvalidArgumentError(
             f"stack {message.layer.name!r}: num_layers must be 1 to {specs.MAX_STACK_LAYERS}, "
@@ -267,7 +270,7 @@ def registered_from_proto(message: types_pb2.RegisteredLayer) -> RegisteredLayer
 
 
 class RpcFailure(NamedTuple):
-    """An error as gRPC carries it."""
+    """An error in the form that gRPC sends: status code, text and trailers."""
 
     code: grpc.StatusCode
     message: str
@@ -297,12 +300,12 @@ def _fields_from_json(text: str) -> dict[str, Any]:
 
 
 def reason(error_class: type[EpRuntimeError]) -> str:
-    """ErrorInfo.reason of a class: SpecMismatchError is SPEC_MISMATCH."""
+    """Returns ErrorInfo.reason of a class, such as SPEC_MISMATCH for SpecMismatchError."""
     return re.sub(r"(?<!^)(?=[A-Z])", "_", error_class.__name__.removesuffix("Error")).upper()
 
 
 def error_to_status(error: EpRuntimeError) -> RpcFailure:
-    """`error` as status code, text and google.rpc.Status with one ErrorInfo."""
+    """Converts an error to a status code, a text and a google.rpc.Status with one ErrorInfo."""
     cls = type(error)
     message = str(error)[:_MAX_ERROR_TEXT]
     info = error_details_pb2.ErrorInfo(
@@ -320,8 +323,10 @@ def error_to_status(error: EpRuntimeError) -> RpcFailure:
 
 
 def error_from_rpc(error: grpc.RpcError) -> EpRuntimeError:
-    """Converts a failed call to our error. A failure without our details becomes the class nearest
-    to its code."""
+    """Converts a failed call to our error.
+
+    A failure without our details becomes the class that is nearest to its status code.
+    """
     message = _call(error, "details") or str(error)
     for key, value in _call(error, "trailing_metadata") or ():
         if key == STATUS_DETAILS_KEY:
@@ -343,7 +348,7 @@ def error_from_rpc(error: grpc.RpcError) -> EpRuntimeError:
 
 
 def _call(error: grpc.RpcError, method: str) -> Any:
-    """grpc.RpcError is only a marker; its instances have the methods of grpc.Call."""
+    """Calls a method of grpc.Call, which RpcError instances have but its class does not declare."""
     function = getattr(error, method, None)
     return function() if function is not None else None
 
@@ -365,7 +370,7 @@ def _error_from_details(serialized: bytes) -> EpRuntimeError | None:
 
 
 def error_to_detail(error: EpRuntimeError) -> types_pb2.ErrorDetail:
-    """`error` as fd.sock carries it."""
+    """Converts an error to the message that fd.sock sends."""
     return types_pb2.ErrorDetail(
         class_name=type(error).__name__,
         message=str(error)[:_MAX_ERROR_TEXT],
@@ -380,11 +385,11 @@ def error_from_detail(detail: types_pb2.ErrorDetail) -> EpRuntimeError:
 
 
 def channel_options(extra: Iterable[tuple[str, Any]] = ()) -> list[tuple[str, Any]]:
-    """Channel arguments of a client: bounded reconnect, dead daemons noticed within 15 s."""
+    """Returns channel options that bound reconnects, and notice dead daemons within 15 s."""
     return [
         ("grpc.initial_reconnect_backoff_ms", 100),
-        # Limit of one attempt with its handshake; a busy machine needs more than the pause between
-        # two. If nobody listens, an attempt on a unix socket fails at once.
+        # Time limit of one attempt with its handshake, which may take long on a busy machine. If
+        # nobody listens, an attempt on a unix socket fails at once.
         ("grpc.min_reconnect_backoff_ms", 5_000),
         ("grpc.max_reconnect_backoff_ms", 1000),
         ("grpc.keepalive_time_ms", 10_000),

@@ -1,9 +1,9 @@
-"""Sizes of the workspace in which a block call keeps its rows: how many, in how many parts, bytes.
+"""Computes the sizes of a block call's workspace: rows, parts and bytes.
 
-`ep.moe` on GPUs is one call forward and one backward; the experts' rows lie in memory that the call
-has only while it runs. That memory is for W rows, a factor of the even share, and not for the C
-rows of the worst case. Where a routing asks any rank for more than W, the call runs its tokens in
-parts: results are the same, and no row is dropped. `csrc/` has the same sum of bytes.
+`ep.moe` on GPUs is one block call forward and one backward. The workspace is memory that a call
+uses for the experts' rows only while it runs. It has W rows, a factor of the even share, instead of
+the C rows of the worst case. If any rank gets more than W rows, the call runs its tokens in parts,
+with the same results and without dropping rows. `csrc/` computes the same bytes.
 
 Pure Python integers, like `layout.py`. Letters: T tokens of one rank, K top_k, N ranks of one EP
 group, L experts of one rank, C rows of one slab, H hidden, M expert FFN width.
@@ -23,41 +23,43 @@ from ep_runtime.layout import align_up, packed_columns
 Setting = Literal["auto"] | float | int
 
 AUTO_FACTOR = 1.5
-# More ranks than any mesh has: the workspace then holds all rows that a group can send.
+# More than the ranks of any mesh, so that the workspace then holds all rows of a group.
 MAX_FACTOR = 1024.0
 MAX_BYTES = 1 << 60
 KEEPS = ("first", "nothing")
 # How 8-bit matmuls scale operands; "none" for matmuls without quantization.
 Scaling = Literal["none", "tensor", "block"]
 
-# To which zones of experts are aligned in a workspace, whatever a layer's slabs have: products take
-# zones of any size, and what alignment adds would be written, multiplied and saved.
+# Alignment of experts' zones in a workspace, for any alignment of slabs. Matmuls here support zones
+# of any size, and padding rows would cost time and memory.
 ROW_ALIGNMENT = 1
 
-_TILE_ROWS = 128  # of a product; W and the kept rows are multiples where C is not less
-_REGION_BYTES = 1024  # to which every region is rounded up
-_CONTROL_BYTES = 4096  # flags, then 16 bytes of each expert
-_SCALED_VALUES = 128  # of a row, that share a block's scale
-_PADDED_TO = 128  # rows of an expert in a copy with rows along memory
-_COPIED = 16  # bytes that copies of rows are multiples of
+_TILE_ROWS = 128  # rows of a matmul's tile; W and the saved rows are multiples unless C is less
+_REGION_BYTES = 1024  # size to which each region is rounded up
+_CONTROL_BYTES = 4096  # bytes of flags; 16 bytes for each expert follow
+_SCALED_VALUES = 128  # values of a row that share a scale, with block scales
+_PADDED_TO = 128  # in a transposed copy, each expert's rows are padded to a multiple of this
+_COPIED = 16  # copies of rows are multiples of this many bytes
 
 
 @dataclasses.dataclass(frozen=True)
 class BlockSizes:
-    """Inputs of the sizes of a layer's block calls, for one rank.
+    """Inputs for the sizes of a layer's block calls on one rank.
 
     Attributes:
-        tokens, top_k: T, K. Between nodes the tokens are those of D ranks that one sends on inside
-            its node, D*T.
-        ep_size, experts: N, L. Between nodes the ranks are those of one node.
-        capacity, alignment: C of the call; rows to which an expert's zone is aligned in the
-            workspace.
+        tokens: T; in a group over nodes D * T, the tokens of D ranks that one rank forwards within
+            its node.
+        top_k: K.
+        ep_size: N; in a group over nodes, the ranks of one node.
+        experts: L.
+        capacity: C of the call.
+        alignment: rows to which an expert's zone is aligned in the workspace.
         hidden_size, mlp_dim: H, M.
-        gated: the first product has a gate beside each of its M columns.
-        element_bytes: of a row's elements; products of 4 bytes are in tf32.
-        scaling: of 8-bit products.
-        nodes: D, 1 where no rows cross between nodes.
-        lane_rows: rows of a lane, which the sums of a rank's tokens arrive in.
+        gated: the first matmul has a gate column for each of its M columns.
+        element_bytes: bytes of an element of a row; matmuls of 4-byte elements use tf32.
+        scaling: how 8-bit matmuls scale operands.
+        nodes: D; 1 if rows stay within a node.
+        lane_rows: rows of a lane, in which a rank receives the sums of its tokens.
     """
 
     tokens: int
@@ -76,14 +78,16 @@ class BlockSizes:
 
     @property
     def columns(self) -> int:
-        """Columns of the first product: 2 * M if gated, else M."""
+        """Columns of the first matmul's output: 2 * M if gated, else M."""
         return self.mlp_dim * (2 if self.gated else 1)
 
     @property
     def packed_bytes(self) -> int:
-        """Bytes of a token, or of its gradient, that is quantized before it is sent: 8 bits and
-        behind them the scales of their blocks. 0 if rows are sent as they are: with tensor scales,
-        and where scales fill no whole copies."""
+        """Bytes of a token, or its gradient, that is quantized before it is sent.
+
+        The 8-bit values come first, then the scales of their blocks. 0 if rows are sent without
+        quantization: with tensor scales, and if the sizes are not multiples of a copy.
+        """
         scales = 4 * -(-self.hidden_size // _SCALED_VALUES)
         if self.scaling != "block" or self.hidden_size % _COPIED or scales % _COPIED:
             return 0
@@ -91,28 +95,30 @@ class BlockSizes:
 
     @property
     def even_share(self) -> int:
-        """Rows that every rank receives where the routing is even, zones not yet aligned: T * K of
-        its own T, whatever the nodes."""
+        """Rows that each rank receives if routing is even, without alignment: T * K.
+
+        T is one rank's own tokens, also in a group over nodes.
+        """
         return self.tokens // self.nodes * self.top_k
 
     @property
     def least_rows(self) -> int:
-        """The fewest rows W: one token of every rank fits, wherever it goes."""
+        """The smallest W: one token of each rank fits with any routing."""
         least = self.experts * self.alignment + self._rows_of_token
         return min(self.capacity, align_up(least, _TILE_ROWS))
 
     @property
     def _rows_of_token(self) -> int:
-        """Rows of one rank at most where every rank has one token; zones not aligned.
+        """Most rows of one rank if each rank has one token, without alignment.
 
-        All K slots, though a rank may have fewer experts: one may be there more than once.
+        Counts all K slots, even if a rank has fewer experts, because a slot may repeat an expert.
         """
         return self.ep_size * self.top_k
 
     def rows_of_factor(self, factor: float) -> int:
-        """Rows of that many even shares with their zones aligned, at most C."""
+        """Returns the rows of `factor` even shares with aligned zones, at most C."""
         rows = factor * self.even_share
-        if rows >= self.capacity:  # also for a float past every integer, such as inf
+        if rows >= self.capacity:  # also for infinite or huge floats
             return self.capacity
         return min(self.capacity, align_up(ceil(rows) + self._padding, _TILE_ROWS))
 
@@ -121,20 +127,20 @@ class BlockSizes:
         return self.experts * (self.alignment - 1)
 
     def part_tokens(self, rows: int) -> int:
-        """P, tokens of each rank in one part: wherever they go, no rank has over `rows` of them, or
-        more sums than its lane holds.
+        """Returns P, tokens of each rank in one part of a call with W = `rows`.
 
-        0 if `rows` are C and a lane holds all sums: then no call has parts.
+        With P tokens of each rank and any routing, no rank gets more than `rows` rows, or more sums
+        than its lane holds. 0 if no call needs parts: `rows` is C and a lane holds all sums.
         """
-        sums = min(self.top_k, self.ep_size - 1)  # of a token, that come from other ranks
-        # Even: half of them may have sums that take two rows each.
+        sums = min(self.top_k, self.ep_size - 1)  # a token's sums from other ranks
+        # Made even, because the sums of half of the tokens may take two rows each.
         summed = self.lane_rows // sums // 2 * 2 if sums > 0 else self.tokens
         if rows < self.capacity:
             return min((rows - self._padding) // self._rows_of_token, summed)
         return summed if summed < self.tokens else 0
 
     def parts(self, rows: int) -> int:
-        """Parts of a call whose rows do not fit: ceil(T / P). 0 if all always fit."""
+        """Returns ceil(T / P), the parts of a call whose rows do not fit; 0 if rows always fit."""
         part = self.part_tokens(rows)
         return -(-self.tokens // part) if part else 0
 
@@ -144,11 +150,11 @@ class Workspace(NamedTuple):
 
     Attributes:
         rows: W, rows that a call holds at once.
-        kept_rows: rows of the first product that forward keeps for backward.
-        part_tokens: P, tokens of each rank in one part; 0 if no call has parts.
-        parts: parts of a call whose rows are more than W; 0 if none can be.
-        forward_bytes, backward_bytes: of the call's workspace.
-        kept_bytes: of the kept rows, from forward to backward.
+        kept_rows: rows of the first matmul's output that forward saves for backward.
+        part_tokens: P, tokens of each rank in one part; 0 if no call needs parts.
+        parts: parts of a call with more than W rows; 0 if no call needs parts.
+        forward_bytes, backward_bytes: bytes of the workspace of the forward and backward call.
+        kept_bytes: bytes of the saved rows, from forward to backward.
     """
 
     rows: int
@@ -161,17 +167,17 @@ class Workspace(NamedTuple):
 
 
 def check_setting(workspace: Setting) -> Setting:
-    """The group setting as a spec holds it, so that a factor and bytes are never equal.
+    """Checks and normalizes the group setting, so that a factor never equals bytes.
 
     Args:
-        workspace: "auto"; a float over 0, a factor of the even share, at most the worst case; or
-            an int over 0, bytes.
+        workspace: "auto"; a float over 0 as a factor of the even share (values above the worst
+            case are reduced to it); or an int over 0 as bytes.
 
     Returns:
         "auto", a float of at most MAX_FACTOR, or an int above it.
 
     Raises:
-        InvalidArgumentError: it is none of these.
+        InvalidArgumentError: `workspace` is none of these.
     """
     if isinstance(workspace, str) and workspace == "auto":
         return "auto"
@@ -194,7 +200,7 @@ def check_setting(workspace: Setting) -> Setting:
 
 
 def check_keep(keep: str, keep_factor: float) -> None:
-    """Raises InvalidArgumentError unless `ep.moe` supports them."""
+    """Raises InvalidArgumentError unless `ep.moe` supports these settings."""
     if keep not in KEEPS:
         raise InvalidArgumentError(f"keep must be one of {KEEPS}, got {keep!r}", argument="keep")
     number = isinstance(keep_factor, Real) and not isinstance(keep_factor, bool)
@@ -212,21 +218,21 @@ def of_block(
     keep: str = "first",
     keep_factor: float = 1.25,
 ) -> Workspace:
-    """Sizes of a layer's block calls.
+    """Computes the sizes of a layer's block calls.
 
     Args:
-        sizes: of the layer, and of the call's tokens.
-        workspace: the group setting, as `check_setting` returns it. Of bytes W is the largest with
-            which the larger of both calls fits.
-        keep: "first" keeps rows of the first product for backward, "nothing" none.
-        keep_factor: so many even shares of them; more than W are never kept.
+        sizes: sizes of the layer and of the call's tokens.
+        workspace: the group setting, as `check_setting` returns it. If it is bytes, W is the
+            largest number of rows with which both calls fit.
+        keep: "first" saves rows of the first matmul's output for backward, "nothing" saves none.
+        keep_factor: limit of the saved rows in even shares; at most W rows are saved.
 
     Returns:
         Workspace.
 
     Raises:
-        InvalidArgumentError: so few bytes hold no call of these sizes; it says the least. Or keep
-            and keep_factor are no such.
+        InvalidArgumentError: `workspace` has too few bytes for a call, in which case the message
+            has the minimum; or `keep` or `keep_factor` is invalid.
 
     Cost: arithmetic on sizes.
     """
@@ -245,7 +251,7 @@ def of_block(
 
 
 def _rows(sizes: BlockSizes, workspace: Setting) -> int:
-    """W."""
+    """Returns W."""
     if isinstance(workspace, int):
         return _rows_in_bytes(sizes, workspace)
     factor = AUTO_FACTOR if isinstance(workspace, str) else workspace
@@ -253,13 +259,13 @@ def _rows(sizes: BlockSizes, workspace: Setting) -> int:
 
 
 def _rows_in_bytes(sizes: BlockSizes, limit: int) -> int:
-    """The most rows whose calls fit: C, or the largest multiple of a tile."""
+    """Returns the most rows whose calls fit `limit` bytes: C, or the largest multiple of a tile."""
 
     def fits(rows: int) -> bool:
         return largest_bytes(sizes, rows) <= limit
 
     least = sizes.least_rows
-    if fits(sizes.capacity):  # without parts, so it may need less than a few rows fewer
+    if fits(sizes.capacity):  # needs no parts, so may use fewer bytes than fewer rows would
         return sizes.capacity
     if not fits(least):
         raise InvalidArgumentError(
@@ -277,11 +283,11 @@ def _rows_in_bytes(sizes: BlockSizes, limit: int) -> int:
 
 
 def forward_bytes(sizes: BlockSizes, rows: int, kept_rows: int) -> int:
-    """Bytes of the forward call's workspace with W = `rows`.
+    """Returns the bytes of the forward call's workspace with W = `rows`.
 
-    Tokens (in whose place the experts' outputs come), activations, and the first product unless
-    all of it is kept, which an array outside the workspace holds. With block scales also this
-    rank's tokens, quantized before they are sent; of f32 rows a weight, transposed.
+    The workspace has tokens (which the experts' outputs later replace), activations, and the
+    first matmul's output. If all rows of this output are saved, an array outside the workspace
+    has them. Block scales add this rank's quantized tokens; f32 rows add a transposed weight.
     """
     h, m, n, e = sizes.hidden_size, sizes.mlp_dim, sizes.columns, sizes.element_bytes
     whole = kept_rows == rows and sizes.parts(rows) == 0
@@ -296,11 +302,15 @@ def forward_bytes(sizes: BlockSizes, rows: int, kept_rows: int) -> int:
 
 
 def backward_bytes(sizes: BlockSizes, rows: int) -> int:
-    """Bytes of the backward call's workspace with W = `rows`.
+    """Returns the bytes of the backward call's workspace with W = `rows`.
 
-    Weights of rows and their gradients, tokens, gradients of outputs and then of tokens, gradients
-    of the first product, activations and their gradients; with f32 rows also the transposed copies
-    for weight gradients.
+    The workspace has:
+    - combine weights of rows and their gradients
+    - tokens
+    - gradients of outputs, later of tokens
+    - gradients of the first matmul's output
+    - activations and their gradients
+    - with f32 rows, the transposed copies for weight gradients
     """
     h, n, e = sizes.hidden_size, sizes.columns, sizes.element_bytes
     if sizes.scaling != "none":
@@ -310,18 +320,18 @@ def backward_bytes(sizes: BlockSizes, rows: int) -> int:
 
 
 def _weights_32(sizes: BlockSizes) -> int:
-    """Bytes of the larger weight, transposed: of f32 rows, whose forward products take it so."""
+    """Returns the bytes of the larger weight transposed, which forward matmuls of f32 rows read."""
     if sizes.element_bytes != 4:
         return 0
     return 4 * sizes.experts * sizes.columns * sizes.hidden_size
 
 
 def _inner_backward_bytes(sizes: BlockSizes, rows: int) -> int:
-    """Bytes for activations and their gradients, and with f32 rows for transposed copies.
+    """Returns bytes of activations and their gradients, and with f32 rows of transposed copies.
 
-    The tf32 matmuls of weight gradients read transposed copies. Those of tokens and of outputs'
-    gradients share a place; that of activations replaces their gradients, and that of the first
-    product's gradients replaces all three.
+    The tf32 matmuls of weight gradients read transposed copies. The copies of tokens and of
+    outputs' gradients use the same memory, one after the other. The copy of activations replaces
+    their gradients. The copy of the first matmul's gradients replaces activations and this copy.
     """
     h, m, n, e = sizes.hidden_size, sizes.mlp_dim, sizes.columns, sizes.element_bytes
     if e != 4:
@@ -334,10 +344,12 @@ def _inner_backward_bytes(sizes: BlockSizes, rows: int) -> int:
 def _quantized_backward_bytes(sizes: BlockSizes, rows: int) -> int:
     """Returns `backward_bytes` for 8-bit matmuls.
 
-    Quantized gradients of the first product replace those of outputs and activations. Operands of
-    the first weight's gradient replace the first product and the gradients of activations. The
-    transposed first weight, and operands of the second weight's gradient, replace the tokens, whose
-    place later holds their gradients.
+    These regions are reused:
+    - Quantized gradients of the first matmul's output replace those of outputs and activations.
+    - Operands of the first weight's gradient replace the first matmul's output and the gradients
+      of activations.
+    - The transposed first weight, and operands of the second weight's gradient, replace the
+      tokens; gradients of tokens later replace both.
     """
     h, m, n, e = sizes.hidden_size, sizes.mlp_dim, sizes.columns, sizes.element_bytes
     first, tokens, outer, inner = (_quantized(sizes, rows, width) for width in (n, h, h, m))
@@ -349,20 +361,24 @@ def _quantized_backward_bytes(sizes: BlockSizes, rows: int) -> int:
 
 
 def _sent(sizes: BlockSizes) -> int:
-    """Bytes of this rank's tokens, or of their gradients, that the call quantizes before it sends
-    them. Those that came from other nodes are quantized already."""
+    """Returns bytes of this rank's tokens, or gradients, that the call quantizes before sending.
+
+    0 between nodes, because tokens from other nodes arrive quantized.
+    """
     return sizes.tokens * sizes.packed_bytes if sizes.nodes == 1 else 0
 
 
 def _quantized(sizes: BlockSizes, rows: int, width: int) -> list[int]:
-    """Bytes of rows of 8 bits, and of their scales: of an expert's, or of 128 values of a row."""
+    """Returns bytes of 8-bit rows, and of their scales per expert or per 128 values of a row."""
     scales = sizes.experts if sizes.scaling == "tensor" else rows * -(-width // _SCALED_VALUES)
     return [rows * width, 4 * scales]
 
 
 def _copies(sizes: BlockSizes, rows: int, *widths: int) -> int:
-    """Bytes of a weight gradient's operands as its product takes them: with rows along memory, and
-    with scales of their own where those of rows lie along a row."""
+    """Returns the bytes of transposed operands of a weight gradient's matmul.
+
+    With block scales, the copies have separate scales, because blocks run along the rows.
+    """
     each = _copied_rows(sizes, rows)
     regions = [width * each for width in widths]
     if sizes.scaling == "block":
@@ -372,24 +388,24 @@ def _copies(sizes: BlockSizes, rows: int, *widths: int) -> int:
 
 
 def _copied_rows(sizes: BlockSizes, rows: int) -> int:
-    """Values of a line of a copy with rows along memory."""
+    """Returns the length of a line of a transposed copy, with each expert's rows padded."""
     return (rows + (_PADDED_TO - 1) * min(sizes.experts, rows)) // _PADDED_TO * _PADDED_TO
 
 
 def largest_bytes(sizes: BlockSizes, rows: int) -> int:
-    """Returns bytes of the larger call with W = `rows`, whatever is saved."""
+    """Returns the bytes of the larger call with W = `rows` if no rows are saved."""
     return max(forward_bytes(sizes, rows, 0), backward_bytes(sizes, rows))
 
 
 def _common_bytes(sizes: BlockSizes, rows: int) -> int:
-    """Control, and where calls have parts the plan of one."""
+    """Returns the bytes of control data, and of one part's plan if calls have parts."""
     control = _total([_CONTROL_BYTES + 16 * sizes.experts])
     if sizes.parts(rows) == 0:
         return control
     part, ranks = sizes.part_tokens(rows), sizes.ep_size
     slots, experts = 4 * part * sizes.top_k, 4 * sizes.experts
-    # Its indices without the slots that stay out, then the nine arrays of its plan.
-    counts = 4 * ranks * packed_columns(ranks)  # at most
+    # The part's indices, without slots of other parts, then the nine arrays of its plan.
+    counts = 4 * ranks * packed_columns(ranks)  # the upper limit
     plan = [slots, slots, slots, counts, 4 * (ranks * part + 1)]
     return control + _total([*plan, 4 * rows, 4 * rows, experts, experts, 4])
 
