@@ -1,1 +1,1 @@
-"""`ep.moe`: its call, what is resolved once of it, the op, and the bodies that run in it."""
+"""`ep.moe`: its call, the call's static settings, the op, and the bodies that run in the op."""

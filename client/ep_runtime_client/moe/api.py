@@ -187,7 +187,7 @@ def moe(
 
     Args:
         layer: a registered layer, or `stack[i]`. Under `jax.eval_shape` a LayerSpec will do; a
-            program with one is neither compiled nor exported.
+            Checks for calls with any layer or spec.
         x: [T, H] or [B, S, H], sharded as `dispatch` wants tokens.
         params: the weights, with experts on dim 0 sharded over the ep axes. Weights from
             `quantize_params` carry their recipe.
@@ -198,7 +198,7 @@ def moe(
             Gradients flow to topk_weights and probs. `params.router` must then be None, and router
             and expert_bias must have their defaults.
         token_mask: bool [T] or [B, S], sharded as x; False for tokens that count nowhere, such as
-            padding. A masked token takes no row, gets zeros back, and counts in no load, loss or
+            The experts, with the body that this call supports.
             capacity. Its gradients are 0, and it may be NaN. May be traced.
         aux_loss_coeff: as in `aux_loss`; may be traced. A Python 0 leaves the loss out.
         activation: a name of ACTIVATIONS, f(gate), or f(gate, up); ungated blocks call f(h). It

@@ -1,4 +1,4 @@
-"""Checks of `moe`'s arguments, and the sharding of params that `params_spec` gives."""
+"""Checks `moe`'s arguments, and reads the sharding of params from `params_spec`."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ Recipes = Recipe | RecipePair | None
 
 
 def recipes_of(recipe: Recipes, params: Any = None) -> RecipePair:
-    """The recipes of (wi, wo); a weight that is quantized already has the recipe that made it.
+    """Returns the recipes of (wi, wo); a quantized weight keeps the recipe that made it.
 
     Raises:
-        InvalidArgumentError: neither a recipe nor two, or another one than a weight's own.
+        InvalidArgumentError: neither a recipe nor a pair, or another recipe than a weight's own.
     """
     pair = recipe if isinstance(recipe, tuple) else (recipe, recipe)
     wanted = ", None, or a pair of them for wi and wo"
@@ -55,13 +55,13 @@ def recipes_of(recipe: Recipes, params: Any = None) -> RecipePair:
 
 
 def quantizing(recipe: Recipes) -> RecipePair:
-    """The recipes of (wi, wo), with None for those that quantize nothing."""
+    """Returns the recipes of (wi, wo), with None for recipes that quantize nothing."""
     wi, wo = (each if each is not None and each.quantizes else None for each in recipes_of(recipe))
     return wi, wo
 
 
 def compute_dtype_of(given: Any, recipes: RecipePair, x: jax.Array) -> Any:
-    """The numpy dtype of dispatched rows: `compute_dtype` of `moe`, else x's, or BF16()'s.
+    """Returns the numpy dtype of dispatched rows: `compute_dtype` of `moe`, else x's, or BF16()'s.
 
     Raises:
         InvalidArgumentError: JAX would compute in another dtype.
@@ -79,7 +79,7 @@ def compute_dtype_of(given: Any, recipes: RecipePair, x: jax.Array) -> Any:
     return found
 
 
-# What the routing weights multiply; None is the fastest that is right.
+# Where the routing weights are multiplied; None chooses the faster of "output" and "hidden".
 _WEIGHTS_AT = (None, "output", "hidden", "input")
 
 
@@ -113,9 +113,9 @@ def check_options(params: Any, weights_at: Any, activation: Function) -> None:
 
 
 def specs_of(given: Any, params: MoEParams, stack: int = 0) -> dict[str, PartitionSpec | None]:
-    """Specs of the parameters by name, from moe's `params_spec`; None where it says nothing.
+    """Returns specs of the parameters by name, from moe's `params_spec`; None if it gives none.
 
-    `stack`: how many dims a stack of layers has in front of every parameter.
+    `stack`: number of leading dims that a stack of layers adds to every parameter.
 
     Raises:
         InvalidArgumentError: neither MoEParams of PartitionSpecs nor rules of `ep.sharding`.
@@ -126,7 +126,7 @@ def specs_of(given: Any, params: MoEParams, stack: int = 0) -> dict[str, Partiti
     if isinstance(given, MoEParams):
         found = {name: _one_spec(name, getattr(given, name)) for name in names}
         if found["wi"] is not None and is_pair(given.wi) and not is_pair(params.wi):
-            # Quantized, gate and up are one array.
+            # Quantized gate and up are one array.
             experts, hidden, *rest = padded(entries_of(found["wi"], 3), 3)
             found["wi"] = PartitionSpec(experts or None, hidden or None, None, rest[0] or None)
         return found
@@ -147,10 +147,10 @@ def specs_of(given: Any, params: MoEParams, stack: int = 0) -> dict[str, Partiti
 
 
 def _one_spec(name: str, spec: Any) -> PartitionSpec | None:
-    """The spec of a parameter; that of a pair is of each.
+    """Returns the spec of a parameter; a pair has one spec for both arrays.
 
     Raises:
-        InvalidArgumentError: those of a pair differ.
+        InvalidArgumentError: the specs of a pair differ.
     """
     if not is_pair(spec):
         return spec
@@ -172,7 +172,7 @@ def check_shapes(
     specs: Mapping[str, PartitionSpec | None],
     gated: bool,
 ) -> None:
-    """Raises InvalidArgumentError where x and params of `moe` do not fit the layer."""
+    """Raises InvalidArgumentError if x and params of `moe` do not fit the layer."""
     group = layer.group_spec
     hidden, num_experts = group.hidden_size, group.num_experts
     if x.ndim not in (2, 3) or x.shape[-1] != hidden:
@@ -185,7 +185,7 @@ def check_shapes(
             f"{list(params.router.shape)}",
             argument="params.router",
         )
-    # Kernels, as they are outside a shard_map of the user.
+    # Shapes of kernels outside a user's shard_map.
     wi = outside_shape(paired(params.wi, "params.wi"), specs["wi"])
     wo = outside_shape(params.wo, specs["wo"])
     if not jax.sharding.get_abstract_mesh().manual_axes:
@@ -196,7 +196,7 @@ def check_shapes(
                     f"in front, got {shape[0]}: {list(shape)}",
                     argument=f"params.{name}",
                 )
-    # Their dims fit each other, and wi has one of the forms that there are.
+    # Their dims must match, and wi must have one of the supported forms.
     inner = wo[1]
     fits = wi[:2] == (wo[0], hidden) and wo[2:] == (hidden,)
     if (
@@ -217,10 +217,10 @@ def check_shapes(
 
 
 def _check_biases(params: MoEParams) -> None:
-    """Raises InvalidArgumentError where biases do not fit the weights or each other."""
+    """Raises InvalidArgumentError if biases do not fit the weights or each other."""
     wi_bias: Any = params.wi_bias
     check_all_or_none({"wi_bias": wi_bias, "wo_bias": params.wo_bias})
-    quantized = isinstance(params.wi, QuantizedTensor)  # which is one array
+    quantized = isinstance(params.wi, QuantizedTensor)  # a quantized wi is one array
     if not quantized and is_pair(wi_bias) != is_pair(params.wi):
         raise InvalidArgumentError(
             "wi and wi_bias must both be pairs (gate, up), or neither", argument="params.wi_bias"
@@ -237,7 +237,7 @@ def _check_biases(params: MoEParams) -> None:
             )
     else:
         compared.append(("wi_bias", wi_bias, params.wi))
-    # In a region of the user's both are parts, which differ if they are sharded over other axes.
+    # In a user's shard_map both are shards, which differ if they are sharded over different axes.
     if jax.sharding.get_abstract_mesh().manual_axes:
         return
     for name, bias, weight in compared:
@@ -251,7 +251,7 @@ def _check_biases(params: MoEParams) -> None:
 
 
 def _check_halves_together(group: GroupSpec, wi: Any, spec: PartitionSpec | None) -> None:
-    """Raises InvalidArgumentError where an axis shards 2M of [E, H, 2M].
+    """Raises InvalidArgumentError if an axis shards 2M of [E, H, 2M].
 
     No shard would have both gate and up.
     """

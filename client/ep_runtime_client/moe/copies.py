@@ -1,9 +1,9 @@
-"""Copies of experts: rows of overfull ranks go to slots of other ranks, for one call of `ep.moe`.
+"""Copies experts for one call of `ep.moe`: rows of overfull ranks go to slots of other ranks.
 
-Every rank computes the same plan from the rows that each expert keeps. Rows of an expert stay on
-its home up to a position, in order of (source rank, token, slot); those behind it go to copies. The
-physical experts of a rank are its L own ones and then its slots. Movement and products know
-physical experts alone: drops, loads and statistics were decided before, from the logical ones.
+Every rank computes the same plan from the rows that each expert keeps. Rows of an expert, in order
+of (source rank, token, slot), stay at its home rank up to some position; later rows go to copies.
+The physical experts of a rank are its L own ones, followed by its slots. Movement and matmuls see
+only physical experts: drops, loads and statistics were decided before, from the logical experts.
 
 Letters: N ranks of the EP group, E experts, L of a rank, S slots of a rank, T, K as elsewhere.
 """
@@ -34,9 +34,9 @@ Tree = TypeVar("Tree")
 
 
 class Copies(NamedTuple):
-    """Which expert each slot of each rank has, and how many rows of it; int32 [N, S] each.
+    """The expert of each slot of each rank, and its number of rows; int32 [N, S] each.
 
-    A slot without rows has none: its expert means nothing.
+    The expert of a slot without rows is undefined.
     """
 
     expert: jax.Array
@@ -44,12 +44,12 @@ class Copies(NamedTuple):
 
 
 def balanced(demand: jax.Array, ranks: int, spare: int) -> Copies:
-    """The copies that even out the rows of the ranks: demand int32 [E], the same on every rank.
+    """Returns the copies that even out rows over ranks; demand int32 [E] is the same on every rank.
 
-    Ranks above 1.03 of the even share give what they have over it, and others take up to it. Each
-    rank takes from one giver alone: what is over a giver's surplus in its last grant makes that
-    giver a taker of the next one (the alias method). So L slots are enough for any demand. With
-    fewer, a taker gets its largest pieces, and the others stay at home.
+    Ranks above 1.03 of the even share give away their surplus over it; other ranks take up to it.
+    Each rank takes from one giver only: if a giver's last grant exceeds its surplus, it becomes a
+    taker of the next giver (the alias method). So L slots suffice for any demand. With fewer slots,
+    a taker gets its largest pieces, and the other rows stay at home.
     """
     local = demand.shape[0] // ranks
     own = demand.reshape(ranks, local)
@@ -58,7 +58,7 @@ def balanced(demand: jax.Array, ranks: int, spare: int) -> Copies:
     gives = load > even + lax.div(even * 3, jnp.int32(100))
     surplus = jnp.where(gives, load - even, 0)
     lack = jnp.where(gives, 0, jnp.maximum(even - load, 0))
-    # Givers and takers by size lie on one line; grants are where their intervals overlap.
+    # Put givers and takers, sorted by size, on one line; grants are overlaps of their intervals.
     giver, taker = (jnp.argsort(-x, stable=True).astype(jnp.int32) for x in (surplus, lack))
     given = jnp.cumsum(rows_at(surplus, giver), dtype=jnp.int32)
     taken = jnp.minimum(jnp.cumsum(rows_at(lack, taker), dtype=jnp.int32), given[-1])
@@ -67,7 +67,7 @@ def balanced(demand: jax.Array, ranks: int, spare: int) -> Copies:
     )
     last = ranks - 1
     of_taker = jnp.minimum((given <= before_taker[:, None]).sum(1, dtype=jnp.int32), last)
-    # The taker across the end of a giver's surplus gets all from it; the next giver makes up.
+    # A taker that spans the end of a giver's surplus takes all from it; the next giver compensates.
     across = jnp.minimum((taken <= given[:, None]).sum(1, dtype=jnp.int32), last)
     over = rows_at(taken, across) - given
     over = jnp.where((over > 0) & (rows_at(before_taker, across) < given), over, 0)
@@ -87,12 +87,12 @@ def balanced(demand: jax.Array, ranks: int, spare: int) -> Copies:
     rows, expert = jnp.maximum(pieces, 0), source[:, None] * local + order
     largest = jnp.argsort(-rows, 1, stable=True)[:, :spare]
     rows, expert = (jnp.take_along_axis(x, largest, 1) for x in (rows, expert))
-    # A giver takes nothing if it, or one that it makes up for, gave less for lack of slots.
+    # A giver takes nothing if it, or a giver that it compensates for, lacked slots to give all.
     short = jnp.zeros(ranks, bool).at[place].max(rows.sum(1, dtype=jnp.int32) < size)
     first = jnp.concatenate([jnp.zeros_like(over[:1]), over[:-1]]) == 0
     chain = lax.cummax(jnp.where(first, numbers, 0))
     whole = lax.cummax(jnp.where(short, numbers, -1)) < chain
-    # Back to the order of ranks, each of which is a taker or a giver.
+    # Back to the order of ranks; each rank is either a taker or a giver.
     places = [jnp.zeros(ranks, jnp.int32).at[x].set(numbers) for x in (taker, giver)]
     as_giver = rows_at(over, places[1]) > 0
     grant = jnp.where(as_giver, ranks + places[1], places[0])
@@ -109,10 +109,10 @@ def _up_to_whole(total: jax.Array, parts: int) -> jax.Array:
 def physical_experts(
     expert: jax.Array, position: jax.Array, demand: jax.Array, copies: Copies
 ) -> jax.Array:
-    """The physical expert of each slot [X], whose row is at `position` of those of `expert`."""
+    """Returns the physical expert of each slot [X], whose row is `position` of its expert's."""
     ranks, spare = copies.rows.shape
     local = demand.shape[0] // ranks
-    # Rows of all experts lie on one line, expert by expert: those at home, then copy by copy.
+    # All rows are on one line, expert by expert: the rows at home, then those of each copy.
     flat, rows = copies.expert.reshape(-1), copies.rows.reshape(-1)
     away = jnp.zeros_like(demand).at[flat].add(rows)
     base = exclusive_sum(demand)
@@ -123,7 +123,7 @@ def physical_experts(
     starts = jnp.concatenate([base, jnp.where(rows > 0, start, jnp.iinfo(jnp.int32).max)])
     ids = jnp.arange(ranks * (local + spare), dtype=jnp.int32).reshape(ranks, local + spare)
     ids = jnp.concatenate([ids[:, :local].reshape(-1), ids[:, local:].reshape(-1)])
-    by_start = jnp.argsort(starts, stable=True)  # what is empty comes before what begins there too
+    by_start = jnp.argsort(starts, stable=True)  # empty runs sort first
     # Newer versions of JAX have a searchsorted that no primitive of another package can hold.
     begun = rows_at(starts, by_start) <= (rows_at(base, expert) + position)[:, None]
     found = begun.sum(1, dtype=jnp.int32) - 1
@@ -133,11 +133,11 @@ def physical_experts(
 def spread(
     call: Call, index: jax.Array, topk_idx: jax.Array, plan: AnyArrays
 ) -> tuple[Call, AnyArrays, jax.Array]:
-    """Spreads the rows that a plan keeps.
+    """Spreads the rows that a plan keeps over copies of their experts.
 
     Returns:
-        The call on physical experts, its plan, and the expert of each slot of the ranks, int32
-        [R, N, S], -1 in slots that have none.
+        The call on physical experts, its plan, and the expert of each slot of the ranks, int32 [R,
+        N, S], -1 in empty slots.
     """
     with scope("prepare", call.layer):
         call = dataclasses.replace(call, spread=True).varied(topk_idx, index)
@@ -175,15 +175,15 @@ def _planned(
     physical = physical_experts(expert, position, demand, copies)
     physical = jnp.where(has_row, physical, -1).reshape(topk_idx.shape)
     plan: AnyArrays = per_device_ops(call.group).prepare(at, physical)[0]
-    # Dropped slots are those of the first plan.
+    # Dropped slots are counted in the first plan.
     counts = plan.recv_count.at[0, 3].set(recv_count[0, 3])
     return (*plan._replace(recv_count=counts), jnp.where(copies.rows > 0, copies.expert, -1))
 
 
 def with_copies(at: DeviceCall, experts: jax.Array | None, tree: Tree) -> Tree:
-    """Arrays [L, ...] of this rank's experts, followed by those of its slots: [L + S, ...].
+    """Appends to arrays [L, ...] of this rank's experts the arrays of its slots: [L + S, ...].
 
-    `experts`: int32 [N, S], as `spread` returns it for one device; without it nothing changes.
+    `experts`: int32 [N, S], as `spread` returns it for one device; None returns `tree` unchanged.
     """
     if experts is None:
         return tree
@@ -215,8 +215,8 @@ def at_home(
     tree: Tree,
     join: Callable[[jax.Array, jax.Array], jax.Array],
 ) -> Tree:
-    """Arrays [L + S, ...] of physical experts as [L, ...]: `join` makes one value of what is at
-    home and what a copy has, in rank order, in f32 or wider. Without `experts` nothing changes."""
+    """Joins arrays [L + S, ...] of physical experts to [L, ...]: `join` combines the home's value
+    and each copy's, in rank order, in f32 or wider. Without `experts` returns `tree` unchanged."""
     if experts is None:
         return tree
     call = at.call
@@ -225,7 +225,7 @@ def at_home(
     slots = rows_at(experts, between_xla.ep_rank(call))
     ranks = jnp.arange(group.ep_size, dtype=jnp.int32)[:, None] * group.experts_per_rank
     goes = (slots >= ranks) & (slots < ranks + group.experts_per_rank)  # [N, S]
-    # Each rank has at most one copy of an expert: in which slot, for [N, L].
+    # Each rank has at most one copy of an expert; find its slot, for [N, L].
     is_copy = mine[:, None] & (local[:, None] == jnp.arange(group.experts_per_rank)[:, None])
     there, slot = is_copy.any(-1), jnp.argmax(is_copy, -1).astype(jnp.int32)
 
@@ -248,7 +248,7 @@ def at_home(
 
 
 def _mine(call: Call, experts: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Which slots of all ranks have an expert of this one, bool [N, S], and its number here."""
+    """Returns which slots of all ranks, bool [N, S], have an expert of this rank, and which."""
     size = call.layer.group_spec.experts_per_rank
     local = experts - between_xla.ep_rank(call) * size
     mine = (experts >= 0) & (local >= 0) & (local < size)

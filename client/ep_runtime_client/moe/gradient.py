@@ -1,8 +1,8 @@
-"""The gradient of the op of `ep.moe`: what is saved, and what comes back.
+"""The gradient of the op of `ep.moe`: the arrays it saves, and the gradients it returns.
 
-`prepare` stays outside: a plan that `jax.checkpoint` keeps needs no forward call in the backward
-pass, which begins with tokens and plan. A plan that would take much memory from forward to backward
-is made once more instead: it has numbers for every row of the worst case, which grows with ranks.
+`prepare` is not part of the op, so if `jax.checkpoint` saves the plan, the backward pass needs no
+forward call and begins with tokens and plan. A large plan is not saved but made again in backward:
+it has numbers for every row of the worst case, which grows with the number of ranks.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from ep_runtime_client.ops.tracing.lean import unless_unused
 from ep_runtime_client.ops.tracing.scopes import scope
 from ep_runtime_client.ops.tracing.varying import Axes
 
-# Of each product whose recipe is delayed: amax of rows f32 [R, L] and of weights [E]; else None.
+# For each matmul with a delayed recipe: amax of rows f32 [R, L] and of weights [E]; else None.
 Amax = tuple[tuple[jax.Array, jax.Array] | None, ...]
 
 
 def inner_axes(call: ResolvedCall, operands: Operands) -> Axes:
-    """Axes on M, over which y is added up; for a call whose weights' layout is known."""
+    """Returns the axes on M, over which y is summed; the layout of the weights must be known."""
     assert call.where.roles is not None
     packed, common = _packed(operands)
     op = BlockForward(call.where, call, **common)
@@ -47,7 +47,7 @@ def inner_axes(call: ResolvedCall, operands: Operands) -> Axes:
 
 
 def primal(call: ResolvedCall, operands: Operands) -> tuple[jax.Array, Amax]:
-    """y, sharded as tokens, and amax; as `block`, without a gradient."""
+    """Returns y, sharded like tokens, and amax; as `block`, without a gradient."""
     of_weights: Sequence[Any] = (None, None)
     if any(call.recipes):
         operands, of_weights = _quantized(call, operands)
@@ -62,8 +62,8 @@ def _paired_amax(call: ResolvedCall, rows: Sequence[jax.Array], weights: Sequenc
 
 
 def _quantized(call: ResolvedCall, given: Operands) -> tuple[Operands, list[Any]]:
-    """The operands with weights as products take them, quantized once for both directions; and
-    amax of those that are scaled by what is given."""
+    """Returns the operands with weights as matmuls read them, quantized once for both directions;
+    and the amax of those with given scales."""
     made: list[Any] = []
     found: list[Any] = []
     for which, (kernel, entries) in enumerate(zip(given.kernels, call.sharding[:2], strict=True)):
@@ -109,7 +109,7 @@ def _fwd(call: ResolvedCall, given: Operands) -> Any:
     operands, of_weights = given, (None, None)
     if any(call.recipes):
         operands, of_weights = eager.shared(_quantized, call, given)
-        # What is not quantized here is the very argument: a scan that has it keeps no copy of it.
+        # Save unquantized weights as the very argument, so that a scan makes no copy of them.
         wi, wo = (
             mine if recipe is None or isinstance(mine, QuantizedTensor) else quantized
             for mine, quantized, recipe in zip(
@@ -138,7 +138,7 @@ def _fwd(call: ResolvedCall, given: Operands) -> Any:
 
 
 def _tag(call: ResolvedCall, name: str) -> str:
-    """Returns the name under which a checkpoint's policy knows a saved array."""
+    """Returns the name of a saved array in checkpoint policies."""
     if call.workspace is not None:
         return "ep_kept"
     return "ep_wi" if name == "hidden" else "ep_recv"
@@ -151,7 +151,7 @@ def _bwd(call: ResolvedCall, saved: Any, grads: tuple[jax.Array, Any]) -> Any:
 def _pullback(
     call: ResolvedCall, operands: Operands, saved: list[jax.Array], dy: jax.Array
 ) -> tuple[Operands]:
-    """Gradients of all operands; None of those that are integers."""
+    """Returns gradients of all operands; None for integers."""
     operands = operands._replace(layer_index=again.marked(operands.layer_index))
     if operands.plan is None:
         with scope("prepare", call.moved.layer):
@@ -179,7 +179,7 @@ def _pullback(
 
 
 def _by_operand(call: ResolvedCall, operands: Operands, made: Sequence[jax.Array]) -> Operands:
-    """Sorts the results of the backward op by the operands whose gradients they are."""
+    """Maps the results of the backward op to the operands whose gradients they are."""
     d_tokens, d_weights, *others = made
     wo, last = others.pop(), others.pop()
     wi: Any = Pair(others.pop(), last) if call.paired else last
@@ -207,7 +207,7 @@ def _by_operand(call: ResolvedCall, operands: Operands, made: Sequence[jax.Array
 
 
 def _packed(operands: Operands, *, columns: bool = False) -> tuple[Operands, dict[str, Any]]:
-    """Operands as the op takes them, and how leaves make them up; `columns` as `pack` takes it."""
+    """Returns operands with packed weights, and the packings; `columns` as in `pack`."""
     kernels = (quantize_ops.from_raw(x, rows=False) for x in operands.kernels)
     (wi, of_wi), (wo, of_wo) = (pack(x, rows=False, columns=columns) for x in kernels)
     scales = tuple(x for each in operands.scales if each is not None for x in each[:1])
@@ -216,12 +216,12 @@ def _packed(operands: Operands, *, columns: bool = False) -> tuple[Operands, dic
 
 
 def _arrived(op: BlockForward | BlockBackward) -> list[Entries]:
-    """Entries of the shared operands, as far as they are known."""
+    """Returns entries of the shared operands, as far as known."""
     call = op.call
     assert call.where.roles is not None
     return op.entries(call.where.roles, *call.multiplied, *call.sharding[2:])
 
 
-# `primal`, differentiable in tokens, weights, wi, wo and the biases.
+# Like `primal`, but differentiable in tokens, weights, wi, wo and the biases.
 block = jax.custom_vjp(primal, nondiff_argnums=(0,))
 first_order.defvjp("moe", block, _fwd, _bwd)

@@ -1,8 +1,8 @@
-"""The op of `ep.moe`, forward and backward, as both partitionings run it around any body.
+"""The op of `ep.moe`, forward and backward, which runs a body on a mesh in either mode.
 
-Tokens come as users shard them; everything that belongs to the ranks of a group has the slab dim R
-in front, one slab for each shard of the token axes. Outer axes are gathered off the weights, an
-axis that shards no tokens stays on M, and what it splits is added up where tokens are.
+Tokens are sharded as users shard them; every other array of a rank has the slab dim R in front,
+with one slab per shard of the token axes. Weights are gathered over outer axes. An axis that shards
+no tokens stays on M, and the partial results are then summed over it.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ from ep_runtime_client.ops.quantize.packing import Packing, Value, gather, unpac
 from ep_runtime_client.ops.quantize.pair import of_each
 from ep_runtime_client.ops.tracing.varying import Axes
 
-_PLAN_NDIMS = (3, 3, 3, 2, 2, 2, 2, 2, 2, 3, 3, 2)  # of a plan's arrays, with the slab dim
+_PLAN_NDIMS = (3, 3, 3, 2, 2, 2, 2, 2, 2, 3, 3, 2)  # dims of a plan's arrays, with the slab dim
 
 
 @dataclasses.dataclass(frozen=True)
 class Placed:
-    """Describes the layout in which the op takes a block's weights.
+    """How a block's weights are sharded in the op.
 
     Attributes:
-        wi: of [E, H, *N'], per dim of the one array.
+        wi: of [E, H, *N'], per dim of the joined array.
         wo: of [E, M, H].
         wi_bias: of [E, *N'], or None.
         wo_bias: of [E, H], or None.
         inner: axes on M; tokens are summed over them.
-        parts: those of them that divide anything; the bias of wo is added on the first device.
-        over: axes that split what one scale is for.
-        operands: entries of the shared operands as the op takes them.
+        parts: the axes of `inner` larger than 1; the first device along them adds the bias of wo.
+        over: axes that split the values of one scale.
+        operands: entries of the shared operands in the op.
     """
 
     wi: Weight
@@ -62,13 +62,13 @@ class Placed:
 
 @dataclasses.dataclass(frozen=True)
 class BlockOp(LayerOp):
-    """Base of the forward and backward ops. Hashable. Leaves of Operands are the first operands.
+    """Base of the forward and backward ops. Hashable. The leaves of Operands come first.
 
     Attributes:
-        where: where it runs, as the call.
-        call: what is static about the call.
-        wi: how leaves make up wi.
-        wo: how leaves make up wo.
+        where: the mesh axes and the mode in which the op runs, as in the call.
+        call: the static side of the call.
+        wi: how leaves form wi.
+        wo: how leaves form wo.
         tree: structure of Operands with these leaves.
     """
 
@@ -81,13 +81,13 @@ class BlockOp(LayerOp):
     name: ClassVar[str] = "block"
 
     def _by_name(self, flat: Sequence[Any]) -> Any:
-        """Operands of what there is per operand; others may follow them in `flat`."""
+        """Returns Operands of one value per leaf; `flat` may have more values after them."""
         return self.tree.unflatten(flat[: self.tree.num_leaves])
 
     def place(
         self, roles: Roles, arrived: Sequence[Entries], shapes: Sequence[tuple[int, ...]]
     ) -> Placed:
-        """Chooses the layout of the weights, given how they arrive."""
+        """Chooses the layout of the weights, given their sharding on arrival."""
         lies, given = self._by_name(arrived), self._by_name(shapes)
         ruled = self.where.mode == "rule"
         shape, wo_shape = self.wi.of_values(given.wi[0], 2), given.wo[0]
@@ -102,7 +102,7 @@ class BlockOp(LayerOp):
                 "are not: they are gathered over it"
             )
         wi, wo, parts = _on(wi, len(shape) - 1, inner), _on(wo, 1, inner), roles.real(inner)
-        wi_bias = lies.wi_bias and expert_bias(roles, wi, lies.wi_bias, shape)  # none without one
+        wi_bias = lies.wi_bias and expert_bias(roles, wi, lies.wi_bias, shape)  # or None
         wo_bias = lies.wo_bias and expert_bias(roles, wo, lies.wo_bias, wo_shape)
         over = Over(roles.real(roles.outer), parts)
         biases = (None if bias is None else bias.entries for bias in (wi_bias, wo_bias))
@@ -110,7 +110,7 @@ class BlockOp(LayerOp):
         return Placed(wi, wo, wi_bias, wo_bias, inner, parts, over, operands)
 
     def _inner(self, roles: Roles, wi: Weight, wo: Weight, width: int) -> Axes:
-        """The axes that M of both weights is taken over."""
+        """Returns the axes that shard M of both weights."""
         inner = (wi.kept[-1] or wo.kept[1]) if "m" in self._columns else ()
         unit = bodies.BODIES[self.call.body].multiple(self.call, paired=self.wi.paired)
         gone = (wi.gathered[-1], wo.gathered[1])
@@ -130,7 +130,7 @@ class BlockOp(LayerOp):
         wi_bias: Entries | None,
         wo_bias: Entries | None,
     ) -> list[Entries]:
-        """Entries of the shared operands, whose weights and biases have these."""
+        """Returns entries of the shared operands, given those of weights and biases."""
         there, tokens = self._by_name(range(self.tree.num_leaves)), self.call.moved.layout.entries()
         slab, whole = (roles.slab,), ((),)
         by_name = there._replace(
@@ -151,7 +151,7 @@ class BlockOp(LayerOp):
         return self.tree.flatten_up_to(by_name)
 
     def saved_entries(self, roles: Roles, place: Placed) -> list[Entries]:
-        """Entries of the arrays saved for backward: slabs; those of hidden have the axes on N'."""
+        """Returns entries of the saved arrays: slabs; for hidden with the axes of N'."""
         hidden: Entries = (roles.slab, (), *place.wi.kept[2:])
         return [hidden if name == "hidden" else (roles.slab,) for name in self.call.saved]
 
@@ -173,12 +173,12 @@ class BlockOp(LayerOp):
         return given, Experts(wi, wo, wi_bias, wo_bias, mine.values)
 
     def runs_nowhere(self, roles: Roles) -> bool:
-        """Whether only the results' shapes are asked for: of a group of several devices at once."""
+        """Whether the op is only traced for its results' shapes, for several devices at once."""
         return not roles.sizes and self.call.moved.group.world_size > 1
 
     @functools.cached_property
     def shared_factors(self) -> Any:
-        """Operands of the Shardy factors of the shared operands."""
+        """Returns Operands with the Shardy factors of the shared operands."""
         there = self._by_name(range(self.tree.num_leaves))
         tokens = " ".join(f"t{dim}" for dim in range(len(self.call.moved.layout.lead)))
         plan = [
@@ -203,13 +203,13 @@ class BlockOp(LayerOp):
 
     @functools.cached_property
     def _columns(self) -> list[str]:
-        """Factors of N'; "m" where M is a dim of wi, which axes may be on."""
+        """Factors of N'; "m" if M is a dim of wi of its own, which axes may shard."""
         if self.wi.ndim == 4:
             return ["g", "m"]
         return ["n" if self.call.activation.gated else "m"]
 
     def saved_factors(self) -> list[str]:
-        """Shardy factors of the arrays saved for backward."""
+        """Returns Shardy factors of the arrays saved for backward."""
         named = {
             "rows": "r c x",
             "data": "r c x",
@@ -221,7 +221,7 @@ class BlockOp(LayerOp):
         return [named[name] for name in self.call.saved]
 
     def saved_shapes(self, shapes: Any, rows: Any) -> list[Any]:
-        """Shapes and dtypes of the saved arrays, from whole operands; `rows`: dtype of rows."""
+        """Returns shapes and dtypes of saved arrays, from global operands; `rows`: rows' dtype."""
         call, hidden, room = self.call, shapes.tokens[-1], self.call.workspace
         count = call.moved.capacity if room is None else room.saved
         columns = self.wi.of_values(shapes.wi[0], 2)[2:]
@@ -242,8 +242,8 @@ class BlockForward(BlockOp):
     """The forward op -> (y like tokens, saved arrays, amax [R, L] of rows per delayed recipe).
 
     Attributes:
-        bare: only what is saved is asked for. A body that has a workspace makes such rows sooner
-            in backward, which goes on from them: they are zeros that were not made.
+        bare: whether to make only the saved arrays. A body with a workspace returns zeros that are
+            marked as not made, because its backward makes these rows sooner itself.
     """
 
     bare: bool = False
@@ -300,12 +300,12 @@ class BlockForward(BlockOp):
 class BlockBackward(BlockOp):
     """Computes gradients from operands, saved values and dy, which has the shape of tokens.
 
-    It returns those of tokens and weights, biases, the activation's values, wi (two for a pair)
+    It returns gradients of tokens and weights, biases, the activation's values, wi (two for a pair)
     and wo.
 
     Attributes:
         dtypes: of the gradients of wi and wo.
-        frozen: without the gradients of wi and wo.
+        frozen: whether to leave out the gradients of wi and wo.
     """
 
     dtypes: tuple[Any, Any] = (None, None)
@@ -326,7 +326,7 @@ class BlockBackward(BlockOp):
         wi_place, wo_place = self._themselves(roles, place, self._by_name(shapes))
 
         def back(x: Any, taken_off: Entries, like: Any) -> jax.Array:
-            # What is added up over devices stays wide.
+            # Values that are summed over devices stay wide.
             wide = x.astype(sum_dtype(x.dtype)) if shared else x
             return sums.back(wide, taken_off, shared).astype(like)
 
@@ -385,8 +385,8 @@ class BlockBackward(BlockOp):
     def _made(self, shared: Axes) -> Any:
         """Returns the dtype in which the body makes gradients of weights; None is the rows' dtype.
 
-        It is the wanted dtype, or a wide one if devices add up their gradients. Kernels of products
-        that quantize nothing use the rows' dtype.
+        The kernels of unquantized matmuls use the rows' dtype. Other bodies use the wanted dtype,
+        or a wide one if devices sum their gradients.
         """
         call = self.call
         if call.workspace is not None and call.recipes[0] is None:
@@ -411,7 +411,7 @@ class BlockBackward(BlockOp):
 
 
 def _on(weight: Weight, dim: int, inner: Axes) -> Weight:
-    """`weight` with `inner` on a dim, and no other dim but the experts' in parts."""
+    """Returns `weight` with `inner` on a dim, and otherwise only the expert dim sharded."""
     kept = (weight.kept[0], *[()] * (len(weight.entries) - 1))
     placed = [inner if d == dim else axes for d, axes in enumerate(kept)]
     pairs = zip(placed, weight.gathered, strict=True)
@@ -419,7 +419,7 @@ def _on(weight: Weight, dim: int, inner: Axes) -> Weight:
 
 
 def _added_up(sums: Sums, x: jax.Array, inner: Axes) -> jax.Array:
-    """Tokens whose parts over `inner` are added up wide."""
+    """Sums tokens over `inner` in a wide dtype."""
     if not sums.free(inner):
         return x
     return sums.total(x.astype(sum_dtype(x.dtype)), inner).astype(x.dtype)

@@ -22,10 +22,10 @@ from ep_runtime_client.ops.quantize.quantized_tensor import QuantizedTensor
 KernelInit = Callable[..., jax.Array]
 Halves = jax.Array | tuple[jax.Array, jax.Array]
 
-# Logical names of the dims of a gated block's parameters, as sharding rules know them: exp experts,
-# embed_moe H, mlp_moe M of the experts, embed H elsewhere. None: a dim that nothing is spread over
-# (gate and up; the router's experts, whose logits every rank needs whole). `logical_axes` gives
-# those of other forms.
+# Logical names of the dims of a gated block's parameters, for sharding rules: exp experts,
+# embed_moe H, mlp_moe M of the experts, embed H elsewhere. None: a dim that is never sharded
+# (gate and up; the router's experts, whose logits every rank needs). `logical_axes` returns the
+# names for other forms.
 LOGICAL_AXES: dict[str, tuple[str | None, ...]] = {
     "router": ("embed", None),
     "wi": ("exp", "embed_moe", None, "mlp_moe"),
@@ -34,11 +34,11 @@ LOGICAL_AXES: dict[str, tuple[str | None, ...]] = {
     "wo_bias": ("exp", "embed_moe"),
     "router_bias": (None,),
 }
-# The fields of what modules keep apart.
+# The field of MoEParams for each variable of a module.
 _FIELDS = {"wi_0": "wi", "wi_1": "wi", "wi_0_bias": "wi_bias", "wi_1_bias": "wi_bias"}
 
 
-# In the place of a weight that nobody gave; None is a leaf that is not there.
+# Marks a required weight that was not given; None is an absent leaf.
 _NOT_GIVEN: Any = object()
 
 
@@ -154,7 +154,7 @@ class MoEParams:
 
 
 def _apart(both: Halves, lead: int, inner: int) -> tuple[jax.Array, jax.Array | None]:
-    """Gate and up of wi or wi_bias with `lead` dims before M; up is None where there is none."""
+    """Returns gate and up of wi or wi_bias with `lead` dims before M; up is None if ungated."""
     if isinstance(both, tuple | list):
         return both[0], both[1]
     if math.prod(both.shape[lead:]) == inner:
@@ -164,7 +164,7 @@ def _apart(both: Halves, lead: int, inner: int) -> tuple[jax.Array, jax.Array | 
 
 
 def to_named(params: MoEParams) -> dict[str, jax.Array]:
-    """The arrays that are there by the names of `initializers`."""
+    """Returns the arrays that are present, by the names of `initializers`."""
     named: dict[str, Any] = {}
     for field in dataclasses.fields(params):
         value = getattr(params, field.name)
@@ -177,7 +177,7 @@ def to_named(params: MoEParams) -> dict[str, jax.Array]:
 
 
 def of_named(made: Mapping[str, Any]) -> MoEParams:
-    """The inverse of `to_named`."""
+    """Makes MoEParams from named arrays; the inverse of `to_named`."""
     fields: dict[str, Any] = {"router": None}
     fields |= {name: value for name, value in made.items() if name not in _FIELDS}
     for field in ("wi", "wi_bias"):
@@ -188,7 +188,7 @@ def of_named(made: Mapping[str, Any]) -> MoEParams:
 
 
 def check_all_or_none(biases: Mapping[str, Any]) -> None:
-    """Raises InvalidArgumentError that names the missing ones where only some biases are given."""
+    """Raises InvalidArgumentError, naming the missing biases, if only some are given."""
     missing = sorted(name for name, bias in biases.items() if bias is None)
     if missing and len(missing) < len(biases):
         given = sorted(set(biases) - set(missing))
@@ -200,19 +200,19 @@ def check_all_or_none(biases: Mapping[str, Any]) -> None:
 
 
 def logical_axes(name: str, ndim: int) -> tuple[str | None, ...]:
-    """Logical names of the dims of one parameter of the block.
+    """Returns the logical names of the dims of one parameter of the block.
 
     Args:
         name: a field of MoEParams, or wi_0, wi_1, wi_0_bias, wi_1_bias of a module.
-        ndim: of the array. wi [E, H, M] and wi_bias [E, M], ungated or each of a pair, lack the
-            dim of gate and up; wi [E, H, 2M] (gate then up) looks the same, and no axis may lie on
-            its last dim.
+        ndim: of the array. wi [E, H, M] and wi_bias [E, M], ungated or each of a pair, lack the dim
+            of gate and up; wi [E, H, 2M] (gate then up) looks the same, and no axis may shard its
+            last dim.
 
     Returns:
         A name or None per dim, for `ep.sharding`, flax's partitioning or rules of the user.
 
     Raises:
-        InvalidArgumentError: no such parameter, or it cannot have so many dims.
+        InvalidArgumentError: there is no such parameter, or it cannot have so many dims.
     """
     name = _FIELDS.get(name, name)
     names = LOGICAL_AXES.get(name)
@@ -281,7 +281,7 @@ def init_moe_params(
         kernel_init=kernel_init,
         separate=separate,
     )
-    # Three keys whatever there is: neither a bias nor a router changes the other values.
+    # Always three keys: neither a bias nor a router changes the other values.
     keys = dict(zip(("router", "wi", "wo"), jax.random.split(key, 3), strict=True))
     keys |= zip(("wi_0", "wi_1"), jax.random.split(keys["wi"]), strict=True)
     return of_named({name: make(keys.get(name, key)) for name, make in makers.items()})
@@ -349,10 +349,10 @@ def _matrices(
 
 
 def sizes_of(source: EpLayer | LayerStack | TracedLayer | LayerSpec) -> tuple[int, int]:
-    """(E, H).
+    """Returns (E, H) of a layer or spec.
 
     Raises:
-        InvalidArgumentError: no layer, or a spec without them.
+        InvalidArgumentError: not a layer, or a spec without them.
     """
     if isinstance(source, TracedLayer):
         source = source.stack

@@ -1,8 +1,8 @@
-"""Models that qwix quantizes: its rules do not reach the block, and do not change it by half.
+"""Keeps the block out of qwix's interception, whose rules could change only a part of it.
 
-qwix replaces `jax.lax.dot_general`, `jnp.einsum` and their like while a model is traced. Experts
-are multiplied by custom calls, so its rules pass them by; the router's product is one it would
-take, whose logits are f32. Looked at through `sys.modules`: nothing here imports it.
+qwix replaces `jax.lax.dot_general`, `jnp.einsum` and similar functions while a model is traced.
+Custom calls multiply experts, so its rules do not apply to them; they would apply to the router's
+matmul, whose logits must be f32. This module finds qwix in `sys.modules` and never imports it.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from ep_runtime_client.ops.partitioning.roles import say_once
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
-# What qwix calls the matmuls that experts would be.
+# qwix's names of the matmuls that experts replace.
 _OPS = ("ragged_dot", "dot_general", "einsum")
 _OPERANDS = ("layer", "x", "params")  # of `ep.moe`
 
 
 def apart(block: Callable[_P, _R]) -> Callable[_P, _R]:
-    """`block`, a function of (layer, ..., recipe=), out of qwix's reach; said where it has a rule
-    that the experts' recipe does not answer."""
+    """Runs `block`, a function of (layer, ..., recipe=), without qwix's interception; warns if qwix
+    has a rule that the experts' recipe does not match."""
 
     @functools.wraps(block)
     def run(*args: _P.args, **options: _P.kwargs) -> _R:
@@ -54,7 +54,7 @@ def _say(layer: Any, recipe: Any, params: Any) -> None:
 
 
 def _rule() -> Any:
-    """qwix's rule for weights of matmuls in the module that is traced; None without one."""
+    """Returns qwix's rule for weights of matmuls in the module being traced; None without one."""
     current = getattr(sys.modules["qwix._src.qconfig"], "get_current_rule", None)
     found = [current(op) for op in _OPS] if current is not None else []
     return next((r for r in found if r is not None and r.weight_qtype is not None), None)
@@ -62,7 +62,7 @@ def _rule() -> Any:
 
 @contextlib.contextmanager
 def _unreached() -> Iterator[None]:
-    """qwix replaces nothing of this thread in here."""
+    """Stops qwix from replacing functions in this thread."""
     interception = sys.modules.get("qwix._src.interception")
     manager: Any = getattr(interception, "interception_manager", None)
     if not hasattr(manager, "disable_interception"):

@@ -1,4 +1,4 @@
-"""The experts of one call of `moe`: its plan, its body, and the call resolved for its op."""
+"""Plans one call of `moe`, chooses its body, and resolves the call for its op."""
 
 from __future__ import annotations
 
@@ -53,11 +53,11 @@ class Block:
     """The experts of one call.
 
     Attributes:
-        activation: between the matmuls; its dtype is that of rows everywhere.
-        recipes: of wi and wo.
-        specs: PartitionSpec of each parameter by name, None where it is not known.
-        token_axes: those of the group.
-        values: traced ones that the activation reads.
+        activation: activation between the matmuls; its dtype is the dtype of rows everywhere.
+        recipes: recipes of wi and wo, or None.
+        specs: PartitionSpec of each parameter by name, None if unknown.
+        token_axes: the group's token axes.
+        values: traced values that the activation reads.
     """
 
     activation: Activation
@@ -72,12 +72,12 @@ class Moved:
     """The tokens that one call moves, their routing, and how they are laid out.
 
     Attributes:
-        index: int32 [1], of the layer in its stack.
-        mesh: of the layer's open group.
+        index: int32 [1], number of the layer in its stack.
+        mesh: the mesh of the layer's open group.
         tokens: [..., H], in the dtype of rows.
-        routed: where to.
+        routed: their routing.
         handle, capacity, tokens_spec: as in `dispatch`.
-        remedy: what callers do whose tokens do not divide over the ranks.
+        remedy: advice in the error if tokens do not divide over the ranks.
     """
 
     index: jax.Array
@@ -102,21 +102,21 @@ def weighted(
 ) -> Weighted:
     """Chooses what the router's weights multiply; `weights_at` as in `moe`."""
     if weights_at is None:
-        # Kernels multiply weights into activations on GPUs, where windows are theirs.
+        # The GPU kernels multiply weights into activations; "memfd" groups are on CPU.
         on_gpu = layer.group_spec.transport != "memfd"
         weights_at = (
             "hidden" if on_gpu and activation_kernels.supports(block.activation) else "output"
         )
-    # A bias of wo is weighted too, so that with one the weights wait for combine.
+    # Weights must multiply a bias of wo too, so with one they are applied in combine.
     return "output" if weights_at == "hidden" and params.wo_bias is not None else weights_at
 
 
 def _sent_by(layer: EpLayer, recipe: Recipe | None, body: str, weighted: Weighted) -> Recipe | None:
-    """The recipe by which tokens are quantized before they are sent; None sends them as they are.
+    """Returns the recipe that quantizes tokens before they are sent; None sends them unquantized.
 
-    It is wi's, where the rows that arrive have the same bits either way: not where weights multiply
-    them before. On GPUs what arrives is not taken apart yet by a kernel that stops at the rows that
-    are there.
+    It is wi's recipe, if received rows have the same bits either way, which they do not if weights
+    multiply them first. Not on GPUs, because there is no kernel yet that unpacks only the received
+    rows.
     """
     group = layer.group_spec
     if recipe is None or bodies.has_workspace(body) or weighted == "input":
@@ -130,7 +130,7 @@ def _sent_by(layer: EpLayer, recipe: Recipe | None, body: str, weighted: Weighte
 def chosen(
     layer: EpLayer, block: Block, moved: Moved, params: MoEParams, weighted: Weighted
 ) -> tuple[str, str]:
-    """(the body of a call of `moe`, why it is not the fast one)."""
+    """Returns (body of a call of `moe`, why it is not the fast one)."""
     group = layer.group_spec
     return bodies.chosen(
         bodies.Asked(
@@ -157,7 +157,7 @@ def run(
     body: str,
     state: MoEState | None,
 ) -> tuple[jax.Array, Plan, MoEState | None]:
-    """(y like the tokens, the plan, the next state)."""
+    """Runs the experts; returns (y like the tokens, the plan, the next state)."""
     call, plan, most = _planned(resolve(layer)[0], moved, body)
     if call.layout.tokens_per_rank == 0:
         return moved.tokens, plan, state
@@ -173,7 +173,7 @@ def run(
         moved.routed.topk_weights.astype(jnp.float32),
         most,
         arrays,
-        # In the dtype of rows but for the biases, and what a recipe quantizes or has quantized.
+        # In the dtype of rows, except biases, and weights that a recipe quantizes or has quantized.
         wi=operand(params.wi, recipes[0], dtype),
         wo=operand(params.wo, recipes[1], dtype),
         wi_bias=None if params.wi_bias is None else bias_of(block, "wi_bias", params),
@@ -200,7 +200,7 @@ def run(
             after = (each.next(found) for each, found in zip(histories, amax, strict=True))
             state = MoEState(*after)
         if where.manual:
-            # Over a manual axis JAX's own sum is taken, which knows how its gradient is counted.
+            # JAX's own sum over a manual axis also counts the gradient correctly.
             inner = gradient.inner_axes(resolved, placed)
             split = tuple(axis for axis in inner if axis in where.manual)
             y = lax.psum(y, split) if split else y
@@ -208,7 +208,7 @@ def run(
 
 
 def _planned(layer: EpLayer, moved: Moved, body: str) -> tuple[Call, Plan, jax.Array]:
-    """The call and its plan; and the most rows that the zones of any rank have, int32 [R, 1]."""
+    """Makes the call and its plan; returns also the most rows of any rank's zones, int32 [R, 1]."""
     tokens, routed = moved.tokens, moved.routed
     check_width("tokens", layer, tokens.dtype, one_byte=True)
     given = (moved.index, tokens, routed.topk_idx, routed.topk_weights)
@@ -281,7 +281,7 @@ def _resolved(
 
 
 def _placed(call: ResolvedCall, given: Operands) -> Operands:
-    """Operands typed and placed for the op."""
+    """Types and places the operands for the op."""
     moved, where = call.moved, call.where
     origins = (origin_of(given.wi), origin_of(given.wo), given.wi_bias, given.wo_bias)
     wi, wo, wi_bias, wo_bias = (
@@ -305,11 +305,11 @@ def _placed(call: ResolvedCall, given: Operands) -> Operands:
 
 @dataclasses.dataclass(frozen=True)
 class _History:
-    """The state of one product, if its recipe is delayed.
+    """The state of one matmul, if its recipe is delayed.
 
     Attributes:
-        delayed: whose histories are used where.
-        state: as the call got it.
+        delayed: maps histories to devices and groups.
+        state: the state that the call got.
         scales: of rows f32 [R, L] and of weights [E].
     """
 
@@ -346,7 +346,7 @@ class _History:
 
 
 def _taken(where: Partitioning, weight: Kernel, entries: Entries, recipe: Recipe | None) -> Entries:
-    """Entries of a weight as it is multiplied: off axes that leave a recipe no whole blocks."""
+    """Returns a weight's entries in its matmul, without axes that split a recipe's blocks."""
     if where.roles is None or recipe is None or isinstance(weight, QuantizedTensor):
         return entries
     shape = regions.whole_shape(where, weight.shape, entries)
@@ -370,7 +370,7 @@ def _workspace(call: Call, block: Block, given: Operands, kept: Kept) -> Workspa
         element_bytes=jnp.dtype(activation.dtype).itemsize,
         scaling=scaling_of(block.recipes[0]),
     )
-    # Spread rows need no more room than the capacity, which is balanced.
+    # Spread rows need no more room than the capacity, because the ranks are balanced.
     setting = float(call.capacity) if call.spread else group.workspace
     found = workspace.of_block(sizes, setting, keep=kept.keep, keep_factor=kept.factor)
     return WorkspaceRows(sizes, found.rows, found.kept_rows)
@@ -379,13 +379,13 @@ def _workspace(call: Call, block: Block, given: Operands, kept: Kept) -> Workspa
 def _of_bias(where: Partitioning, bias: jax.Array, weight: Entries) -> Entries:
     if where.manual:  # of as many experts as the weight here, elsewhere whole
         return padded(weight[:1], len(weight) - 1)
-    # One of unknown layout is sharded as its weight.
+    # A bias of unknown layout is sharded like its weight.
     known = regions.known_entries(bias, bias.ndim)
     return (weight[0], *weight[2:]) if known is None else known
 
 
 def bias_of(block: Block, name: str, params: MoEParams) -> jax.Array:
-    """A bias with the trailing dims of its kernel, whole over manual axes that shard tokens."""
+    """Returns a bias with its kernel's trailing dims, whole over manual axes of tokens."""
     bias: Any = getattr(params, name)
     if is_pair(bias):
         return jnp.stack([_gathered(block, name, each) for each in bias], 1)
@@ -406,7 +406,7 @@ def _gathered(block: Block, name: str, bias: jax.Array) -> jax.Array:
 
 
 def operand(kernel: Any, recipe: Recipe | None, dtype: Any) -> Any:
-    """The kernel as the matmul takes it: a recipe quantizes the parameter itself."""
+    """Returns the kernel as the matmul takes it; a recipe quantizes the parameter itself."""
     kernel = paired(kernel, "params.wi")
     if isinstance(kernel, QuantizedTensor):
         return with_gradient(kernel)

@@ -1,4 +1,4 @@
-"""One call of `ep.moe`, resolved: what is static about it, and its operands."""
+"""One resolved call of `ep.moe`: its static settings, and its operands."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from ep_runtime_client.ops.quantize.formats.recipes import Recipe
 from ep_runtime_client.ops.quantize.packing import Kernel
 from ep_runtime_client.ops.quantize.quantized_tensor import QuantizedTensor
 
-# What the router's weights multiply: the experts' inputs, activations, or outputs in combine.
+# Where the router's weights multiply: experts' inputs, activations, or outputs in combine.
 Weighted = Literal["input", "hidden", "output"]
-# What an array saved for backward is; `op.BlockOp.saved_factors` says how each is sharded.
+# Names of arrays saved for backward; `op.BlockOp.saved_factors` tells how each is sharded.
 Saved = Literal["rows", "data", "scales", "weights", "hidden", "made"]
 
-_PLAN_BYTES = 4 << 20  # of a rank that are saved without asking how many bytes its tokens take
+_PLAN_BYTES = 4 << 20  # a rank always saves a plan up to this size
 
 
 @dataclasses.dataclass(frozen=True)
 class WorkspaceRows:
-    """Rows of a call whose rows are in a workspace, and not in arrays. Hashable.
+    """Row counts of a call with rows in a workspace instead of arrays. Hashable.
 
     Attributes:
-        sizes: of a call with whole weights.
+        sizes: sizes of a call with whole weights.
         rows: W, rows of the workspace.
-        saved: rows of the first product that forward saves for backward.
+        saved: rows of the first matmul's result that forward saves for backward.
     """
 
     sizes: BlockSizes
@@ -40,34 +40,34 @@ class WorkspaceRows:
     saved: int
 
     def here(self, inner: int) -> BlockSizes:
-        """Sizes on a device that has `inner` of M."""
+        """Returns sizes on a device that has `inner` columns of M."""
         return dataclasses.replace(self.sizes, mlp_dim=inner)
 
 
 @dataclasses.dataclass(frozen=True)
 class ResolvedCall:
-    """Holds the static part of one call of `moe`, computed once. Hashable.
+    """The static part of one call of `moe`, computed once. Hashable.
 
     Attributes:
-        where: where its op runs.
+        where: the mesh axes and the mode in which the call's op runs.
         moved: layer, layout, capacity and handle of its prepare, dispatch and combine.
         body: name of the body.
-        activation: between the products; its dtype is that of rows everywhere.
+        activation: activation between the matmuls; its dtype is the dtype of rows everywhere.
         weighted: what the router's weights multiply.
-        recipes: that quantize the operands of the first and second product, or None.
-        delayed: whether the rows of each product have scales that are given.
+        recipes: recipes that quantize the operands of the first and second matmul, or None.
+        delayed: for each matmul, whether scales of its rows are given.
         sent_by: recipe that quantizes tokens before they are sent, or None.
-        sharding: entries of wi (as one array), wo and their biases, where they are known; None for
-            a bias that is not there.
-        multiplied: entries of wi and wo as they are multiplied: quantized, they may be sharded over
+        sharding: entries of wi (as one array), wo and their biases, if known; None for an absent
+            bias.
+        multiplied: entries of wi and wo in their matmuls: quantized weights may be sharded over
             fewer axes.
         types: entries that the gradients of every array of Operands must have as types.
         paired: whether wi is a Pair.
-        dtypes: of the gradients of wi and wo; None if they take none.
-        saved: what forward saves for backward, in order.
-        sums: dtype of sums of experts' rows; None is that of tokens.
-        tf32: whether float32 operands of products may be rounded to tf32.
-        workspace: of bodies that have one.
+        dtypes: of the gradients of wi and wo; None for no gradient.
+        saved: names of the arrays that forward saves for backward, in order.
+        sums: dtype of sums of experts' rows; None is the dtype of tokens.
+        tf32: whether float32 operands of matmuls may be rounded to tf32.
+        workspace: rows of the workspace; None for a body without one.
     """
 
     where: Partitioning
@@ -89,7 +89,7 @@ class ResolvedCall:
     workspace: WorkspaceRows | None = None
 
     def __repr__(self) -> str:
-        """Equal in every process of a job: meshes name devices, so `where` and `moved` are out."""
+        """Returns a text equal in all processes: without `where` and `moved`, which name devices."""
         meta = self.moved.meta
         fields = [x for x in dataclasses.fields(self) if x.name not in ("where", "moved")]
         named = [f"{x.name}={getattr(self, x.name)!r}" for x in fields]
@@ -98,18 +98,18 @@ class ResolvedCall:
 
     @property
     def plans_again(self) -> bool:
-        """Whether backward prepares once more, and no plan is saved for it."""
+        """Whether backward runs prepare again instead of reading a saved plan."""
         room = self.workspace
-        if room is None:  # rows of the worst case are saved, and a plan is small next to them
+        if room is None:  # such a call saves rows of the worst case, and the plan is small
             return False
         sizes = room.sizes
         plan = 4 * (2 * sizes.capacity + sizes.ep_size * sizes.tokens)
         tokens = sizes.tokens * sizes.hidden_size * sizes.element_bytes
-        # Where rows that do not fit are errors, prepare waits on the host for its verdict.
+        # If an overflow is an error, prepare waits on the host for its verdict: do not repeat it.
         return plan > max(_PLAN_BYTES, tokens // 8) and self.moved.group.on_overflow != "error"
 
     def saving_nothing(self) -> ResolvedCall:
-        """The call without rows that are saved for backward."""
+        """Returns the call with no rows saved for backward."""
         room = self.workspace and dataclasses.replace(self.workspace, saved=0)
         return dataclasses.replace(self, saved=(), workspace=room)
 
@@ -125,18 +125,18 @@ class Operands(NamedTuple):
         topk_idx: int32 [..., K].
         tokens: [..., H].
         weights: f32 [..., K].
-        most: int32 [R, 1], of prepare.
-        plan: of prepare.
-        wi: [E, H, *N'], or a Pair; quantized if a recipe says so, behind `run`; its leaves in the
-            op. None if it comes quantized and takes no gradient.
+        most: int32 [R, 1], from prepare.
+        plan: from prepare.
+        wi: [E, H, *N'], or a Pair; after `run` quantized, if a recipe says so; in the op its
+            leaves. None if it was given quantized and needs no gradient.
         wo: [E, M, H]; likewise.
         wi_bias: [E, *N'], or None.
         wo_bias: [E, H], or None.
-        wi8: wi if it comes quantized; None behind `run`.
+        wi8: wi if it was given quantized; None after `run`.
         wo8: likewise.
-        scales: of each product whose recipe is delayed, f32 [R, L] of its rows and [E] of its
-            weights; behind `run` of rows alone.
-        values: that a learned activation reads, each flat.
+        scales: for each matmul with a delayed recipe, f32 [R, L] of its rows and [E] of its
+            weights; after `run` of rows only.
+        values: arrays that a learned activation reads, each flat.
         copies: int32 [R, N, S], the expert of each slot of the ranks (`copies.py`), or None.
     """
 
@@ -158,12 +158,12 @@ class Operands(NamedTuple):
 
     @property
     def others(self) -> list[jax.Array]:
-        """The biases that there are, and the values."""
+        """Returns the present biases, and the values."""
         return [*(x for x in (self.wi_bias, self.wo_bias) if x is not None), *self.values]
 
     @property
     def kernels(self) -> tuple[Kernel, Kernel]:
-        """wi and wo: the quantized weights that the caller gave, else the plain ones."""
+        """Returns wi and wo: quantized weights that the caller gave, else the plain ones."""
         return (
             self.wi if self.wi8 is None else self.wi8,
             self.wo if self.wo8 is None else self.wo8,

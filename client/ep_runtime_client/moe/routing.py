@@ -1,4 +1,4 @@
-"""Where a block's tokens go: as its router says, or as the caller did."""
+"""Decides where a block's tokens go: by its router, or by the caller's routing."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ def routed(
     token_mask: jax.Array | None,
     needs_probs: bool,
 ) -> tuple[jax.Array, Routing]:
-    """(x with zeros for masked tokens, which may be NaN; its routing).
+    """Returns x with zeros for masked tokens, which may be NaN, and its routing.
 
     Args:
         x: [..., H].
-        params: whose router there is without a routing.
+        params: the parameters, whose router is used without a routing.
         top_k: of the layer.
         num_experts: E.
         routing, router, expert_bias, token_mask: as in `moe`.
@@ -49,7 +49,7 @@ def routed(
     if token_mask is not None:
         x = eager.run(_unmasked, None, token_mask, x)
     if routing is None:
-        logits = checkpoint_name(_logits(x, params), "ep_plan")  # beside rows of H: little
+        logits = checkpoint_name(_logits(x, params), "ep_plan")  # small next to rows of H
         return x, route(
             logits, top_k, router=router, expert_bias=expert_bias, token_mask=token_mask
         )
@@ -92,7 +92,7 @@ def _logits(x: jax.Array, params: MoEParams) -> jax.Array:
 def _check_replaces(
     routing: Any, params: MoEParams, router: Router, expert_bias: jax.Array | None
 ) -> None:
-    """Raises InvalidArgumentError unless `routing` is one, and replaces every router."""
+    """Raises InvalidArgumentError unless `routing` is a Routing and no router is given too."""
     if not isinstance(routing, Routing):
         raise InvalidArgumentError(
             "routing must be ep.Routing(topk_idx, topk_weights, probs=None, logits=None), got "
@@ -116,7 +116,7 @@ def _check_replaces(
 
 
 def _check_arrays(routing: Routing, lead: tuple[int, ...], top_k: int, num_experts: int) -> None:
-    """Raises InvalidArgumentError that names the array, and both shapes or its dtype."""
+    """Raises InvalidArgumentError if an array of `routing` has a wrong shape or dtype."""
     for name, array in routing._asdict().items():
         per_slot = name.startswith("topk")
         if array is None and not per_slot:

@@ -1,4 +1,4 @@
-"""`moe` with a LayerSpec: results without values, for `jax.eval_shape` and no daemon."""
+"""`moe` with a LayerSpec: results without values, for `jax.eval_shape` without a daemon."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ep_runtime_client.ops.quantize.pair import is_pair
 
 
 def num_experts_of(spec: LayerSpec, x: jax.Array, params: MoEParams) -> int:
-    """E, of the spec or of the arrays.
+    """Returns E, from the spec or from the arrays.
 
     Raises:
         InvalidArgumentError: shapes do not fit each other or the spec.
@@ -36,10 +36,10 @@ def num_experts_of(spec: LayerSpec, x: jax.Array, params: MoEParams) -> int:
 
 
 def results_of(spec: LayerSpec, x: jax.Array, num_experts: int, state: Any) -> tuple[Any, ...]:
-    """(y, aux, tokens_per_expert, dropped, num_recv, the next state), without values.
+    """Returns (y, aux, tokens_per_expert, dropped, num_recv, the next state), without values.
 
-    They can be traced and differentiated; a program with them is refused when it is compiled.
-    A LayerSpec does not know how many slabs there are: num_recv is [1].
+    They can be traced and differentiated; compiling a program with them raises an error. A
+    LayerSpec does not know the number of slabs: num_recv is [1].
     """
     shapes = ((), jnp.float32), ((num_experts,), jnp.int32), ((), jnp.int32), ((1,), jnp.int32)
     like = (x, *(jnp.zeros(*each) for each in shapes), jax.lax.stop_gradient(state))
@@ -55,7 +55,7 @@ def _refuse(*_: Any, name: str) -> Any:
     )
 
 
-# An array like its operand, and linear in it, that is neither computed nor compiled.
+# An array like its operand, and linear in it, that is never computed or compiled.
 _without_values = core.Primitive("ep_layer_spec")
 _without_values.def_abstract_eval(lambda x, name: x)
 _without_values.def_impl(_refuse)

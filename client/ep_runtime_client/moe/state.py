@@ -1,4 +1,4 @@
-"""Keeps the scaling history of a block's two products from one call to the next."""
+"""Keeps the scaling histories of a block's two matmuls from one call to the next."""
 
 from __future__ import annotations
 
@@ -81,15 +81,15 @@ def init_moe_state(
 
 
 def keeps(recipe: Recipe | None) -> bool:
-    """Whether a product with this recipe has a state."""
+    """Whether a matmul with this recipe has a state."""
     return recipe is not None and recipe.delayed
 
 
 def checked(state: Any, recipes: RecipePair, num_experts: int) -> MoEState | None:
-    """The state of both products; one product's alone is what each of them starts from.
+    """Returns the state of both matmuls; one DelayedState is the initial state of both.
 
     Raises:
-        InvalidArgumentError: it is not what these recipes of (wi, wo) keep.
+        InvalidArgumentError: the state does not fit these recipes of (wi, wo).
     """
     delayed = any(recipe is not None and recipe.delayed for recipe in recipes)
     shown = recipes[0] if recipes[0] == recipes[1] else recipes

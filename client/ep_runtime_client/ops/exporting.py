@@ -10,7 +10,7 @@ from jax.export import DisabledSafetyCheck
 
 from ep_runtime_client.ops.kernels import ffi
 
-# Packages whose modules declare custom calls; by name, because ops import nothing of `moe`.
+# Packages whose modules declare custom calls; by name, because ops must not import `moe`.
 _DECLARING = ("ep_runtime_client.ops", "ep_runtime_client.moe")
 
 
@@ -39,5 +39,5 @@ def export_checks() -> Sequence[DisabledSafetyCheck]:
     for name in _DECLARING:
         package = importlib.import_module(name)
         for module in pkgutil.walk_packages(package.__path__, f"{name}."):
-            importlib.import_module(module.name)  # where calls are declared, traced yet or not
+            importlib.import_module(module.name)  # each module declares its calls on import
     return [DisabledSafetyCheck.custom_call(name) for name in ffi.declared()]

@@ -1,4 +1,4 @@
-"""Which body a call of `ep.moe` takes, and why not the fast one."""
+"""Chooses the body for a call of `ep.moe`, and tells why it is not the fast one."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ COMPOSED = "composed"
 BODIES: dict[str, Body] = {COMPOSED: composed, "cuda": cuda, "cuda_nodes": cuda_nodes}
 _forced: contextvars.ContextVar[str] = contextvars.ContextVar("ep_runtime_body", default="")
 _TYPES = tuple(jnp.dtype(name) for name in ("float32", "bfloat16", "float16"))
-# Short names, which a compiled program carries, of the reasons.
+# Short names of the reasons, which a compiled program carries in its scopes.
 REASONS = {
     "copies": "copies of experts: the kernels need as many spare_experts as a rank has experts, "
     "in one NVLink domain",
@@ -51,17 +51,17 @@ REASONS = {
 
 @dataclasses.dataclass(frozen=True)
 class Asked:
-    """Describes a call of `ep.moe`, as far as the choice of a body needs it.
+    """The properties of a call of `ep.moe` that the choice of a body depends on.
 
     Attributes:
-        group: of its layer.
-        tokens: of the call.
+        group: group of the call's layer.
+        tokens: number of tokens of the call.
         hidden: H.
         inner: M of the whole weight.
         experts: L, experts of a rank.
-        activation: between the products, with the dtype of rows.
-        recipes: of wi and wo; those that quantize nothing are None.
-        paired: whether gate and up come apart.
+        activation: activation between the matmuls, with the dtype of rows.
+        recipes: of wi and wo; None for recipes that quantize nothing.
+        paired: whether gate and up are two arrays.
         to_input: whether weights multiply the experts' inputs.
     """
 
@@ -77,7 +77,7 @@ class Asked:
 
 
 def chosen(asked: Asked) -> tuple[str, str]:
-    """(the body of a call, why it is not the fast one: a name in REASONS, or nothing)."""
+    """Returns (body of a call, why it is not the fast one: a name in REASONS, or nothing)."""
     forced = _forced.get()
     if forced:
         return forced, ""
@@ -89,7 +89,7 @@ def chosen(asked: Asked) -> tuple[str, str]:
 
 @contextlib.contextmanager
 def forced(name: str) -> Iterator[None]:
-    """Calls that are traced inside take the body called `name`; "" lets each choose."""
+    """Makes calls that are traced inside use the body called `name`; "" lets each choose."""
     before = _forced.set(name)
     try:
         yield
@@ -98,7 +98,7 @@ def forced(name: str) -> Iterator[None]:
 
 
 def has_workspace(name: str) -> bool:
-    """Whether a body keeps rows in a workspace, whose room `prepare` must be asked for."""
+    """Whether a body keeps rows in a workspace; `prepare` must then return the rows it needs."""
     return name != COMPOSED
 
 
@@ -108,11 +108,11 @@ def spreads(group: GroupSpec) -> bool:
 
 
 def unsupported(asked: Asked) -> str:
-    """Why the kernels do not support a call: a name in REASONS, or nothing if they do."""
+    """Returns why the kernels do not support a call: a name in REASONS, or nothing if they do."""
     group = asked.group
     if not on_gpus(group):
         return "transport"
-    # With fewer slots rows could be more than a workspace has, and chunks have no plan with copies.
+    # With fewer slots a workspace might lack room for the rows, and chunks do not support copies.
     if spreads(group) and (group.node_size or group.spare_experts < group.experts_per_rank):
         return "copies"
     recipe, dtype = asked.recipes[0], jnp.dtype(asked.activation.dtype)
@@ -135,7 +135,7 @@ def unsupported(asked: Asked) -> str:
 
 
 def takes_recipes(recipes: tuple[Recipe | None, Recipe | None]) -> bool:
-    """Whether the call has the products of these recipes."""
+    """Whether the block kernels support these recipes."""
     first, second = recipes
     if first is not None and first.delayed:
         return False
@@ -143,7 +143,7 @@ def takes_recipes(recipes: tuple[Recipe | None, Recipe | None]) -> bool:
 
 
 def _uneven(asked: Asked) -> bool:
-    """Whether an axis could leave a device no whole blocks of scales."""
+    """Whether a mesh axis could split a recipe's block of scales between devices."""
     group, tile = asked.group, format_of(asked.recipes[0]).tile
     sizes = (size for axis, size in group.axis_sizes.items() if axis not in group.ep_axis)
     units = [tile * size for size in sizes]

@@ -1,10 +1,10 @@
-"""The body of `ep.moe` that is composed of the ops, one by one: it takes every call, on any
-platform, and is what the others mean.
+"""The body of `ep.moe` that is composed of the separate ops: it supports every call, on any
+platform, and is the reference for the other bodies.
 
-Rows are XLA's arrays here, with room for the worst case. Forward saves the rows that arrived and
-the first product's. The gradient is that of weights which multiply activations, whichever they
-multiply forward: sum w * (act @ wo) is sum (w * act) @ wo but for rounding, and needs no output of
-the experts.
+Rows are XLA arrays here, with room for the worst case. Forward saves the received rows and the
+result of the first matmul. The gradient is always computed as if weights multiplied the
+activations: sum w * (act @ wo) equals sum (w * act) @ wo within rounding, and this form needs no
+output of the experts.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def saved(call: ResolvedCall) -> tuple[Saved, ...]:
 
 
 def multiple(call: ResolvedCall, *, paired: bool) -> int:
-    # Blocks of scales end with a weight's part of M. A learned function knows its M.
+    # A scale's block must not cross a shard of M. A learned function needs exactly its M.
     function = call.activation.function
     width = function.given[0].shape[1] if isinstance(function, Learned) else 1
     return max(width, *(format_of(recipe).tile for recipe in call.recipes))
@@ -115,7 +115,7 @@ def backward(
         hidden = saved[-1][None]
     else:
         hidden = gemm.forward(product, taken, experts.wi, experts.wi_bias, sizes)
-    # Weighted activations have scales of their own: those that are given are of unweighted ones.
+    # Weighted activations need their own scales: the given scales are of unweighted activations.
     weights = None if to_input else rows.weights
     scale = given.scales[-1] if call.delayed[1] and call.weighted != "output" else None
     act, _ = _activated(call, hidden, weights, sizes, over, scale)
@@ -127,7 +127,7 @@ def backward(
     d_values: tuple[jax.Array | None, ...] = ()
     if experts.values:
         d_values = activation.value_grads(call.activation, hidden, weights, sizes, d_act)
-    # What reads hidden above comes first: the pullback takes its memory.
+    # Other readers of hidden, above, must run first: the pullback overwrites its memory.
     after = activation.after(sizes, bits(act.data) if isinstance(act, QuantizedTensor) else act)
     d_hidden, d_weights = activation.pullback(call.activation, hidden, weights, after, d_act)
     pulled = _gradient(call, 0, d_hidden, sizes, over.rows + over.inner)
@@ -150,7 +150,7 @@ def backward(
             experts.wo_bias, d_out, rows.weights, d_weights, sizes
         )
     if given.copies is not None:
-        # Gradients of copies are wide until they are added up.
+        # Gradients of copies stay wide until they are summed.
         made = (d_wi, d_wo, d_wi_bias, d_wo_bias)
         made = at_home(_at(call, given), given.copies, made, jnp.add)
         d_wi, d_wo, d_wi_bias, d_wo_bias = made
@@ -162,7 +162,7 @@ def backward(
 def _with_copies(
     call: ResolvedCall, given: Given, experts: Experts, over: Over
 ) -> tuple[Given, Experts, Over]:
-    """Adds the weights and scales of copies of experts to those of a rank's own experts.
+    """Appends the weights and scales of copies of experts to those of a rank's own experts.
 
     A slot may hold another expert in each EP domain, so its scale covers one domain's rows.
     """
@@ -191,7 +191,7 @@ def _linear(call: ResolvedCall) -> Activation:
 def _first_operand(
     call: ResolvedCall, rows: _Rows, sizes: jax.Array, over: Over, scales: Any
 ) -> tuple[Any, jax.Array | None]:
-    """Rows as the first product takes them, and their amax where scales are given."""
+    """Returns rows as the first matmul reads them, and their amax if scales are given."""
     values = rows.values
     if isinstance(values, QuantizedTensor):
         return values, None
@@ -210,7 +210,7 @@ def _activated(
     over: Over,
     scale: jax.Array | None,
 ) -> tuple[Any, jax.Array | None]:
-    """Activations [1, C, M] as the second product takes them, and their amax where scales are
+    """Returns activations [1, C, M] as the second matmul reads them, and their amax if scales are
     given."""
     operands = (call.activation, call.recipes[1], hidden, weights)
     return _made(*operands, sizes, over.rows + over.inner, scale)
@@ -236,7 +236,7 @@ def _made(
 def _quantized(
     recipe: Recipe | None, rows: jax.Array, sizes: jax.Array, axes: Axes, scale: jax.Array | None
 ) -> tuple[Any, jax.Array | None]:
-    """Rows [1, C, ...] as a product takes them, and their amax where `scale` [L] is given."""
+    """Returns rows [1, C, ...] as a matmul reads them, and their amax if `scale` [L] is given."""
     if recipe is None:
         return rows, None
     clear = slack.checked()
@@ -248,7 +248,7 @@ def _quantized(
 
 
 def _gradient(call: ResolvedCall, which: int, rows: jax.Array, sizes: jax.Array, axes: Axes) -> Any:
-    """Gradient of a matmul's result, in the form that its backward matmuls read."""
+    """Returns the gradient of a matmul's result, in the form that its backward matmuls read."""
     recipe = call.recipes[which]
     if recipe is None:
         return rows
@@ -264,7 +264,7 @@ def _current(recipe: Recipe) -> Recipe:
 def _of_weighted_bias(
     bias: jax.Array, d_out: jax.Array, weights: jax.Array, d_weights: jax.Array, sizes: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Gradient of a bias [L, H] times weights [1, C]; `d_weights` plus the weights' gradient."""
+    """Returns gradients of a bias [L, H] and (plus `d_weights`) of the weights [1, C] on it."""
     capacity = d_out.shape[1]
     blocks = row_blocks.cut(capacity, sizes)
     wide = jnp.promote_types(d_out.dtype, jnp.float32)
@@ -301,7 +301,7 @@ def _at(call: ResolvedCall, given: Given) -> DeviceCall:
 
 
 def _dispatched(call: ResolvedCall, given: Given) -> _Rows:
-    """Rows of this device's experts; quantized if they were sent quantized."""
+    """Dispatches tokens to this device's experts; rows stay quantized if sent quantized."""
     recipe, sizes = call.sent_by, _sizes(given)
     if recipe is None:
         return _Rows(*_exchanged(call, given, given.tokens))
@@ -318,7 +318,7 @@ def _sent(recipe: Recipe, data: jax.Array, scale: jax.Array, sizes: jax.Array) -
 
 
 def _rows_of(call: ResolvedCall, saved: tuple[jax.Array, ...], sizes: jax.Array) -> _Rows:
-    """The received rows and their weights, which forward saved."""
+    """Returns the received rows and their weights, which forward saved."""
     first, *scales, weights, _ = (x[None] for x in saved)
     if call.sent_by is None:
         return _Rows(first, weights)
@@ -326,7 +326,7 @@ def _rows_of(call: ResolvedCall, saved: tuple[jax.Array, ...], sizes: jax.Array)
 
 
 def _exchanged(call: ResolvedCall, given: Given, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Rows [T, X] and their weights as their experts' devices get them, [1, C, X] and [1, C]."""
+    """Sends rows [T, X] and weights to the experts' devices; returns [1, C, X] and [1, C]."""
     received, weights = exchange(_at(call, given), rows, given.weights, given.plan)
     return received[None], weights[None]
 
@@ -338,7 +338,7 @@ def _combined(
 
 
 def _received_gradients(call: ResolvedCall, given: Given, dy: jax.Array) -> jax.Array:
-    """dy [T, H] as gradients of the experts' outputs, [1, C, H], not weighted."""
+    """Returns gradients of the experts' outputs, [1, C, H], unweighted, from dy [T, H]."""
     d_out, _ = _ops(call, given).combine_bwd(_at(call, given), dy, None, None, given.plan)
     return d_out[None]
 

@@ -1,8 +1,8 @@
 """The body of `ep.moe` on a GPU: one custom call of the CUDA library forward, one backward.
 
-Rows of experts are in a workspace, a result of the call that nobody reads, while it runs.
+The rows of experts are in a workspace, a result of the call that is unused afterwards.
 
-Letters: `protocol.py`; W rows of the workspace, Wk rows of the first product that are saved.
+Letters: `protocol.py`; W rows of the workspace, Wk saved rows of the first matmul.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _SCALINGS = get_args(Scaling)
 
 
 def scaling_of(recipe: Recipe | None) -> Scaling:
-    """How its products scale their operands."""
+    """Returns how the matmuls of a recipe scale their operands."""
     if recipe is None:
         return "none"
     return "tensor" if format_of(recipe).per_group else "block"
@@ -58,11 +58,11 @@ def multiple(call: ResolvedCall, *, paired: bool) -> int:
 
 
 def multiple_of(dtype: Any, recipe: Recipe | None, *, paired: bool) -> int:
-    """What M of a device is a multiple of with rows of a dtype; H too, as of one array."""
+    """Returns the number that must divide a device's M, and H, with rows of `dtype`."""
     plain = kernels_32 if dtype == jnp.float32 else kernels_16
     one = plain.MULTIPLE if recipe is None else kernels_8.MULTIPLE
     each = kernel_weights.MULTIPLE if paired else one
-    # Blocks of scales end with gate, and with a weight's part of M.
+    # A block of scales ends with gate, and with a weight's shard of M.
     return max(each, one, format_of(recipe).tile)
 
 
@@ -72,12 +72,12 @@ def _workspace(call: ResolvedCall) -> WorkspaceRows:
 
 
 def packs(call: ResolvedCall) -> bool:
-    """Whether tokens are quantized before they are sent; gradients too, without a bias of wo."""
+    """Whether tokens are quantized before they are sent; without a bias of wo, gradients too."""
     return _workspace(call).sizes.packed_bytes > 0
 
 
 def forward(call: ResolvedCall, given: Given, experts: Experts, over: Over) -> Forwarded:
-    """Tokens may come packed (`quantized_rows.packed`) if the call `packs`."""
+    """Runs the forward call. Tokens may be packed (`quantized_rows.packed`) if the call `packs`."""
     experts = with_copies(_at(call, given), given.copies, experts)
     dtype, sizes, room = call.activation.dtype, _sizes(experts), _workspace(call)
     results = (
@@ -100,8 +100,8 @@ def backward(
     grads: WeightGrads,
     over: Over,
 ) -> Gradients:
-    """If `made`, int32 [1], is 0, the saved rows are undefined. With packed tokens dy is packed too
-    if it is sent so."""
+    """Runs the backward call. If `made`, int32 [1], is 0, the saved rows are undefined. If tokens
+    are packed and the call sends dy packed, dy must be packed too."""
     experts = with_copies(_at(call, given), given.copies, experts)
     dtype, sizes, room = call.activation.dtype, _sizes(experts), _workspace(call)
     hidden, inner, columns = sizes
@@ -167,15 +167,15 @@ def _call(
     numbers |= {"early": int(call.weighted == "hidden"), **_numbers(call.recipes[0])}
     numbers |= windows.row_alignment(call.moved)
     taken = (*operands, *plan, *weights, bias, *others)
-    # What has no user but a stack is written into it at once: rows kept, gradients of weights.
+    # Saved rows and weights' gradients go directly into a scan's stack, as nothing else reads them.
     outs = [*windows.native_call(call.moved, target, results, *taken, held=held, **numbers)]
     del outs[scratch]
     return tuple(outs)
 
 
 def _weights(experts: Experts, *, forward: bool) -> tuple[list[jax.Array], list[jax.Array]]:
-    """The two operands of the first product, one array and an empty one or gate and up; then wo.
-    And scales of quantized ones, whose contracted dim is along memory."""
+    """Returns both operands of the first matmul (one array and an empty one, or gate and up), then
+    wo; and the scales of quantized weights, which have the contracted dim contiguous in memory."""
     wi, wo, data, scales = experts.wi, experts.wo, [], []
     if isinstance(wi, Pair):
         return [wi.gate, wi.up, _plain(wo)], []
@@ -198,7 +198,7 @@ def _plain(wo: jax.Array | QuantizedTensor) -> jax.Array:
 
 
 def _numbers(recipe: Recipe | None) -> dict[str, int]:
-    """Attributes of a recipe."""
+    """Returns the attributes that describe a recipe."""
     if recipe is None:
         return {}
     gradients = jnp.dtype(recipe.data_dtype(gradient=True)).name
@@ -210,12 +210,12 @@ def _numbers(recipe: Recipe | None) -> dict[str, int]:
 
 
 def _made(dtype: Any) -> Any:
-    """What the kernels store of gradients of weights on the way to `dtype`."""
+    """Returns the dtype that kernels store for weights' gradients, before a cast to `dtype`."""
     return dtype if jnp.dtype(dtype) == jnp.bfloat16 else jnp.float32
 
 
 def _as_taken(wo_bias: jax.Array | None, rows: Any) -> list[jax.Array]:
-    """The bias of wo as an operand that may be absent: in the dtype of rows or f32."""
+    """Returns the bias of wo as an optional operand: in the dtype of rows or f32."""
     if wo_bias is None:
         return []
     taken = wo_bias if wo_bias.dtype == rows else wo_bias.astype(jnp.float32)
@@ -223,7 +223,7 @@ def _as_taken(wo_bias: jax.Array | None, rows: Any) -> list[jax.Array]:
 
 
 def _sizes(experts: Experts) -> tuple[int, int, int]:
-    """H, M and N of this device."""
+    """Returns H, M and N of this device."""
     _, inner, hidden = experts.wo.shape
     return hidden, inner, int(np.prod(experts.wi.shape[2:]))
 

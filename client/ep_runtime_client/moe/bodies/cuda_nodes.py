@@ -1,10 +1,10 @@
-"""The body of groups over nodes: inside a node over windows, between nodes over its rails.
+"""The body for groups on several nodes: windows inside a node, rails between nodes.
 
-Tokens come from the rail peers on all nodes, as in `transports/nodes.py`; the call is then that of
-a group of the node's ranks, with D*T virtual tokens each, and its sums go back the same way. Where
-rows of a node do not fit the workspace it goes over its tokens in parts, whatever other nodes do.
-Rows that a call quantizes before it sends them are quantized before they cross: in half the bytes,
-once for all nodes, and to the same bits, as each has scales of its own.
+Tokens come from the rail peers on all nodes, as in `transports/nodes.py`. The call then runs as for
+a group of the node's ranks, with D*T virtual tokens each, and its sums return to the peers. If the
+rows of a node do not fit the workspace, that node runs in chunks, independently of other nodes.
+Rows that a call quantizes before sending are quantized before they cross the network: half the
+bytes, once for all nodes, and with the same bits, because each row has its own scales.
 
 Letters: `protocol.py`, `transports/nodes_plan.py`.
 """
@@ -52,7 +52,7 @@ def backward(
     grads: WeightGrads,
     over: Over,
 ) -> Gradients:
-    """Tokens cross once more, together with dy."""
+    """Runs the backward call; the tokens cross the network once more, together with dy."""
     moved, dtype = call.moved, given.tokens.dtype
     if experts.wo_bias is None:
         dy = _packed(call, given, dy, gradient=True)
@@ -63,14 +63,14 @@ def backward(
 
 
 def _partial(call: ResolvedCall, dtype: Any) -> ResolvedCall:
-    """Sums of a node as they cross to others."""
+    """Returns the call with the dtype in which a node's sums cross to other nodes."""
     return dataclasses.replace(call, sums=nodes.partial_dtype(call.moved, dtype))
 
 
 def _packed(
     call: ResolvedCall, given: Given, rows: jax.Array, *, gradient: bool = False
 ) -> jax.Array:
-    """Rows [T, H] as the node's call sends them: in 8 bits if that quantizes them before."""
+    """Returns rows [T, H] as the node's call sends them: in 8 bits if it quantizes tokens."""
     recipe = call.recipes[0]
     if recipe is None or not packs(call):
         return rows
@@ -80,8 +80,8 @@ def _packed(
 def _on_node(
     call: ResolvedCall, given: Given, *rows: jax.Array
 ) -> tuple[NodePlanArrays, Given, tuple[jax.Array, ...]]:
-    """The plan between nodes; what a group of this node's ranks is given, of virtual tokens; and
-    rows [T, X] of tokens as rows of those, [D*T, X]."""
+    """Returns the plan between nodes; the operands for a group of this node's ranks, with virtual
+    tokens; and rows [T, X] of tokens sent to rows of the virtual tokens, [D*T, X]."""
     moved, plan, top_k = call.moved, given.plan, given.topk_idx.shape[1]
     assert isinstance(plan, NodePlanArrays)
     slots = [lax.bitcast_convert_type(given.weights, jnp.int32), given.topk_idx]
@@ -89,7 +89,7 @@ def _on_node(
     tokens, virtual_slots, *rows_here = nodes.to_nodes(moved, plan, *sent)
     weights = lax.bitcast_convert_type(virtual_slots[:, :top_k], jnp.float32)
     first = my_node(moved) * (moved.group.ranks_per_node * moved.group.experts_per_rank)
-    # Slots of experts elsewhere stay out, and behind the last token stands anything.
+    # Slots of experts on other nodes stay out; slots past the last token are undefined.
     idx = jnp.where(plan.virtual_rank >= 0, virtual_slots[:, top_k:] - first, -1)
     here = given._replace(tokens=tokens, weights=weights, topk_idx=idx, plan=plan.inside)
     return plan, here, tuple(rows_here)

@@ -1,12 +1,11 @@
 """Defines a body of `ep.moe`: one device's forward and backward, from tokens to their sums.
 
-The op around it (`op.py`) places operands, gathers weights and adds up what axes split; a body sees
-local blocks without the slab dim. `composed.py` is made of the ops one by one and takes everything;
-`cuda.py` and `cuda_nodes.py` are one custom call per direction. All are functions of their operands
-alone.
+The op (`op.py`) places operands, gathers weights and sums over axes that split M; a body sees local
+blocks without the slab dim. `composed.py` calls the separate ops and supports every call; `cuda.py`
+and `cuda_nodes.py` make one custom call per direction. Results depend only on operands.
 
 Letters: T, K, H, M, R as in `ops/__init__.py`; L experts of a rank, C capacity, N columns of the
-first product (2M gated, else M).
+first matmul's result (2M gated, else M).
 """
 
 from __future__ import annotations
@@ -23,16 +22,16 @@ from ep_runtime_client.ops.tracing.varying import Axes
 
 
 class Experts(NamedTuple):
-    """Weights of the experts of one device, whole but for axes that split M.
+    """Weights of the experts of one device, gathered over all axes except those that split M.
 
     With a recipe wi and wo are QuantizedTensors of these shapes, wi in one array.
 
     Attributes:
-        wi: [L, H, 2, M], [L, H, 2M], a Pair of [L, H, M], or [L, H, M] where it is not gated.
+        wi: [L, H, 2, M], [L, H, 2M], a Pair of [L, H, M], or [L, H, M] if not gated.
         wo: [L, M, H].
         wi_bias: [L, *N'], or None.
         wo_bias: [L, H], or None.
-        values: that a learned activation reads.
+        values: arrays that a learned activation reads.
     """
 
     wi: jax.Array | Pair | QuantizedTensor
@@ -43,7 +42,7 @@ class Experts(NamedTuple):
 
 
 class Given(NamedTuple):
-    """Operands of one device, in both directions.
+    """Operands of a body on one device, for both directions.
 
     Attributes:
         rank: int32 [1].
@@ -51,11 +50,11 @@ class Given(NamedTuple):
         topk_idx: int32 [T, K].
         tokens: [T, H].
         weights: f32 [T, K].
-        most: int32 [1], the most rows that the zones of any rank have whose windows this one maps.
-        plan: of `prepare`; of PlanArrays where it is between ranks that map each other's windows.
-        scales: f32 [L] for each product whose scales of rows are given.
+        most: int32 [1], the most rows in the zones of any rank with windows mapped here.
+        plan: from `prepare`; PlanArrays inside one node.
+        scales: f32 [L] for each matmul with given scales of rows.
         copies: int32 [N, S], the expert of each slot of the ranks, -1 without one; None in calls
-            whose experts have no copies.
+            without copies of experts.
     """
 
     rank: jax.Array
@@ -70,11 +69,11 @@ class Given(NamedTuple):
 
 
 class Over(NamedTuple):
-    """Mesh axes that split what one scale is for.
+    """Mesh axes that split the values of one scale.
 
     Attributes:
-        rows: those that split the rows of an expert.
-        inner: those that split M.
+        rows: axes that split the rows of an expert.
+        inner: axes that split M.
     """
 
     rows: Axes = ()
@@ -82,11 +81,11 @@ class Over(NamedTuple):
 
 
 class WeightGrads(NamedTuple):
-    """Tells a body how to make the gradients of wi and wo.
+    """How a body must make the gradients of wi and wo.
 
     Attributes:
-        paired: gate and up of wi apart.
-        dtype: theirs; None is that of rows.
+        paired: whether gate and up of wi are two arrays.
+        dtype: of both gradients; None is the dtype of rows.
         wanted: False if the program does not use them, so that the body makes none. Bodies
             without a workspace always get True.
     """
@@ -102,7 +101,7 @@ class Forwarded(NamedTuple):
     Attributes:
         y: [T, H].
         saved: arrays for backward, as `Body.saved` lists them.
-        amax: f32 [L] for each product whose scales of rows are given.
+        amax: f32 [L] for each matmul with given scales of rows.
     """
 
     y: jax.Array
@@ -111,8 +110,8 @@ class Forwarded(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """Gradients on one device: of weights as `Experts` has them, of biases in f32. Integers among
-    the values have none."""
+    """Gradients on one device: of weights in the shapes of `Experts`, of biases in f32. None for
+    integers among the values."""
 
     tokens: jax.Array
     weights: jax.Array
@@ -127,13 +126,13 @@ class Body(Protocol):
     """The functions of a body's module."""
 
     def saved(self, call: ResolvedCall) -> tuple[Saved, ...]:
-        """Names, in order, what forward saves for backward if it is not told to save nothing."""
+        """Lists the names of arrays that forward saves for backward, unless it saves nothing."""
 
     def multiple(self, call: ResolvedCall, *, paired: bool) -> int:
-        """Returns the divisor that a device's M needs; `paired` if gate and up come apart."""
+        """Returns the number that must divide a device's M; `paired`: gate and up are apart."""
 
     def forward(self, call: ResolvedCall, given: Given, experts: Experts, over: Over) -> Forwarded:
-        """Tokens to their experts on all ranks and back, summed."""
+        """Sends tokens to their experts on all ranks, runs the experts, and returns the sums."""
 
     def backward(
         self,
@@ -145,4 +144,4 @@ class Body(Protocol):
         grads: WeightGrads,
         over: Over,
     ) -> Gradients:
-        """Gradients of what `forward` was given, from dy [T, H]; `saved` as it returned it."""
+        """Returns gradients of all operands of `forward`, from dy [T, H] and the `saved` arrays."""

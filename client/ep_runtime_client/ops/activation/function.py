@@ -25,7 +25,7 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "tanh": jnp.tanh,
     "linear": lambda x: x,
 }
-# Names of gated activations elsewhere, and the activation of each one's gate.
+# Names that other libraries give to gated activations, and the function each applies to the gate.
 GATED_UNITS = {"swiglu": "silu", "geglu": "gelu", "reglu": "relu", "glu": "sigmoid"}
 
 
@@ -34,10 +34,10 @@ class Activation:
     """Describes what an activation computes from a row. Hashable: a static argument.
 
     Attributes:
-        function: a name of ACTIVATIONS, or f(gate), f(gate, up), or f(h) where not gated.
+        function: a name in ACTIVATIONS, or f(gate), f(gate, up), or f(h) if not gated.
         gated: whether rows hold gate and up.
-        dtype: of the result; computed in f32, or in f64 where that is the dtype.
-        values: that a Learned function reads; only inside the op whose operands they are.
+        dtype: of the result; the computation is in f32, or in f64 if dtype is f64.
+        values: operands that a Learned function reads; set only inside the op with these operands.
     """
 
     function: str | Fixed | Learned

@@ -1,7 +1,7 @@
 """Makes a user's function of rows a static argument: equal functions compute the same.
 
-Every process of a job must name a program alike, or a persistent cache never hits. And a function
-that reads something else by now must not get the program of what it read before.
+All processes of a job must give a program the same name, or a persistent cache never hits. And a
+function that now reads another value must not get the program compiled for the old value.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class Fixed:
     """A function of rows, with a digest of what it computed when the call was made. Hashable.
 
     Attributes:
-        function: the user's.
-        given: the types that it was traced with, [2, M] each.
-        digest: of what it computes and of its derivative.
+        function: the user's function.
+        given: the types that the function was traced with, [2, M] each.
+        digest: of the function's computation and its derivative.
     """
 
     function: Callable[..., jax.Array] = dataclasses.field(hash=False)
@@ -57,13 +57,13 @@ class Fixed:
 
 @dataclasses.dataclass(frozen=True)
 class Learned:
-    """A function of rows that reads values which JAX traces: they are its operands. Hashable.
+    """A function of rows that reads values which JAX traces; these are its operands. Hashable.
 
     Attributes:
-        program: of a row at a time, with what it reads as constants.
-        learned: which of its constants are operands.
-        given: the types that it was traced with, [1, M] each.
-        digest: of what it computes.
+        program: the function of one row, with the values it reads as constants.
+        learned: for each constant, whether it is an operand.
+        given: the types that the function was traced with, [1, M] each.
+        digest: of the function's computation.
     """
 
     program: ClosedJaxpr = dataclasses.field(hash=False, compare=False)
@@ -76,7 +76,7 @@ class Learned:
         return f"learned {self.digest}"
 
     def __call__(self, values: tuple[jax.Array, ...], *rows: jax.Array) -> jax.Array:
-        """Calls the function on `rows` [block, M] and its operands, which are flat."""
+        """Calls the function on `rows` [block, M] and its operands, which are passed flat."""
         left, consts = iter(values), []
         variables = self.program.jaxpr.constvars
         for const, learned, var in zip(self.program.consts, self.learned, variables, strict=True):
@@ -89,7 +89,7 @@ class Learned:
 def identified(
     function: Callable[..., jax.Array], operands: int, width: int, dtype: Any
 ) -> tuple[Fixed | Learned, tuple[jax.Array, ...]]:
-    """Returns `function` of so many arrays [rows, width], and the traced values that it reads."""
+    """Returns `function` of arrays [rows, width], and the traced values that it reads."""
     given = (jax.ShapeDtypeStruct((2, width), dtype),) * operands
     digest, traced_values = _digest(function, given)
     if not traced_values:
@@ -113,7 +113,7 @@ def _digest(
 
     try:
         traced = jax.make_jaxpr(with_derivative)(*given)
-    except Exception:  # noqa: BLE001 - no derivative; what else it lacks it says without
+    except Exception:  # noqa: BLE001 - no derivative; other errors appear again without it
         traced = jax.make_jaxpr(function)(*given)
     learned = any(isinstance(x, jax.core.Tracer) for x in traced.consts)
     digest = hashlib.sha256(_ADDRESS.sub("", str(traced.jaxpr)).encode())
@@ -127,7 +127,7 @@ def _digest(
 
 
 def _constants(traced: ClosedJaxpr) -> Iterator[Any]:
-    """Values that the text of a program only names, those of functions inside too."""
+    """Yields constants that the text of a program only names, also of the functions inside it."""
     yield from traced.consts
     for equation in traced.jaxpr.eqns:
         yield from (x.val for x in equation.invars if isinstance(x, Literal) and np.ndim(x.val))

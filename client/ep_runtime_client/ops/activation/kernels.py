@@ -35,9 +35,9 @@ FUNCTIONS = {
 def supports(
     static: Activation, hidden: jax.Array | None = None, group_sizes: jax.Array | None = None
 ) -> bool:
-    """Whether the kernels support it in a program that is lowered for a GPU.
+    """Whether the GPU kernels support `static` in a program that is lowered for a GPU.
 
-    Without rows: whether they know the function, in programs for this process's GPUs.
+    Without rows: whether the kernels have the function, and this process's GPUs support them.
     """
     if static.function not in FUNCTIONS or not kernels_serve.available():
         return False
@@ -71,7 +71,7 @@ def pullback(
     group_sizes: jax.Array,
     grad: jax.Array,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """As `plain.pullback`. The gradient of hidden takes its memory."""
+    """As `plain.pullback`. The gradient of hidden reuses hidden's memory."""
     rows = math.prod(hidden.shape[:2])
     given = (hidden.reshape(rows, -1), weights_of(row_weights))
     results = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in given)
@@ -86,12 +86,12 @@ def pullback(
 
 
 def width_of(static: Activation, hidden: jax.Array) -> int:
-    """M, the values of an activated row."""
+    """Returns M, the number of values in an activated row."""
     return math.prod(hidden.shape[2:]) // (2 if static.gated else 1)
 
 
 def weights_of(row_weights: jax.Array | None) -> jax.Array:
-    """The operand of row_weights: f32 [S * C], or [0]."""
+    """row_weights as an operand of the kernels: f32 [S * C], or [0] for None."""
     if row_weights is None:
         return jnp.zeros(0, jnp.float32)
     return row_weights.astype(jnp.float32).reshape(-1)

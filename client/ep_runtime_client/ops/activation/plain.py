@@ -1,10 +1,10 @@
 """Computes the experts' activation on one device, over existing rows only.
 
-Zones follow each other from row 0 of a slab, so the rows of all experts are a prefix of it: a loop
-with a dynamic trip count walks it in blocks, forward and backward. Nothing past the last zone is
-read. On a GPU the kernels of `kernels.py` stand in for what they take.
+Zones follow each other from row 0 of a slab, so the rows of all experts are a prefix of the slab: a
+loop with a dynamic trip count processes them in blocks, forward and backward. Nothing past the last
+zone is read. On a GPU the kernels of `kernels.py` replace the loop if they support the call.
 
-S: slabs on this device, one but where nothing is spread.
+S: number of slabs on this device; more than one only if slabs are not sharded.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ep_runtime_client.ops.kernels.ffi import register_for_gpus
 from ep_runtime_client.ops.kernels.row_blocks import RowBlock
 from ep_runtime_client.ops.tracing import slack
 
-# A step of a loop costs a GPU tens of microseconds; so many rows hide them.
+# A loop step costs tens of microseconds on a GPU; a block of this many rows hides them.
 GPU_BLOCK_ROWS = 8192
 
 Result = TypeVar("Result")
@@ -38,10 +38,10 @@ def forward(
     row_weights: jax.Array | None,
     group_sizes: jax.Array,
 ) -> jax.Array:
-    """Activated rows, times their weights.
+    """Computes the activation of rows, times their weights.
 
     Args:
-        static: what is computed.
+        static: the activation.
         hidden: [S, C, 2, M] (0 gate, 1 up), [S, C, 2M] (gate then up) or [S, C, M].
         row_weights: [S, C] f32 or None.
         group_sizes: [S, L] int32, rows of each expert's zone.
@@ -91,7 +91,7 @@ def after(group_sizes: jax.Array, rows: jax.Array) -> jax.Array:
     first = rows[(0,) * rows.ndim]
     if not jnp.issubdtype(first.dtype, jnp.unsignedinteger):
         first = lax.bitcast_convert_type(first, f"uint{8 * first.dtype.itemsize}")
-    nothing = lax.population_count(first) >> 7  # which XLA does not see
+    nothing = lax.population_count(first) >> 7  # always 0, which XLA cannot prove
     return group_sizes + nothing.astype(group_sizes.dtype)
 
 
@@ -102,11 +102,11 @@ def pullback(
     group_sizes: jax.Array,
     grad: jax.Array,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Gradients of hidden (its shape and dtype) and of row_weights ([S, C] f32, or None).
+    """Returns gradients of hidden (its shape and dtype) and of row_weights ([S, C] f32, or None).
 
-    `grad`: [S, C, M]; what it holds past the last zone is not read. There the gradient of hidden
-    is undefined, and that of row_weights zero. The gradient of a weight sums over the M that are
-    here.
+    `grad`: [S, C, M]; its values past the last zone are not read. There the gradient of hidden is
+    undefined, and the gradient of row_weights zero. A weight's gradient sums over the columns of M
+    on this device.
     """
     operands = (hidden, row_weights, group_sizes, grad)
     if kernels.supports(static, hidden, group_sizes):
@@ -125,7 +125,7 @@ def value_grads(
     group_sizes: jax.Array,
     grad: jax.Array,
 ) -> tuple[jax.Array, ...]:
-    """Gradients of `static.values` by `grad` [S, C, M], each in its own dtype; of integers None."""
+    """Returns gradients of `static.values`, in their dtypes, from `grad` [S, C, M]; None if int."""
     slabs, capacity = grad.shape[:2]
     blocks = row_blocks.cut(capacity, group_sizes)
     flat = [x.reshape(slabs * capacity, *x.shape[2:]) for x in (hidden, grad)]
@@ -139,7 +139,7 @@ def value_grads(
 
     def step(block: RowBlock, sums: list[jax.Array]) -> list[jax.Array]:
         rows, grads = (block.read(x) for x in flat)
-        # Rows of no block stand for one that is there, whose derivative exists.
+        # Replace rows outside the block by a row inside it, so that the derivative exists.
         valid = block.valid.reshape(-1, *[1] * (rows.ndim - 1))
         rows = jnp.where(valid, rows, rows[jnp.argmax(block.valid)])
 
@@ -172,9 +172,9 @@ def _pullback(
     group_sizes: jax.Array,
     grad: jax.Array,
 ) -> tuple[jax.Array, jax.Array | None]:
-    # Rows turn into their gradients in place: a fresh buffer costs a fill of all C rows. Not so
-    # narrow ones on CPU: XLA before 0.11 widens a whole bf16 buffer for every slice that a loop
-    # changes.
+    # Gradients overwrite the rows in place, because a fresh buffer costs a fill of all C rows.
+    # Narrow rows on CPU get a fresh buffer: XLA before 0.11 widens a whole bf16 buffer for every
+    # slice that a loop changes.
     in_place = on_gpu or hidden.dtype == static.wide
 
     def block(

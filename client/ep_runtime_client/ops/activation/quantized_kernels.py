@@ -1,8 +1,8 @@
 """The experts' activation as 8-bit floats on a GPU: custom calls of the CUDA library.
 
-Results equal those of `kernels.py` followed by `quantize/kernels.py` bit for bit, but the
-values in between are not stored. They serve bf16 and f16 rows and recipes without a
-column-wise copy. Letters as in `plain.py`, W as in `quantize/kernels.py`.
+Results equal `kernels.py` followed by `quantize/kernels.py` bit for bit, but the activated values
+are not stored in 16 bits. The kernels support bf16 and f16 rows and recipes without a column-wise
+copy. Letters as in `plain.py`, W as in `quantize/kernels.py`.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ _F32 = jnp.dtype(jnp.float32)
 
 @dataclasses.dataclass(frozen=True)
 class ActivationOperands:
-    """The operands of one activation that is quantized.
+    """The operands of an activation whose result is quantized.
 
     Attributes:
-        activation: how.
+        activation: the activation.
         hidden: [S, C, ...] as `plain.forward` takes it.
         row_weights: [S, C] f32 or None.
         group_sizes: [S, L] int32.
-        grad: [S, C, M]: the gradients of hidden are quantized; None: its values are.
+        grad: [S, C, M], to quantize the gradients of hidden; None quantizes the activated rows.
     """
 
     activation: Activation
@@ -48,14 +48,14 @@ class ActivationOperands:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the array that is quantized."""
+        """Shape of the quantized array."""
         if self.grad is not None:
             return tuple(self.hidden.shape)
         return (*self.hidden.shape[:2], self.width)
 
     @property
     def width(self) -> int:
-        """M."""
+        """M, the number of values in an activated row."""
         return kernels.width_of(self.activation, self.hidden)
 
     def operands(self) -> tuple[jax.Array, ...]:
@@ -75,9 +75,9 @@ def supports(
     *,
     gradient: bool = False,
 ) -> bool:
-    """Whether the kernels support it in a program that is lowered for a GPU.
+    """Whether the kernels support these rows in a program that is lowered for a GPU.
 
-    Without group_sizes: whether there are kernels for hidden of its dtype, whatever its shape.
+    Without group_sizes: whether there are kernels for the dtype of hidden, whatever its shape.
     """
     form = format_of(recipe)
     if recipe is None or recipe.delayed or form.on_gpu is None or not form.on_gpu.activation:
@@ -87,7 +87,7 @@ def supports(
         return False
     if group_sizes is None:
         return True
-    # Tiles end with the last dim: those of gate and up in one dim must not share one.
+    # Tiles end at the last dim: gate and up in one dim must not share a tile.
     apart = not (gradient and static.gated and hidden.ndim == 3)
     whole = kernels.width_of(static, hidden) % TILE == 0
     return (form.per_group or apart or whole) and kernels.supports(static, hidden, group_sizes)
@@ -104,16 +104,17 @@ def group_amax(experts: int, source: ActivationOperands) -> jax.Array:
 def quantize(
     recipe: Recipe, source: ActivationOperands, scale: jax.Array | None
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
-    """Data like `source.shape`, scales, and gradients of row_weights.
+    """Returns data of shape `source.shape`, scales, and gradients of row_weights.
 
     Args:
-        recipe: how.
-        source: what.
-        scale: f32 like group_sizes, of TensorScaling; BlockScaling makes its own.
+        recipe: how to quantize.
+        source: what to activate and quantize.
+        scale: f32 like group_sizes for TensorScaling; None for BlockScaling, which computes its
+            own.
 
     Returns:
-        (data, scale, d_row_weights), the last [S, C] f32 or None. Rows past the last zone are
-        undefined, but for zeros of the last.
+        (data, scale, d_row_weights), the last [S, C] f32 or None. Past the last zone, data and
+        scale are undefined and d_row_weights is zero.
     """
     backward = source.grad is not None
     dtype = recipe.data_dtype(backward)

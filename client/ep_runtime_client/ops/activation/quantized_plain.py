@@ -1,8 +1,8 @@
 """Computes the experts' activation, quantized for the matmul after it, on one device.
 
-On a GPU one pass reads hidden and writes 8-bit data with scales (`quantized_kernels.py`)
-where it can, after one that finds the amax of tensor scales; everywhere else, and bit for bit, this
-is `plain.py` followed by `quantize/plain.py`. Letters as in `plain.py`.
+If the GPU kernels of `quantized_kernels.py` support the call, one pass reads hidden and writes
+8-bit data with scales, after a pass that finds the amax for tensor scales. Otherwise this is
+`plain.py` followed by `quantize/plain.py`, with the same bits. Letters as in `plain.py`.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ class QuantizedActivation:
     """Describes an activation whose results are quantized. Hashable.
 
     Attributes:
-        activation: what is computed.
-        recipe: how it is quantized.
-        num_experts: those of this device: groups whose number is the same modulo this many share
-            an amax; None keeps all groups apart.
+        activation: the activation.
+        recipe: how its results are quantized.
+        num_experts: experts on this device: groups whose numbers are equal modulo this share an
+            amax; None gives every group its own.
         reduce_axes: manual mesh axes that split rows of one group.
     """
 
@@ -57,10 +57,10 @@ def forward(
     row_weights: jax.Array | None,
     group_sizes: jax.Array,
 ) -> QuantizedTensor:
-    """Activated rows [S, C, M], times their weights, rounded to their dtype and quantized.
+    """Returns activated rows [S, C, M], times their weights, rounded to their dtype and quantized.
 
     Args:
-        static: what is computed.
+        static: the activation and its recipe.
         hidden, row_weights, group_sizes: as `plain.forward` takes them.
 
     Returns:
@@ -80,10 +80,10 @@ def pullback(
     group_sizes: jax.Array,
     grad: jax.Array,
 ) -> tuple[QuantizedTensor, jax.Array | None]:
-    """Gradients of hidden, rounded to its dtype and quantized as gradients, and of row_weights.
+    """Returns quantized gradients of hidden, rounded to its dtype first, and those of row_weights.
 
-    As `plain.pullback` makes them of `grad` [S, C, M]; that of a weight sums over the M
-    that are here.
+    Both as `plain.pullback` makes them of `grad` [S, C, M]; a weight's gradient sums over the
+    columns of M on this device.
     """
     return _quantized(static, hidden, row_weights, group_sizes, grad)
 

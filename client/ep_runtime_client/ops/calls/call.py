@@ -1,4 +1,4 @@
-"""The static side of one op call: what every device of the program agrees on."""
+"""The static side of one op call, which is the same on every device of the program."""
 
 from __future__ import annotations
 
@@ -44,26 +44,26 @@ class PlanMeta:
 
 
 def _follows() -> Any:
-    """A field that follows from the others."""
+    """Declares a field that `__post_init__` computes from the others."""
     return dataclasses.field(init=False, repr=False, compare=False)
 
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """One op call as its local function sees it. Hashable: a static argument of custom_vjp.
+    """One op call as seen inside its local function. Hashable: a static argument of custom_vjp.
 
     Attributes:
-        meta: what the plan was made for.
-        where: where its ops run; operands are local along the manual axes of it.
-        clear_slack: somebody may look at a gradient's rows past the last group; without it a GPU
-            leaves them as they are.
-        own_alignment: rows to which zones are aligned if nobody sees them; 0: as the layer says.
-        spread: experts may have copies on other ranks: `group` and `capacity` are those of the
+        meta: the settings for which the plan was made.
+        where: where the call's ops run; operands are local along its manual axes.
+        clear_slack: a caller may read a gradient's rows past the last group; if False, a GPU leaves
+            these rows as they are.
+        own_alignment: rows to which zones are aligned if no caller sees them; 0: the layer's.
+        spread: experts may have copies on other ranks: `group` and `capacity` are then for the
             physical experts (`moe/copies.py`).
-        layer, group, capacity: of `meta`, unless spread.
+        layer, group, capacity: from `meta`, unless `spread`.
         layout: how the tokens are sharded over the axes that are not manual.
-        row_alignment: rows to which experts' zones in a slab or workspace are aligned.
-            Drops and num_recv are those of the layer's alignment, which it divides.
+        row_alignment: rows to which experts' zones in a slab or workspace are aligned. Drops and
+            num_recv use the layer's alignment, which must be a multiple of this one.
     """
 
     meta: PlanMeta
@@ -125,7 +125,7 @@ def world_rank(group: GroupSpec) -> jax.Array:
 
 
 def resolve_capacity(layer: EpLayer, tokens_per_rank: int, capacity: int | None) -> int:
-    """C of a call: the argument, or the smaller of the group's and this call's no-drop bound.
+    """Returns C: the argument, or the smaller of the group's and this call's no-drop bound.
 
     Raises:
         InvalidArgumentError: the argument is above the group's capacity, or too small for a row.
@@ -153,7 +153,7 @@ def resolve_capacity(layer: EpLayer, tokens_per_rank: int, capacity: int | None)
 
 
 def check_handle(layer: EpLayer, handle: int) -> int:
-    """Raises InvalidArgumentError unless `handle` is one of the layer's."""
+    """Returns `handle`; raises InvalidArgumentError unless the layer has it."""
     if not 0 <= check_whole("handle", handle, 0) < layer.in_flight:
         raise InvalidArgumentError(
             f"handle must be 0 to {layer.in_flight - 1} (in_flight of layer {layer.name!r}), "

@@ -1,8 +1,8 @@
 """Plans and dispatched rows, which live between the calls of one step.
 
-A plan is the result of one prepare as ordinary arrays. It holds both sides: where each slot's row
-goes (source), and which rows each staged row fills (receiver). Everything later, backward passes
-included, needs nothing else.
+A plan is the result of one prepare, as ordinary arrays. It holds both sides: where each slot's row
+goes (source), and which rows each staged row fills (receiver). Later calls, backward passes
+included, need nothing else.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class PlanArrays(NamedTuple):
 
     dst_rank: jax.Array  # [T, K] ep rank that holds the slot's row; -1 unused or dropped
     dst_row: jax.Array  # [T, K] row in that rank's slab; -1 unused or dropped
-    # [N, 4] per source: staged rows, entries, staged of the first half, 0. Where rows are packed
-    # into a lane [N, 4 + 2 * N]: then also its staged rows, and those of the first half, by rank.
+    # [N, 4] per source: staged rows, entries, staged rows of the first half, 0. If rows are packed
+    # into a lane [N, 4 + 2 * N]: then also per rank the staged rows, and those of the first half.
     recv_count: jax.Array
     staged_start: jax.Array  # [N*T+1] first entry of each staged row, source-major; tail = total
     staged_row: jax.Array  # [C] row that an entry fills; tail -1
@@ -50,14 +50,14 @@ class NodePlanArrays(NamedTuple):
 
     The first nine are as in PlanArrays, but the receiver's four cover only ranks of its node.
 
-    Local rank s stages *virtual tokens* for its node: D blocks of T, block m the tokens of ep rank
-    m * G + s that keep a row on the node, in order; -1 past the last of them.
+    Local rank s stages *virtual tokens* for its node: D blocks of T. Block m lists, in order, the
+    tokens of ep rank m * G + s that keep a row on the node; the rest is -1.
     """
 
     dst_rank: jax.Array  # [T, K]
     dst_row: jax.Array  # [T, K]
-    # [G, 4], slots dropped here in the last place of the first row. Where rows are packed into a
-    # lane [G, 4 + 2 * G + D * 2 * G]: then as in PlanArrays, and the same of each node's tokens.
+    # [G, 4], with the slots dropped here as last value of the first row. If rows are packed into a
+    # lane [G, 4 + 2 * G + D * 2 * G]: then as in PlanArrays, and the same for each node's tokens.
     recv_count: jax.Array
     staged_start: jax.Array  # [G*D*T+1]
     staged_row: jax.Array  # [C]
@@ -67,11 +67,11 @@ class NodePlanArrays(NamedTuple):
     num_recv: jax.Array  # [1]
     virtual_rank: jax.Array  # [D*T, K] local rank that holds the row of a virtual token's slot
     virtual_row: jax.Array  # [D*T, K] row in that rank's slab
-    chunks: jax.Array  # [1] in which rows cross the network, the same on every rank
+    chunks: jax.Array  # [1] number of chunks in which rows cross the network, equal on all ranks
 
     @property
     def inside(self) -> PlanArrays:
-        """The plan of the node: its ranks as an EP group of their own, on virtual tokens."""
+        """The plan inside the node: its ranks as an EP group of their own, on virtual tokens."""
         ranks, columns = self.recv_count.shape[-2:]
         counts = self.recv_count[..., : packed_columns(ranks) if columns > 4 else 4]
         return PlanArrays(self.virtual_rank, self.virtual_row, counts, *self[3:9])
@@ -86,7 +86,7 @@ def arrays_type(group: GroupSpec) -> type[PlanArrays] | type[NodePlanArrays]:
 
 
 def plan_shapes(call: Call, tokens: int, top_k: int) -> list[tuple[int, ...]]:
-    """Dims of the arrays of a plan for so many tokens a rank, without the slab dim."""
+    """Returns dims of the arrays of a plan for `tokens` tokens a rank, without the slab dim."""
     group = call.group
     ranks, virtual, local = group.ranks_per_node, group.num_nodes * tokens, group.experts_per_rank
     columns = count_columns(group, virtual)
@@ -119,7 +119,7 @@ class Plan:
 
     @property
     def handle(self) -> int:
-        """Number of the handle that keeps this plan's calls apart from other calls of the layer."""
+        """Number of the handle that separates this plan's calls from other calls of the layer."""
         return self.meta.handle
 
 

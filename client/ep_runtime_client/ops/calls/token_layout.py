@@ -1,8 +1,8 @@
 """Finds how the leading dims of tokens are sharded over the mesh.
 
-Tokens are [T, H] or [B, S, H]. The group's token axes (*outer, ep) shard dim 0, or, for 3-D
-tokens, lie on dims 0 and 1 in any way. Every shard's block is flattened to the T tokens of one
-slab. Slabs always have one leading dim R over (*outer, ep).
+Tokens are [T, H] or [B, S, H]. The group's token axes (*outer, ep) shard dim 0, or dims 0 and 1 of
+3-D tokens in any way. Every shard's block is flattened to the T tokens of one slab. Slabs always
+have one leading dim R over (*outer, ep).
 """
 
 from __future__ import annotations
@@ -71,13 +71,13 @@ def choose(
     *,
     remedy: str = PAD_TOKENS,
 ) -> TokenLayout:
-    """The layout of arrays with the leading dims `lead`.
+    """Chooses the layout of arrays with the leading dims `lead`.
 
     Args:
         group: the group; its token axes must each land on one leading dim.
-        lead: (T,) or (B, S), global but for the manual axes.
+        lead: (T,) or (B, S), global except along the manual axes.
         hints: known specs of the operands, the most trusted first.
-        manual: axes of a shard_map around; `lead` is local along them already.
+        manual: axes of an enclosing shard_map; `lead` is already local along them.
         remedy: what the error tells callers to do.
 
     Returns:
@@ -114,7 +114,7 @@ def choose(
 def _strongest_hint(
     token_axes: Axes, dims: int, hints: tuple[PartitionSpec, ...]
 ) -> tuple[Axes, ...]:
-    """Token axes that the hints place on each leading dim; the hint that names most wins."""
+    """Returns the token axes on each leading dim in the hint that names most of them."""
     best: tuple[Axes, ...] = ((),) * dims
     for spec in hints:
         entries = [entry_axes(entry) for entry in tuple(spec)[:dims]]
@@ -146,7 +146,7 @@ def _assignments(token_axes: Axes, dims: int, hint: tuple[Axes, ...]) -> list[tu
 
 
 def _merged_order(token_axes: Axes, hinted: Axes) -> Axes:
-    """Token axes with the hinted ones in the hint's order and the others in the group's."""
+    """Returns the token axes: hinted ones in the hint's order, the others in the group's."""
     queue = list(hinted)
     return tuple(queue.pop(0) if axis in hinted else axis for axis in token_axes)
 

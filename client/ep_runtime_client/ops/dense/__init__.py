@@ -1,1 +1,1 @@
-"""Multiplies without groups of experts, by the same sharding rules and recipes."""
+"""Multiplies without groups of experts, with the same sharding rules and recipes."""

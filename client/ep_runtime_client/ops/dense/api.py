@@ -98,8 +98,8 @@ class DenseCall:
     """The static argument of one call. Hashable.
 
     Attributes:
-        where: where it runs.
-        recipe: how operands and gradients are quantized; None leaves them.
+        where: the mesh axes and the mode in which the call runs.
+        recipe: how operands and gradients are quantized; None does not quantize.
         x: mesh axes on each dim of x, if known.
         kernel: mesh axes on each dim of the kernel, if known.
         types: mesh axes that gradients of x, kernel and bias must have in their types.
@@ -134,7 +134,7 @@ def _call(
             varying = tuple(sorted(varied_axes(*operands)))
             where = dataclasses.replace(where, mode="local", varying=varying)
         elif x_entries is None and where.roles is not None:
-            x_entries = padded((where.roles.slab,), x.ndim)  # as tokens lie
+            x_entries = padded((where.roles.slab,), x.ndim)  # sharded like tokens
     if where.mode == "local":
         x_entries, kernel_entries = None, None
     types = tuple(regions.type_of(array) for array in (x, kernel, bias))
@@ -153,7 +153,7 @@ def _primal(call: DenseCall, x: jax.Array, kernel: jax.Array, bias: jax.Array | 
 
 
 def _multiplied(call: DenseCall, x: jax.Array, kernel: jax.Array) -> tuple[Matrix, Matrix]:
-    """Returns what the GEMM multiplies: quantized by a recipe, with 8-bit floats as uint8."""
+    """Returns the operands of the GEMM: quantized by a recipe if any, 8-bit floats as uint8."""
     if call.recipe is None:
         return x, kernel
     packing = quantize_ops.packing_of(call.recipe, 3, rows=False)
@@ -169,7 +169,7 @@ def _multiplied(call: DenseCall, x: jax.Array, kernel: jax.Array) -> tuple[Matri
 def _packed(
     call: DenseCall, x: Matrix, kernel: Matrix, bias: jax.Array | None, *, columns: bool = False
 ) -> tuple[Packing, Packing, list[Entries], list[jax.Array]]:
-    """(the packing of x, that of the kernel, entries of all operands, the operands)."""
+    """Returns (packing of x, packing of the kernel, entries of all operands, the operands)."""
     packings: list[Packing] = []
     arrived: list[Entries] = []
     operands: list[jax.Array] = []
@@ -209,7 +209,7 @@ def _bwd(call: DenseCall, saved: Any, grad: jax.Array) -> Any:
 
 
 def _pullback(call: DenseCall, saved: Any, grad: jax.Array) -> Any:
-    """Gradients of x, kernel and bias."""
+    """Computes gradients of x, kernel and bias."""
     x, kernel, bias, likes = saved
     x_packing, k_packing, arrived, operands = _packed(call, x, kernel, bias, columns=True)
     op = ops.DenseBackward(

@@ -1,4 +1,4 @@
-"""The dense matmul, forward and backward, and its quantization, as ops of both partitionings."""
+"""The dense matmul, forward and backward, and its quantization, as ops on a mesh."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ from ep_runtime_client.ops.tracing.varying import Axes
 
 
 def leaf_entries(packing: Packing, entries: Entries) -> list[Entries]:
-    """Entries of every leaf: all rows are one group, so tensor scales have one value."""
+    """Returns entries of every leaf: all rows are one group, so a tensor scale is one value."""
     one = _one_value(packing)
     return [((),) if name in one else entries for name in packing.names]
 
 
 def _leaf_factors(packing: Packing, values: list[str], *, rows: bool = False) -> list[str]:
-    """Factors of every leaf; `rows`: of x, along whose rows MXFP8 has scales too."""
+    """Returns factors of every leaf; `rows`: for x, which MXFP8 also scales along its rows."""
     named = dict.fromkeys(packing.names, values) | dict.fromkeys(_one_value(packing), ["one"])
     if rows:
         named["scale_columns"] = [*values[:-2], "c32", values[-1]]
@@ -60,7 +60,7 @@ def _lead(ndim: int) -> list[str]:
 
 @dataclasses.dataclass(frozen=True)
 class _DenseOp:
-    """Roles come from the operands: an axis on x's leading dims shards the rows."""
+    """Base of the dense ops, in which every axis on x's leading dims shards rows."""
 
     where: Partitioning
 
@@ -68,7 +68,7 @@ class _DenseOp:
 
     @property
     def manual(self) -> Axes:
-        """Manual axes that may split the rows: all, or what a shard_map that tracks it says."""
+        """Manual axes that may split rows: those that operands vary over, or all if not tracked."""
         return self.where.varying or self.where.manual
 
     def roles(self, sizes: Sizes, arrived: Arrived, shapes: Shapes) -> Roles:
@@ -77,7 +77,7 @@ class _DenseOp:
 
 @dataclasses.dataclass(frozen=True)
 class QuantizeX(_DenseOp):
-    """x [..., K'] -> leaves; all rows are one group."""
+    """Quantizes x [..., K'] into leaves; all rows are one group."""
 
     recipe: Recipe
     packing: Packing
@@ -128,12 +128,12 @@ def quantize_rows(
 
 
 def _flat(x: jax.Array) -> jax.Array:
-    """[rows, last dim], either of which may be 0."""
+    """Reshapes to [rows, last dim], either of which may be 0."""
     return x.reshape(prod(x.shape[:-1]), x.shape[-1])
 
 
 def widened(x: Any, *, rows: bool, columns: bool = False) -> jax.Array:
-    """An operand as an array [rows, K'] or [K', N'], a quantized one in f32."""
+    """Returns an operand as an array [rows, K'] or [K', N']; a quantized one in f32."""
     if not isinstance(x, QuantizedTensor):
         return _flat(x) if rows else x
     columns = columns and x.data_columns is not None
@@ -152,7 +152,7 @@ def widened(x: Any, *, rows: bool, columns: bool = False) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class QuantizeW(_DenseOp):
-    """kernel [K', N'] -> leaves."""
+    """Quantizes a kernel [K', N'] into leaves."""
 
     recipe: Recipe
     packing: Packing
@@ -180,13 +180,13 @@ class QuantizeW(_DenseOp):
 
 @dataclasses.dataclass(frozen=True)
 class _Matmul(_DenseOp):
-    """Holds what the forward and backward ops share.
+    """Base of the forward and backward matmul ops.
 
     Attributes:
         x: leaves of x [..., K'].
         kernel: leaves of the kernel [K', N'].
         has_bias: whether a bias [N'] follows.
-        dtype: of the rows that come out.
+        dtype: of the resulting rows.
     """
 
     x: Packing
@@ -219,7 +219,7 @@ class _Matmul(_DenseOp):
         return [*slabs, *leaf_entries(self.kernel, place.kernel.entries), *bias]
 
     def opened(self, place: Dense, blocks: Sequence[jax.Array]) -> tuple[Any, Any, Any]:
-        """Local blocks -> (x, kernel gathered, bias)."""
+        """Unpacks local blocks into (x, gathered kernel, bias)."""
         first, after = len(self.x), len(self.x) + len(self.kernel)
         leaves = [
             leaf if leaf.ndim == 1 else gather(leaf, place.kernel.gathered)
@@ -237,7 +237,7 @@ class _Matmul(_DenseOp):
 
 @dataclasses.dataclass(frozen=True)
 class DenseForward(_Matmul):
-    """x leaves, kernel leaves, bias -> (y [..., N'],)."""
+    """The forward op: x leaves, kernel leaves, bias -> (y [..., N'],)."""
 
     def resolve(self, roles: Roles, arrived: Arrived, shapes: Shapes, wanted: Wanted) -> Resolved:
         place = self.place(roles, arrived, shapes, None if wanted is None else wanted[0])
@@ -264,10 +264,10 @@ class DenseForward(_Matmul):
 
 @dataclasses.dataclass(frozen=True)
 class DenseBackward(_Matmul):
-    """x leaves, kernel leaves, bias, grad [..., N'] -> d_x, d_kernel, d_bias.
+    """The backward op: x leaves, kernel leaves, bias, grad [..., N'] -> d_x, d_kernel, d_bias.
 
     Attributes:
-        recipe: how the gradient is quantized; None leaves it.
+        recipe: how the gradient is quantized; None does not quantize.
         kernel_dtype: of d_kernel.
         bias_dtype: of d_bias.
     """

@@ -12,14 +12,14 @@ from ep_runtime_client.ops.tracing.varying import Axes
 
 @dataclasses.dataclass(frozen=True)
 class Dense:
-    """Says how operands and results of `dense` are sharded.
+    """How operands and results of `dense` are sharded.
 
     Attributes:
         lead: axes on each leading dim of x and of the output.
-        kernel: how the kernel [K', N'] is taken.
-        summed: axes that split the rows: the kernel's gradient is summed over them.
-        scatter: leading dim of the output that takes the contracted axes: the sum over them is a
-            reduce-scatter there. None is a plain sum.
+        kernel: how the kernel [K', N'] is sharded.
+        summed: axes that split the rows; the kernel's gradient is summed over them.
+        scatter: leading dim of the output over which a reduce-scatter spreads the sum over the
+            contracted axes. None is a plain sum.
     """
 
     lead: Entries
@@ -58,19 +58,19 @@ def place(
     lead_shape: Sequence[int] = (),
     blocks: tuple[int, ...] | None = None,
 ) -> Dense:
-    """The placement of y = x @ kernel.
+    """Decides how y = x @ kernel is sharded.
 
     Args:
         roles: the mesh's axes; outer and ep do not matter here.
         x: entries of x [..., K'] as it arrives.
         kernel: entries of the kernel [K', N'] as it arrives.
         kernel_shape: its global shape.
-        wanted: entries of the output where they are known.
+        wanted: entries of the output, if known.
         lead_shape: x's leading dims.
-        blocks: per dim of the kernel, what its local size must be a multiple of.
+        blocks: per dim of the kernel, the number that must divide its local size.
 
-    An axis of x's leading dims that is also on the kernel is gathered off the kernel, and with it
-    whatever lies inside it in a tuple. Any other axis stays: on N', or on K' of both sides.
+    An axis that is on x's leading dims and on the kernel is gathered off the kernel, together with
+    all minor axes of its tuple. Any other axis stays: on N', or on K' of both sides.
     """
     lead = dividing(roles, x[:-1], lead_shape)
     rows = set(flat(lead))
@@ -90,7 +90,7 @@ def place(
 
 
 def dividing(roles: Roles, lead: Sequence[Axes], shape: Sequence[int]) -> Entries:
-    """Axes on leading dims, without those that do not cut a dim evenly."""
+    """Returns axes on leading dims, without axes that do not divide a dim evenly."""
     real = (roles.real(axes) for axes in lead)
     if not shape:
         return tuple(real)

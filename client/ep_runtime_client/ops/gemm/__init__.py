@@ -1,1 +1,1 @@
-"""Grouped products: the op, its gradients, plain JAX, and the GPU kernels by width."""
+"""Grouped matmuls: the op, its gradients, plain JAX, and the GPU kernels by width."""

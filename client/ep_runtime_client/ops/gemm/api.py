@@ -155,7 +155,7 @@ def _call(
     out_dtype: Any,
     rhs_spec: PartitionSpec | None,
 ) -> GemmCall:
-    """The static side of a call."""
+    """Makes the static side of a call."""
     # Find how operands are sharded, because that decides how the op runs.
     operands = [x for x in (values_of(lhs), values_of(rhs), bias, group_sizes) if x is not None]
     known = weight_entries.known(rhs)
@@ -173,14 +173,14 @@ def _call(
         where = dataclasses.replace(where, roles=roles)
     num_experts, multiplied = rhs.shape[0], given
     if where.roles is not None:
-        # The weight decides which axes lie on K' of the rows too.
+        # The weight also decides which axes shard K' of the rows.
         shape = regions.whole_shape(where, rhs.shape, given)
         num_experts = shape[0]
         blocks = blocks_of(recipe, rhs)
         rows = grouped(where.roles, rows, given, shape, blocks=blocks).lhs
         if recipe is not None and not isinstance(rhs, QuantizedTensor):
             multiplied = with_whole_blocks(where, given, shape, blocks)
-    # Checks that need the layer, or what it would tell.
+    # Checks that need the layer, or the facts that it would give.
     if layer is not None:
         regions.check_slabs(where, "lhs", lhs.shape[0])
         check_experts(where, num_experts, group_sizes, regions.num_experts_of(layer))
@@ -190,12 +190,12 @@ def _call(
         out_dtype = jnp.bfloat16 if isinstance(lhs, QuantizedTensor) else lhs.dtype
     alignment = 1 if layer is None else regions.alignment_of(layer)
     gemm = Gemm(as_dtype(out_dtype, "out_dtype"), alignment, tf32=kernels_32.allowed())
-    # The bias, and the types that gradients must have.
+    # The bias's entries, and the mesh axes that gradients must have in their types.
     bias_entries = padded((), rhs.ndim - 1)
     if where.manual:
-        bias_entries = padded(given[:1], rhs.ndim - 1)  # of as many experts as the weight here
+        bias_entries = padded(given[:1], rhs.ndim - 1)  # local experts, like rhs
     elif bias is not None:
-        # A bias of unknown layout is sharded as its weight.
+        # A bias of unknown layout is sharded like its weight.
         known = regions.known_entries(bias, rhs.ndim - 1)
         bias_entries = (given[0], *given[2:]) if known is None else known
     typed = (origin_of(lhs), origin_of(rhs), bias)
@@ -211,7 +211,7 @@ def with_whole_blocks(
     """Returns a quantized weight's entries, without axes that leave no whole blocks.
 
     Raises:
-        InvalidArgumentError: a shard_map has cut it over such an axis, and rows too.
+        InvalidArgumentError: a shard_map has cut the weight, and rows too, over such an axis.
     """
     assert where.roles is not None
     weight = expert_weight(where.roles, given, shape, blocks=blocks)

@@ -1,4 +1,4 @@
-"""Checks of the arguments of grouped_gemm."""
+"""Checks the arguments of grouped_gemm."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def check_gemm(
 ) -> None:
     """Raises InvalidArgumentError for operands that do not fit each other.
 
-    `rhs_shape` is what rhs is gathered to; manual axes of tensor parallelism leave its K' and N'
-    alone, and the bias is as it is.
+    `rhs_shape`: the shape of rhs after the all-gather. Manual axes of tensor parallelism still
+    split K' and N', and the bias is checked in its local shape.
     """
     if recipe is not None:
         check_recipe(recipe, " or None")
@@ -70,7 +70,7 @@ def _check_shapes(lhs: tuple[int, ...], rhs: tuple[int, ...], sizes: tuple[int, 
 
 
 def check_slabs_share(rhs: tuple[int, ...], sizes: tuple[int, ...]) -> None:
-    """Raises InvalidArgumentError unless slabs [R, L] have each expert of rhs equally often.
+    """Raises InvalidArgumentError unless slabs [R, L] hold each expert of rhs equally often.
 
     Without a layer, group l of slab r belongs to expert (r * L + l) % E.
     """
@@ -96,7 +96,7 @@ def _check_bias(rhs: tuple[int, ...], bias: Any) -> None:
 
 
 def check_delayed(recipe: Any, state: Any, *, plain: bool) -> None:
-    """Raises InvalidArgumentError unless delayed scaling has its state, and nothing else has."""
+    """Raises InvalidArgumentError unless `state` is given exactly if the recipe is delayed."""
     delayed = recipe is not None and recipe.delayed
     if delayed and state is None:
         raise InvalidArgumentError(
@@ -131,7 +131,7 @@ def check_experts(
 
 
 def _remedy(where: Partitioning) -> str:
-    """Advises a caller inside a shard_map, where rhs is a part of the weight."""
+    """Advice for a caller inside a shard_map, where rhs is a part of the weight."""
     if not where.manual or where.roles is None:
         return ""
     ep = where.roles.named(axis for axis in where.roles.ep if axis in where.manual)

@@ -1,7 +1,8 @@
-"""Weights as the GPU kernels take and make them: one array, or gate and up of a pair.
+"""Weights in the layout of the GPU kernels: one array, or gate and up of a pair.
 
-A kernel copies boxes that lie in one half, so a half must be a multiple of MULTIPLE wide. Other
-pairs are first copied into one array, and gradients out of one; a warning reports it once.
+A box that a kernel copies must not cross from gate to up, so each must be a multiple of MULTIPLE
+wide. Other pairs are first copied into one array, and their gradients out of one; a warning reports
+it once.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def made(
     trailing: Sequence[int],
     paired: bool,
 ) -> jax.Array | Pair:
-    """The gradient of kernels [G, K', *N'], or of a Pair: `call` makes arrays of some shapes."""
+    """Makes the gradient of kernels [G, K', *N'], or of a Pair; `call` makes its arrays."""
     columns = math.prod(trailing)
     if paired and _apart(trailing[-1]):
         gate, up = call(((experts, features, columns // 2),) * 2)

@@ -1,9 +1,8 @@
-"""Grouped GEMM on a GPU: custom calls of the CUDA library, for products it supports.
+"""Grouped GEMM on a GPU: custom calls of the CUDA library, for the matmuls it supports.
 
-They serve arrays of bf16 or f16, both operands alike, with K' and N' multiples of 8;
-`kernels_32.py` serves f32 ones, `kernels_8.py` quantized ones. Everything else runs as plain
-JAX there too (`plain.py`). Which of the two a program has is decided when it is lowered for a
-platform.
+They support operands that are both bf16 or both f16, with K' and N' multiples of 8; `kernels_32.py`
+supports f32, `kernels_8.py` quantized operands. Every other matmul runs as plain JAX (`plain.py`)
+on GPUs too. The choice is made when a program is lowered for a platform.
 
 Letters as in `plain.py`; here N' is one dim, and rows are [S * C, ...] with sizes [S, L].
 """
@@ -28,15 +27,15 @@ from ep_runtime_client.ops.quantize.quantized_tensor import QuantizedTensor
 
 TARGETS = targets("ep_grouped_gemm_v1", "ep_grouped_gemm_dw_v1")
 MAX_EXPERTS = 1024  # on one device
-MULTIPLE = 8  # of features: tensor copies move 16 bytes at a time
+MULTIPLE = 8  # of K' and N', because tensor copies move 16 bytes at a time
 _TYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
 _log = logging.getLogger(__name__)
 
 
 def supports(product: Product) -> bool:
-    """Whether these kernels support a product.
+    """Whether these kernels support a matmul.
 
-    Warns once of a 16-bit matmul that they leave to plain JAX.
+    Warns once about a 16-bit matmul that they leave to plain JAX.
     """
     operands = (product.left, product.right)
     if any(isinstance(x, QuantizedTensor) for x in operands):
@@ -48,10 +47,10 @@ def supports(product: Product) -> bool:
 
 
 def supports_shape(multiple: int, product: Product, rows: int) -> bool:
-    """Whether kernels for features in multiples of `multiple` are there and take a shape.
+    """Whether there are kernels for K' and N' in multiples of `multiple` that support this shape.
 
-    Warns once of a shape that they do not support, in a process whose GPUs are all supported. In
-    a process with any other GPU, they support nothing.
+    Warns once about a shape that they do not support, if the kernels support all GPUs of the
+    process. If they do not support one of its GPUs, they support no shape.
     """
     gpus = platform.multiplying_gpus()
     if gpus is None or 0 in (rows, product.experts, *product.widths):
@@ -89,7 +88,7 @@ def forward(
     rows = _cast(lhs, cast).reshape(-1, lhs.shape[-1])
     columns = math.prod(rhs.shape[2:])
     shapes: kernel_weights.Shapes = ((rows.shape[0], columns),)
-    if rows.dtype == jnp.float32:  # and a place for the weights as such products take them
+    if rows.dtype == jnp.float32:  # the kernel transposes f32 weights into this second result
         shapes += ((rhs.shape[0], columns, rhs.shape[1]),)
     way = {"data_grad": 0, "clear_slack": 0}
     biases = flat_bias(bias, rhs.shape[0])

@@ -1,15 +1,16 @@
 """Grouped GEMM of f32 operands on a GPU, in tf32: custom calls of the CUDA library.
 
-Copies to shared memory round operands to tf32, to nearest even: 10 bits behind the point. Products
-of those are exact, sums are f32. That is what DEFAULT precision of f32 dots means on GPUs, XLA's
-own among them; for any higher one grouped GEMMs stay with XLA.
+Copies to shared memory round operands to tf32, to nearest even: 10 bits of mantissa. Products of
+tf32 values are exact, sums are f32. DEFAULT precision of f32 dots means the same in XLA on GPUs;
+for any higher precision grouped GEMMs stay with XLA.
 
-Rows and weights may also be f32 and a 16-bit float, which tf32 holds as it is: that one is cast.
+Rows may also be f32 and weights a 16-bit float, or the reverse. tf32 holds 16-bit values exactly,
+so these are cast to f32.
 
-The kernels take K' and N' that are multiples of 4, on GPUs that `kernels_16.py` serves, whose
-calls take f32 rows too, and transpose the weights going forward: the tensor cores want tf32
-operands with the contracted dim along memory, as 8-bit ones (`kernels_8.py`). The weight's
-gradient has a call of its own, for which both operands are copied and transposed first.
+The kernels support K' and N' that are multiples of 4, on the GPUs of `kernels_16.py`, whose calls
+also take f32 rows and transpose the weights in forward: the tensor cores want tf32 operands with
+the contracted dim contiguous in memory, like 8-bit ones (`kernels_8.py`). The weight's gradient has
+its own call, for which both operands are copied and transposed first.
 
 Letters as in `kernels_16.py`.
 """
@@ -31,19 +32,19 @@ from ep_runtime_client.ops.quantize.quantized_tensor import QuantizedTensor
 
 TARGETS = targets("ep_tf32_grouped_gemm_dw_v1")
 _TYPES = tuple(jnp.dtype(name) for name in ("float32", "bfloat16", "float16"))
-MULTIPLE = 4  # of features: tensor copies move 16 bytes at a time
-# Values of jax.default_matmul_precision that mean DEFAULT or name tf32.
+MULTIPLE = 4  # of K' and N', because tensor copies move 16 bytes at a time
+# Values of jax.default_matmul_precision that allow tf32: DEFAULT, or tf32 by name.
 _PRECISIONS = (None, "default", "bfloat16", "tensorfloat32", "TF32_TF32_F32")
 
 
 def allowed() -> bool:
-    """Whether jax.default_matmul_precision, as it is now, lets f32 operands be tf32."""
+    """Whether jax.default_matmul_precision, at this moment, lets f32 operands be tf32."""
     precision: Any = getattr(jax.config, "jax_default_matmul_precision", None)
     return precision in _PRECISIONS
 
 
 def supports(product: Product) -> bool:
-    """Whether these kernels support a product."""
+    """Whether these kernels support a matmul."""
     operands = (product.left, product.right)
     if not product.tf32 or any(isinstance(x, QuantizedTensor) for x in operands):
         return False
@@ -65,7 +66,7 @@ def weight_grad(
     group_sizes: jax.Array,
 ) -> jax.Array | Pair:
     """As `plain.weight_grad`; sums are f32 and rounded once."""
-    del cast  # to f32
+    del cast  # operands are always cast to f32
     lead, sizes = group_sizes.ndim, sizes_of(group_sizes)
     slab_rows = lhs.shape[lead - 1]
     transposed = [_transposed_rows(x, slab_rows, sizes) for x in (lhs, grad)]
@@ -79,7 +80,7 @@ def weight_grad(
 
 
 def _transposed_rows(x: jax.Array, slab_rows: int, sizes: jax.Array) -> jax.Array:
-    """[W, S * padded rows]: each group begins at a multiple of PADDED, zeros end it."""
+    """Returns [W, S * padded rows]: each group begins at a multiple of PADDED, zeros fill it up."""
     slabs, groups = sizes.shape
     rows = x.astype(jnp.float32).reshape(slabs * slab_rows, -1)
     shape = (rows.shape[1], slabs * kernels_8.padded_rows(slab_rows, groups))

@@ -1,18 +1,18 @@
 """Grouped GEMM of quantized operands on a GPU: custom calls of the CUDA library.
 
-They serve operands that are both of one recipe, with K' and N' multiples of 16, on GPUs that
-`kernels_16.py` serves:
+They support two operands of the same recipe, with K' and N' multiples of 16, on the GPUs that
+`kernels_16.py` supports:
 
-- TensorScaling: the tensor cores multiply the 8-bit data, in all three products.
-- BlockScaling: likewise. The weight's gradient sums over rows, so scales along a row's values
-  do not work. Both operands are quantized again, in blocks of 128 rows of a group times 128
-  values (`formats/blocks.py`).
+- TensorScaling: the tensor cores multiply the 8-bit data, in all three matmuls.
+- BlockScaling: likewise. But the weight's gradient sums over rows, so scales along a row's values
+  do not work: both operands are quantized again, in blocks of 128 rows of a group times 128 values
+  (`formats/blocks.py`).
 - MXFP8: Hopper's tensor cores do not support such scales. Kernels multiply data times scales in
   bf16, which is exact and no faster than bf16; a warning reports it once.
 
-The tensor cores want 8-bit data with the contracted dim along memory: data laid out otherwise are
-transposed first, the rows of groups each to a multiple of PADDED. Kernels that grouped_gemm itself
-quantizes come in both layouts from there, on GPUs with row kernels.
+The tensor cores want 8-bit data with the contracted dim contiguous in memory. Other data are
+transposed first, with each group's rows padded to a multiple of PADDED. On GPUs with row kernels,
+the quantizer of grouped_gemm writes weights in both layouts already.
 
 Letters as in `kernels_16.py`. 8-bit data and e8m0 scales enter the calls as uint8.
 """
@@ -50,13 +50,13 @@ TARGETS = targets(
 )
 _GEMM, _GEMM_DW, TRANSPOSE_ROWS, _TRANSPOSE_WEIGHTS, _DEQUANTIZE, _REQUANTIZE = TARGETS
 MULTIPLE = quantize_kernels.PRODUCT_MULTIPLE
-PADDED = 128  # rows of a group in a transposed copy are a multiple of it
+PADDED = 128  # the rows of a group in a transposed copy are a multiple of PADDED
 _E4M3, _E5M2 = (jnp.dtype(name) for name in DATA_DTYPES)
 _log = logging.getLogger(__name__)
 
 
 def supports(product: Product) -> bool:
-    """Whether these kernels support a product.
+    """Whether these kernels support a matmul.
 
     Warns once for each shape of quantized operands that they leave to plain JAX, in a process that
     has GPUs which these kernels support.
@@ -76,9 +76,9 @@ def supports(product: Product) -> bool:
     padded = rows + (PADDED - 1) * groups
     if 0 in (rows, experts, *widths) or experts > kernels_16.MAX_EXPERTS or padded >= 2**31:
         return False
-    # A block of scales ends with the last dim: those of flat N' would begin inside of one.
+    # A block of scales ends at the last dim: a block of flattened N' could begin inside one.
     whole = len(features) == 2 or features[-1] % form.tile == 0
-    # Gradients are rows, and may have the dtype with more range; the other operand has not.
+    # Gradients are rows, and may have the dtype with more range; the other operand may not.
     other = left if right.is_rows else right
     fits = whole and other.dtype == _E4M3 and not any(width % MULTIPLE for width in widths)
     if gpus and not fits:
@@ -125,7 +125,7 @@ def forward(
     group_sizes: jax.Array,
 ) -> jax.Array:
     """As `plain.forward`, but rows past the last group are undefined."""
-    del cast  # of arrays alone
+    del cast  # only arrays are cast
     if not _on_gpu(lhs).rows:
         rows, kernel = _wide_rows(lhs, group_sizes), _wide_kernel(rhs)
         return kernels_16.forward(out_dtype, None, rows, kernel, bias, group_sizes)
@@ -137,7 +137,7 @@ def forward(
 
 
 def transposed_weights(rhs: QuantizedTensor) -> jax.Array:
-    """Kernels as forward products take them, uint8 [G, N', K'] with N' one dim."""
+    """Returns kernels in the layout of forward matmuls, uint8 [G, N', K'] with N' one dim."""
     experts, k, n = (*rhs.shape[:2], math.prod(rhs.shape[2:]))
     if rhs.transposed is not None:
         return bits(rhs.transposed).reshape(experts, n, k)
@@ -154,7 +154,7 @@ def data_grad(
     group_sizes: jax.Array,
 ) -> jax.Array:
     """As `plain.data_grad`; rows past the last group are undefined unless cleared."""
-    del cast  # of arrays alone
+    del cast  # only arrays are cast
     if not _on_gpu(rhs).rows:
         wide = _wide_rows(grad, group_sizes), _wide_kernel(rhs, columns=True)
         return kernels_16.data_grad(out_dtype, None, clear_slack, *wide, group_sizes)
@@ -176,7 +176,7 @@ def _multiply_rows(
     bias: jax.Array,
     group_sizes: jax.Array,
 ) -> jax.Array:
-    """Rows [S * C, contracted] times kernels [G, made, contracted] -> [S * C, made]."""
+    """Multiplies rows [S * C, contracted] by kernels [G, made, contracted] -> [S * C, made]."""
     assert lhs.scale is not None
     assert rhs.scale is not None
     sizes = sizes_of(group_sizes)
@@ -201,7 +201,7 @@ def weight_grad(
     group_sizes: jax.Array,
 ) -> jax.Array | Pair:
     """As `plain.weight_grad`; sums are f32 and rounded once."""
-    del cast  # of arrays alone
+    del cast  # only arrays are cast
     if not _on_gpu(lhs).columns:
         left, right = (_wide_rows(x, group_sizes, columns=True) for x in (lhs, grad))
         return kernels_16.weight_grad(out_dtype, None, experts, paired, left, right, group_sizes)
@@ -225,12 +225,12 @@ def weight_grad(
 
 
 def padded_rows(slab_rows: int, groups: int) -> int:
-    """Values of a slab along memory in a transposed copy, whatever the group sizes are."""
+    """Returns the columns of a slab in a transposed copy, enough for any group sizes."""
     return (slab_rows + (PADDED - 1) * min(groups, slab_rows)) // PADDED * PADDED
 
 
 def _transposed_rows(x: QuantizedTensor, group_sizes: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """[W, S * padded rows]: each group begins at a multiple of PADDED, zeros end it; [S, L]."""
+    """Returns rows transposed, [W, S * padded rows] with zero-padded groups, and scales [S, L]."""
     assert x.scale is not None
     sizes = sizes_of(group_sizes)
     rows, shape = _rows_to_transpose(x, sizes, x.shape[group_sizes.ndim - 1])
@@ -238,7 +238,7 @@ def _transposed_rows(x: QuantizedTensor, group_sizes: jax.Array) -> tuple[jax.Ar
 
 
 def _requantized_rows(x: QuantizedTensor, group_sizes: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """As `_transposed_rows`, quantized again in blocks of 128 x 128.
+    """As `_transposed_rows`, but quantized again in blocks of 128 x 128.
 
     Scales are [S * padded rows / 128, W / 128].
     """
@@ -261,13 +261,13 @@ def _requantized_rows(x: QuantizedTensor, group_sizes: jax.Array) -> tuple[jax.A
 def _rows_to_transpose(
     x: QuantizedTensor, sizes: jax.Array, slab_rows: int
 ) -> tuple[jax.Array, tuple[int, int]]:
-    """Rows [S * C, W] of bits, and the shape that they have with rows along memory."""
+    """Returns rows [S * C, W] as bits, and the shape of their transposed copy."""
     rows = bits(x.data).reshape(sizes.shape[0] * slab_rows, -1)
     return rows, (rows.shape[1], sizes.shape[0] * padded_rows(slab_rows, sizes.shape[1]))
 
 
 def _wide_rows(x: QuantizedTensor, group_sizes: jax.Array, columns: bool = False) -> jax.Array:
-    """bf16 rows in the shape of `x`; rows outside all groups are undefined."""
+    """Dequantizes to bf16 rows in the shape of `x`; rows outside all groups are undefined."""
     sizes, lead = sizes_of(group_sizes), group_sizes.ndim
     flat = (sizes.shape[0], x.shape[lead - 1], math.prod(x.shape[lead:]))
     form = format_of(x.recipe)
@@ -278,7 +278,7 @@ def _wide_rows(x: QuantizedTensor, group_sizes: jax.Array, columns: bool = False
 
 
 def _wide_kernel(x: QuantizedTensor, columns: bool = False) -> jax.Array:
-    """bf16 kernels [G, K', *N']."""
+    """Dequantizes to bf16 kernels [G, K', *N']."""
     flat = (*x.shape[:2], math.prod(x.shape[2:]))
     tiles = format_of(x.recipe).tiles(x.ndim, None, columns=columns)
     tile = (tiles.get(1, 1), tiles.get(x.ndim - 1, 1))
@@ -292,7 +292,7 @@ def _dequantized(
     shape: tuple[int, ...],
     tile: tuple[int, int],
 ) -> jax.Array:
-    """Planes of lines of values, `tile` of which share a scale."""
+    """Dequantizes an array of planes, lines and columns, in which each `tile` shares a scale."""
     data, scale = (x.data_columns, x.scale_columns) if columns else (x.data, x.scale)
     assert data is not None
     assert scale is not None

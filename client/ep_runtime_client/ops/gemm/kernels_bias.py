@@ -1,6 +1,6 @@
 """Sums of every expert's rows on a GPU, the gradient of a bias: a custom call of the CUDA library.
 
-It serves f32, bf16 and f16 whose trailing dims are a multiple of 16 bytes. Letters as in
+The call supports f32, bf16 and f16 whose trailing dims are a multiple of 16 bytes. Letters as in
 `plain.py`.
 """
 
@@ -20,7 +20,7 @@ TARGETS = targets("ep_group_sums_v1")
 
 
 def supports(product: Product) -> bool:
-    """Whether it takes rows to sum, lowered for a GPU."""
+    """Whether the call supports these rows, in a program that is lowered for a GPU."""
     grad, experts = product.left, product.experts
     if isinstance(grad, QuantizedTensor) or product.cast not in (None, grad.dtype) or experts < 1:
         return False

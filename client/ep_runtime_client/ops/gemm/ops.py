@@ -1,4 +1,4 @@
-"""Grouped GEMM, forward and backward, as ops that both partitionings run."""
+"""Grouped GEMM, forward and backward, as ops that run on a mesh in either partitioning mode."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ from ep_runtime_client.ops.tracing import slack
 
 @dataclasses.dataclass(frozen=True)
 class _GemmOp:
-    """Holds what the forward and backward ops share. Hashable.
+    """Base of the forward and backward ops. Hashable.
 
     Attributes:
-        where: where it runs.
+        where: the mesh axes and the mode in which the op runs.
         lhs: leaves of the rows [R, C, K'].
         rhs: leaves of the weight [E, K', *N'].
         has_bias: whether a bias [E, *N'] follows them; group_sizes [R, L] always do.
@@ -74,13 +74,13 @@ class _GemmOp:
         )
 
     def taken(self, place: Grouped) -> tuple[Entries, ...]:
-        """Entries of the operands up to group_sizes."""
+        """Entries of the operands before group_sizes, as the op wants them."""
         bias = [place.bias.entries] if self.has_bias else []
         slabs = self.lhs.spread(place.lhs)
         return (*slabs, *self.rhs.spread(place.weight.entries), *bias, place.sizes)
 
     def opened(self, place: Grouped, blocks: Sequence[jax.Array]) -> tuple[Any, Any, Any, Any]:
-        """Local blocks -> (lhs, rhs, bias, group_sizes), the weight gathered."""
+        """Unpacks local blocks into (lhs, rhs, bias, group_sizes), with the weight gathered."""
         first, last = self._weight, self._weight + len(self.rhs)
         sizes = blocks[last + int(self.has_bias)]
         gathered = self.rhs.spread(place.weight.gathered)
@@ -89,11 +89,11 @@ class _GemmOp:
         return unpack(self.lhs, blocks[:first], sizes), unpack(self.rhs, leaves), bias, sizes
 
     def shared_factors(self) -> list[str]:
-        """Factors of the operands up to group_sizes."""
+        """Shardy factors of the operands up to group_sizes."""
         kernel = kernel_factors(self.rhs.ndim)
         bias = [" ".join([kernel[0], *kernel[2:]])] if self.has_bias else []
-        # Plain rows keep their sharding, which a type may give. Quantized ones are cut as the
-        # weight is, so that no two devices quantize the same rows. Without a layer nothing
+        # Plain rows keep their sharding, which a type may give. Quantized rows are split over the
+        # weight's axes, so that no two devices quantize the same rows. Without a layer nothing
         # constrains either to the slabs' sharding.
         own = self.where.roles is None or self.lhs.recipe is None
         rows = self.lhs.factors(row_factors(3, "j" if own else "k"))
@@ -106,19 +106,19 @@ class _GemmOp:
 
 @dataclasses.dataclass(frozen=True)
 class GemmForward(_GemmOp):
-    """lhs leaves, rhs leaves, bias, group_sizes -> (out [R, C, *N'],)."""
+    """The forward op: lhs leaves, rhs leaves, bias, group_sizes -> (out [R, C, *N'],)."""
 
     def resolve(self, roles: Roles, arrived: Arrived, shapes: Shapes, wanted: Wanted) -> Resolved:
         place = self.place(roles, arrived, shapes)
         sums = Sums(roles, self.where.manual)
         split = sums.free(place.contracted)
-        parts = roles.real(place.contracted)  # the caller's shard_map sums over manual ones
+        parts = roles.real(place.contracted)  # the caller's shard_map sums over manual axes
 
         def local(*blocks: jax.Array) -> tuple[jax.Array, ...]:
             lhs, rhs, bias, sizes = self.opened(place, blocks)
             gemm = self.gemm
             if split:
-                gemm = dataclasses.replace(gemm, out_dtype=wide(lhs, rhs))  # parts stay wide
+                gemm = dataclasses.replace(gemm, out_dtype=wide(lhs, rhs))  # partial sums stay wide
             if parts and bias is not None:
                 bias = of_first(parts, bias)
             out = slack.cleared(plain.forward(gemm, lhs, rhs, bias, sizes), sizes)
@@ -132,16 +132,16 @@ class GemmForward(_GemmOp):
 
 @dataclasses.dataclass(frozen=True)
 class GemmBackward(_GemmOp):
-    """lhs leaves, rhs leaves, bias, group_sizes, grad [R, C, *N'], rhs itself -> d_lhs, d_rhs,
-    d_bias; of a pair two of each rhs.
+    """The backward op: lhs and rhs leaves, bias, group_sizes, grad [R, C, *N'], rhs -> d_lhs,
+    d_rhs, d_bias; a pair has two arrays for rhs and d_rhs.
 
     Attributes:
-        recipe: how the gradient is quantized; None leaves it.
-        has_rhs: whether the weight itself is there, as its leaves do not lie as it does: its
-            gradient is to lie like it. It is not read.
+        recipe: how the gradient is quantized; None does not quantize.
+        has_rhs: whether the weight itself is an operand, because its leaves are sharded otherwise
+            and its gradient must be sharded like the weight. Its values are not read.
         weight_dtype: of d_rhs.
         bias_dtype: of d_bias.
-        paired: whether the weight is a pair; quantized, its leaves are those of one array.
+        paired: whether the weight is a pair; a quantized pair has the leaves of one array.
     """
 
     recipe: Recipe | None
@@ -155,7 +155,7 @@ class GemmBackward(_GemmOp):
         sums = Sums(roles, self.where.manual)
         summed = sums.free(place.columns)
         crossed = tuple(dict.fromkeys(roles.real(roles.outer) + place.columns))
-        shared = roles.real(roles.outer)  # axes over which the weight's gradient adds up
+        shared = roles.real(roles.outer)  # axes over which the weight's gradient is summed
         weight, given = place.weight, len(self.taken(place))
         if self.has_rhs:
             own, shape = arrived[-1], shapes[-1]
@@ -165,7 +165,7 @@ class GemmBackward(_GemmOp):
 
         def local(*blocks: jax.Array) -> tuple[jax.Array, ...]:
             lhs, rhs, bias, sizes = self.opened(place, blocks)
-            # The bias first: it sums the gradient before that is quantized.
+            # The bias first, because its gradient sums `grad` before `grad` is quantized.
             experts, d_bias = rhs.shape[0], []
             grad: Any = blocks[given]
             if bias is not None:
@@ -182,7 +182,7 @@ class GemmBackward(_GemmOp):
             gemm = self.gemm
             if summed:
                 gemm = dataclasses.replace(gemm, out_dtype=wide(grad, rhs))
-            # Values that are added over devices stay wide.
+            # Values that are summed over devices stay wide.
             dtype = None if shared else self.weight_dtype
             d_lhs, d_rhs = plain.pullback(gemm, lhs, rhs, grad, sizes, dtype, paired=self.paired)
             d_lhs = sums.total(slack.cleared(d_lhs, sizes), summed)
@@ -197,7 +197,7 @@ class GemmBackward(_GemmOp):
         return Resolved(operands, (place.lhs, *lies, *bias), local)
 
     def _each(self, values: Sequence[Value]) -> tuple[Value, ...]:
-        """Takes values per dim of the weight; returns those of one array of a pair."""
+        """Doubles values per dim of the weight for the two arrays of a pair."""
         return of_each(values) if self.paired else tuple(values)
 
     def factors(self) -> tuple[list[str], list[str]]:
@@ -205,8 +205,8 @@ class GemmBackward(_GemmOp):
         count = 1 + int(self.paired)
         named = [kernel[0], *(f"{factor}_own" for factor in kernel[1:])] if self.has_rhs else kernel
         own = [" ".join(self._each(named))] * count
-        # Without a layer nothing holds rows to the slabs' layout, and the weight's K' would bring
-        # its fsdp axis to their gradient.
+        # Without a layer nothing constrains rows to the slabs' layout, and a factor shared with the
+        # weight's K' would shard their gradient over fsdp.
         rows = row_factors(3, "j" if self.where.roles is None else "k")
         made = [" ".join(rows), *own]
         if self.has_bias:
@@ -216,5 +216,5 @@ class GemmBackward(_GemmOp):
 
 
 def of_first(axes: tuple[str, ...], bias: jax.Array) -> jax.Array:
-    """A bias or its gradient on the first of the devices that are summed over; zero elsewhere."""
+    """Returns a bias or its gradient on the first device along `axes`; zeros on the others."""
     return jnp.where(lax.axis_index(axes) == 0, bias, jnp.zeros_like(bias))

@@ -1,19 +1,19 @@
 """Grouped GEMM on one device, in plain JAX: one dot per block of existing rows.
 
-On a GPU the kernels of `kernels_16.py`, `kernels_32.py` and `kernels_8.py` stand in for what
-they take.
+On a GPU the kernels of `kernels_16.py`, `kernels_32.py` and `kernels_8.py` run instead, if they
+support a matmul.
 
 Letters: C rows of a slab, S slabs on this device, L groups of a slab, G experts of the weights on
 this device, K' contracted, N' the kernel's trailing dims (one, or more such as [2, M]).
 
-Operands are arrays or QuantizedTensors, in any mix; kernels may be a Pair too, as [G, K', 2, M].
-Quantized ones are widened to f32 block by block and multiplied by their scales there; a scale that
-is one of a whole group multiplies the dot's result instead.
+Operands are arrays or QuantizedTensors, in any mix; kernels may also be a Pair, as [G, K', 2, M].
+Quantized operands are widened to f32 and multiplied by their scales block by block; a scale that
+covers a whole group multiplies the dot's result instead.
 
-Every function takes rows [C, ...] with group_sizes [L], or [S, C, ...] with [S, L]; group l of
-slab s uses expert (s * L + l) % G. Rows past sum(group_sizes) are neither read nor trusted and
-come out as zeros; those of a forward pass on a GPU are undefined. Nothing here is differentiable:
-the ops around it define their gradients by `pullback` and `bias_grad`.
+Every function takes rows [C, ...] with group_sizes [L], or [S, C, ...] with [S, L]; group l of slab
+s uses expert (s * L + l) % G. Rows past sum(group_sizes) are not read. Their results are zeros; in
+a forward pass on a GPU they are undefined. Nothing here is differentiable: the ops that call these
+functions define their gradients with `pullback` and `bias_grad`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from ep_runtime_client.ops.quantize.pair import Pair, of_each
 from ep_runtime_client.ops.quantize.quantized_tensor import QuantizedTensor
 
 Kernel = Callable[..., jax.Array]
-# The kernels of the CUDA library, in the order in which they are asked.
+# The kernels of the CUDA library; the first that supports a matmul runs it.
 FAMILIES = (kernels_16.KERNELS, kernels_32.KERNELS, kernels_8.KERNELS)
 
 
@@ -50,10 +50,10 @@ class Gemm:
 
     Attributes:
         out_dtype: dtype of the rows that `forward` and `data_grad` return.
-        alignment: what group sizes are known to be multiples of; chooses the block's rows only.
-        compute_dtype: what arrays are cast to, block by block; None multiplies them as they are.
-        clear_slack: somebody may look at the gradient of rows past the last group. Without it a
-            GPU leaves them undefined; elsewhere they are zeros anyway.
+        alignment: known divisor of all group sizes; it only sets the number of rows in a block.
+        compute_dtype: dtype to which arrays are cast block by block; None does not cast.
+        clear_slack: a caller may read the gradient of rows past the last group. If False, a GPU
+            leaves them undefined; on other platforms they are zeros anyway.
         tf32: a GPU may round f32 operands to tf32.
     """
 
@@ -67,7 +67,7 @@ class Gemm:
 def forward(
     gemm: Gemm, lhs: Any, rhs: Any, bias: jax.Array | None, group_sizes: jax.Array
 ) -> jax.Array:
-    """Each group's rows times its expert's kernel, plus its bias.
+    """Multiplies each group's rows by its expert's kernel, and adds the expert's bias.
 
     Args:
         gemm: static description.
@@ -77,7 +77,7 @@ def forward(
         group_sizes: [L] int32, on the device, any counts.
 
     Returns:
-        [C, *N'] in gemm.out_dtype, summed in f32 (f64 where an operand is f64).
+        [C, *N'] in gemm.out_dtype, summed in f32 (f64 if an operand is f64).
 
     Cost: sum(ceil(group_size / block)) dots, and C * N' zeros.
     """
@@ -112,9 +112,9 @@ def _forward(
 
 
 def data_grad(gemm: Gemm, grad: Any, rhs: Any, group_sizes: jax.Array) -> jax.Array:
-    """Gradient of the rows: grad [C, *N'], rhs [G, K', *N'] -> [C, K'] in gemm.out_dtype.
+    """Computes the gradient of rows: grad [C, *N'], rhs [G, K', *N'] -> [C, K'] in gemm.out_dtype.
 
-    Both may be QuantizedTensors; MXFP8 kernels are read by their column-wise copy.
+    Both may be QuantizedTensors; of MXFP8 kernels the column-wise copy is read.
     """
 
     def plain(grad: Any, rhs: Any, group_sizes: jax.Array) -> jax.Array:
@@ -135,16 +135,16 @@ def weight_grad(
     out_dtype: Any = None,
     paired: bool = False,
 ) -> Any:
-    """Gradient of the kernels.
+    """Computes the gradient of the kernels.
 
     Args:
         gemm: static description.
-        lhs: [C, K'] rows of the forward pass, an array or a QuantizedTensor; MXFP8 is read by its
-            column-wise copy, here and in `grad`.
+        lhs: [C, K'] rows of the forward pass, an array or a QuantizedTensor; of MXFP8 tensors, here
+            and in `grad`, the column-wise copy is read.
         grad: [C, *N'], likewise.
         group_sizes: [L] int32.
-        num_experts: G; None is as many as there are groups.
-        out_dtype: of the result; None is the dtype of sums, f32 (f64 where an operand is f64).
+        num_experts: G; None means the number of groups.
+        out_dtype: of the result; None is the dtype of sums, f32 (f64 if an operand is f64).
         paired: N' is [2, M], and the kernels are a Pair.
 
     Returns:
@@ -173,7 +173,7 @@ def pullback(
     *,
     paired: bool = False,
 ) -> tuple[jax.Array, Any]:
-    """`data_grad` and `weight_grad`; in plain JAX one loop, which reads the gradient once."""
+    """Computes `data_grad` and `weight_grad`; in plain JAX one loop reads the gradient once."""
     experts = rhs.shape[0]
     dtype = wide(lhs, grad) if out_dtype is None else out_dtype
     by = _served_by(gemm, grad, rhs, rhs.shape, group_sizes)
@@ -224,7 +224,7 @@ def _gradients(
     weight_dtype: Any = None,
     paired: bool = False,
 ) -> tuple[Any, ...]:
-    """Gradients of the rows, unless rhs is None, and of the kernels, unless lhs is None."""
+    """Computes gradients of rows (not if rhs is None) and of kernels (not if lhs is None)."""
     lead = group_sizes.ndim
     blocks = _cut(gemm, grad, group_sizes, 0 if lhs is None else _contracted_rows(lhs, grad))
     read = functools.partial(_row_reader, lead=lead, dtype=gemm.compute_dtype)
@@ -259,7 +259,7 @@ def _gradients(
         return [each(block, out) for each, out in zip(steps, outs, strict=True)]
 
     made = row_blocks.loop(blocks, step, outs, lhs, rhs, grad)
-    # Out of the loop they have flat dims, and kernels the dtype of sums.
+    # The loop returns them with flat dims, and the kernels' gradient in the dtype of sums.
     if rhs is not None:
         made[0] = made[0].reshape(*grad.shape[:lead], rhs.shape[1])
     if lhs is not None:
@@ -273,7 +273,7 @@ def _gradients(
 def bias_grad(
     gemm: Gemm, grad: Any, group_sizes: jax.Array, num_experts: int | None = None
 ) -> jax.Array:
-    """Gradient of the bias: grad [C, *N'] -> [G, *N'] in f32 (f64 for f64), summed over rows."""
+    """Sums the gradient of the bias over rows: grad [C, *N'] -> [G, *N'], f32 (f64 for f64)."""
     experts = math.prod(group_sizes.shape) if num_experts is None else num_experts
     groups, trailing = group_sizes.shape, grad.shape[group_sizes.ndim :]
     summed = Product(grad, None, groups, experts, trailing, gemm.compute_dtype)
@@ -298,7 +298,7 @@ def _bias_grad(gemm: Gemm, experts: int, grad: Any, group_sizes: jax.Array) -> j
 
 
 def wide(*operands: Any) -> Any:
-    """Dtype of sums."""
+    """Returns the dtype in which the operands' products are summed."""
     return sum_dtype(*(x.dtype for x in operands))
 
 
@@ -339,13 +339,13 @@ def _scaled(result: jax.Array, part: Part) -> jax.Array:
 def _row_reader(
     operand: Any, lead: int, *, columns: bool = False, dtype: Any = None
 ) -> Callable[[RowBlock], Part]:
-    """Reads a block's rows; rows of other groups are zeros.
+    """Returns a function that reads a block's rows; rows of other groups are zeros.
 
     Args:
         operand: [C, ...] or [S, C, ...] array or QuantizedTensor.
-        lead: how many dims the rows take, 1 or 2.
-        columns: the GEMM contracts the rows: MXFP8 reads its column-wise copy.
-        dtype: what an array is cast to; None leaves it.
+        lead: number of dims for the rows, 1 or 2.
+        columns: the GEMM contracts the rows: MXFP8's column-wise copy is read.
+        dtype: dtype to which an array is cast; None does not cast.
     """
     if not isinstance(operand, QuantizedTensor):
         rows = flat(operand, lead)
@@ -366,12 +366,12 @@ def _contracted_rows(*operands: Any) -> int:
 def _kernel_reader(
     operand: Any, *, columns: bool = False, dtype: Any = None
 ) -> Callable[[jax.Array], Part]:
-    """Reads one expert's kernel [K', everything else].
+    """Returns a function that reads one expert's kernel [K', all other dims].
 
     Args:
         operand: [G, K', *N'] array, Pair or QuantizedTensor.
-        columns: the GEMM contracts N': MXFP8 reads its column-wise copy.
-        dtype: what an array is cast to; None leaves it.
+        columns: the GEMM contracts N': MXFP8's column-wise copy is read.
+        dtype: dtype to which an array is cast; None does not cast.
     """
     if isinstance(operand, Pair):
         # Join one expert's halves at a time, so that sums over N' run as for one array.

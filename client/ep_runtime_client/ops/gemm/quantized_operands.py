@@ -1,6 +1,6 @@
-"""Reads operands that come quantized, and routes their gradients to their origins.
+"""Reads quantized operands, and routes their gradients to their origins.
 
-Also quantizes kernels once for many products, in the layouts that these read."""
+Also quantizes kernels once for many matmuls, in the layouts that these read."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from ep_runtime_client.ops.tracing import eager
 
 
 def origin_of(x: Kernel) -> jax.Array | Pair | None:
-    """Returns the array that the gradient of an operand goes to."""
+    """Returns the array that receives the gradient of an operand."""
     origin: jax.Array | Pair | None
     origin = paired(x.origin, "rhs") if isinstance(x, QuantizedTensor) else x
     return origin
 
 
 def settled(where: Partitioning, x: Any, entries: Entries) -> QuantizedTensor | None:
-    """Types and places the leaves that products read of a quantized operand; else None."""
+    """Types and places the leaves that matmuls read of a quantized operand; None if it is plain."""
     if not isinstance(x, QuantizedTensor):
         return None
     bare = dataclasses.replace(x, origin=None, amax=None, group_sizes=None, transposed=None)
@@ -43,7 +43,7 @@ def settled(where: Partitioning, x: Any, entries: Entries) -> QuantizedTensor | 
 
 
 def for_backward(kernel: Kernel) -> Kernel:
-    """Returns a kernel to save for backward: without the copy that only forward reads."""
+    """Returns a kernel to save for backward, without the copy that only forward reads."""
     if not isinstance(kernel, QuantizedTensor):
         return kernel
     return dataclasses.replace(kernel, transposed=None)
@@ -60,16 +60,16 @@ def quantize_weight(
     """Quantizes kernels of experts as `grouped_gemm` does with the recipe, bit for bit.
 
     Args:
-        w: [*stack, E, K', *N'], or (gate, up) of [*stack, E, K', M], which come out as one
+        w: [*stack, E, K', *N'], or (gate, up) of [*stack, E, K', M], which become one array
             [*stack, E, K', 2, M].
-        recipe: how; not delayed.
+        recipe: how to quantize; not delayed.
         layer: as in `grouped_quantize`.
-        spec: sharding of w, or of each of a pair, if traced arrays do not carry it; as rhs_spec.
-        stack: dims in front, of a stack of layers.
+        spec: sharding of w, or of each of a pair, if traced arrays do not carry it; like rhs_spec.
+        stack: number of leading dims for a stack of layers.
 
     Returns:
-        A QuantizedTensor with `transposed` where this process's GPU kernels take it. Gradients go
-        to w. Its leaves are tagged "ep_q_w".
+        A QuantizedTensor, with `transposed` if this process's GPU kernels read it. Gradients go to
+        w. Its leaves are tagged "ep_q_w".
 
     Raises:
         InvalidArgumentError: sizes that the recipe cannot tile, or gate and up sharded in two ways.
@@ -113,7 +113,7 @@ def _run(
 ) -> QuantizedTensor:
     op, entries = call
     leaves = on_mesh.run_on_mesh(op, [entries] * len(arrays), *arrays)
-    # Bytes are what a checkpoint policy keeps.
+    # Tag the raw bytes, because these are the arrays that a checkpoint policy saves.
     tagged = [checkpoint_name(leaf, "ep_q_w") for leaf in leaves]
     result = unpack(op.packing, tagged)
     assert isinstance(result, QuantizedTensor)
@@ -121,7 +121,7 @@ def _run(
 
 
 def with_gradient(q: QuantizedTensor) -> QuantizedTensor:
-    """Returns `q`; without an origin, differentiating it raises an error."""
+    """Returns `q`; if it has no origin, differentiating the result raises an error."""
     return q if q.origin is not None else dataclasses.replace(q, data=_undifferentiated(q.data))
 
 

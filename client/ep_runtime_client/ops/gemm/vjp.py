@@ -1,4 +1,4 @@
-"""The gradient of grouped_gemm: what is quantized, what is saved, and what comes back."""
+"""The gradient of grouped_gemm: quantizes operands, saves them for backward, and pulls back."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from ep_runtime_client.ops.quantize.pair import Pair, of_each
 from ep_runtime_client.ops.quantize.quantized_tensor import QuantizedTensor
 from ep_runtime_client.ops.tracing import eager, first_order, slack
 
-# lhs, rhs (plain ones, or where the gradients of quantized ones go), bias, quantized lhs and rhs
-# without origin, group_sizes [R, L], given scales of rows [R, L] and kernels [E] or None.
+# lhs and rhs (plain, or the origins of quantized ones), bias, quantized lhs and rhs without origin,
+# group_sizes [R, L], given scales of rows [R, L] and kernels [E] or None.
 Operands = tuple[
     jax.Array | None,
     jax.Array | Pair | None,
@@ -31,7 +31,7 @@ Operands = tuple[
     jax.Array,
     tuple[jax.Array, jax.Array] | None,
 ]
-Amax = tuple[jax.Array, jax.Array] | None  # given scales of rows [R, L] and kernels [E]
+Amax = tuple[jax.Array, jax.Array] | None  # new amax of rows [R, L] and kernels [E]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,16 +39,16 @@ class GemmCall:
     """The static argument of one call. Hashable.
 
     Attributes:
-        where: where it runs.
-        recipe: how plain operands and gradients are quantized; None leaves them.
+        where: the mesh axes and the mode in which the call runs.
+        recipe: how plain operands and gradients are quantized; None does not quantize.
         gemm: static side of the GEMM on one device.
         num_experts: E, over all devices.
         lhs: entries of the rows [R, C, K'].
-        rhs: entries of the weight, where they are known.
-        multiplied: entries of the weight as it is multiplied; quantized, it may be over fewer axes.
-        bias: entries of the bias, likewise.
+        rhs: entries of the weight, if known.
+        multiplied: entries of the weight in the matmul; a quantized one may be over fewer axes.
+        bias: entries of the bias, if known.
         types: entries that the gradients of every array of lhs, rhs and bias must have as types;
-            None where types say nothing.
+            None if types carry no sharding.
         paired: whether rhs is a pair; its entries are those of [E, K', 2, M].
     """
 
@@ -65,7 +65,7 @@ class GemmCall:
 
 
 def run(call: GemmCall, operands: Operands) -> tuple[jax.Array, Amax]:
-    """[R, C, *N'], differentiable in the first three operands, and this call's amax."""
+    """Returns [R, C, *N'], differentiable in the first three operands, and this call's amax."""
     return eager.run(_primal, call, *operands, traced=_gemm)
 
 
@@ -84,7 +84,7 @@ def _multiplied(
     group_sizes: jax.Array,
     scales: tuple[jax.Array, jax.Array] | None,
 ) -> tuple[Matrix, Kernel, Amax]:
-    """Returns what the GEMM multiplies; a recipe quantizes plain operands here."""
+    """Returns the operands of the GEMM and their amax; a recipe quantizes plain operands here."""
     rows: Any = lhs if q_lhs is None else q_lhs
     kernel: Any = rhs if q_rhs is None else q_rhs
     if call.recipe is None:
@@ -127,7 +127,7 @@ def _packed(
     *,
     columns: bool = False,
 ) -> tuple[tuple[Packing, Packing], tuple[Entries, ...], list[jax.Array]]:
-    """(packings of rows and kernel, entries of all operands, the operands)."""
+    """Returns (packings of rows and kernel, entries of all operands, the operands)."""
     lhs, of_lhs = pack(quantize_ops.from_raw(rows, rows=True), rows=True, columns=columns)
     rhs, of_rhs = pack(quantize_ops.from_raw(kernel, rows=False), rows=False, columns=columns)
     operands = [*lhs, *rhs, *([] if bias is None else [bias]), group_sizes]
@@ -160,7 +160,7 @@ def _typed(grad: Any, types: tuple[Entries | None, ...]) -> Any:
 
 
 def _forward_and_saved(call: GemmCall, *operands: Any) -> Any:
-    """((out, amax), what backward needs)."""
+    """Returns ((out, amax), arrays saved for backward)."""
     lhs, rhs, bias, _, _, group_sizes, _ = operands
     rows, kernel, amax = _multiplied(call, lhs, rhs, *operands[3:])
     out = _forward(call, rows, kernel, bias, group_sizes)
@@ -173,7 +173,7 @@ def _forward_and_saved(call: GemmCall, *operands: Any) -> Any:
 
 
 def _pullback(call: GemmCall, saved: Any, grad: jax.Array) -> Any:
-    """Gradients of lhs, rhs and bias."""
+    """Computes gradients of lhs, rhs and bias."""
     rows, kernel, bias, group_sizes, likes = saved
     packings, arrived, operands = _packed(call, rows, kernel, bias, group_sizes, columns=True)
     dtypes = [grad.dtype if like is None else like.dtype for like in likes]

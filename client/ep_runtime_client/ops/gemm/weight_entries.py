@@ -1,4 +1,4 @@
-"""Sharding of the weight of experts: its own, by a spec, and in a shard_map."""
+"""Finds the sharding of the experts' weight: from the array, from a spec, or in a shard_map."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ep_runtime_client.ops.tracing.varying import Axes
 def known(rhs: Kernel, spec: PartitionSpec | None = None) -> Entries | None:
     """Returns a weight's entries, from its rhs_spec or its sharding; None if unknown.
 
-    Those of a pair are per dim of [E, K', 2, M].
+    Entries of a pair are per dim of [E, K', 2, M].
 
     Raises:
         InvalidArgumentError: gate and up of a pair are sharded in two ways.
@@ -39,7 +39,7 @@ def of_alike(arrays: Sequence[jax.Array], name: str) -> Entries | None:
     """Returns the entries that one or two arrays share; None if unknown.
 
     Raises:
-        InvalidArgumentError: they are not the same.
+        InvalidArgumentError: the entries of the two arrays differ.
     """
     found = [regions.known_entries(x, x.ndim) for x in arrays]
     if None not in found and found[0] != found[-1]:
@@ -60,9 +60,9 @@ def told(rhs: Kernel, spec: PartitionSpec | None) -> Entries:
 def outside_shape(
     rhs: Kernel, spec: PartitionSpec | None, over: Axes | None = None
 ) -> tuple[int, ...]:
-    """The shape of a weight outside a shard_map that is manual over axes of its rhs_spec.
+    """Returns the shape of a weight outside a shard_map that is manual over axes of its rhs_spec.
 
-    The expert dim is as it is here, and so are axes that are not in `over`, if that is given.
+    The expert dim keeps its local size. Axes outside `over`, if given, are not counted either.
     """
     ambient = jax.sharding.get_abstract_mesh()
     manual = [axis for axis in ambient.manual_axes if over is None or axis in over]
@@ -75,7 +75,7 @@ def outside_shape(
 
 
 def with_manual_experts(where: Partitioning, entries: Entries) -> Entries:
-    """Entries of a weight whose expert dim is local to the manual ep axes already."""
+    """Returns entries of a weight whose expert dim is already local to the manual ep axes."""
     ep = () if where.roles is None else where.roles.ep
     missing = tuple(axis for axis in ep if axis in where.manual and axis not in entries[0])
     return (missing + entries[0], *entries[1:])

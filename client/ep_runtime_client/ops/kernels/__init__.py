@@ -1,1 +1,1 @@
-"""Calls the native library for arrays it supports; holds the loops over rows that ops share."""
+"""Calls the native library if it supports the arrays; holds the row loops that ops share."""

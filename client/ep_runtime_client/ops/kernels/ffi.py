@@ -1,4 +1,4 @@
-"""The native library's custom calls: registered with XLA, once per process, when first needed."""
+"""Registers the native library's custom calls with XLA, once per process, on first use."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ _DECLARED: dict[str, None] = {}
 
 
 def targets(*names: str) -> tuple[str, ...]:
-    """Adds the names of a module's custom calls to those that exported programs may contain."""
+    """Records a module's custom calls, which exported programs may contain; returns their names."""
     _DECLARED.update(dict.fromkeys(names))
     return names
 
 
 def declared() -> tuple[str, ...]:
-    """Returns the names that imported modules have added to the table."""
+    """Returns the names that imported modules have recorded with `targets`."""
     return (*_DECLARED,)
 
 
@@ -38,8 +38,8 @@ def declared() -> tuple[str, ...]:
 def ensure_registered(platform: str = "cpu") -> None:
     """Registers the type of the call state, then the targets, of the library of "cpu" or "cuda".
 
-    The CPU backend must be up first: one that starts later replays pending targets before
-    pending types, and refuses. Hence never at import.
+    Call it after the CPU backend has started, so never at import: a backend that starts later
+    replays pending targets before pending types, and refuses.
 
     Raises:
         RuntimeUnavailableError: the native library is missing; says how to build it.
@@ -61,10 +61,10 @@ def ensure_registered(platform: str = "cpu") -> None:
 
 @functools.cache
 def register_for_gpus() -> tuple[str, ...]:
-    """`ensure_registered("cuda")` where JAX has NVIDIA GPUs and this package the library for them.
+    """Calls `ensure_registered("cuda")` if JAX has NVIDIA GPUs and this package their library.
 
     Returns:
-        The compute capability of each GPU, such as "9.0"; nothing where either is missing.
+        The compute capability of each GPU, such as "9.0"; empty without GPUs or library.
     """
     if not native.library_path("cuda").exists():
         return ()
@@ -77,7 +77,7 @@ def register_for_gpus() -> tuple[str, ...]:
 
 
 def bound(*operands: jax.Array) -> tuple[jax.Array, ...]:
-    """Returns operands of a custom call in which empty ones depend on the others.
+    """Makes empty operands of a custom call depend on the other operands; returns all.
 
     A missing optional operand is an empty array. JAX moves constants out of a scan's body, and so
     out of one shard_map into another. XLA drops empty arrays there before its partitioner runs,
@@ -87,7 +87,7 @@ def bound(*operands: jax.Array) -> tuple[jax.Array, ...]:
     some = [x for x in operands if x.size]
     if not some or len(some) == len(operands):
         return operands
-    # Depend on every operand, because JAX could move an empty part of a single one out of a loop.
+    # Use every operand, because JAX could move an empty slice of a single one out of a loop.
     values = jnp.concatenate([x.reshape(-1)[:1].astype(jnp.float32) for x in some])
 
     def made(like: jax.Array) -> jax.Array:
@@ -110,7 +110,7 @@ def once(results: Results) -> Results:
     XLA of JAX 0.11 clones a call whose result `scan` stacks, to write into the stack directly. If
     the result has another user, both clones run: prepare, dispatch and matmuls of a forward pass.
     XLA does not look through a barrier. It then copies the stacked result while the next calls run.
-    XLA of 0.10 and 0.12 clone nothing; behind a barrier that of 0.12 reads no slice in place.
+    XLA of 0.10 and 0.12 does not clone; behind a barrier, 0.12 reads no slice in place.
     """
     if not XLA_CLONES_CALLS:
         return results
@@ -118,7 +118,7 @@ def once(results: Results) -> Results:
 
 
 def _capsule(pointer: int) -> Any:
-    """A nameless PyCapsule of an address in the library, which stays loaded."""
+    """Returns a nameless PyCapsule of an address in the library, which stays loaded."""
     new = ctypes.pythonapi.PyCapsule_New
     new.restype = ctypes.py_object
     new.argtypes = (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)

@@ -1,7 +1,7 @@
-"""Rows of a permutation on a GPU: custom calls of the CUDA library.
+"""Moves rows of a permutation on a GPU: custom calls of the CUDA library.
 
-Rows that only move may have any dtype, those that are weighed or summed are f32, bf16 or f16; all
-are multiples of 16 bytes. Letters and meaning as in `permutation/rows.py`.
+Rows that only move may have any dtype; weighted or summed rows are f32, bf16 or f16. The width of a
+row is a multiple of 16 bytes. Letters and meaning as in `permutation/rows.py`.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from ep_runtime_client.ops.kernels.ffi import targets
 TARGETS = targets(
     "ep_gather_rows_v1", "ep_sum_rows_v1", "ep_spread_rows_v1", "ep_sum_scaled_rows_v1"
 )
-MAX_COMPARED_SLOTS = 32  # of a token: blocks of slots without a row are only looked at
-_BYTES = ("bool", "int8", "uint8", "float8")  # int4 and the like share theirs
+MAX_COMPARED_SLOTS = 32  # of a token: slots past these are read even if they have no row
+_BYTES = ("bool", "int8", "uint8", "float8")  # not int4 and the like, which share bytes
 
 
 def supports(values: jax.Array, places: jax.Array, *, moves: bool = False) -> bool:
-    """Whether the kernels support rows [rows, ...] and their places, lowered for a GPU.
+    """Whether the kernels support rows [rows, ...] and their indices, lowered for a GPU.
 
-    `moves`: the rows are neither weighed nor summed.
+    `moves`: the rows are neither weighted nor summed.
     """
     if values.ndim < 2 or not kernels_serve.available():
         return False
@@ -41,7 +41,7 @@ def supports(values: jax.Array, places: jax.Array, *, moves: bool = False) -> bo
 
 
 def takes_scaled(dtype: Any, data: jax.Array, places: jax.Array) -> bool:
-    """Whether `summed_scaled` supports data [rows, H] and their places, lowered for a GPU."""
+    """Whether `summed_scaled` supports data [rows, H] and their indices, lowered for a GPU."""
     limits = max(places.size, data.shape[0]) < 2**31 and data.size > 0 and places.size > 0
     multiple = kernels_serve.CONVERTED_MULTIPLE
     right = jnp.dtype(dtype) in kernels_serve.FLOATS and data.shape[1] % multiple == 0
@@ -61,7 +61,7 @@ def weighed(slots: int, grads: jax.Array, source: jax.Array, weights: jax.Array)
 def weighed_with_products(
     slots: int, rows: jax.Array, grads: jax.Array, source: jax.Array, weights: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """`weighed` and `permutation.rows.products`, which are 0 for rows without a token."""
+    """Returns `weighed`, and `permutation.rows.products`, which are 0 for rows without a token."""
     return _gathered(slots, grads, source, weights, rows)
 
 
@@ -72,7 +72,7 @@ def spread(
     weights: jax.Array | None = None,
     others: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """`weighed` and, with `others`, `products`: a token is read once for all its rows."""
+    """Returns `weighed` and, with `others`, `products`: reads a token once for all its rows."""
     flat = values.reshape(values.shape[0], -1)
     given = jnp.zeros((0, 0), jnp.float32) if weights is None else weights.astype(jnp.float32)
     beside = jnp.zeros((0, 0), values.dtype) if others is None else others
@@ -94,8 +94,8 @@ def summed(rows: jax.Array, slot_row: jax.Array, weights: jax.Array | None) -> j
 
 
 def summed_scaled(dtype: Any, data: jax.Array, scale: jax.Array, slot_row: jax.Array) -> jax.Array:
-    """Rows [R, H] of e4m3 as uint8, with f32 scales [R, ceil(H / 128)], by slot_row [T, S], -1 for
-    none: sums [T, H] in f32, rounded to `dtype` once."""
+    """Sums e4m3 rows [R, H] (as uint8), with f32 scales [R, ceil(H / 128)], by slot_row [T, S] (-1:
+    none) -> [T, H], summed in f32 and rounded to `dtype` once."""
     result = jax.ShapeDtypeStruct((slot_row.shape[0], data.shape[1]), dtype)
     (total,) = kernels_serve.call(TARGETS[3], (result,), (slot_row, data, scale))
     return total

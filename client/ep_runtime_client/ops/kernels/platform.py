@@ -12,8 +12,8 @@ from ep_runtime import native
 from ep_runtime_client.ops.kernels.ffi import register_for_gpus
 from ep_runtime_client.ops.tracing.varying import spread_over, varied_axes
 
-# Hopper: products of matrices are written for its tensor cores. Other kernels are plain CUDA, and
-# compiled for what comes after it too.
+# Hopper: matmul kernels are written for its tensor cores. Other kernels are plain CUDA, and also
+# compiled for later GPUs.
 PRODUCTS = "9.0"
 Result = TypeVar("Result")
 
@@ -24,9 +24,9 @@ def installed() -> bool:
 
 
 def gpus() -> tuple[str, ...] | None:
-    """Capabilities of this process's GPUs, all of which have kernels; there may be none.
+    """Returns capabilities of this process's GPUs, if the kernels support all; there may be none.
 
-    None where kernels serve nobody: without the library, or where there is any other GPU.
+    None without the CUDA library, or if the kernels do not support one of the GPUs.
     """
     if not installed():
         return None
@@ -35,13 +35,13 @@ def gpus() -> tuple[str, ...] | None:
 
 
 def multiplying_gpus() -> tuple[str, ...] | None:
-    """As `gpus`, for kernels that multiply matrices."""
+    """As `gpus`, for matmul kernels."""
     found = gpus()
     return found if found is not None and {*found} <= {PRODUCTS} else None
 
 
 def _has_kernels(capability: str) -> bool:
-    # Every build has those for Hopper.
+    # Every build has kernels for Hopper.
     return capability == PRODUCTS or native.library("cuda").has_kernels_for(capability)
 
 

@@ -1,14 +1,14 @@
-"""Loops over the row blocks of every group, and over no other rows.
+"""Loops over the row blocks of every group, skipping all other rows.
 
-Rows lie group after group from row 0 of a slab on; what comes after the last group is slack. Each
-group is cut into ceil(size / block) blocks, and one loop with a dynamic trip count runs over all
-blocks of all groups. Nothing is computed for empty groups or for the slack, rows of other groups
-are masked before anything reads them, and the traced program is the same for any number of groups.
+Groups follow each other from row 0 of a slab; rows after the last group are slack. Each group is
+cut into ceil(size / block) blocks, and one loop with a dynamic trip count runs over all blocks of
+all groups. Nothing is computed for empty groups or for the slack. Rows of other groups are masked
+on every read. The traced program is the same for any number of groups.
 
-Group sizes live on the device and need no alignment. Several slabs on one device are one loop too.
+Group sizes are on the device and need no alignment. Several slabs on one device share one loop.
 
-The loop carries the row that its next block begins at. XLA compiles every loop of a program by
-itself, and a table of blocks made before each would be most of what it compiles.
+The loop carries the first row of its next block. XLA compiles every loop of a program separately,
+and a table of blocks made before each would take most of the compile time.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from jax import lax
 
 from ep_runtime_client.ops.tracing.varying import spread_over, varied_axes
 
-MIN_BLOCK_ROWS = 64  # smaller dots spend their time in the loop's own steps
+MIN_BLOCK_ROWS = 64  # smaller dots take less time than the loop's own steps
 MAX_BLOCK_ROWS = 256
 
 Carry = TypeVar("Carry")
@@ -34,7 +34,7 @@ class RowBlock:
     """One row block inside the loop.
 
     Attributes:
-        group: int32 number of its group; slab-major where there are several slabs.
+        group: int32 number of the block's group; slab-major if there are several slabs.
         start: int32 first row of the slice that is read and written. A slice never leaves the
             array, so it may begin before the block's own first row.
         valid: [rows] which rows of the slice belong to the block.
@@ -46,26 +46,26 @@ class RowBlock:
 
     @property
     def row(self) -> jax.Array:
-        """[rows] int32 numbers of the slice's rows."""
+        """Row numbers of the slice, [rows] int32."""
         return self.start + jnp.arange(self.valid.shape[0], dtype=jnp.int32)
 
     def mask(self, part: jax.Array) -> jax.Array:
-        """`part` [rows, ...] with zeros where a row is not the block's."""
+        """Returns `part` [rows, ...] with zeros in rows outside the block."""
         return self._chosen(part, lax.full_like(part, 0))
 
     def read(self, array: jax.Array) -> jax.Array:
-        """The block's rows of `array` [all rows, ...], zeros where a row is not the block's."""
+        """Returns the slice of `array` [all rows, ...], with zeros in rows outside the block."""
         return self.mask(self._slice(array))
 
     def write(self, array: jax.Array, values: jax.Array) -> jax.Array:
-        """`array` with the block's rows replaced by `values`; every other row stays."""
+        """Returns `array` with the block's rows replaced by `values`; every other row stays."""
         merged = self._chosen(values.astype(array.dtype), self._slice(array))
         return lax.dynamic_update_slice_in_dim(
             array, merged, self.start, 0, allow_negative_indices=False
         )
 
     def _chosen(self, here: jax.Array, elsewhere: jax.Array) -> jax.Array:
-        # jnp.where is a function of its own in the program, lowered and inlined for every call.
+        # Not jnp.where, which adds a function to the program that is lowered and inlined per call.
         valid = lax.broadcast_in_dim(self.valid, here.shape, (0,))
         return lax.select(valid, here, elsewhere)
 
@@ -82,7 +82,7 @@ class Blocks:
     Attributes:
         rows: rows of a block, static.
         capacity: rows of a slab, static.
-        num_rows: rows of the arrays that the blocks are slices of, all slabs together; static.
+        num_rows: rows of the arrays that the blocks are slices of, over all slabs; static.
         end: [G] int32 row after each group's last one, never falling; slab-major.
     """
 
@@ -100,14 +100,14 @@ class Blocks:
     def at(self, place: jax.Array) -> tuple[RowBlock, jax.Array]:
         """Returns the first block at or after row `place`, and the row after the block.
 
-        `place` begins a block or is slack.
+        `place` is the first row of a block, or slack.
         """
         group, end = jnp.int32(0), self.end[0]
         if self.end.shape[0] > 1:
             group = (place >= self.end).sum(dtype=jnp.int32)
             end = pick(self.end, group)
         first = place
-        if self.num_rows > self.capacity:  # past the slack of an earlier slab
+        if self.num_rows > self.capacity:  # skip the slack of an earlier slab
             per_slab = jnp.int32(self.end.shape[0] * self.capacity // self.num_rows)
             first = jnp.maximum(place, lax.div(group, per_slab) * self.capacity)
         start = jnp.minimum(first, self.num_rows - self.rows)
@@ -123,11 +123,11 @@ def cut(
 
     Args:
         capacity: rows C of one slab.
-        group_sizes: [G] int32 of one slab, or [S, L] of S slabs that lie one after another in
-            arrays of S * C rows. What goes past a slab's end is left out.
-        alignment: what group sizes are a multiple of, where the caller knows: blocks of that many
-            rows, within 64 and `most`, leave no tail. Any other value is right too.
-        most: rows of a block at most.
+        group_sizes: [G] int32 of one slab, or [S, L] of S slabs that follow each other in arrays of
+            S * C rows. Rows past a slab's end are left out.
+        alignment: known divisor of the group sizes: blocks of so many rows, within 64 and `most`,
+            have no tail. It affects speed only, so any value is correct.
+        most: the most rows of a block.
     """
     slabs = (group_sizes if group_sizes.ndim == 2 else group_sizes[None]).astype(jnp.int32)
     num_rows = capacity * slabs.shape[0]
@@ -135,7 +135,8 @@ def cut(
     end = jnp.minimum(jnp.cumsum(slabs, axis=-1, dtype=jnp.int32), capacity)
     if slabs.shape[0] > 1:
         base = capacity * jnp.arange(slabs.shape[0], dtype=jnp.int32)[:, None]
-        # Empty groups before a slab's first row end with the slab before it; no loop reads them.
+        # An empty group before a slab's first row ends where the previous slab ends; no loop reads
+        # it.
         end = lax.cummax(jnp.where(end > 0, base + end, 0).reshape(-1))
     return Blocks(rows, capacity, num_rows, end.reshape(-1))
 
@@ -143,14 +144,14 @@ def cut(
 def loop(
     blocks: Blocks, step: Callable[[RowBlock, Carry], Carry], carry: Carry, *reads: Any
 ) -> Carry:
-    """`step(block, carry) -> carry` for every block, in order.
+    """Runs `step(block, carry) -> carry` for every block, in order.
 
     Args:
         blocks: from `cut`.
         step: reads and writes rows through the block.
-        carry: what the loop starts from.
-        reads: whatever arrays `step` reads beside its carry. Inside a shard_map that tracks over
-            which manual axes values vary, the carry varies over those of everything it is made of.
+        carry: initial value.
+        reads: arrays that `step` reads in addition to its carry. Inside a shard_map that tracks
+            varying manual axes, the carry varies over the axes of all these arrays.
 
     Cost: sum(ceil(group_size / rows)) steps; each is serial.
     """
@@ -167,7 +168,7 @@ def loop(
 
 
 def pick(array: jax.Array, group: jax.Array) -> jax.Array:
-    """`array[group]` for a group number that is known to be in range."""
+    """Returns `array[group]` for a group number that is known to be in range."""
     sizes = (1, *array.shape[1:])
     start = (group, *([jnp.int32(0)] * (array.ndim - 1)))
     row = lax.dynamic_slice(array, start, sizes, allow_negative_indices=False)
@@ -175,13 +176,13 @@ def pick(array: jax.Array, group: jax.Array) -> jax.Array:
 
 
 def add_at(array: jax.Array, group: jax.Array, values: jax.Array) -> jax.Array:
-    """`array` with `values` added at `group`."""
+    """Returns `array` with `values` added at `group`."""
     total = pick(array, group) + values.astype(array.dtype)
     return _put(array, group, total)
 
 
 def max_at(array: jax.Array, group: jax.Array, values: jax.Array) -> jax.Array:
-    """`array` with the larger of its values and `values` at `group`."""
+    """Returns `array` with the larger of its values and `values` at `group`."""
     larger = jnp.maximum(pick(array, group), values.astype(array.dtype))
     return _put(array, group, larger)
 

@@ -13,8 +13,8 @@ import numpy as np
 from ep_runtime_client.ops.kernels import platform
 from ep_runtime_client.ops.kernels.ffi import bound, once
 
-VECTOR_BYTES = 16  # of a load: widths are multiples of it
-CONVERTED_MULTIPLE = 8  # of the last dim: what one lane converts to 8 bits or back
+VECTOR_BYTES = 16  # of one load: the bytes of a row are a multiple of it
+CONVERTED_MULTIPLE = 8  # of the last dim: values that one lane converts to 8 bits or back
 MAX_GROUPS = 1024  # of one slab
 MAX_SLABS = 65535
 Result = TypeVar("Result")
@@ -27,7 +27,7 @@ def available() -> bool:
 
 
 def multiplying() -> bool:
-    """Whether `available` kernels that multiply matrices support these GPUs too."""
+    """Whether the kernels, including matmul kernels, support all GPUs of this process."""
     return available() and {*(platform.gpus() or ())} <= {platform.PRODUCTS}
 
 
@@ -36,8 +36,8 @@ def supports(groups: tuple[int, ...], *arrays: Any, width: int | None = None) ->
 
     Args:
         groups: shape of group_sizes.
-        arrays: with .shape and .dtype; nothing is empty, and 16 bytes divide `width` values.
-        width: of a row; None is the last dim.
+        arrays: with .shape and .dtype; nonempty, with `width` values a multiple of 16 bytes.
+        width: values of a row; None is the last dim.
     """
     if not 1 <= groups[-1] <= MAX_GROUPS or math.prod(groups[:-1]) > MAX_SLABS:
         return False
@@ -65,10 +65,10 @@ def call(
     aliases: dict[int, int] | None = None,
     stacked: int = 0,
 ) -> tuple[jax.Array, ...]:
-    """The custom call; under vmap one after the other.
+    """Makes a custom call; under vmap one call per element, in order.
 
-    The first `stacked` results have no user in a scan but its stack, into which they are written at
-    once.
+    The first `stacked` results may only be stacked by a scan; XLA then writes them directly into
+    the stack.
     """
     made = jax.ffi.ffi_call(
         target, results, vmap_method="sequential", input_output_aliases=aliases or {}
@@ -79,5 +79,5 @@ def call(
 
 
 def sizes_of(group_sizes: jax.Array) -> jax.Array:
-    """[L] or [S, L] as int32 [S, L]."""
+    """Returns group sizes [L] or [S, L] as int32 [S, L]."""
     return group_sizes.astype(jnp.int32).reshape(-1, group_sizes.shape[-1])

@@ -12,9 +12,9 @@ from ep_runtime_client.ops.tracing.varying import like
 
 
 def as_int32(index: jax.Array) -> jax.Array:
-    """Casts integers of any width to int32, before they are compared with sizes.
+    """Casts integers of any width to int32, before comparing them with sizes.
 
-    A value outside int32's range becomes its nearest end, and does not wrap.
+    A value outside int32's range becomes int32's minimum or maximum; it does not wrap.
     """
     if index.dtype == jnp.int32:
         return index
@@ -23,12 +23,12 @@ def as_int32(index: jax.Array) -> jax.Array:
 
 
 def exclusive_sum(counts: jax.Array, axis: int = -1) -> jax.Array:
-    """Sum of everything before each element along `axis`."""
+    """Returns the sum of all elements before each one along `axis`."""
     return jnp.cumsum(counts, axis, dtype=counts.dtype) - counts
 
 
 def rows_at(array: jax.Array, index: jax.Array) -> jax.Array:
-    """array[index] along dim 0 where every index is in range: no wrap-around to compile."""
+    """Returns array[index] along dim 0, without code for indices out of range."""
     return array.at[index].get(mode="promise_in_bounds")
 
 
@@ -36,9 +36,9 @@ class Packed(NamedTuple):
     """Lists the tokens that go to each of X places, in order.
 
     Attributes:
-        has: bool [X, T], the token goes there.
-        position: int32 [X, T] of each token there, meaningless where it does not go.
-        token: int32 [X, T] at each position, any token past the last.
+        has: bool [X, T], whether the token goes to the place.
+        position: int32 [X, T] of each token in a place; undefined if it does not go there.
+        token: int32 [X, T] at each position; any token past the last one.
     """
 
     has: jax.Array
@@ -47,7 +47,7 @@ class Packed(NamedTuple):
 
 
 def packed(has: jax.Array) -> Packed:
-    """Tokens that go to each of X places, bool [X, T], lined up per place in token order."""
+    """Packs the tokens of each of X places, bool [X, T], in token order."""
     places, tokens = has.shape
     position = exclusive_sum(has.astype(jnp.int32))
     where = jnp.where(has, position, tokens)
@@ -58,7 +58,7 @@ def packed(has: jax.Array) -> Packed:
 
 
 def _blocks(rows: jax.Array, alignment: int) -> jax.Array:
-    """rows // alignment of numbers that are not negative."""
+    """Returns rows // alignment for numbers >= 0."""
     return lax.div(rows, like(jnp.int32(alignment), rows))
 
 
@@ -71,7 +71,7 @@ def kept_rows(
 ) -> jax.Array:
     """`layout.kept_rows` for every rank at once: demand [N, L] int32 -> rows kept [N, L].
 
-    `most_asked`: no demand is above it. On a GPU each halving of that is launches of its own.
+    `most_asked`: upper bound of the demand. On a GPU each halving of it launches kernels.
     """
 
     def zones(level: jax.Array) -> jax.Array:

@@ -1,1 +1,1 @@
-"""Moves tokens to their experts and back: prepare, dispatch, combine, and where they run."""
+"""Moves tokens to their experts and back: prepare, dispatch, combine, and how they run."""

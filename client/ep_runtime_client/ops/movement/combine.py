@@ -1,4 +1,5 @@
-"""combine: every token's expert rows back to its rank, summed; its gradient is a dispatch."""
+"""combine: sends every token's expert rows back to its rank and sums; its gradient is a
+dispatch."""
 
 from __future__ import annotations
 
@@ -124,7 +125,7 @@ def _bwd(call: Call, saved: Rows, grad: jax.Array) -> tuple[Rows]:
 
 
 def _pullback(call: Call, given: Rows, grad: jax.Array) -> tuple[jax.Array, ...]:
-    """grad [..., H] -> d_expert_out [R, C, H], and d_weights [R, C] if there are weights."""
+    """Pulls grad [..., H] back to expert_out [R, C, H], and to weights [R, C] if there are any."""
 
     def body(at: DeviceCall, *operands: Any) -> tuple[jax.Array, jax.Array | None]:
         return per_device_ops(call.group, given.plan).combine_bwd(at, *operands)

@@ -1,4 +1,4 @@
-"""dispatch: every token's row to the ranks of its experts; its gradient is a combine."""
+"""dispatch: sends every token's row to the ranks of its experts; its gradient is a combine."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def dispatch(
 def _values_of(
     layer: EpLayer, tokens: jax.Array | QuantizedTensor, recipe: Recipe | None
 ) -> tuple[jax.Array, Recipe | None]:
-    """Checks tokens; returns the array with their shape, and how rows are quantized."""
+    """Checks tokens; returns the array with their shape, and the recipe that quantizes rows."""
     if not isinstance(tokens, QuantizedTensor):
         if recipe is not None:
             quantized_rows.check(layer.group_spec, recipe, tokens)

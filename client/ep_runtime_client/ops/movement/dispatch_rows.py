@@ -1,9 +1,9 @@
-"""Sends the rows of dispatch, as they are or quantized before they travel, with one gradient.
+"""Sends the rows of dispatch, plain or quantized before the exchange, with one gradient.
 
 A recipe that quantizes each row on its own may quantize tokens before they are sent. Received rows
-then have the same bits as rows that are quantized on arrival. One exchange moves
-data and scales as bytes (`quantize/row_bytes.py`), so every transport serves it. Gradients go
-straight through quantization, as those of `grouped_gemm(recipe=)` do.
+then have the same bits as rows that are quantized on arrival. One exchange moves data and scales as
+bytes (`quantize/row_bytes.py`), so every transport supports it. Gradients go straight through
+quantization, like the gradients of `grouped_gemm(recipe=)`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Sending(NamedTuple):
     """The static argument of one call. Hashable.
 
     Attributes:
-        call: says where it runs.
+        call: the static side of the call.
         recipe: how rows are quantized; None sends them as they are.
     """
 
@@ -50,12 +50,12 @@ class Sending(NamedTuple):
 
 
 class Sent(NamedTuple):
-    """Rows of one call, before or after they travel.
+    """Rows of one call, before or after the exchange.
 
     Attributes:
-        values: rows that gradients go to. Without a recipe they are what is sent.
-        data, scale: quantized rows as uint8 with their f32 scales; None where nothing is
-            quantized, or not yet.
+        values: rows that receive gradients. Without a recipe these rows are sent.
+        data, scale: quantized rows as uint8 with their f32 scales; None if rows are not quantized,
+            or not yet.
     """
 
     values: Any
@@ -64,7 +64,7 @@ class Sent(NamedTuple):
 
 
 def send(sending: Sending, given: Rows) -> tuple[Any, jax.Array]:
-    """Returns rows [R, C, H], a QuantizedTensor with a recipe, and recv_weights [R, C]."""
+    """Returns rows [R, C, H] (a QuantizedTensor if there is a recipe) and recv_weights [R, C]."""
     call, recipe = sending
     sent = _taken_apart(given.values)
     if call.layout.tokens_per_rank == 0:
@@ -94,7 +94,7 @@ def _taken_apart(tokens: Any) -> Sent:
 
 
 def _nothing(sending: Sending, sent: Sent) -> tuple[Sent, jax.Array]:
-    """Makes what arrives if no rank has a token."""
+    """Makes the results if no rank has a token."""
     call, recipe = sending
     lead = (call.num_slabs, call.capacity)
     rows = (*lead, call.group.hidden_size)
@@ -107,8 +107,7 @@ def _nothing(sending: Sending, sent: Sent) -> tuple[Sent, jax.Array]:
 
 
 def _ready(call: Call, given: Rows) -> tuple[Call, Rows]:
-    """Places arrays of tokens, and weights, as the call takes them; finds the axes it varies
-    over."""
+    """Places arrays of tokens and weights for the call, and finds the axes it varies over."""
     call = call.varied(given)
     values = jax.tree.map(lambda x: per_device.place_tokens(call, x), given.values)
     weights = given.weights
@@ -120,8 +119,8 @@ def _ready(call: Call, given: Rows) -> tuple[Call, Rows]:
 def _primal(sending: Sending, given: Rows) -> tuple[Sent, jax.Array]:
     """Sends rows [..., H] and weights [..., K] or None; returns [R, C, H] and [R, C].
 
-    Of quantized rows it also makes the values that they stand for, which gradients go to. A
-    compiled program makes those only if something reads them, and no gradient does.
+    For quantized rows it also makes the dequantized values, which receive the gradients. A compiled
+    program makes them only if something reads them, and no gradient does.
     """
     origin = given.values.values
     return _of_arrays(sending, given, origin=None if origin is None else origin.dtype)
@@ -151,7 +150,7 @@ def _of_arrays(sending: Sending, given: Rows, *, origin: Any = None) -> tuple[Se
         return Sent(values.astype(origin), data, scale), recv_weights
 
     sent = given.values
-    if sent.data is not None:  # the values they were made of stay here
+    if sent.data is not None:  # the values before quantization are not sent
         sent = sent._replace(values=None)
     *made, recv_weights = per_device.run(
         call,

@@ -1,8 +1,8 @@
 """Runs the ops of a call on the mesh: finds the shard_map, and each device's function.
 
-Users never write a shard_map: the mesh and the specs come from the layer. Inside a shard_map of the
-user an op's is nested, over exactly the axes that are not manual yet; where none is missing, the
-per-device function is called as it is.
+Users never write a shard_map: the mesh and the specs come from the layer. Inside a user's shard_map
+the op nests another one, over exactly the axes that are not manual yet; if all are manual, the
+per-device function is called directly.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from ep_runtime_client.ops.transports.protocol import DeviceCall
 
 
 class Rows(NamedTuple):
-    """The operands of an op that moves rows, and the gradients of them.
+    """The operands of an op that moves rows, or their gradients.
 
     Attributes:
         layer_index: int32 [1], of the layer in its stack.
@@ -66,15 +66,15 @@ def run(
     """Runs `body` once per device on the local blocks of arrays, each of which may be None.
 
     Args:
-        call: says where.
-        name: of the op in scopes.
+        call: the static side of the call.
+        name: of the op, in scopes.
         body: (DeviceCall, *tokens, *slabs) -> arrays; collectives over mesh axes work in it.
         layer_index: int32 [1], of the layer in its stack.
-        tokens: arrays [..., X] laid out as tokens are; the body gets [T, X].
+        tokens: arrays [..., X] laid out like tokens; the body gets [T, X].
         slabs: arrays [R, ...]; the body gets one slab.
-        results: how many arrays there are.
-        to_tokens: they are rows [T, X] of tokens, not slabs.
-        variant: what `body` depends on beside the call and the operands' types.
+        results: number of resulting arrays.
+        to_tokens: the results are rows [T, X] of tokens, not slabs.
+        variant: what else `body` depends on, besides the call and the operands' types.
     """
     meta, lead, slab = call.meta, call.layout.entries(), call.group.token_axes
     of_tokens, of_slabs = (jax.tree.leaves(each) for each in (tokens, slabs))
@@ -98,13 +98,13 @@ def run(
 
 
 def place(call: Call, name: str, array: jax.Array, spec: PartitionSpec | None = None) -> jax.Array:
-    """Types `array` as the call's operands are, and moves it to `spec`, by default the tokens'.
+    """Casts `array` to the type of the call's operands, and moves it to `spec` (default: the
+    tokens').
 
-    Logs once, with both specs, that an array of known sharding is moved.
+    Logs once, with both specs, if an array of known sharding is moved.
 
-    A tracer in Auto mode is left to the partitioner, which reshards it at the op. The transpose of
-    the cast sums the gradient of an operand that was replicated, so it comes before the op and not
-    inside it.
+    In Auto mode the partitioner reshards a tracer at the op. The transpose of the cast sums the
+    gradient of an operand that was replicated, so the cast comes before the op and not inside it.
     """
     if call.where.manual:
         return spread_over(array, call.where.varying)
@@ -129,7 +129,7 @@ def place(call: Call, name: str, array: jax.Array, spec: PartitionSpec | None = 
 
 
 def _same(known: PartitionSpec, wanted: PartitionSpec, call: Call) -> bool:
-    """Whether two specs agree on every axis that divides anything."""
+    """Whether two specs agree on every axis larger than 1."""
     sizes = call.group.axis_sizes
     named = {axis for spec in (known, wanted) for entry in spec for axis in entry_axes(entry)}
     axes = {axis for axis in named if sizes.get(axis, 2) > 1}
@@ -138,14 +138,14 @@ def _same(known: PartitionSpec, wanted: PartitionSpec, call: Call) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class _Watch(LayerOp):
-    """tokens [..., H] -> the same. Hashable.
+    """An op that returns tokens [..., H] unchanged and looks at their sharding. Hashable.
 
     An axis that the group does not count replicates tokens: they are gathered over it, and every
-    device along it does the same work. Under plain jit the partitioner alone knows how tokens lie,
-    so a rule looks at them there.
+    device along it does the same work. Under plain jit only the partitioner knows how tokens are
+    sharded, so a partitioning rule looks at them there.
 
     Attributes:
-        where: whose tokens they are.
+        where: the partitioning of the call with these tokens.
         ndim: of the tokens.
     """
 
@@ -165,15 +165,15 @@ class _Watch(LayerOp):
         return Resolved((arrived[0],), (arrived[0],), lambda tokens: (tokens,))
 
     def factors(self) -> tuple[list[str], list[str]]:
-        dims = " ".join(f"w{dim}" for dim in range(self.ndim))  # of its own: held to nothing
+        dims = " ".join(f"w{dim}" for dim in range(self.ndim))  # not constrained
         return [dims], [dims]
 
 
 def place_tokens(call: Call, tokens: jax.Array) -> jax.Array:
     """Places tokens as `place` does.
 
-    If neither a type nor a shard_map says how they are sharded over other mesh axes than the
-    group's token axes, the program's partitioner does.
+    If neither a type nor a shard_map tells how they are sharded over axes other than the group's
+    token axes, the program's partitioner decides.
     """
     tokens = place(call, "tokens", tokens)
     group, where = call.group, call.where

@@ -1,6 +1,6 @@
-"""prepare: where every slot's row goes, decided once and identically on every rank.
+"""prepare: decides once, and identically on every rank, where every slot's row goes.
 
-And the calls that movement is made of: checked, opened on their layer, and placed on its mesh.
+Also makes the calls of dispatch and combine: checked, opened on their layer, placed on its mesh.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from ep_runtime_client.ops.tracing.scopes import scope
 from ep_runtime_client.ops.transports.choice import per_device_ops
 from ep_runtime_client.ops.transports.xla_plan import calls_host
 
-# Arrays of a plan that name places, where -1 is none.
+# Arrays of a plan with row or slot numbers, in which -1 means none.
 _PLACES = ("dst_", "staged_row", "staged_slot", "virtual_")
 
 
@@ -45,7 +45,7 @@ def prepare(
 ) -> Plan:
     """Plans a dispatch: assigns each token a row at each of its experts.
 
-    Counts and row numbers move between the ranks, and no tokens.
+    The ranks exchange counts and row numbers, but no tokens.
 
     Args:
         layer: a registered layer, or `stack[i]`.
@@ -101,7 +101,7 @@ def open_call(
 
 
 def known_specs(tokens_spec: PartitionSpec | None, *arrays: Any) -> tuple[PartitionSpec, ...]:
-    """Returns specs that say how tokens are sharded: the caller's, else those of the arrays."""
+    """Returns specs that tell how tokens are sharded: the caller's, else the arrays' specs."""
     if tokens_spec is not None:
         return (tokens_spec,)
     specs = (known_spec(x) for x in arrays if x is not None)
@@ -135,10 +135,10 @@ def make_call(
 
 
 def call_on(meta: PlanMeta, mesh: Mesh, operands: Sequence[Any] = ()) -> Call:
-    """Makes the call of a plan's meta on these operands, in the region that uses the plan.
+    """Makes the call of a plan's meta on these operands.
 
-    The layer says how they are sharded, so only a group with partitioning="rule" asks for the rule.
-    A host callback in it ends the process, so there, and on one device, the shard_map runs.
+    The layer already tells how they are sharded, so only a group with partitioning="rule" uses the
+    rule. A host callback in a rule ends the process, so with one, or on one device, shard_map runs.
     """
     where = regions.of_opened(meta.layer, mesh, operands, known=True)
     if where.mode == "rule" and (mesh.size == 1 or calls_host(meta.group)):
@@ -156,8 +156,8 @@ def make_plan(
 ) -> tuple[Plan, jax.Array | None]:
     """Makes the plan of a checked call.
 
-    With `most` also returns int32 [R, 1]: the most rows that the zones of any rank of the EP group
-    have, or of any rank of the node in a group over nodes.
+    With `most` also returns int32 [R, 1]: the most rows in the zones of any rank of the EP group,
+    or of any rank of the node in a group over nodes.
     """
     kind = arrays_type(call.group)
     if call.layout.tokens_per_rank == 0:
@@ -176,7 +176,7 @@ def prepared(
 ) -> tuple[jax.Array, ...]:
     """Makes the arrays of a plan from topk_idx [..., K], without names for `jax.checkpoint`.
 
-    With True in `static` also returns the most rows, as `make_plan` does.
+    If the bool of `static` is True it also returns the most rows, as `make_plan` does.
     """
     call, most = static
     body = functools.partial(per_device_ops(call.group).prepare, most=most)
@@ -185,7 +185,7 @@ def prepared(
 
 
 def _without_tokens(call: Call, names: tuple[str, ...]) -> Iterator[jax.Array]:
-    """Makes the arrays of a plan without a call, for ranks that have no token."""
+    """Makes the arrays of a plan for ranks that have no token, without an op."""
     shapes = plan_shapes(call, 0, call.layer.top_k)
     for name, dims in zip(names, shapes, strict=True):
         value = -1 if name.startswith(_PLACES) else 0
@@ -219,7 +219,7 @@ def check_tokens(layer: EpLayer, tokens: jax.Array) -> None:
 
 
 def check_width(name: str, layer: EpLayer, dtype: Any, *, one_byte: bool) -> None:
-    """Raises InvalidArgumentError unless rows of `dtype` fit the group's lanes."""
+    """Raises InvalidArgumentError unless rows of `dtype` fit into the group's lanes."""
     group = layer.group_spec
     is_float = jnp.issubdtype(dtype, jnp.floating)
     small = jnp.dtype(dtype).itemsize == 1

@@ -20,7 +20,7 @@ from ep_runtime_client.ops.quantize.row_bytes import row_bytes
 
 
 def refused(recipe: Recipe, group: GroupSpec) -> str:
-    """Says why rows of a group cannot be quantized before they are sent; "" if they can."""
+    """Returns why rows of a group cannot be quantized before they are sent; "" if they can."""
     form = format_of(recipe)
     if not recipe.quantizes:
         return "it quantizes nothing: cast the tokens instead"
@@ -42,7 +42,7 @@ def refused(recipe: Recipe, group: GroupSpec) -> str:
 
 
 def check(group: GroupSpec, recipe: Any, tokens: Any) -> None:
-    """Raises InvalidArgumentError unless `tokens` can be sent as the recipe quantizes them."""
+    """Raises InvalidArgumentError unless `recipe` can quantize `tokens` before they are sent."""
     check_recipe(recipe, " or None")
     why = refused(recipe, group)
     if why:
@@ -76,8 +76,8 @@ def quantized(
 ) -> tuple[jax.Array, jax.Array]:
     """Quantizes this device's tokens [T, H]; returns data and scales.
 
-    A size that no compiler knows keeps the rows' loop a loop. Otherwise XLA would fuse parts of the
-    model into it and round the tokens differently.
+    The number of rows is a value that no compiler knows, so the loop over rows stays a loop.
+    Otherwise XLA would fuse parts of the model into it and round the tokens differently.
     """
     hidden_zero = plan.num_recv >> 31
     sizes = hidden_zero + jnp.int32(tokens.shape[0])
@@ -87,7 +87,7 @@ def quantized(
 
 
 def packed(recipe: Recipe, rows: jax.Array, plan: Any, *, gradient: bool) -> jax.Array:
-    """Rows [T, H] as a block call sends them, by `BlockScaling`: uint8 data, then f32 scales."""
+    """Quantizes rows [T, H] by `BlockScaling` to the bytes a block call sends: data, f32 scales."""
     dtype, two = recipe.data_dtype(gradient), format_of(recipe).power_of_two(recipe)
 
     def plain_bytes(rows: jax.Array, plan: Any) -> jax.Array:

@@ -1,19 +1,19 @@
-"""Runs an op on a mesh: as it is on local blocks, in a shard_map of its own, or by its rule.
+"""Runs an op on a mesh: directly on local blocks, in its own shard_map, or by a partitioning rule.
 
-Every op runs here. It says how its operands are taken and results are sharded, and has one
-function of local blocks, collectives included. The shard_map and the rule both ask the op and run
-that function, so they give the same bits. The shard_map serves where the layouts of operands are
-known, and everywhere inside a shard_map of the user.
+Every op runs here. An op tells how its operands and results are sharded, and has one function of
+local blocks, collectives included. The shard_map and the rule both ask the op and run that
+function, so they give the same bits. The shard_map is used if the layouts of operands are known,
+and always inside a user's shard_map.
 
-The rule is custom_partitioning with a Shardy rule: the layout of a weight under plain jit is known
-to the partitioner alone. The op tells it which dims go together; when it partitions, it calls back
-into Python, so no exported program can hold a rule. What a program is made for is known when it is
-lowered, not while it is traced: the op of a program holds both forms.
+The rule is custom_partitioning with a Shardy rule, because only the partitioner knows the layout of
+a weight under plain jit. The op tells the partitioner which dims are sharded alike; the partitioner
+then calls back into Python, so an exported program cannot hold a rule. Whether a program is
+exported is known when it is lowered, not while it is traced: so a traced op holds both forms.
 
-JAX's own custom call asks anew for every call of a program, and names what it asks by an address.
-Ours has a name that every process gives alike: the layers of a model share one answer, and a
-persistent cache may key on the program's text. The name follows from our sources too, so no cache
-gives a program that older ones have made.
+JAX's own custom call runs the callback for every call of a program, and identifies it by an
+address. Ours has a name that is the same in every process: the layers of a model share one answer,
+and a persistent cache may key on the program's text. The name also depends on our sources, so a
+cache never returns a program made by an older version.
 """
 
 from __future__ import annotations
@@ -58,14 +58,14 @@ from ep_runtime_client.ops.tracing import slack
 from ep_runtime_client.ops.tracing.batching import one_each
 from ep_runtime_client.ops.tracing.varying import Axes, spread_over
 
-TARGET = "ep_runtime.partitioned"  # of the custom call that a rule is
-# Each op shards these dims in the same way. They are named by their factors: slabs, dims inside a
-# slab, and the first dim of token arrays.
+TARGET = "ep_runtime.partitioned"  # name of the custom call that stands for a rule
+# All ops shard these dims in the same way. The dims are named by their factors: slabs, dims inside
+# a slab, and the first dim of token arrays.
 SLABS, ROWS, TOKENS = "r", ("c", "c32", "l"), "t0"
 
 
 class Op(Protocol):
-    """An op on flat arrays. Hashable: the static argument of everything here."""
+    """An op on flat arrays. Hashable: the functions here take it as a static argument."""
 
     @property
     def where(self) -> Partitioning: ...
@@ -75,13 +75,13 @@ class Op(Protocol):
         """Name of the op's scope in compiled programs."""
 
     def roles(self, sizes: Sizes, arrived: Arrived, shapes: Shapes) -> Roles:
-        """Finds the roles of the mesh's axes if no layer says them."""
+        """Finds the roles of the mesh's axes if the op has no layer."""
 
     def resolve(self, roles: Roles, arrived: Arrived, shapes: Shapes, wanted: Wanted) -> Resolved:
-        """Placement and per-device function for operands that arrive like this."""
+        """Returns shardings and the per-device function for operands with these shardings."""
 
     def factors(self) -> tuple[list[str], list[str]]:
-        """Shardy factors of operands and of results; equal ones are sharded alike."""
+        """Returns Shardy factors of operands and of results; equal factors are sharded alike."""
 
 
 class LayerOp:
@@ -93,15 +93,15 @@ class LayerOp:
 
 @dataclasses.dataclass(frozen=True)
 class Pinned(LayerOp):
-    """An op whose operands and results are sharded as its caller says: nothing propagates.
+    """An op with operands and results sharded as its caller says: nothing propagates.
 
     Attributes:
-        where: where it runs.
-        name: of its scope.
-        settings: everything that `body` depends on beside `where` and the operands' types, in the
-            same words in every process.
-        operands: entries of each.
-        results: entries of each.
+        where: the mesh axes and the mode in which the op runs.
+        name: of the op's scope.
+        settings: everything else that `body` depends on, besides `where` and the operands' types;
+            the same text in every process.
+        operands: entries of each operand.
+        results: entries of each result.
         body: local blocks of the operands -> tuple of local blocks of the results.
     """
 
@@ -125,9 +125,9 @@ def run_on_mesh(
     """Runs the op on its mesh and returns its results.
 
     Args:
-        op: what is computed, and where.
-        arrived: entries of the operands where they are known; the rule finds them itself.
-        operands: global but for manual axes.
+        op: the op, with its mesh.
+        arrived: entries of the operands, if known; a rule finds them itself.
+        operands: arrays that are global except along manual axes.
     """
     where = op.where
     operands = where.unbatched(*operands)
@@ -166,19 +166,19 @@ def _in_shard_map(
     results: tuple[jax.Array, ...] = mapped(*operands)
     if not where.varying:
         return results
-    # A shard_map that checks nothing forgets over which of the user's axes its results vary.
+    # A shard_map without checks drops the user's axes over which its results vary.
     return tuple(spread_over(x, where.varying) for x in results)
 
 
 def _in_export(
     op: AnyOp, arrived: Sequence[Entries], *operands: jax.Array, vmapped: Axes = ()
 ) -> tuple[jax.Array, ...]:
-    """Runs the op in a shard_map in place of the rule if nothing says how operands are sharded: in
-    an exported program, under a vmap over the axes `vmapped`, and in a JAX that
+    """Runs the op in a shard_map in place of the rule, for programs without known operand
+    shardings: exported ones, those under a vmap over the axes `vmapped`, and those of a JAX that
     `unsupported_reason` names.
 
     Raises:
-        InvalidArgumentError: there is no layer either, which would say on which mesh.
+        InvalidArgumentError: there is no layer either, so no mesh is known.
     """
     roles, changed = op.where.roles, jax_internals.unsupported_reason()
     if roles is None:
@@ -201,10 +201,11 @@ def _in_export(
 
 
 def _mesh_here(where: Partitioning, operands: Sequence[Any]) -> Any:
-    """Returns the mesh of a shard_map: the one around, the operands' explicit one, or the layer's.
+    """Returns the mesh for a shard_map: the ambient one, the operands' explicit one, or the
+    layer's.
 
     Raises:
-        InvalidArgumentError: the one around has other axes.
+        InvalidArgumentError: the ambient mesh has other axes than the layer's.
     """
     ambient = jax.sharding.get_abstract_mesh()
     if not ambient.empty:
@@ -228,15 +229,15 @@ def ask(op: AnyOp, mapped: Callable[..., Any], *operands: jax.Array) -> tuple[ja
     """Runs the op by its rule: the partitioner decides how operands are sharded.
 
     Args:
-        op: what is computed.
-        mapped: the same in a shard_map, for an exported program and under a vmap, whose
-            spmd_axis_name it gets as `vmapped`. It may raise where it cannot be that.
+        op: the op, with its mode "rule".
+        mapped: the same op in a shard_map, for exported programs and under a vmap, whose
+            spmd_axis_name it gets as `vmapped`. It raises if it cannot run in one.
         operands: global arrays.
     """
     where = op.where
     given, made = _held(op)
     pinned = [*map(_constrained, operands, given)]
-    # Spell out what the callback depends on, because a mesh's repr differs between processes.
+    # List what the callback depends on, because a mesh's repr differs between processes.
     roles = where.roles and (where.roles.sizes, where.roles.outer, where.roles.ep)
     placed = repr((where.mode, roles, where.manual, where.identity, where.tokens))
     settings: Any = op
@@ -257,7 +258,7 @@ def ask(op: AnyOp, mapped: Callable[..., Any], *operands: jax.Array) -> tuple[ja
 
 @functools.cache
 def _sources() -> str:
-    """A digest of all that rules run."""
+    """Returns a digest of all sources that rules run."""
     client = Path(ep_runtime_client.__path__[0])
     folders = (Path(ep_runtime.__path__[0]), client / "base", client / "moe", client / "ops")
     digest = hashlib.sha256()
@@ -268,10 +269,10 @@ def _sources() -> str:
 
 
 def _held(op: AnyOp) -> Iterable[Iterable[NamedSharding | None]]:
-    """Returns the shardings that operands and results are constrained to: of slabs, tokens, and
-    every array of a pinned op. An array with None stays as it is.
+    """Returns shardings that constrain operands and results: slabs, tokens, and every array of a
+    pinned op. None leaves an array free.
 
-    So no weight's fsdp axis reaches rows, also where nobody reads the rows that come out.
+    This keeps a weight's fsdp axis from reaching rows, even if nothing reads the resulting rows.
     """
     where = op.where
     if where.roles is None or not isinstance(where.mesh, Mesh):
@@ -299,7 +300,7 @@ def _constrained(x: jax.Array, sharding: NamedSharding | None) -> jax.Array:
 
 
 def _whole(op: AnyOp, *operands: jax.Array) -> tuple[jax.Array, ...]:
-    """Runs the op on one device; on several it only serves to find the results' shapes."""
+    """Runs the op on one device; on several devices it only serves to find the results' shapes."""
     if isinstance(op, Pinned):
         return _in_export(op, op.operands, *operands)
     shapes = [x.shape for x in operands]
@@ -323,7 +324,7 @@ def _apart(prefix: str, arrays: Sequence[Any]) -> list[str]:
 
 
 def _partition(op: AnyOp, mesh: Mesh, operands: Any, results: Any) -> Any:
-    """custom_partitioning's callback."""
+    """Gives custom_partitioning the shardings of operands and results and a per-device function."""
     shapes = [tuple(each.shape) for each in operands]
     try:
         mesh = _mesh(op, mesh)
@@ -335,7 +336,7 @@ def _partition(op: AnyOp, mesh: Mesh, operands: Any, results: Any) -> Any:
             roles = op.roles(sizes, arrived, shapes)
         resolved = op.resolve(roles, arrived, shapes, wanted)
     except InvalidArgumentError as error:
-        # XLA wraps what a callback raises; this text is found in it by ep.error_of.
+        # XLA wraps the callback's exceptions; ep.error_of finds this text inside.
         fields = json.dumps(error.fields)
         raise ValueError(f"EP_RUNTIME/InvalidArgumentError: {error} {fields}") from error
 
@@ -368,7 +369,7 @@ def _mesh(op: AnyOp, mesh: Mesh) -> Mesh:
 
 
 def _entries(array: Any, mesh: Mesh) -> Entries:
-    """Returns how an operand arrives, in terms of the mesh's axes."""
+    """Returns how an operand is sharded, in terms of the mesh's axes."""
     sharding, ndim = array.sharding, len(array.shape)
     if isinstance(sharding, NamedSharding) and sharding.mesh.axis_names == mesh.axis_names:
         return entries_of(sharding.spec, ndim)
@@ -377,7 +378,7 @@ def _entries(array: Any, mesh: Mesh) -> Entries:
 
 @dataclasses.dataclass(eq=False)
 class _Asked:
-    """Answers XLA once for all equal calls. A serialized executable asks no more."""
+    """Answers XLA once for all equal calls. A serialized executable does not ask again."""
 
     call: RuleCall | None = None
     contexts: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -387,14 +388,14 @@ class _Asked:
         return _Asked, ()
 
 
-# By name in programs. Programs keep theirs alive until they are compiled, and JAX after that.
+# By name in programs. A program keeps its entry alive until it is compiled; then JAX does.
 _asked: weakref.WeakValueDictionary[str, _Asked] = weakref.WeakValueDictionary()
 
 
 def _answer(shapes: Any, shardings: Any, result: Any, sharding: Any, name: bytes) -> Any:
-    """XLA's callback: a module for one device, and how operands are taken and results lie.
+    """XLA's callback: returns a module for one device, and the shardings of operands and results.
 
-    XLA calls it on a thread of its own, which has none of the program's contexts.
+    XLA calls it on a thread of its own, which lacks the program's contexts.
     """
     asked = _asked[name.decode()]
     assert asked.call is not None, "a program that came serialized is partitioned already"
@@ -419,11 +420,11 @@ def _lower(ctx: Any, *operands: Any, ruled: Any, mapped: Callable[..., Any], ide
     results, call = lowered
     if call is None:
         return results
-    # Replace JAX's call by one of ours. Calls with the same answer share a name, so the name has
-    # everything that a trace of the rule's body reads.
+    # Replace JAX's call by one of ours. Calls with the same answer share a name, so the name
+    # depends on everything that a trace of the rule's body reads.
     config: Any = jax.config
     contexts = jax_internals.contexts()
-    # `scatter` reads `gloo`.
+    # `scatter` uses the value of `gloo`.
     gloo = "cpu" in call.platforms and jax.distributed.is_initialized()
     read = (slack.checked(), config.jax_default_matmul_precision, config.jax_enable_x64, gloo)
     parts = repr((call.mesh, call.platforms, read, sorted(contexts.items())))

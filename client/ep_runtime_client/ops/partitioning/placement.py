@@ -1,8 +1,9 @@
 """Decides what each mesh axis does in a matmul: sharding rules as algebra on axis names.
 
-Nothing here touches arrays. The sharding of operands decides how an op takes them, which axes it
-gathers a weight over, which it sums over, and how results are sharded. Both partitionings of an op
-(the rule and the shard_map) ask here, so they agree. `roles.py` has the roles of the axes.
+Nothing here touches arrays. The sharding of operands decides the sharding inside an op, the axes
+over which it gathers a weight, the axes it sums over, and the sharding of results. Both modes of an
+op (the rule and the shard_map) ask these functions, so they agree. `roles.py` has the roles of
+axes.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ from ep_runtime_client.ops.tracing.varying import Axes
 
 @dataclasses.dataclass(frozen=True)
 class Weight:
-    """Says how an op shards and gathers a weight.
+    """How an op shards and gathers a weight.
 
     Attributes:
-        entries: axes on each dim as the op takes it.
-        gathered: on each dim, the axes that the op gathers; the minor end of its entry.
-        before: on each dim, the axes behind its entry that leave no whole blocks of a recipe: it
+        entries: axes on each dim inside the op, before it gathers.
+        gathered: on each dim, the axes that the op gathers; the minor ones of its entry.
+        before: on each dim, axes minor to its entry that would split a recipe's block: the weight
             is gathered over them before it is quantized.
     """
 
@@ -55,18 +56,18 @@ class Weight:
         return tuple(entry[: len(entry) - len(gone)] for entry, gone in pairs)
 
     def amax_axes(self) -> Axes:
-        """Axes that split what one expert's amax runs over: all but those on dim 0."""
+        """Axes that split the values of one expert's amax: all axes except those on dim 0."""
         return flat(self.entries[1:])
 
 
 @dataclasses.dataclass(frozen=True)
 class Grouped:
-    """Says how operands and results of grouped_gemm are sharded.
+    """How operands and results of grouped_gemm are sharded.
 
     Attributes:
-        roles: what the axes are for.
-        weight: how rhs is taken.
-        bias: how the bias is taken, [E, *N'].
+        roles: what each axis shards.
+        weight: how rhs is sharded.
+        bias: how the bias [E, *N'] is sharded.
     """
 
     roles: Roles
@@ -97,7 +98,7 @@ class Grouped:
         return (self.roles.slab, ())
 
     def say_cut(self) -> None:
-        """Warns once if each device uses only a part of rows that come whole."""
+        """Warns once if rows arrive unsharded on K' and each device uses only a part of them."""
         if self.contracted:
             say_once(
                 f"rhs: {self.roles.named(self.contracted)} of {self.roles.owner} on K', where rows "
@@ -116,16 +117,16 @@ def grouped(
     blocks: tuple[int, ...] | None = None,
     ruled: bool = False,
 ) -> Grouped:
-    """The placement of one grouped matmul.
+    """Decides how one grouped matmul is sharded.
 
     Args:
-        roles: what the axes are for.
-        lhs: entries of the rows [R, C, K'] as they arrive; None where that is not known.
+        roles: what each axis shards.
+        lhs: entries of the rows [R, C, K'] as they arrive; None if unknown.
         rhs: entries of the weight [E, K', *N'] as it arrives.
         rhs_shape: its global shape.
         bias: entries of the bias [E, *N'] as it arrives.
-        blocks: per dim of rhs, what its local size must be a multiple of (block scales).
-        ruled: whether results lie as the partitioner follows from how operands arrive.
+        blocks: per dim of rhs, the number that must divide its local size (block scales).
+        ruled: whether the partitioner infers the results' sharding from the operands' arrival.
 
     Raises:
         InvalidArgumentError: an ep axis on another dim than the experts', experts that the ep and
@@ -162,7 +163,7 @@ def grouped(
 def expert_bias(
     roles: Roles, weight: Weight, entries: Sequence[Axes], rhs_shape: tuple[int, ...]
 ) -> Weight:
-    """Shards a bias as the weight is after its gather; the op gathers it over all other axes."""
+    """Shards a bias like the weight after its gather; the op gathers it over all other axes."""
     kept = (weight.kept[0], *weight.kept[2:])
     shape = (rhs_shape[0], *rhs_shape[2:])
     taken, gathered = [], []
@@ -189,7 +190,7 @@ def expert_weight(
     blocks: tuple[int, ...] | None = None,
     ruled: bool = False,
 ) -> Weight:
-    """Decides how a weight [E, K', *N'] is taken; raises as `grouped`."""
+    """Decides how a weight [E, K', *N'] is sharded; raises the errors of `grouped`."""
     given = padded(entries, len(shape))
     taken, gathered, before = [], [], []
     for dim, axes in enumerate(given):
@@ -214,7 +215,7 @@ def expert_weight(
 def _refuse_order(roles: Roles, dim: int, kept: Axes, gone: Axes) -> None:
     """Raises InvalidArgumentError, because the partitioner would gather rows.
 
-    Slabs have the gathered axes on dim 0; the partitioner drops an axis inside of these.
+    Slabs have the gathered axes on dim 0; the partitioner drops an axis that is minor to these.
     """
     raise InvalidArgumentError(
         f"rhs dim {dim} must have {roles.named(gone)} behind {roles.named(kept)}, got it in front: "
@@ -229,7 +230,7 @@ def _joined(first: Entries, second: Entries) -> Entries:
 
 
 def _experts(roles: Roles, axes: Axes, num_experts: int) -> tuple[Axes, Axes]:
-    """(kept, gathered) axes of the expert dim: ep in front, whatever was there."""
+    """Returns (kept, gathered) axes of the expert dim: ep axes first, then fsdp axes."""
     unknown = [axis for axis in roles.real(axes) if axis not in roles.slab]
     if unknown:
         say_once(
@@ -248,7 +249,7 @@ def _experts(roles: Roles, axes: Axes, num_experts: int) -> tuple[Axes, Axes]:
 
 
 def _inner(roles: Roles, axes: Axes, dim: int) -> tuple[Axes, Axes]:
-    """(kept, gathered) axes of another dim."""
+    """Returns (kept, gathered) axes of a dim other than the experts'."""
     real = roles.real(axes)
     misplaced = [axis for axis in real if axis in roles.ep]
     if misplaced:
@@ -269,7 +270,7 @@ def whole_blocks(
     blocks: tuple[int, ...] | None,
     dim: int,
 ) -> tuple[Axes, Axes, Axes]:
-    """(kept, gathered, gathered before) axes of a weight's dim."""
+    """Returns (kept, gathered, gathered before quantization) axes of a weight's dim."""
     kept, gone = fitting(roles, kept, gone, size, None, dim)
     even = kept + gone
     kept, gone = fitting(roles, kept, gone, size, blocks, dim)
@@ -284,7 +285,7 @@ def fitting(
     blocks: tuple[int, ...] | None,
     dim: int,
 ) -> tuple[Axes, Axes]:
-    """Returns axes that leave whole blocks on every shard. The op gathers over the others first."""
+    """Returns axes that leave whole blocks on every shard; the op first gathers over the others."""
     before = kept + gone
     while (kept or gone) and not _divides(roles, size, kept + gone, blocks, dim):
         kept, gone = (kept, gone[:-1]) if gone else (kept[:-1], gone)

@@ -1,4 +1,4 @@
-"""Decides where a matmul op runs: the mesh, the roles of its axes, and the partitioning."""
+"""Decides how a matmul op runs: the mesh, the roles of its axes, and the partitioning mode."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ from ep_runtime_client.ops.tracing.varying import Axes, spread_over, varied_axes
 
 @dataclasses.dataclass(frozen=True)
 class Partitioning:
-    """Hashable; the part of an op's static argument that says where it runs.
+    """The mesh, roles of axes and mode with which an op runs. Hashable: part of a static argument.
 
     Attributes:
-        mode: "local" (operands are this device's already), "shard_map" or "rule".
-        roles: what the mesh's axes are for; None where only the partitioner will know.
-        mesh: of the shard_map or the rule; None stands for the one around.
-        manual: axes of `roles` over which a shard_map around the op is manual.
-        varying: axes that operands vary over, where a shard_map around tracks it.
-        ruled: whether the layer's group asks for the rule, and for nothing else.
-        label: the layer's name as part of a scope; layers alike are equal and traced once.
-        identity: of every setting of the layer that the program depends on.
-        tokens: axes on the leading dims of tokens, for an op that takes them as users shard them.
+        mode: "local" (operands are already this device's blocks), "shard_map" or "rule".
+        roles: what the mesh's axes shard; None if only the partitioner will know.
+        mesh: of the shard_map or the rule; None stands for the ambient mesh.
+        manual: axes of `roles` that are manual in an enclosing shard_map.
+        varying: axes that operands vary over, if an enclosing shard_map tracks it.
+        ruled: whether the layer's group has partitioning="rule", which allows no other mode.
+        label: the layer's name as part of a scope; not compared, so equal layers are traced once.
+        identity: fingerprint of every setting of the layer that the program depends on.
+        tokens: axes on the leading dims of tokens, for an op on tokens as users shard them.
     """
 
     mode: str
@@ -57,10 +57,10 @@ class Partitioning:
     def unbatched(self, *operands: jax.Array) -> tuple[jax.Array, ...]:
         """Returns `operands`, unless a vmap batches any of them.
 
-        A vmap may batch them over mesh axes outside the layer's group.
+        A vmap may batch operands over mesh axes outside the layer's group.
 
         Raises:
-            NotImplementedError: gives the reason.
+            NotImplementedError: the vmap is not supported; the text has the reason.
         """
         free: tuple[tuple[str, int], ...] = ()
         if self.roles is not None and self.mode != "local":
@@ -71,7 +71,7 @@ class Partitioning:
 
 
 def known_entries(array: Any, ndim: int) -> Entries | None:
-    """Entries of an array whose layout is known; None for a tracer in Auto mode.
+    """Returns entries of an array with a known layout; None for a tracer in Auto mode.
 
     A concrete array on one device counts as replicated.
     """
@@ -88,13 +88,13 @@ def of_layer(
     known: bool,
     slabs: bool = False,
 ) -> Partitioning:
-    """Decides where an op of a layer runs.
+    """Decides how an op of a layer runs.
 
     Args:
         layer: the layer.
         operands: arrays of the call.
-        known: whether the layout of its weight is, or of its slabs where it takes no weight.
-        slabs: whether it takes no weight: token axes have one place on slabs.
+        known: whether the layout of its weight is known, or of its slabs if it has no weight.
+        slabs: whether the op has no weight: token axes shard only dim 0 of slabs.
     """
     static, _, mesh = open_layer(layer)
     return of_opened(static, mesh, operands, known=known, slabs=slabs)
@@ -103,7 +103,7 @@ def of_layer(
 def of_opened(
     static: EpLayer, mesh: Mesh, operands: Sequence[Any], *, known: bool, slabs: bool = False
 ) -> Partitioning:
-    """As `of_layer`, of a layer that is opened already."""
+    """As `of_layer`, for a layer that is already open."""
     group = static.group_spec
     manual = manual_axes(group)
     owner = f"layer {static.name!r}"
@@ -119,7 +119,7 @@ def of_opened(
     elif group.partitioning == "rule":
         mode = "rule"
     else:
-        # The layout of a traced weight the partitioner alone knows.
+        # Only the partitioner knows the layout of a traced weight.
         open_axes = {*real} - {*(group.token_axes if slabs else ())}
         mode = "rule" if open_axes and not known else "shard_map"
     ruled = group.partitioning == "rule"
@@ -129,25 +129,25 @@ def of_opened(
 
 
 def varied_over(group: GroupSpec, manual: Axes, operands: Sequence[Any]) -> Axes:
-    """The manual axes that operands and results of an op vary over: those of the tokens, and
-    whatever else an operand varies over."""
+    """Returns the manual axes that operands and results of an op vary over: the tokens' axes, and
+    all axes that an operand varies over."""
     return tuple(sorted(varied_axes(*operands) | {a for a in manual if a in group.token_axes}))
 
 
 def alignment_of(layer: EpLayer | TracedLayer) -> int:
-    """Rows that group sizes of a layer are multiples of."""
+    """Returns the number of rows that divides all group sizes of a layer."""
     return resolve(layer)[0].alignment
 
 
 def num_experts_of(layer: EpLayer | TracedLayer) -> int:
-    """E of a layer's group."""
+    """Returns E, the number of experts of a layer's group."""
     return resolve(layer)[0].group_spec.num_experts
 
 
 def check_slabs(where: Partitioning, name: str, num_slabs: int) -> None:
-    """Raises InvalidArgumentError unless every shard of a layer's tokens has its one slab.
+    """Raises InvalidArgumentError unless every shard of a layer's tokens has exactly one slab.
 
-    Which experts the groups of a slab are follows from where it lies: with more slabs group l of
+    The position of a slab decides which experts its groups belong to: with more slabs group l of
     slab r would not be expert (r * L + l) % E.
     """
     assert where.roles is not None
@@ -161,7 +161,7 @@ def check_slabs(where: Partitioning, name: str, num_slabs: int) -> None:
 
 
 def of_operands(operands: Sequence[Any], rhs_spec: PartitionSpec | None) -> Partitioning:
-    """Decides where an op without a layer runs. Its roles are read off later unless it is local."""
+    """Decides how an op without a layer runs. Unless the mode is local, roles are found later."""
     ambient = jax.sharding.get_abstract_mesh()
     if ambient.manual_axes:
         manual = tuple(axis for axis in ambient.axis_names if axis in ambient.manual_axes)
@@ -179,10 +179,10 @@ def of_operands(operands: Sequence[Any], rhs_spec: PartitionSpec | None) -> Part
 
 
 def mesh_of(operands: Sequence[Any]) -> Mesh | AbstractMesh | None:
-    """Returns the mesh of more than one device that operands are known to be on.
+    """Returns the mesh of more than one device on which operands are known to be.
 
     Raises:
-        InvalidArgumentError: they lie on different ones.
+        InvalidArgumentError: operands are on different meshes.
     """
     found: list[Any] = []
     for x in jax.tree.leaves(operands):
@@ -210,7 +210,7 @@ def _sizes(mesh: Mesh | AbstractMesh) -> tuple[tuple[str, int], ...]:
 
 
 def explicit(operands: Sequence[Any]) -> bool:
-    """Whether the types of operands, or of all arrays here, have shardings."""
+    """Whether the types of operands, or of all arrays here, carry shardings."""
     ambient = jax.sharding.get_abstract_mesh()
     if AxisType.Explicit in tuple(ambient.axis_types):
         return True
@@ -232,7 +232,7 @@ def type_of(x: Any) -> Entries | None:
 
 
 def whole_shape(where: Partitioning, shape: tuple[int, ...], entries: Entries) -> tuple[int, ...]:
-    """Returns the shape of an operand outside the manual axes."""
+    """Returns the global shape of an operand that is local along the manual axes."""
     if not where.manual:
         return shape
     roles = where.roles or Roles()
@@ -243,8 +243,8 @@ def whole_shape(where: Partitioning, shape: tuple[int, ...], entries: Entries) -
 def settle(where: Partitioning, x: Any, entries: Entries) -> Any:
     """Types and places `x` (an array, a QuantizedTensor, or None) for an op.
 
-    Values vary over what the op's results do: the transpose of this cast sums the gradient of an
-    operand that was replicated. A concrete array that is committed to fewer devices is moved.
+    Values vary over the same axes as the op's results: the transpose of this cast sums the gradient
+    of an operand that was replicated. A concrete array committed to fewer devices is moved.
     """
 
     def one(leaf: jax.Array) -> jax.Array:

@@ -1,4 +1,4 @@
-"""Describes an op on one device: how it gets its operands, and the function of their blocks."""
+"""Describes an op on one device: shardings of its operands, and the function of their blocks."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from ep_runtime_client.ops.partitioning.roles import Entries, Roles
 from ep_runtime_client.ops.partitioning.scatter import cut, scatter
 from ep_runtime_client.ops.tracing.varying import Axes
 
-Sizes = tuple[tuple[str, int], ...]  # of mesh axes by name
-Arrived = Sequence[Entries]  # how the operands of an op arrive
-Wanted = Sequence[Entries] | None  # wanted shardings of its results, if anybody gives them
-Shapes = Sequence[tuple[int, ...]]  # of the operands on all devices
+Sizes = tuple[tuple[str, int], ...]  # (name, size) of mesh axes
+Arrived = Sequence[Entries]  # shardings of an op's operands as they arrive
+Wanted = Sequence[Entries] | None  # wanted shardings of an op's results, if known
+Shapes = Sequence[tuple[int, ...]]  # global shapes of the operands
 
 
 @dataclasses.dataclass(frozen=True)
 class Resolved:
-    """An op for operands that arrive in one way.
+    """An op resolved for one sharding of its operands.
 
     Attributes:
-        operands: how each is taken.
-        results: how each lies.
-        local: local blocks of the operands -> tuple of local blocks of the results. The op's
-            collectives are in it; they name mesh axes.
+        operands: entries of each operand inside the op.
+        results: entries of each result.
+        local: local blocks of the operands -> tuple of local blocks of the results. It calls the
+            op's collectives, which name mesh axes.
     """
 
     operands: tuple[Entries, ...]
@@ -38,11 +38,11 @@ class Resolved:
 
 @dataclasses.dataclass(frozen=True)
 class Sums:
-    """Sums over mesh axes as one device does them.
+    """Sums over mesh axes, as called on one device.
 
     Attributes:
         roles: the axes' sizes.
-        manual: axes of a shard_map of the user around the op, which does its own sums.
+        manual: axes of the user's enclosing shard_map, which does its own sums.
     """
 
     roles: Roles
@@ -65,8 +65,8 @@ class Sums:
     ) -> jax.Array:
         """Returns this device's shard of a gathered weight's gradient, summed over `summed`.
 
-        Along a gathered axis that does not split rows, all devices have the same gradient. There
-        the shard is a slice of it.
+        Along a gathered axis that does not split rows, all devices have the same gradient. The
+        shard is then a slice of this gradient.
         """
         over = set(self.roles.real(summed))
         for dim, axes in enumerate(gathered[:dims]):

@@ -1,8 +1,8 @@
-"""Says what each mesh axis shards, and reads how arrays are sharded from specs and shardings.
+"""Says what each mesh axis shards, and reads array shardings from specs and shardings.
 
-Roles need no names of their own. The ep axes are the group's. An outer axis (one that shards
-tokens) on a weight is FSDP there: the weight is gathered over it. An axis that shards no tokens is
-tensor parallelism: it stays on N', and a sum follows where it lies on the contracted K'.
+Users do not name roles. The ep axes are the group's. An outer axis (one that shards tokens) on a
+weight is FSDP: the weight is gathered over it. An axis that shards no tokens is tensor parallelism:
+it stays on N', or on the contracted K', where the results are then summed over it.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ Entries = tuple[Axes, ...]  # the axes on each dim of an array, major first
 
 @functools.cache
 def say_once(text: str) -> None:
-    """Logs a warning the first time."""
+    """Logs a text as a warning the first time."""
     _log.warning("%s", text)
 
 
 @dataclasses.dataclass(frozen=True)
 class Roles:
-    """Says what each axis of a mesh shards. Hashable.
+    """What each axis of a mesh shards. Hashable.
 
     Attributes:
         sizes: (axis, size) of every axis that can shard an operand here, mesh order.
-        outer: axes that shard tokens and not experts, major first.
-        ep: axes that shard experts, major first; they shard tokens too, after the outer ones.
-        owner: for messages: whose axes they are. Equal roles of two owners are the same.
-        apart: sums run over one axis after the other, minor first: a weight whose layout nobody
-            knows gets the bits of a gradient that is scattered over some of them.
+        outer: axes that shard tokens but not experts, major first.
+        ep: axes that shard experts, major first; they also shard tokens, minor to the outer axes.
+        owner: whose axes they are, for messages. Not compared.
+        apart: sum over one axis after the other, minor first: the gradient of a weight with unknown
+            layout then has the same bits as one that is scattered over some of the axes.
     """
 
     sizes: tuple[tuple[str, int], ...] = ()
@@ -62,7 +62,7 @@ class Roles:
         return prod(sizes[axis] for axis in axes)
 
     def real(self, axes: Iterable[str]) -> Axes:
-        """Returns the axes that divide something: the mesh has more than one device along them."""
+        """Returns the axes along which the mesh has more than one device."""
         sizes = dict(self.sizes)
         return tuple(axis for axis in axes if sizes.get(axis, 1) > 1)
 
@@ -87,7 +87,7 @@ def flat(entries: Iterable[Axes]) -> Axes:
 
 
 def padded(entries: Sequence[Axes], ndim: int) -> Entries:
-    """Entries for every dim of an array."""
+    """Returns entries with one for every dim of an array."""
     return (*(tuple(entry) for entry in entries[:ndim]), *([()] * (ndim - len(entries))))
 
 
@@ -99,9 +99,9 @@ def read_off(
     num_groups: int,
     num_experts: int,
 ) -> Roles:
-    """Roles without a layer, from the axes on dim 0 of the slabs.
+    """Infers roles without a layer, from the axes on dim 0 of the slabs.
 
-    Slab r holds groups r * num_groups and on, modulo num_experts: the minor axes are ep.
+    Slab r holds groups from r * num_groups on, modulo num_experts, so the minor axes are ep.
 
     Args:
         sizes: every axis of the mesh.
@@ -130,19 +130,20 @@ def read_off(
 
 
 def entries_of(spec: Any, ndim: int) -> Entries:
-    """The entries of a PartitionSpec, for every dim."""
+    """Returns the entries of a PartitionSpec, for every dim."""
     return padded([entry_axes(entry) for entry in spec or ()], ndim)
 
 
 def entry_axes(entry: Any) -> Axes:
-    """The axis names of one entry of a PartitionSpec."""
+    """Returns the axis names of one entry of a PartitionSpec."""
     if entry is None or entry is PartitionSpec.UNCONSTRAINED:
         return ()
     return (entry,) if isinstance(entry, str) else tuple(entry)
 
 
 def known_spec(array: Any) -> PartitionSpec | None:
-    """The spec an array is known to have: its type's under Explicit axes, a concrete array's own.
+    """Returns the spec an array is known to have: its type's (Explicit axes), or a concrete
+    array's.
 
     Returns:
         None for a tracer in Auto mode, a NumPy array, or an array on a single device.
@@ -157,7 +158,7 @@ def known_spec(array: Any) -> PartitionSpec | None:
 def typed(mesh: Any, x: jax.Array, spec: PartitionSpec) -> jax.Array:
     """Returns `x` with the type that `spec` gives it on an explicit mesh.
 
-    One that has it stays as it is: beside Auto axes a reshard would also fix the order of axes.
+    Leaves an array that already has it: next to Auto axes a reshard also fixes the order of axes.
     """
     named = explicit_axes(mesh)
     known = getattr(jax.typeof(x), "sharding", None)
@@ -172,13 +173,13 @@ def typed(mesh: Any, x: jax.Array, spec: PartitionSpec) -> jax.Array:
 
 
 def explicit_axes(mesh: Any) -> frozenset[str]:
-    """The axes of a mesh that types of arrays name."""
+    """Returns the Explicit axes of a mesh, which types of arrays name."""
     kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
     return frozenset(name for name, kind in kinds if kind == AxisType.Explicit)
 
 
 def placed(spec: PartitionSpec, axes: Collection[str]) -> list[tuple[str, ...]]:
-    """Returns which of `axes` are on each dim, without the dims behind the last of them."""
+    """Returns which of `axes` are on each dim, without trailing dims that have none."""
     entries = [tuple(a for a in entry_axes(entry) if a in axes) for entry in spec]
     while entries and not entries[-1]:
         entries.pop()
@@ -194,13 +195,13 @@ def as_auto(mesh: Mesh) -> Mesh:
 
 
 def decode(sharding: Any, shape: tuple[int, ...], mesh: Mesh) -> Entries:
-    """The mesh axes on each dim of an array, found from the block that each device has.
+    """Returns the mesh axes on each dim of an array, found from the block of each device.
 
     A dim whose sharding the mesh's axes cannot express counts as replicated.
     """
     if sharding is None or sharding.is_fully_replicated:
         return ((),) * len(shape)
-    # Only the order of devices matters, and both lists are in that of the program.
+    # Only the order of devices matters, and both lists have the program's order.
     blocks = [
         tuple(part.indices(size)[0] for part, size in zip(index, shape, strict=True))
         for index in sharding.devices_indices_map(shape).values()
@@ -210,7 +211,7 @@ def decode(sharding: Any, shape: tuple[int, ...], mesh: Mesh) -> Entries:
 
 
 def _axes_of_dim(starts: Any, size: int, mesh: Mesh) -> Axes:
-    """Axes, major first, along which the first row of a dim's block grows."""
+    """Returns the axes, major first, along which the first row of a dim's block grows."""
     strides = {}
     for place, axis in enumerate(mesh.axis_names):
         if mesh.shape[axis] > 1:
@@ -228,5 +229,5 @@ def _axes_of_dim(starts: Any, size: int, mesh: Mesh) -> Axes:
 
 
 def spec_of(entries: Entries, manual: Axes = ()) -> PartitionSpec:
-    """The PartitionSpec of entries, without `manual` axes."""
+    """Returns the PartitionSpec of entries, without `manual` axes."""
     return PartitionSpec(*(tuple(a for a in axes if a not in manual) or None for axes in entries))

@@ -1,4 +1,4 @@
-"""Sums over mesh axes of which each device keeps one part; and gathers, whose gradient this is."""
+"""Reduce-scatters over mesh axes, and all-gathers with a reduce-scatter as gradient."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from ep_runtime_client.ops.tracing.varying import Axes
 def scatter(x: jax.Array, axes: Axes, dim: int) -> jax.Array:
     """Sums `x` over `axes`; this device keeps its part of `dim`.
 
-    Between processes on CPU all of the sum is made and the part cut out, because the reduce-scatter
-    that XLA takes from gloo there before jaxlib 0.12 overwrites what it still sends: rank 0 may get
-    wrong values. It is the slower one too.
+    Between processes on CPU it makes the whole sum and cuts the part out. Before jaxlib 0.12, the
+    reduce-scatter that XLA uses there (gloo's) overwrites values it still sends: rank 0 may get
+    wrong values. It is also slower.
     """
 
     def reduce_scatter(x: jax.Array) -> jax.Array:

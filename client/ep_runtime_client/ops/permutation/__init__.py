@@ -1,1 +1,1 @@
-"""Sorts rows of one device by expert and back, and reorders chunks of rows."""
+"""Sorts rows by expert on one device and back, and reorders chunks of rows."""

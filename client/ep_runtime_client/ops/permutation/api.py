@@ -1,8 +1,8 @@
-"""permute and unpermute: tokens sorted by expert on every shard of the batch, and back.
+"""permute and unpermute: sort tokens by expert within every shard of the batch, and back.
 
-For experts that all live on every shard, where nothing has to travel: each shard of the batch
-sorts its own tokens, with its own counts, offsets and padding. Experts on other devices are what
-dispatch and combine are for.
+For experts that are all on every shard, so that no token moves between devices: each shard of the
+batch sorts its own tokens, with its own counts, offsets and padding. For experts on other devices
+use dispatch and combine.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def permute(
 ) -> Permuted:
     """Copies each token once per expert it is routed to, and sorts the copies by expert.
 
-    It works on each shard of the batch alone: no token moves to another device.
+    Each shard of the batch is sorted on its own: no token moves to another device.
 
     Args:
         tokens: [T, H] or [B, S, H], any dtype of 1 to 8 bytes. Any mesh axes may shard the leading
@@ -176,12 +176,12 @@ def unpermute(
 
 
 def _varied(shards: BatchShards, arrays: PermutationArrays) -> PermutationArrays:
-    """The plan typed as varying over what any operand varies over."""
+    """Returns the plan typed as varying over all axes that an operand varies over."""
     return jax.tree.map(lambda x: spread_over(x, shards.varying), arrays)
 
 
 def _make_plan(meta: PermutationMeta, choice: jax.Array) -> tuple[PermutationArrays, jax.Array]:
-    """choice [..., S] -> plan arrays, group sizes [n, E]."""
+    """Makes plan arrays and group sizes [n, E] from choice [..., S]."""
     shards = meta.shards
     block = _block(shards, choice.shape[:-1])
 
@@ -194,7 +194,7 @@ def _make_plan(meta: PermutationMeta, choice: jax.Array) -> tuple[PermutationArr
 
 
 def _plan_specs(meta: PermutationMeta) -> Any:
-    """PermutationArrays of specs."""
+    """Returns the specs of a plan's arrays."""
     rows, slots = meta.shards.row_spec(trailing=0), meta.shards.token_spec()
     per_map = (rows, PartitionSpec(*slots[:-1])) if meta.from_map else (None, None)
     specs: tuple[Any, ...] = (rows, slots, rows, *per_map)
@@ -202,7 +202,7 @@ def _plan_specs(meta: PermutationMeta) -> Any:
 
 
 def _block(shards: BatchShards, lead: tuple[int, ...]) -> tuple[int, ...]:
-    """Leading dims of one shard's block."""
+    """Returns the leading dims of one shard's block."""
     return tuple(size // parts for size, parts in zip(lead, shards.per_dim, strict=True))
 
 
@@ -213,7 +213,7 @@ def _per_shard(
     given: Sequence[tuple[jax.Array | None, PartitionSpec]],
     out_specs: Any,
 ) -> Any:
-    """`body(plan of the shard, *given)` once per shard; Nones among the given stay Nones."""
+    """Runs `body(plan of the shard, *given)` once per shard; a None in `given` stays None."""
     present = [pair for pair in given if pair[0] is not None]
     leaves, tree = jax.tree.flatten(arrays)
     plan_specs = jax.tree.leaves(_plan_specs(meta), is_leaf=_is_spec)
@@ -233,7 +233,7 @@ def _is_spec(x: Any) -> bool:
 
 
 def _flat(x: jax.Array) -> jax.Array:
-    """[..., D] as [T, D]."""
+    """Reshapes [..., D] to [T, D]."""
     return x.reshape(-1, x.shape[-1])
 
 
@@ -256,7 +256,7 @@ def _permute_fwd(
     meta: PermutationMeta, tokens: jax.Array, probs: jax.Array | None, arrays: PermutationArrays
 ) -> Any:
     moved = eager.run(_permute_primal, meta, tokens, probs, arrays)
-    # Dtypes are not residuals: scalars carry them.
+    # Residuals cannot hold dtypes, so scalars carry them.
     return moved, (jnp.zeros((), tokens.dtype), arrays)
 
 
@@ -325,7 +325,7 @@ def _unpermute_fwd(
     meta: PermutationMeta, rows: jax.Array, weights: jax.Array | None, arrays: PermutationArrays
 ) -> Any:
     total = eager.run(_unpermute_primal, meta, rows, weights, arrays)
-    # Without weights the gradient needs nothing of the rows but their dtype, which is its own.
+    # Without weights the gradient needs only the dtype of the rows, which is the gradient's own.
     return total, (None if weights is None else rows, weights, arrays)
 
 

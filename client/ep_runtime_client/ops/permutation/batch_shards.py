@@ -1,6 +1,6 @@
-"""Cuts the batch of an op without a layer into shards, and runs a shard_map over them.
+"""Finds how the batch of an op without a layer is sharded, and runs a shard_map over the shards.
 
-There is no group that would name token axes here: they are read off the operands, or given. The
+Without a group that names token axes, they are read off the operands, or given by a spec. The
 number of shards is part of the results' shapes, so it must be known while tracing.
 """
 
@@ -31,13 +31,13 @@ Spec = PartitionSpec | NamedSharding
 
 @dataclasses.dataclass(frozen=True)
 class BatchShards:
-    """Mesh axes that cut a batch. Hashable: a static argument of custom_vjp.
+    """Mesh axes that shard a batch. Hashable: a static argument of custom_vjp.
 
     Attributes:
-        axes: on each leading dim, major first.
-        feature: axes on the last dim.
-        mesh: the mesh that has them, for calls where no ambient mesh tells; None without axes.
-        varying: axes of a shard_map around the call that its operands vary over.
+        axes: mesh axes on each leading dim, major first.
+        feature: mesh axes on the last dim.
+        mesh: the mesh with these axes, for calls without an ambient mesh; None without axes.
+        varying: axes of an enclosing shard_map that the operands vary over.
     """
 
     axes: tuple[Axes, ...]
@@ -47,17 +47,17 @@ class BatchShards:
 
     @property
     def batch_axes(self) -> Axes:
-        """All axes that cut the batch, in the order of the shards."""
+        """All axes that shard the batch, in the order of the shards."""
         return tuple(axis for axes in self.axes for axis in axes)
 
     @property
     def num_shards(self) -> int:
-        """n, the number of shards that arrays here are cut into."""
+        """n, the number of shards of the arrays at this point."""
         return prod(self._sizes(self.batch_axes))
 
     @property
     def per_dim(self) -> tuple[int, ...]:
-        """Number of parts that each leading dim is cut into."""
+        """Number of shards along each leading dim."""
         return tuple(prod(self._sizes(axes)) for axes in self.axes)
 
     def _sizes(self, axes: Axes) -> list[int]:
@@ -65,11 +65,11 @@ class BatchShards:
         return [] if mesh is None else [mesh.shape[axis] for axis in axes]
 
     def token_spec(self, *, feature: bool = False) -> PartitionSpec:
-        """Spec of an array with the leading dims and one more."""
+        """Returns the spec of an array with the leading dims and one more."""
         return PartitionSpec(*(axes or None for axes in self.axes), self._last(feature))
 
     def row_spec(self, *, trailing: int = 1, feature: bool = False) -> PartitionSpec:
-        """Spec of [n * rows] with `trailing` more dims: dim 0 over all the batch's axes."""
+        """Returns the spec of [n * rows] with `trailing` more dims: all batch axes shard dim 0."""
         rest = (self._last(feature), *[None] * trailing)[:trailing]
         return PartitionSpec(self.batch_axes or None, *rest)
 
@@ -77,7 +77,7 @@ class BatchShards:
         return self.feature if feature and self.feature else None
 
     def here(self, *operands: Any) -> BatchShards:
-        """Returns the shards as seen from this point, where manual axes no longer cut."""
+        """Returns the shards as seen from this point, inside manual axes that no longer shard."""
         manual = jax.sharding.get_abstract_mesh().manual_axes
 
         def free(axes: Axes) -> Axes:
@@ -92,20 +92,19 @@ class BatchShards:
 
 
 def find(spec: Spec | None, dims: int, operands: Sequence[Any]) -> BatchShards:
-    """The shards of a batch.
+    """Finds the shards of a batch.
 
     Args:
-        spec: how the leading dims, and the last one, lie on the mesh; None reads it off the
-            operands.
-        dims: leading dims, 1 or 2.
+        spec: sharding of the leading dims and the last one; None reads it off the operands.
+        dims: number of leading dims, 1 or 2.
         operands: arrays with these leading dims and one more, the most trusted first; Nones are
             skipped.
 
     Returns:
-        The axes that are not manual around this point; no axes where nothing is known.
+        The axes that are not manual at this point; no axes if nothing is known.
 
     Raises:
-        InvalidArgumentError: the spec names axes, and there is no mesh or it lacks them.
+        InvalidArgumentError: the spec names axes, but there is no mesh or the mesh lacks them.
     """
     given = [x for x in operands if x is not None]
     mesh: Any = _ambient() or _mesh_of(spec) or next(filter(None, map(_mesh_of, given)), None)
@@ -122,7 +121,7 @@ def find(spec: Spec | None, dims: int, operands: Sequence[Any]) -> BatchShards:
 
 
 def find_rows(spec: Spec | None, *operands: Any) -> BatchShards:
-    """As `find`, for arrays whose dims 0 are sharded alike; other dims stay as they are."""
+    """As `find`, for arrays whose dim 0 is sharded alike; other dims stay as they are."""
     if spec is not None:
         entries = spec.spec if isinstance(spec, NamedSharding) else spec
         short = PartitionSpec(*entries[:1])
@@ -131,7 +130,7 @@ def find_rows(spec: Spec | None, *operands: Any) -> BatchShards:
 
 
 def last_axes(shards: BatchShards, array: Any) -> Axes:
-    """Axes on the last dim of an array: known ones, else those of the shards that divide it."""
+    """Returns axes on the last dim of an array: known ones, else the shards' if they divide it."""
     known = _known_entries(array, jnp.ndim(array))
     size = jnp.shape(array)[-1]
     if known is not None:
@@ -145,7 +144,7 @@ def _known_entries(array: Any, dims: int) -> tuple[Axes, ...] | None:
 
 
 def _entries(spec: PartitionSpec, dims: int) -> tuple[Axes, ...]:
-    """The axes of a spec on each of `dims` dims."""
+    """Returns the axes of a spec on each of `dims` dims."""
     return tuple(
         itertools.islice(itertools.chain(map(entry_axes, spec), itertools.repeat(())), dims)
     )
@@ -174,7 +173,7 @@ def _ambient() -> AbstractMesh | None:
 
 
 def _mesh_of(x: Any) -> Any:
-    """The mesh that a NamedSharding, a concrete array, or an Explicit type names."""
+    """Returns the mesh that a NamedSharding, a concrete array, or an Explicit type names."""
     if isinstance(x, NamedSharding):
         return x.mesh
     if isinstance(x, jax.core.Tracer):
@@ -200,10 +199,10 @@ def check_divides(shards: BatchShards, lead: Sequence[int]) -> None:
 def settled(
     shards: BatchShards, operands: Sequence[jax.Array | None], specs: Sequence[PartitionSpec]
 ) -> list[Any]:
-    """Operands with the types that the op gives their gradients; Nones stay Nones.
+    """Casts operands to the types that the op gives their gradients; a None stays None.
 
-    That is before a custom_vjp: the transposes of these casts bring gradients into the layout of
-    an operand that lies elsewhere, and sum those of one that was replicated.
+    Call it before a custom_vjp: the transposes of these casts move gradients to the layout of their
+    operand, and sum the gradient of an operand that was replicated.
     """
     given = [x if x is None else spread_over(jnp.asarray(x), shards.varying) for x in operands]
     present = [x for x in given if x is not None]
@@ -218,7 +217,7 @@ def settled(
 
 
 def _stated(mesh: Any) -> frozenset[str]:
-    """Returns the axes that types name, except those that are manual already."""
+    """Returns the Explicit axes that are not manual yet."""
     return explicit_axes(mesh) - {*jax.sharding.get_abstract_mesh().manual_axes}
 
 
@@ -232,14 +231,14 @@ def per_shard(
     """Runs `body` once per shard on the local blocks of `operands`.
 
     Args:
-        shards: as seen from here.
-        body: takes as many arrays as there are operands, and causes no collective.
-        operands: arrays that are global but for the manual axes.
+        shards: the shards as seen from this point.
+        body: takes as many arrays as there are operands, and runs no collective.
+        operands: arrays that are global except along manual axes.
         in_specs: one per operand.
         out_specs: a prefix of what `body` returns.
 
     Returns:
-        What `body` returns, spread as `out_specs` says.
+        The results of `body`, sharded as `out_specs` says.
     """
 
     def cast(x: jax.Array) -> jax.Array:
@@ -256,7 +255,7 @@ def per_shard(
         body,
         mesh=mesh if ambient.empty else None,
         # By their types the other Explicit axes shard nothing. Make them manual too, or every
-        # gather inside the body would have to state that again.
+        # gather inside the body would have to state this again.
         axis_names={*shards.batch_axes, *shards.feature} | stated,
         in_specs=tuple(in_specs),
         out_specs=out_specs,
@@ -266,7 +265,7 @@ def per_shard(
 
 
 def _shard_map_mesh(shards: BatchShards, operands: Sequence[jax.Array]) -> Any:
-    """The ambient mesh, the operands' explicit one, or the one the shards were found on."""
+    """Returns the ambient mesh, the operands' explicit one, or the mesh of `shards`."""
     ambient = _ambient()
     if ambient is not None:
         return ambient

@@ -70,7 +70,7 @@ def check_slots(name: str, array: jax.Array, shape: tuple[int, ...]) -> None:
 
 
 def alignment_of(align_size: int | None) -> int:
-    """Raises InvalidArgumentError unless zones can be multiples of it."""
+    """Returns align_size as a whole number of at least 1, or raises InvalidArgumentError."""
     return 1 if align_size is None else check_whole("align_size", align_size)
 
 
@@ -82,10 +82,10 @@ def rows_of(
     alignment: int,
     from_map: bool,
 ) -> int:
-    """Rows of one shard for a choice of this shape, [..., S].
+    """Returns the number of rows of one shard for a choice of this shape, [..., S].
 
     Raises:
-        InvalidArgumentError: num_out_tokens is negative, or slots or rows pass int32.
+        InvalidArgumentError: num_out_tokens is negative, or slots or rows exceed int32.
     """
     tokens = prod(shape[:-1]) // shards.num_shards
     slots = tokens * shape[-1]

@@ -1,7 +1,7 @@
-"""Plans where every slot's row goes when one shard's tokens are sorted by expert.
+"""Plans the row of every slot when one shard's tokens are sorted by expert.
 
-Sorts, binary searches and gathers over all slots at once: no loop over experts, and nothing whose
-result depends on the order in which threads come. Everything here works on one shard's block.
+It uses sorts, binary searches and gathers over all slots at once: no loop over experts, and no
+result that depends on the order of threads. Everything here works on one shard's block.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from ep_runtime_client.ops.tracing.varying import like
 
 @dataclasses.dataclass(frozen=True)
 class PermutationMeta:
-    """Holds the settings that a permutation was made for. Hashable; the static part of the plan.
+    """The settings for which a permutation was made. Hashable; the static part of the plan.
 
     Attributes:
-        shards: how the batch is cut.
+        shards: how the batch is sharded.
         num_experts: E.
-        rows: of one shard.
-        alignment: rows; every expert's zone is a multiple of it.
-        from_map: slots are experts of a routing map, and most of them unused.
+        rows: number of rows of one shard.
+        alignment: every expert's zone is a multiple of this many rows.
+        from_map: slots are the experts of a routing map, and most slots are unused.
     """
 
     shards: BatchShards
@@ -45,11 +45,11 @@ class PermutationMeta:
 
 @stored.pytree()
 class PermutationArrays(NamedTuple):
-    """The arrays of a permutation. n shards, S slots of a token: K, or E from a routing map."""
+    """The arrays of a permutation of n shards; a token has S slots: K, or E with a routing map."""
 
     source: jax.Array  # [n * rows] int32 token * S + slot in the shard; -1 no token
     slot_row: jax.Array  # [..., S] int32 row in the shard; -1 unused or dropped
-    dropped: jax.Array  # [n] int32 slots without a row for want of room
+    dropped: jax.Array  # [n] int32 slots that got no row because rows ran out
     listed: jax.Array | None  # [n * rows] int32, from a map: rows by token, then slot; rest: any
     row_count: jax.Array | None  # [...] int32, from a map: rows of the token
 
@@ -80,7 +80,7 @@ class PermutationPlan:
 
     @property
     def dropped(self) -> jax.Array:
-        """[n] int32. Slots of each shard that found no room in num_out_tokens."""
+        """Slots of each shard that got no row because num_out_tokens was too small, [n] int32."""
         return self.arrays.dropped
 
     @property
@@ -90,14 +90,14 @@ class PermutationPlan:
 
 
 def row_bound(slots: int, num_experts: int, alignment: int, most: int) -> int:
-    """Rows that `slots` slots can need, at most `most` of one expert, zones aligned; exact."""
+    """Returns the most rows that `slots` slots, up to `most` per expert, need in aligned zones."""
     experts = min(slots, num_experts)
     blocks = experts + (slots - experts) // alignment
     return min(blocks * alignment, experts * align_up(most, alignment))
 
 
 def make(meta: PermutationMeta, choice: jax.Array) -> tuple[PermutationArrays, jax.Array]:
-    """choice [T, S]: expert per slot, or bool -> the plan of one shard, group sizes [1, E]."""
+    """Makes one shard's plan and group sizes [1, E] from choice [T, S]: experts, or a bool map."""
     tokens, slots = choice.shape
     if tokens * slots == 0:
         return _nothing(meta, choice)
@@ -135,7 +135,7 @@ def _zones(meta: PermutationMeta, counts: jax.Array) -> _Zones:
 
 
 def _places(meta: PermutationMeta, zones: _Zones) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Finds each row's expert, its place among the expert's rows, and whether a slot fills it."""
+    """Finds each row's expert, its index among the expert's rows, and whether a slot fills it."""
     row = like(jnp.arange(meta.rows, dtype=jnp.int32), zones.base)
     expert = jnp.searchsorted(zones.base + zones.sizes, row, side="right").astype(jnp.int32)
     expert = jnp.minimum(expert, meta.num_experts - 1)
@@ -181,7 +181,7 @@ def _of_map(meta: PermutationMeta, routing_map: jax.Array) -> tuple[PermutationA
 
 
 def _first_that_has(seen: jax.Array, expert: jax.Array, wanted: jax.Array) -> jax.Array:
-    """The first token t with seen[t, expert] >= wanted; the last token where there is none."""
+    """Returns the first token t with seen[t, expert] >= wanted; the last token if there is none."""
     tokens = seen.shape[0]
 
     def halve(_: int, bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -192,7 +192,7 @@ def _first_that_has(seen: jax.Array, expert: jax.Array, wanted: jax.Array) -> ja
 
     low = jnp.zeros_like(expert)
     bounds = (low, jnp.full_like(expert, tokens - 1))
-    # A step halves the range, and leaves a range of one token unchanged unless that token has not
-    # enough; low then passes it.
+    # A step halves the range. A range of one token stays unchanged, unless that token has too few;
+    # `low` then passes it.
     low, _ = lax.fori_loop(0, tokens.bit_length(), halve, bounds)
     return jnp.minimum(low, tokens - 1)

@@ -1,8 +1,8 @@
-"""Rows of a permutation on one shard: copied out of tokens, and summed back.
+"""Copies rows of a permutation out of tokens on one shard, and sums them back.
 
-Gathers both ways. A row that no slot fills is never added to anything, and nothing is multiplied
-by a mask: a NaN there stays there, a NaN in a filled row comes through. On a GPU the kernels of
-`kernels/move_rows.py` stand in for what they take.
+Both directions are gathers. A row without a slot is never added, and nothing is multiplied by a
+mask: a NaN in such a row has no effect, a NaN in a filled row reaches the result. On a GPU the
+kernels of `kernels/move_rows.py` run instead, if they support the arrays.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from ep_runtime_client.ops.kernels.slots import exclusive_sum, rows_at
 from ep_runtime_client.ops.permutation.plan import PermutationArrays
 from ep_runtime_client.ops.tracing.varying import like
 
-# Gathers of this many slots are written out, so that one fused pass adds them up.
+# Up to this many slots are unrolled, so that one fused pass adds them up.
 _WRITTEN_OUT = 16
 
 
 def copied(values: jax.Array, source: jax.Array, slots: int) -> jax.Array:
-    """values [T, ...] of each row's token, zero where there is none: [rows, ...]."""
+    """Copies values [T, ...] of each row's token, zero if it has none: [rows, ...]."""
     kernel = functools.partial(kernels.copied, slots)
     plain = functools.partial(gathered, slots=slots)
     return either(kernels.supports(values, source, moves=True), kernel, plain, values, source)
 
 
 def placed(values: jax.Array, arrays: PermutationArrays) -> jax.Array:
-    """`copied` of the rows of a plan [T, S]."""
+    """As `copied`, for the rows of a plan [T, S]."""
     slots = arrays.slot_row.shape[1]
     if slots == 1:
         return copied(values, arrays.source, slots)
@@ -49,7 +49,7 @@ def placed(values: jax.Array, arrays: PermutationArrays) -> jax.Array:
 
 
 def gathered(values: jax.Array, source: jax.Array, slots: int) -> jax.Array:
-    """`copied` by XLA wherever it runs."""
+    """As `copied`, with XLA's own ops on every platform."""
     if not values.size:
         zeros = jnp.zeros((source.shape[0], *values.shape[1:]), values.dtype)
         return like(like(zeros, values), source)
@@ -71,7 +71,7 @@ def summed(
 ) -> jax.Array:
     """Adds every token's rows [rows, H], times weights [T, S], in slot order: [T, H].
 
-    In f32, f64 for f64 rows; rounded to the dtype of the rows once.
+    Sums in f32 (f64 for f64 rows), rounded once to the dtype of the rows.
     """
 
     def kernel(rows: jax.Array, arrays: PermutationArrays, weights: jax.Array | None) -> jax.Array:
@@ -112,8 +112,8 @@ class _Entry(NamedTuple):
     """One row of every token."""
 
     row: jax.Array  # [T]
-    used: jax.Array  # [T] bool; where not, the row is any
-    slot: Any  # the slot of every token, or [T]
+    used: jax.Array  # [T] bool; if False, the row is arbitrary
+    slot: Any  # one slot for all tokens, or [T]
 
 
 def _entry(arrays: PermutationArrays, first: jax.Array | None, number: Any) -> _Entry:
@@ -127,7 +127,7 @@ def _entry(arrays: PermutationArrays, first: jax.Array | None, number: Any) -> _
 
 
 def _weights_of(weights: jax.Array, slot: Any) -> jax.Array:
-    """weights [T, S] at a slot that is one for all tokens or [T]: [T]."""
+    """Returns weights [T, S] at a slot that is a scalar or [T]: [T]."""
     if jnp.ndim(slot) == 0:
         return lax.dynamic_index_in_dim(weights, slot, axis=1, keepdims=False)
     return jnp.take_along_axis(weights, slot[:, None], axis=1)[:, 0]
@@ -136,9 +136,9 @@ def _weights_of(weights: jax.Array, slot: Any) -> jax.Array:
 def weighed(
     grads: jax.Array, source: jax.Array, weights: jax.Array | None, slots: int
 ) -> jax.Array:
-    """The gradient of `summed` for its rows: of each row its token's grads [T, H] times its weight.
+    """Returns the gradient of `summed` for rows: each row's token's grads [T, H] times its weight.
 
-    Zero where a row has no token; dtype of grads, which is that of the rows.
+    Zero for a row without a token; in the dtype of grads, which is the rows' dtype.
     """
     if weights is None or not weights.size:
         return copied(grads, source, slots)
@@ -157,7 +157,7 @@ def _weighed(slots: int, grads: jax.Array, source: jax.Array, weights: jax.Array
 def weighed_with_products(
     rows: jax.Array, grads: jax.Array, arrays: PermutationArrays, weights: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """`weighed` of grads, and `products` of rows and grads; undefined for rows without a token."""
+    """Returns `weighed` and `products` of rows and grads; undefined for rows without a token."""
     slots = arrays.slot_row.shape[1]
     by_token = slots <= kernels.MAX_COMPARED_SLOTS
 
@@ -181,7 +181,7 @@ def weighed_with_products(
 
 
 def products(rows: jax.Array, grads: jax.Array, source: jax.Array, slots: int) -> jax.Array:
-    """Multiplies each row by its token's grads [T, H], summed over H in f32: [rows]."""
+    """Sums each row times its token's grads [T, H] over H in f32: [rows]."""
     wide = sum_dtype(rows.dtype)
     of_row = copied(grads, source, slots).astype(wide)
     return (rows.astype(wide) * of_row).sum(1)

@@ -1,4 +1,4 @@
-"""sort_chunks: whole chunks of rows in another order, shard by shard."""
+"""sort_chunks: reorders whole chunks of rows, shard by shard."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class _Sort:
     """The static side of one call. Hashable."""
 
     shards: BatchShards
-    lists: int  # n, lists of sizes here
+    lists: int  # n, lists of sizes on this device
 
 
 def sort_chunks(
@@ -32,11 +32,11 @@ def sort_chunks(
     """Puts chunks of rows in a new order: chunk `order[j]` becomes the j-th.
 
     Args:
-        x: [rows, ...] or, of n shards, [n * rows, ...], any dtype.
+        x: [rows, ...] or, for n shards, [n * rows, ...], any dtype.
         split_sizes: [m] or [n, m] int, on the device: rows of each chunk of x, in order.
         order: [m] or [n, m] int, a permutation of 0 .. m-1; [m] is used for all shards.
-        x_spec: PartitionSpec of x on the ambient mesh, or a NamedSharding, of which dim 0 counts.
-            None leaves it to the partitioner if x does not carry its sharding.
+        x_spec: PartitionSpec of x on the ambient mesh, or a NamedSharding; only dim 0 counts. None
+            leaves it to the partitioner if x does not carry its sharding.
 
     Returns:
         Like x, with dim 0 sharded over the same axes. Rows past sum(split_sizes) of a shard are
@@ -128,7 +128,7 @@ def _moved(
         blocks = x.reshape(lists, x.shape[0] // lists, *x.shape[1:])
         if lists == 1:
             return _one_list(copied, x, sizes[0], order[0], inverse=inverse)
-        # With several lists the partitioner must find the shards, and it cuts only XLA's own ops.
+        # With several lists the partitioner must find the shards, and it only splits XLA's own ops.
         one = jax.vmap(lambda *each: _one_list(gathered, *each, inverse=inverse))
         return one(blocks, sizes, order).reshape(x.shape)
 
@@ -144,13 +144,13 @@ def _one_list(
     *,
     inverse: bool,
 ) -> jax.Array:
-    """x [rows, ...] with chunks of sizes [m] in the order [m], or brought back from it."""
+    """Moves the chunks of x [rows, ...], with sizes [m], into `order` [m], or back if `inverse`."""
     rows, chunks = x.shape[0], sizes.shape[0]
     if not x.size or not chunks:
         return jnp.zeros_like(x)
     sizes, order = sizes.astype(jnp.int32), order.astype(jnp.int32)
     ordered = rows_at(sizes, order)
-    # Start of each chunk before and after, by the numbers of the side that is written.
+    # Start of each chunk in the source and in the result, numbered by the chunks of the result.
     if inverse:
         back = jnp.argsort(order)
         written, start = sizes, rows_at(exclusive_sum(ordered), back)
@@ -160,5 +160,5 @@ def _one_list(
     row = like(jnp.arange(rows, dtype=jnp.int32), ends)
     chunk = jnp.minimum(jnp.searchsorted(ends, row, side="right"), chunks - 1)
     source = rows_at(start - (ends - written), chunk) + row
-    # Sizes that add up to more than the rows cut the last chunks.
+    # If the sizes add up to more than the rows, the last chunks are cut off.
     return move(x, jnp.where((row < ends[-1]) & (source < rows), source, -1), 1)

@@ -1,4 +1,4 @@
-"""The largest finite absolute values of groups of rows and of kernels, which scales come from."""
+"""Finds the largest finite absolute values of groups of rows and of kernels, to compute scales."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ep_runtime_client.ops.quantize.slabs import Slabs
 
 
 def kernel_amax(w: jax.Array | Pair) -> jax.Array:
-    """[G, ...] -> f32 [G]: the largest finite absolute value of each expert's kernel."""
+    """Returns the largest finite absolute value of each expert's kernel: [G, ...] -> f32 [G]."""
     if isinstance(w, Pair):
         return jnp.maximum(kernel_amax(w.gate), kernel_amax(w.up))
 
@@ -30,9 +30,10 @@ def kernel_amax(w: jax.Array | Pair) -> jax.Array:
 
 
 def group_amax(x: jax.Array, group_sizes: jax.Array, num_experts: int | None = None) -> jax.Array:
-    """Rows [C, ...] -> f32 like group_sizes: the largest finite absolute value of each group.
+    """Returns the largest finite absolute value of each group of rows [C, ...]: f32 like
+    group_sizes.
 
-    With `num_experts` groups whose number is the same modulo it share theirs.
+    With `num_experts`, groups whose numbers are equal modulo `num_experts` share one value.
     """
     groups = math.prod(group_sizes.shape)
     experts = groups if num_experts is None else num_experts
@@ -43,13 +44,13 @@ def group_amax(x: jax.Array, group_sizes: jax.Array, num_experts: int | None = N
 
 
 def amax_of_groups(amax: jax.Array, group_sizes: jax.Array) -> jax.Array:
-    """amax [experts] of the expert of every group: like group_sizes."""
+    """Spreads amax [experts] to the groups of each expert: like group_sizes."""
     groups = math.prod(group_sizes.shape)
     return jnp.tile(amax, groups // max(amax.shape[0], 1)).reshape(group_sizes.shape)
 
 
 def _group_amax(experts: int, x: jax.Array, group_sizes: jax.Array) -> jax.Array:
-    """f32 [experts]."""
+    """Computes `group_amax` per expert in plain JAX: f32 [experts]."""
     slabs = Slabs.of(x, group_sizes)
     blocks = row_blocks.cut(slabs.capacity, group_sizes)
 
@@ -62,5 +63,5 @@ def _group_amax(experts: int, x: jax.Array, group_sizes: jax.Array) -> jax.Array
 
 
 def over(amax: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """The largest over manual mesh axes."""
+    """Returns the largest value over manual mesh axes."""
     return lax.pmax(amax, axes) if axes else amax

@@ -120,9 +120,9 @@ def _where(
 
 
 def _run_tokens(recipe: Recipe, x: jax.Array) -> QuantizedTensor:
-    """Quantizes rows that are independent of each other: any sharding will do, and none moves."""
+    """Quantizes tokens row by row, under any sharding and without moving rows."""
     form, kind = format_of(recipe), jnp.finfo(x.dtype)
-    # XLA may leave out a rounding that a cast back to f32 follows.
+    # XLA may skip a rounding that is followed by a cast back to f32.
     x = jax.lax.reduce_precision(x, exponent_bits=kind.nexp, mantissa_bits=kind.nmant)
     static = (recipe.data_dtype(), form.power_of_two(recipe))
     data, scale = quantize_tiles(x.astype(jnp.float32), {1: form.tile}, *static)
@@ -139,7 +139,7 @@ def _run_kernel(call: Any, w: jax.Array) -> QuantizedTensor:
 
 
 def check_quantize(x: Any, group_sizes: Any, recipe: Any) -> None:
-    """Raises InvalidArgumentError for what cannot be quantized."""
+    """Raises InvalidArgumentError unless `recipe` can quantize `x`."""
     check_recipe(recipe)
     if recipe.delayed:
         raise InvalidArgumentError(

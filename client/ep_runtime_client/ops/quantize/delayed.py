@@ -1,7 +1,7 @@
-"""Delayed scaling: scales from the amax of earlier calls, and histories with this call's in front.
+"""Delayed scaling: takes scales from the amax of earlier calls, and adds this call's amax.
 
-Histories are per expert over all ranks, [history, E]. Inside a shard_map that is manual over ep
-axes every device has whole histories and takes its experts' part of them.
+Histories are per expert over all ranks, [history, E]. In a shard_map that is manual over ep axes,
+every device has whole histories and reads its own experts' part.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ class Delayed:
         recipe: the recipe.
         num_experts: E, over all devices.
         groups: (R, L) of the call.
-        ep: ep axes that are manual around the call.
-        experts: manual axes that split the kernels: ep, and others on their dim of experts.
+        ep: ep axes that are manual in an enclosing shard_map.
+        experts: manual axes that split the kernels: ep axes, and others on the expert dim.
         alike: manual axes along which every device has the same histories.
-        mesh: on which the next histories are to lie whole; None where types say how they lie, or
-            there is nothing to say.
+        mesh: mesh on which the next histories must be replicated; None if types carry the sharding
+            or there is no mesh.
     """
 
     recipe: Recipe
@@ -76,13 +76,13 @@ class Delayed:
         lhs: Entries,
         rhs: Entries,
     ) -> Delayed:
-        """Makes it for a call whose rows and kernels have these entries."""
+        """Makes the Delayed for a call whose rows and kernels have these entries."""
         roles = where.roles or Roles()
 
         def manual(axes: Collection[str]) -> Axes:
             return tuple(axis for axis in axes if axis in where.manual)
 
-        over = {*roles.slab, *flat((*lhs[2:], *rhs))}  # axes that an amax is taken over, and ep
+        over = {*roles.slab, *flat((*lhs[2:], *rhs))}  # ep axes, and all axes that split an amax
         return cls(
             recipe,
             num_experts,
@@ -94,7 +94,7 @@ class Delayed:
         )
 
     def scales(self, state: DelayedState) -> tuple[jax.Array, jax.Array]:
-        """f32 scales of the rows [R, L] and of the kernels [E here]."""
+        """Returns f32 scales of the rows [R, L] and of this device's kernels [E here]."""
         found = []
         for history, axes in ((state.x, self.ep), (state.w, self.experts)):
             amax = _typed_whole(lax.stop_gradient(history)).max(0)
@@ -104,7 +104,7 @@ class Delayed:
         return jnp.take(x, numbers, axis=0).reshape(self.groups), w
 
     def next(self, state: DelayedState, x: jax.Array, w: jax.Array) -> DelayedState:
-        """`state` with this call's amax in front: of the rows [R, L], of the kernels [E here]."""
+        """Returns `state` with this call's amax in front: of rows [R, L] and kernels [E here]."""
         here = self.num_experts // (lax.axis_size(self.ep) if self.ep else 1)
         rows = _typed_whole(x).reshape(-1, here).max(0)
         return DelayedState(

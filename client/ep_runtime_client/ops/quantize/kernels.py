@@ -1,10 +1,10 @@
-"""Quantization on a GPU: custom calls of the CUDA library, bit for bit `plain.py`.
+"""Quantization on a GPU: custom calls of the CUDA library, with the same bits as `plain.py`.
 
-They serve f32, bf16 and f16 whose last dim is a multiple of 8. Data and scales of 8 bits leave
-them as uint8, which is what is moved and kept anyway.
+They support f32, bf16 and f16 whose last dim is a multiple of 8. 8-bit data and scales are returned
+as uint8, which is also how they are moved and saved.
 
-Letters as in `plain.py`. Rows [S * C, W], W all dims of a row, come with sizes [S, L], or
-[S, 0] where every slab is one group, as each kernel of [G, K', *mid, N'] is.
+Letters as in `plain.py`. Rows [S * C, W], W all dims of a row, have sizes [S, L], or [S, 0] if
+every slab is one group, as each kernel of [G, K', *mid, N'] is.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ TARGETS = targets(
     "ep_quantize_mx_v1",
 )
 _AMAX, _SCALE_ROWS, _TILES, _BLOCKS, _WEIGHTS, _MX = TARGETS
-# Of features, in products of 8-bit operands: tensor copies move 16 bytes at a time.
+# K' and N' of 8-bit matmuls are multiples of it, because tensor copies move 16 bytes at a time.
 PRODUCT_MULTIPLE = 16
-_TRANSPOSED_MULTIPLE = 16  # of K': what is stored at once along it
+_TRANSPOSED_MULTIPLE = 16  # of K', because a thread stores so many values along it
 _F32 = jnp.dtype(jnp.float32)
 
 Quantized = tuple[jax.Array, ...]
 
 
 def supports(x: jax.Array, group_sizes: jax.Array | None, *, transposed: bool = False) -> bool:
-    """Whether the kernels take rows, or without sizes kernels, lowered for a GPU.
+    """Whether the kernels support rows (or kernels, without group_sizes), lowered for a GPU.
 
-    `transposed`: `transposed_kernel` does.
+    `transposed`: whether `transposed_kernel` supports them.
     """
     if transposed and x.shape[1] % _TRANSPOSED_MULTIPLE:
         return False
@@ -61,7 +61,7 @@ def supports(x: jax.Array, group_sizes: jax.Array | None, *, transposed: bool = 
 
 
 def group_amax(experts: int, x: jax.Array, group_sizes: jax.Array) -> jax.Array:
-    """As `plain.group_amax`, but f32 [experts]."""
+    """As `plain.group_amax`, but per expert: f32 [experts]."""
     return _amax(experts, *_rows(x, group_sizes))
 
 
@@ -78,12 +78,12 @@ def _amax(experts: int, x: jax.Array, sizes: jax.Array) -> jax.Array:
 def scale_rows(
     dtype: Any, clear_slack: bool, x: jax.Array, group_sizes: jax.Array, scale: jax.Array
 ) -> jax.Array:
-    """The data of `plain.scale_rows`."""
+    """Returns the data of `plain.scale_rows`."""
     return _scaled(dtype, clear_slack, *_rows(x, group_sizes), scale).reshape(x.shape)
 
 
 def scale_kernel(dtype: Any, w: jax.Array, scale: jax.Array) -> jax.Array:
-    """The data of `plain.quantize_kernel` by a given scale."""
+    """Returns the data of `plain.quantize_kernel` for a given scale."""
     return _scaled(dtype, True, *_kernels(w), scale).reshape(w.shape)
 
 
@@ -99,10 +99,10 @@ def _scaled(
 def tile_rows(
     dtype: Any, power_of_two: bool, clear_slack: bool, x: jax.Array, group_sizes: jax.Array
 ) -> Quantized:
-    """Data like x and f32 scales [..., ceil(K' / 128)] of `BlockScaling`."""
+    """Quantizes by `BlockScaling`: data like x, and f32 scales [..., ceil(K' / 128)]."""
     lead = x.shape[:-1]
     middle = math.prod(lead[group_sizes.ndim :])
-    # Tiles end with the last dim: each of the dims between is a row of its own.
+    # Tiles end with the last dim: each index of the middle dims is a row of its own.
     sizes = kernels_serve.sizes_of(group_sizes)
     sizes = sizes if middle == 1 else sizes * jnp.int32(middle)
     results = (
@@ -116,7 +116,7 @@ def tile_rows(
 
 
 def packed_rows(dtype: Any, power_of_two: bool, x: jax.Array) -> jax.Array:
-    """Rows [R, H] as `tile_rows` quantizes them, uint8: a row's data, then its scales."""
+    """Quantizes rows [R, H] as `tile_rows` does, into uint8: a row's data, then its scales."""
     rows, width = x.shape
     results = (_struct((rows, width + _F32.itemsize * num_tiles(width, TILE))),)
     operands = (jnp.zeros((1, 0), jnp.int32), x)
@@ -125,7 +125,7 @@ def packed_rows(dtype: Any, power_of_two: bool, x: jax.Array) -> jax.Array:
 
 
 def tile_kernel(dtype: Any, power_of_two: bool, w: jax.Array) -> Quantized:
-    """Data like w and f32 scales of `BlockScaling`, in blocks of dim 1 and the last."""
+    """Quantizes by `BlockScaling`: data like w, f32 scales in blocks of dim 1 and the last."""
     shape, middle = w.shape, w.shape[2:-1]
     flat = w.reshape(*shape[:2], math.prod(middle), shape[-1])
     tiles = [num_tiles(shape[dim], TILE) for dim in (1, -1)]
@@ -138,9 +138,10 @@ def tile_kernel(dtype: Any, power_of_two: bool, w: jax.Array) -> Quantized:
 def transposed_kernel(
     dtype: Any, power_of_two: bool, w: jax.Array, scale: jax.Array | None
 ) -> Quantized:
-    """Data like w, the same bytes with K' along memory [G, *mid, N', K'], and f32 scales.
+    """Returns data like w, transposed data [G, *mid, N', K'], and f32 scales.
 
-    By the given scale [G], which is returned, or by those of blocks as `tile_kernel` makes them.
+    Quantizes with the given scale [G], which it returns, or with scales of blocks like
+    `tile_kernel`.
     """
     shape, middle = w.shape, w.shape[2:-1]
     flat = w.reshape(*shape[:2], math.prod(middle), shape[-1])
@@ -153,7 +154,7 @@ def transposed_kernel(
     )
     given = jnp.zeros(0, _F32) if scale is None else scale.astype(_F32)
     way = _way(dtype, power_of_two, True)
-    # Products of the forward pass take `transposed` alone: the data are for the backward pass.
+    # Forward matmuls read only `transposed`; the data are for the backward pass.
     found = kernels_serve.call(_WEIGHTS, results, (flat, given), way, stacked=1)
     data, transposed, made = found
     if scale is None:
@@ -163,7 +164,7 @@ def transposed_kernel(
 
 
 def mx_rows(dtype: Any, clear_slack: bool, x: jax.Array, group_sizes: jax.Array) -> Quantized:
-    """Data, e8m0 scales along the last dim, and the same along the rows."""
+    """Returns data and e8m0 scales along the last dim, then data and scales along the rows."""
     along, across = _mx(dtype, clear_slack, *_rows(x, group_sizes))
     lead = group_sizes.ndim
     tiles = (*x.shape[:-1], x.shape[-1] // MX_TILE)
@@ -177,7 +178,7 @@ def mx_rows(dtype: Any, clear_slack: bool, x: jax.Array, group_sizes: jax.Array)
 
 
 def mx_kernel(dtype: Any, w: jax.Array) -> Quantized:
-    """Data, e8m0 scales along dim 1, and the same along the last dim."""
+    """Returns data and e8m0 scales along dim 1, then data and scales along the last dim."""
     along, across = _mx(dtype, True, *_kernels(w))
     return (
         across[0].reshape(w.shape),
@@ -190,7 +191,7 @@ def mx_kernel(dtype: Any, w: jax.Array) -> Quantized:
 def _mx(
     dtype: Any, clear_slack: bool, x: jax.Array, sizes: jax.Array
 ) -> tuple[Quantized, Quantized]:
-    """(data, scales) of tiles along rows [rows, W], and of tiles across them."""
+    """Returns (data, scales) of tiles along rows [rows, W], and of tiles across them."""
     rows, width = x.shape
     results = (
         _struct(x.shape),

@@ -1,4 +1,4 @@
-"""Quantization of rows and of kernels as ops that both partitionings run."""
+"""Quantization of rows and of kernels, as ops that run on a mesh in either partitioning mode."""
 
 from __future__ import annotations
 
@@ -43,15 +43,15 @@ from ep_runtime_client.ops.quantize.quantized_tensor import QuantizedTensor
 
 @dataclasses.dataclass(frozen=True)
 class QuantizeRows:
-    """x [R, C, K'], group_sizes [R, L], and f32 scale [R, L] where it is given -> leaves.
+    """Quantizes x [R, C, K'] with group_sizes [R, L], and f32 scale [R, L] if given, into leaves.
 
     Attributes:
-        where: where it runs.
-        recipe: how.
+        where: the mesh axes and the mode in which the op runs.
+        recipe: how to quantize.
         ndim: dims of x.
-        num_experts: E, where it is known: slabs of one device share the amax of an expert.
+        num_experts: E, if known: slabs of one device share the amax of an expert.
         scaled: whether the scale is given (delayed scaling).
-        clear_slack: somebody may look at rows past the last group; see `plain`.
+        clear_slack: a caller may read rows past the last group; see `plain`.
     """
 
     where: Partitioning
@@ -104,15 +104,16 @@ class QuantizeRows:
 
 @dataclasses.dataclass(frozen=True)
 class QuantizeKernel:
-    """w [E, K', *N'] or gate and up [E, K', M], and f32 scale [E] where it is given -> leaves.
+    """Quantizes w [E, K', *N'], or gate and up [E, K', M], with f32 scale [E] if given, into
+    leaves.
 
     Attributes:
-        where: where it runs.
-        recipe: how.
-        shape: of w; of a pair [E, K', 2, M].
+        where: the mesh axes and the mode in which the op runs.
+        recipe: how to quantize.
+        shape: of w; for a pair [E, K', 2, M].
         scaled: whether the scale is given (delayed scaling).
-        transposed: whether a copy with K' along memory is made too.
-        paired: whether gate and up come apart; the leaves are those of one array.
+        transposed: whether to make also a copy with K' contiguous in memory.
+        paired: whether gate and up are two operands; the leaves are those of one array.
     """
 
     where: Partitioning
@@ -167,11 +168,11 @@ class QuantizeKernel:
 
 @dataclasses.dataclass(frozen=True)
 class QuantizeStack:
-    """w [*stack, E, K', *N'], or gate and up, -> leaves with the stack's dims in front of each.
+    """Quantizes w [*stack, E, K', *N'], or gate and up, into leaves that keep the stack's dims.
 
     Attributes:
-        kernel: of one layer.
-        dims: how many dims the stack has.
+        kernel: the op for one layer.
+        dims: number of dims of the stack.
     """
 
     kernel: QuantizeKernel
@@ -219,9 +220,9 @@ class QuantizeStack:
 
 
 def transposes(recipe: Recipe, shape: Sequence[int]) -> bool:
-    """Whether forward products of kernels [E, K', *N'] want K' along memory from the quantizer.
+    """Whether forward matmuls of kernels [E, K', *N'] want the quantizer to write `transposed`.
 
-    Its kernel then makes both layouts in one read.
+    The quantizing GPU kernel then makes both layouts in one read.
     """
     on_gpu = format_of(recipe).on_gpu
     if on_gpu is None or not on_gpu.rows:
@@ -231,7 +232,7 @@ def transposes(recipe: Recipe, shape: Sequence[int]) -> bool:
 
 
 def uneven(where: Partitioning, shape: tuple[int, ...], blocks: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns the dims of a kernel that some axis would cut into incomplete blocks.
+    """Returns the dims of a kernel that some mesh axis would split into incomplete blocks.
 
     Quantization changes the sharding of these dims.
     """
@@ -248,7 +249,7 @@ def uneven(where: Partitioning, shape: tuple[int, ...], blocks: tuple[int, ...])
 def rows(
     op: QuantizeRows, arrived: Entries, x: jax.Array, sizes: jax.Array, *scale: jax.Array
 ) -> QuantizedTensor:
-    """Makes the op that quantizes rows."""
+    """Runs the op that quantizes rows."""
     groups = padded((arrived[0],), 2)
     leaves = on_mesh.run_on_mesh(op, (arrived, groups, *([groups] * len(scale))), x, sizes, *scale)
     result = unpack(op.packing, leaves, sizes)
@@ -259,7 +260,7 @@ def rows(
 def kernel(
     op: QuantizeKernel, arrived: Entries, w: jax.Array | Pair, *scale: jax.Array
 ) -> QuantizedTensor:
-    """Makes the op that quantizes kernels; `arrived` per dim of the op's shape."""
+    """Runs the op that quantizes kernels; `arrived` has entries per dim of the op's shape."""
     arrays = jax.tree.leaves(w)
     lies = of_each(arrived) if op.paired else arrived
     given = (*[lies] * len(arrays), *[arrived[:1]] * len(scale))
@@ -270,18 +271,18 @@ def kernel(
 
 
 def packing_of(recipe: Recipe, ndim: int, *, rows: bool) -> Packing:
-    """The leaves that quantization makes."""
+    """Describes the leaves that quantization makes."""
     leaves = format_of(recipe).leaves(recipe)
     return Packing(tuple(leaves), tuple(leaves.values()), recipe, ndim, rows)
 
 
 def row_factors(ndim: int, last: str = "k") -> list[str]:
-    """Factors of rows [R, C, *mid, K']."""
+    """Returns Shardy factors of rows [R, C, *mid, K']."""
     return ["r", "c", *(f"m{i}" for i in range(ndim - 3)), last]
 
 
 def kernel_factors(ndim: int) -> list[str]:
-    """Factors of kernels [E, K', *mid, N']."""
+    """Returns Shardy factors of kernels [E, K', *mid, N']."""
     return ["e", "k", *(f"m{i}" for i in range(ndim - 3)), "n"]
 
 
@@ -291,7 +292,7 @@ def rows_roles(
     groups: Sequence[int],
     num_experts: int | None,
 ) -> Roles:
-    """Roles read off rows; without experts every group of every slab is one of its own."""
+    """Infers roles from rows; without num_experts every group of every slab is its own expert."""
     num_slabs, num_groups = groups
     return read_off(
         sizes,
@@ -309,14 +310,14 @@ def raw_leaves(q: QuantizedTensor) -> tuple[jax.Array, ...]:
 
 
 def tagged(q: Kernel, name: str) -> QuantizedTensor:
-    """Tags what forward saves of `q` for backward by `checkpoint_name`; 8-bit floats are uint8."""
+    """Tags the leaves of `q` that backward reads with `checkpoint_name`; 8-bit floats as uint8."""
     assert isinstance(q, QuantizedTensor)
     bare = dataclasses.replace(q, amax=None, group_sizes=None)
     return jax.tree.map(lambda leaf: checkpoint_name(bits(leaf), name), bare)
 
 
 def from_raw(x: Kernel, *, rows: bool) -> Kernel:
-    """Undoes `tagged` for what this package quantized; returns anything else unchanged."""
+    """Undoes `tagged` for a tensor that this package quantized; returns anything else unchanged."""
     if not isinstance(x, QuantizedTensor) or x.data.dtype != jax.numpy.uint8:
         return x
     packing = packing_of(x.recipe, x.ndim, rows=rows)

@@ -1,6 +1,6 @@
-"""Operands of a matmul op as the flat, unsigned leaves that cross partitioners and collectives.
+"""Packs operands of a matmul op into flat leaves, which partitioners and collectives handle.
 
-8-bit data and e8m0 scales travel as uint8: XLA widens an all-gather of them on CPU otherwise.
+8-bit data and e8m0 scales become uint8, because XLA on CPU widens an all-gather of them.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ class Packing:
 
     Attributes:
         names: the QuantizedTensor's field of each leaf; one "" for a plain array, two for a pair.
-        dtypes: of each leaf, before it became uint8.
+        dtypes: of each leaf, before the cast to uint8.
         recipe: None for a plain array.
-        ndim: dims of the values.
+        ndim: number of dims of the values.
         rows: whether these are rows of groups, and not kernels.
         paired: whether the leaves are gate and up of a Pair.
     """
@@ -59,7 +59,7 @@ class Packing:
 
     @functools.cached_property
     def tile(self) -> int:
-        """Values that share a scale along a blocked dim; 1 without blocks."""
+        """Number of values that share a scale along a blocked dim; 1 without blocks."""
         return format_of(self.recipe).tile
 
     @functools.cached_property
@@ -69,7 +69,7 @@ class Packing:
 
     @functools.cached_property
     def dims(self) -> Mapping[str, tuple[int, ...]]:
-        """For each leaf, by name, the dims of the values that its dims stand for.
+        """For each leaf, by name, the dims of the values that its own dims correspond to.
 
         Tensor scales have one value per group of rows, or per kernel.
         """
@@ -81,7 +81,7 @@ class Packing:
         return found
 
     def spread(self, entries: Entries) -> list[Entries]:
-        """Entries of every leaf from those of the values."""
+        """Returns entries of every leaf from the entries of the values."""
         return [tuple(entries[dim] for dim in self.dims[name]) for name in self.names]
 
     def of_values(self, leaf: Sequence[Value], between: Value) -> tuple[Value, ...]:
@@ -90,12 +90,12 @@ class Packing:
         return of_both(leaf, between) if self.paired else tuple(leaf)
 
     def factors(self, values: Sequence[str]) -> list[str]:
-        """Factors of every leaf in a Shardy rule, from those of the values."""
+        """Returns Shardy factors of every leaf from the factors of the values."""
         found = []
         for name in self.names:
             leaf = [values[dim] for dim in self.dims[name]]
             if self.rows and len(leaf) == 2:
-                leaf[1] = "l"  # rows have no dim of groups
+                leaf[1] = "l"  # rows have no dim for groups
             elif self.rows and name == "scale_columns":
                 leaf[1] = "c32"
             found.append(" ".join(leaf))
@@ -103,10 +103,10 @@ class Packing:
 
 
 def pack(x: Kernel, *, rows: bool, columns: bool = False) -> tuple[list[jax.Array], Packing]:
-    """Returns the leaves that one direction of a GEMM reads.
+    """Returns the leaves that a forward or backward GEMM reads, and their packing.
 
     Args:
-        x: an array, a Pair or a QuantizedTensor; rows have the slab dim in front.
+        x: an array, a Pair or a QuantizedTensor; dim 0 of rows is the slab.
         rows: whether these are rows of groups.
         columns: take MXFP8's column-wise copy, which backward reads, instead of the row-wise one.
     """
@@ -126,7 +126,7 @@ def pack(x: Kernel, *, rows: bool, columns: bool = False) -> tuple[list[jax.Arra
 def pack_fields(
     x: QuantizedTensor, names: Sequence[str], *, rows: bool
 ) -> tuple[list[jax.Array], Packing]:
-    """Returns the named leaves, without those that are None."""
+    """Returns the named leaves, except those that are None, and their packing."""
     leaves = {name: getattr(x, name) for name in names if getattr(x, name) is not None}
     dtypes = tuple(leaf.dtype for leaf in leaves.values())
     packing = Packing(tuple(leaves), dtypes, x.recipe, x.ndim, rows)
@@ -136,14 +136,14 @@ def pack_fields(
 def unpack(
     packing: Packing, leaves: Sequence[jax.Array], group_sizes: jax.Array | None = None
 ) -> Kernel:
-    """Makes an operand from its leaves; rows get the group sizes that they are grouped by."""
+    """Makes an operand from its leaves; rows get their group sizes."""
     raw = zip(leaves, packing.dtypes, strict=True)
     values = [from_bits(leaf, dtype) for leaf, dtype in raw]
     if packing.recipe is None:
         return Pair(*values) if packing.paired else values[0]
     fields: dict[str, Any] = dict.fromkeys((*FIELDS, "group_sizes", "origin"))
     fields |= dict(zip(packing.names, values, strict=True))
-    if fields["data"] is None:  # backward reads the column-wise copy alone, which has the shape
+    if fields["data"] is None:  # backward reads only the column-wise copy, of the same shape
         fields["data"] = fields["data_columns"]
     if packing.rows:
         fields["group_sizes"] = group_sizes

@@ -1,4 +1,4 @@
-"""Gate and up of gated experts, two arrays that are multiplied as one kernel."""
+"""Gate and up of gated experts: two arrays that are multiplied as one kernel."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ Value = TypeVar("Value")
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Pair:
-    """Kernels of gate and up, [E, K', M] each, in the place of one [E, K', 2, M].
+    """Kernels of gate and up, [E, K', M] each, in place of one array [E, K', 2, M].
 
-    A product reads both where they lie and writes [..., 2, M]; its gradient is a pair again.
-    `shape` and `ndim` are those of the one array.
+    A matmul reads both arrays without joining them and writes [..., 2, M]; its gradient is a Pair.
+    `shape` and `ndim` are those of the joined array.
     """
 
     gate: jax.Array
@@ -51,10 +51,11 @@ def is_pair(given: Any) -> bool:
 def paired(given: Any, name: str, stack: int = 0) -> Any:
     """Makes a Pair of (gate, up); returns anything else unchanged.
 
-    `stack`: how many dims of a stack of layers both have in front.
+    `stack`: number of leading dims for a stack of layers.
 
     Raises:
-        InvalidArgumentError: not two arrays [E, K', M] of one shape and dtype; names the argument.
+        InvalidArgumentError: not two arrays [E, K', M] of the same shape and dtype; names the
+            argument.
     """
     if not is_pair(given):
         return given

@@ -1,12 +1,12 @@
-"""Quantization on one device, in plain JAX. The arithmetic is that of `ep.recipes`.
+"""Quantization on one device, in plain JAX. `ep.recipes` describes the arithmetic.
 
-On a GPU the kernels of `kernels.py` stand in for what they take, bit for bit.
+On a GPU the kernels of `kernels.py` run instead, with the same bits, if they support the arrays.
 
 Letters: C rows of a slab, S slabs on this device, L groups of a slab, G experts of the kernels on
 this device. Rows are [C, *mid, K'] with group_sizes [L], or [S, C, *mid, K'] with [S, L].
 
-Rows past sum(group_sizes) are never read: they reach no amax and come out as zeros with scales
-of 1. Nothing here is differentiable; `grouped_quantize` is, straight through.
+Rows past sum(group_sizes) are never read: they do not count for an amax and become zeros with
+scales of 1. Nothing here is differentiable; `grouped_quantize` is, straight through.
 """
 
 from __future__ import annotations
@@ -39,26 +39,26 @@ def quantize_rows(
     """Quantizes the rows of every group.
 
     Args:
-        recipe: how.
+        recipe: how to quantize.
         x: [C, *mid, K'] any float dtype.
         group_sizes: [L] int32, on the device, any counts.
-        reduce_axes: manual mesh axes that split rows of one group; TensorScaling takes each amax
-            over them.
-        gradient: x are gradients: the recipe's gradient dtype.
-        num_experts: TensorScaling alone: groups whose number is the same modulo this many are the
-            same expert and share an amax; None keeps all groups apart.
-        clear_slack: somebody may look at rows past the last group. Without it a GPU leaves them
-            undefined; elsewhere they are zeros with scales of 1 anyway.
-        scale: f32 like group_sizes, of delayed scaling: what is larger saturates.
+        reduce_axes: manual mesh axes that split rows of one group; each amax of TensorScaling is
+            taken over them.
+        gradient: whether x are gradients, for which the recipe has its own dtype.
+        num_experts: only for TensorScaling: groups whose numbers are equal modulo this belong to
+            the same expert and share an amax; None gives every group its own.
+        clear_slack: a caller may read rows past the last group. If False, a GPU leaves them
+            undefined; on other platforms they are zeros with scales of 1 anyway.
+        scale: f32 like group_sizes, for delayed scaling: larger values saturate.
 
     Returns:
         A QuantizedTensor without `origin`.
 
     Raises:
-        InvalidArgumentError: MXFP8, and K' or C is no multiple of 32.
+        InvalidArgumentError: the recipe is MXFP8, and K' or C is not a multiple of 32.
 
-    Cost: follows sum(group_sizes) but for zeros and ones of the results' sizes; one pass over the
-        rows, two for TensorScaling.
+    Cost: follows sum(group_sizes), except for fills of the results with zeros and ones; one pass
+        over the rows, two for TensorScaling.
     """
     options = RowOptions(reduce_axes, gradient, num_experts, clear_slack)
     if scale is not None:
@@ -80,7 +80,7 @@ def scale_rows(
     gradient: bool = False,
     clear_slack: bool = True,
 ) -> QuantizedTensor:
-    """Quantizes rows [C, *mid, K'] by the given scales, f32 like group_sizes; saturates."""
+    """Quantizes rows [C, *mid, K'] with the given scales, f32 like group_sizes; saturates."""
     dtype = recipe.data_dtype(gradient)
     data = scaled_rows(dtype, x, group_sizes, scale, clear_slack)
     return _tensor(recipe, group_sizes, data=data, scale=scale, amax=amax)
@@ -97,19 +97,21 @@ def quantize_kernel(
     """Quantizes kernels.
 
     Args:
-        recipe: how.
-        w: [G, K', *mid, N'] any float dtype, or a Pair of [G, K', M], which comes out as one
-            [G, K', 2, M]; tiles run over dim 1 and the last dim.
-        reduce_axes: manual mesh axes that split dims other than 0; TensorScaling takes each amax
-            over them. Other recipes need local dims that are multiples of their tiles instead.
-        transposed: TensorScaling and BlockScaling alone: make a copy with K' along memory too.
-        scale: f32 [G], of delayed scaling: what is larger saturates.
+        recipe: how to quantize.
+        w: [G, K', *mid, N'] any float dtype, or a Pair of [G, K', M], which becomes one array [G,
+            K', 2, M]; tiles run over dim 1 and the last dim.
+        reduce_axes: manual mesh axes that split dims other than 0; each amax of TensorScaling is
+            taken over them. Other recipes need local dims that are multiples of their tiles
+            instead.
+        transposed: TensorScaling and BlockScaling only: also make a copy with K' contiguous in
+            memory.
+        scale: f32 [G], for delayed scaling: larger values saturate.
 
     Returns:
         A QuantizedTensor without `origin`.
 
     Raises:
-        InvalidArgumentError: MXFP8, and K' or N' is no multiple of 32.
+        InvalidArgumentError: the recipe is MXFP8, and K' or N' is not a multiple of 32.
     """
     form = format_of(recipe)
     if scale is not None:

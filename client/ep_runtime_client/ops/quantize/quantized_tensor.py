@@ -1,4 +1,4 @@
-"""Quantized tensors: what grouped_quantize returns and grouped_gemm takes in place of arrays."""
+"""Quantized tensors, which grouped_quantize returns and grouped_gemm accepts in place of arrays."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ class QuantizedTensor:
         return slack.zeroed(values, self.group_sizes)
 
     def _spread(self, scale: jax.Array, columns: bool) -> jax.Array:
-        """`scale` in f32, of a shape that broadcasts to the data's."""
+        """Returns `scale` in f32, with a shape that broadcasts to the data's."""
         scale, sizes = scale.astype(jnp.float32), self.group_sizes
         form = format_of(self.recipe)
         if form.per_group:

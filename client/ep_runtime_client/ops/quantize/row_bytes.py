@@ -1,8 +1,8 @@
-"""Rows of 8-bit values and their scales as bytes, so that one exchange moves both.
+"""Packs rows of 8-bit values and their scales as bytes, so that one exchange moves both.
 
-A row is its data, then from a multiple of 4 on its f32 scales, then zeros up to a multiple of 16,
-which windows of GPUs and NCCL want. Scales are xored with 1.0: a row of zeros, as dispatch fills
-padding with, stands for zeros with scales of 1, as quantizing that padding gives.
+A row has its data, then f32 scales from a multiple of 4 on, then zeros up to a multiple of 16,
+which GPU windows and NCCL need. Scales are xored with 1.0, so that a row of zero bytes, with which
+dispatch fills padding, means zeros with scales of 1, the same as quantized padding.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ _ONE = 0x3F800000  # 1.0
 
 
 def row_bytes(hidden: int, tile: int) -> int:
-    """Bytes of one row of `hidden` values with a scale for each `tile` of them."""
+    """Returns the bytes of a row of `hidden` values with one scale per `tile` values."""
     return align_up(scaled_bytes(hidden, tile), _MULTIPLE)
 
 
 def to_bytes(data: jax.Array, scale: jax.Array, tile: int) -> jax.Array:
-    """Data [rows, H] of 8 bits and f32 scales [rows, ceil(H / tile)] as uint8 [rows, bytes]."""
+    """Packs 8-bit data [rows, H] and f32 scales [rows, ceil(H / tile)] as uint8 [rows, bytes]."""
     rows, hidden = data.shape
     xored = lax.bitcast_convert_type(scale, jnp.uint32) ^ jnp.uint32(_ONE)
     tail = lax.bitcast_convert_type(xored, jnp.uint8).reshape(rows, -1)
@@ -38,7 +38,7 @@ def to_bytes(data: jax.Array, scale: jax.Array, tile: int) -> jax.Array:
 
 
 def from_bytes(raw: jax.Array, hidden: int, tile: int) -> tuple[jax.Array, Any]:
-    """The inverse: uint8 data [rows, H] and f32 scales."""
+    """Unpacks the bytes that `to_bytes` makes into uint8 data [rows, H] and f32 scales."""
     first, count = align_up(hidden, _SCALE_BYTES), num_tiles(hidden, tile)
     tail = lax.slice_in_dim(raw, first, first + count * _SCALE_BYTES, axis=1)
     xored = lax.bitcast_convert_type(tail.reshape(-1, count, _SCALE_BYTES), jnp.uint32)

@@ -1,4 +1,4 @@
-"""Rows of all slabs as one dim, which loops over row blocks read and write."""
+"""Views the rows of all slabs as one dim, which loops over row blocks read and write."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ import math
 import jax
 import jax.numpy as jnp
 
-BLOCK_ROWS = 128  # of loops that know no groups
+BLOCK_ROWS = 128  # of loops that do not use groups
 
 
 @dataclasses.dataclass(frozen=True)
 class Slabs:
-    """Rows of all slabs as one dim.
+    """The rows of all slabs as one dim.
 
     Attributes:
         rows: [S * C, *mid, K'].
         lead: (C,) or (S, C).
-        totals: [1] or [S, 1] int32, rows of all groups of a slab: what knows no groups, as scales
-            of single rows do, takes a slab's rows as one.
+        totals: [1] or [S, 1] int32, rows of all groups of a slab: recipes that do not use groups,
+            such as those with scales per row, take a slab's rows as one group.
     """
 
     rows: jax.Array

@@ -1,7 +1,7 @@
 """The router: chooses and weights the experts of each token.
 
-Plain JAX over any leading dims; every function works per token, so a sharded batch stays where
-it is. Letters: `ops/__init__.py`.
+Plain JAX over any leading dims; every function works per token, so a sharded batch is not moved.
+Letters: `ops/__init__.py`.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from ep_runtime_client.ops.routing.options import (
 )
 from ep_runtime_client.ops.tracing import eager
 
-# Keep a sum of scores above zero: DeepSeek's addend, and Ernie's least sum of softmax shares.
+# Keep a sum of scores above zero: DeepSeek's addend, and Ernie's lower bound of softmax shares.
 _ADDED, _LEAST_SHARES = 1e-20, 1e-12
-# Below it softplus(x) is exp(x) in f32, whose root has a derivative down to 0.
+# Below this value softplus(x) equals exp(x) in f32, whose root has a nonzero derivative.
 _SOFTPLUS_IS_EXP = -20.0
 
 
@@ -104,7 +104,7 @@ def route(
 
 
 def checked_mask(token_mask: Any, lead: tuple[int, ...]) -> jax.Array | None:
-    """The mask as an array. Raises InvalidArgumentError unless it is None or bool [*lead]."""
+    """Returns the mask as an array; raises InvalidArgumentError unless None or bool [*lead]."""
     if token_mask is None:
         return None
     found, dtype = jnp.shape(token_mask), jnp.result_type(token_mask)
@@ -117,12 +117,12 @@ def checked_mask(token_mask: Any, lead: tuple[int, ...]) -> jax.Array | None:
 
 
 def unmasked(token_mask: jax.Array, values: jax.Array, fill: float = 0) -> jax.Array:
-    """Values [..., N] of tokens that count, and `fill` for others, whose gradient is 0."""
+    """Returns values [..., N] of unmasked tokens, and `fill` for others, whose gradient is 0."""
     return jnp.where(token_mask[..., None], values, jnp.asarray(fill, values.dtype))
 
 
 def without_masked(_: None, routing: Routing, token_mask: jax.Array) -> Routing:
-    """The routing in which masked tokens have no slot, weight, share or logit."""
+    """Returns the routing in which masked tokens have no slot, weight, share or logit."""
     idx, *others = routing
     kept = [None if each is None else unmasked(token_mask, each) for each in others]
     return Routing(unmasked(token_mask, idx, -1), *kept)  # type: ignore[arg-type]
@@ -137,11 +137,11 @@ def _route(
     router, top_k = call
     logits = logits.astype(jnp.float32)
     if token_mask is not None:
-        logits = unmasked(token_mask, logits)  # before anything is made of a NaN
+        logits = unmasked(token_mask, logits)  # before any value is computed from a NaN
     scores, probs = _scores(router, logits)
     choice = scores if expert_bias is None else scores + expert_bias.astype(jnp.float32)
     choice = lax.stop_gradient(choice)
-    # Saved with the plan: a backward pass of its own would search all experts again.
+    # Saved with the plan, so that backward does not search all experts again.
     allowed = None if router.num_groups is None else _in_best_groups(choice, router, top_k)
     topk_idx = checkpoint_name(largest(choice, top_k, allowed)[1], "ep_plan")
     weights = _weights(router, scores, probs, topk_idx)
@@ -152,7 +152,7 @@ def _route(
 
 
 def _scores(router: Router, logits: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Computes the scores that experts are chosen by, without bias, and every expert's share."""
+    """Computes the scores that choose experts, without bias, and every expert's share."""
     if router.score_function == "softmax":
         probs = jax.nn.softmax(logits, axis=-1)
         return (probs if router.use_pre_softmax else logits), probs
@@ -168,7 +168,7 @@ def _sqrt_softplus(logits: jax.Array) -> jax.Array:
 
 
 def _weights(router: Router, scores: jax.Array, probs: jax.Array, topk_idx: jax.Array) -> jax.Array:
-    """Weights [..., K] of the chosen experts, before scaling."""
+    """Computes the weights [..., K] of the chosen experts, before scaling."""
     normalize = normalizes(router, topk_idx.shape[-1])
     if router.score_function == "softmax":
         if not router.use_pre_softmax and normalize:
@@ -184,13 +184,13 @@ def _sum(values: jax.Array) -> jax.Array:
 
 
 def _part_of(total: jax.Array, values: jax.Array) -> jax.Array:
-    """values / total, whose gradient has no total**-2: of 1e-20 that is inf in f32."""
+    """Returns values / total; its gradient has no total**-2, which is inf in f32 for 1e-20."""
     scale = lax.stop_gradient(total)
     return values / scale / (total / scale)
 
 
 def _in_best_groups(choice: jax.Array, router: Router, top_k: int) -> jax.Array:
-    """Finds which experts are in the token's best routing groups, bool [..., E]."""
+    """Returns which experts are in the token's best routing groups, bool [..., E]."""
     num_groups, group_topk = router.num_groups, router.group_topk
     assert num_groups is not None
     assert group_topk is not None
@@ -244,18 +244,18 @@ def _largest(k: int, x: jax.Array) -> tuple[jax.Array, jax.Array]:
 def largest(
     scores: jax.Array, k: int, allowed: jax.Array | None = None
 ) -> tuple[jax.Array, jax.Array]:
-    """`lax.top_k` along the last dim as k argmaxes: the partitioner keeps a sharded batch apart,
-    where it gathers the operand of `lax.top_k` on every device (seen on CPU, JAX 0.10 to 0.12).
-    Entries that are not `allowed` come last.
+    """Computes `lax.top_k` along the last dim as k argmaxes, with entries that are not `allowed`
+    last. The partitioner keeps a sharded batch sharded, but gathers the operand of `lax.top_k` on
+    every device (seen on CPU, JAX 0.10 to 0.12).
     """
-    # Integers in the order of floats: NaNs first, -inf last, well over the least integer.
+    # Integers in the order of floats: NaNs highest, -inf lowest, well above the least integer.
     wide = lax.stop_gradient(scores)
     wide = wide.astype(jnp.float64 if wide.dtype == jnp.float64 else jnp.float32)
     wide = jnp.where(wide == 0, jnp.zeros_like(wide), wide)  # -0.0 equals 0.0
     bits = lax.bitcast_convert_type(wide, f"int{8 * wide.dtype.itemsize}")
     most = jnp.iinfo(bits.dtype).max
     left = jnp.where(jnp.isnan(wide), most, jnp.where(bits < 0, bits ^ most, bits))
-    # Pick the largest that is left, k times.
+    # Pick the largest remaining entry, k times.
     picked = []
     least = jnp.iinfo(left.dtype).min
     if allowed is not None:
@@ -270,14 +270,14 @@ def largest(
 
 
 def pick(scores: jax.Array, topk_idx: jax.Array) -> jax.Array:
-    """scores [..., E] at topk_idx [..., K], as a masked sum: a gather would be resharded."""
+    """Picks scores [..., E] at topk_idx [..., K] with a masked sum: a gather would be resharded."""
     experts = jnp.arange(scores.shape[-1], dtype=jnp.int32)
     chosen = topk_idx[..., None] == experts
     return jnp.where(chosen, scores[..., None, :], 0.0).sum(-1)
 
 
 def tokens_per_expert(topk_idx: jax.Array, num_experts: int) -> jax.Array:
-    """Slots routed to each expert, [E] int32; unused slots (-1) count nowhere."""
+    """Counts the slots routed to each expert, [E] int32; unused slots (-1) are not counted."""
     experts = lax.broadcasted_iota(jnp.int32, (*[1] * topk_idx.ndim, num_experts), topk_idx.ndim)
     chosen = as_int32(topk_idx)[..., None] == experts
     return chosen.sum(tuple(range(topk_idx.ndim)), dtype=jnp.int32)

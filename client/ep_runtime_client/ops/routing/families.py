@@ -1,4 +1,4 @@
-"""The routers of published models: arguments of `ep.Router` by their Hugging Face configs."""
+"""The routers of published models: arguments of `ep.Router` from their Hugging Face configs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ep_runtime import close_names
 from ep_runtime.errors import InvalidArgumentError
 
 Arguments = dict[str, Any]
-# Every option of a config that says how tokens are routed, with values that change nothing.
+# Options of a config that tell how tokens are routed, each with the values that change nothing.
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "moe_norm_min": (),
     "moe_normalize_expert_weights": (),
@@ -22,14 +22,14 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "topk_method": (),
     "zero_expert_num": (0,),
 }
-# Names that some configs have instead.
+# Other names that some configs use.
 _ALSO = {"n_group": "num_expert_group", "norm_topk_prob": "moe_renormalize"}
 # Keys under which configs of whole models have these options.
 _PARTS = {"dbrx": "ffn_config", "gemma4": "text_config", "llama4": "text_config"}
 
 
 class _Config:
-    """Reads a config's options, and knows which it has read."""
+    """Reads a config's options, and records which were read."""
 
     def __init__(self, given: Any) -> None:
         self._given = given
@@ -37,7 +37,7 @@ class _Config:
         self.model_type = self("model_type")
 
     def __call__(self, name: str, default: Any = None) -> Any:
-        """An option, or the default that its family has, because files leave defaults out."""
+        """Returns an option, or its family's default, because config files leave defaults out."""
         self._read.add(name)
         for each in (name, _ALSO.get(name, name)):
             if isinstance(self._given, Mapping) and each in self._given:
@@ -47,7 +47,7 @@ class _Config:
         return default
 
     def only(self, **wanted: Any) -> None:
-        """Raises InvalidArgumentError if an option has another value than the family knows."""
+        """Raises InvalidArgumentError if an option has another value than the family supports."""
         for name, value in wanted.items():
             found = self(name)
             if found not in (None, value):
@@ -96,7 +96,7 @@ def _deepseek_v2(config: _Config) -> Arguments:
 def _deepseek_v3(
     groups: int = 1, norm: bool = True, scale: float = 1.0
 ) -> Callable[..., Arguments]:
-    """Sigmoid scores, and routing groups by their best two; the defaults of one family."""
+    """Returns a reader of routers with sigmoid scores and groups, with a family's defaults."""
 
     def arguments(config: _Config) -> Arguments:
         config.only(
@@ -189,7 +189,7 @@ _FAMILIES: Mapping[str, Callable[[_Config], Arguments]] = {
 
 
 def arguments_of(given: Any) -> Arguments:
-    """The arguments of `ep.Router` for a model, from its Hugging Face config.
+    """Returns the arguments of `ep.Router` for a model, from its Hugging Face config.
 
     Raises:
         InvalidArgumentError: the model type, or an option of routing, is unknown.
@@ -217,7 +217,7 @@ def arguments_of(given: Any) -> Arguments:
 
 
 def part_with_experts(given: Any) -> Any:
-    """The part of a config that describes routing and experts: for most models all of it."""
+    """Returns the part of a config with routing and experts: for most models all of it."""
     config = _Config(given)
     part = config(_PARTS.get(config.model_type, ""))
     return given if part is None else part

@@ -1,6 +1,6 @@
 """Losses that keep experts balanced and router logits small. Letters: `ops/__init__.py`.
 
-Masked tokens count nowhere: they have no slot, and shares of 0.
+Masked tokens are not counted: they have no slot, and shares of 0.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def balance(
     counted: jax.Array | None,
     axis_name: str | Sequence[str] | None,
 ) -> jax.Array:
-    """As `aux_loss`, of a routing without masked tokens; `counted` is None if all count."""
+    """As `aux_loss`, for a routing without masked tokens; `counted` is None if all are counted."""
     assert routing.probs is not None
     probs = routing.probs.astype(jnp.float32)
     experts, top_k = probs.shape[-1], routing.topk_idx.shape[-1]
@@ -165,7 +165,7 @@ def _scalar(coeff: float | jax.Array) -> float | jax.Array:
 
 
 def _at_least_one(count: Any) -> Any:
-    """A count as a float to divide by."""
+    """Returns a count of at least one as a float to divide by."""
     if isinstance(count, int):
         return max(float(count), 1.0)
     return jnp.maximum(count, jnp.ones_like(count)).astype(jnp.float32)
@@ -189,7 +189,7 @@ def _check_probs(loss: str, routing: Routing) -> jax.Array:
 
 
 def _counted(routing: Routing, token_mask: jax.Array | None) -> tuple[Routing, jax.Array]:
-    """The routing without masked tokens, and bool [...]: the tokens that losses count."""
+    """Returns the routing without masked tokens, and bool [...]: the tokens that losses count."""
     token_mask = checked_mask(token_mask, routing.topk_idx.shape[:-1])
     if token_mask is not None:
         routing = without_masked(None, routing, token_mask)
@@ -197,7 +197,7 @@ def _counted(routing: Routing, token_mask: jax.Array | None) -> tuple[Routing, j
 
 
 def in_losses(routing: Routing, token_mask: jax.Array | None = None) -> jax.Array:
-    """Tokens that losses count, bool [...]: masked ones have neither a slot nor a share."""
+    """Returns the tokens that losses count, bool [...]: those with a slot or a share."""
     if routing.probs is not None:
         return (routing.topk_idx >= 0).any(-1) | (routing.probs != 0).any(-1)
     if token_mask is not None:

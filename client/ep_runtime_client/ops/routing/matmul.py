@@ -1,7 +1,7 @@
-"""The router's matmul in f32 accuracy, by tensor cores where a GPU has tokens of bf16.
+"""The router's matmul with f32 accuracy, on a GPU's bf16 tensor cores if tokens are bf16.
 
 A product of two bf16 values is exact in f32, and an f32 value is the sum of three bf16 values. So
-f32 accuracy needs no f32 products, which are several times slower than reading the tokens.
+f32 accuracy needs no f32 matmul, which takes several times longer than reading the tokens.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from ep_runtime_client.ops.tracing.varying import spread_over, varied_axes
 
 _NARROW = jnp.dtype(jnp.bfloat16)
 _EXPONENT_BITS, _MANTISSA_BITS = 8, 7  # of bf16
-_EXACT = 3  # parts of an f32
-_GRADIENT = 2  # parts of the logits' gradient: 16 bits, before it meets x or is rounded to bf16
+_EXACT = 3  # bf16 parts of an f32
+_GRADIENT = 2  # parts of the logits' gradient: 16 bits, as results are rounded to bf16
 
 
 def router_logits(x: jax.Array, router: jax.Array) -> jax.Array:
-    """x [..., H] times router [H, E] in f32: [..., E]. Differentiable in both.
+    """Multiplies x [..., H] by router [H, E] in f32: [..., E]. Differentiable in both.
 
-    Cost: on GPUs, with x in bf16, one pass over x, and forward and backward products in bf16.
+    Cost: on GPUs, with x in bf16, one pass over x, and forward and backward matmuls in bf16.
     """
     if x.dtype != _NARROW or router.dtype not in (_NARROW, jnp.float32) or _is_explicit(x, router):
         return _wide(x, router)
@@ -34,7 +34,7 @@ def router_logits(x: jax.Array, router: jax.Array) -> jax.Array:
 
 
 def _is_explicit(*arrays: jax.Array) -> bool:
-    """Whether types have shardings; a product over a sharded dim must then state its result's."""
+    """Whether types carry shardings; a matmul over a sharded dim must then state its result's."""
     meshes = (jax.typeof(x).sharding.mesh for x in arrays)
     return any(AxisType.Explicit in tuple(mesh.axis_types) for mesh in meshes)
 
@@ -78,7 +78,7 @@ def _narrow_grads(x: jax.Array, router: jax.Array, grad: jax.Array) -> tuple[jax
         x, stacked, ((lead, lead), ((), ())), preferred_element_type=jnp.float32
     )
     first, *others = _parts(router, _GRADIENT)
-    # The product of both second parts is less than what rounding to bf16 leaves.
+    # The product of both second parts is below the rounding error of bf16.
     kernels = jnp.concatenate([first] * len(grads) + others, axis=1)
     pairs = jnp.concatenate([*grads, *([grads[0]] * len(others))], axis=-1)
     d_x = _dot(pairs, kernels, x.ndim - 1, 1, x.dtype)
@@ -86,12 +86,12 @@ def _narrow_grads(x: jax.Array, router: jax.Array, grad: jax.Array) -> tuple[jax
 
 
 def _parts(values: jax.Array, count: int) -> list[jax.Array]:
-    """Up to `count` arrays of bf16, largest first, whose sum is `values`, or nearly."""
+    """Splits `values` into at most `count` bf16 arrays, largest first, with nearly that sum."""
     if values.dtype == _NARROW:
         return [values]
     found = []
     for _ in range(count):
-        # XLA may leave out a cast to bf16 and back, and nothing would be left then.
+        # A cast to bf16 and back is not enough: XLA may drop it, and the remainder would be zero.
         part = lax.reduce_precision(values, _EXPONENT_BITS, _MANTISSA_BITS)
         found.append(part.astype(_NARROW))
         values = values - part
@@ -106,7 +106,7 @@ def _dot(
 
 
 def _added(stacked: jax.Array, count: int) -> jax.Array:
-    """The sum of `count` equal parts of the last dim, smallest first."""
+    """Returns the sum of `count` equal parts of the last dim, smallest first."""
     parts = jnp.split(stacked, count, axis=-1)
     total = parts[-1]
     for part in reversed(parts[:-1]):

@@ -21,9 +21,9 @@ def _fail(argument: str, message: str) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Router:
-    """Says how `moe`, `route` and flax's modules choose and weight experts by the router's logits.
+    """How `moe`, `route` and flax's modules choose and weight experts by the router's logits.
 
-    Frozen and hashable: its values are static in a program. It is checked when it is made.
+    Frozen and hashable: its values are static in a program. Its constructor checks them.
 
     Attributes:
         score_function: the score of an expert: "softmax" is its logit (with use_pre_softmax its
@@ -33,12 +33,13 @@ class Router:
             gets a gradient only if this is True, because the softmax over one logit is 1; if it is
             False, a warning appears once.
         num_groups: number of routing groups of E / num_groups experts each; needs group_topk.
-        group_topk: number of routing groups that a token may use; those of the highest score.
+        group_topk: number of routing groups that a token may use: those with the highest scores.
         group_score_topk: a group's score is the sum of this many of its highest biased scores.
             None is K // group_topk, which must divide. DeepSeek-V3 has 2, V2 1.
         normalize_weights: whether the K weights of a token are divided by their sum. False: a
             weight is the expert's score, or with "softmax" its share of the softmax over all E.
-            True: that divided by the sum over the K (+ 1e-20; with use_pre_softmax at least 1e-12).
+            True: that value divided by the sum over the K (+ 1e-20; with use_pre_softmax at least
+                1e-12).
             None: True, except with use_pre_softmax, and with "sigmoid" and "sqrtsoftplus" if K is
             1.
         scaling_factor: multiplies the weights, after they are normalised.
@@ -129,7 +130,7 @@ class Router:
 
 
 def summed_scores(router: Router, top_k: int) -> int:
-    """Number of scores whose sum is a routing group's score."""
+    """Returns the number of scores whose sum is a routing group's score."""
     if router.group_score_topk is not None:
         return router.group_score_topk
     return top_k // (router.group_topk or 1)
@@ -144,7 +145,7 @@ def normalizes(router: Router, top_k: int) -> bool:
     return top_k > 1
 
 
-# Spellings of versions before 0.2 in calls of `moe`, `route` and flax's modules, and what to write.
+# Arguments of `moe`, `route` and flax's modules before 0.2, and what replaces each of them.
 REMOVED = {
     field.name: f"router=ep.Router({field.name}=...)" for field in dataclasses.fields(Router)
 }

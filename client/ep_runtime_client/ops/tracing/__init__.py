@@ -1,1 +1,1 @@
-"""Helps every op to trace: the layer and mesh around it, scopes, varying types."""
+"""Helps every op to trace: finds its layer and mesh, names scopes, types varying values."""

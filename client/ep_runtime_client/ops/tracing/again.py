@@ -1,8 +1,8 @@
-"""Calls that a step makes once more: `jax.checkpoint` runs a forward pass again in backward.
+"""Marks calls of a forward pass that `jax.checkpoint` runs again in backward.
 
-Native calls count rows and drops for `ep-runtime load`, once a step. No value of a program says
-which call is the second one; JAX knows while it splits a checkpointed function in two. A first pass
-whose result nobody needs is removed by XLA, and its second one then counts nothing.
+Native calls count rows and drops for `ep-runtime load`, once a step. No value of a program tells
+which call is the repeated one; JAX knows while it splits a checkpointed function in two. If the
+first pass's result is unused, XLA removes that pass, and the repeated one then counts nothing.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ _MADE_AGAIN = 1 << 30  # kMadeAgain of csrc/core/base/layer_index.h
 
 
 def told(index: jax.Array, after: jax.Array) -> jax.Array:
-    """Returns a call's operand `layer_index`: `index` [1], marked if the forward pass runs again.
+    """Returns a call's operand `layer_index`: `index` [1], marked if the forward pass is repeated.
 
-    `after`: integers that the call reads. A scan moves what depends on no carry out of its loop.
+    `after`: integers that the call reads. Without them a scan would move the index out of its loop.
     """
     return _index_p.bind(index, after, again=False)
 
 
 def marked(index: jax.Array) -> jax.Array:
-    """Marks `index` of a call that this step has made before."""
+    """Marks `index` of a call that repeats one of this step."""
     return index | _MADE_AGAIN
 
 
 def layer_of(index: jax.Array) -> jax.Array:
-    """Returns the layer of the stack that an index, marked or not, stands for."""
+    """Returns the layer of the stack for an index, marked or not."""
     return jax.numpy.where(index >= _MADE_AGAIN, index - _MADE_AGAIN, index)
 
 
@@ -41,7 +41,7 @@ def _run(index: jax.Array, after: jax.Array, *, again: bool) -> jax.Array:
 
 
 def _split(saveable: Any, unknown: Sequence[bool], there: Sequence[bool], eqn: Any) -> Any:
-    """The rule of `jax.checkpoint`: the equation of its first pass, and of the one in backward."""
+    """Splits for `jax.checkpoint`: the equation of the first pass, and the one for backward."""
     missing = [x for x, here in zip(eqn.invars, there, strict=True) if not here]
     kept = [x for x in missing if not isinstance(x, Literal)]
     if any(unknown):

@@ -1,4 +1,4 @@
-"""The layer that a call is made on, and the shard_map and mesh around it."""
+"""Finds the layer of a call, and the shard_map and mesh around it."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from ep_runtime_client.ops.tracing.varying import Axes
 
 
 def open_layer(layer: EpLayer | TracedLayer) -> tuple[EpLayer, jax.Array, Mesh]:
-    """(static layer, layer index int32 [1], mesh) of a live layer.
+    """Returns (static layer, layer index int32 [1], mesh) of a live layer.
 
     Raises:
-        InvalidArgumentError: not a layer.
-        StaleHandleError: its group is closed, reclaimed, or was replaced by another spec.
+        InvalidArgumentError: `layer` is not a layer.
+        StaleHandleError: the layer's group is closed, reclaimed, or was replaced by another spec.
     """
     static, index = resolve(layer)
     mesh = live_groups.of(static).group.mesh
@@ -32,9 +32,9 @@ def open_layer(layer: EpLayer | TracedLayer) -> tuple[EpLayer, jax.Array, Mesh]:
 
 
 def constant(value: Any, mesh: Mesh) -> jax.Array:
-    """Converts an array of numpy's to one of JAX's; if eager, on every device.
+    """Converts a NumPy array to a JAX array; if eager, on every device.
 
-    `jax.transfer_guard` does not apply to it, because users guard only their own values.
+    `jax.transfer_guard` does not apply, because users guard only their own values.
     """
     if under_tracing():
         return jnp.asarray(value)
@@ -44,7 +44,7 @@ def constant(value: Any, mesh: Mesh) -> jax.Array:
 
 
 def manual_axes(group: GroupSpec) -> Axes:
-    """The group's mesh axes over which a shard_map around this point is manual, mesh order.
+    """Returns the group's mesh axes that are manual in an enclosing shard_map, in mesh order.
 
     Raises:
         InvalidArgumentError: that shard_map has another mesh than the group.
@@ -57,9 +57,9 @@ def manual_axes(group: GroupSpec) -> Axes:
 
 
 def check_devices(group: GroupSpec, mesh: Mesh, name: str, array: Any) -> None:
-    """Raises InvalidArgumentError where `array` is spread over devices of another mesh.
+    """Raises InvalidArgumentError if `array` is sharded over devices of another mesh.
 
-    Traced, only another number of them is known.
+    For a traced array only the number of devices can be compared.
     """
     if isinstance(array, jax.core.Tracer):
         there = getattr(getattr(jax.typeof(array), "sharding", None), "mesh", None)

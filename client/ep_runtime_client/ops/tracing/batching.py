@@ -1,8 +1,9 @@
 """Lets vmap batch only a mesh axis outside the group, with one index per device.
 
-An axis that is neither ep nor outer forms EP groups of its own. `jax.vmap(spmd_axis_name=axis)` of
-a batch as large as that axis gives each of them its own operands, as the stages of a pipeline
-have: the shard_map around an op splits the batch, and its per-device body meets a batch of one.
+A mesh axis that is neither ep nor outer gives every index along it an EP group of its own.
+`jax.vmap(spmd_axis_name=axis)` of a batch as large as that axis gives each group its own operands,
+as for pipeline stages: the shard_map of an op splits the batch, so its per-device body gets a batch
+of one.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ _REASON = (
     "buffers have one capacity. Put the batch into the token dims ([B, S, H]) instead."
 )
 
-# Why an op has no such vmap either.
+# Why an op does not support such a vmap either.
 RULED = 'A group with partitioning="rule" has no exception; with "auto" or "shard_map" it has one.'
 NO_LAYER = "Without a layer nothing says which mesh axes are outside its group: pass layer=."
 
 
 def one_each(body: Callable[..., Any]) -> Callable[..., Any]:
-    """`body` of a shard_map for operands that may have a batch of one, which is what `batched_p`
-    leaves to a device."""
+    """Wraps the body of a shard_map for operands that may have a batch of one, the only batch that
+    `batched_p` lets through to a device."""
 
     def run(*blocks: jax.Array) -> Any:
         traced, shapes = jax.make_jaxpr(body, return_shape=True)(*blocks)
@@ -43,7 +44,7 @@ def one_each(body: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _check(axis: Any, free: tuple[tuple[str, int], ...], never: str) -> None:
-    """Raises NotImplementedError unless a vmap is over `free` axes, with an index for each device.
+    """Raises NotImplementedError unless a vmap is over `free` axes, with one index per device.
 
     Args:
         axis: JAX's record of the vmap.

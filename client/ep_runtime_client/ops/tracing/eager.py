@@ -20,8 +20,8 @@ def run(
 ) -> Any:
     """Calls `function(call, *operands)`, compiled if every operand is concrete.
 
-    Calls `traced` instead under a trace, and inside a shard_map of the user, where constants are
-    concrete too. `traced` computes the same and has a gradient of its own.
+    Calls `traced` instead under a trace, and inside a user's shard_map, where constants are
+    concrete too. `traced` computes the same and has its own gradient.
     """
     leaves = jax.tree.leaves(operands)
     inside = jax.sharding.get_abstract_mesh().manual_axes
@@ -37,10 +37,10 @@ def settled(
     *operands: Any,
     traced: Callable[..., Any] | None = None,
 ) -> Any:
-    """As `run`, for calls that other ranks take part in: waits for concrete results.
+    """As `run`, for calls in which other ranks take part: waits for concrete results.
 
     Raises:
-        EpRuntimeError: what the program failed with, as its class.
+        EpRuntimeError: the program failed with one of our errors; raised as its class.
     """
     try:
         return jax.block_until_ready(run(function, call, *operands, traced=traced))
@@ -59,7 +59,7 @@ def shared(function: Callable[..., Any], call: Hashable, *operands: Any) -> Any:
 def _call_function(
     function: Callable[..., Any], call: Hashable, checked: bool, *operands: Any
 ) -> Any:
-    """Calls the function; programs differ by `checked`, the result of `slack.checked`."""
+    """Calls the function; `checked`, the result of `slack.checked`, is part of the cache key."""
     with usual_options():
         return function(call, *operands)
 

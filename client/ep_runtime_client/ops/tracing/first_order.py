@@ -1,4 +1,4 @@
-"""Defines gradients that cannot be differentiated again, with an error that says so."""
+"""Defines gradients that raise a clear error if they are differentiated again."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import jax.numpy as jnp
 
 
 def defvjp(name: str, op: Any, fwd: Callable[..., Any], bwd: Callable[..., Any]) -> None:
-    """Calls `op.defvjp(fwd, bwd)` of an op with one static argument, `ep.NAME` in the error.
+    """Calls `op.defvjp(fwd, bwd)` for an op with one static argument, named `ep.NAME` in the error.
 
-    A first derivative calls `fwd` and `bwd` with values alone. Operands or cotangents that carry
-    tangents are those of a second one: without this it would end inside of shard_map or of a loop.
-    An operand that is kept for `bwd` is kept as it came: `scan` makes no stack of what it has.
+    In a first derivative `fwd` and `bwd` get values only. Operands or cotangents with tangents
+    belong to a second one, which otherwise fails inside shard_map or a loop. An operand saved for
+    `bwd` is saved unchanged, because `scan` then makes no stack of an array that it already has.
     """
 
     def held_fwd(static: Any, *operands: Any) -> Any:

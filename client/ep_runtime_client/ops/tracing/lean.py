@@ -1,8 +1,8 @@
 """Computes two sets of results, or only the set that the program uses.
 
-A gradient that saves a large array in its forward pass makes it in a program's first pass too,
-where `jax.checkpoint` throws it away. In the second pass it makes the value, which nobody uses
-there. And a backward pass makes gradients of weights that a program may have frozen. Only dead code
+A forward pass that saves a large array for backward also makes it in the first pass under
+`jax.checkpoint`, which discards it. The repeated pass makes the op's value, which is unused there.
+And a backward pass makes gradients of weights that a program may have frozen. Only dead code
 elimination knows which results are used.
 """
 
@@ -28,7 +28,8 @@ def unless_unused(
     """Calls `full(*operands)`, which returns the results of `first` and then the rest.
 
     If the program uses only the results of `first`, `first` is called instead. If it uses only the
-    others, `rest` is called, which may return other values for those of `first`; None means `full`.
+    other results, `rest` is called, which may return other values for the results of `first`; None
+    means `full`.
     Not differentiable."""
     ways = [jax.make_jaxpr(way)(*operands) for way in (full, first, rest) if way is not None]
     return _either_p.bind(*operands, ways=tuple(ways))
@@ -40,7 +41,7 @@ def _run(*operands: jax.Array, ways: tuple[ClosedJaxpr, ...]) -> Any:
 
 
 def _without_unused(used: list[bool], *more: Any) -> tuple[list[bool], Any]:
-    eqn = more[-1]  # JAX of 0.12 says before it which inputs are live
+    eqn = more[-1]  # JAX 0.12 first passes which inputs are live
     ways = eqn.params["ways"]
     if not any(used):
         return [False] * len(eqn.invars), None
@@ -53,7 +54,7 @@ def _without_unused(used: list[bool], *more: Any) -> tuple[list[bool], Any]:
 
 
 def _vmapped(axis: Any, operands: Any, dims: Any, *, ways: tuple[ClosedJaxpr, ...]) -> Any:
-    """Under a vmap that `Partitioning.unbatched` lets through."""
+    """Maps all ways under a vmap that `Partitioning.unbatched` allows."""
     if all(dim is None for dim in dims):
         return _either_p.bind(*operands, ways=ways), (None,) * len(ways[0].out_avals)
 

@@ -1,4 +1,4 @@
-"""Named scopes: where an op shows in profiles and in the metadata of compiled programs."""
+"""Named scopes, which show ops in profiles and in the metadata of compiled programs."""
 
 from __future__ import annotations
 
@@ -17,17 +17,18 @@ _SCOPE = re.compile(
     r"stats|grouped_gemm|grouped_quantize|dense)"
     r"/([^/()]+)"
 )
-COPIED = "ep_copies"  # around experts that have copies
+COPIED = "ep_copies"  # scope around experts that have copies
 _WAY = re.compile(r"\bep_moe\.(\w+)\.(\w+)/([^/()]+)")
 
 
 def scope(op: str, layer: EpLayer) -> AbstractContextManager[Any]:
-    """The scope of an op of a layer: ep_OP/LAYER."""
+    """Returns the scope of an op of a layer: ep_OP/LAYER."""
     return jax.named_scope(f"ep_{op}/{label(layer)}")
 
 
 def ways(op_name: str) -> list[tuple[str, str, str]]:
-    """(way, why, layer) of each scope ep_moe.WAY.WHY/LAYER in the op name of an HLO instruction.
+    """Finds (way, why, layer) of each scope ep_moe.WAY.WHY/LAYER in the op name of an HLO
+    instruction.
 
     WAY is the body of a block of experts, and WHY the reason if it is not the fast one.
     """
@@ -35,15 +36,15 @@ def ways(op_name: str) -> list[tuple[str, str, str]]:
 
 
 def label(layer: EpLayer) -> str:
-    """The layer's name as one part of a scope."""
+    """Returns the layer's name as one part of a scope."""
     return layer.name.translate(_SEPARATORS)
 
 
 def innermost(op_name: str) -> tuple[str, str] | None:
-    """(op, layer) of the innermost of our scopes in the op name of an HLO instruction.
+    """Returns (op, layer) of the innermost of our scopes in the op name of an HLO instruction.
 
-    Matmuls of layers that are alike are traced once and carry the first one's name; the block
-    around them has its own.
+    Equal matmuls of several layers are traced once and carry the first layer's name; the enclosing
+    block has its own layer's name.
     """
     found = _SCOPE.findall(op_name)
     if not found:

@@ -1,8 +1,8 @@
-"""Manual axes over which a value varies, if the shard_map around a call tracks that.
+"""Manual axes over which a value varies, if the enclosing shard_map tracks them.
 
-A shard_map with check_vma=True types every value with the manual axes along which its devices may
-disagree. The ops keep these types as narrow as their operands': what is replicated over an axis
-that shards no tokens stays so. Elsewhere nothing here does anything.
+A shard_map with check_vma=True types every value with the manual axes along which devices may have
+different values. The ops keep these types as narrow as their operands': a value that is replicated
+over an axis without tokens stays replicated. In other programs these functions do nothing.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Axes = tuple[str, ...]
 
 
 def varied_axes(*arrays: Any) -> frozenset[str]:
-    """The manual axes that any of `arrays` (pytrees) is typed to vary over."""
+    """Returns the manual axes that any of `arrays` (pytrees) is typed to vary over."""
     found: frozenset[str] = frozenset()
     for x in jax.tree.leaves(arrays):
         tracked = getattr(jax.typeof(x), "manual_axis_type", None)
@@ -27,21 +27,21 @@ def varied_axes(*arrays: Any) -> frozenset[str]:
 
 
 def spread_over(x: jax.Array, axes: Axes) -> jax.Array:
-    """`x` typed as varying over `axes` too."""
+    """Returns `x` typed as varying also over `axes`."""
     missing = tuple(axis for axis in axes if axis not in varied_axes(x))
     return lax.pcast(x, missing, to="varying") if missing else x
 
 
 def like(x: jax.Array, other: jax.Array) -> jax.Array:
-    """`x` typed as varying over whatever `other` varies over."""
+    """Returns `x` typed as varying also over the axes that `other` varies over."""
     return spread_over(x, tuple(sorted(varied_axes(other))))
 
 
 def settled(x: jax.Array, axes: Axes) -> jax.Array:
-    """Integers `x` typed as not varying over `axes`: for values that only name a place.
+    """Types integers `x` as not varying over `axes`; use it only for positions such as ranks.
 
-    The rank of a device differs along every axis, but what an op returns differs along those
-    that its operands differ along; no public cast says so without a collective.
+    A device's rank differs along every axis, but the results of an op only along the axes that its
+    operands vary over. No public cast expresses this without a collective.
     """
     if not varied_axes(x) & {*axes}:
         return x

@@ -1,1 +1,1 @@
-"""Moves rows between devices: by windows, XLA's collectives, NCCL, and over several nodes."""
+"""Moves rows between devices: by windows, XLA's collectives or NCCL, on one or several nodes."""

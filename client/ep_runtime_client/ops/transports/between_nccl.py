@@ -1,22 +1,22 @@
-"""The collectives of `protocol.py` over the communicators that the runtime made.
+"""The collectives of `protocol.py` over NCCL communicators that the runtime created.
 
-Blocks travel as bytes, in one NCCL group of sends and receives on the stream of the step; a rank's
-own block is copied. Ranks and communicator are looked up when a call runs, so programs name the
-layer alone.
+Blocks are sent as bytes, in one NCCL group of sends and receives on the stream of the step; a
+rank's own block is copied. Ranks and communicator are looked up when a call runs, so programs
+contain only the layer.
 
-JAX 0.11.2 and newer can lend a custom call XLA's own communicator (the FFI collectives extension,
-0.1 there, 0.2 with windows in 0.12). The runtime keeps its own, because a borrowed one
+JAX 0.11.2 and newer can lend a custom call XLA's own communicator (the FFI collectives extension
+0.1; 0.2 with windows in JAX 0.12). The runtime keeps its own, because a borrowed one
 
-- cannot be aborted by who borrows it. XLA looks for NCCL's errors every 30 s, at cliques that no
-  program uses just then, and what it does about a lost process is the choice of flags for the whole
-  process; a wait must end within 2 s here, as PeerLostError, and the group form again in place.
-- is asked for by device numbers in the Prepare stage of a program, and made when that first runs:
-  on all devices at once, without a deadline of the group's, a channel limit or an id of the
-  daemon's, so neither READY nor the listing can show it. It is never freed.
-- saves neither time nor memory. On four H200s a call that borrowed it took 0.17 to 0.19 s and
-  1.35 GB of a GPU for each communication id (0.68 s and 2.7 GB for the first, with NCCL's own
-  start). Ours take 0.21 to 0.24 s. An all-to-all moved 245 to 255 GB/s with blocks of 32 MiB.
-- needs a library built against newer headers than the oldest jaxlib's, which serve all today.
+- cannot be aborted by the borrower. XLA checks for NCCL errors every 30 s, and only for cliques
+  that no program is using. Flags for the whole process decide how it handles a lost process. Here a
+  wait must end within 2 s, as PeerLostError, and the group must then form again in place.
+- is requested by device numbers in the Prepare stage of a program, and created when the program
+  first runs: on all devices at once, without the group's deadline, a channel limit or the daemon's
+  id, so neither READY nor the listing can show it. It is never freed.
+- saves neither time nor memory. On four H200s a call that borrowed one took 0.17 to 0.19 s and 1.35
+  GB of a GPU per communication id (0.68 s and 2.7 GB for the first, including NCCL's own start).
+  Ours take 0.21 to 0.24 s. An all-to-all moved 245 to 255 GB/s with blocks of 32 MiB.
+- needs a library built with newer headers than the oldest jaxlib's, which work for all today.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def all_gather(call: Call, x: jax.Array) -> jax.Array:
 
 
 def exchange(call: Call, blocks: jax.Array, *after: jax.Array) -> jax.Array:
-    """Exchanges blocks; the call begins after `after` is computed, if it is given."""
+    """Exchanges blocks; the call begins after `after` is computed, if given."""
     return _between(call, EXCHANGE, _shapes([blocks]), blocks, *after)[0]
 
 

@@ -1,4 +1,4 @@
-"""The collectives of `protocol.py` by jax.lax."""
+"""The collectives of `protocol.py`, implemented with jax.lax."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ep_runtime_client.ops.calls.call import Call
 
 
 def ep_axes(call: Call) -> tuple[str, ...]:
-    """The ep axes that need a collective; an axis of size 1 needs none."""
+    """Returns the ep axes that need a collective; an axis of size 1 needs none."""
     sizes = call.group.axis_sizes
     return tuple(axis for axis in call.group.ep_axis if sizes[axis] > 1)
 
@@ -25,7 +25,7 @@ def ep_rank(call: Call) -> jax.Array:
 
 
 def largest(call: Call, x: jax.Array) -> jax.Array:
-    """The largest x of any rank of the EP group."""
+    """Returns the largest x of all ranks of the EP group."""
     axes = ep_axes(call)
     return lax.pmax(x, axes) if axes else x
 
@@ -57,7 +57,7 @@ def node(call: Call, blocks: jax.Array) -> jax.Array:
 
 
 def _all_to_all(call: Call, blocks: jax.Array, groups: list[list[int]] | None) -> jax.Array:
-    """Narrow floats travel as bits, or XLA:CPU would widen them."""
+    """Runs an all-to-all. Narrow floats are sent as bits, because XLA on CPU would widen them."""
     axes, dtype = ep_axes(call), blocks.dtype
     if not axes:
         return blocks
@@ -69,8 +69,8 @@ def _all_to_all(call: Call, blocks: jax.Array, groups: list[list[int]] | None) -
 
 
 def _move(blocks: jax.Array, axes: Any, groups: list[list[int]] | None) -> jax.Array:
-    # vmap asks for a rule of lax.all_to_all between groups even if it batches no operand, and JAX
-    # has none. Batched operands were refused before.
+    # vmap asks for a batching rule of lax.all_to_all with groups even if no operand is batched, and
+    # JAX has none. Batched operands were rejected before.
     @custom_vmap
     def moved(blocks: jax.Array) -> jax.Array:
         return lax.all_to_all(blocks, axes, 0, 0, axis_index_groups=groups)

@@ -1,4 +1,4 @@
-"""The module of each transport; `protocol.py` says what such a module has."""
+"""Maps each transport to its module; `protocol.py` lists the functions of such a module."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ep_runtime_client.ops.calls.plan import AnyArrays, NodePlanArrays, PlanArra
 from ep_runtime_client.ops.transports import nodes, windows, xla
 from ep_runtime_client.ops.transports.protocol import PerDevice
 
-# Transports of ranks that map each other's windows.
+# Transports whose ranks map each other's windows, and the reference.
 _TRANSPORTS: dict[str, PerDevice[PlanArrays]] = {
     "xla": xla,
     "memfd": windows,
@@ -22,12 +22,12 @@ _OVER_NODES: dict[str, PerDevice[NodePlanArrays]] = {"memfd": nodes, "nccl": nod
 
 
 def on_gpus(group: GroupSpec) -> bool:
-    """Whether the group's custom calls are those of the CUDA library."""
+    """Whether the group's custom calls are in the CUDA library."""
     return native.PLATFORMS.get(group.transport) == "cuda"
 
 
 def per_device_ops(group: GroupSpec, plan: AnyArrays | None = None) -> PerDevice[Any]:
-    """The module that moves rows by `plan`, or that makes the group's plans."""
+    """Returns the module that moves rows by `plan`, or the module that makes the group's plans."""
     over_nodes = group.node_size > 0 if plan is None else isinstance(plan, NodePlanArrays)
     modules: dict[str, PerDevice[Any]] = _OVER_NODES if over_nodes else _TRANSPORTS
     return modules[group.transport]

@@ -1,8 +1,8 @@
-"""Packs partial sums to send with combine_precision="fp8": e4m3, an f32 scale per 128 values.
+"""Packs partial sums for combine_precision="fp8": e4m3 data and an f32 scale per 128 values.
 
-Rounding is that of `ep.recipes`: scales are largest finite magnitude / 448, values to nearest even;
-what is not finite comes out as NaN. So a sum is off by 2^-4 of each value at most, or by 2^-10 of
-its scale where that is more.
+Rounding is as in `ep.recipes`: scales are largest finite magnitude / 448, values are rounded to
+nearest even, non-finite values become NaN. So the error of a sum is at most 2^-4 of each value, or
+2^-10 of its scale if that is larger.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _DTYPE = jnp.float8_e4m3fn
 
 
 class ScaledRows(NamedTuple):
-    """Sums of 8 bits.
+    """Sums quantized to 8 bits.
 
     Attributes:
         data: uint8 [..., H], e4m3.
@@ -35,12 +35,12 @@ class ScaledRows(NamedTuple):
 
 
 def takes(sums: jax.Array) -> bool:
-    """Whether kernels make such rows of sums [R, H], lowered for a GPU."""
+    """Whether kernels can quantize sums [R, H], lowered for a GPU."""
     return kernels.supports(sums[None], _one_group(sums))
 
 
 def scaled(sums: jax.Array) -> ScaledRows:
-    """Sums [R, H] as data [R, H] and scales. Kernels do it where they take them."""
+    """Quantizes sums [R, H] to data [R, H] and scales, with GPU kernels if supported."""
     made = either(takes(sums), _by_kernel, _plain, sums)
     return ScaledRows(*made)
 
@@ -60,16 +60,16 @@ def _plain(sums: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def values(rows: ScaledRows) -> jax.Array:
-    """f32 [R, H]."""
+    """Dequantizes to f32 [R, H]."""
     spread = spread_tiles(rows.scale, 1, FP8_BLOCK, rows.data.shape[1])
     return widen(from_bits(rows.data, _DTYPE)) * spread
 
 
 def packed(sums: jax.Array) -> jax.Array:
-    """Sums [R, H] -> uint8 [R, bytes], so that one collective moves data and scales."""
+    """Packs sums [R, H] into uint8 [R, bytes], so that one collective moves data and scales."""
     return to_bytes(*_plain(sums), FP8_BLOCK)
 
 
 def unpacked(raw: jax.Array, hidden: int) -> jax.Array:
-    """uint8 [R, bytes] -> f32 [R, hidden]."""
+    """Unpacks uint8 [R, bytes] into f32 [R, hidden]."""
     return values(ScaledRows(*from_bytes(raw, hidden, FP8_BLOCK)))

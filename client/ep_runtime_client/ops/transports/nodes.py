@@ -1,35 +1,34 @@
-"""Movement in groups whose ranks lie on several nodes: windows inside a node, collectives between.
+"""Moves rows in groups on several nodes: windows inside a node, collectives between nodes.
 
-A row crosses the network once per node that needs it, from its rank to the rank of equal local
-index there, its rail peer; that one places it and fans it out over its node's windows. combine
-goes the other way: partial sums of a node cross back, and the source adds them up in node order.
+A row crosses the network once per node that needs it, from its rank to its rail peer: the rank with
+the same local index on that node. The peer places the row and fans it out over its node's windows.
+combine does the reverse: partial sums of a node cross back, and the source adds them in node order.
 
-On CPU rows travel between nodes in chunks of a fixed size, as many as the rank with the most rows
-for one node needs (`nodes_plan.chunk_rows`): a loop whose count the device knows. In each chunk
-every rank sends one block to each other node: what a rank with fewer rows sends in its place is
-waste, on top of the rounding to whole chunks.
+On CPU rows cross in chunks of a fixed size, in a loop whose trip count is on the device: as many
+chunks as the rank with the most rows for one node needs (`nodes_plan.chunk_rows`). In each chunk
+every rank sends one block to each other node. Ranks with fewer rows send waste in their place, in
+addition to the rounding up to whole chunks.
 
-On GPUs the host must know how many rows cross. It reads the counts of every two ranks once, behind
-a short wait, and each sends the other just those, in one exchange (`between_nccl.rail_counted`).
-Groups that would send most rows anyway send all of them, and nothing waits
-(`nodes_plan.counts_chunks`): every token stands at its own place then, and nothing is lined up.
-Where nodes are one rank each `rails.py` does that.
+On GPUs the host must know how many rows cross. It waits shortly, reads the counts of every two
+ranks once, and then one exchange sends exactly these rows (`between_nccl.rail_counted`). Groups
+that would send most rows anyway send all of them, and nothing waits (`nodes_plan.counts_chunks`):
+every token then keeps its own position, and rows are not packed. If each node has one rank,
+`rails.py` is used instead.
 
-The windows' call starts when all rows are there. With network and windows at work on different
-parts of the rows at once, as calls of their own, every part cost its calls some fixed time and
-nothing was gained, over NVLink.
+The windows' call starts when all rows have arrived. Splitting rows into parts, so that network and
+windows overlap, was no faster over NVLink, because each extra call has a fixed cost.
 
-Windows of nodes that count rows do not grow with D (`device_layout.lane_rows`): their lanes hold
-the rows of any dispatch, in parts, but not the sums of any routing. A block call with more goes
-in parts; combine goes over the tokens of one node after the other (`_by_node`). Beside the windows
-XLA holds D*T rows per rank while they cross, of fp32 in combine where it is exact.
+In nodes that count rows, windows do not grow with D (`device_layout.lane_rows`): a lane holds the
+rows of any dispatch, in chunks, but not the sums of any routing. A block call with more sums runs
+in chunks; combine handles the tokens of one node after the other (`_by_node`). In addition to the
+windows XLA holds D*T rows per rank while they cross, in combine with "exact" in fp32.
 
-The slabs are those of the other transports bit for bit. combine equals theirs within the rounding
-of f32, as sums are grouped by node; with combine_precision "fast" a node's sum is rounded to the
-row's dtype once more before it crosses, with "fp8" to 8 bits.
+Slabs have the same bits as with the other transports. combine's results equal theirs within f32
+rounding, because sums are grouped by node; with combine_precision "fast" a node's sum is also
+rounded to the row's dtype before it crosses, with "fp8" to 8 bits.
 
-XLA's gathers of whole rows take several times what the network does, so on GPUs the kernels of
-`kernels/move_rows.py` line rows up and add nodes' sums where they serve the rows.
+XLA's gathers of whole rows take several times as long as the network, so on GPUs the kernels of
+`kernels/move_rows.py` pack rows and add nodes' sums, if they support the rows.
 
 Letters: `nodes_plan.py`; H hidden, X any width.
 """
@@ -97,12 +96,12 @@ def _in_chunks(
     here: tuple[jax.Array, ...],
     take: Callable[[jax.Array, int], tuple[jax.Array, ...]],
 ) -> tuple[jax.Array, ...]:
-    """Exchanges rows with the rail peers, [D, T, ...] each: block m comes from the peer on node m.
+    """Exchanges rows [D, T, ...] with the rail peers: block m comes from the peer on node m.
 
     Args:
         call: the call.
-        plan: says in how many chunks.
-        here: arrays [D, T, ...] of which this node's block is right already.
+        plan: has the number of chunks.
+        here: arrays [D, T, ...] with this node's own block already filled.
         take: (first position, rows) -> blocks [D, rows, ...] to send, one per array of `here`.
     """
     if call.group.num_nodes == 1:
@@ -114,14 +113,14 @@ def _in_chunks(
     rows = chunk_rows(tokens)
 
     def send(number: jax.Array, arrays: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        # The last chunk begins earlier and sends some rows again, so that all have one size.
+        # The last chunk begins earlier and sends some rows again, so that all chunks have one size.
         first = jnp.minimum(number * rows, tokens - rows)
         got = ops.rail(call, *take(first, rows))
         pairs = zip(arrays, got, strict=True)
         return tuple(lax.dynamic_update_slice_in_dim(x, y, first, 1) for x, y in pairs)
 
     arrays: tuple[jax.Array, ...]
-    # A lost rank may leave a wrong count, which must not keep the loop going.
+    # A lost rank may leave a wrong count, which must not keep the loop running.
     count = jnp.minimum(plan.chunks[0], -(-tokens // rows))
     _, arrays = lax.while_loop(
         lambda state: state[0] < count,
@@ -132,7 +131,7 @@ def _in_chunks(
 
 
 def to_nodes(call: Call, plan: NodePlanArrays, *sent: jax.Array) -> tuple[jax.Array, ...]:
-    """Arrays [T, X] of tokens -> those of this rank's virtual tokens, [D*T, X]."""
+    """Sends arrays [T, X] of tokens; returns those of this rank's virtual tokens, [D*T, X]."""
     ops = collectives(call)
     if not counts_chunks(call):
         return tuple(x.reshape(-1, x.shape[-1]) for x in ops.rail_gather(call, *sent))
@@ -159,9 +158,9 @@ def to_nodes(call: Call, plan: NodePlanArrays, *sent: jax.Array) -> tuple[jax.Ar
 
 
 def _from_nodes(call: Call, plan: NodePlanArrays, *sent: jax.Array) -> tuple[jax.Array, ...]:
-    """Arrays [D*T, X] of virtual tokens -> what the nodes have for this rank's tokens, by
-    `sum_index`."""
-    # Results of custom calls are typed as varying over nothing.
+    """Sends arrays [D*T, X] of virtual tokens back; returns the nodes' arrays for this rank's
+    tokens, to be read with `sum_index`."""
+    # Results of custom calls are typed as not varying over any axis.
     typed = (like(x, plan.chunks) for x in sent)
     blocks = tuple(x.reshape(call.group.num_nodes, -1, x.shape[-1]) for x in typed)
     if counts_rows(call):
@@ -176,14 +175,14 @@ def _from_nodes(call: Call, plan: NodePlanArrays, *sent: jax.Array) -> tuple[jax
 
 
 def partial_dtype(call: Call, dtype: Any) -> Any:
-    """Dtype of a node's sums on their way."""
+    """Returns the dtype in which a node's sums cross the network."""
     return sum_dtype(dtype) if call.group.combine_precision == "exact" else dtype
 
 
 def _sums_of_nodes(
     call: Call, plan: NodePlanArrays, sums: jax.Array, *beside: jax.Array
 ) -> tuple[jax.Array | ScaledRows, list[jax.Array]]:
-    """Like `_from_nodes`: a node's sums [D*T, H] as combine_precision says, others as they are."""
+    """As `_from_nodes`: a node's sums [D*T, H] as combine_precision says, others unchanged."""
     if call.group.combine_precision != "fp8":
         partials, *others = _from_nodes(call, plan, sums, *beside)
         return partials, others
@@ -214,7 +213,7 @@ def combine(
 
 
 def added_up(call: Call, plan: NodePlanArrays, sums: jax.Array, dtype: Any) -> jax.Array:
-    """A node's sums [D*T, H] of virtual tokens -> those of all nodes, [T, H] of `dtype`."""
+    """Adds the sums [D*T, H] of virtual tokens over all nodes: [T, H] of `dtype`."""
     partials, _ = _sums_of_nodes(call, plan, sums)
     return _sum_nodes(call, packing(call, plan.dst_rank), partials, dtype)
 
@@ -231,8 +230,8 @@ def dispatch_bwd(
 
 
 def _by_node(call: Call, plan: NodePlanArrays, sum_up: Callable[[PlanArrays], Any]) -> Any:
-    """Sums of virtual tokens, by their plan. Where rows are packed into a lane that may lack room
-    for the sums of all, it goes over the tokens of one node after the other: they always fit."""
+    """Sums virtual tokens by their plan. If rows are packed into a lane that may lack room for all
+    sums, it takes the tokens of one node after the other, which always fit."""
     if not packs(plan):
         return sum_up(plan.inside)
     parts = jnp.arange(call.group.num_nodes, dtype=jnp.int32)
@@ -243,8 +242,8 @@ def _by_node(call: Call, plan: NodePlanArrays, sum_up: Callable[[PlanArrays], An
 def gradients(
     call: Call, plan: NodePlanArrays, d_tokens: jax.Array, d_slots: jax.Array, dtype: Any
 ) -> tuple[jax.Array, jax.Array]:
-    """Gradients of virtual tokens [D*T, H] and of their slots' weights f32 [D*T, K] -> d_tokens
-    [T, H] of `dtype`, d_topk_weights f32 [T, K]."""
+    """Adds gradients of virtual tokens [D*T, H] and of their slots' weights f32 [D*T, K] over
+    nodes: d_tokens [T, H] of `dtype`, d_topk_weights f32 [T, K]."""
     partials, (by_node,) = _sums_of_nodes(call, plan, d_tokens, d_slots)
     tokens = packing(call, plan.dst_rank)
     count, top_k = plan.dst_rank.shape
@@ -270,7 +269,7 @@ def combine_bwd(
 
 
 def _lined_up(call: Call, rows: jax.Array, index: jax.Array) -> jax.Array:
-    """rows [T, X] at every index, all of them in range: [..., X] of an index [...]."""
+    """Returns rows [T, X] at every index [...], all of them in range: [..., X]."""
     flat = index.reshape(-1)
     served = call.group.transport == "nccl" and kernels.supports(rows, flat, moves=True)
     taken = either(served, functools.partial(kernels.copied, 1), rows_at, rows, flat)
@@ -280,7 +279,7 @@ def _lined_up(call: Call, rows: jax.Array, index: jax.Array) -> jax.Array:
 def _sum_nodes(
     call: Call, tokens: Packed, partials: jax.Array | ScaledRows, dtype: Any
 ) -> jax.Array:
-    """Sums [R, H] that came back from the nodes, by `sum_index` -> tokens [T, H], in node order."""
+    """Adds sums [R, H] received from the nodes, by `sum_index`, in node order: tokens [T, H]."""
     slot_row = sum_index(call, tokens)
     if isinstance(partials, ScaledRows):
         return sum_scaled(partials, slot_row, dtype)
@@ -294,7 +293,7 @@ def _flat(rows: jax.Array) -> jax.Array:
 
 
 def sum_scaled(rows: ScaledRows, slot_row: jax.Array, dtype: Any) -> jax.Array:
-    """rows [R, H] by slot_row [T, D], -1 for none: [T, H], in f32, then rounded to `dtype`."""
+    """Adds rows [R, H] by slot_row [T, D] (-1: none): [T, H], in f32, then rounded to `dtype`."""
 
     def plain(data: jax.Array, scale: jax.Array, slot_row: jax.Array) -> jax.Array:
         return _summed(dtype, fp8_sums.values(ScaledRows(data, scale)), slot_row)
@@ -310,11 +309,11 @@ def _summed_by_kernel(dtype: Any, rows: jax.Array, slot_row: jax.Array) -> jax.A
 
 
 def _summed(dtype: Any, rows: jax.Array, slot_row: jax.Array) -> jax.Array:
-    """rows [R, H] by slot_row [T, D], -1 for none: [T, H], in f32 or wider, then rounded."""
+    """Adds rows [R, H] by slot_row [T, D] (-1: none): [T, H], in f32 or wider, then rounded."""
     total = None
     for place in slot_row.T:
         value = rows_at(rows, jnp.maximum(place, 0)).astype(sum_dtype(rows.dtype))
         value = jnp.where((place >= 0)[:, None], value, 0)
         total = value if total is None else total + value
-    assert total is not None  # a group has a node
+    assert total is not None  # a group has at least one node
     return round_to(total, dtype)

@@ -1,8 +1,8 @@
-"""prepare of groups whose ranks lie on several nodes, and in which chunks their rows cross over.
+"""prepare for groups on several nodes, and the chunks in which their rows cross the network.
 
-Where every slot's row goes is decided as on one node, bit for bit, so the slabs are the same. The
-ranks of a node then act as an EP group of their own: each is the source of the tokens of its rail,
-the ranks of equal local index on all nodes, which send it what the node needs of them.
+The row of every slot is decided exactly as on one node, so the slabs are the same. The ranks of a
+node then act as an EP group of their own: each is the source of the tokens of its rail (the ranks
+with its local index on all nodes), which send it the tokens that the node needs.
 
 Letters: T tokens of one rank, K top_k, N ranks of an EP group on D nodes of G, C rows of a slab.
 """
@@ -37,38 +37,38 @@ def collectives(call: Call) -> Collectives:
 
 
 def chunk_rows(tokens: int) -> int:
-    """Rows of one chunk between two ranks, if each rank has that many tokens."""
+    """Returns the rows of one chunk between two ranks, if each rank has `tokens` tokens."""
     return -(-tokens // max(1, min(MAX_CHUNKS, tokens // MIN_CHUNK_ROWS)))
 
 
 def counts_chunks(call: Call) -> bool:
-    """Whether as many rows cross as must, and not always all.
+    """Whether only the needed rows cross the network, and not always all rows.
 
-    A loop on CPU reads its count in place. On a GPU the host reads it, which must be worth it.
+    A loop on CPU reads its count on the device. On a GPU the host must read it, which costs a wait.
     """
     group = call.group
     return group.transport == "memfd" or device_layout.counts_rows(group, call.layer.top_k)
 
 
 def counts_rows(call: Call) -> bool:
-    """Whether rows cross at once, as many as each two ranks have for each other."""
+    """Whether rows cross in one exchange, exactly as many as two ranks have for each other."""
     return call.group.transport == "nccl" and counts_chunks(call)
 
 
 def row_counts(call: Call, plan: NodePlanArrays, has: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Rows for the rail peer on each node, by has [D, T], and from it: int32 [D] both."""
+    """Counts rows for the rail peer on each node, by has [D, T], and from it: int32 [D] each."""
     here = (plan.virtual_rank >= 0).any(-1).reshape(call.group.num_nodes, -1)
     return has.sum(1, dtype=jnp.int32), here.sum(1, dtype=jnp.int32)
 
 
 def my_node(call: Call) -> jax.Array:
-    """Node of this device in its EP group, int32 []."""
+    """Returns the node of this device in its EP group, int32 []."""
     rank = between_xla.ep_rank(call)
     return lax.div(rank, jnp.full_like(rank, call.group.ranks_per_node))
 
 
 def slot_nodes(call: Call, dst_rank: jax.Array) -> jax.Array:
-    """Node of each slot's row; 0 for a slot without one."""
+    """Returns the node of each slot's row; 0 for a slot without one."""
     rank = jnp.maximum(dst_rank, 0)
     return lax.div(rank, jnp.full_like(rank, call.group.ranks_per_node))
 
@@ -85,13 +85,13 @@ def packing(call: Call, dst_rank: jax.Array) -> Packed:
 
 
 def lined_up_rows(dst_rank: jax.Array, nodes: int) -> int:
-    """Most rows that a rank's tokens have on all nodes, by dst_rank [T, K] of a plan."""
+    """Returns the most rows of a rank's tokens on all nodes, for dst_rank [T, K] of a plan."""
     tokens, top_k = dst_rank.shape
     return tokens * min(nodes, top_k)
 
 
 def lined_up(tokens: Packed, rows: int) -> jax.Array:
-    """int32 [rows]: the tokens of one node after the other, in order; 0 past the last."""
+    """Lists the tokens of one node after the other, in order: int32 [rows]; 0 past the last."""
     nodes, count = tokens.has.shape
     first = jnp.arange(nodes, dtype=jnp.int32) * count
     counts = tokens.has.sum(1, dtype=jnp.int32)
@@ -99,8 +99,9 @@ def lined_up(tokens: Packed, rows: int) -> jax.Array:
 
 
 def sum_index(call: Call, tokens: Packed) -> jax.Array:
-    """[T, D]: index of each token's sum from each node among the sums received; -1 if a node has
-    none. Sums are contiguous if rows are counted; else each node has room for all tokens."""
+    """Returns [T, D]: index of each token's sum from each node among the sums received; -1 if a
+    node has none. Sums are contiguous if rows are counted; else each node has room for all
+    tokens."""
     nodes, count = tokens.has.shape
     first = jnp.arange(nodes, dtype=jnp.int32) * count
     if counts_rows(call):
@@ -109,10 +110,10 @@ def sum_index(call: Call, tokens: Packed) -> jax.Array:
 
 
 def prepare(at: DeviceCall, topk_idx: jax.Array) -> NodePlanArrays:
-    """topk_idx [T, K] int32 -> the plan.
+    """Makes the plan for topk_idx [T, K] int32.
 
-    Cost over the network: E counts of each rank to all, 8 bytes per slot to each other node, and
-    where rows cross in chunks one number of each rank to all.
+    Cost over the network: E counts of each rank to all, 8 bytes per slot to each other node, and,
+    if rows cross in chunks, one number of each rank to all.
     """
     call = at.call
     ops, group = collectives(call), call.group
@@ -134,7 +135,7 @@ def prepare(at: DeviceCall, topk_idx: jax.Array) -> NodePlanArrays:
 
 
 def _counts(call: Call, arriving: jax.Array, counts: jax.Array) -> jax.Array:
-    """recv_count [G, 4] and, where rows are packed, the counts of all pairs of ranks."""
+    """Returns recv_count [G, 4] and, if rows are packed, the counts of all pairs of ranks."""
     nodes = call.group.num_nodes
     size, virtual, _ = arriving.shape
     if not device_layout.packs(call.group, virtual):
@@ -157,7 +158,7 @@ def packs(plan: NodePlanArrays) -> bool:
 
 
 def sums_fit(call: Call, plan: NodePlanArrays) -> jax.Array:
-    """bool []: whether the lane of every rank of the node holds the sums of its virtual tokens."""
+    """Whether the lane of every rank of the node holds the sums of its virtual tokens, bool []."""
     if not packs(plan):
         return jnp.array(True)
     group = call.group
@@ -166,14 +167,14 @@ def sums_fit(call: Call, plan: NodePlanArrays) -> jax.Array:
     others = jnp.where(jnp.eye(size, dtype=bool)[:, None], 0, of_pairs).sum(2, dtype=jnp.int32)
     sums, first = others[:, 0], others[:, 1]
     if group.combine_precision == "exact" and DTYPE_BYTES[group.max_token_dtype] < 4:
-        # In f32 they take two rows each, and halves of the tokens take turns.
+        # Sums in f32 take two rows each, and the two halves of the tokens take turns.
         sums = 2 * jnp.maximum(first, sums - first)
     fits: jax.Array = (sums <= lane_rows(group)).all()
     return fits
 
 
 def of_node(call: Call, plan: NodePlanArrays, node: jax.Array) -> PlanArrays:
-    """The part of a packed plan that has the virtual tokens of one node, int32 []."""
+    """Returns the part of a packed plan for the virtual tokens of one node, int32 []."""
     group = call.group
     nodes, size = group.num_nodes, group.ranks_per_node
     tokens = len(plan.virtual_rank) // nodes
@@ -203,8 +204,8 @@ def of_node(call: Call, plan: NodePlanArrays, node: jax.Array) -> PlanArrays:
 def _joined(
     values: jax.Array, first: jax.Array, lengths: jax.Array, count: int
 ) -> tuple[jax.Array, jax.Array]:
-    """Runs of values [first, first + length), one behind the other: int32 [count], -1 past the
-    last; and of which run each is."""
+    """Joins runs of values [first, first + length): int32 [count], -1 past the last; also returns
+    the run of each value."""
     ends = jnp.cumsum(lengths, dtype=jnp.int32)
     at = jnp.arange(count, dtype=jnp.int32)
     run = (at[:, None] >= ends).sum(1, dtype=jnp.int32)
@@ -216,7 +217,7 @@ def _joined(
 def _virtual_tokens(
     call: Call, tokens: Packed, dst_rank: jax.Array, dst_row: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Local rank and row of every slot of the virtual tokens, int32 [D*T, K] both."""
+    """Returns local rank and row of every slot of the virtual tokens, int32 [D*T, K] both."""
     group = call.group
     nodes = jnp.arange(group.num_nodes, dtype=jnp.int32)[:, None, None]
     there = (dst_rank >= 0) & (slot_nodes(call, dst_rank) == nodes)
@@ -224,7 +225,7 @@ def _virtual_tokens(
     slots = jnp.stack([dst_rank - nodes * group.ranks_per_node, rows], 1)
     slots = jnp.where(there[:, None], slots, -1)  # [D, 2, T, K]
     if counts_chunks(call):
-        # Past the last token of a node stands any one, whose slots must not come along.
+        # Positions past the last token of a node hold an arbitrary token; drop its slots.
         order = jnp.arange(dst_rank.shape[0], dtype=jnp.int32)
         filled = order < tokens.has.sum(1, dtype=jnp.int32)[:, None]
         slots = jnp.take_along_axis(slots, tokens.token[:, None, :, None], 2)
@@ -235,7 +236,7 @@ def _virtual_tokens(
 
 
 def _chunks(call: Call, tokens: Packed) -> jax.Array:
-    """Chunks that the rank with the most rows for another node needs, or 1 for one exchange."""
+    """Returns the chunks that the rank with the most rows needs, or 1 for one exchange."""
     if not counts_chunks(call) or counts_rows(call):
         return jnp.ones(1, jnp.int32)
     rows = chunk_rows(tokens.has.shape[1])
@@ -246,10 +247,11 @@ def _chunks(call: Call, tokens: Packed) -> jax.Array:
 
 
 def network_rows(call: Call, plan: AnyArrays) -> tuple[int, int]:
-    """Rows that one dispatch (or one combine) sends between nodes, and the least it could.
+    """Counts the rows that one dispatch (or one combine) sends between nodes, and the least
+    possible.
 
     Args:
-        call: of the plan.
+        call: the call of the plan.
         plan: whole arrays, with the slab dim, of one EP group.
     """
     group = call.group
@@ -263,6 +265,6 @@ def network_rows(call: Call, plan: AnyArrays) -> tuple[int, int]:
     if counts_rows(call):
         return least, least
     rows = int(plan.chunks[0, 0]) * chunk_rows(plan.dst_rank.shape[1])
-    if not counts_chunks(call):  # as one
+    if not counts_chunks(call):  # one exchange of all rows
         rows = plan.virtual_rank.shape[1] // group.num_nodes
     return rows * (group.num_nodes - 1) * group.ep_size, least

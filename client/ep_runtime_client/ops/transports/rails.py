@@ -1,8 +1,8 @@
-"""Movement over NCCL in groups whose nodes are one rank each, and the plans of all its groups.
+"""Moves rows over NCCL in groups with one rank per node, and plans all groups over NCCL.
 
-A custom call here places or sums what no peer is needed for while rows cross, all in one exchange.
-Rows are placed straight out of what arrives, and no window has any. That is for groups whose rows
-all cross (`nodes_plan.counts_chunks`), so that every rank knows how many without asking. Sums and
+Rows cross in one exchange; meanwhile a custom call here places or sums the rows that need no peer.
+Received rows are placed directly, without windows. It supports groups that send all rows
+(`nodes_plan.counts_chunks`), so that every rank knows the number of rows without asking. Sums and
 slabs are those of `nodes.py`: a node's sum is rounded to the rows' dtype before it crosses, and
 with combine_precision "fp8" to 8 bits.
 
@@ -41,13 +41,13 @@ MAX_PARTS, KEPT_COUNTS, ENOUGH_BLOCKS, WARPS, PART_SLOTS = 16, 4, 256, 16, 65535
 
 
 def plans(call: Call, topk_idx: jax.Array) -> bool:
-    """Whether `prepare` here serves the call."""
+    """Whether this module's `prepare` supports the call."""
     group = call.group
     return bool(
         group.transport == "nccl"
         and group.num_nodes > 1
         and not counts_chunks(call)
-        and group.on_overflow != "error"  # who fails a step asks XLA's collectives
+        and group.on_overflow != "error"  # else XLA's collectives must agree
         and group.num_experts <= MAX_EXPERTS
         and 0 < topk_idx.shape[1] <= MAX_TOP_K
         and topk_idx.shape[0] > 0
@@ -55,7 +55,7 @@ def plans(call: Call, topk_idx: jax.Array) -> bool:
 
 
 def takes(call: Call, rows: jax.Array, tokens: int, *, sums: bool = False) -> bool:
-    """Whether the calls here move such rows [.., H] of so many tokens; `sums`: they are added."""
+    """Whether these calls move rows [.., H] of `tokens` tokens; `sums`: whether they are summed."""
     group = call.group
     kind = rows.dtype
     whole = kind.itemsize > 1 or kind.name.startswith(("bool", "int8", "uint8", "float8"))
@@ -78,9 +78,9 @@ def takes(call: Call, rows: jax.Array, tokens: int, *, sums: bool = False) -> bo
 
 
 def prepare(call: Call, topk_idx: jax.Array) -> NodePlanArrays:
-    """As `nodes_plan.prepare`, of expert indices alone that all ranks have from each other.
+    """As `nodes_plan.prepare`, but computed from the expert indices of all ranks only.
 
-    Cost over the network: 4 bytes per slot of every rank to all.
+    Cost over the network: 4 bytes per slot, from every rank to all.
     """
     group, (tokens, top_k) = call.group, topk_idx.shape
     ranks = group.ep_size
@@ -98,7 +98,7 @@ def prepare(call: Call, topk_idx: jax.Array) -> NodePlanArrays:
 
 
 def _scratch_words(ranks: int, tokens: int, top_k: int, experts: int) -> int:
-    """NodePlanScratch of csrc/cuda/nccl/node_plan.cu, which checks it."""
+    """Returns the size of NodePlanScratch in csrc/cuda/nccl/node_plan.cu, which checks it."""
     wanted = min(max(ENOUGH_BLOCKS // ranks, 1), MAX_PARTS)
     least = 2 * tokens * top_k // PART_SLOTS + 1
     parts = ranks * max(least, min(max(tokens // WARPS, 1), wanted))
@@ -110,7 +110,7 @@ def _blocks(call: Call, tokens: int, width: int, dtype: Any) -> ShapeDtypeStruct
 
 
 def _crossing(call: Call, tokens: int, width: int, dtype: Any) -> tuple[ShapeDtypeStruct, ...]:
-    """Returns the shapes of arrays that sums cross the network in: rows twice, or rows once and
+    """Returns the shapes of arrays in which sums cross the network: rows twice, or rows once and
     data with scales twice."""
     rows, none = _blocks(call, tokens, width, dtype), (0, 0, 0)
     if call.group.combine_precision != "fp8":

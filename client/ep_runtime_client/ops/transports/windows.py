@@ -1,8 +1,8 @@
 """Transports "memfd" and "nvlink": the ops as custom calls of a native library, on windows.
 
-Attributes are names and static sizes only, so that every process traces the same program and a
-compiled one can be kept: rank and layer index are operands, addresses and generation are looked up
-when the call runs.
+Attributes are only names and static sizes, so that every process traces the same program and a
+compiled one can be cached: rank and layer index are operands; addresses and generation are looked
+up when the call runs.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ TARGETS = targets(
     "ep_dispatch_bwd_v1",
     "ep_combine_bwd_v1",
 )
-# On GPUs, of whole experts.
+# Custom calls on GPUs that move whole experts.
 PUSH_COPIES, RETURN_COPIES = targets("ep_push_copies_v1", "ep_return_copies_v1")
-# As in copy_experts.cu.
+# The same values as in copy_experts.cu.
 _CHUNK_BYTES, _MOST_SPARE = 64 << 10, 256
-# More launches in a row would cost more than a collective of XLA.
+# With more launches in a row, an XLA collective is faster.
 _MOST_LAUNCHES = 64
 PREPARE, DISPATCH, COMBINE, DISPATCH_BWD, COMBINE_BWD = TARGETS
-# The prepare on GPUs that waits for its verdict.
+# The prepare on GPUs that waits for its verdict, so that it can fail the step.
 (PREPARE_SYNC,) = targets("ep_prepare_sync_v1")
 
 
@@ -52,9 +52,9 @@ def native_call(
     held: int | None = None,
     **others: Any,
 ) -> tuple[jax.Array, ...]:
-    """Results of a custom call of the library of the group's platform, which looks up its layer.
+    """Makes a custom call of the library for the group's platform, which looks up its layer.
 
-    The first `held`, or all, are for others than a stack of `scan` alone.
+    The first `held` results (default: all) may have users other than the stack of a `scan`.
     """
     platform = native.PLATFORMS[call.group.transport]
     ensure_registered(platform)
@@ -75,14 +75,14 @@ def attributes(call: Call) -> dict[str, np.int64]:
 
 
 def row_alignment(call: Call) -> dict[str, Any]:
-    """The attribute of calls whose rows are laid closer than the layer's alignment; else none."""
+    """Returns the attribute for zones aligned closer than the layer's; empty for others."""
     if call.row_alignment == call.layer.alignment:
         return {}
     return {"row_alignment": call.row_alignment}
 
 
 def clear_slack(call: Call) -> dict[str, Any]:
-    """The attribute that leaves rows past the last zone as they are; empty if they are cleared."""
+    """Returns the attribute that leaves rows past the last zone as they are; or empty."""
     return {} if call.clear_slack else {"clear_slack": 0}
 
 
@@ -129,7 +129,7 @@ def combine(
     plan: PlanArrays,
     dtype: Any = None,
 ) -> jax.Array:
-    """As every transport's; the result has `dtype` if it is given."""
+    """As in the protocol; the result has `dtype` if given."""
     shape = (plan.dst_rank.shape[0], expert_out.shape[1])
     results = (ShapeDtypeStruct(shape, dtype or expert_out.dtype),)
     operands = (at.rank, at.layer_index, expert_out, or_empty(weights, 0), *plan)
@@ -143,7 +143,7 @@ def dispatch_bwd(
     plan: PlanArrays,
     dtype: Any = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """As every transport's; d_tokens has `dtype` if it is given."""
+    """As in the protocol; d_tokens has `dtype` if given."""
     results = (
         ShapeDtypeStruct((plan.dst_rank.shape[0], d_recv.shape[1]), dtype or d_recv.dtype),
         ShapeDtypeStruct(plan.dst_rank.shape, jnp.float32),
@@ -185,7 +185,7 @@ def carries_copies(call: Call, blocks: jax.Array) -> bool:
 
 
 def push_copies(at: DeviceCall, experts: jax.Array, blocks: jax.Array) -> jax.Array:
-    """Blocks [L + S, ...] whose slots have the blocks of their experts (int32 [N, S])."""
+    """Fills the copy slots of blocks [L + S, ...] with experts' blocks (int32 [N, S])."""
     result = ShapeDtypeStruct(blocks.shape, blocks.dtype)
     ensure_registered("cuda")
     call = jax.ffi.ffi_call(PUSH_COPIES, result, input_output_aliases={3: 0})
@@ -193,6 +193,6 @@ def push_copies(at: DeviceCall, experts: jax.Array, blocks: jax.Array) -> jax.Ar
 
 
 def return_copies(at: DeviceCall, experts: jax.Array, blocks: jax.Array) -> jax.Array:
-    """Blocks [N, S, ...] of all slots that have an expert of this rank; others are undefined."""
+    """Returns blocks [N, S, ...] of all slots with an expert of this rank; others are undefined."""
     result = (ShapeDtypeStruct((*experts.shape, *blocks.shape[1:]), blocks.dtype),)
     return native_call(at.call, RETURN_COPIES, result, at.rank, at.layer_index, experts, blocks)[0]

@@ -1,9 +1,9 @@
-"""Transport "xla": the ops on jax.lax collectives alone, summing in the order of the windows.
+"""Transport "xla": the ops with jax.lax collectives only, summing in the order of the windows.
 
-It is the reference meaning that runs wherever JAX does, and the peer in benchmarks. Values are
-bit-equal to the memfd transport's: products are rounded before they are added (XLA:CPU would
-contract them to FMA), and every op is a conditional of its own, so that XLA fuses nothing of the
-model into it, as it cannot with a custom call.
+It is the reference, which runs on every platform of JAX, and the baseline in benchmarks. Values are
+bit-equal to the memfd transport's: products are rounded before they are added (XLA on CPU would
+contract them to FMA), and every op is a conditional of its own, so that XLA fuses no part of the
+model into it, as with a custom call.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ prepare = xla_plan.prepare
 
 
 class _Receiver(NamedTuple):
-    """Tells which lane row each entry and each slab row of this device came from."""
+    """The lane rows that each entry and each slab row of this device came from."""
 
     lane: jax.Array  # [C] of each entry: source * T + place; 0 beyond the last entry
     slot: jax.Array  # [C] of each entry
     row: jax.Array  # [C] slab row of each entry; C beyond the last entry
     filled: jax.Array  # [C] bool of each slab row: an entry fills it
-    row_lane: jax.Array  # [C] of each slab row: lane row it is a copy of; 0 where not filled
+    row_lane: jax.Array  # [C] lane row that each slab row is a copy of; 0 if not filled
 
 
 def _source(call: Call, plan: PlanArrays) -> Packed:
-    """The staged places of this device's tokens at every rank."""
+    """Returns the staged positions of this device's tokens at every rank."""
     peers = jnp.arange(call.group.ep_size, dtype=jnp.int32)[:, None, None]
     return packed((plan.dst_rank == peers).any(-1))
 
@@ -65,9 +65,9 @@ def _receiver(call: Call, plan: PlanArrays) -> _Receiver:
 
 
 def _sealed(plan: PlanArrays, body: Callable[[], Any]) -> Any:
-    """Runs `body()` in a computation of its own, across whose borders XLA fuses nothing.
+    """Runs `body()` in a computation of its own, so that XLA fuses nothing across its border.
 
-    The predicate always holds, which no compiler can know: rows demanded are not negative.
+    The predicate is always true, but no compiler can know it: num_recv is never negative.
     """
     shapes = jax.eval_shape(body)
 
@@ -88,14 +88,14 @@ def _rounded(product: jax.Array, plan: PlanArrays) -> jax.Array:
 
 
 def round_to(values: jax.Array, dtype: Any) -> jax.Array:
-    """A cast that XLA does not elide together with a later cast back."""
+    """Casts so that XLA does not elide the cast together with a later cast back."""
     if dtype == jnp.bfloat16:
         values = lax.reduce_precision(values, exponent_bits=8, mantissa_bits=7)
     return values.astype(dtype)
 
 
 def _place_rows(call: Call, plan: PlanArrays, tokens: jax.Array) -> jax.Array:
-    """tokens [T, H] -> slab [C, H]: each row a copy of its token, zero where none belongs."""
+    """Places copies of tokens [T, H] in the slab [C, H]; zeros in rows without a token."""
     source, receiver = _source(call, plan), _receiver(call, plan)
     lanes = exchange(call, rows_at(tokens, source.token))
     rows = rows_at(lanes.reshape(-1, tokens.shape[1]), receiver.row_lane)
@@ -123,7 +123,7 @@ def dispatch(
 def _reduce_rows(
     call: Call, plan: PlanArrays, rows: jax.Array, weights: jax.Array | None
 ) -> jax.Array:
-    """Slab [C, H] -> tokens [T, H]: per rank in slot order, then over ranks in order."""
+    """Sums slab [C, H] to tokens [T, H]: per rank in slot order, then over ranks in order."""
     dtype, wide = rows.dtype, sum_dtype(rows.dtype)
     tokens, top_k = plan.dst_rank.shape
     staged = plan.recv_count[:, 0]
@@ -190,7 +190,7 @@ def dispatch_bwd(
 
 
 def _halving_sum(products: jax.Array) -> jax.Array:
-    """[C, W] -> [C]: s[i] += s[half + i] until one is left, half = ceil(width / 2)."""
+    """Sums [C, W] -> [C]: s[i] += s[half + i] until one is left, half = ceil(width / 2)."""
     width = products.shape[1]
     while width > 1:
         half = (width + 1) // 2

@@ -1,12 +1,12 @@
-"""prepare of transport "xla": the nine plan arrays on jax.lax collectives alone.
+"""prepare of transport "xla": the nine plan arrays, with jax.lax collectives only.
 
-The same arrays, bit for bit, as the native library makes; `ep_runtime.layout` has the drop rule in
+The arrays have the same bits as the native library's; `ep_runtime.layout` has the drop rule in
 plain Python.
 
 With on_overflow="error" every device fails in the same prepare. The verdict is a collective over
-all EP domains, so that no device goes on to a later collective alone; raising is a host callback,
-which is the one way for plain JAX to fail a program. JAX prints a failed callback once more when
-the process ends, and keeps such programs out of its cache.
+all EP domains, so that no device continues to a later collective alone. A host callback raises the
+error, because plain JAX has no other way to fail a program. JAX prints a failed callback once more
+when the process ends, and does not cache such programs.
 """
 
 from __future__ import annotations
@@ -35,13 +35,14 @@ Gather = Callable[[Call, jax.Array], jax.Array]
 
 
 def calls_host(group: GroupSpec) -> bool:
-    """Whether a prepare of the group calls the host, to fail on it."""
+    """Whether a prepare of the group calls the host, which can raise an error."""
     plain = group.transport == "xla" or group.node_size > 0
     return plain and group.on_overflow == "error"
 
 
 def ranks_in_expert(expert: jax.Array, num_experts: int) -> tuple[jax.Array, jax.Array]:
-    """(rows per expert [E], each slot's rank among this source's slots of its expert [T*K]).
+    """Returns (rows per expert [E], each slot's rank among this source's slots of its expert
+    [T*K]).
 
     `expert` is [T*K] with E for an unused slot.
     """
@@ -55,9 +56,9 @@ def ranks_in_expert(expert: jax.Array, num_experts: int) -> tuple[jax.Array, jax
 
 
 class Routed(NamedTuple):
-    """Holds the fields of PlanArrays that follow from the counts of all ranks.
+    """The fields of PlanArrays that follow from the counts of all ranks.
 
-    `dropped` is int32 []: slots that ask for this rank and get no row.
+    `dropped` is int32 []: slots that want a row of this rank and get none.
     """
 
     dst_rank: jax.Array
@@ -69,7 +70,7 @@ class Routed(NamedTuple):
 
 
 def route(at: DeviceCall, topk_idx: jax.Array, gather: Gather) -> Routed:
-    """topk_idx [T, K] int32 -> where each slot's row goes; `gather` is the transport's
+    """Finds where each slot's row goes, from topk_idx [T, K] int32; `gather` is the transport's
     all_gather."""
     call = at.call
     group, alignment = call.group, call.layer.alignment
@@ -111,17 +112,19 @@ def prepare(
 
 
 def zone_rows(plan: AnyArrays, topk_idx: jax.Array) -> jax.Array:
-    """int32 [1]: rows that the zones of this rank have."""
-    # Results of custom calls are typed as varying over nothing.
+    """Returns the number of rows in the zones of this rank, int32 [1]."""
+    # Results of custom calls are typed as not varying over any axis.
     return like(plan.group_sizes.sum(keepdims=True, dtype=jnp.int32), topk_idx)
 
 
 def receiver_side(
     arriving: jax.Array, capacity: int
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Rows that each source's slots fill here, [N, T, K] with -1, as the receiver's plan arrays.
+    """Makes the receiver's plan arrays from the rows that sources' slots fill here, [N, T, K] with
+    -1.
 
-    recv_count, staged_start, staged_row and staged_slot, for any number of sources and tokens.
+    Returns recv_count, staged_start, staged_row and staged_slot, for any number of sources and
+    tokens.
     """
     ranks, tokens, top_k = arriving.shape
     fills = arriving >= 0
@@ -186,7 +189,7 @@ def _refuse(
             f"EP_RUNTIME/CapacityOverflowError: layer {layer}: rank {int(rank)} would receive "
             f"{int(demand)} rows, its slab holds {capacity} {json.dumps(fields)}"
         )
-        if int(own) == int(rank):  # once, for `Group.check`
+        if int(own) == int(rank):  # only one process reports, for `Group.check`
             live_groups.report(group, text)
         raise RuntimeError(text)
     return np.int32(0)

@@ -1,1 +1,1 @@
-"""Formats that recipes store operands in: one `Format` per recipe, one file each."""
+"""Formats in which recipes store operands: one `Format` per recipe, one file each."""

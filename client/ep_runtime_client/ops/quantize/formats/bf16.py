@@ -1,4 +1,4 @@
-"""`BF16`: a cast, and no scales. Plain arrays, which have no recipe, are read so too."""
+"""`BF16`: casts, without scales. Also reads plain arrays, which have no recipe."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """`BlockScaling`: f32 scales of 1 x 128 values of rows and of 128 x 128 values of a kernel.
 
-A kernel's gradient sums over rows, for which scales along their values are of no use: what was
-quantized so is quantized again then, 128 rows of a group times 128 values sharing a scale. Floats
-of 8 bits are as precise for what is 2^14 times smaller than their largest value as for that.
+A kernel's gradient sums over rows, for which scales along a row's values cannot be used. So the
+8-bit rows are quantized again, with one scale for 128 rows of a group times 128 values. 8-bit
+floats keep their relative precision for values down to 2^-14 of the largest one.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class BlockFormat(Format):
     def row_reader(
         self, operand: Any, lead: int, *, columns: bool = False
     ) -> Callable[[RowBlock], Part]:
-        """Reads rows as they are; if rows are contracted, quantizes each block once more."""
+        """Returns a reader of rows; if rows are contracted, it quantizes each block once more."""
         read = super().row_reader(operand, lead, columns=columns)
         if not columns:
             return read
@@ -105,7 +105,7 @@ def _tiled_kernel(
 def _tiled_rows(
     dtype: Any, two: bool, x: jax.Array, group_sizes: jax.Array
 ) -> tuple[jax.Array, ...]:
-    """Data [C, *mid, K'] and f32 scales [C, *mid, ceil(K' / 128)]."""
+    """Quantizes rows to data [C, *mid, K'] and f32 scales [C, *mid, ceil(K' / 128)]."""
     slabs = Slabs.of(x, group_sizes)
     rows = slabs.rows
     last = rows.ndim - 1

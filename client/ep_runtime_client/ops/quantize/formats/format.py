@@ -1,6 +1,6 @@
-"""`Format`: all that ops ask of a recipe.
+"""`Format`: everything that ops need from a recipe.
 
-A new recipe is one file here, its class and its format, and one line in `table.py`.
+A new recipe needs one file here, with its format class, and one line in `table.py`.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from ep_runtime_client.ops.quantize.formats.recipes import Recipe
 from ep_runtime_client.ops.quantize.formats.tiles import bits, from_bits, spread_tiles, widen
 
 Axes = tuple[str, ...]
-Leaves = dict[str, jax.Array]  # by field name of QuantizedTensor
+Leaves = dict[str, jax.Array]  # by field names of QuantizedTensor
 
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """The values that a row block multiplies, and their scale.
+    """Values of a row block or kernel for a dot, and their scale.
 
     Attributes:
-        values: [rows or K', everything else].
-        scale: f32 [] that multiplies the result, or None.
+        values: [rows or K', all other dims].
+        scale: f32 [] that multiplies the dot's result, or None.
     """
 
     values: jax.Array
@@ -38,7 +38,7 @@ class Part:
 
 @dataclasses.dataclass(frozen=True)
 class RowOptions:
-    """Says how to quantize rows: the arguments of `plain.quantize_rows`."""
+    """Options of quantizing rows, as `plain.quantize_rows` takes them."""
 
     reduce_axes: Axes = ()
     gradient: bool = False
@@ -48,13 +48,14 @@ class RowOptions:
 
 @dataclasses.dataclass(frozen=True)
 class OnGpu:
-    """Says what the kernels of the CUDA library do with a format.
+    """How the kernels of the CUDA library compute with a format.
 
     Attributes:
-        rows: tensor cores multiply the data as it is, forward and for the rows' gradient, of
-            kernels with K' along memory; else what it stands for, in bf16.
-        columns: likewise for the weight's gradient, which contracts rows.
-        activation: one pass activates and quantizes.
+        rows: the tensor cores multiply the 8-bit data directly, in forward and for the rows'
+            gradient, with K' of kernels contiguous in memory; if False, values are dequantized to
+            bf16.
+        columns: the same for the weight's gradient, which contracts rows.
+        activation: one pass activates and quantizes rows.
     """
 
     rows: bool
@@ -66,13 +67,13 @@ class Format(abc.ABC):
     """Stores, makes, reads and multiplies the operands of one kind of recipe. Stateless.
 
     Attributes:
-        tile: values that share a scale along a blocked dim; 1 where there are no blocks.
-        per_group: whether a group of rows, or a kernel, has one scale, and an amax.
+        tile: number of values that share a scale along a blocked dim; 1 without blocks.
+        per_group: whether each group of rows, and each kernel, has one scale and an amax.
         columns: whether there is a second copy, with its tiles along the other dim.
-        contracted_rows: rows of a group that share a scale where a product contracts them; 0 where
-            any number may be read at once.
-        by_row: whether every row is quantized by itself, so that it may be before it moves.
-        on_gpu: what GPUs do; None where all is plain JAX there too.
+        contracted_rows: rows of a group that share a scale in a matmul that contracts rows; 0 if it
+            may read any number of rows at once.
+        by_row: whether every row is quantized on its own, so that it can be before it is sent.
+        on_gpu: how GPUs compute with it; None if they run plain JAX.
     """
 
     tile: ClassVar[int] = 1
@@ -84,27 +85,27 @@ class Format(abc.ABC):
 
     @abc.abstractmethod
     def leaves(self, recipe: Recipe) -> dict[str, Any]:
-        """Dtype of every field of a QuantizedTensor that is made, `data` first."""
+        """Returns the dtype of every field that quantization makes, `data` first."""
 
     @abc.abstractmethod
     def quantize_rows(
         self, recipe: Recipe, x: jax.Array, group_sizes: jax.Array, options: RowOptions
     ) -> Leaves:
-        """`plain.quantize_rows`."""
+        """Quantizes rows; see `plain.quantize_rows`."""
 
     @abc.abstractmethod
     def quantize_kernel(
         self, recipe: Recipe, w: Any, reduce_axes: Axes, *, transposed: bool
     ) -> Leaves:
-        """`plain.quantize_kernel`; formats with one scale per kernel take a Pair too."""
+        """As `plain.quantize_kernel`. Formats with one scale per kernel also take a Pair."""
 
     def tiles(self, ndim: int, lead: int | None, *, columns: bool = False) -> dict[int, int]:
         """Returns how many values share a scale, for each axis on which several do.
 
         Args:
             ndim: dims of the values.
-            lead: how many of them rows take; None for kernels.
-            columns: of the column-wise copy.
+            lead: number of dims for the rows; None for kernels.
+            columns: whether for the column-wise copy.
         """
         return {}
 
@@ -115,11 +116,11 @@ class Format(abc.ABC):
     def row_reader(
         self, operand: Any, lead: int, *, columns: bool = False
     ) -> Callable[[RowBlock], Part]:
-        """Reads a block's rows of a QuantizedTensor; rows of other groups are zeros.
+        """Returns a reader of a block's rows of a QuantizedTensor; rows of other groups are zeros.
 
         Args:
             operand: [C, ...] or [S, C, ...].
-            lead: how many dims the rows take, 1 or 2.
+            lead: number of dims for the rows, 1 or 2.
             columns: the GEMM contracts the rows: the column-wise copy is read, if there is one.
         """
         data, scale = flat(bits(operand.data), lead), operand.scale
@@ -146,7 +147,8 @@ class Format(abc.ABC):
         return scaled
 
     def kernel_reader(self, operand: Any, *, columns: bool = False) -> Callable[[jax.Array], Part]:
-        """Reads one expert's kernel [K', everything else] of a QuantizedTensor [G, K', *N'].
+        """Returns a reader of one expert's kernel [K', all other dims] of a QuantizedTensor [G, K',
+        *N'].
 
         `columns`: the GEMM contracts N': the column-wise copy is read, if there is one.
         """
@@ -179,5 +181,5 @@ def flat(array: jax.Array, lead: int) -> jax.Array:
 
 
 def matrix(part: jax.Array) -> jax.Array:
-    """[rows or K', everything else]."""
+    """Reshapes to [rows or K', all other dims]."""
     return part.reshape(part.shape[0], math.prod(part.shape[1:]))

@@ -1,6 +1,7 @@
-"""Quantizes kernels to 8 bits in both layouts: as given, and with K' along memory.
+"""Quantizes kernels to 8 bits in both layouts: as given, and transposed.
 
-GPUs multiply the second one forward. The kernels of gate and up become one.
+In the transposed layout K' is contiguous in memory; GPUs multiply it forward. Gate and up become
+one array.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ def both_layouts(
     w: jax.Array,
     scale: jax.Array | None,
 ) -> tuple[jax.Array, ...]:
-    """Data, the same with K' along memory, and scales.
+    """Returns data, transposed data (K' contiguous in memory), and scales.
 
-    `made(w, scale)`: data and scales in plain JAX. Without `scale` those of blocks are made.
+    `made(w, scale)`: computes data and scales in plain JAX; without `scale`, scales of blocks.
     """
 
     def plain(w: jax.Array, scale: jax.Array | None) -> tuple[jax.Array, ...]:
@@ -42,8 +43,8 @@ def both_layouts(
 def of_halves(made: Callable[[jax.Array], Leaves], w: Pair) -> Leaves:
     """Joins gate and up, which `made` quantizes separately, to leaves of kernels [G, K', 2, M].
 
-    Products of 8-bit kernels take one array. It is what quantization writes anyway; the weights
-    themselves stay apart.
+    Matmuls of 8-bit kernels read one array, and quantization writes a new array anyway; the
+    unquantized weights stay two arrays.
     """
     gate, up = made(w.gate), made(w.up)
 

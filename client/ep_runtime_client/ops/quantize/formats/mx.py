@@ -36,7 +36,7 @@ _FIELDS = ("data", "scale", "data_columns", "scale_columns")
 class MxFormat(Format):
     tile = MX_TILE
     columns = True
-    # Hopper's tensor cores know no such scales.
+    # Hopper's tensor cores do not support such scales.
     on_gpu = OnGpu(rows=False, columns=False, activation=False)
 
     def leaves(self, recipe: Recipe) -> dict[str, Any]:
@@ -78,7 +78,7 @@ class MxFormat(Format):
     ) -> Callable[[RowBlock], Part]:
         if not columns:
             return super().row_reader(operand, lead)
-        # One scale per 32 rows; a block may begin inside such a tile.
+        # One scale per 32 rows; a block may begin inside 32 such rows.
         data = flat(bits(operand.data_columns), lead)
         scales = flat(bits(operand.scale_columns), lead)
         scale_dtype = operand.scale_columns.dtype
@@ -99,7 +99,7 @@ def _mx_kernel(dtype: Any, w: jax.Array) -> tuple[jax.Array, ...]:
 
 
 def _mx_rows(dtype: Any, x: jax.Array, group_sizes: jax.Array) -> tuple[jax.Array, ...]:
-    """Data, scales [C, *mid, K' / 32], and the same along the rows, scales [C / 32, *mid, K']."""
+    """Returns data and scales along K' [C, *mid, K' / 32], then along rows [C / 32, *mid, K']."""
     slabs = Slabs.of(x, group_sizes)
     rows = slabs.rows
     last, trailing = rows.ndim - 1, rows.shape[1:]
@@ -116,7 +116,7 @@ def _mx_rows(dtype: Any, x: jax.Array, group_sizes: jax.Array) -> tuple[jax.Arra
         values = block.read(rows).astype(jnp.float32)
         data, scale = quantize_tiles(values, {last: MX_TILE}, dtype, True)
         columns, column_scale = quantize_tiles(values, {0: MX_TILE}, dtype, True)
-        # C is a multiple of 32 and so are a block's rows: tiles straddle no block and no slab.
+        # C and a block's rows are multiples of 32, so a tile is in one block and one slab.
         tile = RowBlock(
             block.group, lax.div(block.start, jnp.int32(MX_TILE)), block.valid[::MX_TILE]
         )

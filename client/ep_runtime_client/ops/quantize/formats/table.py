@@ -1,4 +1,4 @@
-"""The format of every recipe."""
+"""Maps every recipe to its format."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _PLAIN = FORMATS[BF16]
 
 
 def format_of(recipe: Recipe | None) -> Format:
-    """The format of a recipe, or of the nearest class that it is made from; None: plain arrays.
+    """Returns the format of a recipe class, or of its nearest base class; None: plain arrays.
 
     Raises:
-        InvalidArgumentError: there is none.
+        InvalidArgumentError: the recipe has no format.
     """
     if recipe is None:
         return _PLAIN

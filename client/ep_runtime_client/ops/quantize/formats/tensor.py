@@ -1,4 +1,4 @@
-"""`TensorScaling`: one f32 scale per expert, from its amax or given."""
+"""`TensorScaling`: one f32 scale per expert, computed from its amax or given."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class TensorFormat(Format):
 def scaled_rows(
     dtype: Any, x: jax.Array, group_sizes: jax.Array, scale: jax.Array, clear_slack: bool
 ) -> jax.Array:
-    """Data of rows [C, *mid, K'] by the given scales, f32 like group_sizes; saturates."""
+    """Quantizes rows [C, *mid, K'] with the given scales, f32 like group_sizes; saturates."""
     kernel = functools.partial(kernels.scale_rows, dtype, clear_slack)
     plain = functools.partial(_scaled_rows, dtype)
     served = kernels.supports(x, group_sizes)
@@ -85,7 +85,7 @@ def _scaled_rows(dtype: Any, x: jax.Array, group_sizes: jax.Array, scale: jax.Ar
 
 
 def scaled_kernel(dtype: Any, w: jax.Array | Pair, scale: jax.Array, *, transposed: bool) -> Leaves:
-    """Data of kernels [G, K', *mid, N'] by the given scales, f32 [G]; saturates."""
+    """Quantizes kernels [G, K', *mid, N'] with the given scales, f32 [G]; saturates."""
     if isinstance(w, Pair):
         return of_halves(lambda half: scaled_kernel(dtype, half, scale, transposed=transposed), w)
     if transposed:

@@ -10,12 +10,12 @@ import jax.numpy as jnp
 
 
 def widen(data: jax.Array) -> jax.Array:
-    """8-bit or bf16 data in f32, exactly."""
+    """Casts 8-bit or bf16 data to f32, exactly."""
     return data.astype(jnp.float32)
 
 
 def spread_tiles(scale: jax.Array, axis: int, tile: int, length: int) -> jax.Array:
-    """Each scale repeated `tile` times along `axis`, cut to `length`."""
+    """Repeats each scale `tile` times along `axis`, cut to `length`."""
     shape = scale.shape
     wide = jnp.broadcast_to(
         jnp.expand_dims(scale, axis + 1), (*shape[: axis + 1], tile, *shape[axis + 1 :])
@@ -25,7 +25,7 @@ def spread_tiles(scale: jax.Array, axis: int, tile: int, length: int) -> jax.Arr
 
 
 def row_scales(capacity: int, group_sizes: jax.Array, scale: jax.Array) -> jax.Array:
-    """[..., L] sizes and scales -> [..., capacity] scale of each row, 0 past the last group."""
+    """Spreads sizes and scales [..., L] of groups to a scale per row [..., capacity], else 0."""
     ends = jnp.cumsum(group_sizes, axis=-1, dtype=jnp.int32)[..., None, :]
     sizes, scale = group_sizes[..., None, :], scale[..., None, :]
     rows = jnp.arange(capacity, dtype=jnp.int32)[:, None]
@@ -35,19 +35,19 @@ def row_scales(capacity: int, group_sizes: jax.Array, scale: jax.Array) -> jax.A
 
 
 def bits(data: jax.Array) -> jax.Array:
-    """1-byte floats as uint8, which every collective and slice moves as bytes."""
+    """Casts 1-byte floats to uint8, which every collective and slice moves as bytes."""
     if data.dtype.itemsize != 1 or data.dtype == jnp.uint8:
         return data
     return jax.lax.bitcast_convert_type(data, jnp.uint8)
 
 
 def from_bits(raw: jax.Array, dtype: Any) -> jax.Array:
-    """The inverse of `bits`."""
+    """Casts back; the inverse of `bits`."""
     if raw.dtype == dtype:
         return raw
     return jax.lax.bitcast_convert_type(raw, dtype)
 
 
 def num_tiles(length: int, tile: int) -> int:
-    """Scales along a dim of `length` values."""
+    """Returns the number of scales along a dim of `length` values."""
     return math.ceil(length / tile)
