@@ -20,7 +20,7 @@ from ep_runtime_server.rpc.interceptor import current_session
 from ep_runtime_server.rpc.paging import page
 from ep_runtime_server.runtime import Runtime
 
-Context = grpc.aio.ServicerContext
+Context = grpc.aio.ServicerContext[Any, Any]
 # A layer has about 40 bytes in a request and about 160 in the journal.
 _JOURNAL_GROWTH = 5
 
