@@ -1,1 +1,1 @@
-"""Layers, meshes, dtypes and JAX's state for all other folders, none of which it imports."""
+"""Layers, meshes, dtypes and JAX's state, for all other folders; it imports none of them."""

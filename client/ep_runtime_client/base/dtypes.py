@@ -1,4 +1,4 @@
-"""Dtypes by name: specs carry names, callers may pass what JAX calls a dtype."""
+"""Dtypes by name: specs hold names, and callers may pass any form of dtype that JAX accepts."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from ep_runtime.errors import InvalidArgumentError
 
 
 def dtype_name(dtype: Any, argument: str) -> str:
-    """The name of a dtype given by name ("bfloat16"), as a numpy dtype or as `jnp.bfloat16`.
+    """Returns the name of a dtype given by name, as a numpy dtype or as `jnp.bfloat16`.
 
     Raises:
-        InvalidArgumentError: it is not the dtype of any array that a group moves.
+        InvalidArgumentError: no array that a group moves has this dtype.
     """
     name = dtype
     if not isinstance(dtype, str):
@@ -29,7 +29,7 @@ def dtype_name(dtype: Any, argument: str) -> str:
 
 
 def as_dtype(dtype: Any, argument: str) -> Any:
-    """`dtype` as numpy's. Raises InvalidArgumentError if it is not one."""
+    """Returns `dtype` as a numpy dtype. Raises InvalidArgumentError if it is not a dtype."""
     import jax.numpy as jnp
 
     try:
@@ -39,7 +39,7 @@ def as_dtype(dtype: Any, argument: str) -> Any:
 
 
 def sum_dtype(*dtypes: Any) -> Any:
-    """The dtype in which values of these dtypes are added up: float64 if one of them is."""
+    """Returns the dtype in which values of these dtypes are summed: float64 if one of them is."""
     import jax.numpy as jnp
 
     return jnp.float64 if jnp.float64 in dtypes else jnp.float32
@@ -47,7 +47,7 @@ def sum_dtype(*dtypes: Any) -> Any:
 
 def _unknown(dtype: Any, argument: str, wanted: str) -> InvalidArgumentError:
     hint = ""
-    if isinstance(dtype, str):  # bf16, fp32 and f32 are floats written short
+    if isinstance(dtype, str):  # bf16, fp32 and f32 are short names of floats
         long = re.sub(r"^(b?)fp?(?=\d)", r"\1float", dtype)
         hint = close_names.hint(long, specs.DTYPE_BYTES)
     return InvalidArgumentError(

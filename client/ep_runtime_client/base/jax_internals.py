@@ -1,8 +1,8 @@
-"""The one module that uses what JAX keeps private, each thing behind a function.
+"""The only module that uses JAX's private names, each behind a function.
 
-Any release of JAX may change these things. `unsupported_reason` names what this JAX has otherwise
-than here: ops then take a shard_map in place of a partitioning rule, and everything else goes on.
-JAX is imported by that check and by ops alone: a process without it traces nothing, started no
+Any release of JAX may change these names. `unsupported_reason` names the first difference that this
+JAX has: ops then use a shard_map in place of a partitioning rule, and everything else works as
+before. Only that check and ops import JAX: a process without JAX traces nothing, has started no
 backend and is alone.
 """
 
@@ -19,7 +19,7 @@ import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-# Names used of jax._src, with the number of arguments of the call; None for a value.
+# Names used from jax._src, with the number of arguments of the call; None for a value.
 _PRIVATE = {
     "core:trace_state_clean": 0,
     "distributed:global_state.client": None,
@@ -37,16 +37,16 @@ _PRIVATE = {
     "custom_partitioning:_custom_partitioning_partition": 5,
     "custom_partitioning:_sharding_callbacks.get": 1,
 }
-# Names in jaxlib that a job needs to go on after a death, and the arguments that their signatures
-# must have. They are the same in 0.10, 0.11 and 0.12.
+# Names in jaxlib with which a job continues after a process died, and the arguments that their
+# signatures must have. They are the same in 0.10, 0.11 and 0.12.
 _JAXLIB = {
     "get_distributed_runtime_service": ("num_nodes", "heartbeat_timeout", "recoverable"),
     "DistributedRuntimeClient.get_live_nodes": (),
 }
-# The coordination service's call by which a process says that it leaves.
+# The coordination service's call by which a process reports that it leaves.
 _SHUTDOWN_TASK = "/xla.coordination.CoordinationService/ShutdownTask"
-# Its call that answers once the state of any process has changed. _CONNECTED is the state of a
-# process that lives, _DROPPED of a process without heartbeats. JAX 0.10 to 0.12 have the same.
+# The service's call that answers when the state of any process has changed. _CONNECTED is the state
+# of a live process, _DROPPED of one without heartbeats. The same in JAX 0.10 to 0.12.
 _WATCH_TASKS = "/xla.coordination.CoordinationService/WatchTasks"
 _CONNECTED, _DROPPED = 3, 4
 _PLATFORMS = ("cpu", "gpu", "cuda", "rocm")
@@ -77,7 +77,7 @@ def unsupported_reason() -> str | None:
 
 def remedy() -> str:
     """Returns the command that installs a JAX for which `unsupported_reason` is None."""
-    import importlib.metadata  # costs 20 ms, which the command line does not spend
+    import importlib.metadata  # costs 20 ms, too much at the top for the command line
 
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         for needed in importlib.metadata.requires("ep-runtime") or ():
@@ -119,7 +119,7 @@ def _differences() -> Iterator[str]:
 
 
 def _takes(function: Callable[..., Any], arguments: int) -> bool:
-    """Whether a function can be called with so many arguments by position."""
+    """Whether a function can be called with this number of positional arguments."""
     try:
         signature = inspect.signature(function)
         given = [x for x in signature.parameters.values() if x.kind is not x.KEYWORD_ONLY]
@@ -136,10 +136,10 @@ def under_tracing() -> bool:
 
 
 def distributed() -> Any:
-    """State of jax.distributed: client, coordinator_address, num_processes, process_id; or None.
+    """Returns jax.distributed's client, coordinator_address, num_processes, process_id; or None.
 
     Raises:
-        NotImplementedError: it is initialized, and this JAX has it elsewhere.
+        NotImplementedError: it is initialized, but this JAX keeps it under another name.
     """
     state = _at("distributed:global_state")
     public = sys.modules.get("jax.distributed")
@@ -149,9 +149,9 @@ def distributed() -> Any:
 
 
 def recoverability_reason() -> str | None:
-    """Names what this jaxlib lacks for jobs that go on after a death; None if it has all.
+    """Names what this jaxlib lacks for jobs that continue after a death; None if it lacks nothing.
 
-    Imports jaxlib alone.
+    Imports only jaxlib.
     """
     version = importlib.import_module("jaxlib").__version__
     for path, wanted in _JAXLIB.items():
@@ -167,10 +167,10 @@ def recoverability_reason() -> str | None:
 
 
 def start_coordination(bind: str, processes: int, heartbeat_timeout_s: int) -> Any:
-    """Starts JAX's coordination service for processes that may die; `shutdown()` of it ends it.
+    """Starts JAX's coordination service for processes that may die; its `shutdown()` ends it.
 
     Raises:
-        NotImplementedError: this jaxlib has it otherwise.
+        NotImplementedError: this jaxlib has another interface.
     """
     reason = recoverability_reason()
     if reason is not None:
@@ -181,13 +181,13 @@ def start_coordination(bind: str, processes: int, heartbeat_timeout_s: int) -> A
 
 
 def report_death(address: str, process: int, timeout_s: float) -> None:
-    """Says to the coordination service that a process has left, in the place of that process.
+    """Tells the coordination service that a process has left, in the place of that process.
 
-    Without this the service waits for heartbeats that do not come. A process that lives is ended by
-    its own JAX at its next heartbeat.
+    Otherwise the service waits for heartbeats that do not come. If the process still lives, its own
+    JAX ends it at its next heartbeat.
 
     Raises:
-        RuntimeError: it answers otherwise. Its heartbeats then find the death.
+        RuntimeError: the service answers with an error. Missing heartbeats then reveal the death.
     """
     import grpc
 
@@ -200,11 +200,11 @@ def watch_departures(address: str) -> Iterator[dict[int, bool]]:
     """Waits for processes that the coordination service counts as dead, or that have left it.
 
     Yields:
-        Nobody, once the service has answered; then the processes of each change, and whether it
-        has dropped them for want of heartbeats. Waits without a limit.
+        First an empty dict, when the service has answered; then the processes of each change, and
+        for each whether the service dropped it for lack of heartbeats. Waits without a limit.
 
     Raises:
-        RuntimeError: it does not answer, or not so.
+        RuntimeError: the service does not answer, or answers with an error.
     """
     import grpc
 
@@ -212,7 +212,8 @@ def watch_departures(address: str) -> Iterator[dict[int, bool]]:
     version = -1
     with grpc.insecure_channel(address) as channel:
         while True:
-            # WatchTasksRequest.version_number: of the last answer. A later one ends the service.
+            # WatchTasksRequest.version_number, from the last answer. A later number ends the
+            # service.
             asked = b"\x10" + _varint(version % (1 << 64))
             answer = _ask(channel.unary_unary(_WATCH_TASKS), asked, None)
             states: dict[int, int] = {}
@@ -229,8 +230,8 @@ def watch_departures(address: str) -> Iterator[dict[int, bool]]:
 
 
 def _ask(call: Any, request: bytes, timeout_s: float | None) -> bytes:
-    """Calls the coordination service, which answers a request that lacks its incarnation with an
-    error that has it. Raises RuntimeError."""
+    """Calls the coordination service. It answers a request without its incarnation with an error
+    that tells it; then this asks again. Raises RuntimeError."""
     import grpc
 
     try:
@@ -252,13 +253,13 @@ def _ask(call: Any, request: bytes, timeout_s: float | None) -> bytes:
 
 
 def _varint(number: int) -> bytes:
-    """Protobuf's encoding of a number."""
+    """Encodes a number as a protobuf varint."""
     low, rest = number & 127, number >> 7
     return bytes([low | 128]) + _varint(rest) if rest else bytes([low])
 
 
 def _fields(message: bytes) -> Iterator[tuple[int, Any]]:
-    """Numbers and values of an encoded protobuf message: int, or the bytes of any other type."""
+    """Yields field numbers and values of a protobuf message: int, or bytes for other types."""
     at = 0
 
     def varint() -> int:
@@ -282,18 +283,18 @@ def _fields(message: bytes) -> Iterator[tuple[int, Any]]:
 
 
 def live_processes(processes: Sequence[int]) -> dict[int, int]:
-    """Waits until every living one of these processes asks the same; returns their incarnations.
+    """Waits until all live ones of these processes call this; returns their incarnations.
 
-    All get the same answer. A process that was started again has another incarnation.
+    All get the same answer. A restarted process has another incarnation.
     """
     return distributed().client.get_live_nodes(list(processes))
 
 
 class _Shown:
-    """jax.distributed as what writes to the persistent cache sees it: process 0 alone does.
+    """A stand-in for jax.distributed in the code that writes the persistent cache as process 0.
 
     Attributes:
-        first: the process that writes what all have under one key.
+        first: the process that writes programs that all processes have under one key.
         global_state: itself.
     """
 
@@ -313,10 +314,10 @@ _shown = _Shown()
 
 
 def write_programs(first: int) -> None:
-    """Lets process `first`, in the place of process 0, write to JAX's persistent cache of programs.
+    """Lets process `first`, instead of process 0, write to JAX's persistent cache of programs.
 
-    On CPU every process writes, because JAX has the same program under another key in each.
-    A JAX with another writer keeps its way: programs are then compiled again after a loss.
+    On CPU every process writes, because JAX keys the same program differently in each. With a JAX
+    that writes otherwise nothing changes: programs are then compiled again after a loss.
     """
     _shown.first = first
     write = _at("compiler:_cache_write", None)
@@ -327,9 +328,9 @@ def write_programs(first: int) -> None:
 
 
 def forget_topology() -> None:
-    """Lets this process, if it is process 0 and comes back, tell the topology of all devices again.
+    """Lets this process, if it is a restarted process 0, publish the topology of all devices again.
 
-    XLA's backends keep it in the coordination service, and refuse to write it twice.
+    XLA's backends store it in the coordination service, which rejects a second write.
     """
     if distributed().process_id == 0:
         for platform in _PLATFORMS:
@@ -337,7 +338,7 @@ def forget_topology() -> None:
 
 
 def backend_started() -> bool:
-    """Whether JAX has looked for devices."""
+    """Whether JAX has started its backends."""
     started = _at("xla_bridge:backends_are_initialized")
     return started is not None and bool(started())
 
@@ -345,7 +346,7 @@ def backend_started() -> bool:
 def usual_options() -> contextlib.AbstractContextManager[Any]:
     """Sets JAX's default promotions while ops are traced.
 
-    A user's strict options are about the user's own code.
+    A user's strict options apply only to the user's own code.
     """
     import jax
 
@@ -362,7 +363,7 @@ def usual_options() -> contextlib.AbstractContextManager[Any]:
 
 
 def contexts() -> dict[str, Any]:
-    """Options that contexts such as `jax.enable_x64` set on this thread, by name."""
+    """Returns options that contexts such as `jax.enable_x64` set on this thread, by name."""
     unset, options = _at("config:config_ext.unset"), _at("config:config._value_holders", {})
     scoped = {name: x for name, x in options.items() if hasattr(x, "get_local")}
     return {name: x.value for name, x in scoped.items() if x.get_local() is not unset}
@@ -370,7 +371,7 @@ def contexts() -> dict[str, Any]:
 
 @contextlib.contextmanager
 def entered(options: Mapping[str, Any]) -> Iterator[None]:
-    """Sets what `contexts` gave, on this thread."""
+    """Sets the options that `contexts` returned, on this thread."""
     with contextlib.ExitStack() as stack:
         for name, value in options.items():
             stack.enter_context(_at("config:config._value_holders")[name](value))
@@ -378,7 +379,7 @@ def entered(options: Mapping[str, Any]) -> Iterator[None]:
 
 
 def register(target: str, partition: Callable[..., Any]) -> None:
-    """Lets XLA ask `partition` what custom calls of a target become, on backends to come too."""
+    """Lets XLA ask `partition` how to replace custom calls of a target, on all backends."""
 
     def as_it_is(sharding: Any, shape: Any, name: bytes) -> Any:
         return sharding  # unchanged: Shardy propagates by our sharding rule instead
@@ -411,9 +412,9 @@ class RuleCall(NamedTuple):
     """A custom call of custom_partitioning, in a module for several devices.
 
     Attributes:
-        key: JAX finds the callback for XLA by it, as long as `info` lives.
+        key: JAX finds XLA's callback under it, as long as `info` lives.
         info: JAX's record of the callback.
-        mesh: sizes of the axes that the callback serves.
+        mesh: sizes of the mesh axes of the callback.
         platforms: platforms of the module.
     """
 
@@ -426,15 +427,15 @@ class RuleCall(NamedTuple):
 def lower_rule(
     ctx: Any, params: Mapping[str, Any], operands: Sequence[Any]
 ) -> tuple[Sequence[Any], RuleCall | None] | None:
-    """JAX's own lowering of a custom_partitioning equation.
+    """Lowers a custom_partitioning equation with JAX's own rule.
 
-    The module does not keep the call's `info`, which no executable could be serialized with.
+    Drops `info` from the module, because no executable that keeps it can be serialized.
 
     Returns:
-        The results, of the custom call if the second value is one; it is None where the body itself
-        is in the module. None alone where no rule can be: in a module that is exported for several
-        devices, and in a JAX that `unsupported_reason` names, which it does from now on if this one
-        keeps the call alive in a way that is not known.
+        The results, and their custom call, or None if the module contains the body itself. None
+        alone if a rule is impossible: in a module that is exported for several devices, and in a
+        JAX that `unsupported_reason` names. If this JAX keeps the call alive in an unknown way,
+        `unsupported_reason` names it from now on.
     """
     module, rule = ctx.module_context, "custom_partitioning:"
     if unsupported_reason() is not None:
@@ -460,5 +461,5 @@ def lower_rule(
 
 
 def answer(call: RuleCall, *asked: Any) -> Any:
-    """Asks JAX to partition a call, as XLA would: a module for one device, and its shardings."""
+    """Asks JAX to partition a call, as XLA would: returns a one-device module and shardings."""
     return _at("custom_partitioning:_custom_partitioning_partition")(*asked, call.key)

@@ -1,7 +1,7 @@
 """Answers the control plane's questions about JAX without importing it.
 
-Everything here looks at JAX through `sys.modules`: a process that never imported JAX traces
-nothing, started no backend and is alone.
+Everything here reads JAX through `sys.modules`: a process that never imported JAX traces nothing,
+has started no backend and is alone.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from ep_runtime_client.base.jax_internals import backend_started, distributed, u
 
 _log = logging.getLogger("ep_runtime")
 
-# XLA:CPU below jaxlib 0.12 runs launches, and the work they wait for, on one pool; a device may
-# have 32 launches in flight.
+# XLA on CPU below jaxlib 0.12 runs launches, and the work they wait for, on one thread pool; a
+# device may have 32 launches in flight.
 _MIN_CPU_THREADS = 32
 
-# How long a group's close waits for steps that are under way.
+# The longest time that a group's close waits for running steps.
 SETTLE_S = 10.0
 
 _P = ParamSpec("_P")
@@ -33,7 +33,7 @@ _R = TypeVar("_R")
 
 
 def _module(name: str) -> Any:
-    """The module if the program imported it, else None."""
+    """Returns the module if the program imported it, else None."""
     return sys.modules.get(name)
 
 
@@ -41,10 +41,10 @@ _OUTSIDE = "call this outside jit, grad and shard_map, once"
 
 
 def needs_eager(call: str, missing: str) -> None:
-    """Raises InvalidArgumentError under tracing, because `call` would have to make what is
-    `missing`.
+    """Raises InvalidArgumentError under tracing, because `call` would have to create `missing`.
 
-    What exists in this process already it returns there too: a model may be built under eval_shape.
+    An object that already exists in this process is returned under tracing too: models may be built
+    under eval_shape.
     """
     if under_tracing():
         raise InvalidArgumentError(
@@ -55,12 +55,12 @@ def needs_eager(call: str, missing: str) -> None:
 
 
 def outside() -> str:
-    """Returns advice that errors add under tracing: make the object outside of it."""
+    """Returns advice that errors add under tracing: make the object outside."""
     return f"; {_OUTSIDE}" if under_tracing() else ""
 
 
 def eager(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Makes a function raise under tracing: it talks to the daemon once, not per step."""
+    """Makes a function raise under tracing, because it talks to the daemon once, not per step."""
 
     @functools.wraps(function)
     def checked(*args: _P.args, **kwargs: _P.kwargs) -> _R:
@@ -75,20 +75,20 @@ def eager(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
 
 def coordinator() -> str | None:
-    """Address of the jax.distributed coordinator, or None if the job is not distributed."""
+    """Returns the address of the jax.distributed coordinator; None if there is none."""
     state = distributed()
     address = state.coordinator_address if state is not None else None
     return str(address) if address else None
 
 
 def num_processes() -> int:
-    """Processes of the jax.distributed job; 1 without one."""
+    """Returns the number of processes of the jax.distributed job; 1 without one."""
     state = distributed()
     return int(state.num_processes or 1) if state is not None else 1
 
 
 def process_index() -> int:
-    """Index of this process in the jax.distributed job; 0 without one."""
+    """Returns the index of this process in the jax.distributed job; 0 without one."""
     state = distributed()
     return int(state.process_id or 0) if state is not None else 0
 
@@ -100,12 +100,12 @@ def tell_host() -> None:
     """Tells the other processes of the jax.distributed job which host this one is on."""
     client = getattr(distributed(), "client", None)
     if client is not None:
-        with contextlib.suppress(RuntimeError):  # a job may go on after its coordinator
+        with contextlib.suppress(RuntimeError):  # a job may continue without its coordinator
             client.key_value_set(_HOST_KEY + str(process_index()), files.boot_id(), True)
 
 
 def hosts_of(processes: Iterable[int], timeout_s: float) -> dict[int, str]:
-    """Waits for the host name of each process; "" for a process that does not report in time."""
+    """Waits for the host id of each process; "" for a process that does not report in time."""
     client: Any = getattr(distributed(), "client", None)
     found: dict[int, str] = {}
     deadline = time.monotonic() + timeout_s
@@ -119,7 +119,7 @@ def hosts_of(processes: Iterable[int], timeout_s: float) -> dict[int, str]:
 
 def jaxlib_version() -> tuple[int, ...]:
     """Returns (major, minor) of the installed jaxlib; (0,) if there is none."""
-    import importlib.metadata  # costs 20 ms, which the command line does not spend
+    import importlib.metadata  # costs 20 ms, too much at the top for the command line
 
     try:
         text = importlib.metadata.version("jaxlib")
@@ -130,9 +130,9 @@ def jaxlib_version() -> tuple[int, ...]:
 
 @functools.cache
 def prepare_cpu_pool() -> None:
-    """Gives XLA:CPU the threads that many launches in flight need; warns if it is too late.
+    """Gives XLA on CPU enough threads for many launches in flight; warns if it is too late.
 
-    Ends when jaxlib 0.12, which has a pool of its own for launches, is the oldest supported.
+    Remove it when jaxlib 0.12, which has a separate pool for launches, is the oldest supported.
     """
     if jaxlib_version() >= (0, 12):
         return
@@ -153,14 +153,14 @@ def prepare_cpu_pool() -> None:
 
 
 def settle(devices: Iterable[Any], within_s: float = SETTLE_S) -> bool:
-    """Waits until the devices of this process are done with all that was launched before.
+    """Waits until the devices of this process have run everything launched before.
 
-    XLA launches a program's devices one after another, returns before it has, and one array's
-    value may be there while other devices still run. A group closed in between would be there for
-    some devices only, and the others hang in the next collective, which ends the process.
+    XLA launches a program on one device after the other, and returns before the last launch; one
+    array's value may be ready while other devices still run. If the group closed in between, it
+    would be gone for some devices only, and the others would hang in the next collective.
 
     Returns:
-        False if they were not done within `within_s`, or JAX runs nothing on them any more.
+        False if they were not done within `within_s`, or JAX can no longer run programs on them.
     """
     jax = _module("jax")
     ours = tuple(device for device in devices if device.process_index == jax.process_index())
@@ -168,7 +168,7 @@ def settle(devices: Iterable[Any], within_s: float = SETTLE_S) -> bool:
         with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):  # no mesh
             last = _launch_last(ours)
     except (RuntimeError, ImportError, AttributeError, ValueError) as error:
-        # Closing must go on if JAX does not work, as after Ctrl-C during its import.
+        # Closing must continue even if JAX does not work, as after Ctrl-C during its import.
         _log.debug("nothing runs on these devices any more: %s", error)
         return False
     deadline = time.monotonic() + within_s
@@ -184,7 +184,7 @@ def _launch_last(devices: tuple[Any, ...]) -> list[Any]:
     """Returns arrays that are ready once the devices have run everything launched before."""
     jax, following = _module("jax"), _following()
     if len(devices) > 1 and devices[0].platform == "cpu":
-        # XLA:CPU runs multi-device programs in order, but not single-device programs.
+        # XLA on CPU runs multi-device programs in order, but not single-device programs.
         return [following(_spread_over(devices))]
     # A GPU runs its programs in order.
     return [following(jax.device_put(0, device)) for device in devices]
@@ -192,7 +192,7 @@ def _launch_last(devices: tuple[Any, ...]) -> list[Any]:
 
 @functools.cache
 def _spread_over(devices: tuple[Any, ...]) -> Any:
-    """An array with an element on each device."""
+    """Returns an array with one element on each device."""
     jax, np = _module("jax"), _module("numpy")
     mesh = jax.sharding.Mesh(devices, ("all",))
     spec = jax.sharding.PartitionSpec("all")

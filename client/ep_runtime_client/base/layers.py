@@ -1,8 +1,8 @@
-"""Layers as a training program sees them: frozen names that resolve to a live group.
+"""Layers in a training program: frozen names that resolve to a live group.
 
-`EpLayer` and `LayerStack` are static data: hashable, picklable, never pytree leaves. They carry
-specs; mesh, windows and generation are looked up in this process's table of live groups when an
-op is traced, so a layer that was pickled, or attached by name, works like the original.
+`EpLayer` and `LayerStack` are static data: hashable, picklable, never pytree leaves. They hold
+specs; mesh, windows and generation are looked up in this process's table of live groups when an op
+is traced, so a layer that was pickled, or found by name, works like the original.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class LayerGroup(Protocol):
-    """The `Group` that users have, as far as layers and ops go."""
+    """The part of the users' `Group` that layers and ops need."""
 
     name: str
     spec: specs.GroupSpec
@@ -33,7 +33,7 @@ class LayerGroup(Protocol):
 
 
 class LiveGroup(Protocol):
-    """A group in this process, as layers, ops and programs see it."""
+    """The part of a group in this process that layers, ops and programs need."""
 
     name: str
     spec: specs.GroupSpec
@@ -66,7 +66,7 @@ class LiveGroups:
         self._reports: dict[str, str] = {}
 
     def add(self, group: LiveGroup) -> None:
-        """Raises InvalidArgumentError if another live group of this process has the name."""
+        """Adds a group; raises InvalidArgumentError if another live group here has the name."""
         with self._lock:
             other = self._groups.get(group.name)
             if other is not None and other is not group:
@@ -88,10 +88,11 @@ class LiveGroups:
             return self._groups.get(name)
 
     def of(self, layer: EpLayer) -> LiveGroup:
-        """The open group of a layer.
+        """Returns the open group of a layer.
 
         Raises:
-            StaleHandleError: it is closed, gone, of other settings, or the layer was replaced.
+            StaleHandleError: the group is closed, gone or has other settings, or the layer was
+                replaced.
         """
         with self._lock:
             group = self._groups.get(layer.group_spec.name)
@@ -113,7 +114,7 @@ class LiveGroups:
         return group
 
     def report(self, name: str, text: str) -> None:
-        """Saves an error of a group's call that the native library does not know of.
+        """Saves an error of a group's call that the native library did not see.
 
         The text has the library's form. A saved error stays until it is taken.
         """
@@ -121,7 +122,7 @@ class LiveGroups:
             self._reports.setdefault(name, text)
 
     def take_report(self, name: str) -> str | None:
-        """Returns and forgets what `report` saved."""
+        """Returns and forgets the error that `report` saved."""
         with self._lock:
             return self._reports.pop(name, None)
 
@@ -338,14 +339,14 @@ class LayerStack:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TracedLayer:
-    """A layer of a stack whose index is a traced int32 scalar; lives inside one trace."""
+    """A layer of a stack with a traced int32 scalar as index; valid inside one trace."""
 
     stack: LayerStack
     index: Any
 
     @property
     def static(self) -> EpLayer:
-        """Layer 0 of the stack: the same settings, a name and base id for the program."""
+        """Layer 0 of the stack, whose settings, name and base id the program uses."""
         return self.stack._layer(0)
 
 
@@ -357,12 +358,12 @@ def _described(group: specs.GroupSpec, layer: layer_specs.LayerSpec) -> str:
 
 
 def layer_name(stack_name: str, index: int) -> str:
-    """The name under which layer `index` of a stack is registered and listed."""
+    """Returns the name under which layer `index` of a stack is registered and listed."""
     return f"{stack_name}[{index}]"
 
 
 def resolve(layer: EpLayer | TracedLayer) -> tuple[EpLayer, Any]:
-    """(static layer, index): what an op needs, the index a Python int or a traced scalar."""
+    """Returns (static layer, index) for an op; the index is a Python int or a traced scalar."""
     if isinstance(layer, TracedLayer):
         return layer.static, layer.index
     if isinstance(layer, EpLayer):

@@ -20,10 +20,10 @@ Axes = tuple[str, ...]
 
 
 def axes_of(mesh: Any) -> tuple[tuple[str, int], ...]:
-    """(axis, size) of every axis of the mesh, mesh order; an AbstractMesh serves as well.
+    """Returns (axis, size) of every axis of a mesh or AbstractMesh, in mesh order.
 
     Raises:
-        InvalidArgumentError: `mesh` is no mesh, or has no axis.
+        InvalidArgumentError: `mesh` is not a mesh, or has no axis.
     """
     names, shape = getattr(mesh, "axis_names", None), getattr(mesh, "shape", None)
     if names is None or shape is None:
@@ -38,10 +38,10 @@ def axes_of(mesh: Any) -> tuple[tuple[str, int], ...]:
 def group_axes(
     mesh: Any, rules: Any, ep_axis: str | Axes | None, outer_axes: str | Axes
 ) -> tuple[str | Axes, str | Axes]:
-    """Returns (ep_axis, outer_axes) of a group: the caller's, or those of `rules`.
+    """Returns (ep_axis, outer_axes) of a group: the caller's, or the axes in `rules`.
 
     Raises:
-        InvalidArgumentError: both are given, or neither, or other things than rules.
+        InvalidArgumentError: both are given, or neither, or `rules` is something else.
     """
     if rules is None:
         if ep_axis is None:
@@ -66,7 +66,7 @@ def group_axes(
 
 
 def devices_of(mesh: Any) -> Any:
-    """The numpy array of a concrete mesh's devices.
+    """Returns the numpy array of a concrete mesh's devices.
 
     Raises:
         InvalidArgumentError: the mesh has no devices (an AbstractMesh).
@@ -82,13 +82,13 @@ def devices_of(mesh: Any) -> Any:
 
 
 def rank_devices(mesh: Mesh, spec: specs.GroupSpec) -> list[Any]:
-    """The mesh's devices in world-rank order: domain major, ep rank minor."""
+    """Returns the mesh's devices in world-rank order: domain major, ep rank minor."""
     order = [mesh.axis_names.index(axis) for axis in spec.domain_axes + spec.ep_axis]
     return list(devices_of(mesh).transpose(order).ravel())
 
 
 def processes_of(mesh: Mesh) -> list[int]:
-    """Indices of the processes that drive the mesh's devices, ascending."""
+    """Returns the indices of the processes that drive the mesh's devices, ascending."""
     return sorted({int(device.process_index) for device in devices_of(mesh).ravel()})
 
 
@@ -99,18 +99,18 @@ def resolve_transport(
     has_daemon: bool,
     in_cluster: Callable[[], bool] = lambda: False,
 ) -> str:
-    """The transport of a group on this mesh; never "auto".
+    """Returns the transport of a group on this mesh; never "auto".
 
     Args:
-        transport: as of create_group.
-        mesh: concrete.
-        has_daemon: one serves the session.
-        in_cluster: asks it whether it forms groups with the daemons of other nodes.
+        transport: as in create_group.
+        mesh: a concrete mesh.
+        has_daemon: whether the session has a daemon.
+        in_cluster: asks the daemon whether it forms groups with daemons of other nodes.
 
     Raises:
-        InvalidArgumentError: an unknown name, or one that needs a daemon where there is none.
-        RuntimeUnavailableError: "nvlink" or "nccl" where the package was built without CUDA, or
-            has no kernels for the mesh's GPUs; "nccl" where the process has no libnccl.
+        InvalidArgumentError: an unknown name, or one that needs a daemon if there is none.
+        RuntimeUnavailableError: "nvlink" or "nccl", but the package was built without CUDA or has
+            no kernels for the mesh's GPUs; "nccl", but the process finds no libnccl.
         NotImplementedError: this version has no such transport for the mesh's devices.
     """
     choices = ("auto", *specs.TRANSPORTS)
@@ -147,7 +147,7 @@ def resolve_transport(
                 f'transport={transport!r}: {no_kernels}; transport="xla" serves every device'
             )
         if transport == "nccl":
-            nccl.library().version()  # of a libnccl that this package can use
+            nccl.library().version()  # checks that this package can use the libnccl
         return transport
     raise NotImplementedError(
         f"transport={transport!r} on {platforms} devices is not part of this version; "
@@ -156,7 +156,7 @@ def resolve_transport(
 
 
 def _without_kernels(platforms: list[str]) -> bool:
-    """Whether the devices are GPUs for which this package has nothing; warns once."""
+    """Whether the devices are GPUs but the package was built without CUDA; warns once."""
     if platforms != ["gpu"] or native.library_path("cuda").exists():
         return False
     _say(
@@ -186,7 +186,7 @@ def _chosen(mesh: Any, platforms: list[str], in_cluster: Callable[[], bool]) -> 
 
 
 def _no_nccl(devices: Any, platforms: list[str], in_cluster: Callable[[], bool]) -> str:
-    """Says why no communicators can be made for the devices; "" if they can."""
+    """Returns why no communicators can be made for the devices; "" if they can."""
     if why := _no_library(devices, platforms):
         return why
     if _spans_hosts(devices) and not in_cluster():
@@ -199,14 +199,14 @@ def _no_nccl(devices: Any, platforms: list[str], in_cluster: Callable[[], bool])
 
 
 def _spans_hosts(devices: Any) -> bool:
-    # XLA gives the processes of one host, or of one NVLink domain, one index.
+    # XLA gives all processes of one host, or of one NVLink domain, the same index.
     return len({getattr(device, "slice_index", 0) for device in devices}) > 1
 
 
 def _no_windows(devices: Any, platforms: list[str]) -> str:
-    """Says why the devices cannot map each other's memory; "" if they can.
+    """Returns why the devices cannot map each other's memory; "" if they can.
 
-    Every process of a job must come to the same answer: what is asked holds for the whole host.
+    Every process of a job must get the same answer, so all checks are about the whole host.
     """
     if why := _no_library(devices, platforms):
         return why
@@ -223,7 +223,7 @@ def _no_windows(devices: Any, platforms: list[str]) -> str:
 
 
 def _no_library(devices: Any, platforms: list[str]) -> str:
-    """Says why nothing of this package can move rows between the devices; "" if something can."""
+    """Returns why the package cannot move rows between the devices itself; "" if it can."""
     if platforms != ["gpu"]:
         return f"no windows are made for {platforms} devices"
     return _no_kernels(devices)

@@ -1,7 +1,8 @@
 """Lets `jax.export` write and read our pytree classes in stored programs.
 
-An exported program keeps the structure of its arguments and results. What is static there, such as
-the layer of a plan or a recipe, is written as JSON, never pickled: reading a program runs nothing.
+An exported program stores the structure of its arguments and results. Static values in it, such as
+the layer of a plan or a recipe, are written as JSON, never pickled, so reading a program runs no
+code.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ def pytree(*parts: type) -> Callable[[Class], Class]:
     """Registers a named tuple, or a dataclass that is a pytree, under the name ep_runtime.NAME.
 
     Args:
-        parts: the dataclasses that its static fields consist of.
+        parts: dataclasses that appear in its static fields.
     """
 
     def register(cls: Class) -> Class:
@@ -44,7 +45,7 @@ def pytree(*parts: type) -> Callable[[Class], Class]:
         known = {each.__name__: each for each in classes}
 
         def of_children(aux_data: Any, children: Sequence[Any]) -> Any:
-            if isinstance(aux_data, cls):  # without leaves, as recipes are
+            if isinstance(aux_data, cls):  # no leaves, as in recipes
                 return aux_data
             values = (*zip(arrays, children, strict=True), *zip(static, aux_data, strict=True))
             return cls(**dict(values))
@@ -62,7 +63,7 @@ def pytree(*parts: type) -> Callable[[Class], Class]:
 
 
 def tell_flax(cls: type) -> None:
-    """Registers a dataclass with `flax.serialization`, if imported, because it needs that."""
+    """Registers a dataclass with `flax.serialization`, if imported, which otherwise rejects it."""
     flax: Any = sys.modules.get("flax.serialization")
     if cls in _told_flax or not hasattr(flax, "register_serialization_state"):
         return
@@ -81,7 +82,7 @@ def tell_flax(cls: type) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """Returns `value` as JSON stores it."""
+    """Returns `value` in the form that JSON stores."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, tuple | list):
@@ -94,10 +95,10 @@ def _plain(value: Any) -> Any:
 
 
 def _object(value: Any, known: Mapping[str, type]) -> Any:
-    """The inverse of `_plain`; lists are tuples.
+    """Returns the object that `_plain` was given, with tuples for lists.
 
     Raises:
-        InvalidArgumentError: written by a version whose classes have other fields.
+        InvalidArgumentError: a version whose classes have other fields wrote it.
     """
     if isinstance(value, list):
         return tuple(_object(each, known) for each in value)
@@ -134,7 +135,7 @@ def _mesh(
     platform: str | None,
     devices: Sequence[int],
 ) -> Mesh | AbstractMesh:
-    """A mesh of the same devices; without devices where this process lacks one of them."""
+    """Makes a mesh of the same devices; an AbstractMesh if this process lacks one of them."""
     names, sizes = zip(*axes, strict=True)
     kinds = tuple(AxisType[each] for each in types)
     try:

@@ -1,8 +1,8 @@
-"""`ep-runtime`: one program. Commands are in `commands/`; `demo` and `bench` have packages.
+"""`ep-runtime`: one program. Commands are in `commands/`; `demo` and `bench` are other packages.
 
 A command's module has `add_arguments(parser)` and `run(args) -> exit code`, and so have the views
-of `commands/lists.py`. Only the module of the command that was typed is imported, none imports JAX,
-and gRPC comes with the first call, so the first output is there within 0.3 s.
+of `commands/lists.py`. Only the typed command's module is imported, no module imports JAX, and gRPC
+is imported on the first call, so that output appears within 0.3 s.
 
 Exit codes: 0 ok, 1 usage, 2 no daemon, 3 partial or unhealthy, 4 denied, 5 (of `status` and `skew`)
 a rank is late or slow, or (of `status`) a process is silent.
@@ -50,16 +50,16 @@ COMMANDS = {
     "version": "show the versions of client and daemon",
 }
 
-# Commands with packages of their own; like all, they are imported when typed.
+# Commands in other packages; like all commands, they are imported when typed.
 _ELSEWHERE = {"demo": "ep_runtime_client.demo.cli", "bench": "ep_runtime_bench.cli"}
 _LISTS = ("sessions", "groups", "layers", "handles", "buffers")
-# Commands whose parsers are not part of this package, or take long to import.
+# Commands whose parsers are not in this package, or take long to import.
 APART = ("serve", *_ELSEWHERE)
 _ALIASES = {"--version": "version", "-V": "version"}
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse with the exit code 1 for wrong usage."""
+    """argparse with exit code 1 for wrong usage."""
 
     def error(self, message: str) -> NoReturn:
         self.print_usage(sys.stderr)
@@ -76,7 +76,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def usage(width: int | None) -> str:
-    """Lists the commands, for a terminal of that many columns."""
+    """Lists the commands, for a terminal with `width` columns."""
     room = max(len(name) for name in COMMANDS) + 4
     lines = ["usage: ep-runtime COMMAND [options]", "", "commands:"]
     for name, text in COMMANDS.items():
@@ -115,7 +115,7 @@ def module(name: str) -> Any:
 
 
 def make_parser(name: str) -> Parser:
-    """Makes the parser of a command's words. `serve` has none: its options are the daemon's."""
+    """Makes the parser of a command's arguments. `serve` has none: the daemon parses them."""
     parser = Parser(prog=f"ep-runtime {name}", description=COMMANDS[name])
     module(name).add_arguments(parser)
     return parser
@@ -136,7 +136,7 @@ def _run(name: str, words: list[str]) -> int:
         render.err(f"ep-runtime {name}: {error}")
         return exit_code(error)
     except BrokenPipeError:
-        # The reader of our output is gone; what Python flushes at exit must not fail again.
+        # The reader of our output is gone; make Python's flush at exit succeed.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return OK
     except KeyboardInterrupt:

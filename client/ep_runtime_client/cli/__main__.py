@@ -1,4 +1,4 @@
-"""`python -m ep_runtime_client.cli`: the command where its script is not on PATH."""
+"""`python -m ep_runtime_client.cli`: the command, if its script is not on PATH."""
 
 import sys
 

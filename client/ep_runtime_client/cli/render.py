@@ -12,7 +12,7 @@ from ep_runtime.text import printable
 from ep_runtime_client.cli import tables
 from ep_runtime_client.cli.tables import Column
 
-# Grows when a key of the JSON changes its meaning or goes away; new keys do not count.
+# Increases if a JSON key changes its meaning or is removed; new keys do not count.
 SCHEMA_VERSION = 1
 OUTPUTS = ("table", "json", "wide")
 
@@ -25,7 +25,7 @@ def out(text: str, *, stream: TextIO | None = None) -> None:
 
 
 def err(text: str) -> None:
-    """Writes to standard error, in lines that the terminal has room for."""
+    """Writes to standard error, in lines that fit the terminal."""
     room = width(sys.stderr)
     for line in printable(text).split("\n"):
         for part in [line] if room is None else tables.fold(line, room) or [""]:
@@ -34,9 +34,10 @@ def err(text: str) -> None:
 
 
 def width(stream: TextIO | None = None) -> int | None:
-    """Returns the columns of the terminal.
+    """Returns the number of columns of the terminal.
 
-    None if the stream, by default standard output, is not a terminal: lines may have any length.
+    None if the stream, by default standard output, is not a terminal: then lines may have any
+    length.
     """
     if not (stream or sys.stdout).isatty():
         return None
@@ -54,7 +55,7 @@ def write_json(kind: str, body: Mapping[str, Any], *, compact: bool = False) -> 
     """Writes one JSON document, on one line if `compact`."""
     indent = None if compact else 2
     text = json.dumps(document(kind, body), indent=indent, ensure_ascii=False)
-    if printable(text) != text:  # all in strings, so JSON's own escapes will do
+    if printable(text) != text:  # only inside strings, so JSON escapes work
         text = "".join(c if c == "\n" or c.isprintable() else json.dumps(c)[1:-1] for c in text)
     out(text)
 
@@ -71,9 +72,9 @@ def write_table(
     """Writes rows under headings, or the line `empty` if there are none.
 
     Args:
-        wide: with the columns that are only of `-o wide`, values in full; leaves no column out.
+        wide: also the columns of `-o wide`, with values in full; leaves no column out.
         whole: leaves no column out.
-        headers: with the line of titles.
+        headers: whether to write the titles.
     """
     shown = [column for column in columns if wide or not column.wide]
     cells = [tables.cells(shown, row, wide=wide) for row in rows]
@@ -99,7 +100,7 @@ def write_heading(block: tables.Block) -> None:
 
 
 def write_row(block: tables.Block, cells: Sequence[str]) -> None:
-    """Writes one row, in as many lines as it folds into."""
+    """Writes one row, in as many lines as folding needs."""
     for line in tables.draw(block, cells):
         out(line)
 
@@ -112,7 +113,7 @@ def write_pairs(pairs: Sequence[tuple[str, str]]) -> None:
 
 
 def write_text(text: str, *, start: str = "", then: str = "") -> None:
-    """Writes a text after `start`; folds it to the terminal's width, with `then` before others."""
+    """Writes a text after `start`; folds it to the terminal, with `then` before later lines."""
     text = printable(text.replace("\n", " "))
     room = width()
     lines = [text] if room is None else tables.fold(text, max(room - len(start), 20))

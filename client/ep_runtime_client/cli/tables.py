@@ -1,8 +1,8 @@
 """Makes lines of text from tables: chooses the columns that fit a terminal, and their widths.
 
-Columns of identity and state are always there and never cut. The others are there by priority, as
-far as the terminal has room; `-o wide` shows all, in several blocks where one is too wide, each
-with the identity again. Text that may be long folds.
+Columns of identity and state are always shown and never cut. The others are shown by priority, as
+far as the terminal has room; `-o wide` shows all, in several blocks if one is too wide, each with
+the identity columns. Long texts fold.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ IDENTITY, STATE, USUAL = range(3)
 
 _GAP = "  "
 _LEAST_FOLDED = 24  # narrower text columns are hard to read
-_LEAST_PROSE = 44  # before other columns that may be left out
+_LEAST_PROSE = 44  # the least before other columns are left out
 _LEAST = 12  # for other columns, as a last resort
 _MOST_ITEMS = 3  # items of a list shown without `-o wide`
 _RIGHT = ("bytes", "count", "seconds", "share", "rate", "ratio")
 _LISTS = ("list", "names")
 _FOLDING = ("prose", *_LISTS)
-# Keys of values without a column that are names, and lists of them.
+# Keys of values without a column that are names, or lists of names.
 _NAMED = ("name", "group", "job", "layer", "owner")
 _NAMED_LISTS = ("groups", "labels")
 _DEVICE = re.compile(r"(GPU-[0-9a-f]{8})-[0-9a-f-]+")
@@ -41,16 +41,15 @@ class Column:
     Attributes:
         key: key of the row's dict.
         title: heading.
-        kind: "text", "name" (a user's, quoted where a shell could run it), "prose" (folds), "list"
-            (folds; the first few where it is not wide), "names" (a list of them, or labels),
+        kind: "text", "name" (a user's text, quoted if a shell could run it), "prose" (folds),
+            "list" (folds; only the first few unless wide), "names" (a list of names, or labels),
             "bytes" (IEC units), "seconds" (an age), "count", "lane" (-1: none), "time" (local),
-            "share" (0 to 1, as percent), "rate" (thousands as k), "ratio",
-            "user" (by name where this system knows the number),
-            "device" (the start of a GPU's UUID where it is not wide), "late" (late ranks: the one
-            for which others have waited longest, and how many there are beside it).
-        wide: shown by `-o wide` only.
-        priority: IDENTITY and STATE are always there; of the rest the smallest comes first.
-        about: what it shows, for --help.
+            "share" (0 to 1, as percent), "rate" (thousands as k), "ratio", "user" (by name if this
+            system knows the number), "device" (the start of a GPU's UUID unless wide), "late" (late
+            ranks: the one for which others have waited longest, and the number of further ones).
+        wide: whether only `-o wide` shows it.
+        priority: IDENTITY and STATE are always shown; of the others the smallest come first.
+        about: its description for --help.
     """
 
     key: str
@@ -67,7 +66,7 @@ class Column:
 
 @dataclasses.dataclass(frozen=True)
 class PlacedColumn:
-    """A column at its width: `index` is its place in a row of cells."""
+    """A column with its width; `index` is its position in a row of cells."""
 
     column: Column
     index: int
@@ -79,7 +78,7 @@ Block = tuple[PlacedColumn, ...]
 
 
 def kind_of(key: str) -> str:
-    """Chooses the kind of a value without a column, by the name of its key."""
+    """Chooses the kind of a value without a column, from the name of its key."""
     if key in _NAMED:
         return "name"
     if key in _NAMED_LISTS:
@@ -167,12 +166,12 @@ def local_time(text: str, *, whole: bool) -> str:
 
 
 def place(columns: Sequence[Column], rows: Cells, width: int | None, *, whole: bool) -> list[Block]:
-    """Places columns at their widths in one block, or in several if all are wanted (`whole`).
+    """Places columns with their widths in one block, or in several if all are wanted (`whole`).
 
     Args:
-        columns: of the rows.
-        rows: texts by column.
-        width: of the terminal; None for as much as they need.
+        columns: columns of the rows.
+        rows: texts of each row's cells.
+        width: width of the terminal; None for as much as they need.
     """
     widest = [max((cell_len(row[i]) for row in rows), default=0) for i in range(len(columns))]
     titles = [cell_len(column.title) for column in columns]
@@ -180,7 +179,7 @@ def place(columns: Sequence[Column], rows: Cells, width: int | None, *, whole: b
     if width is None or _total(natural) <= width:
         return [tuple(natural)]
     words = [max(map(cell_len, column.title.split(" "))) for column in columns]
-    natural = _placed(columns, widest, words)  # titles of several words fold first
+    natural = _placed(columns, widest, words)  # fold titles of several words first
     if not whole:
         return [_shrunk(_chosen(natural, width), width)]
     return [_shrunk(block, width) for block in _split(natural, width)]
@@ -194,7 +193,7 @@ def _placed(columns: Sequence[Column], *least: Sequence[int]) -> list[PlacedColu
 
 
 def _total(block: Sequence[PlacedColumn], *, least: int | None = None) -> int:
-    """Returns the block's width; with `least`, the width after folding as far as allowed."""
+    """Returns the block's width; with `least`, its width if folded as far as allowed."""
     widths = (placed.width if least is None else _least(placed, least) for placed in block)
     return sum(widths) + len(_GAP) * (len(block) - 1)
 
@@ -228,7 +227,7 @@ def _split(placed: list[PlacedColumn], width: int) -> Iterator[list[PlacedColumn
 
 
 def _shrunk(block: list[PlacedColumn], width: int) -> Block:
-    """Narrows columns until they fit: first those that fold, then others, identity columns last."""
+    """Narrows columns until they fit: first folding ones, then others, identity columns last."""
     floors: list[Callable[[PlacedColumn], int]] = [
         _least,
         lambda one: one.width if one.column.priority == IDENTITY else min(one.width, _LEAST),
@@ -247,7 +246,7 @@ def _shrunk(block: list[PlacedColumn], width: int) -> Block:
 
 
 def heading(block: Block) -> list[str]:
-    """Returns the lines of titles; a title that folds ends in the last one."""
+    """Returns the lines of titles; a folded title ends in the last line."""
     folded = [fold(one.column.title, one.width) for one in block]
     most = max(map(len, folded))
     return list(_lines(block, [[""] * (most - len(title)) + title for title in folded]))
@@ -291,7 +290,7 @@ def fold(text: str, width: int) -> list[str]:
 
 
 def _fitting(text: str, width: int) -> int:
-    """Counts how many characters fit, at least one; some characters take two columns."""
+    """Counts the characters that fit, at least one; some characters take two columns."""
     used = 0
     for count, char in enumerate(text):
         used += cell_len(char)
@@ -301,7 +300,7 @@ def _fitting(text: str, width: int) -> int:
 
 
 def cell_len(text: str) -> int:
-    """Returns the columns of the terminal that the text takes."""
+    """Returns the number of terminal columns that the text takes."""
     if text.isascii():
         return len(text)
     from rich.cells import cell_len as of_rich

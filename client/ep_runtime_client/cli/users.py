@@ -1,4 +1,4 @@
-"""Users by name."""
+"""Converts user ids to names and back."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def name(uid: int) -> str:
 
 
 def number(text: str) -> int:
-    """argparse type: a user's number, given by name or number."""
+    """Parses an argparse value: a user id, given as a name or number."""
     if text.isdecimal():
         return int(text)
     try:

@@ -7,6 +7,6 @@
     coordination      JAX's coordination service for jobs that go on; `node_coordination` starts it
     client            what groups ask of all that; says whether the session is over
 
-A daemon may restart at any time: RPCs wait for it, steps do not. What must reach it in the end, and
-could not, waits in `link` while the session lives, then in `pending_goodbyes`.
+A daemon may restart at any time: RPCs wait for it, steps do not. Messages that must reach it, but
+could not yet, wait in `link` while the session lives, then in `pending_goodbyes`.
 """

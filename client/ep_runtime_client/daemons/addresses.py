@@ -22,8 +22,9 @@ class Address:
 
     Attributes:
         kind: DIRECTORY, EMBEDDED, NODE or NONE.
-        directory: of the daemon's sockets; None for "embedded" and "none".
-        uid: user whose daemon may be there beside our own and root's, where the address says so.
+        directory: directory of the daemon's sockets; None for "embedded" and "none".
+        uid: a further user who may own the daemon, besides our user and root, if the address names
+            one.
     """
 
     kind: str
@@ -32,7 +33,7 @@ class Address:
 
     @property
     def key(self) -> str:
-        """Equal for two addresses that reach the same daemon of this process."""
+        """A key that is equal for addresses of the same daemon."""
         return self.kind if self.directory is None else os.path.realpath(self.directory)
 
 
@@ -40,8 +41,8 @@ def parse_address(text: str, argument: str = "address") -> Address:
     """Parses an address of `connect`.
 
     Raises:
-        InvalidArgumentError: none of the four forms, a relative directory, one too long, or a uid
-            that is none.
+        InvalidArgumentError: the text has none of the four forms, a relative or too long directory,
+            or a uid that is not a number.
     """
     if text in (EMBEDDED, NONE):
         return Address(text)
@@ -56,11 +57,11 @@ def parse_address(text: str, argument: str = "address") -> Address:
 
 
 def daemon_place(text: str | None) -> SocketDirectory:
-    """Finds the daemon that the command line asks: `text`, $EP_RUNTIME_ADDRESS, the default.
+    """Finds the daemon for the command line: `text`, $EP_RUNTIME_ADDRESS, or the default.
 
     Raises:
-        InvalidArgumentError: `text` names no daemon that another process could reach.
-        RuntimeUnavailableError: $EP_RUNTIME_ADDRESS names none, as some jobs want it.
+        InvalidArgumentError: `text` names a daemon that other processes cannot reach.
+        RuntimeUnavailableError: $EP_RUNTIME_ADDRESS names such a daemon, as some jobs want it.
     """
     argument = "--address" if text is not None else "EP_RUNTIME_ADDRESS"
     named = text if text is not None else env.address()

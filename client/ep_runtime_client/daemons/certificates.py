@@ -1,6 +1,6 @@
-"""Certificates for a lab: one authority, and one certificate per node that daemons join with.
+"""Certificates for a lab: one authority, and one certificate per node with which daemons join.
 
-Needs `cryptography` (the extra `certs`); daemons do not, they read what is made here.
+Needs `cryptography` (the extra `certs`); daemons only read the files and do not need it.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from ep_runtime.errors import InvalidArgumentError
 
 AUTHORITY = "ca"
 MAX_DAYS = 1825
-# Nodes can be added for years.
+# Nodes may be added years later.
 AUTHORITY_DAYS = 3650
-# Clocks of two hosts may differ; a certificate must be good on both as soon as it is made.
+# Clocks of two hosts may differ; a new certificate must be valid on both at once.
 _CLOCK_SKEW = datetime.timedelta(minutes=10)
-# One label of a DNS name: what TLS compares with the node's name.
+# A DNS name, which TLS compares with the node's name.
 _NODE_NAME = re.compile(
     r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?(\.[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?)*"
 )
@@ -37,8 +37,8 @@ _NODE_NAME = re.compile(
 @dataclasses.dataclass(frozen=True)
 class CertifiedNode:
     """Args:
-    name: what the daemon calls itself (`serve --node`).
-    hosts: DNS names and IP addresses at which others reach it.
+    name: name that the daemon gives itself (`serve --node`).
+    hosts: DNS names and IP addresses at which other nodes reach it.
     """
 
     name: str
@@ -70,7 +70,7 @@ def parse_node(text: str) -> CertifiedNode:
     """Parses `NAME` or `NAME=HOST,HOST`.
 
     Raises:
-        InvalidArgumentError: a name or host that no certificate can carry.
+        InvalidArgumentError: a name or host that a certificate cannot contain.
     """
     name, _, rest = text.partition("=")
     hosts = tuple(host for host in rest.split(",") if host)
@@ -100,19 +100,20 @@ def _is_address(text: str) -> bool:
 def make(
     directory: Path, nodes: list[CertifiedNode], *, days: int, force: bool
 ) -> dict[str, Paths]:
-    """Writes an authority, unless there is one, and a certificate with key for every node.
+    """Writes an authority, if there is none, and a certificate with key for every node.
 
-    Nothing is written where something would be refused.
+    If one file is rejected, none is written.
 
     Args:
-        directory: made with mode 0700; keys get mode 0600.
-        nodes: names must differ.
-        days: until the nodes' certificates expire; a new authority lives AUTHORITY_DAYS.
-        force: nodes' files that are there are replaced; the authority never is, because that
-            would make every certificate of before worthless.
+        directory: created with mode 0700; keys get mode 0600.
+        nodes: nodes with different names.
+        days: lifetime of the nodes' certificates; a new authority lives AUTHORITY_DAYS.
+        force: whether to replace nodes' existing files. The authority is never replaced, because
+            that would invalidate all earlier certificates.
 
     Raises:
-        InvalidArgumentError: a file is there, half an authority, or a directory out of reach.
+        InvalidArgumentError: a file exists, only half of an authority, or the directory is
+            unreachable.
     """
     if not 1 <= days <= MAX_DAYS:
         raise InvalidArgumentError(f"days must be 1 to {MAX_DAYS}, got {days}", argument="days")
@@ -194,10 +195,10 @@ def _write_node(place: Paths, node: CertifiedNode, authority: _Signer, days: int
             names.append(x509.IPAddress(ipaddress.ip_address(host)))
         else:
             names.append(x509.DNSName(host))
-    # A daemon is the server of some calls and the client of others.
+    # A daemon is the server in some calls and the client in others.
     both = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
     issuer_key = authority.key.public_key()
-    # RFC 5280 allows 64 characters there; TLS reads the alternative names alone.
+    # RFC 5280 allows 64 characters in the common name; TLS reads only the alternative names.
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, node.name[:64])])
     certificate = (
         _builder(subject, authority.certificate.subject, key, days)
@@ -255,7 +256,7 @@ def _write_pair(
 
 
 def _write(path: Path, data: bytes, mode: int) -> None:
-    """Writes a file whole or not at all; no user that `mode` excludes can ever read it."""
+    """Writes a whole file or none; no user that `mode` excludes can ever read it."""
     fresh = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     fd = os.open(fresh, flags, mode)

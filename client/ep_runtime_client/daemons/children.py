@@ -1,4 +1,4 @@
-"""Daemons that this process starts: same interpreter, same packages, bounded waits."""
+"""Daemons that this process starts, with the same interpreter and packages, and bounded waits."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from ep_runtime_client.daemons.socket_directory import SocketDirectory, path_of
 
 _STOP_TIMEOUT_S = 10.0
 _LOG_TAIL_BYTES = 64 << 10
-_MAX_CORES = 8192  # as many as Linux knows
+_MAX_CORES = 8192  # the most that Linux supports
 
 
 class Child:
-    """A daemon process of ours, its directory and its log."""
+    """A daemon process that we started, its directory and its log."""
 
     def __init__(
         self, directory: Path, process: subprocess.Popen[bytes], ready: int, log: IO[bytes]
@@ -56,15 +56,15 @@ class Child:
     ) -> Child:
         """Starts a daemon on `directory` and returns at once; `wait_ready` waits for it.
 
-        It outlives what it is started for, and serves others: its session, environment, directory
-        and cores are its own, so that Ctrl-C in our terminal does not reach it, nor a binding of
-        this process to a GPU or a core. Of limits (`ulimit`, nice) it has ours.
+        The daemon may outlive this process and serve others. So it has its own session,
+        environment, directory and cores: neither Ctrl-C in our terminal nor a binding of this
+        process to a GPU or a core affects it. It inherits our limits (`ulimit`, nice).
 
         Args:
             directory: its socket directory; must exist.
             options: more options of `ep-runtime serve`.
-            pass_fds: descriptors that the options name.
-            log: where its log goes, ours from now on; None for a file without a name.
+            pass_fds: descriptors that appear in the options.
+            log: file for its log, closed by the Child; None for a file without a name.
         """
         ready, told = os.pipe()
         command = command_line.python_command(
@@ -92,13 +92,13 @@ class Child:
         return cls(directory, process, ready, log)
 
     def wait_ready(self, timeout_s: float) -> None:
-        """Waits until the daemon says that its sockets answer.
+        """Waits until the daemon reports that its sockets answer.
 
         Raises:
-            RuntimeUnavailableError: it ended, or says nothing within `timeout_s`; carries the end
-                of its log.
+            RuntimeUnavailableError: the daemon ended, or did not report within `timeout_s`; the
+                text has the end of its log.
         """
-        poll = select.poll()  # select() refuses descriptors above 1023
+        poll = select.poll()  # select() rejects descriptors above 1023
         poll.register(self._ready, select.POLLIN)
         readable = poll.poll(timeout_s * 1000)
         told = os.read(self._ready, 4096) if readable else b""
@@ -116,7 +116,7 @@ class Child:
         )
 
     def log_tail(self, lines: int = 15) -> str:
-        """Returns the last lines of the daemon's log; after `stop`, as they then were."""
+        """Returns the last lines of the daemon's log; after `stop`, the lines at that time."""
         if not self._log.closed:
             size = os.fstat(self._log.fileno()).st_size
             start = max(0, size - _LOG_TAIL_BYTES)
@@ -142,7 +142,7 @@ class Child:
 def _on_all_cores() -> Iterator[None]:
     """Lets processes that this thread starts in the block run on every core of our cgroup."""
     ours = os.sched_getaffinity(0)
-    with contextlib.suppress(OSError):  # a sandbox forbids it
+    with contextlib.suppress(OSError):  # a sandbox may forbid it
         os.sched_setaffinity(0, range(_MAX_CORES))
     try:
         yield
@@ -152,10 +152,10 @@ def _on_all_cores() -> Iterator[None]:
 
 
 def answers(place: SocketDirectory, timeout_s: float) -> bool:
-    """Returns whether a daemon listens on both of the directory's sockets.
+    """Whether a daemon listens on both of the directory's sockets.
 
     Raises:
-        PermissionDeniedError: somebody else could listen there.
+        PermissionDeniedError: another user could listen there.
     """
     try:
         pinned = place.open()
@@ -174,5 +174,5 @@ def answers(place: SocketDirectory, timeout_s: float) -> bool:
 
 
 def remove_directory(directory: Path) -> None:
-    """Removes a private socket directory; the daemon that ended well has done so already."""
+    """Removes a private socket directory, if the daemon did not remove it when it ended."""
     shutil.rmtree(directory, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""The client of a session's daemon: its address, its calls, and whether the session still lives."""
+"""The client of a session's daemon: its address, its calls, and whether the session lives."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from ep_runtime_client.daemons.socket_directory import SocketDirectory
 
 _Result = TypeVar("_Result")
 
-# How long a job waits for the daemon before it goes on without a process that is not fenced.
+# How long a job waits for the daemon to fence a process, before it continues without the fence.
 _END_PEER_S = 5.0
 
 
 def job_name(given: str | None) -> str:
-    """Returns the job that `connect(job=given)` means.
+    """Returns the name of the job for `connect(job=given)`.
 
     Raises:
-        InvalidArgumentError: no job may be called so.
+        InvalidArgumentError: the name is not allowed.
     """
     own = str(os.getpid())
     name = given if given is not None else env.job() or jax_state.coordinator() or own
@@ -50,8 +50,8 @@ class DaemonClient:
 
     Attributes:
         job: namespace of the session's groups.
-        timeout_s: longest wait of a call for other processes.
-        pid: of the process that connected.
+        timeout_s: longest time that a call waits for other processes.
+        pid: id of the process that connected.
         session: the `Session` that users have.
     """
 
@@ -67,7 +67,7 @@ class DaemonClient:
         self._link: Link | None = None
 
     def connect(self, labels: Mapping[str, str], callbacks: Callbacks) -> None:
-        """Opens the session at the daemon. Raises as `ep.connect`."""
+        """Opens the session at the daemon. Raises the errors of `ep.connect`."""
         request = session_service_pb2.OpenSessionRequest(
             job=self.job, labels=labels, process_index=jax_state.process_index()
         )
@@ -108,12 +108,12 @@ class DaemonClient:
 
     @property
     def is_ours(self) -> bool:
-        """False in a forked child of the process that connected."""
+        """Whether this is the process that connected, and not a forked child."""
         return os.getpid() == self.pid
 
     @property
     def alone(self) -> str:
-        """Says why groups of this session cannot span processes; "" if they can."""
+        """Why groups of this session cannot span processes; "" if they can."""
         if self.has_daemon and self.is_private:
             return f"a private daemon of its own (this one's is at {self.address})"
         if self.has_daemon and self._job_is_ours_alone:
@@ -132,7 +132,7 @@ class DaemonClient:
 
     @property
     def link(self) -> Link:
-        """Returns the connection. Raises if the session is over, forked or has no daemon."""
+        """The connection to the daemon. Raises if the session is over, forked or has no daemon."""
         self.require_alive()
         if self._link is None:
             raise _no_daemon()
@@ -140,11 +140,11 @@ class DaemonClient:
 
     @property
     def control(self) -> transport.ControlChannel:
-        """The daemon's RPCs; waits up to `timeout_s` while the daemon is away. Raises as `link`."""
+        """The daemon's RPCs; waits up to `timeout_s` until it is back. Raises as `link`."""
         return self.link.control(self.timeout_s)
 
     def run(self, work: Callable[[transport.ControlChannel], _Result]) -> _Result:
-        """Calls `work` with the daemon's RPCs, and again if the daemon was restarted meanwhile."""
+        """Calls `work` with the daemon's RPCs, and again if the daemon restarted meanwhile."""
         return self.link.run(work, self.timeout_s)
 
     def require_alive(self) -> None:
@@ -160,10 +160,10 @@ class DaemonClient:
             self._ended.raise_again()
 
     def end_peer(self, session_id: str, reason: str) -> session_service_pb2.EndPeerResponse:
-        """Has the daemon fence another session of this job and kill its process where it may.
+        """Asks the daemon to fence another session of this job, and to kill its process if it may.
 
         Raises:
-            PermissionDeniedError: it is of another user or job.
+            PermissionDeniedError: the other session belongs to another user or job.
             RuntimeUnavailableError: the daemon is not back in time.
         """
         request = session_service_pb2.EndPeerRequest(session_id=session_id, reason=reason)
@@ -183,11 +183,11 @@ class DaemonClient:
             )
 
     def end(self, error: EpRuntimeError) -> None:
-        """Handles that the daemon ended the session, for that reason."""
+        """Handles the daemon's message that it ended the session."""
         self._ended = self._ended or error
 
     def say_goodbye(self, *, failed: bool) -> None:
-        """Ends the session at the daemon, now or once it is back, if it is still ours."""
+        """Ends the session at the daemon, now or once the daemon is back, unless it was ended."""
         if self._link is not None and self.alive:
             self._link.say_goodbye(failed=failed)
 

@@ -1,4 +1,4 @@
-"""Makes command lines of our programs without importing these."""
+"""Makes command lines of our programs without importing the programs."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ from collections.abc import Sequence
 
 
 def python_command(module: str, options: Sequence[str]) -> list[str]:
-    """The command line of a module of ours in a process of its own.
+    """Returns the command line that runs one of our modules in a new process.
 
-    `-P` keeps the current directory off the child's path: a checkout that the user happens to
-    stand in must not take the place of the installed package. PYTHONPATH still counts, and so
-    does isolated mode.
+    `-P` keeps the current directory off the child's path, so that a checkout in it does not replace
+    the installed package. PYTHONPATH and isolated mode keep their effect.
     """
     flags = ["-I"] if sys.flags.isolated else ["-P"]
     return [sys.executable, *flags, "-m", module, *options]

@@ -1,7 +1,8 @@
-"""JAX's coordination service in a process of its own, which no death of a job's process ends.
+"""JAX's coordination service in its own process, which survives the death of any job process.
 
-It is neither process 0 nor a child of the daemon. Processes on its host give it their pidfds, so it
-knows in milliseconds which of them has died. The others it knows by their heartbeats.
+The process is neither process 0 nor a child of the daemon. Processes on its host give it their
+pidfds, so it learns within milliseconds which of them died. It learns of other deaths by missing
+heartbeats.
 """
 
 from __future__ import annotations
@@ -21,17 +22,17 @@ from ep_runtime_client.base import jax_internals
 
 _log = logging.getLogger("ep_runtime")
 
-# Only processes that are stopped, or on a dead node, wait for it. With 10 s a loaded host drops
-# processes that live.
+# Only stopped processes, and those of a dead node, wait for this long. With 10 s a loaded host
+# loses processes that still live.
 HEARTBEAT_TIMEOUT_S = 30
-# Ends of a job's processes do not come at one time, and one may still be on its way to register.
+# A job's processes do not end at the same time, and one may not have registered yet.
 _LEFT_S = 0.5
 _ANSWER_S = 5.0
 _REGISTERED = b"registered"
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """Host and port of HOST:PORT, where an IPv6 host may have brackets.
+    """Splits HOST:PORT into host and port; an IPv6 host may have brackets.
 
     Raises:
         InvalidArgumentError: the text has another form.
@@ -45,7 +46,7 @@ def split_address(address: str) -> tuple[str, int]:
 
 
 def _bound(host: str, port: int) -> socket.socket:
-    """A socket that is bound to an address of this host. Raises OSError."""
+    """Returns a socket that is bound to an address of this host. Raises OSError."""
     family, kind, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     bound = socket.socket(family, kind)
     try:
@@ -65,7 +66,7 @@ def _is_here(host: str) -> bool:
 
 
 def _place(port: int) -> str:
-    """The abstract socket, in the network's namespace, of the service with this port."""
+    """Returns the name of the service's abstract socket in the network namespace."""
     return f"\0ep-runtime-coordination-{port}"
 
 
@@ -80,11 +81,11 @@ def serve(
     """Serves a job's processes until SIGTERM or SIGINT.
 
     Args:
-        bind: HOST:PORT; port 0 takes a free one.
-        processes: of the whole job.
-        heartbeat_timeout_s: a process on another host is dead after this silence, one here that
-            hangs too.
-        until_left: end also when all processes that registered are gone.
+        bind: HOST:PORT; port 0 chooses a free port.
+        processes: number of processes of the whole job.
+        heartbeat_timeout_s: a process counts as dead after this silence if it is on another host,
+            or if it hangs.
+        until_left: whether to end also when all registered processes are gone.
         ready: called once with the address.
 
     Raises:
@@ -93,7 +94,7 @@ def serve(
     """
     host, port = split_address(bind)
     try:
-        # gRPC would share a taken port with whoever has it, so ask without SO_REUSEPORT first.
+        # gRPC would share a port in use with its owner, so first bind it without SO_REUSEPORT.
         with _bound(host, port) as probe:
             port = probe.getsockname()[1]
     except OSError as error:
@@ -116,7 +117,7 @@ def serve(
 
 @contextlib.contextmanager
 def _stop_signals() -> Iterator[socket.socket]:
-    """A socket that becomes readable on SIGTERM and SIGINT."""
+    """Yields a socket that becomes readable on SIGTERM and SIGINT."""
     ours, theirs = socket.socketpair()
 
     def stop(number: int, frame: FrameType | None) -> None:
@@ -134,8 +135,8 @@ def _stop_signals() -> Iterator[socket.socket]:
 def _watch(
     stops: socket.socket, listener: socket.socket, address: str, left_s: float | None
 ) -> None:
-    """Takes processes' pidfds and reports each death, until it is stopped or left."""
-    members: dict[int, int] = {}  # numbers of processes of this host, by pidfd
+    """Receives processes' pidfds and reports each death, until it is stopped or all have left."""
+    members: dict[int, int] = {}  # job indices of this host's processes, by pidfd
     came = False
     with selectors.DefaultSelector() as selector:
         selector.register(stops, selectors.EVENT_READ)
@@ -168,7 +169,7 @@ def _watch(
 
 
 def _register(listener: socket.socket) -> tuple[int, int] | None:
-    """The pidfd of a process of our user, and its number; None if a caller says anything else."""
+    """Returns the pidfd of a process of our user, and its index; None for any other message."""
     connection, _ = listener.accept()
     connection.settimeout(_ANSWER_S)
     said = b""
@@ -185,14 +186,14 @@ def _register(listener: socket.socket) -> tuple[int, int] | None:
 
 
 def register(address: str, process: int) -> bool:
-    """Gives the service our pidfd if it is on this host, so that it hears of our end at once.
+    """Gives the service our pidfd if it is on this host, so that it learns of our end at once.
 
     Args:
-        address: of the service.
-        process: our number in the job.
+        address: address of the service.
+        process: our index in the job.
 
     Returns:
-        False where it is on another host, or is process 0's: it then goes by heartbeats.
+        False if the service is on another host, or belongs to process 0: it then uses heartbeats.
     """
     host, port = split_address(address)
     if not _is_here(host):
@@ -214,11 +215,11 @@ def register(address: str, process: int) -> bool:
 
 
 def cut_accepted() -> None:
-    """Shuts down the TCP connections that this process has accepted, which are those of gloo.
+    """Shuts down the TCP connections that this process has accepted, which are Gloo's.
 
-    A collective of gloo hangs if a peer has died before it came to its part: who waits for the peer
-    hears of it, and who waits for one of those does not. Every connection has a side that has
-    accepted it, so they all end if all processes call this.
+    A Gloo collective hangs if a peer died before its part of it: a process that waits for the dead
+    peer gets an error, but a process that waits for a third one does not. One side of every
+    connection has accepted it, so all connections end if all processes call this.
     """
     listening: set[int] = set()
     connected = []

@@ -1,4 +1,4 @@
-"""Processes of the job that have died: no group that waits for one of them can form."""
+"""Tracks dead processes of the job, because a group that waits for one cannot form."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from ep_runtime.errors import PeerLostError
 
 
 class Departures:
-    """Ends calls in which the daemon waits for all processes of a group. Thread-safe."""
+    """Cancels calls in which the daemon waits for all processes of a group. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._members: Mapping[int, int] = {}
-        self._died: dict[int, int | None] = {}  # the incarnation that was a member
+        self._died: dict[int, int | None] = {}  # each one's incarnation as a member
         self._calls: set[Any] = set()
 
     def add(self, process: int) -> None:
-        """A process has died: ends the calls under way, and those that begin until `keep`."""
+        """Records a death: cancels running calls, and new calls until `keep`."""
         with self._lock:
             self._died[process] = self._members.get(process)
             calls = [*self._calls]
@@ -30,9 +30,9 @@ class Departures:
             call.cancel()
 
     def keep(self, members: Mapping[int, int]) -> None:
-        """Those who live have agreed on it: forgets processes that are none of them.
+        """Forgets dead processes that the agreed `members` do not include.
 
-        `members` has the incarnation of each process, which is another one if it came back.
+        `members` has the incarnation of each process; a restarted process has another one.
         """
         with self._lock:
             self._members = members
@@ -42,7 +42,7 @@ class Departures:
 
     @contextlib.contextmanager
     def ending(self, call: Any) -> Iterator[None]:
-        """Inside, a death cancels the call.
+        """Cancels the call if a process dies inside the block.
 
         Raises:
             PeerLostError: a process has died.

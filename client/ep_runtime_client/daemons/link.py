@@ -1,7 +1,7 @@
-"""A session's connection to its daemon: sends heartbeats, gets events, and reconnects.
+"""A session's connection to its daemon: sends heartbeats, receives events, and reconnects.
 
-A daemon that was restarted knows the session out of its journal, or takes the client's word: the
-connection says hello with the token of before, and the session's owner then says what it holds.
+A restarted daemon knows the session from its journal, or trusts the client: the connection says
+hello with the old token, and then the session's owner tells which groups it holds.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ _Result = TypeVar("_Result")
 
 @dataclasses.dataclass(frozen=True)
 class Callbacks:
-    """Functions of the session that a link calls, on threads of the link.
+    """The session's functions that a link calls, on the link's threads.
 
     Attributes:
-        restore: called with new RPCs and token after the daemon came back, before anybody else
-            may use them; RuntimeUnavailableError tries again.
-        on_end: called with the error when the daemon ended the session for good.
-        on_group: called when a group of the session changed.
+        restore: called with the new RPCs and token after the daemon came back, before any other use
+            of them; raise RuntimeUnavailableError to try again.
+        on_end: called with the error after the daemon ended the session for good.
+        on_group: called after a group of the session changed.
     """
 
     restore: Callable[[transport.ControlChannel], None]
@@ -65,7 +65,7 @@ class Link:
         opened: session_service_pb2.OpenSessionRequest,
         callbacks: Callbacks,
     ) -> None:
-        """`opened` is sent by every OpenSession, also after a restart."""
+        """`opened`: the request of every OpenSession, also after a restart."""
         self.token = ""
         self.session_id = ""
         self._runtime = runtime
@@ -89,10 +89,10 @@ class Link:
     def connect(self, timeout_s: float) -> None:
         """Opens the session and starts the threads.
 
-        The caller has found the daemon alive: one that is gone since is being started again.
+        The caller has found the daemon alive; if it is gone now, it is being restarted.
 
         Raises:
-            EpRuntimeError: as `ep.connect`.
+            EpRuntimeError: any error of `ep.connect`.
         """
         deadline = time.monotonic() + timeout_s
         while True:
@@ -118,10 +118,10 @@ class Link:
             return self._control if self._up else None
 
     def control(self, timeout_s: float) -> transport.ControlChannel:
-        """Returns the RPCs, once the daemon answers.
+        """Returns the RPCs, as soon as the daemon answers.
 
         Raises:
-            RuntimeUnavailableError: it is not back after `timeout_s`.
+            RuntimeUnavailableError: the daemon is not back after `timeout_s`.
         """
         with self._changed:
             done = lambda: self._up or self._over or self._stopped.is_set()  # noqa: E731
@@ -134,7 +134,8 @@ class Link:
         """Calls `work` with the RPCs, and again if the daemon went away meanwhile.
 
         Raises:
-            EpRuntimeError: of `work`; RuntimeUnavailableError where the daemon is not back in time.
+            EpRuntimeError: an error of `work`; RuntimeUnavailableError if the daemon is not back in
+                time.
         """
         deadline = time.monotonic() + timeout_s
         last: errors.EpRuntimeError | None = None
@@ -142,7 +143,7 @@ class Link:
             try:
                 control = self.control(max(deadline - time.monotonic(), 0.0))
             except errors.RuntimeUnavailableError as error:
-                raise last or error from None  # `last` says what was waited for
+                raise last or error from None  # `last` names the call that failed
             try:
                 return work(control)
             except (errors.RuntimeUnavailableError, errors.SessionFencedError) as error:
@@ -152,7 +153,7 @@ class Link:
                 self.lose(control)
 
     def lose(self, control: transport.ControlChannel) -> None:
-        """Starts to reconnect because these RPCs got no answer; does nothing if that has begun."""
+        """Starts to reconnect because these RPCs got no answer, unless that has begun already."""
         with self._changed:
             if self._control is not control or not self._up:
                 return
@@ -178,10 +179,11 @@ class Link:
     def say_goodbye(self, *, failed: bool = False) -> None:
         """Calls CloseSession, now or once the daemon is back; logs an error.
 
-        Nothing is owed to a private daemon: it ends with the session.
+        A private daemon needs no goodbye, because it ends with the session.
 
         Args:
-            failed: an error ends the session, so that its memory is kept for retain_s.
+            failed: whether an error ends the session, so that the daemon keeps its memory for
+                retain_s.
         """
         request = session_service_pb2.CloseSessionRequest(failed=failed)
         control = self.now
@@ -197,7 +199,7 @@ class Link:
         self._owed = None if self._runtime.is_private else request
 
     def stop(self) -> None:
-        """Ends both threads and the connection; bounded."""
+        """Ends both threads and the connection within a bounded time."""
         self._stopped.set()
         with self._changed:
             self._changed.notify_all()
@@ -209,7 +211,7 @@ class Link:
                 thread.join(_JOIN_TIMEOUT_S)
         if control is not None:
             control.close()
-        if self._owed is not None:  # only now: a thread that connected again has a new token
+        if self._owed is not None:  # only now, because a thread that reconnected has a new token
             pending_goodbyes.owe(self.token, Owed(self._place, self._opened, self._owed))
 
     def _open(self, timeout_s: float) -> None:
@@ -238,8 +240,8 @@ class Link:
             old.close()
 
     def _catch_up(self, control: transport.ControlChannel) -> None:
-        """Closes groups that were left while the daemon was away, because their ranks may be
-        claimed."""
+        """Closes groups that were left while the daemon was away, so that others can claim their
+        ranks."""
         with self._changed:
             left = list(self._left)
         for request in left:
@@ -282,7 +284,7 @@ class Link:
             _log.warning("the daemon is back after %.2f s", time.monotonic() - lost)
 
     def _follow(self) -> None:
-        """Handles events until the stream ends; the next hello says why it ended."""
+        """Handles events until the stream ends; the next hello tells why it ended."""
         try:
             for event in self._stream:
                 self._take(event)
@@ -290,7 +292,7 @@ class Link:
             return
 
     def _connect_again(self) -> bool:
-        """Reconnects, with pauses until it works; False if the session is over or stopped."""
+        """Reconnects, with pauses between attempts; False if the session is over or stopped."""
         pause_s = 0.0
         while not self._stopped.wait(pause_s * random.uniform(0.8, 1.2)):
             try:

@@ -1,4 +1,4 @@
-"""The coordination service that processes of one node share, and that the first one starts."""
+"""A coordination service that a node's processes share, and that the first process starts."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from ep_runtime_client.daemons import addresses, command_line, coordination, run
 
 
 def of_node(job: str, processes: int, heartbeat_timeout_s: int, timeout_s: float) -> str:
-    """The address of the job's service on this node, which the first process starts.
+    """Returns the address of the job's service on this node; the first process starts it.
 
-    It outlives the process that started it, and the daemon; it ends after the job's last process.
+    The service outlives the process that started it, and the daemon; it ends after the job's last
+    process.
 
     Raises:
-        RuntimeUnavailableError: it does not start within `timeout_s`.
+        RuntimeUnavailableError: the service does not start within `timeout_s`.
     """
     directory = addresses.parse_address(addresses.NODE).directory
     assert directory is not None
@@ -36,7 +37,7 @@ def of_node(job: str, processes: int, heartbeat_timeout_s: int, timeout_s: float
 
 
 def _start(options: list[str], directory: Path, name: str, timeout_s: float) -> str:
-    """Starts the command in a session of its own; the address that it prints."""
+    """Starts the command in a new session; returns the address that the command prints."""
     log = directory / f"{name}.log"
     command = command_line.python_command("ep_runtime_client.cli", ["coordination", *options])
     with runtime.own_file(log) as errors:
@@ -60,5 +61,5 @@ def _start(options: list[str], directory: Path, name: str, timeout_s: float) -> 
             f"the coordination service did not start within {timeout_s:g} s; {log} says why",
             address="node",
         )
-    started.returncode = 0  # it outlives us: nobody waits for it, and its object must not warn
+    started.returncode = 0  # no process waits for it, so suppress the object's warning
     return line.split()[-1]

@@ -1,7 +1,7 @@
-"""Ends sessions at daemons that were away when a session ended, once they are back.
+"""Ends sessions later at daemons that were away when a session ended.
 
-A daemon that is started again awaits the sessions of its journal as long as their processes live.
-One that ended meanwhile has to say so, or its groups would stay claimed.
+A restarted daemon awaits the sessions of its journal as long as their processes live. So a session
+that ended while the daemon was away must report it, or its groups would stay claimed.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ _LONGEST_PAUSE_S = 1.0
 
 @dataclasses.dataclass(frozen=True)
 class Owed:
-    """One goodbye.
+    """One goodbye that could not be sent.
 
     Attributes:
-        place: of the daemon's sockets.
+        place: directory of the daemon's sockets.
         opened: how the session was opened.
-        goodbye: what is to be said.
+        goodbye: the request to send.
     """
 
     place: SocketDirectory
@@ -40,7 +40,7 @@ class Owed:
 
 
 class PendingGoodbyes:
-    """Goodbyes that could not be sent yet. Thread-safe; a forked child owes none."""
+    """Goodbyes that could not be sent yet. Thread-safe; a forked child has none."""
 
     def __init__(self) -> None:
         self.forget()
@@ -52,7 +52,7 @@ class PendingGoodbyes:
         self._thread: threading.Thread | None = None
 
     def owe(self, token: str, owed: Owed) -> None:
-        """Says goodbye for the session of `token` as soon as its daemon answers."""
+        """Sends `owed`, the goodbye of the session with `token`, as soon as its daemon answers."""
         with self._changed:
             self._owed[token] = owed
             if self._thread is None:
@@ -62,10 +62,10 @@ class PendingGoodbyes:
                 self._thread.start()
 
     def say(self, place: SocketDirectory) -> None:
-        """Sends that daemon its goodbyes now, because a new session may want the ranks.
+        """Sends goodbyes to that daemon now, because a new session may want the ranks.
 
         Raises:
-            RuntimeUnavailableError: it is away still, or again.
+            RuntimeUnavailableError: the daemon is still away, or away again.
         """
         with self._changed:
             owed = [item for item in self._owed.items() if item[1].place == place]
@@ -92,7 +92,7 @@ class PendingGoodbyes:
         except RuntimeUnavailableError:
             raise
         except EpRuntimeError as error:
-            # The daemon does not know the session, so nothing is owed.
+            # The daemon does not know the session, so no goodbye is needed.
             _log.info("ending the session failed: %s", error)
         with self._changed:
             self._owed.pop(token, None)

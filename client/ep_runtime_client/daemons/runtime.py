@@ -22,14 +22,14 @@ from ep_runtime_client.daemons.socket_directory import SocketDirectory
 
 _log = logging.getLogger("ep_runtime")
 
-# A node's daemon outlives its last client that long: a job's processes end one after the other,
-# and the next may be on its way between finding the daemon and saying hello.
+# A node's daemon outlives its last client by this time: a job's processes end one after the other,
+# and the next one may have found the daemon but not said hello yet.
 _IDLE_EXIT_S = 5
 
 
 @dataclasses.dataclass
 class ReachedRuntime:
-    """A daemon that answers, or none at all; `child` where this process started it."""
+    """A daemon that answers, or none; `child` is set if this process started it."""
 
     address: Address
     place: SocketDirectory | None
@@ -49,12 +49,12 @@ class ReachedRuntime:
         return self.address.kind in (EMBEDDED, NONE)
 
     def revive(self, timeout_s: float) -> None:
-        """Starts a private daemon that crashed, or the node's, again.
+        """Restarts a private daemon that crashed, or the node's.
 
-        Others start a daemon at an address again: systemd, or whoever ran `ep-runtime serve`.
+        A daemon at an address is restarted by systemd, or by the user who ran `ep-runtime serve`.
 
         Raises:
-            RuntimeUnavailableError: it does not come up.
+            RuntimeUnavailableError: the daemon does not come up.
         """
         crashed = self.child is not None and self.child.ended and self.child.stop() != 0
         if crashed and self.address.kind == EMBEDDED and self.directory is not None:
@@ -74,8 +74,8 @@ def open_runtime(address: Address, timeout_s: float) -> ReachedRuntime:
     """Opens the daemon at an address, and starts it if the address asks for that.
 
     Raises:
-        RuntimeUnavailableError: nobody answers, or a started daemon does not come up.
-        PermissionDeniedError: somebody else could answer there.
+        RuntimeUnavailableError: no daemon answers, or a started one does not come up.
+        PermissionDeniedError: another user could answer there.
         InvalidArgumentError: an embedded daemon in a job of several processes.
     """
     if address.kind == NONE:
@@ -107,14 +107,14 @@ def _open_embedded(address: Address, timeout_s: float) -> ReachedRuntime:
         children.remove_directory(directory)
         raise
     _log.info("started a private daemon, pid %d, that ends with this process", child.pid)
-    # Ours by its name's random part; parents that a cluster's TMPDIR may have do not matter then.
+    # The name's random part makes the directory ours, so the parents of TMPDIR do not matter.
     return ReachedRuntime(address, SocketDirectory(directory, os.geteuid()), child)
 
 
 def _start_with_lifeline(directory: Path) -> children.Child:
-    """Starts a daemon that watches a pidfd of ours, so that it ends with us even on SIGKILL.
+    """Starts a daemon that watches our pidfd, so that it ends with this process even on SIGKILL.
 
-    Not PR_SET_PDEATHSIG: that follows the thread that started the child, not the process.
+    Not PR_SET_PDEATHSIG, which follows the thread that started the child, not the process.
     """
     ourselves = os.pidfd_open(os.getpid())
     try:
@@ -125,7 +125,7 @@ def _start_with_lifeline(directory: Path) -> children.Child:
 
 
 def _open_node(address: Address, directory: Path, timeout_s: float) -> ReachedRuntime:
-    """Starts the node's daemon if it does not run, under a lock; it ends after its last process."""
+    """Starts the node's daemon, under a lock, if none runs; it ends after its last process."""
     place = SocketDirectory(directory)
     place.check()
     env.make_directory(directory)

@@ -1,8 +1,8 @@
 """Checks a daemon's socket directory before a client trusts anything in it.
 
-Whoever serves these sockets gets our groups and what they move. Before a byte is sent, the
-directory must be our user's, root's, or that of a user whom the caller named, and so must the
-process that listens.
+The process that serves these sockets gets our groups and the rows they move. Before a byte is sent,
+the directory and the listening process must belong to our user, to root, or to a user whom the
+caller named.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from ep_runtime.errors import (
 
 @dataclasses.dataclass(frozen=True)
 class SocketDirectory:
-    """The socket directory of a daemon, and which users it may belong to.
+    """The socket directory of a daemon, and the users who may own it.
 
     Attributes:
-        directory: absolute.
-        uid: user whose daemon is there, where the caller says so: then the process that listens
-            proves who it is, and the directories above do not matter.
+        directory: an absolute path.
+        uid: user of the daemon, if the caller names one: then the listening process proves its
+            identity, and the parent directories are not checked.
     """
 
     directory: Path
@@ -67,9 +67,9 @@ class SocketDirectory:
         """Opens a descriptor of the directory; the caller closes it. `path_of` names sockets in it.
 
         Raises:
-            PermissionDeniedError: the directory could be another user's doing.
-            InvalidArgumentError: it is not a directory.
-            RuntimeUnavailableError: it is not there.
+            PermissionDeniedError: another user could have made the directory.
+            InvalidArgumentError: the path is not a directory.
+            RuntimeUnavailableError: the directory does not exist.
         """
         try:
             return trust.open_directory(self.directory, self._uids, with_parents=self.uid is None)
@@ -110,13 +110,13 @@ class SocketDirectory:
 
         Raises:
             PermissionDeniedError: we may not connect, or another user's process listens.
-            RuntimeUnavailableError: nobody listens there.
+            RuntimeUnavailableError: no process listens there.
         """
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
             self._connect(probe, pinned, name, timeout_s)
 
     def _connect(self, connection: socket.socket, pinned: int, name: str, timeout_s: float) -> None:
-        # SO_SNDTIMEO, because Python's timeout does not wait for a place in a full backlog.
+        # Use SO_SNDTIMEO, because Python's timeout does not wait if the listener's backlog is full.
         wait_s = min(timeout_s, 1e6)
         left = struct.pack("ll", int(wait_s), int(wait_s % 1 * 1e6) or 1)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, left)

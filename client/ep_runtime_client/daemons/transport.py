@@ -35,7 +35,7 @@ from ep_runtime_client.daemons.socket_directory import SocketDirectory, path_of
 READ_TIMEOUT_S = 5.0
 MUTATE_TIMEOUT_S = 10.0
 
-# Many calls at once on one channel were seen to end in spurious CANCELLED.
+# Many concurrent calls on one channel sometimes end with a spurious CANCELLED.
 _MAX_IN_FLIGHT = 64
 
 Metadata = tuple[tuple[str, str], ...]
@@ -43,14 +43,14 @@ _Response = TypeVar("_Response")
 
 
 class RpcChannel:
-    """A channel to one of a daemon's gRPC sockets, and to no other place while it lasts.
+    """A channel to one of a daemon's gRPC sockets, which never connects to another directory.
 
-    gRPC connects again by itself, and would to whoever has the directory's name by then; so it
-    gets the name of a descriptor.
+    gRPC reconnects by itself, and by path it would reach whoever owns the directory's name then; so
+    it gets the path of a descriptor.
     """
 
     def __init__(self, place: SocketDirectory, socket_name: str, timeout_s: float) -> None:
-        """Raises as `SocketDirectory.open` and `SocketDirectory.check_listener`."""
+        """Raises the errors of `SocketDirectory.open` and `SocketDirectory.check_listener`."""
         self._pinned = place.open()
         try:
             place.check_listener(self._pinned, socket_name, timeout_s)
@@ -62,7 +62,7 @@ class RpcChannel:
         self._lock = threading.Lock()
 
     def close(self) -> None:
-        """Ends the calls under way. Idempotent."""
+        """Ends running calls. Idempotent."""
         self.channel.close()
         with self._lock:
             pinned, self._pinned = self._pinned, -1
@@ -141,15 +141,15 @@ def close_all(fds: list[int]) -> None:
 def hello(
     place: SocketDirectory, timeout_s: float, *, resume_token: str = ""
 ) -> fd_socket_pb2.Welcome:
-    """Introduces this process to the daemon, which learns uid and pid from the kernel.
+    """Says hello to the daemon, which gets this process's uid and pid from the kernel.
 
     Args:
-        place: of the daemon's sockets.
-        timeout_s: of the answer.
-        resume_token: of the session that goes on where the daemon was started again.
+        place: directory of the daemon's sockets.
+        timeout_s: longest time to wait for the answer.
+        resume_token: token of the session to continue after a restart of the daemon.
 
     Raises:
-        RuntimeUnavailableError: no daemon, or it drains.
+        RuntimeUnavailableError: there is no daemon, or it drains.
         PermissionDeniedError: the daemon does not serve this uid.
         SessionFencedError: the session to resume was fenced.
         VersionSkewError: no common protocol version.
@@ -169,7 +169,7 @@ def hello(
 def redeem(
     place: SocketDirectory, token: str, attach_token: str, timeout_s: float
 ) -> list[tuple[types_pb2.WindowDescriptor, int]]:
-    """Gets the descriptors that an attach token is for, in its order; the caller closes them.
+    """Gets the descriptors for an attach token, in the token's order; the caller closes them.
 
     Raises:
         PermissionDeniedError: the attach token is used, expired or another process's.
@@ -204,13 +204,13 @@ def return_windows(
     held: Sequence[tuple[types_pb2.WindowDescriptor, int]],
     timeout_s: float,
 ) -> list[int]:
-    """Gives a daemon that started again the descriptors it wants; ours stay open.
+    """Gives a restarted daemon the descriptors it wants; ours stay open.
 
     Returns:
         World ranks whose windows it still wants; -1 is the board.
 
     Raises:
-        StaleHandleError, PermissionDeniedError, InvalidArgumentError: it does not take them.
+        StaleHandleError, PermissionDeniedError, InvalidArgumentError: the daemon rejects them.
     """
     wanted: list[int] = []
     with fd_socket(place, timeout_s) as connection:
@@ -230,9 +230,9 @@ class ControlChannel:
     """The RPCs of one session. Thread-safe.
 
     Attributes:
-        channel, metadata: of calls to other services.
-        lost: a call got no answer, or the daemon does not know the session: nothing more will
-            come of this channel.
+        channel, metadata: for calls to other services.
+        lost: whether a call got no answer, or the daemon does not know the session; later calls on
+            this channel would fail too.
     """
 
     def __init__(self, place: SocketDirectory, token: str) -> None:
@@ -255,12 +255,12 @@ class ControlChannel:
         timeout_s: float = READ_TIMEOUT_S,
         for_all: bool = False,
     ) -> _Response:
-        """Makes one unary RPC. `for_all`: the daemon waits for all processes of a group in it.
+        """Makes one unary RPC. `for_all`: in it the daemon waits for all processes of a group.
 
         Raises:
             PeerLostError: with `for_all`, a process of the job has died.
-            EpRuntimeError: the class that the daemon names; RuntimeUnavailableError where it
-                gives no answer within the timeout.
+            EpRuntimeError: the class that the daemon names; RuntimeUnavailableError if it gives no
+                answer within the timeout.
         """
         try:
             with self._slots:
@@ -273,8 +273,8 @@ class ControlChannel:
         except grpc.RpcError as error:
             ours = self.translated(error)
             self.lost = self.lost or _ends_channel(error, ours)
-            raise ours from None  # it has everything that gRPC's error has
-        except ValueError as error:  # gRPC's own type for a channel that was closed meanwhile
+            raise ours from None  # our error has all data of gRPC's error
+        except ValueError as error:  # gRPC's error for a channel that was closed meanwhile
             self.lost = True
             raise self._place.unavailable(str(error)) from None
 
@@ -290,12 +290,12 @@ class ControlChannel:
         return ours
 
     def close(self) -> None:
-        """Closes the channel; calls under way end with RuntimeUnavailableError."""
+        """Closes the channel; running calls end with RuntimeUnavailableError."""
         self._rpc.close()
 
 
 def _ends_channel(error: grpc.RpcError, ours: EpRuntimeError) -> bool:
-    """Returns whether an error ends the channel; slow or draining daemons do not."""
+    """Whether an error ends the channel; errors of a slow or draining daemon do not."""
     if isinstance(ours, SessionFencedError):
         return True
     code = error.code() if isinstance(error, grpc.Call) else None

@@ -1,4 +1,4 @@
-"""Options of `ep-runtime demo`. Imports no JAX; `run` does."""
+"""Options of `ep-runtime demo`. Imports no JAX; only `run` does."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def make_config(args: argparse.Namespace) -> defaults.DemoConfig:
-    """The checked config of parsed options, for GPUs if there are enough of them.
+    """Returns the checked config of parsed options, for GPUs if there are enough of them.
 
     Raises:
         InvalidArgumentError: an option's value does not fit the others, or no GPU can be used.
@@ -108,7 +108,7 @@ def run(args: argparse.Namespace) -> int:
         raise InvalidArgumentError(text, argument="demo")
     from ep_runtime_client.demo.reporter import Reporter
 
-    Reporter(config).announce()  # JAX's import takes seconds
+    Reporter(config).announce()  # before JAX's import, which takes seconds
     module = "processes" if config.processes > 1 else "job"
     try:
         return int(importlib.import_module(f"ep_runtime_client.demo.{module}").run(config))

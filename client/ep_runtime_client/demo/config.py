@@ -14,13 +14,13 @@ Transport = Literal["auto", "memfd", "nvlink", "nccl", "xla"]
 TRANSPORTS: tuple[Transport, ...] = get_args(Transport)
 Platform = Literal["cpu", "gpu"]
 PLATFORMS: tuple[Platform, ...] = get_args(Platform)
-# The only devices between which a transport moves rows.
+# Transports that support devices of only one platform.
 _SERVES = {"memfd": "cpu", "nvlink": "gpu", "nccl": "gpu"}
 RECIPES = ("f32", "bf16", "fp8", "fp8-block", "mxfp8")
 AXES = ("dp", "fsdp", "ep", "tp")
 HEADS = 4
 VOCAB = 256  # bytes
-# Two models share the machine, so a step of a comparison takes more than twice as long.
+# A comparison trains two models on the machine, so its steps take more than twice as long.
 DEFAULT_STEPS, DEFAULT_COMPARE_STEPS = 500, 200
 # Enough for a copy of the state before the death and for steps after it.
 MIN_SURVIVE_STEPS = 8
@@ -30,16 +30,16 @@ _COMPILE_S, _FLOPS = 20.0, 50e9
 
 @dataclasses.dataclass(frozen=True)
 class DemoConfig:
-    """Arguments of one demo, as its options name and explain them; `checked` validates.
+    """Arguments of one demo, named after its options; `checked` validates them.
 
     Attributes:
         mesh: axes with sizes, "dp=2,fsdp=2,ep=2", outermost first; None chooses dp and ep.
         compare: train a twin on transport "xla" and compare every step's loss: bit by bit on CPU
             devices, else within `loss_tolerance`, and the twin continues from the model's state
             every other step.
-        survive: the last process kills itself half way, and the others train on.
-        devices, batch: over all processes.
-        program: how the user called `ep-runtime`, for hints to paste.
+        survive: whether the last process kills itself half way and the others continue to train.
+        devices, batch: totals over all processes.
+        program: the command with which the user called `ep-runtime`, for hints to paste.
     """
 
     steps: int = DEFAULT_STEPS
@@ -63,10 +63,10 @@ class DemoConfig:
     program: str = dataclasses.field(default_factory=lambda: shlex.quote(sys.argv[0]))
 
     def checked(self) -> DemoConfig:
-        """Itself, or InvalidArgumentError naming the argument, what was wanted and what was got."""
+        """Returns itself; raises InvalidArgumentError with the wanted and the given value."""
         axes, devices, experts = self.axes, self.devices, self.num_experts
         ep, h, m = axes.get("ep", 1), self.hidden_size, self.mlp_dim
-        # Each: a value that must be false, option, what it must be, what was given.
+        # Each entry: a value that must be false, option, wanted value, given value.
         for wrong, option, wanted, got in (
             (devices % self.processes, "processes", f"a divisor of {devices=}", self.processes),
             ("ep" not in axes, "mesh", "axes with an ep among them", self.mesh),
@@ -105,7 +105,7 @@ class DemoConfig:
 
     @property
     def num_parameters(self) -> int:
-        """Parameters of the whole model."""
+        """Number of parameters of the whole model."""
         return self._parameters(self.num_experts)
 
     def _parameters(self, experts: int) -> int:
@@ -115,7 +115,7 @@ class DemoConfig:
 
     @property
     def seconds_on_two_cores(self) -> float:
-        """About how long the training takes there, compilation included."""
+        """Estimated seconds of the training on two cores, compilation included."""
         step_s = 6 * self._parameters(self.top_k) * self.tokens_per_step / _FLOPS
         return (1 + self.compare) * (_COMPILE_S + self.steps * step_s)
 
@@ -123,7 +123,7 @@ class DemoConfig:
     def axes(self) -> dict[str, int]:
         """Sizes of the mesh's axes, outermost first.
 
-        By default two EP groups work next to each other if each has more than one rank.
+        By default there are two EP groups if each then has more than one rank.
         """
         if self.mesh is not None:
             return parse_mesh(self.mesh)
@@ -138,15 +138,15 @@ class DemoConfig:
 
     @property
     def loss_tolerance(self) -> float:
-        """Largest relative difference of losses; 0 but on GPUs, where XLA tunes each program."""
+        """Largest relative difference of losses; not 0 on GPUs, where XLA tunes each program."""
         return 1e-3 if self.platform == "gpu" else 0.0
 
 
 def parse_mesh(text: str) -> dict[str, int]:
-    """Sizes by axis of "dp=2,fsdp=2,ep=2".
+    """Parses a mesh such as "dp=2,fsdp=2,ep=2" into sizes by axis.
 
     Raises:
-        InvalidArgumentError: another form, an unknown axis, or one that comes twice.
+        InvalidArgumentError: another form, an unknown axis, or a repeated axis.
     """
     axes: dict[str, int] = {}
     for part in text.split(","):

@@ -1,4 +1,4 @@
-"""The demo from start to end: runtime, training, report."""
+"""Runs the demo: runtime, training, report."""
 
 from __future__ import annotations
 
@@ -29,24 +29,24 @@ from ep_runtime_client.sessions.session import Session
 
 Step = Callable[[], list[StepResult]]
 DIFFERENT = 3
-# Also how long create_group waits for the demo's other processes, which may still import JAX.
+# Also the time that create_group waits for the demo's other processes, which may import JAX.
 CONNECT_TIMEOUT_S = 120.0
-# A twin that may differ by rounding copies parameters after so many steps, because training grows
-# the last bit of an f32 to a tenth of a percent within ten steps. The second step's loss depends on
-# the first one's gradients.
+# A twin that may differ by rounding copies parameters after this number of steps, because training
+# amplifies the last bit of an f32 to a tenth of a percent within ten steps. Two steps, because the
+# second step's loss depends on the first step's gradients.
 STEPS_ALONE = 2
 
 
 @dataclasses.dataclass
 class Stop:
-    """Whether Ctrl-C asked to end after what is under way."""
+    """Whether Ctrl-C asked to stop after the current work."""
 
     requested: bool = False
 
 
 @contextlib.contextmanager
 def stop_on_interrupt() -> Iterator[Stop]:
-    """The first SIGINT in the block sets `requested`; a second one raises KeyboardInterrupt."""
+    """Sets `requested` on the first SIGINT in the block; a second one raises KeyboardInterrupt."""
     stop = Stop()
 
     def note(number: int, frame: FrameType | None) -> None:
@@ -73,7 +73,7 @@ def run(config: DemoConfig, member: Member | None = None) -> int:
     start_jax(config.devices, member, config.platform, survive=config.survive)
     reporter = Reporter(config)
     death = Death(config, member, reporter)
-    alone = member.processes == 1  # several processes cannot stop at one step; they end at once
+    alone = member.processes == 1  # several processes cannot stop at the same step
     with (
         stop_on_interrupt() if alone else contextlib.nullcontext(Stop()) as stop,
         ep.connect(
@@ -89,7 +89,7 @@ def run(config: DemoConfig, member: Member | None = None) -> int:
         else:
             report = _train(config, session, reporter, stop)
         if session.address != "none" and member.index == 0:
-            # The layers of a twin have the same names; wide shows the groups.
+            # The layers of a twin have the same names; the wide output shows the groups.
             wide = ["-o", "wide"] if config.compare else []
             cli.main(["handles", "--address", session.address, *wide])
             if config.survive:
@@ -149,7 +149,7 @@ def _step(
     death: Death,
     step: Step,
 ) -> list[StepResult]:
-    """A step that all processes do or none, and now and then a copy of the state."""
+    """Runs a step in all processes or none, and sometimes copies the state."""
     death.strike(len(report.losses))
     results, done = generation.step(step), len(report.losses) + 1
     if done % death.every == 0:
@@ -167,9 +167,9 @@ def train(
     report: Report,
     run: Callable[[Step], list[StepResult]] = operator.call,
 ) -> Report:
-    """Steps every trainer on the same batches: one, or a model and its twin; `run` does a step.
+    """Runs every trainer on the same batches: one, or a model and its twin; `run` runs a step.
 
-    Goes on after the steps of `report`. Ends at the first loss that differs. `stop` is asked before
+    Continues after the steps in `report`. Ends at the first loss that differs. Checks `stop` before
     every step.
     """
     started = time.perf_counter() - report.seconds
@@ -193,7 +193,7 @@ def train(
 
 
 def _agree(ours: np.float32, twins: np.float32, tolerance: float) -> bool:
-    # Bits, not values: a NaN equals itself here and -0.0 differs from 0.0.
+    # Compare bits, not values: a NaN equals itself here, and -0.0 differs from 0.0.
     if tolerance == 0:
         return ours.tobytes() == twins.tobytes()
     return bool(abs(ours - twins) <= tolerance * abs(twins))
@@ -208,7 +208,7 @@ def load_text() -> npt.NDArray[np.uint8]:
     paragraphs: dict[str, str] = {}
     for name in sorted(topics):
         for paragraph in topics[name].split("\n\n"):
-            # Quotations differ in indentation and line breaks.
+            # Repeated paragraphs may differ in indentation and line breaks.
             paragraphs.setdefault(" ".join(paragraph.split()), paragraph)
     return np.frombuffer("\n\n".join(paragraphs.values()).encode(), dtype=np.uint8)
 
@@ -216,7 +216,7 @@ def load_text() -> npt.NDArray[np.uint8]:
 def training_batches(
     text: npt.NDArray[np.uint8], *, batch: int, seq: int, seed: int
 ) -> Iterator[npt.NDArray[np.int32]]:
-    """Endless batches of windows at random places: [batch, seq + 1] int32, the same per seed."""
+    """Yields endless batches of random windows, [batch, seq + 1] int32, the same per seed."""
     rng = np.random.default_rng(seed)
     offsets = np.arange(seq + 1)
     while True:

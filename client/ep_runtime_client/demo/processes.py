@@ -1,6 +1,6 @@
 """`ep-runtime demo --processes P`: P processes of this module with D / P devices each.
 
-Imports no JAX until a process works.
+Imports no JAX until a process starts to work.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ep_runtime_client.sessions import connect
 
 
 def run(config: DemoConfig) -> int:
-    """Runs the demo's processes; the exit code of the first one that failed, else 0."""
+    """Runs the demo's processes; returns the exit code of the first one that failed, else 0."""
     if config.address is None and connect.choose(None).kind == addresses.EMBEDDED:
         config = dataclasses.replace(config, address=addresses.NODE)
     with (

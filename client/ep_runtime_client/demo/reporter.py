@@ -1,4 +1,4 @@
-"""Output of the demo: a progress bar on a terminal, a line now and then elsewhere."""
+"""Output of the demo: a progress bar on a terminal, otherwise some lines."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ if TYPE_CHECKING:
     from ep_runtime_client.groups.group import Group
     from ep_runtime_client.sessions.session import Session
 
-# Without a terminal, a training prints this many lines in the place of a bar.
+# Without a terminal, a training prints this many lines instead of a bar.
 PLAIN_LINES = 20
 BAR_WIDTH = 16
 
 
 @dataclasses.dataclass
 class Report:
-    """Results of a training up to now.
+    """Results of a training so far.
 
     Attributes:
-        losses: of every step, nats per byte.
-        step_seconds: of every step, one number for the model and one for its twin.
-        drops: of every step, how many slots found no room.
-        seconds: in which the steps ran.
-        difference: (model's, twin's) last loss if they differ; None otherwise.
+        losses: loss of every step, nats per byte.
+        step_seconds: for every step, seconds of the model and of its twin, if any.
+        drops: for every step, the number of slots that got no row.
+        seconds: total time of the steps.
+        difference: last losses (model's, twin's) if they differ; None otherwise.
     """
 
     losses: list[np.float32] = dataclasses.field(default_factory=list)
@@ -49,12 +49,12 @@ class Report:
         return sum(self.drops)
 
     def rewind(self, step: int) -> None:
-        """Forgets the steps after `step`, which are done again."""
+        """Forgets the steps after `step`, which will be repeated."""
         for each in (self.losses, self.step_seconds, self.drops):
             del each[step:]
 
     def tokens_per_s(self, tokens_per_step: int) -> list[float]:
-        """Speeds of the model and of its twin; they leave out the first step, which warms up."""
+        """Returns speeds of the model and of its twin, without the first step, which warms up."""
         steps = self.step_seconds[1:] or self.step_seconds
         return [tokens_per_step * len(steps) / sum(each) for each in zip(*steps, strict=True)]
 
@@ -78,7 +78,7 @@ class Reporter:
         self._console.print(text)
 
     def announce(self) -> None:
-        """Says what the training will do and about how long it takes."""
+        """Prints the training's plan and estimated time."""
         c = self._config
         minutes = math.ceil(c.seconds_on_two_cores / 60)
         about = f", about {minutes} min on two cores" if c.platform == "cpu" else ""
@@ -89,7 +89,7 @@ class Reporter:
         )
 
     def runtime(self, session: Session, group: Group) -> None:
-        """Shows model, mesh and recipe, the runtime that serves them, and how to look at it."""
+        """Prints model, mesh and recipe, the runtime, and a command to look at it."""
         c = self._config
         mesh = " x ".join(f"{axis} {size}" for axis, size in c.axes.items())
         self.say(
@@ -104,7 +104,7 @@ class Reporter:
 
     @contextlib.contextmanager
     def training(self) -> Iterator[None]:
-        """Around compiling and the steps: shows the bar."""
+        """Shows the progress bar around compilation and steps."""
         if self._progress.disable:
             self.say("compiling")
         self._progress.add_task("compiling", total=None)
@@ -125,7 +125,7 @@ class Reporter:
             self.say(text)
 
     def summary(self, report: Report) -> None:
-        """Shows steps, time and drops, and how the comparison with the twin ended."""
+        """Prints steps, time and drops, and the result of the comparison with the twin."""
         c, steps = self._config, len(report.losses)
         stopped = "stopped after " if steps < c.steps and report.difference is None else ""
         slots = steps * c.tokens_per_step * c.top_k * c.num_layers

@@ -1,4 +1,4 @@
-"""The death that `ep-runtime demo --survive` shows, and what it says of it."""
+"""The death that `ep-runtime demo --survive` shows, and its messages."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from ep_runtime_client.jobs.members import Member
 
 
 class Death:
-    """The last process kills itself in a step half way; the others say so.
+    """Makes the last process kill itself in a step half way; the others report it.
 
     Attributes:
-        every: the state is copied after so many steps. Death comes two steps after a copy, so that
-            a step is done again, whose loss can be compared.
+        every: number of steps between copies of the state. Death comes two steps after a copy, so
+            that a step is repeated and its losses can be compared.
     """
 
     def __init__(self, config: DemoConfig, member: Member, reporter: Reporter) -> None:
@@ -32,10 +32,10 @@ class Death:
         self._member, self._reporter = member, reporter
         self._word = Path(member.directory) / "died.json"
         self._before: list[np.float32] = []
-        self._making_s: float | None = None  # of the group and the step after the loss
+        self._making_s: float | None = None  # time to make group and step after the loss
 
     def strike(self, done: int) -> None:
-        """Ends the last process if its time has come. `done`: steps until now."""
+        """Kills the last process at its step. `done`: steps so far."""
         if done == self._step and self._member.index == self._member.processes - 1:
             self._word.write_text(json.dumps({"pid": os.getpid(), "at": time.monotonic()}))
             os.kill(os.getpid(), signal.SIGKILL)
@@ -43,7 +43,7 @@ class Death:
     def say_who(
         self, generation: ep.distributed.Generation, fitted: ep.distributed.FittedMesh
     ) -> None:
-        """Says who died and who goes on."""
+        """Reports which process died and how many continue."""
         live = {device.process_index for device in generation.devices}
         idle = f", {len(fitted.idle)} idle" if fitted.idle else ""
         self._reporter.say(
@@ -52,11 +52,12 @@ class Death:
         )
 
     def made(self, report: Report, seconds: float) -> None:
-        """Takes what was trained before, and how long group and step took to make."""
+        """Records the training so far, and the time that the new group and step took."""
         self._before, self._making_s = list(report.losses), seconds
 
     def say_how_it_went_on(self, step: int, loss: np.float32) -> None:
-        """Says how long it took, after the first step since, which is number `step`."""
+        """Reports the time of the recovery, after the first new step, which has the number
+        `step`."""
         if self._making_s is None:
             return
         seconds = time.monotonic() - self._told()["at"]
@@ -68,7 +69,7 @@ class Death:
         self._making_s = None
 
     def show_events(self, address: str) -> None:
-        """Runs the operators' commands that show what happened."""
+        """Runs the operators' commands that show the death."""
         since = math.ceil(time.monotonic() - self._told()["at"]) + 1
         kinds = [
             word

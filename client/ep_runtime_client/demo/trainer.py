@@ -1,8 +1,8 @@
 """One model in training: its mesh, its EP group, its compiled step.
 
-The step is plain `jax.jit` over sharded arrays: the batch is split over every device, the experts'
-weights are sharded as `ep.sharding.rules` says, all else is on every device. Only the line of
-`create_group` knows of a runtime.
+The step is plain `jax.jit` over sharded arrays: the batch is sharded over all devices, the experts'
+weights by `ep.sharding.rules`, and every other array is replicated. Only the call of `create_group`
+uses the runtime.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class StepResult:
 
 
 def make_mesh(config: DemoConfig) -> Mesh:
-    """The config's axes over the platform's first devices."""
+    """Makes a mesh with the config's axes over the platform's first devices."""
     devices = jax.devices(config.platform)[: config.devices]
     if len(devices) < config.devices:
         raise RuntimeError(
@@ -52,7 +52,7 @@ def make_mesh(config: DemoConfig) -> Mesh:
 
 
 def make_optimizer(steps: int) -> optax.GradientTransformation:
-    """AdamW over a warm-up and a cosine; gradients are clipped by their norm."""
+    """Makes AdamW with a warm-up and a cosine schedule; gradients are clipped by their norm."""
     warmup = min(WARMUP_STEPS, max(1, steps // 5))
     schedule = optax.warmup_cosine_decay_schedule(
         0.0, LEARNING_RATE, warmup, max(2, steps), LEARNING_RATE / 20
@@ -62,7 +62,7 @@ def make_optimizer(steps: int) -> optax.GradientTransformation:
 
 
 class Trainer:
-    """A model, its optimizer and its compiled step; its EP group has this name and transport."""
+    """A model, its optimizer and its compiled step; `name` and `transport` are its EP group's."""
 
     def __init__(
         self, config: DemoConfig, session: Session, mesh: Mesh, *, name: str, transport: Transport
@@ -76,7 +76,7 @@ class Trainer:
             rules=self._rules,
             num_experts=config.num_experts,
             hidden_size=config.hidden_size,
-            # Devices along tp hold the same tokens.
+            # Devices along tp have the same tokens.
             max_tokens_per_rank=config.tokens_per_step * mesh.shape.get("tp", 1) // mesh.size,
             capacity_factor=CAPACITY_FACTOR,
             max_top_k=config.top_k,
@@ -104,10 +104,10 @@ class Trainer:
         """Initialises the parameters, or restores them, and compiles the step.
 
         Args:
-            restore: (abstract state) -> (steps done, the state).
+            restore: (abstract state) -> (number of finished steps, the state).
 
         Returns:
-            How many steps are done.
+            The number of finished steps.
         """
         key = jax.random.key(self._config.seed)
         abstract = jax.eval_shape(self._init, key)
@@ -127,7 +127,7 @@ class Trainer:
         step = jax.jit(self._train_step, donate_argnums=0, out_shardings=(layout, everywhere))
         size = (self._config.batch, self._config.seq + 1)
         window = jax.ShapeDtypeStruct(size, jnp.int32, sharding=self._rows)
-        # XLA tunes the matmuls of each program separately, and TF32 ones differ in their sums.
+        # XLA tunes the matmuls of each program separately, and TF32 variants sum differently.
         exact = self._config.compare and self._config.platform == "gpu"
         options: dict[str, str | bool] | None
         options = {"xla_gpu_deterministic_ops": True} if exact else None
@@ -144,11 +144,11 @@ class Trainer:
         return StepResult(np.float32(loss), int(dropped), time.perf_counter() - started)
 
     def follow(self, other: Trainer) -> None:
-        """Goes on from a copy of the parameters and the optimizer's state of `other`."""
+        """Continues from a copy of the parameters and the optimizer's state of `other`."""
         self.state = jax.tree.map(jnp.copy, other.state)
 
     def _placed(self, window: Array) -> jax.Array:
-        """The rows of this process's devices; every process has the whole window."""
+        """Returns the rows for this process's devices; every process has the whole window."""
         return jax.make_array_from_callback(window.shape, self._rows, lambda part: window[part])
 
     def _init(self, key: jax.Array) -> tuple[transformer.Params, Any]:

@@ -1,6 +1,6 @@
 """A small byte-level transformer whose feed-forward blocks are mixtures of experts, in plain JAX.
 
-Nothing here knows how tokens travel: `ep.moe` with a layer is all that a block calls.
+A block only calls `ep.moe` with a layer; how tokens move is not visible here.
 Letters: B batch, S sequence, H hidden, A attention heads, V bytes (256).
 """
 
@@ -34,7 +34,7 @@ Params = dict[str, Any]
 def init_params(
     key: jax.Array, config: DemoConfig, layers: Sequence[EpLayer | LayerSpec]
 ) -> Params:
-    """Parameters of the whole model, f32. `layers`: one EpLayer (or LayerSpec) per block."""
+    """Makes parameters of the whole model, f32. `layers`: one EpLayer (or LayerSpec) per block."""
     hidden = config.hidden_size
     embed_key, out_key, *block_keys = jax.random.split(key, 2 + config.num_layers)
     blocks = []
@@ -66,13 +66,13 @@ def _normal(key: jax.Array, shape: tuple[int, ...], fan_in: int) -> jax.Array:
 def loss_fn(
     params: Params, window: jax.Array, *, layers: Sequence[EpLayer], **moe: Any
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    """Loss to train on, then the cross entropy alone (nats per byte) and how many slots dropped.
+    """Returns the loss, then the cross entropy alone (nats per byte) and the dropped slots' number.
 
     Args:
-        params: of `init_params`.
-        window: [B, S + 1] int32; every byte but the first is predicted.
+        params: from `init_params`.
+        window: [B, S + 1] int32; every byte except the first is predicted.
         layers: one EpLayer per block.
-        moe: more arguments of every `ep.moe`.
+        moe: further arguments of every `ep.moe`.
     """
     x: jax.Array = params["embed"][window[:, :-1]] * params["norm"].size ** 0.5
     balancing = jnp.zeros((), jnp.float32)

@@ -1,6 +1,6 @@
-"""Groups in a training process: made, used by layers, ended.
+"""Groups in a training process: creates them, registers layers on them, and ends them.
 
-A `Group` is what users hold, a `HeldGroup` what this process holds behind it:
+Users have a `Group`; behind it this process has a `HeldGroup`:
 
     who            does                                                    with
     make_group     spec and mesh of what a caller says                     meshes, specs
@@ -10,7 +10,8 @@ A `Group` is what users hold, a `HeldGroup` what this process holds behind it:
     health         whether calls go on, and which error ends them          the board, the daemon
     load_and_skew  counters of the ranks as arrays                         readers of the commands
 
-A step touches none of it: compiled programs know names and ids, and the native library the rest.
-The first error wins. A call's own error about the group's end is kept, because it names op and
-layer, which neither board nor daemon knows.
+A step uses none of these modules: compiled programs hold names and ids, and the native library has
+all other data.
+The first error wins. But if a call itself reports the end of the group, its error is kept, because
+it names op and layer, which neither board nor daemon knows.
 """

@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("ep_runtime")
 
-# Above this share of a device's memory a warning says how to reduce it.
+# A group that takes more than this share of a device's memory causes a warning with advice.
 WARN_SHARE = 0.10
 
-# Transports that `ep.moe` serves by block calls; "auto" on GPUs.
+# Transports on which `ep.moe` can make block calls; "auto" if on GPUs.
 _BLOCK_TRANSPORTS = ("auto", "nvlink", "nccl")
 
 
@@ -59,7 +59,7 @@ class MemoryEstimate:
 
 
 def of_spec(spec: specs.GroupSpec) -> MemoryEstimate:
-    """The estimate of a resolved spec."""
+    """Returns the estimate for a resolved spec."""
     row_bytes = spec.hidden_size * specs.DTYPE_BYTES[spec.max_token_dtype]
     return MemoryEstimate(
         staging_bytes_per_rank=staging_bytes(spec),
@@ -70,7 +70,7 @@ def of_spec(spec: specs.GroupSpec) -> MemoryEstimate:
 
 
 def _slab_rows(spec: specs.GroupSpec) -> int:
-    """Rows of the largest slab of `ep.moe`."""
+    """Returns the rows of the largest slab of `ep.moe`."""
     if not spec.spare_experts:
         return spec.recv_capacity_per_rank
     return spread_capacity(
@@ -83,7 +83,7 @@ def _slab_rows(spec: specs.GroupSpec) -> int:
 
 
 def _plan_bytes(spec: specs.GroupSpec) -> int:
-    """The arrays of `ops/calls/plan.py`'s plans, all int32, of a layer with the largest K."""
+    """Returns the bytes of a plan (`ops/calls/plan.py`, int32) of a layer with the largest K."""
     tokens, slots = spec.max_tokens_per_rank, spec.max_tokens_per_rank * spec.max_top_k
     counts = spec.ranks_per_node * device_layout.count_columns(spec, spec.staged_tokens)
     received = counts + spec.ep_size * tokens + 1 + 2 * _slab_rows(spec)
@@ -94,8 +94,8 @@ def _plan_bytes(spec: specs.GroupSpec) -> int:
 
 
 def _crossing_bytes(spec: specs.GroupSpec, sizes: workspace.BlockSizes, *, brought: int) -> int:
-    """Rows between nodes that lie beside a block call's workspace: so many that came of each
-    token, and the sum that will go back."""
+    """Returns the bytes of rows between nodes, in addition to a block call's workspace: `brought`
+    received rows of each token, and the sum that is sent back."""
     if spec.num_nodes == 1:
         return 0
     row = sizes.packed_bytes or spec.hidden_size * sizes.element_bytes
@@ -106,7 +106,7 @@ def _crossing_bytes(spec: specs.GroupSpec, sizes: workspace.BlockSizes, *, broug
 def block_sizes(
     spec: specs.GroupSpec, mlp_dim: int, *, gated: bool, scaling: workspace.Scaling = "none"
 ) -> workspace.BlockSizes:
-    """Sizes of the largest block calls that the group's layers can have."""
+    """Returns the sizes of the largest block calls that the group's layers can have."""
     # Recipes quantize bfloat16 rows.
     wide = scaling == "none" and specs.DTYPE_BYTES[spec.max_token_dtype] >= 4
     return workspace.BlockSizes(
@@ -127,7 +127,7 @@ def block_sizes(
 
 
 def sizes_of(spec: specs.GroupSpec) -> dict[str, int]:
-    """The spec's sizes by name, and what they take."""
+    """Returns the spec's sizes by name, and the bytes they need."""
     sizes = of_spec(spec)
     return {
         "ep_size": spec.ep_size,
@@ -141,7 +141,7 @@ def sizes_of(spec: specs.GroupSpec) -> dict[str, int]:
 
 
 def staging_bytes(spec: specs.GroupSpec) -> int:
-    """Bytes of one rank's window."""
+    """Returns the bytes of one rank's window."""
     if spec.transport == "xla":
         return 0
     from ep_runtime import board
@@ -242,10 +242,10 @@ def _has_blocks(spec: specs.GroupSpec, transport: str) -> bool:
 
 
 def _scaling_of(recipe: checks.Recipes) -> workspace.Scaling | None:
-    """Returns how a block call scales its operands; None if it has no products of `recipe`."""
+    """Returns how a block call scales its operands; None if it has no matmuls for `recipe`."""
     if recipe is None:
         return "none"
-    # Recipes are JAX's types, and a group is described without JAX too.
+    # Recipes are JAX's types, but a group can be described without JAX.
     from ep_runtime_client.moe import bodies, checks
     from ep_runtime_client.moe.bodies.cuda import scaling_of
 
@@ -279,7 +279,7 @@ def report(spec: specs.GroupSpec, device: Any, devices_per_host: int) -> None:
 
 
 def _warn_of_large(spec: specs.GroupSpec, sizes: MemoryEstimate, total: int) -> None:
-    """A slab counts only if layers need one: block calls have their rows in a workspace."""
+    """Warns if the group takes much memory. Block calls need no slab, so then it is not counted."""
     staging, slab = sizes.staging_bytes_per_rank, sizes.dispatched_bytes_per_layer
     what, hint = f"staging takes {iec(staging)},", "make it smaller"
     if not _has_blocks(spec, spec.transport):
@@ -299,7 +299,7 @@ def _warn_of_large(spec: specs.GroupSpec, sizes: MemoryEstimate, total: int) -> 
 
 
 def device_memory_bytes(device: Any, devices_per_host: int) -> int:
-    """Memory of the device; for a CPU device its share of the host's. 0 if unknown."""
+    """Returns the memory of the device; for a CPU device its share of the host's. 0 if unknown."""
     stats = device.memory_stats() if device.platform != "cpu" else None
     if stats and stats.get("bytes_limit"):
         return int(stats["bytes_limit"])

@@ -1,4 +1,4 @@
-"""A READY group as this process holds it, and how a restarted daemon gets it back."""
+"""A READY group in this process, and how a restarted daemon gets it back."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ Held = list[tuple[types_pb2.WindowDescriptor, int]]
 class Memory:
     """Descriptors of a group's board and windows, saved for a restarted daemon.
 
-    The thread that hears the daemon's events reads the board while another one closes the group: a
-    number that is closed may be another file's before it is read.
+    The thread that handles the daemon's events reads the board while another thread may close the
+    group: without a lock it could read a closed descriptor number that is another file's by then.
     """
 
     def __init__(self, held: Held) -> None:
         self._held = held
         self._board = next((fd for item, fd in held if item.world_rank == -1), None)
-        self._lock = threading.Lock()  # nothing is closed while it is read
+        self._lock = threading.Lock()  # held for each read, so that nothing is closed meanwhile
 
     @property
     def window_ranks(self) -> list[int]:
-        """World ranks whose windows are among them."""
+        """World ranks whose windows are among the descriptors."""
         return sorted(item.world_rank for item, _ in self._held if item.world_rank >= 0)
 
     def of(self, ranks: Sequence[int]) -> Held:
-        """Descriptors of world ranks; -1 is the board. The group must not close meanwhile."""
+        """Returns descriptors of world ranks (-1: board); the group must not close meanwhile."""
         wanted = set(ranks)
         return [(item, fd) for item, fd in self._held if item.world_rank in wanted]
 
@@ -50,7 +50,7 @@ class Memory:
             transport.close_all([fd for _, fd in lent])
 
     def poison(self, generation: int) -> board_file.Poison | None:
-        """Returns why the board ends that generation; None while it goes on."""
+        """Returns why the board ends that generation; None as long as it does not."""
         with self._lock:
             return None if self._board is None else board_file.read_poison(self._board, generation)
 
@@ -70,13 +70,13 @@ class Formed:
     """A group that is READY.
 
     Attributes:
-        spec: as asked for, and how many ranks share windows.
+        spec: as the caller wanted it, and with the number of ranks that share windows.
         generation: the daemon's; 0 without a daemon.
-        native_group: as the native library has it; None for transport "xla".
-        reattached: retained windows were taken over and nothing was allocated.
+        native_group: the group's object in the native library; None for transport "xla".
+        reattached: whether retained windows were taken over and nothing was allocated.
         ranks: world ranks that this process claims.
         memory: descriptors of board and windows; empty for transport "xla".
-        uuids: of the GPUs that drive the ranks; empty for other devices.
+        uuids: of the GPUs of the ranks; empty for other devices.
     """
 
     spec: specs.GroupSpec
@@ -91,7 +91,7 @@ class Formed:
 def fetch(
     client: DaemonClient, control: transport.ControlChannel, name: str, generation: int
 ) -> Memory:
-    """The descriptors of the group's board and of every window of this node."""
+    """Fetches the descriptors of the group's board and of every window of this node."""
     answer = control.call(
         control.groups.AcquireWindows,
         group_service_pb2.AcquireWindowsRequest(name=name, generation=generation),
@@ -111,11 +111,11 @@ def restore(
     formed: Formed,
     layers: Sequence[wire.RegisteredLayer] = (),
 ) -> types_pb2.Group:
-    """Tells a daemon that was started again what this process holds of a group.
+    """Tells a restarted daemon what this process holds of a group.
 
     Raises:
-        RuntimeUnavailableError: it is gone again.
-        EpRuntimeError: it does not have the group any more, and says why.
+        RuntimeUnavailableError: the daemon is gone again.
+        EpRuntimeError: the daemon no longer has the group; the text has its reason.
     """
     found: types_pb2.Group
     timeout_s = transport.MUTATE_TIMEOUT_S

@@ -1,4 +1,4 @@
-"""Forming a group: claim ranks, fetch and map windows, report. Once per group, never per step."""
+"""Forms a group, once and never per step: claims ranks, fetches and maps windows, reports."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from ep_runtime_client.nccl import beside, communicators
 
 _log = logging.getLogger("ep_runtime")
 
-# The daemon answers at `wait`; the call's own deadline only ends a call nobody answers.
+# The daemon answers by `wait`; the call's own deadline only ends a call without an answer.
 _GRACE_S = 5.0
 
-# Transports whose rows go through windows, and whose groups get NCCL communicators all the same.
+# Transports with rows in windows whose groups also get NCCL communicators.
 WITH_NCCL_BESIDE = ("nvlink",)
 
 # <malloc.h>
@@ -30,7 +30,7 @@ _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = -1, -2, -4
 _NEVER = -1
 _TOP_PAD_BYTES = 64 << 20
 
-# Stands for the descriptor of another node's window.
+# In place of the descriptor of another node's window.
 _NOT_HERE = -1
 
 
@@ -43,10 +43,10 @@ class Claim:
 
 
 def form(client: DaemonClient, spec: specs.GroupSpec, claim: Claim, *, replace: bool) -> Formed:
-    """Makes the group at the daemon and maps its windows here.
+    """Creates the group at the daemon and maps its windows here.
 
     Raises:
-        SpecMismatchError, GroupBusyError, GroupNotReadyError, PoolExhaustedError: of the daemon.
+        SpecMismatchError, GroupBusyError, GroupNotReadyError, PoolExhaustedError: from the daemon.
     """
     if not client.has_daemon:
         return Formed(spec, 0, None, False, claim.ranks)
@@ -61,8 +61,8 @@ def form(client: DaemonClient, spec: specs.GroupSpec, claim: Claim, *, replace: 
 class _Formation:
     """Forms one group; continues where it stopped if the daemon restarts.
 
-    Whoever hears that the group is READY goes on with it. So who has mapped it must not begin
-    anew because the answer to itself was lost: the others would not come again.
+    A process that hears that the group is READY continues with it. So a process that has mapped the
+    group must not start again if only its own answer was lost: the others would not join again.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class _Formation:
         self._formed: Formed | None = None
 
     def attempt(self, control: transport.ControlChannel) -> Formed:
-        """Takes the group to READY, from creation or from what this process holds."""
+        """Takes the group to READY, from creation or from the state that this process holds."""
         if self._formed is not None and not self._goes_on(control, self._formed):
             self.leave()
         if self._formed is None:
@@ -98,7 +98,7 @@ class _Formation:
         )
 
     def _with_nccl(self, control: transport.ControlChannel, formed: Formed) -> Formed:
-        """Returns the group with the communicators that its rows travel over."""
+        """Returns the group with the communicators that carry its rows."""
         held = formed.native_group
         if held is None or isinstance(held, communicators.GroupWithNccl):
             return formed
@@ -114,11 +114,11 @@ class _Formation:
         return dataclasses.replace(formed, native_group=group)
 
     def _beside_nccl(self, control: transport.ControlChannel, formed: Formed) -> Formed:
-        """Starts making communicators for a group on windows."""
+        """Starts making communicators for a group on windows, in addition to these."""
         held, ranks = formed.native_group, self._nccl_ranks(formed)
         if held is None or isinstance(held, beside.GroupBesideNccl):
             return formed
-        if not env.wants_nccl():  # and so the others do not wait for us
+        if not env.wants_nccl():  # report it, so that the others do not wait for us
             communicators.report(control, ranks, "", "EP_RUNTIME_NCCL is 0 there")
             return formed
         try:
@@ -161,7 +161,7 @@ class _Formation:
         return Formed(spec, generation, native_group, reattached, ranks, memory, self._uuids)
 
     def _goes_on(self, control: transport.ControlChannel, formed: Formed) -> bool:
-        """Whether the daemon that was started again still knows what this process holds."""
+        """Whether the restarted daemon still knows the group that this process holds."""
         try:
             restore(self._client, control, formed)
         except (RuntimeUnavailableError, SessionFencedError):
@@ -188,10 +188,10 @@ def _left(formed: Formed) -> list[int]:
 
 
 def _say_failed(client: DaemonClient, ranks: nccl.Ranks, error: str) -> None:
-    """Reports that a communicator failed although no process of the group is gone."""
+    """Reports that a communicator failed although all processes of the group live."""
     if not client.has_daemon:
         return
-    with contextlib.suppress(EpRuntimeError):  # the group's calls say it in any case
+    with contextlib.suppress(EpRuntimeError):  # the group's calls report it in any case
         version = communicators.version_of(nccl.library())
         communicators.report(client.control, ranks, version, error)
 
@@ -212,13 +212,13 @@ def _map(
     here: list[int],
     job: str,
 ) -> native.OpenGroup:
-    """Maps the board and the windows of the world ranks `here`, which this node has."""
+    """Maps the board and the windows of `here`, the world ranks on this node."""
     from ep_runtime_client.ops.kernels import ffi
 
     platform = native.PLATFORMS[spec.transport]
     if spec.transport == "memfd":
         keep_freed_memory()
-    # Now, not when an op is first traced: exported programs and stored executables run untraced.
+    # Not when an op is first traced, because exported programs and stored executables never trace.
     ffi.ensure_registered(platform)
     found = {int(item.world_rank): fd for item, fd in memory.of(range(-1, spec.world_size))}
     if sorted(found) != [-1, *here]:
@@ -241,21 +241,21 @@ def _map(
 
 
 def on_gpus(claim: Claim) -> native.OnGpus:
-    """Says how this process drives its ranks."""
+    """Describes how this process drives its ranks."""
     return native.OnGpus(tuple(claim.ordinals), tell_progress=env.tells_progress())
 
 
 def leave(
     client: DaemonClient, name: str, generation: int, native_group: native.OpenGroup | None
 ) -> None:
-    """Unmaps the windows and leaves the group; a daemon that is away hears of it later."""
+    """Unmaps the windows and leaves the group; an unreachable daemon is told later."""
     unmap(native_group)
     if client.has_daemon:
         client.say_left(name, generation)
 
 
 def unmap(native_group: native.OpenGroup | None) -> None:
-    """Unmaps the windows after running calls, for which it waits with a bound."""
+    """Unmaps the windows after running calls, for which it waits a bounded time."""
     if native_group is not None:
         native_group.close()
 
@@ -264,10 +264,11 @@ def unmap(native_group: native.OpenGroup | None) -> None:
 def keep_freed_memory() -> bool:
     """Tells glibc to keep freed memory for the next buffers; returns whether it does. Logs once.
 
-    XLA:CPU allocates every large result from glibc, which returns what is above 32 MiB to the
-    system at once and so clears every page of it for the next call: with rows of 4 KiB as dear as
-    moving them. The process's memory then stays at its peak. Nothing changes with
-    EP_RUNTIME_KEEP_MEMORY=0, if the user has set glibc's own variables, or without glibc.
+    XLA on CPU allocates every large result from glibc, which returns memory above 32 MiB to the
+    system at once. The kernel then clears every page again for the next call: with rows of 4 KiB
+    this costs as much as moving them. With this setting the process's memory stays at its peak.
+    Nothing changes with EP_RUNTIME_KEEP_MEMORY=0, if the user has set glibc's own variables, or
+    without glibc.
     """
     if not env.keep_memory() or env.malloc_is_set():
         return False

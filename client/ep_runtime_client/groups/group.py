@@ -1,4 +1,4 @@
-"""A group in a training process: layers, sizes, health. Made by `Session.create_group`."""
+"""A group in a training process: layers, sizes, health. `Session.create_group` makes it."""
 
 from __future__ import annotations
 

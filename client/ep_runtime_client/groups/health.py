@@ -1,4 +1,4 @@
-"""Decides from board, daemon's events and own calls whether a group can go on."""
+"""Decides from the board, the daemon's events and its own calls whether a group can continue."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _OVER = (types_pb2.GROUP_STATE_BROKEN, types_pb2.GROUP_STATE_CLOSED)
 
 @dataclasses.dataclass(frozen=True)
 class End:
-    """The reason for the end of a group that this process has not closed.
+    """Why a group ended that this process has not closed.
 
     Attributes:
-        error: what calls raise again.
-        patience_s: the processes of the group live and may form it anew: what waits for one of
-            them in a collective of XLA is given this long at least.
+        error: the error that calls raise.
+        patience_s: if the group's processes live and may form it anew: the least time for a call in
+            an XLA collective to wait for one of them.
     """
 
     error: errors.EpRuntimeError
@@ -35,8 +35,8 @@ class GroupHealth:
     """The health of one group in this process, from READY to its end.
 
     Attributes:
-        closed: by this process.
-        broken: a process of the group is gone or fenced, and others go on.
+        closed: whether this process closed it.
+        broken: whether a process of the group is gone or fenced, while others continue.
     """
 
     def __init__(self, formed: Formed, job: str) -> None:
@@ -47,20 +47,20 @@ class GroupHealth:
         self._name = formed.spec.name
         self._fields = {"group": self._name, "generation": formed.generation}
         self._end: End | None = None
-        self._lapsed: str | None = None  # why the daemon knows it no more, though its calls go on
+        self._lapsed: str | None = None  # why the daemon no longer knows it; its calls continue
         self._told: errors.EpRuntimeError | None = None  # the end, as a call reported it
         self._report: errors.EpRuntimeError | None = None  # the next result of `take_report`
 
     @property
     def is_gone(self) -> bool:
-        """True if it was closed here or reclaimed, or a process of it is gone."""
+        """Whether the group was closed here or reclaimed, or lost a process."""
         return self.closed or self._lapsed is not None or self.end is not None
 
     @property
     def end(self) -> End | None:
-        """Returns why the group's calls end; None if they go on or this process closed it."""
+        """Returns why the group's calls end; None if they continue or this process closed it."""
         if not self.closed and self._end is None:
-            # The board says it before the daemon's event.
+            # The board shows the end before the daemon's event arrives.
             poison = self._formed.memory.poison(self._formed.generation)
             if poison is not None:
                 self._end = self._ended(poison, "", ())
@@ -71,7 +71,7 @@ class GroupHealth:
         return "CLOSED" if self.closed else "BROKEN" if self.is_gone else "READY"
 
     def give_up(self, reason: str) -> None:
-        """Notes why the daemon no longer knows the group, whose calls go on."""
+        """Notes why the daemon no longer knows the group, although its calls continue."""
         self._lapsed = self._lapsed or reason
 
     def changed(self, state: types_pb2.GroupState, reason: str, lost: Sequence[Any]) -> None:
@@ -82,12 +82,12 @@ class GroupHealth:
         end = self._ended(self._formed.memory.poison(self._formed.generation), reason, lost)
         if self._end is None or type(self._end.error) is type(
             end.error
-        ):  # the daemon's words say more
+        ):  # the daemon's text has more detail
             self._end = end
         self._end_calls(self._end)
 
     def _ended(self, poison: Poison | None, reason: str, lost: Sequence[Any]) -> End:
-        """The end as the board records it, with the daemon's reason and lost members if known."""
+        """Makes the end as the board records it, with the daemon's reason and lost members."""
         why = poison.reason if poison is not None else board.PoisonReason.NONE
         if poison is not None and why is board.PoisonReason.FENCED:
             return self._fenced(poison)
@@ -128,8 +128,8 @@ class GroupHealth:
         return End(PeerLostError(text, rank=poison.rank, process=poison.pid, **self._fields))
 
     def _end_calls(self, end: End) -> None:
-        """Ends calls on a separate thread, because NCCL's abort may wait for a collective of XLA
-        that never ends."""
+        """Ends calls on a separate thread, because NCCL's abort may wait for an XLA collective that
+        never ends."""
         native_group = self._formed.native_group
         if native_group is not None:
             threading.Thread(
@@ -165,7 +165,7 @@ class GroupHealth:
             end.error.raise_again(layer)
 
     def require_open(self, layer: str | None) -> None:
-        """Raises also if it was closed, or the daemon knows it no more: StaleHandleError."""
+        """As `require_whole`; also raises StaleHandleError if closed or unknown to the daemon."""
         self.require_whole(layer)
         if self.closed or self._lapsed is not None:
             why = "was closed" if self.closed else f"is gone: {self._lapsed}"
@@ -173,6 +173,6 @@ class GroupHealth:
 
 
 def _is_of(call: errors.EpRuntimeError, end: errors.EpRuntimeError) -> bool:
-    """Returns whether that end of the group failed the call. A call that finds a replaced group
-    closed blames the process, because it closes before it reports the order."""
+    """Whether that end of the group made the call fail. A call that finds a replaced group closed
+    blames the process, because that process closes before it reports the order."""
     return type(call) is type(end) and ("rank" in end.fields or "rank" not in call.fields)

@@ -1,4 +1,4 @@
-"""A group as this process holds it, behind the `Group` that users have."""
+"""A group in this process, behind the `Group` that users have."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("ep_runtime")
 
-# Calls of a broken group may wait for the dead process in a collective of XLA.
+# Calls of a broken group may wait for the dead process in an XLA collective.
 LOST_SETTLE_S = 1.0
 
 
@@ -33,7 +33,7 @@ class HeldGroup:
     """Windows, layers and health of one group in this process. Thread-safe.
 
     Attributes:
-        client: of the daemon that the group is at.
+        client: client of the group's daemon.
         group: the `Group` that users have.
         native_group: the group's object in the native library; None for transport "xla".
     """
@@ -63,13 +63,13 @@ class HeldGroup:
 
     @property
     def is_gone(self) -> bool:
-        """True if it was closed here or reclaimed, or a process of it is gone."""
+        """Whether the group was closed here or reclaimed, or lost a process."""
         return self._health.is_gone
 
     def register_layers(
         self, layers: Iterable[layer_specs.LayerSpec], *, replace: bool, call: str
     ) -> list[EpLayer]:
-        """As `Group.register_layers`; `call` is what an error under tracing names."""
+        """As `Group.register_layers`; errors under tracing name `call`."""
         layers = list(layers)
         for layer in layers:
             if not isinstance(layer, layer_specs.LayerSpec):
@@ -141,7 +141,7 @@ class HeldGroup:
         self.adopt([*made[0], *made[1]])
 
     def adopt(self, registered: Sequence[wire.RegisteredLayer]) -> None:
-        """Makes registrations, defaults filled in, usable: ours by name, the library's by id."""
+        """Makes registrations, with defaults filled in, usable here by name, natively by id."""
         if self._registrations.replaces(registered):
             self.settle()
         native = self.native_group
@@ -162,7 +162,7 @@ class HeldGroup:
                 with failures.translate_errors():
                     jax.block_until_ready(arrays)
             except errors.EpRuntimeError:
-                self._health.take_report()  # drops the report of the failure that is raised here
+                self._health.take_report()  # drop the report of the failure that is raised here
                 raise
         # A device's report is more precise than the group's end, which follows from it.
         found = self._health.take_report()
@@ -190,9 +190,9 @@ class HeldGroup:
         """Raises if the group can no longer be used.
 
         Raises:
-            PeerLostError: a process of it is gone or fenced.
+            PeerLostError: a process of the group is gone or fenced.
             SessionFencedError: this session was fenced.
-            StaleHandleError: it was closed, reclaimed or replaced, or is another process's.
+            StaleHandleError: it was closed, reclaimed or replaced, or belongs to another process.
         """
         self._health.require_open(layer)
         self.client.require_alive()
@@ -203,8 +203,8 @@ class HeldGroup:
 
     @property
     def patience_s(self) -> float | None:
-        """The least time to wait for other processes after calls ended; None if calls go on or no
-        other process takes part."""
+        """The least time to wait for other processes after calls ended; None if calls continue or
+        no other process takes part."""
         end, alone = self._health.end, len(self._formed.ranks) == self.spec.world_size
         return None if end is None or alone else end.patience_s
 
@@ -213,13 +213,13 @@ class HeldGroup:
         self._health.changed(state, reason, lost)
 
     def restore(self, control: transport.ControlChannel) -> None:
-        """Gives the group back to a daemon that was started again.
+        """Gives the group back to a restarted daemon.
 
-        Takes no lock: whoever waits for the daemon may hold it.
+        Takes no lock, because a thread that waits for the daemon may hold it.
 
         Raises:
             RuntimeUnavailableError: the daemon is gone again.
-            SessionFencedError: of the session.
+            SessionFencedError: the session was fenced.
         """
         try:
             found = restore(self.client, control, self._formed, self._registrations.items)
@@ -236,8 +236,8 @@ class HeldGroup:
     def step_aside(self) -> None:
         """Makes room for a group of the same name in this process.
 
-        A broken group keeps its claim: the daemon forms it anew on the same memory. Any other is
-        closed.
+        A broken group keeps its claim: the daemon forms it anew on the same memory. Any other group
+        is closed.
         """
         if self._health.broken:
             self.abandon()
@@ -252,13 +252,13 @@ class HeldGroup:
             self._formed.memory.close()
 
     def settle(self) -> None:
-        """Waits, bounded, for calls under way."""
+        """Waits, for a bounded time, for running calls."""
         if self.native_group is not None and not self.closed and self.client.is_ours:
             within_s = LOST_SETTLE_S if self.is_gone else jax_state.SETTLE_S
             jax_state.settle(meshes.devices_of(self.mesh).ravel(), within_s)
 
     def _shut(self) -> bool:
-        """Refuses further use; returns False if it does so already."""
+        """Stops further use; returns False if it was stopped before."""
         with self._lock:
             if self.closed:
                 return False

@@ -21,15 +21,15 @@ class LayerLoad:
     """The rows that one layer's experts received since the group was formed.
 
     Attributes:
-        rows: of all experts.
+        rows: rows of all experts.
         experts: int64 [E], rows by expert; empty in a group over several nodes, which does not
             count by expert.
         ranks: int64 [world size], rows by world rank.
         max_mean: rows of the fullest expert over the mean; None without rows by expert.
-        jain: Jain's index, 1 if even and 1 / E if one expert has all rows; None likewise.
-        fullest: the expert with the most rows; None likewise.
+        jain: Jain's index, 1 if even and 1 / E if one expert has all rows; None as above.
+        fullest: the expert with the most rows; None as above.
         dropped: rows over capacity.
-        extra_chunks: chunks of its calls after their first.
+        extra_chunks: chunks of its calls after each call's first chunk.
     """
 
     rows: int
@@ -44,10 +44,10 @@ class LayerLoad:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class GroupLoad:
-    """Shows how evenly the experts of a group are loaded; `Group.load` returns it.
+    """How evenly the experts of a group are loaded; `Group.load` returns it.
 
     Attributes:
-        layers: by name, "stack[i]" for a layer of a stack; those that were called.
+        layers: by name, "stack[i]" for a layer of a stack; only layers that were called.
         missing: nodes that did not answer, whose ranks are not counted.
     """
 
@@ -57,15 +57,15 @@ class GroupLoad:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class OpSkew:
-    """Shows which ranks wait in one op, and for which rank. W is the world size.
+    """Which ranks wait in one op, and for which rank. W is the world size.
 
     Attributes:
         calls_s: calls of a rank per second.
         mean_ms: milliseconds per call; None without a call.
         wait_share: share of the time that ranks waited in the op, on average.
-        peer: the rank that others waited for most; None if nobody waited.
-        peer_share: share of the time that a rank waited for it, on average.
-        late_ms: milliseconds that it came later, per call.
+        peer: the rank that others waited for most; None if no rank waited.
+        peer_share: share of the time that a rank waited for `peer`, on average.
+        late_ms: milliseconds that `peer` arrived later, per call.
         waits: f64 [W, W], share of the time that a rank (row) waited for a peer (column).
         arrivals_ms: f64 [W, W], by how much a peer came later than a rank, per call.
     """
@@ -82,14 +82,14 @@ class OpSkew:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class GroupSkew:
-    """Shows which rank the others of a group wait for; `Group.skew` returns it.
+    """Which rank the others of a group wait for; `Group.skew` returns it.
 
     Attributes:
-        elapsed_s: the time that all shares are of.
+        elapsed_s: the measured time; all shares are shares of it.
         slow: the world rank that holds the others up for more than 2% of the time; or None.
         message: who is slow, by how much and where; "" if nobody is.
         holds_share: f64 [world size], share of the time that others waited for each rank.
-        ops: by name, such as "DISPATCH"; those that were called.
+        ops: by name, such as "DISPATCH"; only ops that were called.
         missing: nodes that did not answer, whose ranks are left out.
     """
 
@@ -186,7 +186,7 @@ class LoadAndSkew:
         )
 
     def _at_start(self, seen: tallies.BoardSample) -> tallies.BoardSample:
-        """The counters at the time the group formed, on the clock of the node that counts."""
+        """Returns counters as of when the group formed, on the clock of the node that counts."""
         elapsed_s = time.monotonic() - self._formed_s
         nothing = {"calls": 0, "rows": 0, "dropped_rows": 0, "ops": (), "layers": ()}
         still = {"state": "", "waiting_for": -1, "since_s": 0.0}
@@ -197,7 +197,7 @@ class LoadAndSkew:
         return dataclasses.replace(seen, ranks=ranks)
 
     def _square(self, cells: dict[int, dict[int, float]]) -> np.ndarray:
-        """[W, W] by rank and peer, 0 if there is nothing."""
+        """Returns a matrix [W, W] by rank and peer; 0 for missing cells."""
         import numpy as np
 
         found = np.zeros((self._spec.world_size, self._spec.world_size))

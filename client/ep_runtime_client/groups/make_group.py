@@ -1,4 +1,4 @@
-"""Makes a group from a caller's spec and mesh, or from what the daemon stores of it."""
+"""Makes a group from a caller's spec and mesh, or from the spec that the daemon stores."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ if TYPE_CHECKING:
 
 
 def resolve(client: DaemonClient, mesh: Any, settings: specs.GroupSettings) -> specs.GroupSpec:
-    """The spec of a group with these settings on a concrete mesh.
+    """Returns the spec of a group with these settings on a concrete mesh.
 
     Raises:
-        InvalidArgumentError: names the argument, what was wanted and what was given.
+        InvalidArgumentError: names the argument, and the wanted and the given value.
         NotImplementedError: the transport is not part of this version.
     """
     mesh_axes = meshes.axes_of(mesh)
@@ -64,10 +64,10 @@ def asked(spec: specs.GroupSpec) -> specs.GroupSpec:
 
 
 def is_same(found: HeldGroup, spec: specs.GroupSpec, mesh: Mesh, *, replace: bool) -> bool:
-    """True if create_group may return `found`; False if it must make a new one.
+    """Whether create_group may return `found`; False if it must make a new group.
 
     Raises:
-        SpecMismatchError: other settings, and no replace.
+        SpecMismatchError: the settings differ, and `replace` is False.
     """
     if found.is_gone:
         return False
@@ -124,7 +124,7 @@ def _check_free(client: DaemonClient, name: str) -> None:
 
 
 def check_shared(client: DaemonClient, name: str, owners: Sequence[int]) -> None:
-    """Raises InvalidArgumentError if the other processes of the ranks' `owners` cannot come to the
+    """Raises InvalidArgumentError if the other processes of the ranks' `owners` cannot join the
     group."""
     processes = sorted(set(owners))
     if len(processes) > 1 and client.alone:
@@ -141,7 +141,7 @@ def check_shared(client: DaemonClient, name: str, owners: Sequence[int]) -> None
 
 
 def _check_hosts(client: DaemonClient, name: str, owners: Sequence[int]) -> None:
-    """Raises where the processes, in rank order, are on hosts without a cluster.
+    """Raises if the processes, in rank order, are on several hosts without a cluster.
 
     Raises:
         InvalidArgumentError: they are on several hosts.
@@ -177,7 +177,7 @@ def _claim(spec: specs.GroupSpec, mesh: Mesh) -> forming.Claim:
     """Returns the claim on world ranks whose devices this process drives.
 
     Raises:
-        InvalidArgumentError: none of them.
+        InvalidArgumentError: it drives none of them.
     """
     import jax
 
@@ -198,7 +198,7 @@ def _claim(spec: specs.GroupSpec, mesh: Mesh) -> forming.Claim:
 
 
 def is_state(name: str) -> InvalidArgumentError:
-    """Makes the error for a name of a job's state copy instead of a group of tokens."""
+    """Makes the error for the name of a job's state copy, which is not a group of tokens."""
     return InvalidArgumentError(
         f"group {name!r} is a copy of the job's state; `State.restore` reads it", argument="name"
     )
@@ -208,7 +208,7 @@ def stored_spec(client: DaemonClient, name: str) -> specs.GroupSpec:
     """Returns the spec that the daemon keeps for a group of the session's job.
 
     Raises:
-        StaleHandleError: it knows none of that name.
+        StaleHandleError: the daemon knows no group of that name.
     """
     if not client.has_daemon:
         raise StaleHandleError(
@@ -224,11 +224,7 @@ def stored_spec(client: DaemonClient, name: str) -> specs.GroupSpec:
 
 
 def default_mesh(spec: specs.GroupSpec) -> Mesh:
-    """The spec's axes over this job's devices in order, as `jax.make_mesh` lays CPU devices.
-
-    Raises:
-        InvalidArgumentError: another number of devices.
-    """
+    """Makes the spec's mesh over this job's devices, in the order of `jax.make_mesh` on CPU."""
     import jax
     import numpy as np
     from jax.sharding import Mesh

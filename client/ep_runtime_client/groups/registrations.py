@@ -1,7 +1,7 @@
-"""The layers of one group: as this process knows them, and how the daemon registers them.
+"""The layers of one group: looked up in this process, registered by the daemon.
 
-Here they are found by name, in the native library by id. The daemon takes thousands in one call;
-without one they are numbered here.
+This process finds layers by name, the native library by id. The daemon registers thousands in one
+call; without a daemon they are numbered here.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from ep_runtime_client.daemons import transport
 from ep_runtime_client.daemons.client import DaemonClient
 
 AddNative = Callable[[Sequence[Any]], None]
-# Fingerprint of replaced layers: no program has it, so every call of them fails.
+# Fingerprint of replaced layers: no program has it, so every call of such a layer fails.
 _NO_FINGERPRINT = 0
-# A layer is registered if these settings equal those under its name.
+# Two registrations of one name are the same layer if these settings are equal.
 _SETTINGS = operator.attrgetter("base_id", "spec.top_k", "spec.alignment", "spec.in_flight")
 
 
@@ -71,7 +71,7 @@ class Registrations:
         `replace` is set.
 
         Raises:
-            SpecMismatchError: it has other settings, and no `replace`.
+            SpecMismatchError: the settings differ, and `replace` is not set.
         """
         found = self._layers.get(wanted.name)
         if found is None:
@@ -100,7 +100,7 @@ class Registrations:
         return [*new.values()]
 
     def check_members(self, name: str, num_layers: int) -> None:
-        """Raises InvalidArgumentError if a name would be that of two layers."""
+        """Raises InvalidArgumentError if two layers would have the same name."""
 
         def known(other: str) -> int | None:
             found = self._items.get(other)
@@ -109,17 +109,17 @@ class Registrations:
         layer_specs.check_stack_members(name, num_layers, known)
 
     def check_same(self, wanted: layer_specs.LayerSpec, found: layer_specs.LayerSpec) -> None:
-        """Raises SpecMismatchError, with the first field that differs."""
+        """Raises SpecMismatchError with the first field that differs."""
         for field, ours in vars(wanted).items():
             if vars(found)[field] != ours:
                 raise _mismatch(self._group.name, wanted.name, field, vars(found)[field], ours)
 
     def replaces(self, items: Sequence[wire.RegisteredLayer]) -> bool:
-        """Returns whether one of them replaces another layer of its name."""
+        """Whether an item replaces another layer of its name."""
         return any(item.spec.name in self._items for item in self._new(items))
 
     def add(self, items: Sequence[wire.RegisteredLayer], add_native: AddNative | None) -> None:
-        """Adds what the daemon registered, here and in the native library."""
+        """Adds the daemon's registrations, here and in the native library."""
         new = self._new(items)
         made = [self._made(item) for item in new]
         before = [self._items[item.spec.name] for item in new if item.spec.name in self._items]
@@ -135,7 +135,7 @@ class Registrations:
             self._items[layer.name] = item
 
     def _new(self, items: Sequence[wire.RegisteredLayer]) -> list[wire.RegisteredLayer]:
-        """Returns items that are new here, or differ."""
+        """Returns the items that are new here, or that differ."""
 
         def here(item: wire.RegisteredLayer) -> tuple[Any, ...]:
             return (item.spec, item.num_layers, item.base_id, item.handle_base)
@@ -149,7 +149,7 @@ class Registrations:
         return EpLayer(self._group, item.spec, item.base_id)
 
     def require_current(self, layer: EpLayer) -> None:
-        """Raises StaleHandleError if another layer took its place."""
+        """Raises StaleHandleError if another layer has replaced this one."""
         current = self.lookup(layer.name)
         if current is None and layer.name not in self._gone:
             return  # unknown here: the call itself reports a missing layer
@@ -189,18 +189,18 @@ def _mismatch(group: str, layer: str, field: str, theirs: Any, ours: Any) -> Spe
 
 
 def _members(item: wire.RegisteredLayer) -> list[tuple[int, str]]:
-    """(id, name) of the layer, or of each one of the stack."""
+    """Returns (id, name) of the layer, or of each layer of the stack."""
     if not item.num_layers:
         return [(item.base_id, item.spec.name)]
     return [(item.base_id + i, layer_name(item.spec.name, i)) for i in range(item.num_layers)]
 
 
 def _native_rows(layer: EpLayer | LayerStack, item: wire.RegisteredLayer) -> list[Any]:
-    """Makes one entry of the native library per layer; a stack gives one for each of its layers."""
+    """Makes one entry of the native library per layer, and per layer of a stack."""
     from ep_runtime import native
 
     first = layer if isinstance(layer, EpLayer) else layer[0]
-    assert isinstance(first, EpLayer)  # a stack with a Python index gives one
+    assert isinstance(first, EpLayer)  # a Python index of a stack gives an EpLayer
     return [
         native.NativeLayer(
             id=layer_id,
@@ -234,11 +234,11 @@ def register(
     *,
     replace: bool = False,
 ) -> tuple[list[wire.RegisteredLayer], list[wire.RegisteredLayer]]:
-    """Registers layers and stacks, thousands in one call, all of one call or none; without a
-    daemon numbers them here.
+    """Registers layers and stacks, thousands in one call, and either all of a call or none; without
+    a daemon it numbers them here.
 
     Raises:
-        SpecMismatchError: a name is registered with other settings, and no `replace`.
+        SpecMismatchError: a name is registered with other settings, and `replace` is not set.
         PoolExhaustedError: more handles than a board holds.
         StaleHandleError: the group is gone.
     """

@@ -1,7 +1,7 @@
-"""A copy of a job's state in windows of the daemon: a group of processes, one window each.
+"""A copy of a job's state in the daemon's windows: a group of processes, one window each.
 
-Marks in the windows say which step is whole, so that neither a commit nor a look at it needs the
-daemon, and a window says the same after its process is gone.
+Marks in the windows tell which step is complete, so neither a commit nor a read needs the daemon,
+and a window keeps its mark after its process is gone.
 """
 
 from __future__ import annotations
@@ -45,17 +45,19 @@ from ep_runtime_client.groups.state_layout import (
 )
 
 _POLL_S = 0.002
-# Only calls of tokens use a mesh.
+# Only calls that move tokens use a mesh.
 _NO_MESH: Any = None
-# One call writes less than 2 GiB.
+# One write call writes less than 2 GiB.
 _MOST_AT_ONCE = 1 << 30
 
 
 def spec_of(name: str, layout: Layout, retain_s: float, generation: int) -> specs.GroupSpec:
-    """The group whose windows are the copy `name`: one expert of one byte rows per process.
+    """Returns the spec of the group for the copy `name`: each process has one expert with 1-byte
+    rows.
 
-    `generation` of the job makes a spec of its own, which takes the place of any group of processes
-    before: those may be as many, with other ranks, which the daemon would keep for them.
+    `generation` of the job makes the spec unique, so that it replaces an earlier group of
+    processes: that group may have as many processes with other ranks, whose windows the daemon
+    would keep.
     """
     processes = len(layout.processes)
     axis = f"process.{generation}"
@@ -86,7 +88,7 @@ class CopyMemory:
 
     @contextlib.contextmanager
     def _files(self) -> Iterator[list[int]]:
-        """Descriptors of all windows by rank, open until the end of the block."""
+        """Lends descriptors of all windows by rank, open until the end of the block."""
         with self.memory.lent(range(self.size)) as lent:
             by_rank = {int(item.world_rank): fd for item, fd in lent}
             if missing := [rank for rank in range(self.size) if rank not in by_rank]:
@@ -97,7 +99,7 @@ class CopyMemory:
             yield [by_rank[rank] for rank in range(self.size)]
 
     def marks(self) -> list[Mark | None]:
-        """The mark of every window."""
+        """Returns the mark of every window."""
         with self._files() as files:
             return [read_mark(os.pread(file, MARK_BYTES, 0)) for file in files]
 
@@ -112,18 +114,18 @@ class CopyMemory:
         return first.step if whole else None
 
     def arrays(self) -> dict[str, StoredArray]:
-        """The arrays of a committed copy by name, as views that stay valid."""
+        """Returns the arrays of a committed copy by name, as views that stay valid."""
         with self._files() as files:
             maps = [mmap.mmap(file, 0, prot=mmap.PROT_READ) for file in files]
         return read_arrays(maps)
 
 
 class HeldCopy(HeldGroup):
-    """A copy that this process writes a window of. Losing a process ends nothing here: what the
-    windows have is all the more wanted.
+    """A copy of which this process writes one window. The loss of a process does not end it,
+    because its windows are then needed for a restore.
 
     Attributes:
-        writing: the write under way, which must not outlive the descriptors.
+        writing: the running write, which must not outlive the descriptors.
     """
 
     def __init__(self, client: DaemonClient, formed: Formed) -> None:
@@ -142,14 +144,14 @@ class HeldCopy(HeldGroup):
         return not super().is_gone
 
     def require_whole(self, layer: str | None = None) -> None:
-        """Ends nothing: a process that lost another goes on to restore."""
+        """Does nothing: a process that lost another one continues, to restore."""
 
     def require_open(self, layer: str | None = None) -> None:
-        """Raises InvalidArgumentError: it is not a group of tokens."""
+        """Raises InvalidArgumentError, because this is not a group of tokens."""
         raise make_group.is_state(self.name)
 
     def settle(self) -> None:
-        """Waits for the write under way."""
+        """Waits for the running write."""
         if self.writing is not None and self.client.is_ours:
             self.writing.exception()
 
@@ -157,7 +159,7 @@ class HeldCopy(HeldGroup):
         return Mark(self.generation, step, table_bytes).packed()
 
     def write(self, layout: Layout, arrays: Sequence[Any], step: int) -> None:
-        """Writes the pieces of this process, and then the mark that they are of `step`."""
+        """Writes the pieces of this process, and then the mark for `step`."""
         with self._formed.memory.lent([self.rank]) as lent:
             [(_, file)] = lent
             os.pwrite(file, self._mark(NO_STEP, len(layout.table)) + layout.table, 0)
@@ -168,14 +170,14 @@ class HeldCopy(HeldGroup):
             os.pwrite(file, self._mark(step, len(layout.table)), 0)
 
     def forget_uncommitted(self) -> None:
-        """Takes back the mark of a step that not every process has marked."""
+        """Clears the mark of a step that not every process has marked."""
         if self.copy.committed is None:
             with self._formed.memory.lent([self.rank]) as lent:
                 for _, file in lent:
                     os.pwrite(file, self._mark(NO_STEP, 0), 0)
 
     def wait_committed(self, step: int, timeout_s: float) -> None:
-        """Returns once every process has marked the step.
+        """Waits until every process has marked the step.
 
         Raises:
             PeerLostError: a process is gone.
@@ -196,10 +198,10 @@ class HeldCopy(HeldGroup):
 
 
 def make_copy(client: DaemonClient, spec: specs.GroupSpec, layout: Layout, here: int) -> HeldCopy:
-    """Makes the copy's group with the other processes, on the memory it has if that fits.
+    """Makes the copy's group with the other processes, on its earlier memory if that fits.
 
     Raises:
-        GroupNotReadyError: processes did not come in time.
+        GroupNotReadyError: some processes did not join in time.
         PoolExhaustedError: the daemon, or the user's quota, has no room.
     """
     make_group.check_shared(client, spec.name, layout.processes)
@@ -211,7 +213,7 @@ def make_copy(client: DaemonClient, spec: specs.GroupSpec, layout: Layout, here:
 
 @contextlib.contextmanager
 def opened_copy(client: DaemonClient, name: str) -> Iterator[CopyMemory | None]:
-    """Opens a copy of this job to read it, whoever wrote it; None if the daemon has none."""
+    """Opens a copy of this job for reading, from any writer; None if the daemon has none."""
 
     def find(control: transport.ControlChannel) -> tuple[int, CopyMemory]:
         request = group_service_pb2.GetGroupRequest(name=name)
@@ -228,7 +230,7 @@ def opened_copy(client: DaemonClient, name: str) -> Iterator[CopyMemory | None]:
 
     try:
         generation, copy = client.run(find)
-    except StaleHandleError:  # none, or one that forms and has no memory yet
+    except StaleHandleError:  # none, or one that is still forming, without memory
         yield None
         return
     try:

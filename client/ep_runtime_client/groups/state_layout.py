@@ -1,7 +1,7 @@
-"""The bytes of a copy of a job's state: which process writes which piece, and where.
+"""The byte layout of a copy of a job's state: which process writes which piece, and where.
 
 A window has a mark, a table of pieces as JSON, and the pieces. Every process computes the same
-layout from shapes and shardings alone, so all windows have one size and no process has to ask.
+layout from shapes and shardings, so all windows have one size without communication.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class Mark:
     """The first bytes of a window.
 
     Attributes:
-        generation: of the group when the process began to write.
-        step: whose pieces are whole; NO_STEP while they are written.
-        table_bytes: of the table behind it.
+        generation: generation of the group when the process began to write.
+        step: the step whose pieces are complete; NO_STEP during a write.
+        table_bytes: bytes of the table that follows.
     """
 
     generation: int
@@ -47,7 +47,7 @@ class Mark:
 
 
 def read_mark(data: bytes) -> Mark | None:
-    """The mark at the start of a window; None if no process has written there."""
+    """Reads the mark at the start of a window; None if no process has written one."""
     magic, generation, step, table_bytes = _MARK.unpack(data[: _MARK.size])
     return Mark(generation, step, table_bytes) if magic == _MAGIC else None
 
@@ -56,12 +56,12 @@ MARK_BYTES = _MARK.size
 
 
 def pieces_start(table_bytes: int) -> int:
-    """Offset of the pieces in a window."""
+    """Returns the offset of the pieces in a window."""
     return int(align_up(MARK_BYTES + table_bytes, PAGE_BYTES))
 
 
 def bounds_of(index: Sequence[slice], shape: Sequence[int]) -> Bounds:
-    """The bounds of a block that JAX names by slices."""
+    """Returns the bounds of a block that JAX describes by slices."""
     return tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
 
 
@@ -76,12 +76,12 @@ class OwnPiece:
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """The place of every piece of a state in the windows of its processes.
+    """The position of every piece of a state in the windows of its processes.
 
     Attributes:
-        processes: JAX's index of the process that writes the window of each rank.
-        window_bytes: of every window.
-        table: of this process' window.
+        processes: for each rank, JAX's index of the process that writes the rank's window.
+        window_bytes: bytes of every window.
+        table: table of this process's window.
         own: pieces of this process.
     """
 
@@ -92,9 +92,9 @@ class Layout:
 
 
 def make_layout(leaves: Mapping[str, Any], here: int) -> Layout:
-    """Computes the layout of arrays by name, as process `here` needs it.
+    """Computes the layout of arrays by name, for process `here`.
 
-    One replica of each piece is written, by the process that has the fewest bytes by then.
+    One replica of each piece is written, by the process with the fewest bytes so far.
     """
     placed = {name: leaf.sharding.devices_indices_map(leaf.shape) for name, leaf in leaves.items()}
     found = sorted({device.process_index for where in placed.values() for device in where})
@@ -132,23 +132,23 @@ def make_layout(leaves: Mapping[str, Any], here: int) -> Layout:
 
 
 def _bits(dtype: Any) -> Any:
-    """A dtype of NumPy's own with the same size, which copies faster than one of ml_dtypes."""
+    """Returns a NumPy dtype of the same size, which copies faster than a dtype of ml_dtypes."""
     return np.dtype(f"u{dtype.itemsize}") if dtype.itemsize in (1, 2, 4, 8) else dtype
 
 
 @dataclasses.dataclass
 class StoredArray:
-    """An array of a copy: pieces, as views of the windows they are in."""
+    """An array of a copy, as pieces that are views of the windows."""
 
     dtype: str
     shape: tuple[int, ...]
     pieces: list[tuple[Bounds, Any]] = dataclasses.field(default_factory=list)
 
     def block(self, name: str, bounds: Bounds, dtype: Any) -> Any:
-        """A new NumPy array with the elements within `bounds`.
+        """Returns a new NumPy array with the elements within `bounds`.
 
         Raises:
-            EpRuntimeError: the windows do not have them all.
+            EpRuntimeError: the windows lack some of them.
         """
         found = np.empty([high - low for low, high in bounds], dtype)
         into, copied = found.view(_bits(dtype)), 0
@@ -174,7 +174,7 @@ def _within(part: Sequence[tuple[int, int]], whole: Bounds) -> tuple[slice, ...]
 
 
 def read_arrays(windows: Sequence[Any]) -> dict[str, StoredArray]:
-    """The arrays of a copy by name, from a buffer of each window; they hold the buffers."""
+    """Reads the arrays of a copy by name, from a buffer per window that they keep."""
     found: dict[str, StoredArray] = {}
     for window in windows:
         for name, dtype, shape, bounds, data in _pieces(window):
@@ -185,7 +185,7 @@ def read_arrays(windows: Sequence[Any]) -> dict[str, StoredArray]:
 
 
 def _pieces(window: Any) -> Iterator[tuple[str, str, tuple[int, ...], Bounds, Any]]:
-    """(name, dtype, shape, bounds, view) of every piece; a leaf without one has no view."""
+    """Yields (name, dtype, shape, bounds, view) of every piece; view None for no piece."""
     from jax import numpy as jnp  # knows the names of ml_dtypes
 
     mark = read_mark(window[:MARK_BYTES])

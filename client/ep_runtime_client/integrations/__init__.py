@@ -1,4 +1,4 @@
-"""`ep.integrations`: modules that trainers of other projects import."""
+"""`ep.integrations`: modules for trainers of other projects."""
 
 from ep_runtime_client.integrations import maxtext as maxtext
 

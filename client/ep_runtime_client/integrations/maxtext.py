@@ -1,6 +1,6 @@
-"""`ep.integrations.maxtext`: what the patch of docs/integrations/maxtext.md calls in MaxText.
+"""`ep.integrations.maxtext`: functions for MaxText, if patched (docs/integrations/maxtext.md).
 
-Only MaxText's patched code imports this module, which imports nothing of MaxText.
+Only MaxText's patched code imports this module; this module never imports MaxText.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = ["layer_of", "with_experts", "with_layer"]
 
 _EP_AXIS = "expert"
 _TOKEN_AXES = ("data", "fsdp", "fsdp_transpose", "context", "context_usp_ulysses")
-_OTHER_AXES = ("stage", "tensor", "tensor_sequence")  # tokens are whole on these
+_OTHER_AXES = ("stage", "tensor", "tensor_sequence")  # these axes do not shard tokens
 _Class = TypeVar("_Class", bound=type)
 
 _NO_DROPS = "no token is dropped, and memory follows what arrives"
@@ -39,7 +39,7 @@ _SCHEDULE = "this schedule computes experts by code of its own"
 _VLLM = "MaxText has this only in its path for vLLM"
 _MESH = "mesh axes are those of MaxText's default"
 
-# Options that `ep_runtime=True` refuses, and why; the page lists the others.
+# Options that `ep_runtime=True` rejects, each with the reason; the page lists the others.
 REFUSED = {
     "capacity_factor": _NO_DROPS,
     "custom_mesh_and_rule": _MESH,
@@ -148,7 +148,7 @@ def layer_of(config: Any, mesh: Mesh) -> EpLayer:
 
 
 def _ours_or(theirs: Callable[..., Any]) -> Callable[..., Any]:
-    """MaxText's method, and for `ep_runtime=True` the experts in its place."""
+    """Wraps MaxText's method: with `ep_runtime=True` our experts replace it."""
 
     @functools.wraps(theirs)
     def chosen(block: Any, *args: Any, **kwargs: Any) -> Any:
@@ -172,7 +172,7 @@ def _experts(
     input_ids: jax.Array | None = None,
     forced_routed_experts: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
-    """Runs the experts; returns what MaxText's `dense_matmul` does.
+    """Runs the experts; returns the same values as MaxText's `dense_matmul`.
 
     Returns:
         The output, the balance loss, and the updates of the router's bias.
@@ -190,7 +190,7 @@ def _experts(
     at_input = block.config.decoder_block.name == "LLAMA4"
     if at_input:
         weights = jax.nn.sigmoid(weights)
-    if forced_routed_experts is not None:  # MaxText leaves a slot unused by any id out of range
+    if forced_routed_experts is not None:  # MaxText marks unused slots by any id out of range
         experts = jnp.where((experts >= 0) & (experts < block.num_experts), experts, -1)
     wi_bias = None if w0_bias is None or w1_bias is None else (w0_bias, w1_bias)
     output, _ = moe(
@@ -205,7 +205,7 @@ def _experts(
 
 
 def _activation(block: Any) -> Any:
-    """A name where `ep.moe` has the function, because its kernels know names; else MaxText's."""
+    """Returns a name if `ep.moe`'s kernels have the function; else MaxText's function."""
     config = block.config
     name = config.mlp_activations[0]
     is_plain = config.mlp_activations_limit <= 0 and config.decoder_block.name != "GPT_OSS"
@@ -215,7 +215,7 @@ def _activation(block: Any) -> Any:
 def _balance_loss(
     block: Any, experts: jax.Array, gate_logits: jax.Array, pre_bias_logits: jax.Array | None
 ) -> jax.Array | None:
-    """MaxText's loss, which the caller adds: of a batch, or of each sequence as in Megatron-LM."""
+    """Computes MaxText's loss, which its caller adds: per batch, or per sequence as Megatron."""
     config = block.config
     is_inference = config.model_call_mode == "inference"
     if config.load_balance_loss_weight <= 0 or is_inference or block.is_hash_routing:
@@ -229,7 +229,7 @@ def _balance_loss(
 
 
 def _bias_updates(block: Any, experts: jax.Array) -> jax.Array | None:
-    """Steps of the router's bias; with accumulated gradients the counts that MaxText sums first."""
+    """Returns the router bias's steps; with accumulated gradients the counts MaxText sums first."""
     if not block.should_update_load_balance():
         return None
     config, functions = block.config, _functions(block)
@@ -240,7 +240,7 @@ def _bias_updates(block: Any, experts: jax.Array) -> jax.Array | None:
 
 
 def _functions(block: Any) -> Any:
-    """MaxText's module with the class of this block."""
+    """Returns MaxText's module that defines the class of this block."""
     (found,) = (base for base in type(block).__mro__ if base.__name__ == "RoutedMoE")
     return sys.modules[found.__module__]
 
@@ -256,7 +256,7 @@ def check_options(config: Any) -> None:
     """
     for name, reason in REFUSED.items():
         value = getattr(config, name, None)
-        value = getattr(value, "value", value)  # of an enum
+        value = getattr(value, "value", value)  # if it is an enum
         if value > 0 if isinstance(value, int | float) else value:
             raise InvalidArgumentError(
                 f"ep_runtime=True needs MaxText's {name} to be off, got {value!r}: {reason}",

@@ -1,5 +1,5 @@
 """Starts, watches and ends jobs of several processes on this machine, for `demo` and `bench`.
 
-A process ends with its parent, and the others soon after one that failed, because XLA's own
-collectives would wait for it.
+A process ends with its parent, and soon after another process failed, because XLA's own collectives
+would wait for the failed one.
 """

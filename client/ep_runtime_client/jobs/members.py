@@ -1,7 +1,7 @@
 """Starts, watches and ends jobs of several processes on this machine, for our own commands.
 
-A job is one module of ours that runs in P processes under jax.distributed. The first one writes
-to our terminal, the others to logs whose end is shown where one fails. Imports no JAX.
+A job is one of our modules, running in P processes under jax.distributed. The first process writes
+to our terminal, the others to logs; the end of a log is shown if its process fails. Imports no JAX.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from ep_runtime_client.cli import render
 from ep_runtime_client.daemons import command_line
 
 INTERRUPTED = 130  # a shell's convention for a program that SIGINT ended
-# The others of a process that failed hear of it within 2 s; a device that waits inside one of
-# XLA's own collectives hears nothing.
+# Processes learn within 2 s that another one failed, but a device that waits inside one of XLA's
+# own collectives never learns it.
 _GRACE_S = 5.0
 _TAIL_LINES = 15
 
@@ -39,11 +39,11 @@ class Member:
     """One process of a job.
 
     Attributes:
-        index: 0 writes to the terminal.
-        processes: how many there are.
-        coordinator: of jax.distributed.
-        directory: of the parent; where processes leave word.
-        name: of the job.
+        index: 0 to processes - 1; 0 writes to the terminal.
+        processes: number of processes.
+        coordinator: address of jax.distributed's coordinator.
+        directory: the parent's directory, in which processes leave files.
+        name: name of the job.
     """
 
     index: int = 0
@@ -58,10 +58,10 @@ class Member:
 
 @contextlib.contextmanager
 def reserved_coordinator() -> Iterator[str]:
-    """Reserves an address for the coordinator, which binds it too (REUSEPORT).
+    """Reserves an address for the coordinator, which binds it as well (REUSEPORT).
 
-    Held on every address, as the coordinator binds it: a port of one address alone may be one that
-    a connection from another address has.
+    Bound on all addresses, like the coordinator: a port that is free on one address may be in use
+    by a connection on another address.
     """
     dual = socket.has_dualstack_ipv6()
     with socket.socket(socket.AF_INET6 if dual else socket.AF_INET) as held:
@@ -73,15 +73,15 @@ def reserved_coordinator() -> Iterator[str]:
 
 
 class Members:
-    """Context manager: the processes of one job; none outlives the block.
+    """Runs the processes of one job, as a context manager; none outlives the block.
 
     Args:
-        module: what each runs; ends in `run_member`.
-        order: what each is told, as JSON.
+        module: the module that each process runs; it ends in `run_member`.
+        order: arguments for each process, sent as JSON.
         processes: P.
-        directory: exists as long as the block.
-        coordinator: of jax.distributed.
-        may_die: a process whose SIGKILL ends nothing.
+        directory: a directory that exists as long as the block.
+        coordinator: address of jax.distributed's coordinator.
+        may_die: index of a process whose SIGKILL does not end the job.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class Members:
                 stdin=subprocess.PIPE,  # EOF tells the process that this one has ended
                 stdout=None if index == 0 else log,
                 stderr=None if index == 0 else log,
-                start_new_session=True,  # Ctrl-C reaches us alone; we end them all
+                start_new_session=True,  # Ctrl-C reaches only this process, which ends them all
             )
 
     def _log(self, index: int) -> Path:
@@ -182,14 +182,14 @@ class Members:
 
 
 def _end_with_parent() -> None:
-    """Waits for the end of standard input, which is the parent's, and then ends this process."""
+    """Waits for the end of standard input, which is the parent's end, then ends this process."""
     while os.read(sys.stdin.fileno(), 4096):
         pass
     os._exit(1)
 
 
 def _keep_output_ours(member: Member) -> None:
-    """Sends to a log what Gloo's C++ code writes to file descriptor 1, but not what Python does."""
+    """Sends output of Gloo's C++ code on file descriptor 1 to a log, but not Python's output."""
     ours = os.fdopen(os.dup(1), "w", buffering=1)
     with open(Path(member.directory) / f"{member.index}.native.log", "wb") as log:
         os.dup2(log.fileno(), 1)
@@ -197,7 +197,7 @@ def _keep_output_ours(member: Member) -> None:
 
 
 def _leave(code: int) -> NoReturn:
-    """Ends at once, because jax.distributed's goodbye would wait for processes that may be gone."""
+    """Ends at once, because jax.distributed's shutdown would wait for dead processes."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
@@ -207,8 +207,8 @@ def run_member(work: Callable[[dict[str, Any], Member], int], name: str) -> NoRe
     """Runs one process of a job, with the arguments that `Members` wrote.
 
     Args:
-        work: (order, member) -> exit code. Imports JAX itself.
-        name: of the command, for its error lines.
+        work: (order, member) -> exit code. It imports JAX itself.
+        name: name of the command, for error lines.
     """
     said = json.loads(sys.argv[1])
     member = Member(**said["member"])
@@ -221,7 +221,7 @@ def run_member(work: Callable[[dict[str, Any], Member], int], name: str) -> NoRe
     except EpRuntimeError as error:
         render.err(f"{name}: {error}")
         _leave(cli.exit_code(error))
-    except Exception:  # noqa: BLE001 - XLA's, for which goodbye would hang as well
+    except Exception:  # noqa: BLE001 - an XLA error, after which shutdown would hang too
         traceback.print_exc()
         _leave(1)
 
@@ -232,10 +232,10 @@ def start_jax(
     """Starts JAX with this process's devices, and jax.distributed if there are several processes.
 
     Args:
-        devices: of the whole job; CPU devices are made, GPUs are there.
-        member: which of its processes this is; it drives its part of the GPUs in order.
-        platform: "cpu", whose processes meet over gloo, or "gpu".
-        survive: by `ep.distributed`, so that the others go on when a process dies.
+        devices: number of the whole job's devices; CPU devices are created, GPUs must exist.
+        member: this process of the job; it drives its share of the GPUs in order.
+        platform: "cpu", with gloo between processes, or "gpu".
+        survive: whether to use `ep.distributed`, so that the others continue if a process dies.
     """
     import jax
 

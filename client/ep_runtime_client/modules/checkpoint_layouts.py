@@ -20,7 +20,7 @@ from ep_runtime.errors import InvalidArgumentError
 Array = npt.NDArray[Any]
 Arrays = dict[str, Array]
 
-_SHOWN_NAMES = 4  # of those that a message lists
+_SHOWN_NAMES = 4  # the most names that a message lists
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Layer:
         return self.prefix + name in self.state_dict
 
     def require(self, names: list[str]) -> None:
-        """Raises InvalidArgumentError that lists what is missing."""
+        """Raises InvalidArgumentError that lists the missing arrays."""
         missing = [self.prefix + name for name in names if not self.has(name)]
         if not missing:
             return
@@ -45,7 +45,7 @@ class Layer:
         raise InvalidArgumentError(f"state_dict lacks {shown}{rest}{remedy}", argument="state_dict")
 
     def array(self, name: str, *shape: int | None, like: Array | None = None) -> Array:
-        """Returns one array on the host; None in `shape` is any size, `like` has its dtype."""
+        """Returns one array on the host; None in `shape` is any size, `like` has the same dtype."""
         self.require([name])
         key = self.prefix + name
         if f"{key}_scale_inv" in self.state_dict:
@@ -81,11 +81,11 @@ def _check_dtype(key: str, array: Array, like: Array | None) -> None:
 
 
 def on_host(value: Any, name: str) -> Array:
-    """An array of numpy, JAX or torch as numpy's, bit for bit."""
-    if hasattr(value, "detach"):  # torch, whose numpy() knows no bfloat16
+    """Converts an array of numpy, JAX or torch to numpy, bit for bit."""
+    if hasattr(value, "detach"):  # torch, whose numpy() lacks bfloat16
         value = value.detach().cpu().contiguous()
         dtype = np.dtype(str(value.dtype).rpartition(".")[2])
-        # A tensor of a scalar has no dim that could be viewed as bytes.
+        # A scalar tensor has no dim, so it cannot be viewed as bytes.
         return np.asarray(value.view(_module_of(value).uint8)).view(dtype)
     if isinstance(value, jax.Array) and not value.is_fully_addressable:
         raise InvalidArgumentError(
@@ -97,25 +97,25 @@ def on_host(value: Any, name: str) -> Array:
 
 
 def _module_of(tensor: Any) -> Any:
-    """torch, which is loaded where a tensor is."""
+    """Returns the module torch, which is loaded if there is a tensor."""
     return sys.modules[type(tensor).__module__.partition(".")[0]]
 
 
 class Experts(Protocol):
-    """Describes how a checkpoint stores the experts of a layer."""
+    """How a checkpoint stores the experts of a layer."""
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """Names of the arrays of `MoEParams.to_separate`, without the router."""
+        """Names of the arrays of `MoEParams.to_separate` that it stores, without the router."""
 
     def is_in(self, layer: Layer) -> bool:
-        """Whether a layer has experts by these names."""
+        """Whether a layer has experts under these names."""
 
     def read(self, layer: Layer, experts: int) -> Arrays:
-        """Fields of MoEParams; raises InvalidArgumentError."""
+        """Reads the fields of MoEParams; raises InvalidArgumentError."""
 
     def write(self, parts: Mapping[str, Array]) -> Arrays:
-        """The arrays by name, from `MoEParams.to_separate`."""
+        """Returns the checkpoint's arrays by name, from `MoEParams.to_separate`."""
 
 
 _MATRICES: tuple[str, ...] = ("wi_0", "wi_1", "wo")
@@ -123,11 +123,11 @@ _MATRICES: tuple[str, ...] = ("wi_0", "wi_1", "wo")
 
 @dataclasses.dataclass(frozen=True)
 class PerExpert:
-    """Matrices of each expert as torch's `linear` stores them, [out, in].
+    """Separate matrices for each expert in the layout of torch's `linear`, [out, in].
 
     Attributes:
         first: names of gate and up [M, H], or of both in one [2M, H]; {} is the expert's number.
-        down: that of [H, M].
+        down: name of [H, M].
     """
 
     first: tuple[str, ...]
@@ -177,7 +177,7 @@ class Stacked:
 
     Attributes:
         gate_up: name of [E, 2M, H], or not transposed [E, H, 2M].
-        down: that of [E, H, M], or not transposed [E, M, H].
+        down: name of [E, H, M], or not transposed [E, M, H].
         transposed: whether matrices are [out, in].
     """
 
@@ -194,7 +194,7 @@ class Stacked:
         wo = self._turned(down)
         experts, inner, hidden = wo.shape
         sizes = (2 * inner, hidden) if self.transposed else (hidden, 2 * inner)
-        # LongCat's has rows for the experts that do nothing, in memory.
+        # LongCat's array in memory also has rows for the experts that do nothing.
         gate_up = self._turned(layer.array(self.gate_up, None, *sizes, like=down)[:experts])
         return {"wi": gate_up.reshape(experts, hidden, 2, inner), "wo": wo}
 
@@ -207,7 +207,7 @@ class Stacked:
 
 
 class GptOss:
-    """All experts in one array, [in, out], columns of gate and up in turns, with biases."""
+    """All experts in one array, [in, out], with alternating columns of gate and up, and biases."""
 
     parts = (*_MATRICES, "wi_0_bias", "wi_1_bias", "wo_bias", "router_bias")
 
@@ -241,7 +241,7 @@ class GptOss:
 
 
 class Dbrx:
-    """The matrices of all experts below each other, each [M, H]."""
+    """The matrices of all experts, [M, H] each, concatenated along rows."""
 
     parts = _MATRICES
     _names = ("experts.mlp.w1", "experts.mlp.v1", "experts.mlp.w2")
@@ -267,11 +267,11 @@ class Layout:
     """The block of one layer in a checkpoint.
 
     Attributes:
-        block: what its names begin with; {} is the layer's number.
+        block: prefix of its names; {} is the layer's number.
         experts: how they are stored.
         router: name of [E, H].
-        bias: name of what is added to scores for the choice only, or None.
-        bias_dims: its dims before E.
+        bias: name of the bias that is added to scores for the choice only, or None.
+        bias_dims: dims of the bias before E.
         idle_experts: whether the router also has experts that do nothing.
     """
 
@@ -309,7 +309,7 @@ _GATE_CORRECTION = f"gate.{_CORRECTION}"
 
 
 def _both(block: str, experts: Experts, memory: str = "", **others: Any) -> tuple[Layout, ...]:
-    """Returns the layout of files, and the one that transformers 5 makes of it in memory."""
+    """Returns the layout in files, and the layout of a model that transformers 5 loaded."""
     return Layout(block, experts, **others), Layout(memory or block, Stacked(), **others)
 
 
@@ -318,7 +318,7 @@ _BIASED = _both(_MLP, _PROJ, bias=_GATE_CORRECTION)
 _LLAMA4: dict[str, Any] = {"experts": Stacked(transposed=False), "router": "router.weight"}
 _GEMMA4: dict[str, Any] = {"experts": Stacked(), "router": "router.proj.weight"}
 
-# By model_type: how it is written, and others that are read.
+# By model_type: the layout that is written, then others that can be read.
 FAMILIES: Mapping[str, tuple[Layout, ...]] = {
     "dbrx": (Layout("transformer.blocks.{}.ffn.", Dbrx(), "router.layer.weight"),),
     "deepseek_v2": _PLAIN,
@@ -365,7 +365,7 @@ FAMILIES: Mapping[str, tuple[Layout, ...]] = {
 }
 
 _MEGATRON = "decoder.layers.{}.mlp."
-# Experts of TEGroupedMLP, and of SequentialMLP.
+# Experts of TEGroupedMLP, then of SequentialMLP.
 MEGATRON = (
     Layout(
         _MEGATRON,
@@ -386,6 +386,6 @@ MEGATRON = (
 
 
 def layout_in(layouts: tuple[Layout, ...], state_dict: Mapping[str, Any], layer: int) -> Layout:
-    """Returns the layout whose experts are there; else the first, whose names errors show."""
+    """Returns the layout whose experts are present; else the first, whose names errors show."""
     found = (each for each in layouts if each.experts.is_in(each.of(state_dict, layer)))
     return next(found, layouts[0])

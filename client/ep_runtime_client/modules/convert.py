@@ -1,4 +1,4 @@
-"""`ep.convert`: experts of other libraries' checkpoints as MoEParams, and back.
+"""`ep.convert`: converts experts of other libraries' checkpoints to MoEParams, and back.
 
 The conversion is exact in both directions. `checkpoint_layouts.py` has the names and layouts.
 """
@@ -171,14 +171,14 @@ def open_files(path: str | os.PathLike[str]) -> Mapping[str, Array]:
     return _Files(sorted(root.glob("*.safetensors")) if root.is_dir() else [root], root)
 
 
-# The dtypes of safetensors by other names than NumPy's.
+# Names of safetensors dtypes that differ from NumPy's.
 _DTYPES = {"BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "BOOL": "bool"}
 _KINDS = {"F": "float", "I": "int", "U": "uint"}
-_LENGTH_BYTES = 8  # of a header, a number before it
+_LENGTH_BYTES = 8  # of a header's length, before the header
 
 
 class _Files(Mapping[str, Array]):
-    """Arrays of safetensors files, each read when it is asked for."""
+    """Arrays of safetensors files, each read on access."""
 
     def __init__(self, paths: list[Path], root: Path) -> None:
         self._found: dict[str, tuple[Path, int, dict[str, Any]]] = {}
@@ -199,7 +199,7 @@ class _Files(Mapping[str, Array]):
         data = np.fromfile(path, np.uint8, last - first, offset=start + first)
         return data.view(jnp.dtype(known)).reshape(entry["shape"])
 
-    def __contains__(self, name: object) -> bool:  # Mapping's would read the array
+    def __contains__(self, name: object) -> bool:  # Mapping's own would read the array
         return name in self._found
 
     def __iter__(self) -> Iterator[str]:
@@ -210,7 +210,7 @@ class _Files(Mapping[str, Array]):
 
 
 def _header(path: Path) -> tuple[int, dict[str, Any]]:
-    """Reads a file's header: the first byte of its arrays, and the entry of each."""
+    """Reads a file's header: returns the offset of its arrays, and the entry of each."""
     try:
         with path.open("rb") as file:
             length = int.from_bytes(file.read(_LENGTH_BYTES), "little")

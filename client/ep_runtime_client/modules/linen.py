@@ -39,7 +39,7 @@ def __dir__() -> list[str]:
     return __all__
 
 
-# The collection of a delayed recipe's amax histories.
+# The collection with a delayed recipe's amax histories.
 _HISTORY = "amax_history"
 
 
@@ -197,7 +197,7 @@ class MoEBlock(linen.Module):  # type: ignore[misc]
 
 
 def _with_checked_options(init: Callable[..., None]) -> Callable[..., None]:
-    """The constructor that a dataclass gave a module; it names all options where one is wrong."""
+    """Wraps the constructor of a module's dataclass; it names all options if one is wrong."""
 
     @functools.wraps(init)
     def checked(self: Any, *args: Any, **options: Any) -> None:
@@ -213,6 +213,6 @@ MoEBlock.__init__ = _with_checked_options(MoEBlock.__init__)  # type: ignore[met
 
 
 def _boxed(name: str, make: Callable[[jax.Array], jax.Array]) -> Callable[..., Any]:
-    """`make` with its result in a box of logical names."""
+    """Returns `make` with its result in a box of logical names."""
     ndim = jax.eval_shape(make, jax.random.key(0)).ndim
     return linen.with_logical_partitioning(make, logical_axes(name, ndim))

@@ -41,16 +41,16 @@ def __dir__() -> list[str]:
 
 
 class ExpertBias(nnx.Variable):  # type: ignore[misc]
-    """Variable for the bias that experts are selected with.
+    """Variable for the bias with which experts are selected.
 
-    It is not an nnx.Param: loss-free balancing moves it, and no optimizer does.
+    It is not an nnx.Param: loss-free balancing updates it, not an optimizer.
     """
 
 
 class AmaxHistory(nnx.Variable):  # type: ignore[misc]
     """Variable for one amax history of `ep.MoEState`.
 
-    It is not an nnx.Param: calls move it unless the module evaluates, and no optimizer does.
+    It is not an nnx.Param: calls update it, unless the module evaluates, but no optimizer does.
     """
 
 
@@ -234,9 +234,9 @@ class MoEBlock(nnx.Module):  # type: ignore[misc]
 
 
 def _variable(kind: Any, names: tuple[str | None, ...], value: jax.Array) -> Any:
-    """A Variable with logical names, sharded at once where mesh and rules say how.
+    """Makes a Variable with logical names, sharded at once if mesh and rules tell how.
 
-    Flax shards every annotated Variable when it is made, and fails without a mesh.
+    Flax shards every annotated Variable when it is created, and fails without a mesh.
     """
     mesh_axes = jax.sharding.get_abstract_mesh().axis_names
     known = {*mesh_axes, *(rule[0] for rule in spmd.get_logical_axis_rules() or ())}

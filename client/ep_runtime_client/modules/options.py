@@ -50,7 +50,7 @@ def check_module(source: Any, use_router: bool, use_expert_bias: bool) -> None:
 
 
 def option_names() -> list[str]:
-    """The options of `moe` that a module passes on, the same in every call."""
+    """Returns the options of `moe` that a module passes on, the same in every call."""
     known = inspect.signature(moe).parameters
     return [n for n, p in known.items() if p.kind is p.KEYWORD_ONLY and n not in NO_OPTIONS]
 
@@ -58,7 +58,7 @@ def option_names() -> list[str]:
 def check_options(options: Iterable[str], own: Iterable[str]) -> None:
     """Raises InvalidArgumentError for an option that neither `moe` nor the module has.
 
-    `own`: the module's.
+    `own`: the module's own options.
     """
     passed_on = option_names()
     own = [name for name in own if name not in passed_on]
@@ -99,11 +99,11 @@ def call_moe(
 
     Args:
         layer: from `layer_for_call`.
-        x, params8: of the call.
-        params: the module's.
+        x, params8: arguments of the call.
+        params: the module's parameters.
         given: the module's amax histories; None without a delayed recipe.
-        logical: flax's logical axis rules here, for a module without params_spec.
-        options: of `moe`, state aside.
+        logical: flax's current logical axis rules, for a module without params_spec.
+        options: options of `moe`, except state.
 
     Raises:
         InvalidArgumentError: as by `moe`.
@@ -132,14 +132,14 @@ def moved_bias(bias: jax.Array | None, tokens_per_expert: jax.Array, rate: float
 def rules_in_context(
     logical: Sequence[tuple[str, Any]], layer: EpLayer | TracedLayer | LayerSpec
 ) -> Rules | None:
-    """Flax's logical axis rules as `params_spec` of `moe`.
+    """logical: rules set by `logical_axis_rules`; the first rule of a name counts.
 
     Args:
         logical: what `logical_axis_rules` put in place; the first rule of a name counts.
-        layer: of the call.
+        layer: layer of the call.
 
     Returns:
-        None if they do not say how all parameters lie on axes of the layer's mesh.
+        None if they do not shard all parameters over axes of the layer's mesh only.
     """
     if isinstance(layer, LayerSpec):
         return None
@@ -157,11 +157,11 @@ def rules_in_context(
 def layer_for_call(
     source: EpLayer | LayerStack | LayerSpec, layer_index: int | jax.Array | None, x: jax.Array
 ) -> EpLayer | TracedLayer | LayerSpec:
-    """The layer that one call of a module on `x` uses; a LayerSpec only while shapes are traced.
+    """Returns the layer for one call of a module on `x`; a LayerSpec only if `x` is traced.
 
     Raises:
-        InvalidArgumentError: a LayerSpec and values, a stack without an index, or an index without
-            a stack.
+        InvalidArgumentError: a LayerSpec with concrete values, a stack without an index, or an
+            index without a stack.
     """
     if isinstance(source, LayerSpec):
         if isinstance(x, jax.core.Tracer):

@@ -1,4 +1,4 @@
-"""Experts' weights quantized once for many calls of `moe`: once per optimizer step."""
+"""Quantizes experts' weights once for many calls of `moe`: once per optimizer step."""
 
 from __future__ import annotations
 
@@ -171,10 +171,10 @@ def _check_tree(tree: Any, name: str) -> None:
 
 
 def check_recipes(recipe: Recipes) -> tuple[Any, Any]:
-    """The recipes of (wi, wo).
+    """Returns the recipes of (wi, wo).
 
     Raises:
-        InvalidArgumentError: none that quantizes, or a delayed one.
+        InvalidArgumentError: neither recipe quantizes, or one is delayed.
     """
     pair = checks.quantizing(recipe)
     for each in pair:
@@ -206,7 +206,7 @@ def _quantized(
             continue
         w = getattr(params, name)
         if is_pair(w):
-            paired(w, f"params.{name}", stack)  # an error, unless they are two alike
+            paired(w, f"params.{name}", stack)  # raises an error unless both are alike
             w = tuple(w)
         q = quantize_weight(w, recipe, layer=layer, spec=specs[name], stack=stack)
         made[name] = q.detached() if weights_only else q

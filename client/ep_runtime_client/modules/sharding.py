@@ -37,7 +37,7 @@ Axes = str | Sequence[str] | None
 Entry = str | tuple[str, ...] | None
 Names = Sequence[str | None]
 
-# Dims of parameters without a layer stack's leading dims, if equal in every form.
+# Number of dims of parameters without a layer stack, if the same in every form.
 _PLAIN_DIMS = {"wo": 3, "router": 2, "wo_bias": 2, "router_bias": 1}
 
 
@@ -250,12 +250,12 @@ def _entry(axes: tuple[str, ...]) -> Entry:
 
 
 def _is_variable(leaf: Any) -> bool:
-    """A flax.nnx Variable, known by what it can do: flax need not be installed."""
+    """Whether a leaf is a flax.nnx Variable, by its methods, because flax may not be installed."""
     return hasattr(leaf, "get_metadata") and hasattr(leaf, "get_value")
 
 
 def _is_box(leaf: Any) -> bool:
-    """Whether it is a box of flax.linen, which holds a value and its axis names."""
+    """Whether a leaf is a box of flax.linen, which holds a value and its axis names."""
     return hasattr(leaf, "unbox") and hasattr(leaf, "names")
 
 
@@ -300,7 +300,7 @@ def _of_quantized(
     mesh: Mesh,
     at: str,
 ) -> Any:
-    """Shards 8-bit data as the weight, and scales along axes that divide them."""
+    """Shards 8-bit data like the weight, and scales along axes that divide them."""
     packing = packing_of(q.recipe, q.ndim - stacked, rows=False)
     names = logical_axes(name, packing.ndim)
 
@@ -323,7 +323,7 @@ def _of_quantized(
 
 
 def _stacked_dims(fields: Mapping[str, Any]) -> int:
-    """Leading dims of a stack of layers, the same for all parameters of a block."""
+    """Returns the number of a layer stack's leading dims, the same for all parameters."""
     for name, dims in _PLAIN_DIMS.items():
         if hasattr(fields[name], "shape"):
             return len(fields[name].shape) - dims
@@ -337,14 +337,14 @@ def _stacked_dims(fields: Mapping[str, Any]) -> int:
 
 
 def _placed(here: Rules, names: Names | None, value: Any, mesh: Mesh, where: str) -> NamedSharding:
-    """Sharding of one array; checks that axes divide dims."""
+    """Returns an array's sharding; raises InvalidArgumentError if axes do not divide a dim."""
     spec = here.spec(names or ())
     for dim, entry in enumerate(spec):
         axes = entry_axes(entry)
         size = math.prod(mesh.shape[axis] for axis in axes)
         if value.shape[dim] % size:
             sizes = " x ".join(f"{axis}={mesh.shape[axis]}" for axis in axes)
-            assert names is not None  # it has an axis
+            assert names is not None  # a spec without names has no axes
             raise InvalidArgumentError(
                 f"{where}: dim {dim} ({names[dim]}) of size {value.shape[dim]} must be a multiple "
                 f"of {size}, the size of {sizes}; the array is {list(value.shape)}",

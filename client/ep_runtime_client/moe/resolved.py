@@ -89,7 +89,7 @@ class ResolvedCall:
     workspace: WorkspaceRows | None = None
 
     def __repr__(self) -> str:
-        """Returns a text equal in all processes: without `where` and `moved`, which name devices."""
+        """Returns a text equal in all processes: no `where` and `moved`, which name devices."""
         meta = self.moved.meta
         fields = [x for x in dataclasses.fields(self) if x.name not in ("where", "moved")]
         named = [f"{x.name}={getattr(self, x.name)!r}" for x in fields]

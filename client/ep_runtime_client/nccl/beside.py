@@ -1,18 +1,19 @@
-"""NCCL communicators of groups whose rows go through windows: made in the background.
+"""Makes NCCL communicators in the background for groups whose rows go through windows.
 
-No call of such a group needs them, so `create_group` returns before they are there, the group goes
-on where none can be made, and `ep-runtime groups -o wide` says what became of them. A thread asks
-the daemon for unique ids and joins the other processes' threads. Nothing of ours waits for it but
-`close`, with a bound: it holds no lock while it works, and ends as soon as the group does.
+No call of such a group needs them, so `create_group` returns before they are ready, the group
+continues if none can be made, and `ep-runtime groups -o wide` shows their state. A thread asks the
+daemon for unique ids and joins the other processes' threads. Only `close` waits for the thread, for
+a bounded time: the thread holds no lock while it works, and ends as soon as the group does.
 
-It starts late, when a first step is over or a large program is being compiled: NCCL loads its
-kernels, and the driver makes launches wait meanwhile. Until something calls NCCL nothing of it
-runs on a GPU: a kernel that waits for its peers beside the step's own, which wait for theirs, may
-wait for ever where the driver holds up a launch of either.
+It starts late, after a first step or while a large program compiles, because NCCL then loads its
+kernels, and the driver delays launches meanwhile. Until NCCL is called, it runs nothing on a GPU.
+An NCCL kernel that waits for its peers next to a step's kernel that waits for its own peers may
+wait forever if the driver delays a launch of either.
 
-A process with several of the group's ranks has NCCL load its kernels before `create_group` returns
-(`load_kernels`): the driver, which loads a kernel on one device, waits for the step's kernel there;
-that one waits for its peer on another device; and that launch waits for the driver.
+In a process with several of the group's ranks NCCL loads its kernels before `create_group` returns
+(`load_kernels`). Otherwise there is a deadlock: the driver, which loads a kernel on one device,
+waits for the step's kernel there; that kernel waits for its peer on another device; and the peer's
+launch waits for the driver.
 """
 
 from __future__ import annotations
@@ -34,14 +35,14 @@ _log = logging.getLogger("ep_runtime")
 
 Run = Callable[[Callable[[transport.ControlChannel], Any]], Any]
 
-# After the group is READY. The daemon's ids take it half a second, and no GPU.
+# Seconds after the group is READY. The daemon needs half a second for the ids, and no GPU.
 IDS_AFTER_S = 1.0
 JOIN_AFTER_S = 2.0
-# For all processes to come and NCCL to join them.
+# Budget for all processes to arrive and for NCCL to join them.
 BUDGET_S = 60.0
-# A tiny call that makes NCCL load its kernels before other work runs.
+# Budget of a tiny call with which NCCL loads its kernels before other work runs.
 LOAD_BUDGET_S = 30.0
-# A channel has buffers for each peer: megabytes of the GPU, once something first calls NCCL.
+# A channel has megabytes of GPU buffers for each peer, from the first NCCL call on.
 CHANNELS = 1
 # Longest wait of a close for the thread; NCCL gives up within milliseconds.
 _END_S = 10.0
@@ -54,10 +55,10 @@ _loading = threading.Lock()
 def load_kernels(library: nccl.NcclLibrary, ordinals: Sequence[int]) -> None:
     """Makes NCCL load its kernels on devices of this process that lack them.
 
-    Nothing where there is one device: no kernel there waits for a launch of this process.
+    Does nothing with one device: no kernel there waits for another launch of this process.
 
     Raises:
-        EpRuntimeError: there is no NCCL, or it was not done in time.
+        EpRuntimeError: there is no NCCL, or it did not finish in time.
     """
     with _loading:
         wanted = sorted(set(ordinals) - _loaded)
@@ -69,7 +70,7 @@ def load_kernels(library: nccl.NcclLibrary, ordinals: Sequence[int]) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class GroupBesideNccl(native.OpenGroup):
-    """An open group on windows, whose NCCL communicators `beside` makes."""
+    """An open group on windows, for which `beside` makes NCCL communicators."""
 
     beside: Beside
 
@@ -95,12 +96,12 @@ class Beside:
     """The communicators of one group, and the thread that makes and watches them.
 
     Args:
-        run: does work with the daemon's RPCs, again where it was restarted (`Session.run`).
-        ranks: of this process.
-        channels: of a communicator, at most; 0: as many as NCCL thinks fastest.
+        run: runs work with the daemon's RPCs, and again if the daemon restarted (`Session.run`).
+        ranks: ranks of this process.
+        channels: the most channels of a communicator; 0: as many as NCCL chooses.
 
     Attributes:
-        ready_after_s: how long it took until they were there; 0.0 before.
+        ready_after_s: seconds until the communicators were ready; 0.0 before.
     """
 
     def __init__(
@@ -112,7 +113,7 @@ class Beside:
     ) -> None:
         self._rpcs = run
         self._ranks = dataclasses.replace(ranks, carries_rows=False, max_channels=channels)
-        self._over = threading.Event()  # the group is over: make and report nothing more
+        self._over = threading.Event()  # the group is over: do not make or report any more
         self._settled = threading.Event()  # ready, or failed
         self._lock = threading.Lock()
         self._made: nccl.NcclGroup | None = None
@@ -132,8 +133,8 @@ class Beside:
         """Waits for the communicators.
 
         Raises:
-            OpTimeoutError: they are not after `timeout_s`.
-            EpRuntimeError: why there are none; StaleHandleError where the group was closed.
+            OpTimeoutError: they are not ready after `timeout_s`.
+            EpRuntimeError: why there are none; StaleHandleError if the group was closed.
         """
         name = self._ranks.name
         if not self._settled.wait(timeout_s):
@@ -159,7 +160,7 @@ class Beside:
                 self._made.close()
 
     def _make(self) -> nccl.NcclGroup | None:
-        """The communicators; None if the group ended before."""
+        """Makes the communicators; returns None if the group ended before."""
         if self._paused(IDS_AFTER_S):
             return None
         library, ranks = nccl.library(), self._ranks
@@ -183,7 +184,7 @@ class Beside:
         return made
 
     def _paused(self, until_s: float) -> bool:
-        """Waits until so long after the group was READY; True if it is over."""
+        """Waits until so long after the group was READY; returns whether the group is over."""
         return self._over.wait(max(0.0, self._started_s + until_s - time.monotonic()))
 
     def _watch(self, made: nccl.NcclGroup) -> None:
@@ -205,14 +206,14 @@ class Beside:
             _log.debug("group %r: NCCL not reported: %s", self._ranks.name, failed)
 
     def tell(self, control: transport.ControlChannel) -> None:
-        """Says to the daemon what became of them; nothing while they are being made."""
+        """Tells the daemon whether the communicators are ready or failed; nothing before that."""
         with self._lock:
             known = self._ready or self._error is not None
             error = str(self._error or "")
         if not known or self._over.is_set():
             return
         version = ""
-        with contextlib.suppress(EpRuntimeError):  # a library that is missing is the error
+        with contextlib.suppress(EpRuntimeError):  # a missing library is the reported error
             version = communicators.version_of(nccl.library())
         communicators.report(control, self._ranks, version, error)
 

@@ -1,7 +1,7 @@
 """Makes NCCL communicators of a group from the daemon's unique ids.
 
-Transport "nccl" makes them before the process reports itself attached, so that READY says that
-every rank's are there. Groups whose rows go through windows get theirs later (`nccl/beside.py`).
+Transport "nccl" makes them before the process reports that it is attached, so a READY group has
+every rank's communicators. Groups with rows in windows get theirs later (`nccl/beside.py`).
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from ep_runtime_client.daemons import transport
 
 _log = logging.getLogger("ep_runtime")
 
-# The daemon starts a process and loads libnccl from a cold disk.
+# The daemon starts a process that loads libnccl from a cold disk.
 IDS_TIMEOUT_S = 40.0
 # How often to ask whether the group is still forming.
 _CHECK_EVERY_S = 0.25
-# A rank that closes the group has taken part in its last call to the end. What others began with it
-# ends soon after, or waits for it in vain.
+# A rank that closes the group has finished its last call. Calls that others began with it end soon
+# after, or never.
 LEFT_GRACE_S = 2.0
-# All processes hear of a dead one within this time.
+# All processes learn of a dead one within this time.
 TOLD_S = 2.0
 _WATCH_JOIN_S = 5.0
 _OVER = (types_pb2.GROUP_STATE_BROKEN, types_pb2.GROUP_STATE_CLOSED)
@@ -39,8 +39,8 @@ class GroupWithNccl(native.OpenGroup):
 
     Attributes:
         nccl: the communicators.
-        ranks: that this process brought to them.
-        watch: of the communicators.
+        ranks: ranks of this process in the communicators.
+        watch: the thread that watches the communicators.
     """
 
     nccl: nccl.NcclGroup
@@ -48,7 +48,7 @@ class GroupWithNccl(native.OpenGroup):
     watch: Watch | None = None
 
     def add_layers(self, layers: Sequence[native.NativeLayer]) -> None:
-        """As `native.OpenGroup`; its calls between nodes name layers too."""
+        """As `native.OpenGroup`; also registers layers for calls between nodes, which name them."""
         super().add_layers(layers)
         self.nccl.add_layers(
             [nccl.NcclLayer(item.id, item.name, item.fingerprint) for item in layers]
@@ -69,7 +69,7 @@ class GroupWithNccl(native.OpenGroup):
             report(control, self.ranks, version_of(nccl.library()), "")
 
     def close(self) -> None:
-        """Closes the communicators first, because what runs on them keeps the windows mapped."""
+        """Closes the communicators first, because running NCCL calls need the mapped windows."""
         self.nccl.close()
         if self.watch is not None:
             self.watch.join()
@@ -81,9 +81,9 @@ class Watch:
 
     Args:
         made: the communicators.
-        name: of the group.
-        left: world ranks whose processes have closed the group, of those that calls here need.
-        report: tells the daemon of an error that nobody here caused.
+        name: name of the group.
+        left: returns ranks needed by calls here whose processes have closed the group.
+        report: tells the daemon about an error that no dead process explains.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class Watch:
         self._thread.start()
 
     def join(self) -> None:
-        """Waits, with a bound, until it has ended, which it does when the group closes."""
+        """Waits, for a bounded time, until the thread ends, which it does when the group closes."""
         if self._thread is not threading.current_thread():
             self._thread.join(_WATCH_JOIN_S)
 
@@ -108,7 +108,7 @@ class Watch:
         until_s: float | None = None
         while (failure := self._made.await_failure(_CHECK_EVERY_S)) is not None:
             if failure:
-                # The daemon's report of a dead process is better; wait for it.
+                # The daemon's report of a dead process has more detail, so wait for it first.
                 if not self._known and not self._made.over.wait(TOLD_S):
                     self._report(failure)
                 return
@@ -120,7 +120,7 @@ class Watch:
                 return
 
     def _left_error(self) -> PeerLostError | None:
-        """Returns the error of calls with ranks that left; None if nobody has."""
+        """Returns the error of calls with ranks that left; None if none has left."""
         why = None
         for rank in sorted({*self._left(), *self._known}):
             why = PeerLostError(
@@ -140,7 +140,7 @@ def make(
     ranks: nccl.Ranks,
     budget_s: float,
 ) -> nccl.NcclGroup:
-    """Communicators of this process's ranks, joined with the others; the daemon hears of it.
+    """Makes communicators of this process's ranks, joined with the others; reports to the daemon.
 
     Raises:
         RuntimeUnavailableError: no libnccl here or at the daemon.
@@ -163,10 +163,10 @@ def make(
 
 
 def unique_ids(control: transport.ControlChannel, ranks: nccl.Ranks) -> tuple[int, list[bytes]]:
-    """(epoch of the group, one id per EP domain), which the daemon makes when it is first asked.
+    """Returns (epoch of the group, one id per EP domain); the daemon makes ids when first asked.
 
     Raises:
-        As `make`, but OpTimeoutError.
+        As `make`, except OpTimeoutError.
     """
     epoch = int(_group(control, ranks).epoch)
     found = control.call(
@@ -224,11 +224,11 @@ def _group(control: transport.ControlChannel, ranks: nccl.Ranks) -> types_pb2.Gr
 def _over(
     control: transport.ControlChannel, ranks: nccl.Ranks, epoch: int
 ) -> EpRuntimeError | None:
-    """Why the group's generation cannot become READY any more, over these nodes; None: it can."""
+    """Returns why this generation can no longer become READY on these nodes; None if it can."""
     try:
         found = _group(control, ranks)
     except errors.RuntimeUnavailableError:
-        return None  # the processes form without it; it is asked again
+        return None  # processes form without the daemon; the next check asks again
     except EpRuntimeError as error:
         return error
     same = found.generation == ranks.generation and found.epoch == epoch
@@ -242,7 +242,7 @@ def _over(
 
 
 def version_of(library: nccl.NcclLibrary) -> str:
-    """ "2.28.9". Raises as `nccl.NcclLibrary.version`."""
+    """Returns a version such as "2.28.9". Raises the errors of `nccl.NcclLibrary.version`."""
     return nccl.version_text(library.version())
 
 

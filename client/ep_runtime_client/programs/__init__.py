@@ -1,1 +1,1 @@
-"""Answers questions about compiled programs: their collectives, remat, and failures."""
+"""Answers questions about compiled programs: their collectives, saved values, and failures."""

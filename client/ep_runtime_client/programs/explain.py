@@ -1,8 +1,8 @@
-"""Finds the collectives of a compiled program that our ops cause, and says why.
+"""Finds the collectives that our ops cause in a compiled program, and tells why.
 
-The compiled HLO is read, not the traced program: the partitioner adds collectives where operands
-do not lie as an op wants them. A collective is ours when its metadata names one of our scopes, or
-when what it returns goes into one of our ops with nothing but elementwise work in between.
+It reads the compiled HLO, not the traced program, because the partitioner adds collectives if
+operands are not sharded as an op needs them. A collective is ours if its metadata name one of our
+scopes, or if its result goes into one of our ops through elementwise instructions only.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _OP_NAME = re.compile(r'op_name="([^"]*)"')
 _CALLS = re.compile(r"\bcalls=%?([\w.\-]+)")
 _APPLIES = re.compile(r"\bto_apply=%?([\w.\-]+)")
 _ARRAY = re.compile(r"\b(pred|[a-z]+\d+\w*)\[([\d,]*)\]")
-# Work that is more than moving or mapping elements ends the way to one of our ops.
+# An instruction that does more than move or map elements ends the search for one of our ops.
 _ENDS = frozenset(
     {
         "dot",
@@ -123,7 +123,7 @@ class Collective:
 
 @dataclasses.dataclass(frozen=True)
 class MoEPath:
-    """Says how `moe` runs the experts of one layer, and why.
+    """How `moe` runs the experts of one layer, and why.
 
     Attributes:
         layer: the layer's name (layer 0's name for a stack), with "." for "/".
@@ -148,8 +148,8 @@ class Explanation:
         collectives: collectives that ops of the runtime cause, in program order.
         num_others: the program's other collectives.
         paths: how each layer's `moe` runs, in program order.
-        fallback: why ops run as a shard_map where they would ask the partitioner, as no supported
-            JAX makes them; empty otherwise.
+        fallback: why ops run in a shard_map instead of asking the partitioner; empty with every
+            supported JAX.
     """
 
     collectives: tuple[Collective, ...]
@@ -188,7 +188,7 @@ def explain(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
 
 
 def explain_text(text: str) -> Explanation:
-    """`explain` of the text of a compiled program."""
+    """As `explain`, for the text of a compiled program."""
     program = _Program(text)
     ours, others = [], 0
     for item in program.instructions.values():
@@ -227,7 +227,7 @@ class _Instruction:
 
     @property
     def place(self) -> tuple[str, str] | None:
-        """(op, layer) where the instruction is one of ours."""
+        """Returns (op, layer) if the instruction is one of ours, else None."""
         return scopes.innermost(self.op_name)
 
 
@@ -252,12 +252,12 @@ class _Program:
         return not ops & _ENDS
 
     def uses_maximum(self, item: _Instruction) -> bool:
-        """Whether a reduction keeps the largest value instead of the sum."""
+        """Whether a reduction takes the largest value instead of the sum."""
         applied = _APPLIES.search(item.rest)
         return applied is not None and "maximum" in self._inside.get(applied.group(1), ())
 
     def reached(self, start: _Instruction) -> tuple[str, str] | None:
-        """(op, layer) of the first of our ops that the result of `start` goes into."""
+        """Returns (op, layer) of the first of our ops that the result of `start` reaches."""
         queue, seen = deque([start]), {start.name}
         while queue:
             for user in self.users.get(queue.popleft().name, []):
@@ -270,7 +270,7 @@ class _Program:
 
 
 def _read(text: str) -> Iterator[tuple[str, _Instruction]]:
-    """(computation, instruction) of every line of HLO text."""
+    """Yields (computation, instruction) for every instruction in HLO text."""
     computation = ""
     for line in text.splitlines():
         found = _INSTRUCTION.match(line)
@@ -314,7 +314,7 @@ def _why(op: str, kind: str, written: bool) -> tuple[str, str]:
 def _why_matmul(item: _Instruction, kind: str, written: bool) -> tuple[str, str]:
     if written and kind == "all-to-all" and scopes.COPIED in item.op_name:
         return "own", _COPIED
-    # Collectives that the partitioner adds at a rule have its name.
+    # Collectives that the partitioner adds at a partitioning rule have the rule's name.
     if kind not in ("all-gather", *_SUMS):
         return "reshard", _MOVED_BEFORE
     if not written:

@@ -1,8 +1,8 @@
-"""Converts errors of compiled programs, which are XLA's own type around our text.
+"""Converts errors of compiled programs, which have XLA's error type and our text.
 
 A handler of the native library fails a program with one line of text, `EP_RUNTIME/<class>: ...`,
-which XLA wraps in an error type of its own. These two functions find our error in it again. Between
-nodes rows travel over collectives of XLA, which fail with its own words where a process is gone.
+which XLA wraps in its own error type. These two functions find our error in it. Between nodes rows
+cross in XLA collectives, which fail with XLA's own text if a process is gone.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from ep_runtime import errors
 from ep_runtime_client.base.layers import live_groups
 
-# Every node hears of a dead process within this time.
+# Every node learns of a dead process within this time.
 TOLD_S = 2.0
 # Words in the error of a failed collective.
 _COLLECTIVES = ("Gloo ", "NCCL ")
@@ -41,7 +41,7 @@ def error_of(exc: BaseException) -> errors.EpRuntimeError | None:
         found = errors.parse(str(current))
         if found is not None:
             return found
-        current = current.__cause__  # not __context__: that error may have been dealt with
+        current = current.__cause__  # not __context__: a handler may have dealt with that error
     return None
 
 
@@ -79,9 +79,9 @@ def _require_whole() -> None:
 
 
 def _ended_group(error: Exception) -> errors.EpRuntimeError | None:
-    """Converts any failure after a group's end to that end's error, also assertions about NaN.
+    """Converts any failure after a group's end, NaN assertions included, to that end's error.
 
-    A collective sees a connection close before the daemons have told whose it was.
+    A collective sees a connection close before the daemons report whose connection it was.
     """
     told = any(word in str(error) for word in _COLLECTIVES)
     deadline, pause = time.monotonic() + TOLD_S, threading.Event()

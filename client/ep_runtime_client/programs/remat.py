@@ -1,4 +1,4 @@
-"""Chooses the values of the MoE block that remat saves."""
+"""Chooses the values of the MoE block that rematerialization saves."""
 
 from __future__ import annotations
 

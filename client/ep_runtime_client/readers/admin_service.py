@@ -1,7 +1,8 @@
-"""The calls of a daemon's admin service, with answers as plain values for JSON and tables.
+"""Calls a daemon's admin service and returns answers as plain values for JSON and tables.
 
-Every field is there, with its name in the proto. Durations become `<name>_s` in seconds, timestamps
-ISO 8601 in UTC, enums their name without the prefix that the proto repeats, absent messages None.
+Rows have every field, with its name in the proto. Durations become `<name>_s` in seconds,
+timestamps ISO 8601 in UTC, enums their name without the prefix that the proto repeats, absent
+messages None.
 """
 
 from __future__ import annotations
@@ -25,16 +26,16 @@ from ep_runtime.v1 import admin_service_pb2 as messages
 from ep_runtime_client.daemons import transport
 
 _PAGE_SIZE = 1000
-# More than any daemon's list has: another node may answer anything, and without an end.
+# More pages than any daemon's list has, because another node may send any answer without end.
 MAX_LIST_PAGES = 10_000
 MAX_LIST_BYTES = 64 << 20
 MAX_LIST_VALUES = 3_000_000  # some 250 MB
-# Limit for all pages of a list, in timeouts of one answer.
+# Time limit for all pages of a list, as a multiple of one answer's timeout.
 LIST_WAITS = 2
 
 
 _SERVICE = messages.DESCRIPTOR.services_by_name["AdminService"]
-# Errors of reading values that are not as the proto says.
+# Errors while reading values that do not follow the proto.
 _SENSELESS = (ArithmeticError, AttributeError, DecodeError, LookupError, TypeError, ValueError)
 
 Flat = Callable[[dict[str, Any]], dict[str, Any]]
@@ -51,7 +52,7 @@ class Source:
         node: str = "",
         metadata: transport.Metadata = (),
     ) -> None:
-        """`node` of the daemon's cluster answers; "" is the daemon itself."""
+        """`node`: the node of the daemon's cluster that answers; "" is the daemon itself."""
         self.directory = directory
         self._channel = channel
         self._node = node
@@ -59,7 +60,7 @@ class Source:
         self._metadata = metadata
 
     def of_node(self, node: str) -> Source:
-        """Returns a source whose reading calls another node of the cluster answers."""
+        """Returns a source in which another node of the cluster answers reading calls."""
         return Source(self.directory, self._channel, self._timeout_s, node, self._metadata)
 
     def call(self, method: str, request: Any, flat: Flat = dict) -> dict[str, Any]:
@@ -85,7 +86,7 @@ class Source:
 
     @contextlib.contextmanager
     def _making_sense_of(self, method: str) -> Iterator[None]:
-        """Raises EpRuntimeError if the values of a node's answer make no sense."""
+        """Converts errors in reading a node's answer to EpRuntimeError."""
         try:
             yield
         except _SENSELESS as error:
@@ -107,7 +108,7 @@ class Source:
         """Reads all pages of a list and returns its rows, each converted by `flat`.
 
         Raises:
-            EpRuntimeError: of the call, or the list has no end, or what no daemon says.
+            EpRuntimeError: the call failed, or the list has no end or values that no daemon sends.
         """
         rows: list[dict[str, Any]] = []
         token, seen = "", {""}
@@ -147,7 +148,7 @@ class Source:
         return self.pages("ListLayers", request, "layers", flat=_flat_layer)
 
     def handles(self, *, age_s: float | None = None) -> list[dict[str, Any]]:
-        """Lists handles; with `age_s`, as they were that long ago."""
+        """Lists handles; with `age_s`, their state that long ago."""
         request = messages.ListHandlesRequest
         return self.pages("ListHandles", request, "handles", age=_age(age_s))
 
@@ -159,7 +160,7 @@ class Source:
         return self.pages("ListRanks", messages.ListRanksRequest, "ranks")
 
     def tallies(self, group: str = "", *, age_s: float | None = None) -> list[dict[str, Any]]:
-        """Lists tallies; with `age_s`, those of that long ago, whose `read_s` is the exact time."""
+        """Lists tallies; with `age_s`, their state that long ago, whose exact time is `read_s`."""
         request, age = messages.ListTalliesRequest, _age(age_s)
         return self.pages(
             "ListTallies", request, "ranks", flat=_whole("now", "read_s"), group=group, age=age
@@ -242,7 +243,7 @@ def _with_owner(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _whole(*keys: str) -> Flat:
-    """Makes a check that returns a row with these keys, or raises ValueError."""
+    """Returns a check that returns a row if it has these keys, and else raises ValueError."""
 
     def flat(row: dict[str, Any]) -> dict[str, Any]:
         missing = [key for key in keys if row[key] is None]
@@ -256,7 +257,7 @@ def _whole(*keys: str) -> Flat:
 def _whole_status(row: dict[str, Any]) -> dict[str, Any]:
     if row["cluster"]:
         _whole("since_s")(row["cluster"])
-    if row["recovery"] and row["recovery"]["under_way"]:  # else no time is left
+    if row["recovery"] and row["recovery"]["under_way"]:  # otherwise left_s is absent
         _whole("left_s")(row["recovery"])
     if row["drain"]:
         _whole("since_s")(row["drain"])
@@ -277,7 +278,7 @@ class ValueBudget:
 
 
 def plain(message: Message, budget: ValueBudget | None = None) -> dict[str, Any]:
-    """The message as a dict. Raises ValueError or OverflowError for one that no daemon sends."""
+    """Converts a message to a dict. Raises ValueError or OverflowError for impossible values."""
     fields = message.DESCRIPTOR.fields
     if budget is not None:
         budget.take(len(fields))
@@ -319,7 +320,7 @@ def _single(field: Any, value: Any, budget: ValueBudget | None) -> Any:
 
 
 def enum_name(enum: EnumDescriptor, number: int) -> str:
-    """Returns READY for GROUP_STATE_READY of GroupState; an unknown number stays a number."""
+    """Returns READY for GROUP_STATE_READY of GroupState, and an unknown number as text."""
     found = enum.values_by_number.get(number)
     if found is None:
         return str(number)

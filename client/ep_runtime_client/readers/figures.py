@@ -11,9 +11,9 @@ from ep_runtime_client.readers.tallies import Interval
 
 
 def load_of(ranks: Sequence[tallies.Row | Interval], name: str, rows: int) -> dict[str, Any]:
-    """Computes how evenly one layer's experts are loaded, by the keys that `ep-runtime load` shows.
+    """Computes how evenly a layer's experts are loaded, with the keys that `ep-runtime load` shows.
 
-    `rows`: of the layer's handles, which count where nobody counts by expert.
+    `rows`: rows of the layer's handles, used if rows are not counted by expert.
     """
     by_expert = tallies.layer_rows(ranks, name)
     if rows and not any(by_expert.values()):
@@ -66,7 +66,7 @@ def skew_of(group: Sequence[Interval], op: str) -> dict[str, Any]:
 
 
 def matrix(group: Sequence[Interval], op: str | None, what: str) -> dict[int, dict[int, float]]:
-    """Returns waits or arrivals by rank and peer; of all ops together if `op` is None."""
+    """Returns waits or arrivals by rank and peer; summed over all ops if `op` is None."""
     found: dict[int, dict[int, float]] = {}
     for one in group:
         seconds = one.waits_s if what == "waits" else one.arrivals_s

@@ -20,13 +20,13 @@ Rows = Sequence[Mapping[str, Any]]
 
 @dataclasses.dataclass
 class Found:
-    """Rows of all nodes, and the nodes without rows.
+    """The rows of all nodes that answered, and the nodes that did not.
 
     Attributes:
-        rows: each with its `node`; "" without a cluster.
+        rows: rows with the name of their `node`; "" without a cluster.
         missing: node, address, state (UNREACHABLE: no answer, FAILED: an error or not a list),
-            since_s of the UNREACHABLE (None: just now), certificate (which one has ended, where
-            that may be why), error.
+            since_s of UNREACHABLE nodes (None: just now), certificate (the expired one, if that may
+            be the reason), error.
     """
 
     rows: list[dict[str, Any]]
@@ -37,7 +37,7 @@ def everywhere(daemon: Source, read: Callable[[Source], Rows], only: str | None 
     """Calls `read` for every node that joined, or for node `only`, and collects the rows.
 
     Raises:
-        InvalidArgumentError: no node `only`.
+        InvalidArgumentError: there is no node `only`.
         RuntimeUnavailableError: the daemon, or the node `only`, does not answer.
     """
     cluster = daemon.status()["cluster"]
@@ -47,7 +47,7 @@ def everywhere(daemon: Source, read: Callable[[Source], Rows], only: str | None 
         return Found(_named("", read(daemon)), [])
     found = Found([], [])
     names = {node["identity"]["node"]: node for node in cluster["nodes"]}
-    if "" in names:  # the coordinator, which never answered
+    if "" in names:  # a coordinator that never answered
         unknown = RuntimeUnavailableError(cluster["error"] or "it did not answer yet")
         found.missing.append(_missing("", names[""], unknown))
     asked = [name for name, node in names.items() if name and node["state"] != "ABSENT"]
@@ -61,7 +61,7 @@ def everywhere(daemon: Source, read: Callable[[Source], Rows], only: str | None 
                 raise
             return error
 
-    if cluster["node"] not in asked:  # it answers although it has not joined yet
+    if cluster["node"] not in asked:  # it answers even before it has joined
         asked.append(cluster["node"])
     pool = concurrent.futures.ThreadPoolExecutor(_ASKED_AT_ONCE)
     try:
@@ -71,7 +71,7 @@ def everywhere(daemon: Source, read: Callable[[Source], Rows], only: str | None 
             else:
                 found.rows += _named(name, answer)
     finally:
-        pool.shutdown(wait=False, cancel_futures=True)  # calls end with the connection
+        pool.shutdown(wait=False, cancel_futures=True)  # closing the connection ends running calls
     return found
 
 

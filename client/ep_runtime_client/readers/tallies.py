@@ -1,7 +1,7 @@
 """Computes rates, shares of time and slow ranks from two samples of the boards.
 
-A board has sums, so everything here is a difference of two of them. A wait that goes on has not
-reached the sums yet: what a rank says of itself now is added, so a job that stands still shows.
+A board has running sums, so every value here is a difference of two samples. The sums do not
+include waits that still last, so each rank's current state is added: this shows a job that hangs.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ Row = Mapping[str, Any]
 
 
 class GroupName(NamedTuple):
-    """Names a group as documents do."""
+    """The full name of a group, with the keys of JSON output."""
 
     uid: int
     job: str
     group: str
 
 
-# A rank is slow if others waited for it for this share of the time, and for nobody else half as
-# long. Without a slow rank waits are short and spread over all ranks.
+# A rank is slow if others waited for it for this share of the time, and for every other rank less
+# than half as long. Without a slow rank waits are short and spread over all ranks.
 SLOW_SHARE = 0.02
 _NEXT_SHARE = 0.5
 _WAITS = ("MEETING", "WAITING")
@@ -65,7 +65,7 @@ def group_of(row: Row) -> GroupName:
 
 @dataclasses.dataclass(frozen=True)
 class Load:
-    """One rank's calls on one layer, between two samples. Seconds; rows by the rank's experts."""
+    """One rank's calls on one layer between two samples. Times in seconds; rows per expert."""
 
     calls: int
     time_s: float
@@ -79,12 +79,12 @@ class Interval:
     """Activity of one rank between two samples.
 
     Attributes:
-        row: of the later sample.
-        elapsed_s: between the two.
-        waits_s: by (op, peer), what the peer ended as the last to come.
-        arrivals_s: by (op, peer), by how much the peer came later, over all calls.
+        row: row of the later sample.
+        elapsed_s: seconds between the two samples.
+        waits_s: by (op, peer), seconds of waits that ended when the peer arrived last.
+        arrivals_s: by (op, peer), seconds that the peer arrived later, summed over calls.
         ops: (calls, seconds) by op.
-        layers: by name.
+        layers: loads by layer name.
     """
 
     row: Row
@@ -110,12 +110,12 @@ class Interval:
         return sum(self.waits_s.values())
 
     def share(self, seconds: float) -> float:
-        """The share of the time between the samples, 0 to 1."""
+        """Returns the share of the time between the samples, 0 to 1."""
         return min(1.0, max(0.0, seconds / self.elapsed_s))
 
 
 def between(before: BoardSample, after: BoardSample) -> list[Interval]:
-    """Returns the interval of every rank that both samples have in one generation of its group."""
+    """Returns the interval of every rank that both samples have in the same generation."""
     found = []
     for key, row in after.ranks.items():
         earlier = before.ranks.get(key)
@@ -217,8 +217,8 @@ class Slow:
     """The rank for which the others of a group waited.
 
     Attributes:
-        share: of the time, 0 to 1, that the others waited for it, on average.
-        op, layer: in which they waited longest.
+        share: share of the time, 0 to 1, that the others waited for it, on average.
+        op, layer: where they waited longest.
     """
 
     world_rank: int
@@ -257,7 +257,7 @@ def _goes_on(one: Interval, op: str, peer: int) -> bool:
 
 
 def _ends(group: Sequence[Interval]) -> dict[int, int]:
-    """Follows chains of waiting ranks to the rank that each waits for in the end."""
+    """Follows chains of waiting ranks to the last rank, for which all of them wait."""
     waits_for = {
         one.world_rank: one.row["now"]["waiting_for"]
         for one in group
@@ -295,7 +295,7 @@ def slow_rank(group: Sequence[Interval]) -> Slow | None:
 
 
 def silences(group: Sequence[Interval]) -> Iterator[str]:
-    """Makes a line for each process that sends no heartbeat, with its ranks."""
+    """Yields a line for each process that sends no heartbeats, with its ranks."""
     silent: dict[tuple[str, int], list[Interval]] = {}
     for one in group:
         if one.row["now"]["silent_s"] is not None:
@@ -312,14 +312,14 @@ def _most(seconds: Mapping[str, float]) -> str:
 
 
 def layer_names(one: Row | Interval) -> list[str]:
-    """Layers that the rank has called."""
+    """Returns the layers that the rank has called."""
     if isinstance(one, Interval):
         return [name for name in one.layers if name]
     return [layer["layer"] for layer in one["layers"]]
 
 
 def layer_rows(group: Iterable[Row | Interval], layer: str) -> dict[int, int]:
-    """Rows by expert of one layer, added up over the ranks that have the expert."""
+    """Returns rows by expert of one layer, summed over the ranks that have the expert."""
     rows = collections.Counter[int]()
     for one in group:
         if isinstance(one, Interval):
@@ -339,6 +339,6 @@ def max_mean(rows: Sequence[int]) -> float | None:
 
 
 def jain(rows: Sequence[int]) -> float | None:
-    """Computes Jain's index: 1.0 if all are equal, 1 / n if one has everything."""
+    """Computes Jain's index: 1.0 if all are equal, 1 / n if one has all rows."""
     squares = sum(count * count for count in rows)
     return sum(rows) ** 2 / (len(rows) * squares) if squares else None

@@ -21,7 +21,7 @@ from ep_runtime_client.sessions.watchdog import Watchdog
 
 _log = logging.getLogger("ep_runtime")
 
-# With on_loss="end": how long a process may still run after a loss.
+# With on_loss="end": seconds that a process may still run after a loss.
 _GRACE_S = 5.0
 
 
@@ -130,7 +130,7 @@ def _connected(chosen: addresses.Address, job: str | None) -> Session:
 
 
 def _check_same_job(found: DaemonClient, job: str | None) -> None:
-    """Raises SpecMismatchError if a second connect() asks for another job."""
+    """Raises SpecMismatchError if a later connect() asks for another job."""
     if job is not None and job != found.job:
         raise SpecMismatchError(
             f"this process's session with {found.address} has job {found.job!r}, "
@@ -145,14 +145,14 @@ def _check_same_job(found: DaemonClient, job: str | None) -> None:
 def choose(address: str | None, *, ask: bool = True) -> addresses.Address:
     """Returns the address that `connect(address)` uses; starts nothing.
 
-    Without `ask` nobody is asked whether the node's default daemon answers: it does where this
-    process has a session with it.
+    Without `ask` it does not contact the node's default daemon: an open session with it is proof
+    enough.
 
-    $EP_RUNTIME_ADDRESS counts as if typed. Without it: the node's default daemon where it answers,
-    else "node" in a job of several processes, else an embedded one.
+    $EP_RUNTIME_ADDRESS counts like an argument. Without it: the node's default daemon if it
+    answers, else "node" in a job of several processes, else an embedded one.
 
     Raises:
-        PermissionDeniedError: the default daemon's directory could be another user's doing.
+        PermissionDeniedError: another user could have made the default daemon's directory.
     """
     if address is not None:
         return addresses.parse_address(address)
@@ -160,7 +160,7 @@ def choose(address: str | None, *, ask: bool = True) -> addresses.Address:
     if given is not None:
         return addresses.parse_address(given, "EP_RUNTIME_ADDRESS")
     if registry.sessions.embedded():
-        return addresses.Address(addresses.EMBEDDED)  # the one that this process chose before
+        return addresses.Address(addresses.EMBEDDED)  # which this process chose before
     default = env.runtime_directory()
     known = addresses.Address(addresses.DIRECTORY, default)
     if not ask and registry.sessions.find(known) is not None:

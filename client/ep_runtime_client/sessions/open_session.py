@@ -1,4 +1,4 @@
-"""A session as this process holds it: a client of one daemon, and the groups made with it."""
+"""A session in this process: the client of one daemon, and the groups made with it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _log = logging.getLogger("ep_runtime")
 
 
 class OpenSession:
-    """A client and its groups. Thread-safe: groups of different names form side by side."""
+    """A client and its groups. Thread-safe: groups of different names form concurrently."""
 
     def __init__(self, client: DaemonClient, labels: Mapping[str, str], watchdog: Watchdog) -> None:
         self.client = client
@@ -43,7 +43,7 @@ class OpenSession:
                 raise
 
     def groups(self) -> list[HeldGroup]:
-        """The groups that this process has not closed."""
+        """Returns the groups that this process has not closed."""
         return [each for each in live_groups.all() if self._is_ours(each)]
 
     def get(self, name: str) -> HeldGroup | None:
@@ -54,7 +54,7 @@ class OpenSession:
         return isinstance(group, HeldGroup) and group.client is self.client
 
     def transport_of(self, name: str, said: str) -> str:
-        """The transport that a group asks for; under tracing "auto" is that of the known group."""
+        """Returns the transport to ask for; under tracing "auto" is the known group's transport."""
         if not jax_internals.under_tracing():
             return said
         here = self.get(name)
@@ -113,14 +113,14 @@ class OpenSession:
         self._watch(group)
 
     def _end(self, error: EpRuntimeError) -> None:
-        """Handles that the daemon ended the session, and groups with it."""
+        """Handles the daemon's message that it ended the session, and with it all groups."""
         self.client.end(error)
         _log.error("%s: %s", type(error).__name__, error)
         for group in self.groups():
             self._watch(group)
 
     def _watch(self, group: HeldGroup) -> None:
-        """Ends this process in time once calls of the group end."""
+        """Starts the watchdog if calls of the group have ended."""
         try:
             group.require_whole()
         except EpRuntimeError as error:
@@ -130,8 +130,8 @@ class OpenSession:
         """Ends the session, however many `connect()` calls share it.
 
         Args:
-            failed: False frees everything at once; True, after an error, leaves the windows to
-                the job's next start, for retain_s.
+            failed: False frees everything at once; True, after an error, keeps the windows for
+                retain_s, for the job's next start.
         """
         with self._lock:
             if self._closed:
@@ -145,7 +145,7 @@ class OpenSession:
         self.client.stop()
 
     def at_exit(self) -> None:
-        """Stops at the interpreter's end without a goodbye, so that windows are retained."""
+        """Stops at the interpreter's end without telling the daemon, which then retains windows."""
         if self.client.is_ours and not self._closed:
             self._closed = True
             for group in self.groups():

@@ -1,4 +1,4 @@
-"""The sessions of this process: one per daemon, dropped in a forked child, let go at exit."""
+"""The sessions of this process: one per daemon, dropped in a forked child, released at exit."""
 
 from __future__ import annotations
 
@@ -44,15 +44,15 @@ class OpenSessions:
             return session
 
     def find(self, address: Address) -> OpenSession | None:
-        """The open session with that daemon; counts nothing."""
+        """Returns the open session with that daemon, without counting a call."""
         with self._lock:
             session, _ = self._open.get(address.key, (None, 0))
             return session if session is not None and session.client.alive else None
 
     def release(self, session: OpenSession) -> bool:
-        """Counts one `close()`; True if it was the last one.
+        """Counts one `close()`; returns whether it was the last one.
 
-        Under tracing it counts nothing, as a `connect()` there does not.
+        Under tracing it counts nothing, because `connect()` there does not count either.
         """
         if jax_internals.under_tracing():
             return False
@@ -67,13 +67,13 @@ class OpenSessions:
         return False
 
     def ids(self) -> list[str]:
-        """Names of the sessions that are open, at their daemons."""
+        """Returns the daemons' names of the open sessions."""
         with self._lock:
             return [x.client.session_id for x, _ in self._open.values() if x.client.session_id]
 
     def end_peer(self, session_id: str, reason: str) -> list[str]:
-        """Has each daemon fence another session of the job and kill its process where it may; what
-        it did, of the daemon that has that session.
+        """Asks each daemon to fence another session of the job and to kill its process if it may;
+        returns the actions of the daemon that has that session.
 
         Raises:
             EpRuntimeError: a daemon does not answer, or refuses.
@@ -90,7 +90,7 @@ class OpenSessions:
         ]
 
     def embedded(self) -> bool:
-        """Returns whether this process has a private daemon."""
+        """Whether this process has a private daemon."""
         with self._lock:
             return "embedded" in self._open
 
@@ -101,10 +101,10 @@ class OpenSessions:
             atexit.register(self._at_exit)
 
     def _after_fork(self) -> None:
-        """Forgets the sessions in a forked child; they are the parent's, so none is destroyed.
+        """Forgets the sessions in a forked child; does not destroy them, as the parent has them.
 
-        Another thread may have held the lock, and a gRPC channel must not be torn down by a
-        process that lacks the threads which serve it.
+        Another thread may have held the lock during the fork, and a process without gRPC's threads
+        must not tear down a channel.
         """
         self._lock = threading.RLock()
         self._inherited += [session for session, _ in self._open.values()]

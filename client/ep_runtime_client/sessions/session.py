@@ -1,4 +1,4 @@
-"""A process's session with one daemon, and the groups made in it. Made by `connect.py`."""
+"""A process's session with one daemon, and the groups made in it. `connect.py` makes it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Session:
 
     Attributes:
         job: namespace of the session's groups.
-        timeout_s: longest wait of a call for other processes.
+        timeout_s: longest time that a call waits for other processes.
     """
 
     def __init__(self, opened: OpenSession) -> None:

@@ -1,7 +1,7 @@
-"""Ends a process that hangs because a group of its job is over.
+"""Ends a process that hangs because a group of its job has ended.
 
-XLA's own collectives wait for a process that is dead, or whose calls ended before it came to them,
-for up to 30 minutes, and JAX waits for it again at exit. Nothing can call a thread back that waits
+XLA's own collectives wait up to 30 minutes for a process that is dead, or whose calls ended before
+the collective, and JAX waits again at exit. No other thread can interrupt a thread that waits
 there.
 """
 
@@ -32,20 +32,20 @@ _FLUSH_S = 0.5
 
 
 class Watchdog:
-    """Counts down once a group of the session is over that others have a part in. Thread-safe."""
+    """Counts down after a group of the session ended that other processes share. Thread-safe."""
 
     def __init__(self, grace_s: float | None) -> None:
-        """`grace_s` None never ends the process."""
+        """Starts no countdown; with `grace_s` None it never ends the process."""
         self._grace_s = grace_s
         if grace_s is not None and jax_state.num_processes() > 1:
             _name_aborts()
         self._lock = threading.Lock()
-        self._words: queue.SimpleQueue[_Word] | None = None  # to the countdown under way
+        self._words: queue.SimpleQueue[_Word] | None = None  # to the running countdown
 
     def over(self, group: LiveGroup, error: EpRuntimeError, patience_s: float | None) -> None:
-        """Reports that the group is over, and starts to count, at least `patience_s`.
+        """Logs the group's end and starts a countdown of at least `patience_s`.
 
-        None for `patience_s`: nobody else has a part in the group, so nothing waits for others.
+        None for `patience_s`: no other process shares the group, so no call waits for one.
         """
         name = type(error).__name__
         if self._grace_s is None or patience_s is None:
@@ -71,18 +71,18 @@ class Watchdog:
         thread.start()
 
     def stop(self) -> None:
-        """Stops counting, because the program has made another group."""
+        """Stops the countdown, because the program has made another group."""
         with self._lock:
             if self._words is not None:
                 self._words.put(_Word.GOES_ON)
             self._words = None
 
     def closed(self) -> None:
-        """Pauses the countdown until the process exits, because JAX then may wait for others."""
+        """Pauses the countdown until the process exits, because JAX may then wait for others."""
         with self._lock:
             if self._words is not None:
                 self._words.put(_Word.CLOSED)
-                atexit.register(self._words.put, _Word.EXITS)  # it runs before JAX's, made earlier
+                atexit.register(self._words.put, _Word.EXITS)  # it runs before JAX's handler
             self._words = None
 
 
@@ -106,20 +106,20 @@ def _count(
 def _end(group: LiveGroup, error: EpRuntimeError, grace_s: float) -> None:
     try:
         group.require_whole()
-    except EpRuntimeError as found:  # a waiting call may name layer and op by now
+    except EpRuntimeError as found:  # a waiting call may have reported layer and op
         error = found
     text = f"{type(error).__name__}: {error}"
     _exit(text, f"process {os.getpid()} still runs {grace_s:g} s later and ends now")
 
 
-@functools.cache  # and its handler lives on
+@functools.cache  # the cache keeps the handler alive
 def _name_aborts() -> Any:
-    """Makes C++ that gives up then say what is over; the handler, None if it cannot.
+    """Makes std::terminate print the group's end first; returns the handler, None if impossible.
 
-    Gloo throws on a thread of its own where a dead peer's collectives are out of step, which ends
-    the process by std::terminate, at once and by no name.
+    If collectives are out of step after a peer's death, Gloo throws on its own thread, which ends
+    the process at once by std::terminate, without naming the cause.
     """
-    try:  # the library that jaxlib has loaded: ours brings its own
+    try:  # jaxlib's library, because ours is linked separately
         library = ctypes.CDLL("libstdc++.so.6", mode=os.RTLD_NOLOAD | os.RTLD_NOW)
         install = library["_ZSt13set_terminatePFvvE"]
     except (OSError, AttributeError):

@@ -1,1 +1,1 @@
-"""The commands, a file each: `add_arguments(parser)` and `run(args) -> exit code`."""
+"""The commands, one file each: `add_arguments(parser)` and `run(args) -> exit code`."""

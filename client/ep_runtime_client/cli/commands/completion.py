@@ -1,8 +1,8 @@
-"""`ep-runtime completion SHELL`: prints a script that completes what is typed in a shell.
+"""`ep-runtime completion SHELL`: prints a shell script that completes our commands' words.
 
-The script is made from the commands' own parsers; those that are packages of their own are asked
-when their options are completed. Names of objects are asked of the daemon likewise, and are none
-where no daemon answers.
+The script is made from the commands' own parsers. For commands in other packages it asks their
+parsers when options are completed. It also asks the daemon for names of objects; if no daemon
+answers there are none.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ep_runtime_client.cli.commands import describe, events
 SHELLS = ("bash", "zsh", "fish")
 _ASKED = "ep-runtime {name} --help 2> /dev/null | grep -oE -- '--[a-z][a-z-]*[a-z]'"
 
-# Commands whose first word is an object's name, and the list that has the names.
+# Commands with an object's name as first word, and the list that has these names.
 _NAMES = {
     **{view.kind: view.kind for view in describe.VIEWS.values()},
     "events": "groups",
@@ -29,8 +29,8 @@ _NAMES = {
     "fence": "sessions",
 }
 
-# Names are other users' text, so they are read line by line and quoted, because `compgen -W` would
-# expand them and run commands in them.
+# Names may be other users' text, so they are read line by line and quoted, because `compgen -W`
+# would expand them and run commands in them.
 _SCRIPT = """\
 _ep_runtime_words() {{
   local word
@@ -80,14 +80,14 @@ _ep_runtime() {{
 complete -o default -F _ep_runtime ep-runtime"""
 
 
-# zsh reads the script of bash; its own completion may be on already.
+# zsh reads bash's script; zsh's own completion may be on already.
 _ZSH = """\
 (( $+functions[compdef] )) || {{ autoload -U +X compinit && compinit }}
 autoload -U +X bashcompinit && bashcompinit
 {bash}"""
 
-# fish uses the output of a command in parentheses as it is, line by line, but expands text next to
-# it.
+# fish uses the output of a command in parentheses unexpanded, line by line, but it expands text
+# next to the parentheses.
 _FISH = """\
 function __ep_runtime_in
   set -l words (commandline -opc)
@@ -176,7 +176,7 @@ def _quoted(words: Iterable[str]) -> str:
 
 
 def _options(name: str) -> tuple[list[str], list[tuple[str, list[str]]]]:
-    """Returns a command's options, and the words that may follow some of them."""
+    """Returns a command's options, and the words that may follow some of these options."""
     actions = cli.make_parser(name)._actions
     flags = [flag for action in actions for flag in action.option_strings]
     return flags, [

@@ -1,4 +1,4 @@
-"""`ep-runtime coordination`: JAX's coordination service for a job that goes on after deaths."""
+"""`ep-runtime coordination`: JAX's coordination service for a job that continues after deaths."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`ep-runtime describe KIND NAME`: shows all about one object and what belongs to it."""
+"""`ep-runtime describe KIND NAME`: shows everything about one object and its parts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NODE = "node"
 KINDS = (*VIEWS, NODE)
 MOST_EVENTS = 10
 
-# Columns that say the same in every row about one object are left out of its tables.
+# Columns with the same value in every row about one object are left out of its tables.
 _OWNER = ("job", "uid")
 
 
@@ -106,7 +106,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _together(rows: Sequence[Row]) -> list[Row]:
-    """Merges the rows of one group: each member as its own node reports it, events of all nodes."""
+    """Merges the rows of one group: each member from its own node, and all nodes' events."""
     found: dict[tuple[Any, ...], list[Row]] = {}
     for row in rows:
         found.setdefault((row["uid"], row["job"], row["name"], row["epoch"]), []).append(row)
@@ -115,7 +115,7 @@ def _together(rows: Sequence[Row]) -> list[Row]:
 
 def _merged(rows: Sequence[Row]) -> list[Row]:
     first = rows[0]
-    if not first["epoch"]:  # groups of one name, each of one node
+    if not first["epoch"]:  # groups of one name, each on one node only
         return [*rows]
     told = {(row["node"], one["world_rank"]): one for row in rows for one in row["members"]}
     members = [told.get((one["node"], one["world_rank"]), one) for one in first["members"]]
@@ -141,7 +141,7 @@ def _nodes(daemon: source.Source) -> nodes.Found:
 
 
 def _parts(kind: str, row: Row, node: source.Source) -> Row:
-    """Returns the rows that belong to one object of the node."""
+    """Returns the rows of a node's list that belong to one object."""
     if kind == "group":
         mine = [one for one in node.layers() if _in_group(one, row)]
         return {
@@ -209,7 +209,7 @@ def _without_owner(row: Row, group: Row) -> Row:
 
 
 def _owner_of(event: Row) -> tuple[Any, Any] | None:
-    """Returns job and user of an event's group; None if an older daemon does not say."""
+    """Returns job and user of an event's group; None if an older daemon does not report them."""
     try:
         fields = json.loads(event["fields_json"])
         return fields["job"], fields["uid"]

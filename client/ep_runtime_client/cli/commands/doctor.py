@@ -1,4 +1,4 @@
-"""`ep-runtime doctor`: checks this machine and the daemon, and says what to fix."""
+"""`ep-runtime doctor`: checks this machine and the daemon, and gives advice."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _COLUMNS = (
 _MIN_OPEN_FILES = 1024
 _MIN_SHARED_BYTES = 1 << 30
 
-# Versions of JAX that each version of Python is supported with.
+# Supported versions of JAX for each version of Python.
 JAX_OF = {
     (3, 11): ((0, 10),),
     (3, 12): ((0, 10), (0, 11), (0, 12)),
@@ -50,7 +50,7 @@ JAX_OF = {
 
 
 class Finding(NamedTuple):
-    """One checked thing: OK, WARN (works, with a loss) or FAIL (does not work)."""
+    """One check's result: OK, WARN (works, with a loss) or FAIL (does not work)."""
 
     check: str
     state: str
@@ -106,7 +106,7 @@ def _once(args: argparse.Namespace) -> int:
 
 
 def _python() -> Finding:
-    """Whether this Python and its JAX are supported together."""
+    """Checks whether this Python and its JAX are supported together."""
     if sys.platform != "linux":
         return Finding("python", "FAIL", sys.platform, "the runtime needs Linux")
     python, jaxlib = sys.version_info[:2], jax_state.jaxlib_version()
@@ -167,7 +167,7 @@ def _packages() -> Finding:
 
 
 def _jax() -> Finding:
-    """Imports JAX, which starts no backend."""
+    """Checks JAX, which it imports without starting a backend."""
     reason = jax_internals.unsupported_reason()
     if reason is not None:
         found = f"{reason}: {jax_internals.CONSEQUENCE}"
@@ -193,7 +193,7 @@ def _gpus() -> Finding:
 
 
 def _nccl() -> Finding:
-    """Checks the NCCL that a client finds; a daemon of this machine finds the same."""
+    """Checks the NCCL that a client finds; a daemon on this machine finds the same one."""
     from ep_runtime import native, nccl
 
     if not native.library_path("cuda").exists():
@@ -224,7 +224,7 @@ def _nccl_headers(library: Path) -> Iterator[tuple[Path, int]]:
 
 
 def _several_gpus() -> list[Finding]:
-    """Checks what NCCL needs between several GPUs of one machine; no finding with fewer."""
+    """Checks NCCL's needs for several GPUs of one machine; no finding with fewer."""
     from ep_runtime_client.cli.machine import gpus
 
     count = gpus.usable()
@@ -300,7 +300,7 @@ def _directory(args: argparse.Namespace) -> Finding:
 
     try:
         place = addresses.daemon_place(args.address)
-    except RuntimeUnavailableError:  # $EP_RUNTIME_ADDRESS names none that could be asked
+    except RuntimeUnavailableError:  # $EP_RUNTIME_ADDRESS names no daemon to ask
         place = SocketDirectory(env.runtime_directory())
     except EpRuntimeError as error:
         return Finding("directory", "FAIL", str(error), "set RUNTIME_DIRECTORY to a shorter one")
@@ -350,7 +350,7 @@ def _until_it_serves(status: dict[str, Any]) -> str:
 
 
 def _no_daemon(address: str | None) -> Finding:
-    """Says what jobs do without a daemon: those with a named directory take no other one."""
+    """Tells what jobs do without a daemon: a job with a named directory uses no other daemon."""
     from ep_runtime_client.daemons import addresses
 
     named = address if address is not None else env.address()

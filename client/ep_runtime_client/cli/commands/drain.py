@@ -1,4 +1,4 @@
-"""`ep-runtime drain`: refuses new sessions and groups; with --shutdown the daemon ends."""
+"""`ep-runtime drain`: rejects new sessions and groups; with --shutdown the daemon ends."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def _consequences(args: argparse.Namespace, status: dict[str, Any]) -> list[str]
 
 
 def _wait(args: argparse.Namespace, daemon: source.Source) -> int:
-    """Waits until the drain is over; reports what is left whenever that changes."""
+    """Waits until the drain is over; reports the remaining sessions whenever they change."""
     give_up_s = math.inf if args.shutdown else time.monotonic() + (args.deadline or math.inf)
     told = ""
     try:
@@ -93,7 +93,7 @@ def _wait(args: argparse.Namespace, daemon: source.Source) -> int:
 
 
 def _left(args: argparse.Namespace, daemon: source.Source) -> str:
-    """Says which sessions are left; an empty text if the drain is over."""
+    """Returns a text about the remaining sessions; "" if the drain is over."""
     try:
         jobs = [row["job"] for row in daemon.sessions() if row["state"] in _LIVE]
     except RuntimeUnavailableError:

@@ -46,7 +46,7 @@ _PATTERNS = (
 )
 _NAMED = re.compile(r"""([\w.-]+)(["']?\s*[=:]\s*["']?)([^\s"',;&]+)""")
 
-# Lists of every node, and how they are read. `ranks` and `handles` come from the boards.
+# Lists of every node, and functions that read them. `ranks` and `handles` come from the boards.
 _LISTS: dict[str, Callable[[source.Source], list[dict[str, Any]]]] = {
     "sessions": lambda daemon: daemon.sessions(),
     "groups": lambda daemon: daemon.groups(),
@@ -95,8 +95,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _kept(missing: dict[str, str], name: str, read: Callable[[], Any]) -> Any:
-    """Returns what `read` finds; if it fails, notes why and returns None: a dump goes on without
-    it."""
+    """Returns the result of `read`; if it fails, notes why and returns None, so that the dump
+    continues."""
     try:
         return read()
     except (EpRuntimeError, OSError, ValueError, subprocess.SubprocessError) as error:
@@ -105,7 +105,7 @@ def _kept(missing: dict[str, str], name: str, read: Callable[[], Any]) -> Any:
 
 
 def machine(args: argparse.Namespace) -> dict[str, Any]:
-    """Collects what `doctor` finds (driver, GPUs, NCCL, limits), and each package's version."""
+    """Collects `doctor`'s results (driver, GPUs, NCCL, limits), and each package's version."""
     from ep_runtime_client.cli.machine import nvml
 
     packages = {
@@ -141,7 +141,7 @@ def journal(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _of_daemon(args: argparse.Namespace, missing: dict[str, str]) -> dict[str, Any]:
-    """Reads status and lists; if no daemon answers, the events that the last one left."""
+    """Reads status and lists; if no daemon answers, the events that the last daemon left."""
     from ep_runtime_client.cli.daemon import nodes, source
 
     parts: dict[str, Any] = {}
@@ -161,7 +161,7 @@ def _of_daemon(args: argparse.Namespace, missing: dict[str, str]) -> dict[str, A
 
 
 def left_events(args: argparse.Namespace) -> dict[str, Any]:
-    """Returns events from the file that a daemon leaves for the next one."""
+    """Returns events from the file that a daemon leaves for its successor."""
     from ep_runtime_client.daemons import addresses
 
     path = addresses.daemon_place(args.address).directory / "events"
@@ -178,7 +178,7 @@ def write(path: Path, parts: dict[str, Any]) -> int:
     """Writes the archive, which only its owner can read; returns its size in bytes.
 
     Raises:
-        InvalidArgumentError: the file is there, or cannot be made.
+        InvalidArgumentError: the file exists, or cannot be made.
     """
     try:
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -214,7 +214,7 @@ class Redaction:
         self.count = 0
 
     def of(self, value: Any) -> Any:
-        """Returns the value, JSON of any depth, with REDACTED in the place of secrets."""
+        """Returns the value, JSON of any depth, with REDACTED in place of secrets."""
         if isinstance(value, dict):
             return {self.of(key): self._under(str(key), item) for key, item in value.items()}
         if isinstance(value, list | tuple):

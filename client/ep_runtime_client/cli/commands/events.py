@@ -95,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
 def _check_name(daemon: source.Source, name: str) -> None:
     """Raises InvalidArgumentError if no group, no session and no event has the name.
 
-    Events outlive what they tell of, and one that lives long may have none left.
+    Events may be kept after their object is gone, and an old object may have no events left.
     """
     known = {row[key] for row in daemon.events(0) for key in ("group", "session_id")} - {""}
     known |= {row["name"] for row in daemon.groups()}

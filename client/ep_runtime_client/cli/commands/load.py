@@ -30,7 +30,7 @@ COLUMNS = (
 )
 _MOST_CELLS = 64  # width of a line without a terminal
 _LABEL = 24
-# A cell by its rows over the layer's mean: the fourth is the mean, the last twice that or more.
+# A cell shows its rows over the layer's mean: the fourth is the mean, the last twice that or more.
 CELLS = " ▁▂▃▄▅▆▇█"
 _PER_MEAN = 4
 _DPI = 120
@@ -89,7 +89,7 @@ History = dict[tuple[tallies.GroupName, str], list[dict[str, Any]]]
 
 
 def _groups(args: argparse.Namespace, seen: board_samples.BoardSamples) -> Groups:
-    """Returns the layers of each group with their rows in the interval, or since it formed."""
+    """Returns each group's layers with their rows in the interval, or since the group formed."""
     ranks: Mapping[tallies.GroupName, Sequence[Any]] = (
         seen.groups if seen.interval_s else seen.sums()
     )
@@ -137,7 +137,7 @@ def _write_heat(layers: Sequence[dict[str, Any]]) -> None:
     layers = [layer for layer in layers if layer["experts"]]
     if not layers:
         return
-    # Layers differ at the end of their names.
+    # Layer names differ at their ends.
     names = [shown(layer["layer"][-_LABEL:]) for layer in layers]
     label = max(map(len, names))
     cells = max((render.width() or _MOST_CELLS + label + 2) - label - 2, 8)
@@ -185,8 +185,8 @@ def _write_pictures(args: argparse.Namespace, groups: Groups) -> None:
 
 
 def heat_line(rows: Sequence[int], width: int) -> str:
-    """Draws the experts in order. If there are more than `width`, several share a cell, which
-    shows the fullest of them."""
+    """Draws the experts in order. If there are more than `width`, several share a cell, which shows
+    the fullest of them."""
     total = sum(rows)
     if not total:
         return CELLS[0] * min(len(rows), width)
@@ -201,12 +201,12 @@ def _cell(over_mean: float) -> str:
 
 
 def write_picture(path: str, title: str, layers: Sequence[dict[str, Any]]) -> None:
-    """Writes layers x experts, each by its rows over the mean of its layer. Needs the extra `plot`.
+    """Draws layers x experts, each by its rows over its layer's mean. Needs the extra `plot`.
 
     Args:
-        path: its ending names the format.
-        title: above it.
-        layers: with `layer` and `experts`, rows by expert.
+        path: file name; its ending chooses the format.
+        title: title above the picture.
+        layers: dicts with `layer` and `experts`, rows by expert.
     """
     import numpy as np
     from matplotlib.figure import Figure

@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _affected(args: argparse.Namespace, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns the groups that the order would end. Raises InvalidArgumentError as it would."""
+    """Returns the groups that the order would end. Raises the order's InvalidArgumentError."""
     if args.all_retained:
         return [row for row in rows if row["state"] == "RETAINED"]
     named = choosing.select("group", ("name", "job/name"), rows, args.name)

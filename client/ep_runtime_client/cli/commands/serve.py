@@ -1,4 +1,4 @@
-"""`ep-runtime serve`: becomes the daemon. Options are the daemon's own and go to it as typed."""
+"""`ep-runtime serve`: becomes the daemon, which gets its options as typed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`ep-runtime skew`: finds the rank that comes late, and the ranks that wait for it."""
+"""`ep-runtime skew`: finds the rank that arrives late, and the ranks that wait for it."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def _write_tables(args: argparse.Namespace, seen: board_samples.BoardSamples) ->
 
 
 def _write_matrix(group: Sequence[Interval], op: str | None, what: str, *, wide: bool) -> None:
-    """Writes a matrix of ranks by peers; if not all fit, the peers that others waited for most."""
+    """Writes a matrix of ranks by peers; if not all fit, the peers with the longest waits."""
     kind, about = _MATRICES[what]
     matrix = figures.matrix(group, op, what)
     if not any(matrix.values()):

@@ -1,6 +1,6 @@
 """`ep-runtime status`: shows the daemon on one screen, with the nodes of its cluster.
 
-`--live` and `--ready` are about this daemon alone, and are `probe.py`'s.
+`--live` and `--ready` concern only this daemon; `probe.py` implements them.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def _once(args: argparse.Namespace, daemon: source.Source) -> int:
     ill = (status["journal"] or {}).get("error") or status["failing_tasks"]
     healthy = status["state"] == "SERVING" and not ill
     code = cli.OK if healthy else cli.PARTIAL
-    # Another node's GPUs are not this machine's.
+    # Another node's GPUs are not on this machine.
     found = nvml.NONE if args.node else nvml.told(nvml.held_by_gpu(status))
     alone = args.node or not status["cluster"]
     others = nodes.Found([], []) if alone else nodes.table(daemon, status)
@@ -125,7 +125,7 @@ def _descriptors(status: dict[str, Any]) -> str:
 
 
 def _write_users(status: dict[str, Any], *, wide: bool) -> None:
-    """Writes what each user holds, and the limits of each user."""
+    """Writes what each user has, and the limits of each user."""
     limits = status.get("user_limits")
     if not status["users"] or limits is None:
         return
@@ -143,7 +143,7 @@ def _write_users(status: dict[str, Any], *, wide: bool) -> None:
 
 
 def _write_cluster(cluster: dict[str, Any] | None, found: nodes.Found, *, wide: bool) -> None:
-    """Writes the daemon's place in its cluster, and what every node has."""
+    """Writes the daemon's role in its cluster, and a table of the nodes."""
     from ep_runtime_client.cli.daemon import nodes
 
     if cluster is None:
@@ -171,7 +171,7 @@ def _write_cluster(cluster: dict[str, Any] | None, found: nodes.Found, *, wide: 
 
 
 def _write_gpus(status: dict[str, Any], found: dict[str, Any], *, wide: bool) -> None:
-    """Writes the machine's GPUs, or why NVML finds none if the daemon has windows on some."""
+    """Writes the machine's GPUs, or why NVML finds none although the daemon uses some."""
     from ep_runtime_client.cli.machine import nvml
 
     if found["items"]:
@@ -183,7 +183,7 @@ def _write_gpus(status: dict[str, Any], found: dict[str, Any], *, wide: bool) ->
 
 
 def _loop_lag(status: dict[str, Any]) -> str:
-    """Says how late the daemon's event loop was; an older daemon reports one figure only."""
+    """Returns how late the daemon's event loop was; an older daemon reports only one figure."""
     p99, minute, worst = (
         f"{(status.get(name) or 0) * 1e3:.1f} ms"
         for name in ("loop_lag_p99_s", "loop_lag_s", "loop_lag_worst_s")
@@ -197,7 +197,7 @@ def _failing(status: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _drain(drain: dict[str, Any] | None) -> list[tuple[str, str]]:
-    """Makes a row that says who drained the daemon, and how the drain ends."""
+    """Makes a row that tells who drained the daemon, and how the drain ends."""
     if drain is None:
         return []
     left_s = drain["ends_in_s"]
@@ -208,7 +208,7 @@ def _drain(drain: dict[str, Any] | None) -> list[tuple[str, str]]:
 
 
 def _restarts(status: dict[str, Any]) -> list[tuple[str, str]]:
-    """Describes the journal, and what this daemon found in it at its start."""
+    """Makes rows about the journal, and about its contents at this daemon's start."""
     journal, found = status["journal"], status["recovery"]
     rows = []
     if journal is not None:

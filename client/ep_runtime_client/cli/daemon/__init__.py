@@ -1,1 +1,1 @@
-"""Helps commands to ask a daemon or give it orders: options, rows, nodes."""
+"""Parts of commands that ask a daemon or give it orders: options, rows, nodes."""

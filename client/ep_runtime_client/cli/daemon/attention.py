@@ -1,4 +1,4 @@
-"""Lines of `status` that ask for attention: late ranks, silent processes, certificates."""
+"""Lines of `status` that need attention: late ranks, silent processes, certificates."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _STATES = {
 
 
 def wanted(status: Row, others: Iterable[Row]) -> bool:
-    """Returns whether a rank is late or a process silent, on this node or one of `others`."""
+    """Whether a rank is late or a process silent, on this node or one of `others`."""
     here = status["late_ranks"] or status["silent_processes"]
     return bool(here) or any(row["num_late"] or row["num_silent"] for row in others)
 
@@ -39,7 +39,7 @@ def write(status: Row, others: Iterable[Row]) -> None:
 
 
 def certificates(status: Row) -> list[str]:
-    """Makes a line for each certificate of the daemon that cannot be read again, or ends soon."""
+    """Makes a line for each certificate that expires soon or that cannot be read again."""
     cluster = status["cluster"] or {}
     found = [cluster["certificates_error"]] if cluster.get("certificates_error") else []
     for item in cluster.get("certificates") or ():  # an older daemon sends none

@@ -19,7 +19,7 @@ _CONDITION = re.compile(r"([^=!,]+)(!?=)(.*)", re.DOTALL)
 
 @dataclasses.dataclass(frozen=True)
 class Condition:
-    """`key=value` or `key!=value` of -l: a label of the row where it has one, else a field."""
+    """A condition of -l, `key=value` or `key!=value`, on a row's label or else its field."""
 
     key: str
     value: str
@@ -38,7 +38,7 @@ def conditions(texts: Iterable[str]) -> list[Condition]:
     """Parses the values of -l, each with one or more conditions between commas.
 
     Raises:
-        InvalidArgumentError: one is no condition.
+        InvalidArgumentError: a text is not a condition.
     """
     found = []
     for part in ",".join(texts).split(",") if texts else ():
@@ -69,7 +69,7 @@ def filtered(
     """Returns the rows that meet every condition.
 
     Raises:
-        InvalidArgumentError: a key is no field, and a label of no row.
+        InvalidArgumentError: a key is neither a field nor a label of any row.
     """
     labels = {key for row in rows for key in row.get("labels") or {}}
     fields = {one.key: field_of(one.key, rows, columns) for one in wanted}
@@ -121,11 +121,11 @@ def _unknown(argument: str, name: str, known: set[str]) -> InvalidArgumentError:
 
 
 def _sortable(value: Any) -> tuple[int, Any]:
-    """Makes a sort key: numbers by size, texts as people count (layer2 before layer10)."""
+    """Makes a sort key: numbers by size, texts in natural order (layer2 before layer10)."""
     if isinstance(value, int | float):
         return (0, value)
     text = ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
-    # A number of any length, by its digits: int() refuses very long ones.
+    # Compare numbers of any length by their digits, because int() rejects very long ones.
     parts = re.split(r"([0-9]+)", text)
     digits = [(len(x), x) for x in (x.lstrip("0") for x in parts[1::2])]
     return (1, [*zip([x.casefold() for x in parts[::2]], [*digits, (0, "")], strict=True)])
@@ -142,7 +142,7 @@ def select(
     """Returns the rows that have `name` under one of the keys; all rows without a name.
 
     Raises:
-        InvalidArgumentError: no row has that name, and one `must`; says which there are.
+        InvalidArgumentError: no row has that name, and `must` is set; lists the names there are.
     """
     if name is None:
         return list(rows)
@@ -166,10 +166,10 @@ def _joined(row: Row, key: str) -> str:
 def of_one_owner(
     kind: str, rows: Sequence[dict[str, Any]], name: str, job: str | None, uid: int | None
 ) -> list[dict[str, Any]]:
-    """Returns the named rows of that job and user; without these, of the only owner.
+    """Returns the named rows of that job and user; if neither is given, of the only owner.
 
     Raises:
-        InvalidArgumentError: none is of that job and user, or several jobs or users have the name.
+        InvalidArgumentError: that job and user have none, or several jobs or users have the name.
     """
     found = [row for row in rows if job in (None, row["job"]) and uid in (None, row["uid"])]
     owners = sorted({(row["job"], users.name(row["uid"])) for row in found or rows})

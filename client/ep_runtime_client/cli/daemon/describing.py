@@ -44,10 +44,10 @@ _TABLES: Mapping[str, Sequence[Column]] = {"members": RANKS, "late_ranks": LATE_
 def write(
     row: Row, columns: Sequence[Column], parts: Mapping[str, Sequence[Column]] = _TABLES
 ) -> None:
-    """Writes an object: its values first, then what is a list of objects.
+    """Writes an object: its values first, then its lists of objects as tables.
 
     Args:
-        columns: of the list that has the object.
+        columns: columns of the list that has the object.
         parts: columns of lists in the row, by key.
     """
     kinds = {column.key: column.kind for column in columns}

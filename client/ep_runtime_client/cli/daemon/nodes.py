@@ -1,4 +1,4 @@
-"""The nodes of the daemon's cluster as a table, and lines about those without an answer."""
+"""The nodes of the daemon's cluster as a table, and lines about nodes without an answer."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def tell_missing(missing: Rows) -> None:
 
 
 def reason(missing: Mapping[str, Any]) -> str:
-    """Says why a node has no rows."""
+    """Returns a text that tells why a node has no rows."""
     where = f"node {missing['node'] or '?'} at {missing['address']}"
     if missing["state"] == "FAILED":
         return f"{where} failed ({missing['error']})"

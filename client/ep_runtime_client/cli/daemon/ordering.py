@@ -1,4 +1,4 @@
-"""Shared parts of the commands that break something: they say what, and want --yes."""
+"""Shared parts of the commands that break something: they print what, and need --yes."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_output_argument(parser: argparse.ArgumentParser) -> None:
-    """Adds the option for how an order writes its result."""
+    """Adds the option for the output format of an order's result."""
     parser.add_argument("-o", "--output", choices=("table", "json"), default="table")
 
 
 def confirm(args: argparse.Namespace, consequences: Sequence[str]) -> None:
-    """Says what the command breaks.
+    """Prints what the command breaks.
 
     Raises:
         InvalidArgumentError: --yes is missing.
@@ -38,7 +38,7 @@ def confirm(args: argparse.Namespace, consequences: Sequence[str]) -> None:
 
 
 def report(args: argparse.Namespace, kind: str, answer: dict[str, Any], text: str) -> int:
-    """Writes what was done."""
+    """Writes the result of an order."""
     if args.output == "json":
         render.write_json(kind, answer)
     else:

@@ -1,7 +1,7 @@
-"""`ep-runtime status --live` and `--ready`: a packet to fd.sock and one back.
+"""`ep-runtime status --live` and `--ready`: sends a packet to fd.sock and reads the answer.
 
-Kubelets and scripts run them every few seconds, so they load neither gRPC nor protobuf: the
-packets below are written out, and a test compares them with the stubs.
+Kubelets and scripts run them every few seconds, so they load neither gRPC nor protobuf: the packets
+below are constants, and a test compares them with the stubs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ FLAGS = ("--live", "--ready")
 FD_SOCKET = "fd.sock"
 REQUEST = b"\x22\x00"  # FdRequest(probe=Probe())
 ADMITS = b"\x2a\x00"  # FdReply(condition=Condition())
-# FdReply(condition=Condition(refusal=...)): two fields, each with its length before it.
+# FdReply(condition=Condition(refusal=...)): two fields, each after its length.
 _NOT_NOW = re.compile(rb"\x2a[\x80-\xff]*[\x00-\x7f]\x0a[\x80-\xff]*[\x00-\x7f](.+)", re.DOTALL)
 
 
@@ -42,13 +42,13 @@ def add_probes(parser: argparse.ArgumentParser) -> None:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments of a probe alone: those of all of `status` take too long to load."""
+    """Adds the arguments of a probe only, because all of `status`'s take too long to load."""
     add_probes(parser)
     reading.add_daemon_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Asks the daemon at the address alone: no private one stands in for it."""
+    """Asks only the daemon at the address; does not fall back to a private daemon."""
     place = addresses.daemon_place(args.address)
     reply = _reply(place, args.timeout)
     if args.live:
@@ -65,7 +65,7 @@ def _reply(place: SocketDirectory, timeout_s: float) -> bytes:
     """Receives one packet, which may be an error. Raises RuntimeUnavailableError."""
     with place.connected(FD_SOCKET, socket.SOCK_SEQPACKET, timeout_s) as connection:
         try:
-            # The daemon closed it; its reason can still be read.
+            # If the daemon closed the socket, its reason can still be read.
             with contextlib.suppress(BrokenPipeError):
                 connection.send(REQUEST)
             reply = connection.recv(1 << 16)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 Row = Mapping[str, Any]
 
-# Lists can also write only names, for scripts and completion.
+# Lists can also be written as names only, for scripts and completion.
 LIST_OUTPUTS = (*render.OUTPUTS, "name")
 
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
@@ -30,14 +30,14 @@ class View:
     """A listing command.
 
     Attributes:
-        kind: plural noun; the command, and `kind` of the JSON document.
-        noun: of the thing that NAME names.
-        columns: of the table.
-        fetch: the rows, each a dict of plain values.
+        kind: plural noun; the command's name, and `kind` of the JSON document.
+        noun: singular noun for the object called NAME.
+        columns: columns of the table.
+        fetch: returns the rows, each a dict of plain values.
         keys: keys of a row that the optional NAME is compared with; the first is its name.
         identity: keys whose values together name one row of a node.
         empty: text of a table without rows.
-        add_own_arguments: of this command alone.
+        add_own_arguments: adds options that only this command has.
     """
 
     kind: str
@@ -94,7 +94,7 @@ class View:
 
 
 def positive(text: str) -> float:
-    """argparse type: a number above zero."""
+    """Parses an argparse value: a number above zero."""
     value = float(text)
     if not value > 0:
         raise argparse.ArgumentTypeError(f"must be above 0, got {text}")
@@ -102,7 +102,7 @@ def positive(text: str) -> float:
 
 
 def count(text: str) -> int:
-    """argparse type: 1, 2, ..."""
+    """Parses an argparse value: 1, 2, ..."""
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"must be 1 or more, got {text}")
@@ -110,7 +110,7 @@ def count(text: str) -> int:
 
 
 def span(text: str) -> float:
-    """argparse type: 90s, 10m, 1h30m, 2d or a number of seconds, as seconds."""
+    """Parses an argparse value, 90s, 10m, 1h30m, 2d or a number of seconds, to seconds."""
     if _SPAN.fullmatch(text):
         parts = re.findall(r"([\d.]+)([smhd])", text)
         return sum(float(number) * _UNITS[unit] for number, unit in parts)
@@ -121,7 +121,7 @@ def span(text: str) -> float:
 
 
 def add_daemon_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the options for which daemon to ask, and for how long."""
+    """Adds the options that choose the daemon to ask, and the timeout."""
     parser.add_argument(
         "--address",
         metavar="unix:///DIR",
@@ -136,7 +136,7 @@ def add_daemon_arguments(parser: argparse.ArgumentParser) -> None:
 def add_output_arguments(
     parser: argparse.ArgumentParser, outputs: Sequence[str] = render.OUTPUTS
 ) -> None:
-    """Adds the options for how to write the answer."""
+    """Adds the options that choose the output format."""
     parser.add_argument(
         "-o",
         "--output",
@@ -148,7 +148,7 @@ def add_output_arguments(
 
 
 def add_list_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the options for which rows to show, and in what order."""
+    """Adds the options that choose the rows to show, and their order."""
     add = parser.add_argument
     add(
         "-l",
@@ -192,7 +192,7 @@ def explain(
 
 
 def _write_list(args: argparse.Namespace, view: View) -> Callable[[nodes.Found], None]:
-    """Writes rows as the options say; a single named object as one line per value."""
+    """Returns a writer of rows as the options say; a single named object has one line per value."""
 
     def write(found: nodes.Found) -> None:
         if args.output == "json":
@@ -217,7 +217,7 @@ def _write_list(args: argparse.Namespace, view: View) -> Callable[[nodes.Found],
 
 
 def _write_changes(args: argparse.Namespace, view: View) -> Callable[[nodes.Found], None]:
-    """Writes the rows that are not as they were when it was called before."""
+    """Returns a writer of the rows that changed since its previous call."""
     shown = [column for column in view.columns if not column.wide or args.output == "wide"]
     changes = watching.Changes(shown, view.identity)
     lines: list[watching.Lines] = []

@@ -1,4 +1,4 @@
-"""Finds the daemon that a command asks, and connects to it."""
+"""Finds the daemon for a command, and connects to it."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from ep_runtime_client.readers.admin_service import Source as Source
 
 
 def default_place(timeout_s: float) -> SocketDirectory:
-    """Returns the daemon that reading commands ask without --address.
+    """Returns the daemon that reading commands use without --address.
 
-    $EP_RUNTIME_ADDRESS names it; else it is the node's daemon if that answers, else the only
+    $EP_RUNTIME_ADDRESS names it; else it is the node's daemon if that one answers, else the only
     private daemon of this user.
 
     Raises:
@@ -46,17 +46,17 @@ def default_place(timeout_s: float) -> SocketDirectory:
 def open_source(address: str | None, *, timeout_s: float) -> Iterator[Source]:
     """Opens the admin service at an address; without admin rights, over api.sock.
 
-    Without an address it is that of `default_place`; a line on stderr names a private daemon.
+    Without an address it uses `default_place`; a line on stderr names a private daemon.
 
     Raises:
         RuntimeUnavailableError: no daemon answers there.
-        PermissionDeniedError: it is another user's.
+        PermissionDeniedError: the daemon belongs to another user.
     """
     try:
         place = addresses.daemon_place(address)
         rpc = transport.RpcChannel(place, wire.ADMIN_SOCKET, timeout_s)
     except PermissionDeniedError as error:
-        if "directory" in error.fields:  # it is not to be trusted with anything
+        if "directory" in error.fields:  # the directory is not trusted at all
             raise
         with _as_session(place, timeout_s) as found:
             yield found
@@ -74,13 +74,13 @@ def open_source(address: str | None, *, timeout_s: float) -> Iterator[Source]:
 
 
 def exact(address: str | None) -> str:
-    """Returns the address, by default the default daemon's; never that of a private daemon."""
+    """Returns the address, by default the default daemon's; never a private daemon's."""
     return addresses.daemon_place(address).address
 
 
 @contextlib.contextmanager
 def _as_session(place: SocketDirectory, timeout_s: float) -> Iterator[Source]:
-    """Opens a session that only reads, for a user who may not use admin.sock."""
+    """Opens a read-only session, for a user who may not use admin.sock."""
     token = transport.hello(place, timeout_s).session_token
     control = transport.ControlChannel(place, token)
     try:

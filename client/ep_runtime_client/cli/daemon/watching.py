@@ -34,13 +34,13 @@ def repeat(args: argparse.Namespace, once: Callable[[], int], *, clear: bool = T
 
 @contextlib.contextmanager
 def interrupted() -> Iterator[threading.Event]:
-    """Set by Ctrl-C, which raises KeyboardInterrupt as well.
+    """Yields an event that Ctrl-C sets; Ctrl-C also raises KeyboardInterrupt.
 
-    The exception is lost where it is raised in one of gRPC's callbacks or in a finalizer: those
-    only say that they ignored it.
+    The event is needed because an exception in one of gRPC's callbacks or in a finalizer is lost:
+    Python only prints that it was ignored.
     """
     found = threading.Event()
-    if threading.current_thread() is not threading.main_thread():  # signals never come here
+    if threading.current_thread() is not threading.main_thread():  # it gets no signals
         yield found
         return
 
@@ -56,14 +56,14 @@ def interrupted() -> Iterator[threading.Event]:
 
 
 class Lines:
-    """Writes rows as they come under one heading, which it repeats only if widths change."""
+    """Writes rows as they arrive under one heading, which it repeats only if widths change."""
 
     def __init__(self, columns: Sequence[tables.Column], *, wide: bool, headers: bool) -> None:
         self._columns = [column for column in columns if wide or not column.wide]
         self._wide = wide
         self._headers = headers
         self._block: tables.Block = ()
-        # Most of a list is ADDED before anything is CHANGED.
+        # Reserve the width of CHANGED, because most rows are ADDED before the first change.
         self._widest = ["CHANGED" if column is _CHANGE else "" for column in self._columns]
 
     def write(self, rows: Sequence[Row]) -> None:
@@ -87,7 +87,7 @@ class Changes:
     """Compares the rows of a list with the rows of the previous call."""
 
     def __init__(self, columns: Sequence[tables.Column], identity: Sequence[str]) -> None:
-        """`identity`: keys whose values together name a row; a row of another node is another."""
+        """`identity`: keys whose values together name a row of one node."""
         self._told = [column for column in columns if column.kind != "seconds"]
         self._identity = ("node", *identity)
         self._known: dict[tuple[str, ...], Row] = {}

@@ -38,7 +38,7 @@ def _plugin() -> str | None:
 
 
 def _hidden_from_jax() -> str:
-    """Returns the JAX_PLATFORMS that keep JAX from GPUs, or ""."""
+    """Returns the JAX_PLATFORMS that hide GPUs from JAX, or ""."""
     wanted = env.jax_platforms()
     return "" if not wanted or {"cuda", "gpu"} & set(wanted) else ",".join(wanted)
 
@@ -48,7 +48,7 @@ def _device_files() -> int:
 
 
 def check() -> GpuFinding:
-    """Looks at what is installed, and at the driver only where our library is."""
+    """Checks the installed packages; and the driver, but only if our library is installed."""
     plugin = _plugin()
     if not native.library_path("cuda").exists():
         if plugin is None:
@@ -82,10 +82,10 @@ def check() -> GpuFinding:
 
 
 def hardware(window_bytes: Mapping[str, int]) -> dict[str, GpuFinding]:
-    """Returns lines of `doctor` by name; none on a machine where nothing for GPUs is installed.
+    """Returns lines of `doctor` by name; none on a machine without any GPU software.
 
     Args:
-        window_bytes: what the daemon holds, by GPU UUID.
+        window_bytes: bytes of the daemon's windows, by GPU UUID.
     """
     machine = nvml.probe()
     if not machine.gpus:
@@ -104,7 +104,7 @@ def hardware(window_bytes: Mapping[str, int]) -> dict[str, GpuFinding]:
 
 
 def _kernels(machine: nvml.Machine) -> dict[str, GpuFinding]:
-    """Says which GPUs this package has kernels for; nothing if it was built without CUDA."""
+    """Checks which GPUs this package has kernels for; no finding if it was built without CUDA."""
     if not native.library_path("cuda").exists():
         return {}
     try:
@@ -125,7 +125,7 @@ def _kernels(machine: nvml.Machine) -> dict[str, GpuFinding]:
 
 
 def _matmuls() -> GpuFinding:
-    """Says which products of grouped_gemm have kernels."""
+    """Tells which matmuls of grouped_gemm have kernels."""
     if not native.library_path("cuda").exists():
         return GpuFinding("WARN", "all of grouped_gemm is plain JAX", native.BUILD_CUDA)
     wide = "bf16 and f16 by kernels for Hopper where K and N are multiples of 8"
@@ -143,7 +143,7 @@ def _memory(gpu: nvml.Gpu, window_bytes: int) -> str:
 
 
 def _links(machine: nvml.Machine) -> str:
-    """Describes how pairs of GPUs are linked, once if all pairs are alike."""
+    """Describes the links between GPUs, once if all pairs have the same kind."""
     pairs = {
         (gpu.index, other): kind
         for gpu in machine.gpus

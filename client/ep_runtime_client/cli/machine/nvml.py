@@ -1,6 +1,6 @@
 """Reads GPUs, their memory and links from NVML; failures become a reason, not an error.
 
-Virtual machines, containers and MIG hide parts of it; what is hidden is None or NOT_TOLD.
+Virtual machines, containers and MIG hide some values, which are then None or NOT_TOLD.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ep_runtime_client.cli.tables import IDENTITY, Column
 
 NOT_TOLD = "not told"
 
-# nvmlGpuTopologyLevel_t, in the words of `nvidia-smi topo`.
+# nvmlGpuTopologyLevel_t, with the names of `nvidia-smi topo`.
 _LEVELS = {0: "INT", 10: "PIX", 20: "PXB", 30: "PHB", 40: "NODE", 50: "SYS"}
 _P2P_NVLINK = 2
 _P2P_OK = 0
@@ -27,7 +27,7 @@ _LINK_SPEED_FIELD = 90  # MB/s of one link, each way
 
 @dataclasses.dataclass(frozen=True)
 class Gpu:
-    """One GPU of the machine, also if CUDA_VISIBLE_DEVICES hides it."""
+    """One GPU of the machine, even if CUDA_VISIBLE_DEVICES hides it."""
 
     index: int
     uuid: str
@@ -41,7 +41,7 @@ class Gpu:
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """The report of NVML; `reason` says why if it is empty."""
+    """The report of NVML; if it is empty, `reason` tells why."""
 
     driver: str = ""
     gpus: tuple[Gpu, ...] = ()
@@ -58,7 +58,7 @@ class _Handle:
     to_gpus: collections.Counter[str]
 
     def links_to(self, other: _Handle) -> int:
-        """Counts the links that reach the other GPU; through switches all of them do."""
+        """Counts the links that reach the other GPU; with switches, all links do."""
         return self.to_switches or self.to_gpus[other.bus]
 
 
@@ -81,7 +81,7 @@ def probe() -> Machine:
 
 
 class _Asked:
-    """NVML after its start."""
+    """NVML after its initialization."""
 
     def __init__(self, nvml: Any) -> None:
         self._nvml = nvml
@@ -176,7 +176,7 @@ NONE: dict[str, Any] = {"driver": "", "reason": "", "items": []}
 
 
 def told(window_bytes: Mapping[str, int]) -> dict[str, Any]:
-    """Returns what `status` shows: driver, reason if NVML fails, and a row of COLUMNS per GPU."""
+    """Returns `status`'s values: driver, reason if NVML fails, and a row of COLUMNS per GPU."""
     machine = probe()
     rows = [
         {
@@ -195,7 +195,7 @@ def told(window_bytes: Mapping[str, int]) -> dict[str, Any]:
 
 
 def held_by_gpu(status: Mapping[str, Any]) -> dict[str, int]:
-    """Returns the bytes of windows that the daemon holds, by GPU UUID, from its status."""
+    """Returns the bytes of the daemon's windows by GPU UUID, from its status."""
     kinds = ("leased_bytes", "retained_bytes", "quarantined_bytes")
     return {
         pool["device"]: sum(pool[kind] for kind in kinds)

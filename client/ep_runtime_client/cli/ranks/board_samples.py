@@ -1,4 +1,4 @@
-"""Samples boards repeatedly, and shows what groups did between two samples."""
+"""Samples boards repeatedly, and computes the groups' activity between two samples."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _ENDLESS = sys.maxsize
 
 
 class _Watch(argparse.Action):
-    """Implements --watch as other reading commands have it."""
+    """Implements --watch as in other reading commands."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option: Any = None) -> None:
         namespace.interval = values
@@ -46,10 +46,10 @@ def add_arguments(
     """Adds the options that `top`, `load` and `skew` share: group, time and output.
 
     Args:
-        interval: what --interval does.
-        since: what --since shows.
-        interval_s, samples: where nobody says.
-        wide: what that output has.
+        interval: help text of --interval.
+        since: start of the help text of --since.
+        interval_s, samples: defaults.
+        wide: help text of `-o wide`.
     """
     add = parser.add_argument
     add("group", nargs="?", metavar="GROUP", help="show this group only")
@@ -77,25 +77,25 @@ ABOUT_SINCE = (
 
 
 def begin(args: argparse.Namespace, daemon: source.Source) -> BoardSamples:
-    """Takes the first sample as the options of `add_arguments` say."""
+    """Takes the first sample, as the options of `add_arguments` ask."""
     if args.since is not None:
         return PastSamples(daemon, args.group, args.node, args.since, args.samples or 1)
     return BoardSamples(daemon, args.group, args.node, args.interval or 0.0)
 
 
 def title(group: tallies.GroupName) -> str:
-    """Names a group for people."""
+    """Returns a group's name for people."""
     job, user = shown(group.job), users.name(group.uid)
     return f"group {shown(group.group)} of job {job}, user {user}"
 
 
 class BoardSamples:
-    """The last two samples of the boards, and what happened between them."""
+    """The last two samples of the boards, and the activity between them."""
 
     def __init__(
         self, daemon: source.Source, group: str | None, node: str | None, interval_s: float
     ) -> None:
-        """Takes the first sample; `group` and `node` None for all, `interval_s` 0.0 for all
+        """Takes the first sample; `group` and `node` None for all, `interval_s` 0.0 for the time
         since groups formed."""
         self._daemon, self._where, self.interval_s = daemon, (group, node), interval_s
         self._after = self._before = tallies.sample_boards(daemon, group, node)
@@ -114,7 +114,7 @@ class BoardSamples:
         return [*{node["node"]: node for node in both}.values()]
 
     def _tell_missing(self) -> None:
-        """Reports failures that nobody has reported yet."""
+        """Reports missing nodes that were not reported before."""
         fresh = [node for node in self.missing if node["node"] not in self._missing_told]
         self._missing_told = {node["node"] for node in self.missing}
         nodes.tell_missing(fresh)
@@ -134,7 +134,7 @@ class BoardSamples:
         self._tell_missing()
 
     def when(self, group: tallies.GroupName) -> str:
-        """Says over which time the samples count."""
+        """Returns a text with the time that the samples cover."""
         return f"in the last {self.interval_s:g} s" if self.interval_s else "since it formed"
 
     def about(self, group: tallies.GroupName) -> dict[str, Any]:
@@ -177,7 +177,7 @@ class BoardSamples:
         return vars(found) if found is not None else None
 
     def write_json(self, kind: str, groups: Iterable[Mapping[str, Any]], *, compact: bool) -> None:
-        """Writes a sample as one JSON document; `interval_s` null: all since groups formed."""
+        """Writes a sample as one JSON document; `interval_s` null means since groups formed."""
         interval_s = self.interval_s or None
         body = {"interval_s": interval_s, **self._told(), "groups": [*groups]}
         render.write_json(kind, {**body, "unreachable": self.missing}, compact=compact)
@@ -188,7 +188,7 @@ class BoardSamples:
     def apart(self, groups: Mapping[tallies.GroupName, T]) -> Iterator[tuple[tallies.GroupName, T]]:
         """Yields groups, and writes an empty line between the tables of two.
 
-        The first of the two may belong to the samples before.
+        The first of the two may belong to an earlier sample.
         """
         for key, group in groups.items():
             if self._written:
@@ -209,14 +209,14 @@ class BoardSamples:
 
 
 class PastSamples(BoardSamples):
-    """Samples that daemons remember, the oldest first."""
+    """Samples that daemons have stored, the oldest first."""
 
     def __init__(
         self, daemon: source.Source, group: str | None, node: str | None, since_s: float, parts: int
     ) -> None:
         """Samples the present and the past, as far back as daemons remember.
 
-        `parts`: how often `wait` is called.
+        `parts`: number of times that `wait` is called.
 
         Raises:
             InvalidArgumentError: there is no copy yet.
@@ -237,7 +237,7 @@ class PastSamples(BoardSamples):
         self._after = self._first
 
     def wait(self) -> None:
-        """Goes on to the next part."""
+        """Continues with the next part."""
         if not self._ages_s:
             self._age_s = 0.0
             self._compare(self._after, self._last)
@@ -248,7 +248,7 @@ class PastSamples(BoardSamples):
         )
 
     def whole(self) -> None:
-        """Puts all parts together again."""
+        """Compares the first and the last sample, over all parts."""
         self._compare(self._first, self._last)
 
     def when(self, group: tallies.GroupName) -> str:

@@ -1,4 +1,4 @@
-"""A screen of lines that is drawn again in place, and the keys that are pressed in front of it."""
+"""A screen of lines that is redrawn in place, and its keys."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ Draw = Callable[[int, int], Sequence[Line]]
 QUIT = "q"
 _NAMED = {"\x1b[A": "up", "\x1b[B": "down", "\x1b": "back", "\x7f": "back", "\r": "enter"}
 _NAMED |= {"\x1bOA": "up", "\x1bOB": "down", "\n": "enter", "\x03": QUIT}
-_ESCAPE_S = 0.05  # the bytes of one key come together
+_ESCAPE_S = 0.05  # longest gap between the bytes of one key
 
 
 def possible() -> bool:
-    """Returns whether input and output are a terminal."""
+    """Whether input and output are a terminal."""
     return sys.stdout.isatty() and sys.stdin.isatty()
 
 
 def run(
     draw: Draw, press: Callable[[str], None], update: Callable[[], None], every_s: float
 ) -> None:
-    """Draws until `q`. `update` is called every `every_s`, `press` with each other key: a
+    """Draws until `q`. It calls `update` every `every_s`, and `press` with each other key: a
     character, or "up", "down", "enter", "back"."""
     console = Console(no_color=env.no_color(), highlight=False)
     with _keys() as key, Live(console=console, screen=True, auto_refresh=False) as live:
@@ -69,7 +69,7 @@ def _text(lines: Sequence[Line], width: int) -> Text:
 
 @contextlib.contextmanager
 def _keys() -> Iterator[Callable[[float], str]]:
-    """Yields a function that waits so many seconds for a key; it returns "" if none came."""
+    """Yields a function that waits the given seconds for a key and returns it, or ""."""
     stdin = sys.stdin.fileno()
     before = termios.tcgetattr(stdin)
     tty.setcbreak(stdin)
@@ -96,10 +96,10 @@ class _Keys:
         return _NAMED.get(key, key)
 
     def _fill(self, count: int, wait_s: float) -> bool:
-        """Reads until `count` bytes are there; False if they do not come in time."""
+        """Reads until there are `count` bytes; returns False if they do not arrive in time."""
         while len(self._bytes) < count:
             if not select.select([self._stdin], [], [], wait_s)[0]:
                 return False
             read = os.read(self._stdin, 64).decode(errors="replace")
-            self._bytes += read or QUIT  # the terminal is gone
+            self._bytes += read or QUIT  # an empty read means that the terminal is gone
         return True

@@ -80,7 +80,7 @@ Rows = list[dict[str, Any]]
 
 
 class Links:
-    """Bandwidth of GPU links one way, of this machine's GPUs only."""
+    """Bandwidth of GPU links in one direction, only for this machine's GPUs."""
 
     def __init__(self, gb_s: float | None = None) -> None:
         """`gb_s` replaces NVML's figure."""
@@ -110,7 +110,8 @@ def ranks(group: Sequence[Interval], extra_chunks: int, links: Links) -> Rows:
             "node": one.row["node"],
             "world_rank": one.world_rank,
             "mark": _mark(one, slow),
-            # A step has every layer once, so the layer with the most has the step's tokens.
+            # A step calls every layer once, so the layer with the most tokens has the step's
+            # tokens.
             "tokens_s": _tokens_s(one),
             **_moved(one, links),
             "wait_share": one.share(one.wait_s),
@@ -189,7 +190,7 @@ def _layer(
 
 
 def ranks_of_layer(group: Sequence[Interval], name: str) -> Rows:
-    """Makes one row for each rank, of that layer only."""
+    """Makes one row for each rank, about that layer only."""
     slow = tallies.slow_rank(group)
     rows = []
     for one in group:
