@@ -1,4 +1,4 @@
-"""Options of `ep-runtime bench`. Imports no JAX; the benches do."""
+"""Options of `ep-runtime bench`. Imports no JAX; the benches import it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from ep_runtime_bench.base.saving import Saving
 from ep_runtime_client.cli import render
 from ep_runtime_client.cli.machine import gpus
 
-# Each has `run(options)`; {} is cpu or gpu.
+# Each module has `run(options)`; {} is cpu or gpu.
 _MODULES = {
     # Measured together, on the same operands.
     "dispatch": "movement.{}_movement",
@@ -84,7 +84,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _kind(default: Any) -> tuple[Callable[[str], Any], str]:
-    """The argparse type of an option's words, and how --help names them."""
+    """Returns the argparse type of an option's values, and their name in --help."""
     if isinstance(default, str | int | float):
         return type(default), "NAME" if isinstance(default, str) else "N"
     (kind,) = {type(value) for value in default}
@@ -93,13 +93,13 @@ def _kind(default: Any) -> tuple[Callable[[str], Any], str]:
 
 
 def _written(default: Any) -> str:
-    """An option's default as one types it."""
+    """Returns an option's default as a user would type it."""
     values = default if isinstance(default, tuple) else (default,)
     return ",".join(f"{one:g}" if isinstance(one, float) else str(one) for one in values)
 
 
 def make_options(args: argparse.Namespace) -> BenchOptions:
-    """The checked options; what is not given is chosen for the devices that are here.
+    """Returns the checked options; defaults depend on the devices of this machine.
 
     Raises:
         InvalidArgumentError: a value is outside its range.
@@ -154,7 +154,7 @@ def _module(name: str, options: BenchOptions) -> str:
 def run(args: argparse.Namespace) -> int:
     """Runs the chosen benches and writes their tables, or one JSON document.
 
-    Rows of a bench that reports again and again are saved every time.
+    Rows of a bench that reports repeatedly are saved every time.
     """
     options = make_options(args)
     _check_devices(options)
@@ -162,7 +162,7 @@ def run(args: argparse.Namespace) -> int:
     saving = Saving(args.save, options) if args.save else None
     reports: dict[str, BenchReport] = {}
     body: dict[str, Any] = {"cpus": len(os.sched_getaffinity(0)), "options": options.to_dict()}
-    # Layers first, because JAX in this process would hold the devices' memory that theirs need.
+    # Layers first, because JAX in this process would occupy memory that their processes need.
     apart = (_MODULES["moe"], _MODULES["train"])
     for module in sorted(modules, key=lambda module: module not in apart):
         found = importlib.import_module(f"ep_runtime_bench.{module}").run(options)

@@ -1,6 +1,6 @@
 """Measures fresh client processes on a warm daemon, from `connect` to the end of the first call.
 
-On GPUs twice: with NCCL communicators for each group, and without.
+On GPUs it measures twice: with NCCL communicators for each group, and without.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ep_runtime_bench.base.options import BenchOptions, BenchReport, ConnectSize
 from ep_runtime_client.cli.tables import Column
 
 CLIENTS = 5
-GPU_CLIENTS = 2  # each takes ten seconds and more to start JAX
+GPU_CLIENTS = 2  # each takes more than ten seconds to start JAX
 CLIENT_TIMEOUT_S = 120.0
 # Stages of the runtime itself, without JAX's import, backend, tracing and compiling.
 OURS = ("connect", "create_group", "register_layer", "first_call")
@@ -97,7 +97,7 @@ class _Watch:
 
 
 def measure(address: str, devices: int, on_gpus: bool, sizes: ConnectSizes) -> Stages:
-    """Runs one dispatch from nothing; the imports are a stage too."""
+    """Runs one dispatch in a fresh process; imports count as a stage."""
     watch = _Watch()
     import jax
     import jax.numpy as jnp

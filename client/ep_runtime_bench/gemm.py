@@ -1,16 +1,16 @@
-"""Times grouped GEMMs on one device, next to a dense product of the same work and
-`jax.lax.ragged_dot`, and where it is installed Tokamax's (https://github.com/openxla/tokamax),
-which needs Python 3.12.
+"""Times grouped GEMMs on one device, in comparison with a dense matmul of the same work,
+`jax.lax.ragged_dot`, and, if installed, Tokamax's (https://github.com/openxla/tokamax), which needs
+Python 3.12.
 
-Recipes are measured on the same values, quantized before the measurement. So the figures are those
-of their matmuls, including copies of operands.
+Recipes are measured on the same values, quantized before the measurement. So the figures cover
+their matmuls, including copies of operands.
 
-Each subject is a program of its own, which takes much longer than its launch. On a GPU the device's
-clock is read between calls, in the order of the stream: an interval is one call, one reading and
-the launches of both, some microseconds more than the call. On CPU the host waits for each call.
-Subjects of a case come one after the other, each warmed before. TFLOP/s count 2 * rows * K' * N' of
-the rows that groups have. The dense product has as many rows and one weight. Both layers of an
-expert are measured: K' is H, then M.
+Each subject is a separate program that takes much longer than its launch. On a GPU the device's
+clock is read between calls, in stream order: an interval is one call, one reading and the launches
+of both, some microseconds more than the call. On CPU the host waits for each call. Subjects of a
+case run one after the other, each after a warm-up. TFLOP/s count 2 * rows * K' * N' for the rows in
+groups. The dense matmul has as many rows and one weight. Both layers of an expert are measured: K'
+is H, then M.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from ep_runtime_client.ops.quantize import plain as quantize_plain
 from ep_runtime_client.ops.quantize.formats import recipes
 from ep_runtime_client.ops.quantize.formats.tiles import bits, from_bits
 
-ROWS = 32768  # unless tokens say otherwise
+ROWS = 32768  # unless tokens are given
 INNER = 2048  # M of an expert: N' of the first layer is gate and up, 2 * M
 GROUPS = (8, 32, 128)
 # Small enough for a laptop.
@@ -47,7 +47,7 @@ CPU_HIDDEN, CPU_INNER, CPU_ROWS, CPU_REPEATS = 256, 128, 2048, 3
 FEW_EXPERTS = 8
 LOADS = ("uniform", "zipf", "half-empty")
 ALIGNMENT = 128
-# ragged_dot takes many times as long, and memory that grows with the groups.
+# ragged_dot is many times slower, and its memory grows with the number of groups.
 MAX_RAGGED_GROUPS = 32
 RAGGED_CALLS = 2
 PRODUCTS = ("forward", "data grad", "weight grad")
@@ -78,10 +78,10 @@ Program = Callable[..., jax.Array]
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """Sizes of operands that all products of a case share.
+    """Sizes of operands that all matmuls of a case share.
 
     Attributes:
-        rows: C of the slab.
+        rows: C, rows of the slab.
         in_features: K'.
         out_features: N'.
         groups: L.
@@ -113,7 +113,7 @@ class HostTimer:
 
 
 def run(options: BenchOptions) -> BenchReport:
-    """Measures every product, load and number of groups on the first device."""
+    """Measures every matmul, load and number of groups on the first device."""
     sizes: dict[str, Any] = {}
     timer: Timer
     if options.on_gpus:
@@ -140,7 +140,7 @@ def run(options: BenchOptions) -> BenchReport:
 
 
 def _fitting(options: BenchOptions) -> dict[str, recipes.Recipe]:
-    """NARROW, where rows and features come in whole tiles of all of them."""
+    """Returns NARROW if rows and features are multiples of all its recipes' tiles, else nothing."""
     sizes = (options.hidden, options.tokens_per_rank * options.top_k)
     return {} if any(size % recipes.MX_TILE for size in sizes) else NARROW
 
@@ -152,7 +152,7 @@ def measure(
     inner: int = INNER,
     narrow: Mapping[str, recipes.Recipe] = MappingProxyType({}),
 ) -> Iterator[dict[str, Any]]:
-    """Yields rows of the table; `narrow` are recipes that are measured too."""
+    """Yields rows of the table; `narrow`: further recipes to measure."""
     capacity = options.tokens_per_rank * options.top_k or ROWS
     for k, n in ((options.hidden, 2 * inner), (inner, options.hidden)):
         dense = {count: _dense(options, timer, count, k, n) for count in (capacity, capacity // 2)}
@@ -162,7 +162,7 @@ def measure(
 
 
 def loads(name: str, groups: int, rows: int) -> np.ndarray[Any, np.dtype[np.int32]]:
-    """Rows of each group, in multiples of 128 where there are enough: all, or half of `rows`."""
+    """Returns rows of each group, multiples of 128 if possible: in all `rows`, or half."""
     step = ALIGNMENT if rows >= groups * ALIGNMENT else 1
     sizes = np.full(groups, rows // groups, np.int32)
     if name == "half-empty":
@@ -181,7 +181,7 @@ def _draw(seed: int, dtype: str, *shape: int) -> jax.Array:
 
 
 def _dense(options: BenchOptions, timer: Timer, rows: int, k: int, n: int) -> dict[str, float]:
-    """Microseconds of every product as one matmul."""
+    """Returns microseconds of every matmul as one dense matmul."""
     x, grad, w = (_draw(0, options.dtype, *shape) for shape in ((rows, k), (rows, n), (k, n)))
     operands = {"forward": (x, w), "data grad": (grad, w), "weight grad": (x, grad)}
     contract = {"forward": (1, 0), "data grad": (1, 1), "weight grad": (0, 0)}
@@ -194,7 +194,7 @@ def _dense(options: BenchOptions, timer: Timer, rows: int, k: int, n: int) -> di
 
 
 def _ours(shape: Shape, dtype: str) -> dict[str, Program]:
-    """Returns our products as functions of (x, grad, w, sizes)."""
+    """Returns our matmuls as functions of (x, grad, w, sizes)."""
     gemm = gemm_plain.Gemm(jnp.dtype(dtype), ALIGNMENT, tf32=kernels_32.allowed())
     return {
         "forward": lambda x, grad, w, sizes: gemm_plain.forward(gemm, x, w, None, sizes),
@@ -293,7 +293,7 @@ def _row(
 
 
 def _quantized(recipe: recipes.Recipe, *operands: Any) -> tuple[Any, Any]:
-    """x, grad, w as the recipe has them, 8-bit floats as uint8; and the dtypes they have."""
+    """Quantizes x, grad and w by the recipe, 8-bit floats as uint8; also returns their dtypes."""
 
     def run(x: Any, grad: Any, w: Any, sizes: Any) -> Any:
         return (
@@ -307,7 +307,7 @@ def _quantized(recipe: recipes.Recipe, *operands: Any) -> tuple[Any, Any]:
 
 
 def _of_raw(program: Program, dtypes: Any) -> Program:
-    """Makes a function of (result of `_quantized`, sizes), because products read uint8."""
+    """Makes a function of (result of `_quantized`, sizes), which casts from uint8 first."""
 
     def run(made: Any, sizes: Any) -> jax.Array:
         return program(*jax.tree.map(from_bits, made, dtypes), sizes)
@@ -318,7 +318,7 @@ def _of_raw(program: Program, dtypes: Any) -> Program:
 def _us_if_it_runs(
     name: str, timer: Timer, program: Program, operands: tuple[Any, ...], repeats: int
 ) -> float | None:
-    """Microseconds of one call of a peer; None if it refuses the operands or lacks memory."""
+    """Returns microseconds of one call of a peer; None if it rejects operands or lacks memory."""
     try:
         return timer.call_us(program, operands, repeats)
     except (NotImplementedError, ValueError, TypeError, jax.errors.JaxRuntimeError) as error:

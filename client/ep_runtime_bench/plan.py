@@ -1,9 +1,9 @@
-"""Computes what a layer needs on a cluster that is not here: memory, bytes of links, time.
+"""Computes the needs of a layer on a cluster that is not here: memory, bytes of links, time.
 
-Experts are drawn for every token of every GPU. The functions that plan an exchange say which rows
-cross the network, `estimate_memory` says what a GPU allocates. A block call takes as long as a fit
-to block calls on two H100s says, by FLOPs and bytes through memory; another GPU takes another time.
-The fit leaves out lining rows up for the network, attention, and what a step does beside layers.
+Experts are drawn for every token of every GPU. The functions that plan an exchange then count the
+rows that cross the network, and `estimate_memory` computes a GPU's memory. The time of a block call
+is a fit, by FLOPs and bytes through memory, to block calls on two H100s; another GPU takes another
+time. The fit leaves out packing rows for the network, attention, and all other parts of a step.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from ep_runtime_client.ops.routing.api import route
 from ep_runtime_client.ops.routing.options import Router
 from ep_runtime_client.ops.transports import nodes_plan
 
-# The fit to block calls of 16-bit rows, forward and backward, on two H100s. It is within 2% of
-# them, but 13% short for mixtral-like, whose weights and wide rows are read more than once.
+# A fit to block calls of 16-bit rows, forward and backward, on two H100s. Its error is within 2%,
+# but it is 13% short for mixtral-like, whose weights and wide rows are read more than once.
 MS_PER_TFLOP, MS_PER_GB = 1.215, 0.317
 RECIPES = dict(zip(PLANNED_RECIPES, (None, TensorScaling(), BlockScaling()), strict=True))
 AXIS = "ep"
@@ -69,18 +69,19 @@ TIME_COLUMNS = (
     Column("least_exposed_ms", "LEAST EXPOSED MS", "count"),
     _HOW,
 )
-Counts = npt.NDArray[np.int64]  # of every GPU, [N]
+Counts = npt.NDArray[np.int64]  # per GPU, [N]
 
 
 class Rows(NamedTuple):
     """Rows of every GPU in one exchange with experts, int64 [N] each.
 
     Attributes:
-        to_nodes, from_nodes: over the network.
-        to_ranks, from_ranks: over NVLink, inside the node.
-        own: that a GPU has for itself.
-        tokens: that its node needs of it: its own, and those from its peers on other nodes.
-        experts: of its experts, one for each slot.
+        to_nodes, from_nodes: rows over the network.
+        to_ranks, from_ranks: rows over NVLink, inside the node.
+        own: rows that stay on the GPU.
+        tokens: its own tokens and those from its peers on other nodes, as far as its node needs
+            them.
+        experts: rows of its experts, one for each slot.
     """
 
     to_nodes: Counts
@@ -93,12 +94,12 @@ class Rows(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """Bytes of a token on its way.
+    """Bytes of a token in an exchange.
 
     Attributes:
-        row: of tokens and of gradients of sums.
-        total: of a sum of its outputs, and of its gradient.
-        slots: its experts and their weights; gradients of weights are half as many.
+        row: bytes of a token, or of the gradient of its sum.
+        total: bytes of a sum of its outputs, or of the token's gradient.
+        slots: bytes of its experts and their weights; gradients of weights are half as many.
     """
 
     row: int
@@ -107,7 +108,7 @@ class Sizes(NamedTuple):
 
 
 def run(options: BenchOptions) -> list[BenchReport]:
-    """Computes the tables of memory, links and time; no other device than the CPU is started."""
+    """Computes the tables of memory, links and time; starts no device except the CPU."""
     jax.config.update("jax_platforms", "cpu")
     cluster = (
         f"{options.nodes} x {options.gpus_per_node} GPUs with {options.network:g} GB/s each, "
@@ -123,7 +124,7 @@ def run(options: BenchOptions) -> list[BenchReport]:
             of = {"case": name, "recipe": recipe, "precision": precision, "how": "computed"}
             memory.append(of | memory_of(options, case, groups[precision], recipe))
         for routed in options.routing:
-            rows = count(calls[options.precision[0]], routed, router)  # precision moves none
+            rows = count(calls[options.precision[0]], routed, router)  # for any precision
             for recipe, precision in kinds:
                 call = calls[precision]
                 of = {"case": name, "recipe": recipe, "precision": precision, "how": "computed"}
@@ -142,7 +143,7 @@ def run(options: BenchOptions) -> list[BenchReport]:
 
 
 def _group(options: BenchOptions, case: Case, precision: str) -> dict[str, Any]:
-    """Arguments of a group of all GPUs."""
+    """Returns arguments of a group of all GPUs."""
     between = {"transport": "nccl", "node_size": options.gpus_per_node}
     return {
         "name": "plan",
@@ -198,11 +199,11 @@ def count(call: Call, routed: str, router: Router) -> Rows:
     made = [planned(routing.logits(rng, share, tokens)) for _ in range(ranks)]
     idx = np.concatenate([np.asarray(each) for each, _ in made])
     by_node = np.stack([np.asarray(has, np.int64) for _, has in made])
-    needed_of = by_node.reshape(nodes, size, nodes)  # [node, local rank, node that needs it]
+    needed_of = by_node.reshape(nodes, size, nodes)  # [node, local rank, needing node]
     sent = needed_of if nodes_plan.counts_rows(call) else np.full_like(needed_of, tokens)
     sent = sent * (1 - np.eye(nodes, dtype=np.int64))[:, None]
 
-    # Peers on all nodes send a rank what it spreads inside its node.
+    # A rank's peers on all nodes send it the tokens that it spreads inside its node.
     flat = routing.traffic(idx, ranks, group.num_experts).rows.astype(np.int64)
     local = flat.reshape(nodes, size, nodes, size).sum(0).swapaxes(0, 1)  # [node, from, to]
     own = np.diagonal(local, axis1=1, axis2=2)
@@ -218,7 +219,7 @@ def count(call: Call, routed: str, router: Router) -> Rows:
 
 
 def sizes_of(call: Call, recipe: str = PLANNED_RECIPES[0]) -> Sizes:
-    """Bytes of a token of the call's group."""
+    """Returns the bytes of a token in the call's group."""
     group = call.group
     scaling = scaling_of(RECIPES[recipe])
     packed = block_sizes(group, mlp_dim=1, gated=True, scaling=scaling).packed_bytes
@@ -228,10 +229,10 @@ def sizes_of(call: Call, recipe: str = PLANNED_RECIPES[0]) -> Sizes:
 
 
 def network_bytes(sizes: Sizes) -> dict[str, tuple[int, int]]:
-    """Bytes of a row that crosses, and of what comes back for it, by pass."""
+    """Returns by pass the bytes of a row that crosses, and of the data returned for it."""
     return {
         "forward": (sizes.row + sizes.slots, sizes.total),
-        # Tokens cross again, beside the gradients of sums.
+        # Tokens cross again, together with the gradients of sums.
         "backward": (2 * sizes.row + sizes.slots, sizes.total + sizes.slots // 2),
     }
 
@@ -260,11 +261,11 @@ def link_rows(rows: Rows, sizes: Sizes) -> Iterator[dict[str, Any]]:
 
 
 def times_of(rows: Rows, sizes: Sizes, call_ms: float | None, gb_per_s: float) -> dict[str, Any]:
-    """Milliseconds of a layer's two block calls and of its exchanges between nodes.
+    """Returns milliseconds of a layer's two block calls and of its exchanges between nodes.
 
-    An exchange and a block call run one after the other, so all of the network is exposed. If
-    they overlapped in full, only the network's time beyond the block calls would be. Block calls
-    with 8-bit matmuls have no fit: their time is None.
+    An exchange and a block call run one after the other, so all of the network time is exposed.
+    With full overlap only the network time beyond the block calls would be. Block calls with 8-bit
+    matmuls have no fit: their time is None.
     """
     busiest = max(rows.to_nodes.max(), rows.from_nodes.max())
     moved = sum(out + back for out, back in network_bytes(sizes).values())
@@ -280,11 +281,11 @@ def times_of(rows: Rows, sizes: Sizes, call_ms: float | None, gb_per_s: float) -
 
 
 def block_ms(case: Case, call: Call, rows: Rows) -> npt.NDArray[np.float64]:
-    """Milliseconds of every GPU's block calls by the fit, forward and backward; network apart."""
+    """Returns milliseconds of every GPU's block calls by the fit, both passes, network apart."""
     element = specs.DTYPE_BYTES[call.group.max_token_dtype]
     hidden, inner = case.hidden * element, case.inner * element
     weights = call.group.experts_per_rank * 3 * case.hidden * inner
-    # Tokens are read, sent, read where they arrived, and copied to each expert; sums go back.
+    # Tokens are read, sent, read on arrival, and copied to each expert; sums go back.
     dispatch = (rows.tokens + 2 * rows.from_ranks + rows.own + rows.experts) * hidden
     combine = (rows.experts + 2 * rows.to_ranks + rows.tokens) * hidden
     # Matmuls and activations read and write rows 6 times at H and 20 times at M, weights 3 times.

@@ -1,7 +1,7 @@
-"""Fresh processes that measure one subject each, one after the other.
+"""Runs fresh processes that measure one subject each, one after the other.
 
-Peaks of memory are of a process's whole life. JAX starts in those that come next while one
-compiles; while one measures, the others are quiet.
+Peaks of memory cover a process's whole life, so each subject needs its own. The next processes
+start JAX while one compiles; while one measures, the others are idle.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from ep_runtime_client.cli import render
 from ep_runtime_client.daemons import addresses, runtime
 from ep_runtime_client.daemons.command_line import python_command
 
-READY_TIMEOUT_S = 30.0  # of a daemon
+READY_TIMEOUT_S = 30.0  # to start a daemon
 # Messages between the bench and its processes.
 READY, COMPILED, GO = "ready", "compiled", "go"
-# One after the other they would take seconds each; a measurement waits until all of them are up.
+# Starting them one by one would take seconds each; a measurement waits until all are up.
 STARTED_TOGETHER = 3
-# Processes that have started already share the devices with the one that measures.
+# Processes that have started already share the devices with the process that measures.
 _ENVIRONMENT = {
     "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
     "XLA_CLIENT_MEM_FRACTION": "0.9",
 }
-_OLD_NAME = "XLA_PYTHON_CLIENT_MEM_FRACTION"  # JAX refuses both together
+_OLD_NAME = "XLA_PYTHON_CLIENT_MEM_FRACTION"  # JAX rejects both together
 
 
 @contextlib.contextmanager
 def warm_daemon() -> Iterator[str]:
-    """Starts a private daemon, gives its address, ends it."""
+    """Starts a private daemon, yields its address, and ends the daemon."""
     daemon = runtime.open_runtime(addresses.Address(addresses.EMBEDDED), READY_TIMEOUT_S)
     try:
         yield f"unix://{daemon.directory}"
@@ -54,11 +54,11 @@ def measured(orders: Sequence[OrderT], limit_s: float) -> Iterator[tuple[OrderT,
     """Runs `python -m MODULE ORDER` for each order and yields its results; plain JAX may fail.
 
     Args:
-        orders: in the order in which they are measured.
-        limit_s: of a stage of one process.
+        orders: orders, measured in this sequence.
+        limit_s: time limit for a stage of one process.
 
     Raises:
-        RuntimeError: a process of ours failed; one of stock JAX is only said.
+        RuntimeError: a process of ours failed; a failure of stock JAX is only reported.
     """
     left = collections.deque(orders)
     waiting: collections.deque[_Client] = collections.deque()
@@ -77,7 +77,7 @@ def measured(orders: Sequence[OrderT], limit_s: float) -> Iterator[tuple[OrderT,
                 start_some()
             client.go()
             for other in waiting:
-                other.hear(READY)  # from here on they are quiet
+                other.hear(READY)  # from here on they are idle
             client.hear(COMPILED)
             client.go()
             found = client.result()
@@ -88,7 +88,7 @@ def measured(orders: Sequence[OrderT], limit_s: float) -> Iterator[tuple[OrderT,
 
 
 class _Client:
-    """Context manager: one process; none outlives the block, or a stage `limit_s`."""
+    """Context manager of one process, which ends with the block, or if a stage takes `limit_s`."""
 
     def __init__(self, order: LayerOrder | TrainOrder, limit_s: float) -> None:
         self._order = order
@@ -117,15 +117,15 @@ class _Client:
         self._process.communicate()
 
     def hear(self, stage: str) -> None:
-        """Waits until it has said that stage, or has ended."""
+        """Waits until the process has reported that stage, or has ended."""
         assert self._process.stdout is not None
         if stage not in self._heard:
             self._process.stdout.readline()
             self._heard.add(stage)
-            self._limit.cancel()  # it may wait for its turn as long as others need
+            self._limit.cancel()  # it may wait for its turn without a limit
 
     def go(self) -> None:
-        """Lets it begin the next stage."""
+        """Lets the process begin the next stage."""
         self._limit.cancel()
         self._limit = self._limited()
         assert self._process.stdin is not None
@@ -134,7 +134,7 @@ class _Client:
             self._process.stdin.flush()
 
     def result(self) -> dict[str, Any] | None:
-        """Returns what the process measured; None, with a line that says why, if it failed."""
+        """Returns the process's results; None, after a line with the reason, if it failed."""
         out, _ = self._process.communicate()
         if self._process.returncode == 0:
             return json.loads(out)

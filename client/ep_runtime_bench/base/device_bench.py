@@ -1,4 +1,4 @@
-"""One process's view of a bench on GPUs: mesh, programs, and how they are timed."""
+"""A bench on GPUs in one process: its mesh, its programs, and how they are timed."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ Program = Callable[[Any], Any]
 
 
 def alone() -> None:
-    """Does nothing, because one process needs no meeting with others."""
+    """Does nothing, because a single process need not wait for others."""
 
 
 class Programs:
-    """Programs compiled ahead of the measurements, many at a time.
+    """Programs that are compiled ahead of the measurements, many at a time.
 
-    One process alone compiles in parallel; several compile one by one, all in the same order.
+    A single process compiles in parallel; several compile one by one, all in the same order.
     """
 
     def __init__(self, parallel: bool) -> None:
@@ -55,7 +55,7 @@ class Programs:
             future.exception()
 
     def __getitem__(self, key: Hashable) -> Program:
-        """The compiled program. Raises what its compiling raised."""
+        """Returns the compiled program. Raises the errors of its compilation."""
         return self._found[key].result()
 
 
@@ -68,10 +68,10 @@ class Bench:
     """The state that all measurements of one process share.
 
     Attributes:
-        clock: of the devices.
-        start_together: returns once every process is here.
-        with_ceiling: the link's ceiling can be measured.
-        blocks: of a kernel, by op and the SMs asked for.
+        clock: the devices' clock.
+        start_together: a function that returns after every process has called it.
+        with_ceiling: whether the link's ceiling can be measured.
+        blocks: blocks of a kernel, by op and requested SMs.
     """
 
     options: BenchOptions
@@ -90,11 +90,11 @@ class Bench:
 
     @property
     def spread(self) -> NamedSharding:
-        """Dim 0 over the ranks."""
+        """The sharding of dim 0 over the ranks."""
         return NamedSharding(self.mesh, ROWS)
 
     def idx(self, tokens: int, name: str) -> routing.Ints:
-        """Experts of all tokens, [tokens * N, K]."""
+        """Returns the experts of all tokens, [tokens * N, K]."""
         if (tokens, name) not in self._idx:
             count, options = tokens * self.mesh.size, self.options
             self._idx[tokens, name] = routing.topk_idx(
@@ -103,20 +103,20 @@ class Bench:
         return self._idx[tokens, name]
 
     def put(self, array: Any) -> jax.Array:
-        """The array on the mesh, dim 0 over the ranks; every process holds all of it."""
+        """Puts the array on the mesh, dim 0 over the ranks; every process has the whole array."""
         return jax.make_array_from_callback(array.shape, self.spread, lambda part: array[part])
 
     def abstract(self, *dims: int, dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
-        """An array to compile for, spread like the others."""
+        """Describes an array to compile for, sharded like the others."""
         return jax.ShapeDtypeStruct(dims, dtype, sharding=self.spread)
 
     def mapped(self, body: Program) -> Program:
-        """`body` once per device on its blocks of the operands, all spread on dim 0."""
+        """Maps `body` over devices, on the local blocks of operands sharded on dim 0."""
         settings: dict[str, Any] = {"in_specs": (ROWS,), "out_specs": ROWS, "check_vma": False}
         return jax.shard_map(body, mesh=self.mesh, **settings)
 
     def device_us(self, program: Program, operands: Any, repeats: int) -> list[float]:
-        """Intervals of up to `repeats` runs of a chain, after one that warms."""
+        """Returns intervals of up to `repeats` runs of a chain, after a warm-up run."""
         found: list[float] = []
         for repeat, (readings, _) in enumerate(self._runs(program, operands, repeats + 1)):
             if repeat:
@@ -124,15 +124,15 @@ class Bench:
         return found
 
     def host_s(self, program: Program, operands: Any, repeats: int) -> list[float]:
-        """Seconds of up to `repeats` calls, each waited for, after HOST_WARMUP that warm."""
+        """Returns seconds of up to `repeats` calls, each waited for, after HOST_WARMUP others."""
         runs = self._runs(program, operands, repeats + HOST_WARMUP)
         return [seconds for _, seconds in runs][HOST_WARMUP:]
 
     def _runs(self, program: Program, operands: Any, count: int) -> Iterator[tuple[Any, float]]:
-        """(result, seconds) of calls that all processes start together.
+        """Yields (result, seconds) of calls that all processes start together.
 
-        Fewer than `count` where one process alone would take longer than ENOUGH_S: slow subjects
-        need no more samples. Several processes could not agree on when.
+        Yields fewer than `count` if a single process would take longer than ENOUGH_S, because slow
+        subjects need no more samples. Several processes could not agree on when to stop.
         """
         ends = time.perf_counter() + ENOUGH_S
         for number in range(count):
@@ -145,12 +145,12 @@ class Bench:
             yield result, time.perf_counter() - started
 
     def say(self, text: str) -> None:
-        """Shows how far this is: a table comes only at the end."""
+        """Writes a progress line, because the table comes only at the end."""
         if jax.process_index() == 0:
             render.err(f"{time.perf_counter() - self._started:6.1f} s  {text}")
 
     def add(self, sample: DeviceSample) -> None:
-        """Keeps the figures."""
+        """Adds a sample and writes its line."""
         self.samples.append(sample)
         self.say(
             f"{sample.subject:8}{sample.op:17}T={sample.tokens:<6}{sample.routing:8}"
@@ -160,7 +160,7 @@ class Bench:
 
 
 def meeting(mesh: Mesh) -> Callable[[], object]:
-    """A function that returns once every process has called it."""
+    """Returns a function that returns after every process has called it."""
     spread = NamedSharding(mesh, ROWS)
     ones = jax.jit(lambda: jnp.ones(mesh.size), out_shardings=spread)()
     total = jax.jit(jnp.sum)
@@ -168,7 +168,7 @@ def meeting(mesh: Mesh) -> Callable[[], object]:
 
 
 def token_rows(bench: Bench, tokens: int) -> jax.Array:
-    """x [tokens * N, H] with values in [-1, 1), made on the devices."""
+    """Makes x [tokens * N, H] with values in [-1, 1), on the devices."""
     shape = (tokens * bench.mesh.size, bench.options.hidden)
 
     def values() -> jax.Array:

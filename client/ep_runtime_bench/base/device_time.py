@@ -1,15 +1,15 @@
 """Measures calls by the device's own clock.
 
-A program makes n calls, each of which waits for the one before, and reads the device's clock
-between them (custom call `ep_clock_v1`, one thread that stores %globaltimer). An interval is what
-one call took: its kernels, and the launches that no kernel hid. It holds one reading as well,
-which is measured alone (calls that do nothing) and taken off. Ranks are compared by intervals,
-never by their clocks. The first call comes after a `gate`, a call that waits for all ranks, and
-after a pause in which the host launches the rest; its interval is dropped, because it holds what is
-left of the skew between the ranks.
+A program makes n calls, each of which waits for the previous one, and reads the device's clock
+between them (custom call `ep_clock_v1`, one thread that stores %globaltimer). An interval is the
+time of one call: its kernels, and the launches that no kernel hides. It includes one reading of the
+clock, which is measured alone (with calls that do nothing) and subtracted. Ranks are compared by
+intervals, never by their clocks. The first call follows a `gate`, a call that waits for all ranks,
+and a pause in which the host launches the rest. Its interval is dropped, because it has the
+remaining skew between the ranks.
 
-Neither a profiler nor its permissions are needed, and it works the same with XLA's command buffers
-on and off; the host is in none of the figures.
+This needs neither a profiler nor its permissions, and works with and without XLA's command buffers;
+no interval has time of the host.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ep_runtime_client.ops.kernels.ffi import ensure_registered
 # (token int32 [1], arrays, hold_ns) -> (token, nanoseconds uint32 [2], low word first). The clock
 # is read after the arrays are ready; users of the returned token run after that and hold_ns.
 Clock = Callable[[jax.Array, Sequence[jax.Array], int], tuple[jax.Array, jax.Array]]
-# Time for the host to launch a whole chain; NCCL's own thread launches what it does.
+# Time for the host to launch a whole chain; NCCL's own thread launches NCCL's kernels.
 HOLD_NS = 500_000
 LONG_HOLD_NS = 5_000_000
 WARMUP = 2
@@ -47,7 +47,7 @@ def gpu_clock(
 
 
 def nothing(token: jax.Array, operands: Any) -> tuple[()]:
-    """The DeviceOp whose interval is one reading of the clock."""
+    """A DeviceOp whose interval is one reading of the clock."""
     del token, operands
     return ()
 
@@ -60,7 +60,7 @@ def chain(
     calls: int,
     hold_ns: int = HOLD_NS,
 ) -> Callable[[Any], jax.Array]:
-    """A function of the operands of this device -> readings uint32 [1, calls + 2, 2]."""
+    """Returns a function of this device's operands -> readings uint32 [1, calls + 2, 2]."""
 
     def body(operands: Any) -> jax.Array:
         after = token()
@@ -76,7 +76,7 @@ def chain(
 
 
 def intervals_us(readings: npt.NDArray[np.uint32]) -> npt.NDArray[np.float64]:
-    """Readings [N, calls + 2, 2] -> microseconds [N, calls]."""
+    """Converts readings [N, calls + 2, 2] to microseconds [N, calls]."""
     words = readings.astype(np.int64)
     nanoseconds = words[..., 0] + (words[..., 1] << 32)
     return np.diff(nanoseconds, axis=1)[:, 1:] / 1e3
@@ -89,10 +89,10 @@ def slowest_rank_us(readings: jax.Array) -> list[float]:
 
 
 class CallTimer:
-    """Microseconds of calls of programs that take much longer than their launch.
+    """Measures calls of programs that take much longer than their launch.
 
-    Between calls the clock is read, in the order of the stream: an interval is one call, one
-    reading and the launches of both.
+    It reads the clock between calls, in stream order: an interval is one call, one reading and the
+    launches of both.
     """
 
     def __init__(self, clock: Clock) -> None:

@@ -14,12 +14,12 @@ ROUND = 10
 
 
 def joules_per_step(devices: int, run: Callable[[int], object], step_s: float) -> float | None:
-    """Joules that all devices draw in a step; None if a counter is missing.
+    """Returns the joules that all devices use in a step; None if a counter is missing.
 
     Args:
-        devices: how many GPUs, or 0 on CPU.
-        run: makes that many steps, a multiple of ROUND, and waits for them; the number is the
-            same in every process that has the same `step_s`.
+        devices: number of GPUs, or 0 on CPU.
+        run: runs this number of steps, a multiple of ROUND, and waits for them; the number is the
+            same in every process with the same `step_s`.
         step_s: seconds of a step.
     """
     before = total_joules(devices)
@@ -32,7 +32,7 @@ def joules_per_step(devices: int, run: Callable[[int], object], step_s: float) -
 
 
 def total_joules(devices: int) -> float | None:
-    """Joules that the first `devices` GPUs of this process used since their driver was loaded."""
+    """Returns the joules that this process's first GPUs used since their driver was loaded."""
     try:
         nvml = importlib.import_module("pynvml")
     except ImportError:

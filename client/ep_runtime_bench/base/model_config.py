@@ -14,7 +14,7 @@ from ep_runtime.errors import InvalidArgumentError
 from ep_runtime_bench.base.moe_cases import Case
 from ep_runtime_client.ops.routing import families
 
-# Names of each size in configs; the first name that a config has counts.
+# Names of each size in configs; the first name in a config is used.
 _NAMES: Mapping[str, tuple[str, ...]] = {
     "hidden": ("hidden_size", "d_model"),
     "inner": (
@@ -30,10 +30,11 @@ _NAMES: Mapping[str, tuple[str, ...]] = {
 
 
 def read(path: str) -> dict[str, Any]:
-    """The options of a config.json that describe its experts, with the model_type of the file.
+    """Returns the options of a config.json about experts, with the file's model_type.
 
     Raises:
-        InvalidArgumentError: not a JSON object, or a router that `ep.Router.from_hf` does not know.
+        InvalidArgumentError: not a JSON object, or a router that `ep.Router.from_hf` does not
+            support.
     """
     try:
         config = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -48,7 +49,7 @@ def read(path: str) -> dict[str, Any]:
 
 
 def layer_of(config: Mapping[str, Any], tokens: int) -> Case:
-    """The sizes of its MoE layers.
+    """Returns the sizes of its MoE layers.
 
     Raises:
         InvalidArgumentError: a size is missing, or differs between layers.
@@ -57,14 +58,14 @@ def layer_of(config: Mapping[str, Any], tokens: int) -> Case:
 
 
 def activation_of(config: Mapping[str, Any]) -> str:
-    """The activation of its experts, by the name that `ep.moe` has for it.
+    """Returns the activation of its experts, by its name in `ep.moe`.
 
     Raises:
-        InvalidArgumentError: another activation.
+        InvalidArgumentError: `ep.moe` does not have the activation.
     """
     names = ("hidden_act", "hidden_activation", "ffn_act_fn")
     found = next((config[name] for name in names if config.get(name) is not None), "silu")
-    found = found["name"] if isinstance(found, Mapping) else found  # DBRX
+    found = found["name"] if isinstance(found, Mapping) else found  # DBRX has a dict
     known = {"silu": "silu", "swish": "silu", "relu": "relu"}
     known |= dict.fromkeys(("gelu", "gelu_new", "gelu_pytorch_tanh"), "gelu")
     if found not in known:

@@ -14,17 +14,17 @@ from ep_runtime.specs import COMBINE_PRECISIONS
 
 PADDED = "stock padded"
 DROPLESS = "stock dropless"
-TORCH = "torch"  # PyTorch, of `moe` and `train`
+TORCH = "torch"  # PyTorch, in `moe` and `train`
 REMAT = "remat"
-# Rounds of steps that are enqueued one after another, and steps of a round.
+# Rounds of steps that are enqueued without waiting, and steps of a round.
 ROUNDS, ENQUEUED = 5, 10
 # Number formats of the experts' matmuls; "none" is the layer's dtype.
 RECIPES = ("none", "bf16", "fp8", "fp8-block", "mxfp8")
 EIGHT_BIT = RECIPES[2:]
-# When weights of an 8-bit recipe are quantized: in every call, or once a step. `moe` does not time
-# the latter, because many layers share a step.
+# When weights of an 8-bit recipe are quantized: in every call, or once per step. `moe` does not
+# time the quantization per step, because many layers of a model share a step.
 QUANTIZED = ("call", "step")
-# Factors of the router's weights: the activations before wo, or the outputs in combine.
+# The router's weights multiply the activations before wo, or the outputs in combine.
 WEIGHTS = ("hidden", "output")
 
 
@@ -33,9 +33,9 @@ class Case:
     """One MoE layer, gated.
 
     Attributes:
-        tokens: T of one rank.
+        tokens: T, tokens of one rank.
         hidden: H.
-        inner: M of an expert.
+        inner: M, the width of an expert.
         num_experts: E.
         top_k: K.
     """
@@ -48,7 +48,7 @@ class Case:
 
     @property
     def flops(self) -> int:
-        """FLOPs of one rank's step: both matmuls of every slot, forward once and backward twice."""
+        """FLOPs of one rank's step: all matmuls of every slot, forward once and backward twice."""
         return 3 * 2 * self.tokens * self.top_k * 3 * self.hidden * self.inner
 
 
@@ -56,8 +56,8 @@ CASES: dict[str, Case] = {
     "deepseek-like": Case(4096, 7168, 2048, 64, 8),
     "mixtral-like": Case(8192, 4096, 14336, 8, 2),
     "small-experts": Case(8192, 2048, 768, 128, 8),
-    "8-layers": Case(8192, 2048, 1024, 64, 8),  # a layer of the model "8-layers" of `train`
-    "deepseek-v3-like": Case(4096, 7168, 2048, 256, 8),  # its weights want eight GPUs
+    "8-layers": Case(8192, 2048, 1024, 64, 8),  # one layer of `train`'s model "8-layers"
+    "deepseek-v3-like": Case(4096, 7168, 2048, 256, 8),  # its weights need eight GPUs
 }
 DEFAULT_CASES = ("deepseek-like", "mixtral-like", "small-experts")
 # The same proportions, small enough for a laptop.
@@ -76,20 +76,21 @@ class Order:
 
     Attributes:
         subject: a transport, PADDED, DROPLESS or TORCH.
-        name: of the case or model, and of a routing that is not the router's.
-        devices: N.
+        name: of the case or model, and of the routing if it is not the router's.
+        devices: N, the number of devices.
         platform: "gpu" or "cpu".
-        dtype: of tokens and parameters.
+        dtype: dtype of tokens and parameters.
         repeats: timed steps, or rounds of them; fewer if they are slow.
-        address: of the daemon.
-        capacity_factor: of our slabs, in even shares of all slots; 0 is room for any routing.
-        recipe: of RECIPES.
+        address: address of the daemon.
+        capacity_factor: size of our slabs as a multiple of the even share of slots; 0 is room for
+            any routing.
+        recipe: one of RECIPES.
         overlap: whether exchanges overlap matmuls, "on" or "off".
         spare_experts: slots of each rank for copies of experts.
-        precision: combine_precision of the group.
-        quantized: of QUANTIZED.
-        config: options of a model's config.json, which has router and activation of ours; None has
-            those of Mixtral.
+        precision: the group's combine_precision.
+        quantized: one of QUANTIZED.
+        config: options of a model's config.json, from which our router and activation are made;
+            None means those of Mixtral.
     """
 
     subject: str
@@ -109,12 +110,12 @@ class Order:
 
     @property
     def own_label(self) -> str:
-        """Settings that only this kind of order has, unless they are the default."""
+        """Settings that only this kind of order has, unless they have the default."""
         return ""
 
     @property
     def label(self) -> str:
-        """The subject, and what of its settings is not the first choice."""
+        """The subject, and its settings that differ from the defaults."""
         words = [self.subject]
         words += [self.recipe] * (self.recipe != RECIPES[0])
         words += [f"{self.capacity_factor:g}x"] * (self.capacity_factor != 0)
@@ -130,13 +131,13 @@ class Order:
         return self.subject in (PADDED, DROPLESS, TORCH)
 
     def client_module(self, bench: str) -> str:
-        """The module that measures it, in the room of that bench."""
+        """Returns the module in that bench's package that measures the order."""
         return f"ep_runtime_bench.{bench}.{'torch_' if self.subject == TORCH else ''}client"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerOrder(Order):
-    """One MoE layer; `weights` is of WEIGHTS."""
+    """An order for one MoE layer; `weights` is one of WEIGHTS."""
 
     case: Case
     weights: str = WEIGHTS[0]
@@ -155,9 +156,9 @@ class LayerOrder(Order):
 
 
 def settings(options: Any, **own: Sequence[Any]) -> list[dict[str, Any]]:
-    """Fields of an order for every combination that the options ask for, without repeats.
+    """Returns fields of an order for every combination of the options, without repeats.
 
-    Recipes of other than 8 bits quantize no weights: they run once, whatever `quantized` asks.
+    Recipes without 8-bit weights run once, whatever `quantized` is.
 
     Args:
         options: BenchOptions.
@@ -183,7 +184,7 @@ def settings(options: Any, **own: Sequence[Any]) -> list[dict[str, Any]]:
 
 
 def of_all(options: Any, address: str) -> dict[str, Any]:
-    """Fields that all orders of a run share."""
+    """Returns fields that all orders of a run share."""
     return {
         "devices": options.devices,
         "platform": "gpu" if options.on_gpus else "cpu",
@@ -200,10 +201,10 @@ class Step:
     Attributes:
         variant: "" or REMAT.
         step_s: seconds of every step that the host waited for.
-        enqueued_s: seconds of a step of many that were enqueued one after another, the median.
-        peak_bytes: most that the fullest device held so far, None if it does not say.
-        planned_bytes: operands, results and temporaries of the program, of one device.
-        joules: that all devices draw in a step, None if no counter says.
+        enqueued_s: seconds of a step if many are enqueued without waiting, the median.
+        peak_bytes: the most bytes that the fullest device held so far; None if unknown.
+        planned_bytes: bytes of the program's operands, results and temporaries on one device.
+        joules: joules that all devices use in a step; None without a counter.
     """
 
     variant: str
@@ -216,14 +217,14 @@ class Step:
 
 @dataclasses.dataclass(frozen=True)
 class KernelTime:
-    """Kernels of one name in one part of a step.
+    """Time of all kernels of one name in one part of a step.
 
     Attributes:
-        part: forward or backward, and whose: "backward experts/grouped_gemm"; "" if the
-            profile does not say.
+        part: forward or backward, and the scope: "backward experts/grouped_gemm"; "" if the profile
+            does not tell.
         kernel: its name.
-        calls: in a step.
-        step_s: seconds of all of them in a step of device 0.
+        calls: calls in a step.
+        step_s: seconds of all these calls in a step of device 0.
     """
 
     part: str
@@ -234,12 +235,12 @@ class KernelTime:
 
 @dataclasses.dataclass(frozen=True)
 class Profile:
-    """Kernels of one step, averaged over steps that follow each other.
+    """Kernels of one step, averaged over consecutive steps.
 
     Attributes:
-        kernels: longest first.
+        kernels: the kernels, longest first.
         step_s: seconds of one step on device 0.
-        idle_s: of them, those in which nothing ran there.
+        idle_s: seconds of these in which no kernel ran there.
     """
 
     kernels: Sequence[KernelTime] = ()
@@ -256,12 +257,12 @@ class Measured:
     """Results of one process.
 
     Attributes:
-        steps: of every variant.
-        window_bytes: of staging per rank, which no allocator of XLA counts.
-        profile: of the variant without remat; empty of stock JAX.
-        dropped: slots of a step that found no row, on all devices; None if nobody counts.
-        given_bytes: of operands and their gradients, of one device.
-        estimated_bytes: what `estimate_memory` says of group and layer; None of stock JAX.
+        steps: results of every variant.
+        window_bytes: bytes of windows per rank, which XLA's allocators do not count.
+        profile: profile of the variant without remat; empty for stock JAX.
+        dropped: slots of a step that got no row, on all devices; None if not counted.
+        given_bytes: bytes of operands and their gradients on one device.
+        estimated_bytes: `estimate_memory`'s result for group and layer; None for stock JAX.
     """
 
     steps: Sequence[Step]

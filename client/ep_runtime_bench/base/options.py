@@ -32,28 +32,28 @@ Transport = Literal["memfd", "nvlink", "nccl", "xla"]
 TRANSPORTS: tuple[Transport, ...] = get_args(Transport)
 ON_CPU: tuple[Transport, ...] = ("memfd", "xla")
 ON_GPUS: tuple[Transport, ...] = ("nvlink", "xla")
-STOCK = "stock"  # JAX without this package, of `moe` and `train`
-STOCK_LAYERS = ("stock-padded", "stock-dropless")  # each of the two that STOCK is in `moe`
+STOCK = "stock"  # JAX without this package, in `moe` and `train`
+STOCK_LAYERS = ("stock-padded", "stock-dropless")  # the two layers that STOCK stands for in `moe`
 MODELLED = ("moe", "train")  # benches that measure other libraries' layers and models
-LAYERED = ("moe", "plan")  # benches of --cases and --config
+LAYERED = ("moe", "plan")  # benches with --cases and --config
 FITTED_DTYPES = ("bfloat16", "float16")  # dtypes whose times `plan` predicts
 PLANNED_RECIPES = ("none", "fp8", "fp8-block")  # of block calls with bfloat16 rows
 CEILING = "ceiling"
 PLAIN = "all-to-all"  # NCCL's own all-to-all of as many rows in equal blocks, to compare nccl with
 ROW_ITEM_BYTES = 2  # bf16
 GPU_EXPERTS = 256
-# Enough to be past every cache, little enough that eight slabs fit a laptop.
+# Too large for caches, but small enough that eight slabs fit a laptop's memory.
 TARGET_BYTES_PER_RANK = 16 << 20
 MAX_TOKENS_PER_RANK = 1024
 
 
 def _option(default: Any, about: str, *, flag: str = "", choices: Iterable[str] = ()) -> Any:
-    """A field that is an option of `ep-runtime bench` too.
+    """Declares a field that is also an option of `ep-runtime bench`.
 
     Args:
-        default: of both; its type is that of the option, a tuple a list with commas.
-        about: its help.
-        flag: its name, if that is not the field's.
+        default: default of both; its type is the option's type, and a tuple is a list with commas.
+        about: help text.
+        flag: name of the option, if not the field's name.
         choices: allowed values.
     """
     return dataclasses.field(
@@ -66,13 +66,13 @@ class BenchOptions:
     """Arguments of one run.
 
     Attributes:
-        benches: of BENCHES.
-        transports: of TRANSPORTS; ratios compare with "xla" if it is there. With "nvlink" or
-            "nccl" the devices are GPUs.
-        stock: plain JAX is measured too, by `moe` and `train`.
+        benches: some of BENCHES.
+        transports: some of TRANSPORTS; ratios compare with "xla" if it is included. With "nvlink"
+            or "nccl" the devices are GPUs.
+        stock: whether `moe` and `train` also measure plain JAX.
         stock_layers: which of STOCK_LAYERS `moe` measures.
-        torch: PyTorch is measured too, by `moe` and `train`.
-        tokens_per_rank: on CPU; 0 chooses about TARGET_BYTES_PER_RANK of rows.
+        torch: whether `moe` and `train` also measure PyTorch.
+        tokens_per_rank: tokens of one rank on CPU; 0 chooses about TARGET_BYTES_PER_RANK of rows.
     """
 
     benches: tuple[str, ...] = ("dispatch", "combine")
@@ -162,7 +162,7 @@ class BenchOptions:
     network: float = _option(50.0, "GB/s that each GPU of `plan` sends to other nodes and receives")
 
     def checked(self) -> BenchOptions:
-        """Itself, or InvalidArgumentError naming the argument, what was wanted and what was got."""
+        """Returns itself; raises InvalidArgumentError with the wanted and the given value."""
         choices: dict[str, tuple[Sequence[str], Sequence[str]]] = {
             "BENCH": (self.benches, BENCHES),
             "--transports": (self.transports, TRANSPORTS),
@@ -227,7 +227,7 @@ class BenchOptions:
 
     @functools.cached_property
     def model(self) -> dict[str, Any] | None:
-        """The options in `config`, if it is given."""
+        """The options in the `config` file, if given."""
         return model_config.read(self.config) if self.config else None
 
     @property
@@ -308,7 +308,7 @@ class BenchOptions:
 
     @property
     def planned(self) -> bool:
-        """Whether `plan` computes figures of GPUs that need not be here."""
+        """Whether `plan` computes figures for GPUs that may not exist here."""
         return "plan" in self.benches
 
     @property
@@ -373,26 +373,26 @@ class BenchOptions:
         return ConnectSizes(*case, self.dtype, 128)
 
     def tokens_for(self, row_bytes: int) -> int:
-        """Tokens per rank for rows of this size."""
+        """Returns tokens per rank for rows of this size."""
         if self.tokens_per_rank:
             return self.tokens_per_rank
         fitting = TARGET_BYTES_PER_RANK // (self.top_k * row_bytes)
         return max(1, min(MAX_TOKENS_PER_RANK, fitting))
 
     def rows_for(self, row_bytes: int) -> int:
-        """Rows that all tokens of all ranks become."""
+        """Returns the number of rows of all tokens of all ranks."""
         return self.tokens_for(row_bytes) * self.devices * self.top_k
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
 
 
-# Fields of BenchOptions that are options of the command.
+# Fields of BenchOptions that are also options of the command.
 CHOSEN = tuple(field for field in dataclasses.fields(BenchOptions) if field.metadata)
 
 
 def flag(option: dataclasses.Field[Any]) -> str:
-    """The option's name on the command line."""
+    """Returns the option's name on the command line."""
     return "--" + str(option.metadata["flag"] or option.name).replace("_", "-")
 
 
@@ -408,7 +408,7 @@ class ConnectSizes:
     alignment: int
 
     def topk_idx(self, count: int) -> Any:
-        """Experts that go round, int32 [count, K]."""
+        """Returns experts in round-robin order, int32 [count, K]."""
         import numpy as np
 
         first = np.arange(count, dtype=np.int32)[:, None] * self.top_k
@@ -417,7 +417,7 @@ class ConnectSizes:
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-    """Seconds of every timed call of one subject (a transport or memcpy) of one op and row size."""
+    """Seconds of every timed call of one subject (a transport or memcpy), op and row size."""
 
     op: str
     subject: str
@@ -432,15 +432,15 @@ class DeviceSample:
     Attributes:
         op: "prepare", "dispatch", "combine", "pair" (both) or "clock" (one reading of it).
         subject: a transport, CEILING, PLAIN or "clock".
-        tokens: per rank.
-        routing: of ROUTINGS.
-        precision: combine_precision of the group, or "" without a group.
-        sms: as asked for.
-        blocks: that the kernel had; 0 if nobody says.
-        kernel_us: microseconds on the device, of the slowest rank, a reading of the clock included.
+        tokens: tokens per rank.
+        routing: one of ROUTINGS.
+        precision: the group's combine_precision, or "" without a group.
+        sms: requested SMs.
+        blocks: blocks of the kernel; 0 if unknown.
+        kernel_us: microseconds on the slowest rank's device, including one reading of the clock.
         step_s: seconds of one jitted call on the host, waited for.
         network_rows: rows that all ranks send between nodes in one dispatch; 0 if none are.
-        network_least: that would do: each row once per node that needs it.
+        network_least: the fewest rows needed: each row once per node that needs it.
     """
 
     op: str
@@ -461,11 +461,12 @@ class BenchReport:
     """One table.
 
     Attributes:
-        name: its key in JSON.
-        title: line above it.
-        columns: of its rows.
-        rows: by columns' keys.
-        explains: it says where another table's time goes: `--save` writes none of its rows.
+        name: key of the table in JSON.
+        title: line above the table.
+        columns: columns of its rows.
+        rows: values by the columns' keys.
+        explains: whether it only explains another table's times: `--save` then writes none of its
+            rows.
     """
 
     name: str

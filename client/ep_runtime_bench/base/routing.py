@@ -1,6 +1,6 @@
-"""Routings by name, and how many rows each sends between ranks.
+"""Routings by name, and the number of rows that each sends between ranks.
 
-NumPy only. Tokens are global, rank major: T of each of N ranks.
+NumPy only. Tokens are global, rank major: T tokens of each of N ranks.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ ROUTINGS = ("uniform", "zipf", "one")
 
 
 def topk_idx(routing: str, tokens: int, num_experts: int, top_k: int, *, seed: int = 0) -> Ints:
-    """Distinct experts of every token, int32 [tokens, K].
+    """Returns distinct experts of every token, int32 [tokens, K].
 
     Args:
-        routing: "uniform"; "zipf" (the n-th most wanted expert is wanted 1/n as often as the
-            first, and lies on any rank); "one" (every token to the first K experts, which are
-            rank 0's where a rank has K).
-        tokens: of all ranks.
+        routing: "uniform"; "zipf" (the n-th most popular expert is chosen 1/n as often as the
+            first, and is on a random rank); "one" (every token chooses the first K experts, which
+            are on rank 0 if a rank has K).
+        tokens: number of tokens of all ranks.
     """
     if routing == "one":
         return np.tile(np.arange(top_k, dtype=np.int32), (tokens, 1))
@@ -32,7 +32,7 @@ def topk_idx(routing: str, tokens: int, num_experts: int, top_k: int, *, seed: i
 
 
 def share_of(routing: str, num_experts: int, top_k: int, rng: np.random.Generator) -> Floats:
-    """By how much each expert is wanted, [E]."""
+    """Returns each expert's popularity, [E]."""
     if routing == "one":
         return (np.arange(num_experts) < top_k).astype(float)
     if routing == "zipf":
@@ -41,7 +41,7 @@ def share_of(routing: str, num_experts: int, top_k: int, rng: np.random.Generato
 
 
 def logits(rng: np.random.Generator, share: Floats, tokens: int) -> Floats:
-    """Logits f32 [tokens, E], whose K largest are K draws by share without putting back."""
+    """Returns logits f32 [tokens, E] whose K largest are K draws by `share`, all distinct."""
     noise = rng.gumbel(size=(tokens, len(share))).astype(np.float32)
     with np.errstate(divide="ignore"):
         noise += np.log(share).astype(np.float32)
@@ -49,7 +49,7 @@ def logits(rng: np.random.Generator, share: Floats, tokens: int) -> Floats:
 
 
 def drawn(rng: np.random.Generator, share: Floats, tokens: int, top_k: int) -> Ints:
-    """Distinct experts of every token, int32 [tokens, K], wanted by `share` [E]."""
+    """Draws distinct experts of every token, int32 [tokens, K], with popularity `share` [E]."""
     keys = logits(rng, share, tokens)
     picked = np.argpartition(-keys, top_k - 1, axis=1)[:, :top_k]
     return picked.astype(np.int32)
@@ -60,7 +60,7 @@ class Traffic(NamedTuple):
 
     Attributes:
         rows: [N, N] token rows from source (dim 0) to rank (dim 1), each token once per rank.
-        slots: (token, slot) rows of all ranks.
+        slots: number of (token, slot) rows of all ranks.
     """
 
     rows: Ints
@@ -68,7 +68,7 @@ class Traffic(NamedTuple):
 
     @property
     def remote_rows_per_rank(self) -> float:
-        """Rows that cross a link, per rank: the mean over ranks of what each sends."""
+        """Rows that cross a link, per rank: the mean over the senders."""
         return float(self.rows.sum() - np.trace(self.rows)) / len(self.rows)
 
     @property
@@ -79,7 +79,7 @@ class Traffic(NamedTuple):
 
 
 def _distinct(idx: Ints, ranks: int, num_experts: int) -> npt.NDArray[np.bool_]:
-    """[tokens, N]: the token has a row on that rank."""
+    """Returns which tokens have a row on which rank, [tokens, N]."""
     has = np.zeros((len(idx), ranks), bool)
     to = idx // (num_experts // ranks)
     np.put_along_axis(has, to.astype(np.int64), True, axis=1)
@@ -101,8 +101,9 @@ def destinations(idx: Ints, ranks: int, num_experts: int) -> tuple[Ints, Ints]:
     """Returns the target of each token's copies for the ceiling probe: one per rank that needs it.
 
     Returns:
-        dst_rank and dst_row, int32 [tokens, N]: the rank or -1, and the row there among those of
-        the same source. The ranks go round from the source on, so that none is everybody's first.
+        dst_rank and dst_row, int32 [tokens, N]: the rank or -1, and the row there among the same
+        source's rows. Each source starts with the next rank, so that no rank is the first of all
+        sources.
     """
     has = _distinct(idx, ranks, num_experts).reshape(ranks, -1, ranks)
     row = np.cumsum(has, axis=1) - 1

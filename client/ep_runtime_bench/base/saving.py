@@ -1,4 +1,4 @@
-"""Files of `bench --save DIR`: one for each row of a table, with all that a reader needs of it."""
+"""Writes files for `bench --save DIR`: one per row of a table, with all that a reader needs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ep_runtime_client.cli import render
 from ep_runtime_client.cli.machine import nvml
 
 GIT_TIMEOUT_S = 10.0
-# Packages that install each; the first installed one counts.
+# Packages that install each component; the first installed one is used.
 _PACKAGES = {
     "jax": ("jax",),
     "jaxlib": ("jaxlib",),
@@ -67,7 +67,7 @@ class Saving:
 
 
 def _command() -> str:
-    """The command as it was typed, without --save."""
+    """Returns the command as typed, without --save."""
     words = ["ep-runtime", *sys.argv[1:]]
     if "--save" in words:
         place = words.index("--save")
@@ -90,7 +90,7 @@ def _versions(torch: bool) -> dict[str, str]:
 
 
 def _commit() -> str:
-    """The commit of the checkout that this package runs in; "" if it runs in none."""
+    """Returns the commit of this package's checkout; "" if there is none."""
     root = Path(ep_runtime.__file__).parent.parent
     command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12"]
     if not (root / ".git").exists():

@@ -1,4 +1,4 @@
-"""Speeds of a step: tokens/s, TFLOP/s of a GPU, and its share of what the card can. No JAX."""
+"""Speeds of a step: tokens/s, TFLOP/s of a GPU, and its share of the card's peak. No JAX."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from ep_runtime_client.cli.machine import nvml
 from ep_runtime_client.cli.tables import Column
 
-# TFLOP/s of dense 16-bit products, from data sheets, by NVML's names.
+# TFLOP/s of dense 16-bit matmuls from data sheets, by NVML's names.
 PEAKS = {
     "NVIDIA A100-SXM4-40GB": 312,
     "NVIDIA A100-SXM4-80GB": 312,
@@ -28,21 +28,21 @@ COLUMNS = (
 
 @functools.cache
 def gpu_name() -> str:
-    """The name of the machine's first GPU; "" if NVML finds none."""
+    """Returns the name of the machine's first GPU; "" if NVML finds none."""
     return next((gpu.name for gpu in nvml.probe().gpus), "")
 
 
 def speeds(
     step_s: float, tokens: int, flops: float, joules: float | None, gpu: str
 ) -> dict[str, Any]:
-    """Values of COLUMNS.
+    """Returns the values for COLUMNS.
 
     Args:
         step_s: seconds of a step.
-        tokens: of a step, on all devices.
-        flops: of a step, of one device.
-        joules: of a step, on all devices; None if no counter says.
-        gpu: its name; MFU is None if PEAKS has no such name.
+        tokens: tokens of a step, on all devices.
+        flops: FLOPs of a step, on one device.
+        joules: joules of a step, on all devices; None without a counter.
+        gpu: name of the GPU; MFU is None if PEAKS lacks it.
     """
     peak = PEAKS.get(gpu)
     return {

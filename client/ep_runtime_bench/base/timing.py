@@ -1,4 +1,4 @@
-"""How every bench measures: warm-up first, subjects in turn, medians."""
+"""The method of every bench: a warm-up first, subjects in turns, medians."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ def in_turn(
     repeats: int,
     before: Callable[[], object] | None = None,
 ) -> dict[str, list[float]]:
-    """Seconds of every call of every subject.
+    """Returns the seconds of every call of every subject.
 
-    Subjects take turns, so that a machine which slows down half-way slows all of them.
+    Subjects take turns, so that a machine that slows down affects all of them.
 
     Args:
-        subjects: name -> what to time; returns when the work is done.
-        warmup: untimed calls of each.
-        repeats: timed calls of each.
-        before: called ahead of every timed call, untimed.
+        subjects: name -> a function to time; it returns when the work is done.
+        warmup: untimed calls of each subject.
+        repeats: timed calls of each subject.
+        before: called untimed before every timed call.
     """
     for subject in subjects.values():
         for _ in range(warmup):
@@ -39,6 +39,6 @@ def in_turn(
 
 
 def quantile(seconds: Sequence[float], share: float) -> float:
-    """The smallest sample that `share` of the samples do not exceed."""
+    """Returns the smallest sample that `share` of the samples do not exceed."""
     ordered = sorted(seconds)
     return ordered[max(0, math.ceil(share * len(ordered)) - 1)]

@@ -1,6 +1,6 @@
 """Processes of PyTorch, one for each device, that measure one order together.
 
-Ours live in one process; trainers of PyTorch have one for each GPU, under torch.distributed.
+Our devices share one process; PyTorch trainers have one process per GPU, under torch.distributed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ep_runtime_bench.base import clients, energy
 
 @dataclasses.dataclass(frozen=True)
 class Rank:
-    """This process among those of its job."""
+    """This process and its device in the job."""
 
     index: int
     count: int
@@ -34,8 +34,8 @@ class Rank:
         return str(self.device.type) == "cuda"
 
     def compiled(self, function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-        """Compiles by torch.compile; returns the function itself on CPU, where compiling takes a
-        minute."""
+        """Compiles with torch.compile; on CPU returns the function itself, because compilation
+        takes a minute."""
         return torch.compile(function, **options) if self.on_gpu else function
 
     def wait(self) -> None:
@@ -44,7 +44,7 @@ class Rank:
             torch.cuda.synchronize()
 
     def timed(self, step: Callable[[], object], steps: int) -> float:
-        """Seconds of a step of `steps` that follow each other, of the slowest rank."""
+        """Returns the slowest rank's seconds of a step, averaged over `steps` of them."""
         dist.barrier()
         self.wait()
         started = time.perf_counter()
@@ -54,12 +54,12 @@ class Rank:
         return self.largest((time.perf_counter() - started) / steps)
 
     def joules(self, step: Callable[[], object], step_s: float) -> float | None:
-        """Joules that all GPUs use in a step."""
+        """Returns the joules that all GPUs use in a step."""
         devices = self.count if self.on_gpu else 0
         return energy.joules_per_step(devices, lambda steps: self.timed(step, steps), step_s)
 
     def largest(self, value: float) -> float:
-        """The largest `value` of any rank."""
+        """Returns the largest `value` of all ranks."""
         found = torch.tensor([value], dtype=torch.float64, device=self.device)
         dist.all_reduce(found, op=dist.ReduceOp.MAX)
         return float(found)
@@ -75,8 +75,8 @@ def main(measure: Callable[[Rank, Any], Any], order: Any) -> int:
     """Starts a rank for each device and writes the results of the first one.
 
     Args:
-        measure: of a module, since processes are started afresh; returns a dataclass.
-        order: its `devices` and `platform` say which ranks there are.
+        measure: a function of a module, because new processes import it; returns a dataclass.
+        order: the order; its `devices` and `platform` decide the ranks.
     """
     clients.tell(clients.READY)
     clients.tell(clients.COMPILED)  # ranks compile as they go
@@ -109,5 +109,5 @@ def _rank(index: int, measure: Callable[[Rank, Any], Any], order: Any, folder: s
 
 
 def median_round(rank: Rank, step: Callable[[], object], rounds: int, steps: int) -> float:
-    """The median of so many rounds of `timed`."""
+    """Returns the median of `rounds` results of `timed`."""
     return median([rank.timed(step, steps) for _ in range(rounds)])

@@ -12,10 +12,10 @@ from typing import Any
 from ep_runtime_bench.base.moe_cases import Case, Order, Profile
 
 FIRST = 8  # steps that report losses, before the timed steps
-ROUND = 6  # steps that follow each other, timed together
-# Values saved for backward: all, those of `ep.remat_policy()`, or only those of these names.
+ROUND = 6  # consecutive steps, timed together
+# Values saved for backward: all, the default of `ep.remat_policy()`, or only the named ones.
 REMATS = ("none", "default", "plan", "rows")
-# Experts of tokens: chosen by the initial router, or drawn beforehand.
+# How tokens get experts: from the initial router, or drawn beforehand.
 ROUTINGS = ("router", "uniform", "zipf", "double")
 
 
@@ -24,16 +24,16 @@ class Model:
     """A decoder with an MoE block in every layer; its experts are gated.
 
     Attributes:
-        layers: scanned.
+        layers: number of layers, which a scan runs.
         hidden: H.
-        heads: of the attention.
+        heads: attention heads.
         inner: M of an expert.
         num_experts: E.
         top_k: K.
         sequence: S.
-        batch: sequences of one device.
-        vocabulary: rows of the embedding, which is the head too.
-        beside: a mesh axis of two devices beside ep, "fsdp" or "tp"; "" for ep alone.
+        batch: sequences per device.
+        vocabulary: rows of the embedding, which is also the head.
+        beside: a mesh axis of two devices in addition to ep, "fsdp" or "tp"; "" for ep alone.
     """
 
     layers: int
@@ -69,7 +69,7 @@ MODELS: dict[str, Model] = {
     "deepseek-like": Model(2, 7168, 56, 2048, 64, 8, 2048, 2, 32_000),
     "fsdp-ep": dataclasses.replace(_SMALL, beside="fsdp"),
     "ep-tp": dataclasses.replace(_SMALL, beside="tp"),
-    # One rank's share in a group of four, for one GPU: its experts, and as many rows.
+    # One rank's share of a group of four, for one GPU: its experts, and as many rows.
     "8-layers-quarter": dataclasses.replace(_SMALL, num_experts=_SMALL.num_experts // 4),
 }
 # Small enough for a laptop.
@@ -84,7 +84,7 @@ CPU_MODELS: dict[str, Model] = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainOrder(Order):
-    """One model; `remat` is of REMATS, `routing` of ROUTINGS."""
+    """An order for one model; `remat` is one of REMATS, `routing` one of ROUTINGS."""
 
     model: Model
     remat: str = REMATS[0]
@@ -100,7 +100,7 @@ class TrainOrder(Order):
 
     @property
     def axes(self) -> dict[str, int]:
-        """The mesh: ep last but for tp."""
+        """Returns the mesh axes: ep is the last, or before tp."""
         if not self.model.beside:
             return {"ep": self.devices}
         sizes = {self.model.beside: 2, "ep": self.devices // 2}
@@ -116,13 +116,13 @@ class Trained:
     """Results of one process.
 
     Attributes:
-        step_s: seconds of a step, one figure for each round of steps that follow each other.
-        losses: of the first steps.
-        peak_bytes: most that the fullest device held, None if it does not say.
-        window_bytes: of staging per rank, which no allocator of XLA counts.
-        planned_bytes: operands, results and temporaries of the program, of one device.
-        profile: where a step's time goes.
-        joules: that all devices draw in a step, None if no counter says.
+        step_s: seconds of a step, one value per round of consecutive steps.
+        losses: losses of the first steps.
+        peak_bytes: the most bytes that the fullest device held; None if unknown.
+        window_bytes: bytes of windows per rank, which XLA's allocators do not count.
+        planned_bytes: bytes of the program's operands, results and temporaries on one device.
+        profile: the kernels of a step.
+        joules: joules that all devices use in a step; None without a counter.
     """
 
     step_s: Sequence[float]

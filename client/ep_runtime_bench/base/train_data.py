@@ -1,4 +1,4 @@
-"""Data of `bench train`: words, and chosen experts if no router chooses. Imports no JAX."""
+"""Data of `bench train`: words, and experts if no router chooses them. Imports no JAX."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ BATCHES = 4  # used again in the same order
 
 
 def batches(model: Model, groups: int) -> list[Any]:
-    """int32 [sequences, S + 1] of a few words, so that something can be learnt."""
+    """Returns batches int32 [sequences, S + 1] of few words, so that a model can learn."""
     rng, shape = np.random.default_rng(0), (groups * model.batch, model.sequence + 1)
     words = min(256, model.vocabulary)
     return [rng.integers(0, words, shape).astype(np.int32) for _ in range(BATCHES)]
@@ -22,11 +22,11 @@ def batches(model: Model, groups: int) -> list[Any]:
 def expert_ids(model: Model, name: str, ranks: int, groups: int) -> Any:
     """Returns experts int32 [sequences, S, K] of that routing; None if the router chooses them.
 
-    "double": the experts of the first rank get twice their even share, which is at most all.
+    "double": the first rank's experts get twice their even share of the slots.
 
     Args:
-        ranks: of the EP group.
-        groups: devices that have tokens of their own.
+        ranks: number of ranks of the EP group.
+        groups: number of devices with different tokens.
     """
     if name == "router":
         return None

@@ -1,1 +1,1 @@
-"""`moe`: the whole layer, forward and backward, beside stock JAX, each in a fresh process."""
+"""`moe`: the whole layer, forward and backward, compared with stock JAX, in fresh processes."""

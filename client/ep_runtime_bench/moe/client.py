@@ -1,8 +1,8 @@
 """`python -m ep_runtime_bench.moe.client`: one MoE layer by one subject, in a fresh process.
 
 Peaks of memory cover a process's whole life, so each subject and case has its own process. It
-prints "ready" once JAX is up, "compiled" after compiling, and last its measurements. It waits for
-a line before it goes on, so that starting the next process disturbs no measurement.
+prints "ready" when JAX is up, "compiled" after compiling, and finally its measurements. After each
+stage it waits for a line, so that the next process's start does not disturb a measurement.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from ep_runtime_client.ops.quantize.formats import recipes
 
 WARMUP = 2
 NUM_MASTERS = 4  # x, router, wi and wo have gradients
-ENOUGH_S = 0.5  # of each way to time: slow subjects need no more samples
+ENOUGH_S = 0.5  # per method of timing: slow subjects need no more samples
 MOST_WARM = 50  # warm-up steps before the profile
 
 Clock = Callable[[], float]
@@ -58,10 +58,10 @@ Loss = Callable[..., jax.Array]
 
 
 def measure(order: LayerOrder, told: Callable[[str], object], clock: Clock) -> Measured:
-    """Builds, compiles and measures the subject; `told(stage)` returns when it may go on."""
+    """Builds, compiles and measures the subject; `told(stage)` returns when it may continue."""
     with ExitStack() as opened:
         session = None
-        if not order.is_stock:  # before JAX starts, where it can still choose XLA's threads
+        if not order.is_stock:  # before JAX starts, so that connect can choose XLA's threads
             session = opened.enter_context(ep.connect(order.address))
         start_jax(order.devices, Member(), order.platform)
         mesh = Mesh(np.array(jax.devices(order.platform)[: order.devices]), (AXIS,))
@@ -88,7 +88,7 @@ def measure(order: LayerOrder, told: Callable[[str], object], clock: Clock) -> M
         dropped = int(jax.jit(functools.partial(_run, order, layer))(*operands)[2].dropped)
         program, warm = programs[""], round(ENOUGH_S / steps[-1].enqueued_s)
         profile = profiled(program, lambda: program(*operands), min(MOST_WARM, warm))
-        group.check()  # a call that failed is over at once: its time would look good
+        group.check()  # a failed call ends at once, so its time would look good
         windows = 0 if order.subject == "xla" else estimate.staging_bytes(group.spec)
         recipe = recipe_of(order.recipe)
         estimated = estimated_bytes(order, order.case, mesh, recipe)
@@ -96,7 +96,7 @@ def measure(order: LayerOrder, told: Callable[[str], object], clock: Clock) -> M
 
 
 def make_operands(order: LayerOrder, mesh: Mesh) -> Operands:
-    """x [N * T, H], router [H, E], wi [E, H, 2M] or ours [E, H, 2, M], wo [E, M, H]."""
+    """Makes x [N * T, H], router [H, E], wi [E, H, 2M] (ours [E, H, 2, M]) and wo [E, M, H]."""
     case, spread = order.case, NamedSharding(mesh, PartitionSpec(AXIS))
     whole = NamedSharding(mesh, PartitionSpec())
     inner = (2 * case.inner,) if order.is_stock else (2, case.inner)
@@ -115,7 +115,7 @@ def make_operands(order: LayerOrder, mesh: Mesh) -> Operands:
 
 
 def _values(seed: int, shape: tuple[int, ...], fan_in: int, dtype: str) -> jax.Array:
-    """Uniform values of variance 1 / fan_in, by a hash of each place: made without copies."""
+    """Makes uniform values of variance 1 / fan_in by hashing each index, without copies."""
     bits = jnp.full(shape, seed * 0x9E3779B9 & 0xFFFFFFFF, jnp.uint32)
     stride = 1
     for dim in reversed(range(len(shape))):
@@ -128,14 +128,14 @@ def _values(seed: int, shape: tuple[int, ...], fan_in: int, dtype: str) -> jax.A
 
 
 def _bytes_here(array: jax.Array) -> int:
-    """Bytes of the array on one device."""
+    """Returns the bytes of the array on one device."""
     return int(array.addressable_shards[0].data.nbytes)
 
 
 def _quantized(order: LayerOrder, layer: Any, operands: Operands) -> Any:
-    """The experts' weights as the recipe's products take them."""
+    """Quantizes the experts' weights as the recipe's matmuls read them."""
     recipe = recipe_of(order.recipe)
-    assert recipe is not None  # others quantize nothing
+    assert recipe is not None  # no other order quantizes weights once
 
     def quantize(*arrays: jax.Array) -> Any:
         return ep.quantize_params(ep.MoEParams(*arrays), recipe, layer=layer, weights_only=True)
@@ -159,7 +159,7 @@ def _run(order: LayerOrder, layer: Any, *operands: Any) -> Any:
 
 
 def activation_of(config: Mapping[str, Any]) -> str | Callable[..., jax.Array]:
-    """The activation of a model's experts, clamped as gpt-oss and DeepSeek-V4 do."""
+    """Returns the activation of a model's experts, clamped if its config has swiglu_limit."""
     name, limit = model_config.activation_of(config), config.get("swiglu_limit")
     if limit is None:
         return name
@@ -175,7 +175,7 @@ def activation_of(config: Mapping[str, Any]) -> str | Callable[..., jax.Array]:
 
 
 def recipe_of(name: str) -> recipes.Recipe | None:
-    """The one of that name in RECIPES."""
+    """Returns the recipe with that name in RECIPES."""
     makers: dict[str, Callable[[], recipes.Recipe]] = {
         "bf16": recipes.BF16,
         "fp8": recipes.TensorScaling,
@@ -194,7 +194,7 @@ def _losses(order: LayerOrder, mesh: Mesh, layer: Any) -> dict[str, Loss]:
         return {"": _loss(jax.shard_map(body, mesh=mesh, check_vma=False, **settings))}
 
     def block(*operands: Any) -> jax.Array:
-        # Nothing returns the stats, so XLA computes none.
+        # The stats are not returned, so XLA does not compute them.
         return _run(order, layer, *operands)[0]
 
     return {REMAT: _loss(jax.checkpoint(block, policy=ep.remat_policy())), "": _loss(block)}
@@ -205,7 +205,7 @@ def _loss(block: Callable[..., jax.Array]) -> Loss:
 
 
 def _compiled(loss: Loss, operands: Operands) -> Any:
-    """The loss and its gradient in x, router, wi and wo, compiled."""
+    """Compiles the loss and its gradient in x, router, wi and wo."""
     step = jax.value_and_grad(loss, argnums=tuple(range(NUM_MASTERS)))
     return jax.jit(step).lower(*operands).compile()
 
@@ -215,8 +215,8 @@ def _peaks(
 ) -> dict[str, int | None]:
     """Returns by variant the most bytes that the fullest device held in the program's first steps.
 
-    The program that needs least is first: a process's peak never falls. It also counts steps that
-    are enqueued later, several of which hold their results at once.
+    The program with the lowest need runs first, because a process's peak never falls. Measured
+    before steps are enqueued, because several of these hold their results at once.
     """
     found = {}
     for name, program in sorted(programs.items(), key=lambda each: planned_bytes(each[1])):
@@ -262,7 +262,7 @@ def _timed(
 
 
 def _until_enough(run: Callable[[], float], most: int, clock: Clock) -> list[float]:
-    """Runs up to `most` times, at least once, within about ENOUGH_S."""
+    """Calls `run` up to `most` times, at least once, within about ENOUGH_S; returns its results."""
     ends = clock() + ENOUGH_S
     found = [run()]
     while len(found) < most and clock() < ends:

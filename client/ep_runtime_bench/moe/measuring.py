@@ -1,4 +1,4 @@
-"""Group, memory and profile, for the processes of `bench moe` and `bench train`."""
+"""Creates groups, reads memory and profiles, for the processes of `bench moe` and `bench train`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ep_runtime_client.sessions.session import Session
 
 
 def create_group(order: Order, case: Case, mesh: Mesh, session: Session) -> Group:
-    """The group of one layer's sizes; an axis fsdp of the mesh shards tokens too."""
+    """Creates a group for one layer's sizes; a mesh axis fsdp also shards tokens."""
     return session.create_group("bench", mesh, **_group_arguments(order, case, mesh))
 
 
@@ -40,7 +40,7 @@ def _group_arguments(order: Order, case: Case, mesh: Mesh) -> dict[str, Any]:
 
 
 def estimated_bytes(order: Order, case: Case, mesh: Mesh, recipe: Any) -> int:
-    """Bytes of group and layer on one rank, by `estimate_memory`."""
+    """Returns the bytes of group and layer on one rank by `estimate_memory`."""
     found = estimate.estimate_memory(
         "bench",
         mesh,
@@ -55,14 +55,14 @@ def estimated_bytes(order: Order, case: Case, mesh: Mesh, recipe: Any) -> int:
 
 
 def peak_bytes(platform: str, count: int) -> int | None:
-    """Returns the most bytes that any of the first devices held so far; None if they do not say."""
+    """Returns the most bytes that any of the first devices held so far; None if unknown."""
     stats = [device.memory_stats() or {} for device in jax.devices(platform)[:count]]
     peaks = [int(each["peak_bytes_in_use"]) for each in stats if "peak_bytes_in_use" in each]
     return max(peaks, default=None)
 
 
 def planned_bytes(program: Any) -> int:
-    """Operands, results and temporaries of a compiled program, of one device."""
+    """Returns bytes of a compiled program's operands, results and temporaries on one device."""
     plan = program.memory_analysis()
     parts = (plan.argument_size_in_bytes, plan.output_size_in_bytes, plan.temp_size_in_bytes)
     return int(sum(parts) - plan.alias_size_in_bytes)
@@ -72,11 +72,11 @@ def profiled(program: Any, enqueue: Callable[[], object], warm: int) -> Profile:
     """Profiles a step; the profile is empty if this machine does not allow profiling.
 
     Args:
-        program: compiled.
-        enqueue: starts one step of it.
-        warm: steps on GPUs whose profile does not count.
+        program: the compiled program.
+        enqueue: starts one step of the program.
+        warm: number of steps on GPUs before the profile.
     """
-    # On CPU the threads of a step are not in the order of the steps.
+    # On CPU the events of threads are not in the order of steps.
     warm = warm if jax.default_backend() == "gpu" else 0
     try:
         return trace.profile(program.as_text(), enqueue, warm=warm)

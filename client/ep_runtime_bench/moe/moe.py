@@ -1,16 +1,16 @@
-"""The whole MoE layer, forward and backward, beside stock JAX: time, memory, kernels.
+"""The whole MoE layer, forward and backward, compared with stock JAX: time, memory, kernels.
 
-A step is the sum of squares of the layer's result and its gradient in tokens, router and experts,
-in one process with all devices. "step" is one jitted step that the host waits for; "enqueued" one
-of many launched one after another, divided by their number. "stock padded" drops tokens past 1.25
-times an expert's even share, "stock dropless" drops none. "torch" is PyTorch, a process for each
-device, and drops none. Ours has room for any routing, or with a
-capacity factor that much of a rank's even share, and DROPPED tells what found no row. OF PLAIN is
-the time of a recipe over that of the same layer without one; with "weights once" they are quantized
-before the step that is timed, as for all layers of a model at once. Memory is the peak of the
-fullest device with our windows; every subject and case is measured in a fresh process. LAYER is
-memory without operands and their gradients (where a device does not report its peak, by the plan
-of the compiled step), and ESTIMATE is `estimate_memory`'s word for it.
+A step computes the sum of squares of the layer's result and its gradient in tokens, router and
+experts, in one process with all devices. "step" is one jitted step that the host waits for;
+"enqueued" is the mean of many that were launched without waiting. "stock padded" drops tokens past
+1.25 times an expert's even share, "stock dropless" drops none. "torch" is PyTorch, a process per
+device, and drops none. Ours has room for any routing, or with a capacity factor for that multiple
+of a rank's even share; DROPPED counts slots without a row. OF PLAIN is the time with a recipe over
+the time without one; with "weights once" the weights are quantized before the timed step, as for
+all layers of a model at once. Memory is the peak of the fullest device plus our windows; every
+subject and case is measured in a fresh process. LAYER is memory without operands and their
+gradients (if a device does not report its peak, by the plan of the compiled step), and ESTIMATE is
+`estimate_memory`'s result for it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from ep_runtime_client.cli import render
 from ep_runtime_client.cli.tables import Column
 
 CLIENT_TIMEOUT_S = 120.0
-SHOWN = 0.01  # share of a step; shorter kernels are summed up
+SHOWN = 0.01  # share of a step; shorter kernels are shown as a sum
 COLUMNS = (
     Column("case", "CASE"),
     Column("subject", "SUBJECT"),
@@ -77,12 +77,12 @@ Found = Mapping[tuple[str, str], Measured]  # by case and subject
 
 
 def run(options: BenchOptions) -> Iterator[list[BenchReport]]:
-    """Measures every case by every subject, ours first: all that is known after each of them.
+    """Measures every case with every subject, ours first; yields all results after each of them.
 
-    Where a step's time goes is written to standard error as soon as it is known.
+    Writes the kernel times of a subject to standard error as soon as they are known.
 
     Raises:
-        RuntimeError: a process of ours failed; one of stock JAX is only said.
+        RuntimeError: a process of ours failed; a failure of stock JAX is only reported.
     """
     found: dict[tuple[str, str], Measured] = {}
     with clients.warm_daemon() as address:
@@ -123,7 +123,7 @@ def orders(options: BenchOptions, address: str) -> list[LayerOrder]:
 
 
 def make_rows(options: BenchOptions, found: Found) -> list[dict[str, Any]]:
-    """The table: a case's subjects together, ours first."""
+    """Makes the table's rows: a case's subjects together, ours first."""
     known = list(dict.fromkeys(case for case, _ in found))
     return [row for case in known for row in _case_rows(options, found, case)]
 
@@ -136,7 +136,7 @@ def _case_rows(options: BenchOptions, found: Found, case: str) -> Iterator[dict[
         order = known[subject]
         alike = dataclasses.replace(order, recipe=RECIPES[0], quantized=QUANTIZED[0])
         plain = subjects.get(alike.label)
-        for step in reversed(measured.steps):  # without remat first
+        for step in reversed(measured.steps):  # the last step is the one without remat
             p50 = median(step.step_s)
             memory = None
             if step.peak_bytes is not None:
@@ -166,13 +166,13 @@ def _case_rows(options: BenchOptions, found: Found, case: str) -> Iterator[dict[
 
 
 def _layer_bytes(measured: Measured, step: Step) -> int:
-    """Bytes that a step takes beside operands and their gradients."""
+    """Returns the bytes of a step without operands and their gradients."""
     whole = step.planned_bytes if step.peak_bytes is None else step.peak_bytes
     return whole + measured.window_bytes - measured.given_bytes
 
 
 def _to_plain(order: LayerOrder, step: Step, plain: Measured | None) -> float | None:
-    """Returns a recipe's enqueued time over that without a recipe; None if either is missing."""
+    """Returns a recipe's enqueued time over the one without a recipe; None if one is missing."""
     if plain is None or order.recipe == RECIPES[0]:
         return None
     like = next(each for each in plain.steps if each.variant == step.variant)
@@ -193,7 +193,7 @@ def _ratios(step: Step, memory: int | None, beside: Mapping[str, Step]) -> dict[
 
 
 def kernel_lines(found: Found) -> Iterator[str]:
-    """`kernel_rows` as lines of text."""
+    """Returns `kernel_rows` as lines of text."""
     for row in kernel_rows(found):
         name = f"{row['part']}  {row['kernel']}".strip()
         yield (
@@ -210,7 +210,7 @@ def kernel_rows(found: Found) -> Iterator[dict[str, Any]]:
 def kernel_rows_of(profiles: Mapping[tuple[str, str], Profile]) -> Iterator[dict[str, Any]]:
     """Yields each profile's kernels that take more than SHOWN of a step, the rest, and idle time.
 
-    Copies and fills count as kernels. Those that run at the same time can sum to more than a step.
+    Copies and fills count as kernels. Kernels that run concurrently can sum to more than a step.
     """
     for (case, subject), profile in profiles.items():
         kernels, step_s = profile.kernels, profile.step_s

@@ -1,8 +1,8 @@
 """The MoE layer in stock JAX, as a user without this package writes it.
 
-Both take one device's tokens under manual axes: x [T, H], router [H, E], wi [L, H, 2M] and
-wo [L, M, H] of the experts that live here. "padded" gives every expert of every source room for
-`CAPACITY_FACTOR` times its even share and drops what does not fit; one all_to_all each way and
+Both layers take one device's tokens under manual axes: x [T, H], router [H, E], and wi [L, H, 2M]
+and wo [L, M, H] of this device's experts. "padded" gives every expert room for `CAPACITY_FACTOR`
+times its even share from every source and drops the excess; it uses one all_to_all each way and
 batched matmuls. "dropless" sorts by expert and uses ragged_all_to_all and ragged_dot, in buffers
 for `ROOM` times a rank's even share. XLA on CPU has no ragged_all_to_all.
 """
@@ -27,14 +27,14 @@ Layer = Callable[..., jax.Array]
 
 
 def make_layer(subject: str, case: Case) -> Layer:
-    """f(x, router, wi, wo) -> y [T, H] of PADDED or DROPLESS; PADDED also takes experts [T, K]."""
+    """Returns f(x, router, wi, wo) -> y [T, H]; PADDED's also takes experts [T, K]."""
     return _padded(case) if subject == PADDED else _dropless(case)
 
 
 def routed(
     x: jax.Array, router: jax.Array, top_k: int, experts: jax.Array | None = None
 ) -> tuple[jax.Array, jax.Array]:
-    """Experts [T, K], those given or the router's, and their weights, which sum to 1."""
+    """Returns experts [T, K], the given or the router's, and their weights, which sum to 1."""
     shares = jax.nn.softmax((x @ router).astype(jnp.float32), axis=-1)
     if experts is None:
         experts = lax.top_k(shares, top_k)[1]
@@ -48,12 +48,12 @@ def _gated(hidden: jax.Array) -> jax.Array:
 
 
 def _summed(rows: jax.Array, weights: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """rows [T, K, H] times weights [T, K], summed over K."""
+    """Sums rows [T, K, H] times weights [T, K] over K."""
     return (rows.astype(jnp.float32) * weights[..., None]).sum(1).astype(dtype)
 
 
 def _sorted_places(experts: jax.Array, num_experts: int) -> tuple[jax.Array, jax.Array]:
-    """(order, place): slots sorted by expert, and each sorted slot's place among its expert's."""
+    """Returns (order, place): slots sorted by expert, and each slot's index among its expert's."""
     flat = experts.reshape(-1)
     order = jnp.argsort(flat, stable=True)
     counts = jnp.bincount(flat, length=num_experts)
@@ -117,7 +117,8 @@ def _dropless(case: Case) -> Layer:
 def _local_groups(
     experts: jax.Array, num_experts: int, local: int, room: int
 ) -> tuple[jax.Array, jax.Array]:
-    """Rows of each local expert [L], and the order that sorts received rows by expert [room].
+    """Returns rows of each local expert [L], and the order that sorts received rows by expert
+    [room].
 
     Rows arrive by source, and by expert within a source.
     """
@@ -131,10 +132,10 @@ def _local_groups(
 
 
 def _planner(num_experts: int) -> Callable[[jax.Array], dict[str, jax.Array]]:
-    """A function of idx [T, K] -> what dispatch and combine need to know of it.
+    """Returns a function of idx [T, K] -> the sizes and offsets for dispatch and combine.
 
-    Needs manual axes. order [T * K] sorts the slots by expert; the others [N] are rows to and from
-    each rank, and where they start here and there.
+    Needs manual axes. order [T * K] sorts the slots by expert; the other arrays [N] are rows to and
+    from each rank, and their offsets here and there.
     """
 
     def plan(idx: jax.Array) -> dict[str, jax.Array]:

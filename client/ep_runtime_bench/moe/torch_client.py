@@ -1,7 +1,8 @@
 """`python -m ep_runtime_bench.moe.torch_client`: the MoE layer as PyTorch trainers write it.
 
-Tokens are sorted by expert and go by `all_to_all_single`, whose sizes the host reads; experts are
-`torch._grouped_mm`; activation and combine go through torch.compile. No DeepEP. It drops nothing.
+Tokens are sorted by expert and sent by `all_to_all_single`, whose sizes the host reads; experts use
+`torch._grouped_mm`; activation and combine are compiled by torch.compile. No DeepEP. It drops
+nothing.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ Layer = Callable[..., Tensor]
 
 
 class _Exchange(torch.autograd.Function):  # type: ignore[misc]
-    """Rows to the other ranks, their gradients back."""
+    """Sends rows to the other ranks, and their gradients back."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
@@ -40,12 +41,12 @@ class _Exchange(torch.autograd.Function):  # type: ignore[misc]
 
 
 class _Plan(NamedTuple):
-    """How rows are exchanged: sizes by rank, and the order of received rows by expert."""
+    """The exchange of rows: sizes by rank, and the order of received rows by expert."""
 
     sent: list[int]
     received: list[int]
-    by_expert: Tensor  # [rows]: which received row is next
-    place: Tensor  # [rows]: its inverse
+    by_expert: Tensor  # [rows] index of the next received row
+    place: Tensor  # [rows] the inverse of by_expert
     ends: Tensor  # int32 [L]: where each local expert's rows end
 
 
@@ -55,7 +56,7 @@ def _activated(hidden: Tensor) -> Tensor:
 
 
 def _combined(rows: Tensor, slots: Tensor, weights: Tensor) -> Tensor:
-    """[T, H]: the rows of each token's slots, weighted and added."""
+    """Sums the rows of each token's slots, weighted: [T, H]."""
     of_slots = rows[slots].view(*weights.shape, -1)
     return (of_slots * weights.to(rows.dtype).unsqueeze(-1)).sum(1)
 

@@ -1,7 +1,7 @@
 """Profiles a step: its kernels by name and by the part of the program that launched them.
 
 A profile names each kernel, copy and fill, and the HLO instruction that launched it; the compiled
-program says in which scope that instruction was traced.
+program's text has that instruction's scope.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _NAME_LENGTH = 60
 
 @dataclasses.dataclass(frozen=True)
 class _Event:
-    """A kernel, copy or fill; `instruction` is "" if the profile does not say it."""
+    """A kernel, copy or fill; `instruction` is "" if the profile does not have it."""
 
     kernel: str
     instruction: str
@@ -42,9 +42,9 @@ def profile(
 
     Args:
         program: text of the compiled program.
-        enqueue: starts one step and returns what is ready when it is done.
-        warm: steps before them, which do not count: a GPU that had a rest is faster for a while.
-        steps: how many count.
+        enqueue: starts one step and returns arrays that are ready when the step is done.
+        warm: steps before these, which are not counted, because an idle GPU is faster at first.
+        steps: number of counted steps.
     """
     parts = {name: part_of(op_name) for name, op_name in _INSTRUCTION.findall(program)}
     with tempfile.TemporaryDirectory(prefix="ep-bench-") as directory:
@@ -69,7 +69,7 @@ def part_of(op_name: str) -> str:
 
 
 def _totals(events: Iterable[_Event], parts: dict[str, str], warm: int, steps: int) -> Profile:
-    """The times of the last `steps` steps of `warm` + `steps`; see `_window`."""
+    """Sums the times of the last `steps` steps of `warm` + `steps`; see `_window`."""
     ordered = sorted(events, key=lambda event: event.start_ns)
     window = _window(ordered, warm, steps)
     if window is None:
@@ -96,9 +96,9 @@ def _totals(events: Iterable[_Event], parts: dict[str, str], warm: int, steps: i
 
 
 class _Busy:
-    """Time in which at least one of some events ran; they come in the order of their starts.
+    """Time in which at least one of some events ran; add events in the order of their starts.
 
-    Events that run beside each other count once, so that no sum exceeds the time there was.
+    Concurrent events count once, so that no sum exceeds the elapsed time.
     """
 
     def __init__(self) -> None:
@@ -111,11 +111,11 @@ class _Busy:
 
 
 def _window(ordered: list[_Event], warm: int, steps: int) -> tuple[int, int] | None:
-    """Finds when the last `steps` steps began and ended, in nanoseconds; None if that is not known.
+    """Finds when the last `steps` steps began and ended, in nanoseconds; None if unknown.
 
-    Of the kernels that ran equally often in every step the one that took longest marks them. Others
-    may run far ahead of their step: a copy to the device waits for nothing. Without steps before
-    them all there is counts.
+    The longest of the kernels that ran equally often in every step marks the steps. Other kernels
+    may run far ahead of their step: a copy to the device waits for nothing. Without warm-up steps
+    all events count.
     """
     if warm == 0 and ordered:
         ends = (event.start_ns + event.duration_ns for event in ordered)
@@ -134,11 +134,10 @@ def _window(ordered: list[_Event], warm: int, steps: int) -> tuple[int, int] | N
 
 
 def _parts_of(ordered: list[_Event], parts: dict[str, str], steps: int) -> list[str]:
-    """The part of the program that each event serves; "" if unknown.
+    """Returns the part of the program to which each event belongs; "" if unknown.
 
-    Kernels that CUDA replays from a graph come without their instruction. Kernels of one name
-    follow each other in every step in the same order, so those of a step that has the names tell
-    which the others are.
+    Kernels that CUDA replays from a graph have no instruction in the profile. Kernels of one name
+    run in the same order in every step, so a step with instructions tells the parts of the others.
     """
     served = [parts.get(event.instruction, "") for event in ordered]
     places: dict[str, list[int]] = collections.defaultdict(list)
@@ -164,7 +163,7 @@ def _events(profile: Any) -> Iterator[_Event]:
     plane = gpu or planes.get("/host:CPU")
     for line in () if plane is None else plane.lines:
         if gpu is not None and not line.name.startswith("Stream"):
-            continue  # lines that only sum others up
+            continue  # these lines only repeat others' events
         for event in line.events:
             instruction = str(dict(event.stats).get("hlo_op", ""))
             if gpu is not None or instruction:
@@ -173,6 +172,6 @@ def _events(profile: Any) -> Iterator[_Event]:
 
 
 def short(kernel: str) -> str:
-    """A kernel's name without namespaces and template arguments."""
+    """Returns a kernel's name without namespaces and template arguments."""
     ours = _OURS.search(kernel)
     return ours[1] or ours[2] if ours else kernel[:_NAME_LENGTH]

@@ -1,1 +1,1 @@
-"""`dispatch` and `combine`: on CPU and on GPUs, beside plain copies and the link."""
+"""`dispatch` and `combine` on CPU and GPUs, compared with plain copies and the link's bandwidth."""

@@ -25,7 +25,7 @@ Call = Callable[[], object]
 
 
 def measure(options: BenchOptions, address: str, member: Member) -> list[Sample]:
-    """Measures every row size, all transports and memcpy in turn, in the same order everywhere."""
+    """Measures every row size, all transports and memcpy in turns, in the same order everywhere."""
     start_jax(options.devices, member)
     samples: list[Sample] = []
     with ep.connect(address) as session:
@@ -38,7 +38,7 @@ def measure(options: BenchOptions, address: str, member: Member) -> list[Sample]
 def _measure_size(
     options: BenchOptions, session: Session, mesh: Mesh, row_bytes: int
 ) -> list[Sample]:
-    """Samples of one row size: every op, transport and memcpy."""
+    """Returns the samples of one row size: every op, transport and memcpy."""
     memcpy = Memcpy(options.rows_for(row_bytes) * row_bytes, options.processes)
     groups = [
         _make_group(options, session, mesh, row_bytes, transport)
@@ -66,14 +66,14 @@ def _measure_size(
 
 
 def _start_together(mesh: Mesh) -> Call:
-    """Returns once every process is here."""
+    """Returns a function that returns after every process has called it."""
     ones = _put(np.ones(mesh.size, np.int32), mesh)
     total = jax.jit(jnp.sum)
     return lambda: jax.block_until_ready(total(ones))
 
 
 def _put(array: Any, mesh: Mesh) -> jax.Array:
-    """The array on the mesh, dim 0 over "ep"; every process holds all of it."""
+    """Puts the array on the mesh, dim 0 over "ep"; every process has the whole array."""
     sharding = NamedSharding(mesh, PartitionSpec("ep"))
     return jax.make_array_from_callback(array.shape, sharding, lambda part: array[part])
 
@@ -96,11 +96,11 @@ def _make_group(
 
 
 def _calls(options: BenchOptions, group: Group, row_bytes: int) -> Mapping[str, Call]:
-    """A compiled dispatch and combine on warm operands, each waiting for its result."""
+    """Returns a compiled dispatch and combine on warm operands; each waits for its result."""
     layer = group.register_layer("layer", top_k=options.top_k)
     tokens = options.tokens_for(row_bytes) * options.devices
     rng = np.random.default_rng(0)
-    # The first K of a random order of experts: distinct and even.
+    # The first K experts of a random order: distinct, and even over experts.
     order = rng.random((tokens, options.num_experts)).argsort(axis=1)
     topk_idx = _put(order[:, : options.top_k].astype(np.int32), group.mesh)
     values = rng.standard_normal((tokens, row_bytes // ROW_ITEM_BYTES), np.float32)

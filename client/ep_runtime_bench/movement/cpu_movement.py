@@ -1,8 +1,8 @@
 """Dispatch and combine per transport and row size, in one process or in several.
 
 Bytes are those of the rows delivered (dispatch) or read (combine): tokens x top_k x row. A
-transport that sends a token once per rank moves fewer between ranks; its figure shows that.
-Several processes start every call together, and a call took as long as it took the slowest.
+transport that sends a token once per rank moves fewer bytes between ranks, so its rate is higher.
+Several processes start every call together, and the time of a call is the slowest one's.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ COLUMNS = (
 
 
 def run(options: BenchOptions) -> BenchReport:
-    """Measures every row size, all transports and memcpy in turn.
+    """Measures every row size, all transports and memcpy in turns.
 
     Raises:
-        EpRuntimeError: a process of several failed; what it said is on the terminal.
+        EpRuntimeError: a process of several failed; its output is on the terminal.
     """
     if options.processes == 1:
         calls = importlib.import_module("ep_runtime_bench.movement.cpu_calls")
@@ -64,7 +64,7 @@ _Sample = TypeVar("_Sample")
 
 
 def measure_together(options: BenchOptions, kind: Callable[..., _Sample]) -> list[list[_Sample]]:
-    """The samples, of that kind, of every process of a job."""
+    """Returns the samples, of type `kind`, of every process of a job."""
     with (
         warm_daemon() as address,
         tempfile.TemporaryDirectory(prefix="ep-runtime-bench-") as directory,
@@ -134,7 +134,7 @@ def _row(
 
 
 def work(order: dict[str, Any], member: Member) -> int:
-    """Runs in one process of several: measures, and leaves the samples for the parent."""
+    """Runs in one process of several: measures, and writes the samples for the parent."""
     said: dict[str, Any] = {
         k: tuple(v) if isinstance(v, list) else v for k, v in order["options"].items()
     }

@@ -1,7 +1,7 @@
-"""Per-device ops that the bench times on GPUs: those of our transports, and the ceiling probe.
+"""Per-device ops that the bench times on GPUs: our transports' ops, and the ceiling probe.
 
 All take (token, operands) and return arrays that depend on the token, so that calls in one program
-run one after the other and none is merged with another (`base/device_time.py`).
+run one after the other and XLA merges none of them (`base/device_time.py`).
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ NEEDS: dict[str, tuple[str, ...]] = {
 
 
 def zero_of(token: jax.Array) -> jax.Array:
-    """int32 [1] that is 0, which no compiler can know: a rank is not negative."""
+    """Returns int32 [1] that is always 0, unknown to compilers: a rank is not negative."""
     return token >> 31
 
 
 def _index() -> jax.Array:
-    """The layer's place in its stack."""
+    """Returns the layer's index in its stack."""
     return jnp.zeros(1, jnp.int32)
 
 
 def our_ops(call: Call) -> dict[str, DeviceOp]:
-    """The ops of the call's transport by name.
+    """Returns the ops of the call's transport by name.
 
-    Operands: idx [T, K], x [T, H], weights f32 [T, K], plan (nine arrays) and rows [C, H], of
-    which the last two have the slab dim in front.
+    Operands: idx [T, K], x [T, H], weights f32 [T, K], and, with the slab dim in front, plan (nine
+    arrays) and rows [C, H].
     """
     ops = per_device_ops(call.group)
 
@@ -59,11 +59,11 @@ def our_ops(call: Call) -> dict[str, DeviceOp]:
 
     def plan_of(token: jax.Array, operands: Operands) -> AnyArrays:
         plan = arrays_type(call.group)(*(array[0] for array in operands["plan"]))
-        if isinstance(plan, NodePlanArrays):  # which rows cross, and how often the loop runs
+        if isinstance(plan, NodePlanArrays):  # tie rows and trip count to token
             zero = zero_of(token)
             return plan._replace(dst_rank=plan.dst_rank + zero, chunks=plan.chunks + zero)
         if call.group.transport != "xla":
-            return plan  # the token, as the rank, is an operand of the custom call
+            return plan  # the custom call has the token as operand `rank`
         return plan._replace(num_recv=plan.num_recv + zero_of(token))
 
     def prepare(token: jax.Array, operands: Operands) -> Any:
@@ -88,9 +88,10 @@ def our_ops(call: Call) -> dict[str, DeviceOp]:
 
 
 def ceiling(call: Call, like: str) -> DeviceOp:
-    """The link's ceiling on as many blocks as `like` ("dispatch" or "combine") has.
+    """Returns an op that copies at the link's ceiling, with the number of blocks of op `like`.
 
-    Operands: x [T, H], dst_rank and dst_row [T, N]. Returns the number of blocks, int32 [1].
+    `like` is "dispatch" or "combine". Operands of the op: x [T, H], dst_rank and dst_row [T, N].
+    It returns the number of blocks, int32 [1].
     """
 
     def copy(token: jax.Array, operands: Operands) -> Any:
@@ -103,7 +104,7 @@ def ceiling(call: Call, like: str) -> DeviceOp:
 
 
 def plain_exchange(call: Call) -> DeviceOp:
-    """NCCL's all-to-all of equal blocks [N, rows, H], on the group's own communicators."""
+    """Returns NCCL's all-to-all of equal blocks [N, rows, H], on the group's own communicators."""
 
     def exchange(token: jax.Array, operands: Operands) -> Any:
         return between_nccl.exchange(call, operands["blocks"], token)

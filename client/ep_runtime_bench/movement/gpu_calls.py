@@ -1,7 +1,7 @@
 """The calls that `bench dispatch combine` times on GPUs, in each of its processes.
 
-Everything is compiled first, then measured case by case. A case has programs of its own: a CUDA
-graph that XLA has recorded would go on with the group and the blocks it was recorded for.
+All programs are compiled first, then measured case by case. Each case has its own programs, because
+a CUDA graph that XLA recorded would continue with the group and the blocks of its recording.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ def measure(options: BenchOptions, address: str, member: Member) -> list[DeviceS
 
 
 def measure_all(bench: Bench) -> list[DeviceSample]:
-    """Compiles and measures: ours, then what it is compared with."""
+    """Compiles and measures our ops, then their peers."""
     options = bench.options
     groups = [*_groups(options)]
-    leads: dict[bool, int] = {}  # plans over nodes have more arrays: operands of their own
+    leads: dict[bool, int] = {}  # plans over nodes have more arrays, so they need other operands
     for number, (transport, _) in enumerate(groups):
         leads.setdefault(transport == "nccl", number)
     rounds = [_Round(bench, *group, lead=i in leads.values()) for i, group in enumerate(groups)]
@@ -77,7 +77,7 @@ def measure_all(bench: Bench) -> list[DeviceSample]:
 
 
 def _groups(options: BenchOptions) -> Iterator[tuple[str, str]]:
-    """(transport, precision) of every group."""
+    """Yields (transport, precision) of every group."""
     for transport in options.transports:
         if transport == "xla":
             yield transport, "fast"
@@ -86,7 +86,7 @@ def _groups(options: BenchOptions) -> Iterator[tuple[str, str]]:
 
 
 def _may_fail(bench: Bench, name: str, measure: Callable[[], None]) -> None:
-    """Figures to compare with; where XLA cannot give them, ours stand alone."""
+    """Runs a measurement of a peer; if XLA cannot run it, only our figures are reported."""
     try:
         measure()
     except (jax.errors.JaxRuntimeError, NotImplementedError) as error:
@@ -96,7 +96,7 @@ def _may_fail(bench: Bench, name: str, measure: Callable[[], None]) -> None:
 
 
 class _Round:
-    """Measures groups that differ in their number of SMs only, one after the other."""
+    """Measures groups that differ only in their number of SMs, one after the other."""
 
     def __init__(self, bench: Bench, transport: str, precision: str, *, lead: bool) -> None:
         self.transport = transport
@@ -136,7 +136,7 @@ class _Round:
         self._opened = None
 
     def compile(self) -> None:
-        """Starts to compile every case: programs know names and sizes, not SMs."""
+        """Starts to compile every case; programs depend on names and sizes, but not on SMs."""
         layer = self.open(self._sms[0])
         for sms in self._sms:
             for tokens in self._bench.options.tokens:
@@ -161,9 +161,9 @@ class _Case:
     """One number of tokens on one group.
 
     Attributes:
-        sms: of the group.
-        first: of those SMs: times what they do not change as well.
-        lead: in the first group of all: makes the operands that all cases share.
+        sms: number of SMs of the group.
+        first: whether it is the first number of SMs, which also times ops that SMs do not affect.
+        lead: whether it is in the first group, which makes the operands that all cases share.
     """
 
     bench: Bench
@@ -182,7 +182,7 @@ class _Case:
         self._slow = self._transport in ("xla", "nccl")
 
     def compile(self) -> None:
-        """Starts to compile everything that this case runs."""
+        """Starts to compile all programs of this case."""
         given = self._abstract()
         for name, (function, needs) in self._programs().items():
             operands = {key: given[key] for key in needs}
@@ -196,7 +196,7 @@ class _Case:
         return self.bench.programs[self._key, name]
 
     def _wanted(self) -> list[str]:
-        """Names of the ops to time: what blocks or precision do not change, once."""
+        """Returns names of the ops to time; only once if SMs or precision do not affect them."""
         options = self.bench.options
         once = self._slow or self._precision == options.precision[0]
         found = ["prepare"] * (self.first and once)
@@ -209,7 +209,7 @@ class _Case:
 
     @property
     def _ceilings(self) -> list[str]:
-        """Ops whose ceiling to measure; it does not depend on the precision."""
+        """Ops whose ceiling to measure, once for all precisions."""
         known = self._precision != self.bench.options.precision[0]
         if self._slow or known or not self.bench.with_ceiling:
             return []
@@ -221,7 +221,7 @@ class _Case:
         return self._transport == "nccl" and self._precision == self.bench.options.precision[0]
 
     def _programs(self) -> dict[str, tuple[Program, tuple[str, ...]]]:
-        """name -> function of operands, and the names of those."""
+        """Returns by name: a function of operands, and the names of its operands."""
         bench, call = self.bench, self._call
         found: dict[str, tuple[Program, tuple[str, ...]]] = {}
         chained = {op: self._ops[op] for op in self._wanted()}
@@ -250,7 +250,7 @@ class _Case:
         return found
 
     def _steps(self) -> dict[str, Program]:
-        """The public functions, of operands."""
+        """Returns the public functions, as functions of operands."""
         layer, meta = self.layer, self._call.meta
 
         def plan(given: Operands) -> Plan:
@@ -278,7 +278,7 @@ class _Case:
         }
 
     def _abstract(self) -> Operands:
-        """Operands to compile for."""
+        """Describes operands to compile for."""
         options, ranks = self.bench.options, self.bench.mesh.size
         count, capacity = self.tokens * ranks, self._call.capacity
         array, dtype = self.bench.abstract, jnp.dtype(options.dtype)
@@ -329,7 +329,7 @@ class _Case:
                 _may_fail(self.bench, f"{op} on {self._transport}", measure)
             else:
                 measure()
-        # A failed call is over at once and leaves NaN: its time would look good.
+        # A failed call ends at once and leaves NaN, so its time would look good.
         self.layer.group.check()
 
     def _measure_op(self, op: str, name: str, given: Operands) -> None:
@@ -369,12 +369,12 @@ class _Case:
 
 
 def _only(given: Operands, name: str) -> dict[str, Any]:
-    """The operands of that op, CEILING or the clock."""
+    """Returns the operands of that op, of CEILING or of the clock."""
     return {key: given[key] for key in device_ops.NEEDS[name]}
 
 
 def _network_shape(bench: Bench, tokens: int) -> tuple[int, int, int]:
-    """[N * N, rows, H]: equal blocks, in which as many rows cross as in one dispatch."""
+    """Returns [N * N, rows, H]: equal blocks with as many rows crossing as in one dispatch."""
     options, ranks = bench.options, bench.mesh.size
     idx = bench.idx(tokens, options.routing[0])
     remote = routing.traffic(idx, ranks, options.num_experts).remote_rows_per_rank
@@ -388,9 +388,9 @@ def _network_blocks(bench: Bench, tokens: int) -> jax.Array:
 
 
 def _network_rows(bench: Bench, call: Call, given: Operands) -> tuple[int, int]:
-    """Rows that one dispatch sends between nodes, and the least that would do.
+    """Returns the rows that one dispatch sends between nodes, and the fewest needed.
 
-    (0, 0) in a job of several processes, none of which sees the plans of all.
+    (0, 0) in a job of several processes, because none has the plans of all.
     """
     if bench.options.processes > 1:
         return 0, 0

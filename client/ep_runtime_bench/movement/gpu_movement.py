@@ -1,11 +1,11 @@
-"""Dispatch and combine on GPUs: times, bytes per second, and how near they come to the link.
+"""Dispatch and combine on GPUs: times, bytes per second, and ratios to the link's ceiling.
 
-Kernel time is a call's time on the device by its own clock (`device_time.py`), step time that of
-one jitted call on the host until its result is there; each the slowest rank's, p50 and p99 over the
-timed calls. Rates are of kernel p50 and of one rank. Logical bytes are those of every (token, slot)
-row. Physical bytes cross a link: each token once per distinct rank that is not its own, whatever
-was sent, so that rates of transports that send more compare; exact combine sends f32, twice the
-bytes of 2-byte rows. Physical rates are the mean rank's; "busiest" is the link that carries most,
+Kernel time is a call's time on the device by the device's own clock (`device_time.py`); step time
+is that of one jitted call on the host until its result is ready. Both are the slowest rank's, p50
+and p99 over the timed calls. Rates use kernel p50 and are per rank. Logical bytes count every
+(token, slot) row. Physical bytes cross a link: each token once per distinct remote rank, whatever
+was sent, so that rates of transports that send more are comparable; exact combine sends f32, twice
+the bytes of 2-byte rows. Physical rates are the mean rank's; "busiest" is the link with most bytes,
 in its busier direction. The ceiling is a kernel that only copies these rows, on as many blocks.
 """
 
@@ -56,7 +56,7 @@ def run(options: BenchOptions) -> BenchReport:
     """Measures every case of every transport.
 
     Raises:
-        EpRuntimeError: a process of several failed; what it said is on the terminal.
+        EpRuntimeError: a process of several failed; its output is on the terminal.
     """
     if options.processes == 1:
         calls = importlib.import_module("ep_runtime_bench.movement.gpu_calls")
@@ -86,7 +86,7 @@ def slowest(found: Sequence[Sequence[DeviceSample]]) -> list[DeviceSample]:
 
 
 def make_rows(options: BenchOptions, samples: Sequence[DeviceSample]) -> list[dict[str, Any]]:
-    """The table: every case with its ceiling in front, ours before what it compares with."""
+    """Makes the table's rows: every case after its ceiling, ours before the peers."""
     clock_us = [median(s.kernel_us) for s in samples if s.op == "clock"]
     table = _Table(options, samples, clock_us[0] if clock_us else 0.0)
     return [*table.rows()]
@@ -163,8 +163,7 @@ class _Table:
         return {name: round(count / p50 / 1e3, 1) for name, count in rates.items()}
 
     def _ratio_to_ceiling(self, sample: DeviceSample, p50: float) -> float | None:
-        """Returns the ratio of bytes per second to the ceiling with as many blocks and that
-        routing."""
+        """Returns the ratio of bytes per second to the ceiling with the same blocks and routing."""
         peers = (CEILING, PLAIN, "nccl", "xla")
         if sample.op not in ("dispatch", "combine") or sample.subject in peers:
             return None
@@ -176,7 +175,7 @@ class _Table:
         return None
 
     def _ratio_to(self, subject: str, sample: DeviceSample, p50: float) -> float | None:
-        """Returns how many times as long `subject` takes for the same op."""
+        """Returns the ratio of `subject`'s time to this sample's for the same op."""
         for other in self._samples:
             same = (other.op, other.tokens, other.routing) == (
                 sample.op,
@@ -194,7 +193,7 @@ def _case(sample: DeviceSample) -> tuple[Any, ...]:
 
 
 def bytes_of(options: BenchOptions, sample: DeviceSample) -> int:
-    """Bytes that cross a link for one (token, remote rank)."""
+    """Returns the bytes that cross a link for one (token, remote rank)."""
     row_bytes = options.row_bytes_on_gpus
     if sample.op == "pair":
         return row_bytes + _sum_bytes(options, sample)
@@ -202,7 +201,7 @@ def bytes_of(options: BenchOptions, sample: DeviceSample) -> int:
 
 
 def _sum_bytes(options: BenchOptions, sample: DeviceSample) -> int:
-    """Bytes of a partial sum."""
+    """Returns the bytes of a partial sum."""
     if sample.subject == CEILING or sample.precision == "fast":
         return options.row_bytes_on_gpus
     return options.hidden * 4 if sample.precision == "exact" else scaled_bytes(options.hidden)

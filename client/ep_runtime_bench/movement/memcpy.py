@@ -1,4 +1,4 @@
-"""The bound that the token movers are held against: a plain copy of as many bytes."""
+"""The upper bound for token movement on CPU: a plain copy of as many bytes."""
 
 from __future__ import annotations
 
@@ -7,21 +7,22 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
-MEMCPY = "memcpy"  # of a subject
+MEMCPY = "memcpy"  # name of the subject
 
 
 class Memcpy:
     """Copies `size` bytes between two warm buffers, one thread per usable CPU.
 
     Args:
-        size: bytes that all processes copy together.
-        processes: how many do so at the same time, each its part.
+        size: number of bytes that all processes copy together.
+        processes: number of processes that copy at the same time, each its part.
     """
 
     def __init__(self, size: int, processes: int = 1) -> None:
         threads = max(1, len(os.sched_getaffinity(0)) // processes)
         size = -(-size // processes)
-        # Written, not only allocated: an untouched page would cost a fault in the first copy.
+        # Write to the buffers, because the first copy to an untouched page would cause a page
+        # fault.
         source, target = np.ones(size, np.uint8), np.zeros(size, np.uint8)
         cuts = [size * part // threads for part in range(threads + 1)]
         self._parts = [

@@ -36,10 +36,10 @@ SAVED = {
 
 
 def measure(order: TrainOrder, told: Callable[[str], object], clock: Clock) -> Trained:
-    """Builds, compiles and trains; `told(stage)` returns when it may go on."""
+    """Builds, compiles and trains; `told(stage)` returns when it may continue."""
     with ExitStack() as opened:
         session = None
-        if not order.is_stock:  # before JAX starts, where it can still choose XLA's threads
+        if not order.is_stock:  # before JAX starts, so that connect can choose XLA's threads
             session = opened.enter_context(ep.connect(order.address))
         start_jax(order.devices, Member(), order.platform)
         devices = np.array(jax.devices(order.platform)[: order.devices])
@@ -62,12 +62,12 @@ def measure(order: TrainOrder, told: Callable[[str], object], clock: Clock) -> T
             energy.joules_per_step(counted, training.run, step_s[-1]),
         )
         if group is not None:
-            group.check()  # a call that failed is over at once: its time would look good
+            group.check()  # a failed call ends at once, so its time would look good
         return found
 
 
 class _Training:
-    """A compiled step, and the weights and batches that it goes on with."""
+    """A compiled step, and the weights and batches for the next step."""
 
     def __init__(self, order: TrainOrder, place: models.Layout, group: Group | None) -> None:
         model = order.model
@@ -97,16 +97,16 @@ class _Training:
         return self._params, self._state, next(self._batches), self._experts
 
     def step(self) -> jax.Array:
-        """Enqueues one; its loss."""
+        """Enqueues one step; returns its loss."""
         self._params, self._state, loss = self.program(*self._next())
         return loss
 
     def run(self, steps: int) -> None:
-        """Makes steps that follow each other, and waits for them."""
+        """Runs consecutive steps, and waits for them."""
         jax.block_until_ready([self.step() for _ in range(steps)][-1])
 
     def timed(self, clock: Clock) -> float:
-        """Seconds of a step of ROUND that follow each other."""
+        """Returns the seconds of a step, averaged over ROUND consecutive steps."""
         jax.block_until_ready(self._params)
         started = clock()
         self.run(ROUND)
@@ -114,7 +114,7 @@ class _Training:
 
 
 def _like(shapes: Any, params: Any, shardings: Any) -> Any:
-    """Shardings of the optimizer's state: a moment has its weight's, the rest is whole."""
+    """Returns the optimizer state's shardings: a moment has its weight's, others are replicated."""
     found = jax.tree.leaves(shardings)
     sizes = [leaf.shape for leaf in jax.tree.leaves(params)]
     weights = dict(zip(sizes, found, strict=True))

@@ -1,4 +1,4 @@
-"""The model: attention, an MoE block, and a head, with AdamW; the block is ours or stock JAX's."""
+"""The model: attention, an MoE block (ours or stock JAX's), and a head, with AdamW."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Block = Callable[[Any, jax.Array, "Layer", Any], jax.Array]
 
 
 class Layer(NamedTuple):
-    """Weights of one layer, or of all with a dim in front; letters: `ops/__init__.py`."""
+    """Weights of one layer, or of all layers with a dim in front; letters: `ops/__init__.py`."""
 
     qkv: Any  # [H, 3H]
     out: Any  # [H, H]
@@ -95,14 +95,14 @@ def make_params(model: Model, dtype: Any, place: Layout) -> Params:
 
 
 def batches(model: Model, place: Layout, devices: int) -> list[jax.Array]:
-    """`train_data.batches` on the mesh."""
+    """Puts `train_data.batches` on the mesh."""
     spread = NamedSharding(place.mesh, P(place.rows))
     found = train_data.batches(model, devices // place.mesh.shape.get("tp", 1))
     return [jax.device_put(batch, spread) for batch in found]
 
 
 def experts_of(order: TrainOrder, place: Layout) -> jax.Array | None:
-    """`train_data.expert_ids` on the mesh."""
+    """Puts `train_data.expert_ids` on the mesh."""
     groups = order.devices // place.mesh.shape.get("tp", 1)
     idx = train_data.expert_ids(order.model, order.routing, place.mesh.shape[AXIS], groups)
     return None if idx is None else jax.device_put(idx, NamedSharding(place.mesh, P(place.rows)))
@@ -116,7 +116,7 @@ def _told(place: Layout) -> ep.MoEParams:
 
 
 def quantized_once(stack: ep.LayerStack, place: Layout, recipe: Any) -> Callable[[Layer], Layer]:
-    """Quantizes the experts of all layers; gradients go straight through."""
+    """Returns a function that quantizes all layers' experts; gradients go straight through."""
 
     def quantize(layers: Layer) -> Layer:
         params = ep.MoEParams(layers.router, layers.wi, layers.wo)
@@ -127,7 +127,7 @@ def quantized_once(stack: ep.LayerStack, place: Layout, recipe: Any) -> Callable
 
 
 def our_block(stack: ep.LayerStack, place: Layout, recipe: Any) -> Block:
-    """`ep.moe` of a stack's layers."""
+    """Returns a block that calls `ep.moe` with a stack's layers."""
     told = _told(place)
 
     def block(index: Any, x: jax.Array, layer: Layer, experts: Any) -> jax.Array:
@@ -151,7 +151,7 @@ def our_block(stack: ep.LayerStack, place: Layout, recipe: Any) -> Block:
 
 
 def stock_block(model: Model, place: Layout) -> Block:
-    """stock_layer's PADDED; weights are gathered over fsdp, and tp sums its halves of M."""
+    """Returns stock_layer's PADDED as a block; gathers weights over fsdp, and sums M over tp."""
     padded = stock_layer.make_layer(PADDED, model.case)
     specs, rows = place.specs().layers, P(place.rows)
     fsdp, tp = place.axis("fsdp"), place.axis("tp")
@@ -205,8 +205,8 @@ def make_step(
     again: Callable[[Any], Any],
     quantize: Callable[[Layer], Layer] | None = None,
 ) -> Callable[..., Any]:
-    """(params, state, tokens, experts) -> (params, state, loss); `again` wraps a layer's body, and
-    `quantize` all layers' weights before the first."""
+    """Makes a step (params, state, tokens, experts) -> (params, state, loss); `again` wraps a
+    layer's body, and `quantize` converts all layers' weights before the first layer."""
     optimizer = make_optimizer()
 
     def one(x: jax.Array, given: Any) -> tuple[jax.Array, None]:

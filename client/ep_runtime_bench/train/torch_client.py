@@ -1,7 +1,7 @@
 """`python -m ep_runtime_bench.train.torch_client`: the model as PyTorch trainers write it.
 
-Attention by `scaled_dot_product_attention`, the layer of `moe/torch_client.py`, fused AdamW, and
-torch.compile around the dense parts; weights outside the experts are on every rank.
+It uses `scaled_dot_product_attention`, the layer of `moe/torch_client.py`, fused AdamW, and
+torch.compile for the dense parts; weights outside the experts are replicated.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Tensor = Any
 
 
 class _Layer(NamedTuple):
-    """Weights of one layer; wi and wo are of this rank's experts."""
+    """Weights of one layer; wi and wo have only this rank's experts."""
 
     qkv: Tensor
     out: Tensor
@@ -111,13 +111,13 @@ class _Training:
         return self._head(x, self._embedding, words[:, 1:])
 
     def _mixed(self, qkv: Tensor) -> Tensor:
-        """Causal attention of [B, S, 3H]."""
+        """Computes causal attention of [B, S, 3H]."""
         heads = qkv.unflatten(-1, (3, self._model.heads, -1)).permute(2, 0, 3, 1, 4)
         out = F.scaled_dot_product_attention(*heads, is_causal=True)
         return out.transpose(1, 2).flatten(2)
 
     def step(self) -> Tensor:
-        """Enqueues one; its loss."""
+        """Enqueues one step; returns its loss."""
         loss = self._loss(next(self._batches))
         loss.backward()
         mean = dist.ReduceOp.AVG if self._rank.on_gpu else dist.ReduceOp.SUM  # gloo has no AVG

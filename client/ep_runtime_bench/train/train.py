@@ -1,12 +1,12 @@
-"""A whole training step beside stock JAX: time, tokens a second, memory, and where the time goes.
+"""A whole training step compared with stock JAX: time, tokens/s, memory, and time by kernel.
 
-The model is a decoder whose layers are scanned: attention, an MoE block, a head, AdamW. Ours has
-room for any routing, or with a capacity factor that much of a rank's even share; "stock padded"
-drops tokens past 1.25 times an expert's even share and with remat keeps nothing. "torch" is the
-model in PyTorch, a process for each device, which drops none. A step is one of
-six that follow each other. Memory is the peak of the fullest device with our windows, weights and
-moments included. ZEROS and COPIES are the kernels on device 0 that fill or copy, by their names;
-IDLE is when nothing ran there. Waits for slower ranks are inside our kernels' own times.
+The model is a decoder whose layers a scan runs: attention, an MoE block, a head, AdamW. Ours has
+room for any routing, or with a capacity factor for that multiple of a rank's even share. "stock
+padded" drops tokens past 1.25 times an expert's even share and with remat saves nothing. "torch" is
+the model in PyTorch, a process per device, and drops none. A step is one of six consecutive ones.
+Memory is the peak of the fullest device plus our windows, weights and moments included. ZEROS and
+COPIES are kernels on device 0 that fill or copy, by their names; IDLE is time without a kernel
+there. Waits for slower ranks are part of our kernels' times.
 """
 
 from __future__ import annotations
@@ -66,10 +66,10 @@ Found = Mapping[TrainOrder, Trained]
 
 
 def run(options: BenchOptions) -> Iterator[list[BenchReport]]:
-    """Trains every model by every subject, ours first: all that is known after each of them.
+    """Trains every model with every subject, ours first; yields all results after each of them.
 
     Raises:
-        RuntimeError: a process of ours failed; one of stock JAX is only said.
+        RuntimeError: a process of ours failed; a failure of stock JAX is only reported.
     """
     found: dict[TrainOrder, Trained] = {}
     with clients.warm_daemon() as address:
@@ -114,13 +114,13 @@ def orders(options: BenchOptions, address: str) -> list[TrainOrder]:
         }
         for subject in subjects:
             if subject["subject"] == TORCH and model.beside:
-                continue  # it has no second axis
+                continue  # the PyTorch client supports no second axis
             found.append(TrainOrder(model=model, **how, **of_all(options, address), **subject))
     return found
 
 
 def make_rows(options: BenchOptions, found: Found) -> list[dict[str, Any]]:
-    """The table: a model's subjects together, each beside stock JAX with or without remat alike."""
+    """Makes the table's rows: a model's subjects together, next to stock JAX of equal remat."""
     gpu = speeds.gpu_name() if options.on_gpus else ""
     rows = []
     for order, each in found.items():
@@ -168,12 +168,12 @@ def _peer_of(order: TrainOrder, subject: str, remat: str) -> TrainOrder:
 
 
 def _tokens(order: TrainOrder) -> int:
-    """Returns tokens of a step on all devices; the two devices along tp share theirs."""
+    """Returns tokens of a step on all devices; the two devices along tp share tokens."""
     return order.model.case.tokens * order.devices // order.axes.get("tp", 1)
 
 
 def _kinds(profile: Profile) -> dict[str, float]:
-    """Milliseconds of a step by kind of kernel; none where nobody could profile."""
+    """Returns milliseconds of a step by kind of kernel; none without a profile."""
     if not profile.kernels:
         return {}
     kinds = {"zeros_ms": _ZEROS, "copies_ms": _COPIES}

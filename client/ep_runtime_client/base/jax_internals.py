@@ -77,7 +77,7 @@ def unsupported_reason() -> str | None:
 
 def remedy() -> str:
     """Returns the command that installs a JAX for which `unsupported_reason` is None."""
-    import importlib.metadata  # costs 20 ms, too much at the top for the command line
+    import importlib.metadata  # a top-level import would cost the command line 20 ms
 
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         for needed in importlib.metadata.requires("ep-runtime") or ():

@@ -119,7 +119,7 @@ def hosts_of(processes: Iterable[int], timeout_s: float) -> dict[int, str]:
 
 def jaxlib_version() -> tuple[int, ...]:
     """Returns (major, minor) of the installed jaxlib; (0,) if there is none."""
-    import importlib.metadata  # costs 20 ms, too much at the top for the command line
+    import importlib.metadata  # a top-level import would cost the command line 20 ms
 
     try:
         text = importlib.metadata.version("jaxlib")
