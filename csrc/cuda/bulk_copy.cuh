@@ -64,12 +64,12 @@ __device__ __forceinline__ void BulkStore(void* global, const void* shared, uint
 __device__ __forceinline__ void CommitStores() {
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
-// Waits until at most kPending groups still read shared memory.
+// Waits until at most kPending groups of stores still read shared memory.
 template <int kPending>
 __device__ __forceinline__ void WaitStoresRead() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
 }
-// Waits until at most kPending groups have not arrived.
+// Waits until at most kPending groups of stores are incomplete.
 template <int kPending>
 __device__ __forceinline__ void WaitStores() {
   asm volatile("cp.async.bulk.wait_group %0;" ::"n"(kPending) : "memory");

@@ -1,4 +1,4 @@
-// Fills results of a failed call, so that half-made results do not look like good ones.
+// Fills results of a failed call, so that partial results do not look valid.
 #ifndef EP_RUNTIME_CUDA_FILL_CUH_
 #define EP_RUNTIME_CUDA_FILL_CUH_
 

@@ -1,4 +1,4 @@
-// f32 values as 8-bit floats, with the scales and the rounding of the CPU.
+// Converts f32 values to 8-bit floats, with the same scales and rounding as the CPU code.
 #ifndef EP_RUNTIME_CUDA_FP8_VALUES_CUH_
 #define EP_RUNTIME_CUDA_FP8_VALUES_CUH_
 
@@ -18,7 +18,7 @@ struct Fp8 {
   static constexpr float kLargest = kWide ? 57344.0f : 448.0f;
   static constexpr int kExponent = kWide ? 15 : 8;  // kLargest is 1.75 * 2^kExponent
   static constexpr uint32_t kNan = kWide ? 0x7Eu : 0x7Fu;
-  static constexpr uint32_t kInfinity = kWide ? 0x7Cu : 0x7Fu;  // e4m3 has none: its NaN
+  static constexpr uint32_t kInfinity = kWide ? 0x7Cu : 0x7Fu;  // e4m3 has no infinity: NaN instead
 
   __device__ static float ScaleOf(float amax, bool power_of_two) {
     if (amax < kSmallest) return 1.0f;
@@ -27,7 +27,8 @@ struct Fp8 {
     const int biased = (raw >> 23) - kExponent + ((raw & 0x7FFFFF) > 0x600000);
     return __int_as_float(min(max(biased, 1), 254) << 23);
   }
-  // Rounds two values to two bytes, the first value in the lower byte. Saturates.
+  // Rounds two values to two bytes, the first value in the lower byte. Values out of range
+  // saturate.
   __device__ static uint32_t Pair(float low, float high) {
     return __nv_cvt_float2_to_fp8x2(make_float2(low, high), __NV_SATFINITE,
                                     kWide ? __NV_E5M2 : __NV_E4M3);
@@ -44,7 +45,7 @@ struct Fp8 {
   }
 };
 
-// Operands and results below 2^-126 become zeros with their sign, as on CPU.
+// Multiplies. Operands and results below 2^-126 become zeros with their sign, as on CPU.
 __device__ __forceinline__ float MultiplyFlushed(float a, float b) {
   float product;
   asm("mul.rn.ftz.f32 %0, %1, %2;" : "=f"(product) : "f"(a), "f"(b));

@@ -11,10 +11,10 @@
 namespace ep_runtime {
 namespace cuda {
 
-// Allows launches of a kernel on the current device to take so many bytes of dynamic shared memory.
-// Calls the driver only if no launch took as many before, because many launches of a block call
-// only check `wanted` and end. The driver has one limit for all threads, and a smaller limit would
-// revoke another thread's, so this keeps the largest for all threads too.
+// Allows launches of a kernel on the current device to use `bytes` of dynamic shared memory. Calls
+// the driver only if no earlier launch used as many, because many launches of a block call are
+// short: they only check `wanted` and end. The driver has one limit for all threads, so a smaller
+// limit would break another thread's launches. This keeps the largest.
 template <typename Kernel>
 cudaError_t AllowSharedBytes(Kernel* kernel, size_t bytes) {
   static std::mutex mutex;

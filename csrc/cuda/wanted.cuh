@@ -1,4 +1,5 @@
-// Launches that only some data need. A flag on the device decides, so that the host need not wait.
+// Lets a launch end at once if its data do not need it. A flag on the device decides, so that the
+// host need not wait.
 #ifndef EP_RUNTIME_CUDA_WANTED_CUH_
 #define EP_RUNTIME_CUDA_WANTED_CUH_
 

@@ -1,6 +1,6 @@
 // The launches of a block call, one after another on one stream. Brackets hold an exchange and a
-// product that do not need each other: they overlap if the group overlaps and all tokens go through
-// at once.
+// product that do not depend on each other: they overlap if the group's setting allows it and one
+// pass processes all tokens.
 //
 //   forward, of each pass                  backward, of each pass
 //   tokens  <- dispatch x                  grads   <- dispatch dy
@@ -12,23 +12,23 @@
 //                                          grads   <- hidden @ wi^T
 //                                          [dx     <- combine    | dwi <- tokens^T @ hidden]
 //
-// In a pair, the exchange runs on a side stream. The product's first launch leaves free as many SMs
-// as the exchange has blocks, so that either may start first. Its second launch follows the
+// In brackets, the exchange runs on a side stream. The product's first launch leaves free as many
+// SMs as the exchange has blocks, so that either may start first. Its second launch follows the
 // exchange on the side stream, on the SMs that are free then. Both launches draw tickets for the
 // product's tiles. This cannot deadlock: the product waits for nobody, so the exchange's blocks get
-// SMs in any case, here and on every peer. And exchanges of a rank still run one after another, in
-// the same order on all ranks, because the side stream joins before the next exchange. The bits of
-// a tile do not depend on the block that computes it.
+// SMs sooner or later, on every rank. And exchanges of a rank still run one after another, in the
+// same order on all ranks, because the side stream joins before the next exchange. The bits of a
+// tile do not depend on the block that computes it.
 //
 // For 8-bit products see quantized_experts.h. Products of f32 rows are in tf32: dwo and dwi
 // multiply transposed copies of rows, and forward multiplies transposed copies of the weights.
 //
-// A call makes one pass over all tokens, by the plan of all of them, if every rank's rows fit the
-// workspace. Otherwise it makes one pass over each chunk of the tokens (`part` in code), by a plan
-// made in the call. One pass makes the whole sum of a token, so y and dx have the same bits either
-// way. Gradients of weights add up and are rounded once a chunk. Backward is the same for weights
-// multiplied early and late: y = sum (w * act) @ wo + w * bias.
-// A program with frozen weights asks for neither dwo nor dwi: their products are left out.
+// A call makes one pass over all tokens, with the plan of all tokens, if every rank's rows fit the
+// workspace. Otherwise it makes one pass over each chunk of the tokens (`part` in code), with a
+// plan computed in the call. One pass computes the whole sum of a token, so y and dx have the same
+// bits either way. Gradients of weights add up and are rounded once per chunk. Backward is the same
+// whether activations (`early`) or outputs are weighted: y = sum (w * act) @ wo + w * bias. For
+// frozen weights dwo and dwi are null, and their products are not launched.
 
 #include "cuda/block/block_call.h"
 
@@ -61,8 +61,8 @@ struct TokenPass {
   Plan plan;
   int32_t begin;  // first token
   int32_t tokens;
-  bool whole;  // all tokens, so the first product may be saved
-  bool adds;   // gradients of weights are added to the sums that are there
+  bool whole;  // true: all tokens, so the first product may be saved
+  bool adds;   // true: gradients of weights are added to earlier passes' sums
 };
 
 class BlockLaunches : private ExpertLaunches {
@@ -95,7 +95,7 @@ class BlockLaunches : private ExpertLaunches {
     return backward_ ? Backward(pass) : Forward(pass);
   }
 
-  // Exchanges of a pass with 8-bit products, and the experts between them.
+  // Launches the exchanges of a pass with 8-bit products, and the experts between them.
   cudaError_t Quantized(const TokenPass& pass) {
     const QuantizedExperts experts(stream_, p_, at_);
     EP_RETURN_IF_CUDA_ERROR(
@@ -108,7 +108,7 @@ class BlockLaunches : private ExpertLaunches {
   cudaError_t QuantizedBwd(const TokenPass& pass) {
     const PassRows rows = RowsOf(pass);
     const QuantizedExperts experts(stream_, p_, at_);
-    // d_wo_bias sums the wide rows of gradients, which lie where the tokens' wide rows were. So
+    // d_wo_bias sums the wide rows of gradients, which are stored over the tokens' wide rows. So
     // tokens must arrive first.
     const bool tokens_first = p_.wo_bias != nullptr;
     const auto send_tokens = [&](cudaStream_t stream, const ExchangeGrids& grids) {
@@ -191,15 +191,15 @@ class BlockLaunches : private ExpertLaunches {
     return RunBeside(pass, combine, beside.reduce_blocks + beside.sum_blocks, gemm);
   }
 
-  // Launches an exchange and a product that do not need each other. `blocks` are the exchange's if
-  // the two overlap.
+  // Launches an exchange and a product that do not depend on each other. If the two overlap, the
+  // exchange has `blocks` blocks.
   template <typename Exchange>
   cudaError_t RunBeside(const TokenPass& pass, const Exchange& exchange, int32_t blocks,
                         GroupedGemmParams gemm) {
     const auto even = [](int32_t count) { return count / 2 * 2; };
     const int32_t rest = p_.side == nullptr ? 0 : even(p_.side->processors() - blocks);
-    // With fewer SMs the product would take longer than both in turn. Chunks do not overlap either:
-    // they are rare, and their unused launches cost every call time.
+    // With fewer SMs the product would take longer than both one after another. Chunks do not
+    // overlap either: they are rare, and their unused launches cost every call time.
     if (rest < blocks || !pass.whole) {
       EP_RETURN_IF_CUDA_ERROR(exchange(stream_, p_.alone));
       return Multiply(stream_, gemm);
@@ -224,7 +224,7 @@ class BlockLaunches : private ExpertLaunches {
     if (s_.kept_rows > 0) {
       rows.places[rows.count++] = {&at_.decision->kept, p_.kept, s_.kept_rows};
     }
-    // Backward may find that forward did not fill `kept`.
+    // Backward also needs this place if forward did not fill `kept`.
     const bool holds_all = s_.kept_rows >= s_.rows && p_.made == nullptr;
     if (!holds_all) rows.places[rows.count++] = {&at_.decision->again, at_.hidden, s_.rows};
     return rows;
@@ -262,7 +262,7 @@ class BlockLaunches : private ExpertLaunches {
     return LaunchPrepare(stream_, prepare);
   }
 
-  // The parameters that all exchanges of a pass share.
+  // Returns parameters with the fields that all exchanges of a pass share.
   template <typename Params>
   Params ExchangeOf(const TokenPass& pass) const {
     Params params{};
@@ -296,7 +296,8 @@ class BlockLaunches : private ExpertLaunches {
     return grads;
   }
 
-  // Tokens and gradients as 8-bit operands, if they are quantized before they are sent.
+  // Parameters of tokens and gradients as 8-bit operands, if these are quantized before they are
+  // sent.
   DispatchParams SentTokens(const TokenPass& pass, const ExchangeGrids& grids,
                             const QuantizedExperts& experts) const {
     DispatchParams dispatch = Tokens(pass, grids);

@@ -1,4 +1,5 @@
-// Dispatch, first product, activation, second product and combine as one call, forward or backward.
+// Runs dispatch, first product, activation, second product and combine as one call, forward or
+// backward.
 #ifndef EP_RUNTIME_CUDA_BLOCK_BLOCK_CALL_H_
 #define EP_RUNTIME_CUDA_BLOCK_BLOCK_CALL_H_
 
@@ -51,27 +52,28 @@ struct BlockParams {
   const void* wi_up;        // [L, H, M] up, if they are a pair, else null
   const void* wo;           // [L, M, H]
   const void* wi_bias;      // [L, N] or null
-  const void* wo_bias;      // [L, H] or null; null with `early`, which leaves it unweighted
+  const void* wo_bias;      // [L, H] or null; null with `early`, which would not weight it
   FloatType bias_type;      // of wi_bias
   FloatType wo_bias_type;
-  // If `sizes.scaling` is not kNone, weights are e4m3 with the contracted dim along memory: forward
-  // wi is [L, N, H] and wo [L, H, M], backward wi [L, H, N] and wo as above. wi is not a pair.
+  // If `sizes.scaling` is not kNone, weights are e4m3 with a contiguous contracted dim: forward wi
+  // is [L, N, H] and wo [L, H, M], backward wi [L, H, N] and wo as above. wi is not a pair.
   const float* wi_scale;  // kTensor: [L]; kBlock: [L, ceil(H / 128), ceil(N / 128)]
   const float* wo_scale;  // likewise
   Fp8Format gradients;    // format of rows' gradients
-  bool power_of_two;      // round scales of blocks to powers of two
-  // [kept rows, N] the first product. Forward fills the rows if they fit. Backward reads them, or
-  // computes them again if they did not fit.
+  bool power_of_two;      // true: scales of blocks are rounded to powers of two
+  // [kept rows, N]: saves the first product. Forward fills `kept` if the rows fit. Backward reads
+  // it, or computes the first product again.
   void* kept;
-  const int32_t* made;  // [1], backward: 0 if forward did not fill `kept`; null: it did
+  const int32_t* made;  // [1], backward: 0 if forward did not fill `kept`; null: forward did
   uint8_t* workspace;
 
   void* y;                // [T, H] type, or f32 if `wide`: forward
-  const void* dy;         // [T, H] type, or packed without wo_bias: backward, like those below
-  void* dx;               // [T, H] as y
+  const void* dy;         // [T, H] type, or packed without wo_bias: for backward, like the fields
+                          // below
+  void* dx;               // [T, H], type like y
   float* d_weights;       // [T, K]
   FloatType weight_type;  // type of the next three: the rows' type, or kF32 with 8-bit products
-  void* dwi;              // [L, H, N]; of a pair the gate's, like wi; null, as dwo, if unused
+  void* dwi;              // [L, H, N]; of a pair only the gate, like wi; null, like dwo, if unused
   void* dwi_up;           // like wi_up
   void* dwo;
   float* d_wi_bias;  // [L, N] with wi_bias, else null
@@ -79,8 +81,9 @@ struct BlockParams {
   bool wide;
 };
 
-// Makes every launch whatever the routing, because the host does not know it. Launches that are not
-// wanted return at once. cudaErrorInvalidValue: a limit of one of the kernels does not hold.
+// Makes every launch that any routing may need, because the host does not know the routing.
+// Launches that are not wanted return at once. Returns cudaErrorInvalidValue if a limit of one of
+// the kernels does not hold.
 cudaError_t LaunchBlock(cudaStream_t stream, const BlockParams& params);
 cudaError_t LaunchBlockBwd(cudaStream_t stream, const BlockParams& params);
 

@@ -1,4 +1,4 @@
-// Kernels that run before and after all else of a block call.
+// Kernels that run before and after all other kernels of a block call.
 #include "cuda/block/decide.h"
 #include "cuda/fill.cuh"
 #include "cuda/movement/call/progress.cuh"

@@ -1,4 +1,5 @@
-// Kernels that run before and after all else of a block call. The first decides which launches run.
+// Kernels that run before and after all other kernels of a block call. The first kernel decides
+// which launches run.
 #ifndef EP_RUNTIME_CUDA_BLOCK_DECIDE_H_
 #define EP_RUNTIME_CUDA_BLOCK_DECIDE_H_
 
@@ -20,7 +21,7 @@ struct DecideParams {
   const int32_t* made;         // [1], device, or null: BlockParams::made
   Decision* decision;          // device
 };
-// Also counts the chunks if there are several.
+// Fills `decision`. Also counts the chunks if there are several.
 cudaError_t LaunchDecide(cudaStream_t stream, const DecideParams& params);
 
 // Copies a chunk's slots for its own prepare, without slots that the whole plan dropped.
@@ -34,7 +35,7 @@ struct SlotsParams {
 cudaError_t LaunchSlots(cudaStream_t stream, const SlotsParams& params);
 
 // Fills all float results with NaN if an exchange of the call failed, because products of rows that
-// never came are finite.
+// never arrived may be finite.
 cudaError_t LaunchEnd(cudaStream_t stream, const BlockParams& params, bool backward);
 
 }  // namespace block

@@ -55,8 +55,8 @@ cudaError_t ExpertLaunches::ActivateBwd(const PassRows& rows, const Hidden& hidd
   return LaunchActivation(stream_, activation);
 }
 
-// In y the bias of wo is weighted: sum w * bias. So its gradient is weighted, and the weights have
-// a gradient by it.
+// y contains sum w * bias, with the bias of wo. So the gradient of the bias is weighted, and the
+// gradient of the weights has a term from the bias.
 cudaError_t ExpertLaunches::SumBiases(const PassRows& rows) const {
   GroupSumsParams sums{};
   sums.type = p_.type;

@@ -1,4 +1,4 @@
-// Launches between a block call's exchanges, as far as they are equal for operands of every type.
+// Launches between a block call's exchanges that are the same for operands of every type.
 #ifndef EP_RUNTIME_CUDA_BLOCK_EXPERT_LAUNCHES_H_
 #define EP_RUNTIME_CUDA_BLOCK_EXPERT_LAUNCHES_H_
 
@@ -25,14 +25,14 @@ namespace block {
 struct Hidden {
   const int32_t* wanted;
   void* rows;
-  int32_t count;  // rows that there is room for
+  int32_t count;  // rows that `rows` has room for
 };
 
 // Rows of a pass after its exchanges.
 struct PassRows {
   const int32_t* wanted;
   const int32_t* group_sizes;  // [L]
-  bool adds;                   // gradients of weights are added to the sums that are there
+  bool adds;                   // true: gradients of weights are added to earlier passes' sums
   Hidden places[2];            // places for the first product; the device chooses one
   int count;                   // number of places
 };
@@ -45,10 +45,10 @@ class ExpertLaunches {
   rows::RowGroups GroupsOf(const PassRows& rows, int32_t count) const {
     return {rows.group_sizes, 1, s_.experts, count};
   }
-  // A product by the first or the second weight, without its operands.
+  // Returns a product by the first or the second weight, without operands.
   GroupedGemmParams ProductOf(GemmProduct product, const PassRows& rows, void* out,
                               bool first) const;
-  // Turns `gemm`, a first product, into the launch for one of its places.
+  // Returns the launch of `gemm`, a first product, that writes to one of its possible places.
   GroupedGemmParams InPlace(GroupedGemmParams gemm, const Hidden& hidden) const;
   // Whether the workspace has room for transposed copies of rows.
   bool CopiesFit() const;
@@ -56,7 +56,7 @@ class ExpertLaunches {
   static cudaError_t Multiply(cudaStream_t stream, GroupedGemmParams gemm);
   cudaError_t Multiply(const GroupedGemmParams& gemm) const { return Multiply(stream_, gemm); }
 
-  // An activation or its gradient, without results and weights.
+  // Returns an activation or its gradient, without results and weights.
   template <typename Params>
   Params ActivationOf(const PassRows& rows, const Hidden& hidden) const {
     Params activation{};

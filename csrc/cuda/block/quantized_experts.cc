@@ -1,4 +1,4 @@
-// Launches of the experts whose products take 8-bit operands.
+// Launches of experts whose products take 8-bit operands.
 #include "cuda/block/quantized_experts.h"
 
 #include "cuda/gemm/copies/transpose.h"
@@ -47,7 +47,7 @@ cudaError_t QuantizedExperts::Forward(const PassRows& rows) const {
   if (!SendsTokens()) {
     EP_RETURN_IF_CUDA_ERROR(Quantize(rows, at_.tokens, s_.hidden, Fp8Format::kE4M3, at_.q_tokens));
   }
-  // Only one place is wanted. q_inner may lie over q_tokens, because that place's product has read
+  // Only one place is wanted. q_inner may overlap q_tokens, because that place's product has read
   // them.
   for (int i = 0; i < rows.count; ++i) {
     EP_RETURN_IF_CUDA_ERROR(FirstProduct(rows, rows.places[i], p_.wi));
@@ -108,7 +108,7 @@ cudaError_t QuantizedExperts::SecondWeightGrad(const PassRows& rows) const {
   return Multiply(WeightGrad(rows, at_.q_inner, at_.q_grads, at_.of_second, /*first=*/false));
 }
 
-// q_hidden lies where the operands of wo's gradient were.
+// Computes dwo first, because q_hidden overwrites the operands of dwo.
 cudaError_t QuantizedExperts::HiddenGrads(const PassRows& rows) const {
   EP_RETURN_IF_CUDA_ERROR(SecondWeightGrad(rows));
   for (int i = 0; i < rows.count; ++i) {
@@ -122,7 +122,7 @@ cudaError_t QuantizedExperts::HiddenGrads(const PassRows& rows) const {
   return cudaSuccess;
 }
 
-// The same bits, by way of wide rows, because gradients of biases are sums of wide rows.
+// Computes the same bits through wide rows, because gradients of biases are sums of wide rows.
 cudaError_t QuantizedExperts::WideHiddenGrads(const PassRows& rows) const {
   for (int i = 0; i < rows.count; ++i) {
     EP_RETURN_IF_CUDA_ERROR(ActivateBwd(rows, rows.places[i]));
@@ -133,8 +133,8 @@ cudaError_t QuantizedExperts::WideHiddenGrads(const PassRows& rows) const {
 }
 
 bool QuantizedExperts::NeedsWide() const {
-  // The fused kernel's scale tiles end with the gate. Tiles of the whole row do so too only if the
-  // gate is whole tiles.
+  // The fused kernel's scale tiles end where the gate ends. Tiles of the whole row end there too
+  // only if the gate's width is a multiple of a tile.
   const bool tiles = s_.scaling != GemmScaling::kBlock || !p_.gated || s_.inner % kTile == 0;
   return p_.wi_bias != nullptr || p_.wo_bias != nullptr || !tiles;
 }
@@ -199,7 +199,7 @@ cudaError_t QuantizedExperts::Activate(QuantizedActivationParams activation,
   return LaunchQuantizedActivation(stream_, activation);
 }
 
-// A product of rows by the first weight or the second.
+// Returns a product of rows by the first or the second weight.
 GroupedGemmParams QuantizedExperts::Product(GemmProduct product, const PassRows& rows,
                                             const QuantizedRows& lhs, const void* weight, void* out,
                                             bool first) const {
@@ -224,8 +224,8 @@ GroupedGemmParams QuantizedExperts::DataGrad(const PassRows& rows, const Quantiz
   return gemm;
 }
 
-// Transposes both operands, because the tensor cores take the contracted dim along memory. Scales
-// along a row do not serve sums over rows, so block-scaled rows are quantized once more.
+// Transposes both operands, because the tensor cores need a contiguous contracted dim. Sums over
+// rows cannot use scales along a row, so block-scaled rows are quantized again.
 cudaError_t QuantizedExperts::TurnBoth(const PassRows& rows, const QuantizedRows& lhs,
                                        int32_t lhs_width, const QuantizedRows& grads,
                                        int32_t grads_width, const Copies& copies) const {

@@ -1,6 +1,6 @@
 // The experts of a block call whose products take 8-bit operands: launches between the exchanges of
-// a pass, and in brackets the launches that overlap an exchange. Weights come quantized. Rows are
-// quantized here, once for each product that reads them.
+// a pass, and in brackets the launches that overlap an exchange. Callers give quantized weights.
+// Rows are quantized here, once for each product that reads them.
 //
 //   forward                                      backward
 //   q_tokens <- tokens                           q_grads  <- grads
@@ -14,12 +14,12 @@
 //                                                grads    <- q_hidden @ wi^T
 //                                                [combine | dwi <- q_tokens^T @ q_hidden]
 //
-// With block scales each token is quantized alone. So if a row's scales fill whole copies, x and dy
-// (dy without a bias of wo) are quantized before they are sent, in half of the bytes, and arrive as
-// q_tokens and q_grads. With tensor scales a scale is of all rows that a pass brings to this
-// device, so rows are quantized after they arrive.
+// With block scales each token is quantized alone. So if the bytes of a row's scales are a multiple
+// of a copy's, x and dy (dy only without a bias of wo) are quantized before they are sent, in half
+// of the bytes, and arrive as q_tokens and q_grads. A tensor scale covers all rows that a pass
+// brings to this device, so rows are then quantized after they arrive.
 //
-// Operands of weight gradients lie over rows that nobody reads any more.
+// Operands of weight gradients overwrite rows that no launch reads any more.
 #ifndef EP_RUNTIME_CUDA_BLOCK_QUANTIZED_EXPERTS_H_
 #define EP_RUNTIME_CUDA_BLOCK_QUANTIZED_EXPERTS_H_
 
@@ -40,19 +40,19 @@ class QuantizedExperts : private ExpertLaunches {
       : ExpertLaunches(stream, params, at) {}
 
   bool SendsTokens() const { return SendsQuantized(s_); }
-  // With a bias of wo the wide gradients are needed too.
+  // With a bias of wo, gradients are sent wide, because its gradient needs wide rows.
   bool SendsGrads() const { return SendsQuantized(s_) && p_.wo_bias == nullptr; }
-  // Quantizes the values [tokens, H] of so many tokens into `sent`, before their exchange. Does
-  // nothing with packed rows.
+  // Quantizes `values` [tokens, H] into `sent`, before their exchange. Does nothing if rows are
+  // given packed.
   cudaError_t PackTokens(const int32_t* wanted, const void* values, int32_t tokens) const;
   cudaError_t PackGrads(const int32_t* wanted, const void* values, int32_t tokens) const;
 
   cudaError_t Forward(const PassRows& rows) const;
-  // Backward. The second exchange puts its wide rows where the first exchange's were.
+  // Backward. The second exchange overwrites the first exchange's wide rows.
   cudaError_t TakeGrads(const PassRows& rows) const;
   GroupedGemmParams InnerGrad(const PassRows& rows) const;  // d_inner
   cudaError_t TakeTokens(const PassRows& rows) const;
-  // Runs everything else except dwi, and makes dwi's operands.
+  // Runs everything else except dwi, and computes dwi's operands.
   cudaError_t Backward(const PassRows& rows) const;
   GroupedGemmParams FirstWeightGrad(const PassRows& rows) const;  // dwi
 
@@ -65,7 +65,7 @@ class QuantizedExperts : private ExpertLaunches {
   cudaError_t FirstProduct(const PassRows& rows, const Hidden& hidden, const void* wi) const;
   cudaError_t Activate(const PassRows& rows, const Hidden& hidden, bool weighted) const;
   cudaError_t Activate(QuantizedActivationParams activation, const QuantizedRows& out) const;
-  // Makes dwo and q_hidden.
+  // Computes dwo and q_hidden.
   cudaError_t HiddenGrads(const PassRows& rows) const;
   cudaError_t WideHiddenGrads(const PassRows& rows) const;
   bool NeedsWide() const;
@@ -75,7 +75,7 @@ class QuantizedExperts : private ExpertLaunches {
   GroupedGemmParams DataGrad(const PassRows& rows, const QuantizedRows& grads, void* out,
                              bool first) const;
   cudaError_t SecondWeightGrad(const PassRows& rows) const;
-  // A product of the copies that TurnBoth made of the same rows.
+  // Returns a product of the copies that TurnBoth made of the same rows.
   GroupedGemmParams WeightGrad(const PassRows& rows, const QuantizedRows& lhs,
                                const QuantizedRows& grads, const Copies& copies, bool first) const;
   cudaError_t TurnBoth(const PassRows& rows, const QuantizedRows& lhs, int32_t lhs_width,

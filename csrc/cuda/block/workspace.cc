@@ -1,4 +1,4 @@
-// The layout of a block call's workspace.
+// Lays out a block call's workspace.
 #include "cuda/block/workspace.h"
 
 #include <algorithm>
@@ -8,11 +8,12 @@ namespace cuda {
 namespace block {
 namespace {
 
-constexpr int64_t kRegionBytes = 1024;  // regions begin at its multiples
+constexpr int64_t kRegionBytes = 1024;  // regions begin at multiples of this
 constexpr int64_t kDecisionBytes = 4096;
 constexpr int64_t kScaledValues = 128;  // values of a row that share a block's scale
-constexpr int64_t kPaddedTo = 128;      // a transposed copy pads each group's rows to its multiples
-constexpr int64_t kCopied = 16;         // copies move multiples of so many bytes
+constexpr int64_t kPaddedTo = 128;      // a transposed copy pads each group's rows to a multiple of
+                                        // this
+constexpr int64_t kCopied = 16;         // copies move multiples of 16 bytes
 
 int64_t Blocks(int64_t values, int64_t each) { return (values + each - 1) / each; }
 
@@ -26,19 +27,19 @@ class Regions {
     used_ += AlignUp(bytes, kRegionBytes);
   }
   void TakeWords(int64_t words, int32_t** out) { Take(4 * words, out); }
-  // The next regions begin at `at`, over the regions there.
+  // Lets the next regions begin at `at` and overlap the regions there.
   void BackTo(int64_t at) {
     most_ = std::max(most_, used_);
     used_ = at;
   }
-  // The next regions begin behind all others.
+  // Lets the next regions begin behind all earlier regions.
   void PastAll() { used_ = std::max(most_, used_); }
   int64_t used() const { return used_; }
 
  private:
   uint8_t* base_;
   int64_t used_ = 0;
-  int64_t most_ = 0;  // end of the last region that ever was
+  int64_t most_ = 0;  // furthest end of all regions before the last BackTo
 };
 
 void TakePart(const BlockSizes& s, Regions* regions, Workspace* out) {
@@ -72,14 +73,14 @@ void TakeCopies(const BlockSizes& s, int64_t lhs, int64_t grads, Regions* region
   take(grads, &out->grads);
 }
 
-// Tokens of a rank whose sums fit its lane, whatever the routing; even, because half of them may
-// have sums that take two rows each.
+// Returns how many of a rank's tokens have sums that fit its lane with any routing. The number is
+// even, because exact sums may take two rows each and then go in two halves.
 int32_t SummedTokens(const BlockSizes& s) {
-  const int32_t sums = std::min(s.top_k, s.ranks - 1);  // of a token, from other ranks
+  const int32_t sums = std::min(s.top_k, s.ranks - 1);  // sums of a token from other ranks
   return sums < 1 ? s.tokens : s.lane_rows / sums / 2 * 2;
 }
 
-// Regions of activations, their gradients, and operands of weight gradients.
+// Lays out activations, their gradients, and operands of weight gradients.
 void LayOutInnerBwd(const BlockSizes& s, Regions* regions, Workspace* out) {
   const int64_t inner = int64_t{s.inner} * s.element_bytes, copied = TransposedRowsOf(s);
   const int64_t rows = s.rows;
@@ -125,8 +126,8 @@ void LayOutQuantizedBwd(const BlockSizes& s, Regions* regions, Workspace* out) {
   regions->BackTo(wide);
   TakeCopies(s, s.hidden, s.columns, regions, &out->of_first);
   regions->PastAll();
-  // This region in turn holds wide rows as they arrive; after they are quantized, the weight; then
-  // the transposed copies; then what combine sends while dwi is computed.
+  // This region holds one after another: wide rows as they arrive; the weight, after the rows are
+  // quantized; the transposed copies; the rows that combine sends while dwi is computed.
   const int64_t late = regions->used();
   regions->Take(int64_t{s.rows} * s.hidden * s.element_bytes, &out->tokens);
   out->grads = out->tokens;

@@ -24,7 +24,7 @@ Status DeviceBoard::Register(const void* start, int64_t bytes, uint8_t** device)
 
 Status DeviceBoard::Map(const Group& group) {
   const BoardHeader& header = group.header();
-  // Rank and handle records lie between the header and the failures, which start on a page.
+  // Rank and handle records are between the header and the failures, which start on a new page.
   const auto records = static_cast<int64_t>(header.failures_offset);
   return Register(&header, group.options().tell_progress ? records : kPageBytes, &board_);
 }

@@ -1,4 +1,4 @@
-// DeviceBoard: the board as kernels see it.
+// DeviceBoard: maps the board into the devices' address space.
 #ifndef EP_RUNTIME_CUDA_DEVICE_DEVICE_BOARD_H_
 #define EP_RUNTIME_CUDA_DEVICE_DEVICE_BOARD_H_
 
@@ -11,15 +11,15 @@
 namespace ep_runtime {
 namespace cuda {
 
-// A group's board in the addresses of this process's kernels.
+// A group's board in the address space of this process's devices.
 class DeviceBoard {
  public:
   // Registers the header, and with `tell_progress` also the records that ranks write.
   Status Map(const Group& group);
-  // Call it once no kernel looks at the board.
+  // Call this once no kernel accesses the board.
   void Unmap();
 
-  // The header's word, in the devices' addresses.
+  // Returns the devices' address of the header's word.
   const uint64_t* poison_generation() const;
   // Fills the pointers that the rank's kernels write to, except `totals` and the tally's `sums`.
   // All are null without `tell_progress`.
@@ -31,7 +31,7 @@ class DeviceBoard {
   Status Register(const void* start, int64_t bytes, uint8_t** device);
 
   std::vector<void*> registered_;
-  uint8_t* board_ = nullptr;  // in the devices' addresses
+  uint8_t* board_ = nullptr;  // the board's address on the devices
 };
 
 }  // namespace cuda

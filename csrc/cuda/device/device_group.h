@@ -11,10 +11,11 @@
 namespace ep_runtime {
 namespace cuda {
 
-constexpr int kMaxRanks = 32;  // ranks of one EP group: a token's ranks are bits of one word
-constexpr int kMaxTopK = 32;   // a warp holds a token's slots, one per lane
+constexpr int kMaxRanks = 32;  // ranks of one EP group, because a token's ranks are bits of one
+                               // word
+constexpr int kMaxTopK = 32;   // slots of a token, because a warp has one slot per lane
 constexpr int kMaxPrepareBlocks = 64;
-// A block of prepare counts these in shared memory.
+// Limits of the counts that a block of prepare has in shared memory.
 constexpr int kMaxExperts = 2048;
 constexpr int64_t kMaxBlockSlots = 65535;  // slots (T * K), counted in 16 bits
 constexpr int kMaxBlocks = 256;
@@ -22,18 +23,19 @@ constexpr int kFlagLine = 128;
 constexpr int kBarriers = 4;
 constexpr int kVerdictSlots = 2;
 
-// Element type of rows. kBytes rows move but are never added.
+// Element type of rows. Rows of kBytes are only copied, never added.
 enum class RowType : int32_t { kF32 = 0, kBF16 = 1, kF16 = 2, kBytes = 3 };
 
 enum class FailReason : uint32_t {
   kNone = 0,
   kTimeout = 1,   // the peer was silent for longer than the budget
-  kPoisoned = 2,  // the board says that this generation is over
+  kPoisoned = 2,  // the board marks this generation as over
   kMismatch = 3,  // the peer runs another call in the same epoch
   kClosed = 4,    // the group was closed before the kernel ran
 };
 
-// In host memory. The first wait that fails in a generation writes this, `valid` last.
+// Record of a failure, in host memory. The first wait that fails in a generation writes it, `valid`
+// last.
 struct FailRecord {
   uint32_t valid;
   uint32_t reason;  // FailReason
@@ -45,24 +47,24 @@ struct FailRecord {
   int32_t waiting_for;  // EP rank
   uint32_t seen;        // flag word
   uint32_t expected;
-  uint32_t peer_op;  // op that the peer says it runs, with kMismatch
+  uint32_t peer_op;  // with kMismatch: the op that the peer runs
   uint32_t peer_handle;
   uint32_t reserved;
   uint64_t peer_layer_id;
   uint64_t waited_ns;
 };
 
-// In host memory. The first index that names no expert; `valid` is stored last.
+// Record, in host memory, of the first index that names no expert; `valid` is stored last.
 struct BadIndex {
   uint32_t valid;
-  int32_t token;  // of the rank
+  int32_t token;  // token of the rank
   int32_t slot;
   int32_t value;
   uint64_t layer_id;
 };
 
-// Verdict that callers read after prepare with on_overflow="error", the same on every rank of the
-// group.
+// Result that callers read after prepare with on_overflow="error". It is the same on every rank of
+// the group.
 struct DeviceVerdict {
   int32_t rank;  // lowest world rank whose demand is above its capacity, or -1
   int32_t demand;
@@ -116,7 +118,7 @@ struct FlagLayout {
   }
 };
 
-// Bytes of device memory that kernels of one rank use between their blocks.
+// Returns the bytes of device memory through which blocks of one rank's kernels exchange data.
 inline int64_t ScratchBytes(const GroupSizes& sizes) {
   return 4 * (kMaxPrepareBlocks * sizes.physical_experts() + 3 * kMaxBlocks * kMaxRanks);
 }
@@ -129,26 +131,26 @@ struct HandleTotals {
   uint64_t rounds;
 };
 
-// Start of a call: one sector, so that it is read at once.
+// Start of a call, in one sector, so that one access reads all of it.
 struct alignas(32) CallStart {
   uint64_t epoch;
   uint64_t now_ns;    // by the board's clock
   uint64_t timer_ns;  // by the device's clock
-  uint32_t index;     // the handle's record
+  uint32_t index;     // number of the handle's record
 };
 
-// Record and duration of the previous call.
+// Number of the record and duration of the previous call.
 struct alignas(32) LastCall {
   uint64_t epoch;
   uint64_t took_ns;
-  uint32_t index;  // the handle's record
+  uint32_t index;  // number of the handle's record
   uint32_t op;     // OpCode
 };
 
-// A rank's sums for its tally on the board; tally.cuh adds them up.
+// A rank's sums for its tally on the board; tally.cuh updates the sums.
 struct DeviceTally {
   LastCall last;
-  // How much later than this rank each EP rank came, in calls of odd and of even epochs.
+  // How long this rank waited for each EP rank, in calls of even and of odd epochs.
   uint32_t waits[2][kMaxRanks];
   uint8_t* sums;   // device copy of the tally on the board
   uint8_t* board;  // host-mapped
@@ -161,24 +163,24 @@ struct DeviceTally {
 // Progress that a rank reports on the board; progress.cuh writes it. The host fills the pointers; a
 // null pointer reports nothing.
 struct Progress {
-  CallStart start;         // of the running call
+  CallStart start;         // start of the running call
   const uint64_t* now_ns;  // host-mapped BoardHeader::now_ns
   void* rank;              // host-mapped RankRecord
   void* handles;           // host-mapped [kMaxHandles] HandleRecord
   void* device_rows;       // host-mapped [kMaxHandles] DeviceRows of this rank
   HandleTotals* totals;    // [kMaxHandles], device
-  uint64_t rows;           // of all calls
+  uint64_t rows;           // rows of all calls
   uint64_t dropped_rows;
-  bool counts_calls;  // counts calls for all ranks of the board, which is a node's
+  bool counts_calls;  // true: this rank counts calls for all ranks of the node's board
   DeviceTally tally;
 };
 
 // One per (group, device), in device memory that is never freed: a replayed CUDA graph of a closed
 // group finds `open` at 0 here. The host writes fields up to `scratch` before the first call. The
-// state below belongs to the kernels, which one stream runs one after another.
+// fields after `scratch` belong to the kernels, which run one after another on one stream.
 struct DeviceGroup {
   uint64_t generation;
-  uint8_t* windows;       // window of EP rank r of this domain: windows + r * window_stride
+  uint8_t* windows;       // EP rank r of this domain has its window at windows + r * window_stride
   int64_t window_stride;  // bytes
   int32_t ep_rank;
   int32_t ep_size;
@@ -192,7 +194,7 @@ struct DeviceGroup {
   int64_t source_counts_bytes;
   int64_t entries_offset;
   int64_t counts_offset;
-  int64_t flags_offset;  // of lane 0
+  int64_t flags_offset;  // offset in the window of lane 0's flags
   int64_t flag_lane_bytes;
   int64_t flag_counts_offset;
   int64_t flag_entries_offset;
@@ -208,15 +210,15 @@ struct DeviceGroup {
   uint32_t open;     // the host clears it when the group closes
   uint32_t failed;   // set by the first failing wait, never cleared
   uint32_t spoiled;  // set by the first bad index, never cleared
-  uint64_t epoch;    // of the last call that ended
+  uint64_t epoch;    // epoch of the last call that ended
   uint64_t verdicts;
   uint32_t arrived[kBarriers];
   uint32_t ended;  // blocks of the running kernel that have ended
   Progress progress;
 };
 
-// Fills everything but addresses, generation and budget. `first_rank` + `ep_rank` is the world
-// rank.
+// Fills all fields of sizes and offsets. The caller fills addresses, generation and budget.
+// `first_rank` + `ep_rank` is the world rank.
 inline void SetSizes(const GroupSizes& sizes, int64_t first_rank, int64_t ep_rank,
                      DeviceGroup* group) {
   const LaneLayout lane(sizes);
@@ -244,13 +246,13 @@ inline void SetSizes(const GroupSizes& sizes, int64_t first_rank, int64_t ep_ran
 
 // Names the call to its peers and in records.
 struct CallName {
-  uint64_t layer_id;           // of layer 0 of a stack
+  uint64_t layer_id;           // id of layer 0 of a stack
   const int32_t* layer_index;  // [1] int32, device, written by XLA; null: 0
   uint32_t handle;
   // The handle's record on the board is board_index + layer index * board_stride.
   uint32_t board_index = 0;
   uint32_t board_stride = 0;
-  // [1], device, the same on every rank: 0 if this launch has nothing to do. Null: it always runs.
+  // [1], device, the same on every rank: 0 if this launch has nothing to do. Null: always runs.
   const int32_t* wanted = nullptr;
 };
 

@@ -42,7 +42,8 @@ Status DeviceWindows::Map(const std::vector<int>& fds, int64_t window_bytes,
     access[i].location.id = devices[i];
     access[i].flags = CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
   }
-  // Each run of windows separately, because addresses without a mapping cannot be given access.
+  // Set access for each run of windows separately, because it cannot be set for addresses without a
+  // mapping.
   for (int64_t first = 0, end = 0; first < ranks; first = end + 1) {
     for (end = first; end < ranks && fds[end] >= 0;) ++end;
     if (end > first) EP_RETURN_IF_ERROR(SetAccess(first, end, access));

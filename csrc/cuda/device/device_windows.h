@@ -1,4 +1,4 @@
-// DeviceWindows: a group's windows in this process.
+// DeviceWindows: maps a group's windows.
 #ifndef EP_RUNTIME_CUDA_DEVICE_DEVICE_WINDOWS_H_
 #define EP_RUNTIME_CUDA_DEVICE_DEVICE_WINDOWS_H_
 
@@ -26,14 +26,14 @@ class DeviceWindows {
   // Maps the windows that the daemon exported, for `devices` to read and write. `fds` has one fd
   // per world rank, -1 for a rank of another node. The caller may close the fds afterwards.
   Status Map(const std::vector<int>& fds, int64_t window_bytes, const std::vector<int>& devices);
-  // Call it once nothing runs on the windows.
+  // Call this once no kernel accesses the windows.
   void Unmap();
 
   uint8_t* window(int64_t world_rank) const {
     return reinterpret_cast<uint8_t*>(base_) + world_rank * stride_;
   }
   int64_t stride() const { return stride_; }
-  // The first world rank whose window is on this node.
+  // Returns the first world rank whose window is on this node.
   int64_t first_rank() const { return mapped_.empty() ? 0 : mapped_.front(); }
 
  private:
@@ -48,7 +48,7 @@ class DeviceWindows {
   std::vector<int64_t> mapped_;  // world ranks whose windows are mapped
 };
 
-// Bytes that the daemon allocates for a window: whole pages of the device.
+// Computes the bytes that the daemon allocates for a window: whole pages of the device.
 Status AllocationBytes(const Driver& driver, int64_t window_bytes, int device, int64_t* bytes);
 
 }  // namespace cuda

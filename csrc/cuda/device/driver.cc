@@ -7,7 +7,7 @@ namespace ep_runtime {
 namespace cuda {
 namespace {
 
-// The driver version whose functions are declared as we compile them.
+// The driver version whose function declarations this code is compiled with.
 constexpr unsigned int kDriverVersion = 12000;
 
 template <typename Function>

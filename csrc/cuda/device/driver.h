@@ -28,11 +28,11 @@ struct Driver {
 // management.
 Status LoadDriver(const Driver** driver);
 
-// Counts the GPUs this process sees. The error of an old driver names its version and the one it
-// needs.
+// Counts the GPUs this process sees. If the driver is too old, the error names its version and the
+// version that is needed.
 Status CountDevices(int* count);
 
-// Returns success, or an error with the call's name and CUDA's own words.
+// Returns success, or an error with the call's name and CUDA's error text.
 Status Check(cudaError_t error, const char* call);
 Status Check(const Driver& driver, CUresult result, const char* call);
 
@@ -40,7 +40,7 @@ Status Check(const Driver& driver, CUresult result, const char* call);
 #define EP_RETURN_IF_DRIVER(driver, expr) \
   EP_RETURN_IF_ERROR(::ep_runtime::cuda::Check((driver), (expr), #expr))
 
-// Makes `device` current for as long as it lives.
+// Makes `device` current for as long as this object lives.
 class OnDevice {
  public:
   explicit OnDevice(int device) {

@@ -1,4 +1,4 @@
-// CudaGroup: opening, errors and closing.
+// CudaGroup: opens and closes groups, and reports errors.
 #include "cuda/device/group_device.h"
 
 #include <algorithm>
@@ -13,7 +13,7 @@ namespace {
 // Measured on H200: more blocks gain little and take SMs from overlapping GEMMs.
 constexpr LaunchBlocks kDefaultBlocks = {32, {12, 28, 24, 16}, {20, 44, 38, 26}, {}};
 
-// Shares `total` blocks of an exchange, at least 2, out in the measured proportion.
+// Divides `total` blocks of an exchange, at least 2, in the proportion that measured best.
 ExchangeBlocks Share(int32_t total) {
   ExchangeBlocks blocks{};
   blocks.push = std::max(total * 3 / 10, 1);
@@ -71,8 +71,8 @@ Status CudaGroup::CheckLimits(const std::vector<int>& devices) const {
   return Status();
 }
 
-// The blocks of a kernel wait for each other, so each needs an SM of its own. Under MPS and in a
-// slice of MIG the attribute counts only the SMs that this process may use.
+// The blocks of a kernel wait for each other, so each needs its own SM. Under MPS and in a slice of
+// MIG the attribute counts only the SMs that this process may use.
 Status CudaGroup::CountSms(const std::vector<int>& devices, int32_t* sms) const {
   *sms = kMaxBlocks;
   for (int device : devices) {
@@ -100,7 +100,7 @@ Status CudaGroup::ChooseBlocks(const std::vector<int>& devices) {
     blocks_.alone = AtMost(blocks_.alone, sms);
     blocks_.beside = AtMost(blocks_.beside, sms);
   }
-  // 8-bit sums take more arithmetic than others, so they gain more from SMs.
+  // 8-bit sums take more arithmetic than other sums, so they gain more from SMs.
   const bool fp8 = group_->options().combine_precision == CombinePrecision::kFp8;
   blocks_.combine = fp8 ? blocks_.alone : blocks_.beside;
   // A block of prepare counts its slots in 16 bits.
@@ -160,7 +160,7 @@ Status CudaGroup::OpenRank(int64_t world_rank, int device) {
                                                 device, &rank));
   rank.world_rank = world_rank;
   rank.device = device;
-  ranks_.push_back(rank);  // from here on Close gives its memory back
+  ranks_.push_back(rank);  // from here on Close returns its memory
   EP_RETURN_IF_ERROR(OpenSide(&ranks_.back()));
   DeviceGroup group{};
   EP_RETURN_IF_ERROR(DescribeRank(rank, &group));
@@ -233,7 +233,7 @@ Status CudaGroup::ErrorOf(const BadIndex& record) const {
       .With("argument", std::string("topk_idx"));
 }
 
-// The error of a program whose group was made again with other settings.
+// Returns the error of a program whose group was formed again with other settings.
 Status CudaGroup::ReplayError(const FailRecord& record) const {
   const std::string layer = ThisProcess().registry.LayerName(record.layer_id);
   const std::string op = OpName(static_cast<OpCode>(record.op));
@@ -286,7 +286,7 @@ void CudaGroup::FillStaging(int byte) {
 void CudaGroup::Close() {
   if (std::exchange(closed_, true)) return;
   const uint32_t closed = 0;
-  // All ranks first, because a kernel may be waiting for a rank that begins no more calls.
+  // Close all ranks first, because a kernel may be waiting for a rank that begins no more calls.
   for (const LocalRank& rank : ranks_) {
     const OnDevice on_device(rank.device);
     cudaMemcpy(&rank.group->open, &closed, sizeof(closed), cudaMemcpyHostToDevice);

@@ -25,7 +25,7 @@ namespace cuda {
 struct LocalRank : RankMemory {
   int64_t world_rank;
   int device;         // CUDA ordinal
-  SideStreams* side;  // null if calls overlap nothing
+  SideStreams* side;  // null: exchanges overlap nothing
 };
 
 struct ExchangeBlocks {
@@ -41,8 +41,8 @@ struct LaunchBlocks {
   ExchangeBlocks alone;    // blocks of a block call's exchanges that overlap nothing
   ExchangeBlocks combine;  // blocks of combine and dispatch's backward as separate calls
 
-  // Blocks of an exchange as a separate call. With few tokens it ends before other kernels miss the
-  // SMs.
+  // Blocks of an exchange as a separate call. With few tokens an exchange ends so soon that other
+  // kernels hardly wait for its SMs.
   const ExchangeBlocks& OfTokens(int64_t tokens, const ExchangeBlocks& of_many) const {
     constexpr int64_t kFew = 256;
     return tokens <= kFew ? alone : of_many;
@@ -50,7 +50,7 @@ struct LaunchBlocks {
 };
 
 // The NVIDIA side of an open group: windows mapped for every device of the process, a descriptor
-// per local rank, and what the devices reported.
+// per local rank, and the errors that the devices reported.
 class CudaGroup : public GroupDevice {
  public:
   // `devices[i]` drives the group's i-th local rank. Zeroes the flags of the local windows: the
@@ -59,7 +59,7 @@ class CudaGroup : public GroupDevice {
                      const std::vector<int>& devices, std::unique_ptr<CudaGroup>* out);
   ~CudaGroup() override { Close(); }
 
-  // The rank that the device drives, or null.
+  // Returns the local rank of the device, or null.
   const LocalRank* OfDevice(int device) const;
   const LaunchBlocks& blocks() const { return blocks_; }
 
@@ -84,7 +84,7 @@ class CudaGroup : public GroupDevice {
   Status ErrorOf(const BadIndex& record) const;
   Status ReplayError(const FailRecord& record) const;
 
-  const Group* group_;  // owns this
+  const Group* group_;  // owns this object
   DeviceWindows windows_;
   DeviceBoard board_;
   std::vector<LocalRank> ranks_;
@@ -92,11 +92,11 @@ class CudaGroup : public GroupDevice {
   LaunchBlocks blocks_{};
   int64_t overlap_ = 1;  // 0: exchanges overlap nothing
   int64_t num_sms_ =
-      0;  // blocks of a kernel, push and placement together; 0: the measured defaults
+      0;  // setting: blocks of an exchange's kernel in total; 0: the measured defaults
   bool closed_ = false;
 
   std::mutex mutex_;
-  bool told_ = false;  // TakeError has returned the failure
+  bool told_ = false;  // true: TakeError has returned the failure
   RunStarts starts_;
 };
 

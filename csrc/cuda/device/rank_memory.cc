@@ -38,7 +38,7 @@ Status Allocate(const GroupSizes& sizes, RankMemory* out) {
   return AllocateDevice(ScratchBytes(sizes), &out->scratch);
 }
 
-// Clears the host's part only after the device is done with it.
+// Clears host memory only after the device has finished using it.
 Status Clear(const GroupSizes& sizes, const RankMemory& memory) {
   EP_RETURN_IF_CUDA(cudaDeviceSynchronize());
   EP_RETURN_IF_CUDA(cudaMemset(memory.group, 0, sizeof(DeviceGroup)));
@@ -52,7 +52,8 @@ Status Clear(const GroupSizes& sizes, const RankMemory& memory) {
   return Status();
 }
 
-// Everything that decides a graph's content: sizes, and settings that choose kernels and grids.
+// Returns a key of everything that a graph depends on: sizes, and settings that choose kernels and
+// grids.
 std::string KeyOf(const GroupOptions& options, const LaunchSettings& launch, int64_t world_rank,
                   int device) {
   const GroupSizes& sizes = options.sizes;

@@ -1,4 +1,4 @@
-// Memory of a rank on its device besides the windows. It is never freed, because a CUDA graph that
+// Memory of a rank on its device, without the windows. It is never freed, because a CUDA graph that
 // is replayed after the group closed reads the descriptor and writes the record.
 #ifndef EP_RUNTIME_CUDA_DEVICE_RANK_MEMORY_H_
 #define EP_RUNTIME_CUDA_DEVICE_RANK_MEMORY_H_
@@ -31,9 +31,9 @@ struct LaunchSettings {
   int64_t overlap;
 };
 
-// The rank memories of this process. A group that is made again, with everything that graphs hold
-// unchanged, gets its old addresses: programs compiled and recorded for it go on with the new
-// group. Other groups' memory stays unused, so that an old program finds its own group closed.
+// The rank memories of this process. A group that forms again with unchanged settings gets its old
+// addresses: programs compiled and graphs recorded for it work with the new generation. A group
+// with changed settings gets other memory, so that an old program finds its own group closed.
 class RankMemories {
  public:
   // Takes the memory of `world_rank` on the current device: all zeros, and used by no kernel.

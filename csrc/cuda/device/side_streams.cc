@@ -1,4 +1,4 @@
-// SideStreams: streams next to XLA's.
+// SideStreams: streams for launches that overlap XLA's stream.
 #include "cuda/device/side_streams.h"
 
 namespace ep_runtime {

@@ -1,5 +1,5 @@
-// Streams of a device next to the ones that XLA gives its calls. Launches on a side stream overlap
-// launches on XLA's stream, which goes on once both are done.
+// Streams of a device in addition to the streams that XLA passes to calls. Launches on a side
+// stream overlap launches on XLA's stream, which then waits for both.
 #ifndef EP_RUNTIME_CUDA_DEVICE_SIDE_STREAMS_H_
 #define EP_RUNTIME_CUDA_DEVICE_SIDE_STREAMS_H_
 
@@ -12,8 +12,8 @@
 namespace ep_runtime {
 namespace cuda {
 
-// Side streams of one group on one device. The device must be current while methods run. Streams
-// are created when one is missing and live as long as this object; graphs captured on them live
+// Side streams of one group on one device. The device must be current while methods run. A stream
+// is created if none is free, and lives as long as this object; graphs captured on it may live
 // longer.
 class SideStreams {
  public:
@@ -22,7 +22,7 @@ class SideStreams {
   SideStreams(const SideStreams&) = delete;
   SideStreams& operator=(const SideStreams&) = delete;
 
-  // Creates the event and the first stream, so that calls need not.
+  // Creates the event and the first stream, so that calls need not create them.
   cudaError_t Open();
   // SMs of the device.
   int32_t processors() const { return processors_; }
@@ -51,7 +51,7 @@ class Fork {
   Fork(const Fork&) = delete;
   Fork& operator=(const Fork&) = delete;
 
-  // The constructor's error. After an error side() is `main`.
+  // Returns the constructor's error. After an error side() is `main`.
   cudaError_t error() const { return error_; }
   cudaStream_t side() const { return side_; }
   // Makes `main` wait for everything launched on side().

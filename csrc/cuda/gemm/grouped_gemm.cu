@@ -14,14 +14,14 @@ namespace {
 
 constexpr int kBlockValues = 128;  // values that share a scale, along each dim
 constexpr int kHalfMultiple =
-    64;  // columns of one of a pair: boxes of 128 bytes then lie in one half
+    64;  // divides a pair's columns, so that a 128-byte box is within one half
 
 bool IsNarrow(const GroupedGemmParams& params) { return BytesOf(params.type) == 1; }
 
-// The tensor cores take 8-bit and tf32 operands only with the contracted dim along memory.
+// The tensor cores take 8-bit and tf32 operands only if the contracted dim is contiguous.
 bool IsTransposed(const GroupedGemmParams& params) { return BytesOf(params.type) != 2; }
 
-// Each expert has one group, so one scale serves its whole sum.
+// Whether each expert has one group, so that one scale serves its whole sum.
 bool HasGroupEach(const GroupedGemmParams& p) {
   return p.num_slabs * p.groups_per_slab == p.num_experts;
 }
@@ -36,7 +36,7 @@ Summing SummingOf(const GroupedGemmParams& params) {
 }
 
 const Instance* FindInstance(const GroupedGemmParams& params) {
-  // With the contracted dim along memory, data gradients are forward products.
+  // If the contracted dim is contiguous, data gradients are computed as forward products.
   const bool rows = IsTransposed(params) && params.product == GemmProduct::kDataGrad;
   const GemmProduct product = rows ? GemmProduct::kForward : params.product;
   for (const Instances all : {Products16Instances(), Rows8Instances(), Weights8Instances(),
@@ -70,7 +70,7 @@ int64_t RowsOf(const GroupedGemmParams& p) {
   return static_cast<int64_t>(p.num_slabs) * p.slab_rows;
 }
 
-// Elements along memory in a transposed copy of the rows.
+// Elements of a line in a transposed copy of the rows.
 int64_t PaddedRowsOf(const GroupedGemmParams& p) {
   return p.num_slabs * PaddedSlabRows(p.slab_rows, p.groups_per_slab);
 }
@@ -91,7 +91,7 @@ bool CopiesWeights(const GroupedGemmParams& p) {
   return p.type == FloatType::kTF32 && p.product == GemmProduct::kForward;
 }
 
-// Transposes the weights to rhs_copy, one array even for a pair, and makes that the product's
+// Transposes the weights to rhs_copy, one array even for a pair, and makes that copy the product's
 // operand.
 cudaError_t CopyWeights(cudaStream_t stream, GroupedGemmParams* p) {
   const int32_t width = p->rhs_up == nullptr ? p->out_features : p->out_features / 2;
@@ -211,7 +211,8 @@ KernelArguments MakeArguments(const GroupedGemmParams& p, int32_t blocks) {
   return args;
 }
 
-// Fills the output with zeros. Without rows, or with an empty contracted dim, no kernel runs.
+// Fills the output with zeros instead of running a kernel, if there are no rows or the contracted
+// dim is empty.
 cudaError_t StoreZeros(cudaStream_t stream, const GroupedGemmParams& p) {
   if (p.product != GemmProduct::kWeightGrad) return cudaErrorInvalidValue;
   const size_t bytes =
@@ -232,8 +233,9 @@ cudaError_t ClearSlackOf(cudaStream_t stream, const GroupedGemmParams& p, int pr
 
 GemmTuning TunedGemm(const GroupedGemmParams& params) {
   const bool by_expert = params.product == GemmProduct::kWeightGrad;
-  // Bands for 16-bit and tf32 operands: in consecutive steps power is short. Bands that read less
-  // memory then beat bands that are slightly faster for a while, by up to 7% with many columns.
+  // Bands for 16-bit and tf32 operands: over many steps the GPU is limited by power. Then bands
+  // that read less memory beat bands that are slightly faster in short runs, by up to 7% with many
+  // columns.
   int32_t band = 8;
   if (params.scaling == GemmScaling::kTensor) band = by_expert ? 2 : 1;
   if (params.scaling == GemmScaling::kBlock) band = 2;

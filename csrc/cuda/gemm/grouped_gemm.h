@@ -9,12 +9,12 @@
 namespace ep_runtime {
 namespace cuda {
 
-// The tuning that measured best for these operands on an H200. Reads everything in `params` except
-// pointers and tuning.
+// Returns the tuning that was fastest for these operands on an H200. Reads everything in `params`
+// except pointers and tuning.
 GemmTuning TunedGemm(const GroupedGemmParams& params);
 
-// Makes one launch; one more with clear_slack, and one more with rhs_copy. cudaErrorInvalidValue: a
-// limit of product.h does not hold.
+// Launches the product, and more kernels for clear_slack and for rhs_copy. Returns
+// cudaErrorInvalidValue if a limit of product.h does not hold.
 cudaError_t LaunchGroupedGemm(cudaStream_t stream, GroupedGemmParams params);
 
 }  // namespace cuda

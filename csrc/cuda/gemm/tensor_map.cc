@@ -1,4 +1,4 @@
-// Makes and remembers tensor maps.
+// Makes and caches tensor maps.
 #include "cuda/gemm/tensor_map.h"
 
 #include <tuple>
@@ -12,8 +12,8 @@ namespace {
 
 using EncodeFn = decltype(&cuTensorMapEncodeTiled);
 
-// Returns null if the driver has no such function. Looked up by name, because nothing here links
-// the driver.
+// Returns the driver's function, or null if the driver lacks it. The lookup is by name, because
+// this library does not link the driver.
 EncodeFn FindEncode() {
   void* found = nullptr;
   cudaDriverEntryPointQueryResult result = cudaDriverEntryPointSymbolNotFound;
@@ -63,7 +63,8 @@ cudaError_t Encode(const Array& array, int box_lines, CUtensorMap* map) {
 cudaError_t DescribeArray(const Array& array, int box_lines, CUtensorMap* map) {
   using Key = std::tuple<const void*, FloatType, int64_t, int64_t, int64_t, int>;
   constexpr size_t kMost = 512;
-  // All chunks of a block call use the same arrays, and a step mostly the arrays of the last step.
+  // All chunks of a block call use the same arrays, and a step mostly uses the arrays of the
+  // previous step.
   thread_local RecentMap<Key, CUtensorMap, kMost> known;
   const Key key{array.data, array.type, array.width, array.lines, array.planes, box_lines};
   if (const CUtensorMap* found = known.Find(key)) {

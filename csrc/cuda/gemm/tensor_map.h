@@ -1,4 +1,4 @@
-// Descriptions of arrays for the tensor copy engine.
+// Descriptions of arrays for tensor copies (TMA).
 #ifndef EP_RUNTIME_CUDA_GEMM_TENSOR_MAP_H_
 #define EP_RUNTIME_CUDA_GEMM_TENSOR_MAP_H_
 

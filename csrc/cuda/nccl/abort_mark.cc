@@ -16,14 +16,14 @@ namespace ep_runtime {
 namespace nccl {
 namespace {
 
-// A device that takes longer to copy four bytes does not reach the kernels behind them either.
+// If a device takes longer to copy four bytes, it does not run later kernels either.
 constexpr std::chrono::milliseconds kSetWithin(200);
 constexpr int kWordsOfPage = 1024;
 
 // Words that the marks of one device share. They are never freed, because a kernel that a hanging
 // device runs late must still find its word.
 struct DeviceWords {
-  uint32_t* one = nullptr;  // in host memory: the source of the copy
+  uint32_t* one = nullptr;  // a word in host memory, the source of the copy
   cudaStream_t stream = nullptr;
   uint32_t* page = nullptr;
   int used = kWordsOfPage;
@@ -50,8 +50,9 @@ struct DeviceWords {
   }
 };
 
-// A mark in device memory, which a kernel reads in a microsecond. A word in host memory would take
-// ten times as long, behind every exchange. The copy engine sets the mark, and waits for no kernel.
+// A mark in device memory, which a kernel reads in a microsecond. Reading a word in host memory
+// after every exchange would take ten times as long. The copy engine sets the mark, so setting it
+// waits for no kernel.
 class CudaAbortMark : public AbortMark {
  public:
   Status Open() {
@@ -67,7 +68,7 @@ class CudaAbortMark : public AbortMark {
     return Status();
   }
 
-  // Kernels of the communicator go on only after this has returned.
+  // The communicator is aborted, which lets its kernels continue, only after this has returned.
   void Set() override {
     cudaMemcpyAsync(word_, one_, sizeof(uint32_t), cudaMemcpyHostToDevice, stream_);
     const auto end = std::chrono::steady_clock::now() + kSetWithin;

@@ -1,4 +1,4 @@
-// AbortMark: tells kernels that their communicator is aborted.
+// AbortMark: lets kernels see that their communicator is aborted.
 #ifndef EP_RUNTIME_CUDA_NCCL_ABORT_MARK_H_
 #define EP_RUNTIME_CUDA_NCCL_ABORT_MARK_H_
 
@@ -10,15 +10,16 @@
 namespace ep_runtime {
 namespace nccl {
 
-// A mark that tells kernels behind a communicator's exchanges that it is aborted. NCCL's kernels
-// then leave their waits, and copy bytes of other calls from their buffers. Thread-safe.
+// A mark from which kernels after a communicator's exchanges see that it is aborted. After an
+// abort, NCCL's kernels leave their waits and copy stale bytes from their buffers. Thread-safe.
 class AbortMark {
  public:
   virtual ~AbortMark() = default;
-  // Call it before the communicator is aborted, with its device current. Waits shortly for the
-  // device.
+  // Sets the mark. Call this before the communicator is aborted, with its device current. Waits
+  // briefly for the device.
   virtual void Set() = 0;
-  // Put it behind an exchange on `stream`: fills the array with `byte` if the mark is set.
+  // Launches a kernel on `stream` that fills the array with `byte` if the mark is set. Call this
+  // after launching an exchange.
   virtual Status Guard(Stream stream, void* array, int64_t bytes, uint8_t byte) = 0;
 };
 

@@ -5,7 +5,7 @@
 
 #include <mutex>
 
-// Tests have a library of another name, next to the one that JAX may load.
+// Tests use a library with another name, because JAX may load the real one.
 #ifndef EP_RUNTIME_NCCL_SONAME
 #define EP_RUNTIME_NCCL_SONAME "libnccl.so.2"
 #endif
@@ -57,7 +57,7 @@ Status CheckVersion(Api* api) {
 }
 
 Status Open(const std::string& path, void** library) {
-  // By name, so that this finds the copy that JAX loaded first.
+  // Open by name first, to find the copy that JAX loaded.
   *library = dlopen(kSoname, RTLD_NOW | RTLD_NOLOAD);
   if (*library != nullptr) return Status();
   if (!path.empty()) *library = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);

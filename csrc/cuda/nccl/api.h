@@ -1,5 +1,6 @@
-// NCCL by its public ABI, found at run time. A process must have one libnccl, the one JAX loaded,
-// because a second copy corrupts its communicators. So nothing here links or includes NCCL.
+// Declares NCCL's public ABI, which is loaded at run time. A process must have only one libnccl,
+// the one JAX loaded, because a second copy corrupts communicators. So nothing here links or
+// includes NCCL.
 #ifndef EP_RUNTIME_CUDA_NCCL_API_H_
 #define EP_RUNTIME_CUDA_NCCL_API_H_
 
@@ -27,19 +28,19 @@ enum Result : int {
   kInProgress = 7,
 };
 
-// ncclDataType_t and ncclRedOp_t. Rows travel as bytes whatever their type.
+// ncclDataType_t and ncclRedOp_t. Rows of every type are sent as bytes.
 constexpr int kInt8 = 0;
 constexpr int kInt32 = 2;
 constexpr int kSum = 0;
 
-// ncclConfig_t of 2.18. NCCL reads `size` bytes and takes its defaults for later fields, so the
-// struct need not grow with the library.
+// ncclConfig_t of 2.18. NCCL reads `size` bytes and uses defaults for later fields, so the struct
+// need not grow with the library.
 struct Config {
   size_t size = sizeof(Config);
   unsigned int magic = 0xcafebeef;
   unsigned int version = 21801;
   int blocking = 0;
-  int cga_cluster_size = INT_MIN;  // NCCL's mark of a field that is not set
+  int cga_cluster_size = INT_MIN;  // means to NCCL that the field is not set
   int min_ctas = INT_MIN;
   int max_ctas = INT_MIN;
   const char* net_name = nullptr;
@@ -76,8 +77,8 @@ struct Api {
 };
 
 // Loads the libnccl.so.2 that the process has loaded. If there is none, loads `path`, which becomes
-// the process's libnccl and is found by a later dlopen of that name. With "" for `path` uses only a
-// loaded one.
+// the process's libnccl and is found by a later dlopen of that name. If `path` is "", uses only a
+// loaded library.
 //
 // Fails without a library, or with a version that this code was not written for. Keeps the first
 // success.
@@ -86,7 +87,7 @@ Status Load(const std::string& path, const Api** out);
 // "2.28.9" for 22809.
 std::string VersionText(int version);
 
-// An error with NCCL's words on `result`, and on the communicator if there is one.
+// Returns an error with NCCL's text for `result`, and for the communicator unless it is null.
 Status Failed(const Api& api, const std::string& what, int result, Comm* comm);
 
 }  // namespace nccl

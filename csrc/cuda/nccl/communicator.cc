@@ -13,7 +13,7 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 // NCCL's background thread takes tens of microseconds for a call whose peers are connected, and a
-// sleep takes as long again. So waits spin at first.
+// sleep would double that. So waits spin at first.
 constexpr std::chrono::microseconds kSpinning(400);
 constexpr std::chrono::microseconds kPause(50);
 constexpr std::chrono::microseconds kLongestPause(2000);
@@ -54,7 +54,7 @@ Status Communicator::Issue(const std::function<int(Comm*)>& issue) {
   const int started = api_.group_start();
   if (!IsFine(started)) return Failed(api_, "ncclGroupStart", started, comm_);
   const int issued = issue(comm_);
-  const int ended = api_.group_end();  // in any case, because it closes the thread's group
+  const int ended = api_.group_end();  // also after an error, because it closes the thread's group
   if (!IsFine(issued)) return Failed(api_, "a send or receive", issued, comm_);
   if (!IsFine(ended)) return Failed(api_, "ncclGroupEnd", ended, comm_);
   return Status();

@@ -35,31 +35,32 @@ class Communicator {
 
   const Place& place() const { return place_; }
 
-  // Begins to join the other ranks; the device must be current. Wait returns when that is done.
-  // Uses at most `max_channels` channels, each with buffers for every peer; 0: NCCL's choice.
+  // Begins to join the other ranks; the device must be current. Wait() returns once all have
+  // joined. Uses at most `max_channels` channels, each with buffers for every peer; 0: NCCL's
+  // choice.
   Status Start(int max_channels);
   // Begins the calls of `issue` on the communicator, as one NCCL group. NCCL's thread puts them on
   // their stream. Call Wait before anything else on this communicator.
   Status Issue(const std::function<int(Comm*)>& issue);
-  // Issue, then Wait: returns once all calls are on their stream. Until then XLA must not go on
-  // with that stream. The first call may wait for peers, because NCCL connects to them when it
-  // first needs them.
+  // Runs Issue, then Wait: returns once all calls are on their stream. XLA must not use that stream
+  // before. The first call may wait for peers, because NCCL connects to them when it first needs
+  // them.
   Status Run(const std::function<int(Comm*)>& issue, int64_t budget_ns, const Alive& alive);
   // Waits until NCCL has finished its background work.
   Status Wait(const char* what, int64_t budget_ns, const Alive& alive);
-  // Mark for kernels behind its exchanges. Null until it is given, which is before any exchange.
+  // The mark for kernels after exchanges. Null until GiveMark, which is called before any exchange.
   AbortMark* mark() const { return mark_.get(); }
   void GiveMark(std::unique_ptr<AbortMark> mark) { mark_ = std::move(mark); }
   // Checks that the communicator has the ranks and the device that were asked for.
   Status CheckShape();
-  // Errors that NCCL found in the background, such as a lost connection.
+  // Returns an error that NCCL found in the background, such as a lost connection.
   Status AsyncError();
 
-  // Waits at most `budget_ns` until NCCL has nothing under way, sockets included. Ranks must not
-  // leave before that: a message that a peer still waits for would be lost.
+  // Waits at most `budget_ns` until NCCL has finished all transfers, including on sockets. If a
+  // rank left earlier, a message that a peer still waits for would be lost.
   void Finalize(int64_t budget_ns, const Alive& alive);
-  // Ends everything that runs on it and frees it; the device must be current. Idempotent. NCCL
-  // waits here for the device's kernels, which end because of the abort.
+  // Ends all operations on the communicator and frees it; the device must be current. Idempotent.
+  // NCCL waits here for the device's kernels, which end because of the abort.
   void Abort();
   bool gone();
 

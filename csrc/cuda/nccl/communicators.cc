@@ -7,14 +7,16 @@ namespace ep_runtime {
 namespace nccl {
 namespace {
 
-// A dead peer's group is poisoned within milliseconds. The survivors' kernels end this much later.
+// If a peer dies, its group is poisoned within milliseconds. The survivors' kernels end at most
+// this much later.
 constexpr std::chrono::milliseconds kWatchEvery(20);
-// Without rows on the way, nobody waits for the news.
+// If no rows are in flight, nobody waits for a failure to be noticed.
 constexpr std::chrono::milliseconds kWatchIdleEvery(500);
 constexpr std::chrono::seconds kAbortBound(10);
-// Threads of Init notice the deadline themselves. This bounds a thread that NCCL does not return.
+// Threads of Init notice the deadline themselves. This bounds a thread that hangs in NCCL.
 constexpr std::chrono::seconds kInitGrace(2);
-// All ranks learn who is gone within two seconds, mostly within a tenth of one.
+// How long to wait for the daemons' report of the lost process. All ranks have it within two
+// seconds, mostly within a tenth of a second.
 constexpr std::chrono::milliseconds kToldWithin(1500);
 constexpr std::chrono::milliseconds kAskEvery(5);
 
@@ -54,7 +56,8 @@ bool Communicators::OnEach(std::function<Status(Communicator&)> work,
 
 Status Communicators::Init(int64_t budget_ns) {
   Status error;
-  // The first failure ends the other waits, because peers of the failed one would wait in vain.
+  // The first failure ends the other waits, because peers of the failed communicator would wait in
+  // vain.
   const auto shared_failure = std::make_shared<std::pair<std::mutex, Status>>();
   const Alive alive = [shared_failure, outer = alive_] {
     {
@@ -113,7 +116,8 @@ Status Communicators::TrySum(int64_t budget_ns) {
   return error;
 }
 
-// Until Close, checks the generation and NCCL's own findings, and aborts all at the first error.
+// Until Close, checks the generation and NCCL's own errors, and aborts all communicators at the
+// first error.
 void Communicators::Watch() {
   for (;;) {
     {
@@ -177,7 +181,7 @@ void Communicators::Fail(const Status& error) {
 void Communicators::Abort() {
   {
     std::unique_lock<std::mutex> lock(mutex_);
-    if (std::exchange(abort_begun_, true)) {  // a second caller waits for the first
+    if (std::exchange(abort_begun_, true)) {  // a second caller waits for the first to finish
       abort_ended_.wait_for(lock, kAbortBound, [&] { return abort_over_; });
       return;
     }

@@ -16,12 +16,12 @@
 namespace ep_runtime {
 namespace nccl {
 
-// What Communicators needs of devices. Tests give their own.
+// Functions of devices that Communicators uses. Tests pass their own.
 struct Devices {
   // Makes the device current on the calling thread.
   std::function<Status(int device)> set;
-  // Moves a few bytes between all ranks of the domain. So a failed connection shows while the group
-  // forms, and the first step pays for no connection.
+  // Moves a few bytes between all ranks of the domain, so that a failed connection shows while the
+  // group forms, and the first step need not connect.
   std::function<Status(Communicator&, int64_t budget_ns, const Alive& alive)> try_out;
   // Makes the mark of a communicator of the current device.
   std::function<Status(std::unique_ptr<AbortMark>*)> make_mark;
@@ -29,40 +29,43 @@ struct Devices {
   std::function<Status(Communicator&, int64_t budget_ns, const Alive& alive)> try_sum;
 };
 
-// What the communicators will be used for.
+// The purpose of a group's communicators.
 struct Purpose {
-  // Rows travel over them: they connect to all peers at once, and have abort marks. If false, NCCL
-  // connects, allocates buffers and runs kernels when something first calls it.
+  // If true, rows are sent over the communicators: they connect to all peers when they are created,
+  // and have abort marks. If false, NCCL connects, allocates buffers and runs kernels on first use.
   bool carries_rows = true;
   int max_channels = 0;  // 0: NCCL's choice
 };
 
 // The communicators of one group in this process: one per local rank, created together, watched by
-// a thread, and aborted together. If one were aborted alone, its peers' kernels would spin on. A
-// thread that aborts one after another would wait for a kernel that waits for the next.
+// a thread, and aborted together. If one were aborted alone, its peers' kernels would keep
+// spinning. A thread that aborted one after another would wait for a kernel that waits for the next
+// communicator.
 class Communicators {
  public:
-  // `alive` says whether the generation may be used. Several threads call it, but none after Close
-  // has returned.
+  // `alive` returns an error once the generation is over. Several threads call it, but none after
+  // Close has returned.
   Communicators(const Api& api, Devices devices, Alive alive, Purpose purpose,
                 const std::vector<Place>& places);
   ~Communicators() { Close(0); }
   Communicators(const Communicators&) = delete;
   Communicators& operator=(const Communicators&) = delete;
 
-  // Joins all domains, while every rank of theirs does so. If anything fails, all are aborted.
+  // Joins all domains, while every rank of these domains does the same. If anything fails, all
+  // communicators are aborted.
   Status Init(int64_t budget_ns);
-  // Checks an all-reduce over each, while every rank of the domains does so. A failure fails the
-  // set.
+  // Checks an all-reduce over each communicator, while every rank of the domains does the same. A
+  // failure fails all of them.
   Status TrySum(int64_t budget_ns);
-  // The communicator of a local rank, or null.
+  // Returns the communicator of a local rank, or null.
   Communicator* OfRank(int64_t world_rank) const;
-  // The first error since Init, after which the set cannot be used, or success.
+  // Returns the first error since Init, after which no communicator can be used, or success.
   Status Failure() const;
-  // Returns an op's error, or why the generation is over, which says more. NCCL may notice a lost
-  // peer before the daemons report which process it was, so this waits shortly for their report.
+  // Returns the reason why the generation is over, or else the op's error. NCCL may notice a lost
+  // peer before the daemons report which process it was, so this waits briefly for their report.
   Status Explained(const Status& error);
-  // Records the error of a failed op as the set's, and has everything aborted soon.
+  // Records the error of a failed op as the error of all, and makes Watch abort all communicators
+  // soon.
   void Fail(const Status& error);
   // Waits at most `timeout_ns` for a failure. `failure` is success if there is none yet. Returns
   // false once Close has begun.
@@ -78,7 +81,7 @@ class Communicators {
   void Close(int64_t finalize_ns);
 
  private:
-  // State that threads may use after a bound has passed without them.
+  // State that detached threads may still use after this object is gone.
   struct Asked {
     std::mutex mutex;
     Alive alive;  // null once closed

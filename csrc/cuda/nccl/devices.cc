@@ -1,4 +1,4 @@
-// The CUDA side of communicators: current devices, the first bytes between all ranks, and a sum.
+// CUDA's implementation of Devices: current devices, the first bytes between all ranks, and a sum.
 
 #include <cuda_runtime.h>
 
@@ -17,7 +17,7 @@ using nccl::Alive;
 using nccl::Comm;
 using nccl::Communicator;
 
-// From every rank to every rank: a small message that opens each connection rows use later.
+// Size of a message from every rank to every rank, which opens each connection that rows use later.
 constexpr size_t kTryBytes = 256;
 
 const nccl::Api* TheApi() {
@@ -40,7 +40,8 @@ int ExchangeAll(const nccl::Api& api, const Communicator& communicator, uint8_t*
   return result;
 }
 
-// Polls instead of cudaStreamSynchronize: after a peer's death its kernel spins until our abort.
+// Polls instead of calling cudaStreamSynchronize: after a peer's death the kernel spins until this
+// process aborts.
 Status AwaitStream(cudaStream_t stream, int64_t budget_ns, const Alive& alive) {
   const auto deadline = std::chrono::steady_clock::now() + std::chrono::nanoseconds(budget_ns);
   for (;;) {
@@ -57,8 +58,8 @@ Status AwaitStream(cudaStream_t stream, int64_t budget_ns, const Alive& alive) {
   }
 }
 
-// After a failure stream and memory stay. Freeing them would wait for a kernel that only the later
-// abort ends.
+// After a failure, stream and memory are not freed, because that would wait for a kernel that only
+// the later abort ends.
 Status TryOut(Communicator& communicator, int64_t budget_ns, const Alive& alive) {
   const nccl::Api* api = TheApi();
   if (api == nullptr) return Internal("NCCL is not loaded");
@@ -75,10 +76,11 @@ Status TryOut(Communicator& communicator, int64_t budget_ns, const Alive& alive)
   return cuda::Check(cudaStreamDestroy(stream), "cudaStreamDestroy");
 }
 
-// Enough for several of NCCL's steps on every channel.
+// Number of values to sum, enough for several of NCCL's steps on every channel.
 constexpr size_t kSummed = size_t{1} << 20;
 
-// Rank r gives r times this, so sums are exact in int32 and differ at every place.
+// Rank r contributes (r + 1) times this value, so sums are exact in int32, and neighbouring sums
+// differ.
 int32_t Summand(size_t i) { return static_cast<int32_t>(i % 65521) + 1; }
 
 Status CheckSums(const std::vector<int32_t>& found, int ranks) {
@@ -92,7 +94,7 @@ Status CheckSums(const std::vector<int32_t>& found, int ranks) {
   return Status();
 }
 
-// Like TryOut, keeps its memory after a failure.
+// Like TryOut, does not free its memory after a failure.
 Status TrySum(Communicator& communicator, int64_t budget_ns, const Alive& alive) {
   const nccl::Api* api = TheApi();
   if (api == nullptr) return Internal("NCCL is not loaded");

@@ -22,11 +22,12 @@ struct Message {
 
 bool IsFine(int result) { return result == kSuccess || result == kInProgress; }
 
-// `make` returns the block that goes to a peer and the block that comes from it.
+// Sends to and receives from all peers. `make` returns the block to send to one peer and the block
+// to receive from another.
 template <typename Make>
 int SendAll(const Api& api, const Peers& peers, Comm* comm, Stream stream, const Make& make) {
   for (int64_t step = 1; step < peers.count; ++step) {
-    // Around the ring, so that ranks begin with different peers.
+    // Start with the next rank, so that ranks begin with different peers.
     const int64_t to = (peers.self + step) % peers.count;
     const int64_t from = (peers.self - step + peers.count) % peers.count;
     const int to_rank = static_cast<int>(peers.first + to * peers.stride);

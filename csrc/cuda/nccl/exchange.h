@@ -18,13 +18,13 @@ struct Peers {
   int64_t self;  // index of this rank among them
 };
 
-// Returns the peers of a rank. With `node_size` 0 they are all ranks of the domain. Otherwise they
-// are the ranks in the same place on each node (`rail`), or all ranks of this node. `node_size`
-// divides `ep_size`.
+// Returns the peers of a rank. With `node_size` 0 the peers are all ranks of the domain. Otherwise
+// they are the ranks with the same index on each node (`rail`), or all ranks of this node.
+// `node_size` divides `ep_size`.
 Peers PeersOf(int64_t ep_rank, int64_t ep_size, int64_t node_size, bool rail);
 
 struct Blocks {
-  const uint8_t* sent;  // [count] blocks, or with `gathers` the one that every peer gets
+  const uint8_t* sent;  // [count] blocks, or with `gathers` one block that every peer gets
   uint8_t* received;    // [count] blocks
   int64_t bytes;        // of one block
   bool gathers;         // every peer gets the same block
@@ -33,8 +33,7 @@ struct Blocks {
   uint8_t* From(int64_t peer) const { return received + peer * bytes; }
 };
 
-// Rows that travel, as many as the sender has for each peer. Row numbers and counts are host
-// memory.
+// Rows to send and to receive, any number for each peer. Row numbers and counts are in host memory.
 struct CountedRows {
   const uint8_t* sent;
   uint8_t* received;
@@ -48,14 +47,14 @@ struct CountedRows {
   uint8_t* From(int64_t peer) const { return received + received_first[peer] * row_bytes; }
 };
 
-// Like SendBlocks, but sends only those rows, and nothing if there are none.
+// Like SendBlocks, but sends only the counted rows, and no message if a peer gets none.
 int SendRows(const Api& api, const Peers& peers, const CountedRows& rows, Comm* comm,
              Stream stream);
 
 // Sends to and receives from all peers except this rank, inside the caller's NCCL group. Returns
 // the first error, or success.
 int SendBlocks(const Api& api, const Peers& peers, const Blocks& blocks, Comm* comm, Stream stream);
-// SendBlocks of several arrays. Skips arrays without bytes.
+// Runs SendBlocks for several arrays. Skips arrays without bytes.
 int SendArrays(const Api& api, const Peers& peers, const std::vector<Blocks>& arrays, Comm* comm,
                Stream stream);
 

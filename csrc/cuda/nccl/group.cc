@@ -1,4 +1,4 @@
-// NcclGroup: a group's calls over NCCL.
+// NcclGroup: runs a group's calls over NCCL.
 #include "cuda/nccl/group.h"
 
 #include <utility>
@@ -18,7 +18,7 @@ constexpr int64_t kFinalizeNs = 3'000'000'000;
 std::shared_ptr<NcclGroup> NcclGroup::Make(const Api& api, Devices devices,
                                            NcclGroupOptions options) {
   std::shared_ptr<NcclGroup> made(new NcclGroup(std::move(options)));
-  // The group outlives its communicators, which do not call it once they are closed.
+  // The group outlives its communicators, which do not call the group once they are closed.
   made->communicators_ = std::make_unique<Communicators>(
       api, std::move(devices), [group = made.get()] { return group->Alive(); },
       made->options_.purpose, made->options_.places);
@@ -27,7 +27,7 @@ std::shared_ptr<NcclGroup> NcclGroup::Make(const Api& api, Devices devices,
 
 Status NcclGroup::Init(int64_t budget_ns) {
   const Status status = communicators_->Init(budget_ns);
-  const Status why = Alive();  // says more than that communicators were aborted
+  const Status why = Alive();  // the reason, which is clearer than "communicators were aborted"
   return status.ok() || why.ok() ? status : why;
 }
 
@@ -88,11 +88,11 @@ Status NcclGroup::Await(Communicator& communicator) {
 
 Status NcclGroup::Ended(const Status& status) {
   if (status.ok()) return status;
-  // The reason says more than that the communicator is gone.
+  // Report why the generation is over, which is clearer than that the communicator is gone.
   const Status why = Alive();
   communicators_->Fail(why.ok() ? status : why);
-  // NCCL's thread may still put this call's kernel on the stream. Only after the abort it cannot,
-  // so that the caller's fill comes last.
+  // Until the abort, NCCL's thread may still put this call's kernel on the stream. Abort first, so
+  // that the caller's fill runs last.
   communicators_->Abort();
   return communicators_->Failure();
 }

@@ -28,20 +28,20 @@ struct NcclGroupOptions {
   Purpose purpose;
 };
 
-// A group's NCCL side in this process: its communicators, and state with which its calls end
-// together.
+// A group's communicators in this process, and the state that makes all its calls end together.
 class NcclGroup {
  public:
   static std::shared_ptr<NcclGroup> Make(const Api& api, Devices devices, NcclGroupOptions options);
-  // Joins the other ranks of the domains, which do so too. Abort from another thread ends the wait.
+  // Joins the other ranks of the domains, while they do the same. Abort() from another thread ends
+  // the wait.
   Status Init(int64_t budget_ns);
-  // Communicators::TrySum. Call it after Init.
+  // See Communicators::TrySum. Call this after Init.
   Status TrySum(int64_t budget_ns) { return communicators_->TrySum(budget_ns); }
 
   const NcclGroupOptions& options() const { return options_; }
-  // "2.28.9".
+  // NCCL's version, such as "2.28.9".
   std::string version() const;
-  // The communicator of the rank that the device drives, or null.
+  // Returns the communicator of the device's rank, or null.
   Communicator* OfDevice(int device) const;
 
   // Decides whether that run starts. RunStarts explains why its first call decides. For the same
@@ -51,33 +51,34 @@ class NcclGroup {
   // and sends to `peers` and receives from them.
   Status Run(Communicator& communicator, const Peers& peers,
              const std::function<int(Comm*)>& issue);
-  // Run in two steps, so that a call can launch kernels before it waits for NCCL's launch.
+  // Run() in two steps, so that a call can launch kernels before it waits for NCCL's launch.
   Status Issue(Communicator& communicator, const Peers& peers,
                const std::function<int(Comm*)>& issue);
   Status Await(Communicator& communicator);
 
   // Returns an error once the generation is over. Waits of calls check it.
   const nccl::Alive& alive() const { return communicators_->alive(); }
-  // Reports how a call ended that waited on its own. An error becomes the group's.
+  // Reports how a call ended that did its own waiting. An error becomes the group's error.
   Status Ended(const Status& status);
-  // That rank's process closed the group after its last call, so later calls that need it fail.
+  // Notes that the rank's process closed the group after its last call, so later calls that need
+  // the rank fail with `why`.
   void RankLeft(int64_t world_rank, const Status& why);
-  // Communicators::AwaitFailure.
+  // See Communicators::AwaitFailure.
   bool AwaitFailure(int64_t timeout_ns, Status* failure) {
     return communicators_->AwaitFailure(timeout_ns, failure);
   }
 
   // Ends the generation: every call, running or later, ends with `why`. Returns once all
-  // communicators are aborted, or a bound is over.
+  // communicators are aborted, or after a bounded wait.
   void Abort(const Status& why);
   // Counts running calls. Returns false once the group is closed.
   bool BeginCall() { return calls_.Begin(); }
   void EndCall() { calls_.End(); }
   // Refuses further calls, waits at most `timeout_ns` for running ones, then ends the
-  // communicators, in good order if nothing failed.
+  // communicators; if nothing failed, finalizes them first.
   void Close(int64_t timeout_ns);
   Status ClosedError(const std::string& layer) const;
-  // The first error since the last TakeError, or "".
+  // Returns the first error since the last TakeError, or "".
   std::string TakeError();
 
  private:

@@ -1,4 +1,4 @@
-// Fills results of exchanges that an abort spoiled.
+// Fills results of exchanges that an abort made invalid.
 #include <algorithm>
 
 #include "cuda/fill.cuh"

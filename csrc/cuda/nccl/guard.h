@@ -1,4 +1,4 @@
-// Fills results of exchanges that an abort spoiled.
+// Fills results of exchanges that an abort made invalid.
 #ifndef EP_RUNTIME_CUDA_NCCL_GUARD_H_
 #define EP_RUNTIME_CUDA_NCCL_GUARD_H_
 
@@ -9,8 +9,8 @@
 namespace ep_runtime {
 namespace nccl {
 
-// Fills `array` (device, `bytes` of it) with `byte` if `*spoiled` (device) is not 0 when the kernel
-// runs; otherwise its blocks end at once.
+// Fills `bytes` bytes of `array` (device) with `byte` if `*spoiled` (device) is not 0 when the
+// kernel runs; otherwise the kernel ends at once.
 cudaError_t LaunchGuard(cudaStream_t stream, const uint32_t* spoiled, void* array, int64_t bytes,
                         uint8_t byte);
 

@@ -1,4 +1,5 @@
-// The plan of a group over nodes, made by five kernels, each of which needs all of the one before:
+// Computes the plan of a group over nodes in five kernels, each of which needs the previous one's
+// results:
 //
 //   CountKernel    slots of every part of every rank by expert
 //   LayOutKernel   a block for each rank: rows that its experts keep, where they begin, and where
@@ -8,8 +9,8 @@
 //   ReceiveKernel  entries and staged rows in the order of the ranks of this node
 //
 // A part is a run of one rank's tokens, and belongs to one block. A warp owns whole tokens, in
-// order. Rows are numbered by sums over earlier ranks, parts and warps, so a plan is the same every
-// time.
+// order. Rows are numbered by sums over earlier ranks, parts and warps, so the plan is the same in
+// every run.
 
 #include <algorithm>
 
@@ -30,14 +31,14 @@ using cuda::prepare::UpTo;
 
 constexpr int kThreads = 512;
 constexpr int kWarps = kThreads / 32;
-constexpr int kMaxParts = 16;       // of one rank
-constexpr int kEnoughBlocks = 256;  // of all ranks
-constexpr int kAtOnce = 16;         // loads of a thread
+constexpr int kMaxParts = 16;       // parts of one rank
+constexpr int kEnoughBlocks = 256;  // blocks for the parts of all ranks
+constexpr int kAtOnce = 16;         // loads that a thread issues at once
 constexpr int kCounts = 4;  // words of a part: staged rows, entries, staged of the first half
 
 int PartsOf(int64_t ranks, int64_t tokens, int64_t top_k) {
   const int64_t wanted = std::clamp<int64_t>(kEnoughBlocks / ranks, 1, kMaxParts);
-  // A part's slots are counted in 16 bits.
+  // A part's slots are counted in 16 bits, so parts must not be too large.
   const int64_t least = 2 * tokens * top_k / cuda::kMaxBlockSlots + 1;
   return static_cast<int>(std::max(least, std::clamp<int64_t>(tokens / kWarps, 1, wanted)));
 }
@@ -61,8 +62,8 @@ struct Params {
     const int32_t expert = __ldg(p.idx + rank * p.tokens * p.top_k + slot);
     return expert >= 0 && expert < num_experts() ? expert : -1;
   }
-  // Position of a rank among the sources of this rank's rows: by its place on its node, then by
-  // node.
+  // Returns the position of a rank among the sources of this rank's rows: sorted by index within a
+  // node, then by node.
   __device__ int Arrival(int rank) const {
     return rank % p.node_size * (p.ranks / p.node_size) + rank / p.node_size;
   }
@@ -85,7 +86,7 @@ __global__ void __launch_bounds__(kThreads) CountKernel(const __grid_constant__ 
   for (int e = threadIdx.x; e < experts; e += kThreads) out[e] = counts[e];
 }
 
-// blockIdx.x is the rank of these experts.
+// blockIdx.x is the rank whose experts the block lays out.
 __global__ void __launch_bounds__(kThreads) LayOutKernel(const __grid_constant__ Params q) {
   extern __shared__ int32_t shared[];
   const int local = q.p.experts;
@@ -146,7 +147,8 @@ __global__ void __launch_bounds__(kThreads) LayOutKernel(const __grid_constant__
   for (int i = lane; i < q.p.node_size; i += 32) q.p.recv_count[i * 4 + 3] = i == 0 ? dropped : 0;
 }
 
-// Counts slots of each warp of the block by expert, and turns them into sums over earlier warps.
+// Counts slots of each warp of the block by expert, and replaces the counts by sums over earlier
+// warps.
 __device__ void CountWarps(const Params& q, const TokenRange& range, uint16_t* counts) {
   const int experts = q.num_experts();
   const int lane = threadIdx.x % 32;
@@ -173,7 +175,7 @@ __device__ TokenRange WarpTokens(const Params& q) {
   return TokenRange(q.p.tokens, blockIdx.x * kWarps + threadIdx.x / 32, q.parts * kWarps);
 }
 
-// blockIdx is (part, rank of these slots).
+// blockIdx is (part, rank whose slots the block places).
 __global__ void __launch_bounds__(kThreads) PlaceKernel(const __grid_constant__ Params q) {
   extern __shared__ uint16_t before[];  // [kWarps, E]
   const int source = blockIdx.y;
@@ -266,8 +268,7 @@ __global__ void __launch_bounds__(kThreads) TallyKernel(const __grid_constant__ 
   out[2] = sum.early;
 }
 
-// Sums over parts before `part`, in order of arrival, computed by a whole block. The last part gets
-// all.
+// Sums the counts of parts `begin` to `end` - 1, in order of arrival. A whole block calls this.
 __device__ Arrivals SumParts(const Params& q, int begin, int end, Arrivals* shared) {
   Arrivals sum{0, 0, 0};
   for (int i = begin + threadIdx.x; i < end; i += kThreads) {

@@ -1,9 +1,9 @@
-// The plan of a group over nodes, from the expert indices of all its ranks. Every rank has them and
-// decides alike, so nothing else is sent.
+// Computes the plan of a group over nodes from the expert indices of all its ranks. Every rank has
+// all indices and computes the same plan, so nothing else is sent.
 //
 // Letters: N ranks of an EP group on D nodes of G; T tokens of a rank, K slots of each, L experts
-// of a rank, C rows of a slab. Virtual tokens have fixed places: token t of node m's rail peer is
-// virtual token m * T + t (`ops/calls/plan.py`).
+// of a rank, C rows of a slab. Virtual tokens have fixed numbers: token t of the rail peer on node
+// m is virtual token m * T + t (`ops/calls/plan.py`).
 #ifndef EP_RUNTIME_CUDA_NCCL_NODE_PLAN_H_
 #define EP_RUNTIME_CUDA_NCCL_NODE_PLAN_H_
 
@@ -24,8 +24,8 @@ struct NodePlanParams {
   int32_t capacity;       // C
   int32_t alignment;      // rows; zones are rounded up to it for comparison with C
   int32_t row_alignment;  // rows; zones in the slab are rounded up to it; divides `alignment`
-  const int32_t* idx;     // [N, T, K], device; a number that is not an expert: an unused slot
-  // All below: device, all written.
+  const int32_t* idx;     // [N, T, K], device; a slot is unused if its number is not an expert
+  // The arrays below are on the device and fully written.
   int32_t* dst_rank;      // [T, K]
   int32_t* dst_row;       // [T, K]
   int32_t* recv_count;    // [G, 4]
@@ -41,7 +41,7 @@ struct NodePlanParams {
   int32_t* scratch;       // [NodePlanScratch]
 };
 
-// Words of scratch, from static sizes.
+// Returns the words of scratch, from static sizes.
 int64_t NodePlanScratch(int64_t ranks, int64_t tokens, int64_t top_k, int64_t experts);
 // Makes five launches.
 cudaError_t LaunchNodePlan(cudaStream_t stream, const NodePlanParams& params);

@@ -9,18 +9,18 @@
 namespace ep_runtime {
 namespace nccl {
 
-// A stream next to XLA's, on which exchanges run while other kernels of the same call run. Each
-// device has one, with the highest priority: an exchange's few blocks must not queue behind
-// thousands of blocks.
+// A stream in addition to XLA's, on which exchanges run while other kernels of the same call run.
+// Each device has one such stream, with the highest priority: an exchange's few blocks must not
+// queue behind thousands of blocks.
 class SideStream {
  public:
-  // Returns the current device's, created on first use and never destroyed.
+  // Returns the current device's side stream, created on first use and never destroyed.
   static Status OfDevice(SideStream** out);
 
   cudaStream_t stream() const { return stream_; }
-  // Later work here waits for the present work of `stream`.
+  // Makes later work on this stream wait for the present work of `stream`.
   Status Follow(cudaStream_t stream);
-  // Later work on `stream` waits for the present work here.
+  // Makes later work on `stream` wait for the present work of this stream.
   Status Join(cudaStream_t stream);
 
  private:
@@ -28,7 +28,7 @@ class SideStream {
 
   cudaStream_t stream_ = nullptr;
   cudaEvent_t given_ =
-      nullptr;  // recorded anew each time, because a wait keeps the record it found
+      nullptr;  // recorded again each time; earlier waits keep the record that they found
   cudaEvent_t done_ = nullptr;
 };
 

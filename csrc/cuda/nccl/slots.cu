@@ -1,4 +1,4 @@
-// Kernels on values of slots, and on rows without a slot.
+// Kernels for values of slots, and for rows without a slot.
 #include "cuda/nccl/slots.h"
 
 namespace ep_runtime {
@@ -47,7 +47,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// blockIdx.y is the expert, or L for rows behind the last zone.
+// blockIdx.y is the expert, or L for rows past the last zone.
 __global__ void __launch_bounds__(kEmptyThreads)
     EmptyRowsKernel(const __grid_constant__ EmptyRowsParams p) {
   __shared__ int64_t bounds[2];

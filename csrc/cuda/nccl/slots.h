@@ -1,4 +1,4 @@
-// Values of one number per slot, and rows without a slot, around an exchange between nodes.
+// Moves values of slots, and fills rows without a slot, before and after an exchange between nodes.
 //
 // Letters: V virtual tokens of K slots (`ops/calls/plan.py`), C rows of a slab of L experts.
 #ifndef EP_RUNTIME_CUDA_NCCL_SLOTS_H_
@@ -12,7 +12,7 @@ namespace ep_runtime {
 namespace nccl {
 
 struct Slots {
-  const int32_t* row;  // [V * K], device: row in the slab; not 0 to C - 1: no row here
+  const int32_t* row;  // [V * K], device: row in the slab; not from 0 to C - 1: no row on this rank
   int64_t count;       // V * K
   int32_t capacity;    // C
 };
@@ -36,7 +36,7 @@ struct EmptyRowsParams {
   int64_t row_bytes;           // a multiple of 16
   void* rows;                  // [C, row_bytes], device: zeros in padding
   float* of_row;               // [C], device: likewise, or null
-  bool past_rows;              // also zero the rows past the last zone
+  bool past_rows;              // true: rows past the last zone of `rows` become zero too
   bool past_of_row;
 };
 cudaError_t LaunchEmptyRows(cudaStream_t stream, const EmptyRowsParams& params);

@@ -1,4 +1,4 @@
-// Activations of rows, and their gradients.
+// Kernels of activations of rows, and of their gradients.
 #include "cuda/movement/call/row_math.cuh"
 #include "cuda/rows/activation.h"
 #include "cuda/rows/activation_values.cuh"
@@ -27,13 +27,13 @@ struct ActivationArguments {
   const int32_t* wanted;
 };
 
-// Where a row's vectors begin.
+// Indices at which a row's vectors begin.
 template <bool kGated>
 struct RowAt {
   __device__ RowAt(const ActivationArguments& a, int64_t row)
       : hidden(row * a.vectors * (kGated ? 2 : 1)), inner(row * a.vectors) {}
-  int64_t hidden;  // of the row of hidden; the up half begins a.vectors later
-  int64_t inner;   // of the row [M]
+  int64_t hidden;  // in `hidden`; the up half begins a.vectors later
+  int64_t inner;   // in arrays of M values a row
 };
 
 template <RowType kType, bool kGated>
@@ -70,7 +70,7 @@ __device__ __forceinline__ float BackwardRow(const ActivationArguments& a, int64
     for (int u = 0; u < kUnroll; ++u) {
       const int v = base + u * a.lanes;
       if (v >= a.vectors) break;
-      // Not through the read-only cache, because `out` may be the same memory.
+      // Do not use the read-only cache, because `out` may be the same memory.
       gate[u] = LoadShared(a.hidden + at.hidden + v);
       if (kGated) up[u] = LoadShared(a.hidden + at.hidden + a.vectors + v);
       grad[u] = LoadStream(a.grad + at.inner + v);
@@ -97,7 +97,7 @@ __device__ __forceinline__ void StoreSum(const ActivationArguments& a, int64_t r
   if (there && lane == 0) a.d_weights[row] = sum;
 }
 
-// blockIdx.y is the slab. Rows are dealt to groups of `lanes` lanes. Sums have one order.
+// blockIdx.y is the slab. Groups of `lanes` lanes take the rows in turn. Sums have a fixed order.
 template <RowType kType, bool kGated, bool kBackward>
 __global__ void __launch_bounds__(kThreads)
     ActivationKernel(const __grid_constant__ ActivationArguments a) {

@@ -10,7 +10,7 @@ namespace ep_runtime {
 namespace cuda {
 namespace rows {
 
-// f(x) and f'(x). NaN in, NaN out.
+// f(x) and f'(x). Both are NaN if x is NaN.
 struct Derived {
   float value;
   float slope;
@@ -69,7 +69,7 @@ struct Linear {
   __device__ static Derived At(float x) { return {x, 1.0f}; }
 };
 
-// Calls `visit(Function{})`, so that many values share one branch.
+// Calls `visit(Function{})`, so that one branch serves many values.
 template <typename Visit>
 __device__ __forceinline__ void WithFunction(ActivationFunction function, Visit&& visit) {
   switch (function) {

@@ -1,4 +1,4 @@
-// Activations of rows, and their gradients, as 8-bit floats.
+// Kernels that compute activations or their gradients as 8-bit floats.
 #include <type_traits>
 
 #include "cuda/rows/activation_quantize.h"
@@ -15,8 +15,9 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / 32;
 constexpr int kBlocksPerProcessor = 32;
-constexpr int kAmaxBlocksPerProcessor = 8;  // few: a warp with more rows needs fewer atomics
-constexpr int kTileLanes = kTile / 8;       // a lane has one piece of 8 values
+constexpr int kAmaxBlocksPerProcessor = 8;  // few, because a warp with more rows needs fewer
+                                            // atomics
+constexpr int kTileLanes = kTile / 8;       // each lane has one piece of 8 values
 
 enum class Way { kAmax, kScale, kTiles };
 
@@ -59,8 +60,8 @@ struct Source {
   }
 };
 
-// Pieces of one turn of a lane, with output o of vector u at u * kOut + o, and their place in a
-// row.
+// Pieces that a lane computes in one turn, and their place in a row. Output o of vector u is at
+// index u * kOut + o.
 template <RowType kType, int kUnroll, int kOut>
 struct TurnPieces {
   static constexpr int kPieces = kUnroll * kOut;
@@ -69,7 +70,7 @@ struct TurnPieces {
   Piece<kType> out[kPieces];
 };
 
-// Largest magnitudes of pieces 2w and 2w + 1, or of a single piece.
+// Returns the largest magnitudes of pieces 2w and 2w + 1, or of a single piece.
 template <bool kFinite, typename T>
 __device__ __forceinline__ uint32_t Largest(const T& turn, int w) {
   const auto of = [&](int i) {
@@ -78,8 +79,8 @@ __device__ __forceinline__ uint32_t Largest(const T& turn, int w) {
   return T::kPieces == 1 ? of(0) : of(2 * w) | of((2 * w + 1) % T::kPieces) << 16;
 }
 
-// Largest magnitude of the tile of piece lane % kPieces, over the lanes of that tile. Call this
-// with whole warps.
+// Returns the largest magnitude of the tile that has piece lane % kPieces, over the lanes of that
+// tile. Call this with whole warps.
 template <RowType kType, typename T>
 __device__ __forceinline__ uint32_t TileLargest(const T& turn) {
   constexpr int kWords = (T::kPieces + 1) / 2;
@@ -131,8 +132,8 @@ __device__ __forceinline__ void Store(const Params& p, float inverse, const T& t
   }
 }
 
-// Visits a row with vectors dealt to the lanes of a warp as in `ActivationKernel`, so that sums
-// have the same order. Whole warps call `take(turn)`, with zeros behind the end of the row.
+// Visits a row; lanes of a warp take its vectors as in `ActivationKernel`, so that sums have the
+// same order. Whole warps call `take(turn)`, with zeros past the end of the row.
 template <RowType kType, bool kGated, bool kBackward, typename Take>
 __device__ __forceinline__ float OverRow(const Params& p, int64_t row, Take take) {
   using S = Source<kType, kGated, kBackward>;
@@ -162,7 +163,7 @@ __device__ __forceinline__ float OverRow(const Params& p, int64_t row, Take take
   return sum;
 }
 
-// Amax of rows first to last - 1 of a slab. Call this with whole warps.
+// Returns the amax of rows first to last - 1 of a slab. Call this with whole warps.
 template <RowType kType, bool kGated, bool kBackward>
 __device__ __forceinline__ float RowsAmax(const Params& p, int64_t first, int64_t last) {
   uint32_t largest = 0;
@@ -207,12 +208,12 @@ __global__ void __launch_bounds__(kThreads) AmaxOfActivation(const __grid_consta
     row = last;
     if (threadIdx.x % 32 != 0) continue;
     const int64_t number = static_cast<int64_t>(slab) * groups + group;
-    // Bits of non-negative floats have the order of their values.
+    // The bits of non-negative floats, as integers, have the same order as the floats.
     atomicMax(reinterpret_cast<unsigned*>(p.amax + number % p.num_experts), __float_as_uint(amax));
   }
 }
 
-// blockIdx.y is the slab. Rows are dealt to warps.
+// blockIdx.y is the slab. Warps take the rows in turn.
 template <RowType kType, bool kGated, bool kBackward, Fp8Format kFormat, bool kTiled>
 __global__ void __launch_bounds__(kThreads) QuantizeActivation(const __grid_constant__ Params p) {
   using S = Source<kType, kGated, kBackward>;

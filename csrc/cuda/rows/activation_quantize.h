@@ -1,7 +1,8 @@
-// The activation between the experts' two products, or its gradient, as 8-bit floats: rounded to
-// the rows' type and then quantized, without a pass through memory in between.
+// Computes the activation between the experts' two products, or its gradient, as 8-bit floats:
+// results are rounded to the rows' type and then quantized, without a pass through memory in
+// between.
 //
-// The bits are those of `activation.h` followed by `quantize.h`.
+// The results are bit for bit those of `activation.h` followed by `quantize.h`.
 #ifndef EP_RUNTIME_CUDA_ROWS_ACTIVATION_QUANTIZE_H_
 #define EP_RUNTIME_CUDA_ROWS_ACTIVATION_QUANTIZE_H_
 
@@ -27,23 +28,24 @@ struct QuantizedActivationParams {
   const float* weights;  // [S * C], device, factors of the values; null: none
   const void* grad;      // [S * C, M], device: quantizes gradients of hidden; null: values
 
-  // If not null, only computes this: the largest finite magnitudes of the values to quantize.
+  // If not null, the launch computes only `amax`: the largest finite magnitudes of the values to
+  // quantize.
   float* amax;          // [num_experts], device
   int32_t num_experts;  // group l of slab s is of expert (s * L + l) % num_experts
 
   Fp8Format format;
   const float* group_scale;  // [S * L], device; null: each tile has its own scale
-  bool power_of_two;         // round scales of tiles to powers of two
+  bool power_of_two;         // true: scales of tiles are rounded to powers of two
   uint8_t* data;             // [S * C, W], device
-  // [S * C, ceil(M / kTile) * (W / M)], device. Tiles end with the M of gate and of up. Null with
-  // group_scale.
+  // [S * C, ceil(M / kTile) * (W / M)], device. Tiles do not extend from the gate's M values into
+  // the up's. Null with group_scale.
   float* tile_scale;
-  float* d_weights;  // [S * C], gradients with weights, zeros for slack rows; else null
-  const int32_t* wanted = nullptr;  // [1], device: 0 if the launch has nothing to do; or null
+  float* d_weights;  // [S * C], for gradients with weights: zeros for slack rows; else null
+  const int32_t* wanted = nullptr;  // [1], device: 0 if there is nothing to do. Null: always runs
 };
 
 // Slack rows are not read, and slack rows of `data` and `tile_scale` do not change. Makes one
-// launch, two for an amax. cudaErrorInvalidValue: a limit above does not hold.
+// launch, two for an amax. Returns cudaErrorInvalidValue if a limit above does not hold.
 cudaError_t LaunchQuantizedActivation(cudaStream_t stream, const QuantizedActivationParams& params);
 
 }  // namespace cuda

@@ -27,7 +27,7 @@ __device__ __forceinline__ uint4 Values(ActivationFunction function, const uint4
   return E::Pack(x);
 }
 
-// Turns `gate` and `up` into their gradients. Returns the sum of grad times value.
+// Replaces `gate` and `up` by their gradients. Returns the sum of grad times value.
 template <RowType kType, bool kGated>
 __device__ __forceinline__ float Gradients(ActivationFunction function, const uint4& grad,
                                            float weight, uint4* gate, uint4* up) {

@@ -13,8 +13,8 @@ namespace ep_runtime {
 namespace cuda {
 namespace rows {
 
-// A magnitude is a value's bits without the sign, which have the order of the values. 16-bit types
-// have two magnitudes in a word.
+// A magnitude is a value's bits without the sign; as integers, magnitudes have the order of
+// absolute values. For 16-bit types a word has two magnitudes.
 template <RowType kType>
 struct Magnitude {
   static constexpr bool kPacked = kType != RowType::kF32;
@@ -23,7 +23,7 @@ struct Magnitude {
                                                                   : 0x7C00u;
 
   __device__ static uint32_t Of(uint32_t word) { return word & (kPacked ? 0x7FFF7FFFu : ~0u >> 1); }
-  // Magnitudes of a word, 0 for values that are not finite.
+  // Returns the magnitudes of a word, 0 for values that are not finite.
   __device__ static uint32_t OfFinite(uint32_t word) {
     const uint32_t size = Of(word);
     if (!kPacked) return size < kInfinity ? size : 0u;
@@ -35,7 +35,7 @@ struct Magnitude {
   __device__ static uint32_t Single(uint32_t word) {
     return kPacked ? max(word >> 16, word & 0xFFFFu) : word;
   }
-  // The float of a single magnitude.
+  // Converts a single magnitude to a float.
   __device__ static float ToFloat(uint32_t size) {
     if (kType == RowType::kF16) return __half2float(__ushort_as_half(size));
     const float value = __uint_as_float(kPacked ? size << 16 : size);
@@ -60,7 +60,7 @@ struct Piece {
         static_cast<const uint4*>(values) + static_cast<uint64_t>(index) / kValues * (kWords / 4);
 #pragma unroll
     for (int i = 0; i < kWords / 4; ++i) {
-      // The two halves of a sector are loaded in turn, so keep the sector in L1.
+      // The two halves of a sector are loaded one after another, so keep the sector in L1.
       const uint4 v = kWords == 4 ? LoadStream(from) : __ldg(from + i);
       words[4 * i] = v.x;
       words[4 * i + 1] = v.y;
@@ -120,7 +120,7 @@ __device__ __forceinline__ void StorePiece(uint8_t* data, int64_t index, const u
   *reinterpret_cast<uint2*>(data + index) = bytes;
 }
 
-// Calls `launch(type, format)` with both as C++ types.
+// Calls `launch(type, format)` with both as std::integral_constant.
 template <typename Launch>
 cudaError_t LaunchForFp8(RowType type, Fp8Format format, const Launch& launch) {
   return LaunchForFloat(type, [&](auto constant) {
@@ -138,7 +138,7 @@ __device__ __forceinline__ void Fill(uint8_t* data, int64_t from, int64_t end, u
   const uint32_t word = byte * 0x01010101u;
   const int64_t thread = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
   const int64_t step = static_cast<int64_t>(gridDim.x) * blockDim.x;
-  // Vectors must be 16-byte aligned, so an odd half is left at either end.
+  // Vectors must be 16-byte aligned, so half a vector may be left at either end.
   const int64_t first = (from + 15) / 16, last = end / 16;
   auto* vectors = reinterpret_cast<uint4*>(data);
   for (int64_t i = first + thread; i < last; i += step) {

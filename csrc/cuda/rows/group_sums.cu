@@ -1,4 +1,4 @@
-// Sums of the rows of every expert.
+// Sums the rows of every expert.
 #include "cuda/movement/call/row_math.cuh"
 #include "cuda/rows/group_sums.h"
 #include "cuda/rows/row_groups.cuh"
@@ -10,18 +10,18 @@ namespace rows {
 namespace {
 
 constexpr int kThreads = 512;
-// Lanes side by side on a row. With fewer lanes more blocks share the rows of one group, which
-// large groups need, but each load gets less of a row.
+// Neighbouring lanes that share a row. With fewer lanes, more blocks share the rows of one group,
+// which helps large groups, but each load reads a shorter piece of a row.
 constexpr int kRowLanes = 16;
 constexpr int kStrips = kThreads / kRowLanes;  // every kStrips-th row belongs to a strip
 constexpr int kUnroll = 4;                     // rows that a strip loads at once
 
 struct GroupRows {
-  int64_t first;  // among all slabs
+  int64_t first;  // number among the rows of all slabs
   int32_t count;
 };
 
-// Call this with whole warps.
+// Returns the rows of a group. Call this with whole warps.
 __device__ inline GroupRows FindGroup(const RowGroups& groups, int group) {
   const int slab = group / groups.groups_per_slab;
   int32_t before = 0;
@@ -33,7 +33,7 @@ __device__ inline GroupRows FindGroup(const RowGroups& groups, int group) {
           GroupSize(groups, group, groups.slab_rows - before)};
 }
 
-// Adds a strip's rows of a group to the lane's columns from vector `v` on.
+// Adds the strip's rows of a group to `total`, for the lane's columns, which are vector `v`.
 template <RowType kType>
 __device__ __forceinline__ void AddRows(const GroupSumsParams& p, const GroupRows& rows, int64_t v,
                                         float* total) {
@@ -61,7 +61,7 @@ __device__ __forceinline__ void AddRows(const GroupSumsParams& p, const GroupRow
   }
 }
 
-// blockIdx is (kRowLanes vectors side by side, expert). Strips share the rows, and are added up in
+// blockIdx is (run of kRowLanes vectors, expert). Strips share the rows; their sums are added in
 // order.
 template <RowType kType>
 __global__ void __launch_bounds__(kThreads)

@@ -1,4 +1,4 @@
-// Sums of the rows of every expert, which are the gradient of a bias.
+// Sums the rows of every expert, which gives the gradient of a bias.
 #ifndef EP_RUNTIME_CUDA_ROWS_GROUP_SUMS_H_
 #define EP_RUNTIME_CUDA_ROWS_GROUP_SUMS_H_
 
@@ -15,13 +15,13 @@ namespace cuda {
 struct GroupSumsParams {
   RowType type;  // kF32, kBF16 or kF16
   rows::RowGroups groups;
-  int32_t width;                    // W; 16 bytes divide a row of it
+  int32_t width;                    // W; a row has a multiple of 16 bytes
   int32_t num_experts;              // G: group l of slab s is of expert (s * L + l) % G
   const void* values;               // [S * C, W] type, device
   const float* weights = nullptr;   // [S * C], device, factors of the rows; null: none
   float* sums;                      // [G, W], device: summed in a fixed order
-  bool adds = false;                // add to the values in `sums`
-  const int32_t* wanted = nullptr;  // [1], device: 0 if the launch has nothing to do; or null
+  bool adds = false;                // true: adds to the values in `sums`
+  const int32_t* wanted = nullptr;  // [1], device: 0 if there is nothing to do. Null: always runs
 };
 
 // Makes one launch. Slack rows are not read; experts without rows get zeros.

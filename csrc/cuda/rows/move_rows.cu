@@ -35,7 +35,7 @@ __global__ void __launch_bounds__(kMaxThreads)
   }
 }
 
-// Factor of the row of slot `at`.
+// Returns the factor of the row of slot `at`.
 template <typename Params>
 __device__ __forceinline__ float SlotWeight(const Params& p, int32_t rows, bool there, int64_t at,
                                             int32_t row) {
@@ -44,8 +44,8 @@ __device__ __forceinline__ float SlotWeight(const Params& p, int32_t rows, bool 
   return row >= 0 && row < rows ? __ldg(p.weights + row) : 1.0f;
 }
 
-// Stores a lane's vectors of a token, from `v` on and `step` apart, for up to 32 slots, one in each
-// lane. Call this with whole warps.
+// Stores a lane's vectors of a token to the rows of up to 32 slots, one slot in each lane. Call
+// this with whole warps.
 template <RowType kType>
 __device__ __forceinline__ void StoreSlots(const SpreadRowsParams& p, const uint4* part, int64_t v,
                                            int32_t row, float weight) {
@@ -74,7 +74,8 @@ __device__ __forceinline__ void StoreSlots(const SpreadRowsParams& p, const uint
   }
 }
 
-// Zeros rows that no slot has, among kMaxThreads rows from `first` on. Call this with whole blocks.
+// Sets rows that no slot has to zero, among kMaxThreads rows from `first` on. Call this with whole
+// blocks.
 __device__ __forceinline__ void ClearUnused(const SpreadRowsParams& p, int64_t first) {
   const int64_t vectors = p.row_bytes / kVectorBytes;
   const int64_t end = min(first + kMaxThreads, static_cast<int64_t>(p.rows));
@@ -88,7 +89,8 @@ __device__ __forceinline__ void ClearUnused(const SpreadRowsParams& p, int64_t f
   }
 }
 
-// blockIdx.x is the token. Blocks behind the tokens look for unused rows, kMaxThreads each.
+// blockIdx.x is the token. Blocks past the last token look for unused rows, among kMaxThreads rows
+// each.
 template <RowType kType>
 __global__ void __launch_bounds__(kMaxThreads)
     SpreadKernel(const __grid_constant__ SpreadRowsParams p) {
@@ -129,8 +131,8 @@ __device__ __forceinline__ float BlockSum(float sum) {
   return sum;
 }
 
-// Writes a token's row times its weight, and the row's product with another row. Writes zeros
-// without a token. Call this with whole blocks.
+// Writes a token's row times its weight, and the dot product of the row with another row. Writes
+// zeros if there is no token. Call this with whole blocks.
 template <RowType kType, typename Params>
 __device__ __forceinline__ void WeighRow(const Params& p, int64_t row, int32_t source,
                                          int64_t weight_at) {
@@ -157,7 +159,7 @@ __device__ __forceinline__ void WeighRow(const Params& p, int64_t row, int32_t s
       if (p.others != nullptr) product += x[i] * y[i];
       x[i] = __fmul_rn(x[i], weight);
     }
-    // Without weights rows are copied bit by bit, NaNs too.
+    // Without weights, rows are copied bit by bit, including NaNs.
     StoreVector(to + v, p.weights != nullptr ? E::Pack(x) : part);
   }
   if (p.products == nullptr) return;
@@ -173,8 +175,8 @@ __global__ void __launch_bounds__(kMaxThreads)
   WeighRow<kType>(p, blockIdx.x, source, source);
 }
 
-// blockIdx.x is the slot. Slots of a token follow each other, so that they find the token's row in
-// L2. Blocks behind the slots look for unused rows, kMaxThreads each.
+// blockIdx.x is the slot. Slots of a token follow each other, so that the token's row is in L2 for
+// all but the first. Blocks past the last slot look for unused rows, among kMaxThreads rows each.
 template <RowType kType>
 __global__ void __launch_bounds__(kMaxThreads)
     CompareKernel(const __grid_constant__ SpreadRowsParams p) {
@@ -225,7 +227,7 @@ __device__ __forceinline__ void AddSlots(const SumRowsParams& p, int32_t row, fl
   }
 }
 
-// blockIdx.x is the token. Lanes hold slots, and vectors of the sum.
+// blockIdx.x is the token. Each lane reads a slot and sums some of the vectors.
 template <RowType kType>
 __global__ void __launch_bounds__(kMaxThreads) SumKernel(const __grid_constant__ SumRowsParams p) {
   using E = Element<kType>;
@@ -299,7 +301,7 @@ cudaError_t LaunchSpreadRows(cudaStream_t stream, const SpreadRowsParams& p) {
   }
   const int threads = rows::ThreadsFor(p.row_bytes / rows::kVectorBytes, rows::kMaxThreads);
   const auto grid = static_cast<unsigned>(blocks);
-  // Without weights rows are copied bit by bit, NaNs too.
+  // Without weights, rows are copied bit by bit, including NaNs.
   switch (p.weights == nullptr && !compared ? RowType::kBytes : p.type) {
     case RowType::kBytes:
       if (compared) return cudaErrorInvalidValue;

@@ -1,11 +1,11 @@
-// Quantization to 8-bit floats, bit by bit as in `ops/quantize/plain.py`.
+// Quantizes to 8-bit floats, with the same bits as `ops/quantize/plain.py`.
 //
 // Letters: S slabs of C rows, W values of a row, G experts. amax is the largest finite magnitude;
 // values below 2^-126 count as 0. Data are value * (1 / scale), rounded to nearest even,
-// saturating. Values that are not finite stay so, with their sign.
+// saturating. Values that are not finite stay not finite and keep their sign.
 //
-// Slack rows are not read. With clear_slack they become zeros with scales of 1; without it their
-// result is undefined.
+// Slack rows are not read. With clear_slack their results are zeros with scales of 1; otherwise
+// their results are undefined.
 #ifndef EP_RUNTIME_CUDA_ROWS_QUANTIZE_H_
 #define EP_RUNTIME_CUDA_ROWS_QUANTIZE_H_
 
@@ -21,7 +21,7 @@ namespace ep_runtime {
 namespace cuda {
 
 constexpr int kQuantizedMultiple = 8;    // W: values that a lane converts at once
-constexpr int kTransposedMultiple = 16;  // K': values that are stored at once along it
+constexpr int kTransposedMultiple = 16;  // K': values along K' that are stored at once
 constexpr int kTile = 128;               // values along each blocked dim that share an f32 scale
 constexpr int kMxTile = 32;              // values that share an e8m0 scale
 
@@ -32,18 +32,18 @@ struct AmaxParams {
   int32_t num_experts;              // group l of slab s is of expert (s * L + l) % num_experts
   const void* values;               // [S * C, W] type, device
   float* amax;                      // [num_experts], device
-  const int32_t* wanted = nullptr;  // [1], device: 0 if the launch has nothing to do; or null
+  const int32_t* wanted = nullptr;  // [1], device: 0 if there is nothing to do. Null: always runs
 };
 // Makes two launches.
 cudaError_t LaunchGroupAmax(cudaStream_t stream, const AmaxParams& params);
 
-// Scales computed from amax, one of each group.
+// Computes scales from amax, one for each group.
 struct GroupScalesParams {
   Fp8Format format;
   int32_t count;                    // number of groups
   const float* amax;                // [count], device
   float* scale;                     // [count], device
-  const int32_t* wanted = nullptr;  // [1], device: 0 if the launch has nothing to do; or null
+  const int32_t* wanted = nullptr;  // [1], device: 0 if there is nothing to do. Null: always runs
 };
 cudaError_t LaunchGroupScales(cudaStream_t stream, const GroupScalesParams& params);
 
@@ -54,38 +54,38 @@ struct QuantizeRowsParams {
   int32_t width;             // W
   const void* values;        // [S * C, W] type, device
   const float* group_scale;  // [S * L], device; null: each tile has its own scale
-  bool power_of_two;         // round scales of tiles to powers of two
+  bool power_of_two;         // true: scales of tiles are rounded to powers of two
   bool clear_slack;
   uint8_t* data;      // [S * C, W], device
   float* tile_scale;  // [S * C, ceil(W / kTile)], device; null with group_scale or packed rows
-  const int32_t* wanted = nullptr;  // [1], device: 0 if the launch has nothing to do; or null
-  // The scales of a row's tiles follow its data: [S * C, W + 4 * ceil(W / kTile)] bytes. Not with
-  // clear_slack.
+  const int32_t* wanted = nullptr;  // [1], device: 0 if there is nothing to do. Null: always runs
+  // true: `data` is [S * C, W + 4 * ceil(W / kTile)] bytes, with the scales of a row's tiles behind
+  // the row's values. Not with clear_slack.
   bool packed = false;
 };
 cudaError_t LaunchQuantizeRows(cudaStream_t stream, const QuantizeRowsParams& params);
 
-// Quantizes weights and, if `transposed` is given, writes the same bytes with K' along memory too,
-// from one read. Scales are given, or belong to blocks of kTile x kTile, cut off at the end of a
-// dim.
+// Quantizes weights and, if `transposed` is given, also writes the same bytes with K' contiguous,
+// from one read. Scales are given, or each block of kTile x kTile values gets its own; blocks at
+// the end of a dim are smaller.
 struct QuantizeWeightsParams {
   RowType type;
   Fp8Format format;
   int32_t count;             // G consecutive matrices
-  int32_t rows;              // K', with `transposed` a multiple of kTransposedMultiple
-  int32_t middle;            // dim between them: columns (k, m) of one m are a matrix
+  int32_t rows;              // K'; with `transposed`, a multiple of kTransposedMultiple
+  int32_t middle;            // dim between K' and N': values of one index are a matrix
   int32_t width;             // N', a multiple of kQuantizedMultiple
   const void* values;        // [G, K', middle, N'] type, device
   const float* given_scale;  // [G], device; null: each block has its own scale
-  bool power_of_two;         // round scales of blocks to powers of two
+  bool power_of_two;         // true: scales of blocks are rounded to powers of two
   uint8_t* data;             // like values, device
   uint8_t* transposed;       // [G, middle, N', K'], device; or null
   float* scale;  // [G, ceil(K' / kTile), middle, ceil(N' / kTile)], device; null with given_scale
 };
 cudaError_t LaunchQuantizeWeights(cudaStream_t stream, const QuantizeWeightsParams& params);
 
-// Quantizes rows twice from one read: by tiles along the rows' values, and by tiles across kMxTile
-// rows.
+// Quantizes rows twice from one read: with scales of tiles along a row, and with scales of tiles
+// across kMxTile rows.
 struct QuantizeMxParams {
   RowType type;
   Fp8Format format;

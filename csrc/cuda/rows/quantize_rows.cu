@@ -1,4 +1,4 @@
-// Quantizes rows by tensor scales or block scales.
+// Quantizes rows with tensor scales or block scales.
 #include "cuda/rows/fp8.cuh"
 #include "cuda/rows/quantize.h"
 #include "cuda/rows/row_groups.cuh"
@@ -16,7 +16,7 @@ constexpr int kAmaxBlocksPerProcessor = 4;     // few, because a warp takes cons
 constexpr int kUnroll = 4;                     // pieces that a lane loads at once
 constexpr int kTileLanes = kTile / 8;          // lanes that share a tile
 constexpr int kTilesAtOnce = 32 / kTileLanes;  // tiles of a warp
-// The scales of a warp's turn are neighbours and are stored at once.
+// The scales that a warp computes in a turn are neighbours and are stored at once.
 constexpr int kTilesOfTurn = kTilesAtOnce * kUnroll;
 
 __global__ void ClearKernel(float* values, int count, const int32_t* wanted) {
@@ -32,7 +32,8 @@ __global__ void ScalesKernel(const __grid_constant__ GroupScalesParams p) {
   }
 }
 
-// Loads a lane's pieces base, base + 32, ... of the row at `from`; zeros behind its end.
+// Loads a lane's pieces base, base + 32, ... of the row at `from`; pieces past the row's end are
+// zeros.
 template <RowType kType>
 __device__ __forceinline__ void LoadPieces(const void* values, int64_t from, int base, int pieces,
                                            Piece<kType> (&part)[kUnroll]) {
@@ -47,7 +48,7 @@ __device__ __forceinline__ void LoadPieces(const void* values, int64_t from, int
   }
 }
 
-// The largest finite magnitude of a lane's part of a row.
+// Returns the largest finite magnitude of a lane's part of a row.
 template <RowType kType>
 __device__ __forceinline__ uint32_t RowAmax(const AmaxParams& p, int64_t row, int lane) {
   const int pieces = p.width / 8;
@@ -90,13 +91,13 @@ __global__ void __launch_bounds__(kThreads) AmaxKernel(const __grid_constant__ A
     if (lane != 0) continue;
     const int64_t number = static_cast<int64_t>(slab) * groups + group;
     const float amax = Magnitude<kType>::ToFloat(largest);
-    // Bits of non-negative floats have the order of their values.
+    // The bits of non-negative floats, as integers, have the same order as the floats.
     atomicMax(reinterpret_cast<unsigned*>(p.amax + number % p.num_experts), __float_as_uint(amax));
   }
 }
 
-// Largest magnitudes of the tiles of a turn, in every lane of a tile. 16-bit types have two tiles'
-// magnitudes in a word. Call this with whole warps.
+// Largest magnitudes of the tiles of a turn, in every lane of a tile. For 16-bit types a word has
+// two tiles' magnitudes. Call this with whole warps.
 template <RowType kType>
 struct TileLargest {
   using M = Magnitude<kType>;
@@ -179,7 +180,7 @@ __device__ __forceinline__ void ScaleRow(const QuantizeRowsParams& p, int64_t ro
   }
 }
 
-// blockIdx.y is the slab. Rows are dealt to warps.
+// blockIdx.y is the slab. Warps take the rows in turn.
 template <RowType kType, Fp8Format kFormat, bool kTiled>
 __global__ void __launch_bounds__(kThreads)
     QuantizeRowsKernel(const __grid_constant__ QuantizeRowsParams p) {

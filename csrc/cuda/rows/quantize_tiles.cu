@@ -1,4 +1,4 @@
-// Quantizes rows by MX scales, both ways.
+// Quantizes rows with MX scales, along rows and across rows.
 #include "cuda/rows/fp8.cuh"
 #include "cuda/rows/quantize.h"
 #include "cuda/rows/row_groups.cuh"
@@ -21,12 +21,12 @@ __device__ __forceinline__ uint8_t ExponentOf(float power_of_two) {
   return static_cast<uint8_t>(__float_as_uint(power_of_two) >> 23);
 }
 
-// 1 / scale, exactly, for a power of two up to 2^126.
+// Returns 1 / power_of_two exactly, up to 2^126.
 __device__ __forceinline__ float InverseOf(float power_of_two) {
   return __uint_as_float((254u << 23) - __float_as_uint(power_of_two));
 }
 
-// Magnitudes of a lane's columns, word by word, over the rows of the warp's tile.
+// Largest magnitudes of a lane's columns, word by word, over the rows of the warp's tile.
 template <RowType kType>
 struct ColumnMax {
   using M = Magnitude<kType>;
@@ -49,7 +49,7 @@ struct ColumnMax {
       words[w] = size;
     }
   }
-  // The amax of value i of a lane's eight.
+  // Returns the amax of the lane's column i of eight.
   __device__ float Amax(int i) const {
     if (!M::kPacked) return M::ToFloat(words[i]);
     return M::ToFloat(words[i / 2] >> i % 2 * 16 & 0xFFFFu);
@@ -64,10 +64,10 @@ struct ColumnMax {
 
 template <RowType kType>
 struct MxTile {
-  int64_t row;  // first row, among all slabs
+  int64_t row;  // first row, number among the rows of all slabs
   int column;   // first column of the lane
-  bool inside;  // the lane has columns
-  bool finite;  // all values of the warp are finite
+  bool inside;  // true: the lane's columns exist
+  bool finite;  // true: all values of the warp are finite
   Piece<kType> part[kMxParts];
 
   __device__ int64_t RowAt(int i, int lane) const {
@@ -88,8 +88,7 @@ __device__ __forceinline__ void AlongRows(const QuantizeMxParams& p, const MxTil
       size = max(size, __shfl_xor_sync(kAllLanes, size, step));
     }
     const float scale = Fp8<kFormat>::ScaleOf(M::ToFloat(size), true);
-    // InverseOf here would let the compiler hold all parts at once, in more registers than there
-    // are.
+    // With InverseOf the compiler would keep all parts in registers at once, and spill.
     const float inverse = __frcp_rn(scale);
     const uint2 bytes = Convert<kType, kFormat>(part, [=](int) { return inverse; });
     if (!tile.inside) continue;
@@ -124,8 +123,8 @@ __device__ __forceinline__ void AcrossRows(const QuantizeMxParams& p, const MxTi
   }
 }
 
-// blockIdx.y is the slab. Tiles are dealt to warps; slack rows count as zeros. Three blocks of a
-// multiprocessor keep enough reads under way; f32 has no registers for three.
+// blockIdx.y is the slab. Warps take tiles in turn; slack rows count as zeros. Three blocks per
+// multiprocessor keep enough reads in flight; f32 needs too many registers for three.
 template <RowType kType, Fp8Format kFormat>
 __global__ void __launch_bounds__(kThreads, kType == RowType::kF32 ? 1 : 3)
     MxKernel(const __grid_constant__ QuantizeMxParams p) {

@@ -18,7 +18,7 @@ constexpr int kParts = kTile / kRowsAtOnce;
 
 using Params = QuantizeWeightsParams;
 
-// The largest finite magnitude of a block's pieces. Call this with whole blocks.
+// Returns the largest finite magnitude of a block's pieces. Call this with whole blocks.
 template <RowType kType>
 __device__ __forceinline__ float BlockAmax(const Piece<kType>* part) {
   __shared__ uint32_t of_warps[2][kWarps];

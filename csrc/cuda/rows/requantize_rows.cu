@@ -1,4 +1,4 @@
-// Quantizes 8-bit rows once more, across rows.
+// Quantizes 8-bit rows again, with scales across rows.
 #include <cuda_pipeline_primitives.h>
 
 #include "cuda/gemm/copies/read_lines.cuh"
@@ -17,8 +17,8 @@ using gemm::kSide;
 
 constexpr int kThreads = gemm::kTileThreads;
 constexpr int kBlocksPerProcessor = 3;
-constexpr int kAcross = 4;  // blocks side by side in a line, so that each has several tiles
-constexpr int kLines = 16;  // lines of a thread, which has four columns
+constexpr int kAcross = 4;  // blocks that share a line, few so that each has several tiles
+constexpr int kLines = 16;  // lines of a thread; it has four columns
 static_assert(kSide == kTile, "a tile is what shares a scale, either way");
 
 // Finds values that are not finite. A byte of a word is finite unless these bits are all set.
@@ -61,7 +61,8 @@ class ThreadColumns {
     finite_ = (not_finite & 0x80808080u) == 0;
   }
 
-  // The largest finite magnitude. A line's scale does not change the order of its values.
+  // Returns the largest finite magnitude. The maximum over a line is taken before scaling, because
+  // the scale does not change the order of the line's values.
   __device__ float Amax() {
     float amax = 0.0f;
 #pragma unroll
@@ -74,7 +75,7 @@ class ThreadColumns {
     return finite_ ? amax : FiniteAmax();
   }
 
-  // Quantizes to one vector of kLines bytes for each column. Call it after Amax.
+  // Quantizes to one vector of kLines bytes for each column. Call this after Amax.
   __device__ void Quantize(float inverse, uint4 (&out)[4]) const {
     uint32_t bytes[4][kLines / 4];
 #pragma unroll
@@ -95,7 +96,7 @@ class ThreadColumns {
   }
 
  private:
-  // Four values of a line, multiplied by the line's scale.
+  // Reads four values of a line, multiplied by the line's scale.
   __device__ void Widen(int line, float (&values)[4]) const {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -135,12 +136,13 @@ class ThreadColumns {
 
   __half2 pairs_[kLines][2];
   float factors_[kLines];
-  bool finite_;  // all values are finite
+  bool finite_;  // true: all values are finite
 };
 
-// The largest of all threads' values, which must not be negative. Call this with whole blocks.
+// Returns the largest of all threads' values, which must not be negative. Call this with whole
+// blocks.
 __device__ __forceinline__ float BlockMax(float value, float* of_warps) {
-  // Bits of non-negative floats have the order of their values.
+  // The bits of non-negative floats, as integers, have the same order as the floats.
   const uint32_t size = __reduce_max_sync(kAllLanes, __float_as_uint(value));
   if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = __uint_as_float(size);
   __syncthreads();
@@ -177,7 +179,7 @@ struct StagedTile {
   }
 };
 
-// blockIdx.x is the tile of a slab's line in the result, blockIdx.z the slab. The next tile is
+// blockIdx.x is the tile in the slab's part of a result line, blockIdx.z the slab. The next tile is
 // loaded while a tile is quantized.
 template <Fp8Format kFormat>
 __global__ void __launch_bounds__(kThreads, kBlocksPerProcessor)
@@ -197,7 +199,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerProcessor)
   staged[0].Load(p, found, first);
   __pipeline_commit();
   for (int turn = 0; first < p.width; first += step, turn ^= 1) {
-    // The buffer is free: all threads have met since they read it.
+    // The buffer is free, because all threads have synced since they read it.
     if (first + step < p.width) staged[turn ^ 1].Load(p, found, first + step);
     __pipeline_commit();
     __pipeline_wait_prior(1);

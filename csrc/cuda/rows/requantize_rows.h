@@ -1,8 +1,8 @@
-// Quantizes 8-bit rows once more for weight gradients: transposed, with scales across 128 rows of a
-// group each, because scales along a row's values do not serve sums over rows.
+// Quantizes 8-bit rows again for weight gradients: transposed, with scales that each cover 128 rows
+// of a group, because sums over rows cannot use scales along a row.
 //
-// The bits are those of `ops/quantize/formats/blocks.py`: data times scale in f32, quantized as in
-// `quantize.h`.
+// The results are bit for bit those of `ops/quantize/formats/blocks.py`: data times scale in f32,
+// quantized as in `quantize.h`.
 #ifndef EP_RUNTIME_CUDA_ROWS_REQUANTIZE_ROWS_H_
 #define EP_RUNTIME_CUDA_ROWS_REQUANTIZE_ROWS_H_
 
@@ -25,14 +25,14 @@ struct RequantizeRowsParams {
   const uint8_t* data;  // [S * C, W], device, 16-byte aligned
   const float* scale;   // [S * C, ceil(W / kTile)], device
   bool power_of_two;
-  // A group begins at FindPaddedRows, and zeros fill up to the next group. Columns behind a slab's
-  // last group are not written.
+  // A group begins where FindPaddedRows says, and zeros fill the gap to the next group. Columns
+  // past a slab's last group are not written.
   uint8_t* out;                     // [W, S * P], device, 16-byte aligned
   float* out_scale;                 // [S * P / kTile, ceil(W / kTile)], device
-  const int32_t* wanted = nullptr;  // [1], device: 0 if the launch has nothing to do; or null
+  const int32_t* wanted = nullptr;  // [1], device: 0 if there is nothing to do. Null: always runs
 };
 
-// Makes one launch. cudaErrorInvalidValue: a limit above does not hold.
+// Makes one launch. Returns cudaErrorInvalidValue if a limit above does not hold.
 cudaError_t LaunchRequantizeRows(cudaStream_t stream, const RequantizeRowsParams& params);
 
 }  // namespace cuda

@@ -1,4 +1,4 @@
-// Products of rows with a vector of their expert.
+// Computes dot products of rows with a vector of their expert.
 #include "cuda/movement/call/row_math.cuh"
 #include "cuda/rows/row_dots.h"
 #include "cuda/rows/row_groups.cuh"
@@ -12,7 +12,7 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kBlocksPerProcessor = 8;
 
-// `index` counts 16-byte vectors of type kType.
+// Reads values of `vectors` as floats. `index` counts 16-byte vectors of type kType.
 template <RowType kType, RowType kVector>
 __device__ __forceinline__ void ReadVector(const void* vectors, int64_t index, float* x) {
   const auto* from = static_cast<const uint4*>(vectors);
@@ -24,7 +24,7 @@ __device__ __forceinline__ void ReadVector(const void* vectors, int64_t index, f
   }
 }
 
-// blockIdx.y is the slab. A warp takes a row.
+// blockIdx.y is the slab. Each warp computes one row at a time.
 template <RowType kType, RowType kVector>
 __global__ void __launch_bounds__(kThreads) RowDotsKernel(const __grid_constant__ RowDotsParams p) {
   using E = Element<kType>;

@@ -1,5 +1,5 @@
-// Products of rows with a vector of their expert: the part of the weights' gradients that comes
-// from a weighted bias.
+// Computes dot products of rows with a vector of their expert: a weighted bias's part of the
+// gradients of the weights.
 #ifndef EP_RUNTIME_CUDA_ROWS_ROW_DOTS_H_
 #define EP_RUNTIME_CUDA_ROWS_ROW_DOTS_H_
 
@@ -16,12 +16,12 @@ namespace cuda {
 struct RowDotsParams {
   RowType type;  // of rows: kF32, kBF16 or kF16
   rows::RowGroups groups;
-  int32_t width;                    // W; 16 bytes divide a row of it
+  int32_t width;                    // W; a row has a multiple of 16 bytes
   const void* values;               // [S * C, W] type, device
   const void* vectors;              // [S * L, W], device
   RowType vector_type;              // the rows' type, or kF32
-  float* dots;                      // [S * C], device: added to; slack rows do not change
-  const int32_t* wanted = nullptr;  // [1], device: 0 if the launch has nothing to do; or null
+  float* dots;                      // [S * C], device: results are added; slack rows do not change
+  const int32_t* wanted = nullptr;  // [1], device: 0 if there is nothing to do. Null: always runs
 };
 
 // Makes one launch.

@@ -1,7 +1,7 @@
 // Finds the rows of a slab that belong to groups, on the device, from the groups' sizes.
 //
 // Letters: S slabs of C rows, L groups of a slab, which follow each other from the slab's first row
-// on. Rows behind the last group are slack.
+// on. Rows past the last group are slack.
 #ifndef EP_RUNTIME_CUDA_ROWS_ROW_GROUPS_CUH_
 #define EP_RUNTIME_CUDA_ROWS_ROW_GROUPS_CUH_
 
@@ -15,12 +15,13 @@ namespace rows {
 
 constexpr unsigned kAllLanes = 0xFFFFFFFFu;
 
-// Rows of group `group` of all slabs, at most `left`.
+// Returns the rows of group `group`, counted over all slabs, at most `left`.
 __device__ __forceinline__ int32_t GroupSize(const RowGroups& groups, int64_t group, int32_t left) {
   return min(max(__ldg(groups.sizes + group), 0), left);
 }
 
-// Rows of all groups of a slab; without sizes, all rows. Call this with whole warps.
+// Returns the number of rows in a slab's groups; without sizes, all rows. Call this with whole
+// warps.
 __device__ inline int32_t SlabRows(const RowGroups& groups, int slab) {
   if (groups.sizes == nullptr) return groups.slab_rows;
   const int64_t first = static_cast<int64_t>(slab) * groups.groups_per_slab;
@@ -31,8 +32,8 @@ __device__ inline int32_t SlabRows(const RowGroups& groups, int slab) {
   return min(__reduce_add_sync(kAllLanes, sum), groups.slab_rows);
 }
 
-// Fills ends[l] with the row behind group l of the slab. Ends with a barrier. Call this with whole
-// blocks.
+// Sets ends[l] to the row after the last row of group l of the slab. Ends with a barrier. Call this
+// with whole blocks.
 __device__ inline void GroupEnds(const RowGroups& groups, int slab, int32_t* ends) {
   if (groups.sizes == nullptr) {
     if (threadIdx.x == 0) ends[0] = groups.slab_rows;
@@ -55,7 +56,7 @@ __device__ inline void GroupEnds(const RowGroups& groups, int slab, int32_t* end
   __syncthreads();
 }
 
-// The group of a row, which must be in one.
+// Returns the group of a row, which must be in a group.
 __device__ inline int GroupOf(const int32_t* ends, int count, int32_t row) {
   int low = 0, high = count - 1;
   while (low < high) {

@@ -14,15 +14,15 @@ namespace cuda {
 namespace rows {
 
 constexpr int kMaxSlabs = 65535;         // limit of the grid's y
-constexpr int kMaxGroupsPerSlab = 1024;  // a block holds their ends
+constexpr int kMaxGroupsPerSlab = 1024;  // a block keeps the groups' ends in shared memory
 constexpr int64_t kMaxRows = 1ll << 31;  // in all slabs, exclusive
-constexpr int kVectorBytes = 16;         // of one load: widths are multiples of it
+constexpr int kVectorBytes = 16;         // bytes of one load; a row has a multiple of so many
 
 struct RowGroups {
   const int32_t* sizes;     // [num_slabs, groups_per_slab], device; null: one group of all rows
   int32_t num_slabs;        // S, at most kMaxSlabs
   int32_t groups_per_slab;  // L, at most kMaxGroupsPerSlab; 1 without sizes
-  int32_t slab_rows;        // C; rows of groups beyond it are cut off
+  int32_t slab_rows;        // C; rows of groups past it are cut off
 };
 
 inline bool Fits(const RowGroups& groups) {
@@ -36,13 +36,15 @@ inline bool Aligned(const void* pointer) {
   return reinterpret_cast<uintptr_t>(pointer) % kVectorBytes == 0;
 }
 
-// Threads of a block that share so many vectors: whole warps, and no warp without work.
+// Returns the threads of a block that share `vectors`: whole warps, at most `most` threads, and no
+// warp without work.
 inline int ThreadsFor(int64_t vectors, int most) {
   const int64_t threads = (vectors + 31) / 32 * 32;
   return static_cast<int>(threads < most ? threads : most);
 }
 
-// Calls `launch(type)` with a float type as a C++ type, whose value is the kernels' argument.
+// Calls `launch(type)` with a float type as a std::integral_constant, which kernels take as an
+// argument.
 template <typename Launch>
 cudaError_t LaunchForFloat(RowType type, const Launch& launch) {
   switch (type) {
@@ -69,8 +71,8 @@ inline cudaError_t Processors(int* count) {
              : error;
 }
 
-// Blocks for the rows of every slab: at most `per_processor` per multiprocessor in all, and no more
-// than there is work for.
+// Sets the grid for the rows of every slab: at most `per_processor` blocks per multiprocessor in
+// total, and no more than there is work for.
 inline cudaError_t GridOf(const RowGroups& groups, int rows_per_block, int per_processor,
                           dim3* grid) {
   int processors = 0;

@@ -1,4 +1,4 @@
-// Sums of 8-bit rows.
+// Sums 8-bit rows.
 #include "cuda/rows/fp8.cuh"
 #include "cuda/rows/scaled_sums.h"
 

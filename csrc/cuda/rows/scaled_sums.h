@@ -1,4 +1,4 @@
-// Sums of 8-bit rows that have a scale for every tile.
+// Sums 8-bit rows that have a scale for every tile.
 #ifndef EP_RUNTIME_CUDA_ROWS_SCALED_SUMS_H_
 #define EP_RUNTIME_CUDA_ROWS_SCALED_SUMS_H_
 
@@ -12,7 +12,7 @@ namespace ep_runtime {
 namespace cuda {
 
 struct SumScaledRowsParams {
-  RowType type;             // of `out`: kF32, kBF16 or kF16; summed in f32, rounded once
+  RowType type;             // type of `out`: kF32, kBF16 or kF16; summed in f32, rounded once
   int32_t tokens;           // of `out`
   int32_t slots;            // S
   int32_t num_rows;         // of `data`

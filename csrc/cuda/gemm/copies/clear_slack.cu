@@ -1,4 +1,4 @@
-// Zeros rows behind the last group of every slab.
+// Sets rows past the last group of every slab to zero.
 #include "cuda/gemm/copies/clear_slack.h"
 #include "cuda/gemm/product/groups.cuh"
 

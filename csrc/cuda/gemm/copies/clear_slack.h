@@ -1,4 +1,4 @@
-// Zeros rows behind the last group of every slab.
+// Sets rows past the last group of every slab to zero.
 #ifndef EP_RUNTIME_CUDA_GEMM_COPIES_CLEAR_SLACK_H_
 #define EP_RUNTIME_CUDA_GEMM_COPIES_CLEAR_SLACK_H_
 
@@ -12,7 +12,8 @@ namespace ep_runtime {
 namespace cuda {
 namespace gemm {
 
-// `rows`: [num_slabs * groups.slab_rows, row_bytes], device; 16 divides address and row_bytes.
+// `rows`: [num_slabs * groups.slab_rows, row_bytes], device; the address and row_bytes are
+// multiples of 16.
 cudaError_t LaunchClearSlack(cudaStream_t stream, const Groups& groups, int num_slabs, void* rows,
                              int64_t row_bytes, int processors);
 

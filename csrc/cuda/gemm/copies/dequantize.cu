@@ -1,4 +1,4 @@
-// 8-bit values times their scales, in bf16.
+// Multiplies 8-bit values by their scales, into bf16.
 #include <cuda_bf16.h>
 
 #include "cuda/fp8_values.cuh"
@@ -11,8 +11,8 @@ namespace gemm {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kVector = 16;            // values that a thread has at a time
-constexpr int kBlocksPerPlane = 1024;  // most blocks that share a plane's vectors
+constexpr int kVector = 16;            // values that a thread converts at a time
+constexpr int kBlocksPerPlane = 1024;  // limit of blocks that share a plane's vectors
 
 // 2^(byte - 127), NaN for 255. 2^-127 is subnormal in f32.
 __device__ __forceinline__ float PowerOf(uint32_t byte) {
@@ -41,7 +41,7 @@ __device__ __forceinline__ void Widen(const uint4& data, const float (&scales)[k
   out[1] = make_uint4(pairs[4], pairs[5], pairs[6], pairs[7]);
 }
 
-// Loads the scales of the 16 values from `column` on. `line` counts lines of scales.
+// Loads the scales of the 16 values that start at `column`. `line` is a line of the scales' array.
 __device__ __forceinline__ void LoadScales(const DequantizeParams& p, int64_t line, int32_t column,
                                            float (&scales)[kVector]) {
   const int64_t width = (p.width + p.column_values - 1) / p.column_values;

@@ -1,4 +1,4 @@
-// 8-bit values times their scales, in bf16, for scales that the tensor cores cannot apply.
+// Multiplies 8-bit values by scales that the tensor cores cannot apply, into bf16.
 #ifndef EP_RUNTIME_CUDA_GEMM_COPIES_DEQUANTIZE_H_
 #define EP_RUNTIME_CUDA_GEMM_COPIES_DEQUANTIZE_H_
 
@@ -13,8 +13,9 @@ namespace ep_runtime {
 namespace cuda {
 namespace gemm {
 
-// [planes, lines, width] values; line_values x column_values of them share a scale. e8m0 scales are
-// powers of two, so the result is exact, except values too small for bf16. Other scales round once.
+// Values are [planes, lines, width]; each tile of line_values x column_values shares a scale. e8m0
+// scales are powers of two, so the result is exact, except values too small for bf16. With other
+// scales the result is rounded once.
 struct DequantizeParams {
   Groups groups;     // sizes null: all lines are copied. Otherwise planes are slabs, and lines past
                      // the last group are neither read nor written

@@ -12,18 +12,18 @@ namespace ep_runtime {
 namespace cuda {
 namespace gemm {
 
-constexpr int kSide = 128;  // bytes in a line, and lines
+constexpr int kSide = 128;  // bytes of a line, and number of lines
 constexpr int kTileThreads = 256;
 
 struct Lines {
   const uint8_t* from;  // first line
   int32_t width;        // bytes of a line
-  int32_t count;        // lines that exist; zeros stand for the others
+  int32_t count;        // lines that exist; the others read as zeros
 };
 
-// All kTileThreads threads call this. The tile is laid out as `transpose_tile.h` says. The order of
-// a line's 16-byte vectors depends on the line, so that a warp's reads of 16 lines each have no
-// bank conflict.
+// All kTileThreads threads call this. The tile is laid out as `transpose_tile.h` describes. The
+// order of a line's 16-byte vectors depends on the line, so that a warp's reads of 16 lines each
+// have no bank conflict.
 __device__ __forceinline__ void ReadLines(const Lines& lines, int32_t column, uint4* tile) {
   constexpr int kTurns = kSide * kSide / 16 / kTileThreads;
   uint4 vectors[kTurns];

@@ -1,4 +1,4 @@
-// Transposed copies of 8-bit values.
+// Makes transposed copies of 8-bit values.
 #include "cuda/gemm/copies/read_lines.cuh"
 #include "cuda/gemm/copies/transpose.h"
 #include "cuda/gemm/copies/write_columns.cuh"
@@ -12,16 +12,16 @@ namespace {
 
 static_assert(kSide == kPaddedTo, "a tile of rows is one group's");
 constexpr int kThreads = kTileThreads;
-constexpr int kBlocksPerProcessor = 4;  // some read while others write
-// Blocks next to each other in a line. Each takes every kAcross-th tile, and looks for its rows
-// once.
+constexpr int kBlocksPerProcessor = 4;  // some blocks read while others write
+// Blocks that share a line of tiles. Each takes every kAcross-th tile, and finds the line's rows
+// only once.
 constexpr int kAcross = 8;
 
 struct BytePlace {
   Lines lines;
   uint8_t* to;     // where the first column's values go
   int64_t pitch;   // bytes between starts of lines in `to`
-  int32_t stored;  // values of a column that are written
+  int32_t stored;  // values to write of each column
 };
 
 // All threads of a block transpose every kAcross-th tile of the lines that `place` names.
@@ -49,7 +49,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerProcessor)
        lines});
 }
 
-// blockIdx.x is the tile of a slab's line in the result, blockIdx.z the slab.
+// blockIdx.x is the tile in the slab's part of a result line, blockIdx.z the slab.
 __global__ void __launch_bounds__(kThreads, kBlocksPerProcessor)
     TransposeRows(const TransposedRows rows) {
   if (LeftOut(rows.wanted)) return;

@@ -1,4 +1,4 @@
-// Transposed copies of f32 values.
+// Makes transposed copies of f32 values.
 #include "cuda/gemm/copies/transpose.h"
 #include "cuda/gemm/copies/transpose_tile.h"
 #include "cuda/gemm/product/groups.cuh"
@@ -12,9 +12,9 @@ namespace {
 constexpr int kLines = kPaddedTo;       // lines of a tile, which belong to one group
 constexpr int kColumns = 32;            // columns of a tile
 constexpr int kThreads = 256;           // each transposes 4 x 4 values
-constexpr int kBlocksPerProcessor = 5;  // some read while others write
-// Blocks next to each other in a line. Each takes every kAcross-th tile, and looks for its rows
-// once.
+constexpr int kBlocksPerProcessor = 5;  // some blocks read while others write
+// Blocks that share a line of tiles. Each takes every kAcross-th tile, and finds the line's rows
+// only once.
 constexpr int kAcross = 8;
 
 struct FloatPlace {
@@ -22,8 +22,8 @@ struct FloatPlace {
   float* to;          // where the first column's values go
   int64_t pitch;      // values between starts of lines in `to`
   int32_t width;      // values of a line of `from`
-  int32_t lines;      // lines that exist; zeros stand for the others
-  int32_t stored;     // values of a column that are written
+  int32_t lines;      // lines that exist; the others read as zeros
+  int32_t stored;     // values to write of each column
 };
 
 __device__ __forceinline__ void ReadTile(const FloatPlace& place, int32_t column, float4* tile) {
@@ -74,7 +74,7 @@ __device__ __forceinline__ void TransposeLines(const FloatPlace& place) {
   }
 }
 
-// blockIdx.x is the tile of a slab's line in the result, blockIdx.z the slab.
+// blockIdx.x is the tile in the slab's part of a result line, blockIdx.z the slab.
 __global__ void __launch_bounds__(kThreads, kBlocksPerProcessor)
     TransposeRows(const TransposedFloatRows rows) {
   if (LeftOut(rows.wanted)) return;

@@ -1,5 +1,5 @@
-// Which thread moves which part of a transposed tile: 128 lines of 128 bytes in shared memory, 256
-// threads.
+// Maps 256 threads to the parts of a tile that they transpose: 128 lines of 128 bytes in shared
+// memory.
 #ifndef EP_RUNTIME_CUDA_GEMM_COPIES_TRANSPOSE_TILE_H_
 #define EP_RUNTIME_CUDA_GEMM_COPIES_TRANSPOSE_TILE_H_
 
@@ -16,8 +16,8 @@ namespace gemm {
 // Reading, turns 0 to 3: a thread takes one 16-byte vector of a line.
 EP_BOTH constexpr int TileLine(int thread, int turn) { return turn * 32 + thread / 8; }
 EP_BOTH constexpr int TileVector(int thread) { return thread % 8; }
-// Place of a vector in shared memory, free of bank conflicts: a warp writes whole lines, and reads
-// the same words of 8 lines that are 16 apart, from 32 banks.
+// Index of a vector in shared memory. There are no bank conflicts: a warp writes whole lines, and
+// its reads of the same words of 8 lines, 16 lines apart, use 32 different banks.
 EP_BOTH constexpr int StoredVector(int line, int vector) {
   return line * 8 + (vector ^ line / 16 % 8);
 }
@@ -29,11 +29,13 @@ EP_BOTH constexpr int StoredWord(int line, int word) {
 EP_BOTH constexpr int FirstLine(int thread) { return thread % 8 * 16; }
 EP_BOTH constexpr int ColumnWord(int thread) { return thread / 8; }
 
-// f32 values. Reading: a thread takes one vector of four lines, and transposes the four.
+// For f32 values. Reading: a thread takes a vector of each of four lines, and transposes these 4 x
+// 4 values.
 EP_BOTH constexpr int FloatVector(int thread) { return thread % 8; }
 EP_BOTH constexpr int FloatFour(int thread) { return thread / 8; }
-// Place of a column's values of four lines, free of bank conflicts: 8 neighbouring threads write
-// columns that are 4 apart, and read one column, from 32 banks both times.
+// Index of the vector with a column's values in four lines. There are no bank conflicts: 8
+// neighbouring threads write columns that are 4 apart, or read one column, and use 32 different
+// banks.
 EP_BOTH constexpr int TransposedVector(int column, int four) {
   return column * 32 + (four ^ column / 4);
 }

@@ -1,4 +1,4 @@
-// Writes a tile of 128 x 128 bytes in shared memory as lines of its columns.
+// Writes a tile of 128 x 128 bytes from shared to global memory; each column becomes a line.
 #ifndef EP_RUNTIME_CUDA_GEMM_COPIES_WRITE_COLUMNS_CUH_
 #define EP_RUNTIME_CUDA_GEMM_COPIES_WRITE_COLUMNS_CUH_
 
@@ -15,12 +15,12 @@ namespace gemm {
 struct Columns {
   uint8_t* to;    // where column 0 goes
   int64_t pitch;  // bytes between starts of lines in `to`, a multiple of 16
-  int32_t count;  // number of all columns, a multiple of 4
+  int32_t count;  // columns of the whole array, a multiple of 4
   int32_t lines;  // lines of the tile to write, a multiple of 16
 };
 
 // 256 threads call this, each for four columns of 16 lines. `column` is the tile's first column.
-// The tile is laid out as `transpose_tile.h` says.
+// The tile is laid out as `transpose_tile.h` describes.
 __device__ __forceinline__ void WriteColumns(const Columns& columns, int32_t column,
                                              const uint4* tile) {
   const auto* words = reinterpret_cast<const uint32_t*>(tile);

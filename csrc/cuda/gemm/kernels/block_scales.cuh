@@ -1,8 +1,8 @@
-// Brings scales of 128 contracted values from memory to the sums that they multiply.
+// Loads block scales, one per 128 contracted values, next to the operands whose sums they multiply.
 //
 // Two extra warps read the scales, four blocks of a row at a time, and put one block's scales next
-// to the operands of a stage. They read several at a time, because each access takes bandwidth from
-// the memory pipe that products need.
+// to the operands of a stage. They read several blocks at a time, because each access takes memory
+// bandwidth that the products need.
 #ifndef EP_RUNTIME_CUDA_GEMM_KERNELS_BLOCK_SCALES_CUH_
 #define EP_RUNTIME_CUDA_GEMM_KERNELS_BLOCK_SCALES_CUH_
 
@@ -21,8 +21,9 @@ namespace ep_runtime {
 namespace cuda {
 namespace gemm {
 
-constexpr int kScaledValues = 128;  // a weight's values along each dim that share a scale
-constexpr int kTileParts = 256 / kScaledValues;  // parts of a tile's columns, summed in turn
+constexpr int kScaledValues = 128;  // values of a weight, along each dim, that share a scale
+constexpr int kTileParts = 256 / kScaledValues;  // parts of a tile's columns, summed one after
+                                                 // another
 constexpr int kReadBlocks = 4;                   // blocks of a row that are read at a time
 constexpr int kScaleWarps = 2;
 constexpr int kWarpRows = kTileRows / kScaleWarps;
@@ -34,7 +35,7 @@ struct StageScales {
   float unused[4 - kTileParts];  // pads to a multiple of 16 bytes
 };
 
-// Loads now. The compiler cannot move the load behind later waits, so the value is there in time.
+// Loads a value early: volatile asm keeps the compiler from moving the load past later waits.
 __device__ __forceinline__ float LoadEarly(const float* from) {
   float value;
   asm volatile("ld.global.nc.f32 %0, [%1];" : "=f"(value) : "l"(from));
@@ -71,7 +72,7 @@ class ScaleSource {
         (reinterpret_cast<uintptr_t>(scales.lhs) | static_cast<uint32_t>(blocks_) * 4) % 16 == 0;
   }
 
-  // Reads the scales of blocks from `first` on.
+  // Starts to read the scales of kReadBlocks blocks from `first` on.
   __device__ __forceinline__ void Begin(int32_t first, Read* read) const {
 #pragma unroll
     for (int i = 0; i < kWarpRows / 32; ++i) {
@@ -111,7 +112,8 @@ class ScaleSource {
   bool whole_;  // true: one 16-byte read takes four scales of a row
 };
 
-// One of the two warps, all its lanes: puts scales of all queued work next to its operands.
+// Runs in all lanes of each of the two extra warps. Puts scales of all queued work next to the
+// work's operands.
 template <class Memory>
 __device__ __forceinline__ void LoadScales(const Scales& scales, int warp, Memory* memory) {
   RingPlace<kQueuedWork> next;

@@ -1,13 +1,14 @@
 // One persistent kernel for the products of product.h.
 //
-// A block has one warpgroup that loads and two that multiply. Each multiplies 64 rows of a 128-row
-// output tile. Two blocks are a cluster, and load once what their tiles share. The multiplying
-// warpgroups never wait for each other: while one stores its rows, the other uses the tensor cores.
+// A block has one warpgroup that loads and two that multiply. Each of the two multiplies 64 rows of
+// a 128-row output tile. Two blocks form a cluster, and load the operand that their tiles share
+// only once. The multiplying warpgroups never wait for each other: while one stores its rows, the
+// other uses the tensor cores.
 //
 // The loading warp runs ahead. Through shared memory it tells the multiplying warpgroups which rows
 // to sum for which tile, because walking the schedule and finding a group's rows take as long as
-// the products of some hundred rows. If other launches share the product, it draws tickets for
-// tiles. Sums of 8-bit operands leave the tensor cores every stage.
+// the products of some hundred rows. If several launches share the product, the loading warp draws
+// tickets for tiles. Sums of 8-bit operands leave the tensor cores after every stage.
 #ifndef EP_RUNTIME_CUDA_GEMM_KERNELS_GROUPED_GEMM_KERNEL_CUH_
 #define EP_RUNTIME_CUDA_GEMM_KERNELS_GROUPED_GEMM_KERNEL_CUH_
 
@@ -24,7 +25,8 @@ namespace ep_runtime {
 namespace cuda {
 namespace gemm {
 
-// Registers of a thread, which add up to a block's registers. Finding work takes more than 40.
+// Registers of a loading and of a multiplying thread. Their total over a block stays as launched.
+// Finding work takes more than 40.
 constexpr int kFinderRegisters = 56;
 constexpr int kSummerRegisters = 224;
 constexpr int kBlockBytes = 227 << 10;
@@ -36,7 +38,7 @@ struct KernelTraits {
   using Out = Result;
   static constexpr Summing kSumming = summing;
   static constexpr bool kNarrow = sizeof(Lhs) == 1;
-  static constexpr bool kTransposed = sizeof(Lhs) != 2;  // the contracted dim is along memory
+  static constexpr bool kTransposed = sizeof(Lhs) != 2;  // the contracted dim is contiguous
   static constexpr bool kRagged = product == GemmProduct::kWeightGrad;
   static constexpr bool kScaled =
       summing == Summing::kPromoted;  // sums are multiplied by scales at the end
@@ -57,8 +59,8 @@ struct KernelTraits {
   // Bytes of one warpgroup's rows of a tile.
   static constexpr int kHalfBytes = kStoredRows * kTileColumns * sizeof(Out);
   // Whether a warpgroup stages its whole tile. f32 tiles of 256 columns would leave no room for
-  // stages. Other products gain more from a fourth stage: up to 18% if they stop to add up, 3 to 4%
-  // with 16-bit operands.
+  // stages. Other products gain more from a fourth stage: up to 18% if sums leave the tensor cores,
+  // 3 to 4% with 16-bit operands.
   static constexpr bool kStagesWhole = summing == Summing::kByGroup && kHalfBytes <= 32 << 10;
   static constexpr int kStaged = kStagesWhole ? kHalfBytes : kStagingBytes;
   static constexpr int kOrder = kRagged ? kMaxExperts : 1;
@@ -170,7 +172,7 @@ __device__ __forceinline__ void MultiplyStage(const uint8_t* stage, int warpgrou
   CommitProducts();
 }
 
-// sums += the products of one range, kept in the tensor cores.
+// sums += the products of one range, added up by the tensor cores.
 template <class Traits>
 __device__ __forceinline__ void SumWhole(int32_t size, int warpgroup, SharedMemory<Traits>* memory,
                                          RingPlace<Traits::kStages>* place,
@@ -200,7 +202,8 @@ __device__ __forceinline__ void SumWhole(int32_t size, int warpgroup, SharedMemo
   if (busy != 0) ReleaseStage(busy);
 }
 
-// Sums a tile, from the next work in the queue on. Returns that work; expert -1: there is none.
+// Sums a tile, starting with the next work in the queue. Returns work of the tile; its expert is -1
+// at the end of the queue.
 template <class Traits>
 __device__ __forceinline__ Work SumTile(const KernelArguments& args, int warpgroup,
                                         SharedMemory<Traits>* memory,
@@ -305,7 +308,7 @@ __global__ void __cluster_dims__(kClusterBlocks, 1, 1) __launch_bounds__(kThread
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kSummerRegisters));
     MultiplyTiles<Traits>(args, Halves{&out_map, &up_map, args.half}, warpgroup, memory);
   }
-  // Neither block may free its memory while the other can load into it or arrive there.
+  // Neither block may free its memory while the other can load into it or arrive at its barriers.
   SyncCluster();
 }
 

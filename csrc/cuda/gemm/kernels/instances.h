@@ -29,7 +29,7 @@ struct Maps {
 enum class Summing : int32_t {
   kWhole = 0,     // 16-bit and tf32: in the tensor cores, over all contracted elements
   kPromoted = 1,  // 8-bit: every 128 contracted elements are added to f32 sums
-  kByGroup = 2,   // like kPromoted, times the group's scales: experts have several groups
+  kByGroup = 2,   // like kPromoted, times the group's scales, if experts have several groups
   kByBlock = 3,   // like kPromoted, times the block's scales
   kByTile = 4,    // like kPromoted, times the scales of both operands' 128 x 128 values
 };
@@ -64,7 +64,7 @@ struct Instances {
   X(kWeightGrad, kF16, kF16, kF32, kWhole)
 Instances Products16Instances();
 
-// Both operands have the contracted dim along memory, so data gradients are forward products.
+// In both operands the contracted dim is contiguous, so data gradients are forward products.
 #define EP_GEMM_ROWS_8(X)                     \
   X(kForward, kE4M3, kE4M3, kBF16, kPromoted) \
   X(kForward, kE4M3, kE4M3, kF32, kPromoted)  \
@@ -91,14 +91,15 @@ Instances Rows8Instances();
   X(kWeightGrad, kE4M3, kE5M2, kF32, kByTile)
 Instances Weights8Instances();
 
-// Forward multiplies a transposed copy of the weights, so that the same holds here.
+// Forward products multiply a transposed copy of the weights, so tf32 data gradients are forward
+// products too.
 #define EP_GEMM_ROWS_32(X) X(kForward, kTF32, kTF32, kF32, kWhole)
 Instances Rows32Instances();
 
 #define EP_GEMM_WEIGHTS_32(X) X(kWeightGrad, kTF32, kTF32, kF32, kWhole)
 Instances Weights32Instances();
 
-// f32 in memory. Copies to shared memory round it to 10 fraction bits.
+// An f32 value in global memory. Tensor copies to shared memory round it to 10 fraction bits.
 struct Tf32 {
   float value;
 };

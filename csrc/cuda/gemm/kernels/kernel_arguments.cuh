@@ -1,4 +1,4 @@
-// A kernel's arguments of a product, except tensor maps.
+// Arguments of a product's kernel, except tensor maps.
 #ifndef EP_RUNTIME_CUDA_GEMM_KERNELS_KERNEL_ARGUMENTS_CUH_
 #define EP_RUNTIME_CUDA_GEMM_KERNELS_KERNEL_ARGUMENTS_CUH_
 
@@ -20,7 +20,7 @@ namespace gemm {
 struct Scales {
   const float* lhs;
   const float* rhs;
-  int32_t last_row;   // of lhs; tiles may extend past it
+  int32_t last_row;   // last row of lhs; tiles may extend past it
   int32_t lhs_width;  // in blocks
   int32_t rhs_plane;  // in floats
   int32_t rhs_column;
@@ -31,7 +31,7 @@ struct Scales {
 struct KernelArguments {
   Groups groups;
   OutShape out;
-  int32_t depth;  // contracted elements, if the groups do not say it
+  int32_t depth;  // contracted elements, unless the group sizes give them
   int32_t band;
   int32_t half;  // columns of a pair's first array; INT32_MAX: there is one array
   Scales scales;

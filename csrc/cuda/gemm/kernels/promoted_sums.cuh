@@ -1,10 +1,9 @@
-// Adds 8-bit products up in f32. Sums of 128 contracted elements leave the tensor cores, are
-// multiplied by their scales if blocks have scales, and are added to sums in a thread's registers.
+// Accumulates products of 8-bit operands in f32. Sums of 128 contracted elements leave the tensor
+// cores, are multiplied by the scales if blocks have scales, and are added to totals in registers.
 //
 // A tile's columns are multiplied in parts of 128, one after another: a warpgroup's registers have
 // room for the sums of a whole tile and the products of one part. Tiles of 128 columns would be
-// bound by their loads. The warpgroups do not take turns, because that costs more than adding at
-// the same time.
+// bound by their loads. The warpgroups add at the same time, because taking turns is slower.
 #ifndef EP_RUNTIME_CUDA_GEMM_KERNELS_PROMOTED_SUMS_CUH_
 #define EP_RUNTIME_CUDA_GEMM_KERNELS_PROMOTED_SUMS_CUH_
 
@@ -24,7 +23,7 @@ constexpr int kPartColumns = kScaledValues;
 constexpr int kPartSums = kPartColumns / 2;  // sums of a thread
 constexpr uint64_t kPartOffset = (kPartColumns / kPieceSide * kPieceBytes) >> 4;
 
-// Starts sums = the products of one stage with 128 columns.
+// Starts the products of one stage with 128 columns; they replace `sums`.
 template <class Traits>
 __device__ __forceinline__ void BeginPart(uint64_t lhs, uint64_t rhs, float (&sums)[kPartSums]) {
   constexpr int kSteps = 128 / 32;  // bytes of a line / bytes of one instruction
@@ -39,14 +38,14 @@ __device__ __forceinline__ void BeginPart(uint64_t lhs, uint64_t rhs, float (&su
   CommitProducts();
 }
 
-// total += sums, times their factors.
+// total += sums times factors.
 template <Summing kSumming>
 __device__ __forceinline__ void Promote(const float (&sums)[kPartSums], const Factors& factors,
                                         float* total) {
 #pragma unroll
   for (int i = 0; i < kPartSums; ++i) {
-    // Multiplies by one scale after the other, because the product of two small scales may not be
-    // an f32. Sums with two scales for each block multiply the scales first, which is faster.
+    // Multiplies by one scale after the other, because the product of two small scales may
+    // underflow. Sums with two scales for each block multiply the scales first, which is faster.
     if constexpr (kSumming == Summing::kByGroup) {
       total[i] += sums[i] * factors.of[0] * factors.of[1];
     } else if constexpr (kSumming == Summing::kByBlock) {
@@ -76,7 +75,7 @@ class TileScales {
     for (int part = 0; part < kTileParts; ++part) {
       column_[part] = min(work.column / kScaledValues + part, scales.rhs_depth - 1);
     }
-    // A tile may be past the last row.
+    // A tile may be past the last row: read any valid scales then.
     if (work.row / kScaledValues >= scales.lhs_width) lhs_ = scales.lhs;
     Read();
   }

@@ -50,8 +50,8 @@ __device__ __forceinline__ void LoadStage(const CUtensorMap* lhs_map, const Halv
   }
 }
 
-// Zeros the lines from `begin` on of `pieces` pieces, before this warpgroup's next products.
-// Another warpgroup that shares a piece writes the same zeros.
+// Sets the lines from `begin` on to zero in each of `pieces` pieces, before this warpgroup's next
+// products. Another warpgroup that shares a piece writes the same zeros.
 __device__ __forceinline__ void ClearLines(uint8_t* first_piece, int pieces, int begin) {
   for (int piece = 0; piece < pieces; ++piece) {
     auto* vectors = reinterpret_cast<uint4*>(first_piece + piece * kPieceBytes);

@@ -16,7 +16,8 @@ __device__ __forceinline__ int32_t GroupSize(const Groups& groups, int group, in
   return min(max(__ldg(groups.sizes + group), 0), left);
 }
 
-// Call this with whole warps. `start` counts from the first row of all slabs.
+// Returns a group's rows; `start` counts from the first slab's first row. Call this with whole
+// warps.
 __device__ inline Rows FindRows(const Groups& groups, int group) {
   const int slab = group / groups.groups_per_slab;
   int32_t before = 0;
@@ -29,16 +30,16 @@ __device__ inline Rows FindRows(const Groups& groups, int group) {
 
 struct PaddedRows {
   Rows rows;   // `start` counts from the slab's first row
-  int32_t at;  // where they begin in the slab's line of the copy
+  int32_t at;  // where the rows begin in the slab's line of the copy
 };
 
-// Rows of a slab before one of its groups.
+// How many rows of a slab are before one of its groups.
 struct RowsBefore {
   uint32_t rows;
   uint32_t padded;
 };
 
-// Inclusive sums over a warp's lanes, cut at `limit`. No value may exceed it.
+// Inclusive sums over a warp's lanes, cut at `limit`. No value may exceed `limit`.
 __device__ __forceinline__ uint32_t SumLanes(uint32_t value, uint32_t limit) {
 #pragma unroll
   for (int step = 1; step < 32; step *= 2) {
@@ -48,8 +49,8 @@ __device__ __forceinline__ uint32_t SumLanes(uint32_t value, uint32_t limit) {
   return value;
 }
 
-// Rows of group first + lane of the slab. `before` advances to the next 32 groups. Call this with
-// whole warps.
+// Returns the rows of group first + lane of the slab. `before` advances to the next 32 groups. Call
+// this with whole warps.
 __device__ inline PaddedRows PlaceRows(const Groups& groups, int slab, int first,
                                        RowsBefore* before) {
   const int lane = threadIdx.x % 32;
@@ -69,8 +70,8 @@ __device__ inline PaddedRows PlaceRows(const Groups& groups, int slab, int first
           static_cast<int32_t>(padded_end - padded)};
 }
 
-// Place of a group in the transposed copy, with zeros up to a multiple of `depth`, which divides
-// kPaddedTo. Call this with whole warps.
+// Returns a group's range in the transposed copy, with zeros up to a multiple of `depth`, which
+// must divide kPaddedTo. Call this with whole warps.
 __device__ inline Rows FindPaddedRows(const Groups& groups, int group, int32_t depth = kPaddedTo) {
   const int slab = group / groups.groups_per_slab;
   const int inside = group % groups.groups_per_slab;
@@ -83,7 +84,7 @@ __device__ inline Rows FindPaddedRows(const Groups& groups, int group, int32_t d
           (size + depth - 1) / depth * depth};
 }
 
-// Rows that belong at `at`, a multiple of kPaddedTo, in the slab's line of the copy: up to
+// Returns the rows stored at `at`, a multiple of kPaddedTo, in the slab's line of the copy: up to
 // kPaddedTo rows of one group, none past the last group. Call this with whole warps.
 __device__ inline Rows FindRowsAt(const Groups& groups, int slab, int32_t at) {
   RowsBefore before{0, 0};

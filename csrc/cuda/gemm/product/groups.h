@@ -23,15 +23,15 @@ struct Rows {
   int32_t size;
 };
 
-// A transposed copy has rows along memory, because products of 8-bit and tf32 values need the
-// contracted dim there. In the copy each group begins at a multiple of kPaddedTo, with zeros up to
-// the next group. So products take whole stages and never read another group's rows.
+// In a transposed copy the rows' dim is contiguous, because products of 8-bit and tf32 values need
+// a contiguous contracted dim. In the copy each group begins at a multiple of kPaddedTo, with zeros
+// up to the next group. So products take whole stages and never read another group's rows.
 constexpr int32_t kPaddedTo = 128;
 
 __host__ __device__ constexpr int32_t PadRows(int32_t rows) {
   return (rows + kPaddedTo - 1) / kPaddedTo * kPaddedTo;
 }
-// Elements of a slab's line in such a copy, for any sizes of groups.
+// Elements of a slab's line in such a copy, enough for any sizes of groups.
 __host__ __device__ constexpr int64_t PaddedSlabRows(int64_t slab_rows, int64_t groups_per_slab) {
   const int64_t groups = groups_per_slab < slab_rows ? groups_per_slab : slab_rows;
   return (slab_rows + (kPaddedTo - 1) * groups) / kPaddedTo * kPaddedTo;

@@ -1,12 +1,12 @@
 // Matrix products over contiguous groups of rows whose sizes only the device knows.
 //
 // Letters: S slabs of C rows, L groups of a slab, G experts. Group l of slab s starts at the end of
-// group l - 1, has group_sizes[s * L + l] rows, any number, and belongs to expert (s * L + l) % G.
+// group l - 1, has group_sizes[s * L + l] rows (0 or more), and belongs to expert (s * L + l) % G.
 // Rows past the last group of a slab are never read, so NaN in them has no effect.
 //
-// The tensor cores take 8-bit and tf32 operands only with the contracted dim along memory. Callers
-// give transposed copies (copies/transpose.h) of both operands of a weight gradient, and of weights
-// going forward.
+// The tensor cores take 8-bit and tf32 operands only if the contracted dim is contiguous. Callers
+// give transposed copies (copies/transpose.h) of both operands of a weight gradient, and of the
+// weights of a forward product.
 #ifndef EP_RUNTIME_CUDA_GEMM_PRODUCT_PRODUCT_H_
 #define EP_RUNTIME_CUDA_GEMM_PRODUCT_PRODUCT_H_
 
@@ -63,33 +63,32 @@ struct GemmTuning {
 struct GemmTickets {
   // [2], device: the next ticket, and the number of clusters that found none left. Both are 0
   // before the first launch, and again after the last.
-  uint32_t* words = nullptr;  // null: clusters of one launch on all SMs take turns
-  int32_t blocks = 0;         // of this launch, even; 0: one launch on all SMs
-  int32_t all_blocks = 0;     // of all launches, even
+  uint32_t* words = nullptr;  // null: clusters of one launch on all SMs take tiles in turn
+  int32_t blocks = 0;         // blocks of this launch, even; 0: one launch on all SMs
+  int32_t all_blocks = 0;     // blocks of all launches, even
 };
 
 struct GroupedGemmParams {
   GemmProduct product;
   FloatType type;      // of lhs; kTF32 instead of kF32
-  FloatType rhs_type;  // of rhs: `type`, or with 8 bits kE4M3 or kE5M2. Not both kE5M2, the format
-                       // of gradients
-  FloatType out_type;  // with 16-bit operands theirs or kF32; with 8-bit ones kBF16 or kF32; with
-                       // tf32 ones kF32
+  FloatType rhs_type;  // of rhs: equal to `type`, or with 8 bits kE4M3 or kE5M2. At most one is
+                       // kE5M2, the format of gradients
+  FloatType out_type;  // 16-bit operands: the same type or kF32; 8-bit: kBF16 or kF32; tf32: kF32
   GemmScaling scaling;
   int32_t num_slabs;
   int32_t slab_rows;           // C
   int32_t groups_per_slab;     // L
   int32_t num_experts;         // G, at most 1024
-  int32_t in_features;         // K', a multiple of 8; of 16 with 8-bit operands, 4 with tf32 ones
-  int32_t out_features;        // N', a multiple like K'
-  const int32_t* group_sizes;  // [S, L], device; rows beyond C in sum are cut off
-  // Both device, 16-byte aligned. P is PaddedSlabRows(C, L).
+  int32_t in_features;         // K', a multiple of 8 (8-bit operands: 16, tf32: 4)
+  int32_t out_features;        // N', a multiple of the same number
+  const int32_t* group_sizes;  // [S, L], device; rows past C in total are cut off
+  // lhs and rhs are on the device, 16-byte aligned. P is PaddedSlabRows(C, L).
   const void* lhs;  // [S * C, K'] (kDataGrad: N'); 8-bit, tf32 kWeightGrad: [K', S * P]
   const void* rhs;  // [G, K', N'] (kWeightGrad: [S * C, N']); 8-bit kForward: [G, N', K'],
                     // 8-bit, tf32 kWeightGrad: [N', S * P]
   // If gate and up are two arrays, they stand for one array of weights: N' is two halves, multiples
-  // of 64 each; rhs (kWeightGrad: out) is [G, K', N' / 2], and this is the second half. Null: one
-  // array.
+  // of 64 each; rhs (kWeightGrad: out) is [G, K', N' / 2], and rhs_up (out_up) is the second half.
+  // Null: one array.
   const void* rhs_up;      // only with 16-bit and tf32 operands
   void* rhs_copy;          // only tf32 kForward: [G, N', K'], device, written: a transposed copy
   const float* lhs_scale;  // kTensor: [S, L]; kBlock: [S * C, ceil(K' / 128)] (kDataGrad: N';
@@ -101,9 +100,9 @@ struct GroupedGemmParams {
   FloatType bias_type;
   void* out;              // out_type, device, 16-byte aligned. Experts without rows get zeros.
   void* out_up;           // only kWeightGrad, like rhs_up
-  bool clear_slack;       // true: rows of no group get zeros; false: they do not change
-  bool adds;              // kWeightGrad: adds to the values in `out`, and rounds again
-  const int32_t* wanted;  // [1], device: 0 if the launch has nothing to do. Null: it always runs
+  bool clear_slack;       // true: rows in no group become zero; false: they do not change
+  bool adds;              // kWeightGrad: adds to the values in `out`, and rounds the result
+  const int32_t* wanted;  // [1], device: 0 if the launch has nothing to do. Null: always runs
   GemmTuning tuning;
   GemmTickets tickets;
 };

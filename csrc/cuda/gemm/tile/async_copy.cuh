@@ -1,5 +1,5 @@
-// Tensor copies between global memory and shared memory of a cluster's blocks, and the barriers
-// that count their bytes.
+// Tensor copies (TMA) between global memory and shared memory of a cluster's blocks, and the
+// barriers that count their bytes.
 //
 // Instructions name shared memory by its 32-bit address in the shared window.
 #ifndef EP_RUNTIME_CUDA_GEMM_TILE_ASYNC_COPY_CUH_
@@ -46,7 +46,7 @@ __device__ __forceinline__ void Arrive(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 // Arrives at the barrier of the same address in block `rank` of the cluster. It does not order this
-// thread's ordinary writes: it only reports that products have read.
+// thread's ordinary writes: it only reports that products have read their operands.
 __device__ __forceinline__ void ArriveAt(uint32_t barrier, uint32_t rank) {
   asm volatile(
       "{ .reg .b32 there; mapa.shared::cluster.u32 there, %0, %1; "
@@ -64,7 +64,7 @@ __device__ __forceinline__ void WaitBarrier(uint32_t barrier, uint32_t parity) {
 }
 
 struct Coordinates {
-  int32_t x;  // along memory
+  int32_t x;  // along the contiguous dim
   int32_t y;
   int32_t z;
 };
@@ -78,7 +78,7 @@ struct Halves {
   const CUtensorMap* second;
   int32_t width;  // of the first array, a multiple of a box; INT32_MAX: there is one array
 };
-// Returns the map that contains `x` along memory, and makes `x` relative to that map.
+// Returns the map that contains coordinate `x`, and makes `x` relative to that map.
 __device__ __forceinline__ const CUtensorMap* FindHalf(const Halves& halves, int32_t* x) {
   if (*x < halves.width) return halves.first;
   *x -= halves.width;

@@ -10,7 +10,7 @@ namespace ep_runtime {
 namespace cuda {
 namespace gemm {
 
-// A place in a ring of buffers, and the parity of its round.
+// A place in a ring of buffers, and the parity that its barriers have in this round.
 template <int kStages>
 struct RingPlace {
   int stage = 0;

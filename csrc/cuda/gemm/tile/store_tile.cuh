@@ -54,15 +54,16 @@ __device__ __forceinline__ uint32_t RoundPair(float first, float second) {
   }
 }
 
-// Writes the sums of a chunk's columns to shared memory. A product leaves thread t with rows t / 4
-// and t / 4 + 8 of its warp's 16, and with columns 2 * (t % 4) and the next of every 8: four sums
+// Writes the sums of a chunk's columns to shared memory. After a product, thread t has rows t / 4
+// and t / 4 + 8 of its warp's 16, and of every 8 columns 2 * (t % 4) and 2 * (t % 4) + 1: four sums
 // per 8 columns.
 template <typename Out>
 __device__ __forceinline__ void WriteChunk(uint32_t chunk, const float* sums) {
   const uint32_t lane = threadIdx.x % 32;
   const uint32_t warp_rows = threadIdx.x % 128 / 32 * 16;
   if constexpr (sizeof(Out) == 2) {
-    // Lane l names a line of matrix l / 8: rows above and below 8 first, then the next 8 columns.
+    // Lane l gives the address of a line of matrix l / 8. Matrices 0 and 1 are rows 0 to 7 and 8 to
+    // 15 of 8 columns, 2 and 3 are the same rows of the next 8 columns.
     const uint32_t line = warp_rows + lane / 8 % 2 * 8 + lane % 8;
 #pragma unroll
     for (int pair = 0; pair < 4; ++pair) {
@@ -89,7 +90,8 @@ __device__ __forceinline__ void WriteChunk(uint32_t chunk, const float* sums) {
   }
 }
 
-// Copies the first `rows` lines of a chunk to the output, without columns past its last.
+// Copies the first `rows` lines of a chunk to the output, without columns past the output's last
+// one.
 template <typename Out>
 __device__ __forceinline__ void CopyChunk(const OutShape& out, uint32_t chunk, int32_t row,
                                           int32_t rows, int32_t column) {
@@ -137,8 +139,9 @@ __device__ __forceinline__ void PutBox(const OutShape& out, const CUtensorMap* m
 }
 
 // Stores this warpgroup's rows of a tile. Copies may still read `staging` when this returns. With
-// kByExpert the output is [experts, rows, columns], or two halves for a pair, and its map ends each
-// plane; otherwise it is one array. `turn` counts this warpgroup's chunks of all tiles.
+// kByExpert the output is [experts, rows, columns], or two halves for a pair, and tensor copies
+// write no rows past a plane's end; otherwise it is one array. `turn` counts this warpgroup's
+// chunks of all tiles.
 template <bool kByExpert, typename Out, int kSums>
 __device__ __forceinline__ void StoreTile(const OutShape& out, const Halves& maps, const Tile& tile,
                                           int warpgroup, uint8_t* staging,

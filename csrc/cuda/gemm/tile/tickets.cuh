@@ -1,5 +1,5 @@
-// Which pair of tiles a cluster takes next if several launches share a product: the number that it
-// draws from a counter in device memory. The cluster's first block draws, and tells the second.
+// If several launches share a product, a cluster draws the number of its next pair of tiles from a
+// counter in device memory. The cluster's first block draws, and passes the number to the second.
 #ifndef EP_RUNTIME_CUDA_GEMM_TILE_TICKETS_CUH_
 #define EP_RUNTIME_CUDA_GEMM_TILE_TICKETS_CUH_
 
@@ -18,9 +18,9 @@ struct Tickets {
   uint32_t clusters;  // of all launches
 };
 
-// Words of a cluster's shared memory that both blocks access. A word carries all its information,
-// so no other access needs to be ordered with it. Reads and writes are atomic operations, so that
-// compute-sanitizer can tell them from races.
+// Words of a cluster's shared memory that both blocks access. A word is a whole message, so no
+// other access needs to be ordered with it. Reads and writes are atomic operations, so that
+// compute-sanitizer reports no races.
 __device__ __forceinline__ uint64_t LoadWord(uint32_t word) {
   uint64_t value;
   asm volatile("atom.relaxed.cluster.shared::cta.or.b64 %0, [%1], 0;"
@@ -39,8 +39,8 @@ __device__ __forceinline__ void StoreWordAt(uint32_t word, uint32_t rank, uint64
 
 // Returns the same ticket in all lanes of one warp in each block. `turn` counts a block's tickets
 // from 1. `word` is this block's word, 0 at first. The second block's word gets the ticket, with
-// its turn in the upper half. The first block's word gets the number of tickets that the second has
-// read; the first block writes the next ticket only after that.
+// its turn in the upper half. The first block's word gets the number of tickets that the second
+// block has read; the first block writes the next ticket only after that.
 __device__ __forceinline__ uint32_t DrawTicket(const Tickets& tickets, uint32_t rank, uint32_t turn,
                                                const uint64_t* word) {
   uint32_t ticket = 0;
@@ -63,8 +63,8 @@ __device__ __forceinline__ uint32_t DrawTicket(const Tickets& tickets, uint32_t 
   return __shfl_sync(~0u, ticket, 0);
 }
 
-// One thread of every cluster calls this once, after it found no ticket left. The last cluster
-// resets the words for the next product.
+// One thread of every cluster calls this once, after its cluster found no ticket left. The last
+// cluster resets the words for the next product.
 __device__ __forceinline__ void EndTickets(const Tickets& tickets) {
   __threadfence();
   if (atomicAdd(tickets.words + 1, 1u) + 1 != tickets.clusters) return;

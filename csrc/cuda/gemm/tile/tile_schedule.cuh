@@ -2,9 +2,9 @@
 //
 // A cluster takes two tiles at a time. They are one below the other and share their columns'
 // operand; or, if only one row tile of a group is left, they are side by side and share their rows'
-// operand. Every block walks the list alone, from the group sizes, and writes nothing. Next gives a
-// cluster its turn among the clusters of one launch. At gives the pair of any number; numbers must
-// grow.
+// operand. Every block computes the list on its own from the group sizes, and writes nothing.
+// Next() returns the next pair of this cluster if one launch computes the whole product. At()
+// returns the pair with a given number; numbers must grow from call to call.
 #ifndef EP_RUNTIME_CUDA_GEMM_TILE_TILE_SCHEDULE_CUH_
 #define EP_RUNTIME_CUDA_GEMM_TILE_TILE_SCHEDULE_CUH_
 
@@ -29,13 +29,13 @@ struct Tile {
   int32_t group;    // whose rows the tile has; unused if output rows are features
   int32_t row;      // first row in the output
   int32_t column;   // may be past the last column: then nothing is stored
-  int32_t row_end;  // rows from here on are not the group's
+  int32_t row_end;  // end of the group's rows
   bool share_rows;  // true: the cluster's two blocks have the same rows; false: the same columns
 };
 
 struct Cluster {
-  uint32_t rank;   // of this block in the cluster
-  uint32_t index;  // among all clusters
+  uint32_t rank;   // rank of this block in the cluster
+  uint32_t index;  // index of the cluster among all clusters
   uint32_t count;
 };
 
@@ -49,7 +49,7 @@ struct TilePairs {
   __device__ uint32_t Count() const {
     return row_tiles / 2 * column_tiles + (row_tiles & 1) * ((column_tiles + 1) / 2);
   }
-  // Tile coordinates of block `rank` in pair `index`. Bands of row tiles go over all columns.
+  // Tile coordinates of block `rank` in pair `index`. A band of row tiles spans all columns.
   __device__ void Locate(uint32_t index, uint32_t rank, int32_t band, int32_t* row_tile,
                          int32_t* column_tile, bool* share_rows) const {
     const uint32_t pairs = row_tiles / 2;
@@ -67,7 +67,8 @@ struct TilePairs {
   }
 };
 
-// Output rows are the groups' rows. All tiles cost the same, so clusters take them in turn.
+// Schedule if output rows are the groups' rows. All tiles cost the same, so clusters take them in
+// turn.
 class RowTileSchedule {
  public:
   __device__ RowTileSchedule(const Groups& groups, int32_t column_tiles, int32_t band,
@@ -122,9 +123,9 @@ class RowTileSchedule {
   uint32_t next_;
 };
 
-// Output rows are features, and a tile costs as much as its expert has rows. Experts come by
-// falling cost, and every other round of clusters runs backwards, so that the clusters' total costs
-// differ little.
+// Schedule if output rows are features. A tile's cost is its expert's number of rows. Experts are
+// sorted by falling cost, and every other round runs through the clusters backwards, so that the
+// clusters' total costs differ little.
 class ExpertTileSchedule {
  public:
   __device__ ExpertTileSchedule(const uint16_t* order, int32_t num_experts, int32_t rows,
@@ -165,8 +166,9 @@ class ExpertTileSchedule {
   uint32_t round_ = 0;
 };
 
-// Writes experts to `order`, the ones with most rows first; `cost` has room for their rows. All
-// threads of a block call this. Both arrays are complete after the block's next barrier.
+// Writes experts to `order`, the ones with most rows first; `cost` is scratch memory, one element
+// per expert. All threads of a block call this. Both arrays are complete after the block's next
+// barrier.
 __device__ inline void OrderExperts(const Groups& groups, uint32_t* cost, uint16_t* order) {
   for (int expert = threadIdx.x; expert < groups.num_experts; expert += blockDim.x) {
     uint32_t steps = 0;

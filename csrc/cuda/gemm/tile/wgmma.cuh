@@ -2,8 +2,8 @@
 //
 // Operand tiles are in pieces of 64 lines of 128 bytes, as a tensor copy with a 128-byte swizzle
 // writes them. A piece has 64 x 64 16-bit elements, 64 x 128 8-bit ones or 64 x 32 tf32 ones. 8-bit
-// and tf32 pieces have the contracted dim along memory. In 16-bit pieces a line may also be one
-// contracted element.
+// and tf32 pieces have a contiguous contracted dim. A line of a 16-bit piece may also hold 64
+// elements of the other dim.
 #ifndef EP_RUNTIME_CUDA_GEMM_TILE_WGMMA_CUH_
 #define EP_RUNTIME_CUDA_GEMM_TILE_WGMMA_CUH_
 
@@ -19,20 +19,21 @@ namespace ep_runtime {
 namespace cuda {
 namespace gemm {
 
-// Which dim of an operand runs along memory.
+// The dim of an operand that is contiguous in memory.
 enum class Along : int { kContracted = 0, kOther = 1 };
 
 constexpr int kPieceSide = 64;
 constexpr int kPieceBytes = kPieceSide * 128;
 constexpr int kStepDepth = 16;  // contracted elements of one instruction
 
-// Describes an operand tile that starts at `shared`, a multiple of 1024. Offsets count 16 bytes.
+// Returns the descriptor of an operand tile that starts at `shared`, a multiple of 1024. Offsets
+// are in units of 16 bytes.
 template <Along kAlong>
 __device__ __forceinline__ uint64_t DescribeOperand(uint32_t shared) {
   constexpr uint64_t kSwizzle128 = 1ull << 62;
   constexpr uint64_t kEightLines = 1024 >> 4;
-  // Offset from one piece to the next of the other dim. Unused if the contracted dim is along
-  // memory.
+  // Offset from one piece to the next along the other dim. Unused if the contracted dim is
+  // contiguous.
   constexpr uint64_t kNextPiece = kAlong == Along::kOther ? kPieceBytes >> 4 : 1;
   return kSwizzle128 | kEightLines << 32 | kNextPiece << 16 | (shared & 0x3FFFF) >> 4;
 }
@@ -53,8 +54,8 @@ template <int kPending>
 __device__ __forceinline__ void WaitProducts() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
-// Keeps reads of the sums behind the wait before this, because the compiler sees only their
-// dependence on the product.
+// Keeps the compiler from moving reads of the sums above the preceding wait: it sees only that they
+// depend on the product.
 template <int kCount>
 __device__ __forceinline__ void HoldSums(float (&sums)[kCount]) {
 #pragma unroll
@@ -93,7 +94,7 @@ __device__ __forceinline__ void HoldSums(float (&sums)[kCount]) {
       : EP_SUMS_128(sums)                                                                \
       : "l"(lhs), "l"(rhs), "r"(add), "n"(static_cast<int>(kLhs)), "n"(static_cast<int>(kRhs)))
 
-// sums [64, 256] (+)= lhs [64, 16] x rhs [16, 256]. Without `add` the old sums do not count.
+// sums [64, 256] (+)= lhs [64, 16] x rhs [16, 256]. Without `add` the old sums are overwritten.
 template <typename T, Along kLhs, Along kRhs>
 __device__ __forceinline__ void Multiply(float (&sums)[128], uint64_t lhs, uint64_t rhs,
                                          uint32_t add) {
@@ -112,9 +113,8 @@ __device__ __forceinline__ void Multiply(float (&sums)[128], uint64_t lhs, uint6
       "}, %64, %65, add, 1, 1; }"                                               \
       : EP_SUMS_64(sums)                                                        \
       : "l"(lhs), "l"(rhs), "r"(add))
-// Like Multiply with 8-bit operands: 32 contracted elements, which are as many bytes, and 128
-// columns. The tensor cores keep fewer bits of these sums than f32 has, so the sums go on in
-// separate registers.
+// Like Multiply, with 8-bit operands: 32 contracted elements (also 32 bytes) and 128 columns. The
+// tensor cores keep fewer bits of these sums than f32 has, so longer sums use separate registers.
 template <typename Lhs, typename Rhs>
 __device__ __forceinline__ void Multiply8(float (&sums)[64], uint64_t lhs, uint64_t rhs,
                                           uint32_t add) {
@@ -139,8 +139,8 @@ __device__ __forceinline__ void Multiply8(float (&sums)[64], uint64_t lhs, uint6
       : EP_SUMS_128(sums)                                                       \
       : "l"(lhs), "l"(rhs), "r"(add))
 
-// Like Multiply with tf32 operands: 8 contracted elements, which are as many bytes, and 256
-// columns. The last 13 bits of a value do not count.
+// Like Multiply, with tf32 operands: 8 contracted elements (also 32 bytes) and 256 columns. The
+// last 13 bits of a value are ignored.
 __device__ __forceinline__ void Multiply32(float (&sums)[128], uint64_t lhs, uint64_t rhs,
                                            uint32_t add) {
   EP_PRODUCT32_N256;

@@ -21,7 +21,7 @@ struct Work {
   int32_t row;
   int32_t column;
   int32_t row_end;
-  int32_t expert;  // -1: the queue has ended
+  int32_t expert;  // -1: there is no more work
   int32_t group;
   int32_t size;   // contracted elements of the range
   int32_t last;   // 1: the last range of the tile
@@ -32,7 +32,7 @@ static_assert(sizeof(Work) == 2 * sizeof(int4), "as it is read");
 struct WorkQueue {
   int4 work[kQueuedWork][2];
   uint64_t full[kQueuedWork];
-  uint64_t empty[kQueuedWork];  // every reading warp has taken it
+  uint64_t empty[kQueuedWork];  // completes when every reading warp has taken the work
 };
 
 // One thread calls this, before the block's first barrier.
@@ -62,7 +62,7 @@ __device__ __forceinline__ int4 SameInWarp(int4 value) {
                    __shfl_sync(0xFFFFFFFFu, value.z, 0), __shfl_sync(0xFFFFFFFFu, value.w, 0));
 }
 
-// All threads of a warpgroup call this.
+// Takes the next range. All threads of a warpgroup call this.
 __device__ __forceinline__ Work TakeWork(RingPlace<kQueuedWork>* place, WorkQueue* queue) {
   WaitBarrier(SharedAddress(&queue->full[place->stage]), place->parity);
   const int4 tile = SameInWarp(queue->work[place->stage][0]);

@@ -1,4 +1,4 @@
-// Kernels that only a bench runs.
+// Kernels that only benchmarks run.
 #include <algorithm>
 
 #include "cuda/bulk_copy.cuh"
@@ -11,7 +11,7 @@ namespace cuda {
 namespace {
 
 constexpr int kMaxWarps = 32;
-constexpr int kSharedBytes = 220 * 1024;  // of a block, besides its barriers
+constexpr int kSharedBytes = 220 * 1024;  // row buffers of a block
 
 __global__ void __launch_bounds__(1024, 1) CeilingKernel(CeilingParams params) {
   extern __shared__ __align__(128) uint8_t dynamic[];
@@ -23,8 +23,8 @@ __global__ void __launch_bounds__(1024, 1) CeilingKernel(CeilingParams params) {
   if (threadIdx.x % 32 != 0 || LoadRelaxed(&group.open) == 0) return;
   const auto row_bytes = static_cast<uint32_t>(params.row_bytes);
   const auto* rows = static_cast<const uint8_t*>(params.rows);
-  // Each rank's share of a lane, for all ranks except the lane's owner, so that no two ranks write
-  // to the same place.
+  // Each rank has a share of the lane of every other rank, so that no two ranks write to the same
+  // place.
   const int shares = max(group.ep_size - 1, 1);
   const auto most = static_cast<uint32_t>(group.entries_offset / shares / row_bytes);
   const auto room = [&](int rank) {

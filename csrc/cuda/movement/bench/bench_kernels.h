@@ -1,4 +1,5 @@
-// Kernels that only a bench runs: the links' ceiling, and the device's clock.
+// Kernels that only benchmarks run: they measure the links' peak bandwidth and read the device's
+// clock.
 #ifndef EP_RUNTIME_CUDA_MOVEMENT_BENCH_BENCH_KERNELS_H_
 #define EP_RUNTIME_CUDA_MOVEMENT_BENCH_BENCH_KERNELS_H_
 
@@ -9,27 +10,29 @@
 namespace ep_runtime {
 namespace cuda {
 
-// Measures the links with the simplest kernel of dispatch's shape: every warp copies whole rows
-// from local memory through one buffer to their ranks. It has no plan, no flags and no placement.
+// Measures the links' peak bandwidth with the simplest kernel that moves rows like dispatch: every
+// warp copies whole rows from local memory through one buffer to their ranks. The kernel has no
+// plan, sets no flags and places no rows.
 //
-// It takes no epoch and waits for nobody, and writes into this rank's part of lane 0 of its peers.
-// So run it only while no other call of the group runs.
+// The kernel takes no epoch, waits for nobody, and writes into this rank's part of lane 0 of its
+// peers. So run the kernel only while no other call of the group runs.
 struct CeilingParams {
-  DeviceGroup* group;       // device, never freed; once the group has closed nothing is written
+  DeviceGroup* group;       // device, never freed; once closed, the kernel writes nothing
   const void* rows;         // [at least `count`, row_bytes], device, written by XLA
-  const int32_t* dst_rank;  // [count, top_k], device: the row's rank, -1 for nowhere
+  const int32_t* dst_rank;  // [count, top_k], device: the row's rank, -1: not sent
   const int32_t* dst_row;   // [count, top_k], device: row in this rank's part of the lane
   int32_t count;
   int32_t top_k;
   int32_t row_bytes;  // a multiple of 16
   int32_t blocks;
-  int32_t warps;    // of a block, at most 32; fewer if their buffers do not fit
+  int32_t warps;    // warps of a block, at most 32; fewer if their buffers do not fit
   int32_t* result;  // [1], device: number of blocks
 };
 cudaError_t LaunchCeiling(cudaStream_t stream, const CeilingParams& params);
 
-// Reads the device's clock between two calls. Pass the token on, and one call waits for the other.
-// `hold_ns` keeps the stream busy for so long after the reading, so that the host gets ahead.
+// Reads the device's clock. Passing one call's `token_out` as the next call's `token` orders the
+// two. The stream stays busy for `hold_ns` after the reading, so that the host can launch more work
+// meanwhile.
 struct ClockParams {
   const int32_t* token;  // [1], device
   int32_t* token_out;    // [1], device

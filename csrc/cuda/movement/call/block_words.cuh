@@ -1,4 +1,4 @@
-// Words of shared memory that warps of a block exchange without a barrier.
+// Accesses of words in shared memory that warps of a block exchange without a barrier.
 #ifndef EP_RUNTIME_CUDA_MOVEMENT_CALL_BLOCK_WORDS_CUH_
 #define EP_RUNTIME_CUDA_MOVEMENT_CALL_BLOCK_WORDS_CUH_
 
@@ -11,7 +11,7 @@
 namespace ep_runtime {
 namespace cuda {
 
-// Reads are atomic operations too, so that compute-sanitizer can tell them from races.
+// Reads are atomic operations too, so that compute-sanitizer reports no races.
 __device__ __forceinline__ uint32_t LoadAcquireBlock(const uint32_t* shared) {
   uint32_t value;
   asm volatile("atom.acquire.cta.shared::cta.or.b32 %0, [%1], 0;"

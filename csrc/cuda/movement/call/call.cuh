@@ -1,14 +1,14 @@
 // One rank's part of a call on the device: epoch and lane, flags, bounded waits, and the end.
 //
 // A group's calls on one rank run one after another. Each call has an epoch, one more than the
-// last, and uses lane epoch % lanes of every window. Call e first tells all ranks that it has begun
-// (CallLine), and ends only once all ranks have begun it and so have ended e - 1. A rank that
-// begins call e therefore knows that e - 2 is over everywhere: with two lanes or more, nobody reads
-// what it overwrites. Flags are not cleared: they hold the tag of a call, made of its epoch and
-// name.
+// last, and uses lane epoch % lanes of every window. Call e first reports to all ranks that it has
+// begun (CallLine). It ends only once all ranks have begun call e, and so have ended call e - 1. A
+// rank that begins call e therefore knows that call e - 2 is over everywhere: with two lanes or
+// more, nobody still reads the lane that it overwrites. Flags are not cleared: a flag holds the tag
+// of a call, computed from its epoch and name.
 //
-// Every wait for another block or rank regularly checks what ends it early: a failure of this rank,
-// a poisoned generation, a closed group, the budget, a peer that runs another call.
+// Every wait for another block or rank regularly checks for reasons to end early: a failure of this
+// rank, a poisoned generation, a closed group, the budget, a peer that runs another call.
 #ifndef EP_RUNTIME_CUDA_MOVEMENT_CALL_CALL_CUH_
 #define EP_RUNTIME_CUDA_MOVEMENT_CALL_CALL_CUH_
 
@@ -65,10 +65,12 @@ __device__ __forceinline__ uint32_t AddOrderedGpu(uint32_t* word, uint32_t value
   return before;
 }
 
-// Polls between two checks of what ends a wait early, because each check reads host memory.
+// Polls between two checks for reasons to end a wait early. Each check reads host memory, which is
+// slow.
 constexpr uint32_t kPollsPerLook = 1024;
 
-// Equal in every thread of a block. `dead` is only the state at the start: waits ask the group.
+// State of a call, equal in every thread of a block. `dead` is the state at the start only: waits
+// also check the group.
 struct DeviceCall {
   DeviceGroup* group;
   uint64_t epoch;
@@ -125,7 +127,8 @@ __device__ inline bool Poisoned(const DeviceCall& call) {
   return poison >= call.generation;
 }
 
-// The first wait to fail tells the host. All others see `failed` and end too.
+// Reports the failure to the host, if no other wait has failed yet. All other waits see `failed`
+// and end too.
 __device__ inline void Fail(const DeviceCall& call, FailReason reason, int source, uint32_t seen,
                             uint32_t expected, uint64_t waited_ns) {
   if (atomicCAS(&call.group->failed, 0u, 1u) != 0) return;
@@ -158,10 +161,11 @@ __device__ inline bool PeerRunsAnother(const DeviceCall& call, int source) {
          seen->generation != call.generation;
 }
 
-// Calls that all ranks have begun end long before this, and a rank with a closed group begins none.
+// Time after which waits in a closed group fail. Calls that all ranks have begun end long before,
+// and a rank whose group is closed begins no call.
 constexpr uint64_t kClosedWaitNs = 500'000'000;
 
-// Checks everything that ends a wait early. False: the wait is over and has been recorded.
+// Returns whether a wait may continue. If not, the reason has been recorded.
 __device__ inline bool KeepWaiting(const DeviceCall& call, int source, uint32_t seen,
                                    uint32_t expected, uint64_t started_ns) {
   if (Failed(call)) return false;
@@ -201,14 +205,15 @@ static __device__ __noinline__ bool AwaitWordSlowly(const DeviceCall& call, cons
   }
 }
 
-// Waits until `source` has stored `expected` to one of this rank's flags. False: the call failed.
+// Waits until `source` has stored `expected` to one of this rank's flags. Returns false if the call
+// failed.
 __device__ __forceinline__ bool AwaitWord(const DeviceCall& call, const uint32_t* word,
                                           uint32_t expected, int source) {
   if (LoadAcquireSys(word) == expected) return true;
   return AwaitWordSlowly(call, word, expected, source);
 }
 
-// One thread waits until `blocks` blocks have reached a barrier. False: the call failed.
+// One thread waits until `blocks` blocks have reached a barrier. Returns false if the call failed.
 __device__ inline bool AwaitBlocks(const DeviceCall& call, int barrier, uint32_t blocks) {
   const uint32_t* arrived = &call.group->arrived[barrier];
   const uint64_t started_ns = GlobalTimerNs();
@@ -218,8 +223,8 @@ __device__ inline bool AwaitBlocks(const DeviceCall& call, int barrier, uint32_t
   return true;
 }
 
-// Meets `blocks` blocks of this kernel, all of which must be resident at once. Every thread of the
-// block calls this. False: the call failed somewhere.
+// Syncs `blocks` blocks of this kernel, all of which must be resident at once. Every thread of the
+// block calls this. Returns false if the call failed on any block.
 __device__ inline bool MeetBlocks(const DeviceCall& call, int barrier, uint32_t blocks) {
   __syncthreads();
   if (blocks == 1) return true;
@@ -236,9 +241,9 @@ __device__ inline uint32_t TagOf(uint64_t epoch, uint64_t layer_id, uint32_t han
   return static_cast<uint32_t>(epoch << 8) | static_cast<uint32_t>(name >> 56);
 }
 
-// Every kernel calls this first. Only LeftOut may come before: it decides, alike on all ranks, that
-// the launch takes no epoch. The epoch is in device memory, so that a replayed graph takes a new
-// one.
+// Every kernel calls this first. Only LeftOut may be called before: it decides, alike on all ranks,
+// that the launch takes no epoch. The epoch is in device memory, so that a replayed graph takes a
+// new epoch.
 __device__ inline DeviceCall BeginCall(DeviceGroup* group, const CallName& name, OpCode op) {
   DeviceCall call;
   call.group = group;
@@ -262,9 +267,9 @@ __device__ inline DeviceCall BeginCall(DeviceGroup* group, const CallName& name,
   return call;
 }
 
-// One warp of every kernel tells all ranks, then the board, that the call has begun. It also checks
-// whether the generation is over, because reads of the board are reads of host memory. Only the end
-// of the call waits for this warp, and a poison word fails that wait too.
+// One warp of every kernel reports to all ranks, then on the board, that the call has begun. Only
+// this warp checks for poison at the start, because it reads host memory anyway. Only the end of
+// the call waits for this warp, and poison also ends that wait.
 __device__ inline void TellCall(const DeviceCall& call, const CallName& name) {
   DeviceGroup* group = call.group;
   const int lane = static_cast<int>(threadIdx.x % 32);
@@ -291,20 +296,20 @@ __device__ inline void TellCall(const DeviceCall& call, const CallName& name) {
 constexpr int kEmptyTicket = 2;  // counter in DeviceGroup::arrived that hands out empty rows
 constexpr int kItemTicket = 3;   // counter that hands out other work
 
-// The next number of a counter that starts at 0 in every call. One lane calls this.
+// Returns the next number of a counter that starts at 0 in every call. One lane calls this.
 __device__ inline uint32_t TakeTicketAlone(const DeviceCall& call, int which) {
   return atomicAdd(&call.group->arrived[which], 1u);
 }
-// The next number of a counter, for a whole warp.
+// Returns the next number of a counter to a whole warp.
 __device__ inline uint32_t TakeTicket(const DeviceCall& call, int which) {
   uint32_t ticket = 0;
   if (threadIdx.x % 32 == 0) ticket = TakeTicketAlone(call, which);
   return __shfl_sync(~0u, ticket, 0);
 }
 
-// Waits until `source` has begun this call, and so has ended the one before. Two ranks that
+// Waits until `source` has begun this call, and so has ended the previous call. Two ranks that
 // exchange no rows have no other wait for each other. Without this wait one of them could run ahead
-// by a round of lanes, and write what the other still reads.
+// by a round of lanes, and overwrite rows that the other still reads.
 __device__ inline void AwaitBegun(const DeviceCall& call, int source) {
   const uint64_t* epoch = &call.Line(call.me, source)->epoch;
   const uint64_t started_ns = GlobalTimerNs();
@@ -323,8 +328,8 @@ constexpr uint32_t kDeadBlock =
     1u << 16;  // added to DeviceGroup::ended by a block whose call was dead at the start
 
 // Every thread of every kernel calls this last. The last block to end advances the epoch. After a
-// failure it also overwrites all outputs, so that no half-made result survives. If the call was
-// dead from the start, its blocks share that work, because nothing else writes the outputs.
+// failure it also overwrites all outputs, so that no partial result survives. If the call was dead
+// from the start, its blocks share that work, because nothing else writes the outputs.
 template <int kOutputs>
 __device__ inline void EndCall(const DeviceCall& call, const Output (&outputs)[kOutputs]) {
   __shared__ bool last, filled;
@@ -349,8 +354,8 @@ __device__ inline void EndCall(const DeviceCall& call, const Output (&outputs)[k
   }
   __syncthreads();
   if (!last) return;
-  // A rank with a bad index keeps its plans whole: its calls go on, because its peers wait for
-  // them.
+  // A rank with a bad index does not overwrite its plans: its calls continue, because its peers
+  // wait for them.
   const bool failed = Failed(call);
   const bool spoiled = LoadRelaxed(&group->spoiled) != 0;
   if (!filled && (failed || (spoiled && call.op != static_cast<uint32_t>(OpCode::kPrepare)))) {

@@ -1,4 +1,4 @@
-// Reports a call whose rows no window carries.
+// Reports a call whose rows do not travel through windows.
 #include "cuda/movement/call/call.cuh"
 #include "cuda/movement/call/note_call.h"
 

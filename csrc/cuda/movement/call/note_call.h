@@ -1,4 +1,4 @@
-// Reports a call whose rows no window carries.
+// Reports a call whose rows do not travel through windows.
 #ifndef EP_RUNTIME_CUDA_MOVEMENT_CALL_NOTE_CALL_H_
 #define EP_RUNTIME_CUDA_MOVEMENT_CALL_NOTE_CALL_H_
 
@@ -12,9 +12,9 @@ enum class OpCode : uint32_t;
 
 namespace cuda {
 
-// Reports on the board a call whose rows no window carries, in a group whose nodes are one rank
-// each: that the call ran, and for a dispatch the rows in `recv_count` [1, 4] (device) or null. The
-// reported time is this launch's own.
+// Reports on the board a call whose rows do not travel through windows, in a group with one rank
+// per node: that the call ran, and for a dispatch the rows in `recv_count` ([1, 4], device; or
+// null). The reported time is only that of this launch.
 cudaError_t LaunchNoteCall(cudaStream_t stream, DeviceGroup* group, const CallName& name, OpCode op,
                            const int32_t* recv_count);
 

@@ -1,5 +1,5 @@
-// Progress that a rank's kernels write to the board while they run. One thread stores; nobody waits
-// for it. Readers may see a record half updated, but every field of 16 bytes or less is whole.
+// Writes a rank's progress to the board while its kernels run. One thread stores; nobody waits for
+// it. Readers may see a partly updated record, but no torn field of 16 bytes or less.
 #ifndef EP_RUNTIME_CUDA_MOVEMENT_CALL_PROGRESS_CUH_
 #define EP_RUNTIME_CUDA_MOVEMENT_CALL_PROGRESS_CUH_
 
@@ -40,7 +40,7 @@ __device__ __forceinline__ void StoreBoard(void* record, size_t offset, uint64_t
   *reinterpret_cast<volatile uint64_t*>(static_cast<uint8_t*>(record) + offset) = value;
 }
 
-// Fields that one store writes.
+// Fields that one store writes must be next to each other.
 static_assert(offsetof(RankRecord, sequence) == 0 && offsetof(RankRecord, state) == 4 &&
               offsetof(RankRecord, op) == 8 && offsetof(RankRecord, waiting_for) == 12);
 static_assert(offsetof(RankRecord, handle) == offsetof(RankRecord, layer_id) + 8 &&
@@ -64,13 +64,13 @@ __device__ __forceinline__ void TellHandle(const Progress& progress, uint32_t in
              static_cast<uint32_t>(lane), 0);
 }
 
-// Index of the call's layer in its stack, as in ReadLayerIndex.
+// Returns the index of the call's layer in its stack, as ReadLayerIndex does.
 __device__ inline int32_t LayerOf(const CallName& name) {
   const int32_t operand = name.layer_index != nullptr ? *name.layer_index : 0;
   return operand >= kMadeAgain ? operand - kMadeAgain : operand;
 }
 
-// Whether a step makes the call again, so that its rows are not counted.
+// Whether the call repeats an earlier call of the step, so that its rows are not counted again.
 __device__ inline bool MadeAgain(const CallName& name) {
   return name.layer_index != nullptr && *name.layer_index >= kMadeAgain;
 }
@@ -79,9 +79,9 @@ __device__ inline uint32_t BoardIndex(const CallName& name) {
   return name.board_index + LayerOf(name) * name.board_stride;
 }
 
-// Values that the reporting thread reads early, because host memory is far away.
+// Values that the reporting thread reads early, because reads of host memory are slow.
 struct BoardNote {
-  uint64_t timer_ns = 0;  // taken before the slow reads, because other blocks do not wait for them
+  uint64_t timer_ns = 0;  // read first, because other blocks do not wait for the slow reads
   uint64_t now_ns = 0;
   uint64_t calls = 0;
   bool tells = false;
@@ -98,7 +98,8 @@ __device__ __forceinline__ BoardNote ReadBoard(const DeviceGroup* group, uint32_
   return note;
 }
 
-// One thread of the kernel calls this when the call begins. `index` is the handle's record.
+// Reports the start of a call. One thread of the kernel calls this. `index` is the number of the
+// handle's record.
 __device__ inline void TellBegin(DeviceGroup* group, const BoardNote& note, uint64_t epoch,
                                  uint64_t layer_id, uint32_t handle, uint32_t op, uint32_t index) {
   if (!note.tells) return;
@@ -133,8 +134,8 @@ __device__ inline void CountRows(DeviceGroup* group, const CallName& name, uint6
   StoreBoard(progress.rank, offsetof(RankRecord, rows), progress.rows, progress.dropped_rows);
 }
 
-// Counts chunks beyond one that a block call runs. One thread of an EP group's first rank calls
-// this. The board shows the EP group that ran the most.
+// Counts a block call's chunks beyond the first. One thread of an EP group's first rank calls this.
+// The board shows the EP group that ran the most.
 __device__ inline void CountRounds(DeviceGroup* group, uint32_t index, uint64_t rounds) {
   Progress& progress = group->progress;
   const bool open = *static_cast<const volatile uint32_t*>(&group->open) != 0;
@@ -147,7 +148,7 @@ __device__ inline void CountRounds(DeviceGroup* group, uint32_t index, uint64_t 
   if (*told < totals.rounds) StoreBoard(progress.handles, at, totals.rounds);
 }
 
-// Reads the start of the running call. The first block wrote it, so other blocks read past the L1
+// Reads the start of the running call. The first block wrote it, so other blocks bypass the L1
 // cache.
 __device__ __forceinline__ CallStart ReadStart(const DeviceGroup* group) {
   const CallStart& start = group->progress.start;
@@ -155,7 +156,8 @@ __device__ __forceinline__ CallStart ReadStart(const DeviceGroup* group) {
           __ldcg(&start.index)};
 }
 
-// Reports a wait that has lasted since `started_ns` of the device's clock. `source` is an EP rank.
+// Reports a wait that has lasted since `started_ns` of the device's clock. `source` is the EP rank
+// waited for.
 __device__ inline void TellWait(const DeviceGroup* group, uint32_t op, int source,
                                 uint64_t started_ns) {
   const Progress& progress = group->progress;
@@ -167,21 +169,22 @@ __device__ inline void TellWait(const DeviceGroup* group, uint32_t op, int sourc
   TellState(progress, RankState::kWaiting, op, group->first_rank + source);
 }
 
-// Reports the end of a wait that was long enough to be reported. Blocks of the rank that still wait
-// report theirs again.
+// Reports the end of a wait that was long enough to be reported. Blocks of this rank that still
+// wait report their waits again.
 __device__ inline void TellArrived(const DeviceGroup* group, uint32_t op, uint64_t started_ns) {
   const Progress& progress = group->progress;
   if (progress.rank == nullptr || GlobalTimerNs() - started_ns < kTellWaitNs) return;
   TellState(progress, RankState::kRunning, op, -1);
 }
 
-// One thread of the last block to end calls this, before the epoch advances. `start` is what this
-// block read when it ended. If the first block was later than that, it is an earlier call's.
+// Reports the end of a call. One thread of the last block to end calls this, before the epoch
+// advances. `start` is the start that this block read when it ended; it belongs to an earlier call
+// if the first block had not stored its start yet.
 __device__ inline void TellEnd(DeviceGroup* group, CallStart start, uint64_t epoch, uint32_t op) {
   Progress& progress = group->progress;
   if (progress.rank == nullptr) return;
   if (start.epoch != epoch) start = ReadStart(group);
-  // A closed group has no board any more.
+  // A closed group no longer has a board.
   const bool open = *static_cast<const volatile uint32_t*>(&group->open) != 0;
   if (start.epoch != epoch || !open) return;
   const uint64_t took_ns = GlobalTimerNs() - start.timer_ns;

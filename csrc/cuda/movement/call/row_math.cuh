@@ -80,7 +80,7 @@ struct Element<RowType::kF16> {
   __device__ static float Widen(Storage x) { return __half2float(x); }
 };
 
-// Loads rows that peers write during the kernel: never through the read-only cache.
+// Loads rows that peers write during the kernel, so never uses the read-only cache.
 __device__ __forceinline__ uint4 LoadShared(const uint4* p) {
   uint4 v;
   asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"

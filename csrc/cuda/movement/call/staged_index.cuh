@@ -36,8 +36,8 @@ __device__ inline uint32_t RanksOfToken(const int32_t* dst_rank, int top_k, int 
   return mask;
 }
 
-// Counts of tokens that each rank keeps before each window of tokens. A block counts them once, so
-// that none of its warps goes through all tokens.
+// For each window (32 << shift tokens), how many earlier tokens each rank keeps. A block counts
+// once, so that no warp goes through all tokens.
 struct TokenTable {
   static constexpr int kWords = 2048;
 
@@ -127,15 +127,15 @@ struct TokenTable {
 struct TokenCounter {
   const int32_t* table;  // counts of a TokenTable
   int shift;
-  int32_t start = -32;  // first of the 32 tokens in view
+  int32_t start = -32;  // first of the 32 tokens that `kept` describes
   uint32_t kept = 0;    // lane r, bit i: rank r keeps token start + i
   int32_t before = 0;   // lane r: tokens before `start` that rank r keeps
 
   __device__ TokenCounter(const int32_t* counted, int ranks, int tokens)
       : table(counted), shift(TokenTable::Shift(ranks, tokens)) {}
 
-  // Lane r returns the token's number among the tokens that rank r keeps, -1 if it keeps none of
-  // them.
+  // Lane r returns the token's number among the tokens that rank r keeps, -1 if rank r does not
+  // keep the token.
   __device__ int32_t Number(const int32_t* dst_rank, int top_k, int ranks, int tokens, int token) {
     const int lane = threadIdx.x % 32;
     const int window = token >> (5 + shift);

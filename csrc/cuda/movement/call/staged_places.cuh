@@ -1,4 +1,5 @@
-// Places of a launch's staged rows in lanes: apart or packed, all at once or in parts (LaneRoom).
+// Finds the places of a launch's staged rows in lanes: apart or packed, all at once or in parts
+// (LaneRoom).
 #ifndef EP_RUNTIME_CUDA_MOVEMENT_CALL_STAGED_PLACES_CUH_
 #define EP_RUNTIME_CUDA_MOVEMENT_CALL_STAGED_PLACES_CUH_
 
@@ -24,7 +25,7 @@ struct Staging {
 };
 
 // Staged rows of every pair of ranks, read from a packed plan. A plan is an ordinary array, so
-// counts are clamped to the possible.
+// counts are clamped to possible values.
 struct PairCounts {
   const int32_t* recv_count;
   int32_t ranks;
@@ -41,7 +42,7 @@ struct PairCounts {
   }
 };
 
-// A pair's staged rows in one of several parts.
+// The share of a pair's staged rows that one of several parts moves.
 struct PartShare {
   int32_t part;
   int32_t parts;
@@ -54,8 +55,8 @@ struct PartShare {
   }
 };
 
-// In how many parts dispatch sends: the fewest with which the rows that any rank receives fit its
-// lane. A whole warp calls this; all ranks get the same.
+// Returns in how many parts dispatch sends: the fewest with which the rows that any rank receives
+// fit its lane. A whole warp calls this; the result is the same on all ranks.
 __device__ inline int32_t CountParts(const PairCounts& counts, const Staging& staging) {
   const int lane = threadIdx.x % 32;
   int32_t rows = 0;
@@ -67,33 +68,37 @@ __device__ inline int32_t CountParts(const PairCounts& counts, const Staging& st
   return min(max((most + each - 1) / each, 1), staging.most_parts);
 }
 
-// Pointer of lane `rank`. A whole warp calls this, for one `rank` or a different one in each lane.
+// Returns the `pointer` that lane `rank` of the warp has. A whole warp calls this; `rank` may
+// differ by lane.
 __device__ __forceinline__ uint8_t* PointerOf(int rank, uint8_t* pointer) {
   const auto value = reinterpret_cast<unsigned long long>(pointer);
   return reinterpret_cast<uint8_t*>(__shfl_sync(~0u, value, rank));
 }
 
-// Staged rows that travel between this rank and another in a launch. Lane r holds rank r's.
+// Staged rows that travel between this rank and another in a launch. Lane r of a warp has the rows
+// of the pair with rank r.
 struct StagedPlaces {
   int32_t begin;  // number of the first row
   int32_t count;
-  uint8_t* first;  // address of the first row; the others follow
+  uint8_t* first;  // address of the first row; the other rows follow
 
-  // Address of rank `rank`'s row, which must exist. A whole warp calls this.
+  // Returns the address of row `staged` of the pair with rank `rank`, which must exist. A whole
+  // warp calls this.
   __device__ uint8_t* At(int rank, int32_t staged, int32_t row_bytes) const {
     const int32_t before = __shfl_sync(~0u, begin, rank);
     return PointerOf(rank, first) + int64_t{staged - before} * row_bytes;
   }
 };
 
-// Where rows of `source` begin in the lane of `dest`, if each source has room for `tokens` rows.
-// `dest` itself has no room there.
+// Returns where rows of `source` begin in the lane of `dest`, if each source has room for `tokens`
+// rows. The lane has no room for rows of `dest` itself.
 __device__ inline uint8_t* RoomApart(const DeviceCall& call, int dest, int source, int32_t tokens,
                                      int32_t row_bytes) {
   return call.Lane(dest) + (source - (source > dest ? 1 : 0)) * int64_t{tokens} * row_bytes;
 }
 
-// Rows from `before` on that fit the lane of `rank`. All rows of a plan that prepare made fit.
+// Returns `count` rows that follow `before` other rows in the lane of `rank`, as far as they fit.
+// All rows of a plan that prepare computed fit.
 __device__ inline StagedPlaces PackedPlaces(const DeviceCall& call, const Staging& staging,
                                             int rank, int32_t begin, int32_t before, int32_t count,
                                             int32_t row_bytes) {
@@ -102,7 +107,7 @@ __device__ inline StagedPlaces PackedPlaces(const DeviceCall& call, const Stagin
           call.Lane(rank) + int64_t{before} * row_bytes};
 }
 
-// Rows that this rank sends to rank r, for tokens that the plan routes.
+// Returns in lane r the rows that this rank sends to rank r.
 __device__ inline StagedPlaces SentPlaces(const DeviceCall& call, const Staging& staging,
                                           const PairCounts& counts, const PartShare& share,
                                           int32_t row_bytes) {
@@ -120,7 +125,8 @@ __device__ inline StagedPlaces SentPlaces(const DeviceCall& call, const Staging&
                       row_bytes);
 }
 
-// Rows that rank r sends to this one, `staged` rows in all parts together.
+// Returns in lane r the rows that rank r sends to this rank; `staged` is their number in all parts
+// together.
 __device__ inline StagedPlaces ReceivedPlaces(const DeviceCall& call, const Staging& staging,
                                               int32_t tokens, const PartShare& share,
                                               int32_t staged, int32_t row_bytes) {

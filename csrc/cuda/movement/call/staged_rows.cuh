@@ -1,4 +1,4 @@
-// Staged rows of a plan: how many each source sends, and the entries of each.
+// Staged rows of a plan: how many each source sends, and each row's entries.
 #ifndef EP_RUNTIME_CUDA_MOVEMENT_CALL_STAGED_ROWS_CUH_
 #define EP_RUNTIME_CUDA_MOVEMENT_CALL_STAGED_ROWS_CUH_
 
@@ -9,7 +9,8 @@
 namespace ep_runtime {
 namespace cuda {
 
-// Lane j holds source j's counts. The staged rows of all sources share one numbering.
+// Counts of each source's staged rows, source j's in lane j. The staged rows of all sources share
+// one numbering.
 struct SourceCounts {
   int32_t staged;
   int32_t first;  // staged rows of earlier sources
@@ -26,7 +27,7 @@ struct SourceCounts {
 struct Arriving {
   SourceCounts counts;
   StagedPlaces places;
-  int32_t most;  // the most from any peer
+  int32_t most;  // rows of the peer that sends most
 
   __device__ Arriving(const DeviceCall& call, const Plan& plan, const Staging& staging,
                       const PartShare& share, int tokens, int32_t row_bytes)
@@ -45,8 +46,9 @@ struct StagedRow {
   int32_t row;  // -1: no entry
   int32_t slot;
 
-  // Finds number `item` of all peers' staged rows. Sources take turns, which is about the order of
-  // arrival. `staged` is -1 if that source has fewer. Reads the bounds of its entries.
+  // Finds staged row number `item` of all peers' rows, and reads the bounds of its entries. Numbers
+  // take sources in turn, which is about the order of arrival. `staged` is -1 if the source has
+  // fewer rows.
   __device__ void Find(const DeviceCall& call, const Plan& plan, const Arriving& arriving,
                        int item) {
     const int peers = call.ranks - 1;
@@ -70,7 +72,7 @@ struct StagedRow {
     row = lane < count ? plan.staged_row[begin + lane] : -1;
     slot = lane < count ? plan.staged_slot[begin + lane] : 0;
   }
-  // A plan is an ordinary array, so check its numbers before anything is written by them.
+  // A plan is an ordinary array, so check its numbers before writing to rows that they name.
   __device__ void CheckEntries(const CallSizes& sizes) {
     if (static_cast<uint32_t>(row) >= static_cast<uint32_t>(sizes.capacity) ||
         static_cast<uint32_t>(slot) >= static_cast<uint32_t>(sizes.top_k)) {

@@ -1,8 +1,8 @@
-// Times, waits and load of a rank's calls, added up on the device and stored to the board.
+// Adds up times, waits and load of a rank's calls on the device, and stores them to the board.
 //
-// A call leaves its time in device memory when it ends, and its late peers while it waits. The next
-// call adds both up and stores the sums to the board, by one warp that nobody waits for. So the
-// board is one call behind.
+// A call writes its waits for late peers to device memory while it waits, and its time when it
+// ends. One warp of the next call, which nobody waits for, adds both to sums and stores the sums to
+// the board. So the board is one call behind.
 #ifndef EP_RUNTIME_CUDA_MOVEMENT_CALL_TALLY_CUH_
 #define EP_RUNTIME_CUDA_MOVEMENT_CALL_TALLY_CUH_
 
@@ -17,7 +17,7 @@
 namespace ep_runtime {
 namespace cuda {
 
-// Shorter waits are only a word's travel time, so they are not counted.
+// Shorter waits are only the latency of a word from a peer, so they are not counted.
 constexpr uint64_t kCountedWaitNs = uint64_t{1} << kBucketBits;
 
 static_assert(offsetof(OpRecord, calls) == 0 && offsetof(OpRecord, time_ns) == 8 &&
@@ -26,7 +26,8 @@ static_assert(offsetof(LoadRecord, calls) == 0 && offsetof(LoadRecord, time_ns) 
               offsetof(LoadRecord, wait_ns) == 16 && offsetof(LoadRecord, tokens) == 24);
 static_assert(offsetof(PeerRecord, wait_ns) == 8);
 
-// Where the running call notes how much later its peers come, [N]; null if nothing is reported.
+// Returns the array [N] in which the running call notes its wait for each peer; null if nothing is
+// reported.
 __device__ __forceinline__ uint32_t* WaitsOf(DeviceGroup* group, uint64_t epoch) {
   return group->progress.rank != nullptr ? group->progress.tally.waits[epoch % 2] : nullptr;
 }
@@ -37,7 +38,8 @@ __device__ __forceinline__ void NoteWait(uint32_t* waits, int source, uint64_t w
   atomicMax(&waits[source], static_cast<uint32_t>(min(waited_ns, uint64_t{UINT32_MAX})));
 }
 
-// Adds rows [L] of this rank's experts, and its tokens. One warp calls this; it waits for nothing.
+// Adds `rows` [L] of this rank's experts, and its tokens, to the load. One warp calls this and does
+// not wait.
 __device__ inline void CountLoad(DeviceGroup* group, const CallName& name, int32_t tokens,
                                  const int32_t* rows, int32_t experts) {
   const DeviceTally& tally = group->progress.tally;
@@ -52,14 +54,14 @@ __device__ inline void CountLoad(DeviceGroup* group, const CallName& name, int32
   }
 }
 
-// One lane's share of what the previous call adds to the rank's sums.
+// One lane's share of the previous call's additions to the rank's sums.
 struct TallyNote {
   bool tells = false;
   bool of_prepare = false;
-  uint32_t index = 0;  // the handle's record
-  int64_t word = -1;   // offset of a sum, and its present value
+  uint32_t index = 0;  // number of the handle's record
+  int64_t word = -1;   // offset of `sum`, a sum with the call added
   uint64_t sum = 0;
-  int64_t peer = -1;  // offset of a PeerRecord, and its present values
+  int64_t peer = -1;  // offset of `peer_sums` in a PeerRecord, likewise
   ulonglong2 peer_sums{};
 };
 
@@ -95,7 +97,8 @@ __device__ inline void NoteSum(const DeviceTally& tally, const LastCall& last, u
   if (note->word >= 0) note->sum = ReadSum(tally, note->word) + more;
 }
 
-// One warp calls this when call `epoch` begins, before the call waits. It only reads.
+// Reads the sums, and adds the previous call. One warp calls this when call `epoch` begins, before
+// the call waits. It writes nothing.
 __device__ inline TallyNote ReadTally(DeviceGroup* group, uint64_t epoch) {
   TallyNote note;
   const DeviceTally& tally = group->progress.tally;
@@ -110,7 +113,7 @@ __device__ inline TallyNote ReadTally(DeviceGroup* group, uint64_t epoch) {
   note.index = last.index;
   const uint32_t most = __reduce_max_sync(~0u, waited);
   const int ended_by = __ffs(__ballot_sync(~0u, waited == most)) - 1;
-  // A block may begin to wait before the first block, which sets the call's time.
+  // A block may begin to wait before the first block begins, which starts the call's time.
   const auto longest = static_cast<uint32_t>(min(uint64_t{most}, last.took_ns));
   NoteSum(tally, last, longest, &note);
   if (waited == 0) return note;
@@ -122,12 +125,12 @@ __device__ inline TallyNote ReadTally(DeviceGroup* group, uint64_t epoch) {
   return note;
 }
 
-// The same warp calls this while the call runs.
+// Stores the sums. The warp that called ReadTally calls this while the call runs.
 __device__ inline void TellTally(DeviceGroup* group, const TallyNote& note, uint64_t epoch) {
   if (group->progress.rank == nullptr) return;
   DeviceTally& tally = group->progress.tally;
   const int lane = static_cast<int>(threadIdx.x % 32);
-  tally.waits[(epoch - 1) % 2][lane] = 0;  // the next call notes there
+  tally.waits[(epoch - 1) % 2][lane] = 0;  // the next call notes its waits there
   if (!note.tells) return;
   if (note.word >= 0) {
     *reinterpret_cast<uint64_t*>(tally.sums + note.word) = note.sum;

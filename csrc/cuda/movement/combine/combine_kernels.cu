@@ -1,4 +1,4 @@
-// combine, and dispatch's backward: a combine of d_recv that carries d_weights too.
+// Kernels of combine and of dispatch's backward, a combine of d_recv that also carries d_weights.
 //
 // One kernel: the first `sum_blocks` blocks sum this rank's tokens, the others send and then help.
 //
@@ -10,31 +10,32 @@
 //   warps but the last    in slot order -> SumPlaces;                  is 8 sums behind
 //                         d_weights -> Entries(peer, me)
 //     the last            Publish: Ready(peer, me)[staged]             the block's other warps
-//     all, then           go on like a sum block                       nobody
+//     all, then           work like a sum block                        nobody
 //   every warp            waits for the table                          sum block 0
 //                         TokenSums: sums of lower ranks, own rows,    Ready(me, rank)[staged] of
 //                         sums of higher ranks -> tokens;              all peers that have a part
 //                         d_weights of all -> d_topk_weights
 //
 // F(dest, source) is in the window of `dest`, in the lane of this call, and only `source` writes
-// it. One warp sums a token, or a staged row of a peer. With few tokens one warp sums each slice of
-// a row. The first ones are dealt out; later ones are drawn from a counter.
+// it. One warp sums a token, or a staged row of a peer. With few tokens a warp sums only a slice of
+// a row. A warp's first sum is fixed; later sums are drawn from a counter.
 //
-// A token's sum has one order, whichever warp takes it and whatever arrives first: ranks in order,
-// the rows of a rank in slot order. Each rank's part is rounded as it travels (CombinePrecision),
-// and this rank's own part is rounded alike. So runs are equal bit for bit.
+// A token is summed in a fixed order, whichever warp takes it and whichever part arrives first:
+// ranks in order, the rows of a rank in slot order. Each rank's part is rounded to the format that
+// it travels in (CombinePrecision), and this rank's own part is rounded too. So runs are equal bit
+// for bit.
 //
-// Order: a sum is in the peer's window before its flag. The warp stores the sum, meets, and counts
-// it with release. The last warp acquires the count, executes one fence of system scope for all
-// sums it found, and stores their flags. In a warp that sums a token, each lane acquires the flag
-// of one rank. The lanes meet, and pass to the copy engine's proxy (FenceProxyAsync), which loads
-// the parts.
+// Memory order: a sum is in the peer's window before its flag. The warp stores the sum, syncs, and
+// counts the sum with release. The last warp acquires the count, executes one fence of system scope
+// for all sums it found, and stores their flags. In a warp that sums a token, each lane acquires
+// the flag of one rank. The lanes sync and execute a proxy fence (FenceProxyAsync), because the
+// copy engine loads the parts.
 //
 // Waits cannot deadlock: sums for peers wait for no peer, sums of tokens wait only for sums from
-// peers, and the table waits for no peer either. All blocks are resident at once. If a lane does
-// not hold the exact sums of all tokens, each half of the tokens has a launch and an epoch of its
-// own. For begin and end of the call, and why its lane is free, see call.cuh. A call that fails
-// leaves NaN.
+// peers, and the table waits for no peer either. All blocks are resident at once. If a lane has no
+// room for the exact sums of all tokens, each half of the tokens has its own launch and epoch.
+// call.cuh explains the begin and end of a call, and why its lane is free. A failed call fills its
+// outputs with NaN.
 
 #include <algorithm>
 
@@ -84,7 +85,8 @@ __global__ void __launch_bounds__(kThreads, 1)
       } else {
         landed.Publish(call);
       }
-      // Nothing more to send. The remaining sums wait for peers that send, never for sums.
+      // Nothing is left to send. The remaining sums wait only for peers' sending, which waits for
+      // no sum.
       numbers.Draw(call);
     }
     const bool alive = threadIdx.x % 32 != 0 || AwaitBlocks(call, kTableBarrier, 1);
@@ -93,7 +95,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       SumItems<kType, kPrecision, kWeighted, false>(ring, tokens);
     }
   }
-  // All tokens, even if the second half failed: then the first half's sums must not survive.
+  // Names all tokens: if the second half fails, the first half's sums must not survive.
   const Output outputs[] = {
       {params.tokens, int64_t{params.sizes.tokens} * TokenBytes<kPrecision>(params), nan},
       {params.d_topk_weights,
@@ -104,7 +106,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 
 template <RowType kType, CombinePrecision kPrecision>
 cudaError_t LaunchPass(cudaStream_t stream, CombineParams params, const Pass& pass) {
-  // No more blocks than there are pieces of tokens.
+  // Launch no more blocks than there are pieces of tokens.
   const int pieces = (params.row_bytes + kPieceBytes - 1) / kPieceBytes;
   const int most = std::max(pass.end - pass.begin, 1) * pieces;
   params.grid.sum_blocks = std::min(params.grid.sum_blocks, most);
@@ -130,8 +132,8 @@ cudaError_t LaunchPasses(cudaStream_t stream, const CombineParams& params) {
   if (params.precision == CombinePrecision::kFast || kType == RowType::kF32) {
     return LaunchPass<kType, CombinePrecision::kFast>(stream, params, all);
   }
-  // Passes follow from static sizes alone, so that every rank makes equally many. In a packed call,
-  // a token has at most one sum for each of its slots.
+  // The number of passes depends on static sizes only, so that it is the same on every rank. In a
+  // packed call, a token has at most one sum for each of its slots.
   const int64_t sums = packed ? params.sizes.top_k : params.room.ranks - 1;
   if (sums * tokens * params.sizes.width * 4 <= params.room.bytes) {
     return LaunchPass<kType, CombinePrecision::kExact>(stream, params, all);

@@ -1,8 +1,8 @@
 // Partial sums that travel as 8-bit floats, and their conversion, one vector per lane at a time.
 //
 // Each piece of a row has first its e4m3 data, then an f32 scale for each kFp8Block values, then
-// padding to a multiple of 16 bytes. So the copy engine loads a piece at once, and a piece's scales
-// are stored at once. Rounding is that of rows/quantize.h.
+// padding to a multiple of 16 bytes. So one copy loads a piece with its scales. Values are rounded
+// as in rows/quantize.h.
 #ifndef EP_RUNTIME_CUDA_MOVEMENT_COMBINE_FP8_PARTS_CUH_
 #define EP_RUNTIME_CUDA_MOVEMENT_COMBINE_FP8_PARTS_CUH_
 
@@ -16,7 +16,7 @@ namespace combine {
 
 using E4M3 = Fp8<Fp8Format::kE4M3>;
 
-// Bytes of a row's first `values` values, in pieces of piece_values.
+// Returns the size in bytes of a row's first `values` values, in pieces of piece_values.
 __device__ __forceinline__ int32_t Fp8Bytes(int32_t values, int32_t piece_values) {
   const int32_t rest = values % piece_values;
   const int32_t scales = (rest + kFp8Block - 1) / kFp8Block * 4;

@@ -1,4 +1,4 @@
-// Scales of a piece's sums as 8-bit floats, computed by all lanes of a warp together.
+// Computes scales to convert a piece's sums to 8-bit floats, in all lanes of a warp together.
 #ifndef EP_RUNTIME_CUDA_MOVEMENT_COMBINE_FP8_SUMS_CUH_
 #define EP_RUNTIME_CUDA_MOVEMENT_COMBINE_FP8_SUMS_CUH_
 
@@ -9,15 +9,16 @@ namespace ep_runtime {
 namespace cuda {
 namespace combine {
 
-// Scales of a piece whose lanes have kPer neighbouring values of each of kVectors vectors. Lanes of
-// a block are neighbours too. Every lane computes one scale, not the scales of all its values.
+// Scales of a piece whose lanes have kPer neighbouring values of each of kVectors vectors. A block
+// is kFp8Block values, in neighbouring lanes. Every lane computes one scale, not the scales of all
+// its values.
 template <int kPer>
 struct PieceScales {
   static constexpr int kLanes = kFp8Block / kPer;  // lanes of a block
   static constexpr int kBlocks = 32 / kLanes;      // blocks of a vector
   static_assert(kVectors == 4 && kLanes >= 4);
 
-  // Scale of this lane's block, in the vector that the lane keeps.
+  // Scale of this lane's block, in the vector for which this lane computes it.
   float scale;
   float inverse;
 
@@ -34,8 +35,8 @@ struct PieceScales {
   }
 };
 
-// The largest value of this lane's block in the vector that the lane keeps. Each step halves a
-// lane's values, or the lanes that hold them.
+// Returns the largest value of this lane's block, in the vector for which this lane computes the
+// scale. Each step halves a lane's values, or the lanes that hold them.
 template <int kPer>
 __device__ __forceinline__ float LargestOfBlock(const float (&largest)[kVectors]) {
   const int lane = threadIdx.x % 32;

@@ -1,4 +1,5 @@
-// Tells peers which sums of a block are in their windows: one warp reports for all of the block.
+// Reports to peers which sums of a block are in their windows: one warp reports for the whole
+// block.
 #ifndef EP_RUNTIME_CUDA_MOVEMENT_COMBINE_LANDED_SUMS_CUH_
 #define EP_RUNTIME_CUDA_MOVEMENT_COMBINE_LANDED_SUMS_CUH_
 
@@ -15,26 +16,26 @@ struct SumPlace {
   int32_t flag;
 };
 
-// Sums of each sending warp of a block that have landed, in shared memory. A flag needs a fence of
-// system scope before it, which waits for the stores of the whole multiprocessor. So sending warps
-// execute no fence: the publishing warp stores the flags of all landed sums behind one fence.
+// Lists in shared memory the landed sums of each sending warp. Before a flag there must be a fence
+// of system scope, which waits for all stores of the multiprocessor. So sending warps execute no
+// fence: the publishing warp executes one fence, then stores the flags of all landed sums.
 template <int kSenders>
 struct LandedSums {
   static_assert(kSenders < 32);
-  static constexpr uint32_t kPlaces = 8;  // of one warp, waiting to be published
+  static constexpr uint32_t kPlaces = 8;  // sums of one warp that wait to be published
 
   unsigned long long places[kSenders][kPlaces];  // rank in the upper half, flag
   uint32_t landed[kSenders];
   uint32_t published[kSenders];
   uint32_t ended;  // warps that have sent everything
 
-  // Every thread calls this, and meets its block before it uses anything else here.
+  // Every thread calls this, and syncs with its block before it uses other members.
   __device__ void Clear() {
     if (threadIdx.x < kSenders) landed[threadIdx.x] = published[threadIdx.x] = 0;
     if (threadIdx.x == 0) ended = 0;
   }
-  // One thread of a sending warp reports a sum that the warp stored before it last met. Waits only
-  // for the publishing warp, which waits for nobody.
+  // One thread of a sending warp reports a sum that the warp stored before its last sync. Waits
+  // only for the publishing warp, which waits for nobody.
   __device__ void Land(int sender, const SumPlace& place) {
     const uint32_t number = LoadAcquireBlock(&landed[sender]);
     while (number - LoadAcquireBlock(&published[sender]) >= kPlaces) __nanosleep(100);
@@ -47,7 +48,7 @@ struct LandedSums {
   // The publishing warp runs this until all sending warps have ended.
   __device__ void Publish(const DeviceCall& call) {
     const int lane = threadIdx.x % 32;
-    uint32_t done = 0;  // lane i: sums of warp i
+    uint32_t done = 0;  // lane i: published sums of warp i
     while (true) {
       const bool last = __all_sync(~0u, LoadAcquireBlock(&ended) == kSenders);
       const uint32_t here = lane < kSenders ? LoadAcquireBlock(&landed[lane]) : 0;

@@ -1,5 +1,5 @@
-// Item: the parts that one warp sums. Sent: how sums travel. PartRing: the ring that parts are
-// loaded through.
+// Item: the parts that one warp sums. Sent: the format that sums travel in. PartRing: the buffers
+// that parts are loaded into.
 #ifndef EP_RUNTIME_CUDA_MOVEMENT_COMBINE_PART_SUMS_CUH_
 #define EP_RUNTIME_CUDA_MOVEMENT_COMBINE_PART_SUMS_CUH_
 
@@ -13,7 +13,7 @@ namespace combine {
 
 constexpr int kVectors = 4;                      // vectors of a row that a lane sums at a time
 constexpr int kPieceBytes = 32 * 16 * kVectors;  // bytes of a row that a warp sums at a time
-constexpr int kRingBytes = 12 * 1024;            // of one warp
+constexpr int kRingBytes = 12 * 1024;            // bytes of one warp's ring
 constexpr int kMaxSlots = kRingBytes / kPieceBytes;
 
 // The parts that one warp sums: rows of this rank in slot order, and partial sums of other ranks
@@ -29,9 +29,9 @@ struct Item {
   int32_t slot;    // lane i: slot of the i-th part's row
   int32_t row;     // lane i: row of the i-th part
   int32_t token;
-  int32_t slice;  // of the row's `slices`
+  int32_t slice;  // number of the slice, of the row's `slices`
 
-  // The pieces that this item sums.
+  // First and end of the pieces that this item sums.
   __device__ int First(int pieces, int slices) const { return pieces * slice / slices; }
   __device__ int End(int pieces, int slices) const { return pieces * (slice + 1) / slices; }
 };
@@ -56,14 +56,15 @@ struct Sent {
   static constexpr bool kFp8 = kPrecision == CombinePrecision::kFp8;
   static constexpr int kPieceValues = kPieceBytes / 16 * kPer;
 
-  // Bytes that `row_bytes` of a row become: of whole pieces, or of whole pieces and a rest.
+  // Returns the size that `row_bytes` of a row have when sent. They are whole pieces, or whole
+  // pieces and a rest.
   __device__ static int64_t Bytes(int64_t row_bytes) {
     if constexpr (kFp8) return Fp8Bytes(static_cast<int32_t>(row_bytes / 16) * kPer, kPieceValues);
     return row_bytes * (kWide ? 2 : 1);
   }
 };
 
-// The loads of one warp, several parts ahead of their use. The lane that holds a part loads it.
+// Loads parts for one warp, several parts ahead of their use. The lane that holds a part loads it.
 template <RowType kType, CombinePrecision kPrecision>
 struct PartRing {
   using SentSum = Sent<kType, kPrecision>;
@@ -73,7 +74,7 @@ struct PartRing {
   uint8_t* data;
   LoadBarrier* barriers;
   int row_bytes;
-  bool wide_out;  // sums that stay here are stored in f32; only with kExact
+  bool wide_out;  // true: sums of own tokens are stored in f32; only with kExact
   int issued;
   int used;
 
@@ -96,7 +97,7 @@ struct PartRing {
   }
 };
 
-// One warp's share of the block's rings. Initialises the warp's barriers.
+// Returns one warp's share of the block's rings, and initialises the warp's barriers.
 template <RowType kType, CombinePrecision kPrecision>
 __device__ PartRing<kType, kPrecision> MakeRing(uint8_t* rings, LoadBarrier* barriers,
                                                 int row_bytes, bool wide_out) {

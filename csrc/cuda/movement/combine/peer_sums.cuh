@@ -1,4 +1,4 @@
-// combine's sums for peers: this rank's rows of their tokens.
+// combine's sums for peers, of this rank's rows for the peers' tokens.
 #ifndef EP_RUNTIME_CUDA_MOVEMENT_COMBINE_PEER_SUMS_CUH_
 #define EP_RUNTIME_CUDA_MOVEMENT_COMBINE_PEER_SUMS_CUH_
 
@@ -13,7 +13,7 @@ namespace combine {
 
 constexpr int kPeerTicket = kEmptyTicket;  // combine has no empty rows, so their counter is free
 
-// Sums that peers wait for: all their tokens of this pass, sources in turn.
+// The sums that peers wait for, of all their tokens of this pass, with the peers in turn.
 template <CombinePrecision kPrecision, bool kWeighted>
 struct PeerSums {
   const DeviceCall& call;
@@ -63,7 +63,7 @@ struct PeerSums {
       entries.ReadEntries(params.plan, params.sizes);
       entries.CheckEntries(params.sizes);
       const bool real = static_cast<int>(threadIdx.x % 32) < entries.count;
-      // A row that no prepare wrote leaves the item empty.
+      // An invalid row, which prepare did not write, leaves the item empty.
       const bool good = __all_sync(~0u, !real || entries.row >= 0);
       item->count = good ? entries.count : 0;
       item->own = ~0u;

@@ -1,4 +1,4 @@
-// Sums of a piece of a row in the registers of a warp: adds parts, rounds and stores them.
+// Sums a piece of a row in a warp's registers: adds parts, rounds sums and stores them.
 #ifndef EP_RUNTIME_CUDA_MOVEMENT_COMBINE_PIECE_SUMS_CUH_
 #define EP_RUNTIME_CUDA_MOVEMENT_COMBINE_PIECE_SUMS_CUH_
 
@@ -58,7 +58,7 @@ struct PartVectors {
   }
 };
 
-// A lane's share of one part's piece that travelled as 8-bit floats.
+// A lane's share of one part's piece that another rank sent as 8-bit floats.
 template <RowType kType>
 struct Fp8Vectors {
   static constexpr int kPer = Element<kType>::kPerVector;
@@ -90,7 +90,7 @@ struct Fp8Vectors {
   }
 };
 
-// sums += the piece of a part that travelled.
+// sums += a piece of a part that another rank sent.
 template <RowType kType, CombinePrecision kPrecision, typename Done>
 __device__ __forceinline__ void AddSent(const uint8_t* part, int vectors, const Done& done,
                                         Sums<kType>& sums) {
@@ -107,7 +107,7 @@ __device__ __forceinline__ void AddSent(const uint8_t* part, int vectors, const 
   }
 }
 
-// Rounds a sum like one that travels.
+// Rounds a sum as if it were sent to another rank.
 template <RowType kType, CombinePrecision kPrecision>
 __device__ __forceinline__ void RoundAsSent(Sums<kType>& own) {
   using E = Element<kType>;
@@ -128,7 +128,7 @@ __device__ __forceinline__ void RoundAsSent(Sums<kType>& own) {
   }
 }
 
-// sums += own, rounded like a partial sum that travels.
+// sums += own, rounded as if it were sent to another rank.
 template <RowType kType, CombinePrecision kPrecision>
 __device__ __forceinline__ void AddOwn(Sums<kType>& own, Sums<kType>& sums) {
   RoundAsSent<kType, kPrecision>(own);
@@ -184,7 +184,7 @@ __device__ __forceinline__ void StoreFp8Sums(Sums<kType>& sums, uint8_t* out, in
   if (lane * kFp8Block < values) reinterpret_cast<float*>(out + values)[lane] = stored;
 }
 
-// Stores the sums of a piece in the type that travels.
+// Stores the sums of a piece in the format that is sent to other ranks.
 template <RowType kType, CombinePrecision kPrecision>
 __device__ __forceinline__ void StoreSent(Sums<kType>& sums, uint8_t* out, int vectors) {
   if constexpr (kPrecision == CombinePrecision::kFp8) {

@@ -57,9 +57,9 @@ __device__ __forceinline__ void SumPiece(PartRing<kType, kPrecision>* ring, cons
   }
 }
 
-// Runs a warp's items. `source` has: the slices of a row; bool Fetch(Item*) for the item drawn
-// last; Draw() for the next one; bool Ready(item), which does not wait; bool Await(item), which
-// waits; and Finish(item), after its sums are stored.
+// Sums all items of a warp. `source` has: the slices of a row; bool Fetch(Item*), which reads the
+// item drawn last; Draw(), which draws the next; bool Ready(item), which does not wait; bool
+// Await(item), which waits; and Finish(item), after its sums are stored.
 template <RowType kType, CombinePrecision kPrecision, bool kWeighted, bool kForPeer,
           typename Source>
 __device__ void SumItems(PartRing<kType, kPrecision>& ring, Source& source) {
@@ -99,7 +99,7 @@ __device__ void SumItems(PartRing<kType, kPrecision>& ring, Source& source) {
     item = next;
     at = next_at;
   }
-  // Issued loads must land before the ring is used again or given away.
+  // Issued loads must land before the ring is used again or its memory reused.
   for (; ring.used < ring.issued; ++ring.used) ring.Await();
 }
 

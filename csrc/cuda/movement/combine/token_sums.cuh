@@ -1,4 +1,4 @@
-// combine's sums of its own tokens: peers' sums as they arrive, and its own rows.
+// combine's sums of this rank's tokens: of peers' sums as they arrive, and of this rank's rows.
 #ifndef EP_RUNTIME_CUDA_MOVEMENT_COMBINE_TOKEN_SUMS_CUH_
 #define EP_RUNTIME_CUDA_MOVEMENT_COMBINE_TOKEN_SUMS_CUH_
 
@@ -34,7 +34,7 @@ __device__ int32_t TokenBytes(const CombineParams& params) {
                                                                       : params.row_bytes;
 }
 
-// This rank's own tokens, in order.
+// Sums this rank's own tokens, in order.
 template <CombinePrecision kPrecision, bool kWeighted>
 struct TokenSums {
   const DeviceCall& call;
@@ -72,7 +72,7 @@ struct TokenSums {
     const int64_t slot = int64_t{item->token} * params.sizes.top_k + lane;
     item->rank = -1;
     int32_t row = -1;
-    // Read these before the counter waits for its own reads.
+    // Issue these reads before the counter waits for its own reads.
     if (lane < params.sizes.top_k) {
       item->rank = params.plan.dst_rank[slot];
       row = params.plan.dst_row[slot];
@@ -121,8 +121,8 @@ struct TokenSums {
     }
     return Arrived(alive);
   }
-  // Peers' threads store partial sums, and the copy engine loads them here for other lanes than the
-  // ones that saw the flags. So lanes meet and change proxy.
+  // Peers' threads store partial sums, and this rank's copy engine loads them for other lanes than
+  // the lanes that saw the flags. So the lanes sync and execute a proxy fence.
   __device__ bool Arrived(bool here) const {
     const bool all = __all_sync(~0u, here);
     __syncwarp();

@@ -1,4 +1,4 @@
-// Which warp takes which sums of a launch.
+// Assigns the sums of a launch to warps.
 #ifndef EP_RUNTIME_CUDA_MOVEMENT_COMBINE_WORK_CUH_
 #define EP_RUNTIME_CUDA_MOVEMENT_COMBINE_WORK_CUH_
 
@@ -37,21 +37,23 @@ __device__ int32_t PartialBytes(const CombineParams& params) {
   return Fp8Bytes(params.sizes.width, kPieceBytes / (params.row_bytes / params.sizes.width));
 }
 
-// Number of warps that share a row's pieces, if there are fewer tokens than warps. Each slice of a
-// staged row has a flag of its own, word staged * slices + slice. The same on all ranks.
+// Returns the number of slices of a row: warps share a row's pieces if there are fewer tokens than
+// warps. Each slice of a staged row has its own flag, word staged * slices + slice. The result is
+// the same on all ranks.
 __device__ inline int32_t SlicesOf(const DeviceCall& call, const CombineParams& params,
                                    const Pass& pass) {
-  constexpr int64_t kSlices = 1024;  // the most in a pass
+  constexpr int64_t kSlices = 1024;  // limit of slices in a pass
   const int32_t pieces = (params.row_bytes + kPieceBytes - 1) / kPieceBytes;
   const auto each = min(kSlices, call.group->max_tokens) / max(pass.end - pass.begin, 1);
   return max(min(pieces, static_cast<int32_t>(each)), 1);
 }
 
-// Where partial sums of a pass lie; lane r of a warp holds rank r's. `rank` sends its sums of
-// `owner`'s tokens to the owner's lane. If packed, they follow the sums of lower ranks.
+// Where partial sums of a pass are stored; lane r of a warp has the place of rank r's sums. `rank`
+// sends its sums of `owner`'s tokens to the owner's lane. If packed, they follow the sums of lower
+// ranks.
 struct SumPlaces {
   uint8_t* first = nullptr;
-  int32_t room = 0;  // number of sums that fit; all sums of a plan that prepare made do
+  int32_t room = 0;  // number of sums that fit; all sums of a plan from prepare do
 
   __device__ SumPlaces(const DeviceCall& call, const CombineParams& params, const Pass& pass,
                        int owner, int rank, int32_t partial_bytes) {
@@ -75,7 +77,8 @@ struct SumPlaces {
 
 constexpr int kTableBarrier = 1;  // only one block arrives at it
 
-// The first block counts how many tokens each rank keeps before some tokens, for TokenCounter.
+// The first block counts how many tokens each rank keeps before each window of tokens, for
+// TokenCounter.
 __device__ inline void TellTable(const DeviceCall& call, const CombineParams& params,
                                  const Pass& pass, TokenTable* table) {
   const int tokens = pass.end - pass.begin;
@@ -88,8 +91,8 @@ __device__ inline void TellTable(const DeviceCall& call, const CombineParams& pa
   if (threadIdx.x == 0) AddReleaseGpu(&call.group->arrived[kTableBarrier], 1);
 }
 
-// Numbers of one kind of work. The first `warps` numbers belong to one warp each; every later one
-// to the warp that draws it. A warp must do the work it drew.
+// Numbers of one kind of work. Each of the first `warps` numbers belongs to one warp, every later
+// number to the warp that draws it. A warp must do the work it drew.
 struct WorkNumbers {
   int which;  // the counter that numbers are drawn from
   uint32_t warps;

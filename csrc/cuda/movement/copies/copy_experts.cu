@@ -1,4 +1,4 @@
-// Copies of experts, in chunks through the lanes.
+// Copies experts between ranks, in chunks through the lanes.
 //
 //   who            does                                              waits for
 //   push block     a chunk of an expert -> Rows(dest, me), then      its own copies
@@ -6,15 +6,16 @@
 //   place block    Rows(me, source) -> the slot, or the gradient's   Ready(me, source)[chunk]
 //                  place at home; the first one TellCall
 //
-// All ranks have the same list of slots. What one rank sends to another is a stream of chunks: the
-// experts between the two in order of slots, each in the same number of chunks. A source's part of
-// a lane holds so many chunks; one launch, with an epoch of its own, moves that part of every
+// All ranks have the same list of slots. One rank sends another a stream of chunks: the experts
+// that the two exchange, in order of slots, each in the same number of chunks. A source's part of a
+// lane has room for some chunks; one launch, with its own epoch, moves so many chunks of every
 // stream. Launches beyond the longest stream end at once, on all ranks.
 //
-// Order: threads of a block store a chunk and meet; one of them then makes the stores visible to
-// the system and stores the flag with release. A placing block acquires the flag, meets, and reads
-// the chunk from L2, which no cache of an earlier call can have. Waits cannot deadlock, as in
-// dispatch: sending waits for nobody. For begin and end of the call see call.cuh.
+// Memory order: threads of a block store a chunk and sync; one of them then makes the stores
+// visible to the system and stores the flag with release. A placing block acquires the flag, syncs,
+// and reads the chunk from L2, because the L1 cache may hold bytes of an earlier call. Waits cannot
+// deadlock, as in dispatch: sending waits for nobody. call.cuh explains the begin and end of a
+// call.
 
 #include <algorithm>
 
@@ -30,7 +31,7 @@ constexpr int kThreads = 512;
 constexpr int kUnroll = 8;  // 16-byte words of a thread in a chunk
 constexpr int64_t kChunkBytes = int64_t{kThreads} * kUnroll * 16;
 
-// How streams are cut.
+// How streams are cut into chunks and launches.
 struct Cut {
   int32_t part_chunks;   // chunks of one source's part of a lane
   int32_t block_chunks;  // chunks of an expert
@@ -44,12 +45,13 @@ Cut CutOf(const LaneRoom& room, int64_t max_tokens, int64_t block_bytes) {
           static_cast<int32_t>((block_bytes + kChunkBytes - 1) / kChunkBytes)};
 }
 
-// Slots between this rank and each other one, in order.
+// Slots whose experts this rank exchanges with each other rank, in order.
 struct Streams {
   int32_t count[kMaxRanks];
   int16_t slot[kMaxRanks][kMaxSpare];
 
-  // Those of rank `holder`'s slots that have an expert of rank `owner`. One thread calls this.
+  // Stores for `rank` the slots of rank `holder` that have an expert of rank `owner`. One thread
+  // calls this.
   __device__ void Fill(int rank, const CopyExpertsParams& params, int holder, int owner) {
     const int32_t first = owner * params.local;
     int32_t found = 0;
@@ -117,7 +119,7 @@ __device__ void EachChunk(const DeviceCall& call, const CopyExpertsParams& param
   }
 }
 
-// Where `source` puts a chunk in `dest`'s lane.
+// Returns where `source` puts a chunk in `dest`'s lane.
 __device__ uint8_t* PlaceIn(const DeviceCall& call, const Cut& cut, int dest, int source,
                             int32_t place) {
   const int part = source < dest ? source : source - 1;

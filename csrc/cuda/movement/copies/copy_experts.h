@@ -1,4 +1,5 @@
-// Copies of experts: their weights go to slots of other ranks, and their gradients come home.
+// Copies experts: sends weights to slots of other ranks, and returns gradients to the experts'
+// owners.
 #ifndef EP_RUNTIME_CUDA_MOVEMENT_COPIES_COPY_EXPERTS_H_
 #define EP_RUNTIME_CUDA_MOVEMENT_COPIES_COPY_EXPERTS_H_
 
@@ -22,22 +23,22 @@ struct CopyExpertsParams {
   int32_t local;           // L, experts of a rank
   int32_t spare;           // S, slots of a rank, at most kMaxSpare
   const int32_t* experts;  // [N, S], device: the expert of each slot, -1 without one
-  int64_t block_bytes;     // of one expert, a multiple of 16
-  bool home;               // false: weights go to slots; true: gradients of slots go home
-  // To slots: both are [L + S] blocks, one array; blocks of slots without an expert do not change.
-  // Home: `from` is [L + S] blocks, and `to` [N, S]: what each slot of each rank has for an expert
-  // of this rank. Other blocks do not change.
+  int64_t block_bytes;     // bytes of one expert, a multiple of 16
+  bool home;               // false: weights go to slots; true: gradients go to owners
+  // If `home` is false, both are one array of [L + S] blocks; blocks of slots without an expert do
+  // not change. If true, `from` is [L + S] blocks, and `to` is [N, S] blocks, which get the
+  // gradients of this rank's experts from each slot of each rank. Other blocks do not change.
   const void* from;
   void* to;
   uint32_t lost;  // word that a failed call fills `to` with
 };
 
-// The launches of such a call. Those that have nothing to do return at once, on all ranks.
-// 0: lanes are too small for it.
+// Returns the number of launches of such a call, or 0 if lanes are too small. Launches that have
+// nothing to do return at once, on all ranks.
 int64_t CopyExpertsLaunches(const LaneRoom& room, int64_t max_tokens, int64_t spare,
                             int64_t block_bytes);
 
-// Sends whole experts between ranks, through the lanes that rows go through.
+// Sends whole experts between ranks, through the same lanes as rows.
 cudaError_t LaunchCopyExperts(cudaStream_t stream, const CopyExpertsParams& params,
                               int64_t max_tokens);
 

@@ -32,7 +32,7 @@ struct StagedRows {
   }
 };
 
-// Tokens of this rank, in order. Every warp that has time takes the next token, and reads ahead.
+// Tokens of this rank, in order. Every idle warp takes the next token, and reads ahead.
 struct OwnTokens {
   const DeviceCall& call;
   const Plan& plan;
@@ -42,7 +42,7 @@ struct OwnTokens {
   int32_t rank = -1;   // lane k: rank of slot k
   int32_t row = -1;
 
-  // Without `all` there are none, because another launch of the call places them.
+  // Without `all` there are no tokens, because another launch of the call places them.
   __device__ OwnTokens(const DeviceCall& c, const Plan& p, const CallSizes& s, bool all)
       : call(c), plan(p), sizes(s), ticket(0) {
     if (!all) return;
@@ -68,7 +68,7 @@ struct OwnTokens {
       row = plan.dst_row[slot];
     }
   }
-  // Lane k: the row of slot k if it is on this rank, else -1.
+  // Returns in lane k the row of slot k if the row is on this rank, else -1.
   __device__ int32_t OwnRow() const {
     const bool good = static_cast<uint32_t>(row) < static_cast<uint32_t>(sizes.capacity);
     return rank == call.me && good ? row : -1;

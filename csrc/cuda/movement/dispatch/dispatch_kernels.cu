@@ -1,4 +1,4 @@
-// dispatch, and combine's backward, which is a dispatch of the gradient.
+// Kernels of dispatch and of combine's backward, which is a dispatch of the gradient.
 //
 // One kernel: the first `push_blocks` blocks send, while the others place what arrives.
 //
@@ -19,25 +19,24 @@
 // F(dest, source) is in the window of `dest`, in the lane of this call, and only `source` writes
 // it. A row of the slab has one writer: the warp that took its token, or that drew its number among
 // the empty rows. This rank's tokens are drawn from a counter, and so are all rows that combine's
-// backward places; rows that arrive for dispatch are dealt out in advance. A row's bits do not
-// depend on the warp that takes it.
+// backward places; rows that arrive for dispatch are assigned to warps in advance. A row's bits do
+// not depend on the warp that takes it.
 //
-// Order: a row is in the peer's window before its flag. The sender waits until its copies have
-// landed, passes from the copy engine's proxy to its own (FenceProxyAsync), and counts the token
-// with release. The warp after the senders acquires the count, executes one fence of system scope
-// for all tokens it found, and stores their flags. A placing warp acquires the flag, and passes to
-// the copy engine's proxy before it loads the row. Staged rows have prepare's numbers, by token,
-// and tokens are sent in about that order. So a warp that places rows by number waits for few of
-// them.
+// Memory order: a row is in the peer's window before its flag. The sender waits until its copies
+// have landed, executes a proxy fence (FenceProxyAsync), and counts the token with release. The
+// warp after the senders acquires the count, executes one fence of system scope for all tokens it
+// found, and stores their flags. A placing warp acquires the flag, and executes a proxy fence
+// before the copy engine loads the row. Prepare numbers staged rows in order of tokens, and tokens
+// are sent in about that order. So a warp that places rows by number waits for few of them.
 //
 // Waits cannot deadlock: sending waits for no peer, and placing only for peers' sending. But push
-// blocks must run while place blocks wait, on every rank: all blocks are resident at once. For
-// begin and end of the call, and why its lane is free, see call.cuh. A call that fails leaves NaN,
-// or zeros in kBytes rows.
+// blocks must run while place blocks wait, on every rank: all blocks are resident at once. call.cuh
+// explains the begin and end of a call, and why its lane is free. A failed call fills its outputs
+// with NaN, or with zeros in kBytes rows.
 //
-// If rows are packed and a rank receives more than its lane holds, rows go in parts. Each part has
-// a launch with so many of a pair's staged rows, and an epoch of its own. Launches beyond the last
-// part end at once, on all ranks. The first launch also places rows that do not travel.
+// If rows are packed and a rank receives more than its lane holds, rows go in parts. Each part is a
+// launch with its own epoch, and moves a share of every pair's staged rows. Launches beyond the
+// last part end at once, on all ranks. The first launch also places rows that do not travel.
 
 #include <algorithm>
 
@@ -53,7 +52,7 @@ namespace cuda {
 namespace dispatch {
 namespace {
 
-constexpr int kMaxPlaceWarps = 14;        // in combine's backward
+constexpr int kMaxPlaceWarps = 14;        // placing warps of a block in combine's backward
 constexpr int kSharedBytes = 202 * 1024;  // of 227 KB; barriers and counts need the rest
 constexpr int kRingBytes = kSharedBytes - kZeroBytes;
 constexpr int kNoRows = 0x7FFFFFFF;  // a number past the last staged row
@@ -66,10 +65,10 @@ struct DispatchShared {
 };
 static_assert(kSharedBytes + sizeof(DispatchShared) <= 226 * 1024);
 
-// The difference between dispatch and the backward of an unweighted combine, which copies rows too.
+// How dispatch differs from the backward of an unweighted combine, which copies rows too.
 struct CopyKind {
   OpCode op;
-  bool past_zones;  // zeros past the last zone too
+  bool past_zones;  // true: rows past the last zone become zero too
 };
 
 // Reports how many rows this rank receives, and, if another prepare made the plan, how many it
@@ -118,7 +117,7 @@ __device__ inline PartShare ShareOf(const Staging& staging, const Plan& plan,
   return {staging.part, CountParts(counts, staging)};
 }
 
-// Where a warp of this rank sends rows.
+// Returns where a warp of this rank sends rows.
 template <typename Params>
 __device__ StagedPlaces PlacesOf(const DeviceCall& call, const Params& params,
                                  const Staging& staging, const PartShare& share) {
@@ -126,12 +125,13 @@ __device__ StagedPlaces PlacesOf(const DeviceCall& call, const Params& params,
   return SentPlaces(call, staging, counts, share, params.row_bytes);
 }
 
-// Every thread of a block that sends calls this.
+// Counts tokens into `table`. Every thread of a block that sends calls this.
 __device__ inline void CountSent(const DeviceCall& call, const PushJob& job, TokenTable* table) {
   table->Count(job.dst_rank, job.top_k, call.ranks, job.tokens);
 }
 
-// A warp with buffers. In a block that sends, it sends its tokens and then helps to place.
+// The work of a warp with buffers. In a block that sends, the warp sends its tokens and then helps
+// to place rows.
 __device__ void MoveRows(const DeviceCall& call, const DispatchParams& params,
                          const Staging& staging, const PartShare& part, const Ring& ring,
                          int pieces, int warps, DispatchShared* shared) {
@@ -146,7 +146,7 @@ __device__ void MoveRows(const DeviceCall& call, const DispatchParams& params,
                      shared->table, ring, share, &shared->landed);
   }
   const Arriving arriving(call, params.plan, staging, part, params.sizes.tokens, params.row_bytes);
-  // Rows that arrive are shared out among the blocks that place.
+  // Rows that arrive are divided among the blocks that place.
   const int begin = block < 0 ? kNoRows : warp * place_blocks + block;
   StagedRows rows{call, params.plan, arriving, begin, place_blocks * warps};
   PlaceRows(call, params, ring, pieces, first, rows, part.part == 0);
@@ -205,7 +205,7 @@ struct GradLayout {
   int piece_bytes;
   int pieces;
   int push_warps;
-  int tree_bytes;  // of one placing warp
+  int tree_bytes;  // bytes of one placing warp's tree
 };
 
 template <RowType kType>
@@ -244,7 +244,7 @@ __global__ void __launch_bounds__((kMaxPlaceWarps + 1) * 32, 1)
   } else if (!call.dead && static_cast<int>(blockIdx.x) == push_blocks) {
     TellCall(call, params.name);
   }
-  // In a block that sends, warps without work in sending stay out of the copy engine's way.
+  // In a block that sends, warps that do not send leave the copy engine free for the senders.
   if (!call.dead && (!push || warp <= layout.push_warps)) {
     const SlabArrays rows{static_cast<uint8_t*>(params.d_expert_out), nullptr, params.row_bytes, 0};
     const EmptyJob empty{rows, params.d_weights, params.clear_slack};
@@ -276,14 +276,14 @@ cudaError_t Launch(Kernel* kernel, int blocks, int threads, int shared_bytes, cu
   return cudaGetLastError();
 }
 
-// As many blocks as the grid has, but no more than there are tokens to send and rows to write.
+// Returns the grid with no more blocks than there are tokens to send and rows to write.
 DispatchGrid GridOf(DispatchGrid grid, const CallSizes& sizes) {
   grid.push_blocks = std::min(grid.push_blocks, std::max(sizes.tokens, 1));
   grid.place_blocks = std::min(grid.place_blocks, std::max(sizes.capacity, 1));
   return grid;
 }
 
-// Makes one launch for each part that there may be.
+// Makes one launch for each possible part.
 template <typename Go>
 cudaError_t InParts(const LaneRoom& room, int32_t tokens, const Go& launch) {
   Staging staging{room, room.Packs(tokens), 0, static_cast<int32_t>(room.MostParts(tokens))};

@@ -1,4 +1,4 @@
-// dispatch, and combine's backward, on GPUs.
+// Launches dispatch and combine's backward on GPUs.
 #ifndef EP_RUNTIME_CUDA_MOVEMENT_DISPATCH_DISPATCH_KERNELS_H_
 #define EP_RUNTIME_CUDA_MOVEMENT_DISPATCH_DISPATCH_KERNELS_H_
 
@@ -9,11 +9,11 @@
 namespace ep_runtime {
 namespace cuda {
 
-// All blocks of a kernel must be resident at once, next to whatever else runs, so keep them few.
+// All blocks of a kernel must be resident at once, with any other kernels that run, so use few.
 struct DispatchGrid {
-  int32_t push_blocks = 12;  // a link needs few blocks; the slab takes three times a link's bytes
+  int32_t push_blocks = 12;  // few blocks fill a link; the slab gets three times a link's bytes
   int32_t place_blocks = 28;
-  int32_t warps = 14;  // of a block; fewer if their buffers do not fit
+  int32_t warps = 14;  // warps of a block; fewer if their buffers do not fit
 };
 
 struct DispatchParams {
@@ -26,7 +26,7 @@ struct DispatchParams {
   const float* weights;  // [T, K] f32, device, written by XLA; null: weights of 1
   Plan plan;
   void* recv;           // [C, H] type, device; written: rows, and zeros in padding
-  float* recv_weights;  // [C] f32, device; all written, zeros without a row
+  float* recv_weights;  // [C] f32, device; all written, zeros if there is no row
   DispatchGrid grid;
   LaneRoom room;
   // If rows end with scales, `type` is kBytes, scales go to recv_scale, and `recv` is [C, row_bytes
@@ -36,23 +36,24 @@ struct DispatchParams {
 };
 
 // Sends each token once to every rank that keeps a row of it, and places rows while they arrive. A
-// packed call makes one launch for each part that there may be.
+// packed call makes one launch for each possible part.
 cudaError_t LaunchDispatch(cudaStream_t stream, const DispatchParams& params);
 
 struct CombineBwdParams {
   DeviceGroup* group;  // device, never freed
   CallName name;
   CallSizes sizes;
-  RowType
-      type;  // kF32, kBF16 or kF16; kBytes if rows end with scales, without expert_out and weights
+  RowType type;  // kF32, kBF16 or kF16; kBytes if rows end with scales; expert_out and weights are
+                 // then null
   int32_t row_bytes;
   const void* grad;        // [T, H] type, device, written by XLA
   const void* expert_out;  // [C, H] type, device, written by XLA; null: no d_weights
   const float* weights;    // [C] f32, device, written by XLA; null: weights of 1
   Plan plan;
-  // With `clear_slack` both hold zeros past the last zone; without it nothing is written there.
+  // With `clear_slack` both arrays get zeros past the last zone, otherwise nothing is written
+  // there.
   void* d_expert_out;  // [C, H] type, device; written: weight * grad, zeros in padding
-  float* d_weights;    // [C] f32, device; written likewise; null with expert_out
+  float* d_weights;    // [C] f32, device; written likewise; null if expert_out is null
   DispatchGrid grid;
   LaneRoom room;
   bool clear_slack = true;
@@ -60,7 +61,8 @@ struct CombineBwdParams {
   void* d_scale = nullptr;  // [C, scale_bytes], device
 };
 
-// A dispatch of the gradient: a row's gradient is weight * grad, its weight's is grad . expert_out.
+// Dispatches the gradient: the gradient of a row is weight * grad, the gradient of its weight is
+// grad . expert_out.
 cudaError_t LaunchCombineBwd(cudaStream_t stream, const CombineBwdParams& params);
 
 }  // namespace cuda

@@ -13,7 +13,7 @@ namespace dispatch {
 constexpr int kZeroBytes = 8192;        // at the start of a block's dynamic shared memory
 constexpr int kEmptyRowsPerTicket = 2;  // few, so that all warps share them
 
-// Every thread calls this, and meets its block before the copy engine reads the zeros.
+// Every thread calls this, and syncs with its block before the copy engine reads the zeros.
 __device__ inline void ClearZeros(uint8_t* zeros, uint32_t* filled) {
   if (threadIdx.x == 0) *filled = 0;
   auto* words = reinterpret_cast<uint4*>(zeros);
@@ -51,7 +51,7 @@ struct EmptyRows {
     const int owner = __ffs(__ballot_sync(~0u, at < pad_before + padding)) - 1;
     return base + __shfl_sync(~0u, row_before + kept - pad_before, owner) + at;
   }
-  // End of the last zone. Call this after all rows are found.
+  // Returns the end of the last zone. Call this after all rows are found.
   __device__ int32_t End() { return Row(0x7FFFFFFF), base; }
 
  private:
@@ -62,7 +62,7 @@ struct EmptyRows {
     const bool real = first + lane < sizes.experts;
     kept = real ? plan.kept[first + lane] : 0;
     int32_t size = real ? plan.group_sizes[first + lane] : 0;
-    // A plan is an ordinary array, so check its numbers before anything is written by them.
+    // A plan is an ordinary array, so check its numbers before writing to rows that they name.
     if (kept < 0 || size < kept || size > sizes.capacity - base) kept = size = 0;
     padding = size - kept;
     row_before = Before(size, sizes.capacity - base, &lanes_rows);
@@ -88,7 +88,7 @@ struct SlabArrays {
   __device__ int32_t DataBytes() const { return row_bytes - scale_bytes; }
   // Copies bytes [at, at + bytes) of a row from shared memory. One thread calls this.
   __device__ void Store(int64_t row, int32_t at, const uint8_t* from, int32_t bytes) const {
-    const int32_t left = DataBytes() - at;  // bytes left of the data
+    const int32_t left = DataBytes() - at;  // data bytes from `at` on
     if (left > 0) BulkStore(data + row * DataBytes() + at, from, min(bytes, left));
     if (bytes <= left) return;
     const int32_t before = max(left, 0);

@@ -40,7 +40,7 @@ struct GradRow {
     for (int j = 0; j < E::kPerVector; ++j) x[j] = __fmul_rn(weight, x[j]);
     return E::Pack(x);
   }
-  // product[j] = grad . expert_out of one vector, element by element.
+  // product[j] = grad[j] * expert_out[j], for one vector.
   __device__ __forceinline__ static void Multiply(const uint4& g, const uint4& x, float* product) {
     float left[E::kPerVector], right[E::kPerVector];
     E::Unpack(g, left);
@@ -65,7 +65,7 @@ struct GradRow {
     }
   }
 
-  // Computes sum[i] over three levels of the tree, and writes the scaled row on the way.
+  // Computes sum[i] over three levels of the tree, and also writes the scaled row.
   __device__ __forceinline__ void ScaleAndSumParts(float* sum) const {
     constexpr int kPer = E::kPerVector;
     const int part = width / kPer / kParts;
@@ -101,7 +101,7 @@ struct GradRow {
     }
   }
 
-  // Computes sum[i] over one level, for widths that do not split.
+  // Computes sum[i] over one level, for widths that do not split into parts.
   __device__ __forceinline__ void SumHalves(float* sum) const {
     using Storage = typename E::Storage;
     const auto* g = reinterpret_cast<const volatile Storage*>(grad);

@@ -13,7 +13,7 @@ namespace ep_runtime {
 namespace cuda {
 namespace dispatch {
 
-// A row to copy to the slab rows of all lanes that have one.
+// A row to copy, and in each lane a slab row that gets a copy.
 struct PlaceItem {
   const uint8_t* from;
   int32_t row;  // -1: none
@@ -36,8 +36,8 @@ struct PlaceItems {
     after = rows.Next();
   }
 
-  // Takes the next item that is here. If none is here yet, waits for one, or returns false without
-  // `wait`. False after a wait: all items are done, or the call failed.
+  // Takes the next item that has arrived. If none has, waits for one, or without `wait` returns
+  // false. After a wait, false means that all items are done or that the call failed.
   __device__ bool Take(bool wait, PlaceItem* item) {
     if (arrival.staged >= 0 && Arrived()) return TakeArrival(item);
     for (; own.token >= 0; own.Advance()) {
@@ -102,8 +102,8 @@ __device__ inline void StorePiece(const PlaceItem& item, const DispatchParams& p
 }
 
 // Copies a warp's items to their slab rows. Loads the next item while this one is stored. `first`
-// is the number of pieces that have left the ring before, none of which is still copied. `own`:
-// this rank's tokens are among the items.
+// pieces went through the ring before, and their copies are complete. `own`: whether this rank's
+// tokens are among the items.
 __device__ void PlaceRows(const DeviceCall& call, const DispatchParams& params, const Ring& ring,
                           int pieces, int first, StagedRows& rows, bool own) {
   const int lane = threadIdx.x % 32;

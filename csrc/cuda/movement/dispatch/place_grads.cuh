@@ -1,5 +1,5 @@
-// The receiving half of combine's backward: computes gradients of rows whose token's gradient is
-// here.
+// The receiving half of combine's backward: computes gradients of rows once the gradient of their
+// token has arrived.
 #ifndef EP_RUNTIME_CUDA_MOVEMENT_DISPATCH_PLACE_GRADS_CUH_
 #define EP_RUNTIME_CUDA_MOVEMENT_DISPATCH_PLACE_GRADS_CUH_
 
@@ -13,7 +13,8 @@ namespace ep_runtime {
 namespace cuda {
 namespace dispatch {
 
-// Writes the gradients of one token's rows here. `mine` has a bit for each lane whose `row` is one.
+// Writes the gradients of one token's rows on this rank. `mine` has a bit for each lane that has
+// such a row in `lane_row`.
 template <RowType kType>
 __device__ void WriteGrads(const CombineBwdParams& params, const void* grad, uint32_t mine,
                            int32_t lane_row, float* tree) {
@@ -35,7 +36,8 @@ __device__ void WriteGrads(const CombineBwdParams& params, const void* grad, uin
   }
 }
 
-// Writes gradients of this rank's own tokens, then of tokens that arrive. Each warp takes the next.
+// Writes gradients of this rank's own tokens, then of tokens that arrive. Each warp takes the next
+// token.
 template <RowType kType>
 __device__ void PlaceGrads(const DeviceCall& call, const CombineBwdParams& params,
                            const Staging& staging, const PartShare& share, float* tree) {

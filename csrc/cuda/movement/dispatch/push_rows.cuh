@@ -13,34 +13,33 @@ namespace cuda {
 namespace dispatch {
 
 constexpr int kPieceBytes = 8192;  // most bytes of a row in one buffer
-constexpr int kBuffers = 2;        // of a warp
+constexpr int kBuffers = 2;        // buffers of a warp
 constexpr int kMaxSenders = 14;    // sending warps of a block
 
-// Tokens of each sending warp of a block that have landed. A flag needs a fence of system scope
-// before it, which waits for the stores of the whole multiprocessor. So sending warps execute no
-// fence: they count tokens, and the publishing warp stores the flags of all landed tokens behind
-// one fence.
+// The landed tokens of each sending warp of a block. Before a flag there must be a fence of system
+// scope, which waits for all stores of the multiprocessor. So sending warps execute no fence: they
+// count tokens, and the publishing warp executes one fence, then stores the flags of all landed
+// tokens.
 //
-// Warps exchange everything here by atomic operations, also for reads, so that compute-sanitizer
-// can tell them from races.
+// All accesses are atomic operations, also reads, so that compute-sanitizer reports no races.
 struct LandedTokens {
   static constexpr uint32_t kPlaces = 8;  // most tokens of a warp on their way or unpublished
 
-  int32_t staged[kMaxSenders][kPlaces][kMaxRanks];  // place on each rank; -1: not sent there
+  int32_t staged[kMaxSenders][kPlaces][kMaxRanks];  // place on each rank; -1: not sent to it
   uint32_t landed[kMaxSenders];
   uint32_t published[kMaxSenders];
 
-  // Every thread calls this, and meets its block before it uses anything else here.
+  // Every thread calls this, and syncs with its block before it uses other members.
   __device__ void Clear() {
     if (threadIdx.x < kMaxSenders) landed[threadIdx.x] = published[threadIdx.x] = 0;
   }
   // A sending warp notes the destination of its token `number`; lane r has the place on rank r.
-  // Waits for the publishing warp, which waits for tokens noted kPlaces before.
+  // Waits until the publishing warp has published the token noted kPlaces earlier.
   __device__ void Note(int sender, uint32_t number, int32_t place) {
     while (number - LoadAcquireBlock(&published[sender]) >= kPlaces) __nanosleep(50);
     atomicExch(&staged[sender][number % kPlaces][threadIdx.x % 32], place);
   }
-  // One thread of a sending warp counts one more token, which the warp stored before it last met.
+  // One thread of a sending warp counts one more token, which the warp stored before its last sync.
   __device__ void Add(int sender) { AddReleaseBlock(&landed[sender], 1); }
 };
 
@@ -53,7 +52,8 @@ struct Ring {
   __device__ uint8_t* Buffer(int slot) const { return data + slot * piece_bytes; }
 };
 
-// One warp's share of the block's dynamic shared memory. Initialises the warp's barriers.
+// Returns one warp's share of the block's dynamic shared memory, and initialises the warp's
+// barriers.
 __device__ inline Ring MakeRing(uint8_t* dynamic, LoadBarrier* barriers, uint32_t piece_bytes) {
   const int warp = threadIdx.x / 32;
   Ring ring{dynamic + static_cast<size_t>(warp) * kBuffers * piece_bytes,
@@ -118,7 +118,7 @@ __device__ inline TokenSlots ReadSlots(const DeviceCall& call, const PushJob& jo
   return slots;
 }
 
-// Sends the weights of a token's rows next to its staged row, indexed by slot.
+// Sends the weights of a token's rows to the entries of its staged row, indexed by slot.
 __device__ inline void SendWeights(const DeviceCall& call, const PushJob& job,
                                    const TokenSlots& slots) {
   const int lane = threadIdx.x % 32;
@@ -128,8 +128,8 @@ __device__ inline void SendWeights(const DeviceCall& call, const PushJob& job,
   entries[int64_t{staged} * job.top_k + lane] = slots.weight;
 }
 
-// The publishing warp of a sending block tells peers which staged rows are in their windows. The
-// block's j-th token belongs to warp j % senders. Tokens are published in order.
+// The publishing warp of a sending block reports to peers which staged rows are in their windows.
+// The block's j-th token belongs to warp j % senders. Tokens are published in order.
 __device__ inline void PublishTokens(const DeviceCall& call, const PushJob& job,
                                      LandedTokens* landed, int block, int blocks, int senders) {
   const int lane = threadIdx.x % 32;
@@ -206,7 +206,7 @@ __device__ int PushRows(const DeviceCall& call, const PushJob& job, const Staged
         }
         ring.barriers[q % kBuffers].Wait(q / kBuffers & 1);
       }
-      // Around the ring from this rank on, so that ranks begin with different peers.
+      // Start with the next rank, so that ranks begin with different peers.
       for (int step = 1; step < call.ranks; ++step) {
         const int dest = call.me + step < call.ranks ? call.me + step : call.me + step - call.ranks;
         uint8_t* to = PointerOf(dest, slots.to);

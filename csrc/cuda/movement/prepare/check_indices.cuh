@@ -1,5 +1,6 @@
 // EP_RUNTIME_DEBUG=1: finds expert indices that name no expert. Their slots stay unused, so that
-// the ranks' calls still meet. Outputs of later calls become NaN, and the host gets the index.
+// the ranks' calls still complete. Outputs of later calls become NaN, and the index is reported to
+// the host.
 #ifndef EP_RUNTIME_CUDA_MOVEMENT_PREPARE_CHECK_INDICES_CUH_
 #define EP_RUNTIME_CUDA_MOVEMENT_PREPARE_CHECK_INDICES_CUH_
 

@@ -36,7 +36,7 @@ __device__ inline void CountSlots(const DeviceCall& call, const PrepareParams& p
   }
 }
 
-// Sums over blocks. The first block sends the count row to every rank, this one included.
+// Sums counts over blocks. The first block sends the count row to every rank, this one included.
 __device__ inline void SendCounts(const DeviceCall& call, const PrepareParams& params,
                                   const Experts& experts, int num_experts) {
   const int32_t* histograms = ScratchHistograms(call);

@@ -63,8 +63,8 @@ __device__ inline void SendEntries(const DeviceCall& call, const PrepareParams& 
   }
 }
 
-// Waits for all entries of all sources, then reads how many each sent. Whatever a peer wrote, its
-// words are clamped to the possible, because they become offsets into arrays.
+// Waits for all entries of all sources, then reads how many each sent. Words that a peer wrote are
+// clamped to possible values, because they become offsets into arrays.
 __device__ inline bool AwaitEntries(const DeviceCall& call, const PrepareParams& params,
                                     PrepareShared* shared) {
   bool alive = true;

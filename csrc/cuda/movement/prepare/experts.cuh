@@ -19,7 +19,7 @@ struct Experts {
   int32_t* base;     // [E] first row of the expert in its rank's slab
   int32_t* first;    // [E] rows of earlier sources and of this rank's earlier blocks
   int32_t* sources;  // [E] rows of earlier sources only
-  uint16_t* counts;  // [kWarps, E] slots of each warp, later of the earlier warps
+  uint16_t* counts;  // [kWarps, E] slots of each warp, later of all earlier warps
 
   static size_t Bytes(int experts) { return AlignUp(experts * int64_t{5 * 4 + kWarps * 2}, 16); }
   __device__ Experts(uint8_t* shared, int experts) {
@@ -32,7 +32,7 @@ struct Experts {
   }
 };
 
-// Warps own whole tokens, in order: no other warp or block has slots in between.
+// A warp's tokens, which are consecutive: no other warp or block has slots in between.
 struct TokenRange {
   int32_t begin;
   int32_t end;

@@ -1,4 +1,4 @@
-// on_overflow="error": tells all ranks of the world which rank exceeds its capacity.
+// on_overflow="error": reports to all ranks of the world which rank exceeds its capacity.
 #ifndef EP_RUNTIME_CUDA_MOVEMENT_PREPARE_GATHER_VERDICT_CUH_
 #define EP_RUNTIME_CUDA_MOVEMENT_PREPARE_GATHER_VERDICT_CUH_
 
@@ -8,9 +8,9 @@ namespace ep_runtime {
 namespace cuda {
 namespace prepare {
 
-// One warp tells all ranks of all domains the first rank of this domain that exceeds its capacity,
-// and takes the lowest rank of all domains. It has its own sequence, in two slots, because domains
-// share no epochs.
+// One warp sends to all ranks of all domains the first rank of this domain that exceeds its
+// capacity, then finds the lowest such rank of all domains. Verdicts have their own sequence
+// numbers, and two slots, because domains share no epochs.
 __device__ inline void GatherVerdict(const DeviceCall& call, const PrepareParams& params,
                                      const Experts& experts) {
   const int lane = threadIdx.x % 32;

@@ -13,7 +13,7 @@ __device__ inline int32_t UpTo(int32_t value, int32_t alignment) {
   return (value + alignment - 1) / alignment * alignment;
 }
 
-// Aligned rows of one rank's experts if each keeps at most `level` rows.
+// Returns the aligned rows of one rank's experts if each keeps at most `level` rows.
 __device__ inline int64_t Zones(const int32_t* demand, int experts, int64_t level,
                                 int32_t alignment) {
   int64_t rows = 0;
@@ -56,13 +56,14 @@ __device__ inline void KeepRows(const int32_t* demand, int experts, int32_t capa
   }
 }
 
-// Computes the same as LayOutRows of core/memory/plan.cc from the count matrix, and where this
+// Computes the same as LayOutRows of core/memory/plan.cc from the count matrix, and also where this
 // block's rows start.
 __device__ inline void LayOutRows(const DeviceCall& call, const PrepareParams& params,
                                   const Experts& experts, int num_experts) {
   const int64_t stride = call.group->source_counts_bytes / 4;
   const int32_t* matrix = call.Counts(call.me, 0);
-  const int32_t most = params.sizes.tokens * params.sizes.top_k;  // a bound, whatever a peer wrote
+  const int32_t most = params.sizes.tokens * params.sizes.top_k;  // upper bound for counts that
+                                                                  // peers wrote
   for (int e = threadIdx.x; e < num_experts; e += kThreads) {
     int32_t demand = 0;
     int32_t before = 0;

@@ -95,8 +95,9 @@ __device__ inline void PlaceSlots(const DeviceCall& call, const PrepareParams& p
   __syncthreads();
 }
 
-// Sums over the block's warps go to scratch, [3][blocks][32], and to the threads that add up all
-// blocks. The warps' counts become sums over earlier warps.
+// Sums counts over the block's warps, and replaces each warp's count by the sum over earlier warps.
+// The block's sums go to scratch, [3][blocks][32], and are returned to the threads that add up all
+// blocks.
 __device__ inline int32_t SumBlock(const DeviceCall& call, PrepareShared* shared) {
   const int lane = threadIdx.x % 32;
   const int which = threadIdx.x / 32;
@@ -115,15 +116,15 @@ __device__ inline int32_t SumBlock(const DeviceCall& call, PrepareShared* shared
   return sum;
 }
 
-// Where `source` tells `dest` how many staged rows it has for each rank, in all and in the first
-// half.
+// Returns where `source` writes for `dest` how many staged rows it has for each rank, in total and
+// in the first half.
 __device__ inline int32_t* PairCountsAt(const DeviceCall& call, int dest, int source) {
   return call.Counts(dest, source) + call.group->num_experts;
 }
 
-// Sums over earlier blocks. `own` is SumBlock's result. The first block also tells every rank how
-// many rows it gets from this one, in words after the entries flags on the line of the counts flag;
-// in a packed call, how many all ranks get.
+// Sums counts over earlier blocks. `own` is SumBlock's result. The first block also writes to every
+// rank how many rows that rank gets from this one, to words on the line of the counts flag; in a
+// packed call also how many every other rank gets.
 __device__ inline void SumBlocks(const DeviceCall& call, int blocks, bool packed, int32_t own,
                                  PrepareShared* shared) {
   const int lane = threadIdx.x % 32;

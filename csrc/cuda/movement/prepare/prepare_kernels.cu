@@ -16,7 +16,7 @@
 //   4 PlaceSlots     every warp            topk_idx -> dst_rank, dst_row
 //     SumBlock       every block           -> its entries and staged rows for each rank: scratch
 //     all blocks of this rank meet (barrier 1)
-//   5 SumBlocks      every block           scratch -> those of earlier blocks: shared memory
+//   5 SumBlocks      every block           scratch -> sums of earlier blocks: shared memory
 //                    block 0               scratch -> totals, next to CountsFlag(dest, me); in a
 //                                          packed call all totals, behind Counts(dest, me)
 //     SendEntries    every warp            dst_rank, dst_row -> Entries(dest, me)
@@ -31,14 +31,15 @@
 // it. All ranks run the same number of blocks, because a receiver waits for as many flags of a
 // source as it has blocks itself.
 //
-// Order: a thread stores a flag with release of system scope. Before that it has met its block,
-// after the block stored the data of the flag: block 0's count row for CountsFlag, a block's
+// Memory order: the threads of a block store a flag's data and sync; then one thread stores the
+// flag with release of system scope. The data are block 0's count row for CountsFlag, a block's
 // entries for its EntriesFlag, and the totals for the EntriesFlag of block 0. A waiting thread
-// acquires the flag and then meets its block, whose threads may all read then. They read past the
-// L1 cache (__ldcg), which may hold bytes of an earlier call.
+// acquires the flag and then syncs with its block, whose threads may all read then. Reads bypass
+// the L1 cache (__ldcg), which may hold bytes of an earlier call.
 //
-// Waits cannot deadlock: nobody waits for a phase later than its own, on any rank. For begin and
-// end of the call, and why its lane is free, see call.cuh. A call that fails leaves zeros.
+// Waits cannot deadlock: nobody waits for a phase later than its own, on any rank. call.cuh
+// explains the begin and end of a call, and why its lane is free. A failed call fills its outputs
+// with zeros.
 
 #include <algorithm>
 
@@ -81,8 +82,8 @@ __device__ void WriteSizes(const DeviceCall& call, const PrepareParams& params,
   }
 }
 
-// Writes the rows of the fullest slab, the same on all ranks. One warp of the first block calls
-// this.
+// Writes the number of rows of the fullest slab, which is the same on all ranks. One warp of the
+// first block calls this.
 __device__ void WriteMost(const DeviceCall& call, const PrepareParams& params,
                           const Experts& experts) {
   const int lane = threadIdx.x % 32;
@@ -97,7 +98,7 @@ __device__ void WriteMost(const DeviceCall& call, const PrepareParams& params,
   if (lane == 0) *params.most = most;
 }
 
-// Returns false if the call failed.
+// Runs all phases. Returns false if the call failed.
 __device__ bool Route(const DeviceCall& call, const PrepareParams& params, const Experts& experts,
                       int num_experts, int columns, PrepareShared* shared) {
   const TokenRange range(params.sizes.tokens, blockIdx.x * kWarps + threadIdx.x / 32,
@@ -165,10 +166,10 @@ cudaError_t LaunchPrepare(cudaStream_t stream, PrepareParams params) {
       params.blocks > kMaxPrepareBlocks) {
     return cudaErrorInvalidValue;
   }
-  // From static sizes alone, so that all ranks run equally many blocks. A single block meets no
-  // others.
+  // The number of blocks depends on static sizes only, so that it is the same on all ranks. A
+  // single block waits for no others.
   constexpr int64_t kSlots =
-      1024;  // a block's slots: meeting other blocks takes as long as half of them
+      1024;  // slots of a block: a barrier of blocks takes as long as half of them
   const int64_t slots = int64_t{sizes.tokens} * sizes.top_k;
   const auto wanted = static_cast<int32_t>((slots + kSlots - 1) / kSlots);
   params.blocks = std::min(std::max(wanted, 1), params.blocks);

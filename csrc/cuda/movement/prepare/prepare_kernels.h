@@ -1,4 +1,4 @@
-// prepare on GPUs.
+// Launches prepare on GPUs.
 #ifndef EP_RUNTIME_CUDA_MOVEMENT_PREPARE_PREPARE_KERNELS_H_
 #define EP_RUNTIME_CUDA_MOVEMENT_PREPARE_PREPARE_KERNELS_H_
 
@@ -23,7 +23,8 @@ struct PrepareParams {
   int32_t blocks = 32;      // upper bound, without the reporting block; all must be resident
   LaneRoom room{};          // decides whether recv_count has the counts of all pairs of ranks
   int32_t* most = nullptr;  // [1] device: rows in the zones of the fullest slab; or null
-  bool spread = false;      // of experts and slots for copies: loads were counted before
+  bool spread = false;      // true: slots for copies count as experts, and loads were counted
+                            // before
 };
 
 // Routes this rank's slots. Counts travel to all peers, then one entry per kept row to the rank
