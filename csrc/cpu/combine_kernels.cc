@@ -1,4 +1,4 @@
-// combine on CPU.
+// Kernels of combine on CPU.
 #include "cpu/combine_kernels.h"
 
 #include <algorithm>
@@ -10,7 +10,8 @@
 namespace ep_runtime {
 namespace {
 
-// Phases of pass p: ranks have written partials of the pass; then sources have read them.
+// Phases of pass p: first ranks have written partial sums of the pass; then sources have read the
+// sums.
 constexpr uint32_t Written(int pass) { return static_cast<uint32_t>(2 * pass + 1); }
 constexpr uint32_t Consumed(int pass) { return static_cast<uint32_t>(2 * pass + 2); }
 
@@ -21,14 +22,14 @@ int64_t PartialBytes(const CombineParams& params, CombinePrecision precision) {
   return width * (params.type == kF64 ? 8 : 4);
 }
 
-// Sums of a rank's rows, in the type that travels.
+// Returns the function that sums a rank's rows into the format that is sent.
 ReduceFn PartialSum(RowType type, CombinePrecision precision) {
   const RowOps& ops = GetRowOps();
   if (precision == CombinePrecision::kFp8) return ops.reduce_to_fp8[type];
   return (precision == CombinePrecision::kExact ? ops.reduce_to_wide : ops.reduce)[type];
 }
 
-// Sums of partials that have arrived.
+// Returns the function that adds the partial sums that have arrived.
 ReduceFn FinalSum(const CombineParams& params, CombinePrecision precision) {
   const RowOps& ops = GetRowOps();
   const bool wide = precision == CombinePrecision::kExact;
@@ -41,19 +42,19 @@ ReduceFn FinalSum(const CombineParams& params, CombinePrecision precision) {
 
 struct Passes {
   CombinePrecision precision;
-  int64_t partial_bytes;  // of one partial row
+  int64_t partial_bytes;  // bytes of one partial sum
   int count;
 
   Passes(const Call& call, const CombineParams& params) {
     precision = call.group().options().combine_precision;
     partial_bytes = PartialBytes(params, precision);
-    // Passes follow from static sizes alone, so that every rank makes equally many.
+    // The number of passes depends on static sizes only, so that it is the same on every rank.
     const int64_t lane_rows_bytes = call.group().lane_layout().source_rows_bytes;
     count = params.sizes.tokens * partial_bytes <= lane_rows_bytes ? 1 : 2;
   }
 };
 
-// Reduces the staged rows [first, last) of one source into its lane.
+// Sums the rows of staged rows [first, last) of rank `dest`, and writes the sums to its lane.
 void SendPartials(const Call& call, const CombineParams& params, const Passes& passes, int64_t dest,
                   int64_t first, int64_t last) {
   const Plan& plan = params.plan;
@@ -83,8 +84,8 @@ void SendWeightGrads(const Call& call, const CombineParams& params, const Source
   }
 }
 
-// Sums the partials of tokens [first, last) over ranks in order. `next` counts the staged rows
-// of each rank within the pass.
+// Adds the partial sums of tokens [first, last) over ranks in order. `next` points to each rank's
+// next partial sum of the pass.
 void SumPartials(const Call& call, const CombineParams& params, const Passes& passes, int64_t first,
                  int64_t last) {
   const ReduceFn reduce = FinalSum(params, passes.precision);

@@ -1,4 +1,4 @@
-// combine on CPU.
+// Kernels of combine on CPU.
 #ifndef EP_RUNTIME_CPU_COMBINE_KERNELS_H_
 #define EP_RUNTIME_CPU_COMBINE_KERNELS_H_
 
@@ -20,14 +20,14 @@ struct CombineParams {
   Plan plan;
   void* tokens;  // [T, H], rows of token_bytes
   int64_t token_bytes;
-  bool wide_tokens;       // tokens are f32 although rows are narrower
-  float* d_topk_weights;  // [T, K] zeros for unused and dropped slots; null with d_weights
+  bool wide_tokens;       // true: tokens are f32 although rows are narrower
+  float* d_topk_weights;  // [T, K] zeros for unused and dropped slots; null if d_weights is null
 };
 
 // Sums the rows of each staged row in slot order and sends the sum to its source, which adds up the
-// sums of ranks in order. Sums travel as CombinePrecision says. If a lane cannot hold all of them,
-// they travel in two passes of half the tokens each. Wide tokens are unrounded sums, which the
-// caller adds to others before it rounds.
+// sums of ranks in order. Sums are sent in the format of CombinePrecision. If a lane has no room
+// for all sums, they are sent in two passes of half the tokens each. Wide tokens are unrounded
+// sums, which the caller adds to other values before rounding.
 Status RunCombine(Call& call, const CombineParams& params);
 
 }  // namespace ep_runtime

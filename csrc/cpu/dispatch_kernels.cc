@@ -1,4 +1,4 @@
-// dispatch, and combine's backward, on CPU.
+// Kernels of dispatch and combine's backward on CPU.
 #include "cpu/dispatch_kernels.h"
 
 #include <algorithm>
@@ -78,7 +78,7 @@ void ZeroEmptyGrads(const CombineBwdParams& params) {
   VisitEmptyRows(params.sizes, params.plan, zero, zero);
 }
 
-// Brings in the part of a slab that will be written, while peers push their rows. One system call
+// Populates the pages of a slab that will be written, while peers push their rows. One system call
 // replaces a page fault for every page.
 void BringInSlab(void* rows, const Sizes& sizes, const Plan& plan, int64_t row_bytes) {
   int64_t used = 0;

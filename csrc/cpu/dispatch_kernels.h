@@ -1,4 +1,4 @@
-// dispatch, and combine's backward, on CPU.
+// Kernels of dispatch and combine's backward on CPU.
 #ifndef EP_RUNTIME_CPU_DISPATCH_KERNELS_H_
 #define EP_RUNTIME_CPU_DISPATCH_KERNELS_H_
 
@@ -18,7 +18,7 @@ struct DispatchParams {
   float* recv_weights;  // [C] zeros in padding and past the last zone
 };
 
-// Sends each token once to every rank that keeps a row of it and places what arrives.
+// Sends each token once to every rank that keeps a row of it and places the rows that arrive.
 Status RunDispatch(Call& call, const DispatchParams& params);
 
 struct CombineBwdParams {
@@ -30,11 +30,11 @@ struct CombineBwdParams {
   const float* weights;    // [C], or null: weights of 1
   Plan plan;
   void* d_expert_out;  // [C, H] zeros in places without a row
-  float* d_weights;    // [C] zeros in places without a row; null with expert_out
+  float* d_weights;    // [C] zeros in places without a row; null if expert_out is null
 };
 
-// Sends each token's gradient like a dispatch. A row's gradient is weight * grad, its weight's is
-// grad . expert_out.
+// Sends each token's gradient like a dispatch. The gradient of a row is weight * grad, the gradient
+// of its weight is grad . expert_out.
 Status RunCombineBwd(Call& call, const CombineBwdParams& params);
 
 }  // namespace ep_runtime

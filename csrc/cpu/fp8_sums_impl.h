@@ -1,11 +1,11 @@
-// Sums that travel as 8-bit floats, rounded as in `ops/quantize/rounding.py`. Files that include
-// row_ops_impl.h include this too, in its namespace, once per instruction set.
+// Sums that are sent as 8-bit floats, rounded as in `ops/quantize/rounding.py`. row_ops_impl.h
+// includes this file in its namespace, once per instruction set.
 //
-// A sum is its e4m3 data, then from a multiple of 4 on an f32 scale for each kFp8Block values.
-// Loops have no branches, so that compilers vectorize them.
+// A sum is stored as its e4m3 data, padded to a multiple of 4 bytes, then an f32 scale for each
+// kFp8Block values. Loops have no branches, so that compilers vectorize them.
 
 constexpr float kLargestFp8 = 448.0f;
-constexpr uint32_t kSmallestBits = 0x00800000u;  // of 2^-126: smaller values count as 0
+constexpr uint32_t kSmallestBits = 0x00800000u;  // bits of 2^-126: smaller values count as 0
 constexpr uint32_t kInfinityBits = 0x7F800000u;
 
 // Rounds to nearest even and saturates. Infinities become NaNs, because e4m3 has no infinities.
@@ -18,7 +18,7 @@ inline uint8_t ToFp8(float x, float inverse_scale) {
   const uint32_t raw = BitsOf(size);
   const uint32_t normal = ((raw + 0x7FFFF + (raw >> 20 & 1)) >> 20) - (120 << 3);
   // f32 values near 2^14 are as far apart as e4m3's values below 2^-6, so this addition rounds to
-  // them.
+  // e4m3's values.
   const uint32_t small = BitsOf(size + 16384.0f) - BitsOf(16384.0f);
   const uint32_t code = size < 0.015625f ? small : normal;
   return static_cast<uint8_t>((bits >> 24 & 0x80) | (finite ? code : 0x7F));
@@ -45,7 +45,7 @@ inline float ScaleOf(const float* x, int64_t count) {
   return scale < smallest ? smallest : scale;
 }
 
-// ReduceFn of rows of type In: the sum as 8-bit floats.
+// ReduceFn for rows of type In, with the sum as 8-bit floats.
 template <typename In>
 void ReduceToFp8(void* dst, const void* const* rows, const float* weights, int64_t count,
                  int64_t width) {
@@ -62,7 +62,7 @@ void ReduceToFp8(void* dst, const void* const* rows, const float* weights, int64
   }
 }
 
-// ReduceFn of 8-bit sums without weights: their sum in type Out.
+// ReduceFn for 8-bit sums, without weights, with the result in type Out.
 template <typename Out>
 void ReduceFromFp8(void* dst, const void* const* rows, const float*, int64_t count, int64_t width) {
   auto* out = static_cast<typename Out::Storage*>(dst);

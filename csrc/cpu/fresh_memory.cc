@@ -1,4 +1,4 @@
-// Hints to the system about pages of large results.
+// Hints to the operating system about pages of large results.
 #include "cpu/fresh_memory.h"
 
 #include <sys/mman.h>
@@ -16,7 +16,7 @@ void PreferHugePages(void* data, int64_t bytes) {
   const auto address = reinterpret_cast<uintptr_t>(data);
   const uintptr_t first = (address + kHugePageBytes - 1) & ~(kHugePageBytes - 1);
   const uintptr_t last = (address + static_cast<uintptr_t>(bytes)) & ~(kHugePageBytes - 1);
-  // Only a hint: if the system refuses it, small pages serve as well.
+  // Only a hint: if the system refuses it, small pages work too.
   if (first < last) madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);
 }
 
@@ -25,7 +25,7 @@ void BringIn(void* data, int64_t bytes) {
   if (bytes < static_cast<int64_t>(kHugePageBytes)) return;
   const auto address = reinterpret_cast<uintptr_t>(data);
   const uintptr_t first = address & ~static_cast<uintptr_t>(kPageBytes - 1);
-  // Only a hint: the first write brings in pages that this leaves out.
+  // Only a hint: pages that this leaves out are populated on first write.
   madvise(reinterpret_cast<void*>(first), address + bytes - first, MADV_POPULATE_WRITE);
 #else
   (void)data, (void)bytes;

@@ -1,4 +1,4 @@
-// A plan and its sizes, as the CPU's kernels take them.
+// The types of a plan and of its sizes for the CPU's kernels.
 #ifndef EP_RUNTIME_CPU_PLAN_VIEW_H_
 #define EP_RUNTIME_CPU_PLAN_VIEW_H_
 

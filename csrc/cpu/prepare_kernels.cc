@@ -1,4 +1,4 @@
-// prepare on CPU.
+// Kernels of prepare on CPU.
 #include "cpu/prepare_kernels.h"
 
 #include <algorithm>
@@ -41,7 +41,7 @@ Status CheckIndices(const PrepareParams& params, const Call& call) {
   return Status();
 }
 
-// Turns orders into destinations and sends each peer the entries of its rows.
+// Computes destinations from the orders, and sends each peer the entries of its rows.
 void SendEntries(const PrepareParams& params, const Call& call, const RowLayout& layout,
                  const std::vector<int64_t>& before) {
   const int64_t experts = params.sizes.experts;
@@ -139,7 +139,7 @@ void WriteSizes(const PrepareParams& params, Call& call, const RowLayout& layout
   }
   params.plan.num_recv[0] = static_cast<int32_t>(std::min<int64_t>(demand, INT32_MAX));
   call.CountRows(0, dropped);
-  // Of physical experts loads were counted before.
+  // With physical experts, an earlier prepare has counted the load.
   if (params.sizes.experts != call.group().sizes().experts_per_rank()) return;
   call.CountLoad(params.sizes.tokens, layout.kept.data() + first);
 }
@@ -169,7 +169,7 @@ Status RunPrepare(Call& call, const PrepareParams& params) {
   SendEntries(params, call, layout, before);
   call.Signal(kEntriesWritten);
 
-  // In source order, because staged rows are numbered source by source.
+  // Visit sources in order, because staged rows are numbered source by source.
   StagedWriter writer(params);
   std::vector<int64_t> earlier(params.sizes.experts, 0);
   for (int64_t source = 0; source < call.ep_size(); ++source) {

@@ -1,4 +1,4 @@
-// prepare on CPU.
+// Kernels of prepare on CPU.
 #ifndef EP_RUNTIME_CPU_PREPARE_KERNELS_H_
 #define EP_RUNTIME_CPU_PREPARE_KERNELS_H_
 
@@ -9,12 +9,12 @@ namespace ep_runtime {
 
 struct PrepareParams {
   Sizes sizes;              // width is not used
-  const int32_t* topk_idx;  // [T, K] expert of the EP group; any other number is an unused slot
+  const int32_t* topk_idx;  // [T, K] expert of the EP group; a slot with any other number is unused
   MutablePlan plan;         // all elements are written
 };
 
 // Routes this rank's slots. Counts travel to all peers, then one entry per kept row to the rank
-// that gets the row. All ranks decide alike from the same count matrix.
+// that gets the row. All ranks compute the same result from the same count matrix.
 Status RunPrepare(Call& call, const PrepareParams& params);
 
 }  // namespace ep_runtime

@@ -1,4 +1,4 @@
-// Copies of rows between ranks, for dispatch and combine on CPU.
+// Copies rows between ranks, for dispatch and combine on CPU.
 #include "cpu/row_exchange.h"
 
 #include <string>

@@ -1,4 +1,4 @@
-// Copies of rows between ranks, for dispatch and combine on CPU.
+// Copies rows between ranks, for dispatch and combine on CPU.
 #ifndef EP_RUNTIME_CPU_ROW_EXCHANGE_H_
 #define EP_RUNTIME_CPU_ROW_EXCHANGE_H_
 
@@ -11,24 +11,24 @@
 
 namespace ep_runtime {
 
-// Checks the numbers of a plan before anything is written by them, because a plan is an ordinary
-// array that a program may have changed.
+// Checks the numbers of a plan before they are used as indices of writes, because a plan is an
+// ordinary array that a program may have changed.
 Status CheckPlan(const Call& call, const Sizes& sizes, const Plan& plan);
 
-// Prefix sums [N + 1] over sources: staged rows, and entries, before each source.
+// Prefix sums [N + 1] over sources: how many staged rows and entries come from earlier sources.
 struct SourceOffsets {
   std::vector<int64_t> staged;
   std::vector<int64_t> entries;
   SourceOffsets(const Plan& plan, int64_t sources);
 };
 
-// Copies rows. If a call moves more bytes than the caches keep until rows are read, copies go past
+// Copies rows. If a call moves more bytes than the caches keep until rows are read, copies bypass
 // the caches.
 class RowCopy {
  public:
   RowCopy(int64_t row_bytes, int64_t call_bytes);
-  // Makes the copies visible to peers before this rank signals: a later store does not order
-  // streaming stores.
+  // Makes the copies visible to peers before this rank signals, because streaming stores are not
+  // ordered before a later store.
   ~RowCopy();
   RowCopy(const RowCopy&) = delete;
   RowCopy& operator=(const RowCopy&) = delete;

@@ -19,7 +19,8 @@ bool HasAvx512() {
 
 bool HasAvx2() {
 #if defined(__x86_64__)
-  // row_ops_avx2.cc is compiled with BMI2 and F16C too. Every processor with AVX2 and FMA has both.
+  // row_ops_avx2.cc is also compiled with BMI2 and F16C. Every processor with AVX2 and FMA has
+  // both.
   return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
          __builtin_cpu_supports("bmi2");
 #else
@@ -27,7 +28,7 @@ bool HasAvx2() {
 #endif
 }
 
-// Returns null if this processor or build lacks that level.
+// Returns the table of a level, or null if this processor or build lacks that level.
 const RowOps* OfLevel(RowOpsLevel level) {
   switch (level) {
     case kAvx512:

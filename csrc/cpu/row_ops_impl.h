@@ -1,6 +1,6 @@
 // Body of RowOps. One file per instruction set includes it, each in an anonymous namespace. It
-// includes no standard C++ header with inline functions, because the linker could keep a copy made
-// for a newer processor than the one the library runs on.
+// includes no standard C++ header with inline functions, because the linker could keep a copy
+// compiled for a newer processor than the library runs on.
 
 #if defined(__SSE2__)
 #include <immintrin.h>
@@ -74,7 +74,7 @@ inline typename In::Wide Add(typename In::Wide sum, typename In::Storage x, cons
   return sum + wide * In::Load(x);
 }
 
-// The sum of a known number of rows: every column stays in a register.
+// Sums a known number of rows: every column stays in a register.
 template <typename In, typename Out, int kCount, bool kWeighted>
 void ReduceSome(typename Out::Storage* __restrict out, const void* const* rows,
                 const float* weights, int64_t width) {
@@ -125,7 +125,7 @@ void ReduceMany(typename Out::Storage* __restrict out, const void* const* rows,
   }
 }
 
-// The sum of one row: the row itself, with 0 for -0 and subnormals, and with quiet NaNs.
+// Computes the sum of one row: the row itself, with 0 for -0 and subnormals, and with quiet NaNs.
 template <typename T>
 void CopySum(typename T::Storage* __restrict out, const void* row, int64_t width) {
   const auto* in = static_cast<const typename T::Storage*>(row);
@@ -199,7 +199,7 @@ float Dot(const void* a, const void* b, void* scratch, int64_t width) {
   const auto* y = static_cast<const typename T::Storage*>(b);
   auto* sum = static_cast<Wide*>(scratch);
   if (width == 1) return static_cast<float>(T::Load(x[0]) * T::Load(y[0]));
-  // The first level multiplies as it adds, so the scratch holds only half a row.
+  // The first level multiplies and adds, so the scratch holds only half a row.
   int64_t half = (width + 1) / 2;
   const int64_t pairs = width - half;
   for (int64_t i = 0; i < pairs; ++i) {

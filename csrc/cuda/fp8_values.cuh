@@ -33,7 +33,7 @@ struct Fp8 {
     return __nv_cvt_float2_to_fp8x2(make_float2(low, high), __NV_SATFINITE,
                                     kWide ? __NV_E5M2 : __NV_E4M3);
   }
-  // The inverse of Pair, for the lower two bytes.
+  // Converts the lower two bytes to floats, as the inverse of Pair.
   __device__ static float2 Widen(uint32_t pair) {
     const __half2 exact(__nv_cvt_fp8x2_to_halfraw2(static_cast<__nv_fp8x2_storage_t>(pair),
                                                    kWide ? __NV_E5M2 : __NV_E4M3));

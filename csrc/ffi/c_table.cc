@@ -1,4 +1,4 @@
-// Functions that the tables of all libraries share: groups, layers, errors.
+// Functions for groups, layers and errors that the tables of all libraries share.
 
 #include "ffi/c_table.h"
 

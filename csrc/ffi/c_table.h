@@ -1,6 +1,6 @@
-// The C edge of every native library, read by `ep_runtime/native.py`. It is one exported symbol: a
-// table of plain C functions. Its first two fields never change, and later fields are only
-// appended.
+// The C interface of every native library, read by `ep_runtime/native.py`. Each library exports one
+// symbol: a table of plain C functions. The table's first two fields never change, and later fields
+// are only appended.
 #ifndef EP_RUNTIME_FFI_C_TABLE_H_
 #define EP_RUNTIME_FFI_C_TABLE_H_
 
@@ -16,7 +16,8 @@
 
 namespace ep_runtime {
 
-// Increased when a field of the table, or of a struct it takes, changes its meaning.
+// Version, increased when a field of the table, or of a struct that its functions take, changes its
+// meaning.
 constexpr uint32_t kTableAbi = 6;
 
 struct EpGroupOptions {
@@ -33,9 +34,9 @@ struct EpGroupOptions {
   int64_t lanes;
   int64_t lane_rows;
   int64_t spare_experts;
-  const char* settings;  // every setting of the group, as core/base/settings.h reads them
+  const char* settings;  // all settings of the group, in the format of core/base/settings.h
   int32_t debug;
-  int32_t tell_progress;  // devices write their progress to the board
+  int32_t tell_progress;  // 1: devices write their progress to the board
   const int64_t* local_ranks;
   int64_t num_local_ranks;
   const int32_t* local_devices;  // [num_local_ranks] CUDA ordinals; null on CPU
@@ -65,13 +66,14 @@ struct EpTable {
   void (*close_group)(int64_t, int64_t);
   int64_t (*check_group)(int64_t, EpText);
   void (*fill_staging)(int64_t, int);
-  int64_t (*window_bytes)(const EpGroupOptions*);  // window of one rank, with its flags on a device
+  int64_t (*window_bytes)(const EpGroupOptions*);  // bytes of one rank's window, on a device with
+                                                   // its flags
   int64_t (*control_bytes)(int64_t, int64_t);
-  const char* (*structs)();  // lines of struct_lines.h for all structs that Python repeats
+  const char* (*structs)();  // lines of struct_lines.h for all structs that Python declares too
   int (*use_row_ops)(int);   // null on a device
   // For device libraries only; null on CPU.
   int64_t (*num_devices)(EpText);
-  int64_t (*device_uuid)(int32_t, EpText);       // length of the text
+  int64_t (*device_uuid)(int32_t, EpText);       // returns the length of the text
   int64_t (*reaches)(int32_t, int32_t, EpText);  // 1 if a device can map memory of a peer
   const char*
       architectures;  // architectures that kernels are compiled for, in nvcc's names: "90a 100"
@@ -80,7 +82,7 @@ struct EpTable {
 GroupSizes ToSizes(const EpGroupOptions& options);
 Status ToOptions(const EpGroupOptions& options, std::unique_ptr<GroupOptions>* out);
 
-// Opens a group. Each library has its own.
+// Opens a group. Each library has its own implementation.
 Status OpenGroup(const EpGroupOptions& options, int board_fd, const std::vector<int>& window_fds,
                  std::shared_ptr<Group>* out);
 

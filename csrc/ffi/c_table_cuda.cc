@@ -52,7 +52,7 @@ int64_t EpNumDevices(EpText error) {
   return status.ok() ? count : Fail(status, error);
 }
 
-// In NVML's form: "GPU-" and the UUID's groups.
+// Writes a UUID in NVML's form: "GPU-" and the UUID's groups.
 int64_t EpDeviceUuid(int32_t device, EpText text) {
   cudaDeviceProp properties;
   const Status status =

@@ -1,4 +1,5 @@
-// The structs of the C edge and of the board, for Python to compare with its own.
+// Lists the structs of the C interface and of the board, for Python to compare with its own
+// declarations.
 
 #include <string>
 

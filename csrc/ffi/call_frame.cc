@@ -1,4 +1,4 @@
-// Operands of a call: checks and their errors.
+// Checks operands of a call, and builds the errors.
 #include "ffi/call_frame.h"
 
 #include <algorithm>

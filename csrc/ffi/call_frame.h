@@ -25,7 +25,7 @@ struct Buffer {
   int64_t bytes() const;
 };
 
-// The C++ type that holds a `T` in memory. 8-bit floats travel as uint8.
+// Returns the XLA type of arrays of `T`. 8-bit floats are passed as uint8.
 template <typename T>
 constexpr xla::ffi::DataType TypeOf() {
   if (std::is_same_v<T, float>) return xla::ffi::DataType::F32;
@@ -35,7 +35,7 @@ constexpr xla::ffi::DataType TypeOf() {
   return xla::ffi::DataType::U8;
 }
 
-// The float type `type` in any enum of row or element types. Returns false for other types.
+// Converts a float type to any enum of row or element types. Returns false for other types.
 template <typename Enum>
 bool ToFloatType(xla::ffi::DataType type, Enum* out) {
   switch (type) {
@@ -55,14 +55,14 @@ bool ToFloatType(xla::ffi::DataType type, Enum* out) {
 
 std::string TextOf(xla::ffi::DataType type);
 
-// An error with the text "<call>: <text>", about `argument`.
+// Returns an error with the text "<call>: <text>", about `argument`.
 Error Refused(const char* call, const char* argument, const std::string& text);
 
-// An error for a program of a Python part whose calls differ from this library's.
+// Returns the error of a program from a Python package whose calls do not match this library.
 Error OtherVersion(const char* call, const std::string& text);
 
-// A buffer with the names of its call and of the operand or result. Errors have both names, and the
-// expected and the actual value.
+// A buffer with the names of its call and of the operand or result. Errors contain both names, and
+// the expected and the actual value.
 class Operand {
  public:
   Operand(const char* call, const char* name, const Buffer& buffer)
@@ -89,24 +89,24 @@ class Operand {
     *out = static_cast<T*>(data());
     return Status();
   }
-  // True for zeros of that many dims, which mean that nothing is given.
+  // Whether the operand has `num_dims` dims that are all 0, which means that it is not given.
   bool absent(size_t num_dims) const;
   template <typename T>
   Status ReadIfGiven(const Dims& want, T** out) const {
     return absent(want.size()) ? Status() : Read(want, out);
   }
-  // Must be absent unless `wanted`.
+  // Reads the operand if `wanted`, and otherwise checks that it is absent.
   template <typename T>
   Status ReadIf(bool wanted, const Dims& want, T** out) const {
     if (wanted) return Read(want, out);
     return Check(TypeOf<std::remove_const_t<T>>(), Dims(want.size(), 0));
   }
-  // f32, bf16 or f16.
+  // Reads the operand's type, which must be f32, bf16 or f16.
   template <typename Enum>
   Status ReadFloatType(Enum* out) const {
     return ToFloatType(type(), out) ? Status() : MustBe("float32, bfloat16 or float16");
   }
-  // "<call>: <name> must be <want>"
+  // Returns the error "<call>: <name> must be <want>".
   Error MustBe(const std::string& want) const;
 
  private:
@@ -115,14 +115,16 @@ class Operand {
   const Buffer* buffer_;
 };
 
-// Operands and results that XLA gave to one call. XLA's own frame is gone once the handler returns.
+// Operands and results that XLA gave to one call. XLA's own frame is invalid once the handler
+// returns.
 struct CallFrame {
-  const char* call;           // names it in errors
-  OpCode op = OpCode::kNone;  // of a group's call
+  const char* call;           // name of the call in errors
+  OpCode op = OpCode::kNone;  // op, if the call belongs to a group
   std::vector<Buffer> args;
   std::vector<Buffer> rets;
 
-  // The first operands and results, in the order of these names. Checks their number.
+  // Returns the first operands or results, in the order of `names`, after checking how many there
+  // are.
   template <typename... Names>
   std::array<Operand, sizeof...(Names)> Args(Names... names) const {
     return Named(args, 0, names...);
@@ -140,7 +142,7 @@ struct CallFrame {
   Status CheckCount(size_t num_args, size_t num_rets) const;
 };
 
-// The byte that fills results of a call that cannot be made: NaN, and 0 for integers.
+// Returns the byte that fills results of a failed call: it makes floats NaN and integers 0.
 uint8_t LostByte(xla::ffi::DataType type);
 void FillLost(const CallFrame& frame);
 

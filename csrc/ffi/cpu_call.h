@@ -10,7 +10,7 @@
 
 namespace ep_runtime {
 
-// One rank's part of a call, and how the CPU's kernels take operands.
+// One rank's part of a call, and functions that read operands for the CPU's kernels.
 struct CpuCall {
   const CallFrame& frame;
   const CallContext& context;
@@ -20,7 +20,8 @@ struct CpuCall {
     params->row_bytes = width * rows.element_bytes();
     return Status();
   }
-  // Reads the type of rows that are summed. 1-byte and integer rows can only travel.
+  // Reads the type of rows that are summed. Rows of 1-byte and integer types can be moved but not
+  // summed.
   Status ReadSummed(const Operand& rows, RowType* type) const {
     *type = RowType::kF64;
     if (rows.type() == xla::ffi::DataType::F64 || ToFloatType(rows.type(), type)) return Status();
@@ -30,7 +31,7 @@ struct CpuCall {
   bool may_widen() const { return true; }
 };
 
-// Checks and runs one op. Each is in its <op>_ffi.cc.
+// Checks and runs one op. Each op has a file <op>_ffi.cc.
 Status CallPrepare(const CallFrame& frame, CallContext context);
 Status CallDispatch(const CallFrame& frame, CallContext context);
 Status CallCombine(const CallFrame& frame, CallContext context);

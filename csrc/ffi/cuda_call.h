@@ -13,7 +13,8 @@
 
 namespace ep_runtime {
 
-// One device's part of a call: the stream to launch on, and how CUDA's kernels take operands.
+// One device's part of a call: the stream to launch on, and functions that read operands for CUDA's
+// kernels.
 struct CudaCall {
   const CallFrame& frame;
   const CallContext& context;
@@ -24,9 +25,9 @@ struct CudaCall {
   const Attributes& attributes;
   uint64_t run;  // number of the program's run, the same on every device
 
-  // Reads the bytes of a row. Bulk copies move 16 at a time.
+  // Reads the bytes of a row, which must be a multiple of 16 for bulk copies.
   Status ReadRowBytes(const Operand& rows, int64_t width, int32_t* bytes) const;
-  // Sets the row type. Rows of types that kernels cannot compute with travel as bytes.
+  // Sets the row type. Rows of types that kernels cannot compute with are moved as bytes.
   template <typename Params>
   Status ReadRows(const Operand& rows, int64_t width, Params* params) const {
     if (!ToFloatType(rows.type(), &params->type)) params->type = cuda::RowType::kBytes;
@@ -38,11 +39,11 @@ struct CudaCall {
   bool may_widen() const {
     return context.group->options().combine_precision == CombinePrecision::kExact;
   }
-  // An error for a failed launch, with the op's name.
+  // Returns an error with the op's name if the launch failed.
   Status Launched(cudaError_t error) const;
 };
 
-// Checks one op and launches it. Each is in its <op>_ffi_cuda.cc.
+// Checks one op and launches it. Each op has a file <op>_ffi_cuda.cc.
 Status LaunchPrepareCall(const CudaCall& call);
 Status LaunchDispatchCall(const CudaCall& call);
 Status LaunchCombineCall(const CudaCall& call);
@@ -52,12 +53,12 @@ Status LaunchPushCopiesCall(const CudaCall& call);
 Status LaunchReturnCopiesCall(const CudaCall& call);
 Status LaunchBlockCall(const CudaCall& call);
 Status LaunchBlockBwdCall(const CudaCall& call);
-// For groups whose nodes are one rank each: rows cross over NCCL.
+// For groups with one rank per node: rows are sent over NCCL.
 Status LaunchRailDispatchCall(const CudaCall& call);
 Status LaunchRailCombineCall(const CudaCall& call);
 Status LaunchRailDispatchBwdCall(const CudaCall& call);
 Status LaunchRailCombineBwdCall(const CudaCall& call);
-// For the bench. The clock belongs to no group.
+// For benchmarks. The clock belongs to no group.
 Status LaunchCeilingCall(const CudaCall& call);
 extern XLA_FFI_Handler* const kClockV1;
 

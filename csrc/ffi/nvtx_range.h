@@ -1,5 +1,5 @@
-// Names calls in profilers. NVTX is headers only and finds a profiler if the process started under
-// one. Without a profiler, or if the toolkit has no NVTX, a range only checks a null pointer.
+// Names calls in profilers. NVTX is header-only and finds a profiler if the process was started
+// under one. Without a profiler, or if the toolkit has no NVTX, a range only checks a null pointer.
 #ifndef EP_RUNTIME_FFI_NVTX_RANGE_H_
 #define EP_RUNTIME_FFI_NVTX_RANGE_H_
 
@@ -39,7 +39,7 @@ class NvtxRange {
 
  private:
 #ifdef EP_RUNTIME_HAS_NVTX
-  // Null without a profiler.
+  // Returns the domain, or null without a profiler.
   static nvtxDomainHandle_t Domain() {
     static const nvtxDomainHandle_t domain = nvtxDomainCreateA("ep_runtime");
     return domain;

@@ -1,4 +1,4 @@
-// Reads what handlers of a group's calls need first.
+// Reads frames, attributes and contexts of calls.
 #include "ffi/read_call.h"
 
 #include <algorithm>
@@ -18,8 +18,8 @@ Buffer ToBuffer(T& buffer) {
   return {buffer.untyped_data(), buffer.element_type(), Dims(dims.begin(), dims.end())};
 }
 
-// Attributes of all calls that read a dictionary of them. An attribute that is missing here would
-// be ignored silently.
+// Attributes of all calls that read a dictionary of attributes. CheckNames refuses others, because
+// they would be ignored silently.
 constexpr std::string_view kAttributes[] = {
     "layer_id",     "fingerprint", "handle", "clear_slack", "rows",
     "function",     "gated",       "early",  "scaling",     "e5m2",

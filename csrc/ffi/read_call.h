@@ -1,4 +1,4 @@
-// Reads what every handler needs from XLA's call frame first.
+// Reads operands, attributes and context from XLA's call frame.
 #ifndef EP_RUNTIME_FFI_READ_CALL_H_
 #define EP_RUNTIME_FFI_READ_CALL_H_
 
@@ -17,9 +17,10 @@ struct Attributes {
   uint64_t layer_id;
   uint64_t fingerprint;
   uint32_t handle;
-  // Also zero rows of no group. Calls whose results nobody reads there say no.
+  // true: rows in no group become zero. Calls set it to false if nobody reads such rows of their
+  // results.
   bool clear_slack = true;
-  // Zones in a slab are rounded up to multiples of this; 0: of the layer's alignment.
+  // Zones in a slab are rounded up to multiples of this; 0: the layer's alignment.
   int64_t row_alignment = 0;
   // Only in block calls.
   int64_t rows = 0;  // rows of the call's workspace
@@ -37,13 +38,12 @@ xla::ffi::Error ToXla(const Status& status);
 Status ReadFrame(xla::ffi::RemainingArgs& args, xla::ffi::RemainingRets& rets, CallFrame* frame);
 Status ReadAttributes(const xla::ffi::Dictionary& attrs, Attributes* out);
 
-// Checks the `attributes` of a call of `layer`, and makes its context.
+// Checks the `attributes` of a call of `layer`, and fills the call's context.
 Status ReadContext(const LayerEntry& layer, const Attributes& attributes, CallContext* out);
-// The error of a CUDA device that drives no rank of that group.
+// Returns the error of a CUDA device that drives no rank of the group.
 Error OtherMesh(int device, const std::string& group);
 
-// Runs `launch` with `frame` filled, and returns to XLA how a call ended before its handler
-// returns.
+// Fills `frame`, runs `launch`, and returns its status as an error of XLA.
 template <typename Launch>
 xla::ffi::Error Answer(xla::ffi::RemainingArgs& args, xla::ffi::RemainingRets& rets,
                        CallFrame* frame, const Launch& launch) {

@@ -15,18 +15,19 @@
 
 namespace ep_runtime {
 
-// One call site of one executable. XLA instantiates each site once for all devices, so its number
-// and the run identify a call within a process. Between processes the site's name identifies it.
+// One call site of one executable. XLA instantiates each site once for all devices, so the site's
+// number and the run identify a call within a process. Between processes the site's name identifies
+// the site.
 class Site {
  public:
   explicit Site(const SiteKind& kind);
 
-  // One device's turn at this site.
+  // One device's execution of this site.
   struct Turn {
-    uint32_t launch;  // of the executable
-    // How often this site ran before on that device in that run: loops run a site many times, in
-    // the same order on every device. Counted by device instead of by rank, so that two devices
-    // that claim one rank meet and get an error.
+    uint32_t launch;  // number of the executable's launch
+    // How often this site ran before on the same device in the same run: loops run a site many
+    // times, in the same order on every device. The count is by device instead of by rank, so that
+    // two devices that claim one rank meet and get an error.
     uint32_t repetition;
   };
   Turn Next(uint64_t run, int32_t device);
@@ -52,10 +53,10 @@ class Site {
     uint32_t launch;
     std::unordered_map<int32_t, uint32_t> of_device;
   };
-  RecentMap<uint64_t, Calls, kMaxRuns> calls_;  // by run
+  RecentMap<uint64_t, Calls, kMaxRuns> calls_;  // by XLA's id of the run
 };
 
-// XLA's state of a call site. Calls copy the pointer, because they may outlive the executable.
+// XLA's state of a call site. Calls copy the pointer, because a call may outlive the executable.
 struct SiteState {
   static xla::ffi::TypeId id;
   static const XLA_FFI_TypeInfo info;

@@ -1,4 +1,4 @@
-// Custom calls that belong to no group. They need only operands, attributes and a stream.
+// Defines custom calls that belong to no group. They need only operands, attributes and a stream.
 #ifndef EP_RUNTIME_FFI_STREAM_CALL_H_
 #define EP_RUNTIME_FFI_STREAM_CALL_H_
 

@@ -1,4 +1,4 @@
-// Describes each field of a struct as the compiler has it: "EpLayer.top_k=24 8 i64", which is
+// Describes each field of a struct as the compiler lays it out: "EpLayer.top_k=24 8 i64" gives
 // offset, bytes and kind. `ep_runtime/native_abi.py` writes the same lines for Python's structs.
 #ifndef EP_RUNTIME_FFI_STRUCT_LINES_H_
 #define EP_RUNTIME_FFI_STRUCT_LINES_H_
@@ -11,8 +11,8 @@
 
 namespace ep_runtime {
 
-// The kind: "i" and "u" with bits, "p" for pointers, "v" for void, "s" with bytes for structs. A
-// function is its result and its arguments: "i64(p,i32)".
+// The kind of a type: "i" and "u" with bits, "p" for pointers, "v" for void, "s" with bytes for
+// structs. The kind of a function has its result and arguments: "i64(p,i32)".
 template <typename T>
 struct KindOf {
   static std::string Text() {

@@ -8,8 +8,8 @@
 
 namespace ep_runtime {
 
-// One XLA custom call target. Its name has the version of operands and attributes, because XLA
-// keeps a name bound to one pointer for the life of a process.
+// One XLA custom call target. Its name contains the version of operands and attributes, because XLA
+// binds a name to one pointer for the life of a process.
 struct Target {
   const char* name;
   XLA_FFI_Handler* instantiate;

@@ -1,4 +1,4 @@
-// The custom calls on CPU.
+// Defines the custom calls on CPU.
 #include <memory>
 #include <string>
 #include <utility>
@@ -85,8 +85,8 @@ Status RunCall(const Pending& pending) {
   }
   Status status = RunInGroup(pending, layer, group, world_rank, index.again);
   if (!status.ok()) group->FailRun(pending.run, status);
-  // A run that has begun goes on, with NaN: nothing calls back the run's other devices, which may
-  // wait in an XLA collective for this one.
+  // A run that has begun continues, with NaN: its other devices cannot be stopped, and may wait in
+  // an XLA collective for this one.
   if (!status.ok() && group->Poisoned() &&
       group->AtStart(pending.run, layer.name, pending.frame.op).ok()) {
     FillLost(pending.frame);
@@ -96,8 +96,8 @@ Status RunCall(const Pending& pending) {
   return status;
 }
 
-// Runs on a call thread. Completing the promise runs the rest of that device's program here, so do
-// it last, holding nothing.
+// Runs on a call thread. Completing the promise runs the rest of the device's program on this
+// thread, so do that last, with no lock or call held.
 void Finish(std::unique_ptr<Pending> pending) {
   const Status status = RunCall(*pending);
   if (!status.ok()) ThisProcessRuns().failed_runs.Add(pending->run, status);

@@ -1,6 +1,7 @@
-// The custom calls on NVIDIA GPUs. A handler checks operands, finds the group if there is one, and
-// launches. It neither allocates nor synchronises, so XLA may record it into a command buffer. One
-// call must read its result, prepare in groups with on_overflow="error", and has a separate target.
+// Defines the custom calls on NVIDIA GPUs. A handler checks operands, finds the group if there is
+// one, and launches. It neither allocates nor synchronises, so XLA may record it into a command
+// buffer. One call must read its result, so it has a separate target: prepare in groups with
+// on_overflow="error".
 
 #include <cuda_runtime.h>
 
@@ -48,7 +49,8 @@ Status LaunchInGroup(const Launch& launch, const LayerEntry& layer,
   context.group = group;
   context.op = op;
   context.world_rank = rank->world_rank;
-  // The rank operand is for hosts that can read it. Here the device says which rank it is.
+  // The rank operand is on the device, so the host cannot read it. The device's ordinal gives the
+  // rank.
   const cuda::CallName name{launch.attributes.layer_id, launch.layer_index,
                             launch.attributes.handle, layer.handle_base + launch.attributes.handle,
                             static_cast<uint32_t>(layer.in_flight)};
@@ -64,8 +66,8 @@ Status LaunchCall(const ffi::Dictionary& attrs, Launch& launch) {
   EP_RETURN_IF_ERROR(layer_index.Read({1}, &launch.layer_index));
   LayerEntry layer;
   std::shared_ptr<Group> group;
-  // In a stack this is layer 0: all its layers have the same settings, and only the device knows
-  // which layer this is.
+  // For a stack this resolves layer 0: all layers have the same settings, and only the device knows
+  // the layer's index.
   EP_RETURN_IF_ERROR(ThisProcess().registry.Resolve(launch.attributes.layer_id,
                                                     launch.attributes.fingerprint, &layer, &group));
   if (!group->BeginCall()) return group->ClosedError(layer.name);

@@ -1,4 +1,4 @@
-// EpText: a text that a C function hands to its caller.
+// EpText: a text that a C function returns to its caller.
 #ifndef EP_RUNTIME_CORE_BASE_C_TEXT_H_
 #define EP_RUNTIME_CORE_BASE_C_TEXT_H_
 
@@ -11,7 +11,7 @@
 
 namespace ep_runtime {
 
-// Buffer of the caller. A text is cut to its size, which includes the zero at the end.
+// The caller's buffer. A text is cut to the buffer's size, which includes the zero at the end.
 struct EpText {
   char* data;
   int64_t size;

@@ -50,8 +50,8 @@ void CallThreads::Start(std::function<void()> work) {
     start.release();
     return;
   }
-  // No thread could be started, so run the work here. The call may then hold up the thread that
-  // would have brought its peers, but its wait is bounded and ends with an error that names them.
+  // No thread could be started, so run the work here. The call may then block the thread that would
+  // start its peers' calls, but its wait is bounded and ends with an error that names the peers.
   start->work();
 }
 
@@ -71,7 +71,7 @@ void CallThreads::Serve(std::function<void()> first) {
   self.work = std::move(first);
   for (;;) {
     self.work();
-    self.work = nullptr;  // releases what the call held before this thread goes idle
+    self.work = nullptr;  // frees the call's objects before this thread becomes idle
     std::unique_lock<std::mutex> lock(mutex_);
     idle_.push_back(&self);
     if (!self.wake.wait_for(lock, kIdleTime, [&] { return self.work != nullptr; })) {

@@ -1,4 +1,4 @@
-// CallThreads: threads that CPU calls run on.
+// CallThreads: the threads on which CPU calls run.
 #ifndef EP_RUNTIME_CORE_BASE_CALL_THREADS_H_
 #define EP_RUNTIME_CORE_BASE_CALL_THREADS_H_
 
@@ -9,9 +9,10 @@
 
 namespace ep_runtime {
 
-// One thread per running call, reused, without a limit. A limit would be a deadlock: a call waits
-// for peers whose calls may still be queued behind it. Completing a call's future runs XLA
-// kernels of that device on this thread, so threads have full-size stacks.
+// Runs each call on its own thread. Threads are reused, and their number has no limit. A limit
+// could cause a deadlock, because a call waits for peers whose calls may still be queued behind it.
+// Completing a call's future runs XLA kernels of that device on the call's thread, so threads have
+// full-size stacks.
 class CallThreads {
  public:
   void Run(std::function<void()> work);
@@ -27,7 +28,7 @@ class CallThreads {
   void Start(std::function<void()> work);
 
   std::mutex mutex_;
-  std::vector<Worker*> idle_;  // the last to go idle is the first to be used again
+  std::vector<Worker*> idle_;  // the last thread to become idle is reused first
 };
 
 }  // namespace ep_runtime

@@ -9,9 +9,9 @@
 
 namespace ep_runtime {
 
-// From here on this thread treats subnormal operands and results as zero. XLA's threads do the
-// same, and both transports must give the same bits. A new thread inherits the mode of the thread
-// that created it.
+// Makes the calling thread treat subnormal operands and results as zero. XLA's threads do the same,
+// and both transports must give the same bits. A new thread inherits the mode of the thread that
+// created it.
 inline void FlushSubnormals() {
 #if defined(__SSE__)
   constexpr uint32_t kFlushToZero = 0x8000;

@@ -37,7 +37,7 @@ inline void FutexWakeOne(Word* word) {
   syscall(SYS_futex, reinterpret_cast<uint32_t*>(word), FUTEX_WAKE, 1, nullptr, nullptr, 0);
 }
 
-// Longest sleep before a waiter looks at poison, failed runs and its deadline again.
+// Longest sleep before a waiter checks for poison, failed runs and its deadline again.
 constexpr int64_t kWaitSliceNs = 100 * 1000 * 1000;
 
 // A mutex in shared memory: 0 free, 1 held, 2 held with sleepers.
@@ -45,8 +45,8 @@ class SharedLock {
  public:
   explicit SharedLock(Word* word) : word_(word) {}
 
-  // Returns false if the lock stays taken for `timeout_ns`, or once `abandoned()` says that nobody
-  // needs the lock any more. In both cases its holder is stopped or dead.
+  // Returns false if the lock stays taken for `timeout_ns`, or once `abandoned()` returns true
+  // because nobody needs the lock any more. In both cases the lock's holder is stopped or dead.
   template <typename Abandoned>
   bool Lock(int64_t timeout_ns, Abandoned abandoned) {
     uint32_t free = 0;

@@ -1,6 +1,6 @@
-// The operand `layer_index` of a call: the layer's index in its stack, plus kMadeAgain if the step
-// has made this call before, as the backward pass of a rematerialised layer does. A call made again
-// moves rows like any other, but its rows are not counted.
+// The operand `layer_index` of a call: the layer's index in its stack, plus kMadeAgain if the call
+// repeats an earlier call of the step, as in the backward pass of a rematerialised layer. A
+// repeated call moves rows like any other, but its rows are not counted.
 
 #ifndef EP_RUNTIME_CORE_BASE_LAYER_INDEX_H_
 #define EP_RUNTIME_CORE_BASE_LAYER_INDEX_H_
@@ -9,7 +9,7 @@
 
 namespace ep_runtime {
 
-// `ops/tracing/again.py` sets it. A negative index is an error with or without it.
+// `ops/tracing/again.py` adds this. A negative index is an error with or without it.
 constexpr int32_t kMadeAgain = 1 << 30;
 
 struct LayerIndex {

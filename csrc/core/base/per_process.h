@@ -1,4 +1,4 @@
-// One object of a type for each process.
+// OfThisProcess: one object of a type for each process.
 #ifndef EP_RUNTIME_CORE_BASE_PER_PROCESS_H_
 #define EP_RUNTIME_CORE_BASE_PER_PROCESS_H_
 
@@ -10,10 +10,10 @@
 namespace ep_runtime {
 
 // Returns this process's T, created on first use. A forked child gets a new one, because its
-// parent's threads and mappings are gone: it must open groups of its own.
+// parent's threads and mappings are gone: the child must open its own groups.
 //
 // T is never destroyed, because XLA's threads may still end calls while the process exits. For the
-// same reason the object of the parent leaks in a forked child.
+// same reason a forked child never destroys its copy of the parent's object.
 template <typename T>
 T& OfThisProcess() {
   static std::atomic<T*> made{nullptr};

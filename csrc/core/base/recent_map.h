@@ -13,7 +13,8 @@ namespace ep_runtime {
 template <typename Key, typename Value, size_t kMost>
 class RecentMap {
  public:
-  // Returns the value of `key`, made of `args` if the key is new, and whether the key is new.
+  // Returns the value of `key`, constructed from `args` if the key is new, and whether the key is
+  // new.
   template <typename... Args>
   std::pair<Value&, bool> Add(const Key& key, Args&&... args) {
     auto [found, is_new] = entries_.try_emplace(key, std::forward<Args>(args)...);

@@ -1,4 +1,4 @@
-// Settings: parsing of a group's settings.
+// Settings: parses a group's settings.
 #include "core/base/settings.h"
 
 #include <charconv>

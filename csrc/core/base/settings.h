@@ -22,7 +22,7 @@ class Settings {
   Status Read(const char* name, std::string* value) const;
   Status Read(const char* name, int64_t* value) const;
 
-  // Equal for two groups if all their settings are equal.
+  // All settings as text, equal for two groups if all their settings are equal.
   const std::string& lines() const { return lines_; }
 
  private:

@@ -1,4 +1,4 @@
-// Status and Error: texts of errors.
+// Status and Error: build the texts of errors.
 #include "core/base/status.h"
 
 #include <cstdio>
@@ -6,7 +6,7 @@
 namespace ep_runtime {
 namespace {
 
-// Braces are escaped too: the reader takes the first " {...}" of a line as the fields.
+// Escapes braces too, because readers take the first " {...}" of a line as the fields.
 std::string Quote(const std::string& text) {
   std::string out = "\"";
   for (unsigned char c : text) {

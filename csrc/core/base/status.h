@@ -8,7 +8,7 @@
 
 namespace ep_runtime {
 
-// Numbers follow gRPC and XLA, so that a status passes through the FFI unchanged.
+// Error codes, numbered as in gRPC and XLA, so that a status passes through the FFI unchanged.
 enum class Code : int {
   kOk = 0,
   kInvalidArgument = 3,
@@ -20,7 +20,8 @@ enum class Code : int {
   kUnauthenticated = 16,
 };
 
-// Success, or an error whose text `ep_runtime/errors.py` turns back into its class.
+// Success, or an error. `ep_runtime/errors.py` turns the error's text into an exception of the
+// right class.
 class Status {
  public:
   Status() = default;
@@ -35,8 +36,8 @@ class Status {
   std::string text_;
 };
 
-// Builds one error: `Error(Code::kAborted, "PeerLostError").Says("...").With("rank", 3)`.
-// Its text is the line "EP_RUNTIME/<class>: <message> {json fields}".
+// Builds one error: `Error(Code::kAborted, "PeerLostError").Says("...").With("rank", 3)`. The
+// error's text is the line "EP_RUNTIME/<class>: <message> {json fields}".
 class Error {
  public:
   Error(Code code, const char* class_name) : code_(code), class_name_(class_name) {}
@@ -71,7 +72,8 @@ inline Error VersionSkew(std::string message) {
   return Error(Code::kFailedPrecondition, "VersionSkewError").Says(std::move(message));
 }
 
-// A rank that would receive more rows than its slab holds, in a group with on_overflow="error".
+// Returns the error for a rank that would receive more rows than its slab holds, in a group with
+// on_overflow="error".
 inline Error OverflowError(const std::string& layer, int64_t rank, int64_t demand,
                            int64_t capacity) {
   return Error(Code::kResourceExhausted, "CapacityOverflowError")

@@ -48,8 +48,8 @@ Status Call::TimedOut(int64_t waited_ns, int64_t waiting_for) const {
       .With("waited_s", waited_s);
 }
 
-// Returns the error that ends a wait early, if there is one. A closed group ends only meetings that
-// are incomplete: a call that all ranks have joined finishes.
+// Returns the error that ends a wait early, if there is one. Closing a group ends only incomplete
+// meetings: a call that all ranks have joined finishes.
 Status Call::Look(int64_t started_ns, bool gathering, int64_t waiting_for) const {
   EP_RETURN_IF_ERROR(group().RunFailure(context_.run));
   EP_RETURN_IF_ERROR(
@@ -60,20 +60,21 @@ Status Call::Look(int64_t started_ns, bool gathering, int64_t waiting_for) const
   return TimedOut(waited_ns, waiting_for);
 }
 
-// Returns how long a wait may sleep: until its budget ends, and briefly enough to notice poison or
-// a failed run.
+// Returns how long a wait may sleep: at most until its budget ends, and short enough to notice
+// poison or a failed run.
 int64_t Call::SliceNs(int64_t started_ns) const {
   const int64_t left_ns = started_ns + group().options().op_timeout_ns - NowNs();
   return std::clamp(left_ns, int64_t{100'000}, kWaitSliceNs);
 }
 
-// While ranks of several processes gather, looks for ranks that will never join. Late ranks are
-// waited for. If the wait reaches its budget, the error names the calls that missed each other.
+// While ranks of several processes gather, looks for ranks that will never join. A rank that is
+// only late is no error. If the wait reaches its budget, the error names the calls that do not
+// match.
 Status Call::LookForAbsent(MeetingPlace& place, const MeetingSlot& slot, int64_t first_rank,
                            int64_t started_ns) const {
   if (!group().several_processes()) return Status();
   for (int rank = 0; rank < place.ranks(); ++rank) {
-    // HasLeft before Joined, because a rank joins its last call before its process leaves.
+    // Check HasLeft before Joined, because a rank joins its last call before its process leaves.
     if (group().HasLeft(first_rank + rank) && !place.Joined(slot, rank)) {
       return group().LeftError(context_.layer.name, context_.op, first_rank + rank);
     }
@@ -96,7 +97,8 @@ Status Call::LookForAbsent(MeetingPlace& place, const MeetingSlot& slot, int64_t
           .With("layer", context_.layer.name)
           .With("op", std::string(OpName(context_.op)))
           .With("calls", misfit.text);
-  // Under the other meeting's name for the run, because its ranks do not know this one.
+  // Publish under the other meeting's name for the run, because its ranks do not know this run's
+  // name.
   group().FailElsewhere(misfit.other, error);
   return error;
 }
@@ -111,7 +113,8 @@ Status Call::FailedOnPeer(int64_t rank) const {
       .With("epoch", static_cast<int64_t>(record_.epoch));
 }
 
-// Records the error for the other calls of this run, before any of them wakes up to look for it.
+// Records the error for the other calls of this run, before any of them wakes up and checks for
+// errors.
 Status Call::Failed(Status error) {
   group().FailRun(context_.run, error);
   return error;
@@ -127,7 +130,8 @@ Status Call::Meet(MeetingPlace& place, int rank, int64_t first_rank, const Verdi
   MeetingSlot* slot = nullptr;
   Status joined = place.Join(tag, rank, verdict, &slot);
   if (!joined.ok()) {
-    EP_RETURN_IF_ERROR(Look(started_ns, /*gathering=*/true, -1));  // poison gives the better error
+    EP_RETURN_IF_ERROR(Look(started_ns, /*gathering=*/true, -1));  // if the group is poisoned, that
+                                                                   // error is clearer
     return joined;
   }
   for (;;) {
@@ -151,8 +155,8 @@ Status Call::Meet(MeetingPlace& place, int rank, int64_t first_rank, const Verdi
   return Status();
 }
 
-// Tallies the peers that came after this rank to a call that all ranks have joined. A rank waits
-// until the last peer has come, so the whole wait is charged to that peer.
+// Tallies the peers that joined the call after this rank, once all ranks have joined. A rank waits
+// until the last peer joins, so the whole wait is charged to that peer.
 void Call::TallyArrivals() {
   int64_t last = -1;
   int64_t longest_ns = 0;
@@ -221,7 +225,8 @@ Status Call::Await(int64_t source, uint32_t phase) {
   for (;;) {
     const uint32_t seen = word.load(std::memory_order_acquire);
     if (seen >= phase) break;
-    // `failed` before Look, because a peer publishes its error before it sets `failed`.
+    // Read `failed` before calling Look, because a peer publishes its error before it sets
+    // `failed`.
     const bool peer_failed = failed.load(std::memory_order_acquire) != 0;
     EP_RETURN_IF_ERROR(Look(started_ns, /*gathering=*/false, first_rank_ + source));
     if (peer_failed) return FailedOnPeer(first_rank_ + source);

@@ -21,15 +21,16 @@ struct CallContext {
   OpCode op = OpCode::kNone;
   int64_t world_rank = 0;
   uint32_t handle = 0;
-  int64_t row_alignment = 1;  // of zones in this call's slab; divides the layer's alignment
+  int64_t row_alignment = 1;  // alignment of zones in this call's slab; divides the layer's
+                              // alignment
   CallKey key{};
   uint64_t run = 0;  // XLA's id of the run in this process
   CallSite site{};
-  bool counts = true;  // false: rows are not counted, because the step makes the call again
+  bool counts = true;  // false: rows are not counted, because the call repeats an earlier one
 };
 
-// One rank's part of one call. Between Run's meeting and its end the ranks of the domain share a
-// lane: each writes its part of its peers' windows, signals a phase, and awaits theirs.
+// One rank's part of one call. From Run's meeting to Run's end the ranks of the domain share a
+// lane: each writes its part of its peers' windows, signals a phase, and awaits the peers' signals.
 //
 // Every wait is bounded and ends early when the generation is poisoned or the run has failed.
 class Call {
@@ -39,15 +40,15 @@ class Call {
   Call(const Call&) = delete;
   Call& operator=(const Call&) = delete;
 
-  // Meets the peers, runs `body` with the lane, and gives the lane back. An error of any rank ends
-  // the call on all ranks.
+  // Waits until all peers have joined the call, runs `body` with the lane, and returns the lane. An
+  // error of any rank ends the call on all ranks.
   Status Run(const std::function<Status(Call&)>& body);
 
   // Exchanges the demand of every rank of the world, after Run, in a group with
   // on_overflow="error". Either all ranks return the same CapacityOverflowError, or none does.
   Status GatherVerdict(int64_t demand, int64_t capacity);
 
-  // Tells the peers that this rank has finished writing `phase` (1, 2, ...) to their windows.
+  // Signals to the peers that this rank has finished writing `phase` (1, 2, ...) to their windows.
   void Signal(uint32_t phase);
   // Waits until EP rank `source` has signalled `phase`.
   Status Await(int64_t source, uint32_t phase);
@@ -59,10 +60,11 @@ class Call {
   Alignments alignments() const { return {layer().alignment, context_.row_alignment}; }
   int64_t ep_rank() const { return ep_rank_; }
   int64_t ep_size() const { return ep_size_; }
-  // All EP ranks, this rank first and then around the ring: the order of sources and destinations.
+  // Returns all EP ranks in the order in which this rank visits sources and destinations: this rank
+  // first, then the next ranks, cyclically.
   std::vector<int64_t> Ring() const;
 
-  // Parts of EP rank `dest`'s lane that `source` writes.
+  // Return the parts of EP rank `dest`'s lane that `source` writes.
   uint8_t* Rows(int64_t dest, int64_t source) const {
     return group().Rows(first_rank_ + dest, record_.lane, source);
   }

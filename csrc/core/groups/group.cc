@@ -1,4 +1,4 @@
-// Group: opening, errors and closing of a group.
+// Group: opens and closes a group, and builds its errors.
 #include "core/groups/group.h"
 
 #include <unistd.h>
@@ -69,7 +69,7 @@ Status Group::CheckLocalRanks() {
   return Status();
 }
 
-// Checks that ranks which share windows are all on this node or all on others.
+// Checks that the EP groups of local ranks have the windows of all their ranks on this node.
 Status Group::CheckHere(const std::vector<int>& window_fds) {
   num_here_ = sizes().world_size;
   if (window_fds.empty()) return Status();
@@ -169,7 +169,7 @@ Status Group::LeftError(const std::string& layer_name, OpCode op, int64_t world_
       .With("generation", static_cast<int64_t>(options_.generation));
 }
 
-// Names who ended the group, and by which command.
+// Returns who ended the group, and with which command.
 std::string Group::By(const char* command) const {
   const uint32_t uid = header_->poison_uid.load(std::memory_order_relaxed);
   const uint32_t pid = header_->poison_pid.load(std::memory_order_relaxed);
@@ -189,7 +189,7 @@ Error Group::PeerLost() const {
   const int64_t rank = header_->poison_rank.load(std::memory_order_relaxed);
   const bool known = rank >= 0 && rank < sizes().world_size;
   const int64_t pid = known ? ranks_[rank].pid : 0;
-  // Perhaps no process is gone: ranks that live but cannot reach each other are lost too.
+  // The process may still be alive: ranks that cannot reach each other count as lost too.
   std::string who = "a peer";
   if (known && pid > 0) who = "process " + std::to_string(pid) + " of rank " + std::to_string(rank);
   if (known && pid == 0) who = "the process of rank " + std::to_string(rank) + ", on another node,";
@@ -199,7 +199,8 @@ Error Group::PeerLost() const {
       .With("process", pid);
 }
 
-// The process whose session was fenced gets another error class than its peers.
+// Returns the error after a fence. The process whose session was fenced gets another error class
+// than its peers.
 Error Group::Fenced() const {
   const int64_t rank = header_->poison_rank.load(std::memory_order_relaxed);
   const bool known = rank >= 0 && rank < sizes().world_size;
@@ -269,15 +270,15 @@ Status Group::RunFailure(uint64_t run) {
 }
 
 void Group::FailRun(uint64_t run, const Status& error) {
-  if (Poisoned()) {  // poison already ends every run
+  if (Poisoned()) {  // poison ends every run anyway
     RecordError(error.text());
     return;
   }
   Runs& runs = ThisProcessRuns();
   runs.failed_runs.Add(run, error, [&] {
     if (!several_processes()) return;
-    // Processes that have not reached this site will still reach it, because everything it depends
-    // on is done on all devices.
+    // Processes that have not reached this site will still reach it, because all work that it
+    // depends on is done on all devices.
     const auto reached = runs.launches.ReachedIn(run);
     if (!reached.empty()) failures_.Publish(reached.front(), error);
   });

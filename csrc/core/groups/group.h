@@ -33,20 +33,20 @@ struct GroupOptions {
   int64_t op_timeout_ns;
   bool error_on_overflow;
   CombinePrecision combine_precision;
-  bool debug;                        // check indices, and fill undefined memory with 0xFF
+  bool debug;                        // true: checks indices, and fills undefined memory with 0xFF
   std::vector<int64_t> local_ranks;  // world ranks that this process drives
   int64_t window_bytes =
       0;  // size of windows that a GroupDevice maps; 0: windows are in host memory
-  bool tell_progress = true;  // devices write their progress to the board
+  bool tell_progress = true;  // true: devices write their progress to the board
 };
 
 // The part of a group on devices other than the CPU. It is created before the group's first call.
 class GroupDevice {
  public:
   virtual ~GroupDevice() = default;
-  // Unmaps memory. Called once no call is running.
+  // Unmaps memory. The group calls this once no call is running.
   virtual void Close() = 0;
-  // Returns the first error that a device left since the last TakeError, or "".
+  // Returns the first error that a device recorded since the last TakeError, or "".
   virtual std::string TakeError() = 0;
   virtual void FillStaging(int byte) = 0;
 };
@@ -55,8 +55,8 @@ class GroupDevice {
 // shared_ptr, so memory stays mapped until the last call has returned.
 class Group {
  public:
-  // Maps board and windows (one fd per world rank, -1 for a rank of another node, no fds for
-  // windows on a device) and checks that the board is this group's.
+  // Maps board and windows, and checks that the board belongs to this group. `window_fds` has one
+  // fd per world rank, -1 for a rank of another node; it is empty if windows are on devices.
   static Status Open(GroupOptions options, int board_fd, const std::vector<int>& window_fds,
                      std::shared_ptr<Group>* out);
 
@@ -70,7 +70,7 @@ class Group {
   RankTally& tally(int64_t world_rank) { return tallies_[world_rank]; }
   HandleRecord& handle_record(uint32_t index) { return handles_[index]; }
 
-  // Parts of `lane` in the window of `world_rank` that EP rank `source` writes.
+  // Return the parts of `lane` in the window of `world_rank` that EP rank `source` writes.
   uint8_t* Rows(int64_t world_rank, int lane, int64_t source) const {
     return LaneStart(world_rank, lane) + source * lane_layout_.source_rows_bytes;
   }
@@ -83,24 +83,25 @@ class Group {
                                       source * lane_layout_.source_counts_bytes);
   }
 
-  // True if other processes drive some ranks of this node, or, without window fds, of the world.
+  // Whether other processes drive some ranks of this node, or, without window fds, of the world.
   bool several_processes() const { return num_local_ < num_here_; }
-  // The lowest world rank of this node, whose process counts calls on the board.
+  // Returns the lowest world rank of this node, whose process counts calls on the board.
   int64_t first_here() const { return first_here_; }
   bool IsLocal(int64_t world_rank) const { return local_[world_rank]; }
-  // True once the rank's process has closed the group, after its last call has ended.
+  // Whether the rank's process has closed the group, which it does after its last call has ended.
   bool HasLeft(int64_t world_rank) const {
     return ranks_[world_rank].left.load(std::memory_order_acquire) != 0;
   }
   Status LeftError(const std::string& layer_name, OpCode op, int64_t world_rank) const;
 
-  // Success while the generation may be used, otherwise the error with which every call leaves it.
+  // Returns success while the generation may be used, otherwise the error with which every call
+  // ends.
   Status Alive(const std::string& layer_name, OpCode op, int64_t epoch) const;
   // Like Alive, for the first call of `run` in this process. A run that began before the poison
-  // goes on to its end; otherwise some devices would wait in an XLA collective for devices whose
+  // continues to its end; otherwise some devices would wait in an XLA collective for devices whose
   // calls failed.
   Status AtStart(uint64_t run, const std::string& layer_name, OpCode op);
-  // True once every call must leave the generation.
+  // Whether every call of the generation must end.
   bool Poisoned() const;
   bool closed() const { return calls_.closed(); }
   Status ClosedError(const std::string& layer_name) const;
@@ -108,12 +109,12 @@ class Group {
   // Counts running calls; false once the group is closed.
   bool BeginCall() { return calls_.Begin(); }
   void EndCall() { calls_.End(); }
-  // Refuses further calls and waits, at most `timeout_ns`, for the running ones.
+  // Refuses further calls and waits at most `timeout_ns` for running calls.
   void Close(int64_t timeout_ns);
 
   // Returns the error of a failed run, even if it failed in another process.
   Status RunFailure(uint64_t run);
-  // Ends that run everywhere with `error`, unless it has failed already.
+  // Ends the run in all processes with `error`, unless it has failed already.
   void FailRun(uint64_t run, const Status& error);
   // Ends a run that only other processes take part in.
   void FailElsewhere(const Launches::Reached& reached, const Status& error) {
@@ -124,11 +125,12 @@ class Group {
   // Returns the first error since the last TakeError, or "".
   std::string TakeError();
 
-  // Fills every lane of every window. Tests prove with it that stale bytes do not leak.
+  // Fills every lane of every window. Tests use this to show that stale bytes do not leak.
   void FillStaging(int byte);
 
   const BoardHeader& header() const { return *header_; }
-  // Writes the host's time to the board, because devices write records but their clocks differ.
+  // Writes the host's time to the board, because devices write times to records and their own
+  // clocks differ.
   void TellTime() {
     header_->now_ns.store(static_cast<uint64_t>(NowNs()), std::memory_order_relaxed);
   }

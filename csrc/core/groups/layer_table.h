@@ -27,15 +27,15 @@ class LayerTable {
     return last_group_id_;
   }
 
-  // Returns null if that group is not open.
+  // Returns the group, or null if it is not open.
   std::shared_ptr<GroupOf> FindGroup(int64_t id) const {
     std::shared_lock<std::shared_mutex> lock(mutex_);
     auto found = groups_.find(id);
     return found == groups_.end() ? nullptr : found->second;
   }
 
-  // Removes and returns the group, or returns null. Its layers stay known, so that their calls can
-  // say that the group is closed.
+  // Removes and returns the group, or returns null. Its layers stay in the table, so that errors of
+  // their calls can name the closed group.
   std::shared_ptr<GroupOf> RemoveGroup(int64_t id) {
     std::unique_lock<std::shared_mutex> lock(mutex_);
     auto found = groups_.find(id);
@@ -88,7 +88,7 @@ class LayerTable {
     return found == layers_.end() ? std::to_string(layer_id) : found->second.layer.name;
   }
 
-  // Finds the open layer and its group, or returns the StaleHandleError that says why it cannot.
+  // Finds the open layer and its group. Otherwise returns a StaleHandleError with the reason.
   Status Resolve(uint64_t layer_id, uint64_t fingerprint, LayerOf* layer,
                  std::shared_ptr<GroupOf>* group) const {
     std::shared_lock<std::shared_mutex> lock(mutex_);
@@ -111,7 +111,7 @@ class LayerTable {
   struct Registered {
     LayerOf layer;
     int64_t group_id;
-    std::shared_ptr<GroupOf> group;  // null once closed; the other fields stay for errors
+    std::shared_ptr<GroupOf> group;  // null once closed; errors still use the other fields
     std::string group_name;
     uint64_t generation;
   };

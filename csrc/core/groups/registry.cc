@@ -1,4 +1,4 @@
-// Registry: open groups over windows.
+// Registry: open groups that use windows.
 #include "core/groups/registry.h"
 
 #include "core/base/per_process.h"

@@ -1,4 +1,4 @@
-// Registry: open groups over windows.
+// Registry: open groups that use windows.
 #ifndef EP_RUNTIME_CORE_GROUPS_REGISTRY_H_
 #define EP_RUNTIME_CORE_GROUPS_REGISTRY_H_
 
@@ -25,7 +25,7 @@ struct LayerEntry {
 // Open groups of this process whose rows travel through windows, and their layers.
 class Registry : public LayerTable<LayerEntry, Group> {
  public:
-  // Also fails if the board has no room for a layer's handles.
+  // Like LayerTable::AddLayers, but also fails if the board has no room for a layer's handles.
   Status AddLayers(int64_t group_id, const std::vector<LayerEntry>& layers);
 };
 

@@ -24,8 +24,8 @@ class RunningCalls {
     std::lock_guard<std::mutex> lock(mutex_);
     if (--running_ == 0) none_.notify_all();
   }
-  // Refuses further calls and waits at most `timeout_ns` for the running ones. Returns false if
-  // some still run.
+  // Refuses further calls and waits at most `timeout_ns` for running calls. Returns false if some
+  // still run.
   bool Close(int64_t timeout_ns) {
     std::unique_lock<std::mutex> lock(mutex_);
     closed_.store(true, std::memory_order_release);

@@ -1,4 +1,4 @@
-// Errors for a layer id that leads to no open group, in the same words for every transport.
+// Errors for a layer id without an open group, with the same texts for every transport.
 #ifndef EP_RUNTIME_CORE_GROUPS_STALE_H_
 #define EP_RUNTIME_CORE_GROUPS_STALE_H_
 
@@ -10,7 +10,7 @@
 
 namespace ep_runtime {
 
-// An error with `message`, and the layer, group and generation as its fields.
+// Returns an error with `message`, and the layer, group and generation as its fields.
 inline Error StaleLayer(std::string message, const std::string& layer, const std::string& group,
                         uint64_t generation) {
   return Stale(std::move(message))

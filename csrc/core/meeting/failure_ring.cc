@@ -1,4 +1,4 @@
-// FailureRing: failed runs on the board.
+// FailureRing: publishes and reads failed runs on the board.
 #include "core/meeting/failure_ring.h"
 
 #include <algorithm>
@@ -8,8 +8,8 @@
 namespace ep_runtime {
 namespace {
 
-// Cuts `text` to `bytes` if it is longer. Drops its JSON fields, so that readers can still parse
-// it.
+// Cuts `text` to `bytes` if it is longer. Then its JSON fields are dropped, so that readers can
+// still parse the text.
 std::string Fitting(const std::string& text, size_t bytes) {
   static const std::string kNoFields = " {}";
   if (text.size() <= bytes) return text;
@@ -46,7 +46,7 @@ void FailureRing::Import(FailedRuns* runs) {
   for (; next < claimed; ++next) {
     const FailureRecord& record = records_[next % kFailureRecords];
     const uint64_t ticket = record.ticket.load(std::memory_order_acquire);
-    if (ticket < next + 1) break;  // the writer is about to finish this record
+    if (ticket < next + 1) break;  // a writer has claimed this record but not finished it
     if (ticket > next + 1) continue;
     const Launches::Reached reached{record.site_name, record.launch};
     const auto code = static_cast<Code>(record.code);

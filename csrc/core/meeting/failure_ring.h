@@ -1,4 +1,4 @@
-// FailureRing: failed runs on the board.
+// FailureRing: publishes and reads failed runs on the board.
 #ifndef EP_RUNTIME_CORE_MEETING_FAILURE_RING_H_
 #define EP_RUNTIME_CORE_MEETING_FAILURE_RING_H_
 
@@ -12,15 +12,18 @@
 
 namespace ep_runtime {
 
-// Failed runs on the board, so that a run that fails in one process ends in all of them.
+// Publishes failed runs on the board, so that a run that fails in one process ends in all
+// processes.
 class FailureRing {
  public:
   FailureRing() = default;
 
-  // Reads failures published from now on only, because earlier runs are over.
+  // Attaches the ring to a board. Import reads only failures published later, because earlier runs
+  // are over.
   void Bind(BoardHeader* header, FailureRecord* records);
 
-  // `reached` identifies the run by a call site that this process has reached in it.
+  // Publishes a failed run. `reached` identifies the run by a call site that this process has
+  // reached in the run.
   void Publish(const Launches::Reached& reached, const Status& error);
   // Adds failures published since the last Import to `runs`.
   void Import(FailedRuns* runs);

@@ -1,4 +1,4 @@
-// MeetingPlace: joining, granting lanes and leaving.
+// MeetingPlace: lets ranks join and leave calls, and grants lanes.
 #include "core/meeting/meeting.h"
 
 #include <unistd.h>
@@ -8,7 +8,8 @@
 namespace ep_runtime {
 namespace {
 
-// Critical sections last microseconds. If a lock is held longer, its holder is stopped or dead.
+// Critical sections last microseconds. If a lock is held longer than this, its holder is stopped or
+// dead.
 constexpr int64_t kLockBudgetNs = 20'000'000'000;
 
 uint32_t HashOf(const CallKey& key) {
@@ -18,7 +19,7 @@ uint32_t HashOf(const CallKey& key) {
 
 class Locked {
  public:
-  // Nobody takes over the lock of a dead holder. Its peers leave when its death poisons the
+  // The lock of a dead holder is never released. Its peers leave when its death poisons the
   // generation.
   Locked(Control* control, const PoisonWatch& poison)
       : lock_(&control->lock), held_(lock_.Lock(kLockBudgetNs, [&] { return poison.poisoned(); })) {
@@ -201,7 +202,7 @@ void MeetingPlace::RemoveFromReady(MeetingSlot* slot) {
 
 void MeetingPlace::Leave(MeetingSlot* slot, bool failed) {
   Locked lock(control_, poison_);
-  if (!lock.held()) return;  // the generation is dead; its board is formatted before reuse
+  if (!lock.held()) return;  // the generation is over; the board is formatted before reuse
   const uint32_t state = slot->state.load(std::memory_order_relaxed);
   if (failed && (state == kSlotGathering || state == kSlotQueued)) {
     if (state == kSlotQueued) RemoveFromReady(slot);

@@ -1,4 +1,4 @@
-// The place where the ranks of one call find each other.
+// MeetingPlace: lets the ranks of a call find each other.
 //
 // Devices start independent calls in different orders. So ranks meet by the call's key, and only
 // the last rank to arrive takes a lane: ranks that took lanes before all have met could deadlock.
@@ -15,14 +15,14 @@
 
 namespace ep_runtime {
 
-// Names one call of one program run, the same on every rank.
+// Identifies one call of one program run, with the same value on every rank.
 struct CallKey {
-  uint64_t call;    // call site, and how often it ran before in this run
+  uint64_t call;    // number of the call site, and how often the site ran before in this run
   uint64_t launch;  // number of the launch; XLA's run id if one process drives all ranks
 };
 
-// The call site behind a key, by the name all processes share. Zeros if one process drives all
-// ranks.
+// The call site of a key, by the name that all processes share. All fields are 0 if one process
+// drives all ranks.
 struct CallSite {
   uint64_t name;
   uint32_t ordinal;     // index among this process's sites of the same layer, handle and op
@@ -45,7 +45,7 @@ struct Verdict {
   int64_t capacity = 0;
 };
 
-// The word that ends every wait of a generation, and the generation.
+// The word on the board that ends every wait of a generation, and the generation.
 struct PoisonWatch {
   const Word64* word;
   uint64_t generation;
@@ -56,7 +56,7 @@ struct PoisonWatch {
 // gathers a verdict. Pointers stay valid as long as the board is mapped.
 class MeetingPlace {
  public:
-  // Meetings that changed more recently than this are not searched for misfits.
+  // Only meetings that have not changed for this long are searched for misfits.
   static constexpr int64_t kMisfitNs = 4'000'000'000;
 
   MeetingPlace() = default;
@@ -66,24 +66,24 @@ class MeetingPlace {
   // meeting keeps the verdict of the lowest rank that has one.
   Status Join(const CallTag& tag, int rank, const Verdict& verdict, MeetingSlot** slot);
 
-  // Leaves a joined slot; the last one out frees the lane and grants the next meeting.
+  // Leaves a joined slot; the last rank to leave frees the lane and grants it to the next meeting.
   void Leave(MeetingSlot* slot, bool failed);
 
   Lane& lane(int index) const { return lanes_[index]; }
   Word& phase(int lane, int rank) const { return phases_[lane * ranks_ + rank].phase; }
-  // Time when that rank came to the call that holds the lane. Before the rank's first signal it may
+  // When the rank joined the call that holds the lane. Before the rank's first signal this may
   // still be the time of an earlier call.
   Word64& joined_ns(int lane, int rank) const { return phases_[lane * ranks_ + rank].joined_ns; }
   int ranks() const { return static_cast<int>(ranks_); }
 
-  // The lowest rank that has not joined, or -1.
+  // Returns the lowest rank that has not joined, or -1.
   int FirstMissing(const MeetingSlot& slot) const;
   bool Joined(const MeetingSlot& slot, int rank) const {
     return slot.arrived[rank / 64].load(std::memory_order_acquire) >> (rank % 64) & 1;
   }
 
-  // Another meeting of the same layer, handle and op, where the ranks wait that `slot` misses. Both
-  // meetings have not changed for kMisfitNs.
+  // Another meeting of the same layer, handle and op, in which ranks wait that are missing from
+  // `slot`. Both meetings have not changed for kMisfitNs.
   struct Misfit {
     std::string text;  // names both meetings; empty without a misfit
     Launches::Reached other{};

@@ -1,4 +1,5 @@
-// Finds calls that can never meet. Processes whose programs differ give one call different names.
+// Finds two meetings that can never be complete, because processes with different programs give one
+// call different names.
 
 #include <array>
 #include <string>
@@ -63,8 +64,9 @@ MeetingPlace::Misfit MeetingPlace::FindMisfit(const MeetingSlot& slot) {
     }
     found.text = Describe(slot) + ", " + Describe(each);
     found.other = {each.site_name, static_cast<uint32_t>(each.key[1])};
-    // By now every site of this run's program has a name here, so an unknown name belongs to
-    // another program. If XLA's ids of the run differ, only the wait's budget decides.
+    // By now this process has named every site of the run's program, so an unknown name belongs to
+    // another program. If XLA's run ids of the two meetings differ, the misfit is not certain, and
+    // the wait lasts for its budget.
     found.certain = each.run == slot.run && !ThisProcessRuns().site_names.Contains(each.site_name);
   }
   lock.Unlock();

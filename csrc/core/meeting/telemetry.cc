@@ -54,7 +54,7 @@ void RankTelemetry::Granted(CallRecord* call, int32_t lane, uint64_t epoch) {
 void RankTelemetry::Close(CallRecord* call, int64_t rows, int64_t dropped_rows, int64_t now_ns) {
   std::lock_guard<std::mutex> lock(mutex_);
   open_.erase(std::remove(open_.begin(), open_.end(), call), open_.end());
-  // While no call is open, the record shows the last one.
+  // While no call is open, the record shows the last call.
   last_ = CallRecord();
   last_.state = RankState::kIdle;
   last_.op = call->op;

@@ -29,8 +29,8 @@ class RankTelemetry {
 
   void Open(CallRecord* call);
   void Update(CallRecord* call, RankState state, int32_t waiting_for);
-  // Says that the call has a lane and runs. Other calls of the rank may read `call` meanwhile, but
-  // only these methods write it.
+  // Records that the call has a lane and runs. Other calls of the rank may read `call` meanwhile,
+  // but only these methods write it.
   void Granted(CallRecord* call, int32_t lane, uint64_t epoch);
   void Close(CallRecord* call, int64_t rows, int64_t dropped_rows, int64_t now_ns);
 

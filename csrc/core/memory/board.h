@@ -1,6 +1,6 @@
 // The shared board of a group. `ep_runtime/board_abi.py` repeats these structs field by field, and
-// a test compares sizes and offsets. The daemon formats the board; clients write records and meet
-// on it.
+// a test compares sizes and offsets. The daemon formats the board; clients write records and join
+// calls on it.
 #ifndef EP_RUNTIME_CORE_MEMORY_BOARD_H_
 #define EP_RUNTIME_CORE_MEMORY_BOARD_H_
 
@@ -14,7 +14,8 @@ namespace ep_runtime {
 constexpr uint64_t kBoardMagic = 0x3144'5241'4F42'5045;  // "EPBOARD1" in memory
 constexpr uint32_t kBoardVersion = 4;
 constexpr uint32_t kMaxHandles = 16384;
-constexpr uint32_t kMaxLoads = 1024;   // the first handles so many have their load on the board
+constexpr uint32_t kMaxLoads = 1024;   // handles that have their load on the board: the first so
+                                       // many
 constexpr uint32_t kTallyOps = 8;      // one for each OpCode before kCopies
 constexpr uint32_t kTimeBuckets = 24;  // see BucketOf
 constexpr uint32_t kBucketBits = 12;
@@ -42,7 +43,7 @@ enum class OpCode : uint32_t {
   kCombine = 3,
   kDispatchBwd = 4,
   kCombineBwd = 5,
-  kBlock = 6,  // while block calls run, records show the ops above
+  kBlock = 6,  // records do not show this: while block calls run, they show the ops above
   kBlockBwd = 7,
   kCopies = 8  // weights of copied experts, or their gradients
 };
@@ -63,7 +64,7 @@ struct BoardHeader {
   uint32_t version;
   uint32_t world_size;
   uint64_t generation;
-  Word64 poison_generation;  // a client leaves when this reaches its own generation
+  Word64 poison_generation;  // a client leaves once this is at least its own generation
   std::atomic<uint32_t> poison_reason;
   std::atomic<int32_t> poison_rank;
   uint32_t ep_size;
@@ -81,20 +82,21 @@ struct BoardHeader {
   uint64_t domain_bytes;
   uint64_t failures_offset;
   Word64 failures;  // failure records claimed so far
-  // CLOCK_MONOTONIC as the daemon and the processes last wrote it, for devices, which cannot read
-  // it.
+  // CLOCK_MONOTONIC as the daemon or a process last wrote it, because devices cannot read that
+  // clock.
   Word64 now_ns;
   uint64_t device_rows_offset;  // [W][kMaxHandles] DeviceRows; 0 if windows are in host memory
   uint64_t tallies_offset;      // [W] tallies of `tally_bytes` each, see memory/tally.h
   uint64_t tally_bytes;
-  // Process that gave the order or replaced the group; both 0 if unknown.
+  // The process that ordered the poison or replaced the group; both 0 if unknown.
   std::atomic<uint32_t> poison_uid;
   std::atomic<uint32_t> poison_pid;
   char poison_note[80];  // host and reason, UTF-8 with a zero at its end
 };
 static_assert(sizeof(BoardHeader) == 256);
 
-// The one process that drives the rank writes this. `sequence` is odd while it writes.
+// Record of a rank, written by the one process that drives the rank. `sequence` is odd during a
+// write.
 struct RankRecord {
   Word sequence;
   uint32_t state;
@@ -110,15 +112,15 @@ struct RankRecord {
   uint64_t rows;
   uint64_t dropped_rows;
   uint32_t open_calls;
-  uint32_t pid;  // of the process that drives the rank, in its own pid namespace
-  Word left;     // 1 once that process has closed the group: the rank joins no further call
+  uint32_t pid;  // pid of the process that drives the rank, in that process's pid namespace
+  Word left;     // 1: that process has closed the group, and the rank joins no further call
   uint8_t reserved[36];
 };
 static_assert(sizeof(RankRecord) == 128);
 
-// Every rank of the group writes this, so counters are atomic; of other fields the last write
-// stays. Devices can only store. They store `calls` if they drive a node's first rank, and `rounds`
-// if they drive an EP group's first rank and the word is smaller, but never `rows` or
+// Record of a handle. Every rank of the group writes it, so counters are atomic; other fields keep
+// the last write. Devices can store but not add. A node's first rank stores `calls`, and an EP
+// group's first rank stores `rounds` if the present value is smaller; devices never store `rows` or
 // `dropped_rows`.
 struct HandleRecord {
   Word state;
@@ -130,8 +132,8 @@ struct HandleRecord {
   Word64 rows;
   Word64 dropped_rows;
   Word64 updated_ns;
-  // Chunks that calls ran beyond one each, because a rank had more rows than its workspace holds.
-  // Counts the EP group that ran the most.
+  // Chunks that calls ran beyond the first, because a rank had more rows than its workspace holds.
+  // The value is of the EP group that ran the most.
   Word64 rounds;
 };
 static_assert(sizeof(HandleRecord) == 64);
@@ -144,8 +146,8 @@ struct DeviceRows {
 };
 static_assert(sizeof(DeviceRows) == 16, "stored at once");
 
-// Time of one op's calls on one rank since the group formed. For `wait_ns` of it they waited for
-// peers.
+// Time of one op's calls on one rank since the group formed. `wait_ns` is the part of `time_ns`
+// spent waiting for peers.
 struct OpRecord {
   Word64 calls;
   Word64 time_ns;
@@ -158,12 +160,12 @@ static_assert(sizeof(OpRecord) == 448);
 
 // How long one rank's calls of one op waited for one peer.
 struct PeerRecord {
-  Word64 arrival_ns;  // sum of how much later than this rank the peer came
-  Word64 wait_ns;     // share of the rank's wait that this peer ended, as the last to come
+  Word64 arrival_ns;  // sum of how much later than this rank the peer joined
+  Word64 wait_ns;     // sum of the rank's waits that this peer ended, as the last to join
 };
 static_assert(sizeof(PeerRecord) == 16, "stored at once");
 
-// Load of one handle's calls on one rank. u64 [L] follow: rows of each local expert.
+// Load of one handle's calls on one rank. It is followed by u64 [L], the rows of each local expert.
 struct LoadRecord {
   Word64 calls;
   Word64 time_ns;
@@ -172,8 +174,9 @@ struct LoadRecord {
 };
 static_assert(sizeof(LoadRecord) == 32);
 
-// Bucket b counts times below 2^(kBucketBits + b) ns and not below half of that. The last bucket
-// also counts all longer times.
+// Returns the bucket of a time. Bucket b counts times from 2^(kBucketBits + b - 1) to
+// 2^(kBucketBits + b) ns. The first bucket also counts all shorter times, the last all longer
+// times.
 constexpr uint32_t BucketOf(uint64_t ns) {
   uint32_t bucket = 0;
   for (uint64_t left = ns >> kBucketBits; left != 0 && bucket < kTimeBuckets - 1; left >>= 1) {
@@ -186,16 +189,16 @@ constexpr uint32_t BucketOf(uint64_t ns) {
 // kFailureRecords.
 struct FailureRecord {
   Word64 ticket;       // n + 1 once the other fields are written
-  uint64_t site_name;  // a call site that the run reached, by the name all processes share
-  uint32_t launch;     // launch of the program with that site
+  uint64_t site_name;  // a call site that the run reached, by the name that all processes share
+  uint32_t launch;     // number of the launch of the program with that site
   uint32_t code;
   uint32_t bytes;
   char text[996];
 };
 static_assert(sizeof(FailureRecord) == 1024);
 
-// Head of a meeting place. Lanes, phase words, hash heads and slots follow it. Slot indices are
-// stored plus one, so that a zeroed board is empty.
+// Head of a meeting place. It is followed by lanes, phase words, hash heads and slots. Slot indices
+// are stored plus one, so that a zeroed board is empty.
 struct Control {
   Word lock;
   uint32_t ranks;
@@ -224,7 +227,7 @@ static_assert(sizeof(Lane) == 64);
 struct PhaseWord {
   Word phase;
   uint32_t reserved0;
-  Word64 joined_ns;  // when the source came to that call
+  Word64 joined_ns;  // when the source joined that call
   uint8_t reserved[48];
 };
 static_assert(sizeof(PhaseWord) == 64);
@@ -232,7 +235,7 @@ static_assert(sizeof(PhaseWord) == 64);
 enum SlotState : uint32_t {
   kSlotFree = 0,
   kSlotGathering = 1,
-  kSlotQueued = 2,  // all ranks are here, but no lane is free
+  kSlotQueued = 2,  // all ranks have joined, but no lane is free
   kSlotGranted = 3,
   kSlotFailed = 4
 };
@@ -257,7 +260,7 @@ struct MeetingSlot {
   uint64_t site_name;   // the same in every process; 0 if one process drives all ranks
   uint32_t site_ordinal;
   uint32_t repetition;
-  uint64_t run;  // XLA's id in the process that came first; other processes may have another
+  uint64_t run;  // XLA's id in the process that joined first; other processes may have other ids
   uint8_t reserved[8];
 };
 static_assert(sizeof(MeetingSlot) == 256);

@@ -1,4 +1,4 @@
-// Arithmetic of windows and slabs. `ep_runtime/board.py` and `ep_runtime/layout.py` hold the same
+// Arithmetic of windows and slabs. `ep_runtime/board.py` and `ep_runtime/layout.py` have the same
 // formulas in Python.
 #ifndef EP_RUNTIME_CORE_MEMORY_LAYOUT_H_
 #define EP_RUNTIME_CORE_MEMORY_LAYOUT_H_
@@ -25,42 +25,42 @@ struct GroupSizes {
   int64_t max_top_k;
   int64_t max_token_bytes;  // bytes of one element
   int64_t lanes;
-  int64_t lane_rows;          // staged rows that a lane holds, of all sources together
+  int64_t lane_rows;          // staged rows that a lane has room for, from all sources together
   int64_t spare_experts = 0;  // slots of one rank for copies of experts
 
   int64_t num_domains() const { return world_size / ep_size; }
   int64_t experts_per_rank() const { return num_experts / ep_size; }
-  // Experts and slots of the EP group: the most that a plan has.
+  // Experts and slots for copies of the EP group: the most experts that a plan can have.
   int64_t physical_experts() const { return num_experts + ep_size * spare_experts; }
 };
 
-// Rounds up to 2: f32 partials of half the tokens must fit where 2-byte rows of all tokens do.
+// Rounds up to a multiple of 2, because f32 partial sums of half the tokens must fit the memory of
+// 2-byte rows of all tokens.
 constexpr int64_t EvenTokens(int64_t tokens) { return AlignUp(tokens, 2); }
 
-// Columns of a packed call's recv_count, which also has the counts of all pairs of ranks.
+// Returns the number of columns of a packed call's recv_count, which also has the counts of all
+// pairs of ranks.
 constexpr int64_t PackedColumns(int64_t ranks) { return 4 + 2 * ranks; }
 
 // How the staged rows of a call are placed in a lane.
-// - Apart: each source has room for all its tokens. On GPUs this rank has none, because its own
-//   rows do
-// not travel.
-// - Packed, if the lane has less room: each source's rows follow the previous source's, by the
-//   counts
-// of all ranks in the plan.
+// - Apart: each source has room for all its tokens. On GPUs a rank has no room for its own rows,
+//   because they do not travel.
+// - Packed, if the lane has less room: each source's rows follow the previous source's rows. The
+//   plan has the counts of all ranks.
 struct LaneRoom {
   int32_t ranks;
   int32_t rows;   // rows of the widest type
   int64_t bytes;  // bytes of all rows
 
-  // Whether calls with so many tokens per rank are packed.
+  // Whether calls with `tokens` tokens per rank are packed.
   constexpr bool Packs(int64_t tokens) const { return (ranks - 1) * EvenTokens(tokens) > rows; }
-  // The most parts in which a rank receives so many tokens from each other rank. Each source's
-  // share of a part is rounded.
+  // Returns the largest number of parts in which a rank receives `tokens` tokens from each other
+  // rank. Each source's share of a part is rounded.
   constexpr int64_t MostParts(int64_t tokens) const {
     const int64_t each = rows - (ranks - 1);
     return Packs(tokens) ? ((ranks - 1) * tokens + each - 1) / each : 1;
   }
-  // Columns of the plan's recv_count.
+  // Returns the number of columns of the plan's recv_count.
   constexpr int64_t CountColumns(int64_t tokens) const {
     return Packs(tokens) ? PackedColumns(ranks) : 4;
   }
@@ -69,7 +69,7 @@ struct LaneRoom {
 // Offsets in one lane. Each source writes only its own part of each region.
 struct LaneLayout {
   LaneRoom room;
-  int64_t source_rows_bytes;  // if sources' rows are apart
+  int64_t source_rows_bytes;  // room of each source if rows are apart
   int64_t source_entries_bytes;
   int64_t source_counts_bytes;
   int64_t entries_offset;

@@ -21,7 +21,7 @@ class Mapping {
   }
   ~Mapping();
 
-  // Fails if the file behind `fd` is shorter than `bytes`. `what` names the file in errors.
+  // Maps `fd`. Fails if the file is shorter than `bytes`. `what` names the file in errors.
   static Status Map(int fd, int64_t bytes, const char* what, Mapping* out);
 
   uint8_t* data() const { return data_; }

@@ -1,4 +1,4 @@
-// Integer arithmetic of routing.
+// Computes which rows are kept, and where.
 #include "core/memory/plan.h"
 
 #include <algorithm>
@@ -23,7 +23,8 @@ void KeptRows(const int64_t* demand, int64_t experts, int64_t capacity, int64_t 
     std::copy(demand, demand + experts, kept);
     return;
   }
-  // Zones grow by whole blocks, so the largest level that drops rows is a multiple of a block.
+  // Zones grow by whole blocks of `alignment` rows, so the largest level that fits is a multiple of
+  // a block.
   int64_t low = 0;
   int64_t high = most / alignment + 1;
   while (high - low > 1) {

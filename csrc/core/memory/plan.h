@@ -1,4 +1,4 @@
-// Integer arithmetic of routing. Every rank computes the same from the same count matrix.
+// Computes which rows are kept, and where. Every rank computes the same from the same count matrix.
 #ifndef EP_RUNTIME_CORE_MEMORY_PLAN_H_
 #define EP_RUNTIME_CORE_MEMORY_PLAN_H_
 
@@ -19,19 +19,20 @@ struct RowLayout {
   std::vector<int64_t> base;    // [E] first row of the expert in its rank's slab
 };
 
-// Zones of experts are rounded up to multiples of these rows.
+// Numbers of rows to whose multiples zones of experts are rounded up.
 struct Alignments {
   int64_t kept;  // when demand is compared with the capacity
   int64_t rows;  // when zones are placed in a slab; divides `kept`
 };
 
-// Computes the layout from `counts`, one row of E per source: counts[source * stride + expert].
+// Computes the layout from `counts`, which has a row of E counts per source: counts[source * stride
+// + expert].
 RowLayout LayOutRows(const int32_t* counts, int64_t stride, int64_t sources, int64_t num_experts,
                      int64_t experts_per_rank, int64_t capacity, const Alignments& alignments);
 
 // One row that a source sends to a rank. The rank gets entries in order of token, then slot.
 struct Entry {
-  int32_t row;         // in the receiver's slab
+  int32_t row;         // row in the receiver's slab
   int32_t token_slot;  // token * K + slot
 };
 static_assert(sizeof(Entry) == 8, "the window keeps 8 bytes per slot");

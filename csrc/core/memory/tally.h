@@ -29,21 +29,21 @@ struct TallyLayout {
 };
 
 // The tally of one rank that this process drives. Calls of a rank may overlap, so all writes are
-// atomic additions and nothing is locked.
+// atomic additions, without a lock.
 class RankTally {
  public:
   RankTally(uint8_t* start, const GroupSizes& sizes)
       : start_(start), ranks_(sizes.ep_size), experts_(sizes.experts_per_rank()), layout_(sizes) {}
 
-  // Adds how much later than this rank EP rank `source` came.
+  // Adds how much later than this rank EP rank `source` joined.
   void AddArrival(OpCode op, int64_t source, int64_t arrival_ns) {
     Add(&Peer(op, source).arrival_ns, arrival_ns);
   }
-  // Adds a wait that EP rank `source` ended.
+  // Adds a wait that ended when EP rank `source` joined.
   void AddWait(OpCode op, int64_t source, int64_t wait_ns) {
     Add(&Peer(op, source).wait_ns, wait_ns);
   }
-  // Adds a finished call. `index` is the handle's record.
+  // Adds a finished call. `index` is the number of the handle's record.
   void AddCall(OpCode op, uint32_t index, int64_t time_ns, int64_t wait_ns) {
     OpRecord& record = reinterpret_cast<OpRecord*>(start_)[static_cast<uint32_t>(op)];
     Add(&record.calls, 1);

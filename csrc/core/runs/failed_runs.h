@@ -15,18 +15,19 @@
 namespace ep_runtime {
 
 // Runs of this process in which a call failed, with the first error of each. XLA cannot cancel the
-// run's other devices, so their calls look here and end with the same error. XLA counts run ids per
-// program and goes on counting if a program is compiled again, so no id returns while it is
+// run's other devices, so their calls check this and end with the same error. XLA counts run ids
+// per program and continues counting if a program is compiled again, so no id is reused while it is
 // remembered. The oldest runs are forgotten, long after their last call.
 class FailedRuns {
  public:
-  // Records `error` unless the run has failed already: its first error stays. `publish` tells other
-  // processes before this process's devices can see the error, because a device that sees it leaves
-  // its call, and peers in other processes then look for the reason.
+  // Records `error` unless the run has failed already: the first error stays. `publish` must make
+  // the error visible to other processes. It runs before this process's devices can see the error,
+  // because a device that sees it leaves its call, and peers in other processes then look for the
+  // reason.
   void Add(uint64_t run, const Status& error, const std::function<void()>& publish = [] {});
-  // Like Add, for a run that another process identifies by a call site it reached.
+  // Like Add, for a run that another process identifies by a call site that it reached.
   void AddElsewhere(const Launches::Reached& reached, const Status& error);
-  // Returns the error of that run, from this or another process, or success.
+  // Returns the error of the run, from this or another process, or success.
   Status Get(uint64_t run, const Launches& launches) const;
 
  private:

@@ -1,4 +1,4 @@
-// Launches: numbers an executable's launches alike in all processes.
+// Launches: gives an executable's launches the same numbers in all processes.
 #include "core/runs/launches.h"
 
 #include <algorithm>
@@ -6,7 +6,7 @@
 namespace ep_runtime {
 namespace {
 
-// Launches of one count that reach no call site may be many in all, but fewer than this in a row.
+// Launches that reach no call site may be many in total, but fewer than this in a row.
 constexpr int32_t kMaxGap = 1024;
 
 int32_t After(uint32_t run, uint32_t earlier) { return static_cast<int32_t>(run - earlier); }

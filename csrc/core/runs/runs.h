@@ -8,7 +8,8 @@
 
 namespace ep_runtime {
 
-// Runs of this process's programs: the names all processes know them by, and which of them failed.
+// Runs of this process's programs: the names that all processes use for them, and which of them
+// failed.
 struct Runs {
   FailedRuns failed_runs;
   SiteNames site_names;

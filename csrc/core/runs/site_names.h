@@ -24,10 +24,10 @@ struct SiteKind {
   }
 };
 
-// Names call sites alike in all processes of a job: by kind, and by how many sites of that kind the
-// process compiled before. Processes of a job compile the same programs in the same order. If they
-// did not, names differ and the meeting place reports it. Numbers are never reused, because
-// processes differ in which executables still live.
+// Gives call sites the same names in all processes of a job: by kind, and by how many sites of that
+// kind the process compiled before. Processes of a job compile the same programs in the same order;
+// if they do not, names differ and the meeting place reports an error. Numbers are never reused,
+// because processes may free executables at different times.
 class SiteNames {
  public:
   struct Name {

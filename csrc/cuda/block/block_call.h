@@ -47,13 +47,13 @@ struct BlockParams {
   const void* tokens;       // [T, H]; packed: u8 [T, QuantizedRowBytes]
   const float* weights;     // [T, K]
   const int32_t* most;      // [1]
-  Plan plan;                // of all tokens, with C rows
+  Plan plan;                // plan of all tokens, with C rows
   const void* wi;           // [L, H, N]; if gate and up are a pair, the gate [L, H, M]
   const void* wi_up;        // [L, H, M] up, if they are a pair, else null
   const void* wo;           // [L, M, H]
   const void* wi_bias;      // [L, N] or null
   const void* wo_bias;      // [L, H] or null; null with `early`, which would not weight it
-  FloatType bias_type;      // of wi_bias
+  FloatType bias_type;      // type of wi_bias
   FloatType wo_bias_type;
   // If `sizes.scaling` is not kNone, weights are e4m3 with a contiguous contracted dim: forward wi
   // is [L, N, H] and wo [L, H, M], backward wi [L, H, N] and wo as above. wi is not a pair.

@@ -12,7 +12,7 @@ namespace {
 
 constexpr int kThreads = 256;
 
-// Runs as one warp.
+// Fills the Decision. Runs as one warp.
 __global__ void DecideKernel(const __grid_constant__ DecideParams p) {
   int32_t rows = 0;
   for (int e = threadIdx.x; e < p.sizes.experts; e += 32) rows += p.group_sizes[e];
@@ -32,7 +32,7 @@ __global__ void SlotsKernel(const __grid_constant__ SlotsParams p) {
 }
 
 constexpr int kMostResults = 7;
-constexpr int kEndBlocks = 16;  // few, because they nearly always have nothing to do
+constexpr int kEndBlocks = 16;  // few, because blocks nearly always have nothing to do
 
 struct Results {
   int count;

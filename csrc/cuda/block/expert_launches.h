@@ -21,7 +21,7 @@ namespace ep_runtime {
 namespace cuda {
 namespace block {
 
-// A place for a pass's first product, and the flag that is set if the product goes there.
+// A place for a pass's first product, and the flag that is set if the product is written there.
 struct Hidden {
   const int32_t* wanted;
   void* rows;

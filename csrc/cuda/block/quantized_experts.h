@@ -40,7 +40,7 @@ class QuantizedExperts : private ExpertLaunches {
       : ExpertLaunches(stream, params, at) {}
 
   bool SendsTokens() const { return SendsQuantized(s_); }
-  // With a bias of wo, gradients are sent wide, because its gradient needs wide rows.
+  // If wo has a bias, gradients are sent wide, because the gradient of the bias needs wide rows.
   bool SendsGrads() const { return SendsQuantized(s_) && p_.wo_bias == nullptr; }
   // Quantizes `values` [tokens, H] into `sent`, before their exchange. Does nothing if rows are
   // given packed.

@@ -26,8 +26,8 @@ class DeviceBoard {
   Status OpenRank(const Group& group, int64_t world_rank, Progress* out);
 
  private:
-  // Registers whole pages. `device` gets the devices' address of `start`.
   Status OpenTally(const Group& group, int64_t world_rank, DeviceTally* out);
+  // Registers whole pages. `device` gets the devices' address of `start`.
   Status Register(const void* start, int64_t bytes, uint8_t** device);
 
   std::vector<void*> registered_;

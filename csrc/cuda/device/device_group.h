@@ -97,11 +97,12 @@ static_assert(sizeof(VerdictLine) == kFlagLine);
 struct FlagLayout {
   int64_t calls_offset;    // [N] CallLine
   int64_t counts_offset;   // [N] lines, word 0: the source's count row has arrived
-  int64_t entries_offset;  // [N][kMaxPrepareBlocks] words: this block's entries have arrived
-  int64_t ready_offset;    // [N][T] words: this staged row has arrived
+  int64_t entries_offset;  // [N][kMaxPrepareBlocks] words: entries of the source's block have
+                           // arrived
+  int64_t ready_offset;    // [N][T] words: the source's staged row has arrived
   int64_t ready_stride;    // bytes from source to source
   int64_t lane_bytes;
-  int64_t verdicts_offset;  // in the window: [kVerdictSlots][W] VerdictLine
+  int64_t verdicts_offset;  // offset in the window of [kVerdictSlots][W] VerdictLine
   int64_t window_bytes;
 
   explicit FlagLayout(const GroupSizes& sizes) {
@@ -134,8 +135,8 @@ struct HandleTotals {
 // Start of a call, in one sector, so that one access reads all of it.
 struct alignas(32) CallStart {
   uint64_t epoch;
-  uint64_t now_ns;    // by the board's clock
-  uint64_t timer_ns;  // by the device's clock
+  uint64_t now_ns;    // start by the board's clock
+  uint64_t timer_ns;  // start by the device's clock
   uint32_t index;     // number of the handle's record
 };
 
@@ -187,7 +188,7 @@ struct DeviceGroup {
   int32_t first_rank;  // world rank of EP rank 0 of this domain
   int32_t world_size;
   int32_t lanes;        // at least 2, because only lanes keep successive calls apart
-  int32_t num_experts;  // with slots for copies
+  int32_t num_experts;  // includes slots for copies
   int64_t max_tokens;
   int64_t lane_bytes;
   int64_t source_entries_bytes;
@@ -244,7 +245,7 @@ inline void SetSizes(const GroupSizes& sizes, int64_t first_rank, int64_t ep_ran
   group->verdicts_offset = flags.verdicts_offset;
 }
 
-// Names the call to its peers and in records.
+// Identifies the call to its peers and in records.
 struct CallName {
   uint64_t layer_id;           // id of layer 0 of a stack
   const int32_t* layer_index;  // [1] int32, device, written by XLA; null: 0

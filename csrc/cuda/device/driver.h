@@ -24,7 +24,7 @@ struct Driver {
   decltype(&cuGetErrorString) get_error_string;
 };
 
-// Loads the functions once. Fails without a driver, and with one that lacks virtual memory
+// Loads the functions once. Fails if there is no driver, or if the driver lacks virtual memory
 // management.
 Status LoadDriver(const Driver** driver);
 

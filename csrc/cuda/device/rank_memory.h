@@ -20,7 +20,7 @@ struct RankMemory {
   int32_t* scratch;      // device, ScratchBytes
   HandleTotals* totals;  // device, [kMaxHandles]
   uint8_t* tally;        // device, laid out by TallyLayout
-  FailRecord* record;    // host memory that the device writes, like the next ones
+  FailRecord* record;    // host memory that the device writes, like the next two
   DeviceVerdict* verdict;
   BadIndex* bad_index;
 };

@@ -36,7 +36,7 @@ class SideStreams {
   cudaError_t Find(cudaStream_t main, cudaStream_t* out);
 
   std::mutex mutex_;  // held from Fork to Join
-  // One event serves all calls, because a new record does not disturb waits for earlier ones.
+  // One event serves all calls, because a new record does not change waits for earlier records.
   cudaEvent_t event_ = nullptr;
   std::vector<cudaStream_t> streams_;
   int32_t processors_ = 0;

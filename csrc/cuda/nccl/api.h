@@ -53,7 +53,8 @@ static_assert(sizeof(Config) == 48 && offsetof(Config, net_name) == 32);
 constexpr int kLeastVersion = 21801;
 constexpr int kFirstUnknownVersion = 30000;
 
-// A CUDA stream, as NCCL takes it. It is a pointer here, so that this code builds without CUDA.
+// A CUDA stream as an argument of NCCL's functions. The type is void*, so that this code builds
+// without CUDA.
 using Stream = void*;
 
 struct Api {

@@ -19,7 +19,7 @@ struct Place {
   int device;   // CUDA ordinal
   int ranks;    // N, ranks of the domain
   int rank;     // EP rank in the domain
-  UniqueId id;  // of the domain
+  UniqueId id;  // unique id of the domain
 };
 
 // Returns an error once the group has failed. Waits then end with that error.

@@ -10,7 +10,7 @@ namespace {
 // If a peer dies, its group is poisoned within milliseconds. The survivors' kernels end at most
 // this much later.
 constexpr std::chrono::milliseconds kWatchEvery(20);
-// If no rows are in flight, nobody waits for a failure to be noticed.
+// Communicators that carry no rows are checked less often, because no call waits for a failure.
 constexpr std::chrono::milliseconds kWatchIdleEvery(500);
 constexpr std::chrono::seconds kAbortBound(10);
 // Threads of Init notice the deadline themselves. This bounds a thread that hangs in NCCL.

@@ -117,7 +117,7 @@ class Communicators {
 
 }  // namespace nccl
 
-// Access to devices for communicators: CUDA's in the library, others in tests.
+// Returns CUDA's implementation of Devices. Tests link another one.
 nccl::Devices NcclDevices();
 
 }  // namespace ep_runtime

@@ -1,4 +1,4 @@
-// Sends and receives of an exchange over NCCL.
+// Issues the sends and receives of an exchange over NCCL.
 #include "cuda/nccl/exchange.h"
 
 namespace ep_runtime {

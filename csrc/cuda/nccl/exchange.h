@@ -1,4 +1,4 @@
-// Sends and receives of an exchange over NCCL.
+// Issues the sends and receives of an exchange over NCCL.
 #ifndef EP_RUNTIME_CUDA_NCCL_EXCHANGE_H_
 #define EP_RUNTIME_CUDA_NCCL_EXCHANGE_H_
 
@@ -26,7 +26,7 @@ Peers PeersOf(int64_t ep_rank, int64_t ep_size, int64_t node_size, bool rail);
 struct Blocks {
   const uint8_t* sent;  // [count] blocks, or with `gathers` one block that every peer gets
   uint8_t* received;    // [count] blocks
-  int64_t bytes;        // of one block
+  int64_t bytes;        // bytes of one block
   bool gathers;         // every peer gets the same block
 
   const uint8_t* For(int64_t peer) const { return sent + (gathers ? 0 : peer * bytes); }

@@ -24,7 +24,7 @@ struct NcclGroupOptions {
   uint64_t generation;
   int64_t ep_size;
   int64_t op_timeout_ns;
-  std::vector<Place> places;  // of the local ranks
+  std::vector<Place> places;  // places of the local ranks
   Purpose purpose;
 };
 

@@ -9,7 +9,7 @@ namespace nccl {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int64_t kMaxBlocks = 16;  // few, because they nearly always have nothing to do
+constexpr int64_t kMaxBlocks = 16;  // few, because blocks nearly always have nothing to do
 
 __global__ void __launch_bounds__(kThreads)
     GuardKernel(const uint32_t* spoiled, cuda::Output output) {

@@ -69,7 +69,7 @@ struct Params {
   }
 };
 
-// blockIdx is (part, rank).
+// blockIdx is (part, rank whose slots the block counts).
 __global__ void __launch_bounds__(kThreads) CountKernel(const __grid_constant__ Params q) {
   extern __shared__ int32_t counts[];  // [E]
   const int experts = q.num_experts();
@@ -223,7 +223,8 @@ __global__ void __launch_bounds__(kThreads) PlaceKernel(const __grid_constant__ 
   }
 }
 
-// Staged rows, entries, and staged rows of the first half of a source's virtual tokens.
+// How many staged rows and entries a source has, and how many staged rows from the first half of
+// its virtual tokens.
 struct Arrivals {
   int32_t staged;
   int32_t entries;

@@ -22,8 +22,9 @@ struct NodePlanParams {
   int32_t top_k;          // K, at most 32
   int32_t experts;        // L
   int32_t capacity;       // C
-  int32_t alignment;      // rows; zones are rounded up to it for comparison with C
-  int32_t row_alignment;  // rows; zones in the slab are rounded up to it; divides `alignment`
+  int32_t alignment;      // rows; zones are rounded up to multiples of this for comparison with C
+  int32_t row_alignment;  // rows; zones in the slab are rounded up to multiples of this; divides
+                          // `alignment`
   const int32_t* idx;     // [N, T, K], device; a slot is unused if its number is not an expert
   // The arrays below are on the device and fully written.
   int32_t* dst_rank;      // [T, K]
@@ -37,8 +38,8 @@ struct NodePlanParams {
   int32_t* num_recv;      // [1]
   int32_t* virtual_rank;  // [D * T, K]
   int32_t* virtual_row;   // [D * T, K]
-  int32_t* chunks;        // [1]: 1
-  int32_t* scratch;       // [NodePlanScratch]
+  int32_t* chunks;        // [1], always 1
+  int32_t* scratch;       // [NodePlanScratch()] words
 };
 
 // Returns the words of scratch, from static sizes.

@@ -65,7 +65,7 @@ struct Source {
 template <RowType kType, int kUnroll, int kOut>
 struct TurnPieces {
   static constexpr int kPieces = kUnroll * kOut;
-  int64_t row;  // among all slabs
+  int64_t row;  // number among the rows of all slabs
   int first;    // vector of the warp's first lane
   Piece<kType> out[kPieces];
 };

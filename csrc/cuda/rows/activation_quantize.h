@@ -2,7 +2,7 @@
 // results are rounded to the rows' type and then quantized, without a pass through memory in
 // between.
 //
-// The results are bit for bit those of `activation.h` followed by `quantize.h`.
+// The results are bit for bit the same as with `activation.h` followed by `quantize.h`.
 #ifndef EP_RUNTIME_CUDA_ROWS_ACTIVATION_QUANTIZE_H_
 #define EP_RUNTIME_CUDA_ROWS_ACTIVATION_QUANTIZE_H_
 

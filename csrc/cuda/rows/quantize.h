@@ -59,7 +59,7 @@ struct QuantizeRowsParams {
   uint8_t* data;      // [S * C, W], device
   float* tile_scale;  // [S * C, ceil(W / kTile)], device; null with group_scale or packed rows
   const int32_t* wanted = nullptr;  // [1], device: 0 if there is nothing to do. Null: always runs
-  // true: `data` is [S * C, W + 4 * ceil(W / kTile)] bytes, with the scales of a row's tiles behind
+  // true: `data` is [S * C, W + 4 * ceil(W / kTile)] bytes, with the scales of a row's tiles after
   // the row's values. Not with clear_slack.
   bool packed = false;
 };

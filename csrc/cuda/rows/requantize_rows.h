@@ -1,8 +1,8 @@
 // Quantizes 8-bit rows again for weight gradients: transposed, with scales that each cover 128 rows
 // of a group, because sums over rows cannot use scales along a row.
 //
-// The results are bit for bit those of `ops/quantize/formats/blocks.py`: data times scale in f32,
-// quantized as in `quantize.h`.
+// The results are bit for bit the same as in `ops/quantize/formats/blocks.py`: data times scale in
+// f32, quantized as in `quantize.h`.
 #ifndef EP_RUNTIME_CUDA_ROWS_REQUANTIZE_ROWS_H_
 #define EP_RUNTIME_CUDA_ROWS_REQUANTIZE_ROWS_H_
 

@@ -14,7 +14,7 @@ namespace ep_runtime {
 namespace cuda {
 
 struct RowDotsParams {
-  RowType type;  // of rows: kF32, kBF16 or kF16
+  RowType type;  // type of rows: kF32, kBF16 or kF16
   rows::RowGroups groups;
   int32_t width;                    // W; a row has a multiple of 16 bytes
   const void* values;               // [S * C, W] type, device

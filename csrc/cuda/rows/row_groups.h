@@ -15,7 +15,7 @@ namespace rows {
 
 constexpr int kMaxSlabs = 65535;         // limit of the grid's y
 constexpr int kMaxGroupsPerSlab = 1024;  // a block keeps the groups' ends in shared memory
-constexpr int64_t kMaxRows = 1ll << 31;  // in all slabs, exclusive
+constexpr int64_t kMaxRows = 1ll << 31;  // rows in all slabs, exclusive
 constexpr int kVectorBytes = 16;         // bytes of one load; a row has a multiple of so many
 
 struct RowGroups {

@@ -12,10 +12,11 @@ namespace ep_runtime {
 namespace cuda {
 
 struct SumScaledRowsParams {
-  RowType type;             // type of `out`: kF32, kBF16 or kF16; summed in f32, rounded once
-  int32_t tokens;           // of `out`
+  RowType type;             // type number of rows of `out`: kF32, kBF16 or kF16; summed in f32,
+                            // rounded once
+  int32_t tokens;           // number of rows of `out`
   int32_t slots;            // S
-  int32_t num_rows;         // of `data`
+  int32_t num_rows;         // number of rows of `data`
   int32_t width;            // W, a multiple of kQuantizedMultiple
   const int32_t* slot_row;  // [tokens, S], device: negative: the slot has no row
   const uint8_t* data;      // [num_rows, W] e4m3, device

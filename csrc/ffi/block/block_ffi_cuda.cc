@@ -1,4 +1,4 @@
-// Targets of block calls.
+// XLA targets of block calls.
 #include <cstdint>
 #include <string>
 
@@ -18,7 +18,7 @@ constexpr size_t kFirstWeight = kFirstPlan + kPlanArrays;
 constexpr size_t kForwardArgs = kFirstWeight + 4;
 
 // wi [L, H, N] or, for a pair, [L, H, M]; wi_up [L, H, M] or [0, 0, 0]; wo [L, M, H]; wi_bias [L,
-// N] or [0, 0]. A wo_bias [L, H] follows all other operands.
+// N] or [0, 0]. If wo has a bias [L, H], it is the last operand.
 struct WeightOperands {
   Operand wi, wi_up, wo, wi_bias;
 
@@ -33,7 +33,7 @@ WeightOperands WeightsOf(const CallFrame& frame) {
   return {wi, wi_up, wo, wi_bias};
 }
 
-// [L, N] or absent.
+// Reads wi_bias, [L, N] or absent.
 Status ReadFirstBias(const WeightOperands& weights, BlockParams* params) {
   if (weights.wi_bias.absent(2)) return Status();
   EP_RETURN_IF_ERROR(weights.wi_bias.CheckShape({params->sizes.experts, params->sizes.columns}));
@@ -58,8 +58,8 @@ Status ReadWeights(const WeightOperands& weights, DataType type, BlockParams* pa
 
 int64_t Blocks(int64_t values) { return (values + cuda::kTile - 1) / cuda::kTile; }
 
-// Reads 8-bit weights with the contracted dim along memory, whose scales are the operands from
-// `scales` on: forward wi [L, N, H] and wo [L, H, M], backward wi [L, H, N] and wo [L, M, H].
+// Reads 8-bit weights with a contiguous contracted dim. Their scales are the operands from `scales`
+// on: forward wi [L, N, H] and wo [L, H, M], backward wi [L, H, N] and wo [L, M, H].
 Status ReadQuantizedWeights(const CallFrame& frame, const WeightOperands& weights, bool backward,
                             size_t scales, BlockParams* params) {
   const cuda::block::BlockSizes& sizes = params->sizes;
@@ -105,13 +105,13 @@ void ReadGroup(const CudaCall& call, BlockParams* params) {
   params->power_of_two = call.attributes.power_of_two;
 }
 
-// Number of operands: the `count` that all calls of a direction have, then scales of 8-bit weights,
-// then wo's bias if it is given.
+// Returns the number of operands without wo's bias: the `count` that all calls of a direction have,
+// and the scales of 8-bit weights.
 size_t CountArgs(const CudaCall& call, size_t count) {
   return count + (call.attributes.scaling != 0 ? 2 : 0);
 }
 
-// The type of rows. Packed rows stand for bfloat16.
+// Returns the type of rows. It is bfloat16 if rows are packed.
 DataType RowsTypeOf(const CudaCall& call) {
   const DataType given = call.frame.args[3].dtype;
   return given == DataType::U8 ? DataType::BF16 : given;
@@ -139,7 +139,7 @@ Status ReadOperands(const CudaCall& call, bool backward, size_t count, BlockPara
   const DataType type = RowsTypeOf(call);
   const bool packed = type != tokens.type(), quantized = call.attributes.scaling != 0;
   const int64_t element_bytes = static_cast<int64_t>(xla::ffi::ByteWidth(type));
-  // 8-bit wo is transposed forward.
+  // For 8-bit products, forward gets wo transposed.
   const bool transposed = quantized && !backward;
   const Sizes sizes = {tokens.dim(0), topk_idx.dim(1), plan.staged_row.dim(0), plan.kept.dim(0),
                        packed ? experts.wo.dim(transposed ? 1 : 2) : tokens.dim(1)};
@@ -187,7 +187,7 @@ Status ReadSecondBias(const CudaCall& call, size_t at, BlockParams* params) {
   return bias.ReadFloatType(&params->wo_bias_type);
 }
 
-// [rows, N] that save the first product, or [0, 0].
+// Reads `kept`, [rows, N] that save the first product, or [0, 0].
 Status ReadKept(const Operand& kept, DataType type, BlockParams* params) {
   if (kept.absent(2)) return Status();
   const int64_t rows = kept.dim(0);
@@ -216,7 +216,8 @@ Status ReadWorkspace(const Operand& workspace, bool backward, BlockParams* param
   return Status();
 }
 
-// [T, H] of the tokens' type, or f32 if that type is narrower and the group's sums are f32.
+// Reads the result [T, H], of the tokens' type, or f32 if the tokens' type is narrower and the
+// group's sums are f32.
 Status ReadTokens(const CudaCall& call, const Operand& tokens, DataType type, void** out,
                   BlockParams* params) {
   params->wide = call.may_widen() && tokens.type() == DataType::F32 && type != DataType::F32;
@@ -224,8 +225,8 @@ Status ReadTokens(const CudaCall& call, const Operand& tokens, DataType type, vo
                      {params->sizes.tokens, params->sizes.hidden}, out);
 }
 
-// Gradients of weights: of the tokens' type, or, with 8-bit products, f32 too. A pair has two.
-// All are [0, 0, 0] if the program uses none of them.
+// Reads gradients of weights: of the tokens' type, or also f32 with 8-bit products. A pair has two
+// arrays for wi. All are [0, 0, 0] if the program uses no gradient of weights.
 Status ReadWeightGrads(const Operand& dwi, const Operand& dwi_up, const Operand& dwo, DataType type,
                        BlockParams* params) {
   const cuda::block::BlockSizes& sizes = params->sizes;

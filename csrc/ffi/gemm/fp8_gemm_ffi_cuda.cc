@@ -1,4 +1,5 @@
-// Targets of products of 8-bit operands with f32 scales, and of the copies that products need.
+// XLA targets of products of 8-bit operands with f32 scales, and of the copies that these products
+// need.
 
 #include <cstdint>
 #include <string>
@@ -22,10 +23,10 @@ constexpr int64_t kBlockValues = 128;  // values along each dim that share a sca
 
 int64_t Blocks(int64_t values, int64_t each) { return (values + each - 1) / each; }
 
-// 8-bit values travel as uint8, so an attribute says their format.
+// 8-bit values are passed as uint8, so an attribute tells their format.
 FloatType NarrowType(int64_t e5m2) { return e5m2 != 0 ? FloatType::kE5M2 : FloatType::kE4M3; }
 
-// Reads group_sizes [S, L] of `rows` rows in slabs of equal size.
+// Reads group_sizes [S, L] for `rows` rows in slabs of equal size.
 Status ReadGroups(const CallFrame& frame, const Operand& sizes, int64_t rows,
                   cuda::gemm::Groups* groups) {
   const int64_t slabs = sizes.dim(0);
@@ -72,7 +73,7 @@ Status ReadScales(const Operand& sizes, const Operand& lhs_scale, const Operand&
   return rhs_scale.Read(rhs, &params->rhs_scale);
 }
 
-// Reads operands that every product has.
+// Reads the operands that every product has.
 Status ReadOperands(const CallFrame& frame, GroupedGemmParams* params) {
   const auto [group_sizes, lhs, rhs] = frame.Args("group_sizes", "lhs", "rhs");
   const auto [out] = frame.Rets("out");
@@ -145,7 +146,7 @@ Status LaunchDw(const CallFrame& frame, cudaStream_t stream, int64_t slab_rows, 
 }
 
 // ep_transpose_rows_v1(group_sizes s32 [S, L], rows u8 or f32 [S * C, width]) -> [width, S * P]
-//   Writes only the rows that FindPaddedRows names.
+//   Writes only rows in the ranges that FindPaddedRows returns.
 template <typename Rows>
 Status LaunchRows(const CallFrame& frame, cudaStream_t stream, Rows copy) {
   const auto [group_sizes, rows] = frame.Args("group_sizes", "rows");
@@ -172,7 +173,7 @@ Status LaunchTransposeRows(const CallFrame& frame, cudaStream_t stream) {
 // ep_requantize_rows_v1(group_sizes s32 [S, L], rows u8 [S * C, W],
 //                       scale f32 [S * C, ceil(W / 128)]; power_of_two, e5m2)
 //   -> u8 [W, S * P], f32 [S * P / 128, ceil(W / 128)]
-//   Writes only the rows that FindPaddedRows names.
+//   Writes only rows in the ranges that FindPaddedRows returns.
 Status LaunchRequantizeRows(const CallFrame& frame, cudaStream_t stream, int64_t power_of_two,
                             int64_t e5m2) {
   EP_RETURN_IF_ERROR(frame.CheckCount(3, 2));
@@ -213,7 +214,7 @@ Status LaunchTransposeWeights(const CallFrame& frame, cudaStream_t stream) {
 // ep_dequantize_v1(group_sizes s32 [S, L] or [0, 0], data u8 [S, lines, width], scale f32, or e8m0
 //                  as u8, [S, ceil(lines / line_values), ceil(width / column_values)];
 //                  line_values, column_values, e5m2) -> bf16 like data
-//   Rows of no group are not written.
+//   Rows in no group are not written.
 Status LaunchDequantize(const CallFrame& frame, cudaStream_t stream, int64_t line_values,
                         int64_t column_values, int64_t e5m2) {
   EP_RETURN_IF_ERROR(frame.CheckCount(3, 1));

@@ -1,4 +1,4 @@
-// Target of sums of groups.
+// XLA target of sums of groups.
 #include <cstdint>
 
 #include "cuda/rows/group_sums.h"

@@ -1,4 +1,4 @@
-// Targets of grouped products.
+// XLA targets of grouped products.
 #include "ffi/gemm/grouped_gemm_ffi_cuda.h"
 
 #include <cstdint>
@@ -44,7 +44,7 @@ int64_t PaddedRows(const GroupedGemmParams& params) {
 
 namespace {
 
-// Reads group_sizes [S, L] of slabs of `slab_rows` rows.
+// Reads group_sizes [S, L] for slabs of `slab_rows` rows.
 Status ReadSizes(const Operand& sizes, int64_t slab_rows, GroupedGemmParams* params) {
   EP_RETURN_IF_ERROR(sizes.Read({sizes.dim(0), sizes.dim(1)}, &params->group_sizes));
   params->num_slabs = static_cast<int32_t>(sizes.dim(0));
@@ -82,8 +82,8 @@ Status ReadTypes(const CallFrame& frame, GroupedGemmParams* params) {
 // ep_grouped_gemm_v1(group_sizes s32 [S, L], lhs [S * C, K'], rhs [G, K', N'],
 //                    bias [G, N'] or f32 [0, 0]; data_grad=0, clear_slack) -> [S * C, N']
 //   data_grad=1: lhs [S * C, N'], no bias -> [S * C, K']
-//   With a fifth operand, rhs and it are a pair, [G, K', N' / 2] each.
-//   f32 operands are rounded to tf32. With data_grad=0 there is a second result, [G, N', K']: the
+//   With a fifth operand, rhs and the fifth are a pair, [G, K', N' / 2] each.
+//   f32 operands are rounded to tf32. With data_grad=0 they give a second result, [G, N', K']: the
 //   transposed weights, which the product multiplies.
 Status LaunchProduct(const CallFrame& frame, cudaStream_t stream, int64_t data_grad,
                      int64_t clear_slack) {

@@ -1,4 +1,4 @@
-// Handlers of grouped products, and how they read operands.
+// Handlers of grouped products, and functions that read their operands.
 #ifndef EP_RUNTIME_FFI_GEMM_GROUPED_GEMM_FFI_CUDA_H_
 #define EP_RUNTIME_FFI_GEMM_GROUPED_GEMM_FFI_CUDA_H_
 
@@ -13,8 +13,8 @@
 
 namespace ep_runtime {
 
-// Launches a product. Tensor maps, with the operands' addresses, are arguments of the kernel, so
-// XLA captures anew when an address changes.
+// Launches a product. Tensor maps contain the operands' addresses and are arguments of the kernel,
+// so XLA captures the graph again when an address changes.
 Status LaunchGemm(const CallFrame& frame, cudaStream_t stream, cuda::GroupedGemmParams params);
 
 inline void SetFeatures(int64_t experts, int64_t in, int64_t out, cuda::GroupedGemmParams* params) {
@@ -23,16 +23,15 @@ inline void SetFeatures(int64_t experts, int64_t in, int64_t out, cuda::GroupedG
   params->out_features = static_cast<int32_t>(out);
 }
 
-// Results of a call that computes a weight gradient: two for a pair.
+// Returns the number of results of a call that computes a weight gradient: two for a pair.
 inline size_t CountWeightGrads(const CallFrame& frame) { return frame.rets.size() == 2 ? 2 : 1; }
-// Reads [G, in, out], or for a pair two [G, in, out / 2], and sets the features and the second
-// result.
+// Reads the result [G, in, out], or for a pair two [G, in, out / 2], and sets the features.
 Status ReadWeightGrads(const CallFrame& frame, int64_t in, int64_t out,
                        cuda::GroupedGemmParams* params);
 
 // Reads bias [G, N'], or [0, 0] if there is none.
 Status ReadBias(const Operand& bias, cuda::GroupedGemmParams* params);
-// Rows of a transposed copy of all slabs.
+// Returns the number of rows, with padding, in a transposed copy of all slabs.
 int64_t PaddedRows(const cuda::GroupedGemmParams& params);
 
 extern XLA_FFI_Handler* const kGroupedGemmV1;
@@ -40,7 +39,7 @@ extern XLA_FFI_Handler* const kGroupedGemmDwV1;
 // For f32 operands, which are rounded to tf32.
 extern XLA_FFI_Handler* const kTf32GroupedGemmDwV1;
 
-// For 8-bit operands, in fp8_gemm_ffi_cuda.cc; the last ones make operands of products.
+// For 8-bit operands, in fp8_gemm_ffi_cuda.cc; the last four compute operands of products.
 extern XLA_FFI_Handler* const kFp8GroupedGemmV1;
 extern XLA_FFI_Handler* const kFp8GroupedGemmDwV1;
 extern XLA_FFI_Handler* const kTransposeRowsV1;

@@ -1,4 +1,4 @@
-// Targets that only a bench calls.
+// XLA targets that only benchmarks call.
 #include <string>
 
 #include "cuda/movement/bench/bench_kernels.h"
@@ -8,7 +8,7 @@
 namespace ep_runtime {
 namespace {
 
-constexpr int kCeilingWarps = 15;  // 4 reach the link's speed too, on 20 blocks and more
+constexpr int kCeilingWarps = 15;  // 4 also reach the link's speed, with 20 blocks or more
 constexpr int64_t kMaxHoldNs = 100'000'000;
 
 // ep_clock_v1(token s32 [1], anything...; hold_ns) -> token s32 [1], nanoseconds u32 [2], low word
@@ -34,7 +34,7 @@ Status LaunchClock(const CallFrame& frame, cudaStream_t stream, int64_t hold_ns)
 
 EP_RUNTIME_STREAM_CALL(kClockV1, "ep_clock_v1", LaunchClock, .Attr<int64_t>("hold_ns"));
 
-// ep_dispatch_ceiling_v1, ep_combine_ceiling_v1, on as many blocks as that op has:
+// ep_dispatch_ceiling_v1, ep_combine_ceiling_v1, with as many blocks as dispatch or combine:
 //   (rank, layer_index, rows [R, H], dst_rank [S, K], dst_row [S, K]), S <= R -> blocks s32 [1]
 Status LaunchCeilingCall(const CudaCall& call) {
   EP_RETURN_IF_ERROR(call.frame.CheckCount(5, 1));

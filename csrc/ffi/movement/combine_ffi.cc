@@ -1,4 +1,4 @@
-// combine and dispatch's backward as targets on CPU.
+// XLA targets of combine and dispatch's backward on CPU.
 #include <utility>
 
 #include "cpu/combine_kernels.h"

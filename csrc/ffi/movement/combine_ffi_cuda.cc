@@ -1,4 +1,4 @@
-// combine and dispatch's backward as targets on GPUs.
+// XLA targets of combine and dispatch's backward on GPUs.
 #include "cuda/movement/combine/combine_kernels.h"
 #include "ffi/cuda_call.h"
 #include "ffi/movement/operands.h"

@@ -1,4 +1,4 @@
-// Copies of experts as targets on GPUs.
+// XLA targets of copies of experts on GPUs.
 #include <string>
 
 #include "cuda/movement/copies/copy_experts.h"
@@ -8,7 +8,8 @@
 namespace ep_runtime {
 namespace {
 
-// Reads experts s32 [N, S] and blocks [L + S, ...] of a direction, and launches it.
+// Reads experts s32 [N, S] and blocks [L + S, ...], and launches copies to slots or, if `home`, of
+// gradients to owners.
 Status LaunchCopies(const CudaCall& call, bool home) {
   EP_RETURN_IF_ERROR(call.frame.CheckCount(4, 1));
   const auto [rank, layer_index, experts, from] =

@@ -1,4 +1,4 @@
-// dispatch and combine's backward as targets on CPU.
+// XLA targets of dispatch and combine's backward on CPU.
 #include <utility>
 
 #include "cpu/dispatch_kernels.h"

@@ -1,4 +1,4 @@
-// dispatch and combine's backward as targets on GPUs.
+// XLA targets of dispatch and combine's backward on GPUs.
 #include "cuda/movement/dispatch/dispatch_kernels.h"
 #include "ffi/cuda_call.h"
 #include "ffi/movement/operands.h"

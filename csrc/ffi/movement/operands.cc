@@ -1,4 +1,4 @@
-// Operands of calls that move rows: a plan, and checks of sizes.
+// Reads plans, and checks sizes, for calls that move rows.
 #include "ffi/movement/operands.h"
 
 #include <string>
@@ -39,8 +39,8 @@ Status CheckSizes(const CallFrame& frame, const CallContext& context, const Size
                                  group.max_tokens_per_rank));
   EP_RETURN_IF_ERROR(CheckEqual(frame, "top_k", sizes.top_k, context.layer.top_k));
   EP_RETURN_IF_ERROR(CheckAtMost(frame, "top_k", sizes.top_k, "max_top_k", group.max_top_k));
-  if (element_bytes == 0) return Status();  // no rows in this call
-  if (element_bytes == 1) {                 // values, or values with scales
+  if (element_bytes == 0) return Status();  // the call has no rows
+  if (element_bytes == 1) {                 // bytes: values, or values with scales
     return CheckAtMost(frame, "bytes of a row", sizes.width, "hidden_size * max_token_dtype bytes",
                        group.hidden_size * group.max_token_bytes);
   }
@@ -51,7 +51,7 @@ Status CheckSizes(const CallFrame& frame, const CallContext& context, const Size
 
 Status CheckPlanned(const CallFrame& frame, const CallContext& context, const Sizes& sizes) {
   const GroupSizes& group = context.group->sizes();
-  // With copies of experts the plan has room of its own for balanced rows.
+  // A plan with copies of experts has its own capacity, for balanced rows.
   if (IsSpread(sizes, group)) return Status();
   EP_RETURN_IF_ERROR(CheckAtMost(frame, "capacity", sizes.capacity, "recv_capacity_per_rank",
                                  group.recv_capacity_per_rank));

@@ -1,5 +1,5 @@
-// Operands of calls that move rows, in XLA's order. Kernels of the CPU and of CUDA share this code,
-// so fields of their params that come from operands have the same names.
+// Reads operands of calls that move rows, in XLA's order. CPU and CUDA share this code, so fields
+// of their params that are read from operands have the same names.
 #ifndef EP_RUNTIME_FFI_MOVEMENT_OPERANDS_H_
 #define EP_RUNTIME_FFI_MOVEMENT_OPERANDS_H_
 
@@ -18,7 +18,7 @@ struct PlanOperands {
   Operand dst_rank, dst_row, recv_count, staged_start, staged_row, staged_slot, kept, group_sizes,
       num_recv;
 
-  // Checks the plan's shapes, which follow from `sizes` and the room of a lane.
+  // Reads the plan, and checks its shapes, which follow from `sizes` and the room of a lane.
   template <typename Plan>
   Status Read(const Sizes& sizes, const LaneRoom& room, Plan* plan) const {
     const int64_t ep_size = room.ranks, columns = room.CountColumns(sizes.tokens);
@@ -35,20 +35,20 @@ struct PlanOperands {
   }
 };
 
-// The plan among `buffers`, from `first` on.
+// Returns the plan's operands in `buffers`, from index `first` on.
 PlanOperands PlanAt(const CallFrame& frame, const std::vector<Buffer>& buffers, size_t first);
 
-// Checks T, K and H against the limits of the group and the layer. `element_bytes` is of one
-// row element; rows of bytes may have any width that staged rows hold.
+// Checks T, K and H against the limits of the group and the layer. `element_bytes` is the size of
+// one row element; rows of bytes may have any width that fits a staged row.
 Status CheckSizes(const CallFrame& frame, const CallContext& context, const Sizes& sizes,
                   int64_t element_bytes);
 
-// C and L of a plan that the library makes. Calls that read a plan take its sizes: one made with
-// copies of experts has more groups, and other rows, than the group says.
-// Whether a plan is of physical experts: a rank's own and its slots for copies.
+// Whether a plan is for physical experts: a rank's own experts and its slots for copies.
 inline bool IsSpread(const Sizes& sizes, const GroupSizes& group) {
   return group.spare_experts > 0 && sizes.experts == group.experts_per_rank() + group.spare_experts;
 }
+// Checks C and L of a plan. A plan with copies of experts has more experts than the group, and its
+// own capacity.
 Status CheckPlanned(const CallFrame& frame, const CallContext& context, const Sizes& sizes);
 
 template <typename To>
@@ -59,7 +59,7 @@ To SizesAs(const Sizes& sizes) {
           static_cast<Int>(sizes.width)};
 }
 
-// Below, a Call is a CpuCall or a CudaCall, which knows the rows that its kernels take.
+// Below, a Call is a CpuCall or a CudaCall, which checks the rows that its kernels support.
 
 // Reads the sizes of a call of `rows`, and its plan.
 template <typename Call, typename Params>
@@ -72,7 +72,7 @@ Status ReadSizes(const Call& call, const Operand& rows, const PlanOperands& plan
 }
 
 // ep_prepare_v1(rank, layer_index, topk_idx s32 [T, K]; row_alignment=the layer's)
-//   -> the nine plan arrays, and on NVIDIA GPUs maybe `more` results of the caller's
+//   -> the nine plan arrays, and on NVIDIA GPUs maybe `more` results that the caller reads
 template <typename Call, typename Params>
 Status ReadPrepare(const Call& call, Params* params, size_t more = 0) {
   EP_RETURN_IF_ERROR(call.frame.CheckCount(3, kPlanArrays + more));
@@ -88,9 +88,9 @@ Status ReadPrepare(const Call& call, Params* params, size_t more = 0) {
 }
 
 // ep_dispatch_v1(rank, layer_index, tokens [T, H], weights f32 [T, K] or [0, 0], plan)
-//   -> recv [C, H], recv_weights f32 [C]
-// XLA's pointer to no elements is null, but a rank without tokens still gets its peers' weights. So
-// `no_weights` stands for its own.
+//   -> recv [C, H], recv_weights f32 [C] XLA passes a null pointer for an empty array, but null
+//   means that the call has no weights. So a rank without tokens passes `no_weights` instead of its
+//   empty weights.
 template <typename Call, typename Params>
 Status ReadDispatch(const Call& call, const float* no_weights, Params* params) {
   EP_RETURN_IF_ERROR(call.frame.CheckCount(4 + kPlanArrays, 2));
@@ -108,8 +108,8 @@ Status ReadDispatch(const Call& call, const float* no_weights, Params* params) {
   return recv_weights.Read({sizes.capacity}, &params->recv_weights);
 }
 
-// Operands that combine and dispatch's backward share: rows [C, H] are summed to tokens [T, H], of
-// their type or f32.
+// Operands that combine and dispatch's backward share: rows [C, H], and the tokens [T, H] of the
+// rows' type or f32 that are their sums.
 template <typename Call, typename Params>
 Status ReadSums(const Call& call, const Operand& rows, const Operand& tokens, Params* params) {
   const PlanOperands plan = PlanAt(call.frame, call.frame.args, 4);

@@ -1,4 +1,4 @@
-// prepare as a target on CPU.
+// XLA target of prepare on CPU.
 #include <utility>
 
 #include "cpu/prepare_kernels.h"

@@ -1,4 +1,4 @@
-// prepare as a target on GPUs.
+// XLA targets of prepare on GPUs.
 
 #include "core/base/layer_index.h"
 #include "core/groups/registry.h"
@@ -9,12 +9,12 @@
 namespace ep_runtime {
 namespace {
 
-// Waits for the verdict of all ranks. Every rank returns the same.
+// Waits for the verdict of all ranks. Every rank returns the same status.
 Status ReadVerdict(const CudaCall& call) {
   EP_RETURN_IF_ERROR(call.Launched(cudaStreamSynchronize(call.stream)));
   const volatile cuda::DeviceVerdict& verdict = *call.rank.verdict;
   if (call.rank.record->valid != 0 || verdict.rank < 0) return Status();
-  int32_t index = 0;  // in a stack, because only the device knows which layer it was
+  int32_t index = 0;  // layer in a stack; only the device knows it
   if (call.name.layer_index != nullptr) {
     const cudaError_t copied =
         cudaMemcpy(&index, call.name.layer_index, sizeof(index), cudaMemcpyDeviceToHost);
@@ -30,7 +30,7 @@ Status ReadVerdict(const CudaCall& call) {
 Status LaunchPrepareCall(const CudaCall& call) {
   const GroupOptions& options = call.context.group->options();
   cuda::PrepareParams params{};
-  // A tenth result is the fullest slab's rows, for the block call.
+  // For block calls there is a tenth result: the number of rows in the fullest slab.
   const size_t more = call.frame.rets.size() > kPlanArrays ? 1 : 0;
   EP_RETURN_IF_ERROR(ReadPrepare(call, &params, more));
   if (more != 0) {

@@ -1,9 +1,9 @@
 // Custom calls that move blocks between the ranks of an EP domain over the group's communicators.
 //
-// They lack the command-buffer trait. NCCL's thread puts a non-blocking communicator's kernels on
-// the stream, and a captured graph would keep a communicator in use that an abort must free. All
-// exchanges are sends and receives. The all-gather too, because it moves a row of counts, and
-// NCCL's own all-gather would first connect rings, trees or NVLS multicast for it.
+// These calls lack the command-buffer trait: NCCL's thread puts a non-blocking communicator's
+// kernels on the stream, and a captured graph would keep a communicator in use that an abort must
+// free. All exchanges are sends and receives, also the all-gather: it moves only a row of counts,
+// and NCCL's own all-gather would first connect rings, trees or NVLS multicast.
 
 #include "ffi/nccl/nccl_ffi_cuda.h"
 
@@ -37,10 +37,10 @@ struct NcclCall {
   nccl::Peers peers;
   bool gathers = false;
   std::vector<nccl::Blocks> arrays;
-  size_t first_result = 0;  // index of the first array that arrives
+  size_t first_result = 0;  // index of the result that receives the first array
 };
 
-// Reads blocks [P, ...] -> [P, ...]; for an all-gather, block [...] -> [P, ...].
+// Reads an operand and a result, both [P, ...]; for an all-gather, the operand is one block [...].
 Status ReadBlocks(const Operand& given, const Operand& result, NcclCall* call) {
   Dims want = given.dims();
   if (call->gathers) {
@@ -59,7 +59,7 @@ Status ReadBlocks(const Operand& given, const Operand& result, NcclCall* call) {
   return Status();
 }
 
-// Reads any number of arrays. An operand behind them is not read: benches chain calls by it.
+// Reads any number of arrays. One more operand is not read: benchmarks use it to order calls.
 Status CheckArrays(NcclCall* call) {
   const CallFrame& frame = call->frame;
   const size_t count = std::max<size_t>(frame.rets.size(), 1);
@@ -72,16 +72,16 @@ Status CheckArrays(NcclCall* call) {
   return Status();
 }
 
-// Ends an exchange of that status. After a failure results are NaN in floats and 0 in integers, as
-// kernels leave them: they may become an index or a trip count before anybody learns of the
-// failure.
+// Ends an exchange that had `status`. After a failure, results are filled as failed kernels fill
+// them: NaN in floats and 0 in integers, which are safe as an index or a trip count until the
+// failure is reported.
 Status Finish(nccl::Communicator& communicator, const NcclCall& call, const Buffer& result,
               const Status& status) {
   const uint8_t filling = LostByte(result.dtype);
   if (status.ok()) {
     return communicator.mark()->Guard(call.stream, result.data, result.bytes(), filling);
   }
-  // XLA gets the error at the next run, on every device of the process alike.
+  // XLA gets the error at the next run, on every device of the process.
   return cuda::Check(cudaMemsetAsync(result.data, filling, result.bytes(), call.stream),
                      "cudaMemsetAsync");
 }
@@ -121,12 +121,12 @@ Status MoveBlocks(nccl::NcclGroup& group, nccl::Communicator& communicator, cons
 
 constexpr std::chrono::microseconds kPause(5);
 
-// Host memory that the device copies to while a call waits for it. It grows to the most that calls
-// have used at one time, on any of XLA's threads, and is never freed: freeing it would wait for the
-// device.
+// A pool of host memory that the device copies to while a call waits. The pool grows to the most
+// that all threads have used at one time. Its memory is never freed, because that would wait for
+// the device.
 class PinnedWords {
  public:
-  // Takes free memory of so many words, or allocates it.
+  // Takes free memory of at least `count` words, or allocates it.
   Status Take(size_t count) {
     {
       std::lock_guard<std::mutex> lock(mutex_);
@@ -143,7 +143,8 @@ class PinnedWords {
     taken_ = {static_cast<int32_t*>(made), count};
     return Status();
   }
-  // Not called after a wait that was given up, because the device may still write.
+  // Returns the memory to the pool. Do not call this after a wait that timed out, because the
+  // device may still write.
   void GiveBack() {
     std::lock_guard<std::mutex> lock(mutex_);
     free_.push_back(taken_);
@@ -161,7 +162,7 @@ class PinnedWords {
   Words taken_{};
 };
 
-// Copies `device`'s words to the host. The wait is bounded like a call's.
+// Copies words from `device` to the host. The wait is bounded by op_timeout_ns.
 Status ReadCounts(const nccl::NcclGroup& group, cudaStream_t stream, const int32_t* device,
                   std::vector<int32_t>* counts) {
   PinnedWords words;
@@ -187,10 +188,10 @@ Status ReadCounts(const nccl::NcclGroup& group, cudaStream_t stream, const int32
   return Status();
 }
 
-// Rows of one side of a counted exchange: blocks [P, R, X], or lined up [N, X], where each peer's
-// follow those of lower peers.
+// One side of a counted exchange. Its rows are blocks [P, R, X], or `lined_up` [N, X], with each
+// peer's rows after the rows of lower peers.
 struct CountedSide {
-  int64_t rows;  // of a block, or all
+  int64_t rows;  // rows of a block, or of all peers if lined_up
   bool lined_up;
   std::vector<int32_t> counts;  // [P]
   std::vector<int64_t> first;   // [P]
@@ -209,7 +210,7 @@ struct CountedSide {
     const auto peers = static_cast<int64_t>(counts.size());
     return lined_up ? Dims{rows, width} : Dims{peers, rows, width};
   }
-  // Limits counts to the rows there are, because those of a lost rank may reach past them.
+  // Limits counts to the rows that exist, because counts of a lost rank may be too large.
   void Take(const int32_t* given) {
     int64_t before = 0;
     for (size_t peer = 0; peer < counts.size(); ++peer) {
@@ -221,10 +222,10 @@ struct CountedSide {
   }
 };
 
-// ep_nccl_counted_v1(counts s32 [2, P], rows ...; node_size, rail) -> rows ...
-// counts[0, p] rows go to peer p, and counts[1, p] rows come from it. What goes is blocks
-// [P, R, X] whose first rows travel, or rows [N, X] of one peer after the other; and so is what
-// comes. A rank's own rows are copied. Other rows of the results are undefined.
+// ep_nccl_counted_v1(counts s32 [2, P], rows ...; node_size, rail) -> rows ... Sends counts[0, p]
+// rows to peer p, and receives counts[1, p] rows from it. Operands are blocks [P, R, X], whose
+// first rows are sent, or rows [N, X] of one peer after another; results likewise. A rank's own
+// rows are copied. Other rows of the results are undefined.
 Status MoveRows(nccl::NcclGroup& group, nccl::Communicator& communicator, const ffi::Dictionary&,
                 NcclCall* call) {
   const CallFrame& frame = call->frame;
@@ -283,7 +284,7 @@ Status MoveRows(nccl::NcclGroup& group, nccl::Communicator& communicator, const 
   return Status();
 }
 
-// Reads the results that a plan has, in its order.
+// Reads the results that are the plan's arrays, in the plan's order.
 Status ReadPlan(const CallFrame& frame, int64_t nodes, nccl::NodePlanParams* params) {
   const auto [dst_rank, dst_row, recv_count, staged_start, staged_row, staged_slot, kept,
               group_sizes, num_recv, virtual_rank, virtual_row, chunks] =
@@ -311,8 +312,8 @@ Status ReadPlan(const CallFrame& frame, int64_t nodes, nccl::NodePlanParams* par
 constexpr size_t kNodePlanArrays = 12;
 
 // ep_nccl_prepare_v1(topk_idx s32 [T, K]; node_size, alignment, row_alignment=alignment)
-//   -> the twelve arrays of a node plan, and as scratch s32 [N, T, K] and s32 [scratch]
-// Only the expert indices of all ranks cross. A second operand is not read.
+//   -> the twelve arrays of a node plan, and as scratch s32 [N, T, K] and s32 [scratch] Only the
+//   expert indices of all ranks are exchanged. A second operand is not read.
 Status Prepare(nccl::NcclGroup& group, nccl::Communicator& communicator,
                const ffi::Dictionary& attrs, NcclCall* call) {
   const CallFrame& frame = call->frame;

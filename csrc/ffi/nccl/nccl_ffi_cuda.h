@@ -6,7 +6,8 @@
 
 namespace ep_runtime {
 
-// ep_nccl_exchange_v1, ep_nccl_all_gather_v1, ep_nccl_counted_v1 and ep_nccl_prepare_v1.
+// Handlers of ep_nccl_exchange_v1, ep_nccl_all_gather_v1, ep_nccl_counted_v1 and
+// ep_nccl_prepare_v1.
 XLA_FFI_Error* NcclExchangeV1(XLA_FFI_CallFrame* frame);
 XLA_FFI_Error* NcclAllGatherV1(XLA_FFI_CallFrame* frame);
 XLA_FFI_Error* NcclCountedV1(XLA_FFI_CallFrame* frame);

@@ -1,4 +1,4 @@
-// The C edge of NCCL.
+// The C interface of groups over NCCL.
 #include "ffi/nccl/nccl_table.h"
 
 #include <cstring>

@@ -1,4 +1,4 @@
-// RailCall: a call of a group whose nodes are one rank each.
+// RailCall: a call of a group with one rank per node.
 #include "ffi/nccl/rail_call.h"
 
 #include "cuda/device/driver.h"
@@ -47,7 +47,7 @@ Status RailCall::Await() {
 
 Status RailCall::End(const CudaCall& call, size_t results, Status status) {
   if (group_ == nullptr) return status;
-  if (begun_) Await();  // a call that failed before Await
+  if (begun_) Await();  // the call failed before Await
   for (size_t i = 0; i < results && status.ok(); ++i) {
     const Buffer& ret = call.frame.rets[i];
     const uint8_t filling = LostByte(ret.dtype);

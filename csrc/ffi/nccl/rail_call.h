@@ -1,4 +1,4 @@
-// RailCall: a call of a group whose nodes are one rank each.
+// RailCall: a call of a group with one rank per node.
 #ifndef EP_RUNTIME_FFI_NCCL_RAIL_CALL_H_
 #define EP_RUNTIME_FFI_NCCL_RAIL_CALL_H_
 
@@ -15,15 +15,15 @@
 
 namespace ep_runtime {
 
-// One call of a group whose nodes are one rank each. Exchanges go on a separate stream, so that
-// they overlap the kernels of the call.
+// One call of a group with one rank per node. Exchanges run on a separate stream, so that they
+// overlap the kernels of the call.
 class RailCall {
  public:
   // Finds the communicator. Call End last, even if Open or the call fails.
   Status Open(const CudaCall& call);
-  // Ends the call. Its first `results` become NaN if the communicator is aborted by then, or if the
-  // call failed; XLA gets the error at the next run, on every device of the process alike. `status`
-  // is the result of everything since Open.
+  // Ends the call. Its first `results` results become NaN if the communicator is aborted, or if the
+  // call failed. XLA gets the error at the next run, on every device of the process. `status` is
+  // the outcome of everything since Open.
   Status End(const CudaCall& call, size_t results, Status status);
 
   int64_t me() const { return peers_.self; }
@@ -42,7 +42,7 @@ class RailCall {
   nccl::SideStream* side_ = nullptr;
   nccl::Peers peers_{};
   cudaStream_t main_ = nullptr;
-  bool begun_ = false;  // an exchange has no Await yet
+  bool begun_ = false;  // true: an exchange has begun and Await has not been called
   bool lost_ = false;
 };
 

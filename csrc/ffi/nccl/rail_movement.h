@@ -1,11 +1,10 @@
-// Movement of rows in groups whose nodes are one rank each. Nothing goes through windows, so
-// kernels that take the whole GPU place and sum rows. Work that needs no peer runs while rows
-// cross, in one exchange. Splitting the exchange, with the kernels of one part next to the exchange
-// of the next part, took as long on the device, and longer on the host, which calls NCCL for each
-// part.
+// Moves rows in groups with one rank per node. Rows do not go through windows, so kernels that use
+// the whole GPU place and sum rows. One exchange sends all rows, while work that needs no peer
+// runs. Splitting the exchange, to overlap the kernels of one part with the exchange of the next,
+// took as long on the device, and longer on the host, which calls NCCL for each part.
 //
 // Letters: T tokens of K slots, H hidden, C rows of the slab, L experts, D ranks; `virtual_row` [D
-// * T, K] is the row here of every slot of every rank's tokens, -1 for none.
+// * T, K] is the row on this rank of every slot of every rank's tokens, or -1.
 #ifndef EP_RUNTIME_FFI_NCCL_RAIL_MOVEMENT_H_
 #define EP_RUNTIME_FFI_NCCL_RAIL_MOVEMENT_H_
 
@@ -18,7 +17,7 @@
 
 namespace ep_runtime {
 
-// Sizes that all these calls have.
+// Sizes that all calls of this file have.
 struct RailSizes {
   int64_t ranks, tokens, top_k, capacity, row_bytes;
 
@@ -26,7 +25,7 @@ struct RailSizes {
   nccl::Slots AllSlots(const int32_t* row) const {
     return {row, ranks * slots(), static_cast<int32_t>(capacity)};
   }
-  // Blocks of `bytes` bytes for every token of a rank.
+  // Returns blocks with `bytes` bytes for every token of a rank.
   nccl::Blocks OfTokens(const void* sent, void* received, int64_t bytes,
                         bool gathers = false) const {
     return {static_cast<const uint8_t*>(sent), static_cast<uint8_t*>(received), tokens * bytes,
@@ -44,14 +43,14 @@ inline Status NoteCall(const CudaCall& call, const int32_t* recv_count) {
       cuda::LaunchNoteCall(call.stream, call.rank.group, call.name, call.frame.op, recv_count));
 }
 
-// Copies a rank's own values to their place among the arriving ones.
+// Copies a rank's own values to their place among the values that arrive.
 inline Status KeepOwn(const CudaCall& call, const RailCall& rail, const RailSizes& sizes,
                       const float* own, float* arrived) {
   return call.Launched(cudaMemcpyAsync(arrived + rail.me() * sizes.slots(), own, sizes.slots() * 4,
                                        cudaMemcpyDeviceToDevice, call.stream));
 }
 
-// Reads the call, opens its RailCall, and runs `make` on both.
+// Opens a RailCall for the call, runs `make` with it, and ends it.
 template <typename Make>
 Status InRail(const CudaCall& call, size_t results, const Make& make) {
   RailCall rail;

@@ -1,4 +1,4 @@
-// Rows out: dispatch, and combine's backward. Letters: `rail_movement.h`.
+// XLA targets of dispatch and combine's backward over NCCL. `rail_movement.h` explains the letters.
 
 #include <cstdint>
 #include <vector>
@@ -12,7 +12,7 @@ namespace {
 
 using nccl::Blocks;
 
-// Rows out: places every rank's tokens in the rows of the slab.
+// Sends tokens to all ranks, and places every rank's tokens in the rows of the slab.
 struct RowsOut {
   RailSizes sizes;
   cuda::SpreadRowsParams spread;  // parameters without tokens
@@ -27,7 +27,8 @@ struct RowsOut {
     return call.Launched(cuda::LaunchSpreadRows(call.stream, params));
   }
 
-  // Sends the rows, and `crossing` with them. `meanwhile` launches work that needs no peer.
+  // Sends the rows together with the arrays of `crossing`. `meanwhile` launches work that needs no
+  // peer.
   template <typename Meanwhile>
   Status Run(const CudaCall& call, RailCall* rail, std::vector<Blocks> crossing,
              const Meanwhile& meanwhile) const {
@@ -44,7 +45,7 @@ struct RowsOut {
   }
 };
 
-// Operands that say where rows go: the row of every slot, and the sizes of zones.
+// Operands that determine where rows go: the row of every slot, and the sizes of zones.
 struct Zones {
   Operand virtual_row, kept, group_sizes;
 

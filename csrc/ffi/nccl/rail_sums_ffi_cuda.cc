@@ -1,4 +1,4 @@
-// Sums back: combine, and dispatch's backward. Letters: `rail_movement.h`.
+// XLA targets of combine and dispatch's backward over NCCL. `rail_movement.h` explains the letters.
 
 #include <cstdint>
 #include <vector>
@@ -20,14 +20,14 @@ struct ScaledRows {
   float* scale;   // [D, T, tiles]
 };
 
-// Sums back: sums the rows here of every rank's tokens, and for this rank's tokens the sums of all
-// ranks.
+// Sums this rank's rows of every rank's tokens, sends the sums back, and for this rank's tokens
+// adds the sums of all ranks.
 struct SumsBack {
   RailSizes sizes;
   cuda::SumRowsParams sum;  // parameters without tokens: rows and weights of the slab
-  const int32_t* slot_row;  // [T, D]: row among arriving sums of each rank's sum of a token, or -1
+  const int32_t* slot_row;  // [T, D]: index in `arrived` of each rank's sum of a token, or -1
   uint8_t* partials;        // [D, T, row_bytes]
-  uint8_t* arrived;         // [D, T, row_bytes]; null if 8-bit sums cross
+  uint8_t* arrived;         // [D, T, row_bytes]; null if sums are sent as 8-bit floats
   int32_t width;            // H
   ScaledRows scaled, scaled_arrived;
   uint8_t* out;  // [T, row_bytes]
@@ -40,7 +40,7 @@ struct SumsBack {
     params.out = to + rank * sizes.tokens * sizes.row_bytes;
     return call.Launched(cuda::LaunchSumRows(call.stream, params));
   }
-  // Computes 8-bit sums for `count` ranks.
+  // Converts the sums for `count` ranks to 8-bit floats.
   Status Scale(const CudaCall& call, int64_t rank, int64_t count, const ScaledRows& to) const {
     if (count == 0) return Status();
     const int64_t first = rank * sizes.tokens;
@@ -54,7 +54,7 @@ struct SumsBack {
     params.tile_scale = to.scale + first * tiles();
     return call.Launched(cuda::LaunchQuantizeRows(call.stream, params));
   }
-  // Parameters for summing what arrives, shared by rows and 8-bit sums.
+  // Returns parameters for adding the sums that arrive, as rows or as 8-bit floats.
   template <typename Params>
   Params OfRanks() const {
     Params params{};
@@ -81,7 +81,7 @@ struct SumsBack {
     return call.Launched(cuda::LaunchSumRows(call.stream, params));
   }
 
-  // Like RowsOut's.
+  // Like RowsOut::Run, for sums.
   template <typename Meanwhile>
   Status Run(const CudaCall& call, RailCall* rail, std::vector<Blocks> crossing,
              const Meanwhile& meanwhile) const {
@@ -107,7 +107,7 @@ struct SumsBack {
   }
 };
 
-// Operands that say where sums come from.
+// Operands that determine which rows are summed.
 struct Places {
   Operand virtual_row, slot_row;
 
@@ -131,8 +131,8 @@ struct Places {
   }
 };
 
-// Scratch in which sums cross: as rows [D, T, H] twice; or as rows once and as 8-bit sums twice, u8
-// [D, T, H] and f32 [D, T, tiles]. Unused arrays are [0, 0, 0].
+// Scratch arrays to send and receive sums: two of rows [D, T, H]; or one of rows and two of 8-bit
+// sums, each u8 [D, T, H] with f32 [D, T, tiles]. Unused arrays are [0, 0, 0].
 struct Crossing {
   Operand partials, arrived, data, scale, data_arrived, scale_arrived;
 

@@ -1,4 +1,4 @@
-// Targets of activations.
+// XLA targets of activations.
 #include <cstdint>
 
 #include "cuda/rows/activation.h"
@@ -12,7 +12,7 @@ namespace {
 using cuda::ActivationParams;
 using xla::ffi::DataType;
 
-// Reads hidden [S * C, M], or [S * C, 2 * M] if gated. `inner` is the shape of rows of M.
+// Reads hidden [S * C, M], or [S * C, 2 * M] if gated. `inner` becomes [S * C, M].
 template <typename Params>
 Status ReadHidden(const Operand& group_sizes, const Operand& hidden, int64_t function,
                   int64_t gated, Params* params, Dims* inner) {
@@ -26,7 +26,7 @@ Status ReadHidden(const Operand& group_sizes, const Operand& hidden, int64_t fun
   return hidden.Read(hidden.type(), {rows, params->gated ? 2 * width : width}, &params->hidden);
 }
 
-// f32 [S * C] or [0]
+// Reads weights, f32 [S * C] or [0].
 template <typename Params>
 Status ReadWeights(const Operand& weights, int64_t rows, Params* params) {
   EP_RETURN_IF_ERROR(weights.CheckType(DataType::F32));
@@ -47,7 +47,8 @@ Status LaunchForward(const CallFrame& frame, cudaStream_t stream, int64_t functi
 }
 
 // ep_activation_bwd_v1(group_sizes s32 [S, L], hidden, row_weights, grad [S * C, M]; function,
-//                      gated) -> like hidden, maybe in its memory; like row_weights
+//                      gated) -> d_hidden like hidden, maybe in its memory; d_weights like
+//                      row_weights
 Status LaunchBackward(const CallFrame& frame, cudaStream_t stream, int64_t function,
                       int64_t gated) {
   EP_RETURN_IF_ERROR(frame.CheckCount(4, 2));
@@ -64,7 +65,8 @@ Status LaunchBackward(const CallFrame& frame, cudaStream_t stream, int64_t funct
   return cuda::Check(cuda::LaunchActivation(stream, params), frame.call);
 }
 
-// Reads the same operands; grad [S * C, M], or [0, 0] for values.
+// Reads operands like those of ep_activation_bwd_v1; grad is [S * C, M], or [0, 0] to quantize
+// values.
 Status ReadQuantized(const CallFrame& frame, int64_t function, int64_t gated,
                      cuda::QuantizedActivationParams* params) {
   const auto [group_sizes, hidden, weights, grad] =

@@ -1,4 +1,4 @@
-// Targets that gather, spread and sum rows.
+// XLA targets that gather, spread and sum rows.
 #include <cstdint>
 
 #include "cuda/rows/move_rows.h"

@@ -1,4 +1,4 @@
-// Targets of quantization. 8-bit floats and 8-bit scales travel as u8.
+// XLA targets of quantization. 8-bit floats and 8-bit scales are passed as u8.
 
 #include <cstdint>
 #include <string>
@@ -73,7 +73,8 @@ Status LaunchScaleRows(const CallFrame& frame, cudaStream_t stream, int64_t form
 }
 
 // ep_quantize_tiles_v1(group_sizes, values) -> data u8 [S * C, W], f32 [S * C, ceil(W / 128)]
-//   or packed, with clear_slack=0: u8 [S * C, W + 4 * ceil(W / 128)], scales behind a row's data
+//   or packed, with clear_slack=0: u8 [S * C, W + 4 * ceil(W / 128)], each row's scales after its
+//   data
 Status LaunchTiles(const CallFrame& frame, cudaStream_t stream, int64_t format,
                    int64_t power_of_two, int64_t clear_slack) {
   const bool packed = frame.rets.size() == 1;

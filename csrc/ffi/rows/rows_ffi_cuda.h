@@ -1,4 +1,4 @@
-// Custom calls that visit rows, each by one launch or two without workspace.
+// Custom calls that process rows in one or two launches, without workspace.
 #ifndef EP_RUNTIME_FFI_ROWS_ROWS_FFI_CUDA_H_
 #define EP_RUNTIME_FFI_ROWS_ROWS_FFI_CUDA_H_
 
@@ -12,7 +12,7 @@ namespace ep_runtime {
 // group of all rows.
 Status ReadRowGroups(const Operand& sizes, const Operand& rows, cuda::rows::RowGroups* groups);
 
-// Handlers, each in its <op>_ffi_cuda.cc.
+// Handlers, each in a file <op>_ffi_cuda.cc.
 extern XLA_FFI_Handler* const kActivationV1;
 extern XLA_FFI_Handler* const kActivationBwdV1;
 extern XLA_FFI_Handler* const kActivationAmaxV1;

@@ -13,8 +13,8 @@ namespace {
 static_assert(kSide == kPaddedTo, "a tile of rows is one group's");
 constexpr int kThreads = kTileThreads;
 constexpr int kBlocksPerProcessor = 4;  // some blocks read while others write
-// Blocks that share a line of tiles. Each takes every kAcross-th tile, and finds the line's rows
-// only once.
+// Number of blocks that share a line of tiles. A block takes every kAcross-th tile, and finds the
+// line's rows only once.
 constexpr int kAcross = 8;
 
 struct BytePlace {

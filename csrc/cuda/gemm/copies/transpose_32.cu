@@ -13,8 +13,8 @@ constexpr int kLines = kPaddedTo;       // lines of a tile, which belong to one 
 constexpr int kColumns = 32;            // columns of a tile
 constexpr int kThreads = 256;           // each transposes 4 x 4 values
 constexpr int kBlocksPerProcessor = 5;  // some blocks read while others write
-// Blocks that share a line of tiles. Each takes every kAcross-th tile, and finds the line's rows
-// only once.
+// Number of blocks that share a line of tiles. A block takes every kAcross-th tile, and finds the
+// line's rows only once.
 constexpr int kAcross = 8;
 
 struct FloatPlace {

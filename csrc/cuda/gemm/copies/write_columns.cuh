@@ -13,7 +13,7 @@ namespace cuda {
 namespace gemm {
 
 struct Columns {
-  uint8_t* to;    // where column 0 goes
+  uint8_t* to;    // where column 0 is written
   int64_t pitch;  // bytes between starts of lines in `to`, a multiple of 16
   int32_t count;  // columns of the whole array, a multiple of 4
   int32_t lines;  // lines of the tile to write, a multiple of 16

@@ -5,10 +5,11 @@
 // only once. The multiplying warpgroups never wait for each other: while one stores its rows, the
 // other uses the tensor cores.
 //
-// The loading warp runs ahead. Through shared memory it tells the multiplying warpgroups which rows
-// to sum for which tile, because walking the schedule and finding a group's rows take as long as
-// the products of some hundred rows. If several launches share the product, the loading warp draws
-// tickets for tiles. Sums of 8-bit operands leave the tensor cores after every stage.
+// The loading warp runs ahead. Through shared memory the loading warp sends the multiplying
+// warpgroups the rows to sum for each tile, because walking the schedule and finding a group's rows
+// take as long as the products of some hundred rows. If several launches share the product, the
+// loading warp draws tickets for tiles. Sums of 8-bit operands leave the tensor cores after every
+// stage.
 #ifndef EP_RUNTIME_CUDA_GEMM_KERNELS_GROUPED_GEMM_KERNEL_CUH_
 #define EP_RUNTIME_CUDA_GEMM_KERNELS_GROUPED_GEMM_KERNEL_CUH_
 
@@ -25,8 +26,8 @@ namespace ep_runtime {
 namespace cuda {
 namespace gemm {
 
-// Registers of a loading and of a multiplying thread. Their total over a block stays as launched.
-// Finding work takes more than 40.
+// Registers of a loading and of a multiplying thread. A block's total stays as at launch. Finding
+// work needs more than 40.
 constexpr int kFinderRegisters = 56;
 constexpr int kSummerRegisters = 224;
 constexpr int kBlockBytes = 227 << 10;
@@ -202,8 +203,8 @@ __device__ __forceinline__ void SumWhole(int32_t size, int warpgroup, SharedMemo
   if (busy != 0) ReleaseStage(busy);
 }
 
-// Sums a tile, starting with the next work in the queue. Returns work of the tile; its expert is -1
-// at the end of the queue.
+// Sums a tile, starting with the next work in the queue. Returns the tile's last work, or work with
+// expert -1 at the end of the queue.
 template <class Traits>
 __device__ __forceinline__ Work SumTile(const KernelArguments& args, int warpgroup,
                                         SharedMemory<Traits>* memory,

@@ -22,7 +22,7 @@ struct Scales {
   const float* rhs;
   int32_t last_row;   // last row of lhs; tiles may extend past it
   int32_t lhs_width;  // in blocks
-  int32_t rhs_plane;  // in floats
+  int32_t rhs_plane;  // distance between experts, in floats
   int32_t rhs_column;
   int32_t rhs_depth;
   int32_t last_column;  // in blocks; tiles may extend past it

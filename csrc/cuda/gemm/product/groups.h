@@ -12,7 +12,7 @@ namespace gemm {
 
 struct Groups {
   const int32_t* sizes;  // [slabs, groups_per_slab]
-  int32_t num_groups;    // in all slabs
+  int32_t num_groups;    // groups in all slabs
   int32_t groups_per_slab;
   int32_t num_experts;
   int32_t slab_rows;

@@ -70,9 +70,9 @@ struct GemmTickets {
 
 struct GroupedGemmParams {
   GemmProduct product;
-  FloatType type;      // of lhs; kTF32 instead of kF32
-  FloatType rhs_type;  // of rhs: equal to `type`, or with 8 bits kE4M3 or kE5M2. At most one is
-                       // kE5M2, the format of gradients
+  FloatType type;      // type of lhs; kTF32 instead of kF32
+  FloatType rhs_type;  // type of rhs: equal to `type`, or with 8 bits kE4M3 or kE5M2. At most one
+                       // is kE5M2, the format of gradients
   FloatType out_type;  // 16-bit operands: the same type or kF32; 8-bit: kBF16 or kF32; tf32: kF32
   GemmScaling scaling;
   int32_t num_slabs;
@@ -86,11 +86,11 @@ struct GroupedGemmParams {
   const void* lhs;  // [S * C, K'] (kDataGrad: N'); 8-bit, tf32 kWeightGrad: [K', S * P]
   const void* rhs;  // [G, K', N'] (kWeightGrad: [S * C, N']); 8-bit kForward: [G, N', K'],
                     // 8-bit, tf32 kWeightGrad: [N', S * P]
-  // If gate and up are two arrays, they stand for one array of weights: N' is two halves, multiples
-  // of 64 each; rhs (kWeightGrad: out) is [G, K', N' / 2], and rhs_up (out_up) is the second half.
-  // Null: one array.
+  // If gate and up are two arrays, they are treated as one array of weights: N' is two halves,
+  // multiples of 64 each; rhs (kWeightGrad: out) is [G, K', N' / 2], and rhs_up (out_up) is the
+  // second half. Null: one array.
   const void* rhs_up;      // only with 16-bit and tf32 operands
-  void* rhs_copy;          // only tf32 kForward: [G, N', K'], device, written: a transposed copy
+  void* rhs_copy;          // only tf32 kForward: [G, N', K'], device; gets a transposed copy of rhs
   const float* lhs_scale;  // kTensor: [S, L]; kBlock: [S * C, ceil(K' / 128)] (kDataGrad: N';
                            // kWeightGrad: [S * P / 128, ceil(K' / 128)])
   const float* rhs_scale;  // kTensor: [G] (kWeightGrad: [S, L]);

@@ -76,7 +76,7 @@ __device__ __forceinline__ void PrefetchMap(const CUtensorMap* map) {
 struct Halves {
   const CUtensorMap* first;
   const CUtensorMap* second;
-  int32_t width;  // of the first array, a multiple of a box; INT32_MAX: there is one array
+  int32_t width;  // width of the first array, a multiple of a box; INT32_MAX: there is one array
 };
 // Returns the map that contains coordinate `x`, and makes `x` relative to that map.
 __device__ __forceinline__ const CUtensorMap* FindHalf(const Halves& halves, int32_t* x) {
@@ -94,7 +94,7 @@ __device__ __forceinline__ void LoadBox(const CUtensorMap* map, Coordinates at, 
       "l"(map), "r"(barrier), "r"(at.x), "r"(at.y), "r"(at.z)
       : "memory");
 }
-// Copies one box to these addresses in every block of the cluster whose bit is set in `blocks`.
+// Copies one box to the same addresses in every block of the cluster whose bit is set in `blocks`.
 __device__ __forceinline__ void LoadBoxInto(uint16_t blocks, const CUtensorMap* map, Coordinates at,
                                             uint32_t shared, uint32_t barrier) {
   asm volatile(

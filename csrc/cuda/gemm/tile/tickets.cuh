@@ -14,8 +14,8 @@ namespace cuda {
 namespace gemm {
 
 struct Tickets {
-  uint32_t* words;    // [2], like GemmTickets::words; null: clusters take turns
-  uint32_t clusters;  // of all launches
+  uint32_t* words;    // [2], like GemmTickets::words; null: clusters take tiles in turn
+  uint32_t clusters;  // number of clusters in all launches
 };
 
 // Words of a cluster's shared memory that both blocks access. A word is a whole message, so no

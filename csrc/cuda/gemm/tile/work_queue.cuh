@@ -35,7 +35,7 @@ struct WorkQueue {
   uint64_t empty[kQueuedWork];  // completes when every reading warp has taken the work
 };
 
-// One thread calls this, before the block's first barrier.
+// Initialises the queue. One thread calls this, before the block's first barrier.
 __device__ __forceinline__ void InitQueue(WorkQueue* queue, uint32_t reading_warps) {
   for (int i = 0; i < kQueuedWork; ++i) {
     InitBarrier(SharedAddress(&queue->full[i]), 1);

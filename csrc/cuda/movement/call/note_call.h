@@ -14,7 +14,7 @@ namespace cuda {
 
 // Reports on the board a call whose rows do not travel through windows, in a group with one rank
 // per node: that the call ran, and for a dispatch the rows in `recv_count` ([1, 4], device; or
-// null). The reported time is only that of this launch.
+// null). The reported time covers only this launch.
 cudaError_t LaunchNoteCall(cudaStream_t stream, DeviceGroup* group, const CallName& name, OpCode op,
                            const int32_t* recv_count);
 

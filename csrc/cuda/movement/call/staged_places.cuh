@@ -19,7 +19,7 @@ struct Staging {
   LaneRoom room;
   bool packed;
   int32_t part = 0;        // part that this launch moves
-  int32_t most_parts = 1;  // launches in all
+  int32_t most_parts = 1;  // number of launches in total
 
   __device__ int columns() const { return CountColumns(packed, room.ranks); }
 };

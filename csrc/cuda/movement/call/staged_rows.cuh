@@ -60,7 +60,8 @@ struct StagedRow {
     const int64_t at = __shfl_sync(~0u, arriving.counts.first, source) + int64_t{staged};
     if (staged >= 0) ReadBounds(plan, at);
   }
-  // `at` is the staged row's number among those of all sources.
+  // Reads the bounds of the row's entries. `at` is the row's number among the staged rows of all
+  // sources.
   __device__ void ReadBounds(const Plan& plan, int64_t at) {
     begin = plan.staged_start[at];
     end = plan.staged_start[at + 1];

@@ -13,7 +13,7 @@ namespace cuda {
 // All blocks of a kernel must be resident at once, with any other kernels that run, so use few.
 struct CombineGrid {
   int32_t reduce_blocks = 24;  // sum this rank's rows and send the sums; then help the sum blocks
-  int32_t sum_blocks = 16;     // sum tokens from sums that arrive
+  int32_t sum_blocks = 16;     // sum tokens from the sums that arrive
 };
 
 // Parameters of combine, and of dispatch's backward: a combine of d_recv that also carries

@@ -10,8 +10,8 @@ namespace cuda {
 namespace combine {
 
 // Scales of a piece whose lanes have kPer neighbouring values of each of kVectors vectors. A block
-// is kFp8Block values, in neighbouring lanes. Every lane computes one scale, not the scales of all
-// its values.
+// is kFp8Block values that share a scale, in neighbouring lanes. Every lane computes one scale, not
+// the scales of all its values.
 template <int kPer>
 struct PieceScales {
   static constexpr int kLanes = kFp8Block / kPer;  // lanes of a block

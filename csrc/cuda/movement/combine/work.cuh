@@ -75,7 +75,7 @@ struct SumPlaces {
   }
 };
 
-constexpr int kTableBarrier = 1;  // only one block arrives at it
+constexpr int kTableBarrier = 1;  // only one block arrives at this barrier
 
 // The first block counts how many tokens each rank keeps before each window of tokens, for
 // TokenCounter.
@@ -96,7 +96,7 @@ __device__ inline void TellTable(const DeviceCall& call, const CombineParams& pa
 struct WorkNumbers {
   int which;  // the counter that numbers are drawn from
   uint32_t warps;
-  uint32_t number;  // in lane 0
+  uint32_t number;  // valid in lane 0
 
   __device__ void Draw(const DeviceCall& call) {
     if (threadIdx.x % 32 == 0) number = warps + TakeTicketAlone(call, which);

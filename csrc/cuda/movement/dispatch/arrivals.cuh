@@ -37,7 +37,7 @@ struct OwnTokens {
   const DeviceCall& call;
   const Plan& plan;
   const CallSizes& sizes;
-  uint32_t ticket;     // in lane 0
+  uint32_t ticket;     // valid in lane 0
   int32_t token = -1;  // -1: there is none
   int32_t rank = -1;   // lane k: rank of slot k
   int32_t row = -1;

@@ -53,14 +53,14 @@ namespace dispatch {
 namespace {
 
 constexpr int kMaxPlaceWarps = 14;        // placing warps of a block in combine's backward
-constexpr int kSharedBytes = 202 * 1024;  // of 227 KB; barriers and counts need the rest
+constexpr int kSharedBytes = 202 * 1024;  // out of 227 KB; barriers and counts need the rest
 constexpr int kRingBytes = kSharedBytes - kZeroBytes;
 constexpr int kNoRows = 0x7FFFFFFF;  // a number past the last staged row
 
 struct DispatchShared {
   LoadBarrier barriers[kMaxSenders * kBuffers];
   LandedTokens landed;
-  TokenTable table;  // in a block that sends
+  TokenTable table;  // used in a block that sends
   uint32_t filled;   // 1: a warp of the block found that no empty rows are left
 };
 static_assert(kSharedBytes + sizeof(DispatchShared) <= 226 * 1024);
@@ -71,8 +71,8 @@ struct CopyKind {
   bool past_zones;  // true: rows past the last zone become zero too
 };
 
-// Reports how many rows this rank receives, and, if another prepare made the plan, how many it
-// dropped. One whole warp calls this.
+// Reports how many rows this rank receives, and how many were dropped if prepare has not counted
+// them. One whole warp calls this.
 __device__ inline void CountReceived(const DeviceCall& call, const CallName& name, const Plan& plan,
                                      int columns) {
   const int lane = threadIdx.x % 32;

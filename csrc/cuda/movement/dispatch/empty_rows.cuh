@@ -70,7 +70,8 @@ struct EmptyRows {
     if (row_before + size > sizes.capacity - base) kept = padding = 0;
     pad_before = Before(padding, sizes.capacity, &lanes_padding);
   }
-  // Sums over earlier lanes, and over all lanes, at most `most`.
+  // Returns the sum over earlier lanes, and sets `all` to the sum over all lanes; both at most
+  // `most`.
   __device__ static int32_t Before(int32_t value, int32_t most, int32_t* all) {
     const auto sum = WarpScan(int64_t{value});
     *all = static_cast<int32_t>(min(__shfl_sync(~0u, sum, 31), int64_t{most}));
@@ -99,11 +100,11 @@ struct SlabArrays {
 struct EmptyJob {
   SlabArrays rows;
   float* weights;   // [C] or null
-  bool past_zones;  // also zero the rows past the last zone
+  bool past_zones;  // true: rows past the last zone become zero too
 };
 
 // Writes zeros to empty rows until none is left. Every warp calls this when it has nothing else to
-// do. `filled`, in shared memory, tells late warps that another warp found none left.
+// do. `filled`, in shared memory, is set once a warp has found none left.
 __device__ inline void FillEmptyRows(const DeviceCall& call, const Plan& plan,
                                      const CallSizes& sizes, const EmptyJob& job,
                                      const uint8_t* zeros, uint32_t* filled) {

@@ -23,9 +23,9 @@ constexpr int kMaxSenders = 14;    // sending warps of a block
 //
 // All accesses are atomic operations, also reads, so that compute-sanitizer reports no races.
 struct LandedTokens {
-  static constexpr uint32_t kPlaces = 8;  // most tokens of a warp on their way or unpublished
+  static constexpr uint32_t kPlaces = 8;  // most tokens of a warp in flight or unpublished
 
-  int32_t staged[kMaxSenders][kPlaces][kMaxRanks];  // place on each rank; -1: not sent to it
+  int32_t staged[kMaxSenders][kPlaces][kMaxRanks];  // place on each rank; -1: not sent to that rank
   uint32_t landed[kMaxSenders];
   uint32_t published[kMaxSenders];
 
@@ -147,7 +147,7 @@ __device__ inline void PublishTokens(const DeviceCall& call, const PushJob& job,
     }
     __syncwarp();
     FenceSys();
-    // Stores one flag per lane at a time.
+    // Each lane stores one flag in an iteration.
     for (int i = j * call.ranks + lane; i < end * call.ranks; i += 32) {
       const int token = i / call.ranks, rank = i - token * call.ranks;
       const int sender = token % senders;

@@ -11,7 +11,7 @@ namespace ep_runtime {
 namespace cuda {
 namespace prepare {
 
-// Every thread of prepare's kernel calls this.
+// Checks this rank's indices. Every thread of prepare's kernel calls this.
 __device__ inline void CheckIndices(const DeviceCall& call, const PrepareParams& params,
                                     int num_experts) {
   DeviceGroup* group = call.group;

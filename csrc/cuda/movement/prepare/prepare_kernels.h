@@ -14,8 +14,9 @@ struct PrepareParams {
   CallName name;
   CallSizes sizes;
   int32_t num_experts;      // E of the EP group, at most kMaxExperts
-  int32_t alignment;        // rows; zones are rounded up to it for comparison with C
-  int32_t row_alignment;    // rows; zones in the slab are rounded up to it; divides `alignment`
+  int32_t alignment;        // rows; zones are rounded up to multiples of this for comparison with C
+  int32_t row_alignment;    // rows; zones in the slab are rounded up to multiples of this; divides
+                            // `alignment`
   const int32_t* topk_idx;  // [T, K] int32, device, written by XLA; a number that is not an expert
                             // of the EP group is an unused slot
   MutablePlan plan;         // all written
@@ -28,7 +29,7 @@ struct PrepareParams {
 };
 
 // Routes this rank's slots. Counts travel to all peers, then one entry per kept row to the rank
-// that gets the row. All ranks decide alike from the same count matrix.
+// that gets the row. All ranks compute the same result from the same count matrix.
 cudaError_t LaunchPrepare(cudaStream_t stream, PrepareParams params);
 
 }  // namespace cuda
