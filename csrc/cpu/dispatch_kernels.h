@@ -14,7 +14,7 @@ struct DispatchParams {
   const void* tokens;    // [T, H]
   const float* weights;  // [T, K], or null: weights of 1
   Plan plan;
-  void* recv;           // [C, H] zeros in padding, rows past the last zone untouched
+  void* recv;           // [C, H] zeros in padding; rows past the last zone do not change
   float* recv_weights;  // [C] zeros in padding and past the last zone
 };
 

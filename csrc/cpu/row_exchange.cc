@@ -8,8 +8,8 @@
 namespace ep_runtime {
 namespace {
 
-// If a machine's ranks write more bytes than this in a call, rows leave the caches before they are
-// read.
+// If a machine's ranks write more bytes than this in a call, rows are evicted from the caches
+// before they are read.
 constexpr int64_t kStreamBytes = 4 << 20;
 
 Status BadPlan(const Call& call, const char* what) {

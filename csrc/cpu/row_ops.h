@@ -15,7 +15,7 @@ namespace ep_runtime {
 enum RowType : int { kF32 = 0, kBF16 = 1, kF16 = 2, kF64 = 3, kNumRowTypes = 4 };
 
 // dst[i] = sum over r of rows[r][i], each multiplied by weights[r] first if `weights` is given.
-// Without rows: zeros.
+// Without rows the result is zeros.
 using ReduceFn = void (*)(void* dst, const void* const* rows, const float* weights, int64_t count,
                           int64_t width);
 // dst[i] = weight * src[i]

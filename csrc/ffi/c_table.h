@@ -76,7 +76,7 @@ struct EpTable {
   int64_t (*device_uuid)(int32_t, EpText);       // returns the length of the text
   int64_t (*reaches)(int32_t, int32_t, EpText);  // 1 if a device can map memory of a peer
   const char*
-      architectures;  // architectures that kernels are compiled for, in nvcc's names: "90a 100"
+      architectures;  // architectures that kernels are compiled for, by nvcc's names: "90a 100"
 };
 
 GroupSizes ToSizes(const EpGroupOptions& options);

@@ -27,8 +27,8 @@ struct Attributes {
   int64_t function = 0;
   bool gated = false;
   bool early = false;
-  // How a block call quantizes: a GemmScaling, the gradients' format, and whether scales of blocks
-  // are powers of two.
+  // How a block call quantizes: a GemmScaling, whether gradients are e5m2, and whether scales of
+  // blocks are powers of two.
   int64_t scaling = 0;
   bool e5m2 = false;
   bool power_of_two = false;

@@ -22,7 +22,7 @@ auto OnStream(const char* call,
 }
 
 // Defines the handler `symbol` of the target `call`. `launch` takes the attributes named after it,
-// in their order. It must neither allocate nor synchronise.
+// in their order. `launch` must neither allocate nor synchronise.
 #define EP_RUNTIME_STREAM_CALL(symbol, call, launch, ...)                     \
   XLA_FFI_DEFINE_HANDLER(symbol##Handler, OnStream(call, launch),             \
                          ::xla::ffi::Ffi::Bind()                              \

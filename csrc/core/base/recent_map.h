@@ -27,7 +27,7 @@ class RecentMap {
     }
     return {found->second, is_new};
   }
-  // Returns null if `key` was never added or has been forgotten.
+  // Returns the value of `key`, or null if `key` was never added or has been forgotten.
   const Value* Find(const Key& key) const {
     auto found = entries_.find(key);
     return found == entries_.end() ? nullptr : &found->second;

@@ -11,8 +11,8 @@
 namespace ep_runtime {
 
 // A group's settings by the names of `GroupSpec` in ep_runtime/specs.py, so that a new setting
-// needs only a reader here. Seconds ("op_timeout_s") arrive as whole nanoseconds ("op_timeout_ns"),
-// because a process's locale cannot change how integers are written.
+// needs no other native code than a call of Read. Seconds ("op_timeout_s") arrive as whole
+// nanoseconds ("op_timeout_ns"), because a process's locale cannot change how integers are written.
 class Settings {
  public:
   // `lines` has one line "name=value" for each setting.

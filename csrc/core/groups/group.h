@@ -106,7 +106,7 @@ class Group {
   bool closed() const { return calls_.closed(); }
   Status ClosedError(const std::string& layer_name) const;
 
-  // Counts running calls; false once the group is closed.
+  // Counts running calls. Returns false once the group is closed.
   bool BeginCall() { return calls_.Begin(); }
   void EndCall() { calls_.End(); }
   // Refuses further calls and waits at most `timeout_ns` for running calls.

@@ -16,8 +16,8 @@
 namespace ep_runtime {
 
 // Open groups by number and their layers by id. Programs carry layer ids only, and calls resolve
-// them here. A `LayerOf` has id, name and fingerprint; a `GroupOf` has options() with name and
-// generation.
+// the ids in this table. A `LayerOf` has id, name and fingerprint; a `GroupOf` has options() with
+// name and generation.
 template <typename LayerOf, typename GroupOf>
 class LayerTable {
  public:

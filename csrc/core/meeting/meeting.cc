@@ -145,7 +145,7 @@ Status MeetingPlace::Join(const CallTag& tag, int rank, const Verdict& verdict, 
     slot->verdict_capacity = verdict.capacity;
   }
   mask.fetch_or(bit, std::memory_order_release);
-  // Ranks can only leave a failed meeting. A rank that joins late sees the state and leaves too.
+  // A failed meeting grants no lane. A rank that joins it late sees the state and leaves.
   if (slot->state.load(std::memory_order_relaxed) == kSlotGathering && slot->inside == ranks_) {
     GrantOrQueue(slot);
   }

@@ -94,7 +94,7 @@ class MeetingPlace {
   };
   Misfit FindMisfit(const MeetingSlot& slot);
 
-  // Runs under the lock each time a lane is granted. Debug mode fills the lane here.
+  // Runs under the lock each time a lane is granted. Debug mode fills the lane with this function.
   std::function<void(int lane)> on_grant;
 
  private:

@@ -22,7 +22,7 @@ struct CallRecord {
   int64_t since_ns = 0;
 };
 
-// Writes the record of one rank. A rank may have several calls open; its record shows the oldest.
+// Writes the record of one rank. A rank may have several open calls; its record shows the oldest.
 class RankTelemetry {
  public:
   explicit RankTelemetry(RankRecord* record) : record_(record) {}

@@ -21,8 +21,8 @@ struct RowLayout {
 
 // Numbers of rows to whose multiples zones of experts are rounded up.
 struct Alignments {
-  int64_t kept;  // when demand is compared with the capacity
-  int64_t rows;  // when zones are placed in a slab; divides `kept`
+  int64_t kept;  // to compare demand with the capacity
+  int64_t rows;  // for zones in a slab; divides `kept`
 };
 
 // Computes the layout from `counts`, which has a row of E counts per source: counts[source * stride

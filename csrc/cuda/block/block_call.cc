@@ -286,7 +286,8 @@ class BlockLaunches : private ExpertLaunches {
     return dispatch;
   }
 
-  // Gradients of the experts' outputs without weights: copies of the tokens' gradients.
+  // Returns the dispatch of the gradients of the experts' outputs, without weights: copies of the
+  // tokens' gradients.
   CombineBwdParams Grads(const TokenPass& pass) const {
     auto grads = ExchangeOf<CombineBwdParams>(pass);
     grads.grad = TokensOf(pass, p_.dy);

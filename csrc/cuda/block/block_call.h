@@ -33,7 +33,8 @@ struct BlockParams {
   RowType type;
   ActivationFunction function;
   bool gated;
-  bool early;  // true: activations are weighted; false: combine weights. Backward is the same
+  bool early;  // true: activations are weighted; false: combine applies the weights. Backward is
+               // the same
   // Settings of the group.
   int32_t num_experts;  // E
   int32_t prepare_blocks;

@@ -27,8 +27,8 @@ cudaError_t LaunchDecide(cudaStream_t stream, const DecideParams& params);
 // Copies a chunk's slots for its own prepare, without slots that the whole plan dropped.
 struct SlotsParams {
   const int32_t* wanted;    // [1], device
-  const int32_t* topk_idx;  // [slots], device, of the chunk
-  const int32_t* dst_rank;  // [slots], device, of the chunk in the whole plan
+  const int32_t* topk_idx;  // [slots], device: the chunk's slots
+  const int32_t* dst_rank;  // [slots], device: the whole plan's ranks of the chunk's slots
   int32_t slots;
   int32_t* out;  // [slots], device
 };

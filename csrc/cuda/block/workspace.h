@@ -27,7 +27,7 @@ struct BlockSizes {
   int32_t ranks;     // R
   int32_t alignment;
   int32_t rows;       // W
-  int32_t kept_rows;  // rows of the result that saves the first product; 0: none
+  int32_t kept_rows;  // rows of the result `kept`, which saves the first product; 0: none
   int32_t element_bytes;
   GemmScaling scaling = GemmScaling::kNone;  // not kNone: products take 8-bit operands
   int32_t lane_rows = INT32_MAX;  // rows of a lane, which receives the sums of a rank's tokens
@@ -47,7 +47,7 @@ int32_t PartTokens(const BlockSizes& sizes);
 // lane.
 int32_t NumParts(const BlockSizes& sizes);
 
-// Flags on the device that say which launches are wanted.
+// Flags on the device that decide which launches are wanted.
 struct Decision {
   int32_t whole;        // 1: all ranks' rows fit, so one pass over all tokens
   int32_t parts;        // 1: rows do not fit, so one pass over each chunk

@@ -187,7 +187,7 @@ struct DeviceGroup {
   int32_t ep_size;
   int32_t first_rank;  // world rank of EP rank 0 of this domain
   int32_t world_size;
-  int32_t lanes;        // at least 2, because only lanes keep successive calls apart
+  int32_t lanes;        // at least 2, because successive calls must use different lanes
   int32_t num_experts;  // includes slots for copies
   int64_t max_tokens;
   int64_t lane_bytes;

@@ -110,7 +110,8 @@ Status CudaGroup::ChooseBlocks(const std::vector<int>& devices) {
          (slots + blocks_.prepare - 1) / blocks_.prepare > kMaxBlockSlots / 2) {
     blocks_.prepare *= 2;
   }
-  // A rank waits for as many blocks of each peer's prepare as its own prepare has.
+  // All ranks must run the same number of blocks of prepare, because a rank waits for as many
+  // blocks of a peer as it has itself.
   if (blocks_.prepare + 1 > sms) {
     return InvalidArgument("prepare runs " + std::to_string(blocks_.prepare + 1) +
                            " blocks at once on every rank of a group, and this process may use " +

@@ -63,7 +63,7 @@ class CudaGroup : public GroupDevice {
   const LocalRank* OfDevice(int device) const;
   const LaunchBlocks& blocks() const { return blocks_; }
 
-  // Decides whether that run starts. RunStarts explains why its first call decides.
+  // Decides whether `run` starts. RunStarts explains why its first call decides.
   Status Decide(uint64_t run, const std::string& layer_name, OpCode op);
 
   void Close() override;

@@ -1,4 +1,4 @@
-// RankMemories: takes and reuses ranks' device memory.
+// RankMemories: allocates and reuses ranks' device memory.
 #include "cuda/device/rank_memory.h"
 
 #include <atomic>

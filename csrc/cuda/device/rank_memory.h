@@ -36,12 +36,14 @@ struct LaunchSettings {
 // with changed settings gets other memory, so that an old program finds its own group closed.
 class RankMemories {
  public:
-  // Takes the memory of `world_rank` on the current device: all zeros, and used by no kernel.
+  // Reuses or allocates memory of `world_rank` on the current device. The memory is all zeros, and
+  // no kernel uses it.
   Status Take(const GroupOptions& options, const LaunchSettings& launch, int64_t world_rank,
               int device, RankMemory* out);
   // Returns the memory of a closed group.
   void GiveBack(const std::string& group, const RankMemory& memory);
-  // True once after a replayed graph called a closed group of that name; `out` describes the call.
+  // Returns true once after a replayed graph called a closed group named `group`; `out` describes
+  // the call.
   bool TakeReplay(const std::string& group, FailRecord* out);
 
  private:

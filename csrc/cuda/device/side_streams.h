@@ -42,10 +42,11 @@ class SideStreams {
   int32_t processors_ = 0;
 };
 
-// One call's launches that overlap its launches on `main`. Legal while `main` is captured.
+// Puts some launches of a call on a side stream, where they overlap the call's launches on `main`.
+// Allowed while `main` is captured.
 class Fork {
  public:
-  // If `streams` is null, side() is `main`, and launches on it run first.
+  // If `streams` is null, side() is `main`, so that launches run one after another.
   Fork(SideStreams* streams, cudaStream_t main);
   ~Fork() { Join(); }
   Fork(const Fork&) = delete;

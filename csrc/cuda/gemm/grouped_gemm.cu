@@ -54,7 +54,7 @@ const Instance* FindInstance(const GroupedGemmParams& params) {
 
 bool IsPair(const GroupedGemmParams& p) { return p.rhs_up != nullptr || p.out_up != nullptr; }
 
-// Columns of one array of weights, which may be one of a pair.
+// Returns the columns of one array of weights, which may be one of a pair.
 int32_t WeightColumns(const GroupedGemmParams& p) {
   return IsPair(p) ? p.out_features / 2 : p.out_features;
 }
@@ -198,7 +198,7 @@ KernelArguments MakeArguments(const GroupedGemmParams& p, int32_t blocks) {
   args.band = p.tuning.band;
   args.half = IsPair(p) ? WeightColumns(p) : INT32_MAX;
   args.out.data = p.out;
-  // If output rows are the groups' rows, the groups say how many there are.
+  // Unused if output rows are the groups' rows.
   args.out.rows = p.in_features;
   args.out.columns = backward ? p.in_features : p.out_features;
   args.out.bias = p.bias;

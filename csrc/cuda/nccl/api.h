@@ -49,7 +49,7 @@ struct Config {
 static_assert(sizeof(UniqueId) == 128);
 static_assert(sizeof(Config) == 48 && offsetof(Config, net_name) == 32);
 
-// Earlier versions lack non-blocking communicators or fields of Config.
+// The oldest supported version: earlier ones lack non-blocking communicators or fields of Config.
 constexpr int kLeastVersion = 21801;
 constexpr int kFirstUnknownVersion = 30000;
 

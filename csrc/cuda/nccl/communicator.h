@@ -22,7 +22,7 @@ struct Place {
   UniqueId id;  // unique id of the domain
 };
 
-// Returns an error once the group has failed. Waits then end with that error.
+// A function that returns an error once the group has failed. Waits then end with that error.
 using Alive = std::function<Status()>;
 
 // One non-blocking NCCL communicator. Any thread may use it. Every NCCL call on it holds one lock

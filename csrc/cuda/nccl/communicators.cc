@@ -33,7 +33,7 @@ Communicators::Communicators(const Api& api, Devices devices, Alive alive, Purpo
 }
 
 // Runs `work` for each communicator on a separate thread, with its device current. Returns false if
-// some have not ended within `bound`: they continue detached.
+// some threads have not ended within `bound`: these continue detached.
 bool Communicators::OnEach(std::function<Status(Communicator&)> work,
                            std::chrono::nanoseconds bound, Status* first_error) {
   const auto shared = std::make_shared<Shared>();

@@ -73,11 +73,11 @@ class Communicators {
   const Alive& alive() const { return alive_; }
   int version() const { return api_.version; }
 
-  // Aborts all communicators, each on a separate thread, and waits for that with a bound, because a
-  // device may hang. Idempotent.
+  // Aborts all communicators, each on a separate thread. The wait for the threads is bounded,
+  // because a device may hang. Idempotent.
   void Abort();
   // Waits at most `finalize_ns` until peers have received everything, then aborts. No call may
-  // begin any more. Idempotent.
+  // begin after this. Idempotent.
   void Close(int64_t finalize_ns);
 
  private:

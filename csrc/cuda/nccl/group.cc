@@ -9,8 +9,8 @@ namespace ep_runtime {
 namespace nccl {
 namespace {
 
-// Peers are at the same point of the program when a group closes, and sockets drain in
-// milliseconds.
+// Bound for finalizing. Peers are at the same point of the program when a group closes, and sockets
+// drain in milliseconds.
 constexpr int64_t kFinalizeNs = 3'000'000'000;
 
 }  // namespace

@@ -44,7 +44,7 @@ class NcclGroup {
   // Returns the communicator of the device's rank, or null.
   Communicator* OfDevice(int device) const;
 
-  // Decides whether that run starts. RunStarts explains why its first call decides. For the same
+  // Decides whether `run` starts. RunStarts explains why its first call decides. For the same
   // reason a call that fails later fills its results and reports nothing to XLA.
   Status Decide(uint64_t run);
   // Runs one call's part on one device: `issue` is called on the communicator inside an NCCL group,

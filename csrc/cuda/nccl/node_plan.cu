@@ -34,7 +34,7 @@ constexpr int kWarps = kThreads / 32;
 constexpr int kMaxParts = 16;       // parts of one rank
 constexpr int kEnoughBlocks = 256;  // blocks for the parts of all ranks
 constexpr int kAtOnce = 16;         // loads that a thread issues at once
-constexpr int kCounts = 4;  // words of a part: staged rows, entries, staged of the first half
+constexpr int kCounts = 4;  // words of a part: staged rows, entries, staged rows of the first half
 
 int PartsOf(int64_t ranks, int64_t tokens, int64_t top_k) {
   const int64_t wanted = std::clamp<int64_t>(kEnoughBlocks / ranks, 1, kMaxParts);

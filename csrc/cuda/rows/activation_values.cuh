@@ -1,5 +1,5 @@
-// Values and gradients of one vector of a row. All activations share this arithmetic, so that they
-// give the same bits.
+// Computes values and gradients of one vector of a row. All activations share this arithmetic, so
+// that they give the same bits.
 #ifndef EP_RUNTIME_CUDA_ROWS_ACTIVATION_VALUES_CUH_
 #define EP_RUNTIME_CUDA_ROWS_ACTIVATION_VALUES_CUH_
 

@@ -11,7 +11,7 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / 32;
-// A thread has one piece of every kRowsAtOnce-th row of its block.
+// A thread converts one piece of every kRowsAtOnce-th row of its block.
 constexpr int kBlockLanes = kTile / 8;
 constexpr int kRowsAtOnce = kThreads / kBlockLanes;
 constexpr int kParts = kTile / kRowsAtOnce;

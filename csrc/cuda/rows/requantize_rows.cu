@@ -21,7 +21,8 @@ constexpr int kAcross = 4;  // blocks that share a line, few so that each has se
 constexpr int kLines = 16;  // lines of a thread; it has four columns
 static_assert(kSide == kTile, "a tile is what shares a scale, either way");
 
-// Finds values that are not finite. A byte of a word is finite unless these bits are all set.
+// Finds values that are not finite. A byte of a word is finite unless all bits of kMask are set in
+// the byte.
 template <Fp8Format kFormat>
 struct Exponents {
   static constexpr bool kWide = kFormat == Fp8Format::kE5M2;

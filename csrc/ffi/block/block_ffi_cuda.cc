@@ -250,8 +250,8 @@ Status ReadWeightGrads(const Operand& dwi, const Operand& dwi_up, const Operand&
 //   -> y [T, H], kept [at most rows, N] or [0, 0], workspace u8
 // scaling=1, 2: 8-bit products with tensor scales or block scales. wi and wo are u8, transposed,
 //   wi_up is [0, 0, 0], and wi_scale and wo_scale, f32, come before wo_bias; e5m2, power_of_two.
-//   Tokens, and dy without wo_bias, may come packed: u8 [T, H + 4 * ceil(H / 128)], where the call
-//   itself would quantize them so before it sends them
+//   Tokens, and dy without wo_bias, may be packed, u8 [T, H + 4 * ceil(H / 128)], if the call
+//   would otherwise quantize them itself before sending
 Status LaunchBlockCall(const CudaCall& call) {
   const size_t count = CountArgs(call, kForwardArgs);
   const size_t more = call.frame.args.size() > count ? 1 : 0;

@@ -63,7 +63,7 @@ Status LaunchCopies(const CudaCall& call, bool home) {
 }  // namespace
 
 // ep_push_copies_v1(rank, layer_index, experts s32 [N, S], from [L + S, ...])
-//   -> to, in the memory of `from`: slots have the experts' blocks
+//   -> to, in the memory of `from`: slots get their experts' blocks
 Status LaunchPushCopiesCall(const CudaCall& call) { return LaunchCopies(call, /*home=*/false); }
 
 // ep_return_copies_v1(rank, layer_index, experts s32 [N, S], from [L + S, ...])

@@ -61,7 +61,7 @@ To SizesAs(const Sizes& sizes) {
 
 // Below, a Call is a CpuCall or a CudaCall, which checks the rows that its kernels support.
 
-// Reads the sizes of a call of `rows`, and its plan.
+// Reads the sizes and the plan of a call that moves `rows`.
 template <typename Call, typename Params>
 Status ReadSizes(const Call& call, const Operand& rows, const PlanOperands& plan,
                  const Sizes& sizes, Params* params) {

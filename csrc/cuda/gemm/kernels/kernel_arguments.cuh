@@ -13,10 +13,10 @@ namespace ep_runtime {
 namespace cuda {
 namespace gemm {
 
-// Scales of 8-bit operands. A block's scales are at lhs[row * lhs_width + depth / 128] and
-// rhs[expert * rhs_plane + column / 128 * rhs_column + depth / 128 * rhs_depth]. In a weight
-// gradient they are at lhs[depth / 128 * lhs_width + row / 128] and rhs[depth / 128 * rhs_depth +
-// column / 128].
+// Scales of 8-bit operands. The scales of contracted element `depth` are lhs[row * lhs_width +
+// depth / 128] and rhs[expert * rhs_plane + column / 128 * rhs_column + depth / 128 * rhs_depth].
+// In a weight gradient they are lhs[depth / 128 * lhs_width + row / 128] and rhs[depth / 128 *
+// rhs_depth + column / 128].
 struct Scales {
   const float* lhs;
   const float* rhs;

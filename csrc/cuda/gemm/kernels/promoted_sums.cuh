@@ -62,7 +62,7 @@ struct Nothing {
   __device__ Nothing(const Scales&, const Work&) {}
 };
 
-// Factors of a tile's products, stage by stage, read one stage ahead.
+// Reads the factors of a tile's products, stage by stage and one stage ahead.
 class TileScales {
  public:
   __device__ TileScales(const Scales& scales, const Work& work)

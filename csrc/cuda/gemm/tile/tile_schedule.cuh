@@ -26,7 +26,7 @@ constexpr int kClusterBlocks = 2;
 
 struct Tile {
   int32_t expert;
-  int32_t group;    // whose rows the tile has; unused if output rows are features
+  int32_t group;    // group whose rows the tile has; unused if output rows are features
   int32_t row;      // first row in the output
   int32_t column;   // may be past the last column: then nothing is stored
   int32_t row_end;  // end of the group's rows

@@ -8,7 +8,7 @@
 namespace ep_runtime {
 namespace cuda {
 
-// Words of the group's scratch: histograms [kMaxPrepareBlocks, E].
+// Returns histograms [kMaxPrepareBlocks, E] in the group's scratch.
 __device__ __forceinline__ int32_t* ScratchHistograms(const DeviceCall& call) {
   return call.group->scratch;
 }

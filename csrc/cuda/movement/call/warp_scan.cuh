@@ -7,7 +7,7 @@
 namespace ep_runtime {
 namespace cuda {
 
-// Inclusive sum over the lanes up to this one. Whole warps call this.
+// Returns the inclusive sum over the lanes up to this one. Whole warps call this.
 template <typename T>
 __device__ inline T WarpScan(T value) {
   const int lane = threadIdx.x % 32;

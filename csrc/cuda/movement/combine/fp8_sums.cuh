@@ -22,13 +22,13 @@ struct PieceScales {
   float scale;
   float inverse;
 
-  // The scale of vector `u` is in the lanes of a block whose numbers end with these two bits.
+  // Lanes of a block whose numbers end with these two bits have the scale of vector `u`.
   __device__ static int LaneOf(int u) { return u >> 1 | (u & 1) << 1; }
   __device__ float Of(float mine, int u) const {
     const int block = static_cast<int>(threadIdx.x % 32) / kLanes * kLanes;
     return __shfl_sync(~0u, mine, block + LaneOf(u));
   }
-  // Lane i gets the scale of block i of the piece.
+  // Returns in lane i the scale of block i of the piece.
   __device__ float Stored() const {
     const int lane = threadIdx.x % 32;
     return __shfl_sync(~0u, scale, lane % kBlocks * kLanes + LaneOf(lane / kBlocks % kVectors));

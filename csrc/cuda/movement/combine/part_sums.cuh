@@ -24,8 +24,8 @@ struct Item {
   uint32_t own;  // bit i: the part is a row of this rank
   int count;
   uint8_t* out;
-  int32_t rank;    // the peer that gets the sum; for a token, lane k: rank of slot k
-  int32_t staged;  // the peer's staged row; for a token, lane r: staged row on rank r
+  int32_t rank;    // the peer that gets the sum; for a token, in lane k: rank of slot k
+  int32_t staged;  // the peer's staged row; for a token, in lane r: staged row on rank r
   int32_t slot;    // lane i: slot of the i-th part's row
   int32_t row;     // lane i: row of the i-th part
   int32_t token;

@@ -28,7 +28,7 @@ struct PeerSums {
   int32_t partial_bytes;
   int32_t slices;
 
-  // For warp number `warp` of the `warps` warps that start with this work.
+  // `warp` is this warp's number among the `warps` warps that start with this work.
   __device__ PeerSums(const DeviceCall& c, const CombineParams& p, const Pass& pass, int32_t of_row,
                       LandedSums<kSenders>* l, uint32_t warp, uint32_t warps)
       : call(c),

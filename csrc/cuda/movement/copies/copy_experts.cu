@@ -67,7 +67,7 @@ struct Streams {
 
 struct Shared {
   Streams streams;
-  int32_t longest;  // slots with experts, of the rank that has the most
+  int32_t longest;  // slots with experts on the rank that has most
 };
 
 __device__ __forceinline__ void CopyChunk(uint8_t* to, const uint8_t* from, int32_t bytes) {
@@ -183,7 +183,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   __syncthreads();
   if (int64_t{launch} * cut.part_chunks >= int64_t{shared.longest} * cut.block_chunks) return;
   if (thread < ranks) {
-    // Weights go from owner to holder, gradients back.
+    // Weights go from the expert's owner to the slot's holder, gradients go back.
     const bool theirs = push != params.home;
     shared.streams.Fill(thread, params, theirs ? thread : me, theirs ? me : thread);
   }

@@ -22,7 +22,7 @@ struct CopyExpertsParams {
   int32_t place_blocks;
   int32_t local;           // L, experts of a rank
   int32_t spare;           // S, slots of a rank, at most kMaxSpare
-  const int32_t* experts;  // [N, S], device: the expert of each slot, -1 without one
+  const int32_t* experts;  // [N, S], device: the expert of each slot, -1: none
   int64_t block_bytes;     // bytes of one expert, a multiple of 16
   bool home;               // false: weights go to slots; true: gradients go to owners
   // If `home` is false, both are one array of [L + S] blocks; blocks of slots without an expert do

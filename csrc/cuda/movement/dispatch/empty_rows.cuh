@@ -66,7 +66,7 @@ struct EmptyRows {
     if (kept < 0 || size < kept || size > sizes.capacity - base) kept = size = 0;
     padding = size - kept;
     row_before = Before(size, sizes.capacity - base, &lanes_rows);
-    // An expert beyond the slab has neither rows nor padding.
+    // An expert past the slab's end has neither rows nor padding.
     if (row_before + size > sizes.capacity - base) kept = padding = 0;
     pad_before = Before(padding, sizes.capacity, &lanes_padding);
   }

@@ -1,4 +1,5 @@
-// One row of combine's backward: weight * grad, and grad . expert_out summed over the halving tree.
+// Computes one row of combine's backward: weight * grad, and the dot product grad . expert_out,
+// summed as a halving tree.
 #ifndef EP_RUNTIME_CUDA_MOVEMENT_DISPATCH_GRAD_ROW_CUH_
 #define EP_RUNTIME_CUDA_MOVEMENT_DISPATCH_GRAD_ROW_CUH_
 
@@ -16,7 +17,7 @@ __host__ __device__ inline bool InParts(int width) {
   return width % (kParts * Element<kType>::kPerVector) == 0;
 }
 
-// Floats that the tree of one row needs in shared memory.
+// Returns the number of floats that the tree of one row needs in shared memory.
 template <RowType kType>
 __host__ __device__ inline int TreeFloats(int width) {
   return InParts<kType>(width) ? width / kParts : (width + 1) / 2;
@@ -116,8 +117,8 @@ struct GradRow {
     }
   }
 
-  // Writes the row, and returns the dot product if there is expert_out. `tree` has this warp's
-  // TreeFloats.
+  // Writes the row, and returns the dot product if there is expert_out. `tree` has room for
+  // TreeFloats floats of this warp.
   __device__ __noinline__ float Write(float* tree) const {
     if (expert_out == nullptr) {
       Scale();

@@ -163,7 +163,7 @@ __device__ inline void PublishTokens(const DeviceCall& call, const PushJob& job,
   }
 }
 
-// Counts one more token of the warp whose copies have landed.
+// Counts one more token of the warp, once the token's copies have landed.
 __device__ inline void CountLanded(LandedTokens* landed) {
   __syncwarp();
   if (threadIdx.x % 32 != 0) return;

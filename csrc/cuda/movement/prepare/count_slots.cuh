@@ -1,4 +1,5 @@
-// Phases 1 and 2 of prepare: how many slots ask for each expert, here and on every rank.
+// Phases 1 and 2 of prepare: counts how many slots choose each expert, on this rank and on every
+// rank.
 #ifndef EP_RUNTIME_CUDA_MOVEMENT_PREPARE_COUNT_SLOTS_CUH_
 #define EP_RUNTIME_CUDA_MOVEMENT_PREPARE_COUNT_SLOTS_CUH_
 
@@ -9,7 +10,7 @@ namespace ep_runtime {
 namespace cuda {
 namespace prepare {
 
-// Counts the slots of each warp, and turns the counts into sums over earlier warps. The block's
+// Counts the slots of each warp, and replaces the counts by sums over earlier warps. The block's
 // counts go to the group's scratch.
 __device__ inline void CountSlots(const DeviceCall& call, const PrepareParams& params,
                                   const Experts& experts, int num_experts,

@@ -9,7 +9,7 @@ namespace ep_runtime {
 namespace cuda {
 namespace prepare {
 
-// An entry as it is sent: 8 bytes, the room that the window has for each slot.
+// An entry in the format that is sent: 8 bytes, because the window has 8 bytes for each slot.
 struct SentEntry {
   int32_t row;
   uint32_t staged;  // staged row's number * 64 + 32 if this is its first entry + slot

@@ -24,7 +24,7 @@ __device__ inline int64_t Zones(const int32_t* demand, int experts, int64_t leve
   return rows;
 }
 
-// The rule of KeptRows in core/memory/plan.cc, computed by one warp.
+// Applies the rule of KeptRows in core/memory/plan.cc. One warp calls this.
 __device__ inline void KeepRows(const int32_t* demand, int experts, int32_t capacity,
                                 int32_t alignment, int32_t* kept) {
   const int lane = threadIdx.x % 32;

@@ -17,11 +17,11 @@ struct PrepareParams {
   int32_t alignment;        // rows; zones are rounded up to multiples of this for comparison with C
   int32_t row_alignment;    // rows; zones in the slab are rounded up to multiples of this; divides
                             // `alignment`
-  const int32_t* topk_idx;  // [T, K] int32, device, written by XLA; a number that is not an expert
-                            // of the EP group is an unused slot
+  const int32_t* topk_idx;  // [T, K] int32, device, written by XLA; a slot is unused if its number
+                            // is not an expert of the EP group
   MutablePlan plan;         // all written
   DeviceVerdict* verdict;   // [1] device or host-mapped; null: on_overflow="drop", no exchange
-  int32_t blocks = 32;      // upper bound, without the reporting block; all must be resident
+  int32_t blocks = 32;      // upper bound, without the block that reports; all must be resident
   LaneRoom room{};          // decides whether recv_count has the counts of all pairs of ranks
   int32_t* most = nullptr;  // [1] device: rows in the zones of the fullest slab; or null
   bool spread = false;      // true: slots for copies count as experts, and loads were counted
