@@ -226,6 +226,7 @@ def test_no_command_imports_jax_and_help_needs_no_grpc() -> None:
         "cli.main(['--help'])\n"
         "for name in set(cli.COMMANDS) - {'serve', 'demo', 'bench'}: cli.make_parser(name)\n"
         "assert not {'grpc', 'google.protobuf'} & set(sys.modules)\n"
+        "for name in ('demo', 'bench'): assert cli.main([name, '--help']) == 0\n"
         "for name in cli.COMMANDS: cli.module(name)\n"
         "found = {'jax', 'jaxlib', 'optax'} & set(sys.modules)\n"
         "sys.exit(f'loaded {found}' if found else 0)\n"

@@ -10,7 +10,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from child_programs import command, run_python, run_to_end
+from child_programs import command, run_to_end
 
 SMALL = ["demo", "--platform", "cpu", "--devices", "4", "--seq", "32", "--layers", "1"]
 TIMEOUT_S = 240.0
@@ -100,13 +100,3 @@ def test_ctrl_c_ends_with_what_was_trained_and_leaves_no_daemon(
     assert ("stopped after" in output) == (signals == 1)
     assert "Traceback" not in errors
     assert not runtime_directory(output).exists()
-
-
-@pytest.mark.parametrize("name", ["demo", "bench"])
-def test_the_options_are_there_without_jax(name: str) -> None:
-    code = (
-        "import sys; from ep_runtime_client.cli import main; "
-        f"code = main([{name!r}, '--help']); "
-        "assert 'jax' not in sys.modules; sys.exit(code)"
-    )
-    run_python("-c", code)
