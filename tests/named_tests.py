@@ -13,7 +13,8 @@ TESTS = Path(__file__).resolve().parent
 def names_in(file: str) -> set[str]:
     """TEST and CLASS::TEST of a file, as pytest names them."""
     tree = ast.parse((TESTS / file).read_text(encoding="utf-8"))
-    found = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
+    found = {node.name for node in tree.body if isinstance(node, kinds)}
     for outer in tree.body:
         if isinstance(outer, ast.ClassDef) and outer.name.startswith("Test"):
             found |= {f"{outer.name}::{n.name}" for n in outer.body if hasattr(n, "name")}
