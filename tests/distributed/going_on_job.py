@@ -31,15 +31,17 @@ READY = 3  # steps until a process may die, or to the next copy of the state
 Arrays = dict[str, Any]
 
 
+SHAPES = {
+    "dense": (HIDDEN, HIDDEN),
+    "router": (HIDDEN, EXPERTS),
+    "wi": (EXPERTS, HIDDEN, 2, MLP),
+    "wo": (EXPERTS, MLP, HIDDEN),
+}
+
+
 def first_state() -> Arrays:
     rng = np.random.default_rng(0)
-    shapes = {
-        "dense": (HIDDEN, HIDDEN),
-        "router": (HIDDEN, EXPERTS),
-        "wi": (EXPERTS, HIDDEN, 2, MLP),
-        "wo": (EXPERTS, MLP, HIDDEN),
-    }
-    return {name: rng.normal(0, 0.3, shape).astype("float32") for name, shape in shapes.items()}
+    return {name: rng.normal(0, 0.3, shape).astype("float32") for name, shape in SHAPES.items()}
 
 
 def put(arrays: Arrays, shardings: dict[str, NamedSharding]) -> Arrays:
@@ -51,8 +53,8 @@ def put(arrays: Arrays, shardings: dict[str, NamedSharding]) -> Arrays:
 
 def abstract(shardings: dict[str, NamedSharding]) -> Arrays:
     return {
-        name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=shardings[name])
-        for name, x in first_state().items()
+        name: jax.ShapeDtypeStruct(shape, "float32", sharding=shardings[name])
+        for name, shape in SHAPES.items()
     }
 
 
@@ -107,7 +109,8 @@ def train(say: Callable[..., None], hear: Callable[[], Any]) -> None:
     signal.signal(signal.SIGUSR1, lambda *_: os.read(os.pipe()[0], 1))
     connected = time.monotonic()
     session = ep.connect("node", on_loss="continue", timeout_s=60)
-    kept, steps = ep.distributed.State(session, retain_s=0), int(os.environ["TEST_STEPS"])
+    retain_s = float(os.environ.get("TEST_RETAIN", "0"))
+    kept, steps = ep.distributed.State(session, retain_s=retain_s), int(os.environ["TEST_STEPS"])
     log = Path(os.environ["TEST_TO"]) / f"{jax.process_index()}.jsonl"
     stuck_after_s = float(os.environ.get("TEST_STUCK_AFTER", "1800"))
     with log.open("a", buffering=1) as losses:
@@ -122,6 +125,7 @@ def train(say: Callable[..., None], hear: Callable[[], Any]) -> None:
                     number, state = 0, put(first_state(), split)
                 else:
                     number, state = kept.restore(abstract(split))
+                built, first = time.monotonic(), number
                 while number < steps:
                     loss, state = generation.step(step, state, number)
                     line = [generation.number, number, float(loss).hex()]
@@ -130,7 +134,8 @@ def train(say: Callable[..., None], hear: Callable[[], Any]) -> None:
                     if number % READY == 0:
                         kept.commit(number, state)
                     if generation.steps == 1:
-                        say(devices=mesh.size, at=time.monotonic(), connected=connected)
+                        times = {"connected": connected, "built": built, "at": time.monotonic()}
+                        say(devices=mesh.size, first=first, **times)
 
 
 def run(say: Callable[..., None], hear: Callable[[], Any]) -> None:

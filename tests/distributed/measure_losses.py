@@ -18,6 +18,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from daemon_fixtures import wait_until
+from distributed.going_on_job import READY
 from distributed.test_going_on import JOB, start
 from distributed.test_random_losses import ALONE_STEPS, HANG_S, check_losses, losses_of
 from multiprocess import launch
@@ -25,6 +27,8 @@ from multiprocess import launch
 PROCESSES, DEVICES = 4, 2
 STUCK_AFTER_S = 3
 TIMES, FULL_TIMES = 2, 8
+LARGE = dict(TEST_HIDDEN="512", TEST_MLP="1024", TEST_EXPERTS="32", TEST_RETAIN="600")
+_STAGES = {"connected": "to connect", "built": "to its state", "at": "to the next right step"}
 _TRAIN = JOB.replace("run(", "train(")
 
 
@@ -46,12 +50,15 @@ class Measurement:
         """Losses of the last job."""
         return self.place / str(self.jobs)
 
-    def job(self, processes: int = PROCESSES, steps: int = 10**9, **more: str) -> launch.Job:
-        """The next job."""
+    def job(
+        self, name: str = "", processes: int = PROCESSES, steps: int = 10**9, **more: str
+    ) -> launch.Job:
+        """The next job; one of the same name finds its state."""
         self.jobs += 1
         self.folder.mkdir()
-        more |= {"TEST_EXPERTS": "24", "TEST_STEPS": str(steps), "TEST_TO": str(self.folder)}
-        return start(self.place, processes, DEVICES, str(self.jobs), _TRAIN, **more)
+        more = {"TEST_EXPERTS": "24", **more}
+        more |= {"TEST_STEPS": str(steps), "TEST_TO": str(self.folder)}
+        return start(self.place, processes, DEVICES, name or str(self.jobs), _TRAIN, **more)
 
     def all_died_and_came_back(self) -> None:
         """Processes 2 and 0 are killed, and come back, one after the other."""
@@ -83,6 +90,26 @@ class Measurement:
             self.note(f"{what} to the next right step", ended - began)
         check_losses(self.folder, self.alone)
 
+    def all_start_again(self) -> None:
+        """Every process is killed after a commit, and the job is started again."""
+        name = f"again-{self.jobs}"
+        with self.job(name, **LARGE) as job:
+            _first_steps(job.workers)
+            wait_until(lambda: len(losses_of(self.folder)) > 2 * READY, "a step is committed")
+            for worker in job.workers:
+                worker.send(signal.SIGKILL)
+        before = losses_of(self.folder)
+        began = time.monotonic()
+        with self.job(name, **LARGE) as job:
+            said = [worker.heard(HANG_S) for worker in job.workers]
+            first = (0, said[0]["first"])
+            wait_until(lambda: first in losses_of(self.folder), "the loss is written")
+            after = losses_of(self.folder)
+        assert before.get(first, after[first]) == after[first]  # the same step again
+        for what in ("connected", "built", "at"):
+            at_s = max(one[what] for one in said) - began
+            self.note(f"whole job of 52M parameters started again: {_STAGES[what]}", at_s)
+
     def note(self, what: str, seconds: float) -> None:
         _say(f"{what}: {seconds:.1f}")
         self.taken_s[what].append(seconds)
@@ -93,6 +120,7 @@ class Measurement:
         stuck = {"TEST_STUCK_AFTER": str(stuck_after_s)}
         self.stands(f"Python stands, stuck_after_s={stuck_after_s}", signal.SIGUSR1, **stuck)
         self.stands("SIGSTOP", signal.SIGSTOP)
+        self.all_start_again()
 
 
 def _first_steps(workers: list[launch.Worker]) -> tuple[float, float]:
