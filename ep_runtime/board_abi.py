@@ -50,7 +50,7 @@ class OpCode(enum.IntEnum):
 class HandleState(enum.IntEnum):
     """States of a handle."""
 
-    IDLE = 0  # never used, or combined again
+    IDLE = 0  # never used, or combined
     OPEN = 1  # prepared or dispatched, not combined yet
     BUSY = 2  # a call on this handle is running
 
@@ -186,10 +186,10 @@ class FailureRecordStruct(ctypes.Structure):
 
 
 class ControlStruct(ctypes.Structure):
-    """Head of the memory in which ranks meet: one per domain, and one per group without lanes.
+    """Head of the memory in which ranks meet: one for each domain, and one for the whole group.
 
-    The head is followed by lanes [lanes], phase words [lanes][ranks], hash heads u32
-    [MEETING_SLOTS] and meeting slots [MEETING_SLOTS], each starting on a new line.
+    The group's head has no lanes. Lanes [lanes], phase words [lanes][ranks], hash heads u32
+    [MEETING_SLOTS] and meeting slots [MEETING_SLOTS] follow the head, each on a new line.
     """
 
     _fields_ = [

@@ -44,7 +44,7 @@ def read_poison(board_fd: int, generation: int) -> Poison | None:
 
 
 def left_ranks(board_fd: int) -> list[int]:
-    """Reads world ranks of this node whose processes closed the group, after their last call."""
+    """Returns world ranks of this node whose processes have closed the group."""
     header = _header(board_fd)
     records = os.pread(board_fd, header.world_size * _RECORD_BYTES, header.ranks_offset)
     return [

@@ -135,7 +135,7 @@ def read_extra_chunks(buf: Any, spec: GroupSpec, num_handles: int) -> dict[int, 
 
 
 def _device_rows(buf: Any, offset: int, spec: GroupSpec, index: int) -> tuple[list[int], list[int]]:
-    """Reads a handle's (rows, dropped rows) by world rank, which ranks on devices count."""
+    """Reads (rows, dropped rows) of a handle by world rank, as counted by ranks on devices."""
     size = ctypes.sizeof(DeviceRowsStruct)
     first, stride = offset + index * size, MAX_HANDLES * size
     last = first + spec.world_size * stride

@@ -23,7 +23,7 @@ VERDICT_SLOTS = 2
 LEAST_SOURCES = 4
 # If uniform routing sends a token to more than this share of the nodes, all rows are sent.
 COUNTED_SHARE = 0.95
-COUNTED_SHARE_OF_RANKS = 0.75  # for nodes of one rank, which overlap more (`rails.py`)
+COUNTED_SHARE_OF_RANKS = 0.75  # for nodes of one rank (see `rails.py`)
 # Limits of the kernels, as in device_group.h.
 MAX_RANKS = 32
 MAX_TOP_K = 32
@@ -39,7 +39,7 @@ def check_limits(spec: GroupSpec) -> None:
     """Raises InvalidArgumentError if the kernels do not support a group's sizes on GPUs."""
     if not on_device(spec):
         return
-    # In a group over nodes, the daemons decide later which ranks share windows.
+    # In a group across nodes, the daemons decide later which ranks share windows.
     together = spec.ranks_per_node if spec.transport == "nvlink" or spec.node_size else 1
     most = f'transport="{spec.transport}" on GPUs takes at most'
     for argument, got, limit, of in (

@@ -139,7 +139,7 @@ def secret_values() -> list[str]:
 
 
 def is_secret_name(name: str) -> bool:
-    """Returns whether a name (WANDB_API_KEY, auth-token) ends like a secret's."""
+    """Returns whether a name, such as WANDB_API_KEY or auth-token, looks like a secret's name."""
     return re.split(r"[^a-z0-9]+", name.lower())[-1] in _SECRET_ENDS
 
 
@@ -325,7 +325,7 @@ def raise_pjrt_nproc(least: int) -> int:
 
 
 def let_collectives_end() -> None:
-    """Makes NCCL collectives with an ended process raise an error instead of ending ours.
+    """Makes NCCL collectives with an ended process raise an error instead of ending our process.
 
     XLA reads these variables only when its backend starts. Keeps values that the user has set.
     """

@@ -122,7 +122,7 @@ class OpTimeoutError(EpRuntimeError):
 
 
 class StaleHandleError(EpRuntimeError):
-    """Raised when a call uses a layer or group that was closed, reclaimed, replaced or formed anew.
+    """Raised when a call uses a layer or group that was closed, reclaimed, replaced or re-formed.
 
     The message names the caller that reclaimed or replaced it.
     """

@@ -10,8 +10,8 @@ import os
 import stat
 from pathlib import Path
 
-MOST_BYTES = 1 << 20  # files that people write: certificates, keys, lists of nodes
-MOST_BYTES_OF_END = 64 << 20  # files that programs append to; events need much less
+MOST_BYTES = 1 << 20  # limit for files that people write: certificates, keys, lists of nodes
+MOST_BYTES_OF_END = 64 << 20  # limit for files that programs append to; events need much less
 
 _KINDS = {
     stat.S_IFREG: "a regular file",

@@ -227,7 +227,7 @@ class NativeLibrary:
         Raises:
             InvalidArgumentError: a file is missing or too small, a local rank is not in the group,
                 or a rank with shared windows has no descriptor.
-            SpecMismatchError, StaleHandleError, VersionSkewError: the board is another group's.
+            SpecMismatchError, StaleHandleError, VersionSkewError: the board is of another group.
         """
         fds = (ctypes.c_int * len(window_fds))(*window_fds)
         ours = range(spec.world_size) if local_ranks is None else local_ranks
@@ -276,7 +276,7 @@ class NativeLibrary:
         return text.value if self._table.check_group(group, text.struct) else None
 
     def poison_staging(self, group: int, byte: int) -> None:
-        """Fills all windows of the group, for tests that stale bytes do not leak."""
+        """Fills all windows of the group, so that tests can check that stale bytes do not leak."""
         self._table.fill_staging(group, byte)
 
     def devices(self) -> list[str]:
@@ -299,7 +299,7 @@ class NativeLibrary:
         return any(_runs_on(name, capability) for name in self.architectures)
 
     def reaches(self, device: int, peer: int) -> bool:
-        """Returns whether a GPU can map another's memory, both as CUDA ordinals."""
+        """Returns whether GPU `device` can map memory of GPU `peer`; both are CUDA ordinals."""
         text = TextBuffer()
         return bool(text.checked(self._table.reaches(device, peer, text.struct)))
 
@@ -366,7 +366,7 @@ class OpenGroup:
         """
 
     def restored(self, control: Any) -> None:
-        """Reports state of the group to a restarted daemon, which its journal lacks.
+        """Reports to a restarted daemon the state of the group that its journal lacks.
 
         Args:
             control: the RPCs of the daemon.

@@ -112,7 +112,7 @@ class GroupSpec:
         transport: how rows move, or STATE; "auto" is already resolved.
         op_timeout_s, retain_s: as in `Session.create_group`.
         num_sms: SMs that one kernel uses on a GPU; 0 for the fastest number in our measurements.
-        node_size: G, how many consecutive EP ranks share windows in a group over nodes; else 0.
+        node_size: G, how many consecutive EP ranks share windows in a group across nodes, else 0.
         workspace: as in `Session.create_group`.
         overlap: as in `Session.create_group`.
         spare_experts: slots of a rank for copies of other ranks' experts; "auto" is resolved.
@@ -358,7 +358,7 @@ class GroupSettings:
         """Makes the spec of a group with these settings on a mesh, and resolves its capacity.
 
         Raises:
-            InvalidArgumentError: names the argument, what was wanted and what was given.
+            InvalidArgumentError: an argument is wrong; the message has its wanted and given value.
         """
         ep_axis, outer_axes = _axes_of(self.ep_axis), _axes_of(self.outer_axes)
         self._check(mesh_axes, ep_axis, outer_axes)
@@ -450,6 +450,6 @@ def make_group_spec(*, mesh_axes: tuple[tuple[str, int], ...], **settings: Any) 
     """Makes the GroupSpec of these settings on a mesh.
 
     Raises:
-        InvalidArgumentError: names the argument, what was wanted and what was given.
+        InvalidArgumentError: an argument is wrong; the message has its wanted and given value.
     """
     return GroupSettings(**settings).on(mesh_axes)

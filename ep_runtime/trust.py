@@ -1,8 +1,8 @@
 """Checks which users control a socket: by the path's directories, and the kernel's credentials.
 
 A path is only as trustworthy as the users who can change it. `open_directory` walks a path once,
-checks each step, and returns a descriptor. The descriptor stays that of the checked directory, even
-if the path changes later.
+checks each step, and returns a descriptor. The descriptor refers to the checked directory even if
+the path changes later.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ def _refused(path: Path, about: os.stat_result, what: str) -> PermissionDeniedEr
 
 
 def _is_private_group(about: os.stat_result) -> bool:
-    """Returns whether a file's group is root's, or its owner's group without other members."""
+    """Returns whether a file's group is root, or the private group of the file's owner."""
     if about.st_gid == 0:
         return True
     try:
@@ -151,7 +151,7 @@ def _is_private_group(about: os.stat_result) -> bool:
 
 
 def _sees_all_uids() -> bool:
-    """Returns whether all uids are mapped; else root's files show as the overflow uid's."""
+    """Returns whether all uids are mapped; else root's files seem to have the overflow uid."""
     try:
         lines = Path("/proc/self/uid_map").read_text().splitlines()
     except OSError:

@@ -47,10 +47,10 @@ class BlockSizes:
     """Inputs for the sizes of a layer's block calls on one rank.
 
     Attributes:
-        tokens: T; in a group over nodes D * T, the tokens of D ranks that one rank forwards within
-            its node.
+        tokens: T; in a group across nodes D * T, the tokens of D ranks that one rank forwards
+            within its node.
         top_k: K.
-        ep_size: N; in a group over nodes, the ranks of one node.
+        ep_size: N; in a group across nodes, the ranks of one node.
         experts: L.
         capacity: C of the call.
         alignment: rows to which an expert's zone is aligned in the workspace.
@@ -97,7 +97,7 @@ class BlockSizes:
     def even_share(self) -> int:
         """Rows that each rank receives if routing is even, without alignment: T * K.
 
-        T is one rank's own tokens, also in a group over nodes.
+        T is one rank's own tokens, also in a group across nodes.
         """
         return self.tokens // self.nodes * self.top_k
 
@@ -182,7 +182,7 @@ def check_setting(workspace: Setting) -> Setting:
     if isinstance(workspace, str) and workspace == "auto":
         return "auto"
     number = isinstance(workspace, Real) and not isinstance(workspace, bool)
-    if not number or not workspace > 0:  # NaN is not
+    if not number or not workspace > 0:  # also refuses NaN
         raise InvalidArgumentError(
             'workspace must be "auto", a float over 0 (a factor of the even share of rows) or an '
             f"int over 0 (bytes), got {workspace!r}",
@@ -320,7 +320,7 @@ def backward_bytes(sizes: BlockSizes, rows: int) -> int:
 
 
 def _weights_32(sizes: BlockSizes) -> int:
-    """Returns the bytes of the larger weight transposed, which forward matmuls of f32 rows read."""
+    """Returns the bytes of the larger weight, which f32 forward matmuls read transposed."""
     if sizes.element_bytes != 4:
         return 0
     return 4 * sizes.experts * sizes.columns * sizes.hidden_size

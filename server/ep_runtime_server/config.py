@@ -22,7 +22,7 @@ class ServerConfig:
 
     Args:
         directory: the absolute path of the directory of the sockets.
-        allow_uids: users served in addition to the daemon's own and root.
+        allow_uids: users served in addition to root and the daemon's user.
         allow_gids: groups whose members are served.
         max_host_bytes: limit of the bytes of host windows and boards together.
         max_bytes_per_gpu: limit of the bytes of windows on one GPU; None for the whole GPU.
@@ -57,7 +57,7 @@ class ServerConfig:
 
     @property
     def open_to_others(self) -> bool:
-        """Returns whether users other than the daemon's own may connect."""
+        """Returns whether users other than root and the daemon's user may connect."""
         return bool(self.allow_uids or self.allow_gids)
 
     def check_served(self, peer: Peer) -> None:
@@ -95,7 +95,7 @@ def merged(
             value = getattr(theirs.per_user, limit)
             per_user = dataclasses.replace(ours.per_user, **{limit: value})
             ours = dataclasses.replace(ours, per_user=per_user)
-        # Not if other users are first allowed or no longer: the directory's mode would differ.
+        # Needs a restart if no other users were or will be allowed: the directory's mode changes.
         elif name in ("allow_uid", "allow_gid") and ours.open_to_others and theirs.open_to_others:
             ours = dataclasses.replace(ours, **{f"{name}s": getattr(theirs, f"{name}s")})
         else:

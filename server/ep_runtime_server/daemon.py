@@ -304,7 +304,7 @@ class Daemon:
             await asyncio.sleep(watchdog_s / 3)
 
     def _parent_is_gone(self) -> bool:
-        """Returns whether the parent has ended, which must end its private daemon."""
+        """Returns whether the parent has ended; its private daemon must then end too."""
         if self._settings.parent_pidfd is None:
             return False
         poll = select.poll()

@@ -1,4 +1,4 @@
-"""`ep-runtime serve`: flags, configuration, and the life of the process."""
+"""Implements `ep-runtime serve`: parses flags, makes the configuration, and runs the daemon."""
 
 from __future__ import annotations
 
@@ -260,7 +260,7 @@ def _take_signals_back() -> None:
 
     The daemon needs SIGTERM to end, and SIGCHLD to notice that its child processes ended.
     """
-    shells = {signal.SIGHUP, signal.SIGQUIT}  # of `nohup ep-runtime serve &`
+    shells = {signal.SIGHUP, signal.SIGQUIT}  # a shell ignores them for `nohup ep-runtime serve &`
     pythons = {signal.SIGPIPE, signal.SIGXFSZ}
     for number in signal.valid_signals() - shells - pythons:
         if signal.getsignal(number) is signal.SIG_IGN:
@@ -269,7 +269,7 @@ def _take_signals_back() -> None:
 
 
 def _parse(argv: Sequence[str] | None) -> tuple[argparse.ArgumentParser, argparse.Namespace]:
-    """Parses the flags and their config file; flags override it. Raises InvalidArgumentError."""
+    """Parses flags and a config file, which flags override. Raises InvalidArgumentError."""
     parser = build_parser()
     arguments = parser.parse_args(argv)
     if arguments.config:
@@ -361,5 +361,5 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_CANNOT_SERVE
     finally:
         log.end()
-        gc.collect()  # else the exit frees a TLS server, which takes gRPC 2 s
+        gc.collect()  # frees a TLS server now; at exit gRPC would need 2 s
     return 0

@@ -64,7 +64,7 @@ class Runtime:
         events: EventLog | None = None,
         audit: Audit | None = None,
     ) -> None:
-        """Call `restore` next. Tests set `gpus`."""
+        """Makes an empty state; call `restore` next. Tests set `gpus`."""
         self.settings = settings
         self.clock = clock
         self.journal = journal
@@ -165,7 +165,7 @@ class Runtime:
             os.close(fd)
 
     def usage(self, uid: int) -> Usage:
-        """Returns the user's present use of each limited resource."""
+        """Returns the user's current use of each limited resource."""
         groups = self.groups.of_user(uid)
         sessions = sum(session.uid == uid for session in self.sessions.not_over())
         host, *gpus = (self.pool.held_by(uid, device.name) for device in self.pool.devices())
@@ -332,7 +332,7 @@ class Runtime:
     # Orders
 
     def drain(self, deadline_s: float, *, shutdown: bool, order: GivenOrder | None = None) -> None:
-        """Admits nothing new.
+        """Stops admitting new sessions and groups.
 
         With `shutdown` the daemon ends, at the deadline at the latest. Without it, the drain lasts
         until `undrain`, also after restarts. `order` is None if a signal asked for the drain.

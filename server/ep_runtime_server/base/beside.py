@@ -43,7 +43,7 @@ class SideThread:
         loop, done = asyncio.get_running_loop(), asyncio.Event()
 
         def tell() -> None:
-            with contextlib.suppress(RuntimeError):  # the loop is closed
+            with contextlib.suppress(RuntimeError):  # raised if the loop is closed
                 loop.call_soon_threadsafe(done.set)
 
         if self.put(tell):

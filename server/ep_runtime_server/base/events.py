@@ -120,7 +120,7 @@ class EventLog:
         """Adds a denial (kind "*.denied"), unless this cause or all causes had too many.
 
         Args:
-            cause: what denials are counted by, such as the refused uid; not part of the event.
+            cause: a key to count denials by, such as the refused uid; the event lacks it.
         """
         now_s = self._clock.monotonic_s()
         allowance = self._by_cause.pop((kind, cause), None)
@@ -157,7 +157,7 @@ class EventLog:
         return list(heapq.merge(*rings, key=operator.attrgetter("sequence")))
 
     async def written(self) -> None:
-        """Waits briefly until the events so far are in the file, for a restarted daemon."""
+        """Waits briefly until the file has all events so far, for a restarted daemon."""
         if self._file is not None:
             await self._file.written()
 

@@ -43,7 +43,7 @@ _ERRORS = {"enospc": errno.ENOSPC, "eio": errno.EIO}
 
 
 class LostError(ConnectionResetError):
-    """Loses a request or an answer: the caller sees only that its call ended."""
+    """Raised to lose a request or an answer: the caller sees only that its call ended."""
 
 
 @dataclasses.dataclass

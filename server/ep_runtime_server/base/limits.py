@@ -45,7 +45,7 @@ NODE_DIFFERS_S = 1.0
 NODE_REFUSAL_LIFE_S = 15.0
 # Refusals remembered per node: many processes of a job may send differing specs at once.
 MAX_REFUSED = 16
-# From proposing a view to every node's answer, because processes may have windows to map.
+# Time limit of all nodes' answers to a proposed view; long, because processes map windows.
 NODE_INIT_S = 600.0
 NODE_TELL_S = 600.0
 MAX_ASSEMBLIES = 4096

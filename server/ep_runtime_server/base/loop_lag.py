@@ -1,4 +1,4 @@
-"""Measures delays of the event loop, which hold up every client."""
+"""Measures delays of the event loop, which delay all clients."""
 
 from __future__ import annotations
 

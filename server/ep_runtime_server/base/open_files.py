@@ -14,7 +14,7 @@ from ep_runtime.errors import InvalidArgumentError, PoolExhaustedError
 from ep_runtime_server.base import limits
 
 LEAST_FDS = 128
-# The daemon's own: its files, two packets of windows, and connections to admin.sock.
+# Reserved for the daemon: its files, two packets of windows, and connections to admin.sock.
 RESERVED_FDS = 256
 
 _HOW = "ulimit -n, LimitNOFILE= of systemd"
@@ -30,7 +30,7 @@ def most_open() -> int:
 
 
 def raise_most_open() -> None:
-    """Raises the soft limit of descriptors to the hard one: a group of W ranks needs W + 2."""
+    """Raises the soft limit of descriptors, because a group of W ranks needs W + 2 of them."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = min(hard, 1 << 16) if hard != resource.RLIM_INFINITY else 1 << 16
     if soft < wanted:
@@ -62,7 +62,7 @@ def is_shortage(error: OSError) -> bool:
 
 
 def exhausted(what: str, error: OSError) -> PoolExhaustedError:
-    """Makes the error for a `what` that the kernel refused; gives counts if fds ran out."""
+    """Makes the error for a refusal by the kernel, with counts if descriptors ran out."""
     if not is_shortage(error):
         return PoolExhaustedError(f"{what}: {error.strerror}; retry")
     most = most_open()

@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 async def paced(items: Iterable[T]) -> AsyncIterator[T]:
-    """Yields `items`, which must not change meanwhile; runs other tasks every TURN_S."""
+    """Yields `items`, and runs other tasks every TURN_S. `items` must not change until the end."""
     until_s = time.monotonic() + TURN_S
     for item in items:
         yield item

@@ -1,6 +1,6 @@
 """Records operators' orders in a file that the daemon never deletes, one JSON line each.
 
-If the file cannot be written, the daemon logs a warning and still carries out the order.
+If the file cannot be written, the daemon logs an error and still carries out the order.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ class Caller:
 class GivenOrder:
     """An operator's order: who gave it, by which command, and why.
 
-    Orders come over unix sockets, so their host is the daemon's.
+    Orders arrive on unix sockets, so they come from the daemon's host.
     """
 
     caller: Caller

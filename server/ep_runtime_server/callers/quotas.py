@@ -1,4 +1,4 @@
-"""Limits and present use of each user's sessions, groups, memory and descriptors."""
+"""Limits and current use of each user's sessions, groups, memory and descriptors."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SESSION_FDS = 1 + API_CONNECTION_FDS + 1
 
 @dataclasses.dataclass(frozen=True)
 class UserLimits:
-    """Limits of every user, the daemon's own included.
+    """Limits of each user, including the daemon's user.
 
     Args:
         sessions: sessions that have not ended.
@@ -60,7 +60,7 @@ class UserLimits:
 
 @dataclasses.dataclass
 class Usage:
-    """A user's present use of each resource in UserLimits."""
+    """A user's current use of each resource in UserLimits."""
 
     sessions: int = 0
     groups: int = 0
@@ -93,7 +93,7 @@ class Quotas:
         usage: Callable[[int], Usage],
         fds: Callable[[], Mapping[int, int]],
     ) -> None:
-        """`usage(uid)` returns a user's present use; `fds()` returns each user's descriptors."""
+        """`usage(uid)` returns a user's current use; `fds()` returns each user's descriptors."""
         self.limits = limits
         self.usage = usage
         self._fds = fds
@@ -133,7 +133,7 @@ class Quotas:
         The kernel counts unread descriptors for the daemon's user, up to its limit of open files.
 
         Raises:
-            PoolExhaustedError: over the limit of the user's descriptors, or of all users'.
+            PoolExhaustedError: over the limit of descriptors of this user or of all users.
         """
         held, all_held = unread.get(uid, 0), sum(unread.values())
         if asked > min(self.limits.fds - held, self.limits.all_fds - all_held):

@@ -1,6 +1,6 @@
 """Sessions of client processes, whose identity and end the daemon learns from the kernel.
 
-A session's token is bound to one process. Only the pidfd tells that the process ended: a closed
+A session's token is bound to one process. Only the pidfd shows that the process has ended: a closed
 stream or a late heartbeat frees nothing, and a forked child that keeps the sockets open does not
 hide the end.
 """
@@ -118,7 +118,7 @@ def digest(token: str) -> str:
 
 
 def _nobody(session: SessionRecord) -> None:
-    """A listener that does nothing, without a journal."""
+    """Ignores a change, in a daemon without a journal."""
 
 
 class Sessions:

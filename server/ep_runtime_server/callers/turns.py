@@ -35,7 +35,7 @@ class FairQueue(Generic[_Item]):
 
 
 class Turns:
-    """Runs callbacks in turns of TURN_S plus the last callback, between other events of the loop.
+    """Runs callbacks in turns of about TURN_S, and other events of the loop in between.
 
     Without turns, an event loop runs all ready callbacks before it polls again.
     """

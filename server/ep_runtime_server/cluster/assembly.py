@@ -53,7 +53,7 @@ class Assemblies:
         known_missing: list[int],
         wait_s: float,
     ) -> tuple[GroupView | None, list[int]]:
-        """Adds a node's claims; returns the view, or missing ranks once they are not as known.
+        """Adds a node's claims; returns the view, or missing ranks other than `known_missing`.
 
         Args:
             generation: the group's generation on the node; a refusal is for one generation.
@@ -91,7 +91,7 @@ class Assemblies:
     def differ(
         self, node: str, owner: Owner, spec: GroupSpec, claims: tuple[NodeClaim, ...]
     ) -> None:
-        """Ends other nodes' waits whose specs differ from that of processes the node refused.
+        """Ends other nodes' waits if their specs differ from the spec of refused processes.
 
         Raises:
             PoolExhaustedError: too many groups form.
@@ -110,7 +110,7 @@ class Assemblies:
         return self._all.setdefault(owner, Assembly())
 
     def _check_spec(self, assembly: Assembly, owner: Owner, part: NodePart) -> None:
-        """Raises SpecMismatchError if the spec differs from another node's."""
+        """Raises SpecMismatchError if the spec differs from the spec of another node."""
         now = self._clock.monotonic_s()
         for other in (*assembly.others(part)[:1], assembly.differing(part, now)):
             error = _mismatch(owner, other, part) if other is not None else None
@@ -259,7 +259,7 @@ class Assemblies:
 
 
 def _refuse_others(assembly: Assembly, owner: Owner, part: NodePart, now_s: float) -> None:
-    """Ends the waits of other nodes whose specs differ from the part's.
+    """Ends the waits of other nodes whose specs differ from the spec of `part`.
 
     Ends no waits if other nodes claim the part's ranks, because the group may form without it.
     """
@@ -274,7 +274,7 @@ def _check_ranks(assembly: Assembly, owner: Owner, part: NodePart) -> None:
     """Raises GroupBusyError if a process of another node holds one of the ranks."""
     for rank in sorted(part.ranks):
         holder = assembly.proposal.holder(rank) if assembly.proposal is not None else None
-        # Ignore holders on the part's own node, which checks its own processes.
+        # Ignore holders on the node of `part`, which checks its processes itself.
         taken = assembly.claimed.get(rank) or (holder and (holder.node, holder.pid))
         if taken and taken[0] != part.node:
             node, pid = taken
@@ -289,7 +289,7 @@ def _check_ranks(assembly: Assembly, owner: Owner, part: NodePart) -> None:
 
 
 def _mismatch(owner: Owner, other: NodePart, part: NodePart) -> SpecMismatchError | None:
-    """Makes the error for two parts with different specs; None if the specs are equal."""
+    """Makes the error for two nodes with different specs; None if the specs are equal."""
     difference = other.spec.difference(part.spec)
     if difference is None:
         return None

@@ -163,12 +163,12 @@ class Cluster:
         )
 
     def _take_part(self) -> Coordination:
-        """Takes the role of coordinator, or of a node that joins a coordinator."""
+        """Sets up this daemon as the coordinator, or as a node that joins a coordinator."""
         settings, facts, identity = self.settings, self.facts, self._identity()
         if settings.coordinator is None:
             facts.found()
             facts.heard(settings.epoch_at_least)
-            facts.next_epoch()  # skip one, so that no epoch is used twice
+            facts.next_epoch()  # skip an epoch, so that none is used twice
             self.nodes = Nodes(
                 identity,
                 settings.expected,
@@ -375,7 +375,7 @@ class Cluster:
 def _credentials(certificates: Certificates) -> grpc.ServerCredentials:
     """Makes server credentials from which gRPC reads current certificates per connection.
 
-    gRPC calls `changed` on threads of its own.
+    gRPC calls `changed` on its own threads.
     """
     given = certificates.tls
 

@@ -1,4 +1,4 @@
-"""Reports ended processes of groups over nodes to the other nodes, and takes their reports.
+"""Reports ended processes of groups across nodes to the other nodes, and takes their reports.
 
 A node reports on its processes of a committed view until each has ended or left, even if the group
 has a new generation on this node. Until then the coordinator does not give their ranks to other
@@ -26,7 +26,7 @@ from ep_runtime_server.groups.record import Answered, GroupRecord
 from ep_runtime_server.memory.windows import Owner
 from ep_runtime_server.nodes.facts import ClusterFacts
 
-# Sends (node, owner, epoch, lost ranks, left ranks, why) to this node's daemon.
+# Sends (node, owner, epoch, lost ranks, left ranks, why) to the daemon of `node`.
 Teller = Callable[[str, Owner, int, list[int], list[int], str], Awaitable[None]]
 
 _MOST_WHY = 400  # limit of characters of another daemon's text

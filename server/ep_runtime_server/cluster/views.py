@@ -124,7 +124,7 @@ class Proposal:
 
 
 class Assembly:
-    """The present claims of one group that forms across nodes, and its last view.
+    """The current claims of one group that forms across nodes, and its last view.
 
     Attributes:
         parts: claims by node; only `put`, `drop` and `clear` change them.
@@ -141,7 +141,7 @@ class Assembly:
         self.missing: list[int] = []
         self.proposal: Proposal | None = None
         self.attempts = 0  # views given up since the last committed one
-        # Two events, because each node's claim changes `missing`, which few waiters need.
+        # Two events, because claims change `missing` often, and few waiters need to know that.
         self._decided = asyncio.Event()
         self._gathered = asyncio.Event()
 

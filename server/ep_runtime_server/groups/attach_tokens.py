@@ -47,7 +47,7 @@ class AttachTokens:
         """Removes and returns a token. Removes it even if another session sent the secret.
 
         Raises:
-            PermissionDeniedError: the token is unknown, used, expired or another session's.
+            PermissionDeniedError: the token is unknown, used, expired, or of another session.
         """
         self.expire()
         token = self._tokens.pop(secret, None)

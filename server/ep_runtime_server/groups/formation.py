@@ -420,7 +420,7 @@ class Groups(GroupBook):
 def _mismatch(
     group: GroupRecord, session: SessionRecord, field: str, theirs: object, ours: object
 ) -> SpecMismatchError:
-    """Makes the error for a session that claims ranks with another spec than the group's."""
+    """Makes the error for a session whose spec differs from the spec of the group."""
     name = group.spec.name
     others = [member.session for member in group.members.values() if member.session is not session]
     if group.state is State.FORMING and others:

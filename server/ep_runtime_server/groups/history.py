@@ -34,7 +34,7 @@ COARSE_S = 60.0
 KEPT_S = 2 * 3600.0
 MOST_BYTES = 64 << 20
 MOST_RAW_BYTES = 16 << 20
-_LEVEL = 1  # low, because mostly small 64-bit numbers gain little from more
+_LEVEL = 1  # zlib's level; higher ones save little
 
 # A group in a past state, and a clock stopped at that time.
 Past = tuple[GroupRecord, Clock]
@@ -136,7 +136,7 @@ class History:
         self._samples[group.group_id] = _thinned(kept, now_s)
 
     def _of(self, group: GroupRecord) -> list[BoardCopy]:
-        """Returns the copies of the group's present generation."""
+        """Returns the copies of the group's current generation."""
         kept = self._samples.get(group.group_id, [])
         return [sample for sample in kept if sample.generation == group.generation]
 

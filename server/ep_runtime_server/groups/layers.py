@@ -24,7 +24,7 @@ MAX_REPLACED = 1024
 
 @dataclasses.dataclass(frozen=True)
 class Handle:
-    """One of a layer's handles, of which each call in flight uses one."""
+    """One handle of a layer; each call in flight uses its own handle."""
 
     layer: str
     handle: int
@@ -67,7 +67,7 @@ class LayerTable:
 
     @property
     def history(self) -> Sequence[RegisteredLayer]:
-        """Returns registrations in order, in which a later one of a name replaces earlier ones.
+        """Returns registrations in order; a later one replaces earlier ones of the same name.
 
         Registrations are appended until most entries are replaced ones. Then the list is rebuilt
         without those, under a new `history_version`.
@@ -122,7 +122,7 @@ class LayerTable:
             self._put(layer)
 
     def _put(self, layer: RegisteredLayer) -> None:
-        """Adds a layer, or replaces one of its name; the old one's other handles stay unused."""
+        """Adds a layer, or replaces one of the same name, whose other handles stay unused."""
         before = self._layers.pop(layer.spec.name, None)
         if before is not None:
             del self._ids[before.base_id]
@@ -133,7 +133,7 @@ class LayerTable:
         self._trim_history()
 
     async def rejoin(self, layers: Sequence[RegisteredLayer], *, takes_word: bool) -> None:
-        """Compares a process's layers with the group's; with `takes_word`, adds unknown ones.
+        """Compares layers of a process with the group's layers; `takes_word` adds unknown ones.
 
         Raises:
             SpecMismatchError: the group has a layer with other settings, ids or handles.
@@ -152,7 +152,7 @@ class LayerTable:
             self.restore(new)
 
     async def _compared(self, layers: Sequence[RegisteredLayer]) -> list[RegisteredLayer]:
-        """Compares known layers with the group's, and returns the unknown ones."""
+        """Compares layers with the group's layers, and returns the unknown ones."""
         new = []
         async for layer in paced(layers):
             known = self._layers.get(layer.spec.name)
@@ -219,7 +219,7 @@ class LayerTable:
     def _gives_way(
         self, known: RegisteredLayer, spec: LayerSpec, num_layers: int, added: _Addition
     ) -> bool:
-        """Returns whether the call replaces the layer; a second change in one call does not."""
+        """Returns whether the call replaces a known layer, which it may do once per layer."""
         same = (known.spec, known.num_layers) == (spec, num_layers)
         return added.replace and not same and spec.name not in added.layers
 

@@ -55,7 +55,7 @@ class RemoteMember:
 
 
 def _nobody(group: GroupRecord) -> None:
-    """A listener that does nothing, without a journal."""
+    """Ignores a change, in a daemon without a journal."""
 
 
 class GroupRecord:
@@ -92,9 +92,7 @@ class GroupRecord:
         self.formation: asyncio.Task[None] | None = None
         self.failure: EpRuntimeError | None = None
         self.namesakes: set[str] = set()  # other jobs in which a group of this name forms too
-        self.lost: dict[
-            int, SessionRecord | RemoteMember
-        ] = {}  # by world rank, of processes that ended
+        self.lost: dict[int, SessionRecord | RemoteMember] = {}  # ended processes by world rank
         # For a group across nodes: the view of its epoch, and whether it is committed.
         self.remote: dict[int, RemoteMember] = {}  # by world rank
         self.epoch = self.attempt = 0
@@ -104,7 +102,7 @@ class GroupRecord:
         # A view that was undecided when the previous daemon ended: (epoch, other nodes, world ranks
         # of this node).
         self.undecided: tuple[int, tuple[str, ...], tuple[int, ...]] | None = None
-        self.spans = False  # had a view in this generation: missing ranks are on other nodes
+        self.spans = False  # a view existed in this generation, so missing ranks are elsewhere
         self.elsewhere: frozenset[int] = frozenset()  # ranks claimed on other nodes, before a view
         self.last_event: Trigger | None = None
         self.last_reason = ""  # why the state changed, for people
@@ -185,7 +183,7 @@ class GroupRecord:
 
     @property
     def others_left(self) -> bool:
-        """Returns whether processes of other nodes closed the group; create then starts anew."""
+        """Returns whether processes of other nodes closed the group; a claim then renews it."""
         return any(member.session_id in self.left for member in self.remote.values())
 
     @property

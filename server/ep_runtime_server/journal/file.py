@@ -5,7 +5,7 @@ deletes the key. The file has a magic number and then records {length u32, crc32
 payload}; reading stops at the first incomplete record. The daemon allocates space for the next
 records ahead, so that it notices a full disk before it answers a call.
 
-When the file is long, a new file of only the present facts replaces it. If the disk cannot hold
+When the file is long, a new file of only the current facts replaces it. If the disk cannot hold
 both, the daemon moves records to a second file, PATH.part, and cuts the moved end off the old file.
 Before each cut it writes a note to the second file, under the key "", with the old file's new end.
 A daemon that finds both files reads the old one and then the second. It deletes the second file if
@@ -174,7 +174,7 @@ class Journal:
         self._synced = synced
         self._fd = -1
         self._sequence = 0
-        self._end = 0  # where the next record goes
+        self._end = 0  # end of the last record
         self._allocated = 0
         self._compacted_bytes = 0
         self._lost = False  # a sync failed, so appended records may be missing
@@ -404,7 +404,7 @@ class Journal:
         self._fd, self._split = fd, False
 
     def _move(self, facts: Mapping[str, Any]) -> None:
-        """Does what `_renew` does, record by record, and cuts the old file to make room."""
+        """Replaces the file as `_renew`, but record by record, and cuts the old file for room."""
         os.ftruncate(self._fd, self._end)
         self._allocated = self._end
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | (0 if self._split else os.O_TRUNC)

@@ -36,8 +36,8 @@ class _LayerParts:
     """A group's layers as encoded for the journal, so that compaction does not encode again."""
 
     version: int  # version of the group's layer history
-    texts: dict[int, Encoded] = dataclasses.field(default_factory=dict)  # by index of first layer
-    ends: dict[int, int] = dataclasses.field(default_factory=dict)  # index past the last, by first
+    texts: dict[int, Encoded] = dataclasses.field(default_factory=dict)  # by first layer's index
+    ends: dict[int, int] = dataclasses.field(default_factory=dict)  # end index, by first index
     num_layers: int = 0
     num_written: int = 0
     num_bytes: int = 0
@@ -231,7 +231,7 @@ class Recorder:
             self._tell()
 
     def compact(self) -> None:
-        """Replaces the journal with a file of only the present state.
+        """Replaces the journal with a file of only the current state.
 
         If that fails, keeps using the old file as long as it accepts records.
         """

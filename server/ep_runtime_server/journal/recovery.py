@@ -93,7 +93,7 @@ class Recovery:
 
     @property
     def word_counts_until_s(self) -> float | None:
-        """Returns until when `takes_word` is true, which the journal records for a next daemon."""
+        """Returns until when `takes_word` is true, which a next daemon reads in the journal."""
         return self._until_s if self.takes_word else None
 
     @property
@@ -165,8 +165,8 @@ class Recovery:
     def _restore_group(self, group: GroupRecord) -> None:
         """Restores a group. A group that was still forming ends, because its callers ask again.
 
-        If the journal's end was cut, a group whose memory it shows as not fetched ends too. Any
-        process that fetched memory after the cut reports the group itself (`rejoin.py`).
+        If the journal's end was cut, a group also ends if the journal shows that no process had
+        fetched its memory. A process that fetched memory later reports the group (`rejoin.py`).
         """
         self._restored.append(group)
         fetched = group.windows is None or group.windows.holders
@@ -180,7 +180,7 @@ class Recovery:
             if group.state is State.RETAINED:
                 group.retained_until_s = self._clock.monotonic_s() + group.spec.retain_s
         elif self._incomplete_journal and group.missing_ranks and not group.spans:
-            group.restoring = True  # the cut end had its other members
+            group.restoring = True  # other members were in the journal's lost end
         self._groups.add(group)
 
     def take_restored(self) -> list[GroupRecord]:

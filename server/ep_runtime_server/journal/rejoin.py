@@ -34,7 +34,7 @@ class Holding:
     generation: int
     ranks: tuple[int, ...]
     layers: tuple[RegisteredLayer, ...]
-    uuids: tuple[str, ...] = ()  # of the ranks' GPUs
+    uuids: tuple[str, ...] = ()  # UUIDs of the ranks' GPUs
     windows: tuple[int, ...] = ()  # world ranks of the held windows; empty for all
 
 
@@ -77,7 +77,7 @@ class Rejoin:
                 argument="world_ranks",
             )
         await group.layers.rejoin(claim.layers, takes_word=self._recovery.takes_word)
-        group.member(session, claim.generation)  # other calls ran meanwhile
+        group.member(session, claim.generation)  # may have changed in await
         member.attached = True
         if group.windows is not None:
             if group.restoring:
@@ -97,7 +97,7 @@ class Rejoin:
     def _group_of(self, session: SessionRecord, claim: Holding) -> GroupRecord:
         group = self._groups.find(Owner(session.uid, session.job, claim.spec.name))
         known = group.generation if group is not None else 0
-        # The journal may have a formation without its end, which the group's processes know.
+        # The journal may lack the end of a formation, which the group's processes know.
         ended = group is not None and not group.formed and not group.members
         least = known if ended else known + 1
         if self._recovery.takes_word and least <= claim.generation <= shapes.MAX_GENERATION:
@@ -163,7 +163,7 @@ class Rejoin:
     ) -> tuple[int, list[int]]:
         """Adopts windows given as (world rank, generation, fd).
 
-        The descriptors stay the caller's. Adopts either all of the missing windows or none.
+        The caller must close its descriptors. Adopts either all of the missing windows or none.
 
         Returns:
             The number of adopted windows, and the world ranks still missing.

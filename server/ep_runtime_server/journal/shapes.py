@@ -105,7 +105,7 @@ GROUP: Mapping[str, Shape] = {
 
 
 def check(value: Any, shapes: Mapping[str, Shape]) -> None:
-    """Raises TypeError naming the first present field whose value has a wrong shape."""
+    """Raises TypeError naming the first field of `value` that has a wrong shape."""
     if not isinstance(value, Mapping):
         raise TypeError("it is not an object")
     for name, shape in shapes.items():

@@ -26,7 +26,7 @@ _HINT = (
 
 
 class DriverError(Exception):
-    """A call of the driver failed.
+    """Raised if a call of the driver failed.
 
     Attributes:
         out_of_memory: whether the device had too little free memory.
@@ -89,7 +89,7 @@ class BindingsDriver:
         self._api: Any = driver
         try:
             self._call(driver.cuInit, 0)
-        except Exception as error:  # noqa: BLE001 - a missing libcuda raises various errors
+        except Exception as error:  # noqa: BLE001 - a missing libcuda raises a special class
             raise RuntimeUnavailableError(f"no CUDA driver answers: {error}") from error
 
     def _call(self, function: Callable[..., Any], *arguments: Any) -> Any:

@@ -96,7 +96,7 @@ class HostAllocation:
 
 
 class HostDevice:
-    """Host memory, in memfds."""
+    """Allocates host memory in memfds."""
 
     name = "host"
     index = None

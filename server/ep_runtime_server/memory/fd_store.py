@@ -1,4 +1,4 @@
-"""Stores descriptors of windows with systemd, which keeps the memory without the daemon.
+"""Stores descriptors of windows with systemd, so that their memory outlives the daemon.
 
 The store does nothing without systemd, or if the unit does not set FileDescriptorStoreMax.
 """
@@ -33,7 +33,7 @@ def by_set(stored: Mapping[str, int]) -> dict[str, dict[int, int]]:
 
 
 class FdStore:
-    """Keeps the descriptors of all present window sets in systemd's store."""
+    """Keeps the descriptors of all current window sets in systemd's store."""
 
     def __init__(self, address: str | None, stored: Mapping[str, int]) -> None:
         """`address` is systemd's socket or None; `stored` are its descriptors at the start."""
@@ -41,7 +41,7 @@ class FdStore:
         self._stored = set(stored)
 
     def windows_changed(self, windows: WindowSet) -> None:
-        """Adds a set's new descriptors to systemd's store, or removes a freed set's."""
+        """Adds new descriptors of a set to systemd's store; removes them if the set is freed."""
         if self._address is None:
             return
         gone = windows.state is WindowState.RELEASING
@@ -57,7 +57,7 @@ class FdStore:
 
     def _add(self, name: str, fd: int) -> None:
         try:
-            # FDPOLL=0, because systemd refuses descriptors that cannot be polled, as a memfd.
+            # FDPOLL=0, because systemd otherwise refuses a memfd, which cannot be polled.
             systemd.notify(self._address, "FDSTORE=1", f"FDNAME={name}", "FDPOLL=0", fds=[fd])
             self._stored.add(name)
         finally:

@@ -51,7 +51,7 @@ def buffer_label(owner: Owner, generation: int, world_rank: int) -> str:
 
 
 def _nobody(windows: WindowSet) -> None:
-    """A listener that does nothing, without a journal."""
+    """Ignores a change, in a daemon without a journal."""
 
 
 class WindowSet:

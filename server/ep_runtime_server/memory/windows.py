@@ -161,7 +161,7 @@ class WindowPool:
         """Allocates a new set with a formatted board; windows on the host are zeroed.
 
         Args:
-            owner, spec, generation: the group's.
+            owner, spec, generation: owner, spec and generation of the group.
             uuids: GPU by world rank; None for windows on the host.
             ranks: world ranks that get a window, in ascending order; None for all.
 
@@ -204,7 +204,7 @@ class WindowPool:
         Its windows are taken to be on the host until `WindowSet.assume` gives their GPUs.
 
         Raises:
-            PoolExhaustedError: over the limit of the user's descriptors, or of all users'.
+            PoolExhaustedError: over the limit of descriptors of this user or of all users.
         """
         error = self._over_quota(owner.uid, {}, len(ranks) + 2)
         if error is not None:

@@ -1,6 +1,6 @@
 """Reads the series of a group's layers and ranks from its board.
 
-A board has sums since it was formatted, and the present state of each rank.
+A board has sums since it was formatted, and the current state of each rank.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ async def put_ops(sheet: Sheet, group: GroupRecord, labels: Labels) -> None:
     waited_ns, waited_for_ns = collections.Counter[int](), collections.Counter[int]()
     async for rank in paced(group.local_ranks):
         windows = group.windows
-        if windows is None or windows.board is None:  # looked at again: others had their turns
+        if windows is None or windows.board is None:  # may change at an await
             return
         for op, tally in board_tallies.read_ops(windows.board, windows.spec, rank).items():
             times[op].append(tally)
@@ -118,7 +118,7 @@ async def put_layers(
     by_layer = itertools.groupby(group.layers.handles(), key=lambda handle: handle.layer)
     async for name, handles in paced(by_layer):
         windows = group.windows
-        if windows is None or windows.board is None:  # looked at again: others had their turns
+        if windows is None or windows.board is None:  # may change at an await
             return left_out
         if not sheet.fits(cost):
             left_out += 1

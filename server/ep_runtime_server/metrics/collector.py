@@ -55,7 +55,7 @@ class Collector:
         self._detail = detail
 
     async def collect(self) -> Sheet:
-        """Reads the present values of all series."""
+        """Reads the current values of all series."""
         started_s = time.monotonic()
         answer = Sheet(0)
         self._put_daemon(answer)

@@ -21,7 +21,7 @@ MAKE_S = 30.0
 class UniqueIds:
     """One id per EP domain, and the version of the libnccl that made them."""
 
-    ids: tuple[bytes, ...] = dataclasses.field(repr=False)  # secret
+    ids: tuple[bytes, ...] = dataclasses.field(repr=False)  # not shown, because ids are secret
     version: str
 
 

@@ -65,7 +65,7 @@ class UniqueIdBook:
         self._events = events
         self._quotas = quotas
         self._sets: dict[str, _Set] = {}  # by group id
-        # Asks the coordinator for ids of a group over nodes: (owner, epoch, number of domains).
+        # Asks the coordinator for ids of a group across nodes: (owner, epoch, number of domains).
         self.of_view: Callable[[Owner, int, int], Awaitable[UniqueIds]] | None = None
 
     async def of(self, session: SessionRecord, group: GroupRecord, generation: int) -> UniqueIds:
@@ -233,7 +233,7 @@ class UniqueIdBook:
 
 
 def _take_error(task: asyncio.Task[UniqueIds]) -> None:
-    """Marks a task's error as retrieved: `_Set.error` has it, and maybe nobody awaits the task."""
+    """Marks a task's error as retrieved, because maybe nobody awaits the task."""
     if not task.cancelled():
         task.exception()
 

@@ -1,4 +1,4 @@
-"""Reads the files of --tls-cert, --tls-key and --tls-ca, again if they change, and their ends."""
+"""Reads the files of --tls-cert, --tls-key and --tls-ca, and their ends; rereads changed files."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Tls:
 
 
 def read_tls(certificate: str, key: str, authority: str) -> Tls:
-    """Reads the files. Raises InvalidArgumentError if unreadable or not belonging together."""
+    """Reads the files. Raises InvalidArgumentError if they are unreadable or do not match."""
     paths = certificate, key, authority
     flags = "--tls-cert", "--tls-key", "--tls-ca"
     tls = Tls(paths, *(_read_pem(flag, path) for flag, path in zip(flags, paths, strict=True)))
@@ -76,7 +76,7 @@ def _read_pem(flag: str, path: str) -> bytes:
 
 
 def _check_pair(certificate: str, key: str) -> None:
-    """Raises InvalidArgumentError if the key is not the certificate's."""
+    """Raises InvalidArgumentError unless the key belongs to the certificate."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.set_ciphers("DEFAULT:@SECLEVEL=0")  # gRPC checks their strength
     try:
@@ -133,7 +133,7 @@ class Certificates:
 
     Attributes:
         tls: the certificates read last.
-        error: why the present files cannot be used; empty if they can.
+        error: why the current files cannot be used; empty if they can.
     """
 
     def __init__(self, tls: Tls, clock: Clock, events: EventLog) -> None:
@@ -158,7 +158,8 @@ class Certificates:
     def look(self) -> bool:
         """Reads the files again if they changed; returns whether it read new certificates.
 
-        Waits until the files are the same in two calls, because their writer is then done.
+        Reads changed files only once two calls have found them equal, because their writer is then
+        done.
         """
         stamp = _stamp(self.tls.paths)
         changed = stamp != self._seen and stamp == self._changing and self._read_again()

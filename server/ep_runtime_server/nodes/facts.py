@@ -94,7 +94,7 @@ class ClusterFacts:
     def check_claim(self, node: str, epoch: int) -> None:
         """Raises InvalidArgumentError if a node's epoch is impossibly large.
 
-        The coordinator continues from a node's epoch, so it must not accept another cluster's.
+        The coordinator continues from a node's epoch, so it must refuse another cluster's epoch.
         """
         if epoch > self.epoch + MAX_EPOCHS_AHEAD:
             raise InvalidArgumentError(
@@ -166,7 +166,7 @@ class ClusterFacts:
             self._drop(_OWED + key)
 
     async def durable(self) -> None:
-        """Waits until all present facts would survive a crash of the host.
+        """Waits until all current facts would survive a crash of the host.
 
         Await this before other nodes learn a fact, so that the fact holds after a crash too.
 

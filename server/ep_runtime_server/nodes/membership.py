@@ -81,7 +81,7 @@ class Membership:
         self._doubted.set()
 
     def nodes(self) -> list[Node]:
-        """Returns the coordinator's latest list, with our own states of it and of this node."""
+        """Returns the coordinator's latest list, corrected for this node and the coordinator."""
         found = [node for node in self._nodes if not node.coordinator]
         ours = Node(self._identity, NodeState.JOINED, self.since_s)
         if self.link in (Standing.JOINING, Standing.REFUSED):

@@ -136,7 +136,7 @@ class Peers:
         """Returns a reason if a call may have failed because a certificate ended; else ""."""
         if "certificate has expired" in (error.details() or ""):
             return "its certificate has ended, by this host's clock"
-        refused = error.code() is grpc.StatusCode.UNAVAILABLE  # TLS closes the connection
+        refused = error.code() is grpc.StatusCode.UNAVAILABLE  # a TLS refusal closes the connection
         return self._certificates.ended if refused and self._certificates is not None else ""
 
     async def renew(self) -> None:

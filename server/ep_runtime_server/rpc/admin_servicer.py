@@ -255,7 +255,7 @@ class AdminServicer:
     def _at_its_time(
         self, request: Any, view: Callable[[tuple[GroupRecord, T], Clock], Row]
     ) -> Callable[[tuple[GroupRecord, T]], Row | None]:
-        """Returns a function that shows rows as of now, or of `age` ago; None if unknown."""
+        """Returns a converter of rows to messages, of the current state or the state `age` ago."""
         runtime = self._runtime
         if not request.HasField("age"):
             return lambda row: view(row, runtime.clock)

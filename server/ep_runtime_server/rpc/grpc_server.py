@@ -1,8 +1,8 @@
 """Makes gRPC servers that an invalid request path cannot stop.
 
 In grpc.aio a single task accepts all calls, and decodes the paths of unregistered methods. A path
-that is not UTF-8 ends this task, so one request without any token would stop the server. This
-module registers all our methods with gRPC, and refuses all other calls without decoding paths.
+that cannot be decoded ends this task, so one request without any token would stop the server. So
+all our methods are registered with gRPC, and all other calls are refused without decoding paths.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ _waits: contextvars.ContextVar[Callable[[], str]] = contextvars.ContextVar("wait
 
 
 def current_session() -> SessionRecord:
-    """Returns the session of the present RPC on api.sock."""
+    """Returns the session of the current RPC on api.sock."""
     return _current.get()
 
 
@@ -155,7 +155,7 @@ class RpcPolicy(grpc.aio.ServerInterceptor):
                     answer = found if another_nodes else handler.response_serializer(found)
                     counted.answer(len(answer))
                     return answer
-            except Exception as error:  # noqa: BLE001 - the one place where errors become statuses
+            except Exception as error:  # noqa: BLE001 - all errors become statuses here
                 return _failure_of(method, error)
 
         async def call(requests: AsyncIterator[bytes], context: Context) -> Any:
@@ -180,9 +180,9 @@ class RpcPolicy(grpc.aio.ServerInterceptor):
                     async for response in handler.unary_stream(request, context):
                         yield response
                 return
-            except Exception as error:  # noqa: BLE001 - the one place where errors become statuses
+            except Exception as error:  # noqa: BLE001 - all errors become statuses here
                 failure = _failure_of(method, error)
-            request = None  # free it: gRPC keeps this frame until a garbage collection
+            request = None  # gRPC keeps this frame until a garbage collection
             await _abort(context, failure)
 
         return call
@@ -197,7 +197,7 @@ class RpcPolicy(grpc.aio.ServerInterceptor):
             call = self._admission.call(user)
         else:
             call = self._admission.health_call(user, method)
-        over: Any = lambda _: call.end()  # noqa: E731 - the stubs want an object of a class
+        over: Any = lambda _: call.end()  # noqa: E731 - for the stubs' type
         context.add_done_callback(over)
         return call
 
@@ -265,7 +265,7 @@ class RpcPolicy(grpc.aio.ServerInterceptor):
 
 
 async def _next(requests: AsyncIterator[bytes]) -> bytes:
-    """Reads the one message of a call. Raises InvalidArgumentError if none comes in time."""
+    """Reads the single message of a call. Raises InvalidArgumentError if none arrives in time."""
     try:
         async with asyncio.timeout(READ_S):
             return await anext(aiter(requests))
@@ -291,7 +291,7 @@ async def _read(requests: AsyncIterator[bytes], handler: Any) -> Any:
 
 
 def _failure_of(method: str, error: Exception) -> wire.RpcFailure:
-    """Converts an error to a status; raises it if the caller was answered or disconnected."""
+    """Converts an error to a status; raises the error if the call has already ended."""
     if isinstance(error, (grpc.aio.AbortError, grpc.aio.InternalError)):
         raise error
     # A method of a gRPC service that we do not implement, such as in a newer health service.

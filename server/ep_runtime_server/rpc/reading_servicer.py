@@ -28,7 +28,7 @@ READINGS = frozenset(
 
 
 class ReadingServicer(AdminServicer):
-    """AdminService for other nodes' daemons: refuses orders, and does not forward to a node."""
+    """AdminService for other nodes' daemons: refuses orders, and does not forward requests."""
 
     may_forward = False
 
@@ -51,7 +51,7 @@ class SessionReadingServicer(ReadingServicer):
         return self._reads_all or uid == current_session().uid
 
     def _sessions(self) -> list[SessionRecord]:
-        """Returns all sessions except the caller's, which exists for this call only."""
+        """Returns all sessions except the session of this call, which exists only for the call."""
         return [session for session in super()._sessions() if session is not current_session()]
 
 

@@ -237,7 +237,7 @@ def event(item: Event) -> pb.EventInfo:
 
 
 def ranks(groups: Iterable[GroupRecord]) -> list[tuple[GroupRecord, int]]:
-    """Returns (group, world rank) of this node's ranks, which its boards have."""
+    """Returns (group, world rank) of this node's ranks."""
     return [(item, rank) for item in groups for rank in item.local_ranks]
 
 

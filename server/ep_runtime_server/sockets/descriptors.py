@@ -21,7 +21,7 @@ from ep_runtime_server.sockets.spare_child import SpareChild
 
 ANSWER_WITHIN_S = 5.0
 
-# A callback that gets the descriptors, and then owns them, or an error.
+# A callback that gets an error, or the descriptors, which it then owns.
 Then = Callable[[list[int] | EpRuntimeError], None]
 
 
@@ -91,7 +91,7 @@ class Descriptors:
         if word == descriptor_child.MEMORY and asked is not None:
             self._answer(fds)
         else:
-            for fd in fds:  # memory
+            for fd in fds:  # of memory, so closing does not block
                 os.close(fd)
             process = self._end()  # the process may hang from now on
             if asked is not None and process is not None:

@@ -1,4 +1,4 @@
-"""Closes connections that may have clients' descriptors in their queues, which may take forever.
+"""Closes connections with clients' descriptors in their queues, which may block forever.
 
 Closing the last copy of a TCP socket waits as long as its owner has set (SO_LINGER). Closing a
 connection closes the descriptors in its unread packets, so a child process closes such connections.
@@ -49,7 +49,7 @@ class Disposal:
         await self._child.close()
 
     def hand_over(self, fds: list[int]) -> bool:
-        """Sends copies to the child process, so that our close does not block; returns success."""
+        """Sends copies to the child process, so that our close does not block; False on failure."""
         for _ in range(2):
             try:
                 socket.send_fds(self._child.start(), [b"."], fds)

@@ -79,7 +79,7 @@ def redeem(
 def return_windows(
     runtime: Runtime, session: SessionRecord, request: pb.ReturnWindows, fds: list[int]
 ) -> pb.FdReply:
-    """Adopts duplicates of returned descriptors; the given ones stay the caller's."""
+    """Adopts duplicates of returned descriptors; the caller must close the given ones."""
     if len(fds) != len(request.descriptors):
         raise InvalidArgumentError(
             f"{len(request.descriptors)} descriptors were named and {len(fds)} came",

@@ -50,7 +50,7 @@ _LIMITS = (
 @dataclasses.dataclass(eq=False)
 class _Connection:
     socket: socket.socket
-    accepted_s: float  # CLOCK_BOOTTIME
+    accepted_s: float  # time of the accept, on CLOCK_BOOTTIME
     uid: int
     idle_timer: asyncio.TimerHandle | None = None
     unread: bool = False  # whether the packet's descriptors are not received yet
@@ -118,8 +118,8 @@ class FdServer:
         except OSError as error:
             if error.errno not in (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS):
                 raise
-            # Pause, because the listener stays readable: without a pause, the loop would call this
-            # function in a busy loop until a descriptor is free.
+            # Pause, because the listener stays readable, so that the loop would call this function
+            # without end until a descriptor is free.
             told = open_files.exhausted(f"{wire.FD_SOCKET} cannot accept", error)
             self._runtime.tell_refused("fd", told)
             self._loop.remove_reader(self._listener)
@@ -279,7 +279,7 @@ class FdServer:
                 return
             self._refuse(connection, open_files.exhausted(wire.FD_SOCKET, error))
         except Exception:
-            self._drop(connection)  # a fault of ours: the client must not wait for an answer
+            self._drop(connection)  # our bug; disconnect, so that the client does not wait
             raise
 
     def _refuse(self, connection: _Connection, error: EpRuntimeError) -> None:

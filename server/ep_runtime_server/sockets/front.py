@@ -1,4 +1,4 @@
-"""Fronts of api.sock and admin.sock, which ask the kernel who calls, because gRPC cannot.
+"""Fronts of api.sock and admin.sock, which identify callers through the kernel; gRPC cannot.
 
 A front accepts each connection and relays its bytes to gRPC's own socket. It binds its end of the
 relay to a unique name, which gRPC reports as the call's peer.
@@ -252,7 +252,7 @@ class _Way:
 
     def _readable(self) -> None:
         if not self._in_turn(self._read):
-            self._pause()  # the queued turn reads later
+            self._pause()  # until the queued turn has read
 
     def stop(self) -> None:
         self._over = True
