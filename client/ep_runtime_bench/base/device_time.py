@@ -39,7 +39,7 @@ DeviceOp = Callable[[jax.Array, Any], Any]
 def gpu_clock(
     token: jax.Array, arrays: Sequence[jax.Array], hold_ns: int
 ) -> tuple[jax.Array, jax.Array]:
-    """The Clock of NVIDIA GPUs."""
+    """Reads the clock of an NVIDIA GPU: its Clock."""
     ensure_registered("cuda")
     shapes = (jax.ShapeDtypeStruct((1,), jnp.int32), jax.ShapeDtypeStruct((2,), jnp.uint32))
     after, now = jax.ffi.ffi_call("ep_clock_v1", shapes)(token, *arrays, hold_ns=np.int64(hold_ns))

@@ -84,7 +84,7 @@ def _plan(experts: Tensor, num_experts: int, ranks: int) -> _Plan:
 
 
 def make_layer(rank: Rank, case: Case) -> Layer:
-    """f(x, router, wi, wo, experts) -> y [T, H]; experts [T, K], or None for the router's."""
+    """Makes f(x, router, wi, wo, experts) -> y [T, H]; experts [T, K], or None for the router's."""
     activated = rank.compiled(_activated, dynamic=True)
     combined = rank.compiled(_combined, dynamic=True)
 
@@ -112,14 +112,14 @@ def make_layer(rank: Rank, case: Case) -> Layer:
 
 
 def drawn(rank: Rank, dtype: str, fan_in: float, *shape: int) -> Tensor:
-    """A weight of variance 1 / fan_in."""
+    """Draws a weight of variance 1 / fan_in."""
     kind = getattr(torch, dtype)
     values = torch.randn(*shape, device=rank.device, dtype=kind) * fan_in**-0.5
     return values.requires_grad_()
 
 
 def expert_weights(rank: Rank, dtype: str, case: Case) -> list[Tensor]:
-    """Router, wi and wo, the latter two of this rank's experts."""
+    """Draws router, wi and wo, the latter two for this rank's experts."""
     local, hidden, inner = case.num_experts // rank.count, case.hidden, case.inner
     shapes = ((hidden, case.num_experts), (local, hidden, 2 * inner), (local, inner, hidden))
     return [drawn(rank, dtype, shape[-2], *shape) for shape in shapes]

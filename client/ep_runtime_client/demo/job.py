@@ -204,7 +204,7 @@ def _batches(config: DemoConfig) -> Iterator[npt.NDArray[np.int32]]:
 
 
 def load_text() -> npt.NDArray[np.uint8]:
-    """Text to train on, as bytes: Python's own help topics without repeated paragraphs."""
+    """Returns text to train on, as bytes: Python's help topics without repeated paragraphs."""
     paragraphs: dict[str, str] = {}
     for name in sorted(topics):
         for paragraph in topics[name].split("\n\n"):

@@ -103,7 +103,7 @@ def _attention(block: Params, x: jax.Array) -> jax.Array:
 
 
 def _rotate(x: jax.Array) -> jax.Array:
-    """Rotary positions. x: [B, S, A, D]."""
+    """Applies rotary positions to x [B, S, A, D]."""
     seq, half = x.shape[1], x.shape[3] // 2
     frequency = 10000.0 ** (-jnp.arange(half, dtype=jnp.float32) / half)
     angle = jnp.arange(seq, dtype=jnp.float32)[:, None, None] * frequency

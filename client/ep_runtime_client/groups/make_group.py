@@ -224,7 +224,11 @@ def stored_spec(client: DaemonClient, name: str) -> specs.GroupSpec:
 
 
 def default_mesh(spec: specs.GroupSpec) -> Mesh:
-    """Makes the spec's mesh over this job's devices, in the order of `jax.make_mesh` on CPU."""
+    """Makes the spec's mesh over this job's devices, in the order of `jax.make_mesh` on CPU.
+
+    Raises:
+        InvalidArgumentError: the job has fewer devices than the group.
+    """
     import jax
     import numpy as np
     from jax.sharding import Mesh

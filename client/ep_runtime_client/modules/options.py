@@ -132,10 +132,10 @@ def moved_bias(bias: jax.Array | None, tokens_per_expert: jax.Array, rate: float
 def rules_in_context(
     logical: Sequence[tuple[str, Any]], layer: EpLayer | TracedLayer | LayerSpec
 ) -> Rules | None:
-    """logical: rules set by `logical_axis_rules`; the first rule of a name counts.
+    """Converts flax's logical axis rules to `params_spec` of `moe`.
 
     Args:
-        logical: what `logical_axis_rules` put in place; the first rule of a name counts.
+        logical: rules set by `logical_axis_rules`; the first rule of a name counts.
         layer: layer of the call.
 
     Returns:

@@ -301,8 +301,8 @@ def moe(
     with scope(f"moe.{body}.{why or 'taken'}", static):
         kept = Kept(keep, keep_factor)
         y, plan, after = moe_call.run(layer, block, moved, params, weighted, kept, body, after)
-    # Losses and counts are over the global batch: over the manual axes that shard it. Those of one
-    # device too, over which nothing moves: types say that values vary over them.
+    # Losses and counts are of the global batch, so they are summed over the manual axes that shard
+    # it. Axes of size 1 are included, because JAX's types say that values vary over them.
     manual = manual_axes(group)
     axes = tuple(axis for axis in group.token_axes if axis in manual)
     if not loss:

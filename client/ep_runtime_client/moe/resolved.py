@@ -158,7 +158,7 @@ class Operands(NamedTuple):
 
     @property
     def others(self) -> list[jax.Array]:
-        """Returns the present biases, and the values."""
+        """Returns the biases that are not None, then `values`."""
         return [*(x for x in (self.wi_bias, self.wo_bias) if x is not None), *self.values]
 
     @property

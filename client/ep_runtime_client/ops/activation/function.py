@@ -54,7 +54,7 @@ class Activation:
         return sum_dtype(self.dtype)
 
     def rows(self, hidden: jax.Array) -> jax.Array:
-        """[block, 2, M], [block, 2M] or, not gated, [block, M] -> [block, M], wide."""
+        """Activates [block, 2, M], [block, 2M] or, if not gated, [block, M] -> [block, M], wide."""
         given = self.function
         function: Callable[..., jax.Array] = ACTIVATIONS[given] if isinstance(given, str) else given
         if isinstance(given, Learned):

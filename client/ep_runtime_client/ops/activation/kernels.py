@@ -91,7 +91,7 @@ def width_of(static: Activation, hidden: jax.Array) -> int:
 
 
 def weights_of(row_weights: jax.Array | None) -> jax.Array:
-    """row_weights as an operand of the kernels: f32 [S * C], or [0] for None."""
+    """Returns row_weights as an operand of the kernels: f32 [S * C], or [0] for None."""
     if row_weights is None:
         return jnp.zeros(0, jnp.float32)
     return row_weights.astype(jnp.float32).reshape(-1)

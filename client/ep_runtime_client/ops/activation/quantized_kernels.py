@@ -94,7 +94,7 @@ def supports(
 
 
 def group_amax(experts: int, source: ActivationOperands) -> jax.Array:
-    """The largest finite absolute value of each expert's rows: f32 [experts]."""
+    """Returns the largest finite absolute value of each expert's rows: f32 [experts]."""
     result = jax.ShapeDtypeStruct((experts,), _F32)
     attributes = kernels.attributes_of(source.activation)
     (amax,) = kernels_serve.call(TARGETS[0], (result,), source.operands(), attributes)

@@ -115,7 +115,7 @@ def _spread_capacity(meta: PlanMeta) -> int:
 
 
 def world_rank(group: GroupSpec) -> jax.Array:
-    """World rank of this device, int32 [1]: domain * N + ep rank. Needs manual axes."""
+    """Returns this device's world rank, int32 [1]: domain * N + ep rank. Needs manual axes."""
     rank: Any = jnp.int32(0)
     for axis in group.domain_axes + group.ep_axis:
         size = group.axis_sizes[axis]

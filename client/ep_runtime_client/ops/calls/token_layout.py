@@ -44,11 +44,11 @@ class TokenLayout:
         return prod(self.local)
 
     def entries(self, trailing: int = 1) -> Entries:
-        """Axes on each dim of an array with these leading dims and `trailing` dims after them."""
+        """Returns the axes on each dim of an array with these dims and `trailing` more dims."""
         return (*self.axes, *[()] * trailing)
 
     def spec(self, trailing: int = 1) -> PartitionSpec:
-        """PartitionSpec of an array with these leading dims and `trailing` dims after them."""
+        """Returns the PartitionSpec of an array with these dims and `trailing` more dims."""
         return PartitionSpec(*(axes or None for axes in self.axes), *([None] * trailing))
 
     def within(self, group: GroupSpec, manual: Axes) -> TokenLayout:

@@ -131,7 +131,7 @@ def check_experts(
 
 
 def _remedy(where: Partitioning) -> str:
-    """Advice for a caller inside a shard_map, where rhs is a part of the weight."""
+    """Returns advice for a caller inside a shard_map, where rhs is a part of the weight."""
     if not where.manual or where.roles is None:
         return ""
     ep = where.roles.named(axis for axis in where.roles.ep if axis in where.manual)

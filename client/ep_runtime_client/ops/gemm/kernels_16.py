@@ -98,7 +98,7 @@ def forward(
 
 
 def flat_bias(bias: jax.Array | None, experts: int) -> jax.Array:
-    """[G, N'] in a dtype that the calls take, or [0, 0] without a bias."""
+    """Returns the bias as [G, N'] in a dtype that the calls support, or [0, 0] without one."""
     if bias is None:
         return jnp.zeros((0, 0), jnp.float32)
     narrow = bias.dtype in _TYPES

@@ -89,7 +89,7 @@ class _GemmOp:
         return unpack(self.lhs, blocks[:first], sizes), unpack(self.rhs, leaves), bias, sizes
 
     def shared_factors(self) -> list[str]:
-        """Shardy factors of the operands up to group_sizes."""
+        """Returns the Shardy factors of the operands up to group_sizes."""
         kernel = kernel_factors(self.rhs.ndim)
         bias = [" ".join([kernel[0], *kernel[2:]])] if self.has_bias else []
         # Plain rows keep their sharding, which a type may give. Quantized rows are split over the

@@ -69,7 +69,7 @@ def _up(rows: jax.Array, alignment: int) -> jax.Array:
 def kept_rows(
     demand: jax.Array, capacity: int, alignment: int, most_asked: int = 2**31 - 1
 ) -> jax.Array:
-    """`layout.kept_rows` for every rank at once: demand [N, L] int32 -> rows kept [N, L].
+    """Computes `layout.kept_rows` for all ranks: demand [N, L] int32 -> rows kept [N, L].
 
     `most_asked`: upper bound of the demand. On a GPU each halving of it launches kernels.
     """

@@ -240,7 +240,7 @@ def _flat(x: jax.Array) -> jax.Array:
 def _permute_primal(
     meta: PermutationMeta, tokens: jax.Array, probs: jax.Array | None, arrays: PermutationArrays
 ) -> tuple[jax.Array, jax.Array | None]:
-    """tokens [..., H], probs [..., S] or None -> rows [n * rows, H], probs [n * rows] or None."""
+    """Copies tokens [..., H] to rows [n * rows, H], and probs [..., S], if given, to [n * rows]."""
     shards = meta.shards
 
     def body(plan: PermutationArrays, tokens: jax.Array, probs: jax.Array | None) -> Any:
@@ -276,7 +276,7 @@ def _permute_pullback(
     d_row_probs: jax.Array | None,
     arrays: PermutationArrays,
 ) -> tuple[jax.Array | None, jax.Array | None]:
-    """d_rows [n * rows, H], d_row_probs [n * rows] -> d_tokens [..., H], d_probs [..., S]."""
+    """Sums d_rows [n * rows, H] to d_tokens [..., H]; copies d_row_probs to d_probs [..., S]."""
     shards = meta.shards
     lead = _block(shards, arrays.slot_row.shape[:-1])
 
@@ -309,7 +309,7 @@ _permute.defvjp(_permute_fwd, _permute_bwd)
 def _unpermute_primal(
     meta: PermutationMeta, rows: jax.Array, weights: jax.Array | None, arrays: PermutationArrays
 ) -> jax.Array:
-    """rows [n * rows, H'], weights [..., S] or None -> tokens [..., H']."""
+    """Sums rows [n * rows, H'] with weights [..., S] or None -> tokens [..., H']."""
     shards = meta.shards
     lead = _block(shards, arrays.slot_row.shape[:-1])
 
@@ -342,7 +342,7 @@ def _unpermute_pullback(
     weights: jax.Array | None,
     arrays: PermutationArrays,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """grad [..., H'] -> d_rows [n * rows, H'], d_weights [..., S] or None."""
+    """Pulls back grad [..., H'] -> d_rows [n * rows, H'], d_weights [..., S] or None."""
     shards = meta.shards
     lead = _block(shards, arrays.slot_row.shape[:-1])
 

@@ -327,7 +327,7 @@ def update_expert_bias(bias: jax.Array, tokens_per_expert: jax.Array, rate: floa
 
 
 def _below_mean(loads: jax.Array) -> jax.Array:
-    """The sign of mean - load, exact: [E] int32. No sum passes int32, that of all loads may."""
+    """Returns the exact sign of mean - load: [E] int32. The sum of all loads may exceed int32."""
     experts = loads.shape[0]
     rests = (loads % experts).sum(dtype=jnp.int32)
     whole = (loads // experts).sum(dtype=jnp.int32) + rests // experts  # of the mean
@@ -351,12 +351,13 @@ def pad_tokens(
         topk_weights: [T, ..., K] or None.
 
     Returns:
-        The three, padded, topk_idx as int32; cut dim 0 of combine's result back to T.
+        The three arrays, padded, with topk_idx as int32. Slice dim 0 of combine's result to T.
 
     Raises:
-        InvalidArgumentError: multiple is not an integer, or is below 1; arrays of different T.
+        InvalidArgumentError: multiple is not an integer or is below 1, or the arrays have
+            different T.
 
-    Cost: one copy of the arrays; nothing if T is a multiple already.
+    Cost: one copy of the arrays; none if T already is a multiple.
     """
     multiple = as_int("multiple", multiple)
     if multiple < 1:

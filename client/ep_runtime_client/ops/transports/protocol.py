@@ -46,8 +46,9 @@ class PerDevice(Protocol[P]):
       for dropping rows.
     - Padding rows inside a zone are zero. Rows past the last zone are never read and may have any
       value; combine_bwd of a call with `clear_slack` makes them zero.
-      - Sums are in `base.dtypes.sum_dtype`: over the rows of a rank in slot order, rounded as the
+    - Sums are in `base.dtypes.sum_dtype`: over the rows of a rank in slot order, rounded as the
       group's combine_precision says, then over the ranks in order.
+    - With on_overflow="error" prepare fails the program on every rank.
 
     The fixture `transport` in `tests/conftest.py` names the transports that tests of movement run
     on: add yours.
