@@ -14,8 +14,7 @@ namespace ep_runtime {
 constexpr uint64_t kBoardMagic = 0x3144'5241'4F42'5045;  // "EPBOARD1" in memory
 constexpr uint32_t kBoardVersion = 4;
 constexpr uint32_t kMaxHandles = 16384;
-constexpr uint32_t kMaxLoads = 1024;   // handles that have their load on the board: the first so
-                                       // many
+constexpr uint32_t kMaxLoads = 1024;   // only handles below this have their load on the board
 constexpr uint32_t kTallyOps = 8;      // one for each OpCode before kCopies
 constexpr uint32_t kTimeBuckets = 24;  // see BucketOf
 constexpr uint32_t kBucketBits = 12;

@@ -39,7 +39,7 @@ class Regions {
  private:
   uint8_t* base_;
   int64_t used_ = 0;
-  int64_t most_ = 0;  // furthest end of all regions before the last BackTo
+  int64_t most_ = 0;  // largest end of a region before the last BackTo
 };
 
 void TakePart(const BlockSizes& s, Regions* regions, Workspace* out) {

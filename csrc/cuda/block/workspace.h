@@ -69,8 +69,8 @@ struct QuantizedRows {
 // A transposed operand of a weight gradient.
 struct Copy {
   uint8_t* data;  // [width, padded W] values
-  float* scale;   // kBlock: [padded W / 128, ceil(width / 128)]; else null: the rows' scales are
-                  // used, or none
+  float* scale;   // kBlock: [padded W / 128, ceil(width / 128)]; null otherwise: products use the
+                  // rows' scales, or none
 };
 struct Copies {
   Copy lhs;

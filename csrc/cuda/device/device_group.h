@@ -135,8 +135,8 @@ struct HandleTotals {
 // Start of a call, in one sector, so that one access reads all of it.
 struct alignas(32) CallStart {
   uint64_t epoch;
-  uint64_t now_ns;    // start by the board's clock
-  uint64_t timer_ns;  // start by the device's clock
+  uint64_t now_ns;    // start time by the board's clock
+  uint64_t timer_ns;  // start time by the device's clock
   uint32_t index;     // number of the handle's record
 };
 

@@ -68,7 +68,8 @@ class CudaAbortMark : public AbortMark {
     return Status();
   }
 
-  // The communicator is aborted, which lets its kernels continue, only after this has returned.
+  // Waits for the copy, because the communicator's kernels continue once it is aborted, and must
+  // see the mark.
   void Set() override {
     cudaMemcpyAsync(word_, one_, sizeof(uint32_t), cudaMemcpyHostToDevice, stream_);
     const auto end = std::chrono::steady_clock::now() + kSetWithin;

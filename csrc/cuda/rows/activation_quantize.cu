@@ -132,8 +132,8 @@ __device__ __forceinline__ void Store(const Params& p, float inverse, const T& t
   }
 }
 
-// Visits a row; lanes of a warp take its vectors as in `ActivationKernel`, so that sums have the
-// same order. Whole warps call `take(turn)`, with zeros past the end of the row.
+// Visits a row. Lanes take the row's vectors in the order of `ActivationKernel`, so that sums have
+// the same order. Whole warps call `take(turn)`, with zeros past the end of the row.
 template <RowType kType, bool kGated, bool kBackward, typename Take>
 __device__ __forceinline__ float OverRow(const Params& p, int64_t row, Take take) {
   using S = Source<kType, kGated, kBackward>;

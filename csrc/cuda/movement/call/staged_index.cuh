@@ -53,7 +53,7 @@ struct TokenTable {
   __device__ static int Windows(int ranks, int tokens) {
     return ((tokens + 31) / 32 >> Shift(ranks, tokens)) + 1;
   }
-  // Every thread of the block calls this.
+  // Fills `before`. Every thread of the block calls this.
   __device__ void Count(const int32_t* dst_rank, int top_k, int ranks, int tokens) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int warps = blockDim.x / 32;

@@ -10,7 +10,8 @@
 namespace ep_runtime {
 namespace cuda {
 
-// All blocks of a kernel must be resident at once, with any other kernels that run, so use few.
+// All blocks of a kernel must be resident at once, with all other kernels that run, so use few
+// blocks.
 struct CombineGrid {
   int32_t reduce_blocks = 24;  // sum this rank's rows and send the sums; then help the sum blocks
   int32_t sum_blocks = 16;     // sum tokens from the sums that arrive

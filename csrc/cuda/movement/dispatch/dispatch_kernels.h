@@ -9,7 +9,8 @@
 namespace ep_runtime {
 namespace cuda {
 
-// All blocks of a kernel must be resident at once, with any other kernels that run, so use few.
+// All blocks of a kernel must be resident at once, with all other kernels that run, so use few
+// blocks.
 struct DispatchGrid {
   int32_t push_blocks = 12;  // few blocks fill a link; the slab gets three times a link's bytes
   int32_t place_blocks = 28;
