@@ -74,8 +74,10 @@ def slot_nodes(call: Call, dst_rank: jax.Array) -> jax.Array:
 
 
 def packing(call: Call, dst_rank: jax.Array) -> Packed:
-    """Packs, for each node [D, T], the tokens with a row there, by dst_rank [T, K] of a plan. Without
-    `counts_chunks` every token keeps its own place."""
+    """Packs, for each node [D, T], the tokens with a row there, by dst_rank [T, K] of a plan.
+
+    Without `counts_chunks` every token keeps its own place.
+    """
     nodes = jnp.arange(call.group.num_nodes, dtype=jnp.int32)[:, None, None]
     has = ((dst_rank >= 0) & (slot_nodes(call, dst_rank) == nodes)).any(-1)
     if counts_chunks(call):
