@@ -32,8 +32,7 @@ def test_an_embedded_daemon_ends_with_close(run_program: Start) -> None:
     assert program.heard() == {"closed": True}
     wait_gone(started["daemon"])
     assert not Path(started["directory"]).exists()
-    program.tell()
-    assert program.finish() == 0
+    program.end()
 
 
 @pytest.mark.parametrize(
@@ -71,8 +70,7 @@ def test_an_embedded_daemon_outlives_the_thread_that_connected(run_program: Star
         "group.check(); say(state=group.describe()['state']); hear()\n"
     )
     assert program.heard() == {"state": "READY"}
-    program.tell()
-    assert program.finish() == 0
+    program.end()
 
 
 def test_the_default_is_embedded_without_a_daemon_and_the_daemon_with_one(
@@ -88,8 +86,7 @@ def test_the_default_is_embedded_without_a_daemon_and_the_daemon_with_one(
         beside = run_program(text, **how)
         assert beside.heard() == {"address": f"unix://{directory}", "child": None}
         for program in (alone, beside):
-            program.tell()
-            assert program.finish() == 0
+            program.end()
     finally:
         assert daemon.stop() == 0
 
@@ -108,8 +105,7 @@ def test_a_node_daemon_is_shared_and_ends_after_the_last(
     started = [row["child"] for row in heard if row["child"] is not None]
     assert len(started) == 1
     for program in programs:
-        program.tell()
-        assert program.finish() == 0
+        program.end()
     wait_gone(started[0])
 
 
@@ -163,8 +159,7 @@ def test_a_killed_client_comes_back_to_its_windows(
     assert (after["top_k"], after["in_flight"]) == (2, 2)
     assert after["reattached"]
     assert after["same"]
-    third.tell()
-    assert third.finish() == 0
+    third.end()
 
 
 def test_a_group_that_lives_names_the_pid_that_holds_it(run_program: Start, address: str) -> None:
@@ -186,8 +181,7 @@ def test_a_group_that_lives_names_the_pid_that_holds_it(run_program: Start, addr
     mismatch = second.heard()
     assert (mismatch["field"], mismatch["theirs"], mismatch["ours"]) == ("hidden_size", 16, 32)
     assert second.finish() == 0
-    first.tell()
-    assert first.finish() == 0
+    first.end()
 
 
 def test_two_jobs_use_equal_names_side_by_side(
@@ -201,8 +195,7 @@ def test_two_jobs_use_equal_names_side_by_side(
     assert len(generations) == 2
     assert sorted(row["job"] for row in admin.groups()) == ["left", "right"]
     for program in programs:
-        program.tell()
-        assert program.finish() == 0
+        program.end()
 
 
 def test_leaving_without_close_retains_and_leaving_the_with_block_frees(
@@ -210,15 +203,13 @@ def test_leaving_without_close_retains_and_leaving_the_with_block_frees(
 ) -> None:
     leaves = run_program(_JOIN, EP_RUNTIME_ADDRESS=address)
     leaves.heard()
-    leaves.tell()
-    assert leaves.finish() == 0
+    leaves.end()
     wait_until(
         lambda: [row["state"] for row in admin.groups()] == ["RETAINED"], "the group is retained"
     )
     closes = run_program(_JOIN + "\nsession.close()\n", EP_RUNTIME_ADDRESS=address)
     assert closes.heard()["reattached"]
-    closes.tell()
-    assert closes.finish() == 0
+    closes.end()
     assert admin.groups() == []
     wait_until(lambda: not admin.buffers(), "the memory is freed")
 
@@ -269,8 +260,7 @@ def test_a_forked_child_drops_the_session_and_the_parent_keeps_it(
     assert (heard["status"], heard["alive"], heard["same"]) == (0, True, True)
     assert [row["state"] for row in admin.sessions()] == ["ACTIVE"]
     assert admin.groups()[0]["state"] == "READY"
-    program.tell()
-    assert program.finish() == 0
+    program.end()
 
 
 def test_a_forked_child_that_lives_on_does_not_hold_an_embedded_daemon(
@@ -317,8 +307,7 @@ def test_a_checkout_underfoot_is_not_imported_by_the_child(
         f"os.chdir({str(tmp_path)!r})\n" + _EMBEDDED + "hear()", prologue=WITHOUT_JAX
     )
     assert program.heard()["daemon"] is not None
-    program.tell()
-    assert program.finish() == 0
+    program.end()
 
 
 def test_a_daemon_that_cannot_start_says_why(directory: Path) -> None:

@@ -82,8 +82,7 @@ def _meet(environments, start, client: str, daemon: str, then: str) -> None:
         job.tell()
         (again,) = job.heard()
         assert again == {"error": said["error"], "generation": said["generation"]}
-        job.tell()
-        job.finish()
+        job.end()
         eventually(lambda: not running.ask("ListBuffers").buffers, within_s=WAIT_S)
     stop(running)
 

@@ -77,8 +77,7 @@ def test_a_daemon_killed_at_a_change_is_not_noticed(
         assert program.heard() == {"closed": True}
         assert admin.groups() == []
         wait_until(lambda: not admin.buffers(), "the memory is freed")
-        program.tell()
-        assert program.finish() == 0
+        program.end()
     assert daemon.stop() == 0, daemon.log_tail(50)
 
 
@@ -125,8 +124,7 @@ def test_processes_that_form_a_group_meet_again_after_a_kill(
         assert [program.heard() for program in programs] == [{"closed": True}] * 2
         wait_until(lambda: not admin.groups() and not admin.buffers(), "the memory is freed")
     for program in programs:
-        program.tell()
-        assert program.finish() == 0
+        program.end()
     assert daemon.stop() == 0, daemon.log_tail(50)
 
 
@@ -192,8 +190,7 @@ def test_what_closed_while_the_daemon_was_away_is_given_back_when_it_returns(
     daemon = start_daemon(directory)
     with source.open_source(address, timeout_s=60) as admin:
         wait_until(lambda: not admin.groups() and not admin.buffers(), "group and memory are freed")
-    program.tell()
-    assert program.finish() == 0
+    program.end()
     assert daemon.stop() == 0, daemon.log_tail(50)
 
 

@@ -248,8 +248,7 @@ def test_who_started_a_daemon_starts_it_again(
     second = program.heard()
     assert second["daemon"] != first
     assert second["state"] == "READY"
-    program.tell()
-    assert program.finish() == 0
+    program.end()
     wait_gone(second["daemon"])
 
 

@@ -74,8 +74,7 @@ def test_a_late_rank_is_shown_after_ten_seconds_and_is_no_error(address: str, st
         job.workers[1].tell()
         assert [row["error"] for row in job.heard()] == [None, None]
         assert status("-o", "json")["late_ranks"] == []
-        job.tell()
-        job.finish()
+        job.end()
 
 
 def test_a_rank_that_never_comes_ends_the_wait_at_the_budget(address: str) -> None:

@@ -202,7 +202,6 @@ def test_the_client_library_asks_again(
     program.tell(dose)
     assert program.heard(600.0 + dose) >= dose
     eventually(lambda: not daemon.group_states() and daemon.used_bytes == 0)
-    program.tell()
-    assert program.finish() == 0
+    program.end()
     eventually(lambda: daemon.status().num_sessions == 0)
     eventually(lambda: not memfds_of(daemon.pid))

@@ -91,8 +91,7 @@ def _lose(job: Job, devices: int, admin: source.Source) -> tuple[float, list[Any
         worker.tell()
         assert worker.heard() == {"left": True}
     for worker in reversed(others):  # process 0 has JAX's coordinator: without it the others abort
-        worker.tell()
-        assert worker.finish() == 0
+        worker.end()
     return max(row["ended"] for row in said) - killed, said
 
 
@@ -115,8 +114,7 @@ def test_a_dead_process_ends_the_waits_and_the_restarted_job_reattaches(
             assert after["id"] == before["id"]
         assert memfds_of(daemon.pid) == memory
         job.tell("go on")
-        job.tell()
-        job.finish()
+        job.end()
     wait_until(lambda: not admin.groups() and not admin.buffers(), "everything is freed")
 
 

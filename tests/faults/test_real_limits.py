@@ -181,6 +181,5 @@ def test_a_client_without_descriptors_says_so_and_keeps_none(daemon_process, run
     assert "ulimit -n" in program.heard()
     assert program.heard() == "formed"
     assert daemon.group_states() == {"g": "READY"}
-    program.tell()
-    assert program.finish() == 0
+    program.end()
     eventually(lambda: daemon.used_bytes == 0)

@@ -199,8 +199,7 @@ def test_steps_go_on_while_nccl_starts_beside_them(
         print(f"{layout}: slowest step {max(x['slowest_s'] for x in said) * 1e3:.0f} ms")  # noqa: T201
         assert not any(x["early"] for x in said), "NCCL was there before the first step"
         assert max(x["slowest_s"] for x in said) < KNOWN_WITHIN_S, said
-        job.tell()
-        job.finish()
+        job.end()
 
 
 _CASES = """
@@ -218,8 +217,7 @@ def test_several_processes_equal_the_reference(
     more = {"EP_RUNTIME_ADDRESS": address, "TEST_CASES": json.dumps(names)}
     with layouts.job(_CASES, layout, several_gpus, **_NCCL, **more) as job:
         assert job.heard(240) == [{"done": names}] * job.processes
-        job.tell()
-        job.finish()
+        job.end()
 
 
 @pytest.fixture
@@ -267,8 +265,7 @@ def test_two_domains_equal_the_reference(
         _CASES, nodes, several_gpus, layout, TEST_CASES=json.dumps(names), EP_RUNTIME_DEBUG="1"
     ) as job:
         assert job.heard(270) == [{"done": names}] * job.processes
-        job.tell()
-        job.finish()
+        job.end()
 
 
 _NARROW = "from ep_runtime import device_layout; device_layout.LEAST_SOURCES = 1\n"
@@ -300,8 +297,7 @@ def test_two_domains_whose_lanes_lack_room_for_all_rows(
         pytest.skip("nodes of one rank have no lanes")
     with two_domains(_LANES, nodes, several_gpus, _TWO, EP_RUNTIME_DEBUG="1") as job:
         assert job.heard(270) == [{"packs": not layouts.TRIAL}] * 2
-        job.tell()
-        job.finish()
+        job.end()
 
 
 _SOAK = """
@@ -323,8 +319,7 @@ def test_two_domains_run_two_thousand_steps(several_gpus: int, nodes: list[Daemo
     with two_domains(_SOAK, nodes, several_gpus, _TWO, TEST_STEPS=str(STEPS)) as job:
         said = job.heard(270)
         assert len(said) == 2
-        job.tell()
-        job.finish()
+        job.end()
 
 
 _KILLED = """

@@ -46,8 +46,7 @@ def _done(
     ) as job:
         assert job.heard(240) == [{"done": names}] * job.processes
         yield
-        job.tell()
-        job.finish()
+        job.end()
 
 
 def _run(layout: str, names: list[str], gpus: int, address: str, script: str = _SCRIPT) -> None:

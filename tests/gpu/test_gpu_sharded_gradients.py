@@ -37,5 +37,4 @@ def test_every_row_of_the_table_gives_the_same_right_bits(gpus: list[Any], addre
         TEST_CASES=json.dumps(names),
     ) as job:
         assert job.heard(240) == 2 * [{"wrong": dict.fromkeys(names, [0, 0])}]
-        job.tell()
-        job.finish()
+        job.end()

@@ -26,8 +26,7 @@ def test_three_starts_in_a_row_with_the_cache_end_with_the_right_values(
             _SCRIPT, layout, job_gpus, EP_RUNTIME_ADDRESS=address, TEST_CACHE=str(tmp_path)
         ) as job:
             starts.append(job.heard(240)[0])
-            job.tell()
-            job.finish()
+            job.end()
     for start in starts[1:]:
         assert start["misses"] == 0
         assert start["hits"] > 0

@@ -259,6 +259,11 @@ class Job:
         codes = [worker.finish(max(deadline - time.monotonic(), 0.1)) for worker in self.workers]
         assert codes == [0] * self.processes, f"exit codes {codes}"
 
+    def end(self) -> None:
+        """Lets every process go on from where it hears, to its end."""
+        self.tell()
+        self.finish()
+
     def tails(self) -> str:
         """The end of every process's log."""
         return "\n".join(

@@ -56,8 +56,7 @@ def test_every_process_claims_its_devices_and_maps_every_window(
         job.tell()
         job.heard()
         assert admin.groups() == []  # the last one to close frees it
-        job.tell()
-        job.finish()
+        job.end()
 
 
 _NODE = """
@@ -82,8 +81,7 @@ def test_one_process_of_a_job_starts_the_daemon_of_the_node(
         assert {row["address"] for row in heard} == {f"unix://{directory}/node"}
         assert sum(row["started"] for row in heard) == 1
         assert all(row["job"] == row["coordinator"] for row in heard)
-        job.tell()
-        job.finish()
+        job.end()
 
 
 _EMBEDDED = """
@@ -132,8 +130,7 @@ def test_connecting_before_jax_distributed_is_said_at_once_with_what_to_type(
             assert f"each process has a {own}" in row["text"]
             assert "jax.distributed.initialize first, then ep.connect()" in row["text"]
             assert row["lasted"] < 5
-        job.tell()
-        job.finish()
+        job.end()
 
 
 _ATTEMPT = (
@@ -161,8 +158,7 @@ def attempted(own: list[dict[str, str]], wait_s: float = 60, **environment: str)
     environment = {**unset, "TEST_WAIT_S": str(wait_s), **environment}
     with Job(_ATTEMPT, processes=2, devices=2, own=own, **environment) as job:
         heard = job.heard()
-        job.tell()
-        job.finish()
+        job.end()
         return heard
 
 
@@ -172,8 +168,7 @@ def test_without_an_address_the_processes_of_a_job_share_the_daemon_of_the_node(
     script = _NODE.replace('ep.connect("node")', "ep.connect()")
     with Job(script, processes=2, devices=1, **node | {"EP_RUNTIME_ADDRESS": ""}) as job:
         assert {row["address"] for row in job.heard()} == {f"unix://{directory}/node"}
-        job.tell()
-        job.finish()
+        job.end()
 
 
 def test_processes_of_several_hosts_hear_at_once_how_daemons_join(tmp_path: Path) -> None:
@@ -230,8 +225,7 @@ def test_missing_ranks_are_named_at_the_deadline_and_may_come_later(address: str
         assert "RpcError" not in waited["shown"]
         job.tell()
         assert job.heard() == [{"state": "READY"}] * 2
-        job.tell()
-        job.finish()
+        job.end()
 
 
 _UNEQUAL = (
@@ -265,8 +259,7 @@ def test_unequal_specs_end_every_process_with_field_and_both_values(address: str
         job.tell()
         first, second = job.heard()
         assert first == second
-        job.tell()
-        job.finish()
+        job.end()
 
 
 _REPLACED = (
@@ -318,5 +311,4 @@ def test_a_layer_is_replaced_in_every_process_or_the_calls_say_that_they_differ(
         for row in job.heard():
             assert row["error"] == "SpecMismatchError", row
             assert "layer a" in row["text"]
-        job.tell()
-        job.finish()
+        job.end()

@@ -134,8 +134,7 @@ def test_two_thousand_steps_stay_right_and_take_no_more_memory(net, nodes) -> No
             assert last < settled + (64 << 10), said["memory"]  # KiB
         for daemon in nodes:
             assert daemon.group_states() == {"soak": "READY"}
-        job.tell()
-        job.finish()
+        job.end()
 
 
 _STEPS = """
@@ -187,8 +186,7 @@ def test_a_partition_makes_calls_wait_and_ends_none(net, nodes) -> None:
         net.mend()
         job.heard(MENDED_S)
         assert [daemon.group_states() for daemon in nodes] == [{"cut": "READY"}] * 2
-        job.tell()
-        job.finish()
+        job.end()
 
 
 def test_daemons_that_are_killed_and_start_again_disturb_no_step(
@@ -212,8 +210,7 @@ def test_daemons_that_are_killed_and_start_again_disturb_no_step(
             job.tell(True)
             job.heard()
         eventually(lambda: nodes[1].status().cluster.link == JOINED, within_s=20.0)
-        job.tell()
-        job.finish()
+        job.end()
     eventually(lambda: not any(daemon.group_states() for daemon in nodes))
 
 

@@ -149,8 +149,7 @@ def test_nodes_may_have_unequal_parts_of_a_job(nodes) -> None:
         assert [row["node_size"] for row in heard] == [2] * 4
         ranks = [sorted(windows_of(child)) for child in nodes]
         assert ranks == [[-1, 0, 1, 2, 3], [-1, 4, 5], [-1, 6, 7]]
-        job.tell()
-        job.finish()
+        job.end()
 
 
 @pytest.mark.slow
@@ -173,8 +172,7 @@ def test_a_group_over_two_daemons_moves_tokens_over_stock_collectives(nodes) -> 
             assert rows[0]["pids"] == sorted(pids)
             assert [m["node"] == "" for m in rows[0]["members"]].count(True) == 2
             assert own in rows[0]["pids"]
-        job.tell()
-        job.finish()
+        job.end()
 
 
 @pytest.mark.slow

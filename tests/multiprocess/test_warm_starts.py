@@ -24,8 +24,7 @@ def _start(address: str, cache: Path) -> list[dict[str, Any]]:
         TEST_CACHE=str(cache),
     ) as job:
         found = job.heard()
-        job.tell()
-        job.finish()
+        job.end()
     return found
 
 

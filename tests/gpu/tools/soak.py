@@ -211,8 +211,7 @@ def _together(count: int, limit_s: float, address: str, gpus: int) -> dict[str, 
             if "last" in rows[0]:
                 break
             _tell(rows[0], count)
-        job.tell()
-        job.finish()
+        job.end()
     last = [row["last"] for row in rows]
     return {
         "steps": min(row["steps"] for row in last),
