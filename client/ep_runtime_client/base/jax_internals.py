@@ -49,6 +49,10 @@ _SHUTDOWN_TASK = "/xla.coordination.CoordinationService/ShutdownTask"
 # of a live process, _DROPPED of one without heartbeats. The same in JAX 0.10 to 0.12.
 _WATCH_TASKS = "/xla.coordination.CoordinationService/WatchTasks"
 _CONNECTED, _DROPPED = 3, 4
+# Keys of XLA in the coordination service.
+_TOPOLOGY = "{0}:global_topology/{0}"
+_GLOO = "cpu:gloo/"
+_TOPOLOGY_MS = 60_000
 _PLATFORMS = ("cpu", "gpu", "cuda", "rocm")
 CONSEQUENCE = (
     "ops run as a shard_map in place of a partitioning rule, for which a weight is gathered over "
@@ -328,13 +332,53 @@ def write_programs(first: int) -> None:
 
 
 def forget_topology() -> None:
-    """Lets this process, if it is a restarted process 0, publish the topology of all devices again.
+    """Lets this process, if it is process 0, publish the topology of all devices again.
 
     XLA's backends store it in the coordination service, which rejects a second write.
     """
     if distributed().process_id == 0:
         for platform in _PLATFORMS:
-            distributed().client.key_value_delete(f"{platform}:global_topology/{platform}")
+            distributed().client.key_value_delete(_TOPOLOGY.format(platform))
+
+
+def renew_cpu() -> None:
+    """Gives this process a CPU backend without connections to others; arrays it has stay readable.
+
+    XLA keeps gloo's connections for each list of devices, also those to a process that has died.
+    Every process of the job calls this before they meet. Nothing on other platforms.
+    """
+    import jax
+    from jax.extend import backend
+
+    if jax.default_backend() != "cpu":
+        return
+    distributed().client.key_value_delete(_GLOO)
+    tokens = _at("dispatch:runtime_tokens", None)
+    if tokens is not None:
+        tokens.clear()  # calls that failed, for which JAX would wait
+    backend.clear_backends()
+    forget_topology()
+    jax.devices()
+
+
+_topology = b""  # of all CPU devices of the job
+
+
+def learn_topology() -> None:
+    """Reads what process 0 has told of all CPU devices, so that `tell_topology` has it."""
+    import jax
+
+    global _topology
+    if jax.default_backend() == "cpu" and distributed().num_processes > 1:
+        client, key = distributed().client, _TOPOLOGY.format("cpu")
+        _topology = client.blocking_key_value_get_bytes(key, _TOPOLOGY_MS)
+
+
+def tell_topology() -> None:
+    """Tells the topology in the place of process 0, which has died and may not have told it again:
+    others wait for it in `renew_cpu`."""
+    if _topology:
+        distributed().client.key_value_set_bytes(_TOPOLOGY.format("cpu"), _topology, True)
 
 
 def backend_started() -> bool:

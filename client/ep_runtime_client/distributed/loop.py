@@ -82,6 +82,7 @@ def generations(*, stuck_after_s: float | None = 1800.0) -> Iterator[Generation]
         raise errors.InvalidArgumentError(
             f"stuck_after_s must be positive or None, got {stuck_after_s}", argument="stuck_after_s"
         )
+    jax_internals.learn_topology()
     with peers.watched(stuck_after_s):
         begun = next(_loops) == 0 and history.read() is not None
         members, attempts = _live(For.OTHERS, "begin", _every()), 0
@@ -95,7 +96,7 @@ def generations(*, stuck_after_s: float | None = 1800.0) -> Iterator[Generation]
                 _log.warning("the others have finished the loop, so this process leaves it too")
                 return
             before = live_groups.all()
-            generation = Generation(len(past.past), members, past.turn(members))
+            generation = Generation(past.past, members)
             yield generation
             if not generation.over:
                 return
@@ -103,8 +104,10 @@ def generations(*, stuck_after_s: float | None = 1800.0) -> Iterator[Generation]
             attempts = 0 if generation.steps or generation.following != members else attempts + 1
             if attempts == _ATTEMPTS:
                 raise generation.over[0]
-            past.add(members)
-            # All meet again, so that nobody reads a copy of the state that another still writes.
+            past.add()
+            jax_internals.renew_cpu()
+            # All meet again, so that nobody reads a copy of the state that another still writes, or
+            # connects to others before they have forgotten their connections.
             members = _settled(generation.key, generation.following)
 
 
@@ -140,24 +143,6 @@ def _settled(meeting: str, members: dict[int, int]) -> dict[int, int]:
         members = live
 
 
-def _in_turn(devices: list[Any], turn: int) -> list[Any]:
-    """The devices in an order of their processes that no generation before has had.
-
-    XLA keeps gloo's connections for each order of devices, also those to a process that has died.
-    The first processes change first, because a mesh may leave out devices of the last ones.
-    """
-    processes = sorted({device.process_index for device in devices}, reverse=True)
-    if jax.default_backend() != "cpu" or len(processes) == 1:
-        return devices
-    last_first = next(itertools.islice(itertools.permutations(processes), turn, None), None)
-    if last_first is None:
-        raise NotImplementedError(
-            f"these processes have come together {turn} times before, and {len(processes)} have no "
-            "other order, which XLA's connections on CPU need; start the job again"
-        )
-    return sorted(devices, key=lambda device: -last_first.index(device.process_index))
-
-
 class Generation:
     """The time in which one set of processes lives, as `generations` yields it.
 
@@ -167,13 +152,12 @@ class Generation:
         steps: how many calls of `step` are done.
     """
 
-    def __init__(self, number: int, members: dict[int, int], turn: int) -> None:
-        """`turn` says how often these processes have come together before."""
+    def __init__(self, number: int, members: dict[int, int]) -> None:
         self.number = number
         jax_internals.write_programs(min(members))
         departures.keep(members)
         peers.generation = number
-        self.devices = _in_turn([d for d in jax.devices() if d.process_index in members], turn)
+        self.devices = [d for d in jax.devices() if d.process_index in members]
         self.steps = 0
         self.over: list[errors.EpRuntimeError] = []  # why, once it is
         self.following = members

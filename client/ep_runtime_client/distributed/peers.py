@@ -107,6 +107,8 @@ class Peers:
             if process in self._passed:  # groups and connections are of the generation after it
                 return
             departures.add(process)
+            if process == 0:
+                jax_internals.tell_topology()
             if jax_internals.backend_started() and jax.default_backend() == "cpu":
                 coordination.cut_accepted()
 
