@@ -133,7 +133,7 @@ layers, S the sequence and V the vocabulary, a step needs 3 T (L (8 HH + 2 S H +
         "One layer",
         """\
 Forward and backward: `ep-runtime bench moe --transports nvlink,stock,torch`. The layer `8-layers`
-is that of the model of this name. Plain JAX without drops is `ragged_all_to_all` with
+is one layer of the model `8-layers`. Plain JAX without drops is `ragged_all_to_all` with
 `ragged_dot`.""",
         ("moe",),
         (MACHINE, CASE, *SPEEDS),
@@ -254,8 +254,8 @@ Losses of the [demo](demo.md)'s model of 52 million parameters, in nats per byte
 8,192 bytes of Python's library, one GPU a run, means of 4 seeds. A seed sets initial values and
 batches. Plain JAX multiplies every token by every expert. Between seeds, held-out losses have a
 standard deviation of 0.008, so a gap has a standard error of 0.006, which no gap exceeds.
-Sums in 8 bits ended 200 steps at 1.394 instead of 1.384 in bf16, at 1.361 instead of 1.384 in
-fp8-block; held out 1.245 and 1.251, 1.240 and 1.236 (1x H100, 2026-11-24).""",
+Loss after 200 steps with sums sent in 8 bits (and exact): bf16 1.394 (1.384), fp8-block 1.361
+(1.384); held out, bf16 1.245 (1.251), fp8-block 1.240 (1.236). 1x H100, 2026-11-24.""",
         ("convergence",),
         (
             ("recipe", "recipe", "text"),

@@ -81,9 +81,9 @@ def lane_rows(spec: GroupSpec) -> int:
     in parts (`csrc/core/memory/layout.h`, LaneRoom). Lanes are sized for at least 4 slots per
     token, because otherwise little skew would cause parts.
 
-    Between nodes that count rows, a lane does not grow with the nodes either. For the tokens of
-    all nodes, a rank gets at most T * K sums if nodes are equally full. A lane has room for half
-    as many more; calls with more sums run in parts.
+    If nodes count the rows that they send, the size of a lane does not depend on the number of
+    nodes: a rank gets at most T * K sums for the tokens of all nodes, if nodes are equally full.
+    A lane has room for half as many more; calls with more sums run in parts.
     """
     # Rounded up to 2, because fp32 partials of half the tokens use the space of all 2-byte rows.
     tokens, ranks = align_up(spec.staged_tokens, 2), spec.ranks_per_node

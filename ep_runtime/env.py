@@ -86,22 +86,22 @@ def _switch(name: str, default: str) -> bool:
 
 
 def debug() -> bool:
-    """Returns whether EP_RUNTIME_DEBUG is on. Raises InvalidArgumentError as `_switch`."""
+    """Returns whether EP_RUNTIME_DEBUG is on. Raises InvalidArgumentError unless 0 or 1."""
     return _switch("EP_RUNTIME_DEBUG", "0")
 
 
 def keep_memory() -> bool:
-    """Returns whether EP_RUNTIME_KEEP_MEMORY is on. Raises InvalidArgumentError as `_switch`."""
+    """Returns whether EP_RUNTIME_KEEP_MEMORY is on. Raises InvalidArgumentError unless 0 or 1."""
     return _switch("EP_RUNTIME_KEEP_MEMORY", "1")
 
 
 def tells_progress() -> bool:
-    """Returns whether EP_RUNTIME_BOARD is on. Raises InvalidArgumentError as `_switch`."""
+    """Returns whether EP_RUNTIME_BOARD is on. Raises InvalidArgumentError unless 0 or 1."""
     return _switch("EP_RUNTIME_BOARD", "1")
 
 
 def wants_nccl() -> bool:
-    """Returns whether EP_RUNTIME_NCCL is on. Raises InvalidArgumentError as `_switch`."""
+    """Returns whether EP_RUNTIME_NCCL is on. Raises InvalidArgumentError unless 0 or 1."""
     return _switch("EP_RUNTIME_NCCL", "1")
 
 

@@ -120,7 +120,7 @@ def test_gpus_that_reach_each_other_take_windows(library: Callable[[Reaching], N
     assert meshes.resolve_transport("auto", Gpus(), has_daemon=True) == "nvlink"
     assert meshes.resolve_transport("nvlink", Gpus(), has_daemon=True) == "nvlink"
     assert meshes.resolve_transport("auto", Gpus(), has_daemon=False) == "xla"
-    with pytest.raises(InvalidArgumentError, match="between CPU devices, the mesh has .'gpu'"):
+    with pytest.raises(InvalidArgumentError, match="needs a mesh of CPU devices, got .'gpu'"):
         meshes.resolve_transport("memfd", Gpus(), has_daemon=True)
 
 

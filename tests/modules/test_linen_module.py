@@ -180,7 +180,7 @@ def test_the_expert_bias_moves_in_its_own_collection(group: fakes.LocalGroup) ->
     np.testing.assert_array_equal(found, 0.5 * np.sign(load.mean() - load))
     assert set(moved) == {"expert_bias"}
     plain = ep.linen.MoEBlock(layer, MLP)
-    with pytest.raises(InvalidArgumentError, match="made without use_expert_bias=True"):
+    with pytest.raises(InvalidArgumentError, match="made with use_expert_bias=True"):
         plain.apply(plain.init(KEY, tokens(group)), load, 0.5, method="update_expert_bias")
 
 

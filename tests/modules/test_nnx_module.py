@@ -215,7 +215,7 @@ def test_the_expert_bias_is_state_that_no_optimizer_meets(group: fakes.LocalGrou
     _, _, biased = block(tokens(group))
     np.testing.assert_array_equal(biased.tokens_per_expert, [16, 16, 0, 0])
     plain = ep.nnx.MoEBlock(layer, MLP, rngs=nnx.Rngs(0))
-    with pytest.raises(InvalidArgumentError, match="made without use_expert_bias=True"):
+    with pytest.raises(InvalidArgumentError, match="made with use_expert_bias=True"):
         plain.update_expert_bias(load, 0.5)
 
 

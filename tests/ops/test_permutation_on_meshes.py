@@ -276,11 +276,11 @@ def test_layers_on_a_mesh_under_remat_and_scan() -> None:
 
 def test_specs_that_do_not_fit() -> None:
     tokens, idx = np.ones((6, 2)), np.zeros((6, 1), int)
-    with pytest.raises(ValueError, match=r"there is no mesh here: call under jax\.set_mesh"):
+    with pytest.raises(ValueError, match=r"needs a mesh with .*; call under jax\.set_mesh"):
         ep.permute(tokens, idx, num_experts=2, tokens_spec=P("dp"))
     mesh = fakes.mesh_of({"dp": 4})
-    wanted = r"names the axes \('expert',\), the mesh has"
+    wanted = r"must name axes of the mesh .*, got \('expert',\)"
     with jax.set_mesh(mesh), pytest.raises(ValueError, match=wanted):
         ep.permute(tokens, idx, num_experts=2, tokens_spec=P("expert"))
-    with pytest.raises(ValueError, match="dim 0 of the tokens is 6, which the 4 shards"):
+    with pytest.raises(ValueError, match="dim 0 of the tokens must be a multiple of 4, .*, got 6"):
         ep.permute(tokens, idx, num_experts=2, tokens_spec=NamedSharding(mesh, P("dp")))

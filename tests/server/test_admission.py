@@ -240,7 +240,7 @@ def test_one_user_cannot_take_the_calls_of_another(monkeypatch):
     with contextlib.ExitStack() as held:
         for _ in range(3):
             held.enter_context(admitted.call("uid 1"))
-        with pytest.raises(errors.PoolExhaustedError, match="uid 1 has 3 calls"):
+        with pytest.raises(errors.PoolExhaustedError, match="got 3 of uid 1 and 3 in all"):
             held.enter_context(admitted.call("uid 1"))
         held.enter_context(admitted.call("uid 2"))
     for _ in range(5):

@@ -390,7 +390,7 @@ def test_with_certificates_nobody_else_joins_or_reads(daemon_process, pki, call_
             call_node(
                 address, pb, "GetStatus", pb.GetStatusRequest(), credentials=stranger, name="a"
             )
-    with pytest.raises(errors.PermissionDeniedError, match=r"node 'c'.*certificate is for .*'b'"):
+    with pytest.raises(errors.PermissionDeniedError, match=r"got 'c' with a certificate for .*'b'"):
         join(address, identity("c"), credentials=credentials(ours, "b"), name="a")
     assert states(a) == {"a": "JOINED", "b": "JOINED"}
 

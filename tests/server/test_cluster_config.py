@@ -146,7 +146,7 @@ def test_plain_tcp_off_loopback_is_not_chosen_for_the_user(monkeypatch):
         ([*plain_tcp()], "--insecure needs --coordinator, --join or --cluster"),
         (["--tls-ca", "x"], "--tls-ca needs"),
         (["--node", "a"], "--node needs"),
-        (["--coordinator", "1", *plain_tcp(), "--listen", "2"], "--listen goes with --join"),
+        (["--coordinator", "1", *plain_tcp(), "--listen", "2"], "--listen needs --join"),
         (["--coordinator", "1", *plain_tcp(), "--node", "A"], "--node must be a lower-case DNS"),
         (["--join", "nowhere.invalid:1", *plain_tcp()], "give --listen HOST:PORT"),
         (["--cluster", "/nonexistent", *plain_tcp()], "cannot read /nonexistent"),
@@ -183,8 +183,11 @@ def test_every_node_finds_its_place_in_the_file(tmp_path):
     [
         (FILE + "c = 7", "address of 'c'"),
         (FILE + 'C = "h:1"', r"a name in \[nodes\]"),
-        (FILE.replace('"a"', '"x"'), "coordinator is 'x'"),
-        (FILE.replace("a = ", "d = ").replace('"a"', '"d"'), "--node .* is 'a'"),
+        (FILE.replace('"a"', '"x"'), r"coordinator must be one of .*, got 'x'"),
+        (
+            FILE.replace("a = ", "d = ").replace('"a"', '"d"'),
+            r"--node .* must be one of .*, got 'a'",
+        ),
         (FILE + "[more]", "nothing else; got .'more'"),
         ("[nodes]", 'coordinator = "NAME"'),
         ("coordinator =", "cannot read"),
@@ -206,7 +209,9 @@ class TestPlainTcp:
 
     @pytest.mark.parametrize("flag", ["--allow-uid", "--allow-gid"])
     def test_is_not_for_a_daemon_of_several_users(self, flag):
-        with pytest.raises(InvalidArgumentError, match="--insecure is for one user's own daemons"):
+        with pytest.raises(
+            InvalidArgumentError, match="--insecure must not be given with --allow-uid"
+        ):
             read(*self.WORDS[:2], *plain_tcp(), flag, "1000")
 
     def test_keeps_the_secret_out_of_texts(self):

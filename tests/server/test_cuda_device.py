@@ -289,7 +289,7 @@ def test_a_host_without_a_driver_says_what_is_missing(start_daemon):
 def test_memory_of_another_gpu_is_not_adopted(driver):
     gpu = driver.gpus()[0]
     handle = driver.create(1, GRANULARITY)
-    with pytest.raises(errors.InvalidArgumentError, match="is memory of GPU 1"):
+    with pytest.raises(errors.InvalidArgumentError, match="got memory of GPU 1"):
         CudaDevice(driver, gpu, None).adopt(driver.export_fd(handle), GRANULARITY)
     with pytest.raises(errors.InvalidArgumentError, match="not the group's memory"):
         CudaDevice(driver, gpu, None).adopt(os.memfd_create("other"), GRANULARITY)

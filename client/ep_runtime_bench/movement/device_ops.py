@@ -63,7 +63,9 @@ def our_ops(call: Call) -> dict[str, DeviceOp]:
             zero = zero_of(token)
             return plan._replace(dst_rank=plan.dst_rank + zero, chunks=plan.chunks + zero)
         if call.group.transport != "xla":
-            return plan  # the custom call has the token as operand `rank`
+            # The plan need not be tied to the token: the custom call takes the token itself, as its
+            # operand `rank`.
+            return plan
         return plan._replace(num_recv=plan.num_recv + zero_of(token))
 
     def prepare(token: jax.Array, operands: Operands) -> Any:

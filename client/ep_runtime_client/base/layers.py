@@ -331,7 +331,7 @@ class LayerStack:
     def _traced(self, index: Any) -> TracedLayer:
         if index.shape:
             raise InvalidArgumentError(
-                f"stack {self.name!r} takes one index, a scalar, got {list(index.shape)}",
+                f"index of stack {self.name!r} must be a scalar, got {list(index.shape)}",
                 argument="index",
             )
         return TracedLayer(self, index)

@@ -135,7 +135,7 @@ def resolve_transport(
         return _chosen(mesh, platforms, in_cluster)
     if transport == "memfd" and platforms != ["cpu"]:
         raise InvalidArgumentError(
-            f'transport="memfd" moves rows between CPU devices, the mesh has {platforms}',
+            f'transport="memfd" needs a mesh of CPU devices, got {platforms}',
             argument="transport",
         )
     if transport == "memfd":

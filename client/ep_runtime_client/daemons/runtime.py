@@ -82,7 +82,7 @@ def open_runtime(address: Address, timeout_s: float) -> ReachedRuntime:
         return ReachedRuntime(address, None)
     if address.kind == EMBEDDED:
         return _open_embedded(address, timeout_s)
-    assert address.directory is not None  # the other kinds have one
+    assert address.directory is not None  # only NONE and EMBEDDED have none
     if address.kind == NODE:
         return _open_node(address, address.directory, timeout_s)
     place = SocketDirectory(address.directory, address.uid)

@@ -31,9 +31,9 @@ Step = Callable[[], list[StepResult]]
 DIFFERENT = 3
 # Also the time that create_group waits for the demo's other processes, which may import JAX.
 CONNECT_TIMEOUT_S = 120.0
-# A twin that may differ by rounding copies parameters after this number of steps, because training
-# amplifies the last bit of an f32 to a tenth of a percent within ten steps. Two steps, because the
-# second step's loss depends on the first step's gradients.
+# If losses may differ (`loss_tolerance`), twins copy the first trainer's state every so many steps:
+# training amplifies the last bit of an f32 to a tenth of a percent within ten steps. Two steps,
+# because the second step's loss depends on the first step's gradients.
 STEPS_ALONE = 2
 
 

@@ -148,7 +148,7 @@ class Trainer:
         self.state = jax.tree.map(jnp.copy, other.state)
 
     def _placed(self, window: Array) -> jax.Array:
-        """Returns the rows for this process's devices; every process has the whole window."""
+        """Shards a batch of tokens, `window`, over the mesh; every process has the whole batch."""
         return jax.make_array_from_callback(window.shape, self._rows, lambda part: window[part])
 
     def _init(self, key: jax.Array) -> tuple[transformer.Params, Any]:

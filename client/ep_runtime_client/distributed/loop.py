@@ -55,8 +55,8 @@ def generations(*, stuck_after_s: float | None = 1800.0) -> Iterator[Generation]
         stuck_after_s: a process that lives is fenced and killed once all others have waited for it
             for so long, for the results of a step or at its end. They may wait for work that it
             does alone, so take longer than the longest compilation, checkpoint or read of data. The
-            default is 30 minutes because it cannot know these. None waits for as long as the
-            process lives.
+            loop cannot know how long these take, so the default is 30 minutes. None waits for as
+            long as the process lives.
 
     Returns:
         An iterator of generations.

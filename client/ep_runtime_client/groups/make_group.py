@@ -236,8 +236,8 @@ def default_mesh(spec: specs.GroupSpec) -> Mesh:
     devices = jax.devices("cpu") if spec.transport == "memfd" else jax.devices()
     if len(devices) < spec.world_size:
         raise InvalidArgumentError(
-            f"group {spec.name!r} has {spec.world_size} devices {dict(spec.mesh_axes)}, "
-            f"this job has {len(devices)}; pass mesh=",
+            f"group {spec.name!r} needs {spec.world_size} devices {dict(spec.mesh_axes)}, "
+            f"got {len(devices)} in this job; pass mesh=",
             argument="mesh",
         )
     shape = [size for _, size in spec.mesh_axes]

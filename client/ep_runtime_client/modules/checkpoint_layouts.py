@@ -146,7 +146,8 @@ class PerExpert:
         more = self.down.format(experts)
         if layer.has(more):
             raise InvalidArgumentError(
-                f"state_dict has {layer.prefix}{more}, but the router is of {experts} experts",
+                f"state_dict must have {experts} experts, like its router, got "
+                f"{layer.prefix}{more}",
                 argument="state_dict",
             )
         like = layer.array(self.down.format(0), None, None)

@@ -122,8 +122,7 @@ def moved_bias(bias: jax.Array | None, tokens_per_expert: jax.Array, rate: float
     """As `update_expert_bias`. Raises InvalidArgumentError if the module has no bias."""
     if bias is None:
         raise InvalidArgumentError(
-            "update_expert_bias moves the module's expert_bias, and it was made without "
-            "use_expert_bias=True",
+            "update_expert_bias needs a module made with use_expert_bias=True",
             argument="use_expert_bias",
         )
     return update_expert_bias(bias, tokens_per_expert, rate)

@@ -87,7 +87,9 @@ def balanced(demand: jax.Array, ranks: int, spare: int) -> Copies:
     rows, expert = jnp.maximum(pieces, 0), source[:, None] * local + order
     largest = jnp.argsort(-rows, 1, stable=True)[:, :spare]
     rows, expert = (jnp.take_along_axis(x, largest, 1) for x in (rows, expert))
-    # A giver takes nothing if it, or a giver that it compensates for, lacked slots to give all.
+    # A giver whose grants exceed its surplus takes rows from the next giver, which may then do the
+    # same. A giver of such a chain takes nothing if any grant by it, or by a giver before it in the
+    # chain, was cut for lack of slots: the rows that were not given away still fill it.
     short = jnp.zeros(ranks, bool).at[place].max(rows.sum(1, dtype=jnp.int32) < size)
     first = jnp.concatenate([jnp.zeros_like(over[:1]), over[:-1]]) == 0
     chain = lax.cummax(jnp.where(first, numbers, 0))

@@ -1,8 +1,10 @@
-"""Keeps the block out of qwix's interception, whose rules could change only a part of it.
+"""Runs `ep.moe` without qwix's rules, and warns if a rule was meant for its experts.
 
-qwix replaces `jax.lax.dot_general`, `jnp.einsum` and similar functions while a model is traced.
-Custom calls multiply experts, so its rules do not apply to them; they would apply to the router's
-matmul, whose logits must be f32. This module finds qwix in `sys.modules` and never imports it.
+While a model is traced, qwix replaces `jax.lax.dot_general`, `jnp.einsum` and similar functions by
+ones that quantize. In `ep.moe` they would quantize only the router's matmul, whose logits must be
+f32. They cannot quantize the experts' matmuls, which are custom calls; `recipe=` does that.
+
+This module finds qwix in `sys.modules` and never imports it.
 """
 
 from __future__ import annotations

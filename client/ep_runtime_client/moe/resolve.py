@@ -406,7 +406,11 @@ def _gathered(block: Block, name: str, bias: jax.Array) -> jax.Array:
 
 
 def operand(kernel: Any, recipe: Recipe | None, dtype: Any) -> Any:
-    """Returns the kernel as the matmul takes it; a recipe quantizes the parameter itself."""
+    """Returns a weight of experts as a matmul reads it.
+
+    Without a recipe the weight is cast to `dtype`. With one it keeps its dtype, because recipes
+    quantize the parameter itself. A weight that is already quantized stays as it is.
+    """
     kernel = paired(kernel, "params.wi")
     if isinstance(kernel, QuantizedTensor):
         return with_gradient(kernel)

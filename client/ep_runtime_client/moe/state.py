@@ -120,7 +120,8 @@ def checked(state: Any, recipes: RecipePair, num_experts: int) -> MoEState | Non
             check_state(recipe, found, num_experts, f"state.{name}")
         elif found is not None:
             raise InvalidArgumentError(
-                f"state.{name} must be None, the recipe of {name} is {recipe}", argument="state"
+                f"state.{name} must be None, because the recipe of {name} has no state: {recipe}",
+                argument="state",
             )
     return state
 

@@ -53,11 +53,14 @@ def translate_errors() -> Iterator[None]:
     call `block_until_ready`, or read the result, inside the block.
 
     Raises:
-        EpRuntimeError: the class named in the text of the original error. If a group of this
-            process has ended, its last values may be NaN, so this is raised even if the block
-            raised nothing: PeerLostError after the loss of a process, StaleHandleError after a
-            reclaim or a replacement, SessionFencedError after a fence. After a failed collective of
-            XLA it waits up to 2 s for the daemon's report.
+        EpRuntimeError: the class named in the text of XLA's error. After a failed collective of
+            XLA, the context manager waits up to 2 s for the daemon's report.
+        PeerLostError: a group of this process has ended because another process was lost.
+        StaleHandleError: a group of this process was reclaimed or replaced.
+        SessionFencedError: this process was fenced.
+
+    The last three are raised even if the block raised nothing, because the last values of a group
+    that has ended may be NaN.
 
     Cost: no RPC; it reads what the daemon has reported to this process.
     """

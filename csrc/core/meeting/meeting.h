@@ -82,8 +82,8 @@ class MeetingPlace {
     return slot.arrived[rank / 64].load(std::memory_order_acquire) >> (rank % 64) & 1;
   }
 
-  // Another meeting of the same layer, handle and op, in which ranks wait that are missing from
-  // `slot`. Both meetings have not changed for kMisfitNs.
+  // Another meeting of the same layer, handle and op, which ranks missing from `slot` have joined
+  // instead. Neither meeting has changed for kMisfitNs.
   struct Misfit {
     std::string text;  // names both meetings; empty without a misfit
     Launches::Reached other{};

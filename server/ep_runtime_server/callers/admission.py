@@ -88,8 +88,8 @@ class AdmittedCall:
         user = self._user
         if size_bytes > MAX_ANSWER_BYTES_PER_USER - user.answer_bytes:
             raise PoolExhaustedError(
-                f"{user.name} has {user.answer_bytes} bytes of answers to read, and asks for "
-                f"{size_bytes} more, the limit is {MAX_ANSWER_BYTES_PER_USER}; read them",
+                f"unread answers must be at most {MAX_ANSWER_BYTES_PER_USER} bytes per user, "
+                f"got {user.answer_bytes} of {user.name} and {size_bytes} more; read them",
                 asked=size_bytes,
                 held=user.answer_bytes,
                 limit=MAX_ANSWER_BYTES_PER_USER,
@@ -131,8 +131,8 @@ class Admission:
         found = self._users.setdefault(user, _User(user))
         if found.calls >= MAX_CALLS_PER_USER or self._calls >= MAX_CALLS:
             raise PoolExhaustedError(
-                f"{user} has {found.calls} calls under way, the limit is {MAX_CALLS_PER_USER}, and "
-                f"{MAX_CALLS} for all users; retry",
+                f"calls under way must be at most {MAX_CALLS_PER_USER} per user and "
+                f"{MAX_CALLS} in all, got {found.calls} of {user} and {self._calls} in all; retry",
                 limit=MAX_CALLS_PER_USER,
             )
         found.calls += 1

@@ -362,7 +362,7 @@ class Cluster:
             self.assemblies.tick()
 
     async def stop(self) -> None:
-        """Stops joining groups, and leaves the cluster; the node's groups stay."""
+        """Leaves the cluster when the daemon ends; does not close groups that have ranks here."""
         if self.spanning is not None:
             await self.spanning.stop()
         await self.view_ids.close()

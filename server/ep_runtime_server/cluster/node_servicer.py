@@ -48,8 +48,8 @@ def check_certificate(context: Context, node: str) -> None:
     names = [name.decode(errors="replace") for name in about.get("peer_dns", ())]
     if node not in names:
         raise PermissionDeniedError(
-            f"a daemon calls itself node {node!r}, and its certificate is for {names[:8]}; "
-            "--node and --tls-cert must belong together",
+            f"--node must be a DNS name in --tls-cert, got {node!r} with a certificate for "
+            f"{names[:8]}",
             node=node,
             names=names[:8],
         )

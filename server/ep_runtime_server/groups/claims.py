@@ -44,7 +44,7 @@ def check_spec(spec: GroupSpec) -> None:
 
 
 def check_new_spec(spec: GroupSpec) -> None:
-    """Checks the spec of a new group, as `check_spec` and for limits of devices."""
+    """Runs `check_spec`, and checks what only a new group must meet: GPU limits, no node_size."""
     check_spec(spec)
     device_layout.check_limits(spec)
     if spec.node_size:

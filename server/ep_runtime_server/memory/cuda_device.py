@@ -249,8 +249,8 @@ class CudaDevice:
         if ordinal != self._gpu.ordinal:
             self._driver.release(handle)
             raise InvalidArgumentError(
-                f"the descriptor is memory of GPU {ordinal}, the group's is on {self._gpu.ordinal} "
-                f"({self.name})",
+                f"the descriptor must be memory of GPU {self._gpu.ordinal} ({self.name}), got "
+                f"memory of GPU {ordinal}",
                 argument="fd",
             )
         return CudaAllocation(self._driver, handle, size_bytes, fd)

@@ -213,7 +213,7 @@ class UniqueIdBook:
             found.process.kill()
 
     async def close(self) -> None:
-        """Ends every process, at the end of the daemon."""
+        """Kills the processes that make ids, and waits for their ends; the daemon then ends."""
         sets, self._sets = list(self._sets.values()), {}
         for found in sets:
             found.making.cancel()

@@ -167,7 +167,10 @@ def make_cluster_config(arguments: argparse.Namespace) -> ClusterConfig | None:
             )
         return None
     if arguments.listen and not arguments.join:
-        raise InvalidArgumentError("--listen goes with --join", argument="--listen")
+        raise InvalidArgumentError(
+            "--listen needs --join; --coordinator and --cluster name the address themselves",
+            argument="--listen",
+        )
     tls = _read_tls(arguments)
     name = check_node_name(arguments.node or socket.gethostname().lower(), "--node")
     if arguments.cluster:
@@ -241,8 +244,9 @@ def _read_secret(arguments: argparse.Namespace) -> bytes:
     """Reads the secret for plain TCP, needed because all local users can reach loopback."""
     if arguments.allow_uid or arguments.allow_gid:
         raise InvalidArgumentError(
-            "--insecure is for one user's own daemons, and --allow-uid and --allow-gid let others "
-            "in; take certificates (`ep-runtime certs` makes some for a lab)",
+            "--insecure must not be given with --allow-uid or --allow-gid, because it is for "
+            "daemons that serve one user; take certificates "
+            "(`ep-runtime certs` makes some for a lab)",
             argument="--insecure",
         )
     if not arguments.secret:
@@ -291,7 +295,8 @@ def _from_file(path: Path, name: str, tls: Tls | None) -> ClusterConfig:
     for wanted, what in ((coordinator, "coordinator"), (name, "--node (this host's by default)")):
         if wanted not in expected:
             raise InvalidArgumentError(
-                f"--cluster: {what} is {wanted!r}, and [nodes] of {path} has {sorted(expected)}",
+                f"--cluster: {what} must be one of {sorted(expected)}, the [nodes] of {path}, got "
+                f"{wanted!r}",
                 argument="--cluster",
             )
     other = None if coordinator == name else expected[coordinator]

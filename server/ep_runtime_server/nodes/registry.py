@@ -145,8 +145,8 @@ class Nodes:
         check_versions(self._own, identity)
         if not self._may_join(name):
             raise InvalidArgumentError(
-                f"node {name!r} is not in the coordinator's cluster file, which has "
-                f"{sorted(self._expected)}",
+                f"node must be in the coordinator's cluster file, {sorted(self._expected)}, got "
+                f"{name!r}",
                 argument="node",
             )
         self._check_free(identity)

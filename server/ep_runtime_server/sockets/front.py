@@ -24,7 +24,8 @@ from ep_runtime_server.sockets.disposal import Disposal
 
 LISTEN_BACKLOG = 512
 _PART_BYTES = 64 << 10
-# How many connections over a limit may wait for one more try, after ACCEPT_PAUSE_S.
+# How many connections that a limit refused may wait at a time. Each is tried once more after
+# ACCEPT_PAUSE_S, and then dropped.
 MAX_LATE = 16
 
 

@@ -264,7 +264,11 @@ def _current(recipe: Recipe) -> Recipe:
 def _of_weighted_bias(
     bias: jax.Array, d_out: jax.Array, weights: jax.Array, d_weights: jax.Array, sizes: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns gradients of a bias [L, H] and (plus `d_weights`) of the weights [1, C] on it."""
+    """Computes gradients of `weights * bias` of each row's expert.
+
+    Returns:
+        The gradient of the bias [L, H], and `d_weights` plus the gradient of the weights [1, C].
+    """
     capacity = d_out.shape[1]
     blocks = row_blocks.cut(capacity, sizes)
     wide = jnp.promote_types(d_out.dtype, jnp.float32)

@@ -42,7 +42,7 @@ class Experts(NamedTuple):
 
 
 class Given(NamedTuple):
-    """Operands of a body on one device, for both directions.
+    """Operands of a body on one device; forward and backward read the same ones.
 
     Attributes:
         rank: int32 [1].

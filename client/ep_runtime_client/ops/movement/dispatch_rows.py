@@ -1,9 +1,9 @@
-"""Sends the rows of dispatch, plain or quantized before the exchange, with one gradient.
+"""Sends the rows of dispatch, as they are or quantized, and defines the gradient of both ways.
 
-A recipe that quantizes each row on its own may quantize tokens before they are sent. Received rows
-then have the same bits as rows that are quantized on arrival. One exchange moves data and scales as
-bytes (`quantize/row_bytes.py`), so every transport supports it. Gradients go straight through
-quantization, like the gradients of `grouped_gemm(recipe=)`.
+If a recipe scales each row on its own, tokens can be quantized before they are sent. The received
+rows have the same bits as rows quantized on arrival. Data and scales are bytes of one exchange
+(`quantize/row_bytes.py`), so every transport can carry them. Gradients are those of dispatch
+without quantization, as in `grouped_gemm(recipe=)`.
 """
 
 from __future__ import annotations

@@ -155,14 +155,14 @@ def _check_axes(axes: Sequence[str], mesh: Mesh | AbstractMesh | None) -> None:
         return
     if mesh is None:
         raise InvalidArgumentError(
-            f"tokens_spec names the axes {tuple(axes)}, and there is no mesh here: call under "
+            f"tokens_spec needs a mesh with the axes {tuple(axes)}; call under "
             "jax.set_mesh(mesh), or give NamedSharding(mesh, spec)",
             argument="tokens_spec",
         )
     unknown = [axis for axis in axes if axis not in mesh.shape]
     if unknown:
         raise InvalidArgumentError(
-            f"tokens_spec names the axes {tuple(unknown)}, the mesh has {dict(mesh.shape)}",
+            f"tokens_spec must name axes of the mesh {dict(mesh.shape)}, got {tuple(unknown)}",
             argument="tokens_spec",
         )
 
@@ -188,8 +188,8 @@ def check_divides(shards: BatchShards, lead: Sequence[int]) -> None:
     for dim, (size, parts) in enumerate(zip(lead, shards.per_dim, strict=True)):
         if size % parts:
             raise InvalidArgumentError(
-                f"dim {dim} of the tokens is {size}, which the {parts} shards of the axes "
-                f"{shards.axes[dim]} do not divide; ep.pad_tokens pads with unused slots",
+                f"dim {dim} of the tokens must be a multiple of {parts}, its shards over "
+                f"{shards.axes[dim]}, got {size}; ep.pad_tokens pads with unused slots",
                 argument="tokens",
                 tokens=size,
                 shards=parts,

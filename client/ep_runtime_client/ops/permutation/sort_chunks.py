@@ -60,8 +60,8 @@ def sort_chunks(
         shards = batch_shards.find_rows(x_spec, x, split_sizes)
     if lists % shards.num_shards:
         raise InvalidArgumentError(
-            f"split_sizes has {lists} lists, which the {shards.num_shards} shards of x over "
-            f"{shards.batch_axes} do not divide",
+            f"split_sizes must have a multiple of {shards.num_shards} lists, the shards of x over "
+            f"{shards.batch_axes}, got {lists}",
             argument="split_sizes",
         )
     order = jnp.broadcast_to(order, (lists, order.shape[-1]))

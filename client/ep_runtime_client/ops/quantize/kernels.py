@@ -38,9 +38,12 @@ Quantized = tuple[jax.Array, ...]
 
 
 def supports(x: jax.Array, group_sizes: jax.Array | None, *, transposed: bool = False) -> bool:
-    """Whether the kernels support rows (or kernels, without group_sizes), lowered for a GPU.
+    """Whether the custom calls of this module support `x` in a program lowered for a GPU.
 
-    `transposed`: whether `transposed_kernel` supports them.
+    Args:
+        x: rows; if group_sizes is None, weights of experts.
+        group_sizes: as in `plain.py`, or None.
+        transposed: also require that `transposed_kernel` supports the weights.
     """
     if transposed and x.shape[1] % _TRANSPOSED_MULTIPLE:
         return False

@@ -42,7 +42,7 @@ def chunk_rows(tokens: int) -> int:
 
 
 def counts_chunks(call: Call) -> bool:
-    """Whether only the needed rows cross the network, and not always all rows.
+    """Whether calls count rows and send only the needed ones over the network, instead of all.
 
     A loop on CPU reads its count on the device. On a GPU the host must read it, which costs a wait.
     """
