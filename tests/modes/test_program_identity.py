@@ -1,4 +1,4 @@
-"""A client that attached by name runs the program of the one that made the group."""
+"""A program is compiled once, by a client that attached by name too."""
 
 from __future__ import annotations
 
@@ -88,3 +88,41 @@ def test_a_client_that_attached_by_name_runs_the_cached_program(
     attached = run_program(BODY + ATTACH, prologue=ALONE, **environment).heard()
     assert created == {"text": created["text"], "hits": 0, "misses": 2, "right": True}
     assert attached == {"text": created["text"], "hits": 2, "misses": 0, "right": True}
+
+
+TWICE = """
+compiled = []
+jax.monitoring.register_event_duration_secs_listener(
+    lambda event, *_, **__: compiled.append(event) if "backend_compile" in event else None
+)
+group = ep.connect().create_group("g", mesh_of(8, names=("ep",)), **settings)
+layer = group.register_layer("moe", top_k=2)
+
+@jax.jit
+def step(x, idx, weights):
+    sent = ep.dispatch(layer, x, idx, weights)
+    return ep.combine(layer, sent, sent.tokens, weights=sent.weights)
+
+sharding = jax.sharding.NamedSharding(layer.mesh, jax.P("ep"))
+given = [
+    jax.device_put(x, sharding)
+    for x in (np.ones((64, 16), "float32"), np.zeros((64, 2), "int32"), np.ones((64, 2), "float32"))
+]
+counts = []
+for _ in range(2):
+    jax.block_until_ready(step(*given))
+    counts.append(len(compiled))
+say(counts=counts)
+"""
+SETTINGS = """
+settings = dict(ep_axis="ep", num_experts=8, hidden_size=16, max_tokens_per_rank=8,
+                max_top_k=2, alignment=8, max_token_dtype="float32")
+"""
+
+
+def test_a_step_that_imports_ops_while_it_is_traced_is_compiled_once(
+    run_program: Start, environment: dict[str, str]
+) -> None:
+    said = run_program(SETTINGS + TWICE, prologue=ALONE, **environment).heard()
+    first, second = said["counts"]
+    assert second == first

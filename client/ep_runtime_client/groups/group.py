@@ -30,6 +30,10 @@ class Group:
     """
 
     def __init__(self, held: HeldGroup) -> None:
+        # Some versions of JAX register options in it, and trace a program again that was traced
+        # before. Our ops import it, maybe while the first step is traced.
+        import jax.extend  # noqa: F401
+
         self.name = held.name
         self.spec = held.spec
         self.mesh = held.mesh
