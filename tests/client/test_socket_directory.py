@@ -15,6 +15,7 @@ from raw_process import Process
 
 import ep_runtime as ep
 from ep_runtime import wire
+from ep_runtime.v1 import session_service_pb2
 from ep_runtime_client import cli
 from ep_runtime_client.daemons import addresses, transport
 from ep_runtime_client.daemons.socket_directory import SocketDirectory
@@ -113,7 +114,7 @@ def test_a_name_that_changes_hands_under_a_channel_leads_nowhere_else(
         shutil.rmtree(ours)
     stranger.do("squat", ours)
     with pytest.raises(ep.RuntimeUnavailableError):
-        control.beat()
+        control.call(control.sessions.Heartbeat, session_service_pb2.HeartbeatRequest())
     control.close()
     assert stranger.do("heard") == []
 

@@ -60,7 +60,6 @@ def test_a_model_equals_its_formula(
 def test_as_many_experts_and_choices_as_public_models_have(
     functions: dict[str, Callable[..., Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fakes.require_native()
     monkeypatch.setattr(random_block, "EXPERTS", 896)
     (values,) = models.grouped((1, 1, 16), scale=2.827)
     case = models.Case(
