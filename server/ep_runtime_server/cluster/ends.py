@@ -153,14 +153,16 @@ class Ends:
             else:
                 await self._tell(place, owner, epoch, lost, left, why)
 
-        while unsent:
-            await until_heard(say, owner)
-            del unsent[: len(told)]
-            for word in told:
-                word.unheard.remove(place)
-                if not word.unheard:
-                    self._facts.told(word.key)
-        del self._unsent[place, owner, epoch]
+        try:
+            while unsent:
+                await until_heard(say, owner)
+                del unsent[: len(told)]
+                for word in told:
+                    word.unheard.remove(place)
+                    if not word.unheard:
+                        self._facts.told(word.key)
+        finally:  # so that the next report starts a task again
+            del self._unsent[place, owner, epoch]
 
     def say(self, owner: Owner, say: Callable[[], Awaitable[None]]) -> None:
         self._start(until_heard(say, owner))
