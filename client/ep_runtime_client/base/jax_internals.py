@@ -46,7 +46,7 @@ _JAXLIB = {
 # The coordination service's call by which a process reports that it leaves.
 _SHUTDOWN_TASK = "/xla.coordination.CoordinationService/ShutdownTask"
 # The service's call that answers when the state of any process has changed. _CONNECTED is the state
-# of a live process, _DROPPED of one without heartbeats. The same in JAX 0.10 to 0.12.
+# of a live process, _DROPPED of one without heartbeats. JAX 0.10 to 0.12 use the same numbers.
 _WATCH_TASKS = "/xla.coordination.CoordinationService/WatchTasks"
 _CONNECTED, _DROPPED = 3, 4
 # Keys of XLA in the coordination service.
@@ -365,7 +365,7 @@ _topology = b""  # of all CPU devices of the job
 
 
 def learn_topology() -> None:
-    """Reads what process 0 has told of all CPU devices, so that `tell_topology` has it."""
+    """Reads the topology of all CPU devices, which process 0 published, for `tell_topology`."""
     import jax
 
     global _topology
@@ -375,8 +375,8 @@ def learn_topology() -> None:
 
 
 def tell_topology() -> None:
-    """Tells the topology in the place of process 0, which has died and may not have told it again:
-    others wait for it in `renew_cpu`."""
+    """Publishes the topology for process 0, which died maybe before it published it again. Other
+    processes wait for it in `renew_cpu`."""
     if _topology:
         distributed().client.key_value_set_bytes(_TOPOLOGY.format("cpu"), _topology, True)
 

@@ -45,8 +45,8 @@ _Response = TypeVar("_Response")
 class RpcChannel:
     """A channel to one of a daemon's gRPC sockets, which never connects to another directory.
 
-    gRPC reconnects by itself, and by path it would reach whoever owns the directory's name then; so
-    it gets the path of a descriptor.
+    gRPC reconnects by itself. By the directory's path it could reach another user's daemon, so it
+    gets the path of an open descriptor.
     """
 
     def __init__(self, place: SocketDirectory, socket_name: str, timeout_s: float) -> None:
@@ -149,7 +149,7 @@ def hello(
         resume_token: token of the session to continue after a restart of the daemon.
 
     Raises:
-        RuntimeUnavailableError: there is no daemon, or it drains.
+        RuntimeUnavailableError: no daemon runs, or the daemon drains.
         PermissionDeniedError: the daemon does not serve this uid.
         SessionFencedError: the session to resume was fenced.
         VersionSkewError: no common protocol version.

@@ -13,7 +13,7 @@ _PAST, _FINISHED = "past", "finished"
 
 @dataclasses.dataclass(frozen=True)
 class History:
-    """What the coordination service has of the job's loop.
+    """The state of the job's loop in the coordination service.
 
     Attributes:
         past: how many generations are over.

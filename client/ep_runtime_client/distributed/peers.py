@@ -55,7 +55,7 @@ class _Wait(NamedTuple):
     since_s: float
 
     def told(self, now_s: float, stuck_after_s: float) -> str | None:
-        """What this process says of the wait; None while it is short."""
+        """Returns the text that tells the other processes of this wait; None while it is short."""
         waited_s = now_s - self.since_s
         if waited_s < min(stuck_after_s / 4, _SAY_S):
             return None

@@ -248,7 +248,7 @@ def on_gpus(claim: Claim) -> native.OnGpus:
 def leave(
     client: DaemonClient, name: str, generation: int, native_group: native.OpenGroup | None
 ) -> None:
-    """Unmaps the windows and leaves the group; an unreachable daemon is told later."""
+    """Unmaps the windows and leaves the group; tells an unreachable daemon later."""
     unmap(native_group)
     if client.has_daemon:
         client.say_left(name, generation)

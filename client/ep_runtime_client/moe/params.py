@@ -212,7 +212,8 @@ def logical_axes(name: str, ndim: int) -> tuple[str | None, ...]:
         A name or None per dim, for `ep.sharding`, flax's partitioning or rules of the user.
 
     Raises:
-        InvalidArgumentError: there is no such parameter, or it cannot have so many dims.
+        InvalidArgumentError: the name is not a parameter's, or the parameter never has so many
+            dims.
     """
     name = _FIELDS.get(name, name)
     names = LOGICAL_AXES.get(name)

@@ -115,8 +115,7 @@ def _sent_by(layer: EpLayer, recipe: Recipe | None, body: str, weighted: Weighte
     """Returns the recipe that quantizes tokens before they are sent; None sends them unquantized.
 
     It is wi's recipe, if received rows have the same bits either way, which they do not if weights
-    multiply them first. Not on GPUs, because there is no kernel yet that unpacks only the received
-    rows.
+    multiply them first. It is None on GPUs, because no kernel unpacks only the received rows.
     """
     group = layer.group_spec
     if recipe is None or bodies.has_workspace(body) or weighted == "input":

@@ -37,7 +37,7 @@ def everywhere(daemon: Source, read: Callable[[Source], Rows], only: str | None 
     """Calls `read` for every node that joined, or for node `only`, and collects the rows.
 
     Raises:
-        InvalidArgumentError: there is no node `only`.
+        InvalidArgumentError: the cluster has no node `only`.
         RuntimeUnavailableError: the daemon, or the node `only`, does not answer.
     """
     cluster = daemon.status()["cluster"]

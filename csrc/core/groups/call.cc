@@ -67,9 +67,9 @@ int64_t Call::SliceNs(int64_t started_ns) const {
   return std::clamp(left_ns, int64_t{100'000}, kWaitSliceNs);
 }
 
-// While ranks of several processes gather, looks for ranks that will never join. A rank that is
-// only late is no error. If the wait reaches its budget, the error names the calls that do not
-// match.
+// While ranks of several processes gather, looks for ranks that will never join. A rank
+// that is only late causes no error. If the wait reaches its budget, the error names the calls that
+// do not match.
 Status Call::LookForAbsent(MeetingPlace& place, const MeetingSlot& slot, int64_t first_rank,
                            int64_t started_ns) const {
   if (!group().several_processes()) return Status();

@@ -24,8 +24,8 @@ struct Driver {
   decltype(&cuGetErrorString) get_error_string;
 };
 
-// Loads the functions once. Fails if there is no driver, or if the driver lacks virtual memory
-// management.
+// Loads the functions once. Fails if no driver is installed, or if the driver lacks virtual
+// memory management.
 Status LoadDriver(const Driver** driver);
 
 // Counts the GPUs this process sees. If the driver is too old, the error names its version and the

@@ -211,8 +211,8 @@ KernelArguments MakeArguments(const GroupedGemmParams& p, int32_t blocks) {
   return args;
 }
 
-// Fills the output with zeros instead of running a kernel, if there are no rows or the contracted
-// dim is empty.
+// Fills the output with zeros instead of running a kernel, if no expert has rows or the
+// contracted dim is empty.
 cudaError_t StoreZeros(cudaStream_t stream, const GroupedGemmParams& p) {
   if (p.product != GemmProduct::kWeightGrad) return cudaErrorInvalidValue;
   const size_t bytes =

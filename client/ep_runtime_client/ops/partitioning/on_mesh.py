@@ -178,7 +178,7 @@ def _in_export(
     `unsupported_reason` names.
 
     Raises:
-        InvalidArgumentError: there is no layer either, so no mesh is known.
+        InvalidArgumentError: the op has no layer either, so no mesh is known.
     """
     roles, changed = op.where.roles, jax_internals.unsupported_reason()
     if roles is None:

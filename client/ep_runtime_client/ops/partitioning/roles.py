@@ -35,7 +35,7 @@ def say_once(text: str) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Roles:
-    """What each axis of a mesh shards. Hashable.
+    """Says what each axis of a mesh shards. Hashable.
 
     Attributes:
         sizes: (axis, size) of every axis that can shard an operand here, mesh order.

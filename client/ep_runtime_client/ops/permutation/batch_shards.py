@@ -104,7 +104,7 @@ def find(spec: Spec | None, dims: int, operands: Sequence[Any]) -> BatchShards:
         The axes that are not manual at this point; no axes if nothing is known.
 
     Raises:
-        InvalidArgumentError: the spec names axes, but there is no mesh or the mesh lacks them.
+        InvalidArgumentError: the spec names axes that the mesh lacks, or no mesh is set.
     """
     given = [x for x in operands if x is not None]
     mesh: Any = _ambient() or _mesh_of(spec) or next(filter(None, map(_mesh_of, given)), None)

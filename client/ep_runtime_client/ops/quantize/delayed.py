@@ -55,7 +55,7 @@ class Delayed:
         experts: manual axes that split the kernels: ep axes, and others on the expert dim.
         alike: manual axes along which every device has the same histories.
         mesh: mesh on which the next histories must be replicated; None if types carry the sharding
-            or there is no mesh.
+            or no mesh is set.
     """
 
     recipe: Recipe

@@ -16,7 +16,7 @@ namespace gemm {
 // Reading, turns 0 to 3: a thread takes one 16-byte vector of a line.
 EP_BOTH constexpr int TileLine(int thread, int turn) { return turn * 32 + thread / 8; }
 EP_BOTH constexpr int TileVector(int thread) { return thread % 8; }
-// Index of a vector in shared memory. There are no bank conflicts: a warp writes whole lines, and
+// Index of a vector in shared memory, without bank conflicts: a warp writes whole lines, and
 // its reads of the same words of 8 lines, 16 lines apart, use 32 different banks.
 EP_BOTH constexpr int StoredVector(int line, int vector) {
   return line * 8 + (vector ^ line / 16 % 8);
@@ -33,7 +33,7 @@ EP_BOTH constexpr int ColumnWord(int thread) { return thread / 8; }
 // 4 values.
 EP_BOTH constexpr int FloatVector(int thread) { return thread % 8; }
 EP_BOTH constexpr int FloatFour(int thread) { return thread / 8; }
-// Index of the vector with a column's values in four lines. There are no bank conflicts: 8
+// Index of the vector with a column's values in four lines, without bank conflicts: 8
 // neighbouring threads write columns that are 4 apart, or read one column, and use 32 different
 // banks.
 EP_BOTH constexpr int TransposedVector(int column, int four) {

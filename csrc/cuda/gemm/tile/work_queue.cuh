@@ -21,7 +21,7 @@ struct Work {
   int32_t row;
   int32_t column;
   int32_t row_end;
-  int32_t expert;  // -1: there is no more work
+  int32_t expert;  // -1: no work is left
   int32_t group;
   int32_t size;   // contracted elements of the range
   int32_t last;   // 1: the last range of the tile

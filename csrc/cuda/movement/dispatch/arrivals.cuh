@@ -42,7 +42,7 @@ struct OwnTokens {
   int32_t rank = -1;   // lane k: rank of slot k
   int32_t row = -1;
 
-  // Without `all` there are no tokens, because another launch of the call places them.
+  // Without `all` it has no tokens, because another launch of the call places them.
   __device__ OwnTokens(const DeviceCall& c, const Plan& p, const CallSizes& s, bool all)
       : call(c), plan(p), sizes(s), ticket(0) {
     if (!all) return;
