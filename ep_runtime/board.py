@@ -9,7 +9,8 @@ it.
 or the native library. Letters: `layout.py`; W ranks of the world, D domains, W = D * N.
 In a group with `node_size`, only the ranks of an EP group on one node share windows. In this module
 N is then node_size, T the tokens of all ranks of a rail, and E the experts of a node. A host has
-windows of its own ranks, and one board.
+windows of its own ranks, and one board with their records. A rank's *seat* is the index of its
+records on its node's board.
 
 A window has `lanes` lanes. A lane has `lane_rows` rows of H * B bytes, then entries
 [N][T * max_top_k * 8], then counts [N][(E + 2 * N) * 4]. Each source's entries and counts start on
@@ -18,8 +19,10 @@ a 64-byte line, each lane on a page.
 
 from __future__ import annotations
 
+import bisect
 import ctypes
 import dataclasses
+from collections.abc import Iterable
 from typing import Any
 
 from ep_runtime.board_abi import (
@@ -28,7 +31,7 @@ from ep_runtime.board_abi import (
     MAGIC,
     MAX_HANDLES,
     MAX_LOADS,
-    MAX_MEETING_RANKS,
+    MAX_WORLD_RANKS,
     MEETING_SLOTS,
     PAGE_BYTES,
     TALLY_OPS,
@@ -70,7 +73,7 @@ __all__ = [
     "LaneStruct",
     "MAGIC",
     "MAX_HANDLES",
-    "MAX_MEETING_RANKS",
+    "MAX_WORLD_RANKS",
     "MEETING_SLOTS",
     "MeetingSlotStruct",
     "NOBODY",
@@ -83,12 +86,14 @@ __all__ = [
     "VERSION",
     "board_bytes",
     "board_layout",
+    "check_world",
     "control_bytes",
     "format_board",
     "lane_bytes",
     "poison",
     "poisoned_by",
     "read_header",
+    "slot_bytes",
     "tally_layout",
     "tell_time",
     "window_bytes",
@@ -125,6 +130,7 @@ class BoardHeader:
     poison_rank: int
     poison_by: By
     world_size: int
+    num_here: int
     ep_size: int
     num_domains: int
     lanes: int
@@ -148,28 +154,56 @@ class TallyLayout:
 
 @dataclasses.dataclass(frozen=True)
 class BoardLayout:
-    """Byte offsets of the parts of a board."""
+    """Byte offsets of the parts of one node's board.
 
+    Attributes:
+        spec: the group.
+        ranks: the node's world ranks in ascending order. A rank's seat is its index here.
+        ranks_offset: records of ranks, by seat.
+        seats_offset: u32 [W], the seat of each world rank plus one; 0 for ranks of other nodes.
+        world_offset: where all ranks of the group meet; 0 if they cannot meet on this board.
+        domains_offset: where the ranks of each domain meet; 0 if they meet in device memory.
+        num_domains: domains that meet on this board.
+        tally: layout of each rank's tally.
+        tallies_offset: tallies, by seat; 0 for a copy of a job's state, which has no calls.
+        device_rows_offset: rows that devices count, by seat; 0 if windows are in host memory.
+    """
+
+    spec: GroupSpec
+    ranks: tuple[int, ...]
     ranks_offset: int
     handles_offset: int
     failures_offset: int
+    seats_offset: int
     world_offset: int
     domains_offset: int
     domain_bytes: int
-    tallies_offset: int  # tally of world rank 0, which the other ranks' tallies follow
-    device_rows_offset: int  # 0 if windows are in host memory
+    num_domains: int
+    tally: TallyLayout
+    tallies_offset: int
+    device_rows_offset: int
     board_bytes: int
+
+    def seat(self, rank: int) -> int | None:
+        """Returns a world rank's seat; None if the rank is on another node."""
+        index = bisect.bisect_left(self.ranks, rank)
+        return index if index < len(self.ranks) and self.ranks[index] == rank else None
 
 
 def _line(value: int) -> int:
     return align_up(value, LINE_BYTES)
 
 
+def slot_bytes(ranks: int) -> int:
+    """Returns bytes, in whole lines, of a meeting slot of `ranks` ranks."""
+    return _line(MeetingSlotStruct.arrived.offset + align_up(ranks, 64) // 8)
+
+
 def control_bytes(ranks: int, lanes: int) -> int:
     """Returns bytes, in whole pages, of the control block of `ranks` ranks and `lanes` lanes."""
     head = ctypes.sizeof(ControlStruct) + lanes * ctypes.sizeof(LaneStruct)
     phases = lanes * ranks * LINE_BYTES
-    slots = MEETING_SLOTS * (4 + ctypes.sizeof(MeetingSlotStruct))
+    slots = MEETING_SLOTS * (4 + slot_bytes(ranks))
     return align_up(head + phases + slots, PAGE_BYTES)
 
 
@@ -182,35 +216,81 @@ def tally_layout(spec: GroupSpec) -> TallyLayout:
     return TallyLayout(peers, loads, load, align_up(loads + MAX_LOADS * load, PAGE_BYTES))
 
 
-def board_layout(spec: GroupSpec) -> BoardLayout:
-    """Returns the offsets of the parts of a group's board.
-
-    Raises:
-        InvalidArgumentError: the mesh has more devices than MAX_MEETING_RANKS.
-    """
-    if spec.world_size > MAX_MEETING_RANKS:
+def check_world(spec: GroupSpec) -> None:
+    """Raises InvalidArgumentError if the mesh has more devices than MAX_WORLD_RANKS."""
+    if spec.world_size > MAX_WORLD_RANKS:
         raise InvalidArgumentError(
-            f"mesh_axes must multiply to at most {MAX_MEETING_RANKS} devices, "
-            f"got {spec.world_size}",
+            f"mesh_axes must multiply to at most {MAX_WORLD_RANKS} devices, got {spec.world_size}",
             argument="mesh",
         )
-    ranks = align_up(ctypes.sizeof(BoardHeaderStruct), LINE_BYTES)
-    handles = ranks + spec.world_size * ctypes.sizeof(RankRecordStruct)
-    failures = align_up(handles + MAX_HANDLES * ctypes.sizeof(HandleRecordStruct), PAGE_BYTES)
-    world = failures + FAILURE_RECORDS * ctypes.sizeof(FailureRecordStruct)
-    domains = world + control_bytes(spec.world_size, 0)
-    domain = control_bytes(spec.ranks_per_node, spec.lanes)
-    tallies = domains + spec.world_size // spec.ranks_per_node * domain
-    end = tallies + spec.world_size * tally_layout(spec).tally_bytes
-    if not on_device(spec):
-        return BoardLayout(ranks, handles, failures, world, domains, domain, tallies, 0, end)
-    rows = end + spec.world_size * MAX_HANDLES * ctypes.sizeof(DeviceRowsStruct)
-    return BoardLayout(ranks, handles, failures, world, domains, domain, tallies, end, rows)
 
 
-def board_bytes(spec: GroupSpec) -> int:
-    """Returns the bytes of the group's board."""
-    return board_layout(spec).board_bytes
+def board_layout(spec: GroupSpec, ranks: Iterable[int] | None = None) -> BoardLayout:
+    """Returns the offsets of the parts of the board of one node.
+
+    Args:
+        spec: the group.
+        ranks: world ranks of the node; None if all ranks are on it.
+
+    Raises:
+        InvalidArgumentError: as `check_world`, or a rank is not in the mesh.
+    """
+    check_world(spec)
+    here = tuple(range(spec.world_size) if ranks is None else sorted({*ranks}))
+    if here and not 0 <= here[0] <= here[-1] < spec.world_size:
+        raise InvalidArgumentError(
+            f"ranks must be in 0..{spec.world_size - 1}, got {here[0]} to {here[-1]}",
+            argument="ranks",
+        )
+    # Ranks meet on the board if their windows are in host memory. A copy of a job's state has no
+    # calls, and its ranks are the whole job's processes.
+    calls = spec.transport != STATE
+    meets = calls and not on_device(spec)
+    num_domains = len(here) // spec.ranks_per_node if meets else 0
+    at = _Cursor(align_up(ctypes.sizeof(BoardHeaderStruct), LINE_BYTES))
+    tally = tally_layout(spec)
+    domain = control_bytes(spec.ranks_per_node, spec.lanes) if meets else 0
+    all_here = len(here) == spec.world_size
+    return BoardLayout(
+        spec=spec,
+        ranks=here,
+        # Devices map the pages of the header and of records of ranks and handles.
+        ranks_offset=at.take(len(here) * ctypes.sizeof(RankRecordStruct)),
+        handles_offset=at.take(MAX_HANDLES * ctypes.sizeof(HandleRecordStruct)),
+        failures_offset=at.on_page().take(FAILURE_RECORDS * ctypes.sizeof(FailureRecordStruct)),
+        seats_offset=at.take(align_up(spec.world_size * 4, PAGE_BYTES)),
+        world_offset=at.take(control_bytes(spec.world_size, 0) if meets and all_here else 0),
+        domains_offset=at.take(num_domains * domain),
+        domain_bytes=domain,
+        num_domains=num_domains,
+        tally=tally,
+        tallies_offset=at.take(len(here) * tally.tally_bytes if calls else 0),
+        device_rows_offset=at.take(
+            len(here) * MAX_HANDLES * ctypes.sizeof(DeviceRowsStruct) if on_device(spec) else 0
+        ),
+        board_bytes=at.offset,
+    )
+
+
+class _Cursor:
+    """Hands out offsets, one part after the other."""
+
+    def __init__(self, offset: int) -> None:
+        self.offset = offset
+
+    def on_page(self) -> _Cursor:
+        self.offset = align_up(self.offset, PAGE_BYTES)
+        return self
+
+    def take(self, num_bytes: int) -> int:
+        """Returns the offset of a part; 0 for a part without bytes."""
+        start, self.offset = self.offset, self.offset + num_bytes
+        return start if num_bytes else 0
+
+
+def board_bytes(spec: GroupSpec, ranks: Iterable[int] | None = None) -> int:
+    """Returns the bytes of the board of one node; arguments as of `board_layout`."""
+    return board_layout(spec, ranks).board_bytes
 
 
 def lane_bytes(spec: GroupSpec) -> int:
@@ -237,18 +317,18 @@ def _at(buf: Any, kind: type[ctypes.Structure], offset: int) -> Any:
     return kind.from_buffer(buf, offset)
 
 
-def format_board(buf: Any, spec: GroupSpec, generation: int) -> None:
+def format_board(buf: Any, where: BoardLayout, generation: int) -> None:
     """Zeroes a board and writes its header. Call only while no client maps the board.
 
     Args:
-        buf: writable buffer (mmap or memoryview) of at least `board_bytes(spec)` bytes.
-        spec: the group.
+        buf: writable buffer (mmap or memoryview) of at least `where.board_bytes` bytes.
+        where: the board's layout.
         generation: the group's positive generation, which a later poison names.
 
     Raises:
         InvalidArgumentError: `buf` is too small.
     """
-    where = board_layout(spec)
+    spec = where.spec
     view = memoryview(buf)
     if view.nbytes < where.board_bytes:
         raise InvalidArgumentError(
@@ -257,10 +337,13 @@ def format_board(buf: Any, spec: GroupSpec, generation: int) -> None:
     view.release()
     base = ctypes.addressof(ctypes.c_char.from_buffer(buf))
     ctypes.memset(base, 0, where.board_bytes)
-    for offset, ranks, lanes in [(where.world_offset, spec.world_size, 0)] + [
+    places = [
         (where.domains_offset + domain * where.domain_bytes, spec.ranks_per_node, spec.lanes)
-        for domain in range(spec.world_size // spec.ranks_per_node)
-    ]:
+        for domain in range(where.num_domains)
+    ]
+    if where.world_offset:
+        places.append((where.world_offset, spec.world_size, 0))
+    for offset, ranks, lanes in places:
         control = _at(buf, ControlStruct, offset)
         control.ranks, control.lanes = ranks, lanes
     header = _at(buf, BoardHeaderStruct, 0)
@@ -269,29 +352,30 @@ def format_board(buf: Any, spec: GroupSpec, generation: int) -> None:
     header.generation = generation
     header.poison_rank = -1
     header.ep_size = spec.ranks_per_node
-    header.num_domains = spec.world_size // spec.ranks_per_node
+    header.num_domains = where.num_domains
     header.lanes = spec.lanes
     header.max_handles = MAX_HANDLES
     header.meeting_slots = MEETING_SLOTS
+    header.num_here = len(where.ranks)
     header.window_bytes = window_bytes(spec)
     header.board_bytes = where.board_bytes
     header.ranks_offset = where.ranks_offset
     header.handles_offset = where.handles_offset
     header.failures_offset = where.failures_offset
+    header.seats_offset = where.seats_offset
     header.world_offset = where.world_offset
     header.domains_offset = where.domains_offset
     header.domain_bytes = where.domain_bytes
     header.device_rows_offset = where.device_rows_offset
     header.tallies_offset = where.tallies_offset
-    header.tally_bytes = tally_layout(spec).tally_bytes
-    for rank in range(spec.world_size):
-        record = _at(buf, RankRecordStruct, _rank_offset(where.ranks_offset, rank))
+    header.tally_bytes = where.tally.tally_bytes
+    seats = (ctypes.c_uint32 * spec.world_size).from_buffer(buf, where.seats_offset)
+    size = ctypes.sizeof(RankRecordStruct)
+    for seat, rank in enumerate(where.ranks):
+        seats[rank] = seat + 1
+        record = _at(buf, RankRecordStruct, where.ranks_offset + seat * size)
         record.waiting_for = record.lane = -1
     header.magic = MAGIC  # written last, so that readers that see it see the rest
-
-
-def _rank_offset(ranks_offset: int, rank: int) -> int:
-    return ranks_offset + rank * ctypes.sizeof(RankRecordStruct)
 
 
 def poison(
@@ -358,6 +442,7 @@ def read_header(buf: Any) -> BoardHeader:
         poison_rank=header.poison_rank,
         poison_by=poisoned_by(header),
         world_size=header.world_size,
+        num_here=header.num_here,
         ep_size=header.ep_size,
         num_domains=header.num_domains,
         lanes=header.lanes,

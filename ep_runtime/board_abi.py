@@ -10,14 +10,14 @@ import ctypes
 import enum
 
 MAGIC = int.from_bytes(b"EPBOARD1", "little")
-VERSION = 4
+VERSION = 5
 MAX_HANDLES = 16384
 MAX_LOADS = 1024  # the board has loads of the first MAX_LOADS handles
 TALLY_OPS = 8  # one for each OpCode before COPIES
 TIME_BUCKETS = 24
 BUCKET_BITS = 12  # bucket b counts calls shorter than 2 ** (BUCKET_BITS + b) ns
 MEETING_SLOTS = 4096
-MAX_MEETING_RANKS = 1024
+MAX_WORLD_RANKS = 8192  # ranks of a mesh; a bound on what callers may ask for
 FAILURE_RECORDS = 128
 LINE_BYTES = 64
 PAGE_BYTES = 4096
@@ -78,7 +78,7 @@ class BoardHeaderStruct(ctypes.Structure):
         ("lanes", ctypes.c_uint32),
         ("max_handles", ctypes.c_uint32),
         ("meeting_slots", ctypes.c_uint32),
-        ("reserved0", ctypes.c_uint32),
+        ("num_here", ctypes.c_uint32),  # ranks of this node
         ("window_bytes", ctypes.c_uint64),
         ("board_bytes", ctypes.c_uint64),
         ("ranks_offset", ctypes.c_uint64),
@@ -92,9 +92,11 @@ class BoardHeaderStruct(ctypes.Structure):
         ("device_rows_offset", ctypes.c_uint64),
         ("tallies_offset", ctypes.c_uint64),
         ("tally_bytes", ctypes.c_uint64),
+        ("seats_offset", ctypes.c_uint64),
         ("poison_uid", ctypes.c_uint32),
         ("poison_pid", ctypes.c_uint32),
         ("poison_note", ctypes.c_char * 80),
+        ("reserved", ctypes.c_uint8 * 56),
     ]
 
 
@@ -190,6 +192,7 @@ class ControlStruct(ctypes.Structure):
 
     The group's head has no lanes. Lanes [lanes], phase words [lanes][ranks], hash heads u32
     [MEETING_SLOTS] and meeting slots [MEETING_SLOTS] follow the head, each on a new line.
+    `board.slot_bytes` gives the bytes of a slot.
     """
 
     _fields_ = [
@@ -233,13 +236,12 @@ class MeetingSlotStruct(ctypes.Structure):
         ("opened_ns", ctypes.c_uint64),
         ("verdict_demand", ctypes.c_int64),
         ("verdict_capacity", ctypes.c_int64),
-        ("arrived", ctypes.c_uint64 * (MAX_MEETING_RANKS // 64)),
         ("changed_ns", ctypes.c_uint64),
         ("site_name", ctypes.c_uint64),
         ("site_ordinal", ctypes.c_uint32),
         ("repetition", ctypes.c_uint32),
         ("run", ctypes.c_uint64),
-        ("reserved", ctypes.c_uint8 * 8),
+        ("arrived", ctypes.c_uint64 * 1),  # a bit per rank; more words follow for over 64 ranks
     ]
 
 
@@ -266,7 +268,7 @@ CONSTANTS = {
     "kTimeBuckets": TIME_BUCKETS,
     "kBucketBits": BUCKET_BITS,
     "kMeetingSlots": MEETING_SLOTS,
-    "kMaxMeetingRanks": MAX_MEETING_RANKS,
+    "kMaxWorldRanks": MAX_WORLD_RANKS,
     "kFailureRecords": FAILURE_RECORDS,
     "kLineBytes": LINE_BYTES,
     "kPageBytes": PAGE_BYTES,

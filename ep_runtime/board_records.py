@@ -1,7 +1,7 @@
 """Reads records of ranks and handles from a group's board.
 
-Any client of the group can write any byte of the board, including the header. So a reader finds
-records with its own spec, not with the board's header, and ignores malformed records.
+Any client of the group can write any byte of the board, including the header and the table of
+seats. So a reader finds records with its own layout, and ignores malformed records.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import enum
 from collections.abc import Iterable
 from typing import Any, TypeVar
 
-from ep_runtime.board import board_layout
+from ep_runtime.board import BoardLayout
 from ep_runtime.board_abi import (
     MAX_HANDLES,
     BoardHeaderStruct,
@@ -25,7 +25,6 @@ from ep_runtime.board_abi import (
     RankState,
 )
 from ep_runtime.errors import InvalidArgumentError
-from ep_runtime.specs import GroupSpec
 
 _Number = TypeVar("_Number", bound=enum.IntEnum)
 _MOST = (1 << 64) - 1  # limit of sums, because clients may write any numbers
@@ -86,13 +85,12 @@ def read_poison(buf: Any) -> tuple[int, PoisonReason | None]:
     return header.poison_generation, _known(PoisonReason, header.poison_reason)
 
 
-def read_handles(buf: Any, spec: GroupSpec, indices: Iterable[int]) -> list[HandleRecord | None]:
+def read_handles(buf: Any, where: BoardLayout, indices: Iterable[int]) -> list[HandleRecord | None]:
     """Reads records of handles by index; None for a malformed record.
 
     Raises:
         InvalidArgumentError: an index is out of range.
     """
-    where = board_layout(spec)
     size = ctypes.sizeof(HandleRecordStruct)
     records: list[HandleRecord | None] = []
     for index in indices:
@@ -107,8 +105,7 @@ def read_handles(buf: Any, spec: GroupSpec, indices: Iterable[int]) -> list[Hand
             continue
         rows, dropped_rows = 0, 0
         if where.device_rows_offset:
-            by_rank = _device_rows(buf, where.device_rows_offset, spec, index)
-            rows, dropped_rows = map(sum, by_rank)
+            rows, dropped_rows = map(sum, _device_rows(buf, where, index))
         records.append(
             HandleRecord(
                 state=state,
@@ -125,20 +122,20 @@ def read_handles(buf: Any, spec: GroupSpec, indices: Iterable[int]) -> list[Hand
     return records
 
 
-def read_extra_chunks(buf: Any, spec: GroupSpec, num_handles: int) -> dict[int, int]:
+def read_extra_chunks(buf: Any, where: BoardLayout, num_handles: int) -> dict[int, int]:
     """Returns nonzero numbers of extra chunks by index, for the first `num_handles` handles."""
     size = ctypes.sizeof(HandleRecordStruct) // 8
-    first = (board_layout(spec).handles_offset + HandleRecordStruct.rounds.offset) // 8
+    first = (where.handles_offset + HandleRecordStruct.rounds.offset) // 8
     with memoryview(buf) as view, view.cast("Q") as words:
         counts = words[first : first + num_handles * size : size].tolist()
     return {index: count for index, count in enumerate(counts) if count}
 
 
-def _device_rows(buf: Any, offset: int, spec: GroupSpec, index: int) -> tuple[list[int], list[int]]:
-    """Reads (rows, dropped rows) of a handle by world rank, as counted by ranks on devices."""
+def _device_rows(buf: Any, where: BoardLayout, index: int) -> tuple[list[int], list[int]]:
+    """Reads (rows, dropped rows) of a handle by seat, as counted by ranks on devices."""
     size = ctypes.sizeof(DeviceRowsStruct)
-    first, stride = offset + index * size, MAX_HANDLES * size
-    last = first + spec.world_size * stride
+    first, stride = where.device_rows_offset + index * size, MAX_HANDLES * size
+    last = first + len(where.ranks) * stride
     with memoryview(buf) as view, view.cast("Q") as words:
         step = stride // 8
         return (
@@ -148,24 +145,21 @@ def _device_rows(buf: Any, offset: int, spec: GroupSpec, index: int) -> tuple[li
 
 
 def read_device_rows(
-    buf: Any, spec: GroupSpec, indices: Iterable[int]
-) -> list[tuple[int, int]] | None:
-    """Returns (rows, dropped rows) by world rank, summed over the handles.
+    buf: Any, where: BoardLayout, indices: Iterable[int]
+) -> dict[int, tuple[int, int]] | None:
+    """Returns (rows, dropped rows) by world rank of this node, summed over the handles.
 
     None if windows are in host memory, because such ranks add to the handle's own record.
     """
-    offset = board_layout(spec).device_rows_offset
-    if not offset:
+    if not where.device_rows_offset:
         return None
-    counted = [_device_rows(buf, offset, spec, index) for index in indices]
-    return [
-        (min(_MOST, sum(rows)), min(_MOST, sum(dropped)))
-        for rows, dropped in zip(
-            zip(*(rows for rows, _ in counted), strict=True),
-            zip(*(dropped for _, dropped in counted), strict=True),
-            strict=True,
-        )
-    ]
+    counted = [_device_rows(buf, where, index) for index in indices]
+    rows = map(sum, zip(*(rows for rows, _ in counted), strict=True))
+    dropped = map(sum, zip(*(dropped for _, dropped in counted), strict=True))
+    return {
+        rank: (min(_MOST, here), min(_MOST, lost))
+        for rank, here, lost in zip(where.ranks, rows, dropped, strict=False)
+    }
 
 
 def read_failures(buf: Any) -> int:
@@ -185,13 +179,20 @@ def _stable_copy(buf: Any, offset: int) -> RankRecordStruct:
 
 
 def read_ranks(
-    buf: Any, spec: GroupSpec, ranks: Iterable[int] | None = None
+    buf: Any, where: BoardLayout, ranks: Iterable[int] | None = None
 ) -> list[RankRecord | None]:
-    """Reads records of world ranks, all by default; None for a malformed record."""
-    first, size = board_layout(spec).ranks_offset, ctypes.sizeof(RankRecordStruct)
+    """Reads records of world ranks, by default all of this node.
+
+    None for a malformed record, and for a rank of another node.
+    """
+    size = ctypes.sizeof(RankRecordStruct)
     records: list[RankRecord | None] = []
-    for rank in range(spec.world_size) if ranks is None else ranks:
-        raw = _stable_copy(buf, first + rank * size)
+    for rank in where.ranks if ranks is None else ranks:
+        seat = where.seat(rank)
+        if seat is None:
+            records.append(None)
+            continue
+        raw = _stable_copy(buf, where.ranks_offset + seat * size)
         state, op = _known(RankState, raw.state), _known(OpCode, raw.op)
         if state is None or op is None:
             records.append(None)

@@ -1,6 +1,6 @@
 """Reads times, waits and loads of ranks' calls from a group's board.
 
-Tallies are sums since the board was formatted. As in `board_records.py`, the reader's own spec
+Tallies are sums since the board was formatted. As in `board_records.py`, the reader's own layout
 gives their offsets. Clients may write any numbers, so sums are limited to 64 bits.
 """
 
@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
-import functools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from ep_runtime.board import TallyLayout, board_layout, tally_layout
+from ep_runtime.board import BoardLayout
 from ep_runtime.board_abi import (
     BUCKET_BITS,
     MAX_LOADS,
@@ -67,16 +66,19 @@ class LoadTally:
     rows: tuple[int, ...]
 
 
-@functools.lru_cache(maxsize=256)
-def _where(spec: GroupSpec) -> tuple[int, TallyLayout]:
-    """Returns the offset of the first rank's tally, and the layout of each tally."""
-    return board_layout(spec).tallies_offset, tally_layout(spec)
+def _start(where: BoardLayout, rank: int) -> int | None:
+    """Returns the offset of a world rank's tally; None if the board has none."""
+    seat = where.seat(rank)
+    if seat is None or not where.tallies_offset:
+        return None
+    return where.tallies_offset + seat * where.tally.tally_bytes
 
 
-def read_ops(buf: Any, spec: GroupSpec, rank: int) -> dict[OpCode, OpTally]:
+def read_ops(buf: Any, where: BoardLayout, rank: int) -> dict[OpCode, OpTally]:
     """Reads a world rank's tallies by op, for ops that it has called."""
-    first, where = _where(spec)
-    start, size = first + rank * where.tally_bytes, ctypes.sizeof(OpRecordStruct)
+    start, size = _start(where, rank), ctypes.sizeof(OpRecordStruct)
+    if start is None:
+        return {}
     found = {}
     for op in OpCode:
         raw = OpRecordStruct.from_buffer_copy(buf, start + op * size)
@@ -88,7 +90,7 @@ def read_ops(buf: Any, spec: GroupSpec, rank: int) -> dict[OpCode, OpTally]:
             wait_ns=raw.wait_ns,
             times=tuple(raw.times),
             waits=tuple(raw.waits),
-            peers=_read_peers(buf, spec, rank, start + where.peers_offset, op),
+            peers=_read_peers(buf, where.spec, rank, start + where.tally.peers_offset, op),
         )
     return found
 
@@ -107,19 +109,20 @@ def _words(buf: Any, offset: int, count: int) -> list[int]:
         return words[offset // 8 : offset // 8 + count].tolist()
 
 
-def read_load(buf: Any, spec: GroupSpec, rank: int, indices: Iterable[int]) -> LoadTally | None:
+def read_load(buf: Any, where: BoardLayout, rank: int, indices: Iterable[int]) -> LoadTally | None:
     """Sums up a world rank's calls on some handles; returns None if there were none.
 
     Ignores handles from MAX_LOADS on, whose loads the board does not have.
     """
-    start, where = _where(spec)
-    first = start + rank * where.tally_bytes + where.loads_offset
-    count = _LOAD_WORDS + spec.experts_per_rank
+    start, tally = _start(where, rank), where.tally
+    if start is None:
+        return None
+    first, count = start + tally.loads_offset, _LOAD_WORDS + where.spec.experts_per_rank
     total: Sequence[int] = ()
     for index in indices:
         if index >= MAX_LOADS:
             continue
-        words = _words(buf, first + index * where.load_bytes, count)
+        words = _words(buf, first + index * tally.load_bytes, count)
         total = [min(_MOST, a + b) for a, b in zip(total, words, strict=True)] if total else words
     if not any(total):
         return None

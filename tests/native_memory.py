@@ -40,7 +40,7 @@ def make_memory(spec: specs.GroupSpec, generation: int) -> Memory:
     for fd, size in zip(fds, [board.board_bytes(spec), *sizes], strict=True):
         os.truncate(fd, size)
     with mmap.mmap(fds[0], 0) as pages:
-        board.format_board(pages, spec, generation)
+        board.format_board(pages, board.board_layout(spec), generation)
     return fds[0], fds[1:]
 
 
@@ -64,6 +64,7 @@ class SharedGroup:
     def __init__(self, name: str, world_size: int, **settings: Any) -> None:
         self.settings = {**SIZES, **settings}
         self.spec = make_spec({"ep": world_size}, name=name, alignment=1, **self.settings)
+        self.layout = board.board_layout(self.spec)
         self._memory = make_memory(self.spec, generation=1)
         self.board = mmap.mmap(self._memory[0], 0)
 

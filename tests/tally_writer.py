@@ -15,8 +15,9 @@ class Tally:
 
     def __init__(self, mapped: mmap.mmap, spec: GroupSpec, rank: int) -> None:
         self._map, self._spec = mapped, spec
-        self._layout = board.tally_layout(spec)
-        self._start = board.board_layout(spec).tallies_offset + rank * self._layout.tally_bytes
+        where = board.board_layout(spec)
+        self._layout = where.tally
+        self._start = where.tallies_offset + rank * self._layout.tally_bytes
 
     def op(self, op: OpCode) -> OpRecordStruct:
         at = self._start + op * ctypes.sizeof(OpRecordStruct)

@@ -27,10 +27,10 @@ std::string TableStructs() {
 std::string BoardStructs() {
   return EP_STRUCT_LINES(BoardHeader, magic, version, world_size, generation, poison_generation,
                          poison_reason, poison_rank, ep_size, num_domains, lanes, max_handles,
-                         meeting_slots, reserved0, window_bytes, board_bytes, ranks_offset,
+                         meeting_slots, num_here, window_bytes, board_bytes, ranks_offset,
                          handles_offset, world_offset, domains_offset, domain_bytes,
                          failures_offset, failures, now_ns, device_rows_offset, tallies_offset,
-                         tally_bytes, poison_uid, poison_pid, poison_note) +
+                         tally_bytes, seats_offset, poison_uid, poison_pid, poison_note, reserved) +
          EP_STRUCT_LINES(RankRecord, sequence, state, op, waiting_for, layer_id, handle, lane,
                          epoch, since_ns, progress_ns, calls, rows, dropped_rows, open_calls, pid,
                          left, reserved) +
@@ -52,8 +52,8 @@ std::string MeetingStructs() {
          EP_STRUCT_LINES(Lane, busy, slot, epoch, failed, reserved) +
          EP_STRUCT_LINES(MeetingSlot, state, inside, key, layer_id, op, handle, lane, hash_next,
                          ready_next, verdict_rank, epoch, opened_ns, verdict_demand,
-                         verdict_capacity, arrived, changed_ns, site_name, site_ordinal, repetition,
-                         run, reserved);
+                         verdict_capacity, changed_ns, site_name, site_ordinal, repetition, run,
+                         arrived);
 }
 
 std::string Constants() {
@@ -64,7 +64,7 @@ std::string Constants() {
          line("kMaxHandles", kMaxHandles) + line("kMaxLoads", kMaxLoads) +
          line("kTallyOps", kTallyOps) + line("kTimeBuckets", kTimeBuckets) +
          line("kBucketBits", kBucketBits) + line("kMeetingSlots", kMeetingSlots) +
-         line("kMaxMeetingRanks", kMaxMeetingRanks) + line("kFailureRecords", kFailureRecords) +
+         line("kMaxWorldRanks", kMaxWorldRanks) + line("kFailureRecords", kFailureRecords) +
          line("kLineBytes", kLineBytes) + line("kPageBytes", kPageBytes);
 }
 

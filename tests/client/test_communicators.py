@@ -172,16 +172,22 @@ def test_a_group_with_communicators_ends_them_first(fake: FakeNccl) -> None:
 
 
 def test_a_board_names_the_ranks_that_left() -> None:
-    spec = make_spec(transport="memfd")
+    where = board.board_layout(make_spec(ranks=4, transport="memfd"), [1, 3])
     fd = os.memfd_create("board")
-    os.ftruncate(fd, board.board_bytes(spec))
+    os.ftruncate(fd, where.board_bytes)
     memory = formed.Memory([(types_pb2.WindowDescriptor(world_rank=-1), fd)])
     with mmap.mmap(fd, 0) as page:
-        board.format_board(memoryview(page), spec, 7)
+        board.format_board(memoryview(page), where, 7)
         assert memory.left() == []
-        at = board.board_layout(spec).ranks_offset + ctypes.sizeof(RankRecordStruct)
+        at = where.ranks_offset + ctypes.sizeof(RankRecordStruct)
         page[at + RankRecordStruct.left.offset] = 1
-        assert memory.left() == [1]
+        assert memory.left() == [3]
+        page[at + RankRecordStruct.pid.offset] = 9
+        for rank, pid in ((2, 0), (3, 9)):  # of another node, and of this one
+            board.poison(page, 6 + rank, board.PoisonReason.PEER_LOST, rank)
+            why = memory.poison(7)
+            assert why is not None
+            assert (why.rank, why.pid) == (rank, pid)
     memory.close()
     assert memory.left() == []
 

@@ -122,7 +122,7 @@ def test_a_replaced_group_ends_by_its_order_and_not_by_who_closed_it(said, rank,
         name="g", ep_axis="ep", num_experts=4, hidden_size=8, max_tokens_per_rank=4
     ).on((("ep", 2),))
     buf = bytearray(board.board_bytes(spec))
-    board.format_board(buf, spec, 1)
+    board.format_board(buf, board.board_layout(spec), 1)
     board.poison(buf, 1, board.PoisonReason.CLOSED, by=board.By(0, 9))
     fd = os.memfd_create("board")
     os.write(fd, buf)

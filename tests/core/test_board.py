@@ -6,9 +6,9 @@ import mmap
 
 import pytest
 
-from ep_runtime import board, board_records
+from ep_runtime import board, board_records, board_tallies
 from ep_runtime.errors import InvalidArgumentError
-from ep_runtime.specs import GroupSpec, make_group_spec
+from ep_runtime.specs import STATE, GroupSpec, make_group_spec
 
 
 def spec_of(**changes) -> GroupSpec:
@@ -26,20 +26,21 @@ def spec_of(**changes) -> GroupSpec:
 
 
 def formatted(spec: GroupSpec, generation: int = 7) -> mmap.mmap:
-    buf = mmap.mmap(-1, board.board_bytes(spec))
-    board.format_board(buf, spec, generation)
+    where = board.board_layout(spec)
+    buf = mmap.mmap(-1, where.board_bytes)
+    board.format_board(buf, where, generation)
     return buf
 
 
 @pytest.mark.parametrize(
     ("kind", "size"),
     [
-        (board.BoardHeaderStruct, 256),
+        (board.BoardHeaderStruct, 320),
         (board.RankRecordStruct, 128),
         (board.HandleRecordStruct, 64),
         (board.ControlStruct, 64),
         (board.LaneStruct, 64),
-        (board.MeetingSlotStruct, 256),
+        (board.MeetingSlotStruct, 128),
     ],
 )
 def test_structs_are_whole_lines(kind, size):
@@ -65,7 +66,7 @@ def test_the_header_says_what_was_formatted():
     spec = spec_of()
     header = board.read_header(formatted(spec))
     assert (header.generation, header.world_size, header.ep_size) == (7, 8, 4)
-    assert (header.num_domains, header.lanes) == (2, 2)
+    assert (header.num_here, header.num_domains, header.lanes) == (8, 2, 2)
     assert header.window_bytes == board.window_bytes(spec)
     assert header.poison_reason is board.PoisonReason.NONE
 
@@ -81,25 +82,24 @@ def test_poison_only_grows_and_keeps_its_first_reason():
 
 
 def test_fresh_records_are_idle():
-    buf = formatted(spec_of())
-    ranks = board_records.read_ranks(buf, spec_of())
+    buf, where = formatted(spec_of()), board.board_layout(spec_of())
+    ranks = board_records.read_ranks(buf, where)
     assert len(ranks) == 8
     assert all(r.state is board.RankState.IDLE and r.waiting_for == -1 for r in ranks)
-    (handle,) = board_records.read_handles(buf, spec_of(), [board.MAX_HANDLES - 1])
+    (handle,) = board_records.read_handles(buf, where, [board.MAX_HANDLES - 1])
     assert handle.state is board.HandleState.IDLE
     assert handle.lane == -1
 
 
 def test_rounds_are_in_the_last_word_of_a_handle():
-    spec = spec_of()
-    buf = formatted(spec)
-    assert board_records.read_extra_chunks(buf, spec, board.MAX_HANDLES) == {}
-    at = board.board_layout(spec).handles_offset
+    buf, where = formatted(spec_of()), board.board_layout(spec_of())
+    assert board_records.read_extra_chunks(buf, where, board.MAX_HANDLES) == {}
+    at = where.handles_offset
     for index, count in ((0, 2), (5, 1 << 63), (board.MAX_HANDLES - 1, 7)):
         word = ctypes.c_uint64.from_buffer(buf, at + 64 * index + 56)
         word.value = count
-    assert board_records.read_extra_chunks(buf, spec, board.MAX_HANDLES - 1) == {0: 2, 5: 1 << 63}
-    before, handle, after = board_records.read_handles(buf, spec, [4, 5, 6])
+    assert board_records.read_extra_chunks(buf, where, board.MAX_HANDLES - 1) == {0: 2, 5: 1 << 63}
+    before, handle, after = board_records.read_handles(buf, where, [4, 5, 6])
     assert (before.rounds, handle.rounds, after.rounds) == (0, 1 << 63, 0)
 
 
@@ -113,13 +113,13 @@ def test_rows_of_ranks_on_devices_lie_apart_and_add_up():
     table = board.MAX_HANDLES * ctypes.sizeof(board.DeviceRowsStruct)
     assert where.device_rows_offset % board.PAGE_BYTES == table % board.PAGE_BYTES == 0
     assert where.board_bytes == where.device_rows_offset + spec.world_size * table
-    assert where.device_rows_offset == board.board_bytes(spec_of())
+    assert (where.world_offset, where.num_domains) == (0, 0)  # they meet in their windows
     buf = formatted(spec)
     for rank in (0, 3, 7):
         at = where.device_rows_offset + rank * table + 5 * ctypes.sizeof(board.DeviceRowsStruct)
         record = board.DeviceRowsStruct.from_buffer(buf, at)
         record.rows, record.dropped_rows = 100 + rank, rank
-    before, handle, after = board_records.read_handles(buf, spec, [4, 5, 6])
+    before, handle, after = board_records.read_handles(buf, where, [4, 5, 6])
     assert (handle.rows, handle.dropped_rows) == (310, 10)
     assert before.rows == after.rows == 0
 
@@ -131,12 +131,58 @@ def test_a_board_carries_the_time_for_devices():
 
 
 def test_wrong_buffers_and_indices_are_refused():
-    spec = spec_of()
+    spec, where = spec_of(), board.board_layout(spec_of())
     with pytest.raises(InvalidArgumentError, match="buf must hold"):
-        board.format_board(mmap.mmap(-1, 4096), spec, 1)
+        board.format_board(mmap.mmap(-1, 4096), where, 1)
     with pytest.raises(InvalidArgumentError, match="version"):
         board.read_header(mmap.mmap(-1, 4096))
     with pytest.raises(InvalidArgumentError, match="handle index"):
-        board_records.read_handles(formatted(spec), spec, [board.MAX_HANDLES])
-    with pytest.raises(InvalidArgumentError, match="1024"):
-        board.board_bytes(spec_of(mesh_axes=(("dp", 512), ("ep", 4))))
+        board_records.read_handles(formatted(spec), where, [board.MAX_HANDLES])
+    with pytest.raises(InvalidArgumentError, match="8192 devices, got 8196"):
+        board.board_bytes(spec_of(mesh_axes=(("dp", 2049), ("ep", 4))))
+    with pytest.raises(InvalidArgumentError, match=r"ranks must be in 0\.\.7, got 3 to 8"):
+        board.board_bytes(spec, [8, 3])
+
+
+def test_a_board_has_records_of_its_nodes_ranks_alone():
+    spec = spec_of()
+    where = board.board_layout(spec, [4, 5, 6, 7])
+    buf = mmap.mmap(-1, where.board_bytes)
+    board.format_board(buf, where, 7)
+    header = board.read_header(buf)
+    assert (header.world_size, header.num_here, header.num_domains) == (8, 4, 1)
+    assert [where.seat(rank) for rank in range(-1, 9)] == [*[None] * 5, 0, 1, 2, 3, None]
+    seats = (ctypes.c_uint32 * 8).from_buffer(buf, where.seats_offset)
+    assert [*seats] == [0, 0, 0, 0, 1, 2, 3, 4]
+    assert where.world_offset == 0  # the others cannot come here
+    assert where.ranks_offset + 4 * 128 == where.handles_offset
+    at = where.ranks_offset + 128 * 2
+    board.RankRecordStruct.from_buffer(buf, at).rows = 9
+    of_node = board_records.read_ranks(buf, where)
+    assert [record.rows for record in of_node] == [0, 0, 9, 0]
+    assert [r and r.rows for r in board_records.read_ranks(buf, where, [0, 6])] == [None, 9]
+    assert board_tallies.read_ops(buf, where, 0) == {}
+    assert board_tallies.read_load(buf, where, 0, [0]) is None
+
+
+def test_a_board_grows_with_its_nodes_ranks_and_by_a_word_for_each_other_rank():
+    def size(ranks: int, transport: str = "nccl", on_node: int = 8) -> int:
+        spec = spec_of(mesh_axes=(("ep", ranks),), outer_axes=(), num_experts=8 * ranks)
+        spec = dataclasses.replace(spec, transport=transport, node_size=8)
+        return board.board_bytes(spec, range(on_node))
+
+    for transport in ("nccl", "memfd"):
+        assert size(8192, transport) - size(1024, transport) == 4 * (8192 - 1024)
+        assert size(1024, transport, 16) < 2 * size(1024, transport)
+    table = board.MAX_HANDLES * ctypes.sizeof(board.DeviceRowsStruct)
+    assert size(4096) < 8 * table + (3 << 20)
+
+
+def test_a_copy_of_a_state_has_no_records_of_calls():
+    spec = spec_of(mesh_axes=(("p", 4096),), ep_axis="p", outer_axes=(), num_experts=4096)
+    where = board.board_layout(dataclasses.replace(spec, transport=STATE), range(8, 16))
+    assert (where.tallies_offset, where.device_rows_offset, where.num_domains) == (0, 0, 0)
+    assert where.board_bytes < 2 << 20
+    buf = mmap.mmap(-1, where.board_bytes)
+    board.format_board(buf, where, 1)
+    assert board_tallies.read_ops(buf, where, 8) == {}

@@ -46,7 +46,7 @@ def files():
         windows = [memfd(board.window_bytes(spec)) for _ in range(spec.world_size)]
         opened.extend([board_fd, *windows])
         with mmap.mmap(board_fd, board.board_bytes(spec)) as view:
-            board.format_board(view, spec, generation)
+            board.format_board(view, board.board_layout(spec), generation)
         return board_fd, windows
 
     yield make
@@ -127,7 +127,7 @@ def test_windows_of_a_node_hold_what_a_rail_sends(node_size):
     assert board.board_layout(spec).domain_bytes == board.board_layout(as_one).domain_bytes
 
 
-@pytest.mark.parametrize(("ranks", "lanes"), [(1, 0), (1, 1), (8, 2), (1024, 4)])
+@pytest.mark.parametrize(("ranks", "lanes"), [(1, 0), (1, 1), (8, 2), (64, 1), (65, 1), (8192, 4)])
 def test_control_bytes_agree_with_the_library(ranks, lanes):
     assert native.library().control_bytes(ranks, lanes) == board.control_bytes(ranks, lanes)
 

@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 from native_memory import Memory, make_spec, open_group
 
-from ep_runtime import layer_specs, native
+from ep_runtime import board, layer_specs, native
 from ep_runtime_client.ops.kernels.ffi import ensure_registered
 
 _names = itertools.count()
@@ -57,6 +57,7 @@ class NativeGroup:
     ) -> None:
         settings.setdefault("name", f"native{next(_names)}")
         self.spec = make_spec(axes, max_top_k=top_k, alignment=alignment, **settings)
+        self.layout = board.board_layout(self.spec)
         self.axes, self.top_k, self.alignment = axes, top_k, alignment
         devices = np.array(jax.devices("cpu")[: self.spec.world_size])
         self.mesh = Mesh(devices.reshape([*axes.values()]), [*axes])

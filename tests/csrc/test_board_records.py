@@ -17,14 +17,14 @@ def test_the_board_counts_calls_rows_and_drops():
         jax.block_until_ready(run(idx, x))
         counts = np.bincount(np.asarray(idx).ravel() // 2, minlength=8)
         kept = np.minimum(counts, 10)
-        first, second = board_records.read_handles(group.board, group.spec, [0, 1])
+        first, second = board_records.read_handles(group.board, group.layout, [0, 1])
         assert (first.calls, first.lane) == (0, -1)
         assert second.calls == 3
         assert second.last_op is board.OpCode.COMBINE
         assert second.state is board.HandleState.IDLE
         assert second.rows == kept.sum()
         assert second.dropped_rows == (counts - kept).sum() > 0
-        ranks = board_records.read_ranks(group.board, group.spec)
+        ranks = board_records.read_ranks(group.board, group.layout)
         assert [r.rows for r in ranks] == kept.tolist()
         assert [r.dropped_rows for r in ranks] == (counts - kept).tolist()
         assert all(r.state is board.RankState.IDLE and r.calls == 3 for r in ranks)
@@ -39,7 +39,7 @@ def test_the_board_tallies_calls_waits_and_experts():
         spec, rows = group.spec, np.zeros(EXPERTS, np.int64)
         charged = waited = 0
         for rank in range(8):
-            ops = board_tallies.read_ops(group.board, spec, rank)
+            ops = board_tallies.read_ops(group.board, group.layout, rank)
             assert [*ops] == [board.OpCode.PREPARE, board.OpCode.DISPATCH, board.OpCode.COMBINE]
             for op in ops.values():
                 assert op.calls == sum(op.times) == sum(op.waits) == 3
@@ -48,8 +48,8 @@ def test_the_board_tallies_calls_waits_and_experts():
                 assert sum(peer.wait_ns for peer in op.peers) == op.wait_ns
                 charged += sum(peer.wait_ns for peer in op.peers)
                 waited += op.wait_ns
-            assert board_tallies.read_load(group.board, spec, rank, [0]) is None
-            load = board_tallies.read_load(group.board, spec, rank, [0, 1])
+            assert board_tallies.read_load(group.board, group.layout, rank, [0]) is None
+            load = board_tallies.read_load(group.board, group.layout, rank, [0, 1])
             assert (load.calls, load.tokens) == (9, 3 * TOKENS)
             assert load.time_ns == sum(op.time_ns for op in ops.values())
             first = board_tallies.first_expert(spec, rank)
@@ -79,7 +79,7 @@ def test_who_is_late_is_charged_with_the_waits_of_all():
             jax.block_until_ready(run(idx, x))
         arrivals = np.zeros((8, 8))
         for rank in range(8):
-            op = board_tallies.read_ops(group.board, group.spec, rank)[board.OpCode.PREPARE]
+            op = board_tallies.read_ops(group.board, group.layout, rank)[board.OpCode.PREPARE]
             arrivals[rank] = [peer.arrival_ns for peer in op.peers]
             if rank != late:
                 assert op.peers[late].wait_ns > times * delay_s * 1e9 / 2

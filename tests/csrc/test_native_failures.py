@@ -157,13 +157,13 @@ def test_poison_ends_calls_that_wait(reason, kind):
             lambda: (
                 {
                     r
-                    for r, seen in enumerate(board_records.read_ranks(group.board, group.spec))
+                    for r, seen in enumerate(board_records.read_ranks(group.board, group.layout))
                     if seen.waiting_for == 3
                 }
                 == waiting
             )
         )
-        record = board_records.read_ranks(group.board, group.spec)[0]
+        record = board_records.read_ranks(group.board, group.layout)[0]
         assert record.state is board.RankState.MEETING
         assert record.op is board.OpCode.PREPARE
         assert record.layer_id == group.layer_id
@@ -190,7 +190,7 @@ def test_closing_a_group_ends_calls_that_wait():
     group = open_group()
     idx, x = inputs(group)
     out = without_rank(group, 3)(idx, x)
-    wait_until(lambda: board_records.read_ranks(group.board, group.spec)[0].waiting_for == 3)
+    wait_until(lambda: board_records.read_ranks(group.board, group.layout)[0].waiting_for == 3)
     started = time.monotonic()
     group.close()
     assert time.monotonic() - started < 2
@@ -353,7 +353,7 @@ def test_debug_mode_checks_expert_indices():
 def test_a_full_meeting_table_is_an_error_with_advice():
     with opened() as (group, run, idx, x):
         expect(run(idx, x), x)
-        where = board.board_layout(group.spec).domains_offset
+        where = group.layout.domains_offset
         control = board.ControlStruct.from_buffer(group.board, where)
         free, used = control.free_slot, control.used_slots
         control.free_slot, control.used_slots = 0, board.MEETING_SLOTS
@@ -393,7 +393,7 @@ def test_lanes_are_given_back_after_every_kind_of_error():
         for _ in range(3):
             failure_of(run, bad, x)
             expect(run(idx, x), x)
-        where = board.board_layout(group.spec)
+        where = group.layout
         for offset in (where.domains_offset, where.world_offset):
             control = board.ControlStruct.from_buffer(group.board, offset)
             assert control.open_meetings == 0

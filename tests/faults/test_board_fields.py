@@ -21,20 +21,19 @@ from ep_runtime_server.memory.windows import Owner, WindowSet
 from ep_runtime_server.rpc import tallies, views
 
 
-def fields_of_every_part(spec):
+def fields_of_every_part(where):
     """(byte offset, bytes, name) of every field of a board, arrays as one field each."""
-    where = board.board_layout(spec)
     parts = [
         (0, board_abi.BoardHeaderStruct),
         (where.ranks_offset, board_abi.RankRecordStruct),
         (where.ranks_offset + 128, board_abi.RankRecordStruct),
         (where.handles_offset, board_abi.HandleRecordStruct),
         (where.failures_offset, board_abi.FailureRecordStruct),
-        (where.world_offset, board_abi.ControlStruct),
-        (where.domains_offset, board_abi.ControlStruct),
-        (where.domains_offset + 64, board_abi.LaneStruct),
     ]
-    tally = board.tally_layout(spec)
+    for control in filter(None, (where.world_offset, where.domains_offset)):
+        parts.append((control, board_abi.ControlStruct))
+        parts.append((control + 64, board_abi.LaneStruct))
+    tally = where.tally
     parts += [
         (where.tallies_offset, board_abi.OpRecordStruct),
         (where.tallies_offset + tally.tally_bytes, board_abi.OpRecordStruct),
@@ -43,6 +42,8 @@ def fields_of_every_part(spec):
     ]
     if where.device_rows_offset:
         parts.append((where.device_rows_offset, board_abi.DeviceRowsStruct))
+    for seat in (0, 1):
+        yield where.seats_offset + 4 * seat, 4, f"seat of rank {seat}"
     for offset, struct in parts:
         for name, kind, *_ in struct._fields_:
             at = offset + getattr(struct, name).offset
@@ -78,7 +79,7 @@ def test_no_field_of_a_board_hurts_the_daemon(daemon_process):
     written = 0
     with mmap.mmap(fd, item.bytes) as mapped:
         formatted = mapped[:]
-        for at, size, name in fields_of_every_part(spec):
+        for at, size, name in fields_of_every_part(board.board_layout(spec)):
             for value in extreme_values(size, numbers):
                 mapped[at : at + size] = value
                 try:
@@ -101,10 +102,11 @@ def test_no_field_of_a_board_hurts_the_daemon(daemon_process):
 def group_of_two():
     """(group with a layer and a board that its clients map, the board)."""
     spec = make_spec()
-    mapped = mmap.mmap(-1, board.board_bytes(spec))
-    board.format_board(mapped, spec, 1)
+    where = board.board_layout(spec)
+    mapped = mmap.mmap(-1, where.board_bytes)
+    board.format_board(mapped, where, 1)
     group = GroupRecord(Owner(7, "job", "moe"), spec, 1)
-    group.windows = WindowSet(group.owner, spec, 1, 0.0)
+    group.windows = WindowSet(group.owner, where, 1, 0.0)
     group.windows.board = mapped
     asyncio.run(group.layers.register([layer_specs.LayerSpec("a", top_k=1)], []))
     return group, mapped
@@ -120,7 +122,8 @@ def read_all(group: GroupRecord, clock: SystemClock) -> None:
         views.rank_info(rank, clock).SerializeToString()
     for rank in tallies.ranks([group]):
         tallies.rank_tally(rank, clock).SerializeToString()
-    board_records.read_extra_chunks(group.windows.board, group.spec, group.layers.num_handles)
+    layout = group.windows.layout
+    board_records.read_extra_chunks(group.windows.board, layout, group.layers.num_handles)
     for late in lateness.late_in(group, now_s):
         views.late_rank(late).SerializeToString()
     board.tell_time(group.windows.board, int(now_s * 1e9))
@@ -132,7 +135,7 @@ def test_any_values_in_any_fields_are_read(group_of_two, dose):
     """Several fields at a time, so that lies about one thing meet lies about another."""
     group, mapped = group_of_two
     clock, numbers = SystemClock(), random.Random(dose)
-    fields = list(fields_of_every_part(group.spec))
+    fields = list(fields_of_every_part(group.windows.layout))
     formatted = mapped[:]
     for number in range(dose):
         if number % 64 == 0:
@@ -147,13 +150,13 @@ def test_any_values_in_any_fields_are_read(group_of_two, dose):
 
 
 def test_any_values_of_ranks_on_devices_are_read():
-    spec = dataclasses.replace(make_spec(), transport="nvlink")
-    mapped = mmap.mmap(-1, board.board_bytes(spec))
+    where = board.board_layout(dataclasses.replace(make_spec(), transport="nvlink"))
+    mapped = mmap.mmap(-1, where.board_bytes)
     numbers = random.Random(3)
-    fields = list(fields_of_every_part(spec))
+    fields = list(fields_of_every_part(where))
     for _ in range(2000):
         at, size, _ = numbers.choice(fields)
         mapped[at : at + size] = numbers.choice(list(extreme_values(size, numbers)))
-        board_records.read_ranks(mapped, spec)
-        for record in board_records.read_handles(mapped, spec, [0, 1, board.MAX_HANDLES - 1]):
+        board_records.read_ranks(mapped, where)
+        for record in board_records.read_handles(mapped, where, [0, 1, board.MAX_HANDLES - 1]):
             assert record is None or max(record.rows, record.dropped_rows) < 1 << 64

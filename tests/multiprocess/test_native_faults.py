@@ -62,7 +62,7 @@ class Faulty:
     def until(self, condition: Callable[[list[board_records.RankRecord]], bool]) -> None:
         """Waits until the board shows it."""
         deadline = time.monotonic() + 30
-        while not condition(board_records.read_ranks(self.group.board, self.group.spec)):
+        while not condition(board_records.read_ranks(self.group.board, self.group.layout)):
             assert time.monotonic() < deadline
             _tick.wait(0.005)
 
@@ -103,7 +103,7 @@ def faulty(request: pytest.FixtureRequest) -> Iterator[Faulty]:
 
 def test_a_process_killed_while_others_wait_ends_their_waits(faulty: Faulty) -> None:
     pids = [
-        record.pid for record in board_records.read_ranks(faulty.group.board, faulty.group.spec)
+        record.pid for record in board_records.read_ranks(faulty.group.board, faulty.group.layout)
     ]
     assert pids == [faulty.first.pid] * 2 + [faulty.second.pid] * 2
     faulty.first.tell("launch")
@@ -125,7 +125,7 @@ _BIG = {"hidden_size": 16384, "max_tokens_per_rank": 8}
 
 @pytest.mark.parametrize("faulty", [_BIG], indirect=True, ids=["big rows"])
 def test_a_process_killed_in_the_middle_of_its_work_ends_the_others(faulty: Faulty) -> None:
-    before = board_records.read_ranks(faulty.group.board, faulty.group.spec)[2].calls
+    before = board_records.read_ranks(faulty.group.board, faulty.group.layout)[2].calls
     faulty.job.tell("many")
     faulty.until(lambda ranks: ranks[2].calls > before + 20)
     _tick.wait(0.05)
@@ -152,7 +152,7 @@ def test_a_group_closed_by_one_process_ends_the_calls_that_wait_for_it(faulty: F
 
 def _slots(group: SharedGroup) -> Any:
     """The meeting slots of the first domain, on the board itself."""
-    start = board.board_layout(group.spec).domains_offset
+    start = group.layout.domains_offset
     start += ctypes.sizeof(board_abi.ControlStruct)
     start += group.spec.lanes * (1 + group.spec.ep_size) * board_abi.LINE_BYTES
     start += 4 * board_abi.MEETING_SLOTS
@@ -167,7 +167,7 @@ def test_peers_in_another_call_of_the_same_program_are_late_and_not_lost(faulty:
     used = [slot for slot in slots if slot.arrived[0] == 0b0011 and slot.inside == 2]
     assert len(used) == 1
     # As if the others had reached an independent call first.
-    where = board.board_layout(faulty.group.spec).domains_offset
+    where = faulty.group.layout.domains_offset
     control = board_abi.ControlStruct.from_buffer(faulty.group.board, where)
     other = slots[control.used_slots]
     ctypes.memmove(ctypes.byref(other), ctypes.byref(used[0]), ctypes.sizeof(other))
@@ -184,7 +184,7 @@ def test_peers_in_another_call_of_the_same_program_are_late_and_not_lost(faulty:
 
 def test_a_lock_that_dies_with_its_holder_is_not_waited_for(faulty: Faulty) -> None:
     faulty.second.kill()
-    where = board.board_layout(faulty.group.spec).domains_offset
+    where = faulty.group.layout.domains_offset
     control = board.ControlStruct.from_buffer(faulty.group.board, where)
     control.lock, control.owner = 1, faulty.second.pid
     faulty.first.tell("launch")

@@ -16,7 +16,7 @@ from fakes import MakeGroup
 from test_token_movement import SHARED, check_case
 
 import ep_runtime as ep
-from ep_runtime import board_records, device_layout
+from ep_runtime import board, board_records, device_layout
 from ep_runtime_client.ops.calls.plan import NodePlanArrays
 from ep_runtime_client.ops.movement.prepare import call_on
 from ep_runtime_client.ops.transports import between_nccl, between_xla, nodes, nodes_plan
@@ -46,9 +46,8 @@ def test_dropped_slots_are_counted_on_the_board(make_group: MakeGroup) -> None:
         sent = ep.dispatch(layer, np.ones((64, 16), np.float32), idx, capacity=40)
         sent.tokens.block_until_ready()
         assert group.board is not None
-        counts.append(
-            [(r.rows, r.dropped_rows) for r in board_records.read_ranks(group.board, group.spec)]
-        )
+        ranks = board_records.read_ranks(group.board, board.board_layout(group.spec))
+        counts.append([(r.rows, r.dropped_rows) for r in ranks])
     assert counts[0] == counts[1] == [(40, 88), (0, 0), (0, 0), (0, 0)]
 
 

@@ -97,7 +97,7 @@ def test_every_order_is_in_the_audit_file_also_one_that_was_refused(daemon):
 
 def test_a_note_is_cut_to_whole_characters_of_what_a_board_holds():
     buf = bytearray(board.board_bytes(make_spec()))
-    board.format_board(buf, make_spec(), 1)
+    board.format_board(buf, board.board_layout(make_spec()), 1)
     board.poison(buf, 1, board.PoisonReason.FENCED, by=board.By(1, 2, " on host a: " + "é" * 60))
     note = board.read_header(buf).poison_by.note
     assert note.startswith(" on host a: éé")

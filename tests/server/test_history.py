@@ -192,7 +192,7 @@ def test_a_copy_of_a_large_group_is_small_and_quick(gpus) -> None:
     assert runtime.history.size_bytes < 400_000
     (record,) = runtime.groups.all()
     started_s = time.thread_time()
-    raw = b"".join(record.windows.board[p] for p in history.parts(spec, 60, range(64)))
+    raw = b"".join(record.windows.board[p] for p in history.parts(record.windows.layout, 60))
     took_s = time.thread_time() - started_s
     assert took_s < 0.04
     sys.stdout.write(

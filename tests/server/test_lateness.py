@@ -162,7 +162,7 @@ def test_the_longest_chain_is_walked_once():
             steps.append(key)
             return super().__getitem__(key)
 
-    size = board.MAX_MEETING_RANKS
+    size = board.MAX_WORLD_RANKS
     ends = lateness._ends(Counted({rank: rank + 1 for rank in range(size)}))
     assert set(ends.values()) == {size}
     assert len(steps) <= 2 * size

@@ -12,7 +12,7 @@ Call::Call(CallContext context)
       ep_rank_(context_.world_rank % context_.group->sizes().ep_size),
       ep_size_(context_.group->sizes().ep_size),
       first_rank_(context_.world_rank - ep_rank_),
-      place_(context_.group->domain(first_rank_ / ep_size_)),
+      place_(context_.group->domain_of(context_.world_rank)),
       telemetry_(context_.group->telemetry(context_.world_rank)),
       tally_(context_.group->tally(context_.world_rank)) {
   record_.op = context_.op;
@@ -202,12 +202,15 @@ Status Call::Run(const std::function<Status(Call&)>& body) {
 Status Call::GatherVerdict(int64_t demand, int64_t capacity) {
   Verdict mine;
   if (demand > capacity) mine = {static_cast<int32_t>(context_.world_rank), demand, capacity};
-  MeetingPlace& world = group().world();
+  MeetingPlace* world = group().world();
+  if (world == nullptr) {
+    return Failed(Internal("ranks of other nodes cannot exchange their demand on the board"));
+  }
   MeetingSlot* slot = nullptr;
-  Status status = Meet(world, static_cast<int>(context_.world_rank), 0, mine, &slot);
+  Status status = Meet(*world, static_cast<int>(context_.world_rank), 0, mine, &slot);
   if (!status.ok()) return Failed(std::move(status));
   const Verdict all{slot->verdict_rank, slot->verdict_demand, slot->verdict_capacity};
-  world.Leave(slot, /*failed=*/false);
+  world->Leave(slot, /*failed=*/false);
   if (all.rank < 0) return Status();
   return Failed(OverflowError(context_.layer.name, all.rank, all.demand, all.capacity));
 }

@@ -17,11 +17,11 @@ Status CheckSizes(const GroupSizes& sizes) {
   const bool sane = sizes.ep_size > 0 && sizes.world_size > 0 &&
                     sizes.world_size % sizes.ep_size == 0 && sizes.num_experts > 0 &&
                     sizes.num_experts % sizes.ep_size == 0 && sizes.lanes > 0 &&
-                    sizes.world_size <= kMaxMeetingRanks;
+                    sizes.world_size <= kMaxWorldRanks;
   if (sane) return Status();
   return InvalidArgument(
       "a group needs ep_size dividing world_size and num_experts, at least one lane and at most " +
-      std::to_string(kMaxMeetingRanks) + " ranks; got ep_size=" + std::to_string(sizes.ep_size) +
+      std::to_string(kMaxWorldRanks) + " ranks; got ep_size=" + std::to_string(sizes.ep_size) +
       " world_size=" + std::to_string(sizes.world_size) + " num_experts=" +
       std::to_string(sizes.num_experts) + " lanes=" + std::to_string(sizes.lanes));
 }
@@ -44,6 +44,8 @@ Status Group::Open(GroupOptions options, int board_fd, const std::vector<int>& w
   const auto& board = *reinterpret_cast<const BoardHeader*>(header.data());
   EP_RETURN_IF_ERROR(group->CheckBoard(board));
   EP_RETURN_IF_ERROR(Mapping::Map(board_fd, board.board_bytes, "board", &group->board_));
+  group->header_ = reinterpret_cast<BoardHeader*>(group->board_.data());
+  EP_RETURN_IF_ERROR(group->ReadSeats());
   group->windows_.resize(on_host);
   for (int64_t rank = 0; rank < on_host; ++rank) {
     if (window_fds[rank] < 0) continue;
@@ -121,31 +123,65 @@ Status Group::CheckBoard(const BoardHeader& header) const {
   return Status();
 }
 
+// Reads the seats of this node's ranks.
+Status Group::ReadSeats() {
+  const auto* seats = reinterpret_cast<const uint32_t*>(board_.data() + header_->seats_offset);
+  seats_.resize(sizes().world_size);
+  for (int64_t rank = 0; rank < sizes().world_size; ++rank) {
+    seats_[rank] = int64_t{seats[rank]} - 1;
+    const bool missing = seats_[rank] < 0 && local_[rank];
+    if (!missing && seats_[rank] < header_->num_here) continue;
+    return InvalidArgument("the board of group " + options_.name + " has " +
+                           std::to_string(header_->num_here) + " ranks of this node, and rank " +
+                           std::to_string(rank) + " is not one of them")
+        .With("argument", std::string("local_ranks"));
+  }
+  return options_.window_bytes > 0 ? Status() : CheckDomains();
+}
+
+// Checks that each domain of this node meets at the place of its first rank.
+Status Group::CheckDomains() const {
+  for (int64_t rank = 0; rank < sizes().world_size; ++rank) {
+    const int64_t ep_rank = rank % sizes().ep_size;
+    const int64_t first = seats_[rank - ep_rank];
+    const int64_t wanted = first < 0 ? -1 : first + ep_rank;
+    if (seats_[rank] == wanted && (first < 0 || (first % sizes().ep_size == 0 &&
+                                                 first / sizes().ep_size < header_->num_domains))) {
+      continue;
+    }
+    return InvalidArgument("the board of group " + options_.name +
+                           " has a part of the EP group of rank " + std::to_string(rank));
+  }
+  return Status();
+}
+
 void Group::BindBoard() {
-  header_ = reinterpret_cast<BoardHeader*>(board_.data());
   handles_ = reinterpret_cast<HandleRecord*>(board_.data() + header_->handles_offset);
   failures_.Bind(header_,
                  reinterpret_cast<FailureRecord*>(board_.data() + header_->failures_offset));
   const PoisonWatch poison{&header_->poison_generation, options_.generation};
-  world_ = MeetingPlace(board_.data() + header_->world_offset, poison);
+  if (header_->world_offset != 0) {
+    world_ = MeetingPlace(board_.data() + header_->world_offset, poison);
+  }
   ranks_ = reinterpret_cast<RankRecord*>(board_.data() + header_->ranks_offset);
-  for (int64_t rank = 0; rank < sizes().world_size; ++rank) {
-    if (local_[rank]) {
-      ranks_[rank].pid = static_cast<uint32_t>(getpid());
-      ranks_[rank].left.store(0, std::memory_order_relaxed);
-    }
-    telemetry_.push_back(std::make_unique<RankTelemetry>(&ranks_[rank]));
-    tallies_.emplace_back(board_.data() + header_->tallies_offset + rank * header_->tally_bytes,
+  for (int64_t rank : options_.local_ranks) {
+    ranks_[seat(rank)].pid = static_cast<uint32_t>(getpid());
+    ranks_[seat(rank)].left.store(0, std::memory_order_relaxed);
+  }
+  for (int64_t at = 0; at < header_->num_here; ++at) {
+    telemetry_.push_back(std::make_unique<RankTelemetry>(&ranks_[at]));
+    tallies_.emplace_back(board_.data() + header_->tallies_offset + at * header_->tally_bytes,
                           sizes());
   }
-  for (int64_t domain = 0; domain < sizes().num_domains(); ++domain) {
+  for (int64_t domain = 0; domain < header_->num_domains; ++domain) {
     domains_.emplace_back(board_.data() + header_->domains_offset + domain * header_->domain_bytes,
                           poison);
-    if (!options_.debug || windows_.empty()) continue;
-    domains_.back().on_grant = [this, domain](int lane) {
-      for (int64_t rank = 0; rank < sizes().ep_size; ++rank) {
-        std::memset(LaneStart(domain * sizes().ep_size + rank, lane), 0xFF,
-                    lane_layout_.lane_bytes);
+  }
+  for (int64_t first = 0; first < sizes().world_size; first += sizes().ep_size) {
+    if (!options_.debug || windows_.empty() || seat(first) < 0) continue;
+    domain_of(first).on_grant = [this, first](int lane) {
+      for (int64_t rank = first; rank < first + sizes().ep_size; ++rank) {
+        std::memset(LaneStart(rank, lane), 0xFF, lane_layout_.lane_bytes);
       }
     };
   }
@@ -155,8 +191,13 @@ Status Group::ClosedError(const std::string& layer_name) const {
   return ClosedLayer(layer_name, options_.name, options_.generation);
 }
 
+// Returns the pid of a rank's process; 0 for a rank of another node.
+int64_t Group::PidOf(int64_t world_rank) const {
+  return seat(world_rank) < 0 ? 0 : ranks_[seat(world_rank)].pid;
+}
+
 Status Group::LeftError(const std::string& layer_name, OpCode op, int64_t world_rank) const {
-  const int64_t pid = ranks_[world_rank].pid;
+  const int64_t pid = PidOf(world_rank);
   return Stale(std::string(OpName(op)) + " of layer " + layer_name + ": process " +
                std::to_string(pid) + " of rank " + std::to_string(world_rank) + " closed group " +
                options_.name + " generation " + std::to_string(options_.generation) +
@@ -188,7 +229,7 @@ std::string Group::Described() const {
 Error Group::PeerLost() const {
   const int64_t rank = header_->poison_rank.load(std::memory_order_relaxed);
   const bool known = rank >= 0 && rank < sizes().world_size;
-  const int64_t pid = known ? ranks_[rank].pid : 0;
+  const int64_t pid = known ? PidOf(rank) : 0;
   // The process may still be alive: ranks that cannot reach each other count as lost too.
   std::string who = "a peer";
   if (known && pid > 0) who = "process " + std::to_string(pid) + " of rank " + std::to_string(rank);
@@ -209,7 +250,7 @@ Error Group::Fenced() const {
     return Error(Code::kUnauthenticated, "SessionFencedError")
         .Says(Described() + ": its session" + fenced + "; connect again and create the group anew");
   }
-  const int64_t pid = ranks_[rank].pid;
+  const int64_t pid = PidOf(rank);
   std::string job;
   const std::string of_job =
       options_.settings.Read("job", &job).ok() ? ", job '" + job + "'" : std::string();
@@ -259,7 +300,7 @@ void Group::Close(int64_t timeout_ns) {
   std::lock_guard<std::mutex> lock(mutex_);
   if (device_ != nullptr && quiet) device_->Close();
   for (int64_t rank : options_.local_ranks) {
-    ranks_[rank].left.store(1, std::memory_order_release);
+    ranks_[seat(rank)].left.store(1, std::memory_order_release);
   }
 }
 

@@ -64,10 +64,16 @@ class Group {
   const GroupSizes& sizes() const { return options_.sizes; }
   const LaneLayout& lane_layout() const { return lane_layout_; }
 
-  MeetingPlace& domain(int64_t index) { return domains_[index]; }
-  MeetingPlace& world() { return world_; }
-  RankTelemetry& telemetry(int64_t world_rank) { return *telemetry_[world_rank]; }
-  RankTally& tally(int64_t world_rank) { return tallies_[world_rank]; }
+  // The following take world ranks of this node.
+  MeetingPlace& domain_of(int64_t world_rank) {
+    return domains_[seats_[world_rank] / sizes().ep_size];
+  }
+  RankTelemetry& telemetry(int64_t world_rank) { return *telemetry_[seats_[world_rank]]; }
+  RankTally& tally(int64_t world_rank) { return tallies_[seats_[world_rank]]; }
+  // Returns where all ranks of the group meet; null if some are on other nodes.
+  MeetingPlace* world() { return header_->world_offset == 0 ? nullptr : &world_; }
+  // Returns the index of a world rank's records on the board; negative for ranks of other nodes.
+  int64_t seat(int64_t world_rank) const { return seats_[world_rank]; }
   HandleRecord& handle_record(uint32_t index) { return handles_[index]; }
 
   // Return the parts of `lane` in the window of `world_rank` that EP rank `source` writes.
@@ -90,7 +96,8 @@ class Group {
   bool IsLocal(int64_t world_rank) const { return local_[world_rank]; }
   // Whether the rank's process has closed the group, which it does after its last call has ended.
   bool HasLeft(int64_t world_rank) const {
-    return ranks_[world_rank].left.load(std::memory_order_acquire) != 0;
+    const int64_t at = seat(world_rank);
+    return at >= 0 && ranks_[at].left.load(std::memory_order_acquire) != 0;
   }
   Status LeftError(const std::string& layer_name, OpCode op, int64_t world_rank) const;
 
@@ -144,6 +151,9 @@ class Group {
   Status CheckLocalRanks();
   Status CheckHere(const std::vector<int>& window_fds);
   Status CheckBoard(const BoardHeader& header) const;
+  Status ReadSeats();
+  Status CheckDomains() const;
+  int64_t PidOf(int64_t world_rank) const;
   int64_t window_bytes() const;
   std::string By(const char* command) const;
   std::string Described() const;
@@ -163,6 +173,7 @@ class Group {
   RankRecord* ranks_ = nullptr;
   HandleRecord* handles_ = nullptr;
   FailureRing failures_;
+  std::vector<int64_t> seats_;  // by world rank, of this process alone: peers may write the board
   std::vector<bool> local_;
   int64_t num_local_ = 0;
   int64_t num_here_ = 0;

@@ -46,13 +46,14 @@ MeetingPlace::MeetingPlace(uint8_t* control, PoisonWatch poison)
   next += size_t{control_->lanes} * ranks_ * sizeof(PhaseWord);
   heads_ = reinterpret_cast<uint32_t*>(next);
   next += size_t{kMeetingSlots} * 4;
-  slots_ = reinterpret_cast<MeetingSlot*>(next);
+  slots_ = next;
+  slot_bytes_ = SlotBytes(ranks_);
 }
 
 MeetingSlot* MeetingPlace::Find(const CallKey& key) {
   uint32_t index = heads_[HashOf(key)];
   while (index != 0) {
-    MeetingSlot* slot = &slots_[index - 1];
+    MeetingSlot* slot = SlotAt(index);
     if (slot->key[0] == key.call && slot->key[1] == key.launch) return slot;
     index = slot->hash_next;
   }
@@ -62,13 +63,13 @@ MeetingSlot* MeetingPlace::Find(const CallKey& key) {
 MeetingSlot* MeetingPlace::Open(const CallTag& tag) {
   uint32_t index = control_->free_slot;
   if (index != 0) {
-    control_->free_slot = slots_[index - 1].hash_next;
+    control_->free_slot = SlotAt(index)->hash_next;
   } else if (control_->used_slots < kMeetingSlots) {
     index = ++control_->used_slots;
   } else {
     return nullptr;
   }
-  MeetingSlot* slot = &slots_[index - 1];
+  MeetingSlot* slot = SlotAt(index);
   slot->inside = 0;
   slot->key[0] = tag.key.call;
   slot->key[1] = tag.key.launch;
@@ -84,7 +85,9 @@ MeetingSlot* MeetingPlace::Open(const CallTag& tag) {
   slot->site_ordinal = tag.site.ordinal;
   slot->repetition = tag.site.repetition;
   slot->run = tag.run;
-  for (Word64& mask : slot->arrived) mask.store(0, std::memory_order_relaxed);
+  for (int64_t i = 0; i < ArrivedWords(ranks_); ++i) {
+    ArrivedIn(slot)[i].store(0, std::memory_order_relaxed);
+  }
   uint32_t& head = heads_[HashOf(tag.key)];
   slot->hash_next = head;
   head = index;
@@ -96,7 +99,7 @@ MeetingSlot* MeetingPlace::Open(const CallTag& tag) {
 void MeetingPlace::Free(MeetingSlot* slot) {
   const uint32_t index = IndexOf(slot);
   uint32_t* link = &heads_[HashOf(CallKey{slot->key[0], slot->key[1]})];
-  while (*link != index) link = &slots_[*link - 1].hash_next;
+  while (*link != index) link = &SlotAt(*link)->hash_next;
   *link = slot->hash_next;
   slot->hash_next = control_->free_slot;
   control_->free_slot = index;
@@ -130,7 +133,7 @@ Status MeetingPlace::Join(const CallTag& tag, int rank, const Verdict& verdict, 
         .With("object", std::string("call"))
         .With("rank", int64_t{rank});
   }
-  Word64& mask = slot->arrived[rank / 64];
+  Word64& mask = ArrivedIn(slot)[rank / 64];
   const uint64_t bit = uint64_t{1} << (rank % 64);
   if (mask.load(std::memory_order_relaxed) & bit) {
     return InvalidArgument("two devices say they are rank " + std::to_string(rank) + " in one " +
@@ -160,7 +163,7 @@ void MeetingPlace::GrantOrQueue(MeetingSlot* slot) {
   if (control_->ready_tail == 0) {
     control_->ready_head = index;
   } else {
-    slots_[control_->ready_tail - 1].ready_next = index;
+    SlotAt(control_->ready_tail)->ready_next = index;
   }
   control_->ready_tail = index;
 }
@@ -190,9 +193,9 @@ bool MeetingPlace::Grant(MeetingSlot* slot) {
 void MeetingPlace::RemoveFromReady(MeetingSlot* slot) {
   const uint32_t index = IndexOf(slot);
   uint32_t previous = 0;
-  for (uint32_t at = control_->ready_head; at != 0; at = slots_[at - 1].ready_next) {
+  for (uint32_t at = control_->ready_head; at != 0; at = SlotAt(at)->ready_next) {
     if (at == index) {
-      (previous ? slots_[previous - 1].ready_next : control_->ready_head) = slot->ready_next;
+      (previous ? SlotAt(previous)->ready_next : control_->ready_head) = slot->ready_next;
       if (control_->ready_tail == index) control_->ready_tail = previous;
       return;
     }
@@ -216,7 +219,7 @@ void MeetingPlace::Leave(MeetingSlot* slot, bool failed) {
   lanes_[lane].busy = 0;
   const uint32_t next = control_->ready_head;
   if (next == 0) return;
-  MeetingSlot* ready = &slots_[next - 1];
+  MeetingSlot* ready = SlotAt(next);
   control_->ready_head = ready->ready_next;
   if (control_->ready_head == 0) control_->ready_tail = 0;
   ready->ready_next = 0;
@@ -224,8 +227,11 @@ void MeetingPlace::Leave(MeetingSlot* slot, bool failed) {
 }
 
 int MeetingPlace::FirstMissing(const MeetingSlot& slot) const {
-  for (uint32_t rank = 0; rank < ranks_; ++rank) {
-    if (!Joined(slot, static_cast<int>(rank))) return static_cast<int>(rank);
+  for (uint32_t first = 0; first < ranks_; first += 64) {
+    const uint64_t joined = ArrivedIn(slot)[first / 64].load(std::memory_order_acquire);
+    if (joined == ~uint64_t{0}) continue;
+    const uint32_t rank = first + static_cast<uint32_t>(__builtin_ctzll(~joined));
+    return rank < ranks_ ? static_cast<int>(rank) : -1;
   }
   return -1;
 }

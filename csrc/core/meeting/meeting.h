@@ -79,7 +79,7 @@ class MeetingPlace {
   // Returns the lowest rank that has not joined, or -1.
   int FirstMissing(const MeetingSlot& slot) const;
   bool Joined(const MeetingSlot& slot, int rank) const {
-    return slot.arrived[rank / 64].load(std::memory_order_acquire) >> (rank % 64) & 1;
+    return ArrivedIn(slot)[rank / 64].load(std::memory_order_acquire) >> (rank % 64) & 1;
   }
 
   // Another meeting of the same layer, handle and op, which ranks missing from `slot` have joined
@@ -104,11 +104,20 @@ class MeetingPlace {
   void GrantOrQueue(MeetingSlot* slot);
   bool Grant(MeetingSlot* slot);
   void RemoveFromReady(MeetingSlot* slot);
-  uint32_t IndexOf(const MeetingSlot* slot) const {
-    return static_cast<uint32_t>(slot - slots_) + 1;
+  MeetingSlot* SlotAt(uint32_t index) const {
+    return reinterpret_cast<MeetingSlot*>(slots_ + (index - 1) * slot_bytes_);
   }
+  uint32_t IndexOf(const MeetingSlot* slot) const {
+    return static_cast<uint32_t>((reinterpret_cast<const uint8_t*>(slot) - slots_) / slot_bytes_) +
+           1;
+  }
+  // Returns the words of `arrived`, of which the struct declares the first.
+  static const Word64* ArrivedIn(const MeetingSlot& slot) { return slot.arrived; }
+  static Word64* ArrivedIn(MeetingSlot* slot) { return slot->arrived; }
 
   bool SameOp(const MeetingSlot& one, const MeetingSlot& other) const;
+  bool Overlap(const MeetingSlot& one, const MeetingSlot& other) const;
+  std::string RanksOf(const MeetingSlot& slot) const;
   std::string Describe(const MeetingSlot& slot) const;
 
   PoisonWatch poison_{};
@@ -116,7 +125,8 @@ class MeetingPlace {
   Lane* lanes_ = nullptr;
   PhaseWord* phases_ = nullptr;
   uint32_t* heads_ = nullptr;
-  MeetingSlot* slots_ = nullptr;
+  uint8_t* slots_ = nullptr;
+  int64_t slot_bytes_ = 0;
   uint32_t ranks_ = 0;
 };
 

@@ -1,7 +1,6 @@
 // Finds two meetings that can never be complete, because processes with different programs give one
 // call different names.
 
-#include <array>
 #include <string>
 
 #include "core/meeting/meeting.h"
@@ -10,56 +9,50 @@
 namespace ep_runtime {
 namespace {
 
-constexpr size_t kMaskWords = kMaxMeetingRanks / 64;
-using Mask = std::array<uint64_t, kMaskWords>;
+constexpr int kMaxNamedRanks = 32;  // an error names the first ranks of a meeting
 
-Mask ArrivedIn(const MeetingSlot& slot) {
-  Mask mask;
-  for (size_t i = 0; i < kMaskWords; ++i) {
-    mask[i] = slot.arrived[i].load(std::memory_order_relaxed);
-  }
-  return mask;
-}
+}  // namespace
 
-bool Overlap(const Mask& one, const Mask& other) {
-  for (size_t i = 0; i < kMaskWords; ++i) {
-    if (one[i] & other[i]) return true;
+bool MeetingPlace::Overlap(const MeetingSlot& one, const MeetingSlot& other) const {
+  for (int64_t i = 0; i < ArrivedWords(ranks_); ++i) {
+    if (ArrivedIn(one)[i].load(std::memory_order_relaxed) &
+        ArrivedIn(other)[i].load(std::memory_order_relaxed)) {
+      return true;
+    }
   }
   return false;
 }
 
-std::string RanksOf(const Mask& mask) {
+std::string MeetingPlace::RanksOf(const MeetingSlot& slot) const {
   std::string text;
-  for (int64_t rank = 0; rank < kMaxMeetingRanks; ++rank) {
-    if (!(mask[rank / 64] >> (rank % 64) & 1)) continue;
+  int named = 0;
+  for (uint32_t rank = 0; rank < ranks_; ++rank) {
+    if (!Joined(slot, static_cast<int>(rank)) || ++named > kMaxNamedRanks) continue;
     text += (text.empty() ? "" : ", ") + std::to_string(rank);
   }
-  return "EP ranks [" + text + "]";
+  const int more = named - kMaxNamedRanks;
+  return "EP ranks [" + text + "]" + (more > 0 ? " and " + std::to_string(more) + " more" : "");
 }
-
-}  // namespace
 
 bool MeetingPlace::SameOp(const MeetingSlot& one, const MeetingSlot& other) const {
   return one.layer_id == other.layer_id && one.handle == other.handle && one.op == other.op;
 }
 
 std::string MeetingPlace::Describe(const MeetingSlot& slot) const {
-  return RanksOf(ArrivedIn(slot)) + " at call " + std::to_string(slot.site_ordinal) +
-         " repetition " + std::to_string(slot.repetition) + " of launch " +
-         std::to_string(slot.key[1]);
+  return RanksOf(slot) + " at call " + std::to_string(slot.site_ordinal) + " repetition " +
+         std::to_string(slot.repetition) + " of launch " + std::to_string(slot.key[1]);
 }
 
 MeetingPlace::Misfit MeetingPlace::FindMisfit(const MeetingSlot& slot) {
   SharedLock lock(&control_->lock);
   if (!lock.Lock(kWaitSliceNs, [&] { return poison_.poisoned(); })) return {};
   const auto settled = static_cast<uint64_t>(NowNs() - kMisfitNs);
-  const Mask here = ArrivedIn(slot);
   Misfit found;
-  for (uint32_t i = 0; i < control_->used_slots && !found.certain; ++i) {
-    const MeetingSlot& each = slots_[i];
+  for (uint32_t i = 1; i <= control_->used_slots && !found.certain; ++i) {
+    const MeetingSlot& each = *SlotAt(i);
     if (each.state.load(std::memory_order_relaxed) != kSlotGathering || &each == &slot ||
         !SameOp(slot, each) || each.changed_ns > settled || slot.changed_ns > settled ||
-        Overlap(here, ArrivedIn(each))) {
+        Overlap(slot, each)) {
       continue;
     }
     found.text = Describe(slot) + ", " + Describe(each);

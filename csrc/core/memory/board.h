@@ -12,14 +12,14 @@
 namespace ep_runtime {
 
 constexpr uint64_t kBoardMagic = 0x3144'5241'4F42'5045;  // "EPBOARD1" in memory
-constexpr uint32_t kBoardVersion = 4;
+constexpr uint32_t kBoardVersion = 5;
 constexpr uint32_t kMaxHandles = 16384;
 constexpr uint32_t kMaxLoads = 1024;   // only handles below this have their load on the board
 constexpr uint32_t kTallyOps = 8;      // one for each OpCode before kCopies
 constexpr uint32_t kTimeBuckets = 24;  // see BucketOf
 constexpr uint32_t kBucketBits = 12;
 constexpr uint32_t kMeetingSlots = 4096;
-constexpr int64_t kMaxMeetingRanks = 1024;
+constexpr int64_t kMaxWorldRanks = 8192;
 constexpr uint32_t kFailureRecords = 128;
 constexpr int64_t kLineBytes = 64;
 constexpr int64_t kPageBytes = 4096;
@@ -67,32 +67,35 @@ struct BoardHeader {
   std::atomic<uint32_t> poison_reason;
   std::atomic<int32_t> poison_rank;
   uint32_t ep_size;
-  uint32_t num_domains;
+  uint32_t num_domains;  // domains that meet on this board; 0 if windows are in device memory
   uint32_t lanes;
   uint32_t max_handles;
   uint32_t meeting_slots;
-  uint32_t reserved0;
+  uint32_t num_here;  // ranks of this node, which have seats; a seat is the index of a record
   uint64_t window_bytes;
   uint64_t board_bytes;
-  uint64_t ranks_offset;
+  uint64_t ranks_offset;  // [num_here] RankRecord
   uint64_t handles_offset;
-  uint64_t world_offset;
-  uint64_t domains_offset;
+  uint64_t world_offset;    // 0 unless all ranks of the group meet on this board
+  uint64_t domains_offset;  // [num_domains], `domain_bytes` each, by seat of their first ranks
   uint64_t domain_bytes;
   uint64_t failures_offset;
   Word64 failures;  // failure records claimed so far
   // CLOCK_MONOTONIC as the daemon or a process last wrote it, because devices cannot read that
   // clock.
   Word64 now_ns;
-  uint64_t device_rows_offset;  // [W][kMaxHandles] DeviceRows; 0 if windows are in host memory
-  uint64_t tallies_offset;      // [W] tallies of `tally_bytes` each, see memory/tally.h
+  uint64_t device_rows_offset;  // [num_here][kMaxHandles] DeviceRows; 0 if windows are in host
+                                // memory
+  uint64_t tallies_offset;      // [num_here] tallies of `tally_bytes` each, see memory/tally.h
   uint64_t tally_bytes;
+  uint64_t seats_offset;  // u32 [W]: a world rank's seat plus one; 0 for a rank of another node
   // The process that ordered the poison or replaced the group; both 0 if unknown.
   std::atomic<uint32_t> poison_uid;
   std::atomic<uint32_t> poison_pid;
   char poison_note[80];  // host and reason, UTF-8 with a zero at its end
+  uint8_t reserved[56];
 };
-static_assert(sizeof(BoardHeader) == 256);
+static_assert(sizeof(BoardHeader) == 320);
 
 // Record of a rank, written by the one process that drives the rank. `sequence` is odd during a
 // write.
@@ -239,6 +242,7 @@ enum SlotState : uint32_t {
   kSlotFailed = 4
 };
 
+// A slot takes SlotBytes(ranks), because `arrived` has as many words as the ranks need.
 struct MeetingSlot {
   Word state;  // futex word that the slot's ranks wait on
   uint32_t inside;
@@ -254,15 +258,23 @@ struct MeetingSlot {
   uint64_t opened_ns;
   int64_t verdict_demand;
   int64_t verdict_capacity;
-  Word64 arrived[kMaxMeetingRanks / 64];
   uint64_t changed_ns;  // time of the last arrival
   uint64_t site_name;   // the same in every process; 0 if one process drives all ranks
   uint32_t site_ordinal;
   uint32_t repetition;
   uint64_t run;  // XLA's id in the process that joined first; other processes may have other ids
-  uint8_t reserved[8];
+  Word64 arrived[1];  // a bit per rank
 };
-static_assert(sizeof(MeetingSlot) == 256);
+static_assert(sizeof(MeetingSlot) == 128);
+
+// Returns the number of words of `arrived`.
+constexpr int64_t ArrivedWords(int64_t ranks) { return (ranks + 63) / 64; }
+
+// Returns the bytes, in whole lines, of a meeting slot of `ranks` ranks.
+constexpr int64_t SlotBytes(int64_t ranks) {
+  const auto fixed = static_cast<int64_t>(sizeof(MeetingSlot) - sizeof(Word64));
+  return (fixed + 8 * ArrivedWords(ranks) + kLineBytes - 1) / kLineBytes * kLineBytes;
+}
 
 }  // namespace ep_runtime
 

@@ -96,7 +96,7 @@ inline int64_t WindowBytes(const GroupSizes& sizes) {
 
 inline int64_t ControlBytes(int64_t ranks, int64_t lanes) {
   const int64_t head = sizeof(Control) + lanes * sizeof(Lane) + lanes * ranks * sizeof(PhaseWord);
-  return AlignUp(head + kMeetingSlots * (4 + sizeof(MeetingSlot)), kPageBytes);
+  return AlignUp(head + kMeetingSlots * (4 + SlotBytes(ranks)), kPageBytes);
 }
 
 }  // namespace ep_runtime

@@ -44,21 +44,21 @@ Status DeviceBoard::OpenRank(const Group& group, int64_t world_rank, Progress* o
   if (!group.options().tell_progress || header.device_rows_offset == 0) return Status();
   const int64_t bytes = int64_t{kMaxHandles} * sizeof(DeviceRows);
   const auto* board = reinterpret_cast<const uint8_t*>(&header);
+  const int64_t seat = group.seat(world_rank);
   uint8_t* rows = nullptr;
-  EP_RETURN_IF_ERROR(
-      Register(board + header.device_rows_offset + world_rank * bytes, bytes, &rows));
+  EP_RETURN_IF_ERROR(Register(board + header.device_rows_offset + seat * bytes, bytes, &rows));
   out->now_ns = reinterpret_cast<const uint64_t*>(board_ + offsetof(BoardHeader, now_ns));
-  out->rank = board_ + header.ranks_offset + world_rank * sizeof(RankRecord);
+  out->rank = board_ + header.ranks_offset + seat * sizeof(RankRecord);
   out->handles = board_ + header.handles_offset;
   out->device_rows = rows;
-  return OpenTally(group, world_rank, &out->tally);
+  return OpenTally(group, seat, &out->tally);
 }
 
-Status DeviceBoard::OpenTally(const Group& group, int64_t world_rank, DeviceTally* out) {
+Status DeviceBoard::OpenTally(const Group& group, int64_t seat, DeviceTally* out) {
   const BoardHeader& header = group.header();
   const TallyLayout layout(group.sizes());
   const auto* board = reinterpret_cast<const uint8_t*>(&header);
-  EP_RETURN_IF_ERROR(Register(board + header.tallies_offset + world_rank * layout.tally_bytes,
+  EP_RETURN_IF_ERROR(Register(board + header.tallies_offset + seat * layout.tally_bytes,
                               layout.tally_bytes, &out->board));
   out->peers_offset = layout.peers_offset;
   out->loads_offset = layout.loads_offset;

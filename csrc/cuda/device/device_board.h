@@ -26,7 +26,7 @@ class DeviceBoard {
   Status OpenRank(const Group& group, int64_t world_rank, Progress* out);
 
  private:
-  Status OpenTally(const Group& group, int64_t world_rank, DeviceTally* out);
+  Status OpenTally(const Group& group, int64_t seat, DeviceTally* out);
   // Registers whole pages. `device` gets the devices' address of `start`.
   Status Register(const void* start, int64_t bytes, uint8_t** device);
 

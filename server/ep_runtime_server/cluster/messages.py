@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from ep_runtime.allowed_names import check_name
-from ep_runtime.board_abi import MAX_MEETING_RANKS
+from ep_runtime.board_abi import MAX_WORLD_RANKS
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime.specs import GroupSpec
 from ep_runtime.v1 import node_service_pb2 as pb
@@ -34,9 +34,9 @@ def claims_to_proto(claims: Iterable[NodeClaim]) -> list[pb.NodeClaim]:
 
 def ranks_from_proto(ranks: Sequence[int]) -> tuple[int, ...]:
     """Converts world ranks. Raises InvalidArgumentError if there are too many for any group."""
-    if len(ranks) > MAX_MEETING_RANKS:
+    if len(ranks) > MAX_WORLD_RANKS:
         raise InvalidArgumentError(
-            f"a list must have at most {MAX_MEETING_RANKS} world ranks, got {len(ranks)}",
+            f"a list must have at most {MAX_WORLD_RANKS} world ranks, got {len(ranks)}",
             argument="world_ranks",
         )
     return tuple(ranks)

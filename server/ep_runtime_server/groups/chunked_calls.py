@@ -52,7 +52,7 @@ class ChunkedCalls:
         if windows is None or windows.board is None:
             return before
         counts = board_records.read_extra_chunks(
-            windows.board, windows.spec, group.layers.num_handles
+            windows.board, windows.layout, group.layers.num_handles
         )
         if counts.keys() <= before.handles:
             return before

@@ -34,7 +34,7 @@ def check_spec(spec: GroupSpec) -> None:
         raise InvalidArgumentError(
             f"lanes must be at most {MAX_LANES}, got {spec.lanes}", argument="lanes"
         )
-    board.board_layout(spec)  # raises for a mesh of too many devices
+    board.check_world(spec)
     if spec.world_size * board.window_bytes(spec) > MAX_GROUP_BYTES:
         raise InvalidArgumentError(
             f"windows of {iec(board.window_bytes(spec))} on {spec.world_size} ranks are more than "

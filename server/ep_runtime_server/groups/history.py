@@ -17,12 +17,11 @@ import dataclasses
 import functools
 import mmap
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 
 from ep_runtime import board
 from ep_runtime.board import DeviceRowsStruct, HandleRecordStruct, RankRecordStruct
 from ep_runtime.board_abi import MAX_HANDLES, MAX_LOADS
-from ep_runtime.specs import GroupSpec
 from ep_runtime_server.base.clock import Clock
 from ep_runtime_server.base.pacing import paced
 from ep_runtime_server.groups.book import GroupBook
@@ -64,29 +63,30 @@ class BoardCopy:
     uid: int
     generation: int
     num_handles: int
-    ranks: tuple[int, ...]
+    layout: board.BoardLayout
     taken_s: float
     until_s: float
     checksum: int
     packed: bytes
 
 
-def parts(spec: GroupSpec, num_handles: int, ranks: Iterable[int]) -> Iterator[slice]:
+def parts(where: board.BoardLayout, num_handles: int) -> Iterator[slice]:
     """Yields the used parts of a board: records of ranks and handles, and tallies of ranks."""
-    where, tally = board.board_layout(spec), board.tally_layout(spec)
 
     def part(offset: int, size: int) -> slice:
         return slice(offset, offset + size)
 
     handles, loads = min(num_handles, MAX_HANDLES), min(num_handles, MAX_LOADS)
-    yield part(where.ranks_offset, spec.world_size * ctypes.sizeof(RankRecordStruct))
+    yield part(where.ranks_offset, len(where.ranks) * ctypes.sizeof(RankRecordStruct))
     yield part(where.handles_offset, handles * ctypes.sizeof(HandleRecordStruct))
     size = ctypes.sizeof(DeviceRowsStruct)
-    for rank in ranks:
-        start = where.tallies_offset + rank * tally.tally_bytes
-        yield part(start, tally.loads_offset + loads * tally.load_bytes)
+    tally = where.tally
+    for seat in range(len(where.ranks)):
+        if where.tallies_offset:
+            start = where.tallies_offset + seat * tally.tally_bytes
+            yield part(start, tally.loads_offset + loads * tally.load_bytes)
         if where.device_rows_offset:
-            yield part(where.device_rows_offset + rank * MAX_HANDLES * size, handles * size)
+            yield part(where.device_rows_offset + seat * MAX_HANDLES * size, handles * size)
 
 
 class History:
@@ -120,15 +120,16 @@ class History:
         windows, now_s = group.windows, self._clock.monotonic_s()
         if windows is None or windows.board is None:
             return
-        ranks, handles = tuple(group.local_ranks), group.layers.num_handles
-        wanted = [*parts(windows.spec, handles, ranks)]
+        layout, handles = windows.layout, group.layers.num_handles
+        wanted = [*parts(layout, handles)]
         if sum(part.stop - part.start for part in wanted) > MOST_RAW_BYTES:
             return
         raw = b"".join(windows.board[part] for part in wanted)
-        about = (group.owner.uid, group.generation, handles, ranks)
+        about = (group.owner.uid, group.generation, handles, layout)
         checksum = zlib.crc32(raw)
         kept = self._of(group)
-        if kept and kept[-1].checksum == checksum and kept[-1].num_handles == handles:
+        last = (kept[-1].checksum, kept[-1].num_handles, kept[-1].layout) if kept else None
+        if last == (checksum, handles, layout):
             kept[-1] = dataclasses.replace(kept[-1], until_s=now_s)
         else:
             packed = await asyncio.to_thread(zlib.compress, raw, _LEVEL)
@@ -173,7 +174,8 @@ class History:
             at_s = max(sample.taken_s, min(then_s, sample.until_s))
             past = copy.copy(group)
             past.windows = copy.copy(group.windows)
-            past.windows.board = _unpacked(group.windows.spec, sample)
+            past.windows.layout = sample.layout
+            past.windows.board = _unpacked(sample)
             ago_s = self._clock.monotonic_s() - at_s
             return past, StoppedClock(at_s, self._clock.wall_s() - ago_s)
 
@@ -192,10 +194,11 @@ def _thinned(samples: list[BoardCopy], now_s: float) -> list[BoardCopy]:
     return kept
 
 
-def _unpacked(spec: GroupSpec, sample: BoardCopy) -> mmap.mmap:
+def _unpacked(sample: BoardCopy) -> mmap.mmap:
     """Makes a board from a copy; unused parts are zero."""
-    made, raw, used = mmap.mmap(-1, board.board_bytes(spec)), zlib.decompress(sample.packed), 0
-    for part in parts(spec, sample.num_handles, sample.ranks):
+    made = mmap.mmap(-1, sample.layout.board_bytes)
+    raw, used = zlib.decompress(sample.packed), 0
+    for part in parts(sample.layout, sample.num_handles):
         size = part.stop - part.start
         made[part] = raw[used : used + size]
         used += size

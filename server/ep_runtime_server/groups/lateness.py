@@ -54,20 +54,24 @@ class LateRank:
         )
 
 
-def rank_records(group: GroupRecord) -> list[RankRecord | None]:
-    """Reads each rank's record; None for a malformed record, an empty list without a board."""
+def rank_records(group: GroupRecord) -> dict[int, RankRecord | None]:
+    """Reads records of this node's ranks by world rank; None for a malformed record.
+
+    Returns an empty dict without a board.
+    """
     windows = group.windows
     if windows is None or windows.board is None:
-        return []
-    return board_records.read_ranks(windows.board, windows.spec)
+        return {}
+    records = board_records.read_ranks(windows.board, windows.layout)
+    return dict(zip(windows.layout.ranks, records, strict=True))
 
 
 def rank_record(group: GroupRecord, rank: int) -> RankRecord | None:
-    """Reads one rank's record; None if there is no board or the record is malformed."""
+    """Reads one rank's record; None without a board, for another node's and a malformed one."""
     windows = group.windows
     if windows is None or windows.board is None:
         return None
-    return board_records.read_ranks(windows.board, windows.spec, [rank])[0]
+    return board_records.read_ranks(windows.board, windows.layout, [rank])[0]
 
 
 def tell_time(groups: Iterable[GroupRecord], now_s: float) -> None:
@@ -104,13 +108,12 @@ async def late_ranks(groups: Iterable[GroupRecord], now_s: float) -> list[LateRa
 
 def late_in(group: GroupRecord, now_s: float, *, after_s: float = LATE_AFTER_S) -> list[LateRank]:
     """Returns the ranks of one group that others have awaited for over `after_s`."""
-    records = rank_records(group)
     waiting = {
         rank: record
-        for rank, record in enumerate(records)
+        for rank, record in rank_records(group).items()
         if record is not None
         and record.state in (RankState.MEETING, RankState.WAITING)
-        and 0 <= record.waiting_for < len(records)
+        and 0 <= record.waiting_for < group.spec.world_size
         and record.waiting_for != rank
     }
     waits_for = {rank: record.waiting_for for rank, record in waiting.items()}

@@ -57,7 +57,7 @@ def _to_spec(value: Mapping[str, Any]) -> GroupSpec:
     for name in ("ep_axis", "outer_axes"):
         fields[name] = tuple(fields[name])
     spec = make_group_spec(**fields)
-    board.board_layout(spec)  # raises if a daemon would refuse the spec
+    board.check_world(spec)  # raises if a daemon would refuse the spec
     group_spec_to_proto(spec)  # raises if the spec does not fit the protocol
     return spec
 
@@ -69,6 +69,7 @@ def of_windows(windows: WindowSet) -> dict[str, Any] | None:
     return {
         "owner": _of_owner(windows.owner),
         "spec": _of_spec(windows.spec),
+        "ranks": windows.layout.ranks,
         "generation": windows.generation,
         "created_s": windows.created_s,
         "state": windows.state.value,
@@ -82,16 +83,13 @@ def of_windows(windows: WindowSet) -> dict[str, Any] | None:
 def to_windows(set_id: str, value: Mapping[str, Any]) -> WindowSet:
     """Converts a record to a window set, whose descriptors must still come back."""
     shapes.check(value, shapes.WINDOWS)
-    windows = WindowSet(
-        Owner(*value["owner"]), _to_spec(value["spec"]), value["generation"], value["created_s"]
-    )
+    layout = board.board_layout(_to_spec(value["spec"]), value["ranks"])
+    windows = WindowSet(Owner(*value["owner"]), layout, value["generation"], value["created_s"])
     windows.set_id = set_id
     windows.state = WindowState(value["state"])
     windows.holders = set(value["holders"])
     for buffer_id, device, world_rank, size_bytes, identity in value["buffers"]:
-        right = (
-            board.board_bytes(windows.spec) if world_rank < 0 else board.window_bytes(windows.spec)
-        )
+        right = layout.board_bytes if world_rank < 0 else board.window_bytes(windows.spec)
         if size_bytes != right:
             raise ValueError(f"rank {world_rank} cannot have {size_bytes} bytes, but {right}")
         known = (identity[0], identity[1]) if identity is not None else None

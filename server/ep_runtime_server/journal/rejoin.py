@@ -285,8 +285,8 @@ def _checked_board(allocation: Allocation, windows: WindowSet) -> mmap.mmap:
         header = board.read_header(mapped)
         # A board without holders gets a new header before its next use, so accept any generation.
         wanted = windows.generation if windows.holders else header.generation
-        # The spec gives the offsets for reading the board, so it must fit the file's size.
-        size_bytes = board.board_bytes(windows.spec)
+        # The layout gives the offsets for reading the board, so it must fit the file's size.
+        size_bytes = windows.layout.board_bytes
         if (header.generation, allocation.size_bytes) != (wanted, size_bytes):
             raise InvalidArgumentError(
                 f"the board is of generation {header.generation} and {allocation.size_bytes} "

@@ -74,6 +74,7 @@ SESSION: Mapping[str, Shape] = {
 }
 WINDOWS: Mapping[str, Shape] = {
     "owner": owner,
+    "ranks": each(rank),
     "generation": generation,
     "created_s": seconds,
     "state": text,

@@ -55,16 +55,19 @@ def _nobody(windows: WindowSet) -> None:
 
 
 class WindowSet:
-    """The memory of one group under one generation at a time.
+    """The memory of one group on this node, under one generation at a time.
 
     Attributes:
+        layout: layout of the board, with the group's spec and the world ranks of this node.
         set_id: the set's unique name in the journal.
         on_change: called after every change that a restarted daemon must know.
     """
 
-    def __init__(self, owner: Owner, spec: GroupSpec, generation: int, created_s: float) -> None:
+    def __init__(
+        self, owner: Owner, layout: board.BoardLayout, generation: int, created_s: float
+    ) -> None:
         self.owner = owner
-        self.spec = spec
+        self.layout = layout
         self.generation = generation
         self.created_s = created_s
         self.state = WindowState.LEASED
@@ -76,14 +79,17 @@ class WindowSet:
         self._poison: tuple[board.PoisonReason, int, GivenOrder | None] | None = None
 
     @property
+    def spec(self) -> GroupSpec:
+        return self.layout.spec
+
+    @property
     def wanted_ranks(self) -> list[int]:
         """Returns world ranks (-1 for the board) whose descriptors have not come back yet."""
         return [buffer.world_rank for buffer in self.buffers if buffer.allocation is None]
 
     def serves(self, spec: GroupSpec, ranks: Sequence[int]) -> bool:
         """Returns whether the set is the memory of these world ranks under this spec."""
-        ours = [buffer.world_rank for buffer in self.buffers if buffer.world_rank >= 0]
-        return self.spec == spec and ours == list(ranks)
+        return self.spec == spec and self.layout.ranks == tuple(ranks)
 
     def is_on(self, uuids: Mapping[int, str]) -> bool:
         """Returns whether each window is on the GPU that its rank uses now."""
@@ -152,13 +158,13 @@ class WindowSet:
             if rank < 0:
                 self.board = allocation.map()
         assert self.board is not None
-        board.format_board(self.board, self.spec, self.generation)
+        board.format_board(self.board, self.layout, self.generation)
 
     def format_again(self, generation: int) -> None:
         """Formats the board for a new generation, if the set has no holders. Blocks."""
         assert not self.holders
         assert self.board is not None
-        board.format_board(self.board, self.spec, generation)
+        board.format_board(self.board, self.layout, generation)
         self.generation = generation
         self._poison = None
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import collections
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from ep_runtime import board
@@ -156,28 +156,28 @@ class WindowPool:
         spec: GroupSpec,
         generation: int,
         uuids: Mapping[int, str] | None = None,
-        ranks: Sequence[int] | None = None,
+        ranks: Iterable[int] | None = None,
     ) -> WindowSet:
         """Allocates a new set with a formatted board; windows on the host are zeroed.
 
         Args:
             owner, spec, generation: owner, spec and generation of the group.
             uuids: GPU by world rank; None for windows on the host.
-            ranks: world ranks that get a window, in ascending order; None for all.
+            ranks: world ranks that get a window; None for all.
 
         Raises:
             PoolExhaustedError: the set exceeds a limit, even after running frees.
             InvalidArgumentError: the host does not have a GPU of `uuids`.
             RuntimeUnavailableError: the host has no CUDA driver.
         """
-        loop = asyncio.get_running_loop()
-        parts = await loop.run_in_executor(self._admit, self._parts, spec, uuids or {}, ranks)
+        loop, layout = asyncio.get_running_loop(), board.board_layout(spec, ranks)
+        parts = await loop.run_in_executor(self._admit, self._parts, layout, uuids or {})
         on = dict.fromkeys(device for _, device, _ in parts)
         demand = {device: sum(size for _, d, size in parts if d is device) for device in on}
         fds = len(parts) + 1  # mmap duplicates the board's descriptor
         await self._room(owner.uid, demand, fds)
         self._reserve(owner.uid, demand, fds)
-        windows = WindowSet(owner, spec, generation, self._clock.monotonic_s())
+        windows = WindowSet(owner, layout, generation, self._clock.monotonic_s())
         try:
             await loop.run_in_executor(self._admit, windows.allocate, parts)
         except Exception:
@@ -209,8 +209,9 @@ class WindowPool:
         error = self._over_quota(owner.uid, {}, len(ranks) + 2)
         if error is not None:
             raise error
-        windows = WindowSet(owner, spec, generation, self._clock.monotonic_s())
-        for rank, device, size_bytes in self._parts(spec, {}, ranks):
+        layout = board.board_layout(spec, ranks)
+        windows = WindowSet(owner, layout, generation, self._clock.monotonic_s())
+        for rank, device, size_bytes in self._parts(layout, {}):
             windows.buffers.append(
                 Buffer(buffer_label(owner, generation, rank), device.name, rank, size_bytes)
             )
@@ -218,13 +219,13 @@ class WindowPool:
         return windows
 
     def _parts(
-        self, spec: GroupSpec, uuids: Mapping[int, str], ranks: Sequence[int] | None
+        self, layout: board.BoardLayout, uuids: Mapping[int, str]
     ) -> list[tuple[int, Device, int]]:
         """Returns (world rank, device, bytes) of the board, as rank -1, then of each window."""
-        window_bytes = board.window_bytes(spec)
-        return [(-1, self._host, board.board_bytes(spec))] + [
+        window_bytes = board.window_bytes(layout.spec)
+        return [(-1, self._host, layout.board_bytes)] + [
             (rank, self.device(uuids.get(rank, self._host.name)), window_bytes)
-            for rank in (range(spec.world_size) if ranks is None else ranks)
+            for rank in layout.ranks
         ]
 
     def check_room(self, device: str, asked: int, uid: int) -> None:

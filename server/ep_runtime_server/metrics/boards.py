@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import collections
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from ep_runtime import board_records, board_tallies
 from ep_runtime.board import HandleState, OpCode, RankState
@@ -40,9 +40,7 @@ def max_mean_ratio(rows: Sequence[int]) -> float | None:
 
 async def put_ranks(sheet: Sheet, group: GroupRecord, labels: Labels, now_s: float) -> None:
     """Puts series of this node's ranks, of ranks that they wait for, and of the group's balance."""
-    records = rank_records(group)
-    here = [rank for rank in group.local_ranks if rank < len(records)]
-    found = {rank: record for rank in here if (record := records[rank]) is not None}
+    found = {rank: record for rank, record in rank_records(group).items() if record is not None}
     ratio = max_mean_ratio([record.rows for record in found.values()])
     if ratio is not None:
         sheet.put("group_load_max_mean_ratio", labels, ratio)
@@ -86,7 +84,7 @@ async def put_ops(sheet: Sheet, group: GroupRecord, labels: Labels) -> None:
         windows = group.windows
         if windows is None or windows.board is None:  # may change at an await
             return
-        for op, tally in board_tallies.read_ops(windows.board, windows.spec, rank).items():
+        for op, tally in board_tallies.read_ops(windows.board, windows.layout, rank).items():
             times[op].append(tally)
             waited_ns[rank] += tally.wait_ns
             for peer in tally.peers:
@@ -124,15 +122,16 @@ async def put_layers(
             left_out += 1
             continue
         indices = [handle.index for handle in handles]
-        records = [x for x in board_records.read_handles(windows.board, windows.spec, indices) if x]
+        found = board_records.read_handles(windows.board, windows.layout, indices)
+        records = [record for record in found if record is not None]
         states.update(record.state for record in records)
         _put_layer(sheet, (*labels, name), records, now_s)
-        loads = board_records.read_device_rows(windows.board, windows.spec, indices)
+        loads = board_records.read_device_rows(windows.board, windows.layout, indices)
         if loads is not None:
-            _put_loads(sheet, (*labels, name), loads, ranks, detail=detail)
+            _put_loads(sheet, (*labels, name), loads, detail=detail)
         rows, tokens = dict.fromkeys(experts, 0), 0
         for rank in ranks:
-            load = board_tallies.read_load(windows.board, windows.spec, rank, indices)
+            load = board_tallies.read_load(windows.board, windows.layout, rank, indices)
             if load is not None:
                 tokens += load.tokens
                 for expert, count in zip(_experts(group, rank), load.rows, strict=True):
@@ -169,18 +168,12 @@ def _put_layer(sheet: Sheet, labels: Labels, records: list[HandleRecord], now_s:
 
 
 def _put_loads(
-    sheet: Sheet,
-    labels: Labels,
-    loads: Sequence[tuple[int, int]],
-    ranks: Sequence[int],
-    *,
-    detail: bool,
+    sheet: Sheet, labels: Labels, loads: Mapping[int, tuple[int, int]], *, detail: bool
 ) -> None:
     """Puts a layer's load series; `loads` has (rows, dropped rows) by world rank."""
-    ratio = max_mean_ratio([loads[rank][0] for rank in ranks])
+    ratio = max_mean_ratio([rows for rows, _ in loads.values()])
     if ratio is not None:
         sheet.put("layer_load_max_mean_ratio", labels, ratio)
-    for rank in ranks if detail else ():
-        rows, dropped_rows = loads[rank]
+    for rank, (rows, dropped_rows) in loads.items() if detail else ():
         sheet.put("layer_rank_rows_total", (*labels, str(rank)), rows)
         sheet.put("layer_rank_dropped_rows_total", (*labels, str(rank)), dropped_rows)

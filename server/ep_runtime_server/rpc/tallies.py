@@ -45,12 +45,12 @@ def _add_sums(message: pb.RankTally, group: GroupRecord, rank: int) -> None:
     windows = group.windows
     if windows is None or windows.board is None:
         return
-    for op, tally in board_tallies.read_ops(windows.board, windows.spec, rank).items():
+    for op, tally in board_tallies.read_ops(windows.board, windows.layout, rank).items():
         message.ops.append(_op_tally(op.name, tally))
     by_layer = itertools.groupby(group.layers.handles(), key=lambda handle: handle.layer)
     for layer, handles in by_layer:
         indices = [handle.index for handle in handles]
-        load = board_tallies.read_load(windows.board, windows.spec, rank, indices)
+        load = board_tallies.read_load(windows.board, windows.layout, rank, indices)
         if load is None:
             continue
         message.layers.append(wire.filled(pb.LoadTally, load, layer=layer))

@@ -59,7 +59,7 @@ def group(group: GroupRecord, clock: Clock) -> types_pb2.Group:
         generation=group.generation,
         state=f"GROUP_STATE_{group.state.value}",
         window_bytes=board.window_bytes(spec) if group.has_windows else 0,
-        board_bytes=board.board_bytes(spec) if group.has_windows else 0,
+        board_bytes=_board_bytes(group),
         create_time=timestamp(group.created_wall_s),
         epoch=group.epoch,
         attempt=group.attempt,
@@ -87,6 +87,14 @@ def group(group: GroupRecord, clock: Clock) -> types_pb2.Group:
         left = max(0.0, group.retained_until_s - clock.monotonic_s())
         message.retained_left.CopyFrom(wire.duration(left))
     return message
+
+
+def _board_bytes(group: GroupRecord) -> int:
+    if not group.has_windows:
+        return 0
+    if group.windows is not None:
+        return group.windows.layout.board_bytes
+    return board.board_bytes(group.resolved, group.local_ranks)
 
 
 def session(session: SessionRecord, groups: Iterable[str], clock: Clock) -> pb.SessionInfo:
@@ -191,7 +199,7 @@ def _handle_record(group: GroupRecord, index: int) -> HandleRecord | None:
     windows = group.windows
     if windows is None or windows.board is None:
         return None
-    return board_records.read_handles(windows.board, windows.spec, [index])[0]
+    return board_records.read_handles(windows.board, windows.layout, [index])[0]
 
 
 def _add_record(message: pb.HandleInfo, record: HandleRecord | None, clock: Clock) -> None:
