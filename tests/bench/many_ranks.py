@@ -1,6 +1,6 @@
 """Daemons of many nodes in one process, on simulated time: groups form, lose a process, form again.
 
-python tests/bench/many_ranks.py --nodes 512 --groups 4
+python tests/bench/many_ranks.py --nodes 512 --groups 1
 
 Prints, for each of these, how long it takes on simulated time (a message between daemons takes up
 to 2 ms), how many calls daemons send and how many bytes those have, and CPU seconds of this one
@@ -117,7 +117,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--nodes", type=int, default=512)
     parser.add_argument("--ranks-per-node", type=int, default=8)
-    parser.add_argument("--groups", type=int, default=4, help="each on nodes of its own")
+    parser.add_argument("--groups", type=int, default=1, help="each on nodes of its own")
     asked = parser.parse_args()
     names = (COORDINATOR, *(f"n{number}" for number in range(1, asked.nodes)))
     with simulated(1, names) as cluster:

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from ep_runtime import board, board_abi, native, native_abi
+from ep_runtime import board, board_abi, board_file, board_records, native, native_abi
 from ep_runtime.errors import (
     InvalidArgumentError,
     RuntimeUnavailableError,
@@ -199,6 +199,38 @@ def test_a_board_of_another_group_is_refused(files):
     with pytest.raises(VersionSkewError, match="version 0"):
         opened(spec, generation=3, board_fd=empty, window_fds=windows, debug=False)
     os.close(empty)
+
+
+def test_a_node_of_the_largest_mesh_opens_its_part():
+    ranks, here = board.MAX_WORLD_RANKS, range(4096, 4104)
+    spec = spec_of(mesh_axes=(("ep", ranks),), num_experts=ranks, node_size=4)
+    where = board.board_layout(spec, here)
+    board_fd = memfd(where.board_bytes)
+    windows = {rank: memfd(board.window_bytes(spec)) for rank in here}
+    with mmap.mmap(board_fd, 0) as view:
+        board.format_board(view, where, 1)
+        options = {"generation": 1, "board_fd": board_fd, "debug": True}
+        fds = [windows.get(rank, -1) for rank in range(ranks)]
+        group = native.library().open_group(
+            spec, window_fds=fds, local_ranks=[4098, 4099, 4101], **options
+        )
+        pids = [record.pid for record in board_records.read_ranks(view, where)]
+        assert pids == [0, 0, os.getpid(), os.getpid(), 0, os.getpid(), 0, 0]
+        native.library().close_group(group)
+        assert board_file.left_ranks(board_fd) == [4098, 4099, 4101]
+        with pytest.raises(InvalidArgumentError, match="has 8 ranks of this node, and rank 7 is"):
+            native.library().open_group(
+                spec, window_fds=[windows[4096]] * ranks, local_ranks=[7], **options
+            )
+        seats = (ctypes.c_uint32 * ranks).from_buffer(view, where.seats_offset)
+        for rank, seat in ((4097, 9), (4097, 0), (4097, 3), (0, 1)):
+            before, seats[rank] = seats[rank], seat
+            with pytest.raises(InvalidArgumentError, match="board of group g has"):
+                native.library().open_group(spec, window_fds=fds, local_ranks=[4098], **options)
+            seats[rank] = before
+        del seats
+    for fd in (board_fd, *windows.values()):
+        os.close(fd)
 
 
 def test_windows_of_other_nodes_may_be_missing_and_no_others(files):

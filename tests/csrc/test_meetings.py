@@ -8,6 +8,8 @@ from pathlib import Path
 from child_programs import run_to_end
 from host_programs import compiled
 
+from ep_runtime.board_abi import MAX_WORLD_RANKS
+
 
 def orders_and_lanes(lanes: int, count: int, draw: random.Random) -> tuple[list[str], list[str]]:
     """Orders that fill and drain the queue again and again, and who holds a lane after each."""
@@ -39,6 +41,13 @@ def test_calls_get_the_lanes_in_turn_however_often_the_queue_runs_dry(tmp_path: 
         assert wanted.count("") > 1  # it ran dry
         run = run_to_end(program, given="\n".join([str(lanes), *orders]))
         assert run.stdout.splitlines() == wanted
+
+
+def test_thousands_of_ranks_meet(tmp_path: Path) -> None:
+    sources = ("core/meeting/meeting.cc", "core/base/status.cc")
+    program = compiled(tmp_path, "wide_meetings", *sources)
+    for ranks in (1, 63, 64, 65, 1025, MAX_WORLD_RANKS):
+        run_to_end(program, str(ranks))
 
 
 def test_a_device_sees_an_error_after_other_processes_can(tmp_path: Path) -> None:
