@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import tomllib
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 from named_tests import names_in
 
-from ep_runtime import env, errors
+from ep_runtime import board, env, errors, specs
 from ep_runtime_bench.base.moe_cases import CASES
 from ep_runtime_bench.base.train_cases import MODELS
 from ep_runtime_client import cli
@@ -103,6 +104,24 @@ def test_the_environment_table_is_the_one_of_the_code() -> None:
     # Read when building, by CMake and not by Python.
     del shown["EP_RUNTIME_CUDA"]
     assert shown == documented
+
+
+def test_boards_have_the_sizes_of_the_capacity_page() -> None:
+    def size(gpus: int, ep_size: int, num_experts: int) -> str:
+        settings = specs.GroupSettings(
+            name="g",
+            ep_axis="ep",
+            num_experts=num_experts,
+            hidden_size=7168,
+            max_tokens_per_rank=4096,
+        )
+        spec = settings.on((("dp", gpus // ep_size), ("ep", ep_size)))
+        spec = dataclasses.replace(spec, transport="nccl", node_size=8)
+        return f"{board.board_bytes(spec, range(8)) / 2**20:.1f} MiB"
+
+    for count, one, apart in doc_pages.table(doc_pages.ROOT / "docs/capacity.md", "## The host"):
+        gpus = int(count.replace(",", ""))
+        assert (one, apart) == (size(gpus, gpus, gpus), size(gpus, 8, 256))
 
 
 def test_every_reason_for_the_composed_body_has_a_row() -> None:
