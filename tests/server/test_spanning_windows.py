@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+import mmap
+import time
+
 import pytest
 from cluster_places import place, plain_tcp
 from harness import eventually
@@ -37,6 +41,30 @@ def test_every_node_has_the_windows_of_its_own_ranks(nodes, pool):
     assert [found.world_rank for found in b.ask("ListRanks").ranks] == [2, 3]
     with pytest.raises(errors.InvalidArgumentError, match=r"of \[0, 1\], .* got .2."):
         first.ticket(groups[0], [2])
+
+
+def test_every_node_has_a_board_of_its_own_ranks(nodes, pool):
+    a, b = nodes
+    second = b.client()
+    groups = all_ready(pool, spec_of(), (a.client(), [0, 1]), (second, [2, 3]))
+    where = board.board_layout(dataclasses.replace(spec_of(), node_size=2), [2, 3])
+    found = second.fetch(groups[1])
+    sizes = [item.bytes for item, _ in found if item.world_rank < 0]
+    assert sizes == [groups[1].board_bytes] == [where.board_bytes]
+    with mmap.mmap(found[0][1], 0) as mapped:
+        record = board.RankRecordStruct.from_buffer(mapped, where.ranks_offset + 128)
+        record.state, record.waiting_for, record.rows = board.RankState.WAITING, 0, 7
+        record.since_ns = max(1, time.monotonic_ns() - int(30e9))
+        del record
+        shown = {row.now.world_rank: (row.rows, row.now.waiting_for) for row in tallies(b)}
+        assert shown == {2: (0, -1), 3: (7, 0)}
+        (late,) = b.status().late_ranks
+        assert (late.world_rank, [*late.waiting_ranks]) == (0, [3])
+    close_fds(found)
+
+
+def tallies(daemon):
+    return daemon.ask("ListTallies").ranks
 
 
 @pytest.mark.parametrize(
