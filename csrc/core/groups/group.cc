@@ -73,11 +73,7 @@ Status Group::CheckLocalRanks() {
 
 // Checks that the EP groups of local ranks have the windows of all their ranks on this node.
 Status Group::CheckHere(const std::vector<int>& window_fds) {
-  num_here_ = sizes().world_size;
   if (window_fds.empty()) return Status();
-  const auto is_here = [](int fd) { return fd >= 0; };
-  num_here_ = std::count_if(window_fds.begin(), window_fds.end(), is_here);
-  first_here_ = std::find_if(window_fds.begin(), window_fds.end(), is_here) - window_fds.begin();
   for (int64_t rank : options_.local_ranks) {
     const int64_t first = rank - rank % sizes().ep_size;
     for (int64_t peer = first; peer < first + sizes().ep_size; ++peer) {
@@ -136,6 +132,7 @@ Status Group::ReadSeats() {
                            std::to_string(rank) + " is not one of them")
         .With("argument", std::string("local_ranks"));
   }
+  first_here_ = std::find(seats_.begin(), seats_.end(), 0) - seats_.begin();
   return options_.window_bytes > 0 ? Status() : CheckDomains();
 }
 

@@ -89,8 +89,8 @@ class Group {
                                       source * lane_layout_.source_counts_bytes);
   }
 
-  // Whether other processes drive some ranks of this node, or, without window fds, of the world.
-  bool several_processes() const { return num_local_ < num_here_; }
+  // Whether other processes drive some ranks of this node.
+  bool several_processes() const { return num_local_ < header_->num_here; }
   // Returns the lowest world rank of this node, whose process counts calls on the board.
   int64_t first_here() const { return first_here_; }
   bool IsLocal(int64_t world_rank) const { return local_[world_rank]; }
@@ -176,7 +176,6 @@ class Group {
   std::vector<int64_t> seats_;  // by world rank, of this process alone: peers may write the board
   std::vector<bool> local_;
   int64_t num_local_ = 0;
-  int64_t num_here_ = 0;
   int64_t first_here_ = 0;
   std::vector<MeetingPlace> domains_;
   MeetingPlace world_;
