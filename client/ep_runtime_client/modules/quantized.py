@@ -31,27 +31,20 @@ def quantize_params(
 ) -> Tree:
     """Quantizes the experts' weights once, so that calls of `moe` need not quantize them again.
 
-    Pass the result to `moe` as params, without `recipe`. The results have the same bits as with
-    `recipe` and plain arrays, and no weight is quantized again, in backward, a scan or
-    `jax.checkpoint`. There are two ways to use it:
-
-    - inside the differentiated function: gradients go straight through to params;
-    - once per optimizer step, outside it: `straight_through` directs the gradients to params.
-
-    Save params (the masters) in checkpoints, not the result.
+    Pass the result to `moe` as params, without `recipe`; results have the same bits. Inside the
+    differentiated function gradients go straight through to params. Outside it, once per optimizer
+    step, `straight_through` directs them to params (docs/mixed-precision.md).
 
     Args:
         params: MoEParams, or any pytree that contains some; other arrays stay as they are. wi and
             wo may be those of a stack of layers, [layers, E, ...] for `scan`.
         recipe: one of `ep.recipes` for wi and wo, or a pair for (wi, wo); None in a pair leaves
-            that weight as it is. Not a delayed recipe, because its scales come with each call's
-            state.
+            that weight as it is. Not a delayed recipe.
         layer: the layer whose mesh and axes the sharding rules use. Without it they come from the
             sharding of params; required inside a shard_map, and for exports.
         params_spec: as in `moe`, for traced arrays in a shard_map.
-        weights_only: return quantized weights only, with None for all else and no gradients. They
-            take a byte per value (two on GPUs, and with MXFP8) and the scales between steps.
-            `straight_through` combines them with the masters.
+        weights_only: return quantized weights only, with None for all else and no gradients; for
+            `straight_through`.
 
     Returns:
         Like params, with a QuantizedTensor for each weight that has a recipe. Its data and scales
@@ -65,8 +58,8 @@ def quantize_params(
     Cost: one read of the weights (with tensor scales two), and one write of those bytes. With
     tensor scales one all-reduce of E amax values over the axes that split an expert's weight.
 
-    Source: as the recipe's; weights that are quantized once per optimizer step and gathered in 8
-    bits are torchao's float8 all-gather (github.com/pytorch/ao, torchao/float8).
+    Source: as the recipe's; once per optimizer step, and gathered in 8 bits, as in torchao's float8
+    all-gather (github.com/pytorch/ao, torchao/float8).
 
     Examples:
         >>> params8 = ep.quantize_params(params, ep.recipes.BlockScaling())

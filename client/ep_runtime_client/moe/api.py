@@ -186,70 +186,41 @@ def moe(
     """Runs a mixture-of-experts layer: routes tokens to experts on all ranks and sums the outputs.
 
     Args:
-        layer: a registered layer, or `stack[i]`. Under `jax.eval_shape` a LayerSpec will do; a
-            Checks for calls with any layer or spec.
+        layer: a registered layer, `stack[i]`, or under `jax.eval_shape` a LayerSpec.
         x: [T, H] or [B, S, H], sharded as `dispatch` wants tokens.
-        params: the weights, with experts on dim 0 sharded over the ep axes. Weights from
-            `quantize_params` carry their recipe.
-        router: how experts are chosen by the logits of `params.router`, and weighted.
-        expert_bias: [E] f32, as in `route`; may be traced.
-        routing: the result of your own router, sharded as x: topk_idx int32 [..., K] (-1 is an
-            unused slot), topk_weights [..., K], and probs [..., E] if aux_loss_coeff is not 0.
-            Gradients flow to topk_weights and probs. `params.router` must then be None, and router
-            and expert_bias must have their defaults.
-        token_mask: bool [T] or [B, S], sharded as x; False for tokens that count nowhere, such as
-            The experts, with the body that this call supports.
-            capacity. Its gradients are 0, and it may be NaN. May be traced.
-        aux_loss_coeff: as in `aux_loss`; may be traced. A Python 0 leaves the loss out.
-        activation: a name of ACTIVATIONS, f(gate), or f(gate, up); ungated blocks call f(h). It
-            computes each row separately. Gradients flow to traced values that it closes over.
+        params: the weights, or those of `quantize_params`.
+        router: how the logits of `params.router` choose experts and weights.
+        expert_bias: [E] f32, as in `route`.
+        routing: the result of your own router instead (docs/families.md).
+        token_mask: bool [T] or [B, S], sharded as x; False for padding (docs/training.md).
+        aux_loss_coeff: as in `aux_loss`. A Python 0 leaves it out.
+        activation: a name of ACTIVATIONS, f(gate), or f(gate, up); f(h) if ungated.
         gated: whether wi holds gate and up.
-        recipe: one of `ep.recipes` for both matmuls of the experts, or a pair for (wi, wo). None
-            computes in compute_dtype. See docs/matmuls.md.
-        compute_dtype: dtype of dispatched rows and of matmuls without a recipe; None is x's, or
+        recipe: one of `ep.recipes`, or a pair for (wi, wo).
+        compute_dtype: dtype of dispatched rows and matmuls without a recipe; None is x's, or
             bf16 with BF16().
-        weights_at: what the routing weights multiply.
-            "output": the experts' outputs, in combine.
-            "hidden": the activations, before wo. Only rounding differs; a wo_bias is always
-            weighted in combine.
-            "input": the tokens, before wi, in f32 and rounded to compute_dtype, as in Llama-4.
-            Outputs and biases are then summed unweighted.
-            None: the faster of the first two, which is "hidden" on GPUs whose kernels fuse the
-            activation.
-        capacity: as in `dispatch`.
-        keep: rows that a block call saves for backward: "first" saves the output of the experts'
-            first matmul, "nothing" computes it again. See docs/memory.md.
-        keep_factor: most rows that "first" saves, in even shares of a rank (T * K rows). Backward
-            computes the others again; results do not depend on it.
-        handle: as in `dispatch`.
-        state: MoEState of `init_moe_state` or of the call before; only, and always, with
-            TensorScaling(delayed=True). It is the same on every device, and whole inside a
-            shard_map. `recipe.init_state(E)` starts both matmuls. See docs/matmuls.md.
+        weights_at: what the routing weights multiply: "output", "hidden", "input" or None, the
+            faster of the first two (docs/families.md).
+        keep: "first" saves rows of the first matmul for backward, "nothing" none.
+        keep_factor: most rows that "first" saves, in even shares (docs/memory.md).
+        state: MoEState, if a recipe is delayed (docs/matmuls.md).
         return_stats: also return MoEStats.
-        tokens_spec: as in `dispatch`.
-        params_spec: sharding of the parameters if traced arrays do not carry it (plain jit, or a
-            manual shard_map that leaves weights sharded): MoEParams of PartitionSpecs, or the rules
-            of `ep.sharding`.
+        handle, capacity, tokens_spec: as in `dispatch`.
+        params_spec: sharding of params, if traced arrays do not carry it (docs/weights.md).
 
     Returns:
-        (y, aux): y like x; aux f32 [], 0 if the coefficient is 0. With return_stats (y, aux,
-        stats). Inside a shard_map aux and the sums in stats are over the global batch. With `state`
-        the next state comes last: (y, aux, state) or (y, aux, stats, state); no gradient flows
-        through it.
+        (y, aux): y like x, aux f32 [] over the global batch. With return_stats, stats follow; with
+        state, the next state comes last.
 
     Raises:
-        InvalidArgumentError: shapes, dtypes, names or shardings do not fit the layer. Also a state
-            without a delayed recipe, or the reverse; values asked of a LayerSpec.
+        InvalidArgumentError: an argument does not fit the layer.
         StaleHandleError: the layer's group is closed.
-        NotImplementedError: under a vmap, as in `dispatch`, or a second derivative.
+        NotImplementedError: a vmap, as in `dispatch`, or a second derivative.
 
-    Cost: one dispatch and one combine forward, and the same backward; the backward of a block call
-    dispatches the tokens once more. Weights are all-gathered over outer axes that shard them. An
-    axis that shards M costs one sum of activations forward and one backward. A delayed recipe costs
-    one gather of [E] f32 per history, and runs the composed body.
+    Cost: a dispatch and a combine each way; a block call dispatches tokens once more. Weights are
+    gathered over outer axes that shard them. An axis on M adds a sum of activations each way.
 
-    Source: Shazeer et al. 2017 (arXiv:1701.06538) and GShard (arXiv:2006.16668). No token is
-    dropped, as in MegaBlocks (arXiv:2211.15841), unless the group has a capacity_factor.
+    Source: arXiv:1701.06538, GShard (arXiv:2006.16668), MegaBlocks (arXiv:2211.15841).
 
     Examples:
         >>> params = ep.init_moe_params(jax.random.key(1), layer, 64)

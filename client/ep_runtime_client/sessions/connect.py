@@ -40,25 +40,20 @@ def connect(
 
     A process has one session per daemon: a second call returns the same session, which ends when
     each call has been closed. On CPU with jaxlib below 0.12, connect before JAX starts its
-    backends, because they get their threads then. Under tracing the call returns the open session.
+    backends, because they get their threads then.
 
     Args:
-        address: `unix:///dir`, a daemon's socket directory (with `?uid=N` if its user N is neither
-            this user nor root). Or "embedded": a private daemon that ends with this process. Or
-            "node": a shared one that the first process starts and that ends after the last. Or
-            "none": no daemon, for transport="xla". None takes $EP_RUNTIME_ADDRESS, else
-            the node's default daemon where it runs, else "node" in a job of several processes
-            and "embedded" in a job of one.
+        address: `unix:///dir`, a daemon's socket directory; "embedded", a private daemon; "node",
+            one that the first process of the node starts; "none", for transport="xla". For None see
+            docs/operations.md.
         job: namespace of group names within the user. None takes $EP_RUNTIME_JOB, $SLURM_JOB_ID,
-            the jax.distributed coordinator, else the pid. Letters, digits and . _ / : @ + -.
-        labels: dict of texts (the same characters) that `ep-runtime sessions` shows.
+            the jax.distributed coordinator, else the pid.
+        labels: dict of texts that `ep-runtime sessions` shows.
         timeout_s: how long to wait for the daemon, and in create_group for other processes.
-        on_loss: what happens after a group is over, by a death, a fence or a reclaim. With "end"
-            the process exits with code 1 after 5 s, because collectives of XLA could wait for ever.
-            It stays if it has made another group by then. Once it has closed the session, the
-            seconds count from the start of its exit. After a replacement of the group op_timeout_s
-            counts if it is longer. With "continue" the process stays; use it in a job that
-            `ep.distributed` lets continue.
+        on_loss: what happens after a group has ended by a death, a fence or a reclaim. With "end"
+            this process exits with code 1 after 5 s, because collectives of XLA could wait for
+            ever. It stays if it has made another group by then (docs/operations.md). "continue" is
+            for jobs of `ep.distributed`.
 
     Returns:
         The process's Session; `with` closes it.

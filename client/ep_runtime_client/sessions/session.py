@@ -87,68 +87,52 @@ class Session:
         spare_experts: Literal["auto"] | int = "auto",
         replace: bool = False,
     ) -> Group:
-        """Creates an expert-parallel group on a mesh, with the memory that its tokens move through.
+        """Creates an expert-parallel group on a mesh, and the memory of its exchanges.
 
-        Every process of the mesh calls it. The same name and settings again return the same group,
-        under tracing too; transport="auto" then means the transport that the group has.
+        Every process of the mesh calls it. The same name and settings again return the same group.
 
         Args:
-            name: unique among the groups of the user and job; letters, digits and . _ / : @ + -.
-            mesh: the devices. The ranks of one EP group differ in their `ep_axis` coordinate only.
-            rules: `ep.sharding.rules(...)`, in the place of ep_axis and outer_axes: their axes on
-                the mesh are the group's.
-            ep_axis: the axis, or axes, that shard the experts. Give it or rules.
-            outer_axes: further axes that shard tokens; all other axes replicate them.
-            num_experts: E of one EP group, a multiple of the ep axis's size.
+            name: unique among the groups of the user and job.
+            mesh: the group's devices.
+            rules: `ep.sharding.rules(...)`, instead of the two axes.
+            ep_axis: the axis, or axes, that shard the experts.
+            outer_axes: further axes that shard tokens; others replicate them.
+            num_experts: E, a multiple of the ep axis's size.
             hidden_size: H.
             max_tokens_per_rank: most tokens of one rank in a call.
-            recv_capacity_per_rank: C, rows of one slab; None is the worst case, without drops.
-            capacity_factor: C as a multiple of the balanced load instead, at least 1.0.
+            recv_capacity_per_rank: C, rows of one slab; None never drops.
+            capacity_factor: C in even shares instead, at least 1.0.
             max_top_k: largest K of a layer.
-            max_token_dtype: widest dtype of a token, by name or as `jnp.bfloat16`.
-            alignment: the rows of each expert in a slab are padded to a multiple of this number.
-                Drops follow it everywhere; a block call writes no padding.
-            lanes: number of calls of the group that may move rows at once.
+            max_token_dtype: widest dtype of tokens.
+            alignment: pads each expert's rows in a slab to a multiple.
+            lanes: calls that may move rows at once.
             on_overflow: "drop" rows over C, or "error": fail the step.
-            combine_precision: dtype of the sums that ranks send back in combine, and in the
-                gradient of dispatch. It is "fast" (the token dtype), "exact" (fp32) or "fp8" (e4m3
-                with an f32 scale per 128 values). For the error of "fp8" see docs/matmuls.md.
-            transport: how rows move. "auto" is "memfd" on CPU and "nvlink" on GPUs that map each
-                other's memory. On other GPUs it is "nccl" if libnccl is installed, else "xla".
-                Over several nodes "nccl" also needs a cluster of daemons.
-            partitioning: how ops are partitioned: "shard_map" wraps each op in one, "rule" asks
-                XLA's partitioner for the sharding of weights, "auto" asks it if nothing else says.
-            op_timeout_s: how long a call waits for peers that live but do not arrive.
-            retain_s: how long windows outlive the last process; 0 with a private daemon.
-            num_sms: SMs of a GPU that dispatch and combine use, 2 to 256; None is the fastest.
-            workspace: memory for the experts' rows while a block call runs: a float is a multiple
-                of the rows of an even routing, an int is bytes, "auto" is 1.5. If a rank has more
-                rows the call runs in chunks, which costs time and drops nothing (docs/memory.md).
-            overlap: on GPUs a block call overlaps exchanges with matmuls that do not need them;
-                results are the same bits either way.
-            spare_experts: slots of each rank for copies of experts from overfull ranks, for the
-                time of one `ep.moe` call: rows are spread evenly, and drops stay as they are. 0 is
-                none; "auto" is 0 in this version. As many as a rank's experts even out any
-                routing. With fewer, or over nodes, GPUs run the composed body (docs/capacity.md).
-            replace: replace a group of that name that has other settings. One with the same
-                settings stays, and so do its layers.
+            combine_precision: dtype of sums sent back: "fast" (the tokens'), "exact" (fp32) or
+                "fp8" (docs/matmuls.md).
+            transport: how rows move (docs/gpus.md).
+            partitioning: how ops are placed on the mesh (docs/weights.md).
+            op_timeout_s: how long a call waits for living peers.
+            retain_s: how long windows outlive the last process.
+            num_sms: SMs for exchanges, 2 to 256; None is the fastest.
+            workspace: room for a block call's rows (docs/memory.md).
+            overlap: block calls overlap exchanges with matmuls.
+            spare_experts: slots for copies of experts (docs/capacity.md); "auto" is 0.
+            replace: replace a group that has other settings.
 
         Returns:
-            The Group; layers are registered in it.
+            The Group.
 
         Raises:
             InvalidArgumentError: an argument is wrong.
-            SpecMismatchError: the name has other settings here, or in another process.
+            SpecMismatchError: the name has other settings.
             GroupBusyError: a living process holds a rank.
             GroupNotReadyError: processes are missing after the session's timeout.
             PoolExhaustedError: the daemon's memory limit is reached.
-            NotImplementedError: the transport is not part of this version.
+            NotImplementedError: the devices do not support the transport.
 
-        Cost: one RPC, and `Group.staging_bytes_per_rank` bytes per rank, allocated and mapped once.
-        "auto" in several processes adds one exchange. Nothing in a step.
+        Cost: one RPC, and `Group.staging_bytes_per_rank` bytes per rank; nothing in a step.
 
-        Source: expert and data parallelism are GShard's (arXiv:2006.16668); capacity_factor is
-        GShard's and Switch Transformers' (arXiv:2101.03961).
+        Source: GShard (arXiv:2006.16668), Switch Transformers (arXiv:2101.03961).
 
         Examples:
             >>> mesh = Mesh(np.array(jax.devices("cpu")).reshape(2, 4), ("fsdp", "ep"))

@@ -76,44 +76,35 @@ def grouped_gemm(
     """Multiplies the rows of every expert by the kernel of that expert.
 
     Args:
-        lhs: [R, C, K'] rows as `dispatch` returns them, or [rows, K']; float, or a QuantizedTensor
-            of rows. Rows past the last group are never read.
-        rhs: [E, K', *N'] kernels, with any trailing dims such as [2, M]; or a QuantizedTensor of
-            kernels; or a pair (gate, up) of [E, K', M] each. A pair gives the bits of one array
-            [E, K', 2, M] and a pair of gradients. The ep axes shard the expert dim. Outer axes on
-            any dim are all-gathered, after quantization. Other axes stay on N', or are summed
-            over on K'.
+        lhs: [R, C, K'] rows as `dispatch` returns them, or [rows, K']; float, or a QuantizedTensor.
+            Rows past the last group are never read.
+        rhs: [E, K', *N'] kernels, with any trailing dims; or a QuantizedTensor; or a pair
+            (gate, up) of [E, K', M] each. For its sharding see docs/weights.md.
         group_sizes: [R, L] int32, rows of each group, on the device; [E] for [rows, K']. Group l
             of slab r is expert (r * L + l) % E.
         layer: the layer whose mesh and axes the sharding rules use. Without it they come from the
             operands' shardings; unsharded operands mean one device.
-        bias: [E, *N'] or None; added once to every row of its expert.
-        recipe: how operands that are not quantized yet are quantized, in backward too; None and
-            BF16 quantize nothing.
+        bias: [E, *N'], added once to every row of its expert.
+        recipe: how plain operands are quantized, in backward too; None and BF16 quantize nothing.
         out_dtype: dtype of the result and its gradient; None is lhs's, or bf16 with BF16() and for
             a quantized lhs.
-        rhs_spec: sharding of rhs, or of each array of a pair, if a traced array does not carry it.
-            Inside a manual shard_map it names the manual axes that still shard the array.
+        rhs_spec: sharding of rhs, if a traced array does not carry it.
         state: with TensorScaling(delayed=True), the histories that give the scales.
 
     Returns:
-        [R, C, *N'] or [rows, *N'], summed in f32 (f64 for f64 operands). Rows past the last group
-        are undefined. With `state`, a pair of that and the next state, through which no gradient
-        flows. Differentiable in lhs, rhs and bias; experts without rows get zero gradients, and
-        quantized operands pass their gradient to the array that was quantized. GPUs may round f32
-        operands to tf32, as `lax.dot` does, unless jax.default_matmul_precision is higher.
+        [R, C, *N'] or [rows, *N'], summed in f32 (f64 for f64 operands); rows past the last group
+        are undefined. With `state`, a pair of that and the next state. Differentiable in lhs, rhs
+        and bias; experts without rows get zero gradients.
 
     Raises:
-        InvalidArgumentError: shapes or dtypes do not fit, or the sharding of rhs has no meaning (an
-            ep axis on another dim than the experts', experts that do not divide).
+        InvalidArgumentError: shapes, dtypes or the sharding of rhs do not fit.
         NotImplementedError: under a vmap, as in `dispatch`, or a second derivative.
 
     Cost: the work follows sum(group_sizes). One all-gather of rhs over its outer axes (of 8-bit
     data and scales with a recipe); backward the same, and one reduce-scatter.
 
-    Source: MegaBlocks' dropless experts (arXiv:2211.15841), with the meaning of
-    `jax.lax.ragged_dot`; 8-bit sums continued in f32 every 128 values are from DeepSeek-V3
-    (arXiv:2412.19437, 3.3.2).
+    Source: MegaBlocks (arXiv:2211.15841), with the meaning of `jax.lax.ragged_dot`; 8-bit sums as
+    in DeepSeek-V3 (arXiv:2412.19437, 3.3.2).
 
     Examples:
         >>> x = jnp.array([[1.0], [2.0], [3.0]])

@@ -42,44 +42,37 @@ def dispatch(
 
     Args:
         layer: a registered layer, or `stack[i]`.
-        tokens: [T, H] or [B, S, H], a float dtype no wider than the group's max_token_dtype, or
-            a 1-byte dtype (no gradient). The axes (*outer_axes, ep_axis) shard dim 0, or dims 0 and
-            1 of 3-D tokens in any way. Other shardings are resharded. Or a QuantizedTensor of rows
-            by BlockScaling: data [T, H] with f32 scales [T, ceil(H/128)], from `grouped_quantize`.
-        topk_idx: [T, K] or [B, S, K] int32; see `prepare`. May be None with `plan`.
-        topk_weights: [T, K] or [B, S, K] f32; None means ones.
+        tokens: [T, H] or [B, S, H], a float dtype no wider than the group's max_token_dtype, or a
+            1-byte dtype (no gradient), or a QuantizedTensor of rows by BlockScaling. The axes
+            (*outer_axes, ep_axis) shard dim 0, or dims 0 and 1 of 3-D tokens in any way. Other
+            shardings are resharded.
+        topk_idx: [T, K] or [B, S, K] int32; see `prepare`. Not read with `plan`.
+        topk_weights: f32 of the same shape; None means ones.
         handle: which of the layer's handles the call uses; with `plan`, the plan's.
         capacity: C, rows per slab in this call; with `plan`, the plan's.
-        plan: the result of `prepare` for this layer; topk_idx is then not read.
+        plan: the result of `prepare` for this layer.
         tokens_spec: sharding of the leading dims, if a traced 3-D array does not carry it.
-        recipe: BlockScaling quantizes tokens before they are sent: a row is H bytes and H / 32 of
-            scales. The result has a QuantizedTensor in tokens, for `grouped_gemm` with the same
-            recipe. Its bits are those of rows quantized on arrival. None sends tokens as they are.
+        recipe: BlockScaling sends rows in 8 bits; see docs/matmuls.md.
 
     Returns:
         Dispatched with tokens [R, C, H] (zero in padding rows, undefined past the last zone),
         weights [R, C] f32 (0 in padding), group_sizes [R, L], num_recv [R] and the plan.
-        Differentiable in tokens and topk_weights; a dropped slot gets exactly zero. Gradients go
-        straight through quantization to the tokens.
+        Differentiable in tokens and topk_weights; a dropped slot gets exactly zero. Inside a
+        shard_map, R and leading dims count only axes that are not manual.
 
     Raises:
-        InvalidArgumentError: shapes, dtypes, capacity, handle or plan do not fit the layer, or the
-            recipe is not BlockScaling.
-        CapacityOverflowError: in a group with on_overflow="error". A compiled program fails with
-            this text in XLA's error; an eager call waits and raises this class.
+        InvalidArgumentError: an argument does not fit the layer.
+        CapacityOverflowError: with on_overflow="error", by an eager call. A compiled program fails
+            with this text in XLA's error.
         StaleHandleError: the layer's group is closed.
-        NotImplementedError: the gradient of 1-byte tokens (or of a QuantizedTensor without origin),
-            a second derivative, or a vmap. A vmap works with spmd_axis_name over a mesh axis
-            outside the group, as large as that axis.
+        NotImplementedError: a gradient of 1-byte tokens, a second derivative, or a vmap except as
+            in docs/loops.md.
 
-    Inside a shard_map, R and the leading dims of every array count only the axes that are not
-    manual.
+    Cost: each token once per distinct rank that keeps a row of it; without `plan` also `prepare`. A
+    host sync only in eager calls, and between nodes over NCCL.
 
-    Cost: each token once per distinct rank that keeps a row of it; without `plan` also the cost of
-    `prepare`. A host sync only in eager calls, and between nodes over NCCL to count rows.
-
-    Source: the first of GShard's two exchanges (arXiv:2006.16668), without padding; a token travels
-    once per rank, not once per expert, as in DeepEP (github.com/deepseek-ai/DeepEP).
+    Source: GShard's first exchange (arXiv:2006.16668); once per rank, as in DeepEP
+    (github.com/deepseek-ai/DeepEP).
 
     Examples:
         >>> batch = NamedSharding(mesh, P(("fsdp", "ep")))

@@ -66,37 +66,27 @@ def permute(
 ) -> Permuted:
     """Copies each token once per expert it is routed to, and sorts the copies by expert.
 
-    Each shard of the batch is sorted on its own: no token moves to another device.
+    Each shard of the batch is sorted on its own: no token moves to another device
+    (docs/reference/permutation.md).
 
     Args:
         tokens: [T, H] or [B, S, H], any dtype of 1 to 8 bytes. Any mesh axes may shard the leading
             dims, and others H.
-        topk_idx: [T, K] or [B, S, K] int. Expert per slot; -1 (as every index out of range)
-            is an unused slot. Each slot is a row, also if a token names an expert twice.
+        topk_idx: [T, K] or [B, S, K] int, the expert of each slot; an index out of range, such as
+            -1, is an unused slot. Each slot is a row, also if a token names an expert twice.
         num_experts: E.
         routing_map: [T, E] or [B, S, E] bool, instead of topk_idx; slots are then the experts.
-        num_out_tokens: number of slots of one shard that get a row; padding comes on top. None has
-            room for every slot.
-        align_size: the rows of each expert are padded to a multiple of it; None is 1. An expert
-            without tokens has no rows.
+        num_out_tokens: number of slots of one shard that get a row, without padding. None has room
+            for every slot.
+        align_size: each expert's rows are padded to a multiple of it; None is 1. An expert without
+            tokens has no rows.
         probs: like topk_idx or routing_map, float; sorted with the tokens.
         tokens_spec: PartitionSpec of tokens on the ambient mesh, or a NamedSharding. Required under
             plain jit in Auto mode, because traced arrays do not carry the number of shards there.
 
     Returns:
-        Permuted with tokens [n * rows, H], probs [n * rows], group_sizes [n, E] and the plan.
-
-        - n is the number of shards: of tokens_spec, else of the operands' types (Explicit axes) or
-          concrete NamedShardings, else one. Manual axes do not count, so n is 1 inside a shard_map
-          over the batch. Tokens that are sharded although n is 1 are sorted as one batch, with
-          collectives.
-        - rows is num_out_tokens, or with align_size the most that these slots can need padded. Rows
-          of an expert come in the order of tokens, then slots.
-        - A shard with more slots than rows drops as `ep.dispatch` does: every expert keeps its
-          first rows up to a common level, and experts share the rest in index order. A dropped slot
-          contributes zero to unpermute and gets zero gradient.
-
-        Differentiable in tokens and probs.
+        Permuted with tokens [n * rows, H], probs [n * rows], group_sizes [n, E] for n shards, and
+        the plan. Differentiable in tokens and probs.
 
     Raises:
         InvalidArgumentError: shapes, dtypes or sizes do not fit, or there is no mesh with the axes
