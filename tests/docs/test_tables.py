@@ -20,7 +20,17 @@ from ep_runtime_bench.base.moe_cases import CASES
 from ep_runtime_bench.base.train_cases import MODELS
 from ep_runtime_client import cli
 from ep_runtime_client.moe import bodies
-from ep_runtime_server.metrics.catalogue import METRICS
+from ep_runtime_server.metrics.catalogue import (
+    COUNTER,
+    GAUGE,
+    GROUP,
+    HISTOGRAM,
+    LAYER,
+    METRICS,
+    NODE,
+    RANK,
+    Metric,
+)
 
 TEST = re.compile(r"`([^\s`]+\.py)::([^\s`]+)`")
 COMMANDS = doc_pages.ROOT / "docs/commands.md"
@@ -129,12 +139,24 @@ def test_every_reason_for_the_composed_body_has_a_row() -> None:
     assert [row[0] for row in shown] == list(bodies.REASONS.values())
 
 
-def test_the_table_of_metrics_is_the_catalogue() -> None:
-    shown = doc_pages.table(doc_pages.ROOT / "docs/metrics.md", "## What there is")
-    assert shown == [
-        [f"`{metric.full_name}`", metric.kind, ", ".join(metric.labels), metric.help]
-        for metric in METRICS.values()
-    ]
+def test_the_tables_of_metrics_are_the_catalogue() -> None:
+    tables = {"### A daemon": NODE, "### A group": GROUP, "### A layer": LAYER, "### A rank": RANK}
+
+    def heading_of(metric: Metric) -> str:
+        fit = [name for name, labels in tables.items() if metric.labels[: len(labels)] == labels]
+        return max(fit, key=lambda name: len(tables[name]))
+
+    for heading, labels in tables.items():
+        assert doc_pages.table(doc_pages.ROOT / "docs/metrics.md", heading) == [
+            [f"`{metric.full_name}`", ", ".join(metric.labels[len(labels) :]), metric.help]
+            for metric in METRICS.values()
+            if heading_of(metric) == heading
+        ]
+    # The page gives types by these rules.
+    histograms = {"op_seconds", "op_wait_seconds"}
+    for metric in METRICS.values():
+        counts = COUNTER if metric.name.endswith("_total") else GAUGE
+        assert metric.kind == (HISTOGRAM if metric.name in histograms else counts)
 
 
 @pytest.mark.parametrize("name", ["threat-model", "guarantees", "faults"])
