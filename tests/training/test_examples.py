@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from child_programs import run_to_end
-from doc_pages import ROOT, named
+from doc_pages import ROOT
 from harness import DaemonProcess
 
 from ep_runtime_client.jobs.members import reserved_coordinator
@@ -108,7 +108,7 @@ def test_the_example_goes_on_with_fifteen_other_lines(
     directory: Path,
     tmp_path: Path,
 ) -> None:
-    diff = named(ROOT / "docs/going-on.md", "diff of train_jax.py").code
+    diff = (EXAMPLES / "going_on.diff").read_text(encoding="utf-8")
     assert sum(line.startswith("+") for line in diff.splitlines()) <= 15
     script = changed((EXAMPLES / "train_jax.py").read_text(), diff)
     processes = 3
