@@ -91,8 +91,8 @@ def version_text(version: int) -> str:
 def find_library() -> str:
     """Returns the path of libnccl.so.2 for a process that has not loaded it.
 
-    The path is EP_RUNTIME_NCCL_LIBRARY, else that of the wheel of JAX's CUDA extras, else the bare
-    name for the loader. JAX uses the same path in the wheel, so that both share one library.
+    EP_RUNTIME_NCCL_LIBRARY comes first, then the wheel that JAX's CUDA extras install, then the
+    bare name for the loader. JAX loads it from the same wheel, so that both share one library.
     """
     given = env.nccl_library()
     if given is not None:

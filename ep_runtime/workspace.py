@@ -344,12 +344,12 @@ def _inner_backward_bytes(sizes: BlockSizes, rows: int) -> int:
 def _quantized_backward_bytes(sizes: BlockSizes, rows: int) -> int:
     """Returns `backward_bytes` for 8-bit matmuls.
 
-    These regions are reused:
-    - Quantized gradients of the first matmul's output replace those of outputs and activations.
-    - Operands of the first weight's gradient replace the first matmul's output and the gradients
-      of activations.
-    - The transposed first weight, and operands of the second weight's gradient, replace the
-      tokens; gradients of tokens later replace both.
+    Arrays share memory if one is written after the last read of the other:
+    - quantized gradients of the first matmul's output, with those of outputs and activations;
+    - operands of the first weight's gradient, with the first matmul's output and the gradients of
+      activations;
+    - tokens, the transposed first weight, operands of the second weight's gradient, and gradients
+      of tokens.
     """
     h, m, n, e = sizes.hidden_size, sizes.mlp_dim, sizes.columns, sizes.element_bytes
     first, tokens, outer, inner = (_quantized(sizes, rows, width) for width in (n, h, h, m))

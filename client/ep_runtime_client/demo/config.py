@@ -34,9 +34,9 @@ class DemoConfig:
 
     Attributes:
         mesh: axes with sizes, "dp=2,fsdp=2,ep=2", outermost first; None chooses dp and ep.
-        compare: train a twin on transport "xla" and compare every step's loss: bit by bit on CPU
-            devices, else within `loss_tolerance`, and the twin continues from the model's state
-            every other step.
+        compare: train a twin on transport "xla" and compare every step's loss. On CPU devices
+            losses must be bit-equal. Elsewhere they may differ by `loss_tolerance`, and the twin
+            copies the model's state every other step.
         survive: whether the last process kills itself half way and the others continue to train.
         devices, batch: totals over all processes.
         program: the command with which the user called `ep-runtime`, for hints to paste.

@@ -113,7 +113,7 @@ def generations(*, stuck_after_s: float | None = 1800.0) -> Iterator[Generation]
 
 def _settle_groups(before: Collection[Any]) -> None:
     """Closes groups that are over, and all made since `before`: calls of others in them end too.
-    Waits for copies of the state under way."""
+    Waits until copies of the state that have begun are written."""
     for live in live_groups.all():
         live.settle()
         group = getattr(live, "group", None)  # copies of the state have none

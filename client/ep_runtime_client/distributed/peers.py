@@ -139,7 +139,7 @@ class Peers:
 
     @contextlib.contextmanager
     def waiting(self, what: For, meeting: str, members: Collection[int]) -> Iterator[None]:
-        """Inside, this process waits."""
+        """Reports that this process waits, as long as the context is open."""
         self._wait = _Wait(what, meeting, members, time.monotonic())
         try:
             yield
@@ -148,7 +148,10 @@ class Peers:
 
     @contextlib.contextmanager
     def watched(self, stuck_after_s: float | None) -> Iterator[None]:
-        """Inside, processes that keep all others waiting for so long are ended; None: never."""
+        """Ends processes for which all others have waited so long, while the context is open.
+
+        None ends nobody.
+        """
         over = threading.Event()
         if stuck_after_s is not None:
             threading.Thread(

@@ -1,7 +1,7 @@
 """The layers of one group: looked up in this process, registered by the daemon.
 
-This process finds layers by name, the native library by id. The daemon registers thousands in one
-call; without a daemon they are numbered here.
+This process finds layers by name, and the native library finds them by id. The daemon registers
+thousands in one call; without a daemon they are numbered here.
 """
 
 from __future__ import annotations

@@ -181,7 +181,7 @@ class HeldCopy(HeldGroup):
 
         Raises:
             PeerLostError: a process is gone.
-            GroupNotReadyError: some have not marked it in time.
+            GroupNotReadyError: a process has not marked it in time.
         """
         deadline, pause = time.monotonic() + timeout_s, threading.Event()
         while self.copy.committed != step:

@@ -177,8 +177,8 @@ class Stacked:
     """All experts in two arrays, gate then up.
 
     Attributes:
-        gate_up: name of [E, 2M, H], or not transposed [E, H, 2M].
-        down: name of [E, H, M], or not transposed [E, M, H].
+        gate_up: name of the array [E, 2M, H]; [E, H, 2M] if not transposed.
+        down: name of the array [E, H, M]; [E, M, H] if not transposed.
         transposed: whether matrices are [out, in].
     """
 

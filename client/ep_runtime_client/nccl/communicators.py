@@ -48,7 +48,7 @@ class GroupWithNccl(native.OpenGroup):
     watch: Watch | None = None
 
     def add_layers(self, layers: Sequence[native.NativeLayer]) -> None:
-        """As `native.OpenGroup`; also registers layers for calls between nodes, which name them."""
+        """As `native.OpenGroup`; also registers the layers for calls between nodes."""
         super().add_layers(layers)
         self.nccl.add_layers(
             [nccl.NcclLayer(item.id, item.name, item.fingerprint) for item in layers]

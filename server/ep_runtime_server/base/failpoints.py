@@ -64,7 +64,7 @@ def parse(text: str) -> tuple[str, str, int]:
     known = name in NAMES and action in ("kill", "lost", *_ERRORS)
     if not text.startswith(PREFIX) or not known or (count and not count.isdecimal()):
         raise InvalidArgumentError(
-            f"a failpoint is {PREFIX}NAME=kill|enospc|eio|lost[:N] with NAME of {NAMES}, "
+            f"a failpoint is {PREFIX}NAME=kill|enospc|eio|lost[:N], NAME one of {NAMES}, "
             f"got {text!r}",
             argument="testing",
         )

@@ -191,7 +191,7 @@ class Assembly:
         """Finds another node's lately refused part with a different spec and still unclaimed ranks.
 
         None if the part's processes were lately refused too, because they know and try again. Also
-        None if their node was lately refused and the part has a spec that was not refused.
+        None if their node was lately refused, but with other specs than the part's.
         """
         known = (p for parts in self.refused.values() for p in parts)
         late = [p for p in known if now_s - p.refused_s < limits.NODE_DIFFERS_S]
@@ -208,7 +208,7 @@ class Assembly:
         return [other for other in self.parts.values() if other.node != part.node]
 
     def unclaimed_elsewhere(self, part: NodePart) -> bool:
-        """Returns whether no other node claims any rank of some process of the part."""
+        """Returns whether a process of the part claims only ranks that no other node claims."""
 
         def free(rank: int) -> bool:
             holder = self.claimed.get(rank)

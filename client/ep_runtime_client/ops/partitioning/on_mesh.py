@@ -269,8 +269,9 @@ def _sources() -> str:
 
 
 def _held(op: AnyOp) -> Iterable[Iterable[NamedSharding | None]]:
-    """Returns shardings that constrain operands and results: slabs, tokens, and every array of a
-    pinned op. None leaves an array free.
+    """Returns the shardings that operands and results must have; None leaves an array free.
+
+    Only slabs, tokens, and the arrays of a pinned op have one.
 
     This keeps a weight's fsdp axis from reaching rows, even if nothing reads the resulting rows.
     """

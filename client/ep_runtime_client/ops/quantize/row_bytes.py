@@ -1,8 +1,9 @@
 """Packs rows of 8-bit values and their scales as bytes, so that one exchange moves both.
 
-A row has its data, then f32 scales from a multiple of 4 on, then zeros up to a multiple of 16,
-which GPU windows and NCCL need. Scales are xored with 1.0, so that a row of zero bytes, with which
-dispatch fills padding, means zeros with scales of 1, the same as quantized padding.
+A row starts with its data. Its f32 scales follow at the next multiple of 4 bytes. Zeros fill it up
+to a multiple of 16 bytes, because GPU windows and NCCL need that. Scales are xored with 1.0. So a
+row of zero bytes, with which dispatch fills padding, means zeros with scales of 1, the same as
+quantized padding.
 """
 
 from __future__ import annotations

@@ -28,9 +28,8 @@ def unless_unused(
     """Calls `full(*operands)`, which returns the results of `first` and then the rest.
 
     If the program uses only the results of `first`, `first` is called instead. If it uses only the
-    other results, `rest` is called, which may return other values for the results of `first`; None
-    means `full`.
-    Not differentiable."""
+    other results, `rest` is called, unless it is None. `rest` returns as many results as `full`;
+    the values of the unused ones do not matter. Not differentiable."""
     ways = [jax.make_jaxpr(way)(*operands) for way in (full, first, rest) if way is not None]
     return _either_p.bind(*operands, ways=tuple(ways))
 

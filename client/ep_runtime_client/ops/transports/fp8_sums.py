@@ -1,8 +1,8 @@
 """Packs partial sums for combine_precision="fp8": e4m3 data and an f32 scale per 128 values.
 
-Rounding is as in `ep.recipes`: scales are largest finite magnitude / 448, values are rounded to
-nearest even, non-finite values become NaN. So the error of a sum is at most 2^-4 of each value, or
-2^-10 of its scale if that is larger.
+Rounding is as in `ep.recipes`. A scale is the largest finite magnitude / 448. Values are rounded to
+nearest even, and those that are not finite become NaN. So the error of a sum is at most 2^-4 of
+each value, or 2^-10 of its scale if that is larger.
 """
 
 from __future__ import annotations

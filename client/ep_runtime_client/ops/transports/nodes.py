@@ -158,8 +158,9 @@ def to_nodes(call: Call, plan: NodePlanArrays, *sent: jax.Array) -> tuple[jax.Ar
 
 
 def _from_nodes(call: Call, plan: NodePlanArrays, *sent: jax.Array) -> tuple[jax.Array, ...]:
-    """Sends arrays [D*T, X] of virtual tokens back; returns the nodes' arrays for this rank's
-    tokens, to be read with `sum_index`."""
+    """Sends arrays [D*T, X] of virtual tokens back to the ranks of their tokens.
+
+    Returns what each node sent for this rank's tokens; `sum_index` says where a token's sum is."""
     # Results of custom calls are typed as not varying over any axis.
     typed = (like(x, plan.chunks) for x in sent)
     blocks = tuple(x.reshape(call.group.num_nodes, -1, x.shape[-1]) for x in typed)
