@@ -74,8 +74,8 @@ def check_stack_members(name: str, num_layers: int, known: Callable[[str], int |
     for index in range(num_layers):
         if known(f"{name}[{index}]") is not None:
             raise InvalidArgumentError(
-                f"stack {name!r} of {num_layers} layers has a layer {name}[{index}], and a layer "
-                "of that name is registered; take another name",
+                f"stack {name!r} of {num_layers} layers needs the name {name}[{index}], which a "
+                "registered layer has; take another name",
                 argument="name",
             )
 

@@ -163,7 +163,7 @@ class NcclLibrary:
             or self._table.bytes < ctypes.sizeof(_TableStruct)
         ):
             raise VersionSkewError(
-                f"{path} has no NCCL of this package's version; build it again", package=ABI
+                f"{path} was built for another version of this package; build it again", package=ABI
             )
         struct_lines.check(path, self._table.structs().decode(), _STRUCTS, {})
 

@@ -241,7 +241,7 @@ def test_a_stage_has_the_collectives_that_it_has_alone(make_group: MakeGroup) ->
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no axis": ({}, "ep ops cannot run under vmap"),
     "an axis of the group": ({"spmd_axis_name": "ep"}, "got ep"),
-    "two indices for each place": ({"spmd_axis_name": "stage"}, "has 4"),
+    "two indices for each place": ({"spmd_axis_name": "stage"}, "got 4"),
 }
 
 

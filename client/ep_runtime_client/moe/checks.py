@@ -207,7 +207,7 @@ def check_shapes(
         raise InvalidArgumentError(
             f"wi must be {_GATED_FORMS if gated else '[E, H, M]'} and wo "
             f"[E, M, H] with H={hidden}, got {list(wi)} and {list(wo)}; inside a shard_map "
-            "params_spec says over which manual axes they are still sharded",
+            "params_spec must name the manual axes that still shard them",
             argument="params.wi",
         )
     if params.wi_bias is not None or params.wo_bias is not None:

@@ -91,7 +91,7 @@ def to_windows(set_id: str, value: Mapping[str, Any]) -> WindowSet:
     for buffer_id, device, world_rank, size_bytes, identity in value["buffers"]:
         right = layout.board_bytes if world_rank < 0 else board.window_bytes(windows.spec)
         if size_bytes != right:
-            raise ValueError(f"rank {world_rank} cannot have {size_bytes} bytes, but {right}")
+            raise ValueError(f"rank {world_rank} must have {right} bytes, got {size_bytes}")
         known = (identity[0], identity[1]) if identity is not None else None
         windows.buffers.append(Buffer(buffer_id, device, world_rank, size_bytes, known))
     return windows

@@ -98,10 +98,10 @@ class ClusterFacts:
         """
         if epoch > self.epoch + MAX_EPOCHS_AHEAD:
             raise InvalidArgumentError(
-                f"node {node!r} knows of epoch {epoch}, the coordinator of {self.epoch}: nobody is "
-                f"{MAX_EPOCHS_AHEAD} epochs ahead. If the coordinator lost its file, start it once "
-                "with --epoch-at-least; else the node is of another cluster: remove the file "
-                "'cluster' of its directory",
+                f"node {node!r} knows of epoch {epoch}, the coordinator of {self.epoch}; it must "
+                f"be at most {MAX_EPOCHS_AHEAD} epochs ahead. If the coordinator lost its file, "
+                "start it once with --epoch-at-least; else the node is of another cluster: remove "
+                "the file 'cluster' of its directory",
                 argument="epoch",
             )
 

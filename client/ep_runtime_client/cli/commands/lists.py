@@ -113,7 +113,7 @@ GROUPS = View(
         Column("num_experts", "EXPERTS", "count", wide=True, about="experts"),
         Column("num_sms", "SMS", "count", wide=True, about="SMs for its kernels; 0: the default"),
         Column("overlap", "OVERLAP", wide=True, about="whether exchanges overlap matmuls"),
-        Column("workspace", "WORKSPACE", wide=True, about="memory of block calls for rows"),
+        Column("workspace", "WORKSPACE", wide=True, about="memory for rows of block calls"),
         Column("poison_reason", "POISON", wide=True, about="error that ends its waits"),
     ),
     fetch=lambda daemon, args: list(daemon.groups()),

@@ -80,8 +80,7 @@ def check_slabs_share(rhs: tuple[int, ...], sizes: tuple[int, ...]) -> None:
     if experts % groups or slabs * groups % experts:
         raise InvalidArgumentError(
             f"group_sizes [{slabs}, {groups}] has {slabs * groups} groups in slabs of {groups}, "
-            f"which do not share out the {experts} experts of rhs {list(rhs)}: "
-            "L must divide E, and E must divide R * L",
+            f"but rhs {list(rhs)} has {experts} experts: L must divide E, and E must divide R * L",
             argument="group_sizes",
         )
 

@@ -63,8 +63,8 @@ def _check(axis: Any, free: tuple[tuple[str, int], ...], never: str) -> None:
         )
     if axis.size != prod(sizes[name] for name in names):
         raise NotImplementedError(
-            f"{_REASON} Over spmd_axis_name={names} the batch must have one index for each of its "
-            f"{prod(sizes[name] for name in names)} places, and has {axis.size}"
+            f"{_REASON} With spmd_axis_name={names} the batch dim must have the axis size "
+            f"{prod(sizes[name] for name in names)}, got {axis.size}"
         )
 
 
