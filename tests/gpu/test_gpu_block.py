@@ -29,8 +29,8 @@ from gpu.block_programs import (
 from gpu.jobs.layouts import TRANSPORT, TRIAL
 
 import ep_runtime as ep
+from ep_runtime import device_layout
 from ep_runtime_client.moe import bodies
-from ep_runtime_client.ops.transports import nodes, nodes_plan
 
 pytestmark = pytest.mark.skipif(TRANSPORT == "xla", reason="has no block calls")
 # Of an array's largest value: what another order of sums may make of it.
@@ -189,11 +189,15 @@ def test_how_much_is_kept_and_held_changes_no_output(blocks: Blocks, dtype: str)
 def test_rows_that_are_counted_before_they_cross(
     blocks: Blocks, monkeypatch: pytest.MonkeyPatch, workspace: Any, recipe: Any
 ) -> None:
-    for module in (nodes_plan, nodes):
-        monkeypatch.setattr(module, "counts_chunks", lambda call: True)
-    layer = blocks.layer("counted", SENT, workspace=workspace)
-    given = blocks.drawn(ROUTINGS["unused slots"], SENT)
-    compare(blocks, layer, blocks.params(layer), given, "bfloat16", recipe=recipe)
+    """Tokens are those of a group that sends all rows, bit by bit."""
+    given, found = blocks.drawn(ROUTINGS["unused slots"], SENT), []
+    for name, share in (("all", 0.0), ("counted", 1.0)):
+        monkeypatch.setattr(device_layout, "COUNTED_SHARE_OF_RANKS", share)
+        layer = blocks.layer(name, SENT, workspace=workspace)
+        assert device_layout.counts_rows(layer.group_spec, TOP_K) == (name == "counted")
+        params = blocks.params(layer)
+        found.append(compare(blocks, layer, params, given, "bfloat16", recipe=recipe)[0])
+    np.testing.assert_array_equal(*found)
 
 
 def scanned(
