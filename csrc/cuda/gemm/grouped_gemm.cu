@@ -66,6 +66,30 @@ bool PairFits(const GroupedGemmParams& p) {
   return one && p.out_features % (2 * kHalfMultiple) == 0 && (by_expert || !IsNarrow(p));
 }
 
+// Returns the number of experts in the arrays that hold the first ones.
+int32_t HomeExperts(const GroupedGemmParams& p) {
+  return p.slots.first == 0 ? p.num_experts : p.slots.first;
+}
+
+int64_t WeightBytes(const GroupedGemmParams& p) {
+  const bool by_expert = p.product == GemmProduct::kWeightGrad;
+  return int64_t{p.in_features} * WeightColumns(p) * BytesOf(by_expert ? p.out_type : p.rhs_type);
+}
+
+// Whether slots are a whole number of weights from the experts' array.
+bool SlotsFit(const GroupedGemmParams& p) {
+  if (p.slots.first == 0) return true;
+  const bool by_expert = p.product == GemmProduct::kWeightGrad;
+  const auto apart = [&](const void* home, const void* slots) {
+    return (reinterpret_cast<intptr_t>(slots) - reinterpret_cast<intptr_t>(home)) % WeightBytes(p);
+  };
+  const void* weights = by_expert ? p.out : p.rhs;
+  const void* up = by_expert ? p.out_up : p.rhs_up;
+  return p.slots.first < p.num_experts && HasGroupEach(p) && !p.adds &&
+         p.slots.weights != nullptr && (up == nullptr) == (p.slots.up == nullptr) &&
+         apart(weights, p.slots.weights) == 0 && apart(up, p.slots.up) == 0;
+}
+
 int64_t RowsOf(const GroupedGemmParams& p) {
   return static_cast<int64_t>(p.num_slabs) * p.slab_rows;
 }
@@ -95,22 +119,24 @@ bool CopiesWeights(const GroupedGemmParams& p) {
 // operand.
 cudaError_t CopyWeights(cudaStream_t stream, GroupedGemmParams* p) {
   const int32_t width = p->rhs_up == nullptr ? p->out_features : p->out_features / 2;
-  auto* to = static_cast<float*>(p->rhs_copy);
-  for (const void* from : {p->rhs, p->rhs_up}) {
-    if (from == nullptr) continue;
-    const TransposedFloatPlanes planes{static_cast<const float*>(from),
-                                       to,
-                                       p->num_experts,
-                                       p->in_features,
-                                       width,
-                                       p->out_features,
-                                       p->wanted};
-    const cudaError_t error = LaunchTranspose(stream, planes);
-    if (error != cudaSuccess) return error;
-    to += int64_t{width} * p->in_features;
-  }
+  const int32_t home = HomeExperts(*p);
+  const auto copy = [&](const void* from, int32_t expert, int32_t experts, int32_t column) {
+    if (from == nullptr || experts == 0) return cudaSuccess;
+    float* to = static_cast<float*>(p->rhs_copy) +
+                (int64_t{expert} * p->out_features + column) * p->in_features;
+    return LaunchTranspose(
+        stream, TransposedFloatPlanes{static_cast<const float*>(from), to, experts, p->in_features,
+                                      width, p->out_features, p->wanted});
+  };
+  const int32_t more = p->num_experts - home;
+  cudaError_t error = copy(p->rhs, 0, home, 0);
+  if (error == cudaSuccess) error = copy(p->rhs_up, 0, home, width);
+  if (error == cudaSuccess) error = copy(p->slots.weights, home, more, 0);
+  if (error == cudaSuccess) error = copy(p->slots.up, home, more, width);
+  if (error != cudaSuccess) return error;
   p->rhs = p->rhs_copy;
   p->rhs_up = nullptr;
+  p->slots = {};
   return cudaSuccess;
 }
 
@@ -122,7 +148,7 @@ bool Fits(const GroupedGemmParams& p) {
          p.out_features % multiple == 0 && p.tuning.band >= 1 &&
          (p.bias == nullptr || p.product == GemmProduct::kForward) &&
          (!p.adds || p.product == GemmProduct::kWeightGrad) && ScalesFit(p) && PairFits(p) &&
-         TicketsFit(p) && CopiesWeights(p) == (p.rhs_copy != nullptr);
+         TicketsFit(p) && SlotsFit(p) && CopiesWeights(p) == (p.rhs_copy != nullptr);
 }
 
 Array LhsOf(const GroupedGemmParams& p) {
@@ -152,15 +178,34 @@ Array OutOf(const GroupedGemmParams& p) {
   return {p.out, p.out_type, backward ? p.in_features : p.out_features, RowsOf(p), 1};
 }
 
-cudaError_t MakeMaps(const GroupedGemmParams& p, Maps* maps) {
+// Extends an array of the first experts' weights to the slots, and returns the planes of both.
+Planes AddSlots(const GroupedGemmParams& p, const void* slots, Array* array) {
+  if (p.slots.first == 0) return {};
+  const int32_t home = p.slots.first, more = p.num_experts - home;
+  const int64_t apart =
+      (static_cast<const uint8_t*>(slots) - static_cast<const uint8_t*>(array->data)) /
+      WeightBytes(p);
+  array->data = apart < 0 ? slots : array->data;
+  array->planes = apart < 0 ? home - apart : apart + more;
+  const auto home_plane = static_cast<int32_t>(apart < 0 ? -apart : 0);
+  const auto first_slot = static_cast<int32_t>(apart < 0 ? 0 : apart);
+  return {home_plane, first_slot - home};
+}
+
+cudaError_t MakeMaps(const GroupedGemmParams& p, Maps* maps, Planes (&planes)[2]) {
+  const bool by_expert = p.product == GemmProduct::kWeightGrad;
+  Array rhs = RhsOf(p), out = OutOf(p);
+  Array& weights = by_expert ? out : rhs;
+  Array up = weights;
+  up.data = by_expert ? p.out_up : p.rhs_up;
+  planes[0] = AddSlots(p, p.slots.weights, &weights);
   cudaError_t error = DescribeArray(LhsOf(p), kPieceSide, &maps->lhs);
-  if (error == cudaSuccess) error = DescribeArray(RhsOf(p), kPieceSide, &maps->rhs);
-  if (error == cudaSuccess) error = DescribeArray(OutOf(p), kStoredRows, &maps->out);
+  if (error == cudaSuccess) error = DescribeArray(rhs, kPieceSide, &maps->rhs);
+  if (error == cudaSuccess) error = DescribeArray(out, kStoredRows, &maps->out);
   maps->up = maps->rhs;
   if (error != cudaSuccess || !IsPair(p)) return error;
-  Array up = p.rhs_up != nullptr ? RhsOf(p) : OutOf(p);
-  up.data = p.rhs_up != nullptr ? p.rhs_up : p.out_up;
-  return DescribeArray(up, p.rhs_up != nullptr ? kPieceSide : kStoredRows, &maps->up);
+  planes[1] = AddSlots(p, p.slots.up, &up);
+  return DescribeArray(up, by_expert ? kStoredRows : kPieceSide, &maps->up);
 }
 
 Groups GroupsOf(const GroupedGemmParams& p) {
@@ -190,13 +235,17 @@ Scales ScalesOf(const GroupedGemmParams& p) {
   return scales;
 }
 
-KernelArguments MakeArguments(const GroupedGemmParams& p, int32_t blocks) {
+KernelArguments MakeArguments(const GroupedGemmParams& p, const Planes (&planes)[2],
+                              int32_t blocks) {
   KernelArguments args{};
   args.groups = GroupsOf(p);
   const bool backward = p.product == GemmProduct::kDataGrad;
   args.depth = backward ? p.out_features : p.in_features;
   args.band = p.tuning.band;
   args.half = IsPair(p) ? WeightColumns(p) : INT32_MAX;
+  args.first_slot = p.slots.first == 0 ? INT32_MAX : p.slots.first;
+  args.planes[0] = planes[0];
+  args.planes[1] = planes[1];
   args.out.data = p.out;
   // Unused if output rows are the groups' rows.
   args.out.rows = p.in_features;
@@ -215,8 +264,7 @@ KernelArguments MakeArguments(const GroupedGemmParams& p, int32_t blocks) {
 // contracted dim is empty.
 cudaError_t StoreZeros(cudaStream_t stream, const GroupedGemmParams& p) {
   if (p.product != GemmProduct::kWeightGrad) return cudaErrorInvalidValue;
-  const size_t bytes =
-      size_t{1} * BytesOf(p.out_type) * p.num_experts * p.in_features * WeightColumns(p);
+  const size_t bytes = static_cast<size_t>(HomeExperts(p) * WeightBytes(p));
   const cudaError_t error = cudaMemsetAsync(p.out, 0, bytes, stream);
   if (error != cudaSuccess || p.out_up == nullptr) return error;
   return cudaMemsetAsync(p.out_up, 0, bytes, stream);
@@ -263,11 +311,12 @@ cudaError_t LaunchGroupedGemm(cudaStream_t stream, GroupedGemmParams params) {
     error = gemm::CopyWeights(stream, &params);
   }
   gemm::Maps maps;
-  if (error == cudaSuccess) error = gemm::MakeMaps(params, &maps);
+  gemm::Planes planes[2] = {};
+  if (error == cudaSuccess) error = gemm::MakeMaps(params, &maps, planes);
   if (error != cudaSuccess) return error;
   int32_t blocks = params.tickets.blocks;
   if (blocks == 0) blocks = processors / gemm::kClusterBlocks * gemm::kClusterBlocks;
-  error = instance->launch(stream, maps, gemm::MakeArguments(params, blocks), blocks);
+  error = instance->launch(stream, maps, gemm::MakeArguments(params, planes, blocks), blocks);
   if (error != cudaSuccess || !params.clear_slack || by_expert) return error;
   return gemm::ClearSlackOf(stream, params, processors);
 }

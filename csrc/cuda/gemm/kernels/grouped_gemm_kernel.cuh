@@ -247,6 +247,8 @@ __device__ __forceinline__ void MultiplyTiles(const KernelArguments& args, const
     float sums[kTileColumns / 2];
     const Work work = SumTile<Traits>(args, warpgroup, memory, &place, &next, sums);
     if (work.expert < 0) break;
+    // Nobody reads the gradient of a slot without rows.
+    if (Traits::kRagged && work.size == 0 && work.expert >= args.first_slot) continue;
     const Tile tile{work.expert, work.group, work.row, work.column, work.row_end, false};
     if constexpr (Traits::kStagesWhole) {
       StoreWholeTile<typename Traits::Out>(args.out, out_maps, tile, warpgroup,
@@ -257,6 +259,11 @@ __device__ __forceinline__ void MultiplyTiles(const KernelArguments& args, const
     }
   }
   if (threadIdx.x % 128 == 0) WaitStoresRead<0>();
+}
+
+__device__ __forceinline__ Halves HalvesOf(const KernelArguments& args, const CUtensorMap* first,
+                                           const CUtensorMap* second) {
+  return {first, second, args.half, args.first_slot, args.planes[0], args.planes[1]};
 }
 
 template <class Traits>
@@ -298,7 +305,7 @@ __global__ void __cluster_dims__(kClusterBlocks, 1, 1) __launch_bounds__(kThread
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kFinderRegisters));
     if (threadIdx.x / 32 == 4 * kMultipliers) {
       const Cluster cluster{rank, blockIdx.x / kClusterBlocks, gridDim.x / kClusterBlocks};
-      LoadTiles<Traits>(args, &lhs_map, Halves{&rhs_map, &up_map, args.half},
+      LoadTiles<Traits>(args, &lhs_map, HalvesOf(args, &rhs_map, &up_map),
                         MakeSchedule<Traits>(args, memory->order, cluster), rank, memory);
     }
     if constexpr (Traits::kByBlock) {
@@ -307,7 +314,7 @@ __global__ void __cluster_dims__(kClusterBlocks, 1, 1) __launch_bounds__(kThread
     }
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kSummerRegisters));
-    MultiplyTiles<Traits>(args, Halves{&out_map, &up_map, args.half}, warpgroup, memory);
+    MultiplyTiles<Traits>(args, HalvesOf(args, &out_map, &up_map), warpgroup, memory);
   }
   // Neither block may free its memory while the other can load into it or arrive at its barriers.
   SyncCluster();

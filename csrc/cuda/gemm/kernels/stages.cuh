@@ -40,7 +40,7 @@ __device__ __forceinline__ void LoadStage(const CUtensorMap* lhs_map, const Halv
     const int32_t plane = Traits::kRagged ? 0 : tile.expert;
     Coordinates at = Traits::kRhs == Along::kContracted ? Coordinates{depth, column, plane}
                                                         : Coordinates{column, depth, plane};
-    const CUtensorMap* rhs_map = Traits::kRagged ? rhs_maps.first : FindHalf(rhs_maps, &at.x);
+    const CUtensorMap* rhs_map = Traits::kRagged ? rhs_maps.first : FindHalf(rhs_maps, &at);
     const uint32_t to = stage + Traits::kLhsBytes + piece * kPieceBytes;
     if (tile.share_rows) {
       LoadBox(rhs_map, at, to, full);

@@ -68,6 +68,14 @@ struct GemmTickets {
   int32_t all_blocks = 0;     // blocks of all launches, even
 };
 
+// Weights, or their gradients, of experts that are not in one array with the first ones. Each array
+// begins a whole number of weights before or after the other one.
+struct GemmSlots {
+  int32_t first = 0;        // these experts and later ones are in the arrays below; 0: none
+  void* weights = nullptr;  // [G - first, ...], like the operand or result with weights
+  void* up = nullptr;       // [G - first, ...], like rhs_up or out_up
+};
+
 struct GroupedGemmParams {
   GemmProduct product;
   FloatType type;      // type of lhs; kTF32 instead of kF32
@@ -100,6 +108,8 @@ struct GroupedGemmParams {
   FloatType bias_type;
   void* out;              // out_type, device, 16-byte aligned. Experts without rows get zeros.
   void* out_up;           // only kWeightGrad, like rhs_up
+  GemmSlots slots;        // only if each expert has one group. Gradients of slots without rows do
+                          // not change
   bool clear_slack;       // true: rows in no group become zero; false: they do not change
   bool adds;              // kWeightGrad: adds to the values in `out`, and rounds the result
   const int32_t* wanted;  // [1], device: 0 if the launch has nothing to do. Null: always runs

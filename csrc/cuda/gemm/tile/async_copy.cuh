@@ -72,17 +72,27 @@ struct Coordinates {
 __device__ __forceinline__ void PrefetchMap(const CUtensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
+// The planes of a map that hold experts: expert e is in plane e + (e < first_slot ? home : slots).
+struct Planes {
+  int32_t home;
+  int32_t slots;
+};
 // One array, or two whose lines are concatenated.
 struct Halves {
   const CUtensorMap* first;
   const CUtensorMap* second;
   int32_t width;  // width of the first array, a multiple of a box; INT32_MAX: there is one array
+  int32_t first_slot;  // INT32_MAX: each expert's number is its plane
+  Planes of_first;
+  Planes of_second;
 };
-// Returns the map that contains coordinate `x`, and makes `x` relative to that map.
-__device__ __forceinline__ const CUtensorMap* FindHalf(const Halves& halves, int32_t* x) {
-  if (*x < halves.width) return halves.first;
-  *x -= halves.width;
-  return halves.second;
+// Returns the map that contains coordinate x of expert z, and makes both relative to that map.
+__device__ __forceinline__ const CUtensorMap* FindHalf(const Halves& halves, Coordinates* at) {
+  const bool first = at->x < halves.width;
+  if (!first) at->x -= halves.width;
+  const Planes& planes = first ? halves.of_first : halves.of_second;
+  at->z += at->z < halves.first_slot ? planes.home : planes.slots;
+  return first ? halves.first : halves.second;
 }
 
 // Copies one box of the map to `shared`. `barrier` counts its bytes.

@@ -172,7 +172,8 @@ __device__ __forceinline__ void StoreTile(const OutShape& out, const Halves& map
         if (whole) {
           Coordinates at{column, row, kByExpert ? tile.expert : 0};
           if constexpr (kByExpert) {
-            PutBox(out, FindHalf(maps, &at.x), at, chunk);
+            const CUtensorMap* map = FindHalf(maps, &at);
+            PutBox(out, map, at, chunk);
           } else {
             StoreBox(maps.first, at, chunk);
           }
@@ -210,7 +211,7 @@ __device__ __forceinline__ void StoreWholeTile(const OutShape& out, const Halves
     const int32_t column = tile.column + i * kChunkColumns;
     if (column < out.columns) {
       Coordinates at{column, row, tile.expert};
-      const CUtensorMap* map = FindHalf(maps, &at.x);
+      const CUtensorMap* map = FindHalf(maps, &at);
       PutBox(out, map, at, SharedAddress(staging) + i * kChunkBytes);
     }
   }
