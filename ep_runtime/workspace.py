@@ -51,7 +51,7 @@ class BlockSizes:
             within its node.
         top_k: K.
         ep_size: N; in a group across nodes, the ranks of one node.
-        experts: L.
+        experts: L, with slots for copies of other ranks' experts.
         capacity: C of the call.
         alignment: rows to which an expert's zone is aligned in the workspace.
         hidden_size, mlp_dim: H, M.
@@ -60,6 +60,7 @@ class BlockSizes:
         scaling: how 8-bit matmuls scale operands.
         nodes: D; 1 if rows stay within a node.
         lane_rows: rows of a lane, in which a rank receives the sums of its tokens.
+        spare: slots among the experts, whose weights the calls keep in their workspaces.
     """
 
     tokens: int
@@ -75,6 +76,7 @@ class BlockSizes:
     scaling: Scaling = "none"
     nodes: int = 1
     lane_rows: int = 2**31 - 1
+    spare: int = 0
 
     @property
     def columns(self) -> int:
@@ -291,7 +293,8 @@ def forward_bytes(sizes: BlockSizes, rows: int, kept_rows: int) -> int:
     """
     h, m, n, e = sizes.hidden_size, sizes.mlp_dim, sizes.columns, sizes.element_bytes
     whole = kept_rows == rows and sizes.parts(rows) == 0
-    regions = [rows * 4, rows * h * e, 0 if whole else rows * n * e]
+    narrow = e if sizes.scaling == "none" else 1
+    regions = [rows * 4, rows * h * e, 0 if whole else rows * n * e, *_slots(sizes, narrow)]
     if sizes.scaling == "none":
         regions += [_weights_32(sizes), rows * m * e]
         return _common_bytes(sizes, rows) + _total(regions)
@@ -314,9 +317,23 @@ def backward_bytes(sizes: BlockSizes, rows: int) -> int:
     """
     h, n, e = sizes.hidden_size, sizes.columns, sizes.element_bytes
     if sizes.scaling != "none":
-        return _common_bytes(sizes, rows) + _quantized_backward_bytes(sizes, rows)
+        slots = _total(_slots(sizes, 4))  # gradients may be f32
+        return _common_bytes(sizes, rows) + slots + _quantized_backward_bytes(sizes, rows)
     regions = [rows * 4, rows * 4, *(rows * width * e for width in (h, h, n)), _weights_32(sizes)]
+    regions += _slots(sizes, e)
     return _common_bytes(sizes, rows) + _total(regions) + _inner_backward_bytes(sizes, rows)
+
+
+def _slots(sizes: BlockSizes, value_bytes: int) -> list[int]:
+    """Returns the bytes of the slots of both weights, and later of their gradients.
+
+    There is room for one weight more than slots, because slots begin a whole number of weights
+    from the array of a rank's own experts.
+    """
+    if sizes.spare == 0:
+        return []
+    widths = (sizes.columns, sizes.mlp_dim)
+    return [(sizes.spare + 1) * sizes.hidden_size * width * value_bytes for width in widths]
 
 
 def _weights_32(sizes: BlockSizes) -> int:

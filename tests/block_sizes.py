@@ -38,6 +38,7 @@ def random_sizes(seed: int) -> Iterator[BlockSizes]:
             element_bytes=draw.choice([1, 2, 4]),
             scaling=draw.choice(_SCALINGS),
             nodes=draw.choice([1, 1, 2]) if tokens % 2 == 0 else 1,
+            spare=draw.choice([0, 0, experts // 2]),
             lane_rows=draw.choice([2**31 - 1, 16 + 2 * tokens, 16]),
             **asked,
         )

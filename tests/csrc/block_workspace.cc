@@ -1,7 +1,7 @@
 // Prints sizes of block calls from the native library. Reads lines of
 //
 //   tokens top_k capacity experts hidden inner columns ranks alignment rows kept_rows element_bytes
-//   scaling lane_rows packed
+//   scaling lane_rows spare packed
 //
 // and prints for each: tokens of a chunk, chunks, bytes forward, bytes backward, and how many pairs
 // of a backward call's regions overlap, or leave the workspace, while both are read, without
@@ -46,8 +46,13 @@ int CountOverlaps(const BlockSizes& s) {
   const auto copy = [&](const Copy& of, int64_t width) {
     return Region{of.data, width * TransposedRowsOf(s) * s.element_bytes};
   };
-  const std::vector<Region> wide = {rows(at.tokens, s.hidden), rows(at.grads, s.hidden),
-                                    rows(at.hidden, s.columns)};
+  std::vector<Region> wide = {rows(at.tokens, s.hidden), rows(at.grads, s.hidden),
+                              rows(at.hidden, s.columns)};
+  if (s.spare > 0) {
+    const int64_t weight = int64_t{s.spare + 1} * s.hidden * s.element_bytes;
+    wide.push_back({at.wi_slots, weight * s.columns});
+    wide.push_back({at.wo_slots, weight * s.inner});
+  }
   const auto with = [&](std::vector<Region> others) {
     others.insert(others.end(), wide.begin(), wide.end());
     return CountOverlaps(others, end);
@@ -64,10 +69,10 @@ int CountOverlaps(const BlockSizes& s) {
 int main() {
   BlockSizes s{};
   int scaling = 0, packed = 0;
-  while (std::scanf("%d %d %d %d %d %d %d %d %d %d %d %d %d %d %d", &s.tokens, &s.top_k,
+  while (std::scanf("%d %d %d %d %d %d %d %d %d %d %d %d %d %d %d %d", &s.tokens, &s.top_k,
                     &s.capacity, &s.experts, &s.hidden, &s.inner, &s.columns, &s.ranks,
                     &s.alignment, &s.rows, &s.kept_rows, &s.element_bytes, &scaling, &s.lane_rows,
-                    &packed) == 15) {
+                    &s.spare, &packed) == 16) {
     s.packed = packed != 0;
     s.scaling = static_cast<ep_runtime::cuda::GemmScaling>(scaling);
     Workspace unused;

@@ -30,6 +30,7 @@ def line(sizes: BlockSizes, found: Workspace) -> str:
         sizes.element_bytes,
         get_args(workspace.Scaling).index(sizes.scaling),
         sizes.lane_rows,
+        sizes.spare,
         int(sizes.nodes > 1 and sizes.packed_bytes > 0),
     )
     return " ".join(map(str, numbers))

@@ -46,7 +46,8 @@ class MemoryEstimate:
             as above.
         copies_bytes_per_device: with spare_experts, f32 gradients of a rank's experts and slots and
             the slots' exchange in one call of `ep.moe`, whose weights take less before; all layers
-            share it. 0 without spare_experts or mlp_dim.
+            share it. 0 without spare_experts or mlp_dim, and if block calls run, whose workspace
+            has the slots.
     """
 
     staging_bytes_per_rank: int
@@ -115,14 +116,15 @@ def block_sizes(
         ep_size=spec.ranks_per_node,
         nodes=spec.num_nodes,
         lane_rows=device_layout.lane_rows(spec),
-        experts=spec.experts_per_rank,
-        capacity=spec.recv_capacity_per_rank,
+        experts=spec.experts_per_rank + spec.spare_experts,
+        capacity=_slab_rows(spec),
         alignment=workspace.ROW_ALIGNMENT,
         hidden_size=spec.hidden_size,
         mlp_dim=mlp_dim,
         gated=gated,
         element_bytes=4 if wide else 2,
         scaling=scaling,
+        spare=spec.spare_experts,
     )
 
 
@@ -219,14 +221,17 @@ def estimate_memory(
     scaling = _scaling_of(recipe)
     if mlp_dim is not None:
         check_whole("mlp_dim", mlp_dim)
-    if mlp_dim is not None and spec.spare_experts:
+    blocks = _has_blocks(spec, transport) and scaling is not None
+    if mlp_dim is not None and spec.spare_experts and not blocks:
         experts = spec.experts_per_rank + (1 + 2 * spec.ep_size) * spec.spare_experts
         weights = (3 if gated else 2) * spec.hidden_size * mlp_dim
         return dataclasses.replace(found, copies_bytes_per_device=4 * experts * weights)
-    if mlp_dim is None or not _has_blocks(spec, transport) or scaling is None:
+    if mlp_dim is None or not blocks or scaling is None:
         return found
     sizes = block_sizes(spec, mlp_dim, gated=gated, scaling=scaling)
-    block = workspace.of_block(sizes, spec.workspace, keep=keep, keep_factor=keep_factor)
+    # With copies a call has room for all rows, as `ep.moe` gives it.
+    setting = float(sizes.capacity) if spec.spare_experts else spec.workspace
+    block = workspace.of_block(sizes, setting, keep=keep, keep_factor=keep_factor)
     return dataclasses.replace(
         found,
         workspace_bytes_per_device=max(
@@ -238,7 +243,9 @@ def estimate_memory(
 
 
 def _has_blocks(spec: specs.GroupSpec, transport: str) -> bool:
-    return transport in _BLOCK_TRANSPORTS and not spec.spare_experts
+    if spec.spare_experts and (spec.node_size or spec.spare_experts < spec.experts_per_rank):
+        return False
+    return transport in _BLOCK_TRANSPORTS
 
 
 def _scaling_of(recipe: checks.Recipes) -> workspace.Scaling | None:

@@ -233,12 +233,11 @@ def at_home(
 
     def joined(x: jax.Array) -> jax.Array:
         own, copied = x[: group.experts_per_rank], x[group.experts_per_rank :]
+        if join is jnp.add and windows.carries_copies(call, x):
+            return windows.return_copies(at, experts, x)[: group.experts_per_rank]
         dims = [1] * (x.ndim - 1)
-        if windows.carries_copies(call, x):
-            came = windows.return_copies(at, experts, x)
-        else:
-            sent = jnp.where(goes.reshape(*goes.shape, *dims), copied, 0)
-            came = between_xla.exchange(call, sent)
+        sent = jnp.where(goes.reshape(*goes.shape, *dims), copied, 0)
+        came = between_xla.exchange(call, sent)
         total = own.astype(jnp.promote_types(x.dtype, jnp.float32))
         for rank in range(group.ep_size):
             value = rows_at(came[rank], slot[rank]).astype(total.dtype)

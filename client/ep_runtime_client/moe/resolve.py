@@ -368,6 +368,7 @@ def _workspace(call: Call, block: Block, given: Operands, kept: Kept) -> Workspa
         gated=activation.gated,
         element_bytes=jnp.dtype(activation.dtype).itemsize,
         scaling=scaling_of(block.recipes[0]),
+        spare=layer.group_spec.spare_experts if call.spread else 0,
     )
     # Spread rows need no more room than the capacity, because the ranks are balanced.
     setting = float(call.capacity) if call.spread else group.workspace

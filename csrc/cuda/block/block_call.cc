@@ -2,6 +2,9 @@
 // product that do not depend on each other: they overlap if the group's setting allows it and one
 // pass processes all tokens.
 //
+// With copies of experts, their weights are sent to slots before the products that read them, and
+// gradients in slots are sent home, beside a product where that one does not need them.
+//
 //   forward, of each pass                  backward, of each pass
 //   tokens  <- dispatch x                  grads   <- dispatch dy
 //   kept    <- tokens @ wi, or hidden      [tokens <- dispatch x | d_inner <- grads @ wo^T]
@@ -98,6 +101,8 @@ class BlockLaunches : private ExpertLaunches {
   // Launches the exchanges of a pass with 8-bit products, and the experts between them.
   cudaError_t Quantized(const TokenPass& pass) {
     const QuantizedExperts experts(stream_, p_, at_);
+    EP_RETURN_IF_CUDA_ERROR(CopyWeights(stream_, /*first=*/true));
+    EP_RETURN_IF_CUDA_ERROR(CopyWeights(stream_, /*first=*/false));
     EP_RETURN_IF_CUDA_ERROR(
         experts.PackTokens(pass.wanted, TokensOf(pass, p_.tokens), pass.tokens));
     EP_RETURN_IF_CUDA_ERROR(LaunchDispatch(stream_, SentTokens(pass, p_.alone, experts)));
@@ -111,6 +116,8 @@ class BlockLaunches : private ExpertLaunches {
     // d_wo_bias sums the wide rows of gradients, which are stored over the tokens' wide rows. So
     // tokens must arrive first.
     const bool tokens_first = p_.wo_bias != nullptr;
+    EP_RETURN_IF_CUDA_ERROR(CopyWeights(stream_, /*first=*/true));
+    EP_RETURN_IF_CUDA_ERROR(CopyWeights(stream_, /*first=*/false));
     const auto send_tokens = [&](cudaStream_t stream, const ExchangeGrids& grids) {
       return LaunchDispatch(stream, SentTokens(pass, grids, experts));
     };
@@ -133,14 +140,23 @@ class BlockLaunches : private ExpertLaunches {
       EP_RETURN_IF_CUDA_ERROR(experts.TakeTokens(rows));
     }
     EP_RETURN_IF_CUDA_ERROR(experts.Backward(rows));
-    return CombineBeside(pass, experts.FirstWeightGrad(rows));
+    EP_RETURN_IF_CUDA_ERROR(CopyGrads(stream_, /*first=*/false));
+    EP_RETURN_IF_CUDA_ERROR(CombineBeside(pass, experts.FirstWeightGrad(rows)));
+    return CopyGrads(stream_, /*first=*/true);
   }
 
   cudaError_t Forward(const TokenPass& pass) {
+    EP_RETURN_IF_CUDA_ERROR(CopyWeights(stream_, /*first=*/true));
     EP_RETURN_IF_CUDA_ERROR(LaunchDispatch(stream_, Tokens(pass, p_.alone)));
     const PassRows rows = RowsOf(pass);
     for (int i = 0; i < rows.count; ++i) {
-      EP_RETURN_IF_CUDA_ERROR(FirstProduct(rows, rows.places[i]));
+      // The second weight's copies are sent beside the first product.
+      if (i == 0 && s_.spare > 0) {
+        EP_RETURN_IF_CUDA_ERROR(CopyBeside(pass, FirstProductOf(rows, rows.places[i]),
+                                           &BlockLaunches::CopyWeights, /*first=*/false));
+      } else {
+        EP_RETURN_IF_CUDA_ERROR(Multiply(FirstProductOf(rows, rows.places[i])));
+      }
       EP_RETURN_IF_CUDA_ERROR(Activate(rows, rows.places[i], p_.early));
     }
     GroupedGemmParams second =
@@ -153,6 +169,11 @@ class BlockLaunches : private ExpertLaunches {
 
   cudaError_t Backward(const TokenPass& pass) {
     const PassRows rows = RowsOf(pass);
+    const bool saved = rows.count == 1 && rows.places[0].rows == p_.kept;
+    EP_RETURN_IF_CUDA_ERROR(CopyWeights(stream_, /*first=*/false));
+    if (!saved || !WantsWeightGrads()) {
+      EP_RETURN_IF_CUDA_ERROR(CopyWeights(stream_, /*first=*/true));
+    }
     EP_RETURN_IF_CUDA_ERROR(LaunchCombineBwd(stream_, Grads(pass)));
     const auto send_tokens = [&](cudaStream_t stream, const ExchangeGrids& grids) {
       return LaunchDispatch(stream, Tokens(pass, grids));
@@ -162,7 +183,7 @@ class BlockLaunches : private ExpertLaunches {
                   Product(GemmProduct::kDataGrad, rows, at_.grads, at_.d_inner, /*first=*/false)));
     for (int i = 0; i < rows.count; ++i) {
       const Hidden& hidden = rows.places[i];
-      if (hidden.rows != p_.kept) EP_RETURN_IF_CUDA_ERROR(FirstProduct(rows, hidden));
+      if (hidden.rows != p_.kept) EP_RETURN_IF_CUDA_ERROR(Multiply(FirstProductOf(rows, hidden)));
       EP_RETURN_IF_CUDA_ERROR(Activate(rows, hidden, /*weighted=*/true));
     }
     for (int i = 0; i < rows.count; ++i) {
@@ -171,12 +192,31 @@ class BlockLaunches : private ExpertLaunches {
     EP_RETURN_IF_CUDA_ERROR(SumBiases(rows));
     if (WantsWeightGrads()) {
       EP_RETURN_IF_CUDA_ERROR(TurnBoth(rows, /*first=*/false));
-      EP_RETURN_IF_CUDA_ERROR(Multiply(WeightGrad(rows, /*first=*/false)));
+      const GroupedGemmParams grad = WeightGrad(rows, /*first=*/false);
+      // The first weight's copies are needed next, for dx.
+      EP_RETURN_IF_CUDA_ERROR(saved && s_.spare > 0
+                                  ? CopyBeside(pass, grad, &BlockLaunches::CopyWeights, true)
+                                  : Multiply(grad));
       EP_RETURN_IF_CUDA_ERROR(TurnBoth(rows, /*first=*/true));
     }
-    EP_RETURN_IF_CUDA_ERROR(
-        Multiply(Product(GemmProduct::kDataGrad, rows, at_.hidden, at_.grads, /*first=*/true)));
-    return CombineBeside(pass, WeightGrad(rows, /*first=*/true));
+    const GroupedGemmParams grad =
+        Product(GemmProduct::kDataGrad, rows, at_.hidden, at_.grads, /*first=*/true);
+    EP_RETURN_IF_CUDA_ERROR(WantsWeightGrads() && s_.spare > 0
+                                ? CopyBeside(pass, grad, &BlockLaunches::CopyGrads, false)
+                                : Multiply(grad));
+    EP_RETURN_IF_CUDA_ERROR(CombineBeside(pass, WeightGrad(rows, /*first=*/true)));
+    return CopyGrads(stream_, /*first=*/true);
+  }
+
+  // Copies one weight's experts, or their gradients, beside a product that does not need them.
+  cudaError_t CopyBeside(const TokenPass& pass, GroupedGemmParams gemm,
+                         cudaError_t (ExpertLaunches::*copy)(cudaStream_t, bool, bool) const,
+                         bool first) {
+    const auto exchange = [&](cudaStream_t stream, const ExchangeGrids& grids) {
+      return (this->*copy)(stream, first, &grids == &p_.beside);
+    };
+    gemm.tickets.words = at_.decision->tickets;
+    return RunBeside(pass, exchange, BesideDispatch(), gemm);
   }
 
   int32_t BesideDispatch() const {
@@ -398,9 +438,9 @@ class BlockLaunches : private ExpertLaunches {
     return gemm;
   }
 
-  cudaError_t FirstProduct(const PassRows& rows, const Hidden& hidden) const {
-    return Multiply(InPlace(
-        Product(GemmProduct::kForward, rows, at_.tokens, hidden.rows, /*first=*/true), hidden));
+  GroupedGemmParams FirstProductOf(const PassRows& rows, const Hidden& hidden) const {
+    return InPlace(Product(GemmProduct::kForward, rows, at_.tokens, hidden.rows, /*first=*/true),
+                   hidden);
   }
 
   cudaError_t Activate(const PassRows& rows, const Hidden& hidden, bool weighted) const {

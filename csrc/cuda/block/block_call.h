@@ -49,12 +49,17 @@ struct BlockParams {
   const float* weights;     // [T, K]
   const int32_t* most;      // [1]
   Plan plan;                // plan of all tokens, with C rows
-  const void* wi;           // [L, H, N]; if gate and up are a pair, the gate [L, H, M]
-  const void* wi_up;        // [L, H, M] up, if they are a pair, else null
-  const void* wo;           // [L, M, H]
-  const void* wi_bias;      // [L, N] or null
-  const void* wo_bias;      // [L, H] or null; null with `early`, which would not weight it
-  FloatType bias_type;      // type of wi_bias
+  // [N, S]: the expert of each slot of each rank, -1 if it has none. Null: no experts are copied.
+  // Otherwise the arrays of weights below, and their gradients, have L - S experts. Biases and
+  // scales have L.
+  const int32_t* copies;
+  int32_t max_tokens;   // of a rank, in any call of the group
+  const void* wi;       // [L, H, N]; if gate and up are a pair, the gate [L, H, M]
+  const void* wi_up;    // [L, H, M] up, if they are a pair, else null
+  const void* wo;       // [L, M, H]
+  const void* wi_bias;  // [L, N] or null
+  const void* wo_bias;  // [L, H] or null; null with `early`, which would not weight it
+  FloatType bias_type;  // type of wi_bias
   FloatType wo_bias_type;
   // If `sizes.scaling` is not kNone, weights are e4m3 with a contiguous contracted dim: forward wi
   // is [L, N, H] and wo [L, H, M], backward wi [L, H, N] and wo as above. wi is not a pair.

@@ -69,14 +69,14 @@ cudaError_t LaunchEnd(cudaStream_t stream, const BlockParams& p, bool backward) 
   const BlockSizes& s = p.sizes;
   const RowType tokens = p.wide ? RowType::kF32 : p.type;
   const RowType weights = p.weight_type == FloatType::kF32 ? RowType::kF32 : p.type;
-  const int64_t experts = s.experts, halves = p.dwi_up != nullptr ? 2 : 1;
+  const int64_t experts = s.experts, own = experts - s.spare, halves = p.dwi_up != nullptr ? 2 : 1;
   Results results{};
   if (backward) {
     results.Add(p.dx, int64_t{s.tokens} * s.hidden, tokens);
     results.Add(p.d_weights, int64_t{s.tokens} * s.top_k, RowType::kF32);
-    results.Add(p.dwi, experts * s.hidden * s.columns / halves, weights);
-    results.Add(p.dwi_up, experts * s.hidden * s.columns / halves, weights);
-    results.Add(p.dwo, experts * s.inner * s.hidden, weights);
+    results.Add(p.dwi, own * s.hidden * s.columns / halves, weights);
+    results.Add(p.dwi_up, own * s.hidden * s.columns / halves, weights);
+    results.Add(p.dwo, own * s.inner * s.hidden, weights);
     results.Add(p.d_wi_bias, experts * s.columns, RowType::kF32);
     results.Add(p.d_wo_bias, experts * s.hidden, RowType::kF32);
   } else {

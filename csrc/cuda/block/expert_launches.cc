@@ -2,12 +2,83 @@
 #include "cuda/block/expert_launches.h"
 
 #include "cuda/gemm/grouped_gemm.h"
+#include "cuda/movement/copies/copy_experts.h"
 #include "cuda/rows/group_sums.h"
 #include "cuda/rows/row_dots.h"
 
 namespace ep_runtime {
 namespace cuda {
 namespace block {
+
+namespace {
+
+// Returns where slots begin in their region: a whole number of weights from `home`.
+void* SlotsAt(const void* home, uint8_t* region, int64_t weight_bytes) {
+  const auto past =
+      (reinterpret_cast<intptr_t>(region) - reinterpret_cast<intptr_t>(home)) % weight_bytes;
+  return region + (past > 0 ? weight_bytes - past : -past);
+}
+
+}  // namespace
+
+WeightArrays ExpertLaunches::ArraysOf(bool first, const void* one, const void* up,
+                                      int64_t value_bytes) const {
+  WeightArrays arrays{};
+  arrays.count = up == nullptr ? 1 : 2;
+  arrays.bytes = int64_t{s_.hidden} * (first ? s_.columns / arrays.count : s_.inner) * value_bytes;
+  uint8_t* region = first ? at_.wi_slots : at_.wo_slots;
+  for (int i = 0; i < arrays.count; ++i) {
+    arrays.home[i] = const_cast<void*>(i == 0 ? one : up);
+    arrays.slots[i] = SlotsAt(arrays.home[i], region, arrays.bytes);
+    region += (s_.spare + 1) * arrays.bytes;
+  }
+  return arrays;
+}
+
+WeightArrays ExpertLaunches::WeightsOf(bool first) const {
+  const int64_t bytes = s_.scaling == GemmScaling::kNone ? s_.element_bytes : 1;
+  return ArraysOf(first, first ? p_.wi : p_.wo, first ? p_.wi_up : nullptr, bytes);
+}
+
+WeightArrays ExpertLaunches::GradsOf(bool first) const {
+  WeightArrays arrays = ArraysOf(first, first ? p_.dwi : p_.dwo, first ? p_.dwi_up : nullptr,
+                                 BytesOf(p_.weight_type));
+  arrays.type = p_.weight_type == FloatType::kF32 ? RowType::kF32 : p_.type;
+  return arrays;
+}
+
+cudaError_t ExpertLaunches::CopyWeights(cudaStream_t stream, bool first, bool beside) const {
+  if (s_.spare == 0) return cudaSuccess;
+  return CopyExperts(stream, WeightsOf(first), /*home=*/false, beside);
+}
+
+cudaError_t ExpertLaunches::CopyGrads(cudaStream_t stream, bool first, bool beside) const {
+  if (s_.spare == 0 || !WantsWeightGrads()) return cudaSuccess;
+  return CopyExperts(stream, GradsOf(first), /*home=*/true, beside);
+}
+
+cudaError_t ExpertLaunches::CopyExperts(cudaStream_t stream, const WeightArrays& arrays, bool home,
+                                        bool beside) const {
+  CopyExpertsParams copy{};
+  copy.group = p_.group;
+  copy.name = p_.name;
+  copy.room = p_.room;
+  const DispatchGrid& grid = (beside ? p_.beside : p_.alone).dispatch;
+  copy.sms = grid.push_blocks + grid.place_blocks;
+  copy.local = s_.experts - s_.spare;
+  copy.spare = s_.spare;
+  copy.experts = p_.copies;
+  copy.block_bytes = arrays.bytes;
+  copy.home = home;
+  copy.type = arrays.type;
+  copy.lost = 0xFFFFFFFFu;
+  for (int i = 0; i < arrays.count; ++i) {
+    copy.from = home ? arrays.slots[i] : arrays.home[i];
+    copy.to = home ? arrays.home[i] : arrays.slots[i];
+    EP_RETURN_IF_CUDA_ERROR(LaunchCopyExperts(stream, copy, p_.max_tokens));
+  }
+  return cudaSuccess;
+}
 
 GroupedGemmParams ExpertLaunches::ProductOf(GemmProduct product, const PassRows& rows, void* out,
                                             bool first) const {
@@ -22,6 +93,11 @@ GroupedGemmParams ExpertLaunches::ProductOf(GemmProduct product, const PassRows&
   gemm.group_sizes = rows.group_sizes;
   gemm.out = out;
   gemm.wanted = rows.wanted;
+  if (s_.spare > 0) {
+    const bool grad = product == GemmProduct::kWeightGrad;
+    const WeightArrays arrays = grad ? GradsOf(first) : WeightsOf(first);
+    gemm.slots = {s_.experts - s_.spare, arrays.slots[0], arrays.slots[1]};
+  }
   return gemm;
 }
 

@@ -37,6 +37,15 @@ struct PassRows {
   int count;                   // number of places
 };
 
+// A weight or its gradient, in one array or in a pair's two.
+struct WeightArrays {
+  int count;
+  int64_t bytes;   // of one expert in one array
+  RowType type;    // of gradients
+  void* home[2];   // of this rank's own experts
+  void* slots[2];  // of copies
+};
+
 class ExpertLaunches {
  protected:
   ExpertLaunches(cudaStream_t stream, const BlockParams& params, const Workspace& at)
@@ -50,6 +59,12 @@ class ExpertLaunches {
                               bool first) const;
   // Returns the launch of `gemm`, a first product, that writes to one of its possible places.
   GroupedGemmParams InPlace(GroupedGemmParams gemm, const Hidden& hidden) const;
+  WeightArrays WeightsOf(bool first) const;
+  WeightArrays GradsOf(bool first) const;
+  // Sends weights of copied experts to their slots, or their gradients from slots to the experts'
+  // own ones. With `beside`, on the SMs of an exchange that overlaps a product.
+  cudaError_t CopyWeights(cudaStream_t stream, bool first, bool beside = false) const;
+  cudaError_t CopyGrads(cudaStream_t stream, bool first, bool beside = false) const;
   // Whether the workspace has room for transposed copies of rows.
   bool CopiesFit() const;
   gemm::Groups CopiedGroups(const PassRows& rows) const;
@@ -74,6 +89,12 @@ class ExpertLaunches {
   // Sums the gradients of both biases, if there are any.
   cudaError_t SumBiases(const PassRows& rows) const;
 
+ private:
+  WeightArrays ArraysOf(bool first, const void* one, const void* up, int64_t value_bytes) const;
+  cudaError_t CopyExperts(cudaStream_t stream, const WeightArrays& arrays, bool home,
+                          bool beside) const;
+
+ protected:
   cudaStream_t stream_;
   const BlockParams& p_;
   const BlockSizes& s_;

@@ -76,10 +76,12 @@ cudaError_t QuantizedExperts::TakeTokens(const PassRows& rows) const {
   for (int i = 0; i < rows.count; ++i) {
     const Hidden& hidden = rows.places[i];
     if (hidden.rows == p_.kept) continue;
-    gemm::TransposedPlanes planes{static_cast<const uint8_t*>(p_.wi), at_.wi, s_.experts, s_.hidden,
-                                  s_.columns};
-    planes.wanted = hidden.wanted;
-    EP_RETURN_IF_CUDA_ERROR(gemm::LaunchTranspose(stream_, planes));
+    const int32_t own = s_.experts - s_.spare;
+    EP_RETURN_IF_CUDA_ERROR(TransposeFirst(hidden.wanted, p_.wi, 0, own));
+    if (s_.spare > 0) {
+      const void* slots = WeightsOf(/*first=*/true).slots[0];
+      EP_RETURN_IF_CUDA_ERROR(TransposeFirst(hidden.wanted, slots, own, s_.spare));
+    }
     EP_RETURN_IF_CUDA_ERROR(FirstProduct(rows, hidden, at_.wi));
   }
   return cudaSuccess;
@@ -169,8 +171,20 @@ cudaError_t QuantizedExperts::ScalesOf(const int32_t* wanted, Fp8Format format,
 
 cudaError_t QuantizedExperts::FirstProduct(const PassRows& rows, const Hidden& hidden,
                                            const void* wi) const {
-  return Multiply(InPlace(
-      Product(GemmProduct::kForward, rows, at_.q_tokens, wi, hidden.rows, /*first=*/true), hidden));
+  GroupedGemmParams gemm =
+      Product(GemmProduct::kForward, rows, at_.q_tokens, wi, hidden.rows, /*first=*/true);
+  if (wi == at_.wi) gemm.slots = {};
+  return Multiply(InPlace(gemm, hidden));
+}
+
+// Transposes first weights to the workspace, which has all of them in one array.
+cudaError_t QuantizedExperts::TransposeFirst(const int32_t* wanted, const void* from, int32_t first,
+                                             int32_t experts) const {
+  gemm::TransposedPlanes planes{static_cast<const uint8_t*>(from),
+                                at_.wi + int64_t{first} * s_.columns * s_.hidden, experts,
+                                s_.hidden, s_.columns};
+  planes.wanted = wanted;
+  return gemm::LaunchTranspose(stream_, planes);
 }
 
 cudaError_t QuantizedExperts::Activate(const PassRows& rows, const Hidden& hidden,

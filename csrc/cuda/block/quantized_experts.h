@@ -62,6 +62,8 @@ class QuantizedExperts : private ExpertLaunches {
                    Fp8Format format) const;
   cudaError_t Quantize(const PassRows& rows, const void* values, int32_t width, Fp8Format format,
                        const QuantizedRows& out) const;
+  cudaError_t TransposeFirst(const int32_t* wanted, const void* from, int32_t first,
+                             int32_t experts) const;
   cudaError_t FirstProduct(const PassRows& rows, const Hidden& hidden, const void* wi) const;
   cudaError_t Activate(const PassRows& rows, const Hidden& hidden, bool weighted) const;
   cudaError_t Activate(QuantizedActivationParams activation, const QuantizedRows& out) const;

@@ -56,6 +56,15 @@ void TakePart(const BlockSizes& s, Regions* regions, Workspace* out) {
   regions->TakeWords(1, &out->plan.num_recv);
 }
 
+void TakeSlots(const BlockSizes& s, bool backward, Regions* regions, Workspace* out) {
+  // Gradients of 8-bit weights may be f32.
+  const int64_t narrow = backward ? 4 : 1;
+  const int64_t bytes = s.scaling == GemmScaling::kNone ? s.element_bytes : narrow;
+  const int64_t weights = int64_t{s.spare} + 1;
+  regions->Take(weights * s.hidden * s.columns * bytes, &out->wi_slots);
+  regions->Take(weights * s.inner * s.hidden * bytes, &out->wo_slots);
+}
+
 void TakeQuantized(const BlockSizes& s, int64_t width, Regions* regions, QuantizedRows* out) {
   const bool tensor = s.scaling == GemmScaling::kTensor;
   regions->Take(s.rows * width, &out->data);
@@ -178,6 +187,7 @@ int64_t LayOut(const BlockSizes& s, bool backward, uint8_t* base, Workspace* out
   const bool hidden = backward || parts || s.kept_rows < s.rows;
   regions.Take(kDecisionBytes + int64_t{16} * s.experts, &out->decision);
   if (parts) TakePart(s, &regions, out);
+  if (s.spare > 0) TakeSlots(s, backward, &regions, out);
   regions.Take(int64_t{4} * s.rows, &out->weights);
   if (backward) regions.Take(int64_t{4} * s.rows, &out->d_weights);
   if (SendsQuantized(s) && !s.packed) regions.Take(s.tokens * QuantizedRowBytes(s), &out->sent);

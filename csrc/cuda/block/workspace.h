@@ -20,7 +20,7 @@ struct BlockSizes {
   int32_t tokens;    // T
   int32_t top_k;     // K
   int32_t capacity;  // C
-  int32_t experts;   // L
+  int32_t experts;   // L, with copies of other ranks' experts
   int32_t hidden;    // H
   int32_t inner;     // M
   int32_t columns;   // N
@@ -31,6 +31,7 @@ struct BlockSizes {
   int32_t element_bytes;
   GemmScaling scaling = GemmScaling::kNone;  // not kNone: products take 8-bit operands
   int32_t lane_rows = INT32_MAX;  // rows of a lane, which receives the sums of a rank's tokens
+  int32_t spare = 0;    // S: the last S of the L experts are copies, and their weights are in slots
   bool packed = false;  // true: rows to send are given quantized; only with SendsQuantized
 };
 
@@ -79,6 +80,11 @@ struct Copies {
 
 struct Workspace {
   Decision* decision;
+  // Slots for copied weights, later for their gradients: of the first and the second weight. S + 1
+  // weights have room, so that slots can begin a whole number of weights from the other experts'
+  // array. The gate's slots come before up's, if they are two arrays.
+  uint8_t* wi_slots;
+  uint8_t* wo_slots;
   // The plan of the chunk that is running.
   int32_t* topk_idx;  // [P, K], -1 if the whole plan dropped the slot
   MutablePlan plan;

@@ -3,6 +3,7 @@
 #include <string>
 
 #include "cuda/block/block_call.h"
+#include "cuda/movement/copies/copy_experts.h"
 #include "cuda/rows/quantize.h"
 #include "ffi/cuda_call.h"
 #include "ffi/movement/operands.h"
@@ -15,12 +16,13 @@ using xla::ffi::DataType;
 
 constexpr size_t kFirstPlan = 6;
 constexpr size_t kFirstWeight = kFirstPlan + kPlanArrays;
-constexpr size_t kForwardArgs = kFirstWeight + 4;
+constexpr size_t kForwardArgs = kFirstWeight + 5;
 
 // wi [L, H, N] or, for a pair, [L, H, M]; wi_up [L, H, M] or [0, 0, 0]; wo [L, M, H]; wi_bias [L,
-// N] or [0, 0]. If wo has a bias [L, H], it is the last operand.
+// N] or [0, 0]; copies s32 [N, S] or [0, 0]. If wo has a bias [L, H], it is the last operand. With
+// copies, wi, wi_up and wo have L - S experts.
 struct WeightOperands {
-  Operand wi, wi_up, wo, wi_bias;
+  Operand wi, wi_up, wo, wi_bias, copies;
 
   bool pair() const { return !wi_up.absent(3); }
   int64_t columns() const { return wi.dim(2) * (pair() ? 2 : 1); }
@@ -28,9 +30,9 @@ struct WeightOperands {
 };
 
 WeightOperands WeightsOf(const CallFrame& frame) {
-  const auto [wi, wi_up, wo, wi_bias] =
-      frame.Named(frame.args, kFirstWeight, "wi", "wi_up", "wo", "wi_bias");
-  return {wi, wi_up, wo, wi_bias};
+  const auto [wi, wi_up, wo, wi_bias, copies] =
+      frame.Named(frame.args, kFirstWeight, "wi", "wi_up", "wo", "wi_bias", "copies");
+  return {wi, wi_up, wo, wi_bias, copies};
 }
 
 // Reads wi_bias, [L, N] or absent.
@@ -43,7 +45,7 @@ Status ReadFirstBias(const WeightOperands& weights, BlockParams* params) {
 
 Status ReadWeights(const WeightOperands& weights, DataType type, BlockParams* params) {
   const cuda::block::BlockSizes& sizes = params->sizes;
-  const int64_t local = sizes.experts, hidden = sizes.hidden, inner = sizes.inner;
+  const int64_t local = sizes.experts - sizes.spare, hidden = sizes.hidden, inner = sizes.inner;
   const int64_t halves = params->gated ? 2 : 1;
   if (weights.columns() != inner * halves || (weights.pair() && !params->gated)) {
     return weights.wi.MustBe("[L, H, " + std::to_string(inner * halves) + "] beside wo [L, " +
@@ -56,6 +58,20 @@ Status ReadWeights(const WeightOperands& weights, DataType type, BlockParams* pa
   return ReadFirstBias(weights, params);
 }
 
+// Reads `copies`, the expert of each slot of each rank, or [0, 0].
+Status ReadCopies(const Operand& copies, const GroupSizes& sizes, BlockParams* params) {
+  params->max_tokens = static_cast<int32_t>(sizes.max_tokens_per_rank);
+  if (copies.absent(2)) return Status();
+  const int64_t spare = copies.dim(1);
+  if (spare < 1 || spare > cuda::kMaxSpare || spare >= params->sizes.experts) {
+    return copies.MustBe("[N, S] of 1 to " + std::to_string(cuda::kMaxSpare) +
+                         " slots, fewer than the " + std::to_string(params->sizes.experts) +
+                         " experts, got " + std::to_string(spare));
+  }
+  params->sizes.spare = static_cast<int32_t>(spare);
+  return copies.Read({sizes.ep_size, spare}, &params->copies);
+}
+
 int64_t Blocks(int64_t values) { return (values + cuda::kTile - 1) / cuda::kTile; }
 
 // Reads 8-bit weights with a contiguous contracted dim. Their scales are the operands from `scales`
@@ -63,7 +79,7 @@ int64_t Blocks(int64_t values) { return (values + cuda::kTile - 1) / cuda::kTile
 Status ReadQuantizedWeights(const CallFrame& frame, const WeightOperands& weights, bool backward,
                             size_t scales, BlockParams* params) {
   const cuda::block::BlockSizes& sizes = params->sizes;
-  const int64_t local = sizes.experts, hidden = sizes.hidden, inner = sizes.inner;
+  const int64_t local = sizes.experts - sizes.spare, hidden = sizes.hidden, inner = sizes.inner;
   const int64_t columns = sizes.columns;
   if (params->type != cuda::RowType::kBF16) {
     return Refused(frame.call, "tokens", "rows of 8-bit products must be bfloat16");
@@ -75,7 +91,7 @@ Status ReadQuantizedWeights(const CallFrame& frame, const WeightOperands& weight
   const auto [wi_scale, wo_scale] = frame.Named(frame.args, scales, "wi_scale", "wo_scale");
   const bool blocks = sizes.scaling == cuda::GemmScaling::kBlock;
   const auto of = [&](int64_t in, int64_t out) {
-    return blocks ? Dims{local, Blocks(in), Blocks(out)} : Dims{local};
+    return blocks ? Dims{sizes.experts, Blocks(in), Blocks(out)} : Dims{sizes.experts};
   };
   EP_RETURN_IF_ERROR(wi_scale.Read(of(hidden, columns), &params->wi_scale));
   EP_RETURN_IF_ERROR(wo_scale.Read(of(inner, hidden), &params->wo_scale));
@@ -170,6 +186,10 @@ Status ReadOperands(const CudaCall& call, bool backward, size_t count, BlockPara
   block.element_bytes = static_cast<int32_t>(element_bytes);
   block.scaling = static_cast<cuda::GemmScaling>(call.attributes.scaling);
   block.lane_rows = params->room.rows;
+  EP_RETURN_IF_ERROR(ReadCopies(experts.copies, call.context.group->sizes(), params));
+  if (block.spare > 0 && cuda::block::NumParts(block) > 0) {
+    return experts.copies.MustBe("[0, 0] where rows may not fit the workspace");
+  }
   block.packed = packed;
   EP_RETURN_IF_ERROR(ReadSent(tokens, type, packed, block, &params->tokens));
   if (quantized) return ReadQuantizedWeights(frame, experts, backward, count, params);
@@ -236,17 +256,19 @@ Status ReadWeightGrads(const Operand& dwi, const Operand& dwi_up, const Operand&
     params->weight_type = cuda::FloatType::kF32;
   }
   const bool pair = !dwi_up.absent(3);
-  const Dims first = {sizes.experts, sizes.hidden, sizes.columns / (pair ? 2 : 1)};
+  const int64_t local = sizes.experts - sizes.spare;
+  const Dims first = {local, sizes.hidden, sizes.columns / (pair ? 2 : 1)};
   EP_RETURN_IF_ERROR(dwi.Read(type, first, &params->dwi));
   EP_RETURN_IF_ERROR(dwi_up.Check(type, pair ? first : Dims{0, 0, 0}));
   if (pair) params->dwi_up = dwi_up.data();
-  return dwo.Read(type, {sizes.experts, sizes.inner, sizes.hidden}, &params->dwo);
+  return dwo.Read(type, {local, sizes.inner, sizes.hidden}, &params->dwo);
 }
 
 }  // namespace
 
-// ep_block_v1(rank, layer_index, topk_idx, tokens, weights, most, plan, wi, wi_up, wo, wi_bias
-//             [, wo_bias]; rows, function, gated, early, scaling=0, row_alignment=the layer's)
+// ep_block_v1(rank, layer_index, topk_idx, tokens, weights, most, plan, wi, wi_up, wo, wi_bias,
+//             copies [, wo_bias]; rows, function, gated, early, scaling=0, row_alignment=the
+//             layer's)
 //   -> y [T, H], kept [at most rows, N] or [0, 0], workspace u8
 // scaling=1, 2: 8-bit products with tensor scales or block scales. wi and wo are u8, transposed,
 //   wi_up is [0, 0, 0], and wi_scale and wo_scale, f32, come before wo_bias; e5m2, power_of_two.

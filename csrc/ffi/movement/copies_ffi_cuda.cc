@@ -9,7 +9,7 @@ namespace ep_runtime {
 namespace {
 
 // Reads experts s32 [N, S] and blocks [L + S, ...], and launches copies to slots or, if `home`, of
-// gradients to owners.
+// gradients to owners. The result is in the memory of the operand.
 Status LaunchCopies(const CudaCall& call, bool home) {
   EP_RETURN_IF_ERROR(call.frame.CheckCount(4, 1));
   const auto [rank, layer_index, experts, from] =
@@ -23,34 +23,31 @@ Status LaunchCopies(const CudaCall& call, bool home) {
     return from.MustBe("[" + std::to_string(local + spare) + ", ...], got " +
                        std::to_string(from.dim(0)) + " experts");
   }
-  Dims dims = from.dims();
-  if (home) {
-    dims[0] = spare;
-    dims.insert(dims.begin(), sizes.ep_size);
+  EP_RETURN_IF_ERROR(to.Check(from.type(), from.dims()));
+  if (to.data() != from.data()) return to.MustBe("the memory of from");
+  if (home && !ToFloatType(from.type(), &params.type)) {
+    return from.MustBe("float32, bfloat16 or float16, if gradients are added");
   }
-  EP_RETURN_IF_ERROR(to.Check(from.type(), dims));
-  if (!home && to.data() != from.data()) return to.MustBe("the memory of from");
   params.block_bytes = from.element_bytes();
   for (size_t dim = 1; dim < from.dims().size(); ++dim) params.block_bytes *= from.dim(dim);
   params.group = call.rank.group;
   params.name = call.name;
   params.room = call.context.group->lane_layout().room;
-  const cuda::ExchangeBlocks& blocks = call.group.blocks().alone;
-  params.push_blocks = blocks.push;
-  params.place_blocks = blocks.place;
+  const cuda::ExchangeBlocks& grid = call.group.blocks().alone;
+  params.sms = grid.push + grid.place;
   params.local = static_cast<int32_t>(local);
   params.spare = static_cast<int32_t>(spare);
   params.home = home;
-  params.from = from.data();
-  params.to = to.data();
+  auto* blocks = static_cast<uint8_t*>(to.data());
+  uint8_t* slots = blocks + local * params.block_bytes;
+  params.from = home ? slots : blocks;
+  params.to = home ? blocks : slots;
   params.lost = LostByte(from.type()) * 0x01010101u;
   if (spare < 1 || spare > cuda::kMaxSpare) {
     return experts.MustBe("[N, 1 to " + std::to_string(cuda::kMaxSpare) + "], got " +
                           std::to_string(spare) + " slots");
   }
-  if (params.block_bytes % 16 != 0 ||
-      cuda::CopyExpertsLaunches(params.room, sizes.max_tokens_per_rank, spare,
-                                params.block_bytes) == 0) {
+  if (params.block_bytes % 16 != 0 || !cuda::CopiesFit(params.room, sizes.max_tokens_per_rank)) {
     return from.MustBe(
         "experts of a multiple of 16 bytes in a group whose lanes have 64 KiB for "
         "each source, got experts of " +
@@ -67,7 +64,8 @@ Status LaunchCopies(const CudaCall& call, bool home) {
 Status LaunchPushCopiesCall(const CudaCall& call) { return LaunchCopies(call, /*home=*/false); }
 
 // ep_return_copies_v1(rank, layer_index, experts s32 [N, S], from [L + S, ...])
-//   -> to [N, S, ...]: blocks of slots that have experts of this rank; others are undefined
+//   -> to, in the memory of `from`: own experts' blocks get the sums with their copies'; slots are
+//      undefined
 Status LaunchReturnCopiesCall(const CudaCall& call) { return LaunchCopies(call, /*home=*/true); }
 
 }  // namespace ep_runtime

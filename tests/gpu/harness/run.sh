@@ -19,7 +19,7 @@ cuda=csrc/cuda here=tests/gpu/harness
 case $name in
   block)
     sources=("$cuda"/block/*.cc "$cuda"/block/*.cu "$cuda"/device/side_streams.cc
-      "$cuda"/movement/{prepare,dispatch,combine}/*.cu "$cuda"/rows/*.cu
+      "$cuda"/movement/{prepare,dispatch,combine,copies}/*.cu "$cuda"/rows/*.cu
       "$cuda"/gemm/*.cu "$cuda"/gemm/*/*.cu "$cuda"/gemm/*.cc)
     known='build check small time memcheck racecheck all' ;;
   kernels)

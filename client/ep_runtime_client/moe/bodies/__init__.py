@@ -24,6 +24,7 @@ from ep_runtime_client.ops.quantize.formats.recipes import (
 )
 from ep_runtime_client.ops.quantize.formats.table import format_of
 from ep_runtime_client.ops.tracing import slack
+from ep_runtime_client.ops.transports import windows
 from ep_runtime_client.ops.transports.choice import on_gpus
 
 COMPOSED = "composed"
@@ -33,7 +34,7 @@ _TYPES = tuple(jnp.dtype(name) for name in ("float32", "bfloat16", "float16"))
 # Short names of the reasons, which a compiled program carries in its scopes.
 REASONS = {
     "copies": "copies of experts: the kernels need as many spare_experts as a rank has experts, "
-    "in one NVLink domain",
+    "in one NVLink domain, and lanes of 64 KiB for each other rank",
     "transport": "kernels are for GPUs, over windows and NCCL",
     "gpu": "matmuls have kernels for Hopper GPUs only",
     "tokens": "the call has no tokens",
@@ -113,7 +114,8 @@ def unsupported(asked: Asked) -> str:
     if not on_gpus(group):
         return "transport"
     # With fewer slots a workspace might lack room for the rows, and chunks do not support copies.
-    if spreads(group) and (group.node_size or group.spare_experts < group.experts_per_rank):
+    few = group.spare_experts < group.experts_per_rank
+    if spreads(group) and (few or windows.copied_chunks(group) == 0):
         return "copies"
     recipe, dtype = asked.recipes[0], jnp.dtype(asked.activation.dtype)
     whole = cuda.multiple_of(dtype, recipe, paired=asked.paired)

@@ -78,7 +78,7 @@ def packs(call: ResolvedCall) -> bool:
 
 def forward(call: ResolvedCall, given: Given, experts: Experts, over: Over) -> Forwarded:
     """Runs the forward call. Tokens may be packed (`quantized_rows.packed`) if the call `packs`."""
-    experts = with_copies(_at(call, given), given.copies, experts)
+    experts = _with_biases(call, given, experts)
     dtype, sizes, room = call.activation.dtype, _sizes(experts), _workspace(call)
     results = (
         jax.ShapeDtypeStruct((len(given.tokens), sizes[0]), call.sums or dtype),
@@ -102,7 +102,7 @@ def backward(
 ) -> Gradients:
     """Runs the backward call. If `made`, int32 [1], is 0, the saved rows are undefined. If tokens
     are packed and the call sends dy packed, dy must be packed too."""
-    experts = with_copies(_at(call, given), given.copies, experts)
+    experts = _with_biases(call, given, experts)
     dtype, sizes, room = call.activation.dtype, _sizes(experts), _workspace(call)
     hidden, inner, columns = sizes
     count, bias, pair = experts.wo.shape[0], experts.wi_bias, grads.paired
@@ -116,7 +116,7 @@ def backward(
         jax.ShapeDtypeStruct(first, weight_dtype),
         jax.ShapeDtypeStruct(first if pair else nothing, weight_dtype),
         jax.ShapeDtypeStruct((count, inner, hidden) if wanted else nothing, weight_dtype),
-        jax.ShapeDtypeStruct((0, 0) if bias is None else (count, columns), jnp.float32),
+        jax.ShapeDtypeStruct((0, 0) if bias is None else (len(bias), columns), jnp.float32),
         _bytes(workspace.backward_bytes(room.here(inner), room.rows)),
         *(jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in wo_bias),
     )
@@ -133,14 +133,20 @@ def backward(
         held=2,
     )
     of_wi = Pair(d_wi, d_up) if pair or not wanted else d_wi.reshape(experts.wi.shape)
-    made = (
-        of_wi if wanted else None,
-        d_wo if wanted else None,
+    biases = (
         None if bias is None else d_bias.reshape(bias.shape),
         d_wo_bias[0] if d_wo_bias else None,
     )
-    made = at_home(_at(call, given), given.copies, made, jnp.add)
-    return Gradients(d_tokens, d_weights, *made)
+    biases = at_home(_at(call, given), given.copies, biases, jnp.add)
+    kernels = (of_wi, d_wo) if wanted else (None, None)
+    return Gradients(d_tokens, d_weights, kernels[0], kernels[1], *biases)
+
+
+def _with_biases(call: ResolvedCall, given: Given, experts: Experts) -> Experts:
+    """Appends the biases of copied experts; the call itself copies their weights."""
+    biases = (experts.wi_bias, experts.wo_bias)
+    wi_bias, wo_bias = with_copies(_at(call, given), given.copies, biases)
+    return experts._replace(wi_bias=wi_bias, wo_bias=wo_bias)
 
 
 def _at(call: ResolvedCall, given: Given) -> DeviceCall:
@@ -158,15 +164,18 @@ def _call(
     held: int,
 ) -> tuple[jax.Array, ...]:
     """Returns the call's results without its workspace, the result at index `scratch`."""
-    *operands, plan, _, _ = given
-    bias = flat_bias(experts.wi_bias, experts.wo.shape[0])
+    *operands, plan, _, copies = given
     weights, scales = _weights(experts, forward=target == TARGETS[0])
+    scales = with_copies(_at(call, given), copies, scales)
+    of_wi = experts.wi_bias
+    bias = flat_bias(of_wi, 0 if of_wi is None else len(of_wi))
+    slots = jnp.zeros((0, 0), jnp.int32) if copies is None else copies
     others = (*others, *scales, *_as_taken(experts.wo_bias, call.activation.dtype))
     function = activation_kernels.attributes_of(call.activation)
     numbers = {"rows": _workspace(call).rows, **function}
     numbers |= {"early": int(call.weighted == "hidden"), **_numbers(call.recipes[0])}
     numbers |= windows.row_alignment(call.moved)
-    taken = (*operands, *plan, *weights, bias, *others)
+    taken = (*operands, *plan, *weights, bias, slots, *others)
     # Saved rows and weights' gradients go directly into a scan's stack, as nothing else reads them.
     outs = [*windows.native_call(call.moved, target, results, *taken, held=held, **numbers)]
     del outs[scratch]

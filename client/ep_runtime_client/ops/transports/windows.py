@@ -18,7 +18,7 @@ from jax import ShapeDtypeStruct
 
 from ep_runtime import native
 from ep_runtime.device_layout import lane_rows
-from ep_runtime.specs import DTYPE_BYTES
+from ep_runtime.specs import DTYPE_BYTES, GroupSpec
 from ep_runtime_client.ops.calls.call import Call
 from ep_runtime_client.ops.calls.plan import PlanArrays, plan_shapes
 from ep_runtime_client.ops.kernels.ffi import ensure_registered, launch, once, targets
@@ -37,8 +37,8 @@ TARGETS = targets(
 PUSH_COPIES, RETURN_COPIES = targets("ep_push_copies_v1", "ep_return_copies_v1")
 # The same values as in copy_experts.cu.
 _CHUNK_BYTES, _MOST_SPARE = 64 << 10, 256
-# With more launches in a row, an XLA collective is faster.
-_MOST_LAUNCHES = 64
+# With more rounds, an XLA collective is faster.
+_MOST_ROUNDS = 64
 PREPARE, DISPATCH, COMBINE, DISPATCH_BWD, COMBINE_BWD = TARGETS
 # The prepare on GPUs that waits for its verdict, so that it can fail the step.
 (PREPARE_SYNC,) = targets("ep_prepare_sync_v1")
@@ -171,28 +171,37 @@ def combine_bwd(
     return made[0], made[1] if weighted else None
 
 
+def copied_chunks(group: GroupSpec) -> int:
+    """Returns the chunks of copied experts that a lane holds from each source; 0: none move so."""
+    if group.transport != "nvlink" or group.node_size or group.spare_experts > _MOST_SPARE:
+        return 0
+    lane = lane_rows(group) * group.hidden_size * DTYPE_BYTES[group.max_token_dtype]
+    return min(lane // (group.ep_size - 1) // _CHUNK_BYTES, group.max_tokens_per_rank)
+
+
 def carries_copies(call: Call, blocks: jax.Array) -> bool:
     """Whether blocks [L + S or L, ...] of experts can move through the windows."""
     group = call.layer.group_spec
-    if group.transport != "nvlink" or group.node_size or group.spare_experts > _MOST_SPARE:
-        return False
     size = math.prod(blocks.shape[1:]) * blocks.dtype.itemsize
-    lane = lane_rows(group) * group.hidden_size * DTYPE_BYTES[group.max_token_dtype]
-    chunks = min(lane // (group.ep_size - 1) // _CHUNK_BYTES, group.max_tokens_per_rank)
+    chunks = copied_chunks(group)
     if size == 0 or size % 16 or chunks == 0:
         return False
-    return group.spare_experts * -(-size // _CHUNK_BYTES) <= _MOST_LAUNCHES * chunks
+    return group.spare_experts * -(-size // _CHUNK_BYTES) <= _MOST_ROUNDS * chunks
 
 
 def push_copies(at: DeviceCall, experts: jax.Array, blocks: jax.Array) -> jax.Array:
     """Fills the copy slots of blocks [L + S, ...] with experts' blocks (int32 [N, S])."""
-    result = ShapeDtypeStruct(blocks.shape, blocks.dtype)
-    ensure_registered("cuda")
-    call = jax.ffi.ffi_call(PUSH_COPIES, result, input_output_aliases={3: 0})
-    return once(call(at.rank, at.layer_index, experts, blocks, **attributes(at.call)))
+    return _copy_experts(PUSH_COPIES, at, experts, blocks)
 
 
 def return_copies(at: DeviceCall, experts: jax.Array, blocks: jax.Array) -> jax.Array:
-    """Returns blocks [N, S, ...] of all slots with an expert of this rank; others are undefined."""
-    result = (ShapeDtypeStruct((*experts.shape, *blocks.shape[1:]), blocks.dtype),)
-    return native_call(at.call, RETURN_COPIES, result, at.rank, at.layer_index, experts, blocks)[0]
+    """Adds blocks in slots to those of their experts in blocks [L + S, ...]; slots are undefined
+    then. Sums in f32 and in rank order, rounds once for all that a lane holds."""
+    return _copy_experts(RETURN_COPIES, at, experts, blocks)
+
+
+def _copy_experts(target: str, at: DeviceCall, experts: jax.Array, blocks: jax.Array) -> jax.Array:
+    result = ShapeDtypeStruct(blocks.shape, blocks.dtype)
+    ensure_registered("cuda")
+    call = jax.ffi.ffi_call(target, result, input_output_aliases={3: 0})
+    return once(call(at.rank, at.layer_index, experts, blocks, **attributes(at.call)))

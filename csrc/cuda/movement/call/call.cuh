@@ -43,6 +43,11 @@ __device__ __forceinline__ uint32_t LoadAcquireGpu(const uint32_t* word) {
   asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(word) : "memory");
   return value;
 }
+__device__ __forceinline__ uint64_t LoadAcquireGpu(const uint64_t* word) {
+  uint64_t value;
+  asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(value) : "l"(word) : "memory");
+  return value;
+}
 __device__ __forceinline__ void StoreReleaseSys(uint32_t* word, uint32_t value) {
   asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
 }
@@ -247,7 +252,7 @@ __device__ inline uint32_t TagOf(uint64_t epoch, uint64_t layer_id, uint32_t han
 __device__ inline DeviceCall BeginCall(DeviceGroup* group, const CallName& name, OpCode op) {
   DeviceCall call;
   call.group = group;
-  call.epoch = group->epoch + 1;
+  call.epoch = __ldcg(&group->epoch) + 1;  // a kernel of several calls advances it
   call.generation = group->generation;
   call.layer_id = name.layer_id + LayerOf(name);
   call.handle = name.handle;
@@ -327,11 +332,13 @@ __device__ inline void AwaitBegun(const DeviceCall& call, int source) {
 constexpr uint32_t kDeadBlock =
     1u << 16;  // added to DeviceGroup::ended by a block whose call was dead at the start
 
-// Every thread of every kernel calls this last. The last block to end advances the epoch. After a
-// failure it also overwrites all outputs, so that no partial result survives. If the call was dead
-// from the start, its blocks share that work, because nothing else writes the outputs.
+// Every thread of every kernel calls this last, or before AwaitEnd. The last block to end advances
+// the epoch. After a failure it also overwrites all outputs, so that no partial result survives. If
+// the call was dead from the start, its blocks share that work, because nothing else writes the
+// outputs. With `more`, this kernel makes another call.
 template <int kOutputs>
-__device__ inline void EndCall(const DeviceCall& call, const Output (&outputs)[kOutputs]) {
+__device__ inline void EndCall(const DeviceCall& call, const Output (&outputs)[kOutputs],
+                               bool more = false) {
   __shared__ bool last, filled;
   DeviceGroup* group = call.group;
   if (!call.dead && blockIdx.x == 0 && threadIdx.x < call.ranks) {
@@ -365,8 +372,18 @@ __device__ inline void EndCall(const DeviceCall& call, const Output (&outputs)[k
     group->ended = 0;
     for (int i = 0; i < kBarriers; ++i) group->arrived[i] = 0;
     TellEnd(group, start, call.epoch, call.op);
+    if (more) __threadfence();
     group->epoch = call.epoch;
   }
+}
+
+// Waits until all blocks of this rank have ended a call, before this kernel's next one. All blocks
+// must be resident at once. Every wait inside a call is bounded, so this one is, too.
+__device__ inline void AwaitEnd(const DeviceCall& call) {
+  if (threadIdx.x == 0) {
+    while (LoadAcquireGpu(&call.group->epoch) < call.epoch) __nanosleep(20);
+  }
+  __syncthreads();
 }
 
 }  // namespace cuda

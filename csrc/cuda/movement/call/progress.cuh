@@ -163,7 +163,7 @@ __device__ inline void TellWait(const DeviceGroup* group, uint32_t op, int sourc
   const Progress& progress = group->progress;
   if (progress.rank == nullptr) return;
   const CallStart start = ReadStart(group);
-  if (start.epoch != group->epoch + 1) return;
+  if (start.epoch != __ldcg(&group->epoch) + 1) return;
   StoreBoard(progress.rank, offsetof(RankRecord, since_ns),
              start.now_ns + (started_ns - start.timer_ns));
   TellState(progress, RankState::kWaiting, op, group->first_rank + source);

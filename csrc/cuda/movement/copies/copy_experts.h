@@ -18,29 +18,27 @@ struct CopyExpertsParams {
   DeviceGroup* group;  // device, never freed
   CallName name;
   LaneRoom room;
-  int32_t push_blocks;  // blocks that send; all blocks must be resident at once
-  int32_t place_blocks;
+  int32_t sms;             // each holds a block that sends and one that receives, all at once
   int32_t local;           // L, experts of a rank
   int32_t spare;           // S, slots of a rank, at most kMaxSpare
   const int32_t* experts;  // [N, S], device: the expert of each slot, -1: none
   int64_t block_bytes;     // bytes of one expert, a multiple of 16
   bool home;               // false: weights go to slots; true: gradients go to owners
-  // If `home` is false, both are one array of [L + S] blocks; blocks of slots without an expert do
-  // not change. If true, `from` is [L + S] blocks, and `to` is [N, S] blocks, which get the
-  // gradients of this rank's experts from each slot of each rank. Other blocks do not change.
+  RowType type;            // of gradients, which are added; weights are only bytes
+  // If `home` is false, weights of this rank's experts [L] go to slots [S]; slots without an expert
+  // do not change. If true, gradients in slots [S] are added, in f32 and in rank order, to those of
+  // their experts [L]. A sum is rounded once a
+  // round.
   const void* from;
   void* to;
   uint32_t lost;  // word that a failed call fills `to` with
 };
 
-// Returns the number of launches of such a call, or 0 if lanes are too small. Launches that have
-// nothing to do return at once, on all ranks.
-int64_t CopyExpertsLaunches(const LaneRoom& room, int64_t max_tokens, int64_t spare,
-                            int64_t block_bytes);
+// Whether lanes have room for a chunk of each source.
+bool CopiesFit(const LaneRoom& room, int64_t max_tokens);
 
-// Sends whole experts between ranks, through the same lanes as rows.
-cudaError_t LaunchCopyExperts(cudaStream_t stream, const CopyExpertsParams& params,
-                              int64_t max_tokens);
+// Copies whole experts between ranks, through the same lanes as rows.
+cudaError_t LaunchCopyExperts(cudaStream_t stream, CopyExpertsParams params, int64_t max_tokens);
 
 }  // namespace cuda
 }  // namespace ep_runtime
