@@ -138,6 +138,18 @@ def test_gpus_that_map_windows_get_block_calls(
     assert {*calls} & (moved | {*block.TARGETS}) == ({*block.TARGETS} if taken else moved)
 
 
+@pytest.mark.usefixtures("_as_with_gpus")
+def test_block_calls_copy_experts_themselves(
+    make_group: fakes.MakeGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transports_windows, "copied_chunks", lambda group: 1)
+    settings = {"transport": "nvlink", "max_token_dtype": "bfloat16", "spare_experts": EXPERTS // 4}
+    run, operands = scanned(make(make_group, axes={"ep": 4}, **settings), None, jnp.bfloat16)
+    calls = custom_calls.traced(run.trace(*operands).jaxpr, "cuda")
+    assert {*block.TARGETS} <= {*calls}
+    assert not {*calls} & {transports_windows.PUSH_COPIES, transports_windows.RETURN_COPIES}
+
+
 def equations(jaxpr: Any) -> Iterator[Any]:
     for equation in jaxpr.eqns:
         yield equation
