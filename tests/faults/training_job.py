@@ -20,7 +20,13 @@ EXPERTS, TOKENS = 8, 8
 
 
 def train(
-    folder: Path, say: Callable[..., None], *, hidden: int = 16, inner: int = 32, **settings: Any
+    folder: Path,
+    say: Callable[..., None],
+    *,
+    tokens: int = TOKENS,
+    hidden: int = 16,
+    inner: int = 32,
+    **settings: Any,
 ) -> None:
     """Steps without end; says so after the third. Gradients are summed over all processes.
 
@@ -35,7 +41,7 @@ def train(
             ep_axis="ep",
             num_experts=EXPERTS,
             hidden_size=hidden,
-            max_tokens_per_rank=TOKENS,
+            max_tokens_per_rank=tokens,
             max_top_k=2,
             alignment=8,
             max_token_dtype="float32",
@@ -49,7 +55,7 @@ def train(
             return jax.make_array_from_callback(array.shape, sharding, lambda part: array[part])
 
         draw = np.random.default_rng(0).standard_normal
-        x = put(draw((TOKENS * mesh.size, hidden)).astype(np.float32), PartitionSpec("ep"))
+        x = put(draw((tokens * mesh.size, hidden)).astype(np.float32), PartitionSpec("ep"))
         whole, split = PartitionSpec(), PartitionSpec("ep")
         params = [
             {

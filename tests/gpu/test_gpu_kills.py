@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from faults import step_kills
+from faults import step_kills, training_job
 from gpu.jobs import layouts
 from gpu.test_gpu_nccl import nodes, two_domains  # noqa: F401 - a fixture is found by name
 from harness import DaemonProcess
@@ -24,6 +24,8 @@ from ep_runtime_client.cli.daemon import source
 JOBS = 4  # more of them delay each other: a GPU runs its processes in turns
 _LAYOUT = "one GPU each, visible alone"
 _SIZES = {"hidden": 64, "inner": 64}
+# A lane has room for experts' weights, and every rank has slots for copies of all experts.
+_COPIED = {**_SIZES, "tokens": 1024, "spare_experts": training_job.EXPERTS}
 at_once = pytest.mark.parametrize("job", range(JOBS))
 
 
@@ -39,7 +41,8 @@ def test_a_kill_in_a_step_over_windows_ends_the_others_with_its_name_and_saves_n
     dose: int,
     job: int,
 ) -> None:
-    settings = json.dumps({**_SIZES, "transport": layouts.TRANSPORT})
+    sizes = _COPIED if job % 2 else _SIZES
+    settings = json.dumps({**sizes, "transport": layouts.TRANSPORT})
     place = step_kills.Place(
         job=functools.partial(
             layouts.job,
