@@ -1,4 +1,4 @@
-"""`bench plan`: its rows against counts one token at a time, its figures against measured ones."""
+"""Routings of the bench, and `bench plan`: rows as one token at a time counts them."""
 
 from __future__ import annotations
 
@@ -161,3 +161,77 @@ def test_block_scales_halve_what_crosses_before_the_experts() -> None:
 def test_clusters_that_cannot_be_are_refused(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(InvalidArgumentError, match=words):
         dataclasses.replace(options(cases=("deepseek-like",)), **settings).checked()
+
+
+RANKS, DRAWN, MOST, TOP_K = 4, 24, 16, 3
+
+
+@pytest.fixture(params=routing.ROUTINGS)
+def idx(request: pytest.FixtureRequest) -> routing.Ints:
+    return routing.topk_idx(request.param, RANKS * DRAWN, MOST, TOP_K)
+
+
+def rank_of(expert: int) -> int:
+    return int(expert) // (MOST // RANKS)
+
+
+def counted(idx: routing.Ints) -> routing.Ints:
+    """Rows from source to rank, counted one by one."""
+    rows = np.zeros((RANKS, RANKS), np.int32)
+    for number, experts in enumerate(idx):
+        for rank in {rank_of(expert) for expert in experts}:
+            rows[number // DRAWN, rank] += 1
+    return rows
+
+
+def test_experts_of_a_token_are_distinct_and_there(idx: routing.Ints) -> None:
+    assert idx.shape == (RANKS * DRAWN, TOP_K)
+    assert idx.dtype == np.int32
+    assert idx.min() >= 0
+    assert idx.max() < MOST
+    assert all(len({*row}) == TOP_K for row in idx.tolist())
+
+
+def test_rows_of_a_routing_are_those_of_a_count_one_by_one(idx: routing.Ints) -> None:
+    found = routing.traffic(idx, RANKS, MOST)
+    want = counted(idx)
+    np.testing.assert_array_equal(found.rows, want)
+    assert found.slots == RANKS * DRAWN * TOP_K
+    remote = [[0 if a == b else int(want[a, b]) for b in range(RANKS)] for a in range(RANKS)]
+    sent = [sum(row) for row in remote]
+    received = [sum(column) for column in zip(*remote, strict=True)]
+    assert found.remote_rows_per_rank == sum(sent) / RANKS
+    assert found.busiest_rows == max(*sent, *received)
+
+
+def test_the_probe_sends_each_token_once_to_every_rank_that_has_a_row_of_it(
+    idx: routing.Ints,
+) -> None:
+    dst_rank, dst_row = routing.destinations(idx, RANKS, MOST)
+    for number, experts in enumerate(idx):
+        sent = [rank for rank in dst_rank[number].tolist() if rank >= 0]
+        assert sorted(sent) == sorted({rank_of(expert) for expert in experts})
+        source = number // DRAWN
+        assert [(rank - source - 1) % RANKS for rank in sent] == sorted(
+            (rank - source - 1) % RANKS for rank in sent
+        )
+    # The rows of one source at one rank are 0, 1, ... in token order: none is written twice.
+    for source in range(RANKS):
+        mine = slice(source * DRAWN, (source + 1) * DRAWN)
+        for rank in range(RANKS):
+            rows = dst_row[mine][dst_rank[mine] == rank]
+            np.testing.assert_array_equal(rows, np.arange(len(rows)))
+    np.testing.assert_array_equal(dst_row[dst_rank < 0], -1)
+
+
+def test_all_to_one_goes_to_rank_0_and_zipf_is_uneven() -> None:
+    count = RANKS * DRAWN
+    one = routing.traffic(routing.topk_idx("one", count, MOST, TOP_K), RANKS, MOST)
+    np.testing.assert_array_equal(one.rows[:, 0], DRAWN)
+    assert one.rows[:, 1:].sum() == 0
+    assert one.busiest_rows == (RANKS - 1) * DRAWN
+    often = {
+        name: np.bincount(routing.topk_idx(name, 4000, MOST, TOP_K).ravel()).max()
+        for name in ("uniform", "zipf")
+    }
+    assert often["zipf"] > 2.5 * often["uniform"]

@@ -1,9 +1,11 @@
-"""Lists: which rows, in what order, what changed; one object and what belongs to it."""
+"""Lists: which rows, in what order, what changed; one object; and how a watch ends."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import signal
 from typing import Any
 
 import fixed_daemon as fixed
@@ -245,3 +247,33 @@ def test_followed_events_say_once_that_there_are_none(
     )
     code, out, _ = ask(f"events -f {words}")
     assert (code, len(out.splitlines())) == (0, 1)
+
+
+_ENDS_AT = 2
+_MOST = 50
+
+
+class Interrupts:
+    """Ctrl-C while this is finalized: Python says that it ignored the exception, and goes on."""
+
+    def __del__(self) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_ctrl_c_ends_a_watch_also_where_its_exception_is_lost() -> None:
+    calls = 0
+
+    def once() -> int:
+        nonlocal calls
+        calls += 1
+        assert calls < _MOST
+        if calls == _ENDS_AT:
+            Interrupts()
+        return 0
+
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        watching.repeat(argparse.Namespace(watch=0.01, output="json"), once)
+    assert calls == _ENDS_AT
+    assert signal.getsignal(signal.SIGINT) is before

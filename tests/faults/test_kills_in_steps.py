@@ -1,6 +1,7 @@
 """Processes killed anywhere in a training step: the others know it, end, and saved no NaN.
 
 The job that starts then is the next one's victim, and finds the memory of the one before.
+SIGTERM of a scheduler stops all at one step.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import functools
 import os
 import random
 import re
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -158,3 +160,47 @@ def test_a_process_left_in_a_collective_is_ended_by_name(
         assert ordered in told, told
         kind = "SessionFencedError" if name == "fence" else "StaleHandleError"
         assert re.match(f"ep-runtime: {kind}: .* still runs", told.splitlines()[-1]), told
+
+
+_JOB = """
+from jax.experimental import multihost_utils
+from jax.sharding import NamedSharding, PartitionSpec
+
+mesh = mesh_of()
+rows = np.arange(8 * mesh.size * 16, dtype=np.float32).reshape(-1, 16)
+x = jax.make_array_from_callback(
+    rows.shape, NamedSharding(mesh, PartitionSpec("ep")), lambda part: rows[part]
+)
+with ep.connect(job="preempted", timeout_s=60) as session:
+    group = session.create_group(
+        "g", mesh, ep_axis="ep", num_experts=8, hidden_size=16, max_tokens_per_rank=8,
+        max_top_k=2, max_token_dtype="float32", retain_s=60,
+    )
+    layer = group.register_layer("l", top_k=2)
+
+    @jax.jit
+    def step(x):
+        sent = ep.dispatch(layer, x, ep.route(x[:, :8], 2).topk_idx)
+        return ep.combine(layer, sent, sent.tokens)
+
+    number = 0
+    while not multihost_utils.reached_preemption_sync_point(number):
+        group.check(step(x))
+        if number == 3:
+            say(ready=True)
+        number += 1
+say(last=number)
+"""
+
+
+def test_sigterm_to_one_process_ends_all_after_the_same_step(
+    daemon: children.Child, address: str
+) -> None:
+    with Job(_JOB, processes=2, devices=2, EP_RUNTIME_ADDRESS=address) as job:
+        assert job.heard() == [{"ready": True}] * 2
+        assert memfds_of(daemon.pid)
+        job.workers[1].send(signal.SIGTERM)
+        first, second = job.heard()
+        assert first == second
+        assert [worker.finish() for worker in job.workers] == [0, 0]
+    wait_until(lambda: not memfds_of(daemon.pid), "its memory is free")

@@ -1,4 +1,4 @@
-"""`ep.explain`: collectives by the op that causes them, and what is none of our doing."""
+"""`ep.explain`: which collectives ops and matmuls cause, why, and what is none of our doing."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import fakes
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from fakes import MakeGroup
 from jax.sharding import NamedSharding
@@ -15,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 from mode_programs import EXPERTS, SPLIT, block, draw, loss, put
 
 import ep_runtime as ep
+from ep_runtime_client.ops.tracing.scopes import scope
 
 
 @pytest.fixture
@@ -102,4 +104,147 @@ def test_the_xla_transport_is_made_of_collectives(make_group: MakeGroup) -> None
     seen = ep.explain(lambda *args: block(layer, *args), *put(group, P("ep"), *draw()))
     assert {each.op for each in seen.collectives} == {"prepare", "dispatch", "combine"}
     assert {each.cause for each in seen.collectives} == {"own"}
+    assert seen.num_others == 0
+
+
+AXES = {"dp": 2, "fsdp": 2, "tp": 2, "ep": 1}
+
+
+def whys(explanation: ep.Explanation, kind: str, cause: str) -> str:
+    """The reasons of the collectives of a kind and cause, one per line."""
+    named = (e for e in explanation.collectives if (e.kind, e.cause) == (kind, cause))
+    return "\n".join(each.why for each in named)
+
+
+def step(layer: Any, recipe: Any, lhs: Any, rhs: Any, sizes: Any, **options: Any) -> Any:
+    """Forward and backward of one grouped_gemm."""
+
+    def forward(lhs: Any, rhs: Any) -> Any:
+        return ep.grouped_gemm(lhs, rhs, sizes, layer=layer, recipe=recipe, **options)
+
+    out, pull = jax.vjp(forward, lhs, rhs)
+    return out, *pull(out)
+
+
+def operands(group: fakes.LocalGroup, weight: P) -> list[Any]:
+    spec, slab = group.spec, P(group.spec.token_axes)
+    shapes = [
+        ((spec.num_slabs, 32, 16), jnp.float32, slab),
+        ((spec.num_experts, 16, 8), jnp.float32, weight),
+        ((spec.num_slabs, spec.experts_per_rank), jnp.int32, slab),
+    ]
+    return [
+        jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(group.mesh, spec))
+        for shape, dtype, spec in shapes
+    ]
+
+
+@pytest.mark.parametrize("partitioning", ["rule", "shard_map"])
+def test_a_quantized_gemm_names_every_collective(make_group: MakeGroup, partitioning: str) -> None:
+    group = make_group(
+        axes=AXES,
+        outer_axes=("dp", "fsdp"),
+        transport="xla",
+        partitioning=partitioning,
+        num_experts=8,
+    )
+    layer, weight = group.register_layer("blocks/0", top_k=2), P(None, "fsdp", "tp")
+    options = {"rhs_spec": weight} if partitioning == "shard_map" else {}
+    recipe = ep.recipes.TensorScaling()
+    seen = ep.explain(lambda *args: step(layer, recipe, *args, **options), *operands(group, weight))
+    assert seen.num_others == 0
+    assert {each.layer for each in seen.collectives} == {"blocks.0"}
+    assert set(found(seen)) == {
+        ("all-gather", "grouped_gemm", "own"),
+        ("all-reduce", "grouped_gemm", "amax"),
+        ("all-reduce", "grouped_gemm", "sum"),
+        ("all-reduce", "grouped_quantize", "amax"),
+        ("reduce-scatter", "grouped_gemm", "sum"),
+    }
+    assert "gathered over them; these are its 1-byte data" in whys(seen, "all-gather", "own")
+    assert "stays sharded" in whys(seen, "reduce-scatter", "sum")
+    sums = whys(seen, "all-reduce", "sum").splitlines()
+    assert len(sums) == 2  # d_weight over dp, d_rows over tp
+    assert all("a weight's over the outer axes" in why for why in sums)
+    assert "the largest over the axes" in whys(seen, "all-reduce", "amax")
+
+
+@pytest.mark.parametrize("partitioning", ["rule", "shard_map"])
+def test_processes_on_cpu_add_up_whole_gradients(
+    make_group: MakeGroup, monkeypatch: pytest.MonkeyPatch, partitioning: str
+) -> None:
+    monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
+    group = make_group(
+        axes={"fsdp": 4, "ep": 2},
+        outer_axes="fsdp",
+        transport="xla",
+        partitioning=partitioning,
+        num_experts=16,  # no other test has traced it
+    )
+    layer, weight = group.register_layer("moe", top_k=2), P("ep", "fsdp")
+    options = {"rhs_spec": weight} if partitioning == "shard_map" else {}
+    seen = ep.explain(lambda *args: step(layer, None, *args, **options), *operands(group, weight))
+    assert {*found(seen)} == {
+        ("all-gather", "grouped_gemm", "own"),
+        ("all-reduce", "grouped_gemm", "sum"),
+    }
+    assert "a weight's over the outer axes" in whys(seen, "all-reduce", "sum")
+
+
+def test_a_split_contraction_is_a_sum_of_products(make_group: MakeGroup) -> None:
+    group = make_group(axes={"ep": 2, "tp": 2}, transport="xla", num_experts=8)
+    layer = group.register_layer("moe", top_k=2)
+    seen = ep.explain(
+        lambda *args: ep.grouped_gemm(*args, layer=layer), *operands(group, P("ep", "tp"))
+    )
+    assert found(seen) == [("all-reduce", "grouped_gemm", "sum")]
+    assert "the contracted dim K'" in str(seen)
+
+
+def test_plain_weights_over_fsdp_are_gathered_by_the_op(make_group: MakeGroup) -> None:
+    axes = {"fsdp": 2, "ep": 2}
+    group = make_group(axes=axes, outer_axes="fsdp", transport="xla", num_experts=8)
+    layer = group.register_layer("moe", top_k=2)
+    seen = ep.explain(
+        lambda *args: ep.grouped_gemm(*args, layer=layer), *operands(group, P("ep", "fsdp"))
+    )
+    assert found(seen) == [("all-gather", "grouped_gemm", "own")]
+    assert "a weight is sharded over outer axes" in str(seen)
+
+
+def test_matmuls_that_are_alike_have_the_names_of_their_blocks(make_group: MakeGroup) -> None:
+    axes = {"fsdp": 2, "ep": 2}
+    group = make_group(axes=axes, outer_axes="fsdp", transport="xla", num_experts=8)
+    layers = [group.register_layer(f"blocks/{i}", top_k=2) for i in range(2)]
+
+    def forward(lhs: Any, rhs: Any, sizes: Any) -> Any:
+        for layer in layers:
+            with scope("experts", layer):
+                sums = step(layer, ep.recipes.TensorScaling(), lhs, rhs, sizes)[0].sum()
+                lhs = lhs + sums
+        return lhs
+
+    seen = ep.explain(forward, *operands(group, P("ep", "fsdp")))
+    gathers = sorted(each.layer for each in seen.collectives if each.kind == "all-gather")
+    assert gathers == ["blocks.0", "blocks.1"]
+
+
+def test_dense_has_no_layer(make_group: MakeGroup) -> None:
+    mesh = fakes.mesh_of({"fsdp": 4, "tp": 2})
+    specs = [P("fsdp"), P("fsdp", "tp")]
+    x, kernel = (
+        jax.device_put(np.ones((16, 16), np.float32), NamedSharding(mesh, spec)) for spec in specs
+    )
+
+    def forward_and_back(x: Any, kernel: Any) -> Any:
+        y, pull = jax.vjp(lambda x, kernel: ep.dense(x, kernel), x, kernel)
+        return y, *pull(y)
+
+    seen = ep.explain(forward_and_back, x, kernel)
+    assert {(each.op, each.layer) for each in seen.collectives} == {("dense", "-")}
+    assert {(each.kind, each.cause) for each in seen.collectives} == {
+        ("all-gather", "own"),
+        ("all-reduce", "sum"),
+        ("reduce-scatter", "sum"),
+    }
     assert seen.num_others == 0

@@ -1,10 +1,13 @@
-"""Programs over several processes: equal HLO, many independent calls, microbatches, long runs."""
+"""Programs over several processes: equal HLO, microbatches, gradients, warm starts, long runs."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+from harness import preloaded
+from multiprocess.gradients_job import ALL_ROWS
 from multiprocess.launch import Job
 
 _LAYOUTS = pytest.mark.parametrize(("processes", "devices"), [(2, 4), (4, 1)], ids=["2x4", "4x1"])
@@ -43,3 +46,79 @@ def test_ten_thousand_steps_of_two_groups_with_random_pauses(
 ) -> None:
     call = "soak(10_000, index)"
     assert _run(call, processes, devices, address, within_s=1000)["steps"] == 10_000
+
+
+CALLS = 100
+
+
+@pytest.fixture(scope="module")
+def full_sockets(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return preloaded("full_sockets", tmp_path_factory.mktemp("preloaded"))
+
+
+def _gradients(call: str, address: str, library: str) -> Any:
+    script = f"""
+from multiprocess import gradients_job
+say(wrong=gradients_job.{call}, full=gradients_job.times_full())
+"""
+    with Job(script, processes=2, devices=4, EP_RUNTIME_ADDRESS=address, LD_PRELOAD=library) as job:
+        said = job.heard(240)
+        job.finish()
+    assert all(each["full"] for each in said)
+    return [each["wrong"] for each in said]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        pytest.param(name, marks=[] if name == "fsdp on K'" else pytest.mark.slow)
+        for name in ALL_ROWS
+    ],
+)
+def test_a_row_of_the_table_gives_the_same_right_bits(
+    address: str, full_sockets: str, row: str
+) -> None:
+    found = _gradients(f"run_rows([{row!r}], {CALLS})", address, full_sockets)
+    assert found == 2 * [{row: [0, 0]}]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", ["memfd", "xla"])
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-5), ("bfloat16", 0.02)])
+def test_blocks_in_a_scan_with_remat_give_the_same_right_bits(
+    address: str, full_sockets: str, transport: str, dtype: str, tolerance: float
+) -> None:
+    call = f"run_model({CALLS}, transport={transport!r}, dtype={dtype!r}, tolerance={tolerance})"
+    assert _gradients(call, address, full_sockets) == 2 * [[0, 0]]
+
+
+_SCRIPT = """
+from multiprocess import programs_job
+say(**programs_job.warm(os.environ["TEST_CACHE"], runs=3))
+hear()
+"""
+
+
+def _start(address: str, cache: Path) -> list[dict[str, Any]]:
+    """What each process found in the cache, having checked every value of its programs."""
+    with Job(
+        _SCRIPT,
+        processes=2,
+        devices=2,
+        EP_RUNTIME_ADDRESS=address,
+        TEST_CACHE=str(cache),
+    ) as job:
+        found = job.heard()
+        job.end()
+    return found
+
+
+def test_three_starts_in_a_row_with_the_cache_end_with_the_right_values(
+    address: str, tmp_path: Path
+) -> None:
+    starts = [_start(address, tmp_path) for _ in range(3)]
+    first = [start[0] for start in starts]
+    assert first[0]["misses"] > 0
+    for start in first[1:]:  # process 0 loads every program; what the others do is JAX's affair
+        assert start["misses"] == 0
+        assert start["hits"] == first[0]["hits"] + first[0]["misses"]

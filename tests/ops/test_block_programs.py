@@ -1,4 +1,4 @@
-"""Programs with block calls: scans, checkpoints, microbatches, pullbacks; and what they run."""
+"""Programs with block calls: scans, checkpoints, pullbacks; and microbatches in any order."""
 
 from __future__ import annotations
 
@@ -22,8 +22,6 @@ from ep_runtime_client.moe import gradient
 from ep_runtime_client.moe.resolved import ResolvedCall
 
 COUNT, TOKENS, HIDDEN, INNER, TOP_K = 3, 32, 16, 8, 2
-
-
 group = fakes.module_group(
     {"ep": 4},
     debug=True,
@@ -315,3 +313,45 @@ def test_plans_are_made_again_where_they_outgrow_tokens(
         x = jax.ShapeDtypeStruct((ranks * tokens, 256), jnp.bfloat16)
         jax.eval_shape(functools.partial(ep.moe, layer), x, params)
     assert seen == [False, True, False]
+
+
+@pytest.fixture(scope="module")
+def plain() -> Iterator[tuple[Any, Any, Any]]:
+    """(layers, operands, what the batch at once gives)."""
+    group = fakes.local_group(
+        {"ep": 4},
+        transport="memfd",
+        debug=True,
+        num_experts=8,
+        hidden_size=HIDDEN,
+        max_tokens_per_rank=COUNT * TOKENS // 4,
+        max_top_k=2,
+    )
+    layers = [group.register_layer(f"layer{i}", top_k=2, in_flight=2) for i in range(2)]
+    params = [ep.init_moe_params(jax.random.key(i), each, 8) for i, each in enumerate(layers)]
+    batches = jax.random.normal(jax.random.key(7), (COUNT, TOKENS, HIDDEN))
+    batches = jax.device_put(batches, NamedSharding(group.mesh, PartitionSpec(None, "ep")))
+    want = jax.jit(functools.partial(microbatches.at_once, layers))(params, batches)
+    yield layers, (params, batches), jax.device_get(want)
+    group.close()
+
+
+@pytest.mark.parametrize("schedule", microbatches.SCHEDULES, ids=lambda each: each.__name__)
+def test_any_order_of_microbatches_adds_up_to_the_batch(
+    plain: tuple[Any, Any, Any], schedule: microbatches.Schedule
+) -> None:
+    layers, operands, want = plain
+    run = jax.jit(functools.partial(schedule, layers))
+    got = jax.device_get(run(*operands))
+    for mine, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-6, atol=1e-6)
+    for _ in range(5):
+        jax.tree.map(np.testing.assert_array_equal, jax.device_get(run(*operands)), got)
+
+
+def test_two_microbatches_in_flight_take_both_handles(plain: tuple[Any, Any, Any]) -> None:
+    layers, operands, _ = plain
+    run = functools.partial(microbatches.one_forward_one_backward, layers)
+    text = jax.jit(run).lower(*operands).as_text()
+    handles = [f"handle = {number} : i64" in text for number in (0, 1, 2)]
+    assert handles == [True, True, False]

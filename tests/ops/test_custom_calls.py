@@ -1,9 +1,11 @@
-"""Programs run each custom call once, and profiles show it as part of the op that it belongs to."""
+"""Programs run each custom call once, may be exported with it, and profiles show its op."""
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import custom_calls
@@ -16,6 +18,7 @@ from jax.extend.core import jaxprs_in_params
 from jax.sharding import NamedSharding, PartitionSpec
 
 import ep_runtime as ep
+from ep_runtime_client import moe, ops
 from ep_runtime_client.moe.bodies import cuda as block
 from ep_runtime_client.ops.gemm import kernels_8, kernels_16, kernels_32
 from ep_runtime_client.ops.kernels import ffi, platform, serve
@@ -203,3 +206,24 @@ ENTRY %main (p: f32[8]) -> f32[8] {{
         before = Counter({"ep_move_v1": traced})
         told = custom_calls.differences(before, found)
         assert told == [f"ep_move_v1: {traced} traced, 4 compiled"]
+
+
+FOLDERS = (*ops.__path__, *moe.__path__)
+FILES = [path for folder in FOLDERS for path in Path(folder).rglob("*.py")]
+
+
+def names() -> set[str]:
+    return {check.is_custom_call() for check in ep.export_checks()} - {None}  # type: ignore[misc]
+
+
+def test_a_call_that_is_declared_may_be_exported(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = names()
+    monkeypatch.setattr(ffi, "_DECLARED", dict(ffi._DECLARED))
+    assert ffi.targets("ep_new_v1", "ep_newer_v1") == ("ep_new_v1", "ep_newer_v1")
+    assert names() == before | {"ep_new_v1", "ep_newer_v1"}
+
+
+def test_every_call_is_declared() -> None:
+    made = {name for path in FILES for name in re.findall(r'"(ep_\w+_v\d+)"', path.read_text())}
+    assert len(made) > 20
+    assert made == names()

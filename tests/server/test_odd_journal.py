@@ -1,8 +1,9 @@
-"""Whole records of the journal that say odd things: the daemon starts, serves, and names them."""
+"""Journals that are torn or say odd things: the daemon starts, and names and counts them."""
 
 from __future__ import annotations
 
 import copy
+import json
 import random
 import shutil
 
@@ -13,6 +14,7 @@ from ep_runtime import board
 from ep_runtime.layer_specs import LayerSpec
 from ep_runtime.wire import LayerStackSpec
 from ep_runtime_server.base.failpoints import Failpoints
+from ep_runtime_server.journal import summary
 from ep_runtime_server.journal.file import Journal
 
 _ODD = [
@@ -197,3 +199,19 @@ def test_the_workspace_of_a_group_is_kept(start_daemon, journal_of_a_job, tmp_pa
     assert "journal.unreadable" not in daemon.event_kinds()
     size = group.group.spec.workspace.WhichOneof("size")
     assert (size and getattr(group.group.spec.workspace, size)) == read
+
+
+def test_facts_are_counted_by_kind_and_told_to_nobody(tmp_path, capsys):
+    path = tmp_path / "journal"
+    journal = Journal(path, Failpoints())
+    records = [("session/a", {"token_digest": "x"}), ("session/b", {}), ("group/g", {"job": "y"})]
+    assert journal.append([*records, ("session/b", None), ("boot", "id")])
+    assert summary.main([str(path)]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["facts"] == {"boot": 1, "group": 1, "session": 1}
+    assert (found["num_records"], found["num_odd_records"], found["cut_bytes"]) == (5, 0, 0)
+    assert found["file_bytes"] > found["record_bytes"] == journal.size_bytes  # room ahead
+    journal.close()
+    path.write_bytes(path.read_bytes()[: found["record_bytes"] - 1])
+    torn = summary.summary(path)
+    assert (torn["num_records"], torn["cut_bytes"] > 0) == (4, True)

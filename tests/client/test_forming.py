@@ -1,4 +1,4 @@
-"""Freed memory stays with the process, unless told otherwise."""
+"""How a process drives its ranks on GPUs, and that freed memory stays with it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import os
 
 import pytest
 from child_programs import run_python
+
+from ep_runtime_client.groups import forming
 
 _PROGRAM = """
 import json
@@ -39,3 +41,12 @@ def test_freed_memory_is_kept(environment: dict[str, str], kept: bool) -> None:
     said, grown_mib = json.loads(done.stdout)
     assert said == [kept, kept]
     assert (grown_mib > 60) == kept
+
+
+def test_a_process_says_which_gpus_it_drives_and_whether_they_tell(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("EP_RUNTIME_BOARD", "0")
+    gpus = forming.on_gpus(forming.Claim((0, 1), (3, 2)))
+    assert gpus.ordinals == (3, 2)
+    assert not gpus.tell_progress
