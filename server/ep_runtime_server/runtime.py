@@ -21,8 +21,7 @@ from ep_runtime.v1 import session_service_pb2
 from ep_runtime_server.base.clock import Clock
 from ep_runtime_server.base.events import EventLog
 from ep_runtime_server.base.failpoints import Failpoints
-from ep_runtime_server.base.loop_lag import LoopLag
-from ep_runtime_server.base.supervision import Supervisor
+from ep_runtime_server.base.supervision import LoopLag, Supervisor
 from ep_runtime_server.callers.audit import Audit
 from ep_runtime_server.callers.credentials import GivenOrder
 from ep_runtime_server.callers.operations import Operations

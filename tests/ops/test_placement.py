@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from ep_runtime.errors import InvalidArgumentError
-from ep_runtime_client.ops.dense import placement as dense_placement
+from ep_runtime_client.ops.dense import ops as dense_ops
 from ep_runtime_client.ops.partitioning import placement, scatter
 from ep_runtime_client.ops.partitioning.roles import Roles, entries_of, read_off, say_once
 
@@ -204,7 +204,7 @@ def test_slabs_that_fit_no_experts_ask_for_the_layer() -> None:
 def test_dense_gathers_the_kernel_over_whole_tuples_and_never_the_rows(
     x: Any, kernel: Any, taken: Any, gathered: Any, out: Any
 ) -> None:
-    found = dense_placement.place(roles(), x, kernel, (64, 32))
+    found = dense_ops.place(roles(), x, kernel, (64, 32))
     assert (found.kernel.entries, found.kernel.gathered) == (taken, gathered)
     assert found.out == out
     assert found.x[:-1] == x[:-1]
@@ -213,8 +213,8 @@ def test_dense_gathers_the_kernel_over_whole_tuples_and_never_the_rows(
 def test_a_sum_becomes_a_scatter_where_the_result_lies_over_its_axes() -> None:
     options: Any = {"lead_shape": (8,)}
     given = (roles(), (("dp",), ("tp",)), (("tp",), ()), (64, 32))
-    assert dense_placement.place(*given, wanted=(("dp", "tp"), ()), **options).scatter == 0
-    assert dense_placement.place(*given, wanted=(("dp",), ()), **options).scatter is None
+    assert dense_ops.place(*given, wanted=(("dp", "tp"), ()), **options).scatter == 0
+    assert dense_ops.place(*given, wanted=(("dp",), ()), **options).scatter is None
 
 
 @pytest.mark.parametrize("check", [True, False], ids=["vma", "no vma"])

@@ -14,8 +14,7 @@ from raw_client import WAIT_S, make_spec
 
 from ep_runtime_server.base import supervision
 from ep_runtime_server.base.events import EventLog
-from ep_runtime_server.base.loop_lag import LoopLag
-from ep_runtime_server.base.supervision import Supervisor
+from ep_runtime_server.base.supervision import LoopLag, Supervisor
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import ep_runtime as ep
-from ep_runtime_bench.base import train_data
+from ep_runtime_bench.base import train_cases
 from ep_runtime_bench.base.device_bench import AXIS
 from ep_runtime_bench.base.moe_cases import PADDED
 from ep_runtime_bench.base.train_cases import Model, TrainOrder
@@ -95,16 +95,16 @@ def make_params(model: Model, dtype: Any, place: Layout) -> Params:
 
 
 def batches(model: Model, place: Layout, devices: int) -> list[jax.Array]:
-    """Puts `train_data.batches` on the mesh."""
+    """Puts `train_cases.batches` on the mesh."""
     spread = NamedSharding(place.mesh, P(place.rows))
-    found = train_data.batches(model, devices // place.mesh.shape.get("tp", 1))
+    found = train_cases.batches(model, devices // place.mesh.shape.get("tp", 1))
     return [jax.device_put(batch, spread) for batch in found]
 
 
 def experts_of(order: TrainOrder, place: Layout) -> jax.Array | None:
-    """Puts `train_data.expert_ids` on the mesh."""
+    """Puts `train_cases.expert_ids` on the mesh."""
     groups = order.devices // place.mesh.shape.get("tp", 1)
-    idx = train_data.expert_ids(order.model, order.routing, place.mesh.shape[AXIS], groups)
+    idx = train_cases.expert_ids(order.model, order.routing, place.mesh.shape[AXIS], groups)
     return None if idx is None else jax.device_put(idx, NamedSharding(place.mesh, P(place.rows)))
 
 

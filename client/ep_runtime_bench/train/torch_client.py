@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from ep_runtime_bench.base import torch_ranks, train_data
+from ep_runtime_bench.base import torch_ranks, train_cases
 from ep_runtime_bench.base.torch_ranks import Rank
 from ep_runtime_bench.base.train_cases import FIRST, ROUND, Trained, TrainOrder
 from ep_runtime_bench.moe.torch_client import drawn, expert_weights, make_layer
@@ -78,9 +78,9 @@ class _Training:
             fused=rank.on_gpu,
         )
         self._batches = itertools.cycle(
-            [self._mine(batch) for batch in train_data.batches(model, rank.count)]
+            [self._mine(batch) for batch in train_cases.batches(model, rank.count)]
         )
-        experts = train_data.expert_ids(model, order.routing, rank.count, rank.count)
+        experts = train_cases.expert_ids(model, order.routing, rank.count, rank.count)
         self._experts = None if experts is None else self._mine(experts).flatten(0, 1)
         self._moe = make_layer(rank, model.case)
         dense = [rank.compiled(function) for function in (_before, _after, _head)]

@@ -4,7 +4,7 @@
     socket_directory  checks whose directory and process it is, before a byte is sent
     transport         the two sockets: RPCs on api.sock, identity and descriptors on fd.sock
     link              heartbeats, events, connecting again after a restart
-    coordination      JAX's coordination service for jobs that go on; `node_coordination` starts it
+    coordination      JAX's coordination service for jobs that go on
     client            what groups ask of all that; says whether the session is over
 
 A daemon may restart at any time: RPCs wait for it, steps do not. Messages that must reach it, but

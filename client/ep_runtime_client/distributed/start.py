@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import selectors
+import subprocess
+import urllib.parse
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
 
 from ep_runtime import env
-from ep_runtime.errors import InvalidArgumentError
+from ep_runtime.errors import InvalidArgumentError, RuntimeUnavailableError
 from ep_runtime_client.base import jax_internals
-from ep_runtime_client.daemons import coordination, node_coordination
+from ep_runtime_client.daemons import addresses, command_line, coordination, runtime
 from ep_runtime_client.distributed.peers import peers
 
 _NODE = "node"
@@ -87,6 +91,11 @@ def initialize(
 
 
 def _of_node(job: str | None, num_processes: int | None, heartbeat_timeout_s: int) -> str:
+    """Returns the address of the job's service on this node; the first process starts it.
+
+    The service outlives the process that started it, and the daemon; it ends after the job's last
+    process.
+    """
     if num_processes is None:
         raise InvalidArgumentError(
             'num_processes must be given with address="node"', argument="num_processes"
@@ -97,4 +106,45 @@ def _of_node(job: str | None, num_processes: int | None, heartbeat_timeout_s: in
             "all processes of the job find one service by it",
             argument="job",
         )
-    return node_coordination.of_node(job, num_processes, heartbeat_timeout_s, _START_S)
+    directory = addresses.parse_address(addresses.NODE).directory
+    assert directory is not None
+    env.make_directory(directory)
+    name = f"coordination-{urllib.parse.quote(job, safe='')}"
+    with runtime.locked(directory / "start.lock", _START_S):
+        file = directory / name
+        if file.exists() and coordination.answers(file.read_text()):
+            return file.read_text()
+        options = ["--processes", str(num_processes), "--bind", "127.0.0.1:0", "--until-left"]
+        options += ["--heartbeat-timeout", str(heartbeat_timeout_s)]
+        address = _start_service(options, directory, name)
+        file.write_text(address)
+        return address
+
+
+def _start_service(options: list[str], directory: Path, name: str) -> str:
+    """Starts the command in a new session; returns the address that the command prints."""
+    log = directory / f"{name}.log"
+    command = command_line.python_command("ep_runtime_client.cli", ["coordination", *options])
+    with runtime.own_file(log) as errors:
+        started = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            env=env.daemon_environment(),
+            cwd="/",
+            start_new_session=True,
+        )
+    assert started.stdout is not None
+    with started.stdout, selectors.DefaultSelector() as selector:
+        selector.register(started.stdout, selectors.EVENT_READ)
+        line = started.stdout.readline().decode() if selector.select(_START_S) else ""
+    if not line:
+        started.kill()
+        started.wait()
+        raise RuntimeUnavailableError(
+            f"the coordination service did not start within {_START_S:g} s; {log} says why",
+            address="node",
+        )
+    started.returncode = 0  # no process waits for it, so suppress the object's warning
+    return line.split()[-1]

@@ -12,8 +12,6 @@ import jax.numpy as jnp
 from jax import lax
 
 from ep_runtime.errors import InvalidArgumentError
-from ep_runtime_client.ops.dense import placement
-from ep_runtime_client.ops.dense.placement import Dense
 from ep_runtime_client.ops.gemm.plain import wide
 from ep_runtime_client.ops.partitioning.placement import Weight, fitting, whole_blocks
 from ep_runtime_client.ops.partitioning.regions import Partitioning
@@ -25,7 +23,7 @@ from ep_runtime_client.ops.partitioning.resolved import (
     Sums,
     Wanted,
 )
-from ep_runtime_client.ops.partitioning.roles import Entries, Roles, flat
+from ep_runtime_client.ops.partitioning.roles import Entries, Roles, flat, padded
 from ep_runtime_client.ops.partitioning.scatter import scatter
 from ep_runtime_client.ops.quantize import plain as quantize_plain
 from ep_runtime_client.ops.quantize.formats.recipes import Recipe
@@ -83,7 +81,7 @@ class QuantizeX(_DenseOp):
     packing: Packing
 
     def resolve(self, roles: Roles, arrived: Arrived, shapes: Shapes, wanted: Wanted) -> Resolved:
-        lead = placement.dividing(roles, arrived[0][:-1], shapes[0])
+        lead = dividing(roles, arrived[0][:-1], shapes[0])
         last = tuple(axis for axis in roles.real(arrived[0][-1]) if axis not in sum(lead, ()))
         blocks = (1,) * (len(shapes[0]) - 1) + (self.packing.tile,)
         last, _ = fitting(roles, last, (), shapes[0][-1], blocks, len(shapes[0]) - 1)
@@ -203,7 +201,7 @@ class _Matmul(_DenseOp):
     ) -> Dense:
         first = len(self.x)
         lead = shapes[0][:-1]
-        return placement.place(
+        return place(
             roles,
             arrived[0],
             arrived[first],
@@ -317,3 +315,103 @@ def _dot(left: jax.Array, right: jax.Array, contract: tuple[int, int]) -> jax.Ar
     return lax.dot_general(
         left.astype(dtype), right.astype(dtype), dims, preferred_element_type=wide(left, right)
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class Dense:
+    """How operands and results of `dense` are sharded.
+
+    Attributes:
+        lead: axes on each leading dim of x and of the output.
+        kernel: how the kernel [K', N'] is sharded.
+        summed: axes that split the rows; the kernel's gradient is summed over them.
+        scatter: leading dim of the output over which a reduce-scatter spreads the sum over the
+            contracted axes. None is a plain sum.
+    """
+
+    lead: Entries
+    kernel: Weight
+    summed: Axes
+    scatter: int | None = None
+
+    @property
+    def contracted(self) -> Axes:
+        return self.kernel.kept[0]
+
+    @property
+    def columns(self) -> Axes:
+        return self.kernel.kept[1]
+
+    @property
+    def x(self) -> Entries:
+        return (*self.lead, self.contracted)
+
+    @property
+    def out(self) -> Entries:
+        lead = [
+            axes + (self.contracted if dim == self.scatter else ())
+            for dim, axes in enumerate(self.lead)
+        ]
+        return (*lead, self.columns)
+
+
+def place(
+    roles: Roles,
+    x: Sequence[Axes],
+    kernel: Sequence[Axes],
+    kernel_shape: tuple[int, int],
+    *,
+    wanted: Sequence[Axes] | None = None,
+    lead_shape: Sequence[int] = (),
+    blocks: tuple[int, ...] | None = None,
+) -> Dense:
+    """Decides how y = x @ kernel is sharded.
+
+    Args:
+        roles: the mesh's axes; outer and ep do not matter here.
+        x: entries of x [..., K'] as it arrives.
+        kernel: entries of the kernel [K', N'] as it arrives.
+        kernel_shape: its global shape.
+        wanted: entries of the output, if known.
+        lead_shape: x's leading dims.
+        blocks: per dim of the kernel, the number that must divide its local size.
+
+    An axis that is on x's leading dims and on the kernel is gathered off the kernel, together with
+    all minor axes of its tuple. Any other axis stays: on N', or on K' of both sides.
+    """
+    lead = dividing(roles, x[:-1], lead_shape)
+    rows = set(flat(lead))
+    on_k = tuple(axis for axis in roles.real(x[-1]) if axis not in rows)
+    entries, gathered, before = [], [], []
+    for dim, axes in enumerate(padded(kernel, 2)):
+        free = tuple(axis for axis in roles.real(axes) if axis not in on_k)
+        first = next((i for i, axis in enumerate(free) if axis in rows), len(free))
+        kept, gone = (on_k if dim == 0 else ()) + free[:first], free[first:]
+        kept, gone, lost = whole_blocks(roles, kept, gone, kernel_shape[dim], blocks, dim)
+        entries.append(kept + gone)
+        gathered.append(gone)
+        before.append(lost)
+    taken = Weight(tuple(entries), tuple(gathered), tuple(before))
+    found = Dense(lead, taken, flat(lead))
+    return dataclasses.replace(found, scatter=_scattered(roles, found, wanted, lead_shape))
+
+
+def dividing(roles: Roles, lead: Sequence[Axes], shape: Sequence[int]) -> Entries:
+    """Returns axes on leading dims, without axes that do not divide a dim evenly."""
+    real = (roles.real(axes) for axes in lead)
+    if not shape:
+        return tuple(real)
+    pairs = zip(real, shape, strict=False)
+    return tuple(axes if size % roles.size(axes) == 0 else () for axes, size in pairs)
+
+
+def _scattered(
+    roles: Roles, found: Dense, wanted: Sequence[Axes] | None, lead_shape: Sequence[int]
+) -> int | None:
+    if wanted is None or not found.contracted:
+        return None
+    for dim, size in enumerate(lead_shape):
+        over = found.lead[dim] + found.contracted
+        if roles.real(wanted[dim]) == over and size % roles.size(over) == 0:
+            return dim
+    return None
