@@ -13,7 +13,7 @@ import pytest
 
 from ep_runtime_client.ops.activation import plain as activation_plain
 from ep_runtime_client.ops.activation.function import Activation, activation_of
-from ep_runtime_client.ops.kernels import platform
+from ep_runtime_client.ops.kernels import serve
 
 F32, INNER = jnp.dtype(jnp.float32), 6
 FORMS = {
@@ -94,7 +94,7 @@ def test_the_long_blocks_of_gpus_give_the_same_bits(monkeypatch: pytest.MonkeyPa
     want = jax.jit(lambda *args: both(*args))(grad.astype(jnp.bfloat16), *operands)
     monkeypatch.setattr(activation_plain, "register_for_gpus", lambda: ("9.0",))
     monkeypatch.setattr(activation_plain, "GPU_BLOCK_ROWS", 512)
-    monkeypatch.setattr(platform, "choose", lambda gpu, here, *operands: gpu(*operands))
+    monkeypatch.setattr(serve, "choose", lambda gpu, here, *operands: gpu(*operands))
     got = jax.jit(lambda *args: both(*args))(grad.astype(jnp.bfloat16), *operands)
     for mine, meant in zip(got, want, strict=True):
         np.testing.assert_array_equal(np.asarray(mine)[there], np.asarray(meant)[there])

@@ -18,7 +18,7 @@ from ep_runtime import native
 from ep_runtime_client.moe import bodies
 from ep_runtime_client.ops.activation.function import Activation
 from ep_runtime_client.ops.gemm import kernels_16
-from ep_runtime_client.ops.kernels import platform
+from ep_runtime_client.ops.kernels import serve
 
 HIDDEN, INNER, EXPERTS, TOP_K, TOKENS = 48, 32, 4, 2, 24
 TENSOR, BLOCK = ep.recipes.TensorScaling(), ep.recipes.BlockScaling()
@@ -154,8 +154,8 @@ def test_what_the_tensor_cores_do_not_know_runs_composed(
     group: Any, said: dict[str, Any], why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe = said.get("recipe")
-    monkeypatch.setattr(platform, "installed", lambda: True)
-    monkeypatch.setattr(platform, "register_for_gpus", lambda: said.get("gpus", ("9.0",)))
+    monkeypatch.setattr(serve, "installed", lambda: True)
+    monkeypatch.setattr(serve, "register_for_gpus", lambda: said.get("gpus", ("9.0",)))
     monkeypatch.setattr(native, "library", lambda _: SimpleNamespace(has_kernels_for=lambda _: 1))
     asked = bodies.Asked(
         group=dataclasses.replace(group.spec, transport="nvlink"),

@@ -21,7 +21,7 @@ import ep_runtime as ep
 from ep_runtime_client import moe, ops
 from ep_runtime_client.moe.bodies import cuda as block
 from ep_runtime_client.ops.gemm import kernels_8, kernels_16, kernels_32
-from ep_runtime_client.ops.kernels import ffi, platform, serve
+from ep_runtime_client.ops.kernels import ffi, serve
 from ep_runtime_client.ops.tracing import scopes
 from ep_runtime_client.ops.transports import windows as transports_windows
 
@@ -99,7 +99,7 @@ def _as_with_gpus(monkeypatch: pytest.MonkeyPatch, forgotten: None) -> None:
         monkeypatch.setattr(module, "ensure_registered", lambda platform="cpu": None)
     monkeypatch.setattr(ffi, "XLA_CLONES_CALLS", True)
     monkeypatch.setattr(serve, "available", lambda: True)
-    monkeypatch.setattr(platform, "installed", lambda: True)
+    monkeypatch.setattr(serve, "installed", lambda: True)
 
 
 @pytest.mark.usefixtures("_as_with_gpus")

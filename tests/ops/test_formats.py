@@ -13,7 +13,7 @@ import pytest
 
 import ep_runtime as ep
 from ep_runtime.errors import InvalidArgumentError
-from ep_runtime_client.ops.kernels import platform
+from ep_runtime_client.ops.kernels import serve
 from ep_runtime_client.ops.kernels.row_blocks import cut, loop
 from ep_runtime_client.ops.quantize.formats.format import Format, Leaves, RowOptions
 from ep_runtime_client.ops.quantize.formats.recipes import Recipe
@@ -116,7 +116,7 @@ def near(got: Any, want: Any) -> None:
 
 
 def test_gpus_multiply_a_new_format_in_plain_jax(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(platform, "installed", lambda: True)
+    monkeypatch.setattr(serve, "installed", lambda: True)
     x, w, _ = drawn()
     run = functools.partial(ep.grouped_gemm, recipe=SmallTiles())
     text = jax.jit(run).trace(x, w, SIZES).lower(lowering_platforms=("cuda",)).as_text()

@@ -16,7 +16,7 @@ import ep_runtime as ep
 from ep_runtime_client.ops.gemm import kernels_8, kernels_16
 from ep_runtime_client.ops.gemm import plain as gemm_plain
 from ep_runtime_client.ops.gemm.product import Product
-from ep_runtime_client.ops.kernels import platform, serve
+from ep_runtime_client.ops.kernels import serve
 from ep_runtime_client.ops.quantize import plain as quantize_plain
 from ep_runtime_client.ops.quantize.formats import recipes
 from ep_runtime_client.ops.quantize.quantized_tensor import QuantizedTensor
@@ -29,7 +29,7 @@ RECIPES = pytest.mark.parametrize("recipe", [TENSOR, BLOCK, MX], ids=["tensor", 
 @pytest.fixture(autouse=True)
 def _installed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The library need not be there to lower for it."""
-    monkeypatch.setattr(platform, "installed", lambda: True)
+    monkeypatch.setattr(serve, "installed", lambda: True)
 
 
 WANTED = {
@@ -94,7 +94,7 @@ def test_what_the_kernels_do_not_take_is_plain_jax(shape: Any, recipe: Any) -> N
 def test_shapes_that_gpus_run_as_plain_jax_are_said_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(platform, "register_for_gpus", lambda: ("9.0",))
+    monkeypatch.setattr(serve, "register_for_gpus", lambda: ("9.0",))
     for _ in range(2):
         calls(functools.partial(loss, recipe=TENSOR), *drawn(k=120))
     assert [line.message.count("K'=120") for line in caplog.records] == [1]
@@ -103,7 +103,7 @@ def test_shapes_that_gpus_run_as_plain_jax_are_said_once(
 def test_products_that_are_wide_on_gpus_are_said_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(platform, "register_for_gpus", lambda: ("9.0",))
+    monkeypatch.setattr(serve, "register_for_gpus", lambda: ("9.0",))
     kernels_8._say_wide.cache_clear()
     for recipe in (TENSOR, MX, MX):
         calls(functools.partial(loss, recipe=recipe), *drawn())
@@ -112,8 +112,8 @@ def test_products_that_are_wide_on_gpus_are_said_once(
 
 
 def test_gpus_of_another_kind_leave_programs_to_xla(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(platform, "register_for_gpus", lambda: ("9.0", "8.0"))
-    monkeypatch.setattr(platform, "_has_kernels", lambda capability: capability != "8.0")
+    monkeypatch.setattr(serve, "register_for_gpus", lambda: ("9.0", "8.0"))
+    monkeypatch.setattr(serve, "_has_kernels", lambda capability: capability != "8.0")
     assert calls(graded(recipe=TENSOR), *drawn(k=192)) == {}
 
 

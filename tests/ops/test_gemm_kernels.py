@@ -16,14 +16,14 @@ import ep_runtime as ep
 from ep_runtime_client.ops.gemm import kernel_weights, kernels_16
 from ep_runtime_client.ops.gemm import plain as gemm_plain
 from ep_runtime_client.ops.gemm.product import Product
-from ep_runtime_client.ops.kernels import platform
+from ep_runtime_client.ops.kernels import serve
 from ep_runtime_client.ops.quantize.formats import recipes
 
 
 @pytest.fixture(autouse=True)
 def _installed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The library need not be there to lower for it. f32 is another file's."""
-    monkeypatch.setattr(platform, "installed", lambda: True)
+    monkeypatch.setattr(serve, "installed", lambda: True)
     monkeypatch.setattr(gemm_plain, "FAMILIES", (kernels_16.KERNELS,))
 
 
@@ -69,7 +69,7 @@ def test_the_kernels_read_and_make_a_pair_where_it_lies(
     half: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     kernel_weights._say_copied.cache_clear()
-    monkeypatch.setattr(platform, "register_for_gpus", lambda: ("9.0",))
+    monkeypatch.setattr(serve, "register_for_gpus", lambda: ("9.0",))
     lhs, rhs, bias = drawn(n=2 * half)
     pair = (rhs[..., :half], rhs[..., half:])
     operands = (lhs, pair, bias.reshape(8, 2, half))
@@ -83,10 +83,10 @@ def test_the_kernels_read_and_make_a_pair_where_it_lies(
 
 
 def test_gpus_of_another_kind_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(platform, "_has_kernels", lambda capability: capability != "8.0")
+    monkeypatch.setattr(serve, "_has_kernels", lambda capability: capability != "8.0")
     of_each = (("9.0", "9.0"), GRADED), (("9.0", "8.0"), {}), (("9.0", "10.0"), {})
     for found, wanted in of_each:
-        monkeypatch.setattr(platform, "register_for_gpus", lambda found=found: found)
+        monkeypatch.setattr(serve, "register_for_gpus", lambda found=found: found)
         assert calls(graded(), *drawn(n=40 + 8 * len(set(found)))) == wanted
 
 
@@ -100,7 +100,7 @@ def test_rows_of_no_group_get_a_gradient_of_zero_unless_nobody_looks() -> None:
 
 
 def test_without_the_library_every_program_is_plain_jax(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(platform, "installed", lambda: False)
+    monkeypatch.setattr(serve, "installed", lambda: False)
     assert calls(graded(), *drawn(k=136)) == {}
 
 

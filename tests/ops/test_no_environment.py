@@ -23,7 +23,7 @@ import ep_runtime as ep
 import ep_runtime_client
 from ep_runtime import env
 from ep_runtime_client.moe.api import init_moe_params, moe
-from ep_runtime_client.ops.kernels import platform, serve
+from ep_runtime_client.ops.kernels import serve
 from ep_runtime_client.ops.quantize.formats import recipes
 from ep_runtime_client.ops.transports import windows as transports_windows
 
@@ -50,7 +50,7 @@ def _anew(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def take_kernels(monkeypatch: pytest.MonkeyPatch, wanted: bool) -> None:
     """As on GPUs that the kernels serve, or as elsewhere."""
-    monkeypatch.setattr(platform, "installed", lambda: wanted)
+    monkeypatch.setattr(serve, "installed", lambda: wanted)
     monkeypatch.setattr(serve, "available", lambda: wanted)
 
 

@@ -18,7 +18,7 @@ from ep_runtime_client.ops.activation import plain as activation_plain
 from ep_runtime_client.ops.activation.function import Activation
 from ep_runtime_client.ops.gemm import kernels_bias
 from ep_runtime_client.ops.gemm import plain as gemm_plain
-from ep_runtime_client.ops.kernels import move_rows, platform, serve
+from ep_runtime_client.ops.kernels import move_rows, serve
 from ep_runtime_client.ops.quantize import kernels as quantize_kernels
 from ep_runtime_client.ops.quantize import plain as quantize_plain
 from ep_runtime_client.ops.quantize.formats import recipes
@@ -248,9 +248,9 @@ def test_one_call_after_the_other_under_vmap() -> None:
 
 def test_gpus_of_another_kind_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
-    monkeypatch.setattr(platform, "installed", lambda: True)
-    monkeypatch.setattr(platform, "_has_kernels", lambda capability: capability != "8.0")
+    monkeypatch.setattr(serve, "installed", lambda: True)
+    monkeypatch.setattr(serve, "_has_kernels", lambda capability: capability != "8.0")
     several = (("9.0", "9.0"), True), (("9.0", "8.0"), False), (("9.0", "10.0"), True)
     for found, wanted in (((), False), *several):
-        monkeypatch.setattr(platform, "register_for_gpus", lambda found=found: found)
+        monkeypatch.setattr(serve, "register_for_gpus", lambda found=found: found)
         assert serve.available() == wanted

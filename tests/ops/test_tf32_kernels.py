@@ -16,7 +16,7 @@ from ops.test_fp8_kernels import ranges, transpose_rows, wide_rows
 import ep_runtime as ep
 from ep_runtime_client.ops.gemm import kernels_8, kernels_16, kernels_32
 from ep_runtime_client.ops.gemm import plain as gemm_plain
-from ep_runtime_client.ops.kernels import platform
+from ep_runtime_client.ops.kernels import serve
 from ep_runtime_client.ops.quantize.pair import Pair
 
 GRADED = {
@@ -29,7 +29,7 @@ GRADED = {
 @pytest.fixture(autouse=True)
 def _installed(monkeypatch: pytest.MonkeyPatch, forgotten: None) -> None:
     """The library need not be there to lower for it."""
-    monkeypatch.setattr(platform, "installed", lambda: True)
+    monkeypatch.setattr(serve, "installed", lambda: True)
 
 
 def drawn(k: int = 36, n: tuple[int, ...] = (2, 14), dtype: Any = np.float32, **more: Any) -> Any:
@@ -83,7 +83,7 @@ def test_what_the_kernels_do_not_take_is_not_theirs(given: dict[str, Any]) -> No
 def test_shapes_that_gpus_run_as_plain_jax_are_said_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(platform, "register_for_gpus", lambda: ("9.0",))
+    monkeypatch.setattr(serve, "register_for_gpus", lambda: ("9.0",))
     for _ in range(2):
         calls(loss, *drawn(k=42))
     said = [line.message for line in caplog.records if "K'=42" in line.message]

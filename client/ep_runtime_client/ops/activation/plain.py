@@ -21,7 +21,7 @@ from jax import lax
 
 from ep_runtime_client.ops.activation import kernels
 from ep_runtime_client.ops.activation.function import Activation
-from ep_runtime_client.ops.kernels import platform, row_blocks
+from ep_runtime_client.ops.kernels import row_blocks, serve
 from ep_runtime_client.ops.kernels.ffi import register_for_gpus
 from ep_runtime_client.ops.kernels.row_blocks import RowBlock
 from ep_runtime_client.ops.tracing import slack
@@ -53,7 +53,7 @@ def forward(
     if kernels.supports(static, hidden, group_sizes):
         kernel = functools.partial(kernels.forward, static)
         plain = functools.partial(_forward, static, False)
-        return slack.cleared(platform.choose(kernel, plain, *operands), group_sizes)
+        return slack.cleared(serve.choose(kernel, plain, *operands), group_sizes)
     return _on_platform(_forward, static, *operands)
 
 
@@ -62,7 +62,7 @@ def _on_platform(function: Callable[..., Result], static: Activation, *operands:
     here = functools.partial(function, static, False)
     if not register_for_gpus():
         return here(*operands)
-    return platform.choose(functools.partial(function, static, True), here, *operands)
+    return serve.choose(functools.partial(function, static, True), here, *operands)
 
 
 def _forward(
@@ -112,7 +112,7 @@ def pullback(
     if kernels.supports(static, hidden, group_sizes):
         kernel = functools.partial(kernels.pullback, static)
         plain = functools.partial(_pullback, static, False)
-        d_hidden, d_weights = platform.choose(kernel, plain, *operands)
+        d_hidden, d_weights = serve.choose(kernel, plain, *operands)
     else:
         d_hidden, d_weights = _on_platform(_pullback, static, *operands)
     return slack.cleared(d_hidden, group_sizes), d_weights

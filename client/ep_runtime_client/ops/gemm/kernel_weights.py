@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ep_runtime_client.ops.kernels import platform
+from ep_runtime_client.ops.kernels import serve
 from ep_runtime_client.ops.quantize.pair import Pair
 
 MULTIPLE = 64
@@ -54,7 +54,7 @@ def made(
 
 
 def _apart(half: int) -> bool:
-    if half % MULTIPLE and platform.multiplying_gpus():
+    if half % MULTIPLE and serve.multiplying_gpus():
         _say_copied(half)
     return half % MULTIPLE == 0
 

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 
 from ep_runtime_client.ops.gemm import kernel_weights
 from ep_runtime_client.ops.gemm.product import GemmKernels, Product
-from ep_runtime_client.ops.kernels import platform
+from ep_runtime_client.ops.kernels import serve
 from ep_runtime_client.ops.kernels.ffi import launch, once, targets
 from ep_runtime_client.ops.kernels.serve import sizes_of
 from ep_runtime_client.ops.quantize.pair import Pair
@@ -52,7 +52,7 @@ def supports_shape(multiple: int, product: Product, rows: int) -> bool:
     Warns once about a shape that they do not support, if the kernels support all GPUs of the
     process. If they do not support one of its GPUs, they support no shape.
     """
-    gpus = platform.multiplying_gpus()
+    gpus = serve.multiplying_gpus()
     if gpus is None or 0 in (rows, product.experts, *product.widths):
         return False
     widths = product.widths

@@ -29,7 +29,7 @@ import jax.numpy as jnp
 
 from ep_runtime_client.ops.gemm import kernel_weights, kernels_16
 from ep_runtime_client.ops.gemm.product import GemmKernels, Product
-from ep_runtime_client.ops.kernels import platform
+from ep_runtime_client.ops.kernels import serve
 from ep_runtime_client.ops.kernels.ffi import launch, once, targets
 from ep_runtime_client.ops.kernels.serve import sizes_of
 from ep_runtime_client.ops.quantize import kernels as quantize_kernels
@@ -67,7 +67,7 @@ def supports(product: Product) -> bool:
     form = format_of(left.recipe)
     if left.recipe != right.recipe or form.on_gpu is None:
         return False
-    gpus = platform.multiplying_gpus()
+    gpus = serve.multiplying_gpus()
     if gpus is None:
         return False
     sizes, experts = left.group_sizes, product.experts

@@ -31,7 +31,7 @@ from jax import lax
 from ep_runtime_client.base.dtypes import sum_dtype
 from ep_runtime_client.ops.gemm import kernels_8, kernels_16, kernels_32, kernels_bias
 from ep_runtime_client.ops.gemm.product import GemmKernels, Product
-from ep_runtime_client.ops.kernels import platform, row_blocks
+from ep_runtime_client.ops.kernels import row_blocks, serve
 from ep_runtime_client.ops.kernels.row_blocks import Blocks, RowBlock
 from ep_runtime_client.ops.kernels.serve import either
 from ep_runtime_client.ops.quantize.formats.format import Part, flat, matrix
@@ -87,7 +87,7 @@ def forward(
     if by is None:
         return plain(*operands)
     kernel = functools.partial(by.forward, gemm.out_dtype, _cast_by(gemm, by))
-    return platform.choose(kernel, plain, *operands)
+    return serve.choose(kernel, plain, *operands)
 
 
 def _forward(
@@ -123,7 +123,7 @@ def data_grad(gemm: Gemm, grad: Any, rhs: Any, group_sizes: jax.Array) -> jax.Ar
     by = _served_by(gemm, grad, rhs, rhs.shape, group_sizes)
     if by is None:
         return plain(grad, rhs, group_sizes)
-    return platform.choose(_data_kernel(gemm, by), plain, grad, rhs, group_sizes)
+    return serve.choose(_data_kernel(gemm, by), plain, grad, rhs, group_sizes)
 
 
 def weight_grad(
@@ -160,7 +160,7 @@ def weight_grad(
     if by is None:
         return plain(lhs, grad, group_sizes)
     kernel = _weight_kernel(gemm, by, experts, dtype, paired)
-    return platform.choose(kernel, plain, lhs, grad, group_sizes)
+    return serve.choose(kernel, plain, lhs, grad, group_sizes)
 
 
 def pullback(
@@ -191,7 +191,7 @@ def pullback(
         return d_lhs, _weight_kernel(gemm, by, experts, dtype, paired)(lhs, grad, group_sizes)
 
     operands = (lhs, rhs, grad, group_sizes)
-    d_lhs, d_rhs = plain(*operands) if by is None else platform.choose(kernels, plain, *operands)
+    d_lhs, d_rhs = plain(*operands) if by is None else serve.choose(kernels, plain, *operands)
     return d_lhs, d_rhs
 
 

@@ -1,4 +1,4 @@
-"""Decides when kernels of the CUDA library replace XLA: activation, quantization, row moves."""
+"""Decides when kernels of the CUDA library replace XLA: GPUs, sizes, the lowered program."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
-from ep_runtime_client.ops.kernels import platform
-from ep_runtime_client.ops.kernels.ffi import bound, once
+from ep_runtime import native
+from ep_runtime_client.ops.kernels.ffi import bound, once, register_for_gpus
+from ep_runtime_client.ops.tracing.varying import spread_over, varied_axes
 
 VECTOR_BYTES = 16  # of one load: the bytes of a row are a multiple of it
 CONVERTED_MULTIPLE = 8  # of the last dim: values that one lane converts to 8 bits or back
@@ -19,16 +21,57 @@ MAX_GROUPS = 1024  # of one slab
 MAX_SLABS = 65535
 Result = TypeVar("Result")
 FLOATS = tuple(jnp.dtype(name) for name in ("float32", "bfloat16", "float16"))
+# Hopper: matmul kernels are written for its tensor cores. Other kernels are plain CUDA, and also
+# compiled for later GPUs.
+PRODUCTS = "9.0"
+
+
+def installed() -> bool:
+    """Whether this package has the CUDA library, which all other functions here need."""
+    return native.library_path("cuda").exists()
+
+
+def gpus() -> tuple[str, ...] | None:
+    """Returns capabilities of this process's GPUs, if the kernels support all; there may be none.
+
+    None without the CUDA library, or if the kernels do not support one of the GPUs.
+    """
+    if not installed():
+        return None
+    found = register_for_gpus()
+    return found if all(_has_kernels(each) for each in {*found}) else None
+
+
+def multiplying_gpus() -> tuple[str, ...] | None:
+    """As `gpus`, for matmul kernels."""
+    found = gpus()
+    return found if found is not None and {*found} <= {PRODUCTS} else None
+
+
+def _has_kernels(capability: str) -> bool:
+    # Every build has kernels for Hopper.
+    return capability == PRODUCTS or native.library("cuda").has_kernels_for(capability)
+
+
+def choose(kernel: Callable[..., Result], plain: Callable[..., Result], *operands: Any) -> Result:
+    """Calls `kernel(*operands)` if the program is lowered for a GPU, else `plain(*operands)`."""
+    axes = tuple(sorted(varied_axes(operands)))
+
+    def typed(function: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *given: jax.tree.map(lambda x: spread_over(x, axes), function(*given))
+
+    branches = {"cuda": typed(kernel), "default": typed(plain)}
+    return lax.platform_dependent(*operands, **branches)
 
 
 def available() -> bool:
     """Whether this process has GPUs, and the kernels support all of them."""
-    return bool(platform.gpus())
+    return bool(gpus())
 
 
 def multiplying() -> bool:
     """Whether the kernels, including matmul kernels, support all GPUs of this process."""
-    return available() and {*(platform.gpus() or ())} <= {platform.PRODUCTS}
+    return available() and multiplying_gpus() is not None
 
 
 def supports(groups: tuple[int, ...], *arrays: Any, width: int | None = None) -> bool:
@@ -54,7 +97,7 @@ def either(
     *operands: Any,
 ) -> Result:
     """Calls `kernel(*operands)` if it is supported and the program is for a GPU, else `plain`."""
-    return platform.choose(kernel, plain, *operands) if served else plain(*operands)
+    return choose(kernel, plain, *operands) if served else plain(*operands)
 
 
 def call(

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AxisType
 
-from ep_runtime_client.ops.kernels.platform import choose
+from ep_runtime_client.ops.kernels.serve import choose
 from ep_runtime_client.ops.tracing.varying import spread_over, varied_axes
 
 _NARROW = jnp.dtype(jnp.bfloat16)
