@@ -22,7 +22,6 @@ from google.rpc import code_pb2, error_details_pb2, status_pb2
 
 import ep_runtime
 from ep_runtime import errors, layer_specs, specs, workspace
-from ep_runtime.errors import EpRuntimeError, InvalidArgumentError
 from ep_runtime.v1 import types_pb2
 
 API_VERSION = "v1"
@@ -113,7 +112,7 @@ def seconds(duration: duration_pb2.Duration) -> float:
 def duration(value_s: float) -> duration_pb2.Duration:
     """Converts seconds to a Duration. Raises InvalidArgumentError if it cannot hold them."""
     if not abs(value_s) < 315_576_000_000:  # also NaN
-        raise InvalidArgumentError(f"{value_s} s is not a duration", argument="duration")
+        raise errors.InvalidArgumentError(f"{value_s} s is not a duration", argument="duration")
     whole = int(value_s)
     nanos = round((value_s - whole) * 1e9)
     if abs(nanos) == 1_000_000_000:  # the fraction was rounded up to a second
@@ -244,7 +243,7 @@ def stack_spec_to_proto(stack: LayerStackSpec) -> types_pb2.LayerStackSpec:
 def stack_spec_from_proto(message: types_pb2.LayerStackSpec) -> LayerStackSpec:
     """Converts a stack's spec. Raises InvalidArgumentError naming an invalid field."""
     if not 1 <= message.num_layers <= specs.MAX_STACK_LAYERS:
-        raise InvalidArgumentError(
+        raise errors.InvalidArgumentError(
             f"stack {message.layer.name!r}: num_layers must be 1 to {specs.MAX_STACK_LAYERS}, "
             f"got {message.num_layers}",
             argument="num_layers",
@@ -285,7 +284,7 @@ def _short(value: Any) -> Any:
     return value
 
 
-def _fields_json(error: EpRuntimeError) -> str:
+def _fields_json(error: errors.EpRuntimeError) -> str:
     fields = {name: _short(value) for name, value in error.fields.items()}
     text = json.dumps(fields, default=str)
     return text if len(text) <= 4 * _MAX_ERROR_TEXT else json.dumps({"cut": True})
@@ -299,12 +298,12 @@ def _fields_from_json(text: str) -> dict[str, Any]:
     return fields if isinstance(fields, dict) else {}
 
 
-def reason(error_class: type[EpRuntimeError]) -> str:
+def reason(error_class: type[errors.EpRuntimeError]) -> str:
     """Returns ErrorInfo.reason of a class, such as SPEC_MISMATCH for SpecMismatchError."""
     return re.sub(r"(?<!^)(?=[A-Z])", "_", error_class.__name__.removesuffix("Error")).upper()
 
 
-def error_to_status(error: EpRuntimeError) -> RpcFailure:
+def error_to_status(error: errors.EpRuntimeError) -> RpcFailure:
     """Converts an error to a status code, a text and a google.rpc.Status with one ErrorInfo."""
     cls = type(error)
     message = str(error)[:_MAX_ERROR_TEXT]
@@ -322,7 +321,7 @@ def error_to_status(error: EpRuntimeError) -> RpcFailure:
     return RpcFailure(grpc.StatusCode[cls.grpc_code], message, metadata)
 
 
-def error_from_rpc(error: grpc.RpcError) -> EpRuntimeError:
+def error_from_rpc(error: grpc.RpcError) -> errors.EpRuntimeError:
     """Converts a failed call to our error.
 
     A failure without our details becomes the class that is nearest to its status code.
@@ -343,8 +342,8 @@ def error_from_rpc(error: grpc.RpcError) -> EpRuntimeError:
     if code is grpc.StatusCode.UNIMPLEMENTED:
         return errors.VersionSkewError(f"the daemon does not know this call: {message}")
     if code is grpc.StatusCode.INVALID_ARGUMENT:
-        return InvalidArgumentError(message)
-    return EpRuntimeError(f"{code.name if code else 'UNKNOWN'}: {message}")
+        return errors.InvalidArgumentError(message)
+    return errors.EpRuntimeError(f"{code.name if code else 'UNKNOWN'}: {message}")
 
 
 def _call(error: grpc.RpcError, method: str) -> Any:
@@ -353,7 +352,7 @@ def _call(error: grpc.RpcError, method: str) -> Any:
     return function() if function is not None else None
 
 
-def _error_from_details(serialized: bytes) -> EpRuntimeError | None:
+def _error_from_details(serialized: bytes) -> errors.EpRuntimeError | None:
     info = error_details_pb2.ErrorInfo()
     try:
         status = status_pb2.Status.FromString(serialized)
@@ -369,7 +368,7 @@ def _error_from_details(serialized: bytes) -> EpRuntimeError | None:
     return None
 
 
-def error_to_detail(error: EpRuntimeError) -> types_pb2.ErrorDetail:
+def error_to_detail(error: errors.EpRuntimeError) -> types_pb2.ErrorDetail:
     """Converts an error to the message that fd.sock sends."""
     return types_pb2.ErrorDetail(
         class_name=type(error).__name__,
@@ -378,7 +377,7 @@ def error_to_detail(error: EpRuntimeError) -> types_pb2.ErrorDetail:
     )
 
 
-def error_from_detail(detail: types_pb2.ErrorDetail) -> EpRuntimeError:
+def error_from_detail(detail: types_pb2.ErrorDetail) -> errors.EpRuntimeError:
     return errors.from_name(
         detail.class_name, detail.message, _fields_from_json(detail.fields_json)
     )

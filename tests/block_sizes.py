@@ -7,12 +7,11 @@ from collections.abc import Iterator
 from typing import Any
 
 from ep_runtime import layout, workspace
-from ep_runtime.workspace import BlockSizes
 
 _SCALINGS: tuple[workspace.Scaling, ...] = ("none", "tensor", "block")
 
 
-def random_sizes(seed: int) -> Iterator[BlockSizes]:
+def random_sizes(seed: int) -> Iterator[workspace.BlockSizes]:
     draw = random.Random(seed)
     for _ in range(300):
         ep_size, experts = draw.choice([1, 2, 4, 32]), draw.choice([1, 2, 8, 64])
@@ -23,7 +22,7 @@ def random_sizes(seed: int) -> Iterator[BlockSizes]:
         }
         tokens = draw.choice([1, 3, 64, 1000, 8192])
         factor = draw.choice([None, None, 1.0, 3.0])
-        yield BlockSizes(
+        yield workspace.BlockSizes(
             tokens=tokens,
             experts=experts,
             capacity=layout.recv_capacity(

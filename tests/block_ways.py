@@ -17,7 +17,6 @@ from ep_runtime_client.moe import bodies
 from ep_runtime_client.moe import resolve as moe_call
 from ep_runtime_client.moe.bodies import composed, cuda, cuda_nodes
 from ep_runtime_client.moe.bodies.protocol import Forwarded
-from ep_runtime_client.moe.resolve import bias_of, operand
 from ep_runtime_client.moe.state import MoEState
 from ep_runtime_client.ops.quantize.formats.recipes import TILE
 from ep_runtime_client.ops.quantize.formats.tiles import from_bits, spread_tiles, widen
@@ -144,12 +143,12 @@ def by_ops(
         name, recipe = ("wi", "wo")[which], block.recipes[which]
         out = ep.grouped_gemm(
             rows,
-            operand(getattr(params, name), recipe, dtype),
+            moe_call.operand(getattr(params, name), recipe, dtype),
             sizes,
             layer=layer,
             bias=None
             if getattr(params, f"{name}_bias") is None
-            else bias_of(block, f"{name}_bias", params),
+            else moe_call.bias_of(block, f"{name}_bias", params),
             recipe=recipe,
             out_dtype=dtype,
             rhs_spec=block.specs[name],

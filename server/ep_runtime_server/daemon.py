@@ -30,7 +30,6 @@ from ep_runtime_server.base.failpoints import Failpoints
 from ep_runtime_server.callers import credentials
 from ep_runtime_server.callers.admission import Admission
 from ep_runtime_server.callers.audit import Audit
-from ep_runtime_server.callers.credentials import Peer
 from ep_runtime_server.callers.turns import Turns
 from ep_runtime_server.cluster.cluster import Cluster
 from ep_runtime_server.config import ServerConfig
@@ -89,7 +88,7 @@ class Daemon:
         settings: ServerConfig,
         *,
         clock: Clock | None = None,
-        peer_of: Callable[..., Peer] = credentials.peer_of,
+        peer_of: Callable[..., credentials.Peer] = credentials.peer_of,
         stored_fds: Mapping[str, int] | None = None,
         gpus: Gpus | None = None,
     ) -> None:

@@ -22,8 +22,6 @@ from ep_runtime_server import config, config_file
 from ep_runtime_server.base import failpoints, limits, log_lines, open_files, systemd
 from ep_runtime_server.base.log_writer import LogWriter
 from ep_runtime_server.callers import quotas
-from ep_runtime_server.callers.quotas import UserLimits
-from ep_runtime_server.config import ServerConfig
 from ep_runtime_server.nodes import config as cluster_config
 
 if TYPE_CHECKING:
@@ -126,7 +124,7 @@ def build_parser() -> argparse.ArgumentParser:
 def _add_user_limits(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("limits of one user").add_argument
     for name in ("sessions", "groups", "layers", "fds"):
-        default = getattr(UserLimits(), name)
+        default = getattr(quotas.UserLimits(), name)
         told = (
             "half of the limit for all users; all of it if no other user is served"
             if name == "fds"
@@ -182,7 +180,7 @@ def _count(text: str) -> int:
 
 def _user_limits(
     arguments: argparse.Namespace, max_host_bytes: int, *, others: bool, cluster: bool
-) -> UserLimits:
+) -> quotas.UserLimits:
     """Computes a user's limits: half of each total, or nearly all of it for a single user."""
     all_fds = open_files.for_users(cluster=cluster)
     given = {
@@ -202,7 +200,7 @@ def _user_limits(
             argument="--max-retain-s",
         )
     stated = {name: value for name, value in given.items() if value}
-    return UserLimits(**stated, retain_s=arguments.max_retain_s, shared=others)
+    return quotas.UserLimits(**stated, retain_s=arguments.max_retain_s, shared=others)
 
 
 def _size(text: str | None) -> int | None:
@@ -216,12 +214,12 @@ def _check_testing(switches: Sequence[str]) -> frozenset[str]:
     return frozenset(switches)
 
 
-def make_config(arguments: argparse.Namespace) -> ServerConfig:
+def make_config(arguments: argparse.Namespace) -> config.ServerConfig:
     """Makes the configuration of parsed flags. Raises InvalidArgumentError for a wrong value."""
     max_host_bytes = _size(arguments.max_host_bytes) or config.default_max_host_bytes()
     others = bool(arguments.allow_uid or arguments.allow_gid)
     cluster = cluster_config.make_cluster_config(arguments)
-    return ServerConfig(
+    return config.ServerConfig(
         directory=env.check_directory(arguments.dir) if arguments.dir else env.runtime_directory(),
         allow_uids=frozenset(arguments.allow_uid),
         allow_gids=frozenset(arguments.allow_gid),
@@ -243,7 +241,7 @@ def make_config(arguments: argparse.Namespace) -> ServerConfig:
     )
 
 
-def _tell_ready(settings: ServerConfig, daemon: Daemon) -> None:
+def _tell_ready(settings: config.ServerConfig, daemon: Daemon) -> None:
     systemd.notify(env.notify_socket(), "READY=1", f"STATUS=serving {settings.directory}")
     if settings.ready_fd is not None:
         facts: dict[str, object] = {"directory": str(settings.directory), "pid": os.getpid()}
@@ -311,7 +309,7 @@ class _Reloading:
 
 
 async def serve(
-    settings: ServerConfig, log: LogWriter, reloading: _Reloading | None = None
+    settings: config.ServerConfig, log: LogWriter, reloading: _Reloading | None = None
 ) -> None:
     """Runs a daemon until it is told to end. Raises what Daemon.start raises."""
     from ep_runtime_server.daemon import Daemon  # imported late, because --help does not need it

@@ -23,7 +23,6 @@ import ep_runtime as ep
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime_bench import cli
 from ep_runtime_bench.base import clients
-from ep_runtime_bench.base.clients import COMPILED, READY
 from ep_runtime_bench.base.device_bench import AXIS, ROWS
 from ep_runtime_bench.base.moe_cases import (
     CASES,
@@ -110,7 +109,7 @@ def test_a_process_measures_both_variants_and_their_kernels(
     ticks = itertools.count()
     heard: list[str] = []
     measured = client.measure(order_of("memfd"), heard.append, lambda: float(next(ticks)))
-    assert heard == [READY, COMPILED]
+    assert heard == [clients.READY, clients.COMPILED]
     assert [step.variant for step in measured.steps] == [REMAT, ""]
     for step in measured.steps:
         assert [*step.step_s] == [1.0]  # one is enough by a clock that runs so fast

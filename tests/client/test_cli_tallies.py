@@ -11,7 +11,6 @@ import pytest
 
 from ep_runtime_client.cli import tables
 from ep_runtime_client.cli.commands import load
-from ep_runtime_client.cli.commands.load import heat_line
 from ep_runtime_client.cli.ranks import board_samples, live, rows, screen
 from ep_runtime_client.readers import tallies
 from ep_runtime_client.readers.admin_service import plain
@@ -132,7 +131,7 @@ def test_rows_that_nobody_counts_by_expert_are_not_called_none() -> None:
     ],
 )
 def test_a_line_of_heat(loads: list[int], width: int, line: str) -> None:
-    assert heat_line(loads, width) == line
+    assert load.heat_line(loads, width) == line
 
 
 def test_keys_choose_what_is_shown() -> None:

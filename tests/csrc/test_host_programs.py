@@ -14,10 +14,9 @@ from host_programs import CSRC, HERE, compiled
 
 from ep_runtime import workspace
 from ep_runtime.board_abi import MAX_WORLD_RANKS
-from ep_runtime.workspace import BlockSizes, Workspace
 
 
-def line(sizes: BlockSizes, found: Workspace) -> str:
+def line(sizes: workspace.BlockSizes, found: workspace.Workspace) -> str:
     numbers = (
         sizes.tokens,
         sizes.top_k,

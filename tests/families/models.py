@@ -16,7 +16,6 @@ import doc_pages
 import jax
 import oracles
 import random_block
-from random_block import EXPERTS, HIDDEN
 
 PAGE = doc_pages.ROOT / "docs/families.md"
 ZERO_EXPERTS = 8
@@ -64,8 +63,8 @@ V4 = {"num_experts_per_tok": 6, "routed_scaling_factor": 1.5, "swiglu_limit": 10
 V4 |= {"scoring_func": "sqrtsoftplus"}
 LFM2 = {"use_expert_bias": True, "routed_scaling_factor": 1.5}
 ERNIE = {"moe_k": 6, "moe_norm_min": 1e-12}
-LONGCAT = {"moe_topk": 6, "n_routed_experts": EXPERTS, "zero_expert_num": ZERO_EXPERTS}
-GEMMA4 = {"top_k_experts": 4, "rms_norm_eps": 1e-6, "hidden_size": HIDDEN}
+LONGCAT = {"moe_topk": 6, "n_routed_experts": random_block.EXPERTS, "zero_expert_num": ZERO_EXPERTS}
+GEMMA4 = {"top_k_experts": 4, "rms_norm_eps": 1e-6, "hidden_size": random_block.HIDDEN}
 
 MODELS: dict[str, Model] = {
     "Mixtral": Model(oracles.mixtral, softmax(num_experts_per_tok=2)),

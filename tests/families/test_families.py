@@ -12,7 +12,6 @@ import fakes
 import models
 import pytest
 import random_block
-from models import CASES, MODELS
 
 import ep_runtime as ep
 
@@ -44,14 +43,14 @@ def test_configs_of_released_models_are_taken_whole() -> None:
 
 
 def test_the_page_lists_every_model(functions: dict[str, Callable[..., Any]]) -> None:
-    assert [*functions] == [*MODELS]
+    assert [*functions] == [*models.MODELS]
 
 
-@pytest.mark.parametrize(("name", "number"), CASES)
+@pytest.mark.parametrize(("name", "number"), models.CASES)
 def test_a_model_equals_its_formula(
     group: fakes.LocalGroup, functions: dict[str, Callable[..., Any]], name: str, number: int
 ) -> None:
-    values = MODELS[name].configs[number]
+    values = models.MODELS[name].configs[number]
     config = SimpleNamespace(model_type=models.rows_of_the_page()[name][0], **values)
     case = models.Case(name, functions[name], config)
     assert random_block.error(case.run(group), case.oracle()) < TOLERANCE

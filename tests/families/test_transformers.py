@@ -21,7 +21,6 @@ import random_block
 import torch
 import torch_layers
 import transformers
-from models import CASES, MODELS
 
 pytestmark = pytest.mark.transformers
 
@@ -44,7 +43,7 @@ def errors(functions: dict[str, Callable[..., Any]]) -> Iterator[dict[str, list[
     sys.stdout.write("\n" + "\n".join(rows) + "\n")
 
 
-@pytest.mark.parametrize(("name", "number"), CASES)
+@pytest.mark.parametrize(("name", "number"), models.CASES)
 def test_a_model_equals_its_layer(
     group: fakes.LocalGroup,
     functions: dict[str, Callable[..., Any]],
@@ -53,7 +52,7 @@ def test_a_model_equals_its_layer(
     number: int,
 ) -> None:
     place = torch_layers.LAYERS[name]
-    whole = torch_layers.config_of(place, MODELS[name].configs[number])
+    whole = torch_layers.config_of(place, models.MODELS[name].configs[number])
     config = whole
     if place.module == "dbrx":
         config = SimpleNamespace(model_type="dbrx", **whole.ffn_config.to_dict())

@@ -32,7 +32,6 @@ from typing import Any
 from integrations.maxtext_sources import patched_copy
 
 from ep_runtime_client.cli import render
-from ep_runtime_client.cli.render import Column
 
 STEPS = Path(__file__).with_name("maxtext_steps.py")
 WARM_STEPS = 3
@@ -81,15 +80,15 @@ VARIANTS = (
     ),
 )
 COLUMNS = (
-    Column("name", "PATH"),
-    Column("ms", "MS/STEP", "count"),
-    Column("min_ms", "MIN", "count"),
-    Column("tokens_per_s", "TOKENS/S", "count"),
-    Column("times_best", "X BEST OF THEIRS", "count"),
-    Column("xla_gib", "XLA GIB", "count"),
-    Column("runtime_gib", "RUNTIME GIB", "count"),
-    Column("loss", "LAST LOSS", "count"),
-    Column("says", "HOW"),
+    render.Column("name", "PATH"),
+    render.Column("ms", "MS/STEP", "count"),
+    render.Column("min_ms", "MIN", "count"),
+    render.Column("tokens_per_s", "TOKENS/S", "count"),
+    render.Column("times_best", "X BEST OF THEIRS", "count"),
+    render.Column("xla_gib", "XLA GIB", "count"),
+    render.Column("runtime_gib", "RUNTIME GIB", "count"),
+    render.Column("loss", "LAST LOSS", "count"),
+    render.Column("says", "HOW"),
 )
 
 

@@ -15,7 +15,6 @@ from fakes import MakeGroup
 
 import ep_runtime as ep
 from ep_runtime_client.integrations import maxtext
-from ep_runtime_client.integrations.maxtext import REFUSED, check_options
 
 HIDDEN, INNER, EXPERTS, TOP_K = 16, 24, 8, 2
 Decoder = enum.Enum("Decoder", "MIXTRAL GPT_OSS LLAMA4")
@@ -69,15 +68,15 @@ def test_an_axis_that_shards_nothing_known_is_an_error(asked: dict[str, Any]) ->
 
 
 def test_every_refused_option_is_an_error_where_it_is_on() -> None:
-    check_options(CONFIG)
+    maxtext.check_options(CONFIG)
     off = (False, None, "", -1.0, 0, enum.Enum("Off", {"OFF": ""}).OFF)
     on = (True, "int8", 1.25, 2, enum.Enum("On", {"ON": "te_no_quant"}).ON)
-    for name, reason in REFUSED.items():
+    for name, reason in maxtext.REFUSED.items():
         for value in off:
-            check_options(but(**{name: value}))
+            maxtext.check_options(but(**{name: value}))
         for value in on:
             with pytest.raises(ep.errors.InvalidArgumentError, match=f"{name} to be off, got") as e:
-                check_options(but(**{name: value}))
+                maxtext.check_options(but(**{name: value}))
             assert str(e.value).endswith(reason)
 
 

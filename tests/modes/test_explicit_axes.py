@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from fakes import MakeGroup
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from mode_programs import (
@@ -43,7 +42,7 @@ def mesh_of(axes: dict[str, int], *kinds: AxisType) -> Mesh:
 
 
 @pytest.fixture
-def group_of(make_group: MakeGroup) -> Callable[[str, str], fakes.LocalGroup]:
+def group_of(make_group: fakes.MakeGroup) -> Callable[[str, str], fakes.LocalGroup]:
     def make(name: str, kind: str) -> fakes.LocalGroup:
         axes, settings, _ = MESHES[name]
         mesh = mesh_of(axes, KINDS[kind])
@@ -129,7 +128,7 @@ def test_auto_axes_around_an_op(group_of: Callable[[str, str], fakes.LocalGroup]
     assert collectives(grads) == []
 
 
-def test_explicit_and_auto_axes_in_one_mesh(make_group: MakeGroup) -> None:
+def test_explicit_and_auto_axes_in_one_mesh(make_group: fakes.MakeGroup) -> None:
     x, idx, weights = draw()
     for kinds in ((AxisType.Explicit, AxisType.Auto), (AxisType.Auto, AxisType.Explicit)):
         mesh = mesh_of({"dp": 2, "ep": 4}, *kinds)
@@ -226,7 +225,7 @@ def region(
 
 
 @pytest.mark.parametrize("name", REGIONS)
-def test_values_and_gradients_in_a_region(make_group: MakeGroup, name: str) -> None:
+def test_values_and_gradients_in_a_region(make_group: fakes.MakeGroup, name: str) -> None:
     settings, manual, spec, whole, slabs = REGIONS[name]
     check = name not in UNCHECKED
     group = make_group(transport="memfd", num_experts=EXPERTS, **settings)
@@ -251,7 +250,7 @@ def test_values_and_gradients_in_a_region(make_group: MakeGroup, name: str) -> N
 
 
 @pytest.mark.parametrize("name", ["dp manual", "all manual, tp replicated"])
-def test_jax_collectives_carry_a_region_too(make_group: MakeGroup, name: str) -> None:
+def test_jax_collectives_carry_a_region_too(make_group: fakes.MakeGroup, name: str) -> None:
     settings, manual, spec, whole, _ = REGIONS[name]
     group = make_group(transport="xla", num_experts=EXPERTS, **settings)
     layer = group.register_layer("moe", top_k=2)
@@ -265,7 +264,7 @@ def test_jax_collectives_carry_a_region_too(make_group: MakeGroup, name: str) ->
     [("dp manual", True), ("ep manual", False), ("all manual, tp replicated", True)],
 )
 def test_the_moe_block_and_its_weights_gradients(
-    make_group: MakeGroup, name: str, check: bool
+    make_group: fakes.MakeGroup, name: str, check: bool
 ) -> None:
     """The region's gradients of replicated and of ep-sharded weights are those of no region."""
     settings, manual, spec, whole, _ = REGIONS[name]
@@ -302,7 +301,7 @@ def test_the_moe_block_and_its_weights_gradients(
     assert_close(both[0](x, params), both[1](x, params))
 
 
-def test_a_plan_made_outside_serves_inside(make_group: MakeGroup) -> None:
+def test_a_plan_made_outside_serves_inside(make_group: fakes.MakeGroup) -> None:
     group = make_group(transport="memfd", num_experts=EXPERTS, **DP_EP)
     layer = group.register_layer("moe", top_k=2)
     x, idx, weights = put(group, P(("dp", "ep")), *draw())
@@ -319,7 +318,7 @@ def test_a_plan_made_outside_serves_inside(make_group: MakeGroup) -> None:
         assert collectives(compiled) == []
 
 
-def test_loops_and_remat_inside_a_region(make_group: MakeGroup) -> None:
+def test_loops_and_remat_inside_a_region(make_group: fakes.MakeGroup) -> None:
     group = make_group(transport="memfd", num_experts=EXPERTS, **TP)
     stack = group.register_layer_stack("stack", 3, top_k=2)
     x, idx, weights = draw()
@@ -339,7 +338,7 @@ def test_loops_and_remat_inside_a_region(make_group: MakeGroup) -> None:
         assert_close(run(*put(group, P(("dp", "ep")), x, idx, weights)), want)
 
 
-def test_a_fully_manual_region_without_jit(make_group: MakeGroup) -> None:
+def test_a_fully_manual_region_without_jit(make_group: fakes.MakeGroup) -> None:
     """A partly manual one needs jit: JAX 0.10 nests no shard_map outside of it."""
     group = make_group(transport="memfd", num_experts=EXPERTS, **TP)
     layer = group.register_layer("moe", top_k=2)
@@ -349,7 +348,7 @@ def test_a_fully_manual_region_without_jit(make_group: MakeGroup) -> None:
     assert_close(mapped(*put(group, whole, x, idx, weights)), meant(x, weights))
 
 
-def test_a_region_of_another_mesh_is_refused(make_group: MakeGroup) -> None:
+def test_a_region_of_another_mesh_is_refused(make_group: fakes.MakeGroup) -> None:
     group = make_group(transport="xla", num_experts=EXPERTS, **DP_EP)
     layer = group.register_layer("moe", top_k=2)
     other = fakes.mesh_of({"dp": 4, "ep": 2})

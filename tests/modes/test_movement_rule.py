@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from fakes import MakeGroup
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.sharding import PartitionSpec as P
 
@@ -57,7 +56,7 @@ def program(layer: Any, *, remat: bool = False) -> Any:
     ],
 )
 def test_rule_and_shard_map_give_the_same_bits(
-    make_group: MakeGroup, transport: str, lead: tuple[int, ...]
+    make_group: fakes.MakeGroup, transport: str, lead: tuple[int, ...]
 ) -> None:
     results, counts = [], []
     for partitioning in ("rule", "shard_map"):
@@ -86,7 +85,7 @@ def test_rule_and_shard_map_give_the_same_bits(
 
 
 def test_other_sources_give_a_program_another_key(
-    make_group: MakeGroup, monkeypatch: pytest.MonkeyPatch
+    make_group: fakes.MakeGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A rule runs after JAX asks its cache, so a program's text must follow from the rule."""
     group = make_group(
@@ -102,7 +101,7 @@ def test_other_sources_give_a_program_another_key(
 
 
 @pytest.mark.slow
-def test_the_rule_works_under_remat_scan_and_in_explain(make_group: MakeGroup) -> None:
+def test_the_rule_works_under_remat_scan_and_in_explain(make_group: fakes.MakeGroup) -> None:
     group = make_group(
         axes=AXES, outer_axes="dp", transport="xla", num_experts=8, partitioning="rule"
     )
@@ -132,7 +131,7 @@ def test_the_rule_works_under_remat_scan_and_in_explain(make_group: MakeGroup) -
     assert {each.layer for each in found} == {"moe"}
 
 
-def test_a_region_that_is_manual_over_dp_takes_the_shard_map(make_group: MakeGroup) -> None:
+def test_a_region_that_is_manual_over_dp_takes_the_shard_map(make_group: fakes.MakeGroup) -> None:
     group = make_group(
         axes=AXES, outer_axes="dp", transport="xla", num_experts=8, partitioning="rule"
     )

@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from fakes import MakeGroup
 from jax.sharding import NamedSharding, PartitionSpec
 
 import ep_runtime as ep
@@ -123,11 +122,11 @@ def test_ops_on_one_device(mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_ops_of_a_layer(make_group: MakeGroup, mode: str) -> None:
+def test_ops_of_a_layer(make_group: fakes.MakeGroup, mode: str) -> None:
     run_all(of_layer(make_group(transport="memfd", axes={"ep": 2}, num_experts=EXPERTS)), mode)
 
 
-def test_eager_blocks_transfer_nothing_of_the_users(make_group: MakeGroup) -> None:
+def test_eager_blocks_transfer_nothing_of_the_users(make_group: fakes.MakeGroup) -> None:
     ops = of_layer(make_group(transport="memfd", axes={"ep": 2}, num_experts=EXPERTS))
     layer = make_group(transport="memfd", axes={"ep": 2}, num_experts=EXPERTS).register_layer(
         "moe", top_k=TOP_K
@@ -139,7 +138,7 @@ def test_eager_blocks_transfer_nothing_of_the_users(make_group: MakeGroup) -> No
 
 
 def test_a_rule_traces_under_the_contexts_of_its_program(
-    make_group: MakeGroup, monkeypatch: pytest.MonkeyPatch
+    make_group: fakes.MakeGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """XLA asks on a thread of its own, where `jax.enable_x64` set nothing: f64 rows became f32."""
     seen: set[tuple[Any, ...]] = set()
@@ -172,7 +171,7 @@ def test_a_rule_traces_under_the_contexts_of_its_program(
     assert seen == {(True, "float32", True, "allow")}
 
 
-def test_a_block_is_evaluated_while_a_program_is_traced(make_group: MakeGroup) -> None:
+def test_a_block_is_evaluated_while_a_program_is_traced(make_group: fakes.MakeGroup) -> None:
     op, args = of_layer(make_group(transport="memfd", axes={"ep": 2}, num_experts=EXPERTS))["moe"]
     seen = []
 
@@ -186,7 +185,7 @@ def test_a_block_is_evaluated_while_a_program_is_traced(make_group: MakeGroup) -
     np.testing.assert_array_equal(*seen)
 
 
-def test_a_vmap_that_batches_nothing_of_a_block(make_group: MakeGroup) -> None:
+def test_a_vmap_that_batches_nothing_of_a_block(make_group: fakes.MakeGroup) -> None:
     group = make_group(transport="memfd", axes={"ep": 2}, num_experts=EXPERTS, partitioning="rule")
     op, args = of_layer(group)["moe"]
     whole = jax.jit(jax.grad(lambda x: loss(op, (x, args[1]))))

@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from fakes import MakeGroup
 from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -90,7 +89,7 @@ class Training:
 
 
 @pytest.fixture
-def training(make_group: MakeGroup) -> Callable[..., Training]:
+def training(make_group: fakes.MakeGroup) -> Callable[..., Training]:
     def make(
         kind: str,
         optimizer: str,

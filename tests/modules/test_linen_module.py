@@ -15,7 +15,6 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
-from fakes import MakeGroup
 from flax import serialization
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -30,7 +29,7 @@ KEY = jax.random.key(0)
 
 
 @pytest.fixture
-def group(make_group: MakeGroup) -> fakes.LocalGroup:
+def group(make_group: fakes.MakeGroup) -> fakes.LocalGroup:
     return make_group(axes={"ep": 2}, transport="memfd", num_experts=EXPERTS)
 
 

@@ -15,7 +15,6 @@ import optax
 import orbax.checkpoint as ocp
 import pytest
 from child_programs import run_python
-from fakes import MakeGroup
 from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -30,7 +29,7 @@ RULES = ep.sharding.rules("fsdp+ep", tp=None, dp=None).logical
 
 
 @pytest.fixture
-def group(make_group: MakeGroup) -> fakes.LocalGroup:
+def group(make_group: fakes.MakeGroup) -> fakes.LocalGroup:
     return make_group(axes={"ep": 2}, transport="memfd", num_experts=EXPERTS)
 
 
@@ -269,7 +268,7 @@ def test_calls_move_the_state_of_a_delayed_recipe_unless_the_block_evaluates(
         assert not block.use_running_average
 
 
-def test_a_scan_with_remat_moves_each_layers_state_once(make_group: MakeGroup) -> None:
+def test_a_scan_with_remat_moves_each_layers_state_once(make_group: fakes.MakeGroup) -> None:
     """On Explicit axes, where states lie whole and gradients as their weights."""
     mesh, depth = fakes.mesh_of({"fsdp": 2, "ep": 2}, explicit=True), 2
     rules = ep.sharding.rules("shard-exp-on-fsdp").on(mesh)

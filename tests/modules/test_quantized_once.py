@@ -13,7 +13,6 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
-from fakes import MakeGroup
 from flax import linen, nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -26,7 +25,7 @@ RULES = ep.sharding.rules("fsdp+ep", tp=None, dp=None)
 
 
 @pytest.fixture
-def open_layer(make_group: MakeGroup) -> Callable[..., Any]:
+def open_layer(make_group: fakes.MakeGroup) -> Callable[..., Any]:
     def made(axes: dict[str, int], **settings: Any) -> tuple[fakes.LocalGroup, Any]:
         outer = tuple(axis for axis in axes if axis != "ep")
         sizes = {"num_experts": EXPERTS, "hidden_size": HIDDEN, "max_tokens_per_rank": TOKENS}

@@ -7,7 +7,6 @@ from typing import Any
 
 import fakes
 import jax
-from fakes import MakeGroup
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ep_runtime_client.moe.api import MoEParams, init_moe_params
@@ -99,7 +98,7 @@ def place(group: fakes.LocalGroup, layout: Layout, params: MoEParams) -> tuple[A
     return put(x, layout.tokens), MoEParams(**placed)
 
 
-def open_group(make_group: MakeGroup, layout: Layout, **settings: Any) -> fakes.LocalGroup:
+def open_group(make_group: fakes.MakeGroup, layout: Layout, **settings: Any) -> fakes.LocalGroup:
     return make_group(
         mesh=fakes.mesh_of(layout.axes, explicit=settings.pop("explicit", False)),
         outer_axes=layout.outer,

@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from fakes import MakeGroup
 from jax._src import dispatch
 
 import ep_runtime as ep
@@ -26,7 +25,7 @@ def all_on_rank_zero(tokens: int) -> Any:
 
 
 @pytest.fixture
-def group(make_group: MakeGroup, transport: str) -> fakes.LocalGroup:
+def group(make_group: fakes.MakeGroup, transport: str) -> fakes.LocalGroup:
     return make_group(transport=transport, axes={"ep": 4}, num_experts=8, max_top_k=2, alignment=4)
 
 
@@ -102,7 +101,7 @@ def test_a_factor_is_the_decimal_that_it_is_written_as() -> None:
         assert layout.recv_capacity(alignment=1, capacity_factor=factor, **sizes) == 110
 
 
-def overflow_group(make_group: MakeGroup, transport: str, partitioning: str = "auto") -> Any:
+def overflow_group(make_group: fakes.MakeGroup, transport: str, partitioning: str = "auto") -> Any:
     group = make_group(
         transport=transport,
         axes={"dp": 2, "ep": 4},
@@ -116,7 +115,7 @@ def overflow_group(make_group: MakeGroup, transport: str, partitioning: str = "a
     return group, group.register_layer("moe", top_k=2)
 
 
-def test_an_eager_call_raises_the_class_itself(make_group: MakeGroup, transport: str) -> None:
+def test_an_eager_call_raises_the_class_itself(make_group: fakes.MakeGroup, transport: str) -> None:
     _, layer = overflow_group(make_group, transport)
     x, idx = np.ones((64, 16), np.float32), all_on_rank_zero(64)
     with pytest.raises(ep.CapacityOverflowError) as caught:
@@ -129,7 +128,7 @@ def test_an_eager_call_raises_the_class_itself(make_group: MakeGroup, transport:
 
 @pytest.mark.parametrize("partitioning", ["auto", "rule"])
 def test_overflow_in_error_mode_fails_the_step_and_nothing_else(
-    make_group: MakeGroup, transport: str, partitioning: str
+    make_group: fakes.MakeGroup, transport: str, partitioning: str
 ) -> None:
     _, layer = overflow_group(make_group, transport, partitioning)
     x = np.ones((64, 16), np.float32)

@@ -23,7 +23,6 @@ from moe_layouts import (
     LAYOUTS,
     TOKENS,
     TOP_K,
-    MakeGroup,
     Spec,
     check_layouts,
     make_params,
@@ -46,7 +45,7 @@ def compiled(group: fakes.LocalGroup, x: Any, params: MoEParams, **options: Any)
 
 @pytest.mark.parametrize("name", ["experts on ep and fsdp", "fsdp2 ep2 tp2"])
 def test_both_partitionings_give_the_same_values_with_the_collectives_of_the_rules(
-    make_group: MakeGroup, name: str
+    make_group: fakes.MakeGroup, name: str
 ) -> None:
     layout, results = LAYOUTS[name], []
     for partitioning in ("rule", "shard_map"):
@@ -76,7 +75,7 @@ def test_both_partitionings_give_the_same_values_with_the_collectives_of_the_rul
 
 
 @pytest.mark.parametrize("name", ["fsdp2 ep2 tp2"])
-def test_explicit_axes_tell_how_weights_lie(make_group: MakeGroup, name: str) -> None:
+def test_explicit_axes_tell_how_weights_lie(make_group: fakes.MakeGroup, name: str) -> None:
     layout = LAYOUTS[name]
     group = open_group(make_group, layout, explicit=True)
     x, params = place(group, layout, make_params(group.register_layer("first", top_k=TOP_K)))
@@ -98,7 +97,7 @@ RECIPES = {
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_recipes_stay_near_f64_and_add_no_pass_over_the_slabs(
-    make_group: MakeGroup, name: str
+    make_group: fakes.MakeGroup, name: str
 ) -> None:
     recipe, partitioning, tolerance = RECIPES[name]
     layout = LAYOUTS["fsdp2 ep4"]
@@ -118,7 +117,7 @@ def test_recipes_stay_near_f64_and_add_no_pass_over_the_slabs(
 
 
 def test_a_scanned_stack_under_remat_quantizes_once_where_the_copies_are_saved(
-    make_group: MakeGroup,
+    make_group: fakes.MakeGroup,
 ) -> None:
     """Donated weights, one program for both policies' counts."""
     layout = LAYOUTS["fsdp2 ep4"]
@@ -150,7 +149,7 @@ def test_a_scanned_stack_under_remat_quantizes_once_where_the_copies_are_saved(
         np.testing.assert_allclose(left, right, rtol=1e-5, atol=1e-5)
 
 
-def test_offload_lists_move_the_values_that_they_name(make_group: MakeGroup) -> None:
+def test_offload_lists_move_the_values_that_they_name(make_group: fakes.MakeGroup) -> None:
     layout = LAYOUTS["fsdp2 ep4"]
     group = open_group(make_group, layout)
     layer = group.register_layer("moe", top_k=TOP_K)
@@ -175,7 +174,7 @@ def casts(lowered: Any) -> int:
 
 @pytest.mark.parametrize("name", ["fsdp2 ep2 tp2", "experts on ep and fsdp"])
 def test_a_manual_shard_map_of_the_user_leaves_weights_sharded(
-    make_group: MakeGroup, name: str
+    make_group: fakes.MakeGroup, name: str
 ) -> None:
     layout = LAYOUTS[name]
     group = open_group(make_group, layout)
@@ -193,7 +192,7 @@ def test_a_manual_shard_map_of_the_user_leaves_weights_sharded(
     assert worst_error(got, Dense(TOP_K).graded(x, params)) < 2e-5
 
 
-def test_tensor_parallelism_on_one_weight_alone(make_group: MakeGroup) -> None:
+def test_tensor_parallelism_on_one_weight_alone(make_group: fakes.MakeGroup) -> None:
     """wi lies whole on M where wo does not, and the other way round."""
     layout = LAYOUTS["ep4 tp2"]
     group = open_group(make_group, layout)
@@ -210,7 +209,7 @@ def test_tensor_parallelism_on_one_weight_alone(make_group: MakeGroup) -> None:
 
 @pytest.mark.parametrize("mode", ["rule", "shard_map", "explicit"])
 def test_quantized_weights_lie_as_they_do_and_cross_in_bytes(
-    make_group: MakeGroup, mode: str
+    make_group: fakes.MakeGroup, mode: str
 ) -> None:
     layout = LAYOUTS["fsdp2 ep2 tp2"]
     how: Any = {"explicit": True} if mode == "explicit" else {"partitioning": mode}
@@ -253,7 +252,7 @@ PAIRS = dataclasses.replace(
     ids=["shard_map", "rule, 8-bit"],
 )
 def test_gate_and_up_kept_apart_give_the_bits_of_the_one_array(
-    make_group: MakeGroup, partitioning: str, recipe: Any
+    make_group: fakes.MakeGroup, partitioning: str, recipe: Any
 ) -> None:
     layout = LAYOUTS["fsdp2 ep2 tp2"]
     group = open_group(make_group, layout, partitioning=partitioning)
@@ -276,7 +275,7 @@ def test_gate_and_up_kept_apart_give_the_bits_of_the_one_array(
         assert left.sharding.is_equivalent_to(right.sharding, left.ndim)
 
 
-def test_what_is_no_pair_of_halves_is_refused_by_name(make_group: MakeGroup) -> None:
+def test_what_is_no_pair_of_halves_is_refused_by_name(make_group: fakes.MakeGroup) -> None:
     group = open_group(make_group, LAYOUTS["dp2 ep4"])
     layer = group.register_layer("moe", top_k=TOP_K)
     one = make_params(layer)
@@ -298,7 +297,7 @@ def test_what_is_no_pair_of_halves_is_refused_by_name(make_group: MakeGroup) -> 
             moe(layer, x, params, **options)
 
 
-def test_rules_place_and_tell_a_pair(make_group: MakeGroup) -> None:
+def test_rules_place_and_tell_a_pair(make_group: fakes.MakeGroup) -> None:
     layout = LAYOUTS["fsdp2 ep2 tp2"]
     group = open_group(make_group, layout, partitioning="shard_map")
     layer = group.register_layer("moe", top_k=TOP_K)

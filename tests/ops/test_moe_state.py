@@ -6,6 +6,7 @@ import dataclasses
 import functools
 from typing import Any
 
+import fakes
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -21,7 +22,6 @@ from moe_layouts import (
     TOKENS,
     TOP_K,
     Layout,
-    MakeGroup,
     Spec,
     make_params,
     open_group,
@@ -40,7 +40,7 @@ ONE_AXIS = Layout({"ep": 2}, (), *[Spec("ep")] * 4)
 
 
 @pytest.fixture
-def layer(make_group: MakeGroup) -> Any:
+def layer(make_group: fakes.MakeGroup) -> Any:
     return open_group(make_group, ONE_AXIS).register_layer("moe", top_k=TOP_K)
 
 
@@ -227,7 +227,7 @@ def test_gradients_have_current_scales_and_none_flows_through_the_state(layer: A
     ],
 )
 def test_histories_are_of_all_ranks_and_lie_as_they_came(
-    make_group: MakeGroup, mode: str, name: str
+    make_group: fakes.MakeGroup, mode: str, name: str
 ) -> None:
     layout = LAYOUTS[name]
     specs = dataclasses.replace(layout.specs, wi_bias=None, wo_bias=None)
@@ -273,7 +273,7 @@ def test_histories_are_of_all_ranks_and_lie_as_they_came(
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(given))  # donated
 
 
-def test_a_scan_over_layers_moves_every_layer_once(make_group: MakeGroup) -> None:
+def test_a_scan_over_layers_moves_every_layer_once(make_group: fakes.MakeGroup) -> None:
     group = open_group(make_group, ONE_AXIS)
     stack, depth = group.register_layer_stack("blocks", 3, top_k=TOP_K), 3
     x, one = drawn(stack[0])
@@ -320,7 +320,7 @@ def test_a_scan_over_layers_moves_every_layer_once(make_group: MakeGroup) -> Non
     assert worst_error(got, jax.tree.map(np.asarray, want)) < 1e-3
 
 
-def test_stages_have_histories_of_their_own(make_group: MakeGroup) -> None:
+def test_stages_have_histories_of_their_own(make_group: fakes.MakeGroup) -> None:
     layout = Layout({"stage": 2, "ep": 2}, (), *[Spec("ep")] * 4)
     layer = open_group(make_group, layout).register_layer("moe", top_k=TOP_K)
     x, one = drawn(layer)

@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from dense_moe import Dense, in_f64, worst_error
-from fakes import MakeGroup
 from jax.sharding import PartitionSpec as P
 
 import ep_runtime as ep
@@ -23,7 +22,7 @@ DENSE, SIGMOID = Dense(TOP_K), ep.Router("sigmoid")
 
 
 @pytest.fixture
-def group(make_group: MakeGroup) -> fakes.LocalGroup:
+def group(make_group: fakes.MakeGroup) -> fakes.LocalGroup:
     return make_group(
         transport="memfd",
         debug=True,
@@ -110,7 +109,7 @@ def test_values_and_gradients(layer: Any, lead: tuple[int, ...], options: dict[s
 
 @pytest.mark.parametrize("value", [EXPERTS, -2])
 def test_an_index_out_of_range_is_told_by_native_libraries_and_counts_nowhere(
-    make_group: MakeGroup, transport: str, value: int, monkeypatch: pytest.MonkeyPatch
+    make_group: fakes.MakeGroup, transport: str, value: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("EP_RUNTIME_DEBUG", "1")
     group = make_group(
@@ -203,7 +202,7 @@ def test_losses_of_the_stats_routing_reach_the_router(layer: Any) -> None:
     assert np.abs(got[1]).max() > 0
 
 
-def test_a_stacks_unused_routings_are_not_kept(make_group: MakeGroup) -> None:
+def test_a_stacks_unused_routings_are_not_kept(make_group: fakes.MakeGroup) -> None:
     group = make_group(
         transport="memfd",
         axes={"ep": 2},

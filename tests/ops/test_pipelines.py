@@ -15,7 +15,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from fakes import MakeGroup
 from jax.sharding import NamedSharding, PartitionSpec
 
 import ep_runtime as ep
@@ -41,7 +40,7 @@ def meant(x: Any, weights: Any) -> Any:
 
 
 @pytest.fixture(params=["memfd", pytest.param("memfd/2", marks=pytest.mark.slow)])
-def group(make_group: MakeGroup, request: pytest.FixtureRequest) -> fakes.LocalGroup:
+def group(make_group: fakes.MakeGroup, request: pytest.FixtureRequest) -> fakes.LocalGroup:
     return make_group(transport=request.param, debug=True, max_top_k=4, lanes=2)
 
 

@@ -11,7 +11,6 @@ from raw_client import make_spec, new_op_id
 from ep_runtime import board, errors, layer_specs, wire
 from ep_runtime.layer_specs import LayerSpec
 from ep_runtime.v1 import layer_service_pb2
-from ep_runtime.wire import LayerStackSpec
 from ep_runtime_server.groups import layers
 from ep_runtime_server.groups.layers import LayerTable
 from ep_runtime_server.rpc import paging
@@ -36,7 +35,7 @@ def test_layers_get_their_ids_and_dense_handles(client, group):
     layers, stacks = client.register(
         group,
         [LayerSpec("a", top_k=1), LayerSpec("b", top_k=2, alignment=2, in_flight=2)],
-        [LayerStackSpec(LayerSpec("s", top_k=2, in_flight=2), 3)],
+        [wire.LayerStackSpec(LayerSpec("s", top_k=2, in_flight=2), 3)],
     )
     assert [layer.handle_base for layer in layers + stacks] == [0, 1, 3]
     assert stacks[0].num_handles == 6
@@ -51,7 +50,7 @@ def test_layers_get_their_ids_and_dense_handles(client, group):
 
 def test_registering_again_gives_the_same_answer(client, group):
     wanted = [LayerSpec("a", top_k=1), LayerSpec("b", top_k=2)]
-    stack = [LayerStackSpec(LayerSpec("s", top_k=1), 4)]
+    stack = [wire.LayerStackSpec(LayerSpec("s", top_k=1), 4)]
     op_id = new_op_id()
     first = client.register(group, wanted, stack, op_id=op_id)
     assert client.register(group, wanted, stack, op_id=op_id) == first
@@ -69,12 +68,12 @@ def test_registering_again_gives_the_same_answer(client, group):
         (LayerSpec("a", top_k=2), "top_k", (1, 2)),
         (LayerSpec("a", top_k=1, alignment=2), "alignment", (4, 2)),
         (LayerSpec("a", top_k=1, in_flight=2), "in_flight", (1, 2)),
-        (LayerStackSpec(LayerSpec("a", top_k=1), 2), "num_layers", (0, 2)),
+        (wire.LayerStackSpec(LayerSpec("a", top_k=1), 2), "num_layers", (0, 2)),
     ],
 )
 def test_other_settings_are_a_mismatch_and_register_nothing(client, group, again, field, values):
     client.register(group, [LayerSpec("a", top_k=1)])
-    is_stack = isinstance(again, LayerStackSpec)
+    is_stack = isinstance(again, wire.LayerStackSpec)
     layers = [LayerSpec("new", top_k=1)] + ([] if is_stack else [again])
     with pytest.raises(errors.SpecMismatchError) as caught:
         client.register(group, layers, [again] if is_stack else [])
@@ -99,12 +98,12 @@ def test_what_does_not_fit_the_group_is_refused_with_both_numbers(client, group,
 
 
 def test_a_name_that_reads_as_a_layer_of_a_stack_is_refused(client, group):
-    stack = LayerStackSpec(LayerSpec("s", top_k=1), 4)
+    stack = wire.LayerStackSpec(LayerSpec("s", top_k=1), 4)
     client.register(group, [LayerSpec("plain[3]", top_k=1)], [stack])
     with pytest.raises(errors.InvalidArgumentError, match=r"reads as a layer of stack 's'"):
         client.register(group, [LayerSpec("s[9]", top_k=1)])
     with pytest.raises(errors.InvalidArgumentError):
-        client.register(group, [], [LayerStackSpec(LayerSpec("t[1]", top_k=1), 2)])
+        client.register(group, [], [wire.LayerStackSpec(LayerSpec("t[1]", top_k=1), 2)])
     assert get(client, "s[3]").spec.name == "s"
     for name in ("s[4]", "s[x]", "x[1]", "none", ""):
         with pytest.raises(errors.StaleHandleError):
@@ -146,7 +145,7 @@ def test_ten_thousand_layers_take_less_than_a_second(daemon, client, group):
 
 
 def test_the_board_limits_handles_and_says_so(client, group):
-    stack = LayerStackSpec(LayerSpec("s", top_k=1), board.MAX_HANDLES)
+    stack = wire.LayerStackSpec(LayerSpec("s", top_k=1), board.MAX_HANDLES)
     client.register(group, [LayerSpec("a", top_k=1)])
     with pytest.raises(errors.PoolExhaustedError) as caught:
         client.register(group, [], [stack])
@@ -155,7 +154,7 @@ def test_the_board_limits_handles_and_says_so(client, group):
         "free": board.MAX_HANDLES - 1,
         "limit": board.MAX_HANDLES,
     }
-    fits = LayerStackSpec(LayerSpec("s", top_k=1), board.MAX_HANDLES - 1)
+    fits = wire.LayerStackSpec(LayerSpec("s", top_k=1), board.MAX_HANDLES - 1)
     client.register(group, [], [fits])
 
 
@@ -199,7 +198,7 @@ def test_handles_are_listed_with_layer_position_and_process(daemon, client, grou
     client.register(
         group,
         [LayerSpec("a", top_k=1, in_flight=2)],
-        [LayerStackSpec(LayerSpec("s", top_k=1, in_flight=2), 2)],
+        [wire.LayerStackSpec(LayerSpec("s", top_k=1, in_flight=2), 2)],
     )
     rows = daemon.ask("ListHandles").handles
     assert [(row.layer, row.handle, row.index) for row in rows] == [
@@ -219,7 +218,7 @@ def test_handles_are_listed_with_layer_position_and_process(daemon, client, grou
 
 def test_ids_of_board_records_name_their_layers():
     table = LayerTable(make_spec())
-    layers, stacks = [LayerSpec("a", top_k=1)], [LayerStackSpec(LayerSpec("s", top_k=1), 3)]
+    layers, stacks = [LayerSpec("a", top_k=1)], [wire.LayerStackSpec(LayerSpec("s", top_k=1), 3)]
     asyncio.run(table.register(layers, stacks))
     base = layer_specs.stack_base_id("moe", "s")
     assert table.name_of_id(layer_specs.layer_id("moe", "a")) == "a"

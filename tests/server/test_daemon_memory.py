@@ -22,7 +22,6 @@ from ep_runtime.units import iec
 from ep_runtime.v1 import fd_socket_pb2
 from ep_runtime_server.base import limits
 from ep_runtime_server.memory import devices
-from ep_runtime_server.memory.devices import HostDevice
 
 
 def size_of(spec) -> int:
@@ -96,7 +95,7 @@ def test_an_exhausted_pool_names_asked_free_limit_and_holders(start_daemon):
 def test_more_than_the_host_has_is_refused_not_killed(monkeypatch):
     monkeypatch.setattr(devices, "available_bytes", lambda: 1 << 20)
     with pytest.raises(errors.PoolExhaustedError, match="our cgroup has 1.0 MiB available"):
-        HostDevice(1 << 40).allocate("x", 2 << 20)
+        devices.HostDevice(1 << 40).allocate("x", 2 << 20)
 
 
 def test_a_failed_allocation_holds_nothing(daemon, monkeypatch):

@@ -18,7 +18,6 @@ from harness import FakeClock, eventually
 from ep_runtime_server.base import limits, log_lines
 from ep_runtime_server.base.beside import END_S
 from ep_runtime_server.base.events import Event, EventLog
-from ep_runtime_server.base.log_lines import JsonLines
 from ep_runtime_server.base.log_writer import LogWriter
 
 
@@ -164,7 +163,7 @@ def test_a_log_whose_reader_is_gone_is_no_error(pipe):
     reader, writer = os.pipe()
     os.close(reader)
     log = LogWriter(writer)
-    log.setFormatter(JsonLines())
+    log.setFormatter(log_lines.JsonLines())
     log.emit(plain_record("x"))
     log.end()
     os.close(writer)

@@ -33,12 +33,10 @@ from ep_runtime.errors import InvalidArgumentError
 from ep_runtime_client import cli
 from ep_runtime_server import config as server_config
 from ep_runtime_server import runtime
-from ep_runtime_server.config import ServerConfig
 from ep_runtime_server.daemon import Daemon
 from ep_runtime_server.memory.cuda_device import Gpus
 from ep_runtime_server.metrics import collector, endpoint
 from ep_runtime_server.metrics.catalogue import COUNTER, HISTOGRAM, METRICS
-from ep_runtime_server.metrics.collector import Collector
 from ep_runtime_server.metrics.exposition import encode
 from ep_runtime_server.metrics.sheet import SERIES_OF_HISTOGRAM
 from ep_runtime_server.nodes.config import Endpoint
@@ -78,14 +76,14 @@ class Metered(Running):
         return found
 
     def collect(self, *, detail: bool):
-        made = Collector(self.runtime, detail=detail).collect()
+        made = collector.Collector(self.runtime, detail=detail).collect()
         return asyncio.run_coroutine_threadsafe(made, self.loop).result(WAIT_S)
 
 
 @pytest.fixture(scope="module")
 def metered(server_loop, tmp_path_factory):
     driver = FileDriver(gpu_bytes=1 << 30)
-    settings = ServerConfig(
+    settings = server_config.ServerConfig(
         directory=tmp_path_factory.mktemp("d"),
         max_host_bytes=256 << 20,
         metrics=Endpoint("127.0.0.1", 0),

@@ -12,7 +12,6 @@ from child_programs import run_to_end
 from raw_client import close_fds, make_spec
 
 from ep_runtime import errors, layer_specs
-from ep_runtime.layer_specs import LayerSpec
 from ep_runtime.wire import LayerStackSpec
 from ep_runtime_client import cli
 from ep_runtime_server import runtime
@@ -35,7 +34,7 @@ def test_a_raw_client_gives_nothing_new_such_a_name(daemon, name):
     with pytest.raises(errors.InvalidArgumentError, match="group name must be "):
         client.call(client.groups.CreateGroup, request)
     group = client.ready(make_spec(transport="xla"))
-    wanted = LayerSpec("l", top_k=1, alignment=4, num_experts=8, hidden_size=16)
+    wanted = layer_specs.LayerSpec("l", top_k=1, alignment=4, num_experts=8, hidden_size=16)
     object.__setattr__(wanted, "name", name)
     for new in ({"layers": [wanted]}, {"stacks": [LayerStackSpec(wanted, 2)]}):
         with pytest.raises(errors.InvalidArgumentError, match="layer name must be "):
@@ -49,7 +48,7 @@ def test_nor_does_his_word_after_a_restart(daemon):
     """A new daemon takes the word of processes for groups of before."""
     client = daemon.client()
     (layer,), _ = client.register(
-        client.ready(make_spec(transport="xla")), [LayerSpec("l", top_k=1)]
+        client.ready(make_spec(transport="xla")), [layer_specs.LayerSpec("l", top_k=1)]
     )
     group = client.ready(make_spec("second", transport="xla"))
     spec = dataclasses.replace(layer.spec, name=OLD_LAYER)
@@ -74,7 +73,7 @@ def test_what_a_journal_has_is_taken_back_listed_quoted_and_completed(
         group = client.create(make_spec(OLD_GROUP, retain_s=60.0)).group
         close_fds(client.fetch(group))
         client.attached(group)
-        known, _ = client.register(group, [LayerSpec(OLD_LAYER, top_k=1)])
+        known, _ = client.register(group, [layer_specs.LayerSpec(OLD_LAYER, top_k=1)])
     first.close()
     first.close = lambda: None
     again = start_daemon(directory=first.directory)
@@ -82,10 +81,10 @@ def test_what_a_journal_has_is_taken_back_listed_quoted_and_completed(
     assert client.restore(group, layers=known).group.spec.name == OLD_GROUP
     (row,) = again.ask("ListGroups").groups
     assert (row.group.job, row.group.spec.name) == (OLD_JOB, OLD_GROUP)
-    (layer,), _ = client.register(group, [LayerSpec(OLD_LAYER, top_k=1)])
+    (layer,), _ = client.register(group, [layer_specs.LayerSpec(OLD_LAYER, top_k=1)])
     assert layer.already_registered
     with pytest.raises(errors.InvalidArgumentError, match="layer name must be "):
-        client.register(group, [LayerSpec("another old one", top_k=1)])
+        client.register(group, [layer_specs.LayerSpec("another old one", top_k=1)])
 
     place = f"unix://{again.directory}"
     for command in (["groups"], ["layers"], ["sessions"], ["describe", "group", OLD_GROUP]):

@@ -24,7 +24,6 @@ from ep_runtime_server.base.events import EventLog
 from ep_runtime_server.base.failpoints import Failpoints
 from ep_runtime_server.cluster.node_servicer import check_certificate
 from ep_runtime_server.journal import file as journal_file
-from ep_runtime_server.journal.file import Journal
 from ep_runtime_server.nodes.config import Endpoint
 from ep_runtime_server.nodes.facts import MAX_EPOCH, MAX_EPOCHS_AHEAD, ClusterFacts
 from ep_runtime_server.nodes.identity import NodeIdentity
@@ -56,7 +55,7 @@ class Coordinator:
         self.start(*switches)
 
     def start(self, *switches: str) -> None:
-        journal = Journal(self.path, Failpoints(switches), name="cluster", synced=True)
+        journal = journal_file.Journal(self.path, Failpoints(switches), name="cluster", synced=True)
         self.facts = ClusterFacts(journal)
         self.events = EventLog(self.clock)
         self.nodes = Nodes(identity("a"), self.expected, self.facts, self.clock, self.events)

@@ -11,7 +11,6 @@ from raw_client import WAIT_S
 from ep_runtime.v1 import group_service_pb2, types_pb2
 from ep_runtime_server.base import limits
 from ep_runtime_server.callers import operations
-from ep_runtime_server.callers.operations import Operations
 
 
 def answer(size: int) -> group_service_pb2.CreateGroupResponse:
@@ -21,7 +20,7 @@ def answer(size: int) -> group_service_pb2.CreateGroupResponse:
 class Scene:
     def __init__(self) -> None:
         self.clock = FakeClock()
-        self.operations = Operations(self.clock)
+        self.operations = operations.Operations(self.clock)
         self.runs: list[str] = []
 
     async def run(self, session_id: str, op_id: str, size: int = 10):

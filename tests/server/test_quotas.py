@@ -16,7 +16,6 @@ from ep_runtime_client.daemons import transport
 from ep_runtime_client.daemons.socket_directory import SocketDirectory
 from ep_runtime_server import main
 from ep_runtime_server.callers import credentials, quotas
-from ep_runtime_server.callers.quotas import UserLimits
 
 OTHER_UID = 4242
 SPEC = make_spec()
@@ -36,7 +35,7 @@ def start(start_daemon, tmp_path):
         return start_daemon(
             directory=tmp_path / "d",
             peer_of=peer_of,
-            per_user=UserLimits(**limits),
+            per_user=quotas.UserLimits(**limits),
             allow_uids=frozenset({OTHER_UID}),
             **settings or {},
         )
@@ -196,7 +195,7 @@ def test_an_exhausted_pool_tells_nothing_of_other_users_but_a_sum(start):
     assert "secret" not in str(caught.value) + str(caught.value.fields)
 
 
-def limits(*words: str) -> UserLimits:
+def limits(*words: str) -> quotas.UserLimits:
     return main.make_config(main.build_parser().parse_args(["--dir", "/tmp/x", *words])).per_user
 
 

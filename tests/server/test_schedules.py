@@ -23,7 +23,6 @@ from ep_runtime.v1 import node_service_pb2
 from ep_runtime_server.callers.sessions import Sessions
 from ep_runtime_server.cluster import spanning
 from ep_runtime_server.cluster.ends import Ends
-from ep_runtime_server.cluster.spanning import Spanning
 from ep_runtime_server.cluster.views import Assembly
 from ep_runtime_server.memory.windows import WindowSet
 
@@ -199,7 +198,7 @@ def test_an_answer_that_nobody_wants_any_more_leaves_no_error_behind(monkeypatch
 
     async def main():
         asyncio.get_running_loop().set_exception_handler(lambda loop, told: left.append(told))
-        assert await Spanning._while_same(None, group, refused()) is None
+        assert await spanning.Spanning._while_same(None, group, refused()) is None
         gc.collect()
 
     asyncio.run(main())
@@ -245,7 +244,7 @@ def test_the_same_schedule_runs_the_same_way_again():
     [
         (make_schedule, Ends, "tell"),
         (make_schedule, Assembly, "hear"),
-        (make_schedule, Spanning, "_unequal"),
+        (make_schedule, spanning.Spanning, "_unequal"),
         (make_lives, WindowSet, "hold"),
         (make_lives, Sessions, "fence"),
     ],

@@ -14,7 +14,6 @@ from raw_client import WAIT_S, make_spec
 
 from ep_runtime_server.base import supervision
 from ep_runtime_server.base.events import EventLog
-from ep_runtime_server.base.supervision import LoopLag, Supervisor
 
 
 @pytest.fixture
@@ -23,7 +22,7 @@ def told(monkeypatch):
     monkeypatch.setattr(supervision, "RETRY_FIRST_S", 0.001)
     monkeypatch.setattr(supervision, "WORKS_AFTER_S", 0.02)
     events, changes = EventLog(FakeClock()), []
-    supervisor = Supervisor(events, lambda: changes.append(supervisor.failing))
+    supervisor = supervision.Supervisor(events, lambda: changes.append(supervisor.failing))
     return supervisor, lambda: [event.kind for event in events.after(0)], changes
 
 
@@ -116,7 +115,7 @@ def test_what_holds_the_loop_is_measured(daemon, server_loop):
 
 
 def test_p99_leaves_out_one_sample_of_a_hundred():
-    lag = LoopLag()
+    lag = supervision.LoopLag()
     for number in range(100):
         lag.add(float(number))
     assert (lag.p99_s, lag.recent_worst_s, lag.worst_s) == (98.0, 99.0, 99.0)

@@ -23,7 +23,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import ep_runtime as ep
 from ep_runtime_bench.base import clients, energy, model_config
-from ep_runtime_bench.base.clients import COMPILED, READY
 from ep_runtime_bench.base.device_bench import AXIS
 from ep_runtime_bench.base.moe_cases import (
     ENQUEUED,
@@ -65,7 +64,7 @@ def measure(order: LayerOrder, told: Callable[[str], object], clock: Clock) -> M
             session = opened.enter_context(ep.connect(order.address))
         start_jax(order.devices, Member(), order.platform)
         mesh = Mesh(np.array(jax.devices(order.platform)[: order.devices]), (AXIS,))
-        told(READY)
+        told(clients.READY)
         group = None if session is None else create_group(order, order.case, mesh, session)
         operands = make_operands(order, mesh)
         layer = None if group is None else group.register_layer("layer", top_k=order.case.top_k)
@@ -76,7 +75,7 @@ def measure(order: LayerOrder, told: Callable[[str], object], clock: Clock) -> M
             made = pool.map(lambda loss: _compiled(loss, operands), losses.values())
             programs = dict(zip(losses, made, strict=True))
         jax.block_until_ready(operands)
-        told(COMPILED)
+        told(clients.COMPILED)
         peaks = _peaks(programs, operands, order)
         steps = [
             _timed(name, each, operands, (order, peaks[name]), clock)

@@ -17,7 +17,6 @@ import torch.distributed as dist
 
 from ep_runtime_bench.base import torch_ranks
 from ep_runtime_bench.base.moe_cases import ENQUEUED, ROUNDS, Case, LayerOrder, Measured, Step
-from ep_runtime_bench.base.torch_ranks import Rank
 
 WARMUP = 6
 
@@ -83,7 +82,7 @@ def _plan(experts: Tensor, num_experts: int, ranks: int) -> _Plan:
     return _Plan(sent, received, by_expert, place, theirs.sum(0).cumsum(0).to(torch.int32))
 
 
-def make_layer(rank: Rank, case: Case) -> Layer:
+def make_layer(rank: torch_ranks.Rank, case: Case) -> Layer:
     """Makes f(x, router, wi, wo, experts) -> y [T, H]; experts [T, K], or None for the router's."""
     activated = rank.compiled(_activated, dynamic=True)
     combined = rank.compiled(_combined, dynamic=True)
@@ -111,21 +110,21 @@ def make_layer(rank: Rank, case: Case) -> Layer:
     return layer
 
 
-def drawn(rank: Rank, dtype: str, fan_in: float, *shape: int) -> Tensor:
+def drawn(rank: torch_ranks.Rank, dtype: str, fan_in: float, *shape: int) -> Tensor:
     """Draws a weight of variance 1 / fan_in."""
     kind = getattr(torch, dtype)
     values = torch.randn(*shape, device=rank.device, dtype=kind) * fan_in**-0.5
     return values.requires_grad_()
 
 
-def expert_weights(rank: Rank, dtype: str, case: Case) -> list[Tensor]:
+def expert_weights(rank: torch_ranks.Rank, dtype: str, case: Case) -> list[Tensor]:
     """Draws router, wi and wo, the latter two for this rank's experts."""
     local, hidden, inner = case.num_experts // rank.count, case.hidden, case.inner
     shapes = ((hidden, case.num_experts), (local, hidden, 2 * inner), (local, inner, hidden))
     return [drawn(rank, dtype, shape[-2], *shape) for shape in shapes]
 
 
-def measure(rank: Rank, order: LayerOrder) -> Measured:
+def measure(rank: torch_ranks.Rank, order: LayerOrder) -> Measured:
     """Times one case, forward and backward."""
     case = order.case
     torch.manual_seed(rank.index)

@@ -17,7 +17,6 @@ import ep_runtime as ep
 from ep_runtime_bench.base import train_cases
 from ep_runtime_bench.base.device_bench import AXIS
 from ep_runtime_bench.base.moe_cases import PADDED
-from ep_runtime_bench.base.train_cases import Model, TrainOrder
 from ep_runtime_bench.moe import stock_layer
 
 LEARNING_RATE = 1e-5
@@ -72,7 +71,7 @@ class Layout:
         )
 
 
-def make_params(model: Model, dtype: Any, place: Layout) -> Params:
+def make_params(model: train_cases.Model, dtype: Any, place: Layout) -> Params:
     """Draws normal values of variance 1 / fan-in on the devices that hold them."""
     h, e, m, many = model.hidden, model.num_experts, model.inner, model.layers
 
@@ -94,14 +93,14 @@ def make_params(model: Model, dtype: Any, place: Layout) -> Params:
     return jax.jit(made, out_shardings=place.shardings())(jax.random.key(0))
 
 
-def batches(model: Model, place: Layout, devices: int) -> list[jax.Array]:
+def batches(model: train_cases.Model, place: Layout, devices: int) -> list[jax.Array]:
     """Puts `train_cases.batches` on the mesh."""
     spread = NamedSharding(place.mesh, P(place.rows))
     found = train_cases.batches(model, devices // place.mesh.shape.get("tp", 1))
     return [jax.device_put(batch, spread) for batch in found]
 
 
-def experts_of(order: TrainOrder, place: Layout) -> jax.Array | None:
+def experts_of(order: train_cases.TrainOrder, place: Layout) -> jax.Array | None:
     """Puts `train_cases.expert_ids` on the mesh."""
     groups = order.devices // place.mesh.shape.get("tp", 1)
     idx = train_cases.expert_ids(order.model, order.routing, place.mesh.shape[AXIS], groups)
@@ -150,7 +149,7 @@ def our_block(stack: ep.LayerStack, place: Layout, recipe: Any) -> Block:
     return block
 
 
-def stock_block(model: Model, place: Layout) -> Block:
+def stock_block(model: train_cases.Model, place: Layout) -> Block:
     """Returns stock_layer's PADDED as a block; gathers weights over fsdp, and sums M over tp."""
     padded = stock_layer.make_layer(PADDED, model.case)
     specs, rows = place.specs().layers, P(place.rows)
@@ -181,7 +180,7 @@ def _normed(x: jax.Array, weight: jax.Array) -> jax.Array:
     return x * lax.rsqrt(square + 1e-6).astype(x.dtype) * weight
 
 
-def _attention(x: jax.Array, layer: Layer, model: Model, place: Layout) -> jax.Array:
+def _attention(x: jax.Array, layer: Layer, model: train_cases.Model, place: Layout) -> jax.Array:
     on_gpu = place.mesh.devices.flat[0].platform == "gpu"
     heads = (x @ layer.qkv).reshape(*x.shape[:2], 3, model.heads, -1)
 
@@ -199,7 +198,7 @@ def _attention(x: jax.Array, layer: Layer, model: Model, place: Layout) -> jax.A
 
 
 def make_step(
-    model: Model,
+    model: train_cases.Model,
     place: Layout,
     block: Block,
     again: Callable[[Any], Any],

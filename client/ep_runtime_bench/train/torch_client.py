@@ -17,8 +17,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from ep_runtime_bench.base import torch_ranks, train_cases
-from ep_runtime_bench.base.torch_ranks import Rank
-from ep_runtime_bench.base.train_cases import FIRST, ROUND, Trained, TrainOrder
 from ep_runtime_bench.moe.torch_client import drawn, expert_weights, make_layer
 
 LEARNING_RATE = 1e-5
@@ -59,7 +57,7 @@ def _head(x: Tensor, embedding: Tensor, words: Tensor) -> Tensor:
 class _Training:
     """Weights, optimizer and batches of one rank."""
 
-    def __init__(self, rank: Rank, order: TrainOrder) -> None:
+    def __init__(self, rank: torch_ranks.Rank, order: train_cases.TrainOrder) -> None:
         model = order.model
         self._rank, self._model = rank, model
         torch.manual_seed(0)
@@ -129,16 +127,16 @@ class _Training:
         return loss.detach()
 
 
-def measure(rank: Rank, order: TrainOrder) -> Trained:
+def measure(rank: torch_ranks.Rank, order: train_cases.TrainOrder) -> train_cases.Trained:
     """Trains one model."""
     training = _Training(rank, order)
-    losses = torch.stack([training.step() for _ in range(FIRST)])
+    losses = torch.stack([training.step() for _ in range(train_cases.FIRST)])
     dist.all_reduce(losses)
-    step_s = [rank.timed(training.step, ROUND) for _ in range(order.repeats)]
+    step_s = [rank.timed(training.step, train_cases.ROUND) for _ in range(order.repeats)]
     joules = rank.joules(training.step, step_s[-1])
     told = [float(loss) / rank.count for loss in losses]
-    return Trained(step_s, told, rank.peak_bytes(), 0, 0, joules=joules)
+    return train_cases.Trained(step_s, told, rank.peak_bytes(), 0, 0, joules=joules)
 
 
 if __name__ == "__main__":
-    sys.exit(torch_ranks.main(measure, TrainOrder.from_dict(json.loads(sys.argv[1]))))
+    sys.exit(torch_ranks.main(measure, train_cases.TrainOrder.from_dict(json.loads(sys.argv[1]))))

@@ -10,7 +10,6 @@ from typing import Any, TextIO
 from ep_runtime import env
 from ep_runtime.text import printable
 from ep_runtime_client.cli import tables
-from ep_runtime_client.cli.tables import Column
 
 # Increases if a JSON key changes its meaning or is removed; new keys do not count.
 SCHEMA_VERSION = 1
@@ -61,7 +60,7 @@ def write_json(kind: str, body: Mapping[str, Any], *, compact: bool = False) -> 
 
 
 def write_table(
-    columns: Sequence[Column],
+    columns: Sequence[tables.Column],
     rows: Iterable[Mapping[str, Any]],
     *,
     wide: bool,

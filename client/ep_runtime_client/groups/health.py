@@ -9,7 +9,6 @@ from typing import Any
 
 from ep_runtime import board, errors
 from ep_runtime.board_file import Poison
-from ep_runtime.errors import PeerLostError, SessionFencedError, StaleHandleError
 from ep_runtime.v1 import types_pb2
 from ep_runtime_client.base.layers import live_groups
 from ep_runtime_client.groups.formed import Formed
@@ -64,7 +63,7 @@ class GroupHealth:
             poison = self._formed.memory.poison(self._formed.generation)
             if poison is not None:
                 self._end = self._ended(poison, "", ())
-                self.broken = isinstance(self._end.error, PeerLostError)
+                self.broken = isinstance(self._end.error, errors.PeerLostError)
         return self._end
 
     def __str__(self) -> str:
@@ -105,7 +104,7 @@ class GroupHealth:
 
     def _stale(self, what: str, patience_s: float) -> End:
         text = f"group {self._name!r}, generation {self._formed.generation}, {what}"
-        return End(StaleHandleError(f"{text}; create it again", **self._fields), patience_s)
+        return End(errors.StaleHandleError(f"{text}; create it again", **self._fields), patience_s)
 
     def _lost(self, rank: int, pid: int, reason: str) -> End:
         """Makes the end by a lost process: rank -1 if only the link is lost, pid 0 if unknown."""
@@ -115,17 +114,17 @@ class GroupHealth:
         text = f"{who} in group {self._name!r} generation {self._formed.generation} is gone"
         reason = reason.removeprefix(f"process {pid}: ")
         why = f": {reason}" if reason else ""
-        return End(PeerLostError(text + why, rank=rank, process=pid, **self._fields))
+        return End(errors.PeerLostError(text + why, rank=rank, process=pid, **self._fields))
 
     def _fenced(self, poison: Poison) -> End:
         group = f"group {self._name!r} generation {self._formed.generation}"
         fenced = f"was fenced {poison.by.told('ep-runtime fence')}"
         if poison.rank < 0 or poison.rank in self._formed.ranks:
             text = f"{group}: its session {fenced}; connect again and create the group anew"
-            return End(SessionFencedError(text, **self._fields))
+            return End(errors.SessionFencedError(text, **self._fields))
         process = f"rank {poison.rank} (pid {poison.pid}, job {self._job!r})"
         text = f"the session of {process} {fenced}; {group} is broken"
-        return End(PeerLostError(text, rank=poison.rank, process=poison.pid, **self._fields))
+        return End(errors.PeerLostError(text, rank=poison.rank, process=poison.pid, **self._fields))
 
     def _end_calls(self, end: End) -> None:
         """Ends calls on a separate thread, because NCCL's abort may wait for an XLA collective that

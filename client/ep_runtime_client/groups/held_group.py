@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from ep_runtime import errors, layer_specs, wire
 from ep_runtime.allowed_names import check_new_name
-from ep_runtime.errors import InvalidArgumentError, StaleHandleError
 from ep_runtime.v1 import types_pb2
 from ep_runtime_client.base import jax_state, meshes
 from ep_runtime_client.base.layers import EpLayer, LayerStack, live_groups
@@ -73,7 +72,7 @@ class HeldGroup:
         layers = list(layers)
         for layer in layers:
             if not isinstance(layer, layer_specs.LayerSpec):
-                raise InvalidArgumentError(
+                raise errors.InvalidArgumentError(
                     f"layers must be ep.LayerSpec, got {layer!r}", argument="layers"
                 )
         filled = [layer_specs.check_layer(self.spec, layer) for layer in layers]
@@ -112,7 +111,7 @@ class HeldGroup:
                 self.adopt([registrations.ask(self.client, self.name, name)])
                 found = self._registrations.lookup(name)
             if found is None:
-                raise StaleHandleError(
+                raise errors.StaleHandleError(
                     f"group {self.name!r} has no layer {name!r}, it has {self.layer_names}",
                     group=self.name,
                     layer=name,

@@ -16,7 +16,6 @@ from ep_runtime.errors import (
     StaleHandleError,
 )
 from ep_runtime.v1 import group_service_pb2, layer_service_pb2, session_service_pb2
-from ep_runtime.wire import CLUSTER
 from ep_runtime_client.base import jax_state, meshes
 from ep_runtime_client.base.dtypes import dtype_name
 from ep_runtime_client.base.layers import live_groups
@@ -55,7 +54,7 @@ def resolve(client: DaemonClient, mesh: Any, settings: specs.GroupSettings) -> s
 def _in_cluster(client: DaemonClient) -> bool:
     control = client.control
     request = session_service_pb2.GetServerInfoRequest()
-    return CLUSTER in control.call(control.sessions.GetServerInfo, request).features
+    return wire.CLUSTER in control.call(control.sessions.GetServerInfo, request).features
 
 
 def asked(spec: specs.GroupSpec) -> specs.GroupSpec:

@@ -24,7 +24,6 @@ from ep_runtime_client.moe.params import (
     of_named,
     to_named,
 )
-from ep_runtime_client.moe.state import MoEState
 from ep_runtime_client.ops.routing.api import Routing
 
 try:
@@ -154,7 +153,7 @@ class MoEBlock(nnx.Module):  # type: ignore[misc]
         return of_named({name: getattr(self, name)[...] for name in self._names})
 
     @property
-    def moe_state(self) -> MoEState | None:
+    def moe_state(self) -> state.MoEState | None:
         """The amax histories as `ep.moe` accepts them; None without a delayed recipe."""
         if not self._histories:
             return None

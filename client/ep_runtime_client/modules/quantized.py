@@ -10,7 +10,6 @@ import jax
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime_client.base.layers import EpLayer, TracedLayer
 from ep_runtime_client.moe import checks
-from ep_runtime_client.moe.checks import Recipes
 from ep_runtime_client.moe.params import MoEParams
 from ep_runtime_client.moe.state import keeps
 from ep_runtime_client.ops.gemm.quantized_operands import quantize_weight
@@ -23,7 +22,7 @@ _WEIGHTS = ("wi", "wo")
 
 def quantize_params(
     params: Tree,
-    recipe: Recipes,
+    recipe: checks.Recipes,
     *,
     layer: EpLayer | TracedLayer | None = None,
     params_spec: Any = None,
@@ -163,7 +162,7 @@ def _check_tree(tree: Any, name: str) -> None:
                 )
 
 
-def check_recipes(recipe: Recipes) -> tuple[Any, Any]:
+def check_recipes(recipe: checks.Recipes) -> tuple[Any, Any]:
     """Returns the recipes of (wi, wo).
 
     Raises:

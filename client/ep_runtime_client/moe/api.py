@@ -24,7 +24,6 @@ from ep_runtime_client.moe import shapes as moe_shapes
 from ep_runtime_client.moe.checks import Recipes
 from ep_runtime_client.moe.params import MoEParams as MoEParams
 from ep_runtime_client.moe.params import init_moe_params as init_moe_params
-from ep_runtime_client.moe.resolve import Block, Kept, Moved
 from ep_runtime_client.moe.state import MoEState as MoEState
 from ep_runtime_client.moe.state import checked as checked_state
 from ep_runtime_client.moe.state import init_moe_state as init_moe_state
@@ -263,14 +262,14 @@ def moe(
     # The experts, by the body that this call can have.
     function, values = activation_of(activation, gated, dtype, params.wo.shape[1])
     wi, wo = (recipe if recipe and recipe.quantizes else None for recipe in recipes)
-    block = Block(function, (wi, wo), specs, group.token_axes, values)
+    block = moe_call.Block(function, (wi, wo), specs, group.token_axes, values)
     weighted = moe_call.weighted(static, block, params, weights_at)
     remedy = _PAD if routing is None else token_layout.PAD_TOKENS
     rows = rows.astype(dtype)
-    moved = Moved(index, mesh, rows, routed, handle, capacity, tokens_spec, remedy)
+    moved = moe_call.Moved(index, mesh, rows, routed, handle, capacity, tokens_spec, remedy)
     body, why = moe_call.chosen(static, block, moved, params, weighted)
     with scope(f"moe.{body}.{why or 'taken'}", static):
-        kept = Kept(keep, keep_factor)
+        kept = moe_call.Kept(keep, keep_factor)
         y, plan, after = moe_call.run(layer, block, moved, params, weighted, kept, body, after)
     # Losses and counts are of the global batch, so they are summed over the manual axes that shard
     # it. Axes of size 1 are included, because JAX's types say that values vary over them.

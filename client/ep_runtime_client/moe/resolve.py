@@ -14,7 +14,6 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 from ep_runtime import device_layout, workspace
-from ep_runtime.workspace import BlockSizes
 from ep_runtime_client.base.layers import EpLayer, TracedLayer, resolve
 from ep_runtime_client.moe import bodies, copies, gradient
 from ep_runtime_client.moe.bodies.cuda import scaling_of
@@ -354,7 +353,7 @@ def _taken(where: Partitioning, weight: Kernel, entries: Entries, recipe: Recipe
 
 def _workspace(call: Call, block: Block, given: Operands, kept: Kept) -> WorkspaceRows:
     group, layer, activation = call.group, call.layer, block.activation
-    sizes = BlockSizes(
+    sizes = workspace.BlockSizes(
         tokens=group.num_nodes * call.layout.tokens_per_rank,
         top_k=layer.top_k,
         ep_size=group.ranks_per_node,

@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 
 from ep_runtime import errors, native, nccl, specs
-from ep_runtime.errors import EpRuntimeError, PeerLostError
 from ep_runtime.nccl import Ranks
 from ep_runtime.v1 import group_service_pb2, nccl_service_pb2, types_pb2
 from ep_runtime_client.daemons import transport
@@ -59,7 +58,7 @@ class GroupWithNccl(native.OpenGroup):
         found = super().check()
         return self.nccl.check() if found is None else found
 
-    def end(self, why: EpRuntimeError) -> None:
+    def end(self, why: errors.EpRuntimeError) -> None:
         """As `native.OpenGroup`; also ends NCCL's calls, which would wait for a lost rank."""
         self.nccl.abort(why)
 
@@ -119,11 +118,11 @@ class Watch:
                 self._made.abort(why)
                 return
 
-    def _left_error(self) -> PeerLostError | None:
+    def _left_error(self) -> errors.PeerLostError | None:
         """Returns the error of calls with ranks that left; None if none has left."""
         why = None
         for rank in sorted({*self._left(), *self._known}):
-            why = PeerLostError(
+            why = errors.PeerLostError(
                 f"the process of rank {rank} closed group {self._name!r}",
                 group=self._name,
                 rank=rank,
@@ -154,7 +153,7 @@ def make(
         epoch, ids = unique_ids(control, ranks)
         group = library.make_group(ranks, ids)
         join(control, ranks, epoch, group, budget_s)
-    except EpRuntimeError as error:
+    except errors.EpRuntimeError as error:
         report(control, ranks, version, str(error))
         raise
     report(control, ranks, version, "")
@@ -189,12 +188,12 @@ def join(
     Raises:
         As `make`.
     """
-    raised: list[EpRuntimeError] = []
+    raised: list[errors.EpRuntimeError] = []
 
     def init() -> None:
         try:
             group.init(budget_s)
-        except EpRuntimeError as error:
+        except errors.EpRuntimeError as error:
             raised.append(error)
 
     thread = threading.Thread(target=init, name="ep-runtime-nccl-init", daemon=True)
@@ -208,7 +207,7 @@ def join(
                 group.abort(over)
                 thread.join(nccl.CLOSE_TIMEOUT_S)
         if thread.is_alive():
-            raise EpRuntimeError(f"NCCL did not come back from making group {ranks.name!r}")
+            raise errors.EpRuntimeError(f"NCCL did not come back from making group {ranks.name!r}")
         if raised:
             raise raised[0]
     except BaseException:
@@ -223,18 +222,18 @@ def _group(control: transport.ControlChannel, ranks: nccl.Ranks) -> types_pb2.Gr
 
 def _over(
     control: transport.ControlChannel, ranks: nccl.Ranks, epoch: int
-) -> EpRuntimeError | None:
+) -> errors.EpRuntimeError | None:
     """Returns why this generation can no longer become READY on these nodes; None if it can."""
     try:
         found = _group(control, ranks)
     except errors.RuntimeUnavailableError:
         return None  # processes form without the daemon; the next check asks again
-    except EpRuntimeError as error:
+    except errors.EpRuntimeError as error:
         return error
     same = found.generation == ranks.generation and found.epoch == epoch
     if same and found.state not in _OVER:
         return None
-    return PeerLostError(
+    return errors.PeerLostError(
         f"group {ranks.name!r}, generation {ranks.generation}, ended while its NCCL communicators "
         "were made",
         group=ranks.name,
@@ -253,7 +252,7 @@ def report(control: transport.ControlChannel, ranks: nccl.Ranks, version: str, e
     )
     try:
         control.call(control.nccl.ReportCommunicators, request)
-    except EpRuntimeError as failed:  # a group that is gone needs no report
+    except errors.EpRuntimeError as failed:  # a group that is gone needs no report
         _log.debug("group %r: NCCL not reported: %s", ranks.name, failed)
 
 

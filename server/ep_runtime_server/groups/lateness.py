@@ -14,8 +14,6 @@ from collections.abc import Iterable, Mapping
 
 from ep_runtime import board, board_records, device_layout
 from ep_runtime.allowed_names import quoted
-from ep_runtime.board import OpCode, RankState
-from ep_runtime.board_records import RankRecord
 from ep_runtime_server.base.clock import Clock
 from ep_runtime_server.base.events import EventLog
 from ep_runtime_server.base.limits import LATE_AFTER_S
@@ -54,7 +52,7 @@ class LateRank:
         )
 
 
-def rank_records(group: GroupRecord) -> dict[int, RankRecord | None]:
+def rank_records(group: GroupRecord) -> dict[int, board_records.RankRecord | None]:
     """Reads records of this node's ranks by world rank; None for a malformed record.
 
     Returns an empty dict without a board.
@@ -66,7 +64,7 @@ def rank_records(group: GroupRecord) -> dict[int, RankRecord | None]:
     return dict(zip(windows.layout.ranks, records, strict=True))
 
 
-def rank_record(group: GroupRecord, rank: int) -> RankRecord | None:
+def rank_record(group: GroupRecord, rank: int) -> board_records.RankRecord | None:
     """Reads one rank's record; None without a board, for another node's and a malformed one."""
     windows = group.windows
     if windows is None or windows.board is None:
@@ -112,7 +110,7 @@ def late_in(group: GroupRecord, now_s: float, *, after_s: float = LATE_AFTER_S) 
         rank: record
         for rank, record in rank_records(group).items()
         if record is not None
-        and record.state in (RankState.MEETING, RankState.WAITING)
+        and record.state in (board.RankState.MEETING, board.RankState.WAITING)
         and 0 <= record.waiting_for < group.spec.world_size
         and record.waiting_for != rank
     }
@@ -135,7 +133,7 @@ def _describe(
     member: GroupMember | None,
     late: int,
     waiters: list[int],
-    record: RankRecord,
+    record: board_records.RankRecord,
     since_s: float,
 ) -> LateRank:
     return LateRank(
@@ -146,7 +144,7 @@ def _describe(
         since_s=since_s,
         waiting_ranks=tuple(sorted(waiters)),
         layer=group.layers.name_of_id(record.layer_id),
-        op=OpCode(record.op).name,
+        op=board.OpCode(record.op).name,
         handle=record.handle,
     )
 

@@ -15,7 +15,6 @@ from ep_runtime.errors import (
     StaleHandleError,
 )
 from ep_runtime.layer_specs import STACK_MEMBER, LayerSpec, check_stack_members
-from ep_runtime.specs import GroupSpec
 from ep_runtime.wire import LayerStackSpec, RegisteredLayer
 from ep_runtime_server.base.pacing import paced
 
@@ -44,7 +43,7 @@ class _Addition:
 class LayerTable:
     """Layers and stacks of a group. Handle indices are dense; no other layer reuses an index."""
 
-    def __init__(self, group: GroupSpec) -> None:
+    def __init__(self, group: specs.GroupSpec) -> None:
         self._group = group
         self._layers: dict[str, RegisteredLayer] = {}
         self._ids: dict[int, str] = {}

@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from ep_runtime import board_records, board_tallies
 from ep_runtime.board import HandleState, OpCode, RankState
 from ep_runtime.board_records import HandleRecord, RankRecord
-from ep_runtime.board_tallies import OpTally
 from ep_runtime_server.base.limits import LATE_AFTER_S
 from ep_runtime_server.base.pacing import paced
 from ep_runtime_server.groups.lateness import LateRank, late_in, rank_records
@@ -78,7 +77,7 @@ def _since(then_ns: int, now_s: float) -> float:
 
 async def put_ops(sheet: Sheet, group: GroupRecord, labels: Labels) -> None:
     """Puts histograms of the calls of this node's ranks, and their sums of waiting times."""
-    times: dict[OpCode, list[OpTally]] = collections.defaultdict(list)
+    times: dict[OpCode, list[board_tallies.OpTally]] = collections.defaultdict(list)
     waited_ns, waited_for_ns = collections.Counter[int](), collections.Counter[int]()
     async for rank in paced(group.local_ranks):
         windows = group.windows

@@ -11,7 +11,6 @@ from ep_runtime import wire
 from ep_runtime.layer_specs import LayerSpec
 from ep_runtime.v1 import layer_service_pb2 as pb
 from ep_runtime.v1 import types_pb2
-from ep_runtime.wire import LayerStackSpec, RegisteredLayer
 from ep_runtime_server.base.pacing import paced
 from ep_runtime_server.callers.sessions import SessionRecord
 from ep_runtime_server.groups.claims import check_layer_count
@@ -97,10 +96,10 @@ async def _register(
     session: SessionRecord,
     group: GroupRecord,
     layers: Sequence[LayerSpec],
-    stacks: Sequence[LayerStackSpec],
+    stacks: Sequence[wire.LayerStackSpec],
     *,
     replace: bool,
-) -> tuple[list[RegisteredLayer], list[RegisteredLayer]]:
+) -> tuple[list[wire.RegisteredLayer], list[wire.RegisteredLayer]]:
     """Registers layers as `LayerTable.register`, and adds them to the journal and the events.
 
     Raises:

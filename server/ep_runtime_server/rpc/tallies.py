@@ -6,7 +6,6 @@ import itertools
 from collections.abc import Iterable
 
 from ep_runtime import board_tallies, wire
-from ep_runtime.board_tallies import OpTally
 from ep_runtime.specs import DTYPE_BYTES
 from ep_runtime.v1 import admin_service_pb2 as pb
 from ep_runtime_server.base.clock import Clock
@@ -56,6 +55,6 @@ def _add_sums(message: pb.RankTally, group: GroupRecord, rank: int) -> None:
         message.layers.append(wire.filled(pb.LoadTally, load, layer=layer))
 
 
-def _op_tally(name: str, tally: OpTally) -> pb.OpTally:
+def _op_tally(name: str, tally: board_tallies.OpTally) -> pb.OpTally:
     peers = [wire.filled(pb.PeerTally, peer) for peer in tally.peers]
     return wire.filled(pb.OpTally, tally, op=name, peers=peers)

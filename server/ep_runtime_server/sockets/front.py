@@ -17,7 +17,6 @@ from ep_runtime import wire
 from ep_runtime.errors import EpRuntimeError, PermissionDeniedError, PoolExhaustedError
 from ep_runtime_server.base import limits, open_files
 from ep_runtime_server.callers import credentials
-from ep_runtime_server.callers.credentials import Caller, Peer
 from ep_runtime_server.callers.turns import Turns
 from ep_runtime_server.runtime import Runtime
 from ep_runtime_server.sockets.disposal import Disposal
@@ -43,7 +42,7 @@ class Front:
         disposal: Disposal,
         turns: Turns,
         *,
-        peer_of: Callable[..., Peer] = credentials.peer_of,
+        peer_of: Callable[..., credentials.Peer] = credentials.peer_of,
     ) -> None:
         """`inner_path` is gRPC's socket; `peer_of` identifies callers, and tests replace it."""
         self._runtime = runtime
@@ -61,7 +60,7 @@ class Front:
         listener.listen(LISTEN_BACKLOG)
         self._loop.add_reader(listener, self._accept)
 
-    def caller_of(self, peer: str) -> Caller | None:
+    def caller_of(self, peer: str) -> credentials.Caller | None:
         """Returns the caller for a `ServicerContext.peer()`; None if the connection has ended."""
         call = self._calls.get(peer)
         return call.caller if call is not None else None
@@ -123,7 +122,7 @@ class Front:
         if self._listener.fileno() >= 0:
             self._loop.add_reader(self._listener, self._accept)
 
-    def _admit(self, accepted: socket.socket) -> Caller:
+    def _admit(self, accepted: socket.socket) -> credentials.Caller:
         """Returns the process that connected, or refuses the connection.
 
         Raises:
@@ -141,12 +140,12 @@ class Front:
                 f"uid {peer.uid} has {held} connections to api.sock", uid=peer.uid, pid=peer.pid
             )
         self._runtime.admit(peer.uid, api=1)
-        return Caller(peer.uid, peer.pid)
+        return credentials.Caller(peer.uid, peer.pid)
 
     def _count(self, uid: int, more: int) -> None:
         self._runtime.connections.api[uid] += more
 
-    def _pass_on(self, accepted: socket.socket, caller: Caller) -> None:
+    def _pass_on(self, accepted: socket.socket, caller: credentials.Caller) -> None:
         self._num_accepted += 1
         name = f"{self._name}-{self._num_accepted}"
         inner = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -175,7 +174,7 @@ class OrdersFront(Front):
     name = wire.ADMIN_SOCKET
     door = "admin"
 
-    def _admit(self, accepted: socket.socket) -> Caller:
+    def _admit(self, accepted: socket.socket) -> credentials.Caller:
         return credentials.caller_of(accepted)
 
     def _count(self, uid: int, more: int) -> None:
@@ -189,7 +188,7 @@ class _Call:
         self,
         loop: asyncio.AbstractEventLoop,
         turns: Turns,
-        caller: Caller,
+        caller: credentials.Caller,
         outer: socket.socket,
         inner: socket.socket,
         ended: Callable[[], None],

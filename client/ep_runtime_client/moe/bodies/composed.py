@@ -31,7 +31,6 @@ from ep_runtime_client.ops.activation.function import Activation
 from ep_runtime_client.ops.activation.identity import Learned
 from ep_runtime_client.ops.activation.quantized_plain import QuantizedActivation
 from ep_runtime_client.ops.gemm import plain as gemm
-from ep_runtime_client.ops.gemm.plain import Gemm
 from ep_runtime_client.ops.kernels import row_blocks
 from ep_runtime_client.ops.kernels.row_blocks import RowBlock
 from ep_runtime_client.ops.movement import quantized_rows
@@ -286,8 +285,8 @@ def _of_weighted_bias(
     return d_bias, d_weights[None]
 
 
-def _gemm(call: ResolvedCall) -> Gemm:
-    return Gemm(
+def _gemm(call: ResolvedCall) -> gemm.Gemm:
+    return gemm.Gemm(
         call.activation.dtype,
         call.moved.row_alignment,
         clear_slack=slack.checked(),

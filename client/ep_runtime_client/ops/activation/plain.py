@@ -23,7 +23,6 @@ from ep_runtime_client.ops.activation import kernels
 from ep_runtime_client.ops.activation.function import Activation
 from ep_runtime_client.ops.kernels import row_blocks, serve
 from ep_runtime_client.ops.kernels.ffi import register_for_gpus
-from ep_runtime_client.ops.kernels.row_blocks import RowBlock
 from ep_runtime_client.ops.tracing import slack
 
 # A loop step costs tens of microseconds on a GPU; a block of this many rows hides them.
@@ -137,7 +136,7 @@ def value_grads(
         if is_so
     ]
 
-    def step(block: RowBlock, sums: list[jax.Array]) -> list[jax.Array]:
+    def step(block: row_blocks.RowBlock, sums: list[jax.Array]) -> list[jax.Array]:
         rows, grads = (block.read(x) for x in flat)
         # Replace rows outside the block by a row inside it, so that the derivative exists.
         valid = block.valid.reshape(-1, *[1] * (rows.ndim - 1))
@@ -217,7 +216,7 @@ def _walk(
 
     reads = [flat(x) for x in inputs]
 
-    def step(block: RowBlock, walked: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    def step(block: row_blocks.RowBlock, walked: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         parts = (None if x is None else block.read(x) for x in reads)
         before = tuple(block.read(out) for out in walked)
         results = zip(walked, rows_to_rows(before, *parts), strict=True)

@@ -17,7 +17,6 @@ import jax
 from ep_runtime_client.ops.activation import plain
 from ep_runtime_client.ops.activation import quantized_kernels as kernels
 from ep_runtime_client.ops.activation.function import Activation
-from ep_runtime_client.ops.activation.quantized_kernels import ActivationOperands
 from ep_runtime_client.ops.kernels.serve import either
 from ep_runtime_client.ops.quantize import plain as quantize_plain
 from ep_runtime_client.ops.quantize.amax import amax_of_groups, group_amax, over
@@ -130,7 +129,7 @@ def _plain(static: QuantizedActivation, *operands: Any) -> tuple[QuantizedTensor
 
 def _amax_by_kernel(static: QuantizedActivation, *operands: Any) -> jax.Array:
     return kernels.group_amax(
-        static.experts(operands[2]), ActivationOperands(static.activation, *operands)
+        static.experts(operands[2]), kernels.ActivationOperands(static.activation, *operands)
     )
 
 
@@ -141,7 +140,7 @@ def _amax(static: QuantizedActivation, *operands: Any) -> jax.Array:
 
 def _data_by_kernel(static: QuantizedActivation, *operands: Any) -> Any:
     *given, scale = operands
-    source = ActivationOperands(static.activation, *given)
+    source = kernels.ActivationOperands(static.activation, *given)
     data, made_scale, d_weights = kernels.quantize(static.recipe, source, scale)
     if slack.checked():
         sizes = given[2]

@@ -11,9 +11,7 @@ import jax.numpy as jnp
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime_client.base.layers import EpLayer, TracedLayer
 from ep_runtime_client.ops.dense import ops
-from ep_runtime_client.ops.dense.ops import leaf_entries
 from ep_runtime_client.ops.partitioning import on_mesh, regions
-from ep_runtime_client.ops.partitioning.regions import Partitioning
 from ep_runtime_client.ops.partitioning.roles import Entries, padded
 from ep_runtime_client.ops.quantize import ops as quantize_ops
 from ep_runtime_client.ops.quantize.formats.recipes import Recipe, check_recipe
@@ -106,7 +104,7 @@ class DenseCall:
         dtype: of the result.
     """
 
-    where: Partitioning
+    where: regions.Partitioning
     recipe: Recipe | None
     x: Entries
     kernel: Entries
@@ -176,7 +174,7 @@ def _packed(
     for each, entries in ((x, call.x), (kernel, call.kernel)):
         leaves, packing = pack(quantize_ops.from_raw(each, rows=False), rows=False, columns=columns)
         packings.append(packing)
-        arrived += leaf_entries(packing, entries)
+        arrived += ops.leaf_entries(packing, entries)
         operands += leaves
     if bias is not None:
         arrived.append(padded((), 1))

@@ -21,7 +21,6 @@ from ep_runtime_client.ops.gemm.checks import (
 )
 from ep_runtime_client.ops.gemm.plain import Gemm
 from ep_runtime_client.ops.gemm.quantized_operands import origin_of, settled
-from ep_runtime_client.ops.gemm.vjp import GemmCall
 from ep_runtime_client.ops.gemm.weight_entries import values_of
 from ep_runtime_client.ops.partitioning import regions
 from ep_runtime_client.ops.partitioning.placement import expert_weight, grouped
@@ -145,7 +144,7 @@ def _call(
     recipe: Recipe | None,
     out_dtype: Any,
     rhs_spec: PartitionSpec | None,
-) -> GemmCall:
+) -> vjp.GemmCall:
     """Makes the static side of a call."""
     # Find how operands are sharded, because that decides how the op runs.
     operands = [x for x in (values_of(lhs), values_of(rhs), bias, group_sizes) if x is not None]
@@ -193,7 +192,7 @@ def _call(
     types = tuple(tuple(map(regions.type_of, jax.tree.leaves(x))) for x in typed)
     rows, both = rows or padded((), lhs.ndim), isinstance(origin_of(rhs), Pair)
     static = (where, recipe, gemm, num_experts, rows, given, multiplied, bias_entries, types)
-    return GemmCall(*static, paired=both)
+    return vjp.GemmCall(*static, paired=both)
 
 
 def with_whole_blocks(
@@ -237,7 +236,7 @@ def _read_off(where: Partitioning, lhs: Entries, rhs: Kernel, group_sizes: jax.A
 
 
 def _run(
-    call: GemmCall,
+    call: vjp.GemmCall,
     lhs: Matrix,
     rhs: Kernel,
     bias: jax.Array | None,
@@ -269,7 +268,7 @@ def _run(
     return _summed_outside(call, out), state
 
 
-def _summed_outside(call: GemmCall, out: jax.Array) -> jax.Array:
+def _summed_outside(call: vjp.GemmCall, out: jax.Array) -> jax.Array:
     """Sums over manual axes on K' with JAX's own sum, which counts the gradient correctly."""
     on_k = tuple(axis for axis in call.lhs[2] if axis in call.where.manual)
     return jax.lax.psum(out, on_k) if on_k else out

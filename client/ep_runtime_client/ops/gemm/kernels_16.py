@@ -21,7 +21,6 @@ from ep_runtime_client.ops.gemm import kernel_weights
 from ep_runtime_client.ops.gemm.product import GemmKernels, Product
 from ep_runtime_client.ops.kernels import serve
 from ep_runtime_client.ops.kernels.ffi import launch, once, targets
-from ep_runtime_client.ops.kernels.serve import sizes_of
 from ep_runtime_client.ops.quantize.pair import Pair
 from ep_runtime_client.ops.quantize.quantized_tensor import QuantizedTensor
 
@@ -158,7 +157,7 @@ def _calls(
 ) -> list[jax.Array]:
     wanted = jnp.dtype(out_dtype)
     made = wanted if wanted == operands[0].dtype else jnp.dtype(jnp.float32)
-    sizes = sizes_of(group_sizes)
+    sizes = serve.sizes_of(group_sizes)
     results = [jax.ShapeDtypeStruct(shape, made) for shape in shapes]
     outs = launch(target, results, sizes, *operands, **attributes)
     if target != TARGETS[1]:  # only a scan's stack uses gradients of weights

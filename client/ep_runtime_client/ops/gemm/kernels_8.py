@@ -31,7 +31,6 @@ from ep_runtime_client.ops.gemm import kernel_weights, kernels_16
 from ep_runtime_client.ops.gemm.product import GemmKernels, Product
 from ep_runtime_client.ops.kernels import serve
 from ep_runtime_client.ops.kernels.ffi import launch, once, targets
-from ep_runtime_client.ops.kernels.serve import sizes_of
 from ep_runtime_client.ops.quantize import kernels as quantize_kernels
 from ep_runtime_client.ops.quantize.formats.format import OnGpu
 from ep_runtime_client.ops.quantize.formats.recipes import DATA_DTYPES
@@ -179,7 +178,7 @@ def _multiply_rows(
     """Multiplies rows [S * C, contracted] by kernels [G, made, contracted] -> [S * C, made]."""
     assert lhs.scale is not None
     assert rhs.scale is not None
-    sizes = sizes_of(group_sizes)
+    sizes = serve.sizes_of(group_sizes)
     blocks = not format_of(lhs.recipe).per_group
     lhs_scale, rhs_scale = lhs.scale.reshape(sizes.shape) if not blocks else lhs.scale, rhs.scale
     if blocks:
@@ -207,7 +206,7 @@ def weight_grad(
         return kernels_16.weight_grad(out_dtype, None, experts, paired, left, right, group_sizes)
     assert lhs.scale is not None
     assert grad.scale is not None
-    sizes, lead = sizes_of(group_sizes), group_sizes.ndim
+    sizes, lead = serve.sizes_of(group_sizes), group_sizes.ndim
     blocks = not format_of(lhs.recipe).per_group
     transpose = _requantized_rows if blocks else _transposed_rows
     transposed, scales = zip(*(transpose(x, group_sizes) for x in (lhs, grad)), strict=True)
@@ -232,7 +231,7 @@ def padded_rows(slab_rows: int, groups: int) -> int:
 def _transposed_rows(x: QuantizedTensor, group_sizes: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns rows transposed, [W, S * padded rows] with zero-padded groups, and scales [S, L]."""
     assert x.scale is not None
-    sizes = sizes_of(group_sizes)
+    sizes = serve.sizes_of(group_sizes)
     rows, shape = _rows_to_transpose(x, sizes, x.shape[group_sizes.ndim - 1])
     return _call(TRANSPOSE_ROWS, shape, jnp.uint8, sizes, rows), x.scale.reshape(sizes.shape)
 
@@ -243,7 +242,7 @@ def _requantized_rows(x: QuantizedTensor, group_sizes: jax.Array) -> tuple[jax.A
     Scales are [S * padded rows / 128, W / 128].
     """
     assert x.scale is not None
-    sizes = sizes_of(group_sizes)
+    sizes = serve.sizes_of(group_sizes)
     rows, shape = _rows_to_transpose(x, sizes, x.shape[group_sizes.ndim - 1])
     made = (
         jax.ShapeDtypeStruct(shape, jnp.uint8),
@@ -268,7 +267,7 @@ def _rows_to_transpose(
 
 def _wide_rows(x: QuantizedTensor, group_sizes: jax.Array, columns: bool = False) -> jax.Array:
     """Dequantizes to bf16 rows in the shape of `x`; rows outside all groups are undefined."""
-    sizes, lead = sizes_of(group_sizes), group_sizes.ndim
+    sizes, lead = serve.sizes_of(group_sizes), group_sizes.ndim
     flat = (sizes.shape[0], x.shape[lead - 1], math.prod(x.shape[lead:]))
     form = format_of(x.recipe)
     columns = columns and form.columns

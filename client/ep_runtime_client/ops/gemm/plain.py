@@ -32,8 +32,6 @@ from ep_runtime_client.base.dtypes import sum_dtype
 from ep_runtime_client.ops.gemm import kernels_8, kernels_16, kernels_32, kernels_bias
 from ep_runtime_client.ops.gemm.product import GemmKernels, Product
 from ep_runtime_client.ops.kernels import row_blocks, serve
-from ep_runtime_client.ops.kernels.row_blocks import Blocks, RowBlock
-from ep_runtime_client.ops.kernels.serve import either
 from ep_runtime_client.ops.quantize.formats.format import Part, flat, matrix
 from ep_runtime_client.ops.quantize.formats.table import format_of
 from ep_runtime_client.ops.quantize.pair import Pair, of_each
@@ -99,7 +97,7 @@ def _forward(
     kernels = _kernel_reader(rhs, dtype=gemm.compute_dtype)
     out = jnp.zeros((blocks.num_rows, *rhs.shape[2:]), gemm.out_dtype)
 
-    def step(block: RowBlock, out: jax.Array) -> jax.Array:
+    def step(block: row_blocks.RowBlock, out: jax.Array) -> jax.Array:
         expert = blocks.expert(block, rhs.shape[0])
         result = _dot(rows(block), kernels(expert), (1, 0))
         result = result.reshape(blocks.rows, *rhs.shape[2:])
@@ -230,12 +228,12 @@ def _gradients(
     read = functools.partial(_row_reader, lead=lead, dtype=gemm.compute_dtype)
     # One step computes both gradients, so that rows are read once.
     outs: list[Any] = []
-    steps: list[Callable[[RowBlock, Any], Any]] = []
+    steps: list[Callable[[row_blocks.RowBlock, Any], Any]] = []
     if rhs is not None:
         grads, kernels = read(grad), _kernel_reader(rhs, columns=True, dtype=gemm.compute_dtype)
         outs.append(jnp.zeros((blocks.num_rows, rhs.shape[1]), gemm.out_dtype))
 
-        def to_rows(block: RowBlock, out: jax.Array) -> jax.Array:
+        def to_rows(block: row_blocks.RowBlock, out: jax.Array) -> jax.Array:
             expert = blocks.expert(block, rhs.shape[0])
             return block.write(out, _dot(grads(block), kernels(expert), (1, 1)))
 
@@ -246,7 +244,7 @@ def _gradients(
         width = math.prod(grad.shape[lead:]) // count
         outs.append([jnp.zeros((experts, lhs.shape[-1], width), wide(lhs, grad))] * count)
 
-        def to_kernels(block: RowBlock, out: list[jax.Array]) -> list[jax.Array]:
+        def to_kernels(block: row_blocks.RowBlock, out: list[jax.Array]) -> list[jax.Array]:
             product = _dot(rows(block), columns(block), (0, 0))
             expert = blocks.expert(block, experts)
             parts = jnp.split(product, 2, axis=1) if paired else [product]
@@ -255,7 +253,7 @@ def _gradients(
 
         steps.append(to_kernels)
 
-    def step(block: RowBlock, outs: list[Any]) -> list[Any]:
+    def step(block: row_blocks.RowBlock, outs: list[Any]) -> list[Any]:
         return [each(block, out) for each, out in zip(steps, outs, strict=True)]
 
     made = row_blocks.loop(blocks, step, outs, lhs, rhs, grad)
@@ -279,7 +277,7 @@ def bias_grad(
     summed = Product(grad, None, groups, experts, trailing, gemm.compute_dtype)
     kernel = functools.partial(kernels_bias.bias_grad, experts)
     plain = functools.partial(_bias_grad, gemm, experts)
-    return either(kernels_bias.supports(summed), kernel, plain, grad, group_sizes)
+    return serve.either(kernels_bias.supports(summed), kernel, plain, grad, group_sizes)
 
 
 def _bias_grad(gemm: Gemm, experts: int, grad: Any, group_sizes: jax.Array) -> jax.Array:
@@ -289,7 +287,7 @@ def _bias_grad(gemm: Gemm, experts: int, grad: Any, group_sizes: jax.Array) -> j
     trailing = grad.shape[lead:]
     out = jnp.zeros((experts, math.prod(trailing)), wide(grad))
 
-    def step(block: RowBlock, out: jax.Array) -> jax.Array:
+    def step(block: row_blocks.RowBlock, out: jax.Array) -> jax.Array:
         part = grads(block)
         total = _scaled(part.values.astype(out.dtype).sum(0), part)
         return row_blocks.add_at(out, blocks.expert(block, experts), total)
@@ -311,7 +309,7 @@ def _served_by(
     return next((each for each in FAMILIES if each.supports(product)), None)
 
 
-def _cut(gemm: Gemm, rows: Any, group_sizes: jax.Array, exactly: int = 0) -> Blocks:
+def _cut(gemm: Gemm, rows: Any, group_sizes: jax.Array, exactly: int = 0) -> row_blocks.Blocks:
     """Cuts each group's rows into blocks; all have `exactly` rows, if given, except the last."""
     capacity = rows.shape[group_sizes.ndim - 1]
     if exactly:
@@ -338,7 +336,7 @@ def _scaled(result: jax.Array, part: Part) -> jax.Array:
 
 def _row_reader(
     operand: Any, lead: int, *, columns: bool = False, dtype: Any = None
-) -> Callable[[RowBlock], Part]:
+) -> Callable[[row_blocks.RowBlock], Part]:
     """Returns a function that reads a block's rows; rows of other groups are zeros.
 
     Args:

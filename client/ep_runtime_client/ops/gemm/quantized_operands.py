@@ -15,7 +15,6 @@ from ep_runtime.errors import InvalidArgumentError
 from ep_runtime_client.base.layers import EpLayer, TracedLayer
 from ep_runtime_client.ops.gemm import weight_entries
 from ep_runtime_client.ops.partitioning import on_mesh, regions
-from ep_runtime_client.ops.partitioning.regions import Partitioning
 from ep_runtime_client.ops.partitioning.roles import Entries, Roles, entries_of, padded
 from ep_runtime_client.ops.quantize.formats.recipes import Recipe
 from ep_runtime_client.ops.quantize.ops import QuantizeKernel, QuantizeStack, transposes
@@ -32,7 +31,7 @@ def origin_of(x: Kernel) -> jax.Array | Pair | None:
     return origin
 
 
-def settled(where: Partitioning, x: Any, entries: Entries) -> QuantizedTensor | None:
+def settled(where: regions.Partitioning, x: Any, entries: Entries) -> QuantizedTensor | None:
     """Types and places the leaves that matmuls read of a quantized operand; None if it is plain."""
     if not isinstance(x, QuantizedTensor):
         return None
@@ -99,7 +98,7 @@ def quantize_weight(
 
 
 def _op(
-    where: Partitioning, recipe: Recipe, arrays: list[jax.Array], stack: int
+    where: regions.Partitioning, recipe: Recipe, arrays: list[jax.Array], stack: int
 ) -> QuantizeKernel | QuantizeStack:
     shape, paired = tuple(arrays[0].shape[stack:]), len(arrays) == 2
     shape = of_both(shape, 2) if paired else shape

@@ -11,7 +11,6 @@ from ep_runtime_client.ops.gemm.ops import GemmBackward, GemmForward
 from ep_runtime_client.ops.gemm.plain import Gemm
 from ep_runtime_client.ops.gemm.quantized_operands import for_backward
 from ep_runtime_client.ops.partitioning import on_mesh, regions
-from ep_runtime_client.ops.partitioning.regions import Partitioning
 from ep_runtime_client.ops.partitioning.roles import Entries, padded
 from ep_runtime_client.ops.quantize import ops as quantize_ops
 from ep_runtime_client.ops.quantize.formats.recipes import Recipe
@@ -52,7 +51,7 @@ class GemmCall:
         paired: whether rhs is a pair; its entries are those of [E, K', 2, M].
     """
 
-    where: Partitioning
+    where: regions.Partitioning
     recipe: Recipe | None
     gemm: Gemm
     num_experts: int

@@ -11,7 +11,6 @@ from jax.sharding import PartitionSpec
 
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime_client.ops.partitioning import regions
-from ep_runtime_client.ops.partitioning.regions import Partitioning
 from ep_runtime_client.ops.partitioning.roles import Entries, entries_of
 from ep_runtime_client.ops.quantize.packing import Kernel
 from ep_runtime_client.ops.quantize.pair import Pair, of_both
@@ -74,7 +73,7 @@ def outside_shape(
     return tuple(shape)
 
 
-def with_manual_experts(where: Partitioning, entries: Entries) -> Entries:
+def with_manual_experts(where: regions.Partitioning, entries: Entries) -> Entries:
     """Returns entries of a weight whose expert dim is already local to the manual ep axes."""
     ep = () if where.roles is None else where.roles.ep
     missing = tuple(axis for axis in ep if axis in where.manual and axis not in entries[0])

@@ -14,7 +14,6 @@ from ep_runtime_client.base.layers import EpLayer, TracedLayer
 from ep_runtime_client.ops.calls.call import Call
 from ep_runtime_client.ops.calls.plan import Dispatched
 from ep_runtime_client.ops.movement import per_device
-from ep_runtime_client.ops.movement.per_device import Rows
 from ep_runtime_client.ops.movement.prepare import call_of_plan, check_width
 from ep_runtime_client.ops.tracing import eager, first_order
 from ep_runtime_client.ops.tracing.ambient import open_layer
@@ -77,7 +76,7 @@ def combine(
         expert_out = per_device.place(call, "expert_out", expert_out, slab)
         if weights is not None:
             weights = per_device.place(call, "weights", weights, slab).astype(jnp.float32)
-        given = Rows(index, expert_out, weights, dispatched.plan.arrays)
+        given = per_device.Rows(index, expert_out, weights, dispatched.plan.arrays)
         tokens_out: jax.Array = eager.settled(_primal, call, given, traced=_combine)
     return tokens_out
 
@@ -101,7 +100,7 @@ def _check_rows(call: Call, expert_out: jax.Array, weights: jax.Array | None) ->
         )
 
 
-def _primal(call: Call, given: Rows) -> jax.Array:
+def _primal(call: Call, given: per_device.Rows) -> jax.Array:
     def body(at: DeviceCall, *slabs: Any) -> jax.Array:
         return per_device_ops(call.group, given.plan).combine(at, *slabs)
 
@@ -111,20 +110,20 @@ def _primal(call: Call, given: Rows) -> jax.Array:
     return result
 
 
-def _fwd(call: Call, given: Rows) -> Any:
+def _fwd(call: Call, given: per_device.Rows) -> Any:
     # Without weights the gradient is a plain copy of rows and needs no expert_out.
     saved = given if given.weights is not None else given._replace(values=None)
     return eager.settled(_primal, call, given), saved
 
 
-def _bwd(call: Call, saved: Rows, grad: jax.Array) -> tuple[Rows]:
+def _bwd(call: Call, saved: per_device.Rows, grad: jax.Array) -> tuple[per_device.Rows]:
     with scope("combine_bwd", call.layer):
         d_expert_out, *d_weights = eager.settled(_pullback, call, saved, grad)
     nothing: Any = None
-    return (Rows(nothing, d_expert_out, d_weights[0] if d_weights else None, nothing),)
+    return (per_device.Rows(nothing, d_expert_out, d_weights[0] if d_weights else None, nothing),)
 
 
-def _pullback(call: Call, given: Rows, grad: jax.Array) -> tuple[jax.Array, ...]:
+def _pullback(call: Call, given: per_device.Rows, grad: jax.Array) -> tuple[jax.Array, ...]:
     """Pulls grad [..., H] back to expert_out [R, C, H], and to weights [R, C] if there are any."""
 
     def body(at: DeviceCall, *operands: Any) -> tuple[jax.Array, jax.Array | None]:

@@ -19,7 +19,6 @@ from ep_runtime_client.ops.calls.call import Call, world_rank
 from ep_runtime_client.ops.calls.plan import AnyArrays
 from ep_runtime_client.ops.calls.token_layout import say_reshard
 from ep_runtime_client.ops.partitioning import on_mesh, regions
-from ep_runtime_client.ops.partitioning.on_mesh import LayerOp, Pinned
 from ep_runtime_client.ops.partitioning.resolved import Arrived, Resolved, Shapes, Wanted
 from ep_runtime_client.ops.partitioning.roles import (
     Roles,
@@ -93,7 +92,7 @@ def run(
     given = (((),), *[lead] * len(of_tokens), *((slab, *[()] * (x.ndim - 1)) for x in of_slabs))
     made = (lead if to_tokens else (slab,),) * results
     settings = repr((meta.layout, meta.capacity, meta.handle, meta.layer.base_id, variant))
-    op = Pinned(call.where, name, settings, given, made, local)
+    op = on_mesh.Pinned(call.where, name, settings, given, made, local)
     return on_mesh.run_on_mesh(op, op.operands, layer_index, *of_tokens, *of_slabs)
 
 
@@ -137,7 +136,7 @@ def _same(known: PartitionSpec, wanted: PartitionSpec, call: Call) -> bool:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Watch(LayerOp):
+class _Watch(on_mesh.LayerOp):
     """An op that returns tokens [..., H] unchanged and looks at their sharding. Hashable.
 
     An axis that the group does not count replicates tokens: they are gathered over it, and every

@@ -40,7 +40,6 @@ import ep_runtime_client
 from ep_runtime import specs
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime_client.base import jax_internals
-from ep_runtime_client.base.jax_internals import RuleCall, usual_options
 from ep_runtime_client.ops.partitioning.regions import Partitioning, whole_shape
 from ep_runtime_client.ops.partitioning.resolved import Arrived, Resolved, Shapes, Sizes, Wanted
 from ep_runtime_client.ops.partitioning.roles import (
@@ -381,7 +380,7 @@ def _entries(array: Any, mesh: Mesh) -> Entries:
 class _Asked:
     """Answers XLA once for all equal calls. A serialized executable does not ask again."""
 
-    call: RuleCall | None = None
+    call: jax_internals.RuleCall | None = None
     contexts: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     answers: dict[tuple[str, ...], Any] = dataclasses.field(default_factory=dict)
 
@@ -402,7 +401,7 @@ def _answer(shapes: Any, shardings: Any, result: Any, sharding: Any, name: bytes
     assert asked.call is not None, "a program that came serialized is partitioned already"
     arrived = tuple(map(str, (*shapes, *shardings, result, sharding)))
     if arrived not in asked.answers:
-        with jax_internals.entered(asked.contexts), usual_options():
+        with jax_internals.entered(asked.contexts), jax_internals.usual_options():
             asked.answers[arrived] = jax_internals.answer(
                 asked.call, shapes, shardings, result, sharding
             )
@@ -415,7 +414,7 @@ def _lower(ctx: Any, *operands: Any, ruled: Any, mapped: Callable[..., Any], ide
         several = jax_internals.for_several(ctx)
         if several and (warning := jax_internals.fallback()):
             say_once(warning)
-        with usual_options():
+        with jax_internals.usual_options():
             plain = mapped if several else jaxpr_as_fun(ruled)
             return mlir.lower_fun(plain, multiple_results=True)(ctx, *operands)
     results, call = lowered

@@ -22,7 +22,6 @@ from ep_runtime_client.base import stored
 from ep_runtime_client.ops.permutation import batch_shards, checks
 from ep_runtime_client.ops.permutation import plan as permutation_plan
 from ep_runtime_client.ops.permutation import rows as local
-from ep_runtime_client.ops.permutation.batch_shards import BatchShards, Spec
 from ep_runtime_client.ops.permutation.plan import (
     PermutationArrays,
     PermutationMeta,
@@ -62,7 +61,7 @@ def permute(
     num_out_tokens: int | None = None,
     align_size: int | None = None,
     probs: jax.Array | None = None,
-    tokens_spec: Spec | None = None,
+    tokens_spec: batch_shards.Spec | None = None,
 ) -> Permuted:
     """Copies each token once per expert it is routed to, and sorts the copies by expert.
 
@@ -165,7 +164,7 @@ def unpermute(
     return total
 
 
-def _varied(shards: BatchShards, arrays: PermutationArrays) -> PermutationArrays:
+def _varied(shards: batch_shards.BatchShards, arrays: PermutationArrays) -> PermutationArrays:
     """Returns the plan typed as varying over all axes that an operand varies over."""
     return jax.tree.map(lambda x: spread_over(x, shards.varying), arrays)
 
@@ -191,7 +190,7 @@ def _plan_specs(meta: PermutationMeta) -> Any:
     return PermutationArrays(*specs)
 
 
-def _block(shards: BatchShards, lead: tuple[int, ...]) -> tuple[int, ...]:
+def _block(shards: batch_shards.BatchShards, lead: tuple[int, ...]) -> tuple[int, ...]:
     """Returns the leading dims of one shard's block."""
     return tuple(size // parts for size, parts in zip(lead, shards.per_dim, strict=True))
 

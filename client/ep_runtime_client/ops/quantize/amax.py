@@ -10,7 +10,6 @@ import jax.numpy as jnp
 from jax import lax
 
 from ep_runtime_client.ops.kernels import row_blocks
-from ep_runtime_client.ops.kernels.row_blocks import RowBlock
 from ep_runtime_client.ops.kernels.serve import either
 from ep_runtime_client.ops.quantize import kernels
 from ep_runtime_client.ops.quantize.pair import Pair
@@ -54,7 +53,7 @@ def _group_amax(experts: int, x: jax.Array, group_sizes: jax.Array) -> jax.Array
     slabs = Slabs.of(x, group_sizes)
     blocks = row_blocks.cut(slabs.capacity, group_sizes)
 
-    def step(block: RowBlock, amax: jax.Array) -> jax.Array:
+    def step(block: row_blocks.RowBlock, amax: jax.Array) -> jax.Array:
         values = block.read(slabs.rows).astype(jnp.float32)
         largest = finite_max(values, tuple(range(values.ndim)))
         return row_blocks.max_at(amax, blocks.expert(block, experts), largest)

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime_client.base.layers import EpLayer, TracedLayer
 from ep_runtime_client.ops.partitioning import regions
-from ep_runtime_client.ops.partitioning.regions import Partitioning
 from ep_runtime_client.ops.partitioning.roles import Roles, padded
 from ep_runtime_client.ops.quantize import ops
 from ep_runtime_client.ops.quantize.formats.recipes import Recipe, check_recipe
@@ -113,7 +112,7 @@ def _where(
     *,
     known: bool,
     slabs: bool = False,
-) -> Partitioning:
+) -> regions.Partitioning:
     if layer is None:
         return regions.of_operands(operands, None)
     return regions.of_layer(layer, operands, known=known, slabs=slabs)

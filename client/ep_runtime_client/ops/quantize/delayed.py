@@ -17,7 +17,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime_client.ops.partitioning import regions
-from ep_runtime_client.ops.partitioning.regions import Partitioning, type_of
 from ep_runtime_client.ops.partitioning.roles import Entries, Roles, flat, padded
 from ep_runtime_client.ops.quantize.formats.recipes import DelayedState, Recipe
 from ep_runtime_client.ops.quantize.rounding import scale_of
@@ -69,7 +68,7 @@ class Delayed:
     @classmethod
     def of(
         cls,
-        where: Partitioning,
+        where: regions.Partitioning,
         recipe: Recipe,
         num_experts: int,
         groups: Sequence[int],
@@ -117,11 +116,11 @@ class Delayed:
             amax = lax.all_gather(amax, axes, tiled=True)
         amax = settled(_typed_whole(amax), self.alike)
         pushed = jnp.concatenate([amax[None], _typed_whole(history)[:-1]])
-        if type_of(pushed) is None and self.mesh is not None:
+        if regions.type_of(pushed) is None and self.mesh is not None:
             # XLA could choose another sharding than the input's, and the next step would recompile.
             whole = NamedSharding(self.mesh, PartitionSpec())
             pushed = lax.with_sharding_constraint(pushed, whole)
-        return _typed(pushed, type_of(history))
+        return _typed(pushed, regions.type_of(history))
 
 
 def _mine(values: jax.Array, axes: Axes) -> jax.Array:
@@ -134,7 +133,7 @@ def _mine(values: jax.Array, axes: Axes) -> jax.Array:
 
 def _typed_whole(x: jax.Array) -> jax.Array:
     """Gives `x` the type of an array that every device has, if types have shardings."""
-    return _typed(x, None if type_of(x) is None else padded((), x.ndim))
+    return _typed(x, None if regions.type_of(x) is None else padded((), x.ndim))
 
 
 def _typed(x: jax.Array, entries: Entries | None) -> jax.Array:

@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 
 from ep_runtime_client.ops.kernels import row_blocks
-from ep_runtime_client.ops.kernels.row_blocks import RowBlock
 from ep_runtime_client.ops.quantize.formats.format import Axes, Format, Leaves, RowOptions
 from ep_runtime_client.ops.quantize.formats.recipes import Recipe
 from ep_runtime_client.ops.quantize.slabs import BLOCK_ROWS, Slabs
@@ -24,7 +23,7 @@ class UnscaledFormat(Format):
         slabs = Slabs.of(x, group_sizes)
         start = jnp.zeros(slabs.rows.shape, recipe.data_dtype(options.gradient))
 
-        def step(block: RowBlock, data: jax.Array) -> jax.Array:
+        def step(block: row_blocks.RowBlock, data: jax.Array) -> jax.Array:
             return block.write(data, block.read(slabs.rows))
 
         blocks = row_blocks.cut(slabs.capacity, slabs.totals, BLOCK_ROWS)

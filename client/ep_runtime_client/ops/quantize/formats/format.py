@@ -15,7 +15,6 @@ import jax
 import jax.numpy as jnp
 
 from ep_runtime_client.ops.kernels import row_blocks
-from ep_runtime_client.ops.kernels.row_blocks import RowBlock
 from ep_runtime_client.ops.quantize.formats.recipes import Recipe
 from ep_runtime_client.ops.quantize.formats.tiles import bits, from_bits, spread_tiles, widen
 
@@ -115,7 +114,7 @@ class Format(abc.ABC):
 
     def row_reader(
         self, operand: Any, lead: int, *, columns: bool = False
-    ) -> Callable[[RowBlock], Part]:
+    ) -> Callable[[row_blocks.RowBlock], Part]:
         """Returns a reader of a block's rows of a QuantizedTensor; rows of other groups are zeros.
 
         Args:
@@ -125,7 +124,7 @@ class Format(abc.ABC):
         """
         data, scale = flat(bits(operand.data), lead), operand.scale
 
-        def read(block: RowBlock) -> jax.Array:
+        def read(block: row_blocks.RowBlock) -> jax.Array:
             return from_bits(block.read(data), operand.dtype)
 
         if scale is None:
@@ -137,7 +136,7 @@ class Format(abc.ABC):
             )
         scales = flat(bits(scale), lead)
 
-        def scaled(block: RowBlock) -> Part:
+        def scaled(block: row_blocks.RowBlock) -> Part:
             values = widen(read(block))
             factors = from_bits(block.read(scales), scale.dtype).astype(jnp.float32)
             for axis, tile in self.tiles(values.ndim, 1).items():

@@ -12,7 +12,6 @@ from jax import lax
 
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime_client.ops.kernels import row_blocks
-from ep_runtime_client.ops.kernels.row_blocks import RowBlock
 from ep_runtime_client.ops.kernels.serve import either
 from ep_runtime_client.ops.quantize import kernels
 from ep_runtime_client.ops.quantize.formats.format import (
@@ -75,7 +74,7 @@ class MxFormat(Format):
 
     def row_reader(
         self, operand: Any, lead: int, *, columns: bool = False
-    ) -> Callable[[RowBlock], Part]:
+    ) -> Callable[[row_blocks.RowBlock], Part]:
         if not columns:
             return super().row_reader(operand, lead)
         # One scale per 32 rows; a block may begin inside 32 such rows.
@@ -83,7 +82,7 @@ class MxFormat(Format):
         scales = flat(bits(operand.scale_columns), lead)
         scale_dtype = operand.scale_columns.dtype
 
-        def scaled(block: RowBlock) -> Part:
+        def scaled(block: row_blocks.RowBlock) -> Part:
             values = widen(from_bits(block.read(data), operand.dtype))
             factors = from_bits(scales[lax.div(block.row, jnp.int32(MX_TILE))], scale_dtype)
             return Part(matrix(block.mask(values * factors.astype(jnp.float32))))
@@ -112,12 +111,12 @@ def _mx_rows(dtype: Any, x: jax.Array, group_sizes: jax.Array) -> tuple[jax.Arra
         jnp.full((rows.shape[0] // MX_TILE, *trailing), one),
     )
 
-    def step(block: RowBlock, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    def step(block: row_blocks.RowBlock, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         values = block.read(rows).astype(jnp.float32)
         data, scale = quantize_tiles(values, {last: MX_TILE}, dtype, True)
         columns, column_scale = quantize_tiles(values, {0: MX_TILE}, dtype, True)
         # C and a block's rows are multiples of 32, so a tile is in one block and one slab.
-        tile = RowBlock(
+        tile = row_blocks.RowBlock(
             block.group, lax.div(block.start, jnp.int32(MX_TILE)), block.valid[::MX_TILE]
         )
         return (

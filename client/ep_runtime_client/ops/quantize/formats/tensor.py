@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 
 from ep_runtime_client.ops.kernels import row_blocks
-from ep_runtime_client.ops.kernels.row_blocks import RowBlock
 from ep_runtime_client.ops.kernels.serve import either
 from ep_runtime_client.ops.quantize import kernels
 from ep_runtime_client.ops.quantize.amax import group_amax, kernel_amax, over
@@ -72,7 +71,7 @@ def _scaled_rows(dtype: Any, x: jax.Array, group_sizes: jax.Array, scale: jax.Ar
     slabs = Slabs.of(x, group_sizes)
     flat = scale.reshape(-1)
 
-    def step(block: RowBlock, data: jax.Array) -> jax.Array:
+    def step(block: row_blocks.RowBlock, data: jax.Array) -> jax.Array:
         values = block.read(slabs.rows).astype(jnp.float32)
         return block.write(
             data, bits(round_scaled(values, row_blocks.pick(flat, block.group), dtype))
