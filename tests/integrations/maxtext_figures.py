@@ -31,7 +31,7 @@ from typing import Any
 
 from integrations.maxtext_sources import patched_copy
 
-from ep_runtime_client.cli import render
+from ep_runtime_client.cli import render, tables
 
 STEPS = Path(__file__).with_name("maxtext_steps.py")
 WARM_STEPS = 3
@@ -80,15 +80,15 @@ VARIANTS = (
     ),
 )
 COLUMNS = (
-    render.Column("name", "PATH"),
-    render.Column("ms", "MS/STEP", "count"),
-    render.Column("min_ms", "MIN", "count"),
-    render.Column("tokens_per_s", "TOKENS/S", "count"),
-    render.Column("times_best", "X BEST OF THEIRS", "count"),
-    render.Column("xla_gib", "XLA GIB", "count"),
-    render.Column("runtime_gib", "RUNTIME GIB", "count"),
-    render.Column("loss", "LAST LOSS", "count"),
-    render.Column("says", "HOW"),
+    tables.Column("name", "PATH"),
+    tables.Column("ms", "MS/STEP", "count"),
+    tables.Column("min_ms", "MIN", "count"),
+    tables.Column("tokens_per_s", "TOKENS/S", "count"),
+    tables.Column("times_best", "X BEST OF THEIRS", "count"),
+    tables.Column("xla_gib", "XLA GIB", "count"),
+    tables.Column("runtime_gib", "RUNTIME GIB", "count"),
+    tables.Column("loss", "LAST LOSS", "count"),
+    tables.Column("says", "HOW"),
 )
 
 
