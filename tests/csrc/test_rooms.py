@@ -1,4 +1,4 @@
-"""The rooms of csrc/: who includes whom."""
+"""The sources of csrc/: which rooms include which, and which attributes calls read."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import re
 from pathlib import Path
 
 _SOURCES = Path(__file__).parents[2] / "csrc"
-
 # The lowest first. A room that is not named belongs to the folder that it lies in.
 _FLOORS = (
     "core/base",
@@ -62,3 +61,15 @@ def test_rooms_include_only_what_lies_below() -> None:
         if _floor(included) > _floor(path.relative_to(_SOURCES))
     ]
     assert not upward
+
+
+def test_attributes_that_are_read_are_not_refused() -> None:
+    known = re.search(
+        r"kAttributes\[\] = \{(.*?)\}", (_SOURCES / "ffi/read_call.cc").read_text(), re.S
+    )
+    assert known is not None
+    text = "\n".join(path.read_text() for path in (_SOURCES / "ffi").rglob("*.cc"))
+    read = re.findall(r'(?:attrs\.get<\w+>\(|ReadIfThere\(attrs, )"(\w+)"', text)
+    assert "node_size" in read
+    assert "rows" in read
+    assert sorted(set(read)) == sorted(re.findall(r'"(\w+)"', known.group(1)))

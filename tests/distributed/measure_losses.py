@@ -20,8 +20,7 @@ from pathlib import Path
 
 from daemon_fixtures import wait_until
 from distributed.going_on_job import READY
-from distributed.test_going_on import JOB, start
-from distributed.test_random_losses import ALONE_STEPS, HANG_S, check_losses, losses_of
+from distributed.test_going_on import ALONE_STEPS, HANG_S, JOB, check_losses, losses_of, start
 from multiprocess import launch
 
 PROCESSES, DEVICES = 4, 2

@@ -1,7 +1,7 @@
 """`train_tunix.py SETTINGS`: ten steps of a small Qwen3-MoE with tunix' trainer; prints losses.
 
-SETTINGS is JSON, see `test_tunix.py`; with `ours` the code of the page comes first. With `replay`
-it prints what one step of GRPO replays instead.
+SETTINGS is JSON, see `test_trainers.py`; with `ours` the code of the page comes first. With
+`replay` it prints what one step of GRPO replays instead.
 """
 
 from __future__ import annotations

@@ -1,21 +1,45 @@
-"""Each program and each equal layer is compiled once, by a client that attached by name too."""
+"""Programs are compiled once, stored and exported; a client that attached by name runs them too."""
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import json
+import os
+import pickle
 import re
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import fakes
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
-from child_programs import Start
+from child_programs import Start, run_python
+from jax.experimental import serialize_executable
 from jax.sharding import NamedSharding, PartitionSpec
+from mode_programs import (
+    EXPERTS,
+    MESHES,
+    TOP_K,
+    assert_close,
+    collectives,
+    draw,
+    grads_of,
+    loss,
+    meant,
+    meant_grads,
+    put,
+)
+from stored_child import COMPILED, SPEC, open_group
 
 import ep_runtime as ep
+from ep_runtime import native
 from ep_runtime_client.moe import op as block_ops
+from ep_runtime_client.ops.transports import windows as transports_windows
 
 # Traces and compiles the same program with the cache on, and runs it.
 BODY = """
@@ -195,3 +219,144 @@ def _train_step(make_group: fakes.MakeGroup) -> Any:
 
     x = shaped((4, 32, 64), ("fsdp", "ep"))
     return jax.jit(jax.grad(loss)).lower(weights, x)
+
+
+def child(task: str, *arguments: str) -> Any:
+    """What stored_child.py prints for a task, in a process of its own."""
+    here = Path(__file__).parent
+    path = f"{os.environ['PYTHONPATH']}{os.pathsep}{here}"
+    done = run_python(here / "stored_child.py", task, *arguments, PYTHONPATH=path)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.fixture
+def layer() -> Any:
+    group, layer = open_group()
+    yield layer
+    group.close()
+
+
+def operands_of(layer: Any) -> list[Any]:
+    return put(layer.group, SPEC, *draw())
+
+
+def exported(layer: Any, function: Callable[..., Any]) -> Any:
+    """An export for the mesh's devices, as a user would write it."""
+    checks = ep.export_checks()
+    return jax.export.export(jax.jit(function), disabled_checks=checks)(*operands_of(layer))
+
+
+def test_export_checks_name_every_custom_call() -> None:
+    assert {target.name for target in native.library().targets()} == {*transports_windows.TARGETS}
+    named = [check.is_custom_call() for check in ep.export_checks()]
+    table = Path(__file__).parents[2] / "csrc/ffi/targets_cuda.cc"
+    on_gpus = re.findall(r'^    \{"(ep_\w+)"', table.read_text(), re.MULTILINE)
+    of_the_bench = {"ep_dispatch_ceiling_v1", "ep_combine_ceiling_v1", "ep_clock_v1"}
+    assert sorted(named) == sorted({*on_gpus} - of_the_bench)
+
+
+def test_without_the_checks_an_export_is_refused(layer: Any) -> None:
+    with pytest.raises(ValueError, match="ep_prepare_v1"):
+        jax.export.export(jax.jit(lambda *args: loss(layer, *args)))(*operands_of(layer))
+
+
+def test_an_exported_program_and_its_gradient(layer: Any) -> None:
+    operands = operands_of(layer)
+    x, _, weights = draw()
+    blob = exported(layer, lambda *args: loss(layer, *args)).serialize(vjp_order=1)
+    again = jax.export.deserialize(blob)
+    assert_close(jax.jit(again.call)(*operands), np.sin(meant(x, weights)))
+    assert_close(grads_of(again.call)(*operands), meant_grads(x, weights))
+
+
+def round_trip(function: Callable[..., Any], *operands: Any) -> Any:
+    """The function again, out of the bytes of its export."""
+    export = jax.export.export(jax.jit(function), disabled_checks=ep.export_checks())(*operands)
+    again = jax.export.deserialize(export.serialize())
+    assert (again.in_tree, again.out_tree) == (export.in_tree, export.out_tree)
+    return again.call
+
+
+def test_our_classes_cross_an_export_as_arguments_and_results(layer: Any) -> None:
+    """With what is static in them: the layer of a plan, a recipe, the mesh of a permutation."""
+    x, idx, weights = operands_of(layer)
+    send = round_trip(lambda *args: ep.dispatch(layer, *args), x, idx, weights)
+    sent = send(x, idx, weights)
+    assert sent.plan.meta.layer == layer
+    back = round_trip(lambda sent: ep.combine(layer, sent, sent.tokens, weights=sent.weights), sent)
+    assert_close(back(sent), x * weights.sum(-1, keepdims=True))
+
+    params = ep.init_moe_params(jax.random.key(0), layer, 8)
+    spread = NamedSharding(layer.mesh, SPEC)
+    sort = functools.partial(ep.permute, num_experts=EXPERTS, tokens_spec=spread)
+    recipe, sizes = ep.recipes.TensorScaling(delayed=True), jnp.int32([32])
+    every = (
+        params,
+        jax.eval_shape(functools.partial(ep.moe, layer, return_stats=True), x, params),
+        jax.eval_shape(sort, x, idx),
+        jax.eval_shape(functools.partial(ep.route, top_k=TOP_K), x),
+        (ep.Routing(idx, weights), dataclasses.replace(params, router=None)),
+        jax.eval_shape(ep.grouped_quantize, jnp.ones((32, 32)), sizes, ep.recipes.MXFP8()),
+        recipe,
+        recipe.init_state(EXPERTS),
+        ep.init_moe_state(layer, (recipe, None)),
+    )
+    round_trip(lambda *args: args, *every)
+
+
+@pytest.mark.parametrize("name", MESHES)
+def test_every_mesh_exports(make_group: fakes.MakeGroup, name: str) -> None:
+    axes, settings, spec = MESHES[name]
+    group = make_group(
+        axes=axes, transport="memfd", num_experts=EXPERTS, max_tokens_per_rank=32, **settings
+    )
+    layer = group.register_layer("moe", top_k=TOP_K)
+    operands = put(group, spec, *draw())
+    program = grads_of(lambda *args: loss(layer, *args))
+    export = jax.export.export(program, disabled_checks=ep.export_checks())(*operands)
+    assert export.nr_devices == group.mesh.size
+    again = jax.export.deserialize(export.serialize())
+    compiled = jax.jit(again.call).lower(*operands).compile()
+    assert_close(compiled(*operands), meant_grads(*draw()[::2]))
+    assert collectives(compiled) == []
+
+
+def test_ahead_of_time_from_shapes_alone(layer: Any) -> None:
+    sharding = NamedSharding(layer.mesh, SPEC)
+    shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding) for a in draw()]
+    run = grads_of(lambda *args: loss(layer, *args)).lower(*shapes).compile()
+    assert_close(run(*operands_of(layer)), meant_grads(*draw()[::2]))
+    traced = jax.jit(lambda *args: loss(layer, *args)).trace(*shapes)
+    assert traced.out_info.shape == draw()[0].shape
+    assert jax.eval_shape(lambda *args: loss(layer, *args), *shapes).shape == draw()[0].shape
+
+
+def test_stored_programs_run_in_a_process_that_never_traced_them(
+    layer: Any, tmp_path: Path
+) -> None:
+    """They end with StaleHandleError before their layer is registered, and for another spec."""
+    program = grads_of(lambda *args: loss(layer, *args))
+    export = jax.export.export(program, disabled_checks=ep.export_checks())
+    (tmp_path / "export").write_bytes(export(*operands_of(layer)).serialize())
+    compiled = program.lower(*operands_of(layer)).compile()
+    (tmp_path / "executable").write_bytes(pickle.dumps(serialize_executable.serialize(compiled)))
+    said = child("load", str(tmp_path))
+    for kind in ("export", "executable"):
+        assert "EP_RUNTIME/StaleHandleError" in said[kind]["no layer"]
+        assert said[kind]["layer"] == "right"
+        assert said[kind]["again"] == "right"
+        assert "EP_RUNTIME/StaleHandleError" in said[kind]["other alignment"]
+        assert "EP_RUNTIME/StaleHandleError" in said[kind]["closed"]
+
+
+def test_the_persistent_cache_hits_for_the_same_spec_alone(tmp_path: Path) -> None:
+    """Programs of equal shapes but of other specs are compiled anew, and all values are right."""
+    first, second = (child("cache", str(tmp_path / "cache")) for _ in range(2))
+    texts = [run["texts"] for run in first]
+    assert [run["texts"] for run in second] == texts
+    assert len({(forward, grads) for forward, grads, _ in texts}) == len(texts)
+    products = {run["name"]: run["texts"][2] for run in first}
+    assert len({products[name] for name in ("base", "alignment", "tokens")}) == 3
+    for runs, hits in ((first, 0), (second, 3)):
+        for run in runs[: len(COMPILED)]:
+            assert (run["hits"], run["misses"], run["right"]) == (hits, 3 - hits, True), run["name"]

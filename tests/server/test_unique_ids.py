@@ -1,15 +1,16 @@
-"""NCCL unique ids of a group: made by a process of the daemon's, given to members alone."""
+"""NCCL unique ids: one set per generation of a group, on one node and over two, then gone."""
 
 from __future__ import annotations
 
 import asyncio
 import os
-import time
 from pathlib import Path
 
 import pytest
+from harness import eventually
 from nccl_builds import fake_library
 from raw_client import WAIT_S, Client, make_spec
+from spanning import group_of, spec_of
 
 from ep_runtime import services, wire
 from ep_runtime.errors import (
@@ -19,7 +20,7 @@ from ep_runtime.errors import (
     RuntimeUnavailableError,
     StaleHandleError,
 )
-from ep_runtime.v1 import admin_service_pb2, nccl_service_pb2
+from ep_runtime.v1 import admin_service_pb2, nccl_service_pb2, node_service_pb2
 from ep_runtime_server.nccl import unique_ids
 from ep_runtime_server.nccl.id_process import PROCESS_FDS, IdProcess
 
@@ -73,13 +74,6 @@ def children(parent: int | None = None) -> list[int]:
     return [pid for pid in found if is_alive(pid, parent or os.getpid())]
 
 
-def eventually(condition) -> bool:
-    deadline = time.monotonic() + WAIT_S
-    while not condition() and time.monotonic() < deadline:
-        os.sched_yield()
-    return condition()
-
-
 def test_every_process_gets_the_same_ids_one_per_ep_domain(client):
     spec = make_spec(ranks=2, mesh_axes=(("dp", 3), ("ep", 2)), transport="xla")
     group = client.ready(spec)
@@ -98,7 +92,7 @@ def test_their_process_ends_when_all_ranks_joined(client):
     report(client, group)
     assert row(client).nccl_state == "ready, 2 ranks"
     assert row(client).nccl_version == "2.28.9"
-    assert eventually(lambda: not children())
+    eventually(lambda: not children(), within_s=WAIT_S)
 
 
 def test_a_failed_process_voids_the_ids_of_its_generation(client):
@@ -108,7 +102,7 @@ def test_a_failed_process_voids_the_ids_of_its_generation(client):
     with pytest.raises(StaleHandleError, match="no socket.*create it again"):
         ask(client, group)
     assert row(client).nccl_state == "none: rank 0: NCCL: init: no socket"
-    assert eventually(lambda: not children())
+    eventually(lambda: not children(), within_s=WAIT_S)
 
 
 def test_a_new_generation_gets_new_ids(client):
@@ -120,14 +114,14 @@ def test_a_new_generation_gets_new_ids(client):
     assert set(ask(client, again).unique_ids).isdisjoint(before)
     with pytest.raises(StaleHandleError):
         ask(client, group)
-    assert eventually(lambda: len(children()) == 1)
+    eventually(lambda: len(children()) == 1, within_s=WAIT_S)
 
 
 def test_their_process_ends_with_the_group(client):
     group = client.ready(make_spec(transport="xla"))
     ask(client, group)
     client.close_group(group)
-    assert eventually(lambda: not children())
+    eventually(lambda: not children(), within_s=WAIT_S)
 
 
 def test_processes_of_one_user_are_limited(client, daemon, monkeypatch):
@@ -139,7 +133,7 @@ def test_processes_of_one_user_are_limited(client, daemon, monkeypatch):
     with pytest.raises(PoolExhaustedError, match="has 1 groups that make NCCL"):
         ask(client, second)
     client.close_group(first)
-    assert eventually(lambda: daemon.status().users[0].num_fds < held)
+    eventually(lambda: daemon.status().users[0].num_fds < held, within_s=WAIT_S)
     ask(client, second)
 
 
@@ -149,7 +143,7 @@ def test_their_process_ends_after_a_while(nccl_library, clocked):
     ask(client, group)
     assert len(children()) == 1
     clocked.clock.advance(601)
-    assert eventually(lambda: not children())
+    eventually(lambda: not children(), within_s=WAIT_S)
     client.close()
 
 
@@ -160,7 +154,7 @@ def test_their_process_ends_with_a_daemon_that_is_killed(nccl_library, daemon_pr
     (child,) = children(running.popen.pid)
     client.close()
     running.kill()
-    assert eventually(lambda: not is_alive(child))
+    eventually(lambda: not is_alive(child), within_s=WAIT_S)
 
 
 def test_a_stranger_gets_none(client, daemon):
@@ -224,3 +218,51 @@ def test_a_fault_while_ids_are_made_is_said_to_everybody(client, daemon, monkeyp
         ask(client, group)
     assert "a fault of the daemon" in row(client).nccl_state
     assert "task.failed" in daemon.event_kinds()
+
+
+def created(pool, clients, spec):
+    """Groups that every rank's process has created, and nobody has reported."""
+    futures = [pool.submit(client.create, spec, [rank]) for rank, client in enumerate(clients)]
+    return [future.result(WAIT_S).group for future in futures]
+
+
+def test_both_nodes_give_the_coordinators_ids_until_the_view_is_decided(nccl_library, nodes, pool):
+    a, b = nodes
+    clients = [a.client(), b.client()]
+    groups = created(pool, clients, spec_of())
+    found = [ask(client, group) for client, group in zip(clients, groups, strict=True)]
+    assert found[0].unique_ids == found[1].unique_ids
+    assert len(children()) == 1  # of both daemons, which share this process
+    attached = [pool.submit(c.attached, g) for c, g in zip(clients, groups, strict=True)]
+    for future in attached:
+        future.result(WAIT_S)
+    eventually(lambda: not children())
+
+
+def test_a_view_that_is_given_up_takes_its_ids_along(nccl_library, nodes, pool):
+    a, b = nodes
+    clients = [a.client(), b.client()]
+    groups = created(pool, clients, spec_of())
+    before = ask(clients[0], groups[0]).unique_ids
+    clients[1].goodbye()
+    eventually(lambda: not children())
+    again = b.client()
+    joined = pool.submit(again.create, spec_of(), [1])
+    after = ask(again, joined.result(WAIT_S).group).unique_ids
+    assert set(after).isdisjoint(before)
+
+
+def test_who_is_not_in_the_cluster_gets_none(nccl_library, nodes, pool, call_node):
+    a, b = nodes
+    created(pool, [a.client(), b.client()], spec_of())
+    request = node_service_pb2.GetViewIdsRequest(
+        node="stranger",
+        lease_id="made up",
+        key=node_service_pb2.GroupKey(uid=os.geteuid(), job="job", name="moe"),
+        epoch=group_of(a).epoch,
+        num_domains=1,
+    )
+    address = next(node.identity.address for node in a.status().cluster.nodes if node.coordinator)
+    with pytest.raises(StaleHandleError):
+        call_node(address, node_service_pb2, "GetViewIds", request)
+    assert not children()

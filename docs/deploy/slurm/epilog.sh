@@ -1,5 +1,5 @@
 #!/bin/bash
-# Run here: on one node by Slurm 22.05 and systemd 252, tests/deploy/test_slurm_itself.py, and on two by
+# Run here: on one node by Slurm 22.05 and systemd 252, tests/deploy/test_slurm.py, and on two by
 # stubs of them, tests/deploy/test_slurm.py.
 #
 # Ends what prolog.sh started, when the job's processes are gone: its memory is free again. Where this

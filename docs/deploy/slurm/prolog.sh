@@ -1,5 +1,5 @@
 #!/bin/bash
-# Run here: on one node by Slurm 22.05 and systemd 252, tests/deploy/test_slurm_itself.py, and on two by
+# Run here: on one node by Slurm 22.05 and systemd 252, tests/deploy/test_slurm.py, and on two by
 # stubs of them, tests/deploy/test_slurm.py.
 #
 # Starts a job's daemon on each of its nodes, as the job's user, before the job's first step. Slurm runs

@@ -1,7 +1,7 @@
-"""tunix' Qwen3-MoE with the subclass of its page trains as without: the same losses, ten steps.
+"""The code of the pages for tunix, equinox and haiku trains as without it, or as dense experts.
 
-By command, where the Python that runs this has google-tunix; `--log-cli-level=INFO` says how far
-losses differ.
+By command, where the Python that runs this has them; `--log-cli-level=INFO` says how far losses
+differ.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ SCRIPT = Path(__file__).with_name("train_tunix.py")
 RUN_TIMEOUT_S = 600.0
 STEPS = 10
 EIGHT_DEVICES = "--xla_force_host_platform_device_count=8"
-
 COMMON: dict[str, Any] = {
     "mesh": (4, 2),  # fsdp, tp
     "dtype": "float32",
@@ -83,3 +82,41 @@ def test_grpo_replays_the_rollouts_experts_and_grades_todays_router() -> None:
     np.testing.assert_allclose(*found["losses"], atol=1e-6)
     assert found["router_gradient"] > 1e-4
     assert found["router_gradients_apart"] < 1e-5 * found["router_gradient"]
+
+
+EQUINOX = doc_pages.ROOT / "docs/integrations/equinox.md"
+EQUINOX_SCRIPT = Path(__file__).with_name("train_equinox.py")
+
+
+def test_lines_of_equinox_are_those_that_the_page_says() -> None:
+    code = "".join(block.code for block in doc_pages.blocks(EQUINOX))
+    ours = [line for line in code.splitlines() if line.endswith("  # ep")]
+    assert f"{len(ours)} lines" in EQUINOX.read_text(encoding="utf-8")
+
+
+def losses(library: str, dtype: str, experts: str) -> list[float]:
+    """Every step's loss, of a process of its own; no warning may come up in it."""
+    words = ("-W", "error", str(EQUINOX_SCRIPT), library, dtype, experts)
+    done = run_python(*words, limit_s=RUN_TIMEOUT_S, JAX_PLATFORMS="cpu")
+    found: list[float] = json.loads(done.stdout.splitlines()[-1])
+    assert len(found) == STEPS
+    return found
+
+
+@pytest.mark.integrations
+@pytest.mark.timeout(2 * RUN_TIMEOUT_S)
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-6), ("bfloat16", 1e-3)])
+@pytest.mark.parametrize(("library", "package"), [("equinox", "equinox"), ("haiku", "dm-haiku")])
+def test_losses_are_those_of_dense_experts(
+    library: str, package: str, dtype: str, tolerance: float
+) -> None:
+    if importlib.util.find_spec("equinox") is None or importlib.util.find_spec(library) is None:
+        pytest.skip(f"{package} is not installed, or equinox")
+    assert f"{package} {importlib.metadata.version(package)}" in " ".join(
+        EQUINOX.read_text(encoding="utf-8").split()
+    )
+    stock, mine = (losses(library, dtype, experts) for experts in ("dense", "ours"))
+    assert stock[-1] < stock[0]
+    apart = np.abs(np.divide(mine, stock) - 1).max()
+    _log.info("%s, %s: losses differ by %.2g of the dense ones at most", library, dtype, apart)
+    np.testing.assert_allclose(mine, stock, rtol=tolerance, atol=0)
