@@ -7,16 +7,16 @@ version allowed stay valid, and are shown quoted.
 
 from __future__ import annotations
 
+import itertools
 import re
 import unicodedata
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from ep_runtime.errors import InvalidArgumentError
 
 MAX_NAME_BYTES = 120
 MAX_LABELS = 32
 MAX_LABEL_BYTES = 256
-
 # Letters and marks that terminals do not draw.
 _UNSEEN = (
     "\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180d\u180f\u3164\ufe00-\ufe0f\uffa0"
@@ -115,3 +115,22 @@ def _escaped(char: str) -> str:
     if char in "'\\":
         return f"\\x{ord(char):02x}"
     return char if char.isprintable() else char.encode("unicode_escape").decode()
+
+
+_MOST_LISTED = 20
+_MOST_COMPARED = 1000  # takes about 10 ms
+
+
+def hint(typed: str, known: Iterable[str]) -> str:
+    """Returns `; did you mean 'x'?` if a known name is similar, else an empty text."""
+    import difflib
+
+    by_lower = {name.lower(): name for name in itertools.islice(known, _MOST_COMPARED)}
+    close = difflib.get_close_matches(typed.lower(), by_lower, n=1)
+    return f"; did you mean {quoted(by_lower[close[0]])}?" if close else ""
+
+
+def listed(known: Iterable[str]) -> str:
+    """Lists names for an error's text; at most _MOST_LISTED of them."""
+    names = [shown(name) for name in sorted(set(known))]
+    return ", ".join(names[:_MOST_LISTED]) + (", ..." if len(names) > _MOST_LISTED else "")

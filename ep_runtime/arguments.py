@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, ParamSpec, TypeVar
 
-from ep_runtime import close_names
+from ep_runtime import allowed_names
 from ep_runtime.errors import InvalidArgumentError
 
 _P = ParamSpec("_P")
@@ -39,7 +39,7 @@ def suggests(
                     refuse_removed(name, removed)
                     raise TypeError(
                         f"{function.__qualname__}() got an unexpected keyword argument {name!r}"
-                        + close_names.hint(name, known)
+                        + allowed_names.hint(name, known)
                     )
             return function(*args, **kwargs)
 

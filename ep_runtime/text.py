@@ -1,4 +1,4 @@
-"""Makes text from other users safe for terminals."""
+"""Formats values for people, and makes text from other users safe for terminals."""
 
 from __future__ import annotations
 
@@ -22,3 +22,35 @@ def check_printable(argument: str, text: str, max_bytes: int) -> None:
             f"{argument} must be printable text of at most {max_bytes} bytes, got {text[:80]!r}",
             argument=argument,
         )
+
+
+_AGES = (("d", 86400), ("h", 3600), ("m", 60), ("s", 1))
+
+
+def iec(count: int) -> str:
+    """Formats bytes in IEC units: 12.0 MiB."""
+    value, unit = float(count), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if value < 1024:
+            break
+        value, unit = value / 1024, larger
+    return f"{count} B" if unit == "B" else f"{value:.1f} {unit}"
+
+
+def duration(seconds: float) -> str:
+    """Formats seconds in their two largest units: 3d4h, 5m12s, 4.2s."""
+    if seconds < 60:
+        return f"{max(seconds, 0.0):.1f}s"
+    whole = int(seconds)
+    at = next(i for i, (_, size) in enumerate(_AGES) if whole >= size)
+    (name, size), (next_name, next_size) = _AGES[at], _AGES[at + 1]
+    return f"{whole // size}{name}{whole % size // next_size}{next_name}"
+
+
+def si(value: float) -> str:
+    """Formats a number in thousands: 950, 12.3k, 4.5M."""
+    for unit in ("", "k", "M", "G"):
+        if abs(value) < 999.5 or unit == "G":
+            break
+        value /= 1000
+    return f"{value:.0f}{unit}" if not unit and value >= 10 else f"{value:.1f}{unit}"

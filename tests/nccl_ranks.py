@@ -14,7 +14,7 @@ from ep_runtime import nccl
 from ep_runtime.errors import EpRuntimeError
 from ep_runtime.v1 import admin_service_pb2
 from ep_runtime_client.daemons import transport
-from ep_runtime_client.daemons.socket_directory import SocketDirectory
+from ep_runtime_client.daemons.addresses import SocketDirectory
 from ep_runtime_client.nccl import communicators
 
 SPEC = make_spec(transport="xla")

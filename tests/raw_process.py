@@ -183,38 +183,13 @@ def _child_call(state, module, name, *arguments):
     return getattr(importlib.import_module(module), name)(state, *arguments)
 
 
-_COMMANDS = {
-    "call": _child_call,
-    "window_bytes": _child_window_bytes,
-    "board_fd": _child_board_fd,
-    "become": _child_become,
-    "squat": _child_squat,
-    "linger": _child_linger,
-    "heard": _child_heard,
-    "enter_namespace": _child_enter_namespace,
-    "open_trusted": _child_open_trusted,
-    "open": _child_open,
-    "inodes": _child_inodes,
-    "close": _child_close,
-    "hello": _child_hello,
-    "redeem": _child_redeem,
-    "map": _child_map,
-    "resume": _child_resume,
-    "give_back": _child_give_back,
-    "give_back_none": _child_give_back_none,
-    "spoil_board": _child_spoil_board,
-    "board": _child_board,
-    "fork": _child_fork,
-}
-
-
 def _child_main(pipe) -> None:
     state: dict = {}
     with contextlib.suppress(EOFError):
         while True:
             name, arguments = pipe.recv()
             try:
-                pipe.send((True, _COMMANDS[name](state, *arguments)))
+                pipe.send((True, globals()[f"_child_{name}"](state, *arguments)))
             except Exception as error:  # noqa: BLE001 - the test raises it
                 pipe.send((False, error))
 

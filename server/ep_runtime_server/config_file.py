@@ -9,7 +9,7 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-from ep_runtime import close_names, files
+from ep_runtime import allowed_names, files
 from ep_runtime.errors import InvalidArgumentError
 
 # Flags for one process only; a config file may not set them.
@@ -36,7 +36,7 @@ def read(parser: argparse.ArgumentParser, path: Path) -> None:
     known = keys(parser)
     for key, value in content.items():
         if key not in known:
-            raise _wrong(f"{path} has no use for {key!r}{close_names.hint(key, known)}")
+            raise _wrong(f"{path} has no use for {key!r}{allowed_names.hint(key, known)}")
         try:
             parser.set_defaults(**{known[key].dest: _value(known[key], value)})
         except (TypeError, ValueError, argparse.ArgumentTypeError) as error:

@@ -24,7 +24,7 @@ from ep_runtime_client.base import jax_state
 from ep_runtime_client.cli.commands import doctor
 from ep_runtime_client.cli.daemon import source
 from ep_runtime_client.cli.machine import gpus
-from ep_runtime_client.daemons.socket_directory import SocketDirectory
+from ep_runtime_client.daemons.addresses import SocketDirectory
 
 
 def _run(*words: str) -> subprocess.CompletedProcess[str]:

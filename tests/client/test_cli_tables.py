@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ep_runtime import units
+from ep_runtime.text import duration, iec
 from ep_runtime_client.cli import render, tables
 from ep_runtime_client.cli.tables import IDENTITY, STATE, Column
 
@@ -163,7 +163,7 @@ def test_json_starts_with_version_and_kind(capsys: pytest.CaptureFixture[str]) -
     ],
 )
 def test_iec(count: int, text: str) -> None:
-    assert units.iec(count) == text
+    assert iec(count) == text
 
 
 @pytest.mark.parametrize(
@@ -178,7 +178,7 @@ def test_iec(count: int, text: str) -> None:
     ],
 )
 def test_duration(seconds: float, text: str) -> None:
-    assert units.duration(seconds) == text
+    assert duration(seconds) == text
 
 
 ORDERS = "a\x1b[2Jb\r\x9b1m\u202e\nc"

@@ -28,7 +28,7 @@ from ep_runtime.v1 import fd_socket_pb2
 from ep_runtime_client import cli
 from ep_runtime_client.cli.daemon import probe, source
 from ep_runtime_client.daemons import transport
-from ep_runtime_client.daemons.socket_directory import SocketDirectory
+from ep_runtime_client.daemons.addresses import SocketDirectory
 
 _NOBODY = 65534
 

@@ -204,7 +204,7 @@ def test_no_descriptor_is_closed_while_it_is_read(monkeypatch: pytest.MonkeyPatc
         assert closer.is_alive()
         os.fstat(board_fd)
 
-    monkeypatch.setattr(formed.board_file, "read_poison", read)
+    monkeypatch.setattr(formed.board, "read_poison", read)
     assert memory.poison(7) is None
     closer.join(10)
     with pytest.raises(OSError, match="Bad file descriptor"):

@@ -18,7 +18,6 @@ from ep_runtime import wire
 from ep_runtime.v1 import session_service_pb2
 from ep_runtime_client import cli
 from ep_runtime_client.daemons import addresses, transport
-from ep_runtime_client.daemons.socket_directory import SocketDirectory
 
 NOBODY = 65534
 TIMEOUT_S = 0.5
@@ -110,7 +109,7 @@ def test_a_name_that_changes_hands_under_a_channel_leads_nowhere_else(
     with socket.socket(socket.AF_UNIX) as daemon:
         daemon.bind(str(ours / wire.API_SOCKET))
         daemon.listen()
-        control = transport.ControlChannel(SocketDirectory(ours), "secret")
+        control = transport.ControlChannel(addresses.SocketDirectory(ours), "secret")
         shutil.rmtree(ours)
     stranger.do("squat", ours)
     with pytest.raises(ep.RuntimeUnavailableError):
@@ -128,4 +127,4 @@ def test_a_uid_that_is_none_is_refused(text: str) -> None:
 def test_an_address_keeps_its_uid() -> None:
     address = addresses.parse_address("unix:///d?uid=7")
     assert address == addresses.Address("directory", Path("/d"), 7)
-    assert SocketDirectory(Path("/d"), 7).address == "unix:///d?uid=7"
+    assert addresses.SocketDirectory(Path("/d"), 7).address == "unix:///d?uid=7"

@@ -1,4 +1,4 @@
-"""Names that other users read: which may be made, and how the others are shown."""
+"""Names, labels and texts: what may be one, and how the rest is shown."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from ep_runtime.allowed_names import (
     shown,
 )
 from ep_runtime.errors import InvalidArgumentError
+from ep_runtime.text import check_printable, printable
 
 KINDS = ("group", "layer", "job")
 ALLOWED = {
@@ -147,3 +148,18 @@ def test_old_names_are_shown_as_a_word_that_runs_nothing(shell: str, tmp_path: P
         assert [*tmp_path.iterdir()] == [], name
         if shell in ("bash", "zsh") or not word.startswith("$"):
             assert done.stdout == name
+
+
+ORDERS = "a\x1b[2Jb\rc\x9b1md\u202ee\x7ff"
+
+
+def test_what_prints_stays_and_the_rest_is_escaped():
+    assert printable("ä 中 \U0001f600\nnext") == "ä 中 \U0001f600\nnext"
+    assert printable(ORDERS) == r"a\x1b[2Jb\rc\x9b1md\u202ee\x7ff"
+
+
+def test_an_argument_of_other_text_is_named():
+    check_printable("labels", "", 10)
+    for text in ("a\rb", "x" * 11):
+        with pytest.raises(InvalidArgumentError, match="labels must be printable text of at most"):
+            check_printable("labels", text, 10)

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from ep_runtime import board, board_abi, board_file, board_records, native, native_abi
+from ep_runtime import board, board_abi, board_records, native, native_abi
 from ep_runtime.errors import (
     InvalidArgumentError,
     RuntimeUnavailableError,
@@ -217,7 +217,7 @@ def test_a_node_of_the_largest_mesh_opens_its_part():
         pids = [record.pid for record in board_records.read_ranks(view, where)]
         assert pids == [0, 0, os.getpid(), os.getpid(), 0, os.getpid(), 0, 0]
         native.library().close_group(group)
-        assert board_file.left_ranks(board_fd) == [4098, 4099, 4101]
+        assert board.left_ranks(board_fd) == [4098, 4099, 4101]
         with pytest.raises(InvalidArgumentError, match="has 8 ranks of this node, and rank 7 is"):
             native.library().open_group(
                 spec, window_fds=[windows[4096]] * ranks, local_ranks=[7], **options

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 from cluster_places import place, plain_tcp
-from copied_tree import ROOT
 from harness import DaemonProcess, eventually
 from multiprocess.launch import Job, Worker
 from raw_client import WAIT_S as CALL_S
@@ -20,6 +19,7 @@ from raw_client import WAIT_S as CALL_S
 import ep_runtime
 from ep_runtime import native
 
+ROOT = Path(__file__).resolve().parents[2]
 INSTALL_S = 120.0
 _FOLDERS = {"": "ep_runtime", "server": "ep_runtime_server", "client": "ep_runtime_client"}
 

@@ -18,7 +18,7 @@ from harness import Watcher, eventually
 from raw_client import WAIT_S, close_fds, connect, hello, make_spec, receive, redeem
 
 from ep_runtime import board, errors, layer_specs, specs
-from ep_runtime.units import iec
+from ep_runtime.text import iec
 from ep_runtime.v1 import fd_socket_pb2
 from ep_runtime_server.base import limits
 from ep_runtime_server.memory import devices

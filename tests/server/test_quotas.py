@@ -10,10 +10,10 @@ from raw_client import WAIT_S, close_fds, connect, make_spec
 
 from ep_runtime import board, errors
 from ep_runtime.layer_specs import LayerSpec
-from ep_runtime.units import iec
+from ep_runtime.text import iec
 from ep_runtime.v1 import session_service_pb2
 from ep_runtime_client.daemons import transport
-from ep_runtime_client.daemons.socket_directory import SocketDirectory
+from ep_runtime_client.daemons.addresses import SocketDirectory
 from ep_runtime_server import main
 from ep_runtime_server.callers import credentials, quotas
 

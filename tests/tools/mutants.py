@@ -28,15 +28,52 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+sys.path.insert(0, str(ROOT))
 
-import copied_tree  # noqa: E402
+from ep_runtime import native  # noqa: E402
 
 LIST = Path(__file__).with_suffix(".toml")
 BUILD_S, TESTS_S = 1800, 600
 FOUND, MISSED, UNKNOWN = "found", "MISSED", "UNKNOWN"
 PASSED, FAILED = (0, 5), (1, 2)  # pytest's codes; 5: no test is left, 2: a module is not imported
 FAILURE = re.compile(r"^(?:FAILED|ERROR) (tests/.+?)(?: - |$)", re.MULTILINE)
+_COPIED = ("ep_runtime", "server", "client", "csrc", "proto", "docs", "tests")
+_COPIED += ("README.md", "pyproject.toml")
+# An editable install finds our packages by a list of its own, before any path: in this process and
+# in those that tests start.
+_SITE = """
+import sys
+sys.meta_path[:] = [f for f in sys.meta_path if "ScikitBuild" not in type(f).__name__]
+"""
+_PYTEST = """
+import ep_runtime, ep_runtime_client, ep_runtime_server, pytest, sys
+for package in (ep_runtime, ep_runtime_client, ep_runtime_server):
+    assert package.__file__.startswith(sys.argv[1]), package.__file__
+sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", "-p", "no:xdist", *sys.argv[2:]]))
+"""
+
+
+def copy_to(root: Path) -> None:
+    """Copies the tree, with a link to the native libraries that are loaded here."""
+    for name in _COPIED:
+        source, skipped = ROOT / name, shutil.ignore_patterns("__pycache__", "_native")
+        if source.is_dir():
+            shutil.copytree(source, root / name, ignore=skipped)
+        else:
+            shutil.copy(source, root / name)
+    (root / "ep_runtime/_native").symlink_to(native.LIBRARY_PATH.parent)
+    (root / "sitecustomize.py").write_text(_SITE)
+
+
+def pytest_command(root: Path, *words: str) -> list[str]:
+    """Runs pytest in the copy at `root`, with `environment_of` it; it asserts that it does."""
+    return [sys.executable, "-P", "-c", _PYTEST, f"{root}{os.sep}", *words]
+
+
+def environment_of(root: Path) -> dict[str, str]:
+    places = [str(root / folder) for folder in (".", "server", "client", "tests")]
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    return {**kept, "PYTHONPATH": os.pathsep.join(places)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,7 +135,7 @@ class Tree:
         """`words` are for pytest; `plain_s`: how long tests take as it is, on any tree."""
         self._root, self._words, self._plain_s = root, words, plain_s
         self._newest = 0
-        copied_tree.copy_to(root)
+        copy_to(root)
 
     async def judge(self, mutant: Mutant) -> tuple[str, str]:
         """FOUND and by what, MISSED, or UNKNOWN and why."""
@@ -136,8 +173,8 @@ class Tree:
         os.utime(path, (self._newest, self._newest))
 
     async def _test(self, mutant: Mutant, within_s: float) -> tuple[int | None, str]:
-        command = copied_tree.pytest_command(self._root, "-x", *self._words, *mutant.tests)
-        environment = copied_tree.environment(self._root)
+        command = pytest_command(self._root, "-x", *self._words, *mutant.tests)
+        environment = environment_of(self._root)
         return await run(command, within_s, cwd=self._root, env=environment)
 
     async def _build(self) -> bool:

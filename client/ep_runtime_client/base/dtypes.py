@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from ep_runtime import close_names, specs
+from ep_runtime import allowed_names, specs
 from ep_runtime.errors import InvalidArgumentError
 
 
@@ -49,7 +49,7 @@ def _unknown(dtype: Any, argument: str, wanted: str) -> InvalidArgumentError:
     hint = ""
     if isinstance(dtype, str):  # bf16, fp32 and f32 are short names of floats
         long = re.sub(r"^(b?)fp?(?=\d)", r"\1float", dtype)
-        hint = close_names.hint(long, specs.DTYPE_BYTES)
+        hint = allowed_names.hint(long, specs.DTYPE_BYTES)
     return InvalidArgumentError(
         f"{argument} must be {wanted}, got {dtype!r}{hint}", argument=argument
     )

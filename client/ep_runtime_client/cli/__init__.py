@@ -18,7 +18,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from ep_runtime import close_names, errors
+from ep_runtime import allowed_names, errors
 from ep_runtime_client.cli import render, tables
 
 OK, USAGE, NO_DAEMON, PARTIAL, DENIED, LATE = range(6)
@@ -70,9 +70,9 @@ class Parser(argparse.ArgumentParser):
         """Suggests a known option or value close to a mistyped one."""
         option = re.match(r"unrecognized arguments: (--[\w-]+)", message)
         if option:
-            return close_names.hint(option[1], self._option_string_actions)
+            return allowed_names.hint(option[1], self._option_string_actions)
         word = re.match(r"argument .*: invalid choice: '(.*)' \(choose from (.*)\)", message)
-        return close_names.hint(word[1], re.findall(r"[\w-]+", word[2])) if word else ""
+        return allowed_names.hint(word[1], re.findall(r"[\w-]+", word[2])) if word else ""
 
 
 def usage(width: int | None) -> str:
@@ -99,7 +99,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return OK
     name = _ALIASES.get(words[0], words[0])
     if name not in COMMANDS:
-        close = close_names.hint(name, COMMANDS)
+        close = allowed_names.hint(name, COMMANDS)
         render.err(f"ep-runtime: no command {name!r}; one of {', '.join(COMMANDS)}{close}")
         return USAGE
     if name == "serve":

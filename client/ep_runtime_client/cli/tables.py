@@ -14,8 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ep_runtime.allowed_names import shown
-from ep_runtime.text import printable
-from ep_runtime.units import duration, iec, si
+from ep_runtime.text import duration, iec, printable, si
 from ep_runtime_client.cli import users
 
 IDENTITY, STATE, USUAL = range(3)

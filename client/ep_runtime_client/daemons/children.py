@@ -17,7 +17,7 @@ from typing import IO
 from ep_runtime import env, wire
 from ep_runtime.errors import RuntimeUnavailableError
 from ep_runtime_client.daemons import command_line, transport
-from ep_runtime_client.daemons.socket_directory import SocketDirectory, path_of
+from ep_runtime_client.daemons.addresses import SocketDirectory, path_of
 
 _STOP_TIMEOUT_S = 10.0
 _LOG_TAIL_BYTES = 64 << 10

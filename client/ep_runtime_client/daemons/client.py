@@ -19,7 +19,6 @@ from ep_runtime_client.base import jax_state
 from ep_runtime_client.daemons import addresses, transport
 from ep_runtime_client.daemons import runtime as runtimes
 from ep_runtime_client.daemons.link import Callbacks, Link
-from ep_runtime_client.daemons.socket_directory import SocketDirectory
 
 _Result = TypeVar("_Result")
 
@@ -91,7 +90,7 @@ class DaemonClient:
         return place.address if place is not None else addresses.NONE
 
     @property
-    def place(self) -> SocketDirectory:
+    def place(self) -> addresses.SocketDirectory:
         """The socket directory of the daemon. Raises InvalidArgumentError without a daemon."""
         if self._runtime.place is None:
             raise _no_daemon()

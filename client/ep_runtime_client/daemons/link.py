@@ -21,9 +21,9 @@ import ep_runtime
 from ep_runtime import errors, wire
 from ep_runtime.v1 import group_service_pb2, session_service_pb2
 from ep_runtime_client.daemons import transport
+from ep_runtime_client.daemons.addresses import SocketDirectory
 from ep_runtime_client.daemons.pending_goodbyes import Owed, pending_goodbyes
 from ep_runtime_client.daemons.runtime import ReachedRuntime
-from ep_runtime_client.daemons.socket_directory import SocketDirectory
 
 _log = logging.getLogger("ep_runtime")
 

@@ -15,7 +15,7 @@ import threading
 from ep_runtime.errors import EpRuntimeError, RuntimeUnavailableError
 from ep_runtime.v1 import session_service_pb2
 from ep_runtime_client.daemons import transport
-from ep_runtime_client.daemons.socket_directory import SocketDirectory
+from ep_runtime_client.daemons.addresses import SocketDirectory
 
 _log = logging.getLogger("ep_runtime")
 

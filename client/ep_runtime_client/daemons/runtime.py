@@ -17,8 +17,7 @@ from ep_runtime import env, files
 from ep_runtime.errors import InvalidArgumentError, RuntimeUnavailableError
 from ep_runtime_client.base import jax_state
 from ep_runtime_client.daemons import children, transport
-from ep_runtime_client.daemons.addresses import EMBEDDED, NODE, NONE, Address
-from ep_runtime_client.daemons.socket_directory import SocketDirectory
+from ep_runtime_client.daemons.addresses import EMBEDDED, NODE, NONE, Address, SocketDirectory
 
 _log = logging.getLogger("ep_runtime")
 

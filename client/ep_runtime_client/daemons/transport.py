@@ -29,8 +29,8 @@ from ep_runtime.v1 import (
     session_service_pb2,
     types_pb2,
 )
+from ep_runtime_client.daemons.addresses import SocketDirectory, path_of
 from ep_runtime_client.daemons.departures import departures
-from ep_runtime_client.daemons.socket_directory import SocketDirectory, path_of
 
 READ_TIMEOUT_S = 5.0
 MUTATE_TIMEOUT_S = 10.0

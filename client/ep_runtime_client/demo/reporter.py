@@ -13,7 +13,7 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from ep_runtime.units import iec
+from ep_runtime.text import iec
 from ep_runtime_client.demo.config import DemoConfig
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from ep_runtime import device_layout, specs, workspace
 from ep_runtime.arguments import check_whole, suggests
 from ep_runtime.layout import spread_capacity
-from ep_runtime.units import iec
+from ep_runtime.text import iec
 from ep_runtime_client.base import meshes
 from ep_runtime_client.base.dtypes import dtype_name
 

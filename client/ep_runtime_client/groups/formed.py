@@ -8,7 +8,7 @@ import os
 import threading
 from collections.abc import Iterator, Sequence
 
-from ep_runtime import board_file, native, specs, wire
+from ep_runtime import board, native, specs, wire
 from ep_runtime.errors import RuntimeUnavailableError
 from ep_runtime.v1 import group_service_pb2, types_pb2
 from ep_runtime_client.daemons import transport
@@ -49,15 +49,15 @@ class Memory:
         finally:
             transport.close_all([fd for _, fd in lent])
 
-    def poison(self, generation: int) -> board_file.Poison | None:
+    def poison(self, generation: int) -> board.Poison | None:
         """Returns why the board ends that generation; None as long as it does not."""
         with self._lock:
-            return None if self._board is None else board_file.read_poison(self._board, generation)
+            return None if self._board is None else board.read_poison(self._board, generation)
 
     def left(self) -> list[int]:
         """Returns world ranks of this node that have left the group, from the board."""
         with self._lock:
-            return [] if self._board is None else board_file.left_ranks(self._board)
+            return [] if self._board is None else board.left_ranks(self._board)
 
     def close(self) -> None:
         with self._lock:

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from ep_runtime import board, errors
-from ep_runtime.board_file import Poison
 from ep_runtime.v1 import types_pb2
 from ep_runtime_client.base.layers import live_groups
 from ep_runtime_client.groups.formed import Formed
@@ -85,7 +84,7 @@ class GroupHealth:
             self._end = end
         self._end_calls(self._end)
 
-    def _ended(self, poison: Poison | None, reason: str, lost: Sequence[Any]) -> End:
+    def _ended(self, poison: board.Poison | None, reason: str, lost: Sequence[Any]) -> End:
         """Makes the end as the board records it, with the daemon's reason and lost members."""
         why = poison.reason if poison is not None else board.PoisonReason.NONE
         if poison is not None and why is board.PoisonReason.FENCED:
@@ -116,7 +115,7 @@ class GroupHealth:
         why = f": {reason}" if reason else ""
         return End(errors.PeerLostError(text + why, rank=rank, process=pid, **self._fields))
 
-    def _fenced(self, poison: Poison) -> End:
+    def _fenced(self, poison: board.Poison) -> End:
         group = f"group {self._name!r} generation {self._formed.generation}"
         fenced = f"was fenced {poison.by.told('ep-runtime fence')}"
         if poison.rank < 0 or poison.rank in self._formed.ranks:

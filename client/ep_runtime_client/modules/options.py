@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from ep_runtime import close_names
+from ep_runtime import allowed_names
 from ep_runtime.arguments import refuse_removed
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime.layer_specs import LayerSpec
@@ -70,7 +70,7 @@ def check_options(options: Iterable[str], own: Iterable[str]) -> None:
             raise InvalidArgumentError(
                 f"{name} is not an option of MoEBlock, which has {', '.join(own)}, and of ep.moe "
                 + ", ".join(passed_on)
-                + close_names.hint(name, (*own, *passed_on)),
+                + allowed_names.hint(name, (*own, *passed_on)),
                 argument=name,
             )
 

@@ -10,14 +10,14 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-from ep_runtime import close_names
+from ep_runtime import allowed_names
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime.specs import GroupSpec
 from ep_runtime_client.base.dtypes import as_dtype
 from ep_runtime_client.base.layers import EpLayer
 from ep_runtime_client.moe.params import MoEParams, check_all_or_none, logical_axes
 from ep_runtime_client.ops.activation.function import ACTIVATIONS, GATED_UNITS, Function
-from ep_runtime_client.ops.gemm.weight_entries import outside_shape, values_of
+from ep_runtime_client.ops.gemm.quantized_operands import outside_shape, values_of
 from ep_runtime_client.ops.partitioning.regions import known_entries
 from ep_runtime_client.ops.partitioning.roles import entries_of, padded
 from ep_runtime_client.ops.quantize.formats.recipes import Recipe, check_recipe
@@ -101,7 +101,7 @@ def check_options(params: Any, weights_at: Any, activation: Function) -> None:
             argument="weights_at",
         )
     if isinstance(activation, str) and activation not in ACTIVATIONS:
-        hint = close_names.hint(activation, ACTIVATIONS)
+        hint = allowed_names.hint(activation, ACTIVATIONS)
         if activation.lower() in GATED_UNITS:
             of_gate = GATED_UNITS[activation.lower()]
             hint = f'; type activation="{of_gate}", gated=True'

@@ -24,7 +24,7 @@ from ep_runtime_client.ops.activation import kernels as activation_kernels
 from ep_runtime_client.ops.activation.function import Activation
 from ep_runtime_client.ops.calls.call import Call
 from ep_runtime_client.ops.calls.plan import Plan
-from ep_runtime_client.ops.gemm import kernels_32, weight_entries
+from ep_runtime_client.ops.gemm import kernels_32, quantized_operands
 from ep_runtime_client.ops.gemm.api import blocks_of, with_whole_blocks
 from ep_runtime_client.ops.gemm.checks import check_experts
 from ep_runtime_client.ops.gemm.quantized_operands import origin_of, settled, with_gradient
@@ -235,12 +235,12 @@ def _resolved(
     mesh, recipes = call.where.mesh, block.recipes
     assert isinstance(mesh, Mesh)
     kernels = tuple(zip(given.kernels, (block.specs["wi"], block.specs["wo"]), strict=True))
-    known = [weight_entries.known(*each) for each in kernels]
+    known = [quantized_operands.known(*each) for each in kernels]
     where = regions.of_opened(call.layer, mesh, given, known=None not in known)
     where = dataclasses.replace(where, tokens=call.layout.axes)
     if where.manual:
-        told = (weight_entries.told(*each) for each in kernels)
-        known = [weight_entries.with_manual_experts(where, each) for each in told]
+        told = (quantized_operands.told(*each) for each in kernels)
+        known = [quantized_operands.with_manual_experts(where, each) for each in told]
     wi, wo = (each or padded((), x.ndim) for each, x in zip(known, given.kernels, strict=True))
     origins = (origin_of(given.wi), origin_of(given.wo))
     learned = [x for x in given.values if jnp.issubdtype(x.dtype, jnp.inexact)]

@@ -21,7 +21,7 @@ from google.protobuf.message import DecodeError, Message
 
 from ep_runtime import wire
 from ep_runtime.errors import EpRuntimeError
-from ep_runtime.units import iec
+from ep_runtime.text import iec
 from ep_runtime.v1 import admin_service_pb2 as messages
 from ep_runtime_client.daemons import transport
 

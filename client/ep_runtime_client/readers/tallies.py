@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ep_runtime.allowed_names import shown
-from ep_runtime.units import duration
+from ep_runtime.text import duration
 from ep_runtime_client.readers import nodes
 
 if TYPE_CHECKING:

@@ -13,7 +13,6 @@ from ep_runtime_client.base import jax_internals, jax_state
 from ep_runtime_client.daemons import addresses, children, transport
 from ep_runtime_client.daemons import runtime as runtimes
 from ep_runtime_client.daemons.client import DaemonClient, job_name
-from ep_runtime_client.daemons.socket_directory import SocketDirectory
 from ep_runtime_client.sessions import registry
 from ep_runtime_client.sessions.open_session import OpenSession
 from ep_runtime_client.sessions.session import Session
@@ -160,7 +159,7 @@ def choose(address: str | None, *, ask: bool = True) -> addresses.Address:
     known = addresses.Address(addresses.DIRECTORY, default)
     if not ask and registry.sessions.find(known) is not None:
         return known
-    if ask and children.answers(SocketDirectory(default), transport.READ_TIMEOUT_S):
+    if ask and children.answers(addresses.SocketDirectory(default), transport.READ_TIMEOUT_S):
         return known
     started = addresses.NODE if jax_state.num_processes() > 1 else addresses.EMBEDDED
     if ask:

@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 
 from ep_runtime.errors import InvalidArgumentError, PoolExhaustedError
-from ep_runtime.units import iec
+from ep_runtime.text import iec
 from ep_runtime_server.base import open_files
 
 DEFAULT_SESSIONS = 1024

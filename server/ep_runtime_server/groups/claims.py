@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from ep_runtime import board, device_layout, wire
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime.specs import STATE, TRANSPORTS, GroupSpec
-from ep_runtime.text import check_printable
-from ep_runtime.units import iec
+from ep_runtime.text import check_printable, iec
 from ep_runtime_server.base import limits
 
 SERVED_TRANSPORTS = (*TRANSPORTS, STATE)

@@ -32,7 +32,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 from ep_runtime import files
 from ep_runtime.errors import PoolExhaustedError
-from ep_runtime.units import iec
+from ep_runtime.text import iec
 from ep_runtime_server.base.failpoints import Failpoints
 
 MAGIC = b"EPRTJ001"

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from ep_runtime import board
 from ep_runtime.errors import EpRuntimeError
 from ep_runtime.files import boot_id
-from ep_runtime.units import iec
+from ep_runtime.text import iec
 from ep_runtime_server.base.clock import Clock
 from ep_runtime_server.base.events import EventLog
 from ep_runtime_server.callers.sessions import SessionRecord, Sessions, SessionState

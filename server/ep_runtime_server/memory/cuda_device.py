@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from ep_runtime import env
 from ep_runtime.errors import InvalidArgumentError, PoolExhaustedError, RuntimeUnavailableError
 from ep_runtime.layout import align_up
-from ep_runtime.units import iec
+from ep_runtime.text import iec
 
 _HINT = (
     "XLA takes 75% of a GPU unless told otherwise: set XLA_PYTHON_CLIENT_MEM_FRACTION lower, or "

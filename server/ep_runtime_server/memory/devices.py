@@ -8,7 +8,7 @@ import os
 from typing import Protocol
 
 from ep_runtime.errors import InvalidArgumentError, PoolExhaustedError
-from ep_runtime.units import iec
+from ep_runtime.text import iec
 from ep_runtime_server.base import open_files
 from ep_runtime_server.memory.host_memory import available_bytes
 

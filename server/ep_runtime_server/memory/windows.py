@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from ep_runtime import board
 from ep_runtime.errors import PoolExhaustedError, RuntimeUnavailableError
 from ep_runtime.specs import GroupSpec
-from ep_runtime.units import iec
+from ep_runtime.text import iec
 from ep_runtime_server.base.clock import Clock
 from ep_runtime_server.base.events import EventLog
 from ep_runtime_server.base.supervision import tell_failure

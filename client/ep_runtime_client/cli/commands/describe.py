@@ -7,7 +7,7 @@ import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from ep_runtime import close_names
+from ep_runtime import allowed_names
 from ep_runtime.allowed_names import quoted, shown
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime_client import cli
@@ -65,7 +65,7 @@ def _kind(text: str) -> str:
     kind = text.lower().removesuffix("s")
     if kind not in KINDS:
         raise argparse.ArgumentTypeError(
-            f"no kind {text!r}{close_names.hint(text, KINDS)}; one of {', '.join(KINDS)}"
+            f"no kind {text!r}{allowed_names.hint(text, KINDS)}; one of {', '.join(KINDS)}"
         )
     return kind
 

@@ -21,13 +21,13 @@ from ep_runtime.errors import (
     PermissionDeniedError,
     RuntimeUnavailableError,
 )
-from ep_runtime.units import iec
+from ep_runtime.text import iec
 from ep_runtime_client import cli
 from ep_runtime_client.base import jax_internals, jax_state
 from ep_runtime_client.cli import render
 from ep_runtime_client.cli.daemon import attention, reading, watching
 from ep_runtime_client.cli.tables import IDENTITY, STATE, Column
-from ep_runtime_client.daemons.socket_directory import SocketDirectory
+from ep_runtime_client.daemons.addresses import SocketDirectory
 
 _COLUMNS = (
     Column("check", "CHECK", priority=IDENTITY, about="what was checked"),

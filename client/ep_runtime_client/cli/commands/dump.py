@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from ep_runtime import env, files
 from ep_runtime.errors import EpRuntimeError, InvalidArgumentError
-from ep_runtime.units import iec
+from ep_runtime.text import iec
 from ep_runtime_client import cli
 from ep_runtime_client.cli import render
 from ep_runtime_client.cli.commands import doctor

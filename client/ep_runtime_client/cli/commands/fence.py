@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from ep_runtime import close_names
-from ep_runtime.allowed_names import shown
+from ep_runtime import allowed_names
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime_client.cli import users
 from ep_runtime_client.cli.daemon import ordering
@@ -30,12 +29,12 @@ def run(args: argparse.Namespace) -> int:
         found = rows.get(args.session)
         if found is None:
             raise InvalidArgumentError(
-                f"no session {args.session!r}; there are: {close_names.listed(rows) or 'none'}"
-                + close_names.hint(args.session, rows),
+                f"no session {args.session!r}; there are: {allowed_names.listed(rows) or 'none'}"
+                + allowed_names.hint(args.session, rows),
                 argument="SESSION",
             )
-        groups = ", ".join(map(shown, found["groups"])) or "none"
-        job, user = shown(found["job"]), users.name(found["uid"])
+        groups = ", ".join(map(allowed_names.shown, found["groups"])) or "none"
+        job, user = allowed_names.shown(found["job"]), users.name(found["uid"])
         ordering.confirm(
             args,
             [
@@ -46,5 +45,5 @@ def run(args: argparse.Namespace) -> int:
             ],
         )
         answer = daemon.fence(args.session, args.reason)
-        poisoned = ", ".join(map(shown, answer["groups"])) or "none"
+        poisoned = ", ".join(map(allowed_names.shown, answer["groups"])) or "none"
         return ordering.report(args, "fence", answer, f"fenced; groups poisoned: {poisoned}")

@@ -7,7 +7,7 @@ from typing import Any
 
 from ep_runtime.allowed_names import shown
 from ep_runtime.errors import InvalidArgumentError
-from ep_runtime.units import iec
+from ep_runtime.text import iec
 from ep_runtime_client.cli import users
 from ep_runtime_client.cli.daemon import choosing, ordering
 

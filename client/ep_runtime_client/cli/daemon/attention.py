@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ep_runtime.allowed_names import shown
-from ep_runtime.units import duration
+from ep_runtime.text import duration
 from ep_runtime_client.cli import render, users
 
 Row = Mapping[str, Any]

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from ep_runtime import close_names
+from ep_runtime import allowed_names
 from ep_runtime.allowed_names import shown
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime_client.cli import tables, users
@@ -114,7 +114,7 @@ def _fields(rows: Sequence[Row], columns: Sequence[tables.Column]) -> set[str]:
 
 def _unknown(argument: str, name: str, known: set[str]) -> InvalidArgumentError:
     return InvalidArgumentError(
-        f"{argument}: no field {name!r}{close_names.hint(name, known)}; there are: "
+        f"{argument}: no field {name!r}{allowed_names.hint(name, known)}; there are: "
         f"{', '.join(map(shown, sorted(known)))}",
         argument=argument,
     )
@@ -151,8 +151,8 @@ def select(
         known = {str(row.get(keys[0], "")) for row in rows}
         raise InvalidArgumentError(
             f"no {kind} named {name!r}; there "
-            + (f"are: {close_names.listed(known)}" if known else "is none")
-            + close_names.hint(name, known),
+            + (f"are: {allowed_names.listed(known)}" if known else "is none")
+            + allowed_names.hint(name, known),
             argument="NAME",
         )
     return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from ep_runtime.units import duration
+from ep_runtime.text import duration
 from ep_runtime_client.cli import render
 from ep_runtime_client.cli.tables import IDENTITY, STATE, Column
 from ep_runtime_client.readers.nodes import Found as Found

@@ -15,7 +15,6 @@ from ep_runtime_client import cli
 from ep_runtime_client.cli import render
 from ep_runtime_client.cli.daemon import reading
 from ep_runtime_client.daemons import addresses
-from ep_runtime_client.daemons.socket_directory import SocketDirectory
 
 FLAGS = ("--live", "--ready")
 FD_SOCKET = "fd.sock"
@@ -61,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
     return cli.PARTIAL
 
 
-def _reply(place: SocketDirectory, timeout_s: float) -> bytes:
+def _reply(place: addresses.SocketDirectory, timeout_s: float) -> bytes:
     """Receives one packet, which may be an error. Raises RuntimeUnavailableError."""
     with place.connected(FD_SOCKET, socket.SOCK_SEQPACKET, timeout_s) as connection:
         try:

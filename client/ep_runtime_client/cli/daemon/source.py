@@ -12,11 +12,10 @@ from ep_runtime.errors import PermissionDeniedError, RuntimeUnavailableError
 from ep_runtime.v1 import session_service_pb2
 from ep_runtime_client.cli import render
 from ep_runtime_client.daemons import addresses, children, transport
-from ep_runtime_client.daemons.socket_directory import SocketDirectory
 from ep_runtime_client.readers.admin_service import Source as Source
 
 
-def default_place(timeout_s: float) -> SocketDirectory:
+def default_place(timeout_s: float) -> addresses.SocketDirectory:
     """Returns the daemon that reading commands use without --address.
 
     $EP_RUNTIME_ADDRESS names it; else it is the node's daemon if that one answers, else the only
@@ -28,7 +27,7 @@ def default_place(timeout_s: float) -> SocketDirectory:
     place = addresses.daemon_place(None)
     if env.address() is not None or children.answers(place, timeout_s):
         return place
-    mine = [SocketDirectory(path, os.geteuid()) for path in env.private_directories()]
+    mine = [addresses.SocketDirectory(path, os.geteuid()) for path in env.private_directories()]
     private = [each for each in mine if children.answers(each, timeout_s)]
     if len(private) == 1:
         return private[0]
@@ -79,7 +78,7 @@ def exact(address: str | None) -> str:
 
 
 @contextlib.contextmanager
-def _as_session(place: SocketDirectory, timeout_s: float) -> Iterator[Source]:
+def _as_session(place: addresses.SocketDirectory, timeout_s: float) -> Iterator[Source]:
     """Opens a read-only session, for a user who may not use admin.sock."""
     token = transport.hello(place, timeout_s).session_token
     control = transport.ControlChannel(place, token)

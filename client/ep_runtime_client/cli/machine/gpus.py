@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from ep_runtime import env, native
 from ep_runtime.errors import EpRuntimeError
-from ep_runtime.units import iec
+from ep_runtime.text import iec
 from ep_runtime_client.cli.machine import nvml
 
 _JAX_PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from ep_runtime.allowed_names import shown
 from ep_runtime.errors import InvalidArgumentError
-from ep_runtime.units import duration
+from ep_runtime.text import duration
 from ep_runtime_client import cli
 from ep_runtime_client.cli import render, users
 from ep_runtime_client.cli.daemon import choosing, nodes, reading

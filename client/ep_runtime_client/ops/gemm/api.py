@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime_client.base.dtypes import as_dtype
 from ep_runtime_client.base.layers import EpLayer, TracedLayer, resolve
-from ep_runtime_client.ops.gemm import kernels_32, vjp, weight_entries
+from ep_runtime_client.ops.gemm import kernels_32, quantized_operands, vjp
 from ep_runtime_client.ops.gemm.checks import (
     check_delayed,
     check_experts,
@@ -20,8 +20,7 @@ from ep_runtime_client.ops.gemm.checks import (
     check_slabs_share,
 )
 from ep_runtime_client.ops.gemm.plain import Gemm
-from ep_runtime_client.ops.gemm.quantized_operands import origin_of, settled
-from ep_runtime_client.ops.gemm.weight_entries import values_of
+from ep_runtime_client.ops.gemm.quantized_operands import origin_of, settled, values_of
 from ep_runtime_client.ops.partitioning import regions
 from ep_runtime_client.ops.partitioning.placement import expert_weight, grouped
 from ep_runtime_client.ops.partitioning.regions import Partitioning
@@ -115,7 +114,7 @@ def grouped_gemm(
     flat_rows = group_sizes.ndim == 1
     # Manual axes that shard no tokens of the layer stay on rhs: rows are split over them too.
     over = None if layer is None else resolve(layer)[0].group_spec.token_axes
-    shape = weight_entries.outside_shape(kernel, rhs_spec, over)
+    shape = quantized_operands.outside_shape(kernel, rhs_spec, over)
     check_gemm(lhs, kernel, shape, group_sizes, bias, recipe)
     plain = not any(isinstance(x, QuantizedTensor) for x in (lhs, kernel))
     check_delayed(recipe, state, plain=plain)
@@ -148,8 +147,8 @@ def _call(
     """Makes the static side of a call."""
     # Find how operands are sharded, because that decides how the op runs.
     operands = [x for x in (values_of(lhs), values_of(rhs), bias, group_sizes) if x is not None]
-    known = weight_entries.known(rhs)
-    given = known if rhs_spec is None else weight_entries.told(rhs, rhs_spec)
+    known = quantized_operands.known(rhs)
+    given = known if rhs_spec is None else quantized_operands.told(rhs, rhs_spec)
     rows = regions.known_entries(values_of(lhs), lhs.ndim)
     if layer is None:
         where = regions.of_operands(operands, rhs_spec)
@@ -157,7 +156,9 @@ def _call(
         where = regions.of_layer(layer, operands, known=given is not None)
     given = given or padded((), rhs.ndim)
     if where.manual:
-        given = weight_entries.with_manual_experts(where, weight_entries.told(rhs, rhs_spec))
+        given = quantized_operands.with_manual_experts(
+            where, quantized_operands.told(rhs, rhs_spec)
+        )
     if layer is None and where.mode == "shard_map":
         roles = _read_off(where, rows or padded((), lhs.ndim), rhs, group_sizes)
         where = dataclasses.replace(where, roles=roles)

@@ -1,10 +1,12 @@
-"""Reads quantized operands, and routes their gradients to their origins.
+"""Finds the sharding of weights, reads quantized operands, and routes gradients to their origins.
 
 Also quantizes kernels once for many matmuls, in the layouts that these read."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 import jax
@@ -13,7 +15,6 @@ from jax.sharding import PartitionSpec
 
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime_client.base.layers import EpLayer, TracedLayer
-from ep_runtime_client.ops.gemm import weight_entries
 from ep_runtime_client.ops.partitioning import on_mesh, regions
 from ep_runtime_client.ops.partitioning.roles import Entries, Roles, entries_of, padded
 from ep_runtime_client.ops.quantize.formats.recipes import Recipe
@@ -22,6 +23,74 @@ from ep_runtime_client.ops.quantize.packing import Kernel, unpack
 from ep_runtime_client.ops.quantize.pair import Pair, of_both, paired
 from ep_runtime_client.ops.quantize.quantized_tensor import QuantizedTensor
 from ep_runtime_client.ops.tracing import eager
+from ep_runtime_client.ops.tracing.varying import Axes
+
+
+def known(rhs: Kernel, spec: PartitionSpec | None = None) -> Entries | None:
+    """Returns a weight's entries, from its rhs_spec or its sharding; None if unknown.
+
+    Entries of a pair are per dim of [E, K', 2, M].
+
+    Raises:
+        InvalidArgumentError: gate and up of a pair are sharded in two ways.
+    """
+    if spec is not None:
+        return told(rhs, spec)
+    if not isinstance(rhs, Pair):
+        return regions.known_entries(values_of(rhs), rhs.ndim)
+    each = of_alike([rhs.gate, rhs.up], "rhs")
+    return None if each is None else of_both(each, ())
+
+
+def of_alike(arrays: Sequence[jax.Array], name: str) -> Entries | None:
+    """Returns the entries that one or two arrays share; None if unknown.
+
+    Raises:
+        InvalidArgumentError: the entries of the two arrays differ.
+    """
+    found = [regions.known_entries(x, x.ndim) for x in arrays]
+    if None not in found and found[0] != found[-1]:
+        raise InvalidArgumentError(
+            f"gate and up of a pair must be sharded alike, got {found[0]} and {found[-1]}",
+            argument=name,
+        )
+    return None if None in found else found[0]
+
+
+def told(rhs: Kernel, spec: PartitionSpec | None) -> Entries:
+    """Returns a weight's entries from its rhs_spec; the spec of a pair describes each half."""
+    if isinstance(rhs, Pair):
+        return of_both(entries_of(spec, rhs.ndim - 1), ())
+    return entries_of(spec, rhs.ndim)
+
+
+def outside_shape(
+    rhs: Kernel, spec: PartitionSpec | None, over: Axes | None = None
+) -> tuple[int, ...]:
+    """Returns the shape of a weight outside a shard_map that is manual over axes of its rhs_spec.
+
+    The expert dim keeps its local size. Axes outside `over`, if given, are not counted either.
+    """
+    ambient = jax.sharding.get_abstract_mesh()
+    manual = [axis for axis in ambient.manual_axes if over is None or axis in over]
+    shape = list(rhs.shape)
+    if not manual:
+        return tuple(shape)
+    for dim, axes in enumerate(told(rhs, spec)):
+        shape[dim] *= prod(ambient.shape[axis] for axis in axes if axis in manual) if dim else 1
+    return tuple(shape)
+
+
+def with_manual_experts(where: regions.Partitioning, entries: Entries) -> Entries:
+    """Returns entries of a weight whose expert dim is already local to the manual ep axes."""
+    ep = () if where.roles is None else where.roles.ep
+    missing = tuple(axis for axis in ep if axis in where.manual and axis not in entries[0])
+    return (missing + entries[0], *entries[1:])
+
+
+def values_of(x: Kernel) -> Any:
+    """Returns the array that has the shape and sharding of a weight or of rows."""
+    return x.data if isinstance(x, QuantizedTensor) else x
 
 
 def origin_of(x: Kernel) -> jax.Array | Pair | None:
@@ -74,11 +143,7 @@ def quantize_weight(
         InvalidArgumentError: sizes that the recipe cannot tile, or gate and up sharded in two ways.
     """
     arrays = [*w] if isinstance(w, tuple) else [w]
-    known = (
-        weight_entries.of_alike(arrays, "params.wi")
-        if spec is None
-        else entries_of(spec, arrays[0].ndim)
-    )
+    known = of_alike(arrays, "params.wi") if spec is None else entries_of(spec, arrays[0].ndim)
     if layer is None:
         last = None if spec is None else PartitionSpec(*tuple(spec)[stack:])
         where = regions.of_operands(arrays, last)
@@ -86,7 +151,7 @@ def quantize_weight(
         where = regions.of_layer(layer, arrays, known=known is not None)
     entries = known or padded((), arrays[0].ndim)
     if where.manual:
-        entries = (*entries[:stack], *weight_entries.with_manual_experts(where, entries[stack:]))
+        entries = (*entries[:stack], *with_manual_experts(where, entries[stack:]))
     if layer is None and where.mode == "shard_map":
         assert where.roles is not None
         # Any axis on the experts' dim shards experts.

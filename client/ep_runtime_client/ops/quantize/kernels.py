@@ -1,7 +1,8 @@
 """Quantization on a GPU: custom calls of the CUDA library, with the same bits as `plain.py`.
 
 They support f32, bf16 and f16 whose last dim is a multiple of 8. 8-bit data and scales are returned
-as uint8, which is also how they are moved and saved.
+as uint8, which is also how they are moved and saved. Kernels also get a transposed layout, in which
+K' is contiguous in memory; GPUs multiply it forward.
 
 Letters as in `plain.py`. Rows [S * C, W], W all dims of a row, have sizes [S, L], or [S, 0] if
 every slab is one group, as each kernel of [G, K', *mid, N'] is.
@@ -9,7 +10,9 @@ every slab is one group, as each kernel of [G, K', *mid, N'] is.
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -17,8 +20,11 @@ import jax.numpy as jnp
 
 from ep_runtime_client.ops.kernels import serve as kernels_serve
 from ep_runtime_client.ops.kernels.ffi import targets
+from ep_runtime_client.ops.quantize import kernels
+from ep_runtime_client.ops.quantize.formats.format import Leaves
 from ep_runtime_client.ops.quantize.formats.recipes import DATA_DTYPES, MX_TILE, TILE
-from ep_runtime_client.ops.quantize.formats.tiles import from_bits, num_tiles
+from ep_runtime_client.ops.quantize.formats.tiles import bits, from_bits, num_tiles
+from ep_runtime_client.ops.quantize.pair import DIM, Pair
 
 TARGETS = targets(
     "ep_group_amax_v1",
@@ -33,7 +39,6 @@ _AMAX, _SCALE_ROWS, _TILES, _BLOCKS, _WEIGHTS, _MX = TARGETS
 PRODUCT_MULTIPLE = 16
 _TRANSPOSED_MULTIPLE = 16  # of K', because a thread stores so many values along it
 _F32 = jnp.dtype(jnp.float32)
-
 Quantized = tuple[jax.Array, ...]
 
 
@@ -229,3 +234,39 @@ def _way(dtype: Any, power_of_two: bool, clear_slack: bool) -> dict[str, int]:
         "power_of_two": int(power_of_two),
         "clear_slack": int(clear_slack),
     }
+
+
+def both_layouts(
+    dtype: Any,
+    power_of_two: bool,
+    made: Callable[..., tuple[jax.Array, jax.Array]],
+    w: jax.Array,
+    scale: jax.Array | None,
+) -> tuple[jax.Array, ...]:
+    """Returns data, transposed data (K' contiguous in memory), and scales.
+
+    `made(w, scale)`: computes data and scales in plain JAX; without `scale`, scales of blocks.
+    """
+
+    def plain(w: jax.Array, scale: jax.Array | None) -> tuple[jax.Array, ...]:
+        data, scales = made(w, scale)
+        return data, from_bits(jnp.moveaxis(bits(data), 1, -1), dtype), scales
+
+    kernel = functools.partial(kernels.transposed_kernel, dtype, power_of_two)
+    return kernels_serve.either(kernels.supports(w, None, transposed=True), kernel, plain, w, scale)
+
+
+def of_halves(made: Callable[[jax.Array], Leaves], w: Pair) -> Leaves:
+    """Joins gate and up, which `made` quantizes separately, to leaves of kernels [G, K', 2, M].
+
+    Matmuls of 8-bit kernels read one array, and quantization writes a new array anyway; the
+    unquantized weights stay two arrays.
+    """
+    gate, up = made(w.gate), made(w.up)
+
+    def stacked(name: str) -> jax.Array:
+        axis = 1 if name == "transposed" else DIM
+        both = jnp.stack([bits(gate[name]), bits(up[name])], axis)
+        return from_bits(both, gate[name].dtype)
+
+    return {name: stacked(name) for name in gate}

@@ -17,10 +17,10 @@ import jax
 
 from ep_runtime_client.ops.quantize.amax import group_amax, kernel_amax, over
 from ep_runtime_client.ops.quantize.formats.format import Axes, RowOptions
-from ep_runtime_client.ops.quantize.formats.layouts import of_halves
 from ep_runtime_client.ops.quantize.formats.recipes import Recipe
 from ep_runtime_client.ops.quantize.formats.table import format_of
 from ep_runtime_client.ops.quantize.formats.tensor import scaled_kernel, scaled_rows
+from ep_runtime_client.ops.quantize.kernels import of_halves
 from ep_runtime_client.ops.quantize.pair import Pair
 from ep_runtime_client.ops.quantize.quantized_tensor import QuantizedTensor
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ep_runtime import close_names
+from ep_runtime import allowed_names
 from ep_runtime.errors import InvalidArgumentError
 
 Arguments = dict[str, Any]
@@ -205,7 +205,7 @@ def arguments_of(given: Any) -> Arguments:
     if family is None:
         raise InvalidArgumentError(
             f"Router.from_hf does not know the model type {config.model_type!r}"
-            + close_names.hint(str(config.model_type), _FAMILIES)
+            + allowed_names.hint(str(config.model_type), _FAMILIES)
             + f"; it knows {', '.join(_FAMILIES)}",
             argument="model_type",
         )

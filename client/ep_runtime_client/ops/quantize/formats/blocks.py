@@ -27,7 +27,6 @@ from ep_runtime_client.ops.quantize.formats.format import (
     RowOptions,
     matrix,
 )
-from ep_runtime_client.ops.quantize.formats.layouts import both_layouts
 from ep_runtime_client.ops.quantize.formats.recipes import TILE, Recipe
 from ep_runtime_client.ops.quantize.formats.tiles import (
     bits,
@@ -89,7 +88,7 @@ class BlockFormat(Format):
         static = (recipe.data_dtype(), self.power_of_two(recipe))
         plain = functools.partial(_tiled_kernel, *static)
         if transposed:
-            data, copy, scale = both_layouts(*static, plain, w, None)
+            data, copy, scale = kernels.both_layouts(*static, plain, w, None)
             return {"data": data, "scale": scale, "transposed": copy}
         kernel = functools.partial(kernels.tile_kernel, *static)
         data, scale = either(kernels.supports(w, None), kernel, plain, w)

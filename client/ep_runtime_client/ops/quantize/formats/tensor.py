@@ -19,9 +19,9 @@ from ep_runtime_client.ops.quantize.formats.format import (
     OnGpu,
     RowOptions,
 )
-from ep_runtime_client.ops.quantize.formats.layouts import both_layouts, of_halves
 from ep_runtime_client.ops.quantize.formats.recipes import Recipe
 from ep_runtime_client.ops.quantize.formats.tiles import bits, from_bits
+from ep_runtime_client.ops.quantize.kernels import both_layouts, of_halves
 from ep_runtime_client.ops.quantize.pair import Pair
 from ep_runtime_client.ops.quantize.rounding import round_scaled, scale_of
 from ep_runtime_client.ops.quantize.slabs import Slabs
