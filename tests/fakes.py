@@ -14,10 +14,11 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
-from ep_runtime import layer_specs, native, specs
+from ep_runtime import layer_specs, native, specs, wire
 from ep_runtime.errors import StaleHandleError
 from ep_runtime_client.base import jax_state
-from ep_runtime_client.base.layers import EpLayer, LayerStack, layer_name, live_groups
+from ep_runtime_client.base.layers import EpLayer, LayerStack, live_groups
+from ep_runtime_client.groups import registrations
 from ep_runtime_client.ops.kernels import ffi
 
 _generations = itertools.count(1)
@@ -63,36 +64,21 @@ class LocalGroup:
     def register_layer(self, name: str, **settings: Any) -> EpLayer:
         filled = layer_specs.check_layer(self.spec, layer_specs.LayerSpec(name, **settings))
         layer = EpLayer(self.spec, filled, layer_specs.layer_id(self.name, name))
-        self._add(layer, [(layer.base_id, name)])
+        self._add(layer, wire.RegisteredLayer(filled, 0, layer.base_id, self._handles))
         return layer
 
     def register_layer_stack(self, name: str, num_layers: int, **settings: Any) -> LayerStack:
         filled = layer_specs.check_layer(self.spec, layer_specs.LayerSpec(name, **settings))
         base = layer_specs.stack_base_id(self.name, name)
         stack = LayerStack(self.spec, filled, num_layers, base)
-        self._add(stack, [(base + i, layer_name(name, i)) for i in range(num_layers)])
+        self._add(stack, wire.RegisteredLayer(filled, num_layers, base, self._handles))
         return stack
 
-    def _add(self, layer: EpLayer | LayerStack, ids: list[tuple[int, str]]) -> None:
+    def _add(self, layer: EpLayer | LayerStack, item: wire.RegisteredLayer) -> None:
         self._layers[layer.name] = layer
-        first = layer if isinstance(layer, EpLayer) else layer[0]
-        if self.native_group is None or not isinstance(first, EpLayer):
-            return
-        rows = []
-        for layer_id, name in ids:
-            rows.append(
-                native.NativeLayer(
-                    id=layer_id,
-                    name=name,
-                    fingerprint=first.fingerprint,
-                    top_k=first.top_k,
-                    alignment=first.alignment,
-                    in_flight=first.in_flight,
-                    handle_base=self._handles,
-                )
-            )
-            self._handles += first.in_flight
-        native.library().add_layers(self.native_group, rows)
+        if self.native_group is not None:
+            native.library().add_layers(self.native_group, registrations.native_rows(layer, item))
+            self._handles += item.num_handles
 
     def close(self) -> None:
         if self.closed:

@@ -126,7 +126,7 @@ class Registrations:
         here = {layer_id for item in new for layer_id, _ in _members(item)}
         gone = {i: name for item in before for i, name in _members(item) if i not in here}
         if add_native is not None and new:
-            rows = [row for pair in zip(made, new, strict=True) for row in _native_rows(*pair)]
+            rows = [row for pair in zip(made, new, strict=True) for row in native_rows(*pair)]
             add_native([*_rows_of_gone(gone), *rows])
         self._gone.update(gone.values())
         for layer, item in zip(made, new, strict=True):
@@ -195,7 +195,7 @@ def _members(item: wire.RegisteredLayer) -> list[tuple[int, str]]:
     return [(item.base_id + i, layer_name(item.spec.name, i)) for i in range(item.num_layers)]
 
 
-def _native_rows(layer: EpLayer | LayerStack, item: wire.RegisteredLayer) -> list[Any]:
+def native_rows(layer: EpLayer | LayerStack, item: wire.RegisteredLayer) -> list[Any]:
     """Makes one entry of the native library per layer, and per layer of a stack."""
     from ep_runtime import native
 
