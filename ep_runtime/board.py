@@ -24,7 +24,7 @@ import ctypes
 import dataclasses
 import os
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from ep_runtime.board_abi import (
     FAILURE_RECORDS,
@@ -42,16 +42,13 @@ from ep_runtime.board_abi import (
     DeviceRowsStruct,
     FailureRecordStruct,
     HandleRecordStruct,
-    HandleState,
     LaneStruct,
     LoadRecordStruct,
     MeetingSlotStruct,
-    OpCode,
     OpRecordStruct,
     PeerRecordStruct,
     PoisonReason,
     RankRecordStruct,
-    RankState,
 )
 from ep_runtime.device_layout import flag_bytes, lane_rows, on_device
 from ep_runtime.errors import InvalidArgumentError
@@ -59,46 +56,7 @@ from ep_runtime.layout import align_up
 from ep_runtime.specs import DTYPE_BYTES, STATE, GroupSpec
 from ep_runtime.text import printable
 
-__all__ = [
-    "BoardHeader",
-    "BoardHeaderStruct",
-    "BoardLayout",
-    "By",
-    "ControlStruct",
-    "DeviceRowsStruct",
-    "FAILURE_RECORDS",
-    "FailureRecordStruct",
-    "HandleRecordStruct",
-    "HandleState",
-    "LINE_BYTES",
-    "LaneStruct",
-    "MAGIC",
-    "MAX_HANDLES",
-    "MAX_WORLD_RANKS",
-    "MEETING_SLOTS",
-    "MeetingSlotStruct",
-    "NOBODY",
-    "OpCode",
-    "PAGE_BYTES",
-    "PoisonReason",
-    "RankRecordStruct",
-    "RankState",
-    "TallyLayout",
-    "VERSION",
-    "board_bytes",
-    "board_layout",
-    "check_world",
-    "control_bytes",
-    "format_board",
-    "lane_bytes",
-    "poison",
-    "poisoned_by",
-    "read_header",
-    "slot_bytes",
-    "tally_layout",
-    "tell_time",
-    "window_bytes",
-]
+_Record = TypeVar("_Record")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -433,23 +391,18 @@ def _header(buf: Any) -> Any:
     return header
 
 
+def from_struct(kind: type[_Record], raw: Any, **others: Any) -> _Record:
+    """Makes a dataclass from a struct's fields of the same names, and from `others`."""
+    fields: Any = kind
+    names = (name for name in fields.__dataclass_fields__ if name not in others)
+    return kind(**{name: getattr(raw, name) for name in names}, **others)
+
+
 def read_header(buf: Any) -> BoardHeader:
     """Reads a board's header. Raises InvalidArgumentError if `buf` is not a formatted board."""
     header = _header(buf)
-    return BoardHeader(
-        generation=header.generation,
-        poison_generation=header.poison_generation,
-        poison_reason=PoisonReason(header.poison_reason),
-        poison_rank=header.poison_rank,
-        poison_by=poisoned_by(header),
-        world_size=header.world_size,
-        num_here=header.num_here,
-        ep_size=header.ep_size,
-        num_domains=header.num_domains,
-        lanes=header.lanes,
-        window_bytes=header.window_bytes,
-        board_bytes=header.board_bytes,
-    )
+    reason, by = PoisonReason(header.poison_reason), poisoned_by(header)
+    return from_struct(BoardHeader, header, poison_reason=reason, poison_by=by)
 
 
 _RECORD_BYTES = ctypes.sizeof(RankRecordStruct)

@@ -12,7 +12,7 @@ import enum
 from collections.abc import Iterable
 from typing import Any, TypeVar
 
-from ep_runtime.board import BoardLayout
+from ep_runtime.board import BoardLayout, from_struct
 from ep_runtime.board_abi import (
     MAX_HANDLES,
     BoardHeaderStruct,
@@ -107,16 +107,14 @@ def read_handles(buf: Any, where: BoardLayout, indices: Iterable[int]) -> list[H
         if where.device_rows_offset:
             rows, dropped_rows = map(sum, _device_rows(buf, where, index))
         records.append(
-            HandleRecord(
+            from_struct(
+                HandleRecord,
+                raw,
                 state=state,
                 last_op=last_op,
-                epoch=raw.epoch,
                 lane=raw.lane if raw.calls else -1,
-                calls=raw.calls,
                 rows=min(_MOST, raw.rows + rows),
                 dropped_rows=min(_MOST, raw.dropped_rows + dropped_rows),
-                updated_ns=raw.updated_ns,
-                rounds=raw.rounds,
             )
         )
     return records
@@ -197,22 +195,5 @@ def read_ranks(
         if state is None or op is None:
             records.append(None)
             continue
-        records.append(
-            RankRecord(
-                state=state,
-                op=op,
-                layer_id=raw.layer_id,
-                handle=raw.handle,
-                epoch=raw.epoch,
-                lane=raw.lane,
-                waiting_for=raw.waiting_for,
-                since_ns=raw.since_ns,
-                progress_ns=raw.progress_ns,
-                calls=raw.calls,
-                rows=raw.rows,
-                dropped_rows=raw.dropped_rows,
-                open_calls=raw.open_calls,
-                pid=raw.pid,
-            )
-        )
+        records.append(from_struct(RankRecord, raw, state=state, op=op))
     return records

@@ -23,7 +23,7 @@ from harness import DaemonProcess
 from http2_calls import UnreadCalls
 from raw_client import Client, Stubs, close_fds, connect, make_spec, new_op_id
 
-from ep_runtime import board, errors, wire
+from ep_runtime import board, board_abi, errors, wire
 from ep_runtime.v1 import fd_socket_pb2, group_service_pb2, layer_service_pb2, types_pb2
 
 SAMPLED_S = 2.0  # the reaper comes by in that time, more than once
@@ -45,7 +45,7 @@ def header(field: str, value: int) -> Callable[[DaemonProcess, Client], None]:
     def attack(daemon: DaemonProcess, client: Client) -> None:
         found = client.fetch(client.create(make_spec("header")).group)
         with mmap.mmap(found[0][1], found[0][0].bytes) as mapped:
-            header = board.BoardHeaderStruct.from_buffer(mapped)
+            header = board_abi.BoardHeaderStruct.from_buffer(mapped)
             setattr(header, field, value)
             del header
             for method in ("ListRanks", "ListHandles", "ListGroups"):
@@ -63,8 +63,8 @@ def chain(daemon: DaemonProcess, client: Client) -> None:
     offset = board.board_layout(spec).ranks_offset
     with mmap.mmap(found[0][1], found[0][0].bytes) as mapped:
         for rank in range(1023):
-            record = board.RankRecordStruct.from_buffer(mapped, offset + 128 * rank)
-            record.state, record.waiting_for = board.RankState.WAITING, rank + 1
+            record = board_abi.RankRecordStruct.from_buffer(mapped, offset + 128 * rank)
+            record.state, record.waiting_for = board_abi.RankState.WAITING, rank + 1
         del record
         for _ in range(5):
             daemon.status()

@@ -9,7 +9,7 @@ import pytest
 from child_programs import run_python
 
 import ep_runtime as ep
-from ep_runtime import board, specs
+from ep_runtime import board, board_abi, specs
 from ep_runtime.v1 import types_pb2
 from ep_runtime_client.base.layers import live_groups
 from ep_runtime_client.groups import formed, health
@@ -124,7 +124,7 @@ def test_a_replaced_group_ends_by_its_order_and_not_by_who_closed_it(said, rank,
     ).on((("ep", 2),))
     buf = bytearray(board.board_bytes(spec))
     board.format_board(buf, board.board_layout(spec), 1)
-    board.poison(buf, 1, board.PoisonReason.CLOSED, by=board.By(0, 9))
+    board.poison(buf, 1, board_abi.PoisonReason.CLOSED, by=board.By(0, 9))
     fd = os.memfd_create("board")
     os.write(fd, buf)
     memory = formed.Memory([(types_pb2.WindowDescriptor(world_rank=-1), fd)])

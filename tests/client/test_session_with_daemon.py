@@ -17,7 +17,7 @@ from daemon_fixtures import WAIT_S, start_daemon, wait_until
 from jax.sharding import Mesh
 
 import ep_runtime as ep
-from ep_runtime import board, native
+from ep_runtime import board, board_abi, native
 from ep_runtime.v1 import admin_service_pb2 as messages
 from ep_runtime.v1 import types_pb2
 from ep_runtime_client.cli.daemon import source
@@ -197,8 +197,8 @@ def test_more_handles_than_a_board_holds_is_said_with_numbers(
 ) -> None:
     group = session.create_group("g", mesh, **_ARGUMENTS)
     with pytest.raises(ep.PoolExhaustedError) as caught:
-        group.register_layer_stack("s", board.MAX_HANDLES + 1, top_k=1)
-    assert str(board.MAX_HANDLES) in str(caught.value)
+        group.register_layer_stack("s", board_abi.MAX_HANDLES + 1, top_k=1)
+    assert str(board_abi.MAX_HANDLES) in str(caught.value)
     assert group.register_layer("fits", top_k=1).name == "fits"
 
 

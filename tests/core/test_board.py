@@ -6,7 +6,7 @@ import mmap
 
 import pytest
 
-from ep_runtime import board, board_records, board_tallies
+from ep_runtime import board, board_abi, board_records, board_tallies
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime.specs import STATE, GroupSpec, make_group_spec
 
@@ -35,12 +35,12 @@ def formatted(spec: GroupSpec, generation: int = 7) -> mmap.mmap:
 @pytest.mark.parametrize(
     ("kind", "size"),
     [
-        (board.BoardHeaderStruct, 320),
-        (board.RankRecordStruct, 128),
-        (board.HandleRecordStruct, 64),
-        (board.ControlStruct, 64),
-        (board.LaneStruct, 64),
-        (board.MeetingSlotStruct, 128),
+        (board_abi.BoardHeaderStruct, 320),
+        (board_abi.RankRecordStruct, 128),
+        (board_abi.HandleRecordStruct, 64),
+        (board_abi.ControlStruct, 64),
+        (board_abi.LaneStruct, 64),
+        (board_abi.MeetingSlotStruct, 128),
     ],
 )
 def test_structs_are_whole_lines(kind, size):
@@ -68,16 +68,16 @@ def test_the_header_says_what_was_formatted():
     assert (header.generation, header.world_size, header.ep_size) == (7, 8, 4)
     assert (header.num_here, header.num_domains, header.lanes) == (8, 2, 2)
     assert header.window_bytes == board.window_bytes(spec)
-    assert header.poison_reason is board.PoisonReason.NONE
+    assert header.poison_reason is board_abi.PoisonReason.NONE
 
 
 def test_poison_only_grows_and_keeps_its_first_reason():
     buf = formatted(spec_of())
-    board.poison(buf, 7, board.PoisonReason.PEER_LOST, rank=3)
-    board.poison(buf, 7, board.PoisonReason.CLOSED)
+    board.poison(buf, 7, board_abi.PoisonReason.PEER_LOST, rank=3)
+    board.poison(buf, 7, board_abi.PoisonReason.CLOSED)
     header = board.read_header(buf)
     assert header.poison_generation == 7
-    assert header.poison_reason is board.PoisonReason.PEER_LOST
+    assert header.poison_reason is board_abi.PoisonReason.PEER_LOST
     assert header.poison_rank == 3
 
 
@@ -85,20 +85,23 @@ def test_fresh_records_are_idle():
     buf, where = formatted(spec_of()), board.board_layout(spec_of())
     ranks = board_records.read_ranks(buf, where)
     assert len(ranks) == 8
-    assert all(r.state is board.RankState.IDLE and r.waiting_for == -1 for r in ranks)
-    (handle,) = board_records.read_handles(buf, where, [board.MAX_HANDLES - 1])
-    assert handle.state is board.HandleState.IDLE
+    assert all(r.state is board_abi.RankState.IDLE and r.waiting_for == -1 for r in ranks)
+    (handle,) = board_records.read_handles(buf, where, [board_abi.MAX_HANDLES - 1])
+    assert handle.state is board_abi.HandleState.IDLE
     assert handle.lane == -1
 
 
 def test_rounds_are_in_the_last_word_of_a_handle():
     buf, where = formatted(spec_of()), board.board_layout(spec_of())
-    assert board_records.read_extra_chunks(buf, where, board.MAX_HANDLES) == {}
+    assert board_records.read_extra_chunks(buf, where, board_abi.MAX_HANDLES) == {}
     at = where.handles_offset
-    for index, count in ((0, 2), (5, 1 << 63), (board.MAX_HANDLES - 1, 7)):
+    for index, count in ((0, 2), (5, 1 << 63), (board_abi.MAX_HANDLES - 1, 7)):
         word = ctypes.c_uint64.from_buffer(buf, at + 64 * index + 56)
         word.value = count
-    assert board_records.read_extra_chunks(buf, where, board.MAX_HANDLES - 1) == {0: 2, 5: 1 << 63}
+    assert board_records.read_extra_chunks(buf, where, board_abi.MAX_HANDLES - 1) == {
+        0: 2,
+        5: 1 << 63,
+    }
     before, handle, after = board_records.read_handles(buf, where, [4, 5, 6])
     assert (before.rounds, handle.rounds, after.rounds) == (0, 1 << 63, 0)
 
@@ -110,14 +113,14 @@ def on_devices(**changes) -> GroupSpec:
 def test_rows_of_ranks_on_devices_lie_apart_and_add_up():
     spec = on_devices()
     where = board.board_layout(spec)
-    table = board.MAX_HANDLES * ctypes.sizeof(board.DeviceRowsStruct)
-    assert where.device_rows_offset % board.PAGE_BYTES == table % board.PAGE_BYTES == 0
+    table = board_abi.MAX_HANDLES * ctypes.sizeof(board_abi.DeviceRowsStruct)
+    assert where.device_rows_offset % board_abi.PAGE_BYTES == table % board_abi.PAGE_BYTES == 0
     assert where.board_bytes == where.device_rows_offset + spec.world_size * table
     assert (where.world_offset, where.num_domains) == (0, 0)  # they meet in their windows
     buf = formatted(spec)
     for rank in (0, 3, 7):
-        at = where.device_rows_offset + rank * table + 5 * ctypes.sizeof(board.DeviceRowsStruct)
-        record = board.DeviceRowsStruct.from_buffer(buf, at)
+        at = where.device_rows_offset + rank * table + 5 * ctypes.sizeof(board_abi.DeviceRowsStruct)
+        record = board_abi.DeviceRowsStruct.from_buffer(buf, at)
         record.rows, record.dropped_rows = 100 + rank, rank
     before, handle, after = board_records.read_handles(buf, where, [4, 5, 6])
     assert (handle.rows, handle.dropped_rows) == (310, 10)
@@ -127,7 +130,7 @@ def test_rows_of_ranks_on_devices_lie_apart_and_add_up():
 def test_a_board_carries_the_time_for_devices():
     buf = formatted(on_devices())
     board.tell_time(buf, 1 << 40)
-    assert board.BoardHeaderStruct.from_buffer(buf).now_ns == 1 << 40
+    assert board_abi.BoardHeaderStruct.from_buffer(buf).now_ns == 1 << 40
 
 
 def test_wrong_buffers_and_indices_are_refused():
@@ -137,7 +140,7 @@ def test_wrong_buffers_and_indices_are_refused():
     with pytest.raises(InvalidArgumentError, match="version"):
         board.read_header(mmap.mmap(-1, 4096))
     with pytest.raises(InvalidArgumentError, match="handle index"):
-        board_records.read_handles(formatted(spec), where, [board.MAX_HANDLES])
+        board_records.read_handles(formatted(spec), where, [board_abi.MAX_HANDLES])
     with pytest.raises(InvalidArgumentError, match="8192 devices, got 8196"):
         board.board_bytes(spec_of(mesh_axes=(("dp", 2049), ("ep", 4))))
     with pytest.raises(InvalidArgumentError, match=r"ranks must be in 0\.\.7, got 3 to 8"):
@@ -157,7 +160,7 @@ def test_a_board_has_records_of_its_nodes_ranks_alone():
     assert where.world_offset == 0  # the others cannot come here
     assert where.ranks_offset + 4 * 128 == where.handles_offset
     at = where.ranks_offset + 128 * 2
-    board.RankRecordStruct.from_buffer(buf, at).rows = 9
+    board_abi.RankRecordStruct.from_buffer(buf, at).rows = 9
     of_node = board_records.read_ranks(buf, where)
     assert [record.rows for record in of_node] == [0, 0, 9, 0]
     assert [r and r.rows for r in board_records.read_ranks(buf, where, [0, 6])] == [None, 9]
@@ -174,7 +177,7 @@ def test_a_board_grows_with_its_nodes_ranks_and_by_a_word_for_each_other_rank():
     for transport in ("nccl", "memfd"):
         assert size(8192, transport) - size(1024, transport) == 4 * (8192 - 1024)
         assert size(1024, transport, 16) < 2 * size(1024, transport)
-    table = board.MAX_HANDLES * ctypes.sizeof(board.DeviceRowsStruct)
+    table = board_abi.MAX_HANDLES * ctypes.sizeof(board_abi.DeviceRowsStruct)
     assert size(4096) < 8 * table + (3 << 20)
 
 

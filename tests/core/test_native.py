@@ -202,7 +202,7 @@ def test_a_board_of_another_group_is_refused(files):
 
 
 def test_a_node_of_the_largest_mesh_opens_its_part():
-    ranks, here = board.MAX_WORLD_RANKS, range(4096, 4104)
+    ranks, here = board_abi.MAX_WORLD_RANKS, range(4096, 4104)
     spec = spec_of(mesh_axes=(("ep", ranks),), num_experts=ranks, node_size=4)
     where = board.board_layout(spec, here)
     board_fd = memfd(where.board_bytes)

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from round_trips import EXPERTS, TOKENS, opened, round_trip
 
-from ep_runtime import board, board_records, board_tallies
+from ep_runtime import board_abi, board_records, board_tallies
 
 
 def test_the_board_counts_calls_rows_and_drops():
@@ -20,14 +20,14 @@ def test_the_board_counts_calls_rows_and_drops():
         first, second = board_records.read_handles(group.board, group.layout, [0, 1])
         assert (first.calls, first.lane) == (0, -1)
         assert second.calls == 3
-        assert second.last_op is board.OpCode.COMBINE
-        assert second.state is board.HandleState.IDLE
+        assert second.last_op is board_abi.OpCode.COMBINE
+        assert second.state is board_abi.HandleState.IDLE
         assert second.rows == kept.sum()
         assert second.dropped_rows == (counts - kept).sum() > 0
         ranks = board_records.read_ranks(group.board, group.layout)
         assert [r.rows for r in ranks] == kept.tolist()
         assert [r.dropped_rows for r in ranks] == (counts - kept).tolist()
-        assert all(r.state is board.RankState.IDLE and r.calls == 3 for r in ranks)
+        assert all(r.state is board_abi.RankState.IDLE and r.calls == 3 for r in ranks)
         assert all(r.waiting_for == -1 and r.epoch == second.epoch for r in ranks)
 
 
@@ -40,7 +40,11 @@ def test_the_board_tallies_calls_waits_and_experts():
         charged = waited = 0
         for rank in range(8):
             ops = board_tallies.read_ops(group.board, group.layout, rank)
-            assert [*ops] == [board.OpCode.PREPARE, board.OpCode.DISPATCH, board.OpCode.COMBINE]
+            assert [*ops] == [
+                board_abi.OpCode.PREPARE,
+                board_abi.OpCode.DISPATCH,
+                board_abi.OpCode.COMBINE,
+            ]
             for op in ops.values():
                 assert op.calls == sum(op.times) == sum(op.waits) == 3
                 assert 0 <= op.wait_ns < op.time_ns
@@ -79,7 +83,7 @@ def test_who_is_late_is_charged_with_the_waits_of_all():
             jax.block_until_ready(run(idx, x))
         arrivals = np.zeros((8, 8))
         for rank in range(8):
-            op = board_tallies.read_ops(group.board, group.layout, rank)[board.OpCode.PREPARE]
+            op = board_tallies.read_ops(group.board, group.layout, rank)[board_abi.OpCode.PREPARE]
             arrivals[rank] = [peer.arrival_ns for peer in op.peers]
             if rank != late:
                 assert op.peers[late].wait_ns > times * delay_s * 1e9 / 2

@@ -25,7 +25,7 @@ from round_trips import (
     round_trip,
 )
 
-from ep_runtime import board, board_records, errors, native
+from ep_runtime import board, board_abi, board_records, errors, native
 
 SOON_S = 20.0  # far below the 60 s that calls may wait here
 
@@ -142,10 +142,10 @@ def test_a_program_of_another_spec_is_stale():
 @pytest.mark.parametrize(
     ("reason", "kind"),
     [
-        (board.PoisonReason.CLOSED, errors.StaleHandleError),
-        (board.PoisonReason.RECLAIMED, errors.StaleHandleError),
-        (board.PoisonReason.FENCED, errors.SessionFencedError),
-        (board.PoisonReason.PEER_LOST, errors.PeerLostError),
+        (board_abi.PoisonReason.CLOSED, errors.StaleHandleError),
+        (board_abi.PoisonReason.RECLAIMED, errors.StaleHandleError),
+        (board_abi.PoisonReason.FENCED, errors.SessionFencedError),
+        (board_abi.PoisonReason.PEER_LOST, errors.PeerLostError),
     ],
 )
 def test_poison_ends_calls_that_wait(reason, kind):
@@ -164,8 +164,8 @@ def test_poison_ends_calls_that_wait(reason, kind):
             )
         )
         record = board_records.read_ranks(group.board, group.layout)[0]
-        assert record.state is board.RankState.MEETING
-        assert record.op is board.OpCode.PREPARE
+        assert record.state is board_abi.RankState.MEETING
+        assert record.op is board_abi.OpCode.PREPARE
         assert record.layer_id == group.layer_id
         board.poison(group.board, 4, reason, rank=3)  # an older generation: not ours
         started = time.monotonic()
@@ -354,9 +354,9 @@ def test_a_full_meeting_table_is_an_error_with_advice():
     with opened() as (group, run, idx, x):
         expect(run(idx, x), x)
         where = group.layout.domains_offset
-        control = board.ControlStruct.from_buffer(group.board, where)
+        control = board_abi.ControlStruct.from_buffer(group.board, where)
         free, used = control.free_slot, control.used_slots
-        control.free_slot, control.used_slots = 0, board.MEETING_SLOTS
+        control.free_slot, control.used_slots = 0, board_abi.MEETING_SLOTS
         assert "more than 4096 calls" in str(failure_of(run, idx, x))
         control.free_slot, control.used_slots = free, used
         expect(run(idx, x), x)
@@ -395,7 +395,7 @@ def test_lanes_are_given_back_after_every_kind_of_error():
             expect(run(idx, x), x)
         where = group.layout
         for offset in (where.domains_offset, where.world_offset):
-            control = board.ControlStruct.from_buffer(group.board, offset)
+            control = board_abi.ControlStruct.from_buffer(group.board, offset)
             assert control.open_meetings == 0
             assert control.ready_head == 0
             del control

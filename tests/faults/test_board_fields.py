@@ -127,7 +127,7 @@ def read_all(group: GroupRecord, clock: SystemClock) -> None:
     for late in lateness.late_in(group, now_s):
         views.late_rank(late).SerializeToString()
     board.tell_time(group.windows.board, int(now_s * 1e9))
-    group.windows.poison(board.PoisonReason.PEER_LOST, 1)
+    group.windows.poison(board_abi.PoisonReason.PEER_LOST, 1)
 
 
 @pytest.mark.doses(ci=3000, full=1_000_000)
@@ -158,5 +158,5 @@ def test_any_values_of_ranks_on_devices_are_read():
         at, size, _ = numbers.choice(fields)
         mapped[at : at + size] = numbers.choice(list(extreme_values(size, numbers)))
         board_records.read_ranks(mapped, where)
-        for record in board_records.read_handles(mapped, where, [0, 1, board.MAX_HANDLES - 1]):
+        for record in board_records.read_handles(mapped, where, [0, 1, board_abi.MAX_HANDLES - 1]):
             assert record is None or max(record.rows, record.dropped_rows) < 1 << 64

@@ -12,7 +12,7 @@ from harness import eventually, memfds_of
 from raw_client import make_spec
 from raw_jobs import SPEC, attached_pair, come_back, ready_pair
 
-from ep_runtime import board, errors, layer_specs
+from ep_runtime import board_abi, errors, layer_specs
 from ep_runtime_server.journal.file import MAGIC
 from ep_runtime_server.memory import devices
 
@@ -110,7 +110,7 @@ def test_layers_that_cannot_have_been_registered_so_are_refused(daemon_process, 
     changed = {
         "overlap": {"handle_base": first.handle_base + 1},
         "id": {"base_id": second.base_id + 1},
-        "outside": {"handle_base": board.MAX_HANDLES - 1},
+        "outside": {"handle_base": board_abi.MAX_HANDLES - 1},
     }[change]
     with pytest.raises(errors.InvalidArgumentError, match="cannot have been registered"):
         clients[0].restore(group, [0], [first, dataclasses.replace(second, **changed)])

@@ -73,14 +73,14 @@ class Faulty:
     def until_first_waits_for(self, rank: int) -> None:
         self.until(
             lambda ranks: all(
-                record.state is board.RankState.MEETING and record.waiting_for == rank
+                record.state is board_abi.RankState.MEETING and record.waiting_for == rank
                 for record in ranks[:2]
             )
         )
 
     def lose_second(self) -> float:
         """What the daemon does about a dead process; when it did it."""
-        board.poison(self.group.board, 1, board.PoisonReason.PEER_LOST, rank=2)
+        board.poison(self.group.board, 1, board_abi.PoisonReason.PEER_LOST, rank=2)
         return time.monotonic()
 
     def expect_lost(self, said: dict[str, Any], since: float) -> None:
@@ -189,7 +189,7 @@ def test_peers_in_another_call_of_the_same_program_are_late_and_not_lost(faulty:
 def test_a_lock_that_dies_with_its_holder_is_not_waited_for(faulty: Faulty) -> None:
     faulty.second.kill()
     where = faulty.group.layout.domains_offset
-    control = board.ControlStruct.from_buffer(faulty.group.board, where)
+    control = board_abi.ControlStruct.from_buffer(faulty.group.board, where)
     control.lock, control.owner = 1, faulty.second.pid
     faulty.first.tell("launch")
     deadline = time.monotonic() + 30

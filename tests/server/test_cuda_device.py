@@ -17,7 +17,7 @@ from file_driver import GPU_BYTES, GRANULARITY, INDICES, UUIDS, FileDriver
 from harness import FakeClock, as_uid, eventually
 from raw_client import WAIT_S, close_fds, make_spec
 
-from ep_runtime import board, errors, layer_specs
+from ep_runtime import board, board_abi, errors, layer_specs
 from ep_runtime.v1 import types_pb2
 from ep_runtime_server.base import limits
 from ep_runtime_server.base.events import EventLog
@@ -121,7 +121,7 @@ def test_indices_are_nvmls_where_it_says_them(monkeypatch, refuses, found):
 
 
 def board_time(shown: mmap.mmap) -> int:
-    return int(board.BoardHeaderStruct.from_buffer_copy(shown).now_ns)
+    return int(board_abi.BoardHeaderStruct.from_buffer_copy(shown).now_ns)
 
 
 def test_what_devices_write_is_listed_and_they_are_told_the_time(gpu_daemon):
@@ -135,12 +135,12 @@ def test_what_devices_write_is_listed_and_they_are_told_the_time(gpu_daemon):
     assert abs(time.monotonic_ns() - board_time(shown)) < 60e9
     where = board.board_layout(SPEC)
     for rank in (0, 1):
-        at = where.device_rows_offset + 16 * (rank * board.MAX_HANDLES + layer.handle_base)
-        board.DeviceRowsStruct.from_buffer(shown, at).rows = 20 + rank
-    record = board.HandleRecordStruct.from_buffer(
+        at = where.device_rows_offset + 16 * (rank * board_abi.MAX_HANDLES + layer.handle_base)
+        board_abi.DeviceRowsStruct.from_buffer(shown, at).rows = 20 + rank
+    record = board_abi.HandleRecordStruct.from_buffer(
         shown, where.handles_offset + 64 * layer.handle_base
     )
-    record.calls, record.last_op, record.updated_ns = 3, board.OpCode.COMBINE, 1
+    record.calls, record.last_op, record.updated_ns = 3, board_abi.OpCode.COMBINE, 1
     (handle,) = gpu_daemon.ask("ListHandles").handles
     assert (handle.calls, handle.rows, handle.last_op) == (3, 41, "COMBINE")
     del record

@@ -8,7 +8,7 @@ import time
 import pytest
 from raw_client import make_spec, new_op_id
 
-from ep_runtime import board, errors, layer_specs, wire
+from ep_runtime import board_abi, errors, layer_specs, wire
 from ep_runtime.layer_specs import LayerSpec
 from ep_runtime.v1 import layer_service_pb2
 from ep_runtime_server.groups import layers
@@ -145,16 +145,16 @@ def test_ten_thousand_layers_take_less_than_a_second(daemon, client, group):
 
 
 def test_the_board_limits_handles_and_says_so(client, group):
-    stack = wire.LayerStackSpec(LayerSpec("s", top_k=1), board.MAX_HANDLES)
+    stack = wire.LayerStackSpec(LayerSpec("s", top_k=1), board_abi.MAX_HANDLES)
     client.register(group, [LayerSpec("a", top_k=1)])
     with pytest.raises(errors.PoolExhaustedError) as caught:
         client.register(group, [], [stack])
     assert caught.value.fields == {
-        "asked": board.MAX_HANDLES,
-        "free": board.MAX_HANDLES - 1,
-        "limit": board.MAX_HANDLES,
+        "asked": board_abi.MAX_HANDLES,
+        "free": board_abi.MAX_HANDLES - 1,
+        "limit": board_abi.MAX_HANDLES,
     }
-    fits = wire.LayerStackSpec(LayerSpec("s", top_k=1), board.MAX_HANDLES - 1)
+    fits = wire.LayerStackSpec(LayerSpec("s", top_k=1), board_abi.MAX_HANDLES - 1)
     client.register(group, [], [fits])
 
 

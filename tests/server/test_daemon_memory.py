@@ -17,7 +17,7 @@ import pytest
 from harness import Watcher, eventually
 from raw_client import WAIT_S, close_fds, connect, hello, make_spec, receive, redeem
 
-from ep_runtime import board, errors, layer_specs, specs
+from ep_runtime import board, board_abi, errors, layer_specs, specs
 from ep_runtime.text import iec
 from ep_runtime.v1 import fd_socket_pb2
 from ep_runtime_server.base import limits
@@ -261,7 +261,7 @@ def test_a_header_that_points_elsewhere_stops_nothing(clocked, field, value):
     client = clocked.client()
     found = client.fetch(client.create(make_spec()).group)
     with mmap.mmap(found[0][1], found[0][0].bytes) as mapped:
-        header = board.BoardHeaderStruct.from_buffer(mapped)
+        header = board_abi.BoardHeaderStruct.from_buffer(mapped)
         setattr(header, field, value)
         del header
         clocked.advance(11.0)  # the reaper lives: it marks who is late

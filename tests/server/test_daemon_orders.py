@@ -13,7 +13,7 @@ from harness import Watcher, eventually
 from raw_client import close_fds, make_spec
 from raw_jobs import attached_pair
 
-from ep_runtime import board, errors, layer_specs
+from ep_runtime import board, board_abi, errors, layer_specs
 from ep_runtime.v1 import session_service_pb2, types_pb2
 
 
@@ -47,7 +47,7 @@ class TestReclaim:
             daemon.ask("Reclaim", name="moe", job="job", uid=os.getuid())
             header = board.read_header(mapped)
             assert header.poison_generation == header.generation == group.generation
-            assert header.poison_reason is board.PoisonReason.RECLAIMED
+            assert header.poison_reason is board_abi.PoisonReason.RECLAIMED
             note = f" on host {socket.gethostname()}"
             assert header.poison_by == board.By(os.getuid(), os.getpid(), note)
         close_fds(found)
@@ -99,7 +99,9 @@ def test_every_order_is_in_the_audit_file_also_one_that_was_refused(daemon):
 def test_a_note_is_cut_to_whole_characters_of_what_a_board_holds():
     buf = bytearray(board.board_bytes(make_spec()))
     board.format_board(buf, board.board_layout(make_spec()), 1)
-    board.poison(buf, 1, board.PoisonReason.FENCED, by=board.By(1, 2, " on host a: " + "é" * 60))
+    board.poison(
+        buf, 1, board_abi.PoisonReason.FENCED, by=board.By(1, 2, " on host a: " + "é" * 60)
+    )
     note = board.read_header(buf).poison_by.note
     assert note.startswith(" on host a: éé")
     assert note.endswith("é...")

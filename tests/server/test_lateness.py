@@ -13,7 +13,7 @@ import pytest
 from harness import eventually
 from raw_client import make_spec
 
-from ep_runtime import board, layer_specs
+from ep_runtime import board, board_abi, layer_specs
 from ep_runtime.board_abi import OpCode, RankRecordStruct, RankState
 from ep_runtime_server.groups import lateness
 
@@ -162,7 +162,7 @@ def test_the_longest_chain_is_walked_once():
             steps.append(key)
             return super().__getitem__(key)
 
-    size = board.MAX_WORLD_RANKS
+    size = board_abi.MAX_WORLD_RANKS
     ends = lateness._ends(Counted({rank: rank + 1 for rank in range(size)}))
     assert set(ends.values()) == {size}
     assert len(steps) <= 2 * size

@@ -15,7 +15,7 @@ import pytest
 from harness import Turns, eventually
 from raw_client import WAIT_S, close_fds, connect, make_spec, new_op_id, receive
 
-from ep_runtime import board, errors, layer_specs, wire
+from ep_runtime import board_abi, errors, layer_specs, wire
 from ep_runtime.v1 import fd_socket_pb2, group_service_pb2, layer_service_pb2, types_pb2
 
 HOLD_S = 0.1
@@ -132,7 +132,7 @@ def test_a_request_is_answered_in_short_turns(daemon, busy, server_loop, attack)
 
 
 def test_lists_of_a_full_board_come_in_short_turns(daemon, busy, server_loop):
-    stacks = [wire.LayerStackSpec(layer_specs.LayerSpec("s", top_k=1), board.MAX_HANDLES)]
+    stacks = [wire.LayerStackSpec(layer_specs.LayerSpec("s", top_k=1), board_abi.MAX_HANDLES)]
     busy.register(busy.group, stacks=stacks)
     with Turns(server_loop) as turns:
         assert len(daemon.ask("ListHandles", page_size=10_000).handles) == 10_000
@@ -144,10 +144,10 @@ def test_lists_of_a_full_board_come_in_short_turns(daemon, busy, server_loop):
 @pytest.mark.slow
 def test_a_group_with_all_the_layers_it_can_have_comes_in_short_turns(daemon, busy, server_loop):
     with Turns(server_loop) as turns:
-        for first in range(0, board.MAX_HANDLES, wire.MAX_LAYERS_PER_CALL):
+        for first in range(0, board_abi.MAX_HANDLES, wire.MAX_LAYERS_PER_CALL):
             register(wire.MAX_LAYERS_PER_CALL, lambda i, first=first: f"l{first + i}")(busy)
         request = group_service_pb2.GetGroupRequest(name="moe")
-        assert len(busy.call(busy.groups.GetGroup, request).layers) == board.MAX_HANDLES
+        assert len(busy.call(busy.groups.GetGroup, request).layers) == board_abi.MAX_HANDLES
         daemon.ask("ListLayers", page_size=10_000)
     assert turns.worst_s < hold_s()
 

@@ -24,11 +24,7 @@ from tally_writer import Tally
 from written_group import Group
 
 from ep_runtime import layer_specs, wire
-from ep_runtime.board import (
-    HandleState,
-    OpCode,
-    RankState,
-)
+from ep_runtime.board_abi import HandleState, OpCode, RankState
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime_client import cli
 from ep_runtime_server import config as server_config

@@ -10,7 +10,7 @@ import shutil
 import pytest
 from raw_client import make_spec
 
-from ep_runtime import board
+from ep_runtime import board_abi
 from ep_runtime.layer_specs import LayerSpec
 from ep_runtime.wire import LayerStackSpec
 from ep_runtime_server.base.failpoints import Failpoints
@@ -165,7 +165,7 @@ def test_a_whole_record_that_is_no_fact_is_left_out(tmp_path, payload, monkeypat
 @pytest.mark.parametrize(
     ("kind", "place", "value", "left_out"),
     [
-        ("layers", (0, 3), board.MAX_HANDLES, 1),  # more than a board has
+        ("layers", (0, 3), board_abi.MAX_HANDLES, 1),  # more than a board has
         ("windows", ("buffers", 0, 2), -2, 2),  # -1 is the board; its group goes too
     ],
 )

@@ -27,7 +27,7 @@ from written_group import Group
 
 import ep_runtime as ep
 from ep_runtime import layer_specs
-from ep_runtime.board import OpCode, RankState
+from ep_runtime.board_abi import OpCode, RankState
 from ep_runtime_server.memory.cuda_device import Gpus
 from ep_runtime_server.nodes.config import Endpoint
 

@@ -13,7 +13,7 @@ from raw_client import WAIT_S, close_fds, make_spec
 from spanning import TOLD_S, all_ready, group_of, state
 from test_cluster import coordinates, joined, joins
 
-from ep_runtime import board, errors
+from ep_runtime import board, board_abi, errors
 from ep_runtime.v1 import types_pb2
 
 
@@ -52,8 +52,8 @@ def test_every_node_has_a_board_of_its_own_ranks(nodes, pool):
     sizes = [item.bytes for item, _ in found if item.world_rank < 0]
     assert sizes == [groups[1].board_bytes] == [where.board_bytes]
     with mmap.mmap(found[0][1], 0) as mapped:
-        record = board.RankRecordStruct.from_buffer(mapped, where.ranks_offset + 128)
-        record.state, record.waiting_for, record.rows = board.RankState.WAITING, 0, 7
+        record = board_abi.RankRecordStruct.from_buffer(mapped, where.ranks_offset + 128)
+        record.state, record.waiting_for, record.rows = board_abi.RankState.WAITING, 0, 7
         record.since_ns = max(1, time.monotonic_ns() - int(30e9))
         del record
         shown = {row.now.world_rank: (row.rows, row.now.waiting_for) for row in tallies(b)}
@@ -113,7 +113,7 @@ def test_a_process_that_dies_elsewhere_poisons_the_board_here(nodes, pool):
     eventually(lambda: board.read_header(mapped).poison_generation, within_s=TOLD_S)
     header = board.read_header(mapped)
     assert (header.poison_generation, header.poison_rank) == (groups[0].generation, 1)
-    assert header.poison_reason is board.PoisonReason.PEER_LOST
+    assert header.poison_reason is board_abi.PoisonReason.PEER_LOST
     assert state(a) == "BROKEN"
 
 

@@ -10,7 +10,7 @@ import pytest
 from harness import FakeClock, eventually
 from raw_client import WAIT_S, make_spec
 
-from ep_runtime import board, errors
+from ep_runtime import board, board_abi, errors
 from ep_runtime_server.base.events import EventLog
 from ep_runtime_server.callers.quotas import Quotas, Usage, UserLimits
 from ep_runtime_server.callers.sessions import SessionRecord, SessionState
@@ -145,7 +145,7 @@ async def test_memory_is_not_freed_while_it_is_being_formatted(monkeypatch):
     again = asyncio.create_task(groups.create(second, spec, (0, 1), replace=False, wait_s=WAIT_S))
     assert await asyncio.to_thread(entered.wait, WAIT_S)
     (group,), (windows,) = groups.all(), pool.sets
-    assert groups.take_away(group, board.PoisonReason.RECLAIMED, "drill") == 0
+    assert groups.take_away(group, board_abi.PoisonReason.RECLAIMED, "drill") == 0
     with pytest.raises(errors.StaleHandleError, match="while it formed"):
         await again
     assert windows.state is WindowState.LEASED

@@ -8,7 +8,7 @@ import os
 
 from file_driver import UUIDS
 
-from ep_runtime import board, device_layout
+from ep_runtime import board, board_abi, device_layout
 
 
 class Group:
@@ -33,18 +33,20 @@ class Group:
             setattr(record, name, value)
 
     def handle(self, index: int, **fields: int) -> None:
-        offset = self._where.handles_offset + index * ctypes.sizeof(board.HandleRecordStruct)
-        self._write(board.HandleRecordStruct, offset, fields)
+        offset = self._where.handles_offset + index * ctypes.sizeof(board_abi.HandleRecordStruct)
+        self._write(board_abi.HandleRecordStruct, offset, fields)
 
     def rank(self, rank: int, **fields: int) -> None:
-        offset = self._where.ranks_offset + rank * ctypes.sizeof(board.RankRecordStruct)
-        self._write(board.RankRecordStruct, offset, fields)
+        offset = self._where.ranks_offset + rank * ctypes.sizeof(board_abi.RankRecordStruct)
+        self._write(board_abi.RankRecordStruct, offset, fields)
 
     def rows(self, rank: int, index: int, rows: int, dropped_rows: int = 0) -> None:
         assert self._where.device_rows_offset
-        size = ctypes.sizeof(board.DeviceRowsStruct)
-        offset = self._where.device_rows_offset + (rank * board.MAX_HANDLES + index) * size
-        self._write(board.DeviceRowsStruct, offset, {"rows": rows, "dropped_rows": dropped_rows})
+        size = ctypes.sizeof(board_abi.DeviceRowsStruct)
+        offset = self._where.device_rows_offset + (rank * board_abi.MAX_HANDLES + index) * size
+        self._write(
+            board_abi.DeviceRowsStruct, offset, {"rows": rows, "dropped_rows": dropped_rows}
+        )
 
     def close(self) -> None:
         self.map.close()

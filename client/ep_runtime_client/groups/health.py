@@ -7,7 +7,7 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-from ep_runtime import board, errors
+from ep_runtime import board, board_abi, errors
 from ep_runtime.v1 import types_pb2
 from ep_runtime_client.base.layers import live_groups
 from ep_runtime_client.groups.formed import Formed
@@ -86,14 +86,14 @@ class GroupHealth:
 
     def _ended(self, poison: board.Poison | None, reason: str, lost: Sequence[Any]) -> End:
         """Makes the end as the board records it, with the daemon's reason and lost members."""
-        why = poison.reason if poison is not None else board.PoisonReason.NONE
-        if poison is not None and why is board.PoisonReason.FENCED:
+        why = poison.reason if poison is not None else board_abi.PoisonReason.NONE
+        if poison is not None and why is board_abi.PoisonReason.FENCED:
             return self._fenced(poison)
         if lost:
             return self._lost(int(lost[0].world_rank), int(lost[0].pid), reason)
-        if poison is not None and why is board.PoisonReason.PEER_LOST:
+        if poison is not None and why is board_abi.PoisonReason.PEER_LOST:
             return self._lost(poison.rank, poison.pid, reason)
-        if poison is not None and why is board.PoisonReason.RECLAIMED:
+        if poison is not None and why is board_abi.PoisonReason.RECLAIMED:
             return self._stale(f"was reclaimed {poison.by.told('ep-runtime reclaim')}", 0.0)
         if poison is not None and poison.by != board.NOBODY:
             reason = f"was replaced {poison.by.told('create_group(replace=True)')}"

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from ep_runtime.allowed_names import check_new_name
-from ep_runtime.board import PoisonReason
+from ep_runtime.board_abi import PoisonReason
 from ep_runtime.errors import (
     EpRuntimeError,
     GroupNotReadyError,

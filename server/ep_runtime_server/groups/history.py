@@ -19,7 +19,7 @@ import mmap
 import zlib
 from collections.abc import Callable, Iterator
 
-from ep_runtime import board
+from ep_runtime import board, board_abi
 from ep_runtime.board_abi import MAX_HANDLES, MAX_LOADS
 from ep_runtime_server.base.clock import Clock
 from ep_runtime_server.base.pacing import paced
@@ -76,9 +76,9 @@ def parts(where: board.BoardLayout, num_handles: int) -> Iterator[slice]:
         return slice(offset, offset + size)
 
     handles, loads = min(num_handles, MAX_HANDLES), min(num_handles, MAX_LOADS)
-    yield part(where.ranks_offset, len(where.ranks) * ctypes.sizeof(board.RankRecordStruct))
-    yield part(where.handles_offset, handles * ctypes.sizeof(board.HandleRecordStruct))
-    size = ctypes.sizeof(board.DeviceRowsStruct)
+    yield part(where.ranks_offset, len(where.ranks) * ctypes.sizeof(board_abi.RankRecordStruct))
+    yield part(where.handles_offset, handles * ctypes.sizeof(board_abi.HandleRecordStruct))
+    size = ctypes.sizeof(board_abi.DeviceRowsStruct)
     tally = where.tally
     for seat in range(len(where.ranks)):
         if where.tallies_offset:

@@ -12,7 +12,7 @@ import dataclasses
 import logging
 from collections.abc import Iterable, Mapping
 
-from ep_runtime import board, board_records, device_layout
+from ep_runtime import board, board_abi, board_records, device_layout
 from ep_runtime.allowed_names import quoted
 from ep_runtime_server.base.clock import Clock
 from ep_runtime_server.base.events import EventLog
@@ -110,7 +110,7 @@ def late_in(group: GroupRecord, now_s: float, *, after_s: float = LATE_AFTER_S) 
         rank: record
         for rank, record in rank_records(group).items()
         if record is not None
-        and record.state in (board.RankState.MEETING, board.RankState.WAITING)
+        and record.state in (board_abi.RankState.MEETING, board_abi.RankState.WAITING)
         and 0 <= record.waiting_for < group.spec.world_size
         and record.waiting_for != rank
     }
@@ -144,7 +144,7 @@ def _describe(
         since_s=since_s,
         waiting_ranks=tuple(sorted(waiters)),
         layer=group.layers.name_of_id(record.layer_id),
-        op=board.OpCode(record.op).name,
+        op=board_abi.OpCode(record.op).name,
         handle=record.handle,
     )
 

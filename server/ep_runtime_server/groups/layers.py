@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from ep_runtime import board, layer_specs, specs
+from ep_runtime import board_abi, layer_specs, specs
 from ep_runtime.allowed_names import check_new_name
 from ep_runtime.errors import (
     InvalidArgumentError,
@@ -176,7 +176,7 @@ class LayerTable:
         )
         ends = [base + count for base, count in taken]
         overlap = any(base < end for (base, _), end in zip(taken[1:], ends, strict=False))
-        outside = bool(taken) and (taken[0][0] < 0 or ends[-1] > board.MAX_HANDLES)
+        outside = bool(taken) and (taken[0][0] < 0 or ends[-1] > board_abi.MAX_HANDLES)
         async for layer in paced(new):
             check_new_name("layer", layer.spec.name)
             filled = layer_specs.check_layer(self._group, layer.spec)
@@ -224,14 +224,14 @@ class LayerTable:
 
     def _check_handles(self, layer: RegisteredLayer) -> None:
         """Raises PoolExhaustedError if the layer's handles do not fit on the board."""
-        free = board.MAX_HANDLES - layer.handle_base
+        free = board_abi.MAX_HANDLES - layer.handle_base
         if layer.num_handles > free:
             raise PoolExhaustedError(
                 f"layer {layer.spec.name!r} asks for {layer.num_handles} handles, group "
-                f"{self._group.name!r} has {free} of {board.MAX_HANDLES} left",
+                f"{self._group.name!r} has {free} of {board_abi.MAX_HANDLES} left",
                 asked=layer.num_handles,
                 free=free,
-                limit=board.MAX_HANDLES,
+                limit=board_abi.MAX_HANDLES,
             )
 
     def _compare(self, known: RegisteredLayer, spec: LayerSpec, num_layers: int) -> None:
@@ -260,7 +260,7 @@ class LayerTable:
 
         # Check at most MAX_HANDLES members: a larger stack is refused anyway, and checking all of
         # its names would block the event loop.
-        check_stack_members(name, min(num_layers, board.MAX_HANDLES), known)
+        check_stack_members(name, min(num_layers, board_abi.MAX_HANDLES), known)
 
     def get(self, name: str) -> RegisteredLayer:
         """Finds a layer or stack by name; "s[3]" finds stack "s".

@@ -8,7 +8,7 @@ import secrets
 from collections.abc import Callable
 
 from ep_runtime import layout
-from ep_runtime.board import PoisonReason
+from ep_runtime.board_abi import PoisonReason
 from ep_runtime.errors import (
     EpRuntimeError,
     GroupBusyError,

@@ -12,7 +12,7 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from ep_runtime import board
+from ep_runtime import board_abi
 from ep_runtime.errors import EpRuntimeError
 from ep_runtime.files import boot_id
 from ep_runtime.text import iec
@@ -124,7 +124,7 @@ class Recovery:
             group = records.to_group(group_id, value, sessions, sets)
             for part in _layer_parts(facts, group_id):
                 group.layers.restore([records.to_layer(item) for item in part])
-            if group.layers.num_handles > board.MAX_HANDLES:
+            if group.layers.num_handles > board_abi.MAX_HANDLES:
                 raise ValueError(f"{group.layers.num_handles} handles are more than a board has")
             return group
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 
 from ep_runtime import board
 from ep_runtime.allowed_names import check_new_name
-from ep_runtime.board import PoisonReason
+from ep_runtime.board_abi import PoisonReason
 from ep_runtime.errors import InvalidArgumentError, SpecMismatchError, StaleHandleError
 from ep_runtime.specs import GroupSpec
 from ep_runtime.wire import RegisteredLayer

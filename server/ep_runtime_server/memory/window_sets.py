@@ -9,7 +9,7 @@ import secrets
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ep_runtime import board
+from ep_runtime import board, board_abi
 from ep_runtime.allowed_names import shown
 from ep_runtime.specs import GroupSpec
 from ep_runtime_server.callers.credentials import GivenOrder
@@ -76,7 +76,7 @@ class WindowSet:
         self.holders: set[str] = set()
         self.set_id = f"w-{secrets.token_hex(6)}"
         self.on_change: Callable[[WindowSet], None] = _nobody
-        self._poison: tuple[board.PoisonReason, int, GivenOrder | None] | None = None
+        self._poison: tuple[board_abi.PoisonReason, int, GivenOrder | None] | None = None
 
     @property
     def spec(self) -> GroupSpec:
@@ -132,7 +132,7 @@ class WindowSet:
         return sum(b.size_bytes for b in self.buffers if b.device == device and b.counted)
 
     def poison(
-        self, reason: board.PoisonReason, rank: int = -1, by: GivenOrder | None = None
+        self, reason: board_abi.PoisonReason, rank: int = -1, by: GivenOrder | None = None
     ) -> None:
         """Poisons the board, which ends the waits and calls of this generation.
 

@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 
 from ep_runtime import board_records, board_tallies
-from ep_runtime.board import HandleState, OpCode, RankState
+from ep_runtime.board_abi import HandleState, OpCode, RankState
 from ep_runtime.board_records import HandleRecord, RankRecord
 from ep_runtime_server.base.limits import LATE_AFTER_S
 from ep_runtime_server.base.pacing import paced

@@ -11,7 +11,7 @@ import grpc
 
 import ep_runtime
 from ep_runtime import wire
-from ep_runtime.board import PoisonReason
+from ep_runtime.board_abi import PoisonReason
 from ep_runtime.errors import InvalidArgumentError, PermissionDeniedError
 from ep_runtime.text import printable
 from ep_runtime.v1 import admin_service_pb2 as pb

@@ -8,7 +8,7 @@ from typing import Any
 
 from google.protobuf import timestamp_pb2
 
-from ep_runtime import board, board_records, wire
+from ep_runtime import board, board_abi, board_records, wire
 from ep_runtime.board_records import HandleRecord, RankRecord
 from ep_runtime.v1 import admin_service_pb2 as pb
 from ep_runtime.v1 import types_pb2
@@ -147,7 +147,7 @@ def _poison_reason(group: GroupRecord) -> str:
     generation, reason = board_records.read_poison(windows.board)
     if generation < group.generation:
         return ""
-    return "UNREADABLE" if reason in (None, board.PoisonReason.NONE) else reason.name
+    return "UNREADABLE" if reason in (None, board_abi.PoisonReason.NONE) else reason.name
 
 
 def generation_of(group: GroupRecord) -> dict[str, Any]:
@@ -185,7 +185,7 @@ def handle_info(row: tuple[GroupRecord, Handle], clock: Clock) -> pb.HandleInfo:
         handle,
         **generation_of(item),
         pids=sorted(member.session.pid for member in item.members.values()),
-        state=board.HandleState(0).name,
+        state=board_abi.HandleState(0).name,
         lane=-1,
     )
     _add_record(message, _handle_record(item, handle.index), clock)
@@ -207,7 +207,7 @@ def _add_record(message: pb.HandleInfo, record: HandleRecord | None, clock: Cloc
         setattr(message, name, getattr(record, name))
     message.state = record.state.name
     if record.updated_ns:
-        message.last_op = board.OpCode(record.last_op).name
+        message.last_op = board_abi.OpCode(record.last_op).name
         age_s = max(0.0, clock.monotonic_s() - record.updated_ns / 1e9)
         message.age.CopyFrom(wire.duration(age_s))
 
@@ -340,7 +340,7 @@ def _add_progress(
     message.state = record.state.name
     message.epoch = record.epoch
     message.waiting_for = record.waiting_for
-    if record.state is not board.RankState.IDLE:  # an idle rank's last op stays on the board
+    if record.state is not board_abi.RankState.IDLE:  # an idle rank's last op stays on the board
         message.op = record.op.name
         message.layer = group.layers.name_of_id(record.layer_id)
         message.handle = record.handle

@@ -13,7 +13,7 @@ from typing import Any
 
 from raw_client import make_spec
 
-from ep_runtime.board import PoisonReason
+from ep_runtime.board_abi import PoisonReason
 from ep_runtime.specs import GroupSpec
 from ep_runtime_server.base import limits
 from schedules.checks import LOOKS_EACH_S, Checks
