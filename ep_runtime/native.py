@@ -50,19 +50,6 @@ class Target:
 
 
 @dataclasses.dataclass(frozen=True)
-class NativeLayer:
-    """A layer for the native handlers; `handle_base` is the board index of its first handle."""
-
-    id: int
-    name: str
-    fingerprint: int
-    top_k: int
-    alignment: int
-    in_flight: int
-    handle_base: int
-
-
-@dataclasses.dataclass(frozen=True)
 class OnGpus:
     """How a process runs its ranks of a group on GPUs.
 
@@ -238,22 +225,9 @@ class NativeLibrary:
         )
         return text.checked(group)
 
-    def add_layers(self, group: int, layers: Sequence[NativeLayer]) -> None:
+    def add_layers(self, group: int, layers: Sequence[native_abi.LayerStruct]) -> None:
         """Adds layers for the handlers, or updates the settings of known layers."""
-        made = (native_abi.LayerStruct * len(layers))(
-            *(
-                native_abi.LayerStruct(
-                    layer.id,
-                    layer.name.encode(),
-                    layer.fingerprint,
-                    layer.top_k,
-                    layer.alignment,
-                    layer.in_flight,
-                    layer.handle_base,
-                )
-                for layer in layers
-            )
-        )
+        made = (native_abi.LayerStruct * len(layers))(*layers)
         text = TextBuffer()
         text.checked(self._table.add_layers(group, made, len(layers), text.struct))
 
@@ -351,7 +325,7 @@ class OpenGroup:
     library: NativeLibrary
     number: int
 
-    def add_layers(self, layers: Sequence[NativeLayer]) -> None:
+    def add_layers(self, layers: Sequence[native_abi.LayerStruct]) -> None:
         """Calls `NativeLibrary.add_layers` for this group."""
         self.library.add_layers(self.number, layers)
 

@@ -41,6 +41,8 @@ class GroupOptionsStruct(ctypes.Structure):
 
 
 class LayerStruct(ctypes.Structure):
+    """A layer for the native handlers; `handle_base` is the board index of its first handle."""
+
     _fields_ = [
         ("id", ctypes.c_uint64),
         ("name", ctypes.c_char_p),

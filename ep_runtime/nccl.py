@@ -18,7 +18,7 @@ from pathlib import Path
 from ep_runtime import env, native, struct_lines
 from ep_runtime.errors import EpRuntimeError, VersionSkewError
 from ep_runtime.native import TextBuffer, nanoseconds
-from ep_runtime.native_abi import TextStruct
+from ep_runtime.native_abi import LayerStruct, TextStruct
 
 ABI = 2
 UNIQUE_ID_BYTES = 128
@@ -134,15 +134,6 @@ class Ranks:
     op_timeout_s: float
     carries_rows: bool = True
     max_channels: int = 0
-
-
-@dataclasses.dataclass(frozen=True)
-class NcclLayer:
-    """A layer's id, name and fingerprint, which calls contain."""
-
-    id: int
-    name: str
-    fingerprint: int
 
 
 class NcclLibrary:
@@ -275,10 +266,10 @@ class NcclGroup:
         text = TextBuffer()
         text.checked(self._table.try_sum(self.number, nanoseconds(budget_s), text.struct))
 
-    def add_layers(self, layers: Sequence[NcclLayer]) -> None:
-        """Adds layers for the custom calls."""
+    def add_layers(self, layers: Sequence[LayerStruct]) -> None:
+        """Adds layers for the custom calls, which contain id, name and fingerprint."""
         made = (_LayerStruct * len(layers))(
-            *(_LayerStruct(item.id, item.name.encode(), item.fingerprint) for item in layers)
+            *(_LayerStruct(item.id, item.name, item.fingerprint) for item in layers)
         )
         text = TextBuffer()
         text.checked(self._table.add_layers(self.number, made, len(layers), text.struct))

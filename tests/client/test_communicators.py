@@ -18,6 +18,7 @@ from raw_client import make_spec
 from ep_runtime import board, native, nccl
 from ep_runtime.board_abi import RankRecordStruct
 from ep_runtime.errors import EpRuntimeError, PeerLostError, RuntimeUnavailableError
+from ep_runtime.native_abi import LayerStruct
 from ep_runtime.v1 import types_pb2
 from ep_runtime_client.groups import formed
 from ep_runtime_client.nccl import communicators
@@ -154,7 +155,7 @@ def test_a_group_with_communicators_ends_them_first(fake: FakeNccl) -> None:
     )
     made.init(WAIT_S)
     group = communicators.GroupWithNccl(library, 7, made)
-    group.add_layers([native.NativeLayer(1, "moe", 2, 1, 1, 1, 0)])
+    group.add_layers([LayerStruct(1, b"moe", 2, 1, 1, 1, 0)])
     assert group.check() is None
     group.end(PeerLostError("a process of group 'g' is gone"))
     assert fake.count("aborts") == 2
@@ -163,7 +164,7 @@ def test_a_group_with_communicators_ends_them_first(fake: FakeNccl) -> None:
     assert "PeerLostError: a process of group 'g' is gone" in text
     group.close()
     assert library.done == [
-        ("layers", 7, ["moe"]),
+        ("layers", 7, [b"moe"]),
         *[("check", 7)] * 2,
         ("close", 7),
     ]

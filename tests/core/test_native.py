@@ -156,8 +156,8 @@ def test_a_group_opens_and_closes(files):
     group = native.library().open_group(
         spec, generation=3, board_fd=board_fd, window_fds=windows, debug=False
     )
-    layer = native.NativeLayer(
-        id=5, name="moe", fingerprint=9, top_k=2, alignment=1, in_flight=1, handle_base=0
+    layer = native_abi.LayerStruct(
+        id=5, name=b"moe", fingerprint=9, top_k=2, alignment=1, in_flight=1, handle_base=0
     )
     native.library().add_layers(group, [layer])
     native.library().poison_staging(group, 0xAB)
@@ -260,8 +260,8 @@ def test_handles_beyond_the_board_are_refused(files):
     group = native.library().open_group(
         spec, generation=1, board_fd=board_fd, window_fds=windows, debug=False
     )
-    layer = native.NativeLayer(
-        id=6, name="far", fingerprint=9, top_k=2, alignment=1, in_flight=1, handle_base=16384
+    layer = native_abi.LayerStruct(
+        id=6, name=b"far", fingerprint=9, top_k=2, alignment=1, in_flight=1, handle_base=16384
     )
     with pytest.raises(InvalidArgumentError, match="below 16384"):
         native.library().add_layers(group, [layer])

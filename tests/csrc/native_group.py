@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 from native_memory import Memory, make_spec, open_group
 
-from ep_runtime import board, layer_specs, native
+from ep_runtime import board, layer_specs, native, native_abi
 from ep_runtime_client.ops.kernels.ffi import ensure_registered
 
 _names = itertools.count()
@@ -69,9 +69,9 @@ class NativeGroup:
 
     def add_layers(self, in_flight: int = 1, num_layers: int = 1) -> None:
         layers = [
-            native.NativeLayer(
+            native_abi.LayerStruct(
                 id=self.layer_id + i,
-                name=f"moe[{i}]",
+                name=b"moe[%d]" % i,
                 fingerprint=FINGERPRINT,
                 top_k=self.top_k,
                 alignment=self.alignment,

@@ -19,6 +19,7 @@ from ep_runtime.errors import (
     PeerLostError,
     StaleHandleError,
 )
+from ep_runtime.native_abi import LayerStruct
 
 RANKS = 4
 WAIT_S = 20.0
@@ -389,7 +390,7 @@ def test_groups_form_again_and_again_with_new_ids(library, fake):
 def test_a_closed_group_is_not_found(group, library):
     group.close()
     with pytest.raises(StaleHandleError, match="no open group"):
-        group.add_layers([nccl.NcclLayer(1, "moe", 2)])
+        group.add_layers([LayerStruct(1, b"moe", 2)])
 
 
 def test_an_id_for_each_domain_is_wanted(library):

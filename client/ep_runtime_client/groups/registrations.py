@@ -197,14 +197,14 @@ def _members(item: wire.RegisteredLayer) -> list[tuple[int, str]]:
 
 def native_rows(layer: EpLayer | LayerStack, item: wire.RegisteredLayer) -> list[Any]:
     """Makes one entry of the native library per layer, and per layer of a stack."""
-    from ep_runtime import native
+    from ep_runtime.native_abi import LayerStruct
 
     first = layer if isinstance(layer, EpLayer) else layer[0]
     assert isinstance(first, EpLayer)  # a Python index of a stack gives an EpLayer
     return [
-        native.NativeLayer(
+        LayerStruct(
             id=layer_id,
-            name=name,
+            name=name.encode(),
             fingerprint=first.fingerprint,
             top_k=first.top_k,
             alignment=first.alignment,
@@ -216,13 +216,10 @@ def native_rows(layer: EpLayer | LayerStack, item: wire.RegisteredLayer) -> list
 
 
 def _rows_of_gone(gone: dict[int, str]) -> list[Any]:
-    from ep_runtime import native
+    from ep_runtime.native_abi import LayerStruct
 
-    nothing = {"top_k": 1, "alignment": 1, "in_flight": 1, "handle_base": 0}
-    return [
-        native.NativeLayer(id=layer_id, name=name, fingerprint=_NO_FINGERPRINT, **nothing)
-        for layer_id, name in gone.items()
-    ]
+    rest = (_NO_FINGERPRINT, 1, 1, 1, 0)
+    return [LayerStruct(layer_id, name.encode(), *rest) for layer_id, name in gone.items()]
 
 
 def register(

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 
-from ep_runtime import errors, native, nccl, specs
+from ep_runtime import errors, native, native_abi, nccl, specs
 from ep_runtime.nccl import Ranks
 from ep_runtime.v1 import group_service_pb2, nccl_service_pb2, types_pb2
 from ep_runtime_client.daemons import transport
@@ -46,12 +46,10 @@ class GroupWithNccl(native.OpenGroup):
     ranks: Ranks | None = None
     watch: Watch | None = None
 
-    def add_layers(self, layers: Sequence[native.NativeLayer]) -> None:
+    def add_layers(self, layers: Sequence[native_abi.LayerStruct]) -> None:
         """As `native.OpenGroup`; also registers the layers for calls between nodes."""
         super().add_layers(layers)
-        self.nccl.add_layers(
-            [nccl.NcclLayer(item.id, item.name, item.fingerprint) for item in layers]
-        )
+        self.nccl.add_layers(layers)
 
     def check(self) -> str | None:
         """Checks as `native.OpenGroup`, then asks NCCL."""
