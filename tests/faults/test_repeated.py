@@ -1,6 +1,6 @@
-"""Each fault of the daemon's world many times in a row, with nothing left behind.
+"""Each fault of the daemon's world, and kills at any change, many times: nothing is left behind.
 
-Kills of the daemon are in `test_daemon_kills.py`, kills of clients in `tests/e2e/test_kills.py`.
+Kills of clients are in `tests/e2e/test_kills.py`.
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ import random
 import signal
 import time
 
+import grpc
 import pytest
 from fuzzing import held_at_rest
 from harness import DaemonProcess, eventually, memfds_of
-from raw_client import Client, make_spec
+from raw_client import WAIT_S, Client, make_spec, new_op_id
 from raw_jobs import attached, come_back, created, ready_pair
 
 from ep_runtime import errors, layer_specs
@@ -136,3 +137,204 @@ def test_sessions_that_come_and_go_leave_nothing(daemon_process, dose, record_pr
     record_property("growth", f"{growth / 1e6:.1f} MB of {before.rss_bytes / 1e6:.0f} MB")
     assert memfds_of(daemon.pid) == set()
     assert growth < GROWTH_BYTES
+
+
+PAIR = make_spec(ranks=2)
+LAYERS = [layer_specs.LayerSpec(f"moe/{i}", top_k=2, in_flight=2) for i in range(3)]
+# Every point with the times it is reached between hello and goodbye.
+POINTS = {
+    "journal.before_write": 6,
+    "journal.after_write": 6,
+    "journal.torn_write": 6,
+    "rpc.before_answer": 6,
+    "fd.before_send": 1,
+    "fd.after_send": 1,
+    "journal.before_rename": 1,
+}
+
+
+class Life:
+    """One process from hello to goodbye on a daemon that is started again whenever it is gone."""
+
+    def __init__(self, daemon_process, directory, *options: str) -> None:
+        self._start = daemon_process
+        self._directory = directory
+        self.restarts = 0
+        self.daemon = daemon_process(*options, directory=directory)
+        self.process = self.daemon.process()
+        self.client = None
+        self.group = None
+        self.fetched = False
+        self.layers = ()
+
+    def restart(self, *options: str) -> None:
+        if self.daemon.popen.poll() is None:
+            self.daemon.popen.wait(WAIT_S)  # it kills itself; who noticed first does not matter
+        self.restarts += 1
+        assert self.restarts < 5
+        self.daemon = self._start(*options, directory=self._directory)
+        if self.daemon.ready is None:
+            self.restart()
+
+    def come_back(self) -> None:
+        if self.client is None:
+            return
+        assert self.client.resume() or self.restarts == 0
+        if self.group is not None and self.fetched:
+            answer = self.client.restore(self.group, layers=self.layers)
+            assert answer.group.generation == self.group.generation
+            if answer.wanted_ranks:
+                assert self.client.give_back(self.group) == (3, [])
+
+    def step(self, work):
+        """Does `work`, again after a restart where the daemon went away meanwhile."""
+        while True:
+            try:
+                return work()
+            except (errors.RuntimeUnavailableError, OSError, grpc.RpcError):
+                self.restart()
+                self.come_back()
+
+    def hello(self) -> None:
+        self.client = self.daemon.client(process=self.process, job=None)
+
+    def form(self) -> None:
+        """Create, fetch and report; from its start where the daemon went away in between."""
+        op_id = new_op_id()
+        self.group, self.fetched = None, False
+        self.group = self.client.create(PAIR, op_id=op_id).group
+        self.client.fetch(self.group)
+        self.fetched = True
+        self.client.attached(self.group)
+
+    def register(self) -> None:
+        op_id = new_op_id()
+        self.layers, _ = self.step(lambda: self.client.register(self.group, LAYERS, op_id=op_id))
+
+    def run_to_registered(self) -> None:
+        self.step(self.hello)
+        self.step(lambda: self.client.open("job"))
+        self.step(self.form)
+        self.register()
+
+    def check(self) -> None:
+        """What the daemon says, what the kernel says and what we hold are the same."""
+        status = self.daemon.status()
+        held = self.group.board_bytes + 2 * self.group.window_bytes
+        assert status.num_sessions == 1
+        assert (status.num_groups, status.num_layers, status.num_handles) == (1, 3, 6)
+        assert [layer.handle_base for layer in self.layers] == [0, 2, 4]
+        eventually(lambda: self.daemon.used_bytes == held)
+        assert memfds_of(self.daemon.pid) == set(self.process.do("inodes"))
+        assert self.process.do("board")[:2] == (self.group.generation, 0)
+        assert self.daemon.group_states() == {"moe": "READY"}
+
+    def end(self) -> None:
+        """Goodbye; nothing is left, by the daemon's word and by the kernel's."""
+        self.process.do("close")
+        self.fetched = False
+        self.step(lambda: self.client.close_group(self.group))
+        self.step(self.client.goodbye)
+        eventually(lambda: self.daemon.used_bytes == 0)
+        eventually(lambda: memfds_of(self.daemon.pid) == set())
+        status = self.daemon.status()
+        assert (status.num_sessions, status.num_groups) == (0, 0)
+
+
+def live(daemon_process, directory, point: str, times: int) -> int:
+    """A whole life with one kill; how often the daemon was started again."""
+    switch = f"failpoint:{point}=kill:{times}"
+    life = Life(daemon_process, directory, "--testing", switch)
+    life.run_to_registered()
+    life.check()
+    life.end()
+    life.daemon.kill()
+    return life.restarts
+
+
+@pytest.mark.parametrize(
+    ("point", "times"),
+    [
+        ("journal.after_write", 1),
+        ("journal.before_write", 2),
+        ("journal.before_write", 5),
+        ("journal.after_write", 3),
+        ("journal.after_write", 5),
+        ("journal.torn_write", 4),
+        ("journal.torn_write", 6),
+        *(("rpc.before_answer", times) for times in range(1, 7)),
+        ("fd.before_send", 1),
+        ("fd.after_send", 1),
+    ],
+)
+def test_a_kill_at_a_change_costs_nothing(daemon_process, tmp_path, point, times):
+    assert live(daemon_process, tmp_path, point, times) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.doses(ci=0, full=1000)
+def test_many_kills_at_changes_cost_nothing(daemon_process, tmp_path, dose):
+    seed = random.randrange(1 << 32)
+    chosen = random.Random(seed)
+    restarts = 0
+    for number in range(dose):
+        point = chosen.choice([name for name in POINTS if name != "journal.before_rename"])
+        times = chosen.randint(1, POINTS[point])
+        directory = tmp_path / str(number)
+        directory.mkdir()
+        try:
+            restarts += live(daemon_process, directory, point, times)
+        except BaseException as error:
+            error.add_note(f"seed {seed}, life {number}: {point} at time {times}")
+            raise
+    assert restarts > dose // 2
+
+
+@pytest.mark.parametrize("point", ["recovery.restored", "recovery.adopted"])
+def test_a_kill_while_it_recovers_costs_nothing(daemon_process, tmp_path, point):
+    life = Life(daemon_process, tmp_path)
+    life.run_to_registered()
+    life.daemon.kill()
+    life.restart("--testing", f"failpoint:{point}=kill")
+    life.step(life.come_back)
+    life.check()
+    assert life.restarts == 2
+    life.end()
+
+
+def test_a_kill_while_the_journal_is_compacted_costs_nothing(daemon_process, tmp_path):
+    life = Life(daemon_process, tmp_path)
+    life.run_to_registered()
+    life.daemon.kill()
+    life.restart("--testing", "failpoint:journal.before_rename=kill")
+    life.come_back()
+    life.check()
+    assert sorted(os.listdir(tmp_path)) == [
+        "admin.sock",
+        "api.sock",
+        "events",
+        "fd.sock",
+        "journal",
+        "lock",
+        "ops.sock",
+        "rpc.sock",
+    ]
+    life.end()
+
+
+@pytest.mark.doses(ci=5, full=100)
+def test_kills_in_a_row_leak_nothing(daemon_process, tmp_path, dose):
+    life = Life(daemon_process, tmp_path)
+    life.run_to_registered()
+    held = []
+    for _ in range(dose):
+        life.daemon.kill()
+        life.restarts = 0
+        life.restart()
+        life.come_back()
+        life.check()
+        # Of a daemon that got windows back: one that never did has no process to take them.
+        held.append(life.daemon.status().num_fds)
+        assert os.stat(tmp_path / "journal").st_size < 1 << 20
+    assert max(held) == held[0], held
+    life.end()
