@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from ep_runtime import wire
 from ep_runtime.allowed_names import check_name
 from ep_runtime.board_abi import MAX_WORLD_RANKS
 from ep_runtime.errors import InvalidArgumentError
@@ -15,7 +16,7 @@ from ep_runtime_server.nodes.config import check_node_name
 
 
 def key_to_proto(owner: Owner) -> pb.GroupKey:
-    return pb.GroupKey(uid=owner.uid, job=owner.job, name=owner.name)
+    return wire.filled(pb.GroupKey, owner)
 
 
 def key_from_proto(message: pb.GroupKey) -> Owner:
@@ -26,10 +27,7 @@ def key_from_proto(message: pb.GroupKey) -> Owner:
 
 
 def claims_to_proto(claims: Iterable[NodeClaim]) -> list[pb.NodeClaim]:
-    return [
-        pb.NodeClaim(world_ranks=claim.ranks, session_id=claim.session_id, pid=claim.pid)
-        for claim in claims
-    ]
+    return [wire.filled(pb.NodeClaim, claim, world_ranks=claim.ranks) for claim in claims]
 
 
 def ranks_from_proto(ranks: Sequence[int]) -> tuple[int, ...]:
@@ -59,19 +57,8 @@ def claims_from_proto(messages: Sequence[pb.NodeClaim], spec: GroupSpec) -> tupl
 
 
 def view_to_proto(view: GroupView) -> pb.GroupView:
-    return pb.GroupView(
-        epoch=view.epoch,
-        attempt=view.attempt,
-        members=[
-            pb.ViewMember(
-                world_rank=member.rank,
-                node=member.node,
-                session_id=member.session_id,
-                pid=member.pid,
-            )
-            for member in view.members
-        ],
-    )
+    members = [wire.filled(pb.ViewMember, m, world_rank=m.rank) for m in view.members]
+    return wire.filled(pb.GroupView, view, members=members)
 
 
 def view_from_proto(message: pb.GroupView) -> GroupView:

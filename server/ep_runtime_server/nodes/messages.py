@@ -15,6 +15,7 @@ from ep_runtime_server.nodes.registry import Node, NodeState
 
 MAX_TEXT_BYTES = 256
 MAX_API_VERSIONS = 16
+_IDENTITY = tuple(field.name for field in dataclasses.fields(NodeIdentity))
 
 
 def identity_to_proto(identity: NodeIdentity) -> node_service_pb2.NodeIdentity:
@@ -24,17 +25,8 @@ def identity_to_proto(identity: NodeIdentity) -> node_service_pb2.NodeIdentity:
 def identity_from_proto(message: node_service_pb2.NodeIdentity) -> NodeIdentity:
     """Converts an identity. Raises InvalidArgumentError naming a malformed field."""
     versions = tuple(message.api_versions[: MAX_API_VERSIONS + 1])
-    texts = {
-        name: getattr(message, name)
-        for name in (
-            "node_id",
-            "incarnation",
-            "boot_id",
-            "host_name",
-            "address",
-            "server_version",
-        )
-    }
+    others = ("node", "uid", "pid", "api_versions")
+    texts = {name: getattr(message, name) for name in _IDENTITY if name not in others}
     for name, text in (*texts.items(), *(("api_versions", version) for version in versions)):
         if not text or not text.isprintable() or len(text.encode()) > MAX_TEXT_BYTES:
             raise InvalidArgumentError(
@@ -70,8 +62,7 @@ def node_from_proto(message: node_service_pb2.NodeInfo, now_s: float) -> Node:
     known = {
         node_service_pb2.NodeState.Value(f"NODE_STATE_{state.value}"): state for state in NodeState
     }
-    names = [field.name for field in dataclasses.fields(NodeIdentity)]
-    told: dict[str, Any] = {name: getattr(message.identity, name) for name in names}
+    told: dict[str, Any] = {name: getattr(message.identity, name) for name in _IDENTITY}
     told["node"] = check_node_name(told["node"], "node")
     told["address"] = str(parse_endpoint(told["address"], "address"))
     return Node(
