@@ -9,12 +9,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from google.protobuf import duration_pb2, timestamp_pb2
+from google.protobuf import timestamp_pb2
 
 from ep_runtime import wire
 from ep_runtime.allowed_names import quoted
 from ep_runtime.v1 import admin_service_pb2 as pb
 from ep_runtime.v1 import node_service_pb2, types_pb2
+from ep_runtime.wire import duration as seconds
 from ep_runtime_client.cli.daemon import source
 
 GROUP = "pretrain-mixture-of-experts"
@@ -30,18 +31,13 @@ LATE_TEXT = (
 GIB = 1 << 30
 
 
-def seconds(value: float) -> duration_pb2.Duration:
-    found = duration_pb2.Duration()
-    found.FromNanoseconds(int(value * 1e9))
-    return found
+def _whose() -> dict[str, Any]:
+    return {"group": GROUP, "job": JOB, "uid": 1000, "generation": 7}
 
 
 def _late() -> pb.LateRank:
     return pb.LateRank(
-        group=GROUP,
-        job=JOB,
-        uid=1000,
-        generation=7,
+        **_whose(),
         world_rank=3,
         pid=4003,
         process_index=3,
@@ -182,7 +178,7 @@ def _groups() -> pb.ListGroupsResponse:
 def _layers() -> pb.AdminServiceListLayersResponse:
     spec = types_pb2.LayerSpec(name=LAYER, top_k=8, alignment=128, in_flight=2)
     layer = types_pb2.RegisteredLayer(spec=spec, base_id=17, handle_base=34)
-    row = pb.LayerInfo(layer=layer, group=GROUP, job=JOB, uid=1000, generation=7)
+    row = pb.LayerInfo(layer=layer, **_whose())
     return pb.AdminServiceListLayersResponse(layers=[row])
 
 
@@ -191,10 +187,7 @@ def _handles() -> pb.ListHandlesResponse:
         layer=LAYER,
         handle=1,
         index=35,
-        group=GROUP,
-        job=JOB,
-        uid=1000,
-        generation=7,
+        **_whose(),
         pids=range(4000, 4064),
         state="BUSY",
         last_op="COMBINE_BACKWARD",
@@ -215,10 +208,7 @@ def _buffers() -> pb.ListBuffersResponse:
         device=GPU,
         kind="WINDOW_KIND_WINDOW",
         state="BUFFER_STATE_QUARANTINED",
-        group=GROUP,
-        job=JOB,
-        uid=1000,
-        generation=7,
+        **_whose(),
         world_rank=3,
         mapped_by=range(4000, 4064),
         age=seconds(90000),
@@ -252,10 +242,7 @@ def _sessions() -> pb.ListSessionsResponse:
 def _ranks() -> pb.ListRanksResponse:
     rows = [
         pb.RankInfo(
-            group=GROUP,
-            job=JOB,
-            uid=1000,
-            generation=7,
+            **_whose(),
             world_rank=rank,
             pid=4000 + rank,
             state="WAITING" if rank < 3 else "RUNNING",
@@ -295,10 +282,7 @@ def _tally(now: pb.RankInfo, reads: int) -> pb.RankTally:
     ]
     experts = [reads * (1 + (expert % 7)) for expert in range(64)]
     return pb.RankTally(
-        group=GROUP,
-        job=JOB,
-        uid=1000,
-        generation=7,
+        **_whose(),
         world_rank=now.world_rank,
         read=seconds(1000 + reads / 1000),
         now=now,
