@@ -8,7 +8,7 @@ import uuid
 from pathlib import Path
 
 import grpc
-from raw_packets import WAIT_S, close_fds, connect, give_back, hello, make_spec, receive, redeem
+from raw_packets import WAIT_S, close_fds, connect, give_back, hello, make_spec, receive, redeem  # noqa: F401 - tests take them from here
 from raw_process import Process
 
 from ep_runtime import services, wire
@@ -18,21 +18,6 @@ from ep_runtime.v1 import (
     layer_service_pb2,
     session_service_pb2,
 )
-
-__all__ = [
-    "WAIT_S",
-    "Client",
-    "Process",
-    "Stubs",
-    "close_fds",
-    "connect",
-    "give_back",
-    "hello",
-    "make_spec",
-    "new_op_id",
-    "receive",
-    "redeem",
-]
 
 
 def new_op_id() -> str:
