@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import ep_runtime
-from ep_runtime import board_abi, native_abi, struct_lines
+from ep_runtime import board_abi, native_abi
 from ep_runtime.device_layout import lane_rows
 from ep_runtime.errors import EpRuntimeError, RuntimeUnavailableError, VersionSkewError, parse
 from ep_runtime.native_abi import ABI
@@ -161,10 +161,10 @@ class NativeLibrary:
         self._path = path
         self.check_structs({**native_abi.STRUCTS, **board_abi.STRUCTS})
 
-    def check_structs(self, mirrors: struct_lines.Mirrors) -> None:
+    def check_structs(self, mirrors: native_abi.Mirrors) -> None:
         """Raises VersionSkewError, naming the field, if structs differ from the library's."""
         text = self._table.structs().decode()
-        struct_lines.check(self._path, text, mirrors, board_abi.CONSTANTS)
+        native_abi.check_structs(self._path, text, mirrors, board_abi.CONSTANTS)
 
     @property
     def version(self) -> str:

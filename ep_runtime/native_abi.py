@@ -1,12 +1,20 @@
 """The structs of the native libraries' C interface, which mirror `csrc/ffi/c_table.h`.
 
-Loading a library with different structs raises an error (`struct_lines.py`). The first fields of
-the table never change, so that a library of another version raises an error and does not crash.
+Loading a library with different structs raises an error. The library describes its structs in
+lines, which `csrc/ffi/struct_lines.h` writes: "EpLayer.top_k=24 8 i64" has a field's offset, bytes
+and kind, "EpLayer=56" is a struct's size. The first fields of the table never change, so that a
+library of another version raises an error and does not crash.
 """
 
 from __future__ import annotations
 
 import ctypes
+from _ctypes import CFuncPtr
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from ep_runtime.errors import VersionSkewError
 
 # Version of the table and of every struct that its functions take.
 ABI = 6
@@ -111,3 +119,51 @@ STRUCTS = {
     "Target": TargetStruct,
     "EpTable": TableStruct,
 }
+Mirrors = Mapping[str, type[ctypes.Structure]]
+_POINTERS = (ctypes.c_char_p, ctypes.c_void_p)
+# Format characters of signed integers, which ctypes shares with the struct module.
+_SIGNED = "bhilq"
+
+
+def check_structs(path: Path, text: str, mirrors: Mirrors, constants: Mapping[str, int]) -> None:
+    """Compares the library's description of its structs with the ctypes `mirrors`.
+
+    Raises:
+        VersionSkewError: a struct, field or constant differs or is missing; the message names
+            the first one.
+    """
+    theirs = dict(line.split("=", 1) for line in text.splitlines() if "=" in line)
+    ours = {**dict(_lines(mirrors)), **{name: str(value) for name, value in constants.items()}}
+    for name in [*ours, *theirs]:
+        if ours.get(name) != theirs.get(name):
+            raise VersionSkewError(
+                f"{path} was built of other sources than this package: {name} is "
+                f"{theirs.get(name, 'missing')} there and {ours.get(name, 'missing')} here; "
+                "build it again",
+                field=name,
+                library=theirs.get(name),
+                package=ours.get(name),
+            )
+
+
+def _lines(mirrors: Mirrors) -> Iterator[tuple[str, str]]:
+    for name, struct in mirrors.items():
+        yield name, str(ctypes.sizeof(struct))
+        for field, kind, *_ in struct._fields_:
+            place = getattr(struct, field)
+            yield f"{name}.{field}", f"{place.offset} {place.size} {_kind(kind)}"
+
+
+def _kind(of: Any) -> str:
+    if of is None:
+        return "v"
+    if issubclass(of, CFuncPtr):
+        arguments = ",".join(_kind(argument) for argument in of._argtypes_)
+        return f"{_kind(of._restype_)}({arguments})"
+    if issubclass(of, (*_POINTERS, ctypes._Pointer)):
+        return "p"
+    if issubclass(of, ctypes.Array):
+        return f"{_kind(of._type_)}[{of._length_}]"
+    if issubclass(of, ctypes.Structure):
+        return f"s{ctypes.sizeof(of)}"
+    return f"{'i' if of._type_ in _SIGNED else 'u'}{8 * ctypes.sizeof(of)}"

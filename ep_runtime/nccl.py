@@ -15,7 +15,7 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
-from ep_runtime import env, native, struct_lines
+from ep_runtime import env, native, native_abi
 from ep_runtime.errors import EpRuntimeError, VersionSkewError
 from ep_runtime.native import TextBuffer, nanoseconds
 from ep_runtime.native_abi import LayerStruct, TextStruct
@@ -156,7 +156,7 @@ class NcclLibrary:
             raise VersionSkewError(
                 f"{path} was built for another version of this package; build it again", package=ABI
             )
-        struct_lines.check(path, self._table.structs().decode(), _STRUCTS, {})
+        native_abi.check_structs(path, self._table.structs().decode(), _STRUCTS, {})
 
     def version(self) -> int:
         """Returns NCCL's version number (22809 for 2.28.9); loads NCCL if necessary.

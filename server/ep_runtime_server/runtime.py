@@ -29,7 +29,7 @@ from ep_runtime_server.callers.quotas import Connections, Quotas, Usage
 from ep_runtime_server.callers.sessions import SessionRecord, Sessions, SessionState
 from ep_runtime_server.cluster.cluster import Cluster
 from ep_runtime_server.config import ServerConfig, merged
-from ep_runtime_server.groups.attach_tokens import AttachTokens
+from ep_runtime_server.groups.attachment import AttachTokens
 from ep_runtime_server.groups.chunked_calls import ChunkedCalls
 from ep_runtime_server.groups.formation import Groups
 from ep_runtime_server.groups.history import History

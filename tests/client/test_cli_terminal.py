@@ -17,7 +17,7 @@ from ep_runtime_bench.movement import gpu_movement
 from ep_runtime_client import cli
 from ep_runtime_client.cli import tables
 from ep_runtime_client.cli.commands import describe, doctor, events, load, skew, status
-from ep_runtime_client.cli.daemon import describing, nodes, source
+from ep_runtime_client.cli.daemon import nodes, reading, source
 from ep_runtime_client.cli.machine import nvml
 from ep_runtime_client.cli.ranks import rows
 
@@ -87,7 +87,7 @@ TABLES = {
     "status": (status._POOLS, status._USERS, nodes.COLUMNS, nvml.COLUMNS),
     "events": (events.COLUMNS,),
     "doctor": (doctor._COLUMNS,),
-    "describe": (describing.RANKS,),
+    "describe": (reading.RANKS,),
     "top": (rows.RANKS, rows.LAYERS),
     "load": (load.COLUMNS,),
     "skew": (skew.COLUMNS,),

@@ -24,7 +24,7 @@ from ep_runtime import errors, wire
 from ep_runtime.v1 import admin_service_pb2, fd_socket_pb2, session_service_pb2
 from ep_runtime_server.callers import credentials
 from ep_runtime_server.callers.quotas import UserLimits
-from ep_runtime_server.groups import attach_tokens
+from ep_runtime_server.groups import attachment
 
 KNOWN_DEAD_S = 0.1
 
@@ -129,7 +129,7 @@ def test_a_ticket_works_once_for_its_session_and_for_ten_seconds(clocked):
 
 
 def test_a_session_has_so_many_tickets_and_the_oldest_gives_way(daemon, monkeypatch):
-    monkeypatch.setattr(attach_tokens, "MAX_ATTACH_TOKENS_PER_SESSION", 2)
+    monkeypatch.setattr(attachment, "MAX_ATTACH_TOKENS_PER_SESSION", 2)
     client = daemon.client()
     group = client.create(make_spec()).group
     oldest, *kept = (client.ticket(group).ticket for _ in range(3))

@@ -14,7 +14,7 @@ from ep_runtime_server.callers.sessions import LIVE, SessionRecord, SessionState
 from ep_runtime_server.groups.fsm import State
 from ep_runtime_server.groups.record import Answered, GroupMember, GroupRecord, RemoteMember
 from ep_runtime_server.journal import shapes
-from ep_runtime_server.memory.buffers import Buffer
+from ep_runtime_server.memory.window_sets import Buffer
 from ep_runtime_server.memory.windows import Owner, WindowSet, WindowState
 
 

@@ -21,8 +21,8 @@ from ep_runtime_server.groups.fsm import State, Trigger
 from ep_runtime_server.groups.record import GroupRecord
 from ep_runtime_server.journal import shapes
 from ep_runtime_server.journal.recovery import Recovery
-from ep_runtime_server.memory.buffers import Buffer
 from ep_runtime_server.memory.devices import Allocation, HostDevice, is_memfd
+from ep_runtime_server.memory.window_sets import Buffer
 from ep_runtime_server.memory.windows import Owner, WindowPool, WindowSet, WindowState
 
 

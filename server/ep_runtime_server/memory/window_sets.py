@@ -13,7 +13,6 @@ from ep_runtime import board, board_abi
 from ep_runtime.allowed_names import shown
 from ep_runtime.specs import GroupSpec
 from ep_runtime_server.callers.credentials import GivenOrder
-from ep_runtime_server.memory.buffers import Buffer
 from ep_runtime_server.memory.devices import Allocation, Device
 
 
@@ -22,6 +21,27 @@ class WindowState(enum.Enum):
     RETAINED = "retained"
     QUARANTINED = "quarantined"
     RELEASING = "releasing"
+
+
+@dataclasses.dataclass
+class Buffer:
+    """One allocation of a window set; world_rank -1 is the board.
+
+    After a restart `allocation` is None until a descriptor comes back. `identity` is None too
+    if the journal lacks it.
+    """
+
+    buffer_id: str
+    device: str
+    world_rank: int
+    size_bytes: int
+    identity: tuple[int, int] | None = None
+    allocation: Allocation | None = None
+
+    @property
+    def counted(self) -> bool:
+        """Returns whether the buffer counts against limits; one that is only reported does not."""
+        return self.allocation is not None or self.identity is not None
 
 
 @dataclasses.dataclass(frozen=True)

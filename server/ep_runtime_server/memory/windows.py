@@ -22,10 +22,9 @@ from ep_runtime_server.base.clock import Clock
 from ep_runtime_server.base.events import EventLog
 from ep_runtime_server.base.supervision import tell_failure
 from ep_runtime_server.callers.quotas import Quotas
-from ep_runtime_server.memory.buffers import Buffer
 from ep_runtime_server.memory.cuda_device import Gpus
 from ep_runtime_server.memory.devices import Device
-from ep_runtime_server.memory.window_sets import Owner, WindowSet, WindowState, buffer_label
+from ep_runtime_server.memory.window_sets import Buffer, Owner, WindowSet, WindowState, buffer_label
 
 __all__ = ["Owner", "WindowPool", "WindowSet", "WindowState"]
 

@@ -24,7 +24,7 @@ from ep_runtime_server.groups.record import GroupRecord
 from ep_runtime_server.journal.drains import Drain
 from ep_runtime_server.journal.file import Journal
 from ep_runtime_server.journal.recovery import Recovery
-from ep_runtime_server.memory.buffers import Buffer
+from ep_runtime_server.memory.window_sets import Buffer
 from ep_runtime_server.memory.windows import WindowSet, WindowState
 from ep_runtime_server.runtime import Runtime
 

@@ -13,7 +13,7 @@ from ep_runtime.errors import InvalidArgumentError
 from ep_runtime_client import cli
 from ep_runtime_client.cli import render, users
 from ep_runtime_client.cli.commands import events, lists
-from ep_runtime_client.cli.daemon import choosing, describing, reading
+from ep_runtime_client.cli.daemon import choosing, reading
 from ep_runtime_client.cli.tables import Column
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     reading.add_node_argument(parser, "every node of the daemon's cluster")
     add("-o", "--output", choices=("table", "json"), default="table")
     reading.add_daemon_arguments(parser)
-    reading.explain(parser, {"members of a group": describing.RANKS})
+    reading.explain(parser, {"members of a group": reading.RANKS})
 
 
 def _kind(text: str) -> str:
@@ -101,7 +101,7 @@ def run(args: argparse.Namespace) -> int:
         for number, row in enumerate(_together(rows) if args.kind == "group" else rows):
             if number:
                 render.out("")
-            describing.write(row, columns, _PARTS.get(args.kind, _OF_SESSION))
+            reading.write_object(row, columns, _PARTS.get(args.kind, _OF_SESSION))
     return cli.PARTIAL if found.missing else cli.OK
 
 
