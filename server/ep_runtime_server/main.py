@@ -20,7 +20,6 @@ from ep_runtime import env
 from ep_runtime.errors import EpRuntimeError, InvalidArgumentError
 from ep_runtime_server import config, config_file
 from ep_runtime_server.base import failpoints, limits, log_lines, open_files, systemd
-from ep_runtime_server.base.log_writer import LogWriter
 from ep_runtime_server.callers import quotas
 from ep_runtime_server.nodes import config as cluster_config
 
@@ -309,7 +308,7 @@ class _Reloading:
 
 
 async def serve(
-    settings: config.ServerConfig, log: LogWriter, reloading: _Reloading | None = None
+    settings: config.ServerConfig, log: log_lines.LogWriter, reloading: _Reloading | None = None
 ) -> None:
     """Runs a daemon until it is told to end. Raises what Daemon.start raises."""
     from ep_runtime_server.daemon import Daemon  # imported late, because --help does not need it

@@ -18,7 +18,7 @@ from ep_runtime_server.base.clock import SystemClock
 from ep_runtime_server.groups import lateness
 from ep_runtime_server.groups.record import GroupRecord
 from ep_runtime_server.memory.windows import Owner, WindowSet
-from ep_runtime_server.rpc import tallies, views
+from ep_runtime_server.rpc import views
 
 
 def fields_of_every_part(where):
@@ -120,8 +120,8 @@ def read_all(group: GroupRecord, clock: SystemClock) -> None:
         views.handle_info(handle, clock).SerializeToString()
     for rank in views.ranks([group]):
         views.rank_info(rank, clock).SerializeToString()
-    for rank in tallies.ranks([group]):
-        tallies.rank_tally(rank, clock).SerializeToString()
+    for rank in views.ranks_with_board([group]):
+        views.rank_tally(rank, clock).SerializeToString()
     layout = group.windows.layout
     board_records.read_extra_chunks(group.windows.board, layout, group.layers.num_handles)
     for late in lateness.late_in(group, now_s):

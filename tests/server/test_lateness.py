@@ -14,7 +14,6 @@ from harness import eventually
 from raw_client import make_spec
 
 from ep_runtime import board, board_abi, layer_specs
-from ep_runtime.board_abi import OpCode, RankRecordStruct, RankState
 from ep_runtime_server.groups import lateness
 
 
@@ -32,11 +31,11 @@ class Board:
 
     def waits(self, rank: int, waiting_for: int, *, for_s: float, layer_id: int = 0) -> None:
         """The rank has waited that long; at an infinite time ago for a rank that is idle."""
-        record = RankRecordStruct.from_buffer(
-            self.map, self._ranks_offset + ctypes.sizeof(RankRecordStruct) * rank
+        record = board_abi.RankRecordStruct.from_buffer(
+            self.map, self._ranks_offset + ctypes.sizeof(board_abi.RankRecordStruct) * rank
         )
-        record.state = RankState.IDLE if waiting_for < 0 else RankState.WAITING
-        record.op = OpCode.COMBINE
+        record.state = board_abi.RankState.IDLE if waiting_for < 0 else board_abi.RankState.WAITING
+        record.op = board_abi.OpCode.COMBINE
         record.layer_id = layer_id
         record.handle = 1
         record.waiting_for = waiting_for
@@ -124,7 +123,7 @@ def test_a_record_that_cannot_be_is_not_believed(daemon, job, waiting_for):
 def test_a_state_that_nobody_knows_does_not_hide_the_daemon(daemon, job):
     _, shown, _ = job
     shown.waits(0, 1, for_s=20.0)
-    RankRecordStruct.from_buffer(
+    board_abi.RankRecordStruct.from_buffer(
         shown.map, board.board_layout(make_spec(ranks=4)).ranks_offset
     ).op = 77
     assert late(daemon) == []

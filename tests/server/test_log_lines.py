@@ -18,7 +18,6 @@ from harness import FakeClock, eventually
 from ep_runtime_server.base import limits, log_lines
 from ep_runtime_server.base.beside import END_S
 from ep_runtime_server.base.events import Event, EventLog
-from ep_runtime_server.base.log_writer import LogWriter
 
 
 @pytest.fixture
@@ -101,7 +100,7 @@ def plain_record(message):
 
 
 def test_lines_come_out_whole_and_in_order(pipe):
-    log, lines = LogWriter(pipe[1]), [f"{i} {'x' * 300}" for i in range(100)]
+    log, lines = log_lines.LogWriter(pipe[1]), [f"{i} {'x' * 300}" for i in range(100)]
     for line in lines:
         log.emit(plain_record(line))
     ending = threading.Thread(target=log.end)
@@ -115,7 +114,7 @@ def test_lines_come_out_whole_and_in_order(pipe):
 
 
 def test_lines_that_nobody_reads_are_counted_and_told_once_there_is_room(pipe):
-    log = LogWriter(pipe[1], max_lines=10)
+    log = log_lines.LogWriter(pipe[1], max_lines=10)
     os.write(pipe[1], b"x" * PIPE_BYTES)
     log.emit(plain_record("the thread waits with this one"))
     eventually(lambda: log.beside.empty)
@@ -162,7 +161,7 @@ def test_a_log_that_nobody_reads_holds_no_client_and_no_end(daemon_process):
 def test_a_log_whose_reader_is_gone_is_no_error(pipe):
     reader, writer = os.pipe()
     os.close(reader)
-    log = LogWriter(writer)
+    log = log_lines.LogWriter(writer)
     log.setFormatter(log_lines.JsonLines())
     log.emit(plain_record("x"))
     log.end()

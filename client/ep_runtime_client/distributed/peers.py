@@ -23,7 +23,7 @@ from ep_runtime import errors
 from ep_runtime_client.base import jax_internals
 from ep_runtime_client.daemons import coordination
 from ep_runtime_client.daemons.departures import departures
-from ep_runtime_client.sessions import registry
+from ep_runtime_client.sessions import open_session
 
 _log = logging.getLogger("ep_runtime")
 
@@ -119,7 +119,7 @@ class Peers:
 
     def publish(self) -> None:
         """Tells the others this process' sessions; `learn` after the next meeting."""
-        value = " ".join(registry.sessions.ids())
+        value = " ".join(open_session.sessions.ids())
         _client().key_value_set(f"{_SESSIONS}{_ours()}", value, True)
 
     def learn(self) -> None:
@@ -132,7 +132,7 @@ class Peers:
         for process in processes:
             for session_id in self._sessions.get(process, ()) if process != _ours() else ():
                 try:
-                    said += registry.sessions.end_peer(session_id, reason)
+                    said += open_session.sessions.end_peer(session_id, reason)
                 except errors.EpRuntimeError as error:
                     _log.warning("process %d of the job is not fenced: %s", process, error)
         return said

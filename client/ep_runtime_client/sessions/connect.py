@@ -13,7 +13,7 @@ from ep_runtime_client.base import jax_internals, jax_state
 from ep_runtime_client.daemons import addresses, children, transport
 from ep_runtime_client.daemons import runtime as runtimes
 from ep_runtime_client.daemons.client import DaemonClient, job_name
-from ep_runtime_client.sessions import registry
+from ep_runtime_client.sessions import open_session
 from ep_runtime_client.sessions.open_session import OpenSession
 from ep_runtime_client.sessions.session import Session
 from ep_runtime_client.sessions.watchdog import Watchdog
@@ -93,7 +93,7 @@ def connect(
         return opened
 
     check = lambda found: _check_same_job(found.client, job)  # noqa: E731
-    return registry.sessions.acquire(choose(address), check, make).client.session
+    return open_session.sessions.acquire(choose(address), check, make).client.session
 
 
 def _checked_labels(labels: Mapping[str, str] | None) -> dict[str, str]:
@@ -114,7 +114,7 @@ def _checked_labels(labels: Mapping[str, str] | None) -> dict[str, str]:
 
 def _connected(chosen: addresses.Address, job: str | None) -> Session:
     """Returns the open session with a daemon, under tracing."""
-    found = registry.sessions.find(chosen)
+    found = open_session.sessions.find(chosen)
     if found is None:
         at = chosen.kind if chosen.directory is None else f"unix://{chosen.directory}"
         jax_state.needs_eager("connect", f"session with {at!r}")
@@ -153,11 +153,11 @@ def choose(address: str | None, *, ask: bool = True) -> addresses.Address:
     given = env.address()
     if given is not None:
         return addresses.parse_address(given, "EP_RUNTIME_ADDRESS")
-    if registry.sessions.embedded():
+    if open_session.sessions.embedded():
         return addresses.Address(addresses.EMBEDDED)  # which this process chose before
     default = env.runtime_directory()
     known = addresses.Address(addresses.DIRECTORY, default)
-    if not ask and registry.sessions.find(known) is not None:
+    if not ask and open_session.sessions.find(known) is not None:
         return known
     if ask and children.answers(addresses.SocketDirectory(default), transport.READ_TIMEOUT_S):
         return known

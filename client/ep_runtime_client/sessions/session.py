@@ -10,8 +10,7 @@ from ep_runtime.arguments import suggests
 from ep_runtime_client.base import meshes
 from ep_runtime_client.groups import make_group
 from ep_runtime_client.groups.group import Group
-from ep_runtime_client.sessions import registry
-from ep_runtime_client.sessions.open_session import OpenSession
+from ep_runtime_client.sessions import open_session
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -31,7 +30,7 @@ class Session:
         timeout_s: longest time that a call waits for other processes.
     """
 
-    def __init__(self, opened: OpenSession) -> None:
+    def __init__(self, opened: open_session.OpenSession) -> None:
         self.job = opened.client.job
         self.timeout_s = opened.client.timeout_s
         self._open = opened
@@ -207,7 +206,7 @@ class Session:
 
         Cost: as `Group.close` for each group that is open, and one RPC.
         """
-        if self._client.is_ours and registry.sessions.release(self._open):
+        if self._client.is_ours and open_session.sessions.release(self._open):
             self._open.end()
 
     def describe(self) -> dict[str, Any]:
@@ -230,7 +229,7 @@ class Session:
     ) -> None:
         """Ends this `connect()` as `close` does; after an error windows are kept for retain_s."""
         done = error is None or (isinstance(error, SystemExit) and error.code in (None, 0))
-        if self._client.is_ours and registry.sessions.release(self._open):
+        if self._client.is_ours and open_session.sessions.release(self._open):
             self._open.end(failed=not done)
 
     def __repr__(self) -> str:

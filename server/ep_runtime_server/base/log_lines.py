@@ -1,7 +1,11 @@
-"""Formats log lines: JSON for programs, text for a terminal."""
+"""Formats log lines, JSON for programs and text for a terminal, and writes them on a thread.
+
+Without the thread a full pipe would block the event loop.
+"""
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import os
@@ -11,8 +15,8 @@ from typing import Any
 from ep_runtime import env
 from ep_runtime.allowed_names import shown
 from ep_runtime.text import printable
+from ep_runtime_server.base.beside import SideThread
 from ep_runtime_server.base.events import Event
-from ep_runtime_server.base.log_writer import LogWriter
 
 _STDERR = 2
 _COLOURS = {"WARNING": "\x1b[33m", "ERROR": "\x1b[31m", "CRITICAL": "\x1b[31m"}
@@ -88,3 +92,41 @@ def start_logging(level: str) -> LogWriter:
     root.handlers[:] = [writer]
     root.setLevel(level.upper())
     return writer
+
+
+MAX_LINES = 10_000
+
+
+class LogWriter(logging.Handler):
+    """Queues log lines for a writing thread; if the queue is full, drops and counts lines."""
+
+    def __init__(self, fd: int, max_lines: int = MAX_LINES) -> None:
+        super().__init__()
+        self._fd = fd
+        self._refused = self._unwritten = self._told = 0
+        self.beside = SideThread("log", max_lines)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Queues the record's line without waiting, or counts it as lost."""
+        line = f"{self.format(record)}\n".encode(errors="replace")
+        if not self.beside.put(functools.partial(self._write, line)):
+            self._refused += 1
+
+    def take_lost(self) -> int:
+        """Returns how many lines were lost since the last call; 0 while the queue is full."""
+        if self.beside.full:
+            return 0
+        lost = self._refused + self._unwritten
+        fresh, self._told = lost - self._told, lost
+        return fresh
+
+    def _write(self, line: bytes) -> None:
+        try:
+            while line:
+                line = line[os.write(self._fd, line) :]
+        except OSError:  # the log's reader is gone
+            self._unwritten += 1
+
+    def end(self) -> None:
+        """Writes the queued lines, as far as the log's reader is fast enough."""
+        self.beside.end()

@@ -30,10 +30,14 @@ from ep_runtime_server.base.failpoints import Failpoints
 from ep_runtime_server.base.supervision import Supervisor
 from ep_runtime_server.cluster import messages
 from ep_runtime_server.cluster.assembly import Assemblies
-from ep_runtime_server.cluster.coordination import Coordination, OwnCoordination, RemoteCoordination
+from ep_runtime_server.cluster.coordination import (
+    Coordination,
+    OwnCoordination,
+    RemoteCoordination,
+    ViewIds,
+)
 from ep_runtime_server.cluster.node_servicer import NodeServicer
 from ep_runtime_server.cluster.spanning import Spanning
-from ep_runtime_server.cluster.view_ids import ViewIds
 from ep_runtime_server.groups.formation import Groups
 from ep_runtime_server.groups.record import GroupRecord
 from ep_runtime_server.journal.file import Journal

@@ -20,8 +20,8 @@ from ep_runtime_server.base import limits
 from ep_runtime_server.base.clock import Clock
 from ep_runtime_server.cluster import messages
 from ep_runtime_server.cluster.assembly import Assemblies
+from ep_runtime_server.cluster.coordination import ViewIds
 from ep_runtime_server.cluster.spanning import Spanning
-from ep_runtime_server.cluster.view_ids import ViewIds
 from ep_runtime_server.cluster.views import GroupView
 from ep_runtime_server.groups.claims import checked_wait
 from ep_runtime_server.nodes import messages as nodes_messages

@@ -24,7 +24,7 @@ from ep_runtime_server.groups.fsm import State
 from ep_runtime_server.groups.record import GroupRecord
 from ep_runtime_server.memory import host_memory
 from ep_runtime_server.memory.windows import WindowState
-from ep_runtime_server.rpc import tallies, views
+from ep_runtime_server.rpc import views
 from ep_runtime_server.rpc.paging import page
 from ep_runtime_server.runtime import Runtime
 
@@ -247,8 +247,8 @@ class AdminServicer:
     async def ListTallies(
         self, request: pb.ListTalliesRequest, context: Context
     ) -> pb.ListTalliesResponse:
-        rows = tallies.ranks(self._groups(request.group))
-        row = self._at_its_time(request, tallies.rank_tally)
+        rows = views.ranks_with_board(self._groups(request.group))
+        row = self._at_its_time(request, views.rank_tally)
         found, token = await page(rows, request.page_size, request.page_token, row)
         return pb.ListTalliesResponse(ranks=filter(None, found), next_page_token=token)
 

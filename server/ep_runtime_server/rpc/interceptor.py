@@ -11,11 +11,12 @@ import asyncio
 import contextlib
 import contextvars
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
 
 import grpc
 from google.protobuf.message import DecodeError
+from grpc._cython import cygrpc  # type: ignore[attr-defined]
 
 from ep_runtime import wire
 from ep_runtime.errors import (
@@ -34,19 +35,15 @@ _SERVICE = "/ep_runtime.v1."
 _NO_TOKEN = f"{_SERVICE}SessionService/GetServerInfo"
 _CLOSE = f"{_SERVICE}SessionService/CloseSession"
 _NEEDS_JOB = tuple(f"{_SERVICE}{name}Service/" for name in ("Group", "Layer", "Nccl"))
-
 # Methods whose requests may be long, because they have layers or ranks.
 _LONG = ("/CreateGroup", "/RestoreGroup", "/RegisterLayers", "/JoinGroup")
 MAX_SHORT_BYTES = 64 << 10
-
 # Time limit for a caller to send its request after the metadata.
 READ_S = 10.0
 MAX_HEALTH_BYTES = 1024
 # Longer requests are parsed one per turn, because parsing 1 MB of empty messages takes 50 ms.
 PARSED_AT_ONCE_BYTES = 32 << 10
-
 Context = grpc.aio.ServicerContext[Any, Any]
-
 _current: contextvars.ContextVar[SessionRecord] = contextvars.ContextVar("session")
 _waits: contextvars.ContextVar[Callable[[], str]] = contextvars.ContextVar("waits")
 
@@ -317,3 +314,40 @@ async def _abort(context: Context, failure: wire.RpcFailure) -> None:
     if context.done():
         raise asyncio.CancelledError
     await context.abort(*failure)
+
+
+class _Calls(cygrpc.AioServer):  # type: ignore[misc]
+    """gRPC's server, which refuses calls of unregistered methods at once.
+
+    In grpc.aio a single task accepts all calls, and decodes the paths of unregistered methods. A
+    path that cannot be decoded ends this task, so one request without a token would stop the
+    server. All our methods are registered.
+    """
+
+    async def _request_call(self) -> Any:
+        refusals: set[asyncio.Task[None]] = set()
+        while True:
+            refusal = asyncio.create_task(_refuse(await super()._request_call()))
+            refusals.add(refusal)
+            refusal.add_done_callback(refusals.discard)
+
+
+async def _refuse(call: Any) -> None:
+    context = cygrpc._ServicerContext(call, None, None, asyncio.get_running_loop())
+    # Raised by the abort itself, or because the caller has disconnected.
+    with contextlib.suppress(grpc.aio.BaseError):
+        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "Method not found!")
+
+
+def make_server(
+    interceptors: Sequence[grpc.aio.ServerInterceptor], options: Sequence[tuple[str, Any]]
+) -> grpc.aio.Server:
+    """Makes a `grpc.aio.server` for registered methods, as `services.add_to_server` adds them."""
+    stock = cygrpc.AioServer
+    if not hasattr(stock, "_request_registered_call"):  # older gRPC: all calls use _request_call
+        return grpc.aio.server(interceptors=interceptors, options=options)
+    cygrpc.AioServer = _Calls  # `grpc.aio.server` makes the server from this class
+    try:
+        return grpc.aio.server(interceptors=interceptors, options=options)
+    finally:
+        cygrpc.AioServer = stock

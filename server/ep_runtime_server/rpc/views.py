@@ -1,15 +1,17 @@
-"""Converts sessions, groups and memory to messages."""
+"""Converts sessions, groups, memory, and times and loads of calls to messages."""
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from google.protobuf import timestamp_pb2
 
-from ep_runtime import board, board_abi, board_records, wire
+from ep_runtime import board, board_abi, board_records, board_tallies, wire
 from ep_runtime.board_records import HandleRecord, RankRecord
+from ep_runtime.specs import DTYPE_BYTES
 from ep_runtime.v1 import admin_service_pb2 as pb
 from ep_runtime.v1 import types_pb2
 from ep_runtime_server.base.clock import Clock
@@ -26,6 +28,7 @@ from ep_runtime_server.journal.file import Journal
 from ep_runtime_server.journal.recovery import Recovery
 from ep_runtime_server.memory.window_sets import Buffer
 from ep_runtime_server.memory.windows import WindowSet, WindowState
+from ep_runtime_server.rpc import views
 from ep_runtime_server.runtime import Runtime
 
 _BUFFER_STATES = {
@@ -347,3 +350,49 @@ def _add_progress(
     if record.since_ns:
         since_s = max(0.0, clock.monotonic_s() - record.since_ns / 1e9)
         message.since.CopyFrom(wire.duration(since_s))
+
+
+def ranks_with_board(groups: Iterable[GroupRecord]) -> list[tuple[GroupRecord, int]]:
+    """Returns (group, world rank) of this node's ranks whose groups have a board."""
+    return [row for row in views.ranks(groups) if row[0].has_windows]
+
+
+def rank_tally(row: tuple[GroupRecord, int], clock: Clock) -> pb.RankTally:
+    item, rank = row
+    spec = item.spec
+    message = pb.RankTally(
+        **views.generation_of(item),
+        world_rank=rank,
+        read=wire.duration(clock.monotonic_s()),
+        now=views.rank_info(row, clock),
+        row_bytes=spec.hidden_size * DTYPE_BYTES[spec.max_token_dtype],
+        device=item.uuids.get(rank) or "host",
+        first_expert=board_tallies.first_expert(spec, rank),
+    )
+    record = rank_record(item, rank)
+    if record is not None:
+        message.calls = record.calls
+        message.rows = record.rows
+        message.dropped_rows = record.dropped_rows
+        _add_sums(message, item, rank)
+    return message
+
+
+def _add_sums(message: pb.RankTally, group: GroupRecord, rank: int) -> None:
+    windows = group.windows
+    if windows is None or windows.board is None:
+        return
+    for op, tally in board_tallies.read_ops(windows.board, windows.layout, rank).items():
+        message.ops.append(_op_tally(op.name, tally))
+    by_layer = itertools.groupby(group.layers.handles(), key=lambda handle: handle.layer)
+    for layer, handles in by_layer:
+        indices = [handle.index for handle in handles]
+        load = board_tallies.read_load(windows.board, windows.layout, rank, indices)
+        if load is None:
+            continue
+        message.layers.append(wire.filled(pb.LoadTally, load, layer=layer))
+
+
+def _op_tally(name: str, tally: board_tallies.OpTally) -> pb.OpTally:
+    peers = [wire.filled(pb.PeerTally, peer) for peer in tally.peers]
+    return wire.filled(pb.OpTally, tally, op=name, peers=peers)

@@ -18,7 +18,7 @@ from unittest import mock
 
 from ep_runtime.specs import GroupSpec
 from ep_runtime_server.callers import sessions
-from ep_runtime_server.cluster import view_ids
+from ep_runtime_server.cluster import coordination
 from ep_runtime_server.memory import devices
 from ep_runtime_server.nccl import unique_ids
 from ep_runtime_server.nccl.id_process import UniqueIds
@@ -240,7 +240,7 @@ def simulated(seed: int, nodes: tuple[str, ...]) -> Iterator[SimulatedCluster]:
         stack.enter_context(put(sessions, "process_start_s", lambda pid: float(pid)))
         # So that a seed shows the same on every machine.
         stack.enter_context(put(devices, "available_bytes", lambda: _FREE_BYTES))
-        for module in (view_ids, unique_ids):
+        for module in (coordination, unique_ids):
             stack.enter_context(put(module, "IdProcess", _NoChild))
         logging.disable(logging.CRITICAL)
         gc.disable()
