@@ -16,7 +16,7 @@ from harness import eventually
 from ep_runtime import errors, files
 from ep_runtime_client.daemons import addresses, runtime
 from ep_runtime_server import config_file, main
-from ep_runtime_server.base.event_file import EventFile
+from ep_runtime_server.base.events import EventFile
 from ep_runtime_server.base.failpoints import Failpoints
 from ep_runtime_server.journal.file import MAGIC, Journal
 from ep_runtime_server.journal.summary import summary

@@ -14,7 +14,7 @@ from raw_client import connect, receive
 
 from ep_runtime import errors
 from ep_runtime.v1 import fd_socket_pb2
-from ep_runtime_server.base import event_file, events
+from ep_runtime_server.base import events
 from ep_runtime_server.base.events import EventLog
 from ep_runtime_server.callers import credentials
 
@@ -140,7 +140,7 @@ def test_lines_that_are_no_events_are_left_out(log, tmp_path):
 
 
 def test_the_file_is_as_long_as_what_is_kept(log, tmp_path, monkeypatch):
-    monkeypatch.setattr(event_file, "REWRITE_AT_BYTES", 100_000)
+    monkeypatch.setattr(events, "REWRITE_AT_BYTES", 100_000)
     monkeypatch.setattr(events, "MAX_EVENTS_PER_RING", 50)
     for number in range(5000):
         log.add("session.hello", "x" * 100, number=number)
@@ -165,7 +165,7 @@ class Disk:
     def __init__(self, monkeypatch):
         self.goes_on = threading.Event()
         self._write = os.write
-        monkeypatch.setattr(event_file.os, "write", self.write)
+        monkeypatch.setattr(events.os, "write", self.write)
 
     def write(self, fd, data):
         assert self.goes_on.wait(10.0)
@@ -173,8 +173,8 @@ class Disk:
 
 
 def test_a_disk_that_takes_nothing_holds_nobody_and_loses_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr(event_file, "MAX_WAITING", 10)
-    monkeypatch.setattr(event_file, "WRITTEN_WITHIN_S", 0.1)
+    monkeypatch.setattr(events, "MAX_WAITING", 10)
+    monkeypatch.setattr(events, "WRITTEN_WITHIN_S", 0.1)
     log, disk = EventLog(FakeClock(), tmp_path / "events"), Disk(monkeypatch)
     started = time.monotonic()
     for number in range(100):

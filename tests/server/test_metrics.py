@@ -32,9 +32,8 @@ from ep_runtime_server import runtime
 from ep_runtime_server.daemon import Daemon
 from ep_runtime_server.memory.cuda_device import Gpus
 from ep_runtime_server.metrics import collector, endpoint
-from ep_runtime_server.metrics.catalogue import COUNTER, HISTOGRAM, METRICS
+from ep_runtime_server.metrics.catalogue import COUNTER, HISTOGRAM, METRICS, SERIES_OF_HISTOGRAM
 from ep_runtime_server.metrics.exposition import encode
-from ep_runtime_server.metrics.sheet import SERIES_OF_HISTOGRAM
 from ep_runtime_server.nodes.config import Endpoint
 
 PREFIX = "ep_runtime_"

@@ -22,7 +22,7 @@ from ep_runtime.errors import (
 )
 from ep_runtime.v1 import admin_service_pb2, nccl_service_pb2, node_service_pb2
 from ep_runtime_server.nccl import unique_ids
-from ep_runtime_server.nccl.id_process import PROCESS_FDS, IdProcess
+from ep_runtime_server.nccl.unique_ids import PROCESS_FDS, IdProcess
 
 
 @pytest.fixture

@@ -21,8 +21,7 @@ from ep_runtime_server.cluster import messages
 from ep_runtime_server.cluster.assembly import Assemblies
 from ep_runtime_server.cluster.views import GroupView, NodeClaim, Outcome
 from ep_runtime_server.memory.windows import Owner
-from ep_runtime_server.nccl.id_process import MAKE_S, IdProcess, UniqueIds
-from ep_runtime_server.nccl.unique_ids import JOIN_S
+from ep_runtime_server.nccl.unique_ids import JOIN_S, MAKE_S, IdProcess, UniqueIds
 from ep_runtime_server.nodes.membership import Membership
 
 # Errors that may occur while daemons start and end, after which a call may be repeated.

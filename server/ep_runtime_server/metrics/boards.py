@@ -16,8 +16,14 @@ from ep_runtime_server.base.limits import LATE_AFTER_S
 from ep_runtime_server.base.pacing import paced
 from ep_runtime_server.groups.lateness import LateRank, late_in, rank_records
 from ep_runtime_server.groups.record import GroupRecord
-from ep_runtime_server.metrics.catalogue import HISTOGRAM, LAYER, METRICS, RANK
-from ep_runtime_server.metrics.sheet import SERIES_OF_HISTOGRAM, Sheet
+from ep_runtime_server.metrics.catalogue import (
+    HISTOGRAM,
+    LAYER,
+    METRICS,
+    RANK,
+    SERIES_OF_HISTOGRAM,
+    Sheet,
+)
 
 Labels = tuple[str, ...]
 

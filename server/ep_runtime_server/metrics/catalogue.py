@@ -1,4 +1,5 @@
-"""The table of all exported metrics, which code, docs and dashboards must match.
+"""The table of all exported metrics, which code, docs and dashboards must match, and a scrape's
+values of them.
 
 Names end in their unit, or in `_total` for counters. A counter is read from a group's board, so it
 restarts at 0 in a new generation of the group, as counters do when a process restarts.
@@ -7,16 +8,17 @@ restarts at 0 in a new generation of the group, as counters do when a process re
 from __future__ import annotations
 
 import dataclasses
+import itertools
+from collections.abc import Iterable, Sequence
+
+from ep_runtime.board_tallies import BUCKET_BOUNDS_S
 
 PREFIX = "ep_runtime_"
-
 NODE = ("node",)
 GROUP = (*NODE, "uid", "job", "group")  # identifies a group at the daemon
 LAYER = (*GROUP, "layer")
 RANK = (*GROUP, "rank")
-
 OP = (*GROUP, "op")
-
 COUNTER, GAUGE, HISTOGRAM = "counter", "gauge", "histogram"
 
 
@@ -86,7 +88,6 @@ _OF_DAEMON = (
         "metrics_left_out", (*NODE, "kind"), "Groups and layers left out because there are too many"
     ),
 )
-
 _OF_GROUP = (
     _gauge(
         "group_info",
@@ -109,12 +110,10 @@ _OF_GROUP = (
     _gauge("group_handles", (*GROUP, "state"), "Handles by state"),
     _gauge("group_load_max_mean_ratio", GROUP, "Rows received: fullest rank divided by the mean"),
 )
-
 _OF_OP = (
     _histogram("op_seconds", OP, "Time of each call, over all ranks of this node"),
     _histogram("op_wait_seconds", OP, "Part of that time spent waiting for peers"),
 )
-
 _OF_LAYER = (
     _counter("tokens_total", LAYER, "Tokens that ranks of this node sent to the layer's experts"),
     _gauge(
@@ -131,7 +130,6 @@ _OF_LAYER = (
     ),
     _gauge("layer_last_call_seconds", LAYER, "Time since the layer's last call"),
 )
-
 _OF_RANK = (
     _gauge(
         "rank_gpu_info",
@@ -159,7 +157,6 @@ _OF_RANK = (
         "peer_wait_seconds with the waiters' layer and op; only after 10 s",
     ),
 )
-
 _OF_RANK_AND_LAYER = (
     _counter(
         "layer_rank_rows_total",
@@ -174,7 +171,6 @@ _OF_RANK_AND_LAYER = (
         detail=True,
     ),
 )
-
 _OF_EXPERT = (
     _counter(
         "expert_rows_total",
@@ -183,7 +179,6 @@ _OF_EXPERT = (
         detail=True,
     ),
 )
-
 METRICS = {
     metric.name: metric
     for metric in (
@@ -196,3 +191,63 @@ METRICS = {
         *_OF_EXPERT,
     )
 }
+# Bounds of histograms: every other bound of the board; the last bucket has no bound.
+BOUNDS_S = BUCKET_BOUNDS_S[::2]
+SERIES_OF_HISTOGRAM = len(BOUNDS_S) + 3  # plus the bucket without a bound, sum and count
+
+
+@dataclasses.dataclass(frozen=True)
+class Histogram:
+    """A histogram's series.
+
+    `counts` has the number of values up to each of BOUNDS_S, then of all values; `sum_s` is the
+    sum of the values.
+    """
+
+    counts: tuple[int, ...]
+    sum_s: float
+
+
+Row = tuple[tuple[str, ...], float | Histogram]
+
+
+class Sheet:
+    """Series by metric. Callers must ask `fits` to stay below `limit` series."""
+
+    def __init__(self, limit: int) -> None:
+        self.rows: dict[str, list[Row]] = {}
+        self.size = 0
+        self._limit = limit
+
+    def fits(self, more: int) -> bool:
+        """Returns whether `more` series stay within the limit."""
+        return self.size + more <= self._limit
+
+    def put(self, name: str, labels: tuple[str, ...], value: float) -> None:
+        """Adds one series; `labels` must be in the catalogue's order."""
+        assert len(labels) == len(METRICS[name].labels), name
+        self.rows.setdefault(name, []).append((labels, value))
+        self.size += 1
+
+    def put_histogram(
+        self, name: str, labels: tuple[str, ...], counts: Sequence[int], sum_s: float
+    ) -> None:
+        """Adds one histogram; `counts` are of the board's buckets."""
+        assert len(labels) == len(METRICS[name].labels), name
+        up_to = [*itertools.accumulate(counts)]
+        row = Histogram((*up_to[: len(BUCKET_BOUNDS_S) : 2], up_to[-1]), sum_s)
+        self.rows.setdefault(name, []).append((labels, row))
+        self.size += SERIES_OF_HISTOGRAM
+
+    def put_one_of(
+        self, name: str, labels: tuple[str, ...], states: Iterable[str], now: str
+    ) -> None:
+        """Adds one series per state: 1 for the current state `now`, 0 for the others."""
+        for state in states:
+            self.put(name, (*labels, state), float(state == now))
+
+    def take(self, other: Sheet) -> None:
+        """Adds the series of another sheet, without checking the limit."""
+        for name, rows in other.rows.items():
+            self.rows.setdefault(name, []).extend(rows)
+        self.size += other.size

@@ -24,8 +24,7 @@ from ep_runtime_server.groups.fsm import State
 from ep_runtime_server.groups.record import GroupRecord
 from ep_runtime_server.memory.windows import WindowState
 from ep_runtime_server.metrics import boards
-from ep_runtime_server.metrics.catalogue import GROUP, METRICS
-from ep_runtime_server.metrics.sheet import Sheet
+from ep_runtime_server.metrics.catalogue import GROUP, METRICS, Sheet
 from ep_runtime_server.nodes.membership import Standing
 from ep_runtime_server.nodes.registry import NodeState
 from ep_runtime_server.runtime import Runtime

@@ -13,8 +13,14 @@ from prometheus_client.core import (
 )
 from prometheus_client.exposition import choose_encoder
 
-from ep_runtime_server.metrics.catalogue import COUNTER, HISTOGRAM, METRICS
-from ep_runtime_server.metrics.sheet import BOUNDS_S, Histogram, Sheet
+from ep_runtime_server.metrics.catalogue import (
+    BOUNDS_S,
+    COUNTER,
+    HISTOGRAM,
+    METRICS,
+    Histogram,
+    Sheet,
+)
 
 _FAMILIES = {COUNTER: CounterMetricFamily, HISTOGRAM: HistogramMetricFamily}
 _BOUNDS = [*map(str, BOUNDS_S), "+Inf"]

@@ -21,7 +21,7 @@ from ep_runtime_server.callers import sessions
 from ep_runtime_server.cluster import coordination
 from ep_runtime_server.memory import devices
 from ep_runtime_server.nccl import unique_ids
-from ep_runtime_server.nccl.id_process import UniqueIds
+from ep_runtime_server.nccl.unique_ids import UniqueIds
 from schedules.clock import VirtualLoop
 from schedules.daemons import Life, life_of_task
 from schedules.links import Links

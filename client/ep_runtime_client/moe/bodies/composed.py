@@ -27,8 +27,7 @@ from ep_runtime_client.moe.copies import at_home, with_copies
 from ep_runtime_client.moe.resolved import ResolvedCall, Saved
 from ep_runtime_client.ops.activation import plain as activation
 from ep_runtime_client.ops.activation import quantized_plain
-from ep_runtime_client.ops.activation.function import Activation
-from ep_runtime_client.ops.activation.identity import Learned
+from ep_runtime_client.ops.activation.function import Activation, Learned
 from ep_runtime_client.ops.activation.quantized_plain import QuantizedActivation
 from ep_runtime_client.ops.gemm import plain as gemm
 from ep_runtime_client.ops.kernels import row_blocks
