@@ -11,7 +11,7 @@ import pytest
 
 from ep_runtime_client.cli import tables
 from ep_runtime_client.cli.commands import load
-from ep_runtime_client.cli.ranks import board_samples, live, rows, screen
+from ep_runtime_client.cli.ranks import board_samples, rows, screen
 from ep_runtime_client.readers import tallies
 from ep_runtime_client.readers.admin_service import plain
 
@@ -187,7 +187,7 @@ def test_keys_of_several_bytes() -> None:
     read, write = os.pipe()
     try:
         os.write(write, b"\x1b[A\x1bOBq\x1bx\r")
-        keys = live._Keys(read)
+        keys = screen._Keys(read)
         assert [keys.next(1.0) for _ in range(6)] == ["up", "down", "q", "back", "x", "enter"]
         assert keys.next(0.0) == ""
     finally:

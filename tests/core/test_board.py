@@ -6,7 +6,7 @@ import mmap
 
 import pytest
 
-from ep_runtime import board, board_abi, board_records, board_tallies
+from ep_runtime import board, board_abi, board_records
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime.specs import STATE, GroupSpec, make_group_spec
 
@@ -164,8 +164,8 @@ def test_a_board_has_records_of_its_nodes_ranks_alone():
     of_node = board_records.read_ranks(buf, where)
     assert [record.rows for record in of_node] == [0, 0, 9, 0]
     assert [r and r.rows for r in board_records.read_ranks(buf, where, [0, 6])] == [None, 9]
-    assert board_tallies.read_ops(buf, where, 0) == {}
-    assert board_tallies.read_load(buf, where, 0, [0]) is None
+    assert board_records.read_ops(buf, where, 0) == {}
+    assert board_records.read_load(buf, where, 0, [0]) is None
 
 
 def test_a_board_grows_with_its_nodes_ranks_and_by_a_word_for_each_other_rank():
@@ -188,4 +188,4 @@ def test_a_copy_of_a_state_has_no_records_of_calls():
     assert where.board_bytes < 2 << 20
     buf = mmap.mmap(-1, where.board_bytes)
     board.format_board(buf, where, 1)
-    assert board_tallies.read_ops(buf, where, 8) == {}
+    assert board_records.read_ops(buf, where, 8) == {}

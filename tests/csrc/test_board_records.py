@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from round_trips import EXPERTS, TOKENS, opened, round_trip
 
-from ep_runtime import board_abi, board_records, board_tallies
+from ep_runtime import board_abi, board_records
 
 
 def test_the_board_counts_calls_rows_and_drops():
@@ -39,7 +39,7 @@ def test_the_board_tallies_calls_waits_and_experts():
         spec, rows = group.spec, np.zeros(EXPERTS, np.int64)
         charged = waited = 0
         for rank in range(8):
-            ops = board_tallies.read_ops(group.board, group.layout, rank)
+            ops = board_records.read_ops(group.board, group.layout, rank)
             assert [*ops] == [
                 board_abi.OpCode.PREPARE,
                 board_abi.OpCode.DISPATCH,
@@ -48,15 +48,15 @@ def test_the_board_tallies_calls_waits_and_experts():
             for op in ops.values():
                 assert op.calls == sum(op.times) == sum(op.waits) == 3
                 assert 0 <= op.wait_ns < op.time_ns
-                assert op.peers[rank] == board_tallies.PeerTally(rank, 0, op.peers[rank].wait_ns)
+                assert op.peers[rank] == board_records.PeerTally(rank, 0, op.peers[rank].wait_ns)
                 assert sum(peer.wait_ns for peer in op.peers) == op.wait_ns
                 charged += sum(peer.wait_ns for peer in op.peers)
                 waited += op.wait_ns
-            assert board_tallies.read_load(group.board, group.layout, rank, [0]) is None
-            load = board_tallies.read_load(group.board, group.layout, rank, [0, 1])
+            assert board_records.read_load(group.board, group.layout, rank, [0]) is None
+            load = board_records.read_load(group.board, group.layout, rank, [0, 1])
             assert (load.calls, load.tokens) == (9, 3 * TOKENS)
             assert load.time_ns == sum(op.time_ns for op in ops.values())
-            first = board_tallies.first_expert(spec, rank)
+            first = board_records.first_expert(spec, rank)
             rows[first : first + 2] = load.rows
         assert charged == waited > 0
         wanted = np.bincount(np.asarray(idx).ravel(), minlength=EXPERTS)
@@ -83,7 +83,7 @@ def test_who_is_late_is_charged_with_the_waits_of_all():
             jax.block_until_ready(run(idx, x))
         arrivals = np.zeros((8, 8))
         for rank in range(8):
-            op = board_tallies.read_ops(group.board, group.layout, rank)[board_abi.OpCode.PREPARE]
+            op = board_records.read_ops(group.board, group.layout, rank)[board_abi.OpCode.PREPARE]
             arrivals[rank] = [peer.arrival_ns for peer in op.peers]
             if rank != late:
                 assert op.peers[late].wait_ns > times * delay_s * 1e9 / 2

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import pytest
 
 import ep_runtime as ep
-from ep_runtime import board, board_records, board_tallies
+from ep_runtime import board, board_records
 from ep_runtime_client.programs.remat import remat_policy
 
 HIDDEN, INNER, EXPERTS, TOKENS, LAYERS = 16, 8, 2, 16, 2
@@ -56,7 +56,7 @@ def on_board(group: fakes.LocalGroup) -> tuple[int, int, int, int]:
     mapped: Any = group.board
     assert isinstance(mapped, mmap.mmap)
     buf, where = memoryview(mapped), board.board_layout(group.spec)
-    loads = [board_tallies.read_load(buf, where, rank, range(LAYERS)) for rank in range(2)]
+    loads = [board_records.read_load(buf, where, rank, range(LAYERS)) for rank in range(2)]
     found = [load for load in loads if load is not None]
     handles = [x for x in board_records.read_handles(buf, where, range(LAYERS)) if x]
     return (

@@ -22,7 +22,6 @@ from ep_runtime.errors import (
 )
 from ep_runtime.v1 import admin_service_pb2, nccl_service_pb2, node_service_pb2
 from ep_runtime_server.nccl import unique_ids
-from ep_runtime_server.nccl.unique_ids import PROCESS_FDS, IdProcess
 
 
 @pytest.fixture
@@ -129,7 +128,7 @@ def test_processes_of_one_user_are_limited(client, daemon, monkeypatch):
     first, second = (client.ready(make_spec(name)) for name in ("one", "two"))
     held = daemon.status().users[0].num_fds
     ask(client, first)
-    assert daemon.status().users[0].num_fds == held + PROCESS_FDS
+    assert daemon.status().users[0].num_fds == held + unique_ids.PROCESS_FDS
     with pytest.raises(PoolExhaustedError, match="has 1 groups that make NCCL"):
         ask(client, second)
     client.close_group(first)
@@ -213,7 +212,7 @@ def test_a_fault_while_ids_are_made_is_said_to_everybody(client, daemon, monkeyp
         raise ZeroDivisionError
 
     group = client.ready(make_spec(ranks=2, transport="xla"))
-    monkeypatch.setattr(IdProcess, "make", fails)
+    monkeypatch.setattr(unique_ids.IdProcess, "make", fails)
     with pytest.raises(EpRuntimeError, match="failed inside the daemon"):
         ask(client, group)
     assert "a fault of the daemon" in row(client).nccl_state

@@ -26,7 +26,7 @@ from rich.text import Text  # noqa: E402
 
 from ep_runtime_client import cli  # noqa: E402
 from ep_runtime_client.cli.daemon import source  # noqa: E402
-from ep_runtime_client.cli.ranks import board_samples, live, rows, screen  # noqa: E402
+from ep_runtime_client.cli.ranks import board_samples, rows, screen  # noqa: E402
 
 WIDTH, HEIGHT = 96, 24
 WAIT_S = 600.0
@@ -77,7 +77,9 @@ def pictures(address: str, folder: Path) -> None:
         seen = board_samples.BoardSamples(daemon, None, None, INTERVAL_S)
         seen.wait()
         shown = screen.Screen(seen, rows.Links())
-        picture("ep-runtime top", folder / "top.svg", live._text(shown.lines(WIDTH, HEIGHT), WIDTH))
+        picture(
+            "ep-runtime top", folder / "top.svg", screen._text(shown.lines(WIDTH, HEIGHT), WIDTH)
+        )
     for name in ("load", "skew"):
         words = [name, "--address", address, "--interval", str(INTERVAL_S)]
         picture(f"ep-runtime {name}", folder / f"{name}.svg", said(words))

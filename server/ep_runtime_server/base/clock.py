@@ -1,9 +1,11 @@
-"""The daemon's clock, which tests can replace."""
+"""The daemon's clock, which tests can replace, and long work in short turns of the event loop."""
 
 from __future__ import annotations
 
+import asyncio
 import time
-from typing import Protocol
+from collections.abc import AsyncIterator, Iterable
+from typing import Protocol, TypeVar
 
 
 class Clock(Protocol):
@@ -22,3 +24,18 @@ class SystemClock:
 
     def wall_s(self) -> float:
         return time.time()
+
+
+# Longest turn on the event loop, not counting the turn's last item.
+TURN_S = 0.01
+T = TypeVar("T")
+
+
+async def paced(items: Iterable[T]) -> AsyncIterator[T]:
+    """Yields `items`, and runs other tasks every TURN_S. `items` must not change until the end."""
+    until_s = time.monotonic() + TURN_S
+    for item in items:
+        yield item
+        if time.monotonic() >= until_s:
+            await asyncio.sleep(0)
+            until_s = time.monotonic() + TURN_S

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-from ep_runtime_server.base.pacing import TURN_S
+from ep_runtime_server.base.clock import TURN_S
 
 _Item = TypeVar("_Item")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ep_runtime.errors import StaleHandleError
-from ep_runtime_server.base.pacing import paced
+from ep_runtime_server.base.clock import paced
 from ep_runtime_server.callers.sessions import SessionRecord
 from ep_runtime_server.groups.record import GroupRecord
 from ep_runtime_server.memory.windows import Owner

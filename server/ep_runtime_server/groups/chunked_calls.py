@@ -8,8 +8,8 @@ import logging
 
 from ep_runtime import board_records
 from ep_runtime.allowed_names import quoted
+from ep_runtime_server.base.clock import paced
 from ep_runtime_server.base.events import EventLog
-from ep_runtime_server.base.pacing import paced
 from ep_runtime_server.groups.book import GroupBook
 from ep_runtime_server.groups.record import GroupRecord
 

@@ -14,10 +14,9 @@ from collections.abc import Iterable, Mapping
 
 from ep_runtime import board, board_abi, board_records, device_layout
 from ep_runtime.allowed_names import quoted
-from ep_runtime_server.base.clock import Clock
+from ep_runtime_server.base.clock import Clock, paced
 from ep_runtime_server.base.events import EventLog
 from ep_runtime_server.base.limits import LATE_AFTER_S
-from ep_runtime_server.base.pacing import paced
 from ep_runtime_server.groups.book import GroupBook
 from ep_runtime_server.groups.record import GroupMember, GroupRecord
 

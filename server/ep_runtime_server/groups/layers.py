@@ -16,7 +16,7 @@ from ep_runtime.errors import (
 )
 from ep_runtime.layer_specs import STACK_MEMBER, LayerSpec, check_stack_members
 from ep_runtime.wire import LayerStackSpec, RegisteredLayer
-from ep_runtime_server.base.pacing import paced
+from ep_runtime_server.base.clock import paced
 
 MAX_REPLACED = 1024
 

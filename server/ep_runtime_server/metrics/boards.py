@@ -9,11 +9,11 @@ import collections
 import itertools
 from collections.abc import Mapping, Sequence
 
-from ep_runtime import board_records, board_tallies
+from ep_runtime import board_records
 from ep_runtime.board_abi import HandleState, OpCode, RankState
 from ep_runtime.board_records import HandleRecord, RankRecord
+from ep_runtime_server.base.clock import paced
 from ep_runtime_server.base.limits import LATE_AFTER_S
-from ep_runtime_server.base.pacing import paced
 from ep_runtime_server.groups.lateness import LateRank, late_in, rank_records
 from ep_runtime_server.groups.record import GroupRecord
 from ep_runtime_server.metrics.catalogue import (
@@ -83,13 +83,13 @@ def _since(then_ns: int, now_s: float) -> float:
 
 async def put_ops(sheet: Sheet, group: GroupRecord, labels: Labels) -> None:
     """Puts histograms of the calls of this node's ranks, and their sums of waiting times."""
-    times: dict[OpCode, list[board_tallies.OpTally]] = collections.defaultdict(list)
+    times: dict[OpCode, list[board_records.OpTally]] = collections.defaultdict(list)
     waited_ns, waited_for_ns = collections.Counter[int](), collections.Counter[int]()
     async for rank in paced(group.local_ranks):
         windows = group.windows
         if windows is None or windows.board is None:  # may change at an await
             return
-        for op, tally in board_tallies.read_ops(windows.board, windows.layout, rank).items():
+        for op, tally in board_records.read_ops(windows.board, windows.layout, rank).items():
             times[op].append(tally)
             waited_ns[rank] += tally.wait_ns
             for peer in tally.peers:
@@ -136,7 +136,7 @@ async def put_layers(
             _put_loads(sheet, (*labels, name), loads, detail=detail)
         rows, tokens = dict.fromkeys(experts, 0), 0
         for rank in ranks:
-            load = board_tallies.read_load(windows.board, windows.layout, rank, indices)
+            load = board_records.read_load(windows.board, windows.layout, rank, indices)
             if load is not None:
                 tokens += load.tokens
                 for expert, count in zip(_experts(group, rank), load.rows, strict=True):
@@ -150,7 +150,7 @@ async def put_layers(
 
 def _experts(group: GroupRecord, rank: int) -> range:
     """Returns the indices of the rank's experts."""
-    first = board_tallies.first_expert(group.spec, rank)
+    first = board_records.first_expert(group.spec, rank)
     return range(first, first + group.spec.experts_per_rank)
 
 

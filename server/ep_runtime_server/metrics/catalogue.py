@@ -11,7 +11,7 @@ import dataclasses
 import itertools
 from collections.abc import Iterable, Sequence
 
-from ep_runtime.board_tallies import BUCKET_BOUNDS_S
+from ep_runtime.board_records import BUCKET_BOUNDS_S
 
 PREFIX = "ep_runtime_"
 NODE = ("node",)

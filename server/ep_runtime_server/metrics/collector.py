@@ -17,7 +17,7 @@ import ep_runtime
 from ep_runtime import board_records
 from ep_runtime.specs import DTYPE_BYTES
 from ep_runtime.v1 import session_service_pb2
-from ep_runtime_server.base.pacing import paced
+from ep_runtime_server.base.clock import paced
 from ep_runtime_server.callers.quotas import Usage
 from ep_runtime_server.callers.sessions import SessionState
 from ep_runtime_server.groups.fsm import State

@@ -16,8 +16,7 @@ from ep_runtime.errors import InvalidArgumentError, PermissionDeniedError
 from ep_runtime.text import printable
 from ep_runtime.v1 import admin_service_pb2 as pb
 from ep_runtime_server.base import limits, open_files
-from ep_runtime_server.base.clock import Clock
-from ep_runtime_server.base.pacing import paced
+from ep_runtime_server.base.clock import Clock, paced
 from ep_runtime_server.callers.credentials import MAX_REASON, Caller, GivenOrder
 from ep_runtime_server.callers.sessions import SessionRecord
 from ep_runtime_server.groups.fsm import State

@@ -9,7 +9,7 @@ import grpc
 from ep_runtime import wire
 from ep_runtime.v1 import group_service_pb2 as pb
 from ep_runtime_server.base import limits
-from ep_runtime_server.base.pacing import paced
+from ep_runtime_server.base.clock import paced
 from ep_runtime_server.callers.sessions import SessionRecord
 from ep_runtime_server.groups import attachment
 from ep_runtime_server.groups.claims import (

@@ -11,7 +11,7 @@ from ep_runtime import wire
 from ep_runtime.layer_specs import LayerSpec
 from ep_runtime.v1 import layer_service_pb2 as pb
 from ep_runtime.v1 import types_pb2
-from ep_runtime_server.base.pacing import paced
+from ep_runtime_server.base.clock import paced
 from ep_runtime_server.callers.sessions import SessionRecord
 from ep_runtime_server.groups.claims import check_layer_count
 from ep_runtime_server.groups.record import GroupRecord

@@ -9,7 +9,7 @@ from typing import TypeVar
 from google.protobuf.message import Message
 
 from ep_runtime.errors import InvalidArgumentError
-from ep_runtime_server.base.pacing import paced
+from ep_runtime_server.base.clock import paced
 
 DEFAULT_PAGE = 1000
 MAX_PAGE = 10_000

@@ -9,7 +9,7 @@ from typing import Any
 
 from google.protobuf import timestamp_pb2
 
-from ep_runtime import board, board_abi, board_records, board_tallies, wire
+from ep_runtime import board, board_abi, board_records, wire
 from ep_runtime.board_records import HandleRecord, RankRecord
 from ep_runtime.specs import DTYPE_BYTES
 from ep_runtime.v1 import admin_service_pb2 as pb
@@ -367,7 +367,7 @@ def rank_tally(row: tuple[GroupRecord, int], clock: Clock) -> pb.RankTally:
         now=views.rank_info(row, clock),
         row_bytes=spec.hidden_size * DTYPE_BYTES[spec.max_token_dtype],
         device=item.uuids.get(rank) or "host",
-        first_expert=board_tallies.first_expert(spec, rank),
+        first_expert=board_records.first_expert(spec, rank),
     )
     record = rank_record(item, rank)
     if record is not None:
@@ -382,17 +382,17 @@ def _add_sums(message: pb.RankTally, group: GroupRecord, rank: int) -> None:
     windows = group.windows
     if windows is None or windows.board is None:
         return
-    for op, tally in board_tallies.read_ops(windows.board, windows.layout, rank).items():
+    for op, tally in board_records.read_ops(windows.board, windows.layout, rank).items():
         message.ops.append(_op_tally(op.name, tally))
     by_layer = itertools.groupby(group.layers.handles(), key=lambda handle: handle.layer)
     for layer, handles in by_layer:
         indices = [handle.index for handle in handles]
-        load = board_tallies.read_load(windows.board, windows.layout, rank, indices)
+        load = board_records.read_load(windows.board, windows.layout, rank, indices)
         if load is None:
             continue
         message.layers.append(wire.filled(pb.LoadTally, load, layer=layer))
 
 
-def _op_tally(name: str, tally: board_tallies.OpTally) -> pb.OpTally:
+def _op_tally(name: str, tally: board_records.OpTally) -> pb.OpTally:
     peers = [wire.filled(pb.PeerTally, peer) for peer in tally.peers]
     return wire.filled(pb.OpTally, tally, op=name, peers=peers)

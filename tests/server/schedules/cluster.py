@@ -21,7 +21,6 @@ from ep_runtime_server.callers import sessions
 from ep_runtime_server.cluster import coordination
 from ep_runtime_server.memory import devices
 from ep_runtime_server.nccl import unique_ids
-from ep_runtime_server.nccl.unique_ids import UniqueIds
 from schedules.clock import VirtualLoop
 from schedules.daemons import Life, life_of_task
 from schedules.links import Links
@@ -212,9 +211,9 @@ class _NoChild:
     made = itertools.count(1)
     over = True
 
-    async def make(self, count: int, life_s: float) -> UniqueIds:
+    async def make(self, count: int, life_s: float) -> unique_ids.UniqueIds:
         await asyncio.sleep(0.05)
-        return UniqueIds(tuple(b"%d" % next(self.made) for _ in range(count)), "2.28")
+        return unique_ids.UniqueIds(tuple(b"%d" % next(self.made) for _ in range(count)), "2.28")
 
     def kill(self) -> None:
         """There is none."""

@@ -54,12 +54,12 @@ def run(args: argparse.Namespace) -> int:
 
 def _draw(seen: board_samples.BoardSamples, links: rows.Links, every_s: float) -> bool:
     """Draws a live screen until the user presses `q`; returns False without a terminal."""
-    from ep_runtime_client.cli.ranks import live, screen
+    from ep_runtime_client.cli.ranks import screen
 
-    possible = live.possible()
+    possible = screen.possible()
     if possible:
         shown = screen.Screen(seen, links)
-        live.run(shown.lines, shown.press, seen.again, every_s)
+        screen.run(shown.lines, shown.press, seen.again, every_s)
     return possible
 
 

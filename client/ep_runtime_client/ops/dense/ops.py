@@ -22,9 +22,9 @@ from ep_runtime_client.ops.partitioning.resolved import (
     Sizes,
     Sums,
     Wanted,
+    scatter,
 )
 from ep_runtime_client.ops.partitioning.roles import Entries, Roles, flat, padded
-from ep_runtime_client.ops.partitioning.scatter import scatter
 from ep_runtime_client.ops.quantize import plain as quantize_plain
 from ep_runtime_client.ops.quantize.formats.recipes import Recipe
 from ep_runtime_client.ops.quantize.formats.table import format_of
