@@ -16,7 +16,7 @@ import guardian
 import pytest
 
 from ep_runtime_client.cli.daemon import source
-from ep_runtime_client.daemons import children
+from ep_runtime_client.daemons import runtime
 
 READY_TIMEOUT_S = 60.0
 WAIT_S = 60.0
@@ -30,16 +30,16 @@ def directory() -> Iterator[Path]:
     shutil.rmtree(path)
 
 
-def start_daemon(directory: Path, *options: str) -> children.Child:
+def start_daemon(directory: Path, *options: str) -> runtime.Child:
     """A daemon that answers."""
-    child = children.Child.start(directory, ["--max-host-bytes", "1G", *options])
+    child = runtime.Child.start(directory, ["--max-host-bytes", "1G", *options])
     guardian.protect(child.pid)
     child.wait_ready(READY_TIMEOUT_S)
     return child
 
 
 @pytest.fixture
-def daemon(directory: Path) -> Iterator[children.Child]:
+def daemon(directory: Path) -> Iterator[runtime.Child]:
     """A running daemon; it must still end well after the test."""
     child = start_daemon(directory)
     yield child
@@ -48,7 +48,7 @@ def daemon(directory: Path) -> Iterator[children.Child]:
 
 
 @pytest.fixture
-def address(daemon: children.Child) -> str:
+def address(daemon: runtime.Child) -> str:
     return f"unix://{daemon.directory}"
 
 

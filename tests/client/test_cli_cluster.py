@@ -27,7 +27,7 @@ from ep_runtime.v1 import admin_service_pb2 as pb
 from ep_runtime_client import cli
 from ep_runtime_client.cli.daemon import choosing, source
 from ep_runtime_client.cli.ranks import board_samples, rows, screen
-from ep_runtime_client.daemons import children
+from ep_runtime_client.daemons import runtime
 from ep_runtime_client.readers import admin_service
 
 WAIT_S = 30.0
@@ -45,7 +45,7 @@ class Node:
         self.start()
 
     def start(self) -> None:
-        self.child: children.Child = start_daemon(self.directory, *self._flags)
+        self.child: runtime.Child = start_daemon(self.directory, *self._flags)
 
     def group(self, name: str) -> None:
         client = Client(self.directory)

@@ -18,7 +18,7 @@ from ep_runtime.v1 import admin_service_pb2 as pb
 from ep_runtime_client import cli
 from ep_runtime_client.cli.commands import dump
 from ep_runtime_client.cli.daemon import source
-from ep_runtime_client.daemons import children
+from ep_runtime_client.daemons import runtime
 
 # Each is planted somewhere, and must not be in the archive.
 PLANTED = {
@@ -79,7 +79,7 @@ def test_no_secret_of_any_kind_is_in_the_archive(
 
 
 def test_a_real_daemons_archive_has_every_part(
-    plant: None, tmp_path: Path, address: str, daemon: children.Child, capsys: Any
+    plant: None, tmp_path: Path, address: str, daemon: runtime.Child, capsys: Any
 ) -> None:
     (daemon.directory / "node.key").write_text(PEM)
     path = tmp_path / "dump.tar.gz"

@@ -16,7 +16,7 @@ from daemon_fixtures import wait_gone, wait_until
 
 from ep_runtime import env
 from ep_runtime_client.cli.daemon import source
-from ep_runtime_client.daemons import children
+from ep_runtime_client.daemons import runtime
 
 # No JAX: groups are formed as Session.create_group does it, with every rank ours.
 _PROLOGUE = """
@@ -63,7 +63,7 @@ def test_kills_of_the_client_library_leak_nothing(
     run_program: Start,
     address: str,
     admin: source.Source,
-    daemon: children.Child,
+    daemon: runtime.Child,
     dose: int,
     record_property: Callable[[str, object], None],
 ) -> None:
@@ -113,13 +113,13 @@ def test_processes_of_a_killed_test_run_end(run_program: Start) -> None:
 _STARTS = """
 import json, signal, sys
 import ep_runtime as ep
-from ep_runtime_client.daemons import children
+from ep_runtime_client.daemons import runtime
 
 def wait_ready(self, timeout_s):
     print(json.dumps([self.pid, str(self.directory)]), flush=True)
     signal.pause()
 
-children.Child.wait_ready = wait_ready
+runtime.Child.wait_ready = wait_ready
 ep.connect("embedded", job="killed")
 """
 

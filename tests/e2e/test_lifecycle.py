@@ -13,7 +13,7 @@ from harness import memfds_of
 
 import ep_runtime as ep
 from ep_runtime_client.cli.daemon import source
-from ep_runtime_client.daemons import children
+from ep_runtime_client.daemons import runtime
 
 _EMBEDDED = """
 session = ep.connect("embedded")
@@ -80,7 +80,7 @@ def test_the_default_is_embedded_without_a_daemon_and_the_daemon_with_one(
     how = {"prologue": WITHOUT_JAX, "RUNTIME_DIRECTORY": str(directory)}
     alone = run_program(text, **how)
     assert alone.heard()["child"] is not None
-    daemon = children.Child.start(directory, [])
+    daemon = runtime.Child.start(directory, [])
     daemon.wait_ready(60)
     try:
         beside = run_program(text, **how)
@@ -129,7 +129,7 @@ hear()
 
 
 def test_a_killed_client_comes_back_to_its_windows(
-    run_program: Start, address: str, admin: source.Source, daemon: children.Child
+    run_program: Start, address: str, admin: source.Source, daemon: runtime.Child
 ) -> None:
     """One that attaches by the group's name alone has the same layer."""
     told = _JOIN.replace("id=layer.id", "id=layer.id, spec=group.spec.fingerprint")
@@ -282,13 +282,13 @@ def test_a_forked_child_that_lives_on_does_not_hold_an_embedded_daemon(
         os.kill(child, signal.SIGKILL)
 
 
-def test_a_second_daemon_on_the_directory_ends_at_once(daemon: children.Child) -> None:
-    second = children.Child.start(daemon.directory, [])
+def test_a_second_daemon_on_the_directory_ends_at_once(daemon: runtime.Child) -> None:
+    second = runtime.Child.start(daemon.directory, [])
     with pytest.raises(ep.RuntimeUnavailableError, match=f"pid {daemon.pid}"):
         second.wait_ready(60)
 
 
-def test_a_drained_daemon_admits_nobody(daemon: children.Child, admin: source.Source) -> None:
+def test_a_drained_daemon_admits_nobody(daemon: runtime.Child, admin: source.Source) -> None:
     from ep_runtime.v1 import admin_service_pb2 as messages
 
     admin.call("Drain", messages.DrainRequest())
@@ -311,7 +311,7 @@ def test_a_checkout_underfoot_is_not_imported_by_the_child(
 
 
 def test_a_daemon_that_cannot_start_says_why(directory: Path) -> None:
-    child = children.Child.start(directory, ["--max-host-bytes", "no size"])
+    child = runtime.Child.start(directory, ["--max-host-bytes", "no size"])
     with pytest.raises(ep.RuntimeUnavailableError, match="exit code 1(.|\n)*no size"):
         child.wait_ready(60)
 

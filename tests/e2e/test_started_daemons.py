@@ -12,7 +12,7 @@ import raw_client
 from daemon_fixtures import READY_TIMEOUT_S, start_daemon
 
 import ep_runtime as ep
-from ep_runtime_client.daemons import addresses, children, runtime
+from ep_runtime_client.daemons import addresses, runtime
 
 UUIDS = [f"GPU-{'0' * 7}{number}-0000-0000-0000-000000000000" for number in (1, 2)]
 
@@ -67,7 +67,7 @@ LAUNCHERS = {
 }
 
 
-def started(address: str) -> children.Child:
+def started(address: str) -> runtime.Child:
     reached = runtime.open_runtime(addresses.parse_address(address), READY_TIMEOUT_S)
     assert reached.child is not None
     return reached.child
@@ -79,7 +79,7 @@ def environment_of(pid: int) -> dict[str, str]:
     return dict(word.split("=", 1) for word in words if word)
 
 
-def gpus_seen_by(child: children.Child) -> str:
+def gpus_seen_by(child: runtime.Child) -> str:
     """The daemon's own list, from its refusal of a GPU that no host has."""
     client = raw_client.Client(child.directory)
     spec = raw_client.make_spec(transport="nvlink")
@@ -190,7 +190,7 @@ def test_a_started_daemon_has_nothing_of_the_process_that_started_it(
     finally:
         assert child.stop() == 0
         if address == "embedded":
-            children.remove_directory(child.directory)
+            runtime.remove_directory(child.directory)
 
 
 def test_relative_entries_of_pythonpath_are_the_starters(

@@ -12,7 +12,7 @@ from harness import memfds_of
 
 from ep_runtime.v1 import admin_service_pb2 as messages
 from ep_runtime_client.cli.daemon import source
-from ep_runtime_client.daemons import children
+from ep_runtime_client.daemons import runtime
 
 _PROGRAM = """
 import jax.numpy as jnp, numpy as np
@@ -118,7 +118,7 @@ session.close()
 
 @pytest.mark.doses(ci=2, full=50)
 def test_groups_replaced_and_reclaimed_again_and_again_leave_nothing(
-    run_program: Start, address: str, admin: source.Source, daemon: children.Child, dose: int
+    run_program: Start, address: str, admin: source.Source, daemon: runtime.Child, dose: int
 ) -> None:
     program = run_program(_AGAIN, EP_RUNTIME_ADDRESS=address)
     said = program.heard()

@@ -18,7 +18,7 @@ from harness import memfds_of
 from multiprocess.launch import Job
 
 from ep_runtime_client.cli.daemon import source
-from ep_runtime_client.daemons import children
+from ep_runtime_client.daemons import runtime
 
 BACK_S = 10.0  # on a busy machine; the figure itself is printed
 
@@ -81,7 +81,7 @@ os._exit(0)
 
 
 @pytest.fixture
-def daemons(directory: Path) -> Iterator[list[children.Child]]:
+def daemons(directory: Path) -> Iterator[list[runtime.Child]]:
     """Daemons on one directory, the last of them alive; it must end well after the test."""
     started = [start_daemon(directory)]
     yield started
@@ -98,7 +98,7 @@ def _steps(job: Job, more: int) -> int:
 @pytest.mark.parametrize(("processes", "devices"), [(1, 4), (2, 2)], ids=["1x4", "2x2"])
 def test_a_killed_daemon_costs_no_step_and_comes_back_with_everything(
     directory: Path,
-    daemons: list[children.Child],
+    daemons: list[runtime.Child],
     capsys: pytest.CaptureFixture[str],
     processes: int,
     devices: int,
@@ -168,7 +168,7 @@ def _descriptors(job: Job) -> int:
 @pytest.mark.doses(ci=0, full=100)
 def test_many_killed_daemons_cost_no_step_and_leak_nothing(
     directory: Path,
-    daemons: list[children.Child],
+    daemons: list[runtime.Child],
     dose: int,
     record_property: Callable[[str, object], None],
 ) -> None:
@@ -206,7 +206,7 @@ def test_many_killed_daemons_cost_no_step_and_leak_nothing(
 
 
 def test_a_daemon_without_its_journal_takes_the_clients_word(
-    directory: Path, daemons: list[children.Child]
+    directory: Path, daemons: list[runtime.Child]
 ) -> None:
     address = f"unix://{directory}"
     with Job(_TRAIN + _AFTER, processes=2, devices=1, EP_RUNTIME_ADDRESS=address) as job:
@@ -253,7 +253,7 @@ def test_who_started_a_daemon_starts_it_again(
 
 
 def test_a_process_that_dies_while_the_daemon_is_away_is_lost_when_it_is_back(
-    directory: Path, daemons: list[children.Child]
+    directory: Path, daemons: list[runtime.Child]
 ) -> None:
     address = f"unix://{directory}"
     with Job(_ALONE, processes=2, devices=1, EP_RUNTIME_ADDRESS=address) as job:

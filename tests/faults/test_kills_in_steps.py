@@ -21,7 +21,7 @@ from harness import DaemonProcess, memfds_of
 from multiprocess.launch import Job
 
 from ep_runtime_client.cli.daemon import source
-from ep_runtime_client.daemons import children
+from ep_runtime_client.daemons import runtime
 
 
 @pytest.mark.parametrize(
@@ -33,7 +33,7 @@ from ep_runtime_client.daemons import children
 def test_a_kill_in_a_step_ends_the_others_with_its_name_and_saves_no_nan(
     address: str,
     admin: source.Source,
-    daemon: children.Child,
+    daemon: runtime.Child,
     tmp_path: Path,
     record_property: Callable[[str, object], None],
     dose: int,
@@ -194,7 +194,7 @@ say(last=number)
 
 
 def test_sigterm_to_one_process_ends_all_after_the_same_step(
-    daemon: children.Child, address: str
+    daemon: runtime.Child, address: str
 ) -> None:
     with Job(_JOB, processes=2, devices=2, EP_RUNTIME_ADDRESS=address) as job:
         assert job.heard() == [{"ready": True}] * 2

@@ -15,7 +15,7 @@ from multiprocess.launch import Job
 
 from ep_runtime_client import cli
 from ep_runtime_client.cli.daemon import source
-from ep_runtime_client.daemons import children
+from ep_runtime_client.daemons import runtime
 
 _JOB = """
 from multiprocess import programs_job
@@ -156,7 +156,7 @@ session.close()
 
 @pytest.mark.doses(ci=2, full=50)
 def test_ranks_that_time_out_again_and_again_leave_nothing(
-    address: str, admin: source.Source, daemon: children.Child, dose: int
+    address: str, admin: source.Source, daemon: runtime.Child, dose: int
 ) -> None:
     with Job(
         _MANY, processes=2, devices=1, life_s=280.0 + 10.0 * dose, EP_RUNTIME_ADDRESS=address

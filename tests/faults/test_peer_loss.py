@@ -16,7 +16,7 @@ from harness import memfds_of
 from multiprocess.launch import Job
 
 from ep_runtime_client.cli.daemon import source
-from ep_runtime_client.daemons import children
+from ep_runtime_client.daemons import runtime
 
 NOTIFY_S = 2.0
 _JOB = """
@@ -95,7 +95,7 @@ def _lose(job: Job, devices: int, admin: source.Source) -> tuple[float, list[Any
 
 
 def test_a_dead_process_ends_the_waits_and_the_restarted_job_reattaches(
-    address: str, admin: source.Source, daemon: children.Child
+    address: str, admin: source.Source, daemon: runtime.Child
 ) -> None:
     environment = {"EP_RUNTIME_ADDRESS": address, "EP_RUNTIME_JOB": "training"}
     with Job(_JOB, processes=2, devices=2, **environment) as job:
@@ -119,7 +119,7 @@ def test_a_dead_process_ends_the_waits_and_the_restarted_job_reattaches(
 
 @pytest.mark.doses(ci=2, full=50)
 def test_a_survivor_forms_the_group_anew_with_whoever_takes_the_dead_ones_place(
-    run_program: Start, address: str, admin: source.Source, daemon: children.Child, dose: int
+    run_program: Start, address: str, admin: source.Source, daemon: runtime.Child, dose: int
 ) -> None:
     def member(first: int) -> Program:
         return members.start(run_program, address, [first, first + 1])
@@ -148,7 +148,7 @@ def test_a_survivor_forms_the_group_anew_with_whoever_takes_the_dead_ones_place(
 def test_many_lost_processes_leak_nothing(
     address: str,
     admin: source.Source,
-    daemon: children.Child,
+    daemon: runtime.Child,
     dose: int,
     record_property: Callable[[str, object], None],
 ) -> None:
@@ -191,7 +191,7 @@ def test_ranks_come_back_in_place(
     run_program: Start,
     address: str,
     admin: source.Source,
-    daemon: children.Child,
+    daemon: runtime.Child,
     record_property: Callable[[str, object], None],
     plan: str,
     how: str,

@@ -14,7 +14,7 @@ from daemon_fixtures import start_daemon, wait_until
 from multiprocess.launch import Job
 
 from ep_runtime_client.cli.daemon import source
-from ep_runtime_client.daemons import children
+from ep_runtime_client.daemons import runtime
 
 WAIT_S = 60.0
 # A dead process is known on every node within this time.
@@ -22,7 +22,7 @@ TOLD_S = 2.0
 
 
 @pytest.fixture
-def nodes(request: pytest.FixtureRequest) -> Iterator[list[children.Child]]:
+def nodes(request: pytest.FixtureRequest) -> Iterator[list[runtime.Child]]:
     """Two daemons, or as many as the test says, on loopback and without certificates."""
     base = Path(tempfile.mkdtemp(prefix="ept-"))
     address = place()
@@ -42,7 +42,7 @@ def nodes(request: pytest.FixtureRequest) -> Iterator[list[children.Child]]:
     assert not any(codes), logs
 
 
-def read(child: children.Child) -> dict:
+def read(child: runtime.Child) -> dict:
     with source.open_source(f"unix://{child.directory}", timeout_s=WAIT_S) as daemon:
         return {**daemon.status(), "found": daemon.groups()}
 
@@ -102,19 +102,19 @@ os._exit(0)
 """
 
 
-def environments(nodes: list[children.Child], processes: int = 2) -> list[dict[str, str]]:
+def environments(nodes: list[runtime.Child], processes: int = 2) -> list[dict[str, str]]:
     each = processes // len(nodes)
     addresses = [f"unix://{child.directory}" for child in nodes for _ in range(each)]
     return [{"EP_RUNTIME_ADDRESS": address} for address in addresses]
 
 
-def handles_of(child: children.Child) -> list[tuple[str, str, int]]:
+def handles_of(child: runtime.Child) -> list[tuple[str, str, int]]:
     """(layer, state, calls) of the node's handles."""
     with source.open_source(f"unix://{child.directory}", timeout_s=WAIT_S) as daemon:
         return [(row["layer"], row["state"], row["calls"]) for row in daemon.handles()]
 
 
-def windows_of(child: children.Child) -> dict[int, str]:
+def windows_of(child: runtime.Child) -> dict[int, str]:
     """World rank -> name of its buffer at that daemon; -1 is the board."""
     with source.open_source(f"unix://{child.directory}", timeout_s=WAIT_S) as daemon:
         return {row["world_rank"]: row["buffer_id"] for row in daemon.buffers()}
@@ -227,7 +227,7 @@ def test_ten_jobs_in_a_row_take_the_same_windows_whichever_process_is_killed(nod
     assert generations == sorted(set(generations))
 
 
-def states(child: children.Child) -> list[str]:
+def states(child: runtime.Child) -> list[str]:
     return [row["state"] for row in read(child)["found"]]
 
 

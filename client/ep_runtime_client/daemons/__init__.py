@@ -1,6 +1,6 @@
 """Finds, starts and calls daemons.
 
-    runtime       starts a private daemon or the node's (`children`)
+    runtime       starts a private daemon or the node's
     addresses     checks whose directory and process it is, before a byte is sent
     transport     the two sockets: RPCs on api.sock, identity and descriptors on fd.sock
     link          heartbeats, events, connecting again after a restart

@@ -20,9 +20,8 @@ from ep_runtime.errors import InvalidArgumentError
 from ep_runtime_client.moe.params import LOGICAL_AXES, MoEParams, logical_axes
 from ep_runtime_client.ops.partitioning.roles import entry_axes, say_once
 from ep_runtime_client.ops.quantize.ops import packing_of
-from ep_runtime_client.ops.quantize.packing import FIELDS
 from ep_runtime_client.ops.quantize.pair import is_pair
-from ep_runtime_client.ops.quantize.quantized_tensor import QuantizedTensor
+from ep_runtime_client.ops.quantize.quantized_tensor import FIELDS, QuantizedTensor
 
 __all__ = ["GroupAxes", "Rules", "rules"]
 

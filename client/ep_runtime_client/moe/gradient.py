@@ -23,9 +23,8 @@ from ep_runtime_client.ops.movement.prepare import prepared
 from ep_runtime_client.ops.partitioning import on_mesh, regions
 from ep_runtime_client.ops.partitioning.roles import Entries
 from ep_runtime_client.ops.quantize import ops as quantize_ops
-from ep_runtime_client.ops.quantize.packing import pack
 from ep_runtime_client.ops.quantize.pair import Pair
-from ep_runtime_client.ops.quantize.quantized_tensor import QuantizedTensor
+from ep_runtime_client.ops.quantize.quantized_tensor import QuantizedTensor, pack
 from ep_runtime_client.ops.tracing import again, eager, first_order
 from ep_runtime_client.ops.tracing.lean import unless_unused
 from ep_runtime_client.ops.tracing.scopes import scope

@@ -28,8 +28,8 @@ from ep_runtime_client.ops.partitioning.resolved import Resolved, Sums
 from ep_runtime_client.ops.partitioning.roles import Entries, Roles, say_once
 from ep_runtime_client.ops.quantize.formats.table import format_of
 from ep_runtime_client.ops.quantize.formats.tiles import num_tiles
-from ep_runtime_client.ops.quantize.packing import Packing, Value, gather, unpack
 from ep_runtime_client.ops.quantize.pair import of_each
+from ep_runtime_client.ops.quantize.quantized_tensor import Packing, Value, gather, unpack
 from ep_runtime_client.ops.tracing.varying import Axes
 
 _PLAN_NDIMS = (3, 3, 3, 2, 2, 2, 2, 2, 2, 3, 3, 2)  # dims of a plan's arrays, with the slab dim

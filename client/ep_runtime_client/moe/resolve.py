@@ -38,9 +38,8 @@ from ep_runtime_client.ops.partitioning.resolved import gather
 from ep_runtime_client.ops.partitioning.roles import Entries, entries_of, padded
 from ep_runtime_client.ops.quantize.delayed import Delayed, check_state
 from ep_runtime_client.ops.quantize.formats.recipes import DelayedState, Recipe
-from ep_runtime_client.ops.quantize.packing import Kernel
 from ep_runtime_client.ops.quantize.pair import Pair, is_pair, of_each, paired
-from ep_runtime_client.ops.quantize.quantized_tensor import QuantizedTensor
+from ep_runtime_client.ops.quantize.quantized_tensor import Kernel, QuantizedTensor
 from ep_runtime_client.ops.routing.api import Routing
 from ep_runtime_client.ops.tracing import again, eager
 from ep_runtime_client.ops.tracing.scopes import COPIED, scope

@@ -14,8 +14,7 @@ from ep_runtime_client.ops.calls.plan import AnyArrays
 from ep_runtime_client.ops.partitioning.regions import Partitioning
 from ep_runtime_client.ops.partitioning.roles import Entries
 from ep_runtime_client.ops.quantize.formats.recipes import Recipe
-from ep_runtime_client.ops.quantize.packing import Kernel
-from ep_runtime_client.ops.quantize.quantized_tensor import QuantizedTensor
+from ep_runtime_client.ops.quantize.quantized_tensor import Kernel, QuantizedTensor
 
 # Where the router's weights multiply: experts' inputs, activations, or outputs in combine.
 Weighted = Literal["input", "hidden", "output"]

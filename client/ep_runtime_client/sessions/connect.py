@@ -10,7 +10,7 @@ from ep_runtime import env
 from ep_runtime.allowed_names import check_new_labels
 from ep_runtime.errors import InvalidArgumentError, SpecMismatchError
 from ep_runtime_client.base import jax_internals, jax_state
-from ep_runtime_client.daemons import addresses, children, transport
+from ep_runtime_client.daemons import addresses, runtime, transport
 from ep_runtime_client.daemons import runtime as runtimes
 from ep_runtime_client.daemons.client import DaemonClient, job_name
 from ep_runtime_client.sessions import open_session
@@ -159,7 +159,7 @@ def choose(address: str | None, *, ask: bool = True) -> addresses.Address:
     known = addresses.Address(addresses.DIRECTORY, default)
     if not ask and open_session.sessions.find(known) is not None:
         return known
-    if ask and children.answers(addresses.SocketDirectory(default), transport.READ_TIMEOUT_S):
+    if ask and runtime.answers(addresses.SocketDirectory(default), transport.READ_TIMEOUT_S):
         return known
     started = addresses.NODE if jax_state.num_processes() > 1 else addresses.EMBEDDED
     if ask:

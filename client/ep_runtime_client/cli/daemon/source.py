@@ -11,7 +11,7 @@ from ep_runtime import env, wire
 from ep_runtime.errors import PermissionDeniedError, RuntimeUnavailableError
 from ep_runtime.v1 import session_service_pb2
 from ep_runtime_client.cli import render
-from ep_runtime_client.daemons import addresses, children, transport
+from ep_runtime_client.daemons import addresses, runtime, transport
 from ep_runtime_client.readers.admin_service import Source as Source
 
 
@@ -25,10 +25,10 @@ def default_place(timeout_s: float) -> addresses.SocketDirectory:
         RuntimeUnavailableError: several private daemons answer, or none.
     """
     place = addresses.daemon_place(None)
-    if env.address() is not None or children.answers(place, timeout_s):
+    if env.address() is not None or runtime.answers(place, timeout_s):
         return place
     mine = [addresses.SocketDirectory(path, os.geteuid()) for path in env.private_directories()]
-    private = [each for each in mine if children.answers(each, timeout_s)]
+    private = [each for each in mine if runtime.answers(each, timeout_s)]
     if len(private) == 1:
         return private[0]
     if not private:

@@ -15,7 +15,7 @@ from ep_runtime_client.ops.partitioning import on_mesh, regions
 from ep_runtime_client.ops.partitioning.roles import Entries, padded
 from ep_runtime_client.ops.quantize import ops as quantize_ops
 from ep_runtime_client.ops.quantize.formats.recipes import Recipe, check_recipe
-from ep_runtime_client.ops.quantize.packing import Matrix, Packing, pack, unpack
+from ep_runtime_client.ops.quantize.quantized_tensor import Matrix, Packing, pack, unpack
 from ep_runtime_client.ops.tracing import eager, first_order
 from ep_runtime_client.ops.tracing.varying import varied_axes
 

@@ -29,8 +29,7 @@ from ep_runtime_client.ops.quantize import plain as quantize_plain
 from ep_runtime_client.ops.quantize.formats.recipes import Recipe
 from ep_runtime_client.ops.quantize.formats.table import format_of
 from ep_runtime_client.ops.quantize.ops import raw_leaves
-from ep_runtime_client.ops.quantize.packing import Packing, gather, unpack
-from ep_runtime_client.ops.quantize.quantized_tensor import QuantizedTensor
+from ep_runtime_client.ops.quantize.quantized_tensor import Packing, QuantizedTensor, gather, unpack
 from ep_runtime_client.ops.tracing.varying import Axes
 
 

@@ -25,12 +25,11 @@ from ep_runtime_client.ops.partitioning import regions
 from ep_runtime_client.ops.partitioning.placement import expert_weight, grouped
 from ep_runtime_client.ops.partitioning.regions import Partitioning
 from ep_runtime_client.ops.partitioning.roles import Entries, Roles, padded, read_off
-from ep_runtime_client.ops.quantize import packing
+from ep_runtime_client.ops.quantize import quantized_tensor
 from ep_runtime_client.ops.quantize.delayed import Delayed, check_state
 from ep_runtime_client.ops.quantize.formats.recipes import DelayedState, Recipe
-from ep_runtime_client.ops.quantize.packing import Kernel, Matrix
 from ep_runtime_client.ops.quantize.pair import Pair, of_each, paired
-from ep_runtime_client.ops.quantize.quantized_tensor import QuantizedTensor
+from ep_runtime_client.ops.quantize.quantized_tensor import Kernel, Matrix, QuantizedTensor
 
 
 @overload
@@ -221,7 +220,9 @@ def with_whole_blocks(
 
 def blocks_of(recipe: Recipe | None, rhs: Kernel) -> tuple[int, ...]:
     """Returns, per dim of rhs, the number that must divide its size on a device."""
-    return packing.blocks_of(rhs.recipe if isinstance(rhs, QuantizedTensor) else recipe, rhs.ndim)
+    return quantized_tensor.blocks_of(
+        rhs.recipe if isinstance(rhs, QuantizedTensor) else recipe, rhs.ndim
+    )
 
 
 def _read_off(where: Partitioning, lhs: Entries, rhs: Kernel, group_sizes: jax.Array) -> Roles:

@@ -26,8 +26,8 @@ from ep_runtime_client.ops.partitioning.roles import Entries, Roles
 from ep_runtime_client.ops.quantize import plain as quantize_plain
 from ep_runtime_client.ops.quantize.formats.recipes import Recipe
 from ep_runtime_client.ops.quantize.ops import kernel_factors, row_factors, rows_roles
-from ep_runtime_client.ops.quantize.packing import Packing, Value, gather, unpack
 from ep_runtime_client.ops.quantize.pair import of_both, of_each
+from ep_runtime_client.ops.quantize.quantized_tensor import Packing, Value, gather, unpack
 from ep_runtime_client.ops.tracing import slack
 
 

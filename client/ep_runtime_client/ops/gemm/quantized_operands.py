@@ -19,9 +19,8 @@ from ep_runtime_client.ops.partitioning import on_mesh, regions
 from ep_runtime_client.ops.partitioning.roles import Entries, Roles, entries_of, padded
 from ep_runtime_client.ops.quantize.formats.recipes import Recipe
 from ep_runtime_client.ops.quantize.ops import QuantizeKernel, QuantizeStack, transposes
-from ep_runtime_client.ops.quantize.packing import Kernel, unpack
 from ep_runtime_client.ops.quantize.pair import Pair, of_both, paired
-from ep_runtime_client.ops.quantize.quantized_tensor import QuantizedTensor
+from ep_runtime_client.ops.quantize.quantized_tensor import Kernel, QuantizedTensor, unpack
 from ep_runtime_client.ops.tracing import eager
 from ep_runtime_client.ops.tracing.varying import Axes
 

@@ -14,9 +14,14 @@ from ep_runtime_client.ops.partitioning import on_mesh, regions
 from ep_runtime_client.ops.partitioning.roles import Entries, padded
 from ep_runtime_client.ops.quantize import ops as quantize_ops
 from ep_runtime_client.ops.quantize.formats.recipes import Recipe
-from ep_runtime_client.ops.quantize.packing import Kernel, Matrix, Packing, pack
 from ep_runtime_client.ops.quantize.pair import Pair, of_each
-from ep_runtime_client.ops.quantize.quantized_tensor import QuantizedTensor
+from ep_runtime_client.ops.quantize.quantized_tensor import (
+    Kernel,
+    Matrix,
+    Packing,
+    QuantizedTensor,
+    pack,
+)
 from ep_runtime_client.ops.tracing import eager, first_order, slack
 
 # lhs and rhs (plain, or the origins of quantized ones), bias, quantized lhs and rhs without origin,

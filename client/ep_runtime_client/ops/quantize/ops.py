@@ -28,17 +28,17 @@ from ep_runtime_client.ops.quantize.formats.recipes import Recipe
 from ep_runtime_client.ops.quantize.formats.table import format_of
 from ep_runtime_client.ops.quantize.formats.tiles import bits, from_bits
 from ep_runtime_client.ops.quantize.kernels import PRODUCT_MULTIPLE
-from ep_runtime_client.ops.quantize.packing import (
+from ep_runtime_client.ops.quantize.pair import Pair, of_both, of_each
+from ep_runtime_client.ops.quantize.quantized_tensor import (
     FIELDS,
     Kernel,
     Packing,
+    QuantizedTensor,
     Value,
     gather,
     pack_fields,
     unpack,
 )
-from ep_runtime_client.ops.quantize.pair import Pair, of_both, of_each
-from ep_runtime_client.ops.quantize.quantized_tensor import QuantizedTensor
 
 
 @dataclasses.dataclass(frozen=True)
