@@ -28,7 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ep_runtime_bench.base.device_time import WARMUP, CallTimer, gpu_clock
+from ep_runtime_bench.base.device_bench import WARMUP, CallTimer, gpu_clock
 from ep_runtime_bench.base.options import BenchOptions, BenchReport
 from ep_runtime_bench.base.timing import in_turn
 from ep_runtime_client.cli import render

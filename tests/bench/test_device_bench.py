@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 
 import ep_runtime as ep
 from ep_runtime_bench import gemm
-from ep_runtime_bench.base import device_bench, device_time
+from ep_runtime_bench.base import device_bench
 from ep_runtime_bench.base.options import BenchOptions
 from ep_runtime_bench.movement import device_ops, gpu_calls, gpu_movement
 from ep_runtime_client.ops.calls.call import world_rank
@@ -133,7 +133,7 @@ def test_calls_of_a_chain_are_neither_merged_nor_dropped(session: ep.Session) ->
     call = call_of(bench, session, "memfd")
     ops, operands = device_ops.our_ops(call), operands_of(call)
     token = lambda: world_rank(call.group)  # noqa: E731
-    body = device_time.chain(host_clock, token, ops["prepare"], ops["dispatch"], 2)
+    body = device_bench.chain(host_clock, token, ops["prepare"], ops["dispatch"], 2)
     text = jax.jit(bench.mapped(body)).lower(operands).compile().as_text()
     assert text.count('custom_call_target="ep_prepare_v1"') == 1
     assert text.count('custom_call_target="ep_dispatch_v1"') == 3
@@ -142,13 +142,13 @@ def test_calls_of_a_chain_are_neither_merged_nor_dropped(session: ep.Session) ->
 def test_the_ceiling_and_the_clock_lower_to_custom_calls_of_the_cuda_library(
     session: ep.Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(device_time, "ensure_registered", lambda platform: None)
+    monkeypatch.setattr(device_bench, "ensure_registered", lambda platform: None)
     monkeypatch.setattr(device_ops, "ensure_registered", lambda platform: None)
     bench = bench_of(OPTIONS, session)
     call = call_of(bench, session, "memfd")
     copy = device_ops.ceiling(call, "combine")
     token = lambda: world_rank(call.group)  # noqa: E731
-    body = device_time.chain(device_time.gpu_clock, token, device_time.nothing, copy, 2)
+    body = device_bench.chain(device_bench.gpu_clock, token, device_bench.nothing, copy, 2)
     operands = {
         "x": jax.ShapeDtypeStruct((16, 16), jnp.bfloat16),
         "dst_rank": jax.ShapeDtypeStruct((16, 4), jnp.int32),

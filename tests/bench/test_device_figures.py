@@ -14,7 +14,7 @@ import pytest
 
 from ep_runtime.errors import InvalidArgumentError, RuntimeUnavailableError
 from ep_runtime_bench import cli
-from ep_runtime_bench.base import device_time, energy, routing, speeds
+from ep_runtime_bench.base import device_bench, energy, routing, speeds
 from ep_runtime_bench.base.options import BenchOptions, DeviceSample
 from ep_runtime_bench.movement import gpu_calls, gpu_movement
 
@@ -131,7 +131,7 @@ def test_readings_of_the_clock_become_intervals_without_the_first() -> None:
     start = (7 << 32) - 1500  # the low word wraps round
     marks = start + np.array([[0, 900, 2000, 4500], [50, 100, 1100, 9100]])
     words = np.stack([marks & 0xFFFFFFFF, marks >> 32], axis=-1).astype(np.uint32)
-    np.testing.assert_array_equal(device_time.intervals_us(words), [[1.1, 2.5], [1.0, 8.0]])
+    np.testing.assert_array_equal(device_bench.intervals_us(words), [[1.1, 2.5], [1.0, 8.0]])
 
 
 def arguments(*words: str) -> argparse.Namespace:

@@ -25,8 +25,7 @@ from ep_runtime_server.base.failpoints import Failpoints
 from ep_runtime_server.cluster.node_servicer import check_certificate
 from ep_runtime_server.journal import file as journal_file
 from ep_runtime_server.nodes.config import Endpoint
-from ep_runtime_server.nodes.facts import MAX_EPOCH, MAX_EPOCHS_AHEAD, ClusterFacts
-from ep_runtime_server.nodes.identity import NodeIdentity
+from ep_runtime_server.nodes.facts import MAX_EPOCH, MAX_EPOCHS_AHEAD, ClusterFacts, NodeIdentity
 from ep_runtime_server.nodes.registry import Nodes, NodeState
 
 

@@ -1,7 +1,7 @@
 """Per-device ops that the bench times on GPUs: our transports' ops, and the ceiling probe.
 
 All take (token, operands) and return arrays that depend on the token, so that calls in one program
-run one after the other and XLA merges none of them (`base/device_time.py`).
+run one after the other and XLA merges none of them (`base/device_bench.py`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ep_runtime_bench.base.device_time import DeviceOp
+from ep_runtime_bench.base.device_bench import DeviceOp
 from ep_runtime_bench.base.options import PLAIN
 from ep_runtime_client.ops.calls.call import Call
 from ep_runtime_client.ops.calls.plan import AnyArrays, NodePlanArrays, arrays_type

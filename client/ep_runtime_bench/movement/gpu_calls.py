@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 import ep_runtime as ep
-from ep_runtime_bench.base import device_time, routing
+from ep_runtime_bench.base import device_bench, routing
 from ep_runtime_bench.base.device_bench import (
     AXIS,
     ROWS,
@@ -53,7 +53,7 @@ def measure(options: BenchOptions, address: str, member: Member) -> list[DeviceS
     with ep.connect(address) as session:
         mesh = Mesh(np.array(jax.devices("gpu")[: options.devices]), (AXIS,))
         together = meeting(mesh) if member.processes > 1 else alone
-        return measure_all(Bench(options, session, mesh, device_time.gpu_clock, together))
+        return measure_all(Bench(options, session, mesh, device_bench.gpu_clock, together))
 
 
 def measure_all(bench: Bench) -> list[DeviceSample]:
@@ -232,13 +232,13 @@ class _Case:
         if self._plain:
             chained[PLAIN] = device_ops.plain_exchange(call)
         if self.lead:
-            chained[_CLOCK] = device_time.nothing
+            chained[_CLOCK] = device_bench.nothing
         calls = SLOW_CALLS if self._slow else CALLS
         for name, timed in chained.items():
             token = lambda: world_rank(call.group)  # noqa: E731
-            hold_ns = device_time.LONG_HOLD_NS if self._slow else device_time.HOLD_NS
+            hold_ns = device_bench.LONG_HOLD_NS if self._slow else device_bench.HOLD_NS
             gate = self._ops["prepare"]
-            body = device_time.chain(bench.clock, token, gate, timed, calls, hold_ns)
+            body = device_bench.chain(bench.clock, token, gate, timed, calls, hold_ns)
             needs = device_ops.NEEDS[name.split()[0]]
             found[f"{name} chain"] = (bench.mapped(body), tuple({*needs, "idx"}))
         steps = {*self._wanted()} if self.first else set()

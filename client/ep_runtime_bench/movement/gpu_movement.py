@@ -1,6 +1,6 @@
 """Dispatch and combine on GPUs: times, bytes per second, and ratios to the link's ceiling.
 
-Kernel time is a call's time on the device by the device's own clock (`device_time.py`); step time
+Kernel time is a call's time on the device by the device's own clock (`device_bench.py`); step time
 is that of one jitted call on the host until its result is ready. Both are the slowest rank's, p50
 and p99 over the timed calls. Rates use kernel p50 and are per rank. Logical bytes count every
 (token, slot) row. Physical bytes cross a link: each token once per distinct remote rank, whatever

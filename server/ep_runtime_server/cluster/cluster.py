@@ -45,8 +45,7 @@ from ep_runtime_server.memory.windows import Owner
 from ep_runtime_server.nodes import messages as nodes_messages
 from ep_runtime_server.nodes.certificates import Certificates
 from ep_runtime_server.nodes.config import ClusterConfig, Endpoint, local_address_towards
-from ep_runtime_server.nodes.facts import ClusterFacts
-from ep_runtime_server.nodes.identity import NodeIdentity
+from ep_runtime_server.nodes.facts import ClusterFacts, NodeIdentity
 from ep_runtime_server.nodes.membership import Membership, Standing
 from ep_runtime_server.nodes.peers import Peers
 from ep_runtime_server.nodes.registry import Node, Nodes, NodeState

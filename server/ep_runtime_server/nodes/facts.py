@@ -1,9 +1,13 @@
-"""Facts of the cluster that a daemon needs after a restart, saved before others learn them."""
+"""Facts of the cluster that a daemon needs after a restart, saved before others learn them.
+
+The identities of nodes, which they send to each other, are among them.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import secrets
 from collections.abc import Mapping
 from typing import Any
@@ -11,23 +15,62 @@ from typing import Any
 from ep_runtime.errors import InvalidArgumentError, PoolExhaustedError
 from ep_runtime_server.base.beside import END_S
 from ep_runtime_server.journal.file import Journal, Record
-from ep_runtime_server.nodes.identity import is_identity
 
 _NODE_ID, _CLUSTER_ID, _EPOCH, _NODE = "node_id", "cluster_id", "epoch", "node/"
 _COMMITTED = "committed/"
 _OWED = "owed/"
-
 # Limit of epochs, which no cluster reaches; a larger one is malformed.
 MAX_EPOCH = 1 << 62
 # How far a node's epoch may be ahead of a coordinator that lost its file: one formation per second
 # for half a year.
 MAX_EPOCHS_AHEAD = 1 << 24
-
 # Groups whose last committed epoch is kept; nodes do not ask about older ones.
 MAX_COMMITTED = 4096
-
 # Limit of records that wait while a new file is written.
 MAX_LATE = 4096
+
+
+@dataclasses.dataclass(frozen=True)
+class NodeIdentity:
+    """A daemon's description of itself; see node_service.proto."""
+
+    node: str
+    node_id: str = ""
+    incarnation: str = ""
+    boot_id: str = ""
+    host_name: str = ""
+    uid: int = 0
+    pid: int = 0
+    address: str = ""
+    server_version: str = ""
+    api_versions: tuple[str, ...] = ()
+
+
+def identity_of_fact(node: str, fields: Mapping[str, Any]) -> NodeIdentity:
+    known = {field.name for field in dataclasses.fields(NodeIdentity)} - {"node"}
+    taken = {key: value for key, value in fields.items() if key in known}
+    taken["api_versions"] = tuple(taken.get("api_versions", ()))
+    return NodeIdentity(node, **taken)
+
+
+def fact_of_identity(identity: NodeIdentity) -> dict[str, Any]:
+    fields = dataclasses.asdict(identity)
+    del fields["node"]
+    return {**fields, "api_versions": list(identity.api_versions)}
+
+
+def is_identity(fields: Any) -> bool:
+    """Returns whether a journal's value has the form that `fact_of_identity` writes."""
+    if not isinstance(fields, dict):
+        return False
+    wanted = fact_of_identity(NodeIdentity(""))
+    versions = fields.get("api_versions", [])
+    return (
+        all(isinstance(fields[name], type(wanted[name])) for name in wanted.keys() & fields.keys())
+        and all(isinstance(version, str) for version in versions)
+        and 0 <= fields.get("uid", 0) < 1 << 32
+        and abs(fields.get("pid", 0)) < 1 << 63
+    )
 
 
 class ClusterFacts:

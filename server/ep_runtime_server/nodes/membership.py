@@ -21,8 +21,7 @@ from ep_runtime_server.base.clock import Clock
 from ep_runtime_server.base.events import EventLog
 from ep_runtime_server.nodes import messages
 from ep_runtime_server.nodes.config import Endpoint
-from ep_runtime_server.nodes.facts import ClusterFacts
-from ep_runtime_server.nodes.identity import NodeIdentity
+from ep_runtime_server.nodes.facts import ClusterFacts, NodeIdentity
 from ep_runtime_server.nodes.peers import Peers
 from ep_runtime_server.nodes.registry import Node, NodeState
 

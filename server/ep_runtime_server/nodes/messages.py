@@ -10,7 +10,7 @@ from ep_runtime.errors import InvalidArgumentError
 from ep_runtime.text import printable
 from ep_runtime.v1 import node_service_pb2
 from ep_runtime_server.nodes.config import check_node_name, parse_endpoint
-from ep_runtime_server.nodes.identity import NodeIdentity
+from ep_runtime_server.nodes.facts import NodeIdentity
 from ep_runtime_server.nodes.registry import Node, NodeState
 
 MAX_TEXT_BYTES = 256

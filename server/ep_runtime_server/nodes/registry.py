@@ -21,8 +21,12 @@ from ep_runtime_server.base import limits
 from ep_runtime_server.base.clock import Clock
 from ep_runtime_server.base.events import EventLog
 from ep_runtime_server.nodes.config import Endpoint
-from ep_runtime_server.nodes.facts import ClusterFacts
-from ep_runtime_server.nodes.identity import NodeIdentity, fact_of_identity, identity_of_fact
+from ep_runtime_server.nodes.facts import (
+    ClusterFacts,
+    NodeIdentity,
+    fact_of_identity,
+    identity_of_fact,
+)
 
 
 class NodeState(enum.Enum):

@@ -33,7 +33,7 @@ from ep_runtime_client.ops.gemm import plain as gemm
 from ep_runtime_client.ops.kernels import row_blocks
 from ep_runtime_client.ops.kernels.row_blocks import RowBlock
 from ep_runtime_client.ops.movement import quantized_rows
-from ep_runtime_client.ops.movement.dispatch_rows import exchange
+from ep_runtime_client.ops.movement.dispatch import exchange
 from ep_runtime_client.ops.quantize import plain as quantize
 from ep_runtime_client.ops.quantize.amax import group_amax
 from ep_runtime_client.ops.quantize.amax import over as largest
