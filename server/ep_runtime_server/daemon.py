@@ -37,13 +37,16 @@ from ep_runtime_server.journal.file import Journal
 from ep_runtime_server.memory.cuda_device import Gpus
 from ep_runtime_server.memory.fd_store import FdStore
 from ep_runtime_server.metrics.endpoint import MetricsEndpoint
-from ep_runtime_server.rpc.admin_servicer import AdminServicer
+from ep_runtime_server.rpc.admin_servicer import (
+    AdminServicer,
+    ReadingServicer,
+    SessionReadingServicer,
+)
 from ep_runtime_server.rpc.group_servicer import GroupServicer
 from ep_runtime_server.rpc.health_servicer import HealthServicer
 from ep_runtime_server.rpc.interceptor import RpcPolicy, make_server
 from ep_runtime_server.rpc.layer_servicer import LayerServicer
 from ep_runtime_server.rpc.nccl_servicer import NcclServicer
-from ep_runtime_server.rpc.reading_servicer import ReadingServicer, SessionReadingServicer
 from ep_runtime_server.rpc.session_servicer import SessionServicer
 from ep_runtime_server.runtime import Runtime
 from ep_runtime_server.sockets.directory import (

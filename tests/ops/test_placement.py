@@ -13,8 +13,8 @@ from jax.sharding import PartitionSpec as P
 
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime_client.ops.dense import ops as dense_ops
-from ep_runtime_client.ops.partitioning import placement, resolved
-from ep_runtime_client.ops.partitioning.roles import Roles, entries_of, read_off, say_once
+from ep_runtime_client.ops.partitioning import placement
+from ep_runtime_client.ops.partitioning.roles import Roles, entries_of, gather, read_off, say_once
 
 SHAPE = (8, 64, 32)
 
@@ -229,7 +229,7 @@ def test_a_part_is_cut_out_of_a_sum_in_place_of_a_reduce_scatter(
     def program() -> Any:
         def local(grad: Any) -> Any:
             weight = grad[0][:, : 16 // ranks]
-            _, pull = jax.vjp(lambda x: resolved.gather(x, axes, 1), weight)
+            _, pull = jax.vjp(lambda x: gather(x, axes, 1), weight)
             return pull(grad[0])[0][None]
 
         spec = P(("a", "b"))

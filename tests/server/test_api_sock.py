@@ -17,8 +17,8 @@ from ep_runtime.v1 import admin_service_pb2 as pb
 from ep_runtime.v1 import session_service_pb2
 from ep_runtime_server import config
 from ep_runtime_server.base import limits
-from ep_runtime_server.rpc import reading_servicer
-from ep_runtime_server.rpc.reading_servicer import READINGS, ReadingServicer
+from ep_runtime_server.rpc import admin_servicer
+from ep_runtime_server.rpc.admin_servicer import READINGS, ReadingServicer
 
 METHODS = [method.name for method in pb.DESCRIPTOR.services_by_name["AdminService"].methods]
 ORDERS = sorted(set(METHODS) - READINGS)
@@ -159,12 +159,12 @@ def test_an_order_needs_admin_sock_whoever_gives_it(users, method):
 
 
 def test_an_rpc_that_nobody_allowed_is_an_order(monkeypatch):
-    monkeypatch.setattr(reading_servicer, "READINGS", READINGS - {"ListRanks"})
+    monkeypatch.setattr(admin_servicer, "READINGS", READINGS - {"ListRanks"})
 
     class Later(ReadingServicer):
         """As it is once the service has a new RPC."""
 
-    reading_servicer.refuse_orders(Later)
+    admin_servicer.refuse_orders(Later)
     refused = {name for name in METHODS if name in vars(Later)}
     assert refused == {*ORDERS, "ListRanks"}
     with pytest.raises(errors.PermissionDeniedError, match="ListRanks is an order"):

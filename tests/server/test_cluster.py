@@ -22,7 +22,7 @@ from ep_runtime_server import daemon as daemon_module
 from ep_runtime_server.base import limits
 from ep_runtime_server.nodes.certificates import read_tls
 from ep_runtime_server.nodes.config import ClusterConfig, parse_endpoint
-from ep_runtime_server.rpc.reading_servicer import ReadingServicer
+from ep_runtime_server.rpc.admin_servicer import ReadingServicer
 
 # A node that lost its coordinator tries again every second at the latest.
 BACK_S = 5.0

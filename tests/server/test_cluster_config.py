@@ -16,7 +16,7 @@ from ep_runtime import errors, wire
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime.v1 import admin_service_pb2, node_service_pb2
 from ep_runtime_server import main
-from ep_runtime_server.cluster import messages as cluster_messages
+from ep_runtime_server.cluster import views
 from ep_runtime_server.memory.windows import Owner
 from ep_runtime_server.nodes.config import ClusterConfig, Endpoint, parse_endpoint
 from ep_runtime_server.nodes.seal import Seal
@@ -337,7 +337,7 @@ def test_a_daemon_that_starts_again_answers_a_request_of_before_once(
     flags = ("--coordinator", address, "--node", "a", "--insecure", "--secret", str(secret))
     first = daemon_process(*flags)
     path = f"{NODE}TellGroup"
-    key = cluster_messages.key_to_proto(Owner(os.geteuid(), "job", "moe"))
+    key = views.key_to_proto(Owner(os.geteuid(), "job", "moe"))
     tell = node_service_pb2.TellGroupRequest(node="b", key=key, epoch=1, lost_ranks=[0])
     data = tell.SerializeToString()
     metadata = Seal(SECRET).of(path, data)

@@ -16,8 +16,7 @@ from test_cluster import cluster_of, coordinates, identity, joined, joins
 from ep_runtime import errors, services, wire
 from ep_runtime.v1 import node_service_pb2
 from ep_runtime_server.base import limits
-from ep_runtime_server.cluster import messages as cluster_messages
-from ep_runtime_server.cluster.views import NodeClaim
+from ep_runtime_server.cluster import views
 from ep_runtime_server.memory.windows import Owner
 
 
@@ -279,9 +278,9 @@ def test_a_node_that_is_unreachable_while_a_group_forms_ends_the_attempt(
     request = node_service_pb2.JoinGroupRequest(
         node="x",
         lease_id=lease,
-        key=cluster_messages.key_to_proto(owner),
+        key=views.key_to_proto(owner),
         spec=wire.group_spec_to_proto(spec_of()),
-        claims=cluster_messages.claims_to_proto([NodeClaim("s", 7, (1,))]),
+        claims=views.claims_to_proto([views.NodeClaim("s", 7, (1,))]),
         generation=1,
         wait=wire.duration(WAIT_S),
     )
@@ -304,9 +303,9 @@ def test_a_node_that_waits_for_a_coordinator_that_ends_hears_so(start_daemon):
         request = node_service_pb2.JoinGroupRequest(
             node="x",
             lease_id=stub.JoinCluster(join, timeout=WAIT_S).lease_id,
-            key=cluster_messages.key_to_proto(Owner(os.geteuid(), "job", "moe")),
+            key=views.key_to_proto(Owner(os.geteuid(), "job", "moe")),
             spec=wire.group_spec_to_proto(spec_of()),
-            claims=cluster_messages.claims_to_proto([NodeClaim("s", 7, (1,))]),
+            claims=views.claims_to_proto([views.NodeClaim("s", 7, (1,))]),
             generation=1,
             missing_ranks=[0],
             wait=wire.duration(WAIT_S),

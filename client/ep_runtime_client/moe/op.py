@@ -24,8 +24,7 @@ from ep_runtime_client.ops.gemm.ops import of_first
 from ep_runtime_client.ops.partitioning.on_mesh import LayerOp
 from ep_runtime_client.ops.partitioning.placement import Weight, expert_bias, expert_weight
 from ep_runtime_client.ops.partitioning.regions import Partitioning
-from ep_runtime_client.ops.partitioning.resolved import Resolved, Sums
-from ep_runtime_client.ops.partitioning.roles import Entries, Roles, say_once
+from ep_runtime_client.ops.partitioning.roles import Entries, Resolved, Roles, Sums, say_once
 from ep_runtime_client.ops.quantize.formats.table import format_of
 from ep_runtime_client.ops.quantize.formats.tiles import num_tiles
 from ep_runtime_client.ops.quantize.pair import of_each

@@ -34,8 +34,7 @@ from ep_runtime_client.ops.movement import per_device, quantized_rows
 from ep_runtime_client.ops.movement.prepare import check_width, known_specs, make_call, make_plan
 from ep_runtime_client.ops.partitioning import regions
 from ep_runtime_client.ops.partitioning.regions import Partitioning
-from ep_runtime_client.ops.partitioning.resolved import gather
-from ep_runtime_client.ops.partitioning.roles import Entries, entries_of, padded
+from ep_runtime_client.ops.partitioning.roles import Entries, entries_of, gather, padded
 from ep_runtime_client.ops.quantize.delayed import Delayed, check_state
 from ep_runtime_client.ops.quantize.formats.recipes import DelayedState, Recipe
 from ep_runtime_client.ops.quantize.pair import Pair, is_pair, of_each, paired

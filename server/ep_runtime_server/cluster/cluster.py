@@ -28,7 +28,7 @@ from ep_runtime_server.base.clock import Clock
 from ep_runtime_server.base.events import EventLog
 from ep_runtime_server.base.failpoints import Failpoints
 from ep_runtime_server.base.supervision import Supervisor
-from ep_runtime_server.cluster import messages
+from ep_runtime_server.cluster import views
 from ep_runtime_server.cluster.assembly import Assemblies
 from ep_runtime_server.cluster.coordination import (
     Coordination,
@@ -42,7 +42,7 @@ from ep_runtime_server.groups.formation import Groups
 from ep_runtime_server.groups.record import GroupRecord
 from ep_runtime_server.journal.file import Journal
 from ep_runtime_server.memory.windows import Owner
-from ep_runtime_server.nodes import messages as nodes_messages
+from ep_runtime_server.nodes import registry
 from ep_runtime_server.nodes.certificates import Certificates
 from ep_runtime_server.nodes.config import ClusterConfig, Endpoint, local_address_towards
 from ep_runtime_server.nodes.facts import ClusterFacts, NodeIdentity
@@ -229,7 +229,7 @@ class Cluster:
             raise RuntimeUnavailableError(f"node {node!r} is not in the cluster now", node=node)
         request = node_service_pb2.TellGroupRequest(
             node=self.settings.node,
-            key=messages.key_to_proto(owner),
+            key=views.key_to_proto(owner),
             epoch=epoch,
             lost_ranks=lost,
             left_ranks=left,
@@ -306,7 +306,7 @@ class Cluster:
             epoch=self.facts.epoch,
             insecure=self.settings.tls is None,
             num_answered=self._num_answered,
-            nodes=[nodes_messages.node_to_proto(node, now) for node in self.view()],
+            nodes=[registry.node_to_proto(node, now) for node in self.view()],
             certificates=[
                 admin_service_pb2.CertificateStatus(path=path, left=wire.duration(left_s))
                 for path, left_s in (self.certificates.left() if self.certificates else ())

@@ -17,7 +17,7 @@ from ep_runtime.errors import (
 from ep_runtime.specs import GroupSpec
 from ep_runtime.v1 import node_service_pb2 as pb
 from ep_runtime_server.base import limits
-from ep_runtime_server.cluster import messages
+from ep_runtime_server.cluster import views
 from ep_runtime_server.cluster.assembly import Assemblies
 from ep_runtime_server.cluster.views import GroupView, NodeClaim, Outcome
 from ep_runtime_server.memory.windows import Owner
@@ -131,9 +131,9 @@ class RemoteCoordination:
     ) -> dict[str, Any]:
         return {
             **self._who(),
-            "key": messages.key_to_proto(owner),
+            "key": views.key_to_proto(owner),
             "spec": wire.group_spec_to_proto(spec),
-            "claims": messages.claims_to_proto(claims),
+            "claims": views.claims_to_proto(claims),
         }
 
     async def join(
@@ -152,7 +152,7 @@ class RemoteCoordination:
         )
         within_s = limits.NODE_POLL_S + limits.NODE_RPC_S
         answer: pb.JoinGroupResponse = await self._ask("JoinGroup", request, within_s)
-        view = messages.view_from_proto(answer.view) if answer.HasField("view") else None
+        view = views.view_from_proto(answer.view) if answer.HasField("view") else None
         return view, list(answer.missing_ranks)
 
     async def differ(self, owner: Owner, spec: GroupSpec, claims: tuple[NodeClaim, ...]) -> None:
@@ -161,14 +161,14 @@ class RemoteCoordination:
 
     async def report(self, owner: Owner, epoch: int, error: str) -> None:
         request = pb.ReportInitRequest(
-            **self._who(), key=messages.key_to_proto(owner), epoch=epoch, error=error[:500]
+            **self._who(), key=views.key_to_proto(owner), epoch=epoch, error=error[:500]
         )
         await self._ask("ReportInit", request, limits.NODE_RPC_S)
 
     async def outcome(self, owner: Owner, epoch: int) -> tuple[Outcome, str]:
         request = pb.AwaitGroupRequest(
             **self._who(),
-            key=messages.key_to_proto(owner),
+            key=views.key_to_proto(owner),
             epoch=epoch,
             wait=wire.duration(limits.NODE_POLL_S),
         )
@@ -182,7 +182,7 @@ class RemoteCoordination:
     ) -> None:
         request = pb.TellGroupRequest(
             node=self._node,
-            key=messages.key_to_proto(owner),
+            key=views.key_to_proto(owner),
             epoch=epoch,
             lost_ranks=lost,
             left_ranks=left,
@@ -192,7 +192,7 @@ class RemoteCoordination:
 
     async def unique_ids(self, owner: Owner, epoch: int, count: int) -> UniqueIds:
         request = pb.GetViewIdsRequest(
-            **self._who(), key=messages.key_to_proto(owner), epoch=epoch, num_domains=count
+            **self._who(), key=views.key_to_proto(owner), epoch=epoch, num_domains=count
         )
         within_s = MAKE_S + limits.NODE_RPC_S
         answer: pb.GetViewIdsResponse = await self._ask("GetViewIds", request, within_s)

@@ -18,15 +18,13 @@ from ep_runtime.text import printable
 from ep_runtime.v1 import node_service_pb2 as pb
 from ep_runtime_server.base import limits
 from ep_runtime_server.base.clock import Clock
-from ep_runtime_server.cluster import messages
+from ep_runtime_server.cluster import views
 from ep_runtime_server.cluster.assembly import Assemblies
 from ep_runtime_server.cluster.coordination import ViewIds
 from ep_runtime_server.cluster.spanning import Spanning
-from ep_runtime_server.cluster.views import GroupView
 from ep_runtime_server.groups.claims import checked_wait
-from ep_runtime_server.nodes import messages as nodes_messages
+from ep_runtime_server.nodes import registry
 from ep_runtime_server.nodes.facts import ClusterFacts
-from ep_runtime_server.nodes.registry import Nodes
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -60,7 +58,7 @@ class NodeServicer:
 
     def __init__(
         self,
-        nodes: Nodes | None,
+        nodes: registry.Nodes | None,
         assemblies: Assemblies,
         view_ids: ViewIds,
         spanning: Spanning,
@@ -79,7 +77,7 @@ class NodeServicer:
         self._made: dict[int, pb.GroupView] = {}  # converted views by epoch, the last MAX_MADE
         self._listed: tuple[int, float, list[pb.NodeInfo]] = (0, 0.0, [])  # version, time, nodes
 
-    def _list(self) -> Nodes:
+    def _list(self) -> registry.Nodes:
         if self._nodes is None:
             raise StaleHandleError(
                 f"this node does not coordinate; the coordinator is at {self._coordinator()}",
@@ -87,12 +85,12 @@ class NodeServicer:
             )
         return self._nodes
 
-    def _all(self, nodes: Nodes) -> list[pb.NodeInfo]:
+    def _all(self, nodes: registry.Nodes) -> list[pb.NodeInfo]:
         """Lists all nodes; reuses a list for LISTED_ANEW_S."""
         now = self._clock.monotonic_s()
         version, made_s, found = self._listed
         if version != nodes.version or now - made_s > LISTED_ANEW_S:
-            found = [nodes_messages.node_to_proto(node, now) for node in nodes.all()]
+            found = [registry.node_to_proto(node, now) for node in nodes.all()]
             self._listed = nodes.version, now, found
         return found
 
@@ -100,7 +98,7 @@ class NodeServicer:
         self, request: pb.JoinClusterRequest, context: Context
     ) -> pb.JoinClusterResponse:
         nodes = self._list()
-        identity = nodes_messages.identity_from_proto(request.identity)
+        identity = registry.identity_from_proto(request.identity)
         check_certificate(context, identity.node)
         try:
             self._facts.check_claim(identity.node, request.epoch)
@@ -150,9 +148,9 @@ class NodeServicer:
         self, request: pb.JoinGroupRequest, context: Context
     ) -> pb.JoinGroupResponse:
         self._check_lease(request, context)
-        owner = messages.key_from_proto(request.key)
+        owner = views.key_from_proto(request.key)
         spec = wire.group_spec_from_proto(request.spec)
-        claims = messages.claims_from_proto(request.claims, spec)
+        claims = views.claims_from_proto(request.claims, spec)
         if not request.generation:
             self._assemblies.differ(request.node, owner, spec, claims)
             return pb.JoinGroupResponse()
@@ -162,17 +160,17 @@ class NodeServicer:
             spec,
             claims,
             generation=request.generation,
-            known_missing=list(messages.ranks_from_proto(request.missing_ranks)),
+            known_missing=list(views.ranks_from_proto(request.missing_ranks)),
             wait_s=checked_wait(wire.seconds(request.wait)),
         )
         return pb.JoinGroupResponse(
             view=self._view(view) if view is not None else None, missing_ranks=missing
         )
 
-    def _view(self, view: GroupView) -> pb.GroupView:
+    def _view(self, view: views.GroupView) -> pb.GroupView:
         """Converts a view once for all nodes that ask for it."""
         if view.epoch not in self._made:
-            self._made[view.epoch] = messages.view_to_proto(view)
+            self._made[view.epoch] = views.view_to_proto(view)
             if len(self._made) > MAX_MADE:
                 del self._made[next(iter(self._made))]
         return self._made[view.epoch]
@@ -181,7 +179,7 @@ class NodeServicer:
         self, request: pb.ReportInitRequest, context: Context
     ) -> pb.ReportInitResponse:
         self._check_lease(request, context)
-        owner = messages.key_from_proto(request.key)
+        owner = views.key_from_proto(request.key)
         self._assemblies.report(request.node, owner, request.epoch, printable(request.error))
         return pb.ReportInitResponse()
 
@@ -189,7 +187,7 @@ class NodeServicer:
         self, request: pb.AwaitGroupRequest, context: Context
     ) -> pb.AwaitGroupResponse:
         self._check_lease(request, context)
-        owner = messages.key_from_proto(request.key)
+        owner = views.key_from_proto(request.key)
         wait_s = checked_wait(wire.seconds(request.wait))
         outcome, reason = await self._assemblies.outcome(owner, request.epoch, wait_s)
         return pb.AwaitGroupResponse(outcome=f"VIEW_OUTCOME_{outcome.value}", reason=reason)
@@ -198,7 +196,7 @@ class NodeServicer:
         self, request: pb.GetViewIdsRequest, context: Context
     ) -> pb.GetViewIdsResponse:
         self._check_lease(request, context)
-        owner = messages.key_from_proto(request.key)
+        owner = views.key_from_proto(request.key)
         made = await self._view_ids.of(owner, request.epoch, request.num_domains)
         return pb.GetViewIdsResponse(unique_ids=made.ids, nccl_version=made.version)
 
@@ -206,9 +204,9 @@ class NodeServicer:
         self, request: pb.TellGroupRequest, context: Context
     ) -> pb.TellGroupResponse:
         check_certificate(context, request.node)
-        owner = messages.key_from_proto(request.key)
-        lost = list(messages.ranks_from_proto(request.lost_ranks))
-        left = list(messages.ranks_from_proto(request.left_ranks))
+        owner = views.key_from_proto(request.key)
+        lost = list(views.ranks_from_proto(request.lost_ranks))
+        left = list(views.ranks_from_proto(request.left_ranks))
         self._assemblies.ended(request.node, owner, request.epoch, (*lost, *left))
         self._spanning.ends.heard(request.node, owner, request.epoch, lost, left, request.why)
         return pb.TellGroupResponse()

@@ -10,8 +10,7 @@ from ep_runtime import board_records
 from ep_runtime.allowed_names import quoted
 from ep_runtime_server.base.clock import paced
 from ep_runtime_server.base.events import EventLog
-from ep_runtime_server.groups.book import GroupBook
-from ep_runtime_server.groups.record import GroupRecord
+from ep_runtime_server.groups.record import GroupBook, GroupRecord
 
 CHECK_EVERY_S = 1.0
 MAX_NAMED_LAYERS = 8

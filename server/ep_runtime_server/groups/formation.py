@@ -24,9 +24,8 @@ from ep_runtime_server.callers.credentials import Caller, GivenOrder
 from ep_runtime_server.callers.quotas import Quotas
 from ep_runtime_server.callers.sessions import SessionRecord, SessionState
 from ep_runtime_server.groups.allocation import get_windows
-from ep_runtime_server.groups.book import GroupBook
 from ep_runtime_server.groups.fsm import State, Trigger
-from ep_runtime_server.groups.record import GroupMember, GroupRecord, wait_until
+from ep_runtime_server.groups.record import GroupBook, GroupMember, GroupRecord, wait_until
 from ep_runtime_server.memory.windows import Owner, WindowPool
 
 

@@ -22,8 +22,7 @@ from collections.abc import Callable, Iterator
 from ep_runtime import board, board_abi
 from ep_runtime.board_abi import MAX_HANDLES, MAX_LOADS
 from ep_runtime_server.base.clock import Clock, paced
-from ep_runtime_server.groups.book import GroupBook
-from ep_runtime_server.groups.record import GroupRecord
+from ep_runtime_server.groups.record import GroupBook, GroupRecord
 
 SAMPLE_EVERY_S = 10.0
 FINE_S = 120.0

@@ -17,8 +17,7 @@ from ep_runtime.allowed_names import quoted
 from ep_runtime_server.base.clock import Clock, paced
 from ep_runtime_server.base.events import EventLog
 from ep_runtime_server.base.limits import LATE_AFTER_S
-from ep_runtime_server.groups.book import GroupBook
-from ep_runtime_server.groups.record import GroupMember, GroupRecord
+from ep_runtime_server.groups.record import GroupBook, GroupMember, GroupRecord
 
 CHECK_EVERY_S = 1.0
 MAX_NAMED_WAITERS = 16

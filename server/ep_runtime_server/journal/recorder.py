@@ -17,9 +17,8 @@ from ep_runtime.files import boot_id
 from ep_runtime_server.base.clock import Clock
 from ep_runtime_server.base.events import EventLog
 from ep_runtime_server.callers.sessions import SessionRecord, Sessions
-from ep_runtime_server.groups.book import GroupBook
 from ep_runtime_server.groups.fsm import State
-from ep_runtime_server.groups.record import GroupRecord
+from ep_runtime_server.groups.record import GroupBook, GroupRecord
 from ep_runtime_server.journal import records
 from ep_runtime_server.journal.file import Encoded, Journal, Record, encoded
 from ep_runtime_server.memory.windows import WindowPool, WindowSet

@@ -19,11 +19,10 @@ from ep_runtime.v1 import node_service_pb2 as pb
 from ep_runtime_server.base import limits
 from ep_runtime_server.base.clock import Clock
 from ep_runtime_server.base.events import EventLog
-from ep_runtime_server.nodes import messages
+from ep_runtime_server.nodes import registry
 from ep_runtime_server.nodes.config import Endpoint
 from ep_runtime_server.nodes.facts import ClusterFacts, NodeIdentity
 from ep_runtime_server.nodes.peers import Peers
-from ep_runtime_server.nodes.registry import Node, NodeState
 
 
 class Standing(enum.Enum):
@@ -65,7 +64,7 @@ class Membership:
         self._events = events
         self.lease_id = ""
         self._version = 0
-        self._nodes: list[Node] = []
+        self._nodes: list[registry.Node] = []
         self.link = Standing.JOINING
         self.since_s = clock.monotonic_s()
         self.error = ""
@@ -79,26 +78,26 @@ class Membership:
         """
         self._doubted.set()
 
-    def nodes(self) -> list[Node]:
+    def nodes(self) -> list[registry.Node]:
         """Returns the coordinator's latest list, corrected for this node and the coordinator."""
         found = [node for node in self._nodes if not node.coordinator]
-        ours = Node(self._identity, NodeState.JOINED, self.since_s)
+        ours = registry.Node(self._identity, registry.NodeState.JOINED, self.since_s)
         if self.link in (Standing.JOINING, Standing.REFUSED):
             joins = self.link is Standing.JOINING
-            ours.state = NodeState.ABSENT if joins else NodeState.REFUSED
+            ours.state = registry.NodeState.ABSENT if joins else registry.NodeState.REFUSED
             ours.why = self.error
         found = [ours if node.identity.node == self._identity.node else node for node in found]
         if ours not in found:
             found.append(ours)
         return [self._coordinator(), *sorted(found, key=lambda node: node.identity.node)]
 
-    def _coordinator(self) -> Node:
+    def _coordinator(self) -> registry.Node:
         told = next((node for node in self._nodes if node.coordinator), None)
         identity = told.identity if told is not None else NodeIdentity(self._name)
         reachable = self.link in (Standing.JOINED, Standing.REFUSED)
-        return Node(
+        return registry.Node(
             dataclasses.replace(identity, address=self._address),
-            NodeState.JOINED if reachable else NodeState.UNREACHABLE,
+            registry.NodeState.JOINED if reachable else registry.NodeState.UNREACHABLE,
             told.since_s if told is not None and reachable else self._heard_s,
             coordinator=True,
         )
@@ -126,7 +125,7 @@ class Membership:
 
     async def _join(self) -> None:
         request = pb.JoinClusterRequest(
-            identity=messages.identity_to_proto(self._identity), epoch=self._facts.epoch
+            identity=registry.identity_to_proto(self._identity), epoch=self._facts.epoch
         )
         answer: pb.JoinClusterResponse = await self._ask("JoinCluster", request)
         self._facts.heard(answer.epoch, answer.cluster_id)
@@ -164,7 +163,7 @@ class Membership:
     def _heard(self, nodes: Iterable[pb.NodeInfo]) -> None:
         now = self._clock.monotonic_s()
         self._heard_s = now
-        self._nodes = [messages.node_from_proto(message, now) for message in nodes]
+        self._nodes = [registry.node_from_proto(message, now) for message in nodes]
 
     def _stand(self, link: Standing, error: str) -> None:
         """Sets the link's state, and adds an event if it changed."""

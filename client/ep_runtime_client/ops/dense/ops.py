@@ -15,16 +15,19 @@ from ep_runtime.errors import InvalidArgumentError
 from ep_runtime_client.ops.gemm.plain import wide
 from ep_runtime_client.ops.partitioning.placement import Weight, fitting, whole_blocks
 from ep_runtime_client.ops.partitioning.regions import Partitioning
-from ep_runtime_client.ops.partitioning.resolved import (
+from ep_runtime_client.ops.partitioning.roles import (
     Arrived,
+    Entries,
     Resolved,
+    Roles,
     Shapes,
     Sizes,
     Sums,
     Wanted,
+    flat,
+    padded,
     scatter,
 )
-from ep_runtime_client.ops.partitioning.roles import Entries, Roles, flat, padded
 from ep_runtime_client.ops.quantize import plain as quantize_plain
 from ep_runtime_client.ops.quantize.formats.recipes import Recipe
 from ep_runtime_client.ops.quantize.formats.table import format_of

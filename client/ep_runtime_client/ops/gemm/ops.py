@@ -14,15 +14,16 @@ from ep_runtime_client.ops.gemm import plain
 from ep_runtime_client.ops.gemm.plain import Gemm, wide
 from ep_runtime_client.ops.partitioning.placement import Grouped, expert_weight, grouped
 from ep_runtime_client.ops.partitioning.regions import Partitioning
-from ep_runtime_client.ops.partitioning.resolved import (
+from ep_runtime_client.ops.partitioning.roles import (
     Arrived,
+    Entries,
     Resolved,
+    Roles,
     Shapes,
     Sizes,
     Sums,
     Wanted,
 )
-from ep_runtime_client.ops.partitioning.roles import Entries, Roles
 from ep_runtime_client.ops.quantize import plain as quantize_plain
 from ep_runtime_client.ops.quantize.formats.recipes import Recipe
 from ep_runtime_client.ops.quantize.ops import kernel_factors, row_factors, rows_roles

@@ -19,9 +19,12 @@ from ep_runtime_client.ops.calls.call import Call, world_rank
 from ep_runtime_client.ops.calls.plan import AnyArrays
 from ep_runtime_client.ops.calls.token_layout import say_reshard
 from ep_runtime_client.ops.partitioning import on_mesh, regions
-from ep_runtime_client.ops.partitioning.resolved import Arrived, Resolved, Shapes, Wanted
 from ep_runtime_client.ops.partitioning.roles import (
+    Arrived,
+    Resolved,
     Roles,
+    Shapes,
+    Wanted,
     entry_axes,
     explicit_axes,
     flat,

@@ -41,10 +41,14 @@ from ep_runtime import specs
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime_client.base import jax_internals
 from ep_runtime_client.ops.partitioning.regions import Partitioning, whole_shape
-from ep_runtime_client.ops.partitioning.resolved import Arrived, Resolved, Shapes, Sizes, Wanted
 from ep_runtime_client.ops.partitioning.roles import (
+    Arrived,
     Entries,
+    Resolved,
     Roles,
+    Shapes,
+    Sizes,
+    Wanted,
     as_auto,
     decode,
     entries_of,

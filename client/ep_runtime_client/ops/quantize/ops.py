@@ -14,10 +14,14 @@ from ep_runtime_client.ops.kernels import serve as kernels_serve
 from ep_runtime_client.ops.partitioning import on_mesh
 from ep_runtime_client.ops.partitioning.placement import expert_weight
 from ep_runtime_client.ops.partitioning.regions import Partitioning
-from ep_runtime_client.ops.partitioning.resolved import Arrived, Resolved, Shapes, Sizes, Wanted
 from ep_runtime_client.ops.partitioning.roles import (
+    Arrived,
     Entries,
+    Resolved,
     Roles,
+    Shapes,
+    Sizes,
+    Wanted,
     flat,
     padded,
     read_off,
