@@ -30,12 +30,12 @@ from ep_runtime_client.modules import optax as optax
 from ep_runtime_client.modules import sharding as sharding
 from ep_runtime_client.modules.quantized import quantize_params as quantize_params
 from ep_runtime_client.modules.quantized import straight_through as straight_through
-from ep_runtime_client.moe.api import MoEParams as MoEParams
-from ep_runtime_client.moe.api import MoEState as MoEState
 from ep_runtime_client.moe.api import MoEStats as MoEStats
-from ep_runtime_client.moe.api import init_moe_params as init_moe_params
-from ep_runtime_client.moe.api import init_moe_state as init_moe_state
 from ep_runtime_client.moe.api import moe as moe
+from ep_runtime_client.moe.params import MoEParams as MoEParams
+from ep_runtime_client.moe.params import init_moe_params as init_moe_params
+from ep_runtime_client.moe.state import MoEState as MoEState
+from ep_runtime_client.moe.state import init_moe_state as init_moe_state
 from ep_runtime_client.ops.calls.plan import Dispatched as Dispatched
 from ep_runtime_client.ops.calls.plan import Plan as Plan
 from ep_runtime_client.ops.dense.api import dense as dense
