@@ -74,11 +74,6 @@ def check_axis_count(count: int) -> None:
         )
 
 
-def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise InvalidArgumentError(f"{name} must be one of {choices}, got {value!r}", argument=name)
-
-
 def check_holds_rows(argument: str, capacity: int, alignment: int, of: str = "") -> None:
     """Raises InvalidArgumentError if a slab is too small for the smallest zone of an expert."""
     if capacity < alignment:
@@ -397,7 +392,11 @@ class GroupSettings:
             check_name("mesh axis", str(axis))
         _check_axes(mesh_axes, ep_axis, outer_axes)
         for name, choices in _CHOICES.items():
-            _check_choice(name, getattr(self, name), choices)
+            value = getattr(self, name)
+            if value not in choices:
+                raise InvalidArgumentError(
+                    f"{name} must be one of {choices}, got {value!r}", argument=name
+                )
         for name in ("hidden_size", "max_tokens_per_rank", "max_top_k", "lanes"):
             check_whole(name, getattr(self, name))
         if self.combine_precision == "fp8":

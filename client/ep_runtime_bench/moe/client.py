@@ -81,7 +81,8 @@ def measure(order: LayerOrder, told: Callable[[str], object], clock: Clock) -> M
             _timed(name, each, operands, (order, peaks[name]), clock)
             for name, each in programs.items()
         ]
-        given_bytes = 2 * sum(_bytes_here(each) for each in operands[:NUM_MASTERS])
+        on_one = [each.addressable_shards[0].data.nbytes for each in operands[:NUM_MASTERS]]
+        given_bytes = 2 * sum(on_one)
         if group is None:
             return Measured(steps, given_bytes=given_bytes)
         dropped = int(jax.jit(functools.partial(_run, order, layer))(*operands)[2].dropped)
@@ -124,11 +125,6 @@ def _values(seed: int, shape: tuple[int, ...], fan_in: int, dtype: str) -> jax.A
         bits = (bits ^ bits >> 16) * jnp.uint32(factor)
     wide = ((bits ^ bits >> 16) >> 8).astype(jnp.float32) / (1 << 23) - 1
     return (wide * (3 / fan_in) ** 0.5).astype(dtype)
-
-
-def _bytes_here(array: jax.Array) -> int:
-    """Returns the bytes of the array on one device."""
-    return int(array.addressable_shards[0].data.nbytes)
 
 
 def _quantized(order: LayerOrder, layer: Any, operands: Operands) -> Any:

@@ -243,12 +243,8 @@ def held_up(group: Sequence[Interval]) -> dict[int, float]:
         for (op, peer), seconds in one.waits_s.items():
             charged = ends.get(one.world_rank, peer) if _goes_on(one, op, peer) else peer
             waited[charged] += one.share(seconds)
-    others = max((_num_peers(one) for one in group), default=1) - 1
+    others = max((len(op["peers"]) for one in group for op in one.row["ops"]), default=1) - 1
     return {rank: min(1.0, share / max(others, 1)) for rank, share in waited.items()}
-
-
-def _num_peers(one: Interval) -> int:
-    return max((len(op["peers"]) for op in one.row["ops"]), default=1)
 
 
 def _goes_on(one: Interval, op: str, peer: int) -> bool:

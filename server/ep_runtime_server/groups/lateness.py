@@ -17,7 +17,7 @@ from ep_runtime.allowed_names import quoted
 from ep_runtime_server.base.clock import Clock, paced
 from ep_runtime_server.base.events import EventLog
 from ep_runtime_server.base.limits import LATE_AFTER_S
-from ep_runtime_server.groups.record import GroupBook, GroupMember, GroupRecord
+from ep_runtime_server.groups.record import GroupBook, GroupRecord
 
 CHECK_EVERY_S = 1.0
 MAX_NAMED_WAITERS = 16
@@ -119,32 +119,24 @@ def late_in(group: GroupRecord, now_s: float, *, after_s: float = LATE_AFTER_S) 
     found = []
     claims = group.claims
     for late, waiters in by_late.items():
-        first = min(waiters, key=lambda rank: waiting[rank].since_ns)
-        since_s = now_s - waiting[first].since_ns / 1e9
-        if since_s > after_s:
-            found.append(_describe(group, claims.get(late), late, waiters, waiting[first], since_s))
+        record = min((waiting[rank] for rank in waiters), key=lambda each: each.since_ns)
+        since_s, member = now_s - record.since_ns / 1e9, claims.get(late)
+        if since_s <= after_s:
+            continue
+        found.append(
+            LateRank(
+                group=group,
+                world_rank=late,
+                pid=member.session.pid if member is not None else 0,
+                process_index=member.session.process_index if member is not None else 0,
+                since_s=since_s,
+                waiting_ranks=tuple(sorted(waiters)),
+                layer=group.layers.name_of_id(record.layer_id),
+                op=board_abi.OpCode(record.op).name,
+                handle=record.handle,
+            )
+        )
     return found
-
-
-def _describe(
-    group: GroupRecord,
-    member: GroupMember | None,
-    late: int,
-    waiters: list[int],
-    record: board_records.RankRecord,
-    since_s: float,
-) -> LateRank:
-    return LateRank(
-        group=group,
-        world_rank=late,
-        pid=member.session.pid if member is not None else 0,
-        process_index=member.session.process_index if member is not None else 0,
-        since_s=since_s,
-        waiting_ranks=tuple(sorted(waiters)),
-        layer=group.layers.name_of_id(record.layer_id),
-        op=board_abi.OpCode(record.op).name,
-        handle=record.handle,
-    )
 
 
 class LateRanks:

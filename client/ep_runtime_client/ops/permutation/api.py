@@ -205,7 +205,7 @@ def _per_shard(
     """Runs `body(plan of the shard, *given)` once per shard; a None in `given` stays None."""
     present = [pair for pair in given if pair[0] is not None]
     leaves, tree = jax.tree.flatten(arrays)
-    plan_specs = jax.tree.leaves(_plan_specs(meta), is_leaf=_is_spec)
+    plan_specs = jax.tree.leaves(_plan_specs(meta), is_leaf=lambda x: isinstance(x, PartitionSpec))
 
     def unpacked(*blocks: jax.Array) -> Any:
         queue = list(blocks[len(leaves) :])
@@ -215,10 +215,6 @@ def _per_shard(
     operands = [*leaves, *(array for array, _ in present)]
     in_specs = [*plan_specs, *(spec for _, spec in present)]
     return batch_shards.per_shard(meta.shards, unpacked, operands, in_specs, out_specs)
-
-
-def _is_spec(x: Any) -> bool:
-    return isinstance(x, PartitionSpec)
 
 
 def _flat(x: jax.Array) -> jax.Array:
