@@ -2,9 +2,6 @@
 // product that do not depend on each other: they overlap if the group's setting allows it and one
 // pass processes all tokens.
 //
-// With copies of experts, their weights are sent to slots before the products that read them, and
-// gradients in slots are sent home, beside a product where that one does not need them.
-//
 //   forward, of each pass                  backward, of each pass
 //   tokens  <- dispatch x                  grads   <- dispatch dy
 //   kept    <- tokens @ wi, or hidden      [tokens <- dispatch x | d_inner <- grads @ wo^T]
@@ -22,6 +19,14 @@
 // SMs sooner or later, on every rank. And exchanges of a rank still run one after another, in the
 // same order on all ranks, because the side stream joins before the next exchange. The bits of a
 // tile do not depend on the block that computes it.
+//
+// With copies of experts, these exchanges come in addition; 8-bit calls overlap none of them:
+//
+//   forward                                backward
+//   wi's slots before tokens               wo's slots first; wi's too, if `kept` is not given
+//   [wo's slots | kept]                    [wi's slots | dwo]
+//                                          [dwo home   | dx's product]
+//                                          dwi home at the end
 //
 // For 8-bit products see quantized_experts.h. Products of f32 rows are in tf32: dwo and dwi
 // multiply transposed copies of rows, and forward multiplies transposed copies of the weights.
@@ -150,7 +155,6 @@ class BlockLaunches : private ExpertLaunches {
     EP_RETURN_IF_CUDA_ERROR(LaunchDispatch(stream_, Tokens(pass, p_.alone)));
     const PassRows rows = RowsOf(pass);
     for (int i = 0; i < rows.count; ++i) {
-      // The second weight's copies are sent beside the first product.
       if (i == 0 && s_.spare > 0) {
         EP_RETURN_IF_CUDA_ERROR(CopyBeside(pass, FirstProductOf(rows, rows.places[i]),
                                            &BlockLaunches::CopyWeights, /*first=*/false));
@@ -193,7 +197,6 @@ class BlockLaunches : private ExpertLaunches {
     if (WantsWeightGrads()) {
       EP_RETURN_IF_CUDA_ERROR(TurnBoth(rows, /*first=*/false));
       const GroupedGemmParams grad = WeightGrad(rows, /*first=*/false);
-      // The first weight's copies are needed next, for dx.
       EP_RETURN_IF_CUDA_ERROR(saved && s_.spare > 0
                                   ? CopyBeside(pass, grad, &BlockLaunches::CopyWeights, true)
                                   : Multiply(grad));
@@ -208,7 +211,7 @@ class BlockLaunches : private ExpertLaunches {
     return CopyGrads(stream_, /*first=*/true);
   }
 
-  // Copies one weight's experts, or their gradients, beside a product that does not need them.
+  // Copies experts of one weight, or their gradients, while a product runs that does not read them.
   cudaError_t CopyBeside(const TokenPass& pass, GroupedGemmParams gemm,
                          cudaError_t (ExpertLaunches::*copy)(cudaStream_t, bool, bool) const,
                          bool first) {

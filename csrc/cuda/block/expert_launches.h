@@ -89,16 +89,15 @@ class ExpertLaunches {
   // Sums the gradients of both biases, if there are any.
   cudaError_t SumBiases(const PassRows& rows) const;
 
- private:
-  WeightArrays ArraysOf(bool first, const void* one, const void* up, int64_t value_bytes) const;
-  cudaError_t CopyExperts(cudaStream_t stream, const WeightArrays& arrays, bool home,
-                          bool beside) const;
-
- protected:
   cudaStream_t stream_;
   const BlockParams& p_;
   const BlockSizes& s_;
   const Workspace& at_;
+
+ private:
+  WeightArrays ArraysOf(bool first, const void* one, const void* up, int64_t value_bytes) const;
+  cudaError_t CopyExperts(cudaStream_t stream, const WeightArrays& arrays, bool home,
+                          bool beside) const;
 };
 
 }  // namespace block

@@ -27,8 +27,7 @@ struct CopyExpertsParams {
   RowType type;            // of gradients, which are added; weights are only bytes
   // If `home` is false, weights of this rank's experts [L] go to slots [S]; slots without an expert
   // do not change. If true, gradients in slots [S] are added, in f32 and in rank order, to those of
-  // their experts [L]. A sum is rounded once a
-  // round.
+  // their experts [L]. Each round of the kernel rounds its sums once.
   const void* from;
   void* to;
   uint32_t lost;  // word that a failed call fills `to` with
