@@ -114,8 +114,10 @@ class SessionServicer:
                 f"session {session_id} is not of job {ours.job!r} of uid {ours.uid}",
                 session=session_id,
             )
-        if peer is ours:
-            raise InvalidArgumentError("a session cannot end itself", argument="session_id")
+        if peer.pid == ours.pid:
+            raise InvalidArgumentError(
+                "a session cannot end its own process", argument="session_id"
+            )
         now_s, groups = runtime.clock.monotonic_s(), runtime.groups.of_session(peer)
         late = [rank for group in groups for rank in late_in(group, now_s, after_s=0.0)]
         awaited = next((rank.message for rank in late if rank.pid == peer.pid), "")
