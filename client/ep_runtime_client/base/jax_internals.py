@@ -45,8 +45,9 @@ _JAXLIB = {
 }
 # The coordination service's call by which a process reports that it leaves.
 _SHUTDOWN_TASK = "/xla.coordination.CoordinationService/ShutdownTask"
-# The service's call that answers when the state of any process has changed. _CONNECTED is the state
-# of a live process, _DROPPED of one without heartbeats. JAX 0.10 to 0.12 use the same numbers.
+# The service's call that answers when the state of any process has changed. A live process has the
+# state _CONNECTED. A process that sends no heartbeats has the state _DROPPED. Both numbers are the
+# same in JAX 0.10 to 0.12.
 _WATCH_TASKS = "/xla.coordination.CoordinationService/WatchTasks"
 _CONNECTED, _DROPPED = 3, 4
 # Keys of XLA in the coordination service.

@@ -45,8 +45,8 @@ _Response = TypeVar("_Response")
 class RpcChannel:
     """A channel to one of a daemon's gRPC sockets, which never connects to another directory.
 
-    gRPC reconnects by itself. By the directory's path it could reach another user's daemon, so it
-    gets the path of an open descriptor.
+    gRPC connects again by itself. Another user's daemon could then have the directory's path. So
+    gRPC gets the path of an open descriptor of the directory.
     """
 
     def __init__(self, place: SocketDirectory, socket_name: str, timeout_s: float) -> None:
