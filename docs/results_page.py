@@ -14,6 +14,7 @@ import dataclasses
 import json
 import re
 import sys
+import textwrap
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -105,7 +106,10 @@ def over_nccl(row: Row) -> bool:
 
 
 def routed(row: Row) -> bool:
-    return " " in row["model"] and not row["model"].endswith(" uniform")
+    """Rows of drawn experts; even ones only beside copies of experts, to compare with."""
+    if "--spare-experts" in row["command"]:
+        return not over_nccl(row)
+    return peers(row) and " " in row["model"] and not row["model"].endswith(" uniform")
 
 
 TABLES = (
@@ -143,10 +147,11 @@ is one layer of the model `8-layers`. Plain JAX without drops is `ragged_all_to_
         "A skewed router",
         """\
 `ep-runtime bench train --routed uniform,zipf,double` draws experts beforehand. If one rank gets
-more rows than others, plain JAX drops them.""",
+more rows than others, plain JAX drops them. With `--spare-experts 16` each rank has 16 slots for
+[copies of experts](capacity.md#copies-of-experts), here as many as it has experts.""",
         ("train",),
         (MACHINE, MODEL, *SPEEDS),
-        lambda row: peers(row) and routed(row),
+        routed,
     ),
     Table(
         "8-bit matmuls, and remat",
@@ -198,6 +203,7 @@ alone 25, 278 and 532 us of 128, 4,096 and 8,192.""",
             row["op"] in ("dispatch", "combine")
             and row["transport"] in BY
             and row.get("tokens") == 8192
+            and row.get("routing") != "zipf"  # between the others
             and row.get("board") != "off"
         ),
     ),
@@ -215,7 +221,10 @@ of one dense product of as many rows in the same run.""",
             ("of dense", "ratio_to_dense", "2"),
         ),
         lambda row: (
-            row.get("load") == "uniform" and row["recipe"] == "none" and row["in_features"] == 7168
+            row.get("load") == "uniform"
+            and row["recipe"] == "none"
+            and row["in_features"] == 7168
+            and row["groups"] != 32
         ),
     ),
     Table(
@@ -366,12 +375,19 @@ def section(table: Table, rows: Iterable[Row]) -> Iterable[str]:
     if not shown:
         return
     runs = "; ".join(dict.fromkeys(_run(row) for row in shown))
-    yield from ("", f"## {table.title}", "", f"{table.text}\nRuns: {runs}.", "")
+    yield from ("", f"## {table.title}", "", f"{_filled(table.text)} Runs: {runs}.", "")
     yield f"| {' | '.join(heading for heading, _, _ in table.columns)} |"
     yield "|" + "---|" * len(table.columns)
     for row in shown:
         values = [(row.get(key), FORMATS[form]) for _, key, form in table.columns]
         yield f"| {' | '.join('-' if v is None else form(v) for v, form in values)} |"
+
+
+def _filled(text: str) -> str:
+    """The paragraphs in lines of at most 118 characters, but for lists."""
+    return "\n\n".join(
+        part if part.startswith("- ") else textwrap.fill(part, 118) for part in text.split("\n\n")
+    )
 
 
 def _run(row: Row) -> str:
