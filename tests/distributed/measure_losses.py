@@ -1,6 +1,7 @@
-"""Measures how long a job of 4 processes with 2 CPU devices each takes to go on after a loss.
+"""Measures how long a job takes to go on after a loss: 4 processes with 2 CPU devices each, or
+with a GPU each.
 
-    PYTHONPATH=.:server:client:tests python tests/distributed/measure_losses.py [--full]
+    PYTHONPATH=.:server:client:tests python tests/distributed/measure_losses.py [--gpus] [--times N]
 
 Prints seconds with a warm cache of programs, and the machine's load. The losses of every step must
 be those of a process alone.
@@ -23,9 +24,9 @@ from distributed.going_on_job import READY
 from distributed.test_going_on import ALONE_STEPS, HANG_S, JOB, check_losses, losses_of, start
 from multiprocess import launch
 
-PROCESSES, DEVICES = 4, 2
+PROCESSES = 4
 STUCK_AFTER_S = 3
-TIMES, FULL_TIMES = 2, 8
+TIMES = 2
 LARGE = dict(TEST_HIDDEN="512", TEST_MLP="1024", TEST_EXPERTS="32", TEST_RETAIN="600")
 _STAGES = {"connected": "to connect", "built": "to its state", "at": "to the next right step"}
 _TRAIN = JOB.replace("run(", "train(")
@@ -34,8 +35,9 @@ _TRAIN = JOB.replace("run(", "train(")
 class Measurement:
     """Jobs of one runtime directory and cache, and the seconds that they took."""
 
-    def __init__(self, place: Path) -> None:
-        self.place = place
+    def __init__(self, place: Path, devices: int) -> None:
+        """`devices` of each process: CPU devices, or 0 for one GPU."""
+        self.place, self.devices = place, devices
         self.jobs = 0
         self.taken_s: dict[str, list[float]] = collections.defaultdict(list)
         with self.job(processes=1, steps=ALONE_STEPS) as alone:
@@ -57,21 +59,21 @@ class Measurement:
         self.folder.mkdir()
         more = {"TEST_EXPERTS": "24", **more}
         more |= {"TEST_STEPS": str(steps), "TEST_TO": str(self.folder)}
-        return start(self.place, processes, DEVICES, name or str(self.jobs), _TRAIN, **more)
+        return start(self.place, processes, self.devices, name or str(self.jobs), _TRAIN, **more)
 
     def all_died_and_came_back(self) -> None:
         """Processes 2 and 0 are killed, and come back, one after the other."""
         with self.job() as job:
-            _first_steps(job.workers)
+            self.first_steps(job.workers)
             for victim in (2, 0):
                 began = time.monotonic()
                 job.workers[victim].send(signal.SIGKILL)
                 others = [worker for worker in job.workers if worker.index != victim]
-                ended, _ = _first_steps(others)
+                ended, _ = self.first_steps(others)
                 self.note(f"SIGKILL of process {victim} to the next right step", ended - began)
                 began = time.monotonic()
                 job.workers[victim] = job.start(victim)
-                ended, connected = _first_steps(job.workers)
+                ended, connected = self.first_steps(job.workers)
                 self.note("comes back: from its connect to its first right step", ended - connected)
                 self.note("comes back: from its start to its first right step", ended - began)
         check_losses(self.folder, self.alone)
@@ -79,13 +81,13 @@ class Measurement:
     def stands(self, what: str, number: signal.Signals, **more: str) -> None:
         """A process does not go on after a signal."""
         with self.job(**more) as job:
-            _first_steps(job.workers)
+            self.first_steps(job.workers)
             began = time.monotonic()
             first, victim, *rest = job.workers
             victim.send(number)
             assert victim.finish(HANG_S) == -signal.SIGKILL
             self.note(f"{what} to the end of the process", time.monotonic() - began)
-            ended, _ = _first_steps([first, *rest])
+            ended, _ = self.first_steps([first, *rest])
             self.note(f"{what} to the next right step", ended - began)
         check_losses(self.folder, self.alone)
 
@@ -93,7 +95,7 @@ class Measurement:
         """Every process is killed after a commit, and the job is started again."""
         name = f"again-{self.jobs}"
         with self.job(name, **LARGE) as job:
-            _first_steps(job.workers)
+            self.first_steps(job.workers)
             wait_until(lambda: len(losses_of(self.folder)) > 2 * READY, "a step is committed")
             for worker in job.workers:
                 worker.send(signal.SIGKILL)
@@ -109,6 +111,18 @@ class Measurement:
             at_s = max(one[what] for one in said) - began
             self.note(f"whole job of 52M parameters started again: {_STAGES[what]}", at_s)
 
+    def first_steps(self, workers: list[launch.Worker]) -> tuple[float, float]:
+        """Waits until these processes have done a step together; the latest end of it, and the
+        latest start of a `connect`."""
+        ended, connected = [], []
+        for worker in workers:
+            said = worker.heard(HANG_S)
+            while said["devices"] != len(workers) * max(self.devices, 1):
+                said = worker.heard(HANG_S)
+            ended.append(said["at"])
+            connected.append(said["connected"])
+        return max(ended), max(connected)
+
     def note(self, what: str, seconds: float) -> None:
         _say(f"{what}: {seconds:.1f}")
         self.taken_s[what].append(seconds)
@@ -122,28 +136,16 @@ class Measurement:
         self.all_start_again()
 
 
-def _first_steps(workers: list[launch.Worker]) -> tuple[float, float]:
-    """Waits until these processes have done a step together; the latest end of it, and the latest
-    start of a `connect`."""
-    ended, connected = [], []
-    for worker in workers:
-        said = worker.heard(HANG_S)
-        while said["devices"] != len(workers) * DEVICES:
-            said = worker.heard(HANG_S)
-        ended.append(said["at"])
-        connected.append(said["connected"])
-    return max(ended), max(connected)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--full", action="store_true", help=f"{FULL_TIMES} times each")
+    parser.add_argument("--gpus", action="store_true", help="a GPU for each process")
+    parser.add_argument("--times", type=int, default=TIMES, help="of each loss")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="ept-") as name:
-        measured = Measurement(Path(name))
+        measured = Measurement(Path(name), 0 if options.gpus else 2)
         measured.measure(stuck_after_s=30)  # fills the cache
         measured.taken_s.clear()
-        for _ in range(FULL_TIMES if options.full else TIMES):
+        for _ in range(options.times):
             measured.measure(STUCK_AFTER_S)
     _say(f"\nload of the machine: {os.getloadavg()}, {os.cpu_count()} cores\n")
     _say("| seconds | times | min | median | max |\n|---|---|---|---|---|")

@@ -19,14 +19,12 @@ from ep_runtime_client.daemons.departures import departures
 from ep_runtime_client.distributed.peers import Peers
 
 WAIT_S = 240.0
-_BY_US = (
-    launch.CPU
-    + """
+_ONE_GPU = 'jax.config.update("jax_platforms", "cuda")\n'
+_BY_US = """
 import functools, ep_runtime
 beats = {"heartbeat_timeout_s": int(x) for x in [os.environ.get("TEST_BEATS")] if x}
 distributed["by"] = functools.partial(ep_runtime.distributed.initialize, **beats)
 """
-)
 JOB = """
 from distributed import going_on_job
 going_on_job.run(say, hear)
@@ -50,13 +48,14 @@ STEPS = 4
 def start(
     place: Path, processes: int, devices: int, name: str, script: str = JOB, **more: str
 ) -> launch.Job:
-    """A job whose last generation makes STEPS steps."""
+    """A job whose last generation makes STEPS steps; `devices` 0 gives each process a GPU."""
+    gpus = [{} if devices else {"CUDA_VISIBLE_DEVICES": str(gpu)} for gpu in range(processes)]
     return launch.Job(
         script,
         processes=processes,
         devices=devices,
-        prologue=launch.prologue_of(_BY_US),
-        own=[{"TEST_COORDINATOR": "node"}] * processes,
+        prologue=launch.prologue_of((launch.CPU if devices else _ONE_GPU) + _BY_US),
+        own=[{"TEST_COORDINATOR": "node", **gpu} for gpu in gpus],
         RUNTIME_DIRECTORY=str(place),
         EP_RUNTIME_JOB=name,
         JAX_COMPILATION_CACHE_DIR=str(place / "cache"),
