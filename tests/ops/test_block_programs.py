@@ -306,13 +306,14 @@ def test_plans_are_made_again_where_they_outgrow_tokens(
 
     ways.emulated()
     monkeypatch.setattr(gradient, "block", told)
-    for ranks, tokens in ((2, 8192), (8, 8192), (8, 512)):
+    for ranks, tokens, spare in ((2, 8192, 0), (8, 8192, 0), (8, 512, 0), (8, 65536, 8)):
         settings = {"num_experts": 64, "hidden_size": 256, "max_tokens_per_rank": tokens}
-        layer = make_group(axes={"ep": ranks}, **settings).register_layer("moe", top_k=8)
+        group = make_group(axes={"ep": ranks}, spare_experts=spare, **settings)
+        layer = group.register_layer("moe", top_k=8)
         params = ep.init_moe_params(jax.random.key(0), layer, INNER)
         x = jax.ShapeDtypeStruct((ranks * tokens, 256), jnp.bfloat16)
         jax.eval_shape(functools.partial(ep.moe, layer), x, params)
-    assert seen == [False, True, False]
+    assert seen == [False, True, False, False]
 
 
 @pytest.fixture(scope="module")

@@ -99,7 +99,9 @@ class ResolvedCall:
     def plans_again(self) -> bool:
         """Whether backward runs prepare again instead of reading a saved plan."""
         room = self.workspace
-        if room is None:  # such a call saves rows of the worst case, and the plan is small
+        # Without a workspace a call saves rows of the worst case, next to which its plan is small.
+        # Spread rows have no worst case.
+        if room is None or self.moved.spread:
             return False
         sizes = room.sizes
         plan = 4 * (2 * sizes.capacity + sizes.ep_size * sizes.tokens)
