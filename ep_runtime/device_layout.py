@@ -14,7 +14,7 @@ import functools
 from ep_runtime.board_abi import PAGE_BYTES
 from ep_runtime.errors import InvalidArgumentError
 from ep_runtime.layout import align_up, packed_columns
-from ep_runtime.specs import MAX_EXPERTS, GroupSpec
+from ep_runtime.specs import DTYPE_BYTES, MAX_EXPERTS, GroupSpec
 
 FLAG_LINE_BYTES = 128
 MAX_PREPARE_BLOCKS = 64
@@ -28,11 +28,19 @@ COUNTED_SHARE_OF_RANKS = 0.75  # for nodes of one rank (see `rails.py`)
 MAX_RANKS = 32
 MAX_TOP_K = 32
 MIN_LANES = 2
+# Copies of experts, as in copy_experts.cu and copy_experts.h.
+COPY_CHUNK_BYTES = 64 << 10
+MAX_SPARE = 256
 
 
 def on_device(spec: GroupSpec) -> bool:
     """Returns whether the group's windows are in GPU memory."""
     return spec.transport in ("nvlink", "nccl")
+
+
+def maps_windows(spec: GroupSpec) -> bool:
+    """Returns whether the ranks of an EP group are GPUs that map each other's windows."""
+    return spec.transport == "nvlink" and not spec.node_size
 
 
 def check_limits(spec: GroupSpec) -> None:
@@ -89,11 +97,28 @@ def lane_rows(spec: GroupSpec) -> int:
     tokens, ranks = align_up(spec.staged_tokens, 2), spec.ranks_per_node
     apart = tokens * (ranks - 1 if on_device(spec) else ranks)
     counted = counts_rows(spec, spec.max_top_k)
-    if not counted and (spec.transport != "nvlink" or spec.node_size):
+    if not counted and not maps_windows(spec):
         return apart
     slots = max(spec.max_top_k, LEAST_SOURCES) * align_up(spec.max_tokens_per_rank, 2)
     # Dividing tokens into parts may add one row of each rank, so have room for these.
     return min(apart, max(slots * 3 // 2 if counted else slots, 4 * ranks))
+
+
+def copied_chunks(spec: GroupSpec) -> int:
+    """Returns the chunks of copied experts that a lane holds from each source; 0: none move so."""
+    if not maps_windows(spec) or spec.spare_experts > MAX_SPARE:
+        return 0
+    lane = lane_rows(spec) * spec.hidden_size * DTYPE_BYTES[spec.max_token_dtype]
+    return min(lane // (spec.ep_size - 1) // COPY_CHUNK_BYTES, spec.max_tokens_per_rank)
+
+
+def block_copies(spec: GroupSpec) -> bool:
+    """Returns whether block calls can copy experts to the slots of a group.
+
+    With fewer slots than experts a workspace might lack room for the rows, and calls in chunks do
+    not support copies.
+    """
+    return spec.spare_experts >= spec.experts_per_rank and copied_chunks(spec) > 0
 
 
 @functools.lru_cache(maxsize=256)

@@ -63,6 +63,8 @@ def test_limits_are_those_of_the_kernels() -> None:
     for name in ("MAX_RANKS", "MAX_TOP_K", "MAX_EXPERTS", "MAX_PREPARE_BLOCKS"):
         constant = "k" + name.title().replace("_", "")
         assert f"constexpr int {constant} = {getattr(device_layout, name)};" in header
+    header = (_ROOT / "csrc/cuda/movement/copies/copy_experts.h").read_text()
+    assert f"constexpr int kMaxSpare = {device_layout.MAX_SPARE};" in header
 
 
 def test_a_block_call_takes_what_it_takes_whatever_the_alignment() -> None:
@@ -105,6 +107,10 @@ def test_slots_for_copies_take_weights_and_bound_the_slab() -> None:
     largest = workspace.largest_bytes(sizes, rows)
     assert as_many_as_experts.workspace_bytes_per_device == largest
     assert none.dispatched_bytes_per_layer == one.dispatched_bytes_per_layer
+    # A lane for 32 tokens of each rank has no room for a chunk of weights.
+    few = ep.estimate_memory("g", _MESH, spare_experts=2, **arguments | {"max_tokens_per_rank": 32})
+    assert few.workspace_bytes_per_device is None
+    assert few.copies_bytes_per_device == (2 + 2 + 2 * 2 * 4) * each
     # No rank holds more than 1.03 even shares, and the padding of four zones.
     rows = as_many_as_experts.dispatched_bytes_per_layer // (64 * 2 + 4)
     assert 2 * 1024 * 1.03 < rows < 2 * 1024 * 1.03 + 5 * 8

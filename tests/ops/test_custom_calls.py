@@ -18,6 +18,7 @@ from jax.extend.core import jaxprs_in_params
 from jax.sharding import NamedSharding, PartitionSpec
 
 import ep_runtime as ep
+from ep_runtime import device_layout
 from ep_runtime_client import moe, ops
 from ep_runtime_client.moe.bodies import cuda as block
 from ep_runtime_client.ops.gemm import kernels_8, kernels_16, kernels_32
@@ -145,7 +146,7 @@ def test_gpus_that_map_windows_get_block_calls(
 def test_block_calls_copy_experts_themselves(
     make_group: fakes.MakeGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(transports_windows, "copied_chunks", lambda group: 1)
+    monkeypatch.setattr(device_layout, "copied_chunks", lambda spec: 1)
     settings = {"transport": "nvlink", "max_token_dtype": "bfloat16", "spare_experts": EXPERTS // 4}
     run, operands = scanned(make(make_group, axes={"ep": 4}, **settings), None, jnp.bfloat16)
     calls = custom_calls.traced(run.trace(*operands).jaxpr, "cuda")

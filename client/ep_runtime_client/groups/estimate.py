@@ -243,9 +243,10 @@ def estimate_memory(
 
 
 def _has_blocks(spec: specs.GroupSpec, transport: str) -> bool:
-    if spec.spare_experts and (spec.node_size or spec.spare_experts < spec.experts_per_rank):
-        return False
-    return transport in _BLOCK_TRANSPORTS
+    if transport == "auto":
+        spec = dataclasses.replace(spec, transport="nvlink")
+    copied = spec.spare_experts > 0 and spec.ep_size > 1
+    return transport in _BLOCK_TRANSPORTS and (not copied or device_layout.block_copies(spec))
 
 
 def _scaling_of(recipe: checks.Recipes) -> workspace.Scaling | None:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import jax.numpy as jnp
 
+from ep_runtime import device_layout
 from ep_runtime.specs import GroupSpec
 from ep_runtime_client.moe.bodies import composed, cuda, cuda_nodes
 from ep_runtime_client.moe.bodies.protocol import Body
@@ -24,7 +25,6 @@ from ep_runtime_client.ops.quantize.formats.recipes import (
 )
 from ep_runtime_client.ops.quantize.formats.table import format_of
 from ep_runtime_client.ops.tracing import slack
-from ep_runtime_client.ops.transports import windows
 from ep_runtime_client.ops.transports.choice import on_gpus
 
 COMPOSED = "composed"
@@ -113,9 +113,7 @@ def unsupported(asked: Asked) -> str:
     group = asked.group
     if not on_gpus(group):
         return "transport"
-    # With fewer slots a workspace might lack room for the rows, and chunks do not support copies.
-    few = group.spare_experts < group.experts_per_rank
-    if spreads(group) and (few or windows.copied_chunks(group) == 0):
+    if spreads(group) and not device_layout.block_copies(group):
         return "copies"
     recipe, dtype = asked.recipes[0], jnp.dtype(asked.activation.dtype)
     whole = cuda.multiple_of(dtype, recipe, paired=asked.paired)

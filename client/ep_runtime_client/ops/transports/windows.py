@@ -16,9 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import ShapeDtypeStruct
 
-from ep_runtime import native
-from ep_runtime.device_layout import lane_rows
-from ep_runtime.specs import DTYPE_BYTES, GroupSpec
+from ep_runtime import device_layout, native
 from ep_runtime_client.ops.calls.call import Call
 from ep_runtime_client.ops.calls.plan import PlanArrays, plan_shapes
 from ep_runtime_client.ops.kernels.ffi import ensure_registered, launch, once, targets
@@ -35,8 +33,6 @@ TARGETS = targets(
 )
 # Custom calls on GPUs that move whole experts.
 PUSH_COPIES, RETURN_COPIES = targets("ep_push_copies_v1", "ep_return_copies_v1")
-# The same values as in copy_experts.cu.
-_CHUNK_BYTES, _MOST_SPARE = 64 << 10, 256
 # With more rounds, an XLA collective is faster.
 _MOST_ROUNDS = 64
 PREPARE, DISPATCH, COMBINE, DISPATCH_BWD, COMBINE_BWD = TARGETS
@@ -171,22 +167,15 @@ def combine_bwd(
     return made[0], made[1] if weighted else None
 
 
-def copied_chunks(group: GroupSpec) -> int:
-    """Returns the chunks of copied experts that a lane holds from each source; 0: none move so."""
-    if group.transport != "nvlink" or group.node_size or group.spare_experts > _MOST_SPARE:
-        return 0
-    lane = lane_rows(group) * group.hidden_size * DTYPE_BYTES[group.max_token_dtype]
-    return min(lane // (group.ep_size - 1) // _CHUNK_BYTES, group.max_tokens_per_rank)
-
-
 def carries_copies(call: Call, blocks: jax.Array) -> bool:
     """Whether blocks [L + S or L, ...] of experts can move through the windows."""
     group = call.layer.group_spec
     size = math.prod(blocks.shape[1:]) * blocks.dtype.itemsize
-    chunks = copied_chunks(group)
+    chunks = device_layout.copied_chunks(group)
     if size == 0 or size % 16 or chunks == 0:
         return False
-    return group.spare_experts * -(-size // _CHUNK_BYTES) <= _MOST_ROUNDS * chunks
+    each = -(-size // device_layout.COPY_CHUNK_BYTES)
+    return group.spare_experts * each <= _MOST_ROUNDS * chunks
 
 
 def push_copies(at: DeviceCall, experts: jax.Array, blocks: jax.Array) -> jax.Array:
