@@ -48,7 +48,8 @@ class Place:
         states: of its group, on every daemon.
         folder: for what the jobs save.
         name: in what is told.
-        apart: they are on two nodes, where JAX may end who outlives process 0 before the news.
+        apart: they are on two nodes or share GPUs with other jobs. There JAX may end who outlives
+            process 0 before the news.
     """
 
     job: Callable[..., Job]

@@ -56,9 +56,10 @@ def test_a_kill_in_a_step_over_windows_ends_the_others_with_its_name_and_saves_n
         states=lambda: [row["state"] for row in admin.groups()],
         folder=tmp_path,
         name=f"{several_gpus} GPUs",
+        apart=_jobs_on_a_gpu() > 1,
     )
     took = step_kills.strike_in_steps(place, dose, random.Random(job))
-    step_kills.check(took, place.name, record_property)
+    step_kills.check(took, place.name, record_property, formed_s=_formed_s())
 
 
 @at_once
@@ -88,9 +89,12 @@ def test_a_kill_in_a_step_of_two_domains_ends_the_others_with_its_name_and_saves
         apart=True,
     )
     took = step_kills.strike_in_steps(place, dose, random.Random(job))
-    # NCCL starts in the processes of one GPU one after the other.
-    formed_s = step_kills.FORMED_S * _jobs_on_a_gpu()
-    step_kills.check(took, place.name, record_property, formed_s=formed_s)
+    step_kills.check(took, place.name, record_property, formed_s=_formed_s())
+
+
+def _formed_s() -> float:
+    """CUDA and NCCL start in the processes of one GPU one after the other."""
+    return step_kills.FORMED_S * _jobs_on_a_gpu()
 
 
 def _jobs_on_a_gpu() -> int:
