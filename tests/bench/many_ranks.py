@@ -1,10 +1,10 @@
-"""Daemons of many nodes in one process, on simulated time: groups form, lose a process, form again.
+"""Many nodes' daemons in one process, on simulated time: groups form, lose a process, form again.
 
 python tests/bench/many_ranks.py --nodes 512 --groups 1
 
-Prints, for each of these, how long it takes on simulated time (a message between daemons takes up
-to 2 ms), how many calls daemons send and how many bytes those have, and CPU seconds of this one
-process, which runs all daemons and processes.
+Then all processes end. Prints, for each of these, how long it takes on simulated time (a message
+between daemons takes up to 2 ms), how many calls daemons send and how many bytes those have, and
+CPU seconds of this one process, which runs all daemons and processes.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from schedules.links import Links  # noqa: E402
 
 JOIN_S = 10.0  # all nodes know of each other after a poll
 WAIT_S = 60.0
+END_S = 2.0  # all nodes know of it
 
 
 class CountedLinks(Links):
@@ -104,6 +105,12 @@ async def run(cluster: SimulatedCluster, ranks_per_node: int, groups: int) -> No
             *(process.work(WAIT_S) for members in processes for process in members[:-1])
         )
 
+    async def end() -> None:
+        for members in processes:
+            for process in members:
+                process.die()
+        await asyncio.sleep(END_S)
+
     ranks = each * ranks_per_node * groups
     await phases.measure(f"{ranks:,} ranks form", form())
     await phases.measure(f"{groups} processes end", lose())
@@ -111,6 +118,7 @@ async def run(cluster: SimulatedCluster, ranks_per_node: int, groups: int) -> No
         last = members[-1]
         members[-1] = cluster.process(last.node, last.ranks)
     await phases.measure(f"{ranks:,} ranks form again", form())
+    await phases.measure(f"{ranks:,} ranks end", end())
 
 
 def main() -> None:
