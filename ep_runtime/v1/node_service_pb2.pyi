@@ -188,15 +188,27 @@ class GetViewIdsResponse(_message.Message):
     def __init__(self, unique_ids: _Optional[_Iterable[bytes]] = ..., nccl_version: _Optional[str] = ...) -> None: ...
 
 class TellGroupRequest(_message.Message):
-    __slots__ = ("node", "key", "epoch", "lost_ranks", "left_ranks", "why")
+    __slots__ = ("node", "key", "epoch", "lost_ranks", "left_ranks", "why", "others", "reports")
     node: str
     key: GroupKey
     epoch: int
     lost_ranks: _containers.RepeatedScalarFieldContainer[int]
     left_ranks: _containers.RepeatedScalarFieldContainer[int]
     why: str
-    def __init__(self, node: _Optional[str] = ..., key: _Optional[_Union[GroupKey, _Mapping]] = ..., epoch: _Optional[int] = ..., lost_ranks: _Optional[_Iterable[int]] = ..., left_ranks: _Optional[_Iterable[int]] = ..., why: _Optional[str] = ...) -> None: ...
+    others: _containers.RepeatedScalarFieldContainer[str]
+    reports: _containers.RepeatedCompositeFieldContainer[NodeReport]
+    def __init__(self, node: _Optional[str] = ..., key: _Optional[_Union[GroupKey, _Mapping]] = ..., epoch: _Optional[int] = ..., lost_ranks: _Optional[_Iterable[int]] = ..., left_ranks: _Optional[_Iterable[int]] = ..., why: _Optional[str] = ..., others: _Optional[_Iterable[str]] = ..., reports: _Optional[_Iterable[_Union[NodeReport, _Mapping]]] = ...) -> None: ...
+
+class NodeReport(_message.Message):
+    __slots__ = ("node", "lost_ranks", "left_ranks", "why")
+    node: str
+    lost_ranks: _containers.RepeatedScalarFieldContainer[int]
+    left_ranks: _containers.RepeatedScalarFieldContainer[int]
+    why: str
+    def __init__(self, node: _Optional[str] = ..., lost_ranks: _Optional[_Iterable[int]] = ..., left_ranks: _Optional[_Iterable[int]] = ..., why: _Optional[str] = ...) -> None: ...
 
 class TellGroupResponse(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("told", "unheard")
+    told: bool
+    unheard: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, told: bool = ..., unheard: _Optional[_Iterable[str]] = ...) -> None: ...

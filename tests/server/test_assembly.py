@@ -13,7 +13,7 @@ from ep_runtime_server.base import limits
 from ep_runtime_server.base.events import EventLog
 from ep_runtime_server.base.failpoints import Failpoints
 from ep_runtime_server.cluster.assembly import Assemblies
-from ep_runtime_server.cluster.views import NodeClaim, Outcome
+from ep_runtime_server.cluster.views import NodeClaim, NodeReport, Outcome
 from ep_runtime_server.journal.file import Journal
 from ep_runtime_server.memory.windows import Owner
 from ep_runtime_server.nodes.facts import ClusterFacts
@@ -233,7 +233,7 @@ async def test_what_a_node_claims_no_more_is_free_for_others_at_once(coordinator
         assert view is not None
     with pytest.raises(GroupBusyError):
         await coordinator.join("d", CLAIMS["b"], wait_s=0.0)
-    coordinator.decisions.ended("b", OWNER, 0, [])
+    coordinator.decisions.ended(OWNER, 0, NodeReport("b", (), ()))
     assert await coordinator.join("d", CLAIMS["b"], wait_s=0.0) == (None, [1])
     if viewed:
         assert await coordinator.outcome(view.epoch) is Outcome.ABORTED

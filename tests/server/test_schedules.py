@@ -14,8 +14,10 @@ from types import SimpleNamespace
 
 import pytest
 from raw_client import make_spec
-from schedules.cluster import simulated
+from schedules.cluster import TOLD_S, SimulatedCluster, simulated
+from schedules.daemons import Life
 from schedules.links import Links
+from schedules.processes import Process
 from schedules.schedule import Schedule, Slot, first_fault, make_lives, make_schedule, run
 
 from ep_runtime.errors import GroupBusyError
@@ -205,8 +207,24 @@ def test_an_answer_that_nobody_wants_any_more_leaves_no_error_behind(monkeypatch
     assert left == []
 
 
+async def _formed(cluster: SimulatedCluster, ranks_per_node: int) -> list[Process]:
+    """Processes of one rank each, as many on each node, whose group is READY."""
+    for node in cluster.nodes:
+        cluster.start(node)
+    await asyncio.sleep(1.0)
+    made = [cluster.process(node, ()) for node in cluster.nodes for _ in range(ranks_per_node)]
+    for rank, process in enumerate(made):
+        process.ranks = (rank,)
+    await _form(made)
+    return made
+
+
+async def _form(processes: list[Process]) -> None:
+    spec = make_spec(ranks=len(processes), transport="xla")
+    assert {*await asyncio.gather(*(p.form(spec, 30.0) for p in processes))} == {"READY"}
+
+
 def test_a_node_is_told_in_one_call_of_all_processes_that_end_together(monkeypatch):
-    """With many nodes and ranks each call is one of nodes x nodes, after every loss."""
     told = []
     call = Links.call
 
@@ -219,20 +237,96 @@ def test_a_node_is_told_in_one_call_of_all_processes_that_end_together(monkeypat
     with simulated(1, ABC) as cluster:
 
         async def main():
-            for node in ABC:
-                cluster.start(node)
-            await asyncio.sleep(1.0)
-            made = [cluster.process("abc"[rank // 4], (rank,)) for rank in range(12)]
-            spec = make_spec(ranks=len(made), transport="xla")
-            assert {*await asyncio.gather(*(p.form(spec, 30.0) for p in made))} == {"READY"}
+            made = await _formed(cluster, 4)
             for process in made[4:8]:
                 process.die()
             await asyncio.sleep(1.0)
 
         cluster.loop.run_until_complete(main())
         assert cluster.faults == []
-    assert [(source, target) for source, target, _ in told] == [("b", "a"), ("b", "a"), ("b", "c")]
-    assert {tuple(sorted(word.lost_ranks)) for *_, word in told} == {(4, 5, 6, 7)}
+    assert [(source, target) for source, target, _ in told] == [("b", "a"), ("a", "c")]
+    reports = [told[0][2], *told[1][2].reports]
+    assert [(report.node, [*report.lost_ranks]) for report in reports] == 2 * [("b", [4, 5, 6, 7])]
+
+
+def test_calls_grow_with_nodes_and_not_with_their_square():
+    """Sixteen nodes form a group, lose a process, form again, and end one after the other."""
+    names = ("a", *(f"n{number}" for number in range(1, 16)))
+    with simulated(1, names) as cluster:
+        calls = {}
+
+        async def count(what, work):
+            before = cluster.links.num_calls
+            found = await work
+            calls[what] = (cluster.links.num_calls - before) / len(names)
+            return found
+
+        async def lose(processes):
+            processes[-1].die()
+            await asyncio.gather(*(process.work(30.0) for process in processes[:-1]))
+
+        async def end(processes):
+            for process in processes:
+                process.die()
+                await asyncio.sleep(0.002)
+            await asyncio.sleep(1.0)
+
+        async def main():
+            made = await count("form", _formed(cluster, 2))
+            await count("lose", lose(made))
+            made[-1] = cluster.process(made[-1].node, made[-1].ranks)
+            await count("form again", _form(made))
+            await count("end", end(made))
+
+        cluster.loop.run_until_complete(main())
+        assert cluster.faults == []
+        left = [life.runtime.groups.all() for life in cluster.lives()]
+    assert not any(left)
+    assert all(each <= 10.0 for each in calls.values()), calls
+
+
+def _older(monkeypatch, *nodes: str) -> None:
+    """Daemons that do not know how reports are passed on: they ignore these fields."""
+    serve = Life.serve
+
+    def without(life, method, data, within_s):
+        if method != "TellGroup" or life.name not in nodes:
+            return serve(life, method, data, within_s)
+        request = node_service_pb2.TellGroupRequest.FromString(data)
+        request.ClearField("others")
+        request.ClearField("reports")
+
+        async def answer():
+            await serve(life, method, request.SerializeToString(), within_s)
+            return b""
+
+        return life.spawn(answer())
+
+    monkeypatch.setattr(Life, "serve", without)
+
+
+@pytest.mark.parametrize("other", ["older coordinator", "older node", "killed", "silent", "cut"])
+def test_a_node_tells_itself_whom_the_coordinator_does_not_tell(monkeypatch, other):
+    if "older" in other:
+        _older(monkeypatch, "a" if other == "older coordinator" else "c")
+    with simulated(1, ABC) as cluster:
+
+        async def main():
+            made = await _formed(cluster, 2)
+            if other == "killed":
+                cluster.kill("a")
+            cluster.links.cut |= {("b", "a")} if other == "silent" else set()
+            cluster.links.cut |= {("a", "c")} if other == "cut" else set()
+            group = made[4].group()
+            for rank in (2, 3):
+                await asyncio.sleep(1.0)  # by then a call to the coordinator waits again
+                made[rank].die()
+                async with asyncio.timeout(TOLD_S):
+                    while rank not in group.lost:
+                        await group.changed.wait()
+
+        cluster.loop.run_until_complete(main())
+        assert cluster.faults == []
 
 
 def test_the_same_schedule_runs_the_same_way_again():

@@ -257,11 +257,19 @@ def test_another_node_speaks_for_its_own_ranks_only(nodes, pool, call_node):
         request = node_service_pb2.TellGroupRequest(node=node, lost_ranks=ranks, **fields)
         with pytest.raises(errors.PermissionDeniedError, match=f"is not of node '{node}'"):
             call_node(address, node_service_pb2, "TellGroup", request)
+    report = node_service_pb2.NodeReport(node="a", lost_ranks=[0])
+    passed_on = node_service_pb2.TellGroupRequest(node="c", reports=[report], **fields)
+    theirs = next(n for n in cluster_of(a).nodes if n.identity.node == "b").identity.address
+    with pytest.raises(errors.PermissionDeniedError, match="'c' does not coordinate"):
+        call_node(theirs, node_service_pb2, "TellGroup", passed_on)
+    passed_on.node = "a"
+    passed_on.reports[0].node = "c"  # the coordinator does not ask whose ranks these are
+    assert call_node(theirs, node_service_pb2, "TellGroup", passed_on).told
     old = node_service_pb2.TellGroupRequest(
         node="b", lost_ranks=[1], key=key, epoch=group.epoch - 1
     )
     call_node(address, node_service_pb2, "TellGroup", old)
-    assert state(a) == "READY"
+    assert (state(a), state(b)) == ("READY", "READY")
 
 
 def test_a_node_that_is_unreachable_while_a_group_forms_ends_the_attempt(

@@ -8,8 +8,6 @@ thread only.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from ep_runtime.errors import (
     GroupBusyError,
     PoolExhaustedError,
@@ -24,6 +22,7 @@ from ep_runtime_server.cluster.views import (
     GroupView,
     NodeClaim,
     NodePart,
+    NodeReport,
     Outcome,
     Proposal,
     ViewMember,
@@ -173,12 +172,12 @@ class Assemblies:
             self._log("cluster.committed", owner, proposal.view, "every node attached")
             assembly.notify()
 
-    def ended(self, node: str, owner: Owner, epoch: int, ranks: Iterable[int]) -> None:
+    def ended(self, owner: Owner, epoch: int, report: NodeReport) -> None:
         """Frees the ranks of the node's processes that ended or left the group.
 
         With epoch 0, the node withdraws all its claims and cannot use an undecided view.
         """
-        assembly = self._all.get(owner)
+        assembly, node = self._all.get(owner), report.node
         if assembly is not None and not epoch:
             part = assembly.parts.get(node)
             if part is not None:
@@ -188,7 +187,7 @@ class Assemblies:
         if found is not None:
             _, proposal = found
             own = {member.rank for member in proposal.view.members if member.node == node}
-            proposal.ended |= own.intersection(ranks)
+            proposal.ended |= own.intersection((*report.lost_ranks, *report.left_ranks))
 
     async def outcome(self, owner: Owner, epoch: int, wait_s: float) -> tuple[Outcome, str]:
         """Waits for the decision on a view; returns the outcome and the reason."""

@@ -28,7 +28,6 @@ from ep_runtime_server.base.clock import Clock
 from ep_runtime_server.base.events import EventLog
 from ep_runtime_server.base.failpoints import Failpoints
 from ep_runtime_server.base.supervision import Supervisor
-from ep_runtime_server.cluster import views
 from ep_runtime_server.cluster.assembly import Assemblies
 from ep_runtime_server.cluster.coordination import (
     Coordination,
@@ -37,11 +36,11 @@ from ep_runtime_server.cluster.coordination import (
     ViewIds,
 )
 from ep_runtime_server.cluster.node_servicer import NodeServicer
+from ep_runtime_server.cluster.relay import Relay
 from ep_runtime_server.cluster.spanning import Spanning
 from ep_runtime_server.groups.formation import Groups
 from ep_runtime_server.groups.record import GroupRecord
 from ep_runtime_server.journal.file import Journal
-from ep_runtime_server.memory.windows import Owner
 from ep_runtime_server.nodes import registry
 from ep_runtime_server.nodes.certificates import Certificates
 from ep_runtime_server.nodes.config import ClusterConfig, Endpoint, local_address_towards
@@ -84,6 +83,7 @@ class Cluster:
         self.peers = Peers(self.certificates, clock, self.seal, self.facts.durable)
         self.assemblies = Assemblies(self.facts, clock, events)
         self.view_ids = ViewIds(self.assemblies)
+        self.relay = Relay(settings.node, self._tell_node)
         self.coordination: Coordination | None = None
         self.spanning: Spanning | None = None
         self._num_answered = 0
@@ -145,10 +145,11 @@ class Cluster:
             self.nodes,
             self.assemblies,
             self.view_ids,
+            self.relay,
             self.spanning,
             facts,
             self._clock,
-            lambda: self.coordinator_address,
+            lambda: self._known()[0].identity,
         )
         services.add_to_server(server, node_service_pb2.DESCRIPTOR, servicer)
         self._listen_to(groups, self.spanning)
@@ -180,7 +181,9 @@ class Cluster:
                 self._events,
                 self.assemblies.node_gone,
             )
-            return OwnCoordination(settings.node, self.assemblies, self.view_ids, facts.durable)
+            return OwnCoordination(
+                settings.node, self.assemblies, self.view_ids, self.relay, facts.durable
+            )
         self.membership = Membership(
             identity,
             settings.coordinator,
@@ -219,23 +222,17 @@ class Cluster:
             self.membership.doubt()
             raise
 
-    async def _tell_node(
-        self, node: str, owner: Owner, epoch: int, lost: list[int], left: list[int], why: str
-    ) -> None:
-        address = next((n.identity.address for n in self.view() if n.identity.node == node), None)
+    async def _tell_node(self, node: str, request: node_service_pb2.TellGroupRequest) -> bool:
+        known = (found.identity for found in self._known() if found.identity.node == node)
+        address = next((identity.address for identity in known), None)
         if not address:
             if self.membership is not None:
                 self.membership.doubt()  # the node may have joined after our last report
             raise RuntimeUnavailableError(f"node {node!r} is not in the cluster now", node=node)
-        request = node_service_pb2.TellGroupRequest(
-            node=self.settings.node,
-            key=views.key_to_proto(owner),
-            epoch=epoch,
-            lost_ranks=lost,
-            left_ranks=left,
-            why=why,
+        answer: node_service_pb2.TellGroupResponse = await self.peers.ask(
+            node, address, "TellGroup", request, within_s=limits.NODE_RPC_S
         )
-        await self.peers.ask(node, address, "TellGroup", request, within_s=limits.NODE_RPC_S)
+        return answer.told
 
     def begin(self, supervisor: Supervisor) -> None:
         """Starts to join the coordinator; call this once our server answers."""
@@ -262,12 +259,13 @@ class Cluster:
 
     def view(self) -> list[Node]:
         """Lists all nodes, the coordinator first; nodes that we cannot reach are UNREACHABLE."""
+        return [self._seen(node) for node in self._known()]
+
+    def _known(self) -> list[Node]:
         if self.nodes is not None:
-            found = self.nodes.all()
-        else:
-            assert self.membership is not None
-            found = self.membership.nodes()
-        return [self._seen(node) for node in found]
+            return self.nodes.all()
+        assert self.membership is not None
+        return self.membership.nodes()
 
     def _seen(self, node: Node) -> Node:
         silent_since_s = self.peers.silent_since_s(node.identity.address, node.heard_s)
@@ -368,6 +366,7 @@ class Cluster:
         """Leaves the cluster when the daemon ends; does not close groups that have ranks here."""
         if self.spanning is not None:
             await self.spanning.stop()
+        await self.relay.close()
         await self.view_ids.close()
         if self.membership is not None:
             await self.membership.leave()

@@ -19,13 +19,16 @@ from ep_runtime.v1 import node_service_pb2 as pb
 from ep_runtime_server.base import limits
 from ep_runtime_server.cluster import views
 from ep_runtime_server.cluster.assembly import Assemblies
-from ep_runtime_server.cluster.views import GroupView, NodeClaim, Outcome
+from ep_runtime_server.cluster.relay import Relay
+from ep_runtime_server.cluster.views import GroupView, NodeClaim, NodeReport, Outcome
 from ep_runtime_server.memory.windows import Owner
 from ep_runtime_server.nccl.unique_ids import JOIN_S, MAKE_S, IdProcess, UniqueIds
 from ep_runtime_server.nodes.membership import Membership
 
 # Errors that may occur while daemons start and end, after which a call may be repeated.
 TRY_AGAIN = (RuntimeUnavailableError, StaleHandleError, PoolExhaustedError)
+
+_NOBODY: frozenset[str] = frozenset()
 
 
 class Coordination(Protocol):
@@ -49,8 +52,10 @@ class Coordination(Protocol):
     async def outcome(self, owner: Owner, epoch: int) -> tuple[Outcome, str]: ...
 
     async def ended(
-        self, owner: Owner, epoch: int, lost: list[int], left: list[int], why: str = ""
-    ) -> None: ...
+        self, owner: Owner, epoch: int, report: NodeReport, others: frozenset[str] = _NOBODY
+    ) -> frozenset[str]:
+        """Reports processes, to `others` too; returns those that the caller has to tell."""
+        ...
 
     async def unique_ids(self, owner: Owner, epoch: int, count: int) -> UniqueIds: ...
 
@@ -63,10 +68,12 @@ class OwnCoordination:
         node: str,
         assemblies: Assemblies,
         view_ids: ViewIds,
+        relay: Relay,
         durable: Callable[[], Awaitable[None]],
     ) -> None:
         """`durable()` waits until decisions are on disk, before a caller gets them."""
         self._durable = durable
+        self._relay = relay
         self._node = node
         self._assemblies = assemblies
         self._view_ids = view_ids
@@ -104,9 +111,10 @@ class OwnCoordination:
         return answer
 
     async def ended(
-        self, owner: Owner, epoch: int, lost: list[int], left: list[int], why: str = ""
-    ) -> None:
-        self._assemblies.ended(self._node, owner, epoch, (*lost, *left))
+        self, owner: Owner, epoch: int, report: NodeReport, others: frozenset[str] = _NOBODY
+    ) -> frozenset[str]:
+        self._assemblies.ended(owner, epoch, report)
+        return await self._relay.pass_on(owner, epoch, report, others)
 
     async def unique_ids(self, owner: Owner, epoch: int, count: int) -> UniqueIds:
         return await self._view_ids.of(owner, epoch, count)
@@ -178,17 +186,12 @@ class RemoteCoordination:
         return Outcome(name), answer.reason
 
     async def ended(
-        self, owner: Owner, epoch: int, lost: list[int], left: list[int], why: str = ""
-    ) -> None:
-        request = pb.TellGroupRequest(
-            node=self._node,
-            key=views.key_to_proto(owner),
-            epoch=epoch,
-            lost_ranks=lost,
-            left_ranks=left,
-            why=why,
-        )
-        await self._ask("TellGroup", request, limits.NODE_RPC_S)
+        self, owner: Owner, epoch: int, report: NodeReport, others: frozenset[str] = _NOBODY
+    ) -> frozenset[str]:
+        request = views.report_to_proto(owner, epoch, report, others)
+        within_s = limits.NODE_TOLD_S if others else limits.NODE_RPC_S
+        answer: pb.TellGroupResponse = await self._ask("TellGroup", request, within_s)
+        return others.intersection(answer.unheard) if answer.told else others
 
     async def unique_ids(self, owner: Owner, epoch: int, count: int) -> UniqueIds:
         request = pb.GetViewIdsRequest(

@@ -3,6 +3,9 @@
 A node reports on its processes of a committed view until each has ended or left, even if the group
 has a new generation on this node. Until then the coordinator does not give their ranks to other
 processes, and processes of other nodes may still use the view.
+
+A report goes to the coordinator, which passes it on. Nodes that it does not reach, and all while it
+is away, are told directly, because running groups do not need the coordinator.
 """
 
 from __future__ import annotations
@@ -11,25 +14,22 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Set
 from typing import Any
 
 from ep_runtime.errors import EpRuntimeError, PermissionDeniedError, PoolExhaustedError
-from ep_runtime.text import printable
 from ep_runtime_server.base import limits
 from ep_runtime_server.base.events import EventLog
 from ep_runtime_server.callers.sessions import SessionRecord, SessionState
 from ep_runtime_server.cluster.coordination import TRY_AGAIN, Coordination
+from ep_runtime_server.cluster.relay import Teller
+from ep_runtime_server.cluster.views import NodeReport, report_to_proto
 from ep_runtime_server.groups.formation import Groups
 from ep_runtime_server.groups.fsm import State, Trigger
 from ep_runtime_server.groups.record import Answered, GroupRecord
 from ep_runtime_server.memory.windows import Owner
 from ep_runtime_server.nodes.facts import ClusterFacts
 
-# Sends (node, owner, epoch, lost ranks, left ranks, why) to the daemon of `node`.
-Teller = Callable[[str, Owner, int, list[int], list[int], str], Awaitable[None]]
-
-_MOST_WHY = 400  # limit of characters of another daemon's text
 _COORDINATOR = ""  # stands for the coordinator; no node has this name
 
 
@@ -40,6 +40,7 @@ class _Word:
     Attributes:
         key: key of the journal's fact that the report is still to be sent.
         unheard: nodes that have not received the report.
+        asked: those of them that the coordinator has to tell.
     """
 
     key: str
@@ -47,6 +48,7 @@ class _Word:
     left: list[int]
     why: str
     unheard: set[str]
+    asked: set[str]
 
 
 class Ends:
@@ -54,6 +56,7 @@ class Ends:
 
     def __init__(
         self,
+        node: str,
         coordination: Coordination,
         groups: Groups,
         tell: Teller,
@@ -62,6 +65,7 @@ class Ends:
         events: EventLog,
     ) -> None:
         """`start(work)` runs work as a task; `facts` keep unsent reports over a restart."""
+        self._node = node
         self._facts = facts
         self._coordination = coordination
         self._groups = groups
@@ -69,6 +73,7 @@ class Ends:
         self._start = start
         self._events = events
         self._unsent: dict[tuple[str, Owner, int], list[_Word]] = {}
+        self._away = False  # whether the coordinator did not answer the last report
 
     def changed(self, group: GroupRecord) -> None:
         if group.state is not State.CLOSED:
@@ -130,13 +135,24 @@ class Ends:
 
     def _tell_all(self, key: str, fact: list[Any], why: str) -> None:
         uid, job, name, epoch, nodes, lost, left = fact
-        word = _Word(key, lost, left, why, {*nodes, _COORDINATOR})
-        for place in sorted(word.unheard):
-            about = place, Owner(uid, job, name), epoch
-            unsent = self._unsent.setdefault(about, [])
-            unsent.append(word)
-            if len(unsent) == 1:
-                self._start(self._send(*about))
+        word = _Word(key, lost, left, why, {*nodes, _COORDINATOR}, {*nodes})
+        self._queue(_COORDINATOR, Owner(uid, job, name), epoch, word)
+        if self._away:
+            self._tell_rest([word], {*nodes}, Owner(uid, job, name), epoch)
+
+    def _queue(self, place: str, owner: Owner, epoch: int, word: _Word) -> None:
+        unsent = self._unsent.setdefault((place, owner, epoch), [])
+        unsent.append(word)
+        if len(unsent) == 1:
+            self._start(self._send(place, owner, epoch))
+
+    def _tell_rest(self, words: list[_Word], unheard: Set[str], owner: Owner, epoch: int) -> None:
+        """Tells nodes that the coordinator has not told, and does not ask it again."""
+        for word in words:
+            word.unheard.difference_update(word.asked - unheard)
+            for node in sorted(word.asked & unheard):
+                self._queue(node, owner, epoch, word)
+            word.asked.clear()
 
     async def _send(self, place: str, owner: Owner, epoch: int) -> None:
         """Sends one node its unsent reports of a view, several of them in one call."""
@@ -145,13 +161,22 @@ class Ends:
 
         async def say() -> None:
             told[:] = unsent
-            lost = sorted({rank for word in told for rank in word.lost})
-            left = sorted({rank for word in told for rank in word.left}.difference(lost))
+            lost = {rank for word in told for rank in word.lost}
+            left = {rank for word in told for rank in word.left} - lost
             why = "; ".join(dict.fromkeys(word.why for word in told if word.why))
-            if place == _COORDINATOR:
-                await self._coordination.ended(owner, epoch, lost, left, why)
-            else:
-                await self._tell(place, owner, epoch, lost, left, why)
+            report = NodeReport(self._node, tuple(sorted(lost)), tuple(sorted(left)), why)
+            if place != _COORDINATOR:
+                await self._tell(place, report_to_proto(owner, epoch, report))
+                return
+            others = frozenset(node for word in told for node in word.asked)
+            try:
+                unheard = await self._coordination.ended(owner, epoch, report, others)
+            except EpRuntimeError:
+                self._away = True
+                self._tell_rest(told, others, owner, epoch)
+                raise
+            self._away = False
+            self._tell_rest(told, unheard, owner, epoch)
 
         try:
             while unsent:
@@ -167,16 +192,9 @@ class Ends:
     def say(self, owner: Owner, say: Callable[[], Awaitable[None]]) -> None:
         self._start(until_heard(say, owner))
 
-    def heard(
-        self,
-        node: str,
-        owner: Owner,
-        epoch: int,
-        lost: list[int],
-        left: list[int],
-        why: str = "",
-    ) -> None:
+    def heard(self, owner: Owner, epoch: int, report: NodeReport) -> None:
         """Takes a node's report. Raises PermissionDeniedError for ranks of other nodes."""
+        node, lost, left, why = report.node, report.lost_ranks, report.left_ranks, report.why
         group = self._groups.find(owner)
         if group is None or group.epoch != epoch:
             return
@@ -196,7 +214,7 @@ class Ends:
         group.lost.update({rank: group.remote[rank] for rank in fresh})
         group.left.update(gone)
         if fresh and group.state in (State.READY, State.BROKEN):
-            told = f": {printable(why[:_MOST_WHY])}" if why else ""
+            told = f": {why}" if why else ""
             self._groups.lost_elsewhere(
                 group, f"processes of node {node} are gone: ranks {fresh}{told}"
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -21,10 +22,11 @@ from ep_runtime_server.base.clock import Clock
 from ep_runtime_server.cluster import views
 from ep_runtime_server.cluster.assembly import Assemblies
 from ep_runtime_server.cluster.coordination import ViewIds
+from ep_runtime_server.cluster.relay import Relay
 from ep_runtime_server.cluster.spanning import Spanning
 from ep_runtime_server.groups.claims import checked_wait
 from ep_runtime_server.nodes import registry
-from ep_runtime_server.nodes.facts import ClusterFacts
+from ep_runtime_server.nodes.facts import ClusterFacts, NodeIdentity
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -61,15 +63,17 @@ class NodeServicer:
         nodes: registry.Nodes | None,
         assemblies: Assemblies,
         view_ids: ViewIds,
+        relay: Relay,
         spanning: Spanning,
         facts: ClusterFacts,
         clock: Clock,
-        coordinator: Callable[[], str],
+        coordinator: Callable[[], NodeIdentity],
     ) -> None:
-        """`nodes` is None unless we coordinate; `coordinator()` is the coordinator's address."""
+        """`nodes` is None unless we coordinate; `coordinator()` has the coordinator's address."""
         self._nodes = nodes
         self._assemblies = assemblies
         self._view_ids = view_ids
+        self._relay = relay
         self._spanning = spanning
         self._facts = facts
         self._clock = clock
@@ -79,9 +83,10 @@ class NodeServicer:
 
     def _list(self) -> registry.Nodes:
         if self._nodes is None:
+            address = self._coordinator().address
             raise StaleHandleError(
-                f"this node does not coordinate; the coordinator is at {self._coordinator()}",
-                coordinator=self._coordinator(),
+                f"this node does not coordinate; the coordinator is at {address}",
+                coordinator=address,
             )
         return self._nodes
 
@@ -205,8 +210,25 @@ class NodeServicer:
     ) -> pb.TellGroupResponse:
         check_certificate(context, request.node)
         owner = views.key_from_proto(request.key)
-        lost = list(views.ranks_from_proto(request.lost_ranks))
-        left = list(views.ranks_from_proto(request.left_ranks))
-        self._assemblies.ended(request.node, owner, request.epoch, (*lost, *left))
-        self._spanning.ends.heard(request.node, owner, request.epoch, lost, left, request.why)
-        return pb.TellGroupResponse()
+        report = views.report_from_proto(request)
+        self._assemblies.ended(owner, request.epoch, report)
+        ends = self._spanning.ends
+        ends.heard(owner, request.epoch, report)
+        if request.reports and request.node != self._coordinator().node:
+            raise PermissionDeniedError(
+                f"node {request.node!r} does not coordinate, so it has no reports of others",
+                node=request.node,
+            )
+        for passed_on in map(views.report_from_proto, request.reports):
+            with contextlib.suppress(PermissionDeniedError):  # its sender's fault, and our own
+                ends.heard(owner, request.epoch, passed_on)
+        if self._nodes is None:
+            return pb.TellGroupResponse(told=not request.others)
+        if len(request.others) > limits.MAX_NODES:
+            raise InvalidArgumentError(
+                f"others must be at most {limits.MAX_NODES} nodes, got {len(request.others)}",
+                argument="others",
+            )
+        others = frozenset(request.others)
+        unheard = await self._relay.pass_on(owner, request.epoch, report, others)
+        return pb.TellGroupResponse(told=True, unheard=unheard)

@@ -20,8 +20,9 @@ from ep_runtime_server.base import limits
 from ep_runtime_server.base.events import EventLog
 from ep_runtime_server.base.supervision import tell_failure
 from ep_runtime_server.cluster.coordination import TRY_AGAIN, Coordination
-from ep_runtime_server.cluster.ends import Ends, Teller, until_heard
-from ep_runtime_server.cluster.views import GroupView, NodeClaim, Outcome
+from ep_runtime_server.cluster.ends import Ends, until_heard
+from ep_runtime_server.cluster.relay import Teller
+from ep_runtime_server.cluster.views import GroupView, NodeClaim, NodeReport, Outcome
 from ep_runtime_server.groups.formation import Groups
 from ep_runtime_server.groups.fsm import State, Trigger
 from ep_runtime_server.groups.record import GroupMember, GroupRecord, RemoteMember
@@ -98,7 +99,7 @@ class Spanning:
         self._events = events
         self._drivers: dict[str, asyncio.Task[None]] = {}  # by group id
         self._tasks: set[asyncio.Task[None]] = set()
-        self.ends = Ends(coordination, groups, tell, self._start, facts, events)
+        self.ends = Ends(node, coordination, groups, tell, self._start, facts, events)
         groups.on_unequal = self._unequal
 
     def changed(self, group: GroupRecord) -> None:
@@ -149,7 +150,7 @@ class Spanning:
 
         async def say() -> None:
             if not self._claims(owner):  # a new claim replaces the old one anyway
-                await self._coordination.ended(owner, 0, [], [])
+                await self._coordination.ended(owner, 0, NodeReport(self._node, (), ()))
 
         self.ends.say(owner, say)
 

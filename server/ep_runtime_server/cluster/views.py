@@ -17,10 +17,13 @@ from ep_runtime.allowed_names import check_name
 from ep_runtime.board_abi import MAX_WORLD_RANKS
 from ep_runtime.errors import EpRuntimeError, InvalidArgumentError
 from ep_runtime.specs import GroupSpec
+from ep_runtime.text import printable
 from ep_runtime.v1 import node_service_pb2 as pb
 from ep_runtime_server.base import limits
 from ep_runtime_server.memory.windows import Owner
 from ep_runtime_server.nodes.config import check_node_name
+
+_MOST_WHY = 400  # limit of characters of another daemon's text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,6 +33,16 @@ class NodeClaim:
     session_id: str
     pid: int
     ranks: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class NodeReport:
+    """A node's world ranks of a view whose processes were lost or left, and who ended the lost."""
+
+    node: str
+    lost_ranks: tuple[int, ...]
+    left_ranks: tuple[int, ...]
+    why: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -326,6 +339,27 @@ def claims_from_proto(messages: Sequence[pb.NodeClaim], spec: GroupSpec) -> tupl
             argument="claims",
         )
     return claims
+
+
+def report_from_proto(message: pb.TellGroupRequest | pb.NodeReport) -> NodeReport:
+    """Converts a report. Raises InvalidArgumentError as `ranks_from_proto`."""
+    lost, left = map(ranks_from_proto, (message.lost_ranks, message.left_ranks))
+    return NodeReport(message.node, lost, left, printable(message.why[:_MOST_WHY]))
+
+
+def report_to_proto(
+    owner: Owner, epoch: int, report: NodeReport, others: Iterable[str] = ()
+) -> pb.TellGroupRequest:
+    key = key_to_proto(owner)
+    return wire.filled(pb.TellGroupRequest, report, key=key, epoch=epoch, others=others)
+
+
+def passed_on(
+    node: str, owner: Owner, epoch: int, reports: Iterable[NodeReport]
+) -> pb.TellGroupRequest:
+    """Makes the request by which the coordinator `node` passes reports on."""
+    passed = [wire.filled(pb.NodeReport, report) for report in reports]
+    return pb.TellGroupRequest(node=node, key=key_to_proto(owner), epoch=epoch, reports=passed)
 
 
 def view_to_proto(view: GroupView) -> pb.GroupView:
