@@ -39,6 +39,26 @@ def test_a_group_forms_over_two_nodes_under_one_view(nodes, pool):
     assert all(m.attached for group in groups for m in group.members)
 
 
+def test_members_are_listed_as_they_attach(nodes, pool):
+    a, b = nodes
+    first, second = a.client(), b.client()
+    futures = [
+        pool.submit(client.create, spec_of(), ranks=[rank])
+        for rank, client in enumerate((first, second))
+    ]
+    groups = [future.result(WAIT_S).group for future in futures]
+
+    def listed() -> list[bool]:
+        return [member.attached for member in group_of(a).members]
+
+    assert listed() == [False, False]
+    waiting = pool.submit(first.attached, groups[0])
+    eventually(lambda: listed() == [True, False])
+    second.attached(groups[1])
+    waiting.result(WAIT_S)
+    assert listed() == [True, True]
+
+
 def test_several_groups_form_at_once_and_each_has_its_own_epoch(nodes, pool):
     a, b = nodes
     first, second = a.client(), b.client()

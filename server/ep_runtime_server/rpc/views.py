@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -38,6 +39,10 @@ _BUFFER_STATES = {
     WindowState.RELEASING: pb.BUFFER_STATE_QUARANTINED,
 }
 
+# The last members of each group: what they were made of, and the message.
+_MADE: weakref.WeakKeyDictionary[GroupRecord, tuple[Any, types_pb2.Group]]
+_MADE = weakref.WeakKeyDictionary()
+
 
 def timestamp(wall_s: float) -> timestamp_pb2.Timestamp:
     whole = int(wall_s)
@@ -52,7 +57,7 @@ def descriptor(world_rank: int, size_bytes: int, generation: int) -> types_pb2.W
 
 
 def group(group: GroupRecord, clock: Clock) -> types_pb2.Group:
-    claims, spec = group.claims, group.resolved
+    spec = group.resolved
     message = types_pb2.Group(
         spec=wire.group_spec_to_proto(spec),
         job=group.owner.job,
@@ -65,6 +70,21 @@ def group(group: GroupRecord, clock: Clock) -> types_pb2.Group:
         epoch=group.epoch,
         attempt=group.attempt,
     )
+    message.MergeFrom(_members(group))
+    if group.state is State.RETAINED and group.retained_until_s is not None:
+        left = max(0.0, group.retained_until_s - clock.monotonic_s())
+        message.retained_left.CopyFrom(wire.duration(left))
+    return message
+
+
+def _members(group: GroupRecord) -> types_pb2.Group:
+    """Makes a message of the members alone, once for all processes of a node that get the same."""
+    ours = [(key, member.ranks, member.attached) for key, member in group.members.items()]
+    now = (ours, group.remote, group.committed, set(group.left))
+    made, message = _MADE.get(group, (None, types_pb2.Group()))
+    if made == now:
+        return message
+    message, claims = types_pb2.Group(), group.claims
     for rank in range(group.spec.world_size):
         member, remote = claims.get(rank), group.remote.get(rank)
         if remote is not None:
@@ -84,9 +104,7 @@ def group(group: GroupRecord, clock: Clock) -> types_pb2.Group:
                 pid=member.session.pid,
                 attached=member.attached,
             )
-    if group.state is State.RETAINED and group.retained_until_s is not None:
-        left = max(0.0, group.retained_until_s - clock.monotonic_s())
-        message.retained_left.CopyFrom(wire.duration(left))
+    _MADE[group] = now, message
     return message
 
 
