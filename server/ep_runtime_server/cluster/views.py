@@ -370,9 +370,10 @@ def view_to_proto(view: GroupView) -> pb.GroupView:
 def view_from_proto(message: pb.GroupView) -> GroupView:
     """Converts a view. Raises InvalidArgumentError for an invalid node name."""
     members = tuple(
-        ViewMember(
-            member.world_rank, check_node_name(member.node, "node"), member.session_id, member.pid
-        )
+        ViewMember(member.world_rank, member.node, member.session_id, member.pid)
         for member in message.members
     )
-    return GroupView(message.epoch, message.attempt, members)
+    view = GroupView(message.epoch, message.attempt, members)
+    for node in view.nodes:
+        check_node_name(node, "node")
+    return view

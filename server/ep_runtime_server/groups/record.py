@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Set
 
 from ep_runtime import layout
 from ep_runtime.board_abi import PoisonReason
@@ -153,22 +153,15 @@ class GroupRecord:
 
     @property
     def missing_ranks(self) -> list[int]:
-        claimed = self.claims
-        return [
-            rank
-            for rank in range(self.spec.world_size)
-            if rank not in claimed and rank not in self.remote
-        ]
+        return self._others(self.claims.keys() | self.remote.keys())
 
     @property
     def unattached_ranks(self) -> list[int]:
-        claimed = self.claims
-        return [
-            rank
-            for rank in range(self.spec.world_size)
-            if (not self.committed if rank in self.remote else True)
-            and (rank not in claimed or not claimed[rank].attached)
-        ]
+        attached = {rank for rank, member in self.claims.items() if member.attached}
+        return self._others(attached | self.remote.keys() if self.committed else attached)
+
+    def _others(self, ranks: Set[int]) -> list[int]:
+        return sorted({*range(self.spec.world_size)} - ranks)
 
     @property
     def awaited(self) -> tuple[str, list[int]]:
