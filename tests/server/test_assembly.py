@@ -13,7 +13,7 @@ from ep_runtime_server.base import limits
 from ep_runtime_server.base.events import EventLog
 from ep_runtime_server.base.failpoints import Failpoints
 from ep_runtime_server.cluster.assembly import Assemblies
-from ep_runtime_server.cluster.views import NodeClaim, NodeReport, Outcome
+from ep_runtime_server.cluster.views import NodeClaim, NodePart, NodeReport, Outcome
 from ep_runtime_server.journal.file import Journal
 from ep_runtime_server.memory.windows import Owner
 from ep_runtime_server.nodes.facts import ClusterFacts
@@ -46,8 +46,8 @@ class Coordinator:
         self, node: str, claims=None, *, spec=SPEC, generation=1, known=(), wait_s: float = 5.0
     ):
         found = CLAIMS.get(node, CLAIMS["b"]) if claims is None else claims
-        more = {"generation": generation, "known_missing": list(known), "wait_s": wait_s}
-        return await self.decisions.join(node, OWNER, spec, found, **more)
+        part = NodePart(node, spec, found, generation)
+        return await self.decisions.join(OWNER, part, list(known), wait_s)
 
     async def both(self):
         """The view that b and c get."""
@@ -191,10 +191,10 @@ async def test_a_spec_that_a_node_refused_is_told_to_others_and_claims_nothing(c
     claim = (NodeClaim("s-d", 3, (0,)),)
     waiting = asyncio.ensure_future(coordinator.join("b", known=[1]))
     await asyncio.sleep(0)
-    coordinator.decisions.differ("c", OWNER, SPEC, CLAIMS["c"])
+    coordinator.decisions.differ(OWNER, NodePart("c", SPEC, CLAIMS["c"]))
     await asyncio.sleep(0)
     assert not waiting.done()  # nor has anybody a view
-    coordinator.decisions.differ("c", OWNER, OTHER, CLAIMS["c"])
+    coordinator.decisions.differ(OWNER, NodePart("c", OTHER, CLAIMS["c"]))
     for call in (waiting, coordinator.join("d", claim, wait_s=0.0)):
         with pytest.raises(SpecMismatchError, match="on node 'c'"):
             await call
@@ -210,7 +210,7 @@ async def test_who_claims_a_rank_of_another_with_another_spec_ends_nobody_s_wait
         with pytest.raises(SpecMismatchError, match="on node 'b'"):
             await coordinator.join("d", stray, spec=OTHER)
     else:
-        coordinator.decisions.differ("d", OWNER, OTHER, stray)
+        coordinator.decisions.differ(OWNER, NodePart("d", OTHER, stray))
     assert await coordinator.join("b", wait_s=0.0) == (None, [1])
     view, _ = await coordinator.join("c")
     assert view is not None
@@ -275,14 +275,8 @@ async def test_nodes_that_wait_are_not_called_for_every_claim_of_another(coordin
         known: list[int] = []
         while True:
             calls += 1
-            view, known = await coordinator.decisions.join(
-                f"n{rank}",
-                OWNER,
-                spec,
-                (NodeClaim(f"s-{rank}", rank + 2, (rank,)),),
-                known_missing=known,
-                wait_s=5.0,
-            )
+            claims = (NodeClaim(f"s-{rank}", rank + 2, (rank,)),)
+            view, known = await coordinator.join(f"n{rank}", claims, spec=spec, known=known)
             if view is not None:
                 return view
 
@@ -297,10 +291,7 @@ async def test_nodes_that_wait_are_not_called_for_every_claim_of_another(coordin
 
 async def test_a_waiting_node_hears_at_once_which_ranks_are_missing_still(coordinator):
     spec = make_spec(ranks=3, transport="xla")
-    join = coordinator.decisions.join
-    waiting = asyncio.ensure_future(
-        join("b", OWNER, spec, CLAIMS["b"], known_missing=[1, 2], wait_s=5.0)
-    )
+    waiting = asyncio.ensure_future(coordinator.join("b", spec=spec, known=[1, 2]))
     await asyncio.sleep(0)
-    answer = await join("c", OWNER, spec, CLAIMS["c"], known_missing=[], wait_s=5.0)
+    answer = await coordinator.join("c", spec=spec)
     assert answer == await waiting == (None, [2])

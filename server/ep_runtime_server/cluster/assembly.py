@@ -13,14 +13,12 @@ from ep_runtime.errors import (
     PoolExhaustedError,
     SpecMismatchError,
 )
-from ep_runtime.specs import GroupSpec
 from ep_runtime_server.base import limits
 from ep_runtime_server.base.clock import Clock
 from ep_runtime_server.base.events import EventLog
 from ep_runtime_server.cluster.views import (
     Assembly,
     GroupView,
-    NodeClaim,
     NodePart,
     NodeReport,
     Outcome,
@@ -42,20 +40,9 @@ class Assemblies:
         self._all: dict[Owner, Assembly] = {}
 
     async def join(
-        self,
-        node: str,
-        owner: Owner,
-        spec: GroupSpec,
-        claims: tuple[NodeClaim, ...],
-        *,
-        generation: int = 0,
-        known_missing: list[int],
-        wait_s: float,
+        self, owner: Owner, part: NodePart, known_missing: list[int], wait_s: float
     ) -> tuple[GroupView | None, list[int]]:
         """Adds a node's claims; returns the view, or missing ranks other than `known_missing`.
-
-        Args:
-            generation: the group's generation on the node; a refusal is for one generation.
 
         Raises:
             SpecMismatchError: another node's spec differs; its calls end with this error too.
@@ -64,11 +51,10 @@ class Assemblies:
         """
         assembly = self._all.get(owner) or self._new(owner)
         proposal = assembly.proposal
-        if proposal is not None and proposal.awaits(node, spec, claims):
-            proposal.delivered.add(node)
+        if proposal is not None and proposal.awaits(part):
+            proposal.delivered.add(part.node)
             return proposal.view, []
-        self._give_up_view_of(assembly, owner, node, "joins again")
-        part = NodePart(node, spec, claims, generation)
+        self._give_up_view_of(assembly, owner, part.node, "joins again")
         assembly.hear(part)
         self._check_spec(assembly, owner, part)
         _check_ranks(assembly, owner, part)
@@ -84,19 +70,16 @@ class Assemblies:
         part.waits = False
         part.until_s = self._clock.monotonic_s() + limits.NODE_CLAIM_LIFE_S
         if part.view is not None and assembly.proposal is not None:
-            assembly.proposal.delivered.add(node)
+            assembly.proposal.delivered.add(part.node)
         return part.view, assembly.missing
 
-    def differ(
-        self, node: str, owner: Owner, spec: GroupSpec, claims: tuple[NodeClaim, ...]
-    ) -> None:
+    def differ(self, owner: Owner, part: NodePart) -> None:
         """Ends other nodes' waits if their specs differ from the spec of refused processes.
 
         Raises:
             PoolExhaustedError: too many groups form.
         """
         assembly = self._all.get(owner) or self._new(owner)
-        part = NodePart(node, spec, claims)
         now = self._clock.monotonic_s()
         _refuse_others(assembly, owner, part, now)
         assembly.note_refused(part, now)

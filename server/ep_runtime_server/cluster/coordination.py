@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import Any, Protocol
+from typing import Any
 
 from ep_runtime import wire
 from ep_runtime.errors import (
@@ -14,13 +14,12 @@ from ep_runtime.errors import (
     RuntimeUnavailableError,
     StaleHandleError,
 )
-from ep_runtime.specs import GroupSpec
 from ep_runtime.v1 import node_service_pb2 as pb
 from ep_runtime_server.base import limits
 from ep_runtime_server.cluster import views
 from ep_runtime_server.cluster.assembly import Assemblies
 from ep_runtime_server.cluster.relay import Relay
-from ep_runtime_server.cluster.views import GroupView, NodeClaim, NodeReport, Outcome
+from ep_runtime_server.cluster.views import GroupView, NodePart, NodeReport, Outcome
 from ep_runtime_server.memory.windows import Owner
 from ep_runtime_server.nccl.unique_ids import JOIN_S, MAKE_S, IdProcess, UniqueIds
 from ep_runtime_server.nodes.membership import Membership
@@ -31,37 +30,8 @@ TRY_AGAIN = (RuntimeUnavailableError, StaleHandleError, PoolExhaustedError)
 _NOBODY: frozenset[str] = frozenset()
 
 
-class Coordination(Protocol):
-    """Calls to the coordinator; see node_service.proto. Each may raise RuntimeUnavailableError."""
-
-    async def join(
-        self,
-        owner: Owner,
-        spec: GroupSpec,
-        claims: tuple[NodeClaim, ...],
-        generation: int,
-        known_missing: list[int],
-    ) -> tuple[GroupView | None, list[int]]: ...
-
-    async def differ(
-        self, owner: Owner, spec: GroupSpec, claims: tuple[NodeClaim, ...]
-    ) -> None: ...
-
-    async def report(self, owner: Owner, epoch: int, error: str) -> None: ...
-
-    async def outcome(self, owner: Owner, epoch: int) -> tuple[Outcome, str]: ...
-
-    async def ended(
-        self, owner: Owner, epoch: int, report: NodeReport, others: frozenset[str] = _NOBODY
-    ) -> frozenset[str]:
-        """Reports processes, to `others` too; returns those that the caller has to tell."""
-        ...
-
-    async def unique_ids(self, owner: Owner, epoch: int, count: int) -> UniqueIds: ...
-
-
 class OwnCoordination:
-    """Calls the coordinator directly, on its own node."""
+    """Calls the coordinator directly, on its own node; see node_service.proto."""
 
     def __init__(
         self,
@@ -79,27 +49,14 @@ class OwnCoordination:
         self._view_ids = view_ids
 
     async def join(
-        self,
-        owner: Owner,
-        spec: GroupSpec,
-        claims: tuple[NodeClaim, ...],
-        generation: int,
-        known_missing: list[int],
+        self, owner: Owner, part: NodePart, known_missing: list[int]
     ) -> tuple[GroupView | None, list[int]]:
-        answer = await self._assemblies.join(
-            self._node,
-            owner,
-            spec,
-            claims,
-            generation=generation,
-            known_missing=known_missing,
-            wait_s=limits.NODE_POLL_S,
-        )
+        answer = await self._assemblies.join(owner, part, known_missing, limits.NODE_POLL_S)
         await self._durable()
         return answer
 
-    async def differ(self, owner: Owner, spec: GroupSpec, claims: tuple[NodeClaim, ...]) -> None:
-        self._assemblies.differ(self._node, owner, spec, claims)
+    async def differ(self, owner: Owner, part: NodePart) -> None:
+        self._assemblies.differ(owner, part)
 
     async def report(self, owner: Owner, epoch: int, error: str) -> None:
         self._assemblies.report(self._node, owner, epoch, error)
@@ -121,7 +78,7 @@ class OwnCoordination:
 
 
 class RemoteCoordination:
-    """Calls the coordinator by RPC, on all other nodes."""
+    """Calls the coordinator by RPC, on all other nodes; may raise RuntimeUnavailableError."""
 
     def __init__(
         self, node: str, membership: Membership, ask: Callable[[str, Any, float], Any]
@@ -134,38 +91,28 @@ class RemoteCoordination:
     def _who(self) -> dict[str, Any]:
         return {"node": self._node, "lease_id": self._membership.lease_id}
 
-    def _claimed(
-        self, owner: Owner, spec: GroupSpec, claims: tuple[NodeClaim, ...]
-    ) -> dict[str, Any]:
-        return {
+    async def _join(self, owner: Owner, part: NodePart, wait_s: float, **more: Any) -> Any:
+        request = pb.JoinGroupRequest(
             **self._who(),
-            "key": views.key_to_proto(owner),
-            "spec": wire.group_spec_to_proto(spec),
-            "claims": views.claims_to_proto(claims),
-        }
+            key=views.key_to_proto(owner),
+            spec=wire.group_spec_to_proto(part.spec),
+            claims=views.claims_to_proto(part.claims),
+            generation=part.generation,
+            **more,
+        )
+        return await self._ask("JoinGroup", request, wait_s + limits.NODE_RPC_S)
 
     async def join(
-        self,
-        owner: Owner,
-        spec: GroupSpec,
-        claims: tuple[NodeClaim, ...],
-        generation: int,
-        known_missing: list[int],
+        self, owner: Owner, part: NodePart, known_missing: list[int]
     ) -> tuple[GroupView | None, list[int]]:
-        request = pb.JoinGroupRequest(
-            **self._claimed(owner, spec, claims),
-            missing_ranks=known_missing,
-            generation=generation,
-            wait=wire.duration(limits.NODE_POLL_S),
-        )
-        within_s = limits.NODE_POLL_S + limits.NODE_RPC_S
-        answer: pb.JoinGroupResponse = await self._ask("JoinGroup", request, within_s)
+        wait = wire.duration(limits.NODE_POLL_S)
+        more = {"missing_ranks": known_missing, "wait": wait}
+        answer: pb.JoinGroupResponse = await self._join(owner, part, limits.NODE_POLL_S, **more)
         view = views.view_from_proto(answer.view) if answer.HasField("view") else None
         return view, list(answer.missing_ranks)
 
-    async def differ(self, owner: Owner, spec: GroupSpec, claims: tuple[NodeClaim, ...]) -> None:
-        request = pb.JoinGroupRequest(**self._claimed(owner, spec, claims))
-        await self._ask("JoinGroup", request, limits.NODE_RPC_S)
+    async def differ(self, owner: Owner, part: NodePart) -> None:
+        await self._join(owner, part, 0.0)
 
     async def report(self, owner: Owner, epoch: int, error: str) -> None:
         request = pb.ReportInitRequest(
@@ -202,6 +149,8 @@ class RemoteCoordination:
         return UniqueIds(tuple(answer.unique_ids), answer.nccl_version)
 
 
+# Calls to the coordinator; see node_service.proto.
+Coordination = OwnCoordination | RemoteCoordination
 MAX_DOMAINS = 4096
 
 

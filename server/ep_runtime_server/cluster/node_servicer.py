@@ -156,18 +156,13 @@ class NodeServicer:
         owner = views.key_from_proto(request.key)
         spec = wire.group_spec_from_proto(request.spec)
         claims = views.claims_from_proto(request.claims, spec)
+        part = views.NodePart(request.node, spec, claims, request.generation)
         if not request.generation:
-            self._assemblies.differ(request.node, owner, spec, claims)
+            self._assemblies.differ(owner, part)
             return pb.JoinGroupResponse()
-        view, missing = await self._assemblies.join(
-            request.node,
-            owner,
-            spec,
-            claims,
-            generation=request.generation,
-            known_missing=list(views.ranks_from_proto(request.missing_ranks)),
-            wait_s=checked_wait(wire.seconds(request.wait)),
-        )
+        known_missing = list(views.ranks_from_proto(request.missing_ranks))
+        wait_s = checked_wait(wire.seconds(request.wait))
+        view, missing = await self._assemblies.join(owner, part, known_missing, wait_s)
         return pb.JoinGroupResponse(
             view=self._view(view) if view is not None else None, missing_ranks=missing
         )

@@ -22,7 +22,7 @@ from ep_runtime_server.base.supervision import tell_failure
 from ep_runtime_server.cluster.coordination import TRY_AGAIN, Coordination
 from ep_runtime_server.cluster.ends import Ends, until_heard
 from ep_runtime_server.cluster.relay import Teller
-from ep_runtime_server.cluster.views import GroupView, NodeClaim, NodeReport, Outcome
+from ep_runtime_server.cluster.views import GroupView, NodeClaim, NodePart, NodeReport, Outcome
 from ep_runtime_server.groups.formation import Groups
 from ep_runtime_server.groups.fsm import State, Trigger
 from ep_runtime_server.groups.record import GroupMember, GroupRecord, RemoteMember
@@ -128,14 +128,14 @@ class Spanning:
 
     def _unequal(self, owner: Owner, spec: GroupSpec, members: Iterable[GroupMember]) -> None:
         """Reports processes that this node refused for their spec, to end waits on other nodes."""
-        self._start(self._differ(owner, spec, _claims_of(members)))
+        self._start(self._differ(owner, NodePart(self._node, spec, _claims_of(members))))
 
-    async def _differ(self, owner: Owner, spec: GroupSpec, claims: tuple[NodeClaim, ...]) -> None:
+    async def _differ(self, owner: Owner, part: NodePart) -> None:
         """Reports refused claims within NODE_DIFFERS_S, unless this node joins the group again."""
 
         async def say() -> None:
             if not self._claims(owner):
-                await self._coordination.differ(owner, spec, claims)
+                await self._coordination.differ(owner, part)
 
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(limits.NODE_DIFFERS_S):
@@ -175,7 +175,8 @@ class Spanning:
             generation = group.generation
             try:
                 claims = _claims(group)
-                join = self._coordination.join(group.owner, group.spec, claims, generation, known)
+                part = NodePart(self._node, group.spec, claims, generation)
+                join = self._coordination.join(group.owner, part, known)
                 answer = await self._while_same(group, join)
                 if answer is None:
                     known = []

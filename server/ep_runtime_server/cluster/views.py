@@ -137,12 +137,13 @@ class Proposal:
             return None
         return members[rank]
 
-    def awaits(self, node: str, spec: GroupSpec, claims: tuple[NodeClaim, ...]) -> bool:
+    def awaits(self, part: NodePart) -> bool:
         """Returns whether the node's next call, with unchanged claims, should get this view."""
-        if not self.open or node in self.delivered or self.spec.difference(spec) is not None:
+        if not self.open or part.node in self.delivered:
             return False
-        theirs = {(rank, claim.session_id) for claim in claims for rank in claim.ranks}
-        return self.view.of_node.get(node, set()) == theirs
+        theirs = {(rank, claim.session_id) for rank, claim in part.ranks.items()}
+        same = self.view.of_node.get(part.node, set()) == theirs
+        return same and self.spec.difference(part.spec) is None
 
 
 class Assembly:
