@@ -22,6 +22,7 @@ from schedules.schedule import Schedule, Slot, first_fault, make_lives, make_sch
 
 from ep_runtime.errors import GroupBusyError
 from ep_runtime.v1 import node_service_pb2
+from ep_runtime_server.base.clock import Changes
 from ep_runtime_server.callers.sessions import Sessions
 from ep_runtime_server.cluster import spanning
 from ep_runtime_server.cluster.ends import Ends
@@ -192,7 +193,7 @@ def test_an_answer_that_nobody_wants_any_more_leaves_no_error_behind(monkeypatch
     """The call had failed when the claims that it was for had changed."""
     monkeypatch.setattr(spanning, "_claims", lambda group: ())
     monkeypatch.setattr(spanning, "_wants_others", lambda group: False)
-    group = SimpleNamespace(generation=1, changed=asyncio.Event())
+    group = SimpleNamespace(generation=1, changes=Changes())
     left = []
 
     async def refused():
@@ -323,7 +324,7 @@ def test_a_node_tells_itself_whom_the_coordinator_does_not_tell(monkeypatch, oth
                 made[rank].die()
                 async with asyncio.timeout(TOLD_S):
                     while rank not in group.lost:
-                        await group.changed.wait()
+                        await group.changes.next.wait()
 
         cluster.loop.run_until_complete(main())
         assert cluster.faults == []

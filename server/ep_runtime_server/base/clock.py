@@ -1,10 +1,10 @@
-"""The daemon's clock, which tests can replace, and long work in short turns of the event loop."""
+"""The daemon's clock, which tests can replace; waits for changes, and long work in short turns."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Protocol, TypeVar
 
 
@@ -24,6 +24,33 @@ class SystemClock:
 
     def wall_s(self) -> float:
         return time.time()
+
+
+class Changes:
+    """Wakes those who wait for a change. For the event loop's thread only.
+
+    Attributes:
+        next: an event that the next change sets; get it before you read the state to wait for.
+    """
+
+    def __init__(self) -> None:
+        self.next = asyncio.Event()
+
+    def tell(self) -> None:
+        self.next.set()
+        self.next = asyncio.Event()
+
+    async def until(self, done: Callable[[], bool], wait_s: float) -> bool:
+        """Waits until `done()`, called after each change; False at the deadline."""
+        deadline = asyncio.get_running_loop().time() + wait_s
+        while not done():
+            try:
+                # Not wait_for, which before Python 3.12 can lose a cancellation during a change.
+                async with asyncio.timeout_at(deadline):
+                    await self.next.wait()
+            except TimeoutError:
+                return done()
+        return True
 
 
 # Longest turn on the event loop, not counting the turn's last item.

@@ -177,7 +177,7 @@ class Assemblies:
         found = self._proposal(owner, epoch)
         if found is not None:
             assembly, proposal = found
-            await assembly.wait(lambda: not proposal.open, wait_s)
+            await assembly.decided.until(lambda: not proposal.open, wait_s)
             return proposal.outcome, proposal.reason
         if self._facts.committed_epoch(owner.path) == epoch:
             return Outcome.COMMITTED, ""

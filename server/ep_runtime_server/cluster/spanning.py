@@ -53,7 +53,7 @@ def _claims_of(members: Iterable[GroupMember]) -> tuple[NodeClaim, ...]:
 
 async def _done_or_changed(call: asyncio.Future[Any], group: GroupRecord) -> None:
     """Waits until the call is done or the group has changed."""
-    change = asyncio.ensure_future(group.changed.wait())
+    change = asyncio.ensure_future(group.changes.next.wait())
     try:
         await asyncio.wait({call, change}, return_when=asyncio.FIRST_COMPLETED)
     finally:

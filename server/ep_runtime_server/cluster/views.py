@@ -10,7 +10,7 @@ import collections
 import dataclasses
 import enum
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 from ep_runtime import wire
 from ep_runtime.allowed_names import check_name
@@ -20,6 +20,7 @@ from ep_runtime.specs import GroupSpec
 from ep_runtime.text import printable
 from ep_runtime.v1 import node_service_pb2 as pb
 from ep_runtime_server.base import limits
+from ep_runtime_server.base.clock import Changes
 from ep_runtime_server.memory.windows import Owner
 from ep_runtime_server.nodes.config import check_node_name
 
@@ -164,9 +165,8 @@ class Assembly:
         self.missing: list[int] = []
         self.proposal: Proposal | None = None
         self.attempts = 0  # views given up since the last committed one
-        # Two events, because claims change `missing` often, and few waiters need to know that.
-        self._decided = asyncio.Event()
-        self._gathered = asyncio.Event()
+        # Apart from decisions, because claims change `missing` often, and few need to know that.
+        self.decided, self.gathered = Changes(), Changes()
 
     def put(self, part: NodePart) -> None:
         """Adds a part, or replaces the node's earlier part, whose call ends."""
@@ -253,29 +253,12 @@ class Assembly:
         missing = [rank for rank in ranks if rank not in self.claimed]
         if missing != self.missing:
             self.missing = missing
-            self._gathered.set()
-            self._gathered = asyncio.Event()
+            self.gathered.tell()
 
     def notify(self) -> None:
         """Wakes all waiters: after a view, a decision, an error, or a node's newer call."""
-        self._decided.set()
-        self._decided = asyncio.Event()
-        self._gathered.set()
-        self._gathered = asyncio.Event()
-
-    async def wait(
-        self, done: Callable[[], bool], wait_s: float, *, claims_too: bool = False
-    ) -> None:
-        """Waits until `done()`, but at most `wait_s`.
-
-        Calls `done` after each decision, and with `claims_too` after each change of claims.
-        """
-        try:
-            async with asyncio.timeout(wait_s):
-                while not done():
-                    await (self._gathered if claims_too else self._decided).wait()
-        except TimeoutError:
-            return
+        self.decided.tell()
+        self.gathered.tell()
 
 
 async def view_or_news(
@@ -296,9 +279,10 @@ async def view_or_news(
 
     loop = asyncio.get_running_loop()
     deadline = loop.time() + wait_s
-    await assembly.wait(news, wait_s, claims_too=True)
+    await assembly.gathered.until(news, wait_s)
     left_s = max(0.0, deadline - loop.time())
-    await assembly.wait(over, min(left_s, limits.NODE_NEWS_EACH_S * len(assembly.parts)))
+    pause_s = limits.NODE_NEWS_EACH_S * len(assembly.parts)
+    await assembly.decided.until(over, min(left_s, pause_s))
 
 
 def key_to_proto(owner: Owner) -> pb.GroupKey:

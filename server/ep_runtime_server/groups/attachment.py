@@ -22,7 +22,7 @@ from ep_runtime_server.base.clock import Clock
 from ep_runtime_server.base.limits import ATTACH_TOKEN_LIFE_S
 from ep_runtime_server.callers.sessions import SessionRecord
 from ep_runtime_server.groups.fsm import State, Trigger
-from ep_runtime_server.groups.record import GroupRecord, wait_until
+from ep_runtime_server.groups.record import GroupRecord
 from ep_runtime_server.memory.window_sets import Buffer
 
 MAX_ATTACH_TOKENS_PER_SESSION = 64
@@ -200,7 +200,7 @@ async def report_attached(
     def settled() -> bool:
         return group.state is not State.FORMING or group.generation != generation
 
-    if not await wait_until(group, settled, wait_s):
+    if not await group.changes.until(settled, wait_s):
         awaited, missing = group.awaited
         raise GroupNotReadyError(
             f"group {group.owner.name!r}: {awaited} within {wait_s:g} s",

@@ -25,7 +25,7 @@ from ep_runtime_server.callers.quotas import Quotas
 from ep_runtime_server.callers.sessions import SessionRecord, SessionState
 from ep_runtime_server.groups.allocation import get_windows
 from ep_runtime_server.groups.fsm import State, Trigger
-from ep_runtime_server.groups.record import GroupBook, GroupMember, GroupRecord, wait_until
+from ep_runtime_server.groups.record import GroupBook, GroupMember, GroupRecord
 from ep_runtime_server.memory.windows import Owner, WindowPool
 
 
@@ -72,7 +72,7 @@ class Groups(GroupBook):
         group = self._claim(session, spec, ranks, uuids, replace=replace)
         key, generation = session.session_id, group.generation
         left_s = max(0.0, wait_s - waited_s)
-        await wait_until(group, lambda: group.formed or key not in group.members, left_s)
+        await group.changes.until(lambda: group.formed or key not in group.members, left_s)
         if group.failure is not None:
             group.failure.raise_again()
         if key not in group.members or group.generation != generation:

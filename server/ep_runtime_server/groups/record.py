@@ -17,7 +17,7 @@ from ep_runtime.errors import (
 )
 from ep_runtime.specs import NODE_TRANSPORTS, STATE, GroupSpec
 from ep_runtime.v1 import session_service_pb2, types_pb2
-from ep_runtime_server.base.clock import paced
+from ep_runtime_server.base.clock import Changes, paced
 from ep_runtime_server.callers.credentials import GivenOrder
 from ep_runtime_server.callers.sessions import SessionRecord
 from ep_runtime_server.groups.fsm import State, Trigger, next_state
@@ -110,7 +110,7 @@ class GroupRecord:
         self.retained_until_s: float | None = None  # only used in RETAINED
         self.created_s = 0.0
         self.created_wall_s = 0.0
-        self._changed = asyncio.Event()
+        self.changes = Changes()
 
     @property
     def lost_ranks(self) -> list[int]:
@@ -211,14 +211,8 @@ class GroupRecord:
             member.session.tell(session_service_pb2.WatchSessionResponse(group=message))
 
     def notify(self) -> None:
-        self._changed.set()
-        self._changed = asyncio.Event()
+        self.changes.tell()
         self.on_change(self)
-
-    @property
-    def changed(self) -> asyncio.Event:
-        """An event that the next change sets; get it before you read the state to wait for."""
-        return self._changed
 
     def check_free(self, session: SessionRecord, ranks: tuple[int, ...]) -> None:
         """Raises GroupBusyError if another live process has one of the ranks.
@@ -315,21 +309,6 @@ class GroupRecord:
         # uses the new one.
         if self.windows is not None and self.formed:
             self.windows.poison(reason, rank, by)
-
-
-async def wait_until(group: GroupRecord, done: Callable[[], bool], wait_s: float) -> bool:
-    """Waits until `done()`, called after each change of the group; False at the deadline."""
-    loop = asyncio.get_running_loop()
-    deadline = loop.time() + wait_s
-    while not done():
-        changed = group.changed
-        try:
-            # Not wait_for, which before Python 3.12 can lose a cancellation during a change.
-            async with asyncio.timeout_at(deadline):
-                await changed.wait()
-        except TimeoutError:
-            return done()
-    return True
 
 
 class GroupBook:

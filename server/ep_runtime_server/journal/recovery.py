@@ -7,7 +7,6 @@ store. A set is lost once it has no holder left to give them back.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
@@ -16,7 +15,7 @@ from ep_runtime import board_abi
 from ep_runtime.errors import EpRuntimeError
 from ep_runtime.files import boot_id
 from ep_runtime.text import iec
-from ep_runtime_server.base.clock import Clock
+from ep_runtime_server.base.clock import Changes, Clock
 from ep_runtime_server.base.events import EventLog
 from ep_runtime_server.callers.sessions import SessionRecord, Sessions, SessionState
 from ep_runtime_server.groups.formation import Groups
@@ -71,7 +70,7 @@ class Recovery:
         self._begun = False
         self._dead: list[SessionRecord] = []
         self._restored: list[GroupRecord] = []
-        self._changed = asyncio.Event()
+        self._changes = Changes()
         self.found_any = False
         self.num_sessions = 0
         self.adopted_bytes = 0
@@ -278,26 +277,16 @@ class Recovery:
                 awaited_bytes=self.awaited_bytes,
                 lost_bytes=self.lost_bytes,
             )
-        self._changed.set()
-        self._changed = asyncio.Event()
+        self._changes.tell()
 
-    async def wait_over(self, owner: Owner | None, wait_s: float) -> bool:
+    async def wait_over(self, owner: Owner, wait_s: float) -> bool:
         """Waits until recovery ends and `owner`'s group is restored; returns whether in time."""
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + wait_s
-        while self._waits or self._restoring(owner):
-            try:
-                # Not wait_for, which before Python 3.12 can lose a cancellation that coincides with
-                # a change; the daemon could then not end before its recovery does.
-                async with asyncio.timeout_at(deadline):
-                    await self._changed.wait()
-            except TimeoutError:
-                return not (self._waits or self._restoring(owner))
-        return True
 
-    def _restoring(self, owner: Owner | None) -> bool:
-        group = self._groups.find(owner) if owner is not None else None
-        return group is not None and group.restoring
+        def over() -> bool:
+            group = self._groups.find(owner)
+            return not self._waits and (group is None or not group.restoring)
+
+        return await self._changes.until(over, wait_s)
 
 
 def _missing_bytes(windows: WindowSet) -> int:

@@ -6,12 +6,13 @@ lock that each change of state needs.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from ep_runtime_server.base.clock import Changes
 
 SERVICES = ("", "ep_runtime.v1.SessionService", "ep_runtime.v1.GroupService")
 
@@ -23,14 +24,13 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
 
     def __init__(self) -> None:
         self._serving = False
-        self._changed = asyncio.Event()
+        self._changes = Changes()
 
     def set(self, serving: bool) -> None:
         """Sets the state and notifies all watchers without waiting."""
         if serving != self._serving:
             self._serving = serving
-            self._changed.set()
-            self._changed = asyncio.Event()
+            self._changes.tell()
 
     def _status(self, service: str) -> Any:
         if service not in SERVICES:
@@ -46,6 +46,6 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
         self, request: Any, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[Any]:
         while True:
-            changed = self._changed
+            changed = self._changes.next
             yield _Answer(status=self._status(request.service))
             await changed.wait()
