@@ -171,7 +171,7 @@ class AdminServicer:
         def row(session: SessionRecord) -> pb.SessionInfo:
             return views.session(session, by_session.get(session.session_id, ()), runtime.clock)
 
-        found, token = await page(self._sessions(), request.page_size, request.page_token, row)
+        found, token = await page(self._sessions(), request, row)
         return pb.ListSessionsResponse(sessions=found, next_page_token=token)
 
     @of_any_node
@@ -184,9 +184,7 @@ class AdminServicer:
             nccl = runtime.unique_ids.state_of(group)
             return views.group_info(group, runtime.clock, nccl, runtime.pool.gpu_index)
 
-        found, token = await page(
-            self._groups(request.name), request.page_size, request.page_token, row
-        )
+        found, token = await page(self._groups(request.name), request, row)
         return pb.ListGroupsResponse(groups=found, next_page_token=token)
 
     @of_any_node
@@ -194,7 +192,7 @@ class AdminServicer:
         self, request: pb.AdminServiceListLayersRequest, context: Context
     ) -> pb.AdminServiceListLayersResponse:
         rows = views.layers(self._groups(request.group))
-        found, token = await page(rows, request.page_size, request.page_token, views.layer_info)
+        found, token = await page(rows, request, views.layer_info)
         return pb.AdminServiceListLayersResponse(layers=found, next_page_token=token)
 
     @of_any_node
@@ -203,7 +201,7 @@ class AdminServicer:
     ) -> pb.ListHandlesResponse:
         rows = views.handles(self._groups(request.group), request.layer)
         row = self._at_its_time(request, views.handle_info)
-        found, token = await page(rows, request.page_size, request.page_token, row)
+        found, token = await page(rows, request, row)
         return pb.ListHandlesResponse(handles=filter(None, found), next_page_token=token)
 
     @of_any_node
@@ -217,7 +215,7 @@ class AdminServicer:
         ]
         row = functools.partial(views.buffer_info, runtime=self._runtime)
         rows = views.buffers(sets)
-        found, token = await page(rows, request.page_size, request.page_token, row)
+        found, token = await page(rows, request, row)
         return pb.ListBuffersResponse(buffers=found, next_page_token=token)
 
     @of_any_node
@@ -230,7 +228,7 @@ class AdminServicer:
             for event in self._runtime.events.after(request.after_sequence)
             if self._sees(event.fields.get("uid"))
         ]
-        found, token = await page(rows, request.page_size, request.page_token, views.event)
+        found, token = await page(rows, request, views.event)
         return pb.ListEventsResponse(events=found, next_page_token=token)
 
     @of_any_node
@@ -239,16 +237,16 @@ class AdminServicer:
     ) -> pb.ListRanksResponse:
         row = functools.partial(views.rank_info, clock=self._runtime.clock)
         rows = views.ranks(self._groups(request.group))
-        found, token = await page(rows, request.page_size, request.page_token, row)
+        found, token = await page(rows, request, row)
         return pb.ListRanksResponse(ranks=found, next_page_token=token)
 
     @of_any_node
     async def ListTallies(
         self, request: pb.ListTalliesRequest, context: Context
     ) -> pb.ListTalliesResponse:
-        rows = views.ranks_with_board(self._groups(request.group))
+        groups = [group for group in self._groups(request.group) if group.has_windows]
         row = self._at_its_time(request, views.rank_tally)
-        found, token = await page(rows, request.page_size, request.page_token, row)
+        found, token = await page(views.ranks(groups), request, row)
         return pb.ListTalliesResponse(ranks=filter(None, found), next_page_token=token)
 
     def _at_its_time(

@@ -66,9 +66,7 @@ class LayerServicer:
         self, request: pb.ListLayersRequest, context: Context
     ) -> pb.ListLayersResponse:
         group = self._runtime.groups.get(current_session(), request.group)
-        found, token = await page(
-            group.layers.all(), request.page_size, request.page_token, wire.registered_to_proto
-        )
+        found, token = await page(group.layers.all(), request, wire.registered_to_proto)
         return pb.ListLayersResponse(layers=found, next_page_token=token)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from google.protobuf.message import Message
 
@@ -21,17 +21,19 @@ Row = TypeVar("Row", bound=Message | None)
 
 
 async def page(
-    items: Iterable[T], page_size: int, page_token: str, to_row: Callable[[T], Row]
+    items: Iterable[T], request: Any, to_row: Callable[[T], Row]
 ) -> tuple[list[Row], str]:
     """Returns the rows of one page of `items`, and the next page's token ("" after the last).
 
     Args:
         items: must not change during the call, which awaits between rows.
+        request: has page_size and page_token.
         to_row: converts an item; called only for the items of the page.
 
     Raises:
         InvalidArgumentError: the size is out of range, or the token is not from an answer.
     """
+    page_size, page_token = request.page_size, request.page_token
     if not 0 <= page_size <= MAX_PAGE:
         raise InvalidArgumentError(
             f"page_size must be 0 to {MAX_PAGE}, got {page_size}", argument="page_size"

@@ -29,7 +29,6 @@ from ep_runtime_server.journal.file import Journal
 from ep_runtime_server.journal.recovery import Recovery
 from ep_runtime_server.memory.window_sets import Buffer
 from ep_runtime_server.memory.windows import WindowSet, WindowState
-from ep_runtime_server.rpc import views
 from ep_runtime_server.runtime import Runtime
 
 _BUFFER_STATES = {
@@ -209,21 +208,16 @@ def handle_info(row: tuple[GroupRecord, Handle], clock: Clock) -> pb.HandleInfo:
         state=board_abi.HandleState(0).name,
         lane=-1,
     )
-    _add_record(message, _handle_record(item, handle.index), clock)
+    windows = item.windows
+    if windows is None or windows.board is None:
+        return message
+    record = board_records.read_handles(windows.board, windows.layout, [handle.index])[0]
+    if record is not None:
+        _add_record(message, record, clock)
     return message
 
 
-def _handle_record(group: GroupRecord, index: int) -> HandleRecord | None:
-    """Reads a handle's record; None if there is no board or the record is malformed."""
-    windows = group.windows
-    if windows is None or windows.board is None:
-        return None
-    return board_records.read_handles(windows.board, windows.layout, [index])[0]
-
-
-def _add_record(message: pb.HandleInfo, record: HandleRecord | None, clock: Clock) -> None:
-    if record is None:
-        return
+def _add_record(message: pb.HandleInfo, record: HandleRecord, clock: Clock) -> None:
     for name in ("epoch", "lane", "calls", "rows", "dropped_rows", "rounds"):
         setattr(message, name, getattr(record, name))
     message.state = record.state.name
@@ -370,19 +364,14 @@ def _add_progress(
         message.since.CopyFrom(wire.duration(since_s))
 
 
-def ranks_with_board(groups: Iterable[GroupRecord]) -> list[tuple[GroupRecord, int]]:
-    """Returns (group, world rank) of this node's ranks whose groups have a board."""
-    return [row for row in views.ranks(groups) if row[0].has_windows]
-
-
 def rank_tally(row: tuple[GroupRecord, int], clock: Clock) -> pb.RankTally:
     item, rank = row
     spec = item.spec
     message = pb.RankTally(
-        **views.generation_of(item),
+        **generation_of(item),
         world_rank=rank,
         read=wire.duration(clock.monotonic_s()),
-        now=views.rank_info(row, clock),
+        now=rank_info(row, clock),
         row_bytes=spec.hidden_size * DTYPE_BYTES[spec.max_token_dtype],
         device=item.uuids.get(rank) or "host",
         first_expert=board_records.first_expert(spec, rank),
