@@ -147,7 +147,6 @@ class Daemon:
         self.runtime.supervisor.keep("loop lag", self.runtime.loop_lag.measure)
         if self.metrics is not None:
             await self.metrics.start()
-        self._watch_parent()
         self._warn_of_parents()
         if settings.testing:
             logging.getLogger(__name__).warning("testing switches: %s", sorted(settings.testing))
@@ -279,22 +278,15 @@ class Daemon:
         else:
             self.runtime.drain(self.runtime.settings.drain_s, shutdown=True)
 
-    def _watch_parent(self) -> None:
-        if self._settings.parent_pidfd is not None:
-            asyncio.get_running_loop().add_reader(self._settings.parent_pidfd, self._parent_gone)
-
-    def _parent_gone(self) -> None:
-        assert self._settings.parent_pidfd is not None
-        asyncio.get_running_loop().remove_reader(self._settings.parent_pidfd)
-        self.runtime.events.add("server.parent_gone", "the process that started us is gone")
-        self._stop_now.set()
-
     async def _reap(self) -> None:
         while True:
             await asyncio.sleep(limits.REAPER_INTERVAL_S)
             self.runtime.tick()
             self._tell_health()  # a recovery may have run out of time
-            if self.runtime.should_stop or self._parent_is_gone():
+            gone = self._parent_is_gone()
+            if gone:
+                self.runtime.events.add("server.parent_gone", "the process that started us is gone")
+            if gone or self.runtime.should_stop:
                 self._stop_now.set()
 
     async def _feed_watchdog(self) -> None:
@@ -322,8 +314,6 @@ class Daemon:
         loop = asyncio.get_running_loop()
         for number in self._signals:
             loop.remove_signal_handler(number)
-        if self._settings.parent_pidfd is not None:
-            loop.remove_reader(self._settings.parent_pidfd)
         await self.runtime.supervisor.stop()
         self.runtime.ending = True
         self._tell_health()
