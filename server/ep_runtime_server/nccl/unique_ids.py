@@ -155,7 +155,7 @@ class _Set:
     generation: int
     epoch: int
     until_s: float
-    making: asyncio.Task[UniqueIds] = dataclasses.field(init=False)
+    making: asyncio.Task[UniqueIds] | None = None  # None if the processes asked for none
     process: IdProcess | None = None
     version: str = ""
     ready: set[int] = dataclasses.field(default_factory=set)  # world ranks that have joined
@@ -198,10 +198,10 @@ class UniqueIdBook:
         found = self._sets.get(group.group_id)
         if found is None or (found.generation, found.epoch) != (generation, group.epoch):
             found = self._begin(group)
-        if found.error:
+        if found.error or found.making is None:
             raise StaleHandleError(
-                f"group {group.owner.name!r}, generation {generation}: {found.error}; create it "
-                "again",
+                f"group {group.owner.name!r}, generation {generation}: "
+                f"{found.error or 'its processes joined without ids'}; create it again",
                 group=group.owner.name,
                 generation=generation,
             )
@@ -214,7 +214,8 @@ class UniqueIdBook:
         return collections.Counter(
             found.group.owner.uid
             for found in self._sets.values()
-            if not found.making.done() or (found.process is not None and not found.process.over)
+            if (found.making is not None and not found.making.done())
+            or (found.process is not None and not found.process.over)
         )
 
     def fds(self) -> collections.Counter[int]:
@@ -281,7 +282,8 @@ class UniqueIdBook:
         member = group.member(session, generation)
         found = self._sets.get(group.group_id)
         if found is None or found.generation != generation:  # the process got no ids
-            found = self._sets[group.group_id] = _without_ids(group, error)
+            found = _Set(group, group.generation, group.epoch, 0.0)
+            self._sets[group.group_id] = found
         if error:
             found.error = found.error or f"rank {member.ranks[0]}: {error[:300]}"
             self._log("nccl.failed", group, found.error)
@@ -326,9 +328,10 @@ class UniqueIdBook:
     async def close(self) -> None:
         """Kills the processes that make ids, and waits for their ends; the daemon then ends."""
         sets, self._sets = list(self._sets.values()), {}
-        for found in sets:
-            found.making.cancel()
-        await asyncio.gather(*(found.making for found in sets), return_exceptions=True)
+        making = [found.making for found in sets if found.making is not None]
+        for task in making:
+            task.cancel()
+        await asyncio.gather(*making, return_exceptions=True)
         for found in sets:
             if found.process is not None:
                 await found.process.close()
@@ -347,14 +350,3 @@ def _take_error(task: asyncio.Task[UniqueIds]) -> None:
     """Marks a task's error as retrieved, because maybe nobody awaits the task."""
     if not task.cancelled():
         task.exception()
-
-
-def _without_ids(group: GroupRecord, error: str) -> _Set:
-    async def none() -> UniqueIds:
-        raise StaleHandleError(error)
-
-    making = asyncio.get_running_loop().create_task(none())
-    making.add_done_callback(_take_error)
-    found = _Set(group, group.generation, group.epoch, 0.0)
-    found.making = making
-    return found
