@@ -12,7 +12,6 @@ from ep_runtime.errors import InvalidArgumentError, PermissionDeniedError
 from ep_runtime_server.base.limits import DEFAULT_DRAIN_S, DEFAULT_RECOVERY_S
 from ep_runtime_server.callers.credentials import Peer
 from ep_runtime_server.callers.quotas import UserLimits
-from ep_runtime_server.memory.host_memory import available_bytes
 from ep_runtime_server.nodes.config import ClusterConfig, Endpoint, parse_endpoint
 
 
@@ -101,11 +100,6 @@ def merged(
         else:
             left.append(key)
     return ours, left
-
-
-def default_max_host_bytes() -> int:
-    """Returns half of the memory that the host can provide without swapping."""
-    return available_bytes() // 2
 
 
 def parse_metrics(text: str) -> Endpoint:

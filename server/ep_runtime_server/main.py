@@ -21,6 +21,7 @@ from ep_runtime.errors import EpRuntimeError, InvalidArgumentError
 from ep_runtime_server import config, config_file
 from ep_runtime_server.base import failpoints, limits, log_lines, open_files, systemd
 from ep_runtime_server.callers import quotas
+from ep_runtime_server.memory.host_memory import available_bytes
 from ep_runtime_server.nodes import config as cluster_config
 
 if TYPE_CHECKING:
@@ -215,7 +216,7 @@ def _check_testing(switches: Sequence[str]) -> frozenset[str]:
 
 def make_config(arguments: argparse.Namespace) -> config.ServerConfig:
     """Makes the configuration of parsed flags. Raises InvalidArgumentError for a wrong value."""
-    max_host_bytes = _size(arguments.max_host_bytes) or config.default_max_host_bytes()
+    max_host_bytes = _size(arguments.max_host_bytes) or available_bytes() // 2
     others = bool(arguments.allow_uid or arguments.allow_gid)
     cluster = cluster_config.make_cluster_config(arguments)
     return config.ServerConfig(

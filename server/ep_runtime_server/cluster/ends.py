@@ -189,9 +189,6 @@ class Ends:
         finally:  # so that the next report starts a task again
             del self._unsent[place, owner, epoch]
 
-    def say(self, owner: Owner, say: Callable[[], Awaitable[None]]) -> None:
-        self._start(until_heard(say, owner))
-
     def heard(self, owner: Owner, epoch: int, report: NodeReport) -> None:
         """Takes a node's report. Raises PermissionDeniedError for ranks of other nodes."""
         node, lost, left, why = report.node, report.lost_ranks, report.left_ranks, report.why

@@ -152,7 +152,7 @@ class Spanning:
             if not self._claims(owner):  # a new claim replaces the old one anyway
                 await self._coordination.ended(owner, 0, NodeReport(self._node, (), ()))
 
-        self.ends.say(owner, say)
+        self._start(until_heard(say, owner))
 
     async def _drive(self, group: GroupRecord) -> None:
         """Joins until the group is committed, or no longer needs processes of other nodes."""
@@ -302,7 +302,8 @@ class Spanning:
         The coordinator may have committed the view already, or may commit it while unreachable.
         """
         why = f"a process of node {self._node!r} ended"
-        self.ends.say(owner, lambda: self._coordination.report(owner, view.epoch, why))
+        report = self._coordination.report
+        self._start(until_heard(lambda: report(owner, view.epoch, why), owner))
         ours = [member.rank for member in view.members if member.node == self._node]
         self.ends.tell(owner, view.epoch, view.nodes - {self._node}, ours, [])
         return Outcome.ABORTED, why
