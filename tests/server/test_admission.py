@@ -239,13 +239,12 @@ def test_one_user_cannot_take_the_calls_of_another(monkeypatch):
     admitted = admission.Admission()
     with contextlib.ExitStack() as held:
         for _ in range(3):
-            held.enter_context(admitted.call("uid 1"))
+            held.callback(admitted.call("uid 1").end)
         with pytest.raises(errors.PoolExhaustedError, match="got 3 of uid 1 and 3 in all"):
-            held.enter_context(admitted.call("uid 1"))
-        held.enter_context(admitted.call("uid 2"))
+            admitted.call("uid 1")
+        held.callback(admitted.call("uid 2").end)
     for _ in range(5):
-        with admitted.call("uid 1"):
-            pass
+        admitted.call("uid 1").end()
 
 
 async def test_room_is_given_in_turn_and_comes_back_from_who_goes_away():

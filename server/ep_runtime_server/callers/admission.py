@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import collections
 from collections.abc import Callable
-from types import TracebackType
 
 from ep_runtime.errors import PoolExhaustedError
 
@@ -102,17 +101,6 @@ class AdmittedCall:
             end, self._end = self._end, None
             self._user.answer_bytes -= self._answer_bytes
             end()
-
-    def __enter__(self) -> AdmittedCall:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.end()
 
 
 class Admission:
