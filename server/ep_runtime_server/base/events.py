@@ -69,13 +69,12 @@ REWRITE_AT_BYTES = 4 << 20
 MAX_LINE_BYTES = 64 << 10
 MAX_WAITING = 1000  # lines
 WRITTEN_WITHIN_S = 1.0
-# sequence, wall_s, kind, session_id, group, message, fields
-Values = tuple[int, float, str, str, str, str, dict[str, Any]]
+# Of an event's fields.
 _TYPES: tuple[Any, ...] = (int, (int, float), str, str, str, str, dict)
 
 
-def _line(values: Values) -> bytes:
-    return json.dumps(values, separators=(",", ":"), default=str).encode() + b"\n"
+def _line(event: Event) -> bytes:
+    return json.dumps(event, separators=(",", ":"), default=str).encode() + b"\n"
 
 
 class EventFile:
@@ -103,7 +102,7 @@ class EventFile:
         flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
         self._fd = files.open_regular(self._path, flags)
 
-    def read(self) -> Iterator[Values]:
+    def read(self) -> Iterator[Event]:
         """Yields the file's events in order of their numbers; skips malformed lines."""
         sequence = 0
         try:
@@ -111,10 +110,10 @@ class EventFile:
         except OSError:
             return
         for line in lines:
-            values = _values(line)
-            if values is not None and values[0] > sequence:
-                sequence = values[0]
-                yield values
+            event = _event(line)
+            if event is not None and event.sequence > sequence:
+                sequence = event.sequence
+                yield event
         if lines:  # the last line may be incomplete
             self._write(b"\n")
 
@@ -124,9 +123,9 @@ class EventFile:
         much = self._bytes > max(REWRITE_AT_BYTES, self._rewritten_bytes)
         return (much or self._gap) and not self._rewriting and not self._beside.full
 
-    def append(self, values: Values) -> None:
+    def append(self, event: Event) -> None:
         """Queues an event for the file without waiting."""
-        line = _line(values)
+        line = _line(event)
         if len(line) <= MAX_LINE_BYTES:
             self._bytes += len(line)
             self._gap |= not self._beside.put(functools.partial(self._write, line))
@@ -140,12 +139,12 @@ class EventFile:
         """Waits until all appended events are in the file, but at most WRITTEN_WITHIN_S."""
         await self._beside.settle(WRITTEN_WITHIN_S)
 
-    def rewrite(self, rings: Sequence[Sequence[Values]]) -> None:
+    def rewrite(self, rings: Sequence[Sequence[Event]]) -> None:
         """Queues the replacement of the file by one that has only the events of `rings`."""
         if self._beside.put(functools.partial(self._rewrite, rings)):
             self._gap, self._rewriting, self._bytes = False, True, 0
 
-    def _rewrite(self, rings: Sequence[Sequence[Values]]) -> None:
+    def _rewrite(self, rings: Sequence[Sequence[Event]]) -> None:
         events = heapq.merge(*rings, key=operator.itemgetter(0))
         fresh = self._path.with_name(f"{self._path.name}.new")
         data = b"".join(line for event in events if len(line := _line(event)) <= MAX_LINE_BYTES)
@@ -175,7 +174,7 @@ class EventFile:
                 os.close(fd)
 
 
-def _values(line: bytes) -> Values | None:
+def _event(line: bytes) -> Event | None:
     """Parses a line; None if it is not an event."""
     if not line or len(line) > MAX_LINE_BYTES:
         return None
@@ -186,7 +185,7 @@ def _values(line: bytes) -> Values | None:
             return None
     except (ValueError, TypeError, RecursionError):
         return None
-    return values[0], values[1], values[2], values[3], values[4], values[5], values[6]
+    return Event(*values)
 
 
 class EventLog:
@@ -208,8 +207,7 @@ class EventLog:
             self._restore(self._file)
 
     def _restore(self, file: EventFile) -> None:
-        for values in file.read():
-            event = Event(*values)
+        for event in file.read():
             self._ring(event.kind).append(event)
             self._sequence = event.sequence
         if self._sequence:
