@@ -124,7 +124,8 @@ class Daemon:
         await self.runtime.pool.load_gpus()
         self.runtime.failpoints.hit("recovery.restored")
         self._node_server = self._make_node_server()
-        self.metrics = self._make_metrics()
+        listen, detail = settings.metrics, settings.metrics_detail
+        self.metrics = MetricsEndpoint(self.runtime, listen, detail=detail) if listen else None
         self._health = HealthServicer()
         self._api = self._server(self.runtime, sessions_guard=True)
         self._admin = self._server(self.runtime, sessions_guard=False)
@@ -222,13 +223,6 @@ class Daemon:
         services.add_to_server(server, admin_service_pb2.DESCRIPTOR, ReadingServicer(runtime))
         runtime.cluster = cluster
         return server
-
-    def _make_metrics(self) -> MetricsEndpoint | None:
-        """Starts the endpoint of metrics, if one is set. Raises what MetricsEndpoint raises."""
-        listen = self._settings.metrics
-        if listen is None:
-            return None
-        return MetricsEndpoint(self.runtime, listen, detail=self._settings.metrics_detail)
 
     def _server(self, runtime: Runtime, *, sessions_guard: bool) -> grpc.aio.Server:
         sessions = runtime.sessions if sessions_guard else None

@@ -117,10 +117,6 @@ def digest(token: str) -> str:
     return hashlib.sha256(token.encode()).hexdigest()
 
 
-def _nobody(session: SessionRecord) -> None:
-    """Ignores a change, in a daemon without a journal."""
-
-
 class Sessions:
     """All sessions of the daemon. Use it on the event loop's thread only.
 
@@ -145,7 +141,7 @@ class Sessions:
         self._events = events
         self._admit = admit
         self._on_end = on_end
-        self.on_change: Callable[[SessionRecord], None] = _nobody
+        self.on_change: Callable[[SessionRecord], None] = lambda session: None
         self._by_token: dict[str, SessionRecord] = {}  # by the token's digest
         self._by_id: dict[str, SessionRecord] = {}
 

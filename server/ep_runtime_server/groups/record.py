@@ -55,10 +55,6 @@ class RemoteMember:
     pid: int
 
 
-def _nobody(group: GroupRecord) -> None:
-    """Ignores a change, in a daemon without a journal."""
-
-
 class GroupRecord:
     """A group of one owner, formed once every rank is claimed and its memory allocated.
 
@@ -73,7 +69,7 @@ class GroupRecord:
 
     def __init__(self, owner: Owner, spec: GroupSpec, generation: int) -> None:
         self.group_id = f"g-{secrets.token_hex(6)}"
-        self.on_change: Callable[[GroupRecord], None] = _nobody
+        self.on_change: Callable[[GroupRecord], None] = lambda group: None
         self.restoring = False
         self.owner = owner
         self.spec = spec

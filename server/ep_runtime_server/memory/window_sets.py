@@ -70,10 +70,6 @@ def buffer_label(owner: Owner, generation: int, world_rank: int) -> str:
     return f"{owner.name}@{generation}/{'board' if world_rank < 0 else world_rank}"
 
 
-def _nobody(windows: WindowSet) -> None:
-    """Ignores a change, in a daemon without a journal."""
-
-
 class WindowSet:
     """The memory of one group on this node, under one generation at a time.
 
@@ -95,7 +91,7 @@ class WindowSet:
         self.board: mmap.mmap | None = None
         self.holders: set[str] = set()
         self.set_id = f"w-{secrets.token_hex(6)}"
-        self.on_change: Callable[[WindowSet], None] = _nobody
+        self.on_change: Callable[[WindowSet], None] = lambda windows: None
         self._poison: tuple[board_abi.PoisonReason, int, GivenOrder | None] | None = None
 
     @property
