@@ -30,6 +30,36 @@ def tell_failure(events: EventLog, name: str, error: BaseException) -> None:
     )
 
 
+class Tasks:
+    """Runs work in tasks, reports its faults, and cancels the rest at the end.
+
+    Attributes:
+        running: the tasks that have not ended.
+    """
+
+    def __init__(self, events: EventLog, name: str) -> None:
+        self._events = events
+        self._name = name
+        self.running: set[asyncio.Task[None]] = set()
+
+    def start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(work)
+        self.running.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self.running.discard(task)
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            tell_failure(self._events, self._name, error)
+
+    async def stop(self) -> None:
+        for task in self.running:
+            task.cancel()
+        await asyncio.gather(*self.running, return_exceptions=True)
+
+
 class Supervisor:
     """Runs background work: `keep` restarts endless work, `run` does one round of repeated work.
 

@@ -82,8 +82,8 @@ class Cluster:
         self._renewing: asyncio.Future[None] | None = None
         self.peers = Peers(self.certificates, clock, self.seal, self.facts.durable)
         self.assemblies = Assemblies(self.facts, clock, events)
-        self.view_ids = ViewIds(self.assemblies)
-        self.relay = Relay(settings.node, self._tell_node)
+        self.view_ids = ViewIds(self.assemblies, events)
+        self.relay = Relay(settings.node, self._tell_node, events)
         self.coordination: Coordination | None = None
         self.spanning: Spanning | None = None
         self._num_answered = 0
@@ -365,9 +365,9 @@ class Cluster:
     async def stop(self) -> None:
         """Leaves the cluster when the daemon ends; does not close groups that have ranks here."""
         if self.spanning is not None:
-            await self.spanning.stop()
-        await self.relay.close()
-        await self.view_ids.close()
+            await self.spanning.tasks.stop()
+        await self.relay.tasks.stop()
+        await self.view_ids.watches.stop()
         if self.membership is not None:
             await self.membership.leave()
         await self.peers.close()

@@ -16,6 +16,8 @@ from ep_runtime.errors import (
 )
 from ep_runtime.v1 import node_service_pb2 as pb
 from ep_runtime_server.base import limits
+from ep_runtime_server.base.events import EventLog
+from ep_runtime_server.base.supervision import Tasks
 from ep_runtime_server.cluster import views
 from ep_runtime_server.cluster.assembly import Assemblies
 from ep_runtime_server.cluster.relay import Relay
@@ -161,11 +163,11 @@ class ViewIds:
     communicators. When a view is decided or given up, the process of its ids ends.
     """
 
-    def __init__(self, assemblies: Assemblies) -> None:
+    def __init__(self, assemblies: Assemblies, events: EventLog) -> None:
         self._assemblies = assemblies
         # Tasks that make ids, by owner and epoch; and the tasks that end the ids' processes.
         self._made: dict[tuple[Owner, int], asyncio.Task[UniqueIds]] = {}
-        self._watches: set[asyncio.Task[None]] = set()
+        self.watches = Tasks(events, "unique ids of a view")
 
     async def of(self, owner: Owner, epoch: int, count: int) -> UniqueIds:
         """Returns the ids of an undecided view, the same for each of its nodes.
@@ -191,9 +193,7 @@ class ViewIds:
             process = IdProcess()
             loop = asyncio.get_running_loop()
             self._made[key] = loop.create_task(process.make(count, JOIN_S))
-            watch = loop.create_task(self._watch(key, process))
-            self._watches.add(watch)
-            watch.add_done_callback(self._watches.discard)
+            self.watches.start(self._watch(key, process))
         return await asyncio.shield(self._made[key])
 
     async def _watch(self, key: tuple[Owner, int], process: IdProcess) -> None:
@@ -206,9 +206,3 @@ class ViewIds:
             made.cancel()
             await asyncio.gather(made, return_exceptions=True)
             await process.close()
-
-    async def close(self) -> None:
-        """Ends every process."""
-        for watch in list(self._watches):
-            watch.cancel()
-        await asyncio.gather(*self._watches, return_exceptions=True)

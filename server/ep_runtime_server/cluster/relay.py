@@ -8,6 +8,8 @@ from collections.abc import Awaitable, Callable
 from ep_runtime.errors import EpRuntimeError
 from ep_runtime.v1 import node_service_pb2 as pb
 from ep_runtime_server.base import limits
+from ep_runtime_server.base.events import EventLog
+from ep_runtime_server.base.supervision import Tasks
 from ep_runtime_server.cluster import views
 from ep_runtime_server.cluster.views import NodeReport
 from ep_runtime_server.memory.windows import Owner
@@ -26,11 +28,11 @@ class Relay:
     their processes.
     """
 
-    def __init__(self, node: str, tell: Teller) -> None:
+    def __init__(self, node: str, tell: Teller, events: EventLog) -> None:
         self._node = node
         self._tell = tell
         self._queues: dict[tuple[Owner, int], list[_Queued]] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        self.tasks = Tasks(events, "passing reports on")
 
     async def pass_on(
         self, owner: Owner, epoch: int, report: NodeReport, others: frozenset[str]
@@ -42,9 +44,7 @@ class Relay:
         queue = self._queues.get((owner, epoch))
         if queue is None:
             queue = self._queues[owner, epoch] = []
-            task = asyncio.ensure_future(self._run(owner, epoch, queue))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            self.tasks.start(self._run(owner, epoch, queue))
         unheard: asyncio.Future[frozenset[str]] = asyncio.get_running_loop().create_future()
         queue.append((report, others, unheard))
         return await unheard
@@ -90,8 +90,3 @@ class Relay:
             for call in calls:
                 call.cancel()
         return nodes - told
-
-    async def close(self) -> None:
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -18,7 +18,7 @@ from ep_runtime.errors import EpRuntimeError, InvalidArgumentError
 from ep_runtime.specs import NODE_TRANSPORTS, GroupSpec
 from ep_runtime_server.base import limits
 from ep_runtime_server.base.events import EventLog
-from ep_runtime_server.base.supervision import tell_failure
+from ep_runtime_server.base.supervision import Tasks
 from ep_runtime_server.cluster.coordination import TRY_AGAIN, Coordination
 from ep_runtime_server.cluster.ends import Ends, until_heard
 from ep_runtime_server.cluster.relay import Teller
@@ -98,7 +98,8 @@ class Spanning:
         self._groups = groups
         self._events = events
         self._drivers: dict[str, asyncio.Task[None]] = {}  # by group id
-        self._tasks: set[asyncio.Task[None]] = set()
+        self.tasks = Tasks(events, "forming across nodes")
+        self._start = self.tasks.start
         self.ends = Ends(node, coordination, groups, tell, self._start, facts, events)
         groups.on_unequal = self._unequal
 
@@ -106,23 +107,6 @@ class Spanning:
         if _wants_others(group) and group.group_id not in self._drivers:
             self._drivers[group.group_id] = self._start(self._drive(group))
         self.ends.changed(group)
-
-    def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._ended)
-        return task
-
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        error = None if task.cancelled() else task.exception()
-        if error is not None:
-            tell_failure(self._events, "forming across nodes", error)
-
-    async def stop(self) -> None:
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
 
     # Forming
 
@@ -158,7 +142,7 @@ class Spanning:
         """Joins until the group is committed, or no longer needs processes of other nodes."""
         try:
             await self._join(group)
-        except Exception:  # a bug, which `_ended` reports; end the callers' wait now
+        except Exception:  # a bug, which `tasks` reports; end the callers' wait now
             if group.state is State.FORMING:
                 error = EpRuntimeError(f"the daemon could not form group {group.owner}")
                 self._groups.fail(group, error)

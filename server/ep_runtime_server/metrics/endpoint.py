@@ -12,7 +12,7 @@ import logging
 import socket
 
 from ep_runtime.errors import InvalidArgumentError
-from ep_runtime_server.base.supervision import tell_failure
+from ep_runtime_server.base.supervision import Tasks
 from ep_runtime_server.metrics.collector import Collector
 from ep_runtime_server.nodes.config import Endpoint
 from ep_runtime_server.runtime import Runtime
@@ -49,7 +49,7 @@ class MetricsEndpoint:
         self._socket = _bind(listen)
         self.address = Endpoint(listen.host, self._socket.getsockname()[1])
         self._scraping = asyncio.Lock()
-        self._connections: set[asyncio.Task[None]] = set()
+        self._connections = Tasks(runtime.events, "metrics")
         self._server: asyncio.Server | None = None
 
     async def start(self) -> None:
@@ -71,18 +71,14 @@ class MetricsEndpoint:
         """Ends all connections and frees the port."""
         if self._server is not None:
             self._server.close()
-        for task in self._connections:
-            task.cancel()
-        await asyncio.gather(*self._connections, return_exceptions=True)
+        await self._connections.stop()
         self._socket.close()
 
     def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if len(self._connections) >= MAX_CONNECTIONS:
+        if len(self._connections.running) >= MAX_CONNECTIONS:
             writer.transport.abort()
             return
-        task = asyncio.get_running_loop().create_task(self._serve(reader, writer))
-        self._connections.add(task)
-        task.add_done_callback(self._connections.discard)
+        self._connections.start(self._serve(reader, writer))
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -94,8 +90,6 @@ class MetricsEndpoint:
                 await writer.wait_closed()
         except _CALLERS_OWN:
             pass
-        except Exception as error:  # noqa: BLE001 - no error may end the daemon
-            tell_failure(self._runtime.events, "metrics", error)
         finally:
             writer.transport.abort()
 

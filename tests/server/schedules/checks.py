@@ -163,7 +163,7 @@ def _left(life: Life) -> Iterator[tuple[str, Any]]:
     yield "windows", [windows.owner for windows in runtime.pool.sets]
     yield "operations", runtime.operations._of_session
     yield "drivers", spanning._drivers
-    yield "calls to other nodes", spanning._tasks
+    yield "calls to other nodes", spanning.tasks.running
     yield "words owed", life.cluster.facts.owed
     if life.name == COORDINATOR:
         assemblies = life.cluster.assemblies._all.values()
