@@ -305,7 +305,6 @@ class Spanning:
         self._events.add(
             kind,
             f"group {group.owner}, epoch {group.epoch}: {message}",
-            **group.owner.fields,
+            **group.fields,
             epoch=group.epoch,
-            generation=group.generation,
         )

@@ -62,7 +62,6 @@ def _say_anew(group: GroupRecord, before: int, events: EventLog) -> None:
     events.add(
         "windows.replaced",
         f"group {group.owner}: new memory for ranks {group.local_ranks}: {why}",
-        **group.owner.fields,
-        generation=group.generation,
+        **group.fields,
         node_size=group.node_size,
     )

@@ -69,8 +69,7 @@ class ChunkedCalls:
             f"calls of group {quoted(group.owner.name)} ran in chunks, which costs time: a rank "
             f"received more rows than workspace={group.spec.workspace!r} holds; layers {named}"
             + (f" and {more} more" if more > 0 else ""),
-            **group.owner.fields,
+            **group.fields,
             level=logging.WARNING,
-            generation=group.generation,
             layers=layers[:MAX_NAMED_LAYERS],
         )

@@ -408,9 +408,8 @@ class Groups(GroupBook):
         self._events.add(
             kind,
             f"group {group.owner}: {message}",
-            **group.owner.fields,
+            **group.fields,
             level=logging.INFO,
-            generation=group.generation,
             state=group.state.value,
             **fields,
         )

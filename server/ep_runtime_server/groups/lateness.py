@@ -177,9 +177,8 @@ class LateRanks:
         self._events.add(
             kind,
             message,
-            **late.group.owner.fields,
+            **late.group.fields,
             level=level,
-            generation=late.group.generation,
             rank=late.world_rank,
             client_pid=late.pid,
             layer=late.layer,

@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import secrets
 from collections.abc import Callable, Set
+from typing import Any
 
 from ep_runtime import layout
 from ep_runtime.board_abi import PoisonReason
@@ -107,6 +108,11 @@ class GroupRecord:
         self.created_s = 0.0
         self.created_wall_s = 0.0
         self.changes = Changes()
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """Returns the fields of events and messages that name the group and its generation."""
+        return {**self.owner.fields, "generation": self.generation}
 
     @property
     def lost_ranks(self) -> list[int]:

@@ -250,8 +250,7 @@ class Recovery:
                 self._events.add(
                     "windows.lost",
                     f"{iec(missing)} of {windows.owner}: nobody is left to give them back",
-                    **windows.owner.fields,
-                    generation=windows.generation,
+                    **windows.fields,
                 )
             if group is not None:
                 self._groups.memory_lost(group)

@@ -95,6 +95,11 @@ class WindowSet:
         self._poison: tuple[board_abi.PoisonReason, int, GivenOrder | None] | None = None
 
     @property
+    def fields(self) -> dict[str, Any]:
+        """Returns the fields of an event about the set."""
+        return {**self.owner.fields, "generation": self.generation}
+
+    @property
     def spec(self) -> GroupSpec:
         return self.layout.spec
 

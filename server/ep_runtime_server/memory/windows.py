@@ -300,8 +300,7 @@ class WindowPool:
                 self._events.add(
                     "windows.quarantined",
                     f"{iec(windows.size_bytes)} of {windows.owner} wait for their holders",
-                    **windows.owner.fields,
-                    generation=windows.generation,
+                    **windows.fields,
                     holders=sorted(windows.holders),
                 )
             return 0
@@ -337,8 +336,7 @@ class WindowPool:
         self._events.add(
             "windows.freed",
             f"{iec(size_bytes)} of {windows.owner} freed",
-            **windows.owner.fields,
-            generation=windows.generation,
+            **windows.fields,
             duration_s=round(self._clock.monotonic_s() - started, 6),
         )
 

@@ -340,8 +340,7 @@ class UniqueIdBook:
         self._events.add(
             kind,
             f"group {group.owner}, generation {group.generation}: {message}",
-            **group.owner.fields,
-            generation=group.generation,
+            **group.fields,
             level=logging.INFO,
         )
 

@@ -170,24 +170,13 @@ def _poison_reason(group: GroupRecord) -> str:
     return "UNREADABLE" if reason in (None, board_abi.PoisonReason.NONE) else reason.name
 
 
-def generation_of(group: GroupRecord) -> dict[str, Any]:
-    """Returns a message's fields that name a group and its generation."""
-    owner = group.owner
-    return {
-        "group": owner.name,
-        "job": owner.job,
-        "uid": owner.uid,
-        "generation": group.generation,
-    }
-
-
 def layers(groups: Iterable[GroupRecord]) -> list[tuple[GroupRecord, wire.RegisteredLayer]]:
     return [(item, layer) for item in groups for layer in item.layers.all()]
 
 
 def layer_info(row: tuple[GroupRecord, wire.RegisteredLayer]) -> pb.LayerInfo:
     item, layer = row
-    return pb.LayerInfo(layer=wire.registered_to_proto(layer), **generation_of(item))
+    return pb.LayerInfo(layer=wire.registered_to_proto(layer), **item.fields)
 
 
 def handles(groups: Iterable[GroupRecord], layer: str) -> Iterator[tuple[GroupRecord, Handle]]:
@@ -203,7 +192,7 @@ def handle_info(row: tuple[GroupRecord, Handle], clock: Clock) -> pb.HandleInfo:
     message = wire.filled(
         pb.HandleInfo,
         handle,
-        **generation_of(item),
+        **item.fields,
         pids=sorted(member.session.pid for member in item.members.values()),
         state=board_abi.HandleState(0).name,
         lane=-1,
@@ -266,7 +255,7 @@ def rank_info(row: tuple[GroupRecord, int], clock: Clock) -> pb.RankInfo:
     item, rank = row
     member = item.member_of(rank)
     message = pb.RankInfo(
-        **generation_of(item),
+        **item.fields,
         world_rank=rank,
         pid=member.session.pid if member is not None else 0,
         handle=-1,
@@ -290,7 +279,7 @@ def silent_process(session: SessionRecord, silent_s: float) -> pb.SilentProcess:
 
 def late_rank(late: LateRank) -> pb.LateRank:
     since = wire.duration(late.since_s)
-    return wire.filled(pb.LateRank, late, **generation_of(late.group), since=since)
+    return wire.filled(pb.LateRank, late, **late.group.fields, since=since)
 
 
 def usage(uid: int, held: Usage) -> pb.UserUsage:
@@ -368,7 +357,7 @@ def rank_tally(row: tuple[GroupRecord, int], clock: Clock) -> pb.RankTally:
     item, rank = row
     spec = item.spec
     message = pb.RankTally(
-        **generation_of(item),
+        **item.fields,
         world_rank=rank,
         read=wire.duration(clock.monotonic_s()),
         now=rank_info(row, clock),
