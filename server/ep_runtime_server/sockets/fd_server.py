@@ -329,32 +329,26 @@ class FdServer:
 
         def came(found: list[int] | EpRuntimeError) -> None:
             connection.awaited = False
-            self._try(connection, lambda: self._came(connection, session, request, found))
-            if isinstance(found, EpRuntimeError):  # the packet may still be queued
-                self._drop(connection)
+            if isinstance(found, EpRuntimeError):
+                self._refuse(connection, found)
+                self._drop(connection)  # the packet may still be queued
+            else:
+                self._try(connection, lambda: adopt(found))
             self._listen(connection)
+
+        def adopt(fds: list[int]) -> None:
+            try:
+                session.check_live()
+                self._give_back(connection, session, request, fds)
+            finally:
+                for fd in fds:
+                    os.close(fd)
 
         generations = [descriptor.generation for descriptor in request.descriptors]
         self._runtime.rejoin.check_return(session, request.group, generations)
         self._descriptors.check(peer.uid)
         connection.unread, connection.awaited = False, True
         self._descriptors.take(connection.socket, peer.uid, came)
-
-    def _came(
-        self,
-        connection: _Connection,
-        session: SessionRecord,
-        request: pb.ReturnWindows,
-        found: list[int] | EpRuntimeError,
-    ) -> None:
-        if isinstance(found, EpRuntimeError):
-            raise found
-        try:
-            session.check_live()
-            self._give_back(connection, session, request, found)
-        finally:
-            for fd in found:
-                os.close(fd)
 
     def _give_back(
         self,
