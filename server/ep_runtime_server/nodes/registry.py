@@ -67,22 +67,13 @@ def check_versions(ours: NodeIdentity, theirs: NodeIdentity) -> None:
     Raises:
         VersionSkewError: they may not; the error has both nodes, the field and both values.
     """
-    fields: list[tuple[str, Any, Any, bool]] = [
-        (
-            "api_versions",
-            list(ours.api_versions),
-            list(theirs.api_versions),
-            not set(ours.api_versions).isdisjoint(theirs.api_versions),
-        ),
-        (
-            "server_version",
-            ours.server_version,
-            theirs.server_version,
-            wire.work_together(ours.server_version, theirs.server_version),
-        ),
-    ]
-    for field, mine, other, fits in fields:
-        if not fits:
+    fits = {
+        "api_versions": not set(ours.api_versions).isdisjoint(theirs.api_versions),
+        "server_version": wire.work_together(ours.server_version, theirs.server_version),
+    }
+    for field, fit in fits.items():
+        mine, other = fact_of_identity(ours)[field], fact_of_identity(theirs)[field]
+        if not fit:
             raise VersionSkewError(
                 f"node {theirs.node!r} has {field}={other}, the coordinator {ours.node!r} has "
                 f"{field}={mine}; install versions whose first numbers agree and whose second ones "
