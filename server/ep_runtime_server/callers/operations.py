@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import hashlib
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 from google.protobuf.message import Message
@@ -48,7 +48,7 @@ class Operations:
         session_id: str,
         op_id: str,
         request: Message,
-        work: Callable[[], Awaitable[Any]],
+        work: Callable[[], Coroutine[Any, Any, Any]],
     ) -> Any:
         """Returns the answer of `work()`, called once per (session, op id, kind of request).
 
@@ -67,7 +67,7 @@ class Operations:
         operations = self._of_session.setdefault(session_id, {})
         known = operations.get(key)
         if known is None:
-            task = asyncio.get_running_loop().create_task(_as_coroutine(work))
+            task = asyncio.get_running_loop().create_task(work())
             known = _Operation(digest, task, self._clock.monotonic_s())
             operations[key] = known
             task.add_done_callback(lambda done: self._finished(session_id, key, done))
@@ -122,10 +122,6 @@ class Operations:
                     del operations[key]
             if not operations:
                 del self._of_session[session_id]
-
-
-async def _as_coroutine(work: Callable[[], Awaitable[Any]]) -> Any:
-    return await work()
 
 
 def _log_fault(name: str, task: asyncio.Task[Any]) -> None:

@@ -190,10 +190,7 @@ def make_cluster_config(arguments: argparse.Namespace) -> ClusterConfig | None:
             "address of the host",
             argument="--insecure",
         )
-    return _count_from(made, arguments.epoch_at_least or 0)
-
-
-def _count_from(made: ClusterConfig, epoch: int) -> ClusterConfig:
+    epoch = arguments.epoch_at_least or 0
     if epoch and (made.coordinator is not None or not 0 < epoch <= MAX_EPOCH):
         raise InvalidArgumentError(
             f"--epoch-at-least is for the coordinator, 1 to {MAX_EPOCH}, got {epoch}",
