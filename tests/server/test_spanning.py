@@ -292,6 +292,19 @@ def test_another_node_speaks_for_its_own_ranks_only(nodes, pool, call_node):
     assert (state(a), state(b)) == ("READY", "READY")
 
 
+def test_a_report_may_name_as_many_nodes_as_a_cluster_has(nodes, call_node):
+    a, _ = nodes
+    others = [f"{'n' * 100}{number}" for number in range(limits.MAX_NODES)]
+    key = node_service_pb2.GroupKey(uid=os.geteuid(), job="job", name="moe")
+    request = node_service_pb2.TellGroupRequest(node="b", key=key, epoch=1, others=others)
+    answer = call_node(cluster_of(a).coordinator, node_service_pb2, "TellGroup", request)
+    assert answer.told
+    assert sorted(answer.unheard) == sorted(others)  # they are not in the cluster
+    request.others.append("one-more")
+    with pytest.raises(errors.InvalidArgumentError, match="others must be at most"):
+        call_node(cluster_of(a).coordinator, node_service_pb2, "TellGroup", request)
+
+
 def test_a_node_that_is_unreachable_while_a_group_forms_ends_the_attempt(
     start_daemon, pool, call_node
 ):

@@ -35,8 +35,8 @@ _SERVICE = "/ep_runtime.v1."
 _NO_TOKEN = f"{_SERVICE}SessionService/GetServerInfo"
 _CLOSE = f"{_SERVICE}SessionService/CloseSession"
 _NEEDS_JOB = tuple(f"{_SERVICE}{name}Service/" for name in ("Group", "Layer", "Nccl"))
-# Methods whose requests may be long, because they have layers or ranks.
-_LONG = ("/CreateGroup", "/RestoreGroup", "/RegisterLayers", "/JoinGroup")
+# Methods whose requests may be long, because they have layers, ranks or nodes.
+_LONG = ("/CreateGroup", "/RestoreGroup", "/RegisterLayers", "/JoinGroup", "/TellGroup")
 MAX_SHORT_BYTES = 64 << 10
 # Time limit for a caller to send its request after the metadata.
 READ_S = 10.0
