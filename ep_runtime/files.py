@@ -61,7 +61,7 @@ def read(path: str | os.PathLike[str], most_bytes: int = MOST_BYTES) -> bytes:
         data = file.read(most_bytes + 1)
         if len(data) > most_bytes:
             size = os.fstat(file.fileno()).st_size
-            raise OSError(errno.EFBIG, f"it has {size} bytes, and may have {most_bytes}")
+            raise OSError(errno.EFBIG, f"it must have at most {most_bytes} bytes, got {size}")
     return data
 
 

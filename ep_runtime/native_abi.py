@@ -137,7 +137,7 @@ def check_structs(path: Path, text: str, mirrors: Mirrors, constants: Mapping[st
     for name in [*ours, *theirs]:
         if ours.get(name) != theirs.get(name):
             raise VersionSkewError(
-                f"{path} was built of other sources than this package: {name} is "
+                f"{path} was built from other sources than this package: {name} is "
                 f"{theirs.get(name, 'missing')} there and {ours.get(name, 'missing')} here; "
                 "build it again",
                 field=name,

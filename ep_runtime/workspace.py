@@ -410,7 +410,7 @@ def _copied_rows(sizes: BlockSizes, rows: int) -> int:
 
 
 def largest_bytes(sizes: BlockSizes, rows: int) -> int:
-    """Returns the bytes of the larger call with W = `rows` if no rows are saved."""
+    """Returns the larger workspace of forward and backward, with W = `rows` and no saved rows."""
     return max(forward_bytes(sizes, rows, 0), backward_bytes(sizes, rows))
 
 

@@ -209,5 +209,5 @@ def test_files_are_read_up_to_their_limit(tmp_path):
     path = tmp_path / "file"
     path.write_bytes(b"x" * 10)
     assert files.read(path, 10) == b"x" * 10
-    with pytest.raises(OSError, match="it has 10 bytes, and may have 9"):
+    with pytest.raises(OSError, match="it must have at most 9 bytes, got 10"):
         files.read(path, 9)
