@@ -275,7 +275,7 @@ def test_another_node_speaks_for_its_own_ranks_only(nodes, pool, call_node):
     address = cluster_of(a).coordinator
     for node, ranks in (("c", [1]), ("b", [0])):
         request = node_service_pb2.TellGroupRequest(node=node, lost_ranks=ranks, **fields)
-        with pytest.raises(errors.PermissionDeniedError, match=f"is not of node '{node}'"):
+        with pytest.raises(errors.PermissionDeniedError, match=f"is not on node '{node}'"):
             call_node(address, node_service_pb2, "TellGroup", request)
     report = node_service_pb2.NodeReport(node="a", lost_ranks=[0])
     passed_on = node_service_pb2.TellGroupRequest(node="c", reports=[report], **fields)

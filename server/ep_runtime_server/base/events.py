@@ -284,7 +284,7 @@ class EventLog:
         return list(heapq.merge(*rings, key=operator.attrgetter("sequence")))
 
     async def written(self) -> None:
-        """Waits briefly until the file has all events so far, for a restarted daemon."""
+        """Waits briefly until all events are in the file, which a restarted daemon reads."""
         if self._file is not None:
             await self._file.written()
 

@@ -138,9 +138,9 @@ class Quotas:
         held, all_held = unread.get(uid, 0), sum(unread.values())
         if asked > min(self.limits.fds - held, self.limits.all_fds - all_held):
             raise PoolExhaustedError(
-                f"uid {uid} asks for {asked} descriptors, and has {held} that were sent and not "
-                f"read, all users {all_held}; the limits are {self.limits.fds} and "
-                f"{self.limits.all_fds}: read them first",
+                f"uid {uid} asks for {asked} descriptors and has not read {held} of at most "
+                f"{self.limits.fds}; all users have not read {all_held} of at most "
+                f"{self.limits.all_fds}: read these descriptors first",
                 resource="unread",
                 uid=uid,
                 asked=asked,

@@ -324,7 +324,7 @@ class Sessions:
                 state = process_state(session.pid)
                 self._log(
                     "session.suspect",
-                    f"process {session.pid} was not heard for {unheard_s:.0f} s, "
+                    f"process {session.pid} sent no heartbeat for {unheard_s:.0f} s, "
                     f"state {state or 'unknown'}",
                     session,
                     level=logging.WARNING,

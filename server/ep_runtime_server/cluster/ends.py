@@ -198,7 +198,7 @@ class Ends:
         for rank in (*lost, *left):
             if rank not in group.remote or group.remote[rank].node != node:
                 raise PermissionDeniedError(
-                    f"rank {rank} of group {owner.name!r} is not of node {node!r}", node=node
+                    f"rank {rank} of group {owner.name!r} is not on node {node!r}", node=node
                 )
         gone = [group.remote[rank].session_id for rank in left]
         # Ignore that a restarted daemon reports a process as lost that had left before.

@@ -398,7 +398,7 @@ class Journal:
         os.rename(fresh, self._path)
         if self._synced:
             _sync_directory(self._path.parent)
-        with contextlib.suppress(OSError):  # a remaining one has no note for the new file
+        with contextlib.suppress(OSError):  # if it stays, its notes do not fit the new file
             os.unlink(self._part)
         os.close(self._fd)
         self._fd, self._split = fd, False

@@ -127,11 +127,11 @@ class HostDevice:
         seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
         found = os.fstat(fd)
         if seals & SEALS != SEALS:
-            raise _not_ours(f"its seals are {seals:#x}, ours {SEALS:#x}")
+            raise _not_ours(f"its seals are {seals:#x}, wanted {SEALS:#x}")
         if found.st_size != size_bytes or found.st_blocks * 512 < size_bytes:
             raise _not_ours(
                 f"it has {found.st_size} bytes, {found.st_blocks * 512} of them backed, "
-                f"ours {size_bytes}"
+                f"wanted {size_bytes}"
             )
         return HostAllocation(fd, size_bytes)
 

@@ -97,7 +97,7 @@ def _ends(pem: bytes) -> list[float]:
     """Returns each certificate's `notAfter` as Unix time; `ssl` has no function for that."""
     found = _PEM.findall(pem.decode("ascii", errors="replace"))
     if not found:
-        raise ValueError("it does not come to an END line")
+        raise ValueError("it has no END line")
     return [_not_after(ssl.PEM_cert_to_DER_cert(text)) for text in found]
 
 

@@ -141,10 +141,10 @@ class ClusterFacts:
         """
         if epoch > self.epoch + MAX_EPOCHS_AHEAD:
             raise InvalidArgumentError(
-                f"node {node!r} knows of epoch {epoch}, the coordinator of {self.epoch}; it must "
-                f"be at most {MAX_EPOCHS_AHEAD} epochs ahead. If the coordinator lost its file, "
-                "start it once with --epoch-at-least; else the node is of another cluster: remove "
-                "the file 'cluster' of its directory",
+                f"epoch of node {node!r} must be at most {MAX_EPOCHS_AHEAD} ahead of the "
+                f"coordinator's {self.epoch}, got {epoch}. If the coordinator lost its file, start "
+                "it once with --epoch-at-least. Else the node belonged to another cluster: remove "
+                "the file 'cluster' in the node's directory",
                 argument="epoch",
             )
 

@@ -76,8 +76,8 @@ def check_versions(ours: NodeIdentity, theirs: NodeIdentity) -> None:
         if not fit:
             raise VersionSkewError(
                 f"node {theirs.node!r} has {field}={other}, the coordinator {ours.node!r} has "
-                f"{field}={mine}; install versions whose first numbers agree and whose second ones "
-                "are at most one apart",
+                f"{field}={mine}; install the same major version on both, and minor versions at "
+                "most one apart",
                 node=theirs.node,
                 field=field,
                 theirs=other,
@@ -252,7 +252,7 @@ class Nodes:
                 self._log(
                     "cluster.node_unreachable",
                     node,
-                    f"was not heard of for {silent_s:.0f} s",
+                    f"sent no report for {silent_s:.0f} s",
                     level=logging.WARNING,
                 )
             elif node.state is NodeState.UNREACHABLE and silent_s >= limits.NODE_FORGOTTEN_S:

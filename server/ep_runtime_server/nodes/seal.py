@@ -93,7 +93,7 @@ def read_secret(path: str) -> bytes:
     if about.st_uid not in (0, os.geteuid()) or about.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
         raise InvalidArgumentError(
             f"--secret: {path} has mode {about.st_mode & 0o777:04o} and belongs to uid "
-            f"{about.st_uid}; it must be yours and nobody else's: chmod 0600 {path}",
+            f"{about.st_uid}; only you may own and read it: chmod 0600 {path}",
             argument="--secret",
         )
     if not MIN_SECRET_BYTES <= len(secret) <= MAX_SECRET_BYTES:
