@@ -179,10 +179,10 @@ def test_gpus_that_are_there_are_taken_where_nothing_is_said(
     ("words", "said"),
     [
         (["--transports", "nvlink,memfd"], "memfd runs on CPU devices, nvlink on GPUs"),
-        (["--transports", "xla,stock"], "stock is of moe and train alone"),
+        (["--transports", "xla,stock"], "stock is for moe and train only"),
         (
             ["gemm", "--transports", "xla,torch"],
-            "torch is of moe and train alone, got it with gemm",
+            "torch is for moe and train only, got it with gemm",
         ),
         (["--transports", "xla", "--tokens", "1,2"], "--tokens takes one number for CPU"),
         (["--transports", "nvlink", "--devices", "3"], "--experts must be a multiple of"),

@@ -215,7 +215,7 @@ class BenchOptions:
         peers = [STOCK] * self.stock + [TORCH] * self.torch
         if peers and not set(self.benches) <= {*MODELLED}:
             raise InvalidArgumentError(
-                f"--transports {','.join(peers)} is of {' and '.join(MODELLED)} alone, got it with "
+                f"--transports {','.join(peers)} is for {' and '.join(MODELLED)} only, got it with "
                 f"{','.join(self.benches)}",
                 argument="transports",
             )
