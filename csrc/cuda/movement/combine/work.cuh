@@ -15,7 +15,7 @@ namespace combine {
 constexpr int kThreads = 512;
 constexpr int kWarps = kThreads / 32;
 constexpr int kSenders =
-    kWarps - 1;  // sending warps of a block that reduces; its last warp publishes
+    kWarps - 1;  // sending warps of a reducing block, whose last warp publishes
 
 // The tokens of one launch: all, or one half.
 struct Pass {
