@@ -114,7 +114,7 @@ def test_half_an_authority_is_not_made_whole(tmp_path, capsys):
     make(tmp_path, "a")
     (tmp_path / "ca.key").unlink()
     assert make(tmp_path, "b") == 1
-    assert "ca.pem is there without its other half" in capsys.readouterr().err
+    assert "ca.pem exists without its certificate or key" in capsys.readouterr().err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.key", "a.pem", "ca.pem"]
 
 

@@ -95,12 +95,12 @@ def test_without_a_default_daemon_the_only_private_one_is_read(
         second = start_daemon(env.private_directory())
         assert cli.main(["sessions"]) == 2
         text = " ".join(capsys.readouterr().err.split())
-        assert "2 private ones of yours do" in text
+        assert "2 private daemons of yours do" in text
         assert session.address in text
         assert f"unix://{second.directory}" in text
         second.stop()
     assert cli.main(["sessions"]) == 2
-    assert "you have no private one" in capsys.readouterr().err
+    assert "you have no private daemon" in capsys.readouterr().err
 
 
 def test_the_address_of_a_private_daemon_names_the_user_where_others_may_write(

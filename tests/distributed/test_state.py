@@ -122,7 +122,7 @@ def test_the_step_before_is_there_until_the_next_is_committed(
         follow(arrays)  # reuses the memory while it is copied
     state.wait()
     assert state.committed == 5
-    with pytest.raises(ep.InvalidArgumentError, match="greater than 5, the newest of state"):
+    with pytest.raises(ep.InvalidArgumentError, match="greater than 5, the newest step of state"):
         state.commit(5, _arrays(5, on))
     with monkeypatch.context() as patch:
         patch.setattr(state_copy.os, "pwrite", _fails_at_the_second())

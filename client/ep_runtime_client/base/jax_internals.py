@@ -186,7 +186,7 @@ def start_coordination(bind: str, processes: int, heartbeat_timeout_s: int) -> A
 
 
 def report_death(address: str, process: int, timeout_s: float) -> None:
-    """Tells the coordination service that a process has left, in the place of that process.
+    """Tells the coordination service that a process has left, on behalf of that process.
 
     Otherwise the service waits for heartbeats that do not come. If the process still lives, its own
     JAX ends it at its next heartbeat.

@@ -150,7 +150,7 @@ def resolve_transport(
             nccl.library().version()  # checks that this package can use the libnccl
         return transport
     raise NotImplementedError(
-        f"transport={transport!r} on {platforms} devices is not part of this version; "
+        f"transport={transport!r} on {platforms} devices is not supported; "
         'transport="memfd" serves CPU devices, "nvlink" and "nccl" NVIDIA GPUs, "xla" every device'
     )
 

@@ -145,7 +145,8 @@ def _authority(directory: Path, days: int) -> _Signer:
     there = place.existing()
     if len(there) == 1:
         raise InvalidArgumentError(
-            f"{there[0]} is there without its other half; take another directory", argument="DIR"
+            f"{there[0]} exists without its certificate or key; take another directory",
+            argument="DIR",
         )
     if there:
         return _read_authority(place, days)
@@ -181,7 +182,7 @@ def _read_authority(place: Paths, days: int) -> _Signer:
     if ends < datetime.datetime.now(datetime.UTC) + datetime.timedelta(days=days):
         raise InvalidArgumentError(
             f"{place.certificate} ends on {ends:%Y-%m-%d}, before the {days} days asked for; "
-            "fewer --days, or another directory",
+            "give fewer --days, or another directory",
             argument="days",
         )
     return _Signer(certificate, key)

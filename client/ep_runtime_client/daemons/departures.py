@@ -18,7 +18,7 @@ class Departures:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._members: Mapping[int, int] = {}
-        self._died: dict[int, int | None] = {}  # each one's incarnation as a member
+        self._died: dict[int, int | None] = {}  # process: its incarnation as a member
         self._calls: set[Any] = set()
 
     def add(self, process: int) -> None:

@@ -335,8 +335,8 @@ class Link:
 def _say_skew(address: str, version: str) -> None:
     if not wire.work_together(version, ep_runtime.__version__):
         _log.warning(
-            "the daemon at %s has version %s, this client %s; install versions whose first numbers "
-            "agree and whose second ones are at most one apart",
+            "the daemon at %s has version %s, this client %s; install the same major version of "
+            "both, and minor versions at most one apart",
             address,
             version,
             ep_runtime.__version__,

@@ -182,7 +182,7 @@ def locked(path: Path, timeout_s: float) -> Iterator[None]:
                 if time.monotonic() > deadline:
                     raise RuntimeUnavailableError(
                         f"another process has been starting the node's daemon for more than "
-                        f"{timeout_s:g} s; it holds {path}",
+                        f"{timeout_s:g} s; that process locks {path}",
                         address="node",
                     ) from error
                 pause.wait(0.02)

@@ -25,7 +25,7 @@ from ep_runtime_client.programs import failures
 
 _log = logging.getLogger("ep_runtime")
 
-# Ends of a step that a death, or the end of a group, can be the reason of.
+# Errors of a step that the death of a process or the end of a group can cause.
 _OF_A_LOSS = (
     errors.PeerLostError,
     errors.OpTimeoutError,

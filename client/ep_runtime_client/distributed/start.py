@@ -33,7 +33,7 @@ def initialize(
 ) -> None:
     """Initializes jax.distributed so that the job goes on when one of its processes dies.
 
-    Call it in the place of `jax.distributed.initialize`, before anything uses JAX's devices, and
+    Call it instead of `jax.distributed.initialize`, before anything uses JAX's devices, and
     before `connect(on_loss="continue")`. No process hosts the coordination service, so process 0
     may die too. If the service dies, JAX ends all processes.
 
@@ -102,8 +102,8 @@ def _of_node(job: str | None, num_processes: int | None, heartbeat_timeout_s: in
         )
     if job is None:
         raise InvalidArgumentError(
-            'job must be given with address="node", or $EP_RUNTIME_JOB or $SLURM_JOB_ID be set: '
-            "all processes of the job find one service by it",
+            'address="node" needs job=, $EP_RUNTIME_JOB or $SLURM_JOB_ID: processes of a job find '
+            "their service by the job's name",
             argument="job",
         )
     directory = addresses.parse_address(addresses.NODE).directory

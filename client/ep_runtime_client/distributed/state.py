@@ -205,8 +205,8 @@ class State:
     def _check_later(self, step: int, before: int | None) -> None:
         if before is not None and step <= before:
             raise InvalidArgumentError(
-                f"step must be greater than {before}, the newest of state {self.name!r}, got "
-                f"{step}; restore that one, or take another name",
+                f"step must be greater than {before}, the newest step of state {self.name!r}, got "
+                f"{step}; restore step {before}, or take another name",
                 argument="step",
             )
 

@@ -229,9 +229,9 @@ class Group:
         the time since the group was formed here.
 
         Returns:
-            GroupSkew: `slow`, the rank that holds the others up or None, `holds_share` [world size]
-            and `ops`, which has for each op its rates and the matrices `waits` and `arrivals_ms`
-            [world size, world size].
+            GroupSkew: `slow` is the rank for which others wait most, or None; `holds_share` is
+            [world size]; `ops` has each op's rates and matrices `waits` and `arrivals_ms` [world
+            size, world size].
 
         Raises:
             EpRuntimeError: as `load`.

@@ -45,7 +45,7 @@ class GroupHealth:
         self._name = formed.spec.name
         self._fields = {"group": self._name, "generation": formed.generation}
         self._end: End | None = None
-        self._lapsed: str | None = None  # why the daemon no longer knows it; its calls continue
+        self._lapsed: str | None = None  # why the daemon lost the group, whose calls continue
         self._told: errors.EpRuntimeError | None = None  # the end, as a call reported it
         self._report: errors.EpRuntimeError | None = None  # the next result of `take_report`
 

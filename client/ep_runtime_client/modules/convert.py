@@ -272,7 +272,7 @@ def _bias_of(family: str, form: Layout) -> str:
 def _on_device(array: Array, name: str) -> jax.Array:
     if jax.dtypes.canonicalize_dtype(array.dtype) != array.dtype:
         raise InvalidArgumentError(
-            f"{name} of {array.dtype.name} needs jax_enable_x64; cast it, or turn that on",
+            f"{name} of {array.dtype.name} needs jax_enable_x64; cast it, or enable x64",
             argument="state_dict",
         )
     return jnp.asarray(array)

@@ -175,8 +175,8 @@ def layer_for_call(
             raise InvalidArgumentError(
                 f"layer_index must be the index of one of the {source.num_layers} layers of stack "
                 f"{source.name!r}, got None; scan over jnp.arange({source.num_layers}) together "
-                "with the parameters, or count in the carry. If a scan can do neither, use one "
-                "registered layer, whose name its layers then share",
+                "with the parameters, or count in the carry. If the scan cannot pass an index, "
+                "use one registered layer for all its layers",
                 argument="layer_index",
             )
         return source[layer_index]

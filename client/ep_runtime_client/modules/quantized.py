@@ -120,7 +120,7 @@ def straight_through(masters: Tree, params8: Any) -> Tree:
         if not isinstance(quantized, MoEParams):
             raise InvalidArgumentError(
                 "params8 must be the result of quantize_params(masters, ...), got "
-                f"{type(quantized).__name__} in the place of MoEParams",
+                f"{type(quantized).__name__} instead of MoEParams",
                 argument="params8",
             )
         found = {

@@ -129,7 +129,7 @@ class BlockOp(LayerOp):
         wi_bias: Entries | None,
         wo_bias: Entries | None,
     ) -> list[Entries]:
-        """Returns entries of the shared operands, given those of weights and biases."""
+        """Returns entries of the shared operands, given the entries of weights and biases."""
         there, tokens = self._by_name(range(self.tree.num_leaves)), self.call.moved.layout.entries()
         slab, whole = (roles.slab,), ((),)
         by_name = there._replace(

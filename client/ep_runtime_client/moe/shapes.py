@@ -48,9 +48,9 @@ def results_of(spec: LayerSpec, x: jax.Array, num_experts: int, state: Any) -> t
 
 def _refuse(*_: Any, name: str) -> Any:
     raise InvalidArgumentError(
-        f"ep.moe got LayerSpec {name!r}, which moves no tokens: it stands for a layer in "
-        "jax.eval_shape, and names no group, so a program with it is neither compiled nor "
-        'exported; pass a registered layer, without a daemon one of ep.connect("none")',
+        f"ep.moe got LayerSpec {name!r}, which moves no tokens: it serves jax.eval_shape only, and "
+        "has no group, so its program cannot be compiled or exported; pass a registered layer "
+        '(without a daemon, register it after ep.connect("none"))',
         argument="layer",
     )
 

@@ -205,7 +205,7 @@ def join(
                 group.abort(over)
                 thread.join(nccl.CLOSE_TIMEOUT_S)
         if thread.is_alive():
-            raise errors.EpRuntimeError(f"NCCL did not come back from making group {ranks.name!r}")
+            raise errors.EpRuntimeError(f"NCCL did not finish making group {ranks.name!r}")
         if raised:
             raise raised[0]
     except BaseException:

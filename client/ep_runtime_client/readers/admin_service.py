@@ -26,7 +26,7 @@ from ep_runtime.v1 import admin_service_pb2 as messages
 from ep_runtime_client.daemons import transport
 
 _PAGE_SIZE = 1000
-# More pages than any daemon's list has, because another node may send any answer without end.
+# More pages than any list needs: a limit, because another node may send pages without end.
 MAX_LIST_PAGES = 10_000
 MAX_LIST_BYTES = 64 << 20
 MAX_LIST_VALUES = 3_000_000  # some 250 MB

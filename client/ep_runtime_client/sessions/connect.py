@@ -154,7 +154,7 @@ def choose(address: str | None, *, ask: bool = True) -> addresses.Address:
     if given is not None:
         return addresses.parse_address(given, "EP_RUNTIME_ADDRESS")
     if open_session.sessions.embedded():
-        return addresses.Address(addresses.EMBEDDED)  # which this process chose before
+        return addresses.Address(addresses.EMBEDDED)  # this process has an embedded daemon already
     default = env.runtime_directory()
     known = addresses.Address(addresses.DIRECTORY, default)
     if not ask and open_session.sessions.find(known) is not None:

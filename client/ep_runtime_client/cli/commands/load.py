@@ -78,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
 def _check(args: argparse.Namespace) -> None:
     if args.samples > 1 and not (args.interval or args.since):
         raise InvalidArgumentError(
-            "--samples needs --interval S, how long each of them takes, or --since SPAN"
+            "--samples needs --interval S (seconds of each sample) or --since SPAN"
         )
     if args.png and importlib.util.find_spec("matplotlib") is None:
         raise InvalidArgumentError("--png needs matplotlib: pip install 'ep-runtime[plot]'")

@@ -32,9 +32,9 @@ def default_place(timeout_s: float) -> addresses.SocketDirectory:
     if len(private) == 1:
         return private[0]
     if not private:
-        raise place.unavailable("none runs there, and you have no private one")
+        raise place.unavailable("no daemon runs there, and you have no private daemon")
     raise RuntimeUnavailableError(
-        f"no daemon answers at {place.address}, but {len(private)} private ones of yours do; "
+        f"no daemon answers at {place.address}, but {len(private)} private daemons of yours do; "
         "choose by --address " + " or ".join(shlex.quote(each.address) for each in private),
         address=place.address,
         answered=False,

@@ -97,10 +97,10 @@ def grouped_gemm(
         InvalidArgumentError: shapes, dtypes or the sharding of rhs do not fit.
         NotImplementedError: under a vmap, as in `dispatch`, or a second derivative.
 
-    Cost: the work follows sum(group_sizes). One all-gather of rhs over its outer axes (of 8-bit
-    data and scales with a recipe); backward the same, and one reduce-scatter.
+    Cost: the work follows sum(group_sizes). Forward and backward all-gather rhs over its outer axes
+    (8-bit data and scales with a recipe). Backward also reduce-scatters once.
 
-    Source: MegaBlocks (arXiv:2211.15841), with the meaning of `jax.lax.ragged_dot`; 8-bit sums as
+    Source: MegaBlocks (arXiv:2211.15841), with the semantics of `jax.lax.ragged_dot`; 8-bit sums as
     in DeepSeek-V3 (arXiv:2412.19437, 3.3.2).
 
     Examples:

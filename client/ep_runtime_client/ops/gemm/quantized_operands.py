@@ -196,7 +196,7 @@ def _undifferentiated(data: jax.Array) -> jax.Array:
 @_undifferentiated.defjvp
 def _refuse(primals: Any, tangents: Any) -> Any:
     raise InvalidArgumentError(
-        "params are differentiated by 8-bit weights, which have no gradient: differentiate by the "
-        "masters, with ep.straight_through(masters, params8) in the loss",
+        "8-bit weights have no gradient: differentiate with respect to the masters, with "
+        "ep.straight_through(masters, params8) in the loss",
         argument="params",
     )

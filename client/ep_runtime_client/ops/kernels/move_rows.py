@@ -72,7 +72,7 @@ def spread(
     weights: jax.Array | None = None,
     others: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns `weighed` and, with `others`, `products`: reads a token once for all its rows."""
+    """Returns `weighed`, and `products` if `others` are given. Reads each token only once."""
     flat = values.reshape(values.shape[0], -1)
     given = jnp.zeros((0, 0), jnp.float32) if weights is None else weights.astype(jnp.float32)
     beside = jnp.zeros((0, 0), values.dtype) if others is None else others

@@ -81,7 +81,7 @@ class Op(Protocol):
         """Finds the roles of the mesh's axes if the op has no layer."""
 
     def resolve(self, roles: Roles, arrived: Arrived, shapes: Shapes, wanted: Wanted) -> Resolved:
-        """Returns shardings and the per-device function for operands with these shardings."""
+        """Chooses shardings of operands and results, and the function that each device runs."""
 
     def factors(self) -> tuple[list[str], list[str]]:
         """Returns Shardy factors of operands and of results; equal factors are sharded alike."""

@@ -218,9 +218,9 @@ def _refuse_order(roles: Roles, dim: int, kept: Axes, gone: Axes) -> None:
     Slabs have the gathered axes on dim 0; the partitioner drops an axis that is minor to these.
     """
     raise InvalidArgumentError(
-        f"rhs dim {dim} must have {roles.named(gone)} behind {roles.named(kept)}, got it in front: "
-        f"gathering rhs over it would gather rows over {roles.named(kept)}. Shard the dim over "
-        f"{kept + gone}, or give rhs_spec= (params_spec= of moe) or Explicit axes",
+        f"rhs dim {dim} must have {roles.named(kept)} before {roles.named(gone)}, got the other "
+        f"order, so gathering rhs would gather rows too. Shard the dim over {kept + gone}, or give "
+        "rhs_spec= (params_spec= of moe) or Explicit axes",
         argument="rhs",
     )
 

@@ -91,7 +91,7 @@ def _check(x: jax.Array, split_sizes: jax.Array, order: jax.Array) -> None:
     lists = 1 if split_sizes.ndim == 1 else split_sizes.shape[0]
     if x.ndim < 1 or lists < 1 or x.shape[0] % lists:
         raise InvalidArgumentError(
-            f"x must be [n * rows, ...] with n={lists} as split_sizes has it, got {list(x.shape)}",
+            f"x must be [n * rows, ...] with n={lists} lists of split_sizes, got {list(x.shape)}",
             argument="x",
         )
 

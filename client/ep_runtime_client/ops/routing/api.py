@@ -314,7 +314,7 @@ def update_expert_bias(bias: jax.Array, tokens_per_expert: jax.Array, rate: floa
         )
     if bias.dtype not in (jnp.float32, jnp.float64):
         raise InvalidArgumentError(
-            f"bias must be float32, got {bias.dtype}, which rounds steps of the rate away",
+            f"bias must be float32, got {bias.dtype}, which rounds small updates to zero",
             argument="bias",
         )
     if not jnp.issubdtype(loads.dtype, jnp.integer):

@@ -34,7 +34,7 @@ def router_logits(x: jax.Array, router: jax.Array) -> jax.Array:
 
 
 def _is_explicit(*arrays: jax.Array) -> bool:
-    """Whether types carry shardings; a matmul over a sharded dim must then state its result's."""
+    """Whether types carry shardings; then a matmul over a sharded dim must name the result's."""
     meshes = (jax.typeof(x).sharding.mesh for x in arrays)
     return any(AxisType.Explicit in tuple(mesh.axis_types) for mesh in meshes)
 
