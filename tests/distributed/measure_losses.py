@@ -28,7 +28,7 @@ PROCESSES = 4
 STUCK_AFTER_S = 3
 TIMES = 2
 LARGE = dict(TEST_HIDDEN="512", TEST_MLP="1024", TEST_EXPERTS="32", TEST_RETAIN="600")
-_STAGES = {"connected": "to connect", "built": "to its state", "at": "to the next right step"}
+_STAGES = {"connected": "to connect", "built": "to its state", "at": "to the next correct step"}
 _TRAIN = JOB.replace("run(", "train(")
 
 
@@ -70,12 +70,14 @@ class Measurement:
                 job.workers[victim].send(signal.SIGKILL)
                 others = [worker for worker in job.workers if worker.index != victim]
                 ended, _ = self.first_steps(others)
-                self.note(f"SIGKILL of process {victim} to the next right step", ended - began)
+                self.note(f"SIGKILL of process {victim} to the next correct step", ended - began)
                 began = time.monotonic()
                 job.workers[victim] = job.start(victim)
                 ended, connected = self.first_steps(job.workers)
-                self.note("comes back: from its connect to its first right step", ended - connected)
-                self.note("comes back: from its start to its first right step", ended - began)
+                self.note(
+                    "comes back: from its connect to its first correct step", ended - connected
+                )
+                self.note("comes back: from its start to its first correct step", ended - began)
         check_losses(self.folder, self.alone)
 
     def stands(self, what: str, number: signal.Signals, **more: str) -> None:
@@ -88,7 +90,7 @@ class Measurement:
             assert victim.finish(HANG_S) == -signal.SIGKILL
             self.note(f"{what} to the end of the process", time.monotonic() - began)
             ended, _ = self.first_steps([first, *rest])
-            self.note(f"{what} to the next right step", ended - began)
+            self.note(f"{what} to the next correct step", ended - began)
         check_losses(self.folder, self.alone)
 
     def all_start_again(self) -> None:
