@@ -58,7 +58,7 @@ def measured(orders: Sequence[OrderT], limit_s: float) -> Iterator[tuple[OrderT,
         limit_s: time limit for a stage of one process.
 
     Raises:
-        RuntimeError: a process of ours failed; a failure of stock JAX is only reported.
+        RuntimeError: a process of ours failed; a failure of plain JAX is only reported.
     """
     left = collections.deque(orders)
     waiting: collections.deque[_Client] = collections.deque()

@@ -121,7 +121,7 @@ class Bench:
         return jax.make_array_from_callback(array.shape, self.spread, lambda part: array[part])
 
     def abstract(self, *dims: int, dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
-        """Describes an array to compile for, sharded like the others."""
+        """Describes an array, for compiling without it; sharded like the bench's arrays."""
         return jax.ShapeDtypeStruct(dims, dtype, sharding=self.spread)
 
     def mapped(self, body: Program) -> Program:

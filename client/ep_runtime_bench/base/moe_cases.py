@@ -259,10 +259,10 @@ class Measured:
     Attributes:
         steps: results of every variant.
         window_bytes: bytes of windows per rank, which XLA's allocators do not count.
-        profile: profile of the variant without remat; empty for stock JAX.
+        profile: profile of the variant without remat; empty for plain JAX.
         dropped: slots of a step that got no row, on all devices; None if not counted.
         given_bytes: bytes of operands and their gradients on one device.
-        estimated_bytes: `estimate_memory`'s result for group and layer; None for stock JAX.
+        estimated_bytes: `estimate_memory`'s result for group and layer; None for plain JAX.
     """
 
     steps: Sequence[Step]

@@ -1,1 +1,1 @@
-"""`moe`: the whole layer, forward and backward, compared with stock JAX, in fresh processes."""
+"""`moe`: the whole layer, forward and backward, compared with plain JAX, in fresh processes."""

@@ -1,4 +1,4 @@
-"""The whole MoE layer, forward and backward, compared with stock JAX: time, memory, kernels.
+"""The whole MoE layer, forward and backward, compared with plain JAX: time, memory, kernels.
 
 A step computes the sum of squares of the layer's result and its gradient in tokens, router and
 experts, in one process with all devices. "step" is one jitted step that the host waits for;
@@ -82,7 +82,7 @@ def run(options: BenchOptions) -> Iterator[list[BenchReport]]:
     Writes the kernel times of a subject to standard error as soon as they are known.
 
     Raises:
-        RuntimeError: a process of ours failed; a failure of stock JAX is only reported.
+        RuntimeError: a process of ours failed; a failure of plain JAX is only reported.
     """
     found: dict[tuple[str, str], Measured] = {}
     with clients.warm_daemon() as address:

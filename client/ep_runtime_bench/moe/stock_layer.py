@@ -1,4 +1,4 @@
-"""The MoE layer in stock JAX, as a user without this package writes it.
+"""The MoE layer in plain JAX, as a user without this package writes it.
 
 Both layers take one device's tokens under manual axes: x [T, H], router [H, E], and wi [L, H, 2M]
 and wo [L, M, H] of this device's experts. "padded" gives every expert room for `CAPACITY_FACTOR`

@@ -1,1 +1,1 @@
-"""`train`: a whole training step compared with stock JAX, each in a fresh process."""
+"""`train`: a whole training step compared with plain JAX, each in a fresh process."""

@@ -1,4 +1,4 @@
-"""The model: attention, an MoE block (ours or stock JAX's), and a head, with AdamW."""
+"""The model: attention, an MoE block (ours or plain JAX's), and a head, with AdamW."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A whole training step compared with stock JAX: time, tokens/s, memory, and time by kernel.
+"""A whole training step compared with plain JAX: time, tokens/s, memory, and time by kernel.
 
 The model is a decoder whose layers a scan runs: attention, an MoE block, a head, AdamW. Ours has
 room for any routing, or with a capacity factor for that multiple of a rank's even share. "stock
@@ -69,7 +69,7 @@ def run(options: BenchOptions) -> Iterator[list[BenchReport]]:
     """Trains every model with every subject, ours first; yields all results after each of them.
 
     Raises:
-        RuntimeError: a process of ours failed; a failure of stock JAX is only reported.
+        RuntimeError: a process of ours failed; a failure of plain JAX is only reported.
     """
     found: dict[TrainOrder, Trained] = {}
     with clients.warm_daemon() as address:
@@ -120,7 +120,7 @@ def orders(options: BenchOptions, address: str) -> list[TrainOrder]:
 
 
 def make_rows(options: BenchOptions, found: Found) -> list[dict[str, Any]]:
-    """Makes the table's rows: a model's subjects together, next to stock JAX of equal remat."""
+    """Makes the table's rows: a model's subjects together, next to plain JAX of equal remat."""
     gpu = speeds.gpu_name() if options.on_gpus else ""
     rows = []
     for order, each in found.items():
