@@ -106,8 +106,8 @@ def generations(*, stuck_after_s: float | None = 1800.0) -> Iterator[Generation]
                 raise generation.over[0]
             past.add()
             jax_internals.renew_cpu()
-            # All meet again, so that nobody reads a copy of the state that another still writes, or
-            # connects to others before they have forgotten their connections.
+            # All meet again. Then no process still writes a copy of the state that another reads,
+            # and all have forgotten their old connections.
             members = _settled(generation.key, generation.following)
 
 
@@ -126,7 +126,7 @@ def _every() -> list[int]:
 
 
 def _live(what: For, meeting: str, members: Collection[int]) -> dict[int, int]:
-    """Meets all who live, of which `members` come to this meeting."""
+    """Returns the live processes, once all of them have met; `members` are the ones expected."""
     with peers.waiting(what, meeting, members):
         live = jax_internals.live_processes(_every())
     if len(live) != len(members):
@@ -135,7 +135,7 @@ def _live(what: For, meeting: str, members: Collection[int]) -> dict[int, int]:
 
 
 def _settled(meeting: str, members: dict[int, int]) -> dict[int, int]:
-    """Meets until the same processes have come twice, so that those who come back meet alike."""
+    """Meets until two meetings have the same processes; one that comes back does the same."""
     while True:
         live = _live(For.OTHERS, f"{meeting}/over", members)
         if live == members:
@@ -159,7 +159,7 @@ class Generation:
         peers.generation = number
         self.devices = [d for d in jax.devices() if d.process_index in members]
         self.steps = 0
-        self.over: list[errors.EpRuntimeError] = []  # why, once it is
+        self.over: list[errors.EpRuntimeError] = []  # why the generation ended
         self.following = members
         self._members = members
         # Names these processes, the same in all of them.
@@ -224,7 +224,7 @@ class Generation:
         raise self._end("while this one waited")
 
     def _begin(self) -> None:
-        """Raises if the generation is over; before the first step all meet who have built it."""
+        """Raises if the generation is over. Before the first step all its processes meet."""
         if self.over:
             raise self.over[0]
         if not self._built:
@@ -262,7 +262,7 @@ class Generation:
         return error
 
     def _failed(self, error: Exception) -> None:
-        """Ends the generation if a loss is the reason; returns if the error is another.
+        """Ends the generation if a loss caused the error; else returns.
 
         All others come to the meeting too, because a loss fails their steps.
         """
@@ -304,7 +304,7 @@ class Generation:
         return error in self.over
 
     def _finish(self) -> None:
-        """Tells processes that wait which meeting is the last: this one."""
+        """Tells waiting processes the number of the last meeting, and takes part in it."""
         self.over.clear()
         client = jax_internals.distributed().client
         history.finish()

@@ -31,8 +31,8 @@ _log = logging.getLogger("ep_runtime")
 _SESSIONS = "ep_runtime/sessions/"
 _WAITS = "ep_runtime/waits/"
 _LOOK_S = 0.5
-# Processes come to a wait at different times. So each says that it waits long before it says that
-# it has waited for too long, unless the wait is short: most are.
+# A process reports that it waits after this time, long before it reports that it has waited too
+# long, because processes begin to wait at different times. Most waits are shorter.
 _SAY_S = 10.0
 _WAITS_YET, _TOO_LONG = "yet", "too-long"
 _ANSWER_S = 5.0
@@ -43,7 +43,7 @@ class For(enum.Enum):
 
     RESULTS = "results"  # of a step's programs
     OTHERS = "others"  # at the end of a step
-    STEPS = "steps"  # of others, as it has no device in the mesh
+    STEPS = "steps"  # of others: this process has no device in the mesh
 
 
 class _Wait(NamedTuple):
@@ -101,10 +101,10 @@ class Peers:
             _log.info("deaths of processes are no longer reported: %s", error)
 
     def _end_waits(self, process: int) -> None:
-        """Ends what a dead process leaves waiting: groups that form, and gloo's collectives. NCCL's
-        end by JAX's abort."""
+        """Ends waits for a dead process: groups that form, and gloo's collectives. JAX's abort ends
+        NCCL's."""
         with self._lock:
-            if process in self._passed:  # groups and connections are of the generation after it
+            if process in self._passed:  # a later generation's groups and connections lack it
                 return
             departures.add(process)
             if process == 0:
@@ -127,7 +127,7 @@ class Peers:
         self._sessions = {process: told.split() for process, told in _read(_SESSIONS).items()}
 
     def _end(self, processes: Iterable[int], reason: str) -> list[str]:
-        """Has the daemon fence processes and kill those that it may; what it did."""
+        """Makes the daemon fence processes and kill those that it may. Returns a text for each."""
         said: list[str] = []
         for process in processes:
             for session_id in self._sessions.get(process, ()) if process != _ours() else ():
@@ -188,7 +188,7 @@ class Peers:
         waits = {process: what for process, (what, _) in here.items()}
         stuck = stuck_of(waits, ours.members)
         if waits.keys() == {*ours.members} and For.RESULTS not in waits.values():
-            # Only one that comes back can be missing: the others are here.
+            # All members wait, so a missing process is one that comes back.
             stuck = sorted({*range(jax_internals.distributed().num_processes)} - waits.keys())
         if not stuck or self._wait is not ours:
             return
@@ -203,10 +203,10 @@ class Peers:
 
 
 def stuck_of(waits: Mapping[int, For], members: Collection[int]) -> list[int]:
-    """Processes that all others wait for; empty if there is none, or they are the more numerous.
+    """Returns the processes that all others wait for; none if these are more than the others.
 
-    Those are the ones that do not wait. If all wait, they are those that wait for their results
-    while others, whose devices take part too, have theirs.
+    A stuck process does not wait. If all processes wait, the stuck ones wait for results of a step
+    whose other processes have their results.
     """
     stuck = sorted({*members} - waits.keys())
     waiting = sum(what is not For.STEPS for what in waits.values())

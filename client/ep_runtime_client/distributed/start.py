@@ -74,7 +74,7 @@ def initialize(
         process_id,
         local_device_ids,
         heartbeat_timeout_seconds=heartbeat_timeout_s,
-        # JAX lets process 0 host a service in any case: nobody asks this one.
+        # JAX always starts a service in process 0. No process uses that one.
         coordinator_bind_address="127.0.0.1:0",
         **options,
     )

@@ -66,7 +66,7 @@ class State:
 
     @jax_state.eager
     def commit(self, step: int, state: Any) -> None:
-        """Begins a copy of `state` as that of `step`, and returns while it is written.
+        """Starts to copy `state` as the state of `step`, and returns before the copy is written.
 
         Every process whose devices have a part of the state calls it, with the same steps. The step
         is committed once all of them have written; until then the copy before it stays. One
@@ -191,7 +191,7 @@ class State:
         if self._last is not None:
             last, before = self._last
             self._check_later(step, before)
-            # Else a process lost now would leave no step that all have.
+            # Else, if a process dies now, no step would have the parts of all processes.
             self._held[last].wait_committed(before, self._client.timeout_s)
         else:
             with self._copies() as copies:
