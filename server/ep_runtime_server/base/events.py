@@ -89,7 +89,7 @@ class EventFile:
             self._open()
         except files.KindError as error:
             raise InvalidArgumentError(
-                f"cannot keep events in {path}: {error.strerror}; remove it", argument="dir"
+                f"cannot keep events in {path}: {error.strerror}; remove that file", argument="dir"
             ) from error
         except OSError:
             pass  # events are lost

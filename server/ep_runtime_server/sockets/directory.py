@@ -31,7 +31,7 @@ class DirectoryBusyError(EpRuntimeError):
 
 def _unusable(path: Path, error: OSError) -> InvalidArgumentError:
     return InvalidArgumentError(
-        f"cannot use {path}: {error.strerror}; remove it, or take another --dir",
+        f"cannot use {path}: {error.strerror}; remove that file, or take another --dir",
         argument="dir",
     )
 
