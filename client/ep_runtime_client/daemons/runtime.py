@@ -159,7 +159,7 @@ def own_file(path: Path) -> IO[bytes]:
         return open(files.open_regular(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644), "a+b")
     except OSError as error:
         raise RuntimeUnavailableError(
-            f"cannot start the node's daemon with {path}: {error.strerror}; remove it",
+            f"cannot start the node's daemon with {path}: {error.strerror}; remove that file",
             address="node",
         ) from error
 

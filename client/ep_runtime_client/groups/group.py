@@ -30,8 +30,8 @@ class Group:
     """
 
     def __init__(self, held: HeldGroup) -> None:
-        # Some versions of JAX register options in it, and trace a program again that was traced
-        # before. Our ops import it, maybe while the first step is traced.
+        # Some versions of JAX register options in this module, and then trace programs again. So
+        # import it before our ops do, perhaps while the first step is traced.
         import jax.extend  # noqa: F401
 
         self.name = held.name

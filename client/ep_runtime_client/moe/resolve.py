@@ -374,7 +374,7 @@ def _workspace(call: Call, block: Block, given: Operands, kept: Kept) -> Workspa
 
 
 def _of_bias(where: Partitioning, bias: jax.Array, weight: Entries) -> Entries:
-    if where.manual:  # of as many experts as the weight here, elsewhere whole
+    if where.manual:  # sharded over experts like the weight, whole on other dims
         return padded(weight[:1], len(weight) - 1)
     # A bias of unknown layout is sharded like its weight.
     known = regions.known_entries(bias, bias.ndim)

@@ -45,8 +45,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser, "seconds to look at", since, interval_s=5.0, wide="every peer"
     )
     about = (
-        "Names a rank that the others wait for more than "
-        f"{100 * tallies.SLOW_SHARE:g}% of the time; the exit code is then {cli.LATE}. "
+        f"Names a rank if the others wait for it more than {100 * tallies.SLOW_SHARE:g}% of the "
+        f"time; the exit code is then {cli.LATE}. "
         f"{board_samples.ABOUT_SINCE}"
     )
     reading.explain(parser, {"columns": COLUMNS}, about)

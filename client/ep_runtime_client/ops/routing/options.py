@@ -35,7 +35,7 @@ class Router:
         num_groups: number of routing groups of E / num_groups experts each; needs group_topk.
         group_topk: number of routing groups that a token may use: those with the highest scores.
         group_score_topk: a group's score is the sum of this many of its highest biased scores.
-            None is K // group_topk, which must divide. DeepSeek-V3 has 2, V2 1.
+            None is K // group_topk; group_topk must divide K. DeepSeek-V3 has 2, V2 1.
         normalize_weights: whether the K weights of a token are divided by their sum. False: a
             weight is the expert's score, or with "softmax" its share of the softmax over all E.
             True: that value divided by the sum over the K (+ 1e-20; with use_pre_softmax at least
