@@ -10,7 +10,7 @@
 namespace ep_runtime {
 namespace nccl {
 
-// A mark from which kernels after a communicator's exchanges see that it is aborted. After an
+// A mark that tells kernels after an exchange that its communicator was aborted. After an
 // abort, NCCL's kernels leave their waits and copy stale bytes from their buffers. Thread-safe.
 class AbortMark {
  public:
