@@ -305,7 +305,7 @@ GOOD = {"tokens": np.ones((4, 3)), "topk_idx": np.zeros((4, 2), np.int32), "num_
         ({"probs": np.ones((4, 2), int)}, "probs must have a float dtype"),
         ({"num_out_tokens": -1}, "num_out_tokens must be at least 0, got -1"),
         ({"align_size": 0}, "align_size must be at least 1, got 0"),
-        ({"num_out_tokens": 2**31}, "int32 counts less"),
+        ({"num_out_tokens": 2**31}, "must have less than 2147483647 slots and rows"),
     ],
 )
 def test_arguments_that_do_not_fit(changes: dict[str, Any], text: str) -> None:

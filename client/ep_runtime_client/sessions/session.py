@@ -201,8 +201,8 @@ class Session:
     def close(self) -> None:
         """Undoes one `connect()`; undoing the last one frees the session's groups and windows.
 
-        Later calls do nothing. Under tracing it does nothing either, as `connect()` is not counted
-        there.
+        Later calls do nothing, and neither do calls under tracing, where `connect()` does not count
+        either.
 
         Cost: as `Group.close` for each group that is open, and one RPC.
         """

@@ -51,7 +51,7 @@ def prepare(
         layer: a registered layer, or `stack[i]`.
         topk_idx: [T, K] or [B, S, K] int32 (int64 with x64). Expert per slot; -1 and anything
             else outside 0..E-1 is an unused slot. An expert may appear twice in a token.
-        handle: which of the layer's handles this call, and calls with its plan, use.
+        handle: the layer's handle that this call uses, and later calls with the plan too.
         capacity: C, rows per slab in this call; None is the smaller of the group's capacity and
             the no-drop bound of this call.
         tokens_spec: sharding of the leading dims, if a traced 3-D array does not carry it.

@@ -99,8 +99,8 @@ def rows_of(
     most = jnp.iinfo(jnp.int32).max
     if max(rows, slots) >= most:
         raise InvalidArgumentError(
-            f"one shard has {slots} slots and {rows} rows, int32 counts less than {most}; "
-            "num_out_tokens bounds the rows",
+            f"one shard must have less than {most} slots and rows (int32 counts them), got {slots} "
+            f"slots and {rows} rows; a smaller num_out_tokens makes fewer rows",
             argument="num_out_tokens",
         )
     return rows
