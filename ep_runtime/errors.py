@@ -25,6 +25,7 @@ into XLA's error text, which `parse` reads.
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from typing import Any, ClassVar, NoReturn
@@ -60,7 +61,7 @@ class EpRuntimeError(Exception):
         raise type(self)(f"layer {layer!r}: {self}", **{**self.fields, "layer": layer}) from self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild, (type(self), self.args[0] if self.args else "", self.fields)
+        return functools.partial(type(self), **self.fields), self.args or ("",)
 
 
 class InvalidArgumentError(EpRuntimeError, ValueError):
@@ -205,10 +206,6 @@ __all__ = sorted(_all_classes())
 
 def __dir__() -> list[str]:
     return __all__
-
-
-def _rebuild(cls: type[EpRuntimeError], message: str, fields: dict[str, Any]) -> EpRuntimeError:
-    return cls(message, **fields)
 
 
 def from_name(class_name: str, message: str, fields: dict[str, Any]) -> EpRuntimeError:
