@@ -318,16 +318,10 @@ def format_board(buf: Any, where: BoardLayout, generation: int) -> None:
     header.num_here = len(where.ranks)
     header.window_bytes = window_bytes(spec)
     header.board_bytes = where.board_bytes
-    header.ranks_offset = where.ranks_offset
-    header.handles_offset = where.handles_offset
-    header.failures_offset = where.failures_offset
-    header.seats_offset = where.seats_offset
-    header.world_offset = where.world_offset
-    header.domains_offset = where.domains_offset
-    header.domain_bytes = where.domain_bytes
-    header.device_rows_offset = where.device_rows_offset
-    header.tallies_offset = where.tallies_offset
-    header.tally_bytes = where.tally.tally_bytes
+    for name, value in vars(where).items():
+        if name.endswith("_offset"):
+            setattr(header, name, value)
+    header.domain_bytes, header.tally_bytes = where.domain_bytes, where.tally.tally_bytes
     seats = (ctypes.c_uint32 * spec.world_size).from_buffer(buf, where.seats_offset)
     size = ctypes.sizeof(RankRecordStruct)
     for seat, rank in enumerate(where.ranks):
