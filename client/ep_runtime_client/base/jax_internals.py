@@ -265,26 +265,12 @@ def _varint(number: int) -> bytes:
 
 def _fields(message: bytes) -> Iterator[tuple[int, Any]]:
     """Yields field numbers and values of a protobuf message: int, or bytes for other types."""
-    at = 0
+    from google.protobuf import empty_pb2
+    from google.protobuf.unknown_fields import UnknownFieldSet
 
-    def varint() -> int:
-        nonlocal at
-        value, shift = 0, 0
-        while True:
-            byte = message[at]
-            value |= (byte & 127) << shift
-            at, shift = at + 1, shift + 7
-            if byte < 128:
-                return value
-
-    while at < len(message):
-        number, kind = divmod(varint(), 8)
-        if kind == 0:
-            yield number, varint()
-        else:
-            size = {1: 8, 5: 4}[kind] if kind != 2 else varint()
-            at += size
-            yield number, message[at - size : at]
+    unknown: Any = UnknownFieldSet(empty_pb2.Empty.FromString(message))
+    for field in unknown:
+        yield field.field_number, field.data
 
 
 def live_processes(processes: Sequence[int]) -> dict[int, int]:
