@@ -237,16 +237,12 @@ def network_bytes(sizes: Sizes) -> dict[str, tuple[int, int]]:
     }
 
 
-def nvlink_bytes(sizes: Sizes) -> dict[str, tuple[int, int]]:
-    """As `network_bytes`, between the GPUs of a node."""
-    return {"forward": (sizes.row, sizes.total), "backward": (2 * sizes.row, sizes.total)}
-
-
 def link_rows(rows: Rows, sizes: Sizes) -> Iterator[dict[str, Any]]:
     """Computes the mean and the largest traffic of a GPU, for each link and pass."""
+    inside = {"forward": (sizes.row, sizes.total), "backward": (2 * sizes.row, sizes.total)}
     links = {
         "network": (rows.to_nodes, rows.from_nodes, network_bytes(sizes)),
-        "NVLink": (rows.to_ranks, rows.from_ranks, nvlink_bytes(sizes)),
+        "NVLink": (rows.to_ranks, rows.from_ranks, inside),
     }
     links = {link: values for link, values in links.items() if values[0].any()}
     for link, (sent, received, passes) in links.items():

@@ -130,11 +130,13 @@ class Bench:
         return jax.shard_map(body, mesh=self.mesh, **settings)
 
     def device_us(self, program: Program, operands: Any, repeats: int) -> list[float]:
-        """Returns intervals of up to `repeats` runs of a chain, after a warm-up run."""
+        """Returns intervals on this process's slowest device of up to `repeats` runs of a chain,
+        after a warm-up run."""
         found: list[float] = []
         for repeat, (readings, _) in enumerate(self._runs(program, operands, repeats + 1)):
             if repeat:
-                found += slowest_rank_us(readings)
+                parts = [np.asarray(shard.data) for shard in readings.addressable_shards]
+                found += intervals_us(np.concatenate(parts)).max(axis=0).tolist()
         return found
 
     def host_s(self, program: Program, operands: Any, repeats: int) -> list[float]:
@@ -250,12 +252,6 @@ def intervals_us(readings: npt.NDArray[np.uint32]) -> npt.NDArray[np.float64]:
     words = readings.astype(np.int64)
     nanoseconds = words[..., 0] + (words[..., 1] << 32)
     return np.diff(nanoseconds, axis=1)[:, 1:] / 1e3
-
-
-def slowest_rank_us(readings: jax.Array) -> list[float]:
-    """Returns microseconds of each call on the slowest device of this process."""
-    parts = [np.asarray(shard.data) for shard in readings.addressable_shards]
-    return intervals_us(np.concatenate(parts)).max(axis=0).tolist()
 
 
 class CallTimer:

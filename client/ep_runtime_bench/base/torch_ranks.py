@@ -12,7 +12,6 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
@@ -106,8 +105,3 @@ def _rank(index: int, measure: Callable[[Rank, Any], Any], order: Any, folder: s
         dist.destroy_process_group()
     if index == 0:
         Path(folder, "found").write_text(json.dumps(dataclasses.asdict(found)))
-
-
-def median_round(rank: Rank, step: Callable[[], object], rounds: int, steps: int) -> float:
-    """Returns the median of `rounds` results of `timed`."""
-    return median([rank.timed(step, steps) for _ in range(rounds)])
