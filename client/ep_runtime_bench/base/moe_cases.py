@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from ep_runtime.specs import COMBINE_PRECISIONS
 
@@ -93,6 +93,7 @@ class Order:
             None means those of Mixtral.
     """
 
+    bench: ClassVar[str]
     subject: str
     name: str
     devices: int
@@ -130,25 +131,23 @@ class Order:
     def is_stock(self) -> bool:
         return self.subject in (PADDED, DROPLESS, TORCH)
 
-    def client_module(self, bench: str) -> str:
-        """Returns the module in that bench's package that measures the order."""
-        return f"ep_runtime_bench.{bench}.{'torch_' if self.subject == TORCH else ''}client"
+    @property
+    def module(self) -> str:
+        """The module in the bench's package that measures the order."""
+        return f"ep_runtime_bench.{self.bench}.{'torch_' if self.subject == TORCH else ''}client"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerOrder(Order):
     """An order for one MoE layer; `weights` is one of WEIGHTS."""
 
+    bench: ClassVar[str] = "moe"
     case: Case
     weights: str = WEIGHTS[0]
 
     @property
     def own_label(self) -> str:
         return self.weights if self.weights != WEIGHTS[0] else ""
-
-    @property
-    def module(self) -> str:
-        return self.client_module("moe")
 
     @classmethod
     def from_dict(cls, said: Mapping[str, Any]) -> LayerOrder:

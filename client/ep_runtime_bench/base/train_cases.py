@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -89,6 +89,7 @@ CPU_MODELS: dict[str, Model] = {
 class TrainOrder(Order):
     """An order for one model; `remat` is one of REMATS, `routing` one of ROUTINGS."""
 
+    bench: ClassVar[str] = "train"
     model: Model
     remat: str = REMATS[0]
     routing: str = ROUTINGS[0]
@@ -96,10 +97,6 @@ class TrainOrder(Order):
     @property
     def own_label(self) -> str:
         return f"remat {self.remat}" if self.remat != REMATS[0] else ""
-
-    @property
-    def module(self) -> str:
-        return self.client_module("train")
 
     @property
     def axes(self) -> dict[str, int]:
