@@ -293,7 +293,7 @@ def _write_changes(args: argparse.Namespace, view: View) -> Callable[[nodes.Foun
                 render.write_json(view.kind, {"change": change, "item": row}, compact=True)
             return
         if not lines and changed:
-            columns = watching.with_change(_with_node(view, changed))
+            columns = [watching.CHANGE, *_with_node(view, changed)]
             wide = args.output == "wide"
             lines.append(watching.Lines(columns, wide=wide, headers=not args.no_headers))
         for one in lines:

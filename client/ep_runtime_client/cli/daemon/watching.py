@@ -16,7 +16,8 @@ EVERY_S = 1.0
 
 Row = Mapping[str, Any]
 
-_CHANGE = tables.Column("change", "CHANGE", priority=tables.STATE)
+# The first column of rows from `Changes`.
+CHANGE = tables.Column("change", "CHANGE", priority=tables.STATE)
 
 
 def repeat(args: argparse.Namespace, once: Callable[[], int], *, clear: bool = True) -> int:
@@ -64,7 +65,7 @@ class Lines:
         self._headers = headers
         self._block: tables.Block = ()
         # Reserve the width of CHANGED, because most rows are ADDED before the first change.
-        self._widest = ["CHANGED" if column is _CHANGE else "" for column in self._columns]
+        self._widest = ["CHANGED" if column is CHANGE else "" for column in self._columns]
 
     def write(self, rows: Sequence[Row]) -> None:
         """Writes more rows below earlier ones."""
@@ -111,8 +112,3 @@ class Changes:
 
     def _cells(self, row: Row) -> list[str]:
         return tables.cells(self._told, row, wide=True)
-
-
-def with_change(columns: Sequence[tables.Column]) -> list[tables.Column]:
-    """Returns the columns of rows from `Changes`."""
-    return [_CHANGE, *columns]
