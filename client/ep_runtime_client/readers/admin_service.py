@@ -153,8 +153,10 @@ class Source:
         return self.pages("ListHandles", request, "handles", age=_age(age_s))
 
     def buffers(self) -> list[dict[str, Any]]:
-        request = messages.ListBuffersRequest
-        return self.pages("ListBuffers", request, "buffers", flat=_with_owner)
+        def with_owner(row: dict[str, Any]) -> dict[str, Any]:
+            return {**row, "owner": f"{row['job']}/{row['group']}"}
+
+        return self.pages("ListBuffers", messages.ListBuffersRequest, "buffers", flat=with_owner)
 
     def ranks(self) -> list[dict[str, Any]]:
         return self.pages("ListRanks", messages.ListRanksRequest, "ranks")
@@ -236,10 +238,6 @@ def _flat_layer(row: dict[str, Any]) -> dict[str, Any]:
     about = {key: value for key, value in row.items() if key != "layer"}
     ids = {key: value for key, value in layer.items() if key not in ("spec", "already_registered")}
     return {"name": layer["spec"]["name"], **about, **layer["spec"], **ids}
-
-
-def _with_owner(row: dict[str, Any]) -> dict[str, Any]:
-    return {**row, "owner": f"{row['job']}/{row['group']}"}
 
 
 def _whole(*keys: str) -> Flat:
