@@ -19,7 +19,6 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from types import FrameType
 from typing import Any, NoReturn
 
 from ep_runtime.errors import EpRuntimeError
@@ -104,7 +103,7 @@ class Members:
         self._interrupted = threading.Event()
 
     def __enter__(self) -> Members:
-        self._previous = signal.signal(signal.SIGINT, self._on_interrupt)
+        self._previous = signal.signal(signal.SIGINT, lambda *_: self._interrupted.set())
         try:
             for index in range(self._processes):
                 self._started.append(self._start(index))
@@ -132,9 +131,6 @@ class Members:
 
     def _log(self, index: int) -> Path:
         return self._directory / f"{index}.log"
-
-    def _on_interrupt(self, number: int, frame: FrameType | None) -> None:
-        self._interrupted.set()
 
     def wait(self) -> int:
         """Waits for all processes; if one fails the others get a few seconds, on Ctrl-C none.
