@@ -9,6 +9,7 @@ import pty
 import re
 import signal
 import subprocess
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from ep_runtime_client import cli
 from ep_runtime_client.cli.machine import gpus
 from ep_runtime_client.demo.cli import make_config
 from ep_runtime_client.demo.config import DemoConfig
-from ep_runtime_client.demo.job import Stop, train
+from ep_runtime_client.demo.job import train
 from ep_runtime_client.demo.reporter import Report, Reporter
 from ep_runtime_client.demo.trainer import StepResult
 
@@ -233,7 +234,7 @@ def run(*losses: Sequence[float], platform: str = "cpu") -> tuple[Report, list[A
     windows = itertools.repeat(np.zeros((1, 2), np.int32))
     reporter = Reporter(config)
     with reporter.training():
-        return train(config, trainers, windows, reporter, Stop(), Report()), trainers
+        return train(config, trainers, windows, reporter, threading.Event(), Report()), trainers
 
 
 def test_the_loop_counts_steps_drops_and_seconds_and_prints_lines(capsys: Any) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import itertools
 import json
@@ -11,6 +10,7 @@ import math
 import operator
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -39,22 +39,16 @@ CONNECT_TIMEOUT_S = 120.0
 STEPS_ALONE = 2
 
 
-@dataclasses.dataclass
-class Stop:
-    """Whether Ctrl-C asked to stop after the current work."""
-
-    requested: bool = False
-
-
 @contextlib.contextmanager
-def stop_on_interrupt() -> Iterator[Stop]:
-    """Sets `requested` on the first SIGINT in the block; a second one raises KeyboardInterrupt."""
-    stop = Stop()
+def stop_on_interrupt() -> Iterator[threading.Event]:
+    """Yields an event that the first SIGINT in the block sets; a second one raises
+    KeyboardInterrupt."""
+    stop = threading.Event()
 
     def note(number: int, frame: FrameType | None) -> None:
-        if stop.requested:
+        if stop.is_set():
             raise KeyboardInterrupt
-        stop.requested = True
+        stop.set()
         # Write to the descriptor, because the signal may have interrupted a write to the stream.
         os.write(2, b"\nstopping after what is under way; Ctrl-C again ends at once\n")
 
@@ -144,7 +138,7 @@ def run(config: DemoConfig, member: Member | None = None) -> int:
     death = Death(config, member, reporter)
     alone = member.processes == 1  # several processes cannot stop at the same step
     with (
-        stop_on_interrupt() if alone else contextlib.nullcontext(Stop()) as stop,
+        stop_on_interrupt() if alone else contextlib.nullcontext(threading.Event()) as stop,
         ep.connect(
             config.address,
             timeout_s=CONNECT_TIMEOUT_S,
@@ -166,10 +160,12 @@ def run(config: DemoConfig, member: Member | None = None) -> int:
     reporter.summary(report)
     if report.difference is not None:
         return DIFFERENT
-    return INTERRUPTED if stop.requested else 0
+    return INTERRUPTED if stop.is_set() else 0
 
 
-def _train(config: DemoConfig, session: Session, reporter: Reporter, stop: Stop) -> Report:
+def _train(
+    config: DemoConfig, session: Session, reporter: Reporter, stop: threading.Event
+) -> Report:
     mesh = make_mesh(config)
     trainers = [Trainer(config, session, mesh, name="demo", transport=config.transport)]
     reporter.runtime(session, trainers[0].group)
@@ -205,7 +201,7 @@ def _train_surviving(
                     death.made(report, time.perf_counter() - started)
                     report.rewind(done)
                 run = functools.partial(_step, generation, trainer, state, report, death)
-                train(config, [trainer], _batches(config), reporter, Stop(), report, run)
+                train(config, [trainer], _batches(config), reporter, threading.Event(), report, run)
     state.release()
     return report
 
@@ -232,7 +228,7 @@ def train(
     trainers: Sequence[Trainer],
     batches: Iterable[npt.NDArray[Any]],
     reporter: Reporter,
-    stop: Stop,
+    stop: threading.Event,
     report: Report,
     run: Callable[[Step], list[StepResult]] = operator.call,
 ) -> Report:
@@ -243,7 +239,7 @@ def train(
     """
     started = time.perf_counter() - report.seconds
     for window in itertools.islice(batches, len(report.losses), config.steps):
-        if stop.requested:
+        if stop.is_set():
             break
         results = run(lambda: [trainer.step(window) for trainer in trainers])  # noqa: B023
         report.losses.append(results[0].loss)
