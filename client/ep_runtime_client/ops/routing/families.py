@@ -67,9 +67,18 @@ class _Config:
         )
 
 
-def _softmax(config: _Config) -> Arguments:
-    config.only(norm_topk_prob=True)
-    return {}
+def _always(only: Mapping[str, Any], **arguments: Any) -> Callable[[_Config], Arguments]:
+    """Returns a reader of routers with these arguments; `only`: options and their only values."""
+
+    def read(config: _Config) -> Arguments:
+        config.only(**only)
+        return arguments
+
+    return read
+
+
+_softmax = _always({"norm_topk_prob": True})
+_llama4 = _always({}, score_function="sigmoid", normalize_weights=False)
 
 
 def _shares(config: _Config) -> Arguments:
@@ -120,24 +129,10 @@ def _deepseek_v4(config: _Config) -> Arguments:
     return {**scores, "scaling_factor": _scale(config, 1.5)}
 
 
-def _minimax_m2(config: _Config) -> Arguments:
-    config.only(scoring_func="sigmoid")
-    return {"score_function": "sigmoid", "normalize_weights": True}
-
-
 def _lfm2(config: _Config) -> Arguments:
     normalize = bool(config("norm_topk_prob", True))
     scores = {"score_function": "sigmoid", "normalize_weights": normalize}
     return {**scores, "scaling_factor": _scale(config, 1.0)}
-
-
-def _ernie(config: _Config) -> Arguments:
-    config.only(moe_norm_min=1e-12)
-    return {"use_pre_softmax": True, "normalize_weights": True}
-
-
-def _llama4(config: _Config) -> Arguments:
-    return {"score_function": "sigmoid", "normalize_weights": False}
 
 
 def _longcat(config: _Config) -> Arguments:
@@ -165,7 +160,7 @@ _FAMILIES: Mapping[str, Callable[[_Config], Arguments]] = {
     "deepseek_v3": _deepseek_v3(groups=8, scale=2.5),
     "deepseek_v4": _deepseek_v4,
     "dots1": _deepseek_v3(norm=False),
-    "ernie4_5_moe": _ernie,
+    "ernie4_5_moe": _always({"moe_norm_min": 1e-12}, use_pre_softmax=True, normalize_weights=True),
     "gemma4": _softmax,
     "gemma4_text": _softmax,
     "glm4_moe": _deepseek_v3(),
@@ -179,7 +174,9 @@ _FAMILIES: Mapping[str, Callable[[_Config], Arguments]] = {
     "llama4_text": _llama4,
     "longcat_flash": _longcat,
     "mimo_v2_flash": _deepseek_v3(),
-    "minimax_m2": _minimax_m2,
+    "minimax_m2": _always(
+        {"scoring_func": "sigmoid"}, score_function="sigmoid", normalize_weights=True
+    ),
     "mixtral": _softmax,
     "olmoe": _shares,
     "phimoe": _phimoe,
