@@ -28,7 +28,7 @@ from ep_runtime_client.ops.partitioning.roles import Entries, Resolved, Roles, S
 from ep_runtime_client.ops.quantize.formats.table import format_of
 from ep_runtime_client.ops.quantize.formats.tiles import num_tiles
 from ep_runtime_client.ops.quantize.pair import of_each
-from ep_runtime_client.ops.quantize.quantized_tensor import Packing, Value, gather, unpack
+from ep_runtime_client.ops.quantize.quantized_tensor import Packing, gather, unpack
 from ep_runtime_client.ops.tracing.varying import Axes
 
 _PLAN_NDIMS = (3, 3, 3, 2, 2, 2, 2, 2, 2, 3, 3, 2)  # dims of a plan's arrays, with the slab dim
@@ -341,7 +341,7 @@ class BlockBackward(BlockOp):
             )
             d_tokens = _added_up(sums, made.tokens, place.inner).reshape(mine.tokens.shape)
             d_weights = sums.total(made.weights, place.inner).reshape(mine.weights.shape)
-            wi_off, wo_off = self._each(wi_place.taken_off), wo_place.taken_off
+            wi_off, wo_off = of_each(wi_place.taken_off, call.paired), wo_place.taken_off
             kernels = [back(x, wi_off, self.dtypes[0]) for x in jax.tree.leaves(made.wi)]
             kernels += [back(x, wo_off, self.dtypes[1]) for x in jax.tree.leaves(made.wo)]
             biases = []
@@ -359,7 +359,7 @@ class BlockBackward(BlockOp):
             return d_tokens, d_weights, *biases, *values, *kernels
 
         given, tokens = place.operands, call.moved.layout.entries()
-        kernels = [self._each(wi_place.lies)] * (1 + call.paired) + [wo_place.lies]
+        kernels = [of_each(wi_place.lies, call.paired)] * (1 + call.paired) + [wo_place.lies]
         results = (tokens, tokens, *self._by_name(given).others, *self._wanted(kernels))
         return Resolved((*given, *self.saved_entries(roles, place), tokens), results, local)
 
@@ -377,10 +377,6 @@ class BlockBackward(BlockOp):
     def _wanted(self, of_kernels: list[Any]) -> list[Any]:
         return [] if self.frozen else of_kernels
 
-    def _each(self, values: Sequence[Value]) -> tuple[Value, ...]:
-        """Converts values per dim of the whole wi to values per dim of each of its arrays."""
-        return of_each(values) if self.call.paired else tuple(values)
-
     def _made(self, shared: Axes) -> Any:
         """Returns the dtype in which the body makes gradients of weights; None is the rows' dtype.
 
@@ -395,7 +391,7 @@ class BlockBackward(BlockOp):
 
     def _shapes(self, blocks: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
         mine, (first, second) = self._by_name(blocks), self.dtypes
-        wi = self._each(self.wi.of_values(mine.wi[0].shape, 2))
+        wi = of_each(self.wi.of_values(mine.wi[0].shape, 2), self.call.paired)
         kernels = [jnp.zeros(wi, first)] * (1 + self.call.paired)
         kernels.append(jnp.zeros(mine.wo[0].shape, second))
         others = map(jnp.zeros_like, (mine.tokens, mine.weights, *mine.others))
@@ -403,7 +399,7 @@ class BlockBackward(BlockOp):
 
     def factors(self) -> tuple[list[str], list[str]]:
         given = self.shared_factors
-        wi = " ".join(self._each(["e", "h", *self._columns]))
+        wi = " ".join(of_each(["e", "h", *self._columns], self.call.paired))
         kernels = self._wanted([*[wi] * (1 + self.call.paired), "e m o"])
         operands = [*jax.tree.leaves(given), *self.saved_factors(), given.tokens]
         return operands, [given.tokens, given.weights, *given.others, *kernels]

@@ -281,7 +281,7 @@ def _placed(call: ResolvedCall, given: Operands) -> Operands:
     moved, where = call.moved, call.where
     origins = (origin_of(given.wi), origin_of(given.wo), given.wi_bias, given.wo_bias)
     wi, wo, wi_bias, wo_bias = (
-        regions.settle(where, x, of_each(entries or ()) if isinstance(x, Pair) else entries or ())
+        regions.settle(where, x, of_each(entries or (), isinstance(x, Pair)))
         for x, entries in zip(origins, call.sharding, strict=True)
     )
     return given._replace(

@@ -249,7 +249,7 @@ def _run(
     quantized: list[Any] = []
     for x, entries in ((lhs, call.lhs), (rhs, call.rhs)):
         origin = origin_of(x)
-        lies = of_each(entries) if isinstance(origin, Pair) else entries
+        lies = of_each(entries, isinstance(origin, Pair))
         primals.append(regions.settle(call.where, origin, lies))
         quantized.append(settled(call.where, x, entries))
     bias = regions.settle(call.where, bias, call.bias)

@@ -28,7 +28,7 @@ from ep_runtime_client.ops.quantize import plain as quantize_plain
 from ep_runtime_client.ops.quantize.formats.recipes import Recipe
 from ep_runtime_client.ops.quantize.ops import kernel_factors, row_factors, rows_roles
 from ep_runtime_client.ops.quantize.pair import of_both, of_each
-from ep_runtime_client.ops.quantize.quantized_tensor import Packing, Value, gather, unpack
+from ep_runtime_client.ops.quantize.quantized_tensor import Packing, gather, unpack
 from ep_runtime_client.ops.tracing import slack
 
 
@@ -187,25 +187,21 @@ class GemmBackward(_GemmOp):
             dtype = None if shared else self.weight_dtype
             d_lhs, d_rhs = plain.pullback(gemm, lhs, rhs, grad, sizes, dtype, paired=self.paired)
             d_lhs = sums.total(slack.cleared(d_lhs, sizes), summed)
-            taken_off = self._each(weight.taken_off)
+            taken_off = of_each(weight.taken_off, self.paired)
             d_weights = [sums.back(each, taken_off, shared) for each in jax.tree.leaves(d_rhs)]
             d_weights = [each.astype(self.weight_dtype) for each in d_weights]
             return d_lhs.astype(self.gemm.out_dtype), *d_weights, *d_bias
 
-        lies = [self._each(weight.lies)] * (1 + int(self.paired))
+        lies = [of_each(weight.lies, self.paired)] * (1 + int(self.paired))
         operands = (*self.taken(place), place.out, *(lies if self.has_rhs else []))
         bias = (place.bias.entries,) if self.has_bias else ()
         return Resolved(operands, (place.lhs, *lies, *bias), local)
-
-    def _each(self, values: Sequence[Value]) -> tuple[Value, ...]:
-        """Doubles values per dim of the weight for the two arrays of a pair."""
-        return of_each(values) if self.paired else tuple(values)
 
     def factors(self) -> tuple[list[str], list[str]]:
         kernel = kernel_factors(self.rhs.ndim)
         count = 1 + int(self.paired)
         named = [kernel[0], *(f"{factor}_own" for factor in kernel[1:])] if self.has_rhs else kernel
-        own = [" ".join(self._each(named))] * count
+        own = [" ".join(of_each(named, self.paired))] * count
         # Without a layer nothing constrains rows to the slabs' layout, and a factor shared with the
         # weight's K' would shard their gradient over fsdp.
         rows = row_factors(3, "j" if self.where.roles is None else "k")

@@ -261,8 +261,7 @@ def _gradients(
     if rhs is not None:
         made[0] = made[0].reshape(*grad.shape[:lead], rhs.shape[1])
     if lhs is not None:
-        shape = _kernel_shape(experts, lhs, grad, group_sizes)
-        shape = of_each(shape) if paired else shape
+        shape = of_each(_kernel_shape(experts, lhs, grad, group_sizes), paired)
         kernels_made = [each.reshape(shape).astype(weight_dtype) for each in made[-1]]
         made[-1] = Pair(*kernels_made) if paired else kernels_made[0]
     return tuple(made)

@@ -195,7 +195,7 @@ def _pullback(call: GemmCall, saved: Any, grad: jax.Array) -> Any:
         bool(itself),
         call.paired,
     )
-    own = of_each(call.rhs) if call.paired else call.rhs
+    own = of_each(call.rhs, call.paired)
     arrived = (*arrived, padded((), grad.ndim), *[own] * len(itself))
     d_lhs, *others = on_mesh.run_on_mesh(op, arrived, *operands, grad, *itself)
     count = 1 + int(call.paired)

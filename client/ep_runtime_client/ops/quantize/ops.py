@@ -38,7 +38,6 @@ from ep_runtime_client.ops.quantize.quantized_tensor import (
     Kernel,
     Packing,
     QuantizedTensor,
-    Value,
     gather,
     pack_fields,
     unpack,
@@ -145,10 +144,11 @@ class QuantizeKernel:
         if self.paired:
             given, shape = of_both(given, ()), of_both(shape, 2)
         weight = expert_weight(roles, given, shape, blocks=self.packing.blocks)
-        over, count, each = weight.amax_axes(), 1 + int(self.paired), self._each
+        over, count = weight.amax_axes(), 1 + int(self.paired)
+        before, lies = (of_each(x, self.paired) for x in (weight.before, weight.lies))
 
         def local(*blocks: jax.Array) -> tuple[jax.Array, ...]:
-            arrays = [gather(block, each(weight.before)) for block in blocks[:count]]
+            arrays = [gather(block, before) for block in blocks[:count]]
             w, scale = Pair(*arrays) if self.paired else arrays[0], blocks[count:]
             given = scale[0] if scale else None
             made = self.transposed
@@ -156,18 +156,15 @@ class QuantizeKernel:
             return raw_leaves(q)
 
         scales = [weight.entries[:1]] if self.scaled else []
-        operands = (*[each(weight.lies)] * count, *scales)
+        operands = (*[lies] * count, *scales)
         return Resolved(operands, tuple(self.packing.spread(weight.entries)), local)
 
     def factors(self) -> tuple[list[str], list[str]]:
         values = kernel_factors(len(self.shape))
         whole = uneven(self.where, self.shape, self.packing.blocks)
         made = [f"{factor}_whole" if dim in whole else factor for dim, factor in enumerate(values)]
-        given = [" ".join(self._each(values))] * (1 + int(self.paired))
+        given = [" ".join(of_each(values, self.paired))] * (1 + int(self.paired))
         return [*given, *(["e"] if self.scaled else [])], self.packing.factors(made)
-
-    def _each(self, values: Sequence[Value]) -> tuple[Value, ...]:
-        return of_each(values) if self.paired else tuple(values)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -266,8 +263,7 @@ def kernel(
 ) -> QuantizedTensor:
     """Runs the op that quantizes kernels; `arrived` has entries per dim of the op's shape."""
     arrays = jax.tree.leaves(w)
-    lies = of_each(arrived) if op.paired else arrived
-    given = (*[lies] * len(arrays), *[arrived[:1]] * len(scale))
+    given = (*[of_each(arrived, op.paired)] * len(arrays), *[arrived[:1]] * len(scale))
     leaves = on_mesh.run_on_mesh(op, given, *arrays, *scale)
     result = unpack(op.packing, leaves)
     assert isinstance(result, QuantizedTensor)

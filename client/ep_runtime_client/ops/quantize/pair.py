@@ -74,9 +74,10 @@ def paired(given: Any, name: str, stack: int = 0) -> Any:
     return Pair(gate, up)
 
 
-def of_each(values: Sequence[Value]) -> tuple[Value, ...]:
-    """Converts values per dim of [E, K', 2, M] to values per dim of gate, and of up."""
-    return (*values[:DIM], *values[DIM + 1 :])
+def of_each(values: Sequence[Value], paired: bool) -> tuple[Value, ...]:
+    """Converts values per dim of [E, K', 2, M] to values per dim of gate, and of up, if these are
+    two arrays."""
+    return (*values[:DIM], *values[DIM + 1 :]) if paired else tuple(values)
 
 
 def of_both(values: Sequence[Value], between: Value) -> tuple[Value, ...]:

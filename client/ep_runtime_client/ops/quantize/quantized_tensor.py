@@ -238,7 +238,7 @@ class Packing:
         Tensor scales have one value per group of rows, or per kernel.
         """
         whole = tuple(range(self.ndim))
-        found = dict.fromkeys(("", *FIELDS), of_each(whole) if self.paired else whole)
+        found = dict.fromkeys(("", *FIELDS), of_each(whole, self.paired))
         found["transposed"] = (0, *whole[2:], 1)
         if format_of(self.recipe).per_group:
             found["scale"] = found["amax"] = (0, 1) if self.rows else (0,)
