@@ -25,7 +25,7 @@ from ep_runtime_client.ops.activation.function import Activation
 from ep_runtime_client.ops.calls.call import Call
 from ep_runtime_client.ops.calls.plan import Plan
 from ep_runtime_client.ops.gemm import kernels_32, quantized_operands
-from ep_runtime_client.ops.gemm.api import blocks_of, with_whole_blocks
+from ep_runtime_client.ops.gemm.api import blocks_of, entries_of_bias, with_whole_blocks
 from ep_runtime_client.ops.gemm.checks import check_experts
 from ep_runtime_client.ops.gemm.quantized_operands import origin_of, settled, with_gradient
 from ep_runtime_client.ops.kernels import serve
@@ -251,7 +251,7 @@ def _resolved(
             _taken(where, given.wo, wo, recipes[1]),
         )
     wi_bias, wo_bias = (
-        None if bias is None else _of_bias(where, bias, weight)
+        None if bias is None else entries_of_bias(where, bias, weight)
         for bias, weight in ((given.wi_bias, wi), (given.wo_bias, wo))
     )
     resolved = ResolvedCall(
@@ -371,14 +371,6 @@ def _workspace(call: Call, block: Block, given: Operands, kept: Kept) -> Workspa
     setting = float(call.capacity) if call.spread else group.workspace
     found = workspace.of_block(sizes, setting, keep=kept.keep, keep_factor=kept.factor)
     return WorkspaceRows(sizes, found.rows, found.kept_rows)
-
-
-def _of_bias(where: Partitioning, bias: jax.Array, weight: Entries) -> Entries:
-    if where.manual:  # sharded over experts like the weight, whole on other dims
-        return padded(weight[:1], len(weight) - 1)
-    # A bias of unknown layout is sharded like its weight.
-    known = regions.known_entries(bias, bias.ndim)
-    return (weight[0], *weight[2:]) if known is None else known
 
 
 def bias_of(block: Block, name: str, params: MoEParams) -> jax.Array:

@@ -180,14 +180,8 @@ def _call(
         out_dtype = jnp.bfloat16 if isinstance(lhs, QuantizedTensor) else lhs.dtype
     alignment = 1 if layer is None else regions.alignment_of(layer)
     gemm = Gemm(as_dtype(out_dtype, "out_dtype"), alignment, tf32=kernels_32.allowed())
-    # The bias's entries, and the mesh axes that gradients must have in their types.
-    bias_entries = padded((), rhs.ndim - 1)
-    if where.manual:
-        bias_entries = padded(given[:1], rhs.ndim - 1)  # local experts, like rhs
-    elif bias is not None:
-        # A bias of unknown layout is sharded like its weight.
-        known = regions.known_entries(bias, rhs.ndim - 1)
-        bias_entries = (given[0], *given[2:]) if known is None else known
+    bias_entries = padded((), rhs.ndim - 1) if bias is None else entries_of_bias(where, bias, given)
+    # The mesh axes that gradients must have in their types.
     typed = (origin_of(lhs), origin_of(rhs), bias)
     types = tuple(tuple(map(regions.type_of, jax.tree.leaves(x))) for x in typed)
     rows, both = rows or padded((), lhs.ndim), isinstance(origin_of(rhs), Pair)
@@ -216,6 +210,15 @@ def with_whole_blocks(
                 argument="recipe",
             )
     return weight.entries
+
+
+def entries_of_bias(where: Partitioning, bias: jax.Array, weight: Entries) -> Entries:
+    """Returns the entries of the bias [E, *N'] of a weight."""
+    if where.manual:  # of as many experts as the weight here, elsewhere whole
+        return padded(weight[:1], len(weight) - 1)
+    # A bias of unknown layout is sharded like its weight.
+    known = regions.known_entries(bias, len(weight) - 1)
+    return (weight[0], *weight[2:]) if known is None else known
 
 
 def blocks_of(recipe: Recipe | None, rhs: Kernel) -> tuple[int, ...]:
