@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import array
 import contextlib
-import numbers
 import os
 import socket
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import grpc
@@ -17,7 +16,6 @@ import ep_runtime
 from ep_runtime import services, wire
 from ep_runtime.errors import (
     EpRuntimeError,
-    InvalidArgumentError,
     RuntimeUnavailableError,
     SessionFencedError,
 )
@@ -70,11 +68,11 @@ class RpcChannel:
             os.close(pinned)
 
 
-@contextlib.contextmanager
-def fd_socket(place: SocketDirectory, timeout_s: float) -> Iterator[socket.socket]:
+def fd_socket(
+    place: SocketDirectory, timeout_s: float
+) -> contextlib.AbstractContextManager[socket.socket]:
     """Connects to fd.sock. Raises as `SocketDirectory.connected`."""
-    with place.connected(wire.FD_SOCKET, socket.SOCK_SEQPACKET, timeout_s) as connection:
-        yield connection
+    return place.connected(wire.FD_SOCKET, socket.SOCK_SEQPACKET, timeout_s)
 
 
 def _ask(
@@ -203,16 +201,12 @@ def return_windows(
     group: str,
     held: Sequence[tuple[types_pb2.WindowDescriptor, int]],
     timeout_s: float,
-) -> list[int]:
+) -> None:
     """Gives a restarted daemon the descriptors it wants; ours stay open.
-
-    Returns:
-        World ranks whose windows it still wants; -1 is the board.
 
     Raises:
         StaleHandleError, PermissionDeniedError, InvalidArgumentError: the daemon rejects them.
     """
-    wanted: list[int] = []
     with fd_socket(place, timeout_s) as connection:
         for first in range(0, len(held), wire.MAX_FDS_PER_PACKET):
             chunk = held[first : first + wire.MAX_FDS_PER_PACKET]
@@ -220,10 +214,7 @@ def return_windows(
                 session_token=token, group=group, descriptors=[item for item, _ in chunk]
             )
             request = fd_socket_pb2.FdRequest(return_windows=order)
-            reply, fds = _ask(connection, place, request, [fd for _, fd in chunk])
-            close_all(fds)
-            wanted = [int(rank) for rank in reply.windows_returned.wanted_ranks]
-    return wanted
+            close_all(_ask(connection, place, request, [fd for _, fd in chunk])[1])
 
 
 class ControlChannel:
@@ -302,13 +293,3 @@ def _ends_channel(error: grpc.RpcError, ours: EpRuntimeError) -> bool:
     unanswered = isinstance(wire.error_from_rpc(error), RuntimeUnavailableError)
     without_fields = not wire.error_from_rpc(error).fields
     return unanswered and without_fields and code is not grpc.StatusCode.DEADLINE_EXCEEDED
-
-
-def check_timeout(timeout_s: float) -> float:
-    """Raises InvalidArgumentError unless the timeout is a positive number."""
-    if not isinstance(timeout_s, numbers.Real) or not 0 < timeout_s < float("inf"):
-        raise InvalidArgumentError(
-            f"timeout_s must be a positive number of seconds, got {timeout_s!r}",
-            argument="timeout_s",
-        )
-    return float(timeout_s)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import numbers
 from collections.abc import Mapping
 from typing import Literal
 
@@ -11,7 +12,6 @@ from ep_runtime.allowed_names import check_new_labels
 from ep_runtime.errors import InvalidArgumentError, SpecMismatchError
 from ep_runtime_client.base import jax_internals, jax_state
 from ep_runtime_client.daemons import addresses, runtime, transport
-from ep_runtime_client.daemons import runtime as runtimes
 from ep_runtime_client.daemons.client import DaemonClient, job_name
 from ep_runtime_client.sessions import open_session
 from ep_runtime_client.sessions.open_session import OpenSession
@@ -74,7 +74,11 @@ def connect(
         >>> session.alive, session.address.startswith("unix://")
         (True, True)
     """
-    transport.check_timeout(timeout_s)
+    if not isinstance(timeout_s, numbers.Real) or not 0 < timeout_s < float("inf"):
+        raise InvalidArgumentError(
+            f"timeout_s must be a positive number of seconds, got {timeout_s!r}",
+            argument="timeout_s",
+        )
     if on_loss not in ("end", "continue"):
         raise InvalidArgumentError(
             f'on_loss must be "end" or "continue", got {on_loss!r}', argument="on_loss"
@@ -87,7 +91,7 @@ def connect(
     jax_state.tell_host()
 
     def make(chosen: addresses.Address) -> OpenSession:
-        client = DaemonClient(runtimes.open_runtime(chosen, timeout_s), job, timeout_s)
+        client = DaemonClient(runtime.open_runtime(chosen, timeout_s), job, timeout_s)
         opened = OpenSession(client, named, Watchdog(_GRACE_S if on_loss == "end" else None))
         client.session = Session(opened)
         return opened
