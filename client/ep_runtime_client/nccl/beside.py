@@ -98,21 +98,11 @@ class Beside:
     Args:
         run: runs work with the daemon's RPCs, and again if the daemon restarted (`Session.run`).
         ranks: ranks of this process.
-        channels: the most channels of a communicator; 0: as many as NCCL chooses.
-
-    Attributes:
-        ready_after_s: seconds until the communicators were ready; 0.0 before.
     """
 
-    def __init__(
-        self,
-        run: Run,
-        ranks: nccl.Ranks,
-        *,
-        channels: int = CHANNELS,
-    ) -> None:
+    def __init__(self, run: Run, ranks: nccl.Ranks) -> None:
         self._rpcs = run
-        self._ranks = dataclasses.replace(ranks, carries_rows=False, max_channels=channels)
+        self._ranks = dataclasses.replace(ranks, carries_rows=False, max_channels=CHANNELS)
         self._over = threading.Event()  # the group is over: do not make or report any more
         self._settled = threading.Event()  # ready, or failed
         self._lock = threading.Lock()
@@ -120,7 +110,6 @@ class Beside:
         self._ready = False
         self._error: EpRuntimeError | None = None
         self._started_s = time.monotonic()
-        self.ready_after_s = 0.0
         self._thread = threading.Thread(target=self._run, name="ep-runtime-nccl", daemon=True)
         self._thread.start()
 
@@ -176,7 +165,6 @@ class Beside:
         communicators.join(control, ranks, epoch, made, BUDGET_S)
         with self._lock:
             self._ready = not self._over.is_set()
-            self.ready_after_s = time.monotonic() - self._started_s
         if not self._ready:
             return None
         self._rpcs(self.tell)
