@@ -19,8 +19,7 @@ from ep_runtime import errors
 from ep_runtime_client.base import jax_internals
 from ep_runtime_client.base.layers import live_groups
 from ep_runtime_client.daemons.departures import departures
-from ep_runtime_client.distributed import history
-from ep_runtime_client.distributed.peers import For, peers
+from ep_runtime_client.distributed.peers import For, peers, service
 from ep_runtime_client.programs import failures
 
 _log = logging.getLogger("ep_runtime")
@@ -35,8 +34,11 @@ _OF_A_LOSS = (
 )
 # Generations of the same processes in which no step was done, before the error is raised.
 _ATTEMPTS = 3
-# A key in the coordination service.
+# Keys in the coordination service: the last meeting of a generation, how many generations are over,
+# and whether the loop has ended without a loss. A process that comes back reads the latter two.
 _FINISHED = "ep_runtime/finished/"
+_HISTORY = "ep_runtime/history/"
+_PAST, _ENDED = "past", "finished"
 _loops = itertools.count()  # of this process
 
 _P = ParamSpec("_P")
@@ -84,19 +86,20 @@ def generations(*, stuck_after_s: float | None = 1800.0) -> Iterator[Generation]
         )
     jax_internals.learn_topology()
     with peers.watched(stuck_after_s):
-        begun = next(_loops) == 0 and history.read() is not None
+        begun = next(_loops) == 0 and _history() is not None
         members, attempts = _live(For.OTHERS, "begin", _every()), 0
         if begun:  # the others meet again after this process has come back
             members = _settled("back", members)
         else:
-            history.begin()
+            service().key_value_delete(_HISTORY + _ENDED)
+            _say_past(0)
         while True:
-            past = history.read() or history.History()
-            if past.finished:
+            past, ended = _history() or (0, False)
+            if ended:
                 _log.warning("the others have finished the loop, so this process leaves it too")
                 return
             before = live_groups.all()
-            generation = Generation(past.past, members)
+            generation = Generation(past, members)
             yield generation
             if not generation.over:
                 return
@@ -104,11 +107,21 @@ def generations(*, stuck_after_s: float | None = 1800.0) -> Iterator[Generation]
             attempts = 0 if generation.steps or generation.following != members else attempts + 1
             if attempts == _ATTEMPTS:
                 raise generation.over[0]
-            past.add()
+            _say_past(past + 1)  # the same in all processes
             jax_internals.renew_cpu()
             # All meet again. Then no process still writes a copy of the state that another reads,
             # and all have forgotten their old connections.
             members = _settled(generation.key, generation.following)
+
+
+def _history() -> tuple[int, bool] | None:
+    """How many generations are over, and whether the loop has ended; None if none has begun."""
+    told = {name.rpartition("/")[2]: value for name, value in service().key_value_dir_get(_HISTORY)}
+    return (int(told[_PAST]), _ENDED in told) if _PAST in told else None
+
+
+def _say_past(past: int) -> None:
+    service().key_value_set(_HISTORY + _PAST, str(past), True)
 
 
 def _settle_groups(before: Collection[Any]) -> None:
@@ -215,10 +228,9 @@ class Generation:
             PeerLostError: the generation is over.
         """
         self._begin()
-        client = jax_internals.distributed().client
         while self.following == self._members:
             self._meet(For.STEPS)
-            last = [int(value) for _, value in client.key_value_dir_get(self._finished_key())]
+            last = [int(value) for _, value in service().key_value_dir_get(self._finished_key())]
             if self._meetings in last:
                 raise _FinishedError
         raise self._end("while this one waited")
@@ -306,10 +318,9 @@ class Generation:
     def _finish(self) -> None:
         """Tells waiting processes the number of the last meeting, and takes part in it."""
         self.over.clear()
-        client = jax_internals.distributed().client
-        history.finish()
+        service().key_value_set(_HISTORY + _ENDED, "yes", True)
         last = self._meetings + (1 if self._built else 2)
-        client.key_value_set(self._finished_key() + "/last", str(last), True)
+        service().key_value_set(self._finished_key() + "/last", str(last), True)
         while self._meetings < last:
             self._meet()
 

@@ -120,7 +120,7 @@ class Peers:
     def publish(self) -> None:
         """Tells the others this process' sessions; `learn` after the next meeting."""
         value = " ".join(open_session.sessions.ids())
-        _client().key_value_set(f"{_SESSIONS}{_ours()}", value, True)
+        service().key_value_set(f"{_SESSIONS}{_ours()}", value, True)
 
     def learn(self) -> None:
         """Learns the sessions that all have published."""
@@ -169,9 +169,9 @@ class Peers:
             told = wait.told(time.monotonic(), stuck_after_s) if wait is not None else None
             try:
                 if told is None and said is not None:
-                    _client().key_value_delete(f"{_WAITS}{_ours()}")
+                    service().key_value_delete(f"{_WAITS}{_ours()}")
                 elif told is not None and told != said:
-                    _client().key_value_set(f"{_WAITS}{_ours()}", told, True)
+                    service().key_value_set(f"{_WAITS}{_ours()}", told, True)
                 said = told
                 if wait is not None and told is not None and told.endswith(_TOO_LONG):
                     self._look(wait, stuck_after_s)
@@ -216,7 +216,8 @@ def stuck_of(waits: Mapping[int, For], members: Collection[int]) -> list[int]:
     return stuck if len(stuck) <= waiting else []
 
 
-def _client() -> Any:
+def service() -> Any:
+    """Returns this process's client of the coordination service."""
     return jax_internals.distributed().client
 
 
@@ -226,7 +227,7 @@ def _ours() -> int:
 
 def _read(key: str) -> dict[int, str]:
     """Values under a key of the coordination service, by process."""
-    found = _client().key_value_dir_get(key)
+    found = service().key_value_dir_get(key)
     return {int(name.rpartition("/")[2]): value for name, value in found}
 
 
