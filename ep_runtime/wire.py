@@ -159,7 +159,8 @@ def _setting_from_proto(field: FieldDescriptor, value: Any) -> Any:
     if _is_duration(field):
         return seconds(value)
     if field.name == "workspace":
-        return _workspace_from_proto(value)
+        size = value.WhichOneof("size")
+        return "auto" if size is None else getattr(value, size)
     if field.name == "mesh_axes":
         return tuple((axis.name, axis.size) for axis in value)
     return value
@@ -171,11 +172,6 @@ def _workspace_to_proto(value: workspace.Setting) -> types_pb2.Workspace:
     if isinstance(value, int):
         return types_pb2.Workspace(bytes=value)
     return types_pb2.Workspace(factor=value)
-
-
-def _workspace_from_proto(message: types_pb2.Workspace) -> workspace.Setting:
-    size = message.WhichOneof("size")
-    return "auto" if size is None else getattr(message, size)
 
 
 def _unknown_fields(message: types_pb2.GroupSpec | types_pb2.Workspace) -> set[int]:
