@@ -16,7 +16,6 @@ from ep_runtime_client.cli import render
 from ep_runtime_client.cli.daemon import reading
 from ep_runtime_client.daemons import addresses
 
-FLAGS = ("--live", "--ready")
 FD_SOCKET = "fd.sock"
 REQUEST = b"\x22\x00"  # FdRequest(probe=Probe())
 ADMITS = b"\x2a\x00"  # FdReply(condition=Condition())
