@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from child_programs import WITHOUT_JAX, Start
-from daemon_fixtures import start_daemon, wait_gone, wait_until
+from daemon_fixtures import wait_gone, wait_until
 from harness import memfds_of
 
 import ep_runtime as ep
@@ -45,17 +45,6 @@ def test_an_embedded_daemon_ends_with_its_process(
     program = run_program(_EMBEDDED + "sys.stderr.close()\n" + ending, prologue=WITHOUT_JAX)
     started = program.heard()
     assert program.finish() == code
-    wait_gone(started["daemon"])
-    wait_until(lambda: not Path(started["directory"]).exists(), "the directory is removed")
-
-
-def test_an_embedded_daemon_ends_when_its_client_is_killed(run_program: Start) -> None:
-    program = run_program(
-        _EMBEDDED + "session.create_group('g', mesh_of(), **ARGUMENTS); say(ready=1); hear()"
-    )
-    started = program.heard()
-    program.heard()
-    program.kill()
     wait_gone(started["daemon"])
     wait_until(lambda: not Path(started["directory"]).exists(), "the directory is removed")
 
@@ -162,42 +151,6 @@ def test_a_killed_client_comes_back_to_its_windows(
     third.end()
 
 
-def test_a_group_that_lives_names_the_pid_that_holds_it(run_program: Start, address: str) -> None:
-    first = run_program(_JOIN, EP_RUNTIME_ADDRESS=address)
-    first.heard()
-    second = run_program(
-        "session = ep.connect(job='training')\n"
-        "try:\n"
-        "    session.create_group('g', mesh_of(), **ARGUMENTS, retain_s=60)\n"
-        "except ep.GroupBusyError as error:\n"
-        "    say(rank=error.fields['rank'], pid=error.fields['pid'])\n"
-        "try:\n"
-        "    session.create_group('g', mesh_of(), **{**ARGUMENTS, 'hidden_size': 32})\n"
-        "except ep.SpecMismatchError as error:\n"
-        "    say(**error.fields)\n",
-        EP_RUNTIME_ADDRESS=address,
-    )
-    assert second.heard() == {"rank": 0, "pid": first.pid}
-    mismatch = second.heard()
-    assert (mismatch["field"], mismatch["theirs"], mismatch["ours"]) == ("hidden_size", 16, 32)
-    assert second.finish() == 0
-    first.end()
-
-
-def test_two_jobs_use_equal_names_side_by_side(
-    run_program: Start, address: str, admin: source.Source
-) -> None:
-    programs = [
-        run_program(_JOIN.replace("training", job), EP_RUNTIME_ADDRESS=address)
-        for job in ("left", "right")
-    ]
-    generations = {program.heard()["generation"] for program in programs}
-    assert len(generations) == 2
-    assert sorted(row["job"] for row in admin.groups()) == ["left", "right"]
-    for program in programs:
-        program.end()
-
-
 def test_leaving_without_close_retains_and_leaving_the_with_block_frees(
     run_program: Start, address: str, admin: source.Source
 ) -> None:
@@ -278,22 +231,9 @@ def test_a_forked_child_that_lives_on_does_not_hold_an_embedded_daemon(
     program.kill()
     try:
         wait_gone(started["daemon"])
+        wait_until(lambda: not Path(started["directory"]).exists(), "the directory is removed")
     finally:
         os.kill(child, signal.SIGKILL)
-
-
-def test_a_second_daemon_on_the_directory_ends_at_once(daemon: runtime.Child) -> None:
-    second = runtime.Child.start(daemon.directory, [])
-    with pytest.raises(ep.RuntimeUnavailableError, match=f"pid {daemon.pid}"):
-        second.wait_ready(60)
-
-
-def test_a_drained_daemon_admits_nobody(daemon: runtime.Child, admin: source.Source) -> None:
-    from ep_runtime.v1 import admin_service_pb2 as messages
-
-    admin.call("Drain", messages.DrainRequest())
-    with pytest.raises(ep.RuntimeUnavailableError, match="drain"):
-        ep.connect(f"unix://{daemon.directory}")
 
 
 def test_a_checkout_underfoot_is_not_imported_by_the_child(
@@ -314,30 +254,3 @@ def test_a_daemon_that_cannot_start_says_why(directory: Path) -> None:
     child = runtime.Child.start(directory, ["--max-host-bytes", "no size"])
     with pytest.raises(ep.RuntimeUnavailableError, match="exit code 1(.|\n)*no size"):
         child.wait_ready(60)
-
-
-def test_a_killed_daemon_disturbs_no_step_and_no_exit(run_program: Start, directory: Path) -> None:
-    daemon = start_daemon(directory)
-    program = run_program(
-        "import jax.numpy as jnp\n"
-        "session = ep.connect(timeout_s=2)\n"
-        "group = session.create_group('g', mesh_of(), **ARGUMENTS)\n"
-        "layer = group.register_layer('a', top_k=1)\n"
-        "tokens, idx = jnp.ones((8, 16)), jnp.zeros((8, 1), jnp.int32)\n"
-        "step = jax.jit(lambda t: ep.dispatch(layer, t, idx).tokens)\n"
-        "step(tokens).block_until_ready(); say(ready=1); hear()\n"
-        "step(tokens).block_until_ready(); group.check()\n"
-        "try:\n"
-        "    group.register_layer('b', top_k=1)\n"
-        "except ep.RuntimeUnavailableError as error:\n"
-        "    say(address=error.fields['address'])\n"
-        "session.close(); say(closed=1)\n",
-        EP_RUNTIME_ADDRESS=f"unix://{directory}",
-    )
-    program.heard()
-    os.kill(daemon.pid, signal.SIGKILL)
-    assert daemon.stop() == -signal.SIGKILL
-    program.tell()
-    assert program.heard() == {"address": f"unix://{directory}"}
-    assert program.heard() == {"closed": 1}
-    assert program.finish() == 0

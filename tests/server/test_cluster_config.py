@@ -276,13 +276,6 @@ def link(daemon):
     return admin_service_pb2.ClusterLink.Name(daemon.status().cluster.link).rpartition("LINK_")[2]
 
 
-def test_daemons_of_one_secret_join_and_ask_each_other(start_daemon):
-    address = place()
-    a, b = start_daemon(cluster=coordinates(address)), start_daemon(cluster=joins(address))
-    eventually(lambda: link(b) == "JOINED")
-    assert a.ask("GetStatus", node="b").directory == str(b.directory)
-
-
 def test_a_daemon_of_another_secret_is_refused_and_told(start_daemon):
     address = place()
     start_daemon(cluster=coordinates(address))

@@ -42,16 +42,6 @@ def test_a_window_can_be_neither_shrunk_nor_grown_nor_unsealed(daemon):
     close_fds(found)
 
 
-def test_members_and_daemon_see_one_memory(daemon):
-    client = daemon.client()
-    group = client.create(make_spec()).group
-    one, two = client.fetch(group), client.fetch(group)
-    with mmap.mmap(one[1][1], one[1][0].bytes) as a, mmap.mmap(two[1][1], two[1][0].bytes) as b:
-        a[5] = 42
-        assert b[5] == 42
-    close_fds(one + two)
-
-
 def test_every_process_of_a_job_reads_its_state_and_nobody_else_does(daemon):
     writer, reader, stranger = daemon.client(), daemon.client(), daemon.client(job="other")
     spec = make_spec("state/0", transport=specs.STATE, retain_s=0.0)
@@ -209,21 +199,6 @@ def memfds() -> int:
 def mapped_boards() -> int:
     with open("/proc/self/maps") as maps:
         return sum("memfd:ep-runtime" in line for line in maps)
-
-
-@pytest.mark.doses(ci=12, full=2400)
-def test_kills_at_one_step_after_the_other_leak_nothing(daemon, dose):
-    gc.collect()
-    others = (memfds(), mapped_boards())
-    live_until(daemon, Step.REGISTER)
-    eventually(lambda: settled(daemon))
-    fds = daemon.status().num_fds
-    for kill in range(dose):
-        live_until(daemon, Step(kill % len(Step)))
-    eventually(lambda: settled(daemon), within_s=2.0)
-    eventually(lambda: daemon.status().num_fds <= fds, within_s=2.0, what="descriptors back")
-    assert (memfds(), mapped_boards()) == others
-    assert daemon.status().pools[0].num_buffers == 0
 
 
 def test_counters_and_the_kernel_agree_on_what_is_held(daemon):

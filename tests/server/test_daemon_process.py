@@ -53,15 +53,6 @@ def test_a_second_daemon_on_the_directory_ends_and_harms_nothing(daemon_process)
     client.create(make_spec())
 
 
-def test_sockets_of_a_killed_daemon_do_not_stop_the_next(daemon_process):
-    first = daemon_process()
-    first.popen.kill()
-    first.ended()
-    assert (first.directory / wire.API_SOCKET).exists()
-    second = daemon_process(directory=first.directory)
-    second.client().create(make_spec())
-
-
 def test_sigterm_without_sessions_ends_it_cleanly(daemon_process):
     daemon = daemon_process()
     daemon.popen.terminate()
@@ -308,25 +299,6 @@ def test_a_directory_with_odd_characters_serves(daemon_process, tmp_path):
     assert daemon.ready is not None
     assert (directory / wire.API_SOCKET).exists()
     hello(directory)
-
-
-def test_mappings_outlive_a_killed_daemon(daemon_process):
-    daemon = daemon_process()
-    client = daemon.client()
-    ((_, fd), *rest) = client.fetch(client.create(make_spec()).group)
-    daemon.popen.kill()
-    daemon.ended()
-    assert os.pread(fd, 8, 0) != b"\0" * 8  # the board's header
-    for held in [fd, *(fd for _, fd in rest)]:
-        os.close(held)
-    with pytest.raises(errors.RuntimeUnavailableError):
-        client.create(make_spec(), wait_s=0.1)
-
-
-def test_limits_of_the_flags_reach_the_pool(daemon_process):
-    daemon = daemon_process("--max-host-bytes", "3MiB", "--max-sessions-per-uid", "1")
-    assert daemon.status().pools[0].limit_bytes == 3 << 20
-    assert isinstance(daemon.admin, Stubs)
 
 
 @pytest.mark.slow

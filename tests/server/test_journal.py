@@ -64,16 +64,6 @@ def test_a_journal_cut_anywhere_gives_whole_records_only(path, kept):
     assert facts_of(path) == {**facts, "more": 1}
 
 
-def test_a_wrong_byte_ends_the_journal_there(path):
-    write(path, *((f"key{i}", i) for i in range(4)))
-    data = bytearray(path.read_bytes())
-    data[data.index(b"key2")] ^= 1
-    path.write_bytes(data)
-    journal = opened(path)
-    assert journal.take_facts() == {"key0": 0, "key1": 1}
-    assert journal.cut_bytes > 0
-
-
 def test_records_behind_a_cut_never_come_back(path):
     write(path, ("a", 1), ("b", 2), ("c", 3))
     data = bytearray(path.read_bytes())
@@ -136,18 +126,6 @@ def test_a_file_is_written_anew_when_it_is_both_long_and_much_longer_than_its_fa
 
     monkeypatch.setattr(file, "COMPACT_AT_BYTES", 10_000)
     assert [wants(100, 5_000), wants(5_000, 10_000), wants(100, 20_000)] == [False, False, True]
-
-
-def test_compaction_leaves_the_facts_alone(path):
-    journal = opened(path)
-    for number in range(1000):
-        journal.append([("counter", number)])
-    long = journal.size_bytes
-    assert journal.compact({"counter": 999, "other": "x"})
-    assert journal.size_bytes < long / 100
-    assert journal.append([("counter", 1000)])
-    journal.close()
-    assert facts_of(path) == {"counter": 1000, "other": "x"}
 
 
 @pytest.mark.parametrize("fault", ["enospc:3", "eio:2"])

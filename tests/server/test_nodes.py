@@ -86,23 +86,6 @@ def test_a_node_that_reports_keeps_its_lease(coordinator):
     assert coordinator.states() == {"a": "JOINED", "b": "JOINED"}
 
 
-def test_a_silent_node_is_unreachable_since_it_was_heard_last(coordinator):
-    lease = coordinator.nodes.join(identity("b")).lease_id
-    coordinator.clock.advance(limits.NODE_LEASE_S)
-    coordinator.nodes.tick()
-    coordinator.nodes.tick()
-    (_, node) = coordinator.nodes.all()
-    assert node.state.value == "UNREACHABLE"
-    assert coordinator.clock.now_s - node.since_s == limits.NODE_LEASE_S
-    coordinator.nodes.report("b", lease)
-    assert coordinator.states()["b"] == "JOINED"
-    assert coordinator.kinds() == [
-        "cluster.node_joined",
-        "cluster.node_unreachable",
-        "cluster.node_back",
-    ]
-
-
 def test_a_node_that_never_comes_back_is_forgotten(coordinator):
     coordinator.nodes.join(identity("b"))
     for _ in range(2):

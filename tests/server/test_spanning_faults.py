@@ -124,21 +124,6 @@ def test_a_running_group_does_not_need_the_coordinator(three, restarted, pool):
     assert again[0].epoch == again[1].epoch > groups[0].epoch
 
 
-@pytest.mark.slow
-def test_a_daemon_that_starts_again_goes_on_with_the_groups_view(three, restarted, pool):
-    _, flags, (b, c) = three()
-    first, second = b.client(), c.client(process=True)
-    groups = all_ready(pool, spec_of(), (first, [0]), (second, [1]))
-    flags = ("--join", flags[1], *plain_tcp(), "--node", "c")
-    c = restarted(c, *flags)
-    assert state(b) == "READY"
-    found = group_of(c)
-    assert (found.epoch, members(found)) == (groups[0].epoch, members(groups[0]))
-    joined(c)
-    second.process.kill()
-    eventually(lambda: state(b) == "BROKEN", within_s=TOLD_S)
-
-
 @pytest.mark.parametrize("retain_s", [0.0, 60.0])
 def test_a_process_that_dies_while_its_daemon_is_away_is_told_by_the_next(
     three, restarted, pool, retain_s
