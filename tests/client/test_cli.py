@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import tempfile
-import time
 import tomllib
 from pathlib import Path
 
 import checkout
 import fixed_daemon
 import pytest
-from child_programs import command, run_python, run_to_end
+from child_programs import run_python
 from daemon_fixtures import start_daemon
 
 import ep_runtime as ep
@@ -25,10 +22,6 @@ from ep_runtime_client.cli.commands import doctor
 from ep_runtime_client.cli.daemon import source
 from ep_runtime_client.cli.machine import gpus
 from ep_runtime_client.daemons.addresses import SocketDirectory
-
-
-def _run(*words: str) -> subprocess.CompletedProcess[str]:
-    return run_to_end(*command(*words), code=None)
 
 
 def test_help_lists_every_command_and_the_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
@@ -232,17 +225,6 @@ def test_no_command_imports_jax_and_help_needs_no_grpc() -> None:
         "sys.exit(f'loaded {found}' if found else 0)\n"
     )
     run_python("-c", program)
-
-
-def test_start_times(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Printed, not asserted: the machine may be busy."""
-    where = ["--address", f"unix://{directory}"]
-    for words in (["--help"], ["version", "--client"], ["status", *where]):
-        started = time.monotonic()
-        _run(*words)
-        with capsys.disabled():
-            took = time.monotonic() - started
-            sys.stdout.write(f"\nep-runtime {words[0]}: first output within {took:.3f} s")
 
 
 def test_version_of_a_daemon_that_is_not_there_ends_with_2(

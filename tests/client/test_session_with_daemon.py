@@ -6,18 +6,17 @@ import os
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
 from cases import SMALL
-from daemon_fixtures import WAIT_S, start_daemon, wait_until
+from daemon_fixtures import WAIT_S, wait_until
 from jax.sharding import Mesh
 
 import ep_runtime as ep
-from ep_runtime import board, board_abi, native
+from ep_runtime import board, native
 from ep_runtime.v1 import admin_service_pb2 as messages
 from ep_runtime.v1 import types_pb2
 from ep_runtime_client.cli.daemon import source
@@ -121,18 +120,6 @@ def test_closing_one_group_leaves_the_other(
     assert again.generation > second.generation
 
 
-def test_replace_forms_a_new_generation(
-    session: ep.Session, mesh: Any, admin: source.Source
-) -> None:
-    old = session.create_group("g", mesh, **_ARGUMENTS)
-    layer = old.register_layer("a", top_k=2)
-    new = session.create_group("g", mesh, **{**_ARGUMENTS, "hidden_size": 32}, replace=True)
-    assert new.generation > old.generation
-    assert [row["hidden_size"] for row in admin.groups()] == [32]
-    with pytest.raises(ep.StaleHandleError):
-        _ = layer.group
-
-
 @pytest.mark.parametrize(("state", "kept"), [("BROKEN", True), ("READY", False)])
 def test_a_group_that_is_broken_keeps_its_claim_when_it_makes_room(
     session: ep.Session, mesh: Any, admin: source.Source, state: str, kept: bool
@@ -154,35 +141,6 @@ def test_a_one_device_mesh_works(session: ep.Session, devices: list[Any]) -> Non
     group.check()
 
 
-def test_a_group_of_transport_xla_holds_no_memory(
-    session: ep.Session, mesh: Any, admin: source.Source
-) -> None:
-    group = session.create_group("g", mesh, **_ARGUMENTS, transport="xla")
-    group.register_layer("a", top_k=1)
-    wait_until(lambda: not admin.buffers(), "the memory is freed")
-    assert [row["transport"] for row in admin.groups()] == ["XLA"]
-
-
-def test_layers_and_stacks_are_listed_with_their_handles(
-    session: ep.Session, mesh: Any, admin: source.Source
-) -> None:
-    group = session.create_group("g", mesh, **_ARGUMENTS)
-    group.register_layer("plain", top_k=2, in_flight=2)
-    stack = group.register_layer_stack("stack", 3, top_k=1)
-    handles = admin.handles()
-    assert [(row["layer"], row["handle"]) for row in handles] == [
-        ("plain", 0),
-        ("plain", 1),
-        ("stack[0]", 0),
-        ("stack[1]", 0),
-        ("stack[2]", 0),
-    ]
-    assert {row["state"] for row in handles} == {"IDLE"}
-    rows = {row["name"]: row for row in admin.layers()}
-    assert rows["stack"]["base_id"] == stack.base_id
-    assert rows["plain"]["base_id"] == group.layer("plain").base_id
-
-
 def test_ten_thousand_layers_are_one_call(session: ep.Session, mesh: Any) -> None:
     group = session.create_group("g", mesh, **_ARGUMENTS)
     specs = [ep.LayerSpec(f"layer{i}", top_k=1) for i in range(10_000)]
@@ -190,29 +148,6 @@ def test_ten_thousand_layers_are_one_call(session: ep.Session, mesh: Any) -> Non
     assert [layer.name for layer in layers] == [spec.name for spec in specs]
     assert len({layer.id for layer in layers}) == 10_000
     assert group.register_layers(specs[:3]) == layers[:3]
-
-
-def test_more_handles_than_a_board_holds_is_said_with_numbers(
-    session: ep.Session, mesh: Any
-) -> None:
-    group = session.create_group("g", mesh, **_ARGUMENTS)
-    with pytest.raises(ep.PoolExhaustedError) as caught:
-        group.register_layer_stack("s", board_abi.MAX_HANDLES + 1, top_k=1)
-    assert str(board_abi.MAX_HANDLES) in str(caught.value)
-    assert group.register_layer("fits", top_k=1).name == "fits"
-
-
-def test_the_memory_limit_names_asked_free_and_limit(directory: Path, mesh: Any) -> None:
-    daemon = start_daemon(directory, "--max-host-bytes", "1M")
-    try:
-        with ep.connect(f"unix://{directory}") as session:
-            with pytest.raises(ep.PoolExhaustedError) as caught:
-                session.create_group("g", mesh, **{**_ARGUMENTS, "hidden_size": 4096})
-            assert caught.value.fields["limit_bytes"] == 1 << 20
-            assert caught.value.fields["asked_bytes"] > 1 << 20
-            assert session.describe()["groups"] == []
-    finally:
-        assert daemon.stop() == 0
 
 
 def test_check_tells_an_overflow_once(session: ep.Session, mesh: Any) -> None:
@@ -305,13 +240,6 @@ def test_names_that_nobody_knows(session: ep.Session, mesh: Any) -> None:
         group.layer("nothing")
 
 
-def test_a_group_and_its_layers_are_found_by_name(session: ep.Session, mesh: Any) -> None:
-    group = session.create_group("g", mesh, **_ARGUMENTS)
-    layer = group.register_layer("a", top_k=2)
-    assert session.group("g") is group
-    assert session.group("g").layer("a") == layer
-
-
 def test_threads_share_one_session_and_one_group(address: str, mesh: Any) -> None:
     count = 8
     start = threading.Barrier(count)
@@ -333,14 +261,6 @@ def test_threads_share_one_session_and_one_group(address: str, mesh: Any) -> Non
     for _ in range(count):
         session.close()
     assert not session.alive
-
-
-def test_connecting_again_after_the_last_close_is_a_new_session(address: str) -> None:
-    with ep.connect(address) as first:
-        pass
-    with ep.connect(address) as second:
-        assert second is not first
-        assert second.session_id != first.session_id
 
 
 def test_labels_and_job_reach_the_listing(address: str, admin: source.Source) -> None:

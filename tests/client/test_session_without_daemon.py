@@ -163,12 +163,6 @@ def test_several_groups_live_side_by_side(session: ep.Session, mesh: Any) -> Non
     assert [layer.group for layer in layers] == groups
 
 
-def test_a_one_device_mesh_works(session: ep.Session, devices: list[Any]) -> None:
-    mesh = Mesh(np.array(devices[:1]), ("ep",))
-    group = session.create_group("g", mesh, **{**_ARGUMENTS, "outer_axes": ()})
-    assert (group.spec.ep_size, group.spec.world_size) == (1, 1)
-
-
 @pytest.mark.parametrize(
     ("change", "words"),
     [
