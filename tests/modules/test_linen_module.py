@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-from pathlib import Path
 from typing import Any
 
 import fakes
@@ -13,7 +12,6 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-import orbax.checkpoint as ocp
 import pytest
 from flax import serialization
 from jax.sharding import NamedSharding
@@ -109,19 +107,6 @@ def test_logical_names_become_shardings_under_rules() -> None:
     params = nn.meta.unbox(made)["params"]
     assert params["wi"].sharding.is_equivalent_to(NamedSharding(mesh, P("ep", "fsdp")), 4)
     assert params["wo_bias"].sharding.is_equivalent_to(NamedSharding(mesh, P("ep", "fsdp")), 2)
-
-
-def test_a_layer_reaches_no_checkpoint(tmp_path: Path, group: fakes.LocalGroup) -> None:
-    layer = group.register_layer("block", top_k=2)
-    block = ep.linen.MoEBlock(layer, MLP, use_expert_bias=True)
-    variables = nn.meta.unbox(block.init(KEY, tokens(group)))
-    assert set(variables) == {"params", "expert_bias"}
-    assert set(variables["params"]) == {"router", "wi", "wo"}
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(tmp_path / "saved", variables)
-        checkpointer.wait_until_finished()
-        restored = checkpointer.restore(tmp_path / "saved", variables)
-    jax.tree.map(np.testing.assert_array_equal, restored, variables)
 
 
 def test_a_stack_of_blocks_scans_with_remat_like_a_loop(group: fakes.LocalGroup) -> None:

@@ -126,23 +126,6 @@ def check_quantized(recipe: Any, sizes: Any) -> None:
     assert_close(got, want, 1e-6)
 
 
-# One value is off by 2^-4 at most in e4m3 and by 2^-3 in e5m2, 2.6 and 5.3 % in the mean square;
-# two operands add up to 3.7 and 5.9 %. Scales that many values share cost a little more, and block
-# scales' weight gradients round both operands twice: 5.2 %.
-@pytest.mark.parametrize(
-    ("recipe", "tolerance"),
-    list(zip(RECIPES, (0.004, 0.07, 0.055, 0.045), strict=True)),
-    ids=str,
-)
-def test_every_recipe_stays_close_to_exact_sums(recipe: Any, tolerance: float) -> None:
-    sizes = cases.SIZES["uneven, one empty"]
-    given = cases.operands(sizes, 160, (2, 32))
-    _, got = quantized(recipe)(*given, jnp.int32(sizes))
-    for left, right in zip(got, expected(given, sizes), strict=True):
-        error = np.linalg.norm(np.asarray(left, np.float64) - right) / np.linalg.norm(right)
-        assert tolerance / 20 < error < tolerance
-
-
 def test_one_operand_may_be_quantized_and_the_other_not() -> None:
     sizes = cases.SIZES["slack"]
     given = cases.operands(sizes, 33, (9,))
@@ -223,15 +206,6 @@ def test_slabs_without_rows_and_devices_without_groups() -> None:
         np.testing.assert_array_equal(d_bias, np.zeros_like(given.bias))
     rows = gemm_plain.forward(F32, given.lhs, given.rhs[:0], None, jnp.zeros(0, jnp.int32))
     np.testing.assert_array_equal(rows, np.zeros((cases.ROWS, 32)))
-
-
-def test_equal_inputs_give_equal_bits() -> None:
-    sizes = cases.SIZES["all rows"]
-    given = cases.operands(sizes, 160, (2, 32))
-    for recipe in (recipes.TensorScaling(), recipes.MXFP8()):
-        first, second = (quantized(recipe)(*given, jnp.int32(sizes)) for _ in range(2))
-        for left, right in zip(jax.tree.leaves(first), jax.tree.leaves(second), strict=True):
-            assert np.asarray(left).tobytes() == np.asarray(right).tobytes()
 
 
 SLABS = [[0, 0], [70, 0], [0, 0], [0, 96], [1, 64], [0, 0]]  # of 96 rows each

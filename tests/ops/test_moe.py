@@ -154,13 +154,6 @@ def test_the_expert_bias_has_no_gradient(group: fakes.LocalGroup) -> None:
     np.testing.assert_array_equal(jax.jit(jax.grad(loss))(jnp.ones(EXPERTS)), 0)
 
 
-def test_many_blocks_per_expert(group: fakes.LocalGroup) -> None:
-    layer = group.register_layer("moe", top_k=TOP_K)
-    params, x = make_params(layer), draw(2048)
-    got = jax.jit(graded(lambda x, p: moe(layer, x, p, aux_loss_coeff=0.1)))(x, params)
-    assert worst_error(got, Dense(TOP_K).graded(x, params)) < 1e-5
-
-
 def test_ungated_activations_and_fused_kernels(group: fakes.LocalGroup) -> None:
     layer = group.register_layer("moe", top_k=TOP_K)
     x = draw(64)
