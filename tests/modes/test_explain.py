@@ -191,25 +191,25 @@ def test_processes_on_cpu_add_up_whole_gradients(
     assert "a weight's over the outer axes" in whys(seen, "all-reduce", "sum")
 
 
-def test_a_split_contraction_is_a_sum_of_products(make_group: MakeGroup) -> None:
-    group = make_group(axes={"ep": 2, "tp": 2}, transport="xla", num_experts=8)
+@pytest.mark.parametrize(
+    ("axes", "weight", "kind", "cause", "why"),
+    [
+        ({"ep": 2, "tp": 2}, P("ep", "tp"), "all-reduce", "sum", "the contracted dim K'"),
+        (
+            *({"fsdp": 2, "ep": 2}, P("ep", "fsdp"), "all-gather", "own"),
+            "a weight is sharded over outer axes",
+        ),
+    ],
+)
+def test_a_product_names_its_only_collective(
+    make_group: MakeGroup, axes: dict[str, int], weight: P, kind: str, cause: str, why: str
+) -> None:
+    outer = "fsdp" if "fsdp" in axes else ()
+    group = make_group(axes=axes, outer_axes=outer, transport="xla", num_experts=8)
     layer = group.register_layer("moe", top_k=2)
-    seen = ep.explain(
-        lambda *args: ep.grouped_gemm(*args, layer=layer), *operands(group, P("ep", "tp"))
-    )
-    assert found(seen) == [("all-reduce", "grouped_gemm", "sum")]
-    assert "the contracted dim K'" in str(seen)
-
-
-def test_plain_weights_over_fsdp_are_gathered_by_the_op(make_group: MakeGroup) -> None:
-    axes = {"fsdp": 2, "ep": 2}
-    group = make_group(axes=axes, outer_axes="fsdp", transport="xla", num_experts=8)
-    layer = group.register_layer("moe", top_k=2)
-    seen = ep.explain(
-        lambda *args: ep.grouped_gemm(*args, layer=layer), *operands(group, P("ep", "fsdp"))
-    )
-    assert found(seen) == [("all-gather", "grouped_gemm", "own")]
-    assert "a weight is sharded over outer axes" in str(seen)
+    seen = ep.explain(lambda *args: ep.grouped_gemm(*args, layer=layer), *operands(group, weight))
+    assert found(seen) == [(kind, "grouped_gemm", cause)]
+    assert why in str(seen)
 
 
 def test_matmuls_that_are_alike_have_the_names_of_their_blocks(make_group: MakeGroup) -> None:

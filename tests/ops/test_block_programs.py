@@ -317,24 +317,13 @@ def test_plans_are_made_again_where_they_outgrow_tokens(
 
 
 @pytest.fixture(scope="module")
-def plain() -> Iterator[tuple[Any, Any, Any]]:
+def plain(group: fakes.LocalGroup, layers: list[Any]) -> tuple[Any, Any, Any]:
     """(layers, operands, what the batch at once gives)."""
-    group = fakes.local_group(
-        {"ep": 4},
-        transport="memfd",
-        debug=True,
-        num_experts=8,
-        hidden_size=HIDDEN,
-        max_tokens_per_rank=COUNT * TOKENS // 4,
-        max_top_k=2,
-    )
-    layers = [group.register_layer(f"layer{i}", top_k=2, in_flight=2) for i in range(2)]
-    params = [ep.init_moe_params(jax.random.key(i), each, 8) for i, each in enumerate(layers)]
-    batches = jax.random.normal(jax.random.key(7), (COUNT, TOKENS, HIDDEN))
-    batches = jax.device_put(batches, NamedSharding(group.mesh, PartitionSpec(None, "ep")))
+    params = [ep.init_moe_params(jax.random.key(i), each, INNER) for i, each in enumerate(layers)]
+    lies = NamedSharding(group.mesh, PartitionSpec(None, "ep"))
+    batches = jax.device_put(draw(COUNT, TOKENS), lies)
     want = jax.jit(functools.partial(microbatches.at_once, layers))(params, batches)
-    yield layers, (params, batches), jax.device_get(want)
-    group.close()
+    return layers, (params, batches), jax.device_get(want)
 
 
 @pytest.mark.parametrize("schedule", microbatches.SCHEDULES, ids=lambda each: each.__name__)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import fakes
@@ -28,58 +27,6 @@ def softmax(x: Any) -> Any:
     return e / e.sum(-1, keepdims=True)
 
 
-def sigmoid(x: Any) -> Any:
-    return 1 / (1 + np.exp(-x))
-
-
-def top(scores: Any, k: int) -> Any:
-    return np.argsort(-scores, axis=-1, kind="stable")[..., :k]
-
-
-def test_softmax_weights_are_over_the_picked_logits(logits: Any) -> None:
-    routing = ep.route(logits, 3)
-    idx = top(logits, 3)
-    np.testing.assert_array_equal(routing.topk_idx, idx)
-    picked = np.take_along_axis(logits, idx, -1)
-    np.testing.assert_allclose(routing.topk_weights, softmax(picked), rtol=1e-5)
-    np.testing.assert_allclose(routing.probs, softmax(logits), rtol=1e-5)
-    assert routing.topk_idx.dtype == jnp.int32
-    assert routing.topk_weights.dtype == routing.probs.dtype == jnp.float32
-
-
-def test_pre_softmax_is_not_renormalised_and_is_scaled(logits: Any) -> None:
-    routing = ep.route(
-        logits.reshape(4, 10, -1), 2, router=ep.Router(use_pre_softmax=True, scaling_factor=2.5)
-    )
-    shares = softmax(logits)
-    wanted = 2.5 * np.take_along_axis(shares, top(shares, 2), -1)
-    np.testing.assert_allclose(routing.topk_weights, wanted.reshape(4, 10, 2), rtol=1e-5)
-
-
-@pytest.mark.parametrize("top_k", [1, 4])
-def test_sigmoid_selects_with_bias_and_weighs_without(logits: Any, top_k: int) -> None:
-    bias = np.linspace(-1, 1, EXPERTS).astype(np.float32)
-    routing = ep.route(logits, top_k, router=ep.Router("sigmoid"), expert_bias=bias)
-    scores = sigmoid(logits)
-    idx = top(scores + bias, top_k)
-    np.testing.assert_array_equal(routing.topk_idx, idx)
-    picked = np.take_along_axis(scores, idx, -1)
-    wanted = picked / (picked.sum(-1, keepdims=True) + 1e-20) if top_k > 1 else picked
-    np.testing.assert_allclose(routing.topk_weights, wanted, rtol=1e-5)
-    np.testing.assert_allclose(routing.probs, scores / scores.sum(-1, keepdims=True), rtol=1e-5)
-
-
-def test_routing_groups_are_ranked_by_their_best_experts(logits: Any) -> None:
-    routing = ep.route(logits, 4, router=ep.Router("sigmoid", num_groups=4, group_topk=2))
-    scores = sigmoid(logits)
-    for token in range(TOKENS):
-        groups = scores[token].reshape(4, 3)
-        best = top(np.sort(groups, -1)[:, -2:].sum(-1), 2)
-        allowed = np.isin(np.arange(EXPERTS) // 3, best)
-        wanted = top(np.where(allowed, scores[token], -np.inf), 4)
-        np.testing.assert_array_equal(routing.topk_idx[token], wanted)
-
-
 def test_ties_go_to_the_lower_index() -> None:
     flat = np.zeros((3, EXPERTS), np.float32)
     np.testing.assert_array_equal(ep.route(flat, 4).topk_idx, [[0, 1, 2, 3]] * 3)
@@ -92,24 +39,6 @@ def test_masked_experts_are_picked_last_and_never_twice() -> None:
     masked[:, 5] = 1.0
     np.testing.assert_array_equal(ep.route(masked, 3).topk_idx, [[5, 0, 1]] * 2)
     np.testing.assert_array_equal(ep.route(masked, 3).topk_weights, [[1, 0, 0]] * 2)
-
-
-def test_gradient_reaches_the_logits_but_not_the_bias(logits: Any) -> None:
-    idx = top(logits, 2)
-    factors = np.random.default_rng(1).standard_normal((TOKENS, 2)).astype(np.float32)
-
-    def wanted(logits: Any) -> Any:
-        picked = jnp.take_along_axis(logits, idx, -1)
-        return (jax.nn.softmax(picked) * factors).sum()
-
-    @jax.jit
-    @functools.partial(jax.grad, argnums=(0, 1))
-    def graded(logits: Any, bias: Any) -> Any:
-        return (ep.route(logits, 2, expert_bias=bias).topk_weights * factors).sum()
-
-    got, d_bias = graded(logits, np.zeros(EXPERTS, np.float32))
-    np.testing.assert_allclose(got, jax.jit(jax.grad(wanted))(logits), rtol=1e-5, atol=1e-6)
-    np.testing.assert_array_equal(d_bias, 0)
 
 
 def test_aux_loss_is_its_formula_and_the_coefficient_when_balanced(logits: Any) -> None:
