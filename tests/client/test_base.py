@@ -48,11 +48,6 @@ def test_a_tuple_ep_axis_counts_in_its_own_order(devices: list[Any]) -> None:
     assert [device.id for device in ranks] == [0, 4, 1, 5, 2, 6, 3, 7]
 
 
-def test_axes_of_names_what_is_no_mesh() -> None:
-    with pytest.raises(InvalidArgumentError, match=r"jax\.sharding\.Mesh, got list"):
-        meshes.axes_of([1, 2])
-
-
 def test_an_abstract_mesh_has_axes_but_no_devices() -> None:
     mesh = AbstractMesh((2, 4), ("dp", "ep"))
     assert meshes.axes_of(mesh) == (("dp", 2), ("ep", 4))

@@ -119,12 +119,6 @@ def test_every_error_has_an_exit_code(error: errors.EpRuntimeError, code: int) -
     assert cli.exit_code(error) == code
 
 
-@pytest.mark.parametrize("name", [name for name in cli.COMMANDS if name != "serve"])
-def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main([name, "--help"]) == 0
-    assert f"ep-runtime {name}" in capsys.readouterr().out
-
-
 def test_version_works_without_a_daemon(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["version", "--client", "-o", "json"]) == 0
     document = json.loads(capsys.readouterr().out)

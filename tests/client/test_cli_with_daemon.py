@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import raw_client
 from cases import SMALL
-from child_programs import command, run_python, run_to_end
+from child_programs import command, run_python
 from daemon_fixtures import WAIT_S, start_daemon, wait_until
 
 import ep_runtime as ep
@@ -406,10 +406,3 @@ def test_serve_becomes_the_daemon_and_ends_on_sigterm(directory: Path) -> None:
         transport.fd_socket(SocketDirectory(directory), 1.0),
     ):
         pass
-
-
-@pytest.mark.parametrize(
-    "words", [["--nonsense"], ["--max-host-bytes", "some"], ["--dir", "/" + "d" * 101]]
-)
-def test_serve_with_wrong_usage_is_exit_code_1(words: list[str]) -> None:
-    assert run_to_end(*command("serve", *words), code=1).stderr

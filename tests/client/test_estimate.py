@@ -78,12 +78,6 @@ def test_a_block_call_takes_what_it_takes_whatever_the_alignment() -> None:
     assert found[0].capacity_per_rank < found[1].capacity_per_rank
 
 
-def test_a_capacity_factor_makes_it_smaller() -> None:
-    whole = ep.estimate_memory("g", _MESH, **_ARGUMENTS)
-    part = ep.estimate_memory("g", _MESH, capacity_factor=1.0, **_ARGUMENTS)
-    assert part.dispatched_bytes_per_layer < whole.dispatched_bytes_per_layer
-
-
 def test_slots_for_copies_take_weights_and_bound_the_slab() -> None:
     arguments = {**_ARGUMENTS, "max_tokens_per_rank": 1024, "mlp_dim": 128}
     found = [ep.estimate_memory("g", _MESH, spare_experts=n, **arguments) for n in (0, 1, 2)]
@@ -328,45 +322,45 @@ def test_estimate_refuses_what_create_group_refuses() -> None:
         ep.estimate_memory("g", _MESH, **{**_ARGUMENTS, "num_experts": 9})
 
 
-@pytest.mark.parametrize(("memory", "warned"), [(1 << 40, False), (1 << 16, True)])
+_BLOCK = {"transport": "nvlink", "max_tokens_per_rank": 2048}
+
+
+@pytest.mark.parametrize(
+    ("changes", "memory", "warned", "said"),
+    [
+        ({}, 1 << 40, False, "capacity 256 rows per rank"),
+        ({}, 1 << 16, True, "make the one smaller, capacity_factor the other"),
+        (_BLOCK, 30 << 20, False, "per layer and rank without block calls"),
+        (_BLOCK, 1 << 20, True, "make it smaller"),
+    ],
+)
 def test_the_report_warns_above_a_tenth_of_the_memory(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, memory: int, warned: bool
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    changes: dict[str, Any],
+    memory: int,
+    warned: bool,
+    said: str,
 ) -> None:
-    spec = specs.make_group_spec(name="g", mesh_axes=(("dp", 2), ("ep", 4)), **_ARGUMENTS)
-    monkeypatch.setattr(estimate, "device_memory_bytes", lambda device, count: memory)
-    with caplog.at_level(logging.INFO, "ep_runtime"):
-        estimate.report(spec, None, 8)
-    lines = [record for record in caplog.records if record.name == "ep_runtime"]
-    assert "capacity 256 rows per rank" in lines[0].getMessage()
-    assert [line.levelname for line in lines[1:]] == (["WARNING"] if warned else [])
-    if warned:
-        words = "fewer max_tokens_per_rank or lanes make the one smaller, capacity_factor the other"
-        assert lines[1].getMessage().endswith(words)
-
-
-@pytest.mark.parametrize(("memory", "warned"), [(30 << 20, False), (1 << 20, True)])
-def test_where_block_calls_run_the_report_warns_of_windows_alone(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, memory: int, warned: bool
-) -> None:
-    arguments = {**_ARGUMENTS, "transport": "nvlink", "max_tokens_per_rank": 2048}
+    """Of windows and a slab; of windows alone where block calls run."""
+    arguments = {**_ARGUMENTS, **changes}
     spec = specs.make_group_spec(name="g", mesh_axes=(("dp", 2), ("ep", 4)), **arguments)
     sizes = estimate.of_spec(spec)
     used = sizes.staging_bytes_per_rank, sizes.dispatched_bytes_per_layer
-    assert used[0] < 0.1 * (30 << 20) < sum(used)  # a slab is not counted
+    assert not changes or used[0] < 0.1 * (30 << 20) < sum(used)
     monkeypatch.setattr(estimate, "device_memory_bytes", lambda device, count: memory)
     with caplog.at_level(logging.INFO, "ep_runtime"):
         estimate.report(spec, None, 8)
     lines = [record for record in caplog.records if record.name == "ep_runtime"]
-    assert "per layer and rank without block calls" in lines[0].getMessage()
-    assert [line.levelname for line in lines[1:]] == (["WARNING"] if warned else [])
-    if warned:
-        words = "fewer max_tokens_per_rank or lanes make it smaller"
-        assert lines[1].getMessage().endswith(words)
+    assert [line.levelname for line in lines[1:]] == ["WARNING"] * warned
+    text = lines[-1].getMessage()
+    assert text.endswith(f"fewer max_tokens_per_rank or lanes {said}") if warned else said in text
 
 
 def test_a_factor_makes_slabs_smaller_and_lanes_windows() -> None:
     whole = ep.estimate_memory("g", _MESH, **_ARGUMENTS)
     less = ep.estimate_memory("g", _MESH, capacity_factor=1.0, **_ARGUMENTS)
     assert less.staging_bytes_per_rank == whole.staging_bytes_per_rank
+    assert less.dispatched_bytes_per_layer < whole.dispatched_bytes_per_layer
     one = ep.estimate_memory("g", _MESH, lanes=1, **_ARGUMENTS)
     assert one.staging_bytes_per_rank == whole.staging_bytes_per_rank / 2

@@ -90,11 +90,15 @@ def test_what_would_have_to_be_made_says_where(how: str, session: ep.Session, me
         "other": lambda: session.create_group("other", mesh, **ARGUMENTS),
         "absent": lambda: session.group("absent"),
         "new": lambda: group.register_layer("new", top_k=2),
+        "two": lambda: group.register_layers([ep.LayerSpec("two", top_k=2)]),
+        "none": lambda: group.layer("none"),
         "stack": lambda: group.register_layer_stack("stack", 2, top_k=2),
     }
     for name, look in missing.items():
         with pytest.raises(ep.InvalidArgumentError, match=f"'{name}'.*call this outside jit"):
             traced(how, look)
+    with pytest.raises(ep.InvalidArgumentError, match="^check .*call this outside jit"):
+        traced(how, group.check)
     assert session.describe()["groups"] == ["g"]
 
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import inspect
-import os
 import pickle
 from collections.abc import Iterator
 from typing import Any
 
-import jax
 import numpy as np
 import pytest
 from cases import SMALL
@@ -279,27 +277,6 @@ def test_a_stack_gives_layers_by_position_and_by_name(session: ep.Session, mesh:
         group.register_layer_stack("t", 0, top_k=2)
 
 
-def test_calls_under_tracing_say_to_go_outside(session: ep.Session, mesh: Any) -> None:
-    group = session.create_group("g", mesh, **_ARGUMENTS)
-    calls = {
-        "create_group": lambda: session.create_group("h", mesh, **_ARGUMENTS),
-        "register_layer": lambda: group.register_layer("a", top_k=1),
-        "register_layers": lambda: group.register_layers([ep.LayerSpec("a", top_k=1)]),
-        "register_layer_stack": lambda: group.register_layer_stack("a", 2, top_k=1),
-        "layer": lambda: group.layer("a"),
-        "group": lambda: session.group("h"),
-        "check": group.check,
-    }
-    for name, call in calls.items():
-
-        def program(x: Any, call: Any = call) -> Any:
-            call()
-            return x
-
-        with pytest.raises(ep.InvalidArgumentError, match=f"^{name} .*call this outside jit"):
-            jax.jit(program)(1.0)
-
-
 def test_closing_ends_groups_and_layers(mesh: Any) -> None:
     with ep.connect("none") as session:
         group = session.create_group("g", mesh, **_ARGUMENTS)
@@ -328,11 +305,3 @@ def test_connecting_twice_is_one_session_that_the_last_close_ends() -> None:
 def test_a_second_connect_may_not_change_the_job(session: ep.Session) -> None:
     with pytest.raises(ep.SpecMismatchError, match="job 'tests', this call has job 'other'"):
         ep.connect("none", job="other")
-
-
-def test_the_job_defaults_to_environment_then_pid(monkeypatch: pytest.MonkeyPatch) -> None:
-    with ep.connect("none") as session:
-        assert session.job == str(os.getpid())
-    monkeypatch.setenv("SLURM_JOB_ID", "991")
-    with ep.connect("none") as session:
-        assert session.job == "991"

@@ -5,6 +5,7 @@ import mmap
 import os
 
 import pytest
+from raw_client import make_spec as spec_of
 
 from ep_runtime import board, board_abi, board_records, native, native_abi
 from ep_runtime.errors import (
@@ -14,20 +15,7 @@ from ep_runtime.errors import (
     StaleHandleError,
     VersionSkewError,
 )
-from ep_runtime.specs import GroupSpec, make_group_spec
-
-
-def spec_of(**changes) -> GroupSpec:
-    values = {
-        "name": "g",
-        "mesh_axes": (("ep", 2),),
-        "ep_axis": "ep",
-        "num_experts": 4,
-        "hidden_size": 8,
-        "max_tokens_per_rank": 4,
-        "max_top_k": 2,
-    }
-    return make_group_spec(**(values | changes))
+from ep_runtime.specs import GroupSpec
 
 
 def memfd(size: int) -> int:
@@ -225,7 +213,7 @@ def test_a_node_of_the_largest_mesh_opens_its_part():
         seats = (ctypes.c_uint32 * ranks).from_buffer(view, where.seats_offset)
         for rank, seat in ((4097, 9), (4097, 0), (4097, 3), (0, 1)):
             before, seats[rank] = seats[rank], seat
-            with pytest.raises(InvalidArgumentError, match="board of group g has"):
+            with pytest.raises(InvalidArgumentError, match="board of group moe has"):
                 native.library().open_group(spec, window_fds=fds, local_ranks=[4098], **options)
             seats[rank] = before
         del seats
