@@ -40,10 +40,6 @@ def clock(tmp_path) -> Clock:
     return Clock(tmp_path)
 
 
-def heartbeat(client) -> None:
-    client.beat()
-
-
 def newest_event_s(daemon) -> float:
     return daemon.ask("ListEvents").events[-1].time.seconds
 
@@ -64,7 +60,7 @@ def test_nothing_ends_and_nothing_lasts_longer(daemon_process, clock):
         assert abs(newest_event_s(daemon) - time.time() - seconds) < 60  # it did jump
         clients[0].process.do("redeem", daemon.directory, clients[0].token, ticket)
         for client in clients:
-            heartbeat(client)
+            client.beat()
             assert daemon.session_state(client.session_id) == "ACTIVE"
         assert daemon.group_states()["moe"] == "READY"
         passed_s = daemon.status().uptime.ToTimedelta() - before.uptime.ToTimedelta()

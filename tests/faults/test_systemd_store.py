@@ -53,10 +53,11 @@ class Store:
             elif "FDSTOREREMOVE" in told:
                 os.close(self._fds.pop(told["FDNAME"]))
 
-    def launcher(self) -> list[str]:
-        names = list(self.fds)
-        fds = ",".join(str(self.fds[name]) for name in names)
-        return [sys.executable, "-c", LAUNCHER, fds, ":".join(names)]
+    def given(self) -> dict[str, object]:
+        """To the next daemon."""
+        names, fds = ":".join(self.fds), tuple(self.fds.values())
+        words = [sys.executable, "-c", LAUNCHER, ",".join(map(str, fds)), names]
+        return {"launcher": words, "pass_fds": fds}
 
     def inodes(self) -> set[int]:
         return {os.fstat(fd).st_ino for fd in self.fds.values()}
@@ -87,11 +88,7 @@ def test_retained_memory_outlives_daemon_and_clients(daemon_process, store):
     assert store.inodes() == inodes
     assert len(inodes) == 6
     daemon.kill()
-    again = daemon_process(
-        directory=daemon.directory,
-        launcher=store.launcher(),
-        pass_fds=tuple(store.fds.values()),
-    )
+    again = daemon_process(directory=daemon.directory, **store.given())
     assert memfds_of(again.pid) == inodes
     status = again.status()
     assert (status.recovery.under_way, status.recovery.lost_bytes) == (False, 0)
@@ -106,11 +103,7 @@ def test_a_live_job_goes_on_without_giving_anything_back(daemon_process, store):
     daemon = daemon_process()
     clients, group, layers = ready_pair(daemon)
     daemon.kill()
-    again = daemon_process(
-        directory=daemon.directory,
-        launcher=store.launcher(),
-        pass_fds=tuple(store.fds.values()),
-    )
+    again = daemon_process(directory=daemon.directory, **store.given())
     assert again.status().state == 1
     assert again.healthy()
     clients[0].resume()
@@ -134,10 +127,6 @@ def test_descriptors_that_belong_to_nothing_are_let_go(daemon_process, store, tm
     client.create(make_spec(retain_s=60.0))
     daemon.kill()
     (daemon.directory / "journal").unlink()
-    again = daemon_process(
-        directory=daemon.directory,
-        launcher=store.launcher(),
-        pass_fds=tuple(store.fds.values()),
-    )
+    again = daemon_process(directory=daemon.directory, **store.given())
     assert memfds_of(again.pid) == set()
     eventually(lambda: store.fds == {}, within_s=WAIT_S)

@@ -28,16 +28,6 @@ def served(daemon_process):
         yield daemon, daemon.client(process=process)
 
 
-def test_equal_names_of_two_users_are_two_groups(served):
-    daemon, theirs = served
-    ours = daemon.client(process=True)
-    groups = [client.create(make_spec()).group for client in (ours, theirs)]
-    assert [group.uid for group in groups] == [0, NOBODY]
-    assert groups[0].generation != groups[1].generation
-    inodes = [{row[3] for row in c.fetch(g)} for c, g in zip((ours, theirs), groups, strict=True)]
-    assert inodes[0].isdisjoint(inodes[1])
-
-
 def test_a_user_reaches_nothing_of_another(served):
     daemon, theirs = served
     ours = daemon.client(process=True)

@@ -11,6 +11,7 @@ from cluster_places import make_certificates, place, plain_tcp, tls_flags
 from cryptography.hazmat.primitives import serialization
 from harness import eventually
 from raw_client import WAIT_S, make_spec
+from test_cluster import coordinates, joins, link
 
 from ep_runtime import errors, wire
 from ep_runtime.errors import InvalidArgumentError
@@ -255,15 +256,6 @@ SECRET, OTHER = b"a secret of this cluster", b"a secret of another one"
 NODE, ADMIN = "/ep_runtime.v1.NodeService/", "/ep_runtime.v1.AdminService/"
 
 
-def coordinates(address, secret=SECRET):
-    return ClusterConfig("a", parse_endpoint(address, "listen"), secret=secret)
-
-
-def joins(address, secret=SECRET):
-    listen, target = (parse_endpoint(text, "address") for text in (place(), address))
-    return ClusterConfig("b", listen, target, secret=secret)
-
-
 def send(address, path, data, metadata=()):
     with grpc.insecure_channel(address, options=wire.channel_options()) as channel:
         try:
@@ -272,14 +264,10 @@ def send(address, path, data, metadata=()):
             raise wire.error_from_rpc(error) from None
 
 
-def link(daemon):
-    return admin_service_pb2.ClusterLink.Name(daemon.status().cluster.link).rpartition("LINK_")[2]
-
-
 def test_a_daemon_of_another_secret_is_refused_and_told(start_daemon):
     address = place()
-    start_daemon(cluster=coordinates(address))
-    b = start_daemon(cluster=joins(address, OTHER))
+    start_daemon(cluster=coordinates(address, secret=SECRET))
+    b = start_daemon(cluster=joins(address, secret=OTHER))
     eventually(lambda: link(b) == "REFUSED")
     assert "--secret FILE" in str(b.ask("ListEvents"))
 
@@ -294,7 +282,7 @@ TELL = node_service_pb2.TellGroupRequest(node="b", epoch=1, lost_ranks=[0]).Seri
 )
 def test_who_has_none_breaks_no_group_and_reads_nothing(start_daemon, secret, path, data):
     address = place()
-    daemon = start_daemon(cluster=coordinates(address))
+    daemon = start_daemon(cluster=coordinates(address, secret=SECRET))
     daemon.client().ready(make_spec())
     metadata = Seal(secret).of(path, data) if secret is not None else ()
     with pytest.raises(errors.PermissionDeniedError, match="does not have this cluster's secret"):
@@ -304,7 +292,7 @@ def test_who_has_none_breaks_no_group_and_reads_nothing(start_daemon, secret, pa
 
 def test_a_seal_is_worth_one_request(start_daemon):
     address, path = place(), f"{ADMIN}ListSessions"
-    start_daemon(cluster=coordinates(address))
+    start_daemon(cluster=coordinates(address, secret=SECRET))
     seal = Seal(SECRET)
     request = admin_service_pb2.ListSessionsRequest(page_size=1).SerializeToString()
     metadata = seal.of(path, request)

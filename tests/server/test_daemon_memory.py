@@ -213,21 +213,6 @@ def test_counters_and_the_kernel_agree_on_what_is_held(daemon):
     eventually(lambda: (memfds(), mapped_boards()) == others)
 
 
-def test_a_board_that_a_client_wrecked_does_not_hurt_the_daemon(daemon):
-    client = daemon.client()
-    group = client.ready(make_spec())
-    client.register(group, [layer_specs.LayerSpec("a", top_k=1)])
-    found = client.fetch(group)
-    for value in (0xFF, 0x00, 0x7F):
-        with mmap.mmap(found[0][1], found[0][0].bytes) as mapped:
-            mapped[:] = bytes([value]) * len(mapped)
-        assert len(daemon.ask("ListHandles").handles) == 1
-        assert len(daemon.ask("ListRanks").ranks) == 2
-        assert daemon.ask("ListGroups").groups[0].poison_reason in ("UNREADABLE", "")
-    close_fds(found)
-    assert daemon.ask("Reclaim", name="moe").quarantined_bytes > 0
-
-
 @pytest.mark.parametrize(
     ("field", "value"),
     [("ranks_offset", 2**64 - 64), ("handles_offset", 2**63), ("world_size", 2**32 - 1)],

@@ -45,14 +45,6 @@ def test_opening_twice_is_idempotent_and_another_job_is_a_mismatch(daemon):
         client.open("other")
 
 
-def test_server_info_needs_no_token(daemon):
-    client = daemon.client()
-    client.metadata = ()
-    info = client.call(client.sessions.GetServerInfo, session_service_pb2.GetServerInfoRequest())
-    assert info.api_versions == ["v1"]
-    assert info.state == session_service_pb2.SERVER_STATE_SERVING
-
-
 @pytest.mark.parametrize("token", [None, "", "0" * 64, "x" * 5000])
 def test_a_missing_or_unknown_token_is_refused(daemon, token):
     client = daemon.client()
@@ -171,22 +163,11 @@ class TestForeignUsers:
         assert (modes["api.sock"], modes["fd.sock"]) == (0o666, 0o666)
         assert (modes["admin.sock"], modes["rpc.sock"], modes["ops.sock"]) == (0o600,) * 3
 
-    def test_have_their_own_groups(self, start_daemon, tmp_path):
-        daemon = self.start(start_daemon, tmp_path, allow_uids=frozenset({4242}))
-        theirs = daemon.client().create(make_spec()).group
-        assert theirs.uid == 4242
-
 
 def test_sockets_are_private_by_default(daemon):
     for name in ("api.sock", "fd.sock", "admin.sock", "rpc.sock", "ops.sock"):
         assert (daemon.directory / name).stat().st_mode & 0o777 == 0o600
     assert daemon.directory.stat().st_mode & 0o777 == 0o700
-
-
-def test_the_daemons_own_user_reads_all_over_api_sock(daemon):
-    client, _ = daemon.client(), daemon.client()
-    found = client.call(client.admin.GetStatus, admin_service_pb2.GetStatusRequest())
-    assert found.num_sessions == 1  # and the one that asks
 
 
 @pytest.mark.parametrize("switches", [set(), {"no-peer-pidfd"}])

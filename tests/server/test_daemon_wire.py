@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import os
-import random
 import socket
 
 import fuzz_frames
 import grpc
 import pytest
 from cluster_places import place
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 from harness import eventually
-from raw_client import WAIT_S, Stubs, connect, hello, make_spec, new_op_id, receive
+from raw_client import WAIT_S, connect, hello, make_spec, new_op_id, receive
 
 from ep_runtime import errors, services, wire
 from ep_runtime.v1 import (
@@ -106,19 +104,6 @@ def test_labels_are_bounded(daemon, labels):
         daemon.client(job=None).open("job", labels=labels)
 
 
-def test_random_packets_on_fd_sock_get_an_error_or_a_close(daemon):
-    random_bytes = random.Random(7)
-    fds = daemon.status().num_fds
-    for _ in range(300):
-        with connect(daemon.directory) as connection:
-            connection.send(random_bytes.randbytes(random_bytes.randint(1, 200)))
-            with pytest.raises(errors.EpRuntimeError):
-                receive(connection)
-    assert daemon.status().num_sessions == 0
-    eventually(lambda: daemon.status().num_fds <= fds)
-    daemon.client()
-
-
 def test_an_oversized_packet_is_refused(daemon):
     with connect(daemon.directory) as connection:
         connection.send(b"x" * (wire.MAX_PACKET_BYTES + 1))
@@ -171,20 +156,6 @@ def test_connections_to_api_sock_that_say_nothing_are_dropped(daemon):
     daemon.client()
     for connection in idle:
         connection.close()
-
-
-def test_health_answers_without_a_token_and_follows_draining(daemon):
-    client = daemon.client()
-    health = health_pb2_grpc.HealthStub(client.channel)
-    request = health_pb2.HealthCheckRequest(service="")
-    assert health.Check(request, timeout=WAIT_S).status == health_pb2.HealthCheckResponse.SERVING
-    daemon.ask("Drain")
-    eventually(
-        lambda: (
-            health.Check(request, timeout=WAIT_S).status
-            == health_pb2.HealthCheckResponse.NOT_SERVING
-        )
-    )
 
 
 def test_admin_rpcs_on_admin_sock_need_no_token_and_sessions_do_not_exist_there(daemon):
@@ -308,18 +279,6 @@ def test_any_path_is_refused_and_others_are_answered(start_daemon, path, port):
         with pytest.raises(grpc.RpcError) as caught:
             call(b"", timeout=WAIT_S)
     assert caught.value.code() is grpc.StatusCode.PERMISSION_DENIED
-
-
-def test_a_method_that_is_not_there_is_unimplemented(daemon):
-    stubs = Stubs(daemon.directory, wire.API_SOCKET)
-    method = stubs.channel.unary_unary(
-        "/ep_runtime.v1.SessionService/Later",
-        session_service_pb2.GetServerInfoRequest.SerializeToString,
-    )
-    with pytest.raises(grpc.RpcError) as caught:
-        method(session_service_pb2.GetServerInfoRequest(), timeout=WAIT_S)
-    assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
-    stubs.close()
 
 
 def test_what_a_service_of_grpc_has_and_we_do_not_is_no_error_of_ours(caplog):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import mmap
 import os
 import sys
 import time
@@ -202,25 +201,12 @@ def test_a_copy_of_a_large_group_is_small_and_quick(gpus) -> None:
     )
 
 
-def open_group(client, spec, layers, stacks) -> mmap.mmap:
-    """The board of a group that a client made and attached to."""
-    group = client.create(spec).group
-    (item, fd), *rest = client.fetch(group)
-    mapped = mmap.mmap(fd, item.bytes)
-    for held in [fd, *(fd for _, fd in rest)]:
-        os.close(held)
-    client.attached(group)
-    client.register(group, layers, stacks)
-    return mapped
-
-
 def test_tallies_say_what_ranks_wrote(daemon):
     client = daemon.client()
     spec = make_spec(ranks=4, num_experts=8)
     layers = [layer_specs.LayerSpec("a", top_k=1, in_flight=2)]
     stacks = [wire.LayerStackSpec(layer_specs.LayerSpec("s", top_k=1), MAX_LOADS)]
-    mapped = open_group(client, spec, layers, stacks)
-    tally = Tally(mapped, spec, 2)
+    tally = Tally(Group(client, spec, layers=layers, stacks=stacks).map, spec, 2)
     op = tally.op(OpCode.COMBINE)
     op.calls, op.time_ns, op.wait_ns = 3, 700, 200
     peer = tally.peer(OpCode.COMBINE, 1)

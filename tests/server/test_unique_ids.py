@@ -116,13 +116,6 @@ def test_a_new_generation_gets_new_ids(client):
     eventually(lambda: len(children()) == 1, within_s=WAIT_S)
 
 
-def test_their_process_ends_with_the_group(client):
-    group = client.ready(make_spec(transport="xla"))
-    ask(client, group)
-    client.close_group(group)
-    eventually(lambda: not children(), within_s=WAIT_S)
-
-
 def test_processes_of_one_user_are_limited(client, daemon, monkeypatch):
     monkeypatch.setattr(unique_ids, "MAX_PROCESSES_PER_USER", 1)
     first, second = (client.ready(make_spec(name)) for name in ("one", "two"))
