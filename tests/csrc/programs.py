@@ -41,15 +41,6 @@ def launches(count):
             expect(out, each)
 
 
-def chained_launches(count):
-    """`count` launches, each on the result of the one before."""
-    with opened() as (group, run, idx, x):
-        out = x
-        for _ in range(count):
-            out = run(idx, out)
-        expect(out, x)
-
-
 def independent(count):
     """`count` calls in one program that do not depend on each other."""
     with opened() as (group, _, idx, x):
@@ -236,7 +227,6 @@ def overflow_errors(count):
 
 PROGRAMS = {
     "launches200": lambda: launches(200),
-    "chained50": lambda: chained_launches(50),
     "independent12": lambda: independent(12),
     "independent30": lambda: independent(30),
     "microbatches4": lambda: microbatches(4, awaited=True),

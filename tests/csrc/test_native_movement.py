@@ -149,13 +149,6 @@ def test_all_tokens_to_one_expert(expert):
         check_all(group, np.full((8, 9, 1), expert, np.int32))
 
 
-def test_one_expert_gets_nothing():
-    rng = np.random.default_rng(2)
-    idx = random_idx(rng, 8, 9, 2, 16)
-    with small_group(top_k=2, alignment=8) as group:
-        check_all(group, np.where(idx == 3, 4, idx))
-
-
 def test_duplicate_and_unused_and_foreign_experts():
     rng = np.random.default_rng(3)
     idx = random_idx(rng, 8, 9, 4, 16, unused=0.3, duplicates=True)

@@ -91,23 +91,6 @@ def test_kills_of_the_client_library_leak_nothing(
 
 
 _tick = threading.Event()  # never set: lets a moment of a daemon's start pass
-_PROTECTS = """
-import json, subprocess, sys
-import guardian
-
-child = subprocess.Popen([sys.executable, "-I", "-S", "-c", "import time; time.sleep(600)"])
-guardian.protect(child.pid)
-print(json.dumps(child.pid), flush=True)
-sys.stdin.readline()
-"""
-
-
-def test_processes_of_a_killed_test_run_end(run_program: Start) -> None:
-    program = run_program(_PROTECTS, prologue="")
-    child = program.heard()
-    os.kill(child, 0)  # is there
-    program.kill()
-    wait_gone(child)
 
 
 _STARTS = """

@@ -60,7 +60,7 @@ def test_every_process_claims_its_devices_and_maps_every_window(
 
 
 _NODE = """
-session = ep.connect("node")
+session = ep.connect()
 say(address=session.address, started=session.daemon_pid is not None, job=session.job,
     coordinator=os.environ["TEST_COORDINATOR"])
 hear()
@@ -73,10 +73,12 @@ def node(directory: Path) -> dict[str, str]:
     return {"RUNTIME_DIRECTORY": str(directory), "EP_RUNTIME_ADDRESS": "node"}
 
 
+@pytest.mark.parametrize(("address", "processes"), [("node", 4), ("", 2)])
 def test_one_process_of_a_job_starts_the_daemon_of_the_node(
-    directory: Path, node: dict[str, str]
+    directory: Path, node: dict[str, str], address: str, processes: int
 ) -> None:
-    with Job(_NODE, processes=4, devices=1, **node) as job:
+    environment = node | {"EP_RUNTIME_ADDRESS": address}
+    with Job(_NODE, processes=processes, devices=1, **environment) as job:
         heard = job.heard()
         assert {row["address"] for row in heard} == {f"unix://{directory}/node"}
         assert sum(row["started"] for row in heard) == 1
@@ -160,15 +162,6 @@ def attempted(own: list[dict[str, str]], wait_s: float = 60, **environment: str)
         heard = job.heard()
         job.end()
         return heard
-
-
-def test_without_an_address_the_processes_of_a_job_share_the_daemon_of_the_node(
-    directory: Path, node: dict[str, str]
-) -> None:
-    script = _NODE.replace('ep.connect("node")', "ep.connect()")
-    with Job(script, processes=2, devices=1, **node | {"EP_RUNTIME_ADDRESS": ""}) as job:
-        assert {row["address"] for row in job.heard()} == {f"unix://{directory}/node"}
-        job.end()
 
 
 def test_processes_of_several_hosts_hear_at_once_how_daemons_join(tmp_path: Path) -> None:
