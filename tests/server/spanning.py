@@ -34,6 +34,12 @@ def nodes(start_daemon):
     return a, b
 
 
+def one_each(pool, *clients, **more):
+    """Calls of clients that claim one rank each, in order, and wait for the group."""
+    spec = spec_of(**more)
+    return [pool.submit(client.ready, spec, ranks=[i]) for i, client in enumerate(clients)]
+
+
 def all_ready(pool, spec, *claims):
     """Groups of clients that claim [(client, ranks)] at the same time."""
     futures = [pool.submit(client.ready, spec, ranks=ranks) for client, ranks in claims]

@@ -9,14 +9,13 @@ import threading
 import time
 
 import pytest
-from harness import FakeClock, eventually
+from harness import FakeClock, as_uid, eventually
 from raw_client import connect, receive
 
 from ep_runtime import errors
 from ep_runtime.v1 import fd_socket_pb2
 from ep_runtime_server.base import events
 from ep_runtime_server.base.events import EventLog
-from ep_runtime_server.callers import credentials
 
 MOST_S = 1.0
 
@@ -75,12 +74,7 @@ def test_denials_of_many_users_are_told_sparingly_as_well():
 
 
 def test_a_stranger_fills_neither_the_log_nor_the_events(start_daemon):
-    def stranger(connection, **how):
-        peer = credentials.peer_of(connection, **how)
-        peer.uid = 4242
-        return peer
-
-    daemon = start_daemon(peer_of=stranger)
+    daemon = start_daemon(peer_of=as_uid(lambda: 4242))
     hello = fd_socket_pb2.FdRequest(hello=fd_socket_pb2.Hello(api_versions=["v1"], pid=1))
     for _ in range(30):
         try:

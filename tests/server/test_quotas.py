@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 import pytest
-from harness import eventually
+from harness import as_uid, eventually
 from raw_client import WAIT_S, close_fds, connect, make_spec
 
 from ep_runtime import board, errors
@@ -15,7 +15,7 @@ from ep_runtime.v1 import session_service_pb2
 from ep_runtime_client.daemons import transport
 from ep_runtime_client.daemons.addresses import SocketDirectory
 from ep_runtime_server import main
-from ep_runtime_server.callers import credentials, quotas
+from ep_runtime_server.callers import quotas
 
 OTHER_UID = 4242
 SPEC = make_spec()
@@ -26,21 +26,16 @@ SIZE = board.board_bytes(SPEC) + 2 * board.window_bytes(SPEC)
 def start(start_daemon, tmp_path):
     """start(**limits): a daemon with these limits of a user; `start.peer_uid` is who connects."""
 
-    def peer_of(connection, **how):
-        peer = credentials.peer_of(connection, **how)
-        peer.uid = make.peer_uid if make.peer_uid is not None else peer.uid
-        return peer
-
     def make(settings=None, **limits):
         return start_daemon(
             directory=tmp_path / "d",
-            peer_of=peer_of,
+            peer_of=as_uid(lambda: make.peer_uid),
             per_user=quotas.UserLimits(**limits),
             allow_uids=frozenset({OTHER_UID}),
             **settings or {},
         )
 
-    make.peer_uid = None
+    make.peer_uid = os.geteuid()
     return make
 
 

@@ -10,7 +10,7 @@ import pytest
 from cluster_places import place, plain_tcp
 from harness import eventually
 from raw_client import WAIT_S
-from spanning import TOLD_S, all_ready, group_of, members, spec_of, state
+from spanning import TOLD_S, all_ready, group_of, members, one_each, spec_of, state
 from test_cluster import cluster_of, joined, link
 
 from ep_runtime import errors
@@ -55,11 +55,7 @@ def test_a_coordinator_that_dies_while_a_group_forms_is_waited_for(
     three, restarted, pool, point, count
 ):
     a, flags, (b, c) = three(f"failpoint:cluster.{point}=kill:{count}")
-    first, second = b.client(), c.client()
-    futures = [
-        pool.submit(client.ready, spec_of(), ranks=[rank])
-        for rank, client in enumerate((first, second))
-    ]
+    futures = one_each(pool, b.client(), c.client())
     assert a.ended(within_s=5.0)[0] == -9
     assert not any(future.done() for future in futures)
     a = restarted(a, *flags)
@@ -75,10 +71,7 @@ def test_a_process_that_dies_while_nobody_knows_the_decision_is_not_forgotten(
 ):
     a, flags, (b, c) = three(f"failpoint:cluster.after_write=kill:{_DECISION}")
     dying = c.client(process=True)
-    futures = [
-        pool.submit(client.ready, spec_of(), ranks=[rank])
-        for rank, client in enumerate((b.client(), dying))
-    ]
+    futures = one_each(pool, b.client(), dying)
     assert a.ended(within_s=5.0)[0] == -9  # the view is committed, and it told nobody
     dying.process.kill()
     eventually(lambda: state(c) != "FORMING", within_s=TOLD_S)
@@ -94,10 +87,7 @@ def test_a_daemon_that_ends_before_it_hears_the_decision_tells_the_others_when_i
     three, restarted, pool
 ):
     a, flags, (b, c) = three(f"failpoint:cluster.after_write=kill:{_DECISION}")
-    futures = [
-        pool.submit(client.ready, spec_of(), ranks=[rank])
-        for rank, client in enumerate((b.client(), c.client(process=True)))
-    ]
+    futures = one_each(pool, b.client(), c.client(process=True))
     assert a.ended(within_s=5.0)[0] == -9  # the view is committed, and it told nobody
     c.kill()
     assert futures[1].exception(WAIT_S) is not None
@@ -115,10 +105,7 @@ def test_a_running_group_does_not_need_the_coordinator(three, restarted, pool):
     assert (state(b), state(c)) == ("READY", "READY")
     dying.process.kill()
     eventually(lambda: state(b) == "BROKEN", within_s=TOLD_S)  # from node to node
-    waiting = [
-        pool.submit(client.ready, spec_of(), ranks=[rank])
-        for rank, client in ((0, first), (1, c.client()))
-    ]
+    waiting = one_each(pool, first, c.client())
     a = restarted(a, *flags)
     again = [future.result(WAIT_S) for future in waiting]
     assert again[0].epoch == again[1].epoch > groups[0].epoch
@@ -333,10 +320,7 @@ def test_a_coordinator_that_hangs_is_as_good_as_away_until_it_goes_on(three, poo
         lost_s = limits.NODE_REPORT_INTERVAL_S + limits.NODE_RPC_S + 1.0
         eventually(lambda: (link(b), link(c)) == ("LOST", "LOST"), within_s=lost_s)
         assert (state(b), state(c)) == ("READY", "READY")
-        waiting = [
-            pool.submit(client.ready, spec_of(name="later"), ranks=[rank])
-            for rank, client in enumerate((first, second))
-        ]
+        waiting = one_each(pool, first, second, name="later")
         eventually(lambda: b.group_states().get("later") == "FORMING")
     finally:
         a.popen.send_signal(signal.SIGCONT)
