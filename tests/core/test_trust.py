@@ -25,10 +25,6 @@ def opened(path: Path, uids=OURS, **more) -> os.stat_result:
         os.close(fd)
 
 
-def test_a_directory_of_ours_is_the_one_that_opens(tmp_path):
-    assert opened(tmp_path).st_ino == tmp_path.stat().st_ino
-
-
 def test_it_stays_what_was_checked_when_its_name_becomes_anothers(tmp_path):
     ours = tmp_path / "d"
     ours.mkdir()

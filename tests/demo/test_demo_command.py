@@ -118,8 +118,7 @@ def test_ctrl_c_ends_with_what_was_trained_and_leaves_no_daemon(
     assert not runtime_directory(output).exists()
 
 
-WORDS = ["demo", "--platform", "cpu", "--devices", "4", "--seq", "32", "--layers", "1"]
-WORDS += ["--processes", "2", "--steps"]
+WORDS = [*SMALL, "--processes", "2", "--steps"]
 Endless = Callable[[str], subprocess.Popen[str]]
 
 
