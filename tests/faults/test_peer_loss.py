@@ -117,32 +117,6 @@ def test_a_dead_process_ends_the_waits_and_the_restarted_job_reattaches(
     wait_until(lambda: not admin.groups() and not admin.buffers(), "everything is freed")
 
 
-@pytest.mark.doses(ci=2, full=50)
-def test_a_survivor_forms_the_group_anew_with_whoever_takes_the_dead_ones_place(
-    run_program: Start, address: str, admin: source.Source, daemon: runtime.Child, dose: int
-) -> None:
-    def member(first: int) -> Program:
-        return members.start(run_program, address, [first, first + 1])
-
-    survivor, other = member(0), member(2)
-    generation = members.met([survivor, other])["generation"]
-    memory = memfds_of(daemon.pid)
-    for _ in range(dose):
-        other.kill()
-        wait_until(lambda: admin.groups()[0]["state"] == "BROKEN", "the loss is seen")
-        survivor.tell("again")
-        other = member(2)
-        after = members.met([survivor, other])
-        assert after["reattached"]
-        assert after["generation"] > generation
-        generation = after["generation"]
-        assert memfds_of(daemon.pid) == memory  # not a byte is allocated anew
-    for program in (survivor, other):
-        program.tell("end")
-        assert program.finish() == 0
-    wait_until(lambda: not admin.groups() and not admin.buffers(), "everything is freed")
-
-
 @pytest.mark.slow
 @pytest.mark.doses(ci=0, full=50)
 def test_many_lost_processes_leak_nothing(
