@@ -32,7 +32,7 @@ _Class = TypeVar("_Class", bound=type)
 _NO_DROPS = "no token is dropped, and memory follows what arrives"
 _DROPLESS = "no step or layer has to be repeated, because no token is dropped"
 _RING = "the ring of experts does not run"
-_RING_FIGURE = "the ring of experts, which does not run, computes this figure"
+_RING_FIGURE = "only the ring of experts computes this figure, and it does not run"
 _TE = "TransformerEngine's block would compute the experts"
 _QUANTIZED = "MaxText's quantization does not reach the experts, which compute in `dtype`"
 _SCHEDULE = "this schedule computes experts by code of its own"
