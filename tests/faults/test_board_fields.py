@@ -120,7 +120,6 @@ def read_all(group: GroupRecord, clock: SystemClock) -> None:
         views.handle_info(handle, clock).SerializeToString()
     for rank in views.ranks([group]):
         views.rank_info(rank, clock).SerializeToString()
-    for rank in views.ranks_with_board([group]):
         views.rank_tally(rank, clock).SerializeToString()
     layout = group.windows.layout
     board_records.read_extra_chunks(group.windows.board, layout, group.layers.num_handles)

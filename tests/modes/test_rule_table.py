@@ -171,7 +171,7 @@ def test_fsdp_in_front_of_tp_is_refused_where_rows_would_be_gathered(
         program = Program(make_group, Row(axes, weight, {}), "auto")
         with pytest.raises(ep.InvalidArgumentError) as caught, ep.translate_errors():
             program.compiled()
-        for words in ("fsdp=2 behind tp=2", f"dim {len(weight) - 1}", "over ('tp', 'fsdp')"):
+        for words in ("tp=2 before fsdp=2", f"dim {len(weight) - 1}", "over ('tp', 'fsdp')"):
             assert words in str(caught.value)
     # A layout that is told moves shards of the weight, and what it moves in the other order.
     told = [
