@@ -135,9 +135,10 @@ def test_boards_have_the_sizes_of_the_capacity_page() -> None:
         spec = dataclasses.replace(spec, transport="nccl", node_size=8)
         return f"{board.board_bytes(spec, range(8)) / 2**20:.1f} MiB"
 
-    for count, one, apart in doc_pages.table(doc_pages.ROOT / "docs/capacity.md", "## The host"):
-        gpus = int(count.replace(",", ""))
-        assert (one, apart) == (size(gpus, gpus, gpus), size(gpus, 8, 256))
+    page = (doc_pages.ROOT / "docs/capacity.md").read_text(encoding="utf-8")
+    for gpus in (8, 576, 4096):
+        assert f"takes {size(gpus, gpus, gpus)} if all GPUs are one EP group" in page
+        assert f"takes {size(gpus, 8, 256)} for EP\ngroups of 8 with 256 experts" in page
 
 
 def test_every_reason_for_the_composed_body_has_a_row() -> None:
