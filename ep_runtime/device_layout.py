@@ -104,6 +104,11 @@ def lane_rows(spec: GroupSpec) -> int:
     return min(apart, max(slots * 3 // 2 if counted else slots, 4 * ranks))
 
 
+def spreads(spec: GroupSpec) -> bool:
+    """Returns whether calls spread the rows of overfull ranks over copies of their experts."""
+    return spec.spare_experts > 0 and spec.ep_size > 1
+
+
 def copied_chunks(spec: GroupSpec) -> int:
     """Returns the chunks of copied experts that a lane holds from each source; 0: none move so."""
     if not maps_windows(spec) or spec.spare_experts > MAX_SPARE:

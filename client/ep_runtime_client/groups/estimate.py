@@ -245,8 +245,8 @@ def estimate_memory(
 def _has_blocks(spec: specs.GroupSpec, transport: str) -> bool:
     if transport == "auto":
         spec = dataclasses.replace(spec, transport="nvlink")
-    copied = spec.spare_experts > 0 and spec.ep_size > 1
-    return transport in _BLOCK_TRANSPORTS and (not copied or device_layout.block_copies(spec))
+    copies = not device_layout.spreads(spec) or device_layout.block_copies(spec)
+    return transport in _BLOCK_TRANSPORTS and copies
 
 
 def _scaling_of(recipe: checks.Recipes) -> workspace.Scaling | None:

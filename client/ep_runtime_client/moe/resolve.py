@@ -159,7 +159,7 @@ def run(
         return moved.tokens, plan, state
     recipes, dtype = block.recipes, block.activation.dtype
     sizes, moves, arrays, spread = plan.arrays.group_sizes, call, plan.arrays, None
-    if bodies.spreads(call.group):
+    if device_layout.spreads(call.group):
         moves, arrays, spread = copies.spread(call, moved.index, moved.routed.topk_idx, arrays)
         most = arrays.num_recv  # no rank has more than the workspace
     given = Operands(
@@ -221,7 +221,7 @@ def _planned(layer: EpLayer, moved: Moved, body: str) -> tuple[Call, Plan, jax.A
     with_workspace = bodies.has_workspace(body)
     if with_workspace:
         call = dataclasses.replace(call, own_alignment=workspace.ROW_ALIGNMENT)
-    with_most = with_workspace and not bodies.spreads(call.group)
+    with_most = with_workspace and not device_layout.spreads(call.group)
     plan, most = make_plan(call, moved.index, routed.topk_idx, most=with_most)
     return call, plan, plan.arrays.num_recv if most is None else most
 

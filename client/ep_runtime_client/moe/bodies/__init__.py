@@ -103,17 +103,12 @@ def has_workspace(name: str) -> bool:
     return name != COMPOSED
 
 
-def spreads(group: GroupSpec) -> bool:
-    """Whether calls spread the rows of overfull ranks over copies of their experts."""
-    return group.spare_experts > 0 and group.ep_size > 1
-
-
 def unsupported(asked: Asked) -> str:
     """Returns why the kernels do not support a call: a name in REASONS, or nothing if they do."""
     group = asked.group
     if not on_gpus(group):
         return "transport"
-    if spreads(group) and not device_layout.block_copies(group):
+    if device_layout.spreads(group) and not device_layout.block_copies(group):
         return "copies"
     recipe, dtype = asked.recipes[0], jnp.dtype(asked.activation.dtype)
     whole = cuda.multiple_of(dtype, recipe, paired=asked.paired)
