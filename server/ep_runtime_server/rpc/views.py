@@ -80,9 +80,9 @@ def _members(group: GroupRecord) -> types_pb2.Group:
     """Makes a message of the members alone, once for all processes of a node that get the same."""
     ours = [(key, member.ranks, member.attached) for key, member in group.members.items()]
     now = (ours, group.remote, group.committed, set(group.left))
-    made, message = _MADE.get(group, (None, types_pb2.Group()))
-    if made == now:
-        return message
+    made = _MADE.get(group)
+    if made is not None and made[0] == now:
+        return made[1]
     message, claims = types_pb2.Group(), group.claims
     for rank in range(group.spec.world_size):
         member, remote = claims.get(rank), group.remote.get(rank)
