@@ -384,7 +384,7 @@ def section(table: Table, rows: Iterable[Row]) -> Iterable[str]:
 
 
 def _filled(text: str) -> str:
-    """The paragraphs in lines of at most 118 characters, but for lists."""
+    """Wraps paragraphs at 118 characters; lists keep their lines."""
     return "\n\n".join(
         part if part.startswith("- ") else textwrap.fill(part, 118) for part in text.split("\n\n")
     )

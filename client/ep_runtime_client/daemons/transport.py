@@ -43,8 +43,8 @@ _Response = TypeVar("_Response")
 class RpcChannel:
     """A channel to one of a daemon's gRPC sockets, which never connects to another directory.
 
-    gRPC connects again by itself. Another user's daemon could then have the directory's path. So
-    gRPC gets the path of an open descriptor of the directory.
+    gRPC reconnects when a connection breaks. By then the directory's path may belong to another
+    user's daemon. So gRPC gets the path of an open descriptor of the directory.
     """
 
     def __init__(self, place: SocketDirectory, socket_name: str, timeout_s: float) -> None:

@@ -98,7 +98,7 @@ class Peers:
                 for text in self._end(dropped, "its heartbeats have stopped"):
                     _log.error("heartbeats of a process of the job have stopped: %s", text)
         except RuntimeError as error:  # JAX ends this process if the service is gone
-            _log.info("deaths of processes are no longer reported: %s", error)
+            _log.info("this process no longer learns when other processes die: %s", error)
 
     def _end_waits(self, process: int) -> None:
         """Ends waits for a dead process: groups that form, and gloo's collectives. JAX's abort ends

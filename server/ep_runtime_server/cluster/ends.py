@@ -4,8 +4,9 @@ A node reports on its processes of a committed view until each has ended or left
 has a new generation on this node. Until then the coordinator does not give their ranks to other
 processes, and processes of other nodes may still use the view.
 
-A report goes to the coordinator, which passes it on. Nodes that it does not reach, and all while it
-is away, are told directly, because running groups do not need the coordinator.
+A report goes to the coordinator, which passes it on. This node itself tells the nodes that the
+coordinator does not reach. If the coordinator is away, this node tells all nodes, because running
+groups must not need the coordinator.
 """
 
 from __future__ import annotations

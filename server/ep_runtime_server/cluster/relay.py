@@ -23,9 +23,9 @@ _Queued = tuple[NodeReport, frozenset[str], asyncio.Future[frozenset[str]]]
 class Relay:
     """Passes reports on, on the event loop; keeps none, so their senders answer for them.
 
-    While nodes are told of some reports of a view, and for a pause after that, later ones wait and
-    then go in one call. So the end of a view costs each node a few calls, although all nodes report
-    their processes.
+    Reports of a view go out in rounds, with a pause after each. Reports that come during a round or
+    its pause wait for the next round, and go in one call to each node. So a node gets a few calls
+    when a view ends, although all nodes report their processes.
     """
 
     def __init__(self, node: str, tell: Teller, events: EventLog) -> None:

@@ -214,7 +214,7 @@ def with_whole_blocks(
 
 def entries_of_bias(where: Partitioning, bias: jax.Array, weight: Entries) -> Entries:
     """Returns the entries of the bias [E, *N'] of a weight."""
-    if where.manual:  # of as many experts as the weight here, elsewhere whole
+    if where.manual:  # sharded over experts like the weight, whole on other dims
         return padded(weight[:1], len(weight) - 1)
     # A bias of unknown layout is sharded like its weight.
     known = regions.known_entries(bias, len(weight) - 1)
