@@ -40,6 +40,16 @@ struct PartVectors {
       }
     }
   }
+  // Depends on every load of Read.
+  __device__ __forceinline__ uint32_t Mixed() const {
+    uint32_t mixed = 0;
+#pragma unroll
+    for (int u = 0; u < kVectors; ++u) {
+#pragma unroll
+      for (int i = 0; i < kWords; ++i) mixed ^= words[u][i].x;
+    }
+    return mixed;
+  }
   template <bool kWeighted>
   __device__ __forceinline__ void AddTo(float weight, Sums<kType>& sums) const {
 #pragma unroll
@@ -78,6 +88,17 @@ struct Fp8Vectors {
       scales[u] = here ? of_blocks[index * kPer / kFp8Block] : 1.0f;
     }
   }
+  // Depends on every load of Read.
+  __device__ __forceinline__ uint32_t Mixed() const {
+    uint32_t mixed = 0;
+#pragma unroll
+    for (int u = 0; u < kVectors; ++u) {
+      mixed ^= __float_as_uint(scales[u]);
+#pragma unroll
+      for (int i = 0; i < kPer / 4; ++i) mixed ^= words[u][i];
+    }
+    return mixed;
+  }
   __device__ __forceinline__ void AddTo(Sums<kType>& sums) const {
 #pragma unroll
     for (int u = 0; u < kVectors; ++u) {
@@ -97,12 +118,12 @@ __device__ __forceinline__ void AddSent(const uint8_t* part, int vectors, const 
   if constexpr (kPrecision == CombinePrecision::kFp8) {
     Fp8Vectors<kType> x;
     x.Read(part, vectors);
-    done();
+    done(x.Mixed());
     x.AddTo(sums);
   } else {
     PartVectors<kType, kPrecision == CombinePrecision::kExact> x;
     x.Read(part, vectors);
-    done();
+    done(x.Mixed());
     x.template AddTo<false>(1.0f, sums);
   }
 }

@@ -9,13 +9,19 @@ namespace ep_runtime {
 namespace cuda {
 namespace combine {
 
+constexpr uint32_t kRareWord = 0x9E3779B9;  // any word will do
+
 // Sums one piece of an item, and keeps the ring full with `refill` meanwhile.
 template <RowType kType, CombinePrecision kPrecision, bool kWeighted, bool kForPeer,
           typename Refill>
 __device__ __forceinline__ void SumPiece(PartRing<kType, kPrecision>* ring, const Item& item,
                                          int piece, const Refill& refill) {
   const int vectors = min(kPieceBytes, ring->row_bytes - piece * kPieceBytes) / 16;
-  const auto done = [&]() {
+  // The copy engine overwrites a slot right after `done`, so all lanes' reads of it must be over. A
+  // sync does not wait for reads, which may queue behind stores for longer than a load takes. A
+  // vote on what was read does. A fence would also do, but it waits for stores, too.
+  const auto done = [&](uint32_t read) {
+    if (__any_sync(~0u, read == kRareWord)) FenceProxyAsync();
     __syncwarp();
     ++ring->used;
     refill();
@@ -26,7 +32,7 @@ __device__ __forceinline__ void SumPiece(PartRing<kType, kPrecision>* ring, cons
     for (int part = 0; part < item.count; ++part) {
       PartVectors<kType, false> x;
       x.Read(ring->Await(), vectors);
-      done();
+      done(x.Mixed());
       x.template AddTo<kWeighted>(__shfl_sync(~0u, item.weight, part), own);
     }
     using SentSum = Sent<kType, kPrecision>;
@@ -42,7 +48,7 @@ __device__ __forceinline__ void SumPiece(PartRing<kType, kPrecision>* ring, cons
       }
       PartVectors<kType, false> x;
       x.Read(ring->Await(), vectors);
-      done();
+      done(x.Mixed());
       x.template AddTo<kWeighted>(__shfl_sync(~0u, item.weight, part), own);
       const bool last = part + 1 == item.count || (item.own >> (part + 1) & 1) == 0;
       if (last) AddOwn<kType, kPrecision>(own, sums);
